@@ -58,7 +58,9 @@ class TechniqueTrainingSettings(TrainingSettings):
                 "lora does not train the quantized weights, so qat has no effect; remove qat or lora",
                 code="settings-conflict",
             )
-        changing = [word for word in ("sparsify", "learned_masks") if getattr(self, word) is not None]
+        changing = [
+            technique for technique in ("sparsify", "learned_masks") if getattr(self, technique) is not None
+        ]
         if len(changing) + (self.lora is not None) > 1:
             raise SettingError(
                 "set only one of lora, sparsify and learned_masks",
@@ -84,19 +86,21 @@ def estimate_training(
     cost = training_cost(settings, inputs, teachers=teachers, samples=samples, layer_copies=copies)
     if not is_quantized or settings.lora is not None:
         return cost
-    kept = settings.qat is None or settings.qat.save_master_weights
-    return replace(cost, disk_bytes=cost.disk_bytes + kept * inputs.result.float_bytes)
+    has_master_weights = settings.qat is None or settings.qat.save_master_weights
+    return replace(cost, disk_bytes=cost.disk_bytes + has_master_weights * inputs.result.float_bytes)
 
 
 def provided_by_training(settings: TechniqueTrainingSettings) -> frozenset[str]:
     """Return what later steps may lose of a training, or cannot process."""
     masks = settings.learned_masks
-    found = {
+    candidates = {
         "widths": masks and set(masks.targets) - {"width"},
         "parts": masks and masks.parts,
         "zeros": settings.sparsify,
     }
-    return frozenset({"training", *(word for word, provided in found.items() if provided)})
+    return frozenset(
+        {"training", *(property_name for property_name, provided in candidates.items() if provided)}
+    )
 
 
 def invalidated_by_training(settings: TechniqueTrainingSettings) -> Mapping[str, str]:
@@ -123,12 +127,18 @@ def check_training(settings: TechniqueTrainingSettings, config: Mapping[str, Any
     if settings.packing and family is not None and not family.separates_packed_sequences:
         text = f"transformers' {family.name} has attention between packed samples; remove packing."
         return [error_message("does-not-fit-model", text, setting="packing")]
-    lack = no_blocks_reason(config)
-    words = [word for word in ("lora", "sparsify", "learned_masks") if getattr(settings, word) is not None]
-    if lack:
+    reason = no_blocks_reason(config)
+    techniques = [
+        technique
+        for technique in ("lora", "sparsify", "learned_masks")
+        if getattr(settings, technique) is not None
+    ]
+    if reason:
         return [
-            error_message("does-not-fit-model", f"{lack}; remove it to train all weights.", setting=word)
-            for word in words
+            error_message(
+                "does-not-fit-model", f"{reason}; remove it to train all weights.", setting=technique
+            )
+            for technique in techniques
         ]
     masks = settings.learned_masks
     return check_part_kinds(masks.parts if masks is not None else (), config, "learned_masks.parts")
@@ -136,14 +146,14 @@ def check_training(settings: TechniqueTrainingSettings, config: Mapping[str, Any
 
 def training_task_errors(settings: TechniqueTrainingSettings, task: Task) -> list[Message]:
     """Return the errors: width masks where outputs are hidden states, packing of other than responses."""
-    found = []
+    errors = []
     if settings.packing and task_traits(task).samples != "prompts":
         text = f"only samples of {task_names(samples='prompts')} are packed, not of {task}; remove packing."
-        found.append(error_message("does-not-fit-task", text, setting="packing"))
+        errors.append(error_message("does-not-fit-task", text, setting="packing"))
     narrows = settings.learned_masks is not None and "width" in settings.learned_masks.targets
     if narrows and task_traits(task).output == "embedding":
-        found.append(error_message("fixed-width", EMBEDDER_WIDTH_ERROR, setting="learned_masks.targets"))
-    return found
+        errors.append(error_message("fixed-width", EMBEDDER_WIDTH_ERROR, setting="learned_masks.targets"))
+    return errors
 
 
 def train_with_techniques(
@@ -163,8 +173,8 @@ def train_with_techniques(
     Raises:
         InputError: as `train`; or width masks are set for a model whose outputs are hidden states.
     """
-    for found in training_task_errors(settings, ctx.task):
-        raise InputError(f"{stage}: {found.setting}: {found.message}", code=found.code, setting=found.setting)
+    for error in training_task_errors(settings, ctx.task):
+        raise InputError(f"{stage}: {error.setting}: {error.message}", code=error.code, setting=error.setting)
     train(
         model,
         src,
@@ -185,20 +195,20 @@ def _techniques(
     """Return what starts each technique; the quantized weights last, so that they are converted last."""
     from smelt.compress.quantize.qat import QuantizedWeights
 
-    found: list[Callable[[], TrainingTechnique]] = []
+    techniques: list[Callable[[], TrainingTechnique]] = []
     if settings.sparsify is not None:
         from smelt.compress.sparsify.gradual import GradualSparsifier
 
-        found.append(partial(GradualSparsifier, model, settings.sparsify))
+        techniques.append(partial(GradualSparsifier, model, settings.sparsify))
     if settings.learned_masks is not None:
         from smelt.compress.prune.learned_masks import LearnedMasks
 
-        found.append(partial(LearnedMasks, model, settings.learned_masks, edits))
+        techniques.append(partial(LearnedMasks, model, settings.learned_masks, edits))
     if settings.qat is not None and settings.qat.scales == "lsq":
         from smelt.compress.quantize.qat_extensions import StepSizeTraining
 
-        found.append(partial(StepSizeTraining, model, settings.qat, stage))
-    return [*found, partial(QuantizedWeights, model)]
+        techniques.append(partial(StepSizeTraining, model, settings.qat, stage))
+    return [*techniques, partial(QuantizedWeights, model)]
 
 
 class FinetuneSettings(TechniqueTrainingSettings):

@@ -125,20 +125,20 @@ class ShareWeights(Stage[ShareWeightsSettings]):
     ) -> tuple[list[Message], Mapping[str, Any]]:
         """Return the errors, by setting, for a model of this config, and the config of the result."""
         family = FAMILIES.get(str(config.get("model_type")))
-        if (lack := no_blocks_reason(config)) is not None:
-            return [error_message("does-not-fit-model", f"{lack}; remove share-weights.")], config
-        known = [stack.name for stack in family.stacks(config)] if family else []
-        found = [
+        if (reason := no_blocks_reason(config)) is not None:
+            return [error_message("does-not-fit-model", f"{reason}; remove share-weights.")], config
+        stacks = [stack.name for stack in family.stacks(config)] if family else []
+        errors = [
             error_message(
                 "unknown-stack",
-                f"{with_article(config.get('model_type'))} model has the stacks {' and '.join(known)},"
+                f"{with_article(config.get('model_type'))} model has the stacks {' and '.join(stacks)},"
                 f" not '{name}'",
                 setting="stacks",
             )
             for name in settings.stacks or ()
-            if known and name not in known
+            if stacks and name not in stacks
         ]
-        return found, config
+        return errors, config
 
     def __call__(self, src: Artifact, settings: ShareWeightsSettings, ctx: Context) -> None:
         """Share weights among the layers of `src` and write the model to `ctx.out`."""
@@ -148,11 +148,11 @@ class ShareWeights(Stage[ShareWeightsSettings]):
         with torch_threads(ctx.threads):
             model, edits = load_float_model(src, self.name)
             ctx.details["parameters_before"] = count_stored_parameters(model)
-            lost: dict[str, float] = {}
-            shared, unshared = share_layers(model, edits, settings, lost)
+            residuals: dict[str, float] = {}
+            shared, unshared = share_layers(model, edits, settings, residuals)
             ctx.details["parameters_after"] = count_stored_parameters(model)
             if settings.low_rank_delta is not None:
-                ctx.details["lost"] = lost
+                ctx.details["lost"] = residuals
             ctx.details["groups"] = shared
             ctx.warnings.extend(unshared)
             ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
@@ -195,9 +195,9 @@ def share_layers(
     shared: dict[str, list[list[int]]] = {}
     notes: list[Message] = []
     for name, blocks in stacks.items():
-        together = [g for g in group_layers(len(blocks), settings) if len(g) > 1]
-        shared[name] = [[blocks[at].index for at in group] for group in together]
-        if not together:
+        multi_groups = [g for g in group_layers(len(blocks), settings) if len(g) > 1]
+        shared[name] = [[blocks[index].index for index in group] for group in multi_groups]
+        if not multi_groups:
             notes.append(
                 warning(
                     "single-layer-groups",
@@ -205,10 +205,10 @@ def share_layers(
                     " groups.",
                 )
             )
-        for group in together:
-            parts_by_block = _shareable_parts([blocks[at] for at in group], settings)
+        for group in multi_groups:
+            parts_by_block = _shareable_parts([blocks[index] for index in group], settings)
             if not parts_by_block:
-                indices = ", ".join(str(blocks[at].index) for at in group)
+                indices = ", ".join(str(blocks[index].index) for index in group)
                 notes.append(
                     warning(
                         "no-part-in-common",
@@ -225,35 +225,35 @@ def share_layers(
 
 def group_layers(layers: int, settings: ShareWeightsSettings) -> list[list[int]]:
     """Return the indices of `layers` layers in groups of neighbours; a single layer is a group."""
-    every = settings.group_size or _DEFAULT_GROUP_SIZE
-    first = 1 if settings.exclude_first_and_last else 0
-    inner = range(first, layers - first)
+    group_size = settings.group_size or _DEFAULT_GROUP_SIZE
+    start = 1 if settings.exclude_first_and_last else 0
+    inner = range(start, layers - start)
     groups: dict[int, list[int]] = {}
-    for place, number in enumerate(inner):
-        at = (
-            place // every
+    for position, layer_index in enumerate(inner):
+        index = (
+            position // group_size
             if settings.groups is None
-            else place * min(settings.groups, len(inner)) // len(inner)
+            else position * min(settings.groups, len(inner)) // len(inner)
         )
-        groups.setdefault(at, []).append(number)
-    ends = [[at] for at in sorted({0, layers - 1}) if at not in inner]
-    return sorted([*groups.values(), *ends])
+        groups.setdefault(index, []).append(layer_index)
+    single_groups = [[index] for index in sorted({0, layers - 1}) if index not in inner]
+    return sorted([*groups.values(), *single_groups])
 
 
 def _shareable_parts(blocks: list[Block], settings: ShareWeightsSettings) -> list[list[tuple[str, ...]]]:
     """Return, for each part of a block, the names of its linear layers in every block."""
-    found: list[list[tuple[str, ...]]] = []
+    by_part: list[list[tuple[str, ...]]] = []
     if "attention" in settings.targets:
         for kind in blocks[0].stack.attentions:
-            ends = f".{kind.query}"
+            suffix = f".{kind.query}"
             linear_layers = [
-                [a.linear_layers for a in block.attentions if a.query.endswith(ends)] for block in blocks
+                [a.linear_layers for a in block.attentions if a.query.endswith(suffix)] for block in blocks
             ]
-            found.append([products for each in linear_layers for products in each])
+            by_part.append([layer_names for block_layers in linear_layers for layer_names in block_layers])
     if "ffn" in settings.targets:
         feeds = [block.feed_forward for block in blocks]
-        found.append([feed.linear_layers for feed in feeds if feed is not None])
-    return [parts for parts in found if len(parts) > 1]  # a removed part shares nothing
+        by_part.append([feed_forward.linear_layers for feed_forward in feeds if feed_forward is not None])
+    return [parts for parts in by_part if len(parts) > 1]  # a removed part shares nothing
 
 
 def _share_parts(
@@ -305,20 +305,20 @@ def _share_with_delta(
 
     assert settings.low_rank_delta is not None
     rank, iterations = settings.low_rank_delta.rank, settings.low_rank_delta.iterations
-    own = {model.get_submodule(name): name for name in reversed(names)}  # by module its first name
-    layers = list(reversed(own))
+    names_by_layer = {model.get_submodule(name): name for name in reversed(names)}  # by module its first name
+    layers = list(reversed(names_by_layer))
     if len(layers) == 1:
         return
     weights = [layer.weight.detach() for layer in layers]
     start = {"first": weights[0], "last": weights[-1], "mean": torch.stack(weights).double().mean(dim=0)}
-    replacements, off = make_shared_layers(layers, start[settings.init_from], rank, iterations)
-    lost[names[0]] = float(f"{off:.3g}")
-    for layer, new in zip(layers, replacements, strict=True):
-        edit = {"op": "difference", "module": own[layer], "rank": new.rank}
-        replace_layer(model, edits, own[layer], new, edit)
-    first = own[layers[0]]
+    replacements, error = make_shared_layers(layers, start[settings.init_from], rank, iterations)
+    lost[names[0]] = float(f"{error:.3g}")
+    for layer, replacement in zip(layers, replacements, strict=True):
+        edit = {"op": "difference", "module": names_by_layer[layer], "rank": replacement.rank}
+        replace_layer(model, edits, names_by_layer[layer], replacement, edit)
+    owner = names_by_layer[layers[0]]
     for layer in layers[1:]:
-        edits.append({"op": "share", "module": f"{own[layer]}.shared", "with": f"{first}.shared"})
+        edits.append({"op": "share", "module": f"{names_by_layer[layer]}.shared", "with": f"{owner}.shared"})
 
 
 def _unshareable_reason(
@@ -332,9 +332,9 @@ def _unshareable_reason(
     for names in zip(*parts, strict=True):
         modules = [model.get_submodule(name) for name in names]
         sizes = [_describe_shapes(module) for module in modules]
-        odd = next((at for at, size in enumerate(sizes) if size != sizes[0]), None)
-        if odd is not None:
-            return "shape-mismatch", f"{names[0]} has {sizes[0]}, {names[odd]} has {sizes[odd]}"
+        mismatch = next((index for index, size in enumerate(sizes) if size != sizes[0]), None)
+        if mismatch is not None:
+            return "shape-mismatch", f"{names[0]} has {sizes[0]}, {names[mismatch]} has {sizes[mismatch]}"
         if isinstance(modules[0], nn.Linear):
             continue
         if isinstance(modules[0], SharedLinear):

@@ -73,25 +73,25 @@ def fit_ibm_model1(
     chunks, keys = _chunk_pairs(rows, num_sources, num_targets)
     source, target = keys // num_targets, keys % num_targets
     chance = np.ones(len(keys))
-    for done in range(iterations):
-        progress(done, iterations, "estimating translation probabilities")
+    for iteration in range(iterations):
+        progress(iteration, iterations, "estimating translation probabilities")
         counts = np.zeros(len(keys))
-        for pair, place in chunks:
-            found = chance[pair]
-            found /= np.bincount(place, found)[place]
-            counts += np.bincount(pair, found, len(keys))
+        for pair_indices, target_positions in chunks:
+            weights = chance[pair_indices]
+            weights /= np.bincount(target_positions, weights)[target_positions]
+            counts += np.bincount(pair_indices, weights, len(keys))
         chance = counts / np.bincount(source, counts, num_sources + 1)[source]
-    real = source < num_sources
-    order = np.lexsort((target[real], -chance[real], source[real]))
-    return TranslationTable(source[real][order], target[real][order], chance[real][order])
+    is_token = source < num_sources
+    order = np.lexsort((target[is_token], -chance[is_token], source[is_token]))
+    return TranslationTable(source[is_token][order], target[is_token][order], chance[is_token][order])
 
 
 def top_targets(table: TranslationTable, num_sources: int, top_k: int, excluded: IntArray) -> list[IntArray]:
     """Return the `top_k` likeliest target tokens of each source token, without those in `excluded`."""
-    kept = ~np.isin(table.target, excluded)
-    ends = np.searchsorted(table.source[kept], np.arange(num_sources + 1))
-    target = table.target[kept]
-    return [target[begin : min(end, begin + top_k)] for begin, end in pairwise(ends)]
+    allowed = ~np.isin(table.target, excluded)
+    boundaries = np.searchsorted(table.source[allowed], np.arange(num_sources + 1))
+    target = table.target[allowed]
+    return [target[start : min(end, start + top_k)] for start, end in pairwise(boundaries)]
 
 
 def _chunk_pairs(rows: Sequence[TokenPair], sources: int, targets: int) -> tuple[list[Any], IntArray]:
@@ -100,30 +100,35 @@ def _chunk_pairs(rows: Sequence[TokenPair], sources: int, targets: int) -> tuple
     A pair is the number of its key, source * targets + target; the source of NULL is `sources`.
     """
     parts, keys = [], np.zeros(0, dtype=np.int64)
-    at = 0
-    while at < len(rows):
-        size, begin = 0, at
-        while at < len(rows) and (at == begin or size + count_word_pairs(rows[at]) <= _CHUNK_PAIRS):
-            size += count_word_pairs(rows[at])
-            at += 1
-        found, place = _pair_keys(rows[begin:at], sources, targets)
-        own, number = np.unique(found, return_inverse=True)
-        parts.append((own, number.astype(np.int32), place))
-        keys = np.union1d(keys, own)
-    return [(np.searchsorted(keys, own).astype(np.int32)[n], place) for own, n, place in parts], keys
+    index = 0
+    while index < len(rows):
+        size, start = 0, index
+        while index < len(rows) and (index == start or size + count_word_pairs(rows[index]) <= _CHUNK_PAIRS):
+            size += count_word_pairs(rows[index])
+            index += 1
+        pair_keys, positions = _pair_keys(rows[start:index], sources, targets)
+        unique_keys, inverse = np.unique(pair_keys, return_inverse=True)
+        parts.append((unique_keys, inverse.astype(np.int32), positions))
+        keys = np.union1d(keys, unique_keys)
+    return [
+        (np.searchsorted(keys, unique_keys).astype(np.int32)[n], positions)
+        for unique_keys, n, positions in parts
+    ], keys
 
 
 def _pair_keys(rows: Sequence[TokenPair], sources: int, targets: int) -> tuple[IntArray, NDArray[np.int32]]:
     """Return the keys of all pairs, int64 [P], and the target position of each, int32 [P]."""
-    words = np.concatenate([[*source, sources] for source, _ in rows]).astype(np.int64)
+    source_ids = np.concatenate([[*source, sources] for source, _ in rows]).astype(np.int64)
     lengths = np.array([len(source) + 1 for source, _ in rows])
-    begins = np.cumsum(lengths) - lengths
+    starts = np.cumsum(lengths) - lengths
     owner = np.repeat(np.arange(len(rows)), [len(target) for _, target in rows])  # [T]
-    each = lengths[owner]
-    place = np.repeat(np.arange(len(owner), dtype=np.int32), each)
-    inside = np.arange(len(place)) - np.repeat(np.cumsum(each) - each, each)
+    source_lengths = lengths[owner]
+    positions = np.repeat(np.arange(len(owner), dtype=np.int32), source_lengths)
+    offsets = np.arange(len(positions)) - np.repeat(
+        np.cumsum(source_lengths) - source_lengths, source_lengths
+    )
     token_ids = np.concatenate([np.asarray(target, dtype=np.int64) for _, target in rows])
-    return words[begins[owner][place] + inside] * targets + token_ids[place], place
+    return source_ids[starts[owner][positions] + offsets] * targets + token_ids[positions], positions
 
 
 _MAX_PAIRS = 50_000_000  # of tokens; 8 bytes each
@@ -197,15 +202,15 @@ class ShortlistStage(Stage[ShortlistSettings]):
                 code="does-not-fit-model",
             )
         tokenizer = load_tokenizer(src.path)
-        rows = _encode_pairs(model.config, tokenizer, ctx, "train", settings.max_train_samples)
+        pairs = _encode_pairs(model.config, tokenizer, ctx, "train", settings.max_train_samples)
         shortlist = learn_shortlist(
-            rows, model.config.to_dict(), _required_tokens(src, tokenizer), settings, ctx.progress
+            pairs, model.config.to_dict(), _required_tokens(src, tokenizer), settings, ctx.progress
         )
-        ctx.details.update(rows=len(rows), **_shortlist_sizes(shortlist, model.config.to_dict()))
-        if len(rows) < _MIN_SAMPLES:
+        ctx.details.update(rows=len(pairs), **_shortlist_sizes(shortlist, model.config.to_dict()))
+        if len(pairs) < _MIN_SAMPLES:
             ctx.warn(
                 "limited-rows",
-                f"The shortlist was learned from only {with_count(len(rows), 'sample')}, so the scores"
+                f"The shortlist was learned from only {with_count(len(pairs), 'sample')}, so the scores"
                 " of this step are not meaningful. Use more training samples, or run without --limit.",
             )
         if "validation" not in ctx.data:
@@ -215,12 +220,14 @@ class ShortlistStage(Stage[ShortlistSettings]):
                 " FILE}.",
             )
         else:
-            seen = _encode_pairs(model.config, tokenizer, ctx, "validation", _COVERAGE_SAMPLES)
-            ctx.details["validation"] = found = shortlist_coverage(shortlist, seen, model.config.to_dict())
-            if found["covered"] < _MIN_COVERAGE:
+            validation_pairs = _encode_pairs(model.config, tokenizer, ctx, "validation", _COVERAGE_SAMPLES)
+            ctx.details["validation"] = coverage = shortlist_coverage(
+                shortlist, validation_pairs, model.config.to_dict()
+            )
+            if coverage["covered"] < _MIN_COVERAGE:
                 ctx.warn(
                     "tokens-not-covered",
-                    f"The shortlist lacks {1 - found['covered']:.1%} of the tokens of the validation"
+                    f"The shortlist lacks {1 - coverage['covered']:.1%} of the tokens of the validation"
                     " references. Increase candidates_per_token or frequent_tokens, or add training samples.",
                 )
         ctx.warnings.extend(save_model(model, edits, ctx.out, src.path))
@@ -247,19 +254,19 @@ def learn_shortlist(
 
     sources, targets = vocabulary_sizes(config)
     counts = np.bincount(np.concatenate([target for _, target in rows]), minlength=targets)
-    often = np.argsort(-counts, kind="stable")[: settings.frequent_tokens]
-    everywhere = np.unique([*required_tokens, *often])
+    frequent = np.argsort(-counts, kind="stable")[: settings.frequent_tokens]
+    always = np.unique([*required_tokens, *frequent])
     likely = fit_ibm_model1(rows, sources, targets, settings.iterations, progress)
-    lists = top_targets(likely, sources, settings.candidates_per_token, everywhere)
+    lists = top_targets(likely, sources, settings.candidates_per_token, always)
     if config.get("share_encoder_decoder_embeddings", True) and sources == targets:
         # names and numbers are copied, so the source token itself is always allowed
-        lists = [np.unique([word, *found]) for word, found in enumerate(lists)]
+        lists = [np.unique([source_id, *candidates]) for source_id, candidates in enumerate(lists)]
     widest = max(1, *map(len, lists))
-    table = np.full((sources, widest), everywhere[0])
-    for word, found in enumerate(lists):
-        table[word, : len(found)] = found
-        table[word, len(found) :] = found[-1] if len(found) else everywhere[0]
-    return make_shortlist(table, everywhere, targets)
+    table = np.full((sources, widest), always[0])
+    for source_id, candidates in enumerate(lists):
+        table[source_id, : len(candidates)] = candidates
+        table[source_id, len(candidates) :] = candidates[-1] if len(candidates) else always[0]
+    return make_shortlist(table, always, targets)
 
 
 def shortlist_coverage(
@@ -274,18 +281,22 @@ def shortlist_coverage(
     from smelt.runtimes.backend import Batch
 
     _, targets = vocabulary_sizes(config)
-    hits = words = whole = listed = 0
+    hits = num_tokens = num_covered = num_allowed = 0
     for source, target in rows:
         ids = np.array([source], dtype=np.int64)
         [allowed] = shortlist.allowed_tokens(Batch(ids, np.ones_like(ids)), targets)
-        found = int(allowed[list(target)].sum())
-        hits, words, whole = hits + found, words + len(target), whole + (found == len(target))
-        listed += int(allowed.sum())
+        num_hits = int(allowed[list(target)].sum())
+        hits, num_tokens, num_covered = (
+            hits + num_hits,
+            num_tokens + len(target),
+            num_covered + (num_hits == len(target)),
+        )
+        num_allowed += int(allowed.sum())
     count = max(1, len(rows))
     return {
-        "covered": round(hits / max(1, words), 5),
-        "whole": round(whole / count, 5),
-        "words": round(listed / count, 1),
+        "covered": round(hits / max(1, num_tokens), 5),
+        "whole": round(num_covered / count, 5),
+        "words": round(num_allowed / count, 1),
     }
 
 
@@ -304,24 +315,25 @@ def _encode_pairs(config: Any, tokenizer: Any, ctx: Context, split: str, most: i
     from smelt.tasks.encode_split import encode_split
     from smelt.training.samples import spread_indices
 
-    given = ctx.data[split]
-    chosen = spread_indices(len(given), len(given) if most is None else most, ctx.seed)
-    part = given.select(chosen)
-    rows = [
-        (row.input_ids, row.target) for row in encode_split(part, config, tokenizer, ctx, split_name=split)
+    full_split = ctx.data[split]
+    indices = spread_indices(len(full_split), len(full_split) if most is None else most, ctx.seed)
+    selected = full_split.select(indices)
+    encoded = [
+        (sample.input_ids, sample.target)
+        for sample in encode_split(selected, config, tokenizer, ctx, split_name=split)
     ]
     pairs: list[TokenPair] = [
-        (source, target) for source, target in rows if isinstance(target, list) and target
+        (source, target) for source, target in encoded if isinstance(target, list) and target
     ]
     total = sum(map(count_word_pairs, pairs))
     if total > _MAX_PAIRS:
-        kept = spread_indices(len(pairs), max(1, len(pairs) * _MAX_PAIRS // total), ctx.seed)
+        kept_indices = spread_indices(len(pairs), max(1, len(pairs) * _MAX_PAIRS // total), ctx.seed)
         ctx.warn(
             "rows-left-out",
-            f"{split}: only {len(kept)} of {len(pairs)} samples are used, to limit the computation"
+            f"{split}: only {len(kept_indices)} of {len(pairs)} samples are used, to limit the computation"
             " time on long texts.",
         )
-        pairs = [pairs[at] for at in kept]
+        pairs = [pairs[index] for index in kept_indices]
     return pairs
 
 
@@ -332,10 +344,10 @@ def _required_tokens(src: Artifact, tokenizer: Any) -> IntArray:
 
     files: Any = read_model_files(src.path)
     decoding = resolve_generation(GenerationSettings(), files)
-    found = [
+    candidates = [
         *decoding.eos,
         *decoding.forced_eos_token_id,
         decoding.forced_bos_token_id,
         tokenizer.unk_token_id,
     ]
-    return np.array([token for token in found if token is not None], dtype=np.int64)
+    return np.array([token for token in candidates if token is not None], dtype=np.int64)

@@ -51,8 +51,8 @@ class CapturedTensors:
 
     def clear(self) -> None:
         """Clear all tensors before the next forward pass."""
-        for kept in (self.states, self.scores, self.projections, self.call_counts):
-            kept.clear()
+        for store in (self.states, self.scores, self.projections, self.call_counts):
+            store.clear()
 
 
 @dataclass(frozen=True)
@@ -75,15 +75,15 @@ def capture_tensors(model: Any, request: CaptureRequest, captured: CapturedTenso
             _count_calls(block, captured, undo)
         _capture_states(model, request, captured, undo)
         for block in blocks_of(model):
-            numbers = block_positions(block)
-            if not {(block.stack.name, n) for n in numbers}.isdisjoint(request.projections):
+            positions = block_positions(block)
+            if not {(block.stack.name, n) for n in positions}.isdisjoint(request.projections):
                 _capture_projections(model, block, request, captured, undo)
-            if not {(block.stack.name, n) for n in numbers}.isdisjoint(request.scores):
+            if not {(block.stack.name, n) for n in positions}.isdisjoint(request.scores):
                 _capture_scores(model, block, request, captured, undo)
         if request.scores:
-            before = model.config._attn_implementation
+            previous_attention = model.config._attn_implementation
             model.set_attn_implementation(_ATTENTION_NAME)
-            undo.callback(model.set_attn_implementation, before)
+            undo.callback(model.set_attn_implementation, previous_attention)
         try:
             yield
         finally:
@@ -113,9 +113,9 @@ def _current_key(block: Block, read: CapturedTensors) -> StateKey:
 def _capture_states(
     model: Any, wanted: CaptureRequest, read: CapturedTensors, undo: contextlib.ExitStack
 ) -> None:
-    last: dict[str, int] = {}
+    last_index: dict[str, int] = {}
     for state in hidden_state_locations(model):
-        last[state.stack] = state.index
+        last_index[state.stack] = state.index
     blocks = {block.module_path: block for block in blocks_of(model)}
     for state in {(s.stack, s.module_path, s.index == 0): s for s in hidden_state_locations(model)}.values():
         block, first = blocks[state.module_path], state.index == 0
@@ -123,9 +123,9 @@ def _capture_states(
         def keep(
             _: Any, given: Any, result: Any, state: HiddenStateLocation, block: Block, first: bool
         ) -> None:
-            place = (block.stack.name, 0) if first else _current_key(block, read)
-            if place in wanted.states and place not in read.states:
-                read.states[place] = state.extract(given, result)
+            key = (block.stack.name, 0) if first else _current_key(block, read)
+            if key in wanted.states and key not in read.states:
+                read.states[key] = state.extract(given, result)
 
         hook = partial(keep, state=state, block=block, first=first)
         undo.callback(block.module.register_forward_hook(hook).remove)
@@ -137,15 +137,15 @@ def _capture_states(
             if place in wanted.states:
                 read.states[place] = result
 
-        hook = partial(close, place=(stack.name, last[stack.name]))
+        hook = partial(close, place=(stack.name, last_index[stack.name]))
         undo.callback(model.get_submodule(stack.stream.final_norm).register_forward_hook(hook).remove)
 
 
 def _capture_projections(
     model: Any, block: Block, wanted: CaptureRequest, read: CapturedTensors, undo: contextlib.ExitStack
 ) -> None:
-    own = next(attention for attention in block.attentions if not attention.cross)
-    names = {"query": own.query, "key": own.key, "value": own.value}
+    self_attention = next(attention for attention in block.attentions if not attention.cross)
+    names = {"query": self_attention.query, "key": self_attention.key, "value": self_attention.value}
     for name in dict.fromkeys(names.values()):
 
         def keep(_: Any, given: Any, result: Tensor, name: str) -> None:
@@ -153,27 +153,27 @@ def _capture_projections(
                 block.module
             ):  # blocks may share a linear layer, which computes for one of them at a time
                 return
-            place = _current_key(block, read)
-            if place not in wanted.projections:
+            key = _current_key(block, read)
+            if key not in wanted.projections:
                 return
-            parts = _split_packed(model, own, result) if own.packed else None
-            found = read.projections.setdefault(place, {})
-            for word, product in names.items():
-                if product == name:
-                    found[word] = result if parts is None else parts[word]
+            parts = _split_packed(model, self_attention, result) if self_attention.packed else None
+            projections = read.projections.setdefault(key, {})
+            for kind, layer_name in names.items():
+                if layer_name == name:
+                    projections[kind] = result if parts is None else parts[kind]
 
         undo.callback(model.get_submodule(name).register_forward_hook(partial(keep, name=name)).remove)
 
 
 def _split_packed(model: Any, own: Attention, packed: Tensor) -> dict[str, Tensor]:
     """Split the output of a packed linear layer into queries, keys and values."""
-    words = ("query", "key", "value")
+    kinds = ("query", "key", "value")
     if own.packed == "equal":
-        return dict(zip(words, packed.chunk(3, dim=-1), strict=True))
+        return dict(zip(kinds, packed.chunk(3, dim=-1), strict=True))
     module = model.get_submodule(own.name)
     keys = getattr(module, own.kv_heads_attribute or "") * getattr(module, own.head_dim_attribute)
     queries = packed.shape[-1] - 2 * keys
-    return dict(zip(words, packed.split([queries, keys, keys], dim=-1), strict=True))
+    return dict(zip(kinds, packed.split([queries, keys, keys], dim=-1), strict=True))
 
 
 def _capture_scores(
@@ -183,9 +183,9 @@ def _capture_scores(
         module = model.get_submodule(attention.name)
 
         def keep(scores: Tensor, seen: Tensor) -> None:
-            place = _current_key(block, read)
-            if place in wanted.scores:
-                read.scores.setdefault(place, []).append(AttentionScores(scores, seen))
+            key = _current_key(block, read)
+            if key in wanted.scores:
+                read.scores.setdefault(key, []).append(AttentionScores(scores, seen))
 
         setattr(module, _CAPTURE_ATTRIBUTE, keep)
         undo.callback(partial(delattr, module, _CAPTURE_ATTRIBUTE))
@@ -217,16 +217,16 @@ def capturing_attention(
     Returns:
         float [B, Q, H, width of a head], and the weights [B, H, Q, K].
     """
-    shared = query.shape[1] // key.shape[1]
-    if shared > 1:
-        key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
+    heads_per_kv = query.shape[1] // key.shape[1]
+    if heads_per_kv > 1:
+        key, value = key.repeat_interleave(heads_per_kv, dim=1), value.repeat_interleave(heads_per_kv, dim=1)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if position_bias is not None:
         scores = scores + position_bias
-    reads = getattr(module, _CAPTURE_ATTRIBUTE, None)
-    if reads is not None:
-        everything = torch.ones(1, 1, *scores.shape[2:], dtype=torch.bool, device=scores.device)
-        reads(scores, everything if attention_mask is None else attention_mask > _MASKED_SCORE)
+    capture = getattr(module, _CAPTURE_ATTRIBUTE, None)
+    if capture is not None:
+        full_mask = torch.ones(1, 1, *scores.shape[2:], dtype=torch.bool, device=scores.device)
+        capture(scores, full_mask if attention_mask is None else attention_mask > _MASKED_SCORE)
     if attention_mask is not None:
         scores = scores + attention_mask
     weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)

@@ -40,17 +40,17 @@ def check_external_student(
     Returns:
         The errors, each with its setting, and the config of the student.
     """
-    word = "config" if student.config else "model"
+    setting = "config" if student.config else "model"
     if not path_exists(Path(student.config or student.model or "")):
         return [], {}  # the plan reports it
     try:
-        own = read_student_config(student)
+        student_config = read_student_config(student)
     except InputError as error:
-        return [error_message(error.code or DEFAULT_CODE, str(error), setting=word)], {}
-    teacher_size, own_size = teacher_config.get("vocab_size"), own.get("vocab_size")
-    wrong = _incompatibility(own, teacher_config)
+        return [error_message(error.code or DEFAULT_CODE, str(error), setting=setting)], {}
+    teacher_size, own_size = teacher_config.get("vocab_size"), student_config.get("vocab_size")
+    mismatch = _incompatibility(student_config, teacher_config)
     if (
-        wrong is None
+        mismatch is None
         and student.model
         and isinstance(teacher_size, int)
         and isinstance(own_size, int)
@@ -61,12 +61,12 @@ def check_external_student(
             f"the student's vocabulary has {own_size} tokens, but the model's has {teacher_size}; they may"
             " differ only by rows without a token. Use a student with the same vocabulary."
         )
-        wrong = error_message("vocabulary-mismatch", text)
-    if wrong is not None:
-        return [error_message(wrong.code, wrong.message, setting=word)], {}
+        mismatch = error_message("vocabulary-mismatch", text)
+    if mismatch is not None:
+        return [error_message(mismatch.code, mismatch.message, setting=setting)], {}
     outputs = {name: teacher_config[name] for name in _OUTPUT_KEYS if name in teacher_config}
     size = own_size if student.model else teacher_size
-    return [], {**own, **outputs} | ({} if size is None else {"vocab_size": size})
+    return [], {**student_config, **outputs} | ({} if size is None else {"vocab_size": size})
 
 
 def _are_padding(folder: str, *sizes: int) -> bool:
@@ -84,17 +84,17 @@ def _are_padding(folder: str, *sizes: int) -> bool:
 
 def _incompatibility(own: Mapping[str, Any], config: Mapping[str, Any]) -> Message | None:
     """Return why a model of the config `own` cannot be trained by one of `config`, None if it can."""
-    kind, teacher = find_family(own), find_family(config)
-    if kind is None:
-        known = ", ".join(FAMILIES)
-        text = f"'{own.get('model_type')}' is not a supported family; supported are {known}."
+    family, teacher_family = find_family(own), find_family(config)
+    if family is None:
+        supported = ", ".join(FAMILIES)
+        text = f"'{own.get('model_type')}' is not a supported family; supported are {supported}."
         return error_message("unsupported-family", text)
-    if teacher is not None and (kind.architecture, kind.input_kind) != (
-        teacher.architecture,
-        teacher.input_kind,
+    if teacher_family is not None and (family.architecture, family.input_kind) != (
+        teacher_family.architecture,
+        teacher_family.input_kind,
     ):
         text = (
-            f"a {kind.name} student cannot be trained by a {teacher.name} teacher. Use a student of"
+            f"a {family.name} student cannot be trained by a {teacher_family.name} teacher. Use a student of"
             " the same kind."
         )
         return error_message("different-kind", text)
@@ -104,10 +104,10 @@ def _incompatibility(own: Mapping[str, Any], config: Mapping[str, Any]) -> Messa
 
 def image_size_difference(own: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
     """Return the error text if the student's image size differs from the model's, else None."""
-    ours, theirs = own.get("image_size"), config.get("image_size")
-    if None in (ours, theirs) or ours == theirs:
+    student_size, teacher_size = own.get("image_size"), config.get("image_size")
+    if None in (student_size, teacher_size) or student_size == teacher_size:
         return None
-    return f"the image size is {ours} pixels, but the model's is {theirs}; they must be equal."
+    return f"the image size is {student_size} pixels, but the model's is {teacher_size}; they must be equal."
 
 
 def make_external_student(
@@ -135,9 +135,9 @@ def make_external_student(
     problem = model_problem_type(teacher.config) if classifies else None
     sentences = getattr(teacher, "sentence_rules", None)
     if student.config is not None:
-        words = read_json_object(src.path / "config.json").get("vocab_size")
+        size = read_json_object(src.path / "config.json").get("vocab_size")
         notes = create_model(
-            read_student_config(student) | ({} if words is None else {"vocab_size": words}), src.path, folder,
+            read_student_config(student) | ({} if size is None else {"vocab_size": size}), src.path, folder,
             task=ctx.task, seed=ctx.seed, labels=labels, problem=problem, sentences=sentences,
         )  # fmt: skip
         copy_tokenizer(src.path, folder)  # with the files next to it: shortlist, kept tokens
@@ -166,18 +166,22 @@ def require_same_tokens(own: Path, other: Path, whose: str) -> None:
     """
     from smelt.models.checkpoint import load_tokenizer
 
-    ours, theirs = load_tokenizer(own).get_vocab(), load_tokenizer(other).get_vocab()
-    kept = read_kept_tokens(other)
-    if whose == "teacher" and kept is not None and read_kept_tokens(own) != kept:
-        before = {word: kept.ids[at] for word, at in theirs.items() if at < len(kept.ids)}
-        if all(ours.get(word) == at for word, at in before.items()):
+    own_ids, other_ids = load_tokenizer(own).get_vocab(), load_tokenizer(other).get_vocab()
+    kept_tokens = read_kept_tokens(other)
+    if whose == "teacher" and kept_tokens is not None and read_kept_tokens(own) != kept_tokens:
+        original_ids = {
+            token: kept_tokens.ids[token_id]
+            for token, token_id in other_ids.items()
+            if token_id < len(kept_tokens.ids)
+        }
+        if all(own_ids.get(token) == token_id for token, token_id in original_ids.items()):
             return
-    strange = [word for word in ours if theirs.get(word) != ours[word]]
-    if strange or len(ours) != len(theirs):
-        word = strange[0] if strange else next(word for word in theirs if word not in ours)
+    mismatches = [token for token in own_ids if other_ids.get(token) != own_ids[token]]
+    if mismatches or len(own_ids) != len(other_ids):
+        token = mismatches[0] if mismatches else next(token for token in other_ids if token not in own_ids)
         raise InputError(
-            f"distill: the tokenizer of the {whose} {own} differs from the model's: the id of '{word}'"
-            f" is {ours.get(word)} instead of {theirs.get(word)}. Both models must have the same"
+            f"distill: the tokenizer of the {whose} {own} differs from the model's: the id of '{token}'"
+            f" is {own_ids.get(token)} instead of {other_ids.get(token)}. Both models must have the same"
             " tokenizer.",
             code="tokenizer-mismatch",
         )
@@ -195,7 +199,7 @@ def check_student(student: Any, config: Mapping[str, Any]) -> tuple[list[Message
     """
     if student.is_external:
         return check_external_student(student, config)
-    family, after = find_family(config), dict(config)
+    family, result_config = find_family(config), dict(config)
     errors: list[Message] = []
     stacks = {stack.name: stack for stack in family.stacks(config)} if family else {}
     for name in STACK_NAMES if family else ():
@@ -222,61 +226,70 @@ def check_student(student: Any, config: Mapping[str, Any]) -> tuple[list[Message
                 errors.append(error_message("more-than-model-has", text, setting=name))
             elif reason := _first_layer_error(family, choice, count, student.layer_selection):
                 errors.append(error_message("first-layer-required", reason, setting=name))
-            after[stack.num_layers_key] = choice
+            result_config[stack.num_layers_key] = choice
         else:
             if sorted(set(choice)) != choice or not all(0 <= i < count for i in choice):
                 text = f"expected increasing layer indices from 0 to {count - 1}, got {choice}."
                 errors.append(error_message("wrong-layer-numbers", text, setting=name))
             elif reason := _first_layer_error(family, choice, count, student.layer_selection):
                 errors.append(error_message("first-layer-required", reason, setting=name))
-            after[stack.num_layers_key] = len(choice)
-    return errors, after
+            result_config[stack.num_layers_key] = len(choice)
+    return errors, result_config
 
 
 def check_losses(settings: DistillSettings, config: Mapping[str, Any]) -> list[Message]:
     """Return the errors, each with its setting, of losses that a student with this config lacks."""
-    family, found = find_family(config), check_layer_map(settings.layer_map, config, None)
-    for number, training in enumerate(settings.phase_settings()):
-        place = "losses" if settings.phases is None else f"phases.{number}.losses"
+    family, errors = find_family(config), check_layer_map(settings.layer_map, config, None)
+    for index, training in enumerate(settings.phase_settings()):
+        setting = "losses" if settings.phases is None else f"phases.{index}.losses"
         inner = training.losses.inner_weights()
         if family is None and inner:
             kind = config.get("model_type")
             text = f"{', '.join(inner)} of a {kind} model are not supported. Remove these losses."
-            found.append(error_message("unsupported-family", text, setting=place))
+            errors.append(error_message("unsupported-family", text, setting=setting))
         stacks = family.stacks(config) if family else ()
         if "attention" in inner and not all(a.uses_attention_interface for s in stacks for a in s.attentions):
             text = no_attention_scores_error(str(config.get("model_type")))
-            found.append(error_message("unreadable-attention", text, setting=f"{place}.attention"))
+            errors.append(error_message("unreadable-attention", text, setting=f"{setting}.attention"))
         if training.losses.reverse_kl and config.get("problem_type") == REGRESSION:
-            found.append(
+            errors.append(
                 error_message(
                     "problem-type-mismatch",
                     "a regression model has no distribution; use losses: {logits: 1.0} instead.",
-                    setting=f"{place}.reverse_kl",
+                    setting=f"{setting}.reverse_kl",
                 )
             )
-    return found
+    return errors
 
 
 def check_teacher_folders(settings: DistillSettings, config: Mapping[str, Any]) -> list[Message]:
     """Return the errors, each with its setting, of teacher folders that do not fit the model."""
-    found: list[Message] = []
+    errors: list[Message] = []
     for teacher in settings.all_teachers():
-        own = {} if isinstance(teacher, str) else _read_config(Path(teacher.model))
+        teacher_config = {} if isinstance(teacher, str) else _read_config(Path(teacher.model))
         family = find_family(config)
-        if family is None or find_family(own) is None:
+        if family is None or find_family(teacher_config) is None:
             continue  # the plan reports what is wrong with the folder
-        if sizes := image_size_difference(own, config):
-            found.append(error_message("image-size-mismatch", sizes, setting="teacher"))
-        room, most = position_limit(own), position_limit(config)
-        cut = min(most, settings.max_length or most) if most is not None else settings.max_length
-        if family.architecture != "decoder" and room is not None and cut is not None and room < cut:
+        if sizes := image_size_difference(teacher_config, config):
+            errors.append(error_message("image-size-mismatch", sizes, setting="teacher"))
+        limit, model_limit = position_limit(teacher_config), position_limit(config)
+        max_tokens = (
+            min(model_limit, settings.max_length or model_limit)
+            if model_limit is not None
+            else settings.max_length
+        )
+        if (
+            family.architecture != "decoder"
+            and limit is not None
+            and max_tokens is not None
+            and limit < max_tokens
+        ):
             text = (
-                f"the teacher has {room} positions, but samples have up to {cut} tokens; set"
-                f" max_length: {room}."
+                f"the teacher has {limit} positions, but samples have up to {max_tokens} tokens; set"
+                f" max_length: {limit}."
             )
-            found.append(error_message("longer-than-model", text, setting="teacher"))
-    return found
+            errors.append(error_message("longer-than-model", text, setting="teacher"))
+    return errors
 
 
 def _read_config(folder: Path) -> Mapping[str, Any]:
@@ -296,18 +309,22 @@ def check_teacher(
         student: its Hugging Face config; its own layers have been checked already.
         teacher: the teacher's Hugging Face config.
     """
-    wanted = [training.losses.inner_weights() for training in settings.phase_settings()]
-    if not any(wanted):
+    inner_losses = [training.losses.inner_weights() for training in settings.phase_settings()]
+    if not any(inner_losses):
         return []
-    found = check_layer_map(settings.layer_map, student, teacher)
-    ours, theirs = _hidden_size(student), _hidden_size(teacher)
-    for number, inner in enumerate(wanted):
-        if "cosine" in inner and ours and theirs and ours != theirs:
-            place = "losses" if settings.phases is None else f"phases.{number}.losses"
-            found.append(
-                error_message("width-mismatch", cosine_width_error(ours, theirs), setting=f"{place}.cosine")
+    errors = check_layer_map(settings.layer_map, student, teacher)
+    student_width, teacher_width = _hidden_size(student), _hidden_size(teacher)
+    for index, inner in enumerate(inner_losses):
+        if "cosine" in inner and student_width and teacher_width and student_width != teacher_width:
+            setting = "losses" if settings.phases is None else f"phases.{index}.losses"
+            errors.append(
+                error_message(
+                    "width-mismatch",
+                    cosine_width_error(student_width, teacher_width),
+                    setting=f"{setting}.cosine",
+                )
             )
-    return found
+    return errors
 
 
 def cosine_width_error(student: int, teacher: int) -> str:
@@ -333,7 +350,7 @@ def no_attention_scores_error(family_name: str) -> str:
 
 def _first_layer_error(family: Family | None, choice: int | list[int], count: int, choose: str) -> str | None:
     """Return the error text if a student lacks the first layer and needs it, else None."""
-    gone = choose == "last" and choice < count if isinstance(choice, int) else 0 not in choice
-    if family is None or family.first_layer_reason is None or not gone:
+    drops_first = choose == "last" and choice < count if isinstance(choice, int) else 0 not in choice
+    if family is None or family.first_layer_reason is None or not drops_first:
         return None
     return f"{with_article(family.name)} student must keep the first layer: {family.first_layer_reason}."

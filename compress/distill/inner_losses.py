@@ -57,8 +57,8 @@ def attention_loss(student: Tensor, teacher: Tensor, visible: Tensor, mask: Tens
     """
     squares = (student.float() - teacher.detach().float()).square().mean(dim=1, keepdim=True)
     visible = visible.expand_as(squares)
-    each = squares.masked_fill(~visible, 0.0).sum(dim=-1) / visible.sum(dim=-1).clamp(min=1)
-    return each.squeeze(1).masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
+    per_query = squares.masked_fill(~visible, 0.0).sum(dim=-1) / visible.sum(dim=-1).clamp(min=1)
+    return per_query.squeeze(1).masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
 
 
 def cosine_loss(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
@@ -117,25 +117,29 @@ def relation_loss(student: Tensor, teacher: Tensor, mask: Tensor, heads: int, ca
     hidden = ~mask[:, None, None, :]
     if causal:
         size = mask.shape[1]
-        later = torch.ones(size, size, dtype=torch.bool, device=mask.device).triu(1)
-        hidden = hidden | later
-    ours = _relation_log_probs(student, heads, hidden)
-    theirs = _relation_log_probs(teacher.detach(), heads, hidden)
+        future_tokens = torch.ones(size, size, dtype=torch.bool, device=mask.device).triu(1)
+        hidden = hidden | future_tokens
+    student_log_probs = _relation_log_probs(student, heads, hidden)
+    teacher_log_probs = _relation_log_probs(teacher.detach(), heads, hidden)
     # hidden entries add nothing
-    terms = torch.where(hidden, 0.0, theirs.exp() * (theirs - ours).masked_fill(hidden, 0.0))
-    each = terms.sum(dim=-1).mean(dim=1)
-    return each.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
+    terms = torch.where(
+        hidden,
+        0.0,
+        teacher_log_probs.exp() * (teacher_log_probs - student_log_probs).masked_fill(hidden, 0.0),
+    )
+    per_token = terms.sum(dim=-1).mean(dim=1)
+    return per_token.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
 
 
 def _relation_log_probs(vectors: Tensor, heads: int, hidden: Tensor) -> Tensor:
     """Return log-probabilities [B, R, S, S] over the tokens that are not hidden."""
     batch, size, width = vectors.shape
-    split = vectors.float().reshape(batch, size, heads, width // heads).transpose(1, 2)
+    relation_vectors = vectors.float().reshape(batch, size, heads, width // heads).transpose(1, 2)
     with torch.autocast(vectors.device.type, enabled=False):  # otherwise matmul is bfloat16
-        scores = split @ split.transpose(-1, -2) / (width / heads) ** 0.5
+        scores = relation_vectors @ relation_vectors.transpose(-1, -2) / (width / heads) ** 0.5
     # finite, so that a row of padding only has no NaN gradient
-    found: Tensor = scores.masked_fill(hidden, torch.finfo(scores.dtype).min).log_softmax(dim=-1)
-    return found
+    log_probs: Tensor = scores.masked_fill(hidden, torch.finfo(scores.dtype).min).log_softmax(dim=-1)
+    return log_probs
 
 
 PROJECTION_KEY = "projection"
@@ -152,12 +156,20 @@ class StackPairs:
     @property
     def blocks(self) -> dict[int, int]:
         """The mapped blocks, without the embeddings."""
-        return {ours: theirs for ours, theirs in self.states.items() if ours and theirs}
+        return {
+            student_state: teacher_state
+            for student_state, teacher_state in self.states.items()
+            if student_state and teacher_state
+        }
 
     @property
     def embeddings(self) -> dict[int, int]:
         """The student's embeddings (0) and the teacher's state that they are mapped to."""
-        return {ours: theirs for ours, theirs in self.states.items() if not ours}
+        return {
+            student_state: teacher_state
+            for student_state, teacher_state in self.states.items()
+            if not student_state
+        }
 
     @property
     def last_block(self) -> dict[int, int]:
@@ -169,11 +181,11 @@ def stack_pairs(student: Any, teacher: Any, layer_map: LayerMap) -> list[StackPa
     """Return which states of the two models are compared, stack by stack."""
     counts: list[dict[str, int]] = [_block_counts(model) for model in (student, teacher)]
     stacks = {block.stack.name: block.stack for block in blocks_of(student)}
-    found = []
+    pairs = []
     for name, stack in stacks.items():
         states = resolve_layer_map(stack_map(layer_map, name), counts[0][name], counts[1][name])
-        found.append(StackPairs(stack, states, "labels" if stack.causal else "inputs"))
-    return found
+        pairs.append(StackPairs(stack, states, "labels" if stack.causal else "inputs"))
+    return pairs
 
 
 def _block_counts(model: Any) -> dict[str, int]:
@@ -219,10 +231,12 @@ class InnerLosses:
         self._require_comparable()
 
     def _require_comparable(self) -> None:
-        ours, theirs = self.widths
-        if self.weights.cosine and ours != theirs:
+        student_width, teacher_width = self.widths
+        if self.weights.cosine and student_width != teacher_width:
             raise InputError(
-                f"distill: {cosine_width_error(ours, theirs)}", code="width-mismatch", setting="losses.cosine"
+                f"distill: {cosine_width_error(student_width, teacher_width)}",
+                code="width-mismatch",
+                setting="losses.cosine",
             )
         for pair in self.pairs:
             for name, blocks in (("attention", pair.blocks), ("self_attention_relations", pair.last_block)):
@@ -259,9 +273,9 @@ class InnerLosses:
     def _capture_request(self, student: bool) -> CaptureRequest:
         """Return what to capture of the student, or of the teacher."""
         w = self.weights
-        chosen: dict[str, set[tuple[str, int]]] = {"states": set(), "scores": set(), "projections": set()}
+        requested: dict[str, set[tuple[str, int]]] = {"states": set(), "scores": set(), "projections": set()}
         for pair in self.pairs:
-            for kind, weight, of in (
+            for kind, weight, mapped in (
                 ("states", w.hidden_states, pair.blocks),
                 ("states", w.input_embeddings, pair.embeddings),
                 ("states", w.cosine, pair.last_block),
@@ -269,9 +283,9 @@ class InnerLosses:
                 ("projections", w.self_attention_relations, pair.last_block),
             ):
                 if weight:
-                    numbers = of.keys() if student else of.values()
-                    chosen[kind] |= {(pair.stack.name, number) for number in numbers}
-        return CaptureRequest(**{kind: frozenset(places) for kind, places in chosen.items()})
+                    indices = mapped.keys() if student else mapped.values()
+                    requested[kind] |= {(pair.stack.name, index) for index in indices}
+        return CaptureRequest(**{kind: frozenset(keys) for kind, keys in requested.items()})
 
     def loss_terms(self, batch: Mapping[str, Tensor]) -> dict[str, LossTerm]:
         """Return the weighted loss terms by name; those of a decoder are means over labels.
@@ -279,7 +293,7 @@ class InnerLosses:
         Args:
             batch: the batch that both models have just processed.
         """
-        found: dict[str, LossTerm] = {}
+        terms: dict[str, LossTerm] = {}
         for pair in self.pairs:
             mask = self._token_mask(pair, batch)
             for name in INNER_LOSSES:
@@ -287,19 +301,24 @@ class InnerLosses:
                 if weight:
                     label = name if len(self.pairs) == 1 else f"{name}.{pair.stack.name}"
                     value: Tensor = getattr(self, f"_{name}")(pair, mask)
-                    found[label] = LossTerm(weight * value, pair.averaged_over)
-        return found
+                    terms[label] = LossTerm(weight * value, pair.averaged_over)
+        return terms
 
     def _token_mask(self, pair: StackPairs, batch: Mapping[str, Tensor]) -> Tensor:
         """Return which tokens are compared, bool [B, L]: those of the texts, or all patches of images."""
         if pair.averaged_over != "inputs":
             return batch["labels"] != IGNORE_INDEX
-        known = batch.get(TOKEN_MASK_KEY, batch.get("attention_mask"))
-        if known is not None:
-            return known.bool()
-        ours = self.ours
-        captured = [*ours.states.values(), *(named["query"] for named in ours.projections.values())]
-        captured += [each.scores[:, 0] for of_block in ours.scores.values() for each in of_block]
+        token_mask = batch.get(TOKEN_MASK_KEY, batch.get("attention_mask"))
+        if token_mask is not None:
+            return token_mask.bool()
+        student_tensors = self.ours
+        captured = [
+            *student_tensors.states.values(),
+            *(projections["query"] for projections in student_tensors.projections.values()),
+        ]
+        captured += [
+            scores.scores[:, 0] for block_scores in student_tensors.scores.values() for scores in block_scores
+        ]
         return torch.ones(captured[0].shape[:2], dtype=torch.bool, device=captured[0].device)
 
     def _hidden_states(self, pair: StackPairs, mask: Tensor) -> Tensor:
@@ -327,26 +346,39 @@ class InnerLosses:
 
     def _attention(self, pair: StackPairs, mask: Tensor) -> Tensor:
         name, parts = pair.stack.name, []
-        for a, b in pair.blocks.items():
-            for ours, theirs in zip(self.ours.scores[name, a], self.theirs.scores[name, b], strict=True):
-                parts.append(attention_loss(ours.scores, theirs.scores, ours.visible, mask))
+        for student_block, teacher_block in pair.blocks.items():
+            for student_scores, teacher_scores in zip(
+                self.ours.scores[name, student_block], self.theirs.scores[name, teacher_block], strict=True
+            ):
+                parts.append(
+                    attention_loss(student_scores.scores, teacher_scores.scores, student_scores.visible, mask)
+                )
         return _sum_tensors(parts) / self._layer_divisor(pair)
 
     def _self_attention_relations(self, pair: StackPairs, mask: Tensor) -> Tensor:
         name, parts = pair.stack.name, []
-        for a, b in pair.last_block.items():
-            ours, theirs = self.ours.projections[name, a], self.theirs.projections[name, b]
-            for word in ("query", "key", "value"):
-                heads = self._relation_heads(pair, b, ours[word].shape[-1], theirs[word].shape[-1])
-                parts.append(relation_loss(ours[word], theirs[word], mask, heads, pair.stack.causal))
+        for student_block, teacher_block in pair.last_block.items():
+            student_vectors, teacher_vectors = (
+                self.ours.projections[name, student_block],
+                self.theirs.projections[name, teacher_block],
+            )
+            for kind in ("query", "key", "value"):
+                heads = self._relation_heads(
+                    pair, teacher_block, student_vectors[kind].shape[-1], teacher_vectors[kind].shape[-1]
+                )
+                parts.append(
+                    relation_loss(
+                        student_vectors[kind], teacher_vectors[kind], mask, heads, pair.stack.causal
+                    )
+                )
         return _sum_tensors(parts)
 
     def _relation_heads(self, pair: StackPairs, block: int, ours: int, theirs: int) -> int:
         """Return the number of relation heads: the teacher's number of heads if it divides both widths."""
         if self.relation_heads is None:
             attentions = _attentions(self.teacher, pair.stack.name, block)
-            own = next(attention for attention in attentions if not attention.cross)
-            return math.gcd(_num_heads(self.teacher, own), ours, theirs)
+            self_attention = next(attention for attention in attentions if not attention.cross)
+            return math.gcd(_num_heads(self.teacher, self_attention), ours, theirs)
         if ours % self.relation_heads or theirs % self.relation_heads:
             raise InputError(
                 f"distill: relation_heads: {self.relation_heads} does not divide the widths {ours} (student)"
@@ -376,9 +408,9 @@ def _layerdrop_disabled(model: nn.Module) -> Iterator[None]:
 
 
 def _sum_tensors(values: Any) -> Tensor:
-    found = list(values)
-    total: Tensor = found[0]
-    for value in found[1:]:
+    tensors = list(values)
+    total: Tensor = tensors[0]
+    for value in tensors[1:]:
         total = total + value
     return total
 
@@ -414,14 +446,14 @@ def _require_attentions(
     Raises:
         InputError: an attention is missing.
     """
-    for who, model, numbers in (("student", student, blocks.keys()), ("teacher", teacher, blocks.values())):
-        for number in numbers:
-            attentions = _attentions(model, stack.name, number)
+    for role, model, indices in (("student", student, blocks.keys()), ("teacher", teacher, blocks.values())):
+        for index in indices:
+            attentions = _attentions(model, stack.name, index)
             if len(attentions) < len(stack.attentions if loss == "attention" else stack.attentions[:1]) or (
                 attentions[0].cross
             ):
                 raise InputError(
-                    f"distill: layer {number} of the {who} ({stack.name}) has no attention, but"
+                    f"distill: layer {index} of the {role} ({stack.name}) has no attention, but"
                     f" losses: {{{loss}: ...}} compares attentions. Map only layers with attention"
                     f" in layer_map, or use losses: {{hidden_states: 1.0}}.",
                     code="attention-removed",
@@ -437,21 +469,21 @@ def _require_heads(student: Any, teacher: Any, pair: StackPairs) -> None:
     """
     name = pair.stack.name
     for a, b in pair.blocks.items():
-        found = []
-        for model, number in ((student, a), (teacher, b)):
-            attentions = _attentions(model, name, number)
+        num_heads = []
+        for model, index in ((student, a), (teacher, b)):
+            attentions = _attentions(model, name, index)
             if not all(attention.uses_attention_interface for attention in attentions):
                 raise InputError(
                     f"distill: {no_attention_scores_error(model.config.model_type)}",
                     code="unreadable-attention",
                     setting="losses.attention",
                 )
-            found.append([_num_heads(model, attention) for attention in attentions])
-        if found[0] != found[1]:
-            ours, theirs = (" and ".join(map(str, dict.fromkeys(heads))) for heads in found)
+            num_heads.append([_num_heads(model, attention) for attention in attentions])
+        if num_heads[0] != num_heads[1]:
+            heads_a, heads_b = (" and ".join(map(str, dict.fromkeys(heads))) for heads in num_heads)
             raise InputError(
-                f"distill: layer {a} of the student ({name}) has {ours} attention heads, but layer {b}"
-                f" of the teacher has {theirs}; the loss attention compares head by head. Use"
+                f"distill: layer {a} of the student ({name}) has {heads_a} attention heads, but layer {b}"
+                f" of the teacher has {heads_b}; the loss attention compares head by head. Use"
                 f" losses: {{self_attention_relations: 1.0}}, which works with different"
                 " numbers of heads.",
                 code="heads-mismatch",

@@ -77,8 +77,8 @@ class NpyFile:
 
 def open_mapped(path: Path) -> NDArray[Any]:
     """Return the array in `path`, memory-mapped; nothing is unpickled."""
-    found: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-    return found
+    array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    return array
 
 
 _MIN_LOG_PROBABILITY = -1e4  # of the teacher's log-probabilities, as in `token_loss`
@@ -100,8 +100,8 @@ def top_k_logits(logits: Tensor, top: int, temperature: float) -> TopKLogits:
     """Return the top-k buckets of `logits`, float [..., V] with V > `top`, relative to the largest logit."""
     values, ids = logits.float().topk(top, dim=-1)
     remaining = logits.float().scatter(-1, ids, float("-inf")) - values[..., :1]
-    rest = (remaining / temperature).logsumexp(dim=-1, keepdim=True)
-    return TopKLogits(torch.cat([(values - values[..., :1]) / temperature, rest], dim=-1), ids)
+    tail = (remaining / temperature).logsumexp(dim=-1, keepdim=True)
+    return TopKLogits(torch.cat([(values - values[..., :1]) / temperature, tail], dim=-1), ids)
 
 
 def _weighted_divergences(
@@ -121,21 +121,21 @@ def _weighted_divergences(
     """
     forward, reverse = weights
     logq = z.log_softmax(dim=1)
-    within = logq.scatter(1, ids, float("-inf"))  # the tail's tokens, relative to all
-    tail = within.logsumexp(dim=1, keepdim=True)
-    ours = torch.cat([logq.gather(1, ids), tail], dim=1)
-    p, q, words = theirs.exp(), ours.exp(), logq.exp()
+    tail_logits = logq.scatter(1, ids, float("-inf"))  # the tail's tokens, relative to all
+    tail = tail_logits.logsumexp(dim=1, keepdim=True)
+    student_buckets = torch.cat([logq.gather(1, ids), tail], dim=1)
+    p, q, token_probs = theirs.exp(), student_buckets.exp(), logq.exp()
     values, slope = z.new_zeros(len(z), 2), torch.zeros_like(z)
     if forward:
-        values[:, 0] = forward * torch.where(p > 0, p * (theirs - ours), 0.0).sum(dim=1)
-        own = words - p[:, -1:] * (within - tail).exp()
-        slope += forward * own.scatter_(1, ids, (q - p)[:, :-1])
+        values[:, 0] = forward * torch.where(p > 0, p * (theirs - student_buckets), 0.0).sum(dim=1)
+        forward_slope = token_probs - p[:, -1:] * (tail_logits - tail).exp()
+        slope += forward * forward_slope.scatter_(1, ids, (q - p)[:, :-1])
     if reverse:
-        ratio = torch.where(q > 0, ours - theirs.clamp(min=_MIN_LOG_PROBABILITY), 0.0)
-        each = (q * ratio).sum(dim=1, keepdim=True)
-        values[:, 1] = reverse * each.squeeze(1)
-        turned = words * (ratio[:, -1:] - each)
-        slope += reverse * turned.scatter_(1, ids, (q * (ratio - each))[:, :-1])
+        ratio = torch.where(q > 0, student_buckets - theirs.clamp(min=_MIN_LOG_PROBABILITY), 0.0)
+        reverse_values = (q * ratio).sum(dim=1, keepdim=True)
+        values[:, 1] = reverse * reverse_values.squeeze(1)
+        reverse_slope = token_probs * (ratio[:, -1:] - reverse_values)
+        slope += reverse * reverse_slope.scatter_(1, ids, (q * (ratio - reverse_values))[:, :-1])
     return values, slope
 
 
@@ -167,18 +167,18 @@ def top_k_loss(
     """
     weights = (logits_weight, reverse_weight)
     k = teacher.ids.shape[-1]
-    theirs, ids = teacher.logits.detach().reshape(-1, k + 1), teacher.ids.reshape(-1, k)
+    teacher_logits, ids = teacher.logits.detach().reshape(-1, k + 1), teacher.ids.reshape(-1, k)
 
     def of_rows(z: Tensor, rows: slice, mask: Tensor) -> tuple[Tensor, Tensor]:
         values, slope = _weighted_divergences(
-            z / temperature, theirs[rows].float().log_softmax(dim=1), ids[rows], weights
+            z / temperature, teacher_logits[rows].float().log_softmax(dim=1), ids[rows], weights
         )
         return temperature**2 * values[mask].double().sum(dim=0), slope.mul_(temperature)
 
     loss, parts = blockwise_loss(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), 2, of_rows)
     if terms is not None:
         names = ("logits", "reverse_kl")
-        terms.update({n: part for n, part, weight in zip(names, parts, weights, strict=True) if weight})
+        terms.update({n: value for n, value, weight in zip(names, parts, weights, strict=True) if weight})
     return loss
 
 
@@ -204,21 +204,21 @@ def teacher_inputs_fingerprint(samples: Sequence[EncodedSample]) -> str:
 
     Labels of classes and scores are not part of it.
     """
-    found = hashlib.sha256()
-    for row in samples:
-        target = row.target if isinstance(row.target, list) else []
-        parts = (row.input_ids, row.token_type_ids or [], target, row.second_ids or [])
+    digest = hashlib.sha256()
+    for sample in samples:
+        target = sample.target if isinstance(sample.target, list) else []
+        parts = (sample.input_ids, sample.token_type_ids or [], target, sample.second_ids or [])
         ids = [
             len(parts[0]),
             len(parts[1]),
             len(parts[2]),
             len(parts[3]),
-            *(i for part in parts for i in part),
+            *(i for sequence in parts for i in sequence),
         ]
-        found.update(np.asarray(ids, dtype=np.int64).tobytes())
-        if row.image is not None:  # its bytes and its preprocessing
-            found.update(f"{image_hash(row.image.reference)} {row.image.processor!r}".encode())
-    return found.hexdigest()
+        digest.update(np.asarray(ids, dtype=np.int64).tobytes())
+        if sample.image is not None:  # its bytes and its preprocessing
+            digest.update(f"{image_hash(sample.image.reference)} {sample.image.processor!r}".encode())
+    return digest.hexdigest()
 
 
 class LogitCacheWriter:
@@ -242,28 +242,28 @@ class LogitCacheWriter:
             parts = {_VALUES_FILE: outputs.cpu().numpy()}
             self._create_files(parts, {_VALUES_FILE: "<f4"})
             pairs = len(outputs) == 2 * len(places)
-            for at, place in enumerate(places):
-                rows = [at, len(places) + at] if pairs else [at]
-                self.files[_VALUES_FILE].write(int(self.starts[place]), parts[_VALUES_FILE][rows])
+            for index, sample in enumerate(places):
+                row_indices = [index, len(places) + index] if pairs else [index]
+                self.files[_VALUES_FILE].write(int(self.starts[sample]), parts[_VALUES_FILE][row_indices])
             return
         parts, kinds = self._top_k_arrays(outputs)
         self._create_files(parts, kinds)
-        for at, place in enumerate(places):
-            start, end = (int(x) for x in self.starts[place : place + 2])
+        for index, sample in enumerate(places):
+            start, end = (int(x) for x in self.starts[sample : sample + 2])
             for name, values in parts.items():
-                self.files[name].write(start, values[at, : end - start])
+                self.files[name].write(start, values[index, : end - start])
 
     def _top_k_arrays(self, logits: Tensor) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
         assert self.words is not None
         if self.top >= self.words:
             values = logits - logits.amax(dim=-1, keepdim=True)
             return {_VALUES_FILE: values.half().cpu().numpy()}, {_VALUES_FILE: "<f2"}
-        found = top_k_logits(logits, self.top, self.temperature)
-        values, rest = found.logits[..., :-1] * self.temperature, found.logits[..., -1:]
+        top_k = top_k_logits(logits, self.top, self.temperature)
+        values, tail = top_k.logits[..., :-1] * self.temperature, top_k.logits[..., -1:]
         parts = {
             _VALUES_FILE: values.half().cpu().numpy(),
-            _IDS_FILE: found.ids.cpu().numpy(),
-            _REST_FILE: rest.cpu().numpy(),
+            _IDS_FILE: top_k.ids.cpu().numpy(),
+            _REST_FILE: tail.cpu().numpy(),
         }
         return parts, {
             _VALUES_FILE: "<f2",
@@ -281,14 +281,14 @@ class LogitCacheWriter:
             return
         count = int(self.starts[-1])
         widths = {name: values.shape[-1] for name, values in parts.items()}
-        needed = sum(count * width * np.dtype(kinds[name]).itemsize for name, width in widths.items())
-        free = shutil.disk_usage(self.folder).free
-        if needed > free:
-            less = "a smaller top_k or " if self.words is not None else ""
+        needed_bytes = sum(count * width * np.dtype(kinds[name]).itemsize for name, width in widths.items())
+        free_bytes = shutil.disk_usage(self.folder).free
+        if needed_bytes > free_bytes:
+            remedy = "a smaller top_k or " if self.words is not None else ""
             raise RunError(
                 f"distill: cache_logits: the teacher's outputs for {len(self.starts) - 1:,} samples"
-                f" need {needed / 1e6:,.1f} MB in the store, but only {free / 1e6:,.1f} MB are"
-                f" free. Use {less}another --store, or remove cache_logits; the teacher then"
+                f" need {needed_bytes / 1e6:,.1f} MB in the store, but only {free_bytes / 1e6:,.1f} MB are"
+                f" free. Use {remedy}another --store, or remove cache_logits; the teacher then"
                 " runs in each epoch.",
                 code="disk-full",
                 setting="cache_logits",
@@ -321,9 +321,9 @@ class LogitCache:
     def read_outputs(self, places: Sequence[int]) -> Tensor:
         """Return float32 [B, C] of classes, or embeddings [B, D], or [2 B, D]: all first texts first."""
         starts = self.starts[list(places)]
-        counts = self.starts[[place + 1 for place in places]] - starts
-        every = [*starts, *(starts + 1)] if counts.min() == 2 else list(starts)
-        return torch.from_numpy(self.values[every])
+        counts = self.starts[[index + 1 for index in places]] - starts
+        row_indices = [*starts, *(starts + 1)] if counts.min() == 2 else list(starts)
+        return torch.from_numpy(self.values[row_indices])
 
     def read_token_logits(self, places: Sequence[int], size: int) -> Tensor | TopKLogits:
         """Return the outputs at the positions of each sample, padded with zeros to `size`: see `TopKLogits`.
@@ -333,17 +333,17 @@ class LogitCache:
         values = self._padded(self.values, places, size).float()
         if self.ids is None or self.rest is None:
             return values
-        rest = self._padded(self.rest, places, size)
+        tail = self._padded(self.rest, places, size)
         ids = self._padded(self.ids, places, size)
-        return TopKLogits(torch.cat([values / self.temperature, rest], dim=-1), ids)
+        return TopKLogits(torch.cat([values / self.temperature, tail], dim=-1), ids)
 
     def _padded(self, array: NDArray[Any], places: Sequence[int], size: int) -> Tensor:
-        kind = array.dtype if array.dtype.kind == "f" else np.dtype(np.int64)
-        found = np.zeros((len(places), size, array.shape[1]), dtype=kind)
-        for row, place in zip(found, places, strict=True):
-            start, end = self.starts[place], self.starts[place + 1]
+        dtype = array.dtype if array.dtype.kind == "f" else np.dtype(np.int64)
+        padded = np.zeros((len(places), size, array.shape[1]), dtype=dtype)
+        for row, index in zip(padded, places, strict=True):
+            start, end = self.starts[index], self.starts[index + 1]
             row[: end - start] = array[start:end]
-        return torch.from_numpy(found)
+        return torch.from_numpy(padded)
 
 
 LOGITS_VERSION = 1  # raise it whenever the same settings give other files
@@ -391,29 +391,29 @@ class CachedTeacher:
     ) -> tuple[list[EncodedSample], list[EncodedSample] | None]:
         """Return the samples with cache indices; runs the teacher on samples that are not cached."""
         self._parts.clear()
-        first = self._open_cache(rows, 0)
-        return first, None if validation is None else self._open_cache(validation, len(rows))
+        train_samples = self._open_cache(rows, 0)
+        return train_samples, None if validation is None else self._open_cache(validation, len(rows))
 
     def outputs(self, batch: Mapping[str, Tensor]) -> Tensor | TopKLogits:
         """Return the teacher's outputs for the samples of `batch`."""
-        numbers, labels = batch[CACHE_INDEX_KEY].tolist(), batch["labels"]
-        first, cached = next(part for part in reversed(self._parts) if part[0] <= numbers[0])
-        places = [number - first for number in numbers]
-        self._asked += len(places)
+        indices, labels = batch[CACHE_INDEX_KEY].tolist(), batch["labels"]
+        offset, cached = next(entry for entry in reversed(self._parts) if entry[0] <= indices[0])
+        local_indices = [index - offset for index in indices]
+        self._asked += len(local_indices)
         if self.words is None:
-            return cached.read_outputs(places).to(labels.device)
-        found = cached.read_token_logits(places, labels.shape[1])
-        if isinstance(found, Tensor):
-            return found.to(labels.device)
-        return TopKLogits(found.logits.to(labels.device), found.ids.to(labels.device))
+            return cached.read_outputs(local_indices).to(labels.device)
+        token_logits = cached.read_token_logits(local_indices, labels.shape[1])
+        if isinstance(token_logits, Tensor):
+            return token_logits.to(labels.device)
+        return TopKLogits(token_logits.logits.to(labels.device), token_logits.ids.to(labels.device))
 
     def close(self) -> None:
         """Close the files; report and log how often the cache was used."""
-        size = sum(part.size_bytes for part in self._open.values())
+        size = sum(cache.size_bytes for cache in self._open.values())
         rate = max(0.0, 1 - self._run / self._asked) if self._asked else 0.0
         self.ctx.details["cache_logits"] = {
             "bytes": size,
-            "positions": sum(int(part.starts[-1]) for part in self._open.values()),
+            "positions": sum(int(cache.starts[-1]) for cache in self._open.values()),
             "asked_rows": self._asked,
             "rows_of_teacher": self._run,
             "hit_rate": round(rate, 4),
@@ -429,24 +429,24 @@ class CachedTeacher:
     def _open_cache(self, rows: Sequence[EncodedSample], first: int) -> list[EncodedSample]:
         key = teacher_inputs_fingerprint(rows)
         if key not in self._open:
-            cut = self.words is not None and self.top < self.words
-            what = {
+            is_top_k = self.words is not None and self.top < self.words
+            cache_key = {
                 "what": f"teacher outputs for {len(rows):,} samples",
                 "version": LOGITS_VERSION,
                 "rows": key,
-                "top_k": self.top if cut else None,
-                "temperature": self.settings.temperature if cut else None,
+                "top_k": self.top if is_top_k else None,
+                "temperature": self.settings.temperature if is_top_k else None,
                 "precision": self._precision,
                 "device": self._device.type,
                 **self.who,
             }
             folder, cached = self._stack.enter_context(
-                self.ctx.cached_files(what, lambda to: self._run_teacher(rows, to))
+                self.ctx.cached_files(cache_key, lambda to: self._run_teacher(rows, to))
             )
             self._run += 0 if cached else len(rows)
             self._open[key] = LogitCache(folder, rows, self.settings.temperature)
         self._parts.append((first, self._open[key]))
-        return [replace(row, cache_index=first + at) for at, row in enumerate(rows)]
+        return [replace(row, cache_index=first + index) for index, row in enumerate(rows)]
 
     @property
     def _device(self) -> torch.device:
@@ -468,9 +468,9 @@ class CachedTeacher:
             writer = stack.enter_context(
                 LogitCacheWriter(folder, rows, self.words, self.top, self.settings.temperature)
             )
-            own = groups[process_rank() :: process_count()]
-            for done, group in enumerate(own, start=1):
+            rank_groups = groups[process_rank() :: process_count()]
+            for done, group in enumerate(rank_groups, start=1):
                 batch = collate([rows[i] for i in group], self.config)
                 on_device = {name: value.to(self._device) for name, value in batch.items()}
                 writer.write(group, self.ask(self.teacher, on_device).float())
-                self.ctx.progress(done, len(own), "running the teacher")
+                self.ctx.progress(done, len(rank_groups), "running the teacher")

@@ -61,10 +61,10 @@ def require_comparable_vectors(model: Any, teacher: Any, weights: LossWeights) -
             code="different-kind",
             setting="teacher",
         )
-    own, other = model.config.hidden_size, teacher.config.hidden_size
-    if own != other and weights.vector_weights()["sentence_embedding"]:
+    width, target_width = model.config.hidden_size, teacher.config.hidden_size
+    if width != target_width and weights.vector_weights()["sentence_embedding"]:
         raise InputError(
-            f"distill: the teacher's embeddings have width {other}, but the student's have {own}, so"
+            f"distill: the teacher's embeddings have width {target_width}, but the student's have {width}, so"
             " their distance is not defined. Compare only similarities: losses:"
             f" {{sentence_embedding: 0, pairwise_similarity: 1.0}}.",
             code="width-mismatch",
@@ -104,9 +104,11 @@ def make_cached_teacher(
         ctx: the store, device, threads.
     """
     config = student.config
-    of_words = not is_sentence_model(student) and student.can_generate()
-    words = (getattr(config, "decoder_vocab_size", None) or config.vocab_size) if of_words else None
-    return CachedTeacher(teacher, config, _teacher_call(teacher), settings, identity, words, ctx)
+    predicts_tokens = not is_sentence_model(student) and student.can_generate()
+    vocab_size = (
+        (getattr(config, "decoder_vocab_size", None) or config.vocab_size) if predicts_tokens else None
+    )
+    return CachedTeacher(teacher, config, _teacher_call(teacher), settings, identity, vocab_size, ctx)
 
 
 def _teacher_call(teacher: Any) -> TeacherCall:
@@ -141,22 +143,24 @@ def distill_objective(
         """Run both models; the teacher only if a loss uses its outputs and they are not cached."""
         if inner is not None:
             inner.clear()
-        found, wanted = ask(model, batch), None
+        student_outputs, teacher_outputs = ask(model, batch), None
         if cached_teacher is not None:
-            return found, cached_teacher.outputs(batch) if compares else None
+            return student_outputs, cached_teacher.outputs(batch) if compares else None
         if compares or inner is not None:
             with torch.no_grad():
-                wanted = ask(teacher.to(batch["labels"].device), batch)
-        return found, wanted if compares else None
+                teacher_outputs = ask(teacher.to(batch["labels"].device), batch)
+        return student_outputs, teacher_outputs if compares else None
 
     def objective(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, LossTerm]:
-        found, wanted = outputs(model, batch)
+        student_outputs, teacher_outputs = outputs(model, batch)
         terms: dict[str, LossTerm] = {}
         if embeds:
-            terms |= vector_loss_terms(found, wanted, batch["labels"], parts)
+            terms |= vector_loss_terms(student_outputs, teacher_outputs, batch["labels"], parts)
         elif weights.logits or weights.labels or reverse:
             components: dict[str, Tensor] = {}
-            loss = _output_loss(model, found, wanted, batch["labels"], settings, components)
+            loss = _output_loss(
+                model, student_outputs, teacher_outputs, batch["labels"], settings, components
+            )
             terms["outputs"] = LossTerm(loss, components=components)
         if inner is not None:
             terms |= inner.loss_terms(batch)
@@ -176,11 +180,11 @@ def _output_loss(
     """Return the loss of the logits `found` against the teacher's (all or the top k) and the labels."""
     weights = settings.losses
     reverse = weights.reverse_kl or 0.0
-    buckets, whole = (wanted, None) if isinstance(wanted, TopKLogits) else (None, wanted)
+    buckets, targets = (wanted, None) if isinstance(wanted, TopKLogits) else (None, wanted)
     loss: Tensor | None = None
     if buckets is None or weights.labels:
         loss = classification_loss(
-            getattr(model, "module", model).config, found, labels, whole, temperature=settings.temperature,
+            getattr(model, "module", model).config, found, labels, targets, temperature=settings.temperature,
             logits_weight=0.0 if buckets else weights.logits, labels_weight=weights.labels or 0.0,
             reverse_weight=0.0 if buckets else reverse,
             smoothing=settings.label_smoothing if model.training else 0.0, terms=terms,
@@ -188,11 +192,11 @@ def _output_loss(
     if buckets is None:
         assert loss is not None
         return loss
-    more = top_k_loss(
+    bucket_loss = top_k_loss(
         found, labels, buckets, temperature=settings.temperature,
         logits_weight=weights.logits, reverse_weight=reverse, terms=terms,
     )  # fmt: skip
-    return more if loss is None else loss + more
+    return bucket_loss if loss is None else loss + bucket_loss
 
 
 def vector_distance_loss(vectors: Tensor, teacher: Tensor) -> Tensor:

@@ -82,30 +82,32 @@ class LossWeights(Settings):
 
     def check_task(self, task: Task) -> list[Message]:
         """Return the errors, each with its setting: terms of another task, or no term at all."""
-        mine = (
+        task_terms = (
             {*_VECTOR_LOSS_DEFAULTS, *INNER_LOSSES}
             if task_traits(task).output == "embedding"
             else set(type(self).model_fields) - set(_VECTOR_LOSS_DEFAULTS)
         )
-        strange = sorted(name for name in self.model_fields_set - mine if getattr(self, name) is not None)
-        known = ", ".join(sorted(mine))
-        found = [
+        unknown = sorted(
+            name for name in self.model_fields_set - task_terms if getattr(self, name) is not None
+        )
+        available = ", ".join(sorted(task_terms))
+        errors = [
             error_message(
                 "unknown-loss",
-                f"no such loss term for {task}. Available: {known}.",
+                f"no such loss term for {task}. Available: {available}.",
                 setting=f"losses.{name}",
             )
-            for name in strange
+            for name in unknown
         ]
         if (
             task_traits(task).output == "embedding"
             and not any(self.vector_weights().values())
             and not self.inner_weights()
         ):
-            found.append(
+            errors.append(
                 error_message("no-loss", "all weights are 0; at least one must be above 0.", setting="losses")
             )
-        return found
+        return errors
 
     @model_validator(mode="after")
     def _something(self) -> LossWeights:
@@ -150,10 +152,10 @@ def stack_map(layer_map: LayerMap, stack: str) -> StackMap:
     """Return the map of one stack; uniform if `layer_map` does not name it."""
     if isinstance(layer_map, str):
         return layer_map
-    named: Any = layer_map
-    if all(isinstance(key, int) for key in named):
-        return dict(named)
-    mapping: StackMap = named.get(stack, "uniform")
+    by_stack: Any = layer_map
+    if all(isinstance(key, int) for key in by_stack):
+        return dict(by_stack)
+    mapping: StackMap = by_stack.get(stack, "uniform")
     return mapping
 
 
@@ -179,14 +181,14 @@ def missing_states(mapping: StackMap, student: int | None, teacher: int | None) 
     """Return the error text for states that do not exist, else None; unknown numbers of layers match."""
     if isinstance(mapping, str):
         return None
-    for whose, numbers, count in (("student", mapping, student), ("teacher", mapping.values(), teacher)):
+    for role, indices, count in (("student", mapping, student), ("teacher", mapping.values(), teacher)):
         if count is None:
             continue
-        strange = sorted(n for n in numbers if not 0 <= n <= count)
-        if strange:
+        missing = sorted(n for n in indices if not 0 <= n <= count)
+        if missing:
             return (
-                f"the {whose} has the states 0 (its embeddings) to {count} (its last layer), got"
-                f" {', '.join(map(str, strange))}."
+                f"the {role} has the states 0 (its embeddings) to {count} (its last layer), got"
+                f" {', '.join(map(str, missing))}."
             )
     return None
 
@@ -204,24 +206,24 @@ def check_layer_map(
     family = find_family(student)
     if family is None:
         return []
-    found: list[Message] = []
+    errors: list[Message] = []
     stacks = {stack.name: stack.num_layers(student) for stack in family.stacks(student)}
     if isinstance(layer_map, dict):
-        strange: list[str] = [key for key in layer_map if isinstance(key, str) and key not in stacks]
-        for key in strange:
+        unknown: list[str] = [key for key in layer_map if isinstance(key, str) and key not in stacks]
+        for key in unknown:
             text = f"no such stack; a {family.name} model has {' and '.join(stacks)}."
-            found.append(error_message("unknown-stack", text, setting=f"layer_map.{key}"))
+            errors.append(error_message("unknown-stack", text, setting=f"layer_map.{key}"))
     teacher_family = find_family(teacher) if teacher is not None else None
-    theirs = (
+    teacher_counts = (
         {s.name: s.num_layers(teacher) for s in teacher_family.stacks(teacher)}
         if teacher_family and teacher
         else {}
     )
     for name, count in stacks.items():
-        if wrong := missing_states(stack_map(layer_map, name), count, theirs.get(name)):
-            text = wrong if len(stacks) == 1 else f"{name}: {wrong}"
-            found.append(error_message("unknown-layer", text, setting="layer_map"))
-    return found
+        if error := missing_states(stack_map(layer_map, name), count, teacher_counts.get(name)):
+            text = error if len(stacks) == 1 else f"{name}: {error}"
+            errors.append(error_message("unknown-layer", text, setting="layer_map"))
+    return errors
 
 
 LayerChoice = int | list[int]
@@ -496,35 +498,35 @@ class DistillSettings(TechniqueTrainingSettings):
         (measured: docs/measurements/rates.md).
         """
         w = self.losses
-        alone = (w.logits or w.reverse_kl) and w.labels == 0 and not w.inner_weights()
-        return self.model_copy(update={"dropout": 0.0}) if alone and self.dropout is None else self
+        teacher_only = (w.logits or w.reverse_kl) and w.labels == 0 and not w.inner_weights()
+        return self.model_copy(update={"dropout": 0.0}) if teacher_only and self.dropout is None else self
 
     def needs_only_outputs(self, task: Task) -> bool:
         """Return whether this training uses the teacher's outputs only, no inner states."""
         w, vectors = self.losses, self.losses.vector_weights()
-        given = (
+        uses_outputs = (
             vectors["sentence_embedding"] or vectors["pairwise_similarity"]
             if task_traits(task).output == "embedding"
             else w.logits or w.reverse_kl
         )
-        return bool(given) and not w.inner_weights()
+        return bool(uses_outputs) and not w.inner_weights()
 
     def phase_settings(self) -> list[DistillSettings]:
         """Return the settings of each training, in order: one per phase, or those of the step."""
         if self.phases is None:
             return [self]
-        found = []
+        trainings = []
         for number, phase in enumerate(self.phases, 1):
-            explicit = phase.model_dump(exclude={"losses"}, exclude_none=True)
+            overrides = phase.model_dump(exclude={"losses"}, exclude_none=True)
             # a metric on outputs is meaningless while inner states are being fitted; gradual sparsity and
             # masks run in one phase only
-            last = number == len(self.phases)
-            judge = (
+            is_last = number == len(self.phases)
+            defaults = (
                 {}
-                if last
+                if is_last
                 else {"metric_for_best_model": LOSS_METRIC, "sparsify": None, "learned_masks": None}
             )
-            found.append(
-                self.model_copy(update={**judge, **explicit, "losses": phase.losses, "phases": None})
+            trainings.append(
+                self.model_copy(update={**defaults, **overrides, "losses": phase.losses, "phases": None})
             )
-        return found
+        return trainings

@@ -103,44 +103,47 @@ class Distill(Stage[DistillSettings]):
 
         A student with fewer layers needs one part of each kind, which `drop-layers` may have removed.
         """
-        cut = settings.student is not None and not settings.student.is_external
-        return {**invalidated_by_training(settings), **({"parts": LAYERS_AFTER_PARTS_ERROR} if cut else {})}
+        drops_layers = settings.student is not None and not settings.student.is_external
+        return {
+            **invalidated_by_training(settings),
+            **({"parts": LAYERS_AFTER_PARTS_ERROR} if drops_layers else {}),
+        }
 
     @classmethod
     def poor_order(cls, settings: DistillSettings, earlier: Collection[str]) -> str | None:
         """Return that the work of earlier stages on the layers that the student lacks is lost."""
-        late = " and ".join(sorted({"prune", "factorize"} & set(earlier)))
-        if not late or settings.student is None or settings.replaces_model:
+        stages = " and ".join(sorted({"prune", "factorize"} & set(earlier)))
+        if not stages or settings.student is None or settings.replaces_model:
             return None
         return (
-            f"Selecting a student's layers after {late} discards part of that work. Distill to fewer layers"
+            f"Selecting a student's layers after {stages} discards part of that work. Distill to fewer layers"
             " first."
         )
 
     @classmethod
     def needs_with(cls, settings: DistillSettings, available: Collection[str] = ()) -> frozenset[Need]:
         """Return the data that the step needs with these settings."""
-        found: frozenset[Need] = frozenset()
+        needs: frozenset[Need] = frozenset()
         for training in settings.phase_settings():
-            found |= needed_by_training(training)
-        return found - {"train"} | needed_splits(settings)
+            needs |= needed_by_training(training)
+        return needs - {"train"} | needed_splits(settings)
 
     @classmethod
     def check_model(
         cls, settings: DistillSettings, config: Mapping[str, Any]
     ) -> tuple[list[Message], dict[str, Any]]:
         """Return the errors, by setting, for a model of this config, and the config of the result."""
-        found: list[Message] = []
-        after = dict(config)
+        errors: list[Message] = []
+        student_config = dict(config)
         if settings.student is not None:
-            wrong, after = check_student(settings.student, config)
-            found = [
+            student_errors, student_config = check_student(settings.student, config)
+            errors = [
                 error_message(error.code, error.message, setting=f"student.{error.setting}")
-                for error in wrong
+                for error in student_errors
             ]
-        found += check_training(settings, config) + check_teacher_folders(settings, config)
+        errors += check_training(settings, config) + check_teacher_folders(settings, config)
         # an invalid student has no layers to count
-        return found + ([] if found else check_losses(settings, after)), after
+        return errors + ([] if errors else check_losses(settings, student_config)), student_config
 
     @classmethod
     def check_teachers(
@@ -154,9 +157,9 @@ class Distill(Stage[DistillSettings]):
     def check_rows(cls, settings: DistillSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
         """Return the errors, by setting, for this task and these samples."""
         settings = settings.resolve_for_task(task)
-        found = settings.losses.check_task(task) + training_task_errors(settings, task)
+        errors = settings.losses.check_task(task) + training_task_errors(settings, task)
         if len(settings.all_teachers()) > 1 and task_traits(task).output == "embedding":
-            found.append(
+            errors.append(
                 error_message(
                     "several-teachers",
                     "the embeddings of several teachers are not in the same space and cannot be"
@@ -166,17 +169,17 @@ class Distill(Stage[DistillSettings]):
             )
         if settings.sequence_level is not None and task_traits(task).output != "text":
             text = f"a teacher generates no targets for {task}; remove sequence_level."
-            found.append(error_message("does-not-fit-task", text, setting="sequence_level"))
-        for number, phase in enumerate(settings.phases or ()):
-            found += [
-                error_message(error.code, error.message, setting=f"phases.{number}.{error.setting}")
+            errors.append(error_message("does-not-fit-task", text, setting="sequence_level"))
+        for index, phase in enumerate(settings.phases or ()):
+            errors += [
+                error_message(error.code, error.message, setting=f"phases.{index}.{error.setting}")
                 for error in phase.losses.check_task(task)
             ]
         if settings.cache_logits is not None and not any(
             t.needs_only_outputs(task) for t in settings.phase_settings()
         ):
             inner = ", ".join(INNER_LOSSES)
-            found.append(
+            errors.append(
                 error_message(
                     "nothing-to-store",
                     "the cache would never be used: every training has losses on inner states"
@@ -184,22 +187,22 @@ class Distill(Stage[DistillSettings]):
                     setting="cache_logits",
                 )
             )
-        found += check_unlabeled(settings, task, data)
+        errors += check_unlabeled(settings, task, data)
         if task_traits(task).modality == "image":
-            looks = [t for t in settings.phase_settings() if t.losses.inner_weights()]
-            place = "losses" if settings.phases is None else "phases"
+            with_inner = [t for t in settings.phase_settings() if t.losses.inner_weights()]
+            setting = "losses" if settings.phases is None else "phases"
             text = f"{task} supports only losses on logits; remove the losses on inner states."
-            found += [error_message("does-not-fit-task", text, setting=place) for _ in looks[:1]]
-        lack = [data[n] for n in ("train", "validation") if n in data and not data[n].has_labels]
+            errors += [error_message("does-not-fit-task", text, setting=setting) for _ in with_inner[:1]]
+        unscored = [data[n] for n in ("train", "validation") if n in data and not data[n].has_labels]
         if (
             task_traits(task).output == "embedding"
             and any(t.losses.vector_weights()["cosent"] for t in settings.phase_settings())
-            and lack
+            and unscored
         ):
-            place = "losses.cosent" if settings.phases is None else "phases"
-            text = f"the samples of {lack[0].origin} have no scores (column 'label')."
-            found.append(error_message("missing-scores", text, setting=place))
-        return found
+            setting = "losses.cosent" if settings.phases is None else "phases"
+            text = f"the samples of {unscored[0].origin} have no scores (column 'label')."
+            errors.append(error_message("missing-scores", text, setting=setting))
+        return errors
 
     @classmethod
     def estimate_cost(cls, settings: DistillSettings, inputs: CostInputs) -> StepCost:
@@ -209,20 +212,20 @@ class Distill(Stage[DistillSettings]):
         teachers = teachers or [inputs.source]
         parts = [samples for name in _split_names(settings) if (samples := inputs.samples.get(name))]
         samples = parts[0] if len(parts) == 1 else None
-        more, sequences = Work(), settings.sequence_level
+        extra_work, sequences = Work(), settings.sequence_level
         if sequences is not None and samples is not None:
-            writer = inputs.named.get("sequence_level.generator", teachers[0])
-            more += generation_over(samples, writer, sequences.batch_size, sequences.num_beams)
+            generator = inputs.named.get("sequence_level.generator", teachers[0])
+            extra_work += generation_over(samples, generator, sequences.batch_size, sequences.num_beams)
         if settings.cache_logits is not None and samples is not None:
-            more += total([passes_over(samples, teacher, inputs.task) for teacher in teachers])
-        found = []
+            extra_work += total([passes_over(samples, teacher, inputs.task) for teacher in teachers])
+        costs = []
         for training in (phase.without_default_dropout() for phase in settings.phase_settings()):
             cached = settings.cache_logits is not None and training.needs_only_outputs(inputs.task)
-            present = teachers if training.losses.uses_teacher() and not cached else []
-            found.append(estimate_training(training, inputs, teachers=present, samples=samples))
-        largest = max(found, key=lambda cost: cost.memory_bytes)
-        works = [cost.work for cost in found if cost.work is not None]
-        return replace(largest, work=total([more, *works]) if len(works) == len(found) else None)
+            active_teachers = teachers if training.losses.uses_teacher() and not cached else []
+            costs.append(estimate_training(training, inputs, teachers=active_teachers, samples=samples))
+        largest = max(costs, key=lambda cost: cost.memory_bytes)
+        works = [cost.work for cost in costs if cost.work is not None]
+        return replace(largest, work=total([extra_work, *works]) if len(works) == len(costs) else None)
 
     @classmethod
     def lighter_settings(cls, settings: DistillSettings) -> Iterator[tuple[str, TrainingSettings]]:
@@ -244,32 +247,38 @@ class Distill(Stage[DistillSettings]):
 
         settings = settings.resolve_for_task(ctx.task)
         with tempfile.TemporaryDirectory(prefix="student-", dir=ctx.out.parent) as folder:
-            space = Path(folder)
-            teachers = load_teachers(settings, src, space / "teachers", ctx)
-            (space / "student").mkdir()
-            model, edits, home = _make_student(
-                src, combine_teachers(teachers, None, settings), settings, space / "student", ctx
+            workspace = Path(folder)
+            teachers = load_teachers(settings, src, workspace / "teachers", ctx)
+            (workspace / "student").mkdir()
+            model, edits, weights_folder = _make_student(
+                src, combine_teachers(teachers, None, settings), settings, workspace / "student", ctx
             )
             edits = split_before_training(model, edits, settings.qat, ctx)
-            words = align_vocabularies(teachers, model, home, ctx)
+            token_maps = align_vocabularies(teachers, model, weights_folder, ctx)
             for loaded in teachers:
                 check_outputs(model, loaded.model, settings, several=len(teachers) > 1)
             teacher = combine_teachers(teachers, model, settings)
             ctx.details["teacher"] = ", ".join(teacher.name for teacher in teachers)
             if settings.sequence_level is not None:
-                writer = settings.sequence_level.generator or teachers[0].name
-                rows = generate_targets(ctx.ancestors[writer], settings.sequence_level, ctx)
-                ctx = replace(ctx, data={**ctx.data, "train": rows})
+                generator = settings.sequence_level.generator or teachers[0].name
+                train_split = generate_targets(ctx.ancestors[generator], settings.sequence_level, ctx)
+                ctx = replace(ctx, data={**ctx.data, "train": train_split})
             ctx = with_training_samples(settings, model.config, ctx)
             cached_teacher = None
             if settings.cache_logits is not None:
-                who = teacher_identity(teachers, words, model, settings, ctx)
-                cached_teacher = make_cached_teacher(teacher, who, model, settings, ctx)
+                identity = teacher_identity(teachers, token_maps, model, settings, ctx)
+                cached_teacher = make_cached_teacher(teacher, identity, model, settings, ctx)
             with contextlib.closing(cached_teacher) if cached_teacher else contextlib.nullcontext():
                 _train_phases(
-                    model, teacher, Artifact(home, src.manifest), settings, ctx, edits, cached_teacher
+                    model,
+                    teacher,
+                    Artifact(weights_folder, src.manifest),
+                    settings,
+                    ctx,
+                    edits,
+                    cached_teacher,
                 )
-            save_trained(model, edits, home, settings.dtype, settings.qat, ctx)
+            save_trained(model, edits, weights_folder, settings.dtype, settings.qat, ctx)
 
 
 def _split_names(settings: DistillSettings) -> tuple[str, ...]:
@@ -293,8 +302,8 @@ def _make_student(
         try:
             return *load_model(space), space
         except InputError as error:
-            named = str(student.model or student.config)
-            raise InputError(str(error).replace(str(space), named), code=error.code) from error
+            student_name = str(student.model or student.config)
+            raise InputError(str(error).replace(str(space), student_name), code=error.code) from error
     model, edits = load_trainable(src, ctx, settings.lora is not None)
     if student is not None:
         from smelt.compress.drop_layers.layer_selection import keep_layers
@@ -302,10 +311,10 @@ def _make_student(
         for stack in ("encoder_layers", "decoder_layers", "layers"):
             choice = getattr(student, stack)
             if choice is not None:
-                edits, kept = keep_layers(
+                edits, kept_indices = keep_layers(
                     model, edits, stack, choice, student.layer_selection, stage="distill", prefix="student."
                 )
-                ctx.details[f"kept_{stack}"] = kept
+                ctx.details[f"kept_{stack}"] = kept_indices
     return model, edits, src.path
 
 
@@ -329,16 +338,16 @@ def _train_phases(
         make_inner_losses(model, teacher, training, ctx.seed) for training in trainings
     ]  # raise before training
     for training, inner in zip(trainings, inners, strict=True):
-        kept = cached_teacher if training.needs_only_outputs(ctx.task) else None
-        objective = distill_objective(teacher, training, inner, kept)
-        before = len(ctx.warnings)
+        phase_cache = cached_teacher if training.needs_only_outputs(ctx.task) else None
+        objective = distill_objective(teacher, training, inner, phase_cache)
+        num_warnings = len(ctx.warnings)
         extension = (
             TrainingExtension(modules=inner.modules, training_context=inner.capture)
             if inner
             else TrainingExtension()
         )
-        if kept is not None:
-            extension = replace(extension, prepare_samples=kept.prepare_samples)
+        if phase_cache is not None:
+            extension = replace(extension, prepare_samples=phase_cache.prepare_samples)
         train_with_techniques(
             model,
             src,
@@ -352,8 +361,8 @@ def _train_phases(
             and not phase_details,  # only the first phase starts from random weights
         )
         phase_details.append(ctx.details["training"])
-        warned.append(ctx.warnings[before:])
-        del ctx.warnings[before:]
+        warned.append(ctx.warnings[num_warnings:])
+        del ctx.warnings[num_warnings:]
     if len(phase_details) > 1:
         ctx.details["phases"] = phase_details
     ctx.warnings.extend(_merge_phase_warnings(warned))
@@ -371,13 +380,13 @@ def _starts_random(settings: DistillSettings, src: Artifact, ctx: Context) -> bo
 
 def _merge_phase_warnings(warned: Sequence[Sequence[Message]]) -> list[Message]:
     """Return the warnings of all phases: common ones once, others with the number of the phase."""
-    found: dict[Message, None] = {}
+    merged: dict[Message, None] = {}
     for number, messages in enumerate(warned, 1):
         for message in messages:
             text = f"phase {number}: {message.message}"
             shared = all(message in phase_messages for phase_messages in warned)
-            found[message if shared else replace(message, message=text)] = None
-    return list(found)
+            merged[message if shared else replace(message, message=text)] = None
+    return list(merged)
 
 
 GENERATION_VERSION = 1  # raise it whenever the same settings generate other texts
@@ -405,19 +414,24 @@ def generate_targets(teacher: Artifact, settings: SequenceSettings, ctx: Context
         },
         lambda: _generate(teacher, split, settings, ctx),
     )
-    taught = [replace(e, references=(text,)) for e, text in zip(split.examples, texts, strict=True) if text]
-    own, written = count_targets(len(split), len(taught), settings.original_ratio)
-    draw = random.Random(ctx.seed)
-    kept = [split.examples[i] for i in sorted(draw.sample(range(len(split)), own))]
-    chosen = [taught[i] for i in sorted(draw.sample(range(len(taught)), written))]
-    ctx.details["sequence_level"] = {"written_by_the_teacher": written, "with_their_own_target": own}
-    if lost := len(split) - len(taught):
+    generated = [
+        replace(e, references=(text,)) for e, text in zip(split.examples, texts, strict=True) if text
+    ]
+    num_original, num_generated = count_targets(len(split), len(generated), settings.original_ratio)
+    rng = random.Random(ctx.seed)
+    original_samples = [split.examples[i] for i in sorted(rng.sample(range(len(split)), num_original))]
+    generated_samples = [generated[i] for i in sorted(rng.sample(range(len(generated)), num_generated))]
+    ctx.details["sequence_level"] = {
+        "written_by_the_teacher": num_generated,
+        "with_their_own_target": num_original,
+    }
+    if num_empty := len(split) - len(generated):
         ctx.warn(
             "empty-teacher-outputs",
-            f"sequence_level: the teacher generated an empty output for {lost} of {len(split)} samples;"
+            f"sequence_level: the teacher generated an empty output for {num_empty} of {len(split)} samples;"
             " they are not used.",
         )
-    return Split(split.origin, (*chosen, *kept))
+    return Split(split.origin, (*generated_samples, *original_samples))
 
 
 def count_targets(rows: int, num_generated: int, original_ratio: float) -> tuple[int, int]:
@@ -428,9 +442,9 @@ def count_targets(rows: int, num_generated: int, original_ratio: float) -> tuple
         num_generated: number of samples with a generated target that is not empty.
         original_ratio: fraction of samples with their own target, below 1.
     """
-    own = min(rows, round(num_generated * original_ratio / (1 - original_ratio)))
-    return own, num_generated if original_ratio == 0 else min(
-        num_generated, round(own * (1 - original_ratio) / original_ratio)
+    num_original = min(rows, round(num_generated * original_ratio / (1 - original_ratio)))
+    return num_original, num_generated if original_ratio == 0 else min(
+        num_generated, round(num_original * (1 - original_ratio) / original_ratio)
     )
 
 
@@ -452,13 +466,13 @@ def _generate(teacher: Artifact, split: Split, settings: SequenceSettings, ctx: 
     with open_runner(teacher, ctx.threads, device) as runner:
         if settings.best_of is None:
             return generate_texts(runner, texts, generation, settings.batch_size, ctx.progress)
-        found = generate_candidates(
+        candidates_by_text = generate_candidates(
             runner, texts, generation, settings.best_of, settings.batch_size, ctx.progress
         )
     tokenize = _bleu_tokenizer(teacher, split, settings)
     return [
         closest_by_bleu(e.references, candidates, tokenize)
-        for e, candidates in zip(split.examples, found, strict=True)
+        for e, candidates in zip(split.examples, candidates_by_text, strict=True)
     ]
 
 
@@ -472,12 +486,12 @@ def closest_by_bleu(references: Sequence[str], candidates: Sequence[str], tokeni
 
 def needed_splits(settings: DistillSettings) -> frozenset[Need]:
     """Return the data splits that the training needs."""
-    found: dict[str, frozenset[Need]] = {
+    needs: dict[str, frozenset[Need]] = {
         "labeled": frozenset({"train"}),
         "unlabeled": frozenset({"unlabeled"}),
         "both": frozenset({"train", "unlabeled"}),
     }
-    return found[settings.train_on]
+    return needs[settings.train_on]
 
 
 def check_unlabeled(settings: DistillSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
@@ -488,28 +502,30 @@ def check_unlabeled(settings: DistillSettings, task: Task, data: Mapping[str, Sp
         tasks = " and ".join(sorted(UNLABELED_TASKS))
         text = f"unlabeled samples are supported for {tasks}, not for {task}; remove train_on."
         return [error_message("does-not-fit-task", text, setting="train_on")]
-    found = []
+    errors = []
     origin = data[UNLABELED].origin if UNLABELED in data else f"data: {UNLABELED}"
-    for number, training in enumerate(settings.phase_settings()):
-        place = "losses" if settings.phases is None else f"phases.{number}.losses"
-        part = "cosent" if task_traits(task).output == "embedding" else "labels"
+    for index, training in enumerate(settings.phase_settings()):
+        setting = "losses" if settings.phases is None else f"phases.{index}.losses"
+        term = "cosent" if task_traits(task).output == "embedding" else "labels"
         weight = (
             training.losses.vector_weights()["cosent"]
             if task_traits(task).output == "embedding"
             else training.losses.labels
         )
         if weight:
-            teaches = task_traits(task).output == "embedding" or training.losses.uses_teacher()
-            remedy = f"losses: {{{part}: 0}}, which keeps" if teaches else "losses: {logits: 1.0}, which is"
-            found.append(
+            has_teacher = task_traits(task).output == "embedding" or training.losses.uses_teacher()
+            remedy = (
+                f"losses: {{{term}: 0}}, which keeps" if has_teacher else "losses: {logits: 1.0}, which is"
+            )
+            errors.append(
                 error_message(
                     "missing-scores" if task_traits(task).output == "embedding" else "missing-labels",
                     f"the weight of this loss is {weight:g}, but the samples of {origin} have no"
-                    f" {part}. Set {remedy} the loss on the teacher's outputs.",
-                    setting=f"{place}.{part}",
+                    f" {term}. Set {remedy} the loss on the teacher's outputs.",
+                    setting=f"{setting}.{term}",
                 )
             )
-    return found
+    return errors
 
 
 def with_training_samples(settings: DistillSettings, config: Any, ctx: Context) -> Context:
@@ -525,14 +541,14 @@ def with_training_samples(settings: DistillSettings, config: Any, ctx: Context) 
     examples = [example for split in splits for example in split.examples]
     if ctx.traits.output == "embedding":
         if len({example.text_pair is None for example in examples}) == 2:
-            examples = [single for example in examples for single in _split_pair(example)]
+            examples = [text_example for example in examples for text_example in _split_pair(example)]
         examples = [replace(example, label=None) for example in examples]
     else:
-        unread = _placeholder_label(config)
-        examples = [replace(example, label=unread) for example in examples]
-    rows = Split(" and ".join(split.origin for split in splits), tuple(examples))
+        placeholder = _placeholder_label(config)
+        examples = [replace(example, label=placeholder) for example in examples]
+    train_split = Split(" and ".join(split.origin for split in splits), tuple(examples))
     ctx.details["rows"] = {split.origin: len(split) for split in splits}
-    return replace(ctx, data={**ctx.data, "train": rows})
+    return replace(ctx, data={**ctx.data, "train": train_split})
 
 
 def _placeholder_label(config: Any) -> Label:

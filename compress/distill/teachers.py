@@ -49,14 +49,14 @@ class Ensemble(nn.Module):
 
     def can_generate(self) -> bool:
         """Return whether the models generate text."""
-        found: bool = self.models[0].can_generate()
-        return found
+        generates: bool = self.models[0].can_generate()
+        return generates
 
 
 def average_logits(logits: Sequence[Tensor], temperature: float) -> Tensor:
     """Return float32 [..., V], whose softmax at T is the mean of the softmaxes of `logits` at T."""
-    each = torch.stack([(z.float() / temperature).log_softmax(dim=-1) for z in logits])
-    return temperature * (each.logsumexp(dim=0) - math.log(len(logits)))
+    log_probs = torch.stack([(z.float() / temperature).log_softmax(dim=-1) for z in logits])
+    return temperature * (log_probs.logsumexp(dim=0) - math.log(len(logits)))
 
 
 def combine_label_logits(
@@ -77,20 +77,22 @@ def combine_label_logits(
         problem_types: of each teacher: softmax for single-label, sigmoid for multi-label classifiers.
         temperature: T.
     """
-    chances = logits[0].new_zeros(len(logits[0]), num_labels, dtype=torch.float64)
-    negatives, known = torch.zeros_like(chances), chances.new_zeros(num_labels)
-    for z, mine, kind in zip(logits, label_indices, problem_types, strict=True):
+    positives = logits[0].new_zeros(len(logits[0]), num_labels, dtype=torch.float64)
+    negatives, num_teachers = torch.zeros_like(positives), positives.new_zeros(num_labels)
+    for z, indices, problem_type in zip(logits, label_indices, problem_types, strict=True):
         scaled = z.double() / temperature
-        if kind == MULTI_LABEL:
-            yes, no = scaled.sigmoid(), (-scaled).sigmoid()
+        if problem_type == MULTI_LABEL:
+            positive, negative = scaled.sigmoid(), (-scaled).sigmoid()
         else:
-            yes = scaled.softmax(dim=-1)
-            no = _sum_of_others(yes)
-        at = torch.tensor(list(mine), device=z.device)
-        chances.index_add_(1, at, yes)
-        negatives.index_add_(1, at, no)
-        known[at] += 1
-    odds = (chances.log() - negatives.log()).clamp(-_MAX_LOGIT, _MAX_LOGIT)  # the number of teachers cancels
+            positive = scaled.softmax(dim=-1)
+            negative = _sum_of_others(positive)
+        columns = torch.tensor(list(indices), device=z.device)
+        positives.index_add_(1, columns, positive)
+        negatives.index_add_(1, columns, negative)
+        num_teachers[columns] += 1
+    odds = (positives.log() - negatives.log()).clamp(
+        -_MAX_LOGIT, _MAX_LOGIT
+    )  # the number of teachers cancels
     return (temperature * odds).float()
 
 
@@ -121,9 +123,9 @@ def make_ensemble(models: Sequence[Any], names: Sequence[str], student: Any, tem
         return Ensemble(models, lambda found: average_logits(found, temperature), config)
     labels = [_label_names(model.config) for model in models]
     kinds = [model_problem_type(model.config) for model in models]
-    union = list(dict.fromkeys(label for own in labels for label in own))
+    union = list(dict.fromkeys(label for model_labels in labels for label in model_labels))
     order = union if student is None else _ordered_labels(student, union, kinds, labels)
-    places = [[order.index(label) for label in own] for own in labels]
+    label_indices = [[order.index(label) for label in model_labels] for model_labels in labels]
     if REGRESSION in kinds:
         if set(kinds) != {REGRESSION}:
             raise InputError(
@@ -133,9 +135,9 @@ def make_ensemble(models: Sequence[Any], names: Sequence[str], student: Any, tem
                 setting="teacher",
             )
         return Ensemble(models, lambda found: torch.stack([z.float() for z in found]).mean(dim=0), config)
-    same = all(set(own) == set(union) for own in labels) and len(set(kinds)) == 1
-    if same and kinds[0] != MULTI_LABEL:
-        columns = [[own.index(label) for label in order] for own in labels]
+    same_labels = all(set(model_labels) == set(union) for model_labels in labels) and len(set(kinds)) == 1
+    if same_labels and kinds[0] != MULTI_LABEL:
+        columns = [[model_labels.index(label) for label in order] for model_labels in labels]
         return Ensemble(
             models,
             lambda found: average_logits([z[:, c] for z, c in zip(found, columns, strict=True)], temperature),
@@ -143,7 +145,7 @@ def make_ensemble(models: Sequence[Any], names: Sequence[str], student: Any, tem
         )
     return Ensemble(
         models,
-        lambda found: combine_label_logits(found, places, len(order), kinds, temperature),
+        lambda found: combine_label_logits(found, label_indices, len(order), kinds, temperature),
         _config_with_labels(config, order, MULTI_LABEL),
     )
 
@@ -170,24 +172,24 @@ def _ordered_labels(
     Raises:
         InputError: the student lacks a label, has one without a teacher, or is not multi-label.
     """
-    mine = _label_names(student.config)
-    lacking = [label for label in union if label not in mine]
-    untaught = [label for label in mine if label not in union]
-    if lacking or untaught:
-        what = (
-            f"the student lacks {_first_labels(lacking)}"
-            if lacking
-            else f"no teacher has {_first_labels(untaught)}"
+    student_labels = _label_names(student.config)
+    missing = [label for label in union if label not in student_labels]
+    without_teacher = [label for label in student_labels if label not in union]
+    if missing or without_teacher:
+        reason = (
+            f"the student lacks {_first_labels(missing)}"
+            if missing
+            else f"no teacher has {_first_labels(without_teacher)}"
         )
         raise InputError(
             f"distill: the teachers' labels are {_first_labels(union)}, but the student's are"
-            f" {_first_labels(mine)}: {what}. With several teachers, the student must have all"
+            f" {_first_labels(student_labels)}: {reason}. With several teachers, the student must have all"
             " their labels and no others. Start from an encoder without classifier and"
             f" samples with all labels, or set student: {{config: FILE}}.",
-            code="labels-mismatch" if lacking else "untaught-labels",
+            code="labels-mismatch" if missing else "untaught-labels",
             setting="teacher",
         )
-    differ = any(set(own) != set(union) for own in labels) or len(set(kinds)) > 1
+    differ = any(set(teacher_labels) != set(union) for teacher_labels in labels) or len(set(kinds)) > 1
     if differ and model_problem_type(student.config) != MULTI_LABEL:
         raise InputError(
             "distill: the teachers have different labels, so a sample can have several, but the student"
@@ -196,7 +198,7 @@ def _ordered_labels(
             code="single-label-student",
             setting="teacher",
         )
-    return mine
+    return student_labels
 
 
 def _first_labels(labels: Sequence[str]) -> str:
@@ -230,20 +232,20 @@ def map_teacher_tokens(
     Raises:
         InputError: the student has tokens that the teacher lacks.
     """
-    words, known = (_vocabulary_size(model.config) for model in (student, teacher))
-    places = map_to_teacher_tokens(student_folder, teacher_folder, words, known)
-    if places is not None:
-        _select_tokens(teacher, places)
-    elif words == known:
+    student_size, teacher_size = (_vocabulary_size(model.config) for model in (student, teacher))
+    token_map = map_to_teacher_tokens(student_folder, teacher_folder, student_size, teacher_size)
+    if token_map is not None:
+        _select_tokens(teacher, token_map)
+    elif student_size == teacher_size:
         return None
     else:
-        _require_padding(teacher_folder, student_folder, known, words)
-        places = [*range(min(words, known)), *[-1] * (words - known)]
-        _resize_logits(teacher, words)
-    teacher.config.vocab_size = words
+        _require_padding(teacher_folder, student_folder, teacher_size, student_size)
+        token_map = [*range(min(student_size, teacher_size)), *[-1] * (student_size - teacher_size)]
+        _resize_logits(teacher, student_size)
+    teacher.config.vocab_size = student_size
     if getattr(teacher.config, "decoder_vocab_size", None) is not None:
-        teacher.config.decoder_vocab_size = words
-    return places
+        teacher.config.decoder_vocab_size = student_size
+    return token_map
 
 
 def _select_tokens(teacher: Any, places: Sequence[int]) -> None:
@@ -272,10 +274,10 @@ def _resize_logits(teacher: Any, words: int) -> None:
 
     def resize(module: Any, given: tuple[Any, ...], result: Any) -> Any:
         logits = result.logits[..., :words]
-        lacking = words - logits.shape[-1]
-        if lacking:
+        num_missing = words - logits.shape[-1]
+        if num_missing:
             lowest = logits.amin(dim=-1, keepdim=True) - _ABSENT_LOGIT_MARGIN
-            logits = torch.cat([logits, lowest.expand(*logits.shape[:-1], lacking)], dim=-1)
+            logits = torch.cat([logits, lowest.expand(*logits.shape[:-1], num_missing)], dim=-1)
         result.logits = logits
         return result
 
@@ -291,13 +293,15 @@ def _require_padding(teacher: Path, student: Path, teacher_rows: int, student_ro
     """
     from smelt.models.checkpoint import load_tokenizer
 
-    ours, theirs = (load_tokenizer(folder).get_vocab() for folder in (student, teacher))
-    last = max(*ours.values(), *theirs.values())
-    if ours != theirs or last >= min(teacher_rows, student_rows):
-        what = f"there are tokens up to id {last}" if ours == theirs else "the tokenizers differ"
+    student_ids, teacher_ids = (load_tokenizer(folder).get_vocab() for folder in (student, teacher))
+    max_id = max(*student_ids.values(), *teacher_ids.values())
+    if student_ids != teacher_ids or max_id >= min(teacher_rows, student_rows):
+        reason = (
+            f"there are tokens up to id {max_id}" if student_ids == teacher_ids else "the tokenizers differ"
+        )
         raise InputError(
             f"distill: the teacher's vocabulary has {teacher_rows} tokens, but the student's has"
-            f" {student_rows}, and {what}. They may differ only by rows without a token; use a teacher"
+            f" {student_rows}, and {reason}. They may differ only by rows without a token; use a teacher"
             " with the same vocabulary.",
             code="vocabulary-mismatch",
             setting="teacher",
@@ -338,8 +342,8 @@ def load_teachers(settings: DistillSettings, src: Artifact, workspace: Path, ctx
     return [
         _teacher_of_step(teacher, ctx)
         if isinstance(teacher, str)
-        else _teacher_of_folder(teacher, src, workspace / str(number), ctx)
-        for number, teacher in enumerate(settings.all_teachers())
+        else _teacher_of_folder(teacher, src, workspace / str(index), ctx)
+        for index, teacher in enumerate(settings.all_teachers())
     ]
 
 
@@ -348,9 +352,9 @@ def _teacher_of_step(name: str, ctx: Context) -> Teacher:
 
     artifact = ctx.ancestors.get(name)
     if artifact is None:
-        known = ", ".join(ctx.ancestors)
+        available = ", ".join(ctx.ancestors)
         raise InputError(
-            f"distill: the teacher '{name}' is not an earlier step. Available: {known}."
+            f"distill: the teacher '{name}' is not an earlier step. Available: {available}."
             f"{did_you_mean(name, ctx.ancestors)}",
             code="unknown-step",
             setting="teacher",
@@ -363,11 +367,11 @@ def _teacher_of_step(name: str, ctx: Context) -> Teacher:
         )
     details = artifact.manifest.details
     if details.get("untrained") or details.get("new_head"):
-        what = "weights" if details.get("untrained") else "classifier"
+        part = "weights" if details.get("untrained") else "classifier"
         trained = [n for n, a in ctx.ancestors.items() if a.manifest.stage in ("finetune", "distill")]
-        how = f"set teacher: {trained[0]}" if trained else "add a finetune step and set it as teacher"
+        remedy = f"set teacher: {trained[0]}" if trained else "add a finetune step and set it as teacher"
         raise InputError(
-            f"distill: the {what} of the teacher '{name}' is not trained. Use a trained teacher: {how}.",
+            f"distill: the {part} of the teacher '{name}' is not trained. Use a trained teacher: {remedy}.",
             code="untrained-teacher",
             setting="teacher",
         )
@@ -428,13 +432,13 @@ def align_vocabularies(
     """
     if ctx.traits.modality == "image":
         return [None] * len(teachers)
-    found = [
+    token_maps = [
         map_teacher_tokens(teacher.model, teacher.folder, student, student_folder) for teacher in teachers
     ]
-    common = [sum(token >= 0 for token in words) for words in found if words is not None]
+    common = [sum(token >= 0 for token in token_map) for token_map in token_maps if token_map is not None]
     if common:
         ctx.details["words_of_teacher"] = max(common)
-    return found
+    return token_maps
 
 
 def teacher_identity(
@@ -446,16 +450,16 @@ def teacher_identity(
 ) -> dict[str, Any]:
     """Return everything that the cached outputs of the teachers depend on, for the cache key."""
     keys = [teacher.key for teacher in teachers if teacher.key is not None]
-    found: dict[str, Any] = {
+    identity: dict[str, Any] = {
         # outputs of teachers in folders are removed together with the original model
         "artifacts": keys or [artifact.key for artifact in list(ctx.ancestors.values())[:1]],
         "teachers": [teacher.identity for teacher in teachers],
-        "words": [None if own is None else json_hash(list(own)) for own in token_maps],
+        "words": [None if token_map is None else json_hash(list(token_map)) for token_map in token_maps],
     }
     if len(teachers) > 1:
         labels = getattr(student.config, "id2label", None)
-        found |= {"averaged_at": settings.temperature, "labels": labels and list(labels.values())}
-    return found
+        identity |= {"averaged_at": settings.temperature, "labels": labels and list(labels.values())}
+    return identity
 
 
 def check_outputs(model: Any, teacher: Any, settings: DistillSettings, several: bool) -> None:
@@ -470,19 +474,19 @@ def check_outputs(model: Any, teacher: Any, settings: DistillSettings, several: 
     from smelt.models.families.registry import family_of
     from smelt.models.text_rules import is_sentence_model
 
-    ours, theirs = model.config, teacher.config
-    reads = [family.input_kind if (family := family_of(each)) else "texts" for each in (model, teacher)]
-    if reads[0] != reads[1]:
+    student_config, teacher_config = model.config, teacher.config
+    kinds = [family.input_kind if (family := family_of(network)) else "texts" for network in (model, teacher)]
+    if kinds[0] != kinds[1]:
         raise InputError(
-            f"distill: the teacher's inputs are {reads[1]}, but the student's are {reads[0]}. Use a"
+            f"distill: the teacher's inputs are {kinds[1]}, but the student's are {kinds[0]}. Use a"
             " teacher with the same inputs.",
             code="different-kind",
             setting="teacher",
         )
-    if reads[0] == "texts" and ours.vocab_size != theirs.vocab_size:
+    if kinds[0] == "texts" and student_config.vocab_size != teacher_config.vocab_size:
         raise InputError(
-            f"distill: the teacher's vocabulary has {theirs.vocab_size} tokens, but the student's has"
-            f" {ours.vocab_size}. Both models read the same tokens; use a teacher with the same"
+            f"distill: the teacher's vocabulary has {teacher_config.vocab_size} tokens, but the student's has"
+            f" {student_config.vocab_size}. Both models read the same tokens; use a teacher with the same"
             " vocabulary.",
             code="vocabulary-mismatch",
             setting="teacher",
@@ -493,28 +497,29 @@ def check_outputs(model: Any, teacher: Any, settings: DistillSettings, several: 
         for training in settings.phase_settings():
             require_comparable_vectors(model, teacher, training.losses)
         return
-    if ours.is_encoder_decoder != theirs.is_encoder_decoder:
+    if student_config.is_encoder_decoder != teacher_config.is_encoder_decoder:
         raise InputError(
-            f"distill: {with_article(theirs.model_type)} model cannot be the teacher of"
-            f" {with_article(ours.model_type)} model: only one of them is an encoder-decoder. Use"
+            f"distill: {with_article(teacher_config.model_type)} model cannot be the teacher of"
+            f" {with_article(student_config.model_type)} model: only one of them is an encoder-decoder. Use"
             " a teacher of the same kind.",
             code="different-kind",
             setting="teacher",
         )
-    words, known = (
-        getattr(c, "decoder_vocab_size", None) or getattr(c, "vocab_size", None) for c in (ours, theirs)
+    vocab, teacher_vocab = (
+        getattr(c, "decoder_vocab_size", None) or getattr(c, "vocab_size", None)
+        for c in (student_config, teacher_config)
     )
-    generates = ours.is_encoder_decoder or is_causal(ours.to_dict())
-    if generates and words != known:
+    generates = student_config.is_encoder_decoder or is_causal(student_config.to_dict())
+    if generates and vocab != teacher_vocab:
         raise InputError(
-            f"distill: the teacher's vocabulary has {known} tokens, but the student's has {words}."
+            f"distill: the teacher's vocabulary has {teacher_vocab} tokens, but the student's has {vocab}."
             " Logits can be compared only over the same vocabulary; use a teacher with the same"
             " vocabulary.",
             code="vocabulary-mismatch",
             setting="teacher",
         )
-    if not ours.is_encoder_decoder and not several:
-        _require_same_labels(ours, theirs)
+    if not student_config.is_encoder_decoder and not several:
+        _require_same_labels(student_config, teacher_config)
 
 
 def _require_same_labels(ours: Any, theirs: Any) -> None:

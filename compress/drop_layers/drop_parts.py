@@ -108,30 +108,30 @@ def part_influence(
         parts: the model's parts.
         batches: inputs without padding, on the device of the model.
     """
-    with _influence_of_parts(model, parts) as found:
+    with _influence_of_parts(model, parts) as sums:
         for _ in model_outputs(model, batches):
             pass
-    return {part: found.influence(part) for part in parts}
+    return {part: sums.influence(part) for part in parts}
 
 
 def streamed_part_influence(
     streamed: StreamedModel, parts: Sequence[LayerPart], samples: CalibrationSamples, ctx: Context
 ) -> dict[LayerPart, float]:
     """Return the same as `part_influence` for a model of which one block is in memory at a time."""
-    with _influence_of_parts(streamed.model, parts) as found:
+    with _influence_of_parts(streamed.model, parts) as sums:
         run_streamed(streamed, samples, ctx)
-    return {part: found.influence(part) for part in parts}
+    return {part: sums.influence(part) for part in parts}
 
 
 @contextmanager
 def _influence_of_parts(model: Any, parts: Sequence[LayerPart]) -> Iterator[InfluenceSums[LayerPart]]:
-    found = InfluenceSums[LayerPart]()
+    sums = InfluenceSums[LayerPart]()
 
     def see(part: LayerPart, x: Tensor, added: Tensor) -> None:
-        found.add(part, x, x.double() + added.double())
+        sums.add(part, x, x.double() + added.double())
 
     with _part_hooks(model, parts, see):
-        yield found
+        yield sums
 
 
 @contextmanager
@@ -163,8 +163,8 @@ def _part_hooks(model: Any, parts: Sequence[LayerPart], callback: PartCallback) 
     def end(_: Any, given: Any, result: Any) -> Any:
         if "part" not in state:
             return None
-        instead = callback(state.pop("part"), state.pop("x"), result)
-        return None if instead is None else instead.expand_as(result)
+        replacement = callback(state.pop("part"), state.pop("x"), result)
+        return None if replacement is None else replacement.expand_as(result)
 
     def keep(_: Any, given: Any, result: Any) -> None:
         state["added"] = result
@@ -173,15 +173,17 @@ def _part_hooks(model: Any, parts: Sequence[LayerPart], callback: PartCallback) 
         def hook(_: Any, given: tuple[Any, ...]) -> Any:
             added = state.pop("added")
             x = given[0] - added
-            instead = callback(part, x, added)
-            return None if instead is None else (x + instead, *given[1:])
+            replacement = callback(part, x, added)
+            return None if replacement is None else (x + replacement, *given[1:])
 
         return hook
 
     handles = []
-    products = {model.get_submodule(part.output_layer): part.block.stack.stream.pre_norm for part in parts}
-    for product, first in products.items():
-        handles.append(product.register_forward_hook(end if first else keep))
+    output_layers = {
+        model.get_submodule(part.output_layer): part.block.stack.stream.pre_norm for part in parts
+    }
+    for layer, is_pre_norm in output_layers.items():
+        handles.append(layer.register_forward_hook(end if is_pre_norm else keep))
     for part in parts:
         make = begin if part.block.stack.stream.pre_norm else summed
         handles.append(model.get_submodule(part.norm).register_forward_pre_hook(make(part)))
@@ -214,8 +216,8 @@ class _PartRequest:
     def is_last(self, unit: UnitId, gone: Collection[UnitId]) -> bool:
         """Return whether the part is the last of its kind in its stack."""
         stack = self.stacks[unit[0]]
-        same = [at for at, other in enumerate(stack) if other.kind == stack[unit[1]].kind]
-        return all((unit[0], at) in gone for at in same if at != unit[1])
+        same_kind = [index for index, part in enumerate(stack) if part.kind == stack[unit[1]].kind]
+        return all((unit[0], index) in gone for index in same_kind if index != unit[1])
 
 
 def drop_parts(
@@ -246,12 +248,12 @@ def drop_parts(
     for part in parts:
         if part.kind in settings.parts:
             stacks.setdefault(part.stack, []).append(part)
-    asked = _PartRequest(model, streamed, parts, stacks, *_num_kept(settings, stacks, ctx))
-    gone = {*asked.named, *_select_parts(asked, src, settings, ctx)}
-    for part in (part for part in parts if part in gone):
+    request = _PartRequest(model, streamed, parts, stacks, *_num_kept(settings, stacks, ctx))
+    removed = {*request.named, *_select_parts(request, src, settings, ctx)}
+    for part in (part for part in parts if part in removed):
         edits.append(skip_sublayer(model, part.block.module_path, part.index))
     ctx.details["dropped_parts"] = {
-        name: [part.name for part in parts if part in gone] for name, parts in stacks.items()
+        name: [part.name for part in parts if part in removed] for name, parts in stacks.items()
     }
 
 
@@ -260,30 +262,30 @@ def _num_kept(
 ) -> tuple[list[LayerPart], dict[str, int]]:
     """Return the parts to remove by explicit index, and the number of parts to keep of other stacks."""
     removed: list[LayerPart] = []
-    numbers: dict[str, int] = {}
+    num_kept: dict[str, int] = {}
     for name, parts in stacks.items():
         choice = getattr(settings, name)
         kinds = len({part.kind for part in parts})
         if isinstance(choice, list):
             removed += [part for part in parts if part.block.index not in choice]
             continue
-        wanted = math.floor(kept_fraction(settings) * len(parts) + 0.5) if choice is None else choice
-        if wanted > len(parts):
+        count = math.floor(kept_fraction(settings) * len(parts) + 0.5) if choice is None else choice
+        if count > len(parts):
             raise InputError(
-                f"drop-layers: {name}: cannot keep {wanted} parts, because there are only"
+                f"drop-layers: {name}: cannot keep {count} parts, because there are only"
                 f" {len(parts)}. Lower the number.",
                 code="more-than-model-has",
                 setting=name,
             )
-        if choice is not None and wanted < kinds:
+        if choice is not None and count < kinds:
             raise InputError(
-                f"drop-layers: {name}: {wanted} is too few; one part of each kind must be kept, so at"
+                f"drop-layers: {name}: {count} is too few; one part of each kind must be kept, so at"
                 f" least {kinds}.",
                 code="too-few-kept",
                 setting=name,
             )
-        numbers[name] = max(kinds, wanted)
-        if numbers[name] == len(parts) and choice is None and kept_fraction(settings) < 1:
+        num_kept[name] = max(kinds, count)
+        if num_kept[name] == len(parts) and choice is None and kept_fraction(settings) < 1:
             ctx.warn(
                 "nothing-to-remove",
                 f"keep_ratio {kept_fraction(settings):g} of the {len(parts)} {' and '.join(settings.parts)}"
@@ -291,53 +293,55 @@ def _num_kept(
                 f" {name}, rounded to at least one of each kind, keeps all of them; none is removed. Lower"
                 " keep_ratio.",
             )
-    left = {(part.stack, part.kind) for parts in stacks.values() for part in parts if part not in removed}
+    remaining_kinds = {
+        (part.stack, part.kind) for parts in stacks.values() for part in parts if part not in removed
+    }
     for name, parts in stacks.items():
         for kind in {part.kind for part in parts}:
-            if (name, kind) not in left:
+            if (name, kind) not in remaining_kinds:
                 raise InputError(
                     f"drop-layers: {name}: {getattr(settings, name)} keeps no {kind}; keep at least one.",
                     code="no-part-left",
                     setting=name,
                 )
-    return removed, numbers
+    return removed, num_kept
 
 
 def _select_parts(
     asked: _PartRequest, src: Artifact, settings: DropLayersSettings, ctx: Context
 ) -> list[LayerPart]:
     """Return the parts to remove in addition to those given by index."""
-    model, stacks, numbers, num_present = asked.model, asked.stacks, asked.num_kept, asked.num_present
-    if numbers == num_present:
+    model, stacks, num_kept, num_present = asked.model, asked.stacks, asked.num_kept, asked.num_present
+    if num_kept == num_present:
         return []
     if settings.importance == "loss":
         return _select_by_loss(asked, src, settings, ctx)
     if settings.importance == "random":
-        draw = random.Random(ctx.seed)
-        scores = {name: [draw.random() for _ in stacks[name]] for name in numbers}
+        rng = random.Random(ctx.seed)
+        scores = {name: [rng.random() for _ in stacks[name]] for name in num_kept}
     else:
-        rows = load_calibration_samples(model, src, settings.calibration_samples, ctx, "drop-layers")
+        samples = load_calibration_samples(model, src, settings.calibration_samples, ctx, "drop-layers")
         if asked.streamed is not None:
             with without_parts(model, asked.parts, asked.named):
-                found = streamed_part_influence(asked.streamed, asked.parts, rows, ctx)
+                influence = streamed_part_influence(asked.streamed, asked.parts, samples, ctx)
         else:
             with model_on_device(model, ctx) as device, without_parts(model, asked.parts, asked.named):
-                found = part_influence(
-                    model, asked.parts, batches_on_device_one_by_one(rows.batches, device, ctx)
+                influence = part_influence(
+                    model, asked.parts, batches_on_device_one_by_one(samples.batches, device, ctx)
                 )
-        scores = {name: [round(found[part], 6) for part in stacks[name]] for name in numbers}
+        scores = {name: [round(influence[part], 6) for part in stacks[name]] for name in num_kept}
         ctx.details["part_influence"] = {
             name: dict(zip((part.name for part in stacks[name]), scores[name], strict=True))
-            for name in numbers
+            for name in num_kept
         }
-    gone: list[UnitId] = []
-    for name, count in numbers.items():
-        for at in sorted(range(num_present[name]), key=lambda at: scores[name][at]):
-            if num_present[name] - sum(stack == name for stack, _ in gone) > count and not asked.is_last(
-                (name, at), gone
+    removed: list[UnitId] = []
+    for name, count in num_kept.items():
+        for index in sorted(range(num_present[name]), key=lambda at: scores[name][at]):
+            if num_present[name] - sum(stack == name for stack, _ in removed) > count and not asked.is_last(
+                (name, index), removed
             ):
-                gone.append((name, at))
-    return [stacks[name][at] for name, at in gone]
+                removed.append((name, index))
+    return [stacks[name][index] for name, index in removed]
 
 
 def _select_by_loss(
@@ -349,10 +353,10 @@ def _select_by_loss(
         InputError: there are no samples, or the pairs of a sentence embedder have no scores.
     """
     split = ctx.data.get("calibration") or ctx.data.get("train")
-    if split is not None and (found := missing_labels_errors(ctx.task, {"rows": split}, ("rows",))):
+    if split is not None and (errors := missing_labels_errors(ctx.task, {"rows": split}, ("rows",))):
         raise InputError(
-            f"drop-layers: importance: loss: {found[0].message} Or set importance: block-influence.",
-            code=found[0].code,
+            f"drop-layers: importance: loss: {errors[0].message} Or set importance: block-influence.",
+            code=errors[0].code,
             setting="importance",
         )
     model, stacks = asked.model, asked.stacks
@@ -361,16 +365,20 @@ def _select_by_loss(
     ).batches
 
     def without(gone: Collection[UnitId]) -> AbstractContextManager[None]:
-        return without_parts(model, asked.parts, {*asked.named, *(stacks[name][at] for name, at in gone)})
+        return without_parts(
+            model, asked.parts, {*asked.named, *(stacks[name][index] for name, index in gone)}
+        )
 
-    def place(part: UnitId) -> UnitId:
+    def layer_of(part: UnitId) -> UnitId:
         return part[0], stacks[part[0]][part[1]].block.index
 
-    most = max_trials(asked.num_kept, asked.num_present)
-    with ablation_losses(model, batches, without, ctx, most, place) as loss_without:
+    trial_limit = max_trials(asked.num_kept, asked.num_present)
+    with ablation_losses(model, batches, without, ctx, trial_limit, layer_of) as loss_without:
         ctx.details["loss_before"] = round(loss_without(frozenset()), 6)
-        gone, losses = drop_units_by_loss(asked.num_kept, asked.num_present, (), loss_without, asked.is_last)
-    dropped = [stacks[name][at] for name, at in gone]
+        removed, losses = drop_units_by_loss(
+            asked.num_kept, asked.num_present, (), loss_without, asked.is_last
+        )
+    dropped = [stacks[name][index] for name, index in removed]
     ctx.details["dropped"] = [
         {"stack": part.stack, "layer": part.block.index, "part": part.kind, "loss": round(loss, 6)}
         for part, loss in zip(dropped, losses, strict=True)

@@ -82,10 +82,10 @@ def keep_layers(
         InputError: the model has no such stack or no such layers.
     """
     setting = f"{prefix}{stack}"
-    found = _find_stack(model, stack, stage, setting)
-    place = found.module_path
-    owner, _, name = place.rpartition(".")
-    layers = found.modules(model)
+    layer_stack = _find_stack(model, stack, stage, setting)
+    module_path = layer_stack.module_path
+    owner, _, attribute = module_path.rpartition(".")
+    layers = layer_stack.modules(model)
     if isinstance(choice, int) and not 1 <= choice <= len(layers):
         raise InputError(
             f"{stage}: {setting}: cannot keep {choice} of the model's {len(layers)} layers. Choose a number"
@@ -93,8 +93,14 @@ def keep_layers(
             code="more-than-model-has",
             setting=setting,
         )
-    kept = layers_to_copy(choice, len(layers), layer_selection) if isinstance(choice, int) else list(choice)
-    if not kept or sorted(set(kept)) != kept or not all(0 <= i < len(layers) for i in kept):
+    kept_indices = (
+        layers_to_copy(choice, len(layers), layer_selection) if isinstance(choice, int) else list(choice)
+    )
+    if (
+        not kept_indices
+        or sorted(set(kept_indices)) != kept_indices
+        or not all(0 <= i < len(layers) for i in kept_indices)
+    ):
         raise InputError(
             f"{stage}: {setting}: expected increasing layer indices from 0 to {len(layers) - 1}, got"
             f" {choice}.",
@@ -102,44 +108,48 @@ def keep_layers(
             setting=setting,
         )
     family = family_of(model)
-    if family and family.first_layer_reason and kept[0] != 0:
+    if family and family.first_layer_reason and kept_indices[0] != 0:
         raise InputError(
             f"{stage}: {setting}: {choice} must include the first layer: {family.first_layer_reason}.",
             code="first-layer-required",
             setting=setting,
         )
-    _require_parts(found, [layers[i] for i in kept], f"{stage}: {setting}: {choice}")
-    if not found.repeats_block:
-        setattr(model.get_submodule(owner), name, nn.ModuleList([layers[i] for i in kept]))
+    _require_parts(layer_stack, [layers[i] for i in kept_indices], f"{stage}: {setting}: {choice}")
+    if not layer_stack.repeats_block:
+        setattr(model.get_submodule(owner), attribute, nn.ModuleList([layers[i] for i in kept_indices]))
     if family and family.relative_bias:
         attending = [i for i, layer in enumerate(layers) if 0 not in skipped_parts(layer)]
-        first = next(i for i in attending if i in kept)
-        family.relative_bias().move_table(layers[attending[0]], layers[first])
-    for new, old in enumerate(kept):
-        for module in layers[old].modules():
+        first_attending = next(i for i in attending if i in kept_indices)
+        family.relative_bias().move_table(layers[attending[0]], layers[first_attending])
+    for new_index, old_index in enumerate(kept_indices):
+        for module in layers[old_index].modules():
             if getattr(module, "layer_idx", None) is not None:
-                module.layer_idx = new  # its place in the KV cache
-    renumber_caches(model, found)
-    setattr(model.config, found.num_layers_key, len(kept))
-    for word in found.per_layer_keys:
-        values = getattr(model.config, word, None)
+                module.layer_idx = new_index  # its place in the KV cache
+    renumber_caches(model, layer_stack)
+    setattr(model.config, layer_stack.num_layers_key, len(kept_indices))
+    for key in layer_stack.per_layer_keys:
+        values = getattr(model.config, key, None)
         if isinstance(values, list):
-            setattr(model.config, word, [values[i] for i in kept])
-    return (edits if found.repeats_block else _renumber_edits(edits, place, kept)), kept
+            setattr(model.config, key, [values[i] for i in kept_indices])
+    return (
+        edits if layer_stack.repeats_block else _renumber_edits(edits, module_path, kept_indices)
+    ), kept_indices
 
 
 def _find_stack(model: Any, name: str, stage: str, setting: str) -> Stack:
     family, config = family_of(model), model.config.to_dict()
-    found = family.stack(config, name) if family else None
-    if found is None:
-        known = " and ".join(s.name for s in family.stacks(config)) if family else "no layers that it knows"
+    stack = family.stack(config, name) if family else None
+    if stack is None:
+        available = (
+            " and ".join(s.name for s in family.stacks(config)) if family else "no layers that it knows"
+        )
         raise InputError(
             f"{stage}: {setting}: {with_article(model.config.model_type)} model has no '{name}'. Use"
-            f" {known}.",
+            f" {available}.",
             code="unknown-stack",
             setting=setting,
         )
-    return found
+    return stack
 
 
 def _require_parts(stack: Stack, layers: list[Any], location: str) -> None:
@@ -148,10 +158,10 @@ def _require_parts(stack: Stack, layers: list[Any], location: str) -> None:
     Raises:
         InputError: a kind of part is missing.
     """
-    for part in range(len(stack.attentions) + 1):
-        if all(part in skipped_parts(layer) for layer in layers):
+    for part_index in range(len(stack.attentions) + 1):
+        if all(part_index in skipped_parts(layer) for layer in layers):
             raise InputError(
-                f"{location} keeps no {sublayer_name(stack, part)} in the {stack.name}: an earlier"
+                f"{location} keeps no {sublayer_name(stack, part_index)} in the {stack.name}: an earlier"
                 " step removed it from these layers. Keep a layer that has it.",
                 code="no-part-left",
             )
@@ -162,7 +172,7 @@ def _renumber_edits(edits: list[Edit], place: str, kept: list[int]) -> list[Edit
 
     A module that a dropped layer owned and shared becomes owned by the first kept layer that shares it.
     """
-    names = {f"{place}.{old}": f"{place}.{new}" for new, old in enumerate(kept)}
+    names = {f"{place}.{old_index}": f"{place}.{new_index}" for new_index, old_index in enumerate(kept)}
     depth = place.count(".") + 2
 
     def rename(module: str) -> str | None:
@@ -172,7 +182,7 @@ def _renumber_edits(edits: list[Edit], place: str, kept: list[int]) -> list[Edit
         head = names.get(".".join(parts[:depth]))
         return None if head is None else ".".join([head, *parts[depth:]])
 
-    while heir := next(
+    while transfer := next(
         (
             (e["module"], e["with"])
             for e in edits
@@ -180,7 +190,7 @@ def _renumber_edits(edits: list[Edit], place: str, kept: list[int]) -> list[Edit
         ),
         None,
     ):
-        edits = _transfer_edits(edits, *heir)
+        edits = _transfer_edits(edits, *transfer)
     return [
         {**edit, "module": rename(edit["module"])}
         | ({"with": rename(edit["with"])} if "with" in edit else {})
@@ -191,18 +201,18 @@ def _renumber_edits(edits: list[Edit], place: str, kept: list[int]) -> list[Edit
 
 def _transfer_edits(edits: list[Edit], heir: str, owner: str) -> list[Edit]:
     """Return `edits` with `heir`, which shares the module `owner`, as its new owner."""
-    begins = next(i for i, e in enumerate(edits) if e["module"] == heir and e.get("with") == owner)
+    share_index = next(i for i, e in enumerate(edits) if e["module"] == heir and e.get("with") == owner)
 
     def moved(name: str) -> str:
         return heir + name[len(owner) :] if _is_inside(name, owner) else name
 
     result = []
-    for place, edit in enumerate(edits):
-        if place < begins and _is_inside(edit["module"], heir):
+    for index, edit in enumerate(edits):
+        if index < share_index and _is_inside(edit["module"], heir):
             continue  # an edit of the module that sharing replaced
-        changed = {k: moved(v) if k in ("module", "with") else v for k, v in edit.items()}
-        if changed.get("with") != changed["module"]:
-            result.append(changed)
+        renamed = {k: moved(v) if k in ("module", "with") else v for k, v in edit.items()}
+        if renamed.get("with") != renamed["module"]:
+            result.append(renamed)
     return result
 
 

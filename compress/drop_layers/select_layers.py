@@ -77,12 +77,12 @@ def block_influence(
         stacks: the model's stacks of layers.
         batches: inputs without padding, on the device of the model.
     """
-    found = InfluenceSums[UnitId]()
-    with _layer_hooks(model, stacks, lambda layer, x, result: found.add(layer, x, _hidden_states(result))):
+    sums = InfluenceSums[UnitId]()
+    with _layer_hooks(model, stacks, lambda layer, x, result: sums.add(layer, x, _hidden_states(result))):
         for _ in model_outputs(model, batches):
             pass
     return {
-        stack.name: [found.influence((stack.name, number)) for number in range(len(stack.modules(model)))]
+        stack.name: [sums.influence((stack.name, index)) for index in range(len(stack.modules(model)))]
         for stack in stacks
     }
 
@@ -91,13 +91,13 @@ def streamed_block_influence(
     streamed: StreamedModel, stacks: Sequence[Stack], samples: CalibrationSamples, ctx: Context
 ) -> dict[str, list[float]]:
     """Return the same as `block_influence` for a model of which one block is in memory at a time."""
-    found = InfluenceSums[UnitId]()
+    sums = InfluenceSums[UnitId]()
 
     def see(block: Block, x: Tensor, result: Any) -> None:
-        found.add((block.stack.name, block.index), x, _hidden_states(result))
+        sums.add((block.stack.name, block.index), x, _hidden_states(result))
 
     counts = Counter(block.stack.name for block in run_streamed(streamed, samples, ctx, see))
-    return {s.name: [found.influence((s.name, at)) for at in range(counts[s.name])] for s in stacks}
+    return {s.name: [sums.influence((s.name, index)) for index in range(counts[s.name])] for s in stacks}
 
 
 def run_streamed(
@@ -129,10 +129,10 @@ def without_layers(
     """
     plain = set() if plain is None else plain
     with ExitStack() as stack:
-        for module, numbers in _modules_with_ids(model, stacks):
-            if any(number in removed for number in numbers):
+        for module, unit_ids in _modules_with_ids(model, stacks):
+            if any(unit_id in removed for unit_id in unit_ids):
                 stack.callback(forward_restorer(module))
-                module.forward = _pass_through_forward(module, numbers, removed, plain)
+                module.forward = _pass_through_forward(module, unit_ids, removed, plain)
         yield
 
 
@@ -143,11 +143,11 @@ def _pass_through_forward(
     forward, calls = module.forward, cycle(numbers)
 
     def call(states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        away = next(calls) in removed
-        if away and module in plain:
+        is_removed = next(calls) in removed
+        if is_removed and module in plain:
             return states
         result = forward(states, *args, **kwargs)
-        if not away:
+        if not is_removed:
             return result
         if isinstance(result, tuple):
             return (states, *result[1:])
@@ -176,25 +176,27 @@ def drop_units_by_loss(
     Returns:
         The removed layers in the order of removal, and the loss after each.
     """
-    gone: list[UnitId] = []
+    removed: list[UnitId] = []
     losses: list[float] = []
     while True:
-        left = {name: num_present[name] - sum(stack == name for stack, _ in gone) for name in num_present}
-        open_ones = [
+        num_left = {
+            name: num_present[name] - sum(stack == name for stack, _ in removed) for name in num_present
+        }
+        candidates = [
             (name, number)
             for name, count in num_present.items()
-            if left[name] > num_kept[name]
+            if num_left[name] > num_kept[name]
             for number in range(count)
-            if (name, number) not in gone
+            if (name, number) not in removed
             and (name, number) not in fixed
-            and not is_last((name, number), gone)
+            and not is_last((name, number), removed)
         ]
-        if not open_ones:
-            return gone, losses
-        tried = [loss_without(frozenset([*gone, layer]), layer) for layer in open_ones]
-        best = first_within_tolerance(tried)
-        gone.append(open_ones[best])
-        losses.append(tried[best])
+        if not candidates:
+            return removed, losses
+        trial_losses = [loss_without(frozenset([*removed, layer]), layer) for layer in candidates]
+        best_index = first_within_tolerance(trial_losses)
+        removed.append(candidates[best_index])
+        losses.append(trial_losses[best_index])
 
 
 @contextmanager
@@ -204,8 +206,8 @@ def _layer_hooks(model: Any, stacks: Sequence[Stack], callback: LayerCallback) -
     A module that is used at several positions of a stack is called once for each, in their order.
     """
     handles = [
-        module.register_forward_hook(_layer_hook(numbers, callback))
-        for module, numbers in _modules_with_ids(model, stacks)
+        module.register_forward_hook(_layer_hook(unit_ids, callback))
+        for module, unit_ids in _modules_with_ids(model, stacks)
     ]
     try:
         yield
@@ -217,10 +219,10 @@ def _layer_hooks(model: Any, stacks: Sequence[Stack], callback: LayerCallback) -
 def _modules_with_ids(model: Any, stacks: Sequence[Stack]) -> Iterator[tuple[nn.Module, list[UnitId]]]:
     """Yield the modules of the stacks, each once, with all its positions."""
     for stack in stacks:
-        places: dict[nn.Module, list[UnitId]] = {}
-        for number, module in enumerate(stack.modules(model)):
-            places.setdefault(module, []).append((stack.name, number))
-        yield from places.items()
+        unit_ids: dict[nn.Module, list[UnitId]] = {}
+        for index, module in enumerate(stack.modules(model)):
+            unit_ids.setdefault(module, []).append((stack.name, index))
+        yield from unit_ids.items()
 
 
 def _layer_hook(
@@ -263,12 +265,12 @@ class AblationLosses:
 
     def __call__(self, gone: frozenset[UnitId], tried: UnitId | None = None) -> float:
         """Return the loss without `gone`, of which `tried` is on trial; None: no unit is on trial."""
-        besides = gone - {tried}
-        if tried is None or besides != self.already_removed:
+        removed_before = gone - {tried}
+        if tried is None or removed_before != self.already_removed:
             self.prefix_model.reset()
-        self.already_removed = besides
+        self.already_removed = removed_before
         if tried is not None:
-            with self.without(besides):
+            with self.without(removed_before):
                 self.prefix_model.start_at(*self.layer_of(tried))
         objective = self.prefix_model.resume_each(label_objective())
         with self.without(gone):
@@ -305,18 +307,18 @@ def ablation_losses(
         tries += 1
         ctx.progress(tries, max_trials, f"loss {loss:.3f}")
 
-    with model_on_device(model, ctx) as device, tempfile.TemporaryDirectory(dir=ctx.out.parent) as space:
-        placed = [{name: value.to(device) for name, value in batch.items()} for batch in batches]
+    with model_on_device(model, ctx) as device, tempfile.TemporaryDirectory(dir=ctx.out.parent) as folder:
+        device_batches = [{name: value.to(device) for name, value in batch.items()} for batch in batches]
         yield AblationLosses(
-            PrefixCachedModel(model, placed, Path(space)), device, without, layer_of, progress
+            PrefixCachedModel(model, device_batches, Path(folder)), device, without, layer_of, progress
         )
 
 
 def max_trials(num_kept: dict[str, int], num_present: dict[str, int]) -> int:
     """Return the largest possible number of losses, for the display."""
-    drops = sum(num_present[name] - count for name, count in num_kept.items())
+    num_dropped = sum(num_present[name] - count for name, count in num_kept.items())
     layers = sum(num_present[name] for name in num_kept)
-    return 1 + sum(layers - at for at in range(drops))
+    return 1 + sum(layers - step for step in range(num_dropped))
 
 
 @contextmanager
@@ -340,26 +342,28 @@ def select_by_influence(
     ctx: Context,
 ) -> dict[str, list[int]]:
     """Return the layers with the largest block influence by stack, `num_kept` of each, rising."""
-    rows = load_calibration_samples(model, src, settings.calibration_samples, ctx, "drop-layers")
+    samples = load_calibration_samples(model, src, settings.calibration_samples, ctx, "drop-layers")
     if streamed is not None:
-        influence = streamed_block_influence(streamed, stacks, rows, ctx)
+        influence = streamed_block_influence(streamed, stacks, samples, ctx)
     else:
         with model_on_device(model, ctx) as device:
-            batches = batches_on_device_one_by_one(rows.batches, device, ctx)
+            batches = batches_on_device_one_by_one(samples.batches, device, ctx)
             influence = block_influence(model, stacks, batches)
     influence = {name: [round(value, 6) for value in values] for name, values in influence.items()}
     ctx.details["block_influence"] = influence
-    first = _keeps_first_layer(model)
-    lasts = _last_part_test(model, stacks)
-    kept = {}
+    keeps_first = _keeps_first_layer(model)
+    is_last = _last_part_test(model, stacks)
+    kept_by_stack = {}
     for name, count in num_kept.items():
-        order = sorted((not (first and at == 0), -value, at) for at, value in enumerate(influence[name]))
-        gone: list[UnitId] = []
-        for layer in [(name, at) for _, _, at in reversed(order)]:
-            if len(order) - len(gone) > count and not lasts(layer, gone):
-                gone.append(layer)
-        kept[name] = [at for at in range(len(order)) if (name, at) not in gone]
-    return kept
+        order = sorted(
+            (not (keeps_first and index == 0), -value, index) for index, value in enumerate(influence[name])
+        )
+        removed: list[UnitId] = []
+        for layer in [(name, index) for _, _, index in reversed(order)]:
+            if len(order) - len(removed) > count and not is_last(layer, removed):
+                removed.append(layer)
+        kept_by_stack[name] = [index for index in range(len(order)) if (name, index) not in removed]
+    return kept_by_stack
 
 
 def select_by_loss(
@@ -379,34 +383,36 @@ def select_by_loss(
         InputError: there are no samples, or the pairs of a sentence embedder have no scores.
     """
     split = ctx.data.get("calibration") or ctx.data.get("train")
-    if split is not None and (found := missing_labels_errors(ctx.task, {"rows": split}, ("rows",))):
+    if split is not None and (errors := missing_labels_errors(ctx.task, {"rows": split}, ("rows",))):
         raise InputError(
-            f"drop-layers: importance: loss: {found[0].message} Or set importance: block-influence.",
-            code=found[0].code,
+            f"drop-layers: importance: loss: {errors[0].message} Or set importance: block-influence.",
+            code=errors[0].code,
             setting="importance",
         )
     counts = {stack.name: len(stack.modules(model)) for stack in stacks}
-    plain: set[torch.nn.Module] = set()
-    removed: set[UnitId] = {(n, at) for n, stay in kept.items() for at in range(counts[n]) if at not in stay}
+    plain_modules: set[torch.nn.Module] = set()
+    removed: set[UnitId] = {
+        (n, at) for n, kept_indices in kept.items() for at in range(counts[n]) if at not in kept_indices
+    }
     batches = load_calibration_samples(
         model, src, settings.calibration_samples, ctx, "drop-layers", labels=True, padded=True
     ).batches
-    lasts = _last_part_test(model, stacks, removed)
+    is_last = _last_part_test(model, stacks, removed)
 
     def without_more(gone: Collection[UnitId]) -> AbstractContextManager[None]:
-        return without_layers(model, stacks, {*gone, *removed}, plain)
+        return without_layers(model, stacks, {*gone, *removed}, plain_modules)
 
     with ablation_losses(model, batches, without_more, ctx, max_trials(num_kept, counts)) as loss_without:
         ctx.details["loss_before"] = round(loss_without(frozenset()), 6)
-        fixed = {(name, 0) for name in num_kept} if _keeps_first_layer(model) else set()
-        gone, losses = drop_units_by_loss(
-            num_kept, {n: counts[n] for n in num_kept}, fixed, loss_without, lasts
+        required = {(name, 0) for name in num_kept} if _keeps_first_layer(model) else set()
+        dropped, losses = drop_units_by_loss(
+            num_kept, {n: counts[n] for n in num_kept}, required, loss_without, is_last
         )
     ctx.details["dropped"] = [
-        {"stack": name, "layer": number, "loss": round(loss, 6)}
-        for (name, number), loss in zip(gone, losses, strict=True)
+        {"stack": name, "layer": layer_index, "loss": round(loss, 6)}
+        for (name, layer_index), loss in zip(dropped, losses, strict=True)
     ]
-    return {name: [at for at in range(counts[name]) if (name, at) not in gone] for name in num_kept}
+    return {name: [at for at in range(counts[name]) if (name, at) not in dropped] for name in num_kept}
 
 
 def _last_part_test(
@@ -418,7 +424,7 @@ def _last_part_test(
 
     removed: layers that are removed first.
     """
-    present = {
+    present_parts = {
         stack.name: [
             set(range(len(stack.attentions) + 1)) - skipped_parts(layer) for layer in stack.modules(model)
         ]
@@ -426,10 +432,12 @@ def _last_part_test(
     }
 
     def is_last(layer: UnitId, gone: Collection[UnitId]) -> bool:
-        name, number = layer
-        away = {*gone, *removed, layer}
-        left = [parts for at, parts in enumerate(present[name]) if (name, at) not in away]
-        return not present[name][number] <= set().union(*left)
+        name, layer_index = layer
+        all_removed = {*gone, *removed, layer}
+        other_parts = [
+            parts for index, parts in enumerate(present_parts[name]) if (name, index) not in all_removed
+        ]
+        return not present_parts[name][layer_index] <= set().union(*other_parts)
 
     return is_last
 

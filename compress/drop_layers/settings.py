@@ -92,12 +92,12 @@ def kept_layers(settings: Any, stacks: Mapping[str, int]) -> dict[str, int | lis
             `keep_ratio` is not, other stacks are unchanged.
         stacks: number of layers by stack.
     """
-    keep = kept_fraction(settings)
-    found: dict[str, int | list[int]] = {}
+    fraction = kept_fraction(settings)
+    layers_by_stack: dict[str, int | list[int]] = {}
     for name, count in stacks.items():
         choice = getattr(settings, name)
-        found[name] = max(1, math.floor(keep * count + 0.5)) if choice is None else choice
-    return found
+        layers_by_stack[name] = max(1, math.floor(fraction * count + 0.5)) if choice is None else choice
+    return layers_by_stack
 
 
 def kept_fraction(settings: Any) -> float:
@@ -117,23 +117,23 @@ def check_layer_counts(settings: Any, config: Mapping[str, Any]) -> tuple[list[M
     Returns:
         The errors, each with its setting, and the config of the result.
     """
-    family, after = find_family(config), dict(config)
+    family, result_config = find_family(config), dict(config)
     errors: list[Message] = []
     if family is None:
-        return [], after
-    if (lack := no_blocks_reason(config)) is not None:
-        return [error_message("does-not-fit-model", f"{lack}; remove drop-layers.")], after
+        return [], result_config
+    if (reason := no_blocks_reason(config)) is not None:
+        return [error_message("does-not-fit-model", f"{reason}; remove drop-layers.")], result_config
     if settings.parts:
-        return check_parts(settings, config), after
+        return check_parts(settings, config), result_config
     stacks = {stack.name: stack for stack in family.stacks(config)}
     kind = config.get("model_type")
     for name in STACK_NAMES:
         if getattr(settings, name) is not None and name not in stacks:
-            present = " and ".join(stacks)
+            available = " and ".join(stacks)
             errors.append(
                 error_message(
                     "unknown-stack",
-                    f"a {kind} model has no such stack; it has {present}.{did_you_mean(name, stacks)}",
+                    f"a {kind} model has no such stack; it has {available}.{did_you_mean(name, stacks)}",
                     setting=name,
                 )
             )
@@ -141,12 +141,12 @@ def check_layer_counts(settings: Any, config: Mapping[str, Any]) -> tuple[list[M
         name: count for name, stack in stacks.items() if (count := stack.num_layers(config)) is not None
     }
     for name, choice in kept_layers(settings, counts).items():
-        wrong = _layers_error(family, settings, choice, counts[name])
-        if wrong:
+        error = _layers_error(family, settings, choice, counts[name])
+        if error:
             setting = name if getattr(settings, name) is not None else "importance"
-            errors.append(error_message(wrong.code, wrong.message, setting=setting))
-        after[stacks[name].num_layers_key] = choice if isinstance(choice, int) else len(choice)
-    return errors, after
+            errors.append(error_message(error.code, error.message, setting=setting))
+        result_config[stacks[name].num_layers_key] = choice if isinstance(choice, int) else len(choice)
+    return errors, result_config
 
 
 def check_parts(settings: Any, config: Mapping[str, Any]) -> list[Message]:
@@ -156,28 +156,28 @@ def check_parts(settings: Any, config: Mapping[str, Any]) -> list[Message]:
         return []
     stacks = {stack.name: stack for stack in family.stacks(config)}
     kind = config.get("model_type")
-    found = check_part_kinds(settings.parts, config, "targets")
+    errors = check_part_kinds(settings.parts, config, "targets")
     for name in STACK_NAMES:
         choice = getattr(settings, name)
         if choice is None:
             continue
         if name not in stacks:
-            present = " and ".join(stacks)
-            found.append(
+            available = " and ".join(stacks)
+            errors.append(
                 error_message(
                     "unknown-stack",
                     f"{with_article(str(kind))} model has no such stack; it has"
-                    f" {present}.{did_you_mean(name, stacks)}",
+                    f" {available}.{did_you_mean(name, stacks)}",
                     setting=name,
                 )
             )
             continue
         count = stacks[name].num_layers(config)
         kinds = [part for part in settings.parts if part != "cross-attention" or name == "decoder_layers"]
-        wrong = None if count is None else _parts_error(choice, count, len(kinds))
-        if wrong:
-            found.append(error_message(wrong.code, wrong.message, setting=name))
-    return found
+        error = None if count is None else _parts_error(choice, count, len(kinds))
+        if error:
+            errors.append(error_message(error.code, error.message, setting=name))
+    return errors
 
 
 def check_part_kinds(kinds: Sequence[str], config: Mapping[str, Any], setting: str) -> list[Message]:
@@ -235,12 +235,12 @@ def _layers_error(family: Family, settings: Any, choice: int | list[int], count:
                 "more-than-model-has",
                 f"cannot keep {choice} layers, because there are only {count}. Lower the number.",
             )
-        gone = settings.importance == "last" and choice < count
+        drops_first = settings.importance == "last" and choice < count
     else:
         if not _is_increasing(choice, count):
             return _not_increasing_error(choice, count)
-        gone = 0 not in choice
-    if gone and family.first_layer_reason is not None:
+        drops_first = 0 not in choice
+    if drops_first and family.first_layer_reason is not None:
         return error_message(
             "first-layer-required",
             f"the first layer of a {family.name} model must be kept: {family.first_layer_reason}.",

@@ -74,19 +74,19 @@ class DropLayers(Stage[DropLayersSettings]):
     @classmethod
     def invalidates(cls, settings: DropLayersSettings) -> Mapping[str, str]:
         """Return what this step loses of earlier steps: the training of the removed layers."""
-        found = {
+        invalidated = {
             "training": "removed layers lose part of what '{step}' trained, and no later step trains"
             " the model; add a finetune or distill after this step"
         }
-        return found if settings.parts else found | {"parts": LAYERS_AFTER_PARTS_ERROR}
+        return invalidated if settings.parts else invalidated | {"parts": LAYERS_AFTER_PARTS_ERROR}
 
     @classmethod
     def poor_order(cls, settings: DropLayersSettings, earlier: Collection[str]) -> str | None:
         """Return that the work of earlier stages on the removed layers is lost."""
-        late = " and ".join(sorted({"prune", "factorize"} & set(earlier)))
+        stages = " and ".join(sorted({"prune", "factorize"} & set(earlier)))
         return (
-            f"Removing layers after {late} discards part of that work. Put drop-layers first."
-            if late
+            f"Removing layers after {stages} discards part of that work. Put drop-layers first."
+            if stages
             else None
         )
 
@@ -117,11 +117,11 @@ class DropLayers(Stage[DropLayersSettings]):
         """Return the estimated cost of the step; `loss` tries every layer for each that is removed."""
         size, result = inputs.source, inputs.result
         batches = calibration_batches(inputs, settings.calibration_samples)
-        once = total([forward_work(size, batch, inputs.task) for batch in batches])
+        one_pass = total([forward_work(size, batch, inputs.task) for batch in batches])
         removed = size.layers - result.layers if not settings.parts else size.layers / 2
         passes = {"loss": removed * size.layers / 2, "block-influence": 1.0}.get(settings.importance, 0.0)
         by_block = settings.importance != "loss" and not inputs.is_gpu
-        return one_shot_cost(inputs, work=once * passes, streamed=by_block)
+        return one_shot_cost(inputs, work=one_pass * passes, streamed=by_block)
 
     @classmethod
     def lighter_settings(cls, settings: DropLayersSettings) -> Iterator[tuple[str, DropLayersSettings]]:
@@ -146,12 +146,12 @@ class DropLayers(Stage[DropLayersSettings]):
 
                 drop_parts(model, streamed, edits, src, settings, ctx)
             else:
-                kept = _select_layers(model, streamed, stacks, src, settings, ctx)
+                layers_by_stack = _select_layers(model, streamed, stacks, src, settings, ctx)
                 for stack in stacks:
                     edits, _ = keep_layers(
-                        model, edits, stack.name, kept[stack.name], "first", stage=self.name
+                        model, edits, stack.name, layers_by_stack[stack.name], "first", stage=self.name
                     )
-                ctx.details["kept_layers"] = kept
+                ctx.details["kept_layers"] = layers_by_stack
             if streamed:
                 streamed.copy_blocks()
                 ctx.warnings.extend(streamed.finish(edits))
@@ -206,31 +206,31 @@ def _select_layers(
     from smelt.compress.drop_layers.select_layers import select_by_influence, select_by_loss
 
     counts = {stack.name: len(stack.modules(model)) for stack in stacks}
-    wanted = kept_layers(settings, counts)
-    ctx.warnings.extend(_nothing_removed_warnings(wanted, counts, settings))
-    kept = {name: choice for name, choice in wanted.items() if isinstance(choice, list)}
-    kept |= {name: list(range(count)) for name, count in counts.items() if wanted[name] == count}
-    numbers = {name: c for name, c in wanted.items() if isinstance(c, int) and name not in kept}
-    if not numbers:
-        return kept
+    requested = kept_layers(settings, counts)
+    ctx.warnings.extend(_nothing_removed_warnings(requested, counts, settings))
+    selected = {name: choice for name, choice in requested.items() if isinstance(choice, list)}
+    selected |= {name: list(range(count)) for name, count in counts.items() if requested[name] == count}
+    num_kept = {name: c for name, c in requested.items() if isinstance(c, int) and name not in selected}
+    if not num_kept:
+        return selected
     if settings.importance in _CALIBRATED:
         if settings.importance == "loss":
-            found = select_by_loss(model, stacks, kept, numbers, src, settings, ctx)
+            calibrated = select_by_loss(model, stacks, selected, num_kept, src, settings, ctx)
         else:
-            found = select_by_influence(model, streamed, stacks, numbers, src, settings, ctx)
+            calibrated = select_by_influence(model, streamed, stacks, num_kept, src, settings, ctx)
         ctx.warnings.extend(
             warning(
                 "minimum-kept",
-                f"{name}: {len(found[name])} layers are kept instead of {count}: an earlier step"
+                f"{name}: {len(calibrated[name])} layers are kept instead of {count}: an earlier step"
                 " removed parts of layers, and one part of each kind must be kept. Drop whole"
                 " layers before parts of layers.",
             )
-            for name, count in numbers.items()
-            if len(found[name]) > count
+            for name, count in num_kept.items()
+            if len(calibrated[name]) > count
         )
-        return kept | found
-    return kept | {
-        name: _select_by_position(count, counts[name], settings, ctx) for name, count in numbers.items()
+        return selected | calibrated
+    return selected | {
+        name: _select_by_position(count, counts[name], settings, ctx) for name, count in num_kept.items()
     }
 
 
@@ -238,19 +238,19 @@ def _nothing_removed_warnings(
     wanted: dict[str, LayerChoice], counts: dict[str, int], settings: DropLayersSettings
 ) -> list[Message]:
     """Return warnings where `keep_ratio` is below 1 and all layers are kept."""
-    keep = kept_fraction(settings)
+    ratio = kept_fraction(settings)
     explicit = [name for name in STACK_NAMES if getattr(settings, name) is not None]
-    whole = [name for name, choice in wanted.items() if choice == counts[name] and name not in explicit]
-    if keep == 1:
+    unchanged = [name for name, choice in wanted.items() if choice == counts[name] and name not in explicit]
+    if ratio == 1:
         return []
     return [
         warning(
             "nothing-to-remove",
-            f"keep_ratio {keep:g} of the {counts[name]} {name}, rounded to at least one, keeps all of them;"
+            f"keep_ratio {ratio:g} of the {counts[name]} {name}, rounded to at least one, keeps all of them;"
             " none is removed. Lower keep_ratio.",
             setting="keep_ratio",
         )
-        for name in whole
+        for name in unchanged
     ]
 
 

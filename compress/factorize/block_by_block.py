@@ -39,8 +39,8 @@ def can_factorize_blockwise(settings: FactorizeSettings) -> bool:
 
 def are_all_in_blocks(model: Any, names: Sequence[str]) -> bool:
     """Return whether all of these layers are in blocks."""
-    places = tuple(f"{block.module_path}." for block in blocks_of(model))
-    return all(name.startswith(places) for name in names)
+    prefixes = tuple(f"{block.module_path}." for block in blocks_of(model))
+    return all(name.startswith(prefixes) for name in names)
 
 
 def factorize_blocks(
@@ -67,40 +67,52 @@ def factorize_blocks(
     Raises:
         InputError: there are no samples, or the inputs of a layer are not finite.
     """
-    work = _BlockwiseState(streamed, frozenset(names), limits, settings)
+    state = _BlockwiseState(streamed, frozenset(names), limits, settings)
     if settings.needs_calibration:
-        rows = load_calibration_samples(
+        samples = load_calibration_samples(
             streamed.model, src, settings.calibration_samples, ctx, "factorize", padded=True
         )
-        ctx.details["calibration"] = {"origin": rows.origin, "rows": rows.num_samples, "tokens": rows.tokens}
+        ctx.details["calibration"] = {
+            "origin": samples.origin,
+            "rows": samples.num_samples,
+            "tokens": samples.tokens,
+        }
         for step in run_blocks(
             streamed.model,
-            rows,
+            samples,
             ctx,
             stage="factorize",
             enter=streamed.load_block,
-            leave=work.factorize_block,
+            leave=state.factorize_block,
         ):
-            work.collect_statistics(step)
-            require_finite_inputs(work.inputs, rows)
-        warn_of_few_tokens(work.few_tokens, rows, ctx)
+            state.collect_statistics(step)
+            require_finite_inputs(state.inputs, samples)
+        warn_of_few_tokens(state.few_tokens, samples, ctx)
     else:
         for done, block in enumerate(blocks := blocks_of(streamed.model), start=1):
             streamed.load_block(block)
-            work.factorize_block(block)
+            state.factorize_block(block)
             ctx.progress(done, len(blocks), block.module_path)
-    ctx.details.update(ranks=work.factorized, relative_error=work.errors)
-    return work.ranks, work.uncalibrated
+    ctx.details.update(ranks=state.factorized, relative_error=state.errors)
+    return state.ranks, state.uncalibrated
 
 
 def _first_layer_by_input(block: Block) -> dict[str, str]:
     """Return, by linear layer, the first one of the block with the same input tensor."""
-    found: dict[str, str] = {}
-    for part in block.attentions:
-        own = (part.key, part.value) if part.cross else (part.query, part.key, part.value)
-        found |= dict.fromkeys(own, own[0])
-    feed = block.feed_forward
-    return found if feed is None else found | dict.fromkeys(feed.input_layers, feed.input_layers[0])
+    first_layers: dict[str, str] = {}
+    for attention in block.attentions:
+        layers = (
+            (attention.key, attention.value)
+            if attention.cross
+            else (attention.query, attention.key, attention.value)
+        )
+        first_layers |= dict.fromkeys(layers, layers[0])
+    feed_forward = block.feed_forward
+    return (
+        first_layers
+        if feed_forward is None
+        else first_layers | dict.fromkeys(feed_forward.input_layers, feed_forward.input_layers[0])
+    )
 
 
 @dataclass
@@ -123,17 +135,17 @@ class _BlockwiseState:
     few_tokens: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def _layers(self, block: Block) -> dict[str, nn.Linear]:
-        found = {f"{block.module_path}.{name}": module for name, module in block.module.named_modules()}
-        return {name: module for name, module in found.items() if name in self.names}
+        modules = {f"{block.module_path}.{name}": module for name, module in block.module.named_modules()}
+        return {name: module for name, module in modules.items() if name in self.names}
 
     def collect_statistics(self, step: RunningBlock) -> None:
         """Collect input statistics of the layers of a block; layers with the same input share them."""
-        first, layers = _first_layer_by_input(step.block), self._layers(step.block)
-        keys = {name: first.get(name, name) for name in layers}
+        first_layers, layers = _first_layer_by_input(step.block), self._layers(step.block)
+        keys = {name: first_layers.get(name, name) for name in layers}
         observed = {key: self.streamed.model.get_submodule(key) for key in dict.fromkeys(keys.values())}
-        second = self.settings.method != "asvd"
+        second_moments = self.settings.method != "asvd"
         collector = StatisticsCollector(
-            {key: input_width(module) for key, module in observed.items()}, second=second
+            {key: input_width(module) for key, module in observed.items()}, second=second_moments
         )
         step.observe({key: [module] for key, module in observed.items()}, collector.update)
         self.inputs = {name: collector.statistics[key] for name, key in keys.items()}
@@ -153,8 +165,8 @@ class _BlockwiseState:
         self.streamed.save_block(block)
 
     def _factorize_layer(self, name: str, layer: nn.Linear, rank: int, metrics: LayerMetrics) -> None:
-        known = metrics.decompose(name, layer)
-        pair, error = low_rank_layer(layer, rank, metrics.metric_of(name, layer), known)
+        decomposition = metrics.decompose(name, layer)
+        pair, error = low_rank_layer(layer, rank, metrics.metric_of(name, layer), decomposition)
         edit = {"op": "low_rank", "module": name, "rank": rank}
         replace_layer(self.streamed.model, self.streamed.edits, name, pair, edit)
         self.factorized[name], self.errors[name] = rank, round(error, 4)

@@ -66,18 +66,18 @@ def cp_decompose(kernel: Tensor, rank: int, seed: int) -> list[Tensor]:
         rank: R.
         seed: of random directions, if the kernel has fewer than R.
     """
-    whole = kernel.double()
-    draw = torch.Generator().manual_seed(seed)
-    factors = [_initial_factor(whole, axis, rank, draw) for axis in range(4)]
-    norm, before = float(whole.norm()), float("inf")
+    target = kernel.double()
+    generator = torch.Generator().manual_seed(seed)
+    factors = [_initial_factor(target, axis, rank, generator) for axis in range(4)]
+    norm, previous_error = float(target.norm()), float("inf")
     for _ in range(_CP_MAX_ITERATIONS):
         for axis in range(4):
-            other_factors = [factors[other] for other in range(4) if other != axis]
-            factors[axis] = _solve(_project(whole, factors, axis), other_factors)
-        off = float((whole - cp_kernel(factors)).norm())
-        if before - off <= _CP_TOLERANCE * norm:
+            other_factors = [factors[other_axis] for other_axis in range(4) if other_axis != axis]
+            factors[axis] = _solve(_project(target, factors, axis), other_factors)
+        error = float((target - cp_kernel(factors)).norm())
+        if previous_error - error <= _CP_TOLERANCE * norm:
             break
-        before = off
+        previous_error = error
     return _balance_norms(factors)
 
 
@@ -91,14 +91,14 @@ def _initial_factor(whole: Tensor, axis: int, rank: int, draw: torch.Generator) 
     matrix = whole.transpose(0, axis).flatten(1)
     vectors = torch.linalg.svd(matrix, full_matrices=False).U[:, :rank]
     missing = rank - vectors.shape[1]
-    more = torch.randn(len(matrix), missing, generator=draw, dtype=whole.dtype)
-    return torch.cat([vectors, more / len(matrix) ** 0.5], dim=1)
+    random_vectors = torch.randn(len(matrix), missing, generator=draw, dtype=whole.dtype)
+    return torch.cat([vectors, random_vectors / len(matrix) ** 0.5], dim=1)
 
 
 def _project(whole: Tensor, factors: list[Tensor], axis: int) -> Tensor:
     """Return the kernel times the vectors of all other axes, [n, R]."""
-    letters = [f"{letter}r" for place, letter in enumerate(_AXIS_LETTERS) if place != axis]
-    other_factors = [factor for place, factor in enumerate(factors) if place != axis]
+    letters = [f"{letter}r" for index, letter in enumerate(_AXIS_LETTERS) if index != axis]
+    other_factors = [factor for index, factor in enumerate(factors) if index != axis]
     return torch.einsum(f"{_AXIS_LETTERS},{','.join(letters)}->{_AXIS_LETTERS[axis]}r", whole, *other_factors)
 
 
@@ -115,8 +115,8 @@ def _solve(wanted: Tensor, other_factors: list[Tensor]) -> Tensor:
 def _balance_norms(factors: list[Tensor]) -> list[Tensor]:
     """Return the same sum of products, with equal norms of the vectors in each term."""
     norms = [factor.norm(dim=0).clamp(min=1e-300) for factor in factors]
-    each = (norms[0] * norms[1] * norms[2] * norms[3]) ** 0.25
-    return [factor / norm * each for factor, norm in zip(factors, norms, strict=True)]
+    mean_norm = (norms[0] * norms[1] * norms[2] * norms[3]) ** 0.25
+    return [factor / norm * mean_norm for factor, norm in zip(factors, norms, strict=True)]
 
 
 _TUCKER_MAX_ITERATIONS = 100  # iterations
@@ -138,28 +138,32 @@ def tucker2_decompose(
         input_rank: R; None if input channels are not reduced; U_in is None then.
         output_rank: Q.
     """
-    whole = kernel.double()
-    out = _leading_vectors(unfold(whole, 0), output_rank)
+    target = kernel.double()
+    output_factor = _leading_vectors(unfold(target, 0), output_rank)
     if input_rank is None:
-        return None, torch.einsum("tsde,tq->qsde", whole, out), out
-    before, norm = -1.0, float(whole.square().sum())
-    into = _leading_vectors(unfold(whole, 1), input_rank)
-    core = whole
+        return None, torch.einsum("tsde,tq->qsde", target, output_factor), output_factor
+    previous_energy, norm = -1.0, float(target.square().sum())
+    input_factor = _leading_vectors(unfold(target, 1), input_rank)
+    core = target
     for _ in range(_TUCKER_MAX_ITERATIONS):
-        into = _leading_vectors(unfold(torch.einsum("tsde,tq->qsde", whole, out), 1), input_rank)
-        out = _leading_vectors(unfold(torch.einsum("tsde,sr->trde", whole, into), 0), output_rank)
-        core = torch.einsum("tsde,tq,sr->qrde", whole, out, into)
-        kept = float(core.square().sum())  # the factors are orthonormal, so this is the kept energy
-        if kept - before <= _TUCKER_TOLERANCE * norm:
+        input_factor = _leading_vectors(
+            unfold(torch.einsum("tsde,tq->qsde", target, output_factor), 1), input_rank
+        )
+        output_factor = _leading_vectors(
+            unfold(torch.einsum("tsde,sr->trde", target, input_factor), 0), output_rank
+        )
+        core = torch.einsum("tsde,tq,sr->qrde", target, output_factor, input_factor)
+        energy = float(core.square().sum())  # the factors are orthonormal, so this is the kept energy
+        if energy - previous_energy <= _TUCKER_TOLERANCE * norm:
             break
-        before = kept
-    return into, core, out
+        previous_energy = energy
+    return input_factor, core, output_factor
 
 
 def tucker2_kernel(input_factor: Tensor | None, core: Tensor, output_factor: Tensor) -> Tensor:
     """Return the kernel [T, S, D, E] that the three factors represent."""
-    whole = torch.einsum("qrde,tq->trde", core, output_factor)
-    return whole if input_factor is None else torch.einsum("trde,sr->tsde", whole, input_factor)
+    kernel = torch.einsum("qrde,tq->trde", core, output_factor)
+    return kernel if input_factor is None else torch.einsum("trde,sr->tsde", kernel, input_factor)
 
 
 def _leading_vectors(matrix: Tensor, rank: int) -> Tensor:
@@ -200,18 +204,18 @@ def vbmf(values: NDArray[np.float64], rows: int, columns: int) -> VbmfRank:
         return VbmfRank(0, 0.0, 0.0)
     limit = _threshold(alpha)
     # section 5: at least the values beyond the largest rank that can be distinguished from noise are noise
-    most = min(short - 1, max(0, math.ceil(short / (1 + alpha)) - 1))
-    high = float(squares.sum()) / (short * long)
-    rest = squares[most:]
-    low = max(float(rest[0]) / (long * limit), float(rest.mean()) / long, high * 1e-12)
-    if low < high:
-        found = minimize_scalar(
+    max_rank = min(short - 1, max(0, math.ceil(short / (1 + alpha)) - 1))
+    upper = float(squares.sum()) / (short * long)
+    noise_squares = squares[max_rank:]
+    lower = max(float(noise_squares[0]) / (long * limit), float(noise_squares.mean()) / long, upper * 1e-12)
+    if lower < upper:
+        optimum = minimize_scalar(
             lambda log: free_energy(math.exp(log), squares, long, alpha),
-            bounds=(math.log(low), math.log(high)), method="bounded", options={"xatol": 1e-10},
+            bounds=(math.log(lower), math.log(upper)), method="bounded", options={"xatol": 1e-10},
         )  # fmt: skip
-        variance = math.exp(float(found.x))
+        variance = math.exp(float(optimum.x))
     else:
-        variance = high
+        variance = upper
     threshold = math.sqrt(long * variance * limit)
     return VbmfRank(int((np.sqrt(squares) > threshold).sum()), variance, threshold)
 
@@ -226,12 +230,12 @@ def free_energy(variance: float, squares: NDArray[np.float64], long: int, alpha:
         alpha: L / M.
     """
     x = squares / (long * variance)
-    kept = x[x > _threshold(alpha)]
+    signal = x[x > _threshold(alpha)]
     noise = x[x <= _threshold(alpha)]
-    tau = _tau(kept, alpha)
+    tau = _tau(signal, alpha)
     of_noise = float(noise.sum() - np.log(np.maximum(noise, 1e-300)).sum())
     of_kept = float(
-        (kept - tau).sum() + np.log((tau + 1) / kept).sum() + alpha * np.log(tau / alpha + 1).sum()
+        (signal - tau).sum() + np.log((tau + 1) / signal).sum() + alpha * np.log(tau / alpha + 1).sum()
     )
     return of_noise + of_kept
 
@@ -245,8 +249,8 @@ def _threshold(alpha: float) -> float:
 def _tau(x: NDArray[np.float64], alpha: float) -> NDArray[np.float64]:
     """Return the larger root t of x = (1 + t) (1 + a / t)."""
     middle = x - (1 + alpha)
-    found: NDArray[np.float64] = 0.5 * (middle + np.sqrt(np.square(middle) - 4 * alpha))
-    return found
+    root: NDArray[np.float64] = 0.5 * (middle + np.sqrt(np.square(middle) - 4 * alpha))
+    return root
 
 
 _COLOUR_CHANNELS = 3
@@ -270,11 +274,11 @@ def factorize_convolutions(
         InputError: the patterns select no convolution.
     """
     layers = dict(convolution_candidates(model, settings))
-    if not layers and (thin := sum(isinstance(module, LowRankConv) for module in model.modules())):
+    if not layers and (num_factorized := sum(isinstance(module, LowRankConv) for module in model.modules())):
         ctx.warn(
             "already-factorized",
             f"No convolution is factorized: include {settings.include} and exclude {settings.exclude}"
-            f" select only convolutions that are already factorized ({thin} in the model). Change"
+            f" select only convolutions that are already factorized ({num_factorized} in the model). Change"
             " the patterns, or remove the step.",
         )
         return
@@ -289,18 +293,18 @@ def factorize_convolutions(
     ctx.details["parameters_before"] = count_stored_parameters(model)
     ranks: dict[str, list[int]] = {}
     errors: dict[str, float] = {}
-    alone: dict[str, str] = {}
-    for at, (name, conv) in enumerate(layers.items(), start=1):
-        chosen = convolution_ranks(conv, settings)
-        if (reason := _no_gain_reason(conv, chosen, settings)) is not None:
-            alone[name] = reason
+    kept_reasons: dict[str, str] = {}
+    for index, (name, conv) in enumerate(layers.items(), start=1):
+        chosen_ranks = convolution_ranks(conv, settings)
+        if (reason := _no_gain_reason(conv, chosen_ranks, settings)) is not None:
+            kept_reasons[name] = reason
             continue
-        new, error = factorize_convolution(conv, settings.method, chosen, ctx.seed)
-        edit = {"op": "low_rank_conv", "module": name, "kind": settings.method, "ranks": list(chosen)}
-        replace_layer(model, edits, name, new, edit)
-        ranks[name], errors[name] = list(chosen), round(error, 4)
-        ctx.progress(at, len(layers), name)
-    ctx.details.update(ranks=ranks, relative_error=errors, left_alone=alone)
+        replacement, error = factorize_convolution(conv, settings.method, chosen_ranks, ctx.seed)
+        edit = {"op": "low_rank_conv", "module": name, "kind": settings.method, "ranks": list(chosen_ranks)}
+        replace_layer(model, edits, name, replacement, edit)
+        ranks[name], errors[name] = list(chosen_ranks), round(error, 4)
+        ctx.progress(index, len(layers), name)
+    ctx.details.update(ranks=ranks, relative_error=errors, left_alone=kept_reasons)
     ctx.details["flops_after"] = count_macs(model, size)
     ctx.details["parameters_after"] = count_stored_parameters(model)
     if not ranks:
@@ -320,8 +324,8 @@ def convolution_candidates(model: Any, settings: FactorizeSettings) -> Iterator[
             continue
         if module.groups != 1 or module.padding_mode != "zeros":
             continue
-        wanted = any(fnmatchcase(n, pattern) for n in names for pattern in settings.include)
-        if wanted and not any(fnmatchcase(n, pattern) for n in names for pattern in settings.exclude):
+        included = any(fnmatchcase(n, pattern) for n in names for pattern in settings.include)
+        if included and not any(fnmatchcase(n, pattern) for n in names for pattern in settings.exclude):
             yield names[0], module
 
 
@@ -334,11 +338,11 @@ def convolution_ranks(conv: nn.Conv2d, settings: FactorizeSettings) -> Convoluti
     """
     if settings.method == "cp":
         return (_cp_rank(conv, settings),)
-    single = conv.in_channels <= _COLOUR_CHANNELS or max(conv.kernel_size) == 1
+    one_sided = conv.in_channels <= _COLOUR_CHANNELS or max(conv.kernel_size) == 1
     if settings.keep_ratio is not None:
-        return _ranks_for_ratio(conv, settings.keep_ratio, single)
-    out, into = (_channel_rank(conv, mode, settings) for mode in (0, 1))
-    return (out,) if single else (into, out)
+        return _ranks_for_ratio(conv, settings.keep_ratio, one_sided)
+    output_rank, input_rank = (_channel_rank(conv, mode, settings) for mode in (0, 1))
+    return (output_rank,) if one_sided else (input_rank, output_rank)
 
 
 def _cp_rank(conv: nn.Conv2d, settings: FactorizeSettings) -> int:
@@ -351,8 +355,8 @@ def _cp_rank(conv: nn.Conv2d, settings: FactorizeSettings) -> int:
 
 def _exact_rank(conv: nn.Conv2d) -> int:
     """Return a rank for which CP is exact."""
-    high, wide = conv.kernel_size
-    return min(conv.in_channels, conv.out_channels) * high * wide
+    height, width = conv.kernel_size
+    return min(conv.in_channels, conv.out_channels) * height * width
 
 
 def _channel_rank(conv: nn.Conv2d, mode: int, settings: FactorizeSettings) -> int:
@@ -368,14 +372,14 @@ def _channel_rank(conv: nn.Conv2d, mode: int, settings: FactorizeSettings) -> in
 
 def _ranks_for_ratio(conv: nn.Conv2d, ratio: float, single: bool) -> ConvolutionRanks:
     """Return the largest ranks, each the same fraction of its channels, within `ratio` of the operations."""
-    best: ConvolutionRanks = (1,) if single else (1, 1)
-    whole = convolution_macs(conv)
-    for out in range(1, conv.out_channels + 1):
-        into = None if single else max(1, round(out * conv.in_channels / conv.out_channels))
-        if tucker2_macs(conv, into, out) > ratio * whole:
+    best_ranks: ConvolutionRanks = (1,) if single else (1, 1)
+    original_macs = convolution_macs(conv)
+    for output_rank in range(1, conv.out_channels + 1):
+        input_rank = None if single else max(1, round(output_rank * conv.in_channels / conv.out_channels))
+        if tucker2_macs(conv, input_rank, output_rank) > ratio * original_macs:
             break
-        best = (out,) if into is None else (into, out)
-    return best
+        best_ranks = (output_rank,) if input_rank is None else (input_rank, output_rank)
+    return best_ranks
 
 
 _SAVED_QUANTITY = {"latency": "operations", "size": "weights"}
@@ -384,39 +388,43 @@ _SAVED_QUANTITY = {"latency": "operations", "size": "weights"}
 def _no_gain_reason(conv: nn.Conv2d, ranks: ConvolutionRanks, settings: FactorizeSettings) -> str | None:
     """Return why factors of these ranks save nothing, or None if they save."""
     if settings.optimize_for == "latency":
-        whole = convolution_macs(conv)
+        full = convolution_macs(conv)
         inner = ranks[0] if len(ranks) == 2 else None
-        thin = cp_macs(conv, ranks[0]) if settings.method == "cp" else tucker2_macs(conv, inner, ranks[-1])
+        cost = cp_macs(conv, ranks[0]) if settings.method == "cp" else tucker2_macs(conv, inner, ranks[-1])
     else:
-        whole, thin = conv.weight.numel(), count_factorized_weights(conv, settings.method, ranks)
-    if thin < whole:
+        full, cost = conv.weight.numel(), count_factorized_weights(conv, settings.method, ranks)
+    if cost < full:
         return None
     rank = " and ".join(map(str, ranks))
     kernel = " x ".join(map(str, conv.weight.shape))
-    return f"rank {rank} of {kernel} saves no {_SAVED_QUANTITY[settings.optimize_for]}: {thin:,} of {whole:,}"
+    return f"rank {rank} of {kernel} saves no {_SAVED_QUANTITY[settings.optimize_for]}: {cost:,} of {full:,}"
 
 
 def factorize_convolution(
     conv: nn.Conv2d, method: str, ranks: Sequence[int], seed: int
 ) -> tuple[LowRankConv, float]:
     """Return what takes the place of `conv`, and the norm of its kernel's error over that of the kernel."""
-    new = LowRankConv(make_conv_steps(method, conv, ranks))
+    replacement = LowRankConv(make_conv_steps(method, conv, ranks))
     kernel = conv.weight.detach().double()
     if method == "cp":
-        out, into, down, across = cp_decompose(kernel, ranks[0], seed)
-        whole = cp_kernel([out, into, down, across])
-        tensors = [into.T[:, :, None, None], down.T[:, None, :, None], across.T[:, None, None, :]]
-        tensors.append(out[:, :, None, None])
+        output_factor, input_vectors, row_vectors, column_vectors = cp_decompose(kernel, ranks[0], seed)
+        approximation = cp_kernel([output_factor, input_vectors, row_vectors, column_vectors])
+        tensors = [
+            input_vectors.T[:, :, None, None],
+            row_vectors.T[:, None, :, None],
+            column_vectors.T[:, None, None, :],
+        ]
+        tensors.append(output_factor[:, :, None, None])
     else:
         inner = ranks[0] if len(ranks) == 2 else None
-        before, core, out = tucker2_decompose(kernel, inner, ranks[-1])
-        whole = tucker2_kernel(before, core, out)
-        tensors = [core, out[:, :, None, None]]
-        tensors = tensors if before is None else [before.T[:, :, None, None], *tensors]
+        input_factor, core, output_factor = tucker2_decompose(kernel, inner, ranks[-1])
+        approximation = tucker2_kernel(input_factor, core, output_factor)
+        tensors = [core, output_factor[:, :, None, None]]
+        tensors = tensors if input_factor is None else [input_factor.T[:, :, None, None], *tensors]
     with torch.no_grad():
-        for step, tensor in zip(new.steps, tensors, strict=True):
+        for step, tensor in zip(replacement.steps, tensors, strict=True):
             step.weight.copy_(tensor)  # type: ignore[operator]
         if conv.bias is not None:
-            new.steps[-1].bias.copy_(conv.bias)  # type: ignore[operator]
+            replacement.steps[-1].bias.copy_(conv.bias)  # type: ignore[operator]
     norm = float(kernel.norm())
-    return new.eval(), float((whole - kernel).norm()) / norm if norm else 0.0
+    return replacement.eval(), float((approximation - kernel).norm()) / norm if norm else 0.0

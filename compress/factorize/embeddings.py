@@ -50,15 +50,17 @@ def factorize_embeddings(
     counts = _count_tokens(model, src, settings, ctx) if _uses_token_counts(settings, ctx) else None
     ranks: dict[str, int] = {}
     errors: dict[str, float] = {}
-    alone: dict[str, str] = {}
-    thin = [names[0] for module, names in module_names(model).items() if isinstance(module, LowRankEmbedding)]
+    kept_reasons: dict[str, str] = {}
+    factorized = [
+        names[0] for module, names in module_names(model).items() if isinstance(module, LowRankEmbedding)
+    ]
     for tables, heads in _embedding_groups(model):
         weight = model.get_submodule(tables[0]).weight.detach()
         directions, sigma = _principal_directions(weight, counts)
         limit = weight.numel() / (len(weight) + weight.shape[1] * (2 if heads else 1))
         rank = _rank(weight, sigma, limit, settings)
         if rank >= limit:
-            alone[tables[0]] = (
+            kept_reasons[tables[0]] = (
                 f"rank {rank} of {len(weight)} x {weight.shape[1]} saves no weights; the rank must be below"
                 f" {limit:.1f}"
             )
@@ -67,17 +69,18 @@ def factorize_embeddings(
         ranks[tables[0]] = rank
         squares = sigma.square()
         errors[tables[0]] = round(float((squares[rank:].sum() / squares.sum().clamp(min=1e-300)).sqrt()), 4)
-    ctx.details.update(ranks=ranks, relative_error=errors, left_alone=alone)
-    if thin:
+    ctx.details.update(ranks=ranks, relative_error=errors, left_alone=kept_reasons)
+    if factorized:
         ctx.warn(
             "already-factorized",
-            f"{', '.join(thin)} is already factorized and is not factorized again.",
+            f"{', '.join(factorized)} is already factorized and is not factorized again.",
         )
-    if alone and not ranks:
+    if kept_reasons and not ranks:
         ctx.warn(
             "no-rank-saves",
             "The embeddings are not factorized, because this would not save weights. Lower rank,"
-            " keep_ratio or energy: " + "; ".join(f"{name}: {why}" for name, why in alone.items()),
+            " keep_ratio or energy: "
+            + "; ".join(f"{name}: {reason}" for name, reason in kept_reasons.items()),
         )
 
 
@@ -120,10 +123,10 @@ def _embedding_groups(model: Any) -> list[tuple[list[str], list[str]]]:
 
 def _principal_directions(weight: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the right singular vectors [D, min(V, D)] and values of the table, rows weighted by `counts`."""
-    rows = weight.double()
+    table = weight.double()
     if counts is not None:
-        rows = rows * counts.sqrt().unsqueeze(1)
-    _, sigma, vt = torch.linalg.svd(rows, full_matrices=False)
+        table = table * counts.sqrt().unsqueeze(1)
+    _, sigma, vt = torch.linalg.svd(table, full_matrices=False)
     return vt.t(), sigma
 
 
@@ -141,20 +144,20 @@ def _replace_embeddings(
 ) -> None:
     """Replace all modules with one matrix by factors; `basis` is P, float64 [D, r]."""
     rank = basis.shape[1]
-    first = tables[0]
-    thin = (model.get_submodule(first).weight.double() @ basis).float()
+    owner = tables[0]
+    reduced = (model.get_submodule(owner).weight.double() @ basis).float()
     for name in tables:
         old = model.get_submodule(name)
         new = LowRankEmbedding(old.num_embeddings, old.embedding_dim, rank, old.padding_idx).eval()
         copy_embed_scale(new, old)
         replace_layer(model, edits, name, new, {"op": "low_rank_table", "module": name, "rank": rank})
-        if name == first:
-            new.table.weight.copy_(thin)
+        if name == owner:
+            new.table.weight.copy_(reduced)
             new.up.weight.copy_(basis)
             continue
-        for part in ("table", "up"):
-            replace_module(model, f"{name}.{part}", model.get_submodule(f"{first}.{part}"))
-            edits.append({"op": "share", "module": f"{name}.{part}", "with": f"{first}.{part}"})
+        for submodule in ("table", "up"):
+            replace_module(model, f"{name}.{submodule}", model.get_submodule(f"{owner}.{submodule}"))
+            edits.append({"op": "share", "module": f"{name}.{submodule}", "with": f"{owner}.{submodule}"})
     for name in heads:
         old = model.get_submodule(name)
         pair = LowRankLinear(old.in_features, old.out_features, rank, old.bias is not None).eval()
@@ -162,22 +165,26 @@ def _replace_embeddings(
         if old.bias is not None:
             pair.up.bias.copy_(old.bias)
         replace_layer(model, edits, name, pair, {"op": "low_rank", "module": name, "rank": rank})
-        edits.append(tie_linear(model, f"{name}.up", f"{first}.table"))
+        edits.append(tie_linear(model, f"{name}.up", f"{owner}.table"))
 
 
 def _count_tokens(model: Any, src: Artifact, settings: FactorizeSettings, ctx: Context) -> Tensor:
     """Return one plus the occurrences of each token in inputs and targets of samples, float64 [V]."""
     # counting needs no pass of the model, so all samples are counted unless calibration_samples is set
-    wanted = (
+    max_samples = (
         settings.calibration_samples if "calibration_samples" in settings.model_fields_set else sys.maxsize
     )
-    rows = load_calibration_samples(model, src, wanted, ctx, "factorize", padded=True)
+    samples = load_calibration_samples(model, src, max_samples, ctx, "factorize", padded=True)
     counts = torch.ones(model.get_input_embeddings().num_embeddings, dtype=torch.float64)
-    for batch in rows.batches:
-        found = [batch["input_ids"][batch["attention_mask"].bool()]]
+    for batch in samples.batches:
+        id_tensors = [batch["input_ids"][batch["attention_mask"].bool()]]
         if "decoder_input_ids" in batch:
-            found.append(batch["labels"][batch["labels"] != IGNORE_INDEX])
-        ids = torch.cat([part.flatten() for part in found])
+            id_tensors.append(batch["labels"][batch["labels"] != IGNORE_INDEX])
+        ids = torch.cat([tensor.flatten() for tensor in id_tensors])
         counts += torch.bincount(ids, minlength=len(counts))
-    ctx.details["calibration"] = {"origin": rows.origin, "rows": rows.num_samples, "tokens": rows.tokens}
+    ctx.details["calibration"] = {
+        "origin": samples.origin,
+        "rows": samples.num_samples,
+        "tokens": samples.tokens,
+    }
     return counts

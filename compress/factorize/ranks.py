@@ -64,18 +64,18 @@ def full_sequence_layers(model: Any) -> set[str]:
     They are those of the encoder, and the keys and values of cross-attention, computed once per text. Linear
     layers of a decoder mostly get one token per step; an output layer gets one per text or step.
     """
-    found: set[str] = set()
+    layers: set[str] = set()
     divided = {n for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, SharedLinear)}
     for block in blocks_of(model):
         for attention in block.attentions:
             if attention.cross:
-                found |= {attention.key, attention.value}
+                layers |= {attention.key, attention.value}
             elif not block.stack.causal:
-                found |= set(attention.linear_layers)
-        feed = block.feed_forward
-        if feed is not None and not block.stack.causal:
-            found |= set(feed.linear_layers)
-    return found | {f"{name}.shared" for name in found & divided}
+                layers |= set(attention.linear_layers)
+        feed_forward = block.feed_forward
+        if feed_forward is not None and not block.stack.causal:
+            layers |= set(feed_forward.linear_layers)
+    return layers | {f"{name}.shared" for name in layers & divided}
 
 
 # Sensitivity: each layer alone is reduced to half of its weights, on few samples in few batches; each batch
@@ -121,20 +121,20 @@ def choose_ranks(
     """
     if settings.parameter_budget is None:
         ranks = {}
-        for at, (name, layer) in enumerate(layers.items(), start=1):
+        for index, (name, layer) in enumerate(layers.items(), start=1):
             ranks[name] = choose_layer_rank(name, layer, metrics, settings)
-            ctx.progress(at, len(layers), f"rank of {name}")
+            ctx.progress(index, len(layers), f"rank of {name}")
         return ranks
-    found: dict[str, LayerSpectrum] = {}
-    for at, (name, layer) in enumerate(layers.items(), start=1):
+    spectra: dict[str, LayerSpectrum] = {}
+    for index, (name, layer) in enumerate(layers.items(), start=1):
         sigma = metrics.decompose(name, layer).singular_values
-        found[name] = LayerSpectrum(sigma, layer.out_features, layer.in_features, limits[name])
-        ctx.progress(at, len(layers), f"spectrum of {name}")
+        spectra[name] = LayerSpectrum(sigma, layer.out_features, layer.in_features, limits[name])
+        ctx.progress(index, len(layers), f"spectrum of {name}")
     if settings.objective == "sensitivity":
-        damage = rank_sensitivities(model, layers, found, metrics, ctx)
-        ctx.details["sensitivity"] = damage
-        found = {name: replace(seen, weight=damage[name]) for name, seen in found.items()}
-    return allocate_ranks(found, settings.parameter_budget)
+        sensitivities = rank_sensitivities(model, layers, spectra, metrics, ctx)
+        ctx.details["sensitivity"] = sensitivities
+        spectra = {name: replace(spectrum, weight=sensitivities[name]) for name, spectrum in spectra.items()}
+    return allocate_ranks(spectra, settings.parameter_budget)
 
 
 def choose_layer_rank(name: str, layer: nn.Linear, metrics: LayerMetrics, settings: FactorizeSettings) -> int:
@@ -159,15 +159,15 @@ def rank_limits(
         layers: with all their names.
         settings: with optimize_for.
     """
-    many = full_sequence_layers(model)
-    found = {}
+    full_sequence = full_sequence_layers(model)
+    limits = {}
     for layer, names in layers.items():
         rows, columns = layer.weight.shape
         limit = smaller_below_rank(rows, columns)
         if settings.optimize_for == "latency":
-            limit = min(limit, faster_below_rank(rows, columns, not many.isdisjoint(names)))
-        found[names[0]] = limit
-    return found
+            limit = min(limit, faster_below_rank(rows, columns, not full_sequence.isdisjoint(names)))
+        limits[names[0]] = limit
+    return limits
 
 
 def _given_rank(rows: int, columns: int, settings: FactorizeSettings) -> int:
@@ -201,36 +201,38 @@ def rank_sensitivities(
     assert metrics.rows is not None
     batches = _spread_batches(metrics.rows, _SENSITIVITY_SAMPLES, _SENSITIVITY_BATCHES)
     encoded = _with_encoder_outputs(model, batches)
-    inside = set(model.get_encoder().modules()) if encoded else set()
-    whole = list(_token_outputs(model, batches))
-    values = sum(out.numel() for out in whole)
-    damage = {}
-    for at, (name, layer) in enumerate(layers.items(), start=1):
+    encoder_modules = set(model.get_encoder().modules()) if encoded else set()
+    full_outputs = list(_token_outputs(model, batches))
+    values = sum(out.numel() for out in full_outputs)
+    sensitivities = {}
+    for index, (name, layer) in enumerate(layers.items(), start=1):
         size = spectra[name].rows * spectra[name].columns
         rank = max(1, int(_SENSITIVITY_RATIO * size / (spectra[name].rows + spectra[name].columns)))
         pair, error = low_rank_layer(
             layer, rank, metrics.metric_of(name, layer), metrics.decompose(name, layer)
         )
-        read = batches if layer in inside or not encoded else encoded
+        inputs = batches if layer in encoder_modules or not encoded else encoded
         replace_layer(model, [], name, pair, {})
         try:
-            off = sum(
+            squared_error = sum(
                 float((out - right).square().sum(dtype=torch.float64))
-                for out, right in zip(_token_outputs(model, read), whole, strict=True)
+                for out, right in zip(_token_outputs(model, inputs), full_outputs, strict=True)
             )
         finally:
             replace_layer(model, [], name, layer, {})
-        damage[name] = round_significant(off / values / max(error**2, 1e-12))
-        ctx.progress(at, len(layers), "sensitivity of each layer")
-    return damage
+        sensitivities[name] = round_significant(squared_error / values / max(error**2, 1e-12))
+        ctx.progress(index, len(layers), "sensitivity of each layer")
+    return sensitivities
 
 
 def _spread_batches(samples: CalibrationSamples, wanted: int, runs: int) -> list[TensorBatch]:
     """Return about `wanted` samples, the first ones of `runs` batches, evenly spaced."""
     count = min(runs, len(samples.batches))
-    batches = [samples.batches[(2 * at + 1) * len(samples.batches) // (2 * count)] for at in range(count)]
-    each = -(-wanted // count)
-    return [{name: value[:each] for name, value in batch.items()} for batch in batches]
+    batches = [
+        samples.batches[(2 * index + 1) * len(samples.batches) // (2 * count)] for index in range(count)
+    ]
+    per_batch = -(-wanted // count)
+    return [{name: value[:per_batch] for name, value in batch.items()} for batch in batches]
 
 
 @torch.inference_mode()
@@ -238,13 +240,15 @@ def _with_encoder_outputs(model: Any, batches: Sequence[TensorBatch]) -> list[di
     """Return `batches` as inputs of a decoder, with encoder outputs; empty without an encoder."""
     if not model.config.is_encoder_decoder:
         return []
-    found = []
+    decoder_batches = []
     for batch in batches:
-        read = {name: batch[name] for name in ("input_ids", "attention_mask")}
-        states = model.get_encoder()(**read).last_hidden_state
-        rest = {name: value for name, value in batch.items() if name != "input_ids"}
-        found.append({**rest, "encoder_outputs": BaseModelOutput(last_hidden_state=states)})
-    return found
+        encoder_inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        states = model.get_encoder()(**encoder_inputs).last_hidden_state
+        decoder_inputs = {name: value for name, value in batch.items() if name != "input_ids"}
+        decoder_batches.append(
+            {**decoder_inputs, "encoder_outputs": BaseModelOutput(last_hidden_state=states)}
+        )
+    return decoder_batches
 
 
 def _token_outputs(model: Any, batches: Sequence[Mapping[str, Any]]) -> Iterator[Tensor]:
@@ -272,37 +276,37 @@ def allocate_ranks(layers: Mapping[str, LayerSpectrum], budget: float) -> dict[s
     Raises:
         InputError: rank 1 in every layer that gains exceeds the budget.
     """
-    whole = sum(layer.rows * layer.columns for layer in layers.values())
-    wanted = budget * whole
-    if (least := sum(_num_parameters(layer, 1) for layer in layers.values())) > wanted:
+    num_weights = sum(layer.rows * layer.columns for layer in layers.values())
+    max_weights = budget * num_weights
+    if (min_weights := sum(_num_parameters(layer, 1) for layer in layers.values())) > max_weights:
         gaining = sum(layer.rank_limit > 1 for layer in layers.values())
         raise InputError(
             f"factorize: parameter_budget {budget:g} of the weights of {len(layers)} layers is too"
             f" small, even with rank 1 in all {gaining} layers that can be factorized. Set at"
-            f" least {math.ceil(1000 * least / whole) / 1000:g}, or optimize_for: size, which"
+            f" least {math.ceil(1000 * min_weights / num_weights) / 1000:g}, or optimize_for: size, which"
             " factorizes more layers.",
             code="budget-too-small",
             setting="parameter_budget",
         )
     errors = {name: _rank_errors(layer) for name, layer in layers.items()}
     low, high = 0.0, max(float(layer.weight) for layer in layers.values()) + 1.0
-    best = dict.fromkeys(layers, 1)
+    best_ranks = dict.fromkeys(layers, 1)
     for _ in range(100):
         price = (low + high) / 2
         ranks = {name: _best_rank(layer, errors[name], price) for name, layer in layers.items()}
-        if sum(_num_parameters(layer, ranks[name]) for name, layer in layers.items()) > wanted:
+        if sum(_num_parameters(layer, ranks[name]) for name, layer in layers.items()) > max_weights:
             low = price
         else:
-            high, best = price, ranks
-    return best
+            high, best_ranks = price, ranks
+    return best_ranks
 
 
 def _rank_errors(layer: LayerSpectrum) -> Tensor:
     """Return the weighted relative squared error of rank 0, 1, ..., float64."""
     squares = layer.singular_values.square()
     dropped = squares.flip(0).cumsum(0).flip(0)
-    whole = torch.cat([dropped, dropped.new_zeros(1)])
-    return whole * (layer.weight / float(squares.sum().clamp(min=1e-300)))
+    squared_errors = torch.cat([dropped, dropped.new_zeros(1)])
+    return squared_errors * (layer.weight / float(squares.sum().clamp(min=1e-300)))
 
 
 def _best_rank(layer: LayerSpectrum, errors: Tensor, price: float) -> int:
@@ -312,9 +316,13 @@ def _best_rank(layer: LayerSpectrum, errors: Tensor, price: float) -> int:
     pays[0] = False  # rank 0 would remove the layer
     cost = ranks * float(layer.rows + layer.columns)
     total = torch.where(pays, errors + price * cost, torch.inf)
-    thin = int(total.argmin())
-    whole = price * layer.rows * layer.columns
-    return thin if bool(pays.any()) and float(total[thin]) < whole else min(layer.rows, layer.columns)
+    best_rank = int(total.argmin())
+    full_cost = price * layer.rows * layer.columns
+    return (
+        best_rank
+        if bool(pays.any()) and float(total[best_rank]) < full_cost
+        else min(layer.rows, layer.columns)
+    )
 
 
 def _num_parameters(layer: LayerSpectrum, rank: int) -> int:
@@ -329,15 +337,20 @@ def tucker2_macs(conv: nn.Conv2d, inner: int | None, outer: int) -> int:
     The first 1 x 1 convolution is computed at each input position; their number follows from the stride.
     """
     taps = math.prod(conv.kernel_size)
-    first = 0 if inner is None else math.prod(conv.stride) * conv.in_channels * inner
-    return first + taps * (inner or conv.in_channels) * outer + outer * conv.out_channels
+    first_macs = 0 if inner is None else math.prod(conv.stride) * conv.in_channels * inner
+    return first_macs + taps * (inner or conv.in_channels) * outer + outer * conv.out_channels
 
 
 def cp_macs(conv: nn.Conv2d, rank: int) -> int:
     """Return the multiply-accumulates of CP for each output position."""
-    high, wide = conv.kernel_size
-    down, across = conv.stride
-    return rank * (down * across * conv.in_channels + across * high + wide + conv.out_channels)
+    height, width = conv.kernel_size
+    vertical_stride, horizontal_stride = conv.stride
+    return rank * (
+        vertical_stride * horizontal_stride * conv.in_channels
+        + horizontal_stride * height
+        + width
+        + conv.out_channels
+    )
 
 
 def convolution_macs(conv: nn.Conv2d) -> int:
@@ -347,9 +360,9 @@ def convolution_macs(conv: nn.Conv2d) -> int:
 
 def count_factorized_weights(conv: nn.Conv2d, method: str, ranks: tuple[int, ...]) -> int:
     """Return the number of weights of the factors of `conv`, without its bias."""
-    taps, (into, out) = math.prod(conv.kernel_size), (conv.in_channels, conv.out_channels)
+    taps, (in_channels, out_channels) = math.prod(conv.kernel_size), (conv.in_channels, conv.out_channels)
     if method == "cp":
-        return ranks[0] * (into + sum(conv.kernel_size) + out)
+        return ranks[0] * (in_channels + sum(conv.kernel_size) + out_channels)
     inner = ranks[0] if len(ranks) == 2 else None
-    first = 0 if inner is None else into * inner
-    return first + taps * (inner or into) * ranks[-1] + ranks[-1] * out
+    first_weights = 0 if inner is None else in_channels * inner
+    return first_weights + taps * (inner or in_channels) * ranks[-1] + ranks[-1] * out_channels

@@ -84,12 +84,12 @@ class FactorizeSettings(Settings):
 
     @model_validator(mode="after")
     def _one(self) -> FactorizeSettings:
-        given = [
+        set_fields = [
             n for n in ("energy", "rank", "keep_ratio", "parameter_budget") if getattr(self, n) is not None
         ]
-        if len(given) > 1:
+        if len(set_fields) > 1:
             raise SettingError(
-                f"set only one of energy, rank, keep_ratio and parameter_budget; {' and '.join(given)}"
+                f"set only one of energy, rank, keep_ratio and parameter_budget; {' and '.join(set_fields)}"
                 " are set",
                 code="settings-conflict",
             )
@@ -116,14 +116,14 @@ class FactorizeSettings(Settings):
                 "frequency_weighted has no effect without targets: embeddings; remove it",
                 code="unused-setting",
             )
-        odd = (
+        unused = (
             sorted(self.model_fields_set.intersection(_LAYER_SETTINGS))
             if self.targets == "embeddings"
             else []
         )
-        if odd:
+        if unused:
             raise SettingError(
-                f"{' and '.join(odd)}: applies only to linear layers; for embeddings set rank,"
+                f"{' and '.join(unused)}: applies only to linear layers; for embeddings set rank,"
                 " keep_ratio or energy. Remove it, or factorize the layers in a separate step",
                 code="unused-setting",
             )
@@ -134,12 +134,12 @@ class FactorizeSettings(Settings):
 
         calibration_samples of embeddings are reported only if they are set, because the default is all.
         """
-        idle: set[str] = set()
+        unused: set[str] = set()
         if self.targets == "embeddings":
-            idle.update(_LAYER_SETTINGS, {"calibration_samples"} - self.model_fields_set)
+            unused.update(_LAYER_SETTINGS, {"calibration_samples"} - self.model_fields_set)
         elif self.parameter_budget is None:
-            idle.add("objective")
-        return {name: value for name, value in super().to_report().items() if name not in idle}
+            unused.add("objective")
+        return {name: value for name, value in super().to_report().items() if name not in unused}
 
     @property
     def for_convolutions(self) -> bool:

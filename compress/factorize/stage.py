@@ -113,7 +113,7 @@ class Factorize(Stage[FactorizeSettings]):
         """Return the errors, by setting, for a model of this config, and the config of the result."""
         from smelt.models.families.registry import find_family, no_blocks_reason
 
-        family, lack = find_family(config), no_blocks_reason(config)
+        family, reason = find_family(config), no_blocks_reason(config)
         if settings.targets == "embeddings" and family is not None and family.input_kind == "images":
             text = f"{with_article(family.name)} model has no token embedding; remove targets."
             return [error_message("does-not-fit-model", text, setting="targets")], config
@@ -121,8 +121,8 @@ class Factorize(Stage[FactorizeSettings]):
             kind = with_article(family.name)
             text = f"{kind} model has no convolutions; use whitened-svd."
             return [error_message("does-not-fit-model", text, setting="method")], config
-        if lack is not None and not settings.for_convolutions:
-            text = f"{lack}; use tucker or cp for its convolutions."
+        if reason is not None and not settings.for_convolutions:
+            text = f"{reason}; use tucker or cp for its convolutions."
             return [error_message("does-not-fit-model", text, setting="method")], config
         return [], config
 
@@ -135,7 +135,7 @@ class Factorize(Stage[FactorizeSettings]):
         work = Work.of("solver", sum(_DECOMPOSITION_FLOPS * side**3 for side in sides))
         streamed = settings.targets == "layers" and settings.parameter_budget is None and not inputs.is_gpu
         streamed = streamed and settings.method in ("svd", "whitened-svd", "asvd")
-        held = 0.0
+        extra_bytes = 0.0
         if settings.targets == "embeddings":
             side = min(size.width, size.vocabulary)
             work = Work.of("solver", _DECOMPOSITION_FLOPS * side**3)
@@ -145,10 +145,10 @@ class Factorize(Stage[FactorizeSettings]):
             times = 2 if settings.parameter_budget is None else 3
             work += total([forward_work(size, batch, inputs.task) for batch in batches]) * times
             work += moment_work(size, batches, matrices)
-            held = moment_bytes(size, matrices, streamed and is_streamed(size))
+            extra_bytes = moment_bytes(size, matrices, streamed and is_streamed(size))
         ratio = settings.keep_ratio or settings.parameter_budget or _USUAL_RATIO
         result = inputs.result if settings.targets == "embeddings" else inputs.result.scaled_blocks(ratio)
-        return one_shot_cost(inputs, result=result, work=work, more_bytes=held, streamed=streamed)
+        return one_shot_cost(inputs, result=result, work=work, more_bytes=extra_bytes, streamed=streamed)
 
     def __call__(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:
         """Factorize the layers of `src` that gain from it and write the model to `ctx.out`."""
@@ -196,11 +196,11 @@ class Factorize(Stage[FactorizeSettings]):
         from smelt.compress.factorize.ranks import choose_ranks, rank_limits
         from smelt.compress.factorize.svd import collect_metrics
 
-        chosen = _layers_to_factorize(model, settings, ctx)
-        if not chosen:
+        names_by_layer = _layers_to_factorize(model, settings, ctx)
+        if not names_by_layer:
             return
-        limits = rank_limits(model, chosen, settings)
-        layers = {names[0]: layer for layer, names in chosen.items()}
+        limits = rank_limits(model, names_by_layer, settings)
+        layers = {names[0]: layer for layer, names in names_by_layer.items()}
         with collect_metrics(model, layers, src, settings, ctx) as metrics:
             for name in metrics.uncalibrated:
                 layers.pop(name)
@@ -221,13 +221,13 @@ class Factorize(Stage[FactorizeSettings]):
         for error in self.check_model(settings, model.config.to_dict())[0]:
             raise InputError(f"factorize: {error.message}", code=error.code, setting=error.setting)
         ctx.details["parameters_before"] = count_stored_parameters(model)
-        chosen = _layers_to_factorize(model, settings, ctx)
-        limits = rank_limits(model, chosen, settings)
-        layers = {names[0]: layer for layer, names in chosen.items()}
-        ranks, unseen = factorize_blocks(streamed, list(layers), limits, src, settings, ctx)
-        if chosen:
+        names_by_layer = _layers_to_factorize(model, settings, ctx)
+        limits = rank_limits(model, names_by_layer, settings)
+        layers = {names[0]: layer for layer, names in names_by_layer.items()}
+        ranks, uncalibrated = factorize_blocks(streamed, list(layers), limits, src, settings, ctx)
+        if names_by_layer:
             _report_kept_layers(
-                {n: m for n, m in layers.items() if n in ranks}, ranks, limits, unseen, settings, ctx
+                {n: m for n, m in layers.items() if n in ranks}, ranks, limits, uncalibrated, settings, ctx
             )
         ctx.details["parameters_after"] = count_stored_parameters(model)
         ctx.warnings.extend(streamed.finish(streamed.edits))
@@ -241,12 +241,12 @@ def _open_streamed(src: Artifact, settings: FactorizeSettings, ctx: Context) -> 
 
     if not can_factorize_blockwise(settings) or torch_device(ctx.device) != "cpu":
         return None
-    found = open_streamed(src.path, ctx.out, settings.dtype)
-    if found is None or not are_all_in_blocks(
-        found.model, [n[0] for _, n in linear_candidates(found.model, settings)]
+    streamed = open_streamed(src.path, ctx.out, settings.dtype)
+    if streamed is None or not are_all_in_blocks(
+        streamed.model, [n[0] for _, n in linear_candidates(streamed.model, settings)]
     ):
         return None
-    return found
+    return streamed
 
 
 def _layers_to_factorize(
@@ -257,21 +257,21 @@ def _layers_to_factorize(
     Raises:
         InputError: the patterns select no layer.
     """
-    chosen = dict(linear_candidates(model, settings))
-    thin = 0 if chosen else _count_factorized(model, settings)
-    if thin:
+    selected = dict(linear_candidates(model, settings))
+    num_factorized = 0 if selected else _count_factorized(model, settings)
+    if num_factorized:
         ctx.warn(
             "already-factorized",
-            f"No layer is factorized: all {thin} layers that include and exclude select are already"
+            f"No layer is factorized: all {num_factorized} layers that include and exclude select are already"
             " factorized. Change the patterns, or remove the step.",
         )
-    elif not chosen:
+    elif not selected:
         raise InputError(
             f"factorize: include {settings.include} and exclude {settings.exclude} select no linear"
             " layer. Change the patterns.",
             code="no-layer-selected",
         )
-    return chosen
+    return selected
 
 
 def _report_kept_layers(
@@ -283,9 +283,11 @@ def _report_kept_layers(
     ctx: Context,
 ) -> None:
     """Report in details and warnings which layers are kept, and why."""
-    alone = {n: _kept_reason(layers[n], rank, limits[n]) for n, rank in ranks.items() if rank >= limits[n]}
-    ctx.details["left_alone"] = alone | dict.fromkeys(unseen, "no calibration sample reaches it")
-    if len(alone) == len(ranks):
+    kept_reasons = {
+        n: _kept_reason(layers[n], rank, limits[n]) for n, rank in ranks.items() if rank >= limits[n]
+    }
+    ctx.details["left_alone"] = kept_reasons | dict.fromkeys(unseen, "no calibration sample reaches it")
+    if len(kept_reasons) == len(ranks):
         ctx.warn("no-rank-saves", _no_gain_text(len(layers), settings))
 
 
@@ -302,14 +304,14 @@ def _replace_layers(
     from smelt.models.edits import replace_layer
 
     errors: dict[str, float] = {}
-    for at, (name, rank) in enumerate(ranks.items(), start=1):
+    for index, (name, rank) in enumerate(ranks.items(), start=1):
         layer = layers[name]
         pair, error = low_rank_layer(
             layer, rank, metrics.metric_of(name, layer), metrics.decompose(name, layer)
         )
         replace_layer(model, edits, name, pair, {"op": "low_rank", "module": name, "rank": rank})
         errors[name] = round(error, 4)
-        ctx.progress(at, len(ranks), name)
+        ctx.progress(index, len(ranks), name)
     ctx.details.update(ranks=dict(ranks), relative_error=errors)
 
 
@@ -327,12 +329,12 @@ def _kept_reason(layer: nn.Linear, rank: int, limit: float) -> str:
 
 
 def _no_gain_text(count: int, settings: FactorizeSettings) -> str:
-    what, instead = "weights", ""
+    saved, remedy = "weights", ""
     if settings.optimize_for == "latency":
-        what, instead = "time in int8", ", or set optimize_for: size to save weights"
+        saved, remedy = "time in int8", ", or set optimize_for: size to save weights"
     return (
-        f"None of the {count} layers is factorized: no rank saves {what} with these settings."
-        f" Lower energy, rank, keep_ratio or parameter_budget{instead}."
+        f"None of the {count} layers is factorized: no rank saves {saved} with these settings."
+        f" Lower energy, rank, keep_ratio or parameter_budget{remedy}."
     )
 
 
@@ -358,8 +360,8 @@ def linear_candidates(model: Any, settings: FactorizeSettings) -> Iterator[tuple
 
 
 def _is_selected(settings: FactorizeSettings, names: Sequence[str]) -> bool:
-    wanted = any(fnmatchcase(n, pattern) for n in names for pattern in settings.include)
-    return wanted and not any(fnmatchcase(n, pattern) for n in names for pattern in settings.exclude)
+    included = any(fnmatchcase(n, pattern) for n in names for pattern in settings.include)
+    return included and not any(fnmatchcase(n, pattern) for n in names for pattern in settings.exclude)
 
 
 def _count_factorized(model: Any, settings: FactorizeSettings) -> int:
@@ -367,5 +369,5 @@ def _count_factorized(model: Any, settings: FactorizeSettings) -> int:
     from smelt.models.edits import module_names
     from smelt.models.layers import LowRankLinear
 
-    found = module_names(model).items()
-    return sum(isinstance(m, LowRankLinear) and _is_selected(settings, names) for m, names in found)
+    modules = module_names(model).items()
+    return sum(isinstance(m, LowRankLinear) and _is_selected(settings, names) for m, names in modules)

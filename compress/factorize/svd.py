@@ -70,17 +70,17 @@ class ErrorMetric:
 
     def apply(self, weight: Tensor) -> Tensor:
         """Return W L, float64 [M, K]."""
-        into = torch.linalg.cholesky(self.gram) if self.gram is not None else self.transform
-        if into is None:
+        factor = torch.linalg.cholesky(self.gram) if self.gram is not None else self.transform
+        if factor is None:
             return weight
-        return weight @ into if into.dim() == 2 else weight * into
+        return weight @ factor if factor.dim() == 2 else weight * factor
 
     def undo(self, down: Tensor) -> Tensor:
         """Return `down` L^-1, float64 [r, K]."""
         if self.gram is not None:
             lower = torch.linalg.cholesky(self.gram)
-            found: Tensor = torch.linalg.solve_triangular(lower, down, upper=False, left=False)
-            return found
+            solution: Tensor = torch.linalg.solve_triangular(lower, down, upper=False, left=False)
+            return solution
         if self.inverse is None:
             return down
         return down @ self.inverse if self.inverse.dim() == 2 else down * self.inverse
@@ -130,8 +130,8 @@ def low_rank_factors(
     before.
     """
     weight = weight.detach().double()
-    found = decompose(weight, metric) if decomposition is None else decomposition
-    sigma, basis = found.singular_values, found.basis[:, :rank]
+    factorization = decompose(weight, metric) if decomposition is None else decomposition
+    sigma, basis = factorization.singular_values, factorization.basis[:, :rank]
     root = sigma[:rank].clamp(min=max(_MIN_SINGULAR_VALUE * float(sigma[0]), 1e-150)).sqrt()
     if weight.shape[0] <= weight.shape[1]:
         up, down = basis * root, (basis.T @ weight) / root.unsqueeze(1)
@@ -247,7 +247,7 @@ class LayerMetrics:
     @property
     def uncalibrated(self) -> list[str]:
         """The layers that no sample reaches."""
-        return [name for name, found in self.inputs.items() if not found.tokens]
+        return [name for name, statistics in self.inputs.items() if not statistics.tokens]
 
     def metric_of(self, name: str, layer: nn.Linear) -> ErrorMetric:
         """Return the metric of the layer `name`."""
@@ -255,11 +255,13 @@ class LayerMetrics:
             return fwsvd_metric(self.information[name].double())
         if name not in self.inputs:
             return ErrorMetric()
-        seen = self.inputs[name]
+        statistics = self.inputs[name]
         if self.settings.method == "asvd":
-            return asvd_metric(seen.magnitudes / seen.tokens, self.settings.alpha)
-        assert seen.second_moment is not None
-        return whitened_svd_metric(seen.second_moment, seen.sums, seen.tokens, bias=layer.bias is not None)
+            return asvd_metric(statistics.magnitudes / statistics.tokens, self.settings.alpha)
+        assert statistics.second_moment is not None
+        return whitened_svd_metric(
+            statistics.second_moment, statistics.sums, statistics.tokens, bias=layer.bias is not None
+        )
 
     def decompose(self, name: str, layer: nn.Linear) -> Decomposition:
         """Return the singular values and vectors of the layer `name`, whose weights must not change.
@@ -268,11 +270,11 @@ class LayerMetrics:
         """
         if name in self._known:
             return self._known[name]
-        found = decompose(layer.weight, self.metric_of(name, layer))
-        held = sum(metric.basis.nbytes for metric in self._known.values())
-        if held + found.basis.nbytes <= DECOMPOSITION_CACHE_BYTES:
-            self._known[name] = found
-        return found
+        decomposition = decompose(layer.weight, self.metric_of(name, layer))
+        cached_bytes = sum(metric.basis.nbytes for metric in self._known.values())
+        if cached_bytes + decomposition.basis.nbytes <= DECOMPOSITION_CACHE_BYTES:
+            self._known[name] = decomposition
+        return decomposition
 
 
 @contextmanager
@@ -289,23 +291,29 @@ def collect_metrics(
         return
     fisher = settings.method == "fwsvd"
     # gradients need single samples; elsewhere padding is ignored
-    rows = load_calibration_samples(
+    samples = load_calibration_samples(
         model, src, settings.calibration_samples, ctx, "factorize", labels=fisher, padded=not fisher
     )
-    ctx.details["calibration"] = {"origin": rows.origin, "rows": rows.num_samples, "tokens": rows.tokens}
+    ctx.details["calibration"] = {
+        "origin": samples.origin,
+        "rows": samples.num_samples,
+        "tokens": samples.tokens,
+    }
     if fisher:
         weights = {name: layer.weight for name, layer in layers.items()}
-        information = squared_gradients(model, rows, weights, label_objective(), ctx)
-        yield LayerMetrics(settings, rows, information=information)
+        information = squared_gradients(model, samples, weights, label_objective(), ctx)
+        yield LayerMetrics(settings, samples, information=information)
     elif settings.method == "svd":
-        yield LayerMetrics(settings, rows)
+        yield LayerMetrics(settings, samples)
     else:
-        second = settings.method == "whitened-svd"
-        single = {name: [layer] for name, layer in layers.items()}
-        with cached_statistics(model, rows, single, ctx, artifact_key=src.key, second=second) as inputs:
-            require_finite_inputs(inputs, rows)
-            warn_of_few_tokens(layers_with_few_tokens(inputs), rows, ctx)
-            yield LayerMetrics(settings, rows, inputs=inputs)
+        second_moments = settings.method == "whitened-svd"
+        modules = {name: [layer] for name, layer in layers.items()}
+        with cached_statistics(
+            model, samples, modules, ctx, artifact_key=src.key, second=second_moments
+        ) as inputs:
+            require_finite_inputs(inputs, samples)
+            warn_of_few_tokens(layers_with_few_tokens(inputs), samples, ctx)
+            yield LayerMetrics(settings, samples, inputs=inputs)
 
 
 def require_finite_inputs(inputs: Mapping[str, InputStatistics], samples: CalibrationSamples) -> None:
@@ -314,8 +322,8 @@ def require_finite_inputs(inputs: Mapping[str, InputStatistics], samples: Calibr
     Raises:
         InputError: the inputs of a layer are not finite.
     """
-    for name, seen in inputs.items():
-        if seen.tokens and not bool(seen.squares.isfinite().all()):
+    for name, statistics in inputs.items():
+        if statistics.tokens and not bool(statistics.squares.isfinite().all()):
             raise InputError(
                 f"factorize: {name}: the layer's inputs on samples of {samples.origin} are not finite."
                 " The training before this step has probably diverged; lower its learning_rate.",
@@ -326,20 +334,20 @@ def require_finite_inputs(inputs: Mapping[str, InputStatistics], samples: Calibr
 def layers_with_few_tokens(inputs: Mapping[str, InputStatistics]) -> dict[str, tuple[int, int]]:
     """Return the layers with more inputs than calibration tokens: by name (tokens, inputs)."""
     return {
-        name: (seen.tokens, seen.width)
-        for name, seen in inputs.items()
-        if seen.second_moment is not None and 0 < seen.tokens < seen.width
+        name: (statistics.tokens, statistics.width)
+        for name, statistics in inputs.items()
+        if statistics.second_moment is not None and 0 < statistics.tokens < statistics.width
     }
 
 
 def warn_of_few_tokens(few: Mapping[str, tuple[int, int]], samples: CalibrationSamples, ctx: Context) -> None:
     """Warn if layers have more inputs than calibration tokens."""
     if few:
-        first, (tokens, width) = next(iter(few.items()))
+        layer, (tokens, width) = next(iter(few.items()))
         ctx.warn(
             "few-calibration-tokens",
             f"{samples.origin}: the {samples.num_samples} calibration samples have fewer tokens than"
-            f" {len(few)} layers have inputs ({first}: {tokens} tokens, {width} inputs); the error"
+            f" {len(few)} layers have inputs ({layer}: {tokens} tokens, {width} inputs); the error"
             " on other texts may be larger. Increase calibration_samples, or add data:"
             f" {{calibration: FILE}}.",
         )
@@ -365,16 +373,16 @@ def decompose_shared(
     """
     exact = torch.stack([weight.detach().double() for weight in weights])
     variance = float((exact - exact.mean(dim=0)).square().sum())
-    shared, lost = start.detach().double(), []
-    products = torch.zeros_like(exact)
-    for turn in range(iterations):
-        if turn:
-            shared = (exact - products).mean(dim=0)
+    shared, errors = start.detach().double(), []
+    corrections = torch.zeros_like(exact)
+    for iteration in range(iterations):
+        if iteration:
+            shared = (exact - corrections).mean(dim=0)
         pairs = [low_rank_factors(weight - shared, rank, ErrorMetric())[:2] for weight in exact]
-        products = torch.stack([up @ down for up, down in pairs])
-        off = float((exact - shared - products).square().sum())
-        lost.append(off / variance if variance else 0.0)
-    return shared, pairs, lost
+        corrections = torch.stack([up @ down for up, down in pairs])
+        squared_error = float((exact - shared - corrections).square().sum())
+        errors.append(squared_error / variance if variance else 0.0)
+    return shared, pairs, errors
 
 
 def make_shared_layers(
@@ -388,19 +396,24 @@ def make_shared_layers(
         rank: of the differences; limited by the smaller side of a layer.
         iterations: see `decompose_shared`.
     """
-    first = layers[0]
-    shared, pairs, lost = decompose_shared(
+    template = layers[0]
+    shared, pairs, errors = decompose_shared(
         [m.weight for m in layers], start, min(rank, *start.shape), iterations
     )
     replacements: list[SharedLinear] = []
     for layer, (up, down) in zip(layers, pairs, strict=True):
-        new = SharedLinear(first.in_features, first.out_features, len(down), first.bias is not None)
-        new.difference.up.weight.data, new.difference.down.weight.data = up.float(), down.float()
+        replacement = SharedLinear(
+            template.in_features, template.out_features, len(down), template.bias is not None
+        )
+        replacement.difference.up.weight.data, replacement.difference.down.weight.data = (
+            up.float(),
+            down.float(),
+        )
         if layer.bias is not None:
-            new.difference.up.bias.data = layer.bias.detach().clone()
+            replacement.difference.up.bias.data = layer.bias.detach().clone()
         if replacements:
-            new.shared = replacements[0].shared
+            replacement.shared = replacements[0].shared
         else:
-            new.shared.weight = nn.Parameter(shared.float())
-        replacements.append(new.train(layer.training))
-    return replacements, lost[-1]
+            replacement.shared.weight = nn.Parameter(shared.float())
+        replacements.append(replacement.train(layer.training))
+    return replacements, errors[-1]

@@ -66,26 +66,27 @@ def allocate_units(
         InputError: one multiple in each group exceeds the budget.
     """
     choices = {
-        name: _group_choices(found, costs.by_group[name], multiples[name]) for name, found in scores.items()
+        name: _group_choices(group_scores, costs.by_group[name], multiples[name])
+        for name, group_scores in scores.items()
     }
-    room = budget * costs.total - costs.fixed
-    least = sum(float(c.costs[0]) for c in choices.values())
-    if least > room:
+    available = budget * costs.total - costs.fixed
+    minimum = sum(float(c.costs[0]) for c in choices.values())
+    if minimum > available:
         raise InputError(
-            _budget_too_small_text(costs, least, budget, measure),
+            _budget_too_small_text(costs, minimum, budget, measure),
             code="budget-too-small",
             setting=f"budget.{measure}",
         )
-    at = _choose_at_price(choices, room)
-    _fill_budget(choices, at, room)
-    return {name: choice.counts[at[name]] for name, choice in choices.items()}
+    indices = _choose_at_price(choices, available)
+    _fill_budget(choices, indices, available)
+    return {name: choice.counts[indices[name]] for name, choice in choices.items()}
 
 
 def _group_choices(scores: Tensor, cost: Tensor, step: int) -> _GroupChoices:
     counts = [*range(step, len(scores), step), len(scores)]
     sums = scores.double().sort(descending=True).values.cumsum(0)
-    places = torch.tensor(counts)
-    return _GroupChoices(counts, sums[places - 1], cost[places])
+    count_tensor = torch.tensor(counts)
+    return _GroupChoices(counts, sums[count_tensor - 1], cost[count_tensor])
 
 
 def _choose_at_price(choices: Mapping[str, _GroupChoices], room: float) -> dict[str, int]:
@@ -95,47 +96,49 @@ def _choose_at_price(choices: Mapping[str, _GroupChoices], room: float) -> dict[
         return sum(float(choice.costs[at[name]]) for name, choice in choices.items())
 
     low, high = 0.0, 1.0
-    best = dict.fromkeys(choices, 0)
-    while spent(found := {name: c.best_index(high) for name, c in choices.items()}) > room:
+    best_indices = dict.fromkeys(choices, 0)
+    while spent(indices := {name: c.best_index(high) for name, c in choices.items()}) > room:
         low, high = high, 2 * high
-    best = found
+    best_indices = indices
     for _ in range(200):
         price = (low + high) / 2
-        found = {name: choice.best_index(price) for name, choice in choices.items()}
-        if spent(found) > room:
+        indices = {name: choice.best_index(price) for name, choice in choices.items()}
+        if spent(indices) > room:
             low = price
         else:
-            high, best = price, found
-    return best
+            high, best_indices = price, indices
+    return best_indices
 
 
 def _fill_budget(choices: Mapping[str, _GroupChoices], at: dict[str, int], room: float) -> None:
     """Keep more units while they fit into `room`, best value per cost first; changes `at`."""
-    left = room - sum(float(choice.costs[at[name]]) for name, choice in choices.items())
+    remaining = room - sum(float(choice.costs[at[name]]) for name, choice in choices.items())
     while True:
-        found: list[tuple[float, str, int, float]] = []
+        options: list[tuple[float, str, int, float]] = []
         for name, choice in choices.items():
-            for place in range(at[name] + 1, len(choice.counts)):
-                more = float(choice.costs[place] - choice.costs[at[name]])
-                gain = float(choice.scores[place] - choice.scores[at[name]])
-                if more > left:
+            for index in range(at[name] + 1, len(choice.counts)):
+                extra_cost = float(choice.costs[index] - choice.costs[at[name]])
+                gain = float(choice.scores[index] - choice.scores[at[name]])
+                if extra_cost > remaining:
                     break
                 if gain > 0:
-                    found.append((gain / more if more > 0 else math.inf, name, place, more))
-        if not found:
+                    options.append(
+                        (gain / extra_cost if extra_cost > 0 else math.inf, name, index, extra_cost)
+                    )
+        if not options:
             return
-        _, name, place, more = max(found)
-        at[name] = place
-        left -= more
+        _, name, index, extra_cost = max(options)
+        at[name] = index
+        remaining -= extra_cost
 
 
 def _budget_too_small_text(costs: UnitCosts, least: float, share: float, word: str) -> str:
-    needed = math.ceil(1000 * (costs.fixed + least) / costs.total) / 1000
-    other = 100 * costs.fixed / costs.total
+    minimum = math.ceil(1000 * (costs.fixed + least) / costs.total) / 1000
+    percent = 100 * costs.fixed / costs.total
     return (
         f"prune: budget: {word}: {share:g} of the model's {costs.unit} cannot be reached: with one head and"
-        f" one multiple of neurons in each layer, {needed:g} of them remain ({other:.0f} % are in parts"
-        f" that are not pruned). Set at least {needed:g}, or remove more: targets, layers (drop-layers)"
+        f" one multiple of neurons in each layer, {minimum:g} of them remain ({percent:.0f} % are in parts"
+        f" that are not pruned). Set at least {minimum:g}, or remove more: targets, layers (drop-layers)"
         " or tokens (trim-vocabulary)."
     )
 
@@ -177,8 +180,10 @@ class BudgetAllocation:
         steps = {g.name: 1 if isinstance(g, AttentionGroup) else settings.multiple_of for g in groups}
         steps = {g.name: min(steps[g.name], g.count(model)) for g in groups}
         self.costs = _unit_costs(model, groups, src, self._budget, steps, ctx)
-        found = _comparable_scores(model, groups, scores, settings, self.costs)
-        self.kept = allocate_units(found, self.costs, self._budget.keep_ratio, steps, self._budget.measure)
+        comparable = _comparable_scores(model, groups, scores, settings, self.costs)
+        self.kept = allocate_units(
+            comparable, self.costs, self._budget.keep_ratio, steps, self._budget.measure
+        )
 
     def details(self, model: Any) -> dict[str, Any]:
         """Return the requested and reached values for the pruned `model`.
@@ -191,9 +196,9 @@ class BudgetAllocation:
             reached = float(count_stored_parameters(model))
         elif measure == "flops":
             reached = float(count_multiplications(model, costs.details["sequence_length"]))
-        found = {"before": _round_value(costs.total), "reached": _round_value(reached), "unit": costs.unit}
-        share = {"asked": self._budget.keep_ratio, "left": round(reached / costs.total, 4)}
-        return {"measure": measure, **share, **found, **costs.details}
+        values = {"before": _round_value(costs.total), "reached": _round_value(reached), "unit": costs.unit}
+        ratios = {"asked": self._budget.keep_ratio, "left": round(reached / costs.total, 4)}
+        return {"measure": measure, **ratios, **values, **costs.details}
 
 
 def _unit_costs(
@@ -220,9 +225,9 @@ def _mean_length(model: Any, src: Artifact, ctx: Context) -> int | None:
     split = ctx.data.get("calibration") or ctx.data.get("train")
     if ctx.traits.samples in ("images", "running-text") or not split:
         return None
-    rows = load_calibration_samples(model, src, _LENGTH_SAMPLES, ctx, "prune", padded=True)
-    texts = sum(len(batch["attention_mask"]) for batch in rows.batches)
-    return max(1, round(rows.tokens / (texts * (2 if model.config.is_encoder_decoder else 1))))
+    samples = load_calibration_samples(model, src, _LENGTH_SAMPLES, ctx, "prune", padded=True)
+    texts = sum(len(batch["attention_mask"]) for batch in samples.batches)
+    return max(1, round(samples.tokens / (texts * (2 if model.config.is_encoder_decoder else 1))))
 
 
 def _comparable_scores(
@@ -239,8 +244,8 @@ def _comparable_scores(
     heads = [group for group in groups if isinstance(group, AttentionGroup)]
     blocks = [group for group in groups if isinstance(group, FeedForwardGroup)]
     if scores is None or not IMPORTANCES[settings.importance].compares_kinds:
-        among = (scores or magnitude_scores(model, heads, blocks)).normalized()
-        return among.heads | among.neurons
+        normalized = (scores or magnitude_scores(model, heads, blocks)).normalized()
+        return normalized.heads | normalized.neurons
     by_group = dict(scores.heads | scores.neurons)
     if not IMPORTANCES[settings.importance].is_per_cost:
         return by_group

@@ -44,15 +44,15 @@ def prune_channels(src: Artifact, settings: PruneSettings, ctx: Context) -> None
     ctx.details["parameters_before"] = count_stored_parameters(model)
     ctx.details["flops_before"] = count_macs(model, size)
     groups = find_channels(model)
-    scored = ScoredModel(model, src, settings, ctx)
-    scores: UnitScores = IMPORTANCES[settings.importance].scorer("channels")(scored, groups)
-    kept = _kept_counts(model, groups, scores, settings)
-    ctx.warnings.extend(_rounding_warnings(model, groups, kept, settings))
+    scored_model = ScoredModel(model, src, settings, ctx)
+    scores: UnitScores = IMPORTANCES[settings.importance].scorer("channels")(scored_model, groups)
+    kept_counts = _kept_counts(model, groups, scores, settings)
+    ctx.warnings.extend(_rounding_warnings(model, groups, kept_counts, settings))
     for group in groups:
-        if kept[group.name] < group.count(model):
-            stay = scores.neurons[group.name].topk(kept[group.name]).indices.sort().values
-            cut_channels(model, edits, group, stay)
-    ctx.details["kept_channels"] = kept
+        if kept_counts[group.name] < group.count(model):
+            kept_channels = scores.neurons[group.name].topk(kept_counts[group.name]).indices.sort().values
+            cut_channels(model, edits, group, kept_channels)
+    ctx.details["kept_channels"] = kept_counts
     ctx.details["parameters_after"] = count_stored_parameters(model)
     ctx.details["flops_after"] = count_macs(model, size)
     ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
@@ -64,15 +64,15 @@ def find_channels(model: Any) -> list[ChannelGroup]:
     assert family is not None
     assert family.conv_and_norm is not None
     convolution, norm = family.conv_and_norm
-    found = []
+    groups = []
     for name, module in model.named_modules():
         if name.rpartition(".")[2] == family.conv_chain:
-            places = [f"{name}.{number}" for number, _ in module.named_children()]
-            found += [
+            links = [f"{name}.{child}" for child, _ in module.named_children()]
+            groups += [
                 ChannelGroup(block, f"{block}.{convolution}", f"{block}.{norm}", f"{following}.{convolution}")
-                for block, following in pairwise(places)
+                for block, following in pairwise(links)
             ]
-    return found
+    return groups
 
 
 def cut_channels(model: Any, edits: list[Edit], group: ChannelGroup, kept: Tensor) -> None:
@@ -102,8 +102,8 @@ def _kept_counts(
 ) -> dict[str, int]:
     """Return the number of kept channels by group name."""
     if settings.scope == "global":
-        among = scores.normalized()
-        return allocate_globally(among.neurons, settings.keep_ratio_of("channels"), settings.multiple_of)
+        normalized = scores.normalized()
+        return allocate_globally(normalized.neurons, settings.keep_ratio_of("channels"), settings.multiple_of)
     return {group.name: count_kept_channels(group.count(model), settings) for group in groups}
 
 
@@ -111,15 +111,15 @@ def _rounding_warnings(
     model: Any, groups: Sequence[ChannelGroup], kept: Mapping[str, int], settings: PruneSettings
 ) -> list[Message]:
     """Return a warning about layers that keep all channels because of rounding."""
-    whole = [g.count(model) for g in groups if kept[g.name] == g.count(model)]
-    if settings.scope == "global" or settings.keep_ratio_of("channels") == 1 or not whole:
+    unchanged = [g.count(model) for g in groups if kept[g.name] == g.count(model)]
+    if settings.scope == "global" or settings.keep_ratio_of("channels") == 1 or not unchanged:
         return []
-    few = " or ".join(map(str, sorted(set(whole))))
+    sizes = " or ".join(map(str, sorted(set(unchanged))))
     return [
         warning(
             "nothing-to-remove",
-            f"keep_ratio {settings.keep_ratio_of('channels'):g} of {few} channels, rounded to a multiple of"
-            f" {settings.multiple_of}, keeps all of them: nothing is removed in {len(whole)} of"
+            f"keep_ratio {settings.keep_ratio_of('channels'):g} of {sizes} channels, rounded to a multiple of"
+            f" {settings.multiple_of}, keeps all of them: nothing is removed in {len(unchanged)} of"
             f" {len(groups)} layers. Lower keep_ratio or multiple_of.",
             setting="keep_ratio",
         )

@@ -63,7 +63,7 @@ class GroupShapes:
     @property
     def linear_layers(self) -> tuple[LinearShape, ...]:
         """All linear layers, the output layer last."""
-        return (*(product for _, product in self.input_layers), self.output_layer)
+        return (*(layer for _, layer in self.input_layers), self.output_layer)
 
     @property
     def inner_width(self) -> int:
@@ -74,14 +74,18 @@ class GroupShapes:
 def group_shapes(model: Any, group: UnitGroup, units: int) -> GroupShapes:
     """Return the shapes of `group` of `model` with `units` kept units."""
     total = group.count(model)
-    first = []
+    input_shapes = []
     for name in group.structure.linear_layers[:-1]:
-        whole = linear_shape(model, name)
-        outputs = whole.outputs * units // total
-        first.append((name, LinearShape(whole.inputs, outputs, whole.rank, whole.bias)))
-    last = linear_shape(model, group.structure.linear_layers[-1])
-    inputs = last.inputs * units // total
-    return GroupShapes(units, tuple(first), LinearShape(inputs, last.outputs, last.rank, last.bias))
+        shape = linear_shape(model, name)
+        outputs = shape.outputs * units // total
+        input_shapes.append((name, LinearShape(shape.inputs, outputs, shape.rank, shape.bias)))
+    output_shape = linear_shape(model, group.structure.linear_layers[-1])
+    inputs = output_shape.inputs * units // total
+    return GroupShapes(
+        units,
+        tuple(input_shapes),
+        LinearShape(inputs, output_shape.outputs, output_shape.rank, output_shape.bias),
+    )
 
 
 def linear_shape(model: Any, name: str) -> LinearShape:
@@ -95,13 +99,13 @@ def linear_shape(model: Any, name: str) -> LinearShape:
 def blocks_using_groups(model: Any, groups: Sequence[UnitGroup]) -> dict[str, list[tuple[Block, int]]]:
     """Return the blocks that use each group, by group name, each with its number of uses."""
     owners = {model.get_submodule(group.structure.linear_layers[-1]): group.name for group in groups}
-    found: dict[str, Counter[Block]] = {group.name: Counter() for group in groups}
+    uses_by_group: dict[str, Counter[Block]] = {group.name: Counter() for group in groups}
     for block in blocks_of(model):
         for part in block.parts:
             name = owners.get(model.get_submodule(part.linear_layers[-1]))
             if name is not None:
-                found[name][block] += len(block.call_indices)
-    return {name: list(uses.items()) for name, uses in found.items()}
+                uses_by_group[name][block] += len(block.call_indices)
+    return {name: list(uses.items()) for name, uses in uses_by_group.items()}
 
 
 # Sequence length if none is set, limited by the model's positions.
@@ -130,14 +134,14 @@ def parameter_costs(model: Any, groups: Sequence[UnitGroup]) -> UnitCosts:
     as it is stored after heads are removed.
     """
     table = _bias_values_per_head(model, groups)
-    of, now = {}, _count_bias_values(model) if table else 0
+    by_group, unit_parameters = {}, _count_bias_values(model) if table else 0
     for group in groups:
-        each = _units_total(model, group, "num_parameters")
-        now += each
-        each += group.count(model) * sum(table.get(name, 0) for name in _modules(group))
-        of[group.name] = _linear_costs(each, group.count(model))
-    whole = count_stored_parameters(model)
-    return UnitCosts("parameters", whole, whole - now, of)
+        group_parameters = _units_total(model, group, "num_parameters")
+        unit_parameters += group_parameters
+        group_parameters += group.count(model) * sum(table.get(name, 0) for name in _modules(group))
+        by_group[group.name] = _linear_costs(group_parameters, group.count(model))
+    total = count_stored_parameters(model)
+    return UnitCosts("parameters", total, total - unit_parameters, by_group)
 
 
 def flop_costs(model: Any, groups: Sequence[UnitGroup], sequence_length: int | None) -> UnitCosts:
@@ -150,16 +154,16 @@ def flop_costs(model: Any, groups: Sequence[UnitGroup], sequence_length: int | N
     """
     tokens = resolve_sequence_length(model, sequence_length)
     uses = blocks_using_groups(model, groups)
-    of = {}
+    by_group = {}
     for group in groups:
-        each = _units_total(model, group, "num_weights")
+        group_macs = _units_total(model, group, "num_weights")
         if isinstance(group, AttentionGroup):  # attention scores and the weighted sum of values
-            each += 2 * group_shapes(model, group, group.count(model)).inner_width * tokens
-        times = sum(places for _, places in uses[group.name])
-        of[group.name] = _linear_costs(each * tokens * times, group.count(model))
-    whole_model = float(count_multiplications(model, tokens))
-    fixed = whole_model - sum(float(cost[-1]) for cost in of.values())
-    return UnitCosts("multiplications", whole_model, fixed, of, {"sequence_length": tokens})
+            group_macs += 2 * group_shapes(model, group, group.count(model)).inner_width * tokens
+        times = sum(num_uses for _, num_uses in uses[group.name])
+        by_group[group.name] = _linear_costs(group_macs * tokens * times, group.count(model))
+    total = float(count_multiplications(model, tokens))
+    fixed = total - sum(float(cost[-1]) for cost in by_group.values())
+    return UnitCosts("multiplications", total, fixed, by_group, {"sequence_length": tokens})
 
 
 @torch.no_grad()
@@ -170,12 +174,12 @@ def count_multiplications(model: Any, tokens: int) -> int:
     multiplication and an addition as two operations. Masked attention scores count like others.
     """
     ids = torch.ones(1, tokens, dtype=torch.long)
-    more: dict[str, Any] = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    options: dict[str, Any] = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
     if model.can_generate():
-        more["use_cache"] = False
+        options["use_cache"] = False
     counter: Any = FlopCounterMode(display=False)
     with sdpa_kernel(SDPBackend.MATH), counter:  # torch does not count fused attention on a CPU
-        model(ids, **more)
+        model(ids, **options)
     return int(counter.get_total_flops()) // 2
 
 
@@ -185,12 +189,12 @@ def resolve_sequence_length(model: Any, sequence_length: int | None) -> int:
     Raises:
         InputError: it exceeds the model's positions.
     """
-    places = position_limit(model.config.to_dict())
+    max_positions = position_limit(model.config.to_dict())
     if sequence_length is None:
-        return min(DEFAULT_SEQUENCE_LENGTH, places or DEFAULT_SEQUENCE_LENGTH)
-    if places is not None and sequence_length > places:
+        return min(DEFAULT_SEQUENCE_LENGTH, max_positions or DEFAULT_SEQUENCE_LENGTH)
+    if max_positions is not None and sequence_length > max_positions:
         raise InputError(
-            f"prune: budget: sequence_length: {sequence_length} tokens exceed the model's {places}"
+            f"prune: budget: sequence_length: {sequence_length} tokens exceed the model's {max_positions}"
             " positions. Lower sequence_length.",
             code="longer-than-model",
             setting="budget.sequence_length",
@@ -200,9 +204,11 @@ def resolve_sequence_length(model: Any, sequence_length: int | None) -> int:
 
 def _units_total(model: Any, group: UnitGroup, word: str) -> int:
     """Return the decrease of the attribute `word`, summed over a group's layers, without any units."""
-    whole, none = (group_shapes(model, group, units).linear_layers for units in (group.count(model), 0))
-    gone: int = sum(getattr(p, word) for p in whole) - sum(getattr(p, word) for p in none)
-    return gone
+    all_layers, empty_layers = (
+        group_shapes(model, group, units).linear_layers for units in (group.count(model), 0)
+    )
+    difference: int = sum(getattr(p, word) for p in all_layers) - sum(getattr(p, word) for p in empty_layers)
+    return difference
 
 
 def _linear_costs(cost: float, units: int) -> Tensor:

@@ -89,23 +89,23 @@ def time_parts(parts: Sequence[TimedPart], runtime: str, threads: int) -> list[f
         _TorchPart(part) if runtime == "torch" else _onnx_call(part, runtime == "ort-cpu-int8", threads)
         for part in parts
     ]
-    best = [float("inf")] * len(calls)
+    best_times = [float("inf")] * len(calls)
     with torch_threads(threads):
         for _ in range(TIMING_ROUNDS):
-            for at, call in enumerate(calls):
-                best[at] = min(best[at], _best_time(call))
-    return best
+            for index, call in enumerate(calls):
+                best_times[index] = min(best_times[index], _best_time(call))
+    return best_times
 
 
 def _best_time(call: Callable[[], Any]) -> float:
     call()  # warm-up: the caches hold the data of another part
-    best, until, runs = float("inf"), time.perf_counter() + MIN_SECONDS, 0
+    fastest, until, runs = float("inf"), time.perf_counter() + MIN_SECONDS, 0
     while runs < MIN_RUNS or time.perf_counter() < until:
         started = time.perf_counter()
         call()
-        best = min(best, time.perf_counter() - started)
+        fastest = min(fastest, time.perf_counter() - started)
         runs += 1
-    return best
+    return fastest
 
 
 def _onnx_call(part: TimedPart, int8: bool, threads: int) -> Callable[[], Any]:
@@ -127,7 +127,7 @@ class _TorchPart:
 
         self._part = part
         self._x = torch.randn(part.tokens, part.input_layers[0].inputs)
-        self._first = [_make_linear(product) for product in part.input_layers]
+        self._first = [_make_linear(layer) for layer in part.input_layers]
         self._last = None if part.output_layer is None else _make_linear(part.output_layer)
         heads = part.heads
         self._seen = None if heads is None else torch.randn(1, heads.keys, heads.context_length, heads.width)
@@ -135,26 +135,28 @@ class _TorchPart:
     def __call__(self) -> Any:
 
         with torch.inference_mode():
-            found = [layer(self._x) for layer in self._first]
+            outputs = [layer(self._x) for layer in self._first]
             if self._last is None:
-                return found
-            return self._last(self._attention(found) if self._part.heads else self._activation(found))
+                return outputs
+            return self._last(self._attention(outputs) if self._part.heads else self._activation(outputs))
 
     def _attention(self, found: list[Any]) -> Any:
         from torch.nn.functional import scaled_dot_product_attention
 
         heads, tokens = self._part.heads, self._part.tokens
         assert heads is not None
-        wide, narrow = heads.keys * heads.queries * heads.width, heads.keys * heads.width
+        query_width, key_width = heads.keys * heads.queries * heads.width, heads.keys * heads.width
         projected = torch.cat(found, dim=1)
-        query = projected[:, :wide].view(1, tokens, -1, heads.width).transpose(1, 2)
+        query = projected[:, :query_width].view(1, tokens, -1, heads.width).transpose(1, 2)
         key: Any = self._seen
         value = key
-        if projected.shape[1] > wide and not heads.cached:
-            each = [projected[:, at : at + narrow] for at in (wide, wide + narrow)]
-            key, value = (t.view(1, tokens, -1, heads.width).transpose(1, 2) for t in each)
+        if projected.shape[1] > query_width and not heads.cached:
+            keys_and_values = [
+                projected[:, start : start + key_width] for start in (query_width, query_width + key_width)
+            ]
+            key, value = (t.view(1, tokens, -1, heads.width).transpose(1, 2) for t in keys_and_values)
         out = scaled_dot_product_attention(query, key, value, enable_gqa=heads.queries > 1)
-        return out.transpose(1, 2).reshape(tokens, wide)
+        return out.transpose(1, 2).reshape(tokens, query_width)
 
     def _activation(self, found: list[Any]) -> Any:
         from torch.nn import functional
@@ -182,11 +184,13 @@ class _OnnxPart:
         self._int8 = int8
         self._draw = np.random.default_rng(0)
         self.feeds: dict[str, Any] = {"x": self._random(part.tokens, part.input_layers[0].inputs)}
-        found = self._input_products(part.input_layers)
+        output = self._input_products(part.input_layers)
         if part.output_layer is not None:
-            middle = self._add_attention(part, found) if part.heads else self._add_activation(part, found)
-            found = self._add_product(middle, part.output_layer)
-        self._output = found
+            activated = (
+                self._add_attention(part, output) if part.heads else self._add_activation(part, output)
+            )
+            output = self._add_product(activated, part.output_layer)
+        self._output = output
 
     def model(self) -> Any:
         """Return the graph as an ONNX ModelProto."""
@@ -198,11 +202,11 @@ class _OnnxPart:
 
     def _input_products(self, products: tuple[LinearShape, ...]) -> str:
         """Add the linear layers of the input; unfactorized ones are merged into one, as in an export."""
-        if all(product.rank is None for product in products):
-            outputs = sum(product.outputs for product in products)
+        if all(layer.rank is None for layer in products):
+            outputs = sum(layer.outputs for layer in products)
             return self._add_product("x", LinearShape(products[0].inputs, outputs, bias=products[0].bias))
-        found = [self._add_product("x", product) for product in products]
-        return self._add_node("Concat", *found, axis=1) if len(found) > 1 else found[0]
+        names = [self._add_product("x", layer) for layer in products]
+        return self._add_node("Concat", *names, axis=1) if len(names) > 1 else names[0]
 
     def _add_product(self, x: str, product: LinearShape) -> str:
         if product.rank is not None:
@@ -212,21 +216,25 @@ class _OnnxPart:
         if self._int8:
             codes = self._add_initializer(self._draw.integers(-127, 128, size, dtype=np.int8))
             scale = self._add_initializer(np.full(product.outputs, 0.001, dtype=np.float32))
-            given = [x, codes, scale, "", *([bias] if product.bias else [])]
-            return self._add_node("DynamicQuantizeMatMul", *given, domain=_FUSED)
+            input_names = [x, codes, scale, "", *([bias] if product.bias else [])]
+            return self._add_node("DynamicQuantizeMatMul", *input_names, domain=_FUSED)
         y = self._add_node("MatMul", x, self._add_initializer(self._random(*size)))
         return self._add_node("Add", y, bias) if product.bias else y
 
     def _add_attention(self, part: TimedPart, projected: str) -> str:
         heads = part.heads
         assert heads is not None
-        wide, narrow = heads.keys * heads.queries * heads.width, heads.keys * heads.width
-        sizes = [wide] if sum(p.outputs for p in part.input_layers) == wide else [wide, narrow, narrow]
+        query_width, key_width = heads.keys * heads.queries * heads.width, heads.keys * heads.width
+        sizes = (
+            [query_width]
+            if sum(p.outputs for p in part.input_layers) == query_width
+            else [query_width, key_width, key_width]
+        )
         split = [projected]
         if len(sizes) > 1:
-            split = [f"{projected}.{number}" for number in range(3)]
-            cut = self._add_initializer(np.array(sizes, dtype=np.int64))
-            self._nodes.append(helper.make_node("Split", [projected, cut], split, axis=1))
+            split = [f"{projected}.{index}" for index in range(3)]
+            split_sizes = self._add_initializer(np.array(sizes, dtype=np.int64))
+            self._nodes.append(helper.make_node("Split", [projected, split_sizes], split, axis=1))
         # queries that share a key head are rows of one matrix multiplication with it: [G, Q T, W]
         by_key = self._add_reshape(
             split[0], (part.tokens, heads.keys, heads.queries, heads.width), (1, 2, 0, 3)
@@ -236,28 +244,28 @@ class _OnnxPart:
             key = self._add_input("keys", heads.keys, heads.width, heads.context_length)
             value = self._add_input("values", heads.keys, heads.context_length, heads.width)
         else:
-            each = (part.tokens, heads.keys, heads.width)
-            key = self._add_reshape(split[1], each, (1, 2, 0))
-            value = self._add_reshape(split[2], each, (1, 0, 2))
+            head_shape = (part.tokens, heads.keys, heads.width)
+            key = self._add_reshape(split[1], head_shape, (1, 2, 0))
+            value = self._add_reshape(split[2], head_shape, (1, 0, 2))
         weighed = self._add_node("Softmax", self._add_node("MatMul", query, key), axis=-1)
         out = self._add_node("MatMul", weighed, value)
         out = self._add_reshape(out, (heads.keys, heads.queries, part.tokens, heads.width), (2, 0, 1, 3))
-        return self._add_reshape(out, (part.tokens, wide))
+        return self._add_reshape(out, (part.tokens, query_width))
 
     def _add_activation(self, part: TimedPart, y: str) -> str:
         assert part.output_layer is not None
-        hidden, other = y, None
+        hidden, multiplier = y, None
         if part.gated:
-            y, other = (f"{hidden}.{number}" for number in range(2))
-            cut = self._add_initializer(np.array([part.output_layer.inputs] * 2, dtype=np.int64))
-            self._nodes.append(helper.make_node("Split", [hidden, cut], [y, other], axis=1))
+            y, multiplier = (f"{hidden}.{index}" for index in range(2))
+            split_sizes = self._add_initializer(np.array([part.output_layer.inputs] * 2, dtype=np.int64))
+            self._nodes.append(helper.make_node("Split", [hidden, split_sizes], [y, multiplier], axis=1))
         if part.activation == "relu":
             y = self._add_node("Relu", y)
         elif part.activation == "gelu":
             y = self._add_node("Gelu", y, domain=_FUSED)
         else:
             y = self._add_node("QuickGelu", y, domain=_FUSED, alpha=1.0)
-        return self._add_node("Mul", y, other) if other else y
+        return self._add_node("Mul", y, multiplier) if multiplier else y
 
     def _add_reshape(self, x: str, shape: tuple[int, ...], turn: tuple[int, ...] | None = None) -> str:
         y = self._add_node("Reshape", x, self._add_initializer(np.array(shape, dtype=np.int64)))
@@ -307,21 +315,25 @@ def latency_costs(
     """
     tokens, uses = resolve_sequence_length(model, sequence_length), blocks_using_groups(model, groups)
     clock = _PartTimer(runtime, ctx.threads or 1)
-    of: dict[str, Tensor] = {}
-    table: dict[tuple[tuple[int, float], ...], list[str]] = {}
-    for at, group in enumerate(groups, start=1):
+    by_group: dict[str, Tensor] = {}
+    groups_by_curve: dict[tuple[tuple[int, float], ...], list[str]] = {}
+    for index, group in enumerate(groups, start=1):
         counts = _unit_counts(group.count(model), multiples[group.name])
-        found = clock.ms([_timed_parts(model, group, n, uses[group.name], tokens) for n in counts])
-        rising = np.asarray(isotonic_regression(found).x)
-        kind = tuple((n, round(float(ms), 4)) for n, ms in zip(counts, rising, strict=True))
-        table.setdefault(kind, []).append(group.name)
-        of[group.name] = torch.from_numpy(np.interp(np.arange(group.count(model) + 1), counts, rising))
-        ctx.progress(at, len(groups), f"timings of {group.name}")
-    fixed = clock.ms([_head_parts(model, tokens)])[0]
-    whole = fixed + sum(float(cost[-1]) for cost in of.values())
-    timings = [{"of": names, "ms": {str(n): ms for n, ms in kind}} for kind, names in table.items()]
+        times = clock.ms([_timed_parts(model, group, n, uses[group.name], tokens) for n in counts])
+        monotonic = np.asarray(isotonic_regression(times).x)
+        curve = tuple((n, round(float(ms), 4)) for n, ms in zip(counts, monotonic, strict=True))
+        groups_by_curve.setdefault(curve, []).append(group.name)
+        by_group[group.name] = torch.from_numpy(
+            np.interp(np.arange(group.count(model) + 1), counts, monotonic)
+        )
+        ctx.progress(index, len(groups), f"timings of {group.name}")
+    head_ms = clock.ms([_head_parts(model, tokens)])[0]
+    total_ms = head_ms + sum(float(cost[-1]) for cost in by_group.values())
+    timings = [
+        {"of": names, "ms": {str(n): ms for n, ms in curve}} for curve, names in groups_by_curve.items()
+    ]
     details = {"sequence_length": tokens, "measure_on": runtime, "threads": clock.threads, "timings": timings}
-    return UnitCosts("milliseconds", whole, fixed, of, details)
+    return UnitCosts("milliseconds", total_ms, head_ms, by_group, details)
 
 
 class _PartTimer:
@@ -333,29 +345,31 @@ class _PartTimer:
 
     def ms(self, sums: Sequence[TimedParts]) -> list[float]:
         """Return the total milliseconds of each of `sums`: its parts, each times its count."""
-        new = [p for p in dict.fromkeys(part for parts in sums for part, _ in parts) if p not in self._known]
-        self._known |= dict(zip(new, time_parts(new, self.on, self.threads), strict=True))
+        untimed = [
+            p for p in dict.fromkeys(part for parts in sums for part, _ in parts) if p not in self._known
+        ]
+        self._known |= dict(zip(untimed, time_parts(untimed, self.on, self.threads), strict=True))
         return [1000 * sum(self._known[part] * times for part, times in parts) for parts in sums]
 
 
 def _unit_counts(count: int, step: int) -> list[int]:
     """Return the numbers of units to time: multiples of `step`, and all units."""
-    wanted = np.linspace(step, count, TIMING_POINTS) if count > step else np.array([count])
-    return sorted({min(count, max(step, round(n / step) * step)) for n in wanted} | {count})
+    points = np.linspace(step, count, TIMING_POINTS) if count > step else np.array([count])
+    return sorted({min(count, max(step, round(n / step) * step)) for n in points} | {count})
 
 
 def _timed_parts(
     model: Any, group: UnitGroup, units: int, uses: list[tuple[Block, int]], tokens: int
 ) -> TimedParts:
-    found: TimedParts = []
+    timed_parts: TimedParts = []
     make: Callable[[Block], TimedParts]
     if isinstance(group, AttentionGroup):
         make = partial(_attention_parts, model, group, units, tokens)
     else:
         make = partial(_feed_forward_parts, model, group, units, tokens)
-    for block, places in uses:
-        found += [(part, times * places) for part, times in make(block)]
-    return found
+    for block, num_uses in uses:
+        timed_parts += [(part, times * num_uses) for part, times in make(block)]
+    return timed_parts
 
 
 def _attention_parts(model: Any, group: AttentionGroup, units: int, tokens: int, block: Block) -> TimedParts:
@@ -364,32 +378,44 @@ def _attention_parts(model: Any, group: AttentionGroup, units: int, tokens: int,
     module = model.get_submodule(group.name)
     width = int(getattr(module, attention.head_dim_attribute))
     queries = sizes.inner_width // (units * width)
-    seen = min(tokens, block.window or tokens)
-    first = tuple(product for _, product in sizes.input_layers)
+    visible_tokens = min(tokens, block.window or tokens)
+    input_layers = tuple(layer for _, layer in sizes.input_layers)
     if not block.stack.causal:
         return [
-            (TimedPart(tokens, first, sizes.output_layer, TimedAttention(units, queries, width, tokens)), 1)
+            (
+                TimedPart(
+                    tokens, input_layers, sizes.output_layer, TimedAttention(units, queries, width, tokens)
+                ),
+                1,
+            )
         ]
     if not attention.cross:  # on average half of the tokens are cached
-        cached = TimedAttention(units, queries, width, max(1, min(seen, tokens // 2)), cached=True)
-        return [(TimedPart(1, first, sizes.output_layer, cached), tokens)]
+        cached = TimedAttention(units, queries, width, max(1, min(visible_tokens, tokens // 2)), cached=True)
+        return [(TimedPart(1, input_layers, sizes.output_layer, cached), tokens)]
     by_name = dict(sizes.input_layers)
     key_value = tuple(by_name[name] for name in (attention.key, attention.value))
-    look = TimedAttention(units, queries, width, tokens, cached=True)
+    cross_attention = TimedAttention(units, queries, width, tokens, cached=True)
     return [
-        (TimedPart(1, (by_name[attention.query],), sizes.output_layer, look), tokens),
+        (TimedPart(1, (by_name[attention.query],), sizes.output_layer, cross_attention), tokens),
         (TimedPart(tokens, key_value), 1),
     ]
 
 
 def _feed_forward_parts(model: Any, group: Any, units: int, tokens: int, block: Block) -> TimedParts:
     sizes, parts = group_shapes(model, group, units), group.structure
-    word = str(getattr(model.config, parts.activation_key, "relu"))
-    kind = next((k for k, words in _ACTIVATION_ALIASES.items() if any(w in word for w in words)), "relu")
-    first = tuple(product for _, product in sizes.input_layers)
-    once, times = (1, tokens) if block.stack.causal else (tokens, 1)
+    activation = str(getattr(model.config, parts.activation_key, "relu"))
+    kind = next(
+        (k for k, aliases in _ACTIVATION_ALIASES.items() if any(w in activation for w in aliases)), "relu"
+    )
+    input_layers = tuple(layer for _, layer in sizes.input_layers)
+    num_rows, times = (1, tokens) if block.stack.causal else (tokens, 1)
     return [
-        (TimedPart(once, first, sizes.output_layer, activation=kind, gated=parts.gate is not None), times)
+        (
+            TimedPart(
+                num_rows, input_layers, sizes.output_layer, activation=kind, gated=parts.gate is not None
+            ),
+            times,
+        )
     ]
 
 
@@ -400,8 +426,8 @@ _ACTIVATION_ALIASES = {"gelu": ("gelu",), "silu": ("silu", "swish", "sigmoid", "
 def _head_parts(model: Any, tokens: int) -> TimedParts:
     """Return the linear layers of the head: one row per generated token, or one per sample."""
     times = tokens if model.can_generate() else 1
-    products: list[LinearShape] = []
+    layers: list[LinearShape] = []
     for name in output_modules(model):
         if isinstance(model.get_submodule(name), torch.nn.Linear):
-            products.append(linear_shape(model, name))
-    return [(TimedPart(1, (product,)), times) for product in products]
+            layers.append(linear_shape(model, name))
+    return [(TimedPart(1, (layer,)), times) for layer in layers]

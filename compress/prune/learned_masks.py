@@ -76,23 +76,25 @@ def cut_masked(
     Returns:
         Details: the number of units of each kept part, and the removed parts by stack (if parts had masks).
     """
-    for masked, kept in zip(masked_parts, kept_parts, strict=True):
-        for place in masked.positions if not kept else ():
-            edits.append(skip_sublayer(model, place.block.module_path, place.index))
-    left = [
+    for masked, is_kept in zip(masked_parts, kept_parts, strict=True):
+        for position in masked.positions if not is_kept else ():
+            edits.append(skip_sublayer(model, position.block.module_path, position.index))
+    remaining = [
         (m, m.units, k)
-        for m, k, kept in zip(masked_parts, kept_units, kept_parts, strict=True)
-        if m.units and kept
+        for m, k, is_kept in zip(masked_parts, kept_units, kept_parts, strict=True)
+        if m.units and is_kept
     ]
-    chosen = [(units, lambda k=k: k) for m, units, k in left if len(k) < m.count]
-    cut_units(model, edits, chosen, None, ctx)
+    selection = [(units, lambda k=k: k) for m, units, k in remaining if len(k) < m.count]
+    cut_units(model, edits, selection, None, ctx)
     edits[:] = update_config(model, edits)
-    details: dict[str, Any] = {"units": {units.name: units.count(model) for _, units, _ in left}}
-    gone: dict[str, list[str]] = {place.stack: [] for masked in masked_parts for place in masked.positions}
-    for masked, kept in zip(masked_parts, kept_parts, strict=True):
-        for place in masked.positions if not kept else ():
-            gone[place.stack].append(place.name)
-    return details | ({"dropped_parts": gone} if gone else {})
+    details: dict[str, Any] = {"units": {units.name: units.count(model) for _, units, _ in remaining}}
+    dropped: dict[str, list[str]] = {
+        position.stack: [] for masked in masked_parts for position in masked.positions
+    }
+    for masked, is_kept in zip(masked_parts, kept_parts, strict=True):
+        for position in masked.positions if not is_kept else ():
+            dropped[position.stack].append(position.name)
+    return details | ({"dropped_parts": dropped} if dropped else {})
 
 
 _BUDGET_TOLERANCE = 0.01  # fraction of the parameters: checkpoints this close to the budget may be selected
@@ -127,8 +129,8 @@ class LearnedMasks:
     @property
     def multipliers(self) -> nn.Parameter:
         """The multipliers of the budget, float [2]."""
-        found: nn.Parameter = self._multipliers["multipliers"]
-        return found
+        parameter: nn.Parameter = self._multipliers["multipliers"]
+        return parameter
 
     def extension(self) -> TrainingExtension:
         """Return the extension of the training: parameters, hooks and state."""
@@ -157,32 +159,34 @@ class LearnedMasks:
         """Return `objective` with the Lagrangian of the budget added in training."""
 
         def with_budget(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor | LossTerms:
-            found = objective(model, batch)
+            loss = objective(model, batch)
             if not model.training:
-                return found
+                return loss
             over = 1 - self.expected_keep_ratio() - self.target
-            first, second = self.multipliers
-            return {**as_loss_terms(found), "budget": LossTerm(first * over + second * over**2)}
+            linear, quadratic = self.multipliers
+            return {**as_loss_terms(loss), "budget": LossTerm(linear * over + quadratic * over**2)}
 
         return with_budget
 
     def expected_keep_ratio(self) -> Tensor:
         """Return the expected fraction of kept parameters, a scalar with a gradient."""
-        found = []
-        for number, masked in enumerate(self.masked):
-            units, part = self._log_alphas(number)
+        sizes = []
+        for index, masked in enumerate(self.masked):
+            units, part_alpha = self._log_alphas(index)
             size = masked.unit_parameters * (
                 open_probability(units).sum() if units is not None else torch.ones(())
             )
-            found.append(size if part is None else size * open_probability(part).squeeze().to(size))
-        units = torch.stack([size.to(found[0]) for size in found]).sum() / self.whole
+            sizes.append(
+                size if part_alpha is None else size * open_probability(part_alpha).squeeze().to(size)
+            )
+        units = torch.stack([size.to(sizes[0]) for size in sizes]).sum() / self.whole
         return units if self.hidden is None else units * self.hidden.expected_keep_ratio().to(units)
 
     @torch.no_grad()
     def final_keep_ratio(self) -> float:
         """Return the fraction of the parameters that the present masks would keep."""
-        stay = self.kept_parts()
-        counts = [len(self.kept_units(n)) if stay[n] else 0 for n in range(len(self.masked))]
+        parts_kept = self.kept_parts()
+        counts = [len(self.kept_units(n)) if parts_kept[n] else 0 for n in range(len(self.masked))]
         units = (
             sum(m.unit_parameters * count for m, count in zip(self.masked, counts, strict=True)) / self.whole
         )
@@ -205,15 +209,15 @@ class LearnedMasks:
         Those with the largest log alpha are kept. A part in several stacks is kept if one of them keeps it.
         """
         kinds: dict[tuple[str, str], list[int]] = {}
-        for number, masked in enumerate(self.masked):
-            for kind in dict.fromkeys((place.stack, place.kind) for place in masked.positions):
-                kinds.setdefault(kind, []).append(number)
-        stay = [not masked.positions for masked in self.masked]
-        for numbers in kinds.values():
-            log_alpha = torch.cat([self.parts[str(number)] for number in numbers]).cpu()
-            for place in most_open(log_alpha).tolist():
-                stay[numbers[place]] = True
-        return stay
+        for index, masked in enumerate(self.masked):
+            for kind in dict.fromkeys((position.stack, position.kind) for position in masked.positions):
+                kinds.setdefault(kind, []).append(index)
+        is_kept = [not masked.positions for masked in self.masked]
+        for indices in kinds.values():
+            log_alpha = torch.cat([self.parts[str(index)] for index in indices]).cpu()
+            for position in most_open(log_alpha).tolist():
+                is_kept[indices[position]] = True
+        return is_kept
 
     @torch.no_grad()
     def unit_mask(self, number: int) -> Tensor:
@@ -227,30 +231,30 @@ class LearnedMasks:
 
     def finalize(self, ctx: Context) -> None:
         """Remove masked units and parts, fold the other masks into the weights, and report to `ctx`."""
-        kept = [self.kept_units(number) for number in range(len(self.masked))]
-        stay, left = self.kept_parts(), self.final_keep_ratio()
+        kept_units = [self.kept_units(index) for index in range(len(self.masked))]
+        kept_parts, ratio = self.kept_parts(), self.final_keep_ratio()
         with torch.no_grad():
             self._fold_into_weights()
             if self.hidden is not None:
                 self.hidden.fold_into_weights()
-        details = cut_masked(self.model, self.edits, self.masked, kept, stay, ctx)
+        details = cut_masked(self.model, self.edits, self.masked, kept_units, kept_parts, ctx)
         details |= self.hidden.cut(self.edits) if self.hidden is not None else {}
         ctx.details["learned_masks"] = {
             "keep_ratio": self.settings.keep_ratio,
-            "kept": round(left, 4),
+            "kept": round(ratio, 4),
             **details,
         }
-        asked = f"{self.settings.keep_ratio:.1%}"
-        if left > self.settings.keep_ratio + 0.05:
+        target = f"{self.settings.keep_ratio:.1%}"
+        if ratio > self.settings.keep_ratio + 0.05:
             ctx.warn(
                 "more-kept-than-asked",
-                f"learned_masks: {left:.1%} of the parameters are kept, more than keep_ratio ({asked})."
+                f"learned_masks: {ratio:.1%} of the parameters are kept, more than keep_ratio ({target})."
                 " Train longer or increase learned_masks.learning_rate.",
             )
-        elif left < self.settings.keep_ratio - 0.05:
+        elif ratio < self.settings.keep_ratio - 0.05:
             ctx.warn(
                 "fewer-kept-than-asked",
-                f"learned_masks: {left:.1%} of the parameters are kept, fewer than keep_ratio ({asked})."
+                f"learned_masks: {ratio:.1%} of the parameters are kept, fewer than keep_ratio ({target})."
                 " Train longer or decrease learned_masks.learning_rate.",
             )
 
@@ -260,15 +264,15 @@ class LearnedMasks:
         layers: list[Any] = [linear_with_inputs(self.model, m.output_layer) for m in self.masked]
         tensors = [layer.weight for layer in layers]
         tensors += [b for n in self.parts if (b := self._bias(int(n))) is not None]
-        kept = [tensor.detach().clone() for tensor in tensors]
+        saved = [tensor.detach().clone() for tensor in tensors]
         with torch.no_grad():
             self._fold_into_weights()
         try:
             with self.hidden.as_stored(self.edits) if self.hidden is not None else contextlib.nullcontext():
                 yield
         finally:
-            for tensor, before in zip(tensors, kept, strict=True):
-                tensor.data.copy_(before)
+            for tensor, saved_tensor in zip(tensors, saved, strict=True):
+                tensor.data.copy_(saved_tensor)
 
     def _log_alphas(self, number: int) -> tuple[Tensor | None, Tensor | None]:
         """Return the log alphas of a part's units and of the part itself; None without masks."""
@@ -282,30 +286,30 @@ class LearnedMasks:
         return bias_owner(self.model.get_submodule(self.masked[number].output_layer)).bias
 
     def _fold_into_weights(self) -> None:
-        for number, masked in enumerate(self.masked):
-            layer, (units, part) = (
+        for index, masked in enumerate(self.masked):
+            layer, (units, part_alpha) = (
                 linear_with_inputs(self.model, masked.output_layer),
-                self._log_alphas(number),
+                self._log_alphas(index),
             )
             if units is not None:
-                values = self.unit_mask(number)
+                values = self.unit_mask(index)
                 layer.weight.mul_(values.repeat_interleave(layer.in_features // len(values)).to(layer.weight))
-            if part is not None:
-                layer.weight.mul_(self.part_mask(number).to(layer.weight))
-                if (bias := self._bias(number)) is not None:
-                    bias.mul_(self.part_mask(number).to(bias))
+            if part_alpha is not None:
+                layer.weight.mul_(self.part_mask(index).to(layer.weight))
+                if (bias := self._bias(index)) is not None:
+                    bias.mul_(self.part_mask(index).to(bias))
 
     @contextlib.contextmanager
     def _masked_training(self) -> Iterator[None]:
         """Mask the inputs of linear layers and the outputs of parts in this context."""
         handles: list[Any] = []
-        for number, masked in enumerate(self.masked):
+        for index, masked in enumerate(self.masked):
             if masked.units is not None:
                 layer = linear_with_inputs(self.model, masked.output_layer)
-                handles.append(layer.register_forward_pre_hook(partial(self._mask_inputs, number)))
+                handles.append(layer.register_forward_pre_hook(partial(self._mask_inputs, index)))
             if masked.positions:
-                product = self.model.get_submodule(masked.output_layer)
-                handles.append(product.register_forward_hook(partial(self._mask_outputs, number)))
+                output_layer = self.model.get_submodule(masked.output_layer)
+                handles.append(output_layer.register_forward_hook(partial(self._mask_outputs, index)))
         try:
             with self.hidden.masked_training() if self.hidden is not None else contextlib.nullcontext():
                 yield
@@ -322,16 +326,16 @@ class LearnedMasks:
         return added * mask.to(added.dtype)
 
     def _before_step(self, step: int, total: int) -> None:
-        way = min(1.0, step / max(1.0, self.settings.warmup * total))
-        self.target = (1 - self.settings.keep_ratio) * way
+        progress = min(1.0, step / max(1.0, self.settings.warmup * total))
+        self.target = (1 - self.settings.keep_ratio) * progress
         self._last = step == total
 
     def _may_be_best(self, step: int) -> bool:
-        full = step > 0 and self.target == 1 - self.settings.keep_ratio
-        most = float(self.expected_keep_ratio().detach())
+        warmed_up = step > 0 and self.target == 1 - self.settings.keep_ratio
+        ratio = float(self.expected_keep_ratio().detach())
         if self.settings.parts:  # whole parts are large, so the budget is only met approximately
-            most = max(most, self.final_keep_ratio())
-        return full and (self._last or most <= self.settings.keep_ratio + _BUDGET_TOLERANCE)
+            ratio = max(ratio, self.final_keep_ratio())
+        return warmed_up and (self._last or ratio <= self.settings.keep_ratio + _BUDGET_TOLERANCE)
 
 
 def _initial_log_alphas(count: int) -> nn.Parameter:

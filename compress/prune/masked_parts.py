@@ -82,72 +82,76 @@ def find_masked_parts(model: Any, settings: LearnedMasksSettings) -> list[Masked
     groups += blocks if "ffn" in settings.targets else []
     for error in check_part_kinds(settings.parts, model.config.to_dict(), "learned_masks.parts"):
         raise InputError(f"learned_masks: parts: {error.message}", code=error.code, setting=error.setting)
-    wholes: dict[tuple[nn.Module, ...], list[LayerPart]] = {}
+    parts_by_modules: dict[tuple[nn.Module, ...], list[LayerPart]] = {}
     for part in layer_parts(model) if settings.parts else ():
         if part.kind in settings.parts:
-            wholes.setdefault(_modules(model, part.structure.linear_layers), []).append(part)
-    whole_model = _layers_of_all_parts(model) if "width" in settings.targets else {}
-    if not groups and not wholes and not whole_model:
-        kind, word = with_article(model.config.model_type), [*settings.targets, *settings.parts][0]
+            parts_by_modules.setdefault(_modules(model, part.structure.linear_layers), []).append(part)
+    all_parts = _layers_of_all_parts(model) if "width" in settings.targets else {}
+    if not groups and not parts_by_modules and not all_parts:
+        kind, target = with_article(model.config.model_type), [*settings.targets, *settings.parts][0]
         raise InputError(
-            f"learned_masks: {kind} model has no {word} that can be removed.",
+            f"learned_masks: {kind} model has no {target} that can be removed.",
             code="nothing-to-remove",
             setting="learned_masks",
         )
-    products = [g.structure.linear_layers for g in groups] + [
-        p[0].structure.linear_layers for p in wholes.values()
+    layer_names = [g.structure.linear_layers for g in groups] + [
+        p[0].structure.linear_layers for p in parts_by_modules.values()
     ]
-    for names in [*products, *whole_model.values()]:
+    for names in [*layer_names, *all_parts.values()]:
         _require_float(model, names)
-    found = []
+    masked_parts = []
     for group in groups:
-        places = wholes.pop(_modules(model, group.structure.linear_layers), [])
+        positions = parts_by_modules.pop(_modules(model, group.structure.linear_layers), [])
         count = group.count(model)
-        found.append(
+        masked_parts.append(
             MaskedPart(
                 group.structure.linear_layers,
                 group,
-                tuple(places),
+                tuple(positions),
                 count,
                 count_unit_parameters(model, group),
             )
         )
-    for parts in wholes.values():
+    for parts in parts_by_modules.values():
         names = parts[0].structure.linear_layers
-        found.append(MaskedPart(names, None, tuple(parts), 1, _count_part_parameters(model, names)))
-    known = {_modules(model, masked.linear_layers) for masked in found}
-    maskless = [names for modules, names in whole_model.items() if modules not in known]
-    return found + [
+        masked_parts.append(MaskedPart(names, None, tuple(parts), 1, _count_part_parameters(model, names)))
+    masked_modules = {_modules(model, masked.linear_layers) for masked in masked_parts}
+    maskless = [names for modules, names in all_parts.items() if modules not in masked_modules]
+    return masked_parts + [
         MaskedPart(names, None, (), 1, _count_part_parameters(model, names)) for names in maskless
     ]
 
 
 def _layers_of_all_parts(model: Any) -> dict[tuple[nn.Module, ...], tuple[str, ...]]:
     """Return the linear layers of each attention and feed-forward part; shared layers appear once."""
-    found: dict[tuple[nn.Module, ...], tuple[str, ...]] = {}
+    layers: dict[tuple[nn.Module, ...], tuple[str, ...]] = {}
     for part in (part for block in blocks_of(model) for part in block.parts):
-        found.setdefault(_modules(model, part.linear_layers), part.linear_layers)
-    return found
+        layers.setdefault(_modules(model, part.linear_layers), part.linear_layers)
+    return layers
 
 
 def count_unit_parameters(model: Any, group: UnitGroup) -> float:
     """Return the number of parameters of one unit of `group`: rows with biases, and columns."""
     count = group.count(model)
-    rows = group.row_indices(model, torch.arange(count))
-    owned = sum(
-        len(places) * (layer.in_features + (layer.bias is not None))
-        for name, places in rows.items()
+    row_indices = group.row_indices(model, torch.arange(count))
+    row_parameters = sum(
+        len(indices) * (layer.in_features + (layer.bias is not None))
+        for name, indices in row_indices.items()
         for layer in [linear_with_outputs(model, name)]
     )
-    return (owned + linear_with_inputs(model, group.structure.linear_layers[-1]).weight.numel()) / count
+    return (
+        row_parameters + linear_with_inputs(model, group.structure.linear_layers[-1]).weight.numel()
+    ) / count
 
 
 def _count_part_parameters(model: Any, products: Sequence[str]) -> float:
     """Return the number of parameters of all units of a part."""
-    *first, last = products
-    rows = [linear_with_outputs(model, name) for name in first]
-    owned = sum(layer.out_features * (layer.in_features + (layer.bias is not None)) for layer in rows)
-    return float(owned + linear_with_inputs(model, last).weight.numel())
+    *input_names, output_name = products
+    input_layers = [linear_with_outputs(model, name) for name in input_names]
+    row_parameters = sum(
+        layer.out_features * (layer.in_features + (layer.bias is not None)) for layer in input_layers
+    )
+    return float(row_parameters + linear_with_inputs(model, output_name).weight.numel())
 
 
 def _modules(model: nn.Module, names: Sequence[str]) -> tuple[nn.Module, ...]:
@@ -202,10 +206,10 @@ def most_open(log_alpha: Tensor, multiple_of: int = 1) -> Tensor:
     all.
     """
     log_alpha = log_alpha.detach().cpu()
-    wanted = math.floor(float(open_probability(log_alpha).sum()) / multiple_of + 0.5) * multiple_of
-    count = min(len(log_alpha), max(multiple_of, wanted))
-    found: Tensor = log_alpha.topk(count).indices.sort().values
-    return found
+    num_open = math.floor(float(open_probability(log_alpha).sum()) / multiple_of + 0.5) * multiple_of
+    count = min(len(log_alpha), max(multiple_of, num_open))
+    indices: Tensor = log_alpha.topk(count).indices.sort().values
+    return indices
 
 
 def deterministic_mask_at(log_alpha: Tensor, kept: Tensor) -> Tensor:
@@ -245,8 +249,8 @@ class HiddenWidthMask:
     @property
     def log_alpha(self) -> nn.Parameter:
         """The log alpha of each channel, float [D]."""
-        found: nn.Parameter = self.home["width"]
-        return found
+        parameter: nn.Parameter = self.home["width"]
+        return parameter
 
     def expected_keep_ratio(self) -> Tensor:
         """Return the expected fraction of kept channels, a scalar with a gradient."""
@@ -301,7 +305,7 @@ class HiddenWidthMask:
     @contextlib.contextmanager
     def as_stored(self, edits: list[Edit]) -> Iterator[None]:
         """Narrow the model in this context to its stored width, and record it in `edits`."""
-        before = [(tensor, tensor.detach().clone()) for _, tensor in self._producing_tensors()]
+        saved = [(tensor, tensor.detach().clone()) for _, tensor in self._producing_tensors()]
         self.fold_into_weights()
         try:
             with temporary_hidden_width(self.model, self.kept_channels().tolist()) as edit:
@@ -311,15 +315,15 @@ class HiddenWidthMask:
                 finally:
                     edits.pop()
         finally:
-            for tensor, values in before:
+            for tensor, values in saved:
                 tensor.data.copy_(values)
 
     def cut(self, edits: list[Edit]) -> dict[str, int]:
         """Remove the closed channels in place; append the edit, and return the details."""
-        keep = self.kept_channels().tolist()
-        if len(keep) < self.width:
-            edits[:] = write_width_to_config(self.model, edits, prune_hidden_width(self.model, keep))
-        return {"width_before": self.width, "width_after": len(keep)}
+        channels = self.kept_channels().tolist()
+        if len(channels) < self.width:
+            edits[:] = write_width_to_config(self.model, edits, prune_hidden_width(self.model, channels))
+        return {"width_before": self.width, "width_after": len(channels)}
 
     def _sample(self, model: nn.Module, _: Any) -> None:
         self._set(sample_mask(self.log_alpha) if model.training else self.final_mask())
@@ -345,8 +349,8 @@ class HiddenWidthMask:
 
     def _norm_output(self, norm: nn.Module, _: Any, given: Tensor) -> Tensor:
         bias = getattr(norm, "bias", None)
-        found = given / self._grow if bias is None else (given - bias) / self._grow + bias
-        return found * self._mask.to(found.dtype)
+        scaled = given / self._grow if bias is None else (given - bias) / self._grow + bias
+        return scaled * self._mask.to(scaled.dtype)
 
     def _producers(self) -> Iterable[nn.Module]:
         """Return the modules that output hidden states: embeddings, other tensors' owners, output layers."""
@@ -382,13 +386,13 @@ class HiddenWidthMask:
     def _producing_tensors(self) -> list[tuple[HiddenAxis, Tensor]]:
         """Return the tensors that output, normalize or add to hidden states, without unstored sinusoids."""
         sines = {id(t) for m in self._sinusoidal_tables() for t in (*m.parameters(), *m.buffers())}
-        found = []
+        tensors = []
         for axis in hidden_axes(self.model):
-            owner, _, last = axis.name.rpartition(".")
-            tensor: Tensor = getattr(self.model.get_submodule(owner), last)
+            owner, _, attribute = axis.name.rpartition(".")
+            tensor: Tensor = getattr(self.model.get_submodule(owner), attribute)
             if axis.stream == "hidden" and not axis.is_input and id(tensor) not in sines:
-                found.append((axis, tensor))
-        return found
+                tensors.append((axis, tensor))
+        return tensors
 
     def _stacks(self) -> Any:
         family: Any = family_of(self.model)
@@ -398,5 +402,5 @@ class HiddenWidthMask:
 def _owner_module(names: list[str]) -> str:
     """Return the innermost module that contains all these tensors."""
     owners = [name.split(".")[:-1] for name in names]
-    same = [parts[0] for parts in zip(*owners, strict=False) if len(set(parts)) == 1]
-    return ".".join(same)
+    common = [parts[0] for parts in zip(*owners, strict=False) if len(set(parts)) == 1]
+    return ".".join(common)

@@ -88,36 +88,38 @@ def cut_units(
     if samples is None:
         for block in blocks_of(model):
             enter(block)
-            for group, stay in _selection_in_block(block, selection):
-                _cut_group(model, edits, group, stay())
+            for group, select in _selection_in_block(block, selection):
+                _cut_group(model, edits, group, select())
             leave(block)
         return {}
-    left: dict[str, float] = {}
+    error_ratios: dict[str, float] = {}
     token_counts: list[tuple[int, int]] = []
     for step in run_blocks(model, samples, ctx, stage="prune", enter=enter, leave=leave):
-        for group, stay in _selection_in_block(step.block, selection):
+        for group, select in _selection_in_block(step.block, selection):
             name = group.structure.linear_layers[-1]
-            found, whole = (
+            statistics, old_weight = (
                 layer_input_statistics(step, model, name),
                 linear_with_inputs(model, name).weight.detach(),
             )
-            kept = _cut_group(model, edits, group, stay())
+            kept_inputs = _cut_group(model, edits, group, select())
             rounded = codes.rounder_of(model, half_path(model, name, "down")) if codes is not None else None
-            left[name] = round(refit_layer(model, name, whole, kept, found, rounded), 4)
-            token_counts.append((found.tokens, len(kept)))
-            del found, whole  # before the next ones are made
-    if few := few_tokens_text(token_counts, samples):
+            error_ratios[name] = round(
+                refit_layer(model, name, old_weight, kept_inputs, statistics, rounded), 4
+            )
+            token_counts.append((statistics.tokens, len(kept_inputs)))
+            del statistics, old_weight  # before the next ones are made
+    if text := few_tokens_text(token_counts, samples):
         ctx.warn(
             "few-calibration-tokens",
-            f"{few}; the weights of these layers are refitted and may overfit. Increase"
+            f"{text}; the weights of these layers are refitted and may overfit. Increase"
             f" calibration_samples, or add data: {{calibration: FILE}}.",
         )
-    return left
+    return error_ratios
 
 
 def _selection_in_block(block: Block, chosen: UnitSelection) -> UnitSelection:
     """Return the groups of `chosen` that are parts of `block`, attentions first."""
-    return [(group, stay) for group, stay in chosen if group.structure in block.parts]
+    return [(group, select) for group, select in chosen if group.structure in block.parts]
 
 
 def _cut_group(
@@ -132,9 +134,9 @@ def _cut_group(
 def layer_input_statistics(step: RunningBlock, model: nn.Module, name: str) -> InputStatistics:
     """Return the input statistics of the linear layer `name` in the block's present state."""
     layer = linear_with_inputs(model, name)
-    found = empty_statistics(layer.in_features, second=True, device=layer.weight.device.type)
-    step.observe({name: [layer]}, lambda _, x: found.update(x))
-    return found.to("cpu")
+    statistics = empty_statistics(layer.in_features, second=True, device=layer.weight.device.type)
+    step.observe({name: [layer]}, lambda _, x: statistics.update(x))
+    return statistics.to("cpu")
 
 
 @torch.no_grad()
@@ -163,25 +165,25 @@ def refit_layer(
     layer, owner = linear_with_inputs(model, name), bias_owner(model.get_submodule(name))
     moment = statistics.second_moment if owner.bias is None else statistics.centred_second_moment()
     assert moment is not None
-    gone = torch.ones(statistics.width, dtype=torch.bool)
-    gone[kept] = False
+    removed = torch.ones(statistics.width, dtype=torch.bool)
+    removed[kept] = False
     old = old_weight.detach().double().cpu()
     if is_masked(layer):
-        fitted = solve_least_squares_with_zeros(old, moment, kept, gone)
+        fitted = solve_least_squares_with_zeros(old, moment, kept, removed)
     else:
-        fitted = solve_least_squares(old, moment, kept, gone)
-    lost = _squared_error(old[:, gone], moment[gone][:, gone])
+        fitted = solve_least_squares(old, moment, kept, removed)
+    removed_error = _squared_error(old[:, removed], moment[removed][:, removed])
 
-    def off(weight: Tensor) -> float:
-        left = old.clone()
-        left[:, kept] -= weight
-        return _squared_error(left, moment)
+    def error_of(weight: Tensor) -> float:
+        difference = old.clone()
+        difference[:, kept] -= weight
+        return _squared_error(difference, moment)
 
     if round_weights is not None:
-        seen = _select_inputs(statistics, kept)
-        rounded = [round_weights(weight, seen).double() for weight in (old[:, kept], fitted)]
-        fitted = rounded[first_within_tolerance([off(weight) for weight in rounded])]
-    left = off(fitted)
+        kept_statistics = _select_inputs(statistics, kept)
+        rounded = [round_weights(weight, kept_statistics).double() for weight in (old[:, kept], fitted)]
+        fitted = rounded[first_within_tolerance([error_of(weight) for weight in rounded])]
+    error = error_of(fitted)
     layer.weight.copy_(fitted)
     if owner.bias is not None:
         mean = statistics.sums / max(1, statistics.tokens)
@@ -189,7 +191,7 @@ def refit_layer(
         if owner is not layer:
             shift = owner.weight.double().cpu() @ shift
         owner.bias.add_(shift.to(owner.bias))
-    return min(1.0, left / lost) if lost > 0 else 1.0
+    return min(1.0, error / removed_error) if removed_error > 0 else 1.0
 
 
 def _select_inputs(statistics: InputStatistics, places: Tensor) -> InputStatistics:
@@ -206,10 +208,10 @@ def _select_inputs(statistics: InputStatistics, places: Tensor) -> InputStatisti
 
 def solve_least_squares(weight: Tensor, moment: Tensor, kept: Tensor, removed: Tensor) -> Tensor:
     """Return W', float64 [N, k], from W [N, K], M [K, K], the kept indices and the mask of removed inputs."""
-    within, wanted = _normal_equations(weight, moment, kept, removed)
-    if not float(within.diagonal().max()) > 0:  # no sample reached it
+    matrix, target = _normal_equations(weight, moment, kept, removed)
+    if not float(matrix.diagonal().max()) > 0:  # no sample reached it
         return weight[:, kept]
-    solved: Tensor = torch.linalg.solve(within, wanted.t())
+    solved: Tensor = torch.linalg.solve(matrix, target.t())
     return weight[:, kept] + solved.t()
 
 
@@ -220,33 +222,33 @@ def solve_least_squares_with_zeros(weight: Tensor, moment: Tensor, kept: Tensor,
     1952), scaled by the diagonal, on the nonzero positions. The iteration starts at the plain cut and
     improves with each step, so the result is never worse.
     """
-    within, wanted = _normal_equations(weight, moment, kept, removed)
-    diagonal = within.diagonal()
+    matrix, target = _normal_equations(weight, moment, kept, removed)
+    diagonal = matrix.diagonal()
     if not float(diagonal.max()) > 0:
         return weight[:, kept]
-    free = weight[:, kept] != 0
-    change, off = torch.zeros_like(wanted), wanted * free
-    scaled = off / diagonal
-    along, size = scaled.clone(), (off * scaled).sum(dim=1, keepdim=True)
-    enough = _TOLERANCE**2 * size
+    mask = weight[:, kept] != 0
+    change, residual = torch.zeros_like(target), target * mask
+    scaled = residual / diagonal
+    along, size = scaled.clone(), (residual * scaled).sum(dim=1, keepdim=True)
+    tolerance = _TOLERANCE**2 * size
     for _ in range(_MAX_ITERATIONS):
-        if bool((size <= enough).all()):
+        if bool((size <= tolerance).all()):
             break
-        turned = (along @ within) * free
-        step = size / (along * turned).sum(dim=1, keepdim=True).clamp(min=1e-300)
+        mapped = (along @ matrix) * mask
+        step = size / (along * mapped).sum(dim=1, keepdim=True).clamp(min=1e-300)
         change += step * along
-        off -= step * turned
-        scaled = off / diagonal
-        before, size = size, (off * scaled).sum(dim=1, keepdim=True)
-        along = scaled + size / before.clamp(min=1e-300) * along
+        residual -= step * mapped
+        scaled = residual / diagonal
+        previous_size, size = size, (residual * scaled).sum(dim=1, keepdim=True)
+        along = scaled + size / previous_size.clamp(min=1e-300) * along
     return weight[:, kept] + change
 
 
 def _normal_equations(weight: Tensor, moment: Tensor, kept: Tensor, gone: Tensor) -> tuple[Tensor, Tensor]:
     """Return M_kk + e I, float64 [k, k], and W_c M_ck [N, k]."""
-    within = moment[kept][:, kept]
-    within.diagonal().add_(RECONSTRUCTION_DAMPING * float(within.diagonal().mean()))
-    return within, weight[:, gone] @ moment[gone][:, kept]
+    matrix = moment[kept][:, kept]
+    matrix.diagonal().add_(RECONSTRUCTION_DAMPING * float(matrix.diagonal().mean()))
+    return matrix, weight[:, gone] @ moment[gone][:, kept]
 
 
 def _squared_error(weight: Tensor, moment: Tensor) -> float:
@@ -255,9 +257,9 @@ def _squared_error(weight: Tensor, moment: Tensor) -> float:
 
 def bias_owner(module: nn.Module) -> nn.Linear:
     """Return the Linear that holds the bias of a layer: itself, or `up` of a factorized layer."""
-    found = module.up if isinstance(module, LowRankLinear) else module
-    assert isinstance(found, nn.Linear)
-    return found
+    owner = module.up if isinstance(module, LowRankLinear) else module
+    assert isinstance(owner, nn.Linear)
+    return owner
 
 
 def load_reconstruction_samples(

@@ -48,18 +48,18 @@ class Budget(Settings):
 
     @model_validator(mode="after")
     def _one(self) -> Self:
-        given = [name for name in BUDGET_MEASURES if getattr(self, name) is not None]
-        if len(given) != 1:
-            read = " and ".join(given) or "none"
+        measures = [name for name in BUDGET_MEASURES if getattr(self, name) is not None]
+        if len(measures) != 1:
+            measures_text = " and ".join(measures) or "none"
             raise SettingError(
-                f"expected one of {', '.join(BUDGET_MEASURES)}, got {read}",
-                code="settings-conflict" if given else "missing-setting",
+                f"expected one of {', '.join(BUDGET_MEASURES)}, got {measures_text}",
+                code="settings-conflict" if measures else "missing-setting",
             )
-        if self.sequence_length is not None and given == ["parameters"]:
+        if self.sequence_length is not None and measures == ["parameters"]:
             raise SettingError(
                 "sequence_length has no effect on a budget of parameters; remove it", code="unused-setting"
             )
-        if self.measure_on is not None and given != ["latency"]:
+        if self.measure_on is not None and measures != ["latency"]:
             raise SettingError(
                 "measure_on has no effect without a budget of latency; remove it", code="unused-setting"
             )
@@ -128,10 +128,10 @@ class PruneSettings(Settings):
 
     def to_report(self) -> dict[str, Any]:
         """Return what a report shows: no setting that a budget replaces, no `reconstruct` of channels."""
-        idle: tuple[str, ...] = _REPLACED_BY_BUDGET if self.budget is not None else ()
+        unused: tuple[str, ...] = _REPLACED_BY_BUDGET if self.budget is not None else ()
         if "channels" in self.targets and self.reconstruct:  # the default, which channels ignore
-            idle = ("reconstruct",)
-        return {name: value for name, value in super().to_report().items() if name not in idle}
+            unused = ("reconstruct",)
+        return {name: value for name, value in super().to_report().items() if name not in unused}
 
     @model_validator(mode="before")
     @classmethod
@@ -164,12 +164,14 @@ class PruneSettings(Settings):
 
     @model_validator(mode="after")
     def _width_alone(self) -> Self:
-        scored = IMPORTANCES[self.importance].targets
-        if not set(self.targets) <= set(scored):
-            others = [n for n, known in IMPORTANCES.items() if set(self.targets) <= set(known.targets)]
+        supported = IMPORTANCES[self.importance].targets
+        if not set(self.targets) <= set(supported):
+            alternatives = [
+                n for n, importance in IMPORTANCES.items() if set(self.targets) <= set(importance.targets)
+            ]
             raise SettingError(
-                f"importance: {self.importance} applies only to targets: [{', '.join(scored)}]; use"
-                f" {' or '.join(others)}",
+                f"importance: {self.importance} applies only to targets: [{', '.join(supported)}]; use"
+                f" {' or '.join(alternatives)}",
                 code="wrong-importance",
             )
         if "width" not in self.targets:
@@ -180,9 +182,10 @@ class PruneSettings(Settings):
                 code="settings-conflict",
             )
         if self.budget is not None or self.scope == "global":
-            word = "a budget" if self.budget is not None else "scope: global"
+            conflict = "a budget" if self.budget is not None else "scope: global"
             raise SettingError(
-                f"{word} applies only to heads and neurons; for width set keep_ratio", code="unused-setting"
+                f"{conflict} applies only to heads and neurons; for width set keep_ratio",
+                code="unused-setting",
             )
         return self
 
@@ -218,10 +221,10 @@ class PruneSettings(Settings):
                 code="settings-conflict",
             )
         if not IMPORTANCES[self.importance].compares_kinds and len(set(self.targets)) > 1:
-            others = [name for name, known in IMPORTANCES.items() if known.needs == "labels"]
+            alternatives = [name for name, importance in IMPORTANCES.items() if importance.needs == "labels"]
             raise SettingError(
                 f"importance: {self.importance} cannot compare heads with neurons, which a budget requires;"
-                f" use importance: {' or '.join(others)}, or one target",
+                f" use importance: {' or '.join(alternatives)}, or one target",
                 code="wrong-importance",
             )
         return self
@@ -251,8 +254,8 @@ def check_units(targets: Sequence[str], config: Mapping[str, Any]) -> list[Messa
         kind = with_article(family.name)
         text = f"{kind} model has no chains of convolutions. Set targets: [heads, ffn]."
         return [error_message("does-not-fit-model", text, setting="targets")]
-    if (lack := no_blocks_reason(config)) is not None:
-        text = f"{lack}. Prune the channels of its convolutions: set targets: [channels]."
+    if (no_blocks := no_blocks_reason(config)) is not None:
+        text = f"{no_blocks}. Prune the channels of its convolutions: set targets: [channels]."
         return [error_message("does-not-fit-model", text, setting="targets")]
     if "width" in targets:
         return []
@@ -272,13 +275,13 @@ def check_length(length: int | None, config: Mapping[str, Any]) -> list[Message]
     Returns:
         The error with its setting, or an empty list.
     """
-    places = position_limit(config)
-    if length is None or places is None or length <= places:
+    max_positions = position_limit(config)
+    if length is None or max_positions is None or length <= max_positions:
         return []
     return [
         error_message(
             "longer-than-model",
-            f"{length:,} tokens exceed the model's {places:,} positions. Lower sequence_length.",
+            f"{length:,} tokens exceed the model's {max_positions:,} positions. Lower sequence_length.",
             setting="budget.sequence_length",
         )
     ]
@@ -286,8 +289,8 @@ def check_length(length: int | None, config: Mapping[str, Any]) -> list[Message]
 
 def count_kept_channels(count: int, settings: PruneSettings) -> int:
     """Return how many of `count` channels are kept: the nearest multiple of `multiple_of`, at least one."""
-    wanted = count * settings.keep_ratio_of("width") / settings.multiple_of
-    return min(count, max(1, math.floor(wanted + 0.5)) * settings.multiple_of)
+    multiples = count * settings.keep_ratio_of("width") / settings.multiple_of
+    return min(count, max(1, math.floor(multiples + 0.5)) * settings.multiple_of)
 
 
 def narrowed_config(settings: PruneSettings, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -302,9 +305,9 @@ def narrowed_config(settings: PruneSettings, config: Mapping[str, Any]) -> Mappi
 def fixed_width_error(config: Mapping[str, Any], task: Task) -> Message | None:
     """Return why the hidden width of a model of this config cannot be pruned; None where it can."""
     family = find_family(config)
-    if (lack := no_blocks_reason(config)) is not None:
+    if (reason := no_blocks_reason(config)) is not None:
         return error_message(
-            "does-not-fit-model", f"{lack}, so it has no hidden width to prune.", setting="targets"
+            "does-not-fit-model", f"{reason}, so it has no hidden width to prune.", setting="targets"
         )
     if family is None:
         kind = str(config.get("model_type"))

@@ -90,8 +90,8 @@ class Prune(Stage[PruneSettings]):
     @classmethod
     def invalidates(cls, settings: PruneSettings) -> Mapping[str, str]:
         """Return the results of earlier steps that this step destroys: n:m sparsity patterns."""
-        why = "removing inputs shifts their neighbours, and the n:m pattern of '{step}' no longer holds"
-        return {"pattern": f"{why}; prune before '{{step}}'"}
+        text = "removing inputs shifts their neighbours, and the n:m pattern of '{step}' no longer holds"
+        return {"pattern": f"{text}; prune before '{{step}}'"}
 
     @classmethod
     def quantized_input_error(cls, settings: PruneSettings, quantized: QuantizedInput) -> str | None:
@@ -117,8 +117,8 @@ class Prune(Stage[PruneSettings]):
         by_weights = IMPORTANCES[settings.importance].needs == "weights"
         if "channels" in settings.targets and by_weights:
             return frozenset()
-        asked = settings.reconstruct and "reconstruct" in settings.model_fields_set
-        needs_none = by_weights and not asked
+        explicit = settings.reconstruct and "reconstruct" in settings.model_fields_set
+        needs_none = by_weights and not explicit
         if needs_none and not (settings.reconstruct and {"calibration", "train"} & set(available)):
             return frozenset()
         return frozenset({"calibration"} if "calibration" in available else {"train"})
@@ -151,22 +151,24 @@ class Prune(Stage[PruneSettings]):
         batches = calibration_batches(inputs, settings.calibration_samples)
         graded = [] if needs != "labels" else calibration_batches(inputs, settings.calibration_samples, 4096)
         work = total([forward_work(size, batch, inputs.task, "training") for batch in graded])
-        held = float(FLOAT_BYTES * size.parameters * bool(graded))  # gradients
-        held += max((activation_bytes(size, batch, False) for batch in graded), default=0)
+        extra_bytes = float(FLOAT_BYTES * size.parameters * bool(graded))  # gradients
+        extra_bytes += max((activation_bytes(size, batch, False) for batch in graded), default=0)
         if needs == "samples":
             work += total([forward_work(size, batch, inputs.task) for batch in batches])
         if settings.reconstruct and "channels" not in settings.targets:
-            last = [[stack.matrices[0][::-1]] for stack in size.stacks]  # of the layers after the units
+            output_matrices = [
+                [stack.matrices[0][::-1]] for stack in size.stacks
+            ]  # of the layers after the units
             work += total([forward_work(size, batch, inputs.task) for batch in batches]) * 2
-            work += moment_work(size, batches, last)
-            held = max(held, moment_bytes(size, last, by_block=True))
+            work += moment_work(size, batches, output_matrices)
+            extra_bytes = max(extra_bytes, moment_bytes(size, output_matrices, by_block=True))
         if settings.budget is not None and settings.budget.latency is not None:
             work += Work.of("seconds", _TIMING_SECONDS)
-        kept = {target: settings.keep_ratio_of(target) for target in settings.targets}
-        result = inputs.result.with_units(kept.get("heads", 1.0), kept.get("ffn", 1.0))
+        keep_ratios = {target: settings.keep_ratio_of(target) for target in settings.targets}
+        result = inputs.result.with_units(keep_ratios.get("heads", 1.0), keep_ratios.get("ffn", 1.0))
         if settings.budget is not None and settings.budget.measure == "parameters":
             result = inputs.result.scaled_blocks(settings.budget.keep_ratio)
-        return one_shot_cost(inputs, result=result, work=work, more_bytes=held, streamed=streamed)
+        return one_shot_cost(inputs, result=result, work=work, more_bytes=extra_bytes, streamed=streamed)
 
     @classmethod
     def lighter_settings(cls, settings: PruneSettings) -> Iterator[tuple[str, PruneSettings]]:
@@ -205,7 +207,7 @@ class Prune(Stage[PruneSettings]):
             from smelt.compress.quantize.requantize import dequantize_model
 
             edits, codes = dequantize_model(model, edits, src, ctx, self.name)
-        before = count_stored_parameters(model)
+        parameters_before = count_stored_parameters(model)
         attentions, blocks = find_groups(model)
         ctx.warnings.extend(fixed_heads_warnings(settings.targets, model.config.to_dict()))
         attentions = attentions if "heads" in settings.targets else []
@@ -216,18 +218,22 @@ class Prune(Stage[PruneSettings]):
         scores = score((attentions, blocks)) if streamed is None else None
         if settings.scope == "layer" and settings.budget is None:
             ctx.warnings.extend(rounding_warnings(model, attentions, blocks, settings))
-        spent = _allocate_budget(model, [*attentions, *blocks], scores, src, settings, ctx)
-        kept = spent.kept if spent else _unit_counts(model, attentions, blocks, scores, settings)
-        chosen = _select_units(model, attentions, blocks, scores, score, kept)
-        rows = load_reconstruction_samples(model, src, settings, ctx) if chosen else None
-        ctx.details["reconstruction_error"] = cut_units(model, edits, chosen, rows, ctx, streamed, codes)
+        allocation = _allocate_budget(model, [*attentions, *blocks], scores, src, settings, ctx)
+        kept_counts = (
+            allocation.kept if allocation else _unit_counts(model, attentions, blocks, scores, settings)
+        )
+        selection = _select_units(model, attentions, blocks, scores, score, kept_counts)
+        samples = load_reconstruction_samples(model, src, settings, ctx) if selection else None
+        ctx.details["reconstruction_error"] = cut_units(
+            model, edits, selection, samples, ctx, streamed, codes
+        )
         edits = update_config(model, edits)
         ctx.details["kept_heads"] = {g.name: g.count(model) for g in attentions}
         ctx.details["kept_neurons"] = {b.name: b.count(model) for b in blocks}
-        ctx.details["parameters_before"] = before
+        ctx.details["parameters_before"] = parameters_before
         ctx.details["parameters_after"] = count_stored_parameters(model)
-        if spent:
-            ctx.details["budget"] = spent.details(model)
+        if allocation:
+            ctx.details["budget"] = allocation.details(model)
         if codes is not None:
             edits = codes.requantize(model, edits, ctx)
         if streamed is None:
@@ -252,18 +258,18 @@ def _select_units(
     model in memory. kept: the number of kept units by group name.
     """
 
-    def stay_of_heads(group: AttentionGroup) -> Tensor:
-        found = (scores or score(([group], []))).heads[group.name]
-        return found.topk(kept[group.name]).indices.sort().values
+    def kept_heads(group: AttentionGroup) -> Tensor:
+        group_scores = (scores or score(([group], []))).heads[group.name]
+        return group_scores.topk(kept[group.name]).indices.sort().values
 
-    def stay_of_neurons(block: FeedForwardGroup) -> Tensor:
-        found = (scores or score(([], [block]))).neurons[block.name]
-        return found.topk(kept[block.name]).indices.sort().values
+    def kept_neurons(block: FeedForwardGroup) -> Tensor:
+        group_scores = (scores or score(([], [block]))).neurons[block.name]
+        return group_scores.topk(kept[block.name]).indices.sort().values
 
-    chosen: list[tuple[AttentionGroup | FeedForwardGroup, Callable[[], Tensor]]] = []
-    chosen += [(group, partial(stay_of_heads, group)) for group in attentions]
-    chosen += [(block, partial(stay_of_neurons, block)) for block in blocks]
-    return [(group, stay) for group, stay in chosen if kept[group.name] < group.count(model)]
+    selection: list[tuple[AttentionGroup | FeedForwardGroup, Callable[[], Tensor]]] = []
+    selection += [(group, partial(kept_heads, group)) for group in attentions]
+    selection += [(block, partial(kept_neurons, block)) for block in blocks]
+    return [(group, select) for group, select in selection if kept[group.name] < group.count(model)]
 
 
 def _open_streamed(src: Artifact, settings: PruneSettings, ctx: Context) -> StreamedModel | None:
@@ -278,8 +284,8 @@ def _open_streamed(src: Artifact, settings: PruneSettings, ctx: Context) -> Stre
     from smelt.runtimes.device import torch_device
 
     is_local = IMPORTANCES[settings.importance].is_local
-    alone = is_local and settings.scope == "layer" and settings.budget is None
-    if not alone or torch_device(ctx.device) != "cpu":
+    is_layerwise = is_local and settings.scope == "layer" and settings.budget is None
+    if not is_layerwise or torch_device(ctx.device) != "cpu":
         return None
     family = find_family(read_json_object(src.path / "config.json"))
     if family is not None and family.relative_bias is not None and "heads" in settings.targets:
@@ -316,14 +322,16 @@ def _unit_counts(
     if settings.scope == "global" and scores is not None:
         from smelt.compress.prune.units import allocate_globally
 
-        among = scores.normalized()
+        normalized = scores.normalized()
         heads = (
-            allocate_globally(among.heads, settings.keep_ratio_of("heads"), 1)
+            allocate_globally(normalized.heads, settings.keep_ratio_of("heads"), 1)
             if "heads" in settings.targets
             else {}
         )
         if "ffn" not in settings.targets:
             return heads
-        return heads | allocate_globally(among.neurons, settings.keep_ratio_of("ffn"), settings.multiple_of)
+        return heads | allocate_globally(
+            normalized.neurons, settings.keep_ratio_of("ffn"), settings.multiple_of
+        )
     heads = {g.name: count_kept_heads(g.count(model), settings) for g in attentions}
     return heads | {b.name: count_kept_neurons(b.count(model), settings) for b in blocks}

@@ -73,10 +73,10 @@ class AttentionGroup:
         """Return the number of units: heads, or key heads with all the queries that share them."""
         module: Any = model.get_submodule(self.name)
         if self.structure.heads_attribute is None:
-            rows = linear_with_outputs(model, self.structure.key).out_features // (
+            key_rows = linear_with_outputs(model, self.structure.key).out_features // (
                 3 if self.structure.packed else 1
             )
-            return rows // int(getattr(module, self.structure.head_dim_attribute))
+            return key_rows // int(getattr(module, self.structure.head_dim_attribute))
         return int(getattr(module, self.structure.heads_attribute))
 
     def head_dim(self, model: nn.Module) -> int:
@@ -90,13 +90,15 @@ class AttentionGroup:
 
     def row_indices(self, model: nn.Module, stay: Tensor) -> dict[str, Tensor]:
         """Return the rows of the units `stay` (int64, ascending) by linear layer; GPT-2 has a packed one."""
-        count, found = self.count(model), {}
+        count, by_layer = self.count(model), {}
         parts = 3 if self.structure.packed else 1
         for name in self.structure.linear_layers[:-1]:
             width = linear_with_outputs(model, name).out_features // (count * parts)
-            places = (stay.unsqueeze(1) * width + torch.arange(width)).flatten()
-            found[name] = torch.cat([places + part * count * width for part in range(parts)])
-        return found
+            unit_rows = (stay.unsqueeze(1) * width + torch.arange(width)).flatten()
+            by_layer[name] = torch.cat(
+                [unit_rows + part_index * count * width for part_index in range(parts)]
+            )
+        return by_layer
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,8 @@ class FeedForwardGroup:
         count = self.count(model)
         parts = 2 if self.structure.gate == self.structure.up else 1
         return {
-            n: torch.cat([stay + part * count for part in range(parts)]) for n in self.structure.input_layers
+            n: torch.cat([stay + part_index * count for part_index in range(parts)])
+            for n in self.structure.input_layers
         }
 
 
@@ -148,8 +151,8 @@ def find_groups(
         for parts in block.attentions:
             if not parts.fixed_heads_reason:
                 attentions.setdefault(_modules(model, parts.linear_layers), []).append(parts)
-        if (feed := block.feed_forward) is not None:
-            feeds.setdefault(_modules(model, feed.linear_layers), feed)
+        if (feed_forward := block.feed_forward) is not None:
+            feeds.setdefault(_modules(model, feed_forward.linear_layers), feed_forward)
     groups = [AttentionGroup(first, tuple(a.name for a in also)) for first, *also in attentions.values()]
     return groups, [FeedForwardGroup(parts) for parts in feeds.values()]
 
@@ -182,20 +185,20 @@ def half_path(model: nn.Module, name: str, half: str) -> str:
 
 
 def _find_half(module: nn.Module, half: str, name: str) -> nn.Linear:
-    found = getattr(module, half) if isinstance(module, LowRankLinear) else module
-    if isinstance(found, SharedLinear):
+    layer = getattr(module, half) if isinstance(module, LowRankLinear) else module
+    if isinstance(layer, SharedLinear):
         raise InputError(
             f"{name} shares its matrix with other layers and has its own low-rank delta, so its units cannot"
             " be removed. Put the step before 'share-weights', or share without low_rank_delta.",
             code="shared-weights",
         )
-    if not isinstance(found, nn.Linear):
+    if not isinstance(layer, nn.Linear):
         raise InputError(
-            f"{name} is {with_article(type(found).__name__)}, which cannot be pruned. Put the step before"
+            f"{name} is {with_article(type(layer).__name__)}, which cannot be pruned. Put the step before"
             " 'quantize'.",
             code=AFTER_QUANTIZE,
         )
-    return found
+    return layer
 
 
 def cut_heads(model: Any, edits: list[Edit], group: AttentionGroup, kept: Tensor) -> Tensor:
@@ -204,13 +207,13 @@ def cut_heads(model: Any, edits: list[Edit], group: AttentionGroup, kept: Tensor
     bias = _relative_bias(model) if group.structure.relative_bias else None
     if bias is not None:
         bias.make_all_independent(model, edits)
-    places = (kept.unsqueeze(1) * width + torch.arange(width)).flatten()
-    for name, rows in group.row_indices(model, kept).items():
-        _cut_linear(model, edits, name, rows, dim=0)
-    _cut_linear(model, edits, group.structure.out, places, dim=1)
+    columns = (kept.unsqueeze(1) * width + torch.arange(width)).flatten()
+    for name, indices in group.row_indices(model, kept).items():
+        _cut_linear(model, edits, name, indices, dim=0)
+    _cut_linear(model, edits, group.structure.out, columns, dim=1)
     values = {group.structure.heads_attribute: len(kept)} if group.structure.heads_attribute else {}
     values |= (
-        {group.structure.all_head_size_attribute: len(places)}
+        {group.structure.all_head_size_attribute: len(columns)}
         if group.structure.all_head_size_attribute
         else {}
     )
@@ -220,13 +223,13 @@ def cut_heads(model: Any, edits: list[Edit], group: AttentionGroup, kept: Tensor
             edits.append({"op": "set", "module": name, "attribute": attribute, "value": value})
         if bias is not None:
             bias.prune_bias_heads(model, edits, name, kept)
-    return places
+    return columns
 
 
 def cut_neurons(model: Any, edits: list[Edit], block: FeedForwardGroup, kept: Tensor) -> Tensor:
     """Keep the neurons `kept` (int64, ascending) of a feed-forward part; return the kept inputs of `down`."""
-    for name, rows in block.row_indices(model, kept).items():
-        _cut_linear(model, edits, name, rows, dim=0)
+    for name, indices in block.row_indices(model, kept).items():
+        _cut_linear(model, edits, name, indices, dim=0)
     _cut_linear(model, edits, block.structure.down, kept, dim=1)
     return kept
 
@@ -258,13 +261,13 @@ def _relative_bias(model: Any) -> RelativeBias | None:
 def _cut_linear(model: Any, edits: list[Edit], name: str, indices: Tensor, dim: int) -> None:
     """Keep `indices` of the rows (dim 0, with biases) or columns (dim 1) of a linear or factorized layer."""
     old = linear_with_outputs(model, name) if dim == 0 else linear_with_inputs(model, name)
-    places = indices.to(old.weight.device)
-    weight = old.weight.detach().index_select(dim, places)
+    device_indices = indices.to(old.weight.device)
+    weight = old.weight.detach().index_select(dim, device_indices)
     new = nn.Linear(weight.shape[1], weight.shape[0], bias=old.bias is not None)
     new.weight = nn.Parameter(weight.clone())
     if old.bias is not None:
         bias = old.bias.detach()
-        new.bias = nn.Parameter((bias.index_select(0, places) if dim == 0 else bias).clone())
+        new.bias = nn.Parameter((bias.index_select(0, device_indices) if dim == 0 else bias).clone())
     if is_masked(old):
         mark_masked(new)
     record_kept_indices(old, new, indices, dim)
@@ -280,8 +283,8 @@ def count_kept_heads(count: int, settings: PruneSettings) -> int:
 
 def count_kept_neurons(count: int, settings: PruneSettings) -> int:
     """Return how many of `count` neurons are kept: the nearest multiple of `multiple_of`, at least one."""
-    wanted = count * settings.keep_ratio_of("ffn")
-    return min(count, max(1, _round_half_up(wanted / settings.multiple_of)) * settings.multiple_of)
+    target = count * settings.keep_ratio_of("ffn")
+    return min(count, max(1, _round_half_up(target / settings.multiple_of)) * settings.multiple_of)
 
 
 def _round_half_up(wanted: float) -> int:
@@ -297,44 +300,44 @@ def rounding_warnings(
         "heads": [(n := g.count(model), count_kept_heads(n, settings)) for g in attentions],
         "ffn": [(n := b.count(model), count_kept_neurons(n, settings)) for b in blocks],
     }
-    found = []
+    messages = []
     for kind, counts in sizes.items():
         if kind not in settings.targets:
             continue
         ratio = settings.keep_ratio_of(kind)
-        whole = sorted({count for count, kept in counts if kept == count})
-        word = {"heads": "heads", "ffn": "neurons"}[kind]
+        unchanged = sorted({count for count, kept in counts if kept == count})
+        unit = {"heads": "heads", "ffn": "neurons"}[kind]
         step = 1 if kind == "heads" else settings.multiple_of
-        least = [count for count, kept in counts if 2 * count * ratio <= kept < count]
-        if least:
-            found.append(
+        at_minimum = [count for count, kept in counts if 2 * count * ratio <= kept < count]
+        if at_minimum:
+            messages.append(
                 warning(
                     "minimum-kept",
-                    f"keep_ratio {ratio:g} of {' or '.join(map(str, sorted(set(least))))} {word} is"
+                    f"keep_ratio {ratio:g} of {' or '.join(map(str, sorted(set(at_minimum))))} {unit} is"
                     f" less than {step}, the minimum of a layer; the minimum is kept in"
-                    f" {len(least)} of {len(counts)} layers.",
+                    f" {len(at_minimum)} of {len(counts)} layers.",
                     setting="keep_ratio",
                 )
             )
-        if ratio == 1 or not whole:
+        if ratio == 1 or not unchanged:
             continue
-        few = " or ".join(map(str, whole))
-        most = max(whole)
-        less = (
-            f" keep_ratio: {{{kind}: {(most - step) / most:.3g}}} removes {step} of {most}."
-            if most > step
+        text = " or ".join(map(str, unchanged))
+        largest = max(unchanged)
+        hint = (
+            f" keep_ratio: {{{kind}: {(largest - step) / largest:.3g}}} removes {step} of {largest}."
+            if largest > step
             else ""
         )
-        found.append(
+        messages.append(
             warning(
                 "nothing-to-remove",
-                f"keep_ratio {ratio:g} of {few} {word}, rounded to a multiple of {step}, keeps all of them:"
+                f"keep_ratio {ratio:g} of {text} {unit}, rounded to a multiple of {step}, keeps all of them:"
                 f" nothing is removed in {sum(kept == count for count, kept in counts)} of {len(counts)}"
-                f" layers.{less}",
+                f" layers.{hint}",
                 setting="keep_ratio",
             )
         )
-    return found
+    return messages
 
 
 def allocate_globally(scores: Mapping[str, Tensor], keep_ratio: float, multiple_of: int) -> dict[str, int]:
@@ -350,14 +353,14 @@ def allocate_globally(scores: Mapping[str, Tensor], keep_ratio: float, multiple_
     """
     counts = dict.fromkeys(scores, 0)
     pieces: list[tuple[float, str, int]] = []
-    for name, found in scores.items():
-        ordered = found.sort(descending=True).values.split(multiple_of)
+    for name, layer_scores in scores.items():
+        ordered = layer_scores.sort(descending=True).values.split(multiple_of)
         counts[name] = len(ordered[0])
-        pieces += [(float(part.mean()), name, len(part)) for part in ordered[1:]]
-    wanted = keep_ratio * sum(map(len, scores.values()))
+        pieces += [(float(chunk.mean()), name, len(chunk)) for chunk in ordered[1:]]
+    target = keep_ratio * sum(map(len, scores.values()))
     # the scores of a layer's pieces descend, so a piece is never taken before a better one of its layer
     for _, name, size in sorted(pieces, key=lambda piece: -piece[0]):
-        if sum(counts.values()) + size / 2 > wanted:
+        if sum(counts.values()) + size / 2 > target:
             break
         counts[name] += size
     return counts

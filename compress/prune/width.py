@@ -80,16 +80,16 @@ def refit_width(
     Returns:
         By layer, the squared output error relative to that of the plain cut.
     """
-    fit = _WidthRefit(model, narrow_model, keep, samples, ctx)
+    refit = _WidthRefit(model, narrow_model, keep, samples, ctx)
     blocks = zip(
         run_blocks(model, samples, ctx, stage="prune"),
         run_blocks(narrow_model, samples, ctx, stage="prune"),
         strict=True,
     )
-    for before, after in blocks:
-        fit.refit_block(before, after)
-    fit.refit_outputs()
-    return {name: round(value, 4) for name, value in fit.left.items()}
+    for old_block, new_block in blocks:
+        refit.refit_block(old_block, new_block)
+    refit.refit_outputs()
+    return {name: round(value, 4) for name, value in refit.left.items()}
 
 
 class _WidthRefit:
@@ -106,24 +106,24 @@ class _WidthRefit:
     def refit_block(self, before: RunningBlock, after: RunningBlock) -> None:
         """Fit one block, part by part; the original block runs once."""
         points = _refit_points(after.block)
-        whole = self._observe(0, points, before)
+        targets = self._observe(0, points, before)
         norm_output: Tensor | None = None  # output of the last norm, the input of the next part
         for point in points:
             if isinstance(point, RefitNorm):
-                normalized = self.refit_norm(point, whole[point], after)
+                normalized = self.refit_norm(point, targets[point], after)
                 norm_output = None if after.block.stack.stream.pre_norm else normalized
             elif point.reads_encoder:
                 if self.encoded is None:
-                    self.encoded = whole[point], self._observe(1, [point], after)[point]
+                    self.encoded = targets[point], self._observe(1, [point], after)[point]
                 self.refit_layers(point, *self.encoded)
             else:
-                wanted = whole[point]
+                target = targets[point]
                 # layers that later blocks share are fitted on all uses
-                if norm_output is not None and len(norm_output) == len(wanted):
-                    found = norm_output
+                if norm_output is not None and len(norm_output) == len(target):
+                    inputs = norm_output
                 else:
-                    found = self._observe(1, [point], after)[point]
-                self.refit_layers(point, wanted, found)
+                    inputs = self._observe(1, [point], after)[point]
+                self.refit_layers(point, target, inputs)
 
     def refit_outputs(self) -> None:
         """Fit the final norm and the head after the last block."""
@@ -136,7 +136,7 @@ class _WidthRefit:
         for name in output_modules(model)[:1]:
             reader = RefitLayers((name,))
             if not has_norm_at(model, name) and self._can_be_fitted(name):
-                self.refit_layers(reader, *(self._observe(at, [reader], None)[reader] for at in (0, 1)))
+                self.refit_layers(reader, *(self._observe(index, [reader], None)[reader] for index in (0, 1)))
 
     def refit_norm(self, point: RefitNorm, wanted: Tensor, run: RunningBlock | None) -> Tensor | None:
         """Fit a norm; return its new output, None if nothing was observed."""
@@ -145,15 +145,15 @@ class _WidthRefit:
             return None
         self.done.add(module)
         family: Any = family_of(self.models[1])
-        found = self._observe(1, [point], run)[point]
-        return fit_norm(module, wanted[:, self.keep], found, family.rms_norm.adds_one_to_weight)
+        inputs = self._observe(1, [point], run)[point]
+        return fit_norm(module, wanted[:, self.keep], inputs, family.rms_norm.adds_one_to_weight)
 
     def refit_layers(self, point: RefitLayers, wanted: Tensor, found: Tensor) -> None:
         """Fit linear layers that read `found` where those of the original model read `wanted`."""
         for name in point.names:
             if self._can_be_fitted(name):
-                old = linear_with_inputs(self.models[0], name).weight.detach()
-                self.left[name] = refit_narrow_layer(self.models[1], name, old, wanted, found)
+                old_weight = linear_with_inputs(self.models[0], name).weight.detach()
+                self.left[name] = refit_narrow_layer(self.models[1], name, old_weight, wanted, found)
                 self.done.add(self.models[1].get_submodule(name))
 
     def _can_be_fitted(self, name: str) -> bool:
@@ -165,30 +165,30 @@ class _WidthRefit:
         self, number: int, points: Sequence[RefitPoint], run: RunningBlock | None
     ) -> dict[RefitPoint, Tensor]:
         """Return the layer inputs and norm outputs of one model at `points`, float32 [T, width]."""
-        model, found = self.models[number], {str(at): list[Tensor]() for at in range(len(points))}
+        model, inputs = self.models[number], {str(index): list[Tensor]() for index in range(len(points))}
         modules = [_find_module(model, point) for point in points]
 
         def see(key: str, x: Tensor) -> None:
-            found[key].append(x[:: self.stride].float().cpu())
+            inputs[key].append(x[:: self.stride].float().cpu())
 
-        layers = {str(at): [module] for at, module in enumerate(modules)}
+        layers = {str(index): [module] for index, module in enumerate(modules)}
         if run is not None:
             run.observe(layers, see)
         else:
             observe_inputs(model, self.rows, layers, see, self.ctx)
-        seen: dict[RefitPoint, Tensor] = {}
-        for at, point in enumerate(points):
-            x = torch.cat(found[str(at)])
+        observed: dict[RefitPoint, Tensor] = {}
+        for index, point in enumerate(points):
+            x = torch.cat(inputs[str(index)])
             # norms treat each token independently, so their outputs are computed after the run
-            seen[point] = _apply_norm(modules[at], x) if isinstance(point, RefitNorm) else x
-        return seen
+            observed[point] = _apply_norm(modules[index], x) if isinstance(point, RefitNorm) else x
+        return observed
 
 
 def _find_module(model: Any, point: RefitPoint) -> nn.Module:
     if isinstance(point, RefitLayers):
         return linear_with_inputs(model, point.names[0])
-    found: nn.Module = model.get_submodule(point.name)
-    return found
+    module: nn.Module = model.get_submodule(point.name)
+    return module
 
 
 @torch.no_grad()
@@ -199,20 +199,23 @@ def _apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
 
 def _refit_points(block: Block) -> list[RefitPoint]:
     """Return the norms and linear layers to fit in a block, in the order of computation."""
-    stack, found = block.stack, list[RefitPoint]()
+    stack, points = block.stack, list[RefitPoint]()
     if block.index == 0 and stack.stream.embedding_norm and not stack.stream.embedding_projection:
-        found.append(RefitNorm(stack.stream.embedding_norm))
+        points.append(RefitNorm(stack.stream.embedding_norm))
     parts: list[Attention | FeedForward] = [*stack.attentions, stack.feed_forward]
-    for number, kind in enumerate(parts):
+    for index, kind in enumerate(parts):
         part = kind.with_prefix(block.module_path)
         if part in block.parts:
             if isinstance(part, Attention) and part.cross:
-                found += [RefitLayers((part.query,)), RefitLayers((part.key, part.value), reads_encoder=True)]
+                points += [
+                    RefitLayers((part.query,)),
+                    RefitLayers((part.key, part.value), reads_encoder=True),
+                ]
             else:
-                found.append(RefitLayers(part.linear_layers[:-1]))
+                points.append(RefitLayers(part.linear_layers[:-1]))
         if not stack.stream.pre_norm:
-            found.append(RefitNorm(f"{block.module_path}.{stack.stream.part_norms[number]}"))
-    return found
+            points.append(RefitNorm(f"{block.module_path}.{stack.stream.part_norms[index]}"))
+    return points
 
 
 @torch.no_grad()
@@ -260,26 +263,26 @@ def refit_narrow_layer(
         The squared output error relative to that of the plain cut, 0 to 1; 1 if that was 0.
     """
     layer, owner = linear_with_inputs(model, name), bias_owner(model.get_submodule(name))
-    cut, old_weight = layer.weight.detach().double().cpu(), old_weight.double().cpu()
+    cut_weight, old_weight = layer.weight.detach().double().cpu(), old_weight.double().cpu()
     x = new_inputs.double()
-    off = (old_inputs.double() @ old_weight.t()).sub_(x @ cut.t())  # the error of the plain cut
-    lost = float(off.square().sum())
-    mean_x, mean_off = x.mean(dim=0), off.mean(dim=0)
+    residual = (old_inputs.double() @ old_weight.t()).sub_(x @ cut_weight.t())  # the error of the plain cut
+    error_before = float(residual.square().sum())
+    mean_x, mean_residual = x.mean(dim=0), residual.mean(dim=0)
     if owner.bias is not None:
-        x, off = x.sub_(mean_x), off.sub_(mean_off)
-    within = x.t() @ x
-    within.diagonal().add_(RECONSTRUCTION_DAMPING * float(within.diagonal().mean()))
-    if not float(within.diagonal().max()) > 0:
+        x, residual = x.sub_(mean_x), residual.sub_(mean_residual)
+    matrix = x.t() @ x
+    matrix.diagonal().add_(RECONSTRUCTION_DAMPING * float(matrix.diagonal().mean()))
+    if not float(matrix.diagonal().max()) > 0:
         return 1.0
-    change = torch.linalg.solve(within, x.t() @ off).t()
-    layer.weight.copy_(cut + change)
+    change = torch.linalg.solve(matrix, x.t() @ residual).t()
+    layer.weight.copy_(cut_weight + change)
     if owner.bias is not None:
-        shift = mean_off - change @ mean_x
+        shift = mean_residual - change @ mean_x
         if owner is not layer:
             shift = owner.weight.double().cpu() @ shift
         owner.bias.add_(shift.to(owner.bias))
-    left = float(off.sub_(x @ change.t()).square().sum())
-    return min(1.0, left / lost) if lost > 0 else 1.0
+    error_after = float(residual.sub_(x @ change.t()).square().sum())
+    return min(1.0, error_after / error_before) if error_before > 0 else 1.0
 
 
 def prune_width(src: Artifact, settings: PruneSettings, ctx: Context) -> None:
@@ -292,20 +295,20 @@ def prune_width(src: Artifact, settings: PruneSettings, ctx: Context) -> None:
         raise InputError(f"prune: {reason.message}", code=reason.code, setting=reason.setting)
     model, edits = load_model(src.path)
     edits, codes = dequantize_model(model, edits, src, ctx, "prune", everywhere=True)
-    before, width = count_stored_parameters(model), hidden_width(model)
-    kept = count_kept_channels(width, settings)
-    ctx.details["parameters_before"], ctx.details["width_before"] = before, width
-    if kept < width:
+    parameters_before, width = count_stored_parameters(model), hidden_width(model)
+    num_kept = count_kept_channels(width, settings)
+    ctx.details["parameters_before"], ctx.details["width_before"] = parameters_before, width
+    if num_kept < width:
         score = IMPORTANCES[settings.importance].scorer("width")
         scores: Tensor = score(ScoredModel(model, src, settings, ctx), width)
-        keep = scores.topk(kept).indices.sort().values
-        rows = load_reconstruction_samples(model, src, settings, ctx)
-        whole = copy.deepcopy(model) if rows is not None else None
-        edit = prune_hidden_width(model, keep.tolist())
-        if rows is not None:
-            ctx.details["reconstruction_error"] = refit_width(whole, model, keep, rows, ctx)
+        channels = scores.topk(num_kept).indices.sort().values
+        samples = load_reconstruction_samples(model, src, settings, ctx)
+        original = copy.deepcopy(model) if samples is not None else None
+        edit = prune_hidden_width(model, channels.tolist())
+        if samples is not None:
+            ctx.details["reconstruction_error"] = refit_width(original, model, channels, samples, ctx)
         if codes is not None:
-            codes.record_kept_channels(keep.tolist())
+            codes.record_kept_channels(channels.tolist())
         edits = write_width_to_config(model, edits, edit)
     else:
         ctx.warn(
@@ -314,13 +317,13 @@ def prune_width(src: Artifact, settings: PruneSettings, ctx: Context) -> None:
             f" {settings.multiple_of}, keeps all of them; nothing is removed. Lower keep_ratio or"
             " multiple_of.",
         )
-    if 2 * width * settings.keep_ratio_of("width") <= kept < width:
+    if 2 * width * settings.keep_ratio_of("width") <= num_kept < width:
         ctx.warn(
             "minimum-kept",
-            f"keep_ratio {settings.keep_ratio_of('width'):g} of {width} channels is less than {kept},"
-            f" the minimum; {kept} channels are kept.",
+            f"keep_ratio {settings.keep_ratio_of('width'):g} of {width} channels is less than {num_kept},"
+            f" the minimum; {num_kept} channels are kept.",
         )
-    ctx.details["width_after"] = kept
+    ctx.details["width_after"] = num_kept
     ctx.details["parameters_after"] = count_stored_parameters(model)
     if codes is not None:
         edits = codes.requantize(model, edits, ctx)

@@ -106,19 +106,24 @@ def search_scales(products: Sequence[LayerToScale], magnitudes: Tensor, moment: 
         if bool(candidate.isfinite().all()):
             alphas.append(step / ALPHA_STEPS)
             scales.append(candidate)
-            errors.append(sum(_output_error(product, candidate, moment) for product in products))
-    best, plain = first_within_tolerance(errors), errors[0]  # with alpha 0 all scales are 1
-    return ScaleSearchResult(scales[best], alphas[best], errors[best] / plain if plain > 0 else 1.0)
+            errors.append(sum(_output_error(layer, candidate, moment) for layer in products))
+    best_index, unscaled_error = first_within_tolerance(errors), errors[0]  # with alpha 0 all scales are 1
+    return ScaleSearchResult(
+        scales[best_index],
+        alphas[best_index],
+        errors[best_index] / unscaled_error if unscaled_error > 0 else 1.0,
+    )
 
 
 def _output_error(product: LayerToScale, scales: Tensor, moment: Tensor) -> float:
     weight, scheme, options = product
-    found = round_to_nearest(weight * scales, scheme, options)
-    off = (
-        scheme.dequantize(found.q_weight, found.qparams, options).flatten(1)[:, : weight.shape[1]] / scales
+    quantized = round_to_nearest(weight * scales, scheme, options)
+    difference = (
+        scheme.dequantize(quantized.q_weight, quantized.qparams, options).flatten(1)[:, : weight.shape[1]]
+        / scales
         - weight
     )
-    return float(((off @ moment) * off).sum())
+    return float(((difference @ moment) * difference).sum())
 
 
 def clip_and_quantize(product: LayerToScale, moment: Tensor) -> UnpackedWeights:
@@ -136,26 +141,30 @@ def clip_and_quantize(product: LayerToScale, moment: Tensor) -> UnpackedWeights:
     groups = split_into_groups(weight, size)
     pad = groups.shape[1] * size - width
     blocks = F.pad(moment, (0, pad, 0, pad)).reshape(groups.shape[1], size, groups.shape[1], size)
-    own = torch.stack([blocks[at, :, at] for at in range(groups.shape[1])])  # [G, g, g]
-    ends = groups.abs().amax(dim=-1, keepdim=True)
-    best = dict(scheme.compute_qparams(groups, width, options))
-    least = _group_errors(groups, best, own, scheme, options)
+    moments = torch.stack([blocks[index, :, index] for index in range(groups.shape[1])])  # [G, g, g]
+    limits = groups.abs().amax(dim=-1, keepdim=True)
+    best_grid = dict(scheme.compute_qparams(groups, width, options))
+    least_errors = _group_errors(groups, best_grid, moments, scheme, options)
     for step in range(1, int(_MIN_SHRINK * ALPHA_STEPS)):
-        end = ends * (1 - step / ALPHA_STEPS)
+        end = limits * (1 - step / ALPHA_STEPS)
         grid = scheme.compute_qparams(groups.clamp(-end, end), width, options)
-        errors = _group_errors(groups, grid, own, scheme, options)
-        better = is_better(errors, least)
-        least = torch.where(better, errors, least)
-        best = {name: select_per_group(better, grid[name], kept) for name, kept in best.items()}
-    return UnpackedWeights(scheme.quantize(groups, best, options), best)
+        errors = _group_errors(groups, grid, moments, scheme, options)
+        better = is_better(errors, least_errors)
+        least_errors = torch.where(better, errors, least_errors)
+        best_grid = {
+            name: select_per_group(better, grid[name], current) for name, current in best_grid.items()
+        }
+    return UnpackedWeights(scheme.quantize(groups, best_grid, options), best_grid)
 
 
 def _group_errors(
     groups: Tensor, grid: QuantParams, own: Tensor, scheme: Scheme, options: SchemeOptions
 ) -> Tensor:
     """Return |(Q(W) - W) X|^2 over all weights that share a scale, [N, G]."""
-    off = scheme.dequantize(scheme.quantize(groups, grid, options), grid, options) - groups
-    return pool_errors((torch.einsum("ngi,gij->ngj", off, own) * off).sum(dim=-1), scheme, options)
+    difference = scheme.dequantize(scheme.quantize(groups, grid, options), grid, options) - groups
+    return pool_errors(
+        (torch.einsum("ngi,gij->ngj", difference, own) * difference).sum(dim=-1), scheme, options
+    )
 
 
 @dataclass
@@ -224,22 +233,22 @@ class ScaleTarget:
             maker.bias[rows].div_(by_row)
 
     def _insert_factor(self, model: Any, scales: Tensor, kind: DtypeOf, edits: list[Edit]) -> Tensor:
-        kept = kind([f"{layer.name}.factors" for layer in self.layers])
-        factors = (1 / scales).to(kept).float()
+        dtype = kind([f"{layer.name}.factors" for layer in self.layers])
+        factors = (1 / scales).to(dtype).float()
         factors = factors.where(factors.isfinite() & (factors > 0), torch.ones(()))
-        for at, layer in enumerate(self.layers):
-            new = ScaledLinear(layer.module).train(layer.module.training)
-            new.factors = nn.Parameter(factors.clone(), requires_grad=layer.module.weight.requires_grad)
-            replace_layer(model, edits, layer.name, new, {"op": "scale", "module": layer.name})
-            self.layers[at] = replace(layer, name=f"{layer.name}.linear")
+        for index, layer in enumerate(self.layers):
+            scaled = ScaledLinear(layer.module).train(layer.module.training)
+            scaled.factors = nn.Parameter(factors.clone(), requires_grad=layer.module.weight.requires_grad)
+            replace_layer(model, edits, layer.name, scaled, {"op": "scale", "module": layer.name})
+            self.layers[index] = replace(layer, name=f"{layer.name}.linear")
         return 1 / factors
 
 
 def find_scale_targets(model: Any, layers: Sequence[PlannedLayer]) -> tuple[list[ScaleTarget], list[str]]:
     """Return the scale targets of the linear layers among `layers`, and the names of layers without one."""
     finder = _TargetFinder(model, layers)
-    found = [*finder.norm_targets(), *finder.layer_targets()]
-    return found, [layer.name for layer in layers if layer.multiplies and layer.module not in finder.placed]
+    targets = [*finder.norm_targets(), *finder.layer_targets()]
+    return targets, [layer.name for layer in layers if layer.multiplies and layer.module not in finder.placed]
 
 
 class _TargetFinder:
@@ -258,25 +267,27 @@ class _TargetFinder:
 
     def norm_targets(self) -> Iterator[ScaleTarget]:
         """Yield a target for each norm that only linear layers read."""
-        for feed in norm_consumers(self.model):
-            group = norm_group(self.model, feed) if feed.is_foldable else None
-            coded = self._claim_layers(group.linear_layers) if group else []
-            if coded:
-                yield ScaleTarget(coded, norm=group)
+        for consumer in norm_consumers(self.model):
+            group = norm_group(self.model, consumer) if consumer.is_foldable else None
+            layers = self._claim_layers(group.linear_layers) if group else []
+            if layers:
+                yield ScaleTarget(layers, norm=group)
 
     def layer_targets(self) -> Iterator[ScaleTarget]:
         """Yield a target for each other input of layers that will be quantized."""
-        feeds = [*shared_inputs(self.model), *self._pairs()]
-        feeds += [SharedInput((layer.name,)) for layer in self.coded.values()]
-        for feed in feeds:
-            readers = [_input_layer(self.model.get_submodule(name)) for name in feed.consumers]
-            maker = self._find_producer(feed, readers)
-            coded = self._claim_layers([m for m in readers if maker is not None or m is not self.head])
-            if coded:
+        inputs = [*shared_inputs(self.model), *self._pairs()]
+        inputs += [SharedInput((layer.name,)) for layer in self.coded.values()]
+        for shared_input in inputs:
+            readers = [_input_layer(self.model.get_submodule(name)) for name in shared_input.consumers]
+            producer = self._find_producer(shared_input, readers)
+            layers = self._claim_layers([m for m in readers if producer is not None or m is not self.head])
+            if layers:
                 yield ScaleTarget(
-                    coded,
-                    producer=maker,
-                    shared_input=feed if maker is not None else SharedInput(feed.consumers),
+                    layers,
+                    producer=producer,
+                    shared_input=shared_input
+                    if producer is not None
+                    else SharedInput(shared_input.consumers),
                 )
 
     def _pairs(self) -> Iterator[SharedInput]:
@@ -285,9 +296,9 @@ class _TargetFinder:
                 yield SharedInput((f"{names[0]}.up",), f"{names[0]}.down")
 
     def _claim_layers(self, modules: Collection[nn.Module]) -> list[PlannedLayer]:
-        found = [self.coded[m] for m in modules if m in self.coded and m not in self.placed]
-        self.placed |= {layer.module for layer in found}
-        return found
+        layers = [self.coded[m] for m in modules if m in self.coded and m not in self.placed]
+        self.placed |= {layer.module for layer in layers}
+        return layers
 
     def _owns_weight(self, module: nn.Module) -> bool:
         """Return whether no other module shares the weight of `module`."""
@@ -295,22 +306,22 @@ class _TargetFinder:
 
     def _find_producer(self, feed: SharedInput, readers: Sequence[nn.Module]) -> nn.Linear | None:
         """Return the linear layer that always produces the input of `readers`, if it owns its weight."""
-        found = None if feed.producer is None else _output_layer(self.model.get_submodule(feed.producer))
-        if not isinstance(found, nn.Linear):
+        producer = None if feed.producer is None else _output_layer(self.model.get_submodule(feed.producer))
+        if not isinstance(producer, nn.Linear):
             return None
-        all_of_them = (found, *readers)
+        all_of_them = (producer, *readers)
         if not all(type(m) is nn.Linear and self._owns_weight(m) for m in all_of_them):
             return None
         blocks = {tuple(sorted(_block_paths(self.names[m]))) for m in all_of_them}
-        return found if len(blocks) == 1 else None
+        return producer if len(blocks) == 1 else None
 
 
 def _block_paths(names: Sequence[str]) -> Iterator[str]:
     """Yield the block path of each name: the part up to its last number."""
     for name in names:
-        words = name.split(".")
-        last = max((at for at, word in enumerate(words) if word.isdigit()), default=-1)
-        yield ".".join(words[: last + 1])
+        parts = name.split(".")
+        last_index = max((index for index, part in enumerate(parts) if part.isdigit()), default=-1)
+        yield ".".join(parts[: last_index + 1])
 
 
 def _input_layer(module: nn.Module) -> nn.Module:
@@ -352,11 +363,11 @@ def apply_awq(
     Raises:
         InputError: inputs of a linear layer are not finite.
     """
-    work = AwqRunner(model, layers, samples, clip, dtype_of, ctx)
-    with collect_statistics(model, samples, work.observed_layers(work.targets), ctx) as seen:
-        work.scale(work.targets, seen)
-    work.report()
-    return AwqResult(work.renamed(layers), work.edits, work.codes)
+    runner = AwqRunner(model, layers, samples, clip, dtype_of, ctx)
+    with collect_statistics(model, samples, runner.observed_layers(runner.targets), ctx) as statistics:
+        runner.scale(runner.targets, statistics)
+    runner.report()
+    return AwqResult(runner.renamed(layers), runner.edits, runner.codes)
 
 
 class AwqRunner:
@@ -388,10 +399,10 @@ class AwqRunner:
         self, targets: Sequence[ScaleTarget], observe: ObserveInputs
     ) -> Mapping[str, InputStatistics]:
         """Return the statistics of the inputs of `targets`, by the names of their layers."""
-        found = self.observed_layers(targets)
-        collector = StatisticsCollector({name: input_width(layers[0]) for name, layers in found.items()})
-        if found:
-            observe(found, collector.update)
+        observed = self.observed_layers(targets)
+        collector = StatisticsCollector({name: input_width(layers[0]) for name, layers in observed.items()})
+        if observed:
+            observe(observed, collector.update)
         return collector.statistics
 
     def observed_layers(self, targets: Sequence[ScaleTarget]) -> dict[str, list[nn.Module]]:
@@ -409,12 +420,12 @@ class AwqRunner:
         for target in targets:
             name = self._names[id(target)]
             if self._clip and name in self._found:
-                cut = [
+                clipped = [
                     layer
                     for layer in target.layers
                     if layer.name.removesuffix(".linear") not in self._unclipped
                 ]
-                self.codes |= _clip_layers(cut, _second_moment(seen[name]), scales.get(name))
+                self.codes |= _clip_layers(clipped, _second_moment(seen[name]), scales.get(name))
 
     def search(self, targets: Sequence[ScaleTarget], seen: Mapping[str, InputStatistics]) -> None:
         """Find the scales of `targets`, whose weights are loaded, by the statistics of their inputs.
@@ -432,10 +443,10 @@ class AwqRunner:
 
     def apply(self, targets: Sequence[ScaleTarget]) -> dict[str, Tensor]:
         """Apply the found scales to `targets`; return those of the changed ones by name, float32 [K]."""
-        named = {self._names[id(target)]: target for target in targets}
+        by_name = {self._names[id(target)]: target for target in targets}
         return {
             name: target.apply(self._model, self._found[name].scales, self._dtype_of, self.edits)
-            for name, target in named.items()
+            for name, target in by_name.items()
             if name in self._found and self._found[name].alpha > 0
         }
 
@@ -447,7 +458,7 @@ class AwqRunner:
     def ordered_edits(self) -> list[Edit]:
         """Return the edits of layers that got a factor, in the order of the targets."""
         names = [layer.name.removesuffix(".linear") for t in self.targets for layer in t.layers]
-        order = {name: number for number, name in enumerate(names)}
+        order = {name: index for index, name in enumerate(names)}
         return sorted(self.edits, key=lambda edit: order[str(edit["module"])])
 
     def report(self) -> None:
@@ -505,8 +516,8 @@ def _clip_layers(
 
 def _attention_score_layers(model: Any) -> set[str]:
     """Return the names of query and key projections, and of both factors of factorized ones."""
-    whole = [name for attention in model_attentions(model) for name in (attention.query, attention.key)]
-    return {f"{name}{half}" for name in whole for half in ("", ".down", ".up")}
+    projections = [name for attention in model_attentions(model) for name in (attention.query, attention.key)]
+    return {f"{name}{half}" for name in projections for half in ("", ".down", ".up")}
 
 
 def _report_scales(
@@ -515,11 +526,11 @@ def _report_scales(
     """Write alpha, relative error and scale target of each input to the details of `ctx`."""
     ctx.details["awq_error"] = {name: float(f"{search.error_ratio:.3g}") for name, search in found.items()}
     ctx.details["awq_alpha"] = {name: search.alpha for name, search in found.items()}
-    went: dict[str, int] = {"norm": 0, "product": 0, "factor": 0}
-    for name, place in zip(names, places, strict=True):
+    counts: dict[str, int] = {"norm": 0, "product": 0, "factor": 0}
+    for name, target in zip(names, places, strict=True):
         if name in found and found[name].alpha > 0:
-            went[place.kind] += 1
-    ctx.details["awq_scales_in"] = went
+            counts[target.kind] += 1
+    ctx.details["awq_scales_in"] = counts
 
 
 def _warn_of_few_tokens(
@@ -531,10 +542,10 @@ def _warn_of_few_tokens(
             f"No calibration sample reaches {', '.join(unreached)}; the weights of these layers are"
             " rounded to nearest. Add calibration samples that use them.",
         )
-    if few := few_tokens_text(token_counts, samples):
+    if text := few_tokens_text(token_counts, samples):
         ctx.warn(
             "few-calibration-tokens",
-            f"{few}; results may overfit. Increase calibration_samples, or add data: {{calibration: FILE}}.",
+            f"{text}; results may overfit. Increase calibration_samples, or add data: {{calibration: FILE}}.",
         )
 
 
@@ -548,15 +559,17 @@ def mse_grid(groups: Tensor, width: int, scheme: Scheme, options: SchemeOptions)
     steps of a hundredth, down to a fifth, and each group gets the range with the least sum of |error|^2.4.
     The grid of a shrunk group is the shrunk grid, so this works for every scheme.
     """
-    best = dict(scheme.compute_qparams(groups, width, options))
-    least = _grid_errors(groups, best, scheme, options)
+    best_grid = dict(scheme.compute_qparams(groups, width, options))
+    least_errors = _grid_errors(groups, best_grid, scheme, options)
     for step in range(1, _SHRINK_STEPS):
         grid = scheme.compute_qparams(groups * (1 - step / _SHRINK_PARTS), width, options)
         errors = _grid_errors(groups, grid, scheme, options)
-        better = is_better(errors, least)
-        least = torch.where(better, errors, least)
-        best = {name: select_per_group(better, grid[name], kept) for name, kept in best.items()}
-    return best
+        better = is_better(errors, least_errors)
+        least_errors = torch.where(better, errors, least_errors)
+        best_grid = {
+            name: select_per_group(better, grid[name], current) for name, current in best_grid.items()
+        }
+    return best_grid
 
 
 def percentile_grid(
@@ -575,19 +588,22 @@ def percentile_grid(
         options: options of the scheme.
     """
     size = groups.shape[1] * groups.shape[2]
-    given, whole = groups, scheme.is_per_tensor(options)
-    groups = groups.reshape(1, 1, -1) if whole else groups
+    original, per_tensor = groups, scheme.is_per_tensor(options)
+    groups = groups.reshape(1, 1, -1) if per_tensor else groups
     ordered = groups.abs().sort(dim=-1, descending=True).values  # padding comes last
     counts = torch.full(groups.shape[1:2], groups.shape[2])
-    counts[-1] -= (size - width) * (len(given) if whole else 1)
-    place = ((counts - 1) * (1 - percentile / 100)).to(ordered)  # counted from the largest
-    low = place.floor().long()
-    pair = [ordered.gather(-1, at.expand(len(groups), -1)[..., None]) for at in (low, place.ceil().long())]
-    ends = pair[0] + (pair[1] - pair[0]) * (place - low)[:, None]
-    return scheme.compute_qparams(given.clamp(-ends, ends), width, options)
+    counts[-1] -= (size - width) * (len(original) if per_tensor else 1)
+    positions = ((counts - 1) * (1 - percentile / 100)).to(ordered)  # counted from the largest
+    lower = positions.floor().long()
+    pair = [
+        ordered.gather(-1, indices.expand(len(groups), -1)[..., None])
+        for indices in (lower, positions.ceil().long())
+    ]
+    limits = pair[0] + (pair[1] - pair[0]) * (positions - lower)[:, None]
+    return scheme.compute_qparams(original.clamp(-limits, limits), width, options)
 
 
 def _grid_errors(groups: Tensor, grid: QuantParams, scheme: Scheme, options: SchemeOptions) -> Tensor:
     """Return the sum of |error|^2.4 over all weights that share a scale, [N, G]."""
-    off = scheme.dequantize(scheme.quantize(groups, grid, options), grid, options) - groups
-    return pool_errors(off.abs_().pow_(_ERROR_POWER).sum(dim=-1), scheme, options)
+    difference = scheme.dequantize(scheme.quantize(groups, grid, options), grid, options) - groups
+    return pool_errors(difference.abs_().pow_(_ERROR_POWER).sum(dim=-1), scheme, options)

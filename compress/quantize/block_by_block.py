@@ -63,17 +63,17 @@ def open_large_model(src: Artifact, settings: QuantizeSettings, ctx: Context) ->
     if streamed is None or not on_samples:
         return streamed
     model, layers = streamed.model, plan_layers(streamed.model, settings)
-    inside, head = _block_modules(model), output_layer(model)
-    outside = [layer for layer in layers if layer.multiplies and layer.module not in inside]
-    if any(layer.module is not head for layer in outside):
+    block_of_module, head = _block_modules(model), output_layer(model)
+    head_layers = [layer for layer in layers if layer.multiplies and layer.module not in block_of_module]
+    if any(layer.module is not head for layer in head_layers):
         return None
     targets: Sequence[ScaleTarget | NormGroup] = []
     if settings.scales_inputs:
         targets = find_scale_targets(model, layers)[0]
     elif settings.smoothquant_alpha is not None:
         targets = smoothing_targets(model, layers)[1]
-    moved = ({inside.get(module) for module in target.modules(model)} for target in targets)
-    return None if any(len(places) > 1 for places in moved) else streamed
+    block_sets = ({block_of_module.get(module) for module in target.modules(model)} for target in targets)
+    return None if any(len(target_blocks) > 1 for target_blocks in block_sets) else streamed
 
 
 def _block_modules(model: Any) -> dict[nn.Module, str]:
@@ -104,18 +104,18 @@ def quantize_blocks(
         InputError: weights or activations are not finite, there are no samples, or GPTQ cannot invert a
             Hessian.
     """
-    work = _BlockwiseState(streamed, layers, settings, ctx)
+    state = _BlockwiseState(streamed, layers, settings, ctx)
     if settings.needs_calibration:
-        work.run_on_samples(src)
+        state.run_on_samples(src)
     else:
         for done, block in enumerate(blocks := blocks_of(streamed.model), start=1):
             streamed.load_block(block)
-            work.finish_block(block)
+            state.finish_block(block)
             ctx.progress(done, len(blocks), block.module_path)
         streamed.load_head()
-    work.quantize(work.layers_outside_blocks)
-    warn_of_missing_ranges(work.unseen, ctx)
-    return work.ordered_edits()
+    state.quantize(state.layers_outside_blocks)
+    warn_of_missing_ranges(state.unseen, ctx)
+    return state.ordered_edits()
 
 
 @dataclass
@@ -149,24 +149,28 @@ class _BlockwiseState:
     @property
     def layers_outside_blocks(self) -> list[PlannedLayer]:
         """Return the layers that are in no block."""
-        places = tuple(f"{block.module_path}." for block in blocks_of(self.streamed.model))
-        return [layer for layer in self.layers if not layer.name.startswith(places)]
+        prefixes = tuple(f"{block.module_path}." for block in blocks_of(self.streamed.model))
+        return [layer for layer in self.layers if not layer.name.startswith(prefixes)]
 
     def run_on_samples(self, src: Artifact) -> None:
         """Run the methods on the linear layers block by block, and on the head with the blocks' outputs."""
         settings, ctx = self.settings, self.ctx
-        rows = load_calibration_samples(
+        samples = load_calibration_samples(
             self.streamed.model, src, settings.calibration_samples, ctx, "quantize"
         )
-        self.rows = rows
-        ctx.details["calibration"] = {"origin": rows.origin, "rows": rows.num_samples, "tokens": rows.tokens}
-        warn_of_few_activations(rows, settings, ctx)
-        self.scaler = self._make_scaler(rows, src)
+        self.rows = samples
+        ctx.details["calibration"] = {
+            "origin": samples.origin,
+            "rows": samples.num_samples,
+            "tokens": samples.tokens,
+        }
+        warn_of_few_activations(samples, settings, ctx)
+        self.scaler = self._make_scaler(samples, src)
         if self.scaler is not None and (settings.compensates_rounding or settings.needs_activation_ranges):
             self._run(self.streamed.load_block, self._find_scales, self._find_head_scales)
             self.scales_found = True
         if settings.compensates_rounding:
-            self.gptq = GptqRunner(rows, grid_finder(settings), ctx)
+            self.gptq = GptqRunner(samples, grid_finder(settings), ctx)
         self._run(self._enter_block, self.finish_block, self._calibrate_head)
         for runner in (self.scaler, self.gptq):
             if runner is not None:
@@ -177,8 +181,8 @@ class _BlockwiseState:
         """Return the method that moves scales, None if there is none."""
         settings, kind = self.settings, stored_dtypes(src.path).dtype_for
         if settings.scales_inputs:
-            cut = settings.clip == "awq"
-            return AwqRunner(self.streamed.model, self.layers, rows, cut, kind, self.ctx)
+            clips = settings.clip == "awq"
+            return AwqRunner(self.streamed.model, self.layers, rows, clips, kind, self.ctx)
         alpha = settings.smoothquant_alpha
         if alpha is None:
             return None
@@ -234,12 +238,12 @@ class _BlockwiseState:
     @property
     def _calibrated_head(self) -> list[PlannedLayer]:
         """Return the output layer; unless it is an embedding too, except for its range."""
-        outside = self.layers_outside_blocks
-        tables = {layer.weight_id for layer in self.layers if not layer.multiplies}
+        candidates = self.layers_outside_blocks
+        table_weights = {layer.weight_id for layer in self.layers if not layer.multiplies}
         return [
             layer
-            for layer in outside
-            if layer.multiplies and (layer.needs_range or layer.weight_id not in tables)
+            for layer in candidates
+            if layer.multiplies and (layer.needs_range or layer.weight_id not in table_weights)
         ]
 
     def _calibrate(self, layers: Sequence[PlannedLayer], observe: ObserveInputs, block: Block | None) -> None:
@@ -265,9 +269,9 @@ class _BlockwiseState:
         """Return the scaler's targets in `block`, or after all blocks."""
         if self.scaler is None:
             return []
-        place, inside = None if block is None else block.module_path, self._block_of_module
+        block_path, block_of_module = None if block is None else block.module_path, self._block_of_module
         model = self.streamed.model
-        return [t for t in self.scaler.targets if inside.get(t.modules(model)[0]) == place]
+        return [t for t in self.scaler.targets if block_of_module.get(t.modules(model)[0]) == block_path]
 
     @cached_property
     def _block_of_module(self) -> dict[nn.Module, str]:
@@ -292,8 +296,8 @@ class _BlockwiseState:
             codes = self.gptq.codes
         elif isinstance(self.scaler, AwqRunner):
             codes = self.scaler.codes
-        layers, unseen = divide_by_range(layers, self.ranges)
-        self.unseen += unseen
+        layers, without_range = divide_by_range(layers, self.ranges)
+        self.unseen += without_range
         renamed = self._renamed(layers)
         self.ctx.warnings.extend(
             scale_underflow_warnings(renamed, small_weights(layers) | self.small_weights)
@@ -308,6 +312,6 @@ class _BlockwiseState:
 
     def ordered_edits(self) -> list[Edit]:
         """Return all edits in the order of those of the whole model: scales by target, then layers."""
-        order = {layer.name: number for number, layer in enumerate(self._renamed(self.layers))}
+        order = {layer.name: index for index, layer in enumerate(self._renamed(self.layers))}
         edits = sorted(self.edits, key=lambda edit: order[str(edit["module"]).removesuffix(".matrix")])
         return [*self.scaler.ordered_edits(), *edits] if isinstance(self.scaler, AwqRunner) else edits

@@ -81,10 +81,10 @@ def calibrate_layers(
     """
     if settings.needs_calibration and layers:
         return _calibrate_on_samples(model, layers, src, settings, ctx)
-    found = CalibrationResult(layers)
+    result = CalibrationResult(layers)
     if settings.correction is not None:
-        found.corrections = _find_corrections(model, found, None, src, settings, ctx)
-    return found
+        result.corrections = _find_corrections(model, result, None, src, settings, ctx)
+    return result
 
 
 def _calibrate_on_samples(
@@ -92,27 +92,33 @@ def _calibrate_on_samples(
 ) -> CalibrationResult:
     """Calibrate `layers` by running `model` on samples."""
     require_finite_layers(layers)
-    rows = load_calibration_samples(model, src, settings.calibration_samples, ctx, "quantize")
-    ctx.details["calibration"] = {"origin": rows.origin, "rows": rows.num_samples, "tokens": rows.tokens}
+    samples = load_calibration_samples(model, src, settings.calibration_samples, ctx, "quantize")
+    ctx.details["calibration"] = {
+        "origin": samples.origin,
+        "rows": samples.num_samples,
+        "tokens": samples.tokens,
+    }
     if settings.calibrates_correction:
-        _warn_of_few_tokens(rows, _CORRECTION_TEXT, "calibration_samples", ctx)
-    found = CalibrationResult(layers)
+        _warn_of_few_tokens(samples, _CORRECTION_TEXT, "calibration_samples", ctx)
+    result = CalibrationResult(layers)
     if (
         settings.mixed_precision is not None
     ):  # first, because scales and clipping are searched for the chosen widths
-        _choose_bit_widths(model, found, rows, src, settings, ctx)
-    _move_scales(model, found, rows, src, settings, ctx)
+        _choose_bit_widths(model, result, samples, src, settings, ctx)
+    _move_scales(model, result, samples, src, settings, ctx)
     if settings.needs_activation_ranges:
-        _calibrate_activations(model, found, rows, settings, ctx)
+        _calibrate_activations(model, result, samples, settings, ctx)
     if AUTO in settings.exclude or settings.needs_activation_ranges or settings.smoothquant_alpha is not None:
-        _measure_sensitivity(model, found, rows, settings, ctx)
+        _measure_sensitivity(model, result, samples, settings, ctx)
     if settings.compensates_rounding:
-        fit = grid_finder(settings)
-        found.codes, found.corrections = apply_gptq(model, found.layers, rows, fit, ctx, settings.correction)
+        find_grid = grid_finder(settings)
+        result.codes, result.corrections = apply_gptq(
+            model, result.layers, samples, find_grid, ctx, settings.correction
+        )
         ctx.warnings[:] = dict.fromkeys(ctx.warnings)  # both methods warn about too few samples
     elif settings.correction is not None:
-        found.corrections = _find_corrections(model, found, rows, src, settings, ctx)
-    return found
+        result.corrections = _find_corrections(model, result, samples, src, settings, ctx)
+    return result
 
 
 def _move_scales(
@@ -133,8 +139,8 @@ def _move_scales(
     if settings.scales_inputs:
         from smelt.compress.quantize.awq import apply_awq
 
-        cut = settings.clip == "awq"
-        result.layers, result.edits, result.codes = apply_awq(model, result.layers, samples, cut, kind, ctx)
+        clips = settings.clip == "awq"
+        result.layers, result.edits, result.codes = apply_awq(model, result.layers, samples, clips, kind, ctx)
 
 
 def _calibrate_activations(
@@ -145,22 +151,22 @@ def _calibrate_activations(
     ctx: Context,
 ) -> None:
     """Calibrate activation ranges; layers that no sample reaches stay float."""
-    plain = [layer for layer in result.layers if not isinstance(layer.module, nn.Conv2d)]
+    linear_layers = [layer for layer in result.layers if not isinstance(layer.module, nn.Conv2d)]
     observe = partial(observe_inputs, model, samples, ctx=ctx)
-    ranges = calibrate_ranges(plain, samples, settings, observe)
+    ranges = calibrate_ranges(linear_layers, samples, settings, observe)
     result.layers, result.ranges, result.rounding_ranges = calibrate_convolutions(
         model, result.layers, ranges, samples, settings, ctx
     )
-    result.layers, unseen = divide_by_range(result.layers, result.ranges)
-    warn_of_missing_ranges(unseen, ctx)
+    result.layers, without_range = divide_by_range(result.layers, result.ranges)
+    warn_of_missing_ranges(without_range, ctx)
 
 
 def divide_by_range(
     layers: Sequence[PlannedLayer], ranges: Mapping[int, float]
 ) -> tuple[list[PlannedLayer], list[str]]:
     """Return the layers that have the range that they need, or need none, and the names of the others."""
-    unseen = [layer.name for layer in layers if layer.needs_range and layer.weight_id not in ranges]
-    return [layer for layer in layers if layer.name not in unseen], unseen
+    without_range = [layer.name for layer in layers if layer.needs_range and layer.weight_id not in ranges]
+    return [layer for layer in layers if layer.name not in without_range], without_range
 
 
 def warn_of_missing_ranges(unseen: Sequence[str], ctx: Context) -> None:
@@ -184,9 +190,9 @@ def _choose_bit_widths(
     """Choose the bits of each layer."""
     from smelt.compress.quantize.mixed_precision import choose_bit_widths
 
-    few, plain = samples.subset(settings.sensitivity_samples), quantizer_factory(settings, {})
-    _warn_of_few_tokens(few, _SENSITIVITY_TEXT, "sensitivity_samples and calibration_samples", ctx)
-    result.layers = choose_bit_widths(model, result.layers, few, src, settings, plain, ctx)
+    subset, quantizer_of = samples.subset(settings.sensitivity_samples), quantizer_factory(settings, {})
+    _warn_of_few_tokens(subset, _SENSITIVITY_TEXT, "sensitivity_samples and calibration_samples", ctx)
+    result.layers = choose_bit_widths(model, result.layers, subset, src, settings, quantizer_of, ctx)
 
 
 def _measure_sensitivity(
@@ -201,13 +207,17 @@ def _measure_sensitivity(
 
     if not settings.sensitivity_samples:
         return
-    few = samples.subset(settings.sensitivity_samples)
-    _warn_of_few_tokens(few, _SENSITIVITY_TEXT, "sensitivity_samples and calibration_samples", ctx)
-    harm = measure_layer_sensitivities(model, result.layers, result.ranges, few, ctx)
-    ctx.details["sensitivity"] = {name: float(f"{value:.3g}") for name, value in harm.items()}
-    ctx.details["sensitivity_samples"] = few.num_samples
-    stay = select_sensitive(harm, settings.max_excluded or MaxExcluded()) if AUTO in settings.exclude else []
-    result.layers = [layer for layer in result.layers if layer.name not in stay]
+    subset = samples.subset(settings.sensitivity_samples)
+    _warn_of_few_tokens(subset, _SENSITIVITY_TEXT, "sensitivity_samples and calibration_samples", ctx)
+    sensitivities = measure_layer_sensitivities(model, result.layers, result.ranges, subset, ctx)
+    ctx.details["sensitivity"] = {name: float(f"{value:.3g}") for name, value in sensitivities.items()}
+    ctx.details["sensitivity_samples"] = subset.num_samples
+    excluded = (
+        select_sensitive(sensitivities, settings.max_excluded or MaxExcluded())
+        if AUTO in settings.exclude
+        else []
+    )
+    result.layers = [layer for layer in result.layers if layer.name not in excluded]
 
 
 def _find_corrections(
@@ -235,9 +245,11 @@ def report_corrections(
     ctx.details["low_rank_correction"] = correction_details(
         result.layers, result.corrections, settings.correction.rank
     )
-    stored = 8 * stored_dtypes(src.path).default.itemsize
-    coded = bits_per_weight(SCHEMES[settings.scheme], settings.scheme_options(settings.scheme))
-    ctx.warnings.extend(oversized_correction_warnings(result.layers, result.corrections, coded, stored))
+    stored_bits = 8 * stored_dtypes(src.path).default.itemsize
+    quantized_bits = bits_per_weight(SCHEMES[settings.scheme], settings.scheme_options(settings.scheme))
+    ctx.warnings.extend(
+        oversized_correction_warnings(result.layers, result.corrections, quantized_bits, stored_bits)
+    )
 
 
 def grid_finder(settings: QuantizeSettings) -> GridFinder:
@@ -256,13 +268,17 @@ def quantizer_factory(
     settings: QuantizeSettings, codes: Mapping[int, UnpackedWeights]
 ) -> Callable[[PlannedLayer], WeightQuantizer]:
     """Return a function from layer to quantizer: the calibrated weights `codes`, else rounding to nearest."""
-    fit = grid_finder(settings)
+    find_grid = grid_finder(settings)
 
-    def coder_of(layer: PlannedLayer) -> WeightQuantizer:
-        decided = codes.get(layer.weight_id)
-        return partial(round_on_grid, fit) if decided is None else lambda weight, scheme, options: decided
+    def quantizer_of(layer: PlannedLayer) -> WeightQuantizer:
+        precomputed = codes.get(layer.weight_id)
+        return (
+            partial(round_on_grid, find_grid)
+            if precomputed is None
+            else lambda weight, scheme, options: precomputed
+        )
 
-    return coder_of
+    return quantizer_of
 
 
 def _warn_of_few_tokens(samples: CalibrationSamples, what: str, which: str, ctx: Context) -> None:
@@ -279,17 +295,17 @@ def _warn_of_few_tokens(samples: CalibrationSamples, what: str, which: str, ctx:
 
 def warn_of_few_activations(samples: CalibrationSamples, settings: QuantizeSettings, ctx: Context) -> None:
     """Warn if the extremes of activations are measured on too few tokens."""
-    enough = _MIN_CALIBRATION_IMAGES if "pixel_values" in samples.batches[0] else MIN_CALIBRATION_TOKENS
+    min_tokens = _MIN_CALIBRATION_IMAGES if "pixel_values" in samples.batches[0] else MIN_CALIBRATION_TOKENS
     measured = settings.needs_activation_ranges or settings.smoothquant_alpha is not None
-    if not measured or samples.tokens >= enough:
+    if not measured or samples.tokens >= min_tokens:
         return
-    what, why = "activation ranges", "larger values in other samples will be clipped"
+    quantity, effect = "activation ranges", "larger values in other samples will be clipped"
     if not settings.needs_activation_ranges:
-        what, why = "largest activations of each channel", "other samples may have larger values"
+        quantity, effect = "largest activations of each channel", "other samples may have larger values"
     ctx.warn(
         "few-calibration-tokens",
         f"Only {with_count(samples.tokens, 'calibration token')}"
-        f" ({with_count(samples.num_samples, 'sample')} of {samples.origin}) for the {what}; {why}."
+        f" ({with_count(samples.num_samples, 'sample')} of {samples.origin}) for the {quantity}; {effect}."
         f" Use {MIN_CALIBRATION_TOKENS:,} tokens or more: increase calibration_samples, or add data:"
         " {calibration: FILE}.",
     )
@@ -314,23 +330,23 @@ def rounding_points(model: Any) -> list[RoundingPoint]:
     if family is None or family.conv_and_norm is None or family.conv_chain is None:
         return []
     convolution, norm = family.conv_and_norm
-    found: list[RoundingPoint] = []
+    points: list[RoundingPoint] = []
     for name, module in model.named_modules():
-        owner, _, last = name.rpartition(".")
-        if last != family.conv_chain:
+        owner, _, attribute = name.rpartition(".")
+        if attribute != family.conv_chain:
             continue
-        links = [f"{name}.{number}" for number, _ in module.named_children()]
-        first, _ = conv_end_names(model, f"{links[0]}.{convolution}")
-        _, end = conv_end_names(model, f"{links[-1]}.{convolution}")
+        links = [f"{name}.{child}" for child, _ in module.named_children()]
+        input_name, _ = conv_end_names(model, f"{links[0]}.{convolution}")
+        _, output_name = conv_end_names(model, f"{links[-1]}.{convolution}")
         shortcut = f"{owner}.{family.conv_shortcut}"
         if isinstance(model.get_submodule(shortcut), nn.Identity):
-            found.append(RoundingPoint(shortcut, first, range_source=first))
+            points.append(RoundingPoint(shortcut, input_name, range_source=input_name))
         else:
-            found.append(
+            points.append(
                 RoundingPoint(f"{shortcut}.{norm}", conv_end_names(model, f"{shortcut}.{convolution}")[1])
             )
-        found.append(RoundingPoint(f"{links[-1]}.{norm}", end))
-    return found + list(_max_pools(model))
+        points.append(RoundingPoint(f"{links[-1]}.{norm}", output_name))
+    return points + list(_max_pools(model))
 
 
 def _max_pools(model: Any) -> list[RoundingPoint]:
@@ -338,8 +354,8 @@ def _max_pools(model: Any) -> list[RoundingPoint]:
     modules = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.MaxPool2d | nn.Conv2d)]
     return [
         RoundingPoint(name, reader, reader)
-        for (name, module), (reader, after) in pairwise(modules)
-        if isinstance(module, nn.MaxPool2d) and isinstance(after, nn.Conv2d)
+        for (name, module), (reader, next_module) in pairwise(modules)
+        if isinstance(module, nn.MaxPool2d) and isinstance(next_module, nn.Conv2d)
     ]
 
 
@@ -360,24 +376,36 @@ def calibrate_convolutions(
     convolutions = {layer.name: layer for layer in layers if isinstance(layer.module, nn.Conv2d)}
     if not convolutions:
         return list(layers), dict(ranges), {}
-    places = [place for place in rounding_points(model) if place.convolution in convolutions]
-    own = {p.name: [model.get_submodule(p.name)] for p in places if p.range_source not in convolutions}
-    read = {name: [layer.module] for name, layer in convolutions.items()}
+    points = [point for point in rounding_points(model) if point.convolution in convolutions]
+    point_modules = {
+        p.name: [model.get_submodule(p.name)] for p in points if p.range_source not in convolutions
+    }
+    conv_modules = {name: [layer.module] for name, layer in convolutions.items()}
     observe = partial(observe_inputs, model, samples, ctx=ctx)
-    seen = observe_ranges(read | own, {name: name for name in read | own}, samples, settings, observe)
-    signed = {name: found.signed for name, found in seen.items()}
-    new = [replace(layer, signed=signed.get(layer.name, True)) for layer in layers]
-    found = {convolutions[name].weight_id: seen[name].largest for name in read if name in seen}
-    between = {p.name: seen[p.range_source if p.range_source in convolutions else p.name] for p in places}
-    return new, dict(ranges) | found, between
+    observed = observe_ranges(
+        conv_modules | point_modules,
+        {name: name for name in conv_modules | point_modules},
+        samples,
+        settings,
+        observe,
+    )
+    signed = {name: measured.signed for name, measured in observed.items()}
+    updated = [replace(layer, signed=signed.get(layer.name, True)) for layer in layers]
+    measured = {
+        convolutions[name].weight_id: observed[name].largest for name in conv_modules if name in observed
+    }
+    rounding_ranges = {
+        p.name: observed[p.range_source if p.range_source in convolutions else p.name] for p in points
+    }
+    return updated, dict(ranges) | measured, rounding_ranges
 
 
 def insert_rounding(model: Any, ranges: Mapping[str, ObservedRange]) -> list[Edit]:
     """Insert rounding before the modules in `ranges`; return the edits."""
     edits: list[Edit] = []
-    for name, found in ranges.items():
-        new = QuantizedActivation(model.get_submodule(name), found.signed)
-        new.set_activation_range_(found.largest)
-        replace_module(model, name, new.eval())
-        edits.append({"op": "round", "module": name, "signed": found.signed})
+    for name, observed in ranges.items():
+        rounding = QuantizedActivation(model.get_submodule(name), observed.signed)
+        rounding.set_activation_range_(observed.largest)
+        replace_module(model, name, rounding.eval())
+        edits.append({"op": "round", "module": name, "signed": observed.signed})
     return edits

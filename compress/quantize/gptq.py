@@ -84,26 +84,26 @@ def gptq_quantize(
     size = scheme.group_size(weight.shape[1], options)
     assert statistics.second_moment is not None
     factor = (inverse_cholesky(statistics)[0] if inverse is None else inverse).to(weight)
-    left = weight.clone()
-    left[:, statistics.second_moment.diagonal() == 0] = 0.0  # dead inputs
+    updated = weight.clone()
+    updated[:, statistics.second_moment.diagonal() == 0] = 0.0  # dead inputs
     # Grids are found after zeroing, as in the published code; except mean magnitudes (binary, ternary), which
     # zeros would make too small, and grids fitted to all weights (kmeans4), which only gain if at least a
     # fifth of the inputs is dead.
     ranged = scheme.supports_clipping and not scheme.requires_training
-    grid = find_grid(split_into_groups(left if ranged else weight, size), weight.shape[1], scheme, options)
-    codes = scheme.quantize(split_into_groups(left, size), grid, options)
-    for start in range(0, left.shape[1], _BLOCK_COLUMNS):
-        end = min(start + _BLOCK_COLUMNS, left.shape[1])
-        errors = torch.empty_like(left[:, start:end])
+    grid = find_grid(split_into_groups(updated if ranged else weight, size), weight.shape[1], scheme, options)
+    codes = scheme.quantize(split_into_groups(updated, size), grid, options)
+    for start in range(0, updated.shape[1], _BLOCK_COLUMNS):
+        end = min(start + _BLOCK_COLUMNS, updated.shape[1])
+        errors = torch.empty_like(updated[:, start:end])
         for j in range(start, end):
-            part = {name: _group_slice(tensor, j // size) for name, tensor in grid.items()}
-            column = left[:, j] if zeros is None else left[:, j].masked_fill(zeros[:, j], 0.0)
-            chosen = scheme.quantize(column.contiguous()[:, None, None], part, options)
-            codes[:, j // size, j % size] = chosen[:, 0, 0]
-            value = scheme.dequantize(chosen, part, options)[:, 0, 0]
-            errors[:, j - start] = (left[:, j] - value) / factor[j, j]
-            left[:, j:end] -= torch.outer(errors[:, j - start], factor[j, j:end])
-        left[:, end:] -= errors @ factor[start:end, end:]
+            group_grid = {name: _group_slice(tensor, j // size) for name, tensor in grid.items()}
+            column = updated[:, j] if zeros is None else updated[:, j].masked_fill(zeros[:, j], 0.0)
+            column_codes = scheme.quantize(column.contiguous()[:, None, None], group_grid, options)
+            codes[:, j // size, j % size] = column_codes[:, 0, 0]
+            value = scheme.dequantize(column_codes, group_grid, options)[:, 0, 0]
+            errors[:, j - start] = (updated[:, j] - value) / factor[j, j]
+            updated[:, j:end] -= torch.outer(errors[:, j - start], factor[j, j:end])
+        updated[:, end:] -= errors @ factor[start:end, end:]
     return UnpackedWeights(codes, grid)
 
 
@@ -140,19 +140,23 @@ def apply_gptq(
         InputError: inputs of a layer are not finite, or its Hessian cannot be inverted with any damping.
     """
     tables = {layer.weight_id for layer in layers if not layer.multiplies}
-    work = GptqRunner(rows, fit, ctx)
+    runner = GptqRunner(rows, fit, ctx)
     if low_rank is not None:
-        work.corrections = {layer.weight_id: low_rank for layer in layers_to_correct(model, layers)}
-    wanted = {
+        runner.corrections = {layer.weight_id: low_rank for layer in layers_to_correct(model, layers)}
+    pending = {
         id(layer.module): layer for layer in layers if layer.multiplies and layer.weight_id not in tables
     }
     for step in run_blocks(model, rows, ctx, stage="quantize"):
-        work.calibrate([wanted.pop(id(m)) for m in step.module.modules() if id(m) in wanted], step.observe)
-    if rest := work.not_yet_quantized(list(wanted.values())):  # heads and poolers, after the blocks
-        with collect_statistics(model, rows, {layer.name: [layer.module] for layer in rest}, ctx) as found:
-            work.quantize(rest, found)
-    work.report()
-    return work.codes, work.pairs
+        runner.calibrate(
+            [pending.pop(id(m)) for m in step.module.modules() if id(m) in pending], step.observe
+        )
+    if remaining := runner.not_yet_quantized(list(pending.values())):  # heads and poolers, after the blocks
+        with collect_statistics(
+            model, rows, {layer.name: [layer.module] for layer in remaining}, ctx
+        ) as statistics:
+            runner.quantize(remaining, statistics)
+    runner.report()
+    return runner.codes, runner.pairs
 
 
 class GptqRunner:
@@ -198,30 +202,30 @@ class GptqRunner:
     def quantize(self, layers: Sequence[PlannedLayer], found: dict[str, InputStatistics]) -> None:
         """Quantize `layers`, and set their weights to the results; `found` is consumed."""
         for layer in layers:
-            seen = found.pop(layer.name)
-            if not seen.tokens:
+            statistics = found.pop(layer.name)
+            if not statistics.tokens:
                 self.unreached.append(layer.name)
                 continue
-            if not bool(seen.squares.isfinite().all()):
+            if not bool(statistics.squares.isfinite().all()):
                 raise InputError(
                     f"quantize: {layer.name}: the layer's inputs are not finite. The training before"
                     " this step has probably diverged; lower its learning_rate.",
                     code="non-finite-activations",
                 )
-            self._quantize_layer(layer, seen)
+            self._quantize_layer(layer, statistics)
 
     def _quantize_layer(self, layer: PlannedLayer, seen: InputStatistics) -> None:
         """Quantize one layer; all of its rows share the inverse Hessian."""
         weight, inverse = layer.module.weight, self._inverse_cholesky(layer, seen)
         parts = [
-            self._quantize_rows(layer, rows, seen, inverse)
-            for rows in weight.split(self._rows_at_once(layer))
+            self._quantize_rows(layer, chunk, seen, inverse)
+            for chunk in weight.split(self._rows_at_once(layer))
         ]
-        error, plain = sum(part[1] for part in parts), sum(part[2] for part in parts)
-        self.left[layer.name] = error / plain if plain > 0 else 1.0
+        error, nearest_error = sum(result[1] for result in parts), sum(result[2] for result in parts)
+        self.left[layer.name] = error / nearest_error if nearest_error > 0 else 1.0
         if dead := int((seen.squares == 0).sum()):
             self.dead_inputs[layer.name] = dead
-        self.codes[layer.weight_id] = concatenate_rows(len(weight), (part[0] for part in parts))
+        self.codes[layer.weight_id] = concatenate_rows(len(weight), (result[0] for result in parts))
         self.token_counts.append((seen.tokens, weight.shape[1]))
 
     def _rows_at_once(self, layer: PlannedLayer) -> int:
@@ -255,20 +259,20 @@ class GptqRunner:
             Quantized weights, their squared output error, and that of rounding to nearest.
         """
         scheme, weight = find_scheme(layer.scheme), rows.detach().float().cpu()
-        held = weight == 0 if is_masked(layer.module) else None
-        codes, pair = self._quantize_weight(layer, weight, seen, held, inverse)
+        zeros = weight == 0 if is_masked(layer.module) else None
+        codes, pair = self._quantize_weight(layer, weight, seen, zeros, inverse)
         groups, grid = split_into_groups(weight, codes.q_weight.shape[2]), codes.qparams
         if bool((seen.squares == 0).any()):  # dead inputs count in the grid of rounding to nearest
             grid = self.fit(groups, weight.shape[1], scheme, layer.options)
         nearest = scheme.quantize(groups, grid, layer.options)
-        plain = dequantize_codes(UnpackedWeights(nearest, grid), scheme, layer.options, weight)
-        most = _output_error(plain.sub_(weight), seen)
+        nearest_values = dequantize_codes(UnpackedWeights(nearest, grid), scheme, layer.options, weight)
+        nearest_error = _output_error(nearest_values.sub_(weight), seen)
         values = dequantize_codes(codes, scheme, layer.options, weight)
         if pair is not None:
             values, self.pairs[layer.weight_id] = values + pair.correction, pair
         error = _output_error(values - weight, seen)
         rows.copy_(values)
-        return codes, error, most
+        return codes, error, nearest_error
 
     def _quantize_weight(
         self, layer: PlannedLayer, weight: Tensor, seen: InputStatistics, held: Tensor | None, inverse: Tensor
@@ -277,8 +281,8 @@ class GptqRunner:
         scheme = find_scheme(layer.scheme)
 
         def decide(left: Tensor) -> UnpackedWeights:
-            kept = held if left is weight else None
-            return gptq_quantize(left, seen, scheme, layer.options, self.fit, kept, inverse)
+            zeros = held if left is weight else None
+            return gptq_quantize(left, seen, scheme, layer.options, self.fit, zeros, inverse)
 
         if layer.weight_id not in self.corrections:
             return decide(weight), None
@@ -294,11 +298,11 @@ class GptqRunner:
         if self.dead_inputs:
             self.ctx.details["dead_inputs"] = self.dead_inputs
         if self.damped:
-            most = max(self.damped, key=lambda name: self.damped[name])
+            layer = max(self.damped, key=lambda name: self.damped[name])
             self.ctx.warn(
                 "more-damping",
                 f"gptq: the Hessians of {len(self.damped)} layers could only be inverted with more"
-                f" damping (up to {self.damped[most]:g} of the mean diagonal, in {most}). Increase"
+                f" damping (up to {self.damped[layer]:g} of the mean diagonal, in {layer}). Increase"
                 " calibration_samples.",
             )
         if self.unreached:
@@ -307,10 +311,10 @@ class GptqRunner:
                 f"No calibration sample reaches {', '.join(self.unreached)}; the weights of these"
                 " layers are rounded to nearest. Add calibration samples that use them.",
             )
-        if few := few_tokens_text(self.token_counts, self.rows):
+        if text := few_tokens_text(self.token_counts, self.rows):
             self.ctx.warn(
                 "few-calibration-tokens",
-                f"{few}; results may overfit. Increase calibration_samples, or add data:"
+                f"{text}; results may overfit. Increase calibration_samples, or add data:"
                 " {calibration: FILE}.",
             )
 

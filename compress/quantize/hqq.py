@@ -72,20 +72,22 @@ def hqq_grid(groups: Tensor, width: int, scheme: Scheme, options: SchemeOptions)
     valid = torch.ones(groups[0].numel(), device=groups.device)
     valid[width:] = 0
     valid = valid.reshape(groups.shape[1:])
-    kind = getattr(torch, _scale_dtype(scheme, groups, width, options))
+    dtype = getattr(torch, _scale_dtype(scheme, groups, width, options))
     grid = dict(scheme.compute_qparams(groups, width, options))
-    best, least, beta = grid, _grid_errors(groups, grid, valid, scheme, options), BETA
+    best_grid, least_errors, beta = grid, _grid_errors(groups, grid, valid, scheme, options), BETA
     for _ in range(ITERATIONS):
         values = scheme.dequantize(scheme.quantize(groups, grid, options), grid, options)
         target = groups - shrink(groups - values, beta)
         grid = _fit_grid(target, values, grid, valid, scheme, options)
-        grid["scales"] = grid["scales"].to(kind).float()
+        grid["scales"] = grid["scales"].to(dtype).float()
         errors = _grid_errors(groups, grid, valid, scheme, options)
-        better = is_better(errors, least)
-        least = torch.where(better, errors, least)
-        best = {name: select_per_group(better, grid[name], kept) for name, kept in best.items()}
+        better = is_better(errors, least_errors)
+        least_errors = torch.where(better, errors, least_errors)
+        best_grid = {
+            name: select_per_group(better, grid[name], current) for name, current in best_grid.items()
+        }
         beta *= GROWTH
-    return best
+    return best_grid
 
 
 def shrink(x: Tensor, beta: float, norm: float = NORM) -> Tensor:
@@ -98,18 +100,18 @@ def _fit_grid(
     target: Tensor, values: Tensor, grid: QuantParams, mask: Tensor, scheme: Scheme, options: SchemeOptions
 ) -> dict[str, Tensor]:
     """Return the grid that fits `target` best, with the quantized values of `values` on the previous grid."""
-    found = dict(grid)
+    new_grid = dict(grid)
     scales = grid["scales"]
     steps = (values / scales[..., None]).where(scales[..., None] != 0, 0.0) * mask
     if "zeros" in grid:
-        moved = zero_point_shift(target, steps, scales, mask)
-        zeros = (grid["zeros"].float() + moved).round().clamp(0, _max_code(scheme, grid, options))
+        shift = zero_point_shift(target, steps, scales, mask)
+        zeros = (grid["zeros"].float() + shift).round().clamp(0, _max_code(scheme, grid, options))
         steps = steps + (grid["zeros"].float() - zeros)[..., None] * mask
-        found["zeros"] = zeros.to(grid["zeros"].dtype)
+        new_grid["zeros"] = zeros.to(grid["zeros"].dtype)
     length = pool_errors((steps * steps).sum(dim=-1), scheme, options)
     fitted = pool_errors((target * steps).sum(dim=-1), scheme, options) / length
-    found["scales"] = fitted.where((length > 0) & fitted.isfinite() & (fitted != 0), scales)
-    return found
+    new_grid["scales"] = fitted.where((length > 0) & fitted.isfinite() & (fitted != 0), scales)
+    return new_grid
 
 
 def zero_point_shift(target: Tensor, steps: Tensor, scales: Tensor, valid: Tensor) -> Tensor:
@@ -121,8 +123,8 @@ def zero_point_shift(target: Tensor, steps: Tensor, scales: Tensor, valid: Tenso
         scales: [N, G].
         valid: [G, g], 1 for weights, 0 for padding.
     """
-    wanted = (target / scales[..., None]).where(scales[..., None] != 0, 0.0) * valid
-    return (steps - wanted).sum(dim=-1) / valid.sum(dim=-1)
+    exact_steps = (target / scales[..., None]).where(scales[..., None] != 0, 0.0) * valid
+    return (steps - exact_steps).sum(dim=-1) / valid.sum(dim=-1)
 
 
 def _max_code(scheme: Scheme, grid: QuantParams, options: SchemeOptions) -> int:
@@ -143,5 +145,5 @@ def _grid_errors(
     groups: Tensor, grid: QuantParams, mask: Tensor, scheme: Scheme, options: SchemeOptions
 ) -> Tensor:
     """Return the sum of |error| over all weights that share a scale, [N, G]."""
-    off = scheme.dequantize(scheme.quantize(groups, grid, options), grid, options) - groups
-    return pool_errors(off.abs_().mul_(mask).sum(dim=-1), scheme, options)
+    difference = scheme.dequantize(scheme.quantize(groups, grid, options), grid, options) - groups
+    return pool_errors(difference.abs_().mul_(mask).sum(dim=-1), scheme, options)

@@ -81,24 +81,24 @@ def quantize_with_correction(
         metric: the error metric.
     """
     rank = min(settings.rank, *weight.shape)
-    alone = quantize(weight)
-    whole = metric.squared_error(weight - dequantize(alone))
-    codes, found = alone, []
+    uncorrected = quantize(weight)
+    base_error = metric.squared_error(weight - dequantize(uncorrected))
+    codes, error_ratios = uncorrected, []
     best: tuple[float, UnpackedWeights, Tensor, Tensor] | None = None
     if settings.init == "svd":
         up, down = _svd_pair(weight, rank, metric)
         codes = quantize(weight - up @ down)
-    for turn in range(settings.iterations):
-        if turn:
+    for iteration in range(settings.iterations):
+        if iteration:
             codes = quantize(weight - up @ down)
-        left = weight - dequantize(codes)
-        up, down = _svd_pair(left, rank, metric)
-        error = metric.squared_error(left - up @ down)
-        found.append(error / whole if whole else 0.0)
+        residual = weight - dequantize(codes)
+        up, down = _svd_pair(residual, rank, metric)
+        error = metric.squared_error(residual - up @ down)
+        error_ratios.append(error / base_error if base_error else 0.0)
         if best is None or is_better(error, best[0]):
             best = error, codes, up, down
     assert best is not None
-    return CorrectedWeight(best[1], best[2], best[3], tuple(found))
+    return CorrectedWeight(best[1], best[2], best[3], tuple(error_ratios))
 
 
 def _svd_pair(weight: Tensor, rank: int, metric: ErrorMetric) -> tuple[Tensor, Tensor]:
@@ -133,11 +133,11 @@ def layers_to_correct(model: Any, layers: Sequence[PlannedLayer]) -> list[Planne
     """
     head = output_layer(model)
     tables = {layer.weight_id for layer in layers if not layer.multiplies}
-    found: dict[int, PlannedLayer] = {}
+    by_weight: dict[int, PlannedLayer] = {}
     for layer in layers:
         if layer.multiplies and layer.module is not head and layer.weight_id not in tables:
-            found.setdefault(layer.weight_id, layer)
-    return list(found.values())
+            by_weight.setdefault(layer.weight_id, layer)
+    return list(by_weight.values())
 
 
 def find_corrections(
@@ -166,22 +166,26 @@ def find_corrections(
     Raises:
         InputError: inputs of a layer are not finite.
     """
-    wanted, low_rank = layers_to_correct(model, layers), settings.correction
+    targets, low_rank = layers_to_correct(model, layers), settings.correction
     assert low_rank is not None
     corrected: dict[int, CorrectedWeight] = {}
     with ExitStack() as stack:
-        seen: Mapping[str, InputStatistics] = {}
-        if settings.calibrates_correction and samples is not None and wanted:
-            single = {layer.name: [layer.module] for layer in wanted}
-            second = low_rank.objective == "outputs"
+        statistics: Mapping[str, InputStatistics] = {}
+        if settings.calibrates_correction and samples is not None and targets:
+            modules = {layer.name: [layer.module] for layer in targets}
+            second_moments = low_rank.objective == "outputs"
             if settings.smoothquant_alpha is None:
-                kept = cached_statistics(model, samples, single, ctx, artifact_key=src.key, second=second)
+                context = cached_statistics(
+                    model, samples, modules, ctx, artifact_key=src.key, second=second_moments
+                )
             else:  # the model differs from the stored one, so cached statistics do not apply
-                kept = collect_statistics(model, samples, single, ctx, second=second)
-            seen = stack.enter_context(kept)
-        for at, layer in enumerate(wanted, start=1):
-            corrected[layer.weight_id] = _correct_layer(layer, low_rank, quantizer, seen.get(layer.name))
-            ctx.progress(at, len(wanted), f"low-rank correction of {layer.name}")
+                context = collect_statistics(model, samples, modules, ctx, second=second_moments)
+            statistics = stack.enter_context(context)
+        for index, layer in enumerate(targets, start=1):
+            corrected[layer.weight_id] = _correct_layer(
+                layer, low_rank, quantizer, statistics.get(layer.name)
+            )
+            ctx.progress(index, len(targets), f"low-rank correction of {layer.name}")
     return corrected
 
 
@@ -215,7 +219,8 @@ def correction_details(
         "layers": len(corrections),
         "weights": sum(pair.up.numel() + pair.down.numel() for pair in corrections.values()),
         "error_left": {
-            names[w]: [float(f"{part:.3g}") for part in pair.error_ratios] for w, pair in corrections.items()
+            names[w]: [float(f"{ratio:.3g}") for ratio in pair.error_ratios]
+            for w, pair in corrections.items()
         },
     }
 
@@ -235,20 +240,20 @@ def oversized_correction_warnings(
         stored_bits: bits of a float weight in the file.
     """
     names = {layer.weight_id: layer.name for layer in reversed(layers)}
-    vain = []
+    larger = []
     for weight, pair in corrections.items():
         rows, columns = len(pair.up), pair.down.shape[1]
-        thin = pair.up.numel() + pair.down.numel()
-        if thin * stored_bits >= rows * columns * (stored_bits - quantized_bits):
-            vain.append(names[weight])
-    if not vain:
+        correction_size = pair.up.numel() + pair.down.numel()
+        if correction_size * stored_bits >= rows * columns * (stored_bits - quantized_bits):
+            larger.append(names[weight])
+    if not larger:
         return []
     return [
         warning(
             "no-size-reduction",
-            f"low_rank_correction: the correction of {len(vain)} of {len(corrections)} layers needs as many"
-            f" bytes as quantization saves ({', '.join(vain[:_MAX_LISTED])}"
-            f"{', ...' if len(vain) > _MAX_LISTED else ''}). Lower the rank, or keep these layers in float"
+            f"low_rank_correction: the correction of {len(larger)} of {len(corrections)} layers needs as many"
+            f" bytes as quantization saves ({', '.join(larger[:_MAX_LISTED])}"
+            f"{', ...' if len(larger) > _MAX_LISTED else ''}). Lower the rank, or keep these layers in float"
             " with exclude.",
             setting="low_rank_correction",
         )

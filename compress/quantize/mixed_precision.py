@@ -70,21 +70,23 @@ def measure_layer_sensitivities(
     Raises:
         InputError: the model's outputs are not finite.
     """
-    whole = [out.clone() for out in model_outputs(model, samples.batches)]
-    spread = output_variance(whole, samples)
-    products = [layer for layer in layers if layer.multiplies]
-    found = dict.fromkeys((layer.name for layer in products), 0.0)
-    each = output_changes(model, products, lambda layer: [layer], samples, whole, ctx)
-    for done, (layer, off_by) in enumerate(each, start=1):
-        new = quantize_planned(layer, ranges)
-        replace_layer(model, [], layer.name, new, {})
+    reference_outputs = [out.clone() for out in model_outputs(model, samples.batches)]
+    spread = output_variance(reference_outputs, samples)
+    linear_layers = [layer for layer in layers if layer.multiplies]
+    sensitivities = dict.fromkeys((layer.name for layer in linear_layers), 0.0)
+    changes = output_changes(model, linear_layers, lambda layer: [layer], samples, reference_outputs, ctx)
+    for count, (layer, measure_error) in enumerate(changes, start=1):
+        quantized = quantize_planned(layer, ranges)
+        replace_layer(model, [], layer.name, quantized, {})
         try:
-            off = off_by()
+            error = measure_error()
         finally:
             replace_layer(model, [], layer.name, layer.module, {})
-        found[layer.name] = round_significant(off / sum(right.numel() for right in whole) / spread)
-        ctx.progress(done, len(products), "sensitivity of each layer")
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+        sensitivities[layer.name] = round_significant(
+            error / sum(right.numel() for right in reference_outputs) / spread
+        )
+        ctx.progress(count, len(linear_layers), "sensitivity of each layer")
+    return dict(sorted(sensitivities.items(), key=lambda item: -item[1]))
 
 
 def output_changes(
@@ -113,24 +115,24 @@ def output_changes(
     blocks = blocks_of(model)
 
     def block_of(unit: UnitT) -> int:
-        inside = [
-            next((at for at, b in enumerate(blocks) if layer.name.startswith(f"{b.module_path}.")), -1)
+        block_indices = [
+            next((index for index, b in enumerate(blocks) if layer.name.startswith(f"{b.module_path}.")), -1)
             for layer in layers_of(unit)
         ]
-        return inside[0] if len(set(inside)) == 1 else -1
+        return block_indices[0] if len(set(block_indices)) == 1 else -1
 
-    with tempfile.TemporaryDirectory(dir=ctx.out.parent) as space:
-        retried = PrefixCachedModel(model, samples.batches, Path(space))
+    with tempfile.TemporaryDirectory(dir=ctx.out.parent) as folder:
+        cached_model = PrefixCachedModel(model, samples.batches, Path(folder))
 
-        def off_by() -> float:
-            pairs = zip(retried.outputs(), reference_outputs, strict=True)
+        def output_error() -> float:
+            pairs = zip(cached_model.outputs(), reference_outputs, strict=True)
             return sum((float((out - right).square().sum(dtype=torch.float64)) for out, right in pairs), 0.0)
 
         for unit in sorted(units, key=block_of):
             block = block_of(unit)
             if block >= 0:
-                retried.start_at(blocks[block].stack.name, blocks[block].index)
-            yield unit, off_by
+                cached_model.start_at(blocks[block].stack.name, blocks[block].index)
+            yield unit, output_error
 
 
 def output_variance(outputs: Sequence[Tensor], samples: CalibrationSamples) -> float:
@@ -139,22 +141,22 @@ def output_variance(outputs: Sequence[Tensor], samples: CalibrationSamples) -> f
     Raises:
         InputError: outputs are not finite.
     """
-    found = variance(outputs)
-    if not math.isfinite(found):
+    result = variance(outputs)
+    if not math.isfinite(result):
         raise InputError(
             f"quantize: the model's outputs on samples of {samples.origin} are not finite, so"
             " sensitivities cannot be measured. The training before this step has probably"
             " diverged; lower its learning_rate.",
             code="non-finite-outputs",
         )
-    return found
+    return result
 
 
 def variance(parts: Sequence[Tensor]) -> float:
     """Return the variance of all values of `parts`; 1 if they are all equal."""
-    count = sum(part.numel() for part in parts)
-    mean = sum(float(part.sum(dtype=torch.float64)) for part in parts) / count
-    return sum(float((part.double() - mean).square().sum()) for part in parts) / count or 1.0
+    count = sum(tensor.numel() for tensor in parts)
+    mean = sum(float(tensor.sum(dtype=torch.float64)) for tensor in parts) / count
+    return sum(float((tensor.double() - mean).square().sum()) for tensor in parts) / count or 1.0
 
 
 def select_sensitive(sensitivities: Mapping[str, float], max_excluded: MaxExcluded) -> list[str]:
@@ -164,21 +166,21 @@ def select_sensitive(sensitivities: Mapping[str, float], max_excluded: MaxExclud
         sensitivities: by layer, the most sensitive first.
         max_excluded: the maximum number, and the share of the total sensitivity allowed for the others.
     """
-    most = max_excluded.layers
-    if most is None:
-        most = (
+    max_layers = max_excluded.layers
+    if max_layers is None:
+        max_layers = (
             len(sensitivities)
             if max_excluded.sensitivity is not None
             else math.ceil(_DEFAULT_EXCLUDED_SHARE * len(sensitivities))
         )
-    left, whole = sum(sensitivities.values()), sum(sensitivities.values())
-    found: list[str] = []
+    remaining, total = sum(sensitivities.values()), sum(sensitivities.values())
+    excluded: list[str] = []
     for name, value in sensitivities.items():
-        if len(found) >= most or left <= (max_excluded.sensitivity or 0.0) * whole:
+        if len(excluded) >= max_layers or remaining <= (max_excluded.sensitivity or 0.0) * total:
             break
-        found.append(name)
-        left -= value
-    return found
+        excluded.append(name)
+        remaining -= value
+    return excluded
 
 
 _MAX_STATES = 4000
@@ -201,13 +203,13 @@ def pareto_choices(choices: Sequence[Sequence[tuple[int, float]]]) -> list[Width
     """
     states: list[tuple[int, float, Any]] = [(0, 0.0, None)]
     for options in choices:
-        found = [
-            (cost + more, damage + worse, (before, at))
-            for cost, damage, before in states
-            for at, (more, worse) in enumerate(options)
+        candidates = [
+            (cost + extra_cost, damage + extra_damage, (previous, index))
+            for cost, damage, previous in states
+            for index, (extra_cost, extra_damage) in enumerate(options)
         ]
-        states = _thin_states(_pareto_states(found))
-    return [WidthChoice(cost, damage, _trace_choices(before)) for cost, damage, before in states]
+        states = _thin_states(_pareto_states(candidates))
+    return [WidthChoice(cost, damage, _trace_choices(previous)) for cost, damage, previous in states]
 
 
 def best_within(choices: Sequence[WidthChoice], cost: float) -> WidthChoice | None:
@@ -216,12 +218,12 @@ def best_within(choices: Sequence[WidthChoice], cost: float) -> WidthChoice | No
 
 
 def _pareto_states(states: list[tuple[int, float, Any]]) -> list[tuple[int, float, Any]]:
-    kept, least = [], math.inf
+    optimal, least_damage = [], math.inf
     for state in sorted(states, key=lambda state: state[:2]):
-        if state[1] < least:
-            kept.append(state)
-            least = state[1]
-    return kept
+        if state[1] < least_damage:
+            optimal.append(state)
+            least_damage = state[1]
+    return optimal
 
 
 def _thin_states(states: list[tuple[int, float, Any]]) -> list[tuple[int, float, Any]]:
@@ -229,16 +231,16 @@ def _thin_states(states: list[tuple[int, float, Any]]) -> list[tuple[int, float,
     if len(states) <= _MAX_STATES:
         return states
     first, step = states[0][0], (states[-1][0] - states[0][0]) / (_MAX_STATES - 1)
-    last = {math.ceil((state[0] - first) / step): state for state in states}
-    return [state for _, state in sorted(last.items())]
+    by_interval = {math.ceil((state[0] - first) / step): state for state in states}
+    return [state for _, state in sorted(by_interval.items())]
 
 
 def _trace_choices(before: Any) -> tuple[int, ...]:
-    found: list[int] = []
+    choices: list[int] = []
     while before is not None:
-        before, at = before
-        found.append(at)
-    return tuple(reversed(found))
+        before, index = before
+        choices.append(index)
+    return tuple(reversed(choices))
 
 
 @dataclass
@@ -274,10 +276,10 @@ def weight_matrices(
     layers: Sequence[PlannedLayer], settings: QuantizeSettings, widths: Sequence[int]
 ) -> list[WeightMatrix]:
     """Return the matrices of `layers` with their stored sizes, in the order of the layers."""
-    found: dict[int, WeightMatrix] = {}
+    matrices: dict[int, WeightMatrix] = {}
     for layer in layers:
-        found.setdefault(layer.weight_id, WeightMatrix([])).layers.append(layer)
-    for unit in found.values():
+        matrices.setdefault(layer.weight_id, WeightMatrix([])).layers.append(layer)
+    for unit in matrices.values():
         rows, width = unit.layers[0].module.weight.shape
         for bits in widths:
             stored = (
@@ -286,7 +288,7 @@ def weight_matrices(
                 .values()
             )
             unit.costs[bits] = 8 * sum(map(stored_bytes, stored))
-    return list(found.values())
+    return list(matrices.values())
 
 
 def measure_matrix_sensitivities(
@@ -312,20 +314,22 @@ def measure_matrix_sensitivities(
     Raises:
         InputError: the model's outputs are not finite.
     """
-    whole = [out.clone() for out in model_outputs(model, rows.batches)]
-    spread = output_variance(whole, rows) * sum(out.numel() for out in whole)
+    reference_outputs = [out.clone() for out in model_outputs(model, rows.batches)]
+    spread = output_variance(reference_outputs, rows) * sum(out.numel() for out in reference_outputs)
     total = sum(len(unit.costs) for unit in units)
     done = 0
-    for unit, off_by in output_changes(model, units, lambda unit: unit.layers, rows, whole, ctx):
+    for unit, measure_error in output_changes(
+        model, units, lambda unit: unit.layers, rows, reference_outputs, ctx
+    ):
         for bits in unit.costs:
             layers = unit.layers_with_bits(bits, settings)
             quantize_layers(model, layers, {}, coder_of)
             try:
-                off = off_by()
+                error = measure_error()
             finally:
                 for layer in layers:
                     replace_layer(model, [], layer.name, layer.module, {})
-            unit.sensitivities[bits] = round_significant(off / spread)
+            unit.sensitivities[bits] = round_significant(error / spread)
             done += 1
             ctx.progress(done, total, "sensitivity of each layer")
 
@@ -357,35 +361,35 @@ def choose_bit_widths(
     Raises:
         InputError: target_bits is less than the smallest width needs, or the metric is not scored.
     """
-    asked = settings.mixed_precision
-    assert asked is not None
-    widths = sorted(asked.bit_widths)
+    precision = settings.mixed_precision
+    assert precision is not None
+    widths = sorted(precision.bit_widths)
     units = weight_matrices(layers, settings, widths)
     total = sum(unit.num_weights for unit in units)
-    least = sum(unit.costs[widths[0]] for unit in units) / total
-    if asked.target_bits is not None and asked.target_bits < least:
+    min_bits = sum(unit.costs[widths[0]] for unit in units) / total
+    if precision.target_bits is not None and precision.target_bits < min_bits:
         raise InputError(
-            f"quantize: mixed_precision: target_bits {asked.target_bits:g} is too small: with"
-            f" {widths[0]} bits in all layers, this model needs {least:.3g} bits per weight,"
+            f"quantize: mixed_precision: target_bits {precision.target_bits:g} is too small: with"
+            f" {widths[0]} bits in all layers, this model needs {min_bits:.3g} bits per weight,"
             " including scales and padding. Increase target_bits.",
             code="budget-too-small",
             setting="mixed_precision.target_bits",
         )
     trial = _ModelScorer(src, settings, quantizer_of, ctx)
     # score the float model first, so that an unknown metric fails before the long part
-    whole = trial.float_score() if asked.target_bits is None else 0.0
+    float_score = trial.float_score() if precision.target_bits is None else 0.0
     measure_matrix_sensitivities(model, units, samples, settings, quantizer_of, ctx)
-    found = pareto_choices([[(unit.costs[b], unit.sensitivities[b]) for b in widths] for unit in units])
+    choices = pareto_choices([[(unit.costs[b], unit.sensitivities[b]) for b in widths] for unit in units])
     trial_details: dict[str, Any] = {}
-    if asked.target_bits is not None:
-        chosen = best_within(found, asked.target_bits * total)
-        assert chosen is not None
+    if precision.target_bits is not None:
+        choice = best_within(choices, precision.target_bits * total)
+        assert choice is not None
     else:
-        chosen = _within_drop(found, widths, total, asked, whole, trial, ctx)
+        choice = _within_drop(choices, widths, total, precision, float_score, trial, ctx)
         trial_details = {"metric": trial.metric, "score_of_floats": trial.of_floats, "scores": trial.history}
-    picked = {unit.name: widths[at] for unit, at in zip(units, chosen.choices, strict=True)}
+    picked = {unit.name: widths[index] for unit, index in zip(units, choice.choices, strict=True)}
     ctx.details["mixed_precision"] = {
-        "average_bits": round(chosen.cost / total, 3),
+        "average_bits": round(choice.cost / total, 3),
         "bits": picked,
         "sensitivity": _sensitivities(units),
         "sensitivity_samples": samples.num_samples,
@@ -394,8 +398,8 @@ def choose_bit_widths(
     by_weight = {
         unit.layers[0].weight_id: unit.layers_with_bits(picked[unit.name], settings) for unit in units
     }
-    new = {layer.name: layer for several in by_weight.values() for layer in several}
-    return [new[layer.name] for layer in layers]
+    updated = {layer.name: layer for several in by_weight.values() for layer in several}
+    return [updated[layer.name] for layer in layers]
 
 
 def _sensitivities(units: Sequence[WeightMatrix]) -> dict[str, dict[str, float]]:
@@ -428,10 +432,10 @@ class _ModelScorer:
         scores = self.ctx.score(self.src)
         self.metric = self.metric or next(iter(scores), "")
         if self.metric not in scores:
-            known = ", ".join(scores) or "none"
+            available = ", ".join(scores) or "none"
             raise InputError(
                 f"quantize: mixed_precision: this recipe does not score the metric '{self.metric}'."
-                f" Scored metrics: {known}.{did_you_mean(self.metric, scores)} Add it to score:"
+                f" Scored metrics: {available}.{did_you_mean(self.metric, scores)} Add it to score:"
                 f" {{quality: [...]}}, or set target_bits.",
                 code="metric-not-scored",
                 setting="mixed_precision.metric",
@@ -454,10 +458,10 @@ class _ModelScorer:
             for unit, b in zip(units, picks, strict=True)
             for layer in unit.layers_with_bits(b, self.settings)
         ]
-        new = quantize_layers(model, layers, {}, self.coder_of)
-        with tempfile.TemporaryDirectory(prefix="score-", dir=self.ctx.out.parent) as space:
-            save_model(model, edits + new, Path(space), self.src.path)
-            scores = self.ctx.score(candidate_artifact(Path(space), self.src, self.ctx))
+        new_edits = quantize_layers(model, layers, {}, self.coder_of)
+        with tempfile.TemporaryDirectory(prefix="score-", dir=self.ctx.out.parent) as folder:
+            save_model(model, edits + new_edits, Path(folder), self.src.path)
+            scores = self.ctx.score(candidate_artifact(Path(folder), self.src, self.ctx))
         self.history.append(
             {"average_bits": round(average, 3), self.metric: self._sign() * scores[self.metric]}
         )

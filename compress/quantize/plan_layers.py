@@ -75,13 +75,13 @@ def plan_layers(model: Any, settings: QuantizeSettings) -> list[PlannedLayer]:
     from smelt.models.edits import module_names
 
     head = output_layer(model)
-    words = {id(m.weight) for m in token_embeddings(model)}
+    embedding_weights = {id(m.weight) for m in token_embeddings(model)}
     separate = set(cp_convolutions(model))
-    found = []
+    planned = []
     for module, names in module_names(model).items():
         if any(fnmatchcase(n, pattern) for n in names for pattern in settings.exclude_patterns):
             continue
-        product = isinstance(module, nn.Linear)
+        is_linear = isinstance(module, nn.Linear)
         if (
             isinstance(module, nn.Conv2d)
             and SCHEMES[settings.scheme].supports_conv
@@ -90,16 +90,18 @@ def plan_layers(model: Any, settings: QuantizeSettings) -> list[PlannedLayer]:
             if module in separate:
                 continue
             options = settings.scheme_options(settings.scheme)
-            found.append(PlannedLayer(module, names[0], settings.scheme, options, multiplies=True))
+            planned.append(PlannedLayer(module, names[0], settings.scheme, options, multiplies=True))
             continue
-        if product:
+        if is_linear:
             if module is head and not settings.output_layer:
                 continue
-        elif not (is_embedding_table(module) and settings.embeddings and id(module.weight) in words):
+        elif not (
+            is_embedding_table(module) and settings.embeddings and id(module.weight) in embedding_weights
+        ):
             continue
-        scheme = settings.resolved_embedding_scheme if module is head or not product else settings.scheme
-        found.append(PlannedLayer(module, names[0], scheme, settings.scheme_options(scheme), product))
-    return found
+        scheme = settings.resolved_embedding_scheme if module is head or not is_linear else settings.scheme
+        planned.append(PlannedLayer(module, names[0], scheme, settings.scheme_options(scheme), is_linear))
+    return planned
 
 
 def cp_convolutions(model: Any) -> list[Any]:
@@ -110,8 +112,13 @@ def cp_convolutions(model: Any) -> list[Any]:
     """
     from smelt.models.layers import LowRankConv
 
-    thin = [list(m.steps) for m in model.modules() if isinstance(m, LowRankConv)]
-    return [step for steps in thin if any(convolution.groups != 1 for convolution in steps) for step in steps]
+    conv_steps = [list(m.steps) for m in model.modules() if isinstance(m, LowRankConv)]
+    return [
+        step
+        for steps in conv_steps
+        if any(convolution.groups != 1 for convolution in steps)
+        for step in steps
+    ]
 
 
 def is_convolutional(model: Any) -> bool:
@@ -142,27 +149,27 @@ def quantize_layers(
     from smelt.models.edits import replace_layer
 
     # by the weight's identity: the first module quantized from it
-    done: dict[int, tuple[str, Any]] = {}
+    quantized: dict[int, tuple[str, Any]] = {}
     edits: list[dict[str, Any]] = []
     for layer in layers:
         weight = layer.weight_id  # taken before the module is replaced: a freed id may be reused
-        same = done[weight][1].matrix if weight in done else None
-        new = quantize_planned(layer, ranges, quantizer_of(layer), same)
-        first_name, first = done.setdefault(weight, (layer.name, new))
+        shared_matrix = quantized[weight][1].matrix if weight in quantized else None
+        new_layer = quantize_planned(layer, ranges, quantizer_of(layer), shared_matrix)
+        first_name, first_layer = quantized.setdefault(weight, (layer.name, new_layer))
         options = dict(layer.options)
         edit = {"op": "quantize", "module": layer.name, "scheme": layer.scheme, **options}
-        replace_layer(model, edits, layer.name, new, edit)
+        replace_layer(model, edits, layer.name, new_layer, edit)
         if not layer.signed:
             edits.append({"op": "unsigned", "module": layer.name})
-        if first is not new:
+        if first_layer is not new_layer:
             if layer.needs_range:  # the first one may be an embedding, which has no range
-                first.matrix.set_activation_range_(ranges[weight])
-            new.matrix = first.matrix
+                first_layer.matrix.set_activation_range_(ranges[weight])
+            new_layer.matrix = first_layer.matrix
             edits.append({"op": "share", "module": f"{layer.name}.matrix", "with": f"{first_name}.matrix"})
         if layer.multiplies and weight in corrections:
             up, down = corrections[weight]
             edit = {"op": "adapter", "module": layer.name, "rank": len(down)}
-            replace_layer(model, edits, layer.name, with_low_rank_correction(new, up, down), edit)
+            replace_layer(model, edits, layer.name, with_low_rank_correction(new_layer, up, down), edit)
     return edits
 
 
@@ -190,7 +197,9 @@ def quantize_planned(
     matrix: the quantized matrix of another layer with the same weight.
     """
     try:
-        new = quantize_module(layer.module, layer.scheme, layer.options, coder or round_to_nearest, matrix)
+        quantized = quantize_module(
+            layer.module, layer.scheme, layer.options, coder or round_to_nearest, matrix
+        )
     except InputError as error:
         raise InputError(f"quantize: {layer.name}: {error}", code=error.code) from error
     if layer.needs_range:
@@ -200,11 +209,11 @@ def quantize_planned(
                 " was calibrated. Add calibration samples, or exclude the layer.",
                 code="missing-range",
             )
-        if isinstance(new, QuantizedConv2d):
-            new.signed = layer.signed
-        assert not isinstance(new, QuantizedEmbedding)
-        new.set_activation_range_(ranges[layer.weight_id])
-    return new
+        if isinstance(quantized, QuantizedConv2d):
+            quantized.signed = layer.signed
+        assert not isinstance(quantized, QuantizedEmbedding)
+        quantized.set_activation_range_(ranges[layer.weight_id])
+    return quantized
 
 
 def output_layer(model: Any) -> Any:
@@ -226,8 +235,8 @@ def token_embeddings(model: Any) -> list[Any]:
 
     if is_convolutional(model):
         return []
-    found = [m.table if isinstance(m, LowRankEmbedding) else m for m in token_lookup_modules(model)]
-    return [m for m in found if is_embedding_table(m)]
+    tables = [m.table if isinstance(m, LowRankEmbedding) else m for m in token_lookup_modules(model)]
+    return [m for m in tables if is_embedding_table(m)]
 
 
 def unused_patterns(model: Any, patterns: list[str]) -> list[str]:
@@ -296,20 +305,20 @@ def rows_at_once(rows: int, width: int, limit: int, scheme: Scheme, options: Sch
 
 def concatenate_rows(rows: int, parts: Iterable[UnpackedWeights]) -> UnpackedWeights:
     """Return the quantized weights of all `rows` from `parts`, of which one is in memory at a time."""
-    whole: UnpackedWeights | None = None
+    merged: UnpackedWeights | None = None
     end = 0
-    for part in parts:
-        if len(part.q_weight) == rows:
-            return part
-        if whole is None:
-            grid = {name: _with_rows(tensor, rows) for name, tensor in part.qparams.items()}
-            whole = UnpackedWeights(_with_rows(part.q_weight, rows), grid)
-        begin, end = end, end + len(part.q_weight)
-        whole.q_weight[begin:end] = part.q_weight
-        for name, tensor in part.qparams.items():
-            whole.qparams[name][begin:end] = tensor
-    assert whole is not None
-    return whole
+    for chunk in parts:
+        if len(chunk.q_weight) == rows:
+            return chunk
+        if merged is None:
+            grid = {name: _with_rows(tensor, rows) for name, tensor in chunk.qparams.items()}
+            merged = UnpackedWeights(_with_rows(chunk.q_weight, rows), grid)
+        start, end = end, end + len(chunk.q_weight)
+        merged.q_weight[start:end] = chunk.q_weight
+        for name, tensor in chunk.qparams.items():
+            merged.qparams[name][start:end] = tensor
+    assert merged is not None
+    return merged
 
 
 def _with_rows(tensor: Tensor, rows: int) -> Tensor:
@@ -324,8 +333,8 @@ def round_on_grid(
     size = scheme.group_size(width, options)
 
     def quantized() -> Iterator[UnpackedWeights]:
-        for part in weight.split(rows_at_once(rows, width, _ROUNDED_AT_ONCE, scheme, options)):
-            groups = split_into_groups(part.float(), size)
+        for chunk in weight.split(rows_at_once(rows, width, _ROUNDED_AT_ONCE, scheme, options)):
+            groups = split_into_groups(chunk.float(), size)
             grid = find_grid(groups, width, scheme, options)
             yield UnpackedWeights(scheme.quantize(groups, grid, options), grid)
 
@@ -358,8 +367,8 @@ def fake_quantize(weight: Tensor, matrix: QuantizedMatrix) -> Tensor:
 def fake_quantize_activations(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
     """Return `x` fake-quantized for a layer of `matrix`, with straight-through gradients."""
     with torch.no_grad():
-        seen = matrix.scheme.fake_quantize_activations(matrix, x)
-    return x if seen is x else straight_through(x, seen)
+        quantized = matrix.scheme.fake_quantize_activations(matrix, x)
+    return x if quantized is x else straight_through(x, quantized)
 
 
 def require_quantizable(weight: Tensor) -> None:
@@ -397,20 +406,20 @@ def quantize_module(
     Raises:
         InputError: the scheme does not support the module or the options, or weights are not finite.
     """
-    new = empty_quantized(
+    quantized = empty_quantized(
         module, scheme, default_options(find_scheme(scheme)) if options is None else options
     )
     if matrix is None:
         weight = module.weight
         assert isinstance(weight, Tensor)
         require_quantizable(weight)
-        quantize_into(new.matrix, weight.flatten(1), quantizer)
+        quantize_into(quantized.matrix, weight.flatten(1), quantizer)
     else:
-        new.matrix = matrix
-    if not isinstance(new, QuantizedEmbedding) and new.bias is not None:
+        quantized.matrix = matrix
+    if not isinstance(quantized, QuantizedEmbedding) and quantized.bias is not None:
         assert isinstance(module.bias, Tensor)
-        new.bias.data = module.bias.detach().clone()
-    return new.train(module.training)
+        quantized.bias.data = module.bias.detach().clone()
+    return quantized.train(module.training)
 
 
 def quantized_weight_bits(model: nn.Module, stored: int = 4) -> float:
@@ -429,11 +438,11 @@ def quantized_weight_bits(model: nn.Module, stored: int = 4) -> float:
         if isinstance(m, LowRankCorrectedLinear)
         for p in m.adapter.parameters()
     }
-    found = quantized_bytes(nn.ModuleList(matrices.values())) + stored * sum(
+    total_bytes = quantized_bytes(nn.ModuleList(matrices.values())) + stored * sum(
         p.numel() for p in pairs.values()
     )
     weights = sum(len(matrix.codes) * matrix.width for matrix in matrices.values())
-    return round(8 * found / weights, 3)
+    return round(8 * total_bytes / weights, 3)
 
 
 def dequantize_codes(
@@ -445,14 +454,14 @@ def dequantize_codes(
 
 def small_weights(layers: Collection[PlannedLayer]) -> dict[str, Tensor]:
     """Return copies of the weights of layers whose weights are all small, float32 [N, K], by name."""
-    found: dict[str, Tensor] = {}
+    copies: dict[str, Tensor] = {}
     for layer in layers:
         weight = layer.module.weight.detach()
         # without abs(), which would copy a large embedding
         largest = max(map(abs, map(float, weight.aminmax()))) if weight.numel() else 0.0
         if 0 < largest < _SMALL_MAGNITUDE:
-            found[layer.name] = weight.float().clone()
-    return found
+            copies[layer.name] = weight.float().clone()
+    return copies
 
 
 def scale_underflow_warnings(

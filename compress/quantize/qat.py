@@ -104,24 +104,24 @@ def read_master_weights(
         with safe_open(path, "pt") as opened:
             model_hash = (opened.metadata() or {}).get(_MODEL_HASH_KEY)
             stored_shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118  (it is no dict)
-            why = _mismatch_warning(model_hash, stored_shapes, folder, shapes)
-            if why is not None:
-                return None, why
-            found = {name: opened.get_tensor(name).float() for name in stored_shapes}
+            mismatch = _mismatch_warning(model_hash, stored_shapes, folder, shapes)
+            if mismatch is not None:
+                return None, mismatch
+            weights = {name: opened.get_tensor(name).float() for name in stored_shapes}
     except (SafetensorError, OSError) as error:
         raise InputError(
             f"{path}: not a readable safetensors file: {error}. {_REBUILD_HINT}",
             code="damaged-file",
             file=str(path),
         ) from error
-    for name, weight in found.items():
+    for name, weight in weights.items():
         if not bool(torch.isfinite(weight).all()):
             raise InputError(
                 f"{path}: the weights of '{name[:80]}' are not all finite numbers. {_REBUILD_HINT}",
                 code="non-finite-weights",
                 file=str(path),
             )
-    return found, None
+    return weights, None
 
 
 def _mismatch_warning(
@@ -131,17 +131,19 @@ def _mismatch_warning(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Message | None:
     """Return a warning if the file does not belong to the model in `folder`, else None."""
-    path, left = folder / MASTER_WEIGHTS_FILE, f"so they are not used. {_REBUILD_HINT}"
+    path, consequence = folder / MASTER_WEIGHTS_FILE, f"so they are not used. {_REBUILD_HINT}"
     if stored_shapes != dict(shapes):
-        odd = next(n for n in sorted({*stored_shapes, *shapes}) if stored_shapes.get(n) != shapes.get(n))
+        mismatched = next(
+            n for n in sorted({*stored_shapes, *shapes}) if stored_shapes.get(n) != shapes.get(n)
+        )
         return warning(
             "master-weights-mismatch",
-            f"{path}: the master weights do not match this model ('{odd[:80]}'), {left}",
+            f"{path}: the master weights do not match this model ('{mismatched[:80]}'), {consequence}",
         )
     if model_hash != sha256_of(folder / WEIGHTS_FILE):
         return warning(
             "master-weights-outdated",
-            f"{path}: these master weights belong to another {WEIGHTS_FILE}, {left}",
+            f"{path}: these master weights belong to another {WEIGHTS_FILE}, {consequence}",
         )
     return None
 
@@ -221,16 +223,16 @@ class QatConv2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, S, h, w] to [B, T, h', w']."""
-        home, steps = self.quantized, self.step_sizes
+        layer, steps = self.quantized, self.step_sizes
         with torch.no_grad():
-            seen = home.fake_quantize_input(x)
-        x = straight_through(x, seen)
+            quantized_input = layer.fake_quantize_input(x)
+        x = straight_through(x, quantized_input)
         if self.as_came:
-            return home.convolve(x, home.matrix.dequantize(), self.bias)
+            return layer.convolve(x, layer.matrix.dequantize(), self.bias)
         weight = (
-            fake_quantize(self.weight, home.matrix) if steps is None else steps.fake_quantize(self.weight)
+            fake_quantize(self.weight, layer.matrix) if steps is None else steps.fake_quantize(self.weight)
         )
-        return home.convolve(x, weight, self.bias)
+        return layer.convolve(x, weight, self.bias)
 
 
 class QatEmbedding(nn.Embedding):
@@ -263,12 +265,12 @@ class QatEmbedding(nn.Embedding):
         if self.as_came:
             return F.embedding(input, matrix.dequantize(), self.padding_idx)
         if not matrix.is_row_independent():
-            whole = fake_quantize(self.weight, matrix) if steps is None else steps.fake_quantize(self.weight)
-            return F.embedding(input, whole, self.padding_idx)
+            weight = fake_quantize(self.weight, matrix) if steps is None else steps.fake_quantize(self.weight)
+            return F.embedding(input, weight, self.padding_idx)
         ids = input.flatten()
         rows = F.embedding(ids, self.weight, self.padding_idx)
-        found = fake_quantize(rows, matrix) if steps is None else steps.fake_quantize(rows, ids)
-        return found.reshape(*input.shape, self.embedding_dim)
+        embedded = fake_quantize(rows, matrix) if steps is None else steps.fake_quantize(rows, ids)
+        return embedded.reshape(*input.shape, self.embedding_dim)
 
 
 _Layer = TypeVar("_Layer", QuantizedLinear, QuantizedConv2d, QuantizedEmbedding)
@@ -290,21 +292,21 @@ def load_trainable(src: Artifact, ctx: Context, adapters: bool = False) -> tuple
     """
     model, edits = load_model(src.path)
     if not adapters and any(edit.get("op") == "quantize" for edit in edits):
-        kept, doubt = read_master_weights(src.path, _matrix_shapes(model))
-        if doubt is not None:
-            ctx.warnings.append(doubt)
-        if kept is not None:
+        master_weights, message = read_master_weights(src.path, _matrix_shapes(model))
+        if message is not None:
+            ctx.warnings.append(message)
+        if master_weights is not None:
             ctx.details["latent_weights"] = "kept"
-            prepare_qat(model, None, kept)
+            prepare_qat(model, None, master_weights)
             return model, edits
-        found = _float_parent(src, ctx.ancestors)
-        ctx.details["latent_weights"] = found[0] if found else "codes"
-        floats = load_model(found[1].path)[0] if found else None
-        if floats is not None:
+        parent = _float_parent(src, ctx.ancestors)
+        ctx.details["latent_weights"] = parent[0] if parent else "codes"
+        float_model = load_model(parent[1].path)[0] if parent else None
+        if float_model is not None:
             if any(edit.get("op") == "fold" for edit in edits):
-                fold_batch_norms(floats)
-            smooth_like(floats, model)
-        prepare_qat(model, floats)
+                fold_batch_norms(float_model)
+            smooth_like(float_model, model)
+        prepare_qat(model, float_model)
     return model, edits
 
 
@@ -322,21 +324,25 @@ def find_master_weights(
     Returns:
         The master weights; None if they are unknown.
     """
-    kept, doubt = read_master_weights(src.path, _matrix_shapes(model))
-    if doubt is not None:
-        ctx.warnings.append(doubt)
-    parent = _float_parent(src, ctx.ancestors) if kept is None and of_parent else None
-    floats = load_model(parent[1].path)[0] if parent else None
-    if kept is None and floats is None:
+    stored, message = read_master_weights(src.path, _matrix_shapes(model))
+    if message is not None:
+        ctx.warnings.append(message)
+    parent = _float_parent(src, ctx.ancestors) if stored is None and of_parent else None
+    float_model = load_model(parent[1].path)[0] if parent else None
+    if stored is None and float_model is None:
         return None
-    if floats is not None:
-        smooth_like(floats, model)
-    found: dict[int, Tensor] = {}
+    if float_model is not None:
+        smooth_like(float_model, model)
+    by_matrix: dict[int, Tensor] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if is_quantized(module) and id(module.matrix) not in found:
-            weight = kept[name] if kept is not None else _initial_weight(cast(nn.Module, floats), model, name)
-            found[id(module.matrix)] = weight.detach().float()
-    return found
+        if is_quantized(module) and id(module.matrix) not in by_matrix:
+            weight = (
+                stored[name]
+                if stored is not None
+                else _initial_weight(cast(nn.Module, float_model), model, name)
+            )
+            by_matrix[id(module.matrix)] = weight.detach().float()
+    return by_matrix
 
 
 def _float_parent(src: Artifact, ancestors: Mapping[str, Artifact]) -> tuple[str, Artifact] | None:
@@ -348,11 +354,11 @@ def _float_parent(src: Artifact, ancestors: Mapping[str, Artifact]) -> tuple[str
 
 def _matrix_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return (N, K) of each quantized matrix, by the first name of a layer with it."""
-    found: dict[int, tuple[str, tuple[int, ...]]] = {}
+    shapes: dict[int, tuple[str, tuple[int, ...]]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if is_quantized(module):
-            found.setdefault(id(module.matrix), (name, (len(module.matrix.codes), module.matrix.width)))
-    return dict(found.values())
+            shapes.setdefault(id(module.matrix), (name, (len(module.matrix.codes), module.matrix.width)))
+    return dict(shapes.values())
 
 
 def prepare_qat(
@@ -404,8 +410,8 @@ def _initial_weight(floats: nn.Module, model: nn.Module, name: str) -> Tensor:
 
     With a low-rank correction, the correction is subtracted.
     """
-    owner, _, last = name.rpartition(".")
-    corrected = model.get_submodule(owner) if last == "coded" else None
+    owner, _, attribute = name.rpartition(".")
+    corrected = model.get_submodule(owner) if attribute == "coded" else None
     if isinstance(corrected, LowRankCorrectedLinear):
         pair = corrected.adapter
         return cast(Tensor, floats.get_submodule(owner).weight) - pair.up.weight @ pair.down.weight
@@ -450,13 +456,15 @@ def convert_qat(model: nn.Module, ctx: Context) -> dict[str, Tensor]:
     weights: dict[int, tuple[str, Tensor]] = {}
     for name, latent in latents:
         weights.setdefault(id(latent.quantized.matrix), (name, latent.weight.detach()))
-    before = {id(m.quantized.matrix): _flat_codes(m.quantized.matrix) for _, m in latents}
+    codes_before = {id(m.quantized.matrix): _flat_codes(m.quantized.matrix) for _, m in latents}
     _restore_quantized(model, latents, {name: latent.quantized for name, latent in latents})
     if latents:
-        now = {id(m.quantized.matrix): _flat_codes(m.quantized.matrix) for _, m in latents}
-        changed = sum(int((now[place] != before[place]).sum()) for place in before)
-        total = sum(codes.numel() for codes in before.values())
-        ctx.details["codes_changed"] = round(changed / max(1, total), 4)
+        codes_after = {id(m.quantized.matrix): _flat_codes(m.quantized.matrix) for _, m in latents}
+        num_changed = sum(
+            int((codes_after[matrix_id] != codes_before[matrix_id]).sum()) for matrix_id in codes_before
+        )
+        total = sum(codes.numel() for codes in codes_before.values())
+        ctx.details["codes_changed"] = round(num_changed / max(1, total), 4)
     return dict(weights.values())
 
 
@@ -533,24 +541,24 @@ def _restore_quantized(
     homes: Mapping[str, QuantizedLayer],
 ) -> None:
     """Quantize the weights of `latents` into `homes`, and insert these into `model`."""
-    filled: set[int] = set()
+    quantized: set[int] = set()
     for name, latent in latents:
-        home, steps = homes[name], latent.step_sizes
-        if id(home.matrix) not in filled and not (
-            latent.untrained and (latent.as_came or home is latent.quantized)
+        layer, steps = homes[name], latent.step_sizes
+        if id(layer.matrix) not in quantized and not (
+            latent.untrained and (latent.as_came or layer is latent.quantized)
         ):
             with torch.no_grad():
                 quantize_into(
-                    home.matrix, latent.weight, round_to_nearest if steps is None else steps.quantizer()
+                    layer.matrix, latent.weight, round_to_nearest if steps is None else steps.quantizer()
                 )
                 if steps is not None:
-                    steps.store_range(home.matrix)
-            filled.add(id(home.matrix))
-        if isinstance(latent, QatEmbedding) or isinstance(home, QuantizedEmbedding):
+                    steps.store_range(layer.matrix)
+            quantized.add(id(layer.matrix))
+        if isinstance(latent, QatEmbedding) or isinstance(layer, QuantizedEmbedding):
             pass  # without a bias
-        elif home.bias is not None and latent.bias is not None:
-            home.bias.data = latent.bias.detach().clone()
-        replace_module(model, name, home.train(latent.training))
+        elif layer.bias is not None and latent.bias is not None:
+            layer.bias.data = latent.bias.detach().clone()
+        replace_module(model, name, layer.train(latent.training))
 
 
 def _flat_codes(matrix: QuantizedMatrix) -> Tensor:

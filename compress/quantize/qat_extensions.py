@@ -67,11 +67,13 @@ class StepSizeTraining:
                 continue
             steps = self.steps.setdefault(id(matrix), latent.step_sizes or StepSizes(matrix))
             latent.learn_step_sizes(steps)
-            fixed = matrix.scheme.static_activation_range(matrix) if isinstance(latent, QatLinear) else None
-            if fixed is not None and steps.range is None:
+            static_range = (
+                matrix.scheme.static_activation_range(matrix) if isinstance(latent, QatLinear) else None
+            )
+            if static_range is not None and steps.range is None:
                 # linear layers with the same inputs have the same range
-                place = name.rpartition(".")[0], float(fixed[0])
-                steps.range = ranges.setdefault(place, ActivationStepSize(*fixed))
+                range_key = name.rpartition(".")[0], float(static_range[0])
+                steps.range = ranges.setdefault(range_key, ActivationStepSize(*static_range))
         if not self.steps:
             raise InputError(
                 f"{stage}: qat: scales: lsq trains the scales of quantized weights, and"
@@ -134,22 +136,22 @@ def split_ternary_groups(
         valid: which positions of a row are weights, not padding of its last group, bool [G, g].
     """
     w, s = weight.double(), scales.double()[..., None]
-    inside = (codes != 0) & valid
-    w = torch.where(inside & (w.sign() != codes), s * codes, w)
-    outside = ~inside & valid
+    nonzero = (codes != 0) & valid
+    w = torch.where(nonzero & (w.sign() != codes), s * codes, w)
+    zero = ~nonzero & valid
     sizes = w.abs()
 
     def total(values: Tensor, where: Tensor) -> Tensor:
         return (values * where).sum(dim=-1, keepdim=True)
 
-    n, n0 = valid.sum(dim=-1).double()[:, None], outside.sum(dim=-1, keepdim=True).double()
+    n, n0 = valid.sum(dim=-1).double()[:, None], zero.sum(dim=-1, keepdim=True).double()
     b = (n * s - total(sizes, valid)) / (2 * n0.clamp(min=1))
     b = torch.maximum(b, _MIN_SCALE * s)
     v1, v2 = torch.where(w > 0, w + b, b), torch.where(w > 0, -b, w - b)
-    a11 = total(sizes, inside)
-    part = (a11 + total(v2.abs(), outside) - total(v1.abs(), outside)) / (2 * a11)
-    m = part.where(a11 > 0, 0.5).clamp(_MIN_SCALE, 1 - _MIN_SCALE)
-    return torch.where(inside, m * w, v1) * valid, torch.where(inside, (1 - m) * w, v2) * valid
+    a11 = total(sizes, nonzero)
+    ratio = (a11 + total(v2.abs(), zero) - total(v1.abs(), zero)) / (2 * a11)
+    m = ratio.where(a11 > 0, 0.5).clamp(_MIN_SCALE, 1 - _MIN_SCALE)
+    return torch.where(nonzero, m * w, v1) * valid, torch.where(nonzero, (1 - m) * w, v2) * valid
 
 
 def split_before_training(
@@ -193,10 +195,10 @@ def split_ternary_layers(model: nn.Module, edits: list[Edit]) -> tuple[list[Edit
             replacements[id(latent)] = _split_layer(latent).train(latent.training)
         replace_module(model, name, replacements[id(latent)])
     if not replacements:
-        known = " or ".join(name for name, scheme in SCHEMES.items() if scheme.split_scheme)
+        schemes = " or ".join(name for name, scheme in SCHEMES.items() if scheme.split_scheme)
         raise InputError(
-            f"qat: weight_splitting applies only to layers of scheme {known}, and the model has none."
-            f" Put quantize: {{scheme: {known}}} and a training step before this step, or remove"
+            f"qat: weight_splitting applies only to layers of scheme {schemes}, and the model has none."
+            f" Put quantize: {{scheme: {schemes}}} and a training step before this step, or remove"
             " weight_splitting.",
             code="no-layer-of-scheme",
             setting="qat.weight_splitting",
@@ -210,8 +212,8 @@ def _split_edits(edits: list[Edit], name: str, matrix: QuantizedMatrix) -> list[
     Raises:
         InputError: the layer cannot be split.
     """
-    place = next((i for i, e in enumerate(edits) if e["op"] == "quantize" and e["module"] == name), None)
-    if place is None:
+    index = next((i for i, e in enumerate(edits) if e["op"] == "quantize" and e["module"] == name), None)
+    if index is None:
         raise InputError(
             f"qat: weight_splitting: '{name}' has a low-rank correction, which cannot be split. Remove"
             " low_rank_correction or lora from the earlier steps.",
@@ -230,7 +232,7 @@ def _split_edits(edits: list[Edit], name: str, matrix: QuantizedMatrix) -> list[
         {"op": "quantize", "module": f"{name}.{half}", "scheme": scheme.name, **options}
         for half in ("first", "second")
     ]
-    return [*edits[:place], {"op": "split", "module": name}, *halves, *edits[place + 1 :]]
+    return [*edits[:index], {"op": "split", "module": name}, *halves, *edits[index + 1 :]]
 
 
 def _half_scheme(matrix: QuantizedMatrix) -> tuple[Scheme, dict[str, Any]]:
@@ -245,19 +247,21 @@ def _split_layer(latent: QatLinear) -> SplitLinear:
     size = matrix.scheme.group_size(matrix.width, matrix.options)
     codes, grid = matrix.unpack()
     signs = matrix.scheme.dequantize(codes, grid, matrix.options).sign()
-    real = split_into_groups(torch.ones(1, matrix.width), size)[0] > 0
-    parts = split_ternary_groups(split_into_groups(latent.weight.detach(), size), signs, grid["scales"], real)
+    valid = split_into_groups(torch.ones(1, matrix.width), size)[0] > 0
+    parts = split_ternary_groups(
+        split_into_groups(latent.weight.detach(), size), signs, grid["scales"], valid
+    )
     scheme, options = _half_scheme(matrix)
     halves = []
-    for number, part in enumerate(parts):
-        home = QuantizedLinear(
+    for index, half_weight in enumerate(parts):
+        quantized = QuantizedLinear(
             latent.in_features,
-            latent.bias is not None and number == 0,
+            latent.bias is not None and index == 0,
             QuantizedMatrix(scheme, latent.out_features, matrix.width, options),
         )
-        home.matrix.set_weight_(UnpackedWeights(part >= 0, {"scales": grid["scales"] / 2}))
-        if home.bias is not None:
-            home.bias.data = latent.bias.detach().clone()
-        weight = nn.Parameter(part.flatten(1)[:, : matrix.width].float())
-        halves.append(QatLinear(home, weight).train(latent.training))
+        quantized.matrix.set_weight_(UnpackedWeights(half_weight >= 0, {"scales": grid["scales"] / 2}))
+        if quantized.bias is not None:
+            quantized.bias.data = latent.bias.detach().clone()
+        weight = nn.Parameter(half_weight.flatten(1)[:, : matrix.width].float())
+        halves.append(QatLinear(quantized, weight).train(latent.training))
     return SplitLinear(*halves)

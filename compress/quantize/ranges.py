@@ -107,37 +107,37 @@ class Histogram:
 
 def percentile_range(counts: BinCounts, edges: FloatArray, percentile: float) -> Any:
     """Return the lower edge of the bin that contains the percentile."""
-    shares = np.cumsum(counts / counts.sum())
-    return edges.astype(np.float32)[np.searchsorted(shares, percentile / 100.0)]
+    cumulative = np.cumsum(counts / counts.sum())
+    return edges.astype(np.float32)[np.searchsorted(cumulative, percentile / 100.0)]
 
 
 def mse_range(counts: BinCounts, edges: FloatArray) -> np.floating[Any]:
     """Return the threshold with the least squared int8 quantization error of the bin centers."""
-    centres = (edges[:-1] + edges[1:]).astype(np.float64) / 2
-    cuts = edges[-1] * np.arange(_NUM_THRESHOLDS // 8, _NUM_THRESHOLDS + 1) / _NUM_THRESHOLDS
+    centers = (edges[:-1] + edges[1:]).astype(np.float64) / 2
+    thresholds = edges[-1] * np.arange(_NUM_THRESHOLDS // 8, _NUM_THRESHOLDS + 1) / _NUM_THRESHOLDS
     errors = []
-    for cut in cuts:
-        step = cut / _MAX_INT8 or 1.0
-        left = np.clip(np.rint(centres / step), -_MAX_INT8 - 1, _MAX_INT8) * step
-        errors.append(float((counts * (centres - left) ** 2).sum()))
-    best: np.floating[Any] = cuts[first_within_tolerance(errors)]
-    return best
+    for threshold in thresholds:
+        step = threshold / _MAX_INT8 or 1.0
+        quantized = np.clip(np.rint(centers / step), -_MAX_INT8 - 1, _MAX_INT8) * step
+        errors.append(float((counts * (centers - quantized) ** 2).sum()))
+    best_threshold: np.floating[Any] = thresholds[first_within_tolerance(errors)]
+    return best_threshold
 
 
 def entropy_range(counts: BinCounts, edges: FloatArray, codes: int = _NUM_LEVELS) -> tuple[Any, Any]:
     """Return the signed edges for which `codes` coarse bins have the least divergence from the fine ones."""
     middle, half = len(counts) // 2, codes // 2
     sums = np.concatenate([[0], np.cumsum(counts)])
-    found, limits = [], []
+    divergences, limits = [], []
     for reach in range(half, middle + 1):
-        begin, end = middle - reach, min(middle + reach + 1, len(counts))
-        limits.append((edges[begin], edges[end]))
-        fine = counts[begin:end].copy()
-        fine[0] += sums[begin]  # clipped values
+        start, end = middle - reach, min(middle + reach + 1, len(counts))
+        limits.append((edges[start], edges[end]))
+        fine = counts[start:end].copy()
+        fine[0] += sums[start]  # clipped values
         fine[-1] += sums[-1] - sums[end]
-        coarse = _requantize_bins(counts[begin:end], codes, fine != 0)
-        found.append(_divergence(_smooth(fine), _smooth(coarse)))
-    return limits[first_within_tolerance(found)]
+        coarse = _requantize_bins(counts[start:end], codes, fine != 0)
+        divergences.append(_divergence(_smooth(fine), _smooth(coarse)))
+    return limits[first_within_tolerance(divergences)]
 
 
 def _requantize_bins(inner: BinCounts, codes: int, nonempty: NDArray[np.bool_]) -> BinCounts:
@@ -146,25 +146,25 @@ def _requantize_bins(inner: BinCounts, codes: int, nonempty: NDArray[np.bool_]) 
     The last coarse bin also counts the remaining bins at the end, but does not extend over them.
     """
     merged = len(inner) // codes
-    whole = codes * merged
-    coarse = inner[:whole].reshape(codes, merged).sum(axis=1)
-    coarse[-1] += inner[whole:].sum()
-    filled = nonempty[:whole].reshape(codes, merged).sum(axis=1)
-    shares = np.where(filled > 0, coarse / np.maximum(filled, 1), 0).astype(np.int64)
-    spread = np.zeros(len(inner), dtype=np.int64)
-    spread[:whole] = np.repeat(shares, merged)
-    return spread
+    num_grouped = codes * merged
+    coarse = inner[:num_grouped].reshape(codes, merged).sum(axis=1)
+    coarse[-1] += inner[num_grouped:].sum()
+    num_nonempty = nonempty[:num_grouped].reshape(codes, merged).sum(axis=1)
+    counts_per_bin = np.where(num_nonempty > 0, coarse / np.maximum(num_nonempty, 1), 0).astype(np.int64)
+    result = np.zeros(len(inner), dtype=np.int64)
+    result[:num_grouped] = np.repeat(counts_per_bin, merged)
+    return result
 
 
 def _smooth(counts: BinCounts) -> NDArray[np.float32] | None:
     """Move a small probability from nonempty bins to empty ones; return None if all are empty."""
     empty = (counts == 0).astype(np.float32)
-    many = empty.sum()
-    if many == counts.size:
+    num_empty = empty.sum()
+    if num_empty == counts.size:
         return None
-    taken = _SMOOTHING * float(many) / float(counts.size - many)
+    reduction = _SMOOTHING * float(num_empty) / float(counts.size - num_empty)
     smoothed = counts.astype(np.float32)
-    smoothed += _SMOOTHING * empty + (-taken) * (counts != 0).astype(np.float32)
+    smoothed += _SMOOTHING * empty + (-reduction) * (counts != 0).astype(np.float32)
     return smoothed
 
 
@@ -205,8 +205,8 @@ def calibrate_ranges(
         if layer.needs_range:
             modules.setdefault(str(layer.weight_id), []).append(layer.module)
             names.setdefault(str(layer.weight_id), layer.name)
-    found = observe_ranges(modules, names, samples, settings, observe) if modules else {}
-    return {int(key): seen.largest for key, seen in found.items()}
+    ranges = observe_ranges(modules, names, samples, settings, observe) if modules else {}
+    return {int(key): observed.largest for key, observed in ranges.items()}
 
 
 @dataclass(frozen=True)
@@ -238,24 +238,26 @@ def observe_ranges(
     """
     extremes = {key: Extremes() for key in modules}
     observe(modules, lambda key, x: extremes[key].update(x))
-    for key, seen in extremes.items():
-        if seen.rows and not float(seen.largest) < float("inf"):
+    for key, limits in extremes.items():
+        if limits.rows and not float(limits.largest) < float("inf"):
             raise InputError(
                 f"quantize: {names[key]}: the layer's inputs on samples of {samples.origin} are not"
                 " finite. The training before this step has probably diverged; lower its learning_rate.",
                 code="non-finite-activations",
             )
-    reached = {key: seen for key, seen in extremes.items() if seen.rows}
-    signed = {key: bool(seen.low < 0) for key, seen in reached.items()}
+    with_samples = {key: limits for key, limits in extremes.items() if limits.rows}
+    signed = {key: bool(limits.low < 0) for key, limits in with_samples.items()}
     if settings.calibration_method == "minmax":
-        return {key: ObservedRange(float(seen.largest), signed[key]) for key, seen in reached.items()}
-    counted = {key: Histogram(settings.calibration_method, seen) for key, seen in reached.items()}
+        return {
+            key: ObservedRange(float(limits.largest), signed[key]) for key, limits in with_samples.items()
+        }
+    histograms = {key: Histogram(settings.calibration_method, limits) for key, limits in with_samples.items()}
 
     def count(key: str, x: Tensor) -> None:
-        counted[key].update(x)
+        histograms[key].update(x)
 
-    observe({key: modules[key] for key in reached}, count)
+    observe({key: modules[key] for key in with_samples}, count)
     return {
-        key: ObservedRange(found.range_end(settings.calibration_percentile), signed[key])
-        for key, found in counted.items()
+        key: ObservedRange(histogram.range_end(settings.calibration_percentile), signed[key])
+        for key, histogram in histograms.items()
     }

@@ -140,11 +140,11 @@ class Requantizer:
             return None
 
         def rounded(weight: Tensor, seen: InputStatistics) -> Tensor:
-            new = weight.detach().float()
+            float_weight = weight.detach().float()
             module = model.get_submodule(name)
-            decided = self._decide_codes(layer, new, module, seen)
-            values = self._effective_weight(layer, decided.codes, *self._kept_indices(layer, module))
-            layer.cache.append((values, decided))
+            requantized = self._decide_codes(layer, float_weight, module, seen)
+            values = self._effective_weight(layer, requantized.codes, *self._kept_indices(layer, module))
+            layer.cache.append((values, requantized))
             return values
 
         return rounded
@@ -157,10 +157,10 @@ class Requantizer:
         `ctx.details["requantized_layers"]` lists the layers with new scales.
         """
         edits = list(edits)
-        done: dict[int, tuple[str, QuantizedMatrix]] = {}
+        quantized: dict[int, tuple[str, QuantizedMatrix]] = {}
         floats: dict[int, Tensor] = {}
         for layer in self._layers:
-            edits += self._requantize_layer(model, layer, done, floats)
+            edits += self._requantize_layer(model, layer, quantized, floats)
         if self._count:
             ctx.details["codes_kept"] = round(self._same / self._count, 4)
         if self._again:
@@ -172,13 +172,13 @@ class Requantizer:
         """Store the master weights with the model in `ctx.out`, if they are known."""
         if self._others is None:
             return
-        known = self._others | self._floats
-        found: dict[str, tuple[Tensor, QuantizedMatrix]] = {}
+        weights = self._others | self._floats
+        by_name: dict[str, tuple[Tensor, QuantizedMatrix]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
-            if is_quantized(module) and id(module.matrix) not in {id(m) for _, m in found.values()}:
-                found[name] = (known[id(module.matrix)], module.matrix)
+            if is_quantized(module) and id(module.matrix) not in {id(m) for _, m in by_name.values()}:
+                by_name[name] = (weights[id(module.matrix)], module.matrix)
         ctx.details["latent_bytes"] = write_master_weights(
-            {n: weight for n, (weight, _) in found.items()}, ctx.out
+            {n: weight for n, (weight, _) in by_name.items()}, ctx.out
         )
 
     def dequantize(self, model: nn.Module, everywhere: bool, base: Mapping[int, Tensor] | None) -> None:
@@ -190,39 +190,39 @@ class Requantizer:
             base: the original float weights by the identity of the matrix; None if unknown.
         """
         self._others = None if base is None else dict(base)
-        inside = tuple(n for b in blocks_of(model) for part in b.parts for n in part.linear_layers)
+        block_layers = tuple(n for b in blocks_of(model) for part in b.parts for n in part.linear_layers)
         weights: dict[int, nn.Parameter] = {}
-        starts = tuple(f"{name}." for name in inside)
-        found = [
-            (module, names, [n for n in names if n in inside or n.startswith(starts)])
+        starts = tuple(f"{name}." for name in block_layers)
+        quantized_layers = [
+            (module, names, [n for n in names if n in block_layers or n.startswith(starts)])
             for module, names in module_names(model).items()
         ]
-        found = [
+        quantized_layers = [
             (m, n, w)
-            for m, n, w in found
+            for m, n, w in quantized_layers
             if (everywhere or w) and _is_complete_layer(model, m, n[0], self._stage)
         ]
-        for module, names, within in found:
-            name = (within or names)[0]
+        for module, names, block_names in quantized_layers:
+            name = (block_names or names)[0]
             layer = _dequantize_layer(name, module, base)
             weight = weights.setdefault(id(layer.matrix), nn.Parameter(layer.old_weight.clone()))
-            new = _float_layer(layer, weight).train(module.training)
-            for other in names:
-                replace_module(model, other, new)
+            replacement = _float_layer(layer, weight).train(module.training)
+            for alias in names:
+                replace_module(model, alias, replacement)
             self._layers.append(layer)
 
     def edits_without_quantization(self, edits: list[Edit]) -> list[Edit]:
         """Return `edits` without those that quantized the dequantized layers."""
         names = {f"{layer.name}{end}" for layer in self._layers for end in ("", ".linear", ".matrix")}
         names |= {f"{layer.name}{end}" for layer in self._layers for end in (".coded", ".linear.coded")}
-        first = next((i for i, edit in enumerate(edits) if edit["op"] in _QUANTIZE_OPS), len(edits))
+        first_index = next((i for i, edit in enumerate(edits) if edit["op"] in _QUANTIZE_OPS), len(edits))
 
-        def made_codes(place: int, edit: Edit) -> bool:
+        def is_quantization_edit(place: int, edit: Edit) -> bool:
             if edit["op"] in _QUANTIZE_OPS:
                 return edit["module"] in names
-            return edit["op"] == "share" and place > first and edit["with"] in names
+            return edit["op"] == "share" and place > first_index and edit["with"] in names
 
-        return [edit for place, edit in enumerate(edits) if not made_codes(place, edit)]
+        return [edit for index, edit in enumerate(edits) if not is_quantization_edit(index, edit)]
 
     def _requantize_layer(
         self,
@@ -232,39 +232,43 @@ class Requantizer:
         floats: dict[int, Tensor],
     ) -> Iterator[Edit]:
         """Quantize one layer again; yield its edits."""
-        old: Any = model.get_submodule(layer.name)
-        rows, columns = self._kept_indices(layer, old)
+        float_layer: Any = model.get_submodule(layer.name)
+        rows, columns = self._kept_indices(layer, float_layer)
         matrix = layer.matrix
         inner = f"{layer.name}.linear" if layer.factors is not None else layer.name
         edits: list[Edit] = []
         if layer.factors is not None:
-            holder = ScaledLinear(old)
+            holder = ScaledLinear(float_layer)
             holder.factors.data = layer.factors[columns].clone()
             replace_layer(
-                model, edits, layer.name, holder.train(old.training), {"op": "scale", "module": layer.name}
+                model,
+                edits,
+                layer.name,
+                holder.train(float_layer.training),
+                {"op": "scale", "module": layer.name},
             )
-        new = empty_quantized(old, matrix.scheme.name, matrix.options)
-        if isinstance(new, QuantizedLinear) and new.bias is not None:
-            new.bias.data = old.bias.detach().clone()
-        if is_masked(old):
-            mark_masked(new)
+        quantized = empty_quantized(float_layer, matrix.scheme.name, matrix.options)
+        if isinstance(quantized, QuantizedLinear) and quantized.bias is not None:
+            quantized.bias.data = float_layer.bias.detach().clone()
+        if is_masked(float_layer):
+            mark_masked(quantized)
         options = dict(matrix.options)
         edit = {"op": "quantize", "module": inner, "scheme": matrix.scheme.name, **options}
-        replace_layer(model, edits, inner, new.train(old.training), edit)
+        replace_layer(model, edits, inner, quantized.train(float_layer.training), edit)
         if id(matrix) in done:
-            first, shared = done[id(matrix)]
-            new.matrix = shared
-            edits.append({"op": "share", "module": f"{inner}.matrix", "with": f"{first}.matrix"})
+            owner, shared = done[id(matrix)]
+            quantized.matrix = shared
+            edits.append({"op": "share", "module": f"{inner}.matrix", "with": f"{owner}.matrix"})
         else:
-            codes, floats[id(new.matrix)] = self._layer_codes(layer, old)
-            new.matrix.set_weight_(codes)
-            self._copy_ranges(matrix, new.matrix)
-            done[id(matrix)] = (inner, new.matrix)
+            codes, floats[id(quantized.matrix)] = self._layer_codes(layer, float_layer)
+            quantized.matrix.set_weight_(codes)
+            self._copy_ranges(matrix, quantized.matrix)
+            done[id(matrix)] = (inner, quantized.matrix)
         if layer.pair is not None:
-            assert isinstance(new, QuantizedLinear)
+            assert isinstance(quantized, QuantizedLinear)
             up, down = layer.pair[0][rows], layer.pair[1][:, columns]
             edit = {"op": "adapter", "module": inner, "rank": len(down)}
-            replace_layer(model, edits, inner, with_low_rank_correction(new, up, down), edit)
+            replace_layer(model, edits, inner, with_low_rank_correction(quantized, up, down), edit)
         return iter(edits)
 
     def _copy_ranges(self, old: QuantizedMatrix, new: QuantizedMatrix) -> None:
@@ -275,32 +279,32 @@ class Requantizer:
 
     def _kept_indices(self, layer: _DequantizedLayer, module: Any) -> tuple[Tensor, Tensor]:
         """Return the kept rows and columns of a layer, int64, ascending."""
-        found = []
+        by_dim = []
         size = module.weight.shape
-        for dim, places in enumerate(kept_indices(module)):
-            whole = torch.arange(layer.old_weight.shape[dim]) if places is None else places
-            if len(whole) != size[dim] and self._channels is not None:
-                whole = whole[self._channels]
-            found.append(whole)
-        return found[0], found[1]
+        for dim, recorded in enumerate(kept_indices(module)):
+            indices = torch.arange(layer.old_weight.shape[dim]) if recorded is None else recorded
+            if len(indices) != size[dim] and self._channels is not None:
+                indices = indices[self._channels]
+            by_dim.append(indices)
+        return by_dim[0], by_dim[1]
 
     def _layer_codes(self, layer: _DequantizedLayer, module: Any) -> tuple[UnpackedWeights, Tensor]:
         """Return the quantized weights of the changed layer `module`, and their float source; count them."""
         weight, (rows, columns) = module.weight.detach().float(), self._kept_indices(layer, module)
-        known = next((cached for values, cached in layer.cache if torch.equal(values, weight)), None)
-        codes, floats, again = known or self._decide_codes(layer, weight, module, None)
-        self._again += [layer.name] if again else []
+        previous = next((cached for values, cached in layer.cache if torch.equal(values, weight)), None)
+        codes, floats, is_refit = previous or self._decide_codes(layer, weight, module, None)
+        self._again += [layer.name] if is_refit else []
         scheme, options, width = layer.matrix.scheme, layer.matrix.options, len(columns)
-        was = layer.matrix.unpack()
-        values, before = (
+        old_weights = layer.matrix.unpack()
+        values, old_values = (
             scheme.dequantize(quantized.q_weight, quantized.qparams, options).flatten(1)
-            for quantized in (codes, was)
+            for quantized in (codes, old_weights)
         )
-        same = codes.q_weight.flatten(1)[:, :width] == was.q_weight.flatten(1)[rows][:, columns]
+        unchanged = codes.q_weight.flatten(1)[:, :width] == old_weights.q_weight.flatten(1)[rows][:, columns]
         # the same integer with another scale is another value
-        same &= values[:, :width] == before[rows][:, columns]
-        self._same += int(same.sum())
-        self._count += same.numel()
+        unchanged &= values[:, :width] == old_values[rows][:, columns]
+        self._same += int(unchanged.sum())
+        self._count += unchanged.numel()
         return codes, floats
 
     def _effective_weight(
@@ -317,36 +321,36 @@ class Requantizer:
         """Return the quantized weights for `weight`, float32 [n, k], of `module`."""
         rows, columns = self._kept_indices(layer, module)
         scheme, options = layer.matrix.scheme, layer.matrix.options
-        before = layer.old_weight[rows][:, columns]
-        same = weight == before
-        moved = weight - before
+        old_weight = layer.old_weight[rows][:, columns]
+        unchanged = weight == old_weight
+        change = weight - old_weight
         if layer.factors is not None:
-            moved = moved / layer.factors[columns].where(layer.factors[columns] != 0, 1.0)
-        floats = layer.source_weight[rows][:, columns] + moved
-        gone = weight == 0 if is_masked(module) else (weight == 0) & ~same
+            change = change / layer.factors[columns].where(layer.factors[columns] != 0, 1.0)
+        floats = layer.source_weight[rows][:, columns] + change
+        zeros = weight == 0 if is_masked(module) else (weight == 0) & ~unchanged
         if layer.pair is None:
-            floats = floats.masked_fill(gone, 0.0)  # exactly
-        old, grid = layer.matrix.unpack()
+            floats = floats.masked_fill(zeros, 0.0)  # exactly
+        old_codes, grid = layer.matrix.unpack()
         size = scheme.group_size(len(columns), options)
-        origin, whole = _group_origins(columns, scheme.group_size(layer.matrix.width, options), size)
-        in_groups = split_into_groups((~same).float(), size).sum(dim=(0, 2)) == 0
+        origin, intact = _group_origins(columns, scheme.group_size(layer.matrix.width, options), size)
+        unchanged_groups = split_into_groups((~unchanged).float(), size).sum(dim=(0, 2)) == 0
         if not self._grids_stay:
-            whole &= in_groups
-        if scheme.is_per_tensor(options) and not bool(whole.all()):
-            whole[:] = False  # one scale for all weights: keep it for all or for none
-        taken = _cut_grid(grid, layer.old_weight.shape[0], old.shape[1], rows, origin)
-        codes = scheme.quantize(split_into_groups(floats, size), taken, options)
-        kept = split_into_groups(old.flatten(1)[rows][:, columns].int(), size).to(codes.dtype)
-        real = split_into_groups(torch.ones(1, len(columns)), size) > 0
-        codes = kept.where(split_into_groups(same.float(), size).bool() & real, codes)
-        if bool(whole.all()):
-            return _RequantizedCodes(UnpackedWeights(codes, taken), floats, False)
-        fresh = self._refit_codes(layer, floats, seen, gone if is_masked(module) else None)
-        if not bool(whole.any()):
+            intact &= unchanged_groups
+        if scheme.is_per_tensor(options) and not bool(intact.all()):
+            intact[:] = False  # one scale for all weights: keep it for all or for none
+        old_grid = _cut_grid(grid, layer.old_weight.shape[0], old_codes.shape[1], rows, origin)
+        codes = scheme.quantize(split_into_groups(floats, size), old_grid, options)
+        old_in_groups = split_into_groups(old_codes.flatten(1)[rows][:, columns].int(), size).to(codes.dtype)
+        valid = split_into_groups(torch.ones(1, len(columns)), size) > 0
+        codes = old_in_groups.where(split_into_groups(unchanged.float(), size).bool() & valid, codes)
+        if bool(intact.all()):
+            return _RequantizedCodes(UnpackedWeights(codes, old_grid), floats, False)
+        fresh = self._refit_codes(layer, floats, seen, zeros if is_masked(module) else None)
+        if not bool(intact.any()):
             return _RequantizedCodes(fresh, floats, True)
-        codes = codes.where(whole[None, :, None], fresh.q_weight)
+        codes = codes.where(intact[None, :, None], fresh.q_weight)
         merged = UnpackedWeights(
-            codes, {name: _merged(taken[name], fresh.qparams[name], whole) for name in taken}
+            codes, {name: _merged(old_grid[name], fresh.qparams[name], intact) for name in old_grid}
         )
         return _RequantizedCodes(merged, floats, True)
 
@@ -368,20 +372,20 @@ def _group_origins(columns: Tensor, old: int, new: int) -> tuple[Tensor, Tensor]
 
     columns: the kept columns, int64 [k]. old, new: group sizes. The second result is bool [G].
     """
-    of = columns // old
-    filled = torch.cat([of, of[-1:].expand(-len(of) % new)]).unflatten(0, (-1, new))
-    return filled[:, 0], (filled == filled[:, :1]).all(dim=1)
+    old_groups = columns // old
+    padded = torch.cat([old_groups, old_groups[-1:].expand(-len(old_groups) % new)]).unflatten(0, (-1, new))
+    return padded[:, 0], (padded == padded[:, :1]).all(dim=1)
 
 
 def _cut_grid(grid: QuantParams, rows: int, groups: int, kept: Tensor, origin: Tensor) -> dict[str, Tensor]:
     """Return the grid of the rows `kept` and the groups at `origin` of a grid of `rows` and `groups`."""
-    found = {}
+    result = {}
     for name, tensor in grid.items():
-        part = tensor[kept] if tensor.shape[0] == rows else tensor
-        if part.dim() > 1 and part.shape[1] == groups:
-            part = part.index_select(1, origin)
-        found[name] = part.contiguous()
-    return found
+        selected = tensor[kept] if tensor.shape[0] == rows else tensor
+        if selected.dim() > 1 and selected.shape[1] == groups:
+            selected = selected.index_select(1, origin)
+        result[name] = selected.contiguous()
+    return result
 
 
 def _merged(old: Tensor, new: Tensor, whole: Tensor) -> Tensor:
@@ -398,12 +402,12 @@ def _with_pair_and_factors(layer: _DequantizedLayer, values: Tensor, rows: Tenso
 
 def _is_complete_layer(model: nn.Module, module: nn.Module, name: str, stage: str) -> bool:
     """Return whether `module` is a complete quantized layer, not a part of another one."""
-    owner, _, last = name.rpartition(".")
-    inside = model.get_submodule(owner) if owner else None
+    owner, _, attribute = name.rpartition(".")
+    parent = model.get_submodule(owner) if owner else None
     if isinstance(module, SplitLinear):
-        why = split_pruning_error(QuantizedInput((), is_split=True), stage)
-        raise InputError(f"{stage}: {why}", code=AFTER_QUANTIZE)
-    if last in ("coded", "linear") and isinstance(inside, LowRankCorrectedLinear | ScaledLinear):
+        reason = split_pruning_error(QuantizedInput((), is_split=True), stage)
+        raise InputError(f"{stage}: {reason}", code=AFTER_QUANTIZE)
+    if attribute in ("coded", "linear") and isinstance(parent, LowRankCorrectedLinear | ScaledLinear):
         return False
     core = module.linear if isinstance(module, ScaledLinear) else module
     return is_quantized(core) or isinstance(core, LowRankCorrectedLinear)
@@ -412,9 +416,9 @@ def _is_complete_layer(model: nn.Module, module: nn.Module, name: str, stage: st
 @torch.no_grad()
 def _dequantize_layer(name: str, module: Any, base: Mapping[int, Tensor] | None) -> _DequantizedLayer:
     core: Any = module.linear if isinstance(module, ScaledLinear) else module
-    coded = core.coded if isinstance(core, LowRankCorrectedLinear) else core
-    values = coded.matrix.dequantize()
-    layer = _DequantizedLayer(name, coded, values, values if base is None else base[id(coded.matrix)])
+    quantized = core.coded if isinstance(core, LowRankCorrectedLinear) else core
+    values = quantized.matrix.dequantize()
+    layer = _DequantizedLayer(name, quantized, values, values if base is None else base[id(quantized.matrix)])
     if isinstance(module, ScaledLinear):
         layer.factors = module.factors.detach().clone()
     if isinstance(core, LowRankCorrectedLinear):
@@ -425,19 +429,21 @@ def _dequantize_layer(name: str, module: Any, base: Mapping[int, Tensor] | None)
 
 
 def _float_layer(layer: _DequantizedLayer, weight: nn.Parameter) -> nn.Module:
-    coded = layer.quantized
-    if isinstance(coded, QuantizedEmbedding):
-        table = nn.Embedding(weight.shape[0], weight.shape[1], coded.padding_idx, device="meta")
+    quantized = layer.quantized
+    if isinstance(quantized, QuantizedEmbedding):
+        table = nn.Embedding(weight.shape[0], weight.shape[1], quantized.padding_idx, device="meta")
         table.weight = weight
-        copy_embed_scale(table, coded)
+        copy_embed_scale(table, quantized)
         return table
-    new = nn.Linear(coded.in_features, coded.out_features, coded.bias is not None, device="meta")
-    new.weight = weight
-    if coded.bias is not None:
-        new.bias = nn.Parameter(coded.bias.detach().clone())
-    if is_masked(coded):
-        mark_masked(new)
-    return new
+    linear = nn.Linear(
+        quantized.in_features, quantized.out_features, quantized.bias is not None, device="meta"
+    )
+    linear.weight = weight
+    if quantized.bias is not None:
+        linear.bias = nn.Parameter(quantized.bias.detach().clone())
+    if is_masked(quantized):
+        mark_masked(linear)
+    return linear
 
 
 def dequantize_model(

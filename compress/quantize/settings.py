@@ -66,22 +66,26 @@ def resolve_options(scheme: str, settings: Settings) -> dict[str, OptionValue]:
 def shared_options(schemes: Iterable[str], settings: Settings) -> dict[str, OptionValue]:
     """Return the options that have the same value in all of `schemes` that have them."""
     values = _option_values(schemes, settings)
-    return {name: found[0] for name, found in values.items() if found and found.count(found[0]) == len(found)}
+    return {
+        name: option_values[0]
+        for name, option_values in values.items()
+        if option_values and option_values.count(option_values[0]) == len(option_values)
+    }
 
 
 def unused_options(schemes: Iterable[str], settings: Settings) -> set[str]:
     """Return options that no scheme has, and unset ones whose defaults differ between schemes."""
-    same = shared_options(schemes, settings)
+    shared = shared_options(schemes, settings)
     return {
         name
-        for name, found in _option_values(schemes, settings).items()
-        if not found or (name not in same and name not in settings.model_fields_set)
+        for name, option_values in _option_values(schemes, settings).items()
+        if not option_values or (name not in shared and name not in settings.model_fields_set)
     }
 
 
 def _option_values(schemes: Iterable[str], settings: Settings) -> dict[str, list[OptionValue]]:
-    taken = [resolve_options(scheme, settings) for scheme in schemes]
-    return {name: [options[name] for options in taken if name in options] for name in schemes_by_option()}
+    resolved = [resolve_options(scheme, settings) for scheme in schemes]
+    return {name: [options[name] for options in resolved if name in options] for name in schemes_by_option()}
 
 
 def _resolve_option(option: SchemeOption, value: OptionValue | None) -> OptionValue:
@@ -93,11 +97,11 @@ _EMBEDDING_SCHEMES = tuple(name for name, scheme in SCHEMES.items() if scheme.su
 
 def _default_tables() -> str:
     """Return the default embedding schemes, each with the linear layer schemes that use it."""
-    found: dict[str, list[str]] = {}
+    by_table: dict[str, list[str]] = {}
     for name, scheme in SCHEMES.items():
         if scheme.embedding_scheme:
-            found.setdefault(scheme.embedding_scheme, []).append(name)
-    return ", ".join(f"{table} with {', '.join(names)}" for table, names in found.items())
+            by_table.setdefault(scheme.embedding_scheme, []).append(name)
+    return ", ".join(f"{table} with {', '.join(names)}" for table, names in by_table.items())
 
 
 EMBEDDING_SCHEME = f"scheme of embeddings and output layer; default {_default_tables()}, else the scheme"
@@ -139,7 +143,7 @@ else:
 
 def two_bit_warnings(schemes: Iterable[str]) -> list[Message]:
     """Return a warning if two-bit schemes are among `schemes`, by name."""
-    few = sorted(name for name in schemes if SCHEMES[name].bits == 2)
+    two_bit_schemes = sorted(name for name in schemes if SCHEMES[name].bits == 2)
     return [
         warning(
             "hqq-two-bits",
@@ -148,7 +152,7 @@ def two_bit_warnings(schemes: Iterable[str]) -> list[Message]:
             " gptq if there are samples.",
             setting="method",
         )
-        for name in few
+        for name in two_bit_schemes
     ]
 
 
@@ -315,13 +319,15 @@ class QuantizeSettings(SchemeSettings):
         """
         if self.mixed_precision is None:
             return
-        for name, why in (
+        for name, replaced in (
             ("scheme", "the bit widths"),
             ("embedding_scheme", "the bit widths, also of embeddings and output layer"),
             ("smoothquant_alpha", "groupwise schemes, whose activations have no shared scale"),
         ):
             if name in self.model_fields_set:
-                raise SettingError(f"mixed_precision chooses {why}; remove {name}", code="settings-conflict")
+                raise SettingError(
+                    f"mixed_precision chooses {replaced}; remove {name}", code="settings-conflict"
+                )
         if AUTO in self.exclude:
             raise SettingError(
                 "mixed_precision and exclude: auto both choose by sensitivity; remove one of them",
@@ -332,17 +338,17 @@ class QuantizeSettings(SchemeSettings):
                 "mixed_precision needs the sensitivity of each layer; sensitivity_samples must be 1 or more",
                 code="too-few-rows",
             )
-        taken = {
+        stored_bits = {
             b: bits_per_weight(SCHEMES_BY_BITS[b], self.scheme_options(SCHEMES_BY_BITS[b].name))
             for b in self.mixed_precision.bit_widths
         }
-        least, most = min(taken.values()), max(taken.values())
+        min_bits, max_bits = min(stored_bits.values()), max(stored_bits.values())
         if (
             self.mixed_precision.target_bits is not None
-            and not least <= self.mixed_precision.target_bits < most
+            and not min_bits <= self.mixed_precision.target_bits < max_bits
         ):
             raise SettingError(
-                f"mixed_precision: expected target_bits of at least {least:g} and less than {most:g},"
+                f"mixed_precision: expected target_bits of at least {min_bits:g} and less than {max_bits:g},"
                 " the bits per weight of these bit_widths including scales, got"
                 f" {self.mixed_precision.target_bits:g}",
                 code="budget-out-of-range",
@@ -354,13 +360,13 @@ class QuantizeSettings(SchemeSettings):
         Raises:
             ValueError: there is one.
         """
-        given = self.model_fields_set
-        counted = {
+        set_fields = self.model_fields_set
+        effects = {
             "calibration_method": self.needs_activation_ranges,
             "calibration_percentile": self.needs_activation_ranges or self.clip == "percentile",
         }
-        for name, means in counted.items():
-            if name in given and not means:
+        for name, means in effects.items():
+            if name in set_fields and not means:
                 raise SettingError(
                     f"{name} has no effect on {self._scheme_description}; remove it", code="unused-setting"
                 )
@@ -374,25 +380,28 @@ class QuantizeSettings(SchemeSettings):
             ("calibration_samples", self.needs_calibration),
             ("sensitivity_samples", self._may_measure_sensitivity),
         ):
-            if name in given and not reads:
+            if name in set_fields and not reads:
                 raise SettingError(
                     f"{name} has no effect: scheme {self.scheme} is not calibrated on samples; remove it",
                     code="unused-setting",
                 )
-        if "calibration_percentile" in given and "percentile" not in (self.calibration_method, self.clip):
+        if "calibration_percentile" in set_fields and "percentile" not in (
+            self.calibration_method,
+            self.clip,
+        ):
             raise SettingError(
                 f"calibration_percentile has no effect with calibration_method: {self.calibration_method};"
                 " remove it",
                 code="unused-setting",
             )
         if self.correction is not None and (self.scales_inputs or self.mixed_precision is not None):
-            other = "mixed_precision" if self.mixed_precision is not None else f"method: {self.method}"
+            conflict = "mixed_precision" if self.mixed_precision is not None else f"method: {self.method}"
             raise SettingError(
                 "low_rank_correction requires a single scheme and method rtn, gptq or hqq; remove"
-                f" {other} or low_rank_correction",
+                f" {conflict} or low_rank_correction",
                 code="settings-conflict",
             )
-        if "max_excluded" in given and AUTO not in self.exclude:
+        if "max_excluded" in set_fields and AUTO not in self.exclude:
             raise SettingError(
                 "max_excluded has no effect without exclude: auto; set exclude: auto, or remove max_excluded",
                 code="unused-setting",
@@ -515,19 +524,22 @@ class QuantizeSettings(SchemeSettings):
         dumped = super().to_report() | shared_options(self.used_schemes(), self)
         if self.mixed_precision is None:
             dumped["embedding_scheme"] = self.resolved_embedding_scheme
-        idle = {name for name, means in self._effective_settings().items() if not means}
-        idle |= unused_options(self.used_schemes(), self)
-        return {name: value for name, value in dumped.items() if name not in idle}
+        unused = {name for name, means in self._effective_settings().items() if not means}
+        unused |= unused_options(self.used_schemes(), self)
+        return {name: value for name, value in dumped.items() if name not in unused}
 
     def _effective_settings(self) -> dict[str, bool]:
         """Return which settings have an effect, of those that others may switch off."""
         uniform = self.mixed_precision is None
-        ends = "percentile" in (self.calibration_method if self.needs_activation_ranges else "", self.clip)
+        uses_percentile = "percentile" in (
+            self.calibration_method if self.needs_activation_ranges else "",
+            self.clip,
+        )
         return {
             "scheme": uniform,
             "embedding_scheme": uniform and (self.embeddings or self.output_layer),
             "calibration_method": self.needs_activation_ranges,
-            "calibration_percentile": ends,
+            "calibration_percentile": uses_percentile,
             "calibration_samples": self.needs_calibration,
             "sensitivity_samples": self._may_measure_sensitivity,
             "max_excluded": AUTO in self.exclude,
@@ -536,10 +548,10 @@ class QuantizeSettings(SchemeSettings):
 
     def required_packages(self) -> dict[str, str]:
         """Return what the schemes need."""
-        found: dict[str, str] = {}
+        packages: dict[str, str] = {}
         for name in self.used_schemes():
-            found |= SCHEMES[name].packages
-        return found
+            packages |= SCHEMES[name].packages
+        return packages
 
     def scheme_options(self, scheme: str) -> dict[str, OptionValue]:
         """Return the options of `scheme`, as a quantized layer takes them."""

@@ -80,10 +80,10 @@ def apply_smoothquant(
     Raises:
         InputError: activations are not finite.
     """
-    work = SmoothQuantRunner(model, layers, samples, alpha, dtype_of, ctx)
+    runner = SmoothQuantRunner(model, layers, samples, alpha, dtype_of, ctx)
     observe = partial(observe_inputs, model, samples, ctx=ctx)
-    work.scale(work.targets, work.observe(work.targets, observe))
-    work.report()
+    runner.scale(runner.targets, runner.observe(runner.targets, observe))
+    runner.report()
 
 
 class SmoothQuantRunner:
@@ -122,23 +122,23 @@ class SmoothQuantRunner:
         for group in targets:
             if group.norm not in seen:
                 continue
-            coded = [p.weight.detach() for p in group.linear_layers if p in self._rounded]
-            weights = torch.stack([weight.abs().amax(dim=0) for weight in coded]).amax(dim=0)
-            found = seen[group.norm]
-            self._found[group.norm] = (found, smoothquant_scales(found, weights, self._alpha))
+            quantized_weights = [p.weight.detach() for p in group.linear_layers if p in self._rounded]
+            weights = torch.stack([weight.abs().amax(dim=0) for weight in quantized_weights]).amax(dim=0)
+            maxima = seen[group.norm]
+            self._found[group.norm] = (maxima, smoothquant_scales(maxima, weights, self._alpha))
 
     def apply(self, targets: Sequence[NormGroup]) -> None:
         """Apply the found scales to `targets`."""
         for group in targets:
             if group.norm not in self._found:
                 continue
-            seen, wanted = self._found[group.norm]
+            maxima, scales = self._found[group.norm]
             names = self._names[self._model.get_submodule(group.norm)]
-            kept = self._dtype_of([f"{name}.weight" for name in names])
-            done = divide_norm(self._model, group, wanted, kept)
+            dtype = self._dtype_of([f"{name}.weight" for name in names])
+            divisors = divide_norm(self._model, group, scales, dtype)
             self._details[group.norm] = {
-                "outliers_before": _outlier_ratio(seen),
-                "outliers_after": _outlier_ratio(seen / done),
+                "outliers_before": _outlier_ratio(maxima),
+                "outliers_after": _outlier_ratio(maxima / divisors),
             }
 
     def scale(self, targets: Sequence[NormGroup], seen: Mapping[str, Tensor]) -> None:
@@ -157,8 +157,12 @@ def smoothing_targets(
 ) -> tuple[list[NormConsumers], list[NormGroup]]:
     """Return the norms read by `layers` that round their activations, and the groups that can be smoothed."""
     rounded = _rounded_modules(layers)
-    feeds = [feed for feed in norm_consumers(model) if rounded & set(norm_group(model, feed).linear_layers)]
-    return feeds, [norm_group(model, feed) for feed in feeds if feed.is_foldable]
+    consumers = [
+        consumer
+        for consumer in norm_consumers(model)
+        if rounded & set(norm_group(model, consumer).linear_layers)
+    ]
+    return consumers, [norm_group(model, consumer) for consumer in consumers if consumer.is_foldable]
 
 
 def _rounded_modules(layers: Collection[PlannedLayer]) -> set[Any]:
@@ -179,20 +183,20 @@ def smooth_like(float_model: Any, quantized_model: Any) -> None:
 
     The scales follow from the norm weights of both models.
     """
-    for feed in norm_consumers(float_model):
-        if feed.is_foldable:
+    for consumer in norm_consumers(float_model):
+        if consumer.is_foldable:
             set_norm_weight(
                 float_model,
-                norm_group(float_model, feed),
-                quantized_model.get_submodule(feed.norm).weight.detach(),
+                norm_group(float_model, consumer),
+                quantized_model.get_submodule(consumer.norm).weight.detach(),
             )
 
 
 def norm_group(model: Any, norm: NormConsumers) -> NormGroup:
     """Return the norm of `norm` with the layers that read it."""
     readers = list(dict.fromkeys(model.get_submodule(name) for name in norm.consumers))
-    products = [first for reader in readers for first in _input_layers(reader)]
-    return NormGroup(norm.norm, readers, products)
+    layers = [layer for reader in readers for layer in _input_layers(reader)]
+    return NormGroup(norm.norm, readers, layers)
 
 
 def _input_layers(reader: Any) -> list[Any]:
@@ -216,22 +220,22 @@ def _channel_maxima(
     Raises:
         InputError: activations are not finite.
     """
-    found: dict[str, Tensor] = {}
+    maxima: dict[str, Tensor] = {}
 
     def see(norm: str, x: Tensor) -> None:
         if len(x):
-            here = x.abs().amax(dim=0)
-            found[norm] = torch.maximum(found[norm], here) if norm in found else here
+            batch_maxima = x.abs().amax(dim=0)
+            maxima[norm] = torch.maximum(maxima[norm], batch_maxima) if norm in maxima else batch_maxima
 
     observe({group.norm: group.consumers for group in groups}, see)
-    for norm, largest in found.items():
+    for norm, largest in maxima.items():
         if not bool(largest.isfinite().all()):
             raise InputError(
                 f"quantize: {norm}: the outputs on samples of {samples.origin} are not finite. The"
                 " training before this step has probably diverged; lower its learning_rate.",
                 code="non-finite-activations",
             )
-    return {norm: largest.clone() for norm, largest in found.items()}
+    return {norm: largest.clone() for norm, largest in maxima.items()}
 
 
 @torch.no_grad()
@@ -254,34 +258,34 @@ def set_norm_weight(model: Any, group: NormGroup, weight: Tensor) -> Tensor:
     """
     norm, offset = model.get_submodule(group.norm), norm_weight_offset(model)
     exact = (norm.weight + offset) / (weight + offset)
-    moved = exact.isfinite()
-    done: Tensor = exact.where(moved, torch.ones(()))
-    norm.weight.copy_(weight.where(moved, norm.weight))
+    finite = exact.isfinite()
+    divisors: Tensor = exact.where(finite, torch.ones(()))
+    norm.weight.copy_(weight.where(finite, norm.weight))
     if getattr(norm, "bias", None) is not None:
-        norm.bias.div_(done)
-    for product in group.linear_layers:
-        product.weight.mul_(done)
-    return done
+        norm.bias.div_(divisors)
+    for layer in group.linear_layers:
+        layer.weight.mul_(divisors)
+    return divisors
 
 
 def _outlier_ratio(largest: Tensor) -> float:
     """Return the ratio of the largest to the median channel; 0 if the median is 0."""
-    middle = float(largest.median())
-    return round(float(largest.max()) / middle, 2) if middle else 0.0
+    median = float(largest.median())
+    return round(float(largest.max()) / median, 2) if median else 0.0
 
 
 def _skipped_norm_warnings(feeds: Sequence[NormConsumers], smoothed: Collection[str]) -> list[Message]:
     """Return warnings about the unchanged norms."""
     reasons: dict[str, list[str]] = {}
-    for feed in feeds:
-        if feed.norm not in smoothed:
-            if feed.is_foldable:
-                why = "no calibration sample reaches them"
-            elif feed.is_exclusive:
-                why = "the layers that use their outputs share weights with other layers"
+    for consumer in feeds:
+        if consumer.norm not in smoothed:
+            if consumer.is_foldable:
+                reason = "no calibration sample reaches them"
+            elif consumer.is_exclusive:
+                reason = "the layers that use their outputs share weights with other layers"
             else:
-                why = "their outputs have other uses (the residual sum in post-norm blocks)"
-            reasons.setdefault(why, []).append(feed.norm)
+                reason = "their outputs have other uses (the residual sum in post-norm blocks)"
+            reasons.setdefault(reason, []).append(consumer.norm)
     if not feeds:
         return [
             warning(
@@ -293,14 +297,14 @@ def _skipped_norm_warnings(feeds: Sequence[NormConsumers], smoothed: Collection[
     return [
         warning(
             "norms-not-smoothed",
-            f"smoothquant_alpha: {len(norms)} of {len(feeds)} norms are unchanged, because {why}:"
+            f"smoothquant_alpha: {len(norms)} of {len(feeds)} norms are unchanged, because {reason}:"
             f" {_list_names(norms)}.",
             setting="smoothquant_alpha",
         )
-        for why, norms in reasons.items()
+        for reason, norms in reasons.items()
     ]
 
 
 def _list_names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return ", ".join(names[:_MAX_LISTED]) + more
+    remainder = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(names[:_MAX_LISTED]) + remainder

@@ -96,20 +96,20 @@ class Quantize(Stage[QuantizeSettings]):
     @classmethod
     def provides(cls, settings: QuantizeSettings) -> frozenset[str]:
         """Return the properties of the result that later steps may destroy: optimized quantized weights."""
-        plain = settings.method == "rtn" and settings.clip == "none"
-        return frozenset() if plain else frozenset({"codes"})
+        is_plain_rtn = settings.method == "rtn" and settings.clip == "none"
+        return frozenset() if is_plain_rtn else frozenset({"codes"})
 
     @classmethod
     def needs_with(cls, settings: QuantizeSettings, available: Collection[str] = ()) -> frozenset[Need]:
         """Return the data that the settings need: calibration data if available, else train."""
         if not settings.needs_calibration:
             return frozenset()
-        scored: set[Need] = (
+        extra: set[Need] = (
             {"validation"}
             if settings.mixed_precision and settings.mixed_precision.max_drop is not None
             else set()
         )
-        return frozenset(scored | ({"calibration"} if "calibration" in available else {"train"}))
+        return frozenset(extra | ({"calibration"} if "calibration" in available else {"train"}))
 
     @classmethod
     def required_metrics(cls, settings: QuantizeSettings) -> list[tuple[str, str]]:
@@ -123,11 +123,11 @@ class Quantize(Stage[QuantizeSettings]):
         cls, settings: QuantizeSettings, config: Mapping[str, Any]
     ) -> tuple[list[Message], Mapping[str, Any]]:
         """Return the settings that do not fit a model of this config, and the config of the result."""
-        lack = no_blocks_reason(config)
-        if lack is None:
+        reason = no_blocks_reason(config)
+        if reason is None:
             return [], config
-        found = convolution_setting_errors(settings, lack)
-        return found, config if found else {**config, QUANTIZED_CONVOLUTIONS_KEY: True}
+        errors = convolution_setting_errors(settings, reason)
+        return errors, config if errors else {**config, QUANTIZED_CONVOLUTIONS_KEY: True}
 
     @classmethod
     def estimate_cost(cls, settings: QuantizeSettings, inputs: CostInputs) -> StepCost:
@@ -140,9 +140,9 @@ class Quantize(Stage[QuantizeSettings]):
         selects = settings.mixed_precision is not None or AUTO in settings.exclude
         if settings.sensitivity_samples and not selects:
             yield "sensitivity_samples: 0", settings.model_copy(update={"sensitivity_samples": 0})
-        plain = QuantizeSettings(scheme=settings.scheme)
-        if not plain.needs_calibration and plain != settings:
-            yield f"quantize: {{scheme: {settings.scheme}, method: rtn}}", plain
+        rtn = QuantizeSettings(scheme=settings.scheme)
+        if not rtn.needs_calibration and rtn != settings:
+            yield f"quantize: {{scheme: {settings.scheme}, method: rtn}}", rtn
 
     def __call__(self, src: Artifact, settings: QuantizeSettings, ctx: Context) -> None:
         """Quantize `src` into `ctx.out`; a large model block by block where the result is the same."""
@@ -174,37 +174,41 @@ class Quantize(Stage[QuantizeSettings]):
             )
         if is_convolutional(model):
             edits += fold_batch_norms(model)
-            if floats := len(cp_convolutions(model)):
+            if num_float := len(cp_convolutions(model)):
                 ctx.warn(
                     "convolutions-kept-float",
-                    f"{floats} convolutions from `factorize: {{method: cp}}` are kept in float,"
+                    f"{num_float} convolutions from `factorize: {{method: cp}}` are kept in float,"
                     " because their channels cannot share one scale. With factorize:"
                     f" {{method: tucker}}, some of them are quantized.",
                 )
         layers = plan_layers(model, settings)
         with torch_threads(ctx.threads):
-            new = (
+            quantize_edits = (
                 quantize_blocks(streamed, layers, src, settings, ctx)
                 if streamed
                 else _quantize_whole(model, layers, src, settings, ctx)
             )
-        if not any(edit["op"] == "quantize" for edit in new):
+        if not any(edit["op"] == "quantize" for edit in quantize_edits):
             raise InputError(
                 f"quantize: exclude {settings.exclude} excludes all layers, so there is nothing to"
                 " quantize. Remove some of the patterns.",
                 code="no-layer-selected",
                 setting="exclude",
             )
-        kept = unused_patterns(model, settings.exclude_patterns)
-        if kept:
-            ctx.warn("unknown-layer", f"exclude: no layer matches {', '.join(kept)}. Check the patterns.")
-        used = {edit["scheme"] for edit in new if edit["op"] == "quantize"}
+        unmatched = unused_patterns(model, settings.exclude_patterns)
+        if unmatched:
+            ctx.warn(
+                "unknown-layer", f"exclude: no layer matches {', '.join(unmatched)}. Check the patterns."
+            )
+        used = {edit["scheme"] for edit in quantize_edits if edit["op"] == "quantize"}
         ctx.warnings.extend(two_bit_warnings(used) if settings.method == "hqq" else [])
         stored = stored_dtypes(src.path).default.itemsize
         ctx.details.update(quantization_details(model, stored), bytes_before=weight_files_size(src.path))
         ctx.warnings.extend(oversized_weight_warnings(model, stored))
         written = (
-            streamed.finish(edits + new) if streamed else save_model(model, edits + new, ctx.out, src.path)
+            streamed.finish(edits + quantize_edits)
+            if streamed
+            else save_model(model, edits + quantize_edits, ctx.out, src.path)
         )
         ctx.warnings.extend(written)
         ctx.details["bytes_after"] = weight_files_size(ctx.out)
@@ -223,39 +227,49 @@ def _quantize_whole(
     from smelt.compress.quantize.plan_layers import quantize_layers, scale_underflow_warnings, small_weights
 
     small = small_weights(layers)
-    found = calibrate_layers(model, layers, src, settings, ctx)
-    ctx.warnings.extend(scale_underflow_warnings(found.layers, small))
-    codes = found.codes | {weight: pair.codes for weight, pair in found.corrections.items()}
-    products = {weight: (pair.up, pair.down) for weight, pair in found.corrections.items()}
-    new = quantize_layers(model, found.layers, found.ranges, quantizer_factory(settings, codes), products)
-    if found.corrections:
-        report_corrections(found, src, settings, ctx)
-    between = insert_rounding(model, found.rounding_ranges) if found.rounding_ranges else []
-    return found.edits + new + between
+    calibration = calibrate_layers(model, layers, src, settings, ctx)
+    ctx.warnings.extend(scale_underflow_warnings(calibration.layers, small))
+    codes = calibration.codes | {weight: pair.codes for weight, pair in calibration.corrections.items()}
+    corrections = {weight: (pair.up, pair.down) for weight, pair in calibration.corrections.items()}
+    quantize_edits = quantize_layers(
+        model, calibration.layers, calibration.ranges, quantizer_factory(settings, codes), corrections
+    )
+    if calibration.corrections:
+        report_corrections(calibration, src, settings, ctx)
+    rounding_edits = (
+        insert_rounding(model, calibration.rounding_ranges) if calibration.rounding_ranges else []
+    )
+    return calibration.edits + quantize_edits + rounding_edits
 
 
 def convolution_setting_errors(settings: QuantizeSettings, lack: str) -> list[Message]:
     """Return errors about settings that convolutional networks do not support; lack: the reason."""
-    fit = [name for name, scheme in SCHEMES.items() if scheme.supports_conv]
-    take = f"{lack}. Use scheme: {' or '.join(fit)}, which quantizes convolutions."
+    supported = [name for name, scheme in SCHEMES.items() if scheme.supports_conv]
+    scheme_text = f"{lack}. Use scheme: {' or '.join(supported)}, which quantizes convolutions."
     if settings.mixed_precision is not None:
-        return [error_message("does-not-fit-model", take, setting="mixed_precision")]
-    if settings.scheme not in fit:
-        return [error_message("unsupported-scheme", take, setting="scheme")]
-    alone = f"{lack}, and this setting applies only to linear layers. Remove it."
-    asked = {
+        return [error_message("does-not-fit-model", scheme_text, setting="mixed_precision")]
+    if settings.scheme not in supported:
+        return [error_message("unsupported-scheme", scheme_text, setting="scheme")]
+    linear_only_text = f"{lack}, and this setting applies only to linear layers. Remove it."
+    linear_settings = {
         "method": settings.method != "rtn",
         "smoothquant_alpha": settings.smoothquant_alpha is not None,
         "low_rank_correction": settings.correction is not None,
     }
     return [
-        error_message("does-not-fit-model", alone, setting=name) for name, found in asked.items() if found
+        error_message("does-not-fit-model", linear_only_text, setting=name)
+        for name, is_set in linear_settings.items()
+        if is_set
     ]
 
 
 def _scheme_help(scheme: Scheme) -> str:
-    other = scheme.embedding_scheme
-    tables = f"; embeddings and output layer use {other} unless embedding_scheme is set" if other else ""
+    embedding_scheme = scheme.embedding_scheme
+    tables = (
+        f"; embeddings and output layer use {embedding_scheme} unless embedding_scheme is set"
+        if embedding_scheme
+        else ""
+    )
     packages = " and ".join(f"{name} {oldest}" for name, oldest in scheme.packages.items())
     needs = f"; needs the package {packages} or later" if packages else ""
     return f"{scheme.name}: {scheme.summary}{tables}{needs}."
@@ -309,22 +323,22 @@ def oversized_weight_warnings(model: Any, stored: int) -> list[Message]:
     from smelt.models.empty_model import quantized_bytes
     from smelt.quantization.layers import is_quantized
 
-    places: dict[int, tuple[str, Any]] = {}
+    unique: dict[int, tuple[str, Any]] = {}
     for name, m in model.named_modules():
         if is_quantized(m):
-            places.setdefault(id(m.matrix), (name, m.matrix))
-    vain = [
+            unique.setdefault(id(m.matrix), (name, m.matrix))
+    names = [
         n
-        for n, m in places.values()
+        for n, m in unique.values()
         if quantized_bytes(nn.ModuleList([m])) >= stored * len(m.codes) * m.width
     ]
-    if not vain:
+    if not names:
         return []
     return [
         warning(
             "no-size-reduction",
-            f"Quantizing {len(vain)} of {len(places)} matrices saves nothing, because their rows are shorter"
-            f" than a group ({', '.join(vain[:_MAX_LISTED])}{', ...' if len(vain) > _MAX_LISTED else ''})."
+            f"Quantizing {len(names)} of {len(unique)} matrices saves nothing, because their rows are shorter"
+            f" than a group ({', '.join(names[:_MAX_LISTED])}{', ...' if len(names) > _MAX_LISTED else ''})."
             " Use smaller groups or another scheme, or keep them in float with exclude.",
         )
     ]
@@ -409,8 +423,8 @@ def quantized_size(settings: QuantizeSettings, size: ModelSize) -> ModelSize:
         return size.stored_as(bits / 8, bits / 8)
     options = settings.scheme_options(settings.scheme)
     if not size.stacks:  # convolutions
-        each = bits_per_weight(SCHEMES[settings.scheme], options) / 8
-        return size.stored_as(each, each)
+        bytes_per_weight = bits_per_weight(SCHEMES[settings.scheme], options) / 8
+        return size.stored_as(bytes_per_weight, bytes_per_weight)
     stored = weights = 0.0
     for stack in size.stacks:
         for rows, columns in stack.matrices:
@@ -423,15 +437,15 @@ def quantized_size(settings: QuantizeSettings, size: ModelSize) -> ModelSize:
             * rank
             * sum(stack.layers * (n + m) for stack in size.stacks for n, m in stack.matrices)
         )
-    other = size.other_weights * size.table_bytes_per_weight
+    other_bytes = size.other_weights * size.table_bytes_per_weight
     table = settings.resolved_embedding_scheme
-    each = _bytes(table, settings.scheme_options(table), size.width)
-    for part, is_quantized in (
+    bytes_per_weight = _bytes(table, settings.scheme_options(table), size.width)
+    for num_weights, is_quantized in (
         (size.table_weights, settings.embeddings), (size.head_weights, settings.output_layer)
     ):  # fmt: skip
-        other += part * (each if is_quantized else size.table_bytes_per_weight)
-    outside = size.table_weights + size.head_weights + size.other_weights
-    return size.stored_as(stored / max(1.0, weights), other / max(1, outside))
+        other_bytes += num_weights * (bytes_per_weight if is_quantized else size.table_bytes_per_weight)
+    num_other = size.table_weights + size.head_weights + size.other_weights
+    return size.stored_as(stored / max(1.0, weights), other_bytes / max(1, num_other))
 
 
 def _bytes(scheme: str, options: Mapping[str, OptionValue], columns: int) -> float:
@@ -441,8 +455,8 @@ def _bytes(scheme: str, options: Mapping[str, OptionValue], columns: int) -> flo
 def works_by_block(settings: QuantizeSettings, inputs: CostInputs) -> bool:
     """Return whether a large model is quantized block by block (see `open_large_model`)."""
     moves_scales = settings.scales_inputs or settings.smoothquant_alpha is not None
-    whole = settings.loads_whole_model or (moves_scales and inputs.source.is_encoder_decoder)
-    return not whole and not (settings.needs_calibration and inputs.is_gpu)
+    needs_whole = settings.loads_whole_model or (moves_scales and inputs.source.is_encoder_decoder)
+    return not needs_whole and not (settings.needs_calibration and inputs.is_gpu)
 
 
 def quantize_cost(settings: QuantizeSettings, inputs: CostInputs) -> StepCost:
@@ -454,26 +468,28 @@ def quantize_cost(settings: QuantizeSettings, inputs: CostInputs) -> StepCost:
     work = Work.of("moved", passes * FLOAT_BYTES * size.parameters)
     by_block = streamed and is_streamed(size)
     # a float copy of the largest matrix, instead of a block's, or next to the quantized weights of all
-    more = float(FLOAT_BYTES * size.largest_matrix + 2 * (0 if by_block else result.stored_bytes))
-    more = max(0.0, more - 2 * FLOAT_BYTES * size.largest_block) if by_block else more
+    extra_bytes = float(FLOAT_BYTES * size.largest_matrix + 2 * (0 if by_block else result.stored_bytes))
+    extra_bytes = max(0.0, extra_bytes - 2 * FLOAT_BYTES * size.largest_block) if by_block else extra_bytes
     if not settings.needs_calibration:
-        return one_shot_cost(inputs, result=result, work=work, more_bytes=more, streamed=streamed)
+        return one_shot_cost(inputs, result=result, work=work, more_bytes=extra_bytes, streamed=streamed)
     batches = calibration_batches(inputs, settings.calibration_samples)
-    once = total([forward_work(size, batch, inputs.task) for batch in batches])
-    more = max(more, max((pass_bytes(size, batch) for batch in batches), default=0))
+    one_pass = total([forward_work(size, batch, inputs.task) for batch in batches])
+    extra_bytes = max(extra_bytes, max((pass_bytes(size, batch) for batch in batches), default=0))
     if settings.compensates_rounding:
-        solving, held = _gptq(size, batches, by_block=by_block)
-        work, more = work + solving + once * 2, more + held
+        solving, gptq_bytes = _gptq(size, batches, by_block=by_block)
+        work, extra_bytes = work + solving + one_pass * 2, extra_bytes + gptq_bytes
     if settings.scales_inputs:
-        work += once * _SCALE_CANDIDATES
+        work += one_pass * _SCALE_CANDIDATES
     if settings.needs_activation_ranges or settings.smoothquant_alpha is not None:
-        work += once * 2
+        work += one_pass * 2
     if settings.mixed_precision is not None or AUTO in settings.exclude:
-        few = calibration_batches(inputs, settings.sensitivity_samples)
+        sensitivity_batches = calibration_batches(inputs, settings.sensitivity_samples)
         layers = sum(stack.layers * len(stack.matrices) for stack in size.stacks)
         # each layer is quantized alone, and the model runs from its block on
-        work += total([forward_work(size, batch, inputs.task) for batch in few]) * (layers / 2)
-    cost = one_shot_cost(inputs, result=result, work=work, more_bytes=more, streamed=streamed)
+        work += total([forward_work(size, batch, inputs.task) for batch in sensitivity_batches]) * (
+            layers / 2
+        )
+    cost = one_shot_cost(inputs, result=result, work=work, more_bytes=extra_bytes, streamed=streamed)
     return cost if batches else replace(cost, work=None)
 
 
@@ -484,14 +500,14 @@ def _gptq(size: ModelSize, batches: list[Batch], by_block: bool) -> tuple[Work, 
     for stack in size.stacks:
         flops = sum(2 * tokens * columns**2 + rows * columns**2 for rows, columns in stack.matrices)
         column_bytes = FLOAT_BYTES * (3 * _GPTQ_COLUMNS / 2 + 8) * _STRIDE_FACTOR
-        moved = sum(columns * rows * column_bytes for rows, columns in stack.matrices)
-        each = (
+        moved_bytes = sum(columns * rows * column_bytes for rows, columns in stack.matrices)
+        stack_work = (
             Work.of("matrix", flops)
-            + Work.of("moved", moved)
+            + Work.of("moved", moved_bytes)
             + Work.of("calls", sum(columns * _CALLS_PER_COLUMN for _, columns in stack.matrices))
             + cubic_solver_work([columns for _, columns in stack.matrices]) * 2  # float64
         )
-        work += each * stack.layers
+        work += stack_work * stack.layers
         moments = max(moments, sum(_HESSIAN_BYTES * columns**2 for _, columns in stack.matrices))
         largest = max([largest, *(_HESSIAN_BYTES * columns**2 for _, columns in stack.matrices)])
     states = min(_STATE_BYTES, FLOAT_BYTES * tokens * size.width)

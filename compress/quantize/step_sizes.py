@@ -57,11 +57,11 @@ class _LsqFunction(torch.autograd.Function):
         (gradient,), (low, high) = gradients, ctx.ends
         per_step = safe_reciprocal(s)[..., None]
         q = v * per_step
-        inside = (q > low) & (q < high)
-        of_step = values * per_step - q * inside  # beyond a limit the value is that limit
+        within_limits = (q > low) & (q < high)
+        of_step = values * per_step - q * within_limits  # beyond a limit the value is that limit
         of_s = (gradient * of_step).sum(dim=-1) * ctx.share
-        of_z = -(gradient * s[..., None] * ~inside).sum(dim=-1) * ctx.share if ctx.zeros else None
-        return gradient * inside, of_s, of_z, None, None, None, None
+        of_z = -(gradient * s[..., None] * ~within_limits).sum(dim=-1) * ctx.share if ctx.zeros else None
+        return gradient * within_limits, of_s, of_z, None, None, None, None
 
 
 class ActivationStepSize(nn.Module):
@@ -150,8 +150,8 @@ class StepSizes(nn.Module):
         if self.range is not None:
             return self.range(x)  # type: ignore[no-any-return]
         with torch.no_grad():
-            seen = self.matrix.scheme.fake_quantize_activations(self.matrix, x)
-        return x if seen is x else straight_through(x, seen)
+            quantized = self.matrix.scheme.fake_quantize_activations(self.matrix, x)
+        return x if quantized is x else straight_through(x, quantized)
 
     def quantizer(self) -> WeightQuantizer:
         """Return the quantizer that rounds to the learned grid."""
@@ -159,7 +159,7 @@ class StepSizes(nn.Module):
             grid = _make_grid(*self._grid(None))
 
         def decide(weight: Tensor, scheme: Scheme, options: SchemeOptions) -> UnpackedWeights:
-            on_device = {name: part.to(weight.device) for name, part in grid.items()}
+            on_device = {name: tensor.to(weight.device) for name, tensor in grid.items()}
             return round_on_grid(lambda *_: on_device, weight, scheme, options)
 
         return decide
@@ -187,19 +187,19 @@ class StepSizes(nn.Module):
         return scales, straight_through(zeros, zeros.round().clamp(0, self.span))
 
     def _ends(self, grid: QuantParams) -> tuple[Any, Any]:
-        ends = self.matrix.scheme.code_range(grid, self.matrix.options)
-        assert ends is not None
-        return ends
+        limits = self.matrix.scheme.code_range(grid, self.matrix.options)
+        assert limits is not None
+        return limits
 
     def _share(self, groups: Tensor) -> Tensor:
         """Return 1 / sqrt(N Q_P) for each group, [G]; padding of the last group does not count."""
         counts = groups.new_full((groups.shape[1],), float(groups.shape[2]))
         counts[-1] -= groups.shape[1] * groups.shape[2] - self.matrix.width
-        rows = len(self.first) if self.whole else 1
-        return (counts * rows * self.largest).rsqrt()
+        num_rows = len(self.first) if self.whole else 1
+        return (counts * num_rows * self.largest).rsqrt()
 
 
 def _make_grid(scales: Tensor, zeros: Tensor | None) -> dict[str, Tensor]:
     """Return a grid in the format of schemes."""
-    found = {"scales": scales.detach()}
-    return found if zeros is None else found | {"zeros": zeros.detach().byte()}
+    grid = {"scales": scales.detach()}
+    return grid if zeros is None else grid | {"zeros": zeros.detach().byte()}

@@ -81,9 +81,11 @@ class GradualSparsifier:
             model, settings, SparsityPattern(0.5, *pattern) if pattern else SparsityPattern(0.5)
         )
         self.held = {n: m.weight.detach() == 0 for n, m in self.layers.items() if is_masked(m)}
-        scored = {n: nn.Parameter(torch.zeros_like(m.weight)) for n, m in self.layers.items()}
-        self.home = nn.ParameterList(scored.values() if settings.trains_scores else ())
-        self._numbers = {name: at for at, name in enumerate(self.layers)} if settings.trains_scores else {}
+        score_parameters = {n: nn.Parameter(torch.zeros_like(m.weight)) for n, m in self.layers.items()}
+        self.home = nn.ParameterList(score_parameters.values() if settings.trains_scores else ())
+        self._numbers = (
+            {name: index for index, name in enumerate(self.layers)} if settings.trains_scores else {}
+        )
         self.masks: dict[str, Tensor] = {}
         self._made_of: dict[str, tuple[Any, ...]] = {}  # inputs of the cached masks
         self.part, self.end = 0.0, 1  # progress to the final sparsity; its last update
@@ -93,7 +95,7 @@ class GradualSparsifier:
     @property
     def scores(self) -> dict[str, nn.Parameter]:
         """The trained scores of each layer, float [N, K]; empty if scores are the weights."""
-        return {name: self.home[at] for name, at in self._numbers.items()}
+        return {name: self.home[index] for name, index in self._numbers.items()}
 
     def extension(self) -> TrainingExtension:
         """Return the extension of the training."""
@@ -115,12 +117,12 @@ class GradualSparsifier:
             return objective
 
         def with_penalty(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor | LossTerms:
-            found = objective(model, batch)
+            loss = objective(model, batch)
             if not model.training:
-                return found
+                return loss
             total = sum(scores.numel() for scores in self.home)
             mean = torch.stack([scores.sigmoid().sum() for scores in self.home]).sum() / total
-            return {**as_loss_terms(found), "penalty": LossTerm(self.settings.penalty * self.part * mean)}
+            return {**as_loss_terms(loss), "penalty": LossTerm(self.settings.penalty * self.part * mean)}
 
         return with_penalty
 
@@ -134,9 +136,9 @@ class GradualSparsifier:
             layer.weight.mul_(self._mask(name, layer))
             del layer.forward
             mark_masked(layer)
-            gone = int((layer.weight == 0).sum())
-            by_layer[name] = round(gone / layer.weight.numel(), 4)
-            zeros, weights = zeros + gone, weights + layer.weight.numel()
+            num_zeros = int((layer.weight == 0).sum())
+            by_layer[name] = round(num_zeros / layer.weight.numel(), 4)
+            zeros, weights = zeros + num_zeros, weights + layer.weight.numel()
         ctx.details["sparsity"] = round(zeros / weights, 4)
         ctx.details["zeros"] = zeros
         ctx.details["sparsity_by_layer"] = by_layer
@@ -156,7 +158,7 @@ class GradualSparsifier:
     @contextlib.contextmanager
     def as_stored(self) -> Iterator[None]:
         """Set the masked weights to zero inside the context, as they would be stored."""
-        kept = {name: layer.weight.detach().clone() for name, layer in self.layers.items()}
+        saved = {name: layer.weight.detach().clone() for name, layer in self.layers.items()}
         with torch.no_grad():
             for name, layer in self.layers.items():
                 layer.weight.mul_(self._mask(name, layer))
@@ -164,13 +166,13 @@ class GradualSparsifier:
             yield
         finally:
             for name, layer in self.layers.items():
-                layer.weight.data.copy_(kept[name])
+                layer.weight.data.copy_(saved[name])
 
     def _before_step(self, step: int, total: int) -> None:
         """Begin an update: its first forward pass computes the masks."""
-        first, self.end = self.settings.start * total, max(1, round(self.settings.end * total))
-        way = min(1.0, max(0.0, (step - first) / max(1.0, self.end - first)))
-        self.part = 1 - (1 - way) ** 3
+        start_step, self.end = self.settings.start * total, max(1, round(self.settings.end * total))
+        progress = min(1.0, max(0.0, (step - start_step) / max(1.0, self.end - start_step)))
+        self.part = 1 - (1 - progress) ** 3
         self.masks.clear()
         self._made_of.clear()
 
@@ -191,50 +193,54 @@ class GradualSparsifier:
 
     def _cached_mask(self, name: str, layer: nn.Linear) -> Tensor:
         """Return `_mask`, cached while weights and scores do not change, as in generation."""
-        known = [layer.weight, *([self.home[self._numbers[name]]] if name in self._numbers else [])]
-        made_of = (self.part, *((tensor._version, tensor.device) for tensor in known))
-        if self._made_of.get(name) != made_of:
-            self.masks[name], self._made_of[name] = self._mask(name, layer), made_of
+        inputs = [layer.weight, *([self.home[self._numbers[name]]] if name in self._numbers else [])]
+        version = (self.part, *((tensor._version, tensor.device) for tensor in inputs))
+        if self._made_of.get(name) != version:
+            self.masks[name], self._made_of[name] = self._mask(name, layer), version
         return self.masks[name]
 
     @torch.no_grad()
     def _mask(self, name: str, layer: nn.Linear) -> Tensor:
         """Return the current mask of a layer, float [N, K]: 1 for kept weights."""
         scores = self.home[self._numbers[name]] if name in self._numbers else layer.weight.abs()
-        held = self.held.get(name)
-        if held is not None:
-            scores = scores.masked_fill(held.to(scores.device), -torch.inf)
+        zeros = self.held.get(name)
+        if zeros is not None:
+            scores = scores.masked_fill(zeros.to(scores.device), -torch.inf)
         if self.settings.uses_threshold:
-            stay = scores.sigmoid() > self.settings.threshold * self.part
-            least = max(1, round(_MIN_KEPT_SHARE * scores.numel()))
-            if int(stay.sum()) < least:
-                best = scores.flatten().topk(least).indices
-                stay = stay.flatten().index_fill(0, best, True).view_as(stay)
-            return stay.to(layer.weight.dtype)
+            mask = scores.sigmoid() > self.settings.threshold * self.part
+            min_kept = max(1, round(_MIN_KEPT_SHARE * scores.numel()))
+            if int(mask.sum()) < min_kept:
+                top_indices = scores.flatten().topk(min_kept).indices
+                mask = mask.flatten().index_fill(0, top_indices, True).view_as(mask)
+            return mask.to(layer.weight.dtype)
         return (~self._zero_mask(scores)).to(layer.weight.dtype)
 
     def _zero_mask(self, scores: Tensor) -> Tensor:
         """Return the weights that are zero at the current progress, bool [N, K]."""
         if self.settings.pattern is None:
             return SparsityPattern(self.part * self.settings.sparsity).zero_mask(scores, "matrix")
-        kept, group = parse_pattern(self.settings.pattern)
-        gone = SparsityPattern(1 - kept / group, kept, group).zero_mask(scores, "matrix")
+        num_kept, group = parse_pattern(self.settings.pattern)
+        pattern_zeros = SparsityPattern(1 - num_kept / group, num_kept, group).zero_mask(scores, "matrix")
         if self.part == 1.0:
-            return gone
-        among = scores.masked_fill(~gone, torch.inf)  # among the weights to remove, the smallest scores first
-        few = SparsityPattern(self.part * (1 - kept / group)).zero_mask(among, "matrix")
-        return few & gone
+            return pattern_zeros
+        candidates = scores.masked_fill(
+            ~pattern_zeros, torch.inf
+        )  # among the weights to remove, the smallest scores first
+        smallest = SparsityPattern(self.part * (1 - num_kept / group)).zero_mask(candidates, "matrix")
+        return smallest & pattern_zeros
 
 
 def _layers_with_masks(
     model: Any, settings: GradualSparsitySettings, pattern: SparsityPattern
 ) -> dict[str, nn.Linear]:
     """Return the layers that get masks by name; layers that share a weight count once."""
-    found: dict[int, tuple[str, nn.Linear]] = {}
+    by_weight: dict[int, tuple[str, nn.Linear]] = {}
     for block in blocks_of(model):
-        products = {name: model.get_submodule(name) for name in linear_layer_names(block, settings.targets)}
+        named_layers = {
+            name: model.get_submodule(name) for name in linear_layer_names(block, settings.targets)
+        }
         layers = linear_layers(model, block, settings.targets)
-        for name, layer in {**products, **layers}.items():
+        for name, layer in {**named_layers, **layers}.items():
             if not isinstance(layer, LowRankLinear | SharedLinear) and type(layer) is not nn.Linear:
                 raise InputError(
                     f"sparsify: '{name}' is a {type(layer).__name__}, whose weights are quantized;"
@@ -243,13 +249,15 @@ def _layers_with_masks(
                 )
         for name, layer in layers.items():
             if pattern.fits(layer.in_features):
-                found.setdefault(id(layer.weight), (name, layer))
-    if not found:
-        odd = "" if pattern.group is None else f", or their input sizes are not multiples of {pattern.group}"
+                by_weight.setdefault(id(layer.weight), (name, layer))
+    if not by_weight:
+        reason = (
+            "" if pattern.group is None else f", or their input sizes are not multiples of {pattern.group}"
+        )
         raise InputError(
             "sparsify: no layer of the blocks can be made sparse: the layers of"
-            f" {model.config.model_type} are not supported{odd}. Remove sparsify.",
+            f" {model.config.model_type} are not supported{reason}. Remove sparsify.",
             code="no-layer-selected",
             setting="sparsify",
         )
-    return dict(found.values())
+    return dict(by_weight.values())

@@ -61,20 +61,20 @@ def parse_pattern(text: str) -> tuple[int, int]:
     Raises:
         ValueError: the text has another form, or not 1 <= n < m.
     """
-    kept, _, group = text.partition(":")
-    if not (kept.isdecimal() and group.isdecimal() and 1 <= int(kept) < int(group)):
+    num_kept, _, group = text.partition(":")
+    if not (num_kept.isdecimal() and group.isdecimal() and 1 <= int(num_kept) < int(group)):
         raise SettingError(
             f'expected "n:m" with 1 <= n < m, such as "2:4", got {text[:40]!r}', code="wrong-pattern"
         )
-    return int(kept), int(group)
+    return int(num_kept), int(group)
 
 
 def _smallest(scores: Tensor, count: int) -> Tensor:
     """Return the positions of the `count` smallest along the last axis, bool; ties are arbitrary."""
     import torch
 
-    least = scores.topk(count, dim=-1, largest=False, sorted=False).indices
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, least, True)
+    indices = scores.topk(count, dim=-1, largest=False, sorted=False).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, indices, True)
 
 
 @dataclass(frozen=True)

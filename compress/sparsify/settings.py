@@ -57,10 +57,10 @@ class GradualSparsitySettings(Settings):
     def to_report(self) -> dict[str, Any]:
         """Return what a report shows: only the settings that decide the zeros with this method."""
         if self.uses_threshold:
-            idle = {"sparsity", "pattern"}
+            unused = {"sparsity", "pattern"}
         else:
-            idle = {"threshold", "penalty"} | ({"sparsity"} if self.pattern is not None else set())
-        return {name: value for name, value in super().to_report().items() if name not in idle}
+            unused = {"threshold", "penalty"} | ({"sparsity"} if self.pattern is not None else set())
+        return {name: value for name, value in super().to_report().items() if name not in unused}
 
     @property
     def trains_scores(self) -> bool:
@@ -81,23 +81,23 @@ class GradualSparsitySettings(Settings):
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
-        given = self.model_fields_set
+        set_fields = self.model_fields_set
         if self.end <= self.start:
             raise SettingError(
                 f"end ({self.end:g}) must be greater than start ({self.start:g})", code="end-before-start"
             )
-        if self.pattern is not None and "sparsity" in given:
+        if self.pattern is not None and "sparsity" in set_fields:
             raise SettingError("set either sparsity or pattern, not both", code="settings-conflict")
-        soft, hard = given & {"threshold", "penalty"}, given & {"sparsity", "pattern"}
+        soft, hard = set_fields & {"threshold", "penalty"}, set_fields & {"sparsity", "pattern"}
         if self.uses_threshold and hard:
             raise SettingError(
                 f"{min(hard)} has no effect with {self.method}: threshold and penalty decide the zeros",
                 code="unused-setting",
             )
         if not self.uses_threshold and soft:
-            others = [name for name, method in GRADUAL_METHODS.items() if method.uses_threshold]
+            threshold_methods = [name for name, method in GRADUAL_METHODS.items() if method.uses_threshold]
             raise SettingError(
-                f"{min(soft)} has no effect with {self.method}, only with {' and '.join(others)}",
+                f"{min(soft)} has no effect with {self.method}, only with {' and '.join(threshold_methods)}",
                 code="unused-setting",
             )
         return self

@@ -30,17 +30,17 @@ from smelt.models.layers import component_layers
 def linear_layer_names(block: Block, targets: Collection[str]) -> list[str]:
     """Return the names of the linear layers in the selected parts of `block`, of any module type."""
     names = [n for part in block.attentions for n in part.linear_layers] if "attention" in targets else []
-    feed = block.feed_forward if "ffn" in targets else None
-    return names + list(feed.linear_layers if feed is not None else ())
+    feed_forward = block.feed_forward if "ffn" in targets else None
+    return names + list(feed_forward.linear_layers if feed_forward is not None else ())
 
 
 def linear_layers(model: nn.Module, block: Block, targets: Collection[str]) -> dict[str, nn.Linear]:
     """Return the linear layers in the selected parts of `block` by name; of a composed one its parts."""
-    found: dict[str, nn.Linear] = {}
+    layers: dict[str, nn.Linear] = {}
     for name in linear_layer_names(block, targets):
         parts = component_layers(model.get_submodule(name), name)
-        found |= {part: layer for part, layer in parts.items() if isinstance(layer, nn.Linear)}
-    return found
+        layers |= {layer_name: layer for layer_name, layer in parts.items() if isinstance(layer, nn.Linear)}
+    return layers
 
 
 class Sparsifier:
@@ -68,21 +68,21 @@ class Sparsifier:
     @torch.no_grad()
     def sparsify(self, layers: dict[str, nn.Linear], observe: ObserveInputs | None) -> None:
         """Make `layers` sparse in place, except those done before; `observe` provides their inputs."""
-        new = {name: m for name, m in layers.items() if m not in self._seen}
-        self._seen.update(new.values())
-        self._odd += [name for name, m in new.items() if not self._pattern.fits(m.in_features)]
-        fit = {name: m for name, m in new.items() if self._pattern.fits(m.in_features)}
-        found = self._collect_statistics(fit, observe)
-        for name, layer in fit.items():
-            seen = found.pop(name, None)  # frees its second moment
-            if seen is not None and not seen.tokens:
+        new_layers = {name: m for name, m in layers.items() if m not in self._seen}
+        self._seen.update(new_layers.values())
+        self._odd += [name for name, m in new_layers.items() if not self._pattern.fits(m.in_features)]
+        fitting = {name: m for name, m in new_layers.items() if self._pattern.fits(m.in_features)}
+        statistics = self._collect_statistics(fitting, observe)
+        for name, layer in fitting.items():
+            layer_statistics = statistics.pop(name, None)  # frees its second moment
+            if layer_statistics is not None and not layer_statistics.tokens:
                 self._unreached.append(name)
                 continue
-            if seen is not None:
-                self._fed.append((seen.tokens, layer.in_features))
+            if layer_statistics is not None:
+                self._fed.append((layer_statistics.tokens, layer.in_features))
             weight = layer.weight.detach().float().cpu()
             zeros = weight == 0 if is_masked(layer) else None  # it is already sparse
-            sparse = self._function(SparsityInput(weight, seen, zeros), self._pattern, self._draw)
+            sparse = self._function(SparsityInput(weight, layer_statistics, zeros), self._pattern, self._draw)
             layer.weight.copy_(sparse)
             mark_masked(layer)
             num_zeros = int((layer.weight == 0).sum())
@@ -98,14 +98,14 @@ class Sparsifier:
         device = next(iter(layers.values())).weight.device.type
         collector = StatisticsCollector(widths, second=self._method.needs == "moments", device=device)
         observe({name: [layer] for name, layer in layers.items()}, collector.update)
-        for name, found in collector.statistics.items():
-            if not bool(found.squares.isfinite().all()):
+        for name, statistics in collector.statistics.items():
+            if not bool(statistics.squares.isfinite().all()):
                 raise InputError(
                     f"sparsify: {name}: the layer's inputs are not finite. The training before this"
                     " step has probably diverged; lower its learning_rate.",
                     code="non-finite-activations",
                 )
-        return {name: found.to("cpu") for name, found in collector.statistics.items()}
+        return {name: statistics.to("cpu") for name, statistics in collector.statistics.items()}
 
     def report(self, rows: CalibrationSamples | None, ctx: Context) -> None:
         """Report results in the details and warnings of `ctx`.
@@ -114,13 +114,13 @@ class Sparsifier:
             InputError: no layer could be made sparse.
         """
         if not self._zeros:
-            why = (
+            reason = (
                 f"their input sizes are not multiples of {self._pattern.group}"
                 if self._odd
                 else "none is a linear layer"
             )
             raise InputError(
-                f"sparsify: no layer of the blocks can be made sparse: {why}. Remove the stage.",
+                f"sparsify: no layer of the blocks can be made sparse: {reason}. Remove the stage.",
                 code="no-layer-selected",
             )
         share = self._counts[0] / self._counts[1]
@@ -144,9 +144,13 @@ class Sparsifier:
                 f"No calibration sample reaches {', '.join(self._unreached)}; these layers are"
                 " unchanged. Add calibration samples that use them.",
             )
-        if rows is not None and self._method.needs == "moments" and (few := few_tokens_text(self._fed, rows)):
+        if (
+            rows is not None
+            and self._method.needs == "moments"
+            and (text := few_tokens_text(self._fed, rows))
+        ):
             ctx.warn(
                 "few-calibration-tokens",
-                f"{few}; results may overfit. Increase calibration_samples, or add data:"
+                f"{text}; results may overfit. Increase calibration_samples, or add data:"
                 f" {{calibration: FILE}}.",
             )

@@ -81,8 +81,8 @@ class SparsifySettings(Settings):
         """The pattern of the zeros."""
         if self.pattern is None:
             return SparsityPattern(self.sparsity or _DEFAULT_SPARSITY)
-        kept, group = parse_pattern(self.pattern)
-        return SparsityPattern(1 - kept / group, kept, group)
+        num_kept, group = parse_pattern(self.pattern)
+        return SparsityPattern(1 - num_kept / group, num_kept, group)
 
     @property
     def needs_calibration(self) -> bool:
@@ -136,32 +136,32 @@ class Sparsify(Stage[SparsifySettings]):
         cls, settings: SparsifySettings, config: Mapping[str, Any]
     ) -> tuple[list[Message], Mapping[str, Any]]:
         """Return the errors, by setting, for a model of this config, and the config of the result."""
-        if (lack := no_blocks_reason(config)) is not None:
-            return [error_message("does-not-fit-model", f"{lack}; remove sparsify.")], config
+        if (reason := no_blocks_reason(config)) is not None:
+            return [error_message("does-not-fit-model", f"{reason}; remove sparsify.")], config
         if find_family(config) is not None:
             return [], config
-        known = ", ".join(FAMILIES)
+        supported = ", ".join(FAMILIES)
         return [
             error_message(
                 "unsupported-family",
-                f"{config.get('model_type')} models are not supported. Supported: {known}.",
+                f"{config.get('model_type')} models are not supported. Supported: {supported}.",
             )
         ], config
 
     @classmethod
     def estimate_cost(cls, settings: SparsifySettings, inputs: CostInputs) -> StepCost:
         """Return the estimated cost of the step: inputs on samples, second moments with compensation."""
-        size, held, work = inputs.source, 0.0, Work()
+        size, extra_bytes, work = inputs.source, 0.0, Work()
         if settings.needs_calibration:
             batches = calibration_batches(inputs, settings.calibration_samples)
             work += total([forward_work(size, batch, inputs.task) for batch in batches]) * 2
             if SPARSITY_METHODS[settings.method].needs == "moments":
                 matrices = [list(stack.matrices) for stack in size.stacks]
-                work, held = (
+                work, extra_bytes = (
                     work + moment_work(size, batches, matrices),
                     moment_bytes(size, matrices, by_block=True),
                 )
-        return one_shot_cost(inputs, work=work, more_bytes=held, streamed=not inputs.is_gpu)
+        return one_shot_cost(inputs, work=work, more_bytes=extra_bytes, streamed=not inputs.is_gpu)
 
     def __call__(self, src: Artifact, settings: SparsifySettings, ctx: Context) -> None:
         """Make the model of `src` sparse and write it to `ctx.out`."""
@@ -176,24 +176,24 @@ class Sparsify(Stage[SparsifySettings]):
         edits, codes = dequantize_model(model, edits, src, ctx, self.name, keep_grids=True)
         if (
             codes is not None
-            and (lack := self.quantized_input_error(settings, codes.quantized_input)) is not None
+            and (reason := self.quantized_input_error(settings, codes.quantized_input)) is not None
         ):
-            raise InputError(f"sparsify: {lack}", code=AFTER_QUANTIZE)
+            raise InputError(f"sparsify: {reason}", code=AFTER_QUANTIZE)
         errors, _ = self.check_model(settings, model.config.to_dict())
         if errors:
             raise InputError(f"sparsify: {errors[0].message}", code=errors[0].code)
         with torch_threads(ctx.threads):
-            rows = None
+            samples = None
             if settings.needs_calibration:
-                rows = load_calibration_samples(
+                samples = load_calibration_samples(
                     model, src, settings.calibration_samples, ctx, self.name, padded=True
                 )
                 ctx.details["calibration"] = {
-                    "origin": rows.origin,
-                    "rows": rows.num_samples,
-                    "tokens": rows.tokens,
+                    "origin": samples.origin,
+                    "rows": samples.num_samples,
+                    "tokens": samples.tokens,
                 }
-            _sparsify_blocks(model, rows, settings, ctx, streamed)
+            _sparsify_blocks(model, samples, settings, ctx, streamed)
         if codes is not None:
             edits = codes.requantize(model, edits, ctx)
         if streamed is None:
@@ -225,9 +225,9 @@ def _sparsify_blocks(
     from smelt.compress.sparsify.sparsifier import Sparsifier, linear_layers
     from smelt.models.families.registry import blocks_of
 
-    draw = torch.Generator().manual_seed(ctx.seed)
+    generator = torch.Generator().manual_seed(ctx.seed)
     method = SPARSITY_METHODS[settings.method]
-    sparsifier = Sparsifier(model, method, settings.sparsity_pattern, draw)
+    sparsifier = Sparsifier(model, method, settings.sparsity_pattern, generator)
     enter, leave = (streamed.load_block, streamed.save_block) if streamed else (ignore_block, ignore_block)
     if samples is None:
         for block in blocks_of(model):

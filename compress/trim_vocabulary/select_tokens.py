@@ -52,13 +52,17 @@ PHRASE_KEYS = ("bad_words_ids", "force_words_ids")
 
 def config_token_ids(config: Mapping[str, Any]) -> set[int]:
     """Return the token ids in `config` that must be kept."""
-    found: set[int] = set()
-    for word in TOKEN_ID_KEYS:
-        value = config.get(word)
-        found |= {at for at in (value if isinstance(value, list) else [value]) if isinstance(at, int)}
+    ids: set[int] = set()
+    for key in TOKEN_ID_KEYS:
+        value = config.get(key)
+        ids |= {
+            token_id
+            for token_id in (value if isinstance(value, list) else [value])
+            if isinstance(token_id, int)
+        }
     for phrase in config.get("bad_words_ids") or ():
-        found |= set(phrase) if len(phrase) == 1 else set()  # such as padding, which Marian suppresses
-    return found
+        ids |= set(phrase) if len(phrase) == 1 else set()  # such as padding, which Marian suppresses
+    return ids
 
 
 def renumber_config(config: Any, new_ids: Mapping[int, int], size: int) -> None:
@@ -72,22 +76,30 @@ def renumber_config(config: Any, new_ids: Mapping[int, int], size: int) -> None:
         size: of the vocabulary before.
     """
 
-    def of(at: Any) -> Any:
+    def renumber(at: Any) -> Any:
         return new_ids[at] if isinstance(at, int) and not isinstance(at, bool) and 0 <= at < size else at
 
-    for word in TOKEN_ID_KEYS:
-        value = getattr(config, word, None)
+    for key in TOKEN_ID_KEYS:
+        value = getattr(config, key, None)
         if value is not None:
-            setattr(config, word, [of(at) for at in value] if isinstance(value, list) else of(value))
-    for word in SUPPRESSED_TOKEN_KEYS:
-        value = getattr(config, word, None)
+            setattr(
+                config,
+                key,
+                [renumber(token_id) for token_id in value] if isinstance(value, list) else renumber(value),
+            )
+    for key in SUPPRESSED_TOKEN_KEYS:
+        value = getattr(config, key, None)
         if isinstance(value, list):
-            setattr(config, word, [new_ids[at] for at in value if at in new_ids] or None)
-    for word in PHRASE_KEYS:
-        value = getattr(config, word, None)
+            setattr(config, key, [new_ids[token_id] for token_id in value if token_id in new_ids] or None)
+    for key in PHRASE_KEYS:
+        value = getattr(config, key, None)
         if isinstance(value, list):
-            left = [[new_ids[at] for at in phrase] for phrase in value if all(at in new_ids for at in phrase)]
-            setattr(config, word, left or None)
+            phrases = [
+                [new_ids[token_id] for token_id in phrase]
+                for phrase in value
+                if all(token_id in new_ids for token_id in phrase)
+            ]
+            setattr(config, key, phrases or None)
 
 
 TokenCounts = NDArray[np.int64]
@@ -117,46 +129,46 @@ def select_tokens(
     Raises:
         InputError: more ids are required than `size`.
     """
-    known = frozenset(vocabulary.ids.values())
-    kept = {at for at in required if 0 <= at < len(counts)}
-    kept |= {at for at in vocabulary.required if at < len(counts)}
-    _add_with_dependencies(kept, sorted(kept), vocabulary)
-    order = [at for at in _ids_by_frequency(counts) if at in known]
+    vocabulary_ids = frozenset(vocabulary.ids.values())
+    kept_ids = {token_id for token_id in required if 0 <= token_id < len(counts)}
+    kept_ids |= {token_id for token_id in vocabulary.required if token_id < len(counts)}
+    _add_with_dependencies(kept_ids, sorted(kept_ids), vocabulary)
+    order = [token_id for token_id in _ids_by_frequency(counts) if token_id in vocabulary_ids]
     if size is not None:
-        if size < len(kept):
+        if size < len(kept_ids):
             raise InputError(
-                f"trim-vocabulary: size {size} is less than the {len(kept)} tokens that are required:"
+                f"trim-vocabulary: size {size} is less than the {len(kept_ids)} tokens that are required:"
                 " special tokens, single characters and bytes. Increase size.",
                 code="size-too-small",
                 setting="size",
             )
-        return sorted(_fill_up(kept, order, vocabulary, min(size, len(counts))))
-    _add_with_dependencies(kept, _wanted_ids(counts, order, min_count, coverage), vocabulary)
-    return sorted(_fill_up(kept, order, vocabulary, math.ceil(len(kept) / multiple_of) * multiple_of))
+        return sorted(_fill_up(kept_ids, order, vocabulary, min(size, len(counts))))
+    _add_with_dependencies(kept_ids, _wanted_ids(counts, order, min_count, coverage), vocabulary)
+    return sorted(_fill_up(kept_ids, order, vocabulary, math.ceil(len(kept_ids) / multiple_of) * multiple_of))
 
 
 def _ids_by_frequency(counts: TokenCounts) -> list[int]:
     """Return all ids, the most frequent first; ties by the smaller id."""
-    found: list[int] = np.argsort(-counts, kind="stable").tolist()
-    return found
+    order: list[int] = np.argsort(-counts, kind="stable").tolist()
+    return order
 
 
 def _wanted_ids(
     counts: TokenCounts, order: Sequence[int], min_count: int, coverage: float | None
 ) -> list[int]:
     if coverage is None:
-        return [at for at in order if counts[at] >= min_count]
+        return [token_id for token_id in order if counts[token_id] >= min_count]
     sums = np.cumsum(counts[list(order)])
-    seen = int(sums[-1]) if len(sums) else 0
-    count = int(np.searchsorted(sums, coverage * seen)) + 1 if seen else 0
-    return [at for at in order[:count] if counts[at]]
+    total = int(sums[-1]) if len(sums) else 0
+    count = int(np.searchsorted(sums, coverage * total)) + 1 if total else 0
+    return [token_id for token_id in order[:count] if counts[token_id]]
 
 
 def _add_with_dependencies(kept: set[int], ids: Iterable[int], vocabulary: TrimmableVocabulary) -> None:
     """Add `ids` and their dependencies to `kept`."""
-    for at in ids:
-        kept.add(at)
-        kept |= vocabulary.dependencies(at)
+    for token_id in ids:
+        kept.add(token_id)
+        kept |= vocabulary.dependencies(token_id)
 
 
 def _fill_up(kept: set[int], order: Sequence[int], vocabulary: TrimmableVocabulary, size: int) -> set[int]:
@@ -164,12 +176,12 @@ def _fill_up(kept: set[int], order: Sequence[int], vocabulary: TrimmableVocabula
     grown = True
     while len(kept) < size and grown:
         grown = False
-        for at in order:
-            if at in kept:
+        for token_id in order:
+            if token_id in kept:
                 continue
-            more = {at, *vocabulary.dependencies(at)} - kept
-            if len(kept) + len(more) <= size:
-                kept |= more
+            new_ids = {token_id, *vocabulary.dependencies(token_id)} - kept
+            if len(kept) + len(new_ids) <= size:
+                kept |= new_ids
                 grown = True
     return kept
 
@@ -195,16 +207,20 @@ def read_kept_tokens(folder: Path) -> KeptTokens | None:
     if not path.is_file():
         return None
     data: Any = read_json_object(path)
-    words, ids = data.get("words"), data.get("kept")
-    whole = isinstance(words, int) and isinstance(ids, list) and all(isinstance(at, int) for at in ids)
-    if not whole or not ids or sorted(set(ids)) != ids or not 0 <= ids[0] <= ids[-1] < words:
+    original_size, ids = data.get("words"), data.get("kept")
+    is_valid = (
+        isinstance(original_size, int)
+        and isinstance(ids, list)
+        and all(isinstance(token_id, int) for token_id in ids)
+    )
+    if not is_valid or not ids or sorted(set(ids)) != ids or not 0 <= ids[0] <= ids[-1] < original_size:
         raise InputError(
             f"{path}: this version of smelt cannot read this list of tokens. Run the stage"
             " trim-vocabulary again.",
             code="damaged-file",
             file=str(path),
         )
-    return KeptTokens(words, ids)
+    return KeptTokens(original_size, ids)
 
 
 def write_kept_tokens(kept: KeptTokens, folder: Path) -> None:
@@ -217,7 +233,7 @@ def compose_kept_tokens(before: KeptTokens | None, ids: list[int], vocabulary_si
     return (
         KeptTokens(vocabulary_size, ids)
         if before is None
-        else KeptTokens(before.original_size, [before.ids[at] for at in ids])
+        else KeptTokens(before.original_size, [before.ids[index] for index in ids])
     )
 
 
@@ -236,22 +252,22 @@ def map_to_teacher_tokens(
     Raises:
         InputError: the vocabularies are unrelated, or the teacher lacks tokens.
     """
-    mine, theirs = read_kept_tokens(student), read_kept_tokens(teacher)
-    if mine == theirs:
+    student_kept, teacher_kept = read_kept_tokens(student), read_kept_tokens(teacher)
+    if student_kept == teacher_kept:
         return None
-    of_teacher = theirs.ids if theirs is not None else list(range(teacher_size))
-    places = {word: at for at, word in enumerate(of_teacher)}
-    wanted = mine.ids if mine is not None else list(range(student_size))
-    if not places.keys() >= set(wanted):
-        lacking = len(set(wanted) - places.keys())
+    teacher_tokens = teacher_kept.ids if teacher_kept is not None else list(range(teacher_size))
+    teacher_indices = {token: index for index, token in enumerate(teacher_tokens)}
+    student_tokens = student_kept.ids if student_kept is not None else list(range(student_size))
+    if not teacher_indices.keys() >= set(student_tokens):
+        num_missing = len(set(student_tokens) - teacher_indices.keys())
         raise InputError(
-            f"distill: the teacher ({teacher_size} tokens) lacks {lacking} of the student's"
+            f"distill: the teacher ({teacher_size} tokens) lacks {num_missing} of the student's"
             f" {student_size} tokens. Use a teacher from a step before 'trim-vocabulary', or with"
             " the same vocabulary.",
             code="vocabulary-mismatch",
             setting="teacher",
         )
-    return [places[word] for word in wanted]
+    return [teacher_indices[token] for token in student_tokens]
 
 
 class TrimVocabularySettings(Settings):

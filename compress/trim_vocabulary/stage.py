@@ -66,20 +66,22 @@ class TrimVocabulary(Stage[TrimVocabularySettings]):
         cls, settings: TrimVocabularySettings, config: Mapping[str, Any]
     ) -> tuple[list[Message], Mapping[str, Any]]:
         """Return the errors, by setting, for a model of this config, and the config of the result."""
-        words = config.get("vocab_size")
-        found: list[Message] = []
-        if settings.size is not None and isinstance(words, int) and settings.size > words:
-            text = f"cannot keep {settings.size} tokens, because the model has only {words}. Decrease size."
-            found.append(error_message("more-than-model-has", text, setting="size"))
+        vocab_size = config.get("vocab_size")
+        errors: list[Message] = []
+        if settings.size is not None and isinstance(vocab_size, int) and settings.size > vocab_size:
+            text = (
+                f"cannot keep {settings.size} tokens, because the model has only {vocab_size}. Decrease size."
+            )
+            errors.append(error_message("more-than-model-has", text, setting="size"))
         if config.get("share_encoder_decoder_embeddings") is False:
-            found.append(
+            errors.append(
                 error_message(
                     "unsupported-tokenizer",
                     "source and target have separate vocabularies; only a shared vocabulary can be"
                     " trimmed. Remove the stage.",
                 )
             )
-        return found, config
+        return errors, config
 
     def __call__(self, src: Artifact, settings: TrimVocabularySettings, ctx: Context) -> None:
         """Trim the vocabulary of the model in `src` and write it to `ctx.out`."""
@@ -108,30 +110,34 @@ class TrimVocabulary(Stage[TrimVocabularySettings]):
                 setting="data.train",
             )
         model, edits = load_float_model(src, self.name)
-        found, _ = self.check_model(settings, model.config.to_dict())
-        if found:
+        errors, _ = self.check_model(settings, model.config.to_dict())
+        if errors:
             raise InputError(
-                f"trim-vocabulary: {' '.join(error.message for error in found)}",
-                code=found[0].code,
-                found=found,
+                f"trim-vocabulary: {' '.join(error.message for error in errors)}",
+                code=errors[0].code,
+                found=errors,
             )
-        words, size = open_vocabulary(src.path, model.config), int(model.config.vocab_size)
+        vocabulary, size = open_vocabulary(src.path, model.config), int(model.config.vocab_size)
         tokenizer = load_tokenizer(src.path)
-        rows = {name: tokenize_split(ctx.data[name], tokenizer, ctx.task) for name in _scored_splits(ctx)}
-        kept = select_kept_tokens(count_tokens(rows["train"], size), words, model, tokenizer, settings)
-        new = {old: at for at, old in enumerate(kept)}
-        before = count_stored_parameters(model)
-        keep_vocabulary_rows(model, kept)
-        _renumber_configs(model, new, size)
+        token_ids = {
+            name: tokenize_split(ctx.data[name], tokenizer, ctx.task) for name in _scored_splits(ctx)
+        }
+        kept_ids = select_kept_tokens(
+            count_tokens(token_ids["train"], size), vocabulary, model, tokenizer, settings
+        )
+        new_ids = {old_id: new_id for new_id, old_id in enumerate(kept_ids)}
+        parameters_before = count_stored_parameters(model)
+        keep_vocabulary_rows(model, kept_ids)
+        _renumber_configs(model, new_ids, size)
         ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
-        words.write(ctx.out, new)
-        write_kept_tokens(compose_kept_tokens(read_kept_tokens(src.path), kept, size), ctx.out)
-        trim_shortlist(ctx.out, new, kept, size)
+        vocabulary.write(ctx.out, new_ids)
+        write_kept_tokens(compose_kept_tokens(read_kept_tokens(src.path), kept_ids, size), ctx.out)
+        trim_shortlist(ctx.out, new_ids, kept_ids, size)
         ctx.details.update(
-            vocabulary_before=size, vocabulary_after=len(kept), tokenizer=words.kind,
-            parameters_before=before, parameters_after=count_stored_parameters(model),
+            vocabulary_before=size, vocabulary_after=len(kept_ids), tokenizer=vocabulary.kind,
+            parameters_before=parameters_before, parameters_after=count_stored_parameters(model),
         )  # fmt: skip
-        if len(kept) == size:
+        if len(kept_ids) == size:
             ctx.warn(
                 "nothing-to-trim",
                 f"Nothing is removed: all {size:,} tokens occur in the training samples, or are needed so"
@@ -143,10 +149,15 @@ class TrimVocabulary(Stage[TrimVocabularySettings]):
                 "perplexity-by-token",
                 f"Perplexity is measured per token, and the tokens have changed. Compare {other} instead.",
             )
-        again = load_tokenizer(ctx.out)
-        for name, ids in rows.items():
+        trimmed_tokenizer = load_tokenizer(ctx.out)
+        for name, ids in token_ids.items():
             _report_change(
-                name, ids, tokenize_split(ctx.data[name], again, ctx.task), new, tokenizer.unk_token_id, ctx
+                name,
+                ids,
+                tokenize_split(ctx.data[name], trimmed_tokenizer, ctx.task),
+                new_ids,
+                tokenizer.unk_token_id,
+                ctx,
             )
 
 
@@ -171,20 +182,20 @@ def _report_change(
     """
     from smelt.compress.trim_vocabulary.vocabulary_rows import compare_tokenizations
 
-    found: TokenizationChange = compare_tokenizations(before, after, new, unknown)
-    ctx.details[name] = found.details()
-    if found.wrong or found.unknown_after > found.unknown:
-        what = (
-            f"{found.wrong} {name} texts whose tokens are all kept are tokenized differently"
-            if found.wrong
-            else f"the {name} texts have {found.unknown_after - found.unknown} more unknown tokens"
+    change: TokenizationChange = compare_tokenizations(before, after, new, unknown)
+    ctx.details[name] = change.details()
+    if change.wrong or change.unknown_after > change.unknown:
+        reason = (
+            f"{change.wrong} {name} texts whose tokens are all kept are tokenized differently"
+            if change.wrong
+            else f"the {name} texts have {change.unknown_after - change.unknown} more unknown tokens"
         )
         raise InputError(
-            f"trim-vocabulary: this tokenizer cannot be trimmed safely: {what}. Remove the stage, or"
+            f"trim-vocabulary: this tokenizer cannot be trimmed safely: {reason}. Remove the stage, or"
             " increase size.",
             code="unsafe-trim",
         )
-    share = found.changed / max(1, found.texts)
+    share = change.changed / max(1, change.texts)
     if name == "validation" and share > _MAX_CHANGED_SHARE:
         ctx.warn(
             "tokens-changed",

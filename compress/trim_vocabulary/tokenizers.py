@@ -49,16 +49,16 @@ def apply_bpe(text: str, rank: MergeRank) -> tuple[list[str], set[str]]:
     Returns:
         The pieces, and all intermediate pieces. Source: Sennrich et al. 2016, arXiv:1508.07909.
     """
-    pieces, seen = list(text), set(text)
+    pieces, produced = list(text), set(text)
     while len(pieces) > 1:
         ranks = [rank(a, b) for a, b in pairwise(pieces)]
-        mergeable = [(value, at) for at, value in enumerate(ranks) if value is not None]
+        mergeable = [(value, index) for index, value in enumerate(ranks) if value is not None]
         if not mergeable:
             break
-        _, at = min(mergeable)
-        pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
-        seen.add(pieces[at])
-    return pieces, seen
+        _, index = min(mergeable)
+        pieces[index : index + 2] = [pieces[index] + pieces[index + 1]]
+        produced.add(pieces[index])
+    return pieces, produced
 
 
 def merge_ancestors(token: str, rank: MergeRank) -> frozenset[str]:
@@ -67,16 +67,16 @@ def merge_ancestors(token: str, rank: MergeRank) -> frozenset[str]:
     Within a text a token is merged as in isolation: if a neighbour outside had been merged with a part of
     it, the token would not occur.
     """
-    pieces, seen = apply_bpe(token, rank)
-    return frozenset(seen - {token}) if pieces == [token] else frozenset()
+    pieces, produced = apply_bpe(token, rank)
+    return frozenset(produced - {token}) if pieces == [token] else frozenset()
 
 
 def rank_by_merges(merges: Iterable[tuple[str, str]]) -> MergeRank:
     """Return the rank function of a list of merges: the position in the list."""
-    places: dict[tuple[str, str], float] = {}
-    for at, pair in enumerate(merges):
-        places.setdefault(pair, at)
-    return lambda a, b: places.get((a, b))
+    positions: dict[tuple[str, str], float] = {}
+    for index, pair in enumerate(merges):
+        positions.setdefault(pair, index)
+    return lambda a, b: positions.get((a, b))
 
 
 def rank_by_scores(scores: Mapping[str, float]) -> MergeRank:
@@ -96,24 +96,28 @@ def required_pieces(tokens: Collection[str], scores: Mapping[str, float] | None 
         tokens: all of them.
         scores: of Unigram; unknown costs a little more than the rarest piece, so that piece is kept too.
     """
-    single = {token for token in tokens if len(token) == 1 or is_byte_token(token)}
+    characters = {token for token in tokens if len(token) == 1 or is_byte_token(token)}
     bytes_too = sum(map(is_byte_token, tokens)) == 256
-    stay = single | {t for t in tokens if not bytes_too and not single.issuperset(t)}
+    required = characters | {t for t in tokens if not bytes_too and not characters.issuperset(t)}
     if scores:
-        stay.add(min(scores, key=lambda token: scores[token]))
-    return stay
+        required.add(min(scores, key=lambda token: scores[token]))
+    return required
 
 
 def required_wordpieces(tokens: Collection[str], mark: str) -> set[str]:
     """Return the WordPiece tokens to keep; continuation tokens begin with `mark` (##)."""
-    known = set(tokens)
+    vocabulary = set(tokens)
 
     def characters(token: str) -> list[str]:
-        later = bool(mark) and token.startswith(mark) and len(token) > len(mark)
-        letters = list(token.removeprefix(mark) if later else token)
-        return [mark + c if later or at else c for at, c in enumerate(letters)]
+        is_continuation = bool(mark) and token.startswith(mark) and len(token) > len(mark)
+        letters = list(token.removeprefix(mark) if is_continuation else token)
+        return [mark + c if is_continuation or index else c for index, c in enumerate(letters)]
 
-    return {token for token in known if len(found := characters(token)) == 1 or not known.issuperset(found)}
+    return {
+        token
+        for token in vocabulary
+        if len(parts := characters(token)) == 1 or not vocabulary.issuperset(parts)
+    }
 
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -135,23 +139,23 @@ def open_json_vocabulary(data: dict[str, Any], location: str) -> TrimmableVocabu
     kind = str(model.get("type"))
     marks = [name for name in ("continuing_subword_prefix", "end_of_word_suffix") if model.get(name)]
     if kind not in ("WordPiece", "BPE", "Unigram") or (kind == "BPE" and marks):
-        what = f"{kind} with {' and '.join(marks)}" if kind == "BPE" else kind
+        description = f"{kind} with {' and '.join(marks)}" if kind == "BPE" else kind
         raise InputError(
-            f"trim-vocabulary: {location} contains a tokenizer of type {what}, which cannot be trimmed"
+            f"trim-vocabulary: {location} contains a tokenizer of type {description}, which cannot be trimmed"
             " without changing how texts are tokenized. Supported: WordPiece, BPE, Unigram, and"
             " Marian's two SentencePiece models. Remove the stage.",
             code="unsupported-tokenizer",
         )
     ids = _token_ids(model, kind)
-    added = {str(token["content"]): int(token["id"]) for token in data.get("added_tokens") or ()}
-    stay = {ids[token] for token in _required_tokens(model, kind, ids)} | set(added.values())
+    added_ids = {str(token["content"]): int(token["id"]) for token in data.get("added_tokens") or ()}
+    required = {ids[token] for token in _required_tokens(model, kind, ids)} | set(added_ids.values())
     if kind == "Unigram":
-        stay |= set(range(len(model["vocab"]))) - set(ids.values())  # a duplicate piece
-        stay |= {int(model["unk_id"])} if model.get("unk_id") is not None else set()
+        required |= set(range(len(model["vocab"]))) - set(ids.values())  # a duplicate piece
+        required |= {int(model["unk_id"])} if model.get("unk_id") is not None else set()
     if model.get("unk_token") in ids:
-        stay.add(ids[model["unk_token"]])
+        required.add(ids[model["unk_token"]])
     rank = rank_by_merges(_merge_pair(merge) for merge in model.get("merges") or ())
-    names = {number: token for token, number in ids.items()}
+    names = {token_id: token for token, token_id in ids.items()}
 
     def parts(number: int) -> frozenset[int]:
         if kind != "BPE" or number not in names:
@@ -168,7 +172,7 @@ def open_json_vocabulary(data: dict[str, Any], location: str) -> TrimmableVocabu
         for name in _OTHER_TOKENIZER_FILES:
             (folder / name).unlink(missing_ok=True)
 
-    return TrimmableVocabulary(kind, {**ids, **added}, frozenset(stay), parts, write)
+    return TrimmableVocabulary(kind, {**ids, **added_ids}, frozenset(required), parts, write)
 
 
 def trim_tokenizer_json(data: dict[str, Any], new_ids: Mapping[int, int]) -> dict[str, Any]:
@@ -176,17 +180,21 @@ def trim_tokenizer_json(data: dict[str, Any], new_ids: Mapping[int, int]) -> dic
     model = dict(data["model"])
     kind = str(model["type"])
     if kind == "Unigram":
-        model["vocab"] = [entry for at, entry in enumerate(model["vocab"]) if at in new_ids]
+        model["vocab"] = [entry for token_id, entry in enumerate(model["vocab"]) if token_id in new_ids]
         if model.get("unk_id") is not None:
             model["unk_id"] = new_ids[model["unk_id"]]
     else:
-        model["vocab"] = {token: new_ids[at] for token, at in model["vocab"].items() if at in new_ids}
+        model["vocab"] = {
+            token: new_ids[token_id] for token, token_id in model["vocab"].items() if token_id in new_ids
+        }
     if kind == "BPE":
-        left = model["vocab"]
+        vocabulary = model["vocab"]
         pairs = ((merge, _merge_pair(merge)) for merge in model["merges"])
-        model["merges"] = [m for m, (a, b) in pairs if a in left and b in left and a + b in left]
-    added = [{**token, "id": new_ids[token["id"]]} for token in data.get("added_tokens") or ()]
-    result = {**data, "model": model, "added_tokens": added}
+        model["merges"] = [
+            m for m, (a, b) in pairs if a in vocabulary and b in vocabulary and a + b in vocabulary
+        ]
+    added_tokens = [{**token, "id": new_ids[token["id"]]} for token in data.get("added_tokens") or ()]
+    result = {**data, "model": model, "added_tokens": added_tokens}
     if isinstance(data.get("padding"), dict):
         pad = data["padding"].get("pad_id")
         result["padding"] = {**data["padding"], "pad_id": new_ids.get(pad, pad)}
@@ -200,15 +208,17 @@ def renumber_tokenizer_config(config: dict[str, Any], new_ids: Mapping[int, int]
     added = config.get("added_tokens_decoder")
     if not isinstance(added, dict):
         return config
-    found = {str(new_ids[int(at)]): token for at, token in added.items() if int(at) in new_ids}
-    return {**config, "added_tokens_decoder": found}
+    renumbered = {
+        str(new_ids[int(token_id)]): token for token_id, token in added.items() if int(token_id) in new_ids
+    }
+    return {**config, "added_tokens_decoder": renumbered}
 
 
 def _token_ids(model: dict[str, Any], kind: str) -> dict[str, int]:
     vocab = model["vocab"]
     if kind == "Unigram":
-        return {str(entry[0]): at for at, entry in enumerate(vocab)}
-    return {str(token): int(at) for token, at in vocab.items()}
+        return {str(entry[0]): token_id for token_id, entry in enumerate(vocab)}
+    return {str(token): int(token_id) for token, token_id in vocab.items()}
 
 
 def _required_tokens(model: dict[str, Any], kind: str, ids: Mapping[str, int]) -> set[str]:
@@ -238,7 +248,7 @@ def _renumber_post_processor(processor: dict[str, Any], new: Mapping[int, int]) 
             result[name] = [result[name][0], new[result[name][1]]]
     if isinstance(result.get("special_tokens"), dict):  # TemplateProcessing
         result["special_tokens"] = {
-            name: {**token, "ids": [new[at] for at in token["ids"]]}
+            name: {**token, "ids": [new[token_id] for token_id in token["ids"]]}
             for name, token in result["special_tokens"].items()
         }
     return result
@@ -265,19 +275,19 @@ def open_marian_vocabulary(folder: Path) -> TrimmableVocabulary:
             f" ({TARGET_VOCAB_FILE}); only a shared vocabulary can be trimmed. Remove the stage.",
             code="unsupported-tokenizer",
         )
-    ids = {str(token): int(at) for token, at in read_json_object(folder / VOCAB_FILE).items()}
+    ids = {str(token): int(token_id) for token, token_id in read_json_object(folder / VOCAB_FILE).items()}
     protos = {name: _read_model(folder / name) for name in SENTENCEPIECE_FILES}
     config = (
         read_json_object(folder / TOKENIZER_CONFIG_FILE) if (folder / TOKENIZER_CONFIG_FILE).is_file() else {}
     )
     normal = {p.piece for proto in protos.values() for p in proto.pieces if p.type == _NORMAL}
     # tokens outside of both models are special tokens and languages; added tokens are split off before
-    stay = {at for token, at in ids.items() if token not in normal}
-    stay |= {int(at) for at in config.get("added_tokens_decoder") or ()}
+    required = {token_id for token, token_id in ids.items() if token not in normal}
+    required |= {int(token_id) for token_id in config.get("added_tokens_decoder") or ()}
     for proto in protos.values():
         scores = {p.piece: p.score for p in proto.pieces if p.type == _NORMAL}
-        needed = required_pieces(scores, scores if proto.trainer_spec.model_type == _UNIGRAM else None)
-        stay |= {ids[token] for token in needed if token in ids}
+        pieces = required_pieces(scores, scores if proto.trainer_spec.model_type == _UNIGRAM else None)
+        required |= {ids[token] for token in pieces if token in ids}
     ranks = [_piece_rank(proto) for proto in protos.values() if proto.trainer_spec.model_type == _BPE]
     names = {number: token for token, number in ids.items()}
 
@@ -286,14 +296,16 @@ def open_marian_vocabulary(folder: Path) -> TrimmableVocabulary:
         return frozenset(ids[step] for step in steps if step in ids)
 
     def write(out: Path, new: Mapping[int, int]) -> None:
-        gone = {token for token, at in ids.items() if at not in new}
+        removed = {token for token, token_id in ids.items() if token_id not in new}
         for name, proto in protos.items():
-            (out / name).write_bytes(_remove_pieces(proto, gone))
-        write_json(out / VOCAB_FILE, {token: new[at] for token, at in ids.items() if at in new})
+            (out / name).write_bytes(_remove_pieces(proto, removed))
+        write_json(
+            out / VOCAB_FILE, {token: new[token_id] for token, token_id in ids.items() if token_id in new}
+        )
         if config:
             write_json(out / TOKENIZER_CONFIG_FILE, renumber_tokenizer_config(config, new))
 
-    return TrimmableVocabulary("SentencePiece pair", ids, frozenset(stay), parts, write)
+    return TrimmableVocabulary("SentencePiece pair", ids, frozenset(required), parts, write)
 
 
 def _piece_rank(proto: Any) -> Any:
@@ -302,13 +314,13 @@ def _piece_rank(proto: Any) -> Any:
 
 def _remove_pieces(proto: Any, gone: Iterable[str]) -> bytes:
     """Return the serialized model without its pieces `gone`."""
-    gone, left = set(gone), type(proto)()
-    left.CopyFrom(proto)
-    del left.pieces[:]
-    left.pieces.extend(p for p in proto.pieces if p.type != _NORMAL or p.piece not in gone)
-    left.trainer_spec.vocab_size = len(left.pieces)
-    found: bytes = left.SerializeToString()
-    return found
+    gone, result = set(gone), type(proto)()
+    result.CopyFrom(proto)
+    del result.pieces[:]
+    result.pieces.extend(p for p in proto.pieces if p.type != _NORMAL or p.piece not in gone)
+    result.trainer_spec.vocab_size = len(result.pieces)
+    serialized: bytes = result.SerializeToString()
+    return serialized
 
 
 def _read_model(path: Path) -> Any:
@@ -337,15 +349,15 @@ def open_vocabulary(folder: Path, config: Any) -> TrimmableVocabulary:
     Raises:
         InputError: the tokenizer cannot be trimmed, or has more tokens than the model.
     """
-    words = _open_tokenizer_vocabulary(folder)
-    most = max(words.ids.values())
-    if most >= config.vocab_size:
+    vocabulary = _open_tokenizer_vocabulary(folder)
+    max_id = max(vocabulary.ids.values())
+    if max_id >= config.vocab_size:
         raise InputError(
-            f"trim-vocabulary: the tokenizer in {folder} has a token with id {most}, but the model has"
+            f"trim-vocabulary: the tokenizer in {folder} has a token with id {max_id}, but the model has"
             f" {config.vocab_size} tokens. Use the tokenizer that belongs to the model.",
             code="vocabulary-mismatch",
         )
-    return words
+    return vocabulary
 
 
 def _open_tokenizer_vocabulary(folder: Path) -> TrimmableVocabulary:
@@ -399,7 +411,9 @@ def trim_shortlist(folder: Path, new_ids: Mapping[int, int], kept: list[int], si
     shortlist = read_shortlist(folder, {"vocab_size": size})
     if shortlist is None:
         return
-    always = np.array([new_ids[at] for at in shortlist.always.tolist() if at in new_ids], dtype=np.int64)
-    numbers = np.full(size, always[0], dtype=np.int64)
-    numbers[kept] = np.arange(len(kept))
-    write_shortlist(make_shortlist(numbers[shortlist.table[kept]], always, len(kept)), folder)
+    always = np.array(
+        [new_ids[token_id] for token_id in shortlist.always.tolist() if token_id in new_ids], dtype=np.int64
+    )
+    new_by_old = np.full(size, always[0], dtype=np.int64)
+    new_by_old[kept] = np.arange(len(kept))
+    write_shortlist(make_shortlist(new_by_old[shortlist.table[kept]], always, len(kept)), folder)

@@ -42,45 +42,45 @@ def keep_vocabulary_rows(model: Any, kept: list[int]) -> None:
             f" Supported: {', '.join(FAMILIES)}.",
             code="unsupported-family",
         )
-    size, places = int(model.config.vocab_size), torch.tensor(kept)
+    size, indices = int(model.config.vocab_size), torch.tensor(kept)
     matrices: dict[int, nn.Parameter] = {}  # by the original matrix
-    found = _vocabulary_modules(model, family)
-    for name, module in found.items():
+    modules = _vocabulary_modules(model, family)
+    for name, module in modules.items():
         _require_plain_matrix(name, module)
-        old = module.weight
-        if len(old) != size:
+        matrix = module.weight
+        if len(matrix) != size:
             raise InputError(
-                f"trim-vocabulary: {name} has {len(old)} rows, but vocab_size in the config is {size}."
+                f"trim-vocabulary: {name} has {len(matrix)} rows, but vocab_size in the config is {size}."
                 " Use the config that belongs to the model.",
                 code="shape-mismatch",
             )
-        if id(old) not in matrices:
-            matrices[id(old)] = nn.Parameter(
-                old.detach().index_select(0, places), requires_grad=old.requires_grad
+        if id(matrix) not in matrices:
+            matrices[id(matrix)] = nn.Parameter(
+                matrix.detach().index_select(0, indices), requires_grad=matrix.requires_grad
             )
-    for module in dict.fromkeys(found.values()):
-        _cut_rows(module, matrices[id(module.weight)], places)
+    for module in dict.fromkeys(modules.values()):
+        _cut_rows(module, matrices[id(module.weight)], indices)
     if family.logits_bias is not None and hasattr(model, family.logits_bias):
-        old = getattr(model, family.logits_bias)
-        setattr(model, family.logits_bias, old.index_select(1, places))  # [1, V]
-    for word in ("vocab_size", "decoder_vocab_size"):
-        if getattr(model.config, word, None) is not None:
-            setattr(model.config, word, len(kept))
+        matrix = getattr(model, family.logits_bias)
+        setattr(model, family.logits_bias, matrix.index_select(1, indices))  # [1, V]
+    for key in ("vocab_size", "decoder_vocab_size"):
+        if getattr(model.config, key, None) is not None:
+            setattr(model.config, key, len(kept))
 
 
 def _vocabulary_modules(model: Any, family: Family) -> dict[str, Any]:
     """Return the modules of `model` with a row for each token, by name."""
     config = model.config.to_dict()
     tables = {stack.stream.embeddings[0] for stack in family.stacks(config)}
-    found = {
+    modules = {
         name.removesuffix(".weight"): model.get_submodule(name.removesuffix(".weight"))
         for name in (f"{n}.weight" for n, _ in model.named_modules(remove_duplicate=False))
         if name in tables or is_token_embedding(family, config, name)
     }
     if model.can_generate():
         name = output_modules(model)[-1]
-        found[name] = model.get_submodule(name)
-    return dict(_row_module(name, module) for name, module in found.items())
+        modules[name] = model.get_submodule(name)
+    return dict(_row_module(name, module) for name, module in modules.items())
 
 
 def _row_module(name: str, module: Any) -> tuple[str, Any]:
@@ -122,18 +122,18 @@ def tokenize_split(split: Split, tokenizer: Any, task: Task) -> list[list[int]]:
         samples = [
             (example.text, reference) for example in split.examples for reference in example.references
         ]
-        return [row.ids for found in encode_responses(samples, tokenizer, every_turn=True) for row in found]
+        return [turn.ids for turns in encode_responses(samples, tokenizer, every_turn=True) for turn in turns]
     texts, pairs = input_texts(split.examples, task)
-    rows = list(encode_texts(texts, tokenizer, _NO_LIMIT, pairs).ids)
+    token_ids = list(encode_texts(texts, tokenizer, _NO_LIMIT, pairs).ids)
     if task_traits(task).architecture == "encoder-decoder":
         targets = [reference for example in split.examples for reference in example.references]
-        rows += encode_targets(targets, tokenizer, _NO_LIMIT)[0]
-    return rows
+        token_ids += encode_targets(targets, tokenizer, _NO_LIMIT)[0]
+    return token_ids
 
 
 def count_tokens(rows: Sequence[Sequence[int]], vocabulary_size: int) -> TokenCounts:
     """Return the number of occurrences of each id in `rows`, int64 [vocabulary_size]."""
-    ids = np.fromiter((at for row in rows for at in row), dtype=np.int64)
+    ids = np.fromiter((token_id for row in rows for token_id in row), dtype=np.int64)
     return np.bincount(ids, minlength=vocabulary_size)
 
 
@@ -157,8 +157,8 @@ class TokenizationChange:
 
     def details(self) -> dict[str, float]:
         """Return the details for the report."""
-        found = {name: value for name, value in vars(self).items() if name != "wrong"}
-        return {**found, "kept": round(self.kept, 6)}
+        values = {name: value for name, value in vars(self).items() if name != "wrong"}
+        return {**values, "kept": round(self.kept, 6)}
 
 
 def compare_tokenizations(
@@ -175,18 +175,18 @@ def compare_tokenizations(
         new_ids: new id of each kept token.
         unknown: id of the unknown token before; None if there is none.
     """
-    changed = wrong = kept = 0
-    for old, now in zip(before, after, strict=True):
-        expected = [new_ids.get(at) for at in old]
-        kept += sum(at is not None for at in expected)
-        changed += expected != list(now)
-        wrong += all(at is not None for at in expected) and expected != list(now)
-    tokens, tokens_after = (sum(map(len, rows)) for rows in (before, after))
-    strange, strange_after = (
-        0 if at is None else sum(list(row).count(at) for row in rows)
-        for rows, at in ((before, unknown), (after, None if unknown is None else new_ids.get(unknown)))
+    num_changed = num_wrong = num_kept = 0
+    for ids_before, ids_after in zip(before, after, strict=True):
+        expected = [new_ids.get(token_id) for token_id in ids_before]
+        num_kept += sum(token_id is not None for token_id in expected)
+        num_changed += expected != list(ids_after)
+        num_wrong += all(token_id is not None for token_id in expected) and expected != list(ids_after)
+    tokens, tokens_after = (sum(map(len, texts)) for texts in (before, after))
+    num_unknown, unknown_after = (
+        0 if token_id is None else sum(list(row).count(token_id) for row in texts)
+        for texts, token_id in ((before, unknown), (after, None if unknown is None else new_ids.get(unknown)))
     )
-    share = kept / max(1, tokens)
+    share = num_kept / max(1, tokens)
     return TokenizationChange(
-        len(before), changed, tokens, tokens_after, share, strange, strange_after, wrong
+        len(before), num_changed, tokens, tokens_after, share, num_unknown, unknown_after, num_wrong
     )

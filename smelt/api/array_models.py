@@ -85,28 +85,28 @@ def run_in_batches(runner: GraphRunner, arrays: SampleArrays, batch_size: int) -
     """
     from smelt.runtimes.runner import output_batch_axis, run_batches
 
-    parts = list(run_batches(runner, arrays, batch_size))
-    if len(parts) == 1:
-        return parts[0][1]
+    batches = list(run_batches(runner, arrays, batch_size))
+    if len(batches) == 1:
+        return batches[0][1]
     axes = {
-        name: [output_batch_axis(runner, name, found[name], rows) for rows, found in parts]
-        for name in parts[0][1]
+        name: [output_batch_axis(runner, name, outputs[name], batch_rows) for batch_rows, outputs in batches]
+        for name in batches[0][1]
     }
-    return {name: _concatenate(name, [p[name] for _, p in parts], axes[name]) for name in axes}
+    return {name: _concatenate(name, [p[name] for _, p in batches], axes[name]) for name in axes}
 
 
 def _concatenate(name: str, parts: Sequence[NDArray[Any]], axes: Sequence[int | None]) -> NDArray[Any]:
     """Return the parts of an output concatenated on the batch axis, or stacked on a new one."""
     import numpy as np
 
-    first = parts[0]
+    first_part = parts[0]
     axis = None if None in axes else axes[0]
     shapes = {part.shape if axis is None else part.shape[:axis] + part.shape[axis + 1 :] for part in parts}
     if len(shapes) > 1:
-        other = next(part for part in parts if part.shape != first.shape)
+        other_part = next(part for part in parts if part.shape != first_part.shape)
         raise RunError(
-            f"the output '{name}' has shape {list(first.shape)} for some samples and"
-            f" {list(other.shape)} for others, so the outputs cannot be concatenated. Pass fewer samples"
+            f"the output '{name}' has shape {list(first_part.shape)} for some samples and"
+            f" {list(other_part.shape)} for others, so the outputs cannot be concatenated. Pass fewer samples"
             " per call, use a larger batch size, or `smelt predict` without --out.",
             code="shape-mismatch",
         )
@@ -139,10 +139,10 @@ def as_arrays(given: Any, signature: GraphSignature) -> SampleArrays:
             f"all arrays need the same number of samples, at least one; got {sizes}.", code="unequal-rows"
         )
     require_matching_shapes(signature, shapes, "arrays")
-    taken = {name: value for name, value in values.items() if name in axes}
+    input_values = {name: value for name, value in values.items() if name in axes}
     return samples_first(
-        taken,
-        count_array_samples({name: shapes[name] for name in taken}, "arrays", axes, of_artifact=True),
+        input_values,
+        count_array_samples({name: shapes[name] for name in input_values}, "arrays", axes, of_artifact=True),
         axes,
     )
 
@@ -159,11 +159,11 @@ def _open_graph(
     artifact = read_artifact(folder)
     artifact.verify()
     require_safe_artifact(artifact)
-    rows = read_array_rows(data, artifact).arrays
-    assert rows is not None
+    samples = read_array_rows(data, artifact).arrays
+    assert samples is not None
     with open_runner(artifact, threads, device) as runner:
         assert isinstance(runner, GraphRunner)
-        yield runner, rows
+        yield runner, samples
 
 
 def predict_to_file(
@@ -187,10 +187,10 @@ def predict_to_file(
         raise InputError(
             f"--out {out}: the folder {out.parent} does not exist. Create it.", code="missing-folder"
         )
-    with _open_graph(folder, data, threads, device) as (runner, rows):
-        found = run_in_batches(runner, rows, batch_size)
-    write_npz(out, found)
-    return rows.num_samples
+    with _open_graph(folder, data, threads, device) as (runner, samples):
+        outputs = run_in_batches(runner, samples, batch_size)
+    write_npz(out, outputs)
+    return samples.num_samples
 
 
 def prediction_lines(
@@ -211,8 +211,8 @@ def prediction_lines(
     """
     from smelt.runtimes.runner import outputs_by_sample
 
-    with _open_graph(folder, None if texts else data, threads, device) as (runner, rows):
-        found = outputs_by_sample(runner, rows, batch_size)
-    for at, outputs in enumerate(found, start=1):
+    with _open_graph(folder, None if texts else data, threads, device) as (runner, samples):
+        predictions = outputs_by_sample(runner, samples, batch_size)
+    for row_number, outputs in enumerate(predictions, start=1):
         fields = {name: value.tolist() for name, value in outputs.items()}
-        yield json.dumps({"row": at, "outputs": fields} if as_json else fields, ensure_ascii=False)
+        yield json.dumps({"row": row_number, "outputs": fields} if as_json else fields, ensure_ascii=False)

@@ -96,18 +96,18 @@ def evaluate_artifact(
     task: Any = artifact.manifest.task
     for metric in metrics:
         if metric not in METRICS_BY_TASK[task]:
-            known = ", ".join(METRICS_BY_TASK[task])
+            supported_metrics = ", ".join(METRICS_BY_TASK[task])
             hint = absent_metric_hint(metric) or did_you_mean(metric, METRICS_BY_TASK[task])
             if is_custom_metric(metric) and takes_custom_metrics(task):
                 hint = f" Your custom metric is scored by a recipe: score: {{quality: ['{metric}']}}."
             raise InputError(
-                f"--metric {metric}: not a metric for {task}. Available metrics: {known}.{hint}",
+                f"--metric {metric}: not a metric for {task}. Available metrics: {supported_metrics}.{hint}",
                 code="unknown-metric",
             )
     for metric in metrics:
-        needed = METRICS[metric].settings
-        if needed and any(setting.is_required() for setting in needed.model_fields.values()):
-            names = ", ".join(name for name, s in needed.model_fields.items() if s.is_required())
+        settings_class = METRICS[metric].settings
+        if settings_class and any(setting.is_required() for setting in settings_class.model_fields.values()):
+            names = ", ".join(name for name, s in settings_class.model_fields.items() if s.is_required())
             raise InputError(
                 f"--metric {metric}: needs the setting {names}, which only a recipe can give. Score it with"
                 f" score: {{quality: [{{{metric}: {{{names}: ...}}}}]}}.",
@@ -120,14 +120,14 @@ def evaluate_artifact(
         raise InputError(
             "--tokenize is only for BLEU, which is not scored. Add --metric bleu.", code="settings-conflict"
         )
-    compared = AGREEMENT_METRIC in metrics
-    if baseline is not None and not compared and task_traits(task).output not in ("embedding", "arrays"):
+    has_agreement = AGREEMENT_METRIC in metrics
+    if baseline is not None and not has_agreement and task_traits(task).output not in ("embedding", "arrays"):
         raise InputError(
             f"--baseline is only used by the metric {AGREEMENT_METRIC}, which is not scored. Add --metric"
             f" {AGREEMENT_METRIC}, or remove --baseline.",
             code="does-not-fit-task",
         )
-    if baseline is None and compared and task_traits(task).output not in ("embedding", "arrays"):
+    if baseline is None and has_agreement and task_traits(task).output not in ("embedding", "arrays"):
         raise InputError(
             f"--metric {AGREEMENT_METRIC} needs --baseline ARTIFACT, whose outputs are compared with.",
             code="missing-baseline",
@@ -163,8 +163,8 @@ def evaluate_artifact(
             reference=None if baseline is None else _open_artifact(baseline),
         )
         score = scorer.score(artifact, split)
-    for found in score["warnings"]:
-        report(f"{found['severity']}: {found['message']}")
+    for message in score["warnings"]:
+        report(f"{message['severity']}: {message['message']}")
     quality: dict[str, Any] = score["quality"]
     return quality
 
@@ -198,23 +198,23 @@ def _with_windows(
                 code="does-not-fit-task",
             )
         return split
-    own: dict[str, Any] = dict(artifact.manifest.details.get("windows") or {})
+    run_settings: dict[str, Any] = dict(artifact.manifest.details.get("windows") or {})
     if window is not None:  # the run's stride is for the run's window
-        own = {name: value for name, value in own.items() if name == "separator"}
+        run_settings = {name: value for name, value in run_settings.items() if name == "separator"}
     requested = {name: n for name, n in (("length", window), ("stride", stride)) if n is not None}
-    taken = own | requested
-    if taken.get("stride", 1) > taken.get("length", math.inf):
+    windows = run_settings | requested
+    if windows.get("stride", 1) > windows.get("length", math.inf):
         raise InputError(
-            f"--stride {taken['stride']} skips text between windows of {taken['length']} tokens. Set"
+            f"--stride {windows['stride']} skips text between windows of {windows['length']} tokens. Set"
             " --stride to the window or less.",
             code="settings-conflict",
         )
-    if kept := {name: value for name, value in taken.items() if name not in requested}:
-        words = ", ".join(
-            f"{'window' if name == 'length' else name} {value!r}" for name, value in kept.items()
+    if run_values := {name: value for name, value in windows.items() if name not in requested}:
+        settings_text = ", ".join(
+            f"{'window' if name == 'length' else name} {value!r}" for name, value in run_values.items()
         )
-        report(f"window settings of the run: {words}")
-    return replace(split, windows=split.windows.model_copy(update=taken))
+        report(f"window settings of the run: {settings_text}")
+    return replace(split, windows=split.windows.model_copy(update=windows))
 
 
 def _classifier_metrics(artifact: Artifact, metrics: Sequence[str]) -> tuple[str, ...]:
@@ -226,9 +226,9 @@ def _classifier_metrics(artifact: Artifact, metrics: Sequence[str]) -> tuple[str
     from smelt.pipeline.inspect.model_folder import read_config
 
     problem = problem_type(read_config(artifact.path)[0])
-    wrong = metric_errors(metrics, problem)
-    if wrong:
-        raise combined_error(found.with_prefix(f"--metric {metrics[at]}: ") for at, found in wrong)
+    errors = metric_errors(metrics, problem)
+    if errors:
+        raise combined_error(error.with_prefix(f"--metric {metrics[index]}: ") for index, error in errors)
     return tuple(metrics) or DEFAULTS_BY_PROBLEM[problem]
 
 
@@ -238,19 +238,22 @@ def _embedder_metrics(metrics: Sequence[str], split: Split, baseline: Path | Non
     Raises:
         InputError: a metric needs scores or a baseline that is missing, or both are missing.
     """
-    can = (*(CORRELATION_METRICS if split.has_labels else ()), *((AGREEMENT_METRIC,) if baseline else ()))
-    lacks = dict.fromkeys(CORRELATION_METRICS, "scored pairs (column 'label')")
-    lacks[AGREEMENT_METRIC] = "--baseline ARTIFACT to compare embeddings with"
+    available = (
+        *(CORRELATION_METRICS if split.has_labels else ()),
+        *((AGREEMENT_METRIC,) if baseline else ()),
+    )
+    requirements = dict.fromkeys(CORRELATION_METRICS, "scored pairs (column 'label')")
+    requirements[AGREEMENT_METRIC] = "--baseline ARTIFACT to compare embeddings with"
     for metric in metrics:
-        if metric not in can:
-            raise InputError(f"--metric {metric}: needs {lacks[metric]}.", code="missing-data")
-    if not can:
+        if metric not in available:
+            raise InputError(f"--metric {metric}: needs {requirements[metric]}.", code="missing-data")
+    if not available:
         raise InputError(
-            f"{split.origin}: no metric can be computed. Add {lacks[CORRELATION_METRICS[0]]}, or"
-            f" {lacks[AGREEMENT_METRIC]}.",
+            f"{split.origin}: no metric can be computed. Add {requirements[CORRELATION_METRICS[0]]}, or"
+            f" {requirements[AGREEMENT_METRIC]}.",
             code="missing-data",
         )
-    return tuple(metrics) or can
+    return tuple(metrics) or available
 
 
 def quality_lines(scores: dict[str, Any]) -> list[str]:
@@ -347,26 +350,26 @@ def time_artifacts(
         require_safe_artifact(artifact, trust_engine)
     task: Any = next(iter(artifacts.values())).manifest.task
     devices = {name: artifact_device(artifact, device) for name, artifact in artifacts.items()}
-    chosen = LatencySettings(**(settings or {}))
+    latency_settings = LatencySettings(**(settings or {}))
     baseline = next(iter(artifacts))
-    with _timing_texts(data, task, column, artifacts[baseline], chosen) as (texts, arrays):
+    with _timing_texts(data, task, column, artifacts[baseline], latency_settings) as (texts, arrays):
         result = measure_latency(
             {name: artifact.path for name, artifact in artifacts.items()},
             baseline,
             texts,
-            chosen,
+            latency_settings,
             task,
             generation=parse_generation(dict(generation or {})),
             progress=progress,
             device=device,
             arrays=arrays,
         )
-    errors = {name: messages_to_json([found])[0] for name, found in result.errors.items()}
+    errors = {name: messages_to_json([message])[0] for name, message in result.errors.items()}
     return {
         "baseline": baseline,
         "task": task,
         "texts": {"from": str(data) if data else "standard", "n": len(texts)},
-        "settings": chosen.model_dump(mode="json"),
+        "settings": latency_settings.model_dump(mode="json"),
         "environment": describe_environment(),
         "artifacts": {
             name: {
@@ -424,72 +427,82 @@ def read_texts(path: Path, task: str, column: str | None = None) -> list[str]:
     from smelt.tasks.text_generation import parse_prompt
 
     if not path.is_file():
-        code, what = (
+        code, problem = (
             ("not-a-file", "a folder, not a file") if path.is_dir() else ("missing-file", "no such file")
         )
-        raise InputError(f"{path}: {what} (--data).", code=code, file=str(path))
+        raise InputError(f"{path}: {problem} (--data).", code=code, file=str(path))
     if data_suffix(path) == ".txt":
-        found = [line for line in read_text_file(path).splitlines() if line.strip()]
+        texts = [line for line in read_text_file(path).splitlines() if line.strip()]
     else:
         role = "source" if task_traits(task).architecture == "encoder-decoder" else "text"
-        found = []
-        for where, row in read_file_rows(path):
+        texts = []
+        for location, row in read_file_rows(path):
             if task_traits(task).samples == "prompts" and column is None:
                 with column_options("prompt", is_name_only=True):
-                    found.append(parse_prompt(row, where, Columns()).text)
+                    texts.append(parse_prompt(row, location, Columns()).text)
                 continue
             name = column or guess_column(row, role) or getattr(Columns(), role)
             if not isinstance(row.get(name), str):
                 hint = did_you_mean(name, map(str, row))
                 raise InputError(
-                    f"{where}: no column '{name}' with text. Columns: {', '.join(map(str, row))}.{hint}"
+                    f"{location}: no column '{name}' with text. Columns: {', '.join(map(str, row))}.{hint}"
                     " Set the right one with --column.",
                     code="missing-column",
-                ).with_location(where)
-            found.append(str(row[name]))
-    if not found:
+                ).with_location(location)
+            texts.append(str(row[name]))
+    if not texts:
         raise InputError(f"{path}: the file contains no texts.", code="empty-data", file=str(path))
-    return found
+    return texts
 
 
 def timing_table(result: Mapping[str, Any]) -> str:
     """Return the latency table as text of at most 80 columns, with a block per batch size."""
     artifacts = result["artifacts"]
     unit = next((row["unit"] for a in artifacts.values() for row in a["latency"]), "texts/s")
-    room = min(25, max(len("artifact"), *map(len, artifacts)))
-    lines = [f"{'artifact':{room}} {'batch':>5} {'p50 ms':>8} {'p90 ms':>8} {unit:>11} {'speed-up':>18}"]
+    name_width = min(25, max(len("artifact"), *map(len, artifacts)))
+    lines = [
+        f"{'artifact':{name_width}} {'batch':>5} {'p50 ms':>8} {'p90 ms':>8} {unit:>11} {'speed-up':>18}"
+    ]
     lines.append("─" * len(lines[0]))
     sizes = result["settings"]["batch_sizes"]
-    for at, size in enumerate(sizes):
-        lines += [""] if at else []
+    for index, size in enumerate(sizes):
+        lines += [""] if index else []
         for name, artifact in artifacts.items():
             row = next((row for row in artifact["latency"] if row["batch_size"] == size), None)
             lines.append(
-                _table_line(_truncate(name, room).ljust(room), size, row, name == result["baseline"])
+                _table_line(
+                    _truncate(name, name_width).ljust(name_width), size, row, name == result["baseline"]
+                )
             )
-    lines += _parts_table(artifacts, sizes[0], room, result["task"])
+    lines += _parts_table(artifacts, sizes[0], name_width, result["task"])
     counts = sorted({row["threads"] for a in artifacts.values() for row in a["latency"]})
     threads = " and ".join(map(str, counts)) or "no"
-    places = ", ".join(sorted({a["device"] for a in artifacts.values()}))
+    devices_text = ", ".join(sorted({a["device"] for a in artifacts.values()}))
     texts, cpu = result["texts"], result["environment"]["cpu"]
-    used = max((row["texts"] for a in artifacts.values() for row in a["latency"]), default=texts["n"])
-    count = f"{used:,} of {texts['n']:,}" if used < texts["n"] else f"{texts['n']:,}"
+    num_texts = max((row["texts"] for a in artifacts.values() for row in a["latency"]), default=texts["n"])
+    count = f"{num_texts:,} of {texts['n']:,}" if num_texts < texts["n"] else f"{texts['n']:,}"
     spec = task_spec(result["task"])
     notes = [
         f"Measured from {spec.call}, in rounds that alternate with '{result['baseline']}'. Speed-up is"
         f" compared with '{result['baseline']}' [95 % interval]. {count} {spec.sample_noun}"
-        f" ({texts['from']}), {threads} thread{'s' * (counts != [1])}, {places}, {cpu}."
+        f" ({texts['from']}), {threads} thread{'s' * (counts != [1])}, {devices_text}, {cpu}."
     ]
     notes += [f"{name}: {a['error']['message']}" for name, a in artifacts.items() if a["error"]]
-    doubts: dict[str, list[str]] = {}
+    unstable_rows: dict[str, list[str]] = {}
     for name, a in artifacts.items():
         for row in a["latency"]:
             if not row["stable"]:
-                doubts.setdefault(row["reason"], []).append(f"{name}, batch {row['batch_size']}")
-    if doubts:
+                unstable_rows.setdefault(row["reason"], []).append(f"{name}, batch {row['batch_size']}")
+    if unstable_rows:
         advice = f"{DISTURBED_MARK} Measurement disturbed; measure again when the machine is idle. "
-        notes.append(advice + "; ".join(f"{'; '.join(who)}: {why}" for why, who in doubts.items()) + ".")
-    return "\n".join([*lines, "", *(part for note in notes for part in textwrap.wrap(note, _WIDTH))])
+        notes.append(
+            advice
+            + "; ".join(f"{'; '.join(labels)}: {reason}" for reason, labels in unstable_rows.items())
+            + "."
+        )
+    return "\n".join(
+        [*lines, "", *(wrapped_line for note in notes for wrapped_line in textwrap.wrap(note, _WIDTH))]
+    )
 
 
 def _table_line(name: str, size: int, row: Mapping[str, Any] | None, baseline: bool) -> str:
@@ -498,11 +511,11 @@ def _table_line(name: str, size: int, row: Mapping[str, Any] | None, baseline: b
     ratio = "–"
     if row["speedup"] is not None:
         low, high = row["speedup_ci95"]
-        doubt = "" if row["stable"] else DISTURBED_MARK
+        mark = "" if row["stable"] else DISTURBED_MARK
         ratio = (
             "1"
             if baseline
-            else f"{_number_text(row['speedup'])}{doubt} [{_number_text(low)}, {_number_text(high)}]"
+            else f"{_number_text(row['speedup'])}{mark} [{_number_text(low)}, {_number_text(high)}]"
         )
     return (
         f"{name} {size:>5} {_number_text(row['p50_ms']):>8} {_number_text(row['p90_ms']):>8}"
@@ -512,15 +525,17 @@ def _table_line(name: str, size: int, row: Mapping[str, Any] | None, baseline: b
 
 def _parts_table(artifacts: Mapping[str, Any], size: int, room: int, task: str) -> list[str]:
     """Return the table of the parts of the median call at batch `size`; empty if no runner reports them."""
-    rows = {name: row for name, a in artifacts.items() for row in a["latency"] if row["batch_size"] == size}
-    timed = {name: row["parts"] for name, row in rows.items() if row["parts"]}
-    if not timed:
+    latency_rows = {
+        name: row for name, a in artifacts.items() for row in a["latency"] if row["batch_size"] == size
+    }
+    parts_by_name = {name: row["parts"] for name, row in latency_rows.items() if row["parts"]}
+    if not parts_by_name:
         return []
-    columns = [key for key in next(iter(timed.values())) if key in _PART_HEADINGS]
+    columns = [key for key in next(iter(parts_by_name.values())) if key in _PART_HEADINGS]
     heads = _PART_HEADINGS | {"tokenizing_ms": task_spec(task).preprocessing}
     lines = ["", f"{f'ms, batch {size}':{room}}" + "".join(f"{heads[key]:>11}" for key in columns)]
-    for name, parts in timed.items():
-        cells = ("–" if parts[key] is None else _number_text(parts[key]) for key in columns)
+    for name, parts_ms in parts_by_name.items():
+        cells = ("–" if parts_ms[key] is None else _number_text(parts_ms[key]) for key in columns)
         lines.append(_truncate(name, room).ljust(room) + "".join(f"{cell:>11}" for cell in cells))
     return lines
 
@@ -551,14 +566,14 @@ def open_artifacts(folders: Sequence[Path]) -> dict[str, Artifact]:
         raise InputError(
             f"bench: an artifact is listed twice: {', '.join(names)}. Remove one.", code="duplicate-artifact"
         )
-    found = {name: read_artifact(path) for name, path in zip(names, paths, strict=True)}
-    for artifact in found.values():
+    artifacts_by_name = {name: read_artifact(path) for name, path in zip(names, paths, strict=True)}
+    for artifact in artifacts_by_name.values():
         artifact.verify()
-    tasks = {name: artifact.manifest.task for name, artifact in found.items()}
+    tasks = {name: artifact.manifest.task for name, artifact in artifacts_by_name.items()}
     if len(set(tasks.values())) > 1:
-        listed = ", ".join(f"{name} is for {task}" for name, task in tasks.items())
+        task_list = ", ".join(f"{name} is for {task}" for name, task in tasks.items())
         raise InputError(
-            f"bench: the artifacts are for different tasks: {listed}. Pass artifacts of one task.",
+            f"bench: the artifacts are for different tasks: {task_list}. Pass artifacts of one task.",
             code="different-tasks",
         )
-    return found
+    return artifacts_by_name

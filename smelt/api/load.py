@@ -37,7 +37,7 @@ def as_texts(value: Any) -> list[str]:
     Raises:
         InputError: it is not an iterable of strings.
     """
-    return [_as_text(item, f"texts[{place}]") for place, item in enumerate(_as_list(value))]
+    return [_as_text(item, f"texts[{index}]") for index, item in enumerate(_as_list(value))]
 
 
 def as_texts_or_pairs(value: Any) -> list[str | tuple[str, str]]:
@@ -46,9 +46,9 @@ def as_texts_or_pairs(value: Any) -> list[str | tuple[str, str]]:
     Raises:
         InputError: it is not an iterable of strings or pairs.
     """
-    found: list[str | tuple[str, str]] = []
-    for place, item in enumerate(_as_list(value)):
-        name = f"texts[{place}]"
+    converted: list[str | tuple[str, str]] = []
+    for index, item in enumerate(_as_list(value)):
+        name = f"texts[{index}]"
         if isinstance(item, tuple):
             if len(item) != 2:
                 raise InputError(
@@ -56,10 +56,10 @@ def as_texts_or_pairs(value: Any) -> list[str | tuple[str, str]]:
                     code="not-a-pair",
                     setting=name,
                 )
-            found.append((_as_text(item[0], f"{name}[0]"), _as_text(item[1], f"{name}[1]")))
+            converted.append((_as_text(item[0], f"{name}[0]"), _as_text(item[1], f"{name}[1]")))
         else:
-            found.append(_as_text(item, name, " A pair of texts is a tuple: (FIRST, SECOND)."))
-    return found
+            converted.append(_as_text(item, name, " A pair of texts is a tuple: (FIRST, SECOND)."))
+    return converted
 
 
 def as_images(value: Any) -> list[Any]:
@@ -74,20 +74,20 @@ def as_images(value: Any) -> list[Any]:
         raise InputError("expected a list of images, got one. Put it in a list: [IMAGE].", code="not-a-list")
     if isinstance(value, bytes | bytearray | Mapping | Set) or not isinstance(value, Iterable):
         raise InputError(f"expected a list of images, got {_shown_value(value)}.", code="not-a-list")
-    found: list[Any] = []
-    for place, item in enumerate(value):
+    converted: list[Any] = []
+    for index, item in enumerate(value):
         if isinstance(item, Image):
-            found.append(item)
+            converted.append(item)
         elif isinstance(item, str | PathLike) and not isinstance(item, bytes):
-            found.append(str(Path(item).expanduser().absolute()))
+            converted.append(str(Path(item).expanduser().absolute()))
         else:
             raise InputError(
-                f"images[{place}]: expected the path of an image file or a Pillow image, got"
+                f"images[{index}]: expected the path of an image file or a Pillow image, got"
                 f" {_shown_value(item)}. Convert an array with PIL.Image.fromarray(ARRAY).",
                 code="not-an-image",
-                setting=f"images[{place}]",
+                setting=f"images[{index}]",
             )
-    return found
+    return converted
 
 
 def as_count(value: Any, name: str) -> int:
@@ -188,10 +188,10 @@ class ActiveCalls:
     def close(self) -> bool:
         """Reject new calls and wait for the active ones; return False if it was closed before."""
         with self.lock:
-            first, self._closed = not self._closed, True
+            is_first_close, self._closed = not self._closed, True
             self.lock.notify_all()  # waiting calls raise the error
             self.lock.wait_for(lambda: self._active == 0)
-        return first
+        return is_first_close
 
 
 TextOrPair = str | tuple[str, str]
@@ -307,11 +307,15 @@ class Model:
 
         with self._calls:
             self._require_method("generate")
-            settings, given = parse_generation(generation), as_texts(texts)
-            size, cuts = as_count(batch_size, "batch_size"), TruncationCounter()
-            found = generate_texts(self._runner, given, settings, size, on_truncate=cuts) if given else []
-            self._warn_truncated(cuts, len(given))
-        return found
+            settings, inputs = parse_generation(generation), as_texts(texts)
+            size, truncations = as_count(batch_size, "batch_size"), TruncationCounter()
+            outputs = (
+                generate_texts(self._runner, inputs, settings, size, on_truncate=truncations)
+                if inputs
+                else []
+            )
+            self._warn_truncated(truncations, len(inputs))
+        return outputs
 
     def predict(self, texts: Iterable[TextOrPair], batch_size: int = 32) -> list[ClassPrediction]:
         """Return the class of each text, or of each pair of texts (a tuple of two).
@@ -325,12 +329,12 @@ class Model:
 
         with self._calls:
             self._require_method("predict")
-            given = [_example(text) for text in as_texts_or_pairs(texts)]
-            size, cuts = as_count(batch_size, "batch_size"), TruncationCounter()
-            if not given:
+            inputs = [_example(text) for text in as_texts_or_pairs(texts)]
+            size, truncations = as_count(batch_size, "batch_size"), TruncationCounter()
+            if not inputs:
                 return []
-            logits = class_logits(self._runner, given, size, on_truncate=cuts)
-            self._warn_truncated(cuts, len(given))
+            logits = class_logits(self._runner, inputs, size, on_truncate=truncations)
+            self._warn_truncated(truncations, len(inputs))
         return predictions_from_logits(logits, self._runner.config)
 
     def classify(
@@ -350,11 +354,11 @@ class Model:
 
         with self._calls:
             self._require_method("classify")
-            given = as_images(images)
+            inputs = as_images(images)
             size = as_count(batch_size, "batch_size")
-            if not given:
+            if not inputs:
                 return []
-            logits = image_logits(self._runner, given, size)
+            logits = image_logits(self._runner, inputs, size)
         return predictions_from_logits(logits, self._runner.config)
 
     def embed(self, texts: Iterable[str], batch_size: int = 32) -> NDArray[np.float32]:
@@ -371,13 +375,13 @@ class Model:
 
         with self._calls:
             self._require_method("embed")
-            given = as_texts(texts)
-            size, cuts = as_count(batch_size, "batch_size"), TruncationCounter()
-            if not given:
+            inputs = as_texts(texts)
+            size, truncations = as_count(batch_size, "batch_size"), TruncationCounter()
+            if not inputs:
                 return np.empty((0, self._embedding_size), dtype=np.float32)
-            found = embed_texts(self._runner, given, size, on_truncate=cuts)
-            self._warn_truncated(cuts, len(given))
-        return found
+            embeddings = embed_texts(self._runner, inputs, size, on_truncate=truncations)
+            self._warn_truncated(truncations, len(inputs))
+        return embeddings
 
     def run(self, arrays: Mapping[str, Any], batch_size: int = 32) -> dict[str, NDArray[Any]]:
         """Return the outputs of a `custom` model by name, for all samples.
@@ -397,8 +401,8 @@ class Model:
         with self._calls:
             self._require_method("run")
             assert isinstance(self._runner, GraphRunner)
-            rows = as_arrays(arrays, self._runner.signature)
-            return run_in_batches(self._runner, rows, as_count(batch_size, "batch_size"))
+            samples = as_arrays(arrays, self._runner.signature)
+            return run_in_batches(self._runner, samples, as_count(batch_size, "batch_size"))
 
     @property
     def _embedding_size(self) -> int:
@@ -412,10 +416,10 @@ class Model:
         Raises:
             InputError: it is not.
         """
-        fitting = task_spec(self.task).method
-        if method != fitting:
+        task_method = task_spec(self.task).method
+        if method != task_method:
             raise InputError(
-                f"{self._folder}: {method} does not support {self.task}. Use {fitting}.",
+                f"{self._folder}: {method} does not support {self.task}. Use {task_method}.",
                 code="does-not-fit-task",
             )
 
@@ -458,15 +462,15 @@ def parse_generation(values: Mapping[str, Any]) -> Any:
     try:
         return GenerationSettings(**values)
     except ValidationError as error:
-        found = error.errors(include_url=False)[0]
-        if found["type"] == "value_error":
-            refused = found["ctx"]["error"]
-            code = refused.code if isinstance(refused, SettingError) else "wrong-setting"
-            raise InputError(f"generation: {refused}.", code=code) from error
-        name = ".".join(map(str, found["loc"]))
-        code, what = "wrong-value", f"generation: {name}: {found['msg']}, got {found['input']!r}."
-        if found["type"] == "extra_forbidden":
+        details = error.errors(include_url=False)[0]
+        if details["type"] == "value_error":
+            cause = details["ctx"]["error"]
+            code = cause.code if isinstance(cause, SettingError) else "wrong-setting"
+            raise InputError(f"generation: {cause}.", code=code) from error
+        name = ".".join(map(str, details["loc"]))
+        code, problem = "wrong-value", f"generation: {name}: {details['msg']}, got {details['input']!r}."
+        if details["type"] == "extra_forbidden":
             code = "unknown-setting"
-            known = GenerationSettings.model_fields
-            what += f" Known settings: {', '.join(known)}.{did_you_mean(name, known)}"
-        raise InputError(what, code=code, setting=name) from error
+            setting_names = GenerationSettings.model_fields
+            problem += f" Known settings: {', '.join(setting_names)}.{did_you_mean(name, setting_names)}"
+        raise InputError(problem, code=code, setting=name) from error

@@ -40,13 +40,13 @@ _MODEL_STEP = "model"
 
 def run_artifacts(run: Path) -> dict[str, Artifact]:
     """Return the artifacts of a run by step, without missing or damaged ones."""
-    found = {}
-    for place in sorted((run / "artifacts").glob("*")):
+    artifacts = {}
+    for path in sorted((run / "artifacts").glob("*")):
         try:
-            found[place.name] = Artifact(place.resolve(), read_manifest(place.resolve()))
+            artifacts[path.name] = Artifact(path.resolve(), read_manifest(path.resolve()))
         except InputError:
             continue
-    return found
+    return artifacts
 
 
 def package_origin(artifact: Artifact, run: Path | None, step: str) -> PackageOrigin:
@@ -62,8 +62,8 @@ def package_origin(artifact: Artifact, run: Path | None, step: str) -> PackageOr
     except (InputError, OSError, ValueError, RecursionError):
         return PackageOrigin(licence=_licence(artifact.manifest.details))
     root = run_artifacts(run).get(_MODEL_STEP)
-    tested = any(found.test for found in report.steps if found.name == step)
-    split = "test" if tested else report.judged_on
+    has_test_scores = any(entry.test for entry in report.steps if entry.name == step)
+    split = "test" if has_test_scores else report.judged_on
     return PackageOrigin(
         run=str(report.recipe.get("name") or run.name),
         model=model_name(report),
@@ -90,12 +90,14 @@ def _gate_warnings(report: ReportData, step: str) -> Iterator[Message]:
             "run-not-finished",
             f"The run has not finished: {gates}. Run the recipe to its end, then package the step again.",
         )
-    found = next(found for found in report.steps if found.name == step)
-    for gate in found.gates:
+    report_step = next(report_step for report_step in report.steps if report_step.name == step)
+    for gate in report_step.gates:
         if gate.passed is not True or gate.undecided:
-            read = f": {gate_value_text(gate)}" if gate.value is not None else ""
-            yield warning("gate-not-kept", f"The gate {gate_text(gate)} is {gate_verdict(gate)}{read}.")
-    for gate in found.test.gates if found.test else ():
+            measured_text = f": {gate_value_text(gate)}" if gate.value is not None else ""
+            yield warning(
+                "gate-not-kept", f"The gate {gate_text(gate)} is {gate_verdict(gate)}{measured_text}."
+            )
+    for gate in report_step.test.gates if report_step.test else ():
         if gate.passed is False:
             text = f"The gate {gate_text(gate)} failed on test: {gate_value_text(gate)}."
             yield warning("gate-not-kept-on-test", text)
@@ -112,14 +114,16 @@ def _package_steps(report: ReportData, step: str) -> list[OriginStep]:
     """Return the steps from the model to `step`, with their settings in the recipe."""
     from smelt.export.package.package_format import OriginStep
 
-    named = {found.name: found for found in report.steps}
-    way: list[OriginStep] = []
-    at: str | None = step
-    while at is not None:
-        found = named[at]
-        way.append(OriginStep(found.name, found.stage, _recipe_settings(report, found.name)))
-        at = found.parent
-    return way[::-1]
+    steps_by_name = {report_step.name: report_step for report_step in report.steps}
+    origin_steps: list[OriginStep] = []
+    step_name: str | None = step
+    while step_name is not None:
+        report_step = steps_by_name[step_name]
+        origin_steps.append(
+            OriginStep(report_step.name, report_step.stage, _recipe_settings(report, report_step.name))
+        )
+        step_name = report_step.parent
+    return origin_steps[::-1]
 
 
 def _recipe_settings(report: ReportData, step: str) -> Mapping[str, Any]:
@@ -128,9 +132,9 @@ def _recipe_settings(report: ReportData, step: str) -> Mapping[str, Any]:
 
     for stage in report.recipe.get("stages") or ():
         entry = {stage: {}} if isinstance(stage, str) else stage
-        word = next((key for key in entry if key not in STEP_KEYS), "")
-        if entry.get("name", word) == step:
-            return dict(entry[word] or {})
+        stage_name = next((key for key in entry if key not in STEP_KEYS), "")
+        if entry.get("name", stage_name) == step:
+            return dict(entry[stage_name] or {})
     return {}
 
 
@@ -138,30 +142,30 @@ def _package_scores(report: ReportData, step: str) -> list[OriginScore]:
     from smelt.evaluate.report.view import metric_digits, metric_label
     from smelt.export.package.package_format import OriginScore
 
-    found = next(found for found in report.steps if found.name == step)
-    own = (found.test or found).quality
+    report_step = next(report_step for report_step in report.steps if report_step.name == step)
+    scores = (report_step.test or report_step).quality
     base = (
         {}
         if report.baseline_step is None or report.baseline == step
-        else _baseline_scores(report.baseline_step, found).quality
+        else _baseline_scores(report.baseline_step, report_step).quality
     )
 
     def text(metric: str, found: Quality) -> str:
         n = metric_digits(metric)
-        ends = f" [{found.ci95[0]:.{n}f}, {found.ci95[1]:.{n}f}]" if found.ci95 else ""
-        return f"{found.value:.{n}f}{ends}"
+        interval_text = f" [{found.ci95[0]:.{n}f}, {found.ci95[1]:.{n}f}]" if found.ci95 else ""
+        return f"{found.value:.{n}f}{interval_text}"
 
     return [
         OriginScore(
             metric_label(metric),
-            text(metric, found),
+            text(metric, report_step),
             text(metric, base[metric]) if metric in base else None,
-            found.n,
-            found.signature,
+            report_step.n,
+            report_step.signature,
             metric,
-            found.value,
+            report_step.value,
         )
-        for metric, found in own.items()
+        for metric, report_step in scores.items()
     ]
 
 
@@ -182,7 +186,7 @@ def _latency_lines(report: ReportData, step: str) -> list[str]:
     from smelt.evaluate.report.view import hardware
 
     lines = []
-    for row in next(found for found in report.steps if found.name == step).latency:
+    for row in next(report_step for report_step in report.steps if report_step.name == step).latency:
         text = f"{row.p50_ms:.3g} ms (median) at batch {row.batch_size}, threads: {row.threads or 'all'}"
         if row.stable and row.speedup and row.speedup_ci95 and step != report.baseline:
             low, high = row.speedup_ci95
@@ -213,7 +217,7 @@ def package_artifact(
 
     if out is not None and not os.fspath(out).strip():
         raise InputError("--out: empty. Set it to the folder to write, or remove --out.", code="empty-text")
-    path, chosen = Path(source).expanduser(), find_package_format(format)
+    path, package_format = Path(source).expanduser(), find_package_format(format)
     artifact = read_artifact(path)
     if artifact.manifest.traits.modality == "arrays":
         raise InputError(
@@ -223,7 +227,7 @@ def package_artifact(
         )
     run = find_run(path, artifact)
     other_steps = {} if run is None else {n: a for n, a in run_artifacts(run[0]).items() if n != run[1]}
-    require_supported(chosen, artifact, str(source), PACKAGE_FORMATS.values(), other_steps)
+    require_supported(package_format, artifact, str(source), PACKAGE_FORMATS.values(), other_steps)
     name = path.absolute().name if run is None else run[1]
     name = name[:_KEY_DIGITS] if name == artifact.key else name
     folder = Path(f"{name}-{format}") if out is None else Path(out).expanduser()
@@ -232,7 +236,7 @@ def package_artifact(
     artifact.verify()
     require_safe_artifact(artifact, trust_engine=True)  # an engine is copied, not run
     origin = package_origin(artifact, None if run is None else run[0], name)
-    return write_package(chosen, artifact, origin, folder)
+    return write_package(package_format, artifact, origin, folder)
 
 
 def package_lines(package: WrittenPackage) -> list[str]:
@@ -242,7 +246,7 @@ def package_lines(package: WrittenPackage) -> list[str]:
         f"Wrote {package.folder} ({package.size_bytes:,} bytes). See its README.md for how to use it.",
         f"Install its requirements: (cd {folder} && {package.usage.install})",
         f"Run it: (cd {folder} && {package.usage.run})",
-        *(f"warning: {doubt}" for doubt in package.warnings),
+        *(f"warning: {message}" for message in package.warnings),
     ]
 
 
@@ -252,16 +256,16 @@ def _require_outside(folder: Path, artifact: Artifact) -> None:
     Raises:
         InputError: it would become a part of an artifact, or the next run would remove it.
     """
-    place = folder.absolute()
-    if place.resolve().is_relative_to(artifact.path):
+    target = folder.absolute()
+    if target.resolve().is_relative_to(artifact.path):
         raise InputError(
             f"{folder}: inside the artifact itself. Choose another --out.",
             code="inside-artifact",
             file=str(folder),
         )
-    if place.parent.name == "artifacts" and (place.parent.parent / "recipe.yaml").is_file():
+    if target.parent.name == "artifacts" and (target.parent.parent / "recipe.yaml").is_file():
         raise InputError(
-            f"{folder}: the next run in {place.parent.parent} would remove it from 'artifacts'. Choose"
+            f"{folder}: the next run in {target.parent.parent} would remove it from 'artifacts'. Choose"
             " another --out.",
             code="inside-run",
             file=str(folder),

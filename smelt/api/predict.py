@@ -109,29 +109,29 @@ class Predictor:
         with open_runner(self._artifact, self._threads, self._device) as runner:
             # random draws depend on the batch number, so sampling is not split into chunks
             step = len(examples) if self._generation.do_sample else _CHUNK_SIZE
-            for at in range(0, len(examples), step):
-                part = examples[at : at + step]
-                self._seen += len(part)
-                found = spec.predict(runner, part, self._generation, self._batch_size, self._cuts)
-                for example, output in zip(part, found, strict=True):
+            for start in range(0, len(examples), step):
+                chunk = examples[start : start + step]
+                self._seen += len(chunk)
+                outputs = spec.predict(runner, chunk, self._generation, self._batch_size, self._cuts)
+                for example, output in zip(chunk, outputs, strict=True):
                     yield ExampleOutput(example, output, spec)
 
     @property
     def warnings(self) -> list[Message]:
         """Warnings about truncated texts, and about an artifact that ran on another device than requested."""
-        cuts = self._cuts
-        cut = str(TruncationWarning(cuts.count, self._seen, cuts.limit))
-        found = [warning("truncated-texts", cut)] if cuts.count else []
+        truncations = self._cuts
+        text = str(TruncationWarning(truncations.count, self._seen, truncations.limit))
+        messages = [warning("truncated-texts", text)] if truncations.count else []
         if self._device == "cuda" and artifact_device(self._artifact, self._device) == "cpu":
             target = self._artifact.manifest.details.get("target") or self._artifact.format
-            found.append(
+            messages.append(
                 warning(
                     "other-device",
                     f"--device cuda: this artifact is for {target} and ran on the CPU. Export one for a GPU"
                     f" with `onnx: {{target: ort-cuda}}` in the recipe.",
                 )
             )
-        return found
+        return messages
 
 
 def as_examples(texts: Sequence[str], task: str, name: str = "text") -> list[Example]:
@@ -145,14 +145,15 @@ def as_examples(texts: Sequence[str], task: str, name: str = "text") -> list[Exa
     Raises:
         InputError: a text is not valid UTF-8 (Python represents invalid bytes as lone surrogates).
     """
-    for at, text in enumerate(texts, 1):
+    for number, text in enumerate(texts, 1):
         if find_lone_surrogate(text) is not None:
             raise InputError(
-                f"{name} {at}: not UTF-8 text, got {repr(text)[:60]}. Convert it to UTF-8.", code="not-utf8"
+                f"{name} {number}: not UTF-8 text, got {repr(text)[:60]}. Convert it to UTF-8.",
+                code="not-utf8",
             )
     if task_traits(task).modality == "image":
-        for at, text in enumerate(texts, 1):
-            check_image(text, f"{'image' if name == 'text' else name} {at}")
+        for number, text in enumerate(texts, 1):
+            check_image(text, f"{'image' if name == 'text' else name} {number}")
     return [_split_pair(text) if task_traits(task).text_pair else Example(text) for text in texts]
 
 
@@ -166,8 +167,8 @@ def strip_lines(stream: Iterable[str]) -> list[str]:
 
 
 def _split_pair(text: str) -> Example:
-    first, tab, second = text.partition("\t")
-    return Example(first, text_pair=second if tab else None)
+    first_text, tab, second_text = text.partition("\t")
+    return Example(first_text, text_pair=second_text if tab else None)
 
 
 def read_examples(path: Path, task: str, given: Sequence[str]) -> list[Example]:
@@ -185,10 +186,10 @@ def read_examples(path: Path, task: str, given: Sequence[str]) -> list[Example]:
     if task_traits(task).modality == "image":
         return _read_images(path, task, given)
     if not path.is_file():
-        code, why = (
+        code, problem = (
             ("not-a-file", "a folder, expected a file") if path.is_dir() else ("missing-file", "no such file")
         )
-        raise InputError(f"--data {path}: {why}.", code=code, file=str(path))
+        raise InputError(f"--data {path}: {problem}.", code=code, file=str(path))
     if data_suffix(path) == ".txt":
         if given:
             raise InputError(
@@ -200,21 +201,22 @@ def read_examples(path: Path, task: str, given: Sequence[str]) -> list[Example]:
         return _require_rows(as_examples(lines, task), path)
     if task_traits(task).samples == "prompts" and not given:
         with column_options("prompt"):
-            rows = [
-                replace(parse_prompt(row, where, Columns()), line=None) for where, row in read_file_rows(path)
+            examples = [
+                replace(parse_prompt(row, location, Columns()), line=None)
+                for location, row in read_file_rows(path)
             ]
-        return _require_rows(rows, path)
+        return _require_rows(examples, path)
     text, pair = _column_names(given, task)
     # a column for pairs is required only if it was named
-    wanted = {text: "text"} | ({pair: "text_pair"} if pair and _has_column_names(given) else {})
-    rows = []
-    for where, row in read_file_rows(path):
-        if missing := [name for name in wanted if name not in row]:
-            raise _missing_columns(row, missing, where)
-        second = row.get(pair) if pair else None
-        other = _cell_text(second, where, str(pair)) if second else None
-        rows.append(Example(_cell_text(row[text], where, text), text_pair=other))
-    return _require_rows(rows, path)
+    required_columns = {text: "text"} | ({pair: "text_pair"} if pair and _has_column_names(given) else {})
+    examples = []
+    for location, row in read_file_rows(path):
+        if missing := [name for name in required_columns if name not in row]:
+            raise _missing_columns(row, missing, location)
+        pair_value = row.get(pair) if pair else None
+        pair_text = _cell_text(pair_value, location, str(pair)) if pair_value else None
+        examples.append(Example(_cell_text(row[text], location, text), text_pair=pair_text))
+    return _require_rows(examples, path)
 
 
 def _read_images(path: Path, task: str, given: Sequence[str]) -> list[Example]:
@@ -234,14 +236,14 @@ def _read_images(path: Path, task: str, given: Sequence[str]) -> list[Example]:
             as_examples([str(path.parent / line) for line in lines], task, f"{path} line"),
             path,
         )
-    rows = []
-    for where, row in read_image_rows(path, columns.image, columns.label):
+    examples = []
+    for location, row in read_image_rows(path, columns.image, columns.label):
         if columns.image not in row:
-            raise _missing_columns(row, [columns.image], where)
-        reference = _cell_text(row[columns.image], where, columns.image)
-        check_image(reference, where)
-        rows.append(Example(reference))
-    return _require_rows(rows, path)
+            raise _missing_columns(row, [columns.image], location)
+        reference = _cell_text(row[columns.image], location, columns.image)
+        check_image(reference, location)
+        examples.append(Example(reference))
+    return _require_rows(examples, path)
 
 
 def _require_rows(rows: list[Example], path: Path) -> list[Example]:
@@ -256,19 +258,23 @@ def _has_column_names(given: Sequence[str]) -> bool:
 
 def _column_names(given: Sequence[str], task: str) -> tuple[str, str | None]:
     """Return the columns of the text and, for tasks with pairs, of the second text."""
-    usual = Columns()
-    text = usual.source if task_traits(task).architecture == "encoder-decoder" else usual.text
-    pair = usual.text_pair if task_traits(task).text_pair else None
-    seen: dict[bool, str] = {}
+    default_columns = Columns()
+    text = (
+        default_columns.source
+        if task_traits(task).architecture == "encoder-decoder"
+        else default_columns.text
+    )
+    pair = default_columns.text_pair if task_traits(task).text_pair else None
+    column_by_role: dict[bool, str] = {}
     for item in given:
         role, sep, name = item.partition("=")
-        second = bool(sep) and role == "text_pair"
-        if (other := seen.setdefault(second, item)) != item:
+        is_pair = bool(sep) and role == "text_pair"
+        if (previous := column_by_role.setdefault(is_pair, item)) != item:
             raise InputError(
-                f"--column {other} and --column {item}: two columns for the same text. Remove one.",
+                f"--column {previous} and --column {item}: two columns for the same text. Remove one.",
                 code="settings-conflict",
             )
-        if second:
+        if is_pair:
             if not task_traits(task).text_pair:
                 raise InputError(
                     f"--column {item}: a model for {task} does not support pairs of texts. Remove it.",
@@ -283,12 +289,12 @@ def _column_names(given: Sequence[str], task: str) -> tuple[str, str | None]:
 
 
 def _missing_columns(row: Mapping[str, Any], missing: Sequence[str], where: str) -> InputError:
-    known = ", ".join(map(str, row)) or "none"
+    columns = ", ".join(map(str, row)) or "none"
     names = " and ".join(f"'{name}'" for name in missing)
     similar = "".join(did_you_mean(name, map(str, row)) for name in missing)
-    how = "--column text=NAME --column text_pair=NAME" if len(missing) > 1 else "--column NAME"
+    option_hint = "--column text=NAME --column text_pair=NAME" if len(missing) > 1 else "--column NAME"
     return InputError(
-        f"{where}: no column {names}. Columns: {known}.{similar} Set the right names with {how}.",
+        f"{where}: no column {names}. Columns: {columns}.{similar} Set the right names with {option_hint}.",
         code="missing-column",
     ).with_location(where)
 

@@ -143,9 +143,9 @@ def to_plain(value: Any, where: KeyPath = ()) -> Any:
     if hasattr(value, "tolist"):  # numbers and arrays of NumPy
         return to_plain(value.tolist(), where)
     if isinstance(value, Mapping):
-        return {str(key): to_plain(part, (*where, str(key))) for key, part in value.items()}
+        return {str(key): to_plain(item, (*where, str(key))) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [to_plain(part, (*where, number)) for number, part in enumerate(value)]
+        return [to_plain(item, (*where, number)) for number, item in enumerate(value)]
     if value is None or isinstance(value, str | int | float):
         return value
     text = f"{dotted_path(where)}: expected strings, numbers, lists and mappings, got {value_text(value)}."
@@ -196,20 +196,20 @@ def apply_stage(
     require_empty_destination(target)
     cls = load_stage(stage)
     source = Path(model).expanduser()
-    place = str(source.absolute()) if source.exists() else str(model)
-    kind = task or _infer_task(source, place)
+    model_path = str(source.absolute()) if source.exists() else str(model)
+    kind = task or _infer_task(source, model_path)
     with temporary_workspace() as folder:
         files = _data_settings(
             data, "train" if "train" in cls.needs_with(cls.settings_type()) else "calibration"
         )
         if not set(files) & set(_TEST_SUBSTITUTES):
-            files["test"] = str(_write_placeholder_rows(kind, place, Path(folder)))
+            files["test"] = str(_write_placeholder_rows(kind, model_path, Path(folder)))
         if not isinstance(split := files.get("split"), Mapping) or "test" not in split:
             files.setdefault("test", next(files[name] for name in _TEST_SUBSTITUTES if name in files))
         keys: dict[str, Any] = {} if threads is None else {"threads": threads}
         try:
             recipe = Recipe(
-                place, kind, files, [{stage: dict(settings), "name": _STEP_NAME}],
+                model_path, kind, files, [{stage: dict(settings), "name": _STEP_NAME}],
                 name=stage, seed=seed, device=device, score={"latency": False}, **keys,
             )  # fmt: skip
             plan = make_plan(recipe.document(), recipe.path)
@@ -223,9 +223,13 @@ def apply_stage(
             raise KeyboardInterrupt
         for step in result.report["steps"]:
             if step["error"]:
-                found = Message(**step["error"])
+                message = Message(**step["error"])
                 raise RunError(
-                    found.message, code=found.code, setting=found.setting, file=found.file, line=found.line
+                    message.message,
+                    code=message.code,
+                    setting=message.setting,
+                    file=message.file,
+                    line=message.line,
                 )
         with atomic_folder(target) as temporary:
             shutil.copytree(result.artifact(_STEP_NAME), temporary, dirs_exist_ok=True)
@@ -236,26 +240,28 @@ def _as_argument_error(error: InputError, stage: str, has_test: bool) -> InputEr
     """Return an error about the generated recipe as one about the arguments of the call."""
     if not error.found:
         return error
-    own = (f"{stage}.yaml", str(Path.cwd() / f"{stage}.yaml"))
+    recipe_files = (f"{stage}.yaml", str(Path.cwd() / f"{stage}.yaml"))
     settings = f"stages[0].{stage}"
-    found = []
+    messages = []
     for message in error.found:
         if message.setting == "data.test" and not has_test and len(error.found) > 1:
             continue  # already reported for the file that replaces the test split
         text = (
             message.message.removeprefix(f"{message.file}:{message.line}: ")
-            if message.file in own
+            if message.file in recipe_files
             else message.message
         )
         text = text.removeprefix(f"{settings}.").removeprefix(f"{settings}: ")
-        where = (
+        setting_name = (
             None
             if message.setting == settings
             else (message.setting or "").removeprefix(f"{settings}.") or None
         )
-        place = (None, None) if message.file in own else (message.file, message.line)
-        found.append(replace(message, message=text, setting=where, file=place[0], line=place[1]))
-    return combined_error(found, type(error))
+        location = (None, None) if message.file in recipe_files else (message.file, message.line)
+        messages.append(
+            replace(message, message=text, setting=setting_name, file=location[0], line=location[1])
+        )
+    return combined_error(messages, type(error))
 
 
 def _infer_task(source: Path, place: str) -> Task:
@@ -288,15 +294,15 @@ def _write_placeholder_rows(task: Task, place: str, folder: Path) -> Path:
         InputError: the task needs real samples.
     """
     config = load_json(Path(place, "config.json")) if Path(place, "config.json").is_file() else {}
-    row = task_spec(task).placeholder_row(_PLACEHOLDER_TEXT, config)
-    if row is None:
+    sample = task_spec(task).placeholder_row(_PLACEHOLDER_TEXT, config)
+    if sample is None:
         raise InputError(
             f"data: a trial run of a model for {task} needs samples. Set data.",
             code="missing-data",
             setting="data",
         )
     path = folder / "row.jsonl"
-    path.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(sample) + "\n", encoding="utf-8")
     return path
 
 
@@ -319,10 +325,10 @@ def report_chart(folder: Path, kind: str) -> bytes:
     Raises:
         InputError: as `redraw_report`, or the run has nothing to draw.
     """
-    drawn = chart_files(validate_report(Report.read(folder).data))
+    charts = chart_files(validate_report(Report.read(folder).data))
     for name in (f"report.{kind}", f"waterfall.{kind}"):
-        if name in drawn:
-            return drawn[name]
+        if name in charts:
+            return charts[name]
     raise InputError(
         f"{folder}: fewer than two steps of this run have a score or a size, so there is no chart.",
         code="nothing-to-draw",

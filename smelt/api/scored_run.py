@@ -69,7 +69,7 @@ def generation_with(scored: Mapping[str, Any], given: Mapping[str, Any]) -> dict
     """
     from smelt.generation.config import SEARCH_SETTINGS
 
-    chosen = {name: value for name, value in given.items() if value is not None and value is not False}
-    replaces_search = {"num_beams", "do_sample"} & chosen.keys()
+    overrides = {name: value for name, value in given.items() if value is not None and value is not False}
+    replaces_search = {"num_beams", "do_sample"} & overrides.keys()
     settings = {name: v for name, v in scored.items() if not (replaces_search and name in SEARCH_SETTINGS)}
-    return settings | chosen
+    return settings | overrides

@@ -52,12 +52,17 @@ class CalibrationSamples:
         """Return `rows` samples, spread over the batches: the first of each, or more if these are too few."""
         most = 1 if len(self.batches) >= rows else rows
         single = [
-            {name: value[at : at + 1] for name, value in batch.items()}
+            {name: value[index : index + 1] for name, value in batch.items()}
             for batch in self.batches
-            for at in range(min(most, *map(len, batch.values())))
+            for index in range(min(most, *map(len, batch.values())))
         ]
-        chosen = [single[i] for i in spread_indices(len(single), rows, 0)]
-        return replace(self, batches=chosen, num_samples=len(chosen), tokens=sum(map(_count_tokens, chosen)))
+        spread_samples = [single[i] for i in spread_indices(len(single), rows, 0)]
+        return replace(
+            self,
+            batches=spread_samples,
+            num_samples=len(spread_samples),
+            tokens=sum(map(_count_tokens, spread_samples)),
+        )
 
 
 def load_calibration_samples(
@@ -96,20 +101,20 @@ def load_calibration_samples(
             code="no-calibration-data",
             setting="data.calibration",
         )
-    rows = draw_samples(split, model, load_processor(src.path), count, ctx, stage)
-    if labels and any(row.second_ids is not None for row in rows):
-        groups = group_by_length(rows, _PAIRS_PER_BATCH, None, None)
-        batches = [collate([rows[i] for i in group], model.config) for group in groups]
+    encoded = draw_samples(split, model, load_processor(src.path), count, ctx, stage)
+    if labels and any(row.second_ids is not None for row in encoded):
+        groups = group_by_length(encoded, _PAIRS_PER_BATCH, None, None)
+        batches = [collate([encoded[i] for i in group], model.config) for group in groups]
     elif padded:
-        single = split_pairs(rows)
+        single = split_pairs(encoded)
         groups = group_by_length(single, len(single), 2 * _MAX_BATCH_TOKENS, None)
         batches = [collate([single[i] for i in group], model.config) for group in groups]
     else:
-        batches = list(make_batches(split_pairs(rows), model.config))
+        batches = list(make_batches(split_pairs(encoded), model.config))
     if not labels and not padded:
         for batch in batches:
             del batch["labels"]
-    return CalibrationSamples(split.origin, batches, len(rows), sum(map(_count_tokens, batches)))
+    return CalibrationSamples(split.origin, batches, len(encoded), sum(map(_count_tokens, batches)))
 
 
 def draw_samples(
@@ -127,8 +132,8 @@ def draw_samples(
         label = 0.0 if problem_type(config) == REGRESSION else class_names(config)[0]
         labeled = (e if e.label is not None else replace(e, label=label) for e in split.examples)
         split = replace(split, examples=tuple(labeled))
-    rows = encode_split(split, model.config, tokenizer, ctx, split_name=f"{stage}: calibration")
-    return [rows[i] for i in spread_indices(len(rows), wanted, ctx.seed)] if windows else rows
+    encoded = encode_split(split, model.config, tokenizer, ctx, split_name=f"{stage}: calibration")
+    return [encoded[i] for i in spread_indices(len(encoded), wanted, ctx.seed)] if windows else encoded
 
 
 def split_pairs(samples: Sequence[EncodedSample]) -> list[EncodedSample]:
@@ -143,14 +148,14 @@ def split_pairs(samples: Sequence[EncodedSample]) -> list[EncodedSample]:
 
 def make_batches(samples: Sequence[EncodedSample], config: Any) -> Iterator[TensorBatch]:
     """Yield batches of samples of equal lengths, without padding."""
-    alike: dict[tuple[int, int], list[EncodedSample]] = {}
+    by_length: dict[tuple[int, int], list[EncodedSample]] = {}
     for row in samples:
-        alike.setdefault(row.token_counts, []).append(row)
-    for lengths in sorted(alike):
+        by_length.setdefault(row.token_counts, []).append(row)
+    for lengths in sorted(by_length):
         size = max(1, _MAX_BATCH_TOKENS // max(1, sum(lengths)))
-        group = alike[lengths]
-        for at in range(0, len(group), size):
-            yield collate(group[at : at + size], config)
+        group = by_length[lengths]
+        for start in range(0, len(group), size):
+            yield collate(group[start : start + size], config)
 
 
 def _count_tokens(batch: TensorBatch) -> int:
@@ -168,10 +173,10 @@ def _count_tokens(batch: TensorBatch) -> int:
 @torch.inference_mode()
 def model_outputs(model: Any, batches: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
     """Yield the outputs of `model` for each batch: logits or embeddings, float [..., V]."""
-    plain = model.can_generate() and {"use_cache": False}
+    options = model.can_generate() and {"use_cache": False}
     for batch in batches:
         inputs = {name: value for name, value in batch.items() if name != "labels"}
-        yield encoder_result(model(**inputs, **(plain or {})))
+        yield encoder_result(model(**inputs, **(options or {})))
 
 
 LayersByKey = Mapping[str, Sequence[nn.Module]]
@@ -195,14 +200,14 @@ def observe_inputs(
     batch: TensorBatch = {}
 
     def batches() -> Iterator[TensorBatch]:
-        for found in samples.batches:
+        for cpu_batch in samples.batches:
             batch.clear()
-            batch.update(found)
-            yield found
+            batch.update(cpu_batch)
+            yield cpu_batch
 
     with input_hooks(model, layers, callback, batch):
-        for done, _ in enumerate(model_outputs(model, batches()), start=1):
-            ctx.progress(done, len(samples.batches), "calibration")
+        for num_done, _ in enumerate(model_outputs(model, batches()), start=1):
+            ctx.progress(num_done, len(samples.batches), "calibration")
 
 
 @contextmanager
@@ -223,7 +228,7 @@ def input_hooks(
     def hook(key: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         return lambda module, inputs: callback(key, _token_rows(inputs[0].detach(), batch, module in source))
 
-    handles = [m.register_forward_pre_hook(hook(key)) for key, found in layers.items() for m in found]
+    handles = [m.register_forward_pre_hook(hook(key)) for key, modules in layers.items() for m in modules]
     try:
         yield
     finally:
@@ -238,10 +243,10 @@ def _source_modules(model: Any) -> Collection[nn.Module]:
         return set(model.modules())
     blocks = blocks_of(model)
     encoder = blocks[0].stack
-    crossed = [n for b in blocks for a in b.attentions if a.cross for n in (a.key, a.value)]
+    cross_layers = [n for b in blocks for a in b.attentions if a.cross for n in (a.key, a.value)]
     norms = [name for name in (encoder.stream.embedding_norm, encoder.stream.final_norm) if name]
-    inside = tuple(f"{name}." for name in (encoder.module_path, *norms, *crossed))
-    return {m for m, names in module_names(model).items() if any(f"{n}.".startswith(inside) for n in names)}
+    prefixes = tuple(f"{name}." for name in (encoder.module_path, *norms, *cross_layers))
+    return {m for m, names in module_names(model).items() if any(f"{n}.".startswith(prefixes) for n in names)}
 
 
 def _token_rows(x: Tensor, batch: TensorBatch, source: bool) -> Tensor:
@@ -263,8 +268,8 @@ def _token_rows(x: Tensor, batch: TensorBatch, source: bool) -> Tensor:
 def _token_mask(batch: TensorBatch, source: bool) -> Tensor | None:
     """Return the positions of tokens, bool [B, L] or [B, T]; None if the batch has no mask."""
     if source or "decoder_input_ids" not in batch:
-        found = batch.get("attention_mask")
-        return None if found is None else found.bool()
+        attention_mask = batch.get("attention_mask")
+        return None if attention_mask is None else attention_mask.bool()
     if "decoder_attention_mask" in batch:
         return batch["decoder_attention_mask"].bool()
     labels = batch.get("labels")  # the token that follows each of decoder_input_ids

@@ -69,31 +69,33 @@ class BlockStateCache:
         """Store `value` for batch `number`; replaces an earlier value."""
         self._plain[number] = isinstance(value, Tensor)
         parts = [value] if isinstance(value, Tensor) else list(value)
-        parts = [None if part is None else part.detach().cpu() for part in parts]
+        parts = [None if tensor is None else tensor.detach().cpu() for tensor in parts]
         self._parts[number] = len(parts)
         self._held.pop(number, None)
         if sum(map(_size_bytes, self._held.values())) + _size_bytes(parts) <= self._limit:
             self._held[number] = parts
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        tensors = {str(at): part.contiguous() for at, part in enumerate(parts) if part is not None}
+        tensors = {
+            str(index): tensor.contiguous() for index, tensor in enumerate(parts) if tensor is not None
+        }
         save_file(tensors, self._file(number))
 
     def get(self, number: int, device: str) -> BlockOutput:
         """Return the value of batch `number`, on `device`."""
         parts = self._held.get(number)
         if parts is None:
-            found = load_file(self._file(number))
-            parts = [found.get(str(at)) for at in range(self._parts[number])]
-        placed = [None if part is None else part.to(device) for part in parts]
-        return placed[0] if self._plain[number] and placed[0] is not None else tuple(placed)
+            saved = load_file(self._file(number))
+            parts = [saved.get(str(index)) for index in range(self._parts[number])]
+        moved = [None if tensor is None else tensor.to(device) for tensor in parts]
+        return moved[0] if self._plain[number] and moved[0] is not None else tuple(moved)
 
     def _file(self, number: int) -> Path:
         return self._folder / f"{number}.safetensors"
 
 
 def _size_bytes(parts: list[Tensor | None]) -> int:
-    return sum(part.numel() * part.element_size() for part in parts if part is not None)
+    return sum(tensor.numel() * tensor.element_size() for tensor in parts if tensor is not None)
 
 
 # Beyond this the states of all samples are stored on disk.
@@ -155,9 +157,13 @@ class SequentialRunner:
 
     def observe(self, block: Block, layers: LayersByKey, see: InputCallback) -> None:
         """Run `block` and later blocks that use some of `layers`; call `see` with the inputs of these."""
-        wanted = {module for found in layers.values() for module in found}
-        places = self._stack_modules(block.stack)
-        last = max(at for at, m in enumerate(places) if at == block.index or _contains_any(m, wanted))
+        observed = {module for layer_modules in layers.values() for module in layer_modules}
+        stack_modules = self._stack_modules(block.stack)
+        last = max(
+            index
+            for index, m in enumerate(stack_modules)
+            if index == block.index or _contains_any(m, observed)
+        )
         batch: TensorBatch = {}
         with input_hooks(self.model, layers, see, batch), torch.inference_mode():
             for number, inputs in enumerate(self.batches):
@@ -205,10 +211,10 @@ class SequentialRunner:
         try:
             with self._replay_states(number, last):
                 self.model(**self._inputs(number))
-        except _StopForward as reached:
+        except _StopForward as stopped:
             if see is not None:
-                see(reached.states, reached.result)
-            return reached.result
+                see(stopped.states, stopped.result)
+            return stopped.result
         raise RuntimeError(
             f"the model never called block {last} of {len(self._stack_modules(self._current_stack))}"
         )
@@ -217,10 +223,10 @@ class SequentialRunner:
         """Return the encoder's output from the output of its last block, float [B, S, D]."""
         inputs = self.batches[number]
         with self._replay_states(number, None):
-            found: BlockOutput = self.model.get_encoder()(
+            output: BlockOutput = self.model.get_encoder()(
                 input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]
             ).last_hidden_state
-        return found
+        return output
 
     def _inputs(self, number: int) -> dict[str, Any]:
         inputs: dict[str, Any] = {k: v for k, v in self.batches[number].items() if k != "labels"}
@@ -238,25 +244,25 @@ class SequentialRunner:
     @contextmanager
     def _replay_states(self, number: int, last: int | None) -> Iterator[None]:
         """Replace positions that have run by the stored states; stop the forward pass after `last`."""
-        places = self._stack_modules(self._current_stack)
-        kept = self.states.get(number, str(self.model.device)) if self._done else None
+        stack_modules = self._stack_modules(self._current_stack)
+        cached_state = self.states.get(number, str(self.model.device)) if self._done else None
         calls = 0
 
         def stand_in(forward: Callable[..., BlockOutput]) -> Callable[..., BlockOutput]:
             def call(*args: Any, **kwargs: Any) -> BlockOutput:
                 nonlocal calls
-                at, calls = calls, calls + 1
-                if at < self._done:
-                    assert kept is not None
-                    return kept
+                index, calls = calls, calls + 1
+                if index < self._done:
+                    assert cached_state is not None
+                    return cached_state
                 result = forward(*args, **kwargs)
-                if at == last:
+                if index == last:
                     raise _StopForward(args[0], result)
                 return result
 
             return call
 
-        modules: list[Any] = list(dict.fromkeys(places))
+        modules: list[Any] = list(dict.fromkeys(stack_modules))
         with ExitStack() as stack:
             for module in modules:
                 stack.callback(forward_restorer(module))
@@ -276,13 +282,13 @@ def _contains_any(module: nn.Module, wanted: set[nn.Module]) -> bool:
 
 def forward_restorer(module: Any) -> Callable[[], None]:
     """Return a function that restores the present forward of `module`, its own or that of its class."""
-    own = vars(module).get("forward")
+    own_forward = vars(module).get("forward")
 
     def restore() -> None:
-        if own is None:
+        if own_forward is None:
             del module.forward
         else:
-            module.forward = own
+            module.forward = own_forward
 
     return restore
 
@@ -342,17 +348,17 @@ def run_blocks(
         if device != "cpu":
             stack.callback(model.to, "cpu")
             model.to(device)
-        walk = SequentialRunner(model, batches_on_device(rows, device), folder, limit_bytes)
+        runner = SequentialRunner(model, batches_on_device(rows, device), folder, limit_bytes)
         blocks = blocks_of(model)
-        for done, block in enumerate(blocks, start=1):
-            walk.run_before(block)
+        for num_done, block in enumerate(blocks, start=1):
+            runner.run_before(block)
             enter(block)
-            yield RunningBlock(block, walk)
-            walk.run_block(block, None if see_states is None else partial(see_states, block))
+            yield RunningBlock(block, runner)
+            runner.run_block(block, None if see_states is None else partial(see_states, block))
             leave(block)
-            ctx.progress(done, len(blocks), block.module_path)
+            ctx.progress(num_done, len(blocks), block.module_path)
         if after_blocks is not None:
-            after_blocks(walk.observe_after_blocks)
+            after_blocks(runner.observe_after_blocks)
 
 
 class RunningBlock:
@@ -364,8 +370,8 @@ class RunningBlock:
     @property
     def module(self) -> nn.Module:
         """The module of the block."""
-        found: nn.Module = self.block.module
-        return found
+        module: nn.Module = self.block.module
+        return module
 
     def observe(self, layers: LayersByKey, see: InputCallback) -> None:
         """Run the unchanged block on all samples and call `see(key, x)` with the inputs of `layers`.
@@ -413,13 +419,13 @@ class PrefixCachedModel:
 
         If the model has no such stack, or repeats blocks, it starts from the beginning.
         """
-        found = next((candidate for candidate in self._stacks if candidate.name == stack), None)
-        if found is None or self._shares_blocks:
+        stack_info = next((candidate for candidate in self._stacks if candidate.name == stack), None)
+        if stack_info is None or self._shares_blocks:
             return self.reset()
-        if self._walk is None or self._walk.is_past(found, number):
+        if self._walk is None or self._walk.is_past(stack_info, number):
             self._walk = SequentialRunner(self.model, self.batches, self._folder, self._limit)
             self._walk.run_before_index(self._stacks[0], 0)
-        self._walk.run_before_index(found, number)
+        self._walk.run_before_index(stack_info, number)
 
     def reset(self) -> None:
         """Clear the cached states: call it when the model changes before the cached position."""
@@ -427,8 +433,8 @@ class PrefixCachedModel:
 
     @property
     def _shares_blocks(self) -> bool:
-        places = [stack.modules(self.model) for stack in self._stacks]
-        return any(len(set(modules)) < len(modules) for modules in places)
+        modules_by_stack = [stack.modules(self.model) for stack in self._stacks]
+        return any(len(set(modules)) < len(modules) for modules in modules_by_stack)
 
     def outputs(self) -> Iterator[Tensor]:
         """Yield the model's outputs for each batch: logits or embeddings, float [B, V] or [B, S, V]."""
@@ -437,13 +443,13 @@ class PrefixCachedModel:
 
     def resume_each(self, called: BatchFunction) -> BatchFunction:
         """Return `called` resuming from the cached states; call it on the batches in their order."""
-        numbers, walk = cycle(range(len(self.batches))), self._walk
+        numbers, runner = cycle(range(len(self.batches))), self._walk
 
         @torch.inference_mode()
         def resumed(model: Any, batch: Mapping[str, Tensor]) -> Any:
-            if walk is None:
+            if runner is None:
                 return called(model, batch)
-            with walk.resume_batch(next(numbers)):
+            with runner.resume_batch(next(numbers)):
                 return called(model, batch)
 
         return resumed

@@ -117,15 +117,15 @@ def few_tokens_text(token_counts: Iterable[tuple[int, int]], samples: Calibratio
         token_counts: tokens and inputs of each layer.
         samples: the calibration samples.
     """
-    seen = [
+    tokens_and_inputs = [
         (samples.tokens if tokens <= samples.num_samples else tokens, inputs)
         for tokens, inputs in token_counts
         if tokens
     ]
-    short = [(tokens, inputs) for tokens, inputs in seen if tokens < inputs]
-    if not short:
+    undersampled = [(tokens, inputs) for tokens, inputs in tokens_and_inputs if tokens < inputs]
+    if not undersampled:
         return ""
-    tokens, inputs = min(short, key=lambda counts: counts[0] / counts[1])
+    tokens, inputs = min(undersampled, key=lambda counts: counts[0] / counts[1])
     return f"Only {tokens:,} calibration tokens of {samples.origin} for layers with {inputs:,} inputs"
 
 
@@ -172,8 +172,13 @@ class StatisticsCollector:
     statistics: dict[str, InputStatistics] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        held = sum(8 * width**2 for width in self.widths.values())
-        on_disk = self.second and self.folder is not None and self.device == "cpu" and held > self.limit_bytes
+        total_bytes = sum(8 * width**2 for width in self.widths.values())
+        on_disk = (
+            self.second
+            and self.folder is not None
+            and self.device == "cpu"
+            and total_bytes > self.limit_bytes
+        )
         for number, (key, width) in enumerate(self.widths.items()):
             file = self.folder / f"{number}.moment" if on_disk and self.folder else None
             self.statistics[key] = empty_statistics(width, second=self.second, device=self.device, file=file)
@@ -207,19 +212,19 @@ def collect_statistics(
         limit_bytes: memory for the second moments; beyond it they are on disk until the context ends.
     """
     device = torch_device(ctx.device)
-    widths = {key: input_width(found[0]) for key, found in layers.items()}
+    widths = {key: input_width(modules[0]) for key, modules in layers.items()}
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="moments-", dir=ctx.out.parent))
         stack.enter_context(torch_threads(ctx.threads))
         collector = StatisticsCollector(widths, second, device, Path(folder), limit_bytes)
-        placed = CalibrationSamples(
+        device_samples = CalibrationSamples(
             samples.origin, batches_on_device(samples, device), samples.num_samples, samples.tokens
         )
         try:
-            observe_inputs(model.to(device), placed, layers, collector.update, ctx)
+            observe_inputs(model.to(device), device_samples, layers, collector.update, ctx)
         finally:
             model.to("cpu")
-        yield {key: found.to("cpu") for key, found in collector.statistics.items()}
+        yield {key: modules.to("cpu") for key, modules in collector.statistics.items()}
 
 
 def batches_on_device(samples: CalibrationSamples, device: str) -> list[dict[str, Tensor]]:
@@ -258,9 +263,9 @@ def cached_statistics(
         second: whether to collect second moments.
         limit_bytes: larger statistics are not cached, nor those that do not fit on the disk.
     """
-    widths = {key: input_width(found[0]) for key, found in layers.items()}
-    needed = sum(8 * (width**2 if second else 0) + 24 * width for width in widths.values())
-    what = {
+    widths = {key: input_width(collected[0]) for key, collected in layers.items()}
+    needed_bytes = sum(8 * (width**2 if second else 0) + 24 * width for width in widths.values())
+    description = {
         "what": f"statistics of {len(layers)} layers on {samples.num_samples:,} samples",
         "version": STATISTICS_VERSION,
         "artifacts": [artifact_key],
@@ -271,16 +276,18 @@ def cached_statistics(
     }
 
     def make(folder: Path) -> None:
-        if 2 * needed > shutil.disk_usage(folder).free:
+        if 2 * needed_bytes > shutil.disk_usage(folder).free:
             raise _NoRoomError
-        with collect_statistics(model, samples, layers, ctx, second=second, limit_bytes=limit_bytes) as found:
-            _write_statistics(found, folder / _STATISTICS_FILE)
+        with collect_statistics(
+            model, samples, layers, ctx, second=second, limit_bytes=limit_bytes
+        ) as collected:
+            _write_statistics(collected, folder / _STATISTICS_FILE)
 
     with ExitStack() as stack:
         try:
-            if needed > limit_bytes:
+            if needed_bytes > limit_bytes:
                 raise _NoRoomError
-            folder, _ = stack.enter_context(ctx.cached_files(what, make))
+            folder, _ = stack.enter_context(ctx.cached_files(description, make))
         except _NoRoomError:
             yield stack.enter_context(
                 collect_statistics(model, samples, layers, ctx, second=second, limit_bytes=limit_bytes)
@@ -291,33 +298,33 @@ def cached_statistics(
 
 def batches_fingerprint(samples: CalibrationSamples) -> str:
     """Return a hash of all model inputs in `samples`, batch by batch."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for batch in samples.batches:
         for name, tensor in sorted(batch.items()):
-            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
-            found.update(tensor.cpu().contiguous().numpy().tobytes())
-    return found.hexdigest()
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+            digest.update(tensor.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _write_statistics(found: dict[str, InputStatistics], path: Path) -> None:
     tensors: dict[str, Tensor] = {}
-    for key, seen in found.items():
-        parts = {name: getattr(seen, name) for name in _STORED_SUMS}
-        parts["tokens"] = torch.tensor(seen.tokens)
-        if seen.second_moment is not None:
-            parts["second"] = seen.second_moment
+    for key, layer_statistics in found.items():
+        parts = {name: getattr(layer_statistics, name) for name in _STORED_SUMS}
+        parts["tokens"] = torch.tensor(layer_statistics.tokens)
+        if layer_statistics.second_moment is not None:
+            parts["second"] = layer_statistics.second_moment
         tensors |= {f"{key}|{name}": tensor.contiguous() for name, tensor in parts.items()}
     save_file(tensors, path)
 
 
 def _read_statistics(path: Path, widths: dict[str, int]) -> dict[str, InputStatistics]:
     tensors = load_file(path)
-    found = {}
+    statistics = {}
     for key in widths:
         sums, squares, magnitudes = (tensors[f"{key}|{name}"] for name in _STORED_SUMS)
         tokens, second = int(tensors[f"{key}|tokens"]), tensors.get(f"{key}|second")
-        found[key] = InputStatistics(tokens, sums, squares, magnitudes, second)
-    return found
+        statistics[key] = InputStatistics(tokens, sums, squares, magnitudes, second)
+    return statistics
 
 
 HESSIAN_DAMPING = 0.01  # relative to the mean of the diagonal
@@ -340,12 +347,12 @@ def inverse_cholesky(statistics: InputStatistics) -> tuple[Tensor, float]:
     Raises:
         NotInvertibleError: H is not invertible with any damping (it is not finite, or not semidefinite).
     """
-    damp = HESSIAN_DAMPING
-    while damp <= _MAX_DAMPING:
-        factor = _inverse_cholesky(statistics, damp)
+    damping = HESSIAN_DAMPING
+    while damping <= _MAX_DAMPING:
+        factor = _inverse_cholesky(statistics, damping)
         if factor is not None:
-            return factor, damp
-        damp *= 10
+            return factor, damping
+        damping *= 10
     raise NotInvertibleError("the second moment of its inputs cannot be inverted")
 
 
@@ -357,13 +364,13 @@ def _inverse_cholesky(statistics: InputStatistics, damp: float) -> Tensor | None
     diagonal[diagonal == 0] = 1.0
     diagonal.add_(damp * float(diagonal.mean()))
     del diagonal  # a view, which would keep the matrix in memory
-    matrix, failed = torch.linalg.cholesky_ex(matrix)
-    if int(failed):
+    matrix, info = torch.linalg.cholesky_ex(matrix)
+    if int(info):
         return None
     matrix = torch.cholesky_inverse(matrix)
-    factor, failed = torch.linalg.cholesky_ex(matrix, upper=True)
+    factor, info = torch.linalg.cholesky_ex(matrix, upper=True)
     # the sum detects values that are not finite without the extra matrix of isfinite
-    return None if int(failed) or not bool(factor.sum().isfinite()) else factor
+    return None if int(info) or not bool(factor.sum().isfinite()) else factor
 
 
 def squared_gradients(
@@ -390,26 +397,26 @@ def squared_gradients(
     """
     device = torch_device(ctx.device)
     single = [sample for batch in batches_on_device(samples, device) for sample in _split_batch(batch)]
-    wanted = {id(parameter) for parameter in parameters.values()}
+    target_ids = {id(parameter) for parameter in parameters.values()}
     with torch_threads(ctx.threads):
-        frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in wanted]
+        frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in target_ids]
         for parameter in frozen:  # whose gradients are not needed
             parameter.requires_grad_(False)
         try:
-            found = _sum_squared_gradients(model.to(device), single, parameters, objective, ctx)
+            sums = _sum_squared_gradients(model.to(device), single, parameters, objective, ctx)
         finally:
             for parameter in frozen:
                 parameter.requires_grad_(True)
             model.zero_grad(set_to_none=True)
             model.to("cpu")
-    odd = next((key for key, value in found.items() if not bool(value.isfinite().all())), None)
-    if odd is not None:
+    non_finite = next((key for key, value in sums.items() if not bool(value.isfinite().all())), None)
+    if non_finite is not None:
         raise RunError(
-            f"{odd}: the gradient on samples of {samples.origin} is not finite. The training before"
+            f"{non_finite}: the gradient on samples of {samples.origin} is not finite. The training before"
             " this step has probably diverged; lower its learning_rate.",
             code="non-finite-gradients",
         )
-    return {key: value.cpu() for key, value in found.items()}
+    return {key: value.cpu() for key, value in sums.items()}
 
 
 def _split_batch(batch: TensorBatch) -> list[TensorBatch]:
@@ -417,7 +424,7 @@ def _split_batch(batch: TensorBatch) -> list[TensorBatch]:
     count = len(batch["labels"])
     if len(batch.get("input_ids", batch["labels"])) != count:
         return [batch]
-    return [{name: value[at : at + 1] for name, value in batch.items()} for at in range(count)]
+    return [{name: value[index : index + 1] for name, value in batch.items()} for index in range(count)]
 
 
 def _sum_squared_gradients(
@@ -427,12 +434,12 @@ def _sum_squared_gradients(
     objective: Objective,
     ctx: Context,
 ) -> dict[str, Tensor]:
-    found = {key: torch.zeros_like(p, dtype=torch.float32) for key, p in parameters.items()}
-    for done, batch in enumerate(batches, start=1):
+    sums = {key: torch.zeros_like(p, dtype=torch.float32) for key, p in parameters.items()}
+    for num_done, batch in enumerate(batches, start=1):
         model.zero_grad(set_to_none=True)
         total_loss(objective(model, batch)).backward()
         for key, parameter in parameters.items():
             if parameter.grad is not None:
-                found[key].addcmul_(parameter.grad, parameter.grad, value=1 / len(batches))
-        ctx.progress(done, len(batches), "gradients")
-    return found
+                sums[key].addcmul_(parameter.grad, parameter.grad, value=1 / len(batches))
+        ctx.progress(num_done, len(batches), "gradients")
+    return sums

@@ -52,18 +52,18 @@ def store_option(command: Any) -> Any:
 
 def generation_options(command: Any) -> Any:
     """Add the options for text generation."""
-    most = click.option(
+    max_new_tokens = click.option(
         "--max-new-tokens",
         type=click.IntRange(1, 4096),
         metavar="N",
         help="Maximum output length (default: as in the run, else the model's, else 128).",
     )
-    beams = click.option(
+    num_beams = click.option(
         "--num-beams",
         type=click.IntRange(1, 64),
         help="Number of beams; 1 is greedy search (default: as in the run, else 1).",
     )
-    return beams(most(command))
+    return num_beams(max_new_tokens(command))
 
 
 def sample_options(command: Any) -> Any:
@@ -85,13 +85,13 @@ def sample_options(command: Any) -> Any:
 
 def device_options(command: Any) -> Any:
     """Add the options for the device and for trusting TensorRT engines."""
-    places = click.Choice(["auto", "cpu", "cuda"])
+    device_type = click.Choice(["auto", "cpu", "cuda"])
     command = click.option(
         "--trust-engine", is_flag=True, help="Allow a TensorRT engine built elsewhere (it is native code)."
     )(command)
-    return click.option("--device", default="auto", show_default=True, type=places, help="Device to run on.")(
-        command
-    )
+    return click.option(
+        "--device", default="auto", show_default=True, type=device_type, help="Device to run on."
+    )(command)
 
 
 def executor_option(command: Any) -> Any:
@@ -205,8 +205,8 @@ def init(
     from smelt.pipeline.inspect.init_recipe import InitOptions, init_recipe
 
     _require_task(task)
-    named = parse_columns(columns).model_dump(exclude_unset=True)
-    options = InitOptions(task, named, (source_language, target_language), fast)
+    column_names = parse_columns(columns).model_dump(exclude_unset=True)
+    options = InitOptions(task, column_names, (source_language, target_language), fast)
     text, path = init_recipe(model, data, out, task, force, options)
     if path is None:
         print_result(text.removesuffix("\n"))
@@ -274,10 +274,10 @@ def shrink(
     from smelt.pipeline.search.shrink import shrink as run_shrink
 
     _require_task(task)
-    named = parse_columns(columns).model_dump(exclude_unset=True)
+    column_names = parse_columns(columns).model_dump(exclude_unset=True)
     languages = (source_language, target_language)
     options = ShrinkOptions(
-        minutes=minutes_of(budget, "--budget"), task=task, columns=named, languages=languages, **given
+        minutes=minutes_of(budget, "--budget"), task=task, columns=column_names, languages=languages, **given
     )
 
     explain = None if quiet else print_summary
@@ -296,12 +296,12 @@ def minutes_of(text: str, option: str) -> float:
     Raises:
         InputError: it is not a time.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) *(s|m|min|h)", text.strip())
-    if found is None or not float(found[1]):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *(s|m|min|h)", text.strip())
+    if match is None or not float(match[1]):
         raise InputError(
             f"{option}: expected a time such as 90s, 30m or 2h, got {text!r}.", code="wrong-value"
         )
-    return float(found[1]) * {"s": 1 / 60, "m": 1, "min": 1, "h": 60}[found[2]]
+    return float(match[1]) * {"s": 1 / 60, "m": 1, "min": 1, "h": 60}[match[2]]
 
 
 def _require_task(task: str | None) -> None:
@@ -314,9 +314,9 @@ def _require_task(task: str | None) -> None:
     from smelt.data.tasks import ALL_TASKS
 
     if task is not None and task not in ALL_TASKS:
-        known = ", ".join(ALL_TASKS)
+        task_names = ", ".join(ALL_TASKS)
         raise InputError(
-            f"--task {task}: unknown task. Supported tasks: {known}.{did_you_mean(task, ALL_TASKS)}",
+            f"--task {task}: unknown task. Supported tasks: {task_names}.{did_you_mean(task, ALL_TASKS)}",
             code="unknown-task",
         )
 
@@ -394,7 +394,9 @@ class _PredictCommand(click.Command):
         except click.NoSuchOption as error:
             from smelt.pipeline.recipe.validation_errors import other_name_hint
 
-            hint = other_name_hint(error.option_name, [word for param in self.params for word in param.opts])
+            hint = other_name_hint(
+                error.option_name, [option for param in self.params for option in param.opts]
+            )
             if hint:
                 raise click.UsageError(f"{error.message}{hint}", ctx) from error
             message = f"{error.format_message()} Put texts that begin with a dash after --:"
@@ -593,6 +595,6 @@ def check(folder: Path) -> None:
     from smelt.cli.store import find_damaged_files, find_store, store_check_text
 
     root = find_store(folder)
-    found = find_damaged_files(root)
-    print_untrusted(store_check_text(root, found))
-    sys.exit(1 if found else 0)
+    damaged_files = find_damaged_files(root)
+    print_untrusted(store_check_text(root, damaged_files))
+    sys.exit(1 if damaged_files else 0)

@@ -38,8 +38,8 @@ class CheckResult:
 
 def first_error_line(error: BaseException) -> str:
     """Return the first line of an error's message, at most 200 characters."""
-    first = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return first if len(first) <= 200 else first[:197] + "..."
+    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return first_line if len(first_line) <= 200 else first_line[:197] + "..."
 
 
 def check_runtime(name: str, check: Callable[[], str], remedy: str = "") -> CheckResult:
@@ -58,8 +58,8 @@ def try_torch() -> Iterator[CheckResult]:
     import torch
 
     def product(device: str) -> str:
-        ones = torch.ones(4, 4, device=device)
-        if float((ones @ ones).sum()) != 64.0:
+        matrix = torch.ones(4, 4, device=device)
+        if float((matrix @ matrix).sum()) != 64.0:
             raise RuntimeError("wrong result of a matrix multiplication")
         return ""
 
@@ -119,8 +119,8 @@ def try_ort_tensorrt() -> Iterator[CheckResult]:
     if not has_cuda():
         hint = missing_package() or "everything else is installed"
         yield CheckResult("runtimes", name, False, "no NVIDIA GPU with a working driver", hint)
-    elif (lack := missing_requirement()) is not None:
-        yield CheckResult("runtimes", name, False, "cannot be loaded", lack)
+    elif (problem := missing_requirement()) is not None:
+        yield CheckResult("runtimes", name, False, "cannot be loaded", problem)
     else:
         remedy = "see docs/reference/stages/tensorrt.md#tensorrt-in-onnx-runtime"
         yield check_runtime(name, _build_tiny_engine, remedy)
@@ -239,7 +239,7 @@ _WIDTH = 80
 def run_checks() -> list[CheckResult]:
     """Run all checks and return their results; takes a few seconds, as runtimes are imported and tested."""
     findings: list[CheckResult] = []
-    for look in (
+    for probe in (
         _machine,
         _packages,
         try_torch,
@@ -250,7 +250,7 @@ def run_checks() -> list[CheckResult]:
         _several_machines,
         _processor,
     ):
-        findings += _run_probe(look)
+        findings += _run_probe(probe)
     return findings
 
 
@@ -264,8 +264,8 @@ def format_check_results(results: list[CheckResult]) -> str:
         lines += ["", title] if lines else [title]
         indent = max(len(f.name) for f in members) + 6
         for finding in members:
-            mark = {True: "+", False: "-", None: " "}[finding.ok]
-            lines += _wrap_lines(f"  {mark} {finding.name}".ljust(indent), finding.detail, indent)
+            status_symbol = {True: "+", False: "-", None: " "}[finding.ok]
+            lines += _wrap_lines(f"  {status_symbol} {finding.name}".ljust(indent), finding.detail, indent)
             if finding.remedy:
                 lines += _wrap_lines(" " * indent + "-> ", finding.remedy, indent + 3)
     return "\n".join(lines)
@@ -280,45 +280,45 @@ def _wrap_lines(start: str, text: str, indent: int) -> list[str]:
 
 def _run_probe(probe: Callable[[], Iterator[CheckResult]]) -> list[CheckResult]:
     """Return the results of a probe; an exception becomes the last result."""
-    found: list[CheckResult] = []
+    results: list[CheckResult] = []
     try:
-        found.extend(probe())
+        results.extend(probe())
     except Exception as error:  # a broken library must not hide the other results
-        found.append(
+        results.append(
             CheckResult(
                 "runtimes", probe.__name__.removeprefix("try").strip("_"), False, first_error_line(error)
             )
         )
-    return found
+    return results
 
 
 def _machine() -> Iterator[CheckResult]:
     from smelt.evaluate.environment import describe_environment
 
-    here = describe_environment()
-    memory = f"{here['memory_bytes'] / 2**30:.1f} GiB memory"
-    yield CheckResult("machine", "processor", None, here["cpu"])
+    environment = describe_environment()
+    memory = f"{environment['memory_bytes'] / 2**30:.1f} GiB memory"
+    yield CheckResult("machine", "processor", None, environment["cpu"])
     yield CheckResult(
-        "machine", "cores", None, f"{here['cores']} ({here['logical_cores']} logical), {memory}"
+        "machine", "cores", None, f"{environment['cores']} ({environment['logical_cores']} logical), {memory}"
     )
-    yield CheckResult("machine", "system", None, f"{here['os']}, Python {here['python']}")
-    for gpu in here["gpus"]:
+    yield CheckResult("machine", "system", None, f"{environment['os']}, Python {environment['python']}")
+    for gpu in environment["gpus"]:
         text = f"{gpu['name']}, {gpu['memory']}, driver {gpu['driver']}, compute {gpu['compute_capability']}"
         yield CheckResult("machine", "gpu", None, text)
-    if not here["gpus"]:
+    if not environment["gpus"]:
         yield CheckResult("machine", "gpu", None, "no NVIDIA GPU (nvidia-smi is missing or fails)")
 
 
 def _packages() -> Iterator[CheckResult]:
     from smelt.evaluate.environment import installed_versions
 
-    found = installed_versions()
-    for name, number in found.items():
+    versions = installed_versions()
+    for name, number in versions.items():
         yield CheckResult("packages", name, True, number)
     required = {"torch", "transformers", "onnx", "onnxsim", "onnxscript", "numpy", "sacrebleu"}
-    for name in sorted(required - found.keys()):
+    for name in sorted(required - versions.keys()):
         yield CheckResult("packages", name, False, "missing", f"pip install {name}")
-    if {"onnxruntime", "onnxruntime-gpu"} <= found.keys():
+    if {"onnxruntime", "onnxruntime-gpu"} <= versions.keys():
         yield CheckResult(
             "packages",
             "onnxruntime",
@@ -334,18 +334,20 @@ def _several_machines() -> Iterator[CheckResult]:
     from smelt.pipeline.execute.ray_cluster import OLDEST_RAY, connection_problem
     from smelt.training.processes import DEEPSPEED_VERSION
 
-    for extra, name, oldest, use in (
+    for extra, name, oldest, purpose in (
         ("ray", "ray", OLDEST_RAY, "--executor ray"),
         ("s3", "s3fs", "2026.1", "--store s3://BUCKET"),
         ("deepspeed", "deepspeed", DEEPSPEED_VERSION, "launch: {strategy: deepspeed}"),
     ):
-        if (lack := package_problem(name, oldest)) is not None:
-            yield CheckResult("packages", name, None, f"{lack}; for {use}", f"pip install 'smelt[{extra}]'")
+        if (problem := package_problem(name, oldest)) is not None:
+            yield CheckResult(
+                "packages", name, None, f"{problem}; for {purpose}", f"pip install 'smelt[{extra}]'"
+            )
             continue
-        detail = f"{version(name)}, for {use}"
+        detail = f"{version(name)}, for {purpose}"
         if name == "ray" and (address := os.environ.get("RAY_ADDRESS")):
-            lack = connection_problem(address)
-            detail += f"; RAY_ADDRESS {address}: {lack or 'answers'}"
+            problem = connection_problem(address)
+            detail += f"; RAY_ADDRESS {address}: {problem or 'answers'}"
         yield CheckResult("packages", name, True, detail)
 
 

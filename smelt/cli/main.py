@@ -48,8 +48,8 @@ def list_stages() -> str:
     lines = []
     for name, stage in all_stages().items():
         formats = f"{'/'.join(sorted(stage.accepts))} -> {stage.produces}"
-        head = f"{name:16} {formats:17} "
-        lines += textwrap.wrap(head + _summary_line(stage), _WIDTH, subsequent_indent=" " * len(head))
+        prefix = f"{name:16} {formats:17} "
+        lines += textwrap.wrap(prefix + _summary_line(stage), _WIDTH, subsequent_indent=" " * len(prefix))
     return "\n".join([*lines, "", "smelt stages NAME describes a stage and its settings."])
 
 
@@ -72,11 +72,11 @@ def describe_stage(name: str) -> str:
     stage = table[name]
     tasks = ", ".join(sorted(stage.tasks))
     needs = ", ".join(sorted(stage.needs | stage.may_need)) or "nothing else"
-    may = "may need" if stage.may_need else "needs"
-    parts = [
+    verb = "may need" if stage.may_need else "needs"
+    paragraphs = [
         _fill_paragraphs(f"{name}: {inspect.cleandoc(stage.__doc__ or '')}"),
         textwrap.fill(
-            f"input: {', '.join(sorted(stage.accepts))}; output: {stage.produces}; {may} {needs}; tasks:"
+            f"input: {', '.join(sorted(stage.accepts))}; output: {stage.produces}; {verb} {needs}; tasks:"
             f" {tasks}",
             _WIDTH,
             break_on_hyphens=False,
@@ -84,10 +84,12 @@ def describe_stage(name: str) -> str:
         textwrap.fill(f"source: {stage.source}", _WIDTH),
     ]
     if any(info.description is None for info in stage.settings_type.model_fields.values()):
-        parts.append(_fill_paragraphs(inspect.cleandoc(stage.settings_type.__doc__ or "")))
-    if more := stage.extra_help():
-        parts.insert(1, _fill_paragraphs(more))
-    return "\n\n".join([*parts, "settings:"]) + "\n" + "\n".join(_settings_lines(stage.settings_type, "  "))
+        paragraphs.append(_fill_paragraphs(inspect.cleandoc(stage.settings_type.__doc__ or "")))
+    if extra := stage.extra_help():
+        paragraphs.insert(1, _fill_paragraphs(extra))
+    return (
+        "\n\n".join([*paragraphs, "settings:"]) + "\n" + "\n".join(_settings_lines(stage.settings_type, "  "))
+    )
 
 
 def _fill_paragraphs(text: str) -> str:
@@ -133,17 +135,19 @@ def settings_of(model: type[BaseModel]) -> Iterator[Setting]:
     for name, info in model.model_fields.items():
         required = info.is_required()
         default = None if required else info.get_default(call_default_factory=True, validated_data={})
-        plain = "" if default is None or isinstance(default, BaseModel) else _recipe_text(default)
+        default_text = "" if default is None or isinstance(default, BaseModel) else _recipe_text(default)
         inner = tuple(dict.fromkeys(_models(info.annotation)))
-        yield Setting(name, _type_text(info.annotation), plain, required, info.description or "", inner)
+        yield Setting(
+            name, _type_text(info.annotation), default_text, required, info.description or "", inner
+        )
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
     """Yield the classes of settings in a type."""
     if _is_settings_class(annotation):
         yield annotation
-    for part in get_args(annotation):
-        yield from _models(part)
+    for argument in get_args(annotation):
+        yield from _models(argument)
 
 
 def _is_settings_class(kind: Any) -> bool:
@@ -169,10 +173,10 @@ def _type_text(annotation: Any) -> str:
     if origin is dict or _is_settings_class(annotation):
         return "mapping"
     if inner:
-        kinds = dict.fromkeys(_type_text(part) for part in inner if part is not NoneType)
+        kinds = dict.fromkeys(_type_text(member) for member in inner if member is not NoneType)
         return " | ".join(sorted(kinds, key="mapping".__eq__))
-    words = {str: "string", bool: "boolean", float: "number", int: "integer"}
-    return words.get(annotation, getattr(annotation, "__name__", str(annotation)))
+    scalar_names = {str: "string", bool: "boolean", float: "number", int: "integer"}
+    return scalar_names.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 
 def _summary_line(stage: Any) -> str:
@@ -202,8 +206,8 @@ class _CommandGroup(click.Group):
         except click.NoSuchOption as error:
             from smelt.pipeline.recipe.validation_errors import other_name_hint
 
-            known = [] if error.ctx is None else [o for p in error.ctx.command.params for o in p.opts]
-            if hint := other_name_hint(error.option_name, known):
+            option_names = [] if error.ctx is None else [o for p in error.ctx.command.params for o in p.opts]
+            if hint := other_name_hint(error.option_name, option_names):
                 raise click.UsageError(f"{error.message}{hint}", error.ctx) from error
             raise
         except (click.ClickException, click.exceptions.Exit, click.Abort):
@@ -244,10 +248,10 @@ def _checkout_commit(root: Path) -> str | None:
         return None
     command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        completed = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:
         return None
-    return done.stdout.strip() or None
+    return completed.stdout.strip() or None
 
 
 @click.group(
@@ -435,8 +439,8 @@ def search(
     if only_plan:
         print_untrusted(str(job.space))
         return
-    ended = job.run(None if quiet else print_summary)
-    report = finish_search(job, ended)
+    outcome = job.run(None if quiet else print_summary)
+    report = finish_search(job, outcome)
     for line in summary_text(report, job.folder):
         print_summary(line)
     sys.exit(exit_code(report))
@@ -557,24 +561,24 @@ def compare(
     from smelt.evaluate.report import comparison as comparing
     from smelt.evaluate.report.fail_rules import Regression, check_rules
 
-    found = comparing.compare_runs(comparing.read_runs(runs))
-    findings = check_rules(found, rules)
-    regressions = [each for each in findings if isinstance(each, Regression)]
-    not_judged = [each for each in findings if not isinstance(each, Regression)]
+    comparison = comparing.compare_runs(comparing.read_runs(runs))
+    findings = check_rules(comparison, rules)
+    regressions = [finding for finding in findings if isinstance(finding, Regression)]
+    not_judged = [finding for finding in findings if not isinstance(finding, Regression)]
     if html is not None:
-        write_atomically(html, comparing.comparison_html(found))
+        write_atomically(html, comparing.comparison_html(comparison))
     if plot is not None:
-        write_atomically(plot, comparing.comparison_plot(found, plot))
+        write_atomically(plot, comparing.comparison_plot(comparison, plot))
     if as_json:
         checked = {
-            "regressions": [vars(each) for each in regressions],
-            "not_judged": [vars(each) for each in not_judged],
+            "regressions": [vars(finding) for finding in regressions],
+            "not_judged": [vars(finding) for finding in not_judged],
         }
-        print_json(json.dumps(found | checked, indent=1))
+        print_json(json.dumps(comparison | checked, indent=1))
     elif markdown:
-        print_untrusted(comparing.comparison_markdown(found))
+        print_untrusted(comparing.comparison_markdown(comparison))
     else:
-        print_untrusted(comparing.comparison_text(found))
+        print_untrusted(comparing.comparison_text(comparison))
     for regression in regressions:
         print_untrusted(f"regression: {regression}", err=True)
     for unjudged in not_judged:

@@ -57,10 +57,10 @@ class _MessagesFile(_StandardFile):
         """Write `data`, return how many bytes were written or dropped."""
         size = memoryview(data).nbytes
         try:
-            written = self._raw.write(data)
+            num_written = self._raw.write(data)
         except OSError:
             return size
-        return size if written is None else written  # None: a non-blocking stream that is full
+        return size if num_written is None else num_written  # None: a non-blocking stream that is full
 
 
 class _ResultsFile(_StandardFile):
@@ -78,18 +78,18 @@ class _ResultsFile(_StandardFile):
         if self._has_failed or self.reader_has_ended:  # Python writes again what remains, also at its exit
             return memoryview(data).nbytes
         try:
-            written: int | None = self._raw.write(data)
+            num_written: int | None = self._raw.write(data)
         except BrokenPipeError:
             self.reader_has_ended = True
             return memoryview(data).nbytes
         except OSError as error:
             self._has_failed = True
-            why = "it is closed" if error.errno == errno.EBADF else error.strerror
+            reason = "it is closed" if error.errno == errno.EBADF else error.strerror
             raise OutputError(
-                f"standard output: cannot be written: {why}. Redirect it to a file that can be written.",
+                f"standard output: cannot be written: {reason}. Redirect it to a file that can be written.",
                 code="unwritable-output",
             ) from error
-        return written
+        return num_written
 
 
 def open_standard_streams() -> None:

@@ -86,7 +86,7 @@ def find_store(folder: Path) -> Path:
 def stored_artifacts(root: Path) -> list[StoredArtifact]:
     """Return the artifacts of the store, oldest first."""
     users = _runs_by_artifact(list_runs(root))
-    found = []
+    artifacts = []
     for path in (root / "artifacts").iterdir():
         if not path.is_dir():
             continue
@@ -96,24 +96,30 @@ def stored_artifacts(root: Path) -> list[StoredArtifact]:
         except InputError:
             stage, parent = "?", None
         created = (path / MANIFEST if (path / MANIFEST).is_file() else path).stat().st_mtime
-        used = tuple(users.get(path.name, ()))
-        found.append(StoredArtifact(path.name, stage, parent, created, folder_size(path), used))
-    return sorted(found, key=lambda entry: (entry.created, entry.key))
+        run_names = tuple(users.get(path.name, ()))
+        artifacts.append(StoredArtifact(path.name, stage, parent, created, folder_size(path), run_names))
+    return sorted(artifacts, key=lambda entry: (entry.created, entry.key))
 
 
 def find_unused(root: Path) -> UnusedFiles:
     """Return the files in the store that no known run uses."""
-    kept = stored_artifacts(root)
-    artifacts = tuple(entry for entry in kept if not entry.used_by)
-    staying = {entry.key for entry in kept if entry.used_by}
-    files = [path for path in (root / "scores").glob("*.json") if _is_orphan(path, staying)]
-    files += [path for path in (root / "checked").glob("*.json") if path.stem not in staying]
-    kept_files = tuple(found for found in list_cached_files(root) if not _has_live_sources(found, staying))
-    size = sum(entry.size_bytes for entry in artifacts) + sum(found.size_bytes for found in kept_files)
+    stored = stored_artifacts(root)
+    artifacts = tuple(entry for entry in stored if not entry.used_by)
+    used_keys = {entry.key for entry in stored if entry.used_by}
+    files = [path for path in (root / "scores").glob("*.json") if _is_orphan(path, used_keys)]
+    files += [path for path in (root / "checked").glob("*.json") if path.stem not in used_keys]
+    kept_files = tuple(
+        cached_file
+        for cached_file in list_cached_files(root)
+        if not _has_live_sources(cached_file, used_keys)
+    )
+    size = sum(entry.size_bytes for entry in artifacts) + sum(
+        cached_file.size_bytes for cached_file in kept_files
+    )
     size += sum(path.stat().st_size for path in files)
-    stopped = list_step_checkpoints(root)
+    checkpoints = list_step_checkpoints(root)
     return UnusedFiles(
-        artifacts, tuple(sorted(files)), size + sum(stopped.values()), kept_files, tuple(stopped)
+        artifacts, tuple(sorted(files)), size + sum(checkpoints.values()), kept_files, tuple(checkpoints)
     )
 
 
@@ -126,31 +132,31 @@ def remove_unused(root: Path) -> UnusedFiles:
     """
     store = Store(root)
     with cleaning_lock(root):
-        busy = [str(run.folder) for run in list_runs(root) if run.busy]
-        if busy:
+        active_runs = [str(run.folder) for run in list_runs(root) if run.busy]
+        if active_runs:
             raise InputError(
-                f"{root}: a run is in progress in {', '.join(busy)}. Clean the store after the run"
+                f"{root}: a run is in progress in {', '.join(active_runs)}. Clean the store after the run"
                 " has finished.",
                 code="store-in-use",
                 file=str(root),
             )
-        if damaged := damaged_run_records(root):
+        if records := damaged_run_records(root):
             raise InputError(
-                f"{damaged[0]}: {_HASH_MISMATCH}, so the artifacts of this run are unknown. Run its recipe"
+                f"{records[0]}: {_HASH_MISMATCH}, so the artifacts of this run are unknown. Run its recipe"
                 " again into its folder, or remove this file if the run is not needed any more.",
                 code="damaged-run-record",
-                file=str(damaged[0]),
+                file=str(records[0]),
             )
-        found = find_unused(root)
-        for entry in found.artifacts:
+        unused = find_unused(root)
+        for entry in unused.artifacts:
             store.remove(entry.key)
-        for path in found.files:
+        for path in unused.files:
             path.unlink(missing_ok=True)
-        for kept in found.cached_files:
-            remove_cached_files(kept.path)
-        for folder in found.unfinished:
+        for cached_file in unused.cached_files:
+            remove_cached_files(cached_file.path)
+        for folder in unused.unfinished:
             remove_cached_files(folder)
-    return found
+    return unused
 
 
 def find_damaged_files(root: Path) -> list[DamagedFile]:
@@ -158,24 +164,27 @@ def find_damaged_files(root: Path) -> list[DamagedFile]:
 
     Also returned are artifacts that runs link to and that are missing.
     """
-    found = []
+    damaged_files = []
     for path in sorted((root / "artifacts").iterdir()):
         if not path.is_dir():
-            found.append(DamagedFile(path, "not an artifact folder"))
+            damaged_files.append(DamagedFile(path, "not an artifact folder"))
             continue
         try:
             manifest = read_manifest(path)
         except InputError as error:
             damaged_path = path / MANIFEST if (path / MANIFEST).is_file() else path
-            found.append(DamagedFile(damaged_path, str(error).removeprefix(f"{damaged_path}: ")))
+            damaged_files.append(DamagedFile(damaged_path, str(error).removeprefix(f"{damaged_path}: ")))
             continue
         if manifest.key != path.name:
-            found.append(DamagedFile(path / MANIFEST, "manifest of another artifact"))
-        found += [DamagedFile(stranger, problem) for stranger, _, problem in unexpected_files(path, manifest)]
+            damaged_files.append(DamagedFile(path / MANIFEST, "manifest of another artifact"))
+        damaged_files += [
+            DamagedFile(unexpected_path, problem)
+            for unexpected_path, _, problem in unexpected_files(path, manifest)
+        ]
         for name, record in manifest.files.items():
             if problem := _file_problem(path / name, record.size_bytes, record.sha256):
-                found.append(DamagedFile(path / name, problem))
-    found += [
+                damaged_files.append(DamagedFile(path / name, problem))
+    damaged_files += [
         DamagedFile(path, f"{_HASH_MISMATCH}; {remedy}")
         for pattern, remedy in _HASHED_FILES.items()
         for path in sorted(root.glob(pattern))
@@ -185,38 +194,41 @@ def find_damaged_files(root: Path) -> list[DamagedFile]:
         for step, key in run.steps.items():
             if not (root / "artifacts" / key).is_dir():
                 problem = f"missing, and used by step '{step}' of {run.folder}"
-                found.append(DamagedFile(root / "artifacts" / key, problem))
-    for kept in list_cached_files(root):
-        if wrong := kept.find_damage():
-            found.append(DamagedFile(wrong[0], f"{wrong[1]}; it is computed again when needed"))
-    return found
+                damaged_files.append(DamagedFile(root / "artifacts" / key, problem))
+    for cached_file in list_cached_files(root):
+        if damage := cached_file.find_damage():
+            damaged_files.append(DamagedFile(damage[0], f"{damage[1]}; it is computed again when needed"))
+    return damaged_files
 
 
 def store_list_text(root: Path) -> str:
     """Return the output of `smelt store list`, text of at most 80 columns."""
-    kept = stored_artifacts(root)
+    artifacts = stored_artifacts(root)
     scores = list((root / "scores").glob("*.json"))
-    size = sum(entry.size_bytes for entry in kept)
-    head = f"{root}: {_pluralize(len(kept), 'artifact')}, {_megabytes(size)} MB;"
-    head += f" {_pluralize(len(scores), 'score')}, {_megabytes(sum(p.stat().st_size for p in scores))} MB"
-    lines = [*_wrap_lines(head, 2), "", *_artifact_table(kept)]
+    size = sum(entry.size_bytes for entry in artifacts)
+    heading = f"{root}: {_pluralize(len(artifacts), 'artifact')}, {_megabytes(size)} MB;"
+    heading += f" {_pluralize(len(scores), 'score')}, {_megabytes(sum(p.stat().st_size for p in scores))} MB"
+    lines = [*_wrap_lines(heading, 2), "", *_artifact_table(artifacts)]
     cached = list_cached_files(root)
     if cached:
         lines += ["", "cached files, computed again if removed:"]
-        lines += [f"  {_megabytes(found.size_bytes):>8} MB  {found.description}" for found in cached]
-    stopped = list_step_checkpoints(root)
-    if stopped:
+        lines += [
+            f"  {_megabytes(cached_file.size_bytes):>8} MB  {cached_file.description}"
+            for cached_file in cached
+        ]
+    checkpoints = list_step_checkpoints(root)
+    if checkpoints:
         lines += ["", "checkpoints of interrupted steps, from which they resume:"]
         lines += [
-            f"  {_megabytes(size):>8} MB  {folder.name[:_KEY_DIGITS]}" for folder, size in stopped.items()
+            f"  {_megabytes(size):>8} MB  {folder.name[:_KEY_DIGITS]}" for folder, size in checkpoints.items()
         ]
-    spare = [entry for entry in kept if not entry.used_by]
-    if spare:
-        size = sum(entry.size_bytes for entry in spare)
+    unused = [entry for entry in artifacts if not entry.used_by]
+    if unused:
+        size = sum(entry.size_bytes for entry in unused)
         lines += [
             "",
             *_wrap_lines(
-                f"{_pluralize(len(spare), 'artifact')} not used by any run, {_megabytes(size)} MB. Remove"
+                f"{_pluralize(len(unused), 'artifact')} not used by any run, {_megabytes(size)} MB. Remove"
                 " with `smelt store clean`.",
                 0,
             ),
@@ -228,12 +240,14 @@ def store_clean_text(unused: UnusedFiles, removed: bool) -> str:
     """Return the output of `smelt store clean`. removed: whether the files were removed, not only listed."""
     if not (unused.artifacts or unused.files or unused.cached_files or unused.unfinished):
         return "Nothing to remove: all files are used by a run."
-    what = f"{_pluralize(len(unused.artifacts), 'artifact')}, {_pluralize(len(unused.files), 'score file')}"
+    summary = (
+        f"{_pluralize(len(unused.artifacts), 'artifact')}, {_pluralize(len(unused.files), 'score file')}"
+    )
     if unused.cached_files:
-        what += f", {_pluralize(len(unused.cached_files), 'folder')} of logits or statistics"
+        summary += f", {_pluralize(len(unused.cached_files), 'folder')} of logits or statistics"
     if unused.unfinished:
-        what += f", checkpoints of {_pluralize(len(unused.unfinished), 'interrupted step')}"
-    total = f"{what}; {_megabytes(unused.size_bytes)} MB"
+        summary += f", checkpoints of {_pluralize(len(unused.unfinished), 'interrupted step')}"
+    total = f"{summary}; {_megabytes(unused.size_bytes)} MB"
     last = f"Removed {total}." if removed else f"Not used by any run: {total}. Remove with --yes."
     return "\n".join([*_artifact_table(unused.artifacts), "", *_wrap_lines(last, 0)])
 
@@ -251,13 +265,14 @@ def store_check_text(root: Path, damaged: list[DamagedFile]) -> str:
 def store_list_json(root: Path) -> str:
     """Return the output of `smelt store list --json`."""
     artifacts = [asdict(entry) for entry in stored_artifacts(root)]
-    kept = [
-        {"key": found.path.name, "what": found.description, "size_bytes": found.size_bytes}
-        for found in list_cached_files(root)
+    cached_files = [
+        {"key": cached_file.path.name, "what": cached_file.description, "size_bytes": cached_file.size_bytes}
+        for cached_file in list_cached_files(root)
     ]
-    stopped = {path.name: size for path, size in list_step_checkpoints(root).items()}
+    checkpoints = {path.name: size for path, size in list_step_checkpoints(root).items()}
     return json.dumps(
-        {"store": str(root), "artifacts": artifacts, "kept": kept, "unfinished": stopped}, indent=1
+        {"store": str(root), "artifacts": artifacts, "kept": cached_files, "unfinished": checkpoints},
+        indent=1,
     )
 
 
@@ -277,8 +292,8 @@ def _has_live_sources(found: CachedFiles, used_keys: set[str]) -> bool:
 def _is_orphan(path: Path, used_keys: set[str]) -> bool:
     """Return whether a score is damaged or of an unused artifact; one that names no artifact is kept."""
     score = read_hashed_json(path)
-    of = score and score.get("artifact")
-    return score is None or (isinstance(of, str) and of not in used_keys)
+    artifact_key = score and score.get("artifact")
+    return score is None or (isinstance(artifact_key, str) and artifact_key not in used_keys)
 
 
 def _file_problem(path: Path, size_bytes: int, sha256: str) -> str:
@@ -301,9 +316,11 @@ def _artifact_table(artifacts: tuple[StoredArtifact, ...] | list[StoredArtifact]
     for entry, size in zip(artifacts, sizes, strict=True):
         created = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.created))
         line = f"{entry.key[:_KEY_DIGITS]:{_KEY_DIGITS}}  {entry.stage:{stage}}  {created}  {size:>{width}}  "
-        used = ", ".join(entry.used_by) or "-"
-        room = _WIDTH - len(line)
-        lines.append(line + (used if len(used) <= room else used[: room - 3] + "..."))
+        runs_text = ", ".join(entry.used_by) or "-"
+        max_length = _WIDTH - len(line)
+        lines.append(
+            line + (runs_text if len(runs_text) <= max_length else runs_text[: max_length - 3] + "...")
+        )
     return lines
 
 

@@ -131,8 +131,8 @@ class Artifact:
     @property
     def size_bytes(self) -> int:
         """The size in bytes of weights, graphs and engines, without the tokenizer's files."""
-        ends = (".safetensors", ".onnx", ".data", ".onnx_data", ".plan")
-        return sum(r.size_bytes for n, r in self.model_files.items() if n.endswith(ends))
+        suffixes = (".safetensors", ".onnx", ".data", ".onnx_data", ".plan")
+        return sum(r.size_bytes for n, r in self.model_files.items() if n.endswith(suffixes))
 
     def verify(self, hint: str | None = None) -> None:
         """Compare every file with its recorded size and hash.
@@ -148,7 +148,7 @@ class Artifact:
             path = self.path / name
             try:
                 exists = path.is_file()
-                same = (
+                is_intact = (
                     exists and path.stat().st_size == record.size_bytes and sha256_of(path) == record.sha256
                 )
             except (OSError, ValueError) as error:  # unreadable, or an invalid file name
@@ -157,7 +157,7 @@ class Artifact:
                 ) from error
             if not exists:
                 raise InputError(f"{path}: this file of the artifact is missing. {hint}", code="missing-file")
-            if not same:
+            if not is_intact:
                 raise InputError(
                     f"{path}: the file has been modified since it was written. {hint}", code="changed-file"
                 )
@@ -181,12 +181,12 @@ def read_artifact(path: Path, hint: str | None = None) -> Artifact:
             is outside of the folder, or the folder has a file that the manifest does not list and that could
             be read as part of the model (all but hidden files, system files, and notes such as README.md).
     """
-    if (broken := broken_link_problem(path)) is not None:
-        raise InputError(f"{path}: {broken[1]}", code=broken[0])
+    if (link_problem := broken_link_problem(path)) is not None:
+        raise InputError(f"{path}: {link_problem[1]}", code=link_problem[0])
     path = path.resolve()
     manifest = read_manifest(path, hint)
-    for stranger, code, problem in unexpected_files(path, manifest):
-        raise InputError(f"{stranger}: {problem}", code=code)
+    for unexpected_path, code, problem in unexpected_files(path, manifest):
+        raise InputError(f"{unexpected_path}: {problem}", code=code)
     return Artifact(path, manifest)
 
 
@@ -195,31 +195,31 @@ def broken_link_problem(path: Path) -> tuple[str, str] | None:
     if not path.is_symlink() or path.exists():
         return None
     target, run = Path(os.path.realpath(path)), path.absolute().parent.parent
-    store, again = target.parent.parent, f"run its recipe again with --out {shlex.quote(str(run))}"
+    store, rebuild = target.parent.parent, f"run its recipe again with --out {shlex.quote(str(run))}"
     if store.is_dir():
         return (
             "removed-artifact",
-            f"this artifact was removed from the store in {store}. To build it, {again}.",
+            f"this artifact was removed from the store in {store}. To build it, {rebuild}.",
         )
     return "moved-run", (
         f"a link to the store in {store}, which does not exist: the run was moved or copied without its"
-        f" store. Move it back, copy the store there, or {again} --store STORE, the store that it was made"
+        f" store. Move it back, copy the store there, or {rebuild} --store STORE, the store that it was made"
         " with: artifacts that are in it are not built again."
     )
 
 
 def default_threads(manifest: Manifest) -> int | None:
     """Return the default number of threads of the artifact; None if it has none."""
-    found = manifest.details.get("threads")
-    return found if isinstance(found, int) and found >= 1 else None
+    threads = manifest.details.get("threads")
+    return threads if isinstance(threads, int) and threads >= 1 else None
 
 
 def _run_hint(path: Path) -> str:
     """Return a hint about the artifacts if `path` is the folder of a run, else ""."""
-    found = sorted(path.glob(f"artifacts/*/{MANIFEST}"))
-    if not found:
+    manifests = sorted(path.glob(f"artifacts/*/{MANIFEST}"))
+    if not manifests:
         return ""
-    names = ", ".join(file.parent.name for file in found)
+    names = ", ".join(file.parent.name for file in manifests)
     return f" It is the folder of a run; its artifacts are in {path / 'artifacts'}: {names}."
 
 
@@ -227,13 +227,13 @@ def _package_hint(path: Path) -> str:
     """Return a hint about the package format if `path` is a package for other software, else ""."""
     try:
         with (path / "README.md").open(encoding="utf-8") as stream:
-            found = _PACKAGED_PATTERN.search(stream.read(_README_CHARACTERS))
+            match = _PACKAGED_PATTERN.search(stream.read(_README_CHARACTERS))
     except (OSError, ValueError):
         return ""
-    if found is None or not (path / CHECKSUMS_FILE).is_file():
+    if match is None or not (path / CHECKSUMS_FILE).is_file():
         return ""
     return (
-        f" It is a package of the format '{found[1]}' for other software (see its README.md). smelt opens"
+        f" It is a package of the format '{match[1]}' for other software (see its README.md). smelt opens"
         " packages of the formats standalone and huggingface, and the artifact that it was made from."
     )
 
@@ -309,11 +309,11 @@ def unexpected_files(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, s
 
     These are links that point outside of the folder, and files that the manifest does not list.
     """
-    listed = {MANIFEST, *manifest.files}
-    for where, folders, files in os.walk(folder):
+    expected_files = {MANIFEST, *manifest.files}
+    for folder_path, folders, files in os.walk(folder):
         for name in (*folders, *files):
-            path = Path(where, name)
-            inside = path.relative_to(folder)
+            path = Path(folder_path, name)
+            relative_path = path.relative_to(folder)
             if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(folder):
                 target = os.readlink(path)
                 yield (
@@ -321,7 +321,11 @@ def unexpected_files(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, s
                     "path-outside-folder",
                     f"a link to {target}, which points outside of the artifact. Copy the file there instead.",
                 )
-            elif name in files and inside.as_posix() not in listed and not is_ignorable_file(inside):
+            elif (
+                name in files
+                and relative_path.as_posix() not in expected_files
+                and not is_ignorable_file(relative_path)
+            ):
                 yield (
                     path,
                     "unknown-file",

@@ -98,8 +98,12 @@ def combined_error(errors: Iterable[Message], error_class: type[InputError] = In
     code = kinds.pop() if len(kinds) == 1 else "several-errors"
     error = error_class("\n".join(map(str, messages)), code=code, found=messages)
     if len(messages) == 1:
-        [only] = messages
-        error.setting, error.file, error.line = only.setting, only.file, only.line
+        [single_message] = messages
+        error.setting, error.file, error.line = (
+            single_message.setting,
+            single_message.file,
+            single_message.line,
+        )
     return error
 
 
@@ -159,9 +163,9 @@ class TruncationWarning(UserWarning):
 
     def __init__(self, count: int, total: int, limit: int) -> None:
         self.count, self.limit = count, limit
-        what = f"{total} text{'s' if total > 1 else ''} {'was' if count == 1 else 'were'}"
+        texts_phrase = f"{total} text{'s' if total > 1 else ''} {'was' if count == 1 else 'were'}"
         super().__init__(
-            f"{count} of {what} longer than the model's limit ({limit} tokens) and truncated."
+            f"{count} of {texts_phrase} longer than the model's limit ({limit} tokens) and truncated."
             " Shorten or split long texts."
         )
 
@@ -182,18 +186,20 @@ def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     `rouge3` and `rouge1`, and names that are merely similar, such as `negative` and `positive`, are not
     suggested.
     """
-    wanted = word.casefold()[:_MAX_WORD_LENGTH]
+    folded_word = word.casefold()[:_MAX_WORD_LENGTH]
     names = {name.casefold()[:_MAX_WORD_LENGTH]: name for name in candidates if name != word}
-    if len(wanted) >= _MIN_AFFIX_LENGTH:
-        prefixed = [name for name in names if name.startswith((f"{wanted}-", f"{wanted}_"))]
-        suffixed = [name for name in names if name.endswith((f"-{wanted}", f"_{wanted}"))]
+    if len(folded_word) >= _MIN_AFFIX_LENGTH:
+        prefixed = [name for name in names if name.startswith((f"{folded_word}-", f"{folded_word}_"))]
+        suffixed = [name for name in names if name.endswith((f"-{folded_word}", f"_{folded_word}"))]
         if affixed := sorted(prefixed) or sorted(suffixed):
             return f" Did you mean '{names[affixed[0]]}'?"
-    pattern = wanted.translate(_DIGITS_TO_ZERO)
-    typed = [name for name in names if name == wanted or name.translate(_DIGITS_TO_ZERO) != pattern]
+    pattern = folded_word.translate(_DIGITS_TO_ZERO)
+    same_digit_names = [
+        name for name in names if name == folded_word or name.translate(_DIGITS_TO_ZERO) != pattern
+    ]
     # two swapped letters of `run` or `bleu`, but not `negative` for `positive`, which has 0.75
-    cutoff = {1: 1.0, 2: 1.0, 3: 0.65, 4: 0.75, 5: 0.75}.get(len(wanted), 0.8)
-    similar = get_close_matches(wanted, typed, n=1, cutoff=cutoff)
+    cutoff = {1: 1.0, 2: 1.0, 3: 0.65, 4: 0.75, 5: 0.75}.get(len(folded_word), 0.8)
+    similar = get_close_matches(folded_word, same_digit_names, n=1, cutoff=cutoff)
     return f" Did you mean '{names[similar[0]]}'?" if similar else ""
 
 

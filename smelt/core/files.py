@@ -139,11 +139,11 @@ def apply_umask(folder: Path) -> None:
     """
     if os.name == "nt":
         return
-    for_file, for_folder = _default_modes(folder.parent)
+    file_mode, folder_mode = _default_modes(folder.parent)
     for path in (folder, *folder.rglob("*")):
         if path.is_symlink():
             continue
-        mode = for_folder if path.is_dir() else for_file
+        mode = folder_mode if path.is_dir() else file_mode
         if stat.S_IMODE(path.stat().st_mode) != mode:
             with contextlib.suppress(OSError):  # file systems without permissions raise
                 path.chmod(mode)
@@ -153,12 +153,12 @@ def _default_modes(folder: Path) -> tuple[int, int]:
     """Return the permissions of a new file and of a new folder in `folder`."""
     sample = folder / f".{secrets.token_hex(8)}"
     os.close(os.open(sample, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-    for_file = stat.S_IMODE(sample.stat().st_mode)
+    file_mode = stat.S_IMODE(sample.stat().st_mode)
     sample.unlink()
     sample.mkdir()
-    for_folder = stat.S_IMODE(sample.stat().st_mode)
+    folder_mode = stat.S_IMODE(sample.stat().st_mode)
     sample.rmdir()
-    return for_file, for_folder
+    return file_mode, folder_mode
 
 
 def seconds_since_written(path: Path) -> float:
@@ -170,14 +170,14 @@ def seconds_since_written(path: Path) -> float:
     probe = path.with_name(f".{secrets.token_hex(8)}{_PARTIAL_SUFFIX}")
     try:
         os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-        now = probe.stat().st_mtime
+        probe_time = probe.stat().st_mtime
     except OSError:
         return 0.0
     finally:
         with contextlib.suppress(OSError):
             probe.unlink()
     try:
-        return now - path.stat().st_mtime
+        return probe_time - path.stat().st_mtime
     except FileNotFoundError:
         return math.inf
     except OSError:
@@ -189,8 +189,8 @@ def folder_size(folder: Path) -> int:
     total = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
-            found = path.stat()
-            total += found.st_size if stat.S_ISREG(found.st_mode) else 0
+            file_status = path.stat()
+            total += file_status.st_size if stat.S_ISREG(file_status.st_mode) else 0
     return total
 
 

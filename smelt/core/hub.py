@@ -34,12 +34,12 @@ def hub_unreachable_reason() -> str | None:
     if constants.HF_HUB_OFFLINE:
         return "the hub is not asked, because HF_HUB_OFFLINE is set"
     endpoint = str(constants.ENDPOINT)
-    when, lack = _cached_results.get(endpoint, (float("-inf"), None))
-    if time.monotonic() - when > _RESULT_VALID_S:
+    cached_at, failure = _cached_results.get(endpoint, (float("-inf"), None))
+    if time.monotonic() - cached_at > _RESULT_VALID_S:
         reason = _connection_error(*_host_and_port(endpoint))
-        lack = reason and f"{endpoint} cannot be reached from here ({reason})"
-        _cached_results[endpoint] = (time.monotonic(), lack)
-    return lack
+        failure = reason and f"{endpoint} cannot be reached from here ({reason})"
+        _cached_results[endpoint] = (time.monotonic(), failure)
+    return failure
 
 
 @contextmanager
@@ -52,15 +52,15 @@ def hub_cache_only(reason: str | None) -> Iterator[None]:
     from huggingface_hub import constants
 
     datasets: Any = sys.modules.get("datasets")
-    places: list[Any] = [constants] if datasets is None else [constants, datasets.config]
-    before = [place.HF_HUB_OFFLINE for place in places]
-    for place in places:
-        place.HF_HUB_OFFLINE = place.HF_HUB_OFFLINE or reason is not None
+    configs: list[Any] = [constants] if datasets is None else [constants, datasets.config]
+    before = [hub_config.HF_HUB_OFFLINE for hub_config in configs]
+    for hub_config in configs:
+        hub_config.HF_HUB_OFFLINE = hub_config.HF_HUB_OFFLINE or reason is not None
     try:
         yield
     finally:
-        for place, flag in zip(places, before, strict=True):
-            place.HF_HUB_OFFLINE = flag
+        for hub_config, flag in zip(configs, before, strict=True):
+            hub_config.HF_HUB_OFFLINE = flag
 
 
 def _host_and_port(endpoint: str) -> tuple[str, int]:
@@ -80,20 +80,20 @@ def _connection_error(host: str, port: int) -> str | None:
 
     In a separate thread, because a name lookup without an answering server cannot be interrupted.
     """
-    answer: list[str | None] = [f"no connection in {CONNECT_TIMEOUT_S:.0f} s"]
+    failure: list[str | None] = [f"no connection in {CONNECT_TIMEOUT_S:.0f} s"]
 
     def ask() -> None:
         try:
-            answer[0] = _try_connect(host, port, time.monotonic() + CONNECT_TIMEOUT_S)
+            failure[0] = _try_connect(host, port, time.monotonic() + CONNECT_TIMEOUT_S)
         except OSError as error:
-            answer[0] = error.strerror or str(error)
+            failure[0] = error.strerror or str(error)
         except Exception:  # an invalid name: the client reports it
-            answer[0] = None
+            failure[0] = None
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(CONNECT_TIMEOUT_S)
-    return answer[0]
+    return failure[0]
 
 
 def _try_connect(host: str, port: int, deadline: float) -> str | None:
@@ -102,14 +102,14 @@ def _try_connect(host: str, port: int, deadline: float) -> str | None:
     Returns:
         None as soon as one connects, else the reason of the last failure.
     """
-    why = f"no connection in {CONNECT_TIMEOUT_S:.0f} s"
-    with ExitStack() as opened:
-        selector = opened.enter_context(selectors.DefaultSelector())
+    failure = f"no connection in {CONNECT_TIMEOUT_S:.0f} s"
+    with ExitStack() as sockets:
+        selector = sockets.enter_context(selectors.DefaultSelector())
         for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             try:
-                attempt = opened.enter_context(socket.socket(family, kind, protocol))
+                attempt = sockets.enter_context(socket.socket(family, kind, protocol))
             except OSError as refusal:  # an address family that this system lacks
-                why = refusal.strerror or why
+                failure = refusal.strerror or failure
                 continue
             attempt.setblocking(False)
             error = attempt.connect_ex(address)
@@ -118,12 +118,12 @@ def _try_connect(host: str, port: int, deadline: float) -> str | None:
             if error in _CONNECT_IN_PROGRESS:
                 selector.register(attempt, selectors.EVENT_WRITE, attempt)
             else:
-                why = os.strerror(error)
-        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
+                failure = os.strerror(error)
+        while selector.get_map() and (remaining_s := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(remaining_s):
                 error = key.data.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 if not error:
                     return None
-                why = os.strerror(error)
+                failure = os.strerror(error)
                 selector.unregister(key.fileobj)
-    return why
+    return failure

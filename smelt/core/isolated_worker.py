@@ -69,18 +69,18 @@ class IsolatedWorker:
             while True:
                 is_new = self._process is None
                 try:
-                    answer, expired = self._exchange(line, seconds)
+                    reply_line, timed_out = self._exchange(line, seconds)
                 except BaseException:  # interrupted: the next request must not get this one's answer
                     self._stop()
                     raise
-                if answer.endswith(b"\n"):
+                if reply_line.endswith(b"\n"):
                     break
                 code, limits = self._stop(), ProcessLimits(self._memory_bytes, seconds)
-                if expired:  # also where a killed process has no signal as its exit status
+                if timed_out:  # also where a killed process has no signal as its exit status
                     raise IsolatedProcessError(f"it took more than {seconds:.0f} s", "time-limit")
                 if is_new or code != _KILLED:  # else it may have been killed before it had the request
                     raise IsolatedProcessError(*failure_reason(code, "", limits))
-        reply = json.loads(answer)
+        reply = json.loads(reply_line)
         if "failed" in reply:
             raise IsolatedProcessError(reply["failed"], reply["code"])
         return reply["answer"]
@@ -92,10 +92,10 @@ class IsolatedWorker:
         process = self._process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
-        expired = threading.Event()
+        timed_out = threading.Event()
 
         def stop() -> None:
-            expired.set()
+            timed_out.set()
             process.kill()
 
         timer = threading.Timer(max(1.0, seconds) * WALL_TIME_FACTOR, stop)
@@ -104,9 +104,9 @@ class IsolatedWorker:
         try:
             process.stdin.write(line)
             process.stdin.flush()
-            return process.stdout.readline(_MAX_ANSWER_BYTES), expired.is_set()
+            return process.stdout.readline(_MAX_ANSWER_BYTES), timed_out.is_set()
         except BrokenPipeError:
-            return b"", expired.is_set()
+            return b"", timed_out.is_set()
         finally:
             timer.cancel()
 
@@ -157,17 +157,17 @@ def main(arguments: Sequence[str]) -> None:
     """Answer requests until standard input ends; prints of libraries do not reach the answers."""
     memory, name = arguments
     module, _, function = name.partition(":")
-    answers = os.fdopen(os.dup(1), "w", encoding="ascii")
+    reply_stream = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides when the worker ends
     limits = ProcessLimits(int(memory), _UNLIMITED_SECONDS)
-    answer = getattr(importlib.import_module(module), function)
+    handler = getattr(importlib.import_module(module), function)
     apply_limits(limits)
     for line in sys.stdin.buffer:
         seconds, request = json.loads(line)
         _limit_processor_time(seconds)
         try:
-            reply = {"answer": answer(request)}
+            reply = {"answer": handler(request)}
         except MemoryError:
             reply = {"failed": out_of_memory_message(limits.memory_bytes), "code": "memory-limit"}
         except Exception as error:
@@ -176,7 +176,7 @@ def main(arguments: Sequence[str]) -> None:
                 "code": "process-failed",
             }
         _limit_processor_time(0)
-        print(json.dumps(reply), file=answers, flush=True)
+        print(json.dumps(reply), file=reply_stream, flush=True)
 
 
 def _limit_processor_time(seconds: float) -> None:

@@ -64,27 +64,29 @@ class LockOwner:
 
     def __str__(self) -> str:
         """Return "process 1234", with the machine if it is another one."""
-        here = current_owner()
-        same = (self.kernel, self.namespace) == (here.kernel, here.namespace)
-        return f"process {self.process}" + ("" if same else f" on {self.host}")
+        current = current_owner()
+        is_same_machine = (self.kernel, self.namespace) == (current.kernel, current.namespace)
+        return f"process {self.process}" + ("" if is_same_machine else f" on {self.host}")
 
     def is_alive(self) -> bool | None:
         """Return whether the process runs; None if that is not visible from here."""
-        here = current_owner()
-        if (self.kernel, self.namespace) != (here.kernel, here.namespace):
+        current = current_owner()
+        if (self.kernel, self.namespace) != (current.kernel, current.namespace):
             return None
         import psutil
 
         try:
-            found = psutil.Process(self.process)
-            if found.status() == psutil.STATUS_ZOMBIE:
+            running = psutil.Process(self.process)
+            if running.status() == psutil.STATUS_ZOMBIE:
                 return False  # it has ended, and its parent has not collected it yet
         except psutil.NoSuchProcess:
             return False
         except psutil.AccessDenied:
             return True
-        now = _process_start_time(self.process)
-        return self.started is None or now is None or abs(now - self.started) < _START_TOLERANCE_S
+        start_time = _process_start_time(self.process)
+        return (
+            self.started is None or start_time is None or abs(start_time - self.started) < _START_TOLERANCE_S
+        )
 
 
 def current_owner() -> LockOwner:
@@ -218,12 +220,12 @@ def is_locked(path: Path) -> bool | None:
     except OSError:
         return None
     try:
-        taken = try_lock(descriptor)
+        acquired = try_lock(descriptor)
     except OSError:
         return None
     finally:
         os.close(descriptor)
-    return None if taken is None else not taken
+    return None if acquired is None else not acquired
 
 
 def remove_stale_lock(path: Path) -> None:
@@ -236,12 +238,12 @@ def remove_stale_lock(path: Path) -> None:
         descriptor = _open_lock_file(path, 0)
         try:
             # as in `file_lock`, it is removed while held
-            free = try_lock(descriptor) is True and _is_same_file(path, descriptor)
-            if free and sys.platform != "win32":
+            is_unlocked = try_lock(descriptor) is True and _is_same_file(path, descriptor)
+            if is_unlocked and sys.platform != "win32":
                 path.unlink()
         finally:
             os.close(descriptor)
-        if free and sys.platform == "win32":
+        if is_unlocked and sys.platform == "win32":
             path.unlink()  # fails, which is harmless, if another process has opened it meanwhile
 
 
@@ -253,13 +255,13 @@ def _acquire(path: Path, on_wait: Callable[[str], None]) -> int | None:
     while True:
         descriptor = _open_lock_file(path, os.O_CREAT)
         try:
-            taken = try_lock(descriptor)
-            if taken is None:
+            acquired = try_lock(descriptor)
+            if acquired is None:
                 if os.fstat(descriptor).st_size == 0:  # created here, and not lockable
                     path.unlink(missing_ok=True)
                 os.close(descriptor)
                 return None
-            if not taken:
+            if not acquired:
                 if not reported:
                     on_wait(str(read_owner(path) or "another process"))
                 reported = True
@@ -314,9 +316,9 @@ def _hold_lease(path: Path, on_wait: Callable[[str], None]) -> Iterator[None]:
     """Hold the lease next to the lock file `path`; wait for its present owner."""
     from filelock import Timeout
 
-    place = path.with_name(path.name + _LEASE_SUFFIX)
-    _remove_stale_lease(place)  # a caller that refuses to wait would never detect an expired lease
-    lease = _make_lease(place)
+    lease_path = path.with_name(path.name + _LEASE_SUFFIX)
+    _remove_stale_lease(lease_path)  # a caller that refuses to wait would never detect an expired lease
+    lease = _make_lease(lease_path)
     reported = False
     while not lease.is_locked:
         try:
@@ -326,7 +328,7 @@ def _hold_lease(path: Path, on_wait: Callable[[str], None]) -> Iterator[None]:
                 on_wait(_describe_lease_owner(lease))
             reported = True
             time.sleep(_LEASE_POLL_S)
-            _break_ownerless_lease(lease, place)
+            _break_ownerless_lease(lease, lease_path)
     try:
         yield
     finally:
@@ -339,8 +341,8 @@ def _describe_lease_owner(lease: Any) -> str:
     if owner is None:
         return "another process"
     # filelock appends the PID namespace to the name of the machine
-    host, here = owner.hostname.partition("?")[0], current_owner()
-    return f"process {owner.pid}" + ("" if host == here.host else f" on {host}")
+    host, current = owner.hostname.partition("?")[0], current_owner()
+    return f"process {owner.pid}" + ("" if host == current.host else f" on {host}")
 
 
 def _break_ownerless_lease(lease: Any, path: Path) -> None:
@@ -380,15 +382,17 @@ def heartbeat(marker: Path) -> Iterator[None]:
     with contextlib.suppress(OSError):
         marker.unlink()  # of a dead process
     descriptor = os.open(marker, os.O_RDWR | os.O_CREAT, 0o666)
-    ended = threading.Event()
-    beat = threading.Thread(target=_touch_repeatedly, args=(marker, ended), name="smelt-present", daemon=True)
+    stopped = threading.Event()
+    touch_thread = threading.Thread(
+        target=_touch_repeatedly, args=(marker, stopped), name="smelt-present", daemon=True
+    )
     try:
         # locked before it has a record: without one it is not judged
         write_owner(descriptor, replace(holder, locked=_try_marker_lock(descriptor)))
-        beat.start()
+        touch_thread.start()
         yield
     finally:
-        ended.set()
+        stopped.set()
         if sys.platform == "win32":  # where an open file cannot be removed
             os.close(descriptor)
         with contextlib.suppress(OSError):
@@ -410,9 +414,9 @@ def is_active(marker: Path) -> bool:
     if holder.kernel == current_owner().kernel:
         if holder.locked and locked is not None:
             return False  # all processes of one kernel see each other's locks; this one has ended
-        alive = holder.is_alive()
-        if alive is not None:
-            return alive
+        is_alive = holder.is_alive()
+        if is_alive is not None:
+            return is_alive
     return seconds_since_written(marker) < STALE_AFTER_S
 
 
@@ -492,8 +496,8 @@ class MachineTurns:
 
     def _wait_for_steps(self, report: Callable[[str], None]) -> None:
         started, reported = time.monotonic(), False
-        while running := [lock for lock in self._machine.glob("*.step.lock") if is_file_lock_held(lock)]:
-            holder = read_owner(running[0]) or "another worker"
+        while held_locks := [lock for lock in self._machine.glob("*.step.lock") if is_file_lock_held(lock)]:
+            holder = read_owner(held_locks[0]) or "another worker"
             if time.monotonic() - started >= self._max_wait_s:
                 report(f"latency: {holder} still runs a step; the measurement may be disturbed")
                 return

@@ -45,12 +45,12 @@ class Message:
             raise ValueError(f"a code consists of lower-case letters, digits and hyphens, got {self.code!r}")
 
     def __str__(self) -> str:
-        place = self.file or ("line" if self.line is not None else "")
-        at = "" if self.line is None else f":{self.line}" if self.file else f" {self.line}"
-        where = f"{place}{at}"
-        if re.match(rf"{re.escape(where)}(?!\w)", self.message):
-            where = ""  # the text of an error already has it
-        return ": ".join(part for part in (where, self.step or "", self.message) if part)
+        location_prefix = self.file or ("line" if self.line is not None else "")
+        line_suffix = "" if self.line is None else f":{self.line}" if self.file else f" {self.line}"
+        location = f"{location_prefix}{line_suffix}"
+        if re.match(rf"{re.escape(location)}(?!\w)", self.message):
+            location = ""  # the text of an error already has it
+        return ": ".join(text for text in (location, self.step or "", self.message) if text)
 
     def with_prefix(self, prefix: str) -> Message:
         """Return the same message with `prefix` before its text."""
@@ -146,5 +146,5 @@ def with_count(number: int, word: str) -> str:
 
 def hide_password(url: str) -> str:
     """Return a URL with *** instead of its password."""
-    hidden = re.sub(r"(://[^:/@]*):[^/]*@", r"\1:***@", url)
-    return re.sub(r"(?i)(password=)[^&]*", r"\1***", hidden)
+    masked_url = re.sub(r"(://[^:/@]*):[^/]*@", r"\1:***@", url)
+    return re.sub(r"(?i)(password=)[^&]*", r"\1***", masked_url)

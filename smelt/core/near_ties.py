@@ -28,8 +28,8 @@ def is_better(error: Any, best: Any) -> Any:
 
 def first_within_tolerance(errors: Sequence[Any]) -> int:
     """Return the index of the first of `errors`, numbers, that is as small as the smallest or nearly so."""
-    least = min(errors)
-    return next((at for at, error in enumerate(errors) if not is_better(least, error)), 0)
+    smallest = min(errors)
+    return next((index for index, error in enumerate(errors) if not is_better(smallest, error)), 0)
 
 
 def round_significant(value: float, digits: int = 3) -> float:

@@ -51,9 +51,9 @@ def from_first(make: Callable[[], ValueT]) -> ValueT:
         return make()
     import torch
 
-    found = [make() if process_rank() == 0 else None]
-    torch.distributed.broadcast_object_list(found, src=0)
-    return found[0]  # type: ignore[return-value]
+    objects = [make() if process_rank() == 0 else None]
+    torch.distributed.broadcast_object_list(objects, src=0)
+    return objects[0]  # type: ignore[return-value]
 
 
 def gather_parts(part: ValueT) -> list[ValueT]:
@@ -62,9 +62,9 @@ def gather_parts(part: ValueT) -> list[ValueT]:
         return [part]
     import torch
 
-    found: list[Any] = [None] * process_count()
-    torch.distributed.all_gather_object(found, part)
-    return found
+    objects: list[Any] = [None] * process_count()
+    torch.distributed.all_gather_object(objects, part)
+    return objects
 
 
 def own_batches(batches: Iterable[ValueT]) -> list[tuple[int, ValueT]]:
@@ -76,7 +76,7 @@ def own_batches(batches: Iterable[ValueT]) -> list[tuple[int, ValueT]]:
 def merge_shares(found: Mapping[int, ValueT]) -> list[ValueT]:
     """Return the results of all processes in the order of their indices, which are 0 to n - 1."""
     parts = gather_parts(dict(found))
-    merged = {index: value for part in parts for index, value in part.items()}
+    merged = {index: value for results in parts for index, value in results.items()}
     return [merged[index] for index in range(len(merged))]
 
 

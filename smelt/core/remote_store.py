@@ -58,26 +58,26 @@ def open_remote_store(url: str) -> RemoteStore:
             `store-unreachable`.
     """
     remote = RemoteStore(url)
-    ended: list[BaseException | None] = []
+    outcome: list[BaseException | None] = []
 
     def check() -> None:
         try:
             remote.check()
-            ended.append(None)
+            outcome.append(None)
         except Exception as error:  # every driver has errors of its own
-            ended.append(error)
+            outcome.append(error)
 
     # not a pool, whose end would wait for a driver that does not answer
     thread = threading.Thread(target=check, name="smelt-store-check", daemon=True)
     thread.start()
     thread.join(_ANSWER_S)
-    if not ended:
+    if not outcome:
         raise InputError(
             f"{remote}: no answer within {_ANSWER_S:.0f} s. Check address and network.",
             code="store-unreachable",
         )
-    if ended[0] is not None:
-        raise _access_error(str(remote), ended[0]) from ended[0]
+    if outcome[0] is not None:
+        raise _access_error(str(remote), outcome[0]) from outcome[0]
     return remote
 
 
@@ -151,8 +151,8 @@ class RemoteStore:
                 size = None
             if size is None or size != record.size_bytes or sha256_of(path) != record.sha256:
                 self._damaged.add(record.sha256)
-                what = "is missing" if size is None else "has other bytes than were written"
-                raise self._damage(key, f"files/{record.sha256} ({name}) {what}")
+                damage = "is missing" if size is None else "has other bytes than were written"
+                raise self._damage(key, f"files/{record.sha256} ({name}) {damage}")
             self._known.add(record.sha256)
         self._known.add(key)
         return manifest
@@ -186,11 +186,11 @@ class RemoteStore:
             self._known.add(key)
             return
         for name, record in artifact.manifest.files.items():
-            place = f"files/{record.sha256}"
+            remote_path = f"files/{record.sha256}"
             if record.sha256 in self._known and record.sha256 not in self._damaged:
                 continue
-            if record.sha256 in self._damaged or self._size_of(place) != record.size_bytes:
-                self._write(place, artifact.path / name)
+            if record.sha256 in self._damaged or self._size_of(remote_path) != record.size_bytes:
+                self._write(remote_path, artifact.path / name)
             self._known.add(record.sha256)
             self._damaged.discard(record.sha256)
         self._write(f"artifacts/{key}.json", artifact.path / MANIFEST)
@@ -216,9 +216,9 @@ class RemoteStore:
 
     def push_score(self, key: str, file: Path, replace: bool = False) -> None:
         """Write the score in `file`; nothing if there is one, unless with `replace`."""
-        place = f"scores/{key}.json"
-        if replace or (f"scores/{key}" not in self._known and self._size_of(place) is None):
-            self._write(place, file)
+        remote_path = f"scores/{key}.json"
+        if replace or (f"scores/{key}" not in self._known and self._size_of(remote_path) is None):
+            self._write(remote_path, file)
         self._known.add(f"scores/{key}")
 
     def push_checkpoint(self, place: str, folder: Path, note: str) -> None:
@@ -273,13 +273,13 @@ class RemoteStore:
         if self._fs.async_impl:  # an object store: an object appears when all of it has been written
             self._fs.put_file(str(file), target)
             return
-        part = f"{self._root}/.{secrets.token_hex(8)}.part"
+        temporary_path = f"{self._root}/.{secrets.token_hex(8)}.part"
         try:
-            self._fs.put_file(str(file), part)
-            self._fs.mv(part, target)
+            self._fs.put_file(str(file), temporary_path)
+            self._fs.mv(temporary_path, target)
         except BaseException:
             with suppress(Exception):
-                self._fs.rm_file(part)
+                self._fs.rm_file(temporary_path)
             raise
 
 
@@ -299,11 +299,11 @@ def _open_file_system(url: str) -> tuple[Any, str]:
 
     _require_plain_url(url)
     protocol = url.partition("://")[0]
-    known = fsspec.available_protocols()
-    if protocol not in known:
+    protocols = fsspec.available_protocols()
+    if protocol not in protocols:
         raise InputError(
             f"{hide_password(url)}: unknown protocol '{protocol}'. Expected one of fsspec's, such as s3, gs,"
-            f" az, sftp or file.{did_you_mean(protocol, known)}",
+            f" az, sftp or file.{did_you_mean(protocol, protocols)}",
             code="unknown-protocol",
         )
     try:
@@ -336,8 +336,8 @@ def _require_plain_url(url: str) -> None:
             url, "URLs of several file systems are not supported. Give that of the bucket alone"
         )
     if "://" not in url:
-        rest = url.partition(":")[2].lstrip("/")
-        raise _invalid_url(url, f"expected two slashes: {protocol}://{rest}, or ./{url} for a folder")
+        remainder = url.partition(":")[2].lstrip("/")
+        raise _invalid_url(url, f"expected two slashes: {protocol}://{remainder}, or ./{url} for a folder")
     if protocol in ("file", "local") and not url.startswith(f"{protocol}:///"):
         raise _invalid_url(url, f"expected three slashes and an absolute path: {protocol}:///mnt/store")
 

@@ -33,29 +33,29 @@ class Settings(BaseModel):
     def any_format_references(self) -> frozenset[str]:
         """Return which of `step_references` may be steps with a model in another format than torch."""
         return frozenset(
-            setting for setting, (_, mark) in self._marked_references().items() if mark.any_format
+            setting for setting, (_, marker) in self._marked_references().items() if marker.any_format
         )
 
     def folder_references(self) -> frozenset[str]:
         """Return which of `step_references` may be `{model: FOLDER}` instead."""
         return frozenset(
-            setting for setting, (_, mark) in self._marked_references().items() if mark.or_folder
+            setting for setting, (_, marker) in self._marked_references().items() if marker.or_folder
         )
 
     def _marked_references(self) -> dict[str, tuple[str, _ReferenceMarker]]:
-        found: dict[str, tuple[str, _ReferenceMarker]] = {}
+        references: dict[str, tuple[str, _ReferenceMarker]] = {}
         for name, info in type(self).model_fields.items():
-            mark = next((mark for mark in info.metadata if isinstance(mark, _ReferenceMarker)), None)
-            for place, value in _tuple_items(getattr(self, name)):
-                setting = ".".join([name, *map(str, place)])
+            marker = next((marker for marker in info.metadata if isinstance(marker, _ReferenceMarker)), None)
+            for item_path, value in _tuple_items(getattr(self, name)):
+                setting = ".".join([name, *map(str, item_path)])
                 if isinstance(value, Settings):
-                    found |= {
-                        f"{setting}.{below}": reference
-                        for below, reference in value._marked_references().items()
+                    references |= {
+                        f"{setting}.{sub_setting}": reference
+                        for sub_setting, reference in value._marked_references().items()
                     }
-                elif isinstance(value, str) and mark is not None:
-                    found[setting] = value, mark
-        return found
+                elif isinstance(value, str) and marker is not None:
+                    references[setting] = value, marker
+        return references
 
     def resolve_for_task(self, task: Task) -> Self:
         """Return the settings with defaults that depend on the task; most settings have none."""
@@ -73,8 +73,8 @@ class Settings(BaseModel):
                 report[name] = value.to_report()
             elif isinstance(value, list | tuple):
                 report[name] = [
-                    item.to_report() if isinstance(item, Settings) else dumped
-                    for item, dumped in zip(value, report[name], strict=True)
+                    item.to_report() if isinstance(item, Settings) else json_item
+                    for item, json_item in zip(value, report[name], strict=True)
                 ]
         return report
 
@@ -99,37 +99,42 @@ class Settings(BaseModel):
 
     def paths(self) -> dict[tuple[str | int, ...], str]:
         """Return the files and folders in these settings, by setting."""
-        return {place: path for place, (path, _) in self._marked_paths().items()}
+        return {setting_path: path for setting_path, (path, _) in self._marked_paths().items()}
 
     def paths_to_models(self) -> dict[tuple[str | int, ...], bool]:
         """Return which of `paths` are model folders; true if the model is used unchanged."""
-        return {place: mark.used_unchanged for place, (_, mark) in self._marked_paths().items() if mark.model}
+        return {
+            setting_path: marker.used_unchanged
+            for setting_path, (_, marker) in self._marked_paths().items()
+            if marker.model
+        }
 
     def _marked_paths(self) -> dict[tuple[str | int, ...], tuple[str, _PathMarker]]:
-        found: dict[tuple[str | int, ...], tuple[str, _PathMarker]] = {}
+        paths: dict[tuple[str | int, ...], tuple[str, _PathMarker]] = {}
         for name, info in type(self).model_fields.items():
-            mark = next((mark for mark in info.metadata if isinstance(mark, _PathMarker)), None)
-            for place, value in _tuple_items(getattr(self, name)):
+            marker = next((marker for marker in info.metadata if isinstance(marker, _PathMarker)), None)
+            for item_path, value in _tuple_items(getattr(self, name)):
                 if isinstance(value, Settings):
-                    found |= {
-                        (name, *place, *below): marked for below, marked in value._marked_paths().items()
+                    paths |= {
+                        (name, *item_path, *sub_path): marked
+                        for sub_path, marked in value._marked_paths().items()
                     }
-                elif isinstance(value, str) and mark is not None:
-                    found[name, *place] = value, mark
-        return found
+                elif isinstance(value, str) and marker is not None:
+                    paths[name, *item_path] = value, marker
+        return paths
 
     def resolve_paths(self, base: Path) -> Self:
         """Return the settings with paths relative to `base` made absolute."""
-        changed: dict[str, Any] = {}
-        for name in dict.fromkeys(str(place[0]) for place in self.paths()):
+        resolved: dict[str, Any] = {}
+        for name in dict.fromkeys(str(setting_path[0]) for setting_path in self.paths()):
             value = getattr(self, name)
             if isinstance(value, tuple):
-                changed[name] = tuple(v.resolve_paths(base) if isinstance(v, Settings) else v for v in value)
+                resolved[name] = tuple(v.resolve_paths(base) if isinstance(v, Settings) else v for v in value)
             elif isinstance(value, Settings):
-                changed[name] = value.resolve_paths(base)
+                resolved[name] = value.resolve_paths(base)
             else:
-                changed[name] = str(absolute_path(resolve_path(base, value)))
-        return self.model_copy(update=changed) if changed else self
+                resolved[name] = str(absolute_path(resolve_path(base, value)))
+        return self.model_copy(update=resolved) if resolved else self
 
 
 def absolute_path(path: Path) -> Path:
@@ -139,7 +144,9 @@ def absolute_path(path: Path) -> Path:
 
 def _tuple_items(value: Any) -> list[tuple[tuple[int, ...], Any]]:
     """Return the members of a tuple with their indices; for other values the value itself."""
-    return [((at,), item) for at, item in enumerate(value)] if isinstance(value, tuple) else [((), value)]
+    return (
+        [((index,), item) for index, item in enumerate(value)] if isinstance(value, tuple) else [((), value)]
+    )
 
 
 FolderSettingsT = TypeVar("FolderSettingsT", bound=Settings)

@@ -161,20 +161,20 @@ class StageCache:
         Damaged files are made again.
         """
         key = self.files_key(what)
-        words, artifacts = str(what["what"]), list(what["artifacts"])
+        description, artifacts = str(what["what"]), list(what["artifacts"])
         with self.store.lock(key, self._report_wait):
-            entry, cached = self.find_intact(key, words), True
+            entry, cached = self.find_intact(key, description), True
             if entry is None:
                 cached, started = False, time.monotonic()
                 with self.store.workspace() as space:
                     folder = space / "out"
                     folder.mkdir()
                     make(folder)
-                    entry = commit_cached_files(self.store, folder, key, words, artifacts)
-                took = f"made in {time.monotonic() - started:,.1f} s and cached"
+                    entry = commit_cached_files(self.store, folder, key, description, artifacts)
+                source = f"made in {time.monotonic() - started:,.1f} s and cached"
             else:
-                took = "from the cache"
-            self.log(f"  {words}: {entry.size_bytes / 1e6:,.1f} MB, {took}")
+                source = "from the cache"
+            self.log(f"  {description}: {entry.size_bytes / 1e6:,.1f} MB, {source}")
         yield entry.path, cached
 
     def value_key(self, what: Mapping[str, Any]) -> str:
@@ -188,10 +188,10 @@ class StageCache:
     def find_intact(self, key: str, words: str) -> CachedFiles | None:
         """Return the cached files `key`; damaged ones are removed."""
         entry = find_cached_files(self.store, key)
-        wrong = entry.find_damage() if entry is not None else None
-        if entry is None or wrong is None:
+        damage = entry.find_damage() if entry is not None else None
+        if entry is None or damage is None:
             return entry
-        self.log(f"  {words}: {wrong[0]}: {wrong[1]}; made again")
+        self.log(f"  {words}: {damage[0]}: {damage[1]}; made again")
         remove_cached_files(entry.path)
         return None
 

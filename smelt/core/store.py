@@ -188,9 +188,9 @@ class Store:
             for path in sorted(folder.rglob("*"))
             if path.is_file() and path != folder / MANIFEST
         }
-        if odd := [name for name in files if not is_artifact_file(name)]:
+        if invalid := [name for name in files if not is_artifact_file(name)]:
             raise InputError(
-                f"{manifest.stage} wrote {odd[0]!r}, but an artifact may contain only weights, graphs,"
+                f"{manifest.stage} wrote {invalid[0]!r}, but an artifact may contain only weights, graphs,"
                 " tokenizer files and settings.",
                 code="unknown-file",
             )
@@ -339,17 +339,17 @@ class Store:
             failed = False
             self.warn(warning("damaged-remote-file", f"{remote}: {error}. It is made and written again."))
         except Exception as error:  # every driver has errors of its own
-            what = describe_driver_error(error)
+            cause = describe_driver_error(error)
             self.warn(
                 warning(
                     "push-failed",
-                    f"{remote}: cannot be written to: {what}. What was made is in {self.root}, and is copied"
+                    f"{remote}: cannot be written to: {cause}. What was made is in {self.root}, and is copied"
                     " at the end of the run if the bucket answers then.",
                 )
                 if to_write
                 else warning(
                     "pull-failed",
-                    f"{remote}: cannot be read: {what}. What it has may be made again here.",
+                    f"{remote}: cannot be read: {cause}. What it has may be made again here.",
                 )
             )
         finally:
@@ -395,10 +395,15 @@ def _file_states(artifact: Artifact) -> dict[str, list[int]]:
     states = {}
     for name in (MANIFEST, *artifact.manifest.files):
         try:
-            found = (artifact.path / name).stat()
+            file_status = (artifact.path / name).stat()
         except (OSError, ValueError):
             continue  # `verify` reports it
-        states[name] = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+        states[name] = [
+            file_status.st_size,
+            file_status.st_mtime_ns,
+            file_status.st_ctime_ns,
+            file_status.st_ino,
+        ]
     return states
 
 

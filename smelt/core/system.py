@@ -44,9 +44,9 @@ def available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the bytes that a process can still allocate: memory and swap, within its container's limit."""
     import psutil
 
-    free = int(psutil.virtual_memory().available) + int(psutil.swap_memory().free)
-    left = _container_free_bytes(cgroup)
-    return free if left is None else min(free, left)
+    system_free = int(psutil.virtual_memory().available) + int(psutil.swap_memory().free)
+    container_free = _container_free_bytes(cgroup)
+    return system_free if container_free is None else min(system_free, container_free)
 
 
 def memory_limit_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -54,14 +54,14 @@ def memory_limit_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     import psutil
 
     swap = int(psutil.swap_memory().total)
-    whole = int(psutil.virtual_memory().total) + swap
+    physical_limit = int(psutil.virtual_memory().total) + swap
     for name, _ in _CGROUP_FILES:
         try:
             limit = int((cgroup / name).read_text(encoding="ascii"))
         except (OSError, ValueError):  # no such group, or "max": no limit
             continue
-        return min(whole, limit + _container_swap_bytes(cgroup, swap))
-    return whole
+        return min(physical_limit, limit + _container_swap_bytes(cgroup, swap))
+    return physical_limit
 
 
 def _container_swap_bytes(cgroup: Path, swap: int) -> int:
@@ -123,8 +123,8 @@ def _container_free_bytes(cgroup: Path) -> int | None:
     for limit_name, used_name in _CGROUP_FILES:
         try:
             limit = int((cgroup / limit_name).read_text(encoding="ascii"))
-            used = int((cgroup / used_name).read_text(encoding="ascii"))
-            return max(0, limit - used + _page_cache_bytes(cgroup / limit_name))
+            used_bytes = int((cgroup / used_name).read_text(encoding="ascii"))
+            return max(0, limit - used_bytes + _page_cache_bytes(cgroup / limit_name))
         except (OSError, ValueError):  # no such group, or "max": no limit
             continue
     return None
@@ -154,11 +154,11 @@ def gc_paused() -> Iterator[None]:
 def package_problem(package: str, oldest: str) -> str | None:
     """Return the problem if `package` is not installed at release `oldest` or later, else None."""
     try:
-        found = version(package)
+        installed = version(package)
     except PackageNotFoundError:
         return f"{package} {oldest} or later is needed, but it is not installed"
-    if _release_number(found) < _release_number(oldest):
-        return f"{package} {oldest} or later is needed, but {found} is installed"
+    if _release_number(installed) < _release_number(oldest):
+        return f"{package} {oldest} or later is needed, but {installed} is installed"
     return None
 
 
@@ -169,13 +169,13 @@ def install_command(package: str, oldest: str) -> str:
 
 def package_versions(names: Sequence[str]) -> dict[str, str]:
     """Return the versions of those packages in `names` that are installed."""
-    found = {}
+    versions = {}
     for name in names:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def require_package(package: str, oldest: str, feature: str) -> None:
@@ -189,15 +189,15 @@ def require_package(package: str, oldest: str, feature: str) -> None:
     Raises:
         MissingDependencyError: it is not installed, or too old.
     """
-    lack = package_problem(package, oldest)
-    if lack is not None:
+    problem = package_problem(package, oldest)
+    if problem is not None:
         raise MissingDependencyError(
-            f"{feature}: {lack}. {install_command(package, oldest)}", code="not-installed"
+            f"{feature}: {problem}. {install_command(package, oldest)}", code="not-installed"
         )
 
 
 def _release_number(release: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", release)[:2])
+    return tuple(int(number) for number in re.findall(r"\d+", release)[:2])
 
 
 SAFE_PATH_VARIABLE = "PYTHONSAFEPATH"  # also for processes that a child starts (multiprocessing, compilers)
@@ -242,11 +242,11 @@ def run_isolated(module: str, arguments: Sequence[str], limits: ProcessLimits) -
     Raises:
         IsolatedProcessError: it exceeded a limit, or crashed.
     """
-    limited = (str(limits.memory_bytes), str(limits.seconds))
-    command = python_command("-m", __name__, *limited, module, *arguments)
+    limit_arguments = (str(limits.memory_bytes), str(limits.seconds))
+    command = python_command("-m", __name__, *limit_arguments, module, *arguments)
     environment = child_environment(**dict.fromkeys(_ONE_THREAD, "1"))
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             command, capture_output=True, text=True, errors="replace", check=False, env=environment,
             stdin=subprocess.DEVNULL, timeout=max(1.0, limits.seconds) * WALL_TIME_FACTOR,
         )  # fmt: skip
@@ -256,20 +256,20 @@ def run_isolated(module: str, arguments: Sequence[str], limits: ProcessLimits) -
         ) from error
     except OSError as error:
         raise IsolatedProcessError(f"no process could be started: {error}", "process-failed") from error
-    lines = done.stdout.splitlines()
-    if done.returncode == 0 and lines:
-        found = json.loads(lines[-1])
-        if "failed" in found:
-            raise IsolatedProcessError(found["failed"], found["code"])
-        return found["answer"]
-    raise IsolatedProcessError(*failure_reason(done.returncode, done.stderr, limits))
+    lines = completed.stdout.splitlines()
+    if completed.returncode == 0 and lines:
+        reply = json.loads(lines[-1])
+        if "failed" in reply:
+            raise IsolatedProcessError(reply["failed"], reply["code"])
+        return reply["answer"]
+    raise IsolatedProcessError(*failure_reason(completed.returncode, completed.stderr, limits))
 
 
 def failure_reason(code: int, stderr: str, limits: ProcessLimits) -> tuple[str, str]:
     """Return why a process failed, and the code of its `IsolatedProcessError`."""
     if os.name != "nt" and code in (-signal.SIGXCPU, -signal.SIGPROF, -signal.SIGKILL):
         return f"it took more than {limits.seconds:.0f} s of processor time", "time-limit"
-    if any(word in stderr for word in ("bad_alloc", "MemoryError", "Cannot allocate memory")):
+    if any(marker in stderr for marker in ("bad_alloc", "MemoryError", "Cannot allocate memory")):
         return out_of_memory_message(limits.memory_bytes), "memory-limit"
     name = signal.Signals(-code).name if code < 0 else f"code {code}"
     last = next((line for line in reversed(stderr.splitlines()) if line.strip()), "nothing")
@@ -308,25 +308,25 @@ def raise_memory_limit(size_bytes: int) -> None:
         return
     soft, most = resource.getrlimit(resource.RLIMIT_DATA)
     if soft != resource.RLIM_INFINITY:
-        wanted = soft + min(size_bytes, available_bytes() // 2)
-        resource.setrlimit(resource.RLIMIT_DATA, (wanted if most < 0 else min(wanted, most), most))
+        new_limit = soft + min(size_bytes, available_bytes() // 2)
+        resource.setrlimit(resource.RLIMIT_DATA, (new_limit if most < 0 else min(new_limit, most), most))
 
 
 def isolated_main(arguments: Sequence[str]) -> None:
     """Run one request; libraries print to standard output, so the answer uses a separate descriptor."""
-    memory, seconds, name, *rest = arguments
+    memory, seconds, name, *arguments_left = arguments
     module, _, function = name.partition(":")
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    reply_stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     limits = ProcessLimits(int(memory), float(seconds))
     apply_limits(limits)
     try:
         reply: dict[str, Any] = {
-            "answer": getattr(importlib.import_module(module), function or "subprocess_main")(rest)
+            "answer": getattr(importlib.import_module(module), function or "subprocess_main")(arguments_left)
         }
     except MemoryError:
         reply = {"failed": out_of_memory_message(limits.memory_bytes), "code": "memory-limit"}
-    print(json.dumps(reply), file=answers, flush=True)
+    print(json.dumps(reply), file=reply_stream, flush=True)
     os._exit(0)  # a native library may fail at exit
 
 

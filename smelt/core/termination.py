@@ -56,8 +56,8 @@ def _handle(number: int, frame: Any) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
         return
-    again, _state.requested = _state.requested, True
-    if again != (_state.deferrals > 0):
+    was_requested, _state.requested = _state.requested, True
+    if was_requested != (_state.deferrals > 0):
         return  # deferred, or the process is ending already
     raise TerminatedError
 

@@ -76,15 +76,15 @@ def bleu_tokenizer(
         InputError: `bleu-tokenizer`: `tokenize` splits at spaces only and the references have none, or it
             is not installed.
     """
-    script, mostly = _detect_script(references)
+    script, is_dominant = _detect_script(references)
     if tokenize is not None:
-        _check_tokenizer(tokenize, script if mostly else None)
+        _check_tokenizer(tokenize, script if is_dominant else None)
         return tokenize
     of_language = _TOKENIZER_BY_LANGUAGE.get(re.split(r"[_-]", language.lower())[0]) if language else None
-    chosen = of_language or {
+    tokenizer_name = of_language or {
         None: "13a", "han": "zh", "kana": "ja-mecab", "hangul": "ko-mecab"
     }.get(script, "char")  # fmt: skip
-    return chosen if _is_installed(chosen) else "char"
+    return tokenizer_name if _is_installed(tokenizer_name) else "char"
 
 
 def _detect_script(references: Iterable[str]) -> tuple[str | None, bool]:
@@ -93,28 +93,28 @@ def _detect_script(references: Iterable[str]) -> tuple[str | None, bool]:
     Each reference with letters counts once, so ten English ones with many letters do not hide ten Chinese
     ones. The second value is whether most references have no spaces.
     """
-    total, of, characters = 0, Counter[str](), Counter[str]()
+    total, script_texts, characters = 0, Counter[str](), Counter[str]()
     for text in references:
         letters = "".join(filter(str.isalpha, text))
         total += bool(letters)
         if _ANY_SCRIPT_PATTERN.search(letters) is None:
             continue
-        found = {name: len(pattern.findall(letters)) for name, pattern in _SCRIPT_PATTERNS.items()}
-        characters.update(found)
-        name = max(found, key=lambda name: found[name])
-        if found[name] >= _MIN_SCRIPT_SHARE * len(letters):
-            of[name] += 1
+        script_counts = {name: len(pattern.findall(letters)) for name, pattern in _SCRIPT_PATTERNS.items()}
+        characters.update(script_counts)
+        name = max(script_counts, key=lambda name: script_counts[name])
+        if script_counts[name] >= _MIN_SCRIPT_SHARE * len(letters):
+            script_texts[name] += 1
     if characters["kana"] > _MIN_KANA_SHARE * (characters["han"] + characters["kana"]):
-        of["kana"] += of.pop("han", 0)
-    spaced = {name: of.pop(name, 0) for name in _SPACED_SCRIPTS}
-    unspaced = of.total()
-    if unspaced and unspaced >= max(_MIN_SCRIPT_SHARE * total, *spaced.values()):
-        [(name, count)] = of.most_common(1)
+        script_texts["kana"] += script_texts.pop("han", 0)
+    spaced_counts = {name: script_texts.pop(name, 0) for name in _SPACED_SCRIPTS}
+    unspaced = script_texts.total()
+    if unspaced and unspaced >= max(_MIN_SCRIPT_SHARE * total, *spaced_counts.values()):
+        [(name, count)] = script_texts.most_common(1)
         return name if count >= (
             1 - _MIN_SCRIPT_SHARE
         ) * unspaced else _SEVERAL_SCRIPTS, 2 * unspaced >= total
-    name = max(spaced, key=lambda name: spaced[name])
-    return name if spaced[name] and spaced[name] >= _MIN_SCRIPT_SHARE * total else None, False
+    name = max(spaced_counts, key=lambda name: spaced_counts[name])
+    return name if spaced_counts[name] and spaced_counts[name] >= _MIN_SCRIPT_SHARE * total else None, False
 
 
 def _check_tokenizer(tokenize: str, script: str | None) -> None:

@@ -32,8 +32,8 @@ def column_options(*roles: str, is_name_only: bool = False) -> Iterator[None]:
 def columns_hint(names: Mapping[str, str]) -> str:
     """Return how to set the columns `names`, by role, in a recipe; in `column_options` by the option."""
     if (option := _column_option.get()) is None:
-        right = ", ".join(f"{role}: {name}" for role, name in names.items())
-        return f"Name the right {'one' if len(names) == 1 else 'ones'} with data: {{columns: {{{right}}}}}."
+        example = ", ".join(f"{role}: {name}" for role, name in names.items())
+        return f"Name the right {'one' if len(names) == 1 else 'ones'} with data: {{columns: {{{example}}}}}."
     values = [
         name if option.is_name_only else f"{role}={name}"
         for role, name in names.items()

@@ -53,31 +53,31 @@ def read_csv_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         records = _read_tab_records(lines) if delimiter == "\t" else _read_records(lines, delimiter)
         try:
             names = next(records, [])
-            if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            if doubles := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
                 raise InputError(
-                    f"{path}:1: several columns are named '{twice[0][:80]}'. Rename or remove all but one.",
+                    f"{path}:1: several columns are named '{doubles[0][:80]}'. Rename or remove all but one.",
                     code="duplicate-column",
                     file=str(path),
                 )
             for record in records:
-                where = f"{path}:{lines.number}"
+                location = f"{path}:{lines.number}"
                 if len(record) != len(names):
                     raise InputError(
-                        f"{where}: this row has {len(record)} fields, but the header has {len(names)},"
+                        f"{location}: this row has {len(record)} fields, but the header has {len(names)},"
                         f" separated by {_DELIMITER_NAMES[delimiter]}.",
                         code="csv-field-count",
-                    ).with_location(where)
-                yield where, dict(zip(names, record, strict=True))
+                    ).with_location(location)
+                yield location, dict(zip(names, record, strict=True))
         except csv.Error as error:
-            long = "field limit" in str(error)
-            why = (
+            is_too_long = "field limit" in str(error)
+            explanation = (
                 f"a field has more than {MAX_FIELD_CHARACTERS:,} characters; check that its quote is closed."
-                if long
+                if is_too_long
                 else ""
             )
             raise InputError(
-                f"{path}:{lines.number}: invalid CSV: {why or f'{error}.'}",
-                code="field-too-long" if long else "invalid-csv",
+                f"{path}:{lines.number}: invalid CSV: {explanation or f'{error}.'}",
+                code="field-too-long" if is_too_long else "invalid-csv",
                 file=str(path),
                 line=lines.number,
             ) from error
@@ -123,9 +123,9 @@ def _read_tab_records(lines: _CountedLines) -> Iterator[list[str]]:
 
 def _unquote(field: str) -> str:
     """Return the text of a quoted field, with doubled quotes undone."""
-    inside = field[1:-1]
-    quoted = len(field) > 2 and field[0] == field[-1] == '"' and '""' in inside
-    return inside.replace('""', '"') if quoted and '"' not in inside.replace('""', "") else field
+    content = field[1:-1]
+    quoted = len(field) > 2 and field[0] == field[-1] == '"' and '""' in content
+    return content.replace('""', '"') if quoted and '"' not in content.replace('""', "") else field
 
 
 def detect_delimiter(path: Path) -> str:
@@ -135,16 +135,16 @@ def detect_delimiter(path: Path) -> str:
     the first rows have as many fields as the header wins, then the one with more names, then the comma (in
     .tsv the tab). So a semicolon in a text does not matter.
     """
-    usual = "\t" if data_suffix(path) == ".tsv" else ","
+    default_delimiter = "\t" if data_suffix(path) == ".tsv" else ","
     with open_text(path, newline="") as stream:
         sample = stream.read(_SAMPLE_CHARACTERS)
-    whole = len(sample) < _SAMPLE_CHARACTERS
+    is_complete = len(sample) < _SAMPLE_CHARACTERS
     ranks = {}
     for delimiter in _DELIMITER_NAMES:
-        names, even = _try_delimiter(sample, delimiter, whole)
+        names, is_consistent = _try_delimiter(sample, delimiter, is_complete)
         if names > 1:
-            ranks[delimiter] = (even, names, delimiter == usual)
-    return max(ranks, key=ranks.__getitem__, default=usual)
+            ranks[delimiter] = (is_consistent, names, delimiter == default_delimiter)
+    return max(ranks, key=ranks.__getitem__, default=default_delimiter)
 
 
 def _try_delimiter(sample: str, delimiter: str, whole: bool) -> tuple[int, bool]:
@@ -206,10 +206,10 @@ def read_file_rows(path: Path) -> RowIterator:
         return _flatten_translation(_read_json_lines(path))
     if kind == ".json":
         return _flatten_translation(read_json_rows(path))
-    plain = " Plain text (.txt) is for language-modeling." if kind == ".txt" else ""
+    text_hint = " Plain text (.txt) is for language-modeling." if kind == ".txt" else ""
     raise InputError(
         f"{path}: unknown file format '{kind}'. Supported: .jsonl, .json, .csv, .tsv (each also .gz),"
-        f" .parquet.{plain}",
+        f" .parquet.{text_hint}",
         code="unknown-file-type",
         file=str(path),
     )
@@ -217,9 +217,9 @@ def read_file_rows(path: Path) -> RowIterator:
 
 def _flatten_translation(rows: RowIterator) -> RowIterator:
     """Yield rows with the columns inside of `translation`, which some hub data sets nest."""
-    for where, row in rows:
+    for location, row in rows:
         inner = row.get("translation")
-        yield where, inner if isinstance(inner, Mapping) else row
+        yield location, inner if isinstance(inner, Mapping) else row
 
 
 def _read_json_lines(path: Path) -> RowIterator:
@@ -235,12 +235,14 @@ def _read_json_lines(path: Path) -> RowIterator:
                 ) from error
             except (ValueError, RecursionError) as error:
                 # a line that does not start like a JSON value is of another format
-                plain = "" if line.lstrip()[0] in '{["' else " Plain text (.txt) is for language-modeling."
-                what = str(error)
+                text_hint = (
+                    "" if line.lstrip()[0] in '{["' else " Plain text (.txt) is for language-modeling."
+                )
+                problem = str(error)
                 if isinstance(error, json.JSONDecodeError):  # its own text counts lines within this line
-                    what = f"{error.msg} at character {error.pos + 1}"
+                    problem = f"{error.msg} at character {error.pos + 1}"
                 raise InputError(
-                    f"{path}:{number}: invalid JSON: {what}. Got: {line[:80]!r}.{plain}",
+                    f"{path}:{number}: invalid JSON: {problem}. Got: {line[:80]!r}.{text_hint}",
                     code="invalid-json",
                     file=str(path),
                     line=number,
@@ -255,9 +257,9 @@ def _read_parquet(path: Path) -> RowIterator:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
                 raise InputError(
-                    f"{path}: several columns are named '{twice[0][:80]}'. Rename or remove all but one.",
+                    f"{path}: several columns are named '{repeated[0][:80]}'. Rename or remove all but one.",
                     code="duplicate-column",
                     file=str(path),
                 )
@@ -285,13 +287,17 @@ def read_hub_rows(origin: str, name: str) -> RowIterator:
 
     repository, _, split = origin.partition("@")
     repository, _, config = repository.partition(":")
-    lack = hub_unreachable_reason()
+    hub_failure = hub_unreachable_reason()
     try:
-        with hub_cache_only(lack):
-            rows: Iterable[Any] = datasets.load_dataset(repository, config or None, split=split or name)
+        with hub_cache_only(hub_failure):
+            dataset: Iterable[Any] = datasets.load_dataset(repository, config or None, split=split or name)
     except Exception as error:  # the hub client raises many types of errors
-        why = f"nor cached on this machine; {lack}." if lack else f"nor a usable data set of the hub: {error}"
-        raise InputError(f"{origin}: neither a local file, {why}", code="missing-data") from error
+        reason = (
+            f"nor cached on this machine; {hub_failure}."
+            if hub_failure
+            else f"nor a usable data set of the hub: {error}"
+        )
+        raise InputError(f"{origin}: neither a local file, {reason}", code="missing-data") from error
     yield from _flatten_translation(
-        (f"{origin} row {number}", row) for number, row in enumerate(rows, start=1)
+        (f"{origin} row {number}", row) for number, row in enumerate(dataset, start=1)
     )

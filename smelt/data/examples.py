@@ -173,9 +173,9 @@ def reject_surrogates(text: str, location: str, column: str) -> None:
     Raises:
         InputError: there is one.
     """
-    if (half := find_lone_surrogate(text)) is not None:
+    if (surrogate := find_lone_surrogate(text)) is not None:
         raise InputError(
-            f"{location}: column '{column}' contains {half!r}, a lone surrogate, which is not a valid"
+            f"{location}: column '{column}' contains {surrogate!r}, a lone surrogate, which is not a valid"
             " character. Remove it.",
             code="lone-surrogate",
         )
@@ -195,12 +195,12 @@ def missing_column(row: Mapping[str, Any], column: str, location: str, setting: 
     """Return the error about `column`, which `row` lacks, with its usual names."""
     names = ", ".join(map(str, row)) or "none"
     hint = did_you_mean(column, map(str, row))
-    usual = next((name for name in COLUMN_ALIASES.get(setting, ()) if name in row), None)
-    if usual:
-        hint = f" '{usual}' usually holds it."
+    alias = next((name for name in COLUMN_ALIASES.get(setting, ()) if name in row), None)
+    if alias:
+        hint = f" '{alias}' usually holds it."
     return MissingColumnError(
         f"{location}: no column '{column}'; available: {names}.{hint}"
-        f" {columns_hint({setting: usual or 'NAME'})}",
+        f" {columns_hint({setting: alias or 'NAME'})}",
         code="missing-column",
     )
 
@@ -210,13 +210,15 @@ def missing_columns_error(
 ) -> MissingColumnError | None:
     """Return the error about several columns of `roles` that `row` lacks; None if it lacks only one."""
     roles += tuple(role for role in ("text_pair", "label") if role in columns.model_fields_set - {*roles})
-    lacking = {role: name for role in roles if (name := getattr(columns, role)) not in row}
-    if len(lacking) < 2:
+    missing = {role: name for role in roles if (name := getattr(columns, role)) not in row}
+    if len(missing) < 2:
         return None
     names = ", ".join(map(str, row)) or "none"
-    wrong = ", ".join(f"'{name}'" for name in lacking.values())
-    guessed = {role: next((n for n in COLUMN_ALIASES.get(role, ()) if n in row), "NAME") for role in lacking}
+    missing_names = ", ".join(f"'{name}'" for name in missing.values())
+    suggestions = {
+        role: next((n for n in COLUMN_ALIASES.get(role, ()) if n in row), "NAME") for role in missing
+    }
     return MissingColumnError(
-        f"{location}: no columns {wrong}; available: {names}. {columns_hint(guessed)}",
+        f"{location}: no columns {missing_names}; available: {names}. {columns_hint(suggestions)}",
         code="missing-column",
     )

@@ -41,9 +41,9 @@ def upright_rgb(image: Image) -> Image:
     """
     reject_32_bit_image(image)
     image.load()  # this already rotates TIFF
-    turned = _exif_transposition(image)
-    if turned is not None:
-        image = image.transpose(turned)
+    transposed = _exif_transposition(image)
+    if transposed is not None:
+        image = image.transpose(transposed)
     return _from_16_bits(image) if image.mode.startswith("I") else image.convert("RGB")
 
 
@@ -66,7 +66,7 @@ def _exif_transposition(image: Image) -> Transpose | None:
     """Return the transposition that makes `image` upright; None if it already is."""
     from PIL.Image import Transpose
 
-    turns = {
+    transpositions = {
         2: Transpose.FLIP_LEFT_RIGHT,
         3: Transpose.ROTATE_180,
         4: Transpose.FLIP_TOP_BOTTOM,
@@ -76,7 +76,7 @@ def _exif_transposition(image: Image) -> Transpose | None:
         8: Transpose.ROTATE_90,
     }
     try:
-        return turns.get(image.getexif().get(_EXIF_ORIENTATION, 1))
+        return transpositions.get(image.getexif().get(_EXIF_ORIENTATION, 1))
     except Exception:  # damaged EXIF is ignored; the image itself is intact
         return None
 
@@ -122,12 +122,12 @@ def read_image_rows(path: Path, image: str, label: str) -> RowIterator:
 
 
 def _rows_of_table(path: Path, image: str) -> RowIterator:
-    for where, row in read_file_rows(path):
+    for location, row in read_file_rows(path):
         name = row.get(image)
         if isinstance(name, str) and name and "\0" not in name:
-            yield where, {**row, image: str((path.parent / Path(name).expanduser()).absolute())}
+            yield location, {**row, image: str((path.parent / Path(name).expanduser()).absolute())}
         else:
-            yield where, row
+            yield location, row
 
 
 def _rows_of_class_folders(folder: Path, image: str, label: str) -> RowIterator:
@@ -172,18 +172,18 @@ def check_image(reference: str, location: str) -> None:
     try:
         with Image.open(
             _image_path(reference) or io.BytesIO(read_image_bytes(reference)), formats=IMAGE_FORMATS
-        ) as found:
-            width, height = found.size
+        ) as opened_image:
+            width, height = opened_image.size
             try:
-                reject_32_bit_image(found)
+                reject_32_bit_image(opened_image)
             except InputError as error:
                 raise InputError(f"{reference}: {error}", code=error.code) from error
     except InputError as error:
         raise InputError(f"{location}: {error}", code=error.code) from error
     except UnidentifiedImageError as error:
-        known = ", ".join(IMAGE_FORMATS)
+        format_names = ", ".join(IMAGE_FORMATS)
         raise InputError(
-            f"{location}: {reference}: not a supported image format ({known}).", code="not-an-image"
+            f"{location}: {reference}: not a supported image format ({format_names}).", code="not-an-image"
         ) from error
     except Exception as error:  # Pillow's decoders raise many types of errors
         raise InputError(
@@ -219,8 +219,8 @@ def _image_path(reference: str) -> Path | None:
     Raises:
         InputError: there is no such file, or it is too large.
     """
-    file, mark, number = reference.rpartition("#")
-    if mark and file.endswith(ARCHIVE_SUFFIX) and number.isdecimal():
+    file, separator, number = reference.rpartition("#")
+    if separator and file.endswith(ARCHIVE_SUFFIX) and number.isdecimal():
         return None
     path = Path(reference)
     try:
@@ -259,13 +259,13 @@ def _archive_image_bytes(file: Path, number: int, reference: str) -> bytes:
         raise InputError(
             f"{reference}: the archive has {len(offsets) - 1} images, numbered from 0.", code="no-such-image"
         )
-    found: bytes = arrays["jpeg"][int(offsets[number]) : int(offsets[number + 1])].tobytes()
-    return found
+    image_bytes: bytes = arrays["jpeg"][int(offsets[number]) : int(offsets[number + 1])].tobytes()
+    return image_bytes
 
 
 def _file_stamp(path: Path) -> tuple[int, int]:
-    seen = path.stat()
-    return seen.st_mtime_ns, seen.st_size
+    status = path.stat()
+    return status.st_mtime_ns, status.st_size
 
 
 @functools.lru_cache(maxsize=8)
@@ -312,8 +312,8 @@ def _load_archive(path: str, stamp: tuple[int, int]) -> Mapping[str, NDArray[Any
 
 def _read_member(file: zipfile.ZipFile, member: zipfile.ZipInfo, np: Any) -> NDArray[Any]:
     with file.open(member) as stream:
-        found: NDArray[Any] = np.lib.format.read_array(stream, allow_pickle=False)
-    return found
+        member_array: NDArray[Any] = np.lib.format.read_array(stream, allow_pickle=False)
+    return member_array
 
 
 def _check_archive(path: str, arrays: Mapping[str, NDArray[Any]], make: str) -> None:
@@ -321,14 +321,14 @@ def _check_archive(path: str, arrays: Mapping[str, NDArray[Any]], make: str) -> 
     kinds = jpeg.dtype.kind == "u" and jpeg.dtype.itemsize == 1 and offsets.dtype.kind in "iu"
     flat = jpeg.ndim == offsets.ndim == label.ndim == 1
     if not (kinds and flat and label.dtype.kind in "iuUS" and len(offsets) == len(label) + 1 and len(label)):
-        listed = ", ".join(f"{name} {v.dtype}{list(v.shape)}" for name, v in arrays.items())
+        summary = ", ".join(f"{name} {v.dtype}{list(v.shape)}" for name, v in arrays.items())
         raise InputError(
-            f"{path}: the arrays are inconsistent: {listed}. {make}",
+            f"{path}: the arrays are inconsistent: {summary}. {make}",
             code="inconsistent-arrays",
             file=str(path),
         )
-    rising = bool((offsets[1:] > offsets[:-1]).all()) and int(offsets[0]) == 0
-    if not rising or int(offsets[-1]) != len(jpeg):
+    is_ascending = bool((offsets[1:] > offsets[:-1]).all()) and int(offsets[0]) == 0
+    if not is_ascending or int(offsets[-1]) != len(jpeg):
         raise InputError(
             f"{path}: the offsets must increase from 0 to {len(jpeg):,}, the number of bytes in"
             f" 'jpeg'. {make}",

@@ -123,8 +123,8 @@ def read_json_rows(path: Path) -> Iterator[_Row]:
         scan = _JsonScanner(path, stream)
         if holder is None:
             while scan.peek():
-                where = scan.location
-                yield where, require_object(scan.read_value(), where)
+                location = scan.location
+                yield location, require_object(scan.read_value(), location)
             return
         for name in scan.iter_keys():
             if name == holder:
@@ -143,14 +143,14 @@ def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     Raises:
         DuplicateKeyError: a key occurs twice.
     """
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    keys_to_values = dict(pairs)
+    if len(keys_to_values) < len(pairs):
         names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        duplicate = next(name for name in names if names.count(name) > 1)
         raise DuplicateKeyError(
-            f"this row has the key '{twice[:80]}' twice. Rename or remove one of the two."
+            f"this row has the key '{duplicate[:80]}' twice. Rename or remove one of the two."
         )
-    return found
+    return keys_to_values
 
 
 def require_object(row: Any, location: str) -> Mapping[str, Any]:
@@ -161,11 +161,12 @@ def require_object(row: Any, location: str) -> Mapping[str, Any]:
     """
     if isinstance(row, dict):
         return row
-    listed = isinstance(row, list) and bool(row) and isinstance(row[0], dict)
-    hint = " If the file is one list of rows, rename it to end in .json." if listed else ""
-    read = json.dumps(row, ensure_ascii=False)[:80]
+    is_list_of_rows = isinstance(row, list) and bool(row) and isinstance(row[0], dict)
+    hint = " If the file is one list of rows, rename it to end in .json." if is_list_of_rows else ""
+    row_text = json.dumps(row, ensure_ascii=False)[:80]
     raise InputError(
-        f"{location}: expected a JSON object with named columns, got {read!r}.{hint}", code="not-an-object"
+        f"{location}: expected a JSON object with named columns, got {row_text!r}.{hint}",
+        code="not-an-object",
     ).with_location(location)
 
 
@@ -231,16 +232,16 @@ class _JsonScanner:
         self.peek()
         while True:
             try:
-                found, end = self.decoder.raw_decode(self.text, self.at)
+                value, end = self.decoder.raw_decode(self.text, self.at)
             except RecursionError as error:
                 raise InputError(
                     f"{self.location}: invalid JSON: nested too deeply.", code="nested-too-deep"
                 ).with_location(self.location) from error
             except json.JSONDecodeError as error:
-                cut = (
+                is_incomplete = (
                     error.msg.startswith("Unterminated") or len(self.text) - error.pos < _MAX_TOKEN_CHARACTERS
                 )
-                if cut and self._read_more():
+                if is_incomplete and self._read_more():
                     continue
                 raise self._syntax_error(error.msg, error.pos) from error
             except DuplicateKeyError as error:
@@ -254,7 +255,7 @@ class _JsonScanner:
             if end == len(self.text) and self.text[end - 1] not in '}]"' and self._read_more():
                 continue  # the rest of a number may follow
             self._advance(end)
-            return found
+            return value
 
     def iter_rows(self) -> Iterator[_Row]:
         """Read a list; yield each of its objects with its first line, or its number.
@@ -262,20 +263,20 @@ class _JsonScanner:
         pandas writes all rows in one line, so only the first is identified by its line.
         """
         before = 0
-        for number, at in enumerate(self._iter_items("[", "]"), start=1):
-            line, where = self.line, at if self.line != before else f"{self.path} row {number}"
-            yield where, require_object(self.read_value(), where)
+        for number, start in enumerate(self._iter_items("[", "]"), start=1):
+            line, location = self.line, start if self.line != before else f"{self.path} row {number}"
+            yield location, require_object(self.read_value(), location)
             before = line
 
     def iter_keys(self) -> Iterator[str]:
         """Read an object; yield each key. Its value must be read before the next key."""
-        for where in self._iter_items("{", "}"):
+        for location in self._iter_items("{", "}"):
             key = self.read_value()
             if not isinstance(key, str):
                 raise InputError(
-                    f"{where}: invalid JSON: expected a name in quotes, got {str(key)[:40]!r}.",
+                    f"{location}: invalid JSON: expected a name in quotes, got {str(key)[:40]!r}.",
                     code="invalid-json",
-                ).with_location(where)
+                ).with_location(location)
             self._expect(":")
             yield key
 
@@ -316,10 +317,10 @@ class _JsonScanner:
 
     def _syntax_error(self, what: str, at: int, code: str = "invalid-json") -> InputError:
         line = self.line + self.text.count("\n", self.at, at)
-        read = self.text[at : at + 40]
-        shown = f"got {read!r}" if read else "got the end of the file"
+        upcoming = self.text[at : at + 40]
+        actual = f"got {upcoming!r}" if upcoming else "got the end of the file"
         return InputError(
-            f"{self.path}:{line}: invalid JSON: {what}, {shown}.",
+            f"{self.path}:{line}: invalid JSON: {what}, {actual}.",
             code=code,
             file=str(self.path),
             line=line,
@@ -331,10 +332,10 @@ class _JsonScanner:
 
     def _read_more(self) -> bool:
         """Read on and drop what was read; the window doubles each time, so that no row is quadratic."""
-        rest = self.text[self.at :]
-        if len(rest) > MAX_LINE_CHARACTERS:
+        unread = self.text[self.at :]
+        if len(unread) > MAX_LINE_CHARACTERS:
             raise _too_long(self.path, self.line, "JSON value")
-        more = self.stream.read(max(_CHUNK_CHARACTERS, len(rest)))
-        if more:
-            self.text, self.at = rest + more, 0
-        return bool(more)
+        chunk = self.stream.read(max(_CHUNK_CHARACTERS, len(unread)))
+        if chunk:
+            self.text, self.at = unread + chunk, 0
+        return bool(chunk)

@@ -65,10 +65,11 @@ def problem_type(config: Mapping[str, Any]) -> ProblemType:
     if declared is None:
         return REGRESSION if outputs == 1 else SINGLE_LABEL
     if declared not in get_args(ProblemType):
-        known = ", ".join(get_args(ProblemType))
+        known_types = ", ".join(get_args(ProblemType))
         hint = did_you_mean(str(declared), get_args(ProblemType))
         raise InputError(
-            f"config.json: problem_type is {declared!r}; known: {known}.{hint}", code="unknown-problem-type"
+            f"config.json: problem_type is {declared!r}; known: {known_types}.{hint}",
+            code="unknown-problem-type",
         )
     if declared == REGRESSION and outputs > 1:
         raise InputError(
@@ -98,19 +99,19 @@ def infer_problem_type(config: Mapping[str, Any] | None, labels: Iterable[Label 
     Raises:
         InputError: see `problem_type`.
     """
-    known: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset()
     if config is not None:
         declared = problem_type(config)
         if config.get("problem_type") or declared == REGRESSION:
             return declared
-        known = frozenset(class_names(config))
-    found = {label for label in labels if not is_blank_label(label)}
+        names = frozenset(class_names(config))
+    label_set = {label for label in labels if not is_blank_label(label)}
     if any(
-        isinstance(v, tuple) or (isinstance(v, str) and LABEL_SEPARATOR in v and v not in known)
-        for v in found
+        isinstance(v, tuple) or (isinstance(v, str) and LABEL_SEPARATOR in v and v not in names)
+        for v in label_set
     ):
         return MULTI_LABEL
-    if config is None and found and _are_decimals(found):
+    if config is None and label_set and _are_decimals(label_set):
         return REGRESSION
     return SINGLE_LABEL
 
@@ -119,15 +120,15 @@ def infer_label_names(labels: Iterable[Label | None], problem: ProblemType) -> l
     """Return names for the outputs of a new classifier: the labels of the data, sorted; numbers by value."""
     if problem == REGRESSION:
         return ["LABEL_0"]
-    found = (
+    label_set = (
         set(labels)
         if problem == SINGLE_LABEL
         else {item for label in set(labels) for item in split_labels(label)}
     )
-    numbers = {label: label_as_int(label) for label in found if not is_blank_label(label)}
-    whole = {number for number in numbers.values() if number is not None}
+    numbers = {label: label_as_int(label) for label in label_set if not is_blank_label(label)}
+    integers = {number for number in numbers.values() if number is not None}
     if None not in numbers.values():
-        return [str(number) for number in sorted(whole)]
+        return [str(number) for number in sorted(integers)]
     return sorted({str(label if number is None else number) for label, number in numbers.items()})
 
 
@@ -135,20 +136,20 @@ def similar_labels(labels: Iterable[Label | None]) -> list[dict[str, int]]:
     """Return groups of labels that differ only in case or surrounding spaces: label -> count."""
     counts: Counter[str] = Counter()
     for label in labels:
-        whole = isinstance(label, str) and LABEL_SEPARATOR not in label
-        counts.update(str(item) for item in ([label] if whole else split_labels(label)))
+        is_single = isinstance(label, str) and LABEL_SEPARATOR not in label
+        counts.update(str(item) for item in ([label] if is_single else split_labels(label)))
     groups: dict[str, dict[str, int]] = {}
-    for name, rows in counts.items():
+    for name, count in counts.items():
         if label_as_int(name) is None:
-            groups.setdefault(name.strip().casefold(), {})[name] = rows
+            groups.setdefault(name.strip().casefold(), {})[name] = count
     return [group for group in groups.values() if len(group) > 1]
 
 
 def label_as_int(label: Label | None) -> int | None:
     """Return `label` as an integer, also from text ("1", " 1.0"); None if it is none."""
     if isinstance(label, str):
-        found = _INTEGER_PATTERN.fullmatch(label.strip())
-        return int(found[1]) if found else None
+        match = _INTEGER_PATTERN.fullmatch(label.strip())
+        return int(match[1]) if match else None
     if isinstance(label, float):
         return int(label) if label.is_integer() else None
     return label if isinstance(label, int) else None
@@ -173,14 +174,14 @@ def split_labels(label: Label | None) -> list[Label]:
     if isinstance(label, tuple):
         return list(label)
     if isinstance(label, str):
-        return [item for part in label.split(LABEL_SEPARATOR) if (item := part.strip())]
+        return [item for field in label.split(LABEL_SEPARATOR) if (item := field.strip())]
     return [] if label is None else [label]
 
 
 def _are_decimals(labels: set[Label | None]) -> bool:
     """Return whether all labels are numbers and one is not an integer; CSV has numbers as text."""
-    whole = all(label_as_int(v) is not None for v in labels)
-    return not whole and all(label_as_float(v) is not None for v in labels)
+    all_integers = all(label_as_int(v) is not None for v in labels)
+    return not all_integers and all(label_as_float(v) is not None for v in labels)
 
 
 _MAX_LISTED = 5  # rows that are named in a message
@@ -208,9 +209,9 @@ def multi_label_targets(
     outputs = _output_index(names)
 
     def of(label: Label | None) -> tuple[int, ...] | None:
-        found = [_class_index(item, outputs) for item in split_labels(label)]
-        known = {index for index in found if index is not None}
-        return None if None in found or label is None else tuple(sorted(known))
+        indices = [_class_index(item, outputs) for item in split_labels(label)]
+        valid_indices = {index for index in indices if index is not None}
+        return None if None in indices or label is None else tuple(sorted(valid_indices))
 
     return _convert_labels(examples, names, origin, MULTI_LABEL, of)
 
@@ -252,9 +253,11 @@ class _OutputIndex(NamedTuple):
 
 
 def _output_index(names: Sequence[str]) -> _OutputIndex:
-    places = {name: place for place, name in reversed(list(enumerate(names)))}
-    numbers = {whole: place for name, place in places.items() if (whole := label_as_int(name)) is not None}
-    return _OutputIndex(places, numbers, len(names))
+    indices = {name: index for index, name in reversed(list(enumerate(names)))}
+    numbers = {
+        integer: index for name, index in indices.items() if (integer := label_as_int(name)) is not None
+    }
+    return _OutputIndex(indices, numbers, len(names))
 
 
 def _class_index(label: Label | None, outputs: _OutputIndex) -> int | None:
@@ -273,30 +276,30 @@ def _convert_labels(
     problem: ProblemType,
     of: Callable[[Label | None], TargetT | None],
 ) -> list[TargetT]:
-    found = [of(example.label) for example in examples]
-    wrong = [at for at, value in enumerate(found) if value is None]
-    if wrong:
-        code, complaint = _label_error(examples[wrong[0]].label, names, problem)
-        place = _first_location(examples, wrong, origin)
-        raise InputError(f"{place}: {complaint}{_other_locations(examples, wrong)}", code=code).with_location(
-            place
-        )
-    return [value for value in found if value is not None]
+    targets = [of(example.label) for example in examples]
+    invalid_indices = [index for index, value in enumerate(targets) if value is None]
+    if invalid_indices:
+        code, error_text = _label_error(examples[invalid_indices[0]].label, names, problem)
+        location = _first_location(examples, invalid_indices, origin)
+        raise InputError(
+            f"{location}: {error_text}{_other_locations(examples, invalid_indices)}", code=code
+        ).with_location(location)
+    return [value for value in targets if value is not None]
 
 
 def _first_location(examples: Sequence[Example], wrong: list[int], origin: str) -> str:
     """Return the position of the first wrong sample: its line, or its number if lines are ambiguous."""
-    word, numbers = _line_numbers(examples, wrong[:1])
-    if word == "line" and origin:
+    unit, numbers = _line_numbers(examples, wrong[:1])
+    if unit == "line" and origin:
         return f"{origin}:{numbers[0]}"
-    return f"{origin}: {word} {numbers[0]}" if origin else f"{word} {numbers[0]}"
+    return f"{origin}: {unit} {numbers[0]}" if origin else f"{unit} {numbers[0]}"
 
 
 def _other_locations(examples: Sequence[Example], wrong: list[int]) -> str:
     """Return a sentence with the positions of the other wrong samples, "" if there are none."""
-    word, numbers = _line_numbers(examples, wrong[1:_MAX_LISTED])
-    more = f" and {len(wrong) - _MAX_LISTED} more" if len(wrong) > _MAX_LISTED else ""
-    return f" Also {word} {', '.join(map(str, numbers))}{more}." if numbers else ""
+    unit, numbers = _line_numbers(examples, wrong[1:_MAX_LISTED])
+    omitted = f" and {len(wrong) - _MAX_LISTED} more" if len(wrong) > _MAX_LISTED else ""
+    return f" Also {unit} {', '.join(map(str, numbers))}{omitted}." if numbers else ""
 
 
 def _line_numbers(examples: Sequence[Example], places: Sequence[int]) -> tuple[str, list[int]]:
@@ -306,39 +309,39 @@ def _line_numbers(examples: Sequence[Example], places: Sequence[int]) -> tuple[s
     """
     lines = [example.line for example in examples]
     if None not in lines:
-        return "line", [line for at in places if (line := lines[at]) is not None]
-    return "row", [examples[at].row or at + 1 for at in places]
+        return "line", [line for index in places if (line := lines[index]) is not None]
+    return "row", [examples[index].row or index + 1 for index in places]
 
 
 def _label_error(label: Label | None, names: Sequence[str], problem: ProblemType) -> tuple[str, str]:
     """Return code and text of the error for `label`: what is wrong, valid labels, and the fix."""
-    shown = repr(list(label) if isinstance(label, tuple) else label)[:80]
+    label_text = repr(list(label) if isinstance(label, tuple) else label)[:80]
     if is_blank_label(label):
         return "empty-label", "the label is empty. Fill it in, or remove the row."
     if problem == REGRESSION:
-        return "non-finite-label", f"the label {shown} is not a finite number (regression)."
+        return "non-finite-label", f"the label {label_text} is not a finite number (regression)."
     if problem == SINGLE_LABEL and isinstance(label, tuple):
         return (
             "several-labels",
-            f"the label {shown} is a list, but the model has one label per text (problem_type"
+            f"the label {label_text} is a list, but the model has one label per text (problem_type"
             f" {SINGLE_LABEL}).",
         )
     outputs = _output_index(names)
-    odd = (
+    extra = (
         [item for item in split_labels(label) if _class_index(item, outputs) is None]
         if problem == MULTI_LABEL
         else [label]
     )
-    known = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-    places = "" if outputs.by_number else f" or 0 to {len(names) - 1}"
+    known_names = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+    index_range = "" if outputs.by_number else f" or 0 to {len(names) - 1}"
     text = (
-        f"the label {repr(odd[0] if odd else label)[:80]} is not one of the model's {len(names)} labels:"
-        f" {known}{places}.{did_you_mean(str(odd[0] if odd else label), names)}"
+        f"the label {repr(extra[0] if extra else label)[:80]} is not one of the model's {len(names)} labels:"
+        f" {known_names}{index_range}.{did_you_mean(str(extra[0] if extra else label), names)}"
     )
-    if outputs.by_number and any(label_as_int(item) is not None for item in odd):
+    if outputs.by_number and any(label_as_int(item) is not None for item in extra):
         text += " The labels are numbers, so a number in the data is a name, not the index of an output."
-    nameless = all(name == f"LABEL_{i}" for i, name in enumerate(names))
-    if nameless and any(isinstance(item, str) for item in odd):
+    has_default_names = all(name == f"LABEL_{i}" for i, name in enumerate(names))
+    if has_default_names and any(isinstance(item, str) for item in extra):
         text += (
             " The model's outputs have no names: add them in order as id2label to its config.json,"
             " or use indices as labels."
@@ -379,12 +382,12 @@ def require_all_or_none(present: Iterable[bool], lines: Iterable[int], column: s
     Raises:
         InputError: only some rows have a value; the first of each kind are named.
     """
-    firsts: dict[bool, int] = {}
+    first_line: dict[bool, int] = {}
     for has, line in zip(present, lines, strict=True):
-        firsts.setdefault(has, line)
-    if len(firsts) == 2:
+        first_line.setdefault(has, line)
+    if len(first_line) == 2:
         raise InputError(
-            f"row {firsts[True]} has a {description} (column '{column}'), but row {firsts[False]} has"
+            f"row {first_line[True]} has a {description} (column '{column}'), but row {first_line[False]} has"
             " none. Set it in all rows of a file, or in none.",
             code="partly-missing-column",
         )

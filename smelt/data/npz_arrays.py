@@ -77,16 +77,16 @@ class SampleArrays:
     def sample_hashes(self) -> tuple[str, ...]:
         """SHA-256 of the content of each sample."""
         parts = [value for _, value in sorted(self.per_sample.items())]
-        rows = (b"".join(value[at].tobytes() for value in parts) for at in range(self.num_samples))
-        return tuple(hashlib.sha256(row).hexdigest() for row in rows)
+        contents = (b"".join(value[index].tobytes() for value in parts) for index in range(self.num_samples))
+        return tuple(hashlib.sha256(row).hexdigest() for row in contents)
 
     def padded_to(self, size: int) -> SampleArrays:
         """Return at least `size` samples: the last one is repeated."""
-        lacking = size - self.num_samples
+        num_missing = size - self.num_samples
         return (
             self
-            if lacking <= 0
-            else self.select([*range(self.num_samples), *[self.num_samples - 1] * lacking])
+            if num_missing <= 0
+            else self.select([*range(self.num_samples), *[self.num_samples - 1] * num_missing])
         )
 
     def select(self, places: Sequence[int]) -> SampleArrays:
@@ -109,7 +109,7 @@ def read_npz(path: Path, name: str = "test", axes: SampleAxes = NO_SAMPLE_AXES) 
     from smelt.core.system import available_bytes
 
     shapes = {key: shape for key, shape in read_npz_headers(path, name).items() if not axes or key in axes}
-    rows = count_array_samples(shapes, path, axes)
+    num_samples = count_array_samples(shapes, path, axes)
     needed, free = sum(s.item_bytes * math.prod(s.shape) for s in shapes.values()), available_bytes()
     if needed > free:
         raise InputError(
@@ -128,7 +128,7 @@ def read_npz(path: Path, name: str = "test", axes: SampleAxes = NO_SAMPLE_AXES) 
         raise InputError(
             f"{path}: cannot be read: {error}. {_WRITE_HINT}", code="damaged-file", file=str(path)
         ) from error
-    return samples_first(values, rows, axes)
+    return samples_first(values, num_samples, axes)
 
 
 def write_npz(path: Path, values: Mapping[str, NDArray[Any]]) -> None:
@@ -147,11 +147,11 @@ def samples_first(values: Mapping[str, NDArray[Any]], rows: int, axes: SampleAxe
     import numpy as np
 
     shared = frozenset(name for name in values if axes.get(name, 0) is None)
-    moved = {
+    moved_arrays = {
         name: np.moveaxis(value, axis, 0) if (axis := axes.get(name, 0)) and value.ndim > axis else value
         for name, value in values.items()
     }
-    return SampleArrays(moved, rows, shared)
+    return SampleArrays(moved_arrays, rows, shared)
 
 
 def read_npz_headers(path: Path, name: str = "test") -> dict[str, ArrayHeader]:
@@ -173,13 +173,13 @@ def read_npz_headers(path: Path, name: str = "test") -> dict[str, ArrayHeader]:
             code="wrong-format",
             file=str(path),
         )
-    found: dict[str, ArrayHeader] = {}
+    headers: dict[str, ArrayHeader] = {}
     try:
         with zipfile.ZipFile(path) as file:
             for member in file.infolist():
                 if member.filename.endswith(_NPY_SUFFIX):
                     with file.open(member) as stream:
-                        found[member.filename.removesuffix(_NPY_SUFFIX)] = _read_header(
+                        headers[member.filename.removesuffix(_NPY_SUFFIX)] = _read_header(
                             stream, member.filename
                         )
     except InputError as error:
@@ -190,11 +190,11 @@ def read_npz_headers(path: Path, name: str = "test") -> dict[str, ArrayHeader]:
             code="damaged-file",
             file=str(path),
         ) from error
-    if not found:
+    if not headers:
         raise InputError(
             f"{path}: this file contains no arrays. {_WRITE_HINT}", code="missing-array", file=str(path)
         )
-    return found
+    return headers
 
 
 def count_array_samples(
@@ -216,27 +216,29 @@ def count_array_samples(
     Raises:
         InputError: no samples, or different numbers of samples (`unequal-rows`).
     """
-    places = {name: axis for name in shapes if (axis := axes.get(name, 0)) is not None}
+    sample_axes = {name: axis for name in shapes if (axis := axes.get(name, 0)) is not None}
     counts = {
-        name: shapes[name].shape[axis] for name, axis in places.items() if axis < len(shapes[name].shape)
+        name: shapes[name].shape[axis] for name, axis in sample_axes.items() if axis < len(shapes[name].shape)
     }
     if len(set(counts.values())) > 1:
-        listed = ", ".join(f"{n} has {rows:,} (axis {places[n]})" for n, rows in counts.items())
+        summary = ", ".join(
+            f"{n} has {num_samples:,} (axis {sample_axes[n]})" for n, num_samples in counts.items()
+        )
         advice = _sample_axis_hint(shapes, counts, by_name, of_artifact)
         raise InputError(
-            f"{path}: all arrays must have the same number of samples, but {listed}.{advice}",
+            f"{path}: all arrays must have the same number of samples, but {summary}.{advice}",
             code="unequal-rows",
             file=str(path),
         )
-    rows = next(iter(counts.values()), 0)
-    if not rows:
+    num_samples = next(iter(counts.values()), 0)
+    if not num_samples:
         raise InputError(
             f"{path}: this file has no samples. Samples are counted along axis 0 of each array, or"
             " along the axis set in data.axes.",
             code="empty-data",
             file=str(path),
         )
-    return rows
+    return num_samples
 
 
 def _sample_axis_hint(
@@ -244,19 +246,19 @@ def _sample_axis_hint(
 ) -> str:
     """Return what to do if the samples of an array may be on another axis, or it may have none."""
     numbers = list(counts.values())
-    rows = max(numbers, key=numbers.count)  # the first of the most frequent
-    name = next((name for name, count in counts.items() if count != rows), None)
+    num_samples = max(numbers, key=numbers.count)  # the first of the most frequent
+    name = next((name for name, count in counts.items() if count != num_samples), None)
     if name is None:
         return ""
     dims = shapes[name].shape
-    axis = next((at for at, size in enumerate(dims) if size == rows), None)
+    axis = next((axis_index for axis_index, size in enumerate(dims) if size == num_samples), None)
     if axis is None and (name in by_name or of_artifact):
         return " The graph needs one of each per sample: write the same number of samples of all."
     if axis is not None and of_artifact:
         return f" '{name}' is {list(dims)}; if its samples are on axis {axis}, move them: numpy.moveaxis."
-    what = "is shared by all samples" if axis is None else f"has its samples on axis {axis}"
-    written = f"data: {{axes: {{{name}: {'null' if axis is None else axis}}}}}"
-    return f" '{name}' is {list(dims)}; if it {what}, add {written} to the recipe."
+    condition = "is shared by all samples" if axis is None else f"has its samples on axis {axis}"
+    setting_text = f"data: {{axes: {{{name}: {'null' if axis is None else axis}}}}}"
+    return f" '{name}' is {list(dims)}; if it {condition}, add {setting_text} to the recipe."
 
 
 def _read_header(stream: Any, name: str) -> ArrayHeader:
@@ -264,8 +266,10 @@ def _read_header(stream: Any, name: str) -> ArrayHeader:
 
     start = io.BytesIO(stream.read(_MAX_HEADER_BYTES))  # numpy would allocate any size that a header claims
     version = np.lib.format.read_magic(start)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    dims, _, dtype = read(start)
+    read_header = (
+        np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    )
+    dims, _, dtype = read_header(start)
     if dtype.hasobject:
         raise InputError(
             f"the array '{name.removesuffix(_NPY_SUFFIX)}' contains Python objects, which smelt does"

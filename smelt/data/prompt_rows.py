@@ -36,17 +36,17 @@ def parse_conversation(text: str) -> list[ChatMessage] | None:
     if not text.lstrip().startswith("["):
         return None
     try:
-        found = json.loads(text)
+        messages = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, list) or not found:
+    if not isinstance(messages, list) or not messages:
         return None
-    for message in found:
+    for message in messages:
         if not isinstance(message, dict) or set(message) != {"role", "content"}:
             return None
         if not isinstance(message["role"], str) or not isinstance(message["content"], str):
             return None
-    return found
+    return messages
 
 
 def prompt_messages(text: str) -> list[ChatMessage]:
@@ -82,8 +82,8 @@ def row_layout(row: Mapping[str, Any], columns: Columns) -> PromptLayout | None:
 
     A layout with a column that the recipe names comes first.
     """
-    given = columns.model_fields_set
-    order = sorted(LAYOUT_COLUMNS, key=lambda layout: not given & {*LAYOUT_COLUMNS[layout]})
+    set_columns = columns.model_fields_set
+    order = sorted(LAYOUT_COLUMNS, key=lambda layout: not set_columns & {*LAYOUT_COLUMNS[layout]})
     return next((n for n in order if getattr(columns, LAYOUT_COLUMNS[n][0]) in row), None)
 
 
@@ -140,7 +140,7 @@ def parse_choices(value: Any, location: str, column: str) -> tuple[str, ...]:
             f"{location}: column '{column}' must be a list of texts, got {repr(value)[:80]}.",
             code="wrong-column-type",
         )
-    blank = next((at for at, choice in enumerate(value) if not choice.strip()), None)
+    blank = next((index for index, choice in enumerate(value) if not choice.strip()), None)
     if blank is not None:
         raise InputError(
             f"{location}: column '{column}': choice {blank} (counted from 0) is empty. Fill or remove it.",
@@ -167,12 +167,14 @@ def right_choice(value: Any, choices: Sequence[str], location: str, column: str)
     """
     if value in choices:
         return choices.index(value)
-    at = int(value) if isinstance(value, str) and value.isdecimal() else value
-    if isinstance(at, int) and not isinstance(at, bool) and 0 <= at < len(choices):
-        return at
-    shown = ", ".join(repr(choice)[:60] for choice in choices[:5]) + (", ..." if len(choices) > 5 else "")
+    index = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if isinstance(index, int) and not isinstance(index, bool) and 0 <= index < len(choices):
+        return index
+    choices_text = ", ".join(repr(choice)[:60] for choice in choices[:5]) + (
+        ", ..." if len(choices) > 5 else ""
+    )
     raise InputError(
-        f"{location}: column '{column}' must be one of the choices ({shown}), or an index from 0 to"
+        f"{location}: column '{column}' must be one of the choices ({choices_text}), or an index from 0 to"
         f" {len(choices) - 1}, got {repr(value)[:80]}. Correct it, or remove the row.",
         code="no-right-choice",
     )
@@ -203,4 +205,4 @@ def assistant_turns(prompt: str, response: str) -> list[list[ChatMessage]]:
         InputError: as `prompt_messages`.
     """
     messages = [*prompt_messages(prompt), {"role": "assistant", "content": response}]
-    return [messages[: at + 1] for at, message in enumerate(messages) if message["role"] == "assistant"]
+    return [messages[: index + 1] for index, message in enumerate(messages) if message["role"] == "assistant"]

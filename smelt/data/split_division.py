@@ -65,20 +65,20 @@ def divide_split(split: Split, shares: Mapping[str, float], seed: int) -> dict[s
     groups = _groups_by_segment(split, seed) if _is_plain_text(split) else _groups_by_input(split, seed)
     if len(groups) <= len(shares):
         kind = "row" if split.arrays is not None else "image" if split.images else "text"
-        they = f"{len(groups)} different {kind}{'' if len(groups) == 1 else 's'}"
+        description = f"{len(groups)} different {kind}{'' if len(groups) == 1 else 's'}"
         raise InputError(
-            f"{split.origin}: {they} cannot be divided into {len(shares) + 1} splits, because equal"
+            f"{split.origin}: {description} cannot be divided into {len(shares) + 1} splits, because equal"
             " samples are assigned to the same split. Add different samples, or use a file for"
             " each split.",
             code="too-few-texts",
         )
-    taken: dict[str, list[int]] = {}
-    for name, share in shares.items():
-        drawn = _draw_groups(groups, round(share * len(split)))
-        taken[name] = sorted(row for group in drawn for row in group.rows)
-        groups = [group for group in groups if group not in drawn]
-    taken["train"] = sorted(row for group in groups for row in group.rows)
-    return {name: split.select(rows) for name, rows in taken.items()}
+    rows_by_split: dict[str, list[int]] = {}
+    for name, fraction in shares.items():
+        drawn_groups = _draw_groups(groups, round(fraction * len(split)))
+        rows_by_split[name] = sorted(row for group in drawn_groups for row in group.rows)
+        groups = [group for group in groups if group not in drawn_groups]
+    rows_by_split["train"] = sorted(row for group in groups for row in group.rows)
+    return {name: split.select(indices) for name, indices in rows_by_split.items()}
 
 
 def limit_split(split: Split, rows: int | None) -> Split:
@@ -95,19 +95,21 @@ def limit_split(split: Split, rows: int | None) -> Split:
         sizes = [rows * (n + 1) // count - rows * n // count for n in range(count)]
         starts = [(len(split) - rows) * n // max(1, count - 1) + sum(sizes[:n]) for n in range(count)]
         return split.select(
-            at for start, n in zip(starts, sizes, strict=True) for at in range(start, start + n)
+            index for start, n in zip(starts, sizes, strict=True) for index in range(start, start + n)
         )
     problem = infer_problem_type(None, (example.label for example in split.examples))
     kinds: dict[str, list[int]] = {}
-    for at, example in enumerate(split.examples):
-        kinds.setdefault(_stratum(example.label, problem), []).append(at)
-    least = int(rows >= len(kinds))
-    more = _quotas({kind: len(found) - least for kind, found in kinds.items()}, rows - least * len(kinds))
-    chosen = []
-    for kind, found in kinds.items():
-        count = least + more[kind]
-        chosen += [found[len(found) * n // count] for n in range(count)]
-    return split.select(sorted(chosen))
+    for index, example in enumerate(split.examples):
+        kinds.setdefault(_stratum(example.label, problem), []).append(index)
+    minimum = int(rows >= len(kinds))
+    quotas = _quotas(
+        {kind: len(indices) - minimum for kind, indices in kinds.items()}, rows - minimum * len(kinds)
+    )
+    sample_indices = []
+    for kind, indices in kinds.items():
+        count = minimum + quotas[kind]
+        sample_indices += [indices[len(indices) * n // count] for n in range(count)]
+    return split.select(sorted(sample_indices))
 
 
 def _draw_groups(groups: Sequence[_RowGroup], target: int) -> set[_RowGroup]:
@@ -115,58 +117,63 @@ def _draw_groups(groups: Sequence[_RowGroup], target: int) -> set[_RowGroup]:
     kinds: dict[str, list[_RowGroup]] = {}
     for group in sorted(groups, key=lambda group: group.rank):
         kinds.setdefault(group.stratum, []).append(group)
-    sizes = {kind: sum(len(g.rows) for g in found) for kind, found in kinds.items() if len(found) > 1}
-    drawn: set[_RowGroup] = set()
+    sizes = {
+        kind: sum(len(g.rows) for g in class_groups)
+        for kind, class_groups in kinds.items()
+        if len(class_groups) > 1
+    }
+    drawn_groups: set[_RowGroup] = set()
     for kind, quota in _quotas(sizes, target).items():
-        left, spare = quota, len(kinds[kind]) - 1
+        remaining, max_groups = quota, len(kinds[kind]) - 1
         for group in kinds[kind]:
-            if spare and len(group.rows) <= left:
-                drawn.add(group)
-                left, spare = left - len(group.rows), spare - 1
+            if max_groups and len(group.rows) <= remaining:
+                drawn_groups.add(group)
+                remaining, max_groups = remaining - len(group.rows), max_groups - 1
     # all shares round to 0, or each text has many copies: use the text with the fewest
-    return drawn or {min(groups, key=lambda group: (len(group.rows), group.rank))}
+    return drawn_groups or {min(groups, key=lambda group: (len(group.rows), group.rank))}
 
 
 def _quotas(sizes: Mapping[str, int], target: int) -> dict[str, int]:
     """Return the number of samples of each class among `target`, in proportion to its size."""
     total = sum(sizes.values())
-    exact = {kind: min(1.0, target / max(1, total)) * size for kind, size in sizes.items()}
-    quotas = {kind: math.floor(value) for kind, value in exact.items()}
-    rest = min(target, total) - sum(quotas.values())
+    exact_quotas = {kind: min(1.0, target / max(1, total)) * size for kind, size in sizes.items()}
+    quotas = {kind: math.floor(value) for kind, value in exact_quotas.items()}
+    num_extra = min(target, total) - sum(quotas.values())
     # ties are broken by a hash of the name, not by the alphabet
-    order = sorted(exact, key=lambda kind: (quotas[kind] - exact[kind], _rank_hash(kind)))
-    return quotas | {kind: quotas[kind] + 1 for kind in order[:rest]}
+    order = sorted(exact_quotas, key=lambda kind: (quotas[kind] - exact_quotas[kind], _rank_hash(kind)))
+    return quotas | {kind: quotas[kind] + 1 for kind in order[:num_extra]}
 
 
 def _groups_by_input(split: Split, seed: int) -> list[_RowGroup]:
     """Return the samples grouped by input: equal text and second text are one group."""
-    places: dict[str, list[int]] = {}
-    for at, (text, example) in enumerate(zip(split.row_contents, split.examples, strict=True)):
+    indices_by_content: dict[str, list[int]] = {}
+    for index, (text, example) in enumerate(zip(split.row_contents, split.examples, strict=True)):
         content = json.dumps([text, example.text_pair], ensure_ascii=False)
-        places.setdefault(content, []).append(at)
+        indices_by_content.setdefault(content, []).append(index)
     problem = infer_problem_type(None, (example.label for example in split.examples))
     kinds = [_stratum(example.label, problem) for example in split.examples]
     of_text = {
-        content: _most_frequent_label([kinds[row] for row in rows]) for content, rows in places.items()
+        content: _most_frequent_label([kinds[row] for row in indices])
+        for content, indices in indices_by_content.items()
     }
     if problem == MULTI_LABEL:
         texts = Counter(of_text.values())
         of_text = {content: kind if texts[kind] > 1 else "" for content, kind in of_text.items()}
     return [
-        _RowGroup(tuple(rows), of_text[content], _rank_hash(f"{seed}\n{content}"))
-        for content, rows in places.items()
+        _RowGroup(tuple(indices), of_text[content], _rank_hash(f"{seed}\n{content}"))
+        for content, indices in indices_by_content.items()
     ]
 
 
 def _groups_by_segment(split: Split, seed: int) -> list[_RowGroup]:
-    rows = len(split)
-    count = min(NUM_SEGMENTS, rows)
-    edges = [rows * number // count for number in range(count + 1)]
-    places = [tuple(range(edges[n], edges[n + 1])) for n in range(count)]
-    texts = ["\n".join(split.examples[row].text for row in place) for place in places]
+    num_lines = len(split)
+    count = min(NUM_SEGMENTS, num_lines)
+    edges = [num_lines * number // count for number in range(count + 1)]
+    segments = [tuple(range(edges[n], edges[n + 1])) for n in range(count)]
+    texts = ["\n".join(split.examples[row].text for row in segment) for segment in segments]
     return [
-        _RowGroup(place, "", _rank_hash(f"{seed}\n{number}\n{text}"))
-        for number, (place, text) in enumerate(zip(places, texts, strict=True))
+        _RowGroup(segment, "", _rank_hash(f"{seed}\n{number}\n{text}"))
+        for number, (segment, text) in enumerate(zip(segments, texts, strict=True))
     ]
 
 
@@ -229,7 +236,10 @@ def divide_folds(split: Split, folds: int, seed: int) -> list[tuple[Split, Split
         else:
             grouped = GroupKFold(folds, shuffle=True, random_state=seed)
             parts = list(grouped.split(groups, groups=groups))
-    return [(split.select(rest.tolist()), split.select(part.tolist())) for rest, part in parts]
+    return [
+        (split.select(train_indices.tolist()), split.select(held_out.tolist()))
+        for train_indices, held_out in parts
+    ]
 
 
 def checked_limit(limit: Any) -> int | None:
@@ -241,8 +251,8 @@ def checked_limit(limit: Any) -> int | None:
     if limit is None:
         return None
     with suppress(TypeError):
-        if not isinstance(limit, bool) and (rows := operator.index(limit)) >= 1:
-            return rows
+        if not isinstance(limit, bool) and (num_samples := operator.index(limit)) >= 1:
+            return num_samples
     raise InputError(
         f"limit: expected a number of samples of at least 1, got {limit!r}.",
         code="wrong-value",

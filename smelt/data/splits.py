@@ -135,7 +135,7 @@ class Split:
         """SHA-256 over the samples' content; independent of the file's path."""
         if self.arrays is not None:
             return self.arrays.fingerprint
-        rows = json_hash(
+        content_hash = json_hash(
             [
                 [text, list(e.references), e.text_pair, e.label]
                 + ([list(e.choices), e.answer] if e.choices else [])
@@ -143,8 +143,12 @@ class Split:
             ]
         )
         if self.examples and self.examples[0].layout is not None:
-            return json_hash([rows, RESPONSES_VERSION])
-        return rows if self.windows is None else json_hash([rows, self.windows.model_dump(), WINDOWS_VERSION])
+            return json_hash([content_hash, RESPONSES_VERSION])
+        return (
+            content_hash
+            if self.windows is None
+            else json_hash([content_hash, self.windows.model_dump(), WINDOWS_VERSION])
+        )
 
     @cached_property
     def row_contents(self) -> tuple[str, ...]:
@@ -176,8 +180,8 @@ class Split:
 
 def split_from_arrays(origin: str, arrays: SampleArrays) -> Split:
     """Return the samples of `arrays` as a split."""
-    rows = tuple(Example(str(at), row=at + 1) for at in range(arrays.num_samples))
-    return Split(origin, rows, arrays=arrays)
+    placeholders = tuple(Example(str(index), row=index + 1) for index in range(arrays.num_samples))
+    return Split(origin, placeholders, arrays=arrays)
 
 
 def input_texts(examples: Sequence[Example], task: Task) -> tuple[list[str], list[str | None] | None]:
@@ -202,18 +206,18 @@ def missing_labels_errors(
         names: of the splits to check, if they are in `data`.
         instead: a setting and its value that needs no labels.
     """
-    lack = [data[name] for name in names if name in data and not data[name].has_labels]
-    if task_traits(task).output not in ("labels", "embedding") or not lack:
+    unlabeled = [data[name] for name in names if name in data and not data[name].has_labels]
+    if task_traits(task).output not in ("labels", "embedding") or not unlabeled:
         return []
     hint = f" Or set {instead[0]}: {instead[1]}." if instead else ""
     setting = instead[0] if instead else None
     if task_traits(task).output == "labels":
-        text = f"the samples of {lack[0].origin} have no labels, which the loss needs."
+        text = f"the samples of {unlabeled[0].origin} have no labels, which the loss needs."
         return [error_message("missing-labels", f"{text} Use samples with labels.{hint}", setting=setting)]
     return [
         error_message(
             "missing-scores",
-            f"the samples of {lack[0].origin} have no scores (column 'label'), which the loss needs. Use"
+            f"the samples of {unlabeled[0].origin} have no scores (column 'label'), which the loss needs. Use"
             " pairs with scores, or distill with losses: {sentence_embedding: 1.0, pairwise_similarity: 1.0},"
             f" which needs only texts.{hint}",
             setting=setting,

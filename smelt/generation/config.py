@@ -198,8 +198,8 @@ class GenerationConfig(BaseModel):
         new: the tokens of an encoder-decoder model after its first one. Where the last token is forced to
         be the end (`forced_eos_token_id`), an output of full length counts as limited.
         """
-        full = len(new) >= self.max_total_length(1) - 1
-        return full and (bool(self.forced_eos_token_id) or new[-1] not in self.eos)
+        has_max_length = len(new) >= self.max_total_length(1) - 1
+        return has_max_length and (bool(self.forced_eos_token_id) or new[-1] not in self.eos)
 
     def min_total_length(self, prompt_length: int) -> int:
         """Return the length, including its prompt, below which a text may not end."""
@@ -210,9 +210,9 @@ class GenerationConfig(BaseModel):
 
         A batch has one length, that of its longest prompt, so only prompts with equal limits may share one.
         """
-        least = max(0, self.min_total_length(prompt_length) - prompt_length)
-        forced = self.forced_bos_token_id is not None and prompt_length == 1
-        return self.max_total_length(prompt_length) - prompt_length, least, forced
+        min_new_tokens = max(0, self.min_total_length(prompt_length) - prompt_length)
+        forces_first = self.forced_bos_token_id is not None and prompt_length == 1
+        return self.max_total_length(prompt_length) - prompt_length, min_new_tokens, forces_first
 
     def describe(self) -> str:
         """Return the effective settings, for the signature of a score."""
@@ -232,7 +232,7 @@ class GenerationConfig(BaseModel):
             parts.append(f"max_length:{self.max_length}")
         else:
             parts.append(f"max_new_tokens:{self.max_new_tokens or MAX_NEW_TOKENS}")
-        rest = {
+        other_settings = {
             "min_new_tokens": self.min_new_tokens,
             "min_length": self.min_length if self.min_new_tokens is None else 0,
             "no_repeat_ngram_size": self.no_repeat_ngram_size,
@@ -240,9 +240,12 @@ class GenerationConfig(BaseModel):
             "bad_words": len(self.bad_words_ids),
             "suppressed": len(self.suppress_tokens) + len(self.begin_suppress_tokens),
         }
-        parts += [f"{name}:{value:g}" for name, value in rest.items() if value]
-        forced = {"forced_bos": self.forced_bos_token_id, "forced_eos": self.forced_eos_token_id or None}
-        parts += [f"{name}:{value}" for name, value in forced.items() if value is not None]
+        parts += [f"{name}:{value:g}" for name, value in other_settings.items() if value]
+        forced_tokens = {
+            "forced_bos": self.forced_bos_token_id,
+            "forced_eos": self.forced_eos_token_id or None,
+        }
+        parts += [f"{name}:{value}" for name, value in forced_tokens.items() if value is not None]
         return "|".join(parts)
 
 
@@ -254,25 +257,33 @@ def resolve_generation(generation: GenerationSettings, model: HasModelConfig) ->
             outside of the vocabulary, or there is no start token.
     """
     explicit = {name: value for name, value in generation.model_dump().items() if value is not None}
-    own = model.generation_config or model.config
-    _refuse_unsupported(own, generation.do_sample)
-    idle = {"num_beams", "do_sample", "seed"}  # and settings that this search ignores
-    idle |= set() if generation.do_sample else {"temperature", "top_k", "top_p"}
-    idle |= set() if generation.num_beams > 1 else {"length_penalty", "early_stopping", "renormalize_logits"}
-    taken = {n: own[n] for n in GenerationConfig.model_fields if n not in idle and own.get(n) is not None}
+    model_settings = model.generation_config or model.config
+    _refuse_unsupported(model_settings, generation.do_sample)
+    unused_settings = {"num_beams", "do_sample", "seed"}  # and settings that this search ignores
+    unused_settings |= set() if generation.do_sample else {"temperature", "top_k", "top_p"}
+    unused_settings |= (
+        set() if generation.num_beams > 1 else {"length_penalty", "early_stopping", "renormalize_logits"}
+    )
+    defaults = {
+        n: model_settings[n]
+        for n in GenerationConfig.model_fields
+        if n not in unused_settings and model_settings.get(n) is not None
+    }
     for new_tokens_key, length_key in (("min_new_tokens", "min_length"), ("max_new_tokens", "max_length")):
         if explicit.get(new_tokens_key) is not None or explicit.get(length_key) is not None:
-            taken = {name: value for name, value in taken.items() if name not in (new_tokens_key, length_key)}
-    values = taken | explicit | _special_tokens(model)
+            defaults = {
+                name: value for name, value in defaults.items() if name not in (new_tokens_key, length_key)
+            }
+    values = defaults | explicit | _special_tokens(model)
     values["forced_eos_token_id"] = _as_list(values.get("forced_eos_token_id"))
     values["positions"] = _max_positions(generation, model, values["start"] is not None)
     try:
         decoding = GenerationConfig.model_validate(values)
     except ValidationError as error:
-        wrong = "; ".join(
+        problems = "; ".join(
             f"{'.'.join(map(str, e['loc']))} is {e['input']!r}: {e['msg']}" for e in error.errors()
         )
-        raise InputError(f"{model.folder}/generation_config.json: {wrong}.", code="wrong-value") from error
+        raise InputError(f"{model.folder}/generation_config.json: {problems}.", code="wrong-value") from error
     _check_token_ids(decoding, model)
     return decoding
 
@@ -304,11 +315,11 @@ def _max_positions(generation: GenerationSettings, model: HasModelConfig, decode
 
 
 def _refuse_unsupported(own: dict[str, Any], do_sample: bool) -> None:
-    for name, off in (_UNSUPPORTED | (_UNSUPPORTED_IN_SAMPLING if do_sample else {})).items():
-        if own.get(name) not in (None, [], {}, *off):
+    for name, allowed_values in (_UNSUPPORTED | (_UNSUPPORTED_IN_SAMPLING if do_sample else {})).items():
+        if own.get(name) not in (None, [], {}, *allowed_values):
             raise InputError(
                 f"generation_config.json: {name} is {repr(own[name])[:80]}, which smelt's generation does not"
-                f" support; set it to {json.dumps(off[0]) if off else 'null'}.",
+                f" support; set it to {json.dumps(allowed_values[0]) if allowed_values else 'null'}.",
                 code="unsupported-generation-setting",
             )
 
@@ -344,7 +355,7 @@ def _check_token_ids(decoding: GenerationConfig, model: HasModelConfig) -> None:
     if size is None:
         return
     lists = {
-        "bad_words_ids": [token for word in decoding.bad_words_ids for token in word],
+        "bad_words_ids": [token for banned_ids in decoding.bad_words_ids for token in banned_ids],
         "suppress_tokens": decoding.suppress_tokens,
         "begin_suppress_tokens": decoding.begin_suppress_tokens,
         "forced_eos_token_id": decoding.forced_eos_token_id,
@@ -352,10 +363,10 @@ def _check_token_ids(decoding: GenerationConfig, model: HasModelConfig) -> None:
         "eos_token_id": decoding.eos,
     }
     for name, tokens in lists.items():
-        outside = [token for token in tokens if not 0 <= token < size]
-        if outside:
+        invalid = [token for token in tokens if not 0 <= token < size]
+        if invalid:
             raise InputError(
-                f"{model.folder}: {name} is token {outside[0]}; the model's vocabulary has the tokens 0 to"
+                f"{model.folder}: {name} is token {invalid[0]}; the model's vocabulary has the tokens 0 to"
                 f" {size - 1}.",
                 code="token-outside-vocabulary",
             )
@@ -376,12 +387,12 @@ class Shortlist:
 
     def allowed_tokens(self, batch: Batch, vocabulary: int) -> NDArray[np.bool_]:
         """Return bool [B, V]: which tokens are allowed in each row of the batch."""
-        found = np.zeros((len(batch.input_ids), vocabulary), dtype=bool)
-        found[:, self.always] = True
-        rows, places = np.nonzero(batch.attention_mask)
-        words = self.table[batch.input_ids[rows, places]]  # [tokens, n]
-        found[rows[:, None], words] = True
-        return found
+        allowed_mask = np.zeros((len(batch.input_ids), vocabulary), dtype=bool)
+        allowed_mask[:, self.always] = True
+        row_indices, columns = np.nonzero(batch.attention_mask)
+        candidates = self.table[batch.input_ids[row_indices, columns]]  # [tokens, n]
+        allowed_mask[row_indices[:, None], candidates] = True
+        return allowed_mask
 
 
 def vocabulary_sizes(config: Mapping[str, Any]) -> tuple[int, int]:
@@ -424,10 +435,12 @@ def read_shortlist(folder: Path, config: Mapping[str, Any]) -> Shortlist | None:
             code="damaged-file",
         ) from error
     source, vocabulary = vocabulary_sizes(config)
-    fits = table.ndim == 2 and len(table) == source and table.dtype in (np.uint16, np.int32)
-    fits = fits and always.dtype == np.int64 and always.ndim == 1 and len(always) > 1
-    words = [part for part in (table, always) if part.size]
-    if not fits or not all(part.min() >= 0 and part.max() < vocabulary for part in words):
+    is_valid = table.ndim == 2 and len(table) == source and table.dtype in (np.uint16, np.int32)
+    is_valid = is_valid and always.dtype == np.int64 and always.ndim == 1 and len(always) > 1
+    token_lists = [token_ids for token_ids in (table, always) if token_ids.size]
+    if not is_valid or not all(
+        token_ids.min() >= 0 and token_ids.max() < vocabulary for token_ids in token_lists
+    ):
         raise InputError(
             f"{path}: this shortlist has {table.dtype} {list(table.shape)} and {always.dtype}"
             f" {list(always.shape)}, which does not fit a model with {source} source and {vocabulary} target"

@@ -83,8 +83,8 @@ class LogitsProcessors:
             )
         if decoding.no_repeat_ngram_size:
             yield lambda scores, texts: ban_repeated_ngrams(scores, texts, decoding.no_repeat_ngram_size)
-        for word in (w for w in decoding.bad_words_ids if len(w) > 1):
-            yield partial(ban_sequence, word=word)
+        for banned_ids in (w for w in decoding.bad_words_ids if len(w) > 1):
+            yield partial(ban_sequence, word=banned_ids)
 
     def _bad_word_processors(self) -> Iterator[LogitsProcessor]:
         """Yield the rule of banned tokens."""
@@ -120,10 +120,10 @@ class LogitsProcessors:
     def is_eos(self, tokens: Tokens) -> BoolArray:
         """Return which of `tokens` end a text."""
         # a handful of comparisons; np.isin sorts
-        hit = np.zeros(tokens.shape, dtype=bool)
+        is_end = np.zeros(tokens.shape, dtype=bool)
         for token in self.decoding.eos:
-            hit |= tokens == token
-        return hit
+            is_end |= tokens == token
+        return is_end
 
     def new_tokens(self, text: Tokens) -> list[int]:
         """Return the tokens after the prompt of `text` (int64 [T]), up to the one that ends it."""
@@ -144,8 +144,10 @@ class LogitsProcessors:
 
 def penalize_repetition(scores: Logits, texts: Tokens, penalty: float) -> None:
     """Reduce the score of every token in `texts`, once (Keskar et al. 2019, arXiv:1909.05858)."""
-    found = np.take_along_axis(scores, texts, axis=1)
-    np.put_along_axis(scores, texts, np.where(found < 0, found * penalty, found / penalty), axis=1)
+    token_scores = np.take_along_axis(scores, texts, axis=1)
+    np.put_along_axis(
+        scores, texts, np.where(token_scores < 0, token_scores * penalty, token_scores / penalty), axis=1
+    )
 
 
 def ban_repeated_ngrams(scores: Logits, texts: Tokens, size: int) -> None:
@@ -155,24 +157,24 @@ def ban_repeated_ngrams(scores: Logits, texts: Tokens, size: int) -> None:
         return
     windows = np.lib.stride_tricks.sliding_window_view(texts, size, axis=1)
     head = texts[:, length + 1 - size :]
-    rows, places = np.nonzero((windows[..., :-1] == head[:, None]).all(axis=-1))
-    scores[rows, windows[rows, places, -1]] = -np.inf
+    row_indices, starts = np.nonzero((windows[..., :-1] == head[:, None]).all(axis=-1))
+    scores[row_indices, windows[row_indices, starts, -1]] = -np.inf
 
 
 def ban_sequence(scores: Logits, texts: Tokens, word: list[int]) -> None:
     """Forbid the last token of `word` after the others."""
     head = word[:-1]
     if len(head) <= texts.shape[1]:
-        hit = (texts[:, texts.shape[1] - len(head) :] == head).all(axis=1)
-        scores[hit, word[-1]] = -np.inf
+        matches = (texts[:, texts.shape[1] - len(head) :] == head).all(axis=1)
+        scores[matches, word[-1]] = -np.inf
 
 
 def _ban_tokens(tokens: list[int]) -> LogitsProcessor:
     """Forbid some tokens; a single one uses a slice, which numpy writes many times as fast."""
-    places = slice(tokens[0], tokens[0] + 1) if len(tokens) == 1 else tokens
+    selected = slice(tokens[0], tokens[0] + 1) if len(tokens) == 1 else tokens
 
     def rule(scores: Logits, texts: Tokens) -> None:
-        scores[:, places] = -np.inf
+        scores[:, selected] = -np.inf
 
     return rule
 
@@ -218,14 +220,14 @@ def filter_logits(scores: Logits, temperature: float, top_k: int, top_p: float) 
 def _filter_top_p(scores: Logits, top_p: float) -> None:
     # after top-k almost everything is excluded: sort only the columns that some row still has
     columns = np.flatnonzero(np.isfinite(scores).any(axis=0))
-    kept = scores[:, columns]
-    order = np.argsort(kept, axis=1, kind="stable")
-    below = np.cumsum(_probabilities(np.take_along_axis(kept, order, axis=1)), axis=1)
-    out = below <= 1 - top_p
-    out[:, -1] = False  # the most likely token is always kept
-    rows, places = np.nonzero(out)
-    kept[rows, order[rows, places]] = -np.inf
-    scores[:, columns] = kept
+    candidate_scores = scores[:, columns]
+    order = np.argsort(candidate_scores, axis=1, kind="stable")
+    cumulative = np.cumsum(_probabilities(np.take_along_axis(candidate_scores, order, axis=1)), axis=1)
+    removed = cumulative <= 1 - top_p
+    removed[:, -1] = False  # the most likely token is always kept
+    row_indices, ranks = np.nonzero(removed)
+    candidate_scores[row_indices, order[row_indices, ranks]] = -np.inf
+    scores[:, columns] = candidate_scores
 
 
 def sample_tokens(scores: Logits, random: np.random.Generator) -> Tokens:
@@ -246,11 +248,11 @@ def sample_tokens(scores: Logits, random: np.random.Generator) -> Tokens:
             code="no-allowed-token",
         )
     sums = np.cumsum(_probabilities(scores[:, columns]), axis=1)
-    wanted = random.random((scores.shape[0], 1)) * sums[:, -1:]
+    thresholds = random.random((scores.shape[0], 1)) * sums[:, -1:]
     # the first token whose cumulative sum exceeds the drawn number; a token without probability never does
-    places = (sums <= wanted).sum(axis=1)
-    chosen: Tokens = columns[places].astype(np.int64)
-    return chosen
+    indices = (sums <= thresholds).sum(axis=1)
+    sampled: Tokens = columns[indices].astype(np.int64)
+    return sampled
 
 
 def _probabilities(scores: Logits) -> NDArray[np.float64]:

@@ -71,26 +71,41 @@ def encode_responses(
 
     Source: github.com/EleutherAI/lm-evaluation-harness 0.4.13, lm_eval/api/model.py, `_encode_pair`.
     """
-    words = as_text_tokenizer(tokenizer)
-    template = words.prompts or PromptTemplate(PROMPT_FIELD)
-    turns = [assistant_turns(*pair) if every_turn else assistant_turns(*pair)[-1:] for pair in pairs]
-    owners = [at for at, conversations in enumerate(turns) for _ in conversations]
-    parts = template.render_responses([turn for conversations in turns for turn in conversations])
+    text_tokenizer = as_text_tokenizer(tokenizer)
+    template = text_tokenizer.prompts or PromptTemplate(PROMPT_FIELD)
+    conversations_by_pair = [
+        assistant_turns(*prompt_and_response) if every_turn else assistant_turns(*prompt_and_response)[-1:]
+        for prompt_and_response in pairs
+    ]
+    owners = [index for index, conversations in enumerate(conversations_by_pair) for _ in conversations]
+    parts = template.render_responses(
+        [conversation for conversations in conversations_by_pair for conversation in conversations]
+    )
     if not with_end:
-        parts = [_without_end(part, template.is_chat) for part in parts]
-    end = [words.eos_token_id] if with_end and words.eos_token_id is not None else []
-    encoded = _encode_after([part.prompt for part in parts], [part.response for part in parts], words)
+        parts = [_without_end(response_parts, template.is_chat) for response_parts in parts]
+    end = [text_tokenizer.eos_token_id] if with_end and text_tokenizer.eos_token_id is not None else []
+    encoded = _encode_after(
+        [response_parts.prompt for response_parts in parts],
+        [response_parts.response for response_parts in parts],
+        text_tokenizer,
+    )
     samples: list[list[EncodedResponse]] = [[] for _ in pairs]
-    for owner, part, (prompt, unchanged, following) in zip(owners, parts, encoded, strict=True):
-        joint = unchanged == prompt if with_end else bool(unchanged)  # a first token cannot be predicted
-        ids = unchanged if joint else prompt
-        targets = (following if joint else words.encode_plain([part.response])[0]) + ([] if part.end else end)
+    for sample_index, response_parts, (prompt, unchanged, following) in zip(
+        owners, parts, encoded, strict=True
+    ):
+        is_joint = unchanged == prompt if with_end else bool(unchanged)  # a first token cannot be predicted
+        ids = unchanged if is_joint else prompt
+        targets = (following if is_joint else text_tokenizer.encode_plain([response_parts.response])[0]) + (
+            [] if response_parts.end else end
+        )
         mask = [False] * len(ids)
-        rows = samples[owner]
-        if rows and ids[: len(rows[-1].ids)] == rows[-1].ids:  # the earlier turns as they were rendered
-            before = rows.pop().is_target
+        earlier_samples = samples[sample_index]
+        if (
+            earlier_samples and ids[: len(earlier_samples[-1].ids)] == earlier_samples[-1].ids
+        ):  # the earlier turns as they were rendered
+            before = earlier_samples.pop().is_target
             mask[: len(before)] = before
-        rows.append(EncodedResponse(ids + targets, mask + [True] * len(targets)))
+        earlier_samples.append(EncodedResponse(ids + targets, mask + [True] * len(targets)))
     return samples
 
 
@@ -114,15 +129,15 @@ def _encode_after(
         change and special ones follow them.
     """
     encoded = encode_rendered(prompts, words)
-    alone = words.encode_plain(prompts)
-    joint = words.encode_plain([prompt + text for prompt, text in zip(prompts, texts, strict=True)])
+    prompts_alone = words.encode_plain(prompts)
+    joint_encoded = words.encode_plain([prompt + text for prompt, text in zip(prompts, texts, strict=True)])
     results = []
-    for ids, before, both in zip(encoded, alone, joint, strict=True):
-        pairs = enumerate(zip(before, both, strict=False))
-        common = next((at for at, (a, b) in pairs if a != b), min(len(before), len(both)))
-        changed = len(before) - common
-        ends_alike = not changed or ids[len(ids) - len(before) :] == before
-        results.append((ids, ids[: len(ids) - changed] if ends_alike else [], both[common:]))
+    for ids, before, joint_ids in zip(encoded, prompts_alone, joint_encoded, strict=True):
+        id_pairs = enumerate(zip(before, joint_ids, strict=False))
+        common = next((index for index, (a, b) in id_pairs if a != b), min(len(before), len(joint_ids)))
+        num_changed = len(before) - common
+        ends_alike = not num_changed or ids[len(ids) - len(before) :] == before
+        results.append((ids, ids[: len(ids) - num_changed] if ends_alike else [], joint_ids[common:]))
     return results
 
 
@@ -132,15 +147,15 @@ def fit_response(sample: EncodedResponse, limit: int, bos_token_id: int | None) 
     The prompt is truncated on the left. It keeps at least half of the tokens, as in generation; a longer
     response is then truncated on the right.
     """
-    room = limit + 1
-    if len(sample.ids) <= room:
+    max_ids = limit + 1
+    if len(sample.ids) <= max_ids:
         return sample
     begin = len(sample.ids) - sample.num_last_targets
-    kept = min(begin, max(1, limit // 2, room - sample.num_last_targets))
-    prompt = truncate_prompt(sample.ids[:begin], kept, bos_token_id)
-    response = sample.ids[begin:][: room - kept]
-    mask = sample.is_target[begin - kept : begin]
-    if prompt and prompt[0] != sample.ids[begin - kept]:  # the leading token is kept
+    num_prompt_kept = min(begin, max(1, limit // 2, max_ids - sample.num_last_targets))
+    prompt = truncate_prompt(sample.ids[:begin], num_prompt_kept, bos_token_id)
+    response = sample.ids[begin:][: max_ids - num_prompt_kept]
+    mask = sample.is_target[begin - num_prompt_kept : begin]
+    if prompt and prompt[0] != sample.ids[begin - num_prompt_kept]:  # the leading token is kept
         mask = [False, *mask[1:]]
     return EncodedResponse(prompt + response, mask + [True] * len(response))
 
@@ -159,8 +174,8 @@ def pad_left(prompts: Sequence[Sequence[int]], pad: int) -> Batch:
     length = max(map(len, prompts))
     ids = np.full((len(prompts), length), pad, dtype=np.int64)
     mask = np.zeros_like(ids)
-    for at, prompt in enumerate(prompts):
-        ids[at, length - len(prompt) :], mask[at, length - len(prompt) :] = prompt, 1
+    for index, prompt in enumerate(prompts):
+        ids[index, length - len(prompt) :], mask[index, length - len(prompt) :] = prompt, 1
     return Batch(ids, mask)
 
 
@@ -181,11 +196,11 @@ def batch_prompts(
     """
     order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
     batches = []
-    for _, found in itertools.groupby(order, lambda i: decoding.prompt_limits(len(prompts[i]))):
-        alike = list(found)
-        for at in range(0, len(alike), batch_size):
-            rows = alike[at : at + batch_size]
-            batches.append((rows, pad_left([prompts[i] for i in rows], pad)))
+    for _, same_limits in itertools.groupby(order, lambda i: decoding.prompt_limits(len(prompts[i]))):
+        group_indices = list(same_limits)
+        for start in range(0, len(group_indices), batch_size):
+            indices = group_indices[start : start + batch_size]
+            batches.append((indices, pad_left([prompts[i] for i in indices], pad)))
     return batches
 
 
@@ -194,10 +209,12 @@ def truncated_prompts(
 ) -> tuple[list[list[int]], int]:
     """Return the tokens of `texts` that are generated from, and how many texts are truncated for it."""
     tools = runner.text
-    whole = encode_prompts(texts, tools.tokenizer, NO_LIMIT)
+    full_prompts = encode_prompts(texts, tools.tokenizer, NO_LIMIT)
     begin, limit = tools.tokenizer.bos_token_id, tools.max_input_length
-    prompts = [truncate_prompt(ids, max_prompt_length(len(ids), decoding, limit), begin) for ids in whole]
-    return prompts, sum(len(a) < len(b) for a, b in zip(prompts, whole, strict=True))
+    prompts = [
+        truncate_prompt(ids, max_prompt_length(len(ids), decoding, limit), begin) for ids in full_prompts
+    ]
+    return prompts, sum(len(a) < len(b) for a, b in zip(prompts, full_prompts, strict=True))
 
 
 def continue_texts(
@@ -217,27 +234,27 @@ def continue_texts(
     tools = runner.text
     tokenizer = tools.tokenizer
     decoding = tools.resolved_generation(generation, runner)
-    prompts, shortened = truncated_prompts(runner, texts, decoding)
-    if shortened and on_truncate is not None:
-        on_truncate(shortened, tools.max_input_length)
+    prompts, num_truncated = truncated_prompts(runner, texts, decoding)
+    if num_truncated and on_truncate is not None:
+        on_truncate(num_truncated, tools.max_input_length)
     results: dict[int, str] = {}
-    limited: list[int] = []
-    for part, (rows, batch) in own_batches(
+    limited_lengths: list[int] = []
+    for batch_number, (indices, batch) in own_batches(
         batch_prompts(prompts, batch_size, padding_token(tokenizer), decoding)
     ):
-        tokens = runner.generator(runner, batch, decoding, part)
-        answers = tokenizer.decode_batch(tokens) if tokenizer.prompts is not None else None
-        for at, (i, new) in enumerate(zip(rows, tokens, strict=True)):
-            if answers is None:
+        tokens = runner.generator(runner, batch, decoding, batch_number)
+        responses = tokenizer.decode_batch(tokens) if tokenizer.prompts is not None else None
+        for position, (i, new) in enumerate(zip(indices, tokens, strict=True)):
+            if responses is None:
                 results[i] = texts[i] + decode_continuation(tokenizer, prompts[i], new)
             else:
-                results[i] = answers[at]
+                results[i] = responses[position]
             if len(new) >= decoding.prompt_limits(len(prompts[i]))[0] and new[-1] not in decoding.eos:
-                limited.append(len(new))
+                limited_lengths.append(len(new))
         progress(min(len(texts), len(results) * process_count()), len(texts), "texts")
-    limited = [tokens for part in gather_parts(limited) for tokens in part]
-    if limited and on_length_limit is not None:
-        on_length_limit(len(limited), max(limited))
+    limited_lengths = [tokens for batch_number in gather_parts(limited_lengths) for tokens in batch_number]
+    if limited_lengths and on_length_limit is not None:
+        on_length_limit(len(limited_lengths), max(limited_lengths))
     return merge_shares(results)
 
 
@@ -248,6 +265,6 @@ def decode_continuation(tokenizer: Any, prompt: Sequence[int], new: Sequence[int
     several byte-level tokens; so both are decoded as one, and the prompt is removed again. Where the
     prompt decodes differently with text after it, the new tokens are decoded alone.
     """
-    words = as_text_tokenizer(tokenizer)
-    both, before = words.decode_batch([[*prompt, *new], prompt])
-    return both[len(before) :] if both.startswith(before) else words.decode_batch([new])[0]
+    text_tokenizer = as_text_tokenizer(tokenizer)
+    full_text, before = text_tokenizer.decode_batch([[*prompt, *new], prompt])
+    return full_text[len(before) :] if full_text.startswith(before) else text_tokenizer.decode_batch([new])[0]

@@ -70,20 +70,20 @@ def token_nll(runner: Any, ids: Tokens) -> NDArray[np.float32]:
     Raises:
         RunError: the model's outputs are not finite.
     """
-    rows, length = ids.shape[0], ids.shape[1] - 1
+    num_rows, length = ids.shape[0], ids.shape[1] - 1
     max_tokens = _LOGITS_BYTES // (4 * int(runner.config["vocab_size"]))
-    losses = np.empty((rows, length), dtype=np.float32)
+    losses = np.empty((num_rows, length), dtype=np.float32)
     step = max(1, max_tokens // length)
-    for top in range(0, rows, step):
-        part = slice(top, min(rows, top + step))
-        count = part.stop - top
+    for row_start in range(0, num_rows, step):
+        row_slice = slice(row_start, min(num_rows, row_start + step))
+        count = row_slice.stop - row_start
         state = runner.start(count)
-        stretch = length if count > 1 else max(1, max_tokens)
-        for begin in range(0, length, stretch):
-            end = min(length, begin + stretch)
-            inputs = np.ascontiguousarray(ids[part, begin:end])
+        chunk_length = length if count > 1 else max(1, max_tokens)
+        for begin in range(0, length, chunk_length):
+            end = min(length, begin + chunk_length)
+            inputs = np.ascontiguousarray(ids[row_slice, begin:end])
             logits = runner.extend(state, inputs, np.ones_like(inputs))
-            losses[part, begin:end] = nll_from_logits(logits, ids[part, begin + 1 : end + 1])
+            losses[row_slice, begin:end] = nll_from_logits(logits, ids[row_slice, begin + 1 : end + 1])
     if not np.isfinite(losses).all():
         raise RunError(
             "the model's outputs are not finite, so perplexity is undefined: a weight is not finite,"
@@ -99,8 +99,8 @@ def nll_from_logits(logits: Logits, targets: Tokens) -> NDArray[np.float32]:
     import torch
 
     values = torch.from_numpy(logits)
-    chosen = values.gather(2, torch.from_numpy(np.ascontiguousarray(targets))[..., None])[..., 0]
-    losses: NDArray[np.float32] = (values.logsumexp(dim=2) - chosen).numpy()
+    target_logits = values.gather(2, torch.from_numpy(np.ascontiguousarray(targets))[..., None])[..., 0]
+    losses: NDArray[np.float32] = (values.logsumexp(dim=2) - target_logits).numpy()
     return losses
 
 
@@ -123,15 +123,17 @@ def last_tokens_nll(
     A batch contains rows of one length only, so nothing is padded.
     """
     groups: dict[int, list[int]] = {}
-    for place, ids in enumerate(rows):
-        groups.setdefault(len(ids), []).append(place)
+    for index, ids in enumerate(rows):
+        groups.setdefault(len(ids), []).append(index)
     sums: dict[int, float] = {}
     batches = [
-        places[at : at + batch_size] for places in groups.values() for at in range(0, len(places), batch_size)
+        indices[start : start + batch_size]
+        for indices in groups.values()
+        for start in range(0, len(indices), batch_size)
     ]
-    for _, chosen in own_batches(batches):
-        losses = token_nll(runner, np.stack([np.asarray(rows[i], dtype=np.int64) for i in chosen]))
-        for i, row in zip(chosen, losses, strict=True):
+    for _, batch_indices in own_batches(batches):
+        losses = token_nll(runner, np.stack([np.asarray(rows[i], dtype=np.int64) for i in batch_indices]))
+        for i, row in zip(batch_indices, losses, strict=True):
             sums[i] = float(row[-counts[i] :].sum(dtype=np.float64))
         progress(min(len(rows), len(sums) * process_count()), len(rows), "windows")
     return merge_shares(sums)
@@ -189,31 +191,31 @@ class DecoderOnlyRunner(Runner):
             InputError: the backend cannot take several tokens with a filled cache for these rows.
             RunError: more tokens than the engines' size limit, or the device failed.
         """
-        found = self._feed_chunks(state, ids, mask, last or ids.shape[1])
-        return np.concatenate(found, axis=1) if len(found) > 1 else found[0]
+        parts = self._feed_chunks(state, ids, mask, last or ids.shape[1])
+        return np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
 
     def _feed_chunks(self, state: DecoderOnlyState, ids: Tokens, mask: Tokens, last: int) -> list[Logits]:
         """Run as many tokens at once as the backend takes; return the logits of the `last` ones in parts."""
         length = ids.shape[1]
         most = self.backend.max_tokens_per_call or length
-        found = []
-        for at in range(0, length, most):
-            end = min(length, at + most)
-            wanted = min(end - at, max(0, end - (length - last)))
-            logits = self._step(state, ids[:, at:end], mask[:, at:end], wanted)
-            if wanted:
-                found.append(logits[:, -wanted:])
-        return found
+        parts = []
+        for start in range(0, length, most):
+            end = min(length, start + most)
+            num_logits = min(end - start, max(0, end - (length - last)))
+            logits = self._step(state, ids[:, start:end], mask[:, start:end], num_logits)
+            if num_logits:
+                parts.append(logits[:, -num_logits:])
+        return parts
 
     def _step(self, state: DecoderOnlyState, ids: Tokens, mask: Tokens, last: int) -> Logits:
-        whole = np.concatenate([state.mask, mask], axis=1)
+        full_mask = np.concatenate([state.mask, mask], axis=1)
         feeds = {
             "input_ids": ids,
-            "attention_mask": whole,
-            "position_ids": position_ids(whole)[:, -ids.shape[1] :],
+            "attention_mask": full_mask,
+            "position_ids": position_ids(full_mask)[:, -ids.shape[1] :],
         }
         logits = self.backend.step(state.backend_state, feeds, last)
-        state.mask = whole
+        state.mask = full_mask
         return logits
 
     def reorder_cache(self, state: DecoderOnlyState, rows: Tokens) -> DecoderOnlyState:
@@ -240,8 +242,8 @@ def prefill(runner: Runner, batch: Batch, tokens: Tokens, single_prefill: bool) 
     if single_prefill and isinstance(runner, DecoderOnlyRunner):
         state = runner.start(len(tokens))
         return state, runner.extend(state, batch.input_ids, batch.attention_mask, 1)[:, -1]
-    taken = runner.encode(batch)
-    return taken, runner.decode_step(taken, tokens)
+    state_after = runner.encode(batch)
+    return state_after, runner.decode_step(state_after, tokens)
 
 
 ENCODER_GRAPH, DECODER_GRAPH = "encoder_model", "decoder_with_past_model"
@@ -287,13 +289,13 @@ class EncoderDecoderRunner(Runner):
 
     def encode(self, batch: Batch) -> EncoderDecoderState:
         """Run the encoder; nothing is decoded yet."""
-        rows = batch.input_ids.shape[0]
+        num_rows = batch.input_ids.shape[0]
         shared = {"encoder_attention_mask": batch.attention_mask}
-        hidden = None
+        disallowed = None
         if self.shortlist is not None:
-            hidden = ~self.shortlist.allowed_tokens(batch, vocabulary_sizes(self.config)[1])
+            disallowed = ~self.shortlist.allowed_tokens(batch, vocabulary_sizes(self.config)[1])
         return EncoderDecoderState(
-            self.backend.start(rows, _encoder_feeds(batch), shared), np.arange(rows), hidden
+            self.backend.start(num_rows, _encoder_feeds(batch), shared), np.arange(num_rows), disallowed
         )
 
     def decode_step(self, state: EncoderDecoderState, tokens: Tokens) -> Logits:
@@ -309,9 +311,9 @@ class EncoderDecoderRunner(Runner):
     def reorder_cache(self, state: EncoderDecoderState, rows: Tokens) -> EncoderDecoderState:
         """Return the state whose row i is row rows[i] of `state`; tensors shared by beams are not copied."""
         sentences = state.batch_rows[rows]
-        moved = not np.array_equal(sentences, state.batch_rows)
-        if moved or not np.array_equal(rows, np.arange(len(rows))):
-            self.backend.reorder_cache(state.backend_state, rows, shared=moved)
+        crosses_rows = not np.array_equal(sentences, state.batch_rows)
+        if crosses_rows or not np.array_equal(rows, np.arange(len(rows))):
+            self.backend.reorder_cache(state.backend_state, rows, shared=crosses_rows)
         state.batch_rows = sentences
         return state
 

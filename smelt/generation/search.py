@@ -96,9 +96,9 @@ def beam_search_n_best(
     """
     beams, start = rules.decoding.num_beams, rules.prompt_length
     running, finished = _init_beams(rules)
-    found: list[list[list[int]]] = [[] for _ in running.texts]
-    places = np.arange(len(found))  # indices of the sentences that are still in the batch
-    improvable = np.ones((len(found), 1), dtype=bool)
+    results: list[list[list[int]]] = [[] for _ in running.texts]
+    batch_rows = np.arange(len(results))  # indices of the sentences that are still in the batch
+    improvable = np.ones((len(results), 1), dtype=bool)
     state, first = prefill(runner, batch, rules.prompt[:, -1], single_prefill)
     # all beams are equal at first: the runner computes them once
     logits = np.repeat(first, beams, axis=0)
@@ -106,27 +106,27 @@ def beam_search_n_best(
         if length > start:
             logits = runner.decode_step(state, running.texts[:, :, length - 1].reshape(-1))
         candidates = _top_candidates(logits, running, rules, length)
-        chosen = _advance_beams(running, candidates, length)
+        beam_indices = _advance_beams(running, candidates, length)
         _update_finished(finished, candidates, improvable, rules, length)
         improvable &= _could_improve(running, finished, rules, length + 1)
-        settled = ~improvable[:, 0]
+        is_settled = ~improvable[:, 0]
         if rules.decoding.early_stopping is True:
-            settled |= finished.ended.all(axis=1)
-        if candidates.is_eos.all() or settled.all():
+            is_settled |= finished.ended.all(axis=1)
+        if candidates.is_eos.all() or is_settled.all():
             break
-        sentences = np.arange(len(chosen))[:, None]
-        old = sentences.repeat(beams, axis=1) if length == start else sentences * beams + chosen
-        if np.count_nonzero(settled) >= max(1, len(settled) // 8):
-            for place, texts in zip(places[settled], finished.texts[settled], strict=True):
-                found[place] = [rules.new_tokens(text) for text in texts[:count]]
-            kept = (~settled).nonzero()[0]
-            running, finished = running.select(kept), finished.select(kept)
-            places, improvable, old = places[kept], improvable[kept], old[kept]
-            rules.select_rows(kept)
+        sentences = np.arange(len(beam_indices))[:, None]
+        old = sentences.repeat(beams, axis=1) if length == start else sentences * beams + beam_indices
+        if np.count_nonzero(is_settled) >= max(1, len(is_settled) // 8):
+            for row_index, texts in zip(batch_rows[is_settled], finished.texts[is_settled], strict=True):
+                results[row_index] = [rules.new_tokens(text) for text in texts[:count]]
+            kept_rows = (~is_settled).nonzero()[0]
+            running, finished = running.select(kept_rows), finished.select(kept_rows)
+            batch_rows, improvable, old = batch_rows[kept_rows], improvable[kept_rows], old[kept_rows]
+            rules.select_rows(kept_rows)
         state = runner.reorder_cache(state, old.ravel())
-    for place, texts in zip(places, finished.texts, strict=True):
-        found[place] = [rules.new_tokens(text) for text in texts[:count]]
-    return found
+    for row_index, texts in zip(batch_rows, finished.texts, strict=True):
+        results[row_index] = [rules.new_tokens(text) for text in texts[:count]]
+    return results
 
 
 def _init_beams(rules: LogitsProcessors) -> tuple[_RunningBeams, _FinishedBeams]:
@@ -135,9 +135,9 @@ def _init_beams(rules: LogitsProcessors) -> tuple[_RunningBeams, _FinishedBeams]
     texts[:, :, : rules.prompt_length] = rules.prompt[:, None]
     scores = np.zeros((sentences, beams), dtype=np.float32)
     scores[:, 1:] = _EXCLUDED_SCORE  # or all beams would be equal
-    nothing = np.full((sentences, beams), _EXCLUDED_SCORE, dtype=np.float32)
+    excluded = np.full((sentences, beams), _EXCLUDED_SCORE, dtype=np.float32)
     return _RunningBeams(texts, scores), _FinishedBeams(
-        texts.copy(), nothing, np.zeros(nothing.shape, dtype=bool)
+        texts.copy(), excluded, np.zeros(excluded.shape, dtype=bool)
     )
 
 
@@ -153,13 +153,13 @@ def _top_candidates(
     vocabulary = logits.shape[1]
     logits += running.scores.reshape(-1, 1)
     totals = logits.reshape(sentences, beams * vocabulary)
-    places = _top_k(totals, max(2, 1 + len(rules.eos)) * beams)
-    came_from, tokens = places // vocabulary, places % vocabulary
-    texts = np.empty((sentences, places.shape[1], length + 1), dtype=np.int64)
+    indices = _top_k(totals, max(2, 1 + len(rules.eos)) * beams)
+    came_from, tokens = indices // vocabulary, indices % vocabulary
+    texts = np.empty((sentences, indices.shape[1], length + 1), dtype=np.int64)
     texts[:, :, :length] = np.take_along_axis(running.texts[:, :, :length], came_from[:, :, None], axis=1)
     texts[:, :, length] = tokens
     stop = rules.is_eos(tokens) | (length + 1 >= rules.longest)
-    return _Candidates(texts, np.take_along_axis(totals, places, axis=1), came_from, stop)
+    return _Candidates(texts, np.take_along_axis(totals, indices, axis=1), came_from, stop)
 
 
 def _advance_beams(running: _RunningBeams, candidates: _Candidates, length: int) -> Tokens:
@@ -180,21 +180,23 @@ def _update_finished(
 ) -> None:
     """Add candidates that have just ended to the finished ones where they are better."""
     beams = finished.scores.shape[1]
-    ended = candidates.is_eos & (np.arange(candidates.is_eos.shape[1]) < beams)  # the others are a reserve
-    if not ended.any():
+    just_ended = candidates.is_eos & (
+        np.arange(candidates.is_eos.shape[1]) < beams
+    )  # the others are a reserve
+    if not just_ended.any():
         return
     new_tokens = length + 1 - rules.prompt_length
     scores = candidates.scores / np.float32(new_tokens**rules.decoding.length_penalty)
     if rules.decoding.early_stopping is True:
         scores += finished.ended.all(axis=1, keepdims=True).astype(np.float32) * _EXCLUDED_SCORE
     scores += (~improvable).astype(np.float32) * _EXCLUDED_SCORE
-    scores += (~ended).astype(np.float32) * _EXCLUDED_SCORE
+    scores += (~just_ended).astype(np.float32) * _EXCLUDED_SCORE
     merged = np.concatenate([finished.scores, scores], axis=1)
     order = _top_k(merged, beams)
     texts = np.concatenate([finished.texts[:, :, : length + 1], candidates.texts], axis=1)
     finished.texts[:, :, : length + 1] = np.take_along_axis(texts, order[:, :, None], axis=1)
     finished.scores = np.take_along_axis(merged, order, axis=1)
-    finished.ended = np.take_along_axis(np.concatenate([finished.ended, ended], axis=1), order, axis=1)
+    finished.ended = np.take_along_axis(np.concatenate([finished.ended, just_ended], axis=1), order, axis=1)
 
 
 def _could_improve(
@@ -205,8 +207,8 @@ def _could_improve(
     "never" uses the length that is best for the beam, False the present one.
     """
     decoding = rules.decoding
-    far = decoding.early_stopping == "never" and decoding.length_penalty > 0
-    hypothetical = (rules.longest if far else length) - rules.prompt_length
+    uses_longest = decoding.early_stopping == "never" and decoding.length_penalty > 0
+    hypothetical = (rules.longest if uses_longest else length) - rules.prompt_length
     possible = running.scores[:, :1] / np.float32(hypothetical**decoding.length_penalty)
     worst = np.where(finished.ended, finished.scores.min(axis=1, keepdims=True), _EXCLUDED_SCORE)
     better: BoolArray = np.any(possible > worst, axis=1, keepdims=True)
@@ -220,27 +222,27 @@ def _top_k(scores: Logits, count: int) -> Tokens:
     first: the best values are in the `count` groups whose maxima are highest. (32 rows of 4 times 8,000
     values take 0.6 ms so and 2.0 ms with argpartition alone, 4 times 58,101 values 3.3 ms and 29 ms.)
     """
-    rows, width = scores.shape
+    num_rows, width = scores.shape
     count = min(count, width)
     groups = width // _GROUP
     if groups <= count:
         return _top_k_small(scores, count)
     # group g holds the indices g, g + groups, g + 2 * groups, ...: maxima over contiguous slices are fast
-    maxima = scores[:, : groups * _GROUP].reshape(rows, _GROUP, groups).max(axis=1)
-    chosen = np.argpartition(maxima, -count, axis=1)[:, -count:]
-    places = (chosen[:, :, None] + np.arange(_GROUP) * groups).reshape(rows, -1)
-    rest = np.arange(groups * _GROUP, width)
-    places = np.concatenate([places, np.broadcast_to(rest, (rows, len(rest)))], axis=1)
-    places.sort(axis=1)
-    found = _top_k_small(np.take_along_axis(scores, places, axis=1), count)
-    return np.take_along_axis(places, found, axis=1)
+    maxima = scores[:, : groups * _GROUP].reshape(num_rows, _GROUP, groups).max(axis=1)
+    group_indices = np.argpartition(maxima, -count, axis=1)[:, -count:]
+    indices = (group_indices[:, :, None] + np.arange(_GROUP) * groups).reshape(num_rows, -1)
+    remainder = np.arange(groups * _GROUP, width)
+    indices = np.concatenate([indices, np.broadcast_to(remainder, (num_rows, len(remainder)))], axis=1)
+    indices.sort(axis=1)
+    top_positions = _top_k_small(np.take_along_axis(scores, indices, axis=1), count)
+    return np.take_along_axis(indices, top_positions, axis=1)
 
 
 def _top_k_small(scores: Logits, count: int) -> Tokens:
-    places = np.argpartition(scores, -count, axis=1)[:, -count:]
-    places.sort(axis=1)
-    order = np.argsort(-np.take_along_axis(scores, places, axis=1), axis=1, kind="stable")
-    return np.take_along_axis(places, order, axis=1)
+    indices = np.argpartition(scores, -count, axis=1)[:, -count:]
+    indices.sort(axis=1)
+    order = np.argsort(-np.take_along_axis(scores, indices, axis=1), axis=1, kind="stable")
+    return np.take_along_axis(indices, order, axis=1)
 
 
 def _log_softmax(logits: Logits) -> None:
@@ -249,10 +251,10 @@ def _log_softmax(logits: Logits) -> None:
     New memory of the size of all logits in every step would cost more than the sums.
     """
     step = max(1, _AT_ONCE // logits.shape[1])
-    for top in range(0, len(logits), step):
-        part = logits[top : top + step]
-        part -= part.max(axis=1, keepdims=True)
-        part -= np.log(np.exp(part).sum(axis=1, keepdims=True))
+    for start in range(0, len(logits), step):
+        chunk = logits[start : start + step]
+        chunk -= chunk.max(axis=1, keepdims=True)
+        chunk -= np.log(np.exp(chunk).sum(axis=1, keepdims=True))
 
 
 def generate(runner: Runner, batch: Batch, generation: GenerationSettings, part: int = 0) -> list[list[int]]:
@@ -291,8 +293,8 @@ def forced_logits(
     """
     state, logits = prefill(runner, batch, _make_processors(batch, decoding).prompt[:, -1], False)
     yield logits
-    for at in range(tokens.shape[1] - 1):
-        yield runner.decode_step(state, tokens[:, at])
+    for position in range(tokens.shape[1] - 1):
+        yield runner.decode_step(state, tokens[:, position])
 
 
 def _make_processors(batch: Batch, decoding: GenerationConfig) -> LogitsProcessors:
@@ -339,43 +341,43 @@ def _decode_loop(
     them from the caches costs about as much as one of them does in a step. single_prefill: see `prefill`.
     """
     state, scores = prefill(runner, batch, rules.prompt[:, -1], single_prefill)
-    rows, length = rules.prompt.shape
-    found: list[list[int]] = [[] for _ in range(rows)]
-    places = np.arange(rows)  # indices of the rows that are still in the batch
-    texts = np.full((rows, rules.longest), rules.decoding.pad, dtype=np.int64)
+    num_rows, length = rules.prompt.shape
+    results: list[list[int]] = [[] for _ in range(num_rows)]
+    batch_rows = np.arange(num_rows)  # indices of the rows that are still in the batch
+    texts = np.full((num_rows, rules.longest), rules.decoding.pad, dtype=np.int64)
     texts[:, :length] = rules.prompt
     tokens = rules.prompt[:, -1]
-    unfinished = np.ones(rows, dtype=bool)
-    left = rows
+    unfinished = np.ones(num_rows, dtype=bool)
+    num_unfinished = num_rows
     while length < rules.longest:
-        if drop_finished and left <= rows - max(1, rows // 4):
-            for place, text in zip(places[~unfinished], texts[~unfinished, :length], strict=True):
-                found[place] = rules.new_tokens(text)
-            kept = unfinished.nonzero()[0]
-            state = runner.reorder_cache(state, kept)
-            rules.select_rows(kept)
-            places, texts, tokens, unfinished, rows = (
-                places[kept],
-                texts[kept],
-                tokens[kept],
-                unfinished[kept],
-                left,
+        if drop_finished and num_unfinished <= num_rows - max(1, num_rows // 4):
+            for row_index, text in zip(batch_rows[~unfinished], texts[~unfinished, :length], strict=True):
+                results[row_index] = rules.new_tokens(text)
+            kept_rows = unfinished.nonzero()[0]
+            state = runner.reorder_cache(state, kept_rows)
+            rules.select_rows(kept_rows)
+            batch_rows, texts, tokens, unfinished, num_rows = (
+                batch_rows[kept_rows],
+                texts[kept_rows],
+                tokens[kept_rows],
+                unfinished[kept_rows],
+                num_unfinished,
             )
         if length > rules.prompt.shape[1]:
             scores = runner.decode_step(state, tokens)
         rules.apply(scores, texts[:, :length])
         tokens = choose(scores)
-        if left < rows:
+        if num_unfinished < num_rows:
             tokens = np.where(unfinished, tokens, rules.decoding.pad)
         texts[:, length] = tokens
         length += 1
         unfinished &= ~rules.is_eos(tokens)
-        left = np.count_nonzero(unfinished)
-        if not left:
+        num_unfinished = np.count_nonzero(unfinished)
+        if not num_unfinished:
             break
-    for place, text in zip(places, texts[:, :length], strict=True):
-        found[place] = rules.new_tokens(text)
-    return found
+    for row_index, text in zip(batch_rows, texts[:, :length], strict=True):
+        results[row_index] = rules.new_tokens(text)
+    return results
 
 
 _MAX_CACHED_FEEDS = 64
@@ -396,8 +398,8 @@ def generate_in_graph(
         and graph in runner.backend.generation_graphs
         and not _is_long(runner, batch, decoding)
     ):
-        with runner.backend.acquire_graph(graph) as promised:
-            if promised:
+        with runner.backend.acquire_graph(graph) as graph_is_open:
+            if graph_is_open:
                 return run_generation_graph(runner, batch, decoding)
     return generate_resolved(runner, batch, decoding, batch_index, graph_supports(decoding))
 
@@ -417,29 +419,29 @@ def generation_graph_name(decoding: GenerationConfig) -> str:
 def run_generation_graph(runner: Runner, batch: Batch, decoding: GenerationConfig) -> list[list[int]]:
     """Generate with the graph whatever else is open; `graph_supports(decoding)` must be true."""
     prompt = 1 if decoding.start is not None else batch.input_ids.shape[1]
-    found = runner.generate_sequences(
+    sequences_out = runner.generate_sequences(
         generation_graph_name(decoding), batch, _cached_feeds(runner, decoding, prompt)
     )
-    return [trim_at_eos(row, prompt, decoding.eos) for row in found]
+    return [trim_at_eos(row, prompt, decoding.eos) for row in sequences_out]
 
 
 def _cached_feeds(runner: Runner, decoding: GenerationConfig, prompt_length: int) -> dict[str, NDArray[Any]]:
     """Return `generation_feeds`, cached for each runner's settings and length of prompt."""
     key = id(decoding), prompt_length
-    found = runner.generation_cache.get(key)
-    if found is None or found[0] is not decoding:  # an entry of another one
+    entry = runner.generation_cache.get(key)
+    if entry is None or entry[0] is not decoding:  # an entry of another one
         vocabulary = int(runner.config.get("decoder_vocab_size") or runner.config["vocab_size"])
-        found = decoding, generation_feeds(decoding, prompt_length, vocabulary)
+        entry = decoding, generation_feeds(decoding, prompt_length, vocabulary)
         if len(runner.generation_cache) >= _MAX_CACHED_FEEDS:
             runner.generation_cache.clear()
-        runner.generation_cache[key] = found
-    feeds: dict[str, NDArray[Any]] = found[1]
+        runner.generation_cache[key] = entry
+    feeds: dict[str, NDArray[Any]] = entry[1]
     return feeds
 
 
 def graph_supports(decoding: GenerationConfig) -> bool:
     """Return whether the graphs support the search of `decoding`."""
-    sequences = any(len(word) > 1 for word in decoding.bad_words_ids)
+    sequences = any(len(banned_ids) > 1 for banned_ids in decoding.bad_words_ids)
     return not (decoding.do_sample or sequences or decoding.remove_invalid_values)
 
 
@@ -453,16 +455,16 @@ def generation_feeds(
         prompt_length: of the batch, with padding; 1 for an encoder-decoder.
         vocabulary: V.
     """
-    longest = decoding.max_total_length(prompt_length)
-    steps, biases, forced = _rule_tables(decoding, prompt_length, longest, vocabulary)
+    max_length = decoding.max_total_length(prompt_length)
+    steps, biases, forced_tokens = _rule_tables(decoding, prompt_length, max_length, vocabulary)
     by_words = decoding.repetition_penalty != 1.0 or decoding.no_repeat_ngram_size > 0
     feeds: dict[str, NDArray[Any]] = {
-        "max_new_tokens": np.array(longest - prompt_length),
+        "max_new_tokens": np.array(max_length - prompt_length),
         "eos_token_ids": np.array(decoding.eos or [-1]),
         "pad_token_id": np.array(decoding.pad),
         "step_rules": steps,
         "rule_biases": biases,
-        "forced_tokens": forced,
+        "forced_tokens": forced_tokens,
         "text_rules": np.array(by_words),
         "repetition_penalty": np.array(decoding.repetition_penalty, dtype=np.float32),
         "no_repeat_ngram_size": np.array(decoding.no_repeat_ngram_size),
@@ -470,12 +472,12 @@ def generation_feeds(
     if decoding.start is not None:
         feeds["decoder_start_token_id"] = np.array(decoding.start)
     if decoding.num_beams > 1:
-        never = decoding.early_stopping == "never" and decoding.length_penalty > 0
+        never_stops_early = decoding.early_stopping == "never" and decoding.length_penalty > 0
         feeds |= {
             "num_beams": np.array(decoding.num_beams),
             "length_penalty": np.array(decoding.length_penalty, dtype=np.float64),
             "early_stopping": np.array(decoding.early_stopping is True),
-            "never_stop_early": np.array(never),
+            "never_stop_early": np.array(never_stops_early),
             "renormalize_logits": np.array(decoding.renormalize_logits),
         }
     return feeds
@@ -490,31 +492,31 @@ def _rule_tables(
     """
     rules = LogitsProcessors(decoding, np.zeros((1, prompt_length), dtype=np.int64), None)
     numbers: dict[tuple[bool, ...], int] = {}
-    rows: list[NDArray[np.float32]] = []
-    forced: list[int] = []
+    addends: list[NDArray[np.float32]] = []
+    forced_tokens: list[int] = []
     steps: list[int] = []
     for length in range(prompt_length, max(longest, prompt_length + 1)):
         key = rules.active_at_length(length)
         if key not in numbers:
-            numbers[key] = len(rows)
+            numbers[key] = len(addends)
             probe = np.zeros((2, vocabulary), dtype=np.float32)
             probe[1] = 1.0
             rules.apply_length_processors(probe, length)
-            replaced = np.flatnonzero(np.isfinite(probe[0]) & (probe[0] == probe[1]))
-            if len(replaced) and decoding.num_beams > 1 and decoding.renormalize_logits:
+            forced_indices = np.flatnonzero(np.isfinite(probe[0]) & (probe[0] == probe[1]))
+            if len(forced_indices) and decoding.num_beams > 1 and decoding.renormalize_logits:
                 # the graph adds a forced step's row unchanged: each of k tokens has the probability 1 / k
                 probe[0] -= np.log(np.exp(probe[0]).sum())
-            rows.append(probe[0])
+            addends.append(probe[0])
             # of several forced tokens all score the same, and the first of the best wins
-            forced.append(int(replaced[0]) if len(replaced) else -1)
+            forced_tokens.append(int(forced_indices[0]) if len(forced_indices) else -1)
         steps.append(numbers[key])
-    return np.array(steps), np.stack(rows), np.array(forced)
+    return np.array(steps), np.stack(addends), np.array(forced_tokens)
 
 
 def trim_at_eos(row: NDArray[np.int64], prompt_length: int, eos: list[int]) -> list[int]:
     """Return the new tokens of int64 [T], up to and including the one that ends the text."""
     new: list[int] = row[prompt_length:].tolist()
-    for place, token in enumerate(new):
+    for index, token in enumerate(new):
         if token in eos:
-            return new[: place + 1]
+            return new[: index + 1]
     return new

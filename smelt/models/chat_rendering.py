@@ -63,23 +63,23 @@ def render_chats(
         ChatTemplateError: the template is invalid, fails on a conversation, or exceeds a limit.
     """
     texts: list[str] = []
-    for part in _parts(requests):
-        chars = len(template) + sum(map(_size, part))
-        seconds = BASE_SECONDS + SECONDS_PER_CONVERSATION * len(part) + SECONDS_PER_CHAR * chars
-        question = {
+    for batch in _parts(requests):
+        chars = len(template) + sum(map(_size, batch))
+        seconds = BASE_SECONDS + SECONDS_PER_CONVERSATION * len(batch) + SECONDS_PER_CHAR * chars
+        request = {
             "template": template,
             "special_tokens": dict(special_tokens),
-            "requests": part,
+            "requests": batch,
             "max_chars": MAX_TEXT_CHARS + TEXT_FACTOR * chars,
         }
         try:
-            answer = _worker.ask(question, seconds)
+            reply = _worker.ask(request, seconds)
         except IsolatedProcessError as error:
             raise ChatTemplateError(str(error), None) from error
-        if "failed" in answer:
-            number = answer["request"]
-            raise ChatTemplateError(answer["failed"], None if number is None else len(texts) + number)
-        texts += answer["texts"]
+        if "failed" in reply:
+            number = reply["request"]
+            raise ChatTemplateError(reply["failed"], None if number is None else len(texts) + number)
+        texts += reply["texts"]
     return texts
 
 
@@ -89,22 +89,22 @@ def _size(request: ChatRequest) -> int:
 
 def _parts(requests: Sequence[ChatRequest]) -> Iterator[list[ChatRequest]]:
     """Split `requests` into parts of limited size; a longer conversation is a part of its own."""
-    part: list[ChatRequest] = []
+    batch: list[ChatRequest] = []
     chars = 0
     for request in requests:
         size = _size(request)
-        if part and (len(part) >= _REQUEST_CONVERSATIONS or chars + size > _REQUEST_CHARS):
-            yield part
-            part, chars = [], 0
-        part.append(request)
+        if batch and (len(batch) >= _REQUEST_CONVERSATIONS or chars + size > _REQUEST_CHARS):
+            yield batch
+            batch, chars = [], 0
+        batch.append(request)
         chars += size
-    if part:
-        yield part
+    if batch:
+        yield batch
 
 
 def render_request(question: Mapping[str, Any]) -> dict[str, Any]:
     """Answer one request of `render_chats`, in the worker: the texts, or why the template failed."""
-    template, room = question["template"], question["max_chars"]
+    template, remaining_chars = question["template"], question["max_chars"]
     try:
         compiled = _compile(template)
     except MemoryError:
@@ -115,18 +115,18 @@ def render_request(question: Mapping[str, Any]) -> dict[str, Any]:
     for number, (messages, add_generation_prompt) in enumerate(question["requests"]):
         parts: list[str] = []
         try:
-            for part in compiled.generate(
+            for chunk in compiled.generate(
                 messages=messages,
                 tools=None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **{**question["special_tokens"], "enable_thinking": False},
             ):
-                parts.append(part)
-                room -= len(part)
-                if room < 0:
-                    longest = question["max_chars"]
-                    return {"failed": f"its text has more than {longest:,} letters", "request": number}
+                parts.append(chunk)
+                remaining_chars -= len(chunk)
+                if remaining_chars < 0:
+                    max_chars = question["max_chars"]
+                    return {"failed": f"its text has more than {max_chars:,} letters", "request": number}
         except MemoryError:
             raise
         except Exception as error:

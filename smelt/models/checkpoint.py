@@ -84,12 +84,12 @@ def require_no_unexpected(
         InputError: a tensor is not one of those that models can ignore.
     """
     no_pooler = embeds or new_head  # a head of tokens uses none
-    lost = sorted(name for name in unexpected if not is_unused_tensor(family, name, new_head, no_pooler))
-    if lost:
-        more = f" and {len(lost) - 5:,} more" if len(lost) > 5 else ""
-        names = ", ".join(name[:120] for name in lost[:5])
+    unmatched = sorted(name for name in unexpected if not is_unused_tensor(family, name, new_head, no_pooler))
+    if unmatched:
+        omitted = f" and {len(unmatched) - 5:,} more" if len(unmatched) > 5 else ""
+        names = ", ".join(name[:120] for name in unmatched[:5])
         raise InputError(
-            f"{folder}: the config has no parameters for the tensors {names}{more}. The files belong"
+            f"{folder}: the config has no parameters for the tensors {names}{omitted}. The files belong"
             " to another model, or contain parts that smelt does not support.",
             code="unknown-tensor",
         )
@@ -103,9 +103,9 @@ def require_no_missing(missing: Iterable[str], folder: Path) -> None:
     """
     names = sorted(missing)
     if names:
-        more = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
+        omitted = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
         raise InputError(
-            f"{folder}: missing weights: {', '.join(names[:5])}{more}. Copy or download the model again.",
+            f"{folder}: missing weights: {', '.join(names[:5])}{omitted}. Copy or download the model again.",
             code="missing-tensor",
         )
 
@@ -124,20 +124,21 @@ def require_base_weights(family: str, info: Mapping[str, Any], folder: Path, new
     """
     require_no_unexpected(family, info["unexpected_keys"], folder, new_head)
     require_no_missing((n for n in info["missing_keys"] if not _is_head_tensor(family, n)), folder)
-    for name, found, place in sorted(info["mismatched_keys"], key=lambda odd: str(odd[0])):
+    for name, shape, expected in sorted(info["mismatched_keys"], key=lambda odd: str(odd[0])):
         if not (new_head and _is_head_tensor(family, name)):
             raise InputError(
-                f"{folder}: the weights do not match the config: the tensor '{name}' is {list(found)}, but"
-                f" the model expects {list(place)}.",
+                f"{folder}: the weights do not match the config: the tensor '{name}' is {list(shape)}, but"
+                f" the model expects {list(expected)}.",
                 code="shape-mismatch",
             )
 
 
 def _is_head_tensor(family: str, name: str) -> bool:
     """Return whether a tensor belongs to the head of a family's models."""
-    known = FAMILIES.get(family)
-    return known is not None and (
-        name == known.logits_bias or name.startswith(tuple(f"{module}." for module in known.head_modules))
+    family_info = FAMILIES.get(family)
+    return family_info is not None and (
+        name == family_info.logits_bias
+        or name.startswith(tuple(f"{module}." for module in family_info.head_modules))
     )
 
 
@@ -161,28 +162,28 @@ def add_model_prefix(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor
     prefix = f"{model.base_model_prefix}."
     if prefix == "." or any(name.startswith(prefix) for name in tensors):
         return tensors
-    wanted = {name.removeprefix(prefix) for name in model.state_dict() if name.startswith(prefix)}
-    return {prefix + n if n in wanted else n: t for n, t in tensors.items()}
+    inner_names = {name.removeprefix(prefix) for name in model.state_dict() if name.startswith(prefix)}
+    return {prefix + n if n in inner_names else n: t for n, t in tensors.items()}
 
 
 def rename_tensor(name: str, pairs: Iterable[tuple[str, str]]) -> str:
     """Return the name of a tensor with each pattern of `pairs` replaced, in order."""
-    for pattern, instead in pairs:
-        name = re.sub(pattern, instead, name)
+    for pattern, replacement in pairs:
+        name = re.sub(pattern, replacement, name)
     return name
 
 
 def load_weights(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
     """Assign `tensors`, tie shared weights, and compute the ones that are in no file (fixed positions)."""
     try:
-        loaded = model.load_state_dict(tensors, strict=False, assign=True)
+        load_result = model.load_state_dict(tensors, strict=False, assign=True)
     except RuntimeError as error:
-        odd = _shape_mismatch(model, tensors) or str(error)[:500]
+        problem = _shape_mismatch(model, tensors) or str(error)[:500]
         raise InputError(
-            f"{folder}: the weights do not match the config: {odd}", code="shape-mismatch"
+            f"{folder}: the weights do not match the config: {problem}", code="shape-mismatch"
         ) from error
     require_no_unexpected(
-        model.config.model_type, loaded.unexpected_keys, folder, embeds=is_sentence_model(model)
+        model.config.model_type, load_result.unexpected_keys, folder, embeds=is_sentence_model(model)
     )
     _untie_different_weights(model, tensors)
     _tie_weights(model)
@@ -190,7 +191,7 @@ def load_weights(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
     for module_name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
             means = f"{module_name}.running_mean"
-            require_no_missing([means] if means in loaded.missing_keys else [], folder)
+            require_no_missing([means] if means in load_result.missing_keys else [], folder)
         empty = [n for n, p in module.named_parameters(recurse=False) if p.is_meta]
         if not empty:
             continue
@@ -203,11 +204,11 @@ def load_weights(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
 
 def _shape_mismatch(model: Any, tensors: dict[str, Tensor]) -> str | None:
     """Return the error text for the first tensor with another shape than its parameter, None if all match."""
-    for name, place in model.state_dict().items():
-        if name in tensors and tensors[name].shape != place.shape:
+    for name, parameter in model.state_dict().items():
+        if name in tensors and tensors[name].shape != parameter.shape:
             return (
                 f"the tensor '{name}' is {list(tensors[name].shape)}, but the model expects"
-                f" {list(place.shape)}."
+                f" {list(parameter.shape)}."
             )
     return None
 
@@ -217,25 +218,25 @@ def _untie_different_weights(model: Any, tensors: dict[str, Tensor]) -> None:
 
     T5 v1.1 has an untied output layer while its config, as transformers reads it, ties everything.
     """
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    for target, source in list(tied.items()):
+    tied_weights = getattr(model, "all_tied_weights_keys", None) or {}
+    for target, source in list(tied_weights.items()):
         if target in tensors and source in tensors and not torch.equal(tensors[target], tensors[source]):
-            del tied[target]
+            del tied_weights[target]
 
 
 def _tie_weights(model: Any) -> None:
     """Tie tied parameters again, wherever both are still plain parameters."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    for target, source in tied.items():  # a file may have the tensor under any of its names
+    tied_weights = getattr(model, "all_tied_weights_keys", None) or {}
+    for target, source in tied_weights.items():  # a file may have the tensor under any of its names
         if target in parameters and source in parameters and parameters[source].is_meta:
-            owner, _, name = source.rpartition(".")
-            setattr(model.get_submodule(owner), name, parameters[target])
+            parent, _, name = source.rpartition(".")
+            setattr(model.get_submodule(parent), name, parameters[target])
             parameters[source] = parameters[target]
-    for target, source in tied.items():
+    for target, source in tied_weights.items():
         if target in parameters and source in parameters:
-            owner, _, name = target.rpartition(".")
-            setattr(model.get_submodule(owner), name, model.get_parameter(source))
+            parent, _, name = target.rpartition(".")
+            setattr(model.get_submodule(parent), name, model.get_parameter(source))
 
 
 _NOT_TOKENIZER = {
@@ -283,8 +284,8 @@ def load_model(folder: Path, widen: bool = True) -> tuple[Any, list[Edit]]:
         InputError: weights are missing, damaged, or do not match the config and the edits.
         RunError: there is not enough memory for the widened weights.
     """
-    if (wrong := oversized_setting(folder, read_json_object(folder / "config.json"))) is not None:
-        raise InputError(wrong, code="config-exceeds-weights")
+    if (problem := oversized_setting(folder, read_json_object(folder / "config.json"))) is not None:
+        raise InputError(problem, code="config-exceeds-weights")
     if widen:
         require_memory(
             widened_bytes(folder),
@@ -319,13 +320,15 @@ def widened_bytes(folder: Path) -> int:
 def _widen_on_use(model: Any) -> None:
     """Make layers with 16-bit weights compute in float32; all but matrices are widened at once."""
     for module in model.modules():
-        half = [p for p in module.parameters(recurse=False) if p.dtype in (torch.bfloat16, torch.float16)]
-        if half and type(module) is nn.Linear:
+        half_precision = [
+            p for p in module.parameters(recurse=False) if p.dtype in (torch.bfloat16, torch.float16)
+        ]
+        if half_precision and type(module) is nn.Linear:
             module.forward = partial(_widened_linear, module)  # type: ignore[method-assign]
-        elif half and type(module) is nn.Embedding:
+        elif half_precision and type(module) is nn.Embedding:
             module.register_forward_hook(lambda embedding, given, rows: rows.float())
         else:
-            for parameter in half:
+            for parameter in half_precision:
                 parameter.data = parameter.data.float()
 
 
@@ -344,13 +347,13 @@ def read_tensors(folder: Path, widen: bool = True) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path in weights.files:
         try:
-            found = load_file(path)
+            file_tensors = load_file(path)
         except (SafetensorError, OSError) as error:
             raise InputError(
                 f"{path}: not a readable safetensors file: {error}", code="damaged-weights"
             ) from error
-        weights.require_complete(path, found)
-        tensors.update({name: tensor for name, tensor in found.items() if weights.holds(path, name)})
+        weights.require_complete(path, file_tensors)
+        tensors.update({name: tensor for name, tensor in file_tensors.items() if weights.holds(path, name)})
     return {name: t.float() if widen and t.is_floating_point() else t for name, t in tensors.items()}
 
 
@@ -376,18 +379,18 @@ def save_model(
     tensors, names = _unique_tensors(model)
     types = stored_dtypes(src, dtype)
     fixed = quantized_dtypes(model)
-    wanted = {
+    dtypes = {
         name: fixed[name] if name in fixed else types.dtype_for(names[name])
         for name, tensor in tensors.items()
         if tensor.is_floating_point()
     }
-    stored, notes = cast_to_stored(tensors, wanted)
-    stored = transpose_conv1d_tensors(model, stored)
+    stored_tensors, notes = cast_to_stored(tensors, dtypes)
+    stored_tensors = transpose_conv1d_tensors(model, stored_tensors)
     if is_sentence_model(model) and not edits:  # else only smelt reads it, with the names in its edits
-        stored = as_bare_encoder(model, stored)
-    save_file(stored, out / WEIGHTS_FILE, metadata={"format": "pt"})
+        stored_tensors = as_bare_encoder(model, stored_tensors)
+    save_file(stored_tensors, out / WEIGHTS_FILE, metadata={"format": "pt"})
     save_config_files(
-        model, edits, out, src, config_dtype(t for name, t in stored.items() if name not in fixed)
+        model, edits, out, src, config_dtype(t for name, t in stored_tensors.items() if name not in fixed)
     )
     return notes
 
@@ -412,10 +415,10 @@ def _unique_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, list[str]]
     for name, tensor in model.state_dict().items():
         if name in ignored:
             continue
-        place = (tensor.data_ptr(), tensor.shape)
-        known = first.setdefault(place, name) if tensor.numel() else name
-        names.setdefault(known, []).append(name)
-        if known == name:
+        storage = (tensor.data_ptr(), tensor.shape)
+        canonical = first.setdefault(storage, name) if tensor.numel() else name
+        names.setdefault(canonical, []).append(name)
+        if canonical == name:
             tensors[name] = tensor.detach().cpu().contiguous()
     return tensors, names
 
@@ -434,16 +437,20 @@ def _write_chat_rules(folder: Path, rules: TextRules) -> None:
     write_json(folder / TEXT_RULES_FILE, rules.model_dump(exclude_defaults=True))
     template = read_prompt_template(folder)
     assert template is not None
-    turn = template.render_response([{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}])
-    ids = tokenizer(turn.end.strip(), add_special_tokens=False)["input_ids"]
+    rendered_turn = template.render_response(
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
+    )
+    ids = tokenizer(rendered_turn.end.strip(), add_special_tokens=False)["input_ids"]
     if len(ids) != 1 or ids[0] not in tokenizer.all_special_ids:
         return
     path, config = folder / "generation_config.json", load_config(folder)
     settings = read_json_object(path) or GenerationConfig.from_model_config(config).to_dict()
-    known = settings.get("eos_token_id")
-    ends = known if isinstance(known, list) else [] if known is None else [known]
-    if ids[0] not in ends:
-        settings["eos_token_id"] = [*ends, ids[0]]
+    eos_token_id = settings.get("eos_token_id")
+    eos_ids = (
+        eos_token_id if isinstance(eos_token_id, list) else [] if eos_token_id is None else [eos_token_id]
+    )
+    if ids[0] not in eos_ids:
+        settings["eos_token_id"] = [*eos_ids, ids[0]]
         GenerationConfig.from_dict(settings).save_pretrained(folder)
 
 

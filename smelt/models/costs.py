@@ -51,21 +51,21 @@ class Work:
     @classmethod
     def from_json(cls, amounts: Mapping[str, float]) -> Work:
         """Return the work of `to_json`."""
-        found: dict[tuple[Unit, int], float] = {}
+        work_amounts: dict[tuple[Unit, int], float] = {}
         for name, amount in amounts.items():
             unit, _, width = name.partition(":")
-            found[cast(Unit, unit), int(width)] = amount
-        return cls(found)
+            work_amounts[cast(Unit, unit), int(width)] = amount
+        return cls(work_amounts)
 
     def to_json(self) -> dict[str, float]:
         """Return the amounts by `unit:width`."""
         return {f"{unit}:{width}": amount for (unit, width), amount in self.amounts.items()}
 
     def __add__(self, other: Work) -> Work:
-        both = dict(self.amounts)
+        merged = dict(self.amounts)
         for unit, amount in other.amounts.items():
-            both[unit] = both.get(unit, 0.0) + amount
-        return Work(both)
+            merged[unit] = merged.get(unit, 0.0) + amount
+        return Work(merged)
 
     def __mul__(self, times: float) -> Work:
         return Work({unit: times * amount for unit, amount in self.amounts.items()})
@@ -99,17 +99,17 @@ class SampleLengths:
 
     def limited(self, length: int) -> SampleLengths:
         """Return the lengths of texts that are truncated to `length` tokens."""
-        source, target = (tuple(min(n, length) for n in side) for side in (self.source, self.target))
+        source, target = (tuple(min(n, length) for n in lengths) for lengths in (self.source, self.target))
         return SampleLengths(source, target, self.count)
 
     def first(self, count: int) -> SampleLengths:
         """Return the lengths of `count` samples, spread over the split."""
-        known = len(self.source)
-        part = min(count, known)
-        chosen = [known * k // part for k in range(part)] if part else []
+        num_lengths = len(self.source)
+        num_chosen = min(count, num_lengths)
+        indices = [num_lengths * k // num_chosen for k in range(num_chosen)] if num_chosen else []
         return SampleLengths(
-            tuple(self.source[i] for i in chosen),
-            tuple(self.target[i] for i in chosen),
+            tuple(self.source[i] for i in indices),
+            tuple(self.target[i] for i in indices),
             min(count, self.count),
         )
 
@@ -118,16 +118,16 @@ class SampleLengths:
 
         tokens: instead of `size`: source, target and padding of a batch.
         """
-        found: list[Batch] = []
-        held, longest = 0, (0, 0)
+        batches: list[Batch] = []
+        num_held, max_lengths = 0, (0, 0)
         for source, target in sorted(zip(self.source, self.target, strict=True)):
-            wider = (max(longest[0], source), max(longest[1], target))
-            is_full = held >= size if tokens is None else sum(wider) * (held + 1) > tokens
-            if held and is_full:
-                found.append(Batch(held, *longest))
-                held, wider = 0, (source, target)
-            held, longest = held + 1, wider
-        return [*found, Batch(held, *longest)] if held else found
+            widened = (max(max_lengths[0], source), max(max_lengths[1], target))
+            is_full = num_held >= size if tokens is None else sum(widened) * (num_held + 1) > tokens
+            if num_held and is_full:
+                batches.append(Batch(num_held, *max_lengths))
+                num_held, widened = 0, (source, target)
+            num_held, max_lengths = num_held + 1, widened
+        return [*batches, Batch(num_held, *max_lengths)] if num_held else batches
 
 
 @dataclass(frozen=True)
@@ -205,13 +205,13 @@ def block_flops(size: ModelSize, source: float, target: float, context: tuple[fl
         target: tokens of the second one, if there is one.
         context: tokens that each token attends to, in each stack.
     """
-    found = 0.0
+    flops = 0.0
     for number, stack in enumerate(size.stacks):
         tokens = source if number == 0 else target
-        attended = context[min(number, 1)]
+        context_length = context[min(number, 1)]
         weights = size.kept_ratio * stack.block_weights
-        found += stack.layers * tokens * (2 * weights + 4 * attended * stack.attention_width)
-    return found
+        flops += stack.layers * tokens * (2 * weights + 4 * context_length * stack.attention_width)
+    return flops
 
 
 def forward_work(size: ModelSize, batch: Batch, task: Task, kind: Unit = "forward") -> Work:
@@ -219,15 +219,15 @@ def forward_work(size: ModelSize, batch: Batch, task: Task, kind: Unit = "forwar
     tokens, targets = _token_counts(size, batch)
     times = 3 if kind == "training" else 1
     flops = times * block_flops(size, tokens, targets, _contexts(size, batch))
-    found = Work.of(kind, flops, size.width) + Work.of(
+    work = Work.of(kind, flops, size.width) + Work.of(
         "calls", size.layers * _CALLS_PER_BLOCK * (_TRAINING_CALLS if kind == "training" else 1)
     )
     if size.output_width:
-        scored = targets if size.is_encoder_decoder else tokens
-        logits = scored * size.output_width
-        found += Work.of("matrix", times * 2 * logits * size.width)
-        found += Work.of("moved", (_LOGIT_PASSES if kind == "training" else 3) * FLOAT_BYTES * logits)
-    return found
+        scored_tokens = targets if size.is_encoder_decoder else tokens
+        logits = scored_tokens * size.output_width
+        work += Work.of("matrix", times * 2 * logits * size.width)
+        work += Work.of("moved", (_LOGIT_PASSES if kind == "training" else 3) * FLOAT_BYTES * logits)
+    return work
 
 
 def _token_counts(size: ModelSize, batch: Batch) -> tuple[float, float]:
@@ -250,12 +250,12 @@ def _contexts(size: ModelSize, batch: Batch) -> tuple[float, float]:
 def decoding_work(size: ModelSize, batch: Batch, beams: int) -> Work:
     """Return the work of generating the targets of a batch, a token of each text at a time, with caches."""
     decoder = replace(size, stacks=size.stacks[-1:])
-    rows, steps = batch.samples * beams, max(1, batch.target)
+    num_rows, steps = batch.samples * beams, max(1, batch.target)
     context = batch.source + batch.target / 2
-    each = block_flops(decoder, rows, 0, (context, 0))
-    logits = rows * size.output_width
+    step_flops = block_flops(decoder, num_rows, 0, (context, 0))
+    logits = num_rows * size.output_width
     step = (
-        Work.of("decode", each, size.width)
+        Work.of("decode", step_flops, size.width)
         + Work.of("calls", decoder.layers * _CALLS_PER_BLOCK + 20 * (1 + (beams > 1)))
         + Work.of("matrix", 2 * logits * size.width)
         + Work.of("moved", 4 * FLOAT_BYTES * logits + FLOAT_BYTES * _streamed_weights(decoder))
@@ -278,16 +278,24 @@ def activation_bytes(size: ModelSize, batch: Batch, dropout: bool, checkpointing
         dropout: whether attention has dropout, so that its scores are kept.
         checkpointing: whether only the inputs of blocks are kept, and one block is computed again at a time.
     """
-    tokens, contexts, found, largest = _token_counts(size, batch), _contexts(size, batch), 0.0, 0.0
+    tokens, contexts, total_bytes, largest = _token_counts(size, batch), _contexts(size, batch), 0.0, 0.0
     for number, stack in enumerate(size.stacks):
-        here, attended = tokens[min(number, 1)], contexts[min(number, 1)]
-        each = FLOAT_BYTES * here * (_KEPT_WIDTHS * size.width + size.kept_ratio * stack.hidden_units)
-        each += _KEPT_PER_SCORE_BYTES * here * attended * stack.attention_heads if dropout else 0
-        largest = max(largest, each)
-        found += stack.layers * (FLOAT_BYTES * here * size.width if checkpointing else each)
-    scored = tokens[1] if size.is_encoder_decoder else tokens[0]
+        num_tokens, context_length = tokens[min(number, 1)], contexts[min(number, 1)]
+        layer_bytes = (
+            FLOAT_BYTES * num_tokens * (_KEPT_WIDTHS * size.width + size.kept_ratio * stack.hidden_units)
+        )
+        layer_bytes += (
+            _KEPT_PER_SCORE_BYTES * num_tokens * context_length * stack.attention_heads if dropout else 0
+        )
+        largest = max(largest, layer_bytes)
+        total_bytes += stack.layers * (
+            FLOAT_BYTES * num_tokens * size.width if checkpointing else layer_bytes
+        )
+    scored_tokens = tokens[1] if size.is_encoder_decoder else tokens[0]
     # logits, their gradient, and its product with the loss's
-    return round(found + (largest if checkpointing else 0) + 3 * FLOAT_BYTES * scored * size.output_width)
+    return round(
+        total_bytes + (largest if checkpointing else 0) + 3 * FLOAT_BYTES * scored_tokens * size.output_width
+    )
 
 
 def pass_bytes(size: ModelSize, batch: Batch) -> int:
@@ -297,26 +305,28 @@ def pass_bytes(size: ModelSize, batch: Batch) -> int:
     """
     tokens = _token_counts(size, batch)
     widest = max((stack.hidden_units for stack in size.stacks), default=0)
-    scored = tokens[1] if size.is_encoder_decoder else tokens[0]
-    return round(FLOAT_BYTES * (max(tokens) * (4 * size.width + widest) + scored * size.output_width / 4))
+    scored_tokens = tokens[1] if size.is_encoder_decoder else tokens[0]
+    return round(
+        FLOAT_BYTES * (max(tokens) * (4 * size.width + widest) + scored_tokens * size.output_width / 4)
+    )
 
 
 def passes_over(samples: SampleLengths, size: ModelSize, task: Task, batch_size: int = 32) -> Work:
     """Return the work of one pass over samples in batches, scaled to their whole number."""
-    known = total([forward_work(size, batch, task) for batch in samples.batches(batch_size)])
-    return known * (samples.count / max(1, len(samples.source)))
+    batch_work = total([forward_work(size, batch, task) for batch in samples.batches(batch_size)])
+    return batch_work * (samples.count / max(1, len(samples.source)))
 
 
 def generation_over(samples: SampleLengths, size: ModelSize, batch_size: int, beams: int) -> Work:
     """Return the work of generating texts as long as the targets of `samples`."""
-    known = total([decoding_work(size, batch, beams) for batch in samples.batches(batch_size)])
-    return known * (samples.count / max(1, len(samples.source)))
+    batch_work = total([decoding_work(size, batch, beams) for batch in samples.batches(batch_size)])
+    return batch_work * (samples.count / max(1, len(samples.source)))
 
 
 def load_work(size: ModelSize) -> Work:
     """Return the work of reading a model's file and widening it to float32."""
-    read = Work.of("read", size.stored_bytes) + Work.of("moved", 2 * size.float_bytes)
-    return read + Work.of("calls", _IMPORT_CALLS)
+    read_work = Work.of("read", size.stored_bytes) + Work.of("moved", 2 * size.float_bytes)
+    return read_work + Work.of("calls", _IMPORT_CALLS)
 
 
 def save_work(size: ModelSize) -> Work:
@@ -361,11 +371,11 @@ def one_shot_cost(
     """
     size, result = inputs.source, result or inputs.result
     by_block = streamed and is_streamed(size)
-    held = streamed_bytes(size) if by_block else size.float_bytes
+    held_bytes = streamed_bytes(size) if by_block else size.float_bytes
     return StepCost(
         work=load_work(size) + save_work(result) + (work or Work()),
-        memory_bytes=round(held + more_bytes),
-        least_bytes=min(certain_bytes(size), held),
+        memory_bytes=round(held_bytes + more_bytes),
+        least_bytes=min(certain_bytes(size), held_bytes),
         result=result,
         disk_bytes=result.stored_bytes,
     )
@@ -376,9 +386,9 @@ def calibration_batches(inputs: CostInputs, count: int, tokens: int = 1024) -> l
     samples = inputs.calibration
     if samples is None:
         return []
-    chosen = samples.first(count)
-    longest = max(1, sum(chosen.longest))
-    return chosen.batches(max(1, tokens // longest))
+    first_samples = samples.first(count)
+    longest = max(1, sum(first_samples.longest))
+    return first_samples.batches(max(1, tokens // longest))
 
 
 def generated(task: Task) -> bool:
@@ -399,9 +409,13 @@ def moment_work(size: ModelSize, batches: Sequence[Batch], matrices: Matrices) -
     """Return the work of summing second moments of inputs, of their factors, and of multiplying by them."""
     tokens, work = num_tokens(batches), Work()
     for stack, layers in zip(size.stacks, matrices, strict=True):
-        flops = sum(2 * tokens * columns**2 + 4 * rows * columns**2 for rows, columns in layers)
-        each = Work.of("matrix", flops) + cubic_solver_work([columns for _, columns in layers]) * 2  # float64
-        work += each * stack.layers
+        flops = sum(
+            2 * tokens * columns**2 + 4 * out_features * columns**2 for out_features, columns in layers
+        )
+        layer_flops = (
+            Work.of("matrix", flops) + cubic_solver_work([columns for _, columns in layers]) * 2
+        )  # float64
+        work += layer_flops * stack.layers
     return work
 
 
@@ -411,11 +425,11 @@ def moment_bytes(size: ModelSize, matrices: Matrices, by_block: bool) -> float:
     by_block: whether only those of one block are in memory at a time.
     """
     sizes = [[8.0 * columns**2 for _, columns in layers] for layers in matrices]
-    largest = max((one for block in sizes for one in block), default=0.0)
+    largest = max((layer_bytes for block in sizes for layer_bytes in block), default=0.0)
     if by_block:
         return max(map(sum, sizes), default=0.0) + 3 * largest
-    whole = sum(stack.layers * sum(block) for stack, block in zip(size.stacks, sizes, strict=True))
-    return whole + 3 * largest
+    total_bytes = sum(stack.layers * sum(block) for stack, block in zip(size.stacks, sizes, strict=True))
+    return total_bytes + 3 * largest
 
 
 def cubic_solver_work(widths: Sequence[int]) -> Work:

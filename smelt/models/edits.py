@@ -67,9 +67,9 @@ _MASKED_ATTRIBUTE = "smelt_keeps_zeros"
 def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
     """Replace the submodule with the dotted `name` by `new`."""
     parent, _, child = name.rpartition(".")
-    owner = model.get_submodule(parent)
-    owner.get_submodule(child)  # raises AttributeError if it does not exist
-    setattr(owner, child, new)
+    parent_module = model.get_submodule(parent)
+    parent_module.get_submodule(child)  # raises AttributeError if it does not exist
+    setattr(parent_module, child, new)
 
 
 def replace_layer(model: nn.Module, edits: list[Edit], name: str, new: nn.Module, edit: Edit) -> None:
@@ -89,18 +89,18 @@ def replace_layer(model: nn.Module, edits: list[Edit], name: str, new: nn.Module
     aliases = [n for n, m in model.named_modules(remove_duplicate=False) if m is old and n != name]
     replace_module(model, name, new)
     edits.append(edit)
-    for other in aliases:
-        if model.get_submodule(other) is not new:  # else it is in a module that is shared as a whole
-            replace_module(model, other, new)
-            edits.append({"op": "share", "module": other, "with": name})
+    for alias in aliases:
+        if model.get_submodule(alias) is not new:  # else it is in a module that is shared as a whole
+            replace_module(model, alias, new)
+            edits.append({"op": "share", "module": alias, "with": name})
 
 
 def module_names(model: nn.Module) -> dict[nn.Module, list[str]]:
     """Return every module of `model` once, in order, with all the dotted names that it has."""
-    found: dict[nn.Module, list[str]] = {}
+    names_of_modules: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        found.setdefault(module, []).append(name)
-    return found
+        names_of_modules.setdefault(module, []).append(name)
+    return names_of_modules
 
 
 def read_edits(folder: Path) -> list[Edit]:
@@ -150,18 +150,18 @@ _KEPT_INDICES_ATTRIBUTE = "smelt_places_left"
 
 def record_kept_indices(old: nn.Module, new: nn.Module, indices: torch.Tensor, dim: int) -> None:
     """Record that `new` has only the `indices` of the rows (dim 0) or columns (dim 1) of the Linear `old`."""
-    left = list(kept_indices(old))
-    before = left[dim]
-    left[dim] = indices if before is None else before[indices]
-    setattr(new, _KEPT_INDICES_ATTRIBUTE, tuple(left))
+    all_indices = list(kept_indices(old))
+    before = all_indices[dim]
+    all_indices[dim] = indices if before is None else before[indices]
+    setattr(new, _KEPT_INDICES_ATTRIBUTE, tuple(all_indices))
 
 
 def kept_indices(module: nn.Module) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the rows and columns kept of the original layer, int64, ascending; None where all are kept."""
-    found: tuple[torch.Tensor | None, torch.Tensor | None] = getattr(
+    indices: tuple[torch.Tensor | None, torch.Tensor | None] = getattr(
         module, _KEPT_INDICES_ATTRIBUTE, (None, None)
     )
-    return found
+    return indices
 
 
 def quantize_edit_options(edit: Edit) -> dict[str, Any]:
@@ -180,14 +180,14 @@ def tie_linear(model: Any, name: str, table: str) -> Edit:
     """
     from smelt.quantization.layers import is_embedding_table
 
-    linear, rows = model.get_submodule(name), model.get_submodule(table)
-    if not isinstance(linear, nn.Linear) or not is_embedding_table(rows):
+    linear, embedding = model.get_submodule(name), model.get_submodule(table)
+    if not isinstance(linear, nn.Linear) or not is_embedding_table(embedding):
         raise TypeError("they are not a Linear and an Embedding")
-    if linear.weight.shape != rows.weight.shape:
+    if linear.weight.shape != embedding.weight.shape:
         raise ValueError("they have different sizes")
-    linear.weight = rows.weight
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    model.all_tied_weights_keys = {**tied, f"{name}.weight": f"{table}.weight"}
+    linear.weight = embedding.weight
+    tied_weights = getattr(model, "all_tied_weights_keys", None) or {}
+    model.all_tied_weights_keys = {**tied_weights, f"{name}.weight": f"{table}.weight"}
     return {"op": "tie", "module": name, "with": table}
 
 
@@ -207,7 +207,7 @@ def fold_batch_norms(model: Any) -> list[Edit]:
     convolution, norm = family.conv_and_norm
     edits: list[Edit] = []
     for name, module in list(model.named_modules()):
-        conv_layer, norm_layer = (getattr(module, word, None) for word in (convolution, norm))
+        conv_layer, norm_layer = (getattr(module, attribute, None) for attribute in (convolution, norm))
         if not isinstance(conv_layer, nn.Module) or not isinstance(norm_layer, nn.BatchNorm2d):
             continue
         _, last = conv_end_names(model, f"{name}.{convolution}")
@@ -247,12 +247,12 @@ def apply_edits(model: nn.Module, edits: list[Edit]) -> None:
         InputError: an unknown op, or a module that the model does not have.
     """
     for edit in edits:
-        word = str(edit.get("op"))[:60]
-        op = _OPS.get(word)
+        op_name = str(edit.get("op"))[:60]
+        op = _OPS.get(op_name)
         if op is None:
             raise InputError(
-                f"{STRUCTURE_FILE}: unknown edit '{word}'. Known:"
-                f" {', '.join(_OPS)}.{did_you_mean(word, _OPS)}",
+                f"{STRUCTURE_FILE}: unknown edit '{op_name}'. Known:"
+                f" {', '.join(_OPS)}.{did_you_mean(op_name, _OPS)}",
                 code="unknown-edit",
             )
         try:
@@ -282,13 +282,13 @@ def _set(model: Any, edit: Edit) -> None:
     # only head counts: an artifact must not be able to change anything else of a module
     family = family_of(model)
     stacks = family.stacks(vars(model.config)) if family else ()
-    counted = {
+    count_attributes = {
         name
         for stack in stacks
         for a in stack.attentions
         for name in (a.heads_attribute, a.all_head_size_attribute)
     }
-    if edit["attribute"] not in counted or not isinstance(edit["value"], int):
+    if edit["attribute"] not in count_attributes or not isinstance(edit["value"], int):
         raise KeyError(f"attribute {edit['attribute']!r}")
     module = model.get_submodule(edit["module"])
     getattr(module, edit["attribute"])
@@ -320,11 +320,11 @@ def _conv(model: nn.Module, edit: Edit) -> None:
     old = model.get_submodule(edit["module"])
     if not isinstance(old, nn.Conv2d) or old.groups != 1:
         raise TypeError("it is not a Conv2d of one group")
-    into, out = (
+    in_channels, out_channels = (
         _checked_width(edit["in_channels"], old.in_channels),
         _checked_width(edit["out_channels"], old.out_channels),
     )
-    replace_module(model, edit["module"], resize_conv(old, into, out))
+    replace_module(model, edit["module"], resize_conv(old, in_channels, out_channels))
 
 
 def _batch_norm(model: nn.Module, edit: Edit) -> None:
@@ -394,13 +394,13 @@ def _adapter(model: nn.Module, edit: Edit) -> None:
     from smelt.quantization.layers import LowRankCorrectedLinear, QuantizedLinear
 
     old = model.get_submodule(edit["module"])
-    coded = old.coded if isinstance(old, LowRankCorrectedLinear) else old
-    if not isinstance(coded, QuantizedLinear):
+    quantized = old.coded if isinstance(old, LowRankCorrectedLinear) else old
+    if not isinstance(quantized, QuantizedLinear):
         raise TypeError("it is not a quantized Linear")
     # it is created on the CPU, where an invalid rank would take all memory
-    if not 0 < edit["rank"] <= min(coded.in_features, coded.out_features):
+    if not 0 < edit["rank"] <= min(quantized.in_features, quantized.out_features):
         raise ValueError(f"no adapter has rank {edit['rank']}")
-    replace_module(model, edit["module"], LowRankCorrectedLinear(coded, edit["rank"]))
+    replace_module(model, edit["module"], LowRankCorrectedLinear(quantized, edit["rank"]))
 
 
 def _scale(model: nn.Module, edit: Edit) -> None:

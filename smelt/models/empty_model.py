@@ -47,8 +47,8 @@ def replace_conv1d(model: Any) -> None:
     for name, module in list(model.named_modules()):
         if isinstance(module, Conv1D):
             parent, _, child = name.rpartition(".")
-            rows, columns = module.weight.shape
-            new = nn.Linear(rows, columns, bias=True, device="meta")
+            in_features, columns = module.weight.shape
+            new = nn.Linear(in_features, columns, bias=True, device="meta")
             if not module.weight.is_meta:
                 new.weight = nn.Parameter(module.weight.detach().t().contiguous())
                 new.bias = nn.Parameter(module.bias.detach())
@@ -127,10 +127,14 @@ def _skip_weight_init() -> Iterator[None]:
     from transformers import initialization
 
     model_class, initialize = _initialization_of_models()
-    ways: dict[str, Any] = getattr(initialization, "TORCH_INIT_FUNCTIONS", {})  # what transformers' own call
-    ours = {name: _unless_meta(draw) for name, draw in _INIT_FUNCTIONS.items()}
-    vars(nn.init).update(ours)
-    ways.update({name: ours[name] for name in ways.keys() & ours})
+    torch_functions: dict[str, Any] = getattr(
+        initialization, "TORCH_INIT_FUNCTIONS", {}
+    )  # what transformers' own call
+    guarded_functions = {name: _unless_meta(draw) for name, draw in _INIT_FUNCTIONS.items()}
+    vars(nn.init).update(guarded_functions)
+    torch_functions.update(
+        {name: guarded_functions[name] for name in torch_functions.keys() & guarded_functions}
+    )
     # some models compute tables there: Marian's of positions takes 0.6 s for 512 positions of 512 values
     model_class.initialize_weights = lambda model: _has_weights(model) and initialize(model)
     try:
@@ -138,7 +142,9 @@ def _skip_weight_init() -> Iterator[None]:
     finally:  # the original ones, not the replaced ones: another thread may be in here too
         model_class.initialize_weights = initialize
         vars(nn.init).update(_INIT_FUNCTIONS)
-        ways.update({name: _INIT_FUNCTIONS[name] for name in ways.keys() & _INIT_FUNCTIONS})
+        torch_functions.update(
+            {name: _INIT_FUNCTIONS[name] for name in torch_functions.keys() & _INIT_FUNCTIONS}
+        )
 
 
 @functools.cache
@@ -165,12 +171,12 @@ def _model_class(config: Any, folder: Path) -> Any:
         InputError: it is not a class of transformers.
     """
     names = config.architectures or []
-    named = str(names[0]) if isinstance(names, list) and names else ""
+    class_name = str(names[0]) if isinstance(names, list) and names else ""
     # classifiers that smelt created from a sentence embedder in early versions still have the file
-    rules = None if named.endswith(CLASSIFIER_SUFFIXES) else read_sentence_rules(folder)
+    rules = None if class_name.endswith(CLASSIFIER_SUFFIXES) else read_sentence_rules(folder)
     if rules is not None:
         return sentence_class(config, rules)
-    kind = getattr(transformers, named, None)
+    kind = getattr(transformers, class_name, None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise InputError(
             f"{folder}/config.json: 'architectures' is {names}; expected the name of one transformers class.",
@@ -193,19 +199,19 @@ def silence_transformers() -> Iterator[None]:
 
 
 def _silenced() -> Iterator[None]:
-    caught = warnings.catch_warnings()
-    caught.__enter__()
+    warning_filter = warnings.catch_warnings()
+    warning_filter.__enter__()
     warnings.simplefilter("ignore")  # MarianTokenizer recommends a package that changes nothing here
     level = transformers.logging.get_verbosity()
-    bars = transformers.logging.is_progress_bar_enabled()
+    had_progress_bar = transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
         yield
     finally:
-        caught.__exit__(None, None, None)
+        warning_filter.__exit__(None, None, None)
         transformers.logging.set_verbosity(level)
-        if bars:
+        if had_progress_bar:
             transformers.logging.enable_progress_bar()
 
 
@@ -235,10 +241,10 @@ class StoredDtypes:
         a layer have the type of the layer.
         """
         for name in names:
-            whole = _LOW_RANK_SUFFIX.sub(r"\1", name)
-            for known in (name, whole, name.partition(".")[2], whole.partition(".")[2]):
-                if known in self.by_name:
-                    return self.by_name[known]
+            corrected_name = _LOW_RANK_SUFFIX.sub(r"\1", name)
+            for candidate in (name, corrected_name, name.partition(".")[2], corrected_name.partition(".")[2]):
+                if candidate in self.by_name:
+                    return self.by_name[candidate]
         return self.default
 
 
@@ -259,8 +265,8 @@ def stored_dtypes(folder: Path, wanted: StoredDtype = "keep") -> StoredDtypes:
         if entry["dtype"] in _FLOATS:
             names[_OLD_NORM.sub(_current_norm_name, name)] = kind = _TYPES.get(entry["dtype"], torch.float32)
             (of_codes if _OF_CODES in name else values)[kind] += value_count(entry)
-    counted = values or of_codes
-    return StoredDtypes(names, counted.most_common(1)[0][0] if counted else torch.float32)
+    dtype_counts = values or of_codes
+    return StoredDtypes(names, dtype_counts.most_common(1)[0][0] if dtype_counts else torch.float32)
 
 
 def _current_norm_name(found: re.Match[str]) -> str:
@@ -275,22 +281,22 @@ def cast_to_stored(
 
     A tensor with a value beyond its type's range stays float32.
     """
-    out, beyond = {}, []
+    rounded, overflows = {}, []
     for name, tensor in tensors.items():
-        out[name] = tensor.to(types.get(name, tensor.dtype))
-        if out[name] is tensor:  # its type was not changed
+        rounded[name] = tensor.to(types.get(name, tensor.dtype))
+        if rounded[name] is tensor:  # its type was not changed
             continue
-        if not bool(torch.isfinite(out[name]).all()) and bool(torch.isfinite(tensor).all()):
-            beyond.append(f"{name} (up to {float(tensor.abs().max()):,.6g})")
-            out[name] = tensor
-    if not beyond:
-        return out, []
-    more = f" and {len(beyond) - 1} more" if len(beyond) > 1 else ""
-    return out, [
+        if not bool(torch.isfinite(rounded[name]).all()) and bool(torch.isfinite(tensor).all()):
+            overflows.append(f"{name} (up to {float(tensor.abs().max()):,.6g})")
+            rounded[name] = tensor
+    if not overflows:
+        return rounded, []
+    omitted = f" and {len(overflows) - 1} more" if len(overflows) > 1 else ""
+    return rounded, [
         warning(
             "beyond-16-bits",
             "Tensors with values outside the range of 16-bit floats are stored as float32:"
-            f" {beyond[0]}{more}. Set `dtype: fp32` to store all weights as float32.",
+            f" {overflows[0]}{omitted}. Set `dtype: fp32` to store all weights as float32.",
             setting="dtype",
         )
     ]
@@ -306,8 +312,8 @@ def config_dtype(tensors: Iterable[Tensor]) -> str:
     for tensor in floats:
         values[tensor.dtype] += tensor.numel()
     common = values.most_common(1)[0][0] if values else torch.float32
-    fits = all(bool(torch.isfinite(t.to(common)).all()) for t in floats)
-    return str(common if fits else torch.float32).removeprefix("torch.")
+    is_representable = all(bool(torch.isfinite(t.to(common)).all()) for t in floats)
+    return str(common if is_representable else torch.float32).removeprefix("torch.")
 
 
 def quantized_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
@@ -315,9 +321,9 @@ def quantized_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     types = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, QuantizedMatrix):
-            stored = module.scheme.stored_tensors(len(module.codes), module.width, module.options)
-            for part, tensor in stored.items():
-                types[f"{name}.{part}"] = getattr(torch, tensor.file_dtype or tensor.dtype)
+            specs = module.scheme.stored_tensors(len(module.codes), module.width, module.options)
+            for tensor_name, tensor in specs.items():
+                types[f"{name}.{tensor_name}"] = getattr(torch, tensor.file_dtype or tensor.dtype)
         elif isinstance(module, QuantizedActivation):  # equal in layers that read the same states
             types[f"{name}.scale"] = torch.float32
     return types

@@ -77,12 +77,12 @@ def hidden_axes(model: Any) -> list[HiddenAxis]:
     for kind in (model.named_parameters, model.named_buffers):
         for name, tensor in kind(remove_duplicate=False):
             names.setdefault(tensor, []).append(name)
-    found: dict[tuple[Tensor, int, bool], HiddenAxis] = {}
-    for name, dim, stream, reads in _iter_axes(model):
+    axes: dict[tuple[Tensor, int, bool], HiddenAxis] = {}
+    for name, dim, stream, reads_input in _iter_axes(model):
         tensor = _tensor(model, name)
-        axis = HiddenAxis(tuple(names[tensor]), dim, stream, reads)
-        found.setdefault((tensor, dim, reads), axis)
-    return list(found.values())
+        axis = HiddenAxis(tuple(names[tensor]), dim, stream, reads_input)
+        axes.setdefault((tensor, dim, reads_input), axis)
+    return list(axes.values())
 
 
 def _iter_axes(model: Any) -> Iterator[tuple[str, int, HiddenStream, bool]]:
@@ -103,49 +103,49 @@ def _iter_axes(model: Any) -> Iterator[tuple[str, int, HiddenStream, bool]]:
         if not projected and is_token_embedding(family, config, name):
             yield name, 1, "hidden", False
     for block in blocks_of(model):
-        for part in block.parts:
-            for name in part.linear_layers[:-1]:
+        for sublayer in block.parts:
+            for name in sublayer.linear_layers[:-1]:
                 yield from _input_axes(model, name, "hidden")
-            yield from _output_axes(model, part.linear_layers[-1], "hidden")
+            yield from _output_axes(model, sublayer.linear_layers[-1], "hidden")
     norms = hidden_norm_names(model)
     for norm in norms:
         yield from _norm_axes(model, norm, "head" if norm in family.head_modules else "hidden")
     head = [name for name in output_modules(model) if name not in norms]
-    for place, name in enumerate(head):
-        yield from _input_axes(model, name, "head" if place else "hidden")
-        if place < len(head) - 1:
+    for index, name in enumerate(head):
+        yield from _input_axes(model, name, "head" if index else "hidden")
+        if index < len(head) - 1:
             yield from _output_axes(model, name, "head")
 
 
 def _table_axes(model: Any, name: str) -> Iterator[tuple[str, int, HiddenStream, bool]]:
-    owner = name.rpartition(".")[0]
-    if isinstance(model.get_submodule(owner), LowRankEmbedding):
-        yield f"{owner}.up.weight", 0, "hidden", False
+    module_name = name.rpartition(".")[0]
+    if isinstance(model.get_submodule(module_name), LowRankEmbedding):
+        yield f"{module_name}.up.weight", 0, "hidden", False
     else:
         yield name, 1, "hidden", False
 
 
 def _last_conv_step(model: Any, name: str) -> str:
     """Return the name of a tensor, for a factorized convolution in its last factor."""
-    owner, _, last = name.rpartition(".")
-    module = model.get_submodule(owner)
-    return f"{owner}.steps.{len(module.steps) - 1}.{last}" if isinstance(module, LowRankConv) else name
+    module_name, _, last = name.rpartition(".")
+    module = model.get_submodule(module_name)
+    return f"{module_name}.steps.{len(module.steps) - 1}.{last}" if isinstance(module, LowRankConv) else name
 
 
 def _input_axes(model: Any, name: str, stream: HiddenStream) -> Iterator[tuple[str, int, HiddenStream, bool]]:
     module = model.get_submodule(name)
-    half = f"{name}.down" if isinstance(module, LowRankLinear) else name
-    yield f"{half}.weight", 1, stream, True
+    factor_name = f"{name}.down" if isinstance(module, LowRankLinear) else name
+    yield f"{factor_name}.weight", 1, stream, True
 
 
 def _output_axes(
     model: Any, name: str, stream: HiddenStream
 ) -> Iterator[tuple[str, int, HiddenStream, bool]]:
     module = model.get_submodule(name)
-    half = f"{name}.up" if isinstance(module, LowRankLinear) else name
-    yield f"{half}.weight", 0, stream, False
-    if model.get_submodule(half).bias is not None:
-        yield f"{half}.bias", 0, stream, False
+    factor_name = f"{name}.up" if isinstance(module, LowRankLinear) else name
+    yield f"{factor_name}.weight", 0, stream, False
+    if model.get_submodule(factor_name).bias is not None:
+        yield f"{factor_name}.bias", 0, stream, False
 
 
 def _norm_axes(model: Any, norm: str, stream: HiddenStream) -> Iterator[tuple[str, int, HiddenStream, bool]]:
@@ -154,12 +154,12 @@ def _norm_axes(model: Any, norm: str, stream: HiddenStream) -> Iterator[tuple[st
 
 
 def _tensor(model: Any, name: str) -> Tensor:
-    owner, _, last = name.rpartition(".")
-    module = model.get_submodule(owner)
+    layer, _, last = name.rpartition(".")
+    module = model.get_submodule(layer)
     tensor = getattr(module, last, None)
     if not isinstance(tensor, Tensor):
         raise InputError(
-            f"{owner} is {with_article(type(module).__name__)}, whose width cannot change. Prune the width of"
+            f"{layer} is {with_article(type(module).__name__)}, whose width cannot change. Prune the width of"
             " the model before it is quantized, or before matrices are shared with low_rank_delta.",
             code="unsupported-layer",
         )
@@ -187,18 +187,18 @@ def prune_hidden_width(model: Any, keep: list[int]) -> dict[str, Any]:
     """
     axes = [axis for axis in hidden_axes(model) if axis.stream == "hidden"]
     width = _parameter(model, axes[0].name).shape[axes[0].dim]
-    if not keep or any(type(at) is not int for at in keep) or sorted(set(keep)) != keep:
+    if not keep or any(type(index) is not int for index in keep) or sorted(set(keep)) != keep:
         raise ValueError("the kept channels are not in increasing order")
     if keep[0] < 0 or keep[-1] >= width:
         raise ValueError(f"the model has {width} channels, from 0 to {width - 1}")
     _init_sinusoidal(model)
-    cuts: dict[tuple[str, ...], set[int]] = {}
+    dims_by_names: dict[tuple[str, ...], set[int]] = {}
     for axis in axes:
-        cuts.setdefault(axis.names, set()).add(axis.dim)
-    for names, dims in cuts.items():
+        dims_by_names.setdefault(axis.names, set()).add(axis.dim)
+    for names, dims in dims_by_names.items():
         _select_channels(model, names, dims, torch.tensor(keep))
-    for owner in {name.rpartition(".")[0] for names in cuts for name in names}:
-        _update_sizes(model.get_submodule(owner))
+    for module_name in {name.rpartition(".")[0] for names in dims_by_names for name in names}:
+        _update_sizes(model.get_submodule(module_name))
     return {"op": "width", "module": "", "keep": keep}
 
 
@@ -215,10 +215,10 @@ def temporary_hidden_width(model: Any, keep: list[int]) -> Iterator[dict[str, An
         yield edit
     finally:
         for name, tensor in before.items():
-            owner, _, last = name.rpartition(".")
-            setattr(model.get_submodule(owner), last, tensor)
-        for owner in {name.rpartition(".")[0] for name in before}:
-            _update_sizes(model.get_submodule(owner))
+            module_name, _, last = name.rpartition(".")
+            setattr(model.get_submodule(module_name), last, tensor)
+        for module_name in {name.rpartition(".")[0] for name in before}:
+            _update_sizes(model.get_submodule(module_name))
 
 
 def hidden_width(model: Any) -> int:
@@ -240,11 +240,11 @@ def write_width_to_config(
     attentions = [a for stack in family.stacks(config) for a in stack.attentions]
     after = family.with_hidden_size(config, hidden_width(model))
     scales = (family.embedding_scale, family.output_scale)
-    alone = (
+    is_config_enough = (
         not before and not family.position_encoding.is_sinusoidal and all(a.head_dim_key for a in attentions)
     )
-    inside = any(axis.stream == "head" for axis in hidden_axes(model))
-    if not alone or inside or any(scale(config) != scale(after) for scale in scales):
+    has_head_axis = any(axis.stream == "head" for axis in hidden_axes(model))
+    if not is_config_enough or has_head_axis or any(scale(config) != scale(after) for scale in scales):
         return [*before, edit]
     from smelt.models.families.registry import model_attentions
 
@@ -258,9 +258,9 @@ def write_width_to_config(
 
 
 def _parameter(model: Any, name: str) -> Tensor:
-    owner, _, last = name.rpartition(".")
-    found: Tensor = getattr(model.get_submodule(owner), last)
-    return found
+    module_name, _, last = name.rpartition(".")
+    parameter: Tensor = getattr(model.get_submodule(module_name), last)
+    return parameter
 
 
 def _select_channels(model: Any, names: tuple[str, ...], dims: set[int], keep: Tensor) -> None:
@@ -272,8 +272,8 @@ def _select_channels(model: Any, names: tuple[str, ...], dims: set[int], keep: T
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(new, old.requires_grad)
     for name in names:
-        owner, _, last = name.rpartition(".")
-        setattr(model.get_submodule(owner), last, new)
+        module_name, _, last = name.rpartition(".")
+        setattr(model.get_submodule(module_name), last, new)
 
 
 def _init_sinusoidal(model: Any) -> None:
@@ -296,8 +296,8 @@ def _update_sizes(module: nn.Module) -> None:
         return
     if isinstance(module, nn.LayerNorm):
         module.normalized_shape = tuple(weight.shape)
-    for kind, words in _SIZES.items():
+    for kind, attributes in _SIZES.items():
         if isinstance(module, kind):
-            for dim, word in enumerate(words):
-                if word is not None:
-                    setattr(module, word, weight.shape[dim])
+            for dim, attribute in enumerate(attributes):
+                if attribute is not None:
+                    setattr(module, attribute, weight.shape[dim])

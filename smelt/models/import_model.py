@@ -92,21 +92,23 @@ class UnpackedInt4(NamedTuple):
 
 def unpack_gptq(qweight: Tensor, qzeros: Tensor, scales: Tensor, offset: int) -> UnpackedInt4:
     """Return an unpacked GPTQ matrix; `offset` is added to the stored zero points."""
-    codes = _split_nibbles(qweight).permute(0, 2, 1).reshape(-1, qweight.shape[1])
+    q_weight = _split_nibbles(qweight).permute(0, 2, 1).reshape(-1, qweight.shape[1])
     zeros = _split_nibbles(qzeros).flatten(1).to(torch.int16) + offset
-    return UnpackedInt4(codes.t(), zeros.t(), scales.t())
+    return UnpackedInt4(q_weight.t(), zeros.t(), scales.t())
 
 
 def unpack_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> UnpackedInt4:
     """Return an unpacked AWQ matrix."""
-    codes, zeros = (_split_nibbles(packed, _AWQ_ORDER).flatten(1) for packed in (qweight, qzeros))
-    return UnpackedInt4(codes.t(), zeros.t().to(torch.int16), scales.t())
+    q_weight, zeros = (_split_nibbles(packed, _AWQ_ORDER).flatten(1) for packed in (qweight, qzeros))
+    return UnpackedInt4(q_weight.t(), zeros.t().to(torch.int16), scales.t())
 
 
 def _split_nibbles(packed: Tensor, order: Sequence[int] = tuple(range(_VALUES_PER_INT32))) -> Tensor:
     """Return int32 [A, B] as uint8 [A, B, 8]; `order` is the index of each four bits."""
-    parts = [(packed >> (4 * at)).bitwise_and_(15).to(torch.uint8) for at in range(_VALUES_PER_INT32)]
-    return torch.stack([parts[order.index(place)] for place in range(_VALUES_PER_INT32)], dim=-1)
+    parts = [
+        (packed >> (4 * position)).bitwise_and_(15).to(torch.uint8) for position in range(_VALUES_PER_INT32)
+    ]
+    return torch.stack([parts[order.index(index)] for index in range(_VALUES_PER_INT32)], dim=-1)
 
 
 _MIDDLE = 8  # the zero point of symmetric 4-bit weights
@@ -129,23 +131,30 @@ def import_quantized(
     for path in extra_files:
         shutil.copyfile(path, out / path.name)
     config = read_json_object(src / "config.json")
-    gone = (QUANTIZATION_CONFIG_KEY, WEIGHTS_CONFIG_KEY)  # the weights are in one file, under its usual name
-    write_json(out / "config.json", {name: value for name, value in config.items() if name not in gone})
+    removed_keys = (
+        QUANTIZATION_CONFIG_KEY,
+        WEIGHTS_CONFIG_KEY,
+    )  # the weights are in one file, under its usual name
+    write_json(
+        out / "config.json", {name: value for name, value in config.items() if name not in removed_keys}
+    )
     model, _ = empty_model(out)
     tensors = _CheckpointTensors(src)
-    coded = dict.fromkeys(quantized_layer_names(src, tensors.places, coding))
-    stored: dict[str, Tensor] = {}
+    layers = dict.fromkeys(quantized_layer_names(src, tensors.places, coding))
+    stored_tensors: dict[str, Tensor] = {}
     edits: list[Edit] = []
-    for name in coded:
-        place = _layer_name(model, name, src)
-        found, options = _packed_tensors(tensors, name, model.get_submodule(place), coding)
-        stored |= {f"{place}.matrix.{part}": tensor for part, tensor in found.items()}
-        edits.append({"op": "quantize", "module": place, "scheme": CHECKPOINT_SCHEME, **options})
-    parts = {f"{name}.{part}" for name in coded for part in PACKED_TENSORS}
+    for name in layers:
+        layer_name = _layer_name(model, name, src)
+        layer_tensors, options = _packed_tensors(tensors, name, model.get_submodule(layer_name), coding)
+        stored_tensors |= {
+            f"{layer_name}.matrix.{suffix}": tensor for suffix, tensor in layer_tensors.items()
+        }
+        edits.append({"op": "quantize", "module": layer_name, "scheme": CHECKPOINT_SCHEME, **options})
+    parts = {f"{name}.{suffix}" for name in layers for suffix in PACKED_TENSORS}
     for name in tensors.places.keys() - parts:
-        if not _is_zero_bias(model, name, coded, tensors):
-            stored[name] = tensors.read(name)
-    save_file(dict(sorted(stored.items())), out / WEIGHTS_FILE, metadata={"format": "pt"})
+        if not _is_zero_bias(model, name, layers, tensors):
+            stored_tensors[name] = tensors.read(name)
+    save_file(dict(sorted(stored_tensors.items())), out / WEIGHTS_FILE, metadata={"format": "pt"})
     write_edits(out, edits)
     try:
         load_model(out)  # verifies all tensors
@@ -154,7 +163,7 @@ def import_quantized(
     return [
         warning(
             "already-quantized",
-            f"The model is already quantized by {coding.method}: {len(coded)} layers are imported as scheme"
+            f"The model is already quantized by {coding.method}: {len(layers)} layers are imported as scheme"
             f" {CHECKPOINT_SCHEME}. The baseline is this model, not the one before quantization.",
         )
     ]
@@ -165,9 +174,9 @@ class _CheckpointTensors:
 
     def __init__(self, src: Path) -> None:
         self.src = src
-        found = list(weight_tensors(src))
-        self.places = {name: path for path, name, _ in found}
-        self.entries = {name: entry for _, name, entry in found}
+        entries = list(weight_tensors(src))
+        self.places = {name: path for path, name, _ in entries}
+        self.entries = {name: entry for _, name, entry in entries}
 
     def read(self, name: str) -> Tensor:
         """Return a tensor in its own type.
@@ -179,23 +188,23 @@ class _CheckpointTensors:
             raise missing_tensor_error(self.src, name)
         try:
             with safe_open(self.places[name], framework="pt") as file:
-                found: Tensor = file.get_tensor(name)
+                tensor: Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise InputError(
                 f"{self.places[name]}: not a readable safetensors file: {error}", code="damaged-weights"
             ) from error
-        return found
+        return tensor
 
 
 def _layer_name(model: Any, name: str, src: Path) -> str:
     """Return the dotted name of the linear layer with the name `name` in the file."""
-    for place in (name, f"{model.base_model_prefix}.{name}"):
+    for module_name in (name, f"{model.base_model_prefix}.{name}"):
         try:
-            module = model.get_submodule(place)
+            module = model.get_submodule(module_name)
         except AttributeError:
             continue
         if isinstance(module, nn.Linear):
-            return place
+            return module_name
     raise InputError(
         f"{src}: '{name}.qweight' belongs to a layer that a {type(model).__name__} does not have.",
         code="unknown-layer",
@@ -215,67 +224,70 @@ def _packed_tensors(
     tensors: _CheckpointTensors, name: str, linear: nn.Linear, coding: QuantizationConfig
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors of the layer `name` as its scheme stores them, and the scheme's options."""
-    taken = _read_layer(tensors, name, linear, coding)
+    layer = _read_layer(tensors, name, linear, coding)
     scheme, width = find_scheme(CHECKPOINT_SCHEME), linear.in_features
     group = min(coding.group_size or width, width)
     size = compatible_group_size(tensors.src, name, coding, width)
     count = num_groups(width, size)
     zeros, scales = (
-        part.repeat_interleave(-(-group // size), dim=1)[:, :count] for part in (taken.zeros, taken.scales)
+        tensor_name.repeat_interleave(-(-group // size), dim=1)[:, :count]
+        for tensor_name in (layer.zeros, layer.scales)
     )
     symmetric = bool((zeros == _MIDDLE).all())
     options = default_options(scheme) | {GROUP_SIZE.name: size, "symmetric": symmetric}
-    codes = split_into_groups(taken.codes.contiguous(), size)
+    q_weight = split_into_groups(layer.codes.contiguous(), size)
     if pad := count * size - width:  # the padding of the last group is zero
-        codes[:, -1, -pad:] = zeros[:, -1:].to(codes.dtype)
+        q_weight[:, -1, -pad:] = zeros[:, -1:].to(q_weight.dtype)
     grid = {"scales": scales.contiguous().float()}
     grid |= {} if symmetric else {"zeros": zeros.to(torch.uint8)}
-    packed = scheme.pack(UnpackedWeights(codes, grid), options)
+    packed = scheme.pack(UnpackedWeights(q_weight, grid), options)
     types = scheme.stored_tensors(linear.out_features, width, options)
-    stored = {
-        part: tensor.to(getattr(torch, types[part].file_dtype or types[part].dtype)).contiguous()
-        for part, tensor in packed.items()
+    stored_tensors = {
+        tensor_name: tensor.to(
+            getattr(torch, types[tensor_name].file_dtype or types[tensor_name].dtype)
+        ).contiguous()
+        for tensor_name, tensor in packed.items()
     }
-    return stored, dict(options)
+    return stored_tensors, dict(options)
 
 
 def _read_layer(
     tensors: _CheckpointTensors, name: str, linear: nn.Linear, coding: QuantizationConfig
 ) -> UnpackedInt4:
     """Return the tensors of a layer, checked for values that cannot be imported."""
-    rows, width = linear.out_features, linear.in_features
-    require_layer_tensors(tensors.src, name, tensors.entries, coding, width, rows)
-    qweight, qzeros, scales = (tensors.read(f"{name}.{part}") for part in PACKED_TENSORS[:3])
+    out_features, width = linear.out_features, linear.in_features
+    require_layer_tensors(tensors.src, name, tensors.entries, coding, width, out_features)
+    qweight, qzeros, scales = (tensors.read(f"{name}.{suffix}") for suffix in PACKED_TENSORS[:3])
     if coding.act_order or f"{name}.g_idx" in tensors.places:
         _require_contiguous_groups(tensors, name, width, min(coding.group_size or width, width))
-    found = (
+    unpacked = (
         unpack_gptq(qweight, qzeros, scales, coding.zero_point_offset)
         if coding.method == "gptq"
         else unpack_awq(qweight, qzeros, scales)
     )
-    if int(found.zeros.max()) > 15:
+    if int(unpacked.zeros.max()) > 15:
         raise InputError(
             f"{tensors.src}: '{name}.qzeros' has a zero point of 16, which 4 bits cannot represent."
             " The checkpoint was read as 'gptq'. Either it is 'gptq_v2' (checkpoint_format), or"
             " it has a zero point of 0, which 'gptq' cannot store. Save it again as gptq_v2.",
             code="zero-point-out-of-range",
         )
-    odd = int(found.zeros.min()) if coding.symmetric and coding.method == "gptq" else _MIDDLE
-    if abs(odd - _MIDDLE) == 1 and bool((found.zeros == odd).all()):
+    odd = int(unpacked.zeros.min()) if coding.symmetric and coding.method == "gptq" else _MIDDLE
+    if abs(odd - _MIDDLE) == 1 and bool((unpacked.zeros == odd).all()):
         raise InputError(
             f"{tensors.src}: '{name}.qzeros': {QUANTIZATION_CONFIG_KEY} has sym: true, so every zero point"
             f" must be {_MIDDLE}, but these are {odd}. Probably checkpoint_format is 'gptq' where the file is"
             " 'gptq_v2', or the reverse. Set the format that its tool wrote.",
             code="wrong-checkpoint-format",
         )
-    exact = scales.to(torch.float16)
-    if not bool(exact.isfinite().all()) or not exact.to(scales.dtype).equal(scales):
+    float16_scales = scales.to(torch.float16)
+    if not bool(float16_scales.isfinite().all()) or not float16_scales.to(scales.dtype).equal(scales):
         raise InputError(
             f"{tensors.src}: '{name}.scales' ({scales.dtype}) has values that float16 cannot represent"
             " exactly, or that are not finite, so it cannot be imported. Start from the float model.",
             code="inexact-scales",
         )
-    return found
+    return unpacked
 
 
 def _require_contiguous_groups(tensors: _CheckpointTensors, name: str, width: int, group: int) -> None:
@@ -312,13 +324,13 @@ def import_model(
     config = load_config(src)
     architecture = (config.architectures or [""])[0]
     coding = parse_quantization_config(config.to_dict())
-    names, both = config.architectures, config.is_encoder_decoder
-    bare = lacks_head({"architectures": names, "is_encoder_decoder": both})
-    if coding is not None and (bare or _needs_new_head(labels, architecture)):
+    names, is_encoder_decoder = config.architectures, config.is_encoder_decoder
+    is_headless = lacks_head({"architectures": names, "is_encoder_decoder": is_encoder_decoder})
+    if coding is not None and (is_headless or _needs_new_head(labels, architecture)):
         raise InputError(f"{src}: {new_head_message(coding)}", code="already-quantized")
     if labels is not None and _needs_new_head(labels, architecture):
         return _with_new_head(src, out, labels, auto_class, seed, problem)
-    if bare:
+    if is_headless:
         return add_tied_head(src, out)
     notes: list[Message] = []
     if coding is not None:
@@ -347,9 +359,11 @@ def _needs_new_head(labels: list[str] | None, architecture: str) -> bool:
 
 def _has_older_names(src: Path, kind: str) -> bool:
     """Return whether tensors of `src` have the former names of the family `kind`."""
-    known = FAMILIES.get(kind)
-    pairs = known.renamed_tensors if known else ()
-    return bool(pairs) and any(rename_tensor(name, pairs) != name for _, name, _ in weight_tensors(src))
+    family_info = FAMILIES.get(kind)
+    renamed_pairs = family_info.renamed_tensors if family_info else ()
+    return bool(renamed_pairs) and any(
+        rename_tensor(name, renamed_pairs) != name for _, name, _ in weight_tensors(src)
+    )
 
 
 def configure_embedder(folder: Path, rules: SentenceRules) -> None:
@@ -409,20 +423,20 @@ def read_licence(folder: Path) -> str | None:
 
 def _licence_from_card(path: Path) -> str | None:
     """Return the `license` of a model card, with its name or link where it is `other`."""
-    front = re.match(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", _read(path), flags=re.S)
-    if front is None:
+    front_matter = re.match(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", _read(path), flags=re.S)
+    if front_matter is None:
         return None
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
 
     try:
-        values = YAML(typ="safe", pure=True).load(front[1])
+        values = YAML(typ="safe", pure=True).load(front_matter[1])
     except (YAMLError, RecursionError, ValueError):
         return None
     values = values if isinstance(values, dict) else {}
     fields = [values.get(key) for key in ("license", "license_name", "license_link")]
-    words = [str(w) for field in fields if field for w in (field if isinstance(field, list) else [field])]
-    return _single_line(f"{', '.join(words)} (its model card)") if words else None
+    licenses = [str(w) for field in fields if field for w in (field if isinstance(field, list) else [field])]
+    return _single_line(f"{', '.join(licenses)} (its model card)") if licenses else None
 
 
 def _licence_from_file(folder: Path) -> str | None:
@@ -448,8 +462,8 @@ def _read(path: Path) -> str:
 
 def _single_line(text: str) -> str:
     """Return `text` in one line of limited length; it is untrusted."""
-    short = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    return short if len(short) <= _MAX_LINE_LENGTH else short[: _MAX_LINE_LENGTH - 3] + "..."
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return line if len(line) <= _MAX_LINE_LENGTH else line[: _MAX_LINE_LENGTH - 3] + "..."
 
 
 def add_tied_head(src: Path, out: Path) -> list[Message]:

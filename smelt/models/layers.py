@@ -109,8 +109,8 @@ class LowRankConv(nn.Module):
     @property
     def weight(self) -> Tensor:
         """Return the first one's weight, for its type: ViT reads the type of its patches' convolution."""
-        found: Tensor = self.steps[0].get_parameter("weight")
-        return found
+        weight: Tensor = self.steps[0].get_parameter("weight")
+        return weight
 
     def forward(self, x: Tensor) -> Tensor:
         """Map float [B, S, h, w] to [B, T, h', w']."""
@@ -148,31 +148,31 @@ def make_conv_steps(kind: str, conv: nn.Conv2d, ranks: Sequence[int]) -> list[nn
         conv
     ):
         raise ValueError(f"ranks {list(ranks)} are not valid for a {tuple(conv.weight.shape)} convolution")
-    where: dict[str, Any] = {"device": conv.weight.device, "dtype": conv.weight.dtype}
+    placement: dict[str, Any] = {"device": conv.weight.device, "dtype": conv.weight.dtype}
     shape: dict[str, Any] = {"stride": conv.stride, "padding": conv.padding, "dilation": conv.dilation}
-    last: dict[str, Any] = {"bias": conv.bias is not None, **where}
+    last: dict[str, Any] = {"bias": conv.bias is not None, **placement}
     size: Any = conv.kernel_size
     if kind == "cp" and len(ranks) == 1:
         [rank] = ranks
-        rest = {"stride": 1, "padding": 0, "dilation": 1}
-        down: dict[str, Any] = {name: (value[0], rest[name]) for name, value in shape.items()}
-        across: dict[str, Any] = {name: (rest[name], value[1]) for name, value in shape.items()}
+        defaults = {"stride": 1, "padding": 0, "dilation": 1}
+        vertical: dict[str, Any] = {name: (value[0], defaults[name]) for name, value in shape.items()}
+        horizontal: dict[str, Any] = {name: (defaults[name], value[1]) for name, value in shape.items()}
         return [
-            nn.Conv2d(conv.in_channels, rank, 1, bias=False, **where),
-            nn.Conv2d(rank, rank, (size[0], 1), groups=rank, bias=False, **down, **where),
-            nn.Conv2d(rank, rank, (1, size[1]), groups=rank, bias=False, **across, **where),
+            nn.Conv2d(conv.in_channels, rank, 1, bias=False, **placement),
+            nn.Conv2d(rank, rank, (size[0], 1), groups=rank, bias=False, **vertical, **placement),
+            nn.Conv2d(rank, rank, (1, size[1]), groups=rank, bias=False, **horizontal, **placement),
             nn.Conv2d(rank, conv.out_channels, 1, **last),
         ]
     if kind == "tucker" and len(ranks) == 2:
         inner, outer = ranks
         return [
-            nn.Conv2d(conv.in_channels, inner, 1, bias=False, **where),
-            nn.Conv2d(inner, outer, size, bias=False, **shape, **where),
+            nn.Conv2d(conv.in_channels, inner, 1, bias=False, **placement),
+            nn.Conv2d(inner, outer, size, bias=False, **shape, **placement),
             nn.Conv2d(outer, conv.out_channels, 1, **last),
         ]
     if kind == "tucker" and len(ranks) == 1:
         return [
-            nn.Conv2d(conv.in_channels, ranks[0], size, bias=False, **shape, **where),
+            nn.Conv2d(conv.in_channels, ranks[0], size, bias=False, **shape, **placement),
             nn.Conv2d(ranks[0], conv.out_channels, 1, **last),
         ]
     raise ValueError(f"unknown factorization '{kind[:40]}' with {len(ranks)} ranks")
@@ -180,12 +180,12 @@ def make_conv_steps(kind: str, conv: nn.Conv2d, ranks: Sequence[int]) -> list[nn
 
 def resize_conv(old: nn.Conv2d, in_channels: int, out_channels: int) -> nn.Conv2d:
     """Return an empty convolution like `old`, of one group, with other input and output channels."""
-    where: dict[str, Any] = {"device": old.weight.device, "dtype": old.weight.dtype}
+    placement: dict[str, Any] = {"device": old.weight.device, "dtype": old.weight.dtype}
     shape: dict[str, Any] = {"stride": old.stride, "padding": old.padding, "dilation": old.dilation}
     size: Any = old.kernel_size
     bias = old.bias is not None
     return nn.Conv2d(
-        in_channels, out_channels, size, bias=bias, padding_mode=old.padding_mode, **shape, **where
+        in_channels, out_channels, size, bias=bias, padding_mode=old.padding_mode, **shape, **placement
     )
 
 
@@ -208,8 +208,8 @@ class ScaledLinear(nn.Module):
         """Add factors, all 1, before `linear`, on the same device."""
         super().__init__()
         self.linear = linear
-        like = linear.weight
-        self.factors = nn.Parameter(torch.ones(linear.in_features, dtype=like.dtype, device=like.device))
+        weight = linear.weight
+        self.factors = nn.Parameter(torch.ones(linear.in_features, dtype=weight.dtype, device=weight.device))
 
     @property
     def in_features(self) -> int:
@@ -271,7 +271,7 @@ def component_layers(module: nn.Module, name: str = "") -> dict[str, nn.Module]:
             module.difference, inner
         )
     if isinstance(module, LowRankLinear):
-        return {f"{name}.{half}".removeprefix("."): getattr(module, half) for half in ("down", "up")}
+        return {f"{name}.{factor}".removeprefix("."): getattr(module, factor) for factor in ("down", "up")}
     return {name: module}
 
 
@@ -316,11 +316,11 @@ def skip_sublayer(model: Any, place: str, part: int) -> dict[str, Any]:
     """
     family, stack = _find_stack(model, place)
     block = model.get_submodule(place)
-    gone = skipped_parts(block)
-    if type(part) is not int or not 0 <= part <= len(stack.attentions) or part in gone:
+    skipped = skipped_parts(block)
+    if type(part) is not int or not 0 <= part <= len(stack.attentions) or part in skipped:
         raise ValueError(f"the block {place} has no part {part!r} to remove")
     blocks = list(dict.fromkeys(stack.modules(model)))
-    if not any(part not in skipped_parts(other) for other in blocks if other is not block):
+    if not any(part not in skipped_parts(other_block) for other_block in blocks if other_block is not block):
         raise InputError(
             f"{place}: {with_article(sublayer_name(stack, part))} of the {stack.name} must be kept,"
             " because it is the last one.",
@@ -329,7 +329,7 @@ def skip_sublayer(model: Any, place: str, part: int) -> dict[str, Any]:
     if part < len(stack.attentions):
         _move_relative_bias(family, stack, blocks, block, part)
     _remove(block, stack, part)
-    setattr(block, SKIPPED_PARTS_ATTRIBUTE, gone | {part})
+    setattr(block, SKIPPED_PARTS_ATTRIBUTE, skipped | {part})
     renumber_caches(model, stack)
     return {"op": "skip", "module": place, "part": part}
 
@@ -346,9 +346,9 @@ def renumber_caches(model: Any, stack: Stack) -> None:
     blocks = list(dict.fromkeys(stack.modules(model)))
     if not any(skipped_parts(block) for block in blocks):
         return
-    for part, attention in enumerate(stack.attentions):
-        left = [block for block in blocks if part not in skipped_parts(block)]
-        for number, block in enumerate(left):
+    for index, attention in enumerate(stack.attentions):
+        remaining_blocks = [block for block in blocks if index not in skipped_parts(block)]
+        for number, block in enumerate(remaining_blocks):
             for module in block.get_submodule(attention.name).modules():
                 if getattr(module, "layer_idx", None) is not None:
                     module.layer_idx = number
@@ -358,7 +358,7 @@ def _find_stack(model: Any, place: str) -> tuple[Family, Stack]:
     family = family_of(model)
     for stack in family.stacks(model.config.to_dict()) if family else ():
         if family and place in {
-            f"{stack.module_path}.{at}" for at in range(len(model.get_submodule(stack.module_path)))
+            f"{stack.module_path}.{index}" for index in range(len(model.get_submodule(stack.module_path)))
         }:
             return family, stack
     raise LookupError(f"the model has no block {place}")
@@ -366,29 +366,29 @@ def _find_stack(model: Any, place: str) -> tuple[Family, Stack]:
 
 def _move_relative_bias(family: Family, stack: Stack, blocks: list[Any], block: Any, part: int) -> None:
     """Move the relative position bias to the next block if this attention owns that of its stack."""
-    remaining = [other for other in blocks if part not in skipped_parts(other)]
+    remaining = [other_block for other_block in blocks if part not in skipped_parts(other_block)]
     if family.relative_bias and not stack.attentions[part].cross and remaining[0] is block:
         family.relative_bias().move_table(block, remaining[1])
 
 
 def _remove(block: Any, stack: Stack, part: int) -> None:
     if part < len(stack.attentions):
-        gone: Any = stack.attentions[part]
-        results = 3 if gone.relative_bias == "handed_on" else 2
+        removed: Any = stack.attentions[part]
+        results = 3 if removed.relative_bias == "handed_on" else 2
     else:
-        gone, results = stack.feed_forward, 1
-    if gone.name:
-        _set_submodule(block, gone.name, SkippedSublayer(results))
-    for product in gone.linear_layers:
-        if not (gone.name and product.startswith(f"{gone.name}.")):
-            _set_submodule(block, product, SkippedSublayer())
-    for norm in gone.qk_norms or () if isinstance(gone, Attention) else ():
-        if not norm.startswith(f"{gone.name}."):
+        removed, results = stack.feed_forward, 1
+    if removed.name:
+        _set_submodule(block, removed.name, SkippedSublayer(results))
+    for layer in removed.linear_layers:
+        if not (removed.name and layer.startswith(f"{removed.name}.")):
+            _set_submodule(block, layer, SkippedSublayer())
+    for norm in removed.qk_norms or () if isinstance(removed, Attention) else ():
+        if not norm.startswith(f"{removed.name}."):
             _set_submodule(block, norm, nn.Identity())
     if stack.stream.pre_norm:
         _set_submodule(block, stack.stream.part_norms[part], nn.Identity())
 
 
 def _set_submodule(block: Any, name: str, new: nn.Module) -> None:
-    owner, _, last = name.rpartition(".")
-    setattr(block.get_submodule(owner), last, new)
+    parent_name, _, last = name.rpartition(".")
+    setattr(block.get_submodule(parent_name), last, new)

@@ -51,17 +51,17 @@ class StackSize:
     @property
     def block_weights(self) -> int:
         """The weights of one block's linear layers."""
-        return sum(rows * columns for rows, columns in self.matrices)
+        return sum(out_features * columns for out_features, columns in self.matrices)
 
     def with_units(self, heads: float, neurons: float) -> StackSize:
         """Return the stack with these parts of its heads and neurons."""
-        ways = [(neurons, 1.0)] * (self.feed_forward - 1) + [(1.0, neurons)]
-        ways += [(heads, 1.0), (heads, 1.0), (heads, 1.0), (1.0, heads)] * len(self.matrices)
+        scales = [(neurons, 1.0)] * (self.feed_forward - 1) + [(1.0, neurons)]
+        scales += [(heads, 1.0), (heads, 1.0), (heads, 1.0), (1.0, heads)] * len(self.matrices)
         return replace(
             self,
             matrices=tuple(
-                (round(n * rows), round(m * columns))
-                for (n, m), (rows, columns) in zip(self.matrices, ways, strict=False)
+                (round(n * out_features), round(m * columns))
+                for (n, m), (out_features, columns) in zip(self.matrices, scales, strict=False)
             ),
             attention_width=round(heads * self.attention_width),
             attention_heads=round(heads * self.attention_heads),
@@ -113,8 +113,8 @@ class ModelSize:
     @property
     def stored_bytes(self) -> int:
         """Bytes of the weights in files."""
-        outside = self.table_weights + self.head_weights + self.other_weights
-        return round(self.bytes_per_weight * self.block_weights + self.table_bytes_per_weight * outside)
+        outer_weights = self.table_weights + self.head_weights + self.other_weights
+        return round(self.bytes_per_weight * self.block_weights + self.table_bytes_per_weight * outer_weights)
 
     @property
     def largest_block(self) -> int:
@@ -124,14 +124,14 @@ class ModelSize:
     @property
     def largest_matrix(self) -> int:
         """Weights of the largest matrix, embeddings included."""
-        matrices = [rows * columns for stack in self.stacks for rows, columns in stack.matrices]
+        matrices = [num_rows * columns for stack in self.stacks for num_rows, columns in stack.matrices]
         return max([self.table_weights, self.head_weights, *matrices])
 
     @property
     def outside_bytes(self) -> int:
         """Bytes in files of what is not in a block."""
-        outside = self.table_weights + self.head_weights + self.other_weights
-        return round(self.table_bytes_per_weight * outside)
+        outer_weights = self.table_weights + self.head_weights + self.other_weights
+        return round(self.table_bytes_per_weight * outer_weights)
 
     @property
     def held_bytes(self) -> int:
@@ -172,7 +172,9 @@ def size_from_config(config: Mapping[str, Any]) -> ModelSize | None:
     if family is None or width is None:
         return None
     stacks = [
-        found for stack in family.stacks(config) if (found := _stack_size(family, stack, config, width))
+        stack_size
+        for stack in family.stacks(config)
+        if (stack_size := _stack_size(family, stack, config, width))
     ]
     if not stacks:
         return None
@@ -180,7 +182,7 @@ def size_from_config(config: Mapping[str, Any]) -> ModelSize | None:
     vocabulary = 0 if images else _number(config.get("vocab_size")) or 0
     table_width = family.embedding_size(config) or width
     generates = family.architecture != "encoder"
-    tied = bool(config.get("tie_word_embeddings", True))
+    is_tied = bool(config.get("tie_word_embeddings", True))
     separate = config.get("share_encoder_decoder_embeddings") is False  # Marian's option
     repeated = any(stack.repeats_block for stack in family.stacks(config))
     return ModelSize(
@@ -189,7 +191,7 @@ def size_from_config(config: Mapping[str, Any]) -> ModelSize | None:
         vocabulary=vocabulary,
         stacks=tuple(stacks),
         table_weights=vocabulary * table_width * (2 if separate else 1),
-        head_weights=0 if not generates or tied else vocabulary * table_width,
+        head_weights=0 if not generates or is_tied else vocabulary * table_width,
         output_width=vocabulary if generates else 0,
         generates=generates,
         image_tokens=_image_tokens(config) if images else 0,
@@ -212,21 +214,24 @@ def read_model_size(folder: Path, config: Mapping[str, Any]) -> ModelSize | None
     if not has_weights(folder) or find_family(config) is None:
         return size
     size = size or sum_of_weights(str(config.get("model_type")), 0)
-    count = stored = 0
+    count = stored_bytes = 0
     is_float = True
     for _, _, entry in weight_tensors(folder):
         is_float = is_float and entry["dtype"] in _STORED_BYTES
         count += value_count(entry)
-        stored += value_count(entry) * _STORED_BYTES.get(entry["dtype"], 1)
-    each = stored / max(1, count)
-    size = size.stored_as(each, each)
-    more = count - size.parameters
-    if more < 0 and is_float and size.block_weights > -more:  # low-rank, pruned or shared layers
-        return size.scaled_blocks(1 + more / size.block_weights)
-    if more < 0:  # quantized weights, several in a number
-        whole = size.stored_bytes
-        return size.stored_as(each * stored / max(1, whole), each * stored / max(1, whole))
-    return replace(size, other_weights=more)
+        stored_bytes += value_count(entry) * _STORED_BYTES.get(entry["dtype"], 1)
+    bytes_per_weight = stored_bytes / max(1, count)
+    size = size.stored_as(bytes_per_weight, bytes_per_weight)
+    difference = count - size.parameters
+    if difference < 0 and is_float and size.block_weights > -difference:  # low-rank, pruned or shared layers
+        return size.scaled_blocks(1 + difference / size.block_weights)
+    if difference < 0:  # quantized weights, several in a number
+        block_bytes = size.stored_bytes
+        return size.stored_as(
+            bytes_per_weight * stored_bytes / max(1, block_bytes),
+            bytes_per_weight * stored_bytes / max(1, block_bytes),
+        )
+    return replace(size, other_weights=difference)
 
 
 def _stack_size(family: Family, stack: Stack, config: Mapping[str, Any], width: int) -> StackSize | None:
@@ -236,8 +241,8 @@ def _stack_size(family: Family, stack: Stack, config: Mapping[str, Any], width: 
     if not isinstance(units, int):
         units = 4 * width  # GPT-2's `n_inner` and others: absent
     feed = stack.feed_forward
-    both = feed.gate is not None and feed.gate == feed.up
-    matrices = [(2 * units if both else units, width) for _ in feed.input_layers] + [(width, units)]
+    is_fused = feed.gate is not None and feed.gate == feed.up
+    matrices = [(2 * units if is_fused else units, width) for _ in feed.input_layers] + [(width, units)]
     attention_width = attention_heads = kv_width = 0
     for attention in stack.attentions:
         heads, key_heads, head = _heads(attention, config, width)
@@ -274,10 +279,10 @@ def _number(value: Any) -> int | None:
 
 def _image_tokens(config: Mapping[str, Any]) -> int:
     """Return the patches of an image and its class token."""
-    side, patch = config.get("image_size", 224), config.get("patch_size", _PATCH)
-    if not isinstance(side, int) or not isinstance(patch, int) or not patch:
+    image_size, patch = config.get("image_size", 224), config.get("patch_size", _PATCH)
+    if not isinstance(image_size, int) or not isinstance(patch, int) or not patch:
         return 1
-    return math.ceil(side / patch) ** 2 + 1
+    return math.ceil(image_size / patch) ** 2 + 1
 
 
 def count_parameters(folder: Path) -> int:
@@ -301,8 +306,8 @@ def count_parameters(folder: Path) -> int:
         for _, name, entry in weight_tensors(folder)
         if not name.startswith(parts) and not is_unused_tensor(family, name, embeds=embeds)
     )
-    distinct = {id(matrix): matrix for matrix in matrices.values()}
-    return floats + sum(len(matrix.codes) * matrix.width for matrix in distinct.values())
+    unique_matrices = {id(matrix): matrix for matrix in matrices.values()}
+    return floats + sum(len(matrix.codes) * matrix.width for matrix in unique_matrices.values())
 
 
 def _quantized_matrices(folder: Path) -> dict[str, QuantizedMatrix]:

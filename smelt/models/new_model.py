@@ -124,9 +124,9 @@ def config_for_tokenizer(
     """
     kind, size = str(values["model_type"]), len(tokenizer)
     declared = values.get("vocab_size")
-    wanted: dict[str, Any] = {"vocab_size": size if exact or not declared else max(size, int(declared))}
+    settings: dict[str, Any] = {"vocab_size": size if exact or not declared else max(size, int(declared))}
     if values.get("decoder_vocab_size"):
-        wanted["decoder_vocab_size"] = wanted["vocab_size"]
+        settings["decoder_vocab_size"] = settings["vocab_size"]
     for role in ("pad", "eos", "bos"):
         token = getattr(tokenizer, f"{role}_token_id", None)
         if token is None and _requires_token(role, task):
@@ -137,13 +137,13 @@ def config_for_tokenizer(
                 code="missing-special-token",
                 setting="model.tokenizer",
             )
-        wanted[f"{role}_token_id"] = token
+        settings[f"{role}_token_id"] = token
     if task_traits(task).architecture == "encoder-decoder":
         family = FAMILIES[kind]
-        wanted["decoder_start_token_id"] = wanted[f"{family.decoder_start}_token_id"]
+        settings["decoder_start_token_id"] = settings[f"{family.decoder_start}_token_id"]
         if family.forces_eos:
-            wanted["forced_eos_token_id"] = wanted["eos_token_id"]
-    return wanted
+            settings["forced_eos_token_id"] = settings["eos_token_id"]
+    return settings
 
 
 def _requires_token(role: str, task: Task) -> bool:
@@ -158,27 +158,31 @@ _BYTES = 256
 
 def unsupported_tokenizer(family: str, kind: TokenizerKind, vocab_size: int) -> str:
     """Return why no tokenizer of this kind and size can be trained for `family`; empty if it can."""
-    found = _unsupported_tokenizer(family, kind, vocab_size)
-    return found[1] if found else ""
+    problem = _unsupported_tokenizer(family, kind, vocab_size)
+    return problem[1] if problem else ""
 
 
 def _unsupported_tokenizer(family: str, kind: TokenizerKind, vocab_size: int) -> tuple[str, str] | None:
     """Return code and text of why no such tokenizer can be trained, None if it can."""
-    known = FAMILIES.get(family)
-    form = known.tokenizer_spec if known else None
-    if form is None:
+    family_info = FAMILIES.get(family)
+    tokenizer_spec = family_info.tokenizer_spec if family_info else None
+    if tokenizer_spec is None:
         names = ", ".join(name for name, family in FAMILIES.items() if family.tokenizer_spec)
         return (
             "unsupported-family",
             f"no tokenizer can be trained for '{family}'; give the folder of one. Supported: {names}.",
         )
-    if kind not in form.allowed_models:
-        return "unsupported-tokenizer", form.allowed_models_reason
-    least = 4 if form.sentencepiece else len(form.special_tokens) + (_BYTES if kind == "bpe" else 1)
-    if vocab_size < least:
-        byte_level = kind == "bpe" and not form.sentencepiece
-        why = ": the 256 bytes and the special tokens" if byte_level else ""
-        text = f"vocab_size {vocab_size} is too small for {kind}; use at least {least}{why}."
+    if kind not in tokenizer_spec.allowed_models:
+        return "unsupported-tokenizer", tokenizer_spec.allowed_models_reason
+    min_size = (
+        4
+        if tokenizer_spec.sentencepiece
+        else len(tokenizer_spec.special_tokens) + (_BYTES if kind == "bpe" else 1)
+    )
+    if vocab_size < min_size:
+        byte_level = kind == "bpe" and not tokenizer_spec.sentencepiece
+        explanation = ": the 256 bytes and the special tokens" if byte_level else ""
+        text = f"vocab_size {vocab_size} is too small for {kind}; use at least {min_size}{explanation}."
         return "vocabulary-too-small", text
     return None
 
@@ -216,21 +220,21 @@ def train_tokenizer(
             code="empty-data",
             setting="model.tokenizer",
         )
-    form = FAMILIES[family].tokenizer_spec
-    assert form is not None  # else an error was raised
-    if form.sentencepiece:
+    tokenizer_spec = FAMILIES[family].tokenizer_spec
+    assert tokenizer_spec is not None  # else an error was raised
+    if tokenizer_spec.sentencepiece:
         _train_marian(lines, out, kind, vocab_size, max_length)
         return
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = _train(lines, form, kind, vocab_size)
-    names = ["input_ids", "attention_mask"] + (["token_type_ids"] if form.uses_token_types else [])
+    tokenizer = _train(lines, tokenizer_spec, kind, vocab_size)
+    names = ["input_ids", "attention_mask"] + (["token_type_ids"] if tokenizer_spec.uses_token_types else [])
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         model_max_length=max_length or int(1e30),
         model_input_names=names,
         clean_up_tokenization_spaces=False,
-        **{f"{role}_token": token for role, token in form.token_roles.items()},
+        **{f"{role}_token": token for role, token in tokenizer_spec.token_roles.items()},
     ).save_pretrained(out)
 
 
@@ -270,10 +274,10 @@ def _train_wordpiece(lines: list[str], form: TokenizerSpec, vocab_size: int) -> 
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-    unknown = form.token_roles["unk"]
+    unknown_token = form.token_roles["unk"]
 
     def wordpiece(vocabulary: dict[str, int]) -> Any:
-        tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=unknown))
+        tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=unknown_token))
         tokenizer.normalizer = normalizers.NFC()
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         tokenizer.decoder = decoders.WordPiece()
@@ -301,7 +305,7 @@ def _train_unigram(lines: list[str], form: TokenizerSpec, vocab_size: int) -> An
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     normalizer, special = normalizers.NFKC(), list(form.special_tokens)
-    learned = _train_sentencepiece(
+    processor = _train_sentencepiece(
         [normalizer.normalize_str(line) for line in lines],
         model_type="unigram",
         vocab_size=vocab_size - len(special) + 1,  # its <unk> is one of the special tokens
@@ -309,7 +313,7 @@ def _train_unigram(lines: list[str], form: TokenizerSpec, vocab_size: int) -> An
         character_coverage=1.0,
         normalization_rule_name="identity",
     )
-    pieces = [(learned.id_to_piece(i), learned.get_score(i)) for i in range(learned.get_piece_size())]
+    pieces = [(processor.id_to_piece(i), processor.get_score(i)) for i in range(processor.get_piece_size())]
     scores = [(token, 0.0) for token in special]
     scores += [(piece, score) for piece, score in pieces if piece not in ("<unk>", *special)]
     tokenizer = Tokenizer(models.Unigram(scores, special.index(form.token_roles["unk"])))
@@ -322,9 +326,9 @@ def _train_unigram(lines: list[str], form: TokenizerSpec, vocab_size: int) -> An
 
 def _special_token_processor(form: TokenizerSpec, kind: TokenizerKind, processors: Any) -> Any:
     # the trainers assign the first ids to the special tokens, in order
-    marks = [(token, index) for index, token in enumerate(form.special_tokens)]
+    token_ids = [(token, index) for index, token in enumerate(form.special_tokens)]
     template = processors.TemplateProcessing(
-        single=form.single_template, pair=form.pair_template, special_tokens=marks
+        single=form.single_template, pair=form.pair_template, special_tokens=token_ids
     )
     return (
         processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
@@ -341,11 +345,11 @@ def _train_sentencepiece(lines: list[str], **options: Any) -> Any:
     """
     import sentencepiece
 
-    written = io.BytesIO()  # a file's path would be stored in the model
+    model_stream = io.BytesIO()  # a file's path would be stored in the model
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(lines),
-            model_writer=written,
+            model_writer=model_stream,
             max_sentence_length=2**30,  # longer ones are ignored
             hard_vocab_limit=False,
             pad_id=-1,
@@ -359,7 +363,7 @@ def _train_sentencepiece(lines: list[str], **options: Any) -> Any:
             code="tokenizer-training-failed",
             setting="model.tokenizer",
         ) from error
-    return sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
+    return sentencepiece.SentencePieceProcessor(model_proto=model_stream.getvalue())
 
 
 def _train_marian(
@@ -367,12 +371,12 @@ def _train_marian(
 ) -> None:
     """Write one SentencePiece model for both sides, and the vocabulary in Marian's order (pad last)."""
     pieces = _train_sentencepiece(lines, model_type=kind, vocab_size=vocab_size - 1)
-    learned = [pieces.id_to_piece(i) for i in range(pieces.get_piece_size())]
-    words = ["</s>", "<unk>", *(w for w in learned if w not in ("</s>", "<unk>")), "<pad>"]
+    learned_pieces = [pieces.id_to_piece(i) for i in range(pieces.get_piece_size())]
+    vocabulary = ["</s>", "<unk>", *(w for w in learned_pieces if w not in ("</s>", "<unk>")), "<pad>"]
     for name in ("source.spm", "target.spm"):
         (out / name).write_bytes(pieces.serialized_model_proto())
     (out / "vocab.json").write_text(
-        json.dumps({word: i for i, word in enumerate(words)}, ensure_ascii=False), encoding="utf-8"
+        json.dumps({token: i for i, token in enumerate(vocabulary)}, ensure_ascii=False), encoding="utf-8"
     )
     settings = {"tokenizer_class": "MarianTokenizer", "model_max_length": max_length or 512}
     (out / "tokenizer_config.json").write_text(

@@ -103,27 +103,31 @@ class PromptTemplate:
         """
         if not self.is_chat:
             texts = [
-                turns[0]["content"] if len(turns) == 2 else json.dumps(turns[:-1], ensure_ascii=False)
-                for turns in conversations
+                conversation[0]["content"]
+                if len(conversation) == 2
+                else json.dumps(conversation[:-1], ensure_ascii=False)
+                for conversation in conversations
             ]
             prompts = self.render_prompts(texts)
             return [
-                ResponseParts(prompt, "", turns[-1]["content"], "")
-                for prompt, turns in zip(prompts, conversations, strict=True)
+                ResponseParts(prompt, "", conversation[-1]["content"], "")
+                for prompt, conversation in zip(prompts, conversations, strict=True)
             ]
-        marks = [_unused_letter(self.chat_template, turns) for turns in conversations]
+        placeholders = [_unused_letter(self.chat_template, conversation) for conversation in conversations]
         requests = []
-        for turns, mark in zip(conversations, marks, strict=True):
-            marked = [*turns[:-1], {**turns[-1], "content": mark}]
+        for conversation, placeholder in zip(conversations, placeholders, strict=True):
+            marked = [*conversation[:-1], {**conversation[-1], "content": placeholder}]
             requests += [
-                ChatRequest(turns[:-1], True),
-                ChatRequest(turns, False),
+                ChatRequest(conversation[:-1], True),
+                ChatRequest(conversation, False),
                 ChatRequest(marked, False),
             ]
         rendered = iter(self.render_chats(requests))
         return [
-            _split_response(next(rendered), next(rendered), next(rendered), mark, turns[-1]["content"])
-            for mark, turns in zip(marks, conversations, strict=True)
+            _split_response(
+                next(rendered), next(rendered), next(rendered), placeholder, conversation[-1]["content"]
+            )
+            for placeholder, conversation in zip(placeholders, conversations, strict=True)
         ]
 
     def render_chats(self, requests: Sequence[ChatRequest]) -> list[str]:
@@ -166,8 +170,8 @@ def _split_response(prompt: str, rendered: str, marked: str, mark: str, answer: 
         mark: a letter that occurs nowhere else.
         answer: the content of the last turn.
     """
-    before, found, after = marked.rpartition(mark)
-    if not found:  # the template does not render the turn
+    before, matched_mark, after = marked.rpartition(mark)
+    if not matched_mark:  # the template does not render the turn
         return ResponseParts(prompt, "", answer, "")
     candidates = [
         (prompt, ""),
@@ -175,10 +179,10 @@ def _split_response(prompt: str, rendered: str, marked: str, mark: str, answer: 
     ]  # the template may begin a response otherwise than it renders one
     if before.startswith(prompt):  # usual; the turn may still begin otherwise with this content
         candidates = [(before, before[len(prompt) :]), (prompt, "")]
-    for begin, lead in candidates:
+    for begin, leading_text in candidates:
         length = len(rendered) - len(begin) - len(after)
         if length >= 0 and rendered.startswith(begin) and rendered.endswith(after):
-            return ResponseParts(prompt, lead, rendered[len(begin) :][:length], after.rstrip())
+            return ResponseParts(prompt, leading_text, rendered[len(begin) :][:length], after.rstrip())
     return ResponseParts(prompt, "", answer, after.rstrip())
 
 
@@ -202,24 +206,26 @@ def read_chat_template(folder: Path) -> str | None:
         raise InputError(
             f"{folder}: the chat template cannot be read: {error}", code="damaged-file"
         ) from error
-    found = config.get("chat_template") if isinstance(config, dict) else None
-    if isinstance(found, list):
-        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-        found = named.get("default")
-    return found if isinstance(found, str) else None
+    template = config.get("chat_template") if isinstance(config, dict) else None
+    if isinstance(template, list):
+        templates_by_name = {
+            entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)
+        }
+        template = templates_by_name.get("default")
+    return template if isinstance(template, str) else None
 
 
 def read_special_tokens(folder: Path) -> dict[str, str]:
     """Return the named special tokens in the tokenizer's files, such as `{"eos_token": "</s>"}`."""
-    found: dict[str, str] = {}
+    special_tokens: dict[str, str] = {}
     for file in (_TOKENS_FILE, _TOKENIZER_CONFIG_FILE):
         if not (folder / file).is_file():
             continue
         for name, value in read_json_object(folder / file).items():
             text = value.get("content") if isinstance(value, dict) else value
             if name in _NAMED_TOKENS and isinstance(text, str):
-                found[name] = text
-    return found
+                special_tokens[name] = text
+    return special_tokens
 
 
 def open_prompt_template(folder: Path, template: str, special_tokens: Mapping[str, str]) -> PromptTemplate:

@@ -96,13 +96,16 @@ def parse_quantization_config(config: Mapping[str, Any]) -> QuantizationConfig |
             code="wrong-value",
             setting=f"{QUANTIZATION_CONFIG_KEY}.group_size",
         )
-    form = _packing_layout(method, section)
+    layout = _packing_layout(method, section)
     _require_integer_weights(section)
     _require_no_extras(section)
-    orders = any(own.get("desc_act") is True for own in (section, *_uniform_layer_configs(section, group)))
+    orders = any(
+        layer_section.get("desc_act") is True
+        for layer_section in (section, *_uniform_layer_configs(section, group))
+    )
     ordered = method == "gptq" and group != -1 and orders
     return QuantizationConfig(
-        method, None if group == -1 else group, _OFFSETS.get(form, 0), ordered, section.get("sym") is True
+        method, None if group == -1 else group, _OFFSETS.get(layout, 0), ordered, section.get("sym") is True
     )
 
 
@@ -148,17 +151,19 @@ def _packing_layout(method: str, config: Mapping[str, Any]) -> str:
     Raises:
         InputError: the packing is not supported.
     """
-    word, known = ("checkpoint_format", tuple(_OFFSETS)) if method == "gptq" else ("version", ("gemm",))
-    word = "format" if word not in config and "format" in config else word
-    found = str(config.get(word) or known[0]).lower()
+    field, known_layouts = (
+        ("checkpoint_format", tuple(_OFFSETS)) if method == "gptq" else ("version", ("gemm",))
+    )
+    field = "format" if field not in config and "format" in config else field
+    layout = str(config.get(field) or known_layouts[0]).lower()
     if any(value is True for key, value in config.items() if key.startswith("is_marlin")):
-        found = "marlin"
-    if found not in known:
+        layout = "marlin"
+    if layout not in known_layouts:
         raise InputError(
-            f"{QUANTIZATION_CONFIG_KEY}: {word} is '{found[:40]}', a kernel-specific layout; smelt supports"
-            f" {' and '.join(known)}. {_OTHER_FORMAT_HINT}",
+            f"{QUANTIZATION_CONFIG_KEY}: {field} is '{layout[:40]}', a kernel-specific layout; smelt supports"
+            f" {' and '.join(known_layouts)}. {_OTHER_FORMAT_HINT}",
             code="unsupported-packing",
-            setting=f"{QUANTIZATION_CONFIG_KEY}.{word}",
+            setting=f"{QUANTIZATION_CONFIG_KEY}.{field}",
         )
     packed = str(config.get("pack_dtype") or "int32")
     if packed != "int32":
@@ -168,7 +173,7 @@ def _packing_layout(method: str, config: Mapping[str, Any]) -> str:
             code="unsupported-packing",
             setting=f"{QUANTIZATION_CONFIG_KEY}.pack_dtype",
         )
-    return found
+    return layout
 
 
 def _require_integer_weights(config: Mapping[str, Any], where: str = "") -> None:
@@ -199,7 +204,7 @@ def _require_integer_weights(config: Mapping[str, Any], where: str = "") -> None
             code="quantized-activations",
             setting=f"{QUANTIZATION_CONFIG_KEY}.act_bits",
         )
-    if rotated := next((word for word in _ROTATIONS if config.get(word)), None):
+    if rotated := next((rotation for rotation in _ROTATIONS if config.get(rotation)), None):
         raise InputError(
             f"{QUANTIZATION_CONFIG_KEY}: {where}{rotated}: the weights are rotated, which requires rotating"
             f" activations at run time; this is not supported. {_FLOAT_MODEL_HINT}",
@@ -252,35 +257,37 @@ def _uniform_layer_configs(config: Mapping[str, Any], group: int) -> list[Mappin
     Raises:
         InputError: some have other bits, groups or types.
     """
-    found: list[Mapping[str, Any]] = []
-    for word in _PER_LAYER_KEYS:
-        layers = config.get(word) or {}
-        if not isinstance(layers, dict) or not all(isinstance(own, dict) for own in layers.values()):
+    layer_configs: list[Mapping[str, Any]] = []
+    for option in _PER_LAYER_KEYS:
+        layers = config.get(option) or {}
+        if not isinstance(layers, dict) or not all(
+            isinstance(layer_config, dict) for layer_config in layers.values()
+        ):
             raise InputError(
-                f"{QUANTIZATION_CONFIG_KEY}: {word} is {str(layers)[:80]}; expected one object per layer.",
+                f"{QUANTIZATION_CONFIG_KEY}: {option} is {str(layers)[:80]}; expected one object per layer.",
                 code="wrong-value",
-                setting=f"{QUANTIZATION_CONFIG_KEY}.{word}",
+                setting=f"{QUANTIZATION_CONFIG_KEY}.{option}",
             )
-        for name, own in layers.items():
-            bits = own.get("bits")
+        for name, layer_config in layers.items():
+            bits = layer_config.get("bits")
             if name.startswith("-:") or (isinstance(bits, int) and bits >= _FLOAT_BITS):
                 continue
-            for key, value, usual in (
+            for key, value, shared_value in (
                 ("bits", bits, CHECKPOINT_BITS),
-                ("group_size", own.get("group_size"), group),
+                ("group_size", layer_config.get("group_size"), group),
             ):
-                if value not in (None, usual):
+                if value not in (None, shared_value):
                     raise InputError(
-                        f"{QUANTIZATION_CONFIG_KEY}: {word}: '{name[:80]}' has {key}"
-                        f" {str(value)[:20]}, but the other layers have {usual}; all layers must"
+                        f"{QUANTIZATION_CONFIG_KEY}: {option}: '{name[:80]}' has {key}"
+                        f" {str(value)[:20]}, but the other layers have {shared_value}; all layers must"
                         f" have the same format. {_FLOAT_MODEL_HINT}",
                         code="mixed-quantization",
-                        setting=f"{QUANTIZATION_CONFIG_KEY}.{word}",
+                        setting=f"{QUANTIZATION_CONFIG_KEY}.{option}",
                     )
-            _require_integer_weights(own, f"{word}: '{name[:80]}': ")
-            _require_no_extras(own, f"{word}: '{name[:80]}': ")
-            found.append(own)
-    return found
+            _require_integer_weights(layer_config, f"{option}: '{name[:80]}': ")
+            _require_no_extras(layer_config, f"{option}: '{name[:80]}': ")
+            layer_configs.append(layer_config)
+    return layer_configs
 
 
 PACKED_TENSORS = ("qweight", "qzeros", "scales", "g_idx")
@@ -308,13 +315,13 @@ def require_quantized_tensors(src: Path, coding: QuantizationConfig) -> None:
                 f" quantized weights of a layer must be int32 with two dimensions ({coding.method}).",
                 code="shape-mismatch",
             )
-        along = coding.method == "gptq"
-        width, rows = (
+        is_gptq = coding.method == "gptq"
+        width, out_features = (
             (qweight[0] * _VALUES_PER_INT32, qweight[1])
-            if along
+            if is_gptq
             else (qweight[0], qweight[1] * _VALUES_PER_INT32)
         )
-        require_layer_tensors(src, name, entries, coding, width, rows)
+        require_layer_tensors(src, name, entries, coding, width, out_features)
         compatible_group_size(src, name, coding, width)
 
 
@@ -331,15 +338,15 @@ def quantized_layer_names(src: Path, names: Iterable[str], coding: QuantizationC
     Raises:
         InputError: there are none.
     """
-    found = [name.removesuffix(".qweight") for name in names if name.endswith(".qweight")]
-    if not found:
+    layer_names = [name.removesuffix(".qweight") for name in names if name.endswith(".qweight")]
+    if not layer_names:
         raise InputError(
             f"{src}: config.json declares {coding.method} weights, but no tensor is quantized (NAME.qweight)."
             f" Copy the whole checkpoint, or remove {QUANTIZATION_CONFIG_KEY} from its config if its weights"
             " are floats.",
             code="not-quantized",
         )
-    return found
+    return layer_names
 
 
 def require_layer_tensors(
@@ -362,22 +369,22 @@ def require_layer_tensors(
     packed = (
         [width // _VALUES_PER_INT32, rows] if coding.method == "gptq" else [width, rows // _VALUES_PER_INT32]
     )
-    wanted = {
+    expected_tensors = {
         "qweight": (_INT32, packed),
         "qzeros": (_INT32, [count, rows // _VALUES_PER_INT32]),
         "scales": (_FLOATS, [count, rows]),
         "g_idx": (_INDEX, [width]),
     }
-    for part, (types, shape) in wanted.items():
-        entry = entries.get(f"{name}.{part}")
-        if entry is None and part == "g_idx" and not coding.act_order:
+    for suffix, (types, shape) in expected_tensors.items():
+        entry = entries.get(f"{name}.{suffix}")
+        if entry is None and suffix == "g_idx" and not coding.act_order:
             continue
         if entry is None:
-            raise missing_tensor_error(src, f"{name}.{part}")
+            raise missing_tensor_error(src, f"{name}.{suffix}")
         if entry["shape"] != shape or entry["dtype"] not in types:
             kind = "floats" if types is _FLOATS else _TYPES[types[0]]
             raise InputError(
-                f"{src}: the tensor '{name}.{part}' is {_describe_entry(entry)}; in 4-bit {coding.method} a"
+                f"{src}: the tensor '{name}.{suffix}' is {_describe_entry(entry)}; in 4-bit {coding.method} a"
                 f" layer of {width} inputs and {rows} outputs, in groups of"
                 f" {coding.group_size or 'whole rows'}, has {kind} {shape}. Check quant_method, bits and"
                 f" group_size of {QUANTIZATION_CONFIG_KEY}, and the sizes in config.json.",
@@ -419,15 +426,15 @@ def count_values_by_dtype(src: Path) -> dict[str, int]:
     `I4`.
     """
     entries = {name: entry for _, name, entry in weight_tensors(src)}
-    coded = {name.removesuffix(".qweight") for name in entries if name.endswith(".qweight")}
-    found: dict[str, int] = {}
+    quantized_layers = {name.removesuffix(".qweight") for name in entries if name.endswith(".qweight")}
+    counts: dict[str, int] = {}
     for name, entry in entries.items():
-        layer, _, part = name.rpartition(".")
-        kind, each = str(entry["dtype"]), 1
-        if layer in coded and part in PACKED_TENSORS:
-            kind, each = INT4_DTYPE, _VALUES_PER_INT32 * (part == "qweight")
-        found[kind] = found.get(kind, 0) + each * value_count(entry)
-    return found
+        layer, _, suffix = name.rpartition(".")
+        kind, values_per_item = str(entry["dtype"]), 1
+        if layer in quantized_layers and suffix in PACKED_TENSORS:
+            kind, values_per_item = INT4_DTYPE, _VALUES_PER_INT32 * (suffix == "qweight")
+        counts[kind] = counts.get(kind, 0) + values_per_item * value_count(entry)
+    return counts
 
 
 def _describe_entry(entry: Mapping[str, Any]) -> str:

@@ -75,8 +75,8 @@ def sentence_class(config: Any, rules: SentenceRules) -> Any:
 
 def _without_pooler(body: Any) -> dict[str, bool]:
     """Return the argument that omits the pooler, which no embedder uses, where `body` has it."""
-    known = inspect.signature(body.__init__).parameters
-    return {"add_pooling_layer": False} if "add_pooling_layer" in known else {}
+    parameter_names = inspect.signature(body.__init__).parameters
+    return {"add_pooling_layer": False} if "add_pooling_layer" in parameter_names else {}
 
 
 def pool_hidden_states(hidden: Tensor, mask: Tensor, rules: SentenceRules) -> Tensor:
@@ -94,8 +94,8 @@ def pool_hidden_states(hidden: Tensor, mask: Tensor, rules: SentenceRules) -> Te
     else:
         # mean of shares that sum to 1: no sum over a long text exceeds the range of float16
         weights = mask.to(hidden.dtype)
-        shares = weights / weights.sum(dim=1, keepdim=True).clamp(min=1)
-        pooled = (shares[:, None, :] @ hidden)[:, 0]
+        normalized_weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=1)
+        pooled = (normalized_weights[:, None, :] @ hidden)[:, 0]
     if rules.normalize:
         pooled = pooled / torch.linalg.vector_norm(pooled, dim=-1, keepdim=True).clamp(min=1e-12)
     return pooled
@@ -103,8 +103,8 @@ def pool_hidden_states(hidden: Tensor, mask: Tensor, rules: SentenceRules) -> Te
 
 def encoder_result(output: Any) -> Tensor:
     """Return the output of a transformers encoder: a classifier's logits, or the vectors of texts."""
-    found: Any = output.sentence_embedding if isinstance(output, SentenceOutput) else output.logits
-    return cast(Tensor, found)
+    result: Any = output.sentence_embedding if isinstance(output, SentenceOutput) else output.logits
+    return cast(Tensor, result)
 
 
 def as_bare_encoder(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -72,22 +72,28 @@ class StreamedModel:
     def copy_blocks(self) -> None:
         """Write the blocks of a model that has lost some blocks or parts of them; weights are copied."""
         self._blocks = blocks_of(self.model)
-        current = {module: name for name, module in self.model.named_modules()}
+        current_names = {module: name for name, module in self.model.named_modules()}
         sources: dict[str, str] = {}
         for old in self._places:
-            owner, _, last = old.rpartition(".")
-            new = current.get(self._modules.get(owner, self.model), "")
+            parent_name, _, last = old.rpartition(".")
+            new = current_names.get(self._modules.get(parent_name, self.model), "")
             if old.startswith(self._inside) and new:
                 sources[f"{new}.{last}"] = old
         for number, block in enumerate(self._blocks):
-            here = {n: old for n, old in sources.items() if n.startswith(f"{block.module_path}.")}
-            self._write(number, {n: _read(self._places, old) for n, old in here.items()}, here)
+            block_sources = {n: old for n, old in sources.items() if n.startswith(f"{block.module_path}.")}
+            self._write(
+                number, {n: _read(self._places, old) for n, old in block_sources.items()}, block_sources
+            )
 
     def load_head(self) -> None:
         """Read the weights of the output layer, float32, unless it is the embedding."""
-        for place in output_modules(self.model):
-            named = self.model.get_submodule(place).named_parameters()
-            names = {f"{place}.{name}": f"{place}.{name}" for name, tensor in named if tensor.is_meta}
+        for module_path in output_modules(self.model):
+            module_parameters = self.model.get_submodule(module_path).named_parameters()
+            names = {
+                f"{module_path}.{name}": f"{module_path}.{name}"
+                for name, tensor in module_parameters
+                if tensor.is_meta
+            }
             _assign(self.model, names, self._places)
             self._head_weights |= names.keys()
 
@@ -107,23 +113,31 @@ class StreamedModel:
         Returns:
             Warnings: weights that do not fit into 16 bits.
         """
-        inside = self._inside
-        named = self.model.named_modules(remove_duplicate=False)
-        coded = {
-            n: m for n, m in named if (is_quantized(m) or m in self.changed) and not n.startswith(inside)
+        block_prefixes = self._inside
+        all_modules = self.model.named_modules(remove_duplicate=False)
+        changed_modules = {
+            n: m
+            for n, m in all_modules
+            if (is_quantized(m) or m in self.changed) and not n.startswith(block_prefixes)
         }
-        copied = {n for n in self._places if not n.startswith((*inside, *(f"{name}." for name in coded)))}
-        tensors = {name: _read(self._places, name) for name in self._places if name in copied}
+        copied_names = {
+            n
+            for n in self._places
+            if not n.startswith((*block_prefixes, *(f"{name}." for name in changed_modules)))
+        }
+        tensors = {name: _read(self._places, name) for name in self._places if name in copied_names}
         parameters = {n: p for n, p in self.model.named_parameters(remove_duplicate=False) if not p.is_meta}
         # one that several layers have is written once, under its first name
-        written = {id(tensor) for name, tensor in parameters.items() if name in copied}
-        for name, module in coded.items():
-            held = {f"{name}.{n}": t for n, t in module.named_parameters() if id(t) not in written}
-            written |= {id(tensor) for tensor in held.values()}
-            tensors |= held
+        written_ids = {id(tensor) for name, tensor in parameters.items() if name in copied_names}
+        for name, module in changed_modules.items():
+            module_tensors = {
+                f"{name}.{n}": t for n, t in module.named_parameters() if id(t) not in written_ids
+            }
+            written_ids |= {id(tensor) for tensor in module_tensors.values()}
+            tensors |= module_tensors
         for name, tensor in parameters.items():  # an output layer whose embedding was quantized
-            if id(tensor) not in written and not name.startswith(inside):
-                written.add(id(tensor))
+            if id(tensor) not in written_ids and not name.startswith(block_prefixes):
+                written_ids.add(id(tensor))
                 tensors[name] = tensor
         self._write(len(self._blocks), tensors)
         index = {"metadata": {"total_size": self._bytes}, "weight_map": dict(sorted(self._files.items()))}
@@ -137,17 +151,19 @@ class StreamedModel:
     ) -> None:
         """Write shard `number`; sources: names in the source of renamed tensors."""
         file = f"model-{number + 1:05}-of-{len(self._blocks) + 1:05}.safetensors"
-        coded = quantized_dtypes(self.model)
-        wanted = {
-            n: coded.get(n) or self._types.dtype_for([sources.get(n, n)])
+        quantized_types = quantized_dtypes(self.model)
+        dtypes = {
+            n: quantized_types.get(n) or self._types.dtype_for([sources.get(n, n)])
             for n, t in tensors.items()
             if t.is_floating_point()
         }
-        stored, notes = cast_to_stored({n: t.detach().contiguous() for n, t in tensors.items()}, wanted)
+        stored_tensors, notes = cast_to_stored(
+            {n: t.detach().contiguous() for n, t in tensors.items()}, dtypes
+        )
         self._notes.extend(notes)
-        save_file(stored, self._out / file, metadata={"format": "pt"})
-        self._files |= dict.fromkeys(stored, file)
-        self._bytes += sum(t.numel() * t.element_size() for t in stored.values())
+        save_file(stored_tensors, self._out / file, metadata={"format": "pt"})
+        self._files |= dict.fromkeys(stored_tensors, file)
+        self._bytes += sum(t.numel() * t.element_size() for t in stored_tensors.values())
 
 
 def open_streamed(src: Path, out: Path, dtype: StoredDtype = "keep") -> StreamedModel | None:
@@ -174,33 +190,39 @@ def open_streamed(src: Path, out: Path, dtype: StoredDtype = "keep") -> Streamed
         or any(e.get("op") in ("quantize", "share") for e in edits)
     ):
         return None
-    places = {name: path for path, name, _ in weight_tensors(src)}
+    paths_by_name = {name: path for path, name, _ in weight_tensors(src)}
     blocks = blocks_of(model)
     if any(len(block.call_indices) > 1 for block in blocks) or not _load_outside_blocks(
-        model, blocks, places
+        model, blocks, paths_by_name
     ):
         return None
     model.eval()
-    return StreamedModel(model, edits, places, src, out, dtype)
+    return StreamedModel(model, edits, paths_by_name, src, out, dtype)
 
 
 def _load_outside_blocks(model: Any, blocks: Iterable[Block], places: dict[str, Path]) -> bool:
     """Read the tensors outside of blocks and output layer; return whether the file has all tensors."""
-    inside = tuple(f"{block.module_path}." for block in blocks)
+    block_prefixes = tuple(f"{block.module_path}." for block in blocks)
     head = tuple(f"{name}." for name in output_modules(model))
-    wanted = {n for n, _ in model.named_parameters(remove_duplicate=False)}
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    if any(n.startswith(inside) and n not in places for n in wanted):
+    parameter_names = {n for n, _ in model.named_parameters(remove_duplicate=False)}
+    tied_weights = getattr(model, "all_tied_weights_keys", None) or {}
+    if any(n.startswith(block_prefixes) and n not in places for n in parameter_names):
         return False
-    outside = {n for n in wanted if not n.startswith((*inside, *head))}
-    names = {n: n if n in places else tied.get(n, n) for n in outside}
+    outer_names = {n for n in parameter_names if not n.startswith((*block_prefixes, *head))}
+    names = {n: n if n in places else tied_weights.get(n, n) for n in outer_names}
     if any(n not in places for n in names.values()):
         return False
-    read = set(names.values())  # an output layer that is the embedding stays tied, as in a whole model
-    names |= {n: tied[n] for n in wanted - outside if n not in places and tied.get(n) in read}
+    read_names = set(names.values())  # an output layer that is the embedding stays tied, as in a whole model
+    names |= {
+        n: tied_weights[n]
+        for n in parameter_names - outer_names
+        if n not in places and tied_weights.get(n) in read_names
+    }
     family = family_of(model)  # others may read their dtype from the first parameter
-    half = _map_embeddings(model, names, places) if family and family.architecture == "decoder" else set()
-    _assign(model, {n: stored for n, stored in names.items() if n not in half}, places)
+    mapped_names = (
+        _map_embeddings(model, names, places) if family and family.architecture == "decoder" else set()
+    )
+    _assign(model, {n: source_name for n, source_name in names.items() if n not in mapped_names}, places)
     return True
 
 
@@ -211,18 +233,18 @@ def _map_embeddings(model: Any, names: dict[str, str], places: dict[str, Path]) 
     """
     mapped: dict[str, nn.Parameter] = {}
     for path, module in model.named_modules():
-        stored = names.get(f"{path}.weight")
-        if type(module) is not nn.Embedding or stored is None:
+        source_name = names.get(f"{path}.weight")
+        if type(module) is not nn.Embedding or source_name is None:
             continue
-        tensor = _read(places, stored)
+        tensor = _read(places, source_name)
         if tensor.dtype in (torch.bfloat16, torch.float16):
-            mapped[stored] = nn.Parameter(tensor, requires_grad=False)
+            mapped[source_name] = nn.Parameter(tensor, requires_grad=False)
             module.register_forward_hook(lambda module, given, rows: rows.float())
-    found = {name for name, stored in names.items() if stored in mapped}
-    for name in found:
-        owner, _, last = name.rpartition(".")
-        setattr(model.get_submodule(owner), last, mapped[names[name]])
-    return found
+    mapped_names = {name for name, source_name in names.items() if source_name in mapped}
+    for name in mapped_names:
+        parent_name, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent_name), last, mapped[names[name]])
+    return mapped_names
 
 
 @torch.no_grad()
@@ -232,18 +254,18 @@ def _assign(root: nn.Module, names: dict[str, str], places: dict[str, Path]) -> 
     Parameters with the same name in the file are tied.
     """
     parameters: dict[str, nn.Parameter] = {}
-    for name, stored in names.items():
-        owner, _, last = name.rpartition(".")
-        if stored not in parameters:
-            held = _read(places, stored).to(torch.float32, copy=True)  # not a view of the file
-            parameters[stored] = nn.Parameter(held, requires_grad=False)
-        setattr(root.get_submodule(owner), last, parameters[stored])
+    for name, source_name in names.items():
+        parent_name, _, last = name.rpartition(".")
+        if source_name not in parameters:
+            value_fp32 = _read(places, source_name).to(torch.float32, copy=True)  # not a view of the file
+            parameters[source_name] = nn.Parameter(value_fp32, requires_grad=False)
+        setattr(root.get_submodule(parent_name), last, parameters[source_name])
 
 
 def _free_weights(root: nn.Module, names: Iterable[str]) -> None:
     for name in names:
-        owner, _, last = name.rpartition(".")
-        module = root.get_submodule(owner)
+        parent_name, _, last = name.rpartition(".")
+        module = root.get_submodule(parent_name)
         setattr(module, last, nn.Parameter(getattr(module, last).detach().to("meta"), requires_grad=False))
     _trim_memory()
 
@@ -259,5 +281,5 @@ def _trim_memory() -> None:
 
 def _read(places: dict[str, Path], name: str) -> Tensor:
     with safe_open(places[name], framework="pt") as file:
-        found: Tensor = file.get_tensor(name)
-    return found
+        tensor: Tensor = file.get_tensor(name)
+    return tensor

@@ -126,20 +126,20 @@ def language_token_id(tokenizer: Any, language: str) -> int:
     Raises:
         InputError: the tokenizer has no languages, or not this one.
     """
-    known: dict[str, int] = {}
+    language_ids: dict[str, int] = {}
     for table in ("lang_code_to_id", "lang_code_to_token"):
         for code, value in (getattr(tokenizer, table, None) or {}).items():
-            known[code] = value if isinstance(value, int) else tokenizer.convert_tokens_to_ids(value)
+            language_ids[code] = value if isinstance(value, int) else tokenizer.convert_tokens_to_ids(value)
     for code in getattr(tokenizer, "extra_special_tokens", None) or ():  # NLLB has no table of its own
-        known.setdefault(str(code), tokenizer.convert_tokens_to_ids(str(code)))
-    if language not in known:
-        shown = ", ".join(sorted(known)[:8]) + (", ..." if len(known) > 8 else "")
+        language_ids.setdefault(str(code), tokenizer.convert_tokens_to_ids(str(code)))
+    if language not in language_ids:
+        languages = ", ".join(sorted(language_ids)[:8]) + (", ..." if len(language_ids) > 8 else "")
         raise InputError(
             f"{language!r} is not a language of the model's tokenizer. Its languages:"
-            f" {shown or 'none'}.{did_you_mean(language, known)}",
+            f" {languages or 'none'}.{did_you_mean(language, language_ids)}",
             code="unknown-language",
         )
-    return known[language]
+    return language_ids[language]
 
 
 MODULES_FILE = "modules.json"
@@ -225,8 +225,8 @@ def write_sentence_rules(folder: Path, rules: SentenceRules, width: int) -> None
     parts = [("Transformer", ""), ("Pooling", POOLING_FOLDER)]
     parts += [("Normalize", "2_Normalize")] if rules.normalize else []
     modules = [
-        {"idx": at, "name": str(at), "path": path, "type": f"sentence_transformers.models.{name}"}
-        for at, (name, path) in enumerate(parts)
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{name}"}
+        for index, (name, path) in enumerate(parts)
     ]
     flags = {flag: kind == rules.pooling for flag, kind in _FLAGS.items()}
     (folder / POOLING_FOLDER).mkdir(exist_ok=True)
@@ -251,8 +251,8 @@ def default_prompt(folder: Path) -> str:
     path = folder / PROMPTS_FILE
     settings = _read(path, dict) if path.is_file() else {}
     prompts = settings.get("prompts")
-    found = prompts.get(settings.get("default_prompt_name")) if isinstance(prompts, dict) else None
-    return found if isinstance(found, str) else ""
+    prompt = prompts.get(settings.get("default_prompt_name")) if isinstance(prompts, dict) else None
+    return prompt if isinstance(prompt, str) else ""
 
 
 def _name(path: Path, module: Any) -> str:
@@ -313,10 +313,10 @@ _SETTINGS: Mapping[str, Mapping[str, tuple[Any, ...] | None]] = {
 
 def _part(settings: Mapping[str, Any], name: str) -> Any:
     """Return the part of `settings` at a dotted name; empty where there is none."""
-    part: Any = settings
+    section: Any = settings
     for key in filter(None, name.split(".")):
-        part = (part.get(key) if isinstance(part, dict) else None) or {}
-    return part
+        section = (section.get(key) if isinstance(section, dict) else None) or {}
+    return section
 
 
 def _require_known_settings(path: Path, settings: Mapping[str, Any]) -> None:
@@ -325,14 +325,14 @@ def _require_known_settings(path: Path, settings: Mapping[str, Any]) -> None:
     Raises:
         InputError: `unsupported-setting`, `wrong-json-type`.
     """
-    for name, known in _SETTINGS.items():
-        part = _part(settings, name)
-        if not isinstance(part, dict):
+    for name, known_keys in _SETTINGS.items():
+        section = _part(settings, name)
+        if not isinstance(section, dict):
             raise InputError(
-                f"{path}: {name}: expected an object, got {repr(part)[:80]}.", code="wrong-json-type"
+                f"{path}: {name}: expected an object, got {repr(section)[:80]}.", code="wrong-json-type"
             )
-        for key, value in part.items():
-            values = known.get(key, ())
+        for key, value in section.items():
+            values = known_keys.get(key, ())
             if value is None or values is None or value in values:
                 continue
             full_name = f"{name}.{key}".lstrip(".")
@@ -366,21 +366,21 @@ def _sentence_limit(settings: Mapping[str, Any]) -> tuple[str, Any]:
 
 def _read_pooling(path: Path) -> Pooling:
     config = _read(path, dict)
-    unknown = [key for key, value in config.items() if value and key not in _POOLING_KEYS]
-    if unknown:
+    invalid = [key for key, value in config.items() if value and key not in _POOLING_KEYS]
+    if invalid:
         raise InputError(
-            f"{path}: {unknown[0]}: {repr(config[unknown[0]])[:80]} is not supported. {_SAVE_AGAIN_HINT}",
+            f"{path}: {invalid[0]}: {repr(config[invalid[0]])[:80]} is not supported. {_SAVE_AGAIN_HINT}",
             code="unsupported-setting",
-            setting=unknown[0],
+            setting=invalid[0],
         )
     mode = config.get("pooling_mode")
     kinds = [mode] if isinstance(mode, str) else list(mode or ())
     kinds = kinds or [kind for flag, kind in _FLAGS.items() if config.get(flag)] or ["mean"]
-    known = ", ".join(POOLINGS)
+    known_poolings = ", ".join(POOLINGS)
     if len(kinds) > 1:
         raise InputError(
             f"{path}: several pooling modes ({', '.join(map(str, kinds))}), whose vectors are"
-            f" concatenated; smelt supports only one of {known}. {_SAVE_AGAIN_HINT}",
+            f" concatenated; smelt supports only one of {known_poolings}. {_SAVE_AGAIN_HINT}",
             code="several-poolings",
         )
     if config.get("include_prompt") is False:
@@ -392,7 +392,7 @@ def _read_pooling(path: Path) -> Pooling:
         if kind == kinds[0]:
             return kind
     raise InputError(
-        f"{path}: pooling '{kinds[0]}' is not supported; supported: {known}. {_SAVE_AGAIN_HINT}",
+        f"{path}: pooling '{kinds[0]}' is not supported; supported: {known_poolings}. {_SAVE_AGAIN_HINT}",
         code="unsupported-pooling",
     )
 
@@ -403,8 +403,10 @@ def _read(path: Path, kind: type) -> Any:
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read: {error}", code="damaged-file") from error
     if not isinstance(value, kind):
-        what = "a list" if kind is list else "an object"
-        raise InputError(f"{path}: expected {what} in JSON, got {repr(value)[:80]}.", code="wrong-json-type")
+        expected_type = "a list" if kind is list else "an object"
+        raise InputError(
+            f"{path}: expected {expected_type} in JSON, got {repr(value)[:80]}.", code="wrong-json-type"
+        )
     return value
 
 
@@ -413,9 +415,9 @@ NO_LIMIT = 10**9
 
 def position_table_size(config: Mapping[str, Any]) -> int | None:
     """Return the number of rows of the position table; None without a table."""
-    word = _family_positions(config).max_positions_key
-    rows = None if word is None else config.get(word)
-    return rows if isinstance(rows, int) and rows > 0 else None
+    key = _family_positions(config).max_positions_key
+    num_positions = None if key is None else config.get(key)
+    return num_positions if isinstance(num_positions, int) and num_positions > 0 else None
 
 
 def position_offset(config: Mapping[str, Any]) -> int:
@@ -430,15 +432,15 @@ def _family_positions(config: Mapping[str, Any]) -> PositionEncoding:
 
 def position_limit(config: Mapping[str, Any]) -> int | None:
     """Return the number of tokens of the position table; None where the model has none."""
-    rows = position_table_size(config)
-    return None if rows is None else rows - position_offset(config)
+    num_positions = position_table_size(config)
+    return None if num_positions is None else num_positions - position_offset(config)
 
 
 def lower_position_limit(config: dict[str, Any], max_positions: int) -> None:
     """Set the maximum number of tokens of a text in `config`, under its family's key, to `max_positions`."""
-    word = _family_positions(config).max_positions_key
-    if word is not None:
-        config[word] = min(position_limit(config) or max_positions, max_positions) + position_offset(config)
+    key = _family_positions(config).max_positions_key
+    if key is not None:
+        config[key] = min(position_limit(config) or max_positions, max_positions) + position_offset(config)
 
 
 def max_input_length(tokenizer: Any, config: Mapping[str, Any]) -> int:
@@ -477,15 +479,15 @@ def window_length(windows: Windows | None, limit: int) -> int:
     Raises:
         InputError: the setting is longer than the model's limit.
     """
-    wanted = windows.length if windows is not None else None
-    if wanted is not None and wanted > limit:
+    length = windows.length if windows is not None else None
+    if length is not None and length > limit:
         raise InputError(
-            f"data: windows: length {wanted} is longer than the model's limit of {limit} tokens; set length:"
+            f"data: windows: length {length} is longer than the model's limit of {limit} tokens; set length:"
             f" {limit} or less.",
             code="window-too-long",
             setting="data.windows.length",
         )
-    return wanted or min(DEFAULT_WINDOW_LENGTH, limit)
+    return length or min(DEFAULT_WINDOW_LENGTH, limit)
 
 
 def join_texts(split: Split) -> str:
@@ -520,36 +522,37 @@ def cut_windows(
     if strided and split.windows is not None and split.windows.stride is not None:
         stride = min(split.windows.stride, size)
     text = join_texts(split)
-    coded = tokenizer(text, return_offsets_mapping=True, verbose=False)
-    ids = np.asarray(coded["input_ids"], dtype=np.int64)
+    encoding = tokenizer(text, return_offsets_mapping=True, verbose=False)
+    ids = np.asarray(encoding["input_ids"], dtype=np.int64)
     if len(ids) < 2:
         raise InputError(
             f"{split.origin}: the text has {with_count(len(ids), 'token')}; at least 2 tokens are needed.",
             code="too-few-tokens",
         )
-    ends = _utf8_offsets(text, [end for _, end in coded["offset_mapping"]])
-    begins = tokenizer.bos_token_id
-    begins = None if begins is None or ids[0] != begins or size < 2 else int(begins)
-    lead = ids[:0] if begins is None else ids[:1]
-    places, begin, done = [], 0, 0  # (begin, last token, tokens before the first scored one)
+    byte_ends = _utf8_offsets(text, [end for _, end in encoding["offset_mapping"]])
+    bos_token_id = tokenizer.bos_token_id
+    bos_token_id = None if bos_token_id is None or ids[0] != bos_token_id or size < 2 else int(bos_token_id)
+    leading_ids = ids[:0] if bos_token_id is None else ids[:1]
+    spans, begin, num_scored = [], 0, 0  # (begin, last token, tokens before the first scored one)
     while True:
-        reach = size - len(lead) if begin else size  # the first window has the token already
-        last = min(begin + reach, len(ids) - 1)
-        if last > done:
-            places.append((begin, last, done))
-        done = max(done, last)
+        window_tokens = size - len(leading_ids) if begin else size  # the first window has the token already
+        last = min(begin + window_tokens, len(ids) - 1)
+        if last > num_scored:
+            spans.append((begin, last, num_scored))
+        num_scored = max(num_scored, last)
         if last == len(ids) - 1:
             break
-        begin += min(stride, reach)
+        begin += min(stride, window_tokens)
     return TextWindows(
         ids=[
-            np.concatenate([lead if begin else lead[:0], ids[begin : last + 1]]) for begin, last, _ in places
+            np.concatenate([leading_ids if begin else leading_ids[:0], ids[begin : last + 1]])
+            for begin, last, _ in spans
         ],
-        scored_tokens=[last - before for _, last, before in places],
-        scored_bytes=[int(ends[last] - ends[before]) for _, last, before in places],
+        scored_tokens=[last - before for _, last, before in spans],
+        scored_bytes=[int(byte_ends[last] - byte_ends[before]) for _, last, before in spans],
         length=size,
         stride=stride,
-        bos_token_id=begins,
+        bos_token_id=bos_token_id,
     )
 
 

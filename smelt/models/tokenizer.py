@@ -165,15 +165,18 @@ class RustTokenizer:
     ) -> EncodedTexts:
         """Tokenize `texts`, each with its pair, with special tokens; truncated to `max_length` tokens."""
         ids, types, truncated = [], [], 0
-        left = self._facts.truncation_side == "left"
+        truncates_left = self._facts.truncation_side == "left"
         seconds: Sequence[str | None] = [None] * len(texts) if pairs is None else pairs
-        for text, pair in zip(texts, seconds, strict=True):
-            found = self._encode(text, pair, True)
-            row, kinds = found.ids, found.type_ids if self._facts.types else []
+        for text, second_text in zip(texts, seconds, strict=True):
+            encoding = self._encode(text, second_text, True)
+            row, kinds = encoding.ids, encoding.type_ids if self._facts.types else []
             if len(row) > max_length:
                 truncated += 1
-                kept = indices_after_truncation(found.sequence_ids, max_length, left)
-                row, kinds = [row[at] for at in kept], [kinds[at] for at in kept if kinds]
+                kept_indices = indices_after_truncation(encoding.sequence_ids, max_length, truncates_left)
+                row, kinds = (
+                    [row[index] for index in kept_indices],
+                    [kinds[index] for index in kept_indices if kinds],
+                )
             ids.append(row)
             types.append(kinds)
         return EncodedTexts(ids, types if self._facts.types else None, truncated)
@@ -208,30 +211,32 @@ def indices_after_truncation(owners: Sequence[int | None], max_length: int, left
         max_length: number of tokens that may be kept.
         left: whether texts are truncated at their beginning.
     """
-    places: list[list[int]] = [[], []]
+    indices_by_text: list[list[int]] = [[], []]
     special = 0
-    for place, owner in enumerate(owners):
-        if owner is None:
+    for index, sequence_id in enumerate(owners):
+        if sequence_id is None:
             special += 1
         else:
-            places[owner].append(place)
-    room = max(0, max_length - special)
-    short, long = sorted(map(len, places))
-    long = max(short, room - short)
-    if short + long > room:
-        short = room // 2
-        long = short + room % 2
-    first, second = (long, short) if len(places[0]) > len(places[1]) else (short, long)
-    out = set()
-    for found, count in ((places[0], first), (places[1], second)):
-        out.update(found[: len(found) - count] if left else found[count:])
-    return [place for place in range(len(owners)) if place not in out]
+            indices_by_text[sequence_id].append(index)
+    available = max(0, max_length - special)
+    shorter, longer = sorted(map(len, indices_by_text))
+    longer = max(shorter, available - shorter)
+    if shorter + longer > available:
+        shorter = available // 2
+        longer = shorter + available % 2
+    first, second = (
+        (longer, shorter) if len(indices_by_text[0]) > len(indices_by_text[1]) else (shorter, longer)
+    )
+    removed = set()
+    for text_indices, count in ((indices_by_text[0], first), (indices_by_text[1], second)):
+        removed.update(text_indices[: len(text_indices) - count] if left else text_indices[count:])
+    return [index for index in range(len(owners)) if index not in removed]
 
 
 def clean_up_tokenization(text: str) -> str:
     """Return `text` without the spaces that WordPiece leaves before punctuation."""
-    for found, wanted in CLEANUP_REPLACEMENTS:
-        text = text.replace(found, wanted)
+    for spaced, replacement in CLEANUP_REPLACEMENTS:
+        text = text.replace(spaced, replacement)
     return text
 
 
@@ -275,23 +280,23 @@ class HubTokenizer:
         """Tokenize `texts`, each with its pair, with special tokens; truncated to `max_length` tokens."""
         if not texts:
             return EncodedTexts([], None, 0)
-        both = [list(texts)] if pairs is None else [list(texts), list(pairs)]
+        batch_texts = [list(texts)] if pairs is None else [list(texts), list(pairs)]
         with self._lock:
-            full = self.inner(*both, truncation=False, verbose=False)
-            truncated = sum(len(ids) > max_length for ids in full["input_ids"])
+            encoding = self.inner(*batch_texts, truncation=False, verbose=False)
+            truncated = sum(len(ids) > max_length for ids in encoding["input_ids"])
             if truncated:
-                full = self.inner(*both, truncation=True, max_length=max_length, verbose=False)
-        return EncodedTexts(full["input_ids"], full.get("token_type_ids"), truncated)
+                encoding = self.inner(*batch_texts, truncation=True, max_length=max_length, verbose=False)
+        return EncodedTexts(encoding["input_ids"], encoding.get("token_type_ids"), truncated)
 
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenize `texts` without adding special tokens; those that are in a text are single tokens."""
         if not texts:
             return []
         with self._lock:
-            found: list[list[int]] = self.inner(
+            token_ids: list[list[int]] = self.inner(
                 list(texts), add_special_tokens=False, truncation=False, verbose=False
             )["input_ids"]
-        return found
+        return token_ids
 
     def decode_batch(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each row of ids, without its special tokens."""
@@ -305,8 +310,8 @@ class HubTokenizer:
 def as_text_tokenizer(tokenizer: Any) -> TextTokenizer:
     """Return `tokenizer`, as a `TextTokenizer` if it is one of transformers."""
     if hasattr(tokenizer, "encode_batch"):
-        found: TextTokenizer = tokenizer
-        return found
+        text_tokenizer: TextTokenizer = tokenizer
+        return text_tokenizer
     return HubTokenizer(tokenizer)
 
 
@@ -351,33 +356,33 @@ def encode_texts(
         max_length: the maximum number of tokens of a row; in a pair the longer text is truncated first.
         pairs: each text's second text, or None where it has none.
     """
-    words = as_text_tokenizer(tokenizer)
-    if words.prompts is not None:
-        whole = encode_prompts(texts, words, NO_LIMIT)
-        ids = [truncate_prompt(row, max_length, words.bos_token_id) for row in whole]
-        return EncodedTexts(ids, None, sum(len(row) > max_length for row in whole))
-    texts = [words.prefix + text for text in texts] if words.prefix else list(texts)
-    texts = [text.lower() for text in texts] if words.lower else texts
+    text_tokenizer = as_text_tokenizer(tokenizer)
+    if text_tokenizer.prompts is not None:
+        full_ids = encode_prompts(texts, text_tokenizer, NO_LIMIT)
+        ids = [truncate_prompt(row, max_length, text_tokenizer.bos_token_id) for row in full_ids]
+        return EncodedTexts(ids, None, sum(len(row) > max_length for row in full_ids))
+    texts = [text_tokenizer.prefix + text for text in texts] if text_tokenizer.prefix else list(texts)
+    texts = [text.lower() for text in texts] if text_tokenizer.lower else texts
     seconds = {i: p for i, p in enumerate(pairs or ()) if p is not None}
     if seconds and len(seconds) < len(texts):
-        return _encode_mixed(texts, words, max_length, seconds)
-    return words.encode_batch(texts, max_length, list(seconds.values()) or None)
+        return _encode_mixed(texts, text_tokenizer, max_length, seconds)
+    return text_tokenizer.encode_batch(texts, max_length, list(seconds.values()) or None)
 
 
 def _encode_mixed(
     texts: list[str], tokenizer: TextTokenizer, max_length: int, seconds: Mapping[int, str]
 ) -> EncodedTexts:
     """Tokenize texts of which only some have a second one: an empty one would add a separator."""
-    alone = [i for i in range(len(texts)) if i not in seconds]
+    single_indices = [i for i in range(len(texts)) if i not in seconds]
     ids: list[list[int]] = [[] for _ in texts]
     types: list[list[int]] = [[] for _ in texts]
     truncated = 0
-    for rows, pairs in ((alone, None), (list(seconds), list(seconds.values()))):
-        found = tokenizer.encode_batch([texts[i] for i in rows], max_length, pairs)
-        truncated += found.truncated
-        for at, i in enumerate(rows):
-            ids[i] = found.ids[at]
-            types[i] = found.types[at] if found.types else []
+    for indices, batch_pairs in ((single_indices, None), (list(seconds), list(seconds.values()))):
+        encoded = tokenizer.encode_batch([texts[i] for i in indices], max_length, batch_pairs)
+        truncated += encoded.truncated
+        for position, i in enumerate(indices):
+            ids[i] = encoded.ids[position]
+            types[i] = encoded.types[position] if encoded.types else []
     return EncodedTexts(ids, types if all(types) else None, truncated)
 
 
@@ -397,9 +402,9 @@ def encode_prompts(texts: Sequence[str], tokenizer: Any, max_tokens: int) -> lis
         InputError: an empty prompt, and the tokenizer has no first token; or a prompt does not fit the
             template (see `PromptTemplate.render_prompts`).
     """
-    words = as_text_tokenizer(tokenizer)
-    whole = encode_rendered(_render(texts, words), words)
-    return [truncate_prompt(ids, max_tokens, words.bos_token_id) for ids in whole]
+    text_tokenizer = as_text_tokenizer(tokenizer)
+    full_ids = encode_rendered(_render(texts, text_tokenizer), text_tokenizer)
+    return [truncate_prompt(ids, max_tokens, text_tokenizer.bos_token_id) for ids in full_ids]
 
 
 def _render(texts: Sequence[str], words: TextTokenizer) -> list[str]:
@@ -409,10 +414,10 @@ def _render(texts: Sequence[str], words: TextTokenizer) -> list[str]:
 def encode_rendered(texts: Sequence[str], words: TextTokenizer) -> list[list[int]]:
     """Tokenize prompts that their template has rendered; an empty one gets a first token."""
     if words.prompts is not None and words.prompts.is_chat:
-        found = words.encode_plain(texts)
+        token_ids = words.encode_plain(texts)
     else:
-        found = words.encode_batch(texts, NO_LIMIT).ids
-    for at, ids in enumerate(found):
+        token_ids = words.encode_batch(texts, NO_LIMIT).ids
+    for index, ids in enumerate(token_ids):
         if not ids:
             first = words.bos_token_id if words.bos_token_id is not None else words.eos_token_id
             if first is None:
@@ -421,16 +426,16 @@ def encode_rendered(texts: Sequence[str], words: TextTokenizer) -> list[list[int
                     " prompt that is not empty.",
                     code="empty-prompt",
                 )
-            found[at] = [first]
-    return found
+            token_ids[index] = [first]
+    return token_ids
 
 
 def truncate_prompt(ids: list[int], max_tokens: int, bos_token_id: int | None) -> list[int]:
     """Return the last `max_tokens` tokens of a prompt, keeping a leading `bos_token_id`."""
     if len(ids) <= max_tokens:
         return ids
-    lead = ids[:1] if ids[0] == bos_token_id and max_tokens > 1 else []
-    return lead + ids[len(ids) - max_tokens + len(lead) :]
+    leading_ids = ids[:1] if ids[0] == bos_token_id and max_tokens > 1 else []
+    return leading_ids + ids[len(ids) - max_tokens + len(leading_ids) :]
 
 
 SENTENCEPIECE_FILE, MARIAN_VOCAB_FILE = "source.spm", "vocab.json"
@@ -466,10 +471,12 @@ class MarianTokenizer:
         self.eos_token_id: int | None = details.eos
         self._eos, self._unknown, self._facts = details.eos, details.unknown, details
         self._pieces = _open_sentencepiece(folder / SENTENCEPIECE_FILE)
-        words = read_json_object(folder / MARIAN_VOCAB_FILE) | details.added
-        self._words = words
-        self._names = {place: word for word, place in words.items()}
-        self._ids = [words.get(self._pieces.id_to_piece(i), self._unknown) for i in range(len(self._pieces))]
+        ids_by_token = read_json_object(folder / MARIAN_VOCAB_FILE) | details.added
+        self._words = ids_by_token
+        self._names = {token_id: token for token, token_id in ids_by_token.items()}
+        self._ids = [
+            ids_by_token.get(self._pieces.id_to_piece(i), self._unknown) for i in range(len(self._pieces))
+        ]
         self._no_piece = self._pieces.unk_id()
         self._hidden = frozenset(details.special)
         longest_first = sorted(details.added, key=len, reverse=True)
@@ -487,12 +494,14 @@ class MarianTokenizer:
             raise InputError(
                 "This model takes single texts, not pairs of texts.", code="unsupported-text-pairs"
             )
-        rows = [self._encode(text) for text in texts]
-        room = max(0, max_length - 1)
-        truncated = sum(len(row) > room for row in rows)
+        token_rows = [self._encode(text) for text in texts]
+        text_limit = max(0, max_length - 1)
+        truncated = sum(len(row) > text_limit for row in token_rows)
         if truncated and self._facts.truncation_side == "left":
-            rows = [row[len(row) - room :] if len(row) > room else row for row in rows]
-        return EncodedTexts([[*row[:room], self._eos] for row in rows], None, truncated)
+            token_rows = [
+                row[len(row) - text_limit :] if len(row) > text_limit else row for row in token_rows
+            ]
+        return EncodedTexts([[*row[:text_limit], self._eos] for row in token_rows], None, truncated)
 
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenize `texts` without adding the final token."""
@@ -511,9 +520,9 @@ class MarianTokenizer:
         added = self._facts.added
         return [
             i
-            for part in parts
-            if part
-            for i in ([added[part]] if part in added else self._encode_plain(part))
+            for segment in parts
+            if segment
+            for i in ([added[segment]] if segment in added else self._encode_plain(segment))
         ]
 
     def _encode_plain(self, text: str) -> list[int]:
@@ -521,14 +530,16 @@ class MarianTokenizer:
         start: list[int] = []
         if text.startswith(">>") and (end := text.find("<<")) != -1:
             start, text = [self._words.get(text[: end + 2], self._unknown)], text[end + 2 :]
-        places = self._pieces.encode(text)
-        if self._no_piece in places:  # a token that is unknown in the source's model may be one of the target
-            found = self._pieces.encode(text, out_type=str)
-            return start + [self._words.get(piece, self._unknown) for piece in found]
-        return start + [self._ids[place] for place in places]
+        piece_ids = self._pieces.encode(text)
+        if (
+            self._no_piece in piece_ids
+        ):  # a token that is unknown in the source's model may be one of the target
+            text_pieces = self._pieces.encode(text, out_type=str)
+            return start + [self._words.get(piece, self._unknown) for piece in text_pieces]
+        return start + [self._ids[piece_id] for piece_id in piece_ids]
 
     def _decode(self, row: Sequence[int]) -> str:
-        pieces = [self._token_text(place) for place in row if place not in self._hidden]
+        pieces = [self._token_text(token_id) for token_id in row if token_id not in self._hidden]
         text: str = self._pieces.decode_pieces(pieces)
         return text.replace(_SPACE, " ").strip()
 

@@ -64,9 +64,9 @@ class WeightFiles:
             name for name, file in self.tensor_files.items() if file == path.name and name not in found
         ]
         if missing:
-            more = f", nor {len(missing) - 1:,} others" if len(missing) > 1 else ""
+            extra = f", nor {len(missing) - 1:,} others" if len(missing) > 1 else ""
             raise InputError(
-                f"{path}: the tensor '{missing[0][:80]}' is not in this file{more}, but {WEIGHTS_INDEX_FILE}"
+                f"{path}: the tensor '{missing[0][:80]}' is not in this file{extra}, but {WEIGHTS_INDEX_FILE}"
                 f" lists it there. {_COPY_AGAIN_HINT}",
                 code="missing-tensor",
             )
@@ -78,9 +78,9 @@ def find_weights(folder: Path) -> WeightFiles:
     Raises:
         InputError: there are none, or the index is invalid, or lists a file that is not in the folder.
     """
-    if (named := _named_by_config(folder)) is not None:
-        path = _file_in_folder(folder, named, folder / "config.json")
-        return _read_index(path) if named.endswith(".index.json") else WeightFiles((path,))
+    if (file_name := _named_by_config(folder)) is not None:
+        path = _file_in_folder(folder, file_name, folder / "config.json")
+        return _read_index(path) if file_name.endswith(".index.json") else WeightFiles((path,))
     if (folder / WEIGHTS_FILE).is_file():
         return WeightFiles((folder / WEIGHTS_FILE,))
     if (folder / WEIGHTS_INDEX_FILE).is_file():
@@ -171,8 +171,8 @@ def oversized_setting(folder: Path, config: Mapping[str, Any]) -> str | None:
         tensors += 1
         values += math.prod(entry["shape"])
     for name, value in config.items():
-        found = [x for x in (value if isinstance(value, list) else [value]) if type(x) is int]
-        size = sum(found) if name == "depths" else max(found, default=0)
+        integers = [x for x in (value if isinstance(value, list) else [value]) if type(x) is int]
+        size = sum(integers) if name == "depths" else max(integers, default=0)
         most, of = (
             (_MAX_SHARING_FACTOR * tensors, "tensors")
             if _LAYER_COUNT_KEYS.fullmatch(name)
@@ -224,19 +224,21 @@ def _read_index(index: Path) -> WeightFiles:
         InputError: it is not an index, or a listed file is not in its folder.
     """
     try:
-        places = {str(k): str(v) for k, v in load_json(index)["weight_map"].items()}
+        files_by_tensor = {str(k): str(v) for k, v in load_json(index)["weight_map"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{index}: not a valid weight index: {error}", code="damaged-file") from error
-    if not places:
+    if not files_by_tensor:
         raise InputError(f"{index}: not a valid weight index: it is empty.", code="empty-index")
-    files = tuple(_file_in_folder(index.parent, name, index) for name in sorted(set(places.values())))
+    files = tuple(
+        _file_in_folder(index.parent, name, index) for name in sorted(set(files_by_tensor.values()))
+    )
     for path in files:
         if not path.is_file():
             raise InputError(
                 f"{path}: this weight file is missing; {index.name} lists it. {_COPY_AGAIN_HINT}",
                 code="missing-file",
             )
-    return WeightFiles(files, index, places)
+    return WeightFiles(files, index, files_by_tensor)
 
 
 def _file_in_folder(folder: Path, name: str, where: Path) -> Path:
@@ -258,10 +260,10 @@ def _named_by_config(folder: Path) -> str | None:
         config = load_json(folder / "config.json")
     except (OSError, ValueError, RecursionError):
         return None  # reported where the config is read
-    named = config.get(WEIGHTS_CONFIG_KEY) if isinstance(config, dict) else None
+    file_name = config.get(WEIGHTS_CONFIG_KEY) if isinstance(config, dict) else None
     return (
-        named
-        if isinstance(named, str) and named.endswith((".safetensors", ".safetensors.index.json"))
+        file_name
+        if isinstance(file_name, str) and file_name.endswith((".safetensors", ".safetensors.index.json"))
         else None
     )
 
@@ -278,11 +280,11 @@ def is_unused_tensor(family: str, name: str, new_head: bool = False, embeds: boo
         new_head: the model has another head than the checkpoint was trained with.
         embeds: it is a sentence embedder, which has no head and uses no pooler.
     """
-    known = FAMILIES.get(family)
+    family_info = FAMILIES.get(family)
     patterns = (
         ()
-        if known is None
-        else known.unused_tensors + (known.other_head_tensors if new_head or embeds else ())
+        if family_info is None
+        else family_info.unused_tensors + (family_info.other_head_tensors if new_head or embeds else ())
     )
     patterns += (_POOLER,) if embeds else ()
     return any(re.fullmatch(pattern, name) for pattern in patterns)
@@ -305,12 +307,12 @@ def require_finite_weights(folder: Path, new_head: bool = False, embeds: bool = 
     Raises:
         InputError: a weight is not finite; file and tensor are named.
     """
-    odd = list(_non_finite_tensors(folder, new_head, embeds))
-    if odd:
-        path, name, found = odd[0]
-        more = f", and so do {len(odd) - 1:,} others" if len(odd) > 1 else ""
+    invalid = list(_non_finite_tensors(folder, new_head, embeds))
+    if invalid:
+        path, name, counts = invalid[0]
+        omitted = f", and so do {len(invalid) - 1:,} others" if len(invalid) > 1 else ""
         raise InputError(
-            f"{path}: the tensor '{name}' contains {found}{more}. Copy or download the model again; if"
+            f"{path}: the tensor '{name}' contains {counts}{omitted}. Copy or download the model again; if"
             " training produced these values, use an earlier checkpoint.",
             code="non-finite-weights",
         )
@@ -332,11 +334,11 @@ def _non_finite_tensors(folder: Path, new_head: bool, embeds: bool) -> Iterator[
             continue
         # in pieces, because the masks of finite numbers take more memory than the numbers
         parts = tensor.reshape(-1).split(_STRETCH)
-        if all(bool(part.float().isfinite().all()) for part in parts):
+        if all(bool(chunk.float().isfinite().all()) for chunk in parts):
             continue
-        nan = sum(int(part.float().isnan().sum()) for part in parts)
+        nan = sum(int(chunk.float().isnan().sum()) for chunk in parts)
         inf = torch.isposinf if name == added else torch.isinf
-        infinite = sum(int(inf(part.float()).sum()) for part in parts)
+        infinite = sum(int(inf(chunk.float()).sum()) for chunk in parts)
         counts = [f"{nan:,} NaN"] * bool(nan) + [f"{infinite:,} inf"] * bool(infinite)
         if counts:
             yield path, name, f"{' and '.join(counts)} among {tensor.numel():,} numbers"

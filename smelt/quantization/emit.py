@@ -107,8 +107,8 @@ def matmul_nbits(
     Returns:
         float32 [..., N].
     """
-    wide = widen_scales(scales) if scales.dtype == torch.float16 else scales
-    inputs = [x, codes, wide, zeros, None, bias]
+    wide_scales = widen_scales(scales) if scales.dtype == torch.float16 else scales
+    inputs = [x, codes, wide_scales, zeros, None, bias]
     while inputs[-1] is None:
         inputs.pop()
     out: Tensor = torch.onnx.ops.symbolic(
@@ -177,10 +177,10 @@ def pack_at_load(codes: Tensor, bits: int) -> Tensor:
     It is a matrix multiplication of constants with 1, 2^bits, ..., so that it is computed when the graph is
     loaded.
     """
-    places = 2 ** torch.arange(0, 8, bits, dtype=torch.uint8).unsqueeze(1)
-    parts = codes.unflatten(-1, (-1, len(places)))
+    shifts = 2 ** torch.arange(0, 8, bits, dtype=torch.uint8).unsqueeze(1)
+    parts = codes.unflatten(-1, (-1, len(shifts)))
     sums: Tensor = torch.onnx.ops.symbolic(
-        "MatMulInteger", [parts, places], dtype=torch.int32, shape=(*parts.shape[:-1], 1), version=10
+        "MatMulInteger", [parts, shifts], dtype=torch.int32, shape=(*parts.shape[:-1], 1), version=10
     )
     return sums.to(torch.uint8).squeeze(-1)
 
@@ -391,8 +391,8 @@ def integer_linear(x: Tensor, scale: Tensor, columns: Tensor, scales: Tensor, bi
         float32 [..., N].
     """
     zero = torch.full((), _ZERO_POINT, dtype=torch.uint8)
-    codes = _quantize(x, scale, zero)
-    inputs = [codes, columns, scale, scales, zero, None, bias]
+    q_input = _quantize(x, scale, zero)
+    inputs = [q_input, columns, scale, scales, zero, None, bias]
     out: Tensor = torch.onnx.ops.symbolic(
         "com.microsoft::MatMulIntegerToFloat",
         inputs if bias is not None else inputs[:5],
@@ -409,11 +409,11 @@ def qdq_linear(x: Tensor, scale: Tensor, columns: Tensor, scales: Tensor, bias: 
     A bias is added after it and stays float: TensorRT does not quantize it.
     """
     zero = torch.full((), 0, dtype=torch.int8)
-    codes = _quantize(x, scale, zero)
-    left: Tensor = torch.onnx.ops.symbolic(
-        "DequantizeLinear", [codes, scale, zero], dtype=torch.float32, shape=tuple(x.shape)
+    q_input = _quantize(x, scale, zero)
+    dequantized: Tensor = torch.onnx.ops.symbolic(
+        "DequantizeLinear", [q_input, scale, zero], dtype=torch.float32, shape=tuple(x.shape)
     )
-    out = torch.matmul(left, _dequantize_placeholder("DequantizedColumns", columns, scales))
+    out = torch.matmul(dequantized, _dequantize_placeholder("DequantizedColumns", columns, scales))
     return out if bias is None else out + bias
 
 

@@ -94,8 +94,8 @@ def fake_quantize_blocks(x: Tensor, size: int) -> Tensor:
         x = F.pad(x, (0, -width % size))
     blocks: Tensor = x.unflatten(-1, (-1, size))
     scales = blocks.abs().amax(dim=-1, keepdim=True) / 127
-    left = (blocks * safe_reciprocal(scales)).round_() * scales
-    return left.flatten(-2)[..., :width]
+    dequantized = (blocks * safe_reciprocal(scales)).round_() * scales
+    return dequantized.flatten(-2)[..., :width]
 
 
 def quantizes_activation_blocks(options: SchemeOptions) -> bool:
@@ -183,8 +183,8 @@ def unpack_nibbles(packed: Tensor, high_first: bool = False) -> Tensor:
     """Return the codes of `pack_nibbles`, uint8 [..., 2 n]."""
     import torch
 
-    both = [packed & 15, packed >> 4]
-    return torch.stack(both[::-1] if high_first else both, dim=-1).flatten(-2)
+    nibbles = [packed & 15, packed >> 4]
+    return torch.stack(nibbles[::-1] if high_first else nibbles, dim=-1).flatten(-2)
 
 
 def unpack_nibbles_float(packed: Tensor, high_first: bool = False) -> Tensor:
@@ -194,39 +194,41 @@ def unpack_nibbles_float(packed: Tensor, high_first: bool = False) -> Tensor:
     """
     import torch
 
-    whole = packed.float()
-    high = torch.floor(whole / 16)
-    both = [whole - 16 * high, high]
-    return torch.stack(both[::-1] if high_first else both, dim=-1).flatten(-2)
+    packed_float = packed.float()
+    high = torch.floor(packed_float / 16)
+    nibbles = [packed_float - 16 * high, high]
+    return torch.stack(nibbles[::-1] if high_first else nibbles, dim=-1).flatten(-2)
 
 
 def pack_bits(bits: Tensor) -> Tensor:
     """Pack eight bits into one byte along the last axis: bool [..., 8 n] -> uint8 [..., n]."""
     import torch
 
-    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    eights: Tensor = bits.to(torch.uint8).unflatten(-1, (-1, 8))
-    return (eights << places).sum(dim=-1, dtype=torch.uint8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    bit_groups: Tensor = bits.to(torch.uint8).unflatten(-1, (-1, 8))
+    return (bit_groups << shifts).sum(dim=-1, dtype=torch.uint8)
 
 
 def unpack_bits(packed: Tensor) -> Tensor:
     """Return the bits of `pack_bits`, bool [..., 8 n]."""
     import torch
 
-    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return ((packed.unsqueeze(-1) >> places) & 1).bool().flatten(-2)
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return ((packed.unsqueeze(-1) >> shifts) & 1).bool().flatten(-2)
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Pack as many codes of `bits` (1, 2, 4 or 8) into a byte as fit: uint8 [..., n] -> uint8 [..., m]."""
     import torch
 
-    per = 8 // bits
-    if per == 1:
+    codes_per_byte = 8 // bits
+    if codes_per_byte == 1:
         return codes
-    places = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
-    full: Tensor = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % per)).unflatten(-1, (-1, per))
-    return (full << places).sum(dim=-1, dtype=torch.uint8)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
+    padded: Tensor = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % codes_per_byte)).unflatten(
+        -1, (-1, codes_per_byte)
+    )
+    return (padded << shifts).sum(dim=-1, dtype=torch.uint8)
 
 
 def unpack_codes(packed: Tensor, bits: int) -> Tensor:
@@ -235,18 +237,18 @@ def unpack_codes(packed: Tensor, bits: int) -> Tensor:
 
     if bits == 8:
         return packed
-    places = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
-    codes: Tensor = (packed.unsqueeze(-1) >> places) & (2**bits - 1)
-    return codes.flatten(-2)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    unpacked: Tensor = (packed.unsqueeze(-1) >> shifts) & (2**bits - 1)
+    return unpacked.flatten(-2)
 
 
 def pack_base_n(codes: Tensor, base: int, count: int) -> Tensor:
     """Pack `count` codes below `base` into a byte, the first the lowest digit: uint8 [..., n] -> [..., m]."""
     import torch
 
-    places = base ** torch.arange(count, dtype=torch.uint8, device=codes.device)
-    full: Tensor = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % count)).unflatten(-1, (-1, count))
-    return (full * places).sum(dim=-1, dtype=torch.uint8)
+    powers = base ** torch.arange(count, dtype=torch.uint8, device=codes.device)
+    padded: Tensor = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % count)).unflatten(-1, (-1, count))
+    return (padded * powers).sum(dim=-1, dtype=torch.uint8)
 
 
 def unpack_base_n_float(packed: Tensor, base: int, count: int) -> Tensor:
@@ -259,10 +261,10 @@ def unpack_base_n_float(packed: Tensor, base: int, count: int) -> Tensor:
     """
     import torch
 
-    left = packed.float()
+    quotient = packed.float()
     digits = []
     for _ in range(count - 1):
-        higher = torch.floor(left / base)
-        digits.append(left - base * higher)
-        left = higher
-    return torch.stack([*digits, left], dim=-1).flatten(-2)
+        higher = torch.floor(quotient / base)
+        digits.append(quotient - base * higher)
+        quotient = higher
+    return torch.stack([*digits, quotient], dim=-1).flatten(-2)

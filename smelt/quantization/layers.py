@@ -65,15 +65,15 @@ class QuantizedMatrix(nn.Module):
     ) -> None:
         super().__init__()
         validate_scheme_options(scheme, options)
-        for package, oldest in scheme.packages.items():
-            require_package(package, oldest, f"scheme {scheme.name}")
+        for package, min_version in scheme.packages.items():
+            require_package(package, min_version, f"scheme {scheme.name}")
         self.scheme, self.width, self.options = scheme, width, dict(options)
         self.variant, self.caches_values = "", True
-        for name, stored in scheme.stored_tensors(rows, width, options).items():
-            kind: torch.dtype = getattr(torch, stored.dtype)
+        for name, spec in scheme.stored_tensors(rows, width, options).items():
+            kind: torch.dtype = getattr(torch, spec.dtype)
             make = torch.ones if kind.is_floating_point else torch.zeros
-            room = make(stored.shape, dtype=kind, device=device)
-            self.register_parameter(name, nn.Parameter(room, requires_grad=False))
+            empty_tensor = make(spec.shape, dtype=kind, device=device)
+            self.register_parameter(name, nn.Parameter(empty_tensor, requires_grad=False))
         self._kept: dict[str, tuple[list[int], Tensor]] = {}
 
     def set_weight_(self, decided: UnpackedWeights) -> None:
@@ -83,16 +83,16 @@ class QuantizedMatrix(nn.Module):
         if step >= count:
             self._assign_tensors(self.scheme.pack(decided, self.options))
             return
-        found: dict[str, Tensor] = {}
+        stored_tensors: dict[str, Tensor] = {}
         for begin in range(0, count, step):
             grid = {name: tensor[begin : begin + step] for name, tensor in decided.qparams.items()}
-            rows = UnpackedWeights(decided.q_weight[begin : begin + step], grid)
-            for name, tensor in self.scheme.pack(rows, self.options).items():
-                if name not in found:
+            weights_chunk = UnpackedWeights(decided.q_weight[begin : begin + step], grid)
+            for name, tensor in self.scheme.pack(weights_chunk, self.options).items():
+                if name not in stored_tensors:
                     self.get_parameter(name).data = tensor.new_empty(0)  # frees the previous values
-                    found[name] = tensor.new_empty(count, *tensor.shape[1:])
-                found[name][begin : begin + step] = tensor
-        self._assign_tensors(found)
+                    stored_tensors[name] = tensor.new_empty(count, *tensor.shape[1:])
+                stored_tensors[name][begin : begin + step] = tensor
+        self._assign_tensors(stored_tensors)
 
     def set_activation_range_(self, largest: float) -> None:
         """Set the activation range to `largest` on both sides, where the scheme needs it."""
@@ -119,11 +119,11 @@ class QuantizedMatrix(nn.Module):
         step = max(1, _WEIGHTS_AT_ONCE // self.width) if self.is_row_independent() else count
         if step >= count:
             return _values(self.scheme, self, self.width)
-        found = torch.empty(count, self.width, device=self.codes.device)
+        values = torch.empty(count, self.width, device=self.codes.device)
         for begin in range(0, count, step):
-            rows = _MatrixRows(self, begin, begin + step)
-            found[begin : begin + step] = _values(self.scheme, rows, self.width)
-        return found
+            matrix_rows = _MatrixRows(self, begin, begin + step)
+            values[begin : begin + step] = _values(self.scheme, matrix_rows, self.width)
+        return values
 
     def dequantized(self) -> Tensor:
         """Return `dequantize()`, computed once for the same memory unless `caches_values` is False."""
@@ -135,11 +135,11 @@ class QuantizedMatrix(nn.Module):
 
     def cached(self, word: str, make: Callable[[], Tensor]) -> Tensor:
         """Return the result of `make`, computed once for the same memory of the parameters."""
-        place = [p.data_ptr() for p in self._parameters.values() if p is not None]
-        kept = self._kept.get(word)
-        if kept is None or kept[0] != place:
-            kept = self._kept[word] = (place, make())
-        return kept[1]
+        addresses = [p.data_ptr() for p in self._parameters.values() if p is not None]
+        entry = self._kept.get(word)
+        if entry is None or entry[0] != addresses:
+            entry = self._kept[word] = (addresses, make())
+        return entry[1]
 
     def is_row_independent(self) -> bool:
         """Return whether the quantized weights and scales of a row depend on that row only."""
@@ -152,16 +152,16 @@ class QuantizedMatrix(nn.Module):
     def tensor(self, name: str) -> Tensor:
         """Return a tensor, stored or in the graph's form."""
         # getattr of nn.Module takes a microsecond; in `_parameters[name]` DeepSpeed gathers a divided one
-        stored = self._parameters
-        found = stored[name] if name in stored else self._buffers.get(name)
-        if found is None:
+        parameters = self._parameters
+        value = parameters[name] if name in parameters else self._buffers.get(name)
+        if value is None:
             raise KeyError(f"a matrix of scheme {self.scheme.name} has no tensor '{name}' now")
-        return found
+        return value
 
     def prepare_export(self, use: MatrixUse, target: str = "") -> None:
         """Store the graph's constants in their exported form, so that constants have names of their own."""
-        wanted = self.scheme.export_constants(self, use) | self.scheme.target_constants(target, self, use)
-        for name, tensor in wanted.items():
+        constants = self.scheme.export_constants(self, use) | self.scheme.target_constants(target, self, use)
+        for name, tensor in constants.items():
             if not self.has(name):
                 self.register_buffer(name, tensor, persistent=False)
         for name in sorted(self._buffers):  # in any order of requests, graphs list constants in this order
@@ -179,8 +179,8 @@ class _MatrixRows:
     def __init__(self, matrix: QuantizedMatrix, begin: int, end: int) -> None:
         self._matrix, self._rows = matrix, slice(begin, end)
         self.options, self.width, self.variant = matrix.options, matrix.width, matrix.variant
-        stored = matrix.scheme.stored_tensors(len(matrix.codes), matrix.width, matrix.options)
-        self._per_row = {name for name, tensor in stored.items() if tensor.per_row}
+        specs = matrix.scheme.stored_tensors(len(matrix.codes), matrix.width, matrix.options)
+        self._per_row = {name for name, tensor in specs.items() if tensor.per_row}
 
     def has(self, name: str) -> bool:
         """Return whether there is a tensor `name`."""
@@ -188,8 +188,8 @@ class _MatrixRows:
 
     def tensor(self, name: str) -> Tensor:
         """Return the rows of a tensor, or the whole one if it has no rows."""
-        found = self._matrix.tensor(name)
-        return found[self._rows] if name in self._per_row else found
+        value = self._matrix.tensor(name)
+        return value[self._rows] if name in self._per_row else value
 
     def cached(self, word: str, make: Callable[[], Tensor]) -> Tensor:
         """Return the result of `make`."""
@@ -201,8 +201,8 @@ class _MatrixRows:
 
 
 def _values(scheme: Scheme, matrix: PackedMatrix, width: int) -> Tensor:
-    codes, grid = scheme.unpack(matrix)
-    return scheme.dequantize(codes, grid, matrix.options).flatten(1)[:, :width]
+    q_weight, grid = scheme.unpack(matrix)
+    return scheme.dequantize(q_weight, grid, matrix.options).flatten(1)[:, :width]
 
 
 def limit_weight_cache(model: nn.Module, limit_bytes: int) -> None:
@@ -211,9 +211,9 @@ def limit_weight_cache(model: nn.Module, limit_bytes: int) -> None:
     A matrix is then dequantized at each use. The results are the same.
     """
     matrices = {module for module in model.modules() if isinstance(module, QuantizedMatrix)}
-    needed = sum(4 * len(matrix.codes) * matrix.width for matrix in matrices)
+    needed_bytes = sum(4 * len(matrix.codes) * matrix.width for matrix in matrices)
     for matrix in matrices:
-        matrix.caches_values = needed <= limit_bytes
+        matrix.caches_values = needed_bytes <= limit_bytes
 
 
 _INPUT_RANGES = {True: (-128, 127), False: (0, 255)}
@@ -315,12 +315,18 @@ class QuantizedActivation(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map float32 [B, S, h, w] to `inner` of its quantized values; gradients are straight-through."""
         if emit.export_target() is not None:
-            seen = emit.quantize_dequantize(x, self.scale, self.signed)
+            fake_quantized = emit.quantize_dequantize(x, self.scale, self.signed)
         else:
             with torch.no_grad():
-                seen = x.div(self.scale).round_().clamp_(*_INPUT_RANGES[self.signed]).mul_(self.scale)
-            seen = x + (seen - x).detach() if torch.is_grad_enabled() and x.requires_grad else seen
-        out: Tensor = self.inner(seen)
+                fake_quantized = (
+                    x.div(self.scale).round_().clamp_(*_INPUT_RANGES[self.signed]).mul_(self.scale)
+                )
+            fake_quantized = (
+                x + (fake_quantized - x).detach()
+                if torch.is_grad_enabled() and x.requires_grad
+                else fake_quantized
+            )
+        out: Tensor = self.inner(fake_quantized)
         return out
 
     def forward_float(self, x: Tensor) -> Tensor:
@@ -491,9 +497,9 @@ def empty_quantized(module: nn.Module, scheme: str, options: SchemeOptions) -> Q
         table = QuantizedEmbedding(module.embedding_dim, module.padding_idx, matrix)
         copy_embed_scale(table, module)
         return table
-    fit = "a Linear or an Embedding" if kind.supports_embeddings else "a Linear"
+    supported = "a Linear or an Embedding" if kind.supports_embeddings else "a Linear"
     raise InputError(
-        f"scheme {scheme}: {with_article(type(module).__name__)} cannot be quantized; expected {fit}.",
+        f"scheme {scheme}: {with_article(type(module).__name__)} cannot be quantized; expected {supported}.",
         code="unsupported-layer",
     )
 
@@ -509,13 +515,13 @@ def concat_quantized(linears: Sequence[nn.Module]) -> QuantizedLinear | None:
         return None
     biases = [m.bias for m in parts]
     new = parts[0].with_outputs(sum(m.out_features for m in parts), any(b is not None for b in biases))
-    for name, stored in first.scheme.stored_tensors(len(first.codes), first.width, options).items():
+    for name, spec in first.scheme.stored_tensors(len(first.codes), first.width, options).items():
         tensors = [m.tensor(name) for m in matrices]
-        alike = stored.calibrated or not stored.per_row
-        if alike and not all(t.equal(tensors[0]) for t in tensors):
+        is_shared = spec.calibrated or not spec.per_row
+        if is_shared and not all(t.equal(tensors[0]) for t in tensors):
             return None
-        whole = tensors[0] if alike else torch.cat(tensors)
-        setattr(new.matrix, name, nn.Parameter(whole, requires_grad=False))
+        merged = tensors[0] if is_shared else torch.cat(tensors)
+        setattr(new.matrix, name, nn.Parameter(merged, requires_grad=False))
     if new.bias is not None:
         zeros = [torch.zeros(m.out_features) if m.bias is None else m.bias.detach() for m in parts]
         new.bias = nn.Parameter(torch.cat(zeros), requires_grad=False)
@@ -538,8 +544,8 @@ class LowRankCorrectedLinear(nn.Module):
         """Add an adapter of a rank, with room for its weights, to `coded`, on the same device."""
         super().__init__()
         self.coded = coded
-        pair = LowRankLinear(coded.in_features, coded.out_features, rank, bias=False)
-        self.adapter = pair.to(coded.matrix.codes.device)
+        low_rank = LowRankLinear(coded.in_features, coded.out_features, rank, bias=False)
+        self.adapter = low_rank.to(coded.matrix.codes.device)
 
     @property
     def in_features(self) -> int:

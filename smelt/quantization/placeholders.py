@@ -72,10 +72,10 @@ def expand_by_table(graph: QuantizedGraph, node: Any, table: NDArray[np.uint8]) 
     graph.add_constant(name, table)
     shape = [*graph.shapes[source][:-1], width * graph.shapes[source][-1]]
     graph.shapes[result] = shape  # it may be expanded again
-    indices, pairs, target = (f"{result}.{part}" for part in ("indices", "pairs", "shape"))
+    indices, expanded, target = (f"{result}.{suffix}" for suffix in ("indices", "pairs", "shape"))
     graph.add_constant(target, np.array(shape, dtype=np.int64))
     return [
         helper.make_node("Cast", [source], [indices], f"{result}.cast", to=TensorProto.INT32),
-        helper.make_node("Gather", [name, indices], [pairs], f"{result}.gather", axis=0),
-        helper.make_node("Reshape", [pairs, target], [result], f"{result}.reshape"),
+        helper.make_node("Gather", [name, indices], [expanded], f"{result}.gather", axis=0),
+        helper.make_node("Reshape", [expanded, target], [result], f"{result}.reshape"),
     ]

@@ -49,12 +49,12 @@ def check_finite_outputs(outputs: FloatArray) -> FloatArray:
     Raises:
         RunError: `non-finite-outputs`.
     """
-    wrong = np.flatnonzero(~np.isfinite(outputs.reshape(len(outputs), -1)).all(axis=1))
-    if not len(wrong):
+    invalid = np.flatnonzero(~np.isfinite(outputs.reshape(len(outputs), -1)).all(axis=1))
+    if not len(invalid):
         return outputs
     raise RunError(
-        f"The model's outputs are NaN or infinite for {len(wrong):,} of {len(outputs):,} examples (the"
-        f" first is example {wrong[0] + 1}). A weight is not finite, or a value exceeds the range"
+        f"The model's outputs are NaN or infinite for {len(invalid):,} of {len(outputs):,} examples (the"
+        f" first is example {invalid[0] + 1}). A weight is not finite, or a value exceeds the range"
         " of its type. Check the step that created the model; if it sets dtype, use fp32.",
         code="non-finite-outputs",
     )
@@ -221,5 +221,5 @@ def past_input_name(name: str) -> str:
 
 def gather_rows(array: NDArray[Any], rows: Tokens) -> NDArray[Any]:
     """Return `array[rows]`; `take` over two dimensions copies five times as fast as over four."""
-    taken: NDArray[Any] = array.reshape(len(array), -1).take(rows, axis=0)
-    return taken.reshape(len(rows), *array.shape[1:])
+    gathered: NDArray[Any] = array.reshape(len(array), -1).take(rows, axis=0)
+    return gathered.reshape(len(rows), *array.shape[1:])

@@ -60,18 +60,18 @@ def select_gpu(device: str) -> Device:
                 code="gpu-selected",
                 setting="device",
             )
-        chosen = number
+        gpu_id = number
         if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-            given = [name for name in visible.split(",") if name not in ("", "-1")]
-            if int(number) >= len(given):  # never a GPU that was not given to this process
+            gpu_ids = [name for name in visible.split(",") if name not in ("", "-1")]
+            if int(number) >= len(gpu_ids):  # never a GPU that was not given to this process
                 raise InputError(
-                    f"device: {device}: CUDA_VISIBLE_DEVICES={visible} leaves {len(given)} GPUs, which are"
+                    f"device: {device}: CUDA_VISIBLE_DEVICES={visible} leaves {len(gpu_ids)} GPUs, which are"
                     " numbered from 0. Choose one of them.",
                     code="no-gpu",
                     setting="device",
                 )
-            chosen = given[int(number)]
-        os.environ |= {"CUDA_VISIBLE_DEVICES": chosen, _SELECTED_GPU: device}
+            gpu_id = gpu_ids[int(number)]
+        os.environ |= {"CUDA_VISIBLE_DEVICES": gpu_id, _SELECTED_GPU: device}
     return cast(Device, kind)
 
 
@@ -147,8 +147,8 @@ def cuda_device_count() -> int:
         return 0
     count = ctypes.c_int(0)
     # CUDA Driver API, 6.2 Initialization and 6.5 Device Management; 0 is CUDA_SUCCESS
-    failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
-    return 0 if failed else count.value
+    error_code = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    return 0 if error_code else count.value
 
 
 def list_cuda_gpus() -> tuple[tuple[str, str], ...]:
@@ -156,7 +156,7 @@ def list_cuda_gpus() -> tuple[tuple[str, str], ...]:
     if not cuda_device_count():
         return ()
     driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    found = []
+    gpus = []
     for ordinal in range(cuda_device_count()):
         device, text = ctypes.c_int(0), ctypes.create_string_buffer(256)
         driver.cuDeviceGet(ctypes.byref(device), ordinal)
@@ -166,8 +166,8 @@ def list_cuda_gpus() -> tuple[tuple[str, str], ...]:
             number = ctypes.c_int(0)
             driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device)
             numbers.append(str(number.value))
-        found.append((text.value.decode(errors="replace"), ".".join(numbers)))
-    return tuple(found)
+        gpus.append((text.value.decode(errors="replace"), ".".join(numbers)))
+    return tuple(gpus)
 
 
 @cache

@@ -14,45 +14,47 @@ _EXTERNAL_DATA_KEYS = ("location", "offset", "length")
 
 def subgraphs(node: Any) -> list[Any]:
     """Return the subgraphs of a node: the branches of If, the body of Loop and Scan."""
-    found = []
+    graphs = []
     for attribute in node.attribute:
-        found += [attribute.g] if attribute.HasField("g") else []
-        found += list(attribute.graphs)
-    return found
+        graphs += [attribute.g] if attribute.HasField("g") else []
+        graphs += list(attribute.graphs)
+    return graphs
 
 
 def iter_graphs(graph: Any) -> Iterator[Any]:
     """Yield a graph, and those inside of its nodes."""
     yield graph
     for node in graph.node:
-        for inside in subgraphs(node):
-            yield from iter_graphs(inside)
+        for subgraph in subgraphs(node):
+            yield from iter_graphs(subgraph)
 
 
 def all_nodes(nodes: Sequence[Any]) -> Iterator[Any]:
     """Yield `nodes` and those of their subgraphs."""
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
         yield node
         for graph in subgraphs(node):
-            waiting += graph.node
+            pending += graph.node
 
 
 def iter_initializers(graph: Any) -> Iterator[Any]:
     """Yield the initializers of a graph and of the graphs in its nodes."""
-    for inside in iter_graphs(graph):
-        yield from inside.initializer
+    for subgraph in iter_graphs(graph):
+        yield from subgraph.initializer
 
 
 def node_inputs(node: Any) -> set[str]:
     """Return all names that a node reads, including those that its subgraphs read from outside."""
     names = {name for name in node.input if name}
     for graph in subgraphs(node):
-        inside = {value.name for value in graph.output}.union(*(node_inputs(inner) for inner in graph.node))
-        own = {value.name for value in (*graph.input, *graph.initializer)}
-        own |= {sparse.values.name for sparse in graph.sparse_initializer}
-        names |= inside - own.union(*(inner.output for inner in graph.node))
+        used_names = {value.name for value in graph.output}.union(
+            *(node_inputs(inner) for inner in graph.node)
+        )
+        defined_names = {value.name for value in (*graph.input, *graph.initializer)}
+        defined_names |= {sparse.values.name for sparse in graph.sparse_initializer}
+        names |= used_names - defined_names.union(*(inner.output for inner in graph.node))
     return names
 
 
@@ -84,23 +86,23 @@ def external_locations(model: Any) -> set[str]:
 
 def iter_graph_tensors(graph: Any) -> Iterator[Any]:
     """Yield every tensor of an onnx.GraphProto: initializers, values of attributes, those of subgraphs."""
-    waiting = [graph]
-    while waiting:
-        graph = waiting.pop()
+    pending = [graph]
+    while pending:
+        graph = pending.pop()
         yield from graph.initializer
         for sparse in graph.sparse_initializer:
             yield from (sparse.values, sparse.indices)
-        yield from _attribute_tensors(_node_attributes(graph.node), waiting)
+        yield from _attribute_tensors(_node_attributes(graph.node), pending)
 
 
 def iter_model_tensors(model: Any) -> Iterator[Any]:
     """Yield every tensor of an onnx.ModelProto, including those of its functions."""
     yield from iter_graph_tensors(model.graph)
     for function in model.functions:
-        waiting: list[Any] = []
-        yield from _attribute_tensors(_node_attributes(function.node), waiting)
-        yield from _attribute_tensors(function.attribute_proto, waiting)  # the defaults
-        for graph in waiting:
+        pending: list[Any] = []
+        yield from _attribute_tensors(_node_attributes(function.node), pending)
+        yield from _attribute_tensors(function.attribute_proto, pending)  # the defaults
+        for graph in pending:
             yield from iter_graph_tensors(graph)
 
 
@@ -114,8 +116,8 @@ def _attribute_tensors(attributes: Any, waiting: list[Any]) -> Iterator[Any]:
         if attribute.HasField("t"):
             yield attribute.t
         yield from attribute.tensors
-        alone = [attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else []
-        for sparse in (*alone, *attribute.sparse_tensors):
+        sparse_tensors = [attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else []
+        for sparse in (*sparse_tensors, *attribute.sparse_tensors):
             yield from (sparse.values, sparse.indices)
         if attribute.HasField("g"):
             waiting.append(attribute.g)

@@ -98,10 +98,10 @@ class ImageProcessor:
         if self.crop is not None:
             values = _center_crop(values, self.crop)
         values = values.astype(np.float64) * self.scale if self.scale is not None else values
-        found = values.astype(np.float32)
+        pixels = values.astype(np.float32)
         if self.mean is not None and self.std is not None:
-            found = (found - _channels(self.mean)) / _channels(self.std)
-        return np.ascontiguousarray(found)
+            pixels = (pixels - _channels(self.mean)) / _channels(self.std)
+        return np.ascontiguousarray(pixels)
 
 
 def _channels(values: tuple[float, ...]) -> NDArray[np.float32]:
@@ -111,21 +111,27 @@ def _channels(values: tuple[float, ...]) -> NDArray[np.float32]:
 def _resize_keeping_aspect(size: tuple[int, int], edge: int) -> tuple[int, int]:
     """Return height and width of an image of Pillow's `size` whose shorter side is made `edge`."""
     width, height = size
-    short, long = (width, height) if width <= height else (height, width)
-    other = min(int(edge * long / short), _MAX_SIDE * 16)  # limits an image of one line of pixels
-    return (other, edge) if width <= height else (edge, other)
+    shorter, longer = (width, height) if width <= height else (height, width)
+    other_edge = min(int(edge * longer / shorter), _MAX_SIDE * 16)  # limits an image of one line of pixels
+    return (other_edge, edge) if width <= height else (edge, other_edge)
 
 
 def _center_crop(values: NDArray[Any], crop: tuple[int, int]) -> NDArray[Any]:
     """Return the center of uint8 [3, H, W], [3, *crop]; smaller images get a border of zeros."""
-    high, wide = (max(have, want) for have, want in zip(values.shape[1:], crop, strict=True))
-    top, left = (math.ceil((a - b) / 2) for a, b in zip((high, wide), values.shape[1:], strict=True))
-    whole = np.zeros((values.shape[0], high, wide), dtype=values.dtype)
-    whole[:, top : top + values.shape[1], left : left + values.shape[2]] = values
+    high, padded_width = (
+        max(image_size, crop_size) for image_size, crop_size in zip(values.shape[1:], crop, strict=True)
+    )
+    top_border, left_border = (
+        math.ceil((a - b) / 2) for a, b in zip((high, padded_width), values.shape[1:], strict=True)
+    )
+    padded = np.zeros((values.shape[0], high, padded_width), dtype=values.dtype)
+    padded[:, top_border : top_border + values.shape[1], left_border : left_border + values.shape[2]] = values
     # from the image's own corner, as transformers counts
-    y, x = ((have - want) // 2 for have, want in zip(values.shape[1:], crop, strict=True))
-    y, x = max(0, y + top), max(0, x + left)
-    return whole[:, y : y + crop[0], x : x + crop[1]]
+    y, x = (
+        (image_size - crop_size) // 2 for image_size, crop_size in zip(values.shape[1:], crop, strict=True)
+    )
+    y, x = max(0, y + top_border), max(0, x + left_border)
+    return padded[:, y : y + crop[0], x : x + crop[1]]
 
 
 def default_processor_config(side: int) -> dict[str, Any]:
@@ -175,11 +181,11 @@ def parse_processor(values: Mapping[str, Any], path: Path) -> ImageProcessor:
             setting="size",
         )
     if kind == _CROPS and edge is not None:
-        side = (edge, edge)
+        square = (edge, edge)
         if edge < _CROPS_BELOW:
-            edge, crop = int(edge / _positive(settings["crop_pct"], "crop_pct", path)), crop or side
+            edge, crop = int(edge / _positive(settings["crop_pct"], "crop_pct", path)), crop or square
         else:
-            edge, size = None, side
+            edge, size = None, square
     normal = bool(settings["do_normalize"])
     return ImageProcessor(
         edge=edge,
@@ -195,11 +201,11 @@ def parse_processor(values: Mapping[str, Any], path: Path) -> ImageProcessor:
 
 
 def _processor_class(values: Mapping[str, Any], path: Path) -> str:
-    word = values.get("image_processor_type") or values.get("feature_extractor_type") or ""
-    kind = str(word).removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
+    name = values.get("image_processor_type") or values.get("feature_extractor_type") or ""
+    kind = str(name).removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
     if kind not in _DEFAULTS:
         raise InputError(
-            f"{path}: image_processor_type is '{word}'; supported are {', '.join(_DEFAULTS)}. If one of them"
+            f"{path}: image_processor_type is '{name}'; supported are {', '.join(_DEFAULTS)}. If one of them"
             " is equivalent, set it there.",
             code="unsupported-preprocessing",
             setting="image_processor_type",
@@ -220,12 +226,12 @@ def _sides(value: Any, name: str, path: Path) -> tuple[int, int]:
     if isinstance(value, Mapping) and set(value) == {"height", "width"}:
         return _side(value["height"], name, path), _side(value["width"], name, path)
     if isinstance(value, Mapping) or value is None:
-        known = "{height: N, width: N}" + (" or {shortest_edge: N}" if name == "size" else "")
+        expected_form = "{height: N, width: N}" + (" or {shortest_edge: N}" if name == "size" else "")
         raise InputError(
-            f"{path}: {name}: expected {known}, got {value!r}.", code="wrong-value", setting=name
+            f"{path}: {name}: expected {expected_form}, got {value!r}.", code="wrong-value", setting=name
         )
-    side = _side(value, name, path)
-    return side, side
+    edge = _side(value, name, path)
+    return edge, edge
 
 
 def _side(value: Any, name: str, path: Path) -> int:
@@ -259,8 +265,10 @@ def _resample_filter(value: Any, path: Path) -> int:
 def _numbers(value: Any, name: str, path: Path, least: float = -math.inf) -> tuple[float, ...]:
     if isinstance(value, int | float):
         value = [value] * 3
-    good = isinstance(value, Sequence) and len(value) == 3 and all(isinstance(n, int | float) for n in value)
-    if not good or not all(math.isfinite(n) and n > least for n in value):
+    is_triple = (
+        isinstance(value, Sequence) and len(value) == 3 and all(isinstance(n, int | float) for n in value)
+    )
+    if not is_triple or not all(math.isfinite(n) and n > least for n in value):
         raise InputError(
             f"{path}: {name}: expected three numbers, one for each channel, got {value!r}.",
             code="wrong-value",
@@ -308,15 +316,17 @@ def image_logits(
         InputError: an image cannot be read, or images of one batch have different sizes.
         RunError: `non-finite-outputs`.
     """
-    found: dict[int, NDArray[np.float32]] = {}
-    for number, at in own_batches(range(0, len(images), batch_size)):
-        part = range(at, min(len(images), at + batch_size))
-        named = [names[i] if names else f"image {i + 1}" for i in part]
-        found[number] = runner.forward(batch_images([images[i] for i in part], runner.processor, named))
-        progress(part.stop, len(images), "images")
+    logits_by_batch: dict[int, NDArray[np.float32]] = {}
+    for number, start in own_batches(range(0, len(images), batch_size)):
+        indices = range(start, min(len(images), start + batch_size))
+        batch_names = [names[i] if names else f"image {i + 1}" for i in indices]
+        logits_by_batch[number] = runner.forward(
+            batch_images([images[i] for i in indices], runner.processor, batch_names)
+        )
+        progress(indices.stop, len(images), "images")
     if not images:
         raise InputError("No images were given.", code="empty-data")
-    return check_finite_outputs(np.concatenate(merge_shares(found)))
+    return check_finite_outputs(np.concatenate(merge_shares(logits_by_batch)))
 
 
 def batch_images(
@@ -348,8 +358,8 @@ def load_pixels(image: ImageSource, processor: ImageProcessor, name: str) -> Pix
     try:
         if not isinstance(image, str):
             return processor(image)
-        with Image.open(io.BytesIO(read_image_bytes(image)), formats=IMAGE_FORMATS) as opened:
-            return processor(opened)
+        with Image.open(io.BytesIO(read_image_bytes(image)), formats=IMAGE_FORMATS) as opened_image:
+            return processor(opened_image)
     except InputError as error:
         raise InputError(f"{name}: {error}", code=error.code) from error
     except Exception as error:  # a truncated file: Pillow's decoders raise different exceptions
@@ -399,8 +409,8 @@ class ImageInput:
 
 def split_images(split: Split, processor: ImageProcessor) -> list[ImageInput]:
     """Return the images of `split` in order."""
-    named = [f"{split.origin} row {e.row}" if e.row else split.origin for e in split.examples]
-    return [ImageInput(e.text, name, processor) for e, name in zip(split.examples, named, strict=True)]
+    image_names = [f"{split.origin} row {e.row}" if e.row else split.origin for e in split.examples]
+    return [ImageInput(e.text, name, processor) for e, name in zip(split.examples, image_names, strict=True)]
 
 
 def stack_image_inputs(inputs: Sequence[ImageInput]) -> Pixels:

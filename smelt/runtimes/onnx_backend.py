@@ -61,8 +61,8 @@ def cuda_provider_config(tf32: bool = False) -> tuple[str, dict[str, str]]:
     than the tolerance between a graph and its model.
     """
     # of several processes each has a GPU of its own
-    own = {"device_id": os.environ.get("LOCAL_RANK", "0")} if is_distributed() else {}
-    return "CUDAExecutionProvider", {"use_tf32": str(int(tf32)), **own}
+    device_options = {"device_id": os.environ.get("LOCAL_RANK", "0")} if is_distributed() else {}
+    return "CUDAExecutionProvider", {"use_tf32": str(int(tf32)), **device_options}
 
 
 def open_onnx_session(
@@ -133,10 +133,10 @@ def lacks_vnni(cpuinfo: Path) -> bool:
         cpuinfo: the file in which Linux lists the processor's features; unknown on other systems.
     """
     try:
-        words = set(cpuinfo.read_text(encoding="utf-8", errors="replace").split())
+        cpu_flags = set(cpuinfo.read_text(encoding="utf-8", errors="replace").split())
     except OSError:
         return False
-    return "avx2" in words and not words & {"avx512_vnni", "avx_vnni", "amx_int8"}
+    return "avx2" in cpu_flags and not cpu_flags & {"avx512_vnni", "avx_vnni", "amx_int8"}
 
 
 # A full buffer is copied into one that is longer by this share: one copy for many steps, and little of
@@ -146,10 +146,12 @@ _MORE, _LEAST = 8, 16
 
 def grow_cache(cache: NDArray[Any], used: int, needed: int) -> NDArray[Any]:
     """Return [R, H, C, d] with the first `used` positions of `cache`, and room for `needed` and some more."""
-    rows, heads, _, width = cache.shape
-    grown = np.zeros((rows, heads, needed + max(_LEAST, needed // _MORE), width), dtype=cache.dtype)
-    grown[:, :, :used] = cache[:, :, :used]
-    return grown
+    num_rows, heads, _, width = cache.shape
+    larger_cache = np.zeros(
+        (num_rows, heads, needed + max(_LEAST, needed // _MORE), width), dtype=cache.dtype
+    )
+    larger_cache[:, :, :used] = cache[:, :, :used]
+    return larger_cache
 
 
 def supports_inplace_cache(
@@ -168,27 +170,28 @@ def supports_inplace_cache(
         "attention_mask": np.ones((1, 2), dtype=np.int64),
         "position_ids": np.ones((1, 1), dtype=np.int64),
     }
-    quiet = onnxruntime.RunOptions()
-    quiet.log_severity_level = 4  # a failure is no error here
-    short = {
+    run_options = onnxruntime.RunOptions()
+    run_options.log_severity_level = 4  # a failure is no error here
+    small_caches = {
         name: np.zeros((1, heads, 1, width), kind)
         for name, (heads, width, kind) in zip(past, empty, strict=True)
     }
-    long = [grow_cache(cache, 1, 2) for cache in short.values()]
+    grown_caches = [grow_cache(cache, 1, 2) for cache in small_caches.values()]
     binding = session.io_binding()
     try:
-        logits, *caches = session.run(["logits", *present], {**feeds, **short}, quiet)
+        logits, *caches = session.run(["logits", *present], {**feeds, **small_caches}, run_options)
         for name, value in feeds.items():
             binding.bind_cpu_input(name, value)
         binding.bind_output("logits", "cpu")
         bind_inplace_cache(
-            binding, past, present, [onnxruntime.OrtValue.ortvalue_from_numpy(c) for c in long]
+            binding, past, present, [onnxruntime.OrtValue.ortvalue_from_numpy(c) for c in grown_caches]
         )
-        session.run_with_iobinding(binding, quiet)
+        session.run_with_iobinding(binding, run_options)
     except Exception:  # onnxruntime's errors have no common base
         return False
     return np.array_equal(binding.get_outputs()[0].numpy(), logits) and all(
-        np.array_equal(grown[:, :, :2], cache) for grown, cache in zip(long, caches, strict=True)
+        np.array_equal(grown_cache[:, :, :2], cache)
+        for grown_cache, cache in zip(grown_caches, caches, strict=True)
     )
 
 
@@ -196,9 +199,9 @@ def bind_inplace_cache(
     binding: Any, past: Sequence[str], present: Sequence[str], caches: Sequence[Any]
 ) -> None:
     """Bind each of `caches`, OrtValues [R, H, C, d], as input and as output of a call."""
-    for name, left, value in zip(past, present, caches, strict=True):
+    for name, output_name, value in zip(past, present, caches, strict=True):
         binding.bind_ortvalue_input(name, value)
-        binding.bind_ortvalue_output(left, value)
+        binding.bind_ortvalue_output(output_name, value)
 
 
 # Size of graph files, in bytes, from which a second copy of their weights matters: every session packs its
@@ -316,10 +319,10 @@ class OnnxBackend:
 
     def _record_inputs(self, sessions: dict[str, Any]) -> None:
         for name, session in sessions.items():
-            both = (*session.get_inputs(), *session.get_overridable_initializers())
-            self._inputs[name] = {i.name for i in both}
+            all_inputs = (*session.get_inputs(), *session.get_overridable_initializers())
+            self._inputs[name] = {i.name for i in all_inputs}
             # some exporters use 32-bit ids; ours have 64
-            self._narrow[name] = frozenset(i.name for i in both if i.type == "tensor(int32)")
+            self._narrow[name] = frozenset(i.name for i in all_inputs if i.type == "tensor(int32)")
 
     def _publish_sessions(self, sessions: dict[str, Any]) -> None:
         if self._sessions is not None:
@@ -328,16 +331,20 @@ class OnnxBackend:
     def _pair_caches(self, sessions: dict[str, Any]) -> None:
         """Find which output is which input of the next call, and the shape of an empty cache."""
         main = self._graphs.main
-        left = {name: [o.name for o in session.get_outputs()] for name, session in sessions.items()}
-        self._present = [name for name in left.pop(main.name) if name.startswith(PRESENT_PREFIX)]
-        self._once = [name for names in left.values() for name in names if name.startswith(PRESENT_PREFIX)]
+        outputs_by_graph = {
+            name: [o.name for o in session.get_outputs()] for name, session in sessions.items()
+        }
+        self._present = [name for name in outputs_by_graph.pop(main.name) if name.startswith(PRESENT_PREFIX)]
+        self._once = [
+            name for names in outputs_by_graph.values() for name in names if name.startswith(PRESENT_PREFIX)
+        ]
         self._past = [past_input_name(name) for name in self._present]
         inputs = {i.name: i for i in sessions[main.name].get_inputs()}
         expected = main.inputs | {*self._past, *map(past_input_name, self._once)}
-        if odd := (set(inputs) ^ expected) - {NUM_LOGITS_INPUT}:
+        if mismatched := (set(inputs) ^ expected) - {NUM_LOGITS_INPUT}:
             files = " and ".join(f"{graph.name}.onnx" for graph in self._graphs.call_order)
             raise InputError(
-                f"{self._folder}: {files}: inputs and outputs do not match: {', '.join(sorted(odd))}."
+                f"{self._folder}: {files}: inputs and outputs do not match: {', '.join(sorted(mismatched))}."
                 f" {REEXPORT_HINT}",
                 code="mismatched-graphs",
             )
@@ -357,21 +364,21 @@ class OnnxBackend:
     def call(self, graph: str, feeds: Feeds) -> dict[str, NDArray[Any]]:
         """Run a graph once; return all of its outputs by name."""
         session = self._session(graph)
-        narrow = self._narrow.get(graph, frozenset())
-        known = {
-            name: values.astype(np.int32) if name in narrow else values
+        int32_names = self._narrow.get(graph, frozenset())
+        inputs = {
+            name: values.astype(np.int32) if name in int32_names else values
             for name, values in feeds.items()
             if name in self._inputs[graph]
         }
         names = [output.name for output in session.get_outputs()]
         try:
-            found = session.run(names, known)
+            results = session.run(names, inputs)
         except Exception as error:  # onnxruntime's errors have no base of their own
             raise RunError(
                 f"{self._folder / graph}.onnx: ONNX Runtime could not run this graph: {error}",
                 code="graph-failed",
             ) from error
-        return dict(zip(names, found, strict=True))
+        return dict(zip(names, results, strict=True))
 
     def start(self, rows: int, feeds: Feeds | None = None, shared: Feeds | None = None) -> OnnxDecodeState:
         """Run the graph before `main`, if there is one; bind its outputs, and empty caches."""
@@ -387,11 +394,11 @@ class OnnxBackend:
 
     def _bind_state(self, caches: list[Any], shared: dict[str, Any]) -> OnnxDecodeState:
         """Bind the inputs of the next call; OrtValues."""
-        held = OnnxDecodeState(self._session(self._graphs.main.name).io_binding(), caches, shared)
+        state = OnnxDecodeState(self._session(self._graphs.main.name).io_binding(), caches, shared)
         for name, value in shared.items():
-            held.binding.bind_ortvalue_input(name, value)
-        self._bind_caches(held)
-        return held
+            state.binding.bind_ortvalue_input(name, value)
+        self._bind_caches(state)
+        return state
 
     def _bind_caches(self, held: OnnxDecodeState) -> None:
         if self._in_place:
@@ -404,8 +411,8 @@ class OnnxBackend:
     def _grow_caches(self, held: OnnxDecodeState, needed: int) -> None:
         """Grow the caches to `needed` tokens."""
         if held.caches[0].shape()[2] < needed:
-            for at, value in enumerate(held.caches):
-                held.caches[at] = self._to_ortvalue(grow_cache(value.numpy(), held.cache_length, needed))
+            for index, value in enumerate(held.caches):
+                held.caches[index] = self._to_ortvalue(grow_cache(value.numpy(), held.cache_length, needed))
             self._bind_caches(held)
 
     def select_rows(
@@ -420,11 +427,15 @@ class OnnxBackend:
         """
         # caches that grow in place would have different amounts of free room
         assert not self._in_place
-        caches = [_gather_values([part.caches[i] for part in parts], rows) for i in range(len(self._past))]
+        caches = [
+            _gather_values([state_part.caches[i] for state_part in parts], rows)
+            for i in range(len(self._past))
+        ]
         if shared is None:
             names = parts[0].shared
             shared = {
-                n: self._to_ortvalue(_gather_values([part.shared[n] for part in parts], rows)) for n in names
+                n: self._to_ortvalue(_gather_values([state_part.shared[n] for state_part in parts], rows))
+                for n in names
             }
         return self._bind_state([self._to_ortvalue(array) for array in caches], shared)
 
@@ -441,29 +452,29 @@ class OnnxBackend:
 
     def step(self, held: OnnxDecodeState, feeds: Feeds, last: int = 1) -> Logits:
         """Run int64 [R, S]; return the graph's logits, [R, V] or [R, S or last, V]."""
-        rows, tokens = feeds["input_ids"].shape
-        if tokens > 1 and rows > 1 and self._by_row and feeds["attention_mask"].shape[1] > tokens:
+        num_rows, tokens = feeds["input_ids"].shape
+        if tokens > 1 and num_rows > 1 and self._by_row and feeds["attention_mask"].shape[1] > tokens:
             raise InputError(
                 "With a non-empty cache, this graph accepts several tokens only at batch size 1.",
                 code="unsupported-batch",
             )
-        wanted = max(1, last)  # 0 would mean all
-        few = self._may_keep and wanted < tokens
+        num_logits = max(1, last)  # 0 would mean all
+        is_partial = self._may_keep and num_logits < tokens
         if self._in_place and not (
-            few and held.cache_length == 0
+            is_partial and held.cache_length == 0
         ):  # else caches are returned in the needed length
             self._grow_caches(held, feeds["attention_mask"].shape[1])
-        if few:
-            logits, *held.caches = self._run_partial_logits(held, feeds, wanted)
+        if is_partial:
+            logits, *held.caches = self._run_partial_logits(held, feeds, num_logits)
         else:
-            logits, *left = self._run(held.binding, feeds, wanted)
-            held.caches = held.caches if self._in_place else left
-        if few or not self._in_place:
+            logits, *new_caches = self._run(held.binding, feeds, num_logits)
+            held.caches = held.caches if self._in_place else new_caches
+        if is_partial or not self._in_place:
             self._bind_caches(held)
         if self._in_place:
             held.cache_length = feeds["attention_mask"].shape[1]
-        found: Logits = logits.numpy()
-        return found
+        result: Logits = logits.numpy()
+        return result
 
     def _run(self, binding: Any, feeds: Feeds, wanted: int) -> Any:
         for name, values in feeds.items():
@@ -486,8 +497,10 @@ class OnnxBackend:
         values |= dict(zip(self._past, held.caches, strict=True)) | held.shared
         session = self._session(self._graphs.main.name)
         logits, *caches = session.run_with_ort_values(["logits", *self._present], values)
-        moved = caches if self.device == "cpu" else [self._to_ortvalue(cache.numpy()) for cache in caches]
-        return [logits, *moved]
+        device_caches = (
+            caches if self.device == "cpu" else [self._to_ortvalue(cache.numpy()) for cache in caches]
+        )
+        return [logits, *device_caches]
 
     def reorder_cache(self, held: OnnxDecodeState, rows: Tokens, shared: bool) -> None:
         """Replace row i by row rows[i], and bind it; shared tensors are copied only where necessary."""
@@ -510,9 +523,9 @@ class OnnxBackend:
         sessions = self._sessions
         if sessions and graph in sessions:
             return sessions[graph]
-        promised = self._leaving.get(graph)
-        if sessions is not None and promised is not None:
-            return promised
+        leaving_session = self._leaving.get(graph)
+        if sessions is not None and leaving_session is not None:
+            return leaving_session
         del sessions  # a large model's are freed before others are opened
         with self._lock:
             return self._session_locked(graph)
@@ -542,9 +555,9 @@ class OnnxBackend:
         path = _require_graph_file(self._folder, graph)
         session = self._opens(path, self._threads)
         inputs, outputs = {i.name for i in session.get_inputs()}, {o.name for o in session.get_outputs()}
-        if lacking := (graph.inputs - inputs) | (graph.outputs - outputs):
+        if missing := (graph.inputs - inputs) | (graph.outputs - outputs):
             raise InputError(
-                f"{path}: this graph has no {', '.join(sorted(lacking))}; it has the inputs"
+                f"{path}: this graph has no {', '.join(sorted(missing))}; it has the inputs"
                 f" {', '.join(sorted(inputs))} and the outputs {', '.join(sorted(outputs))}. {REEXPORT_HINT}",
                 code="missing-graph-tensors",
             )

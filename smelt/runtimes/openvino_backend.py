@@ -73,10 +73,10 @@ def import_openvino() -> Any:
             f"openvino is installed but cannot be loaded: {error}. {OPENVINO_INSTALL}",
             code="broken-installation",
         ) from error
-    found = release_version(module)
-    if int(found.split(".", maxsplit=1)[0]) < _OLDEST:
+    installed = release_version(module)
+    if int(installed.split(".", maxsplit=1)[0]) < _OLDEST:
         raise InputError(
-            f"OpenVINO {found} is installed; smelt needs {_OLDEST} or newer. {OPENVINO_INSTALL}",
+            f"OpenVINO {installed} is installed; smelt needs {_OLDEST} or newer. {OPENVINO_INSTALL}",
             code="outdated-package",
         )
     return module
@@ -224,9 +224,9 @@ class OpenvinoBackend(NoGenerationGraphs):
         path = self._folder / f"{graph.name}.onnx"
         model = compile_graph(path, self.dtype, threads)
         inputs, outputs = _ports_by_name(model.inputs), _ports_by_name(model.outputs)
-        if lacking := (graph.inputs - inputs.keys()) | (graph.outputs - outputs.keys()):
+        if missing := (graph.inputs - inputs.keys()) | (graph.outputs - outputs.keys()):
             raise InputError(
-                f"{path}: this graph has no {', '.join(sorted(lacking))}; it has the inputs"
+                f"{path}: this graph has no {', '.join(sorted(missing))}; it has the inputs"
                 f" {', '.join(sorted(inputs))} and the outputs {', '.join(sorted(outputs))}."
                 f" {_REEXPORT_HINT}",
                 code="missing-graph-tensors",
@@ -237,17 +237,21 @@ class OpenvinoBackend(NoGenerationGraphs):
         """Find which output is which input of the next call, and the shape of an empty cache."""
         main, before = self._graphs.main, self._graphs.encoder
         model = self._model(main.name)
-        left = {
+        outputs_by_graph = {
             graph.name: _ports_by_name(self._model(graph.name).outputs) for graph in self._graphs.call_order
         }
-        self._present = [name for name in left[main.name] if name.startswith(PRESENT_PREFIX)]
-        self._once = [name for name in left[before.name] if name.startswith(PRESENT_PREFIX)] if before else []
+        self._present = [name for name in outputs_by_graph[main.name] if name.startswith(PRESENT_PREFIX)]
+        self._once = (
+            [name for name in outputs_by_graph[before.name] if name.startswith(PRESENT_PREFIX)]
+            if before
+            else []
+        )
         inputs = _ports_by_name(model.inputs)
         expected = main.inputs | {past_input_name(name) for name in (*self._present, *self._once)}
-        if odd := (inputs.keys() ^ expected) - {NUM_LOGITS_INPUT}:
+        if mismatched := (inputs.keys() ^ expected) - {NUM_LOGITS_INPUT}:
             files = " and ".join(f"{graph.name}.onnx" for graph in self._graphs.call_order)
             raise InputError(
-                f"{self._folder}: {files}: inputs and outputs do not match: {', '.join(sorted(odd))}."
+                f"{self._folder}: {files}: inputs and outputs do not match: {', '.join(sorted(mismatched))}."
                 f" {_REEXPORT_HINT}",
                 code="mismatched-graphs",
             )
@@ -273,14 +277,14 @@ class OpenvinoBackend(NoGenerationGraphs):
         """Run a graph once; return all of its outputs by name."""
         model = self._model(graph)
         request = model.create_infer_request()
-        known = _ports_by_name(model.inputs)
-        self._run(request, {name: values for name, values in feeds.items() if name in known})
+        model_inputs = _ports_by_name(model.inputs)
+        self._run(request, {name: values for name, values in feeds.items() if name in model_inputs})
         return {name: np.array(request.get_tensor(name).data) for name in _ports_by_name(model.outputs)}
 
     def _run(self, request: Any, feeds: Feeds) -> None:
         """Run `request`, whose other inputs are set; arrays are read without copies."""
-        kept = {name: np.asarray(values, order="C") for name, values in feeds.items()}
-        for name, values in kept.items():
+        arrays = {name: np.asarray(values, order="C") for name, values in feeds.items()}
+        for name, values in arrays.items():
             request.set_tensor(name, self._wrap_tensor(values))
         request.infer(share_outputs=True)  # else every output is copied
 
@@ -304,16 +308,16 @@ class OpenvinoBackend(NoGenerationGraphs):
             name: self._ov.Tensor(self._ov.Type.f32, [rows, heads, 0, width])
             for name, (heads, width) in self._empty.items()
         }
-        held = OpenvinoDecodeState(
+        state = OpenvinoDecodeState(
             (model.create_infer_request(), model.create_infer_request()), caches, common
         )
-        _set_shared_inputs(held)
-        return held
+        _set_shared_inputs(state)
+        return state
 
     def step(self, held: OpenvinoDecodeState, feeds: Feeds, last: int = 1) -> Logits:
         """Run int64 [R, S]; return the graph's logits, [R, V] or [R, last, V]."""
         self._model(self._graphs.main.name)
-        request, other = held.requests
+        request, spare_request = held.requests
         for name, tensor in held.caches.items():
             request.set_tensor(name, tensor)
         keep = (
@@ -321,7 +325,7 @@ class OpenvinoBackend(NoGenerationGraphs):
         )  # 0 would mean all
         self._run(request, {**feeds, **keep})
         held.caches = {past_input_name(name): request.get_tensor(name) for name in self._present}
-        held.requests = (other, request)
+        held.requests = (spare_request, request)
         logits: Logits = np.array(request.get_tensor("logits").data)
         return logits
 

@@ -74,13 +74,13 @@ def engine_cache_folder(key: Mapping[str, Any]) -> Path | None:
         key: JSON-able: graph, options, versions, GPU.
     """
     folder = engine_cache_root() / json_hash(key)[:_DIGITS]
-    note = folder / ENGINE_KEY_FILE
+    key_path = folder / ENGINE_KEY_FILE
     try:
-        if folder.exists() and _read_key(note) != key:
+        if folder.exists() and _read_key(key_path) != key:
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        if not note.exists():
-            write_atomically(note, json.dumps(key, indent=1, sort_keys=True) + "\n")
+        if not key_path.exists():
+            write_atomically(key_path, json.dumps(key, indent=1, sort_keys=True) + "\n")
         if not os.access(folder, os.W_OK):
             return None
     except OSError:
@@ -125,10 +125,10 @@ class ProviderOptions:
 
 def write_provider_options(folder: Path, graphs: Mapping[str, ProviderOptions]) -> None:
     """Write the options file into the folder of the graphs."""
-    listed = {
+    graph_options = {
         name: {"sha256": options.sha256, "options": dict(options.options)} for name, options in graphs.items()
     }
-    text = json.dumps({"schema_version": _SCHEMA, "provider": PROVIDER, "graphs": listed}, indent=1)
+    text = json.dumps({"schema_version": _SCHEMA, "provider": PROVIDER, "graphs": graph_options}, indent=1)
     (folder / PROVIDER_OPTIONS_FILE).write_text(text + "\n", encoding="utf-8")
 
 
@@ -147,11 +147,13 @@ def read_provider_options(folder: Path) -> dict[str, ProviderOptions]:
                 f"{path}: this file was written by another version of smelt. {REEXPORT_HINT}",
                 code="wrong-version",
             )
-        found = {
-            str(name): ProviderOptions(str(of["sha256"]), {str(k): str(v) for k, v in of["options"].items()})
-            for name, of in content["graphs"].items()
+        options_by_graph = {
+            str(name): ProviderOptions(
+                str(graph_entry["sha256"]), {str(k): str(v) for k, v in graph_entry["options"].items()}
+            )
+            for name, graph_entry in content["graphs"].items()
         }
-        for options in found.values():
+        for options in options_by_graph.values():
             options.max_shapes  # noqa: B018  # invalid shapes are a damaged file too
         made_for = content["provider"]
     except FileNotFoundError as error:
@@ -169,13 +171,15 @@ def read_provider_options(folder: Path) -> dict[str, ProviderOptions]:
             f"{path}: this file was written for {made_for}, not for {PROVIDER}. {REEXPORT_HINT}",
             code="wrong-provider",
         )
-    strange = sorted({name for options in found.values() for name in options.options} - ALLOWED_OPTIONS)
-    if strange:
+    unknown_names = sorted(
+        {name for options in options_by_graph.values() for name in options.options} - ALLOWED_OPTIONS
+    )
+    if unknown_names:
         raise InputError(
-            f"{path}: unknown options {', '.join(strange)[:200]}. {REEXPORT_HINT}",
+            f"{path}: unknown options {', '.join(unknown_names)[:200]}. {REEXPORT_HINT}",
             code="unknown-setting",
         )
-    return found
+    return options_by_graph
 
 
 def format_shapes(shapes: Mapping[str, TensorShape]) -> str:
@@ -189,7 +193,7 @@ def parse_shapes(text: str) -> dict[str, TensorShape]:
     Raises:
         ValueError: the text has another format.
     """
-    parts = [part.rpartition(":") for part in text.split(",") if part]
+    parts = [entry.rpartition(":") for entry in text.split(",") if entry]
     return {name: tuple(int(size) for size in sizes.split("x")) for name, _, sizes in parts}
 
 
@@ -203,8 +207,8 @@ def open_provider_session(path: Path, provider_options: ProviderOptions, threads
         InputError: it is not the graph of `provider_options`, or the provider cannot build it.
         MissingDependencyError: the provider does not load.
     """
-    found = graph_hash(path)
-    if found != provider_options.sha256:
+    file_hash = graph_hash(path)
+    if file_hash != provider_options.sha256:
         raise InputError(
             f"{path}: provider.json was written for another graph. {REEXPORT_HINT}", code="changed-file"
         )
@@ -214,7 +218,7 @@ def open_provider_session(path: Path, provider_options: ProviderOptions, threads
             " 'onnxruntime-gpu[cuda,cudnn]', without the package onnxruntime.",
             code="not-installed",
         )
-    folder = engine_cache_folder(engine_key(found, provider_options.options))
+    folder = engine_cache_folder(engine_key(file_hash, provider_options.options))
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.add_session_config_entry(*FLOAT_ACTIVATIONS_OPTION)  # for the nodes that TensorRT does not take
@@ -252,14 +256,16 @@ def with_cache_options(options: Mapping[str, str], folder: Path | None, graph: s
     """
     if folder is None:
         return dict(options)
-    kept = dict(options) | {
+    cache_options = dict(options) | {
         "trt_engine_cache_enable": "True",
         "trt_engine_cache_path": str(folder),
         "trt_engine_cache_prefix": graph,
     }
     if options.get("trt_timing_cache_enable") == "True":
-        kept["trt_timing_cache_path"] = str(engine_cache_root())  # of kernels, so that all graphs share them
-    return kept
+        cache_options["trt_timing_cache_path"] = str(
+            engine_cache_root()
+        )  # of kernels, so that all graphs share them
+    return cache_options
 
 
 def _load_libraries() -> None:
@@ -278,8 +284,8 @@ def _load_libraries() -> None:
 
 def _cuda_libraries() -> list[Path]:
     library = provider_library()
-    linked = linked_versions(library) if library is not None else None
-    return (find_tensorrt_libraries(linked.tensorrt) or []) if linked is not None else []
+    linked_libraries = linked_versions(library) if library is not None else None
+    return (find_tensorrt_libraries(linked_libraries.tensorrt) or []) if linked_libraries is not None else []
 
 
 def _create_session(path: Path, session_options: Any, providers: list[Any]) -> Any:
@@ -341,8 +347,8 @@ class OrtTensorrtBackend(NoGenerationGraphs):
         if self.device == "cuda":
             self.name = "onnxruntime-tensorrt"
             opener = self._session_opener(folder, graphs)
-        where = "cpu" if opener is None else device
-        self._inner = OnnxBackend(folder, graphs, "tensorrt", threads, where, dtype, opener)
+        device_type = "cpu" if opener is None else device
+        self._inner = OnnxBackend(folder, graphs, "tensorrt", threads, device_type, dtype, opener)
 
     def _session_opener(self, folder: Path, graphs: ModelGraphs) -> Callable[[Path, int | None], Any]:
         """Read the sizes that engines are built for; return the function that opens a graph."""
@@ -351,39 +357,45 @@ class OrtTensorrtBackend(NoGenerationGraphs):
             _options_for_graph(options, graph, folder).max_shapes
             for graph in (graphs.call_order[0], graphs.main)
         )
-        read = "input_ids" in first  # an image is not split
-        sizes = first["input_ids"] if read else next(iter(first.values()), ())
+        has_tokens = "input_ids" in first  # an image is not split
+        sizes = first["input_ids"] if has_tokens else next(iter(first.values()), ())
         if len(sizes) <= _LENGTH:
             raise InputError(
                 f"{folder / PROVIDER_OPTIONS_FILE}: no sizes for the inputs of the first graph."
                 f" {REEXPORT_HINT}",
                 code="missing-engine-sizes",
             )
-        self._most_rows, self.max_tokens_per_call = sizes[_ROWS], sizes[_LENGTH] if read else None
+        self._most_rows, self.max_tokens_per_call = sizes[_ROWS], sizes[_LENGTH] if has_tokens else None
         # a cache that only the previous graph fills is as long as the source text, not as the output
-        grown = [name for name in main if name.startswith(_PAST) and ".encoder." not in name]
-        if graphs.uses_cache and grown:
-            self.max_total_tokens = main[grown[0]][_PLACES] + 1  # the last token of a text is never an input
+        growing_caches = [name for name in main if name.startswith(_PAST) and ".encoder." not in name]
+        if graphs.uses_cache and growing_caches:
+            self.max_total_tokens = (
+                main[growing_caches[0]][_PLACES] + 1
+            )  # the last token of a text is never an input
         return lambda path, threads: open_provider_session(path, options[path.stem], threads)
 
     def _split_rows(self, rows: int) -> list[slice]:
         most = self._most_rows or max(1, rows)
-        return [slice(at, min(rows, at + most)) for at in range(0, rows, most)]
+        return [slice(start, min(rows, start + most)) for start in range(0, rows, most)]
 
     def call(self, graph: str, feeds: Feeds) -> dict[str, NDArray[Any]]:
         """Run a graph once; return all of its outputs by name."""
         count = len(next(iter(feeds.values())))  # axis 0 of all inputs is the row
-        parts = [self._inner.call(graph, _select_rows(feeds, rows)) for rows in self._split_rows(count)]
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        parts = [
+            self._inner.call(graph, _select_rows(feeds, row_slice)) for row_slice in self._split_rows(count)
+        ]
+        return {name: np.concatenate([outputs[name] for outputs in parts]) for name in parts[0]}
 
     def start(self, rows: int, feeds: Feeds | None = None, shared: Feeds | None = None) -> SplitDecodeState:
         """Run the graph before `main`, if there is one; start with empty caches."""
         return SplitDecodeState(
             [
                 self._inner.start(
-                    at.stop - at.start, _select_rows(feeds or {}, at), _select_rows(shared or {}, at)
+                    row_slice.stop - row_slice.start,
+                    _select_rows(feeds or {}, row_slice),
+                    _select_rows(shared or {}, row_slice),
                 )
-                for at in self._split_rows(rows)
+                for row_slice in self._split_rows(rows)
             ]
         )
 
@@ -401,11 +413,11 @@ class OrtTensorrtBackend(NoGenerationGraphs):
                 code="engine-limit",
             )
         slices = self._split_rows(len(feeds["input_ids"]))
-        found = [
-            self._inner.step(part, _select_rows(feeds, at), last)
-            for part, at in zip(held.parts, slices, strict=True)
+        part_logits = [
+            self._inner.step(state_part, _select_rows(feeds, row_slice), last)
+            for state_part, row_slice in zip(held.parts, slices, strict=True)
         ]
-        return found[0] if len(found) == 1 else np.concatenate(found)
+        return part_logits[0] if len(part_logits) == 1 else np.concatenate(part_logits)
 
     def reorder_cache(self, held: SplitDecodeState, rows: Tokens, shared: bool) -> None:
         """Replace row i by row rows[i], in parts of at most the engine's number of rows."""
@@ -415,8 +427,8 @@ class OrtTensorrtBackend(NoGenerationGraphs):
             return
         old = held.parts
         held.parts = [
-            self._inner.select_rows(old, rows[at], None if shared else old[i].shared)
-            for i, at in enumerate(slices)
+            self._inner.select_rows(old, rows[row_slice], None if shared else old[i].shared)
+            for i, row_slice in enumerate(slices)
         ]
 
     def close(self) -> None:

@@ -39,22 +39,22 @@ def provider_device(requested: str, target: str | None) -> DeviceType:
 
     if requested == "cpu" or target != "ort-tensorrt":
         return "cpu"
-    lack = _missing_requirement()
-    if lack is not None and requested == "cuda":
-        raise MissingDependencyError(lack[1], code=lack[0])
-    return "cpu" if lack else "cuda"
+    problem = _missing_requirement()
+    if problem is not None and requested == "cuda":
+        raise MissingDependencyError(problem[1], code=problem[0])
+    return "cpu" if problem else "cuda"
 
 
 def missing_requirement() -> str | None:
     """Return why the provider cannot work here and how to fix it; None if no reason is known."""
-    lack = _missing_requirement()
-    return lack and lack[1]
+    problem = _missing_requirement()
+    return problem and problem[1]
 
 
 def missing_package() -> str | None:
     """Return the reason of `missing_requirement`, whatever GPU there is."""
-    lack = _missing_package()
-    return lack and lack[1]
+    problem = _missing_package()
+    return problem and problem[1]
 
 
 def _missing_requirement() -> tuple[str, str] | None:
@@ -70,8 +70,17 @@ def _missing_requirement() -> tuple[str, str] | None:
 def provider_library() -> Path | None:
     """Return the file of ONNX Runtime's TensorRT provider, None where this build has none."""
     spec = find_spec("onnxruntime")
-    homes = [Path(home) for home in (spec.submodule_search_locations or ())] if spec else []
-    return next((path for home in homes if (path := home / "capi" / _LIBRARY).is_file()), None)
+    package_folders = (
+        [Path(package_folder) for package_folder in (spec.submodule_search_locations or ())] if spec else []
+    )
+    return next(
+        (
+            path
+            for package_folder in package_folders
+            if (path := package_folder / "capi" / _LIBRARY).is_file()
+        ),
+        None,
+    )
 
 
 @dataclass(frozen=True)
@@ -85,54 +94,54 @@ class LinkedVersions:
 def linked_versions(library: Path) -> LinkedVersions | None:
     """Return the versions that `library` is linked with, None where its bytes do not contain them."""
     text = library.read_bytes()
-    needed, cuda = re.search(_LINKED, text), re.search(_CUDA, text)
-    return LinkedVersions(int(needed[1]), int(cuda[1]) if cuda else None) if needed else None
+    version_match, cuda = re.search(_LINKED, text), re.search(_CUDA, text)
+    return LinkedVersions(int(version_match[1]), int(cuda[1]) if cuda else None) if version_match else None
 
 
 def find_tensorrt_libraries(major: int) -> list[Path] | None:
     """Return TensorRT's libraries of that major version in loading order, None where they are missing."""
     for folder in _library_folders():
-        found = [folder / name.format(major) for name in _FILES]
-        if all(path.is_file() for path in found):
-            return found
+        library_paths = [folder / name.format(major) for name in _FILES]
+        if all(path.is_file() for path in library_paths):
+            return library_paths
     return None
 
 
 def _library_folders() -> Iterator[Path]:
     """Yield possible folders of TensorRT's libraries: its package, the loader's path, the system."""
     spec = find_spec("tensorrt_libs")
-    yield from (Path(home) for home in ((spec.submodule_search_locations or ()) if spec else ()))
+    yield from (Path(location) for location in ((spec.submodule_search_locations or ()) if spec else ()))
     search_path = os.environ.get("PATH" if _WINDOWS else "LD_LIBRARY_PATH", "")
-    yield from (Path(part) for part in search_path.split(os.pathsep) if part)
+    yield from (Path(search_folder) for search_folder in search_path.split(os.pathsep) if search_folder)
     yield from (Path(folder) for folder in _SYSTEM)
 
 
 def _missing_package() -> tuple[str, str] | None:
-    here = onnxruntime_version()
+    ort_version = onnxruntime_version()
     library = provider_library()
     if library is None:
         return (
             "not-installed",
-            f"{here} has no {PROVIDER}: pip uninstall onnxruntime, then"
+            f"{ort_version} has no {PROVIDER}: pip uninstall onnxruntime, then"
             " pip install 'onnxruntime-gpu[cuda,cudnn]'.",
         )
-    linked = linked_versions(library)
-    if linked is None or find_tensorrt_libraries(linked.tensorrt) is not None:
+    libs = linked_versions(library)
+    if libs is None or find_tensorrt_libraries(libs.tensorrt) is not None:
         return None
-    have = ", ".join(f"{name} {number}" for name, number in tensorrt_packages().items())
-    package = f"tensorrt-cu{linked.cuda}" if linked.cuda else "tensorrt"
+    wheels = ", ".join(f"{name} {number}" for name, number in tensorrt_packages().items())
+    package = f"tensorrt-cu{libs.cuda}" if libs.cuda else "tensorrt"
     return (
         "not-installed",
-        f"{here} is linked with TensorRT {linked.tensorrt} ({_FILES[0].format(linked.tensorrt)}), which is"
-        f" not installed{f' (found {have})' if have else ''}: pip install '{package}=={linked.tensorrt}.*',"
+        f"{ort_version} is linked with TensorRT {libs.tensorrt} ({_FILES[0].format(libs.tensorrt)}), which is"
+        f" not installed{f' (found {wheels})' if wheels else ''}: pip install '{package}=={libs.tensorrt}.*',"
         " in a separate environment, since the stage `tensorrt` needs 11 or newer.",
     )
 
 
 def onnxruntime_version() -> str:
     """Return the package of ONNX Runtime and its version, as text."""
-    found = package_versions(("onnxruntime-gpu", "onnxruntime"))
-    return next((f"{name} {number}" for name, number in found.items()), "no ONNX Runtime")
+    versions = package_versions(("onnxruntime-gpu", "onnxruntime"))
+    return next((f"{name} {number}" for name, number in versions.items()), "no ONNX Runtime")
 
 
 def tensorrt_packages() -> dict[str, str]:

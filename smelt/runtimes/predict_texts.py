@@ -39,11 +39,11 @@ def pad_batch(encoded: EncodedTexts, rows: Sequence[int], pad: int) -> Batch:
     ids = np.full((len(rows), length), pad, dtype=np.int64)
     mask = np.zeros_like(ids)
     types = None if encoded.types is None else np.zeros_like(ids)
-    for at, i in enumerate(rows):
+    for row_number, i in enumerate(rows):
         n = len(encoded.ids[i])
-        ids[at, :n], mask[at, :n] = encoded.ids[i], 1
+        ids[row_number, :n], mask[row_number, :n] = encoded.ids[i], 1
         if types is not None and encoded.types is not None:
-            types[at, :n] = encoded.types[i]
+            types[row_number, :n] = encoded.types[i]
     return Batch(ids, mask, types)
 
 
@@ -59,17 +59,17 @@ def make_batches(
     The batches depend on texts, tokenizer and `batch_size` only, so that every step of a run is
     scored on the same batches (dynamic quantization depends on the other rows of a batch).
     """
-    words = as_text_tokenizer(tokenizer)
+    text_tokenizer = as_text_tokenizer(tokenizer)
     return length_sorted_batches(
-        encode_texts(texts, words, max_length, pairs), batch_size, words.pad_token_id or 0
+        encode_texts(texts, text_tokenizer, max_length, pairs), batch_size, text_tokenizer.pad_token_id or 0
     )
 
 
 def length_sorted_batches(encoded: EncodedTexts, batch_size: int, pad: int) -> list[tuple[list[int], Batch]]:
     """Return batches of rows of similar lengths, longest first, each with the indices of its rows."""
     order = sorted(range(len(encoded.ids)), key=lambda i: (-len(encoded.ids[i]), i))
-    groups = [order[at : at + batch_size] for at in range(0, len(order), batch_size)]
-    return [(rows, pad_batch(encoded, rows, pad)) for rows in groups]
+    groups = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    return [(indices, pad_batch(encoded, indices, pad)) for indices in groups]
 
 
 def generate_texts(
@@ -97,14 +97,14 @@ def generate_texts(
     tools = runner.text
     tokenizer, decoding = tools.tokenizer, tools.resolved_generation(generation, runner)
     results: dict[int, str] = {}
-    endless = 0
-    for part, (rows, batch) in own_batches(_batches(tools, texts, batch_size, None, on_truncate)):
-        tokens = runner.generator(runner, batch, decoding, part)
-        endless += sum(decoding.hit_length_limit(row) for row in tokens)
-        results.update(zip(rows, tokenizer.decode_batch(tokens), strict=True))
+    num_limited = 0
+    for batch_number, (indices, batch) in own_batches(_batches(tools, texts, batch_size, None, on_truncate)):
+        tokens = runner.generator(runner, batch, decoding, batch_number)
+        num_limited += sum(decoding.hit_length_limit(row) for row in tokens)
+        results.update(zip(indices, tokenizer.decode_batch(tokens), strict=True))
         progress(min(len(texts), len(results) * process_count()), len(texts), "sentences")
     if on_length_limit is not None:
-        on_length_limit(sum(gather_parts(endless)), decoding.max_total_length(1) - 1)
+        on_length_limit(sum(gather_parts(num_limited)), decoding.max_total_length(1) - 1)
     return merge_shares(results)
 
 
@@ -140,9 +140,9 @@ def generate_candidates(
     tools = runner.text
     decoding = tools.resolved_generation(generation, runner)
     results: dict[int, list[str]] = {}
-    for _, (rows, batch) in own_batches(generation_batches(runner, texts, decoding, batch_size)):
-        for i, found in zip(rows, generate_n_best(runner, batch, decoding, count), strict=True):
-            results[i] = list(tools.tokenizer.decode_batch(found))
+    for _, (indices, batch) in own_batches(generation_batches(runner, texts, decoding, batch_size)):
+        for i, token_lists in zip(indices, generate_n_best(runner, batch, decoding, count), strict=True):
+            results[i] = list(tools.tokenizer.decode_batch(token_lists))
         progress(min(len(texts), len(results) * process_count()), len(texts), "sentences")
     return merge_shares(results)
 
@@ -179,8 +179,8 @@ def class_logits(
     if reads_images(runner.config):
         names = [f"row {e.row}" if e.row else e.text for e in examples]
         return image_logits(runner, [e.text for e in examples], batch_size, progress, names)
-    texts, pairs = [e.text for e in examples], [e.text_pair for e in examples]
-    return check_finite_outputs(_forward(runner, texts, pairs, batch_size, progress, on_truncate))
+    texts, second_texts = [e.text for e in examples], [e.text_pair for e in examples]
+    return check_finite_outputs(_forward(runner, texts, second_texts, batch_size, progress, on_truncate))
 
 
 def _forward(
@@ -193,8 +193,8 @@ def _forward(
 ) -> NDArray[np.float32]:
     """Return the outputs of `forward` for each text (and its pair), float32 [n, C or D]."""
     results: dict[int, NDArray[np.float32]] = {}
-    for _, (rows, batch) in own_batches(_batches(runner.text, texts, batch_size, pairs, on_truncate)):
-        results.update(zip(rows, runner.forward(batch), strict=True))
+    for _, (indices, batch) in own_batches(_batches(runner.text, texts, batch_size, pairs, on_truncate)):
+        results.update(zip(indices, runner.forward(batch), strict=True))
         progress(min(len(texts), len(results) * process_count()), len(texts), "texts")
     if not texts:
         raise InputError("No texts were given.", code="empty-data")

@@ -47,8 +47,8 @@ class RuntimeSpec:
     def load_backend(self) -> BackendFactory:
         """Import the runtime; return the function that opens graphs in it."""
         module, name = self.backend_class.split(":")
-        found: BackendFactory = getattr(import_module(module), name)
-        return found
+        factory: BackendFactory = getattr(import_module(module), name)
+        return factory
 
 
 def _torch_place(wanted: str, target: str | None) -> DeviceType:
@@ -85,15 +85,15 @@ def find_runtime(artifact_format: str, target: str | None) -> RuntimeSpec:
     Raises:
         InputError: there is none.
     """
-    fitting = [runtime for runtime in RUNTIMES if runtime.format == artifact_format]
-    found = [r for r in fitting if r.target == target] or [r for r in fitting if r.target is None]
-    if not found:
-        known = ", ".join(dict.fromkeys(runtime.format for runtime in RUNTIMES))
+    same_format = [runtime for runtime in RUNTIMES if runtime.format == artifact_format]
+    matching = [r for r in same_format if r.target == target] or [r for r in same_format if r.target is None]
+    if not matching:
+        known_formats = ", ".join(dict.fromkeys(runtime.format for runtime in RUNTIMES))
         raise InputError(
-            f"unknown artifact format '{artifact_format}'; known formats: {known}.",
+            f"unknown artifact format '{artifact_format}'; known formats: {known_formats}.",
             code="unknown-format",
         )
-    return found[0]
+    return matching[0]
 
 
 def open_runner(artifact: Artifact, threads: int | None = None, device: str = "auto") -> Runner:

@@ -112,14 +112,14 @@ class TextTools:
         Raises:
             InputError: the generation config has a setting that smelt's loop does not support.
         """
-        found = self._decodings.get(generation)
-        if found is None:
-            found = resolve_generation(generation, runner)
+        resolved = self._decodings.get(generation)
+        if resolved is None:
+            resolved = resolve_generation(generation, runner)
             if (
                 len(self._decodings) < _MAX_CACHED
             ):  # a new dict, since another thread may be reading the old one
-                self._decodings = {**self._decodings, generation: found}
-        return found
+                self._decodings = {**self._decodings, generation: resolved}
+        return resolved
 
 
 class TokenGenerator(Protocol):
@@ -217,8 +217,8 @@ class Runner(Protocol):
             feeds: search settings, see `smelt/generation/search.py`.
         """
         source = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
-        found: Tokens = self.backend.call(graph, {**source, **feeds})["sequences"]
-        return found
+        sequences: Tokens = self.backend.call(graph, {**source, **feeds})["sequences"]
+        return sequences
 
     def reorder_cache(self, state: Any, rows: Tokens) -> Any:
         """Return the state whose row i is the row rows[i] (int64 [R]) of `state`, which becomes invalid.
@@ -288,17 +288,17 @@ def predictions_from_logits(logits: NDArray[np.float32], config: Mapping[str, An
     names = class_names(config)
     values = logits.astype(np.float64)
     if problem == MULTI_LABEL:
-        odds = 1 / (1 + np.exp(-values))
-        chosen = [tuple(n for n, p in zip(names, row, strict=True) if p > 0.5) for row in odds]
+        probabilities = 1 / (1 + np.exp(-values))
+        predicted = [tuple(n for n, p in zip(names, row, strict=True) if p > 0.5) for row in probabilities]
         return [
             ClassPrediction(label, dict(zip(names, map(float, row), strict=True)))
-            for label, row in zip(chosen, odds, strict=True)
+            for label, row in zip(predicted, probabilities, strict=True)
         ]
-    odds = np.exp(values - values.max(axis=1, keepdims=True))
-    odds /= odds.sum(axis=1, keepdims=True)
+    probabilities = np.exp(values - values.max(axis=1, keepdims=True))
+    probabilities /= probabilities.sum(axis=1, keepdims=True)
     return [
         ClassPrediction(names[int(row.argmax())], dict(zip(names, map(float, row), strict=True)))
-        for row in odds
+        for row in probabilities
     ]
 
 
@@ -348,9 +348,9 @@ class GraphRunner(Runner):
         except InputError:
             raise
         except Exception as error:  # ONNX Runtime's exceptions have no other common base
-            words = " ".join(str(error).split())[:400]
+            error_text = " ".join(str(error).split())[:400]
             raise RunError(
-                f"{self.folder}: the graph failed on these samples: {words}", code="graph-failed"
+                f"{self.folder}: the graph failed on these samples: {error_text}", code="graph-failed"
             ) from error
 
 
@@ -366,11 +366,11 @@ def run_batches(
     for begin in range(0, arrays.num_samples, size):
         end = min(begin + size, arrays.num_samples)
         if fixed and end - begin < fixed:
-            found = _run_padded(runner, arrays.select(range(begin, end)), fixed)
+            outputs = _run_padded(runner, arrays.select(range(begin, end)), fixed)
         else:
-            found = runner.run(runner.signature.make_feeds(arrays, begin, end))
+            outputs = runner.run(runner.signature.make_feeds(arrays, begin, end))
         progress(end, arrays.num_samples, "rows")
-        yield end - begin, found
+        yield end - begin, outputs
 
 
 def _run_padded(runner: GraphRunner, arrays: SampleArrays, size: int) -> GraphOutputs:
@@ -379,10 +379,10 @@ def _run_padded(runner: GraphRunner, arrays: SampleArrays, size: int) -> GraphOu
     Raises:
         RunError: an output does not have an entry for each sample.
     """
-    found = runner.run(runner.signature.make_feeds(arrays.padded_to(size), 0, size))
-    axes = {name: output_batch_axis(runner, name, output, size) for name, output in found.items()}
-    kept = range(arrays.num_samples)
-    return {name: np.take(output, kept, axes[name]) for name, output in found.items()}
+    outputs = runner.run(runner.signature.make_feeds(arrays.padded_to(size), 0, size))
+    axes = {name: output_batch_axis(runner, name, output, size) for name, output in outputs.items()}
+    sample_range = range(arrays.num_samples)
+    return {name: np.take(output, sample_range, axes[name]) for name, output in outputs.items()}
 
 
 def outputs_by_sample(
@@ -393,12 +393,16 @@ def outputs_by_sample(
     Raises:
         RunError: an output of several samples does not have an entry for each of them.
     """
-    found: list[GraphOutputs] = []
-    for rows, outputs in run_batches(runner, arrays, batch_size, progress):
-        axes = {name: output_batch_axis(runner, name, output, rows) for name, output in outputs.items()}
-        for at in range(rows):
-            found.append({name: _select_sample(output, at, axes[name]) for name, output in outputs.items()})
-    return found
+    by_sample: list[GraphOutputs] = []
+    for num_samples, outputs in run_batches(runner, arrays, batch_size, progress):
+        axes = {
+            name: output_batch_axis(runner, name, output, num_samples) for name, output in outputs.items()
+        }
+        for index in range(num_samples):
+            by_sample.append(
+                {name: _select_sample(output, index, axes[name]) for name, output in outputs.items()}
+            )
+    return by_sample
 
 
 def output_batch_axis(runner: GraphRunner, name: str, output: NDArray[Any], rows: int) -> int | None:
@@ -421,14 +425,16 @@ def output_batch_axis(runner: GraphRunner, name: str, output: NDArray[Any], rows
 
 def _missing_axis_advice(runner: GraphRunner, name: str, output: NDArray[Any], rows: int) -> str:
     """Return the advice about an output without a sample axis."""
-    alone = "Run single samples: score: {batch_size: 1} in a recipe, --batch-size 1 on the command line."
+    general_advice = (
+        "Run single samples: score: {batch_size: 1} in a recipe, --batch-size 1 on the command line."
+    )
     if runner.signature.fixed_batch_size not in (None, 1):
-        alone = "Export the graph with a dynamic batch size, or without this output."
-    axis = next((at for at, size in enumerate(output.shape) if size == rows), None)
+        general_advice = "Export the graph with a dynamic batch size, or without this output."
+    axis = next((axis_index for axis_index, size in enumerate(output.shape) if size == rows), None)
     if axis is None:
-        return alone
-    named = f"data: {{axes: {{{name}: {axis}}}}}"
-    return f"If axis {axis} holds the samples, set {named} in the recipe. Otherwise: {alone}"
+        return general_advice
+    setting_text = f"data: {{axes: {{{name}: {axis}}}}}"
+    return f"If axis {axis} holds the samples, set {setting_text} in the recipe. Otherwise: {general_advice}"
 
 
 def _select_sample(output: NDArray[Any], index: int, axis: int | None) -> NDArray[Any]:

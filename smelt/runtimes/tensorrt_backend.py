@@ -74,10 +74,10 @@ class _OptimizationProfile:
 
     def accepts(self, feeds: dict[str, Tensor]) -> bool:
         """Return whether all inputs are within the limits."""
-        for name, (least, most) in self.limits.items():
+        for name, (minimum, most) in self.limits.items():
             shape = tuple(feeds[name].shape)
-            if len(shape) != len(least) or not all(
-                low <= n <= high for low, n, high in zip(least, shape, most, strict=True)
+            if len(shape) != len(minimum) or not all(
+                low <= n <= high for low, n, high in zip(minimum, shape, most, strict=True)
             ):
                 return False
         return True
@@ -150,13 +150,13 @@ class TensorrtEngine:
 
     def _read_profiles(self) -> list[_OptimizationProfile]:
         """Return the limits of each profile of the engine."""
-        dynamic = [n for n in self.inputs if -1 in tuple(self.engine.get_tensor_shape(n))]
-        found = []
-        for at in range(max(1, self.engine.num_optimization_profiles)):
-            shapes = {n: self.engine.get_tensor_profile_shape(n, at) for n in dynamic}
-            limits = {n: (tuple(least), tuple(most)) for n, (least, _, most) in shapes.items()}
-            found.append(_OptimizationProfile(at, limits))
-        return found
+        dynamic_inputs = [n for n in self.inputs if -1 in tuple(self.engine.get_tensor_shape(n))]
+        profiles = []
+        for profile_index in range(max(1, self.engine.num_optimization_profiles)):
+            shapes = {n: self.engine.get_tensor_profile_shape(n, profile_index) for n in dynamic_inputs}
+            limits = {n: (tuple(minimum), tuple(most)) for n, (minimum, _, most) in shapes.items()}
+            profiles.append(_OptimizationProfile(profile_index, limits))
+        return profiles
 
     def _select_profile(self, profile: _OptimizationProfile) -> None:
         if profile.index == self._chosen:
@@ -169,14 +169,14 @@ class TensorrtEngine:
         self._chosen = profile.index
 
     def _tensor_dtype(self, name: str) -> torch.dtype:
-        word = self.engine.get_tensor_dtype(name).name
-        if word not in _TORCH_DTYPES:
+        dtype = self.engine.get_tensor_dtype(name).name
+        if dtype not in _TORCH_DTYPES:
             raise RunError(
-                f"{self._path}: '{name}' has the type {word}; supported: {', '.join(_TORCH_DTYPES)}. Export"
+                f"{self._path}: '{name}' has the type {dtype}; supported: {', '.join(_TORCH_DTYPES)}. Export"
                 " again with onnx: {target: tensorrt}.",
                 code="unsupported-dtype",
             )
-        return _TORCH_DTYPES[word]
+        return _TORCH_DTYPES[dtype]
 
     def max_dimension(self, name: str, place: int) -> int:
         """Return the largest size that the profile allows for a dimension of an input."""
@@ -191,27 +191,27 @@ class TensorrtEngine:
         Raises:
             RunError: an input is missing, a shape is outside of the profile, or the GPU failed.
         """
-        held: list[Tensor] = []  # memory of the stream, reused only by later work on it
-        if lacking := [name for name in self.inputs if name not in feeds]:
-            known = ", ".join(feeds)
+        live_tensors: list[Tensor] = []  # memory of the stream, reused only by later work on it
+        if missing := [name for name in self.inputs if name not in feeds]:
+            feed_names = ", ".join(feeds)
             raise RunError(
-                f"{self._path.name}: the engine needs the input '{lacking[0]}', got {known}.",
+                f"{self._path.name}: the engine needs the input '{missing[0]}', got {feed_names}.",
                 code="missing-input",
             )
-        fitting = [profile for profile in self._profiles if profile.accepts(feeds)]
-        self._select_profile((fitting or self._profiles[-1:])[0])
+        accepting = [profile for profile in self._profiles if profile.accepts(feeds)]
+        self._select_profile((accepting or self._profiles[-1:])[0])
         for name in self.inputs:
             tensor = feeds[name].to(self._tensor_device(name), self.types[name]).contiguous()
             if not self._context.set_input_shape(name, tuple(tensor.shape)):
                 raise RunError(self._out_of_range_message(name, tensor), code="engine-limit")
-            self._bind(name, tensor, held)
+            self._bind(name, tensor, live_tensors)
         self._infer_shapes()
         outputs = {}
         for name in self.outputs:
             outputs[name] = torch.empty(
                 self._shape_of(name), dtype=self.types[name], device=self._tensor_device(name)
             )
-            self._bind(name, outputs[name], held)
+            self._bind(name, outputs[name], live_tensors)
         if not self._context.execute_async_v3(self._stream.cuda_stream):
             raise RunError(
                 f"{self._path.name}: the engine failed. TensorRT's errors: {self._logged_errors()}",
@@ -261,8 +261,8 @@ class TensorrtEngine:
         shape = tuple(self.engine.get_tensor_shape(name))
         built = f"{shape} only"
         if -1 in shape:
-            least, most = self._profiles[-1].limits[name]
-            built = f"{least} to {most}"
+            minimum, most = self._profiles[-1].limits[name]
+            built = f"{minimum} to {most}"
         return (
             f"{self._path.name}: input '{name}' has shape {tuple(tensor.shape)}; the engine was built for"
             f" {built}. Rebuild it with larger tensorrt: {{max_batch_size, lengths, max_new_tokens}}."
@@ -328,8 +328,8 @@ class TensorrtBackend(NoGenerationGraphs):
         self.version: str = trt.__version__
         self._folder, self._graphs = folder, graphs
         paths = [folder / f"{graph.name}.plan" for graph in graphs.call_order]
-        if lacking := [path for path in paths if not path.is_file()]:
-            raise InputError(f"{lacking[0]}: no such engine. {_REBUILD_HINT}", code="missing-engine")
+        if missing := [path for path in paths if not path.is_file()]:
+            raise InputError(f"{missing[0]}: no such engine. {_REBUILD_HINT}", code="missing-engine")
         # all work and all memory on a separate stream; on the default stream TensorRT synchronizes more
         self._stream = torch.cuda.Stream()
         with torch.cuda.stream(self._stream):
@@ -341,12 +341,14 @@ class TensorrtBackend(NoGenerationGraphs):
                 f"{paths[-1]}: this engine has no cache: it has no output {PRESENT_PREFIX}*. {_REBUILD_HINT}",
                 code="no-cache",
             )
-        reads = "input_ids" in first.inputs  # a graph of arrays has other inputs
+        has_tokens = "input_ids" in first.inputs  # a graph of arrays has other inputs
         self._axes = read_batch_axes(folder)
         with_rows = (name for name in first.inputs if self._axes.get(name, _ROWS) is not None)
-        self._lead = "input_ids" if reads else next(with_rows)
+        self._lead = "input_ids" if has_tokens else next(with_rows)
         self._most_rows = first.max_dimension(self._lead, self._axes.get(self._lead) or _ROWS)
-        self.max_tokens_per_call: int | None = first.max_dimension("input_ids", _LENGTH) if reads else None
+        self.max_tokens_per_call: int | None = (
+            first.max_dimension("input_ids", _LENGTH) if has_tokens else None
+        )
         # the last token of a text is never an input
         self.max_total_tokens = main.max_dimension(self._past[0], _PLACES) + 1 if self._past else None
         self._threads = TorchThreads(threads)  # last, so that an engine that does not load changes nothing
@@ -357,7 +359,7 @@ class TensorrtBackend(NoGenerationGraphs):
         return self._engines[name]
 
     def _split_rows(self, rows: int) -> list[slice]:
-        return [slice(at, min(rows, at + self._most_rows)) for at in range(0, rows, self._most_rows)]
+        return [slice(start, min(rows, start + self._most_rows)) for start in range(0, rows, self._most_rows)]
 
     @torch.inference_mode()
     def call(self, graph: str, feeds: Feeds) -> dict[str, NDArray[Any]]:
@@ -365,9 +367,9 @@ class TensorrtBackend(NoGenerationGraphs):
         engine = self._engine(graph)
         with torch.cuda.stream(self._stream):
             count = feeds[self._lead].shape[self._axes.get(self._lead) or _ROWS]
-            parts = [engine(_to_gpu(feeds, rows, self._axes)) for rows in self._split_rows(count)]
+            parts = [engine(_to_gpu(feeds, row_slice, self._axes)) for row_slice in self._split_rows(count)]
             return {
-                name: _to_numpy([part[name] for part in parts], self._axes.get(name) or _ROWS)
+                name: _to_numpy([outputs[name] for outputs in parts], self._axes.get(name) or _ROWS)
                 for name in engine.outputs
             }
 
@@ -378,41 +380,44 @@ class TensorrtBackend(NoGenerationGraphs):
         """Run the engine before `main`, if there is one; start with empty caches."""
         with torch.cuda.stream(self._stream):
             return TensorrtDecodeState(
-                [self._start_batch(part, feeds or {}, shared or {}) for part in self._split_rows(rows)]
+                [
+                    self._start_batch(row_slice, feeds or {}, shared or {})
+                    for row_slice in self._split_rows(rows)
+                ]
             )
 
     def _start_batch(self, rows: slice, feeds: Feeds, shared: Feeds) -> EngineBatch:
         main = self._engine(self._graphs.main.name)
-        held = _to_gpu(shared, rows)
+        gpu_inputs = _to_gpu(shared, rows)
         if self._graphs.encoder is not None:
             outputs = self._engine(self._graphs.encoder.name)(_to_gpu(feeds, rows))
-            held |= {
+            gpu_inputs |= {
                 past_input_name(name): t for name, t in outputs.items() if name.startswith(PRESENT_PREFIX)
             }
         caches = {}
-        for name in (name for name in main.inputs if name.startswith(PAST_PREFIX) and name not in held):
+        for name in (name for name in main.inputs if name.startswith(PAST_PREFIX) and name not in gpu_inputs):
             _, heads, _, width = main.engine.get_tensor_shape(name)
             shape = (rows.stop - rows.start, heads, 0, width)
             caches[name] = torch.empty(shape, dtype=main.types[name], device=CUDA_DEVICE)
-        return EngineBatch(rows, caches, held)
+        return EngineBatch(rows, caches, gpu_inputs)
 
     @torch.inference_mode()
     def step(self, held: TensorrtDecodeState, feeds: Feeds, last: int = 1) -> Logits:
         """Run int64 [R, S]; return logits, [R, V] or [R, last, V]; the caches stay on the GPU."""
         engine = self._engine(self._graphs.main.name)
-        wanted = max(1, last)  # 0 would mean all
+        num_logits = max(1, last)  # 0 would mean all
         with torch.cuda.stream(self._stream):
-            found = []
-            for part in held.parts:
+            part_logits = []
+            for state_part in held.parts:
                 # engines built before this input existed return the logits of all tokens
-                inputs = _to_gpu(feeds, part.rows) | {NUM_LOGITS_INPUT: torch.tensor(wanted)}
-                outputs = engine(inputs | part.shared | part.caches)
-                part.caches = {
+                inputs = _to_gpu(feeds, state_part.rows) | {NUM_LOGITS_INPUT: torch.tensor(num_logits)}
+                outputs = engine(inputs | state_part.shared | state_part.caches)
+                state_part.caches = {
                     name: outputs[PRESENT_PREFIX + name.removeprefix(PAST_PREFIX)] for name in self._past
                 }
                 logits = outputs["logits"]
-                found.append(logits[:, -wanted:] if logits.dim() == 3 else logits)
-            return _to_numpy(found)
+                part_logits.append(logits[:, -num_logits:] if logits.dim() == 3 else logits)
+            return _to_numpy(part_logits)
 
     @torch.inference_mode()
     def reorder_cache(self, held: TensorrtDecodeState, rows: Tokens, shared: bool) -> None:
@@ -420,15 +425,15 @@ class TensorrtBackend(NoGenerationGraphs):
         with torch.cuda.stream(self._stream):
             indices = torch.from_numpy(np.ascontiguousarray(rows)).to(CUDA_DEVICE)
             old = held.parts
-            caches = _reorder_rows([part.caches for part in old], indices)
-            common = _reorder_rows([part.shared for part in old], indices) if shared else {}
+            caches = _reorder_rows([state_part.caches for state_part in old], indices)
+            common = _reorder_rows([state_part.shared for state_part in old], indices) if shared else {}
             held.parts = [
                 EngineBatch(
-                    at,
-                    {name: tensor[at] for name, tensor in caches.items()},
-                    {name: tensor[at] for name, tensor in common.items()} if shared else old[i].shared,
+                    row_slice,
+                    {name: tensor[row_slice] for name, tensor in caches.items()},
+                    {name: tensor[row_slice] for name, tensor in common.items()} if shared else old[i].shared,
                 )
-                for i, at in enumerate(self._split_rows(len(rows)))
+                for i, row_slice in enumerate(self._split_rows(len(rows)))
             ]
 
     def close(self) -> None:
@@ -442,13 +447,16 @@ def _to_gpu(feeds: Feeds, rows: slice, axes: Mapping[str, int | None] = NO_SAMPL
     tensors = {}
     for name, values in feeds.items():
         axis = axes.get(name, _ROWS)
-        part = values if axis is None else values[(slice(None),) * axis + (rows,)]
-        tensors[name] = torch.from_numpy(np.ascontiguousarray(part).reshape(part.shape))
+        selected = values if axis is None else values[(slice(None),) * axis + (rows,)]
+        tensors[name] = torch.from_numpy(np.ascontiguousarray(selected).reshape(selected.shape))
     return {name: tensor.to(CUDA_DEVICE, non_blocking=True) for name, tensor in tensors.items()}
 
 
 def _reorder_rows(parts: list[dict[str, Tensor]], rows: Tensor) -> dict[str, Tensor]:
-    return {name: _concat_batches([part[name] for part in parts]).index_select(0, rows) for name in parts[0]}
+    return {
+        name: _concat_batches([state_part[name] for state_part in parts]).index_select(0, rows)
+        for name in parts[0]
+    }
 
 
 def _concat_batches(parts: list[Tensor], axis: int = _ROWS) -> Tensor:
@@ -457,6 +465,6 @@ def _concat_batches(parts: list[Tensor], axis: int = _ROWS) -> Tensor:
 
 def _to_numpy(parts: list[Tensor], axis: int = _ROWS) -> NDArray[Any]:
     """Copy to the CPU, which waits for the GPU; the result may be written to, floats are float32."""
-    whole = _concat_batches(parts, axis)
-    found: NDArray[Any] = (whole.float() if whole.is_floating_point() else whole).cpu().numpy()
-    return found
+    tensor = _concat_batches(parts, axis)
+    array: NDArray[Any] = (tensor.float() if tensor.is_floating_point() else tensor).cpu().numpy()
+    return array

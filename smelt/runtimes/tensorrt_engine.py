@@ -158,13 +158,13 @@ def check_sidecar(
 def _version_matches(sidecar: EngineSidecar, package: str, version: str) -> bool:
     if sidecar.package != package:
         return False
-    here, built = _version_numbers(version), _version_numbers(sidecar.version)
-    return here >= built if sidecar.version_compatible else here == built
+    current, built = _version_numbers(version), _version_numbers(sidecar.version)
+    return current >= built if sidecar.version_compatible else current == built
 
 
 def _version_numbers(version: str) -> tuple[int, ...]:
     """Return the compared parts of a version: major, minor, patch."""
-    return tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+    return tuple(int(number) for number in version.split(".")[:3] if number.isdigit())
 
 
 def _gpu_matches(sidecar: EngineSidecar, gpu: dict[str, str]) -> bool:

@@ -61,8 +61,8 @@ class TorchBackend(NoGenerationGraphs):
     ) -> None:
         self._folder, self._graphs = folder, graphs
         causal = graphs.encoder is None and graphs.uses_cache
-        fits = torch_device(device) != "cpu" or widened_bytes(folder) <= available_bytes()
-        self.model, edits = load_model(folder, widen=fits or not causal)
+        fits_memory = torch_device(device) != "cpu" or widened_bytes(folder) <= available_bytes()
+        self.model, edits = load_model(folder, widen=fits_memory or not causal)
         self._types = uses_token_types(self.model.config.to_dict())
         quantized = any(edit["op"] == "quantize" for edit in edits)
         self.device = "cpu" if quantized else torch_device(device)
@@ -76,13 +76,13 @@ class TorchBackend(NoGenerationGraphs):
     @torch.inference_mode()
     def call(self, graph: str, feeds: Feeds) -> dict[str, NDArray[Any]]:
         """Run the encoder or the whole model once; return its states, or its logits or vectors."""
-        known = {n: self._to_device(v) for n, v in feeds.items() if n != "token_type_ids" or self._types}
+        inputs = {n: self._to_device(v) for n, v in feeds.items() if n != "token_type_ids" or self._types}
         if graph != self._graphs.main.name:
             return {
-                "last_hidden_state": self._open_model.get_encoder()(**known).last_hidden_state.cpu().numpy()
+                "last_hidden_state": self._open_model.get_encoder()(**inputs).last_hidden_state.cpu().numpy()
             }
         [name] = self._graphs.main.outputs
-        return {name: encoder_result(self._open_model(**known)).cpu().numpy()}
+        return {name: encoder_result(self._open_model(**inputs)).cpu().numpy()}
 
     @torch.inference_mode()
     def start(self, rows: int, feeds: Feeds | None = None, shared: Feeds | None = None) -> TorchDecodeState:
@@ -98,14 +98,14 @@ class TorchBackend(NoGenerationGraphs):
     def step(self, held: TorchDecodeState, feeds: Feeds, last: int = 1) -> Logits:
         """Run int64 [R, S]; return float32 [R, V] with an encoder, else [R, last, V]."""
         if held.encoder_outputs is not None:
-            out = self.model(
+            output = self.model(
                 decoder_input_ids=self._to_device(feeds["input_ids"]),
                 encoder_outputs=held.encoder_outputs,
                 attention_mask=held.encoder_mask,
                 past_key_values=held.cache,
                 use_cache=True,
             )
-            logits: Logits = out.logits[:, -1].cpu().numpy()
+            logits: Logits = output.logits[:, -1].cpu().numpy()
             return logits
         hidden = self.model.base_model(
             self._to_device(feeds["input_ids"]),
@@ -117,8 +117,8 @@ class TorchBackend(NoGenerationGraphs):
         hidden = hidden[:, hidden.shape[1] - last :]
         if not last:
             return np.empty((*hidden.shape[:2], 0), dtype=np.float32)
-        found: Logits = self.model.get_output_embeddings()(hidden).float().cpu().numpy()
-        return found
+        decoder_logits: Logits = self.model.get_output_embeddings()(hidden).float().cpu().numpy()
+        return decoder_logits
 
     @torch.inference_mode()
     def reorder_cache(self, held: TorchDecodeState, rows: Tokens, shared: bool) -> None:

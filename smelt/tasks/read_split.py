@@ -50,7 +50,7 @@ def read_split(
     if path.is_file():
         if task_traits(task).samples == "running-text" and data_suffix(path) == ".txt":
             return _read_text_split(path, origin, name)
-        rows = read_file_rows(path)
+        raw_rows = read_file_rows(path)
     elif path.is_dir():
         raise InputError(
             f"{path}: this is a folder, not a data file (data for '{name}'){_hub_hint(origin)}.",
@@ -64,8 +64,8 @@ def read_split(
             file=str(path),
         )
     else:
-        rows = read_hub_rows(origin, name)
-    examples = _parse_examples(rows, task_spec(task), columns, targets_optional)
+        raw_rows = read_hub_rows(origin, name)
+    examples = _parse_examples(raw_rows, task_spec(task), columns, targets_optional)
     if not examples:
         raise InputError(
             f"{path}: this file has no samples, but '{name}' needs at least one.",
@@ -94,25 +94,25 @@ def _parse_examples(
         InputError: a row cannot be an example. A missing column usually is missing in all rows, so reading
             stops there.
     """
-    found: list[Example] = []
+    parsed: list[Example] = []
     errors: list[InputError] = []
     try:
-        for number, (where, row) in enumerate(rows, start=1):
+        for number, (location, row) in enumerate(rows, start=1):
             try:
-                example = _parse_example(row, where, spec, columns, targets_optional)
-                found.append(replace(example, row=number))
+                example = _parse_example(row, location, spec, columns, targets_optional)
+                parsed.append(replace(example, row=number))
             except MissingColumnError as error:
                 raise (
-                    missing_columns_error(row, where, spec.required_roles(row, columns), columns) or error
-                ).with_location(where) from error
+                    missing_columns_error(row, location, spec.required_roles(row, columns), columns) or error
+                ).with_location(location) from error
             except InputError as error:
-                errors.append(error.with_location(where))
+                errors.append(error.with_location(location))
     except InputError as error:  # the file itself is invalid here
         errors.append(error)
     if errors:
         raise _combined_errors(errors)
-    spec.check_examples(found, columns)
-    return tuple(found)
+    spec.check_examples(parsed, columns)
+    return tuple(parsed)
 
 
 def _parse_example(
@@ -126,13 +126,13 @@ def _parse_example(
 
 def _combined_errors(errors: Sequence[InputError]) -> InputError:
     """Return an error with the first of `errors` and the number of the others."""
-    unlisted = len(errors) - _MAX_LISTED
-    named = [str(error) for error in errors[:_MAX_LISTED]]
-    named += [f"{unlisted} more rows of this file have errors."] if unlisted > 0 else []
+    num_hidden = len(errors) - _MAX_LISTED
+    error_lines = [str(error) for error in errors[:_MAX_LISTED]]
+    error_lines += [f"{num_hidden} more rows of this file have errors."] if num_hidden > 0 else []
     kinds = {error.code for error in errors}
     first = errors[0]
     return InputError(
-        "\n".join(named),
+        "\n".join(error_lines),
         code=kinds.pop() if len(kinds) == 1 else "several-errors",
         file=first.file,
         line=first.line,
@@ -171,8 +171,8 @@ def _read_text_split(path: Path, origin: str, name: str) -> Split:
             code="empty-data",
             file=str(path),
         )
-    rows = tuple(Example(line, line=number) for number, line in enumerate(lines, start=1))
-    return Split(origin, rows, Windows(separator="\n"))
+    parsed = tuple(Example(line, line=number) for number, line in enumerate(lines, start=1))
+    return Split(origin, parsed, Windows(separator="\n"))
 
 
 def _similar_file_hint(path: Path) -> str:
@@ -210,13 +210,15 @@ def read_unlabeled(origin: str, task: Task, columns: Columns, base: Path) -> Spl
     path = resolve_path(base, origin)
     if path.is_file() and is_plain_text(origin, task):
         lines = read_text_file(path).splitlines()
-        found = tuple(Example(line, line=at, row=at) for at, line in enumerate(lines, 1) if line.strip())
-        if not found:
+        parsed = tuple(
+            Example(line, line=number, row=number) for number, line in enumerate(lines, 1) if line.strip()
+        )
+        if not parsed:
             raise InputError(
                 f"{path}: this file has no text, but '{UNLABELED}' needs at least one line.",
                 code="empty-data",
             )
-        return Split(origin, found)
+        return Split(origin, parsed)
     # samples of sentence similarity are the same with and without a score
     texts = columns.model_copy(update={"label": _NO_COLUMN})
     texts.model_fields_set.discard("label")  # the user did not set it

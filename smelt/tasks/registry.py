@@ -17,8 +17,8 @@ def task_spec(task: str) -> TaskSpec:
         InputError: as `task_traits`.
     """
     task_traits(task)
-    found: TaskSpec = import_module(f"smelt.tasks.{task.replace('-', '_')}").TASK
-    return found
+    spec: TaskSpec = import_module(f"smelt.tasks.{task.replace('-', '_')}").TASK
+    return spec
 
 
 def all_specs() -> tuple[TaskSpec, ...]:

@@ -94,8 +94,8 @@ def encode_inputs(
     split: Split, tokenizer: Any, limit: int, task: Task
 ) -> tuple[EncodedTexts, Sequence[list[int] | None]]:
     """Return the ids of the input texts of `split` (see `input_texts`), and each text's type ids or None."""
-    texts, pairs = input_texts(split.examples, task)
-    sources = encode_texts(texts, tokenizer, limit, pairs)
+    texts, second_texts = input_texts(split.examples, task)
+    sources = encode_texts(texts, tokenizer, limit, second_texts)
     return sources, sources.types or [None] * len(texts)
 
 
@@ -116,15 +116,15 @@ def encode_targets(texts: list[str], tokenizer: Any, limit: int) -> tuple[list[l
     The tokenizer truncates, because it adds the special tokens around a text: the end (Marian, T5),
     beginning and end (BART), a language code before the text (mBART-50) or after its end (mBART).
     """
-    found: list[list[int]] = tokenizer(text_target=texts, truncation=False, verbose=False)["input_ids"]
-    long = [i for i, ids in enumerate(found) if len(ids) > limit]
-    if long:
-        again = tokenizer(
-            text_target=[texts[i] for i in long], truncation=True, max_length=limit, verbose=False
+    target_ids: list[list[int]] = tokenizer(text_target=texts, truncation=False, verbose=False)["input_ids"]
+    long_indices = [i for i, ids in enumerate(target_ids) if len(ids) > limit]
+    if long_indices:
+        truncated = tokenizer(
+            text_target=[texts[i] for i in long_indices], truncation=True, max_length=limit, verbose=False
         )
-        for i, ids in zip(long, again["input_ids"], strict=True):
-            found[i] = ids
-    return found, len(long)
+        for i, ids in zip(long_indices, truncated["input_ids"], strict=True):
+            target_ids[i] = ids
+    return target_ids, len(long_indices)
 
 
 def classifier_targets(
@@ -140,7 +140,7 @@ def classifier_targets(
         return [(value,) for value in regression_targets(examples, split_name)]
     if problem == MULTI_LABEL:
         sets = multi_label_targets(examples, names, split_name)
-        return [tuple(float(i in found) for i in range(len(names))) for found in sets]
+        return [tuple(float(i in label_set) for i in range(len(names))) for label_set in sets]
     return class_targets(examples, names, split_name)
 
 
@@ -223,8 +223,8 @@ def _window_labels(sample: EncodedSample) -> list[int]:
     """Return the token after each input of a window, -100 where it is no target."""
     if sample.is_target is None:
         return sample.input_ids[1:]
-    both = zip(sample.input_ids[1:], sample.is_target[1:], strict=True)
-    return [token if target else IGNORE_INDEX for token, target in both]
+    following = zip(sample.input_ids[1:], sample.is_target[1:], strict=True)
+    return [token if target else IGNORE_INDEX for token, target in following]
 
 
 def pad_lists(lists: Sequence[Sequence[int]], value: int) -> Tensor:

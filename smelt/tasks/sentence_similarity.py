@@ -43,23 +43,23 @@ class SentenceSimilarity(TaskSpec):
         self, row: Mapping[str, Any], location: str, columns: Columns, lacks_target: bool
     ) -> Example:
         """Return the sample of a row, as `TaskSpec.parse_row`."""
-        pair = parse_pair(row, location, columns)
+        text_pair = parse_pair(row, location, columns)
         if "label" in columns.model_fields_set and columns.label not in row:
             raise missing_column(row, columns.label, location, "label")
         score = parse_score(row.get(columns.label), location, columns.label)
-        if score is not None and pair is None:
+        if score is not None and text_pair is None:
             raise InputError(
                 f"{location}: there is a score ('{columns.label}') but no second text in"
                 f" '{columns.text_pair}'. {columns_hint({'text_pair': 'NAME'})}",
                 code="missing-column",
             )
-        return Example(nonempty_text(row, columns.text, location, "text"), text_pair=pair, label=score)
+        return Example(nonempty_text(row, columns.text, location, "text"), text_pair=text_pair, label=score)
 
     def check_examples(self, examples: Sequence[Example], columns: Columns) -> None:
         """Require that all samples have a second text or none, and the same for scores."""
         lines = [example.line or number for number, example in enumerate(examples, start=1)]
-        pairs = (example.text_pair is not None for example in examples)
-        require_all_or_none(pairs, lines, columns.text_pair, "second text")
+        has_pairs = (example.text_pair is not None for example in examples)
+        require_all_or_none(has_pairs, lines, columns.text_pair, "second text")
         scores = (example.label is not None for example in examples)
         require_all_or_none(scores, lines, columns.label, "score")
 
@@ -143,9 +143,9 @@ def paired_cosines(one: NDArray[np.float32], other: NDArray[np.float32]) -> NDAr
     """
     a, b = one.astype(np.float64), other.astype(np.float64)
     lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-    products = (a * b).sum(axis=1)
-    found = np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0)
-    return np.asarray(np.clip(found, -1, 1))
+    dot_products = (a * b).sum(axis=1)
+    cosines = np.divide(dot_products, lengths, out=np.zeros_like(dot_products), where=lengths > 0)
+    return np.asarray(np.clip(cosines, -1, 1))
 
 
 TASK = SentenceSimilarity()

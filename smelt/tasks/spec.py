@@ -208,8 +208,10 @@ class TaskSpec:
         """Return the number of input texts that the runner truncates."""
         from smelt.models.tokenizer import encode_texts
 
-        texts, pairs = input_texts(examples, self.name)
-        return encode_texts(texts, runner.text.tokenizer, runner.text.max_input_length, pairs).truncated
+        texts, second_texts = input_texts(examples, self.name)
+        return encode_texts(
+            texts, runner.text.tokenizer, runner.text.max_input_length, second_texts
+        ).truncated
 
     def too_long_samples(self, split: Split, tokenizer: Any, limit: int) -> set[int]:
         """Return the indices of samples with more than `limit` tokens, in both texts of a pair."""
@@ -228,5 +230,5 @@ def token_counts(tokenizer: Any, texts: Sequence[str], seconds: Sequence[str] | 
     """Return the number of tokens of each text, or of each pair of a text and a second one."""
     if not texts:
         return []
-    both = [list(texts)] if seconds is None else [list(texts), list(seconds)]
-    return [len(ids) for ids in tokenizer(*both, truncation=False, verbose=False)["input_ids"]]
+    text_batches = [list(texts)] if seconds is None else [list(texts), list(seconds)]
+    return [len(ids) for ids in tokenizer(*text_batches, truncation=False, verbose=False)["input_ids"]]

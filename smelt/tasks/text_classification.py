@@ -33,9 +33,9 @@ class TextClassification(Classification):
         self, row: Mapping[str, Any], location: str, columns: Columns, lacks_target: bool
     ) -> Example:
         """Return the sample of a row, as `TaskSpec.parse_row`."""
-        pair = parse_pair(row, location, columns)
+        text_pair = parse_pair(row, location, columns)
         text = nonempty_text(row, columns.text, location, "text")
-        return parse_labeled(text, pair, row, location, columns, lacks_target)
+        return parse_labeled(text, text_pair, row, location, columns, lacks_target)
 
     def placeholder_row(self, text: str, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return a row with the first class of the model, or a number for regression."""

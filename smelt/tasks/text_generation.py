@@ -85,10 +85,16 @@ class TextGeneration(TaskSpec):
         from smelt.generation.prompt_batches import encode_responses, fit_response
         from smelt.tasks.samples import EncodedSample
 
-        pairs = [(example.text, reference) for example in split.examples for reference in example.references]
-        rows = [row for rows in encode_responses(pairs, tokenizer, every_turn=True) for row in rows]
-        truncated = [fit_response(row, limit, tokenizer.bos_token_id) for row in rows]
-        count = sum(len(short.ids) < len(row.ids) for short, row in zip(truncated, rows, strict=True))
+        prompt_pairs = [
+            (example.text, reference) for example in split.examples for reference in example.references
+        ]
+        responses = [
+            row
+            for responses in encode_responses(prompt_pairs, tokenizer, every_turn=True)
+            for row in responses
+        ]
+        truncated = [fit_response(row, limit, tokenizer.bos_token_id) for row in responses]
+        count = sum(len(fitted.ids) < len(row.ids) for fitted, row in zip(truncated, responses, strict=True))
         return [EncodedSample(row.ids, None, None, is_target=row.is_target) for row in truncated], count
 
     def count_truncated(
@@ -104,14 +110,14 @@ class TextGeneration(TaskSpec):
         """Return the indices of samples whose prompt and response have more than `limit` inputs together."""
         from smelt.generation.prompt_batches import encode_responses
 
-        pairs = [(e.text, reference) for e in split.examples for reference in e.references]
+        prompt_pairs = [(e.text, reference) for e in split.examples for reference in e.references]
         owners = [i for i, e in enumerate(split.examples) for _ in e.references]
-        encoded = encode_responses(pairs, tokenizer, every_turn=True)
+        encoded = encode_responses(prompt_pairs, tokenizer, every_turn=True)
         # the last token is never an input
         return {
             i
-            for i, rows in zip(owners, encoded, strict=True)
-            if any(len(row.ids) > limit + 1 for row in rows)
+            for i, responses in zip(owners, encoded, strict=True)
+            if any(len(row.ids) > limit + 1 for row in responses)
         }
 
 
@@ -130,10 +136,10 @@ def _parse_unanswered(row: Mapping[str, Any], location: str, columns: Columns) -
     """
     if row_layout(row, columns) == "messages":
         value = row[columns.messages]
-        turns = parse_conversation(value) if isinstance(value, str) else value
-        if isinstance(turns, list):
-            answer = {"role": "assistant", "content": "-"}
-            row = {**row, columns.messages: [*turns, answer]}  # `parse_prompt` removes it
+        conversation = parse_conversation(value) if isinstance(value, str) else value
+        if isinstance(conversation, list):
+            placeholder = {"role": "assistant", "content": "-"}
+            row = {**row, columns.messages: [*conversation, placeholder]}  # `parse_prompt` removes it
     return parse_prompt(row, location, columns)
 
 
@@ -145,15 +151,15 @@ def _parse_prompted(row: Mapping[str, Any], location: str, columns: Columns) -> 
     """
     example = parse_prompt(row, location, columns)
     if example.layout == "messages":
-        _, answer = parse_messages(row[columns.messages], location, columns.messages)
-        reject_surrogates(answer, location, columns.messages)
-        return _with_choices(replace(example, references=(answer,)), row, location, columns)
+        _, response = parse_messages(row[columns.messages], location, columns.messages)
+        reject_surrogates(response, location, columns.messages)
+        return _with_choices(replace(example, references=(response,)), row, location, columns)
     single = "output" if example.layout == "instruction" else "response"
     has_response = row.get(columns.responses) is not None or row.get(getattr(columns, single)) is not None
     if row.get(columns.choices) is not None and not has_response:
         return _with_choices(example, row, location, columns)
-    answers = parse_references(row, location, columns.responses, getattr(columns, single), single)
-    return _with_choices(replace(example, references=answers), row, location, columns)
+    responses = parse_references(row, location, columns.responses, getattr(columns, single), single)
+    return _with_choices(replace(example, references=responses), row, location, columns)
 
 
 def _with_choices(example: Example, row: Mapping[str, Any], location: str, columns: Columns) -> Example:
@@ -162,9 +168,11 @@ def _with_choices(example: Example, row: Mapping[str, Any], location: str, colum
     Raises:
         InputError: as `parse_choices` and `right_choice`, or a column is missing.
     """
-    named = bool({"choices", "answer"} & columns.model_fields_set)
-    if row.get(columns.choices) is None or not (named or columns.answer in row or not example.references):
-        if named:
+    names_choices = bool({"choices", "answer"} & columns.model_fields_set)
+    if row.get(columns.choices) is None or not (
+        names_choices or columns.answer in row or not example.references
+    ):
+        if names_choices:
             raise missing_column(row, columns.choices, location, "choices")
         return example  # another column of this name
     choices = parse_choices(row[columns.choices], location, columns.choices)
@@ -172,8 +180,13 @@ def _with_choices(example: Example, row: Mapping[str, Any], location: str, colum
         reject_surrogates(choice, location, columns.choices)
     if columns.answer not in row:
         raise missing_column(row, columns.answer, location, "answer")
-    at = right_choice(integral_as_int(row[columns.answer]), choices, location, columns.answer)
-    return replace(example, choices=choices, answer=at, references=example.references or (choices[at],))
+    answer_index = right_choice(integral_as_int(row[columns.answer]), choices, location, columns.answer)
+    return replace(
+        example,
+        choices=choices,
+        answer=answer_index,
+        references=example.references or (choices[answer_index],),
+    )
 
 
 def parse_prompt(row: Mapping[str, Any], location: str, columns: Columns) -> Example:
@@ -195,8 +208,8 @@ def parse_prompt(row: Mapping[str, Any], location: str, columns: Columns) -> Exa
     text = nonempty_text(row, columns.instruction, location, "instruction")
     # a column named in the recipe must exist; the input of a row may be empty
     if row.get(columns.input) is not None or "input" in columns.model_fields_set:
-        more = text_of_column(row, columns.input, location, "input")
-        text = f"{text}\n\n{more}" if more.strip() else text
+        input_text = text_of_column(row, columns.input, location, "input")
+        text = f"{text}\n\n{input_text}" if input_text.strip() else text
     return Example(text, layout=layout)
 
 
@@ -204,12 +217,14 @@ def _no_prompt(row: Mapping[str, Any], location: str, columns: Columns) -> Missi
     """Return the error about a row that has no prompt, no instruction and no messages."""
     names = ", ".join(map(str, row)) or "none"
     roles = [(role, getattr(columns, role)) for role, *_ in LAYOUT_COLUMNS.values()]
-    wanted = ", ".join(f"'{name}'" for _, name in roles)
-    usual = next((name for name in COLUMN_ALIASES["prompt"] if name in row), None)
-    answer = next((name for name in COLUMN_ALIASES["response"] if name in row and name != usual), None)
-    right = columns_hint({"prompt": usual or "NAME", "response": answer or "NAME"})
+    expected_names = ", ".join(f"'{name}'" for _, name in roles)
+    prompt_column = next((name for name in COLUMN_ALIASES["prompt"] if name in row), None)
+    response_column = next(
+        (name for name in COLUMN_ALIASES["response"] if name in row and name != prompt_column), None
+    )
+    example_hint = columns_hint({"prompt": prompt_column or "NAME", "response": response_column or "NAME"})
     return MissingColumnError(
-        f"{location}: none of the columns {wanted}; available: {names}. {right}",
+        f"{location}: none of the columns {expected_names}; available: {names}. {example_hint}",
         code="missing-column",
     )
 

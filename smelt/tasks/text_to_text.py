@@ -43,9 +43,9 @@ class TextToText(TaskSpec):
         sources, types = encode_inputs(split, tokenizer, limit, self.name)
         references = [reference for e in split.examples for reference in e.references]
         targets, truncated = encode_targets(references, tokenizer, limit)
-        owner = [i for i, e in enumerate(split.examples) for _ in e.references]
+        owners = [i for i, e in enumerate(split.examples) for _ in e.references]
         samples = [
-            EncodedSample(sources.ids[i], types[i], ids) for i, ids in zip(owner, targets, strict=True)
+            EncodedSample(sources.ids[i], types[i], ids) for i, ids in zip(owners, targets, strict=True)
         ]
         return samples, sources.truncated + truncated
 
@@ -54,5 +54,5 @@ class TextToText(TaskSpec):
         targets = [(i, reference) for i, e in enumerate(split.examples) for reference in e.references]
         texts = [text for _, text in targets]
         ids = tokenizer(text_target=texts, truncation=False, verbose=False)["input_ids"] if texts else []
-        long = {i for (i, _), row in zip(targets, ids, strict=True) if len(row) > limit}
-        return long | super().too_long_samples(split, tokenizer, limit)
+        long_indices = {i for (i, _), row in zip(targets, ids, strict=True) if len(row) > limit}
+        return long_indices | super().too_long_samples(split, tokenizer, limit)

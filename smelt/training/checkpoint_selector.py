@@ -51,10 +51,10 @@ class Validation:
 def running_statistics(model: nn.Module) -> dict[str, Any]:
     """Return the running means and variances of batch norms by name; they are part of the weights to keep."""
     return {
-        f"{name}.{word}": getattr(module, word)
+        f"{name}.{attribute}": getattr(module, attribute)
         for name, module in model.named_modules()
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
-        for word in ("running_mean", "running_var")
+        for attribute in ("running_mean", "running_var")
     }
 
 
@@ -68,10 +68,12 @@ def log_training_curve(details: Mapping[str, Any], log_metrics: LogMetrics) -> N
     curve = details.get("curve") or {}
     names = [name for name in curve if name != "step"]
     points: list[tuple[int, Mapping[str, float]]] = [
-        (step, {name: curve[name][at] for name in names}) for at, step in enumerate(curve.get("step", ()))
+        (step, {name: curve[name][index] for name in names})
+        for index, step in enumerate(curve.get("step", ()))
     ]
     points += [
-        (found["step"], {"validation_loss": found["loss"]}) for found in details.get("validations", ())
+        (validation["step"], {"validation_loss": validation["loss"]})
+        for validation in details.get("validations", ())
     ]
     for step, metrics in sorted(points, key=lambda point: point[0]):
         log_metrics(metrics, step)
@@ -135,11 +137,11 @@ class CheckpointSelector(TrainerCallback):  # type: ignore[misc]
         """Return whether the last `patience` validations were not better than the one before them."""
         if self.patience is None or self.best is None:
             return False
-        return sum(found.step > self.best.step for found in self.validations) >= self.patience
+        return sum(validation.step > self.best.step for validation in self.validations) >= self.patience
 
     def details(self, steps: int) -> dict[str, Any]:
         """Return the details for the report after `steps` updates."""
-        found = {
+        details = {
             "train_loss": self.recent_loss(),
             "validation_loss": self.best.loss if self.best else None,
             "kept_step": self.best.step if self.best else steps,
@@ -147,12 +149,12 @@ class CheckpointSelector(TrainerCallback):  # type: ignore[misc]
             **self._history(),
         }
         losses = self.recent_losses()
-        return found if set(losses) == {TOTAL_LOSS} else found | {"train_losses": losses}
+        return details if set(losses) == {TOTAL_LOSS} else details | {"train_losses": losses}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state without weights, as plain values."""
         return {
-            "validations": [asdict(found) for found in self.validations],
+            "validations": [asdict(validation) for validation in self.validations],
             "best": None if self.best is None else asdict(self.best),
             "curve": self.curve,
             "recent": [{name: list(value) for name, value in batch.items()} for batch in self.recent],
@@ -160,7 +162,7 @@ class CheckpointSelector(TrainerCallback):  # type: ignore[misc]
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore the state of `state_dict`; the best and the averaged weights are restored later."""
-        self.validations = [Validation(**found) for found in state["validations"]]
+        self.validations = [Validation(**entry) for entry in state["validations"]]
         self.best = None if state["best"] is None else Validation(**state["best"])
         self.curve = state["curve"]
         self.recent.extend({n: (mean, items) for n, (mean, items) in b.items()} for b in state["recent"])
@@ -200,23 +202,24 @@ class CheckpointSelector(TrainerCallback):  # type: ignore[misc]
 
     def validation_history(self) -> list[dict[str, Any]]:
         """Return every validation as plain values, for the report."""
-        plain = [
-            {k: v for k, v in asdict(found).items() if v not in (None, {})} for found in self.validations
+        entries = [
+            {k: v for k, v in asdict(validation).items() if v not in (None, {})}
+            for validation in self.validations
         ]
-        return [p | {"score": self.sign * p["score"]} if "score" in p else p for p in plain]
+        return [p | {"score": self.sign * p["score"]} if "score" in p else p for p in entries]
 
     def no_improvement_text(self, select: str) -> str | None:
         """Return a warning if the initial weights are the best, else None."""
-        later = [found for found in self.validations if found.step]
-        if self.best is None or self.best.step or not later:
+        later_validations = [validation for validation in self.validations if validation.step]
+        if self.best is None or self.best.step or not later_validations:
             return None
-        other = max(later, key=Validation._rank)
-        word, before, after = "loss", self.best.loss, other.loss
-        if self.best.score is not None and other.score is not None and self.best.score != other.score:
-            word, before, after = select, self.sign * self.best.score, self.sign * other.score
+        best = max(later_validations, key=Validation._rank)
+        metric, before, after = "loss", self.best.loss, best.loss
+        if self.best.score is not None and best.score is not None and self.best.score != best.score:
+            metric, before, after = select, self.sign * self.best.score, self.sign * best.score
         return (
-            f"Training did not improve the model: the validation {word} was {before:.4g} before and at best"
-            f" {after:.4g} after it (step {other.step}). The weights from before training are kept. Lower"
+            f"Training did not improve the model: the validation {metric} was {before:.4g} before and at best"
+            f" {after:.4g} after it (step {best.step}). The weights from before training are kept. Lower"
             " learning_rate, or add training samples or steps."
         )
 
@@ -240,10 +243,10 @@ class CheckpointSelector(TrainerCallback):  # type: ignore[misc]
         """Add the mean loss since the last point, and the learning rate."""
         updates = step - int(self.curve["step"][-1] if self.curve["step"] else 0)
         loss = sum(self.recent_losses(updates * batches_per_update).values())
-        point = {"train_loss": float(f"{loss:.5g}"), "learning_rate": float(schedule.get_last_lr()[0])}
-        for name, value in {"step": step, **point}.items():
+        curve_point = {"train_loss": float(f"{loss:.5g}"), "learning_rate": float(schedule.get_last_lr()[0])}
+        for name, value in {"step": step, **curve_point}.items():
             self.curve[name].append(value)
-        self._log_metrics(point, step)
+        self._log_metrics(curve_point, step)
 
     def _validate(self, step: int) -> None:
         assert self.evaluate is not None
@@ -251,11 +254,11 @@ class CheckpointSelector(TrainerCallback):  # type: ignore[misc]
         self._load_weights(self.average)
         with contextlib.nullcontext() if step else self.extension.as_incoming():
             score = self.score() if self.score else None
-            found = Validation(step, self.evaluate(), score, self.probe() if self.probe else {})
-        self.validations.append(found)
-        self._log_metrics({"validation_loss": found.loss}, step)
-        if self.extension.may_be_best(step) and found.beats(self.best):
-            self.best_weights, self.best = self._copy_weights(), found
+            validation = Validation(step, self.evaluate(), score, self.probe() if self.probe else {})
+        self.validations.append(validation)
+        self._log_metrics({"validation_loss": validation.loss}, step)
+        if self.extension.may_be_best(step) and validation.beats(self.best):
+            self.best_weights, self.best = self._copy_weights(), validation
         self._load_weights(last)
 
     def _update_average(self, step: int) -> None:

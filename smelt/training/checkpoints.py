@@ -74,13 +74,13 @@ class Checkpoint:
     @property
     def details(self) -> dict[str, Any] | None:
         """Details for the report, if the training was finished."""
-        found: dict[str, Any] | None = self.state.get("details")
-        return found
+        details: dict[str, Any] | None = self.state.get("details")
+        return details
 
     @property
     def warnings(self) -> list[Message]:
         """Warnings of the training."""
-        return [Message(**found) for found in self.state.get("warnings", ())]
+        return [Message(**message) for message in self.state.get("warnings", ())]
 
     def tensors_of(self, kind: str) -> dict[str, Tensor]:
         """Return the tensors of a kind by their names."""
@@ -119,39 +119,39 @@ def write_checkpoint(
     """Save a checkpoint in `folder`; the previous one is removed when this one is complete."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{step}{'-end' if 'details' in state else ''}.safetensors"
-    plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-    save_file(_unshare(plain), path, metadata={_METADATA_KEY: json.dumps(state)})
+    cpu_tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+    save_file(_unshare(cpu_tensors), path, metadata={_METADATA_KEY: json.dumps(state)})
     fsync_path(path)
     write_hashed_json(
         folder / CHECKPOINT_FILE,
         {"identity": identity, "step": step, "file": path.name, "sha256": sha256_of(path)},
     )
-    for other in folder.glob("*.safetensors"):
-        if other != path:
-            other.unlink(missing_ok=True)
+    for other_path in folder.glob("*.safetensors"):
+        if other_path != path:
+            other_path.unlink(missing_ok=True)
 
 
 def _remove_leftovers(folder: Path) -> None:
     """Remove the files of a failed write in `folder`; a complete earlier checkpoint is kept."""
     note = read_hashed_json(folder / CHECKPOINT_FILE)
-    named = set() if note is None else {CHECKPOINT_FILE, str(note["file"])}
+    kept_names = set() if note is None else {CHECKPOINT_FILE, str(note["file"])}
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
-            if path.name not in named:
+            if path.name not in kept_names:
                 path.unlink()
-        if not named:
+        if not kept_names:
             folder.rmdir()
 
 
 def _unshare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors without shared memory, which the format cannot represent."""
-    seen: set[int] = set()
-    found = {}
+    storages: set[int] = set()
+    unshared = {}
     for name, tensor in tensors.items():
-        place = tensor.untyped_storage().data_ptr()
-        found[name] = tensor.clone() if place in seen else tensor
-        seen.add(place)
-    return found
+        storage = tensor.untyped_storage().data_ptr()
+        unshared[name] = tensor.clone() if storage in storages else tensor
+        storages.add(storage)
+    return unshared
 
 
 class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
@@ -226,7 +226,8 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
 
     def _whole(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {
-            name: in_first(whole_tensor(part, self.keeper.parameters[name])) for name, part in parts.items()
+            name: in_first(whole_tensor(moment, self.keeper.parameters[name]))
+            for name, moment in parts.items()
         }
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -239,8 +240,8 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
         self.keeper.average = self._own_parts(self.saved.tensors_of(_AVERAGE))
         moments: dict[int, dict[str, Tensor]] = {}
         for name, tensor in self.saved.tensors_of(_MOMENT).items():
-            number, word = name.split("/")
-            moments.setdefault(int(number), {})[word] = tensor
+            number, moment_name = name.split("/")
+            moments.setdefault(int(number), {})[moment_name] = tensor
         self._load_optimizer_state(kwargs["optimizer"], moments, self.saved.state["groups"])
         kwargs["lr_scheduler"].load_state_dict(self.saved.state["schedule"])
         if (scaler := getattr(kwargs["optimizer"], "scaler", None)) is not None:
@@ -254,10 +255,10 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
             self.zero.load_optimizer_state(moments, groups)
             return
         trained = [p for group in optimizer.param_groups for p in group["params"]]
-        for at, state_of_one in moments.items():
-            for word, tensor in state_of_one.items():
-                if tensor.shape == trained[at].shape:
-                    state_of_one[word] = divided_like(tensor, trained[at])
+        for index, state_of_one in moments.items():
+            for moment_name, tensor in state_of_one.items():
+                if tensor.shape == trained[index].shape:
+                    state_of_one[moment_name] = divided_like(tensor, trained[index])
         optimizer.load_state_dict({"state": moments, "param_groups": groups})
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -273,15 +274,17 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
             TerminatedError: after the checkpoint that is the last one. Other processes than the first one
                 train on until they are ended, if they do not take part in it.
         """
-        ends = is_termination_requested()
-        due = ends or (self.minutes is not None and time.monotonic() - self._last >= 60 * self.minutes)
+        is_ending = is_termination_requested()
+        is_due = is_ending or (
+            self.minutes is not None and time.monotonic() - self._last >= 60 * self.minutes
+        )
         if self._is_sharded:  # all take part
-            due, ends = from_first(lambda: (due, ends))
+            is_due, is_ending = from_first(lambda: (is_due, is_ending))
         elif process_rank():  # all have the same weights and optimizer states
-            due = ends = False
-        if due and self.can_save and state.global_step < state.max_steps:
+            is_due = is_ending = False
+        if is_due and self.can_save and state.global_step < state.max_steps:
             self._save(state, kwargs["optimizer"], kwargs["lr_scheduler"])
-        if ends and state.global_step < state.max_steps:
+        if is_ending and state.global_step < state.max_steps:
             raise TerminatedError
 
     @property
@@ -316,26 +319,26 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
 
     def finish(self, step: int, details: Mapping[str, Any], warnings: list[Message]) -> None:
         """Save the weights of a finished long training: the rest of the step may still be interrupted."""
-        long = self.minutes is not None and time.monotonic() - self._began >= 60 * self.minutes
-        long |= self.can_save and is_termination_requested()
+        is_long = self.minutes is not None and time.monotonic() - self._began >= 60 * self.minutes
+        is_long |= self.can_save and is_termination_requested()
         if self._is_sharded:
-            long = from_first(lambda: long)
-        if self.folder is not None and (long or self.saved is not None):
+            is_long = from_first(lambda: is_long)
+        if self.folder is not None and (is_long or self.saved is not None):
             metadata = {"total": step, "details": dict(details), "warnings": messages_to_json(warnings)}
             self._write(step, self._prefixed(_WEIGHT, self._trained_tensors()), metadata)
 
     def _write(self, step: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
         """Write a checkpoint; the training continues if that fails."""
         assert self.folder is not None
-        first, whole = process_rank() == 0, dict[str, Tensor]()
+        first, full_tensors = process_rank() == 0, dict[str, Tensor]()
         for name, tensor in tensors.items():
             full = whole_tensor(tensor)
             if first:
-                whole[name] = full.to("cpu")
+                full_tensors[name] = full.to("cpu")
         if not first:
             return
         try:
-            write_checkpoint(self.folder, self.identity, step, whole, metadata)
+            write_checkpoint(self.folder, self.identity, step, full_tensors, metadata)
             self._on_saved(self.folder)
         except (OSError, SafetensorError) as error:
             _remove_leftovers(self.folder)
@@ -349,12 +352,12 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
 
 def _flatten_moments(moments: Mapping[int, Mapping[str, Any]]) -> dict[str, Tensor]:
     """Return the optimizer's state of each parameter, by the parameter's number and the state's name."""
-    found = {}
+    flat_moments = {}
     for i, state in moments.items():
-        for word, value in state.items():  # bitsandbytes nests its own states
-            for name, each in (value if isinstance(value, dict) else {word: value}).items():
-                found[f"{i}/{name}"] = torch.as_tensor(each)
-    return found
+        for state_name, value in state.items():  # bitsandbytes nests its own states
+            for name, inner_value in (value if isinstance(value, dict) else {state_name: value}).items():
+                flat_moments[f"{i}/{name}"] = torch.as_tensor(inner_value)
+    return flat_moments
 
 
 def make_checkpoint_callback(
@@ -389,9 +392,12 @@ def _random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
         # each of several processes has one GPU; the state of others would allocate memory on them
         states = torch.cuda.get_rng_state_all() if process_count() == 1 else [torch.cuda.get_rng_state()]
         tensors |= {f"cuda{i}": state for i, state in enumerate(states)}
-    kind, keys, *rest = np.random.get_state(legacy=True)
+    kind, keys, *position_state = np.random.get_state(legacy=True)
     version, numbers, gauss = random.getstate()
-    metadata = {"numpy": [kind, np.asarray(keys).tolist(), *rest], "python": [version, list(numbers), gauss]}
+    metadata = {
+        "numpy": [kind, np.asarray(keys).tolist(), *position_state],
+        "python": [version, list(numbers), gauss],
+    }
     return tensors, metadata
 
 
@@ -402,8 +408,8 @@ def _restore_random_state(tensors: Mapping[str, Tensor], metadata: Mapping[str, 
         torch.cuda.set_rng_state(cuda[0])
     elif cuda and torch.cuda.device_count() == len(cuda):
         torch.cuda.set_rng_state_all(cuda)
-    kind, keys, *rest = metadata["numpy"]
-    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *rest))
+    kind, keys, *position_state = metadata["numpy"]
+    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *position_state))
     version, numbers, gauss = metadata["python"]
     random.setstate((version, tuple(numbers), gauss))
 
@@ -422,15 +428,15 @@ class RoundingCheck:
 
     def __init__(self, model: Any, src: Path, grows: bool = False) -> None:
         types = stored_dtypes(src)
-        left = {id(m.weight) for m in model.modules() if isinstance(m, MasterWeightLayer)}
+        excluded_ids = {id(m.weight) for m in model.modules() if isinstance(m, MasterWeightLayer)}
         if grows:
             adapters = [m.adapter for m in model.modules() if isinstance(m, LowRankCorrectedLinear)]
-            left |= {id(p) for adapter in adapters for p in adapter.parameters()}
+            excluded_ids |= {id(p) for adapter in adapters for p in adapter.parameters()}
         self.model = model
         self.before: dict[str, Tensor] = {
             name: p.detach().to(types.dtype_for([name]), copy=True)
             for name, p in model.named_parameters()
-            if p.requires_grad and id(p) not in left and types.dtype_for([name]) != torch.float32
+            if p.requires_grad and id(p) not in excluded_ids and types.dtype_for([name]) != torch.float32
         }
 
     def lost_share(self) -> float:
@@ -440,9 +446,9 @@ class RoundingCheck:
             before = self.before.get(name)
             if before is None:
                 continue
-            now = p.detach().double()
-            rounded += float((p.detach().to(before.dtype).double() - now).square().sum())
-            trained += float((now - before.double()).square().sum())
+            trained_value = p.detach().double()
+            rounded += float((p.detach().to(before.dtype).double() - trained_value).square().sum())
+            trained += float((trained_value - before.double()).square().sum())
         return math.sqrt(rounded / trained) if trained else 0.0
 
     def warning(self, share: float) -> str | None:
@@ -484,10 +490,10 @@ class CheckpointScorer:
         """
         scores, metric = self.scores(), self.settings.metric_for_best_model
         if metric not in scores:
-            known = ", ".join(scores)
+            score_names = ", ".join(scores)
             raise InputError(
                 f"metric_for_best_model: this recipe does not score '{metric}'. Scored metrics:"
-                f" {known}.{did_you_mean(metric, scores)} Add it to score: {{quality: [...]}}, or"
+                f" {score_names}.{did_you_mean(metric, scores)} Add it to score: {{quality: [...]}}, or"
                 " set metric_for_best_model: loss.",
                 code="metric-not-scored",
                 setting="metric_for_best_model",
@@ -504,13 +510,13 @@ class CheckpointScorer:
             if process_rank() == 0:
                 save_model(self.model, self.edits, folder, self.src.path, self.settings.dtype)
             wait_for_all()
-            found = dict(self.ctx.score(candidate_artifact(folder, self.src, self.ctx), self.split))
+            scores = dict(self.ctx.score(candidate_artifact(folder, self.src, self.ctx), self.split))
             wait_for_all()
-            return found
+            return scores
 
 
 def _random_state_preserved() -> Any:
     """Return a context that preserves the state of torch's random numbers."""
     # not all devices: each process would occupy memory on the GPUs of the others
-    own = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    return torch.random.fork_rng(devices=own)
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    return torch.random.fork_rng(devices=devices)

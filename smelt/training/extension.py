@@ -68,11 +68,11 @@ def total_loss(found: Tensor | LossTerms) -> Tensor:
 
 def term_values(terms: LossTerms) -> dict[str, tuple[float, AveragedOver]]:
     """Return the value of each named term, and the items of its mean."""
-    found: dict[str, tuple[float, AveragedOver]] = {}
+    values_by_term: dict[str, tuple[float, AveragedOver]] = {}
     for name, term in terms.items():
-        for part, value in (term.components or {name: term.value}).items():
-            found[part] = float(value.detach()), term.averaged_over
-    return found
+        for component, value in (term.components or {name: term.value}).items():
+            values_by_term[component] = float(value.detach()), term.averaged_over
+    return values_by_term
 
 
 def count_items(labels: Tensor) -> int:
@@ -108,8 +108,8 @@ class ParameterGroup:
     def optimizer_options(self) -> dict[str, Any]:
         """Return the settings that are not None, by the optimizer's names."""
         settings = {"lr": self.learning_rate, "weight_decay": self.weight_decay}
-        found: dict[str, Any] = {word: value for word, value in settings.items() if value is not None}
-        return found | ({"maximize": True} if self.maximize else {})
+        options: dict[str, Any] = {option: value for option, value in settings.items() if value is not None}
+        return options | ({"maximize": True} if self.maximize else {})
 
 
 def _allow_any_step(step: int) -> bool:
@@ -164,8 +164,8 @@ class TrainingExtension:
     @property
     def can_resume(self) -> bool:
         """Whether a training with it can resume from a checkpoint."""
-        plain = self.before_step is _ignore_step and self.after_step is _ignore_step
-        return plain if self.supports_resume is None else self.supports_resume
+        has_no_hooks = self.before_step is _ignore_step and self.after_step is _ignore_step
+        return has_no_hooks if self.supports_resume is None else self.supports_resume
 
 
 class TrainingTechnique(Protocol):
@@ -190,16 +190,16 @@ def combine_extensions(first: TrainingExtension, second: TrainingExtension) -> T
         @contextlib.contextmanager
         def entered() -> Iterator[None]:
             with contextlib.ExitStack() as stack:
-                for part in parts:
-                    stack.enter_context(part())
+                for extension in parts:
+                    stack.enter_context(extension())
                 yield
 
         return entered
 
     def after_one_another(*parts: Callable[[int, int], None]) -> Callable[[int, int], None]:
         def called(step: int, total: int) -> None:
-            for part in parts:
-                part(step, total)
+            for extension in parts:
+                extension(step, total)
 
         return called
 
@@ -237,8 +237,8 @@ def modules_attached(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iter
 
 def attached_modules(model: nn.Module) -> nn.Module:
     """Return the modules that `modules_attached` has attached; an empty module without any."""
-    found = model._modules.get(_MODULES_NAME)
-    return nn.Module() if found is None else found
+    modules = model._modules.get(_MODULES_NAME)
+    return nn.Module() if modules is None else modules
 
 
 @contextlib.contextmanager
@@ -261,16 +261,16 @@ def split_parameter_groups(
         options: torch's parameter groups.
         groups: the groups to split off; each inherits unset values from the group of its parameters.
     """
-    found: list[dict[str, Any]] = []
-    own = {id(p): number for number, group in enumerate(groups) for p in group.parameters}
+    split_groups: list[dict[str, Any]] = []
+    group_numbers = {id(p): number for number, group in enumerate(groups) for p in group.parameters}
     for option in options:
-        kept = [p for p in option["params"] if id(p) not in own]
-        found.append({**option, "params": kept})
+        other_parameters = [p for p in option["params"] if id(p) not in group_numbers]
+        split_groups.append({**option, "params": other_parameters})
         for number, group in enumerate(groups):
-            mine = [p for p in option["params"] if own.get(id(p)) == number]
-            if mine:
-                found.append({**option, "params": mine, **group.optimizer_options()})
-    return [option for option in found if option["params"]]
+            group_parameters = [p for p in option["params"] if group_numbers.get(id(p)) == number]
+            if group_parameters:
+                split_groups.append({**option, "params": group_parameters, **group.optimizer_options()})
+    return [option for option in split_groups if option["params"]]
 
 
 def mean_loss(
@@ -289,15 +289,19 @@ def mean_loss(
         for batch in batches:
             on_device = {name: value.to(device) for name, value in batch.items()}
             items = count_batch_items(batch)
-            for over in AVERAGED_OVER:
-                counts[over] += items[over]
-            for name, (mean, over) in term_values(as_loss_terms(objective(model, on_device))).items():
-                sums[name] = sums.get(name, 0.0) + mean * items[over]
-                kinds[name] = over
+            for averaged_over in AVERAGED_OVER:
+                counts[averaged_over] += items[averaged_over]
+            for name, (mean, averaged_over) in term_values(
+                as_loss_terms(objective(model, on_device))
+            ).items():
+                sums[name] = sums.get(name, 0.0) + mean * items[averaged_over]
+                kinds[name] = averaged_over
     model.train(was_training)
     parts = gather_parts((sums, counts, kinds))
-    kinds = {name: over for part in parts for name, over in part[2].items()}
+    kinds = {name: averaged_over for process_part in parts for name, averaged_over in process_part[2].items()}
     total = 0.0
-    for name, over in kinds.items():
-        total += sum(part[0].get(name, 0.0) for part in parts) / max(1, sum(part[1][over] for part in parts))
+    for name, averaged_over in kinds.items():
+        total += sum(process_part[0].get(name, 0.0) for process_part in parts) / max(
+            1, sum(process_part[1][averaged_over] for process_part in parts)
+        )
     return total

@@ -44,22 +44,24 @@ def find_lora_layers(model: Any, targets: Sequence[str]) -> list[str]:
     Raises:
         InputError: no layer of the model is selected, or one has a type that cannot have an adapter.
     """
-    chosen: dict[str, None] = {}
+    candidate_names: dict[str, None] = {}
     for block in blocks_of(model):
         feed = block.feed_forward
         if "attention" in targets:
-            chosen |= {name: None for part in block.attentions for name in part.linear_layers}
+            candidate_names |= {
+                name: None for layer_part in block.attentions for name in layer_part.linear_layers
+            }
         if "ffn" in targets and feed is not None:
-            chosen |= dict.fromkeys(feed.linear_layers)
-    if not chosen:
+            candidate_names |= dict.fromkeys(feed.linear_layers)
+    if not candidate_names:
         raise InputError(
             f"lora: {model.config.model_type} models are not supported. Remove lora to train all weights.",
             code="unsupported-family",
             setting="lora",
         )
-    found: dict[str, None] = {}
+    layer_names: dict[str, None] = {}
     names = module_names(model)
-    for name in chosen:
+    for name in candidate_names:
         for module in map(_inner_layer, component_layers(model.get_submodule(name)).values()):
             if type(module) is not nn.Linear and not isinstance(
                 module, QuantizedLinear | LowRankCorrectedLinear
@@ -70,8 +72,8 @@ def find_lora_layers(model: Any, targets: Sequence[str]) -> list[str]:
                     code="unsupported-layer",
                     setting="lora",
                 )
-            found[names[module][0]] = None
-    return list(found)
+            layer_names[names[module][0]] = None
+    return list(layer_names)
 
 
 def _inner_layer(module: nn.Module) -> nn.Module:
@@ -103,23 +105,32 @@ class QuantizedLoraLinear(nn.Module):
     def to_adapted(self) -> LowRankCorrectedLinear:
         """Return the layer with the adapter as low-rank correction, added to an earlier one."""
         base: nn.Module = self.base_layer
-        down, up = self.pair.down.weight.detach(), self.scaling * self.pair.up.weight.detach()
+        down_weight, up_weight = self.pair.down.weight.detach(), self.scaling * self.pair.up.weight.detach()
         if isinstance(base, LowRankCorrectedLinear):
             before = base.adapter
-            down, up = torch.cat([before.down.weight, down]), torch.cat([before.up.weight, up], dim=1)
+            down_weight, up_weight = (
+                torch.cat([before.down.weight, down_weight]),
+                torch.cat([before.up.weight, up_weight], dim=1),
+            )
             base = base.coded
         assert isinstance(base, QuantizedLinear)
-        rows, columns = len(up), down.shape[1]
-        if len(down) > min(rows, columns):  # the rank is at most the smaller side
-            identity = torch.eye(min(rows, columns), device=up.device)
-            down, up = (up @ down, identity) if rows < columns else (identity, up @ down)
-        return with_low_rank_correction(base, up, down).train(self.training)
+        out_features, columns = len(up_weight), down_weight.shape[1]
+        if len(down_weight) > min(out_features, columns):  # the rank is at most the smaller side
+            identity = torch.eye(min(out_features, columns), device=up_weight.device)
+            down_weight, up_weight = (
+                (up_weight @ down_weight, identity)
+                if out_features < columns
+                else (identity, up_weight @ down_weight)
+            )
+        return with_low_rank_correction(base, up_weight, down_weight).train(self.training)
 
 
 def _inject_adapters(model: Any, names: Sequence[str], settings: LoraSettings) -> None:
     """Add adapters to the layers `names`, peft's to float ones; all other weights are frozen."""
-    coded = [n for n in names if isinstance(model.get_submodule(n), QuantizedLinear | LowRankCorrectedLinear)]
-    floats = [name for name in names if name not in coded]
+    quantized_names = [
+        n for n in names if isinstance(model.get_submodule(n), QuantizedLinear | LowRankCorrectedLinear)
+    ]
+    floats = [name for name in names if name not in quantized_names]
     model.requires_grad_(False)
     if floats:
         with silence_bitsandbytes():  # peft imports bitsandbytes if it is installed
@@ -129,15 +140,17 @@ def _inject_adapters(model: Any, names: Sequence[str], settings: LoraSettings) -
                 r=settings.rank, lora_alpha=settings.alpha, target_modules=floats, bias="none"
             )
             inject_adapter_in_model(config, model)
-    for name in coded:
+    for name in quantized_names:
         base = model.get_submodule(name)
         replace_module(model, name, QuantizedLoraLinear(base, settings).train(base.training))
 
 
 def _trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return the trainable parameters of `module`; quantized weights and scales are frozen."""
-    coded = {id(p) for m in module.modules() if isinstance(m, QuantizedMatrix) for p in m.parameters()}
-    return [p for p in module.parameters() if id(p) not in coded]
+    quantized_ids = {
+        id(p) for m in module.modules() if isinstance(m, QuantizedMatrix) for p in m.parameters()
+    }
+    return [p for p in module.parameters() if id(p) not in quantized_ids]
 
 
 class LoraAdapters:
@@ -154,8 +167,10 @@ class LoraAdapters:
         self.frozen = [p for p in model.parameters() if p.requires_grad]
         names = module_names(model)
         self.places = {n: names[model.get_submodule(n)] for n in find_lora_layers(model, settings.targets)}
-        coded = {id(m): len(m.codes) * m.width for m in model.modules() if isinstance(m, QuantizedMatrix)}
-        self.whole = sum(p.numel() for p in self.frozen) + sum(coded.values())
+        quantized_counts = {
+            id(m): len(m.codes) * m.width for m in model.modules() if isinstance(m, QuantizedMatrix)
+        }
+        self.whole = sum(p.numel() for p in self.frozen) + sum(quantized_counts.values())
         _inject_adapters(model, list(self.places), settings)
         self.layers: dict[str, Any] = {}
         for name, same_layer in self.places.items():
@@ -172,11 +187,11 @@ class LoraAdapters:
     def details(self) -> dict[str, int]:
         """Return the number of trained weights and the memory of their training, for the report."""
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        coded = sum(isinstance(layer, QuantizedLoraLinear) for layer in self.layers.values())
+        num_quantized = sum(isinstance(layer, QuantizedLoraLinear) for layer in self.layers.values())
         return {
             "rank": self.settings.rank,
             "layers": len(self.layers),
-            **({"beside_codes": coded} if coded else {}),
+            **({"beside_codes": num_quantized} if num_quantized else {}),
             "trained_weights": trained,
             "optimizer_bytes": _BYTES_PER_WEIGHT * trained,
             "optimizer_bytes_of_all_weights": _BYTES_PER_WEIGHT * self.whole,
@@ -187,16 +202,27 @@ class LoraAdapters:
         bases = {name: layer.get_base_layer() for name, layer in self.layers.items()}
         shapes = {name: (base.out_features, base.in_features) for name, base in bases.items()}
         rank = self.settings.rank
-        wide = [name for name, (rows, columns) in shapes.items() if rank * (rows + columns) >= rows * columns]
+        wide = [
+            name
+            for name, (out_features, columns) in shapes.items()
+            if rank * (out_features + columns) >= out_features * columns
+        ]
         if not wide:
             return []
-        least = min(math.ceil(rows * columns / (rows + columns)) for rows, columns in shapes.values())
-        less = f". Set rank below {least} to make every adapter smaller than its layer" if least > 1 else ""
+        max_rank = min(
+            math.ceil(out_features * columns / (out_features + columns))
+            for out_features, columns in shapes.values()
+        )
+        rank_hint = (
+            f". Set rank below {max_rank} to make every adapter smaller than its layer"
+            if max_rank > 1
+            else ""
+        )
         return [
             warning(
                 "no-size-reduction",
                 f"lora: with rank {rank} the adapters of {len(wide)} of {len(shapes)} layers have at least as"
-                f" many weights as the layers ({', '.join(wide[:3])}){less}.",
+                f" many weights as the layers ({', '.join(wide[:3])}){rank_hint}.",
                 setting="lora.rank",
             )
         ]
@@ -209,7 +235,7 @@ class LoraAdapters:
             for name, layer in self.layers.items()
             if not isinstance(layer, QuantizedLoraLinear)
         }
-        kept = {name: base.weight.detach().clone() for name, base in floats.items()}
+        original_weights = {name: base.weight.detach().clone() for name, base in floats.items()}
         edits = list(self.edits)
         self._merge()
         try:
@@ -217,8 +243,8 @@ class LoraAdapters:
         finally:
             self.edits[:] = edits
             for name, layer in self.layers.items():
-                if name in kept:
-                    floats[name].weight.data.copy_(kept[name])
+                if name in original_weights:
+                    floats[name].weight.data.copy_(original_weights[name])
                 self._replace_layers(self.places[name], layer)
 
     def finalize(self) -> None:
@@ -249,9 +275,9 @@ class LoraAdapters:
 
 def _adapter_delta(layer: Any) -> Tensor:
     """Return alpha / r * B A, float32 [out, in]; 0 at the zeros of a sparse weight."""
-    found: Tensor = layer.get_delta_weight("default")
+    delta: Tensor = layer.get_delta_weight("default")
     base = layer.get_base_layer()
-    return found * (base.weight != 0) if is_masked(base) else found
+    return delta * (base.weight != 0) if is_masked(base) else delta
 
 
 def _masked_forward(layer: Any, x: Tensor) -> Tensor:

@@ -38,20 +38,20 @@ class _BlockwiseLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, parts: int, of_rows: RowLoss) -> tuple[Tensor, ...]:
-        kept = labels != IGNORE_INDEX
-        count = max(1, int(kept.sum()))
+        is_labeled = labels != IGNORE_INDEX
+        count = max(1, int(is_labeled.sum()))
         sums = logits.new_zeros(parts, dtype=torch.float64)
         gradient = torch.zeros_like(logits) if logits.requires_grad else None
         size = max(1, _BLOCK_BYTES // (4 * logits.shape[1]))
-        for at in range(0, logits.shape[0], size):
-            rows = slice(at, at + size)
-            mask = kept[rows]
+        for start in range(0, logits.shape[0], size):
+            row_slice = slice(start, start + size)
+            mask = is_labeled[row_slice]
             if not bool(mask.any()):
                 continue
-            values, slope = of_rows(logits[rows].float(), rows, mask)
+            values, slope = of_rows(logits[row_slice].float(), row_slice, mask)
             sums += values
             if gradient is not None and slope is not None:
-                gradient[rows] = (slope.mul_(mask.unsqueeze(1)) / count).to(gradient.dtype)
+                gradient[row_slice] = (slope.mul_(mask.unsqueeze(1)) / count).to(gradient.dtype)
         if gradient is not None:
             ctx.save_for_backward(gradient)
         means = tuple((sums / count).float())
@@ -77,8 +77,8 @@ def blockwise_loss(logits: Tensor, labels: Tensor, parts: int, row_loss: RowLoss
             (bool [n]), returns the sums of the terms over those that count, float64 [parts], and the gradient
             of their sum, float32 [n, V], which may be overwritten; None: it is 0.
     """
-    found: tuple[Tensor, ...] = _BlockwiseLoss.apply(logits, labels, parts, row_loss)  # type: ignore[no-untyped-call]
-    return found[0], torch.stack(found[1:])
+    values: tuple[Tensor, ...] = _BlockwiseLoss.apply(logits, labels, parts, row_loss)  # type: ignore[no-untyped-call]
+    return values[0], torch.stack(values[1:])
 
 
 def _cross_entropy(
@@ -129,9 +129,9 @@ def _reverse_kl(
     logp = (t / temperature).log_softmax(dim=1).clamp_(min=_MIN_LOG_PROBABILITY)
     q = logq.exp()
     ratio = logq.sub_(logp)
-    each = (q * ratio).sum(dim=1)
-    slope = ratio.sub_(each.unsqueeze(1)).mul_(q).mul_(weight * temperature)
-    return weight * temperature**2 * each[mask].double().sum(), slope
+    divergences = (q * ratio).sum(dim=1)
+    slope = ratio.sub_(divergences.unsqueeze(1)).mul_(q).mul_(weight * temperature)
+    return weight * temperature**2 * divergences[mask].double().sum(), slope
 
 
 def token_loss(
@@ -169,7 +169,7 @@ def token_loss(
         float32 scalar, nats.
     """
     flat = logits.reshape(-1, logits.shape[-1])
-    other = None if teacher is None else teacher.detach().reshape(-1, teacher.shape[-1])
+    teacher_logits = None if teacher is None else teacher.detach().reshape(-1, teacher.shape[-1])
     weights = (logits_weight, labels_weight, reverse_weight)
     y = labels.reshape(-1)
 
@@ -179,17 +179,24 @@ def token_loss(
         if labels_weight:
             y_of = y[rows].clamp(min=0)
             sums[1], slope = _cross_entropy(z, y_of, mask, smoothing, labels_weight, logits.requires_grad)
-        for place, weight, part in ((0, logits_weight, _forward_kl), (2, reverse_weight, _reverse_kl)):
-            if other is None or not weight:
+        for term_index, weight, divergence in (
+            (0, logits_weight, _forward_kl),
+            (2, reverse_weight, _reverse_kl),
+        ):
+            if teacher_logits is None or not weight:
                 continue
-            sums[place], more = part(z, other[rows].float(), mask, temperature, weight)
-            slope = more if slope is None else slope.add_(more)
+            sums[term_index], term_slope = divergence(
+                z, teacher_logits[rows].float(), mask, temperature, weight
+            )
+            slope = term_slope if slope is None else slope.add_(term_slope)
         return sums, slope
 
     loss, parts = blockwise_loss(flat, y, 3, of_rows)
     if terms is not None:
         names = ("logits", "labels", "reverse_kl")
-        terms.update({n: part for n, part, weight in zip(names, parts, weights, strict=True) if weight})
+        terms.update(
+            {n: divergence for n, divergence, weight in zip(names, parts, weights, strict=True) if weight}
+        )
     return loss
 
 
@@ -260,8 +267,8 @@ def multi_label_loss(
     """
     z, parts = logits.float(), {}
     if labels_weight:
-        wanted = labels.float() * (1 - smoothing) + smoothing / 2
-        parts["labels"] = labels_weight * F.binary_cross_entropy_with_logits(z, wanted)
+        soft_labels = labels.float() * (1 - smoothing) + smoothing / 2
+        parts["labels"] = labels_weight * F.binary_cross_entropy_with_logits(z, soft_labels)
     if teacher is not None:
         s, t = z / temperature, teacher.detach().float() / temperature
         if logits_weight:
@@ -274,8 +281,8 @@ def multi_label_loss(
 def _bernoulli_divergence(one: Tensor, other: Tensor) -> Tensor:
     """Return KL(sigmoid(one) || sigmoid(other)), the mean over all entries; 0 where they are equal."""
     p = one.sigmoid()
-    own = F.binary_cross_entropy_with_logits(one, p)
-    return F.binary_cross_entropy_with_logits(other, p) - own
+    entropy = F.binary_cross_entropy_with_logits(one, p)
+    return F.binary_cross_entropy_with_logits(other, p) - entropy
 
 
 def _add_terms(parts: dict[str, Tensor], terms: dict[str, Tensor] | None, like: Tensor) -> Tensor:
@@ -341,8 +348,8 @@ def cosent_loss(vectors: Tensor, scores: Tensor) -> Tensor:
     cosines = COSENT_SCALE * F.cosine_similarity(first, second)
     scores = scores.flatten()
     higher = scores[:, None] > scores[None, :]
-    wrong = (cosines[None, :] - cosines[:, None])[higher]
-    return torch.cat([wrong.new_zeros(1), wrong]).logsumexp(dim=0)
+    violations = (cosines[None, :] - cosines[:, None])[higher]
+    return torch.cat([violations.new_zeros(1), violations]).logsumexp(dim=0)
 
 
 def model_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -366,11 +373,11 @@ def label_objective(smoothing: float = 0.0) -> Callable[[nn.Module, Mapping[str,
     """
 
     def objective(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        plain: Any = getattr(model, "module", model)
-        if is_sentence_model(plain):
+        inner_model: Any = getattr(model, "module", model)
+        if is_sentence_model(inner_model):
             return cosent_loss(batch_sentence_vectors(model, batch), batch["labels"])
         return classification_loss(
-            plain.config,
+            inner_model.config,
             model_logits(model, batch),
             batch["labels"],
             smoothing=smoothing if model.training else 0.0,

@@ -74,9 +74,9 @@ class LaunchSettings(Settings):
         for name in {"zero_stage", "zero_options"} & self.model_fields_set:
             if self.strategy != "deepspeed":
                 raise SettingError(f"{name} requires strategy: deepspeed", code="settings-conflict")
-        if unknown := sorted(self.zero_options.keys() - ZERO_OPTIONS):
+        if unsupported := sorted(self.zero_options.keys() - ZERO_OPTIONS):
             raise SettingError(
-                f"zero_options: '{unknown[0][:60]}' is not supported; supported:"
+                f"zero_options: '{unsupported[0][:60]}' is not supported; supported:"
                 f" {', '.join(sorted(ZERO_OPTIONS))}",
                 code="unknown-setting",
             )
@@ -121,10 +121,10 @@ def strategy_conflicts(launch: LaunchSettings, settings: Any) -> list[str]:
 
     No strategy that divides gradients scales the loss.
     """
-    found = ["precision: fp16"] if launch.divides and settings.precision == "fp16" else []
+    conflicts = ["precision: fp16"] if launch.divides and settings.precision == "fp16" else []
     if launch.strategy == "deepspeed" and settings.optimizer not in _ZERO_OPTIMIZERS:
-        found.append(f"optimizer: {settings.optimizer}")
-    return found
+        conflicts.append(f"optimizer: {settings.optimizer}")
+    return conflicts
 
 
 def require_gpus(launch: LaunchSettings, device: str) -> None:
@@ -213,8 +213,8 @@ def slurm_tasks_on_node() -> int:
         InputError: `no-connection`: a variable of srun has another form.
     """
     name, counts = "SLURM_STEP_TASKS_PER_NODE", list[int]()
-    for part in os.environ.get(name, "1").split(","):
-        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)
+    for node_group in os.environ.get(name, "1").split(","):
+        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", node_group)
         if match is None:
             raise _launcher_error(name, "a list such as 4(x2),3")
         counts += [int(match[1])] * int(match[2] or 1)
@@ -223,8 +223,8 @@ def slurm_tasks_on_node() -> int:
 
 def external_machines() -> int:
     """Return the number of machines over which torchrun or srun started the processes; 1 if none did."""
-    if (count := external_processes()) and (here := launcher_number("LOCAL_WORLD_SIZE")):
-        return max(1, count // here)
+    if (count := external_processes()) and (local_count := launcher_number("LOCAL_WORLD_SIZE")):
+        return max(1, count // local_count)
     return max(1, launcher_number("SLURM_STEP_NUM_NODES")) if count and "WORLD_SIZE" not in os.environ else 1
 
 

@@ -21,16 +21,16 @@ def pack_samples(samples: Sequence[EncodedSample], length: int | None) -> list[E
     order = sorted(samples, key=lambda window: window.num_inputs, reverse=True)
     most = length or max((window.num_inputs for window in order), default=0)
     packs: list[list[EncodedSample]] = []
-    free: list[tuple[int, int]] = []  # of each sequence with room: inputs left, number; rising
+    open_packs: list[tuple[int, int]] = []  # of each sequence with room: inputs left, number; rising
     for window in order:
         size = window.num_inputs
-        at = bisect.bisect_left(free, (size, 0))
-        left, number = free.pop(at) if at < len(free) else (most, len(packs))
+        index = bisect.bisect_left(open_packs, (size, 0))
+        space, number = open_packs.pop(index) if index < len(open_packs) else (most, len(packs))
         if number == len(packs):
             packs.append([])
         packs[number].append(window)
-        if left > size:
-            bisect.insort(free, (left - size, number))
+        if space > size:
+            bisect.insort(open_packs, (space - size, number))
     return [EncodedSample([], None, None, packed=tuple(windows)) for windows in packs]
 
 
@@ -50,9 +50,12 @@ def group_by_length(
         mean = sum(sum(r.token_counts) for r in samples) / max(1, len(samples))
         pool = 50 * (batch_size if tokens is None else max(1, int(tokens / mean)))
     batches: list[list[int]] = []
-    for at in range(0, len(order), max(1, pool)):
+    for start in range(0, len(order), max(1, pool)):
         batches += _fill_batches(
-            sorted(order[at : at + pool], key=lambda i: samples[i].token_counts), samples, batch_size, tokens
+            sorted(order[start : start + pool], key=lambda i: samples[i].token_counts),
+            samples,
+            batch_size,
+            tokens,
         )
     if shuffle is not None:
         shuffle.shuffle(batches)
@@ -63,18 +66,18 @@ def _fill_batches(
     order: list[int], samples: Sequence[EncodedSample], batch_size: int, tokens: int | None
 ) -> list[list[int]]:
     if tokens is None:
-        return [order[at : at + batch_size] for at in range(0, len(order), batch_size)]
+        return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     batches: list[list[int]] = []
     batch: list[int] = []
     longest = (0, 0)
     for i in order:
         source, target = samples[i].token_counts
-        wider = (max(longest[0], source), max(longest[1], target))
-        if batch and sum(wider) * (len(batch) + 1) > tokens:
+        widened = (max(longest[0], source), max(longest[1], target))
+        if batch and sum(widened) * (len(batch) + 1) > tokens:
             batches.append(batch)
-            batch, wider = [], (source, target)
+            batch, widened = [], (source, target)
         batch.append(i)
-        longest = wider
+        longest = widened
     return [*batches, batch] if batch else batches
 
 
@@ -103,7 +106,7 @@ def plan_batches(
     """Return all batches of a training in order: `steps` of them, or `epochs` passes over `samples`."""
     shuffle = random.Random(seed)
     batches = group_by_length(samples, batch_size, tokens, shuffle)
-    wanted = steps if steps is not None else max(1, round(epochs * len(batches)))
-    while len(batches) < wanted:
+    num_batches = steps if steps is not None else max(1, round(epochs * len(batches)))
+    while len(batches) < num_batches:
         batches += group_by_length(samples, batch_size, tokens, shuffle)
-    return batches[:wanted]
+    return batches[:num_batches]

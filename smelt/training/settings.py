@@ -169,8 +169,8 @@ class TrainingSettings(Settings):
 
     def required_packages(self) -> dict[str, str]:
         """Return peft if there are adapters, and the package of the optimizer."""
-        found = {} if self.lora is None else {"peft": PEFT_VERSION}
-        return found | (
+        packages = {} if self.lora is None else {"peft": PEFT_VERSION}
+        return packages | (
             {"bitsandbytes": BITSANDBYTES_VERSION} if self.optimizer in _BITSANDBYTES_OPTIMIZERS else {}
         )
 
@@ -232,18 +232,18 @@ def default_learning_rate(config: Mapping[str, Any], trained: TrainedPart = "wei
     family = find_family(config)
     rate = _DEFAULT_LEARNING_RATE
     if family is not None:
-        rate, published, width = (
+        rate, published_width, width = (
             family.learning_rate.peak,
             family.learning_rate.hidden_size,
             family.hidden_size(config),
         )
-        if published and width:
-            rate *= published / width
+        if published_width and width:
+            rate *= published_width / width
     if trained == "fewer layers" and (family is None or family.architecture == "encoder"):
         trained = "weights"
     times, highest = _SCALE_AND_MAXIMUM[trained]
-    plain = min(rate, _SCALE_AND_MAXIMUM["weights"][1])
-    return max(plain, min(highest, times * rate))
+    full_rate = min(rate, _SCALE_AND_MAXIMUM["weights"][1])
+    return max(full_rate, min(highest, times * rate))
 
 
 def has_fewer_layers(config: Mapping[str, Any], whole: Mapping[str, Any]) -> bool:
@@ -268,8 +268,8 @@ def is_mostly_low_bit(model: Any) -> bool:
         if isinstance(m, MasterWeightLayer)
     }
     weights = [(matrix.scheme, len(matrix.codes) * matrix.width) for matrix in matrices.values()]
-    few = sum(count for scheme, count in weights if scheme.requires_training or 0 < scheme.bits < 4)
-    return 2 * few > sum(count for _, count in weights)
+    num_low_bit = sum(count for scheme, count in weights if scheme.requires_training or 0 < scheme.bits < 4)
+    return 2 * num_low_bit > sum(count for _, count in weights)
 
 
 def with_learning_rate(
@@ -282,18 +282,18 @@ def with_learning_rate(
     """
     if settings.learning_rate is not None:
         return settings
-    what: TrainedPart = "weights"
+    trained_part: TrainedPart = "weights"
     if settings.lora is not None:
-        what = "adapters"
+        trained_part = "adapters"
     elif is_mostly_low_bit(model):
-        what = "few bits"
+        trained_part = "few bits"
     elif not settings.replaces_model and has_fewer_layers(
         model.config.to_dict(), _untouched_config(src, ctx)
     ):
-        what = "fewer layers"
-    rate = default_learning_rate(model.config.to_dict(), what)
+        trained_part = "fewer layers"
+    rate = default_learning_rate(model.config.to_dict(), trained_part)
     page = "docs/reference/stages/finetune.md#learning-rates"
-    ctx.log(f"learning rate {rate:.2g}, for {what} of such a model ({page})")
+    ctx.log(f"learning rate {rate:.2g}, for {trained_part} of such a model ({page})")
     return settings.model_copy(update={"learning_rate": rate})
 
 
@@ -341,12 +341,12 @@ def trained_weights(settings: TrainingSettings, size: ModelSize) -> int:
     """Return the number of weights that have gradients: all, or those of the adapters."""
     if settings.lora is None:
         return size.parameters
-    rows = 0
+    rank_weights = 0
     for stack in size.stacks:
         feed, attention = stack.matrices[: stack.feed_forward], stack.matrices[stack.feed_forward :]
         parts = {"ffn": feed, "attention": attention}
-        rows += stack.layers * sum(n + m for name in settings.lora.targets for n, m in parts[name])
-    return settings.lora.rank * rows
+        rank_weights += stack.layers * sum(n + m for name in settings.lora.targets for n, m in parts[name])
+    return settings.lora.rank * rank_weights
 
 
 def weight_state_bytes(settings: TrainingSettings, size: ModelSize, validates: bool = True) -> int:
@@ -355,9 +355,9 @@ def weight_state_bytes(settings: TrainingSettings, size: ModelSize, validates: b
     validates: whether there are validation samples, by which the best weights are kept.
     """
     trained = trained_weights(settings, size)
-    kept = (bool(settings.num_evals) and validates) + (settings.ema_decay is not None)
+    num_copies = (bool(settings.num_evals) and validates) + (settings.ema_decay is not None)
     return size.float_bytes + trained * (
-        _GRADIENT_BYTES + OPTIMIZERS[settings.optimizer] + kept * FLOAT_BYTES
+        _GRADIENT_BYTES + OPTIMIZERS[settings.optimizer] + num_copies * FLOAT_BYTES
     )
 
 
@@ -380,40 +380,40 @@ def training_cost(
     """
     size = inputs.result
     samples = samples or inputs.samples.get("train")
-    held, trained = weight_state_bytes(settings, size), trained_weights(settings, size)
+    state_bytes, trained = weight_state_bytes(settings, size), trained_weights(settings, size)
     work, active = None, 0
     if samples is not None:
         batches = _training_batches(settings, samples)
         active = _batch_bytes(settings, size, batches, len(teachers)) // inputs.processes
         work = _training_work(settings, inputs, samples, batches, teachers, layer_copies > 0)
         work += load_work(inputs.source) + save_work(size) + total([load_work(t) for t in teachers])
-    own = partial(_own_bytes, inputs, trained, OPTIMIZERS[settings.optimizer])
-    memory = own(held) + active + round(layer_copies * FLOAT_BYTES * size.block_weights)
+    process_bytes = partial(_own_bytes, inputs, trained, OPTIMIZERS[settings.optimizer])
+    memory = process_bytes(state_bytes) + active + round(layer_copies * FLOAT_BYTES * size.block_weights)
     memory += sum(teacher.float_bytes for teacher in teachers)
-    certain = weight_state_bytes(settings, size, "validation" in inputs.samples)
+    certain_state = weight_state_bytes(settings, size, "validation" in inputs.samples)
     if settings.lora is not None:  # the weights may be quantized
-        certain += inputs.source.held_bytes - size.float_bytes
-    least, on_device, least_on_device = own(certain), 0, 0
+        certain_state += inputs.source.held_bytes - size.float_bytes
+    least_bytes, on_device, least_on_device = process_bytes(certain_state), 0, 0
     if inputs.is_gpu:  # the CPU keeps the copies of the weights, and the model before and after
         on_device = memory - bool(settings.num_evals) * FLOAT_BYTES * trained
         # paged states move to the CPU when the GPU is full
         states = 0 if settings.optimizer.startswith("paged_") else OPTIMIZERS[settings.optimizer]
-        least_on_device = own(size.float_bytes + trained * (_GRADIENT_BYTES + states))
+        least_on_device = process_bytes(size.float_bytes + trained * (_GRADIENT_BYTES + states))
         if inputs.offloaded:
             least_on_device = 0 if inputs.zero_stage == 3 else size.float_bytes
             on_device = active + max(least_on_device, FLOAT_BYTES * 2 * size.largest_block)
         if inputs.by_deepspeed:  # it moves the whole model before it divides it
             on_device, least_on_device = (max(n, size.float_bytes) for n in (on_device, least_on_device))
-        memory, least = 2 * size.float_bytes + sum(t.float_bytes for t in teachers), size.float_bytes
-    here = math.ceil(inputs.processes / inputs.machines)
-    interpreters = INTERPRETER_BYTES * here * (here > 1)
+        memory, least_bytes = 2 * size.float_bytes + sum(t.float_bytes for t in teachers), size.float_bytes
+    local_processes = math.ceil(inputs.processes / inputs.machines)
+    interpreters = INTERPRETER_BYTES * local_processes * (local_processes > 1)
     return StepCost(
         work=work,
-        memory_bytes=memory * here + interpreters,
-        least_bytes=least * (inputs.processes // inputs.machines),
+        memory_bytes=memory * local_processes + interpreters,
+        least_bytes=least_bytes * (inputs.processes // inputs.machines),
         result=size,
         disk_bytes=size.stored_bytes,
-        temporary_bytes=held - _GRADIENT_BYTES * trained,
+        temporary_bytes=state_bytes - _GRADIENT_BYTES * trained,
         device_bytes=on_device,
         least_device_bytes=least_on_device,
     )
@@ -421,21 +421,25 @@ def training_cost(
 
 def _own_bytes(inputs: CostInputs, trained: int, state_bytes: int, held: int) -> int:
     """Return one process's part of `held` bytes of weights, gradients, optimizer states and copies."""
-    copied = inputs.by_deepspeed and (inputs.zero_stage < 3 or inputs.offloaded)  # DeepSpeed's own weights
-    copies = FLOAT_BYTES * trained // inputs.processes if copied else 0
+    has_copies = inputs.by_deepspeed and (
+        inputs.zero_stage < 3 or inputs.offloaded
+    )  # DeepSpeed's own weights
+    copies = FLOAT_BYTES * trained // inputs.processes if has_copies else 0
     if inputs.zero_stage == 3:
         return held // inputs.processes + copies
-    divided = trained * (state_bytes * (inputs.zero_stage >= 1) + _GRADIENT_BYTES * (inputs.zero_stage >= 2))
-    return held - divided + divided // inputs.processes + copies
+    divided_bytes = trained * (
+        state_bytes * (inputs.zero_stage >= 1) + _GRADIENT_BYTES * (inputs.zero_stage >= 2)
+    )
+    return held - divided_bytes + divided_bytes // inputs.processes + copies
 
 
 def _batch_bytes(settings: TrainingSettings, size: ModelSize, batches: Sequence[Batch], teachers: int) -> int:
     """Return the bytes of activations and logits for the largest batch."""
     largest = max(batches, key=lambda batch: activation_bytes(size, batch, False))
-    found = activation_bytes(size, largest, settings.dropout != 0, settings.gradient_checkpointing)
+    batch_bytes = activation_bytes(size, largest, settings.dropout != 0, settings.gradient_checkpointing)
     tokens = largest.target if size.is_encoder_decoder else largest.source + largest.target
-    found += teachers * FLOAT_BYTES * largest.samples * tokens * size.output_width
-    return round(found * _FRAGMENTATION)
+    batch_bytes += teachers * FLOAT_BYTES * largest.samples * tokens * size.output_width
+    return round(batch_bytes * _FRAGMENTATION)
 
 
 def _training_batches(settings: TrainingSettings, samples: SampleLengths) -> list[Batch]:
@@ -460,29 +464,33 @@ def _training_work(
     per_epoch = len(batches) * samples.count / max(1, len(samples.source))
     accumulated = settings.gradient_accumulation_steps
     count = settings.max_steps * accumulated if settings.max_steps else settings.epochs * per_epoch
-    each = total([forward_work(size, batch, task, "training") for batch in batches])
+    batches_work = total([forward_work(size, batch, task, "training") for batch in batches])
     for teacher in teachers:
-        each += total([forward_work(teacher, batch, task) for batch in batches])
+        batches_work += total([forward_work(teacher, batch, task) for batch in batches])
     if settings.gradient_checkpointing:
-        each += total([forward_work(size, batch, task) for batch in batches])
+        batches_work += total([forward_work(size, batch, task) for batch in batches])
     updates = Work.of("moved", _UPDATE_BYTES * trained_weights(settings, size)) * (count / accumulated)
     if inputs.zero_stage:  # each process updates its part
         updates *= 1 / inputs.processes
     if rounds:
-        each *= _ROUNDING_FACTOR
+        batches_work *= _ROUNDING_FACTOR
         updates += Work.of("moved", _ROUNDING_PASSES * FLOAT_BYTES * size.parameters) * count
     texts = samples.count * (2 if any(samples.target) else 1)
     started = Work.of("calls", _START_CALLS + _TEXT_CALLS * texts) + _start_work(inputs)
-    found = started + _shared_work(each * (count / len(batches)), inputs) + updates * inputs.turns
+    training_work = (
+        started + _shared_work(batches_work * (count / len(batches)), inputs) + updates * inputs.turns
+    )
     validation = inputs.samples.get("validation")
     if settings.num_evals and validation is not None:
-        chosen = validation.first(settings.max_validation_samples)
-        scored = total([forward_work(size, batch, task) for batch in _training_batches(settings, chosen)])
-        scored = _shared_work(scored, inputs)
+        validation_lengths = validation.first(settings.max_validation_samples)
+        scoring_work = total(
+            [forward_work(size, batch, task) for batch in _training_batches(settings, validation_lengths)]
+        )
+        scoring_work = _shared_work(scoring_work, inputs)
         if settings.metric_for_best_model != LOSS_METRIC and generated(task):
-            scored += generation_over(chosen, size, 32, 1)  # by process 0
-        found += scored * (settings.num_evals + 1)  # the initial weights are scored too
-    return found
+            scoring_work += generation_over(validation_lengths, size, 32, 1)  # by process 0
+        training_work += scoring_work * (settings.num_evals + 1)  # the initial weights are scored too
+    return training_work
 
 
 def _shared_work(work: Work, inputs: CostInputs) -> Work:
@@ -498,9 +506,11 @@ def _start_work(inputs: CostInputs) -> Work:
     """Return the work of starting several processes, which share the cores of their machine; else none."""
     if inputs.processes == 1:
         return Work()
-    here = math.ceil(inputs.processes / inputs.machines)
-    turns = max(1.0, here / inputs.cores)
-    return Work.of("calls", _LAUNCHER_CALLS + _PROCESS_CALLS * turns) + load_work(inputs.source) * (turns - 1)
+    local_processes = math.ceil(inputs.processes / inputs.machines)
+    process_turns = max(1.0, local_processes / inputs.cores)
+    return Work.of("calls", _LAUNCHER_CALLS + _PROCESS_CALLS * process_turns) + load_work(inputs.source) * (
+        process_turns - 1
+    )
 
 
 def lighter_trainings(settings: TrainingSettings) -> Iterator[tuple[str, TrainingSettings]]:

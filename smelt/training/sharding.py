@@ -50,11 +50,11 @@ class ModuleState:
         """Restore class and mapping, and remove attributes and hooks that were added."""
         from torch.distributed._composable_state import _module_state_mapping
 
-        module, left = self.module, vars(self.module)
+        module, attributes = self.module, vars(self.module)
         module.__class__ = self.kind
         module._parameters = self.parameters
-        for name in left.keys() - self.attributes:
-            del left[name]
+        for name in attributes.keys() - self.attributes:
+            del attributes[name]
         for name, before in self.hooks.items():
             hooks: Any = getattr(module, name)
             for key in hooks.keys() - before:
@@ -81,10 +81,10 @@ def local_part(tensor: Tensor) -> Tensor:
     Of a parameter that ZeRO divides it is a vector, padded to the same size in each process.
     """
     if hasattr(tensor, "ds_tensor"):
-        part: Tensor = tensor.ds_tensor
-        return part
-    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return found
+        shard: Tensor = tensor.ds_tensor
+        return shard
+    local_tensor: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local_tensor
 
 
 def whole_tensor(tensor: Tensor, like: Tensor | None = None) -> Tensor:
@@ -94,20 +94,24 @@ def whole_tensor(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     """
     zero: Any = tensor if like is None else like
     if hasattr(zero, "ds_tensor"):
-        part = local_part(tensor).detach()
-        parts = part.new_empty(process_count() * part.numel())
-        torch.distributed.all_gather(list(parts.chunk(process_count())), part.contiguous())
+        shard = local_part(tensor).detach()
+        parts = shard.new_empty(process_count() * shard.numel())
+        torch.distributed.all_gather(list(parts.chunk(process_count())), shard.contiguous())
         return parts[: zero.ds_numel].view(zero.ds_shape)
     if like is not None and hasattr(like, "full_tensor"):
         from torch.distributed.tensor import DTensor
 
-        divided: Any = like
-        part = tensor.to(local_part(like).device)
+        divided_tensor: Any = like
+        shard = tensor.to(local_part(like).device)
         tensor = DTensor.from_local(
-            part, divided.device_mesh, divided.placements, shape=like.shape, stride=like.stride()
+            shard,
+            divided_tensor.device_mesh,
+            divided_tensor.placements,
+            shape=like.shape,
+            stride=like.stride(),
         )
-    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return found
+    full_tensor: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full_tensor
 
 
 def in_first(tensor: Tensor) -> Tensor:
@@ -120,17 +124,17 @@ def divided_like(tensor: Tensor, like: Tensor) -> Tensor:
     if hasattr(like, "ds_tensor"):
         size = like.ds_tensor.numel()
         padded = nn.functional.pad(tensor.flatten(), (0, process_count() * size - tensor.numel()))
-        own: Tensor = padded[process_rank() * size :][:size].to(like.ds_tensor.device)
-        return own
+        shard: Tensor = padded[process_rank() * size :][:size].to(like.ds_tensor.device)
+        return shard
     if not hasattr(like, "full_tensor"):
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
-    divided: Any = like
-    found: Tensor = distribute_tensor(
-        tensor.to(local_part(like).device), divided.device_mesh, divided.placements
+    divided_tensor: Any = like
+    distributed: Tensor = distribute_tensor(
+        tensor.to(local_part(like).device), divided_tensor.device_mesh, divided_tensor.placements
     )
-    return found
+    return distributed
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
@@ -142,16 +146,18 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     attached = attached_modules(model)
 
     def members(module: nn.Module) -> list[nn.Module]:
-        found: list[nn.Module] = []
+        layer_list: list[nn.Module] = []
         for child in module.children():
             if child is not attached:
-                found += list(child) if isinstance(child, nn.ModuleList) else members(child)
-        return found
+                layer_list += list(child) if isinstance(child, nn.ModuleList) else members(child)
+        return layer_list
 
     layers = list(dict.fromkeys(members(model)))
-    inside = {part for layer in layers for part in layer.modules()}
+    layer_modules = {submodule for layer in layers for submodule in layer.modules()}
     users = Counter(id(p) for layer in layers for p in layer.parameters())
-    users.update(id(p) for m in model.modules() if m not in inside for p in m.parameters(recurse=False))
+    users.update(
+        id(p) for m in model.modules() if m not in layer_modules for p in m.parameters(recurse=False)
+    )
     return [layer for layer in layers if all(users[id(p)] == 1 for p in layer.parameters())]
 
 
@@ -181,9 +187,9 @@ class ShardedModel:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
         self._modules = list(module.modules())
-        self._states = [ModuleState.of(each) for each in self._modules]
+        self._states = [ModuleState.of(submodule) for submodule in self._modules]
         frozen_rows, masked = frozen_pad_rows(model), masked_weights(model)
-        places = [
+        parameter_slots = [
             _Place(owner, name, parameter, parameter)
             for owner in self._modules
             for name, parameter in owner._parameters.items()
@@ -196,24 +202,26 @@ class ShardedModel:
             fully_shard(layer, mesh=mesh, offload_policy=offload)
         # also the outermost part: weights are exchanged between passes (averages, the best ones)
         fully_shard(module, mesh=mesh, offload_policy=offload, reshard_after_forward=True)
-        for place in places:
-            divided = place.owner._parameters[place.name]
-            assert divided is not None
-            place.divided = divided
-        self._places = places
-        found = {id(place.whole): place.divided for place in places}
+        for slot in parameter_slots:
+            divided_parameter = slot.owner._parameters[slot.name]
+            assert divided_parameter is not None
+            slot.divided = divided_parameter
+        self._places = parameter_slots
+        divided_by_id = {id(slot.whole): slot.divided for slot in parameter_slots}
         for parameter, row in frozen_rows:
-            _freeze(found[id(parameter)], _is_not_row(found[id(parameter)], row))
+            _freeze(divided_by_id[id(parameter)], _is_not_row(divided_by_id[id(parameter)], row))
         for parameter in masked:
-            _freeze(found[id(parameter)], local_part(found[id(parameter)].detach()) != 0)
-        self._divided = found
-        for place in places:
-            place.whole.data = place.whole.data.new_empty(0)
+            _freeze(divided_by_id[id(parameter)], local_part(divided_by_id[id(parameter)].detach()) != 0)
+        self._divided = divided_by_id
+        for slot in parameter_slots:
+            slot.whole.data = slot.whole.data.new_empty(0)
 
     def groups(self, groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
         """Return groups of the parameters before they were divided, with the divided ones."""
-        found = self._divided
-        return [replace(group, parameters=[found[id(p)] for p in group.parameters]) for group in groups]
+        divided_by_id = self._divided
+        return [
+            replace(group, parameters=[divided_by_id[id(p)] for p in group.parameters]) for group in groups
+        ]
 
     @contextlib.contextmanager
     def whole(self, part: nn.Module | None = None) -> Iterator[None]:
@@ -221,22 +229,22 @@ class ShardedModel:
 
         All processes must enter it, with no computation of the model running. part: only those of this part.
         """
-        chosen = set(self._modules if part is None else part.modules())
-        places = [place for place in self._places if place.owner in chosen]
-        kinds = [(module, type(module)) for module in chosen]
-        self._gather(places)
+        chosen_modules = set(self._modules if part is None else part.modules())
+        chosen_slots = [slot for slot in self._places if slot.owner in chosen_modules]
+        kinds = [(module, type(module)) for module in chosen_modules]
+        self._gather(chosen_slots)
         for state in self._states:
-            if state.module in chosen:
+            if state.module in chosen_modules:
                 state.module.__class__ = state.kind
         try:
-            with buffers_on_cpu(chosen):
+            with buffers_on_cpu(chosen_modules):
                 yield
         finally:
             for module, kind in kinds:
                 module.__class__ = kind
-            for place in places:
-                place.use(place.divided)
-                place.whole.data = place.whole.data.new_empty(0)
+            for slot in chosen_slots:
+                slot.use(slot.divided)
+                slot.whole.data = slot.whole.data.new_empty(0)
 
     def restore(self) -> None:
         """Make the modules ordinary ones again, with the trained parameters, on the CPU."""
@@ -245,18 +253,18 @@ class ShardedModel:
 
     def release(self) -> None:
         """Remove what FSDP has added to the modules."""
-        for place in self._places:
-            place.use(place.whole)
+        for slot in self._places:
+            slot.use(slot.whole)
         for state in self._states:
             state.restore()
 
     @torch.no_grad()
     def _gather(self, places: Sequence[_Place]) -> None:
         """Use the whole parameters at `places`, with the present values."""
-        for whole, divided in {id(p.whole): (p.whole, p.divided) for p in places}.values():
-            whole.data = whole_tensor(divided.detach()).to("cpu")
-        for place in places:
-            place.use(place.whole)
+        for full, divided_parameter in {id(p.whole): (p.whole, p.divided) for p in places}.values():
+            full.data = whole_tensor(divided_parameter.detach()).to("cpu")
+        for slot in places:
+            slot.use(slot.whole)
 
 
 @contextlib.contextmanager
@@ -268,13 +276,13 @@ def sharded(
     At the end the modules are ordinary ones again, and the parameters the same objects as before, with the
     trained values, on the CPU, in each process.
     """
-    found = ShardedModel(module, model, launch, device)
+    sharded_model = ShardedModel(module, model, launch, device)
     try:
-        yield found
+        yield sharded_model
     except BaseException:
-        found.release()  # the others may have failed too, so nothing can be gathered
+        sharded_model.release()  # the others may have failed too, so nothing can be gathered
         raise
-    found.restore()
+    sharded_model.restore()
 
 
 def _is_not_row(divided: Tensor, row: int) -> Tensor:
@@ -282,8 +290,8 @@ def _is_not_row(divided: Tensor, row: int) -> Tensor:
     local = local_part(divided)
     size = -(-divided.shape[0] // torch.distributed.get_world_size())  # of every part but the last ones
     numbers = torch.distributed.get_rank() * size + torch.arange(len(local), device=local.device)
-    found: Tensor = (numbers != row)[:, None]
-    return found
+    is_other_row: Tensor = (numbers != row)[:, None]
+    return is_other_row
 
 
 def _freeze(divided: nn.Parameter, trained: Tensor) -> None:

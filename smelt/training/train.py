@@ -78,7 +78,7 @@ def train(
             split, model.config, tokenizer, ctx, max_length=settings.max_length, split_name=name
         )
 
-    rows = encode(ctx.data["train"], "train")
+    samples = encode(ctx.data["train"], "train")
     validation, score, probe = None, None, None
     if settings.num_evals and (split := ctx.data.get("validation")):
         windows = ctx.traits.samples == "running-text"  # cut from one text before any are selected
@@ -111,9 +111,9 @@ def train(
         extension = combine_extensions(extension or TrainingExtension(), technique.extension())
     adapters = _begin_lora(model, settings, edits, ctx)
     extension = extension or TrainingExtension()
-    rows, validation = extension.prepare_samples(rows, validation)
+    samples, validation = extension.prepare_samples(samples, validation)
     if settings.packing:
-        rows = pack_samples(rows, settings.max_length)
+        samples = pack_samples(samples, settings.max_length)
         validation = None if validation is None else pack_samples(validation, settings.max_length)
     if starts_random(src, ctx) if random is None else random:
         extension = replace(extension, may_be_best=partial(_may_be_best_after_start, extension.may_be_best))
@@ -121,7 +121,7 @@ def train(
         extension = replace(extension, as_stored=adapters.as_stored)
     run_training(
         model,
-        rows,
+        samples,
         validation,
         objective=objective,
         settings=settings,
@@ -165,17 +165,17 @@ def _require_samples(settings: TrainingSettings, ctx: Context, stage: str, score
             code="missing-data",
             setting="data.train",
         )
-    if scores and (found := missing_labels_errors(ctx.task, ctx.data, ("train", "validation"))):
-        raise InputError(f"{stage}: {found[0].message}", code=found[0].code)
+    if scores and (errors := missing_labels_errors(ctx.task, ctx.data, ("train", "validation"))):
+        raise InputError(f"{stage}: {errors[0].message}", code=errors[0].code)
 
 
 def _warn_of_rounding(rounding: RoundingCheck, ctx: Context) -> None:
     """Report the part of the training that is lost by rounding to the stored dtype."""
     if not rounding.before:
         return
-    share = rounding.lost_share()
-    ctx.details["training"]["rounding"] = round(share, 5)
-    if text := rounding.warning(share):
+    lost_share = rounding.lost_share()
+    ctx.details["training"]["rounding"] = round(lost_share, 5)
+    if text := rounding.warning(lost_share):
         ctx.warn("lost-in-rounding", text)
 
 
@@ -191,7 +191,7 @@ def _begin_lora(
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(ctx.seed)
-        found = LoraAdapters(model, settings.lora, edits)
-    ctx.details["lora"] = found.details()
-    ctx.warnings.extend(found.warnings())
-    return found
+        adapters = LoraAdapters(model, settings.lora, edits)
+    ctx.details["lora"] = adapters.details()
+    ctx.warnings.extend(adapters.warnings())
+    return adapters

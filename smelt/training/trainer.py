@@ -147,7 +147,7 @@ class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
 
     def get_train_dataloader(self) -> Any:
         """Return the planned batches; accelerate distributes their parts to processes."""
-        parts = [part for batch in self.plan for part in divide_batch(batch, process_count())]
+        parts = [batch_part for batch in self.plan for batch_part in divide_batch(batch, process_count())]
         loader = DataLoader(self.train_dataset, batch_sampler=parts, collate_fn=self.data_collator)
         return self.accelerator.prepare(loader)
 
@@ -169,10 +169,16 @@ class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
         """Return the batches of one update, and the number of labels in those of all processes."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         counts = [_count_part(batch) for batch in batches]
-        items = torch.tensor([sum(found[over] for found in counts) for over in AVERAGED_OVER], device=device)
-        whole = self.accelerator.gather(items).reshape(-1, len(AVERAGED_OVER)).sum(dim=0)
-        self.items = dict(zip(AVERAGED_OVER, whole.tolist(), strict=True))
-        return batches, whole[0]
+        items = torch.tensor(
+            [
+                sum(counts_of_batch[averaged_over] for counts_of_batch in counts)
+                for averaged_over in AVERAGED_OVER
+            ],
+            device=device,
+        )
+        totals = self.accelerator.gather(items).reshape(-1, len(AVERAGED_OVER)).sum(dim=0)
+        self.items = dict(zip(AVERAGED_OVER, totals.tolist(), strict=True))
+        return batches, totals[0]
 
     def compute_loss(
         self, model: Any, inputs: TensorBatch, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -180,8 +186,11 @@ class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
         """Return the batch's part of the update's mean loss; raise if it is not finite."""
         counts = _count_part(inputs)
         # gradients are averaged over processes afterwards
-        shares = {over: counts[over] * process_count() / max(1, self.items[over]) for over in AVERAGED_OVER}
-        loss = model({name: value for name, value in inputs.items() if name != _NO_SAMPLES}, shares)
+        loss_shares = {
+            averaged_over: counts[averaged_over] * process_count() / max(1, self.items[averaged_over])
+            for averaged_over in AVERAGED_OVER
+        }
+        loss = model({name: value for name, value in inputs.items() if name != _NO_SAMPLES}, loss_shares)
         values = _mean_over_processes(self.measured.values, counts, loss.device)
         value = sum(mean for mean, _ in values.values())
         if not math.isfinite(value):
@@ -221,7 +230,7 @@ def divide_batch(batch: Sequence[int], processes: int) -> list[list[int]]:
 
 def _collate_part(found: Sequence[tuple[EncodedSample, bool]], config: Any) -> TensorBatch:
     batch = collate([sample for sample, _ in found], config)
-    return batch if all(real for _, real in found) else batch | {_NO_SAMPLES: torch.ones(1)}
+    return batch if all(is_real for _, is_real in found) else batch | {_NO_SAMPLES: torch.ones(1)}
 
 
 def _count_part(batch: TensorBatch) -> dict[AveragedOver, int]:
@@ -233,17 +242,17 @@ def _mean_over_processes(
     values: Mapping[str, tuple[float, AveragedOver]], counts: Mapping[AveragedOver, int], device: torch.device
 ) -> dict[str, tuple[float, int]]:
     """Return the mean of each named loss term over the items of all processes, and their number."""
-    found = [(mean, counts[over]) for mean, over in values.values()]
+    means = [(mean, counts[averaged_over]) for mean, averaged_over in values.values()]
     if process_count() > 1:
         # an empty part has no mean
         sums = torch.tensor(
-            [[mean * items if items else 0.0, items] for mean, items in found],
+            [[mean * items if items else 0.0, items] for mean, items in means],
             dtype=torch.float64,
             device=device,
         )
         torch.distributed.all_reduce(sums)
-        found = [(total / max(1.0, items), int(items)) for total, items in sums.tolist()]
-    return dict(zip(values, found, strict=True))
+        means = [(total / max(1.0, items), int(items)) for total, items in sums.tolist()]
+    return dict(zip(values, means, strict=True))
 
 
 def run_training(
@@ -292,30 +301,41 @@ def run_training(
             stack.enter_context(gradient_checkpointing(model))
         stack.enter_context(extension.training_context())
         measured = _ObjectiveModule(model, objective, precision)
-        divided = _divide(stack, measured, launch, args.device)
-        if divided is not None:
-            extension = replace(extension, may_be_best=_with_whole_modules(divided, model, extension))
+        divided_model = _divide(stack, measured, launch, args.device)
+        if divided_model is not None:
+            extension = replace(extension, may_be_best=_with_whole_modules(divided_model, model, extension))
         keeper = CheckpointSelector(model, settings.ema_decay, ctx.progress, extension, ctx.log_metrics)
-        resume = make_checkpoint_callback(model, keeper, plan, precision, settings, ctx, divided)
-        if resume.saved is not None and resume.saved.details is not None:
-            ctx.details["training"] = resume.saved.details
-            log_training_curve(resume.saved.details, ctx.log_metrics)
-            ctx.warnings.extend(resume.saved.warnings)
+        checkpoint_callback = make_checkpoint_callback(
+            model, keeper, plan, precision, settings, ctx, divided_model
+        )
+        if checkpoint_callback.saved is not None and checkpoint_callback.saved.details is not None:
+            ctx.details["training"] = checkpoint_callback.saved.details
+            log_training_curve(checkpoint_callback.saved.details, ctx.log_metrics)
+            ctx.warnings.extend(checkpoint_callback.saved.warnings)
             return
-        if resume.saved is not None:
-            plan, args.max_steps = plan[resume.step * settings.gradient_accumulation_steps :], resume.total
-        loop = PlannedTrainer(measured, args, samples, plan=plan, keeper=keeper, divided=divided)
-        loop.add_callback(resume)
+        if checkpoint_callback.saved is not None:
+            plan, args.max_steps = (
+                plan[checkpoint_callback.step * settings.gradient_accumulation_steps :],
+                checkpoint_callback.total,
+            )
+        loop = PlannedTrainer(measured, args, samples, plan=plan, keeper=keeper, divided=divided_model)
+        loop.add_callback(checkpoint_callback)
         if validation:
             groups = group_by_length(validation, settings.batch_size, settings.max_tokens_per_batch, None)
-            own = groups if _is_computed_together(divided) else groups[process_rank() :: process_count()]
-            batches = [collate([validation[i] for i in group], model.config) for group in own]
+            own_groups = (
+                groups if _is_computed_together(divided_model) else groups[process_rank() :: process_count()]
+            )
+            batches = [collate([validation[i] for i in group], model.config) for group in own_groups]
             keeper.evaluate = partial(
                 mean_loss, measured, batches, nn.Module.__call__, precision, args.device
             )
             keeper.evals, keeper.patience = settings.num_evals, settings.patience
-            keeper.score = None if score is None else partial(_as_stored, model, extension, divided, score)
-            keeper.probe = None if probe is None else partial(_as_stored, model, extension, divided, probe)
+            keeper.score = (
+                None if score is None else partial(_as_stored, model, extension, divided_model, score)
+            )
+            keeper.probe = (
+                None if probe is None else partial(_as_stored, model, extension, divided_model, probe)
+            )
             keeper.sign = -1 if settings.metric_for_best_model in ctx.negated_metrics else 1
         require_training_memory(
             model,
@@ -326,7 +346,7 @@ def run_training(
             parts=process_count(),
             launch=launch,
         )
-        stack.enter_context(resume.ending_on_sigterm())
+        stack.enter_context(checkpoint_callback.ending_on_sigterm())
         loop.train()
         steps = int(loop.state.global_step)
         keeper.load_best()
@@ -347,7 +367,7 @@ def run_training(
             "worse-than-random": keeper.worse_than_random_text(),
         }
         ctx.warnings.extend(warnings := [warning(code, text) for code, text in texts.items() if text])
-        resume.finish(steps, ctx.details["training"], warnings)
+        checkpoint_callback.finish(steps, ctx.details["training"], warnings)
 
 
 def require_trainable(model: nn.Module, settings: TrainingSettings, launch: LaunchSettings | None) -> None:
@@ -358,12 +378,12 @@ def require_trainable(model: nn.Module, settings: TrainingSettings, launch: Laun
     """
     if launch is None:
         return
-    found = strategy_conflicts(launch, settings)
+    conflicts = strategy_conflicts(launch, settings)
     if launch.divides == 3:
-        found += [f"'{name}', a single number" for name, p in model.named_parameters() if not p.dim()]
-    if found:
+        conflicts += [f"'{name}', a single number" for name, p in model.named_parameters() if not p.dim()]
+    if conflicts:
         raise InputError(
-            f"strategy: {launch.strategy} cannot train with {', '.join(found)}. Remove it, or set"
+            f"strategy: {launch.strategy} cannot train with {', '.join(conflicts)}. Remove it, or set"
             " strategy: ddp.",
             code="not-with-strategy",
             setting="launch.strategy",
@@ -396,20 +416,20 @@ def metric_disagreement_text(selector: CheckpointSelector, rows: int, ctx: Conte
     Clearly: by two standard errors of a paired difference in which an eighth of the samples change.
     """
     candidates = [
-        found
-        for found in selector.validations
-        if found.other_metrics and selector.extension.may_be_best(found.step)
+        validation
+        for validation in selector.validations
+        if validation.other_metrics and selector.extension.may_be_best(validation.step)
     ]
     if selector.best is None or not selector.best.other_metrics or not rows:
         return None
-    metric, kept = next(iter(selector.best.other_metrics.items()))
+    metric, score = next(iter(selector.best.other_metrics.items()))
     best = max(candidates, key=lambda found: found.other_metrics[metric])
-    if best.other_metrics[metric] - kept <= 2 * 100 * math.sqrt(0.125 / rows):
+    if best.other_metrics[metric] - score <= 2 * 100 * math.sqrt(0.125 / rows):
         return None
     sign = -1 if metric in ctx.negated_metrics else 1
     return (
         f"Validation loss and {metric} disagree: the weights of step {selector.best.step} are kept for their"
-        f" loss ({selector.best.loss:.4g}; {metric} {sign * kept:.4g}), but those of step {best.step} have"
+        f" loss ({selector.best.loss:.4g}; {metric} {sign * score:.4g}), but those of step {best.step} have"
         f" {metric} {sign * best.other_metrics[metric]:.4g} (loss {best.loss:.4g}). To keep them, set"
         f" metric_for_best_model: {metric}."
     )
@@ -434,10 +454,10 @@ def _as_stored(
     score: Callable[[], ResultT],
 ) -> ResultT:
     """Return the score of the weights as they will be stored; the processes compute it together."""
-    whole = contextlib.nullcontext() if divided is None else divided.whole()
-    with whole, modules_detached(model), extension.as_stored():
-        found = score()
-        return from_first(lambda: found)
+    whole_modules = contextlib.nullcontext() if divided is None else divided.whole()
+    with whole_modules, modules_detached(model), extension.as_stored():
+        score_value = score()
+        return from_first(lambda: score_value)
 
 
 def _require_finite(model: nn.Module, selector: CheckpointSelector) -> None:
@@ -466,8 +486,8 @@ def _training_arguments(
     model: nn.Module,
 ) -> Any:
     zero = None if launch is None or launch.strategy != "deepspeed" else zero_config(launch, model)
-    prepared = zero is not None and device.type == "cpu"
-    if prepared:
+    is_prepared = zero is not None and device.type == "cpu"
+    if is_prepared:
         prepare_accelerate()
     args = transformers.TrainingArguments(
         output_dir=folder,
@@ -491,7 +511,7 @@ def _training_arguments(
         disable_tqdm=True,
         remove_unused_columns=False,
         dataloader_pin_memory=False,
-        accelerator_config={"even_batches": False, "use_configured_state": prepared},
+        accelerator_config={"even_batches": False, "use_configured_state": is_prepared},
         ddp_find_unused_parameters=not settings.gradient_checkpointing,
         ddp_timeout=24 * 3600,
     )

@@ -45,15 +45,15 @@ def pick_precision(requested: str, device: torch.device) -> str:
             return requested
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     # torch has no public API for this; without native bf16 no trial is needed
-    native = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    gain = bf16_speedup() if native or requested == "bf16" else 0.0
-    if requested == "bf16" and not gain:
+    has_native_bf16 = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    speedup = bf16_speedup() if has_native_bf16 or requested == "bf16" else 0.0
+    if requested == "bf16" and not speedup:
         raise InputError(
             "precision: bf16 matrix multiplications crash on this processor. Set precision: fp32 (or auto).",
             code="no-bf16",
             setting="precision",
         )
-    return "bf16" if requested == "bf16" or gain >= _MIN_SPEEDUP else "fp32"
+    return "bf16" if requested == "bf16" or speedup >= _MIN_SPEEDUP else "fp32"
 
 
 def autocast(precision: str, device: torch.device) -> torch.autocast:
@@ -139,25 +139,25 @@ def gradient_checkpointing(model: Any) -> Iterator[None]:
     Raises:
         InputError: the model's class does not support it.
     """
-    found = [m for m in model.modules() if getattr(m, "supports_gradient_checkpointing", False)]
-    if not found:
+    checkpointed = [m for m in model.modules() if getattr(m, "supports_gradient_checkpointing", False)]
+    if not checkpointed:
         raise InputError(
             f"gradient_checkpointing: transformers does not support it for {type(model).__name__}. Lower"
             " batch_size and raise gradient_accumulation_steps instead.",
             code="no-gradient-checkpointing",
             setting="gradient_checkpointing",
         )
-    top = found[0]  # a sentence embedder contains the model of transformers
+    top_module = checkpointed[0]  # a sentence embedder contains the model of transformers
     name = (
         "activation_checkpointing"
-        if hasattr(top, "activation_checkpointing_enable")
+        if hasattr(top_module, "activation_checkpointing_enable")
         else "gradient_checkpointing"
     )
-    getattr(top, f"{name}_enable")({"use_reentrant": False})
+    getattr(top_module, f"{name}_enable")({"use_reentrant": False})
     try:
         yield
     finally:
-        getattr(top, f"{name}_disable")()
+        getattr(top_module, f"{name}_disable")()
 
 
 def _override_dropout(module: nn.Module, value: float, undo: contextlib.ExitStack) -> None:
@@ -202,12 +202,12 @@ def frozen_pad_rows(model: Any) -> list[tuple[Tensor, int]]:
     family = family_of(model)
     if family is None or not family.freezes_pad_row:
         return []
-    rows = {
+    embeddings = {
         id(m.weight): (m.weight, m.padding_idx)
         for m in model.modules()
         if isinstance(m, nn.Embedding) and m.padding_idx is not None and m.weight.requires_grad
     }
-    return list(rows.values())
+    return list(embeddings.values())
 
 
 def _freeze_pad_rows(model: Any) -> list[Any]:
@@ -261,12 +261,12 @@ def require_training_memory(
     )
     on_cpu = gradients + states
     if device.type == "cuda":
-        whole = sum(p.numel() * p.element_size() for p in model.parameters())
-        on_gpu = (0 if divides == 3 else whole) + (0 if offloaded else on_cpu)
+        weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        on_gpu = (0 if divides == 3 else weight_bytes) + (0 if offloaded else on_cpu)
         if zero and divides == 3:  # DeepSpeed moves the model before it divides it
-            on_gpu = max(whole, 0 if offloaded else on_gpu + whole // parts)
-        free = torch.cuda.mem_get_info(device)[0]
-        require_memory(on_gpu, "Training on the GPU", remedy, free_bytes=free)
+            on_gpu = max(weight_bytes, 0 if offloaded else on_gpu + weight_bytes // parts)
+        free_bytes = torch.cuda.mem_get_info(device)[0]
+        require_memory(on_gpu, "Training on the GPU", remedy, free_bytes=free_bytes)
         on_cpu = on_cpu if offloaded else 0
     require_memory(
         (on_cpu + copies) * processes_on_machine(), "Training", remedy, free_bytes=available_bytes()

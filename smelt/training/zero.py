@@ -33,21 +33,21 @@ def zero_config(launch: LaunchSettings, model: nn.Module) -> dict[str, Any]:
     Precision, optimizer and schedule are the stage's, which Trainer creates.
     """
     bucket = min(sum(p.numel() for p in model.parameters() if p.requires_grad), _BUCKET)
-    divided: dict[str, Any] = {
+    config: dict[str, Any] = {
         "stage": launch.zero_stage,
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket + bucket % 2,  # DeepSpeed requires an even one
         **launch.zero_options,
     }
     if launch.cpu_offload:
-        divided["offload_optimizer"] = {"device": "cpu"}
+        config["offload_optimizer"] = {"device": "cpu"}
     if launch.zero_stage == 3:
         # no parameter stays whole after it was used: weights are exchanged between updates
-        divided |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+        config |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
         if launch.cpu_offload:
-            divided["offload_param"] = {"device": "cpu"}
+            config["offload_param"] = {"device": "cpu"}
     return {
-        "zero_optimization": divided,
+        "zero_optimization": config,
         "zero_force_ds_cpu_optimizer": False,
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
@@ -68,12 +68,12 @@ def deepspeed_unused() -> Iterator[None]:
     """Keep accelerate from importing DeepSpeed inside the context: that takes seconds, and may fail."""
     from accelerate.utils import other
 
-    found = other.is_deepspeed_available
+    is_available = other.is_deepspeed_available
     other.is_deepspeed_available = lambda: False
     try:
         yield
     finally:
-        other.is_deepspeed_available = found
+        other.is_deepspeed_available = is_available
 
 
 class ZeroModel(transformers.TrainerCallback):  # type: ignore[misc]
@@ -85,7 +85,7 @@ class ZeroModel(transformers.TrainerCallback):  # type: ignore[misc]
     def __init__(self, module: nn.Module, launch: LaunchSettings, device: torch.device) -> None:
         self.stage = launch.zero_stage
         self._module = module
-        self._states = [ModuleState.of(each) for each in module.modules()]
+        self._states = [ModuleState.of(submodule) for submodule in module.modules()]
         self._attributes = [(p, frozenset(vars(p))) for p in module.parameters()]
         self._trained: list[nn.Parameter] = []
         self._dims: list[int] = []
@@ -130,8 +130,8 @@ class ZeroModel(transformers.TrainerCallback):  # type: ignore[misc]
         self._link_states()
         vectors, numbers = _divided_and_common(inner.state)
         state = {
-            at: {name: in_first(safe_get_full_optimizer_state(p, name)) for name in vectors} | numbers
-            for at, p in enumerate(self._trained)
+            index: {name: in_first(safe_get_full_optimizer_state(p, name)) for name in vectors} | numbers
+            for index, p in enumerate(self._trained)
         }
         groups = zip(inner.param_groups, self._numbers, strict=True)
         return {"state": state, "param_groups": [{**group, "params": numbers} for group, numbers in groups]}
@@ -146,7 +146,11 @@ class ZeroModel(transformers.TrainerCallback):  # type: ignore[misc]
         for group, saved in zip(inner.param_groups, groups, strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
         example = next(iter(state.values()), {})
-        names = [n for n in example if all(one[n].dim() == self._dims[at] for at, one in state.items())]
+        names = [
+            n
+            for n in example
+            if all(parameter_state[n].dim() == self._dims[index] for index, parameter_state in state.items())
+        ]
         vectors = (
             "fp32_partitioned_groups_flat" if self.divides_parameters else "single_partition_of_fp32_groups"
         )
@@ -160,14 +164,14 @@ class ZeroModel(transformers.TrainerCallback):  # type: ignore[misc]
             }
             inner.state[vector] = common | {name: torch.zeros_like(vector) for name in names}
         self._link_states()
-        for at, one in state.items():  # a parameter that was never used has none
-            parameter = self._trained[at]
+        for index, parameter_state in state.items():  # a parameter that was never used has none
+            parameter = self._trained[index]
             for name in names:
-                whole = one[name]
+                full_tensor = parameter_state[name]
                 if self.divides_parameters:
-                    safe_set_local_optimizer_state(parameter, divided_like(whole, parameter), name)
+                    safe_set_local_optimizer_state(parameter, divided_like(full_tensor, parameter), name)
                 else:
-                    safe_set_full_optimizer_state(parameter, whole.to(parameter.device), name)
+                    safe_set_full_optimizer_state(parameter, full_tensor.to(parameter.device), name)
 
     def _link_states(self) -> None:
         """Let DeepSpeed find the state of every parameter.
@@ -187,12 +191,12 @@ class ZeroModel(transformers.TrainerCallback):  # type: ignore[misc]
         if not self.divides_parameters or self._zero is None:
             yield
             return
-        chosen = self._module if part is None else part
-        parameters = list(chosen.parameters())
+        chosen_module = self._module if part is None else part
+        parameters = list(chosen_module.parameters())
         device = parameters[0].device if parameters else torch.device("cpu")
         self._gather(parameters)
         try:
-            with buffers_on_cpu(chosen.modules()):
+            with buffers_on_cpu(chosen_module.modules()):
                 yield
         finally:
             for parameter in parameters:
@@ -237,13 +241,13 @@ def divided_by_zero(module: nn.Module, launch: LaunchSettings, device: torch.dev
     with warnings.catch_warnings():
         # one for every exchange: torch 2.13 renames the functions that DeepSpeed calls
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-        found = ZeroModel(module, launch, device)
+        zero_model = ZeroModel(module, launch, device)
         try:
-            yield found
+            yield zero_model
         except BaseException:
-            found.release()  # the others may have failed too, so nothing can be gathered
+            zero_model.release()  # the others may have failed too, so nothing can be gathered
             raise
-        found.restore()
+        zero_model.restore()
 
 
 def _divided_and_common(state: Mapping[Tensor, Mapping[str, Any]]) -> tuple[list[str], dict[str, Any]]:

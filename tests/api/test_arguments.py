@@ -29,7 +29,7 @@ pytestmark = pytest.mark.quick
         (["x" * 500, ["y" * 500]], "not-a-text", "texts[1]", [" ['" + "y" * 55 + "... (list)."]),
     ],
 )
-def test_what_are_no_texts_is_refused(function, given, code, place, values):
+def test_invalid_texts_are_rejected(function, given, code, place, values):
     with raises_code(code, InputError) as caught:
         function(given)
     assert caught.value.setting == place
@@ -46,7 +46,7 @@ def test_what_are_no_texts_is_refused(function, given, code, place, values):
         (as_texts_or_pairs, ["a", ("b", None)], "not-a-text", "texts[1][1]"),
     ],
 )
-def test_pairs_are_for_classifiers_and_have_two_texts(function, given, code, place):
+def test_pairs_are_only_for_classifiers_and_have_two_texts(function, given, code, place):
     with raises_code(code, InputError) as caught:
         function(given)
     assert caught.value.setting == place
@@ -54,14 +54,14 @@ def test_pairs_are_for_classifiers_and_have_two_texts(function, given, code, pla
 
 
 @pytest.mark.parametrize("given", [["a", "b"], ("a", "b"), iter(["a", "b"]), np.array(["a", "b"])])
-def test_any_row_of_texts_is_taken(given):
+def test_any_sequence_of_texts_is_accepted(given):
     found = as_texts(given)
     assert found == ["a", "b"]
     assert {type(text) for text in found} == {str}
 
 
 @pytest.mark.parametrize("given", [0, -1, True, 2.0, "8", None])
-def test_counts_are_whole_numbers_from_one_on(given):
+def test_counts_are_positive_integers(given):
     with raises_code("wrong-value", InputError) as caught:
         as_count(given, "batch_size")
     assert caught.value.setting == "batch_size"
@@ -69,6 +69,6 @@ def test_counts_are_whole_numbers_from_one_on(given):
 
 
 @pytest.mark.parametrize("given", [1, 8, np.int64(8)])
-def test_whole_numbers_of_any_kind_are_taken(given):
+def test_integers_of_any_type_are_accepted(given):
     assert as_count(given, "batch_size") == given
     assert type(as_count(given, "batch_size")) is int

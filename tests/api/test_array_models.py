@@ -23,7 +23,7 @@ from tests.support.graphs import imported_graphs as graphs
         ({"x": np.array([None])}, "does-not-fit-graph"),
     ],
 )
-def test_what_are_no_rows_is_said(tmp_path: Path, given: dict[str, Any], code: str) -> None:
+def test_invalid_arrays_are_rejected(tmp_path: Path, given: dict[str, Any], code: str) -> None:
     graphs.make_artifact(tmp_path / "a", graphs.two_layer_classifier())
     with smelt.load(str(tmp_path / "a")) as model, raises_code(code, InputError) as caught:
         model.run(given)
@@ -31,7 +31,7 @@ def test_what_are_no_rows_is_said(tmp_path: Path, given: dict[str, Any], code: s
         assert "x float32" in str(caught.value)
 
 
-def test_outputs_of_other_sizes_for_other_batches_are_said(tmp_path: Path) -> None:
+def test_output_shapes_depending_on_batch_are_rejected(tmp_path: Path) -> None:
     boxes = graphs.make_model(
         [helper.make_node("NonZero", ["x"], ["boxes"])],
         [graphs.value_info("x", ["N", 8])],

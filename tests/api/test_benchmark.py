@@ -57,7 +57,7 @@ def _changed(artifact, folder, file, content):
     return folder
 
 
-def test_artifacts_are_timed_against_the_first_and_one_that_fails_is_named(run, tmp_path, monkeypatch):
+def test_artifacts_are_timed_against_first_and_failures_are_named(run, tmp_path, monkeypatch):
     config = '{"model_type": "bert", "architectures": ["NoSuchModel"]}'
     broken = _changed(run / "prune", tmp_path / "broken", "config.json", config)
     data = run.parent.parent / "data.jsonl"
@@ -89,7 +89,7 @@ def test_artifacts_are_timed_against_the_first_and_one_that_fails_is_named(run, 
     assert "broken: " in table
 
 
-def test_equal_names_are_told_apart_by_their_runs(run, tmp_path):
+def test_equal_names_are_distinguished_by_run(run, tmp_path):
     other = tmp_path / "other" / "artifacts"
     other.mkdir(parents=True)
     (other / "prune").symlink_to(run / "prune")
@@ -97,7 +97,7 @@ def test_equal_names_are_told_apart_by_their_runs(run, tmp_path):
     assert list(open_artifacts([run / "prune", other / "prune"])) == ["run/prune", "other/prune"]
 
 
-def test_texts_come_from_lines_or_from_a_column(tmp_path):
+def test_texts_are_read_from_lines_or_column(tmp_path):
     (tmp_path / "a.txt").write_text("one\n\ntwo\n")
     with gzip.open(tmp_path / "b.txt.gz", "wt") as file:
         file.write("three\n")
@@ -117,7 +117,7 @@ def test_texts_come_from_lines_or_from_a_column(tmp_path):
         read_texts(tmp_path / "e.txt", "translation")
 
 
-def test_what_cannot_be_compared_is_said(run, tmp_path):
+def test_incomparable_artifacts_are_rejected(run, tmp_path):
     translator = tmp_path / "t"
     shutil.copytree(run / "model", translator)
     manifest = json.loads((translator / "manifest.json").read_text())
@@ -133,7 +133,7 @@ def test_what_cannot_be_compared_is_said(run, tmp_path):
     assert harness.smelt("bench").exit_code == 2
 
 
-def test_the_table_stays_in_80_columns_with_long_names_and_large_numbers():
+def test_timing_table_fits_80_columns():
     row = {
         "batch_size": 1,
         "texts": 8,

@@ -13,7 +13,7 @@ from tests.support.expected_errors import raises_code
 pytestmark = pytest.mark.quick
 
 
-def test_closing_waits_for_the_calls_that_are_on_their_way():
+def test_closing_waits_for_active_calls():
     calls, inside, out, closed = ActiveCalls("closed"), threading.Event(), threading.Event(), []
 
     def work():
@@ -40,7 +40,7 @@ def test_closing_waits_for_the_calls_that_are_on_their_way():
     assert calls.close() is False
 
 
-def test_a_runtime_for_one_thread_at_a_time_is_used_by_one_at_a_time():
+def test_calls_to_single_threaded_runtime_are_sequential():
     calls, inside, seen = ActiveCalls("closed", most=1), [], []
 
     def work(number):
@@ -55,7 +55,7 @@ def test_a_runtime_for_one_thread_at_a_time_is_used_by_one_at_a_time():
     assert seen == [1] * 30
 
 
-def test_who_waits_for_a_turn_is_told_that_the_model_was_closed():
+def test_waiting_call_raises_when_model_is_closed():
     calls, inside, out = ActiveCalls("closed", most=1), threading.Event(), threading.Event()
 
     def work():
@@ -83,7 +83,7 @@ def test_who_waits_for_a_turn_is_told_that_the_model_was_closed():
         assert closing.result(5) is True
 
 
-def test_cuts_add_up():
+def test_truncation_counts_are_summed():
     cuts = TruncationCounter()
     cuts(2, 64)
     cuts(1, 64)

@@ -48,7 +48,7 @@ def _model_step(folder):
     return json.loads((folder / "report.json").read_text())["steps"][0]
 
 
-def test_the_recipes_beams_are_scored_timed_and_named(home):
+def test_beam_settings_of_recipe_are_scored_timed_and_named(home):
     step = _model_step(home / "run")
     assert SIGNATURE in step["quality"]["bleu"]["signature"]
     assert step["latency"][0]["output_tokens"] > 0
@@ -56,7 +56,7 @@ def test_the_recipes_beams_are_scored_timed_and_named(home):
     assert "beam 3, at most 6 new tokens" in " ".join(plan.split())
 
 
-def test_another_generation_is_another_score_and_another_time(home):
+def test_other_generation_settings_give_other_scores_and_latency(home):
     other = "score.generation.length_penalty=-2.0"
     _said("run", home / "recipe.yaml", "--out", home / "run2", "--quiet", "--set", other)
     signature = _model_step(home / "run2")["quality"]["bleu"]["signature"]
@@ -64,7 +64,7 @@ def test_another_generation_is_another_score_and_another_time(home):
     assert _model_step(home / "run2")["latency"] != _model_step(home / "run")["latency"]
 
 
-def test_eval_and_predict_take_beams(home):
+def test_eval_and_predict_accept_beam_options(home):
     artifact = home / "run" / "artifacts" / "model"
     words = ("--max-new-tokens", 6, "--num-beams", 3)
     arguments = ["eval", artifact, "--data", home / "data.jsonl", "--metric", "bleu", "--json", *words]
@@ -77,7 +77,7 @@ def test_eval_and_predict_take_beams(home):
     assert _said("predict", artifact, *tiny.SENTENCES[:2], *words).splitlines() == expected
 
 
-def test_predict_samples_with_a_seed(home):
+def test_predict_samples_reproducibly_with_seed(home):
     artifact = home / "run" / "artifacts" / "model"
     words = ("--sample", "--temperature", 2.0, "--top-k", 20, "--top-p", 0.95)
     first = _said("predict", artifact, *tiny.SENTENCES, *words, "--seed", 1)
@@ -95,13 +95,13 @@ def test_predict_samples_with_a_seed(home):
         (["--sample", "--top-p", "0"], ("--top-p", "0.0 ", "0<x<=1")),
     ],
 )
-def test_search_options_that_mean_nothing_are_refused_with_exit_code_2(home, words, named):
+def test_ineffective_search_options_are_rejected_with_exit_code_2(home, words, named):
     output = _said("predict", home / "run" / "artifacts" / "model", "a man", *words, code=2)
     text = " ".join(output.split()).rpartition("Error: ")[2]
     assert [value for value in named if value not in text] == []
 
 
-def test_missing_columns_are_named_by_the_option(home, tmp_path):
+def test_missing_columns_error_names_option(home, tmp_path):
     (tmp_path / "test.jsonl").write_text('{"english": "a", "german": "b"}')
     error = command_error(
         harness.smelt("eval", home / "run/artifacts/model", "--data", tmp_path / "test.jsonl", code=2)

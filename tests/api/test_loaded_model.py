@@ -53,13 +53,13 @@ def test_onnx_artifacts_run_without_torch_and_transformers():
     assert done.stderr == ""
     lines = done.stdout.splitlines()
     for kind, artifact, line in zip(exported_artifacts.TEXT_KINDS, artifacts, lines, strict=True):
-        heavy, found = json.loads(line)
+        heavy, outputs = json.loads(line)
         assert heavy == [], kind
         with smelt.load(artifact) as model:
-            assert found == [str(one) for one in _use(model, tiny.SENTENCES[:3])], kind
+            assert outputs == [str(output) for output in _use(model, tiny.SENTENCES[:3])], kind
 
 
-def test_an_artifact_from_before_is_read_by_transformers_and_gives_the_same(tmp_path):
+def test_artifact_without_tokenizing_json_uses_transformers_with_equal_outputs(tmp_path):
     """An export of an earlier version has no tokenizing.json."""
     source = exported_artifacts.exported_artifact("translator").resolve()
     for path in source.iterdir():
@@ -77,7 +77,7 @@ def test_an_artifact_from_before_is_read_by_transformers_and_gives_the_same(tmp_
     ("kind", "step"),
     [("translator", "onnx"), ("classifier", "onnx"), ("writer", "onnx"), ("translator", "model")],
 )
-def test_hundreds_of_requests_of_six_threads_get_what_they_would_get_alone(kind, step):
+def test_concurrent_requests_equal_single_requests(kind, step):
     """Another thread opens and closes models meanwhile; texts that are cut are among the requests."""
     artifact, other = (
         exported_artifacts.exported_artifact(kind, step),
@@ -112,7 +112,7 @@ def test_hundreds_of_requests_of_six_threads_get_what_they_would_get_alone(kind,
 
 
 @pytest.mark.parametrize(("kind", "step"), [("translator", "model"), ("classifier", "onnx")])
-def test_a_closed_model_says_so(kind, step):
+def test_closed_model_raises(kind, step):
     folder = exported_artifacts.exported_artifact(kind, step)
     model = smelt.load(folder)
     model.close()
@@ -124,7 +124,7 @@ def test_a_closed_model_says_so(kind, step):
         assert str(caught.value).startswith(f"{folder}: ")
 
 
-def test_the_wrong_one_of_predict_and_generate_is_told_with_the_folder_that_was_opened():
+def test_wrong_method_error_names_folder_and_right_method():
     for kind, use, task, fitting in (
         ("translator", "predict", "translation", "generate"),
         ("classifier", "generate", "text-classification", "predict"),
@@ -138,14 +138,14 @@ def test_the_wrong_one_of_predict_and_generate_is_told_with_the_folder_that_was_
 
 
 @pytest.mark.parametrize("folder", [None, b"runs"])
-def test_a_folder_that_is_no_path_is_refused(folder):
+def test_folder_of_wrong_type_is_rejected(folder):
     with raises_code("wrong-value", smelt.InputError) as caught:
         smelt.load(folder)
     assert caught.value.setting == "artifact"
     assert repr(folder) in str(caught.value)
 
 
-def test_only_a_setting_that_is_unknown_is_told_the_known_ones():
+def test_only_unknown_setting_lists_known_ones():
     with raises_code("unknown-setting", smelt.InputError) as caught:
         parse_generation({"max_new_token": 3})
     assert caught.value.setting == "max_new_token"
@@ -157,7 +157,7 @@ def test_only_a_setting_that_is_unknown_is_told_the_known_ones():
 
 
 @pytest.mark.parametrize("step", ["model", "onnx"])
-def test_calls_of_torch_and_onnx_runtime_are_in_at_the_same_time(step, monkeypatch):
+def test_torch_and_onnx_calls_run_concurrently(step, monkeypatch):
     together = threading.Barrier(3)
 
     def meet(runner, texts, *_, **__):
@@ -172,7 +172,7 @@ def test_calls_of_torch_and_onnx_runtime_are_in_at_the_same_time(step, monkeypat
         assert list(pool.map(model.generate, [["a"], ["b"], ["c"]])) == [["a"], ["b"], ["c"]]
 
 
-def test_only_an_engine_takes_one_call_at_a_time(tmp_path, monkeypatch):
+def test_only_engine_takes_one_call_at_a_time(tmp_path, monkeypatch):
     for step, expected in (("onnx", None), ("model", None)):
         with smelt.load(exported_artifacts.exported_artifact("translator", step)) as model:
             assert model._calls._max_calls is expected
@@ -194,7 +194,7 @@ def _engine(path):
     )
 
 
-def test_a_tokenizer_that_cannot_be_read_is_told_when_the_artifact_is_opened(tmp_path, monkeypatch):
+def test_unreadable_tokenizer_is_reported_on_load(tmp_path, monkeypatch):
     closed = []
 
     class Text:
@@ -210,7 +210,7 @@ def test_a_tokenizer_that_cannot_be_read_is_told_when_the_artifact_is_opened(tmp
     assert closed == [1]
 
 
-def test_a_call_that_fails_does_not_keep_a_model_open():
+def test_failed_call_does_not_keep_model_open():
     model = smelt.load(exported_artifacts.exported_artifact("translator"))
     with pytest.raises(smelt.InputError):
         model.generate([3])
@@ -220,7 +220,7 @@ def test_a_call_that_fails_does_not_keep_a_model_open():
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("translator", 40), ("classifier", 32), ("writer", 64)], ids=str)
-def test_texts_that_are_too_long_are_counted_and_told(kind, limit):
+def test_truncated_texts_are_counted_and_warned(kind, limit):
     with smelt.load(exported_artifacts.exported_artifact(kind)) as model:
         with pytest.warns(smelt.TruncationWarning) as caught:
             _use(model, ["a man", LONG, LONG])
@@ -235,13 +235,13 @@ def test_texts_that_are_too_long_are_counted_and_told(kind, limit):
         assert model.truncated == 2
 
 
-def test_one_text_of_one_is_told_in_the_singular():
+def test_truncation_warning_uses_singular():
     assert str(smelt.TruncationWarning(1, 1, 8)).startswith("1 of 1 text was ")
     assert str(smelt.TruncationWarning(1, 5, 8)).startswith("1 of 5 texts was ")
 
 
 @pytest.mark.parametrize(("kind", "use"), [("translator", "generate"), ("classifier", "predict")])
-def test_a_batch_size_that_is_none_is_refused(kind, use):
+def test_invalid_batch_size_is_rejected(kind, use):
     with (
         smelt.load(exported_artifacts.exported_artifact(kind)) as model,
         raises_code("wrong-value", smelt.InputError) as caught,
@@ -251,13 +251,13 @@ def test_a_batch_size_that_is_none_is_refused(kind, use):
 
 
 @pytest.mark.parametrize(("kind", "step"), [("translator", "onnx"), ("writer", "model")])
-def test_of_no_texts_nothing_is_made(kind, step):
+def test_no_texts_give_no_outputs(kind, step):
     with smelt.load(exported_artifacts.exported_artifact(kind, step)) as model:
         assert model.generate([]) == model.generate((text for text in ()), num_beams=3) == []
 
 
 @pytest.mark.parametrize("texts", [["a", None], [("a", "b")], "a man"])
-def test_what_are_no_texts_is_refused(texts):
+def test_invalid_texts_are_rejected(texts):
     with (
         smelt.load(exported_artifacts.exported_artifact("translator")) as model,
         pytest.raises(smelt.InputError),
@@ -266,7 +266,7 @@ def test_what_are_no_texts_is_refused(texts):
 
 
 @pytest.mark.parametrize("threads", [0, "2"])
-def test_a_number_of_threads_that_is_none_is_refused(threads):
+def test_invalid_threads_are_rejected(threads):
     with raises_code("wrong-value", smelt.InputError) as caught:
         smelt.load(exported_artifacts.exported_artifact("translator"), threads=threads)
     assert caught.value.setting == "threads"

@@ -19,14 +19,14 @@ def run():
     return exported_artifacts.exported_artifact("translator").parents[1]
 
 
-def test_the_run_is_found_by_its_link_and_in_its_store(run):
+def test_run_is_found_by_link_and_in_store(run):
     link = run / "artifacts" / "onnx"
     artifact = read_artifact(link)
     assert find_run(link, artifact) == (run, "onnx")
     assert find_run(artifact.path, artifact) == (run.resolve(), "onnx")
 
 
-def test_a_copy_has_no_run(run, tmp_path):
+def test_copied_artifact_has_no_run(run, tmp_path):
     copy = tmp_path / "onnx"
     shutil.copytree(run / "artifacts" / "onnx", copy)
     artifact = read_artifact(copy)
@@ -34,14 +34,14 @@ def test_a_copy_has_no_run(run, tmp_path):
     assert package_origin(artifact, None, "onnx").run is None
 
 
-def test_a_run_of_another_artifact_under_the_same_name_is_not_taken(run, tmp_path):
+def test_run_of_other_artifact_with_same_name_is_ignored(run, tmp_path):
     place = tmp_path / "run" / "artifacts" / "onnx"
     shutil.copytree(run / "artifacts" / "model", place)
     shutil.copy(run / "report.json", tmp_path / "run")
     assert find_run(place, read_artifact(place)) is None
 
 
-def test_what_the_run_holds_is_told(run):
+def test_package_origin_has_run_steps_and_scores(run):
     origin = package_origin(read_artifact(run / "artifacts" / "onnx"), run, "onnx")
     report = json.loads((run / "report.json").read_text())
     assert (origin.run, origin.model) == ("recipe", "m")
@@ -62,7 +62,7 @@ def test_what_the_run_holds_is_told(run):
     assert all(score.baseline is None for score in package_origin(None, run, "model").scores)
 
 
-def test_settings_licence_and_times_are_told(run, tmp_path):
+def test_package_origin_has_settings_license_and_latency(run, tmp_path):
     for name in ("model", "onnx"):
         shutil.copytree(run / "artifacts" / name, tmp_path / "artifacts" / name)
     path = tmp_path / "artifacts" / "model" / "manifest.json"
@@ -87,20 +87,20 @@ def test_settings_licence_and_times_are_told(run, tmp_path):
     assert "disturbed" not in first
 
 
-def test_a_damaged_report_says_nothing(run, tmp_path):
+def test_damaged_report_is_ignored(run, tmp_path):
     (tmp_path / "report.json").write_text("{")
     artifact = read_artifact(run / "artifacts" / "onnx")
     assert package_origin(artifact, tmp_path, "onnx").run is None
 
 
-def test_the_artifacts_of_a_run(run, tmp_path):
+def test_run_artifacts_are_listed(run, tmp_path):
     assert set(run_artifacts(run)) == {"model", "onnx"}
     (tmp_path / "artifacts" / "broken").mkdir(parents=True)
     assert run_artifacts(tmp_path) == {}
 
 
 @pytest.mark.parametrize("gates", [{"size_bytes": {"max": 1000}}, {}])
-def test_package_of_an_unfinished_run_says_that_its_gates_were_not_judged(run, tmp_path, gates):
+def test_package_of_unfinished_run_warns_about_gates(run, tmp_path, gates):
     """Interrupted, killed or still running: a failed gate would be silent."""
     report = json.loads((run / "report.json").read_text())
     (tmp_path / "report.json").write_text(json.dumps(report))

@@ -16,7 +16,7 @@ def run():
     return exported_artifacts.exported_artifact("classifier").parents[1]
 
 
-def test_the_default_place_is_named_after_step_and_form(run, tmp_path, monkeypatch):
+def test_default_folder_is_named_after_step_and_format(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     link = run / "artifacts" / "onnx"
     package = smelt.package(link)
@@ -28,7 +28,7 @@ def test_the_default_place_is_named_after_step_and_form(run, tmp_path, monkeypat
     )  # the store's folder: its step is found
 
 
-def test_a_copied_artifact_is_packaged_without_scores(run, tmp_path, monkeypatch):
+def test_copied_artifact_is_packaged_without_scores(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(run / "artifacts" / "onnx", "copied")
     package = smelt.package("copied", "standalone", "out/p")
@@ -37,21 +37,21 @@ def test_a_copied_artifact_is_packaged_without_scores(run, tmp_path, monkeypatch
     assert str(again.folder) == "p-standalone"
 
 
-def test_a_folder_with_a_key_for_a_name_gets_a_short_one(run, tmp_path, monkeypatch):
+def test_folder_named_by_key_gets_short_package_name(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     source = (run / "artifacts" / "onnx").resolve()
     shutil.copytree(source, source.name)
     assert str(smelt.package(source.name).folder) == f"{source.name[:12]}-standalone"
 
 
-def test_a_torch_artifact_names_what_can_be_packaged(run, tmp_path):
+def test_torch_artifact_error_names_packageable_artifacts(run, tmp_path):
     with raises_code("unsupported-format", InputError) as caught:
         smelt.package(run / "artifacts" / "model", out=tmp_path / "p")
     assert all(value in str(caught.value) for value in ("torch", "artifacts/onnx"))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_places_where_artifacts_are_are_refused(run, tmp_path):
+def test_folders_inside_artifacts_or_run_are_rejected(run, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     link = copy / "artifacts" / "onnx"
@@ -62,7 +62,7 @@ def test_places_where_artifacts_are_are_refused(run, tmp_path):
     assert smelt.package(link, out=copy / "p").size_bytes > 0
 
 
-def test_a_changed_file_is_not_shipped(run, tmp_path):
+def test_changed_file_is_not_packaged(run, tmp_path):
     copy = tmp_path / "a"
     shutil.copytree(run / "artifacts" / "onnx", copy)
     (copy / "config.json").write_text((copy / "config.json").read_text() + " ")
@@ -71,13 +71,13 @@ def test_a_changed_file_is_not_shipped(run, tmp_path):
     assert not (tmp_path / "p").exists()
 
 
-def test_a_folder_that_is_not_empty_is_refused_before_work(run, tmp_path):
+def test_non_empty_folder_is_rejected_before_work(run, tmp_path):
     (tmp_path / "mine").touch()
     with raises_code("folder-not-empty", InputError):
         smelt.package(run / "artifacts" / "onnx", out=tmp_path)
 
 
-def test_the_line_that_runs_it_is_one_for_a_shell(run, tmp_path):
+def test_printed_command_is_quoted_for_shell(run, tmp_path):
     package = smelt.package(run / "artifacts" / "onnx", out=tmp_path / "a b")
     first, install, second = package_lines(package)
     assert f"({package.size_bytes:,} bytes)" in first

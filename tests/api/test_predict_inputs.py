@@ -21,7 +21,7 @@ def rows(path, *values):
     return path
 
 
-def test_a_tab_parts_the_texts_of_a_pair_for_a_classifier_alone():
+def test_tab_separates_text_pair_only_for_classifier():
     texts = ["a", "a\tb", "a\t"]
     found = as_examples(texts, CLASSIFIER)
     assert found == [Example("a"), Example("a", text_pair="b"), Example("a", text_pair="")]
@@ -34,9 +34,9 @@ def test_lines_of_plain_text_are_texts(tmp_path):
     with gzip.open(tmp_path / "t.txt.gz", "wt") as stream:
         stream.write("a\tb\n")
     assert read_examples(tmp_path / "t.txt.gz", CLASSIFIER, ()) == [Example("a", text_pair="b")]
-    with raises_code("no-columns", InputError) as caught:
+    with raises_code("no-columns", InputError) as excinfo:
         read_examples(tmp_path / "t.txt", TRANSLATOR, ("x",))
-    assert all(value in str(caught.value) for value in ("--column x", "t.txt"))
+    assert all(value in str(excinfo.value) for value in ("--column x", "t.txt"))
 
 
 @pytest.mark.parametrize(
@@ -51,12 +51,12 @@ def test_lines_of_plain_text_are_texts(tmp_path):
         (CLASSIFIER, ("text=source",), "s"),
     ],
 )
-def test_the_column_is_the_tasks_or_the_one_that_is_named(tmp_path, task, columns, expected):
+def test_column_is_default_of_task_or_named(tmp_path, task, columns, expected):
     path = rows(tmp_path / "d.jsonl", {"source": "s", "text": "t", "a=b": "c"})
     assert read_examples(path, task, columns) == [Example(expected)]
 
 
-def test_a_classifier_takes_the_second_text_where_there_is_one(tmp_path):
+def test_classifier_reads_second_text_if_present(tmp_path):
     path = rows(
         tmp_path / "d.jsonl", {"text": "a", "text_b": "b"}, {"text": "c", "text_b": ""}, {"text": "d"}
     )
@@ -88,7 +88,7 @@ def test_csv_and_parquet_are_read(tmp_path):
         ({"source": "a"}, TRANSLATOR, ("text_pair=b",), "does-not-fit-task", ("text_pair=b",)),
     ],
 )
-def test_what_cannot_be_read_is_named(tmp_path, value, task, columns, code, named):
+def test_unreadable_rows_are_reported(tmp_path, value, task, columns, code, named):
     path = rows(tmp_path / "d.jsonl", value)
     with raises_code(code, InputError) as caught:
         read_examples(path, task, columns)
@@ -97,7 +97,7 @@ def test_what_cannot_be_read_is_named(tmp_path, value, task, columns, code, name
         assert (caught.value.file, caught.value.line) == (str(path), 1)
 
 
-def test_no_file_and_a_folder_are_named(tmp_path):
+def test_missing_file_and_folder_are_reported(tmp_path):
     with raises_code("missing-file", InputError):
         read_examples(tmp_path / "nowhere.jsonl", TRANSLATOR, ())
     with raises_code("not-a-file", InputError) as caught:
@@ -106,7 +106,7 @@ def test_no_file_and_a_folder_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "text"), [("d.jsonl", "\n"), ("d.csv", "source\n"), ("d.txt", "")])
-def test_a_file_without_rows_is_refused(tmp_path, name, text):
+def test_file_without_rows_is_rejected(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     with raises_code("empty-data", InputError) as caught:
         read_examples(tmp_path / name, TRANSLATOR, ())
@@ -125,7 +125,7 @@ LINES = {
 
 
 @pytest.mark.parametrize("text", LINES)
-def test_lines_of_a_file_and_of_standard_input_are_the_same(tmp_path, text):
+def test_lines_of_file_and_standard_input_are_equal(tmp_path, text):
     (tmp_path / "t.txt").write_bytes(text.encode())
     expected = [Example(line) for line in LINES[text]]
     if expected:
@@ -135,7 +135,7 @@ def test_lines_of_a_file_and_of_standard_input_are_the_same(tmp_path, text):
 
 
 @pytest.mark.parametrize("task", [TRANSLATOR, CLASSIFIER])
-def test_bytes_that_are_no_text_are_refused(task):
+def test_bytes_that_are_not_text_are_rejected(task):
     broken = b"M\xe4rz".decode("utf-8", "surrogateescape")
     with raises_code("not-utf8", InputError) as caught:
         as_examples(["a man", broken], task, "standard input, line")
@@ -143,7 +143,7 @@ def test_bytes_that_are_no_text_are_refused(task):
     assert "'M\\udce4rz'" in str(caught.value)
 
 
-def test_two_columns_for_one_text_are_refused(tmp_path):
+def test_two_columns_for_one_text_are_rejected(tmp_path):
     path = rows(tmp_path / "d.jsonl", {"a": "x", "b": "y"})
     for given in (("a", "b"), ("a", "text=b"), ("text_pair=a", "text_pair=b")):
         with raises_code("settings-conflict", InputError) as caught:
@@ -151,7 +151,7 @@ def test_two_columns_for_one_text_are_refused(tmp_path):
         assert all(f"--column {column}" in str(caught.value) for column in given)
 
 
-def test_an_image_that_is_missing_is_called_one(tmp_path):
+def test_missing_image_error_says_image(tmp_path):
     with raises_code("missing-file", InputError) as caught:
         as_examples([str(tmp_path / "photo.jpg")], "image-classification")
     assert str(caught.value).startswith(f"image 1: {tmp_path / 'photo.jpg'}: ")

@@ -30,14 +30,14 @@ def _lines(artifact, examples, **wishes):
     return [answer.line for answer in Predictor(artifact, wishes).run(examples)]
 
 
-def test_answers_come_in_order_however_many_texts_go_at_once(translator, monkeypatch):
+def test_answers_are_in_order_for_any_chunk_size(translator, monkeypatch):
     whole = _lines(translator, TEXTS, max_new_tokens=6)
     monkeypatch.setattr(predicting, "_CHUNK_SIZE", 3)
     assert _lines(translator, TEXTS, max_new_tokens=6) == whole
     assert len(set(whole)) > 3
 
 
-def test_draws_differ_between_parts(translator, monkeypatch):
+def test_samples_differ_between_chunks(translator, monkeypatch):
     monkeypatch.setattr(predicting, "_CHUNK_SIZE", 4)
     same = [TEXTS[0]] * 8
     predictor = Predictor(translator, {"do_sample": True, "seed": 1, "max_new_tokens": 12}, batch_size=4)
@@ -45,7 +45,7 @@ def test_draws_differ_between_parts(translator, monkeypatch):
     assert found[:4] != found[4:]
 
 
-def test_a_record_holds_the_text_and_what_was_made_of_it(translator, classifier):
+def test_json_record_has_text_and_output(translator, classifier):
     (answer,) = Predictor(translator, {"max_new_tokens": 6}).run(TEXTS[:1])
     assert json.loads(answer.json_line) == {"text": TEXTS[0].text, "output": answer.line}
     assert "\n" not in answer.json_line
@@ -57,12 +57,12 @@ def test_a_record_holds_the_text_and_what_was_made_of_it(translator, classifier)
     assert sum(second["probabilities"].values()) == pytest.approx(1)
 
 
-def test_letters_of_every_script_stay_letters_in_a_record(translator):
+def test_non_ascii_letters_are_not_escaped_in_records(translator):
     (answer,) = Predictor(translator, {"max_new_tokens": 2}).run([Example("größe 你好")])
     assert '"größe 你好"' in answer.json_line
 
 
-def test_texts_that_were_cut_are_told_once_for_all_parts(translator, monkeypatch):
+def test_truncated_texts_warn_once_for_all_chunks(translator, monkeypatch):
     monkeypatch.setattr(predicting, "_CHUNK_SIZE", 2)
     predictor = Predictor(translator, {"max_new_tokens": 2})
     assert len(list(predictor.run([LONG, TEXTS[0], LONG]))) == 3
@@ -74,7 +74,7 @@ def test_texts_that_were_cut_are_told_once_for_all_parts(translator, monkeypatch
     assert quiet.warnings == []
 
 
-def test_a_graph_for_the_processor_says_so_where_a_gpu_was_asked_for(translator, monkeypatch):
+def test_cpu_graph_warns_if_gpu_was_requested(translator, monkeypatch):
     predictor = Predictor(translator, {"max_new_tokens": 2}, device="cuda")
     monkeypatch.setattr(predicting, "artifact_device", lambda artifact, wanted: "cpu")  # of an ort-cpu graph
     (warning,) = predictor.warnings
@@ -84,7 +84,7 @@ def test_a_graph_for_the_processor_says_so_where_a_gpu_was_asked_for(translator,
     assert predictor.warnings == []
 
 
-def test_texts_that_a_classifier_cut_are_told(classifier):
+def test_texts_truncated_by_classifier_warn(classifier):
     predictor = Predictor(classifier, {})
     assert len(list(predictor.run([LONG, TEXTS[0]]))) == 2
     [found] = predictor.warnings
@@ -92,13 +92,13 @@ def test_texts_that_a_classifier_cut_are_told(classifier):
     assert all(value in found.message for value in ("1 of 2 texts", "(32 tokens)"))
 
 
-def test_nothing_is_opened_for_no_texts(translator, monkeypatch):
+def test_no_texts_open_no_runner(translator, monkeypatch):
     from smelt.runtimes import registry
 
     monkeypatch.setattr(registry, "open_runner", None)
     assert list(Predictor(translator, {}).run([])) == []
 
 
-def test_settings_that_do_not_fit_are_refused_before_anything_is_opened(translator):
+def test_conflicting_settings_are_rejected_before_loading(translator):
     with raises_code("settings-conflict", InputError):
         Predictor(translator, {"do_sample": True, "num_beams": 2})

@@ -48,7 +48,7 @@ def _command(*arguments):
 
 
 @pytest.mark.parametrize("limit", [2.5, np.int64(0)])
-def test_a_limit_that_is_no_number_of_rows_is_refused_before_anything_is_written(limit, translator, tmp_path):
+def test_invalid_limit_is_rejected_before_writing(limit, translator, tmp_path):
     home, _ = translator
     with raises_code("wrong-value", smelt.InputError) as caught:
         smelt.run(home / "recipe.yaml", out=tmp_path / "run", limit=limit, quiet=True)
@@ -57,7 +57,7 @@ def test_a_limit_that_is_no_number_of_rows_is_refused_before_anything_is_written
     assert not (tmp_path / "run").exists()
 
 
-def test_a_report_lies_there_while_the_first_step_works(translator, tmp_path, monkeypatch):
+def test_report_exists_while_first_step_runs(translator, tmp_path, monkeypatch):
     """So that a run which is killed in a long training tells what was done."""
     home, _ = translator
     whole, seen = StepRunner.run_step, []
@@ -74,7 +74,7 @@ def test_a_report_lies_there_while_the_first_step_works(translator, tmp_path, mo
     assert report["steps"][0]["quality"]
 
 
-def test_one_row_is_scored_reported_and_packaged_without_an_interval(translator, tmp_path):
+def test_single_sample_is_scored_and_packaged_without_interval(translator, tmp_path):
     home, _ = translator
     text = RECIPE.format(task="translation", stages="[quantize, onnx]")
     (home / "one.yaml").write_text(f"{text}gates: {{bleu: {{max_drop: 50, confidence: 0.95}}}}\n")
@@ -98,7 +98,7 @@ def test_one_row_is_scored_reported_and_packaged_without_an_interval(translator,
     assert "[" in scored
 
 
-def test_run_gives_the_report_that_lies_in_its_folder(translator):
+def test_run_returns_report_of_its_folder(translator):
     home, result = translator
     assert result.exit_code == 0
     assert result.report == json.loads((home / "run" / "report.json").read_text())
@@ -110,7 +110,7 @@ def test_run_gives_the_report_that_lies_in_its_folder(translator):
     assert all(name in str(caught.value) for name in ("'quantise'", "'quantize'?"))
 
 
-def test_run_takes_what_the_command_line_takes(classifier, tmp_path):
+def test_run_accepts_command_line_options(classifier, tmp_path):
     home, _ = classifier
     result = smelt.run(
         home / "recipe.yaml",
@@ -137,7 +137,7 @@ def test_run_takes_what_the_command_line_takes(classifier, tmp_path):
     assert [s["status"] for s in anew.report["steps"]] == ["done"] * 3
 
 
-def test_a_failed_gate_is_a_result_and_an_error_is_raised(classifier, tmp_path):
+def test_failed_gate_is_result_and_error_is_raised(classifier, tmp_path):
     home, _ = classifier
     arguments = {"out": tmp_path / "run", "store": home / ".store", "quiet": True}
     result = smelt.run(home / "recipe.yaml", overrides={"gates": {"accuracy": {"min": 101}}}, **arguments)
@@ -150,7 +150,7 @@ def test_a_failed_gate_is_a_result_and_an_error_is_raised(classifier, tmp_path):
 
 
 @pytest.mark.parametrize("step", ["model", "quantize"])
-def test_generate_gives_what_predict_prints(translator, step):
+def test_generate_equals_predict_command(translator, step):
     _, result = translator
     texts = tiny.SENTENCES[:3]
     with smelt.load(result.artifact(step), threads=1) as model:
@@ -163,7 +163,7 @@ def test_generate_gives_what_predict_prints(translator, step):
 
 
 @pytest.mark.parametrize("step", ["model", "onnx"])
-def test_predict_gives_labels_and_probabilities(classifier, step):
+def test_predict_returns_labels_and_probabilities(classifier, step):
     _, result = classifier
     texts = tiny.SENTENCES[:3]
     with smelt.load(str(result.artifact(step))) as model:
@@ -180,7 +180,7 @@ def test_predict_gives_labels_and_probabilities(classifier, step):
     assert lines == _command("predict", result.artifact(step), *texts)
 
 
-def test_what_does_not_fit_is_explained(translator, classifier, tmp_path):
+def test_invalid_calls_are_explained(translator, classifier, tmp_path):
     with smelt.load(translator[1].artifact("model")) as model:
         with raises_code("does-not-fit-task", smelt.InputError) as caught:
             model.predict(["x"])
@@ -204,7 +204,7 @@ def test_what_does_not_fit_is_explained(translator, classifier, tmp_path):
     assert caught.value.setting == "device"
 
 
-def test_importing_smelt_is_quick_and_light():
+def test_importing_smelt_loads_no_heavy_packages():
     code = (
         "import smelt, sys; print(sorted({'pydantic', 'yaml', 'click', 'numpy', 'torch'} & set(sys.modules)))"
     )

@@ -28,7 +28,7 @@ def artifact(tmp_path):
     return folder
 
 
-def test_artifact_has_the_generation_settings_of_its_run(artifact, tmp_path):
+def test_artifact_has_generation_settings_of_its_run(artifact, tmp_path):
     assert scored_generation(artifact, read_artifact(artifact)) == BEAMS
     shutil.copytree(artifact, tmp_path / "copy")
     assert scored_generation(tmp_path / "copy", read_artifact(artifact)) == {}
@@ -45,11 +45,11 @@ def test_artifact_has_the_generation_settings_of_its_run(artifact, tmp_path):
         ({"do_sample": True, "seed": 0}, {"do_sample": True, "seed": 0, "max_new_tokens": 4}),
     ],
 )
-def test_search_options_replace_the_settings_of_the_run(given, expected):
+def test_search_options_replace_settings_of_run(given, expected):
     assert generation_with(BEAMS, given) == expected
 
 
-def test_predict_and_eval_equal_the_outputs_and_scores_of_the_run(artifact, tmp_path):
+def test_predict_and_eval_equal_outputs_and_scores_of_run(artifact, tmp_path):
     with smelt.load(artifact) as model:
         beams = model.generate(tiny.SENTENCES, **BEAMS)
     predicted = Predictor(artifact, {}).run(as_examples(tiny.SENTENCES, "translation"))

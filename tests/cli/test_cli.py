@@ -46,7 +46,7 @@ def classifier(tmp_path_factory):
     return home
 
 
-def test_a_classifier_goes_all_the_way_to_a_scored_onnx_artifact(classifier):
+def test_classifier_run_gives_scored_onnx_artifact(classifier):
     report = json.loads((classifier / "run" / "report.json").read_text())
     steps = {s["name"]: s for s in report["steps"]}
     assert steps["onnx"]["runner"] == "onnxruntime"
@@ -64,7 +64,7 @@ def test_a_classifier_goes_all_the_way_to_a_scored_onnx_artifact(classifier):
     assert steps["onnx"]["latency"][0]["parts"]["model_ms"] > 0
 
 
-def test_a_repeated_run_takes_the_times_from_the_store_too(classifier):
+def test_repeated_run_reads_latency_from_store(classifier):
     before = json.loads((classifier / "run" / "report.json").read_text())
     assert (
         harness.smelt("run", classifier / "recipe.yaml", "--out", classifier / "run2", "--quiet").exit_code
@@ -75,7 +75,7 @@ def test_a_repeated_run_takes_the_times_from_the_store_too(classifier):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has a device that is always full")
-def test_run_goes_on_without_its_terminal_and_only_a_report_needs_it(classifier, monkeypatch):
+def test_run_continues_without_terminal_and_report_fails(classifier, monkeypatch):
     run = str(classifier / "run3")
     for arguments, code in (
         (["run", str(classifier / "recipe.yaml"), "--out", run], 0),
@@ -90,7 +90,7 @@ def test_run_goes_on_without_its_terminal_and_only_a_report_needs_it(classifier,
         assert json.loads((classifier / "run3" / "report.json").read_text())["status"] == "passed"
 
 
-def test_predict_prints_a_label_with_its_probability(classifier):
+def test_predict_prints_label_with_probability(classifier):
     result = harness.smelt(
         "predict", classifier / "run" / "artifacts" / "onnx", "the cat sleeps", "a man walks"
     )
@@ -102,14 +102,14 @@ def test_predict_prints_a_label_with_its_probability(classifier):
         assert 0.5 <= float(probability) <= 1
 
 
-def test_eval_gives_the_score_of_the_report(classifier):
+def test_eval_equals_report_score(classifier):
     artifact = classifier / "run" / "artifacts" / "onnx"
     result = harness.smelt("eval", artifact, "--data", classifier / "data.jsonl", "--json")
     report = json.loads((classifier / "run" / "report.json").read_text())
     assert json.loads(result.output)["accuracy"] == report["steps"][-1]["quality"]["accuracy"]
 
 
-def test_report_draws_the_pages_again(classifier):
+def test_report_command_rebuilds_pages(classifier):
     (classifier / "run" / "report.html").unlink()
     result = harness.smelt("report", classifier / "run")
     assert "accuracy" in result.output.lower()
@@ -135,14 +135,14 @@ def test_report_prints_each_format(classifier):
 
 @pytest.mark.quick
 def test_stages_lists_all_and_explains_one():
-    listed = harness.smelt("stages").output
-    for word in ("finetune", "distill", "prune", "factorize", "quantize", "onnx", "tensorrt"):
-        assert f"\n{word} " in f"\n{listed}"
-        explained = harness.smelt("stages", word).output
+    stage_list = harness.smelt("stages").output
+    for stage_name in ("finetune", "distill", "prune", "factorize", "quantize", "onnx", "tensorrt"):
+        assert f"\n{stage_name} " in f"\n{stage_list}"
+        explained = harness.smelt("stages", stage_name).output
         assert "settings:" in explained
         assert "source:" in explained
         assert max(map(len, explained.splitlines())) <= 110
-    assert max(map(len, listed.splitlines())) <= 80
+    assert max(map(len, stage_list.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(
@@ -155,13 +155,13 @@ def test_stages_lists_all_and_explains_one():
         (["eval", "nowhere", "--data", "x"], "missing-folder", "nowhere"),
     ],
 )
-def test_what_was_typed_wrong_is_explained_with_exit_code_2(arguments, code, named):
+def test_invalid_arguments_are_explained_with_exit_code_2(arguments, code, named):
     error = command_error(harness.smelt(*arguments, code=2))
     assert error.code == code
     assert named in str(error)
 
 
-def test_a_command_that_was_typed_wrong_is_told_the_nearest():
+def test_mistyped_command_suggests_nearest():
     assert "'run'?" in harness.smelt("rnu", code=2).output
 
 
@@ -173,13 +173,11 @@ def test_a_command_that_was_typed_wrong_is_told_the_nearest():
         (("run", "r.yaml", "--for", "optimum"), "--format", False),
     ],
 )
-def test_an_earlier_name_of_an_option_is_answered_with_the_present_one_where_the_command_has_it(
-    words, new, known
-):
+def test_former_option_name_suggests_current_name(words, new, known):
     assert (f"'{new}'" in harness.smelt(*words, code=2).output) == known
 
 
-def test_a_changed_artifact_is_refused(classifier, tmp_path):
+def test_changed_artifact_is_rejected(classifier, tmp_path):
     import shutil
 
     shutil.copytree(classifier / "run" / "artifacts" / "prune", tmp_path / "a")
@@ -190,14 +188,14 @@ def test_a_changed_artifact_is_refused(classifier, tmp_path):
     assert command_error(harness.smelt("predict", tmp_path / "a", "x", code=2)).code == "changed-file"
 
 
-def test_module_runs_as_a_command():
+def test_module_runs_as_command():
     done = subprocess.run(
         [sys.executable, "-m", "smelt", "--version"], capture_output=True, text=True, check=True
     )
     assert done.stdout.split()[:3] == ["smelt,", "version", smelt.__version__]
 
 
-def test_the_version_of_a_checkout_names_its_commit(tmp_path):
+def test_version_of_checkout_names_commit(tmp_path):
     def git(*words):
         named = ("-c", "user.name=a", "-c", "user.email=a@b.c")
         return subprocess.run(
@@ -213,7 +211,7 @@ def test_the_version_of_a_checkout_names_its_commit(tmp_path):
     assert _checkout_commit(tmp_path) == git("rev-parse", "--short", "HEAD")
 
 
-def test_help_names_every_command_in_a_whole_sentence_within_80_columns():
+def test_help_describes_every_command_within_80_columns():
     listed = harness.smelt("--help").output.split("Commands:")[1].strip().splitlines()
     assert {line.split()[0] for line in listed} == set(main.commands)
     assert all(line.endswith(".") and not line.endswith("...") and len(line) <= 80 for line in listed)
@@ -231,7 +229,7 @@ def test_help_names_every_command_in_a_whole_sentence_within_80_columns():
         (RuntimeError("CPUAllocator: can't allocate memory"), "out-of-memory", "CPUAllocator"),
     ],
 )
-def test_no_command_shows_a_traceback(classifier, tmp_path, monkeypatch, error, code, named):
+def test_commands_show_no_traceback(classifier, tmp_path, monkeypatch, error, code, named):
     def fail(*_, **__):
         raise error
 

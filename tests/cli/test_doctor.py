@@ -6,7 +6,7 @@ from smelt.cli import doctor
 from smelt.cli.doctor import CheckResult, format_check_results, run_checks
 
 
-def test_diagnose_tries_torch_and_onnxruntime_on_the_cpu() -> None:
+def test_run_checks_tries_torch_and_onnxruntime_on_cpu() -> None:
     findings = {(f.group, f.name): f for f in run_checks()}
     assert findings["runtimes", "torch cpu"].ok
     assert findings["runtimes", "onnxruntime cpu"].ok
@@ -16,7 +16,7 @@ def test_diagnose_tries_torch_and_onnxruntime_on_the_cpu() -> None:
             assert finding.remedy, f"{finding.name} does not say how to get it"
 
 
-def test_runtimes_that_no_target_uses_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runtimes_without_target_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     import onnxruntime
 
     from smelt.export.settings import OnnxSettings
@@ -43,7 +43,7 @@ def test_runtimes_that_no_target_uses_are_not_listed(monkeypatch: pytest.MonkeyP
     assert "bitsandbytes" in {f.name for f in findings if f.group == "packages"}
 
 
-def test_a_probe_that_breaks_becomes_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_probe_becomes_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def try_torch() -> Iterator[CheckResult]:
         yield CheckResult("runtimes", "torch cpu", True, "")
         raise OSError("libtorch.so: wrong architecture\nand more lines")
@@ -54,7 +54,7 @@ def test_a_probe_that_breaks_becomes_a_finding(monkeypatch: pytest.MonkeyPatch) 
     assert any(f.name == "onnxruntime cpu" for f in findings), "the others are still looked at"
 
 
-def test_description_fits_80_columns_and_marks_what_is_missing() -> None:
+def test_check_results_fit_80_columns_and_mark_missing() -> None:
     findings = [
         CheckResult("packages", "torch", True, "2.13.0"),
         CheckResult("runtimes", "tensorrt", False, "word " * 40, "pip install tensorrt"),

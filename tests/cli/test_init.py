@@ -17,7 +17,7 @@ def models():
     return init_models.make_models()
 
 
-def test_columns_and_languages_are_taken_from_the_command_line(tmp_path, models, monkeypatch):
+def test_columns_and_languages_are_read_from_options(tmp_path, models, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "all.csv").write_text("xx;yy\n" + "".join(f"a {i};{i % 2}\n" for i in range(20)))
 
@@ -49,7 +49,7 @@ def test_columns_and_languages_are_taken_from_the_command_line(tmp_path, models,
     assert (error.code, "bert" in str(error)) == ("does-not-fit-model", True)
 
 
-def test_the_command_writes_prints_and_never_overwrites(tmp_path, models, monkeypatch):
+def test_init_writes_recipe_and_never_overwrites(tmp_path, models, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def smelt(*arguments):
@@ -73,7 +73,7 @@ def test_the_command_writes_prints_and_never_overwrites(tmp_path, models, monkey
     assert "train.jsonl: " in str(caught.value)
 
 
-def test_an_artifact_of_a_run_is_called_by_its_step(tmp_path, models, monkeypatch):
+def test_init_names_recipe_after_step_of_artifact(tmp_path, models, monkeypatch):
     (tmp_path / "artifacts").mkdir()
     (tmp_path / "artifacts" / "small").symlink_to(models["bert"])
     monkeypatch.chdir(tmp_path)
@@ -93,7 +93,7 @@ def test_an_artifact_of_a_run_is_called_by_its_step(tmp_path, models, monkeypatc
         (["{mbart}", "--task", "language-modeling"], "unsupported-task", "translation or summarization"),
     ],
 )
-def test_what_cannot_be_is_explained(tmp_path, models, monkeypatch, arguments, code, named):
+def test_invalid_init_arguments_are_explained(tmp_path, models, monkeypatch, arguments, code, named):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nowhere").mkdir() if arguments == ["nowhere/m"] else None
     places = {"{bert}": models["bert"], "{mbart}": models["bert"]}

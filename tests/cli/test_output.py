@@ -55,7 +55,7 @@ def replace_streams(monkeypatch):
 @needs_shell
 @pytest.mark.parametrize("redirection", [">&-", pytest.param(">/dev/full", marks=needs_full_device)])
 @pytest.mark.parametrize("option", ["--version", "--help"])
-def test_results_that_cannot_be_printed_fail_with_a_plain_message(redirection, option):
+def test_unprintable_results_fail_with_plain_message(redirection, option):
     done = run_in_shell(redirection, "-m", "smelt", option)
     assert done.returncode == 1
     message = done.stderr.decode()
@@ -63,7 +63,7 @@ def test_results_that_cannot_be_printed_fail_with_a_plain_message(redirection, o
     assert len(message.splitlines()) == 1
 
 
-def test_results_without_a_reader_are_dropped_and_the_command_goes_on(replace_streams):
+def test_results_without_reader_are_dropped_and_command_continues(replace_streams):
     replace_streams(pipe_without_reader(), io.TextIOWrapper(io.BytesIO()))
     assert not reader_has_ended()
     print_result("first")
@@ -73,7 +73,7 @@ def test_results_without_a_reader_are_dropped_and_the_command_goes_on(replace_st
 
 @needs_full_device
 @pytest.mark.parametrize("stream", [full_device, pipe_without_reader])
-def test_messages_that_cannot_be_printed_are_dropped(replace_streams, stream):
+def test_unprintable_messages_are_dropped(replace_streams, stream):
     output = io.TextIOWrapper(io.BytesIO())
     replace_streams(output, stream())
     print_untrusted("warning", err=True)
@@ -83,7 +83,7 @@ def test_messages_that_cannot_be_printed_are_dropped(replace_streams, stream):
 
 
 @needs_full_device
-def test_summary_that_cannot_be_printed_is_a_warning(replace_streams):
+def test_unprintable_summary_is_warning(replace_streams):
     errors = io.TextIOWrapper(io.BytesIO())
     replace_streams(full_device(), errors)
     print_summary("one")
@@ -93,7 +93,7 @@ def test_summary_that_cannot_be_printed_is_a_warning(replace_streams):
 
 
 @needs_full_device
-def test_result_that_cannot_be_printed_is_one_error(replace_streams):
+def test_unprintable_result_is_one_error(replace_streams):
     replace_streams(full_device(), io.TextIOWrapper(io.BytesIO()))
     with pytest.raises(OutputError):
         print_result("one")
@@ -102,7 +102,7 @@ def test_result_that_cannot_be_printed_is_one_error(replace_streams):
 
 @needs_shell
 @pytest.mark.parametrize("redirection", ["2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
-def test_no_other_file_gets_the_number_of_a_closed_stream(redirection, tmp_path):
+def test_closed_stream_number_is_not_reused(redirection, tmp_path):
     """What a library writes to standard error would else go into the weights that are being written."""
     path = tmp_path / "weights"
     code = (
@@ -126,7 +126,7 @@ def test_no_other_file_gets_the_number_of_a_closed_stream(redirection, tmp_path)
         ("ascii", "37 +- 1 x 2 - \\u4e2d"),
     ],
 )
-def test_characters_that_an_encoding_lacks_have_ascii_forms(encoding, expected, replace_streams):
+def test_unencodable_characters_have_ascii_forms(encoding, expected, replace_streams):
     output = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     replace_streams(output, io.TextIOWrapper(io.BytesIO(), encoding=encoding))
     print_result("37 ± 1 × 2 – 中")

@@ -16,7 +16,7 @@ from tests.support.graphs import exported_artifacts, standalone_packages
 from tests.support.models import tiny
 
 
-def test_it_writes_and_says_how_to_run_it(tmp_path):
+def test_package_command_writes_and_prints_how_to_run(tmp_path):
     out = tmp_path / "p"
     done = harness.smelt("package", exported_artifacts.exported_artifact("translator"), "--out", out, code=0)
     assert f"Wrote {out} (" in done.output
@@ -26,7 +26,7 @@ def test_it_writes_and_says_how_to_run_it(tmp_path):
     assert (out / "infer.py").is_file()
 
 
-def test_the_help_lists_the_forms():
+def test_help_lists_package_formats():
     done = harness.smelt("package", "--help", code=0)
     for name, form in PACKAGE_FORMATS.items():
         assert f"{name}  " in done.output
@@ -34,7 +34,7 @@ def test_the_help_lists_the_forms():
     assert max(map(len, done.output.splitlines())) <= 80
 
 
-def test_errors_are_told_with_exit_code_2(tmp_path):
+def test_errors_have_exit_code_2(tmp_path):
     artifact = exported_artifacts.exported_artifact("translator")
 
     def refused(*arguments):
@@ -51,7 +51,7 @@ def test_errors_are_told_with_exit_code_2(tmp_path):
     assert refused(artifact, "--out", tmp_path).code == "folder-not-empty"
 
 
-def test_a_full_disk_is_told_with_exit_code_1(tmp_path, monkeypatch):
+def test_full_disk_has_exit_code_1(tmp_path, monkeypatch):
     def full(path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
@@ -64,7 +64,7 @@ def test_a_full_disk_is_told_with_exit_code_1(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_must_not_be_written(tmp_path):
+def test_unwritable_folder_is_rejected(tmp_path):
     tmp_path.chmod(0o500)
     done = harness.smelt(
         "package", exported_artifacts.exported_artifact("translator"), "--out", tmp_path / "p", code=2
@@ -73,7 +73,7 @@ def test_a_folder_that_must_not_be_written(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["predict", "bench", "eval"])
-def test_a_damaged_package_says_which_file_and_what_to_do(command, tmp_path):
+def test_damaged_package_error_names_file_and_remedy(command, tmp_path):
     folder = shutil.copytree(standalone_packages.standalone_package("translator"), tmp_path / "p")
     data = tiny.write_pairs(tmp_path / "rows.jsonl", 2)
     more = {"predict": ["two dogs"], "bench": [], "eval": ["--data", data]}[command]
@@ -86,7 +86,7 @@ def test_a_damaged_package_says_which_file_and_what_to_do(command, tmp_path):
         (folder / "generate.onnx").unlink(missing_ok=True)
 
 
-def test_a_package_for_others_is_told_from_what_is_none(tmp_path):
+def test_package_in_other_format_is_recognized(tmp_path):
     out = tmp_path / "p"
     harness.smelt(
         "package",
@@ -107,7 +107,7 @@ def test_a_package_for_others_is_told_from_what_is_none(tmp_path):
     assert "'optimum'" not in str(error)
 
 
-def test_a_package_that_was_used_is_still_one(tmp_path):
+def test_package_with_pycache_is_accepted(tmp_path):
     folder = shutil.copytree(standalone_packages.standalone_package("classifier"), tmp_path / "p")
     write = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     subprocess.run([sys.executable, "-c", "import infer"], cwd=folder, check=True, env=write)

@@ -34,7 +34,7 @@ def expected(artifact):
         return model.generate(tiny.SENTENCES, max_new_tokens=5)
 
 
-def test_words_lines_and_files_give_the_same(artifact, expected, tmp_path):
+def test_arguments_lines_and_files_give_equal_outputs(artifact, expected, tmp_path):
     most = ("--max-new-tokens", 5)
     assert _predict(artifact, *tiny.SENTENCES, *most).stdout.splitlines() == expected
     given = "".join(f"{text}\n" for text in tiny.SENTENCES)
@@ -47,14 +47,14 @@ def test_words_lines_and_files_give_the_same(artifact, expected, tmp_path):
     assert found.stderr == ""
 
 
-def test_json_is_a_line_for_each_text(artifact, expected):
+def test_json_output_is_one_line_per_text(artifact, expected):
     lines = _predict(artifact, *tiny.SENTENCES, "--json", "--max-new-tokens", 5).stdout.splitlines()
     assert [json.loads(line) for line in lines] == [
         {"text": text, "output": output} for text, output in zip(tiny.SENTENCES, expected, strict=True)
     ]
 
 
-def test_texts_that_are_cut_are_told_on_standard_error(artifact):
+def test_truncated_texts_warn_on_standard_error(artifact):
     found = _predict(artifact, LONG, "a man", "--max-new-tokens", 2)
     assert found.stderr.startswith("warning: 1 of 2 texts ")
     assert "(40 tokens)" in found.stderr
@@ -72,12 +72,12 @@ def test_texts_that_are_cut_are_told_on_standard_error(artifact):
         (("a man", "--batch-size", "0"), ("--batch-size",)),
     ],
 )
-def test_what_does_not_go_together_is_refused_with_exit_code_2(artifact, arguments, named):
+def test_conflicting_arguments_are_rejected_with_exit_code_2(artifact, arguments, named):
     output = _predict(artifact, *arguments, code=2).stderr.rpartition("Error: ")[2]
     assert [value for value in named if value not in output] == []
 
 
-def test_the_command_imports_neither_torch_nor_transformers(artifact, expected):
+def test_predict_command_imports_neither_torch_nor_transformers(artifact, expected):
     code = (
         "import sys, json\nfrom smelt.cli.main import main\n"
         f"sys.argv = ['smelt', 'predict', {str(artifact)!r}, *{tiny.SENTENCES!r}, '--max-new-tokens', '5']\n"
@@ -90,7 +90,7 @@ def test_the_command_imports_neither_torch_nor_transformers(artifact, expected):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_terminal_is_told_that_lines_are_waited_for(terminal, capsys):
+def test_terminal_input_shows_hint(terminal, capsys):
     class Typed(io.StringIO):
         def isatty(self):
             return terminal
@@ -107,7 +107,7 @@ def test_a_terminal_is_told_that_lines_are_waited_for(terminal, capsys):
         ("surrogateescape", ("line 2: ", "'M\\udce4rz'")),
     ],
 )
-def test_lines_in_another_encoding_are_refused(artifact, monkeypatch, capsys, errors, named):
+def test_input_in_other_encoding_is_rejected(artifact, monkeypatch, capsys, errors, named):
     stream = io.TextIOWrapper(io.BytesIO(b"a man\nM\xe4rz\n"), encoding="utf-8", errors=errors)
     monkeypatch.setattr(sys, "stdin", stream)
     with pytest.raises(SystemExit) as done:
@@ -117,12 +117,12 @@ def test_lines_in_another_encoding_are_refused(artifact, monkeypatch, capsys, er
     assert [value for value in named if value not in output] == []
 
 
-def test_closed_standard_input_is_refused():
+def test_closed_standard_input_is_rejected():
     with raises_code("closed-input", InputError):
         _stdin_lines(None)
 
 
-def test_a_text_that_begins_with_a_dash_is_told_where_to_stand(artifact):
+def test_text_starting_with_dash_suggests_separator(artifact):
     result = _predict(artifact, "-5 degrees", code=2)
     assert "-- TEXT" in " ".join(result.output.split())
     found = _predict(artifact, "--max-new-tokens", 5, "--", "-5 degrees")

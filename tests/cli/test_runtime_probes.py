@@ -9,7 +9,7 @@ from smelt.cli import doctor
 from smelt.cli.doctor import CheckResult
 
 
-def test_missing_package_is_told_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_has_install_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("smelt.runtimes.tensorrt_engine.find_tensorrt", lambda: None)
     (finding,) = doctor.try_engines()
     assert finding == CheckResult(
@@ -21,7 +21,7 @@ def test_missing_package_is_told_with_the_way_to_get_it(monkeypatch: pytest.Monk
     )
 
 
-def test_openvino_is_tried_and_told_how_to_get(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openvino_is_probed_with_install_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     module = "smelt.runtimes.openvino_backend"
     monkeypatch.setattr(f"{module}.has_bf16", lambda: False)
     (finding,) = doctor.try_openvino()
@@ -33,7 +33,7 @@ def test_openvino_is_tried_and_told_how_to_get(monkeypatch: pytest.MonkeyPatch) 
     assert finding.remedy == "pip install 'openvino>=2026'"
 
 
-def test_cuda_that_has_no_gpu_is_not_blamed_on_its_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_without_gpu_is_not_blamed_on_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     import onnxruntime
 
     providers = ["CUDAExecutionProvider", "CPUExecutionProvider"]
@@ -43,7 +43,7 @@ def test_cuda_that_has_no_gpu_is_not_blamed_on_its_libraries(monkeypatch: pytest
     assert (finding.ok, finding.detail) == (False, "no NVIDIA GPU with a working driver")
 
 
-def test_tensorrt_in_onnx_runtime_is_told_with_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ort_tensorrt_probe_reports_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     module = "smelt.runtimes.ort_tensorrt_provider"
     monkeypatch.setattr("smelt.pipeline.inspect.machine.has_cuda", lambda: False)
     monkeypatch.setattr(f"{module}.missing_package", lambda: "pip install it")
@@ -74,7 +74,7 @@ class Doubling:
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_bf16_is_tried_and_not_believed(monkeypatch: pytest.MonkeyPatch, works: bool) -> None:
+def test_bf16_support_is_measured(monkeypatch: pytest.MonkeyPatch, works: bool) -> None:
     monkeypatch.setattr("smelt.runtimes.device.bf16_speedup", lambda: 0.6 if works else 0.0)
     (finding,) = [f for f in doctor.try_torch() if f.name == "torch cpu bf16"]
     assert finding.ok is works

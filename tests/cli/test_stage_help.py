@@ -34,7 +34,7 @@ class _Outer(Settings):
     share: Annotated[float, Field(ge=0)] = 0.1
 
 
-def test_settings_are_told_in_the_words_of_a_recipe() -> None:
+def test_settings_are_printed_in_recipe_syntax() -> None:
     assert _settings_lines(_Outer, "") == [
         "name: string (required)",
         "teacher: string (default model)",
@@ -53,12 +53,12 @@ def test_each_stage_is_explained_within_80_columns(word: str) -> None:
     assert text.startswith(f"{word}: ")
     for line in text.splitlines():
         assert len(line) <= 80, line
-    for odd in ("typing.", "smelt.", "Literal[", "NoneType", "PydanticUndefined"):
-        assert odd not in text
+    for internal_name in ("typing.", "smelt.", "Literal[", "NoneType", "PydanticUndefined"):
+        assert internal_name not in text
 
 
 @pytest.mark.parametrize("word", STAGE_CLASSES)
-def test_each_example_is_a_step_of_a_recipe(word: str) -> None:
+def test_each_example_is_valid_recipe_step(word: str) -> None:
     paragraphs = describe_stage(word).split("\n\n")
     [examples] = [text for text in paragraphs if text.startswith("    - ")]
     steps = YAML(typ="safe").load(examples)
@@ -73,20 +73,26 @@ def rows_of_the_table() -> dict[str, list[str]]:
     head, *lines = describe_stage("quantize").partition("\n  scheme ")[2].partition("\n\n")[0].splitlines()
     starts = [
         0,
-        *((f"  scheme {head}").index(word) for word in ("bits", "data", "training", "runtimes", "pays")),
+        *(
+            (f"  scheme {head}").index(heading)
+            for heading in ("bits", "data", "training", "runtimes", "pays")
+        ),
     ]
-    found: dict[str, list[str]] = {}
+    table: dict[str, list[str]] = {}
     name = ""
     for line in lines:
-        cells = [line[at:end].strip() for at, end in zip(starts, [*starts[1:], None], strict=True)]
+        cells = [line[start:end].strip() for start, end in zip(starts, [*starts[1:], None], strict=True)]
         if cells[0]:
-            name, found[cells[0]] = cells[0], cells[1:]
+            name, table[cells[0]] = cells[0], cells[1:]
         else:
-            found[name] = [f"{one} {more}".strip() for one, more in zip(found[name], cells[1:], strict=True)]
-    return found
+            table[name] = [
+                f"{cell} {continuation}".strip()
+                for cell, continuation in zip(table[name], cells[1:], strict=True)
+            ]
+    return table
 
 
-def test_the_table_of_schemes_has_a_row_for_each_with_what_it_declares() -> None:
+def test_scheme_table_has_row_for_each_scheme() -> None:
     rows = rows_of_the_table()
     assert list(rows) == list(SCHEMES)
     for name, (bits, data, training, runtimes, pays) in rows.items():
@@ -99,14 +105,14 @@ def test_the_table_of_schemes_has_a_row_for_each_with_what_it_declares() -> None
         assert pays == scheme.recommended_for
 
 
-def test_below_the_table_stands_with_which_options_tensorrt_runs_4_bits() -> None:
+def test_scheme_table_notes_options_for_int4_in_tensorrt() -> None:
     text = " ".join(describe_stage("quantize").split())
     sentence = next(one for one in text.split(". ") if "int4" in one and "accuracy_level" in one)
     assert all(value in sentence for value in ("64 or 128", "symmetric: positive", "accuracy_level: 0"))
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_each_scheme_is_explained_with_what_it_needs(name: str) -> None:
+def test_each_scheme_is_explained_with_its_requirements(name: str) -> None:
     scheme, text = SCHEMES[name], " ".join(describe_stage("quantize").split())
     assert f"{name}: {scheme.summary}" in text
     assert scheme.recommended_for
@@ -120,19 +126,19 @@ def test_each_scheme_is_explained_with_what_it_needs(name: str) -> None:
     assert ("needs the package" in summary) == bool(scheme.packages)
 
 
-def test_an_unknown_stage_names_the_nearest() -> None:
+def test_unknown_stage_suggests_nearest() -> None:
     with raises_code("unknown-stage", InputError) as caught:
         describe_stage("prnue")
     assert "'prune'?" in str(caught.value)
 
 
-def test_a_setting_that_is_a_word_or_a_mapping_is_explained_as_both() -> None:
+def test_setting_with_scalar_and_mapping_form_shows_both() -> None:
     text = describe_stage("onnx")
     assert "\n  autotune: boolean | mapping (default false) " in text
     assert "\n    batch_size: integer (default 1) " in text
 
 
-def test_a_list_of_mappings_is_told_with_what_stands_in_each() -> None:
+def test_list_of_mappings_shows_fields_of_item() -> None:
     text = describe_stage("distill")
     assert "\n  phases: list of mapping (default none)" in text
     inside = text[text.index("phases: list") :]
@@ -148,5 +154,5 @@ def test_a_list_of_mappings_is_told_with_what_stands_in_each() -> None:
         ("drop-layers", "default 0.5"),
     ],
 )
-def test_what_counts_where_none_of_several_settings_is_given_is_told(stage: str, words: str) -> None:
+def test_default_for_several_unset_settings_is_explained(stage: str, words: str) -> None:
     assert words in " ".join(describe_stage(stage).split())

@@ -58,7 +58,7 @@ def home(finished, tmp_path):
     return tmp_path
 
 
-def test_list_shows_stages_sizes_and_the_runs_that_use_them(home):
+def test_list_shows_stages_sizes_and_runs(home):
     kept = stored_artifacts(home / "runs" / ".store")
     assert [entry.stage for entry in kept] == ["model", "prune", "factorize", "prune"]
     model, prune, factorize, other = kept
@@ -75,7 +75,7 @@ def test_list_shows_stages_sizes_and_the_runs_that_use_them(home):
     assert [a["key"] for a in content["artifacts"]] == [entry.key for entry in kept]
 
 
-def test_clean_removes_only_what_no_run_uses_and_only_when_told(home):
+def test_clean_removes_only_unused_artifacts_and_only_with_yes(home):
     shutil.rmtree(home / "runs" / "two")
     before = find_unused(home / "runs" / ".store")
     assert [entry.stage for entry in before.artifacts] == ["prune"]
@@ -91,7 +91,7 @@ def test_clean_removes_only_what_no_run_uses_and_only_when_told(home):
     assert "Nothing to remove" in harness.smelt("store", "clean", "--store", home / "runs").output
 
 
-def test_what_is_left_after_a_clean_is_taken_by_the_next_run(finished, tmp_path):
+def test_artifacts_left_by_clean_are_reused(finished, tmp_path):
     shutil.copytree(finished, tmp_path / "h", symlinks=True)
     shutil.rmtree(tmp_path / "h" / "runs" / "two")
     remove_unused(tmp_path / "h" / "runs" / ".store")
@@ -100,7 +100,7 @@ def test_what_is_left_after_a_clean_is_taken_by_the_next_run(finished, tmp_path)
     assert [s["status"] for s in report["steps"]] == ["cached"] * 3
 
 
-def test_a_run_elsewhere_is_known_by_its_note(home, tmp_path):
+def test_moved_run_is_known_by_its_record(home, tmp_path):
     store = home / "runs" / ".store"
     shutil.move(home / "runs" / "two", tmp_path / "far")
     assert len(find_unused(store).artifacts) == 1
@@ -114,7 +114,7 @@ def test_a_run_elsewhere_is_known_by_its_note(home, tmp_path):
 
 
 @pytest.mark.parametrize("locks", [True, False])
-def test_clean_refuses_while_a_run_of_another_machine_may_work(home, locks, monkeypatch):
+def test_clean_is_rejected_while_run_of_other_machine_may_be_active(home, locks, monkeypatch):
     """Its marker is all that is known of it, and that for an hour after the last sign of life."""
     if not locks:
         disable_file_locks(monkeypatch)
@@ -134,7 +134,7 @@ def test_clean_refuses_while_a_run_of_another_machine_may_work(home, locks, monk
     assert harness.smelt("store", "clean", "--store", home / "runs", "--yes").exit_code == 0
 
 
-def test_clean_sees_a_run_at_work_where_the_file_system_knows_no_locks(home, monkeypatch):
+def test_clean_detects_active_run_without_file_locks(home, monkeypatch):
     disable_file_locks(monkeypatch)
     store = home / "runs" / ".store"
     with register_run(store, home / "runs" / "one"):
@@ -144,7 +144,7 @@ def test_clean_sees_a_run_at_work_where_the_file_system_knows_no_locks(home, mon
     remove_unused(store)
 
 
-def test_a_run_that_begins_while_the_store_is_cleaned_waits_for_its_end(home):
+def test_run_started_during_clean_waits(home):
     """Else it could take an artifact that is just being removed."""
     store, began = home / "runs" / ".store", []
 
@@ -162,7 +162,7 @@ def test_a_run_that_begins_while_the_store_is_cleaned_waits_for_its_end(home):
     assert began[0] >= ended
 
 
-def test_list_shows_an_artifact_with_a_file_too_many_as_what_it_is(home):
+def test_artifact_with_extra_file_is_listed_and_reported_damaged(home):
     store = home / "runs" / ".store"
     entry = stored_artifacts(store)[0]
     (store / "artifacts" / entry.key / "extra.json").touch()
@@ -174,7 +174,7 @@ def test_list_shows_an_artifact_with_a_file_too_many_as_what_it_is(home):
     assert changed.path == store / "artifacts" / entry.key / "config.json"
 
 
-def test_clean_waits_for_no_run_but_refuses_while_one_works(home):
+def test_clean_is_rejected_while_run_is_active(home):
     store = home / "runs" / ".store"
     code = (
         "import sys, time; from pathlib import Path\n"
@@ -198,7 +198,7 @@ def test_clean_waits_for_no_run_but_refuses_while_one_works(home):
 def test_check_names_each_damaged_file(home):
     assert harness.smelt("store", "check", "--store", home / "runs").exit_code == 0
     store = home / "runs" / ".store"
-    keys = [entry.key for entry in stored_artifacts(store)]
+    keys = [artifact.key for artifact in stored_artifacts(store)]
     artifacts = [store / "artifacts" / key for key in keys]
     weights = artifacts[1] / "model.safetensors"
     data = bytearray(weights.read_bytes())
@@ -209,8 +209,8 @@ def test_check_names_each_damaged_file(home):
         file.write(" ")
     shutil.rmtree(artifacts[3])  # the second run links to it
     manifest = artifacts[0] / "manifest.json"
-    doubt = '{"code": "made-up", "message": "all is well"}'
-    manifest.write_text(manifest.read_text().replace('"warnings": [', f'"warnings": [{doubt}', 1))
+    warning_text = '{"code": "made-up", "message": "all is well"}'
+    manifest.write_text(manifest.read_text().replace('"warnings": [', f'"warnings": [{warning_text}', 1))
     with register_run(store, home / "far"):
         pass
     hashed = [next((store / name).glob("*.json")) for name in ("scores", "checked", "runs")]
@@ -219,17 +219,17 @@ def test_check_names_each_damaged_file(home):
     broken = artifacts[0].with_name("e" * 64)
     broken.mkdir()
     (broken / "manifest.json").write_text("{")
-    found = {damage.path: damage.problem for damage in find_damaged_files(store)}
+    problems = {damage.path: damage.problem for damage in find_damaged_files(store)}
     changed = {artifacts[2] / "config.json", artifacts[2] / "structure.json", broken / "manifest.json"}
-    assert set(found) == {weights, manifest, artifacts[3], *hashed, *changed}
-    assert str(home / "runs" / "two") in found[artifacts[3]]
+    assert set(problems) == {weights, manifest, artifacts[3], *hashed, *changed}
+    assert str(home / "runs" / "two") in problems[artifacts[3]]
     result = harness.smelt("store", "check", "--store", home / "runs")
     assert result.exit_code == 1
-    assert f"{weights}: {found[weights]}" in result.output
-    assert "?" in {entry.stage for entry in stored_artifacts(store)}
+    assert f"{weights}: {problems[weights]}" in result.output
+    assert "?" in {artifact.stage for artifact in stored_artifacts(store)}
 
 
-def test_clean_refuses_while_the_record_of_a_run_is_damaged(home):
+def test_clean_is_rejected_while_run_record_is_damaged(home):
     """The artifacts that this run uses would be removed."""
     store, far = home / "runs" / ".store", home / "far"
     with register_run(store, far):
@@ -242,7 +242,7 @@ def test_clean_refuses_while_the_record_of_a_run_is_damaged(home):
     harness.smelt("store", "clean", "--store", home / "runs", "--yes", code=0)
 
 
-def test_what_is_kept_besides_is_listed_checked_and_goes_with_what_it_is_of(home):
+def test_cached_files_are_listed_checked_and_removed_with_their_artifact(home):
     root = home / "runs" / ".store"
     store = Store(root)
     model = stored_artifacts(root)[0].key
@@ -265,7 +265,7 @@ def test_what_is_kept_besides_is_listed_checked_and_goes_with_what_it_is_of(home
     assert "b" * 64 not in left
 
 
-def test_no_store_and_wrong_words_are_explained(tmp_path):
+def test_missing_store_and_mistyped_command_are_explained(tmp_path):
     with expected("missing-store", InputError):
         find_store(tmp_path)
     assert harness.smelt("store", "list", "--store", tmp_path).exit_code == 2

@@ -26,11 +26,12 @@ def without_tensorrt(monkeypatch):
 
 def save(path, weight, nodes=1):
     x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, ["batch", 4]) for n in "xy")
-    names = ["x", *(f"h{at}" for at in range(1, nodes)), "y"]
-    made = [
-        helper.make_node("MatMul", [names[at], "w"], [names[at + 1]], name=f"m{at}") for at in range(nodes)
+    names = ["x", *(f"h{index}" for index in range(1, nodes)), "y"]
+    matmuls = [
+        helper.make_node("MatMul", [names[index], "w"], [names[index + 1]], name=f"m{index}")
+        for index in range(nodes)
     ]
-    body = helper.make_graph(made, "g", [x], [y], [numpy_helper.from_array(weight, "w")])
+    body = helper.make_graph(matmuls, "g", [x], [y], [numpy_helper.from_array(weight, "w")])
     onnx.save(helper.make_model(body, opset_imports=[helper.make_opsetid("", 20)], ir_version=9), path)
     return path
 
@@ -38,7 +39,7 @@ def save(path, weight, nodes=1):
 GOOD, MIXED = np.ones((4, 4), np.float32), np.ones((4, 4), np.float16)
 
 
-def test_good_graph_passes_and_the_parser_was_not_asked(tmp_path):
+def test_valid_graph_passes_without_parser(tmp_path):
     done = harness.smelt("tensorrt-check", save(tmp_path / "m.onnx", GOOD))
     first, second = done.stdout.splitlines()
     assert first.startswith(f"{tmp_path / 'm.onnx'}: ")
@@ -47,7 +48,7 @@ def test_good_graph_passes_and_the_parser_was_not_asked(tmp_path):
     assert (checked["rejected"], checked["problems"], checked["parser"]["version"]) == (False, [], None)
 
 
-def test_findings_of_a_folder_come_together_with_node_reason_and_mend(tmp_path):
+def test_findings_of_folder_have_node_reason_and_hint(tmp_path):
     save(tmp_path / "a.onnx", MIXED, nodes=5)
     save(tmp_path / "b.onnx", GOOD)
     done = harness.smelt("tensorrt-check", tmp_path, code=1)
@@ -60,7 +61,7 @@ def test_findings_of_a_folder_come_together_with_node_reason_and_mend(tmp_path):
     assert any(line.startswith(f"{tmp_path / 'b.onnx'}: ") for line in lines)
 
 
-def test_places_of_one_finding_are_named_up_to_three(tmp_path):
+def test_locations_of_finding_are_limited_to_three(tmp_path):
     weights = np.full((4, 4), 1e39)  # of doubles, rounded to float: one finding a constant
     model = onnx.load(save(tmp_path / "m.onnx", GOOD))
     model.graph.initializer.extend(numpy_helper.from_array(weights, f"c{at}") for at in range(5))
@@ -70,7 +71,7 @@ def test_places_of_one_finding_are_named_up_to_three(tmp_path):
     assert f"built otherwise: {named}" in text
 
 
-def test_json_holds_rule_outcome_location_message_and_hint(tmp_path):
+def test_json_has_rule_outcome_location_message_and_hint(tmp_path):
     done = harness.smelt("tensorrt-check", save(tmp_path / "m.onnx", MIXED), "--json", code=1)
     (checked,) = json.loads(done.stdout)
     assert checked["rejected"] is True
@@ -82,7 +83,7 @@ def test_json_holds_rule_outcome_location_message_and_hint(tmp_path):
     assert checked["parser"]["version"] is None
 
 
-def test_damaged_file_is_a_finding_and_the_others_are_checked(tmp_path):
+def test_damaged_file_is_finding_and_others_are_checked(tmp_path):
     (tmp_path / "a.onnx").write_bytes(b"\xff\xff\xff")
     save(tmp_path / "b.onnx", GOOD)
     damaged, good = json.loads(harness.smelt("tensorrt-check", tmp_path, "--json", code=1).stdout)
@@ -91,7 +92,7 @@ def test_damaged_file_is_a_finding_and_the_others_are_checked(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"\x08\x07"])
-def test_a_file_that_holds_no_graph_is_said_to_be_that(tmp_path, content):
+def test_file_without_graph_is_unreadable(tmp_path, content):
     """Protobuf reads an empty file as a model without a word."""
     (tmp_path / "m.onnx").write_bytes(content)
     (checked,) = json.loads(harness.smelt("tensorrt-check", tmp_path / "m.onnx", "--json", code=1).stdout)
@@ -100,14 +101,14 @@ def test_a_file_that_holds_no_graph_is_said_to_be_that(tmp_path, content):
 
 
 @pytest.mark.parametrize(("what", "code"), [("nothing", "missing-file"), ("empty", "missing-graph")])
-def test_what_has_no_graph_is_refused_with_what_to_do(tmp_path, what, code):
+def test_missing_graph_is_rejected_with_hint(tmp_path, what, code):
     (tmp_path / "empty").mkdir()
     error = command_error(harness.smelt("tensorrt-check", tmp_path / what, code=2))
     assert error.code == code
     assert "onnx" in str(error)
 
 
-def test_artifact_for_onnx_runtime_would_be_rejected_and_one_for_tensorrt_not():
+def test_graphs_for_onnx_runtime_are_rejected_and_for_tensorrt_accepted():
     for target, code in (("ort-cpu", 1), ("tensorrt", 0)):
         folder = graph_exports.exported_graphs("bert", "fp32", target).folder
         (checked,) = json.loads(harness.smelt("tensorrt-check", folder, "--json", code=code).stdout)
@@ -128,14 +129,14 @@ def ask(path):
     return json.loads(done.stdout)
 
 
-def test_the_installed_parser_is_asked_where_a_builder_can_be_made(tmp_path):
+def test_installed_parser_is_used_if_builder_can_be_created(tmp_path):
     good = ask(save(tmp_path / "good.onnx", GOOD))
     assert (good["asked"][:12], good["errors"], good["why"]) == ("tensorrt 11.", [], "")
     (error,) = ask(save(tmp_path / "mixed.onnx", MIXED))["errors"]
     assert "mixed.onnx: node 'm0' (MatMul): two data types meet in one operator" in error
 
 
-def test_parser_whose_process_dies_is_told_as_not_asked(tmp_path, monkeypatch):
+def test_dead_parser_process_is_reported_as_not_used(tmp_path, monkeypatch):
     monkeypatch.setattr(tensorrt_engine, "find_tensorrt", lambda: "tensorrt")
     monkeypatch.setattr(module.sys, "executable", "/bin/false")
     verdict = run_parser(tmp_path / "m.onnx")

@@ -32,28 +32,28 @@ def ctx(folder, tmp_path):
 
 def _round_trip(stage, settings, ctx):
     """Run a stage; compare what it held in memory with what a load gives."""
-    with harness.saved_models(harness.logits) as kept:
+    with harness.saved_models(harness.logits) as saved_logits:
         stage(ctx.ancestors["model"], settings, ctx)
     model, edits = load_model(ctx.out)
-    torch.testing.assert_close(harness.logits(model), kept[0], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(harness.logits(model), saved_logits[0], atol=1e-6, rtol=1e-6)
     return model, edits
 
 
-def test_loss_is_that_of_transformers_when_windows_are_a_batch(folder, ctx):
+def test_causal_loss_equals_transformers(folder, ctx):
     model, _ = load_model(folder)
     rows = encode_split(ctx.data["train"], model.config, load_tokenizer(folder), ctx, max_length=20)
     assert {len(row.input_ids) for row in rows[:-1]} == {21}
     batch = collate(rows[:3], model.config)
     ids = torch.tensor([row.input_ids for row in rows[:3]])
-    wanted = AutoModelForCausalLM.from_pretrained(folder).eval()(ids, labels=ids).loss
-    torch.testing.assert_close(label_objective()(model.eval(), batch), wanted)
+    expected = AutoModelForCausalLM.from_pretrained(folder).eval()(ids, labels=ids).loss
+    torch.testing.assert_close(label_objective()(model.eval(), batch), expected)
     ragged = collate([rows[0], rows[-1]], model.config)
     short = len(rows[-1].input_ids) - 1
     assert ragged["attention_mask"].sum(dim=1).tolist() == [20, short]
     assert (ragged["labels"][1, short:] == -100).all()
 
 
-def test_finetuned_model_predicts_the_text_better_when_loaded_again(folder, ctx):
+def test_finetuned_model_has_lower_loss_after_reload(folder, ctx):
     settings = FinetuneSettings(max_steps=6, batch_size=8, learning_rate=3e-3, num_evals=1, precision="fp32")
     model, edits = _round_trip(Finetune(), settings, ctx)
     assert edits == []

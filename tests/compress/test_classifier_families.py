@@ -58,7 +58,7 @@ def run(stage, settings, source, ctx):
 
 
 @pytest.mark.parametrize(("family", "problem"), list(zip(classifiers.MAKERS, PROBLEMS, strict=True)))
-def test_finetuning_lowers_the_loss_of_each_problem_type(tmp_path, family, problem):
+def test_finetuning_lowers_loss_of_each_problem_type(tmp_path, family, problem):
     source = make(tmp_path, family, problem)
     losses = []
     for steps in (1, 12):
@@ -73,10 +73,10 @@ def test_finetuning_lowers_the_loss_of_each_problem_type(tmp_path, family, probl
     assert torch.equal(plain(ids).logits, model(ids).logits)
 
 
-def test_a_teacher_of_another_problem_type_is_refused(tmp_path):
-    one, other = make(tmp_path / "a", "roberta"), make(tmp_path / "b", "roberta", MULTI_LABEL)
-    ctx = context(tmp_path / "a", one)
-    ctx = harness.make_context(ctx.out, TASK, data=ctx.data, ancestors={"model": other}, score=ctx.score)
+def test_teacher_with_different_problem_type_is_rejected(tmp_path):
+    student, teacher = make(tmp_path / "a", "roberta"), make(tmp_path / "b", "roberta", MULTI_LABEL)
+    ctx = context(tmp_path / "a", student)
+    ctx = harness.make_context(ctx.out, TASK, data=ctx.data, ancestors={"model": teacher}, score=ctx.score)
     with raises_code("problem-type-mismatch", InputError) as caught:
-        Distill()(one, DistillSettings(**SHORT), ctx)
+        Distill()(student, DistillSettings(**SHORT), ctx)
     assert "multi_label_classification" in str(caught.value)

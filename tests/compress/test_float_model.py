@@ -18,21 +18,21 @@ FACTS = {"key": "0" * 64, "format": "torch", "task": "translation", "stage": "mo
 MANIFEST = Manifest(**FACTS, seed=0, parent=None, versions={})
 
 
-def test_a_quantized_model_is_refused(tmp_path):
+def test_quantized_model_is_rejected(tmp_path):
     edit = {"op": "quantize", "module": "classifier", "scheme": "int8-dynamic", "granularity": "channel"}
     (tmp_path / "structure.json").write_text(json.dumps({"schema": 1, "edits": [edit]}))
     with raises_code("behind-quantize", InputError):
         load_float_model(Artifact(tmp_path, MANIFEST), "prune")
 
 
-def test_what_is_counted_is_what_the_file_holds(tmp_path):
+def test_counted_parameters_equal_stored_parameters(tmp_path):
     folder = tiny.write_marian(tmp_path / "m")
     model, edits = load_float_model(Artifact(folder, MANIFEST), "prune")
     with safe_open(folder / "model.safetensors", "pt") as file:
-        held = {name: file.get_tensor(name).numel() for name in file.keys()}  # noqa: SIM118
+        value_counts = {name: file.get_tensor(name).numel() for name in file.keys()}  # noqa: SIM118
     buffers = {name for name, _ in model.named_buffers()}
     assert (count_stored_parameters(model), edits) == (
-        sum(n for m, n in held.items() if m not in buffers),
+        sum(n for m, n in value_counts.items() if m not in buffers),
         [],
     )
     assert count_stored_parameters(model) < sum(p.numel() for p in model.parameters()), (

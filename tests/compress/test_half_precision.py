@@ -53,20 +53,20 @@ def half(folder, dtype):
 
 
 def run(stage, source, task, out, **more):
-    made, settings, values = STAGES[stage]
+    stage_type, settings, values = STAGES[stage]
     out.mkdir(parents=True)
     rows = LABELS if task == "text-classification" else TEXTS
     if task == "language-modeling":
         text = causal.write_lines(out.parent / "text.txt", 1)
         rows = read_split(str(text), task, Columns(), out)
-    ctx = harness.run_stage(made(), settings(**(values | more)), source, out, task, rows)
+    ctx = harness.run_stage(stage_type(), settings(**(values | more)), source, out, task, rows)
     return ctx, load_file(out / "model.safetensors")
 
 
 @pytest.mark.parametrize(
     ("family", "stage"), matrix_cells(list(MADE), ["prune", "factorize", "finetune", "distill"])
 )
-def test_weights_keep_their_16_bits_and_the_file_does_not_grow(tmp_path, family, stage):
+def test_stages_keep_16_bit_weights_and_file_size(tmp_path, family, stage):
     task, make = MADE[family]
     dtype = torch.bfloat16 if family in ("bert", "llama") else torch.float16
     source = half(make(tmp_path / "model"), dtype)
@@ -74,29 +74,30 @@ def test_weights_keep_their_16_bits_and_the_file_does_not_grow(tmp_path, family,
     assert {t.dtype for t in tensors.values()} == {dtype}
     assert json.loads((ctx.out / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
     sizes = [
-        sum(t.nbytes for t in found.values()) for found in (tensors, load_file(source / "model.safetensors"))
+        sum(t.nbytes for t in stored.values())
+        for stored in (tensors, load_file(source / "model.safetensors"))
     ]
     assert sizes[0] <= sizes[1]
     model, edits = load_model(ctx.out)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     if not edits:
         kind = getattr(transformers, model.config.architectures[0])
-        theirs = kind.from_pretrained(ctx.out)
-        assert theirs.dtype == dtype
-        read = theirs.state_dict()
-        assert all(torch.equal(t, read[n].to(dtype)) for n, t in tensors.items())
+        reference = kind.from_pretrained(ctx.out)
+        assert reference.dtype == dtype
+        state_dict = reference.state_dict()
+        assert all(torch.equal(t, state_dict[n].to(dtype)) for n, t in tensors.items())
 
 
 @pytest.mark.parametrize("stage", ["prune", "factorize", "finetune", "distill"])
-def test_another_type_can_be_asked_for(tmp_path, stage):
+def test_output_dtype_can_be_set(tmp_path, stage):
     source = half(tiny.write_marian(tmp_path / "model"), torch.float16)
-    for word, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        _, tensors = run(stage, source, "translation", tmp_path / word, dtype=word)
+    for dtype_name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        _, tensors = run(stage, source, "translation", tmp_path / dtype_name, dtype=dtype_name)
         assert {t.dtype for t in tensors.values()} == {dtype}
 
 
 @pytest.mark.parametrize("scheme", ["int8-dynamic", "int4", "binary"])
-def test_what_stays_float_beside_codes_keeps_its_16_bits_and_loses_nothing(tmp_path, scheme):
+def test_float_weights_of_quantized_model_keep_16_bits(tmp_path, scheme):
     source = half(tiny.write_marian(tmp_path / "model"), torch.float16)
     options = {} if scheme == "int8-dynamic" else {"group_size": 32}
     STAGES["quantize"] = (Quantize, QuantizeSettings, {"scheme": scheme, **options})
@@ -114,7 +115,7 @@ def test_what_stays_float_beside_codes_keeps_its_16_bits_and_loses_nothing(tmp_p
     assert "rounding" in trained.details["training"]  # of biases and norms, which are no codes
 
 
-def test_a_graph_of_16_bit_weights_is_that_of_the_same_weights_in_32(tmp_path):
+def test_onnx_graph_does_not_depend_on_stored_dtype(tmp_path):
     """The export computes in float32, whatever the checkpoint is stored in."""
     source, task = half(tiny.write_bert(tmp_path / "model"), torch.float16), "text-classification"
     (tmp_path / "wide").mkdir()

@@ -33,33 +33,31 @@ def printed(rows, iterations):
 
 @pytest.mark.parametrize("iterations", [1, 2, 7])
 @pytest.mark.parametrize("at_once", [1, 12, 4_000_000])
-def test_it_is_the_printed_algorithm_however_many_pairs_are_looked_at_together(
-    iterations, at_once, monkeypatch
-):
+def test_model1_equals_reference_for_any_chunk_size(iterations, at_once, monkeypatch):
     monkeypatch.setattr(shortlist, "_CHUNK_PAIRS", at_once)
-    found = fit_ibm_model1(ROWS, SOURCES, TARGETS, iterations)
+    table = fit_ibm_model1(ROWS, SOURCES, TARGETS, iterations)
     expected = printed(ROWS, iterations)
-    seen = {(f, e): p for (e, f), p in expected.items() if f != SOURCES}
-    pairs = list(zip(found.source.tolist(), found.target.tolist(), strict=True))
-    assert sorted(pairs) == sorted(seen)
-    assert found.probability == pytest.approx([seen[pair] for pair in pairs])
+    probabilities = {(f, e): p for (e, f), p in expected.items() if f != SOURCES}
+    pairs = list(zip(table.source.tolist(), table.target.tolist(), strict=True))
+    assert sorted(pairs) == sorted(probabilities)
+    assert table.probability == pytest.approx([probabilities[pair] for pair in pairs])
 
 
-def test_pairs_stand_by_their_source_the_likeliest_first():
-    found = fit_ibm_model1(ROWS, SOURCES, TARGETS, 7)
-    order = list(zip(found.source, -found.probability, found.target, strict=True))
+def test_pairs_are_sorted_by_source_and_probability():
+    table = fit_ibm_model1(ROWS, SOURCES, TARGETS, 7)
+    order = list(zip(table.source, -table.probability, table.target, strict=True))
     assert order == sorted(order)
-    lists = top_targets(found, SOURCES, 1, np.zeros(0, dtype=np.int64))
+    lists = top_targets(table, SOURCES, 1, np.zeros(0, dtype=np.int64))
     assert [words.tolist() for words in lists] == [[0], [1], [2], [3], [5]]
 
 
-def test_a_list_ends_where_it_is_long_enough_and_leaves_out_what_comes_anyway():
-    found = fit_ibm_model1(ROWS, SOURCES + 1, TARGETS, 7)
-    lists = top_targets(found, SOURCES + 1, 2, np.array([1]))
+def test_target_lists_are_limited_and_exclude_frequent_tokens():
+    table = fit_ibm_model1(ROWS, SOURCES + 1, TARGETS, 7)
+    lists = top_targets(table, SOURCES + 1, 2, np.array([1]))
     assert [len(words) for words in lists] == [2, 2, 2, 2, 1, 0]  # the last word was never seen
     assert not any(1 in words for words in lists)
     assert lists[0][0] == 0
 
 
-def test_pairs_with_no_source_word_are_counted():
+def test_pairs_with_null_token_are_counted():
     assert count_word_pairs(([3, 4], [1, 2, 5])) == 9

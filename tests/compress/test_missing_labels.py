@@ -22,7 +22,7 @@ from smelt.data.splits import Example, Split
         (Factorize, FactorizeSettings(keep_ratio=0.5, method="fwsvd")),
     ],
 )
-def test_samples_without_labels_are_refused_for_importances_from_a_loss(stage, settings, task, code):
+def test_loss_based_importances_reject_unlabeled_samples(stage, settings, task, code):
     split = Split("rows.jsonl", (Example("a"), Example("b")))
     [error] = stage.check_rows(settings, task, {"train": split})
     assert error.code == code

@@ -72,16 +72,16 @@ def run(source, chain, folder, device):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_stage_uses_one_device_and_computes_what_the_cpu_computes(case, sources, tmp_path):
+def test_stage_uses_one_device_and_equals_cpu(case, sources, tmp_path):
     family, chain = CASES[case]
     with pretend_gpu() as operators:
-        found = run(sources[family], chain, tmp_path / "gpu", "cuda")
+        gpu_tensors = run(sources[family], chain, tmp_path / "gpu", "cuda")
     assert sum(operators[name] for name in ("mm", "addmm", "linear")) > 0
     expected = run(sources[family], chain, tmp_path / "cpu", "cpu")
-    assert found.keys() == expected.keys()
+    assert gpu_tensors.keys() == expected.keys()
     for name, value in expected.items():
-        assert found[name].shape == value.shape
+        assert gpu_tensors[name].shape == value.shape
         if not value.is_floating_point():  # a code at the border between two may be either
-            assert (found[name] == value).float().mean() > 0.95, name
+            assert (gpu_tensors[name] == value).float().mean() > 0.95, name
         elif not name.endswith("k_proj.bias"):  # of rounding errors only, which Adam scales up
-            assert torch.allclose(found[name].double(), value.double(), rtol=1e-3, atol=1e-4), name
+            assert torch.allclose(gpu_tensors[name].double(), value.double(), rtol=1e-3, atol=1e-4), name

@@ -46,19 +46,19 @@ def vectors(folder):
 
 
 @pytest.mark.parametrize("name", ["distill", "prune", "int4"])
-def test_a_stage_leaves_an_embedder(name, source, tmp_path):
+def test_stage_output_is_an_embedder(name, source, tmp_path):
     stage, settings = STAGES[name]
     ctx = context(tmp_path, source)
     stage()(source, settings, ctx)
-    found = vectors(ctx.out)
-    assert np.allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
-    assert np.abs(found - vectors(source.path)).max() > 1e-6
+    embeddings = vectors(ctx.out)
+    assert np.allclose(np.linalg.norm(embeddings, axis=1), 1, atol=1e-5)
+    assert np.abs(embeddings - vectors(source.path)).max() > 1e-6
     assert (ctx.out / "modules.json").is_file()
     config = load_model(ctx.out)[0].config
     assert config.architectures == ["BertModel"]
 
 
-def test_training_on_scores_lowers_their_loss(source, tmp_path):
+def test_training_on_scores_lowers_loss(source, tmp_path):
     ctx = context(tmp_path, source)
     settings = FinetuneSettings(max_steps=30, batch_size=8, learning_rate=1e-3, num_evals=1, precision="fp32")
     Finetune()(source, settings, ctx)
@@ -66,7 +66,7 @@ def test_training_on_scores_lowers_their_loss(source, tmp_path):
     assert after < 0.75 * before
 
 
-def test_a_student_comes_nearer_to_its_teacher_without_any_scores(source, tmp_path):
+def test_student_approaches_teacher_without_scores(source, tmp_path):
     """Three layers become one; texts alone are enough."""
     ctx = context(tmp_path, source, scores=False, paired=False)
     settings = DistillSettings(
@@ -79,13 +79,13 @@ def test_a_student_comes_nearer_to_its_teacher_without_any_scores(source, tmp_pa
     assert close > 0.8
 
 
-def test_an_untouched_student_is_as_its_teacher_to_the_loss(source, tmp_path):
+def test_untrained_student_has_zero_loss(source, tmp_path):
     ctx = context(tmp_path, source)
     Distill()(source, DistillSettings(dropout=0.0, weight_decay=0.0, **SHORT), ctx)
     assert ctx.details["training"]["validations"][0]["loss"] == pytest.approx(0, abs=1e-9)
 
 
-def test_a_teacher_of_another_width_teaches_cosines_and_not_vectors(source, tmp_path):
+def test_teacher_of_different_width_requires_similarity_loss(source, tmp_path):
     wide = tiny.as_artifact(embedders.write_embedder(tmp_path / "wide", hidden_size=64), embedders.TASK)
     ctx = context(tmp_path, source, wide)
     with raises_code("width-mismatch", InputError) as caught:
@@ -100,9 +100,7 @@ def test_a_teacher_of_another_width_teaches_cosines_and_not_vectors(source, tmp_
     ("stage", "settings", "setting"),
     [(Finetune, FinetuneSettings(**SHORT), None), (Prune, PruneSettings(), "importance")],
 )
-def test_rows_without_scores_are_refused_where_the_loss_is_made_of_them(
-    stage, settings, setting, source, tmp_path
-):
+def test_missing_scores_are_rejected_if_loss_needs_them(stage, settings, setting, source, tmp_path):
     with raises_code("missing-scores", InputError) as caught:
         stage()(source, settings, context(tmp_path, source, scores=False))
     assert caught.value.setting == setting
@@ -119,9 +117,9 @@ def test_rows_without_scores_are_refused_where_the_loss_is_made_of_them(
         ({"labels": 1.0}, "translation", []),
     ],
 )
-def test_parts_of_the_loss_fit_the_task_and_the_rows(losses, task, expected):
+def test_losses_are_checked_against_task_and_samples(losses, task, expected):
     from smelt.data.splits import Example
 
     data = {"train": Split("rows", (Example("a", text_pair="b"),))}
-    found = Distill.check_rows(DistillSettings(losses=losses), task, data)
-    assert [(one.setting, one.code) for one in found] == expected
+    errors = Distill.check_rows(DistillSettings(losses=losses), task, data)
+    assert [(error.setting, error.code) for error in errors] == expected

@@ -46,43 +46,43 @@ def teacher_forced(model, folder):
     ctx = harness.make_context(folder, "summarization")
     rows = encode_split(ROWS, model.config, load_tokenizer(folder), ctx)
     batch = collate(rows, load_model(folder)[0].config)
-    kept = batch.pop("labels") != -100
+    mask = batch.pop("labels") != -100
     with torch.no_grad():
-        return model.eval()(**batch, use_cache=False).logits[kept]
+        return model.eval()(**batch, use_cache=False).logits[mask]
 
 
 def theirs(folder):
     return AutoModelForSeq2SeqLM.from_pretrained(folder, local_files_only=True)
 
 
-def test_loading_equals_transformers_and_survives_saving(folder, tmp_path):
+def test_loaded_and_saved_model_equals_transformers(folder, tmp_path):
     model, edits = load_model(folder)
     expected = teacher_forced(theirs(folder), folder)
     torch.testing.assert_close(teacher_forced(model, folder), expected)
     assert float(expected.std()) > 0.5, "all outputs are alike: the test shows nothing"
     save_model(model, edits, tmp_path, folder)
-    again, edits = load_model(tmp_path)
+    reloaded, edits = load_model(tmp_path)
     assert edits == []
-    torch.testing.assert_close(teacher_forced(again, tmp_path), expected)
+    torch.testing.assert_close(teacher_forced(reloaded, tmp_path), expected)
     torch.testing.assert_close(teacher_forced(theirs(tmp_path), tmp_path), expected)
 
 
-def test_pruned_model_equals_the_whole_one_whose_units_give_nothing(folder, tmp_path):
+def test_pruned_model_equals_model_with_silenced_units(folder, tmp_path):
     settings = PruneSettings(
         targets=["heads", "ffn"], keep_ratio=0.5, importance="magnitude", reconstruct=False
     )
     ctx = run(Prune(), folder, settings, tmp_path / "out")
     pruned, _ = load_model(ctx.out)
-    whole = theirs(folder)
+    original = theirs(folder)
     attentions, blocks = find_groups(pruned)
     assert {g.count(pruned) for g in attentions} == {2}
     assert {b.count(pruned) for b in blocks} == {24}
     for group in attentions:
-        silence(whole, pruned, group.structure.query, group.structure.out)
+        silence(original, pruned, group.structure.query, group.structure.out)
     for block in blocks:
-        silence(whole, pruned, block.structure.up, block.structure.down)
+        silence(original, pruned, block.structure.up, block.structure.down)
     torch.testing.assert_close(
-        teacher_forced(pruned, ctx.out), teacher_forced(whole, folder), atol=1e-4, rtol=1e-4
+        teacher_forced(pruned, ctx.out), teacher_forced(original, folder), atol=1e-4, rtol=1e-4
     )
     assert ctx.details["parameters_after"] < ctx.details["parameters_before"]
 
@@ -90,13 +90,13 @@ def test_pruned_model_equals_the_whole_one_whose_units_give_nothing(folder, tmp_
 def silence(whole, pruned, first, second):
     """In `whole`, zero what comes out of the units that `pruned` no longer has."""
     old, new = (m.get_submodule(first).weight.detach() for m in (whole, pruned))
-    kept = (old[:, None] == new[None]).all(-1).any(1)
-    assert 0 < int(kept.sum()) == len(new) < len(old)
+    is_kept = (old[:, None] == new[None]).all(-1).any(1)
+    assert 0 < int(is_kept.sum()) == len(new) < len(old)
     with torch.no_grad():
-        whole.get_submodule(second).weight[:, ~kept] = 0
+        whole.get_submodule(second).weight[:, ~is_kept] = 0
 
 
-def test_t5_layers_may_lose_different_heads_and_be_pruned_twice(t5, tmp_path):
+def test_t5_layers_can_lose_different_heads_in_two_prunings(t5, tmp_path):
     settings = PruneSettings(targets=["heads"], keep_ratio=0.5, importance="magnitude", reconstruct=False)
     once = run(Prune(), t5, settings, tmp_path / "once")
     model, _ = load_model(once.out)
@@ -104,39 +104,41 @@ def test_t5_layers_may_lose_different_heads_and_be_pruned_twice(t5, tmp_path):
         m.relative_attention_bias.weight for m in model.modules() if hasattr(m, "relative_attention_bias")
     ]
     assert [tuple(t.shape) for t in tables] == [(8, 2)] * 4  # two blocks on each side, each with its own
-    assert not all(torch.equal(*tables[at : at + 2]) for at in (0, 2))
+    assert not all(torch.equal(*tables[index : index + 2]) for index in (0, 2))
     twice = run(Prune(), once.out, settings, tmp_path / "twice")
     pruned, _ = load_model(twice.out)
     attentions, _ = find_groups(pruned)
     assert {g.count(pruned) for g in attentions} == {1}
-    whole = theirs(t5)
+    original = theirs(t5)
     for group in attentions:
-        silence(whole, pruned, group.structure.query, group.structure.out)
+        silence(original, pruned, group.structure.query, group.structure.out)
     torch.testing.assert_close(
-        teacher_forced(pruned, twice.out), teacher_forced(whole, t5), atol=1e-4, rtol=1e-4
+        teacher_forced(pruned, twice.out), teacher_forced(original, t5), atol=1e-4, rtol=1e-4
     )
 
 
 @pytest.mark.parametrize("kept", [[1], [0], [0, 1]])
-def test_t5_student_keeps_the_position_bias_of_the_first_block(t5, tmp_path, kept):
+def test_t5_student_keeps_position_bias_of_first_block(t5, tmp_path, kept):
     model, edits = load_model(t5)
     for stack in ("encoder_layers", "decoder_layers"):
-        edits, found = keep_layers(model, edits, stack, kept, "uniform", stage="distill", prefix="student.")
-        assert found == kept
+        edits, kept_layers = keep_layers(
+            model, edits, stack, kept, "uniform", stage="distill", prefix="student."
+        )
+        assert kept_layers == kept
     save_model(model, edits, tmp_path, t5)
-    whole, student = theirs(t5), theirs(tmp_path)
+    original, student = theirs(t5), theirs(tmp_path)
     for side in ("encoder", "decoder"):
-        table = whole.get_submodule(side).block[0].layer[0].SelfAttention.relative_attention_bias
-        blocks = whole.get_submodule(side).block
+        table = original.get_submodule(side).block[0].layer[0].SelfAttention.relative_attention_bias
+        blocks = original.get_submodule(side).block
         if kept == [1]:
             blocks[1].layer[0].SelfAttention.relative_attention_bias = table
             blocks[1].layer[0].SelfAttention.has_relative_attention_bias = True
-        whole.get_submodule(side).block = torch.nn.ModuleList([blocks[i] for i in kept])
-    torch.testing.assert_close(teacher_forced(student, tmp_path), teacher_forced(whole, t5))
+        original.get_submodule(side).block = torch.nn.ModuleList([blocks[i] for i in kept])
+    torch.testing.assert_close(teacher_forced(student, tmp_path), teacher_forced(original, t5))
     assert (student.config.num_layers, student.config.num_decoder_layers) == (len(kept), len(kept))
 
 
-def test_finetuning_sees_the_prefix_and_is_kept(folder, tmp_path):
+def test_finetuning_applies_and_stores_prefix(folder, tmp_path):
     write_text_rules(folder, TextRules(prefix=seq2seq.PREFIX))
     try:
         ids = encode_split(

@@ -26,7 +26,7 @@ from tests.support.weight_sharing import (
 
 
 @pytest.mark.parametrize("family", SEPARATE_BLOCKS)
-def test_shared_model_equals_one_with_copied_weights_and_is_smaller_by_them(family, tmp_path):
+def test_shared_model_equals_copied_weights_and_is_smaller(family, tmp_path):
     source = three_layer_model(family)
     plain, _ = load_model(source)
     saved = 0
@@ -45,7 +45,7 @@ def test_shared_model_equals_one_with_copied_weights_and_is_smaller_by_them(fami
     assert ctx.warnings == []
 
 
-def test_gradient_of_shared_layers_is_the_sum_of_both():
+def test_gradient_of_shared_layers_is_sum_of_both():
     plain, _ = load_model(three_layer_model("bert"))
     model, edits = load_model(three_layer_model("bert"))
     share_layers(model, edits, ShareWeightsSettings(targets=["ffn"], groups=1))
@@ -53,29 +53,32 @@ def test_gradient_of_shared_layers_is_the_sum_of_both():
     for name in linear_names_by_block(plain)["layers", "ffn", 0][1:]:
         for first, other in zip(linear_names_by_block(plain)["layers", "ffn", 0][0], name, strict=True):
             plain.get_submodule(other).load_state_dict(plain.get_submodule(first).state_dict())
-    for one in (plain, model):
-        one(torch.arange(5, 15)[None]).logits.sum().backward()
-    apart = sum(plain.get_submodule(name).weight.grad for name in ups)
-    torch.testing.assert_close(model.get_submodule(ups[2]).weight.grad, apart)
+    for module in (plain, model):
+        module(torch.arange(5, 15)[None]).logits.sum().backward()
+    summed_gradient = sum(plain.get_submodule(name).weight.grad for name in ups)
+    torch.testing.assert_close(model.get_submodule(ups[2]).weight.grad, summed_gradient)
 
 
-def test_mean_is_the_mean_and_last_the_last():
+def test_init_from_selects_mean_first_or_last_weights():
     plain, _ = load_model(three_layer_model("bert"))
     name = "bert.encoder.layer.{}.intermediate.dense"
-    own = [plain.get_submodule(name.format(n)) for n in range(3)]
-    for take, wanted in {
-        "mean": [(own[0].weight + own[1].weight + own[2].weight) / 3, sum(m.bias for m in own) / 3],
-        "last": [own[2].weight, own[2].bias],
-        "first": [own[0].weight, own[0].bias],
+    layers = [plain.get_submodule(name.format(n)) for n in range(3)]
+    for take, expected in {
+        "mean": [
+            (layers[0].weight + layers[1].weight + layers[2].weight) / 3,
+            sum(m.bias for m in layers) / 3,
+        ],
+        "last": [layers[2].weight, layers[2].bias],
+        "first": [layers[0].weight, layers[0].bias],
     }.items():
         model, edits = load_model(three_layer_model("bert"))
         share_layers(model, edits, ShareWeightsSettings(init_from=take, groups=1))
-        found = model.get_submodule(name.format(1))
-        torch.testing.assert_close(found.weight, wanted[0])
-        torch.testing.assert_close(found.bias, wanted[1])
+        layer = model.get_submodule(name.format(1))
+        torch.testing.assert_close(layer.weight, expected[0])
+        torch.testing.assert_close(layer.bias, expected[1])
 
 
-def test_only_what_is_named_is_shared():
+def test_only_selected_targets_and_stacks_are_shared():
     model, edits = load_model(three_layer_model("marian"))
     share_layers(model, edits, ShareWeightsSettings(targets=["ffn"], stacks=["encoder_layers"]))
     assert [e["module"] for e in edits] == ["model.encoder.layers.1.fc1", "model.encoder.layers.1.fc2"]
@@ -98,16 +101,16 @@ def test_only_what_is_named_is_shared():
     (1, {"groups": 4}, [[0]]),
     (3, {"groups": 9}, [[0], [1], [2]]),
 ])  # fmt: skip
-def test_groups_are_neighbours(layers, settings, wanted):
+def test_groups_contain_neighboring_layers(layers, settings, wanted):
     assert group_layers(layers, ShareWeightsSettings(**settings)) == wanted
 
 
-def test_groups_and_every_together_are_refused():
+def test_groups_with_group_size_is_rejected():
     with raises_setting_codes("settings-conflict"):
         ShareWeightsSettings(groups=2, group_size=2)
 
 
-def test_layers_of_other_sizes_stay_apart_and_say_so(tmp_path):
+def test_layers_of_different_shape_are_not_shared_with_warning(tmp_path):
     model, edits = load_model(three_layer_model("bert"))
     first = model.bert.encoder.layer[0]
     first.intermediate.dense, first.output.dense = torch.nn.Linear(32, 40), torch.nn.Linear(40, 32)
@@ -120,7 +123,7 @@ def test_layers_of_other_sizes_stay_apart_and_say_so(tmp_path):
     assert shared == {"layers": [[0, 1]]}
 
 
-def test_pairs_have_no_mean_but_can_be_taken_from_one_layer(tmp_path):
+def test_low_rank_layers_can_be_shared_but_not_averaged(tmp_path):
     pairs = every_family.run_stage(
         Factorize(),
         FactorizeSettings(method="svd", optimize_for="size", rank=4),
@@ -129,21 +132,22 @@ def test_pairs_have_no_mean_but_can_be_taken_from_one_layer(tmp_path):
         tmp_path / "pairs",
     ).out
     model, edits = load_model(pairs)
-    known = len(edits)
+    num_edits = len(edits)
     _, notes = share_layers(model, edits, ShareWeightsSettings(init_from="mean"))
     assert message_codes(notes) == ["already-factorized"] * 2
-    assert len(edits) == known
+    assert len(edits) == num_edits
     shared = every_family.run_stage(
         ShareWeights(), ShareWeightsSettings(init_from="last"), pairs, "bert", tmp_path / "shared"
     ).out
-    again, _ = load_model(shared)
-    assert_first_two_shared(again)
+    reloaded, _ = load_model(shared)
+    assert_first_two_shared(reloaded)
     assert torch.equal(
-        again.bert.encoder.layer[0].output.dense.up.weight, model.bert.encoder.layer[1].output.dense.up.weight
+        reloaded.bert.encoder.layer[0].output.dense.up.weight,
+        model.bert.encoder.layer[1].output.dense.up.weight,
     )
 
 
-def test_nothing_to_share_is_said():
+def test_single_layer_groups_warn():
     model, edits = load_model(three_layer_model("bert"))
     shared, notes = share_layers(model, edits, ShareWeightsSettings(groups=3))
     assert (shared, edits) == ({"layers": []}, [])
@@ -151,7 +155,7 @@ def test_nothing_to_share_is_said():
     assert "3 layers" in notes[0].message
 
 
-def test_layers_without_a_part_in_common_stay_apart_and_say_so():
+def test_layers_without_common_part_are_not_shared_with_warning():
     model, edits = load_model(every_family.model_with_layers("bert", 2))
     edits += [
         skip_sublayer(model, "bert.encoder.layer.0", 0),
@@ -164,18 +168,18 @@ def test_layers_without_a_part_in_common_stay_apart_and_say_so():
     assert not any(edit["op"] == "share" for edit in edits)
 
 
-def test_stack_that_the_model_does_not_have_is_an_error_of_the_recipe():
+def test_unknown_stack_is_rejected():
     settings = ShareWeightsSettings(stacks=["decoder_layers"])
     model, edits = load_model(three_layer_model("bert"))
-    found, after = ShareWeights.check_model(settings, model.config.to_dict())
-    assert [(one.setting, one.code) for one in found] == [("stacks", "unknown-stack")]
+    errors, after = ShareWeights.check_model(settings, model.config.to_dict())
+    assert [(error.setting, error.code) for error in errors] == [("stacks", "unknown-stack")]
     assert after == model.config.to_dict()
     with raises_code("unknown-stack", InputError) as caught:
         share_layers(model, edits, settings)
     assert caught.value.setting == "stacks"
 
 
-def test_quantized_layers_are_refused(tmp_path):
+def test_quantized_layers_are_rejected(tmp_path):
     codes = every_family.run_stage(
         Quantize(), QuantizeSettings(), three_layer_model("bert"), "bert", tmp_path / "codes"
     ).out
@@ -183,7 +187,7 @@ def test_quantized_layers_are_refused(tmp_path):
         every_family.run_stage(ShareWeights(), ShareWeightsSettings(), codes, "bert", tmp_path / "shared")
 
 
-def test_sharing_twice_goes_on_from_what_is_shared(tmp_path):
+def test_shared_layers_can_be_shared_with_more_layers(tmp_path):
     once = share_weights("bert", tmp_path / "once")
     twice = every_family.run_stage(
         ShareWeights(), ShareWeightsSettings(groups=1), once, "bert", tmp_path / "twice"

@@ -32,7 +32,7 @@ SOME = ["gpt2", "phi3", "t5"] if is_full_matrix() else ["phi3", "t5"]
 
 
 @pytest.mark.parametrize("family", SOME)
-def test_layers_stay_one_when_trained(family, tmp_path):
+def test_shared_layers_are_shared_after_training(family, tmp_path):
     source = share_weights(family, tmp_path / "shared")
     settings = FinetuneSettings(max_steps=2, batch_size=4, num_evals=1, precision="fp32", learning_rate=1e-2)
     trained = every_family.run_stage(Finetune(), settings, source, family, tmp_path / "trained").out
@@ -45,7 +45,7 @@ def test_layers_stay_one_when_trained(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", SOME)
-def test_pruning_cuts_shared_layers_once(family, tmp_path):
+def test_shared_layers_are_pruned_once(family, tmp_path):
     source = share_weights(family, tmp_path / "shared")
     settings = PruneSettings(importance="magnitude", keep_ratio=0.5, reconstruct=False)
     pruned = every_family.run_stage(Prune(), settings, source, family, tmp_path / "pruned").out
@@ -58,14 +58,14 @@ def test_pruning_cuts_shared_layers_once(family, tmp_path):
         assert model.get_submodule(name).in_features == before.get_submodule(name).in_features // 2
     assert torch.isfinite(harness.logits(model)).all()
     # and the same as when the copies are cut apart, where magnitude finds the same units
-    apart, edits = load_model(source)
+    unshared, edits = load_model(source)
     copies = tmp_path / "copies"
     copies.mkdir()
-    for module in set(apart.modules()):  # each layer gets a module of its own again
+    for module in set(unshared.modules()):  # each layer gets a module of its own again
         for name, child in list(module.named_children()):
-            if isinstance(child, torch.nn.Linear) and child is not apart.get_output_embeddings():
+            if isinstance(child, torch.nn.Linear) and child is not unshared.get_output_embeddings():
                 setattr(module, name, _own(child))
-    save_model(apart, [e for e in edits if e["op"] != "share"], copies, source)
+    save_model(unshared, [e for e in edits if e["op"] != "share"], copies, source)
     cut = every_family.run_stage(Prune(), settings, copies, family, tmp_path / "cut").out
     torch.testing.assert_close(
         harness.logits(model), harness.logits(load_model(cut)[0]), atol=1e-5, rtol=1e-5
@@ -78,7 +78,7 @@ def _own(linear):
     return new
 
 
-def test_pruning_by_taylor_counts_all_places_of_a_head(tmp_path):
+def test_taylor_counts_all_uses_of_shared_head(tmp_path):
     source = share_weights("bert", tmp_path / "shared", groups=1)
     ctx = every_family.run_stage(
         Prune(),
@@ -95,7 +95,7 @@ def test_pruning_by_taylor_counts_all_places_of_a_head(tmp_path):
 
 
 @pytest.mark.parametrize("family", SOME)
-def test_factorized_layers_are_one_pair(family, tmp_path):
+def test_factorized_shared_layers_share_one_low_rank_pair(family, tmp_path):
     source = share_weights(family, tmp_path / "shared")
     ctx = every_family.run_stage(
         Factorize(),
@@ -120,7 +120,7 @@ def _place(model):
     return tuple({f"{block.stack.module_path}." for block in blocks_of(model)})
 
 
-def test_factorizing_leaves_a_layer_alone_when_one_of_its_names_is_excluded(tmp_path):
+def test_shared_layer_with_one_excluded_name_is_not_factorized(tmp_path):
     source = share_weights("bert", tmp_path / "shared", groups=1)
     settings = FactorizeSettings(
         method="svd",
@@ -136,7 +136,7 @@ def test_factorizing_leaves_a_layer_alone_when_one_of_its_names_is_excluded(tmp_
     ]
 
 
-def test_pairs_that_are_shared_are_cut_once(tmp_path):
+def test_shared_low_rank_layers_are_pruned_once(tmp_path):
     source = share_weights("marian", tmp_path / "shared")
     pairs = every_family.run_stage(
         Factorize(),
@@ -155,29 +155,31 @@ def test_pairs_that_are_shared_are_cut_once(tmp_path):
 @pytest.mark.parametrize(
     ("family", "scheme"), [("marian", "int8-dynamic"), ("t5", "int4"), ("qwen3", "binary")]
 )
-def test_codes_are_stored_once(family, scheme, tmp_path):
+def test_quantized_shared_layers_are_stored_once(family, scheme, tmp_path):
     source = share_weights(family, tmp_path / "shared")
     options = {} if scheme == "int8-dynamic" else {"group_size": 32}
     settings = QuantizeSettings(scheme=scheme, **options)
-    both = [every_family.run_stage(Quantize(), settings, s, family, tmp_path / f"{n}").out
+    folders = [every_family.run_stage(Quantize(), settings, s, family, tmp_path / f"{n}").out
             for n, s in enumerate((three_layer_model(family), source))]  # fmt: skip
-    model, edits = load_model(both[1])
+    model, edits = load_model(folders[1])
     assert_first_two_shared(model)
-    whole, once = (load_file(f / "model.safetensors") for f in both)
+    unshared_tensors, shared_tensors = (load_file(f / "model.safetensors") for f in folders)
     seconds = {n for blocks in linear_names_by_block(model).values() for n in blocks[1]}
-    assert whole.keys() - once.keys() == {
-        n for n in whole if n.rpartition(".matrix.")[0] in seconds or n.rpartition(".bias")[0] in seconds
+    assert unshared_tensors.keys() - shared_tensors.keys() == {
+        n
+        for n in unshared_tensors
+        if n.rpartition(".matrix.")[0] in seconds or n.rpartition(".bias")[0] in seconds
     }
     assert sum(e["op"] == "quantize" and e["module"] in seconds for e in edits) == 0
     trained = FinetuneSettings(max_steps=2, batch_size=4, num_evals=0, precision="fp32")
     if scheme == "binary":  # through the codes
         model, _ = load_model(
-            every_family.run_stage(Finetune(), trained, both[1], family, tmp_path / "trained").out
+            every_family.run_stage(Finetune(), trained, folders[1], family, tmp_path / "trained").out
         )
         assert_first_two_shared(model)
 
 
-def test_quantizing_leaves_a_layer_float_when_one_of_its_names_is_skipped(tmp_path):
+def test_shared_layer_with_one_excluded_name_is_not_quantized(tmp_path):
     source = share_weights("bert", tmp_path / "shared")
     settings = QuantizeSettings(exclude=["*.layer.1.output.dense"])
     ctx = every_family.run_stage(Quantize(), settings, source, "bert", tmp_path / "codes")
@@ -192,7 +194,7 @@ def test_quantizing_leaves_a_layer_float_when_one_of_its_names_is_skipped(tmp_pa
         ("marian", "int4", False),
     ],
 )
-def test_graphs_hold_shared_matrices_once_and_agree(family, scheme, simplify, tmp_path):
+def test_graphs_store_shared_matrices_once(family, scheme, simplify, tmp_path):
     source = share_weights(family, tmp_path / "shared")
     if scheme:
         settings = QuantizeSettings(scheme=scheme)
@@ -200,9 +202,9 @@ def test_graphs_hold_shared_matrices_once_and_agree(family, scheme, simplify, tm
     ctx = every_family.run_stage(Onnx(), OnnxSettings(simplify=simplify), source, family, tmp_path / "graphs")
     assert set(ctx.details["parity"]) == set(ctx.details["graphs"])  # a graph that disagrees raises
     for path in ctx.out.glob("*.onnx"):
-        found = Counter(
+        matrix_counts = Counter(
             (tuple(t.dims), hashlib.sha256(t.raw_data).hexdigest())
             for t in onnx.load(path).graph.initializer
             if len(t.dims) > 1 and len(t.raw_data) >= 256
         )
-        assert max(found.values()) == 1
+        assert max(matrix_counts.values()) == 1

@@ -27,33 +27,33 @@ def words(shortlist, source):
     return sorted({*shortlist.table[source].tolist(), *shortlist.always.tolist()})
 
 
-def test_a_word_brings_its_likeliest_words_and_itself():
-    found = learn_shortlist(
+def test_shortlist_contains_likeliest_frequent_and_source_tokens():
+    shortlist = learn_shortlist(
         ROWS, CONFIG, [0, 1], ShortlistSettings(candidates_per_token=1, frequent_tokens=2)
     )
-    assert found.always.tolist() == [0, 1, 4]  # 0 and 4 come most often; 0 and 1 were told
-    assert words(found, 4) == [0, 1, 4, 5]
-    assert words(found, 6) == [0, 1, 4, 6]
-    assert words(found, 7) == [0, 1, 4, 7]
-    assert words(found, 3) == [0, 1, 3, 4]  # never seen: it may be copied
+    assert shortlist.always.tolist() == [0, 1, 4]  # 0 and 4 come most often; 0 and 1 were told
+    assert words(shortlist, 4) == [0, 1, 4, 5]
+    assert words(shortlist, 6) == [0, 1, 4, 6]
+    assert words(shortlist, 7) == [0, 1, 4, 7]
+    assert words(shortlist, 3) == [0, 1, 3, 4]  # never seen: it may be copied
 
 
 @pytest.mark.parametrize("other", [{"decoder_vocab_size": 9}, {"share_encoder_decoder_embeddings": False}])
-def test_where_numbers_mean_other_words_nothing_is_copied(other):
-    found = learn_shortlist(
+def test_source_tokens_are_not_copied_with_separate_vocabularies(other):
+    shortlist = learn_shortlist(
         ROWS, CONFIG | other, [0, 1], ShortlistSettings(candidates_per_token=1, frequent_tokens=2)
     )
-    assert words(found, 3) == [0, 1, 4]
-    assert words(found, 4) == [0, 1, 4, 5]
+    assert words(shortlist, 3) == [0, 1, 4]
+    assert words(shortlist, 4) == [0, 1, 4, 5]
 
 
-def test_coverage_is_counted_by_hand():
+def test_coverage_equals_manual_count():
     table = np.zeros((8, 1), dtype=np.int64)
     table[[4, 5], 0] = [5, 6]
-    made = make_shortlist(table, np.array([0, 1]), 8)
+    shortlist = make_shortlist(table, np.array([0, 1]), 8)
     rows = [([4, 5], [5, 6, 0]), ([4], [5, 7, 7, 0, 0])]
     # of 3 words all, of 5 words 3; 0, 1, 5, 6 are on the first list, 0, 1, 5 on the second
-    assert shortlist_coverage(made, rows, CONFIG) == {"covered": 0.75, "whole": 0.5, "words": 3.5}
+    assert shortlist_coverage(shortlist, rows, CONFIG) == {"covered": 0.75, "whole": 0.5, "words": 3.5}
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def made(tmp_path_factory):
     )
 
 
-def test_the_model_stays_and_facts_say_what_the_list_covers(made):
+def test_model_is_unchanged_and_details_report_coverage(made):
     import torch
 
     before, _ = load_model(made.out.parent / "model")
@@ -86,7 +86,7 @@ def test_the_model_stays_and_facts_say_what_the_list_covers(made):
     assert details["validation"]["words"] < details["vocabulary"] == 62
 
 
-def test_every_stage_behind_it_keeps_the_list(made, tmp_path):
+def test_later_stages_keep_shortlist(made, tmp_path):
     training = FinetuneSettings(max_steps=1, batch_size=4, num_evals=0, precision="fp32")
     folder = made.out
     for stage, settings in (
@@ -99,16 +99,18 @@ def test_every_stage_behind_it_keeps_the_list(made, tmp_path):
         assert (folder / SHORTLIST_FILE).read_bytes() == (made.out / SHORTLIST_FILE).read_bytes(), stage.name
 
 
-def test_it_goes_on_from_codes(made, tmp_path):
+def test_shortlist_supports_quantized_model(made, tmp_path):
     codes = every_family.run_stage(
         Quantize(), QuantizeSettings(), made.out.parent / "model", "marian", tmp_path / "q"
     )
-    again = every_family.run_stage(ShortlistStage(), ShortlistSettings(), codes.out, "marian", tmp_path / "s")
-    assert (again.out / SHORTLIST_FILE).is_file()
-    assert (again.out / "structure.json").read_text() == (codes.out / "structure.json").read_text()
+    shortlist_ctx = every_family.run_stage(
+        ShortlistStage(), ShortlistSettings(), codes.out, "marian", tmp_path / "s"
+    )
+    assert (shortlist_ctx.out / SHORTLIST_FILE).is_file()
+    assert (shortlist_ctx.out / "structure.json").read_text() == (codes.out / "structure.json").read_text()
 
 
-def test_what_is_missing_is_said(made, tmp_path):
+def test_few_samples_and_low_coverage_warn(made, tmp_path):
     train = Split("made", tuple(Example(s, references=(s,)) for s in tiny.SENTENCES[:2]))
     other = Split("made", tuple(Example(s, references=(tiny.SENTENCES[5],)) for s in tiny.SENTENCES[6:]))
     data = {"train": train, "validation": other}
@@ -116,17 +118,17 @@ def test_what_is_missing_is_said(made, tmp_path):
     ctx = harness.run_stage(ShortlistStage(), settings, made.out.parent / "model", tmp_path, data=data)
     covered = ctx.details["validation"]["covered"]
     assert covered < 0.9
-    few, lacks = ctx.warnings
-    assert (few.code, lacks.code) == ("limited-rows", "tokens-not-covered")
-    assert " 2 " in few.message
-    assert f"{1 - covered:.1%}" in lacks.message
+    limited, uncovered = ctx.warnings
+    assert (limited.code, uncovered.code) == ("limited-rows", "tokens-not-covered")
+    assert " 2 " in limited.message
+    assert f"{1 - covered:.1%}" in uncovered.message
     blind = harness.run_stage(
         ShortlistStage(), settings, made.out.parent / "model", tmp_path / "b", data={"train": train}
     )
     assert blind.warnings[1].code == "no-validation-data"
 
 
-def test_rows_are_drawn_over_the_file(made, tmp_path, monkeypatch):
+def test_max_train_samples_limits_samples(made, tmp_path, monkeypatch):
     data = made.data
     source = made.out.parent / "model"
     some = harness.run_stage(
@@ -139,7 +141,7 @@ def test_rows_are_drawn_over_the_file(made, tmp_path, monkeypatch):
     assert few.warnings[0].code == "rows-left-out"
 
 
-def test_learning_says_how_far_it_is():
+def test_learning_reports_progress():
     messages = []
     learn_shortlist(
         ROWS,
@@ -151,7 +153,7 @@ def test_learning_says_how_far_it_is():
     assert messages == [(0, 3), (1, 3), (2, 3)]
 
 
-def test_it_needs_training_rows_and_texts_that_become_texts(tmp_path):
+def test_shortlist_needs_training_samples_and_text_generation_task(tmp_path):
     assert ShortlistStage.needs_with(ShortlistSettings()) == {"train"}
     tiny.write_bert(tmp_path / "model")
     tiny.write_labeled(tmp_path / "data.jsonl")
@@ -162,6 +164,6 @@ def test_it_needs_training_rows_and_texts_that_become_texts(tmp_path):
     with raises_code("unsupported-task", InputError) as caught:
         load_plan(tmp_path / "recipe.yaml")
     assert all(
-        word in str(caught.value)
-        for word in ("shortlist", "text-classification", "summarization, translation")
+        text in str(caught.value)
+        for text in ("shortlist", "text-classification", "summarization, translation")
     )

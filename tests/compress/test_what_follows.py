@@ -9,7 +9,7 @@ from tests.support.pairs.paired_techniques import TECHNIQUES
 
 
 @pytest.mark.parametrize("name", [name for name, technique in TECHNIQUES.items() if technique.usable_on])
-def test_result_of_a_technique_can_be_saved_trained_quantized_and_exported(name, tmp_path):
+def test_technique_output_can_be_saved_trained_quantized_and_exported(name, tmp_path):
     technique = TECHNIQUES[name]
     family, layers = technique.usable_on
     stage = load_stage(technique.stage)

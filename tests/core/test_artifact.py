@@ -60,7 +60,7 @@ def made(tmp_path):
         "deep/__init__.py",
     ],
 )
-def test_a_file_that_the_manifest_does_not_list_is_refused_and_named(made, name):
+def test_file_missing_in_manifest_is_rejected(made, name):
     path = made.path / name
     path.parent.mkdir(exist_ok=True)
     path.write_text("x")
@@ -90,7 +90,7 @@ def test_a_file_that_the_manifest_does_not_list_is_refused_and_named(made, name)
         "deep/NOTICE",
     ],
 )
-def test_what_systems_and_readers_leave_there_does_no_harm(made, name):
+def test_files_of_systems_and_readers_are_ignored(made, name):
     path = made.path / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("x")
@@ -100,12 +100,12 @@ def test_what_systems_and_readers_leave_there_does_no_harm(made, name):
     assert found.size_bytes == len("model.safetensors")
 
 
-def test_an_empty_folder_does_no_harm(made):
+def test_empty_folder_is_ignored(made):
     (made.path / "empty").mkdir()
     assert read_artifact(made.path) == made
 
 
-def test_the_artifacts_are_named_when_the_folder_is_that_of_a_run(tmp_path):
+def test_run_folder_lists_its_artifacts(tmp_path):
     for name in ("onnx-int8", "model"):
         (tmp_path / "artifacts" / name).mkdir(parents=True)
         (tmp_path / "artifacts" / name / "manifest.json").write_text("{}")
@@ -117,7 +117,7 @@ def test_the_artifacts_are_named_when_the_folder_is_that_of_a_run(tmp_path):
     assert str(caught.value).count("onnx-int8") == 0
 
 
-def test_float_weights_behind_codes_are_no_part_of_the_model(made):
+def test_master_weights_do_not_count_in_model_size(made):
     """They lie in the artifact, whose hashes hold them, and count in no size."""
     files = made.manifest.files | {MASTER_WEIGHTS_FILE: FileRecord(sha256="0" * 64, size_bytes=1000)}
     with_them = replace(made, manifest=made.manifest.model_copy(update={"files": files}))
@@ -128,7 +128,7 @@ def test_float_weights_behind_codes_are_no_part_of_the_model(made):
     assert MASTER_WEIGHTS_FILE in str(caught.value)
 
 
-def test_a_model_folder_is_told_what_makes_artifacts_of_it(tmp_path):
+def test_model_folder_suggests_init(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with raises_code("not-an-artifact", InputError) as caught:
         read_manifest(tmp_path)
@@ -151,7 +151,7 @@ def test_a_model_folder_is_told_what_makes_artifacts_of_it(tmp_path):
         *("CON.json", "aux.onnx", "\u202eexe.json", "a\x85.json", ".git/config.json", "-rf.json"),
     ],
 )
-def test_a_listed_file_of_a_kind_that_no_stage_writes_is_refused(made, name):
+def test_listed_file_of_unknown_kind_is_rejected(made, name):
     path = made.path / name
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"x")

@@ -68,19 +68,19 @@ def _read(folder, content):
     return None
 
 
-def test_the_manifest_itself_is_read(folder, manifest):
+def test_valid_manifest_is_read(folder, manifest):
     assert _read(folder, json.dumps(manifest).encode()) is not None
 
 
 @FUZZ
 @given(st.dictionaries(st.sampled_from([*Manifest.model_fields, "more"]), JSON, min_size=1, max_size=3))
-def test_odd_values_are_read_or_refused(folder, manifest, changes):
+def test_odd_values_are_read_or_rejected(folder, manifest, changes):
     _read(folder, json.dumps(manifest | changes).encode())
 
 
 @FUZZ
 @given(st.dictionaries(NAMES, RECORD, max_size=3))
-def test_odd_files_are_read_or_refused_and_never_outside(folder, manifest, files):
+def test_odd_file_entries_are_rejected_outside_folder(folder, manifest, files):
     artifact = _read(folder, json.dumps(manifest | {"files": files}).encode())
     if artifact is not None:
         assert set(artifact.manifest.files) <= {"w.json"}
@@ -88,13 +88,13 @@ def test_odd_files_are_read_or_refused_and_never_outside(folder, manifest, files
 
 @FUZZ
 @given(st.binary(max_size=200) | JSON.map(lambda value: json.dumps(value).encode()))
-def test_odd_bytes_are_read_or_refused(folder, content):
+def test_odd_bytes_are_rejected(folder, content):
     assert _read(folder, content) is None
 
 
 @FUZZ
 @given(st.data())
-def test_a_manifest_that_is_cut_or_changed_somewhere_is_read_or_refused(folder, manifest, data):
+def test_mutated_manifest_is_read_or_rejected(folder, manifest, data):
     content = bytearray(json.dumps(manifest).encode())
     for place in data.draw(st.lists(st.integers(0, len(content) - 1), max_size=4)):
         content[place] = data.draw(st.integers(0, 255))

@@ -15,7 +15,7 @@ WITH_SPAWN = "import multiprocessing as m; print(m.get_context('spawn').Pool(1).
 
 
 @pytest.mark.parametrize("code", [IN_CHILD, IN_GRANDCHILD, WITH_SPAWN])
-def test_nothing_is_imported_from_the_current_folder(code, tmp_path, monkeypatch):
+def test_child_process_imports_nothing_from_current_folder(code, tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
     for name in ("json", "pickle"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('planted')")

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize("text", ["x" * 100_000, "\n".join(f"line {i}" for i in range(1000)), "short"])
-def test_a_message_keeps_both_ends_also_where_it_is_wrapped_again(text):
+def test_long_message_keeps_both_ends_when_wrapped_again(text):
     message = str(InputError(f"what is wrong: {text}"))
     again = str(InputError(f"{message} how to mend it"))
     assert len(again) < 4_000
@@ -35,7 +35,7 @@ def test_a_message_keeps_both_ends_also_where_it_is_wrapped_again(text):
         ("x" * 10_000, ["x" * 10_000 + "y"], "x" * 10_000 + "y"),
     ],
 )
-def test_nearest_word_is_proposed_when_it_was_mistyped(word, known, meant):
+def test_mistyped_word_gets_suggestion(word, known, meant):
     assert did_you_mean(word, known) == f" Did you mean '{meant}'?"
 
 
@@ -54,5 +54,5 @@ def test_nearest_word_is_proposed_when_it_was_mistyped(word, known, meant):
         ("rows", ["rows"]),  # it is there, and not what was wanted
     ],
 )
-def test_nothing_is_proposed_when_the_word_is_another_one(word, known):
+def test_different_word_gets_no_suggestion(word, known):
     assert not did_you_mean(word, known)

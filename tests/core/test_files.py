@@ -39,14 +39,14 @@ def _mode(path):
 
 
 @UMASKS
-def test_a_written_file_has_the_permissions_that_the_umask_leaves(tmp_path, under, umask):
+def test_written_file_has_umask_permissions(tmp_path, under, umask):
     under(umask)
     write_json(tmp_path / "deep" / "x.json", {"a": 1})
     assert _mode(tmp_path / "deep" / "x.json") == 0o666 & ~umask
     assert _mode(tmp_path / "deep") == 0o777 & ~umask
 
 
-def test_a_file_that_is_replaced_gets_the_permissions_of_a_new_one(tmp_path):
+def test_replaced_file_has_permissions_of_new_file(tmp_path):
     write_atomically(tmp_path / "x", "old")
     (tmp_path / "x").chmod(0o600)
     write_atomically(tmp_path / "x", "new\r\nline")
@@ -55,7 +55,7 @@ def test_a_file_that_is_replaced_gets_the_permissions_of_a_new_one(tmp_path):
 
 
 @UMASKS
-def test_a_folder_follows_the_umask_whatever_libraries_have_written_there(tmp_path, under, umask):
+def test_apply_umask_overrides_modes_set_by_libraries(tmp_path, under, umask):
     """safetensors, tempfile and others write for the owner alone; some keep what the source had."""
     under(umask)
     out = tmp_path / "out"
@@ -72,7 +72,7 @@ def test_a_folder_follows_the_umask_whatever_libraries_have_written_there(tmp_pa
     assert sorted(os.listdir(tmp_path)) == ["out"]
 
 
-def test_a_folder_keeps_the_group_of_the_store_that_it_inherits(tmp_path, under):
+def test_apply_umask_keeps_set_group_id_bit(tmp_path, under):
     """A store that a group shares has the set-group-id bit on its folders."""
     under(0o002)
     tmp_path.chmod(0o2775)
@@ -83,7 +83,7 @@ def test_a_folder_keeps_the_group_of_the_store_that_it_inherits(tmp_path, under)
     assert _mode(tmp_path / "out") == 0o2775
 
 
-def test_the_umask_of_other_threads_is_never_touched(tmp_path, monkeypatch):
+def test_process_umask_is_never_changed(tmp_path, monkeypatch):
     def umask(mask):
         raise AssertionError("the umask was set")
 
@@ -93,7 +93,7 @@ def test_the_umask_of_other_threads_is_never_touched(tmp_path, monkeypatch):
     apply_umask(tmp_path / "out")
 
 
-def test_a_file_system_without_permissions_is_taken_as_it_is(tmp_path, monkeypatch):
+def test_file_system_without_permissions_is_tolerated(tmp_path, monkeypatch):
     def chmod(path, mode):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
@@ -104,7 +104,7 @@ def test_a_file_system_without_permissions_is_taken_as_it_is(tmp_path, monkeypat
     apply_umask(tmp_path / "out")
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+def test_failed_write_keeps_old_file_only(tmp_path, monkeypatch):
     write_atomically(tmp_path / "x", "old")
 
     def full(descriptor):
@@ -117,7 +117,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monke
     assert os.listdir(tmp_path) == ["x"]
 
 
-def test_what_a_killed_writer_left_is_known_by_its_name(tmp_path):
+def test_partial_file_of_killed_writer_is_recognized_by_name(tmp_path):
     code = (
         "import os, signal, sys; from pathlib import Path; from smelt.core.files import write_atomically\n"
         "os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -131,7 +131,7 @@ def test_what_a_killed_writer_left_is_known_by_its_name(tmp_path):
     assert not list(partial_files(tmp_path / "nothing"))
 
 
-def test_a_folder_that_cannot_be_flushed_is_no_failure_and_a_full_disk_is(tmp_path, monkeypatch):
+def test_failed_folder_sync_is_ignored_and_full_disk_is_not(tmp_path, monkeypatch):
     (tmp_path / "x").touch()
 
     def fails(number):
@@ -149,7 +149,7 @@ def test_a_folder_that_cannot_be_flushed_is_no_failure_and_a_full_disk_is(tmp_pa
         fsync_path(tmp_path)
 
 
-def test_the_age_of_a_file_is_told_by_the_clock_of_its_file_system(tmp_path, monkeypatch):
+def test_file_age_uses_clock_of_file_system(tmp_path, monkeypatch):
     path = tmp_path / "x"
     path.touch()
     real = time.time()
@@ -160,7 +160,7 @@ def test_the_age_of_a_file_is_told_by_the_clock_of_its_file_system(tmp_path, mon
     assert os.listdir(tmp_path) == ["x"]
 
 
-def test_a_file_system_that_takes_no_more_files_tells_no_age(tmp_path, monkeypatch):
+def test_file_age_is_zero_on_full_file_system(tmp_path, monkeypatch):
     (tmp_path / "x").touch()
     os.utime(tmp_path / "x", (0, 0))
 
@@ -171,7 +171,7 @@ def test_a_file_system_that_takes_no_more_files_tells_no_age(tmp_path, monkeypat
     assert seconds_since_written(tmp_path / "x") == 0.0
 
 
-def test_the_size_of_a_folder_counts_what_is_left_of_it(tmp_path, monkeypatch):
+def test_folder_size_ignores_removed_files(tmp_path, monkeypatch):
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "a").write_bytes(b"abc")
     (tmp_path / "b").write_bytes(b"de")
@@ -181,14 +181,14 @@ def test_the_size_of_a_folder_counts_what_is_left_of_it(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("text", "expected"), [('{"a": 1}', {"a": 1}), ("[1]", {}), (None, {})])
-def test_read_json_gives_an_object_or_an_empty_one(tmp_path, text, expected):
+def test_read_json_object_returns_object_or_empty(tmp_path, text, expected):
     if text is not None:
         (tmp_path / "x.json").write_text(text)
     assert read_json_object(tmp_path / "x.json") == expected
 
 
 @pytest.mark.parametrize("raw", [b"{", b"\xff", b"[" * 100_000])
-def test_read_json_names_what_is_broken(tmp_path, raw):
+def test_invalid_json_error_names_file(tmp_path, raw):
     (tmp_path / "x.json").write_bytes(raw)
     with raises_code("invalid-json", InputError) as caught:
         read_json_object(tmp_path / "x.json")

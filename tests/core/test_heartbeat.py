@@ -56,7 +56,7 @@ def _ended():
 
 
 @BOTH
-def test_a_marker_stands_while_its_process_works_and_goes_with_it(tmp_path, where, monkeypatch):
+def test_marker_exists_while_process_works(tmp_path, where, monkeypatch):
     if where:
         disable_file_locks(monkeypatch)
     path = tmp_path / "x.owner"
@@ -68,7 +68,7 @@ def test_a_marker_stands_while_its_process_works_and_goes_with_it(tmp_path, wher
 
 
 @BOTH
-def test_a_killed_process_is_known_to_be_dead_at_once(tmp_path, worker, where, monkeypatch):
+def test_killed_process_is_inactive_at_once(tmp_path, worker, where, monkeypatch):
     if where:
         disable_file_locks(monkeypatch)
     process, path = worker(where), tmp_path / "x.owner"
@@ -80,9 +80,7 @@ def test_a_killed_process_is_known_to_be_dead_at_once(tmp_path, worker, where, m
 
 
 @BOTH
-def test_a_silent_process_of_this_machine_is_at_work_as_long_as_it_lives(
-    tmp_path, worker, where, monkeypatch
-):
+def test_silent_process_of_this_machine_is_active_while_alive(tmp_path, worker, where, monkeypatch):
     """A computer that was suspended for a night has touched nothing."""
     if where:
         disable_file_locks(monkeypatch)
@@ -91,7 +89,7 @@ def test_a_silent_process_of_this_machine_is_at_work_as_long_as_it_lives(
     assert is_active(tmp_path / "x.owner")
 
 
-def test_a_number_that_was_given_to_another_process_is_not_the_one_that_worked(tmp_path):
+def test_reused_process_id_is_not_the_recorded_process(tmp_path):
     me = current_owner()
     assert is_active(_mark(tmp_path / "same"))
     assert not is_active(_mark(tmp_path / "reused", started=me.started - 30))
@@ -104,7 +102,7 @@ def test_a_number_that_was_given_to_another_process_is_not_the_one_that_worked(t
     [{"kernel": "another"}, {"kernel": "another", "locked": True}, {"namespace": 1}],
 )
 @pytest.mark.parametrize("locks", [True, False])
-def test_work_elsewhere_is_left_alone_until_it_was_silent_for_long(tmp_path, elsewhere, locks, monkeypatch):
+def test_process_of_other_machine_is_active_until_stale(tmp_path, elsewhere, locks, monkeypatch):
     """Its number means nothing here, whether a process has it or not."""
     if not locks:
         disable_file_locks(monkeypatch)
@@ -115,7 +113,7 @@ def test_work_elsewhere_is_left_alone_until_it_was_silent_for_long(tmp_path, els
         assert not is_active(_mark(path, STALE_AFTER_S + 60, process=number, **elsewhere))
 
 
-def test_work_on_another_machine_whose_lock_can_be_seen_is_left_alone_however_silent(tmp_path, worker):
+def test_locked_marker_of_other_machine_is_active_even_if_silent(tmp_path, worker):
     """As on NFS with locks: what holds the lock lives."""
     process, path = worker(), tmp_path / "x.owner"
     content = path.read_bytes()
@@ -127,12 +125,12 @@ def test_work_on_another_machine_whose_lock_can_be_seen_is_left_alone_however_si
     assert not is_active(path)
 
 
-def test_a_lock_that_is_gone_tells_of_a_death_in_another_container(tmp_path):
+def test_released_lock_in_other_container_is_inactive(tmp_path):
     """All processes of one kernel see each other's locks, whatever their numbers are."""
     assert not is_active(_mark(tmp_path / "x.owner", namespace=1, locked=True))
 
 
-def test_a_marker_without_a_record_is_left_alone_for_as_long(tmp_path):
+def test_marker_without_record_is_active_until_stale(tmp_path):
     path = tmp_path / "x.owner"
     path.touch()
     assert is_active(path)
@@ -140,7 +138,7 @@ def test_a_marker_without_a_record_is_left_alone_for_as_long(tmp_path):
     assert not is_active(path)
 
 
-def test_a_sign_of_life_is_given_again_and_again(tmp_path, monkeypatch):
+def test_heartbeat_is_repeated(tmp_path, monkeypatch):
     monkeypatch.setattr(heartbeats, "HEARTBEAT_S", 0.01)
     path = tmp_path / "x.owner"
     with heartbeat(path):
@@ -152,7 +150,7 @@ def test_a_sign_of_life_is_given_again_and_again(tmp_path, monkeypatch):
                 time.sleep(0.01)
 
 
-def test_the_sign_of_life_ends_with_the_work(tmp_path, monkeypatch):
+def test_heartbeat_thread_ends_with_work(tmp_path, monkeypatch):
     import threading
 
     monkeypatch.setattr(heartbeats, "HEARTBEAT_S", 0.01)
@@ -165,13 +163,13 @@ def test_the_sign_of_life_ends_with_the_work(tmp_path, monkeypatch):
         time.sleep(0.01)
 
 
-def test_a_marker_that_a_dead_process_left_is_replaced(tmp_path):
+def test_marker_of_dead_process_is_replaced(tmp_path):
     path = _mark(tmp_path / "x.owner", process=_ended(), locked=True)
     with heartbeat(path):
         assert read_owner(path).process == os.getpid()
 
 
-def test_a_marker_is_not_opened_for_others_alone_to_read(tmp_path):
+def test_marker_permissions_follow_umask(tmp_path):
     before = os.umask(0o022)
     try:
         with heartbeat(tmp_path / "x.owner"):

@@ -37,19 +37,19 @@ def closed():
     return port
 
 
-def test_hub_that_answers_slowly_is_there(monkeypatch, server):
+def test_slow_hub_is_reachable(monkeypatch, server):
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server}")
     assert hub_unreachable_reason() is None
 
 
-def test_refused_connection_is_told_at_once(monkeypatch, closed):
+def test_refused_connection_is_reported_at_once(monkeypatch, closed):
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed}")
     reason = str(hub_unreachable_reason())
     assert f"http://127.0.0.1:{closed}" in reason
     assert "Connection refused" in reason
 
 
-def test_proxy_is_what_must_be_reached_where_there_is_one(monkeypatch, server, closed):
+def test_proxy_is_connected_if_configured(monkeypatch, server, closed):
     monkeypatch.setattr(constants, "ENDPOINT", "https://hub.invalid")
     monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{server}")
     assert hub_unreachable_reason() is None
@@ -63,7 +63,7 @@ def test_proxy_is_what_must_be_reached_where_there_is_one(monkeypatch, server, c
     assert hub_unreachable_reason() is None
 
 
-def test_name_server_that_never_answers_is_given_up_after_seconds(monkeypatch):
+def test_unresponsive_name_server_times_out(monkeypatch):
     never = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: never.wait(60))
     monkeypatch.setattr(hub, "CONNECT_TIMEOUT_S", 0.2)
@@ -74,7 +74,7 @@ def test_name_server_that_never_answers_is_given_up_after_seconds(monkeypatch):
     never.set()
 
 
-def test_address_that_leads_nowhere_does_not_hide_the_other(monkeypatch, server, closed):
+def test_unreachable_address_does_not_hide_reachable_one(monkeypatch, server, closed):
     known = socket.AF_INET, socket.SOCK_STREAM, 0, ""
     both = [(*known, ("127.0.0.1", closed)), (*known, ("127.0.0.1", server))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: both)
@@ -84,13 +84,13 @@ def test_address_that_leads_nowhere_does_not_hide_the_other(monkeypatch, server,
     assert hub_unreachable_reason() is None
 
 
-def test_offline_by_wish_asks_nobody(monkeypatch):
+def test_offline_mode_makes_no_connection(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(hub, "_connection_error", lambda *a: pytest.fail("it was asked"))
     assert hub_unreachable_reason()
 
 
-def test_cache_alone_is_looked_into_only_inside_of_the_context():
+def test_hub_cache_only_applies_inside_context():
     import datasets
 
     before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE

@@ -28,7 +28,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
-def test_an_answer_comes_back_whatever_was_printed_beside_it() -> None:
+def test_isolated_result_is_returned_despite_printed_output() -> None:
     assert run_isolated("asked_module", ["a", "b"], ProcessLimits(1_000_000_000, 10)) == ["a", "b"]
 
 
@@ -36,6 +36,6 @@ def test_an_answer_comes_back_whatever_was_printed_beside_it() -> None:
 @pytest.mark.parametrize(
     ("what", "code"), [("crash", "process-crashed"), ("memory", "memory-limit"), ("time", "time-limit")]
 )
-def test_what_happens_there_is_said_here(what: str, code: str) -> None:
+def test_isolated_failures_are_reported_with_code(what: str, code: str) -> None:
     with pytest.raises(IsolatedProcessError, check=lambda error: error.code == code):
         run_isolated("asked_module", [what], ProcessLimits(1_000_000_000, 1))

@@ -35,7 +35,7 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     worker.close()
 
 
-def test_requests_are_answered_by_one_process(worker: IsolatedWorker) -> None:
+def test_worker_answers_requests_in_one_process(worker: IsolatedWorker) -> None:
     first, pid = worker.ask({"a": "ü\ud800\n"}, 5)
     assert (first, pid != os.getpid()) == ({"a": "ü\ud800\n"}, True)
     assert worker.ask("b", 5) == ["b", pid]
@@ -55,7 +55,7 @@ def test_requests_are_answered_by_one_process(worker: IsolatedWorker) -> None:
         ("error", "process-failed"),
     ],
 )
-def test_failure_of_a_request_has_its_code_and_the_next_is_answered(
+def test_failed_request_has_code_and_next_request_works(
     worker: IsolatedWorker, request_: str, code: str
 ) -> None:
     with pytest.raises(IsolatedProcessError, check=lambda error: error.code == code):
@@ -64,7 +64,7 @@ def test_failure_of_a_request_has_its_code_and_the_next_is_answered(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limits")
-def test_exit_does_not_wait_for_a_request_of_a_daemon_thread(tmp_path: Path) -> None:
+def test_exit_does_not_wait_for_daemon_thread_request(tmp_path: Path) -> None:
     (tmp_path / "answering_module.py").write_text(MODULE)
     code = (
         "import threading, time\n"

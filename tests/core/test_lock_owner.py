@@ -24,7 +24,7 @@ def _record(process):
     return replace(current_owner(), process=process, started=locks._process_start_time(process))
 
 
-def test_this_process_is_alive_and_has_a_beginning():
+def test_current_process_is_alive_with_start_time():
     me = current_owner()
     assert me.process == os.getpid()
     assert me.is_alive() is True
@@ -32,7 +32,7 @@ def test_this_process_is_alive_and_has_a_beginning():
     assert str(me) == f"process {os.getpid()}"
 
 
-def test_a_process_is_dead_when_it_has_ended_also_before_its_parent_was_told(child):
+def test_ended_process_is_dead_even_as_zombie(child):
     it = _record(child.pid)
     assert it.is_alive() is True
     child.kill()
@@ -42,14 +42,14 @@ def test_a_process_is_dead_when_it_has_ended_also_before_its_parent_was_told(chi
     assert it.is_alive() is False
 
 
-def test_a_process_with_the_number_of_one_that_ended_is_not_taken_for_it(child):
+def test_process_with_reused_id_is_not_alive(child):
     it = _record(child.pid)
     assert replace(it, started=it.started - 30).is_alive() is False
     assert replace(it, started=None).is_alive() is True
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not count from their start")
-def test_setting_the_clock_does_not_make_a_process_another_one(child, monkeypatch):
+def test_changed_clock_does_not_change_process_identity(child, monkeypatch):
     """The kernel tells its start in seconds since 1970, and moves it when the clock is set."""
     import psutil
 
@@ -63,13 +63,13 @@ def test_setting_the_clock_does_not_make_a_process_another_one(child, monkeypatc
 
 
 @pytest.mark.parametrize("elsewhere", [{"kernel": "another"}, {"namespace": 1}])
-def test_of_a_process_elsewhere_nothing_is_known_and_its_machine_is_named(elsewhere):
+def test_process_of_other_machine_has_unknown_state(elsewhere):
     it = replace(current_owner(), host="node2", process=7, **elsewhere)
     assert it.is_alive() is None
     assert str(it) == "process 7 on node2"
 
 
-def test_no_process_is_sent_a_signal_to_see_whether_it_runs(child, monkeypatch):
+def test_is_alive_sends_no_signal(child, monkeypatch):
     """On Windows os.kill(pid, 0) ends the process."""
 
     def kill(process, number):
@@ -81,7 +81,7 @@ def test_no_process_is_sent_a_signal_to_see_whether_it_runs(child, monkeypatch):
     assert replace(it, process=2**22 + 1, started=None).is_alive() is False
 
 
-def test_a_record_survives_being_written_over_a_longer_one(tmp_path):
+def test_shorter_record_replaces_longer_one(tmp_path):
     path = tmp_path / "x"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
     long = replace(current_owner(), host="h" * 200, locked=True)
@@ -92,13 +92,13 @@ def test_a_record_survives_being_written_over_a_longer_one(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b" ", b" {", b' {"host": "x"}', b' {"more": 1}', b" []", b" \xff"])
-def test_a_record_that_is_none_is_nobodys(tmp_path, content):
+def test_invalid_record_has_no_owner(tmp_path, content):
     (tmp_path / "x").write_bytes(content)
     assert read_owner(tmp_path / "x") is None
     assert read_owner(tmp_path / "nothing") is None
 
 
-def test_a_forked_process_is_itself():
+def test_forked_process_has_its_own_record():
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -108,7 +108,7 @@ def test_a_forked_process_is_itself():
     assert os.read(reading, 100).decode() == str(child)
 
 
-def test_without_linux_a_machine_is_known_by_its_name_and_its_network_card(monkeypatch):
+def test_machine_without_boot_id_uses_host_name_and_network_card(monkeypatch):
     import platform
     import uuid
 

@@ -61,7 +61,7 @@ def held(tmp_path):
 
 
 @BOTH
-def test_processes_that_want_it_at_once_hold_it_one_after_the_other(tmp_path, where):
+def test_concurrent_processes_hold_lock_one_at_a_time(tmp_path, where):
     """Four processes, ready before any begins, count 24 pieces of work; none is lost, none overlaps."""
     (tmp_path / "count").write_text("0")
     ended = run_at_once(where + COUNTER, 4, tmp_path, 6)
@@ -71,7 +71,7 @@ def test_processes_that_want_it_at_once_hold_it_one_after_the_other(tmp_path, wh
     assert {path.name for path in tmp_path.iterdir()} == {"count"}
 
 
-def test_threads_of_one_process_are_kept_apart_too(tmp_path):
+def test_threads_of_one_process_hold_lock_one_at_a_time(tmp_path):
     from concurrent.futures import ThreadPoolExecutor
     from threading import Barrier
 
@@ -92,7 +92,7 @@ def test_threads_of_one_process_are_kept_apart_too(tmp_path):
     assert len(total) == 20
 
 
-def test_who_waits_for_a_file_that_was_removed_waits_for_the_one_that_took_its_place(tmp_path):
+def test_waiter_follows_replaced_lock_file(tmp_path):
     """The first holder leaves and removes the file; a third makes it again before the second looks again."""
     from concurrent.futures import ThreadPoolExecutor
     from threading import Event
@@ -115,7 +115,7 @@ def test_who_waits_for_a_file_that_was_removed_waits_for_the_one_that_took_its_p
 
 
 @BOTH
-def test_a_lock_is_free_again_when_its_holder_is_killed(tmp_path, held, where, monkeypatch):
+def test_lock_is_free_after_holder_is_killed(tmp_path, held, where, monkeypatch):
     if where:
         disable_file_locks(monkeypatch)
     path = tmp_path / "x.lock"
@@ -140,7 +140,7 @@ def raises(expected):
 
 
 @BOTH
-def test_what_the_caller_raises_ends_the_wait_and_leaves_the_holder_alone(tmp_path, held, where, monkeypatch):
+def test_exception_of_caller_ends_wait_and_keeps_holder(tmp_path, held, where, monkeypatch):
     if where:
         disable_file_locks(monkeypatch)
     process = held(where)
@@ -154,9 +154,7 @@ def test_what_the_caller_raises_ends_the_wait_and_leaves_the_holder_alone(tmp_pa
 
 
 @BOTH
-def test_the_file_of_a_dead_holder_is_swept_and_that_of_a_living_one_stays(
-    tmp_path, held, where, monkeypatch
-):
+def test_lock_file_is_swept_only_if_holder_is_dead(tmp_path, held, where, monkeypatch):
     if where:
         disable_file_locks(monkeypatch)
     process = held(where)
@@ -170,14 +168,14 @@ def test_the_file_of_a_dead_holder_is_swept_and_that_of_a_living_one_stays(
     assert not path.exists()
 
 
-def test_only_files_of_locks_are_swept(tmp_path):
+def test_only_lock_files_are_swept(tmp_path):
     (tmp_path / "x.json").touch()
     remove_stale_lock(tmp_path / "x.json")
     assert (tmp_path / "x.json").exists()
     remove_stale_lock(tmp_path / "x.lock")
 
 
-def test_whether_a_file_is_locked_can_be_seen_from_outside(tmp_path, held, monkeypatch):
+def test_is_locked_reports_lock_of_other_process(tmp_path, held, monkeypatch):
     process = held()
     path = tmp_path / "x.lock"
     assert is_locked(path) is True
@@ -190,7 +188,7 @@ def test_whether_a_file_is_locked_can_be_seen_from_outside(tmp_path, held, monke
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_what_file_systems_without_locks_answer_is_no_lock(tmp_path, monkeypatch, number):
+def test_unsupported_flock_is_not_a_lock(tmp_path, monkeypatch, number):
     def flock(descriptor, how):
         raise OSError(number, os.strerror(number))
 
@@ -199,7 +197,7 @@ def test_what_file_systems_without_locks_answer_is_no_lock(tmp_path, monkeypatch
         assert try_lock(file.fileno()) is None
 
 
-def test_another_trouble_with_a_lock_is_not_taken_for_a_free_one(tmp_path, monkeypatch):
+def test_other_lock_error_is_raised(tmp_path, monkeypatch):
     def flock(descriptor, how):
         raise OSError(errno.EIO, "Input/output error")
 
@@ -214,7 +212,7 @@ def _marker_of_another_machine(path, duration):
     path.write_text(f"filelock/2\npid=7\nhost=node2\nmode=lease\ntoken=ab\nduration={duration!r}\nstart=1\n")
 
 
-def test_the_lease_of_another_machine_is_waited_for_and_taken_after_its_silence(tmp_path, monkeypatch):
+def test_lease_of_other_machine_is_taken_after_silence(tmp_path, monkeypatch):
     disable_file_locks(monkeypatch)
     monkeypatch.setattr(locks, "LEASE_S", 2.0)
     lease = tmp_path / "x.lock.lease"
@@ -227,7 +225,7 @@ def test_the_lease_of_another_machine_is_waited_for_and_taken_after_its_silence(
     assert not list(tmp_path.iterdir())
 
 
-def test_who_would_not_wait_gets_the_lease_of_another_machine_after_long_silence(tmp_path, monkeypatch):
+def test_stale_lease_is_taken_without_waiting(tmp_path, monkeypatch):
     """As a run in the folder of one that died on another machine, which is refused until then."""
     disable_file_locks(monkeypatch)
 
@@ -244,7 +242,7 @@ def test_who_would_not_wait_gets_the_lease_of_another_machine_after_long_silence
     assert not list(tmp_path.iterdir())
 
 
-def test_a_lease_that_names_nobody_is_given_up_also_while_it_is_waited_for(tmp_path, monkeypatch):
+def test_lease_without_owner_expires(tmp_path, monkeypatch):
     """A process that was killed between making the file and writing into it."""
     disable_file_locks(monkeypatch)
     monkeypatch.setattr(locks, "_OWNERLESS_S", 2.0)
@@ -262,7 +260,7 @@ def test_a_lease_that_names_nobody_is_given_up_also_while_it_is_waited_for(tmp_p
     assert messages == ["another process"]
 
 
-def test_the_lease_of_a_living_holder_is_kept_beyond_its_length_by_its_heartbeat(tmp_path, monkeypatch):
+def test_heartbeat_renews_lease(tmp_path, monkeypatch):
     disable_file_locks(monkeypatch)
     monkeypatch.setattr(locks, "LEASE_S", 6.0)
     with file_lock(tmp_path / "x.lock"):
@@ -274,7 +272,7 @@ def test_the_lease_of_a_living_holder_is_kept_beyond_its_length_by_its_heartbeat
             time.sleep(0.02)
 
 
-def test_the_lease_of_another_machine_is_swept_only_after_long_silence(tmp_path):
+def test_lease_of_other_machine_is_swept_only_after_long_silence(tmp_path):
     lease = tmp_path / "x.lock.lease"
     _marker_of_another_machine(lease, locks.LEASE_S)
     remove_stale_lock(lease)
@@ -284,9 +282,7 @@ def test_the_lease_of_another_machine_is_swept_only_after_long_silence(tmp_path)
     assert not lease.exists()
 
 
-def test_a_file_system_that_loses_its_locks_for_a_moment_does_not_break_a_lock_that_is_held(
-    tmp_path, held, monkeypatch
-):
+def test_temporary_loss_of_locks_keeps_held_lock(tmp_path, held, monkeypatch):
     """As where the lock daemon of a file server restarts: the file of the holder stays."""
     held()
     with monkeypatch.context() as patch:
@@ -296,7 +292,7 @@ def test_a_file_system_that_loses_its_locks_for_a_moment_does_not_break_a_lock_t
     assert is_locked(tmp_path / "x.lock") is True
 
 
-def test_the_record_of_the_holder_leaves_out_the_byte_that_windows_locks_for_readers(tmp_path):
+def test_lock_record_skips_first_byte(tmp_path):
     with file_lock(tmp_path / "x.lock"):
         raw = (tmp_path / "x.lock").read_bytes()
     assert raw[:1] == b" "

@@ -9,7 +9,7 @@ from tests.support.harness import smelt
 from tests.support.search_recipes import small, write
 
 
-def test_a_measurement_waits_for_running_steps_and_holds_back_new_ones(tmp_path):
+def test_measurement_waits_for_steps_and_blocks_new_ones(tmp_path):
     one, other, order = MachineTurns(tmp_path), MachineTurns(tmp_path), []
     waiting, held_back = Event(), Event()
 
@@ -34,7 +34,7 @@ def test_a_measurement_waits_for_running_steps_and_holds_back_new_ones(tmp_path)
     assert order == ["step", "measurement", "next step"]
 
 
-def test_a_measurement_does_not_wait_forever_nor_for_the_dead(tmp_path):
+def test_measurement_wait_is_limited_and_ignores_dead_steps(tmp_path):
     one, other, lines = MachineTurns(tmp_path), MachineTurns(tmp_path, max_wait_s=0), []
     with one.step(lines.append):
         (lock,) = tmp_path.glob("*/*.step.lock")
@@ -46,7 +46,7 @@ def test_a_measurement_does_not_wait_forever_nor_for_the_dead(tmp_path):
         assert len(lines) == 1
 
 
-def test_a_trial_takes_turns_and_is_reported_line_by_line(tmp_path, monkeypatch):
+def test_trial_takes_turns_for_steps_and_measurements(tmp_path, monkeypatch):
     taken = []
     for kind in ("step", "measurement"):
 

@@ -19,12 +19,12 @@ from smelt.core.system import (
 from tests.support.expected_errors import raises_code
 
 
-def test_available_is_what_psutil_sees_where_no_container_limits_it(tmp_path):
+def test_available_memory_equals_psutil_without_container(tmp_path):
     seen = psutil.virtual_memory().available + psutil.swap_memory().free
     assert available_bytes(tmp_path) == pytest.approx(seen, rel=0.2)
 
 
-def test_a_containers_limit_counts_with_the_cache_that_it_can_give_back(tmp_path):
+def test_container_limit_counts_with_reclaimable_cache(tmp_path):
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("700000\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 200000\n")
@@ -33,7 +33,7 @@ def test_a_containers_limit_counts_with_the_cache_that_it_can_give_back(tmp_path
     assert available_bytes(tmp_path) > 500_000
 
 
-def test_require_memory_refuses_what_is_known_not_to_fit():
+def test_require_memory_rejects_what_cannot_fit():
     require_memory(10, "x", "y", free_bytes=10)
     with raises_code("out-of-memory", RunError) as caught:
         require_memory(20_000_000_000, "finetune", "Try less.", free_bytes=10_000_000_000)
@@ -41,7 +41,7 @@ def test_require_memory_refuses_what_is_known_not_to_fit():
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_the_garbage_collector_is_left_as_the_caller_had_it(on):
+def test_gc_paused_restores_collector_state(on):
     (gc.enable if on else gc.disable)()
     try:
         with gc_paused():
@@ -54,7 +54,7 @@ def test_the_garbage_collector_is_left_as_the_caller_had_it(on):
         gc.enable()
 
 
-def test_the_limit_is_the_containers_or_the_machines(tmp_path, monkeypatch):
+def test_memory_limit_is_container_or_machine(tmp_path, monkeypatch):
     whole = memory_limit_bytes(tmp_path)
     assert whole == psutil.virtual_memory().total + psutil.swap_memory().total
     (tmp_path / "memory.max").write_text("1000000\n")
@@ -66,7 +66,7 @@ def test_the_limit_is_the_containers_or_the_machines(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux resets the peak")
-def test_the_peak_starts_again():
+def test_peak_memory_can_be_reset():
     held = np.ones(2**25)
     highest = peak_memory_bytes()
     del held

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize("errors", [[3.0, 1.0, 1.0, 2.0], [3.0, 1.000001, 1.0, 2.0], [3.0, 1.0, 1.000001]])
-def test_first_of_nearly_equal_errors_is_chosen_in_any_rounding(errors):
+def test_first_of_nearly_equal_errors_is_chosen(errors):
     assert first_within_tolerance(errors) == 1
     draw = np.random.default_rng(0)
     for _ in range(20):
@@ -33,6 +33,6 @@ def test_is_better_compares_elementwise():
     assert is_better(5.0, math.inf)
 
 
-def test_scores_of_different_rounding_are_equal():
+def test_scores_differing_by_rounding_are_equal():
     assert round_significant(0.0123412) == round_significant(0.0123449) == 0.0123
     assert round_significant(0.0) == 0.0

@@ -22,14 +22,14 @@ def installed(monkeypatch):
 
 
 @pytest.mark.parametrize("release", ["0.48", "0.48.0", "0.50.2", "1.0", "0.48.0.dev0"])
-def test_a_release_that_is_new_enough_lacks_nothing(installed, release):
+def test_recent_release_is_accepted(installed, release):
     installed(release)
     assert package_problem("thing", "0.48") is None
     require_package("thing", "0.48", "work")
 
 
 @pytest.mark.parametrize(("release", "found"), [("0.47.9", " 0.47.9 "), (None, "")])
-def test_a_package_that_is_absent_or_too_old_is_told_with_how_to_get_it(installed, release, found):
+def test_missing_or_outdated_package_is_reported_with_install_command(installed, release, found):
     installed(release)
     with raises_code("not-installed", MissingDependencyError) as caught:
         require_package("thing", "0.48", "work")

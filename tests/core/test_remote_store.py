@@ -40,9 +40,9 @@ class Machines:
         """The store of a machine, with connection and memory of its own; its warnings in `found`."""
         remote = RemoteStore(self.url)
         remote.check()
-        found = []
-        store = Store(self.folder / name, remote, found.append)
-        store.found = found
+        messages = []
+        store = Store(self.folder / name, remote, messages.append)
+        store.found = messages
         return store
 
 
@@ -68,41 +68,41 @@ def _text(artifact):
 
 
 def test_artifacts_and_scores_are_copied_between_machines(machines):
-    one, two = machines.store("one"), machines.store("two")
+    first, two = machines.store("one"), machines.store("two")
     assert (two.find(KEY), two.read_score("s")) == (None, None)
-    made = _commit(one)
-    one.write_score("s", {"bleu": 1.5})
-    found = two.find(KEY)
-    assert (found.manifest, found.path) == (made.manifest, two.root / "artifacts" / KEY)
-    found.verify()
+    artifact = _commit(first)
+    first.write_score("s", {"bleu": 1.5})
+    copied = two.find(KEY)
+    assert (copied.manifest, copied.path) == (artifact.manifest, two.root / "artifacts" / KEY)
+    copied.verify()
     assert two.read_score("s") == {"bleu": 1.5}
     assert (two.root / "scores" / "s.json").is_file()
     hashes = {hashlib.sha256(content).hexdigest() for content in (b"hello", b"b")}
     assert {name.rpartition("/")[2] for name in machines.fs.find(f"{machines.root}/files")} == hashes
-    _commit(one, "changed", replace=True)  # --rebuild
+    _commit(first, "changed", replace=True)  # --rebuild
     assert _text(machines.store("three").find(KEY)) == "changed"
-    assert one.found == two.found == []
+    assert first.found == two.found == []
 
 
 def test_two_writers_of_one_key_are_harmless(machines, monkeypatch):
-    one, two = machines.store("one"), machines.store("two")
-    write = one.remote._write
+    first, two = machines.store("one"), machines.store("two")
+    write = first.remote._write
 
     def between(place, file):
         if place.startswith("artifacts/"):  # the other writer ends before the manifest of this one
             _commit(two, "second")
         write(place, file)
 
-    monkeypatch.setattr(one.remote, "_write", between)
-    _commit(one, "first")
-    found = machines.store("three").find(KEY)
-    found.verify()
-    assert _text(found) == "first"
-    assert [_text(store.find(KEY)) for store in (one, two)] == ["first", "second"]
+    monkeypatch.setattr(first.remote, "_write", between)
+    _commit(first, "first")
+    artifact = machines.store("three").find(KEY)
+    artifact.verify()
+    assert _text(artifact) == "first"
+    assert [_text(store.find(KEY)) for store in (first, two)] == ["first", "second"]
 
 
 @pytest.mark.parametrize("at", ["files/", "artifacts/"])
-def test_an_interrupted_copy_is_absent_and_made_up_for(machines, monkeypatch, at):
+def test_interrupted_push_is_absent_and_repeated(machines, monkeypatch, at):
     one, two = machines.store("one"), machines.store("two")
     write = one.remote._write
 
@@ -121,7 +121,7 @@ def test_an_interrupted_copy_is_absent_and_made_up_for(machines, monkeypatch, at
 
 
 @pytest.mark.parametrize("damage", ["bytes", "missing", "manifest"])
-def test_damaged_files_count_as_absent_and_are_written_again(machines, damage):
+def test_damaged_remote_files_are_absent_and_written_again(machines, damage):
     one, two = machines.store("one"), machines.store("two")
     _commit(one)
     place = f"{machines.root}/files/{hashlib.sha256(b'hello').hexdigest()}"
@@ -140,7 +140,7 @@ def test_damaged_files_count_as_absent_and_are_written_again(machines, damage):
 
 
 @pytest.mark.parametrize("name", ["../../x.json", "run.py"])
-def test_a_manifest_with_other_files_than_a_stage_writes_is_refused(machines, name):
+def test_remote_manifest_with_unknown_files_is_rejected(machines, name):
     one = machines.store("one")
     _commit(one)
     manifest = json.loads((one.root / "artifacts" / KEY / "manifest.json").read_text())
@@ -150,7 +150,7 @@ def test_a_manifest_with_other_files_than_a_stage_writes_is_refused(machines, na
     assert (two.find(KEY), message_codes(two.found)) == (None, ["damaged-remote-file"])
 
 
-def test_a_remote_store_that_keeps_failing_is_tried_again_after_a_pause(tmp_path, monkeypatch):
+def test_failing_remote_store_is_retried_after_pause(tmp_path, monkeypatch):
     machines = Machines(f"memory://{uuid.uuid4().hex}", tmp_path)
     one, asked, now = machines.store("one"), [], [0.0]
     monkeypatch.setattr(remote_store.time, "monotonic", lambda: now[0])
@@ -174,7 +174,7 @@ def test_a_remote_store_that_keeps_failing_is_tried_again_after_a_pause(tmp_path
     assert (one.read_score("later"), one.remote.failures) == (None, 0)
 
 
-def test_results_of_an_outage_are_copied_at_the_end_or_counted(machines, monkeypatch):
+def test_results_of_outage_are_pushed_at_end_or_counted(machines, monkeypatch):
     one = machines.store("one")
     with monkeypatch.context() as outage:
         outage.setattr(one.remote, "_write", _lose_connection)
@@ -211,7 +211,7 @@ def _lose_connection(*_):
         ("s3:///prefix", "invalid-store-url"),
     ],
 )
-def test_a_store_that_cannot_be_used_is_refused_before_work(url, code):
+def test_unusable_store_url_is_rejected_before_run(url, code):
     with raises_code(code, InputError):
         open_remote_store(url)
 
@@ -227,7 +227,7 @@ def test_mistyped_urls_are_not_folders(text, expected):
     assert is_store_url(text) is expected
 
 
-def test_larger_file_than_in_the_manifest_is_not_copied(machines, monkeypatch):
+def test_file_larger_than_in_manifest_is_not_copied(machines, monkeypatch):
     one, two = machines.store("one"), machines.store("two")
     _commit(one)
     machines.fs.pipe_file(f"{machines.root}/files/{hashlib.sha256(b'hello').hexdigest()}", b"hello" * 1000)
@@ -244,7 +244,7 @@ def test_larger_file_than_in_the_manifest_is_not_copied(machines, monkeypatch):
 
 
 @pytest.mark.parametrize("digits", ["../../secret", "AB" * 32, "ab" * 31, "ab" * 32 + "\n"])
-def test_manifest_whose_hash_is_not_64_hex_digits_is_refused(machines, digits):
+def test_remote_manifest_with_invalid_hash_is_rejected(machines, digits):
     """It is part of the path in the bucket."""
     one = machines.store("one")
     _commit(one)
@@ -255,7 +255,7 @@ def test_manifest_whose_hash_is_not_64_hex_digits_is_refused(machines, digits):
     assert (two.find(KEY), message_codes(two.found)) == (None, ["damaged-remote-file"])
 
 
-def test_refusals_of_a_bucket():
+def test_missing_bucket_or_credentials_are_rejected():
     with s3_server("models") as url, pytest.MonkeyPatch.context() as patch:
         assert open_remote_store(f"{url}/prefix").url == f"{url}/prefix"
         with raises_code("missing-bucket", InputError):
@@ -267,7 +267,7 @@ def test_refusals_of_a_bucket():
             open_remote_store(f"{url}/other")
 
 
-def test_a_missing_package_and_silence_are_errors(monkeypatch):
+def test_missing_package_and_timeout_are_errors(monkeypatch):
     def no_package(url):
         raise ImportError("Install s3fs to access S3")
 
@@ -283,7 +283,7 @@ def test_a_missing_package_and_silence_are_errors(monkeypatch):
     ended.set()
 
 
-def test_damaged_score_of_a_bucket_is_computed_and_written_again(machines):
+def test_damaged_remote_score_is_absent_and_written_again(machines):
     one, two = machines.store("one"), machines.store("two")
     one.write_score("s", {"bleu": 93.63})
     place = f"{machines.root}/scores/s.json"
@@ -295,7 +295,7 @@ def test_damaged_score_of_a_bucket_is_computed_and_written_again(machines):
     assert (three.read_score("s"), three.found) == ({"bleu": 93.63}, [])
 
 
-def test_manifest_with_a_changed_value_counts_as_absent(machines):
+def test_changed_remote_manifest_is_absent(machines):
     one, two = machines.store("one"), machines.store("two")
     _commit(one)
     place = f"{machines.root}/artifacts/{KEY}.json"
@@ -315,7 +315,7 @@ def _save_checkpoint(checkpoints, step):
     return folder
 
 
-def test_checkpoint_of_a_lost_machine_is_continued_on_another(machines):
+def test_checkpoint_of_lost_machine_is_resumed_on_another(machines):
     one, two = machines.store("one"), machines.store("two")
     assert not StepCheckpoints(two, "k").next_folder().exists()
     one.pushes_checkpoints = two.pushes_checkpoints = True
@@ -331,7 +331,7 @@ def test_checkpoint_of_a_lost_machine_is_continued_on_another(machines):
     assert one.found == two.found == []
 
 
-def test_checkpoint_that_cannot_be_copied_costs_a_warning(machines, monkeypatch):
+def test_failed_checkpoint_push_warns(machines, monkeypatch):
     one = machines.store("one")
     one.pushes_checkpoints = True
     monkeypatch.setattr(one.remote, "_write", _lose_connection)

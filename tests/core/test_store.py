@@ -41,7 +41,7 @@ def _write(store, text="hello"):
         return store.commit(out, _manifest())
 
 
-def test_commit_makes_an_artifact_whose_files_verify(tmp_path):
+def test_committed_artifact_verifies(tmp_path):
     store = Store(tmp_path)
     made = _write(store)
     found = store.find(KEY)
@@ -52,7 +52,7 @@ def test_commit_makes_an_artifact_whose_files_verify(tmp_path):
     assert not list((tmp_path / "tmp").iterdir())
 
 
-def test_verify_names_the_file_that_changed_or_is_gone(tmp_path):
+def test_verify_names_changed_or_missing_file(tmp_path):
     made = _write(Store(tmp_path))
     (made.path / "model.safetensors").write_text("hellO")
     with raises_code("changed-file", InputError) as caught:
@@ -65,13 +65,13 @@ def test_verify_names_the_file_that_changed_or_is_gone(tmp_path):
 
 
 @pytest.mark.quick
-def test_the_first_of_two_writers_wins(tmp_path):
+def test_first_of_two_writers_wins(tmp_path):
     store = Store(tmp_path)
     _write(store, "first")
     assert (_write(store, "second").path / "model.safetensors").read_text() == "first"
 
 
-def test_a_failed_stage_leaves_nothing(tmp_path):
+def test_failed_stage_leaves_no_files(tmp_path):
     store = Store(tmp_path)
 
     def fail():
@@ -85,7 +85,7 @@ def test_a_failed_stage_leaves_nothing(tmp_path):
     assert not list((tmp_path / "tmp").iterdir())
 
 
-def test_work_of_a_killed_process_is_swept(tmp_path):
+def test_workspace_of_killed_process_is_removed(tmp_path):
     code = (
         "import os, signal, sys; from pathlib import Path; from smelt.core.store import Store\n"
         "with Store(Path(sys.argv[1])).workspace() as space:\n"
@@ -98,7 +98,7 @@ def test_work_of_a_killed_process_is_swept(tmp_path):
 
 
 @pytest.mark.parametrize("locks", [True, False])
-def test_work_of_a_living_process_is_left_alone(tmp_path, locks, monkeypatch):
+def test_workspace_of_living_process_is_kept(tmp_path, locks, monkeypatch):
     if not locks:
         disable_file_locks(monkeypatch)
     store = Store(tmp_path)
@@ -130,7 +130,7 @@ def _work_of(store, silent_s, **changes):
 
 
 @pytest.mark.parametrize("locks", [True, False])
-def test_work_of_another_machine_is_swept_only_after_long_silence(tmp_path, locks, monkeypatch):
+def test_workspace_of_other_machine_is_removed_only_after_long_silence(tmp_path, locks, monkeypatch):
     """Its number is nobody's here, and its lock, if it has one, may be seen by its own machine alone."""
     if not locks:
         disable_file_locks(monkeypatch)
@@ -143,7 +143,7 @@ def test_work_of_another_machine_is_swept_only_after_long_silence(tmp_path, lock
     assert {path.name for path in (tmp_path / "tmp").iterdir()} == {fresh.name, _marker(fresh).name}
 
 
-def test_work_of_a_process_whose_number_was_given_away_is_swept(tmp_path, monkeypatch):
+def test_workspace_of_reused_process_id_is_removed(tmp_path, monkeypatch):
     disable_file_locks(monkeypatch)
     store = Store(tmp_path)
     kept = _work_of(store, 0)  # as of this very process
@@ -153,7 +153,7 @@ def test_work_of_a_process_whose_number_was_given_away_is_swept(tmp_path, monkey
     assert not gone.exists()
 
 
-def test_a_folder_without_a_marker_is_swept_only_after_long_silence(tmp_path):
+def test_folder_without_marker_is_removed_only_after_long_silence(tmp_path):
     for name, silent_s in (("fresh", STALE_AFTER_S - 60), ("old", STALE_AFTER_S + 60)):
         folder = Store(tmp_path).root / "tmp" / name
         folder.mkdir()
@@ -163,7 +163,7 @@ def test_a_folder_without_a_marker_is_swept_only_after_long_silence(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["scores", "checked", "runs"])
-def test_half_written_files_are_swept_when_they_are_old(tmp_path, where):
+def test_old_partial_files_are_removed(tmp_path, where):
     (Store(tmp_path).root / where).mkdir(exist_ok=True)
     kept, fresh, old = (tmp_path / where / name for name in ("k.json", ".k.json.1a.part", ".k.json.2b.part"))
     for path in (kept, fresh, old):
@@ -174,7 +174,7 @@ def test_half_written_files_are_swept_when_they_are_old(tmp_path, where):
     assert sorted((tmp_path / where).iterdir()) == sorted([kept, fresh])
 
 
-def test_scores_are_kept_and_a_broken_one_counts_as_none(tmp_path):
+def test_scores_are_stored_and_broken_score_is_absent(tmp_path):
     store = Store(tmp_path)
     assert store.read_score("k") is None
     store.write_score("k", {"bleu": 1.5})
@@ -183,7 +183,7 @@ def test_scores_are_kept_and_a_broken_one_counts_as_none(tmp_path):
     assert store.read_score("k") is None
 
 
-def test_find_notices_a_changed_manifest(tmp_path):
+def test_find_detects_changed_manifest(tmp_path):
     store = Store(tmp_path)
     manifest = _write(store).path / MANIFEST
     text = manifest.read_text()
@@ -195,7 +195,7 @@ def test_find_notices_a_changed_manifest(tmp_path):
     assert store.find(KEY) is not None
 
 
-def test_a_note_of_the_artifact_before_does_not_speak_against_the_new_one(tmp_path, monkeypatch):
+def test_outdated_checked_file_does_not_affect_new_artifact(tmp_path, monkeypatch):
     store = Store(tmp_path)
     _write(store)
     monkeypatch.setattr(Store, "_write_checked", lambda *_: None)  # as on a full disk
@@ -206,7 +206,7 @@ def test_a_note_of_the_artifact_before_does_not_speak_against_the_new_one(tmp_pa
     assert store.find(KEY) == made
 
 
-def test_what_is_no_part_of_a_model_never_enters_the_store(tmp_path):
+def test_unknown_files_are_not_committed(tmp_path):
     store = Store(tmp_path)
     with store.workspace() as space:
         (space / "out").mkdir()
@@ -218,7 +218,7 @@ def test_what_is_no_part_of_a_model_never_enters_the_store(tmp_path):
 
 
 @pytest.mark.quick
-def test_remove_forgets(tmp_path):
+def test_removed_artifact_is_not_found(tmp_path):
     store = Store(tmp_path)
     _write(store)
     store.remove(KEY)
@@ -226,7 +226,7 @@ def test_remove_forgets(tmp_path):
     store.remove(KEY)
 
 
-def test_a_manifest_that_points_outside_is_refused(tmp_path):
+def test_manifest_with_path_outside_folder_is_rejected(tmp_path):
     made = _write(Store(tmp_path))
     file = made.path / "manifest.json"
     file.write_text(file.read_text().replace("deep/b.json", "../../evil"))
@@ -236,21 +236,21 @@ def test_a_manifest_that_points_outside_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"key": 3}', "[1]"])
-def test_a_manifest_that_is_none_is_explained(tmp_path, content):
+def test_invalid_manifest_is_explained(tmp_path, content):
     (tmp_path / "manifest.json").write_text(content)
     with raises_code("damaged-manifest", InputError) as caught:
         read_artifact(tmp_path)
     assert "manifest.json" in str(caught.value)
 
 
-def test_a_folder_without_manifest_is_no_artifact(tmp_path):
+def test_folder_without_manifest_is_not_an_artifact(tmp_path):
     with raises_code("not-an-artifact", InputError):
         read_artifact(tmp_path)
     with raises_code("missing-folder", InputError):
         read_artifact(tmp_path / "nothing")
 
 
-def test_find_notices_a_changed_byte_and_names_the_file(tmp_path):
+def test_find_detects_changed_byte_and_names_file(tmp_path):
     made = _write(Store(tmp_path))
     weights = made.path / "model.safetensors"
     weights.write_text("hellO")
@@ -261,7 +261,7 @@ def test_find_notices_a_changed_byte_and_names_the_file(tmp_path):
     assert Store(tmp_path).find(KEY) == made
 
 
-def test_find_notices_a_changed_byte_behind_an_old_date(tmp_path):
+def test_find_detects_changed_byte_with_old_timestamp(tmp_path):
     made = _write(Store(tmp_path))
     weights = made.path / "model.safetensors"
     before = weights.stat()
@@ -271,7 +271,7 @@ def test_find_notices_a_changed_byte_behind_an_old_date(tmp_path):
         Store(tmp_path).find(KEY)
 
 
-def test_find_hashes_only_what_may_have_changed(tmp_path, monkeypatch):
+def test_find_hashes_only_files_that_may_have_changed(tmp_path, monkeypatch):
     from smelt.core import artifact
 
     made = _write(Store(tmp_path))
@@ -287,7 +287,7 @@ def test_find_hashes_only_what_may_have_changed(tmp_path, monkeypatch):
     assert len(hashed) == 2
 
 
-def test_find_refuses_the_manifest_of_another_artifact(tmp_path):
+def test_find_rejects_manifest_of_other_artifact(tmp_path):
     store = Store(tmp_path)
     made = _write(store)
     made.path.rename(made.path.with_name("cd" * 32))
@@ -295,7 +295,7 @@ def test_find_refuses_the_manifest_of_another_artifact(tmp_path):
         store.find("cd" * 32)
 
 
-def test_replace_puts_a_new_artifact_in_the_place_of_the_old(tmp_path):
+def test_replace_overwrites_old_artifact(tmp_path):
     store = Store(tmp_path)
     _write(store, "first")
     with store.workspace() as space:
@@ -307,7 +307,7 @@ def test_replace_puts_a_new_artifact_in_the_place_of_the_old(tmp_path):
     assert not list((tmp_path / "tmp").iterdir())
 
 
-def test_the_old_artifact_comes_back_when_the_new_one_cannot_take_its_place(tmp_path, monkeypatch):
+def test_old_artifact_is_restored_if_replacement_fails(tmp_path, monkeypatch):
     store = Store(tmp_path)
     _write(store, "first")
     rename = os.rename
@@ -326,7 +326,7 @@ def test_the_old_artifact_comes_back_when_the_new_one_cannot_take_its_place(tmp_
     assert (store.find(KEY).path / "model.safetensors").read_text() == "first"
 
 
-def test_a_file_that_is_called_as_the_manifest_and_lies_deeper_is_hashed_like_others(tmp_path):
+def test_nested_file_named_as_manifest_is_hashed(tmp_path):
     store = Store(tmp_path)
     with store.workspace() as space:
         (space / "out" / "deep").mkdir(parents=True)
@@ -336,7 +336,7 @@ def test_a_file_that_is_called_as_the_manifest_and_lies_deeper_is_hashed_like_ot
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002], ids=oct)
-def test_everything_in_a_store_follows_the_umask(tmp_path, umask):
+def test_store_files_follow_umask(tmp_path, umask):
     before = os.umask(umask)
     try:
         store = Store(tmp_path / "s")
@@ -363,7 +363,7 @@ def _mode(path):
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "..", "a/../../b", "..\\b", "C:\\b", "", ".", "a\0b"])
-def test_file_names_that_lead_out_are_refused(tmp_path, name):
+def test_file_names_outside_folder_are_rejected(tmp_path, name):
     made = _write(Store(tmp_path))
     content = json.loads((made.path / "manifest.json").read_text())
     content["files"][name] = {"sha256": "0" * 64, "size_bytes": 1}
@@ -373,7 +373,7 @@ def test_file_names_that_lead_out_are_refused(tmp_path, name):
 
 
 @pytest.mark.parametrize("target", ["../../outside", "/etc/hostname", ".loop"])
-def test_links_that_lead_out_are_refused_and_named(tmp_path, target):
+def test_links_outside_folder_are_rejected_and_named(tmp_path, target):
     made = _write(Store(tmp_path))
     (made.path / "deep" / "model.safetensors").symlink_to("../model.safetensors")
     with raises_code("unknown-file", InputError) as caught:
@@ -396,7 +396,7 @@ def test_links_that_lead_out_are_refused_and_named(tmp_path, target):
     assert "b.json" in str(caught.value)
 
 
-def test_store_that_may_not_be_written_can_be_read(tmp_path):
+def test_read_only_store_can_be_read(tmp_path):
     """As root, who may write everywhere, through a child that becomes nobody."""
     code = (
         "import os, sys; from pathlib import Path\n"
@@ -425,7 +425,7 @@ def test_store_that_may_not_be_written_can_be_read(tmp_path):
         assert refused[1].startswith(f"unusable-store {errno.EACCES} {store.root / 'new'}: ")
 
 
-def test_store_that_was_removed_is_explained_and_not_made_again(tmp_path):
+def test_removed_store_is_explained_and_not_recreated(tmp_path):
     store = Store(tmp_path / "s")
     with store.workspace() as space:
         (space / "out").mkdir()
@@ -445,7 +445,7 @@ def test_store_that_was_removed_is_explained_and_not_made_again(tmp_path):
 SCORE = {"bleu": {"value": 93.63}, "n": 16, "odd": [float("nan"), 1e-300, {"1": "é"}]}
 
 
-def test_score_with_any_changed_byte_counts_as_absent(tmp_path):
+def test_score_with_any_changed_byte_is_absent(tmp_path):
     store = Store(tmp_path)
     store.write_score("k", {"bleu": {"value": 93.63}, "n": 16})
     file = tmp_path / "scores" / "k.json"
@@ -459,13 +459,13 @@ def test_score_with_any_changed_byte_counts_as_absent(tmp_path):
     assert store.read_score("k") == {"n": 2}
 
 
-def test_every_json_value_is_read_as_it_was_written(tmp_path):
+def test_json_values_round_trip_in_scores(tmp_path):
     store = Store(tmp_path)
     store.write_score("k", SCORE | {1: (2,), "content_sha256": "an earlier one"})
     assert repr(store.read_score("k")) == repr(SCORE | {"1": [2]})
 
 
-def test_changed_note_of_checked_files_neither_speaks_for_nor_against_the_artifact(tmp_path):
+def test_changed_checked_file_does_not_affect_verification(tmp_path):
     store = Store(tmp_path)
     made = _write(store)
     note = tmp_path / "checked" / f"{KEY}.json"
@@ -485,7 +485,7 @@ def test_changed_note_of_checked_files_neither_speaks_for_nor_against_the_artifa
 
 
 @pytest.mark.parametrize("missing", ["model.safetensors", "deep", MANIFEST])
-def test_artifact_with_missing_files_counts_as_absent_and_is_replaced(tmp_path, missing):
+def test_artifact_with_missing_files_is_absent_and_replaced(tmp_path, missing):
     """As one whose whole folder was removed."""
     warnings = []
     store = Store(tmp_path, warn=warnings.append)

@@ -17,7 +17,7 @@ def _terminate():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_sigterm_raises_at_once_and_is_ignored_while_the_command_ends():
+def test_sigterm_raises_at_once_and_is_ignored_during_exit():
     with sigterm_as_error():
         assert termination.interrupted_exit_code() == 130
         with pytest.raises(TerminatedError):
@@ -28,7 +28,7 @@ def test_sigterm_raises_at_once_and_is_ignored_while_the_command_ends():
     assert termination.interrupted_exit_code() == 130
 
 
-def test_deferred_sigterm_raises_when_the_context_has_ended_and_a_second_one_at_once():
+def test_deferred_sigterm_raises_after_context_and_second_one_at_once():
     reached = []
 
     def work(times, error=None):
@@ -45,7 +45,7 @@ def test_deferred_sigterm_raises_when_the_context_has_ended_and_a_second_one_at_
     assert reached == [0, 0, 0]
 
 
-def test_sigterm_ends_a_fork_as_without_a_handler():
+def test_sigterm_ends_forked_child_without_handler():
     code = (
         "import os, signal\n"
         "from smelt.core.termination import sigterm_as_error\n"

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.quick
         ("line\u2028end", "line\\u2028end"),
     ],
 )
-def test_printable_escapes_controls_only(text, shown):
+def test_escape_controls_escapes_only_controls(text, shown):
     assert escape_controls(text) == (text if shown is None else shown)
     assert escape_controls(escape_controls(text)) == escape_controls(text)
 
@@ -29,5 +29,5 @@ def test_printable_escapes_controls_only(text, shown):
 @pytest.mark.parametrize(
     ("text", "half"), [("", None), ("süß \U0001f600", None), ("a\udc00b", "\udc00"), ("\ud83d", "\ud83d")]
 )
-def test_half_a_pair_is_found(text, half):
+def test_lone_surrogate_is_found(text, half):
     assert find_lone_surrogate(text) == half

@@ -22,7 +22,7 @@ def temporary_files(tmp_path, monkeypatch):
     return folder
 
 
-def test_temporary_folder_of_a_killed_process_is_removed_by_the_next_run(temporary_files, tmp_path):
+def test_temporary_folder_of_killed_process_is_removed_by_next_run(temporary_files, tmp_path):
     code = (
         "import os, signal\n"
         "from smelt.core.workspaces import temporary_workspace\n"
@@ -38,7 +38,7 @@ def test_temporary_folder_of_a_killed_process_is_removed_by_the_next_run(tempora
     assert list(parent.iterdir()) == []
 
 
-def test_temporary_folder_of_another_user_is_not_used(temporary_files, monkeypatch):
+def test_temporary_folder_of_other_user_is_not_used(temporary_files, monkeypatch):
     with temporary_workspace() as folder:
         parent = folder.parent
     monkeypatch.setattr(workspaces.os, "getuid", lambda: os.stat(parent).st_uid + 1)

@@ -36,27 +36,27 @@ def _without_mecab(monkeypatch):
     ]
     + [(texts, "char") for texts in OTHERS.values()],
 )
-def test_the_script_decides(texts, expected):
+def test_script_selects_tokenizer(texts, expected):
     assert bleu_tokenizer(texts) == expected
 
 
 @pytest.mark.parametrize("language", ["zh", "ja", "ko", "de", "fr"])
-def test_the_language_decides_as_in_sacrebleu(language, monkeypatch):
+def test_language_selects_tokenizer_as_in_sacrebleu(language, monkeypatch):
     monkeypatch.setattr("smelt.data.bleu_tokenizer._is_installed", lambda name: True)
     assert bleu_tokenizer(GERMAN, language=language) == BLEU._TOKENIZER_MAP.get(language, "13a")
 
 
 @pytest.mark.parametrize("code", ["zho_Hans", "zh_CN", "cmn_Hant"])
-def test_codes_of_multilingual_models_are_languages(code):
+def test_language_codes_of_multilingual_models_are_recognized(code):
     assert bleu_tokenizer(["ok"], language=code) == "zh"
 
 
-def test_names_in_latin_letters_do_not_make_chinese_english():
+def test_latin_names_do_not_change_chinese_tokenizer():
     assert bleu_tokenizer(["微软的 Windows 和 Office 软件很流行。"]) == "zh"
     assert bleu_tokenizer(["The sign said 出口, which means exit, and we all left the building."]) == "13a"
 
 
-def test_each_reference_counts_once_however_long_it_is():
+def test_each_reference_counts_once_regardless_of_length():
     english = [" ".join(["The quick brown fox jumps over the lazy dog."] * 20)] * 3
     assert bleu_tokenizer([*english, *CHINESE]) == "zh"
     assert bleu_tokenizer([*english, *JAPANESE]) == "char"
@@ -65,7 +65,7 @@ def test_each_reference_counts_once_however_long_it_is():
         bleu_tokenizer([*english, *CHINESE], "13a")
 
 
-def test_references_without_letters_do_not_count_and_scripts_without_spaces_add_up():
+def test_references_without_letters_do_not_count_and_unspaced_scripts_are_summed():
     assert bleu_tokenizer([*["2024-05-01", ""] * 40, *CHINESE]) == "zh"
     assert bleu_tokenizer([*GERMAN * 7, *CHINESE[:2], *THAI]) == "char"
     assert bleu_tokenizer([*KOREAN, *GERMAN]) == "char"
@@ -73,11 +73,11 @@ def test_references_without_letters_do_not_count_and_scripts_without_spaces_add_
     assert bleu_tokenizer(["\u7ea6\u7ff0\u30fb\u53f2\u5bc6\u65af\u8bf4"]) == "zh"  # a name with a middle dot
 
 
-def test_a_choice_that_splits_most_references_is_kept():
+def test_tokenizer_that_splits_most_references_is_accepted():
     assert bleu_tokenizer([*GERMAN * 4, *CHINESE], "13a") == "13a"
 
 
-def test_a_tokenizer_that_would_have_to_be_fetched_is_refused(monkeypatch, tmp_path):
+def test_tokenizer_requiring_download_is_rejected(monkeypatch, tmp_path):
     monkeypatch.undo()
     monkeypatch.setattr("smelt.data.bleu_tokenizer._FLORES_MODEL", tmp_path / "flores200sacrebleuspm")
     with raises_code("bleu-tokenizer", InputError):
@@ -88,12 +88,12 @@ def test_a_tokenizer_that_would_have_to_be_fetched_is_refused(monkeypatch, tmp_p
 
 @pytest.mark.parametrize("tokenize", ["13a", "intl"])
 @pytest.mark.parametrize("texts", [CHINESE, JAPANESE, THAI, *OTHERS.values()])
-def test_a_tokenizer_that_cannot_split_is_refused(tokenize, texts):
+def test_tokenizer_that_cannot_split_is_rejected(tokenize, texts):
     with raises_code("bleu-tokenizer", InputError):
         bleu_tokenizer(texts, tokenize)
 
 
-def test_korean_can_be_split_at_spaces_and_what_is_not_installed_is_refused():
+def test_korean_is_split_at_spaces_and_uninstalled_tokenizer_is_rejected():
     assert bleu_tokenizer(KOREAN, "13a") == "13a"
     with raises_code("bleu-tokenizer", InputError):
         bleu_tokenizer(JAPANESE, "ja-mecab")

@@ -17,7 +17,7 @@ from tests.support.expected_errors import raises_code
 pytestmark = pytest.mark.quick
 
 
-def test_hint_is_a_recipe_setting_outside_commands_and_options_inside():
+def test_columns_hint_shows_recipe_setting_or_command_options():
     names = {"text": "my text", "label": "stars"}
     assert "data: {columns: {text: my text, label: stars}}" in columns_hint(names)
     with column_options():
@@ -44,12 +44,12 @@ def rows(tmp_path):
     ids=["recipe", "predict", "bench"],
 )
 def test_each_reader_names_its_own_setting(rows, read, expected):
-    with raises_code("missing-column", InputError) as caught:
+    with raises_code("missing-column", InputError) as excinfo:
         read(rows)
-    assert expected in str(caught.value)
+    assert expected in str(excinfo.value)
 
 
-def test_all_columns_that_are_missing_are_named_at_once(tmp_path):
+def test_all_missing_columns_are_named_at_once(tmp_path):
     path = tmp_path / "test.jsonl"
     path.write_text(json.dumps({"x": "a", "y": "b"}))
     with raises_code("missing-column", InputError) as caught:

@@ -39,18 +39,18 @@ def _file(folder, text, name="a.csv"):
         ("\ufefftext;label\na;1\n", ";"),
     ],
 )
-def test_delimiter_is_what_parts_the_header(tmp_path, text, delimiter):
+def test_delimiter_is_detected_from_header(tmp_path, text, delimiter):
     assert detect_delimiter(_file(tmp_path, text)) == delimiter
     assert detect_delimiter(_file(tmp_path, text, "a.csv.gz")) == delimiter
 
 
-def test_tsv_may_hold_commas_when_its_header_does(tmp_path):
+def test_tsv_with_comma_header_is_comma_separated(tmp_path):
     assert detect_delimiter(_file(tmp_path, "text,label\na,1\n", "a.tsv")) == ","
     assert detect_delimiter(_file(tmp_path, "text\tlabel, raw\na\t1\n", "a.tsv")) == "\t"
 
 
 @pytest.mark.parametrize("mark", [",", ";", "\t"])
-def test_rows_come_with_their_lines(tmp_path, mark):
+def test_csv_rows_have_line_numbers(tmp_path, mark):
     inside = "" if mark == "\t" else mark  # a line with all of its tabs is a row
     text = f'text{mark}label\r\n"a{inside}\nb"{mark}1\r\n\r\nc{mark}2'
     path = _file(tmp_path, text)
@@ -60,7 +60,7 @@ def test_rows_come_with_their_lines(tmp_path, mark):
     ]
 
 
-def test_field_of_many_characters_is_read_and_the_limit_of_others_restored(tmp_path):
+def test_long_field_is_read_and_field_limit_restored(tmp_path):
     before = csv.field_size_limit()
     long = "word " * 60_000
     path = _file(tmp_path, f"text,label\n{long},1\n")
@@ -69,7 +69,7 @@ def test_field_of_many_characters_is_read_and_the_limit_of_others_restored(tmp_p
     assert csv.field_size_limit() == before
 
 
-def test_threads_that_read_together_do_not_disturb_each_other(tmp_path):
+def test_concurrent_readers_do_not_change_field_limit(tmp_path):
     before = csv.field_size_limit()
     long = "x" * 200_000
     path = _file(tmp_path, "text,label\n" + f"{long},1\n" * 5)
@@ -92,7 +92,7 @@ def test_threads_that_read_together_do_not_disturb_each_other(tmp_path):
     assert csv.field_size_limit() == before
 
 
-def test_limit_is_restored_when_a_reader_stops_early(tmp_path):
+def test_field_limit_is_restored_if_reader_stops_early(tmp_path):
     before = csv.field_size_limit()
     rows = read_csv_rows(_file(tmp_path, "text,label\na,1\nb,2\n"))
     next(rows)
@@ -101,7 +101,7 @@ def test_limit_is_restored_when_a_reader_stops_early(tmp_path):
     assert csv.field_size_limit() == before
 
 
-def test_quote_that_is_never_closed_is_suspected_when_a_field_is_endless(tmp_path, monkeypatch):
+def test_too_long_field_suggests_unclosed_quote(tmp_path, monkeypatch):
     monkeypatch.setattr("smelt.data.csv_rows.MAX_FIELD_CHARACTERS", 140_000)
     path = _file(tmp_path, 'text,label\na,1\n"b,2\n' + "c,3\n" * 60_000)
     with raises_code("field-too-long", InputError) as caught:
@@ -109,7 +109,7 @@ def test_quote_that_is_never_closed_is_suspected_when_a_field_is_endless(tmp_pat
     assert all(part in str(caught.value) for part in ("a.csv:", "140,000"))
 
 
-def test_row_of_another_length_is_told_with_the_delimiter(tmp_path):
+def test_wrong_field_count_error_names_delimiter(tmp_path):
     path = _file(tmp_path, "text;label\na;1\nb;2;3\n")
     with raises_code("csv-field-count", InputError) as error:
         list(read_csv_rows(path))
@@ -117,7 +117,7 @@ def test_row_of_another_length_is_told_with_the_delimiter(tmp_path):
     assert "semicolons" in str(error.value)
 
 
-def test_quotes_of_a_tab_separated_text_are_text(tmp_path):
+def test_quotes_in_tsv_are_text(tmp_path):
     lines = [f"hello {n}\thallo {n}" for n in range(120)]
     lines[40] = '"Hello there\thallo'
     lines[43] = 'he shouts bye"\ter ruft'
@@ -134,7 +134,7 @@ def test_quotes_of_a_tab_separated_text_are_text(tmp_path):
 
 
 @pytest.mark.parametrize("quoting", [csv.QUOTE_ALL, csv.QUOTE_MINIMAL])
-def test_what_python_writes_with_tabs_is_read_back(tmp_path, quoting):
+def test_tsv_written_by_python_round_trips(tmp_path, quoting):
     rows = [["a", "b"], ['one "two"', "x\ty"], ["first\nsecond", "z"], ["plain", '"'], ["", "last"]]
     path = tmp_path / "rows.tsv"
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -143,7 +143,7 @@ def test_what_python_writes_with_tabs_is_read_back(tmp_path, quoting):
 
 
 @pytest.mark.parametrize("name", ["rows.csv", "rows.tsv"])
-def test_columns_of_one_name_are_refused(tmp_path, name):
+def test_duplicate_columns_are_rejected(tmp_path, name):
     path = tmp_path / name
     path.write_text("text,label,text\na,b,c\n".replace(",", "\t" if name.endswith("tsv") else ","))
     with raises_code("duplicate-column", InputError):

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.quick
 FINGERPRINT = "507148ab1fbcc6ebbd8276f3ad72fbde24e14a2bc35382f9589b01d1dc1a286c"
 
 
-def test_fingerprints_of_numbers_and_names_stay_what_they_were():
+def test_fingerprints_equal_recorded_values():
     """Recorded before labels could be anything else: results that are kept must be found again."""
     rows = (Example("good", label=1), Example("bad", text_pair="x", label="neg"))
     assert Split("a", rows).fingerprint == FINGERPRINT

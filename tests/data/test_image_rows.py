@@ -17,7 +17,7 @@ from tests.support.models import images
 pytestmark = pytest.mark.quick
 
 
-def test_rows_of_a_file_name_images_beside_it(tmp_path):
+def test_rows_name_image_files_relative_to_file(tmp_path):
     split = images.read_rows(images.write_rows(tmp_path / "train.jsonl", 4))
     assert [e.label for e in split.examples] == ["dark", "light", "dark", "light"]
     assert [(e.line, e.row) for e in split.examples] == [(1, 1), (2, 2), (3, 3), (4, 4)]
@@ -25,13 +25,13 @@ def test_rows_of_a_file_name_images_beside_it(tmp_path):
     assert split.images
 
 
-def test_a_folder_has_a_folder_for_each_class(tmp_path):
+def test_class_folders_are_labels(tmp_path):
     split = images.read_rows(images.write_class_folders(tmp_path / "data", 5))
     assert [e.label for e in split.examples] == ["dark", "dark", "dark", "light", "light"]
     assert split.examples[0].text.endswith("dark/0.png")
 
 
-def test_an_archive_holds_all_images(tmp_path):
+def test_archive_contains_all_images(tmp_path):
     path = images.write_archive(tmp_path / "train.npz", 3)
     split = images.read_rows(path)
     assert [e.label for e in split.examples] == [0, 1, 0]
@@ -40,7 +40,7 @@ def test_an_archive_holds_all_images(tmp_path):
     assert read_image_bytes(f"{path}#2") == stored["jpeg"][stored["offsets"][2] :].tobytes()
 
 
-def test_equal_images_give_equal_keys_wherever_they_lie(tmp_path):
+def test_equal_images_have_equal_fingerprints_in_any_folder(tmp_path):
     one, other = (images.read_rows(images.write_rows(tmp_path / name / "a.jsonl", 4)) for name in ("x", "y"))
     assert one.examples[0].text != other.examples[0].text
     assert one.fingerprint == other.fingerprint != one.take(3).fingerprint
@@ -48,7 +48,7 @@ def test_equal_images_give_equal_keys_wherever_they_lie(tmp_path):
     assert images.read_rows(tmp_path / "y" / "a.jsonl").fingerprint != one.fingerprint
 
 
-def test_copies_of_an_image_stay_in_one_split(tmp_path):
+def test_copies_of_image_are_in_one_split(tmp_path):
     folder = images.write_class_folders(tmp_path / "data", 12)
     for number in range(12):
         images.make_image(number).save(folder / images.LABELS[number % 2] / f"copy-{number}.png")
@@ -63,16 +63,16 @@ def wrong_rows(folder):
     path = images.write_rows(folder / "train.jsonl", 3)
     (folder / "bad.png").write_text("no image")
     lines = path.read_text().splitlines()
-    odd = [
+    invalid_rows = [
         {"image": "bad.png", "label": 1},
         {"image": "train-images/3.png", "label": 1},
         {"image": 3, "label": 1},
     ]
-    path.write_text("\n".join([lines[0], *map(json.dumps, odd)]) + "\n")
+    path.write_text("\n".join([lines[0], *map(json.dumps, invalid_rows)]) + "\n")
     return path
 
 
-def test_what_is_no_image_is_told_with_its_row(tmp_path):
+def test_invalid_images_are_reported_with_row(tmp_path):
     path = wrong_rows(tmp_path)
     with raises_code("several-errors", InputError) as error:
         images.read_rows(path)
@@ -88,7 +88,7 @@ def test_what_is_no_image_is_told_with_its_row(tmp_path):
     assert third.startswith(f"{path}:4: ")
 
 
-def test_images_beyond_the_limits_are_not_opened(tmp_path, monkeypatch):
+def test_images_beyond_limits_are_rejected_unopened(tmp_path, monkeypatch):
     path = images.write_rows(tmp_path / "train.jsonl", 1)
     monkeypatch.setattr(module, "MAX_IMAGE_PIXELS", 255)
     with raises_code("image-too-large", InputError) as caught:
@@ -100,7 +100,7 @@ def test_images_beyond_the_limits_are_not_opened(tmp_path, monkeypatch):
     assert " 10 " in str(caught.value)
 
 
-def test_the_usual_name_of_the_column_is_proposed(tmp_path):
+def test_common_column_name_is_suggested(tmp_path):
     path = images.write_rows(tmp_path / "train.jsonl", 1, columns=("file_name", "label"))
     with raises_code("missing-column", InputError) as caught:
         images.read_rows(path)
@@ -118,7 +118,7 @@ def test_the_usual_name_of_the_column_is_proposed(tmp_path):
         ({"label": np.array([None, "x"])}, "damaged-file", ""),
     ],
 )
-def test_a_broken_archive_is_told(change, code, name, tmp_path):
+def test_invalid_archive_is_rejected(change, code, name, tmp_path):
     values = {"jpeg": np.zeros(9, np.uint8), "offsets": np.array([0, 4, 9]), "label": np.zeros(2, np.uint8)}
     if "label" in change and len(change["label"]) == 2 and change["label"].dtype != object:
         values["offsets"] = np.array([0, 2, 4, 9])
@@ -129,7 +129,7 @@ def test_a_broken_archive_is_told(change, code, name, tmp_path):
     assert name in str(caught.value)
 
 
-def test_folders_without_classes_or_images_are_told(tmp_path):
+def test_folders_without_classes_or_images_are_rejected(tmp_path):
     with raises_code("missing-file", InputError):
         read_split("nothing", images.TASK, Columns(), tmp_path)
     with raises_code("no-class-folders", InputError):

@@ -36,12 +36,12 @@ def _file(folder, text, name="a.json"):
         "".join(json.dumps(row, indent=3) for row in ROWS),
     ],
 )
-def test_rows_are_found_in_every_form(tmp_path, name, text):
+def test_rows_are_read_from_every_json_layout(tmp_path, name, text):
     assert [row for _, row in read_json_rows(_file(tmp_path, text, name))] == ROWS
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 7, 64])
-def test_a_window_may_end_anywhere(tmp_path, monkeypatch, window):
+def test_chunk_may_end_anywhere(tmp_path, monkeypatch, window):
     monkeypatch.setattr("smelt.data.json_rows._CHUNK_CHARACTERS", window)
     rows = [*ROWS, {"t": "\u2028\U0001f600" * 9, "n": 123456789012345, "f": 1.5e-9, "b": None, "c": True}] * 3
     held = {"n": 1234567890, "t": True, "d": rows}
@@ -49,7 +49,7 @@ def test_a_window_may_end_anywhere(tmp_path, monkeypatch, window):
         assert [row for _, row in read_json_rows(_file(tmp_path, text))] == rows
 
 
-def test_each_row_is_said_to_stand_where_it_begins(tmp_path):
+def test_rows_have_line_where_they_begin(tmp_path):
     path = _file(tmp_path, '[\n {"a": 1},\n\n {"a":\n 2}, {"a": 3}\n]')
     assert [where for where, _ in read_json_rows(path)] == [f"{path}:{line}" for line in (2, 4, 5)]
     pandas = _file(tmp_path, '[{"a": 1},{"a": 2},\n{"a": 3},{"a": 4}]', "pandas.json")
@@ -78,7 +78,7 @@ def test_each_row_is_said_to_stand_where_it_begins(tmp_path):
         ("nonsense", "invalid-json", 1, "'nonsense'"),
     ],
 )
-def test_what_is_no_list_of_rows_is_said(tmp_path, text, code, line, read):
+def test_json_without_rows_is_rejected(tmp_path, text, code, line, read):
     path = _file(tmp_path, text)
     with raises_code(code, InputError) as caught:
         list(read_json_rows(path))
@@ -86,18 +86,18 @@ def test_what_is_no_list_of_rows_is_said(tmp_path, text, code, line, read):
     assert read in str(caught.value)
 
 
-def test_rows_that_hold_lists_of_objects_are_rows_when_there_are_several(tmp_path):
+def test_rows_with_nested_object_lists_are_rows(tmp_path):
     rows = [{"text": "a", "spans": [{"from": 1}]}, {"text": "b", "spans": [{"from": 2}]}]
     assert [row for _, row in read_json_rows(_file(tmp_path, "\n".join(map(json.dumps, rows))))] == rows
 
 
-def test_an_empty_file_or_list_has_no_rows(tmp_path):
+def test_empty_file_or_list_has_no_rows(tmp_path):
     for text in ("", " \n", "[]", '{"data": []}'):
         rows = list(read_json_rows(_file(tmp_path, text)))
         assert rows == ([] if "data" not in text else [(f"{tmp_path}/a.json:1", {"data": []})])
 
 
-def test_a_large_file_is_not_held_in_memory(tmp_path):
+def test_large_file_is_read_with_bounded_memory(tmp_path):
     row = json.dumps({"text": "word " * 200, "label": 1})
     path = _file(tmp_path, '{"data": [' + ",\n".join([row] * 20_000) + "]}")
     tracemalloc.start()
@@ -120,7 +120,7 @@ def test_a_large_file_is_not_held_in_memory(tmp_path):
         ("a.tsv", "text\tlabel\nLONG\n"),
     ],
 )
-def test_too_long_line_is_refused_without_reading_all_of_it(tmp_path, monkeypatch, name, text):
+def test_too_long_line_is_rejected_with_bounded_memory(tmp_path, monkeypatch, name, text):
     """A packed line of some megabytes may exceed the memory."""
     monkeypatch.setattr("smelt.data.json_rows.MAX_LINE_CHARACTERS", 1000)
     path = _file(tmp_path, text.replace("LONG", "x" * 20_000_000), f"{name}.gz")

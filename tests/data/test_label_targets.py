@@ -22,23 +22,23 @@ def rows(*labels):
     return [Example("a", label=label) for label in labels]
 
 
-def test_classes_are_names_numbers_or_numbers_as_text():
+def test_class_targets_accept_names_numbers_and_numeric_text():
     assert class_targets(rows("good", 0, "1"), ["bad", "good"]) == [1, 0, 1]
     # a name wins over the number that it looks like
     assert class_targets(rows("1", "0"), ["1", "0"]) == [0, 1]
 
 
-def test_sets_are_lists_or_texts_with_bars_and_may_be_empty():
+def test_multi_label_targets_accept_lists_and_separated_text():
     names = ["calm", "angry", "glad"]
     found = multi_label_targets(rows(("glad", "calm"), "angry | glad", "", (), "2", 1), names)
     assert found == [(0, 2), (1, 2), (), (), (2,), (1,)]
 
 
-def test_numbers_may_be_text():
+def test_regression_targets_accept_numeric_text():
     assert regression_targets(rows(1, 0.5, "-2.5e0")) == [1.0, 0.5, -2.5]
 
 
-def test_every_wrong_row_is_counted_and_the_nearest_name_is_said():
+def test_invalid_labels_are_counted_and_nearest_name_is_suggested():
     labels = rows("good", "goood", *["x"] * 7)
     with raises_code("unknown-label", InputError) as raised:
         class_targets(labels, ["bad", "good"], "train.csv")
@@ -64,13 +64,13 @@ def test_every_wrong_row_is_counted_and_the_nearest_name_is_said():
         (("1",), REGRESSION, "non-finite-label", "['1']"),
     ],
 )
-def test_labels_that_do_not_fit_are_named(label, problem, code, shown):
+def test_labels_that_do_not_match_problem_are_named(label, problem, code, shown):
     with raises_code(code, InputError) as caught:
         check_labels(rows(label), ["bad", "good"], problem)
     assert shown in str(caught.value)
 
 
-def test_names_in_the_data_and_none_in_the_model_say_how_to_mend_it():
+def test_names_in_data_without_id2label_are_explained():
     with raises_code("unknown-label", InputError) as caught:
         class_targets(rows("good"), ["LABEL_0", "LABEL_1"])
     assert "id2label" in str(caught.value)
@@ -91,7 +91,7 @@ def test_names_in_the_data_and_none_in_the_model_say_how_to_mend_it():
         (["1 star", "2 stars"], 1),
     ],
 )
-def test_a_number_is_the_same_label_however_it_is_written(label, names, place):
+def test_numeric_label_is_equal_in_any_notation(label, names, place):
     assert class_targets(rows(label), names) == [place]
     assert multi_label_targets(rows((label,) if not isinstance(label, float) else (int(label),)), names) == [
         (place,)
@@ -99,13 +99,13 @@ def test_a_number_is_the_same_label_however_it_is_written(label, names, place):
 
 
 @pytest.mark.parametrize("label", [0, "0", 4])
-def test_number_is_no_place_when_the_names_are_numbers(label):
+def test_number_is_not_an_index_if_names_are_numbers(label):
     with raises_code("unknown-label", InputError) as caught:
         class_targets(rows(label), ["1", "2", "3"])
     assert "1, 2, 3" in str(caught.value)
 
 
-def test_wrong_labels_are_named_by_their_lines_when_the_file_has_lines():
+def test_invalid_labels_are_named_by_line():
     examples = [Example("a", label=label, line=line) for line, label in ((2, "a"), (7, "x"), (9, "y"))]
     with raises_code("unknown-label", InputError) as caught:
         class_targets(examples, ["a", "b"], "d.csv")
@@ -114,7 +114,7 @@ def test_wrong_labels_are_named_by_their_lines_when_the_file_has_lines():
     assert str(caught.value).endswith(" 9.")
 
 
-def test_wrong_labels_are_named_by_their_rows_in_the_file_when_lines_do_not_tell_rows_apart():
+def test_invalid_labels_are_named_by_row_without_unique_lines():
     examples = [Example("a", label="a", line=1, row=1)]
     examples += [Example("a", label=label, row=row) for row, label in ((5, "x"), (9, "a"), (30, "y"))]
     with raises_code("unknown-label", InputError) as caught:

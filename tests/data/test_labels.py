@@ -20,7 +20,7 @@ pytestmark = pytest.mark.quick
 TWO = {"id2label": {"0": "bad", "1": "good"}}
 
 
-def test_names_are_in_the_order_of_the_outputs():
+def test_class_names_are_in_output_order():
     eleven = {str(i): chr(ord("a") + i) for i in (10, 2, 0, 1, 3, 4, 5, 6, 7, 8, 9)}
     assert class_names({"id2label": eleven}) == list("abcdefghijk")
     assert class_names({"id2label": {0: "a", 1: "b"}}) == ["a", "b"]
@@ -53,7 +53,7 @@ def test_names_are_in_the_order_of_the_outputs():
         (None, [], SINGLE_LABEL),
     ],
 )
-def test_config_decides_and_else_the_labels(config, labels, expected):
+def test_problem_type_is_inferred_from_config_then_labels(config, labels, expected):
     assert infer_problem_type(config, labels) == expected
 
 
@@ -68,12 +68,12 @@ def test_config_decides_and_else_the_labels(config, labels, expected):
         ({"id2label": {"0": "a"}, "problem_type": SINGLE_LABEL}, "too-few-outputs"),
     ],
 )
-def test_a_config_that_contradicts_itself_is_refused(config, code):
+def test_contradictory_config_is_rejected(config, code):
     with raises_code(code, InputError):
         problem_type(config)
 
 
-def test_a_new_classifier_gets_the_names_of_the_data():
+def test_label_names_are_inferred_from_data():
     assert infer_label_names(["b", "a", "b"], SINGLE_LABEL) == ["a", "b"]
     assert infer_label_names([10, 2, 0], SINGLE_LABEL) == ["0", "2", "10"]
     assert infer_label_names(["b", "", " "], SINGLE_LABEL) == ["b"]
@@ -83,7 +83,7 @@ def test_a_new_classifier_gets_the_names_of_the_data():
     assert infer_label_names([0.5], REGRESSION) == ["LABEL_0"]
 
 
-def test_labels_that_case_or_blanks_tell_apart_are_counted():
+def test_labels_differing_in_case_or_blanks_are_counted():
     labels = ["positive"] * 3 + ["Positive", " positive", "negative", 1, ("Calm", "calm"), "a|A"]
     assert similar_labels(labels) == [
         {"positive": 3, "Positive": 1, " positive": 1},

@@ -20,7 +20,7 @@ def write(path: Path, **values: Any) -> Path:
     return path
 
 
-def test_rows_are_those_of_axis_0(tmp_path: Path) -> None:
+def test_npz_rows_are_axis_0(tmp_path: Path) -> None:
     found = read_npz(write(tmp_path / "a.npz", x=np.ones((3, 2)), t=np.array(["a", "b", "c"]), k=np.array(1)))
     assert found.num_samples == 3
     assert {name: v.shape for name, v in found.values.items()} == {"x": (3, 2), "t": (3,), "k": ()}
@@ -28,7 +28,7 @@ def test_rows_are_those_of_axis_0(tmp_path: Path) -> None:
     assert found.select([2, 0]).values["t"].tolist() == ["c", "a"]
 
 
-def test_equal_rows_have_one_fingerprint_wherever_they_lie(tmp_path: Path) -> None:
+def test_equal_arrays_have_equal_fingerprints_in_any_file(tmp_path: Path) -> None:
     one, other = (read_npz(write(tmp_path / n, x=np.ones((3, 2)))) for n in ("a.npz", "b.npz"))
     assert one.fingerprint == other.fingerprint
     assert one.select([0, 1]).fingerprint != one.fingerprint
@@ -44,7 +44,7 @@ def test_equal_rows_have_one_fingerprint_wherever_they_lie(tmp_path: Path) -> No
         ({}, "missing-array", ""),
     ],
 )
-def test_files_that_hold_no_rows_are_refused(
+def test_files_without_rows_are_rejected(
     tmp_path: Path, values: dict[str, Any], code: str, names: str
 ) -> None:
     path = write(tmp_path / "a.npz", **values)
@@ -54,7 +54,7 @@ def test_files_that_hold_no_rows_are_refused(
     assert all(name in str(caught.value) for name in names.split())
 
 
-def test_what_is_no_such_file_is_said(tmp_path: Path) -> None:
+def test_invalid_npz_files_are_explained(tmp_path: Path) -> None:
     whole = write(tmp_path / "a.npz", x=np.ones((30, 20))).read_bytes()
     (tmp_path / "cut.npz").write_bytes(whole[:500])
     for name, code, nearest in (
@@ -71,7 +71,7 @@ def test_what_is_no_such_file_is_said(tmp_path: Path) -> None:
         read_npz(tmp_path / "rows.csv")
 
 
-def test_more_than_the_memory_holds_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_exceeding_memory_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.npz", x=np.ones((300, 20)))
     monkeypatch.setattr("smelt.core.system.available_bytes", lambda: 1000)
     monkeypatch.setattr(np.lib.format, "read_array", lambda *a, **k: pytest.fail("read"))
@@ -97,7 +97,7 @@ WHOLE = header("{'descr': '<f4', 'fortran_order': False, 'shape': (1, 2)}\n") + 
         b"\x93NUMPY\x09\x00aaaa",
     ],
 )
-def test_headers_that_are_none_are_our_error(tmp_path: Path, content: bytes) -> None:
+def test_invalid_npy_header_is_damaged_file(tmp_path: Path, content: bytes) -> None:
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as file:
         file.writestr("x.npy", content)
     with raises_code("damaged-file", InputError):
@@ -105,7 +105,7 @@ def test_headers_that_are_none_are_our_error(tmp_path: Path, content: bytes) -> 
 
 
 @pytest.mark.parametrize("packed", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_damage_in_what_is_packed_is_our_error(tmp_path: Path, packed: int) -> None:
+def test_damaged_compressed_data_is_damaged_file(tmp_path: Path, packed: int) -> None:
     with zipfile.ZipFile(tmp_path / "a.npz", "w", packed) as file:
         file.writestr("x.npy", WHOLE)
     content = bytearray((tmp_path / "a.npz").read_bytes())
@@ -115,7 +115,7 @@ def test_damage_in_what_is_packed_is_our_error(tmp_path: Path, packed: int) -> N
         read_npz(tmp_path / "a.npz")
 
 
-def test_a_header_of_gigabytes_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_huge_npy_header_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with zipfile.ZipFile(tmp_path / "a.npz", "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("x.npy", header(" " * (1 << 20), 3_000_000_000))
     read: list[int] = []
@@ -132,14 +132,14 @@ def test_a_header_of_gigabytes_is_not_read(tmp_path: Path, monkeypatch: pytest.M
     assert sum(read) <= 1 << 16
 
 
-def test_a_file_x_beside_an_array_x_is_left_alone(tmp_path: Path) -> None:
+def test_member_without_npy_suffix_is_ignored(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as file:
         file.writestr("x.npy", WHOLE)
         file.writestr("x", b"not an array")
     assert read_npz(tmp_path / "a.npz").values["x"].shape == (1, 2)
 
 
-def test_the_axis_of_the_rows_is_moved_to_the_front(tmp_path: Path) -> None:
+def test_sample_axis_is_moved_to_front(tmp_path: Path) -> None:
     values = {
         "x": np.ones((3, 2)),
         "state": np.arange(6).reshape(2, 3),
@@ -157,7 +157,7 @@ def test_the_axis_of_the_rows_is_moved_to_the_front(tmp_path: Path) -> None:
     assert found.padded_to(5).values["state"][3:].tolist() == [[2, 5], [2, 5]]
 
 
-def test_other_numbers_of_rows_are_told_with_what_to_write(tmp_path: Path) -> None:
+def test_unequal_row_counts_suggest_axes(tmp_path: Path) -> None:
     path = write(
         tmp_path / "a.npz", x=np.ones((3, 2)), y=np.ones((3, 1)), state=np.ones((1, 3)), k=np.ones(4)
     )
@@ -169,7 +169,7 @@ def test_other_numbers_of_rows_are_told_with_what_to_write(tmp_path: Path) -> No
         read_npz(path, axes={"x": 0, "y": 0, "k": 0})
 
 
-def test_arrays_are_written_whatever_their_names(tmp_path: Path) -> None:
+def test_arrays_are_written_with_any_name(tmp_path: Path) -> None:
     values = {"file": np.ones((2, 2)), "ein/gabe:0": np.array(["a", "bc"], dtype=object)}
     write_npz(tmp_path / "a.npz", values)
     found = read_npz(tmp_path / "a.npz").values
@@ -177,7 +177,7 @@ def test_arrays_are_written_whatever_their_names(tmp_path: Path) -> None:
     assert found["ein/gabe:0"].tolist() == ["a", "bc"]
 
 
-def test_rows_that_hold_the_same_have_one_hash(tmp_path: Path) -> None:
+def test_equal_rows_have_equal_hashes(tmp_path: Path) -> None:
     found = read_npz(write(tmp_path / "a.npz", x=np.array([[1, 2], [3, 4], [1, 2]]), k=np.array(1)))
     one, other, again = found.sample_hashes
     assert one == again != other

@@ -21,7 +21,7 @@ def _read(tmp_path, *rows, **columns):
     return read_split(str(path), "text-generation", Columns(**columns), tmp_path).examples
 
 
-def test_three_layouts_become_prompt_and_references(tmp_path):
+def test_three_layouts_give_prompt_and_references(tmp_path):
     rows = [
         {"prompt": "p", "response": "r"},
         {"prompt": "p", "responses": ["r", "s"], "response": "unread"},
@@ -39,7 +39,7 @@ def test_three_layouts_become_prompt_and_references(tmp_path):
     ]
 
 
-def test_several_turns_or_a_system_message_are_a_conversation(tmp_path):
+def test_several_turns_or_system_message_form_conversation(tmp_path):
     turns = [SYSTEM, USER, ASSISTANT, USER]
     [found] = _read(tmp_path, {"messages": [*turns, {**ASSISTANT, "content": "last"}], "prompt": "unread"})
     assert (json.loads(found.text), found.references) == (turns, ("last",))
@@ -48,13 +48,13 @@ def test_several_turns_or_a_system_message_are_a_conversation(tmp_path):
     assert ends == [["s", "u", "a"], ["s", "u", "a", "u", "last"]]
 
 
-def test_named_columns_decide_the_layout(tmp_path):
+def test_named_columns_determine_layout(tmp_path):
     row = {"messages": [USER, ASSISTANT], "question": "q", "answers": ["1", "2"]}
     [found] = _read(tmp_path, row, prompt="question", responses="answers")
     assert (found.text, found.references, found.layout) == ("q", ("1", "2"), "prompt")
 
 
-def test_messages_may_be_json_in_a_table(tmp_path):
+def test_messages_in_csv_may_be_json(tmp_path):
     path = tmp_path / "rows.csv"
     cell = json.dumps([USER, ASSISTANT]).replace('"', '""')
     path.write_text(f'messages\n"{cell}"\n')
@@ -89,13 +89,13 @@ def test_messages_may_be_json_in_a_table(tmp_path):
         ({"messages": [USER, {**ASSISTANT, "content": "\udc00"}]}, "lone-surrogate"),
     ],
 )
-def test_wrong_rows_are_refused_with_their_line(tmp_path, row, code):
+def test_invalid_rows_are_rejected_with_line(tmp_path, row, code):
     with raises_code(code, InputError) as caught:
         _read(tmp_path, {"prompt": "p", "response": "r"}, row)
     assert caught.value.line == 2
 
 
-def test_a_prompt_needs_no_response():
+def test_prompt_does_not_require_response():
     assert parse_prompt({"prompt": "p"}, "f:1", Columns()).text == "p"
 
 
@@ -116,7 +116,7 @@ def test_other_json_is_plain_text(text):
     assert prompt_messages(text) == [{"role": "user", "content": text}]
 
 
-def test_a_message_that_reads_as_a_conversation_is_kept_as_one():
+def test_nested_conversation_text_is_kept():
     inner = [{"role": "user", "content": conversation_text([SYSTEM, USER])}]
     assert prompt_messages(conversation_text(inner)) == inner
 
@@ -124,7 +124,7 @@ def test_a_message_that_reads_as_a_conversation_is_kept_as_one():
 @pytest.mark.parametrize(
     ("messages", "code"), [([USER, ASSISTANT], "no-user-turn"), ([{**USER, "role": "x"}], "unknown-role")]
 )
-def test_prompts_that_cannot_be_answered_are_refused(messages, code):
+def test_unanswerable_prompts_are_rejected(messages, code):
     with raises_code(code, InputError):
         prompt_messages(json.dumps(messages))
 
@@ -132,7 +132,7 @@ def test_prompts_that_cannot_be_answered_are_refused(messages, code):
 CHOICES = {"prompt": "p", "choices": [" a", " b"]}
 
 
-def test_choices_have_the_right_one_as_their_response(tmp_path):
+def test_correct_choice_is_reference(tmp_path):
     rows = [
         CHOICES | {"answer": 1},
         CHOICES | {"answer": " a", "response": "r"},
@@ -166,7 +166,7 @@ def test_choices_have_the_right_one_as_their_response(tmp_path):
         ({"response": "r"}, "partly-missing-column"),
     ],
 )
-def test_a_wrong_choice_is_named_with_its_line(tmp_path, row, code):
+def test_invalid_choice_is_reported_with_line(tmp_path, row, code):
     with raises_code(code, InputError) as caught:
         _read(tmp_path, CHOICES | {"answer": 0}, {"prompt": "p"} | row)
     assert code == "partly-missing-column" or ":2:" in str(caught.value)

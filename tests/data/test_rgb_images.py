@@ -22,7 +22,7 @@ def reopened(image, kind, **settings):
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "JPEG"])
 @pytest.mark.parametrize("orientation", range(1, 10))
-def test_an_image_is_turned_as_pillow_turns_it(orientation, kind):
+def test_exif_orientation_equals_pillow(orientation, kind):
     exif = Image.Exif()
     exif[0x0112] = orientation
     image = images.make_image(3, (16, 8))
@@ -32,20 +32,20 @@ def test_an_image_is_turned_as_pillow_turns_it(orientation, kind):
     assert found.size == ((8, 16) if orientation in range(5, 9) else (16, 8))
 
 
-def test_damaged_exif_says_nothing():
+def test_damaged_exif_is_ignored():
     image = images.make_image(3)
     assert np.array_equal(upright_rgb(reopened(image, "PNG", exif=b"Exif\0\0no exif")), image)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
-def test_greys_of_16_bits_keep_their_shades(kind):
+def test_grayscale_16_bit_is_scaled_to_8_bit(kind):
     found = np.asarray(upright_rgb(reopened(Image.fromarray(SHADES), kind)))
     assert np.array_equal(found, np.repeat((SHADES // 256)[..., None], 3, axis=-1))
     assert found.max() == 255
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.int32])
-def test_values_of_32_bits_are_refused_with_their_row(kind, tmp_path):
+def test_images_with_32_bits_are_rejected_with_row(kind, tmp_path):
     path = images.write_rows(tmp_path / "train.jsonl", 2)
     Image.fromarray(SHADES.astype(kind)).save(tmp_path / "train-images" / "1.png.tif")
     path.write_text(path.read_text().replace("1.png", "1.png.tif"))

@@ -39,49 +39,51 @@ def _labeled(**counts):
     shares=st.sampled_from([{"test": 0.1}, SHARES, {"test": 0.5, "validation": 0.4}]),
 )
 def test_splits_are_disjoint_complete_and_share_no_text(rows, seed, shares):
-    whole = _split(Example(f"t{text}", label=label, line=at) for at, (text, label) in enumerate(rows))
-    if len({e.text for e in whole.examples}) <= len(shares):
+    full_split = _split(
+        Example(f"t{text}", label=label, line=line) for line, (text, label) in enumerate(rows)
+    )
+    if len({e.text for e in full_split.examples}) <= len(shares):
         return
-    parts = divide_split(whole, shares, seed)
-    assert set(parts) == {"train", *shares}
-    assert sorted(e.line for part in parts.values() for e in part.examples) == list(range(len(rows)))
-    texts = [{e.text for e in part.examples} for part in parts.values()]
+    splits = divide_split(full_split, shares, seed)
+    assert set(splits) == {"train", *shares}
+    assert sorted(e.line for split in splits.values() for e in split.examples) == list(range(len(rows)))
+    texts = [{e.text for e in split.examples} for split in splits.values()]
     assert sum(map(len, texts)) == len(set.union(*texts))
     assert all(texts)
-    for part in parts.values():
-        assert [e.line for e in part.examples] == sorted(e.line for e in part.examples)
+    for split in splits.values():
+        assert [e.line for e in split.examples] == sorted(e.line for e in split.examples)
 
 
-def test_every_class_gives_its_share():
+def test_split_is_stratified_by_class():
     parts = divide_split(_labeled(a=500, b=300, c=200), SHARES, 0)
     assert Counter(e.label for e in parts["test"].examples) == {"a": 50, "b": 30, "c": 20}
     assert Counter(e.label for e in parts["validation"].examples) == {"a": 100, "b": 60, "c": 40}
 
 
-def test_what_rounding_leaves_goes_to_the_largest_remainders():
+def test_rounding_remainders_are_distributed_by_size():
     parts = divide_split(_labeled(a=46, b=27, c=27), {"test": 0.1}, 0)  # 4.6, 2.7, 2.7
     assert Counter(e.label for e in parts["test"].examples) == {"a": 4, "b": 3, "c": 3}
 
 
-def test_a_class_with_one_text_stays_in_train():
+def test_class_with_one_text_is_kept_in_train():
     parts = divide_split(_labeled(a=60, b=39, rare=1), {"test": 0.5, "validation": 0.4}, 0)
     assert "rare" in {e.label for e in parts["train"].examples}
     assert {e.label for e in parts["train"].examples} == {"a", "b", "rare"}
 
 
-def test_no_class_is_drawn_as_a_whole():
+def test_no_class_is_drawn_completely():
     parts = divide_split(_labeled(a=2, b=2), {"test": 0.9}, 0)
     assert {e.label for e in parts["train"].examples} == {"a", "b"}
 
 
-def test_numbers_are_one_class_however_they_are_written():
+def test_equal_numbers_are_one_class_in_any_notation():
     rows = [Example(f"{i}", label=f"1.{'0' * i}") for i in range(40)]
     rows += [Example(f"z{i}", label=0) for i in range(60)]
     drawn = divide_split(_split(rows), {"test": 0.1}, 0)["test"].examples
     assert sum(float(e.label) for e in drawn) == 4
 
 
-def test_sets_of_labels_count_as_classes_and_rare_ones_together():
+def test_label_sets_are_classes_and_rare_ones_are_merged():
     rows = [Example(f"{i}", label=("a", "b") if i % 2 else ("b", "a")) for i in range(100)]
     rows += [Example(f"r{i}", label=(f"x{i}",)) for i in range(100)]
     drawn = divide_split(_split(rows), {"test": 0.1}, 0)["test"].examples
@@ -89,13 +91,13 @@ def test_sets_of_labels_count_as_classes_and_rare_ones_together():
     assert sum(e.label in (("a", "b"), ("b", "a")) for e in drawn) == 10
 
 
-def test_amounts_are_drawn_as_they_come():
+def test_regression_labels_are_not_stratified():
     for kind in (float, str):
         rows = [Example(f"{i}", label=kind(i + 0.5)) for i in range(100)]
         assert len(divide_split(_split(rows), {"test": 0.1}, 0)["test"]) == 10
 
 
-def test_draw_depends_on_seed_and_texts_and_on_nothing_else():
+def test_split_depends_only_on_seed_and_texts():
     """The digest was recorded: other versions and machines must draw the same rows."""
     rows = [Example(f"text {i}", (f"t{i}",)) for i in range(1000)]
     drawn = [e.text for e in divide_split(_split(rows), SHARES, 7)["test"].examples]
@@ -107,7 +109,7 @@ def test_draw_depends_on_seed_and_texts_and_on_nothing_else():
     assert 0 < len(other & set(drawn)) < 30  # 10 by chance
 
 
-def test_running_text_is_drawn_in_whole_stretches():
+def test_running_text_is_split_in_contiguous_blocks():
     lines = _split((Example(f"line {i}", line=i) for i in range(5000)), Windows(separator="\n"))
     parts = divide_split(lines, SHARES, 0)
     assert {name: len(part) for name, part in parts.items()} == {
@@ -124,21 +126,21 @@ def test_running_text_is_drawn_in_whole_stretches():
     assert len(divide_split(few, {"test": 0.1}, 0)["test"]) == 1
 
 
-def test_documents_that_are_copies_stay_together():
+def test_copies_of_document_are_in_one_split():
     rows = [Example(f"{i // 4}") for i in range(400)]
     parts = divide_split(_split(rows, Windows(separator="\n\n")), {"test": 0.1}, 0)
     assert len(parts["test"]) == 40
     assert not {e.text for e in parts["test"].examples} & {e.text for e in parts["train"].examples}
 
 
-def test_rows_of_arrays_are_not_called_texts():
+def test_array_rows_are_not_called_texts():
     rows = split_from_arrays("a.npz", SampleArrays({"x": np.full((9, 2), np.nan)}, 9))
     with raises_code("too-few-texts", InputError) as caught:
         divide_split(rows, SHARES, 0)
     assert "text" not in str(caught.value)
 
 
-def test_too_few_texts_are_refused():
+def test_too_few_texts_are_rejected():
     with raises_code("too-few-texts", InputError) as caught:
         divide_split(_split([Example("a"), Example("b"), Example("a")]), SHARES, 0)
     assert "a.csv" in str(caught.value)
@@ -150,7 +152,7 @@ def test_too_few_texts_are_refused():
     }
 
 
-def test_a_limit_is_spread_over_classes_and_over_the_file():
+def test_limit_is_spread_over_classes_and_file():
     rows = [Example(f"{label} {i}", label=label) for label in "abcd" for i in range(100)]  # sorted by class
     few = limit_split(_split(rows), 16)
     assert Counter(e.label for e in few.examples) == dict.fromkeys("abcd", 4)
@@ -158,7 +160,7 @@ def test_a_limit_is_spread_over_classes_and_over_the_file():
     assert limit_split(_split(rows), 16).fingerprint == few.fingerprint
 
 
-def test_a_limit_keeps_proportions_and_a_row_of_each_class():
+def test_limit_keeps_class_proportions_and_rare_classes():
     split = _labeled(common=880, some=100, rare=2)
     assert Counter(e.label for e in limit_split(split, 100).examples) == {"common": 88, "some": 11, "rare": 1}
     assert len(limit_split(split, 2)) == 2
@@ -167,7 +169,7 @@ def test_a_limit_keeps_proportions_and_a_row_of_each_class():
 
 
 @pytest.mark.parametrize("rows", [1, 7, 31, 64, 300, 999])
-def test_a_limit_of_amounts_of_texts_and_of_running_text_has_as_many_rows(rows):
+def test_limit_without_classes_has_requested_number_of_rows(rows):
     texts = [Example(f"row {i}", references=("x",)) for i in range(1000)]
     assert len(limit_split(_split(texts), rows)) == rows
     amounts = [Example(f"row {i}", label=i / 7) for i in range(1000)]

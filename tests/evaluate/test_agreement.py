@@ -19,31 +19,36 @@ CHINESE = (["猫坐在垫子上。", "狗跑了"], ["猫坐在椅子上。", "�
 
 
 @pytest.mark.parametrize(("texts", "tokenize"), [(ENGLISH, "13a"), (CHINESE, "zh")])
-def test_texts_agree_as_sacrebleu_scores_them_with_the_baselines_as_references(texts, tokenize):
-    own, base = texts
-    found = compare_outputs({"predictions": own}, {"predictions": base})
+def test_text_agreement_equals_sacrebleu_against_baseline(texts, tokenize):
+    step_texts, base = texts
+    agreement = compare_outputs({"predictions": step_texts}, {"predictions": base})
     bleu = BLEU(tokenize=tokenize)
-    assert found["bleu"] == pytest.approx(bleu.corpus_score(own, [base]).score)
-    assert found["chrf"] == pytest.approx(CHRF().corpus_score(own, [base]).score)
-    assert found["signatures"]["bleu"] == str(bleu.get_signature())
-    assert (found["n"], found["equal"]) == (len(own), pytest.approx(100 * (own[1] == base[1]) / len(own)))
-    score = score_agreement(own, base, False, "k" * 20, own)
-    each = [CHRF().sentence_score(a, [b]).score for a, b in zip(own, base, strict=True)]
-    assert (score.value, score.unit) == (pytest.approx(np.mean(each)), "chrF")
+    assert agreement["bleu"] == pytest.approx(bleu.corpus_score(step_texts, [base]).score)
+    assert agreement["chrf"] == pytest.approx(CHRF().corpus_score(step_texts, [base]).score)
+    assert agreement["signatures"]["bleu"] == str(bleu.get_signature())
+    assert (agreement["n"], agreement["equal"]) == (
+        len(step_texts),
+        pytest.approx(100 * (step_texts[1] == base[1]) / len(step_texts)),
+    )
+    score = score_agreement(step_texts, base, False, "k" * 20, step_texts)
+    sentence_scores = [CHRF().sentence_score(a, [b]).score for a, b in zip(step_texts, base, strict=True)]
+    assert (score.value, score.unit) == (pytest.approx(np.mean(sentence_scores)), "chrF")
 
 
-def test_the_interval_of_equal_classes_is_wilsons():
+def test_class_agreement_has_wilson_interval():
     """Agreement of classes is a share: what is not equal is 0, not a cosine of -1."""
     score = score_agreement(["a"] * 300, ["a"] * 300, True, "k", ["x"])
     assert score.ci95 == pytest.approx(wilson_interval(300, 300))
 
 
 @pytest.mark.parametrize("multi_label", [False, True])
-def test_kl_divergence_of_classes_is_torchs(multi_label, monkeypatch):
+def test_class_kl_divergence_equals_torch(multi_label, monkeypatch):
     import torch
     from torch.nn import functional
 
-    base, own = (np.random.default_rng(seed).normal(0, 3, (7, 4)).astype(np.float32) for seed in (0, 1))
+    base, step_logits = (
+        np.random.default_rng(seed).normal(0, 3, (7, 4)).astype(np.float32) for seed in (0, 1)
+    )
     names = list("abcd")
 
     def score(logits):
@@ -51,41 +56,45 @@ def test_kl_divergence_of_classes_is_torchs(multi_label, monkeypatch):
         tops = [names[i] for i in logits.argmax(1)]
         return {"predictions": sets if multi_label else tops, "labels": names, "logits": pack_logits(logits)}
 
-    p, q = (torch.from_numpy(each).double() for each in (base, own))
+    p, q = (torch.from_numpy(side_logits).double() for side_logits in (base, step_logits))
     if multi_label:  # each label is a class of two
-        p, q = (functional.logsigmoid(torch.stack([each, -each], dim=-1)) for each in (p, q))
+        p, q = (
+            functional.logsigmoid(torch.stack([side_logits, -side_logits], dim=-1)) for side_logits in (p, q)
+        )
     else:
         p, q = p.log_softmax(-1), q.log_softmax(-1)
-    rows = functional.kl_div(q, p, log_target=True, reduction="none").flatten(1).sum(1)
-    found = compare_outputs(score(own), score(base))
-    assert (found["kl_divergence"], found["kl_n"]) == (pytest.approx(float(rows.mean())), 7)
+    row_divergences = functional.kl_div(q, p, log_target=True, reduction="none").flatten(1).sum(1)
+    found = compare_outputs(score(step_logits), score(base))
+    assert (found["kl_divergence"], found["kl_n"]) == (pytest.approx(float(row_divergences.mean())), 7)
     assert "bleu" not in found
-    assert np.array_equal(unpack_logits(pack_logits(own)), own)
+    assert np.array_equal(unpack_logits(pack_logits(step_logits)), step_logits)
     monkeypatch.setattr(agreement, "_MAX_STORED_LOGITS", 3 * 4)
-    found = compare_outputs(score(own), score(base))
-    assert (found["kl_divergence"], found["kl_n"]) == (pytest.approx(float(rows[:3].mean())), 3)
+    found = compare_outputs(score(step_logits), score(base))
+    assert (found["kl_divergence"], found["kl_n"]) == (pytest.approx(float(row_divergences[:3].mean())), 3)
 
 
-def test_classes_agree_where_they_are_equal_and_numbers_are_not_compared():
-    own, base = ["a", "b", "b", "a"], ["a", "b", "a", "a"]
-    score = score_agreement(own, base, True, "key", own)
+def test_class_agreement_counts_equal_classes_and_skips_numbers():
+    step_classes, base = ["a", "b", "b", "a"], ["a", "b", "a", "a"]
+    score = score_agreement(step_classes, base, True, "key", step_classes)
     assert (score.value, score.unit, score.n) == (75, "%", 4)
-    assert score_agreement(["", "x"], ["", "x"], False, "key", own).value == 100
+    assert score_agreement(["", "x"], ["", "x"], False, "key", step_classes).value == 100
     assert compare_outputs({"predictions": [0.5]}, {"predictions": [0.5]}) is None
     assert compare_outputs({"predictions": []}, {"predictions": []}) is None
 
 
-def test_values_of_single_examples_are_sacrebleus_of_sentences():
-    own, base = [*ENGLISH[0], "cat", "no match here"], [*ENGLISH[1], "cat", "it snows"]
-    scores = score_texts(["bleu", "chrf"], own, [[text] for text in base])
+def test_example_values_equal_sacrebleu_sentence_scores():
+    step_texts, base = [*ENGLISH[0], "cat", "no match here"], [*ENGLISH[1], "cat", "it snows"]
+    scores = score_texts(["bleu", "chrf"], step_texts, [[text] for text in base])
     for name, scorer in (("bleu", BLEU(effective_order=True)), ("chrf", CHRF())):
-        each = [scorer.sentence_score(a, [b]).score for a, b in zip(own, base, strict=True)]
-        assert example_values(scores[name].statistics) == pytest.approx(each)
+        sentence_scores = [scorer.sentence_score(a, [b]).score for a, b in zip(step_texts, base, strict=True)]
+        assert example_values(scores[name].statistics) == pytest.approx(sentence_scores)
 
 
-def test_values_of_single_sets_of_labels_are_scikit_learns():
-    own, gold = [[0, 2], [1], [], [0]], [[0], [1, 2], [], [2]]
-    hot = [[[int(label in row) for label in range(3)] for row in rows] for rows in (gold, own)]
-    score = score_label_sets(["f1_micro"], own, gold, 3)["f1_micro"]
-    each = [100 * f1_score(*pair, zero_division=1) for pair in zip(*hot, strict=True)]
-    assert example_values(score.statistics) == pytest.approx(each)
+def test_label_set_example_values_equal_sklearn():
+    predicted, gold = [[0, 2], [1], [], [0]], [[0], [1, 2], [], [2]]
+    hot = [
+        [[int(label in row) for label in range(3)] for row in label_sets] for label_sets in (gold, predicted)
+    ]
+    score = score_label_sets(["f1_micro"], predicted, gold, 3)["f1_micro"]
+    row_scores = [100 * f1_score(*pair, zero_division=1) for pair in zip(*hot, strict=True)]
+    assert example_values(score.statistics) == pytest.approx(row_scores)

@@ -65,42 +65,42 @@ SAMPLES = [["a", "bb"], [["x"], ["y", "z"]], ["1234", "123456"]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    home = tmp_path_factory.mktemp("own")
-    (home / "own_scores.py").write_text(MODULE)
-    (home / "own_broken.py").write_text("import no_such_package\n")
-    (home / "own_exits.py").write_text("import sys\n\nsys.exit(0)\n")
-    return home
+    module_folder = tmp_path_factory.mktemp("own")
+    (module_folder / "own_scores.py").write_text(MODULE)
+    (module_folder / "own_broken.py").write_text("import no_such_package\n")
+    (module_folder / "own_exits.py").write_text("import sys\n\nsys.exit(0)\n")
+    return module_folder
 
 
 def _score(folder, function, *samples, **more):
     return score_custom_metric(load_custom_metric(f"own_scores:{function}", folder), *samples, PLACES, **more)
 
 
-def test_values_of_examples_are_averaged_and_tested_in_pairs(folder):
+def test_example_values_are_averaged_and_compared_in_pairs(folder):
     score = _score(folder, "lengths", *SAMPLES, greater_is_better=False)
     assert (score.value, score.n, score.higher_is_better, score.ci95) == (-3.5, 2, False, None)
     assert _score(folder, "array", *SAMPLES).value == 0.5
     metric = load_custom_metric("own_scores:lengths", folder)
-    rows = [["b" * at for at in range(n, n + 40)] for n in (1, 2)]
-    texts = [["x"]] * 40, ["y" * (at % 7) for at in range(40)]
-    one, two = (score_custom_metric(metric, row, *texts, PLACES * 20) for row in rows)
-    values = np.array([len(row) - at % 7 for at, row in enumerate(rows[1])])
-    assert two.value == pytest.approx(values.mean())
-    drawn = np.random.default_rng(12345).integers(0, 40, size=(1000, 40))
+    output_rows = [["b" * row_index for row_index in range(n, n + 40)] for n in (1, 2)]
+    texts = [["x"]] * 40, ["y" * (row_index % 7) for row_index in range(40)]
+    first_score, second_score = (score_custom_metric(metric, row, *texts, PLACES * 20) for row in output_rows)
+    values = np.array([len(row) - row_index % 7 for row_index, row in enumerate(output_rows[1])])
+    assert second_score.value == pytest.approx(values.mean())
+    resampled = np.random.default_rng(12345).integers(0, 40, size=(1000, 40))
     no_limits = (-math.inf, math.inf)
-    expected = student_interval(two.value, values[drawn].mean(axis=1), 40, no_limits)
-    assert two.ci95 == pytest.approx(expected)
-    found = compare_steps(two.statistics, one.statistics)
-    assert found["difference"] == pytest.approx(1)
-    assert found["p_value"] < 0.05
+    expected = student_interval(second_score.value, values[resampled].mean(axis=1), 40, no_limits)
+    assert second_score.ci95 == pytest.approx(expected)
+    comparison = compare_steps(second_score.statistics, first_score.statistics)
+    assert comparison["difference"] == pytest.approx(1)
+    assert comparison["p_value"] < 0.05
 
 
-def test_a_number_of_the_whole_set_has_no_interval_and_is_never_significant(folder):
-    one = _score(folder, "whole", *SAMPLES)
-    assert (one.value, one.n, one.ci95) == (3, 2, None)
+def test_corpus_value_has_no_interval_and_is_never_significant(folder):
+    first_score = _score(folder, "whole", *SAMPLES)
+    assert (first_score.value, first_score.n, first_score.ci95) == (3, 2, None)
     other = _score(folder, "whole", ["a", "b"], *SAMPLES[1:])
-    found = compare_steps(one.statistics, other.statistics)
-    assert (found["difference"], found["p_value"], found["ci95"]) == (1, 1, None)
+    comparison = compare_steps(first_score.statistics, other.statistics)
+    assert (comparison["difference"], comparison["p_value"], comparison["ci95"]) == (1, 1, None)
 
 
 @pytest.mark.parametrize(
@@ -116,11 +116,11 @@ def test_a_number_of_the_whole_set_has_no_interval_and_is_never_significant(fold
         ("text", "wrong-metric-result", "'high'"),
     ],
 )
-def test_a_wrong_result_is_named_with_its_example(folder, function, code, named):
+def test_invalid_result_error_names_example(folder, function, code, named):
     predictions = ["a", ""] if function == "fails" else SAMPLES[0]
-    with raises_code(code, InputError) as caught:
+    with raises_code(code, InputError) as excinfo:
         _score(folder, function, predictions, *SAMPLES[1:])
-    assert named in str(caught.value)
+    assert named in str(excinfo.value)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_wrong_result_is_named_with_its_example(folder, function, code, named)
         ("own_scores:number", "no-such-function"),
     ],
 )
-def test_what_cannot_be_imported_is_refused(folder, name, code):
+def test_unimportable_metric_is_rejected(folder, name, code):
     with raises_code(code, InputError):
         load_custom_metric(name, folder)
 
@@ -158,45 +158,45 @@ def test_module_of_another_folder_with_the_same_name_is_imported(tmp_path):
 )
 def test_custom_metric_imports_current_modules_of_its_own_folder(tmp_path, module, metric, helper):
     """Else the score of another recipe, or of the functions before an edit, would be reported."""
-    found = []
+    loaded_metrics = []
     for folder, value in (("one", 1), ("two", 22), ("two", 333), ("one", 1)):
         for name, text in ((module, f"{metric}\ndef f(*_): return V\n"), (helper, f"V = {value}\n")):
             path = (tmp_path / folder).joinpath(*name.split(".")).with_suffix(".py")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         loaded = load_custom_metric(f"{module}:f", tmp_path / folder)
-        found.append((loaded.function(), loaded.source_hash))
-    assert [value for value, _ in found] == [1, 22, 333, 1]
-    assert found[0] == found[3]
-    assert len({source for _, source in found}) == 3
+        loaded_metrics.append((loaded.function(), loaded.source_hash))
+    assert [value for value, _ in loaded_metrics] == [1, 22, 333, 1]
+    assert loaded_metrics[0] == loaded_metrics[3]
+    assert len({source for _, source in loaded_metrics}) == 3
 
 
-def test_modules_of_python_and_of_an_environment_are_not_imported_again(tmp_path):
+def test_installed_modules_are_not_reimported(tmp_path):
     """A second `sys` breaks the process, and numpy refuses to be loaded twice; the folder may hold both."""
     metric = load_custom_metric("sys:exit", tmp_path)
     assert sys.modules["sys"] is sys
     with raises_code("metric-failed", InputError):
         score_custom_metric(metric, *SAMPLES, PLACES)
-    before = sys.modules["numpy"]
+    loaded_numpy = sys.modules["numpy"]
     load_custom_metric("numpy:mean", Path(np.__file__).parents[2])
-    assert sys.modules["numpy"] is before
+    assert sys.modules["numpy"] is loaded_numpy
 
 
 def test_copied_metrics_are_found_next_to_another_recipe(tmp_path):
     """With the modules of the recipe's folder that they import, and without installed packages."""
-    home, target = tmp_path / "home", tmp_path / "target"
-    (home / "own_package").mkdir(parents=True)
-    (home / "own_package" / "__init__.py").write_text("")
-    (home / "own_package" / "scores.py").write_text(
+    source_folder, target = tmp_path / "home", tmp_path / "target"
+    (source_folder / "own_package").mkdir(parents=True)
+    (source_folder / "own_package" / "__init__.py").write_text("")
+    (source_folder / "own_package" / "scores.py").write_text(
         "from own_helper import number\n"
         "def f(*_):\n    import own_late, random\n    return number + own_late.number\n"
     )
-    (home / "own_late.py").write_text("number = 10\n")
-    (home / "own_helper.py").write_text("number = 7\n")
-    (home / "unused.py").write_text("")
-    (home / "random.py").write_text("raise ValueError")  # is not that of Python
-    assert load_custom_metric("own_package.scores:f", home).function() == 17
-    copy_custom_metrics(["bleu", "own_package.scores:f", "math:hypot"], home, target)
+    (source_folder / "own_late.py").write_text("number = 10\n")
+    (source_folder / "own_helper.py").write_text("number = 7\n")
+    (source_folder / "unused.py").write_text("")
+    (source_folder / "random.py").write_text("raise ValueError")  # is not that of Python
+    assert load_custom_metric("own_package.scores:f", source_folder).function() == 17
+    copy_custom_metrics(["bleu", "own_package.scores:f", "math:hypot"], source_folder, target)
     files = {path.relative_to(target).as_posix() for path in target.rglob("*.py")}
     assert files == {"own_package/__init__.py", "own_package/scores.py", "own_helper.py", "own_late.py"}
     command = "from own_package.scores import f; print(f())"
@@ -204,14 +204,14 @@ def test_copied_metrics_are_found_next_to_another_recipe(tmp_path):
     assert output.split() == ["17"]
 
 
-def test_an_edited_module_is_imported_again(tmp_path):
-    found = []
+def test_edited_module_is_reimported(tmp_path):
+    loaded_metrics = []
     for value in (1, 22):
         (tmp_path / "own_edited.py").write_text(f"def f(p, r, s): return {value}\n")
         metric = load_custom_metric("own_edited:f", tmp_path)
-        found.append((metric.function([], [], []), metric.source_hash))
-    assert [value for value, _ in found] == [1, 22]
-    assert found[0][1] != found[1][1]
+        loaded_metrics.append((metric.function([], [], []), metric.source_hash))
+    assert [value for value, _ in loaded_metrics] == [1, 22]
+    assert loaded_metrics[0][1] != loaded_metrics[1][1]
 
 
 RECIPE = """
@@ -228,7 +228,7 @@ gates: {"own_run:lengths": {max_drop: 100, max: -1000}}
 """
 
 
-def test_a_run_scores_it_selects_by_it_and_gates_on_it(tmp_path):
+def test_run_scores_selects_and_gates_by_custom_metric(tmp_path):
     causal.write_model(tmp_path / "m", "gpt2")
     causal.write_prompts(tmp_path / "t.jsonl")
     (tmp_path / "own_run.py").write_text(MODULE)
@@ -240,15 +240,15 @@ def test_a_run_scores_it_selects_by_it_and_gates_on_it(tmp_path):
     step = json.loads((run / "report.json").read_text())["steps"][1]
     data = ["--data", tmp_path / "t.jsonl", "--json", "--max-new-tokens", 3]
     result = harness.smelt("predict", run / step["artifact"], *data, code=0)
-    said = [json.loads(line) for line in result.stdout.splitlines()]
+    output_rows = [json.loads(line) for line in result.stdout.splitlines()]
     prompts = [json.loads(line)["prompt"] for line in (tmp_path / "t.jsonl").read_text().splitlines()]
-    lengths = [len(row["output"]) - len(text) for row, text in zip(said, prompts, strict=True)]
+    lengths = [len(row["output"]) - len(text) for row, text in zip(output_rows, prompts, strict=True)]
     score = step["quality"]["own_run:lengths"]
     assert score["value"] == pytest.approx(sum(lengths) / len(lengths))
     assert score["higher_is_better"] is False
     assert [(gate["kind"], gate["passed"]) for gate in step["gates"]] == [("max_drop", True), ("max", False)]
-    before = json.loads((run / "report.json").read_text())["steps"][0]["quality"]["own_run:lengths"]
-    assert step["details"]["training"]["validations"][0]["score"] == pytest.approx(before["value"])
+    first_score = json.loads((run / "report.json").read_text())["steps"][0]["quality"]["own_run:lengths"]
+    assert step["details"]["training"]["validations"][0]["score"] == pytest.approx(first_score["value"])
     assert step["against_baseline"]["own_run:lengths"]["p_value_holm"] is not None
     (tmp_path / "own_run.py").write_text(MODULE.replace("len(p) - len(s)", "1 / (len(s) - len(s))"))
     error = command_error(harness.smelt("run", tmp_path / "r.yaml", "--out", run, "--quiet", code=2))
@@ -256,4 +256,6 @@ def test_a_run_scores_it_selects_by_it_and_gates_on_it(tmp_path):
     assert "t.jsonl:1" in str(error)
     (tmp_path / "own_run.py").write_text("")
     error = command_error(harness.smelt("plan", tmp_path / "r.yaml", code=2))
-    assert [(one.code, one.setting) for one in error.found] == [("no-such-function", "score.quality[1]")]
+    assert [(error_entry.code, error_entry.setting) for error_entry in error.found] == [
+        ("no-such-function", "score.quality[1]")
+    ]

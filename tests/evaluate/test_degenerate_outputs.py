@@ -18,7 +18,7 @@ pytestmark = pytest.mark.quick
         "The answer is: the cat sat on the cat sat on the cat sat on the cat sat on",
     ],
 )
-def test_a_text_that_repeats_one_unit_is_repetitive(text):
+def test_text_repeating_one_unit_is_repetitive(text):
     assert is_repetitive(text)
 
 
@@ -34,25 +34,25 @@ def test_a_text_that_repeats_one_unit_is_repetitive(text):
         "一个男人站在梯子上清洁窗户。",
     ],
 )
-def test_a_usual_text_is_not_repetitive(text):
+def test_ordinary_text_is_not_repetitive(text):
     assert not is_repetitive(text)
 
 
-def test_each_kind_is_counted_and_a_quarter_is_degenerate():
+def test_quarter_of_degenerate_outputs_is_flagged():
     references = [[f"the answer {i}"] for i in range(8)]
-    good = [f"an answer {i}" for i in range(8)]
-    assert not count_degenerate(good, references, 1).is_degenerate
-    looping = [*good[:6], "to the the the", "a b a b a b"]
-    found = count_degenerate(looping, references, 0)
-    assert (found.repetitive, found.not_ended, found.same, found.is_degenerate) == (2, 0, 0, True)
-    assert count_degenerate(good, references, 8).is_degenerate
-    same = count_degenerate(["I cannot."] * 7 + ["an answer"], references, 0)
-    assert (same.same, same.is_degenerate) == (7, True)
+    valid_outputs = [f"an answer {i}" for i in range(8)]
+    assert not count_degenerate(valid_outputs, references, 1).is_degenerate
+    looping = [*valid_outputs[:6], "to the the the", "a b a b a b"]
+    counts = count_degenerate(looping, references, 0)
+    assert (counts.repetitive, counts.not_ended, counts.same, counts.is_degenerate) == (2, 0, 0, True)
+    assert count_degenerate(valid_outputs, references, 8).is_degenerate
+    constant_counts = count_degenerate(["I cannot."] * 7 + ["an answer"], references, 0)
+    assert (constant_counts.same, constant_counts.is_degenerate) == (7, True)
 
 
 def test_outputs_that_equal_their_references_are_not_degenerate():
-    found = count_degenerate(["positive"] * 8 + ["ha ha ha"], [["positive"]] * 8 + [["ha ha ha"]], 0)
-    assert (found.same, found.repetitive, found.is_degenerate) == (0, 0, False)
+    counts = count_degenerate(["positive"] * 8 + ["ha ha ha"], [["positive"]] * 8 + [["ha ha ha"]], 0)
+    assert (counts.same, counts.repetitive, counts.is_degenerate) == (0, 0, False)
 
 
 def test_four_outputs_are_too_few_to_call_degenerate():

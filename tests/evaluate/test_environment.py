@@ -12,15 +12,15 @@ from smelt.evaluate import environment as module
 from smelt.evaluate.environment import describe_environment, list_gpus, machine_id
 
 
-def test_environment_tells_what_is_installed_and_can_be_written() -> None:
-    here = describe_environment()
-    assert here["versions"]["torch"] == version("torch")
-    assert here["python"] == platform.python_version()
-    assert here["cores"] <= here["logical_cores"] == os.cpu_count()
+def test_environment_lists_versions_and_is_serializable() -> None:
+    environment = describe_environment()
+    assert environment["versions"]["torch"] == version("torch")
+    assert environment["python"] == platform.python_version()
+    assert environment["cores"] <= environment["logical_cores"] == os.cpu_count()
     if Path("/proc/meminfo").is_file():
         kib = int(Path("/proc/meminfo").read_text().split()[1])
-        assert here["memory_bytes"] == kib * 1024
-    assert json.loads(json.dumps(here)) == here
+        assert environment["memory_bytes"] == kib * 1024
+    assert json.loads(json.dumps(environment)) == environment
 
 
 def test_machine_id_is_stable_and_names_cpu_and_cores() -> None:

@@ -14,22 +14,27 @@ pytestmark = pytest.mark.quick
 
 
 def _artifact(folder, tensors=None, **changes):
-    made = tiny.as_artifact(folder, **changes.pop("details", {}))
+    artifact = tiny.as_artifact(folder, **changes.pop("details", {}))
     files = {}
-    for number, part in enumerate(tensors or []):
-        save_file(part, folder / f"{number}.safetensors")
-        files[f"{number}.safetensors"] = FileRecord(sha256="0" * 64, size_bytes=1)
-    return dataclasses.replace(made, manifest=made.manifest.model_copy(update={"files": files, **changes}))
+    for file_index, part in enumerate(tensors or []):
+        save_file(part, folder / f"{file_index}.safetensors")
+        files[f"{file_index}.safetensors"] = FileRecord(sha256="0" * 64, size_bytes=1)
+    return dataclasses.replace(
+        artifact, manifest=artifact.manifest.model_copy(update={"files": files, **changes})
+    )
 
 
-def test_type_is_that_of_most_floats_over_all_files(tmp_path):
-    half, whole = {"a": np.ones(5, np.float16)}, {"b": np.ones(3, np.float32), "codes": np.ones(99, np.uint8)}
-    assert float_dtype(_artifact(tmp_path, [half, whole])) == "float16"
-    assert float_dtype(_artifact(tmp_path, [whole])) == "float32"
+def test_dtype_is_most_frequent_float_dtype_of_all_files(tmp_path):
+    half, full_precision = (
+        {"a": np.ones(5, np.float16)},
+        {"b": np.ones(3, np.float32), "codes": np.ones(99, np.uint8)},
+    )
+    assert float_dtype(_artifact(tmp_path, [half, full_precision])) == "float16"
+    assert float_dtype(_artifact(tmp_path, [full_precision])) == "float32"
     assert float_dtype(_artifact(tmp_path, [{"codes": np.ones(9, np.uint8)}])) is None
 
 
-def test_scales_of_codes_are_no_weights_of_the_model(tmp_path):
+def test_quantization_scales_are_not_counted_as_weights(tmp_path):
     codes = {"q.matrix.codes": np.ones(99, np.uint8), "q.matrix.zeros": np.ones(9, np.uint8)}
     scales = {"q.matrix.scales": np.ones(9, np.float16)}  # a shard may end between the two
     assert float_dtype(_artifact(tmp_path, [codes, scales])) is None
@@ -39,19 +44,21 @@ def test_scales_of_codes_are_no_weights_of_the_model(tmp_path):
     assert float_dtype(_artifact(tmp_path, [codes, scales | halves])) == "float16"
 
 
-def test_file_that_is_no_part_of_the_artifact_is_not_looked_at(tmp_path):
+def test_file_outside_manifest_is_ignored(tmp_path):
     save_file({"x": np.ones(999, np.float16)}, tmp_path / "stray.safetensors")
     assert float_dtype(_artifact(tmp_path, [{"b": np.ones(3, np.float32)}])) == "float32"
 
 
-def test_float_weights_behind_codes_are_no_weights_of_the_model(tmp_path):
-    made = _artifact(tmp_path, [{"b": np.ones(3, np.float16)}])
+def test_master_weights_are_not_counted_as_weights(tmp_path):
+    artifact = _artifact(tmp_path, [{"b": np.ones(3, np.float16)}])
     save_file({"b": np.ones(999, np.float32)}, tmp_path / MASTER_WEIGHTS_FILE)
-    files = made.manifest.files | {MASTER_WEIGHTS_FILE: FileRecord(sha256="0" * 64, size_bytes=1)}
-    kept = dataclasses.replace(made, manifest=made.manifest.model_copy(update={"files": files}))
-    assert float_dtype(kept) == "float16"
+    files = artifact.manifest.files | {MASTER_WEIGHTS_FILE: FileRecord(sha256="0" * 64, size_bytes=1)}
+    with_master_weights = dataclasses.replace(
+        artifact, manifest=artifact.manifest.model_copy(update={"files": files})
+    )
+    assert float_dtype(with_master_weights) == "float16"
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("fp32", "float32"), ("fp16", "float16"), (None, None)])
-def test_graph_says_it_itself(tmp_path, dtype, expected):
+def test_graph_artifact_reports_its_own_dtype(tmp_path, dtype, expected):
     assert float_dtype(_artifact(tmp_path, format="onnx", details={"dtype": dtype})) == expected

@@ -65,8 +65,8 @@ def draws(n, count):
 def sklearn_sets(metric, gold, guess):
     if metric == "subset_accuracy":
         return 100 * accuracy_score(gold, guess)
-    of, average = metric.rsplit("_", 1)
-    function = {"f1": f1_score, "precision": precision_score, "recall": recall_score}[of]
+    statistic, average = metric.rsplit("_", 1)
+    function = {"f1": f1_score, "precision": precision_score, "recall": recall_score}[statistic]
     return 100 * function(gold, guess, average=average, zero_division=0)
 
 
@@ -81,13 +81,13 @@ def test_sets_equal_sklearn_on_all_rows_and_on_resamples(metric):
     score = score_label_sets([metric], sets(GUESS), sets(GOLD), 5)[metric]
     assert score.value == pytest.approx(sklearn_sets(metric, GOLD, GUESS))
     assert (score.n, score.higher_is_better) == (60, True)
-    ours = significance._resampled_values(score.statistics)
-    assert ours[:30] == pytest.approx([sklearn_sets(metric, GOLD[i], GUESS[i]) for i in draws(60, 30)])
+    resampled = significance._resampled_values(score.statistics)
+    assert resampled[:30] == pytest.approx([sklearn_sets(metric, GOLD[i], GUESS[i]) for i in draws(60, 30)])
     if metric == "subset_accuracy":
         hits = int((GOLD == GUESS).all(axis=1).sum())
         assert score.ci95 == wilson_interval(hits, 60)
     else:
-        assert score.ci95 == pytest.approx(student_interval(score.value, ours, 60))
+        assert score.ci95 == pytest.approx(student_interval(score.value, resampled, 60))
         assert "bs:1000|seed:12345" in score.signature
 
 
@@ -96,108 +96,115 @@ def test_numbers_equal_scipy_and_sklearn_on_all_rows_and_on_resamples(metric):
     score = score_regression([metric], NEAR.tolist(), NUMBERS.tolist())[metric]
     assert score.value == pytest.approx(reference_number(metric, NUMBERS, NEAR))
     assert score.higher_is_better == (metric != "mse")
-    ours = significance._resampled_values(score.statistics)
-    assert ours[:30] == pytest.approx([reference_number(metric, NUMBERS[i], NEAR[i]) for i in draws(60, 30)])
+    resampled = significance._resampled_values(score.statistics)
+    assert resampled[:30] == pytest.approx(
+        [reference_number(metric, NUMBERS[i], NEAR[i]) for i in draws(60, 30)]
+    )
     limits = find_metric(metric).limits
-    assert score.ci95 == pytest.approx(student_interval(score.value, ours, 60, limits))
+    assert score.ci95 == pytest.approx(student_interval(score.value, resampled, 60, limits))
 
 
 @pytest.mark.parametrize("metric", REGRESSION_METRICS)
-def test_a_nearer_prediction_is_better_with_a_small_p(metric):
-    better, worse = (
-        score_regression([metric], guess.tolist(), NUMBERS.tolist())[metric] for guess in (NEAR, FAR)
+def test_better_prediction_has_significant_difference(metric):
+    better_score, worse_score = (
+        score_regression([metric], predicted.tolist(), NUMBERS.tolist())[metric] for predicted in (NEAR, FAR)
     )
-    result = compare_steps(better.statistics, worse.statistics)
+    result = compare_steps(better_score.statistics, worse_score.statistics)
     expected = reference_number(metric, NUMBERS, NEAR) - reference_number(metric, NUMBERS, FAR)
     assert result["difference"] == pytest.approx(expected)
-    assert (result["difference"] > 0) == better.higher_is_better
+    assert (result["difference"] > 0) == better_score.higher_is_better
     assert result["p_value"] < 0.05
-    same = compare_steps(better.statistics, better.statistics)
-    assert (same["difference"], same["p_value"]) == (0.0, 1.0)
-    assert (same["ci95"] is None) == (metric == "mse")  # which has no range
+    self_comparison = compare_steps(better_score.statistics, better_score.statistics)
+    assert (self_comparison["difference"], self_comparison["p_value"]) == (0.0, 1.0)
+    assert (self_comparison["ci95"] is None) == (metric == "mse")  # which has no range
 
 
 @pytest.mark.parametrize("metric", SKLEARN_SET_METRICS)
-def test_sets_are_compared_in_pairs(metric):
-    better = score_label_sets([metric], sets(GUESS), sets(GOLD), 5)[metric].statistics
-    worse = score_label_sets([metric], sets(POOR), sets(GOLD), 5)[metric].statistics
-    result = compare_steps(better, worse)
+def test_label_sets_are_compared_in_pairs(metric):
+    better_statistics = score_label_sets([metric], sets(GUESS), sets(GOLD), 5)[metric].statistics
+    worse_statistics = score_label_sets([metric], sets(POOR), sets(GOLD), 5)[metric].statistics
+    result = compare_steps(better_statistics, worse_statistics)
     expected = sklearn_sets(metric, GOLD, GUESS) - sklearn_sets(metric, GOLD, POOR)
     assert result["difference"] == pytest.approx(expected)
     assert result["p_value"] < 0.05
 
 
-def test_cross_entropy_of_label_sets_is_the_mean_log_loss_of_the_labels():
-    better, worse = (
+def test_label_set_cross_entropy_equals_mean_log_loss():
+    better_score, worse_score = (
         score_label_sets(["cross_entropy"], sets(GUESS), sets(GOLD), 5, logits.astype(np.float32))[
             "cross_entropy"
         ]
         for logits in (LOGITS, POOR_LOGITS)
     )
-    chances = 1 / (1 + np.exp(-LOGITS))
-    each = [log_loss(GOLD[:, k], chances[:, k], labels=[False, True]) for k in range(5)]
-    assert better.value == pytest.approx(np.mean(each), rel=1e-5)
+    probabilities = 1 / (1 + np.exp(-LOGITS))
+    label_losses = [log_loss(GOLD[:, k], probabilities[:, k], labels=[False, True]) for k in range(5)]
+    assert better_score.value == pytest.approx(np.mean(label_losses), rel=1e-5)
     frequencies = GOLD.mean(axis=0)
     constant = [log_loss(GOLD[:, k], np.full(60, frequencies[k]), labels=[False, True]) for k in range(4)]
-    assert better.chance == pytest.approx(sum(constant) / 5)  # nothing to guess for the fifth
-    assert (better.unit, better.higher_is_better) == ("nats", False)
-    found = compare_steps(better.statistics, worse.statistics)
-    assert found["difference"] == pytest.approx(better.value - worse.value)
-    assert found["difference"] < 0
-    assert found["p_value"] < 0.05
+    assert better_score.chance == pytest.approx(sum(constant) / 5)  # nothing to guess for the fifth
+    assert (better_score.unit, better_score.higher_is_better) == ("nats", False)
+    comparison = compare_steps(better_score.statistics, worse_score.statistics)
+    assert comparison["difference"] == pytest.approx(better_score.value - worse_score.value)
+    assert comparison["difference"] < 0
+    assert comparison["p_value"] < 0.05
 
 
 def test_subset_accuracy_uses_mcnemar_exact():
     gold = [[0]] * 40
-    one = [[0]] * 32 + [[]] * 8  # 10 right that the other gets wrong, 2 the other way round
+    predicted = [[0]] * 32 + [[]] * 8  # 10 right that the other gets wrong, 2 the other way round
     other = [[0]] * 22 + [[]] * 10 + [[0]] * 2 + [[]] * 6
-    two = [
-        score_label_sets(["subset_accuracy"], x, gold, 2)["subset_accuracy"].statistics for x in (one, other)
+    both_statistics = [
+        score_label_sets(["subset_accuracy"], x, gold, 2)["subset_accuracy"].statistics
+        for x in (predicted, other)
     ]
-    assert compare_steps(*two)["p_value"] == pytest.approx(2 * (1 + 12 + 66) / 4096)
+    assert compare_steps(*both_statistics)["p_value"] == pytest.approx(2 * (1 + 12 + 66) / 4096)
 
 
-def test_a_constant_has_no_correlation_and_reads_zero():
+def test_correlation_of_constant_is_zero():
     scores = score_regression(["pearson", "spearman"], [0.1] * 5, [1.0, 2.0, 3.0, 4.0, 5.0])
     assert [s.value for s in scores.values()] == [0.0, 0.0]
     tiny = score_regression(["pearson"], [1e-9, 2e-9, 3e-9], [1.0, 2.0, 3.0])["pearson"]
     assert tiny.value == pytest.approx(100)
 
 
-def test_other_examples_and_wrong_words_are_refused():
-    one = score_regression(["mse"], [1.0, 2.0], [1.0, 2.0])["mse"].statistics
+def test_different_examples_and_unknown_metrics_are_rejected():
+    statistics = score_regression(["mse"], [1.0, 2.0], [1.0, 2.0])["mse"].statistics
     with raises_code("other-examples", InputError):
-        compare_steps(one, score_regression(["mse"], [1.0, 2.0], [1.0, 3.0])["mse"].statistics)
-    with raises_code("unknown-metric", InputError) as caught:
+        compare_steps(statistics, score_regression(["mse"], [1.0, 2.0], [1.0, 3.0])["mse"].statistics)
+    with raises_code("unknown-metric", InputError) as excinfo:
         score_regression(["rmse"], [1.0], [1.0])
-    assert all(name in str(caught.value) for name in ("'rmse'", "'mse'?"))
-    with raises_code("count-mismatch", InputError) as caught:
+    assert all(name in str(excinfo.value) for name in ("'rmse'", "'mse'?"))
+    with raises_code("count-mismatch", InputError) as excinfo:
         score_label_sets(["f1_micro"], [[0]], [[0], [1]], 2)
-    assert re.findall(r"\d+", str(caught.value)) == ["1", "2"]
+    assert re.findall(r"\d+", str(excinfo.value)) == ["1", "2"]
 
 
-def test_a_confusion_matrix_counts_predictions_by_label():
-    found = confusion_matrix(predicted=[1, 1, 0, 2, 1], labels=[0, 1, 0, 0, 0], num_labels=4)
-    assert found.tolist() == [[1, 2, 1, 0], [0, 1, 0, 0], [0] * 4, [0] * 4]
-    assert found.dtype == np.int64
+def test_confusion_matrix_counts_predictions_by_label():
+    matrix = confusion_matrix(predicted=[1, 1, 0, 2, 1], labels=[0, 1, 0, 0, 0], num_labels=4)
+    assert matrix.tolist() == [[1, 2, 1, 0], [0, 1, 0, 0], [0] * 4, [0] * 4]
+    assert matrix.dtype == np.int64
 
 
-def test_a_report_has_scores_of_the_most_frequent_classes(monkeypatch):
-    gold, guess = (rng.integers(0, 5, 90).tolist() for _ in range(2))
+def test_report_contains_scores_of_most_frequent_classes(monkeypatch):
+    gold, predicted = (rng.integers(0, 5, 90).tolist() for _ in range(2))
     names = list("abcdef")
-    counts = confusion_matrix(guess, gold, 6)
-    whole = counts.diagonal(), counts.sum(axis=0), counts.sum(axis=1)
-    found = class_scores(*whole, names)
-    theirs = classification_report(gold, guess, labels=range(6), zero_division=0, output_dict=True)
-    for entry in found:
-        expected = theirs[str(names.index(entry["label"]))]
+    counts = confusion_matrix(predicted, gold, 6)
+    class_totals = counts.diagonal(), counts.sum(axis=0), counts.sum(axis=1)
+    report_entries = class_scores(*class_totals, names)
+    sklearn_report = classification_report(
+        gold, predicted, labels=range(6), zero_division=0, output_dict=True
+    )
+    for entry in report_entries:
+        expected = sklearn_report[str(names.index(entry["label"]))]
         assert [entry[k] for k in ("precision", "recall", "f1")] == pytest.approx(
             [100 * expected[k] for k in ("precision", "recall", "f1-score")]
         )
         assert entry["n"] == expected["support"]
-    assert len(found) == 6
+    assert len(report_entries) == 6
     monkeypatch.setattr(label_quality, "MAX_CLASSES", 2)
-    assert [entry["n"] for entry in class_scores(*whole, names)] == sorted(map(gold.count, range(6)))[:3:-1]
+    assert [entry["n"] for entry in class_scores(*class_totals, names)] == sorted(map(gold.count, range(6)))[
+        :3:-1
+    ]
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
@@ -224,7 +231,7 @@ def test_a_report_has_scores_of_the_most_frequent_classes(monkeypatch):
         lambda number: score_windows(["perplexity"], [number], [3], [9], "window:8", ["x"]),
     ],
 )
-def test_outputs_that_are_not_finite_are_not_scored(score, number):
+def test_non_finite_outputs_are_not_scored(score, number):
     """NaN has a rank, and argmax takes it for the largest: a broken model would have a score."""
     with raises_code("non-finite-outputs", RunError):
         score(number)

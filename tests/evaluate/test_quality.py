@@ -45,7 +45,7 @@ def corpus(n, error, seed=0):
     rng = np.random.default_rng(seed)
     references = [" ".join(rng.choice(WORDS, size=rng.integers(4, 15))) + "." for _ in range(n)]
     predictions = [
-        " ".join(str(rng.choice(WORDS)) if rng.random() < error else word for word in text.split())
+        " ".join(str(rng.choice(WORDS)) if rng.random() < error else token for token in text.split())
         for text in references
     ]
     return predictions, references
@@ -56,12 +56,12 @@ def test_value_and_interval_equal_sacrebleu(name, scorer):
     predictions, references = corpus(200, 0.3)
     score = score_texts([name], predictions, [[text] for text in references])[name]
     metric = scorer()
-    theirs = metric.corpus_score(predictions, [references], n_bootstrap=1000)
-    assert score.value == pytest.approx(theirs.score, abs=1e-9)
+    sacrebleu_score = metric.corpus_score(predictions, [references], n_bootstrap=1000)
+    assert score.value == pytest.approx(sacrebleu_score.score, abs=1e-9)
     low, high = score.ci95
     # sacrebleu takes the 25th and 975th of the same 1000 resamples
-    assert (high - low) / 2 == pytest.approx(theirs._ci, rel=0.03)
-    assert (high + low) / 2 == pytest.approx(theirs._mean, abs=0.2)
+    assert (high - low) / 2 == pytest.approx(sacrebleu_score._ci, rel=0.03)
+    assert (high + low) / 2 == pytest.approx(sacrebleu_score._mean, abs=0.2)
     assert score.signature == str(metric.get_signature())
     assert "version:" in score.signature
     assert (score.n, score.unit, score.higher_is_better) == (
@@ -114,8 +114,10 @@ def test_rouge_equals_rouge_score_on_english():
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"])
     scores = score_texts(["rouge1", "rouge2", "rougeL"], predictions, [[r] for r in references])
     for name, score in scores.items():
-        each = [scorer.score(r, p)[name].fmeasure for r, p in zip(references, predictions, strict=True)]
-        assert score.value == pytest.approx(100 * np.mean(each))
+        sentence_scores = [
+            scorer.score(r, p)[name].fmeasure for r, p in zip(references, predictions, strict=True)
+        ]
+        assert score.value == pytest.approx(100 * np.mean(sentence_scores))
         assert "rouge-score" in score.signature
         assert "tok:smelt-unicode-words" in score.signature
 
@@ -148,8 +150,8 @@ def sklearn_value(metric, rows, only=None):
     if metric == "matthews":
         return 100 * matthews_corrcoef(GOLD[rows], GUESS[rows])
     if metric == "cross_entropy":
-        chances = np.exp(LOGITS[rows]) / np.exp(LOGITS[rows]).sum(axis=1, keepdims=True)
-        return log_loss(GOLD[rows], chances, labels=range(6))
+        probabilities = np.exp(LOGITS[rows]) / np.exp(LOGITS[rows]).sum(axis=1, keepdims=True)
+        return log_loss(GOLD[rows], probabilities, labels=range(6))
     average = {"average": "macro"} if only is None else {"labels": [only], "average": "macro"}
     return 100 * SKLEARN_METRICS[metric](GOLD[rows], GUESS[rows], zero_division=0, **average)
 
@@ -167,23 +169,27 @@ def sklearn_value(metric, rows, only=None):
     ],
 )
 def test_class_metrics_equal_sklearn_on_all_rows_and_on_resamples(metric, only):
-    chosen = {} if only is None else {metric: only}
-    score = score_labels([metric], GUESS.tolist(), GOLD.tolist(), LOGITS, chosen)[metric]
+    metric_settings = {} if only is None else {metric: only}
+    score = score_labels([metric], GUESS.tolist(), GOLD.tolist(), LOGITS, metric_settings)[metric]
     assert score.value == pytest.approx(sklearn_value(metric, np.arange(80), only), rel=1e-5)
-    drawn = np.random.default_rng(significance.BOOTSTRAP_SEED).integers(0, 80, size=(1000, 80))[:30]
-    ours = significance._resampled_values(score.statistics)
-    assert ours[:30] == pytest.approx([sklearn_value(metric, rows, only) for rows in drawn], rel=1e-5)
+    resampled_rows = np.random.default_rng(significance.BOOTSTRAP_SEED).integers(0, 80, size=(1000, 80))[:30]
+    resampled_values = significance._resampled_values(score.statistics)
+    assert resampled_values[:30] == pytest.approx(
+        [sklearn_value(metric, row_indices, only) for row_indices in resampled_rows], rel=1e-5
+    )
     limits = find_metric(metric).limits
-    assert score.ci95 == pytest.approx(student_interval(score.value, ours, 80, limits))
-    sure = LOGITS + 9 * np.eye(6, dtype=np.float32)[GOLD]
-    better = score_labels([metric], GOLD.tolist(), GOLD.tolist(), sure, chosen)[metric]
-    found = significance.compare_steps(better.statistics, score.statistics)
-    assert (found["difference"] > 0) == score.higher_is_better
-    assert found["difference"] == pytest.approx(better.value - score.value)
+    assert score.ci95 == pytest.approx(student_interval(score.value, resampled_values, 80, limits))
+    confident_logits = LOGITS + 9 * np.eye(6, dtype=np.float32)[GOLD]
+    better_score = score_labels([metric], GOLD.tolist(), GOLD.tolist(), confident_logits, metric_settings)[
+        metric
+    ]
+    comparison = significance.compare_steps(better_score.statistics, score.statistics)
+    assert (comparison["difference"] > 0) == score.higher_is_better
+    assert comparison["difference"] == pytest.approx(better_score.value - score.value)
 
 
-def test_chance_of_class_metrics_is_the_most_frequent_class_or_the_frequencies():
-    found = score_labels(
+def test_chance_of_class_metrics_uses_most_frequent_class():
+    scores = score_labels(
         ["recall", "precision", "matthews", "cross_entropy", "f1"],
         [0, 1, 1, 2],
         [0, 0, 0, 1],
@@ -191,11 +197,11 @@ def test_chance_of_class_metrics_is_the_most_frequent_class_or_the_frequencies()
         {"f1": 0},
     )
     constant, gold = [0, 0, 0, 0], [0, 0, 0, 1]
-    assert found["recall"].chance == pytest.approx(100 * recall_score(gold, constant, average="macro"))
-    assert found["precision"].chance == pytest.approx(100 * 0.75 / 2)
-    assert found["matthews"].chance == matthews_corrcoef(gold, constant) == 0
-    assert found["cross_entropy"].chance == pytest.approx(-(0.75 * np.log(0.75) + 0.25 * np.log(0.25)))
-    assert found["f1"].chance == pytest.approx(100 * f1_score(gold, constant, pos_label=0))
+    assert scores["recall"].chance == pytest.approx(100 * recall_score(gold, constant, average="macro"))
+    assert scores["precision"].chance == pytest.approx(100 * 0.75 / 2)
+    assert scores["matthews"].chance == matthews_corrcoef(gold, constant) == 0
+    assert scores["cross_entropy"].chance == pytest.approx(-(0.75 * np.log(0.75) + 0.25 * np.log(0.25)))
+    assert scores["f1"].chance == pytest.approx(100 * f1_score(gold, constant, pos_label=0))
 
 
 def test_labels_equal_sklearn_and_published_wilson_interval():
@@ -216,17 +222,17 @@ def test_f1_of_resamples_equals_sklearn():
     gold = rng.integers(0, 4, 20)
     predicted = np.where(rng.random(20) < 0.7, gold, rng.integers(0, 4, 20))
     score = score_labels(["f1"], predicted.tolist(), gold.tolist())["f1"]
-    ours = significance._resampled_values(score.statistics)
+    resampled_values = significance._resampled_values(score.statistics)
     draws = np.random.default_rng(12345).integers(0, 20, size=(1000, 20))[:40]
-    theirs = [100 * f1_score(gold[i], predicted[i], average="macro") for i in draws]
-    assert ours[:40] == pytest.approx(theirs)
-    assert score.ci95 == pytest.approx(student_interval(score.value, ours, 20))
+    sklearn_values = [100 * f1_score(gold[i], predicted[i], average="macro") for i in draws]
+    assert resampled_values[:40] == pytest.approx(sklearn_values)
+    assert score.ci95 == pytest.approx(student_interval(score.value, resampled_values, 20))
 
 
-def test_statistics_survive_json_and_stay_out_of_the_report():
+def test_statistics_round_trip_json_and_are_not_in_report():
     score = score_texts(["bleu"], ["a b c d"], [["a b c d e"]])["bleu"]
-    again = Statistics.model_validate(json.loads(json.dumps(score.statistics.dump())))
-    assert again == score.statistics
+    restored = Statistics.model_validate(json.loads(json.dumps(score.statistics.dump())))
+    assert restored == score.statistics
     assert set(score.to_report()) == {"value", "unit", "higher_is_better", "n", "ci95", "signature", "chance"}
     json.dumps(score.to_report())
 
@@ -243,10 +249,10 @@ def test_statistics_survive_json_and_stay_out_of_the_report():
         (lambda: score_labels(["f1"], [1, 2], [1]), "count-mismatch", ("2 ", "1 ")),
     ],
 )
-def test_errors_say_what_was_read(call, code, named):
-    with raises_code(code, InputError) as caught:
+def test_errors_contain_the_invalid_value(call, code, named):
+    with raises_code(code, InputError) as excinfo:
         call()
-    assert [value for value in named if value not in str(caught.value)] == []
+    assert [value for value in named if value not in str(excinfo.value)] == []
 
 
 CHINESE = ["一个男人在街上骑自行车。", "两只狗在草地上奔跑。", "孩子们在河边玩耍。"]
@@ -255,14 +261,16 @@ NEAR = ["一个男人在路上骑自行车。", "两只狗在草地上跑。", "
 
 def test_chinese_is_scored_by_characters():
     score = score_texts(["bleu"], NEAR, [[text] for text in CHINESE])["bleu"]
-    theirs = BLEU(tokenize="zh")
-    assert score.value == pytest.approx(theirs.corpus_score(NEAR, [CHINESE]).score, abs=1e-9)
+    sacrebleu = BLEU(tokenize="zh")
+    assert score.value == pytest.approx(sacrebleu.corpus_score(NEAR, [CHINESE]).score, abs=1e-9)
     assert "|tok:zh|" in score.signature
-    same = score_texts(["bleu", "rougeL"], CHINESE, [[text] for text in CHINESE])
-    assert [same[name].value for name in same] == pytest.approx([100, 100])
-    named = score_texts(["bleu"], NEAR, [[text] for text in CHINESE], {"bleu": {"tokenize": "char"}})["bleu"]
-    theirs = BLEU(tokenize="char").corpus_score(NEAR, [CHINESE])
-    assert named.value == pytest.approx(theirs.score, abs=1e-9)
+    identical_scores = score_texts(["bleu", "rougeL"], CHINESE, [[text] for text in CHINESE])
+    assert [identical_scores[name].value for name in identical_scores] == pytest.approx([100, 100])
+    character_score = score_texts(
+        ["bleu"], NEAR, [[text] for text in CHINESE], {"bleu": {"tokenize": "char"}}
+    )["bleu"]
+    sacrebleu = BLEU(tokenize="char").corpus_score(NEAR, [CHINESE])
+    assert character_score.value == pytest.approx(sacrebleu.score, abs=1e-9)
 
 
 # five subjects, five objects and two verbs give fifty sentences
@@ -279,20 +287,21 @@ PARTS = {
 
 @pytest.mark.parametrize("language", PARTS)
 def test_outputs_equal_to_references_have_bleu_100_in_every_script(language):
-    words = [part.split() for part in PARTS[language]]
-    sentences = ["".join(parts).replace("~", " ") for parts in itertools.product(*words)]
+    word_parts = [part.split() for part in PARTS[language]]
+    sentences = ["".join(parts).replace("~", " ") for parts in itertools.product(*word_parts)]
     assert len(sentences) == 50
     ruined = [text[::-1] for text in sentences]
     references = [[text] for text in sentences]
-    for given in (None, language):
-        same, other = (
-            score_texts(["bleu"], texts, references, language=given)["bleu"] for texts in (sentences, ruined)
+    for language_setting in (None, language):
+        identical_score, other = (
+            score_texts(["bleu"], texts, references, language=language_setting)["bleu"]
+            for texts in (sentences, ruined)
         )
-        assert same.value == pytest.approx(100)
-        assert "|tok:char|" in same.signature
-        theirs = BLEU(tokenize="char").corpus_score(ruined, [sentences])
-        assert other.value == pytest.approx(theirs.score, abs=1e-9)
-        assert same.value - other.value > 40  # a gate with max_drop: 1 fails
+        assert identical_score.value == pytest.approx(100)
+        assert "|tok:char|" in identical_score.signature
+        sacrebleu_score = BLEU(tokenize="char").corpus_score(ruined, [sentences])
+        assert other.value == pytest.approx(sacrebleu_score.score, abs=1e-9)
+        assert identical_score.value - other.value > 40  # a gate with max_drop: 1 fails
     if language != "ko":  # which has spaces
         with raises_code("bleu-tokenizer", InputError):
             score_texts(["bleu"], sentences, references, {"bleu": {"tokenize": "13a"}})
@@ -305,7 +314,7 @@ def test_rouge_of_thai_counts_characters(ending):
     assert 50 < score.value < 100
 
 
-def test_the_value_without_a_model_is_the_librarys_on_a_constant():
+def test_chance_value_equals_library_on_constant_prediction():
     gold = [0, 0, 0, 1, 2, 2]
     scores = score_labels(["accuracy", "f1"], [0, 1, 2, 1, 2, 2], gold)
     assert scores["accuracy"].chance == pytest.approx(50)
@@ -316,20 +325,20 @@ def test_the_value_without_a_model_is_the_librarys_on_a_constant():
     constant = [[1, 0]] * 3
     expected = f1_score([[1, 0], [1, 0], [0, 1]], constant, average="micro", zero_division=0)
     assert sets["f1_micro"].chance == pytest.approx(100 * expected)
-    numbers = score_regression(["mse", "pearson"], [1.0, 2.0, 2.0], [1.0, 2.0, 6.0])
-    assert numbers["mse"].chance == pytest.approx(np.var([1.0, 2.0, 6.0]))
-    assert numbers["pearson"].chance == 0
+    regression_scores = score_regression(["mse", "pearson"], [1.0, 2.0, 2.0], [1.0, 2.0, 6.0])
+    assert regression_scores["mse"].chance == pytest.approx(np.var([1.0, 2.0, 6.0]))
+    assert regression_scores["pearson"].chance == 0
     windows = score_windows(["perplexity", "bits_per_byte"], [9.0] * 8, [4] * 8, [10] * 8, "w", ["x"], 300)
     assert windows["perplexity"].chance == 300
     assert windows["bits_per_byte"].chance == pytest.approx(np.log2(300) * 4 / 10)
 
 
-def test_rouge_lsum_takes_sentences_as_rouge_score_takes_lines():
+def test_rouge_lsum_splits_sentences_like_rouge_score_lines():
     reference = "The cat sat on the mat. It was warm! Was it asleep?"
     prediction = "It was warm. The cat slept on the mat."
     lines = [text.replace(". ", ".\n").replace("! ", "!\n") for text in (reference, prediction)]
-    theirs = RougeScorer(["rougeLsum", "rougeL"], tokenizer=UnicodeTokenizer()).score(*lines)
+    rouge_scores = RougeScorer(["rougeLsum", "rougeL"], tokenizer=UnicodeTokenizer()).score(*lines)
     scores = score_texts(["rougeL", "rougeLsum"], [prediction], [[reference]])
-    assert scores["rougeLsum"].value == pytest.approx(100 * theirs["rougeLsum"].fmeasure)
-    assert scores["rougeL"].value == pytest.approx(100 * theirs["rougeL"].fmeasure)
+    assert scores["rougeLsum"].value == pytest.approx(100 * rouge_scores["rougeLsum"].fmeasure)
+    assert scores["rougeL"].value == pytest.approx(100 * rouge_scores["rougeL"].fmeasure)
     assert scores["rougeLsum"].value > scores["rougeL"].value

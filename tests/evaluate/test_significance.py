@@ -69,43 +69,46 @@ def statistics(metric, texts):
 
 @pytest.mark.parametrize("metric", GRADED_METRICS)
 def test_better_step_has_positive_difference_and_small_p(metric):
-    better, worse = statistics(metric, GOOD), statistics(metric, POOR)
-    result = compare_steps(better, worse)
+    better_statistics, worse_statistics = statistics(metric, GOOD), statistics(metric, POOR)
+    result = compare_steps(better_statistics, worse_statistics)
     sign = 1 if METRICS[metric].higher_is_better else -1
     low, high = sorted(sign * end for end in result["ci95"])
     assert sign * result["difference"] > 5
     assert 0 < low <= sign * result["difference"] <= high
     assert 0 < result["p_value"] < 2 / 1001  # more comparisons may be made than 1000 resamples could bear
-    back = compare_steps(worse, better)
-    assert back["difference"] == pytest.approx(-result["difference"])
-    assert back["ci95"] == pytest.approx([-result["ci95"][1], -result["ci95"][0]])
+    reversed_result = compare_steps(worse_statistics, better_statistics)
+    assert reversed_result["difference"] == pytest.approx(-result["difference"])
+    assert reversed_result["ci95"] == pytest.approx([-result["ci95"][1], -result["ci95"][0]])
 
 
 def test_step_against_itself_shows_no_difference():
-    for same in (statistics("bleu", GOOD), score_labels(["accuracy"], [1, 0], [1, 1])["accuracy"].statistics):
-        found = compare_steps(same, same)
-        assert (found["difference"], found["p_value"]) == (0.0, 1.0)
+    for same_statistics in (
+        statistics("bleu", GOOD),
+        score_labels(["accuracy"], [1, 0], [1, 1])["accuracy"].statistics,
+    ):
+        comparison = compare_steps(same_statistics, same_statistics)
+        assert (comparison["difference"], comparison["p_value"]) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("metric", [m for m in GRADED_METRICS if METRICS[m].limits == (0, 100)])
-def test_an_interval_of_what_did_not_change_knows_n(metric):
+def test_interval_without_changes_depends_on_n(metric):
     """Wilson's upper end of 0 changed examples of n, z^2 / (n + z^2), of what they can lose, and gain."""
     for n in (8, 40, 400):
-        same = statistics(metric, GOOD)
-        same = same.model_copy(update={"rows": (same.rows * 5)[:n]})
-        low, high = compare_steps(same, same)["ci95"]
+        same_statistics = statistics(metric, GOOD)
+        same_statistics = same_statistics.model_copy(update={"rows": (same_statistics.rows * 5)[:n]})
+        low, high = compare_steps(same_statistics, same_statistics)["ci95"]
         z2 = NormalDist().inv_cdf(0.975) ** 2
-        share, value = z2 / (n + z2), metric_value(same)
+        share, value = z2 / (n + z2), metric_value(same_statistics)
         assert (low, high) == (pytest.approx(-value * share), pytest.approx((100 - value) * share))
 
 
-def test_an_interval_of_few_changed_examples_is_wide_and_of_many_is_not():
+def test_interval_is_wide_with_few_changed_examples():
     base = statistics("rouge1", GOOD)
     base = base.model_copy(update={"rows": [[0.5]] * 100})
 
     def changed(k):
-        rows = [[0.4]] * k + [[0.5]] * (100 - k)
-        return difference_interval(base.model_copy(update={"rows": rows}), base)
+        changed_rows = [[0.4]] * k + [[0.5]] * (100 - k)
+        return difference_interval(base.model_copy(update={"rows": changed_rows}), base)
 
     # one in 100 costs 0.1 points, with a standard error of 0.1 and 5 degrees of freedom; Wilson's upper end
     # of 0 of 100 is 3.7 %, and each of these has 50 points to lose
@@ -114,94 +117,100 @@ def test_an_interval_of_few_changed_examples_is_wide_and_of_many_is_not():
     assert wilson_interval(0, 100)[1] == pytest.approx(3.70, abs=0.01)
 
 
-def test_an_interval_that_is_a_point_is_widened_where_all_differ_alike():
-    rows = statistics("rouge1", GOOD).model_copy(update={"rows": [[0.5]] * 8})
-    worse = rows.model_copy(update={"rows": [[0.4]] * 8})
-    low, high = difference_interval(worse, rows)
+def test_degenerate_interval_of_equal_differences_is_widened():
+    equal_statistics = statistics("rouge1", GOOD).model_copy(update={"rows": [[0.5]] * 8})
+    worse_statistics = equal_statistics.model_copy(update={"rows": [[0.4]] * 8})
+    low, high = difference_interval(worse_statistics, equal_statistics)
     assert low < -10 < high
-    nats = rows.model_copy(update={"metric": "bits_per_byte", "rows": [[400.0, 100, 500]] * 8})
-    more = nats.model_copy(update={"rows": [[410.0, 100, 500]] * 8})
-    assert difference_interval(more, nats) is None
+    nats = equal_statistics.model_copy(update={"metric": "bits_per_byte", "rows": [[400.0, 100, 500]] * 8})
+    worse_nats = nats.model_copy(update={"rows": [[410.0, 100, 500]] * 8})
+    assert difference_interval(worse_nats, nats) is None
 
 
 @pytest.mark.parametrize("metric", ["bleu", "chrf", "rouge1"])
-def test_an_interval_of_equal_values_knows_n(metric):
+def test_interval_of_equal_values_depends_on_n(metric):
     perfect = score_texts([metric], ["a man and a dog run"] * 8, [["a man and a dog run"]] * 8)[metric]
     assert perfect.value == pytest.approx(100)
     low, high = perfect.ci95
     assert (low, high) == (pytest.approx(100 - 32.4, abs=0.1), pytest.approx(100))
 
 
-def test_perplexities_that_are_equal_have_no_interval():
-    rows = [[400.0, 100, 500]] * 8
-    same = statistics("bleu", GOOD).model_copy(update={"metric": "perplexity", "rows": rows})
-    assert student_interval(same) is None
-    assert difference_interval(same, same) is None
+def test_equal_perplexities_have_no_interval():
+    equal_rows = [[400.0, 100, 500]] * 8
+    equal_statistics = statistics("bleu", GOOD).model_copy(
+        update={"metric": "perplexity", "rows": equal_rows}
+    )
+    assert student_interval(equal_statistics) is None
+    assert difference_interval(equal_statistics, equal_statistics) is None
 
 
 @pytest.mark.parametrize("metric", GRADED_METRICS)
-def test_few_examples_are_significant_only_as_far_as_their_signs_can_be(metric):
-    better, worse = statistics(metric, GOOD), statistics(metric, POOR)
+def test_p_value_of_few_examples_is_bounded_by_sign_test(metric):
+    better_statistics, worse_statistics = statistics(metric, GOOD), statistics(metric, POOR)
     for n in range(1, 9):
-        one, two = (s.model_copy(update={"rows": s.rows[:n]}) for s in (better, worse))
-        assert compare_steps(one, two)["p_value"] >= 2 / 2**n
-    five = compare_steps(*(s.model_copy(update={"rows": [s.rows[0]] * 5}) for s in (better, worse)))
+        first_part, second_part = (
+            s.model_copy(update={"rows": s.rows[:n]}) for s in (better_statistics, worse_statistics)
+        )
+        assert compare_steps(first_part, second_part)["p_value"] >= 2 / 2**n
+    five = compare_steps(
+        *(s.model_copy(update={"rows": [s.rows[0]] * 5}) for s in (better_statistics, worse_statistics))
+    )
     assert five["p_value"] == 2 / 2**5  # all are the same, and yet no 2 / 1001
 
 
-def test_examples_that_do_not_differ_have_no_sign():
-    good = statistics("chrf", GOOD)
-    rows = [*statistics("chrf", POOR).rows[:4], *good.rows[4:]]
-    found = compare_steps(good.model_copy(update={"rows": rows}), good)
-    assert found["difference"] < 0
-    assert found["p_value"] >= 2 / 2**4
+def test_equal_examples_are_excluded_from_sign_bound():
+    good_statistics = statistics("chrf", GOOD)
+    partly_changed = [*statistics("chrf", POOR).rows[:4], *good_statistics.rows[4:]]
+    comparison = compare_steps(good_statistics.model_copy(update={"rows": partly_changed}), good_statistics)
+    assert comparison["difference"] < 0
+    assert comparison["p_value"] >= 2 / 2**4
 
 
 def test_few_examples_have_no_interval():
-    good, poor = (score_texts(["bleu"], [t], [[REFERENCES[0]]])["bleu"] for t in (GOOD[0], POOR[0]))
-    assert (good.ci95, metric_interval(good.statistics)) == (None, None)
-    assert compare_steps(good.statistics, poor.statistics) == {
-        "difference": good.value - poor.value, "ci95": None, "p_value": 1.0, "n": 1
+    good_score, poor = (score_texts(["bleu"], [t], [[REFERENCES[0]]])["bleu"] for t in (GOOD[0], POOR[0]))
+    assert (good_score.ci95, metric_interval(good_score.statistics)) == (None, None)
+    assert compare_steps(good_score.statistics, poor.statistics) == {
+        "difference": good_score.value - poor.value, "ci95": None, "p_value": 1.0, "n": 1
     }  # fmt: skip
-    for confidence, least in ((0.5, 2), (0.9, 5), (0.95, 6), (0.99, 8), (0.999, 11)):
-        assert min_examples("bleu", confidence) == least
-        assert 2 / 2**least <= 1 - confidence < 2 / 2 ** (least - 1)
-        for n in (least - 1, least):
-            own, other = (
+    for confidence, min_count in ((0.5, 2), (0.9, 5), (0.95, 6), (0.99, 8), (0.999, 11)):
+        assert min_examples("bleu", confidence) == min_count
+        assert 2 / 2**min_count <= 1 - confidence < 2 / 2 ** (min_count - 1)
+        for n in (min_count - 1, min_count):
+            step_part, other = (
                 s.model_copy(update={"rows": s.rows[:n]})
                 for s in (statistics("bleu", GOOD), statistics("bleu", POOR))
             )
-            assert (metric_interval(own, confidence) is None) == (n < least)
-            assert (difference_interval(own, other, confidence) is None) == (n < least)
+            assert (metric_interval(step_part, confidence) is None) == (n < min_count)
+            assert (difference_interval(step_part, other, confidence) is None) == (n < min_count)
     hits = score_labels(["accuracy"], [1], [1])["accuracy"]  # Wilson's and Tango's hold for one
     assert hits.ci95 == metric_interval(hits.statistics)
     assert compare_steps(hits.statistics, hits.statistics)["ci95"] is not None
 
 
-def test_other_windows_of_a_text_are_as_few_as_the_fewer_of_both():
-    few, many = (
+def test_different_windows_use_smaller_window_count():
+    few_windows, many_windows = (
         score_windows(["perplexity"], [9.0] * n, [4] * n, [12] * n, "window:8", ["x"])[
             "perplexity"
         ].statistics
         for n in (5, 9)
     )
-    for one, two in ((few, many), (many, few)):
-        found = compare_steps(one, two)
-        assert found["ci95"] is None
-        assert found["p_value"] >= 2 / 2**5
+    for step_windows, other_windows in ((few_windows, many_windows), (many_windows, few_windows)):
+        comparison = compare_steps(step_windows, other_windows)
+        assert comparison["ci95"] is None
+        assert comparison["p_value"] >= 2 / 2**5
 
 
-def test_chance_is_not_called_a_difference():
+def test_random_difference_is_not_significant():
     result = compare_steps(statistics("bleu", predictions(0.3, 5)), statistics("bleu", predictions(0.3, 6)))
     assert result["p_value"] > 0.05
     assert result["ci95"][0] < 0 < result["ci95"][1]
 
 
 def test_difference_and_p_agree_with_sacrebleu_approximate_randomization():
-    near = predictions(0.17, 7)
-    ours = compare_steps(statistics("bleu", near), statistics("bleu", GOOD))
+    near_texts = predictions(0.17, 7)
+    comparison = compare_steps(statistics("bleu", near_texts), statistics("bleu", GOOD))
     test = PairedTest(
-        [("good", GOOD), ("near", near)],
+        [("good", GOOD), ("near", near_texts)],
         {"BLEU": BLEU(references=[REFERENCES])},
         None,
         test_type="ar",
@@ -209,16 +218,16 @@ def test_difference_and_p_agree_with_sacrebleu_approximate_randomization():
     )
     _, scores = test()
     first, second = scores["BLEU"]
-    assert ours["difference"] == pytest.approx(second.score - first.score, abs=1e-6)
+    assert comparison["difference"] == pytest.approx(second.score - first.score, abs=1e-6)
     assert 0.01 < second.p_value < 0.5
-    assert ours["p_value"] == pytest.approx(second.p_value, abs=0.03)
+    assert comparison["p_value"] == pytest.approx(second.p_value, abs=0.03)
 
 
 @pytest.mark.parametrize("n", [5, 8, 12])
-def test_p_of_a_mean_of_few_examples_is_scipys_exact_sign_flip_test(n):
+def test_p_value_of_few_examples_equals_scipy_sign_flip_test(n):
     draw = np.random.default_rng(n)
-    for shift in (0.0, 0.1, 0.3):
-        differences = draw.normal(shift, 0.15, n)
+    for mean_shift in (0.0, 0.1, 0.3):
+        differences = draw.normal(mean_shift, 0.15, n)
         step, other = means("rougeL", 0.5 + differences), means("rougeL", [0.5] * n)
         expected = permutation_test(
             (differences,), np.mean, permutation_type="samples", n_resamples=np.inf
@@ -227,46 +236,52 @@ def test_p_of_a_mean_of_few_examples_is_scipys_exact_sign_flip_test(n):
 
 
 @pytest.mark.parametrize("metric", ["f1", "matthews", "spearman"])
-def test_p_of_other_metrics_is_the_share_of_all_swaps(metric):
+def test_p_value_of_other_metrics_equals_exact_permutation_test(metric):
     """Every way to swap the two predictions of an example, scored by scikit-learn and scipy."""
     draw = np.random.default_rng(3)
     gold = draw.integers(0, 3, 7)
-    one, two = gold.copy(), draw.integers(0, 3, 7)
+    first_classes, second_classes = gold.copy(), draw.integers(0, 3, 7)
     functions = {
         "f1": lambda guess: f1_score(gold, guess, average="macro"),
         "matthews": lambda guess: matthews_corrcoef(gold, guess),
         "spearman": lambda guess: spearmanr(gold, guess).statistic,
     }
     value = functions[metric]
-    swapped = [np.array(each) == 1 for each in itertools.product((0, 1), repeat=7)]
-    differences = [value(np.where(each, two, one)) - value(np.where(each, one, two)) for each in swapped]
-    observed = abs(value(one) - value(two))
+    swapped = [np.array(swap) == 1 for swap in itertools.product((0, 1), repeat=7)]
+    differences = [
+        value(np.where(swap, second_classes, first_classes))
+        - value(np.where(swap, first_classes, second_classes))
+        for swap in swapped
+    ]
+    observed = abs(value(first_classes) - value(second_classes))
     expected = np.mean([abs(difference) >= observed - 1e-9 for difference in differences])
     step, other = (
-        Statistics(metric=metric, signature="s", examples="e", rows=np.stack([guess, gold], axis=1).tolist())
-        for guess in (one, two)
+        Statistics(
+            metric=metric, signature="s", examples="e", rows=np.stack([predicted, gold], axis=1).tolist()
+        )
+        for predicted in (first_classes, second_classes)
     )
     assert compare_steps(step, other)["p_value"] == pytest.approx(expected)
     assert expected < 0.2
 
 
 @pytest.mark.parametrize("n", [6, 20, 200])
-def test_interval_of_a_difference_of_means_is_that_of_the_paired_t_test(n):
+def test_interval_of_mean_difference_equals_paired_t_test(n):
     draw = np.random.default_rng(n)
     other = draw.uniform(0.2, 0.6, n)
     step = other + draw.normal(0.02, 0.1, n)
     expected = ttest_rel(100 * step, 100 * other).confidence_interval(0.95)
-    found = difference_interval(means("rougeL", step), means("rougeL", other))
+    interval = difference_interval(means("rougeL", step), means("rougeL", other))
     width = expected.high - expected.low
-    assert found == pytest.approx((expected.low, expected.high), abs=0.05 * width)
+    assert interval == pytest.approx((expected.low, expected.high), abs=0.05 * width)
 
 
 def test_interval_of_a_score_is_symmetric_on_a_scale_without_limits():
     values = np.random.default_rng(1).beta(8, 1, 30)
-    found = metric_interval(means("rougeL", values))
+    interval = metric_interval(means("rougeL", values))
     draws = np.random.default_rng(12345).integers(0, 30, size=(1000, 30))
-    assert found == pytest.approx(expected_interval(100 * values.mean(), 100 * values[draws].mean(1), 30))
-    assert found[1] < 100
+    assert interval == pytest.approx(expected_interval(100 * values.mean(), 100 * values[draws].mean(1), 30))
+    assert interval[1] < 100
     losses = means("cross_entropy", values)
     resampled = values[draws].mean(1)
     expected = expected_interval(values.mean(), resampled, 30, (0, math.inf))
@@ -280,27 +295,28 @@ def test_interval_without_differing_outputs_is_at_least_one_flip_of_the_rarest_c
     flipped = gold.copy()
     flipped[-1] = 0
     if metric == "f1_macro":
-        rows = [np.concatenate([np.eye(3)[gold]] * 2, axis=1) for _ in range(2)]
-        rows[1][-1, 2] = 0  # the label is missing
+        class_rows = [np.concatenate([np.eye(3)[gold]] * 2, axis=1) for _ in range(2)]
+        class_rows[1][-1, 2] = 0  # the label is missing
     else:
-        rows = [np.stack([guess, gold], axis=1) for guess in (gold, flipped)]
-    same, worse = (
-        Statistics(metric=metric, signature="s", examples="e", rows=each.tolist()) for each in rows
+        class_rows = [np.stack([predicted, gold], axis=1) for predicted in (gold, flipped)]
+    equal_statistics, worse_statistics = (
+        Statistics(metric=metric, signature="s", examples="e", rows=statistic_rows.tolist())
+        for statistic_rows in class_rows
     )
-    loss = metric_value(same) - metric_value(worse)
-    low, high = compare_steps(same, same)["ci95"]
+    loss = metric_value(equal_statistics) - metric_value(worse_statistics)
+    low, high = compare_steps(equal_statistics, equal_statistics)["ci95"]
     assert low <= -loss < -2
     assert high > 0
-    back = compare_steps(worse, worse)["ci95"]
-    assert back[1] >= loss
+    worse_interval = compare_steps(worse_statistics, worse_statistics)["ci95"]
+    assert worse_interval[1] >= loss
 
 
-def test_a_p_value_below_the_resolution_of_the_resamples_is_that_of_the_t_test():
+def test_p_value_below_resampling_resolution_equals_t_test():
     """For a mean of 400 examples the swaps' normal tail and Student's paired test agree."""
     draw = np.random.default_rng(4)
     other = draw.normal(0.5, 0.1, 400)
-    for shift in (0.022, 0.025, 0.03):  # 4 to 6 standard errors
-        step = other + draw.normal(shift, 0.1, 400)
+    for mean_shift in (0.022, 0.025, 0.03):  # 4 to 6 standard errors
+        step = other + draw.normal(mean_shift, 0.1, 400)
         pair = [
             Statistics(metric="rougeL", signature="s", examples="e", rows=[[value] for value in values])
             for values in (step.tolist(), other.tolist())
@@ -317,20 +333,22 @@ def test_holm_corrects_for_the_number_of_comparisons():
     assert holm([]) == []
     # all rejected at 5 % are those of Holm's step-down procedure
     draw = np.random.default_rng(0).uniform(size=12) ** 4
-    rejected = set()
-    for rank, at in enumerate(np.argsort(draw)):
-        if draw[at] > 0.05 / (12 - rank):
+    rejected_tests = set()
+    for rank, test_index in enumerate(np.argsort(draw)):
+        if draw[test_index] > 0.05 / (12 - rank):
             break
-        rejected.add(int(at))
-    assert {at for at, value in enumerate(holm(draw.tolist())) if value <= 0.05} == rejected
+        rejected_tests.add(int(test_index))
+    assert {
+        test_index for test_index, value in enumerate(holm(draw.tolist())) if value <= 0.05
+    } == rejected_tests
 
 
 def test_accuracy_uses_mcnemar_exact():
     gold = [1] * 40
-    one = [1] * 32 + [0] * 8  # 10 right that the other gets wrong, 2 the other way round
+    first_classes = [1] * 32 + [0] * 8  # 10 right that the other gets wrong, 2 the other way round
     other = [1] * 22 + [0] * 10 + [1] * 2 + [0] * 6
     result = compare_steps(
-        score_labels(["accuracy"], one, gold)["accuracy"].statistics,
+        score_labels(["accuracy"], first_classes, gold)["accuracy"].statistics,
         score_labels(["accuracy"], other, gold)["accuracy"].statistics,
     )
     assert result["difference"] == pytest.approx(100 * 8 / 40)
@@ -340,26 +358,27 @@ def test_accuracy_uses_mcnemar_exact():
 
 def test_f1_difference_equals_sklearn():
     gold = [0, 1, 2, 0, 1, 2, 0, 1]
-    one, other = [0, 1, 2, 0, 1, 1, 0, 1], [0, 1, 1, 1, 1, 1, 0, 2]
+    first_classes, other = [0, 1, 2, 0, 1, 1, 0, 1], [0, 1, 1, 1, 1, 1, 0, 2]
     result = compare_steps(
-        score_labels(["f1"], one, gold)["f1"].statistics, score_labels(["f1"], other, gold)["f1"].statistics
+        score_labels(["f1"], first_classes, gold)["f1"].statistics,
+        score_labels(["f1"], other, gold)["f1"].statistics,
     )
-    expected = 100 * (f1_score(gold, one, average="macro") - f1_score(gold, other, average="macro"))
+    expected = 100 * (f1_score(gold, first_classes, average="macro") - f1_score(gold, other, average="macro"))
     assert result["difference"] == pytest.approx(expected)
 
 
-def test_other_examples_are_refused():
-    one = score_texts(["bleu"], ["a b"], [["a b"]])["bleu"].statistics
+def test_different_examples_are_rejected():
+    base_statistics = score_texts(["bleu"], ["a b"], [["a b"]])["bleu"].statistics
     other = score_texts(["bleu"], ["a b"], [["a c"]])["bleu"].statistics
     with raises_code("other-examples", InputError):
-        compare_steps(one, other)
+        compare_steps(base_statistics, other)
     with raises_code("other-metric", InputError):
-        compare_steps(one, score_texts(["chrf"], ["a b"], [["a b"]])["chrf"].statistics)
+        compare_steps(base_statistics, score_texts(["chrf"], ["a b"], [["a b"]])["chrf"].statistics)
     with raises_code("count-mismatch", InputError):
-        compare_steps(one, one.model_copy(update={"rows": one.rows * 2}))
+        compare_steps(base_statistics, base_statistics.model_copy(update={"rows": base_statistics.rows * 2}))
 
 
-def test_intervals_widen_with_their_confidence_and_095_is_the_reports():
+def test_intervals_widen_with_confidence():
     step, other = statistics("bleu", predictions(0.3, 5)), statistics("bleu", predictions(0.3, 6))
     assert list(difference_interval(step, other)) == compare_steps(step, other)["ci95"]
     for interval in (lambda c: difference_interval(step, other, c), lambda c: metric_interval(step, c)):
@@ -368,7 +387,7 @@ def test_intervals_widen_with_their_confidence_and_095_is_the_reports():
     assert metric_interval(step) == student_interval(step)
 
 
-def test_interval_of_hits_is_wilsons():
+def test_interval_of_hits_is_wilson_interval():
     from scipy.stats import binomtest
 
     score = score_labels(["accuracy"], [1, 1, 0, 1, 0], [1, 1, 1, 1, 0])["accuracy"]
@@ -394,22 +413,24 @@ def score_test(gained, lost, n, difference):
 
 
 @pytest.mark.parametrize(("gained", "lost", "n"), [(10, 2, 40), (3, 9, 200), (1, 4, 30), (6, 6, 50)])
-def test_interval_of_accuracy_holds_the_differences_that_a_score_test_does_not_reject(gained, lost, n):
+def test_accuracy_interval_inverts_score_test(gained, lost, n):
     low, high = tango_interval(gained, lost, n, 0.9)
     middle, z = (gained - lost) / n, norm.ppf(0.95)
-    wanted = [
-        100 * brentq(lambda d, at=at: score_test(gained, lost, n, d) - at, *ends)
-        for at, ends in ((z, (-0.9, middle)), (-z, (middle, 0.9)))
+    expected_ends = [
+        100 * brentq(lambda d, at=bound: score_test(gained, lost, n, d) - at, *ends)
+        for bound, ends in ((z, (-0.9, middle)), (-z, (middle, 0.9)))
     ]
-    assert [low, high] == pytest.approx(wanted, abs=1e-3)
+    assert [low, high] == pytest.approx(expected_ends, abs=1e-3)
 
 
-def test_no_changed_prediction_of_few_examples_does_not_show_that_nothing_was_lost():
-    few = score_labels(["accuracy"], [1] * 30, [1] * 30)["accuracy"].statistics
-    many = score_labels(["accuracy"], [1] * 3000, [1] * 3000)["accuracy"].statistics
+def test_interval_of_few_unchanged_predictions_is_wide():
+    few_statistics = score_labels(["accuracy"], [1] * 30, [1] * 30)["accuracy"].statistics
+    many_statistics = score_labels(["accuracy"], [1] * 3000, [1] * 3000)["accuracy"].statistics
     z2 = norm.ppf(0.975) ** 2
-    assert compare_steps(few, few)["ci95"] == pytest.approx([-100 * z2 / (30 + z2), 100 * z2 / (30 + z2)])
-    assert difference_interval(many, many)[1] == pytest.approx(0.13, abs=0.01)
+    assert compare_steps(few_statistics, few_statistics)["ci95"] == pytest.approx(
+        [-100 * z2 / (30 + z2), 100 * z2 / (30 + z2)]
+    )
+    assert difference_interval(many_statistics, many_statistics)[1] == pytest.approx(0.13, abs=0.01)
 
 
 def means(metric, values):
@@ -418,7 +439,7 @@ def means(metric, values):
     )
 
 
-def test_an_error_has_no_greatest_value_so_equal_ones_have_no_interval():
+def test_unbounded_equal_errors_have_no_interval():
     """Eight rows of 500 % once gave (467.6, 100.0), of which a gate judged the 100."""
     assert metric_interval(means("relative_error", [5.0] * 8)) is None
     low, high = metric_interval(means("relative_error", [4.0, 5.0] * 4))
@@ -426,7 +447,7 @@ def test_an_error_has_no_greatest_value_so_equal_ones_have_no_interval():
 
 
 @pytest.mark.parametrize("other", [0, 1, 3, 5])
-def test_an_interval_of_nearly_equal_values_is_as_wide_as_what_was_not_seen(other):
+def test_interval_of_nearly_equal_values_allows_unseen_examples(other):
     """One row of another value must not make eight rows certain: Wilson's upper end of none in 8 is lost."""
     low, high = metric_interval(means("rouge1", [1.0] * (8 - other) + [0.99] * other))
     value = 100 - other / 8

@@ -67,7 +67,7 @@ def run(model, x):
         ("int8-groupwise", False, 96),
     ],
 )
-def test_the_graph_multiplies_by_what_the_codes_stand_for(scheme, symmetric, inputs):
+def test_graph_multiplies_by_dequantized_weights(scheme, symmetric, inputs):
     torch.manual_seed(0)
     layer = coded(inputs, 5, scheme, symmetric=symmetric)
     x = torch.randn(3, inputs)
@@ -84,36 +84,38 @@ def test_the_graph_multiplies_by_what_the_codes_stand_for(scheme, symmetric, inp
 
 
 @pytest.mark.parametrize(("level", "blocks"), [(4, "32"), (0, "0")])
-def test_the_graph_says_in_what_blocks_activations_are_rounded(level, blocks):
-    options = {one.key: one.value for one in exported(coded(64, 8, accuracy_level=level), 64).metadata_props}
+def test_graph_metadata_has_activation_block_size(level, blocks):
+    options = {
+        prop.key: prop.value for prop in exported(coded(64, 8, accuracy_level=level), 64).metadata_props
+    }
     assert options[ACTIVATION_BLOCKS] == blocks
 
 
-def test_two_ways_to_round_in_one_graph_are_refused():
+def test_mixed_activation_group_sizes_are_rejected():
     layers = nn.Sequential(coded(64, 64), coded(64, 8, group_size=64))
-    with raises_code("mixed-group-sizes", InputError) as caught:
+    with raises_code("mixed-group-sizes", InputError) as excinfo:
         exported(layers.eval(), 64)
-    assert "32" in str(caught.value)
-    assert "64" in str(caught.value)
+    assert "32" in str(excinfo.value)
+    assert "64" in str(excinfo.value)
 
 
 @needs_vnni
 @pytest.mark.parametrize(("level", "exact"), [(4, False), (0, True)])
-def test_openvino_rounds_activations_as_the_scheme_does(level, exact, tmp_path):
+def test_openvino_activation_rounding_equals_scheme(level, exact, tmp_path):
     pytest.importorskip("openvino")
     torch.manual_seed(0)
     layer = coded(256, 64, accuracy_level=level)
     x = torch.randn(3, 256)
     onnx.save(exported(layer, 256), tmp_path / "layer.onnx")
-    found = compile_graph(tmp_path / "layer.onnx", "fp32", 1)({"x": x.numpy()})["y"]
+    openvino_output = compile_graph(tmp_path / "layer.onnx", "fp32", 1)({"x": x.numpy()})["y"]
     with torch.no_grad():
         rounded = layer(x).numpy()
-        whole = nn.functional.linear(x, layer.matrix.dequantized(), layer.bias).numpy()
-    np.testing.assert_allclose(found, rounded, atol=1e-5)
-    assert np.allclose(found, whole, atol=1e-4) == exact
+        exact_output = nn.functional.linear(x, layer.matrix.dequantized(), layer.bias).numpy()
+    np.testing.assert_allclose(openvino_output, rounded, atol=1e-5)
+    assert np.allclose(openvino_output, exact_output, atol=1e-4) == exact
 
 
-def test_codes_of_four_and_of_eight_bits_in_groups_of_one_size_round_alike():
+def test_int4_and_int8_groups_of_equal_size_share_block_size():
     layers = nn.Sequential(coded(64, 64), coded(64, 8, "int8-groupwise"))
-    options = {one.key: one.value for one in exported(layers.eval(), 64).metadata_props}
+    options = {prop.key: prop.value for prop in exported(layers.eval(), 64).metadata_props}
     assert options[ACTIVATION_BLOCKS] == "32"

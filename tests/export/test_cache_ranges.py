@@ -21,20 +21,20 @@ class Words:
     """A tokenizer: a character a token."""
 
     def __call__(self, text, verbose):
-        return {"input_ids": [ord(one) for one in text]}
+        return {"input_ids": [ord(character) for character in text]}
 
 
-def test_scales_are_the_largest_magnitudes_of_torch_s_caches():
+def test_scales_equal_largest_magnitudes_of_torch_caches():
     """For a rotated pair of numbers the largest length, which no place changes."""
     folder = exported_artifacts.exported_artifact("int8-caches")
-    home = folder.parents[2]
-    split = read_split("data.txt", "language-modeling", Columns(), home)
-    rows = cache_calibration_rows(split, AutoTokenizer.from_pretrained(home / "m"), 64)
-    model = AutoModelForCausalLM.from_pretrained(home / "m").eval()
+    root_folder = folder.parents[2]
+    split = read_split("data.txt", "language-modeling", Columns(), root_folder)
+    token_rows = cache_calibration_rows(split, AutoTokenizer.from_pretrained(root_folder / "m"), 64)
+    model = AutoModelForCausalLM.from_pretrained(root_folder / "m").eval()
     with torch.no_grad():
-        caches = [model(torch.from_numpy(ids)[None], use_cache=True).past_key_values for ids in rows]
-    found = scales_in(folder)
-    assert len(found) == 4
+        caches = [model(torch.from_numpy(ids)[None], use_cache=True).past_key_values for ids in token_rows]
+    cache_scales = scales_in(folder)
+    assert len(cache_scales) == 4
     for layer in range(2):
         keys = np.concatenate([cache.layers[layer].keys[0].numpy() for cache in caches], axis=1)
         values = np.concatenate([cache.layers[layer].values[0].numpy() for cache in caches], axis=1)
@@ -42,9 +42,11 @@ def test_scales_are_the_largest_magnitudes_of_torch_s_caches():
         length = np.concatenate([length, length], axis=2)
         assert (np.abs(keys).max(axis=1, keepdims=True) <= length * 1.0001).all()
         close = {"rtol": 1e-4, "atol": 0}
-        np.testing.assert_allclose(found[f"past_key_values.{layer}.key_scale"], length / 127, **close)
+        np.testing.assert_allclose(cache_scales[f"past_key_values.{layer}.key_scale"], length / 127, **close)
         largest = np.abs(values).max(axis=1, keepdims=True)
-        np.testing.assert_allclose(found[f"past_key_values.{layer}.value_scale"], largest / 127, **close)
+        np.testing.assert_allclose(
+            cache_scales[f"past_key_values.{layer}.value_scale"], largest / 127, **close
+        )
 
 
 def scales_in(folder):
@@ -57,7 +59,7 @@ def scales_in(folder):
 
 
 @pytest.mark.quick
-def test_a_channel_that_was_always_0_gets_the_largest_scale():
+def test_zero_channel_gets_largest_scale():
     scales = cache_scales(np.array([[127.0, 0.0], [254.0, 1e-38]], np.float32))
     assert scales.dtype == np.float32
     assert scales.tolist() == [[[1.0, 2.0]], [[2.0, 2.0]]]
@@ -65,7 +67,7 @@ def test_a_channel_that_was_always_0_gets_the_largest_scale():
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
-def test_values_that_are_not_finite_are_told_with_their_cache(wrong):
+def test_non_finite_values_are_reported_with_cache_name(wrong):
     class Session:
         def get_outputs(self):
             return [onnx.ValueInfoProto(name="logits"), onnx.ValueInfoProto(name="present.3.value")]
@@ -80,18 +82,22 @@ def test_values_that_are_not_finite_are_told_with_their_cache(wrong):
         kv_cache.max_cache_magnitudes(Session(), [np.arange(2)], set(), "train")
 
 
-def test_rows_begin_all_over_the_text_and_are_as_long_as_the_model_takes():
-    examples = tuple(Example(chr(97 + at % 26) * 4) for at in range(320))
+def test_calibration_samples_cover_text_and_fill_model_length():
+    examples = tuple(Example(chr(97 + example_index % 26) * 4) for example_index in range(320))
     split = Split("made", examples, Windows(separator="|"))
-    rows = cache_calibration_rows(split, Words(), 7)
-    assert len(rows) == kv_cache.CACHE_CALIBRATION_ROWS
-    assert ["".join(map(chr, ids)) for ids in (rows[0], rows[1], rows[-1])] == ["aaaa|bb", "kkkk|ll", "hhhh"]
+    token_rows = cache_calibration_rows(split, Words(), 7)
+    assert len(token_rows) == kv_cache.CACHE_CALIBRATION_ROWS
+    assert ["".join(map(chr, ids)) for ids in (token_rows[0], token_rows[1], token_rows[-1])] == [
+        "aaaa|bb",
+        "kkkk|ll",
+        "hhhh",
+    ]
     assert max(map(len, cache_calibration_rows(split, Words(), 10**6))) == kv_cache.CACHE_CALIBRATION_LENGTH
     with raises_code("empty-text", InputError):
         cache_calibration_rows(Split("made", (Example(""),)), Words(), 7)
 
 
-def test_rows_for_calibration_come_before_those_to_train_on(tmp_path):
+def test_calibration_split_is_preferred_over_train(tmp_path):
     split = read_split(causal.write_lines(tmp_path / "t.txt").name, "language-modeling", Columns(), tmp_path)
     assert (
         cache_calibration_split({"train": split, "calibration": split, "validation": split}) == "calibration"

@@ -31,7 +31,7 @@ DYNAMIC, BLOCKS = "DynamicQuantizeMatMul", "MatMulNBits"
         ({DYNAMIC: 10.0, BLOCKS: 9.4}, BLOCKS),
     ],
 )
-def test_another_form_is_taken_where_it_is_clearly_faster(us, taken):
+def test_variant_is_chosen_only_if_clearly_faster(us, taken):
     assert fastest_variant(us) == taken
 
 
@@ -65,41 +65,41 @@ def few_rows_are_for_blocks(scheme, options, width, outputs, rows, threads):
     return {DYNAMIC: 2.0 * rows, BLOCKS: rows * (1.0 if rows < 4 else 3.0)}
 
 
-def test_each_product_leaves_as_what_is_fastest_for_its_rows_and_the_facts_say_so(
-    coded, tmp_path, monkeypatch
-):
+def test_fastest_operator_per_layer_is_exported_and_reported(coded, tmp_path, monkeypatch):
     monkeypatch.setattr(autotune, "measure_variants", few_rows_are_for_blocks)
     details = export(coded, tmp_path / "out", autotune=True).details
-    found = {name: graph["operators"] for name, graph in details["graphs"].items()}
-    assert BLOCKS not in found["encoder_model"]
-    assert DYNAMIC not in found["decoder_with_past_model"]
+    operators_by_graph = {name: graph["operators"] for name, graph in details["graphs"].items()}
+    assert BLOCKS not in operators_by_graph["encoder_model"]
+    assert DYNAMIC not in operators_by_graph["decoder_with_past_model"]
     layers, length = details["autotune"]["layers"], details["autotune"]["input_tokens"]
-    assert len(layers[DYNAMIC]) == found["encoder_model"][DYNAMIC]
-    assert len(layers[BLOCKS]) == found["decoder_with_past_model"][BLOCKS]
+    assert len(layers[DYNAMIC]) == operators_by_graph["encoder_model"][DYNAMIC]
+    assert len(layers[BLOCKS]) == operators_by_graph["decoder_with_past_model"][BLOCKS]
     assert "decoder_with_past_model: head" in layers[BLOCKS]
     times = details["autotune"]["microseconds"]
     assert times["32 x 64, 1 row"] == {DYNAMIC: 2.0, BLOCKS: 1.0, "chosen": BLOCKS}
     assert times[f"32 x 64, {length} rows"]["chosen"] == DYNAMIC
     assert (details["autotune"]["batch_size"], details["autotune"]["threads"]) == (1, 1)
     beams = {"batch_size": 2, "num_beams": 3}  # all of them are rows of a step
-    more = export(coded, tmp_path / "more", autotune=beams, threads=2).details["autotune"]
-    assert set(more["layers"]) == {DYNAMIC}
-    assert "32 x 64, 6 rows" in more["microseconds"]
-    assert (more["batch_size"], more["threads"]) == (2, 2)
+    beam_details = export(coded, tmp_path / "more", autotune=beams, threads=2).details["autotune"]
+    assert set(beam_details["layers"]) == {DYNAMIC}
+    assert "32 x 64, 6 rows" in beam_details["microseconds"]
+    assert (beam_details["batch_size"], beam_details["threads"]) == (2, 2)
 
 
-def test_a_head_with_a_shortlist_stays_what_its_rows_can_be_gathered_from(coded, tmp_path, monkeypatch):
+def test_shortlist_head_keeps_gatherable_operator(coded, tmp_path, monkeypatch):
     from smelt.compress.shortlist import ShortlistSettings, ShortlistStage
 
     monkeypatch.setattr(autotune, "measure_variants", lambda *_: {DYNAMIC: 2.0, BLOCKS: 1.0})
     settings = ShortlistSettings(frequent_tokens=4)
-    listed = every_family.run_stage(ShortlistStage(), settings, coded, "marian", tmp_path / "listed").out
-    details = export(listed, tmp_path / "out", autotune=True).details
+    shortlist_folder = every_family.run_stage(
+        ShortlistStage(), settings, coded, "marian", tmp_path / "listed"
+    ).out
+    details = export(shortlist_folder, tmp_path / "out", autotune=True).details
     assert details["graphs"]["decoder_with_past_model"]["operators"][DYNAMIC] == 1  # the head
     assert not any("head" in name for names in details["autotune"]["layers"].values() for name in names)
 
 
-def test_operators_chosen_for_another_number_of_threads_are_told_of(coded, tmp_path, monkeypatch):
+def test_operators_tuned_for_other_thread_count_are_reported(coded, tmp_path, monkeypatch):
     monkeypatch.setattr(autotune, "measure_variants", few_rows_are_for_blocks)
     monkeypatch.setattr("smelt.export.autotune.measure_threads", lambda *_: (2, {}))
     warnings = export(coded, tmp_path / "out", autotune=True, threads="autotune").warnings
@@ -109,40 +109,42 @@ def test_operators_chosen_for_another_number_of_threads_are_told_of(coded, tmp_p
     assert "more-threads-than-cores" in message_codes(warnings)
 
 
-def test_parity_is_asked_against_what_torch_computes_in_the_chosen_forms(coded, tmp_path, monkeypatch):
+def test_parity_reference_uses_chosen_operators(coded, tmp_path, monkeypatch):
     """Without that the two forms differ by what rounding activations does."""
     monkeypatch.setattr(autotune, "measure_variants", lambda *_: {DYNAMIC: 2.0, BLOCKS: 1.0})
-    seen = []
-    real = check_parity.check_exported_graphs
+    calls = []
+    original = check_parity.check_exported_graphs
     monkeypatch.setattr(
-        check_parity, "check_exported_graphs", lambda *found: seen.append(found) or real(*found)
+        check_parity, "check_exported_graphs", lambda *found: calls.append(found) or original(*found)
     )
-    plain = export(coded, tmp_path / "plain")
+    untuned = export(coded, tmp_path / "plain")
     tuned = export(coded, tmp_path / "tuned", autotune=True)
-    (_, before), (_, after) = seen
-    assert (before.tokens == after.tokens).all()
-    own = tuned.details["parity"]["decoder_with_past_model"]["mean"]
-    moved = abs(before.logits - after.logits).mean() / before.logits.std()
-    assert own < moved / 3
-    assert plain.details["parity"]["decoder_with_past_model"]["mean"] < 0.05
+    (_, plain_reference), (_, tuned_reference) = calls
+    assert (plain_reference.tokens == tuned_reference.tokens).all()
+    tuned_difference = tuned.details["parity"]["decoder_with_past_model"]["mean"]
+    relative_difference = (
+        abs(plain_reference.logits - tuned_reference.logits).mean() / plain_reference.logits.std()
+    )
+    assert tuned_difference < relative_difference / 3
+    assert untuned.details["parity"]["decoder_with_past_model"]["mean"] < 0.05
     # head and embedding are one constant
     graph = onnx.load(tuned.out / "decoder_with_past_model.onnx").graph
     (head,) = [n for n in graph.node if n.op_type == BLOCKS and n.input[1].startswith("head.")]
     assert [n.op_type for n in graph.node if head.input[1] in n.input] == ["Gather", BLOCKS]
-    rows = next(t.dims[0] for t in graph.initializer if t.name == head.input[1])
+    num_rows = next(t.dims[0] for t in graph.initializer if t.name == head.input[1])
     assert [
-        t.name for t in graph.initializer if len(t.dims) > 1 and rows in t.dims[:2] and t.dims[-1] > 8
+        t.name for t in graph.initializer if len(t.dims) > 1 and num_rows in t.dims[:2] and t.dims[-1] > 8
     ] == [head.input[1]]
 
 
-def test_a_model_without_such_layers_gets_a_warning(tmp_path):
+def test_model_without_tunable_layers_gets_warning(tmp_path):
     source = write_translator(tmp_path / "model")
     ctx = export(source, tmp_path / "out", autotune=True)
     assert "nothing-to-tune" in message_codes(ctx.warnings)
     assert ctx.details["autotune"]["layers"] == {}
 
 
-def test_real_times_are_taken_for_every_form_of_every_shape(coded, monkeypatch):
+def test_every_variant_of_every_shape_is_measured(coded, monkeypatch):
     monkeypatch.setattr(autotune, "_OPERATOR_ROUND_SECONDS", 0)
     monkeypatch.setattr(autotune, "_MAX_BYTES", 5000)
     autotune.measure_variants.cache_clear()
@@ -154,7 +156,7 @@ def test_real_times_are_taken_for_every_form_of_every_shape(coded, monkeypatch):
     assert {m.matrix.variant for g in graphs for _, m in quantized_layers(g.module)} <= {DYNAMIC, BLOCKS}
 
 
-def test_tune_is_for_onnx_runtime_on_the_cpu():
+def test_autotune_requires_onnx_runtime_on_cpu():
     with raises_setting_codes("unused-setting"):
         OnnxSettings(target="tensorrt", autotune=True)
 
@@ -175,11 +177,11 @@ FORMS = {
 
 
 @pytest.mark.parametrize(("scheme", "level"), FORMS)
-def test_codes_leave_in_their_own_bits_and_in_more(scheme, level):
-    found = find_scheme(scheme).operator_variants(
+def test_variants_include_own_and_wider_bit_widths(scheme, level):
+    variants = find_scheme(scheme).operator_variants(
         default_options(find_scheme(scheme)) | {"accuracy_level": level}
     )
-    assert found == tuple(NBITS[bits] for bits in FORMS[scheme, level])
+    assert variants == tuple(NBITS[bits] for bits in FORMS[scheme, level])
 
 
 def as_fast_as(bits):
@@ -202,7 +204,7 @@ CODES = [
 
 
 @pytest.mark.parametrize(("bits", "settings"), CODES, ids=str)
-def test_every_code_leaves_in_every_width_as_the_same_numbers(bits, settings, tmp_path, monkeypatch):
+def test_every_bit_width_stores_equal_values(bits, settings, tmp_path, monkeypatch):
     """The export compares each operator, each constant and the whole graph with torch."""
     monkeypatch.setattr(autotune, "measure_variants", as_fast_as(bits))
     task = "language-modeling"
@@ -222,29 +224,29 @@ def test_every_code_leaves_in_every_width_as_the_same_numbers(bits, settings, tm
     assert NBITS[bits] in ctx.details["autotune"]["layers"]
     if bits < 8:
         return
-    plain = onnx.load(export(codes, tmp_path / "plain", task).out / "model.onnx")
-    own, as_it_was = (
+    plain_model = onnx.load(export(codes, tmp_path / "plain", task).out / "model.onnx")
+    tuned_values, as_it_was = (
         {t.name: t.dims for t in graph.initializer if t.name.endswith((".codes", ".highs"))}
-        for graph in (model.graph, plain.graph)
+        for graph in (model.graph, plain_model.graph)
     )
-    assert own == as_it_was  # the file keeps the small codes
+    assert tuned_values == as_it_was  # the file keeps the small codes
 
 
-def test_codes_that_are_slower_than_int8_for_the_use_are_told(tmp_path, monkeypatch):
+def test_schemes_slower_than_int8_are_reported(tmp_path, monkeypatch):
     source = write_translator(tmp_path / "model")
     harness.run_stage(Quantize(), QuantizeSettings(scheme="int4"), source, tmp_path / "codes")
-    for took, warned in ((0.9, True), (0.97, False)):  # times vary by more than 0.03
+    for duration, warned in ((0.9, True), (0.97, False)):  # times vary by more than 0.03
         monkeypatch.setattr(
             autotune,
             "measure_variants",
-            lambda scheme, *_, took=took: (
+            lambda scheme, *_, took=duration: (
                 {DYNAMIC: took} if scheme == "int8-dynamic" else {NBITS[4]: 1.0, NBITS[8]: 1.2}
             ),
         )
         ctx = export(
             tmp_path / "codes", tmp_path / f"out-{warned}", autotune={"batch_size": 8, "num_beams": 2}
         )
-        messages = [one.message for one in ctx.warnings if one.code == "slower-than-default"]
+        messages = [warning.message for warning in ctx.warnings if warning.code == "slower-than-default"]
         assert bool(messages) is warned
         if warned:
             assert re.findall(r"[\d.]+", messages[0])[:2] == ["8", "2"]  # texts and beams
@@ -256,21 +258,21 @@ def test_codes_that_are_slower_than_int8_for_the_use_are_told(tmp_path, monkeypa
         assert shape["chosen"] == NBITS[4]
 
 
-def test_a_shape_of_two_schemes_is_told_twice(tmp_path, monkeypatch):
+def test_shape_with_two_schemes_is_reported_per_scheme(tmp_path, monkeypatch):
     source = write_translator(tmp_path / "model")
     settings = QuantizeSettings(scheme="int4", group_size=32, embedding_scheme="int8-groupwise")
     harness.run_stage(Quantize(), settings, source, tmp_path / "codes")
     model, _ = load_model(tmp_path / "codes")
     monkeypatch.setattr(autotune, "measure_variants", as_fast_as(8))
-    rows = {"encoder_model": 1, "decoder_with_past_model": 1}
+    row_counts = {"encoder_model": 1, "decoder_with_past_model": 1}
     graphs = model_graphs(model)
     monkeypatch.setattr(autotune.MeasuredMatrix, "shape", "the same")
-    microseconds = choose_variants(graphs, rows, threads=1)["microseconds"]
+    microseconds = choose_variants(graphs, row_counts, threads=1)["microseconds"]
     assert microseconds.keys() == {"the same, int4", "the same, int8-groupwise"}
     assert microseconds["the same, int4"].keys() == {NBITS[4], NBITS[8], "chosen", "int8-dynamic"}
 
 
-def test_codes_with_one_operator_are_compared_all_the_same(tmp_path, monkeypatch):
+def test_single_operator_scheme_is_compared_with_int8(tmp_path, monkeypatch):
     monkeypatch.setattr(autotune, "_OPERATOR_ROUND_SECONDS", 0)
     source = write_translator(tmp_path / "model")
     harness.run_stage(Quantize(), QuantizeSettings(scheme="int8-groupwise"), source, tmp_path / "codes")
@@ -278,4 +280,6 @@ def test_codes_with_one_operator_are_compared_all_the_same(tmp_path, monkeypatch
     assert "nothing-to-tune" in message_codes(ctx.warnings)
     by_graph = ctx.details["autotune"]["microseconds_by_graph"]
     assert by_graph.keys() == ctx.details["graphs"].keys()
-    assert all(took["chosen"] > 0 < took["int8-dynamic"] for took in by_graph.values())
+    assert all(
+        microseconds["chosen"] > 0 < microseconds["int8-dynamic"] for microseconds in by_graph.values()
+    )

@@ -16,14 +16,14 @@ from tests.support.graphs import graph_exports
         ({1: 10.0, 2: 6.0, 3: 4.0}, 3),
     ],
 )
-def test_the_fewest_threads_that_are_as_fast_as_any_are_taken(times, count):
-    found, reported = fewest_threads(times)
-    assert found == count
+def test_fewest_equally_fast_threads_are_chosen(times, count):
+    fewest, reported = fewest_threads(times)
+    assert fewest == count
     assert reported["1 thread"] == times[1]
     assert list(reported)[1:] == [f"{n} threads" for n in times if n > 1]
 
 
-def test_numbers_double_so_that_few_runners_are_open_at_once():
+def test_thread_counts_are_powers_of_two():
     assert [thread_counts(n) for n in (1, 2, 3, 6, 64)] == [
         [1],
         [1, 2],
@@ -34,31 +34,31 @@ def test_numbers_double_so_that_few_runners_are_open_at_once():
 
 
 @pytest.mark.parametrize(("family", "size"), [("marian", 3), ("bert", 1)])
-def test_every_number_of_threads_runs_the_graphs_on_so_many_texts(monkeypatch, family, size):
+def test_every_thread_count_runs_the_requested_batch_size(monkeypatch, family, size):
     """The times themselves are made up: two threads take half of one's."""
     monkeypatch.setattr(autotune, "available_cores", lambda: 2)
-    made, opened, rows = graph_exports.exported_graphs(family, "fp32"), [], []
+    exported, thread_counts, batch_sizes = graph_exports.exported_graphs(family, "fp32"), [], []
 
     def timed(calls):
         for call in calls.values():
             runner, batch, _ = call.args
-            opened.append(runner.backend._threads)
-            rows.append(len(batch.input_ids))
+            thread_counts.append(runner.backend._threads)
+            batch_sizes.append(len(batch.input_ids))
             call()
         return {1: 2.0, 2: 1.0}
 
     monkeypatch.setattr(autotune, "_time_calls", timed)
-    generates = made.reference.tokens is not None
-    found = measure_threads(made.folder, "ort-cpu", "fp32", made.reference.batch, size, generates)
-    assert found == (2, {"1 thread": 2.0, "2 threads": 1.0})
-    assert (opened, rows) == ([1, 2], [size, size])
+    generates = exported.reference.tokens is not None
+    measured = measure_threads(exported.folder, "ort-cpu", "fp32", exported.reference.batch, size, generates)
+    assert measured == (2, {"1 thread": 2.0, "2 threads": 1.0})
+    assert (thread_counts, batch_sizes) == ([1, 2], [size, size])
 
 
-def test_rounds_go_through_all_numbers_and_the_median_counts(monkeypatch):
+def test_rounds_alternate_thread_counts_and_use_median(monkeypatch):
     monkeypatch.setattr(autotune, "_SETTLE_SECONDS", 0)
     monkeypatch.setattr(autotune, "_THREAD_ROUND_SECONDS", 0)
-    seen = []
-    found = autotune._time_calls({1: lambda: seen.append(1), 2: lambda: seen.append(2)})
-    assert seen == [1, 2] * (autotune._THREAD_ROUNDS + 1)
-    assert set(found) == {1, 2}
-    assert all(ms > 0 for ms in found.values())
+    calls = []
+    times = autotune._time_calls({1: lambda: calls.append(1), 2: lambda: calls.append(2)})
+    assert calls == [1, 2] * (autotune._THREAD_ROUNDS + 1)
+    assert set(times) == {1, 2}
+    assert all(ms > 0 for ms in times.values())

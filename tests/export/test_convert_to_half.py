@@ -47,18 +47,18 @@ def run(model, x):
 
 def types(model):
     inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True).graph
-    known = (*inferred.input, *inferred.value_info, *inferred.output)
-    found = {value.name: value.type.tensor_type.elem_type for value in known}
-    return found | {tensor.name: tensor.data_type for tensor in inferred.initializer}
+    typed_values = (*inferred.input, *inferred.value_info, *inferred.output)
+    type_by_name = {value.name: value.type.tensor_type.elem_type for value in typed_values}
+    return type_by_name | {tensor.name: tensor.data_type for tensor in inferred.initializer}
 
 
 @pytest.mark.parametrize("dtype", KINDS)
-def test_every_value_has_one_type_and_casts_stand_between(dtype, tmp_path):
+def test_every_value_has_one_type_with_casts_between(dtype, tmp_path):
     model, half = a_chain(), KINDS[dtype]
     convert_to_half(model, "model", dtype, {"b"})
-    found = types(model)
-    assert {found[name] for name in ("wa", "a", "c", "past_key_values.0", "present.0")} == {half}
-    assert {found[name] for name in ("wb", "b", "logits")} == {TensorProto.FLOAT}
+    type_by_name = types(model)
+    assert {type_by_name[name] for name in ("wa", "a", "c", "past_key_values.0", "present.0")} == {half}
+    assert {type_by_name[name] for name in ("wb", "b", "logits")} == {TensorProto.FLOAT}
     assert [n.op_type for n in model.graph.node] == [
         "MatMul", "Cast", "MatMul", "Cast", "MatMul", "Mul", "Cast", "Identity"
     ]  # fmt: skip
@@ -68,39 +68,41 @@ def test_every_value_has_one_type_and_casts_stand_between(dtype, tmp_path):
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("wide", [set(), {"b"}, {"a", "b", "c", "logits", "present.0"}])
 @pytest.mark.parametrize("outside", [set(), {"present.0", "past_key_values.0"}])
-def test_the_graph_computes_what_it_did_up_to_its_precision(dtype, wide, outside):
+def test_converted_graph_equals_float32_within_precision(dtype, wide, outside):
     model, x = a_chain(), NUMBERS.normal(size=(2, 4)).astype(np.float32)
     expected = run(model, x)
     convert_to_half(model, "model", dtype, wide, outside)
     assert types(model)["present.0"] == (TensorProto.FLOAT if outside else KINDS[dtype])
     widen_to_float32(model, rounding=True)
-    for got, wanted in zip(run(model, x), expected, strict=True):
-        np.testing.assert_allclose(got, wanted, atol=abs(wanted).max() * (0.003 if dtype == "fp16" else 0.03))
+    for actual, expected_output in zip(run(model, x), expected, strict=True):
+        np.testing.assert_allclose(
+            actual, expected_output, atol=abs(expected_output).max() * (0.003 if dtype == "fp16" else 0.03)
+        )
 
 
-def test_what_overflows_is_infinite_in_half_and_right_where_it_stays_float32():
+def test_overflow_is_infinite_in_half_and_finite_in_float32():
     x = NUMBERS.normal(size=(2, 4)).astype(np.float32)
     expected = run(a := a_chain(30000.0), x)[0]
-    plain, kept = onnx.ModelProto(), onnx.ModelProto()
-    plain.CopyFrom(a)
-    kept.CopyFrom(a)
-    convert_to_half(plain, "model", "fp16")
-    convert_to_half(kept, "model", "fp16", {"b", "c", "logits", "present.0"}, {"present.0"})
-    for model in (plain, kept):
+    half_model, mixed_model = onnx.ModelProto(), onnx.ModelProto()
+    half_model.CopyFrom(a)
+    mixed_model.CopyFrom(a)
+    convert_to_half(half_model, "model", "fp16")
+    convert_to_half(mixed_model, "model", "fp16", {"b", "c", "logits", "present.0"}, {"present.0"})
+    for model in (half_model, mixed_model):
         widen_to_float32(model, rounding=True)
-    assert not np.isfinite(run(plain, x)[0]).all()
-    np.testing.assert_allclose(run(kept, x)[0], expected, atol=0.003 * abs(expected).max())
+    assert not np.isfinite(run(half_model, x)[0]).all()
+    np.testing.assert_allclose(run(mixed_model, x)[0], expected, atol=0.003 * abs(expected).max())
 
 
-def test_a_weight_that_both_precisions_read_stays_float32_and_is_cast():
+def test_weight_read_in_both_precisions_is_kept_float32_and_cast():
     model = a_chain()
     convert_to_half(model, "model", "fp16", {"a"})
-    found = types(model)
-    assert found["wa"] == TensorProto.FLOAT  # `c` reads it too
-    assert found["wa.float16"] == TensorProto.FLOAT16
+    type_by_name = types(model)
+    assert type_by_name["wa"] == TensorProto.FLOAT  # `c` reads it too
+    assert type_by_name["wa.float16"] == TensorProto.FLOAT16
 
 
-def test_a_weight_that_no_float16_holds_is_an_error_only_where_it_is_read_in_half():
+def test_weight_above_float16_range_raises_error_only_if_read_in_half():
     weight = a_chain(1e6)
     with raises_code("beyond-16-bits", RunError):
         convert_to_half(weight, "encoder_model")
@@ -109,7 +111,7 @@ def test_a_weight_that_no_float16_holds_is_an_error_only_where_it_is_read_in_hal
     assert types(model)["wb"] == TensorProto.FLOAT
 
 
-def test_values_of_a_type_are_found_without_weights():
+def test_values_of_type_works_without_weights():
     assert values_of_type(a_chain()) == {
         "past_key_values.0", "wa", "wb", "small", "a", "b", "c", "logits", "present.0"
     }  # fmt: skip
@@ -119,7 +121,7 @@ def test_values_of_a_type_are_found_without_weights():
 @pytest.mark.parametrize("kind", [TensorProto.INT64, TensorProto.BOOL, TensorProto.DOUBLE])
 @pytest.mark.parametrize("value", [4097.0, 1e6, 1e-9])
 @pytest.mark.parametrize("place", ["initializer", "node"])
-def test_a_constant_that_is_cast_to_another_type_keeps_its_value(kind, value, place):
+def test_constant_cast_to_other_type_keeps_value(kind, value, place):
     """float16 rounds 4097 to 4096, has no 1e6, and makes 1e-9 false."""
     constant = numpy_helper.from_array(np.array([value], np.float32), "c")
     nodes = [helper.make_node("Cast", ["c"], ["y"], "cast", to=kind)]

@@ -16,14 +16,14 @@ def graph(second, output="y"):
     rng = np.random.default_rng(0)
     first = rng.normal(size=(20, 20)).astype(np.float32)
     value = helper.make_tensor_value_info
-    made = helper.make_graph(
+    inner_graph = helper.make_graph(
         [helper.make_node("MatMul", ["x", "a"], ["h"]), helper.make_node("MatMul", ["h", "b"], ["y"])],
         "two",
         [value("x", TensorProto.FLOAT, [3, 20])],
         [value(output, TensorProto.FLOAT, [20, 20] if output == "b" else [3, 20])],
         [numpy_helper.from_array(first, "a"), numpy_helper.from_array(second(first), "b")],
     )
-    return helper.make_model(made, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    return helper.make_model(inner_graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
 
 
 def changed(place):
@@ -41,13 +41,13 @@ def run(model, path):
     return open_onnx_session(path, threads=1).run(None, {"x": x})[0]
 
 
-def test_equal_matrices_become_one_and_the_graph_computes_the_same(tmp_path):
+def test_equal_matrices_are_merged_with_equal_outputs(tmp_path):
     model = graph(np.copy)
-    before = run(model, tmp_path / "before.onnx")
+    original_outputs = run(model, tmp_path / "before.onnx")
     assert deduplicate_matrices(model) == 1
     assert [t.name for t in model.graph.initializer] == ["a"]
     assert [list(node.input) for node in model.graph.node] == [["x", "a"], ["h", "a"]]
-    np.testing.assert_array_equal(run(model, tmp_path / "after.onnx"), before)
+    np.testing.assert_array_equal(run(model, tmp_path / "after.onnx"), original_outputs)
 
 
 @pytest.mark.parametrize(
@@ -61,13 +61,13 @@ def test_equal_matrices_become_one_and_the_graph_computes_the_same(tmp_path):
     ],
     ids=["first", "middle", "last", "shape", "type"],
 )
-def test_matrices_that_differ_stay(second):
+def test_different_matrices_are_kept(second):
     model = graph(second)
     assert deduplicate_matrices(model) == 0
     assert len(model.graph.initializer) == 2
 
 
-def test_vectors_stay():
+def test_vectors_are_kept():
     model = graph(np.copy)
     for tensor in model.graph.initializer:
         del tensor.dims[:]

@@ -9,7 +9,7 @@ from smelt.quantization.emit import LOAD_TIME_DOMAIN
 pytestmark = pytest.mark.quick
 
 
-def test_a_constant_that_two_products_read_is_widened_once():
+def test_shared_constant_is_expanded_once():
     value = helper.make_tensor_value_info
     nodes = [helper.make_node("TwoBitCodes", ["bits"], [f"c{i}"], domain=LOAD_TIME_DOMAIN) for i in "ab"]
     nodes.append(helper.make_node("Concat", ["ca", "cb"], ["y"], axis=0))
@@ -42,7 +42,7 @@ def test_scales_become_float32_where_they_are_read(tmp_path):
     assert session.run(None, {})[0].tolist() == [0.5, -3.0]
 
 
-def test_a_matrix_is_turned_where_its_rows_are_looked_up(tmp_path):
+def test_matrix_is_transposed_for_row_lookup(tmp_path):
     import onnxruntime
 
     value = helper.make_tensor_value_info
@@ -65,7 +65,7 @@ def test_a_matrix_is_turned_where_its_rows_are_looked_up(tmp_path):
     assert [n.op_type for n in loaded.graph.node] == ["Gather"]  # turned once, while loading
 
 
-def test_a_graph_without_place_holders_is_left_alone(tmp_path):
+def test_graph_without_placeholders_is_unchanged(tmp_path):
     value = helper.make_tensor_value_info
     node = helper.make_node("Identity", ["x"], ["y"])
     graph = helper.make_graph(
@@ -73,13 +73,13 @@ def test_a_graph_without_place_holders_is_left_alone(tmp_path):
     )
     path = tmp_path / "g.onnx"
     onnx.save(helper.make_model(graph), path)
-    before = path.read_bytes()
+    file_bytes = path.read_bytes()
     expand_placeholders_in_file(path)
-    assert path.read_bytes() == before
+    assert path.read_bytes() == file_bytes
 
 
 @pytest.mark.parametrize(("word", "axis"), [("DequantizedRows", 0), ("DequantizedColumns", 1)])
-def test_a_matrix_in_int8_is_read_where_onnx_runtime_asks_for_exact_products(word: str, axis: int) -> None:
+def test_int8_matrix_is_used_for_exact_matmuls(word: str, axis: int) -> None:
     """As on processors without VNNI; without zero points ONNX Runtime 1.31 refuses a scale for each row."""
     import onnxruntime
 

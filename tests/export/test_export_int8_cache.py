@@ -37,8 +37,8 @@ ROUNDED = "rounded-caches"
 
 def context(out, folder):
     causal.write_lines(folder / "t.txt", 2)
-    rows = read_split("t.txt", "language-modeling", Columns(), folder)
-    return harness.make_context(out, "language-modeling", {"train": rows})
+    split = read_split("t.txt", "language-modeling", Columns(), folder)
+    return harness.make_context(out, "language-modeling", {"train": split})
 
 
 def exported(family, settings=INT8):
@@ -46,11 +46,11 @@ def exported(family, settings=INT8):
 
     def make(home):
         home.mkdir()
-        more = {"n_embd": 64, "n_layer": 1} if family == "gpt2" else {"num_hidden_layers": 1}
+        config_options = {"n_embd": 64, "n_layer": 1} if family == "gpt2" else {"num_hidden_layers": 1}
         if family in causal.FAMILIES:
-            folder = causal.write_model(home / "m", family, **more)
+            folder = causal.write_model(home / "m", family, **config_options)
         else:  # a window of few tokens (Mistral), norms of queries and keys (Qwen3)
-            folder = every_family.write_model(home / "m", family, **more)
+            folder = every_family.write_model(home / "m", family, **config_options)
         Onnx()(tiny.as_artifact(folder, "language-modeling"), settings, context(home / "out", folder))
 
     home = make_once(f"int8-caches-{family}-{settings.generation_graph}", make)
@@ -61,7 +61,7 @@ def torch_with_rounded_caches(folder, graphs):
     """Return the model of transformers; attention sees keys and values as the graph's scales round them."""
     model = onnx.load(graphs / "model.onnx")
     scales = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer if t.name.endswith("_scale")}
-    found = AutoModelForCausalLM.from_pretrained(folder).eval()
+    torch_model = AutoModelForCausalLM.from_pretrained(folder).eval()
 
     def rounded(x, layer, word):
         scale = torch.tensor(scales[f"past_key_values.{layer}.{word}_scale"])
@@ -73,8 +73,8 @@ def torch_with_rounded_caches(folder, graphs):
 
     AttentionInterface.register(ROUNDED, attend)
     AttentionMaskInterface.register(ROUNDED, sdpa_mask)
-    found.set_attn_implementation(ROUNDED)
-    return found
+    torch_model.set_attn_implementation(ROUNDED)
+    return torch_model
 
 
 @torch.no_grad()
@@ -86,28 +86,32 @@ def continued(model, tokens):
     """
     ids, mask = torch.from_numpy(IDS), torch.from_numpy(MASK)
     for _ in range(tokens):
-        places = torch.arange(ids.shape[1])[None]
+        positions = torch.arange(ids.shape[1])[None]
         if not getattr(model.config, "rope_parameters", None):  # a table of places, which the graph reads
-            places = (mask.cumsum(1) - 1).clamp(min=0)
-        logits = model(ids, attention_mask=mask, position_ids=places.expand_as(ids), use_cache=False).logits
+            positions = (mask.cumsum(1) - 1).clamp(min=0)
+        logits = model(
+            ids, attention_mask=mask, position_ids=positions.expand_as(ids), use_cache=False
+        ).logits
         ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
     return ids[:, IDS.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "mistral", "qwen3"])
-def test_tokens_and_logits_are_those_of_torch_with_rounded_caches(family):
+def test_tokens_and_logits_equal_torch_with_rounded_caches(family):
     folder, out = exported(family)
     model, ids = torch_with_rounded_caches(folder, out), torch.from_numpy(IDS)
-    wanted = continued(model, 8)
+    expected_tokens = continued(model, 8)
     with open_folder(out, "onnx", "ort-cpu", 1) as graph:
-        got = generate(graph, Batch(IDS, MASK), GenerationSettings(max_new_tokens=8))
-        assert got == wanted
+        graph_tokens = generate(graph, Batch(IDS, MASK), GenerationSettings(max_new_tokens=8))
+        assert graph_tokens == expected_tokens
         with torch.no_grad():
             logits = model(ids).logits.numpy()
-        piece = graph.start(1)
-        fed = [graph.extend(piece, IDS[:1, a:b], MASK[:1, a:b]) for a, b in ((0, 5), (5, 6), (6, 9))]
-        np.testing.assert_allclose(np.concatenate(fed, axis=1), logits[:1], atol=2e-4 * logits.std(), rtol=0)
+        state = graph.start(1)
+        step_logits = [graph.extend(state, IDS[:1, a:b], MASK[:1, a:b]) for a, b in ((0, 5), (5, 6), (6, 9))]
+        np.testing.assert_allclose(
+            np.concatenate(step_logits, axis=1), logits[:1], atol=2e-4 * logits.std(), rtol=0
+        )
         losses = torch.nn.functional.cross_entropy(
             torch.from_numpy(logits[:, :-1]).transpose(1, 2), ids[:, 1:], reduction="none"
         )
@@ -118,18 +122,18 @@ def test_tokens_and_logits_are_those_of_torch_with_rounded_caches(family):
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_one_graph_of_all_steps_says_what_single_steps_say(beams):
+def test_generation_graph_equals_step_by_step_decoding(beams):
     _, out = exported("llama")
     batch = Batch(IDS, MASK)
     with open_folder(out, "onnx", "ort-cpu", 1) as graph:
         decoding = resolve_generation(GenerationSettings(num_beams=beams, max_new_tokens=9), graph)
-        found = generate_in_graph(graph, batch, decoding)
-        assert found == generate_resolved(graph, batch, decoding)
-        held = graph.encode(batch).backend_state.caches
-        assert {str(cache.numpy().dtype) for cache in held} == {"int8"}
+        generated = generate_in_graph(graph, batch, decoding)
+        assert generated == generate_resolved(graph, batch, decoding)
+        cache_values = graph.encode(batch).backend_state.caches
+        assert {str(cache.numpy().dtype) for cache in cache_values} == {"int8"}
 
 
-def test_facts_say_bytes_and_rows_and_how_far_logits_moved(tmp_path):
+def test_details_contain_bytes_samples_and_logits_difference(tmp_path):
     folder = causal.write_model(tmp_path / "m", "llama")
     ctx = context(tmp_path / "out", folder)
     Onnx()(tiny.as_artifact(folder, "language-modeling"), INT8, ctx)
@@ -143,7 +147,7 @@ def test_facts_say_bytes_and_rows_and_how_far_logits_moved(tmp_path):
     assert ctx.details["parity"]["model"]["largest"] < 1e-4  # of the float graph, before
 
 
-def test_without_loops_and_with_coded_weights_the_step_alone_is_written(tmp_path):
+def test_quantized_model_without_generation_graph_writes_step_only(tmp_path):
     folder = causal.write_model(tmp_path / "m", "qwen2")
     codes = context(tmp_path / "codes", folder)
     Quantize()(
@@ -158,22 +162,22 @@ def test_without_loops_and_with_coded_weights_the_step_alone_is_written(tmp_path
         assert len(generate(graph, Batch(IDS, MASK), GenerationSettings(max_new_tokens=3))[0]) > 0
 
 
-def test_scales_that_are_too_small_are_told(tmp_path, monkeypatch):
+def test_too_small_scales_are_reported(tmp_path, monkeypatch):
     """As of rows that are unlike all others: the codes are right, and the logits far off."""
     folder = causal.write_model(tmp_path / "m", "llama")
-    before = kv_cache.cache_scales
-    monkeypatch.setattr(kv_cache, "cache_scales", lambda largest: before(largest / 50))
+    original = kv_cache.cache_scales
+    monkeypatch.setattr(kv_cache, "cache_scales", lambda largest: original(largest / 50))
     with raises_code("parity-failed", ParityError):
         Onnx()(tiny.as_artifact(folder, "language-modeling"), INT8, context(tmp_path / "out", folder))
 
 
-def test_a_runtime_without_such_caches_is_named(tmp_path, monkeypatch):
+def test_runtime_without_int8_caches_is_named(tmp_path, monkeypatch):
     folder, out = exported("llama")
     shutil.copytree(out, tmp_path / "out")
-    before = kv_cache.quantize_kv_cache
+    original = kv_cache.quantize_kv_cache
 
     def unknown(model, scales):
-        before(model, scales)
+        original(model, scales)
         for node in model.graph.node:
             for attribute in node.attribute:
                 if attribute.name == "k_quant_type":

@@ -53,7 +53,7 @@ def rows(texts):
 
 
 @pytest.mark.parametrize("name", [*published_tokenizers.MAKERS, *(f"tiny {name}" for name in TINY)])
-def test_every_family_is_read_without_transformers(name, tmp_path):
+def test_every_family_is_tokenized_without_transformers(name, tmp_path):
     kind = name.removeprefix("tiny ")
     src = made(tmp_path / "src", name) if kind == name else TINY[kind](tmp_path / "src")
     hub = load_tokenizer(src)
@@ -65,20 +65,20 @@ def test_every_family_is_read_without_transformers(name, tmp_path):
     assert light.reader == details.reader
     assert light.encode_batch(TEXTS, NO_LIMIT).ids == hub(TEXTS, verbose=False)["input_ids"]
     # other tools read the same files
-    again = load_tokenizer(out)
-    assert again(TEXTS, verbose=False)["input_ids"] == hub(TEXTS, verbose=False)["input_ids"]
+    reloaded = load_tokenizer(out)
+    assert reloaded(TEXTS, verbose=False)["input_ids"] == hub(TEXTS, verbose=False)["input_ids"]
 
 
 def _real_texts(count):
     """Return rows of every data set with text, long and short, English and German."""
-    wanted = [("multi30k_en_de", "source"), ("tatoeba_en_de", "target"), ("dialogsum", "dialogue"),
+    data_columns = [("multi30k_en_de", "source"), ("tatoeba_en_de", "target"), ("dialogsum", "dialogue"),
               ("banking77", "text"), ("sst2", "text"), ("scitldr", "source")]  # fmt: skip
     texts = []
-    for name, column in wanted:
+    for name, column in data_columns:
         with gzip.open(DATA / name / "test.jsonl.gz", "rt", encoding="utf-8") as stream:
-            found = [json.loads(line) for line in itertools.islice(stream, count)]
+            json_rows = [json.loads(line) for line in itertools.islice(stream, count)]
         texts += [
-            str(row.get(column) or next(v for v in row.values() if isinstance(v, str))) for row in found
+            str(row.get(column) or next(v for v in row.values() if isinstance(v, str))) for row in json_rows
         ]
     with gzip.open(DATA / "wikitext2" / "test.txt.gz", "rt", encoding="utf-8") as stream:
         texts += [line for line in itertools.islice(stream, 2 * count) if line.strip()]
@@ -87,14 +87,14 @@ def _real_texts(count):
 
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"the real texts of {DATA} are not here")
 @pytest.mark.parametrize("name", published_tokenizers.MAKERS)
-def test_real_texts_are_read_as_transformers_reads_them(name, tmp_path):
-    whole = _real_texts(120)
-    texts = [text[:200] for text in whole] + whole[::50]
+def test_real_texts_are_tokenized_like_transformers(name, tmp_path):
+    full_texts = _real_texts(120)
+    texts = [text[:200] for text in full_texts] + full_texts[::50]
     src = made(tmp_path / "src", name, texts, 2000)
     hub, out = load_tokenizer(src), copied(src, tmp_path / "out")
     details = export_tokenizer(hub, src, out, {})
     assert details.reader != "transformers"
-    pairs = list(itertools.pairwise(text[:60] for text in whole))
+    pairs = list(itertools.pairwise(text[:60] for text in full_texts))
     sample = TokenizerSample(texts, pairs, make_tokenizer_sample(hub, {}).rows)
     assert compare_tokenizers(hub, out, details, sample) is None
 
@@ -116,7 +116,7 @@ def found(monkeypatch):
     ("update", "what"),
     [({"truncation_side": "left"}, "ids"), ({"types": False}, "types"), ({"clean_up": True}, "texts")],
 )
-def test_what_differs_is_found_and_left_to_transformers(tmp_path, monkeypatch, found, update, what):
+def test_differing_tokenizer_falls_back_to_transformers(tmp_path, monkeypatch, found, update, what):
     src = made(tmp_path / "src", "gpt2" if "clean_up" in update else "bert")
     out = copied(src, tmp_path / "out")
     monkeypatch.setattr(
@@ -124,7 +124,7 @@ def test_what_differs_is_found_and_left_to_transformers(tmp_path, monkeypatch, f
     )
     details = export_tokenizer(load_tokenizer(src), src, out, rows(TEXTS))
     assert details.reader == "transformers"
-    assert [one.kind for one in found] == [what]
+    assert [difference.kind for difference in found] == [what]
     assert details.reason == found[0].text
     assert details.reason.startswith("tokenizers ")  # not what transformers reads from the new files
     assert not (out / "tokenizer.json").exists()  # as there was none before
@@ -135,40 +135,40 @@ def test_what_differs_is_found_and_left_to_transformers(tmp_path, monkeypatch, f
     ("spoil", "what"),
     [(lambda rows: rows.ids[3].append(5), "ids"), (lambda rows: rows.types[3].__setitem__(0, 1), "types")],
 )
-def test_a_reader_that_differs_in_one_row_is_found(tmp_path, monkeypatch, found, spoil, what):
+def test_single_differing_sample_is_detected(tmp_path, monkeypatch, found, spoil, what):
     src = made(tmp_path / "src", "bert")
     out = copied(src, tmp_path / "out")
-    real = RustTokenizer.encode_batch
+    original = RustTokenizer.encode_batch
 
     def spoiled(self, texts, max_length, pairs=None):
-        read = real(self, texts, max_length, pairs)
-        if len(read.ids) > 3 and pairs is None:
-            spoil(read)
-        return read
+        encoded = original(self, texts, max_length, pairs)
+        if len(encoded.ids) > 3 and pairs is None:
+            spoil(encoded)
+        return encoded
 
     monkeypatch.setattr(RustTokenizer, "encode_batch", spoiled)
     assert export_tokenizer(load_tokenizer(src), src, out, rows(TEXTS)).reader == "transformers"
-    assert [one.kind for one in found] == [what]
+    assert [difference.kind for difference in found] == [what]
 
 
-def test_pairs_that_differ_are_found(tmp_path, monkeypatch, found):
+def test_differing_pairs_are_detected(tmp_path, monkeypatch, found):
     src = made(tmp_path / "src", "bert")
     out = copied(src, tmp_path / "out")
-    real = RustTokenizer.encode_batch
+    original = RustTokenizer.encode_batch
     monkeypatch.setattr(
         RustTokenizer,
         "encode_batch",
-        lambda self, texts, most, pairs=None: real(self, pairs or texts, most, texts if pairs else None),
+        lambda self, texts, most, pairs=None: original(self, pairs or texts, most, texts if pairs else None),
     )
     assert export_tokenizer(load_tokenizer(src), src, out, rows(TEXTS)).reader == "transformers"
-    assert [one.kind for one in found] == ["pairs"]
+    assert [difference.kind for difference in found] == ["pairs"]
 
 
 @pytest.mark.parametrize(
     ("setting", "value"),
     [("separate_vocabs", True), ("sp_model_kwargs", {"alpha": 0.1}), ("split_special_tokens", True)],
 )
-def test_a_marian_tokenizer_of_another_kind_is_left_to_transformers(tmp_path, setting, value):
+def test_unsupported_marian_tokenizer_falls_back_to_transformers(tmp_path, setting, value):
     hub = load_tokenizer(made(tmp_path / "src", "marian"))
     assert read_tokenizer_facts(hub).reader == "sentencepiece"
     setattr(hub, setting, value)
@@ -176,7 +176,7 @@ def test_a_marian_tokenizer_of_another_kind_is_left_to_transformers(tmp_path, se
     assert setting in read_tokenizer_facts(hub).reason
 
 
-def test_an_added_token_that_takes_blanks_along_is_left_to_transformers(tmp_path):
+def test_added_token_with_stripping_falls_back_to_transformers(tmp_path):
     from tokenizers import AddedToken
 
     hub = load_tokenizer(made(tmp_path / "src", "marian"))
@@ -185,7 +185,7 @@ def test_an_added_token_that_takes_blanks_along_is_left_to_transformers(tmp_path
     assert read_tokenizer_facts(hub).reader == "transformers"
 
 
-def test_a_file_that_says_the_same_is_not_written_anew(tmp_path):
+def test_equal_tokenizer_file_is_not_rewritten(tmp_path):
     src = seq2seq.write_t5(tmp_path / "src")
     file = src / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text()), indent=7))
@@ -194,7 +194,7 @@ def test_a_file_that_says_the_same_is_not_written_anew(tmp_path):
     assert (out / "tokenizer.json").read_bytes() == file.read_bytes()
 
 
-def test_how_a_call_cut_and_padded_is_not_written_down(tmp_path):
+def test_truncation_and_padding_state_is_not_saved(tmp_path):
     src = made(tmp_path / "src", "bert")
     out = copied(src, tmp_path / "out")
     hub = load_tokenizer(src)
@@ -204,7 +204,7 @@ def test_how_a_call_cut_and_padded_is_not_written_down(tmp_path):
     assert (content["truncation"], content["padding"]) == (None, None)
 
 
-def test_languages_are_part_of_what_is_written(tmp_path):
+def test_language_tokens_are_saved(tmp_path):
     src = made(tmp_path / "src", "mbart50")
     out = copied(src, tmp_path / "out")
     hub = load_tokenizer(src)

@@ -111,10 +111,10 @@ PATTERNS: dict[str, list[Any]] = {
 
 
 def make_model(nodes: list[Any], opset: int = 17) -> Any:
-    read = {name for node in nodes for name in node.input}
+    used_names = {name for node in nodes for name in node.input}
     arrays = {name: np.asarray(value, np.float32) for name, value in CONSTANTS.items()}
     arrays |= {name: np.asarray(value, np.int64) for name, value in INTEGERS.items()}
-    weights = [numpy_helper.from_array(value, name) for name, value in arrays.items() if name in read]
+    weights = [numpy_helper.from_array(value, name) for name, value in arrays.items() if name in used_names]
     ends = [graphs.value_info("x", ["N", 8])], [graphs.value_info("y", None)]
     return graphs.make_model(nodes, *ends, weights, opset=opset)
 
@@ -126,22 +126,22 @@ def samples() -> Any:
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_values_that_float16_lacks_are_computed_in_float32(name: str) -> None:
+def test_values_outside_float16_are_computed_in_float32(name: str) -> None:
     """The inputs are float16 values, so only the inside of the graph can differ.
 
     ONNX's reference rounds after each node; ONNX Runtime computes some chains of nodes in float32 on the CPU.
     """
     model, x = make_model(PATTERNS[name]), samples()
     with np.errstate(all="ignore"):
-        (wanted,) = ReferenceEvaluator(model).run(None, {"x": x})
+        (expected,) = ReferenceEvaluator(model).run(None, {"x": x})
     convert_to_half(model, "model", "fp16", float32_nodes(model) | nodes_outside_fp16(model), {"x", "y"})
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    (got,) = session.run(None, {"x": x})
+    (actual,) = session.run(None, {"x": x})
     with np.errstate(all="ignore"):
         (rounded,) = ReferenceEvaluator(model).run(None, {"x": x})
-    limits = {"rtol": 2e-2, "atol": 1e-6 * np.abs(wanted[np.isfinite(wanted)]).max()}
-    np.testing.assert_allclose(rounded, wanted, **limits)
-    np.testing.assert_allclose(got, wanted, **limits)
+    limits = {"rtol": 2e-2, "atol": 1e-6 * np.abs(expected[np.isfinite(expected)]).max()}
+    np.testing.assert_allclose(rounded, expected, **limits)
+    np.testing.assert_allclose(actual, expected, **limits)
 
 
 @pytest.mark.parametrize(

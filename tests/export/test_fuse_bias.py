@@ -20,14 +20,14 @@ def graph(nodes, shape=("r", 1, 4), outputs=("y",)):
         numpy_helper.from_array(random.normal(size=size).astype(np.float32), name)
         for name, size in sizes.items()
     ]
-    made = helper.make_graph(
-        [helper.make_node(kind, read, out, f"node_{out[0]}") for kind, read, out in nodes],
+    inner_graph = helper.make_graph(
+        [helper.make_node(kind, input_names, out, f"node_{out[0]}") for kind, input_names, out in nodes],
         "step",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
         [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs],
         constants,
     )
-    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    model = helper.make_model(inner_graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
     return onnx.shape_inference.infer_shapes(model)
 
 
@@ -58,15 +58,15 @@ FFN = [
     ],
     ids=["ffn", "asked", "twice", "output"],
 )
-def test_products_with_a_bias_become_gemm_and_say_the_same(nodes, outputs, left):
+def test_matmul_with_bias_becomes_gemm_with_equal_outputs(nodes, outputs, left):
     model = graph(nodes, outputs=outputs)
-    before = run_model(model, (3, 1, 4))
+    outputs_before = run_model(model, (3, 1, 4))
     assert fuse_biases(model) == left["Gemm"]
     onnx.checker.check_model(model, full_check=True)
     assert Counter(node.op_type for node in model.graph.node) == left
-    for was, now in zip(before, run_model(model, (3, 1, 4)), strict=True):
-        assert now.shape == was.shape
-        np.testing.assert_allclose(now, was, rtol=1e-6, atol=1e-6)
+    for expected, actual in zip(outputs_before, run_model(model, (3, 1, 4)), strict=True):
+        assert actual.shape == expected.shape
+        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -90,16 +90,16 @@ def test_products_with_a_bias_become_gemm_and_say_the_same(nodes, outputs, left)
         "no bias",
     ],
 )
-def test_others_stay_as_they_are(nodes, shape, outputs):
+def test_unsupported_patterns_are_unchanged(nodes, shape, outputs):
     model = graph(nodes, shape, outputs)
-    before = model.SerializeToString()
+    model_bytes = model.SerializeToString()
     assert fuse_biases(model) == 0
-    assert model.SerializeToString() == before
+    assert model.SerializeToString() == model_bytes
 
 
-def test_a_longer_bias_widens_a_sum_and_stays():
-    wide = [("MatMul", ["x", "n"], ["h"]), ("Add", ["h", "b"], ["y"])]
-    model = graph(wide)
+def test_broadcasting_bias_is_not_fused():
+    node_specs = [("MatMul", ["x", "n"], ["h"]), ("Add", ["h", "b"], ["y"])]
+    model = graph(node_specs)
     model.graph.initializer.append(numpy_helper.from_array(np.ones((4, 1), np.float32), "n"))
     model = onnx.shape_inference.infer_shapes(model)
     assert fuse_biases(model) == 0
@@ -107,7 +107,7 @@ def test_a_longer_bias_widens_a_sum_and_stays():
 
 
 @pytest.mark.parametrize(("read", "joined"), [("i", 1), ("h", 0)], ids=["the sum", "the product"])
-def test_what_a_graph_inside_of_a_node_reads_is_there(read, joined):
+def test_values_used_in_subgraphs_are_kept(read, joined):
     model = graph([*FFN[:2], ("Relu", ["i"], ["z"])], outputs=("z", "y"))
     branches = {
         key: helper.make_graph(
@@ -120,15 +120,15 @@ def test_what_a_graph_inside_of_a_node_reads_is_there(read, joined):
     }
     model.graph.initializer.append(numpy_helper.from_array(np.array(True), "yes"))
     model.graph.node.append(helper.make_node("If", ["yes"], ["y"], "if", **branches))
-    before = run_model(model, (3, 1, 4))
+    outputs_before = run_model(model, (3, 1, 4))
     assert fuse_biases(model) == joined
-    for was, now in zip(before, run_model(model, (3, 1, 4)), strict=True):
-        np.testing.assert_allclose(now, was, rtol=1e-6, atol=1e-6)
+    for expected, actual in zip(outputs_before, run_model(model, (3, 1, 4)), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_a_step_of_a_translator_has_no_bias_beside_its_products():
-    made = graph_exports.exported_graphs("marian", "fp32")
-    step = onnx.load(made.folder / "decoder_with_past_model.onnx", load_external_data=False)
-    kinds = Counter(node.op_type for node in step.graph.node)
-    assert kinds["MatMul"] == 0
-    assert kinds["Gemm"] >= 7
+def test_translator_step_has_all_biases_fused():
+    exported = graph_exports.exported_graphs("marian", "fp32")
+    step = onnx.load(exported.folder / "decoder_with_past_model.onnx", load_external_data=False)
+    op_counts = Counter(node.op_type for node in step.graph.node)
+    assert op_counts["MatMul"] == 0
+    assert op_counts["Gemm"] >= 7

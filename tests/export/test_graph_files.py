@@ -60,12 +60,12 @@ def total(path):
     return float(session.run(None, {})[0])
 
 
-def test_weights_move_out_above_the_limit_and_back_below_it(tmp_path, monkeypatch):
+def test_weights_above_limit_are_external_and_below_it_inline(tmp_path, monkeypatch):
     path = tmp_path / "model.onnx"
     assert inline_weight_bytes(model()) == 4 * 1504
     write_graph(model(), path)
     assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
-    inside, sum_inside = path.stat().st_size, total(path)
+    inline_size, sum_inside = path.stat().st_size, total(path)
     monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", LIMIT)
     for _ in range(2):  # again into the same files: nothing is appended
         write_graph(model(), path)
@@ -73,13 +73,13 @@ def test_weights_move_out_above_the_limit_and_back_below_it(tmp_path, monkeypatc
         assert (
             external_data_path(path).stat().st_size == 4032 + 4 * 501
         )  # the second begins at a line of 64 bytes
-    assert path.stat().st_size < inside / 5
+    assert path.stat().st_size < inline_size / 5
     assert total(path) == sum_inside
-    found = read_graph(path, values=False)
-    assert has_external_data(found)
-    outside = {t.name for t in found.graph.initializer if t.external_data}
-    assert outside == {"large", "other"}
-    write_graph(found, path)  # the structure alone; the data stays
+    structure = read_graph(path, values=False)
+    assert has_external_data(structure)
+    external_names = {t.name for t in structure.graph.initializer if t.external_data}
+    assert external_names == {"large", "other"}
+    write_graph(structure, path)  # the structure alone; the data stays
     assert total(path) == sum_inside
     monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", 10**9)
     write_graph(read_graph(path), path)
@@ -87,35 +87,35 @@ def test_weights_move_out_above_the_limit_and_back_below_it(tmp_path, monkeypatc
     assert total(path) == sum_inside
 
 
-def test_large_tensors_begin_at_pages(tmp_path, monkeypatch):
+def test_large_tensors_are_page_aligned(tmp_path, monkeypatch):
     monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", LIMIT)
     path = tmp_path / "model.onnx"
     write_graph(model((("a", 300), ("b", 300_000), ("c", 257))), path)
-    places = {
+    offsets = {
         t.name: int(e.value)
         for t in read_graph(path, values=False).graph.initializer
         for e in t.external_data
         if e.key == "offset"
     }
-    assert places == {"a": 0, "b": 4096, "c": -(-(4096 + 1_200_000) // 64) * 64}
+    assert offsets == {"a": 0, "b": 4096, "c": -(-(4096 + 1_200_000) // 64) * 64}
 
 
-def test_a_damaged_graph_or_a_missing_data_file_is_an_error_in_words(tmp_path, monkeypatch):
+def test_damaged_graph_or_missing_data_file_raises_error(tmp_path, monkeypatch):
     path = tmp_path / "model.onnx"
     path.write_bytes(b"nothing of the kind")
-    with raises_code("damaged-file", RunError) as caught:
+    with raises_code("damaged-file", RunError) as excinfo:
         read_graph(path)
-    assert caught.value.file == str(path)
+    assert excinfo.value.file == str(path)
     monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", LIMIT)
     write_graph(model(), path)
     external_data_path(path).unlink()
-    with raises_code("damaged-file", RunError) as caught:
+    with raises_code("damaged-file", RunError) as excinfo:
         read_graph(path)
-    assert "model.onnx_data" in str(caught.value)
+    assert "model.onnx_data" in str(excinfo.value)
     assert read_graph(path, values=False).graph.node
 
 
-def test_an_input_with_a_default_may_be_left_out(tmp_path):
+def test_input_with_default_is_optional(tmp_path):
     node = helper.make_node("Add", ["x", "more"], ["y"])
     value = helper.make_tensor_value_info
     ends = [value("x", TensorProto.INT64, [2]), value("more", TensorProto.INT64, [])]
@@ -134,9 +134,7 @@ def test_an_input_with_a_default_may_be_left_out(tmp_path):
 
 
 @pytest.mark.parametrize(("family", "scheme", "target", "dtype"), CASES)
-def test_an_artifact_with_weights_outside_is_whole_and_moves(
-    family, scheme, target, dtype, tmp_path, monkeypatch
-):
+def test_artifact_with_external_weights_is_relocatable(family, scheme, target, dtype, tmp_path, monkeypatch):
     """Exported, committed, counted, moved and opened by plain ONNX Runtime; equal to the inline one."""
     inline = graph_exports.exported_graphs(family, scheme, target, dtype)
     monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", LIMIT)
@@ -159,28 +157,28 @@ def test_an_artifact_with_weights_outside_is_whole_and_moves(
     graphs = {p.name for p in artifact.path.iterdir() if ".onnx" in p.name}
     assert graphs == {f"{n}.onnx{end}" for n in names for end in ("", "_data")}
     assert not list(artifact.path.glob(".*"))
-    before = sum((inline.folder / f"{n}.onnx").stat().st_size for n in names)
-    assert artifact.size_bytes == pytest.approx(before, rel=0.1)
+    inline_size = sum((inline.folder / f"{n}.onnx").stat().st_size for n in names)
+    assert artifact.size_bytes == pytest.approx(inline_size, rel=0.1)
     for name in names:
         tensors = read_graph(artifact.path / f"{name}.onnx", values=False).graph.initializer
         matrices = {t.data_type for t in tensors if len(t.dims) > 1}  # norms stay float32
         assert (TensorProto.FLOAT in matrices) == (dtype == "fp32")
-    moved = tmp_path / "elsewhere" / "model"
-    shutil.copytree(artifact.path, moved)
+    copied_folder = tmp_path / "elsewhere" / "model"
+    shutil.copytree(artifact.path, copied_folder)
     shutil.rmtree(artifact.path)
     for name in names:
         sessions = [
             onnxruntime.InferenceSession(str(folder / f"{name}.onnx"), providers=["CPUExecutionProvider"])
-            for folder in (moved, inline.folder)
+            for folder in (copied_folder, inline.folder)
         ]
         for feeds in example_feeds(sessions[0], np.arange(2, 40)):
-            for got, wanted in zip(*(s.run(None, feeds) for s in sessions), strict=True):
-                np.testing.assert_allclose(got, wanted, atol=1e-5)
-    with open_runner(read_artifact(moved), 1) as runner:
+            for actual, expected in zip(*(s.run(None, feeds) for s in sessions), strict=True):
+                np.testing.assert_allclose(actual, expected, atol=1e-5)
+    with open_runner(read_artifact(copied_folder), 1) as runner:
         assert runner.config["model_type"] == family
 
 
-def test_a_stale_data_file_of_torch_is_never_there(tmp_path, monkeypatch):
+def test_stale_torch_data_file_is_removed(tmp_path, monkeypatch):
     """torch writes `NAME.onnx.data` of its own above a limit; nothing goes through that any more."""
     from torch.onnx._internal.exporter import _onnx_program
 
@@ -199,23 +197,23 @@ def branch(name):
     )
 
 
-def test_external_weights_of_inner_graphs_are_found_and_kept(tmp_path):
+def test_external_weights_of_subgraphs_are_kept(tmp_path):
     """An If whose branches have their weights in another file."""
     node = helper.make_node("If", ["c"], ["y"], then_branch=branch("yes"), else_branch=branch("no"))
     ends = [helper.make_tensor_value_info("c", TensorProto.BOOL, [])]
     outer = helper.make_graph([node], "g", ends, [helper.make_tensor_value_info("y", TensorProto.FLOAT, [])])
-    whole = helper.make_model(outer, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    outer_model = helper.make_model(outer, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
     path = tmp_path / "model.onnx"
     weights = external_data_path(path)
-    onnx.save(whole, path, save_as_external_data=True, location=weights.name, size_threshold=0)
-    found = read_graph(path, values=False)
-    assert external_data_names(found) == {weights.name}
+    onnx.save(outer_model, path, save_as_external_data=True, location=weights.name, size_threshold=0)
+    structure = read_graph(path, values=False)
+    assert external_data_names(structure) == {weights.name}
     assert external_data_files(path) == [weights]
-    write_graph(found, path)
+    write_graph(structure, path)
     assert weights.is_file()
-    before = graph_hash(path)
+    initial_hash = graph_hash(path)
     weights.write_bytes(weights.read_bytes()[::-1])
-    assert graph_hash(path) != before
+    assert graph_hash(path) != initial_hash
 
 
 def test_external_weights_are_copied_where_hard_links_fail(tmp_path, monkeypatch):

@@ -37,8 +37,8 @@ LAYERS = {
 
 def plant(family, folder):
     """Return a model of the family, one of whose products gives what float16 cannot hold; its task."""
-    make, task = graph_exports.FAMILIES[family]
-    source = make(folder / "model", **LAYERS[family])
+    make_source, task = graph_exports.FAMILIES[family]
+    source = make_source(folder / "model", **LAYERS[family])
     graph_exports.randomize_biases(source)
     model, edits = load_model(source)
     with torch.no_grad():
@@ -57,25 +57,25 @@ def export(family, folder, **settings):
 
 
 @pytest.mark.parametrize("family", PLANTED if matrix.is_full_matrix() else ["marian", "llama"])
-def test_blocks_that_overflow_stay_float32_and_are_named(family, tmp_path):
+def test_overflowing_blocks_are_kept_float32_and_named(family, tmp_path):
     ctx = export(family, tmp_path, target="tensorrt", dtype="fp16")
     block, graph, _ = PLANTED[family]
-    found = ctx.details["float32"][graph]["blocks"]
-    name = next(n for n in found if block.endswith(n) or n.endswith(block))
-    assert found[name] > select_fp32.FP16_SAFE_MAX
-    (warning,) = [one for one in ctx.warnings if one.code == "kept-float32"]
+    block_values = ctx.details["float32"][graph]["blocks"]
+    name = next(n for n in block_values if block.endswith(n) or n.endswith(block))
+    assert block_values[name] > select_fp32.FP16_SAFE_MAX
+    (warning,) = [entry for entry in ctx.warnings if entry.code == "kept-float32"]
     assert f"{name} (" in warning.message
-    assert all(one["mean"] < 0.01 for one in ctx.details["parity"].values())
+    assert all(entry["mean"] < 0.01 for entry in ctx.details["parity"].values())
     for path in ctx.out.glob("*.onnx"):
         model = onnx.load(path)
         assert [p for p in preflight(model, path) if p.severity == "error"] == []
-        kinds = {t.data_type for t in model.graph.initializer if len(t.dims) == 2}
-        assert onnx.TensorProto.FLOAT16 in kinds  # what does not overflow became half
-        assert (onnx.TensorProto.FLOAT in kinds) >= (path.stem == graph)
+        matrix_types = {t.data_type for t in model.graph.initializer if len(t.dims) == 2}
+        assert onnx.TensorProto.FLOAT16 in matrix_types  # what does not overflow became half
+        assert (onnx.TensorProto.FLOAT in matrix_types) >= (path.stem == graph)
 
 
 @pytest.mark.parametrize("family", ["t5", "llama"] if matrix.is_full_matrix() else ["llama"])
-def test_without_that_they_are_infinite_and_refused(family, tmp_path, monkeypatch):
+def test_overflowing_float16_graph_fails_parity(family, tmp_path, monkeypatch):
     monkeypatch.setattr(select_fp32, "FP16_SAFE_MAX", float("inf"))
     monkeypatch.setattr(select_fp32, "FP16_MAX", float("inf"))
     with raises_code("non-finite-outputs", ParityError):
@@ -83,18 +83,18 @@ def test_without_that_they_are_infinite_and_refused(family, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(("family", "target"), [("t5", "tensorrt"), ("llama", "ort-cuda")])
-def test_bf16_holds_what_overflows_and_keeps_the_norms(family, target, tmp_path):
+def test_bf16_keeps_only_norms_in_float32(family, target, tmp_path):
     ctx = export(family, tmp_path, target=target, dtype="bf16")
-    assert all(one["blocks"] == {} and one["norms"] > 2 for one in ctx.details["float32"].values())
+    assert all(entry["blocks"] == {} and entry["norms"] > 2 for entry in ctx.details["float32"].values())
     assert [w for w in ctx.warnings if "float32" in w] == []
-    assert all(one["mean"] < 0.1 for one in ctx.details["parity"].values())
+    assert all(entry["mean"] < 0.1 for entry in ctx.details["parity"].values())
     for path in ctx.out.glob("*.onnx"):
         model = onnx.load(path)
         assert [p for p in preflight(model, path) if p.severity == "error"] == []
-        inside = onnx.shape_inference.infer_shapes(model).graph.value_info
-        types = {value.name: value.type.tensor_type.elem_type for value in inside}
-        means = [node.output[0] for node in model.graph.node if node.op_type == "ReduceMean"]
-        assert {types[name] for name in means} == {onnx.TensorProto.FLOAT}
+        value_infos = onnx.shape_inference.infer_shapes(model).graph.value_info
+        types = {value.name: value.type.tensor_type.elem_type for value in value_infos}
+        mean_outputs = [node.output[0] for node in model.graph.node if node.op_type == "ReduceMean"]
+        assert {types[name] for name in mean_outputs} == {onnx.TensorProto.FLOAT}
         caches = {
             i.type.tensor_type.elem_type for i in model.graph.input if i.name.startswith("past_key_values")
         }
@@ -102,7 +102,7 @@ def test_bf16_holds_what_overflows_and_keeps_the_norms(family, target, tmp_path)
 
 
 @pytest.mark.parametrize("family", ["resnet", "modernbert", "mpnet", "embedder"])
-def test_bf16_graphs_are_valid_and_hold_no_operator_that_cuda_lacks(family, tmp_path):
+def test_bf16_graphs_have_no_operator_missing_on_cuda(family, tmp_path):
     """Conv, Sin and Cos take bfloat16 from opset 22 on, as ONNX's own checker says."""
     if family == "resnet":
         source, task = images.write_model(tmp_path / "m", family), images.TASK
@@ -118,19 +118,19 @@ def test_bf16_graphs_are_valid_and_hold_no_operator_that_cuda_lacks(family, tmp_
         onnx.checker.check_model(str(path), full_check=True)
         model = onnx.shape_inference.infer_shapes(onnx.load(path))
         types = {value.name: value.type.tensor_type.elem_type for value in model.graph.value_info}
-        lacking = [n for n in model.graph.node if n.op_type in ("ReduceL2", "Clip", "Log")]
-        assert {types[n.output[0]] for n in lacking} <= {onnx.TensorProto.FLOAT}
-        assert lacking or family not in ("mpnet", "embedder")
+        unsupported_nodes = [n for n in model.graph.node if n.op_type in ("ReduceL2", "Clip", "Log")]
+        assert {types[n.output[0]] for n in unsupported_nodes} <= {onnx.TensorProto.FLOAT}
+        assert unsupported_nodes or family not in ("mpnet", "embedder")
 
 
 @pytest.mark.parametrize("settings", [{"target": "ort-cpu"}, {"target": "ort-cuda", "dtype": "fp16"}])
-def test_tf32_is_for_float32_on_cuda(settings):
+def test_tf32_requires_float32_on_cuda(settings):
     with pytest.raises(ValidationError):
         OnnxSettings(tf32=True, **settings)
     assert OnnxSettings(target="ort-cuda", tf32=True).tf32
 
 
-def test_without_data_the_ranges_are_of_made_up_ids_and_a_warning_says_so(tmp_path):
+def test_missing_data_uses_random_ids_with_warning(tmp_path):
     source, task = plant("bert", tmp_path)
     ctx = graph_exports.harness.make_context(tmp_path / "onnx", task, {})
     Onnx()(tiny.as_artifact(source, task), OnnxSettings(target="tensorrt", dtype="fp16"), ctx)
@@ -138,21 +138,23 @@ def test_without_data_the_ranges_are_of_made_up_ids_and_a_warning_says_so(tmp_pa
     assert "made-up-inputs" in message_codes(ctx.warnings)
 
 
-def test_the_warning_names_the_largest_first_and_counts_the_rest():
+def test_warning_lists_largest_blocks_first_and_counts_others():
     assert half_graphs.overflow_warning({"model": Fp32Selection(norms={"norm"})}) is None
-    one = half_graphs.overflow_warning({"model": Fp32Selection(blocks={"a": 40000.4})})
-    assert one.endswith(" 32,752): a (40,000).")
-    many = Fp32Selection(blocks={f"b{i}": 1e5 + i for i in range(7)})
-    words = half_graphs.overflow_warning(
-        {"encoder_model": many, "decoder": Fp32Selection(blocks={"b0": 2e5})}
+    single_warning = half_graphs.overflow_warning({"model": Fp32Selection(blocks={"a": 40000.4})})
+    assert single_warning.endswith(" 32,752): a (40,000).")
+    many_blocks = Fp32Selection(blocks={f"b{i}": 1e5 + i for i in range(7)})
+    warning_text = half_graphs.overflow_warning(
+        {"encoder_model": many_blocks, "decoder": Fp32Selection(blocks={"b0": 2e5})}
     )
-    assert words.endswith("b0 (200,000), b6 (100,006), b5 (100,005), b4 (100,004), b3 (100,003) and 2 more.")
+    assert warning_text.endswith(
+        "b0 (200,000), b6 (100,006), b5 (100,005), b4 (100,004), b3 (100,003) and 2 more."
+    )
 
 
-def test_caches_that_overflow_stay_float32_in_both_graphs(tmp_path):
+def test_overflowing_caches_are_kept_float32_in_both_graphs(tmp_path):
     """Values of a translator's cross-attention, which one graph gives and the other one reads."""
-    make, task = graph_exports.FAMILIES["marian"]
-    source = make(tmp_path / "model", **LAYERS["marian"])
+    make_source, task = graph_exports.FAMILIES["marian"]
+    source = make_source(tmp_path / "model", **LAYERS["marian"])
     model, edits = load_model(source)
     with torch.no_grad():
         model.model.decoder.layers[0].encoder_attn.v_proj.weight.mul_(1e6)
@@ -164,6 +166,6 @@ def test_caches_that_overflow_stay_float32_in_both_graphs(tmp_path):
         onnx.load(ctx.out / f"{name}.onnx").graph for name in ("encoder_model", "decoder_with_past_model")
     )
     ends = {value.name: value.type.tensor_type.elem_type for value in (*encoder.output, *decoder.input)}
-    wide = {name for name, kind in ends.items() if kind == onnx.TensorProto.FLOAT}
-    assert wide == {"present.0.encoder.value", "past_key_values.0.encoder.value"}
+    float_caches = {name for name, kind in ends.items() if kind == onnx.TensorProto.FLOAT}
+    assert float_caches == {"present.0.encoder.value", "past_key_values.0.encoder.value"}
     assert np.isfinite(ctx.details["parity"]["decoder_with_past_model"]["largest"])

@@ -18,17 +18,17 @@ TARGETS = ("ort-cuda", "tensorrt", "openvino", "ort-tensorrt")
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_other_targets_are_refused(target):
+def test_unsupported_targets_are_rejected(target):
     with raises_setting_codes("unused-setting"):
         OnnxSettings(target=target, kv_cache="int8")
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("width", "rotary", "fits"), [(8, False, True), (8, True, False), (48, True, True)])
-def test_widths_of_heads_are_the_operator_s(width, rotary, fits):
-    why = unsupported_head_dim(width, rotary)
-    assert (why is None) == fits
-    assert fits or re.findall(r"\d+", why.partition("GroupQueryAttention")[2]) == [
+def test_supported_head_sizes_equal_operator_limits(width, rotary, fits):
+    reason = unsupported_head_dim(width, rotary)
+    assert (reason is None) == fits
+    assert fits or re.findall(r"\d+", reason.partition("GroupQueryAttention")[2]) == [
         "16",
         "32",
         "48",
@@ -47,7 +47,7 @@ def test_widths_of_heads_are_the_operator_s(width, rotary, fits):
         ({"model_type": "unheard of"}, True),
     ],
 )
-def test_a_config_says_how_wide_heads_are(config, fits):
+def test_head_size_is_read_from_config(config, fits):
     assert (unsupported_model(config) is None) == fits
 
 
@@ -56,7 +56,7 @@ def plan(folder, stages, task="language-modeling", data="{train: t.txt, test: t.
     return " ".join(harness.smelt("plan", folder / "r.yaml", code=code).output.split())
 
 
-def test_a_plan_takes_it_where_there_are_rows(tmp_path):
+def test_plan_accepts_int8_cache_with_calibration_data(tmp_path):
     assert Onnx.needs_with(OnnxSettings(), ["train"]) == frozenset()
     assert Onnx.needs_with(INT8, ["train"]) == {"train"}
     assert Onnx.needs_with(INT8, ["train", "calibration"]) == {"calibration"}
@@ -75,15 +75,15 @@ def test_a_plan_takes_it_where_there_are_rows(tmp_path):
 
 
 @pytest.mark.parametrize("make", ["marian", "bert"])
-def test_a_plan_refuses_models_without_such_caches(tmp_path, make):
+def test_plan_rejects_models_without_supported_caches(tmp_path, make):
     getattr(tiny, f"write_{make}")(tmp_path / "m")
     task = {"marian": "translation", "bert": "text-classification"}[make]
-    rows = (
+    data_file = (
         tiny.write_labeled(tmp_path / "d.jsonl", 6)
         if make == "bert"
         else tiny.write_pairs(tmp_path / "d.jsonl", 6)
     )
-    data = f"{{train: {rows.name}, test: {rows.name}}}"
+    data = f"{{train: {data_file.name}, test: {data_file.name}}}"
     output = plan(tmp_path, "[onnx: {kv_cache: int8}]", task, data)
     assert output.count("kv_cache") >= 1
     assert "error[unsupported-task]" in output
@@ -94,7 +94,7 @@ def test_a_plan_refuses_models_without_such_caches(tmp_path, make):
     ("family", "config", "code"),
     [("gpt2", {"n_embd": 36, "n_head": 3}, "unsupported-cache"), ("llama", {}, "no-calibration-data")],
 )
-def test_the_stage_refuses_what_a_plan_could_not_see(family, config, code, tmp_path):
+def test_stage_rejects_unsupported_model_unknown_to_plan(family, config, code, tmp_path):
     folder = causal.write_model(tmp_path / "m", family, **config)
     ctx = harness.make_context(tmp_path / "out", "language-modeling")
     with raises_code(code, InputError):
@@ -102,7 +102,7 @@ def test_the_stage_refuses_what_a_plan_could_not_see(family, config, code, tmp_p
     assert not list(ctx.out.glob("*.onnx"))
 
 
-def test_the_stage_refuses_other_tasks(tmp_path):
+def test_stage_rejects_unsupported_tasks(tmp_path):
     source = graph_exports.FAMILIES["bert"][0](tmp_path / "m")
     ctx = graph_exports.make_context(tmp_path / "out", "text-classification")
     assert unsupported_task("text-classification")

@@ -12,7 +12,7 @@ from tests.support.expected_errors import raises_code
 from tests.support.models import tiny
 
 
-def test_an_export_that_cannot_fit_is_refused(tmp_path, monkeypatch):
+def test_export_exceeding_memory_is_rejected(tmp_path, monkeypatch):
     source = tiny.as_artifact(tiny.write_bert(tmp_path / "m"), "text-classification")
     monkeypatch.setattr(system, "available_bytes", lambda: 1000)
     with raises_code("out-of-memory", RunError):
@@ -20,13 +20,13 @@ def test_an_export_that_cannot_fit_is_refused(tmp_path, monkeypatch):
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_what_it_needs_is_the_weights_once_for_each_graph_at_a_time(tmp_path, monkeypatch):
+def test_memory_estimate_is_weights_per_graph(tmp_path, monkeypatch):
     source = tiny.as_artifact(tiny.write_bert(tmp_path / "m"), "text-classification")
-    asked = []
+    requested_bytes = []
 
     def refuse(needed, what, remedy):
         if needed:  # nothing is widened
-            asked.append(needed)
+            requested_bytes.append(needed)
             raise RunError(what)
 
     monkeypatch.setattr(onnx_stage, "require_memory", refuse)
@@ -35,5 +35,7 @@ def test_what_it_needs_is_the_weights_once_for_each_graph_at_a_time(tmp_path, mo
         with pytest.raises(RunError):
             Onnx()(source, settings, context)
     file = (tmp_path / "m" / "model.safetensors").stat().st_size
-    assert asked[1] == 2 * asked[0]
-    assert asked[0] == pytest.approx(file, rel=0.15)  # the file has a header, the model a table of positions
+    assert requested_bytes[1] == 2 * requested_bytes[0]
+    assert requested_bytes[0] == pytest.approx(
+        file, rel=0.15
+    )  # the file has a header, the model a table of positions

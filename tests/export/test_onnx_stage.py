@@ -27,8 +27,8 @@ from tests.support.expected_errors import raises_code, raises_setting_codes
 
 
 def tokenizer_files(folder):
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghijklmnop"]
-    (folder / "vocab.txt").write_text("\n".join(words))
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghijklmnop"]
+    (folder / "vocab.txt").write_text("\n".join(vocabulary))
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "BertTokenizer", "model_max_length": 32})
     )
@@ -146,23 +146,23 @@ def greedy_by_hand(runner, batch, steps):
 def test_decoder_steps_equal_transformers_forward_on_padded_rows(marian, exported):
     batch = Batch(np.array([[5, 6, 7, 8, 3], [9, 10, 3, 0, 0]]), np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]))
     with open_folder(exported[0], "onnx", "ort-cpu", 1) as runner:
-        got = greedy_by_hand(runner, batch, 6)
+        logits = greedy_by_hand(runner, batch, 6)
     model, _ = load_model(marian)
-    fed = np.concatenate([np.zeros((2, 1), dtype=np.int64), got[:, :-1].argmax(-1)], axis=1)
+    decoder_ids = np.concatenate([np.zeros((2, 1), dtype=np.int64), logits[:, :-1].argmax(-1)], axis=1)
     with torch.no_grad():
         expected = model(
             input_ids=torch.tensor(batch.input_ids), attention_mask=torch.tensor(batch.attention_mask),
-            decoder_input_ids=torch.tensor(fed),
+            decoder_input_ids=torch.tensor(decoder_ids),
         ).logits.numpy()  # fmt: skip
-    assert np.abs(got - expected).max() < 1e-4
+    assert np.abs(logits - expected).max() < 1e-4
 
 
-def test_graphs_hold_fused_operators_and_say_so(exported):
+def test_graphs_contain_and_report_fused_operators(exported):
     out, ctx = exported
-    found = operators(out / "decoder_with_past_model.onnx")
-    assert found["MultiHeadAttention"] == 4
-    assert found["Concat"] == 0
-    assert ctx.details["graphs"]["decoder_with_past_model"]["operators"] == dict(found)
+    op_counts = operators(out / "decoder_with_past_model.onnx")
+    assert op_counts["MultiHeadAttention"] == 4
+    assert op_counts["Concat"] == 0
+    assert ctx.details["graphs"]["decoder_with_past_model"]["operators"] == dict(op_counts)
     assert ctx.details["parity"]["decoder_with_past_model"]["largest"] < 2e-3
     assert ctx.details["parity"]["decoder_with_past_model"]["agreement"] == 1.0
     assert ctx.warnings == []
@@ -174,24 +174,22 @@ def test_graphs_hold_fused_operators_and_say_so(exported):
     }
 
 
-def test_texts_of_an_exported_model_are_read_without_transformers(marian, exported):
+def test_exported_model_tokenizes_without_transformers(marian, exported):
     out, ctx = exported
     assert ctx.details["tokenizer"] == read_tokenizer_info(out).reader == "tokenizers"
     texts = [example.text for example in ROWS.examples]
     assert open_tokenizer(out).encode_batch(texts, 32).ids == load_tokenizer(marian)(texts)["input_ids"]
 
 
-def test_a_reader_that_differs_on_a_row_of_the_data_is_left_to_transformers_and_told(
-    bert, tmp_path, monkeypatch
-):
-    real = RustTokenizer.encode_batch
+def test_tokenizer_differing_on_data_falls_back_with_warning(bert, tmp_path, monkeypatch):
+    original = RustTokenizer.encode_batch
 
     def spoiled(self, texts, max_length, pairs=None):
-        found = real(self, texts, max_length, pairs)
-        for text, ids in zip(texts, found.ids, strict=True):
+        encoded = original(self, texts, max_length, pairs)
+        for text, ids in zip(texts, encoded.ids, strict=True):
             if text == ROWS.examples[3].text:
                 ids[1] += 1
-        return found
+        return encoded
 
     monkeypatch.setattr(RustTokenizer, "encode_batch", spoiled)
     ctx = export(bert, tmp_path / "out", simplify=False)
@@ -203,25 +201,30 @@ def test_a_reader_that_differs_on_a_row_of_the_data_is_left_to_transformers_and_
 def test_int8_graphs_multiply_integers_and_store_the_shared_matrix_once(exported_int8):
     out, ctx = exported_int8
     graph = onnx.load(out / "decoder_with_past_model.onnx").graph
-    found = Counter(n.op_type for n in graph.node)
+    op_counts = Counter(n.op_type for n in graph.node)
     # per layer: packed qkv, out, cross q, cross out, fc1, fc2; one of the fc1 has two factors; the head
-    assert found["DynamicQuantizeMatMul"] == 2 * 6 + 1 + 1
-    assert found["MatMul"] == found["Gemm"] == 0
+    assert op_counts["DynamicQuantizeMatMul"] == 2 * 6 + 1 + 1
+    assert op_counts["MatMul"] == op_counts["Gemm"] == 0
     assert sum(sorted(t.dims) == [32, 64] for t in graph.initializer) == 1
     assert ctx.details["parity"]["decoder_with_past_model"]["mean"] < 0.05
 
 
-def test_every_graph_holds_the_matrix_of_embedding_and_head_in_the_same_layout(exported_int8):
+def test_tied_matrix_has_same_layout_in_every_graph(exported_int8):
     out, _ = exported_int8
-    found = {}
+    arrays_by_graph = {}
     for path in out.glob("*.onnx"):
         model = onnx.load(path)
-        found[path.stem] = [onnx.numpy_helper.to_array(t) for t in iter_initializers(model.graph)]
-    assert found.keys() >= {"encoder_model", "decoder_with_past_model", "generate", "generate_beams"}
+        arrays_by_graph[path.stem] = [onnx.numpy_helper.to_array(t) for t in iter_initializers(model.graph)]
+    assert arrays_by_graph.keys() >= {
+        "encoder_model",
+        "decoder_with_past_model",
+        "generate",
+        "generate_beams",
+    }
     encoder = onnx.load(out / "encoder_model.onnx").graph.initializer
     [table] = [t for t in encoder if t.name.endswith("embed_tokens.matrix.codes")]
     codes = onnx.numpy_helper.to_array(table)
-    for name, arrays in found.items():
+    for name, arrays in arrays_by_graph.items():
         assert any(np.array_equal(a, codes) for a in arrays), name
         assert not any(np.array_equal(a, codes.T) for a in arrays), name
 
@@ -241,19 +244,19 @@ def test_classifier_equals_transformers_for_any_batch_and_length(bert, tmp_path)
         assert np.abs(runner.forward(batch) - expected).max() < 1e-5
 
 
-def test_int8_for_a_target_without_ranges_is_refused(quantized, tmp_path):
-    with raises_code("unsupported-scheme", InputError) as caught:
+def test_dynamic_int8_is_rejected_for_static_target(quantized, tmp_path):
+    with raises_code("unsupported-scheme", InputError) as excinfo:
         export(quantized, tmp_path / "out", target="tensorrt")
-    assert "int8-dynamic" in str(caught.value)
-    assert "`from: NAME`" in str(caught.value)
+    assert "int8-dynamic" in str(excinfo.value)
+    assert "`from: NAME`" in str(excinfo.value)
 
 
-def test_half_on_the_cpu_is_refused_when_the_recipe_is_read():
+def test_half_on_cpu_is_rejected_when_recipe_is_parsed():
     with raises_setting_codes("unsupported-dtype"):
         OnnxSettings(dtype="fp16")
 
 
-def test_threads_are_written_into_the_artifact_and_nothing_where_none_are_asked_for(bert, tmp_path):
+def test_threads_are_saved_only_if_set(bert, tmp_path):
     assert "threads" not in export(bert, tmp_path / "plain", simplify=False).details
     assert export(bert, tmp_path / "two", threads=2, simplify=False).details["threads"] == 2
     details = export(bert, tmp_path / "tuned", threads="autotune", simplify=False).details
@@ -263,13 +266,13 @@ def test_threads_are_written_into_the_artifact_and_nothing_where_none_are_asked_
     assert 1 <= details["threads"] <= available_cores()
 
 
-def test_threads_for_a_gpu_are_refused_when_the_recipe_is_read():
-    with raises_setting_codes("unused-setting") as caught:
+def test_threads_for_gpu_are_rejected_when_recipe_is_parsed():
+    with raises_setting_codes("unused-setting") as excinfo:
         OnnxSettings(target="ort-cuda", threads=1)
-    assert "ort-cuda" in str(caught.value)
+    assert "ort-cuda" in str(excinfo.value)
 
 
 @pytest.mark.parametrize("wrong", [0, 2000, "all", 1.5])
-def test_threads_that_are_no_number_of_threads_are_refused(wrong):
+def test_invalid_thread_counts_are_rejected(wrong):
     with pytest.raises(ValidationError):
         OnnxSettings(threads=wrong)

@@ -74,7 +74,7 @@ def dequantized(model):
 
 # 100: a group that is filled up; an odd number of outputs: bytes that two rows of columns share
 @pytest.mark.parametrize(("inputs", "outputs", "size"), [(128, 6, 64), (100, 5, 64), (256, 7, 128)])
-def test_a_product_multiplies_by_what_the_codes_stand_for(inputs, outputs, size, tmp_path):
+def test_matmul_uses_dequantized_weights(inputs, outputs, size, tmp_path):
     torch.manual_seed(0)
     module = product(inputs, outputs, size)
     x = torch.randn(3, inputs)
@@ -87,7 +87,7 @@ def test_a_product_multiplies_by_what_the_codes_stand_for(inputs, outputs, size,
         np.testing.assert_allclose(module(x).numpy(), expected, rtol=1e-5, atol=2e-6)
 
 
-def test_the_constants_are_the_codes_and_the_scales_and_nothing_besides():
+def test_graph_stores_only_quantized_weights_and_scales():
     torch.manual_seed(0)
     module = product(100, 5)
     codes, grid = module[0].matrix.unpack()
@@ -100,7 +100,7 @@ def test_the_constants_are_the_codes_and_the_scales_and_nothing_besides():
         numpy_helper.to_array(stored).astype(int), codes.flatten(1).t().numpy().astype(int) - 8
     )
     np.testing.assert_array_equal(numpy_helper.to_array(scales), grid["scales"].t().numpy())
-    options = {one.name: one.i for one in node.attribute}
+    options = {attribute.name: attribute.i for attribute in node.attribute}
     assert options == {"axis": 0, "block_size": 64}
     (multiplied,) = [other for other in model.graph.node if other.op_type == "MatMul"]
     assert multiplied.input[1] == node.output[0]
@@ -110,7 +110,7 @@ def test_the_constants_are_the_codes_and_the_scales_and_nothing_besides():
 
 
 @pytest.mark.parametrize("width", [128, 100])
-def test_a_table_is_looked_up_by_rows_and_multiplied_by_columns(width, tmp_path):
+def test_tied_table_supports_lookup_and_matmul(width, tmp_path):
     torch.manual_seed(0)
     module = Both(width)
     ids = torch.tensor([[3, 30], [0, 7]])
@@ -118,16 +118,16 @@ def test_a_table_is_looked_up_by_rows_and_multiplied_by_columns(width, tmp_path)
     values = module.table.matrix.dequantized().detach()
     expected = (values[ids] @ values.t()).numpy()
     np.testing.assert_allclose(computed(model, tmp_path, ids), expected, rtol=1e-5, atol=1e-5)
-    found = {
+    table_by_axis = {
         next(a.i for a in node.attribute if a.name == "axis"): stored
         for node, stored, _ in dequantized(model)
     }
-    rows, columns = (numpy_helper.to_array(found[axis]) for axis in (1, 0))
-    np.testing.assert_array_equal(rows, columns.T)
-    assert rows.shape == (31, 128)
+    row_table, columns = (numpy_helper.to_array(table_by_axis[axis]) for axis in (1, 0))
+    np.testing.assert_array_equal(row_table, columns.T)
+    assert row_table.shape == (31, 128)
 
 
-def test_the_exact_twin_leaves_the_blocks_as_they_are_beside_codes_that_round(tmp_path):
+def test_dequantized_copy_keeps_blocks_of_unrounded_layers(tmp_path):
     torch.manual_seed(0)
     module = nn.Sequential(
         coded(nn.Linear(128, 64)), schemes.with_activation_range(nn.Linear(64, 6), "int8-static")
@@ -135,10 +135,12 @@ def test_the_exact_twin_leaves_the_blocks_as_they_are_beside_codes_that_round(tm
     module.attentions = ()
     x = torch.randn(3, 128)
     model = exported(module.eval(), x)
-    before = [node.SerializeToString() for node, *_ in dequantized(model)]
+    nodes_before = [node.SerializeToString() for node, *_ in dequantized(model)]
     assert dequantize_graph(model) == 1
-    assert [node.SerializeToString() for node, *_ in dequantized(model)] == before
-    rows = x
+    assert [node.SerializeToString() for node, *_ in dequantized(model)] == nodes_before
+    expected_output = x
     for layer in module:
-        rows = nn.functional.linear(rows, layer.matrix.dequantized(), layer.bias)
-    np.testing.assert_allclose(computed(model, tmp_path, x), rows.detach().numpy(), rtol=1e-5, atol=2e-6)
+        expected_output = nn.functional.linear(expected_output, layer.matrix.dequantized(), layer.bias)
+    np.testing.assert_allclose(
+        computed(model, tmp_path, x), expected_output.detach().numpy(), rtol=1e-5, atol=2e-6
+    )

@@ -43,13 +43,13 @@ def simplifier(monkeypatch, change, good=True):
     """Let onnxsim give the graph that it got, changed by `change`."""
 
     def fake(model, skipped_optimizers=None, output_path=None):
-        after = (
+        simplified = (
             onnx.load(model) if isinstance(model, str) else type(model).FromString(model.SerializeToString())
         )
-        change(after)
+        change(simplified)
         if output_path is not None:
-            onnx.save(after, output_path)
-        return after, good
+            onnx.save(simplified, output_path)
+        return simplified, good
 
     monkeypatch.setattr(onnxsim, "simplify", fake)
 
@@ -58,17 +58,17 @@ MISTAKES = ["drop_padding_mask", "mask_of_ones", "shift_the_mask", "drop_layer"]
 
 
 @pytest.mark.parametrize(("graph", "error"), matrix_cells(GRAPHS, MISTAKES))
-def test_a_candidate_that_lost_a_mask_or_a_layer_is_refused(graph, error, tmp_path, monkeypatch):
+def test_candidate_without_mask_or_layer_is_rejected(graph, error, tmp_path, monkeypatch):
     path = graph_of(*graph, tmp_path)
-    before = path.read_bytes()
+    file_bytes = path.read_bytes()
     simplifier(monkeypatch, mutations.ALL[error])
     assert code_of(simplify_file(path, TOKENS)) == "outputs-changed"
-    assert path.read_bytes() == before
+    assert path.read_bytes() == file_bytes
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
 @pytest.mark.parametrize("outside", [False, True])
-def test_a_candidate_that_computes_the_same_is_kept(outside, tmp_path, monkeypatch):
+def test_equal_candidate_is_accepted(outside, tmp_path, monkeypatch):
     path = graph_of(*GRAPHS[outside], tmp_path)
     if outside:
         monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", 1000)
@@ -91,24 +91,24 @@ def last_digits(model):
             replace_values(tensor, lambda v: v * np.float32(1 + 3e-6))
 
 
-def test_last_digits_that_become_other_codes_are_no_difference(tmp_path, monkeypatch):
+def test_rounding_to_neighboring_quantized_values_is_no_difference(tmp_path, monkeypatch):
     """Products of int8-groupwise round activations to codes; what one of these moves is far above 1e-4."""
     path = graph_of("bert", "model", tmp_path, "groupwise")
-    before = tmp_path / "before.onnx"
-    shutil.copyfile(path, before)
+    original_path = tmp_path / "before.onnx"
+    shutil.copyfile(path, original_path)
     simplifier(monkeypatch, last_digits)
     assert simplify_file(path, TOKENS) is None
-    assert path.read_bytes() != before.read_bytes()
-    assert simplify_graph._max_difference(before, path, TOKENS) > 10 * simplify_graph._TOLERANCE
-    assert {p.name for p in tmp_path.iterdir()} == {path.name, before.name}
+    assert path.read_bytes() != original_path.read_bytes()
+    assert simplify_graph._max_difference(original_path, path, TOKENS) > 10 * simplify_graph._TOLERANCE
+    assert {p.name for p in tmp_path.iterdir()} == {path.name, original_path.name}
 
 
 def coarser(model):
     """Round what products are fed twenty times as coarsely."""
-    made = {t.name: t for t in model.graph.initializer}
+    tensors_by_name = {t.name: t for t in model.graph.initializer}
     for node in model.graph.node:
         if node.op_type == "QuantizeLinear":
-            replace_values(made[node.input[1]], lambda v: v * np.float32(20))
+            replace_values(tensors_by_name[node.input[1]], lambda v: v * np.float32(20))
 
 
 def whole(model):
@@ -130,16 +130,16 @@ def whole(model):
         ("static", mutations.ALL["mask_of_ones"]),
     ],
 )
-def test_a_candidate_of_codes_that_computes_something_else_is_refused(scheme, error, tmp_path, monkeypatch):
+def test_different_quantized_candidate_is_rejected(scheme, error, tmp_path, monkeypatch):
     path = graph_of("bert", "model", tmp_path, scheme)
-    before = path.read_bytes()
+    file_bytes = path.read_bytes()
     simplifier(monkeypatch, error)
     assert code_of(simplify_file(path, TOKENS)) == "outputs-changed"
-    assert path.read_bytes() == before
+    assert path.read_bytes() == file_bytes
 
 
 @pytest.mark.parametrize("lengths", [EXAMPLE_LENGTHS, OTHER_EXAMPLE_LENGTHS])
-def test_a_candidate_that_holds_the_size_of_a_batch_is_refused(lengths, tmp_path, monkeypatch):
+def test_candidate_with_fixed_batch_size_is_rejected(lengths, tmp_path, monkeypatch):
     path = graph_of("bert", "model", tmp_path)
 
     def fix(model):
@@ -166,15 +166,15 @@ def renamed_input(model):
 
 
 @pytest.mark.parametrize("change", [infinite, renamed_input])
-def test_a_candidate_that_cannot_be_compared_is_refused(change, tmp_path, monkeypatch):
+def test_incomparable_candidate_is_rejected(change, tmp_path, monkeypatch):
     path = graph_of("marian", "encoder_model", tmp_path)
     simplifier(monkeypatch, change)
     assert code_of(simplify_file(path, TOKENS)) == "outputs-changed"
 
 
-def test_a_larger_candidate_a_failed_check_and_an_exception_leave_the_graph(tmp_path, monkeypatch):
+def test_rejected_candidates_leave_graph_unchanged(tmp_path, monkeypatch):
     path = graph_of("marian", "encoder_model", tmp_path)
-    before = path.read_bytes()
+    file_bytes = path.read_bytes()
 
     def larger(model):
         constant = onnx.numpy_helper.from_array(np.ones(30_000, np.float32), "more")
@@ -189,11 +189,11 @@ def test_a_larger_candidate_a_failed_check_and_an_exception_leave_the_graph(tmp_
     assert code_of(simplify_file(path, TOKENS)) == "onnxsim-check-failed"
     simplifier(monkeypatch, broken)
     assert code_of(simplify_file(path, TOKENS)) == "onnxsim-failed"
-    assert path.read_bytes() == before
+    assert path.read_bytes() == file_bytes
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-def test_weights_outside_are_left_alone_when_memory_or_onnxsim_do_not_suffice(tmp_path, monkeypatch):
+def test_external_weights_are_kept_if_simplification_fails(tmp_path, monkeypatch):
     from smelt.core import system
 
     path = graph_of("bert", "model", tmp_path)
@@ -207,16 +207,16 @@ def test_weights_outside_are_left_alone_when_memory_or_onnxsim_do_not_suffice(tm
 
 
 @pytest.mark.parametrize("outside", [True, False])
-def test_onnxsim_simplifies_a_graph_without_its_large_weights(outside, tmp_path, monkeypatch):
+def test_onnxsim_receives_graph_without_large_weights(outside, tmp_path, monkeypatch):
     path = graph_of("bert", "model", tmp_path)
     if outside:
         monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", 1000)
     monkeypatch.setattr(simplify_graph, "_WHOLE_GRAPH_BYTES", 1000)
     monkeypatch.setattr(simplify_graph, "_LARGE_WEIGHT_BYTES", 2000)  # not read
-    simplify, given = onnxsim.simplify, []
+    simplify, tensor_sizes = onnxsim.simplify, []
 
     def observed(model, **more):
-        given.extend(len(tensor.raw_data) for tensor in model.graph.initializer)
+        tensor_sizes.extend(len(tensor.raw_data) for tensor in model.graph.initializer)
         return simplify(model, **more)
 
     monkeypatch.setattr(onnxsim, "simplify", observed)
@@ -226,9 +226,9 @@ def test_onnxsim_simplifies_a_graph_without_its_large_weights(outside, tmp_path,
     graph_files.write_graph(model, path)
     nodes, weights = len(model.graph.node), external_locations(onnx.load(path, load_external_data=False))
     assert simplify_file(path, TOKENS) is None
-    after = onnx.load(path, load_external_data=False)
-    assert len(after.graph.node) < nodes
+    simplified = onnx.load(path, load_external_data=False)
+    assert len(simplified.graph.node) < nodes
     files = {"model.onnx_data"} if outside else set()
-    assert external_locations(after) == weights == files
+    assert external_locations(simplified) == weights == files
     assert {p.name for p in tmp_path.iterdir()} == {"model.onnx", *files}
-    assert 0 < max(given) < 2000
+    assert 0 < max(tensor_sizes) < 2000

@@ -24,29 +24,29 @@ def graph(folder):
         helper.make_node("Identity", ["y"], ["logits"]),
     ]
     constants = {"weight": weight, "last": np.array([-1])}
-    made = helper.make_graph(
+    inner_graph = helper.make_graph(
         nodes, "g", [value("input_ids", 7, ["batch", "length"])],
         [value("logits", 1, ["batch", "length", 2]), value("mean", 1, ["batch", "length"])],
         [numpy_helper.from_array(v, n) for n, v in constants.items()],
     )  # fmt: skip
-    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    model = helper.make_model(inner_graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
     onnx.save(model, folder / "model.onnx")
 
 
-def test_the_largest_value_of_all_rows_is_found_and_sums_that_cancel_are_not_missed(tmp_path):
+def test_ranges_cover_all_samples_and_canceling_sums(tmp_path):
     graph(tmp_path)
     references = [
         TorchReference(Batch(ids[None], np.ones_like(ids[None])), np.zeros(1, np.float32)) for ids in IDS
     ]
-    found = measure_ranges(tmp_path, "model", references, 1)
-    assert found.values == {
+    measured = measure_ranges(tmp_path, "model", references, 1)
+    assert measured.values == {
         "weight": 100.0, "x": 5.0, "column": 5.0, "pair": 5.0, "y": 0.0, "mean": 5.0, "logits": 0.0
     }  # fmt: skip
-    assert found.sums == {"y": 1000.0, "mean": 10.0}
+    assert measured.sums == {"y": 1000.0, "mean": 10.0}
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
 
 
-def test_values_that_are_not_numbers_count_as_infinite(tmp_path):
+def test_nan_values_count_as_infinite(tmp_path):
     graph(tmp_path)
     model = onnx.load(tmp_path / "model.onnx")
     weight = next(t for t in model.graph.initializer if t.name == "weight")
@@ -54,20 +54,20 @@ def test_values_that_are_not_numbers_count_as_infinite(tmp_path):
     onnx.save(model, tmp_path / "model.onnx")
     ids = np.array([[0, 1]])
     reference = TorchReference(Batch(ids, np.ones_like(ids)), np.zeros(1, np.float32))
-    found = measure_ranges(tmp_path, "model", [reference], 1)
-    assert found.values["y"] == float("inf")  # 0 times infinity
-    assert found.values["x"] == 1.0
+    measured = measure_ranges(tmp_path, "model", [reference], 1)
+    assert measured.values["y"] == float("inf")  # 0 times infinity
+    assert measured.values["x"] == 1.0
 
 
-def test_rows_are_looked_at_a_few_at_a_time_without_common_padding():
+def test_batches_are_split_without_common_padding():
     lengths = np.array([1, 2, 2, 3, 6])
     mask = (np.arange(6) < lengths[:, None]).astype(np.int64)
     types = mask * 2
-    found = list(split_batch(Batch(mask * 7, mask, types)))
-    assert [one.input_ids.shape for one in found] == [(4, 3), (1, 6)]
-    assert all((one.input_ids == one.attention_mask * 7).all() for one in found)
-    assert found[1].token_type_ids is not None
-    assert found[1].token_type_ids.tolist() == [[2] * 6]
-    left = list(split_batch(Batch(mask[:, ::-1], mask[:, ::-1])))
-    assert left[0].input_ids.shape == (4, 3)
-    assert left[0].token_type_ids is None
+    batches = list(split_batch(Batch(mask * 7, mask, types)))
+    assert [sub_batch.input_ids.shape for sub_batch in batches] == [(4, 3), (1, 6)]
+    assert all((sub_batch.input_ids == sub_batch.attention_mask * 7).all() for sub_batch in batches)
+    assert batches[1].token_type_ids is not None
+    assert batches[1].token_type_ids.tolist() == [[2] * 6]
+    left_padded = list(split_batch(Batch(mask[:, ::-1], mask[:, ::-1])))
+    assert left_padded[0].input_ids.shape == (4, 3)
+    assert left_padded[0].token_type_ids is None

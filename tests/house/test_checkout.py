@@ -24,14 +24,14 @@ def python(folder: Path, *words: str, **environment: str) -> subprocess.Complete
     )
 
 
-def test_the_editable_install_is_found(above: Path) -> None:
+def test_editable_install_is_imported(above: Path) -> None:
     done = python(above, "-c", SAID)
     assert done.stdout.split() == [str(ROOT / "smelt/__init__.py"), str(ROOT / "smelt/core/__init__.py")]
     done = python(above, "-m", "smelt", "--version")
     assert (done.returncode, done.stdout[:5]) == (0, "smelt"), done.stderr
 
 
-def test_a_package_that_lies_later_on_the_path_is_found(above: Path, tmp_path: Path) -> None:
+def test_later_package_on_path_is_imported(above: Path, tmp_path: Path) -> None:
     """As a wheel in site-packages does; here without those, so that the editable install is none."""
     core = tmp_path / "site" / "smelt" / "core"
     core.mkdir(parents=True)
@@ -42,7 +42,7 @@ def test_a_package_that_lies_later_on_the_path_is_found(above: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("code", ["import smelt", "from smelt import run", "import smelt.core"])
-def test_without_an_install_the_error_says_what_was_found_and_what_to_do(above: Path, code: str) -> None:
+def test_import_without_install_explains_error(above: Path, code: str) -> None:
     done = python(above, "-S", "-c", code)
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ImportError: ")

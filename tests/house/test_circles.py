@@ -27,27 +27,27 @@ NAMED = re.compile(r"(smelt(?:\.\w+)+)(?::\w+)?")
 @cache
 def sources() -> dict[str, str]:
     """The text of every module of smelt by its dotted name."""
-    found = {}
+    sources_by_module = {}
     for package, folder in PACKAGE_DIR.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
-            parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            name = ".".join([package, *parts]).removesuffix(".__init__")
-            found[name] = path.read_text(encoding="utf-8")
-    return found
+            components = path.relative_to(ROOT / folder).with_suffix("").parts
+            name = ".".join([package, *components]).removesuffix(".__init__")
+            sources_by_module[name] = path.read_text(encoding="utf-8")
+    return sources_by_module
 
 
 @cache
 def named(text: str) -> list[tuple[str, ...]]:
     """What a module imports or names, each with what it may be instead: (a.b, a) for `from a import b`."""
-    found: list[tuple[str, ...]] = []
+    module_parts: list[tuple[str, ...]] = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            found += [(alias.name,) for alias in node.names]
+            module_parts += [(alias.name,) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found += [(f"{node.module}.{alias.name}", node.module) for alias in node.names]
-        elif isinstance(node, ast.Constant) and (whole := NAMED.fullmatch(str(node.value))):
-            found.append((whole[1],))
-    return found
+            module_parts += [(f"{node.module}.{alias.name}", node.module) for alias in node.names]
+        elif isinstance(node, ast.Constant) and (match := NAMED.fullmatch(str(node.value))):
+            module_parts.append((match[1],))
+    return module_parts
 
 
 def imports(modules: Mapping[str, str]) -> dict[str, set[str]]:
@@ -71,11 +71,11 @@ def circle(modules: Mapping[str, str]) -> list[str]:
     return []
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
+def test_modules_have_no_import_cycle() -> None:
     assert " -> ".join(circle(sources())) == "", "give what they share a file of its own, below them"
 
 
-def test_the_graph_knows_imports_of_every_kind() -> None:
+def test_import_graph_includes_all_kinds_of_imports() -> None:
     found = imports(sources())
     assert len(found) > 150
     assert "smelt.api.recipes" in found["smelt"], "an import inside a function"
@@ -96,7 +96,7 @@ def test_the_graph_knows_imports_of_every_kind() -> None:
         "import_module('smelt.a')",
     ],
 )
-def test_circle_check_finds_a_circle(back: str) -> None:
+def test_import_cycle_is_detected(back: str) -> None:
     modules = {"smelt": "", "smelt.a": "from smelt.b import g", "smelt.b": "from smelt.c import h"}
     assert circle(modules | {"smelt.c": ""}) == []
     found = circle(modules | {"smelt.c": back})

@@ -34,9 +34,9 @@ NOT_IMPORTED = {"onnxscript"}
 
 def distribution(requirement: str) -> str:
     """Return the normalized name of a requirement."""
-    found = re.match(r"[A-Za-z0-9._-]+", requirement)
-    assert found
-    return re.sub(r"[-_.]+", "-", found[0]).lower()
+    match = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert match
+    return re.sub(r"[-_.]+", "-", match[0]).lower()
 
 
 REQUIRED = {distribution(requirement) for requirement in PROJECT["dependencies"]}
@@ -74,7 +74,9 @@ PROVIDERS = {name: {distribution(one) for one in found} for name, found in packa
 
 def import_names(name: str) -> set[str]:
     """Return the modules of a distribution."""
-    return {module for module, found in PROVIDERS.items() if name in found} | {IMPORT_NAMES.get(name, "")}
+    return {module for module, distributions in PROVIDERS.items() if name in distributions} | {
+        IMPORT_NAMES.get(name, "")
+    }
 
 
 def is_used(name: str) -> bool:

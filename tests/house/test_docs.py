@@ -33,26 +33,26 @@ def name_of(path: Path) -> str:
 
 def command_lines(text: str) -> list[list[str]]:
     """The words of each command in the page's shell blocks; comments and a leading `$` are dropped."""
-    found = []
+    lines = []
     for language, block in FENCE.findall(text):
         if language not in SHELLS:
             continue
         for line in block.replace("\\\n", " ").splitlines():
-            words = shlex.split(line.strip().removeprefix("$ "), comments=True)
-            if words:
-                found.append(words)
-    return found
+            tokens = shlex.split(line.strip().removeprefix("$ "), comments=True)
+            if tokens:
+                lines.append(tokens)
+    return lines
 
 
 def smelt_arguments(text: str) -> list[list[str]]:
     """What stands behind `smelt`, `.venv/bin/smelt` or `python -m smelt` in the page's commands."""
-    found = []
-    for words in command_lines(text):
-        if Path(words[0]).name == "smelt":
-            found.append(words[1:])
-        elif words[1:3] == ["-m", "smelt"]:
-            found.append(words[3:])
-    return found
+    argument_lists = []
+    for tokens in command_lines(text):
+        if Path(tokens[0]).name == "smelt":
+            argument_lists.append(tokens[1:])
+        elif tokens[1:3] == ["-m", "smelt"]:
+            argument_lists.append(tokens[3:])
+    return argument_lists
 
 
 def check_command(arguments: list[str]) -> None:
@@ -69,13 +69,13 @@ def check_command(arguments: list[str]) -> None:
         _, rest, _ = command.make_parser(context).parse_args(args=list(arguments))
         if not rest:
             return
-        name, found, arguments = command.resolve_command(context, list(rest))
-        assert found is not None
-        command = found
+        name, subcommand, arguments = command.resolve_command(context, list(rest))
+        assert subcommand is not None
+        command = subcommand
         context = click.Context(command, info_name=name, parent=context)
-    _, left, _ = command.make_parser(context).parse_args(args=list(arguments))
-    if left and not context.allow_extra_args:
-        raise click.UsageError(f"'{context.command_path}' does not take the words {left}.")
+    _, remaining, _ = command.make_parser(context).parse_args(args=list(arguments))
+    if remaining and not context.allow_extra_args:
+        raise click.UsageError(f"'{context.command_path}' does not take the words {remaining}.")
 
 
 def relative_links(text: str) -> Iterator[str]:
@@ -88,20 +88,24 @@ def relative_links(text: str) -> Iterator[str]:
 @functools.cache
 def anchors(text: str) -> set[str]:
     """The places of a page that a link may name: its headings, as GitHub spells them."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for heading in re.findall(r"^#+ +(.*)$", FENCE.sub("", text), flags=re.M):
-        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
-        name = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
-        found[name] = found.get(name, -1) + 1
-    return {name if not at else f"{name}-{at}" for name, most in found.items() for at in range(most + 1)}
+        slug = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        name = re.sub(r"[^\w\- ]", "", slug).replace(" ", "-")
+        counts[name] = counts.get(name, -1) + 1
+    return {
+        name if not number else f"{name}-{number}"
+        for name, count in counts.items()
+        for number in range(count + 1)
+    }
 
 
 def anchored_links(text: str, page: Path) -> Iterator[tuple[Path, str]]:
     """Pages and places in them that a page links to."""
     for target in LINK.findall(FENCE.sub("", text)):
-        path, mark, place = target.partition("#")
+        path, mark, anchor = target.partition("#")
         if mark and not re.match(r"[a-z]+:", target):
-            yield ((page.parent / path).resolve() if path else page), place
+            yield ((page.parent / path).resolve() if path else page), anchor
 
 
 def recipes(page: Path) -> list[str]:
@@ -116,7 +120,7 @@ RECIPES = [(page, number) for page in PAGES for number in range(len(recipes(page
 PAGES_WITH_COMMANDS = [page for page in PAGES if smelt_arguments(page.read_text(encoding="utf-8"))]
 
 
-def test_there_are_pages_with_commands() -> None:
+def test_readme_has_commands() -> None:
     assert ROOT / "README.md" in PAGES_WITH_COMMANDS
 
 
@@ -129,12 +133,12 @@ def test_smelt_commands_exist(page: Path) -> None:
             pytest.fail(f"smelt {shlex.join(arguments)}: {error.format_message()}")
 
 
-def test_readme_has_a_recipe_for_each_task() -> None:
+def test_readme_has_recipe_for_each_task() -> None:
     assert len(recipes(ROOT / "README.md")) == 2
 
 
 @pytest.mark.parametrize(("page", "number"), RECIPES, ids=[f"{name_of(p)}-{n}" for p, n in RECIPES])
-def test_recipe_in_a_page_has_no_error_in_its_text(page: Path, number: int, tmp_path: Path) -> None:
+def test_recipe_in_page_is_valid(page: Path, number: int, tmp_path: Path) -> None:
     from smelt.pipeline.recipe.stages import load_stage
     from tests.support.parsed_recipes import parse_recipe
 
@@ -157,25 +161,25 @@ def test_recipe_in_a_page_has_no_error_in_its_text(page: Path, number: int, tmp_
 def test_make_targets_exist(page: Path) -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.M))
     text = page.read_text(encoding="utf-8")
-    named = {words[1] for words in command_lines(text) if words[0] == "make" and len(words) > 1}
-    named |= set(re.findall(r"`make ([a-z]+)`", text))
-    assert named - targets == set()
+    targets_used = {tokens[1] for tokens in command_lines(text) if tokens[0] == "make" and len(tokens) > 1}
+    targets_used |= set(re.findall(r"`make ([a-z]+)`", text))
+    assert targets_used - targets == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_relative_links_lead_to_files(page: Path) -> None:
+def test_relative_links_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert [link for link in relative_links(text) if link and not (page.parent / link).exists()] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_into_pages_lead_to_headings(page: Path) -> None:
+def test_links_to_headings_exist(page: Path) -> None:
     known = {path: anchors(path.read_text(encoding="utf-8")) for path in PAGES}
     links = anchored_links(page.read_text(encoding="utf-8"), page)
     assert [(name_of(to), place) for to, place in links if place not in known.get(to, ())] == []
 
 
-def test_sources_name_pages_and_headings_that_exist() -> None:
+def test_pages_and_headings_named_in_sources_exist() -> None:
     sources = [
         path for ending in ("py", "yaml", "txt") for path in ROOT.rglob(f"*.{ending}")
         if not SKIPPED & set(path.relative_to(ROOT).parts)
@@ -189,7 +193,7 @@ def test_sources_name_pages_and_headings_that_exist() -> None:
     ] == []
 
 
-def test_the_two_indexes_of_docs_name_every_page() -> None:
+def test_doc_indexes_list_every_page() -> None:
     indexes = [DOCS / "README.md", DOCS / "measurements" / "README.md"]
     linked = {
         (index.parent / link).resolve() for index in indexes
@@ -199,12 +203,12 @@ def test_the_two_indexes_of_docs_name_every_page() -> None:
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=name_of)
-def test_settings_tables_are_those_of_the_classes(page: Path) -> None:
+def test_settings_tables_are_up_to_date(page: Path) -> None:
     stale = settings_tables.fill(page) != page.read_text(encoding="utf-8")
     assert not stale, f"{name_of(page)}: a settings table is not up to date. Run make docs."
 
 
-def test_every_settings_class_has_a_table_in_a_page() -> None:
+def test_every_settings_class_has_table() -> None:
     assert set(settings_tables.places()) == set(settings_tables.TABLES)
     listed = {model for name in settings_tables.TABLES for _, _, model in settings_tables.rows(name)}
     known = {model for model in all_settings(Settings) if model.__module__.startswith("smelt.")}

@@ -25,24 +25,26 @@ ENDS = "('min', 'opt', 'max')"
 def named(text: str) -> list[str]:
     """The strings of `text` that are the name of a family, with their lines; docstrings may speak of them."""
     tree = ast.parse(text)
-    ends = [node for node in ast.walk(tree) if isinstance(node, ast.Tuple) and ast.unparse(node) == ENDS]
-    apart = {part for node in ends for part in node.elts}
-    found = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node not in apart)
-    return [f"line {node.lineno}: {node.value!r}" for node in found if node.value in FAMILIES]
+    end_tuples = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Tuple) and ast.unparse(node) == ENDS
+    ]
+    allowed = {element for node in end_tuples for element in node.elts}
+    constants = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node not in allowed)
+    return [f"line {node.lineno}: {node.value!r}" for node in constants if node.value in FAMILIES]
 
 
-def test_no_family_is_named_outside_of_its_file() -> None:
+def test_family_names_are_only_in_their_files() -> None:
     found = {str(path.relative_to(ROOT)): named(path.read_text(encoding="utf-8")) for path in SOURCES}
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_every_family_stands_in_the_page_of_models(name: str) -> None:
+def test_every_family_is_on_models_page(name: str) -> None:
     page = (ROOT / "docs" / "reference" / "models.md").read_text(encoding="utf-8")
     assert f"(`{name}`" in page
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_one_family_is_one_file_and_has_a_tiny_model(name: str) -> None:
+def test_every_family_has_file_and_tiny_model(name: str) -> None:
     assert (HOME / f"{name.replace('-', '_')}.py").is_file()
     assert name in every_family.MODELS

@@ -27,12 +27,12 @@ MEND = (
 def pinned():
     """The versions of the libraries in constraints.txt, as golden.json names them."""
     text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
-    found = dict(re.findall(r"(?m)^([\w-]+)==([\d.]+)", text))
-    return ", ".join(f"{name} {'.'.join(found[name].split('.')[:2])}" for name in golden.LIBRARIES)
+    versions = dict(re.findall(r"(?m)^([\w-]+)==([\d.]+)", text))
+    return ", ".join(f"{name} {'.'.join(versions[name].split('.')[:2])}" for name in golden.LIBRARIES)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_stage_makes_what_its_version_says(name):
+def test_stage_output_equals_golden_values_of_version(name):
     here = golden.libraries()
     kept = golden.read_golden()[name]
     versions = golden.stage_version(CASES[name])
@@ -77,7 +77,7 @@ def fingerprints_of_old_processor():
 
 
 @pytest.mark.parametrize("name", SEARCHES)
-def test_searches_choose_the_same_on_another_processor(name, fingerprints_of_old_processor):
+def test_searches_choose_equally_on_other_processor(name, fingerprints_of_old_processor):
     golden_values = golden.read_golden()[name]["libraries"].get(golden.libraries())
     if golden_values is None:
         pytest.skip("golden.json knows nothing of these libraries")
@@ -85,7 +85,7 @@ def test_searches_choose_the_same_on_another_processor(name, fingerprints_of_old
     assert not golden.fingerprint_differences(golden_values, old, CASES[name].tolerance)
 
 
-def test_golden_values_are_there_for_the_pinned_libraries_and_for_no_forgotten_case():
+def test_golden_values_exist_for_pinned_libraries_and_current_cases():
     kept = golden.read_golden()
     assert list(kept) == list(CASES)
     assert all(pinned() in entry["libraries"] for entry in kept.values())
@@ -102,7 +102,7 @@ def test_golden_values_are_there_for_the_pinned_libraries_and_for_no_forgotten_c
         ("quantize gpt2, int3 by awq", {"method": "gptq", "clip": "mse"}),
     ],
 )
-def test_another_way_of_computing_is_noticed(name, settings):
+def test_changed_computation_is_detected(name, settings):
     """Settings stand for what a change of the code would do."""
     case = replace(CASES[name], settings=CASES[name].settings | settings)
     kept = golden.read_golden()[name]["libraries"].get(golden.libraries())
@@ -124,8 +124,8 @@ def graph(tmp_path):
         onnx.helper.make_node("Gemm", ["a", "v"], ["b"], alpha=0.5),
         onnx.helper.make_node("Mul", ["b", "factor"], ["y"]),
     ]
-    ends = [value("x", 1, ["n", 3])], [value("y", 1, ["n", 3])]
-    model = onnx.helper.make_model(onnx.helper.make_graph(nodes, "g", *ends, weights))
+    infos = [value("x", 1, ["n", 3])], [value("y", 1, ["n", 3])]
+    model = onnx.helper.make_model(onnx.helper.make_graph(nodes, "g", *infos, weights))
     onnx.save(model, tmp_path / "model.onnx")
     return tmp_path
 
@@ -138,7 +138,7 @@ def changed(folder, how):
     return golden.fingerprint_differences(before, golden._graphs_fingerprint(folder))
 
 
-def test_another_node_attribute_constant_or_dimension_of_a_graph_is_noticed(graph):
+def test_changed_node_attribute_constant_or_dimension_is_detected(graph):
     def node(model):
         model.graph.node[2].output[0] = "z"
         model.graph.node.append(onnx.helper.make_node("Identity", ["z"], ["y"]))
@@ -177,7 +177,7 @@ def case_of(monkeypatch, tmp_path, result):
     return tmp_path / "golden.json"
 
 
-def test_rewriting_is_refused_while_the_version_is_the_same(monkeypatch, tmp_path, capsys):
+def test_golden_rewrite_is_rejected_for_unchanged_version(monkeypatch, tmp_path, capsys):
     result = {"exact": {"tensors": "1"}, "numbers": {"weight": [1.0, 0.5, -0.5]}}
     file = case_of(monkeypatch, tmp_path, result)
     assert golden.write_golden(["a"]) == 0
@@ -196,7 +196,7 @@ def test_rewriting_is_refused_while_the_version_is_the_same(monkeypatch, tmp_pat
     assert entry["libraries"][golden.libraries()] == result
 
 
-def test_values_for_other_libraries_are_kept_beside_each_other(monkeypatch, tmp_path):
+def test_golden_values_of_other_libraries_are_kept(monkeypatch, tmp_path):
     file = case_of(monkeypatch, tmp_path, {"exact": {}, "numbers": {}})
     golden.write_golden(["a"])
     monkeypatch.setattr(golden, "libraries", lambda: "torch 9.9")

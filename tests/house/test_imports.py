@@ -22,13 +22,13 @@ EXTRAS += ["tensorboard", "mlflow", "wandb", "swanlab", "trackio", "ray", "s3fs"
 
 def modules() -> dict[str, Path]:
     """Every module of smelt: dotted name to file."""
-    found = {}
+    paths_by_module = {}
     for package, folder in PACKAGE_DIR.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
-            parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            name = ".".join([package, *parts]).removesuffix(".__init__")
-            found[name] = path
-    return found
+            components = path.relative_to(ROOT / folder).with_suffix("").parts
+            name = ".".join([package, *components]).removesuffix(".__init__")
+            paths_by_module[name] = path
+    return paths_by_module
 
 
 def stage_modules() -> list[str]:
@@ -70,7 +70,7 @@ def loaded_after(*imports: list[str]) -> Any:
     )
 
 
-def test_importing_smelt_its_stages_and_predictions_loads_nothing_heavy_and_onnx_its_runtime_alone() -> None:
+def test_imports_load_no_heavy_packages_and_onnx_loads_only_onnxruntime() -> None:
     core = [name for name in modules() if name.startswith("smelt.core")]
     assert len(core) > 4
     assert len(stage_modules()) >= 7
@@ -80,7 +80,7 @@ def test_importing_smelt_its_stages_and_predictions_loads_nothing_heavy_and_onnx
     assert found == [[], [], [], ["onnxruntime"]]
 
 
-def test_the_help_of_the_command_line_loads_no_pydantic() -> None:
+def test_cli_help_does_not_import_pydantic() -> None:
     """Half of the time of `smelt --help` was its import."""
     code = "import json, sys, smelt.cli.main; print(json.dumps('pydantic' in sys.modules))"
     assert python(code) is False
@@ -89,20 +89,20 @@ def test_the_help_of_the_command_line_loads_no_pydantic() -> None:
 def repeated_imports(source: str) -> list[str]:
     """Names that a function or `if TYPE_CHECKING` imports although the module has imported them already."""
     tree = ast.parse(source)
-    found: dict[tuple[str | None, str, str | None], int] = {}
+    first_lines: dict[tuple[str | None, str, str | None], int] = {}
     repeated = []
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     for node in sorted(nodes, key=lambda node: node not in tree.body):
         for alias in node.names:
             key = (getattr(node, "module", None), alias.name, alias.asname)
-            if key in found:
-                repeated.append(f"{node.lineno}: {alias.name}, imported in line {found[key]}")
+            if key in first_lines:
+                repeated.append(f"{node.lineno}: {alias.name}, imported in line {first_lines[key]}")
             elif node in tree.body:
-                found[key] = node.lineno
+                first_lines[key] = node.lineno
     return repeated
 
 
-def test_no_function_imports_what_its_module_has_imported() -> None:
+def test_functions_do_not_repeat_module_imports() -> None:
     found = {name: repeated_imports(path.read_text(encoding="utf-8")) for name, path in modules().items()}
     assert {name: lines for name, lines in found.items() if lines} == {}
     body = "import a\nfrom b import c\nif a:\n    from b import c, d\ndef f():\n    import a, e\n"
@@ -114,7 +114,7 @@ def run_smelt(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=Path.home(), check=False, capture_output=True, text=True, timeout=60)
 
 
-def test_help_names_the_commands() -> None:
+def test_help_lists_commands() -> None:
     done = run_smelt("--help")
     assert done.returncode == 0, done.stderr
     for command in ("init", "run", "plan", "stages", "eval", "predict", "bench", "report", "store", "doctor"):
@@ -127,7 +127,7 @@ MEASURING = (
 )  # fmt: skip
 
 
-def test_measuring_loads_no_trainer_and_every_module_imports_without_the_extras(tmp_path: Path) -> None:
+def test_measuring_imports_no_trainer_and_modules_import_without_extras(tmp_path: Path) -> None:
     """The import of transformers' Trainer takes seconds and brings peft and bitsandbytes along.
 
     Babel, which the recipe of the example model needs, is a tool of the extra "dev" and is there.

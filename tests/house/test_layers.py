@@ -70,8 +70,8 @@ def layer(name: str) -> str:
 
 def folder_of(path: Path) -> str:
     """The part of smelt that a file belongs to."""
-    parts = path.relative_to(ROOT).parts
-    return parts[0] if parts[0] != "smelt" else parts[1] if len(parts) > 2 else "smelt"
+    components = path.relative_to(ROOT).parts
+    return components[0] if components[0] != "smelt" else components[1] if len(components) > 2 else "smelt"
 
 
 def bad_calls(tree: ast.AST) -> Iterator[str]:
@@ -89,12 +89,12 @@ def bad_calls(tree: ast.AST) -> Iterator[str]:
 
 def layer_breaks(folder: str, tree: ast.AST) -> list[str]:
     """What a module of `folder` imports of smelt and may not."""
-    ours = {name for name in imported(tree) if name.split(".")[0] == "smelt"}
+    own_modules = {name for name in imported(tree) if name.split(".")[0] == "smelt"}
     # `from smelt.core import x` yields smelt.core and smelt.core.x: each says its layer itself.
-    return sorted(name for name in ours if layer(name) not in MAY_IMPORT[folder])
+    return sorted(name for name in own_modules if layer(name) not in MAY_IMPORT[folder])
 
 
-def test_there_are_sources_in_every_folder() -> None:
+def test_every_folder_has_sources() -> None:
     assert {folder_of(path) for path in SOURCES} == set(MAY_IMPORT)
 
 
@@ -107,8 +107,8 @@ def offenders(
     trees: dict[Path, ast.AST], rule: Callable[[Path, ast.AST], Iterable[str]]
 ) -> dict[str, list[str]]:
     """What a rule finds, by file."""
-    found = {name_of(path): list(rule(path, tree)) for path, tree in trees.items()}
-    return {name: problems for name, problems in found.items() if problems}
+    lines_by_file = {name_of(path): list(rule(path, tree)) for path, tree in trees.items()}
+    return {name: problems for name, problems in lines_by_file.items() if problems}
 
 
 def bare_or_relative(tree: ast.AST) -> list[str]:
@@ -121,12 +121,12 @@ def foreign_code(tree: ast.AST) -> list[str]:
     return [name for name in imported(tree) if name.split(".")[0] in UNPICKLERS] + list(bad_calls(tree))
 
 
-def test_modules_import_only_layers_below_them(trees: dict[Path, ast.AST]) -> None:
+def test_modules_import_only_lower_layers(trees: dict[Path, ast.AST]) -> None:
     assert offenders(trees, lambda path, tree: layer_breaks(folder_of(path), tree)) == {}
 
 
 @pytest.mark.parametrize("folder", sorted(USERS))
-def test_techniques_import_each_other_one_way(trees: dict[Path, ast.AST], folder: str) -> None:
+def test_techniques_import_each_other_without_cycles(trees: dict[Path, ast.AST], folder: str) -> None:
     """The packages and modules of a folder have an order; imports inside of functions count too."""
     imports: dict[str, set[str]] = {}
     for path, tree in trees.items():
@@ -137,25 +137,25 @@ def test_techniques_import_each_other_one_way(trees: dict[Path, ast.AST], folder
     list(TopologicalSorter(imports).static_order())  # raises CycleError
 
 
-def test_modules_import_no_folder_by_its_bare_name(trees: dict[Path, ast.AST]) -> None:
+def test_modules_use_absolute_imports(trees: dict[Path, ast.AST]) -> None:
     assert offenders(trees, lambda path, tree: bare_or_relative(tree)) == {}
 
 
-def test_modules_never_unpickle_nor_run_foreign_code(trees: dict[Path, ast.AST]) -> None:
+def test_modules_do_not_unpickle_or_run_third_party_code(trees: dict[Path, ast.AST]) -> None:
     assert offenders(trees, lambda path, tree: foreign_code(tree)) == {}
 
 
 def unsafe_children(path: Path, tree: ast.AST) -> list[str]:
     """Where Python is started otherwise than by `python_command`."""
-    found = [
+    line_numbers = [
         node.lineno
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr == "executable"
     ]
-    return [] if path == CHILD_PROCESS else [f"line {line}: sys.executable" for line in found]
+    return [] if path == CHILD_PROCESS else [f"line {line}: sys.executable" for line in line_numbers]
 
 
-def test_python_is_started_on_a_safe_path_alone(trees: dict[Path, ast.AST]) -> None:
+def test_python_children_use_safe_path(trees: dict[Path, ast.AST]) -> None:
     """`-m` and `-c` put the current folder first on sys.path; `python_command` does without."""
     assert offenders(trees, unsafe_children) == {}
     assert unsafe_children(ROOT / "a.py", ast.parse("import sys\nrun([sys.executable, '-c', code])"))
@@ -171,5 +171,5 @@ def test_python_is_started_on_a_safe_path_alone(trees: dict[Path, ast.AST]) -> N
         "eval(x)",
     ],
 )
-def test_call_check_finds_a_forbidden_call(text: str) -> None:
+def test_forbidden_call_is_detected(text: str) -> None:
     assert len(list(bad_calls(ast.parse(text)))) == 1

@@ -30,46 +30,48 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
     """The settings classes inside of a type."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
-    for part in get_args(annotation):
-        yield from models_in(part)
+    for argument in get_args(annotation):
+        yield from models_in(argument)
 
 
 def values_in(annotation: Any) -> Iterator[Any]:
     """The values of all literals inside of a type."""
-    for part in get_args(annotation):
-        if get_origin(annotation) is not None and not isinstance(part, type) and get_args(part) == ():
-            yield part
-        yield from values_in(part)
+    for argument in get_args(annotation):
+        if get_origin(annotation) is not None and not isinstance(argument, type) and get_args(argument) == ():
+            yield argument
+        yield from values_in(argument)
 
 
 def every_model() -> set[type[BaseModel]]:
     from smelt.pipeline.recipe.recipe import RecipeKeys
 
-    found: set[type[BaseModel]] = set()
+    models: set[type[BaseModel]] = set()
     waiting: list[type[BaseModel]] = [RecipeKeys, *stage_settings().values()]
     while waiting:
         model = waiting.pop()
-        if model not in found:
-            found.add(model)
-            waiting += [one for info in model.model_fields.values() for one in models_in(info.annotation)]
-    return found
+        if model not in models:
+            models.add(model)
+            waiting += [
+                nested for info in model.model_fields.values() for nested in models_in(info.annotation)
+            ]
+    return models
 
 
 def mappings(text: str) -> Iterator[tuple[str, Any]]:
     """Each `stage: {...}` in a text whose braces hold YAML."""
-    for found in re.finditer(r"(?<![\w.-])([a-z][a-z0-9-]*): \{", text):
-        if found.group(1) not in stage_settings():
+    for match in re.finditer(r"(?<![\w.-])([a-z][a-z0-9-]*): \{", text):
+        if match.group(1) not in stage_settings():
             continue
         depth = 0
-        for end in range(found.end() - 1, len(text)):
+        for end in range(match.end() - 1, len(text)):
             depth += {"{": 1, "}": -1}.get(text[end], 0)
             if depth == 0:
                 break
-        body = text[found.end() - 1 : end + 1]
+        body = text[match.end() - 1 : end + 1]
         if "..." in body or body != body.strip():
             continue
         try:
-            yield found.group(1), YAML(typ="safe").load(body)
+            yield match.group(1), YAML(typ="safe").load(body)
         except YAMLError:
             continue
 
@@ -77,15 +79,15 @@ def mappings(text: str) -> Iterator[tuple[str, Any]]:
 def unknown(given: Any, models: list[type[BaseModel]]) -> Iterator[str]:
     """Keys in `given` that no model of `models` has; nested ones too."""
     if isinstance(given, list):
-        for one in given:
-            yield from unknown(one, models)
+        for item in given:
+            yield from unknown(item, models)
     if not isinstance(given, dict) or not models or set(given) == {"search"}:
         return
     for key, value in given.items():
         fields = [model.model_fields[key] for model in models if key in model.model_fields]
         if not fields and all(isinstance(k, str) for k in given):
             yield str(key)
-        yield from unknown(value, [one for info in fields for one in models_in(info.annotation)])
+        yield from unknown(value, [item for info in fields for item in models_in(info.annotation)])
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -94,16 +96,16 @@ def test_settings_in_pages_and_recipes_exist(path: Path) -> None:
     # inside of a training `sparsify` is its own, smaller set of settings
     inner = [info.annotation for info in stage_settings()["finetune"].model_fields.values()]
     nested = [model for annotation in inner for model in models_in(annotation)]
-    wrong = []
-    for word, given in mappings(text):
-        models = [stage_settings()[word], *(nested if word == "sparsify" else [])]
-        if word == "quantize":  # on a graph
+    wrong_keys = []
+    for stage_name, settings in mappings(text):
+        models = [stage_settings()[stage_name], *(nested if stage_name == "sparsify" else [])]
+        if stage_name == "quantize":  # on a graph
             models.append(stage_settings()["quantize-onnx"])
-        wrong += [f"{word}: {key}" for key in unknown(given, models)]
-    assert wrong == []
+        wrong_keys += [f"{stage_name}: {key}" for key in unknown(settings, models)]
+    assert wrong_keys == []
 
 
-def test_hints_lead_to_names_that_exist() -> None:
+def test_name_hints_refer_to_existing_names() -> None:
     from smelt.cli.main import main
     from smelt.data.tasks import ALL_TASKS
     from smelt.pipeline.recipe.validation_errors import OTHER_NAMES
@@ -115,7 +117,7 @@ def test_hints_lead_to_names_that_exist() -> None:
     assert {name for names in OTHER_NAMES.values() for name in names} - known == set()
 
 
-def test_an_earlier_name_is_answered_with_the_present_one() -> None:
+def test_former_name_suggests_current_name() -> None:
     from smelt.pipeline.recipe.validation_errors import other_name_hint, own_name
 
     settings = stage_settings()

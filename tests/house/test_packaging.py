@@ -46,7 +46,7 @@ def requirement_names(lines: list[str]) -> set[str]:
     return {canonical(re.split(r"[^\w.-]", line, maxsplit=1)[0]) for line in lines}
 
 
-def test_every_folder_with_python_is_a_package() -> None:
+def test_every_folder_with_python_is_package() -> None:
     files = [path for path in source_files() if path.suffix == ".py"]
     bare = {folder for path in files for folder in path.parents if ROOT in folder.parents}
     assert [folder for folder in sorted(bare) if not (folder / "__init__.py").is_file()] == []
@@ -56,12 +56,12 @@ def test_every_folder_with_python_is_a_package() -> None:
     ("package", "pattern"),
     [(package, pattern) for package, patterns in SETUPTOOLS["package-data"].items() for pattern in patterns],
 )
-def test_package_data_pattern_matches_a_file(package: str, pattern: str) -> None:
+def test_package_data_pattern_matches_file(package: str, pattern: str) -> None:
     folder = next(p.parent for p in source_files() if p.name == "__init__.py" and dotted(p.parent) == package)
     assert [path for path in folder.glob(pattern) if path.is_file()], f"{pattern} matches nothing in {folder}"
 
 
-def test_wheel_holds_every_file_of_the_tree(tmp_path: Path) -> None:
+def test_wheel_has_every_source_file(tmp_path: Path) -> None:
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path / name)
     for folder in FOLDERS:
@@ -77,7 +77,7 @@ def test_wheel_holds_every_file_of_the_tree(tmp_path: Path) -> None:
     assert packed == expected
 
 
-def test_wheel_metadata_names_the_licence_and_the_command() -> None:
+def test_wheel_metadata_has_license_and_command() -> None:
     assert PROJECT["project"]["license"] == "Apache-2.0"
     assert "Apache License" in (ROOT / "LICENSE").read_text(encoding="utf-8")
     assert PROJECT["project"]["scripts"] == {"smelt": "smelt.cli.main:program"}
@@ -92,13 +92,13 @@ def test_constraints_pin_every_direct_dependency() -> None:
     assert pinned["onnxruntime-gpu"] == pinned["onnxruntime"]
 
 
-def test_constraints_name_no_registry_and_only_pins() -> None:
+def test_constraints_are_only_pins_without_registry() -> None:
     lines = [line for line in CONSTRAINTS.splitlines() if line and not line.startswith("#")]
     assert [line for line in lines if not fnmatch(line, "*==*") or "/" in line or line.startswith("-")] == []
     assert "://" not in CONSTRAINTS
 
 
-def test_no_conftest_or_init_where_it_would_shadow_other_packages() -> None:
+def test_no_conftest_or_init_shadows_other_packages() -> None:
     forbidden = [ROOT / "conftest.py", *(ROOT / "tests").rglob("conftest.py")]
     helpers = ROOT / "tests" / "support"  # the only package of the tests
     packages = {path.parent for path in (ROOT / "tests").rglob("__init__.py")} - {ROOT / "tests"}

@@ -32,11 +32,11 @@ def hashes_of_another_process():
 
 
 @pytest.mark.parametrize("name", [*TOKENIZERS, *CASES_OF_STAGES.values()])
-def test_output_files_are_equal_in_another_process(name, hashes_of_another_process):
+def test_output_files_are_equal_in_other_process(name, hashes_of_another_process):
     hashes = output_hashes(name)
     assert hashes
     assert hashes == hashes_of_another_process[name]
 
 
-def test_every_stage_has_a_case():
+def test_every_stage_has_case():
     assert set(CASES_OF_STAGES) == set(STAGE_CLASSES) - {"tensorrt"}  # whose engines depend on the machine

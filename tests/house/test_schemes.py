@@ -45,7 +45,7 @@ def rows(page: str, first: str) -> dict[str, list[str]]:
     return {re.sub(r"\[?`([^`]*)`.*", r"\1", row[0]): row[1:] for row in cells}
 
 
-def test_a_scheme_is_named_in_its_own_file_alone() -> None:
+def test_scheme_names_are_only_in_their_files() -> None:
     found = {}
     for path in SOURCES:
         own = {name for name, scheme in SCHEMES.items() if type(scheme).__module__.endswith(f".{path.stem}")}
@@ -56,7 +56,7 @@ def test_a_scheme_is_named_in_its_own_file_alone() -> None:
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_the_page_has_a_row_and_a_section_for_every_scheme(name: str) -> None:
+def test_page_has_row_and_section_for_every_scheme(name: str) -> None:
     row = rows(PAGE, "scheme")[name]
     bits = re.match(r"[\d.]+", row[1])
     assert bits, f"{name}: bits a weight in the second column"
@@ -67,7 +67,7 @@ def test_the_page_has_a_row_and_a_section_for_every_scheme(name: str) -> None:
     assert all(operator in row[-1] for operator in SCHEMES[name].operators)
 
 
-def test_the_row_of_an_option_names_its_schemes_and_defaults() -> None:
+def test_option_row_names_its_schemes_and_defaults() -> None:
     found = {path: setting.description for path, setting, _ in settings_tables.rows("quantize")}
     for name, options in schemes_by_option().items():
         defaults_named = re.findall(r"default (\w+)", found[name])

@@ -15,7 +15,7 @@ TESTS = ROOT / "tests"
 FILES = [path for path in sorted(TESTS.rglob("test_*.py")) if "support" not in path.parts]
 
 
-def test_the_longest_files_exist_and_begin_first(pytestconfig: pytest.Config) -> None:
+def test_slowest_test_files_exist_and_run_first(pytestconfig: pytest.Config) -> None:
     assert [file for file in pytest_smelt.SLOWEST_FILES if not (TESTS / file).is_file()] == []
     first, second = (f"tests/{file}" for file in pytest_smelt.SLOWEST_FILES[:2])
     names = ["tests/a.py::a", f"{second}::b", f"{first}::a", "tests/b.py::a", "tests/b.py::b", f"{second}::a"]
@@ -25,7 +25,7 @@ def test_the_longest_files_exist_and_begin_first(pytestconfig: pytest.Config) ->
     assert not getattr(pytestconfig.option, "loadscopereorder", False)
 
 
-def test_the_command_line_may_not_end_as_nobody_foresaw(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_harness_rejects_unexpected_exit_codes_and_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nowhere.yaml" in harness.smelt("plan", "nowhere.yaml", code=2).output
     with pytest.raises(AssertionError) as caught:
         harness.smelt("plan", "nowhere.yaml", code=0)
@@ -47,7 +47,7 @@ def a_long_failure() -> None:
         raise RuntimeError("\n".join(["export failed", *(f"row {n}" for n in range(300))])) from error
 
 
-def test_a_long_failure_is_told_in_few_lines_with_both_ends() -> None:
+def test_long_failure_is_shortened_to_both_ends() -> None:
     with pytest.raises(RuntimeError) as caught:
         a_long_failure()
     lines = pytest_smelt.shorten_failure(caught, ROOT).splitlines()
@@ -56,7 +56,7 @@ def test_a_long_failure_is_told_in_few_lines_with_both_ends() -> None:
     assert {"E   RuntimeError: export failed", "E   row 299", "E   ... 287 lines ..."} <= set(lines)
 
 
-def test_files_outside_of_the_quick_part_are_not_imported_for_it() -> None:
+def test_files_outside_quick_part_are_not_collected() -> None:
     config = SimpleNamespace(getoption=lambda name: "quick", rootpath=ROOT)
     ignored = [path for path in FILES if pytest_smelt.pytest_ignore_collect(path, config)]
     assert ROOT / "tests" / "pipeline" / "whole" / "test_matrix.py" in ignored
@@ -65,7 +65,7 @@ def test_files_outside_of_the_quick_part_are_not_imported_for_it() -> None:
     assert not any(pytest_smelt.pytest_ignore_collect(path, whole) for path in FILES)
 
 
-def test_each_row_and_column_is_taken_when_not_all_cells_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_matrix_has_each_row_and_column(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, columns = "abcdefg", "xyz"
     monkeypatch.delenv("SMELT_MATRIX", raising=False)
     some = matrix.matrix_cells(rows, columns, full=lambda row: row == "b")
@@ -76,9 +76,7 @@ def test_each_row_and_column_is_taken_when_not_all_cells_are(monkeypatch: pytest
     assert len(matrix.matrix_cells(rows, columns)) == 21
 
 
-def test_what_is_made_once_is_not_made_again_unless_making_failed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_make_once_repeats_only_after_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shared_folders, "shared_folder", lambda: tmp_path)
     made = []
 

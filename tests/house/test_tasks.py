@@ -34,7 +34,7 @@ def named_tasks(source: str) -> Iterator[str]:
             yield f"line {node.lineno}: {node.value}"
 
 
-def test_only_files_of_tasks_and_families_name_a_task() -> None:
+def test_task_names_are_only_in_task_and_family_files() -> None:
     paths = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
     files = {path.relative_to(ROOT).as_posix(): path for path in paths}
     found = {
@@ -46,11 +46,11 @@ def test_only_files_of_tasks_and_families_name_a_task() -> None:
     assert [place for place in EXCEPTIONS if not any(name.startswith(place) for name in found)] == []
 
 
-def test_comparison_with_a_task_name_is_reported() -> None:
+def test_comparison_with_task_name_is_detected() -> None:
     assert list(named_tasks('if task == "translation": pass')) == ["line 1: translation"]
 
 
-def test_every_task_has_traits_and_a_file_with_its_specification() -> None:
+def test_every_task_has_traits_and_specification() -> None:
     assert tuple(TASK_TRAITS) == ALL_TASKS
     assert tuple(spec.name for spec in all_specs()) == ALL_TASKS
     assert all(type(spec).__module__ == f"smelt.tasks.{spec.name.replace('-', '_')}" for spec in all_specs())

@@ -61,7 +61,7 @@ def _model():
 
 @FUZZ
 @given(st.lists(EDITS, max_size=3))
-def test_edits_are_made_or_refused(edits):
+def test_random_edits_are_applied_or_rejected(edits):
     model = _model()
     # anything but an InputError ends the test
     with contextlib.suppress(InputError):
@@ -70,14 +70,14 @@ def test_edits_are_made_or_refused(edits):
     assert not callable(model.num_heads)
 
 
-def test_a_rank_that_would_take_all_memory_is_refused():
+def test_excessive_low_rank_is_rejected():
     with raises_code("does-not-fit-model", InputError) as caught:
         apply_edits(_model(), [{"op": "low_rank", "module": "a", "rank": 10**12}])
     assert "1000000000000" in str(caught.value)
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-def test_ranks_of_a_convolution_that_would_take_all_memory_are_refused():
+def test_excessive_convolution_ranks_are_rejected():
     edit = {"op": "low_rank_conv", "module": "c", "kind": "cp", "ranks": [10**12]}
     with raises_code("does-not-fit-model", InputError) as caught:
         apply_edits(_model(), [edit])
@@ -98,12 +98,12 @@ def test_ranks_of_a_convolution_that_would_take_all_memory_are_refused():
         {"op": "unsigned", "module": "c"},
     ],
 )
-def test_what_a_convolution_or_norm_does_not_have_is_refused(edit):
+def test_invalid_convolution_and_norm_edits_are_rejected(edit):
     with raises_code("does-not-fit-model", InputError):
         apply_edits(_model(), [edit])
 
 
-def test_a_convolution_and_its_norm_lose_channels():
+def test_convolution_and_norm_edits_change_channels():
     model = _model()
     edit = {"op": "conv", "module": "c", "in_channels": 3, "out_channels": 5}
     apply_edits(model, [edit, {"op": "batch_norm", "module": "deep.b", "num_features": 5}])
@@ -124,7 +124,7 @@ def test_a_convolution_and_its_norm_lose_channels():
         ),
     ],
 )
-def test_edits_that_fit_no_model_are_explained(tmp_path, edit, code, named):
+def test_unfitting_edits_are_explained(tmp_path, edit, code, named):
     model, _ = load_model(tiny.write_marian(tmp_path / "m"))
     with raises_code(code, InputError) as caught:
         apply_edits(model, [edit])

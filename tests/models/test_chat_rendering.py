@@ -39,24 +39,24 @@ LIMITED = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_any_error_of_a_template_is_refused_input(name):
+def test_template_errors_are_input_errors(name):
     with raises_code("chat-template-failed", InputError):
         PromptTemplate("chat", ERRORS[name]).render("a")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limits")
 @pytest.mark.parametrize("name", LIMITED)
-def test_time_and_memory_of_a_template_are_bounded(name, monkeypatch):
+def test_template_time_and_memory_are_limited(name, monkeypatch):
     monkeypatch.setattr(chat_rendering, "BASE_SECONDS", 0.2)
     with raises_code("chat-template-failed", InputError):
         PromptTemplate("chat", LIMITED[name]).render("a")
     assert PromptTemplate("chat", "{{ messages[0].content }}").render("still works") == "still works"
 
 
-def test_a_data_set_is_rendered_by_one_process_and_in_order(monkeypatch):
+def test_dataset_is_rendered_in_order_by_one_process(monkeypatch):
     monkeypatch.setattr(chat_rendering, "_REQUEST_CHARS", 50)
     template = PromptTemplate("chat", "{{ messages[0].content }}{{ messages | length }}")
-    texts = [f"number {at}" * (at % 7) or "\ud800 ü" for at in range(1200)]
+    texts = [f"number {index}" * (index % 7) or "\ud800 ü" for index in range(1200)]
     first = template.render(texts[0])
     process = chat_rendering._worker._process
     assert template.render_prompts(texts) == [text + "1" for text in texts]
@@ -64,15 +64,15 @@ def test_a_data_set_is_rendered_by_one_process_and_in_order(monkeypatch):
     assert chat_rendering._worker._process is process
 
 
-def test_error_of_a_template_names_the_failing_conversation():
+def test_template_error_names_failing_conversation():
     template = "{% if messages[-1].content == '700' %}{{ messages.x.y }}{% endif %}"
-    requests = [ChatRequest([{"role": "user", "content": str(at)}], True) for at in range(800)]
+    requests = [ChatRequest([{"role": "user", "content": str(index)}], True) for index in range(800)]
     with pytest.raises(chat_rendering.ChatTemplateError, check=lambda error: error.request == 700):
         chat_rendering.render_chats(template, {}, requests)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_process_has_its_own_worker():
+def test_forked_process_has_its_own_worker():
     template = PromptTemplate("chat", "{{ messages[0].content }}")
     assert template.render("parent") == "parent"
     pid = os.fork()
@@ -83,7 +83,7 @@ def test_a_forked_process_has_its_own_worker():
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
-def test_a_worker_that_was_killed_is_replaced():
+def test_killed_worker_is_replaced():
     template = PromptTemplate("chat", "{{ messages[0].content }}")
     template.render("a")
     process = chat_rendering._worker._process

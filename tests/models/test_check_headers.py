@@ -40,21 +40,25 @@ def written(folder, shapes, **types):
 
 
 @pytest.mark.parametrize("coding", [GPTQ, AWQ], ids=["gptq", "awq"])
-def test_codes_that_fit_are_taken(coding, tmp_path):
+def test_matching_quantized_tensors_are_accepted(coding, tmp_path):
     shapes = SHAPES[coding.method]
     require_quantized_tensors(written(tmp_path / "m", shapes), coding)
     require_quantized_tensors(written(tmp_path / "m", shapes, scales=np.float32), coding)
     # one group for all of a row; and a last one that is not full
-    one = shapes | {"qzeros": [1, 12], "scales": [1, 96]}
-    require_quantized_tensors(written(tmp_path / "m", one), QuantizationConfig(coding.method, None, 0))
-    require_quantized_tensors(written(tmp_path / "m", one), QuantizationConfig(coding.method, 128, 0))
+    single_group = shapes | {"qzeros": [1, 12], "scales": [1, 96]}
+    require_quantized_tensors(
+        written(tmp_path / "m", single_group), QuantizationConfig(coding.method, None, 0)
+    )
+    require_quantized_tensors(
+        written(tmp_path / "m", single_group), QuantizationConfig(coding.method, 128, 0)
+    )
     require_quantized_tensors(written(tmp_path / "m", shapes), QuantizationConfig(coding.method, 48, 0))
     if coding == GPTQ:
         require_quantized_tensors(written(tmp_path / "m", shapes | {"g_idx": None}), GPTQ)
 
 
 @pytest.mark.parametrize("form", ["gptq", "awq", "auto-round"])
-def test_another_tools_checkpoints_fit(form):
+def test_auto_round_checkpoints_are_accepted(form):
     require_quantized_tensors(
         AUTO_ROUND / form, QuantizationConfig("awq" if form == "awq" else "gptq", 32, 0)
     )
@@ -98,7 +102,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_codes_that_do_not_fit_are_refused(case, tmp_path):
+def test_mismatched_quantized_tensors_are_rejected(case, tmp_path):
     coding, other, code, values = REFUSED[case]
     with raises_code(code, InputError) as caught:
         require_quantized_tensors(written(tmp_path / "m", SHAPES["gptq"] | other), coding)
@@ -108,13 +112,13 @@ def test_codes_that_do_not_fit_are_refused(case, tmp_path):
 @pytest.mark.parametrize(
     ("part", "kind"), [("qweight", np.int64), ("qzeros", np.uint8), ("scales", np.int32)]
 )
-def test_codes_and_scales_have_their_types(part, kind, tmp_path):
+def test_wrong_dtypes_are_rejected(part, kind, tmp_path):
     with raises_code("shape-mismatch", InputError) as caught:
         require_quantized_tensors(written(tmp_path / "m", SHAPES["gptq"], **{part: kind}), GPTQ)
     assert f"'a.{part}'" in str(caught.value)
 
 
-def test_the_largest_size_that_divides_a_group(tmp_path):
+def test_compatible_group_size_is_largest_divisor(tmp_path):
     sizes = {
         group: compatible_group_size(tmp_path, "a", QuantizationConfig("gptq", group, 1), 384)
         for group in (16, 96, 192, 256)
@@ -126,14 +130,14 @@ def test_the_largest_size_that_divides_a_group(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["gptq", "awq"])
-def test_a_code_is_a_value_and_what_says_its_meaning_is_none(kind, tmp_path):
+def test_only_quantized_values_are_counted(kind, tmp_path):
     source = causal.write_model(tmp_path / "float", "llama")
-    whole = sum(int(np.prod(entry["shape"])) for _, _, entry in weight_tensors(source))
+    num_values = sum(int(np.prod(entry["shape"])) for _, _, entry in weight_tensors(source))
     folder, values = getattr(quantized_checkpoints, f"write_{kind}")(source, tmp_path / kind)
     codes = sum(value.size for value in values.values())
-    assert count_values_by_dtype(folder) == {"I4": codes, "F16": whole - codes}
+    assert count_values_by_dtype(folder) == {"I4": codes, "F16": num_values - codes}
 
 
-def test_codes_of_another_tool_are_as_many_as_its_own_values():
+def test_auto_round_values_are_counted():
     values = load_file(AUTO_ROUND / "gptq-values.safetensors")
     assert count_values_by_dtype(AUTO_ROUND / "gptq")["I4"] == sum(value.size for value in values.values())

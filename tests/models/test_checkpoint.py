@@ -20,7 +20,7 @@ from tests.support.expected_errors import raises_code
 from tests.support.models import tiny
 
 
-def test_loaded_model_computes_what_from_pretrained_computes(tmp_path):
+def test_loaded_model_equals_from_pretrained(tmp_path):
     folder = tiny.write_marian(tmp_path / "m")
     model, edits = load_model(folder)
     assert edits == []
@@ -30,7 +30,7 @@ def test_loaded_model_computes_what_from_pretrained_computes(tmp_path):
     assert model.lm_head.weight is model.model.shared.weight
 
 
-def test_saved_model_is_readable_by_from_pretrained_and_has_no_duplicates(tmp_path):
+def test_saved_model_loads_in_transformers_without_duplicates(tmp_path):
     folder = tiny.write_marian(tmp_path / "m")
     model, _ = load_model(folder)
     out = tmp_path / "out"
@@ -46,7 +46,7 @@ def test_saved_model_is_readable_by_from_pretrained_and_has_no_duplicates(tmp_pa
     )
 
 
-def test_edits_make_room_for_low_rank_and_smaller_layers(tmp_path):
+def test_edits_allow_low_rank_and_smaller_layers(tmp_path):
     folder = tiny.write_marian(tmp_path / "m")
     model, _ = load_model(folder)
     edits = [
@@ -58,9 +58,9 @@ def test_edits_make_room_for_low_rank_and_smaller_layers(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     save_model(model, edits, out, folder)
-    again, read = load_model(out)
-    assert read == edits
-    torch.testing.assert_close(harness.logits(again), harness.logits(model), rtol=0, atol=0)
+    reloaded, stored_edits = load_model(out)
+    assert stored_edits == edits
+    torch.testing.assert_close(harness.logits(reloaded), harness.logits(model), rtol=0, atol=0)
 
 
 def test_damaged_or_missing_weights_are_explained(tmp_path):
@@ -80,7 +80,7 @@ def test_damaged_or_missing_weights_are_explained(tmp_path):
         load_model(folder)
 
 
-def test_bare_encoder_gets_a_new_head_with_a_warning(tmp_path):
+def test_bare_encoder_gets_new_classifier_with_warning(tmp_path):
     folder = tiny.write_bert(tmp_path / "bert")
     BertModel.from_pretrained(folder).save_pretrained(folder)
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["BertModel"]
@@ -94,7 +94,7 @@ def test_bare_encoder_gets_a_new_head_with_a_warning(tmp_path):
     assert model.config.id2label == {0: "bad", 1: "good", 2: "other"}
 
 
-def test_a_half_precision_checkpoint_is_imported_as_it_is_without_a_word(tmp_path):
+def test_half_precision_checkpoint_is_imported_unchanged_without_warnings(tmp_path):
     folder = tiny.write_marian(tmp_path / "marian")
     tensors = {k: v.half() for k, v in load_file(folder / "model.safetensors").items()}
     save_file(tensors, folder / "model.safetensors")
@@ -104,7 +104,7 @@ def test_a_half_precision_checkpoint_is_imported_as_it_is_without_a_word(tmp_pat
     assert copied[0] == copied[1]
 
 
-def test_the_new_head_of_a_half_precision_encoder_is_stored_as_the_rest(tmp_path):
+def test_new_classifier_has_dtype_of_checkpoint(tmp_path):
     folder = tiny.write_bert(tmp_path / "bert")
     BertModel.from_pretrained(folder).half().save_pretrained(folder)
     (tmp_path / "out").mkdir()
@@ -112,7 +112,7 @@ def test_the_new_head_of_a_half_precision_encoder_is_stored_as_the_rest(tmp_path
     assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.float16}
 
 
-def test_many_threads_load_tokenizers_without_a_word(tmp_path):
+def test_concurrent_tokenizer_loading_emits_no_warnings(tmp_path):
     """transformers recommends sacremoses at every load of a Marian tokenizer, which changes nothing."""
     folder = tiny.write_marian(tmp_path / "m")
     code = (

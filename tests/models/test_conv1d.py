@@ -21,17 +21,17 @@ def _model():
     return GPT2LMHeadModel(config).eval()
 
 
-def test_outputs_stay_when_convolutions_become_linear_layers():
+def test_replacing_conv1d_preserves_outputs():
     model = _model()
     with torch.no_grad():
-        wanted = model(IDS).logits
+        expected = model(IDS).logits
         replace_conv1d(model)
-        torch.testing.assert_close(model(IDS).logits, wanted)
+        torch.testing.assert_close(model(IDS).logits, expected)
     assert not any(isinstance(module, Conv1D) for module in model.modules())
     assert model.transformer.h[0].mlp.c_fc.weight.shape == (24, 16)
 
 
-def test_file_keeps_the_layout_of_transformers_when_a_layer_is_plain():
+def test_stored_conv1d_tensors_keep_transformers_layout():
     model = _model()
     before = {name: t.clone() for name, t in model.state_dict().items()}
     replace_conv1d(model)
@@ -45,7 +45,7 @@ def test_file_keeps_the_layout_of_transformers_when_a_layer_is_plain():
     )
 
 
-def test_factors_keep_their_own_layout_when_a_layer_was_factorized():
+def test_factorized_conv1d_keeps_linear_layout():
     model = _model()
     replace_conv1d(model)
     replace_module(model, "transformer.h.0.mlp.c_fc", LowRankLinear(16, 24, 3))
@@ -54,7 +54,7 @@ def test_factors_keep_their_own_layout_when_a_layer_was_factorized():
     assert stored["transformer.h.0.mlp.c_proj.weight"].shape == (24, 16)
 
 
-def test_other_models_are_left_alone():
+def test_other_models_are_unchanged():
     model = _model()
     model.config.model_type = "other"
     tensors = {"transformer.h.0.mlp.c_fc.weight": torch.ones(2, 3)}

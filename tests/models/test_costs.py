@@ -22,7 +22,7 @@ LLAMA_1B = {
 }  # fmt: skip
 
 
-def test_a_billion_weights_cost_two_operations_each_for_a_token():
+def test_one_token_costs_two_flops_per_weight():
     size = size_from_config(LLAMA_1B)
     attention, feed_forward = 2 * 2048 * 2048 + 2 * 2048 * 256, 3 * 2048 * 5632
     assert size.block_weights == 22 * (attention + feed_forward)
@@ -31,7 +31,7 @@ def test_a_billion_weights_cost_two_operations_each_for_a_token():
 
 
 @pytest.mark.parametrize("family", ["llama", "marian"])
-def test_operations_of_a_pass_are_those_that_torch_counts(family):
+def test_forward_flops_equal_torch_counter(family):
     folder = every_family.model_with_layers(family, 2)
     kind = transformers.LlamaForCausalLM if family == "llama" else transformers.MarianMTModel
     model = kind.from_pretrained(folder, attn_implementation="eager")
@@ -41,26 +41,29 @@ def test_operations_of_a_pass_are_those_that_torch_counts(family):
         model(**inputs)
     size = read_model_size(folder, json.loads((folder / "config.json").read_text()))
     work = forward_work(size, Batch(3, 8, 0 if family == "llama" else 8), "translation")
-    found = sum(amount for (unit, _), amount in work.amounts.items() if unit in ("forward", "matrix"))
-    assert found == pytest.approx(counted.get_total_flops(), rel=0.01)
+    flops = sum(amount for (unit, _), amount in work.amounts.items() if unit in ("forward", "matrix"))
+    assert flops == pytest.approx(counted.get_total_flops(), rel=0.01)
 
 
 @pytest.mark.parametrize(("size", "tokens"), [(4, None), (4, 60)])
-def test_batches_are_those_of_the_training(size, tokens):
+def test_estimated_batches_equal_training_batches(size, tokens):
     pairs = [(3 + 7 * n % 11, 2 + 5 * n % 7) for n in range(30)]
     samples = [EncodedSample([0] * a, None, [0] * b) for a, b in pairs]
-    made = [
+    expected = [
         (len(group), *(max(samples[i].token_counts[side] for i in group) for side in (0, 1)))
         for group in group_by_length(samples, size, tokens, None)
     ]
     lengths = SampleLengths(*map(tuple, zip(*pairs, strict=True)), count=30)
-    found = [(batch.samples, batch.source, batch.target) for batch in lengths.batches(size, tokens)]
-    assert Counter(found) == Counter(made)
+    estimated = [(batch.samples, batch.source, batch.target) for batch in lengths.batches(size, tokens)]
+    assert Counter(estimated) == Counter(expected)
 
 
-def test_checkpointing_keeps_less_and_work_can_be_stored():
+def test_checkpointing_lowers_activation_bytes_and_work_is_serializable():
     size, batch = size_from_config(LLAMA_1B), Batch(4, 128, 0)
-    whole, kept = activation_bytes(size, batch, False), activation_bytes(size, batch, False, True)
-    assert 0 < kept < whole / 3
+    full_bytes, checkpointed_bytes = (
+        activation_bytes(size, batch, False),
+        activation_bytes(size, batch, False, True),
+    )
+    assert 0 < checkpointed_bytes < full_bytes / 3
     work = forward_work(size, batch, "language-modeling") * 2 + Work.of("seconds", 3)
     assert Work.from_json(json.loads(json.dumps(work.to_json()))) == work

@@ -11,7 +11,9 @@ from tests.support.pairs import matrix
 
 
 @pytest.mark.parametrize(("scheme", "kind"), matrix.matrix_cells(list(SCHEMES), ["t5", "gpt2", "bert"]))
-def test_quantizing_changes_no_count(scheme, kind, tmp_path):
+def test_quantizing_does_not_change_parameter_count(scheme, kind, tmp_path):
     model = every_family.model_with_layers(kind, 1)
-    made = every_family.run_stage(Quantize(), QuantizeSettings(scheme=scheme), model, kind, tmp_path / "out")
-    assert count_parameters(made.out) == count_parameters(model)
+    quantized = every_family.run_stage(
+        Quantize(), QuantizeSettings(scheme=scheme), model, kind, tmp_path / "out"
+    )
+    assert count_parameters(quantized.out) == count_parameters(model)

@@ -32,7 +32,7 @@ def _with(folder: Path, to: Path, **change: float) -> Path:
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-def test_a_weight_that_is_no_number_is_named(made, value, tmp_path):
+def test_non_finite_weight_is_rejected_with_name(made, value, tmp_path):
     folder = _with(made["gpt2"], tmp_path / "m", **{UP: float(value)})
     kind = value.strip("-").replace("nan", "NaN")
     with raises_code("non-finite-weights", InputError) as caught:
@@ -40,15 +40,15 @@ def test_a_weight_that_is_no_number_is_named(made, value, tmp_path):
     assert all(part in str(caught.value) for part in ("m/model.safetensors", f"'{UP}'", f" {kind} ", "2,048"))
 
 
-def test_others_are_counted(made, tmp_path):
-    names = [f"transformer.h.{at}.mlp.c_fc.weight" for at in (0, 1)]
+def test_other_non_finite_tensors_are_counted(made, tmp_path):
+    names = [f"transformer.h.{index}.mlp.c_fc.weight" for index in (0, 1)]
     folder = _with(made["gpt2"], tmp_path / "m", **dict.fromkeys(names, float("nan")))
     with raises_code("non-finite-weights", InputError) as caught:
         require_finite_weights(folder)
     assert all(part in str(caught.value) for part in ("2,048", " 1 others"))
 
 
-def test_a_token_that_is_never_given_is_no_error_and_nan_is(made, tmp_path):
+def test_minus_infinite_logits_bias_is_allowed(made, tmp_path):
     require_finite_weights(made["marian"])
     tensors = load_file(made["marian"] / WEIGHTS_FILE)
     assert "final_logits_bias" in tensors
@@ -61,7 +61,7 @@ def test_a_token_that_is_never_given_is_no_error_and_nan_is(made, tmp_path):
         assert value in str(caught.value).casefold()
 
 
-def test_what_no_model_reads_may_hold_anything(made, tmp_path):
+def test_unused_tensors_are_not_checked(made, tmp_path):
     shutil.copytree(made["gpt2"], tmp_path / "m")
     tensors = load_file(tmp_path / "m" / WEIGHTS_FILE)
     tensors["transformer.h.0.attn.masked_bias"] = tensors[UP].view(-1)[:1] * float("inf")
@@ -69,7 +69,7 @@ def test_what_no_model_reads_may_hold_anything(made, tmp_path):
     require_finite_weights(tmp_path / "m")
 
 
-def test_a_pooler_counts_where_it_is_read(tmp_path):
+def test_non_finite_pooler_is_rejected_only_if_used(tmp_path):
     config = transformers.BertConfig(
         vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
     )

@@ -18,13 +18,13 @@ from tests.support.models import embedders, every_family, family_models
 @pytest.mark.parametrize(
     ("name", "config"), [(name, {}) for name in family_models.NAMES] + [("electra", {"embedding_size": 16})]
 )
-def test_hidden_axes_equal_torch_prunings_dependency_graph(name, config):
+def test_hidden_axes_equal_torch_pruning_dependency_graph(name, config):
     model = family_models.load(name, **config)
     family = FAMILIES[name]
     dependencies = family_models.dependency_graph(model)
-    ours = {(axis.name, axis.dim) for axis in hidden_axes(model) if axis.stream == "hidden"}
+    hidden_axis_set = {(axis.name, axis.dim) for axis in hidden_axes(model) if axis.stream == "hidden"}
     # an encoder and its decoder are two graphs, tied by their embeddings, of which it does not know
-    theirs = set().union(
+    expected = set().union(
         *(family_models.pruning_group(dependencies, model, b.feed_forward.down) for b in blocks_of(model))
     )
     # sines are added to the states without a gradient, which is what it follows
@@ -34,15 +34,15 @@ def test_hidden_axes_equal_torch_prunings_dependency_graph(name, config):
         for table in stack.stream.embeddings[1:]
         if family.position_encoding.is_sinusoidal
     }
-    assert ours - theirs == sines
-    assert theirs - ours == set()
+    assert hidden_axis_set - expected == sines
+    assert expected - hidden_axis_set == set()
 
 
 @pytest.mark.parametrize("name", embedders.FAMILIES)
-def test_the_axes_inside_of_a_head_are_those_of_the_dependency_graph(name):
+def test_head_axes_equal_torch_pruning_dependency_graph(name):
     model = family_models.load(name)
-    ours = {(axis.name, axis.dim) for axis in hidden_axes(model) if axis.stream == "head"}
-    assert ours == family_models.pruning_group(
+    head_axes = {(axis.name, axis.dim) for axis in hidden_axes(model) if axis.stream == "head"}
+    assert head_axes == family_models.pruning_group(
         family_models.dependency_graph(model), model, FAMILIES[name].head_modules[0]
     )
 
@@ -59,10 +59,10 @@ def without_half_of_the_heads(model, state):
     """Let the later half of all heads give nothing in `model`; take them from the tensors `state`."""
     for parts in model_attentions(model):
         unit = AttentionGroup(parts)
-        stay = torch.arange(unit.count(model) // 2)
-        columns = len(stay) * unit.head_dim(model)
+        kept_units = torch.arange(unit.count(model) // 2)
+        columns = len(kept_units) * unit.head_dim(model)
         model.get_submodule(parts.out).weight[:, columns:] = 0
-        for product, rows in unit.row_indices(model, stay).items():
+        for product, rows in unit.row_indices(model, kept_units).items():
             for name in (f"{product}.weight", f"{product}.bias"):
                 if name in state:
                     state[name] = state[name].index_select(0, rows)
@@ -73,7 +73,7 @@ def without_half_of_the_heads(model, state):
 
 
 @pytest.mark.parametrize("name", every_family.DISTINCT_FAMILIES)
-def test_half_of_the_channels_can_go_when_they_are_copies_and_the_config_says_the_width(name):
+def test_half_width_config_equals_model_with_duplicated_channels(name):
     """The model of a config of half the width takes the tensors that are left, and computes the same.
 
     Copies change no mean and no root of mean squares. What reads them takes each channel once instead of
@@ -90,9 +90,9 @@ def test_half_of_the_channels_can_go_when_they_are_copies_and_the_config_says_th
         half = family.with_hidden_size(whole_config, family.hidden_size(whole_config) // 2)
         values = {key: value for key, value in half.items() if value != whole_config[key]}
         attentions = [attention for stack in family.stacks(whole_config) for attention in stack.attentions]
-        word = attentions[0].head_dim_key
-        if word:
-            values[word] = getattr(
+        head_dim_key = attentions[0].head_dim_key
+        if head_dim_key:
+            values[head_dim_key] = getattr(
                 wide.get_submodule(model_attentions(wide)[0].name), attentions[0].head_dim_attribute
             )
         else:
@@ -113,9 +113,11 @@ def test_half_of_the_channels_can_go_when_they_are_copies_and_the_config_says_th
         fill(narrow, wide, state, axes, fewer, tied)
         batch = family_models.example_batch(wide)
         expected = family_models.run_model(wide, batch).logits
-        found = family_models.run_model(narrow, batch).logits
+        narrow_logits = family_models.run_model(narrow, batch).logits
     assert expected.std() > 1e-2
-    torch.testing.assert_close(found * logits / (fewer if tied else 1), expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        narrow_logits * logits / (fewer if tied else 1), expected, rtol=1e-3, atol=1e-3
+    )
 
 
 def fill(narrow, wide, state, axes, fewer, tied):
@@ -129,28 +131,28 @@ def fill(narrow, wide, state, axes, fewer, tied):
         old = state[axis.name]
         new = old.index_select(axis.dim, torch.arange(0, old.shape[axis.dim], 2)) * times
         state.update(dict.fromkeys(axis.names, new))
-    places = {**dict(narrow.named_parameters(remove_duplicate=False)), **dict(narrow.named_buffers())}
+    narrow_tensors = {**dict(narrow.named_parameters(remove_duplicate=False)), **dict(narrow.named_buffers())}
     for name, tensor in state.items():
-        assert places[name].shape == tensor.shape, name
-        places[name].copy_(tensor)
+        assert narrow_tensors[name].shape == tensor.shape, name
+        narrow_tensors[name].copy_(tensor)
 
 
-def test_a_low_rank_pair_reads_in_one_half_and_gives_in_the_other():
+def test_low_rank_pair_has_input_axis_in_down_and_output_axis_in_up():
     model = family_models.load("marian")
-    whole = {(axis.name, axis.dim) for axis in hidden_axes(model)}
+    original_axes = {(axis.name, axis.dim) for axis in hidden_axes(model)}
     for name in ("fc1", "fc2"):
         layer = model.get_submodule(f"model.encoder.layers.0.{name}")
         pair = low_rank_layer(layer, 9, ErrorMetric())[0]
         replace_module(model, f"model.encoder.layers.0.{name}", pair)
-    gone = {("fc1.weight", 1), ("fc2.weight", 0), ("fc2.bias", 0)}
-    new = {("fc1.down.weight", 1), ("fc2.up.weight", 0), ("fc2.up.bias", 0)}
-    at = "model.encoder.layers.0."
-    found = {(axis.name, axis.dim) for axis in hidden_axes(model)}
-    assert whole - found == {(at + name, dim) for name, dim in gone}
-    assert found - whole == {(at + name, dim) for name, dim in new}
+    removed_axes = {("fc1.weight", 1), ("fc2.weight", 0), ("fc2.bias", 0)}
+    added_axes = {("fc1.down.weight", 1), ("fc2.up.weight", 0), ("fc2.up.bias", 0)}
+    prefix = "model.encoder.layers.0."
+    new_axes = {(axis.name, axis.dim) for axis in hidden_axes(model)}
+    assert original_axes - new_axes == {(prefix + name, dim) for name, dim in removed_axes}
+    assert new_axes - original_axes == {(prefix + name, dim) for name, dim in added_axes}
 
 
-def test_an_axis_of_shared_tensors_is_there_once_with_all_names():
+def test_shared_tensor_has_one_axis_with_all_names():
     model = family_models.load("bert")
     alone = len(hidden_axes(model))
     layers = model.bert.encoder.layer
@@ -158,11 +160,13 @@ def test_an_axis_of_shared_tensors_is_there_once_with_all_names():
     layers[1].output.dense.weight = layers[0].output.dense.weight
     axes = hidden_axes(model)
     assert len(axes) == alone - 2
-    both = [axis.names for axis in axes if "bert.encoder.layer.1.output.dense.weight" in axis.names]
-    assert both == [("bert.encoder.layer.0.output.dense.weight", "bert.encoder.layer.1.output.dense.weight")]
+    shared_names = [axis.names for axis in axes if "bert.encoder.layer.1.output.dense.weight" in axis.names]
+    assert shared_names == [
+        ("bert.encoder.layer.0.output.dense.weight", "bert.encoder.layer.1.output.dense.weight")
+    ]
 
 
-def test_a_word_embedding_that_is_the_output_layer_is_a_table_and_reads():
+def test_tied_word_embedding_has_table_and_input_axis():
     model = family_models.load("gpt2")
     of_words = [axis for axis in hidden_axes(model) if axis.name == "transformer.wte.weight"]
     assert [(axis.dim, axis.is_input) for axis in of_words] == [(1, False), (1, True)]
@@ -171,7 +175,7 @@ def test_a_word_embedding_that_is_the_output_layer_is_a_table_and_reads():
 
 @pytest.mark.parametrize("kind", ["Bart", "Marian"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_an_embedding_that_nobody_reads_any_more_is_as_wide_as_the_others(tied, kind):
+def test_unused_shared_embedding_has_hidden_axis(tied, kind):
     """transformers makes `shared` for every BART, whether the sides' own are tied to it or not."""
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=9, d_model=20, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
@@ -184,11 +188,11 @@ def test_an_embedding_that_nobody_reads_any_more_is_as_wide_as_the_others(tied, 
     tables = ("model.shared", "model.encoder.embed_tokens", "model.decoder.embed_tokens")
     distinct = {model.get_submodule(name).weight for name in tables}
     assert len(distinct) == (1 if tied else 3)
-    found = {name for axis in hidden_axes(model) if axis.dim == 1 for name in axis.names}
-    assert found >= {f"{name}.weight" for name in tables}
+    names_with_axis = {name for axis in hidden_axes(model) if axis.dim == 1 for name in axis.names}
+    assert names_with_axis >= {f"{name}.weight" for name in tables}
 
 
-def test_a_quantized_layer_has_no_axis_that_could_be_cut():
+def test_quantized_layer_has_no_hidden_axis():
     from smelt.compress.quantize.plan_layers import plan_layers, quantize_layers
     from smelt.compress.quantize.settings import QuantizeSettings
 
@@ -199,7 +203,7 @@ def test_a_quantized_layer_has_no_axis_that_could_be_cut():
     assert "QuantizedEmbedding" in str(caught.value)
 
 
-def test_another_family_is_refused_with_those_that_are_known():
+def test_unknown_family_is_rejected_with_known_families():
     config = transformers.DebertaV2Config(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9, intermediate_size=8
     )

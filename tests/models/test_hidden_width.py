@@ -44,43 +44,43 @@ def silenced(model, keep):
             return torch.zeros_like(x).index_copy(-1, torch.tensor(keep), small(x[..., keep]))
 
         norm.forward = alone
-    gone = [channel for channel in range(hidden_width(model)) if channel not in keep]
+    removed = [channel for channel in range(hidden_width(model)) if channel not in keep]
     for stack in FAMILIES[model.config.model_type].stacks(model.config.to_dict()):
         with torch.no_grad():
             if stack.stream.embedding_projection:
                 projection = model.get_submodule(stack.stream.embedding_projection)
-                projection.weight[gone], projection.bias[gone] = 0, 0
+                projection.weight[removed], projection.bias[removed] = 0, 0
                 continue
             for table in stack.stream.embeddings:
                 owner, _, last = table.rpartition(".")
-                getattr(model.get_submodule(owner), last)[:, gone] = 0
+                getattr(model.get_submodule(owner), last)[:, removed] = 0
 
 
 @pytest.mark.parametrize("family", DISTINCT_FAMILIES)
-def test_it_computes_what_the_whole_model_does_on_these_channels(family, tmp_path):
+def test_pruned_width_equals_model_with_silenced_channels(family, tmp_path):
     source = every_family.model_with_layers(family, 2)
     model, edits = load_model(source)
     keep = _kept(model)
     edit = prune_hidden_width(model, keep)
     assert hidden_width(model) == len(keep)
-    whole, _ = load_model(source)
-    silenced(whole, keep)
-    found = harness.logits(model)
-    assert torch.allclose(found, harness.logits(whole), atol=2e-5)
+    silenced_model, _ = load_model(source)
+    silenced(silenced_model, keep)
+    pruned_logits = harness.logits(model)
+    assert torch.allclose(pruned_logits, harness.logits(silenced_model), atol=2e-5)
     edits = write_width_to_config(model, edits, edit)
     save_model(model, edits, tmp_path, source)
-    again, _ = load_model(tmp_path)
-    assert torch.equal(harness.logits(again), found)
+    reloaded, _ = load_model(tmp_path)
+    assert torch.equal(harness.logits(reloaded), pruned_logits)
     if family in SAYABLE:
         assert not edits
         config = json.loads((tmp_path / "config.json").read_text())
         plain = getattr(transformers, config["architectures"][0]).from_pretrained(tmp_path).eval()
-        assert torch.equal(harness.logits(plain), found)
+        assert torch.equal(harness.logits(plain), pruned_logits)
     else:
         assert edits == [edit]
 
 
-def test_patches_of_images_are_as_wide_as_the_rest(tmp_path):
+def test_image_patches_are_narrowed(tmp_path):
     source = images.write_model(tmp_path / "model")
     model, edits = load_model(source)
     edits = write_width_to_config(model, edits, prune_hidden_width(model, _kept(model)))
@@ -93,7 +93,7 @@ def test_patches_of_images_are_as_wide_as_the_rest(tmp_path):
         assert torch.equal(plain(pixels).logits, model(pixels).logits)
 
 
-def test_patches_whose_convolution_is_divided_are_as_wide_too(tmp_path):
+def test_factorized_image_patches_are_narrowed(tmp_path):
     source = images.write_model(tmp_path / "model")
     rows = images.read_rows(images.write_rows(tmp_path / "rows.jsonl"))
     settings = FactorizeSettings(method="tucker", keep_ratio=0.5)
@@ -103,14 +103,14 @@ def test_patches_whose_convolution_is_divided_are_as_wide_too(tmp_path):
     edits = write_width_to_config(model, edits, prune_hidden_width(model, _kept(model)))
     (tmp_path / "out").mkdir()
     save_model(model, edits, tmp_path / "out", thin)
-    again, _ = load_model(tmp_path / "out")
-    steps = again.vit.embeddings.patch_embeddings.projection.steps
-    assert steps[-1].out_channels == hidden_width(again) == 24
+    reloaded, _ = load_model(tmp_path / "out")
+    steps = reloaded.vit.embeddings.patch_embeddings.projection.steps
+    assert steps[-1].out_channels == hidden_width(reloaded) == 24
     with torch.no_grad():
-        assert torch.equal(again(pixels).logits, model(pixels).logits)
+        assert torch.equal(reloaded(pixels).logits, model(pixels).logits)
 
 
-def test_pairs_and_shared_layers_lose_them_once(tmp_path):
+def test_low_rank_and_shared_layers_are_narrowed_once(tmp_path):
     source = every_family.model_with_layers("marian", 2)
     shared = every_family.run_stage(
         ShareWeights(), ShareWeightsSettings(groups=1), source, "marian", tmp_path / "shared"
@@ -122,15 +122,15 @@ def test_pairs_and_shared_layers_lose_them_once(tmp_path):
     edits = write_width_to_config(model, edits, prune_hidden_width(model, _kept(model)))
     (tmp_path / "out").mkdir()
     save_model(model, edits, tmp_path / "out", thin)
-    again, _ = load_model(tmp_path / "out")
-    layers = again.model.encoder.layers
+    reloaded, _ = load_model(tmp_path / "out")
+    layers = reloaded.model.encoder.layers
     assert layers[0].fc1 is layers[1].fc1
-    assert layers[0].fc1.in_features == again.model.shared.embedding_dim == 24
-    assert torch.equal(harness.logits(again), harness.logits(model))
+    assert layers[0].fc1.in_features == reloaded.model.shared.embedding_dim == 24
+    assert torch.equal(harness.logits(reloaded), harness.logits(model))
 
 
 @pytest.mark.parametrize("keep", [[], [1, 0], [0, 0], [0, 64], [-1, 2], [0.5], [True], None, "01"])
-def test_channels_that_there_are_not_are_refused(keep):
+def test_invalid_channels_are_rejected(keep):
     model, _ = load_model(every_family.model_with_layers("llama", 2))
     with raises_code("does-not-fit-model", InputError):
         apply_edits(model, [{"op": "width", "module": "", "keep": keep}])

@@ -38,9 +38,9 @@ def _tensors(folder):
 
 
 def _require_same(folder, expected):
-    found = _tensors(folder)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    tensors = _tensors(folder)
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
 
 
 def _split(folder):
@@ -53,7 +53,7 @@ def _split(folder):
     return shards
 
 
-def test_a_stray_file_is_not_imported(tmp_path, out):
+def test_stray_files_are_not_imported(tmp_path, out):
     folder = tiny.write_marian(tmp_path / "m")
     expected, count = _tensors(folder), count_parameters(folder)
     before = [path.name for path in source_files(folder)]
@@ -69,7 +69,7 @@ def test_a_stray_file_is_not_imported(tmp_path, out):
     assert count_parameters(out) == count
 
 
-def test_a_licence_beside_the_model_stops_nothing(tmp_path):
+def test_license_next_to_model_is_ignored(tmp_path):
     tiny.write_bert(tmp_path / "m")
     for name in ("LICENSE.txt", "requirements.txt", "dict.txt"):
         (tmp_path / "m" / name).write_text("not of the model")
@@ -84,7 +84,7 @@ def test_a_licence_beside_the_model_stops_nothing(tmp_path):
         assert {path.name for path in (tmp_path / "run" / "artifacts" / step).glob("*.txt")} == {"vocab.txt"}
 
 
-def test_shards_are_imported_with_their_index_and_load_as_one(tmp_path, out):
+def test_shards_are_imported_with_index(tmp_path, out):
     folder = tiny.write_marian(tmp_path / "m")
     expected, count = _tensors(folder), count_parameters(folder)
     shards = _split(folder)
@@ -107,17 +107,17 @@ HEADS = {
 @pytest.mark.parametrize(
     ("family", "bare"), [("bert", False), ("roberta", False), ("distilbert", False), ("bert", True)]
 )
-def test_the_head_of_the_training_before_is_left_aside(tmp_path, out, family, bare):
+def test_pretraining_head_is_dropped(tmp_path, out, family, bare):
     folder = classifiers.MAKERS[family](tmp_path / "m")
     (AutoModel if bare else HEADS[family]).from_pretrained(folder).save_pretrained(folder)
     body = {k: v for k, v in AutoModel.from_pretrained(folder).state_dict().items() if "pooler" not in k}
     notes = import_model(folder, out, labels=["bad", "good", "other"])
     assert message_codes(notes) == ["new-classifier"]
-    found = _tensors(out)
-    assert all(torch.equal(found[f"{family}.{name}"], body[name]) for name in body)
+    tensors = _tensors(out)
+    assert all(torch.equal(tensors[f"{family}.{name}"], body[name]) for name in body)
 
 
-def test_an_unknown_tensor_of_a_bare_encoder_is_an_error_that_names_it(tmp_path, out):
+def test_unknown_tensor_of_bare_encoder_is_rejected(tmp_path, out):
     folder = classifiers.MAKERS["roberta"](tmp_path / "m")
     AutoModel.from_pretrained(folder).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors") | {"my_position_adapter.weight": torch.ones(2)}
@@ -127,7 +127,7 @@ def test_an_unknown_tensor_of_a_bare_encoder_is_an_error_that_names_it(tmp_path,
     assert "my_position_adapter.weight" in str(caught.value)
 
 
-def test_a_weight_that_a_bare_encoder_lacks_is_not_drawn_at_random(tmp_path, out):
+def test_missing_weight_of_bare_encoder_is_rejected(tmp_path, out):
     folder = classifiers.distilbert(tmp_path / "m")
     AutoModel.from_pretrained(folder).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
@@ -138,7 +138,7 @@ def test_a_weight_that_a_bare_encoder_lacks_is_not_drawn_at_random(tmp_path, out
     assert "distilbert.transformer.layer.1.ffn.lin1.weight" in str(caught.value)
 
 
-def test_a_classifier_of_tokens_becomes_one_of_texts(tmp_path, out):
+def test_token_classifier_becomes_text_classifier(tmp_path, out):
     """Its head has other shapes."""
     folder = classifiers.distilbert(tmp_path / "m", labels=5)
     AutoModelForTokenClassification.from_pretrained(folder).save_pretrained(folder)
@@ -149,7 +149,7 @@ def test_a_classifier_of_tokens_becomes_one_of_texts(tmp_path, out):
     assert load_model(out)[0].classifier.out_features == 2
 
 
-def test_a_bare_encoder_of_another_shape_than_its_config_is_explained(tmp_path, out):
+def test_wrong_shape_in_bare_encoder_is_rejected(tmp_path, out):
     folder = classifiers.distilbert(tmp_path / "m")
     AutoModel.from_pretrained(folder).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
@@ -178,7 +178,7 @@ def test_a_bare_encoder_of_another_shape_than_its_config_is_explained(tmp_path, 
         ({"encoder.version": torch.ones(1)}, None, ""),
     ],
 )
-def test_a_bare_translator_loses_nothing_either(tmp_path, out, change, code, named):
+def test_bare_seq2seq_model_is_checked_for_tensors(tmp_path, out, change, code, named):
     folder = seq2seq.write_bart(tmp_path / "m")
     BartModel.from_pretrained(folder).save_pretrained(folder)
     tensors = {k: v for k, v in (load_file(folder / "model.safetensors") | change).items() if v is not None}
@@ -191,7 +191,7 @@ def test_a_bare_translator_loses_nothing_either(tmp_path, out, change, code, nam
     assert named in str(caught.value)
 
 
-def test_a_classifier_of_a_sentence_transformers_folder_is_no_embedder_any_more(tmp_path, out):
+def test_classifier_from_embedder_has_no_embedder_files(tmp_path, out):
     source = embedders.write_embedder(tmp_path / "model")
     (source / "config_sentence_transformers.json").write_text('{"prompts": {}}')
     import_model(source, out, ["no", "yes"], 0)

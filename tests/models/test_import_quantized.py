@@ -47,14 +47,14 @@ GPTQ = {
 
 
 @pytest.mark.parametrize("case", GPTQ)
-def test_gptq_codes_mean_what_the_format_says(case, llama, tmp_path):
+def test_gptq_weights_equal_format_definition(case, llama, tmp_path):
     settings, symmetric, _ = GPTQ[case]
     folder, values = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq", **settings)
     model, notes = taken(folder, tmp_path / "out")
     assert len(values) == 14
-    for name, wanted in values.items():
+    for name, expected in values.items():
         matrix = model.get_submodule(name).matrix
-        np.testing.assert_array_equal(matrix.dequantize().numpy(), wanted)
+        np.testing.assert_array_equal(matrix.dequantize().numpy(), expected)
         assert matrix.options["symmetric"] is symmetric
     floats = {n for n, m in model.named_modules() if not is_quantized(m) and hasattr(m, "weight")}
     assert {"model.embed_tokens", "lm_head"} <= floats
@@ -64,27 +64,27 @@ def test_gptq_codes_mean_what_the_format_says(case, llama, tmp_path):
     assert count_parameters(tmp_path / "out") == count_parameters(llama)  # without scales, zero points
 
 
-def test_awq_codes_mean_what_the_format_says(llama, tmp_path):
+def test_awq_weights_equal_format_definition(llama, tmp_path):
     folder, values = quantized_checkpoints.write_awq(llama, tmp_path / "awq")
     model, _ = taken(folder, tmp_path / "out")
-    for name, wanted in values.items():
-        np.testing.assert_array_equal(model.get_submodule(name).matrix.dequantize().numpy(), wanted)
+    for name, expected in values.items():
+        np.testing.assert_array_equal(model.get_submodule(name).matrix.dequantize().numpy(), expected)
     assert {edit["op"] for edit in read_edits(tmp_path / "out")} == {"quantize"}
 
 
 @pytest.mark.parametrize("form", ["gptq", "awq", "auto-round"])
-def test_checkpoints_of_another_tool_mean_what_that_tool_says(form, tmp_path):
+def test_auto_round_checkpoints_equal_its_dequantized_values(form, tmp_path):
     model, _ = taken(AUTO_ROUND / form, tmp_path / "out")
     values = load_file(AUTO_ROUND / f"{form}-values.safetensors")
     assert values.keys() == {name for name, module in model.named_modules() if is_quantized(module)}
-    for name, wanted in values.items():
+    for name, expected in values.items():
         matrix = model.get_submodule(name).matrix
-        assert matrix.dequantize().equal(wanted)
+        assert matrix.dequantize().equal(expected)
         assert matrix.options["symmetric"] is (form == "auto-round")
 
 
 @pytest.mark.parametrize("kind", ["gptq", "awq"])
-def test_torch_computes_with_them_graphs_agree_and_training_goes_on(kind, llama, tmp_path):
+def test_imported_quantized_model_runs_exports_and_trains(kind, llama, tmp_path):
     folder, values = getattr(quantized_checkpoints, f"write_{kind}")(llama, tmp_path / kind)
     model, _ = taken(folder, tmp_path / "out")
     plain, _ = load_model(llama)
@@ -111,7 +111,7 @@ def test_torch_computes_with_them_graphs_agree_and_training_goes_on(kind, llama,
     assert tuned.details["latent_weights"] == "codes"
 
 
-def test_biases_of_zeros_of_layers_without_one_are_left_out(llama, tmp_path):
+def test_zero_biases_of_layers_without_bias_are_dropped(llama, tmp_path):
     folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq")
     tensors = quantized_checkpoints.load_tensors(folder)
     quantized_checkpoints.save_tensors(folder, tensors | {f"{GATE}.bias": np.zeros(96, np.float16)})
@@ -141,8 +141,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_taken_over_exactly_is_refused(case, llama, tmp_path):
-    (part, change), code, named = REFUSED[case]
+def test_inexact_imports_are_rejected(case, llama, tmp_path):
+    (part, change), code, name = REFUSED[case]
     folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq")
     tensors = quantized_checkpoints.load_tensors(folder)
     new = change(tensors.pop(f"{GATE}.{part}"))
@@ -151,10 +151,10 @@ def test_what_cannot_be_taken_over_exactly_is_refused(case, llama, tmp_path):
     )
     with raises_code(code, InputError) as caught:
         taken(folder, tmp_path / "out")
-    assert named in str(caught.value)
+    assert name in str(caught.value)
 
 
-def test_act_order_without_its_index_is_refused(llama, tmp_path):
+def test_act_order_without_index_is_rejected(llama, tmp_path):
     folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq", desc_act=True)
     assert taken(folder, tmp_path / "out")[1]  # an index that changes no order
     quantized_checkpoints.save_tensors(
@@ -166,27 +166,27 @@ def test_act_order_without_its_index_is_refused(llama, tmp_path):
     assert ".g_idx'" in str(caught.value)
 
 
-def test_layers_that_the_tool_left_float_stay_so(llama, tmp_path):
-    own = {"extra_config": {GATE: {"bits": 16}}, "modules_in_block_to_quantize": [["mlp.up_proj"]]}
-    folder, values = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq", **own)
-    left = quantized_checkpoints.load_tensors(llama)[f"{GATE}.weight"].astype(np.float16)
+def test_float_layers_of_quantized_checkpoint_are_kept_float(llama, tmp_path):
+    overrides = {"extra_config": {GATE: {"bits": 16}}, "modules_in_block_to_quantize": [["mlp.up_proj"]]}
+    folder, values = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq", **overrides)
+    float_weight = quantized_checkpoints.load_tensors(llama)[f"{GATE}.weight"].astype(np.float16)
     tensors = {n: t for n, t in quantized_checkpoints.load_tensors(folder).items() if not n.startswith(GATE)}
-    quantized_checkpoints.save_tensors(folder, tensors | {f"{GATE}.weight": left})
+    quantized_checkpoints.save_tensors(folder, tensors | {f"{GATE}.weight": float_weight})
     model, notes = taken(folder, tmp_path / "out")
     assert message_codes(notes) == ["already-quantized"]
     assert " 13 " in notes[0].message
-    np.testing.assert_array_equal(model.get_submodule(GATE).weight.detach().numpy(), left)
+    np.testing.assert_array_equal(model.get_submodule(GATE).weight.detach().numpy(), float_weight)
     other = GATE.replace("layers.0", "layers.1")
     np.testing.assert_array_equal(model.get_submodule(other).matrix.dequantize().numpy(), values[other])
 
 
-def test_a_group_of_more_inputs_than_there_are_is_the_whole_row(llama, tmp_path):
+def test_oversized_group_equals_whole_row(llama, tmp_path):
     folder, values = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq", group=-1, group_size=10**30)
     model, _ = taken(folder, tmp_path / "out")
     np.testing.assert_array_equal(model.get_submodule(GATE).matrix.dequantize().numpy(), values[GATE])
 
 
-def test_a_damaged_file_is_refused(llama, tmp_path):
+def test_damaged_weights_are_rejected(llama, tmp_path):
     folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq")
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
@@ -195,7 +195,7 @@ def test_a_damaged_file_is_refused(llama, tmp_path):
     assert "model.safetensors" in str(caught.value)
 
 
-def test_weights_in_a_file_that_the_config_names(llama, tmp_path):
+def test_weights_file_named_in_config_is_used(llama, tmp_path):
     folder, values = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq")
     (folder / "model.safetensors").rename(folder / "codes.safetensors")
     config = json.loads((folder / "config.json").read_text())
@@ -204,14 +204,14 @@ def test_weights_in_a_file_that_the_config_names(llama, tmp_path):
     np.testing.assert_array_equal(model.get_submodule(GATE).matrix.dequantize().numpy(), values[GATE])
 
 
-def test_groups_of_no_size_that_int4_has_are_refused(llama, tmp_path):
+def test_unsupported_group_size_is_rejected(llama, tmp_path):
     folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq", group=24)
     with raises_code("unsupported-group-size", InputError) as caught:
         taken(folder, tmp_path / "out")
     assert all(part in str(caught.value) for part in ("24", "16, 32, 64, 128"))
 
 
-def test_codes_of_layers_that_the_model_does_not_have_are_refused(llama, tmp_path):
+def test_quantized_tensors_of_unknown_layers_are_rejected(llama, tmp_path):
     folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq")
     tensors = {
         name.replace("gate_proj", "gait_proj"): t
@@ -223,7 +223,7 @@ def test_codes_of_layers_that_the_model_does_not_have_are_refused(llama, tmp_pat
     assert "gait_proj.qweight" in str(caught.value)
 
 
-def test_a_checkpoint_without_any_codes_is_refused(llama, tmp_path):
+def test_checkpoint_without_quantized_tensors_is_rejected(llama, tmp_path):
     folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq")
     quantized_checkpoints.save_tensors(
         folder, {n: t for n, t in quantized_checkpoints.load_tensors(folder).items() if ".layers." not in n}
@@ -233,7 +233,7 @@ def test_a_checkpoint_without_any_codes_is_refused(llama, tmp_path):
     assert "gptq" in str(caught.value)
 
 
-def test_a_new_head_over_codes_is_refused(llama, tmp_path):
+def test_new_classifier_for_quantized_model_is_rejected(llama, tmp_path):
     folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq")
     (tmp_path / "out").mkdir()
     with raises_code("already-quantized", InputError) as caught:
@@ -242,9 +242,7 @@ def test_a_new_head_over_codes_is_refused(llama, tmp_path):
 
 
 @pytest.mark.parametrize(("form", "declared"), [("gptq", "gptq_v2"), ("gptq_v2", "gptq")])
-def test_zero_points_that_are_next_to_the_middle_of_symmetric_codes_name_the_other_layout(
-    form, declared, llama, tmp_path
-):
+def test_wrong_gptq_format_is_rejected_by_zero_points(form, declared, llama, tmp_path):
     folder, _ = quantized_checkpoints.write_gptq(
         llama, tmp_path / "gptq", form=form, checkpoint_format=declared
     )
@@ -252,7 +250,7 @@ def test_zero_points_that_are_next_to_the_middle_of_symmetric_codes_name_the_oth
         taken(folder, tmp_path / "out")
 
 
-def test_what_does_not_fit_is_said_of_the_folder_that_the_user_named(llama, tmp_path):
+def test_errors_name_source_folder(llama, tmp_path):
     folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq")
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 3}))

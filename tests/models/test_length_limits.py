@@ -29,18 +29,18 @@ pytestmark = pytest.mark.quick
         ({"model_type": "marian", "max_position_embeddings": "many"}, None, None),
     ],
 )
-def test_limit_is_the_rows_of_a_table_that_is_there(config, table, limit):
+def test_limit_is_size_of_position_table(config, table, limit):
     assert (position_table_size(config), position_limit(config)) == (table, limit)
 
 
 @pytest.mark.parametrize(("longest", "expected"), [(40, 40), (10**30, NO_LIMIT)])
-def test_only_the_tokenizer_limits_a_model_without_a_table(longest, expected):
+def test_model_without_position_table_is_limited_by_tokenizer(longest, expected):
     tokenizer = type("Words", (), {"model_max_length": longest})()
     assert max_input_length(tokenizer, {"model_type": "t5", "n_positions": 8}) == expected
     assert max_input_length(tokenizer, {"model_type": "bart", "max_position_embeddings": 8}) == 8
 
 
-def test_t5_reads_and_writes_beyond_its_n_positions_as_transformers_does(tmp_path):
+def test_t5_exceeds_n_positions_as_transformers(tmp_path):
     folder = seq2seq.write_t5(tmp_path / "m", n_positions=8)
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": 10**30}))
@@ -52,13 +52,13 @@ def test_t5_reads_and_writes_beyond_its_n_positions_as_transformers_does(tmp_pat
     assert encoded.truncated == 0
     batch = pad_batch(encoded, [0, 1], tokenizer.pad_token_id)
     other = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
-    theirs = other.generate(
+    reference_ids = other.generate(
         torch.from_numpy(batch.input_ids),
         attention_mask=torch.from_numpy(batch.attention_mask),
         min_new_tokens=30,
         max_new_tokens=30,
     )
     with open_runner(tiny.as_artifact(folder)) as runner:
-        ours = generate_texts(runner, texts, GenerationSettings(min_new_tokens=30, max_new_tokens=30))
-    assert ours == tokenizer.batch_decode(theirs, skip_special_tokens=True)
-    assert theirs.shape[1] == 31  # the start token and 30 new ones
+        texts_out = generate_texts(runner, texts, GenerationSettings(min_new_tokens=30, max_new_tokens=30))
+    assert texts_out == tokenizer.batch_decode(reference_ids, skip_special_tokens=True)
+    assert reference_ids.shape[1] == 31  # the start token and 30 new ones

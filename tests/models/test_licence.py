@@ -23,12 +23,12 @@ from smelt.models.import_model import read_licence
         ("", None),
     ],
 )
-def test_a_model_card(card, expected, tmp_path):
+def test_license_is_read_from_model_card(card, expected, tmp_path):
     (tmp_path / "README.md").write_text(card, newline="")
     assert read_licence(tmp_path) == expected
 
 
-def test_a_file_of_its_own_where_the_card_is_silent(tmp_path):
+def test_license_file_is_used_if_card_has_none(tmp_path):
     (tmp_path / "README.md").write_text("# Model\n")
     (tmp_path / "LICENSE.txt").write_text("\n    Apache License\n   Version 2.0\n")
     assert read_licence(tmp_path) == "Apache License (its file LICENSE.txt)"
@@ -36,11 +36,11 @@ def test_a_file_of_its_own_where_the_card_is_silent(tmp_path):
     assert read_licence(tmp_path) == "mit (its model card)"
 
 
-def test_what_is_long_is_cut_and_what_is_not_there_is_none(tmp_path):
+def test_long_license_is_truncated_and_missing_is_none(tmp_path):
     assert read_licence(tmp_path) is None
     assert read_licence(tmp_path / "none") is None
     (tmp_path / "COPYING").write_text("word " * 100)
-    found = read_licence(tmp_path)
-    assert found is not None
-    assert len(found) == 100
-    assert found.endswith("...")
+    text = read_licence(tmp_path)
+    assert text is not None
+    assert len(text) == 100
+    assert text.endswith("...")

@@ -44,70 +44,70 @@ def ours(folder, theirs):
         " ",
     ],
 )
-def test_ids_are_those_of_transformers(ours, theirs, text):
+def test_ids_equal_transformers(ours, theirs, text):
     assert ours.encode_batch([text], 64).ids == [theirs(text)["input_ids"]]
 
 
-def test_words_that_are_no_pieces_are_not_unknown(ours, theirs):
-    known = theirs.encoder[SMILE]
-    assert known in ours.encode_batch([f"a {SMILE}"], 64).ids[0]
+def test_vocabulary_words_that_are_no_pieces_are_known(ours, theirs):
+    token_id = theirs.encoder[SMILE]
+    assert token_id in ours.encode_batch([f"a {SMILE}"], 64).ids[0]
 
 
-def test_what_neither_model_nor_vocabulary_has_is_the_unknown_token(ours, theirs):
+def test_word_missing_in_model_and_vocabulary_is_unknown(ours, theirs):
     (ids,) = ours.encode_batch([f"a {FROWN} man"], 64).ids
     assert ids.count(theirs.unk_token_id) == 1
     assert theirs.unk_token_id not in ours.encode_batch(["a man"], 64).ids[0]
 
 
-def test_a_piece_that_the_vocabulary_lacks_is_unknown_and_its_id_reads_as_the_piece(folder, tmp_path):
+def test_piece_missing_in_vocabulary_is_unknown_and_decodes_to_piece(folder, tmp_path):
     """Ids without a word are SentencePiece's own on the way back, whatever piece stands there."""
     src = shutil.copytree(folder, tmp_path / "m")
-    words = json.loads((src / "vocab.json").read_text())
-    whole = MarianTokenizer(folder, read_tokenizer_facts(load_tokenizer(folder)))
-    (known,) = whole.encode_batch(["a man"], 64).ids
-    word = next(word for word, place in words.items() if place == known[0])
-    missing = words.pop(word)
-    (src / "vocab.json").write_text(json.dumps(words))
-    theirs = load_tokenizer(src)
-    ours = MarianTokenizer(src, read_tokenizer_facts(theirs))
-    (ids,) = ours.encode_batch(["a man"], 64).ids
-    assert [ids] == [theirs("a man")["input_ids"]]
-    assert ids[0] == theirs.unk_token_id != known[0]
-    assert ids[1:] == known[1:]
-    rows = [[missing], [*known[:-1]], [missing, missing]]
-    assert ours.decode_batch(rows) == theirs.batch_decode(rows, skip_special_tokens=True)
-    assert ours.decode_batch([[missing]]) != [""]
+    vocabulary = json.loads((src / "vocab.json").read_text())
+    full_tokenizer = MarianTokenizer(folder, read_tokenizer_facts(load_tokenizer(folder)))
+    (known_ids,) = full_tokenizer.encode_batch(["a man"], 64).ids
+    piece = next(piece for piece, token_id in vocabulary.items() if token_id == known_ids[0])
+    missing = vocabulary.pop(piece)
+    (src / "vocab.json").write_text(json.dumps(vocabulary))
+    reference = load_tokenizer(src)
+    tokenizer = MarianTokenizer(src, read_tokenizer_facts(reference))
+    (ids,) = tokenizer.encode_batch(["a man"], 64).ids
+    assert [ids] == [reference("a man")["input_ids"]]
+    assert ids[0] == reference.unk_token_id != known_ids[0]
+    assert ids[1:] == known_ids[1:]
+    rows = [[missing], [*known_ids[:-1]], [missing, missing]]
+    assert tokenizer.decode_batch(rows) == reference.batch_decode(rows, skip_special_tokens=True)
+    assert tokenizer.decode_batch([[missing]]) != [""]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_cut_text_keeps_its_end_token_and_is_counted(folder, theirs, side):
+def test_truncated_text_keeps_end_token_and_is_counted(folder, theirs, side):
     theirs.truncation_side = side
     try:
-        ours = MarianTokenizer(folder, read_tokenizer_facts(theirs))
+        tokenizer = MarianTokenizer(folder, read_tokenizer_facts(theirs))
         texts = [*tiny.SENTENCES, "a"]
-        found = ours.encode_batch(texts, 6)
-        assert found.ids == theirs(texts, truncation=True, max_length=6)["input_ids"]
-        assert found.truncated == sum(len(ids) > 6 for ids in theirs(texts)["input_ids"])
+        encoded = tokenizer.encode_batch(texts, 6)
+        assert encoded.ids == theirs(texts, truncation=True, max_length=6)["input_ids"]
+        assert encoded.truncated == sum(len(ids) > 6 for ids in theirs(texts)["input_ids"])
     finally:
         theirs.truncation_side = "right"
 
 
-def test_texts_are_those_of_transformers_for_all_ids(ours, theirs):
-    rows = [list(range(at, at + 7)) for at in range(len(theirs) - 7)]
+def test_decoded_texts_equal_transformers_for_all_ids(ours, theirs):
+    rows = [list(range(start, start + 7)) for start in range(len(theirs) - 7)]
     assert ours.decode_batch(rows) == theirs.batch_decode(rows, skip_special_tokens=True)
 
 
-def test_the_prefix_is_kept_for_who_puts_it_before_texts(folder, theirs):
+def test_prefix_is_stored(folder, theirs):
     assert MarianTokenizer(folder, read_tokenizer_facts(theirs), ">>deu<< ").prefix == ">>deu<< "
 
 
-def test_pairs_are_refused(ours):
+def test_text_pairs_are_rejected(ours):
     with raises_code("unsupported-text-pairs", InputError):
         ours.encode_batch(["a"], 8, ["b"])
 
 
 @pytest.mark.parametrize("missing", ["eos", "unknown"])
-def test_what_says_nothing_of_the_end_or_of_unknown_words_is_refused(folder, theirs, missing):
+def test_missing_special_tokens_are_rejected(folder, theirs, missing):
     details = read_tokenizer_facts(theirs).model_copy(update={missing: None})
     with raises_code("missing-special-token", InputError) as caught:
         MarianTokenizer(folder, details)
@@ -115,7 +115,7 @@ def test_what_says_nothing_of_the_end_or_of_unknown_words_is_refused(folder, the
 
 
 @pytest.mark.parametrize("damage", [None, b"no model"])
-def test_a_missing_or_damaged_model_is_named(folder, theirs, tmp_path, damage):
+def test_missing_or_damaged_model_file_is_rejected(folder, theirs, tmp_path, damage):
     (tmp_path / "vocab.json").write_bytes((folder / "vocab.json").read_bytes())
     if damage is not None:
         (tmp_path / "source.spm").write_bytes(damage)

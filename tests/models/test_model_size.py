@@ -19,7 +19,7 @@ from tests.support.models import every_family
 @pytest.mark.parametrize(
     "family", ["marian", "t5", "bert", "albert", "modernbert", "gpt2", "opt", "qwen3", "phi3", "vit"]
 )
-def test_weights_of_blocks_and_of_the_whole_model(family):
+def test_model_size_equals_transformers_model(family):
     folder = every_family.model_with_layers(family, 3)
     config = json.loads((folder / "config.json").read_text())
     linear = [
@@ -35,13 +35,13 @@ def test_weights_of_blocks_and_of_the_whole_model(family):
     assert halved.block_weights == sum(linear) // 2
 
 
-def test_a_model_without_blocks_has_the_weights_of_its_files(tmp_path):
+def test_model_without_blocks_has_size_of_files(tmp_path):
     folder = every_family.model_with_layers("resnet", 2)
     size = read_model_size(folder, json.loads((folder / "config.json").read_text()))
     assert (size.stacks, size.parameters) == ((), pytest.approx(count_parameters(folder), rel=0.05))
 
 
-def test_float_weights_that_the_config_does_not_show_are_not_counted(tmp_path):
+def test_float_weights_not_in_config_are_counted(tmp_path):
     """Narrow embeddings (ELECTRA), and layers that an earlier run factorized."""
     transformers.ElectraForSequenceClassification(
         transformers.ElectraConfig(
@@ -52,15 +52,15 @@ def test_float_weights_that_the_config_does_not_show_are_not_counted(tmp_path):
     weights = count_parameters(tmp_path)
     assert read_model_size(tmp_path, config).parameters == weights
     assert size_from_config(config).parameters < weights
-    whole = load_file(tmp_path / "model.safetensors")
-    left = {name: t for name, t in whole.items() if "layer.1.intermediate" not in name}
-    save_file(left | {"low_rank": torch.zeros(1, 32)}, tmp_path / "model.safetensors")
+    tensors = load_file(tmp_path / "model.safetensors")
+    remaining = {name: t for name, t in tensors.items() if "layer.1.intermediate" not in name}
+    save_file(remaining | {"low_rank": torch.zeros(1, 32)}, tmp_path / "model.safetensors")
     size = read_model_size(tmp_path, config)
-    assert size.parameters == pytest.approx(sum(t.numel() for t in left.values()) + 32, abs=1)
+    assert size.parameters == pytest.approx(sum(t.numel() for t in remaining.values()) + 32, abs=1)
     assert (size.bytes_per_weight, size.held_bytes) == (4.0, 4 * size.parameters)
 
 
-def test_numbers_that_are_none_give_no_size():
+def test_invalid_config_values_give_no_size():
     config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     assert size_from_config(config | {"vocab_size": "x"}).vocabulary == 0
     assert size_from_config(config | {"num_hidden_layers": -1}) is None

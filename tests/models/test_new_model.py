@@ -19,7 +19,7 @@ from tests.support.models.untrained_models import CONFIGS, ENCODER, make_untrain
 
 
 @pytest.mark.parametrize("family", ["marian", "t5", "bart", "bert", "gpt2", "llama"])
-def test_a_model_of_every_family_loads_and_agrees_with_its_tokenizer(tmp_path, family):
+def test_new_model_of_each_family_loads_and_matches_tokenizer(tmp_path, family):
     labels = ["no", "yes", "maybe"] if CONFIGS[family][0] == "text-classification" else []
     folder, notes = make_untrained(tmp_path, family, labels=labels)
     assert notes == []
@@ -48,18 +48,20 @@ def test_a_model_of_every_family_loads_and_agrees_with_its_tokenizer(tmp_path, f
             assert model(**inputs).logits.shape == (1, 3)
 
 
-def test_weights_are_those_that_the_class_draws_with_the_seed(tmp_path):
+def test_weights_equal_seeded_transformers_initialization(tmp_path):
     folder, _ = make_untrained(tmp_path / "a", "bert", labels=["a", "b"])
     model, _ = load_model(folder)
     transformers.set_seed(3)
-    again = transformers.BertForSequenceClassification(model.config)
-    for (name, ours), theirs in zip(model.named_parameters(), again.parameters(), strict=True):
-        assert torch.equal(ours, theirs), name
+    reference = transformers.BertForSequenceClassification(model.config)
+    for (name, parameter), reference_parameter in zip(
+        model.named_parameters(), reference.parameters(), strict=True
+    ):
+        assert torch.equal(parameter, reference_parameter), name
     other, _ = make_untrained(tmp_path / "b", "bert", labels=["a", "b"], seed=4)
     assert not torch.equal(load_model(other)[0].classifier.weight, model.classifier.weight)
 
 
-def test_a_list_of_words_that_lies_beside_the_tokenizer_stays_behind(tmp_path):
+def test_shortlist_of_tokenizer_folder_is_not_copied(tmp_path):
     folder = tiny.write_marian(tmp_path / "m")
     values = transformers.MarianConfig.from_pretrained(folder).to_dict()
     words = values["vocab_size"]
@@ -69,7 +71,7 @@ def test_a_list_of_words_that_lies_beside_the_tokenizer_stays_behind(tmp_path):
     assert not (tmp_path / "new" / SHORTLIST).exists()
 
 
-def test_what_the_config_said_otherwise_is_told(tmp_path):
+def test_config_values_changed_for_tokenizer_are_reported(tmp_path):
     folder = tiny.write_marian(tmp_path / "m")
     tokenizer = load_tokenizer(folder)
     values = {"model_type": "marian", "vocab_size": 10, "pad_token_id": 3, "decoder_vocab_size": 10}
@@ -93,7 +95,7 @@ def test_what_the_config_said_otherwise_is_told(tmp_path):
     assert re.findall(r"\d+", note.message) == [str(tokenizer.pad_token_id), "3"]
 
 
-def test_a_tokenizer_without_a_token_that_is_needed_is_refused(tmp_path):
+def test_tokenizer_without_required_special_token_is_rejected(tmp_path):
     tokenizer = load_tokenizer(tiny.write_bert(tmp_path / "b"))
     assert (
         config_for_tokenizer({"model_type": "bert"}, tokenizer, "text-classification", False)["pad_token_id"]
@@ -104,7 +106,7 @@ def test_a_tokenizer_without_a_token_that_is_needed_is_refused(tmp_path):
     assert all(part in str(caught.value) for part in (" eos ", " bart ", "translation"))
 
 
-def test_a_config_that_is_no_model_is_refused(tmp_path):
+def test_invalid_config_is_rejected(tmp_path):
     (tmp_path / "m").mkdir()
     folder = tiny.write_bert(tmp_path / "b")
     values = {"model_type": "bert", **ENCODER, "num_attention_heads": 3}

@@ -19,21 +19,21 @@ def folder(tmp_path):
     return published_tokenizers.marian(tmp_path, tiny.SENTENCES * 4, 60)
 
 
-def test_transformers_reads_what_nobody_has_compared(folder):
+def test_transformers_is_used_without_tokenizer_info(folder):
     assert open_tokenizer(folder).reader == "transformers"
     assert read_tokenizer_info(folder).reason == f"there is no {TOKENIZER_INFO_FILE} in this folder"
 
 
-def test_the_light_reader_serves_once_it_is_written_down(folder):
+def test_fast_reader_is_used_if_recorded(folder):
     details = read_tokenizer_facts(load_tokenizer(folder))
     write_tokenizer_info(folder, details)
     assert read_tokenizer_info(folder) == details
     (folder / "text.json").write_text('{"prefix": ">>deu<< "}')
-    found = open_tokenizer(folder)
-    assert (found.reader, found.prefix) == ("sentencepiece", ">>deu<< ")
+    tokenizer = open_tokenizer(folder)
+    assert (tokenizer.reader, tokenizer.prefix) == ("sentencepiece", ">>deu<< ")
 
 
-def test_transformers_reads_where_the_light_reader_was_found_to_differ(folder):
+def test_transformers_is_used_if_fast_reader_differs(folder):
     write_tokenizer_info(folder, TokenizerInfo(reader="transformers", reason="ids of 'a'"))
     assert open_tokenizer(folder).reader == "transformers"
     assert read_tokenizer_info(folder).reason == "ids of 'a'"

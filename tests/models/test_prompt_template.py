@@ -37,7 +37,7 @@ def _write_tokenizer(folder, template=None):
 
 @pytest.mark.parametrize("name", ["CHATML", "LLAMA2", "THINKING", "EXOTIC"])
 @pytest.mark.parametrize("begins", [1, 2, 4])
-def test_chats_are_rendered_as_by_transformers(tmp_path, name, begins):
+def test_rendered_chats_equal_transformers(tmp_path, name, begins):
     words = _write_tokenizer(tmp_path / "m", getattr(chat_templates, name))
     template = open_prompt_template(tmp_path / "m", "chat", {})
     messages = TALK[1:2] if begins == 1 else TALK[:begins]
@@ -57,12 +57,12 @@ def test_chats_are_rendered_as_by_transformers(tmp_path, name, begins):
         assert rendered.startswith(parts.prompt + parts.response)
 
 
-def test_special_tokens_are_those_of_transformers(tmp_path):
+def test_special_tokens_equal_transformers(tmp_path):
     words = _write_tokenizer(tmp_path / "m", chat_templates.LLAMA2)
     assert read_special_tokens(tmp_path / "m") == words.special_tokens_map
 
 
-def test_the_end_of_a_turn_belongs_to_the_response():
+def test_response_includes_end_of_turn():
     template = PromptTemplate("chat", chat_templates.CHATML)
     parts = template.render_response([TALK[3], ANSWER])
     assert (parts.response, parts.end) == ("Yes!<|im_end|>", "<|im_end|>")
@@ -86,13 +86,13 @@ def test_the_end_of_a_turn_belongs_to_the_response():
         ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "a", ("", "a", "")),
     ],
 )  # fmt: skip
-def test_content_and_end_are_those_of_the_template_whatever_letters_they_share(template, answer, expected):
+def test_response_parts_are_correct_when_content_overlaps_template(template, answer, expected):
     chat = PromptTemplate("chat", template, {"bos_token": "<s>", "eos_token": "</s>"})
     parts = chat.render_response([TALK[3], {"role": "assistant", "content": answer}])
     assert (parts.lead, parts.content, parts.end) == expected
 
 
-def test_texts_are_put_into_the_template_as_they_are():
+def test_braces_in_texts_are_not_substituted():
     assert PromptTemplate("Q: {prompt}\nA:").render("{x} {prompt}") == "Q: {x} {prompt}\nA:"
 
 
@@ -108,18 +108,18 @@ def test_texts_are_put_into_the_template_as_they_are():
         ("chat", chat_templates.CHATML, json.dumps([{"role": "tool", "content": "x"}]), "unknown-role"),
     ],
 )
-def test_prompts_that_do_not_fit_are_refused(template, chat, prompt, code):
+def test_invalid_prompts_are_rejected(template, chat, prompt, code):
     with raises_code(code, InputError):
         PromptTemplate(template, chat).render(prompt)
 
 
-def test_chat_without_a_chat_template_is_refused(tmp_path):
+def test_chat_without_chat_template_is_rejected(tmp_path):
     _write_tokenizer(tmp_path / "m")
     with raises_code("no-chat-template", InputError):
         open_prompt_template(tmp_path / "m", "chat", {})
 
 
-def test_templates_are_read_from_each_place(tmp_path):
+def test_chat_templates_are_read_from_all_locations(tmp_path):
     words = _write_tokenizer(tmp_path / "file", "one")
     assert read_chat_template(tmp_path / "file") == "one"
     words.save_pretrained(tmp_path / "old", save_jinja_files=False)
@@ -135,7 +135,7 @@ def test_templates_are_read_from_each_place(tmp_path):
         read_chat_template(tmp_path / "many")
 
 
-def test_rules_follow_the_tokenizer_and_end_generation_with_the_turn(tmp_path):
+def test_text_rules_are_copied_and_end_generation_at_end_of_turn(tmp_path):
     folder = causal.write_model(tmp_path / "m", "qwen2", vocab_size=400)
     words = load_tokenizer(folder)
     words.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
@@ -153,7 +153,7 @@ def test_rules_follow_the_tokenizer_and_end_generation_with_the_turn(tmp_path):
     assert load_tokenizer(tmp_path / "next").smelt_prompts.is_chat
 
 
-def test_end_of_turn_with_the_letters_of_a_response_ends_generation(tmp_path):
+def test_end_of_turn_resembling_response_ends_generation(tmp_path):
     folder = causal.write_model(tmp_path / "m", "qwen2", vocab_size=400)
     words = load_tokenizer(folder)
     words.add_special_tokens({"additional_special_tokens": ["<|start|>", "<|a_turn_ends|>"]})
@@ -167,7 +167,7 @@ def test_end_of_turn_with_the_letters_of_a_response_ends_generation(tmp_path):
     assert ends == [0, words.convert_tokens_to_ids("<|a_turn_ends|>")]
 
 
-def test_keys_of_other_tasks_do_not_change():
+def test_cache_keys_without_template_are_unchanged():
     assert TextRules().cache_key() == {"prefix": "", "source_language": None, "target_language": None}
     assert TextRules(prompt_template="x{prompt}").cache_key()["prompt_template"] == "x{prompt}"
 

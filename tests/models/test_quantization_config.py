@@ -20,7 +20,7 @@ def of(**options):
     return parse_quantization_config({"quantization_config": options})
 
 
-def test_layouts_that_are_read():
+def test_supported_layouts_are_parsed():
     assert parse_quantization_config({}) is None
     assert of(**GPTQ) == of(**GPTQ, checkpoint_format="gptq") == QuantizationConfig("gptq", 128, 1)
     assert of(**GPTQ, checkpoint_format="gptq_v2") == QuantizationConfig("gptq", 128, 0)
@@ -68,14 +68,14 @@ def test_layouts_that_are_read():
         (AWQ | {"version": "gemv"}, "unsupported-packing", "version", ("'gemv'", "gemm")),
     ],
 )
-def test_layouts_that_are_not_read_are_refused_by_name(options, code, setting, values):
+def test_unsupported_layouts_are_rejected_by_name(options, code, setting, values):
     with raises_code(code, InputError) as caught:
         of(**options)
     assert caught.value.setting == f"quantization_config.{setting}"
     assert all(value in str(caught.value) for value in values)
 
 
-def test_no_object_at_all():
+def test_config_that_is_no_object_is_rejected():
     with raises_code("wrong-value", InputError) as caught:
         parse_quantization_config({"quantization_config": "gptq"})
     assert caught.value.setting == "quantization_config"
@@ -109,7 +109,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("case", "base"), matrix.matrix_cells(OTHERS, [GPTQ, AUTO_ROUND, AWQ]), ids=str)
-def test_what_is_no_rounding_of_weights_alone_to_whole_numbers_is_refused(base, case):
+def test_non_integer_or_activation_quantization_is_rejected(base, case):
     options, code, *values = case
     with raises_code(code, InputError) as caught:
         of(**base | options)
@@ -123,7 +123,7 @@ def test_what_is_no_rounding_of_weights_alone_to_whole_numbers_is_refused(base, 
     {"adapter": None, "activation": None}, {"adapter": {}, "meta": {"adapter": None, "quantizer": ["a:1"]}},
     {"rotation": None, "packing_format": None, "checkpoint_format": None, "pack_dtype": None},
 ])  # fmt: skip
-def test_whole_numbers_and_float_activations_are_read(options):
+def test_integer_weights_with_float_activations_are_accepted(options):
     assert of(**AUTO_ROUND | options) == QuantizationConfig("gptq", 32, 1)
 
 
@@ -138,7 +138,7 @@ ALIKE = [
 
 
 @pytest.mark.parametrize("options", ALIKE)
-def test_layers_that_are_left_float_or_are_as_the_others(options):
+def test_float_or_uniform_layer_overrides_are_accepted(options):
     assert of(**AUTO_ROUND | options) == of(**AUTO_ROUND)
 
 
@@ -171,15 +171,15 @@ MIXED = "mixed-quantization"
     ],
 )
 @pytest.mark.parametrize("base", [AUTO_ROUND, AWQ | {"group_size": 32}], ids=["auto-round", "awq"])
-def test_layers_with_codes_of_another_kind_are_refused(base, options, code, setting, values):
+def test_mixed_layer_overrides_are_rejected(base, options, code, setting, values):
     with raises_code(code, InputError) as caught:
         of(**base | options)
     assert caught.value.setting == f"quantization_config.{setting}"
     assert all(value in str(caught.value) for value in values)
 
 
-def test_an_order_of_single_layers_needs_an_index_too():
-    own = {"dynamic": {"+:.*down.*": {"desc_act": True}, "-:.*up.*": {"desc_act": True}}}
-    assert of(**GPTQ | own) == QuantizationConfig("gptq", 128, 1, act_order=True)
+def test_act_order_of_single_layers_is_detected():
+    options = {"dynamic": {"+:.*down.*": {"desc_act": True}, "-:.*up.*": {"desc_act": True}}}
+    assert of(**GPTQ | options) == QuantizationConfig("gptq", 128, 1, act_order=True)
     assert not of(**GPTQ | {"dynamic": {"-:.*up.*": {"desc_act": True}}}).act_order
-    assert not of(**AWQ | own).act_order
+    assert not of(**AWQ | options).act_order

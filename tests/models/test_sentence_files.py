@@ -20,10 +20,12 @@ NEW = "sentence_transformers.sentence_transformer.modules.pooling"
 
 def folder(home, modules=("Transformer", "Pooling", "Normalize"), pooling=None, settings=None, **first):
     (home / "1_Pooling").mkdir()
-    listed = [{"idx": i, "name": str(i), "path": "", "type": f"{OLD}.{m}"} for i, m in enumerate(modules)]
-    listed[1:2] = [{**listed[1], "path": "1_Pooling"}] if len(listed) > 1 else []
-    listed[0] |= first
-    (home / "modules.json").write_text(json.dumps(listed))
+    module_entries = [
+        {"idx": i, "name": str(i), "path": "", "type": f"{OLD}.{m}"} for i, m in enumerate(modules)
+    ]
+    module_entries[1:2] = [{**module_entries[1], "path": "1_Pooling"}] if len(module_entries) > 1 else []
+    module_entries[0] |= first
+    (home / "modules.json").write_text(json.dumps(module_entries))
     (home / "1_Pooling" / "config.json").write_text(
         json.dumps({"pooling_mode": "cls"} if pooling is None else pooling)
     )
@@ -32,13 +34,13 @@ def folder(home, modules=("Transformer", "Pooling", "Normalize"), pooling=None, 
     return home
 
 
-def test_a_folder_without_modules_says_nothing(tmp_path):
+def test_folder_without_modules_has_no_rules(tmp_path):
     assert read_sentence_rules(tmp_path) is None
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("normalize", [True, False])
-def test_what_is_written_is_read_again(pooling, normalize, tmp_path):
+def test_written_rules_are_read_back(pooling, normalize, tmp_path):
     rules = SentenceRules(pooling=pooling, normalize=normalize, max_length=77, lower=True)
     write_sentence_rules(tmp_path, rules, 32)
     assert read_sentence_rules(tmp_path) == rules
@@ -55,19 +57,19 @@ def test_what_is_written_is_read_again(pooling, normalize, tmp_path):
         ({"word_embedding_dimension": 8}, "mean"),  # sentence-transformers' default
     ],
 )
-def test_pooling_is_read_as_a_word_and_as_flags(pooling, expected, tmp_path):
-    found = read_sentence_rules(folder(tmp_path, pooling=pooling, settings={"max_seq_length": 9}))
-    assert found == SentenceRules(pooling=expected, max_length=9)
+def test_pooling_is_read_from_name_or_flags(pooling, expected, tmp_path):
+    rules = read_sentence_rules(folder(tmp_path, pooling=pooling, settings={"max_seq_length": 9}))
+    assert rules == SentenceRules(pooling=expected, max_length=9)
 
 
-def test_modules_of_a_later_version_are_known_by_their_last_name(tmp_path):
+def test_renamed_module_types_are_recognized(tmp_path):
     folder(tmp_path)
     text = (tmp_path / "modules.json").read_text().replace(f"{OLD}.Pooling", f"{NEW}.Pooling")
     (tmp_path / "modules.json").write_text(text)
     assert read_sentence_rules(tmp_path) == SentenceRules(pooling="cls")
 
 
-def test_settings_in_a_file_called_after_the_family_are_read(tmp_path):
+def test_settings_file_named_after_family_is_read(tmp_path):
     folder(tmp_path)
     (tmp_path / "sentence_roberta_config.json").write_text('{"max_seq_length": 5, "do_lower_case": true}')
     assert read_sentence_rules(tmp_path) == SentenceRules(pooling="cls", max_length=5, lower=True)
@@ -95,9 +97,9 @@ VERSION_6 = {
         ({"model_args": {"add_pooling_layer": False}, "config_args": {}, "max_seq_length": 7}, 7),
     ],
 )
-def test_limit_is_that_of_sentence_transformers_wherever_it_is_set(settings, limit, tmp_path):
-    found = read_sentence_rules(folder(tmp_path, settings=settings))
-    assert found == SentenceRules(pooling="cls", max_length=limit)
+def test_max_length_equals_sentence_transformers(settings, limit, tmp_path):
+    rules = read_sentence_rules(folder(tmp_path, settings=settings))
+    assert rules == SentenceRules(pooling="cls", max_length=limit)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +120,7 @@ def test_limit_is_that_of_sentence_transformers_wherever_it_is_set(settings, lim
         ),
     ],
 )
-def test_setting_that_may_change_vectors_is_refused_with_its_name(settings, setting, tmp_path):
+def test_settings_that_may_change_vectors_are_rejected(settings, setting, tmp_path):
     with raises_code("unsupported-setting", InputError) as caught:
         read_sentence_rules(folder(tmp_path, settings=settings))
     assert caught.value.setting == setting
@@ -170,7 +172,7 @@ def test_setting_that_may_change_vectors_is_refused_with_its_name(settings, sett
         ({"pooling": {"pooling_mode": "cls", "layers": [1, 2]}}, "unsupported-setting", "layers"),
     ],
 )
-def test_what_is_not_supported_is_said_with_the_file(made, code, named, tmp_path):
+def test_unsupported_modules_are_rejected_with_file(made, code, named, tmp_path):
     with raises_code(code, InputError) as error:
         read_sentence_rules(folder(tmp_path, **made))
     assert str(tmp_path) in str(error.value)
@@ -178,7 +180,7 @@ def test_what_is_not_supported_is_said_with_the_file(made, code, named, tmp_path
 
 
 @pytest.mark.parametrize("name", ["modules.json", "1_Pooling/config.json"])
-def test_a_broken_file_is_named(name, tmp_path):
+def test_damaged_file_is_rejected(name, tmp_path):
     folder(tmp_path)
     (tmp_path / name).write_text("{")
     with raises_code("damaged-file", InputError) as caught:
@@ -186,7 +188,7 @@ def test_a_broken_file_is_named(name, tmp_path):
     assert name in str(caught.value)
 
 
-def test_the_prompt_that_is_put_before_every_text_is_found(tmp_path):
+def test_default_prompt_is_read(tmp_path):
     assert default_prompt(tmp_path) == ""
     path = tmp_path / "config_sentence_transformers.json"
     path.write_text('{"prompts": {"query": "ask: "}, "default_prompt_name": null}')

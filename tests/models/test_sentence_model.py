@@ -24,31 +24,31 @@ def vectors(folder, batch_size=8):
 
 
 @pytest.mark.parametrize("family", embedders.FAMILIES)
-def test_vectors_are_those_of_transformers_one_by_one_when_texts_are_padded(family, tmp_path):
+def test_padded_batch_vectors_equal_transformers(family, tmp_path):
     folder = embedders.write_embedder(tmp_path / "m", family)
-    found = vectors(folder)
-    assert found.dtype == np.float32
-    assert np.abs(found - embedders.expected_vectors(folder, TEXTS)).max() < 2e-6
-    assert np.allclose(np.linalg.norm(found, axis=1), 1, atol=1e-6)
+    embeddings = vectors(folder)
+    assert embeddings.dtype == np.float32
+    assert np.abs(embeddings - embedders.expected_vectors(folder, TEXTS)).max() < 2e-6
+    assert np.allclose(np.linalg.norm(embeddings, axis=1), 1, atol=1e-6)
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("normalize", [True, False])
-def test_each_pooling_is_computed_over_the_tokens_alone(pooling, normalize, tmp_path):
+def test_each_pooling_ignores_padding(pooling, normalize, tmp_path):
     folder = embedders.write_embedder(tmp_path / "m", pooling=pooling, normalize=normalize)
     expected = embedders.expected_vectors(folder, TEXTS, pooling, normalize)
     assert np.abs(vectors(folder) - expected).max() < 1e-5 * np.abs(expected).max()
 
 
-def test_a_long_text_of_large_values_stays_finite_in_half_precision():
+def test_mean_pooling_of_long_text_is_finite_in_float16():
     """A sum over 8,000 tokens of 20 would be beyond 65504."""
     hidden = torch.full((1, 8000, 4), 20.0, dtype=torch.float16)
     mask = torch.ones(1, 8000, dtype=torch.int64)
-    found = pool_hidden_states(hidden, mask, SentenceRules(normalize=False))
-    assert torch.allclose(found.float(), torch.full((1, 4), 20.0), rtol=0.02)
+    pooled = pool_hidden_states(hidden, mask, SentenceRules(normalize=False))
+    assert torch.allclose(pooled.float(), torch.full((1, 4), 20.0), rtol=0.02)
 
 
-def test_a_text_is_cut_where_sentence_transformers_cuts_it(tmp_path):
+def test_truncation_equals_sentence_transformers(tmp_path):
     folder = embedders.write_embedder(tmp_path / "m", max_length=6)
     with open_folder(folder, "torch") as runner:
         cuts = []
@@ -56,7 +56,7 @@ def test_a_text_is_cut_where_sentence_transformers_cuts_it(tmp_path):
     assert cuts == [(4, 6)]
 
 
-def test_what_is_saved_is_a_bare_encoder_that_transformers_opens(tmp_path):
+def test_saved_embedder_is_a_bare_encoder(tmp_path):
     folder = embedders.write_embedder(tmp_path / "m")
     model, edits = load_model(folder)
     assert is_sentence_model(model)
@@ -76,7 +76,7 @@ def test_what_is_saved_is_a_bare_encoder_that_transformers_opens(tmp_path):
         assert (out / name).read_bytes() == (folder / name).read_bytes()
 
 
-def test_a_tensor_that_no_embedder_reads_is_an_error(tmp_path):
+def test_unused_tensor_of_embedder_is_rejected(tmp_path):
     from safetensors.torch import load_file, save_file
 
     folder = embedders.write_embedder(tmp_path / "m")
@@ -87,7 +87,7 @@ def test_a_tensor_that_no_embedder_reads_is_an_error(tmp_path):
     assert "head.dense.weight" in str(caught.value)
 
 
-def test_a_classifier_beside_which_the_file_lies_stays_a_classifier(tmp_path):
+def test_classifier_with_modules_file_is_loaded_as_classifier(tmp_path):
     """smelt before this task copied modules.json along where a classifier was made of an embedder."""
     folder = tiny.write_bert(tmp_path / "m")
     embedders.write_embedder(tmp_path / "e")

@@ -16,27 +16,27 @@ from tests.support.models import seq2seq
 
 @pytest.fixture
 def bare(tmp_path):
-    whole = seq2seq.write_bart(tmp_path / "whole")
-    shutil.copytree(whole, tmp_path / "bare")
-    BartModel.from_pretrained(whole, local_files_only=True).save_pretrained(tmp_path / "bare")
+    full_folder = seq2seq.write_bart(tmp_path / "whole")
+    shutil.copytree(full_folder, tmp_path / "bare")
+    BartModel.from_pretrained(full_folder, local_files_only=True).save_pretrained(tmp_path / "bare")
     return tmp_path / "bare"
 
 
-def test_a_bare_checkpoint_gets_its_embedding_as_head(bare, tmp_path):
+def test_bare_checkpoint_gets_tied_output_layer(bare, tmp_path):
     (tmp_path / "out").mkdir()
     assert message_codes(import_model(bare, tmp_path / "out")) == ["tied-output-head"]
     model, _ = load_model(tmp_path / "out")
-    theirs = AutoModelForSeq2SeqLM.from_pretrained(bare, local_files_only=True)
+    reference = AutoModelForSeq2SeqLM.from_pretrained(bare, local_files_only=True)
     ids = torch.arange(4, 16).view(2, 6)
     with torch.no_grad():
         torch.testing.assert_close(
             model(input_ids=ids, decoder_input_ids=ids).logits,
-            theirs(input_ids=ids, decoder_input_ids=ids).logits,
+            reference(input_ids=ids, decoder_input_ids=ids).logits,
         )
     assert (tmp_path / "out" / "tokenizer.json").is_file()
 
 
-def test_a_head_that_nobody_has_is_not_invented(bare, tmp_path):
+def test_missing_untied_output_layer_is_rejected(bare, tmp_path):
     config = bare / "config.json"
     config.write_text(
         config.read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false')

@@ -5,7 +5,7 @@ from smelt.models.edits import apply_edits
 from smelt.models.layers import LowRankLinear, SharedLinear, component_layers
 
 
-def test_it_is_the_sum_of_what_is_shared_and_its_own_with_one_bias():
+def test_output_is_shared_plus_difference_with_one_bias():
     torch.manual_seed(0)
     layer = SharedLinear(12, 8, 3)
     assert (layer.in_features, layer.out_features, layer.rank) == (12, 8, 3)
@@ -16,7 +16,7 @@ def test_it_is_the_sum_of_what_is_shared_and_its_own_with_one_bias():
     assert [n for n, _ in SharedLinear(12, 8, 3, bias=False).named_parameters() if "bias" in n] == []
 
 
-def test_edits_make_room_and_what_is_shared_is_one_module():
+def test_edits_create_shared_linear_layers():
     model = nn.ModuleDict({"a": nn.Linear(12, 8), "b": nn.Linear(12, 8)}).to("meta")
     edits = [{"op": "difference", "module": name, "rank": rank} for name, rank in (("a", 3), ("b", 2))]
     apply_edits(model, [*edits, {"op": "share", "module": "b.shared", "with": "a.shared"}])
@@ -25,7 +25,7 @@ def test_edits_make_room_and_what_is_shared_is_one_module():
     assert all(p.is_meta for p in model.parameters())
 
 
-def test_parts_are_plain_layers_by_their_names():
+def test_component_layers_are_listed_by_name():
     layer = SharedLinear(12, 8, 3)
     assert list(component_layers(layer, "x")) == ["x.shared", "x.difference.down", "x.difference.up"]
     layer.shared = LowRankLinear(12, 8, 4, bias=False)

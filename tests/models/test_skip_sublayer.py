@@ -32,8 +32,8 @@ def without(family, out, which=((0, 0), (1, -1), (2, 1))):
     model, edits = load_model(source)
     for block in blocks_of(model):
         last = len(block.stack.attentions)
-        gone = {(layer, part % (last + 1)) for layer, part in which}
-        for layer, part in sorted(gone):
+        removed = {(layer, part % (last + 1)) for layer, part in which}
+        for layer, part in sorted(removed):
             if layer == block.index:
                 edits.append(skip_sublayer(model, block.module_path, part))
     out.mkdir()
@@ -42,21 +42,21 @@ def without(family, out, which=((0, 0), (1, -1), (2, 1))):
 
 
 @pytest.mark.parametrize("family", SEPARATE_BLOCKS)
-def test_the_rest_computes_as_if_the_part_gave_zeros(family, tmp_path):
+def test_model_without_part_equals_part_with_zero_output(family, tmp_path):
     folder, model = without(family, tmp_path / "out")
-    whole, _ = load_model(every_family.model_with_layers(family, 3))
-    there = {
+    full_model, _ = load_model(every_family.model_with_layers(family, 3))
+    remaining_layers = {
         block.module_path: {part.linear_layers[-1] for part in block.parts} for block in blocks_of(model)
     }
-    for block in blocks_of(whole):
+    for block in blocks_of(full_model):
         for part in block.parts:
-            if part.linear_layers[-1] not in there[block.module_path]:
-                whole.get_submodule(part.linear_layers[-1]).register_forward_hook(
+            if part.linear_layers[-1] not in remaining_layers[block.module_path]:
+                full_model.get_submodule(part.linear_layers[-1]).register_forward_hook(
                     lambda m, x, y: torch.zeros_like(y)
                 )
-    found = harness.logits(load_model(folder)[0])
-    assert torch.equal(found, harness.logits(whole))
-    assert torch.equal(found, harness.logits(model))
+    logits = harness.logits(load_model(folder)[0])
+    assert torch.equal(logits, harness.logits(full_model))
+    assert torch.equal(logits, harness.logits(model))
     modules = dict(model.named_modules())
     feeds = norm_consumers(model)
     assert all(
@@ -83,7 +83,7 @@ def _added_zeros(graph):
     [("mistral", "openvino"), ("t5", "ort-cpu")]
     + ([("marian", "openvino"), ("gpt2", "ort-cpu")] if matrix.is_full_matrix() else []),
 )
-def test_runners_say_what_the_model_says_without_a_cache(family, target, tmp_path):
+def test_runners_generate_same_texts_as_model_without_cache(family, target, tmp_path):
     """Its own numbers in the cache, and graphs with caches and products of nothing but what is left."""
     which = ((0, 0), (1, 1), (2, -1)) if FAMILIES[family].architecture == "seq2seq" else ((0, 0), (1, -1))
     folder, _ = without(family, tmp_path / "model", which)
@@ -103,10 +103,10 @@ def test_runners_say_what_the_model_says_without_a_cache(family, target, tmp_pat
         expected.append(tokenizer.decode(out[0], skip_special_tokens=True))
     for artifact in (source, Artifact(ctx.out, manifest.model_copy(update={"target": target}))):
         with open_runner(artifact, threads=1) as runner:
-            found = generate_texts(
+            generated = generate_texts(
                 runner, texts, GenerationSettings(max_new_tokens=8, num_beams=1), batch_size=2
             )
-        assert found == expected
+        assert generated == expected
     main = onnx.load(
         ctx.out / ("model.onnx" if task == "language-modeling" else "decoder_with_past_model.onnx")
     )
@@ -116,7 +116,7 @@ def test_runners_say_what_the_model_says_without_a_cache(family, target, tmp_pat
     assert not _added_zeros(main.graph)
 
 
-def test_a_block_that_stands_twice_loses_the_part_in_both_places(tmp_path):
+def test_repeated_block_loses_part_at_both_positions(tmp_path):
     model, edits = load_model(every_family.model_with_layers("bert", 3))
     layers = model.bert.encoder.layer
     layers[1] = layers[0]
@@ -125,10 +125,10 @@ def test_a_block_that_stands_twice_loses_the_part_in_both_places(tmp_path):
         skip_sublayer(model, "bert.encoder.layer.1", 1),
     ]
     save_model(model, edits, tmp_path, every_family.model_with_layers("bert", 3))
-    again, _ = load_model(tmp_path)
-    assert again.bert.encoder.layer[0] is again.bert.encoder.layer[1]
-    assert torch.equal(harness.logits(again), harness.logits(model))
-    assert [block.feed_forward is None for block in blocks_of(again)] == [True, False]
+    reloaded, _ = load_model(tmp_path)
+    assert reloaded.bert.encoder.layer[0] is reloaded.bert.encoder.layer[1]
+    assert torch.equal(harness.logits(reloaded), harness.logits(model))
+    assert [block.feed_forward is None for block in blocks_of(reloaded)] == [True, False]
 
 
 @pytest.mark.quick
@@ -143,9 +143,9 @@ def test_a_block_that_stands_twice_loses_the_part_in_both_places(tmp_path):
         ({"module": "model.layers.2", "part": 0}, "last-layer", type(None)),
     ],
 )
-def test_an_edit_that_does_not_fit_is_refused(edit, code, cause):
+def test_invalid_skip_edits_are_rejected(edit, code, cause):
     model, _ = load_model(every_family.model_with_layers("llama", 3))
-    apply_edits(model, [{"op": "skip", "module": f"model.layers.{at}", "part": 0} for at in (0, 1)])
+    apply_edits(model, [{"op": "skip", "module": f"model.layers.{index}", "part": 0} for index in (0, 1)])
     with raises_code(code, InputError) as caught:
         apply_edits(model, [{"op": "skip", **edit}])
     assert type(caught.value.__cause__) is cause
@@ -153,7 +153,7 @@ def test_an_edit_that_does_not_fit_is_refused(edit, code, cause):
 
 
 @pytest.mark.parametrize("loss", ["attention", "self_attention_relations"])
-def test_losses_that_look_into_an_attention_that_is_gone_are_refused(loss, tmp_path):
+def test_attention_losses_are_rejected_if_attention_was_removed(loss, tmp_path):
     student = load_model(without("bert", tmp_path / "out", ((2, 0),))[0])[0]
     teacher = load_model(every_family.model_with_layers("bert", 3))[0]
     weights = LossWeights(**{loss: 1.0})

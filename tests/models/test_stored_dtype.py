@@ -46,32 +46,32 @@ def declared_dtype(folder):
 
 
 @pytest.mark.parametrize(("family", "dtype"), matrix.matrix_cells(list(MADE), HALVES))
-def test_a_model_of_16_bits_is_written_as_it_was_read_and_from_pretrained_reads_it(tmp_path, family, dtype):
+def test_16_bit_model_is_saved_unchanged_and_loads_in_transformers(tmp_path, family, dtype):
     folder = cast(MADE[family](tmp_path / "model"), dtype)
     notes, tensors = rewritten(folder, tmp_path / "out")
-    read = load_file(folder / "model.safetensors")
+    source_tensors = load_file(folder / "model.safetensors")
     assert notes == []
-    assert tensors.keys() == read.keys()
-    assert all(torch.equal(tensors[name], read[name]) for name in read)
+    assert tensors.keys() == source_tensors.keys()
+    assert all(torch.equal(tensors[name], source_tensors[name]) for name in source_tensors)
     assert declared_dtype(tmp_path / "out") == str(dtype).removeprefix("torch.")
     assert weight_files_size(tmp_path / "out") <= weight_files_size(folder)
     kind = getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
-    theirs = kind.from_pretrained(tmp_path / "out")
-    assert theirs.dtype == dtype
+    reference = kind.from_pretrained(tmp_path / "out")
+    assert reference.dtype == dtype
 
 
 @pytest.mark.parametrize(
     ("word", "dtype", "stored"),
     [("fp32", torch.float32, HALVES[0]), ("fp16", HALVES[0], torch.float32), ("bf16", HALVES[1], HALVES[0])],
 )
-def test_another_type_can_be_asked_for(tmp_path, word, dtype, stored):
+def test_output_dtype_can_be_set(tmp_path, word, dtype, stored):
     folder = cast(tiny.write_marian(tmp_path / "model"), stored)
     _, tensors = rewritten(folder, tmp_path / "out", word)
     assert {t.dtype for t in tensors.values()} == {dtype}
     assert declared_dtype(tmp_path / "out") == str(dtype).removeprefix("torch.")
 
 
-def test_mixed_types_are_kept_tensor_by_tensor(tmp_path):
+def test_mixed_dtypes_are_kept_per_tensor(tmp_path):
     folder = cast(tiny.write_bert(tmp_path / "model"), torch.bfloat16, lambda name: "LayerNorm" not in name)
     _, tensors = rewritten(folder, tmp_path / "out")
     assert {n for n, t in tensors.items() if t.dtype == torch.float32} == {
@@ -80,7 +80,7 @@ def test_mixed_types_are_kept_tensor_by_tensor(tmp_path):
     assert declared_dtype(tmp_path / "out") == "bfloat16"
 
 
-def test_only_the_files_of_the_model_count_and_old_names_of_norms_are_known(tmp_path):
+def test_stray_files_are_ignored_and_gamma_names_are_mapped(tmp_path):
     folder = cast(
         tiny.write_bert(tmp_path / "model"), torch.bfloat16, lambda name: "LayerNorm.weight" not in name
     )
@@ -96,7 +96,7 @@ def test_only_the_files_of_the_model_count_and_old_names_of_norms_are_known(tmp_
     assert weight_files_size(folder) == (folder / "model.safetensors").stat().st_size
 
 
-def test_a_tied_tensor_keeps_its_type_under_whichever_name_the_file_has_it(tmp_path):
+def test_tied_tensor_keeps_dtype_under_any_name(tmp_path):
     folder = cast(
         tiny.write_marian(tmp_path / "model"), torch.float16, lambda name: name != "model.shared.weight"
     )
@@ -107,7 +107,7 @@ def test_a_tied_tensor_keeps_its_type_under_whichever_name_the_file_has_it(tmp_p
     assert {n for n, t in written.items() if t.dtype == torch.float32} == {"model.shared.weight"}
 
 
-def test_new_tensors_take_the_type_of_what_they_came_from_or_the_common_one(tmp_path):
+def test_new_tensors_get_dtype_of_origin_or_most_common(tmp_path):
     stored = {"a.weight": torch.zeros(2, 2), "b.weight": torch.zeros(9, 9).half(), "h.0.c": torch.zeros(3)}
     save_file(stored, tmp_path / "model.safetensors")
     types = stored_dtypes(tmp_path)
@@ -119,7 +119,7 @@ def test_new_tensors_take_the_type_of_what_they_came_from_or_the_common_one(tmp_
     assert types.dtype_for(["transformer.a.up.weight"]) == torch.float32
 
 
-def test_scales_of_codes_do_not_say_what_floats_are_stored_in(tmp_path):
+def test_quantization_scales_do_not_define_float_dtype(tmp_path):
     """They are float16 in many schemes: what trains with codes would be rounded to it."""
     scales = {"a.matrix.scales": torch.zeros(99).half(), "b.matrix.codes": torch.zeros(9, dtype=torch.uint8)}
     save_file({**scales, "norm.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
@@ -129,14 +129,14 @@ def test_scales_of_codes_do_not_say_what_floats_are_stored_in(tmp_path):
     assert stored_dtypes(tmp_path).default == torch.float16  # nothing else says it
 
 
-def test_a_folder_without_weights_means_32_bits(tmp_path):
+def test_folder_without_weights_has_float32(tmp_path):
     assert stored_dtypes(tmp_path) == StoredDtypes({}, torch.float32)
     (tmp_path / "model.safetensors").write_bytes(b"no header")
     with raises_code("damaged-weights", InputError):
         stored_dtypes(tmp_path)
 
 
-def test_values_beyond_the_range_of_float16_stay_32_bits_and_are_told(tmp_path):
+def test_values_beyond_float16_are_kept_float32_with_warning(tmp_path):
     folder = cast(tiny.write_bert(tmp_path / "model"), torch.float16)
     model, edits = load_model(folder)
     with torch.no_grad():
@@ -150,16 +150,16 @@ def test_values_beyond_the_range_of_float16_stay_32_bits_and_are_told(tmp_path):
     wide = {n for n, t in tensors.items() if t.dtype == torch.float32}
     assert wide == {"classifier.weight", "bert.pooler.dense.weight"}
     assert float(tensors["classifier.weight"][0, 0]) == 1e5
-    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
-    assert float(theirs.classifier.weight.detach()[0, 0]) == 1e5, "transformers made an infinity of it"
+    reference = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert float(reference.classifier.weight.detach()[0, 0]) == 1e5, "transformers made an infinity of it"
 
 
-def test_infinities_that_were_there_are_no_overflow():
+def test_existing_infinities_are_not_overflow():
     stored, notes = cast_to_stored({"w": torch.tensor([float("inf"), 1.0])}, {"w": torch.float16})
     assert (stored["w"].dtype, notes) == (torch.float16, [])
 
 
-def test_the_config_says_the_type_of_most_values():
+def test_config_dtype_is_dtype_of_most_values():
     assert config_dtype([torch.zeros(9).half(), torch.zeros(3)]) == "float16"
     assert config_dtype([torch.zeros(9, dtype=torch.int8), torch.zeros(3).bfloat16()]) == "bfloat16"
     assert config_dtype([torch.zeros(9).half(), torch.full((3,), 1e6)]) == "float32"

@@ -42,23 +42,24 @@ def llama(tmp_path_factory):
     return out
 
 
-def test_one_block_is_in_memory_at_a_time_and_all_are_written(llama, tmp_path, monkeypatch):
+def test_one_block_is_in_memory_and_all_are_saved(llama, tmp_path, monkeypatch):
     monkeypatch.setattr(weight_files, "LARGE_BYTES", 0)
-    made = open_streamed(llama, tmp_path)
-    assert made is not None
+    streamed = open_streamed(llama, tmp_path)
+    assert streamed is not None
 
     def there():
-        return [not any(p.is_meta for p in b.module.parameters()) for b in blocks_of(made.model)]
+        return [not any(p.is_meta for p in b.module.parameters()) for b in blocks_of(streamed.model)]
 
     assert there() == [False] * 3
     assert (
-        made.model.lm_head.weight.is_meta or made.model.lm_head.weight is made.model.model.embed_tokens.weight
+        streamed.model.lm_head.weight.is_meta
+        or streamed.model.lm_head.weight is streamed.model.model.embed_tokens.weight
     )
-    for number, block in enumerate(blocks_of(made.model)):
-        made.load_block(block)
-        assert there() == [at == number for at in range(3)]
-        made.save_block(block)
-    assert made.finish(made.edits) == []
+    for number, block in enumerate(blocks_of(streamed.model)):
+        streamed.load_block(block)
+        assert there() == [index == number for index in range(3)]
+        streamed.save_block(block)
+    assert streamed.finish(streamed.edits) == []
     names = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert names == [f"model-{n:05}-of-00004.safetensors" for n in range(1, 5)]
     stored = {n: t for name in names for n, t in load_file(tmp_path / name).items()}
@@ -68,7 +69,7 @@ def test_one_block_is_in_memory_at_a_time_and_all_are_written(llama, tmp_path, m
     assert torch.equal(harness.logits(load_model(tmp_path)[0]), harness.logits(load_model(llama)[0]))
 
 
-def test_weights_that_do_not_fit_stay_in_their_file(llama, monkeypatch):
+def test_bfloat16_weights_are_memory_mapped_if_float32_does_not_fit(llama, monkeypatch):
     """The float32 model does not fit: 16-bit matrices are widened at each use, which is exact."""
     ids = np.arange(5, 14, dtype=np.int64)[None]
     with open_folder(llama, "torch", threads=1, device="cpu") as runner:
@@ -95,13 +96,13 @@ def _resident_bytes():
     not Path("/proc/self/status").exists() or platform.libc_ver()[0] != "glibc",
     reason="only glibc is asked to give memory back",
 )
-def test_memory_between_pieces_that_stay_is_given_back():
+def test_freed_memory_is_returned_to_system():
     """What one block leaves in holes is not in memory with the next one."""
     pieces = [torch.ones(20_000 if number % 2 else 200) for number in range(4000)]
-    there = _resident_bytes()
+    resident = _resident_bytes()
     del pieces[1::2]  # 160 MB, each between two that stay
     streamed_model._trim_memory()
-    assert there - _resident_bytes() > 100e6
+    assert resident - _resident_bytes() > 100e6
     assert len(pieces) == 2000
 
 
@@ -130,20 +131,20 @@ def test_memory_between_pieces_that_stay_is_given_back():
         ),
     ],
 )
-def test_a_stage_makes_the_same_of_a_streamed_model(stage, settings, llama, tmp_path, monkeypatch):
+def test_stage_output_equals_in_memory_model(stage, settings, llama, tmp_path, monkeypatch):
     stage = (stage, settings, llama, "llama")
-    whole = every_family.run_stage(*stage, tmp_path / "whole")
+    in_memory = every_family.run_stage(*stage, tmp_path / "whole")
     monkeypatch.setattr(weight_files, "LARGE_BYTES", 0)
-    parts = every_family.run_stage(*stage, tmp_path / "parts")
-    assert (parts.out / "model.safetensors.index.json").is_file()
-    for ctx in (whole, parts):
+    streamed = every_family.run_stage(*stage, tmp_path / "parts")
+    assert (streamed.out / "model.safetensors.index.json").is_file()
+    for ctx in (in_memory, streamed):
         ctx.details.pop("calibration", None)  # which names the file of rows
         ctx.details.pop("bytes_after", None)  # of which each shard has a head of its own
-    assert (parts.details, parts.warnings) == (whole.details, whole.warnings)
-    assert read_edits(parts.out) == read_edits(whole.out)
-    assert (parts.out / "config.json").read_text() == (whole.out / "config.json").read_text()
-    a, b = load_model(whole.out)[0].state_dict(), load_model(parts.out)[0].state_dict()
-    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert (streamed.details, streamed.warnings) == (in_memory.details, in_memory.warnings)
+    assert read_edits(streamed.out) == read_edits(in_memory.out)
+    assert (streamed.out / "config.json").read_text() == (in_memory.out / "config.json").read_text()
+    expected, stored = load_model(in_memory.out)[0].state_dict(), load_model(streamed.out)[0].state_dict()
+    assert all(torch.equal(expected[name], stored[name]) for name in expected)
 
 
 @pytest.mark.parametrize(
@@ -154,17 +155,19 @@ def test_a_stage_makes_the_same_of_a_streamed_model(stage, settings, llama, tmp_
         ("t5", DropLayers(), DropLayersSettings(keep_ratio=0.5, importance="last")),
     ],
 )
-def test_tied_embeddings_and_shared_biases_stay_what_they_are(family, stage, settings, tmp_path, monkeypatch):
+def test_tied_embeddings_and_shared_biases_equal_in_memory_model(
+    family, stage, settings, tmp_path, monkeypatch
+):
     stage = (stage, settings, every_family.model_with_layers(family, 2), family)
-    whole = every_family.run_stage(*stage, tmp_path / "whole")
+    in_memory = every_family.run_stage(*stage, tmp_path / "whole")
     monkeypatch.setattr(weight_files, "LARGE_BYTES", 0)
-    parts = every_family.run_stage(*stage, tmp_path / "parts")
-    assert parts.details == whole.details
-    a, b = load_model(whole.out)[0].state_dict(), load_model(parts.out)[0].state_dict()
-    assert all(torch.equal(a[name], b[name]) for name in a)
+    streamed = every_family.run_stage(*stage, tmp_path / "parts")
+    assert streamed.details == in_memory.details
+    expected, stored = load_model(in_memory.out)[0].state_dict(), load_model(streamed.out)[0].state_dict()
+    assert all(torch.equal(expected[name], stored[name]) for name in expected)
 
 
-def test_models_that_have_to_be_whole_are(llama, tmp_path, monkeypatch):
+def test_small_or_shared_models_are_not_streamed(llama, tmp_path, monkeypatch):
     assert open_streamed(llama, tmp_path) is None  # it is small
     monkeypatch.setattr(weight_files, "LARGE_BYTES", 0)
     assert open_streamed(every_family.model_with_layers("gpt2", 1), tmp_path) is None  # turned around

@@ -25,13 +25,13 @@ FUZZ = settings(
 
 @FUZZ
 @given(st.binary(max_size=80) | JSON.map(lambda value: json.dumps(value).encode()))
-def test_files_are_read_or_refused(tmp_path, content):
+def test_random_files_are_read_or_rejected(tmp_path, content):
     (tmp_path / "structure.json").write_bytes(content)
     with contextlib.suppress(InputError):
         assert all(isinstance(edit, dict) for edit in read_edits(tmp_path))
 
 
-def test_a_file_nested_without_end_is_refused(tmp_path):
+def test_deeply_nested_file_is_rejected(tmp_path):
     (tmp_path / "structure.json").write_text('{"edits": ' + "[" * 100_000)
     with raises_code("damaged-file", InputError):
         read_edits(tmp_path)

@@ -35,28 +35,28 @@ def _cut(text, words, **windows):
 
 
 @pytest.mark.parametrize(("length", "stride"), [(16, 16), (16, 5), (64, None), (7, 1), (2, 2)])
-def test_windows_predict_every_token_once_when_they_overlap_or_touch(text, words, length, stride):
+def test_windows_score_every_token_once(text, words, length, stride):
     ids = words(join_texts(text))["input_ids"]
-    found = _cut(text, words, length=length, stride=stride)
-    assert found.ids[0].tolist() == ids[: length + 1]
-    assert all(len(window) <= length + 1 for window in found.ids)
+    windows = _cut(text, words, length=length, stride=stride)
+    assert windows.ids[0].tolist() == ids[: length + 1]
+    assert all(len(window) <= length + 1 for window in windows.ids)
     counted = [
-        t for window, n in zip(found.ids, found.scored_tokens, strict=True) for t in window[-n:].tolist()
+        t for window, n in zip(windows.ids, windows.scored_tokens, strict=True) for t in window[-n:].tolist()
     ]
     assert counted == ids[1:]
     if stride and stride < length:  # each token but those of the first window has so much before it
-        least = min(len(w) - n for w, n in zip(found.ids[1:], found.scored_tokens[1:], strict=True))
+        least = min(len(w) - n for w, n in zip(windows.ids[1:], windows.scored_tokens[1:], strict=True))
         assert least >= length - stride
 
 
-def test_bytes_are_those_of_the_text_when_letters_have_several(text, words):
-    whole = join_texts(text)
-    first = words.decode(words(whole)["input_ids"][:1])
-    assert "ö" in whole
-    assert sum(_cut(text, words, length=9).scored_bytes) == len(whole.encode()) - len(first.encode())
+def test_scored_bytes_equal_text_without_first_token(text, words):
+    full_text = join_texts(text)
+    first = words.decode(words(full_text)["input_ids"][:1])
+    assert "ö" in full_text
+    assert sum(_cut(text, words, length=9).scored_bytes) == len(full_text.encode()) - len(first.encode())
 
 
-def test_text_is_that_of_the_file_when_it_is_plain_or_compressed(tmp_path):
+def test_joined_text_equals_plain_or_compressed_file(tmp_path):
     path = causal.write_lines(tmp_path / "t.txt", 1)
     (tmp_path / "t.txt.gz").write_bytes(gzip.compress(path.read_bytes()))
     for name in ("t.txt", "t.txt.gz"):
@@ -66,7 +66,7 @@ def test_text_is_that_of_the_file_when_it_is_plain_or_compressed(tmp_path):
     assert join_texts(read_split("r.jsonl", "language-modeling", Columns(), tmp_path)) == "one\n\ntwo"
 
 
-def test_length_is_refused_when_the_model_has_fewer_positions():
+def test_window_longer_than_model_is_rejected():
     assert window_length(Windows(), 64) == 64
     assert window_length(None, 10**9) == 1024
     with raises_code("window-too-long", InputError) as caught:
@@ -77,7 +77,7 @@ def test_length_is_refused_when_the_model_has_fewer_positions():
     assert all(part in str(caught.value) for part in ("5", "4"))
 
 
-def test_text_is_refused_when_it_is_too_short_or_empty(words, tmp_path):
+def test_short_or_empty_text_is_rejected(words, tmp_path):
     with raises_code("too-few-tokens", InputError):
         cut_windows(Split("x", (), Windows()), words, 64)
     (tmp_path / "e.txt").write_text("\n\n")
@@ -88,11 +88,11 @@ def test_text_is_refused_when_it_is_too_short_or_empty(words, tmp_path):
     assert "e.txt" in str(caught.value)
 
 
-def test_fingerprint_changes_when_the_windows_do(text):
-    one, two = (Split("a", text.examples, Windows(length=n)) for n in (8, 9))
-    assert one.fingerprint != two.fingerprint
-    assert one.fingerprint == Split("b", text.examples, Windows(length=8)).fingerprint
-    assert one.take(2).windows == one.windows
+def test_fingerprint_depends_on_windows(text):
+    first, second = (Split("a", text.examples, Windows(length=n)) for n in (8, 9))
+    assert first.fingerprint != second.fingerprint
+    assert first.fingerprint == Split("b", text.examples, Windows(length=8)).fingerprint
+    assert first.take(2).windows == first.windows
 
 
 @pytest.fixture(scope="module")
@@ -101,19 +101,19 @@ def begun(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("length", "stride"), [(16, 16), (16, 5), (64, None), (7, 1), (2, 2), (3, 1)])
-def test_every_window_begins_with_the_first_token_where_the_tokenizer_puts_one(text, begun, length, stride):
+def test_every_window_starts_with_bos_if_tokenizer_adds_it(text, begun, length, stride):
     ids = begun(join_texts(text))["input_ids"]
     assert ids[0] == begun.bos_token_id
-    found = _cut(text, begun, length=length, stride=stride)
-    assert {window[0] for window in found.ids} == {begun.bos_token_id}
-    assert {len(window) for window in found.ids[:-1]} <= {length + 1}
+    windows = _cut(text, begun, length=length, stride=stride)
+    assert {window[0] for window in windows.ids} == {begun.bos_token_id}
+    assert {len(window) for window in windows.ids[:-1]} <= {length + 1}
     counted = [
-        t for window, n in zip(found.ids, found.scored_tokens, strict=True) for t in window[-n:].tolist()
+        t for window, n in zip(windows.ids, windows.scored_tokens, strict=True) for t in window[-n:].tolist()
     ]
     assert counted == ids[1:]
-    assert sum(found.scored_bytes) == len(join_texts(text).encode())  # the first token has no text
-    assert "bos:each window" in found.signature
-    for window, n in zip(found.ids[1:], found.scored_tokens[1:], strict=True):
+    assert sum(windows.scored_bytes) == len(join_texts(text).encode())  # the first token has no text
+    assert "bos:each window" in windows.signature
+    for window, n in zip(windows.ids[1:], windows.scored_tokens[1:], strict=True):
         assert len(window) - n >= 2  # the first token, and one of the text before
 
 
@@ -136,12 +136,12 @@ def rolling(model, tokens, first, most):
 
 
 @pytest.mark.parametrize("length", [16, 64])
-def test_the_loss_is_the_rolling_log_likelihood(text, tmp_path, length):
+def test_loss_equals_rolling_log_likelihood(text, tmp_path, length):
     folder = causal.write_model(tmp_path / "m", "llama")
     words = load_tokenizer(folder)
     with open_folder(folder, "torch") as runner:
-        found = _cut(text, words, length=length)
-        ours = sum(window_nll(runner, found))
+        windows = _cut(text, words, length=length)
+        nll = sum(window_nll(runner, windows))
         ids = words(join_texts(text))["input_ids"]
         expected = -rolling(runner.backend.model, ids[1:], ids[0], length)
-    assert ours == pytest.approx(expected, rel=1e-5)
+    assert nll == pytest.approx(expected, rel=1e-5)

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"reader": "magic"}', '{"reader": "tokenizers", "more": 1}'])
-def test_a_damaged_file_is_refused(tmp_path, text):
+def test_damaged_file_is_rejected(tmp_path, text):
     (tmp_path / TOKENIZER_INFO_FILE).write_text(text)
     with raises_code("damaged-file", InputError) as caught:
         read_tokenizer_info(tmp_path)

@@ -30,7 +30,7 @@ def _trained(folder, family, kind, size=None, texts=tiny.SENTENCES):
 
 
 @pytest.mark.parametrize(("family", "kind"), CASES)
-def test_a_tokenizer_is_read_by_transformers_and_gives_the_texts_back(tmp_path, family, kind):
+def test_trained_tokenizer_loads_in_transformers_and_round_trips(tmp_path, family, kind):
     tokenizer = _trained(tmp_path / "t", family, kind)
     assert 20 < len(tokenizer) <= KINDS[kind]
     assert tokenizer.model_max_length == 40
@@ -56,7 +56,7 @@ AROUND = {
 
 
 @pytest.mark.parametrize("family", AROUND)
-def test_special_tokens_stand_where_the_family_has_them(tmp_path, family):
+def test_special_tokens_are_placed_as_in_family(tmp_path, family):
     kind, size = ("bpe", 280) if family == "qwen2" else ("unigram", 60)
     tokenizer = _trained(tmp_path / "t", family, kind, size, texts=["a b a b", "b a"] * 5)
 
@@ -72,7 +72,7 @@ def test_special_tokens_stand_where_the_family_has_them(tmp_path, family):
         assert types[-1] == 1
 
 
-def test_ids_of_special_tokens_are_those_of_the_checkpoints(tmp_path):
+def test_special_token_ids_equal_published_checkpoints(tmp_path):
     roberta = _trained(tmp_path / "r", "roberta", "bpe")
     ids = (roberta.bos_token_id, roberta.pad_token_id, roberta.eos_token_id, roberta.unk_token_id)
     assert ids == (0, 1, 2, 3)  # roberta-base's and bart-base's
@@ -84,13 +84,13 @@ def test_ids_of_special_tokens_are_those_of_the_checkpoints(tmp_path):
     assert (marian.eos_token_id, marian.unk_token_id, marian.pad_token_id) == (0, 1, len(marian) - 1)
 
 
-def test_byte_level_pieces_can_write_what_was_never_seen(tmp_path):
+def test_byte_level_tokenizer_encodes_unseen_text(tmp_path):
     tokenizer = _trained(tmp_path / "t", "gpt2", "bpe")
     text = "Grüße, Welt! \u4f60\u597d"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_what_cannot_be_trained_is_said(tmp_path):
+def test_unsupported_tokenizers_are_rejected(tmp_path):
     for family, kind, size, code, value in (
         ("mbart", "bpe", 300, "unsupported-family", "'mbart'"),
         ("marian", "wordpiece", 300, "unsupported-tokenizer", "SentencePiece"),
@@ -105,6 +105,6 @@ def test_what_cannot_be_trained_is_said(tmp_path):
     assert not unsupported_tokenizer("gpt2", "bpe", 257)
 
 
-def test_empty_texts_are_refused(tmp_path):
+def test_empty_texts_are_rejected(tmp_path):
     with raises_code("empty-data", InputError):
         _trained(tmp_path / "t", "bert", "wordpiece", texts=["", " \n"])

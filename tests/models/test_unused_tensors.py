@@ -53,13 +53,13 @@ SEEN = [
 @pytest.fixture(scope="module")
 def models():
     """Give a model's folder by family, made once, with its tensors as loaded and its number of values."""
-    made = {}
+    cache = {}
 
     def get(family):
-        if family not in made:
+        if family not in cache:
             folder = every_family.model_with_layers(family, 2)
-            made[family] = folder, load_model(folder)[0].state_dict(), count_parameters(folder)
-        return made[family]
+            cache[family] = folder, load_model(folder)[0].state_dict(), count_parameters(folder)
+        return cache[family]
 
     return get
 
@@ -76,17 +76,17 @@ def _with(folder, into, **extra):
 
 
 @pytest.mark.parametrize(("family", "name"), SEEN)
-def test_what_old_checkpoints_hold_is_left_aside_and_not_counted(models, tmp_path, family, name):
+def test_unused_tensors_of_old_checkpoints_are_ignored_and_not_counted(models, tmp_path, family, name):
     folder, expected, count = models(family)
     old = _with(folder, tmp_path / "old", **{name: torch.ones(1, 7)})
-    found = load_model(old)[0].state_dict()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    tensors = load_model(old)[0].state_dict()
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[key], expected[key]) for key in expected)
     assert count_parameters(old) == count
 
 
 @pytest.mark.parametrize(("family", "name"), matrix.matrix_cells(FAMILIES, NOBODYS))
-def test_an_unknown_tensor_is_an_error_that_names_it(models, tmp_path, family, name):
+def test_unknown_tensor_is_rejected_with_name(models, tmp_path, family, name):
     folder, _, _ = models(family)
     odd = _with(folder, tmp_path / "odd", **{name: torch.ones(2)})
     with raises_code("unknown-tensor", InputError) as caught:
@@ -102,7 +102,7 @@ def test_many_unknown_tensors_are_counted(models, tmp_path):
 
 
 @pytest.mark.quick
-def test_what_one_family_holds_for_nothing_another_may_need():
+def test_unused_tensors_are_specific_to_family():
     for family, name in SEEN:
         for other in set(FAMILIES) - {family}:
             if (other, name) not in SEEN and not {family, other} <= {"llama", "qwen2"}:
@@ -110,7 +110,7 @@ def test_what_one_family_holds_for_nothing_another_may_need():
                 assert same or not is_unused_tensor(other, name), (other, name)
 
 
-def test_heads_are_left_aside_only_where_a_new_one_is_made():
+def test_heads_are_ignored_only_if_a_new_one_is_created():
     # bert-base-uncased as a classifier (huggingface/transformers issue 5421)
     for name in ("cls.predictions.bias", "cls.seq_relationship.weight", "qa_outputs.bias"):
         assert is_unused_tensor("bert", name, new_head=True)
@@ -118,13 +118,13 @@ def test_heads_are_left_aside_only_where_a_new_one_is_made():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_tensor_that_a_model_reads_is_unread(models, family):
+def test_no_model_tensor_is_unused(models, family):
     _, tensors, _ = models(family)
     assert [name for name in tensors if is_unused_tensor(family, name, new_head=True)] == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_transformers_itself_leaves_aside_is_known(models, family):
+def test_tensors_ignored_by_transformers_are_ignored(models, family):
     """Each pattern of the model class, as far as it is a name or nearly one, is one of ours."""
     folder, _, _ = models(family)
     model = load_model(folder)[0]
@@ -133,7 +133,7 @@ def test_what_transformers_itself_leaves_aside_is_known(models, family):
         assert is_unused_tensor(family, full.get(pattern, pattern)), pattern
 
 
-def test_the_first_berts_call_the_weights_of_a_norm_gamma_and_beta(models, tmp_path):
+def test_gamma_and_beta_are_read_as_norm_weight_and_bias(models, tmp_path):
     """As bert-base-uncased does (huggingface/transformers issue 11809)."""
     folder, expected, _ = models("bert")
     old = _with(folder, tmp_path / "old")
@@ -145,7 +145,7 @@ def test_the_first_berts_call_the_weights_of_a_norm_gamma_and_beta(models, tmp_p
     }
     assert sum(name.endswith(("gamma", "beta")) for name in tensors) == 10
     save_file(tensors, old / "model.safetensors", metadata={"format": "pt"})
-    found = load_model(old)[0].state_dict()
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
-    theirs = transformers.BertForSequenceClassification.from_pretrained(old).state_dict()
-    assert all(torch.equal(theirs[key], expected[key]) for key in expected)
+    loaded = load_model(old)[0].state_dict()
+    assert all(torch.equal(loaded[key], expected[key]) for key in expected)
+    reference = transformers.BertForSequenceClassification.from_pretrained(old).state_dict()
+    assert all(torch.equal(reference[key], expected[key]) for key in expected)

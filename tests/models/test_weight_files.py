@@ -40,12 +40,12 @@ def _shards(folder, into=3):
 
 def _read(folder):
     """Return what smelt finds: name -> values of all tensors."""
-    found = {}
+    values = {}
     for path, name, entry in weight_tensors(folder):
-        assert name not in found
-        found[name] = load_file(path)[name]
-        assert value_count(entry) == found[name].numel()
-    return found
+        assert name not in values
+        values[name] = load_file(path)[name]
+        assert value_count(entry) == values[name].numel()
+    return values
 
 
 def _taken_by_transformers(folder):
@@ -53,43 +53,43 @@ def _taken_by_transformers(folder):
 
 
 def _require_same(folder):
-    expected, found = _taken_by_transformers(folder), _read(folder)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    expected, tensors = _taken_by_transformers(folder), _read(folder)
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
 
 
 STRAYS = ["model.variant.safetensors", "model.fp16.safetensors", "adapter_model.safetensors", "a.safetensors"]
 
 
 @pytest.mark.parametrize("name", STRAYS)
-def test_a_stray_file_beside_the_model_is_no_part_of_it(folder, name):
+def test_stray_file_next_to_single_file_is_ignored(folder, name):
     _stray(folder / name, folder / "model.safetensors")
     _require_same(folder)
     assert [path.name for path in find_weights(folder).files] == ["model.safetensors"]
 
 
 @pytest.mark.parametrize("name", [*STRAYS, "model-00009-of-00009.safetensors"])
-def test_a_stray_file_beside_shards_is_no_part_of_the_model(folder, name):
+def test_stray_file_next_to_shards_is_ignored(folder, name):
     names = _shards(folder)
     assert len(names) > 2
     _stray(folder / name, folder / names[0])
     _require_same(folder)
-    found = find_weights(folder)
-    assert [path.name for path in found.files] == names
-    assert found.index == folder / "model.safetensors.index.json"
+    weights = find_weights(folder)
+    assert [path.name for path in weights.files] == names
+    assert weights.index == folder / "model.safetensors.index.json"
 
 
-def test_one_file_goes_before_shards_as_in_transformers(folder):
-    whole = load_file(folder / "model.safetensors")
+def test_single_file_takes_precedence_over_shards(folder):
+    tensors = load_file(folder / "model.safetensors")
     names = _shards(folder)
     for name in names:
         _stray(folder / name, folder / name)
-    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     _require_same(folder)
     assert find_weights(folder).index is None
 
 
-def test_the_file_that_the_config_names_goes_before_all_as_in_transformers(folder):
+def test_weights_file_named_in_config_takes_precedence(folder):
     (folder / "model.safetensors").rename(folder / "chosen.safetensors")
     _stray(folder / "model.safetensors", folder / "chosen.safetensors")
     config = json.loads((folder / "config.json").read_text())
@@ -101,27 +101,27 @@ def test_the_file_that_the_config_names_goes_before_all_as_in_transformers(folde
     assert all(part in str(caught.value) for part in ("config.json", "../m.safetensors"))
 
 
-def test_the_index_that_the_config_names_is_followed(folder):
+def test_index_named_in_config_is_used(folder):
     names = _shards(folder)
     (folder / "model.safetensors.index.json").rename(folder / "other.safetensors.index.json")
     config = json.loads((folder / "config.json").read_text())
-    named = config | {"transformers_weights": "other.safetensors.index.json"}
-    (folder / "config.json").write_text(json.dumps(named))
+    config_with_index = config | {"transformers_weights": "other.safetensors.index.json"}
+    (folder / "config.json").write_text(json.dumps(config_with_index))
     _require_same(folder)
     assert [path.name for path in find_weights(folder).files] == names
 
 
-def test_a_tensor_in_two_shards_is_that_of_the_file_that_the_index_names(folder):
-    whole = load_file(folder / "model.safetensors")
+def test_duplicate_tensor_is_read_from_shard_in_index(folder):
+    original = load_file(folder / "model.safetensors")
     names = _shards(folder)
-    places = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    twice = next(name for name, file in places.items() if file == names[0])
+    weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    duplicate = next(name for name, file in weight_map.items() if file == names[0])
     tensors = load_file(folder / names[-1])
-    save_file(tensors | {twice: whole[twice] + 1}, folder / names[-1], metadata={"format": "pt"})
-    assert torch.equal(_read(folder)[twice], whole[twice])
+    save_file(tensors | {duplicate: original[duplicate] + 1}, folder / names[-1], metadata={"format": "pt"})
+    assert torch.equal(_read(folder)[duplicate], original[duplicate])
 
 
-def test_an_index_with_a_file_that_is_not_there_is_an_error_that_names_it(folder):
+def test_index_with_missing_file_is_rejected(folder):
     names = _shards(folder)
     (folder / names[1]).unlink()
     with raises_code("missing-file", InputError) as caught:
@@ -130,7 +130,7 @@ def test_an_index_with_a_file_that_is_not_there_is_an_error_that_names_it(folder
     assert "model.safetensors.index.json" in str(caught.value)
 
 
-def test_a_shard_without_a_tensor_that_the_index_lists_is_an_error_that_names_it(folder):
+def test_shard_without_indexed_tensor_is_rejected(folder):
     names = _shards(folder)
     tensors = load_file(folder / names[0])
     lost = sorted(tensors)[0]
@@ -155,7 +155,7 @@ def test_a_shard_without_a_tensor_that_the_index_lists_is_an_error_that_names_it
         ('{"weight_map": {"w": ""}}', "path-outside-folder"),
     ],
 )
-def test_an_index_that_is_none_is_explained(folder, content, code):
+def test_invalid_index_is_rejected(folder, content, code):
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(content)
     with raises_code(code, InputError):
@@ -163,7 +163,7 @@ def test_an_index_that_is_none_is_explained(folder, content, code):
     assert has_weights(folder)
 
 
-def test_a_folder_without_weights_says_what_was_expected(tmp_path):
+def test_folder_without_weights_is_rejected_with_candidates(tmp_path):
     assert not has_weights(tmp_path)
     with raises_code("missing-weights", InputError):
         find_weights(tmp_path)
@@ -183,7 +183,7 @@ def test_a_folder_without_weights_says_what_was_expected(tmp_path):
         struct.pack("<Q", 2) + b"[]",
     ],
 )
-def test_a_damaged_header_is_an_input_error(tmp_path, content):
+def test_damaged_header_is_rejected(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
     with raises_code("damaged-weights", InputError):
         read_header(tmp_path / "model.safetensors")
@@ -200,7 +200,7 @@ def test_a_damaged_header_is_an_input_error(tmp_path, content):
         {"hidden_sizes": [8, 2**40]},
     ],
 )
-def test_sizes_that_the_stored_tensors_cannot_fill_are_refused_before_a_model_is_made(folder, change):
+def test_config_larger_than_stored_tensors_is_rejected_before_loading(folder, change):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with raises_code("config-exceeds-weights", InputError):

@@ -24,7 +24,7 @@ def mbart(tmp_path_factory):
     return seq2seq.write_bart(tmp_path_factory.mktemp("mbart"), kind="mbart")
 
 
-def test_rules_are_copied_with_the_tokenizer_and_can_be_taken_away(t5, tmp_path):
+def test_text_rules_are_copied_with_tokenizer_and_can_be_removed(t5, tmp_path):
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
     copy_tokenizer(t5, tmp_path / "first")
@@ -37,29 +37,31 @@ def test_rules_are_copied_with_the_tokenizer_and_can_be_taken_away(t5, tmp_path)
     assert not (tmp_path / "second" / "text.json").exists()
 
 
-def test_languages_set_the_tokenizer_and_the_first_word_as_transformers_does(mbart):
+def test_languages_set_tokenizer_and_forced_token_as_transformers(mbart):
     write_text_rules(mbart, TextRules(source_language="de_DE", target_language="ro_RO"))
     tokenizer = load_tokenizer(mbart)
-    theirs = tokenizer._build_translation_inputs(
+    reference = tokenizer._build_translation_inputs(
         tiny.SENTENCES[:1], return_tensors=None, src_lang="de_DE", tgt_lang="ro_RO"
     )
-    assert encode_texts(tiny.SENTENCES[:1], tokenizer, 40).ids == theirs["input_ids"]
+    assert encode_texts(tiny.SENTENCES[:1], tokenizer, 40).ids == reference["input_ids"]
     content = json.loads((mbart / "generation_config.json").read_text())
     assert (
-        content["forced_bos_token_id"] == theirs["forced_bos_token_id"] == tokenizer.lang_code_to_id["ro_RO"]
+        content["forced_bos_token_id"]
+        == reference["forced_bos_token_id"]
+        == tokenizer.lang_code_to_id["ro_RO"]
     )
     target = tokenizer(text_target=tiny.SENTENCES[0])["input_ids"]
     assert (target[0], target[-1]) == (tokenizer.lang_code_to_id["ro_RO"], tokenizer.eos_token_id)
 
 
-def test_an_unknown_language_is_named_with_the_nearest(mbart):
+def test_unknown_language_is_rejected_with_suggestion(mbart):
     with raises_code("unknown-language", InputError) as caught:
         write_text_rules(mbart, TextRules(source_language="en_XX", target_language="de_D"))
     assert all(part in str(caught.value) for part in ("'de_D'", "'de_DE'"))
     (mbart / "text.json").unlink()
 
 
-def test_every_text_is_read_behind_the_prefix_and_cut_with_it(t5, tmp_path):
+def test_prefix_is_added_to_every_text_and_truncated_with_it(t5, tmp_path):
     copy_tokenizer(t5, tmp_path)
     write_text_rules(tmp_path, TextRules(prefix=seq2seq.PREFIX))
     plain, ruled = load_tokenizer(t5), load_tokenizer(tmp_path)
@@ -72,7 +74,7 @@ def test_every_text_is_read_behind_the_prefix_and_cut_with_it(t5, tmp_path):
     assert ruled(text_target=texts)["input_ids"] == plain(text_target=texts)["input_ids"]
 
 
-def test_a_language_for_a_tokenizer_without_any_is_refused(t5, tmp_path):
+def test_language_for_monolingual_tokenizer_is_rejected(t5, tmp_path):
     copy_tokenizer(t5, tmp_path)
     (tmp_path / "text.json").write_text('{"source_language": "en"}')
     with raises_code("unknown-language", InputError) as caught:
@@ -81,7 +83,7 @@ def test_a_language_for_a_tokenizer_without_any_is_refused(t5, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"prefix": 3}', '{"suffix": "x"}'])
-def test_a_damaged_file_is_refused(tmp_path, text):
+def test_damaged_file_is_rejected(tmp_path, text):
     (tmp_path / "text.json").write_text(text)
     with raises_code("damaged-file", InputError) as caught:
         read_text_rules(tmp_path)

@@ -41,13 +41,13 @@ def result(home: Path) -> Any:
     return smelt.run(recipe(home), out=home / "run", quiet=True)
 
 
-def test_a_recipe_in_python_runs_and_its_folder_holds_it_as_a_file(result: Any, home: Path) -> None:
+def test_python_recipe_runs_and_is_saved_as_file(result: Any, home: Path) -> None:
     assert result.exit_code == 0
     assert [step["name"] for step in result.report["steps"]] == ["model", "quantize", "graph"]
     assert YAML(typ="safe").load((home / "run" / "recipe.yaml").read_text())["stages"][1]["name"] == "graph"
 
 
-def test_a_recipe_is_the_same_after_a_way_through_yaml(home: Path, tmp_path: Path) -> None:
+def test_recipe_round_trips_through_yaml(home: Path, tmp_path: Path) -> None:
     made = recipe(home, seed=3)
     made.to_yaml(tmp_path / "r.yaml")
     again = smelt.Recipe.from_yaml(tmp_path / "r.yaml")
@@ -57,7 +57,7 @@ def test_a_recipe_is_the_same_after_a_way_through_yaml(home: Path, tmp_path: Pat
     assert YAML(typ="safe").load(made.text)["seed"] == 3
 
 
-def test_a_list_that_is_used_twice_is_written_twice(home: Path) -> None:
+def test_list_used_twice_is_written_without_anchor(home: Path) -> None:
     stages = [
         {"quantize": {"exclude": (names := ["*.classifier"])}},
         {"quantize": {"exclude": names}, "name": "b"},
@@ -65,45 +65,45 @@ def test_a_list_that_is_used_twice_is_written_twice(home: Path) -> None:
     assert "&" not in recipe(home, stages=stages).text
 
 
-def test_errors_of_a_recipe_in_python_are_reported_together(home: Path) -> None:
+def test_recipe_errors_are_reported_together(home: Path) -> None:
     with raises_code("several-errors", smelt.InputError) as caught:
         recipe(home, task="sentiment", stages=[{"quantise": {}}])
     assert [one.setting for one in caught.value.found] == ["task", "stages[0].quantise"]
 
 
-def test_a_single_error_has_its_place_on_the_error_too(home: Path) -> None:
+def test_single_error_has_setting_file_and_line(home: Path) -> None:
     with raises_code("unknown-task", smelt.InputError) as caught:
         recipe(home, task="sentiment")
     assert (caught.value.setting, caught.value.file, caught.value.line) == ("task", "api.yaml", 2)
 
 
-def test_settings_of_stages_are_checked_when_a_recipe_is_made(home: Path) -> None:
+def test_stage_settings_are_checked_on_construction(home: Path) -> None:
     with raises_code("unknown-setting", smelt.InputError) as caught:
         recipe(home, stages=[{"quantize": {"schema": "int4"}}])
     assert caught.value.setting == "stages[0].quantize.schema"
 
 
-def test_values_that_no_recipe_can_hold_are_refused(home: Path) -> None:
+def test_unserializable_values_are_rejected(home: Path) -> None:
     with raises_code("wrong-value", smelt.InputError) as caught:
         recipe(home, stages=[{"prune": {"keep_ratio": object()}}])
     assert caught.value.setting == "stages[0].prune.keep_ratio"
 
 
 @pytest.mark.parametrize("stages", ["quantize", {"quantize": {"scheme": "int4"}}])
-def test_stages_that_are_no_list_are_refused_rather_than_read_in_part(home: Path, stages: Any) -> None:
+def test_stages_must_be_list(home: Path, stages: Any) -> None:
     with raises_code("wrong-value", smelt.InputError) as caught:
         recipe(home, stages=stages)
     assert caught.value.setting == "stages"
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", None])
-def test_a_recipe_has_the_name_of_a_folder(home: Path, name: Any) -> None:
+def test_recipe_name_must_be_valid_folder_name(home: Path, name: Any) -> None:
     with raises_code("wrong-value", smelt.InputError) as caught:
         smelt.Recipe("m", "text-classification", {"test": "data.jsonl"}, name=name, base=home)
     assert caught.value.setting == "name"
 
 
-def test_numbers_of_numpy_are_numbers(home: Path) -> None:
+def test_numpy_numbers_are_accepted(home: Path) -> None:
     data = {"train": Path("data.jsonl"), "test": "data.jsonl"}
     stages = [{"factorize": {"keep_ratio": numpy.float64(0.5), "calibration_samples": numpy.int64(8)}}]
     made = recipe(home, seed=numpy.int64(3), data=data, stages=stages)
@@ -114,24 +114,24 @@ def test_numbers_of_numpy_are_numbers(home: Path) -> None:
     assert plan.recipe.seed == 4
 
 
-def test_a_yaml_file_that_cannot_be_written_is_an_error_of_input(home: Path) -> None:
+def test_unwritable_yaml_file_is_input_error(home: Path) -> None:
     with raises_code("unwritable-file", smelt.InputError):
         recipe(home).to_yaml(home)
 
 
-def test_overrides_hold_any_character(home: Path) -> None:
+def test_overrides_accept_any_character(home: Path) -> None:
     with raises_code("missing-file", smelt.InputError) as caught:
         smelt.plan(recipe(home), overrides={"data.test": "\N{GRINNING FACE}.jsonl"})
     assert "\N{GRINNING FACE}.jsonl" in str(caught.value)
 
 
-def test_overrides_of_another_kind_are_refused(home: Path) -> None:
+def test_overrides_of_wrong_type_are_rejected(home: Path) -> None:
     assert smelt.plan(recipe(home), overrides=None).steps
     with raises_code("wrong-value", smelt.InputError):
         smelt.plan(recipe(home), overrides=[("seed", 3)])  # type: ignore[list-item]
 
 
-def test_a_plan_says_what_the_command_says(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_equals_output_of_command(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from tests.support import harness
 
     made = smelt.plan(recipe(home), overrides={"quantize.scheme": "int4"})
@@ -144,7 +144,7 @@ def test_a_plan_says_what_the_command_says(home: Path, capsys: pytest.CaptureFix
     assert "int4" in str(made)
 
 
-def test_overrides_change_a_recipe_for_one_run(home: Path, result: Any) -> None:
+def test_overrides_change_recipe_for_one_run(home: Path, result: Any) -> None:
     other = smelt.run(
         recipe(home), overrides={"quantize.scheme": "int4"}, out=home / "o", store=home / ".store", quiet=True
     )
@@ -152,7 +152,7 @@ def test_overrides_change_a_recipe_for_one_run(home: Path, result: Any) -> None:
     assert sizes[1]["quantize"] < sizes[0]["quantize"]
 
 
-def test_steps_that_are_to_be_rebuilt_are_built_again(home: Path, result: Any) -> None:
+def test_steps_in_rebuild_are_executed_again(home: Path, result: Any) -> None:
     def status(**options: Any) -> dict[str, str]:
         made = smelt.run(recipe(home), out=home / "run", quiet=True, **options)
         return {step["name"]: step["status"] for step in made.report["steps"]}
@@ -161,7 +161,7 @@ def test_steps_that_are_to_be_rebuilt_are_built_again(home: Path, result: Any) -
     assert status(rebuild=["quantize"])["quantize"] == "done"
 
 
-def test_a_report_as_a_frame_has_a_row_per_step_and_its_scores(result: Any) -> None:
+def test_report_to_frame_has_row_per_step_with_scores(result: Any) -> None:
     frame = result.report.to_frame()
     assert isinstance(frame, pandas.DataFrame)
     assert list(frame.index) == ["model", "quantize", "graph"]
@@ -172,13 +172,13 @@ def test_a_report_as_a_frame_has_a_row_per_step_and_its_scores(result: Any) -> N
     assert frame.loc["graph", "size_bytes"] == steps["graph"]["size_bytes"]
 
 
-def test_a_notebook_shows_the_page_of_the_report_and_no_script(result: Any) -> None:
+def test_report_html_in_notebook_is_escaped_iframe(result: Any) -> None:
     page = result.report._repr_html_()
     assert page.startswith("<iframe srcdoc=")
     assert page.count('"') == 6  # of the three attributes: the page itself is escaped
 
 
-def test_a_report_is_read_from_the_folder_of_a_run(result: Any, home: Path, tmp_path: Path) -> None:
+def test_report_is_read_from_run_folder(result: Any, home: Path, tmp_path: Path) -> None:
     steps = smelt.Report.read(home / "run")["steps"]
     assert [step["key"] for step in steps] == [step["key"] for step in result.report["steps"]]
     assert smelt.Report.read(home / "run" / "report.json")["status"] == "passed"
@@ -189,24 +189,24 @@ def test_a_report_is_read_from_the_folder_of_a_run(result: Any, home: Path, tmp_
         smelt.Report.read(tmp_path)
 
 
-def test_a_report_of_another_schema_is_refused_by_the_name_of_its_file(result: Any, tmp_path: Path) -> None:
+def test_report_of_other_schema_is_rejected_with_file_name(result: Any, tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text(json.dumps(dict(result.report) | {"schema": 1}))
     with raises_code("invalid-report", smelt.InputError) as caught:
         smelt.Report.read(tmp_path)
     assert caught.value.file == str(tmp_path / "report.json")
 
 
-def test_a_report_shows_itself_in_a_line(result: Any) -> None:
+def test_report_repr_shows_name_and_status(result: Any) -> None:
     assert repr(result.report) == "Report('api', 'passed')"
 
 
 @pytest.mark.parametrize("step", ["", "..", "quantise"])
-def test_what_is_no_step_has_no_artifact(result: Any, step: str) -> None:
+def test_unknown_step_has_no_artifact(result: Any, step: str) -> None:
     with raises_code("no-artifact", smelt.InputError):
         result.artifact(step)
 
 
-def test_one_stage_after_the_other_makes_what_a_recipe_makes(home: Path, result: Any, tmp_path: Path) -> None:
+def test_apply_of_single_stages_equals_recipe_run(home: Path, result: Any, tmp_path: Path) -> None:
     coded = smelt.apply("quantize", home / "m", out=tmp_path / "q", scheme="int8-dynamic")
     graph = smelt.apply("onnx", coded.path, out=tmp_path / "deep" / "g", data=home / "data.jsonl")
     for made, step in ((coded, "quantize"), (graph, "graph")):
@@ -218,7 +218,7 @@ def test_one_stage_after_the_other_makes_what_a_recipe_makes(home: Path, result:
         assert 0.5 <= max(model.predict(["a text"])[0].probabilities.values()) <= 1
 
 
-def test_a_stage_takes_the_rows_that_it_is_given(home: Path, tmp_path: Path) -> None:
+def test_apply_calibrates_on_given_data(home: Path, tmp_path: Path) -> None:
     made = smelt.apply(
         "quantize",
         home / "m",
@@ -231,7 +231,7 @@ def test_a_stage_takes_the_rows_that_it_is_given(home: Path, tmp_path: Path) -> 
     assert "few-calibration-tokens" in message_codes(made.manifest.warnings)
 
 
-def test_what_a_stage_refuses_leaves_nothing(home: Path, tmp_path: Path) -> None:
+def test_rejected_apply_writes_nothing(home: Path, tmp_path: Path) -> None:
     with raises_code("unknown-setting", smelt.InputError):
         smelt.apply("quantize", home / "m", out=tmp_path / "q", schema="int4")
     with pytest.raises(smelt.InputError):
@@ -243,7 +243,7 @@ def test_what_a_stage_refuses_leaves_nothing(home: Path, tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full"]
 
 
-def test_errors_of_a_call_name_its_arguments(home: Path, tmp_path: Path) -> None:
+def test_apply_errors_name_arguments(home: Path, tmp_path: Path) -> None:
     with raises_code("several-errors", smelt.InputError) as caught:
         smelt.apply("quantize", home / "m", out=tmp_path / "q", schema="int4", seed=-1)
     assert message_locations(caught.value.found) == [
@@ -263,14 +263,14 @@ def test_errors_of_a_call_name_its_arguments(home: Path, tmp_path: Path) -> None
         smelt.apply("quantize", home / "m", out=home / "data.jsonl" / "q")
 
 
-def test_test_rows_are_split_off_where_the_data_say_so(home: Path, tmp_path: Path) -> None:
+def test_apply_splits_test_samples_as_data_specify(home: Path, tmp_path: Path) -> None:
     data = {"train": home / "data.jsonl", "split": {"test": 0.25}}
     smelt.apply("finetune", home / "m", out=tmp_path / "f", data=data, max_steps=1)
     assert (tmp_path / "f" / "manifest.json").is_file()
 
 
 @pytest.mark.parametrize("where", ["smelt.compress.quantize.stage.Quantize.__call__", "shutil.copytree"])
-def test_a_stage_that_is_interrupted_leaves_nothing(
+def test_interrupted_apply_writes_nothing(
     home: Path, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: Any, **__: Any) -> None:
@@ -283,7 +283,7 @@ def test_a_stage_that_is_interrupted_leaves_nothing(
 
 
 @pytest.mark.parametrize("task", ["translation", "language-modeling", "sentence-similarity"])
-def test_a_stage_needs_no_rows_where_it_looks_at_none(task: str, tmp_path: Path) -> None:
+def test_apply_without_data_for_stage_that_requires_none(task: str, tmp_path: Path) -> None:
     makers = {
         "translation": tiny.write_marian,
         "language-modeling": family_models.MAKERS["gpt2"],

@@ -46,9 +46,9 @@ def command_error(result: Any) -> SmeltError:
 
 def error_codes(error: SmeltError) -> list[str]:
     """Return the code of each error that `error` reports, in their order."""
-    return [found.code for found in error.found] or [error.code]
+    return [message.code for message in error.found] or [error.code]
 
 
 def message_locations(found: Iterable[Message]) -> list[tuple[str, str | None, int | None]]:
     """Return code, setting and line of each message, in their order."""
-    return [(one.code, one.setting, one.line) for one in found]
+    return [(message.code, message.setting, message.line) for message in found]

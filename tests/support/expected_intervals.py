@@ -18,5 +18,5 @@ def student_interval(value, resampled, n, limits=(0, 100), degrees=None):
         return tuple(low + np.exp(np.log(value - low) + np.array([-1, 1]) * half / (value - low)))
     share = (value - low) / (high - low)
     derivative = 1 / (share * (1 - share))
-    ends = expit(logit(share) + np.array([-1, 1]) * half / (high - low) * derivative)
-    return tuple(low + (high - low) * ends)
+    bounds = expit(logit(share) + np.array([-1, 1]) * half / (high - low) * derivative)
+    return tuple(low + (high - low) * bounds)

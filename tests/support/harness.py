@@ -76,9 +76,9 @@ def logits(model: Any, texts: int = 2) -> Any:
     import torch
 
     ids = torch.randint(5, 20, (texts, 9), generator=torch.Generator().manual_seed(0))
-    more = {"decoder_input_ids": ids[:, :5]} if model.config.is_encoder_decoder else {}
+    decoder_inputs = {"decoder_input_ids": ids[:, :5]} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
-        return model(ids, **more).logits
+        return model(ids, **decoder_inputs).logits
 
 
 MACHINE_SPEED = MachineSpeed(
@@ -111,21 +111,21 @@ def smelt(
     from smelt.core.errors import SmeltError
 
     __tracebackhide__ = True
-    heard: list[SmeltError] = []
+    errors: list[SmeltError] = []
     invoke = Group.invoke
 
     def listen(group: Group, ctx: Context) -> Any:
         try:
             return invoke(group, ctx)
         except SmeltError as error:
-            heard.append(error)
+            errors.append(error)
             raise
 
     # measuring the machine takes seconds
-    known = patch("smelt.pipeline.execute.run_costs.machine_speed", return_value=MACHINE_SPEED)
-    with patch.object(Group, "invoke", listen), known if "plan" in arguments[:1] else nullcontext():
+    speed_patch = patch("smelt.pipeline.execute.run_costs.machine_speed", return_value=MACHINE_SPEED)
+    with patch.object(Group, "invoke", listen), speed_patch if "plan" in arguments[:1] else nullcontext():
         result: Any = CliRunner().invoke(main, [*map(str, arguments)], input=stdin)
-    result.error = heard[0] if heard else None
+    result.error = errors[0] if errors else None
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert "Traceback" not in result.output, result.output
@@ -139,16 +139,16 @@ def saved_models(observe: Callable[[Any], Any]) -> Iterator[list[Any]]:
     """Yield a list that collects `observe(model)` of each model saved inside the context."""
     from smelt.models import checkpoint
 
-    found: list[Any] = []
+    models: list[Any] = []
     save = checkpoint.save_model
 
     def watched(model: Any, *arguments: Any, **more: Any) -> list[str]:
-        found.append(observe(model))
+        models.append(observe(model))
         return save(model, *arguments, **more)
 
     _replace_in_modules(save, watched)
     try:
-        yield found
+        yield models
     finally:
         _replace_in_modules(watched, save)
 

@@ -126,9 +126,9 @@ def pytest_ignore_collect(collection_path: Path, config: Any) -> bool | None:
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Begin with the slowest files, then those with most tests."""
-    place_of = {f"tests/{file}": place for place, file in enumerate(SLOWEST_FILES)}
-    held = Counter(file_of(item) for item in items)
-    items.sort(key=lambda item: (place_of.get(file_of(item), len(SLOWEST_FILES)), -held[file_of(item)]))
+    place_of = {f"tests/{file}": index for index, file in enumerate(SLOWEST_FILES)}
+    num_items = Counter(file_of(item) for item in items)
+    items.sort(key=lambda item: (place_of.get(file_of(item), len(SLOWEST_FILES)), -num_items[file_of(item)]))
 
 
 def file_of(item: Any) -> str:
@@ -179,8 +179,8 @@ def shorten_failure(found: Any, root: Path) -> str:
     """Return a failure without the frames of other packages; long messages lose their middle."""
 
     def own(excinfo: Any) -> Any:
-        kept = excinfo.traceback.filter(lambda entry: is_project_file(Path(entry.path), root))
-        return kept or excinfo.traceback[-1:]
+        entries = excinfo.traceback.filter(lambda entry: is_project_file(Path(entry.path), root))
+        return entries or excinfo.traceback[-1:]
 
     text = str(found.getrepr(style="short", tbfilter=own, chain=True))
     lines: list[str] = []

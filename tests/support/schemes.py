@@ -57,8 +57,8 @@ def random_quantized_layer(
     scheme: str, codes: UnpackedWeights, inputs: int = 100, bias: bool = True, **options: Any
 ) -> QuantizedLinear:
     """Return a layer of these codes with a random bias."""
-    whole = nn.Linear(inputs, len(codes.q_weight), bias)
-    layer = empty_quantized(whole, scheme, default_options(find_scheme(scheme)) | options).eval()
+    full_layer = nn.Linear(inputs, len(codes.q_weight), bias)
+    layer = empty_quantized(full_layer, scheme, default_options(find_scheme(scheme)) | options).eval()
     assert isinstance(layer, QuantizedLinear)
     layer.matrix.set_weight_(codes)
     if layer.bias is not None:
@@ -105,9 +105,9 @@ def scheme_options(scheme: Scheme) -> Iterator[dict[str, Any]]:
         for values in itertools.product(*allowed):
             yield dict(zip(names, values, strict=True))
         return
-    for at in range(max(map(len, allowed), default=1)):  # each value of each option at least once
+    for index in range(max(map(len, allowed), default=1)):  # each value of each option at least once
         yield {
-            name: values[(at + at // len(values)) % len(values)]
+            name: values[(index + index // len(values)) % len(values)]
             for name, values in zip(names, allowed, strict=True)
         }
 
@@ -155,13 +155,13 @@ def export_layers(layers: list[QuantizedLinear], x: torch.Tensor) -> Any:
     from smelt.export.graphs.export_graph import export_graph
     from smelt.export.simplify_graph import expand_placeholders
 
-    made = export_graph(
+    exported = export_graph(
         GraphSpec("model", _ParallelLayers(layers).eval(), (x,), ["x"], ["y"], ({1: "length"},)),
         "ort-cpu",
         20,
     )
-    expand_placeholders(made)
-    return made
+    expand_placeholders(exported)
+    return exported
 
 
 def run_onnx_runtime(
@@ -178,8 +178,8 @@ def run_onnx_runtime(
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     graph = export_layers(layers, x).SerializeToString()
     session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
-    whole: NDArray[np.float32] = session.run(None, {"x": x.numpy()})[0]
-    return list(np.split(whole, np.cumsum([layer.out_features for layer in layers])[:-1], axis=-1))
+    output: NDArray[np.float32] = session.run(None, {"x": x.numpy()})[0]
+    return list(np.split(output, np.cumsum([layer.out_features for layer in layers])[:-1], axis=-1))
 
 
 def fused_matmul_attributes(layers: list[QuantizedLinear], path: Path) -> list[dict[str, int]]:
@@ -191,10 +191,10 @@ def fused_matmul_attributes(layers: list[QuantizedLinear], path: Path) -> list[d
 
     torch.manual_seed(1)
     x = torch.randn(2, 3, layers[0].in_features)
-    for layer, got in zip(layers, run_onnx_runtime(layers, x, str(path)), strict=True):
+    for layer, actual in zip(layers, run_onnx_runtime(layers, x, str(path)), strict=True):
         with torch.inference_mode():
             expected = layer(x).numpy()
-        assert np.abs(got - expected).max() < 1e-5 * expected.std()
+        assert np.abs(actual - expected).max() < 1e-5 * expected.std()
     nodes = [node for node in onnx.load(path).graph.node if node.op_type != "Concat"]
     assert {node.op_type for node in nodes} == {"MatMulNBits"}
     return [{"accuracy_level": 0} | {a.name: a.i for a in node.attribute} for node in nodes]
@@ -205,11 +205,11 @@ def random_affine(
 ) -> QuantizedLinear:
     """Return a layer with random codes in groups, by a scheme of whole-number codes."""
     torch.manual_seed(0)
-    most = 2 ** find_scheme(scheme).bits
+    num_levels = 2 ** find_scheme(scheme).bits
     groups = -(-inputs // group)
-    codes = torch.randint(0, most, (outputs, groups, group), dtype=torch.uint8)
+    codes = torch.randint(0, num_levels, (outputs, groups, group), dtype=torch.uint8)
     grid = {"scales": torch.rand(outputs, groups) + 0.5}
     if not symmetric:
-        grid["zeros"] = torch.randint(0, most, (outputs, groups), dtype=torch.uint8)
+        grid["zeros"] = torch.randint(0, num_levels, (outputs, groups), dtype=torch.uint8)
     options = {"group_size": group, "symmetric": symmetric, "accuracy_level": level}
     return random_quantized_layer(scheme, UnpackedWeights(codes, grid), inputs, **options)

@@ -18,12 +18,12 @@ ROWS = 300
 
 def _write_quickstart(folder: Path) -> None:
     """Each plan reads all rows: thousands would take a second a point."""
-    whole = Path(smelt.configs.__file__).parent / "quickstart"
+    quickstart = Path(smelt.configs.__file__).parent / "quickstart"
     (folder / "data").mkdir(parents=True)
-    (folder / "model").symlink_to(whole / "model")
-    for path in (whole / "data").iterdir():
-        with gzip.open(path, "rt") as rows, gzip.open(folder / "data" / path.name, "wt") as few:
-            few.writelines(itertools.islice(rows, ROWS))
+    (folder / "model").symlink_to(quickstart / "model")
+    for path in (quickstart / "data").iterdir():
+        with gzip.open(path, "rt") as rows, gzip.open(folder / "data" / path.name, "wt") as shortened:
+            shortened.writelines(itertools.islice(rows, ROWS))
 
 
 QUICKSTART = make_once("quickstart-rows", _write_quickstart)

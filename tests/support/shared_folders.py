@@ -23,14 +23,14 @@ def make_once(name: str, make: Callable[[Path], Any]) -> Path:
 
     All processes of a run share it, and it goes with the run (`pytest_smelt`).
     """
-    found = shared_folder() / re.sub(r"[^\w.-]+", "-", name)
-    whole = found.with_name(f"{found.name}.whole")
-    with FileLock(f"{found}.lock"):
-        if not whole.exists():
-            shutil.rmtree(found, ignore_errors=True)  # what a maker left that failed
-            make(found)
-            whole.touch()
-    return found
+    path = shared_folder() / re.sub(r"[^\w.-]+", "-", name)
+    complete = path.with_name(f"{path.name}.whole")
+    with FileLock(f"{path}.lock"):
+        if not complete.exists():
+            shutil.rmtree(path, ignore_errors=True)  # what a maker left that failed
+            make(path)
+            complete.touch()
+    return path
 
 
 def written_once(write: Callable[..., Path]) -> Callable[..., Path]:
@@ -48,10 +48,14 @@ def written_once(write: Callable[..., Path]) -> Callable[..., Path]:
             write(new / "model", *arguments, **options)
             (new / "generator").write_bytes(torch.get_rng_state().numpy().tobytes())
 
-        named = ", ".join([*map(repr, arguments), *(f"{key}={options[key]!r}" for key in sorted(options))])
-        made = written_model(f"{write.__module__}.{write.__qualname__}({named})", make)
-        shutil.copytree(made / "model", folder, copy_function=shutil.copyfile, dirs_exist_ok=True)
-        torch.set_rng_state(torch.frombuffer(bytearray((made / "generator").read_bytes()), dtype=torch.uint8))
+        signature = ", ".join(
+            [*map(repr, arguments), *(f"{key}={options[key]!r}" for key in sorted(options))]
+        )
+        written_folder = written_model(f"{write.__module__}.{write.__qualname__}({signature})", make)
+        shutil.copytree(written_folder / "model", folder, copy_function=shutil.copyfile, dirs_exist_ok=True)
+        torch.set_rng_state(
+            torch.frombuffer(bytearray((written_folder / "generator").read_bytes()), dtype=torch.uint8)
+        )
         return folder
 
     models: dict[str, Path] = {}
@@ -67,8 +71,8 @@ def written_once(write: Callable[..., Path]) -> Callable[..., Path]:
 @functools.cache
 def shared_folder() -> Path:
     """Return the folder of this run of the tests; without pytest, one of this process."""
-    if (given := os.environ.get(FOLDER_VARIABLE)) is not None:
-        return Path(given)
-    made = Path(tempfile.mkdtemp(prefix="smelt-tests-"))
-    atexit.register(shutil.rmtree, made, ignore_errors=True)
-    return made
+    if (folder_name := os.environ.get(FOLDER_VARIABLE)) is not None:
+        return Path(folder_name)
+    folder = Path(tempfile.mkdtemp(prefix="smelt-tests-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder

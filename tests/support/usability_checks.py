@@ -33,9 +33,9 @@ def check_save_and_load(folder: Path, out: Path) -> None:
     model, edits = load_model(folder)
     out.mkdir()
     save_model(model, edits, out, folder)
-    again, same = load_model(out)
+    reloaded, same = load_model(out)
     assert same == edits
-    assert torch.equal(harness.logits(again), harness.logits(model))
+    assert torch.equal(harness.logits(reloaded), harness.logits(model))
 
 
 def check_training(parent: Path, family: str, out: Path) -> None:
@@ -63,8 +63,8 @@ def check_quantization(parent: Path, family: str, out: Path) -> None:
     ctx = every_family.run_stage(Quantize(), QuantizeSettings(), parent, family, out)
     assert ctx.details["float_linear_layers"] == []
     # of a classifier two texts are four numbers, whose spread says little
-    whole, codes = (harness.logits(load_model(folder)[0], texts=64) for folder in (parent, out))
-    assert 0 < (codes - whole).abs().mean() < 0.2 * whole.std()
+    full_logits, codes = (harness.logits(load_model(folder)[0], texts=64) for folder in (parent, out))
+    assert 0 < (codes - full_logits).abs().mean() < 0.2 * full_logits.std()
 
 
 def check_export(folder: Path, family: str, out: Path) -> None:

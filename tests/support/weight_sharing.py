@@ -25,15 +25,15 @@ def share_weights(family: str, out: Path, **settings: Any) -> Path:
 
 def linear_names_by_block(model: Any) -> dict[tuple[str, str, int], list[list[str]]]:
     """Return by stack and part the names of the products of each block."""
-    parts: dict[tuple[str, str, int], list[list[str]]] = {}
+    names_by_block: dict[tuple[str, str, int], list[list[str]]] = {}
     for block in blocks_of(model):
-        for at, a in enumerate(block.attentions):
+        for index, a in enumerate(block.attentions):
             names = dict.fromkeys((a.query, a.key, a.value, a.out))
-            parts.setdefault((block.stack.name, "attention", at), []).append(list(names))
+            names_by_block.setdefault((block.stack.name, "attention", index), []).append(list(names))
         feed = block.feed_forward
         names = dict.fromkeys((feed.up, feed.gate or feed.up, feed.down))
-        parts.setdefault((block.stack.name, "ffn", 0), []).append(list(names))
-    return parts
+        names_by_block.setdefault((block.stack.name, "ffn", 0), []).append(list(names))
+    return names_by_block
 
 
 def assert_first_two_shared(model: Any) -> None:

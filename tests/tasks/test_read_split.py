@@ -27,7 +27,7 @@ def _write(path, text):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "a.csv.gz", "a.tsv", "a.parquet"])
-def test_all_kinds_of_files_give_the_same_rows(tmp_path, name):
+def test_all_file_kinds_give_equal_rows(tmp_path, name):
     path = tmp_path / name
     if "jsonl" in name:
         _write(path, json.dumps(ROW) + "\n\n" + json.dumps(ROW) + "\n")
@@ -44,7 +44,7 @@ def test_all_kinds_of_files_give_the_same_rows(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
-def test_columns_inside_of_a_translation_are_read_as_those_of_the_hub_are(tmp_path, name):
+def test_nested_translation_columns_are_read(tmp_path, name):
     rows = [{"id": i, "translation": {"en": "a cat", "de": "eine Katze"}} for i in range(2)]
     path = tmp_path / name
     if name == "a.parquet":
@@ -58,7 +58,7 @@ def test_columns_inside_of_a_translation_are_read_as_those_of_the_hub_are(tmp_pa
     assert [(e.text, e.references) for e in split.examples] == [("a cat", ("eine Katze",))] * 2
 
 
-def test_all_columns_that_are_missing_are_named_at_once(tmp_path):
+def test_all_missing_columns_are_named_at_once(tmp_path):
     path = _write(tmp_path / "a.csv", "src,tgt\na,b\n")
     with raises_code("missing-column", InputError) as raised:
         _read(path)
@@ -69,12 +69,12 @@ def test_all_columns_that_are_missing_are_named_at_once(tmp_path):
     assert all(f"'{name}'" in str(raised.value) for name in ("text", "label", "second"))
 
 
-def test_all_references_are_kept(tmp_path):
+def test_all_references_are_read(tmp_path):
     path = _write(tmp_path / "a.jsonl", json.dumps({**ROW, "targets": ["eine Katze", "ein Kater"]}))
     assert _read(path).examples[0].references == ("eine Katze", "ein Kater")
 
 
-def test_equal_rows_have_equal_fingerprints_wherever_they_lie(tmp_path):
+def test_equal_rows_have_equal_fingerprints_in_any_file(tmp_path):
     one = _write(tmp_path / "a.jsonl", json.dumps(ROW))
     two = _write(tmp_path / "b.csv", "source,target\na cat,eine Katze\n")
     assert _read(one).fingerprint == _read(two).fingerprint
@@ -84,14 +84,14 @@ def test_equal_rows_have_equal_fingerprints_wherever_they_lie(tmp_path):
     )
 
 
-def test_labels_may_be_lists_or_decimal_numbers_too(tmp_path):
+def test_labels_may_be_lists_or_decimal_numbers(tmp_path):
     lines = ['{"text": "a", "label": ["x", 2]}', '{"text": "b", "label": []}', '{"text": "c", "label": 0.5}']
     split = _read(_write(tmp_path / "a.jsonl", "\n".join(lines)), "text-classification")
     assert [e.label for e in split.examples] == [("x", 2), (), 0.5]
     assert len(split.fingerprint) == 64
 
 
-def test_a_second_text_may_be_missing_unless_its_column_was_named(tmp_path):
+def test_second_text_is_optional_unless_its_column_is_named(tmp_path):
     path = _write(tmp_path / "a.csv", "text,text_b,label\na,b,0\na,,1\n")
     assert [e.text_pair for e in _read(path, "text-classification").examples] == ["b", None]
     with raises_code("missing-column", InputError) as caught:
@@ -100,7 +100,7 @@ def test_a_second_text_may_be_missing_unless_its_column_was_named(tmp_path):
 
 
 @pytest.mark.parametrize("label", ["null", "true", "[true]", "NaN", "1e999", '{"a": 1}', "[0.5]"])
-def test_what_is_no_label_is_refused(tmp_path, label):
+def test_invalid_label_is_rejected(tmp_path, label):
     path = _write(tmp_path / "a.jsonl", f'{{"text": "a", "label": {label}}}')
     with raises_code("wrong-column-type", InputError) as caught:
         _read(path, "text-classification")
@@ -134,7 +134,7 @@ def test_what_is_no_label_is_refused(tmp_path, label):
         ("a.parquet", "x", "damaged-file", None, ()),
     ],
 )
-def test_errors_are_named_with_their_place(tmp_path, name, text, code, line, values):
+def test_errors_have_file_and_line(tmp_path, name, text, code, line, values):
     path = _write(tmp_path / name, text)
     with raises_code(code, InputError) as caught:
         _read(path)
@@ -142,7 +142,7 @@ def test_errors_are_named_with_their_place(tmp_path, name, text, code, line, val
     assert all(value in str(caught.value) for value in values)
 
 
-def test_missing_file_names_its_neighbour(tmp_path):
+def test_missing_file_suggests_similar_name(tmp_path):
     (tmp_path / "train.jsonl").write_text("x")
     with raises_code("missing-file", InputError) as caught:
         read_split("trian.jsonl", "translation", Columns(), tmp_path)
@@ -154,9 +154,9 @@ def test_broken_gzip_and_wrong_encoding_are_explained(tmp_path):
     with raises_code("unreadable-file", InputError):
         _read(tmp_path / "a.jsonl.gz")
     (tmp_path / "b.jsonl").write_bytes(b'{"source": "\xff"}')
-    with raises_code("not-utf8", InputError) as caught:
+    with raises_code("not-utf8", InputError) as excinfo:
         _read(tmp_path / "b.jsonl")
-    assert " 12" in str(caught.value)
+    assert " 12" in str(excinfo.value)
 
 
 def _label_files(folder, labels):
@@ -179,7 +179,7 @@ def _label_files(folder, labels):
 @pytest.mark.parametrize(
     ("config", "places"), [(["1", "2", "3"], [0, 2, 1]), (["a", "b", "c", "d"], [1, 3, 2]), (None, [0, 2, 1])]
 )
-def test_numbers_as_labels_mean_the_same_in_every_kind_of_file(tmp_path, labels, config, places):
+def test_numeric_labels_are_equal_in_every_file_kind(tmp_path, labels, config, places):
     from smelt.data.labels import SINGLE_LABEL, class_targets, infer_label_names, infer_problem_type
 
     for path in _label_files(tmp_path, labels):
@@ -189,7 +189,7 @@ def test_numbers_as_labels_mean_the_same_in_every_kind_of_file(tmp_path, labels,
         assert class_targets(examples, config or infer_label_names(found, SINGLE_LABEL)) == places, path.name
 
 
-def test_one_empty_label_among_numbers_is_named_with_its_line(tmp_path):
+def test_single_empty_label_is_reported_with_line(tmp_path):
     from smelt.data.labels import SINGLE_LABEL, class_targets, infer_label_names, infer_problem_type
 
     for name, text in (
@@ -205,7 +205,7 @@ def test_one_empty_label_among_numbers_is_named_with_its_line(tmp_path):
         assert (caught.value.file, caught.value.line) == (name, 3)
 
 
-def test_wrong_rows_of_a_file_are_said_together(tmp_path):
+def test_invalid_rows_of_file_are_reported_together(tmp_path):
     lines = ['{"source": "a", "target": "b"}', *['{"source": 1, "target": "b"}'] * 8, '{"source": ']
     with raises_code("several-errors", InputError) as raised:
         _read(_write(tmp_path / "a.jsonl", "\n".join(lines)))
@@ -217,7 +217,7 @@ def test_wrong_rows_of_a_file_are_said_together(tmp_path):
     assert len(message) == 6
 
 
-def test_rows_know_their_lines_and_are_equal_without(tmp_path):
+def test_rows_have_lines_that_do_not_affect_equality(tmp_path):
     one = _read(_write(tmp_path / "a.jsonl", "\n" + json.dumps(ROW)))
     two = _read(_write(tmp_path / "b.csv", "source,target\na cat,eine Katze\n"))
     assert [e.line for e in (*one.examples, *two.examples)] == [2, 2]
@@ -228,7 +228,7 @@ def test_rows_know_their_lines_and_are_equal_without(tmp_path):
     assert [e.line for e in lines.examples] == [1, 2, 3]
 
 
-def test_rows_know_their_numbers_in_the_file_when_they_have_no_lines_of_their_own(tmp_path):
+def test_rows_without_lines_have_row_numbers(tmp_path):
     import pyarrow.parquet
 
     rows = [{"source": f"cat {n}", "target": "Katze"} for n in range(4)]
@@ -240,7 +240,7 @@ def test_rows_know_their_numbers_in_the_file_when_they_have_no_lines_of_their_ow
         assert [e.row for e in read.select([3, 1]).examples] == [4, 2]
 
 
-def test_whole_floats_are_whole_numbers_with_the_same_fingerprint(tmp_path):
+def test_integral_floats_equal_integers_with_equal_fingerprint(tmp_path):
     floats = _write(tmp_path / "a.jsonl", '{"text": "a", "label": 1.0}\n{"text": "b", "label": [2.0, "x"]}')
     whole = _write(tmp_path / "b.jsonl", '{"text": "a", "label": 1}\n{"text": "b", "label": [2, "x"]}')
     found = [_read(path, "text-classification") for path in (floats, whole)]
@@ -249,7 +249,7 @@ def test_whole_floats_are_whole_numbers_with_the_same_fingerprint(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
-def test_two_columns_of_one_name_are_refused(tmp_path, name):
+def test_duplicate_columns_are_rejected(tmp_path, name):
     row = '{"source": "a", "source": "b", "target": "c"}'
     path = tmp_path / name
     if name == "a.parquet":
@@ -275,12 +275,12 @@ def test_two_columns_of_one_name_are_refused(tmp_path, name):
         ("sentence-similarity", {"text": ""}),
     ],
 )
-def test_an_empty_text_is_refused_as_an_empty_target_is(tmp_path, task, row):
+def test_empty_text_is_rejected(tmp_path, task, row):
     path = _write(tmp_path / "a.jsonl", json.dumps(row))
     with raises_code("empty-text", InputError):
         _read(path, task)
 
 
-def test_a_text_to_be_continued_may_be_empty(tmp_path):
+def test_empty_language_modeling_text_is_accepted(tmp_path):
     path = _write(tmp_path / "a.jsonl", '{"text": ""}\n{"text": "a"}\n')
     assert [e.text for e in _read(path, "language-modeling").examples] == ["", "a"]

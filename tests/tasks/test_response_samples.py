@@ -25,11 +25,11 @@ def tokenizer(tmp_path):
     def make(template, chat=None, begin=False):
         folder = tmp_path / "m"
         folder.mkdir()
-        words = causal.write_tokenizer(folder, begin)
+        trained = causal.write_tokenizer(folder, begin)
         if chat:
-            words.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-            words.chat_template = chat
-            words.save_pretrained(folder)
+            trained.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+            trained.chat_template = chat
+            trained.save_pretrained(folder)
         rules = TextRules(prompt_template=template)
         if chat:  # the model's files are not needed
             (folder / "text.json").write_text(rules.model_dump_json(exclude_defaults=True))
@@ -44,24 +44,24 @@ def _plain(words, text):
     return words(text, add_special_tokens=False)["input_ids"]
 
 
-def test_plain_prompts_are_followed_by_response_and_end(tokenizer):
+def test_plain_prompt_is_followed_by_response_and_end(tokenizer):
     words = tokenizer("Q: {prompt}\nA:", begin=True)
-    [[found]] = encode_responses([("The cat", " sleeps")], words, every_turn=True)
+    [[sample]] = encode_responses([("The cat", " sleeps")], words, every_turn=True)
     prompt = words("Q: The cat\nA:")["input_ids"]
     assert prompt[0] == words.bos_token_id
-    assert found.ids == [*prompt, *_plain(words, " sleeps"), words.eos_token_id]
-    assert found.is_target == [False] * len(prompt) + [True] * (len(found.ids) - len(prompt))
+    assert sample.ids == [*prompt, *_plain(words, " sleeps"), words.eos_token_id]
+    assert sample.is_target == [False] * len(prompt) + [True] * (len(sample.ids) - len(prompt))
     assert encode_prompts(["The cat"], words, 10**6) == [prompt]
 
 
-def test_chats_have_the_tokens_of_transformers(tokenizer):
+def test_chat_tokens_equal_transformers(tokenizer):
     words = tokenizer("chat", chat_templates.CHATML)
-    [[found]] = encode_responses([("The cat", "sleeps")], words, every_turn=True)
+    [[sample]] = encode_responses([("The cat", "sleeps")], words, every_turn=True)
     prompt = words.apply_chat_template(TALK[:1], add_generation_prompt=True, return_dict=False)
-    whole = words.apply_chat_template(TALK, return_dict=False)
-    assert found.ids == whole[: len(found.ids)]
-    assert found.ids[-1] == words.convert_tokens_to_ids("<|im_end|>")
-    assert found.num_last_targets == len(found.ids) - len(prompt)
+    full_ids = words.apply_chat_template(TALK, return_dict=False)
+    assert sample.ids == full_ids[: len(sample.ids)]
+    assert sample.ids[-1] == words.convert_tokens_to_ids("<|im_end|>")
+    assert sample.num_last_targets == len(sample.ids) - len(prompt)
     assert encode_prompts([json.dumps(TALK[:1])], words, 10**6) == [prompt]
 
 
@@ -71,7 +71,7 @@ def _decode_targets(words, sample):
 
 @pytest.mark.parametrize("choice", ["end", "im", "i", ">", "yes", " cat"])
 @pytest.mark.parametrize("template", ["CHATML", "OPENED_THINKING", "LLAMA2"])
-def test_targets_of_a_choice_in_a_chat_are_its_own_tokens(tokenizer, template, choice):
+def test_targets_of_chat_choice_are_its_own_tokens(tokenizer, template, choice):
     words = tokenizer("chat", getattr(chat_templates, template))
     [[sample]] = encode_responses([("The cat", choice)], words, every_turn=False, with_end=False)
     [[trained]] = encode_responses([("The cat", choice)], words, every_turn=False)
@@ -83,7 +83,7 @@ def test_targets_of_a_choice_in_a_chat_are_its_own_tokens(tokenizer, template, c
 
 
 @pytest.mark.parametrize("with_end", [True, False])
-def test_response_continues_the_prompt_where_a_tokenizer_puts_a_space_before_each_text(tmp_path, with_end):
+def test_response_continues_prompt_with_metaspace_tokenizer(tmp_path, with_end):
     words = causal.write_metaspace_tokenizer(tmp_path)
     (tmp_path / "text.json").write_text('{"prompt_template": "Q: {prompt} A:"}')
     words = load_tokenizer(tmp_path)
@@ -93,25 +93,25 @@ def test_response_continues_the_prompt_where_a_tokenizer_puts_a_space_before_eac
     assert sample.ids[: -sample.num_last_targets] == words("Q: The cat A:")["input_ids"]
 
 
-def test_tokens_of_a_prompt_that_merge_with_a_choice_are_scored_with_it(tokenizer):
+def test_prompt_tokens_merged_with_choice_are_scored(tokenizer):
     words = tokenizer("{prompt}")
     [[sample]] = encode_responses([("The hou", "se stands")], words, every_turn=False, with_end=False)
     assert sample.ids == _plain(words, "The house stands")
     assert _decode_targets(words, sample) == " house stands"
 
 
-def test_every_turn_of_the_assistant_is_a_target_in_training_only(tokenizer):
+def test_every_assistant_turn_is_a_target_in_training_only(tokenizer):
     words = tokenizer("chat", chat_templates.CHATML)
-    [[found]] = encode_responses([(json.dumps(LONGER), "is cold")], words, every_turn=True)
-    learned = [i for i, target in zip(found.ids, found.is_target, strict=True) if target]
+    [[sample]] = encode_responses([(json.dumps(LONGER), "is cold")], words, every_turn=True)
+    learned = [i for i, target in zip(sample.ids, sample.is_target, strict=True) if target]
     end = words.convert_tokens_to_ids("<|im_end|>")
     assert learned == [*_plain(words, "sleeps"), end, *_plain(words, "is cold"), end]
     [[scored]] = encode_responses([(json.dumps(LONGER), "is cold")], words, every_turn=False)
-    assert scored.ids == found.ids
-    assert sum(scored.is_target) == scored.num_last_targets == found.num_last_targets
+    assert scored.ids == sample.ids
+    assert sum(scored.is_target) == scored.num_last_targets == sample.num_last_targets
 
 
-def test_turns_that_are_rendered_differently_later_are_samples_of_their_own(tokenizer):
+def test_turns_rendered_differently_later_become_separate_samples(tokenizer):
     words = tokenizer("chat", chat_templates.THINKING)
     [rows] = encode_responses([(json.dumps(LONGER), "is cold")], words, every_turn=True)
     assert len(rows) == 2
@@ -127,36 +127,38 @@ def test_turns_that_are_rendered_differently_later_are_samples_of_their_own(toke
         (2, 9, 5, (2, 4)),
     ],
 )
-def test_long_samples_lose_the_beginning_of_the_prompt(prompt, response, limit, expected):
+def test_long_samples_are_truncated_at_start_of_prompt(prompt, response, limit, expected):
     ids = [*range(100, 100 + prompt), *range(200, 200 + response)]
     sample = EncodedResponse(ids, [False] * prompt + [True] * response)
-    found = fit_response(sample, limit, None)
-    kept, answered = expected
-    assert found.ids == ids[prompt - kept : prompt + answered]
-    assert found.is_target == [False] * kept + [True] * answered
+    fitted = fit_response(sample, limit, None)
+    kept_prompt, answered = expected
+    assert fitted.ids == ids[prompt - kept_prompt : prompt + answered]
+    assert fitted.is_target == [False] * kept_prompt + [True] * answered
 
 
-def test_the_first_token_survives_truncation():
+def test_first_token_is_kept_by_truncation():
     sample = EncodedResponse([7, 1, 2, 3, 4, 5], [False, False, True, False, False, True])
-    found = fit_response(sample, 3, 7)
-    assert (found.ids, found.is_target) == ([7, 3, 4, 5], [False, False, False, True])
+    fitted = fit_response(sample, 3, 7)
+    assert (fitted.ids, fitted.is_target) == ([7, 3, 4, 5], [False, False, False, True])
 
 
-def test_labels_are_the_tokens_of_the_responses(tokenizer, tmp_path):
+def test_labels_are_response_tokens(tokenizer, tmp_path):
     words = tokenizer("{prompt}")
     rows = (Example("The old house", (" stands",)), Example("A man", (" walks", " in a red hat")))
     ctx = harness.make_context(tmp_path / "out", "text-generation")
     config = type("Config", (), {"to_dict": lambda self: {}, "pad_token_id": None})()
-    found = encode_split(Split("x", rows), config, words, ctx)
-    assert len(found) == 3
-    assert [row.token_counts for row in found] == [(len(row.input_ids), 0) for row in found]
-    batch = collate(found, config)
+    samples = encode_split(Split("x", rows), config, words, ctx)
+    assert len(samples) == 3
+    assert [row.token_counts for row in samples] == [(len(row.input_ids), 0) for row in samples]
+    batch = collate(samples, config)
     assert batch["input_ids"].shape == batch["labels"].shape == batch["attention_mask"].shape
-    for row, inputs, labels in zip(found, batch["input_ids"], batch["labels"], strict=True):
+    for row, inputs, labels in zip(samples, batch["input_ids"], batch["labels"], strict=True):
         assert inputs[: len(row.input_ids) - 1].tolist() == row.input_ids[:-1]
-        wanted = [i if t else IGNORE_INDEX for i, t in zip(row.input_ids[1:], row.is_target[1:], strict=True)]
-        assert labels.tolist() == wanted + [IGNORE_INDEX] * (len(labels) - len(wanted))
-    assert torch.equal(batch["attention_mask"].sum(1), torch.tensor([len(r.input_ids) - 1 for r in found]))
+        expected = [
+            i if t else IGNORE_INDEX for i, t in zip(row.input_ids[1:], row.is_target[1:], strict=True)
+        ]
+        assert labels.tolist() == expected + [IGNORE_INDEX] * (len(labels) - len(expected))
+    assert torch.equal(batch["attention_mask"].sum(1), torch.tensor([len(r.input_ids) - 1 for r in samples]))
     assert ctx.warnings == []
     short = encode_split(Split("x", rows), config, words, ctx, max_length=4)
     assert max(len(row.input_ids) for row in short) == 5

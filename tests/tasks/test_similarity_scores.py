@@ -12,18 +12,18 @@ from tests.support.expected_errors import raises_code
 
 
 @pytest.mark.parametrize(("value", "expected"), [(3, 3.0), ("3.5", 3.5), (0, 0.0), (None, None), ("", None)])
-def test_a_score_is_a_number_or_nothing(value, expected):
+def test_score_is_number_or_none(value, expected):
     assert parse_score(value, "f:1", "label") == expected
 
 
 @pytest.mark.parametrize("value", ["high", True, [1], float("nan"), "inf"])
-def test_what_is_no_number_is_named_with_its_row(value):
+def test_non_numeric_score_is_reported_with_row(value):
     with raises_code("wrong-column-type", InputError) as caught:
         parse_score(value, "f:1", "label")
     assert all(part in str(caught.value) for part in ("f:1:", "'label'"))
 
 
-def test_rows_that_are_alike_pass_and_others_are_named():
+def test_partly_missing_scores_are_reported():
     require_all_or_none([True, True], [1, 2], "label", "score")
     require_all_or_none([False], [1], "label", "score")
     with raises_code("partly-missing-column", InputError) as caught:
@@ -31,7 +31,7 @@ def test_rows_that_are_alike_pass_and_others_are_named():
     assert re.findall(r"\d+", str(caught.value)) == ["4", "2"]
 
 
-def test_a_csv_file_gives_pairs_whose_texts_are_read_one_by_one(tmp_path):
+def test_csv_pairs_are_read_and_texts_are_encoded_separately(tmp_path):
     (tmp_path / "d.csv").write_text("text,text_b,label\na,b,1\nc,d,0.5\n")
     split = read_split("d.csv", "sentence-similarity", Columns(), tmp_path)
     assert split.examples == (Example("a", text_pair="b", label=1.0), Example("c", text_pair="d", label=0.5))
@@ -41,7 +41,7 @@ def test_a_csv_file_gives_pairs_whose_texts_are_read_one_by_one(tmp_path):
     assert not Split("x", (Example("a"),)).has_labels
 
 
-def test_a_column_that_the_recipe_names_has_to_be_there(tmp_path):
+def test_column_named_in_recipe_must_exist(tmp_path):
     (tmp_path / "d.csv").write_text("text,text_b\na,b\n")
     assert not read_split("d.csv", "sentence-similarity", Columns(), tmp_path).has_labels
     with raises_code("missing-column", InputError) as caught:

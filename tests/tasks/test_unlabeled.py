@@ -12,21 +12,21 @@ from tests.support.expected_errors import raises_code
 TASK = "text-classification"
 
 
-def test_plain_text_is_a_text_a_line(tmp_path):
+def test_plain_text_has_one_sample_per_line(tmp_path):
     (tmp_path / "x.txt").write_text("one\r\n\n  \ntwo words\n", encoding="utf-8")
     rows = read_unlabeled("x.txt", TASK, Columns(), tmp_path).examples
     assert [(e.text, e.line, e.label) for e in rows] == [("one", 1, None), ("two words", 4, None)]
 
 
 @pytest.mark.parametrize("columns", [Columns(), Columns(label="label")])
-def test_rows_may_lack_labels_and_those_that_are_there_are_not_read(tmp_path, columns):
+def test_unlabeled_rows_ignore_label_column(tmp_path, columns):
     lines = [{"text": "one"}, {"text": "two", "label": {"no": "label"}}]
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, lines)))
     rows = read_unlabeled("x.jsonl", TASK, columns, tmp_path).examples
     assert [(e.text, e.label) for e in rows] == [("one", None), ("two", None)]
 
 
-def test_the_columns_that_the_recipe_names_are_read(tmp_path):
+def test_columns_named_in_recipe_are_read(tmp_path):
     (tmp_path / "x.jsonl").write_text(json.dumps({"a": "one", "b": "two"}) + "\n")
     (row,) = read_unlabeled("x.jsonl", TASK, Columns(text="a", text_pair="b"), tmp_path).examples
     assert (row.text, row.text_pair) == ("one", "two")
@@ -35,7 +35,7 @@ def test_the_columns_that_the_recipe_names_are_read(tmp_path):
     assert all(part in str(caught.value) for part in ("x.jsonl:1:", "'text'", "a, b"))
 
 
-def test_a_file_without_texts_and_a_task_without_labels_are_refused(tmp_path):
+def test_empty_file_and_task_without_labels_are_rejected(tmp_path):
     (tmp_path / "x.txt").write_text("\n \n")
     with raises_code("empty-data", InputError):
         read_unlabeled("x.txt", TASK, Columns(), tmp_path)
@@ -59,7 +59,7 @@ USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "cont
         ("text-generation", {"messages": json.dumps([USER])}, {"messages": json.dumps([USER, ASSISTANT])}),
     ],
 )
-def test_targets_are_optional_only_where_they_are_not_scored(tmp_path, task, without, target):
+def test_targets_are_optional_only_if_not_scored(tmp_path, task, without, target):
     (tmp_path / "x.jsonl").write_text(f"{json.dumps(without)}\n{json.dumps(without | target)}\n")
     named = Columns(target="target", label="label")  # a train split may have them
     first, second = read_split("x.jsonl", task, named, tmp_path, targets_optional=True).examples

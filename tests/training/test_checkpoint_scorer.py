@@ -29,12 +29,12 @@ def context(folder, score, **more):
     return harness.make_context(folder / "work" / "out", score=score, **(values | more))
 
 
-def test_what_is_scored_is_the_model_of_the_moment_as_it_would_be_stored(tmp_path):
+def test_scored_checkpoint_equals_current_model_as_stored(tmp_path):
     source = tiny.as_artifact(tiny.write_bert(tmp_path / "model"), TASK)
-    seen = []
+    scored = []
 
     def score(artifact, rows):
-        seen.append((load_model(artifact.path)[0].classifier.weight.detach().clone(), rows, artifact.key))
+        scored.append((load_model(artifact.path)[0].classifier.weight.detach().clone(), rows, artifact.key))
         assert {p.name for p in artifact.path.iterdir()} == set(artifact.manifest.files)
         torch.rand(3)  # as a runner may draw
         assert load_file(artifact.path / "model.safetensors")["classifier.weight"].dtype == torch.bfloat16
@@ -49,7 +49,7 @@ def test_what_is_scored_is_the_model_of_the_moment_as_it_would_be_stored(tmp_pat
     with torch.no_grad():
         model.classifier.weight.add_(1.0)
     assert judge() == 12.5
-    (first, rows, key), (second, _, other) = seen
+    (first, rows, key), (second, _, other) = scored
     torch.testing.assert_close(second, first + 1.0, atol=2e-2, rtol=2e-2)
     assert rows is ROWS
     assert key != other
@@ -57,7 +57,7 @@ def test_what_is_scored_is_the_model_of_the_moment_as_it_would_be_stored(tmp_pat
     assert [p.name for p in ctx.out.parent.iterdir()] == ["out"], "a checkpoint was left behind"
 
 
-def test_a_metric_that_is_not_scored_is_named_with_those_that_are(tmp_path):
+def test_unscored_metric_is_rejected_with_available_metrics(tmp_path):
     source = tiny.as_artifact(tiny.write_bert(tmp_path / "model"), TASK)
     ctx = context(tmp_path, lambda artifact, rows: {"accuracy": 50.0, "f1": 40.0})
     with raises_code("metric-not-scored", InputError) as caught:
@@ -68,7 +68,7 @@ def test_a_metric_that_is_not_scored_is_named_with_those_that_are(tmp_path):
     assert all(metric in str(caught.value) for metric in ("'acuracy'", "accuracy, f1", "'accuracy'"))
 
 
-def test_validation_rows_are_needed_to_select_by_a_metric(tmp_path):
+def test_metric_selection_without_validation_data_is_rejected(tmp_path):
     source = tiny.as_artifact(tiny.write_bert(tmp_path / "model"), TASK)
     ctx = context(tmp_path, lambda artifact, rows: {}, data={"train": ROWS})
     with raises_code("missing-data", InputError) as caught:
@@ -76,12 +76,12 @@ def test_validation_rows_are_needed_to_select_by_a_metric(tmp_path):
     assert caught.value.setting == "data.validation"
 
 
-def test_the_checkpoint_with_the_best_score_is_written_and_the_scored_rows_are_those_of_the_loss(tmp_path):
+def test_best_scored_checkpoint_is_saved(tmp_path):
     source = tiny.as_artifact(tiny.write_bert(tmp_path / "model"), TASK)
-    scores, seen = iter([1.0, 3.0, 2.0]), []
+    scores, scored = iter([1.0, 3.0, 2.0]), []
 
     def score(artifact, rows):
-        seen.append((load_file(artifact.path / "model.safetensors"), rows))
+        scored.append((load_file(artifact.path / "model.safetensors"), rows))
         return {"f1": next(scores)}
 
     ctx = context(tmp_path, score)
@@ -97,20 +97,20 @@ def test_the_checkpoint_with_the_best_score_is_written_and_the_scored_rows_are_t
     Finetune()(source, settings, ctx)
     assert ctx.details["training"]["kept_step"] == 2
     written = load_file(ctx.out / "model.safetensors")
-    assert all(torch.equal(written[name], seen[1][0][name]) for name in written)
-    assert not torch.equal(written["classifier.weight"], seen[2][0]["classifier.weight"])
-    assert [len(rows) for _, rows in seen] == [6, 6, 6]
+    assert all(torch.equal(written[name], scored[1][0][name]) for name in written)
+    assert not torch.equal(written["classifier.weight"], scored[2][0]["classifier.weight"])
+    assert [len(rows) for _, rows in scored] == [6, 6, 6]
 
 
-def test_a_model_that_trains_through_codes_is_scored_with_its_codes_and_trains_on(tmp_path):
+def test_qat_checkpoint_is_scored_quantized_and_training_continues(tmp_path):
     first = tiny.as_artifact(tiny.write_bert(tmp_path / "model"), TASK)
-    made = harness.make_context(tmp_path / "q", TASK)
-    Quantize()(first, QuantizeSettings(scheme="binary", group_size=32), made)
+    quantize_ctx = harness.make_context(tmp_path / "q", TASK)
+    Quantize()(first, QuantizeSettings(scheme="binary", group_size=32), quantize_ctx)
     source = tiny.as_artifact(tmp_path / "q", TASK)
-    seen = []
+    scored = []
 
     def score(artifact, rows):
-        seen.append(load_file(artifact.path / "model.safetensors"))
+        scored.append(load_file(artifact.path / "model.safetensors"))
         return {"f1": 1.0}
 
     ctx = context(tmp_path, score)
@@ -131,12 +131,12 @@ def test_a_model_that_trains_through_codes_is_scored_with_its_codes_and_trains_o
     assert ctx.details["codes_changed"] > 0.5, "the layers of before were filled while the model was scored"
     save_model(model, edits, ctx.out, source.path)
     final = load_file(ctx.out / "model.safetensors")
-    assert final.keys() == seen[0].keys()
-    assert all(torch.equal(final[name], seen[0][name]) for name in final)
+    assert final.keys() == scored[0].keys()
+    assert all(torch.equal(final[name], scored[0][name]) for name in final)
 
 
 @pytest.mark.parametrize("settings", [FinetuneSettings, DistillSettings])
-def test_selecting_without_validations_is_refused(settings):
+def test_metric_selection_without_evaluations_is_rejected(settings):
     with raises_setting_codes("no-evaluation"):
         settings(metric_for_best_model="bleu", num_evals=0)
 
@@ -153,7 +153,7 @@ score: {{latency: false}}
 
 
 @pytest.mark.parametrize(("task", "metric"), [("translation", "chrf")])
-def test_a_run_selects_by_the_score_that_its_report_shows(tmp_path, monkeypatch, task, metric):
+def test_checkpoint_selection_uses_reported_metric(tmp_path, monkeypatch, task, metric):
     scored, real = [], Scorer.score
 
     def score(self, artifact, split, *args):
@@ -179,7 +179,7 @@ def test_a_run_selects_by_the_score_that_its_report_shows(tmp_path, monkeypatch,
     ("task", "metric", "known"),
     [("translation", "bluw", "bleu"), ("translation", "accuracy", "loss"), (TASK, "bleu", "loss, accuracy")],
 )
-def test_the_plan_names_a_metric_that_is_not_scored(tmp_path, task, metric, known):
+def test_plan_rejects_unscored_metric(tmp_path, task, metric, known):
     from smelt.pipeline.plan.load_plan import load_plan
 
     (tiny.write_marian if task == "translation" else tiny.write_bert)(tmp_path / "model")
@@ -188,10 +188,10 @@ def test_the_plan_names_a_metric_that_is_not_scored(tmp_path, task, metric, know
     recipe.write_text(RECIPE.format(task=task, metric=metric))
     with raises_code("metric-not-scored", InputError) as caught:
         load_plan(recipe)
-    (found,) = caught.value.found
-    assert found.setting == "stages[0].finetune.metric_for_best_model"
-    assert f"'{metric}'" in found.message
-    assert known in found.message
+    (error,) = caught.value.found
+    assert error.setting == "stages[0].finetune.metric_for_best_model"
+    assert f"'{metric}'" in error.message
+    assert known in error.message
     recipe.write_text(
         RECIPE.format(task=task, metric="f1" if task == TASK else "bleu").replace(
             "validation: rows.jsonl,", ""

@@ -27,7 +27,7 @@ def gradient_of(loss, logits):
     return value.detach(), grad
 
 
-def test_distillation_of_several_labels_is_the_divergence_of_coins(case):
+def test_multi_label_distillation_equals_bernoulli_divergence(case):
     logits, teacher, labels = case
     t = 2.5
 
@@ -35,35 +35,39 @@ def test_distillation_of_several_labels_is_the_divergence_of_coins(case):
         coins = kl_divergence(Bernoulli(logits=teacher / t), Bernoulli(logits=z / t))
         return 0.7 * t * t * coins.mean() + 0.4 * F.binary_cross_entropy_with_logits(z, labels)
 
-    ours = gradient_of(
+    actual = gradient_of(
         lambda z: multi_label_loss(z, labels, teacher, temperature=t, logits_weight=0.7, labels_weight=0.4),
         logits,
     )
-    torch.testing.assert_close(ours, gradient_of(reference, logits), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(actual, gradient_of(reference, logits), rtol=1e-4, atol=1e-6)
 
 
-def test_smoothed_labels_lie_between_a_half_and_the_label(case):
+def test_label_smoothing_moves_multi_labels_toward_half(case):
     logits, _, labels = case
-    wanted = F.binary_cross_entropy_with_logits(logits, torch.where(labels > 0, 0.95, 0.05))
-    torch.testing.assert_close(multi_label_loss(logits, labels, smoothing=0.1), wanted)
+    expected = F.binary_cross_entropy_with_logits(logits, torch.where(labels > 0, 0.95, 0.05))
+    torch.testing.assert_close(multi_label_loss(logits, labels, smoothing=0.1), expected)
 
 
-def test_numbers_equal_mse(case):
+def test_regression_loss_equals_mse(case):
     logits, teacher, labels = (t[:, :1] for t in case)
     torch.testing.assert_close(regression_loss(logits, labels), torch.nn.MSELoss()(logits, labels))
-    ours = gradient_of(
+    actual = gradient_of(
         lambda z: regression_loss(z, labels, teacher, logits_weight=0.7, labels_weight=0.4), logits
     )
-    theirs = gradient_of(lambda z: 0.7 * F.mse_loss(z, teacher) + 0.4 * F.mse_loss(z, labels), logits)
-    torch.testing.assert_close(ours, theirs)
+    expected = gradient_of(lambda z: 0.7 * F.mse_loss(z, teacher) + 0.4 * F.mse_loss(z, labels), logits)
+    torch.testing.assert_close(actual, expected)
 
 
-def test_the_config_and_the_kind_of_labels_choose_the_loss(case):
+def test_config_and_label_type_select_loss(case):
     logits, teacher, labels = case
     several = BertConfig(num_labels=4, problem_type=MULTI_LABEL)
     number = BertConfig(num_labels=1)
-    one = BertConfig(num_labels=4)
-    assert [model_problem_type(c) for c in (several, number, one)] == [MULTI_LABEL, REGRESSION, SINGLE_LABEL]
+    single = BertConfig(num_labels=4)
+    assert [model_problem_type(c) for c in (several, number, single)] == [
+        MULTI_LABEL,
+        REGRESSION,
+        SINGLE_LABEL,
+    ]
     parts = {"temperature": 2.0, "logits_weight": 1.0, "labels_weight": 0.5}
     assert classification_loss(several, logits, labels, teacher, **parts) == multi_label_loss(
         logits, labels, teacher, **parts
@@ -72,13 +76,13 @@ def test_the_config_and_the_kind_of_labels_choose_the_loss(case):
         logits[:, :1], labels[:, :1]
     )
     classes = labels.argmax(dim=1)
-    assert classification_loss(one, logits, classes, teacher, **parts) == token_loss(
+    assert classification_loss(single, logits, classes, teacher, **parts) == token_loss(
         logits, classes, teacher, **parts
     )
 
 
 @pytest.mark.parametrize("problem", [SINGLE_LABEL, MULTI_LABEL, REGRESSION])
-def test_loss_equals_the_one_that_transformers_computes(problem):
+def test_loss_equals_transformers(problem):
     from transformers import BertForSequenceClassification
 
     torch.manual_seed(0)

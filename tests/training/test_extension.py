@@ -40,7 +40,7 @@ def run(model, tmp_path, extension, objective=None, score=None, **settings):
     return ctx.details["training"]
 
 
-def test_modules_train_with_the_model_and_do_not_stay_in_it(model, tmp_path):
+def test_extension_modules_are_trained_and_removed(model, tmp_path):
     scale, scored = torch.nn.Linear(1, 1, bias=False), []
     before = scale.weight.item()
 
@@ -61,7 +61,7 @@ def test_modules_train_with_the_model_and_do_not_stay_in_it(model, tmp_path):
     assert not scale.training
 
 
-def test_groups_have_a_rate_and_a_direction_of_their_own(model, tmp_path):
+def test_parameter_groups_have_own_rate_and_direction(model, tmp_path):
     up, down = (torch.nn.ParameterDict({"x": torch.nn.Parameter(torch.zeros(()))}) for _ in range(2))
     classifier = model.classifier.bias
     start = classifier.detach().clone()
@@ -81,7 +81,7 @@ def test_groups_have_a_rate_and_a_direction_of_their_own(model, tmp_path):
     assert torch.equal(classifier.detach(), start)
 
 
-def test_hooks_are_told_the_number_of_the_update(model, tmp_path):
+def test_hooks_receive_update_number(model, tmp_path):
     events = []
 
     @contextlib.contextmanager
@@ -116,9 +116,9 @@ def test_hooks_are_told_the_number_of_the_update(model, tmp_path):
     assert torch.equal(weight.detach(), shown), "what was done after the last update did not stay"
 
 
-def test_only_eligible_weights_are_kept_whatever_their_loss(model, tmp_path, monkeypatch):
+def test_only_eligible_checkpoints_are_selected(model, tmp_path, monkeypatch):
     losses = iter([1.0, 2.0, 3.0, 2.5])
     monkeypatch.setattr(training_loop, "mean_loss", lambda *args: next(losses))
     details = run(model, tmp_path, TrainingExtension(may_be_best=lambda step: step >= 2), num_evals=3)
     assert (details["kept_step"], details["validation_loss"]) == (3, 2.5)
-    assert [found["step"] for found in details["validations"]] == [0, 1, 2, 3]
+    assert [validation["step"] for validation in details["validations"]] == [0, 1, 2, 3]

@@ -46,11 +46,11 @@ def rows(tmp_path):
         ({"model_type": "unheard-of", "hidden_size": 8}, "weights", 5e-5),
     ],
 )
-def test_a_rate_is_that_of_family_width_and_what_trains(config, what, rate):
+def test_default_rate_depends_on_family_width_and_trained_part(config, what, rate):
     assert default_learning_rate(config, what) == pytest.approx(rate)
 
 
-def test_what_nobody_said_is_told_in_the_facts(tmp_path, rows):
+def test_default_learning_rate_is_reported(tmp_path, rows):
     source = tiny.write_marian(
         tmp_path / "model"
     )  # 32 wide: 2e-5 of 512 is 3.2e-4, and ten times as much too much
@@ -85,8 +85,8 @@ def test_what_nobody_said_is_told_in_the_facts(tmp_path, rows):
     student = DistillSettings(**SHORT, student={"decoder_layers": 1})
     assert rate(Distill(), student, source, "student") == 1e-3
     assert rate(Distill(), DistillSettings(**SHORT), source, "again") == pytest.approx(3.2e-4)
-    whole = DistillSettings(**SHORT, student={"decoder_layers": 2})
-    assert rate(Distill(), whole, source, "no layer is gone") == pytest.approx(3.2e-4)
+    same_depth = DistillSettings(**SHORT, student={"decoder_layers": 2})
+    assert rate(Distill(), same_depth, source, "no layer is gone") == pytest.approx(3.2e-4)
     cut = harness.run_stage(
         DropLayers(), DropLayersSettings(decoder_layers=1, importance="first"), source, tmp_path / "cut"
     )

@@ -35,16 +35,18 @@ SHORT = {"max_steps": 15, "batch_size": 4, "learning_rate": 1e-2, "precision": "
 
 def changed(before, after):
     """Which parameters are others, by name, and the rank of what was added to each matrix."""
-    old, found = dict(before.named_parameters()), {}
+    old, changed_ranks = dict(before.named_parameters()), {}
     for name, parameter in after.named_parameters():
         difference = (parameter - old[name]).detach()
         if float(difference.abs().max()) > 0:
             matrix = difference.dim() == 2
-            found[name] = int(torch.linalg.matrix_rank(difference.double(), rtol=1e-4)) if matrix else None
-    return found
+            changed_ranks[name] = (
+                int(torch.linalg.matrix_rank(difference.double(), rtol=1e-4)) if matrix else None
+            )
+    return changed_ranks
 
 
-def test_an_adapter_beside_codes_adds_alpha_over_rank_of_its_product():
+def test_quantized_lora_layer_adds_scaled_low_rank_product():
     torch.manual_seed(0)
     base = quantize_module(torch.nn.Linear(32, 16), "int4")
     layer, x = QuantizedLoraLinear(base, LoraSettings(rank=2, alpha=6)), torch.randn(3, 32)
@@ -53,7 +55,7 @@ def test_an_adapter_beside_codes_adds_alpha_over_rank_of_its_product():
 
 
 @pytest.mark.parametrize("family", DISTINCT_FAMILIES)
-def test_in_every_family_the_blocks_products_have_adapters_that_begin_with_nothing(family):
+def test_adapters_of_every_family_start_at_zero_and_merge_exactly(family):
     model, _ = load_model(every_family.model_with_layers(family, 2))
     names, before = [name for name, _ in model.named_parameters()], harness.logits(model)
     adapters = LoraAdapters(model, LoraSettings(rank=2))
@@ -66,15 +68,15 @@ def test_in_every_family_the_blocks_products_have_adapters_that_begin_with_nothi
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(0, 0.2)
-    apart = harness.logits(model)
-    assert not torch.allclose(apart, before, atol=1e-3)
-    kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+    adapted_logits = harness.logits(model)
+    assert not torch.allclose(adapted_logits, before, atol=1e-3)
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
     with adapters.as_stored():
-        torch.testing.assert_close(harness.logits(model), apart, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(harness.logits(model), adapted_logits, rtol=1e-3, atol=1e-3)
         assert [name for name, _ in model.named_parameters()] == names
-    assert all(torch.equal(p, kept[name]) for name, p in model.named_parameters())
+    assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
     adapters.finalize()
-    torch.testing.assert_close(harness.logits(model), apart, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(harness.logits(model), adapted_logits, rtol=1e-3, atol=1e-3)
     assert [name for name, _ in model.named_parameters()] == names
     assert not hasattr(model, "peft_config")
 
@@ -84,7 +86,7 @@ def rows(tmp_path):
     return tiny.read_pairs(tmp_path)
 
 
-def test_only_products_change_and_by_no_more_than_the_rank(tmp_path, rows):
+def test_lora_changes_only_linear_layers_within_rank(tmp_path, rows):
     source = tiny.write_marian(tmp_path / "model")
     ctx = harness.run_stage(Finetune(), FinetuneSettings(**SHORT), source, tmp_path / "out", data=rows)
     ranks = changed(load_model(source)[0], harness.load_output_model(ctx))
@@ -97,32 +99,32 @@ def test_only_products_change_and_by_no_more_than_the_rank(tmp_path, rows):
         == 12 * details["trained_weights"]
         < details["optimizer_bytes_of_all_weights"]
     )
-    start, *later = [found["loss"] for found in ctx.details["training"]["validations"]]
+    start, *later = [validation["loss"] for validation in ctx.details["training"]["validations"]]
     assert min(later) < 0.9 * start
 
 
-def test_adapters_that_save_nothing_are_warned_of(tmp_path):
+def test_oversized_adapters_warn(tmp_path):
     model, _ = load_model(tiny.write_bert(tmp_path / "model"))  # products of 32 x 32, and 32 x 64
     assert LoraAdapters(model, LoraSettings(rank=15)).warnings() == []
-    again, _ = load_model(tmp_path / "model")
-    (warning,) = LoraAdapters(again, LoraSettings(rank=16)).warnings()
+    reloaded, _ = load_model(tmp_path / "model")
+    (warning,) = LoraAdapters(reloaded, LoraSettings(rank=16)).warnings()
     assert warning.code == "no-size-reduction"
     assert all(value in warning.message for value in ("rank 16", "8 of 12", "below 16"))
 
 
-def test_a_checkpoint_is_scored_as_it_is_stored(tmp_path, rows):
-    seen = []
+def test_checkpoint_is_scored_as_stored(tmp_path, rows):
+    scored_names = []
 
     def score(artifact, split):
         model, _ = load_model(artifact.path)
-        seen.append(set(dict(model.named_parameters())))
-        return {"bleu": float(len(seen))}
+        scored_names.append(set(dict(model.named_parameters())))
+        return {"bleu": float(len(scored_names))}
 
     source = tiny.write_marian(tmp_path / "model")
     settings = FinetuneSettings(**(SHORT | {"metric_for_best_model": "bleu", "num_evals": 2, "max_steps": 2}))
     ctx = harness.run_stage(Finetune(), settings, source, tmp_path / "out", data=rows, score=score)
     names = set(dict(load_model(source)[0].named_parameters()))
-    assert seen == [names] * 3
+    assert scored_names == [names] * 3
     assert ctx.details["training"]["kept_step"] == 2
 
 
@@ -133,7 +135,7 @@ def test_a_checkpoint_is_scored_as_it_is_stored(tmp_path, rows):
         (Factorize(), FactorizeSettings(method="svd", optimize_for="size", rank=6)),
     ],
 )
-def test_what_was_shared_stays_shared_and_pairs_stay_pairs(tmp_path, rows, stage, settings):
+def test_sharing_and_low_rank_structure_is_kept(tmp_path, rows, stage, settings):
     before = harness.run_stage(
         stage, settings, tiny.write_marian(tmp_path / "model"), tmp_path / "a", data=rows
     )
@@ -141,41 +143,41 @@ def test_what_was_shared_stays_shared_and_pairs_stay_pairs(tmp_path, rows, stage
         Distill(), DistillSettings(**SHORT), before.out, tmp_path / "b", data=rows,
         ancestors={"model": tiny.as_artifact(tmp_path / "model")},
     )  # fmt: skip
-    one, other = load_model(before.out)[0], load_model(ctx.out)[0]
-    assert [n for n, _ in one.named_parameters()] == [n for n, _ in other.named_parameters()]
-    assert changed(one, other)
-    assert set(changed(one, other).values()) == {2}
+    before_model, after_model = load_model(before.out)[0], load_model(ctx.out)[0]
+    assert [n for n, _ in before_model.named_parameters()] == [n for n, _ in after_model.named_parameters()]
+    assert changed(before_model, after_model)
+    assert set(changed(before_model, after_model).values()) == {2}
 
 
-def test_a_layer_in_two_places_has_one_adapter(tmp_path, rows):
-    made = harness.run_stage(
+def test_shared_layer_has_one_adapter(tmp_path, rows):
+    shared_ctx = harness.run_stage(
         ShareWeights(),
         ShareWeightsSettings(targets=["ffn"]),
         tiny.write_marian(tmp_path / "model"),
         tmp_path / "a",
     )
-    model = harness.load_output_model(made)
-    one, other = (f"model.encoder.layers.{n}.fc1" for n in (0, 1))
-    assert model.get_submodule(one) is model.get_submodule(other)
+    model = harness.load_output_model(shared_ctx)
+    first_name, second_name = (f"model.encoder.layers.{n}.fc1" for n in (0, 1))
+    assert model.get_submodule(first_name) is model.get_submodule(second_name)
     adapters = LoraAdapters(model, LoraSettings(rank=2))
-    assert hasattr(model.get_submodule(one), "lora_A")
-    assert model.get_submodule(one) is model.get_submodule(other)
+    assert hasattr(model.get_submodule(first_name), "lora_A")
+    assert model.get_submodule(first_name) is model.get_submodule(second_name)
     with adapters.as_stored():
-        assert not hasattr(model.get_submodule(other), "lora_A")
-        assert model.get_submodule(one) is model.get_submodule(other)
+        assert not hasattr(model.get_submodule(second_name), "lora_A")
+        assert model.get_submodule(first_name) is model.get_submodule(second_name)
 
 
-def test_the_head_of_a_classifier_trains_too(tmp_path):
+def test_classifier_head_is_trained_with_lora(tmp_path):
     rows = read_split(
         str(tiny.write_labeled(tmp_path / "r.jsonl")), "text-classification", Columns(), tmp_path
     )
     source = tiny.write_bert(tmp_path / "model")
     settings = FinetuneSettings(**(SHORT | {"lora": {"rank": 1, "targets": ["attention"]}}))
     ctx = harness.run_stage(Finetune(), settings, source, tmp_path / "out", "text-classification", rows)
-    found = changed(load_model(source)[0], harness.load_output_model(ctx))
-    assert {"classifier.weight", "classifier.bias"} < set(found)
-    assert not [name for name in found if "intermediate" in name]
-    assert found["bert.encoder.layer.0.attention.self.query.weight"] == 1
+    ranks = changed(load_model(source)[0], harness.load_output_model(ctx))
+    assert {"classifier.weight", "classifier.bias"} < set(ranks)
+    assert not [name for name in ranks if "intermediate" in name]
+    assert ranks["bert.encoder.layer.0.attention.self.query.weight"] == 1
 
 
 @pytest.fixture
@@ -196,12 +198,12 @@ def codes_of(model):
 
 
 @pytest.mark.parametrize("scheme", ["bnb-nf4", "int4"])
-def test_beside_codes_adapters_train_and_stay_and_lose_nothing(tmp_path, rows, coded, scheme):
-    source, seen = coded(scheme), []
+def test_quantized_base_is_unchanged_and_adapters_are_stored(tmp_path, rows, coded, scheme):
+    source, scored_logits = coded(scheme), []
 
     def score(artifact, split):
-        seen.append(harness.logits(load_model(artifact.path)[0]))
-        return {"bleu": float(len(seen))}
+        scored_logits.append(harness.logits(load_model(artifact.path)[0]))
+        return {"bleu": float(len(scored_logits))}
 
     settings = FinetuneSettings(**(SHORT | {"metric_for_best_model": "bleu", "num_evals": 1}))
     ctx = harness.run_stage(Finetune(), settings, source, tmp_path / "out", data=rows, score=score)
@@ -215,14 +217,18 @@ def test_beside_codes_adapters_train_and_stay_and_lose_nothing(tmp_path, rows, c
     codes = quantized_weight_bits(load_model(source)[0])
     assert ctx.details["bits_per_weight"] == pytest.approx(codes + 32 * thin / weights, abs=2e-3)
     floats = sum(p.numel() for p in load_model(tmp_path / "model")[0].parameters())
-    kept = ctx.details["lora"]["optimizer_bytes_of_all_weights"]
-    assert 0.9 * 12 * floats < kept <= 12 * floats  # but for tables of positions, which never train
+    optimizer_bytes = ctx.details["lora"]["optimizer_bytes_of_all_weights"]
+    assert (
+        0.9 * 12 * floats < optimizer_bytes <= 12 * floats
+    )  # but for tables of positions, which never train
     assert [edit["op"] for edit in read_edits(ctx.out)].count("adapter") == 32
-    start, *_, last = [found["loss"] for found in ctx.details["training"]["validations"]]
+    start, *_, last = [validation["loss"] for validation in ctx.details["training"]["validations"]]
     assert last < 0.9 * start
     # what was scored last is what is stored, and what was scored first computes as the codes alone
-    torch.testing.assert_close(seen[-1], harness.logits(model), rtol=1e-5, atol=1e-5)  # other kernels train
-    torch.testing.assert_close(seen[0], harness.logits(before), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        scored_logits[-1], harness.logits(model), rtol=1e-5, atol=1e-5
+    )  # other kernels train
+    torch.testing.assert_close(scored_logits[0], harness.logits(before), rtol=1e-5, atol=1e-5)
     files = load_file(ctx.out / "model.safetensors")
     assert {tensor.dtype for name, tensor in files.items() if ".adapter." in name} == {torch.float32}
     assert {name.replace(".coded", ""): tensor.tolist() for name, tensor in codes_of(model).items()} == {
@@ -235,17 +241,17 @@ def test_beside_codes_adapters_train_and_stay_and_lose_nothing(tmp_path, rows, c
     assert {shape[0] for name, shape in added.items() if name.endswith("down.weight")} == {2}
 
 
-def test_a_second_training_adds_its_rank_and_one_through_the_codes_goes_on(tmp_path, rows, coded):
+def test_second_lora_training_adds_rank_and_qat_continues(tmp_path, rows, coded):
     first = harness.run_stage(
         Finetune(), FinetuneSettings(**SHORT), coded("bnb-nf4"), tmp_path / "a", data=rows
     ).out
-    again = harness.run_stage(Finetune(), FinetuneSettings(**SHORT), first, tmp_path / "b", data=rows)
-    model = harness.load_output_model(again)
+    second = harness.run_stage(Finetune(), FinetuneSettings(**SHORT), first, tmp_path / "b", data=rows)
+    model = harness.load_output_model(second)
     ranks = {m.adapter.rank for m in model.modules() if isinstance(m, LowRankCorrectedLinear)}
     assert ranks == {4}
-    start = again.details["training"]["validations"][0]["loss"]
+    start = second.details["training"]["validations"][0]["loss"]
     plain = {name: value for name, value in SHORT.items() if name != "lora"} | {"max_steps": 2}
-    through = harness.run_stage(Finetune(), FinetuneSettings(**plain), again.out, tmp_path / "c", data=rows)
+    through = harness.run_stage(Finetune(), FinetuneSettings(**plain), second.out, tmp_path / "c", data=rows)
     assert through.details["latent_weights"] == "codes"
     assert through.details["training"]["validations"][0]["loss"] < start
     assert {
@@ -255,7 +261,7 @@ def test_a_second_training_adds_its_rank_and_one_through_the_codes_goes_on(tmp_p
     } == {4}
 
 
-def test_an_adapter_of_more_ranks_than_its_layer_is_stored_as_the_whole_product(coded):
+def test_adapter_above_full_rank_is_stored_at_full_rank(coded):
     coded_folder = coded("int4")
     model, edits = load_model(coded_folder)
     adapters = LoraAdapters(model, LoraSettings(rank=40), edits)  # products of 32 x 32, 32 x 64 and 64 x 32
@@ -264,15 +270,15 @@ def test_an_adapter_of_more_ranks_than_its_layer_is_stored_as_the_whole_product(
         for name, parameter in model.named_parameters():
             if ".pair.up." in name:
                 parameter.normal_(0, 0.2)
-    apart = harness.logits(model)
+    adapted_logits = harness.logits(model)
     adapters.finalize()
-    torch.testing.assert_close(harness.logits(model), apart, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(harness.logits(model), adapted_logits, rtol=1e-3, atol=1e-3)
     assert {m.adapter.rank for m in model.modules() if isinstance(m, LowRankCorrectedLinear)} == {32}
     room, _ = load_model(coded_folder)
     apply_edits(room, edits[-1:])  # a file of it can be read
 
 
-def test_a_layer_of_codes_in_two_places_has_one_adapter(tmp_path, rows):
+def test_shared_quantized_layer_has_one_adapter(tmp_path, rows):
     source = tiny.write_marian(tmp_path / "model")
     shared = harness.run_stage(
         ShareWeights(), ShareWeightsSettings(targets=["ffn"]), source, tmp_path / "a", data=rows
@@ -282,12 +288,12 @@ def test_a_layer_of_codes_in_two_places_has_one_adapter(tmp_path, rows):
     ).out
     ctx = harness.run_stage(Finetune(), FinetuneSettings(**SHORT), quantized, tmp_path / "c", data=rows)
     model = harness.load_output_model(ctx)
-    one, other = (f"model.encoder.layers.{n}.fc1" for n in (0, 1))
-    assert isinstance(model.get_submodule(one), LowRankCorrectedLinear)
-    assert model.get_submodule(one) is model.get_submodule(other)
+    first_name, second_name = (f"model.encoder.layers.{n}.fc1" for n in (0, 1))
+    assert isinstance(model.get_submodule(first_name), LowRankCorrectedLinear)
+    assert model.get_submodule(first_name) is model.get_submodule(second_name)
 
 
-def test_a_layer_of_another_kind_and_an_unknown_model_have_no_adapters(tmp_path, coded):
+def test_unsupported_layers_and_families_are_rejected_for_lora(tmp_path, coded):
     model, _ = load_model(coded("int4"))
     prepare_qat(model, None)
     with raises_code("unsupported-layer", InputError) as caught:
@@ -300,9 +306,9 @@ def test_a_layer_of_another_kind_and_an_unknown_model_have_no_adapters(tmp_path,
     assert "strange" in str(caught.value)
 
 
-def test_an_older_peft_is_named(monkeypatch, tmp_path):
+def test_outdated_peft_is_rejected(monkeypatch, tmp_path):
     monkeypatch.setattr(system, "version", lambda name: "0.17.9")
     model, _ = load_model(tiny.write_bert(tmp_path / "model"))
     with raises_code("not-installed", MissingDependencyError) as caught:
         LoraAdapters(model, LoraSettings())
-    assert all(word in str(caught.value) for word in ("peft", "0.17.9"))
+    assert all(text in str(caught.value) for text in ("peft", "0.17.9"))

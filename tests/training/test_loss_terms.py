@@ -65,47 +65,50 @@ def train(tmp_path, **settings):
     return gradients, ctx.details["training"]
 
 
-def test_each_part_is_a_mean_over_its_own_items_however_they_are_batched(tmp_path):
+def test_each_loss_term_is_averaged_over_its_items_for_any_batching(tmp_path):
     tokens = [i for row in ROWS for i in row.input_ids]
     words = [i for row in ROWS for i in row.target]
-    wanted = {"source": sum(tokens) / len(tokens), "target": sum(words) / len(words)}
-    whole, details = train(tmp_path / "1", batch_size=3)
-    small, parts = train(tmp_path / "3", batch_size=1, gradient_accumulation_steps=3)
-    assert whole == pytest.approx(wanted)
-    assert small == pytest.approx(wanted)
-    for found in (details, parts):
-        assert found["train_losses"] == pytest.approx(
-            {"source": wanted["source"], "a": 0.25 * wanted["target"], "b": 0.75 * wanted["target"]}
+    expected = {"source": sum(tokens) / len(tokens), "target": sum(words) / len(words)}
+    full_gradients, details = train(tmp_path / "1", batch_size=3)
+    accumulated, accumulated_details = train(tmp_path / "3", batch_size=1, gradient_accumulation_steps=3)
+    assert full_gradients == pytest.approx(expected)
+    assert accumulated == pytest.approx(expected)
+    for training in (details, accumulated_details):
+        assert training["train_losses"] == pytest.approx(
+            {"source": expected["source"], "a": 0.25 * expected["target"], "b": 0.75 * expected["target"]}
         )
-        assert found["train_loss"] == pytest.approx(sum(wanted.values()))
+        assert training["train_loss"] == pytest.approx(sum(expected.values()))
 
 
-def test_the_validation_loss_is_the_same_for_every_make_up_of_batches():
+def test_validation_loss_does_not_depend_on_batching():
     from smelt.tasks.samples import collate
 
     model = Model()
-    one = [collate(ROWS, model.config)]
-    three = [collate([row], model.config) for row in ROWS]
-    found = [mean_loss(model, batches, objective, "fp32", torch.device("cpu")) for batches in (one, three)]
-    assert found[0] == pytest.approx(found[1])
-    assert found[0] == pytest.approx(float(total_loss(objective(model, one[0])).detach()))
-    assert count_batch_items(one[0]) == {"labels": 9, "inputs": 10}
+    single_batch = [collate(ROWS, model.config)]
+    separate_batches = [collate([row], model.config) for row in ROWS]
+    losses = [
+        mean_loss(model, batches, objective, "fp32", torch.device("cpu"))
+        for batches in (single_batch, separate_batches)
+    ]
+    assert losses[0] == pytest.approx(losses[1])
+    assert losses[0] == pytest.approx(float(total_loss(objective(model, single_batch[0])).detach()))
+    assert count_batch_items(single_batch[0]) == {"labels": 9, "inputs": 10}
 
 
-def test_the_parts_of_the_fused_loss_add_up_and_the_reverse_divergence_is_torchs():
+def test_fused_loss_terms_sum_to_loss_and_reverse_kl_equals_torch():
     g = torch.Generator().manual_seed(1)
     logits, teacher = torch.randn(6, 9, generator=g) * 2, torch.randn(6, 9, generator=g) * 2
     labels = torch.tensor([1, 2, -100, 3, -100, 0])
-    kept, t = labels != -100, 1.5
+    mask, t = labels != -100, 1.5
     leaf, reported = logits.clone().requires_grad_(), {}
     loss = token_loss(
         leaf, labels, teacher, temperature=t, logits_weight=0.5, reverse_weight=0.7, terms=reported
     )
     loss.backward()
     other = logits.clone().requires_grad_()
-    q, p = ((x[kept] / t).log_softmax(-1) for x in (other, teacher))
+    q, p = ((x[mask] / t).log_softmax(-1) for x in (other, teacher))
     parts = {
-        "labels": F.cross_entropy(other[kept], labels[kept]),
+        "labels": F.cross_entropy(other[mask], labels[mask]),
         "logits": 0.5 * t * t * F.kl_div(q, p, reduction="batchmean", log_target=True),
         "reverse_kl": 0.7 * t * t * F.kl_div(p, q, reduction="batchmean", log_target=True),
     }
@@ -117,7 +120,7 @@ def test_the_parts_of_the_fused_loss_add_up_and_the_reverse_divergence_is_torchs
     assert float(loss.detach()) == pytest.approx(sum(float(v) for v in reported.values()))
 
 
-def test_coins_are_compared_the_other_way_round_too():
+def test_multi_label_reverse_kl_equals_formula():
     g = torch.Generator().manual_seed(2)
     z, t = torch.randn(3, 4, generator=g), torch.randn(3, 4, generator=g)
     reported = {}

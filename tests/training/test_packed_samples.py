@@ -33,7 +33,7 @@ def windows():
 
 
 @pytest.mark.quick
-def test_sequences_are_as_few_as_the_lengths_allow():
+def test_packing_uses_few_sequences():
     samples = windows()
     packs = pack_samples(samples, None)
     assert [[len(w.input_ids) - 1 for w in pack.packed] for pack in packs] == [[12], [9, 3], [7, 5], [6, 2]]
@@ -44,7 +44,7 @@ def test_sequences_are_as_few_as_the_lengths_allow():
 
 
 @pytest.mark.parametrize("family", PACKING_FAMILIES)
-def test_the_loss_is_that_of_the_padded_batch(family):
+def test_packed_loss_equals_padded_batch(family):
     """With attention between samples, or positions that go on, it differs by more than 0.001."""
     model = load_model(every_family.model_with_layers(family, 2))[0].eval()
     samples, loss = windows(), label_objective()
@@ -63,7 +63,7 @@ def test_the_loss_is_that_of_the_padded_batch(family):
         assert abs(loss(model, packed | broken).item() - expected) > 1e-3
 
 
-def test_packed_batches_hold_each_token_once():
+def test_packed_batches_contain_each_token_once():
     batch = collate(pack_samples(windows(), None), None)
     assert batch["position_ids"].tolist()[1] == [*range(9), *range(3)]
     assert batch["position_ids"].tolist()[3] == [*range(6), *range(2), *range(4)]
@@ -77,24 +77,24 @@ def rows(count=12):
 
 
 @pytest.mark.parametrize("stage", ["finetune", "distill"])
-def test_an_update_on_packed_samples_is_that_on_padded_ones(tmp_path, stage):
+def test_update_with_packing_equals_update_with_padding(tmp_path, stage):
     causal.write_model(tmp_path / "m", "llama", max_position_embeddings=128)
     (tmp_path / "m" / "text.json").write_text(json.dumps({"prompt_template": "Q: {prompt}"}))
-    found = []
+    results = []
     for packing in (False, True):
         settings = {
             "max_steps": 1, "batch_size": 12, "learning_rate": 1e-2, "warmup": 0, "precision": "fp32",
             "num_evals": 1, "packing": packing,
         }  # fmt: skip
-        kind, made = (Finetune(), FinetuneSettings(**settings))
+        kind, stage_settings = (Finetune(), FinetuneSettings(**settings))
         if stage == "distill":
             losses = {"logits": 1.0, "labels": 0.5, "hidden_states": 0.1}
-            kind, made = Distill(), DistillSettings(**settings, losses=losses, dropout=0.0)
+            kind, stage_settings = Distill(), DistillSettings(**settings, losses=losses, dropout=0.0)
         ctx = harness.run_stage(
-            kind, made, tmp_path / "m", tmp_path / f"{packing}", "text-generation", rows()
+            kind, stage_settings, tmp_path / "m", tmp_path / f"{packing}", "text-generation", rows()
         )
-        found.append((ctx.details["training"], harness.logits(harness.load_output_model(ctx))))
-    (padded, expected), (packed, logits) = found
+        results.append((ctx.details["training"], harness.logits(harness.load_output_model(ctx))))
+    (padded, expected), (packed, logits) = results
     assert (padded["rows"], packed["rows"]) == (12, 12)
     assert packed["train_loss"] == pytest.approx(padded["train_loss"], abs=1e-5)
     assert packed["validation_loss"] == pytest.approx(padded["validation_loss"], abs=1e-4)
@@ -102,7 +102,7 @@ def test_an_update_on_packed_samples_is_that_on_padded_ones(tmp_path, stage):
 
 
 @pytest.mark.quick
-def test_packing_that_cannot_be_is_refused():
+def test_unsupported_packing_is_rejected():
     settings = FinetuneSettings(packing=True)
     assert message_codes(Finetune.check_rows(settings, "language-modeling", {})) == ["does-not-fit-task"]
     assert message_codes(Distill.check_rows(DistillSettings(packing=True), "translation", {})) == [

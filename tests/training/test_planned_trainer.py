@@ -97,7 +97,7 @@ def flat(gradients):
     [("translator", False), ("translator", True), ("language model", True), ("classes", False),
      ("class sets", True), ("numbers", False)],
 )  # fmt: skip
-def test_gradient_of_four_small_batches_is_that_of_one_large_one(tmp_path, kind, taught):
+def test_gradient_accumulation_equals_one_large_batch(tmp_path, kind, taught):
     folder = tmp_path / "model"
     rows, model = rows_for(kind), model_for(kind, folder)
     objective = label_objective()
@@ -109,48 +109,52 @@ def test_gradient_of_four_small_batches_is_that_of_one_large_one(tmp_path, kind,
         objective = distill_objective(teacher, DistillSettings(losses={"logits": 0.7, "labels": 0.4}))
     if kind == "classes":  # a batch that is smaller than the others
         rows = rows[:-3]
-    small, _ = trained(
+    accumulated, _ = trained(
         model, rows, tmp_path / "4", objective, max_steps=1, batch_size=4, gradient_accumulation_steps=4
     )
-    whole, _ = trained(load_model(folder)[0], rows, tmp_path / "1", objective, max_steps=1, batch_size=16)
-    wanted = flat(whole)
-    assert float(wanted.norm()) > 1e-3
-    assert float((flat(small) - wanted).norm() / wanted.norm()) < 1e-5
+    full_gradients, _ = trained(
+        load_model(folder)[0], rows, tmp_path / "1", objective, max_steps=1, batch_size=16
+    )
+    expected = flat(full_gradients)
+    assert float(expected.norm()) > 1e-3
+    assert float((flat(accumulated) - expected).norm() / expected.norm()) < 1e-5
     if kind in ("translator", "language model"):
         naive = mean_of_means(load_model(folder)[0], rows, objective)
-        assert float((naive - wanted).norm() / wanted.norm()) > 0.05, "the test could not see the difference"
+        assert float((naive - expected).norm() / expected.norm()) > 0.05, (
+            "the test could not see the difference"
+        )
 
 
 def mean_of_means(model, rows, objective):
     order = sorted(range(len(rows)), key=lambda i: rows[i].token_counts)
-    for at in range(0, len(rows), 4):
-        batch = collate([rows[i] for i in order[at : at + 4]], model.config)
+    for start in range(0, len(rows), 4):
+        batch = collate([rows[i] for i in order[start : start + 4]], model.config)
         (total_loss(objective(model, batch)) / 4).backward()
     return flat({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
 
 
-def test_the_last_update_counts_only_the_batches_that_are_left(tmp_path):
+def test_last_update_averages_remaining_batches_only(tmp_path):
     folder = tmp_path / "model"
     rows, model = rows_for("translator", 12), model_for("translator", folder)
-    seen = []
+    batches = []
 
     def objective(m, batch):
-        seen.append(batch)
+        batches.append(batch)
         return label_objective()(m, batch)
 
     settings = {"learning_rate": 1e-12, "weight_decay": 0.0, "batch_size": 4}
     last, ctx = trained(
         model, rows, tmp_path / "a", objective, gradient_accumulation_steps=2, epochs=1, **settings
     )
-    assert (ctx.details["training"]["steps"], len(seen)) == (2, 3)
+    assert (ctx.details["training"]["steps"], len(batches)) == (2, 3)
     fresh, _ = load_model(folder)
-    label_objective()(fresh, seen[-1]).backward()
+    label_objective()(fresh, batches[-1]).backward()
     del last["model.shared.weight"]  # Marian's row of pad is held where it is
     expected = {n: p.grad for n, p in fresh.named_parameters() if n in last}
     torch.testing.assert_close(flat(last), flat(expected), rtol=1e-3, atol=1e-5)
 
 
-def test_train_loss_is_the_mean_over_tokens_not_over_batches(tmp_path):
+def test_train_loss_is_mean_over_tokens_not_batches(tmp_path):
     folder = tmp_path / "model"
     rows, model = rows_for("translator"), model_for("translator", folder)
     settings = {
@@ -160,22 +164,22 @@ def test_train_loss_is_the_mean_over_tokens_not_over_batches(tmp_path):
         "gradient_accumulation_steps": 4,
     }
     _, ctx = trained(model, rows, tmp_path / "a", max_steps=1, **settings)
-    whole = float(label_objective()(load_model(folder)[0], collate(rows, model.config)).detach())
-    assert ctx.details["training"]["train_loss"] == pytest.approx(whole, rel=1e-5)
+    full_loss = float(label_objective()(load_model(folder)[0], collate(rows, model.config)).detach())
+    assert ctx.details["training"]["train_loss"] == pytest.approx(full_loss, rel=1e-5)
 
 
 @pytest.fixture
 def steps(monkeypatch):
     """What the optimizer was given at every update: the rate and the norm of all gradients."""
-    found, real = [], torch.optim.AdamW.step
+    updates, real = [], torch.optim.AdamW.step
 
     def step(self, *args, **kwargs):
         norms = [p.grad.norm() for g in self.param_groups for p in g["params"] if p.grad is not None]
-        found.append((self.param_groups[0]["lr"], float(torch.stack(norms).norm())))
+        updates.append((self.param_groups[0]["lr"], float(torch.stack(norms).norm())))
         return real(self, *args, **kwargs)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", step)
-    return found
+    return updates
 
 
 @pytest.mark.parametrize(
@@ -186,35 +190,33 @@ def steps(monkeypatch):
         ("constant", lambda done: 1.0, 4),
     ],
 )
-def test_learning_rates_rise_in_the_warm_up_and_then_follow_the_schedule(
-    tmp_path, steps, schedule, after, warmup
-):
+def test_learning_rate_follows_warmup_and_schedule(tmp_path, steps, schedule, after, warmup):
     model = model_for("classes", tmp_path / "model")
     settings = {"max_steps": 10, "lr_schedule": schedule, "warmup": warmup, "learning_rate": 0.002}
     trained(model, rows_for("classes"), tmp_path / "a", batch_size=4, **settings)
-    expected = [0.002 * (at / 4 if at < 4 else after((at - 4) / 6)) for at in range(10)]
+    expected = [0.002 * (step / 4 if step < 4 else after((step - 4) / 6)) for step in range(10)]
     assert [rate for rate, _ in steps] == pytest.approx(expected, abs=1e-9)
 
 
-def test_without_warm_up_the_first_step_has_the_whole_rate(tmp_path, steps):
+def test_first_step_without_warmup_has_full_rate(tmp_path, steps):
     model = model_for("classes", tmp_path / "model")
     trained(model, rows_for("classes"), tmp_path / "a", max_steps=1, learning_rate=0.002)
     assert steps[0][0] == 0.002
 
 
-def test_gradients_longer_than_max_grad_norm_are_scaled_down_to_it(tmp_path, steps):
+def test_gradients_are_clipped_to_max_grad_norm(tmp_path, steps):
     folder = tmp_path / "model"
     rows = rows_for("translator")
     free, _ = trained(model_for("translator", folder), rows, tmp_path / "a", max_steps=1, max_grad_norm=1e9)
     trained(load_model(folder)[0], rows, tmp_path / "b", max_steps=1, max_grad_norm=0.01)
-    (_, whole), (_, cut) = steps
-    assert whole == pytest.approx(float(flat(free).norm()), rel=1e-3)
-    assert whole > 0.1
-    assert cut == pytest.approx(0.01, rel=1e-3)
+    (_, full_norm), (_, clipped_norm) = steps
+    assert full_norm == pytest.approx(float(flat(free).norm()), rel=1e-3)
+    assert full_norm > 0.1
+    assert clipped_norm == pytest.approx(0.01, rel=1e-3)
 
 
 @pytest.mark.parametrize("family", MADE)
-def test_weight_decay_shrinks_matrices_and_leaves_biases_and_norms_alone(tmp_path, family):
+def test_weight_decay_excludes_biases_and_norms(tmp_path, family):
     """With a gradient of zero AdamW moves nothing but by its decay, which is rate times weight decay."""
     model, _ = load_model(MADE[family](tmp_path / "model"))
     with torch.no_grad():
@@ -237,12 +239,12 @@ def test_weight_decay_shrinks_matrices_and_leaves_biases_and_norms_alone(tmp_pat
         )
 
 
-def test_label_smoothing_reaches_the_training_and_not_the_validation(tmp_path, monkeypatch):
+def test_label_smoothing_applies_to_training_only(tmp_path, monkeypatch):
     folder = tmp_path / "model"
     rows = [EncodedSample([2, 7, 8, 3], None, 1), EncodedSample([2, 9, 3], None, 0)]
-    seen = []
+    calls = []
     monkeypatch.setattr(
-        training_loop, "run_training", lambda *args, objective, **more: seen.append((args[0], objective))
+        training_loop, "run_training", lambda *args, objective, **more: calls.append((args[0], objective))
     )
     data = {"train": Split("x", (Example("a man walks", label=1),))}
     ctx = context(tmp_path, task="text-classification", data=data)
@@ -251,7 +253,7 @@ def test_label_smoothing_reaches_the_training_and_not_the_validation(tmp_path, m
         FinetuneSettings(label_smoothing=0.3),
         ctx,
     )
-    ((model, objective),) = seen
+    ((model, objective),) = calls
     batch = collate(rows, model.config)
     logits = model(**{k: v for k, v in batch.items() if k != "labels"}).logits
     for training, smoothing in ((False, 0.0), (True, 0.3)):
@@ -266,17 +268,17 @@ def test_label_smoothing_reaches_the_training_and_not_the_validation(tmp_path, m
 @pytest.mark.parametrize(
     ("rows", "dropout"), [(10, 0.0), (1, 0.3)], ids=["which rows share a batch", "what dropout drops"]
 )
-def test_the_same_seed_trains_the_same_weights_and_another_one_others(tmp_path, rows, dropout):
+def test_same_seed_gives_same_weights(tmp_path, rows, dropout):
     folder = tiny.write_bert(tmp_path / "model")
     examples = tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SENTENCES[:rows]))
     written = []
-    for at, seed in enumerate((1, 1, 2)):
+    for index, seed in enumerate((1, 1, 2)):
         data = {"train": Split("x", examples)}
-        ctx = context(tmp_path / str(at), task="text-classification", data=data, seed=seed, threads=1)
+        ctx = context(tmp_path / str(index), task="text-classification", data=data, seed=seed, threads=1)
         settings = FinetuneSettings(
             max_steps=3, batch_size=4, precision="fp32", learning_rate=1e-3, dropout=dropout
         )
-        torch.rand(at)  # what was drawn before does not matter
+        torch.rand(index)  # what was drawn before does not matter
         Finetune()(tiny.as_artifact(folder, "text-classification"), settings, ctx)
         written.append((ctx.out / "model.safetensors").read_bytes())
     assert written[0] == written[1]

@@ -25,22 +25,24 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", [*CASES, *(f"{name}/fsdp" for name in DIVIDED), "finetune/fsdp/resumed"])
-def test_two_processes_compute_the_losses_of_one(trained, tmp_path, name):
+def test_two_processes_compute_losses_of_one(trained, tmp_path, name):
     folder, work = trained
     alone = parallel_training.train(folder, tmp_path, name.partition("/")[0]).details
     together = json.loads(parallel_training.details_file(work, name).read_text())
-    one, two = alone["training"], together["training"]
-    assert two["curve"]["step"] == one["curve"]["step"] == list(range(1, SHORT["max_steps"] + 1))
-    assert two["curve"]["train_loss"] == pytest.approx(one["curve"]["train_loss"], abs=1e-5, rel=2e-5)
-    assert [v["step"] for v in two["validations"]] == [v["step"] for v in one["validations"]] == [0, 2, 4]
+    single, double = alone["training"], together["training"]
+    assert double["curve"]["step"] == single["curve"]["step"] == list(range(1, SHORT["max_steps"] + 1))
+    assert double["curve"]["train_loss"] == pytest.approx(single["curve"]["train_loss"], abs=1e-5, rel=2e-5)
+    assert (
+        [v["step"] for v in double["validations"]] == [v["step"] for v in single["validations"]] == [0, 2, 4]
+    )
     for key in ("loss", "score"):
-        values = [[v.get(key, 0.0) for v in each["validations"]] for each in (one, two)]
+        values = [[v.get(key, 0.0) for v in training["validations"]] for training in (single, double)]
         assert values[1] == pytest.approx(values[0], abs=1e-5, rel=2e-5)
-    assert two["kept_step"] == one["kept_step"]
+    assert double["kept_step"] == single["kept_step"]
     assert alone.keys() == together.keys()
 
 
-def test_a_divided_training_resumes_in_one_process(trained, tmp_path):
+def test_fsdp_checkpoint_resumes_in_one_process(trained, tmp_path):
     folder, work = trained
     lines = []
     alone = parallel_training.train(folder, tmp_path / "alone", "finetune").details["training"]
@@ -61,7 +63,7 @@ ZERO_2, ZERO_3 = ({"strategy": "deepspeed", "zero_stage": stage} for stage in (2
     [({"strategy": "fsdp"}, {"precision": "fp16"}, (1,)), ({"strategy": "fsdp"}, {}, ()), (ZERO_3, {}, ()),
      (ZERO_2, {"precision": "fp16"}, (1,)), (ZERO_2, {"optimizer": "adafactor"}, (1,))],
 )  # fmt: skip
-def test_what_a_strategy_cannot_divide_is_refused(launch, more, shape):
+def test_unsupported_strategy_settings_are_rejected(launch, more, shape):
     model = torch.nn.ParameterDict({"scale": torch.nn.Parameter(torch.ones(shape))})
     with raises_code("not-with-strategy"):
         require_trainable(model, FinetuneSettings(**more), LaunchSettings(num_processes=2, **launch))
@@ -77,7 +79,7 @@ def alone_in_a_group():
 
 
 @pytest.mark.quick
-def test_a_divided_model_is_whole_between_updates_and_afterwards(alone_in_a_group):
+def test_sharded_model_is_full_between_updates_and_afterwards(alone_in_a_group):
     """Layers that share a parameter are not divided by themselves; the parameters stay the same objects."""
     model = torch.nn.Sequential(torch.nn.ModuleList(torch.nn.Linear(2, 2, bias=False) for _ in range(3)))
     model[0][1].weight = model[0][0].weight
@@ -101,12 +103,12 @@ def test_a_divided_model_is_whole_between_updates_and_afterwards(alone_in_a_grou
 
 
 @pytest.mark.quick
-def test_samples_are_divided_evenly_and_an_empty_part_is_marked():
+def test_batches_are_divided_evenly_with_marked_empty_parts():
     assert divide_batch([4, 7, 1, 2, 9], 2) == [[4, 1, 9], [7, 2]]
     assert divide_batch([4], 3) == [[4], [-5], [-5]]
 
 
 @pytest.mark.quick
-def test_only_divided_parameters_are_kept_on_the_cpu():
+def test_cpu_offload_requires_sharding():
     with raises_setting_codes("settings-conflict"):
         LaunchSettings(num_processes=2, cpu_offload=True)

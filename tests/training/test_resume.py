@@ -50,11 +50,11 @@ def die(monkeypatch):
     before = CheckpointSelector.on_step_begin
 
     def at(step, training=1):
-        seen = {"trainings": 0}
+        counts = {"trainings": 0}
 
         def begin(self, args, state, control, **kwargs):
-            seen["trainings"] += state.global_step == 0
-            if state.global_step == step and seen["trainings"] == training:
+            counts["trainings"] += state.global_step == 0
+            if state.global_step == step and counts["trainings"] == training:
                 raise KilledError
             return before(self, args, state, control, **kwargs)
 
@@ -95,33 +95,33 @@ def whole(tmp_path_factory):
      ({"sparsify": {"start": 0, "end": 0.9}}, 5),
      ({"learned_masks": {"targets": ["heads", "width"], "learning_rate": 5.0, "warmup": 0.2}}, 5)],
 )  # fmt: skip
-def test_it_ends_with_the_same_weights_to_the_bit(tmp_path, rows, die, more, stop):
+def test_resumed_training_has_identical_weights(tmp_path, rows, die, more, stop):
     settings = FinetuneSettings.model_validate(SHORT | more)
-    whole = go(tmp_path, "whole", Finetune(), settings, rows, key="other")
+    uninterrupted = go(tmp_path, "whole", Finetune(), settings, rows, key="other")
     die(stop)
     with pytest.raises(KilledError):
         go(tmp_path, "stopped", Finetune(), settings, rows)
     die(-1)
     lines = []
-    again = go(tmp_path, "again", Finetune(), settings, rows, lines)
+    resumed = go(tmp_path, "again", Finetune(), settings, rows, lines)
     assert [re.findall(r"\d+", line) for line in lines] == [[str(stop)]]
-    assert same(weights(whole.out), weights(again.out))
-    assert whole.details == again.details
-    assert whole.warnings == again.warnings
+    assert same(weights(uninterrupted.out), weights(resumed.out))
+    assert uninterrupted.details == resumed.details
+    assert uninterrupted.warnings == resumed.warnings
 
 
-def test_a_phase_that_was_finished_is_not_done_again(tmp_path, rows, die):
+def test_finished_phase_is_not_repeated(tmp_path, rows, die):
     phases = [{"losses": {"hidden_states": 1}, "max_steps": 4}, {"losses": {"logits": 1}}]
     options = {"student": {"decoder_layers": 1}, "phases": phases, "cache_logits": {"top_k": 4}}
     settings = DistillSettings.model_validate(SHORT | options)
-    whole = go(tmp_path, "whole", Distill(), settings, rows, key="other")
+    uninterrupted = go(tmp_path, "whole", Distill(), settings, rows, key="other")
     die(3, training=2)
     with pytest.raises(KilledError):
         go(tmp_path, "stopped", Distill(), settings, rows)
     die(-1)
-    again = go(tmp_path, "again", Distill(), settings, rows)
-    assert same(weights(whole.out), weights(again.out))
-    assert whole.details["phases"] == again.details["phases"]
+    resumed = go(tmp_path, "again", Distill(), settings, rows)
+    assert same(weights(uninterrupted.out), weights(resumed.out))
+    assert uninterrupted.details["phases"] == resumed.details["phases"]
     notes = [
         json.loads((tmp_path / "unfinished" / "k" / n / CHECKPOINT_FILE).read_text()) for n in ("1", "2")
     ]
@@ -129,7 +129,7 @@ def test_a_phase_that_was_finished_is_not_done_again(tmp_path, rows, die):
 
 
 @pytest.mark.parametrize("what", ["file", "note", "step"])
-def test_a_damaged_checkpoint_is_said_and_the_training_begins_anew(tmp_path, rows, die, what, whole):
+def test_damaged_checkpoint_is_reported_and_training_restarts(tmp_path, rows, die, what, whole):
     settings = FinetuneSettings.model_validate(SHORT)
     die(5)
     with pytest.raises(KilledError):
@@ -141,12 +141,12 @@ def test_a_damaged_checkpoint_is_said_and_the_training_begins_anew(tmp_path, row
     content = damaged.read_bytes()
     damaged.write_bytes(content.replace(b'"step": 5', b'"step": 4') if what == "step" else content[:-10])
     lines = []
-    again = go(tmp_path, "again", Finetune(), settings, rows, lines)
+    restarted = go(tmp_path, "again", Finetune(), settings, rows, lines)
     assert any(str(folder) in line for line in lines)
-    assert same(weights(whole.out), weights(again.out))
+    assert same(weights(whole.out), weights(restarted.out))
 
 
-def test_a_full_disk_costs_the_checkpoint_and_not_the_training(tmp_path, rows, monkeypatch, whole):
+def test_full_disk_skips_checkpoint_and_training_continues(tmp_path, rows, monkeypatch, whole):
     def full(tensors, path, metadata):
         path.write_bytes(b"some")
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -159,7 +159,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_training(tmp_path, rows, m
     assert not list(tmp_path.glob("unfinished/k/*"))
 
 
-def test_a_disk_that_is_full_later_costs_no_checkpoint_of_before(tmp_path, rows, monkeypatch, die, whole):
+def test_disk_filling_up_later_keeps_previous_checkpoint(tmp_path, rows, monkeypatch, die, whole):
     settings, lines, save = FinetuneSettings.model_validate(SHORT), [], checkpoints.save_file
 
     def full_after_two(tensors, path, metadata):
@@ -175,18 +175,18 @@ def test_a_disk_that_is_full_later_costs_no_checkpoint_of_before(tmp_path, rows,
     die(-1)
     monkeypatch.setattr(checkpoints, "save_file", save)
     assert sorted(p.name for p in tmp_path.glob("unfinished/k/*/*")) == ["2.safetensors", CHECKPOINT_FILE]
-    again = go(tmp_path, "again", Finetune(), settings, rows, lines)
+    resumed = go(tmp_path, "again", Finetune(), settings, rows, lines)
     assert any(re.search(r"step 2\b", line) for line in lines)
-    assert same(weights(whole.out), weights(again.out))
+    assert same(weights(whole.out), weights(resumed.out))
 
 
-def test_a_short_training_writes_nothing(tmp_path, rows):
+def test_short_training_writes_no_checkpoint(tmp_path, rows):
     settings = FinetuneSettings.model_validate(SHORT | {"checkpoint_interval_minutes": 5})
     go(tmp_path, "short", Finetune(), settings, rows)
     assert not (tmp_path / "unfinished").exists()
 
 
-def test_another_plan_is_no_continuation(tmp_path, rows, die):
+def test_checkpoint_of_different_plan_is_not_resumed(tmp_path, rows, die):
     die(5)
     with pytest.raises(KilledError):
         go(tmp_path, "stopped", Finetune(), FinetuneSettings.model_validate(SHORT), rows)
@@ -198,7 +198,7 @@ def test_another_plan_is_no_continuation(tmp_path, rows, die):
 
 
 @pytest.mark.quick
-def test_the_time_between_checkpoints_is_no_part_of_what_a_step_is():
+def test_checkpoint_interval_is_not_in_key():
     settings = [
         FinetuneSettings.model_validate({"checkpoint_interval_minutes": m}).model_dump(mode="json")
         for m in (0, None, 5)
@@ -220,7 +220,7 @@ threads: 1
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals as POSIX has them")
-def test_a_run_that_was_killed_goes_on_and_leaves_nothing(tmp_path):
+def test_killed_run_resumes_and_cleans_up(tmp_path):
     """In a process of its own, because nothing in this one can be killed."""
     tiny.write_marian(tmp_path / "m")
     tiny.write_pairs(tmp_path / "rows.jsonl")
@@ -238,20 +238,20 @@ def test_a_run_that_was_killed_goes_on_and_leaves_nothing(tmp_path):
     assert code == -signal.SIGKILL, output
     store = tmp_path / "runs" / ".store"
     assert len(list(store.glob("unfinished/*/1/4.safetensors"))) == 1
-    listed = harness.smelt("store", "list", "--store", store, code=0).output
+    listing = harness.smelt("store", "list", "--store", store, code=0).output
     (folder,) = list_step_checkpoints(store)
-    assert f"MB  {folder.name[:8]}" in listed
+    assert f"MB  {folder.name[:8]}" in listing
     recipe = tmp_path / "recipe.yaml"
     harness.smelt("run", recipe, "--out", tmp_path / "runs" / "a", "--quiet", code=0)
     assert "step 4 " in (tmp_path / "runs" / "a" / "log.txt").read_text()
     assert not list((store / "unfinished").iterdir())
     harness.smelt("run", recipe, "--out", tmp_path / "other" / "b", "--quiet", code=0)
-    folders = [tmp_path / at / "artifacts" / "finetune" for at in ("runs/a", "other/b")]
+    folders = [tmp_path / run_folder / "artifacts" / "finetune" for run_folder in ("runs/a", "other/b")]
     assert same(*map(weights, folders))
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals as POSIX has them")
-def test_sigterm_in_a_training_writes_a_checkpoint_and_exits_with_143(tmp_path):
+def test_sigterm_writes_checkpoint_and_exits_with_143(tmp_path):
     """As Slurm, Kubernetes and systemd send it; no checkpoint would be due for an hour."""
     tiny.write_marian(tmp_path / "m")
     tiny.write_pairs(tmp_path / "rows.jsonl")
@@ -276,5 +276,5 @@ def test_sigterm_in_a_training_writes_a_checkpoint_and_exits_with_143(tmp_path):
     harness.smelt("run", recipe, "--out", tmp_path / "runs" / "a", "--quiet", code=0)
     assert "step 3 " in (tmp_path / "runs" / "a" / "log.txt").read_text()
     harness.smelt("run", recipe, "--out", tmp_path / "other" / "b", "--quiet", code=0)
-    folders = [tmp_path / at / "artifacts" / "finetune" for at in ("runs/a", "other/b")]
+    folders = [tmp_path / run_folder / "artifacts" / "finetune" for run_folder in ("runs/a", "other/b")]
     assert same(*map(weights, folders))

@@ -26,7 +26,7 @@ def half(folder, dtype=torch.float16):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_share_is_that_of_the_norms(tmp_path, dtype):
+def test_lost_share_is_ratio_of_norms(tmp_path, dtype):
     folder = half(tmp_path / "model", dtype)
     model, _ = load_model(folder)
     watch = RoundingCheck(model, folder)
@@ -43,7 +43,7 @@ def test_the_share_is_that_of_the_norms(tmp_path, dtype):
     assert rounded > 0
 
 
-def test_weights_behind_codes_are_stored_as_codes_and_not_watched(tmp_path):
+def test_quantized_weights_are_not_checked_for_rounding(tmp_path):
     source = tiny.as_artifact(half(tmp_path / "model"), TASK)
     ctx = harness.make_context(tmp_path / "q", TASK)
     Quantize()(source, QuantizeSettings(scheme="int4", group_size=16, exclude=["classifier"]), ctx)
@@ -55,7 +55,7 @@ def test_weights_behind_codes_are_stored_as_codes_and_not_watched(tmp_path):
     assert "bert.pooler.dense.weight" in dict(model.named_parameters())
 
 
-def test_a_model_of_32_bits_is_not_watched(tmp_path):
+def test_float32_model_is_not_checked_for_rounding(tmp_path):
     folder = tiny.write_bert(tmp_path / "model")
     assert RoundingCheck(load_model(folder)[0], folder).before == {}
 
@@ -63,7 +63,7 @@ def test_a_model_of_32_bits_is_not_watched(tmp_path):
 @pytest.mark.parametrize(
     ("rate", "dtype", "warns"), [(1e-7, "keep", 1), (1e-2, "keep", 0), (1e-7, "fp32", 0)]
 )
-def test_a_training_that_rounding_undoes_is_told(tmp_path, rate, dtype, warns):
+def test_training_undone_by_rounding_warns(tmp_path, rate, dtype, warns):
     folder = half(tmp_path / "model")
     out = tmp_path / "work" / "out"
     ctx = harness.make_context(out, TASK, data={"train": ROWS})
@@ -77,7 +77,7 @@ def test_a_training_that_rounding_undoes_is_told(tmp_path, rate, dtype, warns):
     assert ("rounding" in ctx.details["training"]) == (dtype == "keep")
 
 
-def test_adapters_beside_codes_become_a_part_of_new_ones_and_are_not_watched(tmp_path):
+def test_merged_adapters_of_second_lora_training_are_not_checked(tmp_path):
     """Of a second QLoRA the adapters have more ranks than those that were stored, in 16 bits too."""
     codes = harness.make_context(tmp_path / "q", TASK)
     Quantize()(tiny.as_artifact(half(tmp_path / "model"), TASK), QuantizeSettings(scheme="int4"), codes)
@@ -85,10 +85,10 @@ def test_adapters_beside_codes_become_a_part_of_new_ones_and_are_not_watched(tmp
         max_steps=2, batch_size=4, learning_rate=3e-3, precision="fp32", num_evals=0, lora={"rank": 2}
     )
     first = harness.run_stage(Finetune(), settings, codes.out, tmp_path / "a", TASK, ROWS)
-    again = harness.run_stage(Finetune(), settings, first.out, tmp_path / "b", TASK, ROWS)
-    ranks = {e["rank"] for e in read_edits(again.out) if e["op"] == "adapter"}
+    second = harness.run_stage(Finetune(), settings, first.out, tmp_path / "b", TASK, ROWS)
+    ranks = {e["rank"] for e in read_edits(second.out) if e["op"] == "adapter"}
     assert max(ranks) == 4
-    assert 0 < again.details["training"]["rounding"] < 0.01  # of the head, which trains whole
+    assert 0 < second.details["training"]["rounding"] < 0.01  # of the head, which trains whole
     model = harness.load_output_model(first)
     adapters = {n for n, _ in model.named_parameters() if ".adapter." in n}
     assert adapters

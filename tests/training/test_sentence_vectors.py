@@ -18,7 +18,7 @@ def cosine(a, b):
     return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
 
 
-def test_order_loss_is_cosent_written_out():
+def test_cosent_loss_equals_formula():
     vectors, scores = drawn(10, 6), torch.tensor([[0.0], [3.5], [3.5], [5.0], [1.0]])
     rows = vectors.numpy()
     cosines = [cosine(rows[i], rows[i + 5]) for i in range(5)]
@@ -28,12 +28,12 @@ def test_order_loss_is_cosent_written_out():
     assert float(cosent_loss(vectors, scores)) == pytest.approx(math.log(1 + total), rel=1e-9)
 
 
-def test_order_loss_does_not_see_the_scale_of_scores():
+def test_cosent_loss_does_not_depend_on_score_scale():
     vectors, scores = drawn(8, 4), torch.tensor([0.1, 0.9, 0.4, 0.2])
     assert torch.equal(cosent_loss(vectors, scores), cosent_loss(vectors, 5 * scores - 3))
 
 
-def test_order_loss_of_equal_scores_is_nothing_and_can_be_differentiated():
+def test_cosent_loss_of_equal_scores_is_zero_and_differentiable():
     vectors = drawn(4, 3).requires_grad_()
     loss = cosent_loss(vectors, torch.ones(2))
     loss.backward()
@@ -42,33 +42,33 @@ def test_order_loss_of_equal_scores_is_nothing_and_can_be_differentiated():
     assert float(vectors.grad.abs().max()) == 0
 
 
-def test_distance_loss_is_the_mean_squared_distance():
-    own, other = drawn(5, 7), drawn(5, 7, seed=1)
-    expected = np.mean([np.sum((a - b) ** 2) for a, b in zip(own.numpy(), other.numpy(), strict=True)])
-    assert float(vector_distance_loss(own, other)) == pytest.approx(float(expected), rel=1e-12)
-    assert float(vector_distance_loss(own, other)) == pytest.approx(
-        7 * float(torch.nn.functional.mse_loss(own, other)), rel=1e-12
+def test_vector_distance_loss_is_mean_squared_distance():
+    student, teacher = drawn(5, 7), drawn(5, 7, seed=1)
+    expected = np.mean([np.sum((a - b) ** 2) for a, b in zip(student.numpy(), teacher.numpy(), strict=True)])
+    assert float(vector_distance_loss(student, teacher)) == pytest.approx(float(expected), rel=1e-12)
+    assert float(vector_distance_loss(student, teacher)) == pytest.approx(
+        7 * float(torch.nn.functional.mse_loss(student, teacher)), rel=1e-12
     )
 
 
-def test_similarity_loss_compares_the_cosines_of_all_with_all_whatever_the_widths():
-    own, other = drawn(4, 3), drawn(4, 9, seed=1)
-    a, b = own.numpy(), other.numpy()
+def test_pairwise_similarity_loss_compares_all_cosines_for_any_width():
+    student, teacher = drawn(4, 3), drawn(4, 9, seed=1)
+    a, b = student.numpy(), teacher.numpy()
     expected = np.mean([(cosine(a[i], a[j]) - cosine(b[i], b[j])) ** 2 for i in range(4) for j in range(4)])
-    assert float(pairwise_similarity_loss(own, other)) == pytest.approx(float(expected), rel=1e-9)
+    assert float(pairwise_similarity_loss(student, teacher)) == pytest.approx(float(expected), rel=1e-9)
 
 
 @pytest.mark.parametrize("loss", [vector_distance_loss, pairwise_similarity_loss])
-def test_no_gradient_flows_into_the_teacher(loss):
-    own, teacher = drawn(4, 3).requires_grad_(), drawn(4, 3, seed=1).requires_grad_()
-    loss(own, teacher).backward()
-    assert own.grad is not None
+def test_teacher_receives_no_gradient(loss):
+    student, teacher = drawn(4, 3).requires_grad_(), drawn(4, 3, seed=1).requires_grad_()
+    loss(student, teacher).backward()
+    assert student.grad is not None
     assert teacher.grad is None
 
 
 def test_cosines_are_float32_under_autocast():
     draw = torch.Generator().manual_seed(0)
-    one, other = (torch.randn(6, 8, generator=draw) for _ in range(2))
-    expected = pairwise_similarity_loss(one, other)
+    student, teacher = (torch.randn(6, 8, generator=draw) for _ in range(2))
+    expected = pairwise_similarity_loss(student, teacher)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(pairwise_similarity_loss(one, other), expected)
+        assert torch.equal(pairwise_similarity_loss(student, teacher), expected)

@@ -31,39 +31,39 @@ def gradient_of(loss, logits):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_cross_entropy_equals_torch(case, smoothing):
     logits, _, labels = case
-    ours = gradient_of(lambda z: token_loss(z, labels, smoothing=smoothing), logits)
-    theirs = gradient_of(
+    actual = gradient_of(lambda z: token_loss(z, labels, smoothing=smoothing), logits)
+    expected = gradient_of(
         lambda z: F.cross_entropy(z.flatten(0, 1), labels.flatten(), label_smoothing=smoothing), logits
     )
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_distillation_equals_kl_div_batchmean_times_t_squared(case):
+def test_distillation_loss_equals_kl_div_times_squared_temperature(case):
     logits, teacher, labels = case
-    kept, t = labels != -100, 2.5
+    mask, t = labels != -100, 2.5
 
     def reference(z):
-        kl = F.kl_div((z[kept] / t).log_softmax(-1), (teacher[kept] / t).softmax(-1), reduction="batchmean")
-        return 0.7 * t * t * kl + 0.4 * F.cross_entropy(z[kept], labels[kept])
+        kl = F.kl_div((z[mask] / t).log_softmax(-1), (teacher[mask] / t).softmax(-1), reduction="batchmean")
+        return 0.7 * t * t * kl + 0.4 * F.cross_entropy(z[mask], labels[mask])
 
-    ours = gradient_of(
+    actual = gradient_of(
         lambda z: token_loss(z, labels, teacher, temperature=t, logits_weight=0.7, labels_weight=0.4), logits
     )
-    torch.testing.assert_close(ours, gradient_of(reference, logits), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(actual, gradient_of(reference, logits), rtol=1e-5, atol=1e-6)
 
 
-def test_result_does_not_depend_on_the_size_of_the_blocks(case, monkeypatch):
+def test_loss_does_not_depend_on_block_size(case, monkeypatch):
     logits, teacher, labels = case
 
     def run(z):
         return token_loss(z, labels, teacher, temperature=2.0, logits_weight=1.0, labels_weight=0.5)
 
-    whole = gradient_of(run, logits)
+    expected = gradient_of(run, logits)
     monkeypatch.setattr("smelt.training.losses._BLOCK_BYTES", 3 * 4 * 11)
-    torch.testing.assert_close(gradient_of(run, logits), whole)
+    torch.testing.assert_close(gradient_of(run, logits), expected)
 
 
-def test_teacher_may_rule_words_out(case):
+def test_teacher_with_infinite_logits_gives_finite_loss(case):
     logits, teacher, labels = case
     teacher = teacher.clone()
     teacher[..., 4] = float("-inf")
@@ -91,7 +91,7 @@ class Named(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def test_a_loss_that_nobody_trains_by_makes_no_gradient(case):
+def test_loss_without_grad_computes_no_gradient(case):
     logits, _, labels = case
     with Named() as trained:
         value = token_loss(logits.clone().requires_grad_(True), labels)

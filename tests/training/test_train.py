@@ -45,7 +45,7 @@ def sentiment(count):
     )
 
 
-def test_finetune_learns_labels_and_leaves_nothing_behind(classifier, tmp_path):
+def test_finetune_learns_labels_and_leaves_no_files(classifier, tmp_path):
     calls = []
     ctx = context(
         tmp_path,
@@ -67,7 +67,7 @@ def test_finetune_learns_labels_and_leaves_nothing_behind(classifier, tmp_path):
     assert model.config.num_labels == 2
 
 
-def test_marian_start_row_and_positions_stay_while_the_rest_moves(tmp_path):
+def test_marian_padding_row_and_positions_are_not_trained(tmp_path):
     translator = tiny.as_artifact(tiny.write_marian(tmp_path / "marian"))
     ctx = context(tmp_path, "translation", {"train": tiny.read_pairs(tmp_path)})
     before, _ = load_model(translator.path)
@@ -82,7 +82,7 @@ def test_marian_start_row_and_positions_stay_while_the_rest_moves(tmp_path):
     assert after.lm_head.weight.data_ptr() == after.model.shared.weight.data_ptr()
 
 
-def test_training_rows_that_teach_the_opposite_leave_the_model_as_it_came(classifier, tmp_path):
+def test_harmful_training_keeps_initial_weights(classifier, tmp_path):
     # validation wants the opposite of the training rows, so every step makes it worse
     other = Split(
         "x", tuple(Example(e.text, label="neg" if e.label == "pos" else "pos") for e in sentiment(4).examples)
@@ -93,7 +93,7 @@ def test_training_rows_that_teach_the_opposite_leave_the_model_as_it_came(classi
     )
     Finetune()(classifier, settings, ctx)
     assert ctx.details["training"]["kept_step"] == 0
-    losses = [found["loss"] for found in ctx.details["training"]["validations"]]
+    losses = [validation["loss"] for validation in ctx.details["training"]["validations"]]
     assert losses[0] == min(losses) < losses[-1]
     before, after = (load_model(folder)[0].state_dict() for folder in (classifier.path, ctx.out))
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -101,40 +101,45 @@ def test_training_rows_that_teach_the_opposite_leave_the_model_as_it_came(classi
     assert warning.code == "no-improvement"
 
 
-def test_validation_rows_are_spread_over_the_file_and_drawn_by_the_seed(classifier, tmp_path, monkeypatch):
+def test_validation_samples_are_spread_over_file_and_seeded(classifier, tmp_path, monkeypatch):
     # a file that is sorted by its labels: the head of it holds one class only
-    rows = [Example(f"{word} dogs", label=label) for word, label in [("red", "pos"), ("old", "neg")] * 50]
+    rows = [
+        Example(f"{adjective} dogs", label=label)
+        for adjective, label in [("red", "pos"), ("old", "neg")] * 50
+    ]
     rows.sort(key=lambda e: e.label)
-    seen = []
+    validations = []
     monkeypatch.setattr(
-        training_loop, "run_training", lambda model, rows, validation, **more: seen.append(validation)
+        training_loop, "run_training", lambda model, rows, validation, **more: validations.append(validation)
     )
     for seed in (1, 1, 2):
         data = {"train": sentiment(2), "validation": Split("x", tuple(rows))}
-        ctx = replace(context(tmp_path / str(len(seen)), "text-classification", data), seed=seed)
+        ctx = replace(context(tmp_path / str(len(validations)), "text-classification", data), seed=seed)
         train(load_model(classifier.path)[0], classifier, FinetuneSettings(max_validation_samples=10), ctx)
-    assert [len(found) for found in seen] == [10, 10, 10]
-    assert [sum(row.target for row in found) for found in seen] == [5, 5, 5]
-    assert seen[0] == seen[1]
+    assert [len(validation_rows) for validation_rows in validations] == [10, 10, 10]
+    assert [sum(row.target for row in validation_rows) for validation_rows in validations] == [5, 5, 5]
+    assert validations[0] == validations[1]
 
 
-def test_validation_rows_of_a_language_model_are_windows_from_all_of_the_text(tmp_path, monkeypatch):
+def test_language_model_validation_windows_cover_whole_text(tmp_path, monkeypatch):
     text = causal.write_lines(tmp_path / "text.txt", 12)
     split = read_split(str(text), "language-modeling", Columns(), tmp_path)
     source = tiny.as_artifact(causal.write_model(tmp_path / "model", "gpt2"), "language-modeling")
-    model, seen = load_model(source.path)[0], []
+    model, calls = load_model(source.path)[0], []
     monkeypatch.setattr(
-        training_loop, "run_training", lambda model, rows, validation, **more: seen.append((rows, validation))
+        training_loop,
+        "run_training",
+        lambda model, rows, validation, **more: calls.append((rows, validation)),
     )
     ctx = context(tmp_path, "language-modeling", {"train": split, "validation": split})
     train(model, source, FinetuneSettings(max_validation_samples=3, max_length=16), ctx)
-    ((windows, chosen),) = seen
+    ((windows, chosen),) = calls
     assert len(windows) > 100 > len(split)
-    places = [windows.index(row) for row in chosen]
-    assert [3 * place // len(windows) for place in places] == [0, 1, 2]
+    indices = [windows.index(row) for row in chosen]
+    assert [3 * index // len(windows) for index in indices] == [0, 1, 2]
 
 
-def test_the_moving_average_replaces_the_weights(classifier, tmp_path):
+def test_moving_average_replaces_weights(classifier, tmp_path):
     model, _ = load_model(classifier.path)
     plain, _ = load_model(classifier.path)
     rows = [EncodedSample([2, 5, 3], None, 1), EncodedSample([2, 6, 3], None, 0)]
@@ -157,11 +162,11 @@ def test_the_moving_average_replaces_the_weights(classifier, tmp_path):
     )
     run_training(first, rows, None, objective=label_objective(), settings=settings, ctx=ctx)
     decay = min(0.5, 3 / 12)
-    wanted = decay * first.classifier.weight + (1 - decay) * plain.classifier.weight
-    torch.testing.assert_close(model.classifier.weight, wanted, rtol=1e-5, atol=1e-7)
+    expected = decay * first.classifier.weight + (1 - decay) * plain.classifier.weight
+    torch.testing.assert_close(model.classifier.weight, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_a_loss_that_is_not_a_number_stops_the_run(classifier, tmp_path):
+def test_non_finite_loss_stops_training(classifier, tmp_path):
     model, _ = load_model(classifier.path)
     model.classifier.weight.data.fill_(float("nan"))
     ctx = context(tmp_path, "text-classification", {})
@@ -182,10 +187,10 @@ def test_a_loss_that_is_not_a_number_stops_the_run(classifier, tmp_path):
 def test_dropout_and_attention_are_restored(classifier, tmp_path):
     model, _ = load_model(classifier.path)
     before = model.config._attn_implementation, model.bert.embeddings.dropout.p
-    seen = []
+    states = []
 
     def objective(m, batch):
-        seen.append((m.config._attn_implementation, m.bert.embeddings.dropout.p))
+        states.append((m.config._attn_implementation, m.bert.embeddings.dropout.p))
         return label_objective()(m, batch)
 
     settings = FinetuneSettings(max_steps=1, precision="fp32", dropout=0.33)
@@ -197,11 +202,11 @@ def test_dropout_and_attention_are_restored(classifier, tmp_path):
         settings=settings,
         ctx=context(tmp_path, "text-classification", {}),
     )
-    assert seen == [("eager", 0.33)]
+    assert states == [("eager", 0.33)]
     assert (model.config._attn_implementation, model.bert.embeddings.dropout.p) == before
 
 
-def test_cut_rows_are_counted(classifier, tmp_path):
+def test_truncated_samples_are_counted(classifier, tmp_path):
     long = Split("x", (*sentiment(2).examples, Example("dogs " * 40, label="pos")))
     ctx = context(tmp_path, "text-classification", {"train": long})
     Finetune()(classifier, FinetuneSettings(max_steps=1, precision="fp32"), ctx)
@@ -212,7 +217,7 @@ def test_cut_rows_are_counted(classifier, tmp_path):
     assert sort_warnings([message, other]) == [other, message]  # a report knows this code
 
 
-def test_auto_precision_never_kills_the_process(monkeypatch):
+def test_auto_precision_without_bf16_uses_fp32(monkeypatch):
     device = torch.device("cpu")
     monkeypatch.setattr("smelt.training.training_state.bf16_speedup", lambda: 0.0)
     assert pick_precision("auto", device) == "fp32"
@@ -222,7 +227,7 @@ def test_auto_precision_never_kills_the_process(monkeypatch):
 
 
 @pytest.mark.parametrize(("gain", "auto"), [(0.6, "fp32"), (1.1, "fp32"), (1.8, "bf16")])
-def test_auto_precision_is_the_faster_one(monkeypatch, gain, auto):
+def test_auto_precision_uses_bf16_if_faster(monkeypatch, gain, auto):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     monkeypatch.setattr("smelt.training.training_state.bf16_speedup", lambda: gain)
     assert pick_precision("auto", torch.device("cpu")) == auto

@@ -37,12 +37,12 @@ def _train(model, tmp_path, objective, **settings):
     run_training(model, ROWS, ROWS, objective=objective, settings=chosen, ctx=ctx)
 
 
-def test_the_need_is_what_adam_and_the_copies_take(model, monkeypatch):
+def test_required_memory_equals_optimizer_states_and_copies(model, monkeypatch):
     """4 bytes of gradient and 8 of moments a weight, 4 for each copy (Loshchilov & Hutter 2019)."""
     weights = sum(p.numel() for p in model.parameters())
-    asked = []
+    requested_bytes = []
     monkeypatch.setattr(
-        training_state, "require_memory", lambda need, what, remedy, free_bytes: asked.append(need)
+        training_state, "require_memory", lambda need, what, remedy, free_bytes: requested_bytes.append(need)
     )
     cpu = torch.device("cpu")
     need = partial(require_training_memory, model, cpu, optimizer="adamw_torch")
@@ -54,16 +54,16 @@ def test_the_need_is_what_adam_and_the_copies_take(model, monkeypatch):
     model.classifier.weight.requires_grad_(False)
     need(keeps_best=True, keeps_average=False)
     rest = weights - model.classifier.weight.numel()
-    assert asked == [12 * weights, 20 * weights, 6 * weights, 8 * weights, 16 * rest]
+    assert requested_bytes == [12 * weights, 20 * weights, 6 * weights, 8 * weights, 16 * rest]
 
 
-def test_a_training_that_cannot_fit_is_refused_before_its_first_step(model, tmp_path, monkeypatch):
+def test_training_exceeding_memory_is_rejected_before_first_step(model, tmp_path, monkeypatch):
     monkeypatch.setattr(training_state, "available_bytes", lambda: 1000)
     with raises_code("out-of-memory", RunError):
         _train(model, tmp_path, lambda m, b: pytest.fail("it trained"), max_steps=1)
 
 
-def test_a_loss_that_becomes_no_number_names_the_step_and_the_last_good_checkpoint(model, tmp_path):
+def test_non_finite_loss_names_step_and_last_good_checkpoint(model, tmp_path):
     plain, calls = label_objective(), []
 
     def objective(m, batch):
@@ -76,7 +76,7 @@ def test_a_loss_that_becomes_no_number_names_the_step_and_the_last_good_checkpoi
     assert re.findall(r"\d+", str(caught.value))[:3] == ["4", "8", "2"]
 
 
-def test_an_update_that_leaves_no_numbers_is_never_kept(model, tmp_path, monkeypatch):
+def test_update_with_non_finite_weights_is_rejected(model, tmp_path, monkeypatch):
     """The loss of the last step is finite; what its gradient does to the weights is not seen any more."""
 
     def objective(m, batch):
@@ -89,11 +89,11 @@ def test_an_update_that_leaves_no_numbers_is_never_kept(model, tmp_path, monkeyp
         _train(model, tmp_path, objective, max_steps=1, num_evals=0)
 
 
-def test_training_asks_for_memory_with_what_it_will_keep(model, tmp_path, monkeypatch):
-    asked = []
+def test_memory_check_includes_kept_copies(model, tmp_path, monkeypatch):
+    requests = []
     monkeypatch.setattr(
-        training_loop, "require_training_memory", lambda model, device, **kept: asked.append(kept)
+        training_loop, "require_training_memory", lambda model, device, **kept: requests.append(kept)
     )
     _train(model, tmp_path, label_objective(), max_steps=1, num_evals=1, ema_decay=0.9)
-    kept = {"keeps_best": True, "keeps_average": True}
-    assert asked == [{"optimizer": "adamw_torch_fused", **kept, "parts": 1, "launch": None}]
+    kept_copies = {"keeps_best": True, "keeps_average": True}
+    assert requests == [{"optimizer": "adamw_torch_fused", **kept_copies, "parts": 1, "launch": None}]

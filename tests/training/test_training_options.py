@@ -30,7 +30,7 @@ ROWS = [EncodedSample(list(range(5, 5 + n)), None, [*range(9, 9 + n), 0]) for n 
      ("adagrad", lambda p: torch.optim.Adagrad(p, lr=1e-2)),
      ("adafactor", lambda p: Adafactor(p, lr=1e-2, scale_parameter=False, relative_step=False))],
 )  # fmt: skip
-def test_an_update_is_that_of_the_named_optimizer(tmp_path, name, reference):
+def test_update_equals_named_optimizer(tmp_path, name, reference):
     folder = tiny.write_marian(tmp_path / "model")
     model, other = load_model(folder)[0], load_model(folder)[0]
     settings = FinetuneSettings(**PLAIN, optimizer=name)
@@ -41,15 +41,17 @@ def test_an_update_is_that_of_the_named_optimizer(tmp_path, name, reference):
     label_objective()(other, collate(ROWS, other.config)).backward()
     other.get_input_embeddings().weight.grad[other.config.pad_token_id] = 0  # the row is frozen
     reference(trained).step()
-    mine = dict(model.named_parameters())
-    for key, theirs in other.named_parameters():
-        if theirs.grad is not None and mine[key].requires_grad:
-            clear = theirs.grad.abs() > 1e-5  # the gradient of a key's bias is rounding
-            torch.testing.assert_close(mine[key][clear], theirs[clear], rtol=1e-4, atol=1e-6)
+    parameters = dict(model.named_parameters())
+    for key, reference_parameter in other.named_parameters():
+        if reference_parameter.grad is not None and parameters[key].requires_grad:
+            clear = reference_parameter.grad.abs() > 1e-5  # the gradient of a key's bias is rounding
+            torch.testing.assert_close(
+                parameters[key][clear], reference_parameter[clear], rtol=1e-4, atol=1e-6
+            )
 
 
 @pytest.mark.quick
-def test_optimizers_are_names_of_transformers_and_unknown_ones_are_refused():
+def test_optimizers_are_transformers_names_and_unknown_ones_are_rejected():
     assert {str(name.value) for name in OptimizerNames} >= set(OPTIMIZERS)
     with raises_setting_codes("unknown-optimizer"):
         FinetuneSettings(optimizer="adamw")
@@ -59,24 +61,24 @@ def test_optimizers_are_names_of_transformers_and_unknown_ones_are_refused():
 
 def saved_bytes(model, rows):
     """Return the gradients of one batch, and the bytes that the forward pass keeps for the backward pass."""
-    kept = []
+    saved_sizes = []
     parameters = {p.data_ptr() for p in model.parameters()}
 
     def pack(tensor):
         if tensor.data_ptr() not in parameters:
-            kept.append(tensor.untyped_storage().nbytes())
+            saved_sizes.append(tensor.untyped_storage().nbytes())
         return tensor
 
     model.train()
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = label_objective()(model, collate(rows, model.config))
-    total = sum(kept)
+    total = sum(saved_sizes)
     loss.backward()
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}, total
 
 
 @pytest.mark.parametrize("kind", ["marian", "t5", "llama", "gpt2"])
-def test_checkpointed_layers_keep_less_and_give_the_same_gradients(tmp_path, kind):
+def test_gradient_checkpointing_saves_memory_with_same_gradients(tmp_path, kind):
     write = {"marian": tiny.write_marian, "t5": seq2seq.write_t5}.get(
         kind, lambda folder: causal.write_model(folder, kind)
     )
@@ -85,19 +87,19 @@ def test_checkpointed_layers_keep_less_and_give_the_same_gradients(tmp_path, kin
     model, other = load_model(folder)[0], load_model(folder)[0]
     cpu = torch.device("cpu")
     with training_state(model, 0.0, cpu):
-        plain, many = saved_bytes(model, rows)
+        expected, full_bytes = saved_bytes(model, rows)
     with training_state(other, 0.0, cpu), gradient_checkpointing(other):
-        found, few = saved_bytes(other, rows)
-    assert few < 0.6 * many
-    assert plain.keys() == found.keys()
-    for name, gradient in plain.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+        gradients, checkpointed_bytes = saved_bytes(other, rows)
+    assert checkpointed_bytes < 0.6 * full_bytes
+    assert expected.keys() == gradients.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)
     assert not any(getattr(m, "gradient_checkpointing", False) for m in other.modules())
 
 
-def test_a_distillation_with_checkpointed_layers_ends_with_the_same_weights(tmp_path):
+def test_distillation_with_gradient_checkpointing_has_same_weights(tmp_path):
     """The teacher's losses read states inside of layers, which the backward pass computes a second time."""
-    folder, found = tiny.write_marian(tmp_path / "m"), []
+    folder, state_dicts = tiny.write_marian(tmp_path / "m"), []
     for checkpointed in (False, True):
         settings = DistillSettings.model_validate(
             {"losses": {"hidden_states": 1.0, "attention": 1.0, "logits": 1.0}, "max_steps": 3,
@@ -106,12 +108,12 @@ def test_a_distillation_with_checkpointed_layers_ends_with_the_same_weights(tmp_
         )  # fmt: skip
         out = tmp_path / str(checkpointed) / "out"
         harness.run_stage(Distill(), settings, folder, out, data=tiny.read_pairs(tmp_path))
-        found.append(load_model(out)[0].state_dict())
-    for name, weight in found[0].items():
-        torch.testing.assert_close(found[1][name], weight, rtol=1e-4, atol=1e-6)
+        state_dicts.append(load_model(out)[0].state_dict())
+    for name, weight in state_dicts[0].items():
+        torch.testing.assert_close(state_dicts[1][name], weight, rtol=1e-4, atol=1e-6)
 
 
-def test_a_training_stops_when_validations_do_not_improve(tmp_path):
+def test_patience_stops_training_without_improvement(tmp_path):
     settings = FinetuneSettings(
         **(PLAIN | {"learning_rate": 3.0, "max_steps": 8, "num_evals": 4, "patience": 2})
     )
@@ -119,12 +121,12 @@ def test_a_training_stops_when_validations_do_not_improve(tmp_path):
     ctx = harness.run_stage(Finetune(), settings, folder, tmp_path / "work" / "out", data=data)
     training = ctx.details["training"]
     assert training["kept_step"] == 0
-    assert [found["step"] for found in training["validations"]] == [0, 2, 4]
+    assert [validation["step"] for validation in training["validations"]] == [0, 2, 4]
     assert (training["steps"], training["stopped_early"]) == (4, True)
 
 
 @pytest.mark.quick
-def test_patience_without_validations_is_refused():
+def test_patience_without_evaluations_is_rejected():
     with raises_setting_codes("no-evaluation"):
         FinetuneSettings(patience=1, num_evals=0)
 

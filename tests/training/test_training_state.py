@@ -36,15 +36,15 @@ def model(request, tmp_path):
 @pytest.fixture
 def rates(monkeypatch):
     """The probabilities of all dropouts that are computed in training mode, however they are called."""
-    found, real = [], nn.functional.dropout
+    rates_seen, real = [], nn.functional.dropout
 
     def dropout(x, p=0.5, training=True, inplace=False):
         if training:
-            found.append(p)
+            rates_seen.append(p)
         return real(x, p, training, inplace)
 
     monkeypatch.setattr(nn.functional, "dropout", dropout)
-    return found
+    return rates_seen
 
 
 def dropped(model, rates, value):
@@ -55,14 +55,14 @@ def dropped(model, rates, value):
     return list(rates)
 
 
-def test_dropout_is_every_dropout_of_a_model_and_comes_back(model, rates):
+def test_dropout_setting_applies_to_every_dropout_and_is_restored(model, rates):
     before = dropped(model, rates, None)
     assert {0.11} <= set(before) <= {0.11, 0.12, 0.13}
     assert dropped(model, rates, 0.42) == [0.42] * len(before)
     assert dropped(model, rates, None) == before
 
 
-def test_without_dropout_training_computes_what_using_the_model_does(model):
+def test_training_without_dropout_equals_inference(model):
     with torch.no_grad():
         expected = harness.logits(model.eval())
         with training_state(model, 0.0, CPU):
@@ -95,12 +95,12 @@ def _denormals_left(inside):
     return int(done.stdout)
 
 
-def test_denormals_are_zero_in_all_threads_of_torch():
+def test_denormals_are_zero_in_all_torch_threads():
     assert _denormals_left(inside=False) == 1 << 20
     assert _denormals_left(inside=True) == 0
 
 
-def test_the_processor_is_left_as_it_was():
+def test_denormal_mode_is_restored():
     least = sys.float_info.min
     with denormals_as_zero():
         assert least / 2 == 0
@@ -110,7 +110,7 @@ def test_the_processor_is_left_as_it_was():
     assert least / 2 > 0
 
 
-def test_no_dropout_leaves_no_layer_out(tmp_path):
+def test_zero_dropout_disables_layerdrop(tmp_path):
     model, _ = load_model(tiny.write_marian(tmp_path / "m", encoder_layerdrop=0.5, decoder_layerdrop=0.4))
     stacks = model.model.encoder, model.model.decoder
     for value, during in ((0.0, [0.0, 0.0]), (0.1, [0.5, 0.4]), (None, [0.5, 0.4])):

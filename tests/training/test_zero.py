@@ -34,21 +34,21 @@ def trained(tmp_path_factory):
 @needs_deepspeed
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*CASES, *RESUMED])
-def test_zero_computes_the_losses_of_one_process(trained, tmp_path, name):
+def test_zero_computes_losses_of_one_process(trained, tmp_path, name):
     folder, work = trained
-    one = parallel_training.train(folder, tmp_path, name.partition("/")[0]).details["training"]
-    two = json.loads(parallel_training.details_file(work, name).read_text())["training"]
-    assert two["curve"]["train_loss"] == pytest.approx(one["curve"]["train_loss"], abs=1e-5, rel=2e-5)
+    single = parallel_training.train(folder, tmp_path, name.partition("/")[0]).details["training"]
+    sharded = json.loads(parallel_training.details_file(work, name).read_text())["training"]
+    assert sharded["curve"]["train_loss"] == pytest.approx(single["curve"]["train_loss"], abs=1e-5, rel=2e-5)
     for key in ("loss", "score"):
-        values = [[v.get(key, 0.0) for v in each["validations"]] for each in (one, two)]
+        values = [[v.get(key, 0.0) for v in training["validations"]] for training in (single, sharded)]
         assert values[1] == pytest.approx(values[0], abs=1e-5, rel=2e-5)
-    assert (two["kept_step"], two["processes"]) == (one["kept_step"], 2)
+    assert (sharded["kept_step"], sharded["processes"]) == (single["kept_step"], 2)
 
 
 @needs_deepspeed
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero2", "zero3-offload"])
-def test_its_checkpoint_resumes_in_one_process(trained, tmp_path, strategy):
+def test_zero_checkpoint_resumes_in_one_process(trained, tmp_path, strategy):
     folder, work = trained
     lines = []
     alone = parallel_training.train(folder, tmp_path / "alone", "finetune").details["training"]
@@ -60,23 +60,23 @@ def test_its_checkpoint_resumes_in_one_process(trained, tmp_path, strategy):
 
 
 @needs_deepspeed
-def test_states_of_one_process_are_loaded_where_the_parameters_are(monkeypatch):
+def test_single_process_states_are_loaded_on_parameter_device(monkeypatch):
     """A parameter that was never used has none; fused AdamW needs its step next to the weights."""
     from deepspeed import utils
 
     used, unused = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))
-    one = torch.optim.AdamW([used, unused], fused=True)
+    optimizer = torch.optim.AdamW([used, unused], fused=True)
     used.sum().backward()
-    one.step()
+    optimizer.step()
     loaded, vector = [], torch.zeros(5, device="meta")
     monkeypatch.setattr(utils, "safe_set_full_optimizer_state", lambda p, _, name: loaded.append((p, name)))
     model = ZeroModel(torch.nn.Identity(), LaunchSettings(strategy="deepspeed"), torch.device("cpu"))
-    model.set_optimizer(one)
+    model.set_optimizer(optimizer)
     inner = SimpleNamespace(state={}, param_groups=[{"params": [vector], "fused": True}])
     model._zero = SimpleNamespace(
         optimizer=inner, single_partition_of_fp32_groups=[vector], _lazy_init_hp_params_optimizer_state=list
     )
-    saved = one.state_dict()
+    saved = optimizer.state_dict()
     model.load_optimizer_state(saved["state"], saved["param_groups"])
     assert [(p is used, name) for p, name in loaded] == [(True, "exp_avg"), (True, "exp_avg_sq")]
     assert {tensor.device.type for tensor in inner.state[vector].values()} == {"meta"}
@@ -90,7 +90,7 @@ def test_other_trainings_do_not_import_deepspeed(tmp_path, monkeypatch):
 
 
 @pytest.mark.quick
-def test_trainer_gets_what_the_recipe_sets():
+def test_zero_config_reflects_recipe():
     model = torch.nn.Linear(2, 3)
     launch = LaunchSettings(num_processes=2, strategy="deepspeed", zero_options={"overlap_comm": True})
     config = zero_config(launch, model)
@@ -99,9 +99,13 @@ def test_trainer_gets_what_the_recipe_sets():
     assert config["zero_force_ds_cpu_optimizer"] is False  # its own optimizer would be compiled
     assert config["gradient_accumulation_steps"] == config["gradient_clipping"] == "auto"
     offloaded = launch.model_copy(update={"zero_stage": 3, "cpu_offload": True})
-    found = zero_config(offloaded, model)["zero_optimization"]
-    assert found["offload_param"] == found["offload_optimizer"] == {"device": "cpu"}
-    assert found["stage3_param_persistence_threshold"] == found["stage3_max_reuse_distance"] == 0
+    zero_optimization = zero_config(offloaded, model)["zero_optimization"]
+    assert zero_optimization["offload_param"] == zero_optimization["offload_optimizer"] == {"device": "cpu"}
+    assert (
+        zero_optimization["stage3_param_persistence_threshold"]
+        == zero_optimization["stage3_max_reuse_distance"]
+        == 0
+    )
 
 
 @pytest.mark.quick
@@ -111,6 +115,6 @@ def test_trainer_gets_what_the_recipe_sets():
      ({"strategy": "fsdp", "zero_options": {"overlap_comm": True}}, "settings-conflict"),
      ({"strategy": "deepspeed", "zero_options": {"overlap": True}}, "unknown-setting")],
 )  # fmt: skip
-def test_settings_of_zero_are_checked(settings, code):
+def test_zero_settings_are_checked(settings, code):
     with raises_setting_codes(code):
         LaunchSettings(num_processes=2, **settings)

@@ -51,9 +51,9 @@ def activation_scores(model: Any, width: int, batches: Iterable[TensorBatch]) ->
 
     def see(norm: nn.Module, _: Any, result: Tensor) -> None:
         # [B, ..., D], or [B S, D] if the model flattens its states
-        by_row = result.double().abs().reshape(sizes[-1], -1, width)
-        rows = by_row.mean(dim=1).square().sum(dim=0).cpu()
-        squares[norm] = squares.get(norm, torch.zeros(width, dtype=torch.float64)) + rows
+        by_sample = result.double().abs().reshape(sizes[-1], -1, width)
+        batch_squares = by_sample.mean(dim=1).square().sum(dim=0).cpu()
+        squares[norm] = squares.get(norm, torch.zeros(width, dtype=torch.float64)) + batch_squares
 
     handles = [norm.register_forward_hook(see) for norm in hidden_norms(model)]
     try:
@@ -63,6 +63,6 @@ def activation_scores(model: Any, width: int, batches: Iterable[TensorBatch]) ->
         for handle in handles:
             handle.remove()
     total = torch.zeros(width, dtype=torch.float64)
-    for found in squares.values():
-        total += found.sqrt()
+    for norm_squares in squares.values():
+        total += norm_squares.sqrt()
     return total

@@ -70,15 +70,19 @@ def fisher_scores(
         loss_of: returns the loss of a model on a batch.
     """
     device = next(model.parameters()).device
-    places = [
+    masked_layers = [
         (g.name, g.count(model), linear_with_inputs(model, g.structure.out), g.head_dim(model))
         for g in attentions
     ]
-    places += [(b.name, b.count(model), linear_with_inputs(model, b.structure.down), 1) for b in blocks]
-    masks = {name: torch.ones(units, requires_grad=True, device=device) for name, units, _, _ in places}
+    masked_layers += [
+        (b.name, b.count(model), linear_with_inputs(model, b.structure.down), 1) for b in blocks
+    ]
+    masks = {
+        name: torch.ones(units, requires_grad=True, device=device) for name, units, _, _ in masked_layers
+    }
     hooks = [
-        product.register_forward_pre_hook(unit_mask_hook(masks[name], width))
-        for name, _, product, width in places
+        layer.register_forward_pre_hook(unit_mask_hook(masks[name], width))
+        for name, _, layer, width in masked_layers
     ]
     means = mean_squared_gradients(model, masks, hooks, rows, loss_of)
     return UnitScores(

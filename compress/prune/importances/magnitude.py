@@ -48,29 +48,29 @@ def magnitude_scores(
         value = group.value_weight(model).double()
         out = whole_weight(model, group.structure.out).double()
         count = group.count(model)
-        into = value.square().sum(dim=1).view(count, -1).sum(dim=1).sqrt()
-        heads[group.name] = into * out.square().sum(dim=0).view(count, -1).sum(dim=1).sqrt()
+        input_norms = value.square().sum(dim=1).view(count, -1).sum(dim=1).sqrt()
+        heads[group.name] = input_norms * out.square().sum(dim=0).view(count, -1).sum(dim=1).sqrt()
     neurons = {}
     for block in blocks:
-        second = whole_weight(model, block.structure.down).double()
-        neurons[block.name] = second.norm(dim=0)
+        down_weight = whole_weight(model, block.structure.down).double()
+        neurons[block.name] = down_weight.norm(dim=0)
         for name in block.structure.input_layers:
             # one row per neuron, or two if the layer also computes the gate
-            rows = whole_weight(model, name).double().norm(dim=1).view(-1, second.shape[1])
-            neurons[block.name] = neurons[block.name] * rows.prod(dim=0)
+            neuron_norms = whole_weight(model, name).double().norm(dim=1).view(-1, down_weight.shape[1])
+            neurons[block.name] = neurons[block.name] * neuron_norms.prod(dim=0)
     return UnitScores(heads, neurons)
 
 
 def channel_magnitudes(model: Any) -> Tensor:
     """Return the L2 norm of all weights that read, output or normalize each channel, float64 [D]."""
     squares: list[Tensor] = []
-    seen: set[tuple[str, int]] = set()
+    visited: set[tuple[str, int]] = set()
     for axis in hidden_axes(model):
-        if axis.stream != "hidden" or (axis.name, axis.dim) in seen:
+        if axis.stream != "hidden" or (axis.name, axis.dim) in visited:
             continue
-        seen.add((axis.name, axis.dim))
-        owner, _, last = axis.name.rpartition(".")
-        tensor: Tensor = getattr(model.get_submodule(owner), last)
+        visited.add((axis.name, axis.dim))
+        owner, _, attribute = axis.name.rpartition(".")
+        tensor: Tensor = getattr(model.get_submodule(owner), attribute)
         squares.append(tensor.detach().double().transpose(0, axis.dim).flatten(1).square().sum(dim=1)
                        if tensor.dim() > 1 else tensor.detach().double().square())  # fmt: skip
     return torch.stack(squares).sum(dim=0).sqrt()
@@ -91,12 +91,12 @@ def whole_kernel(module: nn.Module) -> Tensor:
     """Return the kernel of a convolution, or the product of a factorized one's, float [T, S, D, D]."""
     if not isinstance(module, LowRankConv):
         return module.get_parameter("weight").detach()
-    first, *following = (step for step in module.steps if isinstance(step, nn.Conv2d))
-    kernel = first.weight.detach()
+    first_step, *following = (step for step in module.steps if isinstance(step, nn.Conv2d))
+    kernel = first_step.weight.detach()
     for step in following:
-        weight, alone = step.weight.detach(), step.groups != 1
+        weight, is_depthwise = step.weight.detach(), step.groups != 1
         # in each direction one of the two has a single tap
-        equation = "oij,oskl->osikjl" if alone else "ocij,cskl->osikjl"
-        product: Tensor = torch.einsum(equation, weight[:, 0] if alone else weight, kernel)
-        kernel = product.flatten(4, 5).flatten(2, 3)
+        equation = "oij,oskl->osikjl" if is_depthwise else "ocij,cskl->osikjl"
+        merged: Tensor = torch.einsum(equation, weight[:, 0] if is_depthwise else weight, kernel)
+        kernel = merged.flatten(4, 5).flatten(2, 3)
     return kernel

@@ -23,8 +23,10 @@ def score_width(scored: ScoredModel, width: int) -> Tensor:
 
 def score_channels(scored: ScoredModel, groups: Sequence[ChannelGroup]) -> UnitScores:
     """Return the scores of the channels between convolutions."""
-    draw = torch.Generator().manual_seed(scored.ctx.seed)
-    scores = {g.name: torch.rand(g.count(scored.model), generator=draw, dtype=torch.float64) for g in groups}
+    generator = torch.Generator().manual_seed(scored.ctx.seed)
+    scores = {
+        g.name: torch.rand(g.count(scored.model), generator=generator, dtype=torch.float64) for g in groups
+    }
     return UnitScores({}, scores, comparable_across_layers=True)
 
 
@@ -32,9 +34,9 @@ def random_scores(
     model: nn.Module, attentions: list[AttentionGroup], blocks: list[FeedForwardGroup], seed: int
 ) -> UnitScores:
     """Return uniform random scores in [0, 1) for all units, from `seed`."""
-    draw = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     heads, neurons = (
-        {g.name: torch.rand(g.count(model), generator=draw, dtype=torch.float64) for g in kind}
+        {g.name: torch.rand(g.count(model), generator=generator, dtype=torch.float64) for g in kind}
         for kind in (attentions, blocks)
     )
     return UnitScores(heads, neurons, comparable_across_layers=True)

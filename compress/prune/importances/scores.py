@@ -44,7 +44,7 @@ class UnitScores:
         if self.comparable_across_layers:
             return self
         heads, neurons = (
-            {name: found / found.norm().clamp_min(1e-300) for name, found in kind.items()}
+            {name: values / values.norm().clamp_min(1e-300) for name, values in kind.items()}
             for kind in (self.heads, self.neurons)
         )
         return UnitScores(heads, neurons, comparable_across_layers=True)
@@ -127,12 +127,12 @@ def score_on_labeled_samples(
         InputError: there are no labeled samples.
     """
     model, settings, ctx = scored.model, scored.settings, scored.ctx
-    rows = _labeled_samples(model, scored.src, settings, ctx)
-    alone = single and ctx.traits.output != "embedding"
-    groups = group_by_length(rows, 1 if alone else settings.batch_size, None, None)
+    samples = _labeled_samples(model, scored.src, settings, ctx)
+    one_by_one = single and ctx.traits.output != "embedding"
+    groups = group_by_length(samples, 1 if one_by_one else settings.batch_size, None, None)
     device = torch_device(ctx.device)
     try:
-        return score(_device_batches(rows, groups, model.to(device), device, ctx))
+        return score(_device_batches(samples, groups, model.to(device), device, ctx))
     finally:
         model.to("cpu")
 
@@ -145,20 +145,22 @@ def _labeled_samples(model: Any, src: Artifact, settings: Any, ctx: Context) -> 
             code="missing-data",
             setting="data.train",
         )
-    if found := missing_labels_errors(ctx.task, {"rows": split}, ("rows",)):
+    if errors := missing_labels_errors(ctx.task, {"rows": split}, ("rows",)):
         raise InputError(
-            f"prune: importance: {settings.importance}: {found[0].message} Or set importance: magnitude.",
-            code=found[0].code,
+            f"prune: importance: {settings.importance}: {errors[0].message} Or set importance: magnitude.",
+            code=errors[0].code,
             setting="importance",
         )
-    draw = random.Random(ctx.seed)
+    rng = random.Random(ctx.seed)
     if ctx.traits.samples != "running-text":  # language modeling samples are windows of one text
-        drawn = sorted(draw.sample(range(len(split)), min(settings.calibration_samples, len(split))))
-        split = split.select(drawn)
-    rows = encode_split(split, model.config, load_processor(src.path), ctx, split_name="prune: calibration")
-    if len(rows) > settings.calibration_samples and ctx.traits.samples == "running-text":
-        rows = [rows[i] for i in sorted(draw.sample(range(len(rows)), settings.calibration_samples))]
-    return rows
+        indices = sorted(rng.sample(range(len(split)), min(settings.calibration_samples, len(split))))
+        split = split.select(indices)
+    samples = encode_split(
+        split, model.config, load_processor(src.path), ctx, split_name="prune: calibration"
+    )
+    if len(samples) > settings.calibration_samples and ctx.traits.samples == "running-text":
+        samples = [samples[i] for i in sorted(rng.sample(range(len(samples)), settings.calibration_samples))]
+    return samples
 
 
 def _device_batches(

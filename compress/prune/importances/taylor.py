@@ -114,12 +114,12 @@ def _neuron_terms(inputs: list[nn.Linear], second: nn.Linear) -> Tensor:
     """Return |sum(w1 * g1) + b1 * gb1|, summed over `inputs`, + |sum(w2 * g2)| per neuron, float64 [F]."""
     assert second.weight.grad is not None
     terms = (second.weight * second.weight.grad).sum(dim=0).abs()
-    for first in inputs:
-        assert first.weight.grad is not None
-        into = (first.weight * first.weight.grad).sum(dim=1)
-        if first.bias is not None and first.bias.grad is not None:
-            into = into + first.bias * first.bias.grad
-        terms = terms + into.abs().view(-1, len(terms)).sum(dim=0)
+    for layer in inputs:
+        assert layer.weight.grad is not None
+        input_terms = (layer.weight * layer.weight.grad).sum(dim=1)
+        if layer.bias is not None and layer.bias.grad is not None:
+            input_terms = input_terms + layer.bias * layer.bias.grad
+        terms = terms + input_terms.abs().view(-1, len(terms)).sum(dim=0)
     return terms.detach().double().cpu()
 
 
@@ -142,13 +142,13 @@ def gradient_scores(
         loss_of: returns the mean loss of a model on a batch.
         squared: whether to compute fisher instead of taylor.
     """
-    found, count = torch.zeros(width, dtype=torch.float64), 0
+    scores, count = torch.zeros(width, dtype=torch.float64), 0
     with _hidden_mask(model, width) as mask:
         for batch in batches:
             (slope,) = torch.autograd.grad(loss_of(model, batch), [mask])
-            found += (slope.double().square() if squared else slope.double().abs()).cpu()
+            scores += (slope.double().square() if squared else slope.double().abs()).cpu()
             count += 1
-    return found / max(1, count) if squared else found
+    return scores / max(1, count) if squared else scores
 
 
 @contextmanager

@@ -41,9 +41,9 @@ def wanda_scores(
     """
     readers = {g.name: g.structure.out for g in attentions} | {b.name: b.structure.down for b in blocks}
     layers = {name: [linear_with_inputs(model, reader)] for name, reader in readers.items()}
-    with collect_statistics(model, samples, layers, ctx, second=False) as found:
+    with collect_statistics(model, samples, layers, ctx, second=False) as statistics:
         by_column = {
-            name: whole_weight(model, reader).double().abs().sum(dim=0) * found[name].l2_norms
+            name: whole_weight(model, reader).double().abs().sum(dim=0) * statistics[name].l2_norms
             for name, reader in readers.items()
         }
     return UnitScores(

@@ -27,15 +27,15 @@ def sparsify_layer(layer: SparsityInput, pattern: SparsityPattern, draw: Generat
     assert layer.statistics.second_moment is not None
     dead = layer.statistics.second_moment.diagonal() == 0
     factor = inverse_cholesky(layer.statistics)[0].to(layer.weight)
-    new = layer.weight.clone()
-    new[:, dead] = 0.0
+    sparse = layer.weight.clone()
+    sparse[:, dead] = 0.0
     block_size = max(1, _BLOCK_COLUMNS // (pattern.group or 1)) * (pattern.group or 1)  # whole groups
-    for start in range(0, new.shape[1], block_size):
-        end = min(start + block_size, new.shape[1])
-        held = None if layer.zeros is None else layer.zeros[:, start:end]
-        errors = _sparsify_columns(new[:, start:end], factor[start:end, start:end], pattern, held)
-        new[:, end:] -= errors @ factor[start:end, end:]
-    return new
+    for start in range(0, sparse.shape[1], block_size):
+        end = min(start + block_size, sparse.shape[1])
+        zeros = None if layer.zeros is None else layer.zeros[:, start:end]
+        errors = _sparsify_columns(sparse[:, start:end], factor[start:end, start:end], pattern, zeros)
+        sparse[:, end:] -= errors @ factor[start:end, end:]
+    return sparse
 
 
 def _sparsify_columns(
@@ -49,10 +49,10 @@ def _sparsify_columns(
         removed = pattern.zero_mask(columns.square() / weighing, "matrix", zeros)
     for column in range(columns.shape[1]):
         if pattern.group is not None and column % pattern.group == 0:
-            part = slice(column, column + pattern.group)
-            zeros_of_group = None if zeros is None else zeros[:, part]
-            removed[:, part] = pattern.zero_mask(
-                columns[:, part].square() / weighing[part], "row", zeros_of_group
+            group = slice(column, column + pattern.group)
+            zeros_of_group = None if zeros is None else zeros[:, group]
+            removed[:, group] = pattern.zero_mask(
+                columns[:, group].square() / weighing[group], "row", zeros_of_group
             )
         removed_weights = columns[:, column].where(removed[:, column], torch.zeros(()))
         errors[:, column] = removed_weights / factor[column, column]

@@ -196,8 +196,8 @@ class FeedForward:
     def with_prefix(self, block: str) -> FeedForward:
         """Return the part with its full names in a model, below `block`."""
         gate = None if self.gate is None else _join_path(block, self.gate)
-        name, up, down = (_join_path(block, n) for n in (self.name, self.up, self.down))
-        return replace(self, name=name, up=up, down=down, gate=gate)
+        name, up_name, down_name = (_join_path(block, n) for n in (self.name, self.up, self.down))
+        return replace(self, name=name, up=up_name, down=down_name, gate=gate)
 
 
 STACK_NAMES = ("encoder_layers", "decoder_layers", "layers")

@@ -19,10 +19,10 @@ from smelt.models.families.llama import unsupported_config
 
 
 def _unsupported_config(config: Config) -> list[str]:
-    found = unsupported_config(config)
+    problems = unsupported_config(config)
     if config.get("use_bidirectional_attention"):
-        found.append("use_bidirectional_attention is not supported; attention must be causal.")
-    return found
+        problems.append("use_bidirectional_attention is not supported; attention must be causal.")
+    return problems
 
 
 FAMILY = Family(

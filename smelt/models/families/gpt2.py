@@ -27,12 +27,12 @@ GPT2_TOKENIZER = TokenizerSpec(
 
 def unsupported_config(config: Config) -> list[str]:
     """Return the unsupported settings of a config."""
-    found = []
+    problems = []
     if config.get("add_cross_attention"):
-        found.append("add_cross_attention is not supported; the model must be decoder-only.")
+        problems.append("add_cross_attention is not supported; the model must be decoder-only.")
     if config.get("reorder_and_upcast_attn"):
-        found.append("reorder_and_upcast_attn is not supported.")
-    return found
+        problems.append("reorder_and_upcast_attn is not supported.")
+    return problems
 
 
 FAMILY = Family(

@@ -22,15 +22,15 @@ _SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
 
 def unsupported_config(config: Config) -> list[str]:
     """Return the unsupported settings of a config: scaling of positions."""
-    found = []
+    problems = []
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, dict) else None
     if kind not in (None, *_SUPPORTED_ROPE_TYPES):
-        found.append(
+        problems.append(
             f"rotary positions of type '{kind}' are not supported;"
             f" supported: {', '.join(_SUPPORTED_ROPE_TYPES)}."
         )
-    return found
+    return problems
 
 
 FAMILY = Family(

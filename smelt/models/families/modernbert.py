@@ -25,16 +25,16 @@ def attention_window(config: Config, layer_index: int) -> int | None:
 
 def unsupported_config(config: Config) -> list[str]:
     """Return the unsupported settings of a config."""
-    found = []
+    problems = []
     ropes = {**(config.get("rope_parameters") or {}), "all layers": config.get("rope_scaling")}
     for layers, rope in ropes.items():
         kind = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, dict) else None
         if kind in _LENGTH_DEPENDENT_ROPE_TYPES:
-            found.append(
+            problems.append(
                 f"rotary positions of type '{kind}' ({layers}) depend on the length of a text and are not"
                 " supported."
             )
-    return found
+    return problems
 
 
 FAMILY = Family(

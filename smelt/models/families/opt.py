@@ -23,22 +23,22 @@ _EOS_TOKEN = "</s>"
 
 def unsupported_config(config: Config) -> list[str]:
     """Return the unsupported settings of a config."""
-    found = []
-    width, words = config.get("hidden_size"), config.get("word_embed_proj_dim")
-    if words not in (None, width):
-        found.append(
-            f"word_embed_proj_dim is {words} and hidden_size is {width}: an OPT with token embeddings of"
+    problems = []
+    width, embed_dim = config.get("hidden_size"), config.get("word_embed_proj_dim")
+    if embed_dim not in (None, width):
+        problems.append(
+            f"word_embed_proj_dim is {embed_dim} and hidden_size is {width}: an OPT with token embeddings of"
             " another width than its hidden states is not supported. Use a model with equal widths, as all"
             " published OPTs except OPT-350m."
         )
     if not config.get("do_layer_norm_before", True):
-        found.append(
+        problems.append(
             "do_layer_norm_before is false: an OPT with norms after the sums is not supported. Use"
             " a model where it is true, as all published OPTs except OPT-350m."
         )
     if not config.get("layer_norm_elementwise_affine", True):
-        found.append("layer_norm_elementwise_affine is false: norms without weights are not supported.")
-    return found
+        problems.append("layer_norm_elementwise_affine is false: norms without weights are not supported.")
+    return problems
 
 
 FAMILY = Family(

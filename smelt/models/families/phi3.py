@@ -13,12 +13,14 @@ from smelt.models.families.mistral import attention_window
 
 
 def _unsupported_config(config: Config) -> list[str]:
-    found = unsupported_config(config)
+    problems = unsupported_config(config)
     rope = config.get("rope_parameters")  # transformers 5 stores it there, 4 in the config itself
-    factors = [part.get("partial_rotary_factor") for part in (config, rope) if isinstance(part, dict)]
+    factors = [
+        section.get("partial_rotary_factor") for section in (config, rope) if isinstance(section, dict)
+    ]
     if any(factor not in (None, 1) for factor in factors):
-        found.append("partial_rotary_factor is not supported; it must be 1.")
-    return found
+        problems.append("partial_rotary_factor is not supported; it must be 1.")
+    return problems
 
 
 FAMILY = Family(

@@ -86,8 +86,8 @@ def lacks_head(config: Config) -> bool:
     """Return whether `config` (config.json) is that of an encoder and a decoder without an output layer."""
     names = [str(name) for name in config.get("architectures") or ()]
     # MarianMTModel has an output layer despite its name
-    bare = bool(names) and names[0].endswith("Model") and not names[0].endswith("MTModel")
-    return bare and bool(config.get("is_encoder_decoder"))
+    is_base_model = bool(names) and names[0].endswith("Model") and not names[0].endswith("MTModel")
+    return is_base_model and bool(config.get("is_encoder_decoder"))
 
 
 def no_blocks_reason(config: Config) -> str | None:
@@ -123,10 +123,12 @@ class Block:
     @property
     def attentions(self) -> tuple[Attention, ...]:
         """Its attentions, without removed ones, with their full names in the model."""
-        gone = skipped_parts(self.module)
+        removed_parts = skipped_parts(self.module)
         all_of_them = enumerate(self.stack.attentions)
         return tuple(
-            attention.with_prefix(self.module_path) for part, attention in all_of_them if part not in gone
+            attention.with_prefix(self.module_path)
+            for index, attention in all_of_them
+            if index not in removed_parts
         )
 
     @property
@@ -145,8 +147,8 @@ class Block:
 
 def skipped_parts(block: Any) -> frozenset[int]:
     """Return the removed parts of a block: attentions are numbered in order, then the feed-forward part."""
-    found: frozenset[int] = getattr(block, SKIPPED_PARTS_ATTRIBUTE, frozenset())
-    return found
+    parts: frozenset[int] = getattr(block, SKIPPED_PARTS_ATTRIBUTE, frozenset())
+    return parts
 
 
 def blocks_of(model: Any) -> list[Block]:
@@ -166,8 +168,8 @@ def is_token_embedding(family: Family, config: Config, name: str) -> bool:
 
     Inside of them `shared` is the matrix shared by linear layers (smelt/models/layers.py).
     """
-    inside = tuple(f"{stack.module_path}." for stack in family.stacks(config))
-    return name.endswith(family.embedding_suffixes) and not name.startswith(inside)
+    block_prefixes = tuple(f"{stack.module_path}." for stack in family.stacks(config))
+    return name.endswith(family.embedding_suffixes) and not name.startswith(block_prefixes)
 
 
 def model_attentions(model: Any) -> list[Attention]:
@@ -177,10 +179,10 @@ def model_attentions(model: Any) -> list[Attention]:
 
 def token_lookup_modules(model: Any) -> list[Any]:
     """Return the modules that look up token ids, of any type."""
-    found = [model.get_input_embeddings()]
+    modules = [model.get_input_embeddings()]
     if model.config.is_encoder_decoder:
-        found += [model.get_encoder().get_input_embeddings(), model.get_decoder().get_input_embeddings()]
-    return found
+        modules += [model.get_encoder().get_input_embeddings(), model.get_decoder().get_input_embeddings()]
+    return modules
 
 
 def output_modules(model: Any) -> tuple[str, ...]:
@@ -218,16 +220,16 @@ def hidden_state_locations(model: Any) -> list[HiddenStateLocation]:
     They are the `hidden_states` of transformers, except for the last, to which it applies the stack's
     final norm (`ResidualStream.final_norm`). A model of an unsupported family has none.
     """
-    found: list[HiddenStateLocation] = []
+    locations: list[HiddenStateLocation] = []
     for block in blocks_of(model):
         if block.index == 0:
-            found.append(HiddenStateLocation(block.stack.name, 0, block.module_path))
-        found += [
+            locations.append(HiddenStateLocation(block.stack.name, 0, block.module_path))
+        locations += [
             HiddenStateLocation(block.stack.name, number + 1, block.module_path)
             for number in block.call_indices
         ]
-    order = {stack: place for place, stack in enumerate(dict.fromkeys(state.stack for state in found))}
-    return sorted(found, key=lambda state: (order[state.stack], state.index))
+    order = {stack: index for index, stack in enumerate(dict.fromkeys(state.stack for state in locations))}
+    return sorted(locations, key=lambda state: (order[state.stack], state.index))
 
 
 def _stack_blocks(model: Any, family: Family, stack: Stack, config: Config) -> Iterator[Block]:
@@ -265,24 +267,24 @@ def norm_consumers(model: Any) -> list[NormConsumers]:
     family = family_of(model)
     if family is None:
         return []
-    found = _NormCollector(model)
+    collector = _NormCollector(model)
     stacks = family.stacks(model.config.to_dict())
-    crossed = [
-        product
+    cross_layers = [
+        layer
         for stack in stacks
         for block in _block_paths(model, stack)
         for part, attention in enumerate(stack.attentions)
         if attention.cross and part not in skipped_parts(model.get_submodule(block))
-        for product in _join_paths(block, (attention.key, attention.value))
+        for layer in _join_paths(block, (attention.key, attention.value))
     ]
     head = list(output_modules(model))
     for number, stack in enumerate(stacks):
         last = number == len(stacks) - 1
-        _collect_stack(found, stack, head[:1] if last else crossed)
+        _collect_stack(collector, stack, head[:1] if last else cross_layers)
     for norm, reader in pairwise(head):
-        if has_norm_at(found.model, norm):
-            found.add(norm, [reader], only=True)
-    return found.results()
+        if has_norm_at(collector.model, norm):
+            collector.add(norm, [reader], only=True)
+    return collector.results()
 
 
 def hidden_norm_names(model: Any) -> list[str]:
@@ -292,9 +294,9 @@ def hidden_norm_names(model: Any) -> list[str]:
     """
     family = family_of(model)
     stacks = family.stacks(model.config.to_dict()) if family else ()
-    others = {norm for attention in model_attentions(model) for norm in attention.qk_norms or ()}
-    others |= {str(s.stream.embedding_norm) for s in stacks if s.stream.embedding_projection}
-    return [feed.norm for feed in norm_consumers(model) if feed.norm not in others]
+    excluded = {norm for attention in model_attentions(model) for norm in attention.qk_norms or ()}
+    excluded |= {str(s.stream.embedding_norm) for s in stacks if s.stream.embedding_projection}
+    return [feed.norm for feed in norm_consumers(model) if feed.norm not in excluded]
 
 
 def _collect_stack(found: _NormCollector, stack: Stack, end: list[str]) -> None:
@@ -306,16 +308,16 @@ def _collect_stack(found: _NormCollector, stack: Stack, end: list[str]) -> None:
     elif source:
         found.add(source, [], only=False)
     for block in _block_paths(found.model, stack):
-        reads = [*map(_state_layers, stack.attentions), stack.feed_forward.input_layers]
-        gone = skipped_parts(found.model.get_submodule(block))
-        for part, (name, products) in enumerate(zip(stream.part_norms, reads, strict=True)):
-            norm, readers = f"{block}.{name}", [] if part in gone else _join_paths(block, products)
+        part_inputs = [*map(_state_layers, stack.attentions), stack.feed_forward.input_layers]
+        removed_parts = skipped_parts(found.model.get_submodule(block))
+        for index, (name, layers) in enumerate(zip(stream.part_norms, part_inputs, strict=True)):
+            norm, readers = f"{block}.{name}", [] if index in removed_parts else _join_paths(block, layers)
             if stream.pre_norm and has_norm_at(found.model, norm):
                 found.add(norm, readers, only=True)
             elif source:  # the part uses the hidden states directly, and so does the sum after it
                 found.add(source, readers, only=False)
-            if part < len(stack.attentions) and part not in gone:
-                found.add_qk_norms(block, stack.attentions[part])
+            if index < len(stack.attentions) and index not in removed_parts:
+                found.add_qk_norms(block, stack.attentions[index])
             source = None if stream.pre_norm else norm  # of a sum, in pre-norm models
     if stream.final_norm or source:
         found.add(stream.final_norm or str(source), end, only=bool(end))
@@ -336,8 +338,8 @@ class _NormCollector:
 
     def add(self, norm: str, readers: list[str], only: bool) -> None:
         module = self.model.get_submodule(norm)
-        name, before, alone = self.met.get(module, (norm, {}, True))
-        self.met[module] = (name, before | dict.fromkeys(readers), alone and only)
+        name, before, is_exclusive = self.met.get(module, (norm, {}, True))
+        self.met[module] = (name, before | dict.fromkeys(readers), is_exclusive and only)
 
     def add_qk_norms(self, block: str, attention: Attention) -> None:
         for norm in attention.qk_norms or ():
@@ -350,15 +352,19 @@ class _NormCollector:
                 owners.setdefault(id(parameter), set()).add(module)
         by_norm = {norm: self._submodules(list(readers)) for norm, (_, readers, _) in self.met.items()}
         result = []
-        for norm, (name, readers, only) in self.met.items():
-            other_leaves = {leaf for other, leaves in by_norm.items() if other is not norm for leaf in leaves}
-            inside = by_norm[norm]
+        for norm, (name, readers, is_exclusive) in self.met.items():
+            other_leaves = {
+                leaf for other_norm, leaves in by_norm.items() if other_norm is not norm for leaf in leaves
+            }
+            norm_leaves = by_norm[norm]
             unshared = all(
-                owners[id(p)] <= inside - other_leaves
-                for leaf in inside
+                owners[id(p)] <= norm_leaves - other_leaves
+                for leaf in norm_leaves
                 for p in leaf.parameters(recurse=False)
             )
-            result.append(NormConsumers(name, tuple(readers), only, only and bool(readers) and unshared))
+            result.append(
+                NormConsumers(name, tuple(readers), is_exclusive, is_exclusive and bool(readers) and unshared)
+            )
         return result
 
     def _submodules(self, names: list[str]) -> set[Any]:
@@ -409,15 +415,15 @@ def shared_inputs(model: Any) -> list[SharedInput]:
     The encoder's output is one input, of the cross-attentions of all blocks.
     """
     config, blocks = model.config.to_dict(), blocks_of(model)
-    crossed = [n for b in blocks for a in b.attentions if a.cross for n in (a.key, a.value)]
-    found = [feed for block in blocks for feed in _block_inputs(model, block, config)]
-    return ([SharedInput(tuple(dict.fromkeys(crossed)))] if crossed else []) + found
+    cross_layers = [n for b in blocks for a in b.attentions if a.cross for n in (a.key, a.value)]
+    block_inputs = [feed for block in blocks for feed in _block_inputs(model, block, config)]
+    return ([SharedInput(tuple(dict.fromkeys(cross_layers)))] if cross_layers else []) + block_inputs
 
 
 def _block_inputs(model: Any, block: Block, config: dict[str, Any]) -> Iterator[SharedInput]:
     for attention in block.attentions:
-        own = (attention.query, attention.key, attention.value)[: 1 if attention.cross else 3]
-        yield SharedInput(tuple(dict.fromkeys(own)))
+        projections = (attention.query, attention.key, attention.value)[: 1 if attention.cross else 3]
+        yield SharedInput(tuple(dict.fromkeys(projections)))
         yield _attention_output_input(model, attention)
     if block.feed_forward is not None:  # the part may be removed
         yield SharedInput(block.feed_forward.input_layers)
@@ -426,29 +432,31 @@ def _block_inputs(model: Any, block: Block, config: dict[str, Any]) -> Iterator[
 
 def _attention_output_input(model: Any, attention: Attention) -> SharedInput:
     """Return the input of an attention's output layer: values, mixed over tokens but not over channels."""
-    wide = int(model.get_submodule(attention.out).in_features)
-    rows = int(model.get_submodule(attention.value).out_features)
-    values = (rows - wide) // 2 if attention.packed else rows  # the packed ones: queries, keys, values
-    if values <= 0 or wide % values:
+    out_width = int(model.get_submodule(attention.out).in_features)
+    value_width = int(model.get_submodule(attention.value).out_features)
+    values = (
+        (value_width - out_width) // 2 if attention.packed else value_width
+    )  # the packed ones: queries, keys, values
+    if values <= 0 or out_width % values:
         return SharedInput((attention.out,))
-    repeats = wide // values
+    repeats = out_width // values
     width = (
         int(getattr(model.get_submodule(attention.name), attention.head_dim_attribute))
         if repeats > 1
         else values
     )
-    return SharedInput((attention.out,), attention.value, rows - values, None, repeats, width)
+    return SharedInput((attention.out,), attention.value, value_width - values, None, repeats, width)
 
 
 def _feed_forward_output_input(model: Any, part: FeedForward, config: dict[str, Any]) -> SharedInput:
     """Return the input of the last linear layer of a feed-forward part, if gated or after ReLU."""
     if part.gate is None:
-        through = config.get(part.activation_key) in _SCALE_INVARIANT
-        return SharedInput((part.down,), part.up if through else None)
-    plain, first = (
+        is_scale_invariant = config.get(part.activation_key) in _SCALE_INVARIANT
+        return SharedInput((part.down,), part.up if is_scale_invariant else None)
+    is_ungated, first = (
         (part.gate, part.gate_first) if part.activated_layer == "up" else (part.up, not part.gate_first)
     )
     if part.gate != part.up:
-        return SharedInput((part.down,), plain)
-    half = int(model.get_submodule(part.up).out_features) // 2
-    return SharedInput((part.down,), part.up, *((0, half) if first else (half, None)))
+        return SharedInput((part.down,), is_ungated)
+    half_width = int(model.get_submodule(part.up).out_features) // 2
+    return SharedInput((part.down,), part.up, *((0, half_width) if first else (half_width, None)))

@@ -51,11 +51,11 @@ def _is_independent(attention: Any) -> bool:
 
 def make_all_independent(model: Any, edits: list[dict[str, Any]]) -> None:
     """Give every attention of a T5 `model` its own bias, once; append the edits."""
-    for side in ("encoder", "decoder"):
-        blocks = model.get_submodule(side).block
-        owner = next(m for m in blocks.modules() if getattr(m, "has_relative_attention_bias", False))
-        shared = owner.relative_attention_bias.weight.detach()
-        for name, attention in blocks.named_modules(prefix=f"{side}.block"):
+    for stack_name in ("encoder", "decoder"):
+        blocks = model.get_submodule(stack_name).block
+        bias_attention = next(m for m in blocks.modules() if getattr(m, "has_relative_attention_bias", False))
+        shared = bias_attention.relative_attention_bias.weight.detach()
+        for name, attention in blocks.named_modules(prefix=f"{stack_name}.block"):
             if not hasattr(attention, "has_relative_attention_bias") or _is_independent(attention):
                 continue
             table = name.endswith("SelfAttention")
@@ -103,14 +103,14 @@ def bias_by_distance(attention: Any) -> tuple[Tensor, int] | None:
     """
     if not attention.has_relative_attention_bias:
         return None
-    farthest = int(attention.relative_attention_max_distance)
+    max_distance = int(attention.relative_attention_max_distance)
     buckets = attention._relative_position_bucket(
-        torch.arange(-farthest, farthest + 1),
+        torch.arange(-max_distance, max_distance + 1),
         bidirectional=not attention.is_decoder,
         num_buckets=attention.relative_attention_num_buckets,
-        max_distance=farthest,
+        max_distance=max_distance,
     )
-    return attention.relative_attention_bias.weight.detach()[buckets].t().contiguous(), farthest
+    return attention.relative_attention_bias.weight.detach()[buckets].t().contiguous(), max_distance
 
 
 def _own_bias_edit(name: str, heads: int) -> dict[str, Any]:

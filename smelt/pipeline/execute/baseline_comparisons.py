@@ -62,20 +62,20 @@ def compare_with_baseline(
 
     progress: called after each step that was not compared yet. on_compared: called with the result of each.
     """
-    base = artifacts.get(baseline)
-    if base is None or not comparison.is_compared(base):
+    baseline_artifact = artifacts.get(baseline)
+    if baseline_artifact is None or not comparison.is_compared(baseline_artifact):
         return
     kind = comparison.kind
-    steps = [n for n, a in artifacts.items() if comparison.is_compared(a) and a.key != base.key]
-    keys = {name: _result_key(comparison, base, artifacts[name]) for name in steps}
-    stored = {name: found for name in steps if (found := store.read_score(keys[name]))}
-    for name, found in stored.items():
-        on_compared(name, found[kind])
-    missing = [name for name in steps if name not in stored]
-    for done, (name, result) in enumerate(comparison.results(artifacts, baseline, missing), 1):
+    steps = [n for n, a in artifacts.items() if comparison.is_compared(a) and a.key != baseline_artifact.key]
+    keys = {name: _result_key(comparison, baseline_artifact, artifacts[name]) for name in steps}
+    stored = {name: score for name in steps if (score := store.read_score(keys[name]))}
+    for name, score in stored.items():
+        on_compared(name, score[kind])
+    missing_names = [name for name in steps if name not in stored]
+    for count, (name, result) in enumerate(comparison.results(artifacts, baseline, missing_names), 1):
         store.write_score(keys[name], {"artifact": artifacts[name].key, kind: result})
         on_compared(name, result)
-        progress(done, len(missing), name)
+        progress(count, len(missing_names), name)
 
 
 def _result_key(comparison: BaselineComparison, base: Artifact, step: Artifact) -> str:
@@ -133,8 +133,8 @@ class LayerComparisons:
                 except NotComparableError as error:
                     yield name, not_compared(str(error))
                     continue
-                kept = kept_blocks(name, baseline, self.parents, artifacts)
-                yield name, comparison.compare(artifacts[name], kept)
+                blocks = kept_blocks(name, baseline, self.parents, artifacts)
+                yield name, comparison.compare(artifacts[name], blocks)
 
 
 @dataclass(frozen=True)
@@ -155,12 +155,15 @@ class TokenComparisons:
         from smelt.evaluate.layer_sqnr import TOKEN_DIVERGENCE_VERSION
 
         score, device = self.recipe.score, self.recipe.device
-        runtimes = [find_runtime(each.format, each.manifest.details.get("target")) for each in (base, step)]
+        runtimes = [
+            find_runtime(artifact.format, artifact.manifest.details.get("target"))
+            for artifact in (base, step)
+        ]
         return {
             "version": TOKEN_DIVERGENCE_VERSION,
             "generation": score.generation.model_dump(),
             "batch_size": score.batch_size,
-            "devices": [artifact_device(each, device) for each in (base, step)],
+            "devices": [artifact_device(artifact, device) for artifact in (base, step)],
             "libraries": package_versions([name for runtime in runtimes for name in runtime.libraries]),
         }
 
@@ -174,8 +177,8 @@ class TokenComparisons:
         if not missing:
             return
         recipe = self.recipe
-        chosen = spread_indices(len(self.split), self.count, recipe.seed)
-        texts = [self.split.examples[at].text for at in chosen]
+        indices = spread_indices(len(self.split), self.count, recipe.seed)
+        texts = [self.split.examples[index].text for index in indices]
         with closing(open_runner(artifacts[baseline], recipe.threads, recipe.device)) as runner:
             comparison = TokenComparison(runner, texts, recipe.score.generation, recipe.score.batch_size)
         for name in missing:
@@ -191,17 +194,23 @@ def kept_blocks(
     Empty if the step does not continue from the baseline.
     """
     chain: list[str] = []
-    at: str | None = name
-    while at is not None and at != baseline:
-        chain.append(at)
-        at = parents.get(at)
-    found: dict[str, list[int]] = {}
-    for step in reversed(chain if at == baseline else []):
+    ancestor: str | None = name
+    while ancestor is not None and ancestor != baseline:
+        chain.append(ancestor)
+        ancestor = parents.get(ancestor)
+    blocks_by_stack: dict[str, list[int]] = {}
+    for step in reversed(chain if ancestor == baseline else []):
         details = artifacts[step].manifest.details if step in artifacts else {}
-        shortened = {stack: kept for stack in STACK_NAMES if (kept := details.get(f"kept_{stack}"))}
+        shortened = {
+            stack: kept_indices for stack in STACK_NAMES if (kept_indices := details.get(f"kept_{stack}"))
+        }
         if isinstance(dropped := shortened.get("layers"), Mapping):  # of drop-layers, all stacks
             shortened = dict(dropped)
-        for stack, kept in shortened.items():
-            before = found.get(stack)
-            found[stack] = [before[i] for i in kept] if before and max(kept) < len(before) else list(kept)
-    return found
+        for stack, kept_indices in shortened.items():
+            previous_blocks = blocks_by_stack.get(stack)
+            blocks_by_stack[stack] = (
+                [previous_blocks[i] for i in kept_indices]
+                if previous_blocks and max(kept_indices) < len(previous_blocks)
+                else list(kept_indices)
+            )
+    return blocks_by_stack

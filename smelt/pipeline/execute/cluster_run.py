@@ -138,8 +138,8 @@ class ClusterRun:
             if step.unavailable or not self._briefs.keys() >= set(names):
                 continue
             # a baseline that needs this step is scored after it
-            known = self._reference in self._briefs and self._needs_reference
-            reference = self._briefs[self._reference] if known else None
+            has_reference = self._reference in self._briefs and self._needs_reference
+            reference = self._briefs[self._reference] if has_reference else None
             is_reference = self._needs_reference and step.name == self._reference
             brief, score = self._submit(
                 run_step_task, step.name, step.name, rebuilt(step.name), split(step.name), limit, reference,
@@ -177,16 +177,16 @@ class ClusterRun:
             reference: as of `Scorer`.
         """
         key = reference.key if reference is not None and self._needs_reference else None
-        done = self._outcomes.get(name)
+        outcome = self._outcomes.get(name)
         if (
             split == self._plan.judged_on
-            and done is not None
-            and done.reference == key
+            and outcome is not None
+            and outcome.reference == key
             and name in self._scores
         ):
-            found = self._get_value(self._scores[name])
-            if found is not None:
-                return cast(dict[str, Any], found)
+            result = self._get_value(self._scores[name])
+            if result is not None:
+                return cast(dict[str, Any], result)
         needs = self._launch_needs if self._launch.scores else self._needs
         task = self._submit(score_task, f"{name} scores", name, artifact.key, split, limit, key, needs=needs)
         return cast(dict[str, Any], self._get(task).result)
@@ -245,12 +245,12 @@ class ClusterRun:
         **options: Any,
     ) -> Any:
         needs = needs or self._needs
-        chosen = {**needs.options(), "max_retries": _RETRIES, "name": f"smelt {name}", **options}
-        started = self._cluster.start(work, (self._job, self._data, *arguments), chosen)
-        references = started if isinstance(started, list) else [started]
+        task_options = {**needs.options(), "max_retries": _RETRIES, "name": f"smelt {name}", **options}
+        submitted = self._cluster.start(work, (self._job, self._data, *arguments), task_options)
+        references = submitted if isinstance(submitted, list) else [submitted]
         self._started.append(references[0])
         self._reserved |= dict.fromkeys(references, needs)
-        return started
+        return submitted
 
     def _get(self, reference: Any) -> TaskOutcome:
         """Return the outcome of a task, once it has ended; log what it did.
@@ -308,16 +308,18 @@ def paths_on_nodes(plan: Plan) -> list[Path]:
     """
     from smelt.evaluate.custom_metric import load_custom_metric
 
-    found = [Path(path).absolute() for step in plan.steps for path in step.settings.paths().values()]
+    paths = [Path(path).absolute() for step in plan.steps for path in step.settings.paths().values()]
     for name in filter(is_custom_metric, plan.recipe.score.quality):
         file = load_custom_metric(name, plan.recipe.base).file
-        found += [file.absolute()] if file else []
+        paths += [file.absolute()] if file else []
     if plan.recipe.launch.num_processes > 1:
-        files = (resolve_path(plan.recipe.base, each) for each in plan.recipe.data.split_files().values())
-        found += [
+        files = (
+            resolve_path(plan.recipe.base, data_file) for data_file in plan.recipe.data.split_files().values()
+        )
+        paths += [
             path.absolute() for path in (plan.local_model, *files) if path is not None and path.exists()
         ]
-    return found
+    return paths
 
 
 def _no_metrics(step: str, metrics: Mapping[str, float], update: int) -> None:

@@ -85,9 +85,9 @@ def require_artifact(store: Store, key: str) -> Artifact:
     """
     artifact = store.find(key)
     if artifact is None:
-        place = store.root if store.remote is None else store.remote
+        source = store.root if store.remote is None else store.remote
         raise RunError(
-            f"{place}: an artifact that another machine has made is not there ({key[:12]}). Use a store that"
+            f"{source}: an artifact that another machine has made is not there ({key[:12]}). Use a store that"
             " all machines share; see the warnings about it.",
             code="store-not-shared",
         )
@@ -170,7 +170,7 @@ def _run_task(
     from smelt.training.training_state import denormals_as_zero
 
     outcome = TaskOutcome(node=f"{_node_name()} ({cpu_model()})")
-    started, result, task = time.monotonic(), None, None
+    start_time, result, task = time.monotonic(), None, None
     try:
         with ExitStack() as stack:
             stack.enter_context(rust_panics_as_errors())
@@ -179,12 +179,12 @@ def _run_task(
             task = _Task(job, data, name)
             report = partial(task.display.print_line, brief=True)
             stack.enter_context(task.turns.measurement(report) if measures else task.turns.step(report))
-            started = time.monotonic()
+            start_time = time.monotonic()
             result = work(task, outcome)
     except Exception as error:
         outcome.error = explain_step_error(error, name, job.store_root, job.log)
         outcome.lines += unexpected_traceback(error).splitlines()
-    outcome.seconds = time.monotonic() - started
+    outcome.seconds = time.monotonic() - start_time
     if task is not None:
         task.display.close()
         outcome.lines[:0] = task.display.lines
@@ -213,10 +213,12 @@ def run_step_task(
     """Build and score a step; nothing if a step that it needs has failed."""
 
     def work(task: _Task, outcome: TaskOutcome) -> dict[str, Any] | None:
-        keys = {each: found.key for each, found in zip(names, ancestors, strict=True)}
-        above = {each: require_artifact(task.store, str(key)) for each, key in keys.items()}
+        keys = {ancestor_name: ancestor.key for ancestor_name, ancestor in zip(names, ancestors, strict=True)}
+        ancestor_artifacts = {
+            ancestor_name: require_artifact(task.store, str(key)) for ancestor_name, key in keys.items()
+        }
         step = job.plan.step(name)
-        artifact, outcome.cached = task.step_runner.run_step(step, above, rebuild)
+        artifact, outcome.cached = task.step_runner.run_step(step, ancestor_artifacts, rebuild)
         outcome.key = artifact.key
         details = artifact.manifest.details
         outcome.unscored = unscored_reason(artifact.format, details.get("target"), details.get("dtype"))
@@ -225,7 +227,7 @@ def run_step_task(
         outcome.reference = artifact.key if is_reference else reference.key if reference else None
         return task.score(artifact, split, limit, outcome.reference)
 
-    if any(each.key is None for each in ancestors):
+    if any(ancestor.key is None for ancestor in ancestors):
         return TaskOutcome(error=RunError("a step that it needs has failed", code="step-unreached")), None
     return _run_task(job, data, name, work)
 

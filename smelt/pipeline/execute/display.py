@@ -59,8 +59,8 @@ class Display:
                 lines that `print_line` has as `brief`.
         """
         self._stream = stream or sys.stderr or io.StringIO()  # a process without standard error has None
-        plain = os.environ.get("CI") or os.environ.get("TERM") == "dumb"
-        self._moving = not plain and not self._stream.closed and self._stream.isatty()
+        is_plain = os.environ.get("CI") or os.environ.get("TERM") == "dumb"
+        self._moving = not is_plain and not self._stream.closed and self._stream.isatty()
         self._quiet, self._label = quiet, f"{label}: " if label else ""
         self._log = log.open("a", encoding="utf-8") if log else None
         self.log_path = log or Path("log.txt")
@@ -87,8 +87,8 @@ class Display:
                 )
                 bar.update(task, completed=done, total=total, note=escape_controls(note), refresh=True)
             return
-        left = "" if seconds is None else f", {duration(seconds)} left"
-        self._print(f"  {self._what}: {done}/{total} {note}{left}")
+        remaining_text = "" if seconds is None else f", {duration(seconds)} left"
+        self._print(f"  {self._what}: {done}/{total} {note}{remaining_text}")
 
     def print_line(self, text: str, brief: bool = False) -> None:
         """Print a permanent line, and write it to the log. brief: print it with a label as well."""
@@ -149,12 +149,14 @@ class _TimeLeft:
     def update(self, done: int, total: int) -> float | None:
         """Return the seconds left when `done` of `total` units are finished; None if unknown."""
         now = time.monotonic()
-        first, self._done, last = self._first, done, self._done
-        if first is None or first[1] == 0 or total != first[2] or done < last:  # or another work began
+        first_point, self._done, last_done = self._first, done, self._done
+        if (
+            first_point is None or first_point[1] == 0 or total != first_point[2] or done < last_done
+        ):  # or another work began
             self._first = (now, done, total)
             return None
-        began, done_before, _ = first
-        return None if done == done_before else (now - began) / (done - done_before) * (total - done)
+        start_time, initial_done, _ = first_point
+        return None if done == initial_done else (now - start_time) / (done - initial_done) * (total - done)
 
 
 def _start_bar(stream: TextIO, what: str, total: int) -> tuple[Progress, TaskID]:
@@ -191,9 +193,9 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     if seconds < 60:
         return f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes} min {rest} s"
+        return f"{minutes} min {remainder} s"
     return f"{minutes // 60} h {minutes % 60} min"
 
 
@@ -229,10 +231,10 @@ def explain_step_error(error: Exception, step: str, folder: Path, log: Path) -> 
     if isinstance(error, _ExplainedError):
         return error
     # libraries and smelt's runners may wrap errors about disk or memory
-    shortage = _resource_shortage(error, folder)
-    if shortage is None and isinstance(error, SmeltError):
+    explanation = _resource_shortage(error, folder)
+    if explanation is None and isinstance(error, SmeltError):
         return error
-    code, text = shortage or _unexpected_error(error, log)
+    code, text = explanation or _unexpected_error(error, log)
     return _ExplainedError(f"{step}: {text}", code=code)
 
 
@@ -291,9 +293,9 @@ def _resource_shortage(error: Exception, folder: Path) -> tuple[str, str] | None
 def _unexpected_error(error: Exception, log: Path) -> tuple[str, str]:
     """Return code and message of any other unexpected error."""
     if isinstance(error, OSError):
-        where = f"{error.filename}: " if error.filename else ""
+        prefix = f"{error.filename}: " if error.filename else ""
         code = "permission-denied" if isinstance(error, PermissionError) else "system-error"
-        return code, f"{where}{error.strerror or error}. The traceback is in {log}."
+        return code, f"{prefix}{error.strerror or error}. The traceback is in {log}."
     return "unforeseen", (
         f"unexpected error, probably a bug in smelt: {type(error).__name__}: {_first_line(error)}"
         f" The traceback is in {log}. Please report it with the recipe."
@@ -309,9 +311,9 @@ def unexpected_traceback(error: Exception) -> str:
 
 def _exception_chain(error: BaseException | None) -> Iterator[BaseException]:
     """Yield `error` and its causes."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    seen_ids: set[int] = set()
+    while error is not None and id(error) not in seen_ids:
+        seen_ids.add(id(error))
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
@@ -323,35 +325,35 @@ def _any_in_chain(error: Exception, test: Callable[[BaseException], bool]) -> bo
 def _is_disk_full(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno in _DISK_ERRNOS:
         return True
-    return any(word in str(error).lower() for word in _DISK_PHRASES)
+    return any(phrase in str(error).lower() for phrase in _DISK_PHRASES)
 
 
 def _is_file_size_limit(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
         return True
-    return any(word in str(error).lower() for word in _FILE_SIZE_PHRASES)
+    return any(phrase in str(error).lower() for phrase in _FILE_SIZE_PHRASES)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
-    foreign = not isinstance(error, SmeltError | OSError)
-    return foreign and any(word in str(error).lower() for word in _MEMORY_PHRASES)
+    is_library_error = not isinstance(error, SmeltError | OSError)
+    return is_library_error and any(phrase in str(error).lower() for phrase in _MEMORY_PHRASES)
 
 
 def _write_failure_text(error: Exception, folder: Path) -> str:
     """Return which file could not be written, how much was written, and how much space is free."""
     # for copies, filename2 is the destination
-    places = (e.filename2 or e.filename for e in _exception_chain(error) if isinstance(e, OSError))
-    names = (os.fsdecode(place) for place in places if isinstance(place, str | bytes | os.PathLike))
+    paths = (e.filename2 or e.filename for e in _exception_chain(error) if isinstance(e, OSError))
+    names = (os.fsdecode(path) for path in paths if isinstance(path, str | bytes | os.PathLike))
     out = folder / "out"
-    had = f"; the step wrote {folder_size(out):,} bytes" if out.is_dir() else ""
+    usage = f"; the step wrote {folder_size(out):,} bytes" if out.is_dir() else ""
     try:
         free = f"; {shutil.disk_usage(folder).free:,} bytes are free"
     except OSError:
         free = ""
     return (
-        f"cannot write {next(names, None) or _newest_file(out) or folder}{had}{free}. Incomplete files are"
+        f"cannot write {next(names, None) or _newest_file(out) or folder}{usage}{free}. Incomplete files are"
         " removed. Free some space, or choose other folders with --store and --out."
     )
 

@@ -80,21 +80,21 @@ class LatencyScores:
         from smelt.evaluate.latency import measure_latency
 
         keys = {name: self._key(artifact, artifacts[baseline]) for name, artifact in artifacts.items()}
-        known = {n: v for n, key in keys.items() if (v := self.store.read_score(key))}
-        kept = {n: v for n, v in known.items() if not fresh or n in known_alone}
-        missing = [name for name in artifacts if name not in kept and name not in known_alone]
-        on_measured(kept)
+        stored_scores = {n: v for n, key in keys.items() if (v := self.store.read_score(key))}
+        scores = {n: v for n, v in stored_scores.items() if not fresh or n in known_alone}
+        missing = [name for name in artifacts if name not in scores and name not in known_alone]
+        on_measured(scores)
         if not missing:
-            return kept
+            return scores
         score = self.recipe.score
 
         def keep(result: LatencyResults, name: str) -> None:
-            for each in (name, baseline):  # the baseline is measured together with each artifact
-                if each in missing and (each in result.rows or each in result.errors):
-                    kept[each] = _score_entry(artifacts[each], result, each)
-                    if _is_reusable(kept[each], score.latency.rounds, result.reduced):
-                        self.store.write_score(keys[each], kept[each])
-            on_measured(kept)
+            for step_name in (name, baseline):  # the baseline is measured together with each artifact
+                if step_name in missing and (step_name in result.rows or step_name in result.errors):
+                    scores[step_name] = _score_entry(artifacts[step_name], result, step_name)
+                    if _is_reusable(scores[step_name], score.latency.rounds, result.reduced):
+                        self.store.write_score(keys[step_name], scores[step_name])
+            on_measured(scores)
 
         with timing_samples(self.split, score.latency) as (split, arrays):
             result = measure_latency(
@@ -107,14 +107,14 @@ class LatencyScores:
                 progress=progress,
                 pairs=[e.text_pair for e in split.examples],
                 device=self.recipe.device,
-                counts=_text_counts(kept),
+                counts=_text_counts(scores),
                 on_measured=keep,
                 arrays=arrays,
                 seconds=seconds if score.latency.max_minutes is None else 60 * score.latency.max_minutes,
             )
         for name in missing:
             keep(result, name)
-        return kept
+        return scores
 
     def _key(self, artifact: Artifact, baseline: Artifact) -> str:
         from smelt.evaluate.environment import machine_id
@@ -149,12 +149,12 @@ def timing_samples(split: Split, settings: LatencySettings) -> Iterator[tuple[Sp
         return
     from smelt.data.npz_arrays import write_npz
 
-    some = split.take(max(settings.texts, *settings.batch_sizes))
-    assert some.arrays is not None
+    samples = split.take(max(settings.texts, *settings.batch_sizes))
+    assert samples.arrays is not None
     with temporary_workspace() as folder:
         path = folder / "rows.npz"
-        write_npz(path, some.arrays.values)
-        yield some, path
+        write_npz(path, samples.arrays.values)
+        yield samples, path
 
 
 def _score_entry(artifact: Artifact, result: LatencyResults, name: str) -> dict[str, Any]:
@@ -208,19 +208,21 @@ def require_texts_fit(folder: Path, task: Task, splits: Mapping[str, Split]) -> 
     limit = max_input_length(tokenizer, read_json_object(folder / "config.json"))
     problems = []
     for name, split in splits.items():
-        rows = sorted(task_spec(task).too_long_samples(split, tokenizer, limit))
-        if rows:
-            lines = [split.examples[row].line for row in rows[:5]]
-            named = [str(line or row + 1) for line, row in zip(lines, rows[:5], strict=True)]
-            first = (
-                ("line " if all(lines) else "row ") + ", ".join(named) + (", ..." if len(rows) > 5 else "")
+        indices = sorted(task_spec(task).too_long_samples(split, tokenizer, limit))
+        if indices:
+            lines = [split.examples[index].line for index in indices[:5]]
+            row_labels = [str(line or index + 1) for line, index in zip(lines, indices[:5], strict=True)]
+            row_list = (
+                ("line " if all(lines) else "row ")
+                + ", ".join(row_labels)
+                + (", ..." if len(indices) > 5 else "")
             )
-            hold = f"{with_count(len(rows), 'sample')} {'has' if len(rows) == 1 else 'have'}"
+            amount = f"{with_count(len(indices), 'sample')} {'has' if len(indices) == 1 else 'have'}"
             problems.append(
                 error_message(
                     "texts-too-long",
-                    f"{split.origin} ({name}): {hold} texts of more than {limit} tokens, the model's limit:"
-                    f" {first}. Shorten them, or set truncation: warn to truncate them.",
+                    f"{split.origin} ({name}): {amount} texts of more than {limit} tokens, the model's limit:"
+                    f" {row_list}. Shorten them, or set truncation: warn to truncate them.",
                 )
             )
     if problems:

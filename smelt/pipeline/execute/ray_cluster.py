@@ -51,13 +51,13 @@ class TaskNeeds:
 
     def options(self) -> dict[str, Any]:
         """Return them as options of a Ray task."""
-        found: dict[str, Any] = {"num_cpus": self.cpus, "num_gpus": self.gpus}
-        return found if self.memory_bytes is None else found | {"memory": self.memory_bytes}
+        options: dict[str, Any] = {"num_cpus": self.cpus, "num_gpus": self.gpus}
+        return options if self.memory_bytes is None else options | {"memory": self.memory_bytes}
 
     def count_on(self, resources: Mapping[str, float]) -> int:
         """Return how many such tasks fit on a node with these resources at once."""
-        wanted = {"CPU": self.cpus, "GPU": self.gpus, "memory": self.memory_bytes or 0}
-        return int(min((resources.get(name, 0) // n for name, n in wanted.items() if n), default=1))
+        amounts = {"CPU": self.cpus, "GPU": self.gpus, "memory": self.memory_bytes or 0}
+        return int(min((resources.get(name, 0) // n for name, n in amounts.items() if n), default=1))
 
     def __str__(self) -> str:
         memory = "" if self.memory_bytes is None else f", {self.memory_bytes / 1e9:g} GB"
@@ -131,10 +131,10 @@ class RayCluster:
 
     def start(self, work: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
         """Start a task and return its reference, or its references."""
-        started = _remote_function(work).options(**options).remote(*arguments)
+        references = _remote_function(work).options(**options).remote(*arguments)
         with self._lock:
-            self._running.add(started[0] if isinstance(started, list) else started)
-        return started
+            self._running.add(references[0] if isinstance(references, list) else references)
+        return references
 
     def mark_ended(self, reference: Any) -> None:
         """Note that a task has ended."""
@@ -148,8 +148,8 @@ class RayCluster:
         with self._lock:
             running = self._running & set(tasks) if tasks is not None else set(self._running)
             self._running -= running
-        for each in running:
-            ray.cancel(each, force=True)
+        for reference in running:
+            ray.cancel(reference, force=True)
 
     def task_needs(
         self, settings: ResourceSettings, threads: int | None, device: str, processes: int = 1
@@ -163,8 +163,10 @@ class RayCluster:
             InputError: no node has that much (`no-node-fits`).
         """
         resources = [node["Resources"] for node in self.nodes()]
-        smallest = min((each["CPU"] for each in resources if each.get("CPU")), default=1)
-        has_gpu = device != "cpu" and any(each.get("GPU") for each in resources)
+        smallest = min(
+            (node_resources["CPU"] for node_resources in resources if node_resources.get("CPU")), default=1
+        )
+        has_gpu = device != "cpu" and any(node_resources.get("GPU") for node_resources in resources)
         cpus, memory_gb = settings.cpus or threads, settings.memory_gb
         needs = TaskNeeds(
             smallest if cpus is None else processes * cpus,
@@ -172,13 +174,13 @@ class RayCluster:
             None if memory_gb is None else int(processes * memory_gb * 1e9),
         )
         if not self.slots(needs):
-            listed = "; ".join(
+            nodes = "; ".join(
                 f"{r.get('CPU', 0):g} CPUs, {r.get('GPU', 0):g} GPUs, {r.get('memory', 0) / 1e9:.0f} GB"
                 for r in resources
             )
             raise InputError(
                 f"no node has what a step in {with_count(processes, 'process')} needs ({needs}). Nodes:"
-                f" {listed}. Change resources, threads or launch.num_processes in the recipe, or add a node.",
+                f" {nodes}. Change resources, threads or launch.num_processes in the recipe, or add a node.",
                 code="no-node-fits",
                 setting="resources" if processes == 1 else "launch.num_processes",
             )
@@ -191,8 +193,17 @@ class RayCluster:
 
     def _room(self, needs: TaskNeeds) -> int:
         """Return the memory of the largest node that has these needs, bytes."""
-        found = [node["Resources"] for node in self.nodes()]
-        return int(max((each.get("memory", 0) for each in found if needs.count_on(each)), default=0))
+        resources = [node["Resources"] for node in self.nodes()]
+        return int(
+            max(
+                (
+                    node_resources.get("memory", 0)
+                    for node_resources in resources
+                    if needs.count_on(node_resources)
+                ),
+                default=0,
+            )
+        )
 
     def with_memory(self, needs: TaskNeeds, memory_bytes: int) -> TaskNeeds:
         """Return the needs with this memory, at most that of the largest node.
@@ -207,10 +218,10 @@ class RayCluster:
 
     def latency_options(self) -> dict[str, Any] | None:
         """Return the options of a task that measures latency: an idle marked node; None if none is marked."""
-        marked = [n["Resources"] for n in self.nodes() if n["Resources"].get(LATENCY_RESOURCE)]
-        if not marked:
+        latency_nodes = [n["Resources"] for n in self.nodes() if n["Resources"].get(LATENCY_RESOURCE)]
+        if not latency_nodes:
             return None
-        return {"num_cpus": max(r.get("CPU", 0) for r in marked), "resources": {LATENCY_RESOURCE: 1}}
+        return {"num_cpus": max(r.get("CPU", 0) for r in latency_nodes), "resources": {LATENCY_RESOURCE: 1}}
 
     def check_nodes(self, store: Store, paths: Sequence[Path]) -> None:
         """Require that every node has the same versions, the store and `paths`.
@@ -236,11 +247,13 @@ class RayCluster:
             try:
                 if token is not None:
                     token.touch()
-                found = self._ask_nodes(NodeRequest(store.root, url, token, tuple(paths)))
+                answers = self._ask_nodes(NodeRequest(store.root, url, token, tuple(paths)))
             finally:
                 if token is not None:
                     token.unlink(missing_ok=True)
-            problems = [each for name, answer in found.items() for each in _node_problems(name, answer)]
+            problems = [
+                problem for name, answer in answers.items() for problem in _node_problems(name, answer)
+            ]
             if problems:
                 raise combined_error(problems)
             self._checked.add(key)
@@ -250,30 +263,30 @@ class RayCluster:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        ask = _remote_function(inspect_node)
+        remote_inspect = _remote_function(inspect_node)
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in self.nodes()}
         running = {
-            node: ask.options(
+            node: remote_inspect.options(
                 num_cpus=0, max_retries=0, name="smelt check",
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
             ).remote(request)
             for node in addresses
         }  # fmt: skip
-        ends, found = time.monotonic() + _CHECK_S, dict[str, Any]()
+        deadline, answers = time.monotonic() + _CHECK_S, dict[str, Any]()
         for node, answer in running.items():
             name = f"node {addresses[node]} ({node[:6]})"
             try:
-                found[name] = ray.get(answer, timeout=max(1.0, ends - time.monotonic()))
+                answers[name] = ray.get(answer, timeout=max(1.0, deadline - time.monotonic()))
             except Exception as error:  # the process did not start, smelt is missing there, ...
                 if not self._has_left(node):
-                    found[name] = error
-        return found
+                    answers[name] = error
+        return answers
 
     def _has_left(self, node: str) -> bool:
         """Return whether a node has died, which Ray lists as alive for some seconds."""
-        ends = time.monotonic() + _LEAVING_S
-        while any(each["NodeID"] == node for each in self.nodes()):
-            if time.monotonic() > ends:
+        deadline = time.monotonic() + _LEAVING_S
+        while any(listed_node["NodeID"] == node for listed_node in self.nodes()):
+            if time.monotonic() > deadline:
                 return False
             time.sleep(0.2)
         return True
@@ -294,23 +307,23 @@ def open_cluster(executor: str) -> RayCluster:
         MissingDependencyError: Ray is not installed, or too old (`not-installed`).
         InputError: `unknown-executor`, `executor-unreachable`.
     """
-    found = _EXECUTOR.fullmatch(executor)
-    if found is None:
+    match = _EXECUTOR.fullmatch(executor)
+    if match is None:
         raise InputError(
             f"{executor}: unknown executor. Expected ray, or ray://HOST:PORT with the address of"
             " `ray start --head`, such as ray://10.0.0.1:6379.",
             code="unknown-executor",
         )
-    if (lack := package_problem("ray", OLDEST_RAY)) is not None:
+    if (problem := package_problem("ray", OLDEST_RAY)) is not None:
         raise MissingDependencyError(
-            f"--executor {executor}: {lack} ({install_command('ray', OLDEST_RAY)}).", code="not-installed"
+            f"--executor {executor}: {problem} ({install_command('ray', OLDEST_RAY)}).", code="not-installed"
         )
-    return RayCluster(found["address"])
+    return RayCluster(match["address"])
 
 
 def inspect_node(request: NodeRequest) -> dict[str, Any]:
     """Return what this node has: `versions`, `missing` paths, `store`, code and text of its error or None."""
-    lack: tuple[str, str] | None = None
+    store_error: tuple[str, str] | None = None
     try:
         if request.token is None:
             open_node_store(request.store_root, request.store_url)
@@ -321,11 +334,11 @@ def inspect_node(request: NodeRequest) -> dict[str, Any]:
                 code="store-not-shared",
             )
     except InputError as error:
-        lack = error.code, str(error)
+        store_error = error.code, str(error)
     return {
         "versions": _versions(),
         "missing": [str(path) for path in request.paths if not path.exists()],
-        "store": lack,
+        "store": store_error,
     }
 
 
@@ -358,17 +371,18 @@ def _versions() -> dict[str, str]:
     """Return the versions that steps depend on, without the build of a package such as +cpu."""
     import importlib
 
-    found = {
+    versions = {
         name.removesuffix("-gpu"): number.partition("+")[0]
         for name, number in package_versions(("smelt", *KEY_LIBRARIES)).items()
     }
     files = []
     for name in _SOURCES:  # checkouts of different commits have one version
-        top = Path(str(importlib.import_module(name).__file__)).parent
+        package_folder = Path(str(importlib.import_module(name).__file__)).parent
         files += [
-            [f"{name}/{p.relative_to(top).as_posix()}", sha256_of(p)] for p in sorted(top.rglob("*.py"))
+            [f"{name}/{p.relative_to(package_folder).as_posix()}", sha256_of(p)]
+            for p in sorted(package_folder.rglob("*.py"))
         ]
-    return found | {"smelt's source": json_hash(files)[:12]}
+    return versions | {"smelt's source": json_hash(files)[:12]}
 
 
 def _node_problems(name: str, answer: dict[str, Any] | Exception) -> list[Message]:
@@ -381,22 +395,23 @@ def _node_problems(name: str, answer: dict[str, Any] | Exception) -> list[Messag
                 " node.",
             )
         ]
-    here, there = _versions(), answer["versions"]
-    other = [
-        f"{package} {there.get(package, 'missing')} (here {number})"
-        for package, number in here.items()
-        if there.get(package) != number and (package in there or package in ("smelt", "torch"))
+    local_versions, node_versions = _versions(), answer["versions"]
+    mismatches = [
+        f"{package} {node_versions.get(package, 'missing')} (here {number})"
+        for package, number in local_versions.items()
+        if node_versions.get(package) != number
+        and (package in node_versions or package in ("smelt", "torch"))
     ]
-    found = []
-    if other:
-        found.append(
+    problems = []
+    if mismatches:
+        problems.append(
             error_message(
                 "cluster-versions-differ",
-                f"{name}: other versions than on this machine: {', '.join(other)}. Install the same.",
+                f"{name}: other versions than on this machine: {', '.join(mismatches)}. Install the same.",
             )
         )
     if answer["missing"]:
-        found.append(
+        problems.append(
             error_message(
                 "missing-on-node",
                 f"{name}: no {', '.join(answer['missing'])}. Copy or mount it at the same path.",
@@ -404,8 +419,8 @@ def _node_problems(name: str, answer: dict[str, Any] | Exception) -> list[Messag
         )
     if answer["store"] is not None:
         code, text = answer["store"]
-        found.append(error_message(code, f"{name}: {text}"))
-    return found
+        problems.append(error_message(code, f"{name}: {text}"))
+    return problems
 
 
 def _require_answer(address: str) -> None:
@@ -414,9 +429,9 @@ def _require_answer(address: str) -> None:
     Raises:
         InputError: `executor-unreachable`.
     """
-    if (lack := connection_problem(address)) is not None:
+    if (problem := connection_problem(address)) is not None:
         raise InputError(
-            f"ray://{address}: {lack}. Expected the address of `ray start --head`, by default port 6379.",
+            f"ray://{address}: {problem}. Expected the address of `ray start --head`, by default port 6379.",
             code="executor-unreachable",
         )
 

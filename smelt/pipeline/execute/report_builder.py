@@ -45,41 +45,53 @@ def judge_gate(gate: PlannedGate, step: StepRecord, statistics: GateStatistics) 
     if step["status"] == "skipped":
         return None
     value = _gated_value(gate, step, statistics)
-    found = {"metric": gate.metric, "kind": gate.kind, "limit": gate.limit, "value": value}
-    found |= {"confidence": gate.confidence, "bound": None, "n_needed": None, "passed": None}
-    found |= {"undecided": False, "cause": None, "reason": None}
+    result = {"metric": gate.metric, "kind": gate.kind, "limit": gate.limit, "value": value}
+    result |= {"confidence": gate.confidence, "bound": None, "n_needed": None, "passed": None}
+    result |= {"undecided": False, "cause": None, "reason": None}
     if value is None:
-        passed, cause, reason = _explain_missing_value(gate, step)
-        return found | {"passed": passed, "cause": cause, "reason": reason}
-    if gate.metric == "speedup" and (row := smallest_batch_row(step)) and not row.get("stable", True):
-        return found | {"cause": row["cause"], "reason": f"measurement disturbed: {row['reason']}"}
+        is_passed, cause, reason = _explain_missing_value(gate, step)
+        return result | {"passed": is_passed, "cause": cause, "reason": reason}
+    if (
+        gate.metric == "speedup"
+        and (latency_row := smallest_batch_row(step))
+        and not latency_row.get("stable", True)
+    ):
+        return result | {
+            "cause": latency_row["cause"],
+            "reason": f"measurement disturbed: {latency_row['reason']}",
+        }
     if gate.confidence is not None and (
-        lacking := _missing_interval_reason(gate, step, statistics, gate.confidence)
+        missing_reason := _missing_interval_reason(gate, step, statistics, gate.confidence)
     ):
         # without an interval, a value beyond the limit still fails
         if not _is_within_limit(gate, value):
-            return found | {"passed": False}
-        return found | {"cause": lacking[0], "reason": lacking[1]}
+            return result | {"passed": False}
+        return result | {"cause": missing_reason[0], "reason": missing_reason[1]}
     bound = None if gate.confidence is None else _gated_bound(gate, step, statistics, gate.confidence)
-    passed = _is_within_limit(gate, value if bound is None else bound)
-    undecided = passed and gate.confidence is None and not _is_interval_within_limit(gate, step)
-    return found | {
+    is_passed = _is_within_limit(gate, value if bound is None else bound)
+    is_undecided = is_passed and gate.confidence is None and not _is_interval_within_limit(gate, step)
+    return result | {
         "bound": bound,
         "n_needed": examples_needed(gate, step, statistics),
-        "passed": passed,
-        "undecided": undecided,
+        "passed": is_passed,
+        "undecided": is_undecided,
     }
 
 
 def _explain_missing_value(gate: PlannedGate, step: StepRecord) -> tuple[bool | None, str, str]:
     """Return whether a gate without a value passes (None: not judged), and the reason's code and text."""
-    done = step["status"] in ("done", "cached")
-    if done and gate.kind == "max_drop" and gate.metric in step["quality"]:
+    is_finished = step["status"] in ("done", "cached")
+    if is_finished and gate.kind == "max_drop" and gate.metric in step["quality"]:
         return None, "baseline-not-scored", "the baseline was not scored"
     if step["reason"]:
-        return None if done else False, step["cause"], step["reason"]
-    row = smallest_batch_row(step)
-    if done and gate.metric == "cpu_speedup" and row is not None and row["speedup"] is not None:
+        return None if is_finished else False, step["cause"], step["reason"]
+    latency_row = smallest_batch_row(step)
+    if (
+        is_finished
+        and gate.metric == "cpu_speedup"
+        and latency_row is not None
+        and latency_row["speedup"] is not None
+    ):
         return None, "gpu-work-not-counted", "CPU time does not include work on the GPU"
     if step["error"]:
         return False, step["error"]["code"], step["error"]["message"]
@@ -91,14 +103,14 @@ def _is_interval_within_limit(gate: PlannedGate, step: StepRecord) -> bool:
     if gate.metric == "size_bytes":
         return True
     if gate.metric in SPEED_METRICS:
-        ends = (smallest_batch_row(step) or {}).get(f"{gate.metric}_ci95")
-        return not ends or _is_within_limit(gate, min(ends))
+        interval = (smallest_batch_row(step) or {}).get(f"{gate.metric}_ci95")
+        return not interval or _is_within_limit(gate, min(interval))
     if gate.kind != "max_drop":
-        ends = step["quality"][gate.metric]["ci95"]
-        return not ends or all(_is_within_limit(gate, end) for end in ends)
-    ends = (step["against_baseline"].get(gate.metric) or {}).get("ci95")
+        interval = step["quality"][gate.metric]["ci95"]
+        return not interval or all(_is_within_limit(gate, end) for end in interval)
+    interval = (step["against_baseline"].get(gate.metric) or {}).get("ci95")
     sign = -1 if step["quality"][gate.metric]["higher_is_better"] else 1
-    return not ends or all(_is_within_limit(gate, sign * end) for end in ends)
+    return not interval or all(_is_within_limit(gate, sign * end) for end in interval)
 
 
 def _is_within_limit(gate: PlannedGate, value: float) -> bool:
@@ -132,10 +144,16 @@ def examples_needed(gate: PlannedGate, step: StepRecord, statistics: GateStatist
     if half <= gate.limit or not low <= at_limit <= high:
         return None
     n: int = score["n"]
-    sides = [each[gate.metric] for each in (statistics.own, statistics.baseline) if gate.metric in each]
-    pair = [Statistics.model_validate(side) for side in sides]
-    few = len(pair) == 2 and changed_examples(*pair) < min_examples(gate.metric, 0.95)
-    return math.ceil(n * (half / gate.limit) ** (1 if few else 2))
+    side_values = [
+        step_statistics[gate.metric]
+        for step_statistics in (statistics.own, statistics.baseline)
+        if gate.metric in step_statistics
+    ]
+    both_statistics = [Statistics.model_validate(values) for values in side_values]
+    is_sparse = len(both_statistics) == 2 and changed_examples(*both_statistics) < min_examples(
+        gate.metric, 0.95
+    )
+    return math.ceil(n * (half / gate.limit) ** (1 if is_sparse else 2))
 
 
 def _missing_interval_reason(
@@ -148,21 +166,25 @@ def _missing_interval_reason(
         return None
     sides = (statistics.own, statistics.baseline) if gate.kind == "max_drop" else (statistics.own,)
     n = min(len(side[gate.metric]["rows"]) for side in sides if gate.metric in side)
-    least = min_examples(gate.metric, confidence)
-    counted = with_count(n, "window" if gate.metric in WINDOW_METRICS else "example")
+    minimum = min_examples(gate.metric, confidence)
+    amount = with_count(n, "window" if gate.metric in WINDOW_METRICS else "example")
     verb = "is" if n == 1 else "are"
-    if n < least:
-        text = f"{counted} {verb} too few for confidence {confidence:g}; use {least} or more"
+    if n < minimum:
+        text = f"{amount} {verb} too few for confidence {confidence:g}; use {minimum} or more"
         return "too-few-examples", text
-    own = Statistics.model_validate(statistics.own[gate.metric])
+    step_values = Statistics.model_validate(statistics.own[gate.metric])
     if gate.kind != "max_drop":
-        text = f"no interval, as all of {counted} have one value"
-        return None if metric_interval(own, confidence) else ("equal-scores", text)
-    other = statistics.baseline.get(gate.metric) if step["against_baseline"].get(gate.metric) else None
-    if other is None or difference_interval(own, Statistics.model_validate(other), confidence):
+        text = f"no interval, as all of {amount} have one value"
+        return None if metric_interval(step_values, confidence) else ("equal-scores", text)
+    baseline_values = (
+        statistics.baseline.get(gate.metric) if step["against_baseline"].get(gate.metric) else None
+    )
+    if baseline_values is None or difference_interval(
+        step_values, Statistics.model_validate(baseline_values), confidence
+    ):
         return None  # without a difference it is the baseline itself
     text = (
-        f"too few of {counted} differ from the baseline's for confidence {confidence:g}; use {least} or more"
+        f"too few of {amount} differ from the baseline's for confidence {confidence:g}; use {minimum} or more"
     )
     return "too-few-differences", text
 
@@ -171,8 +193,8 @@ def _gated_value(gate: PlannedGate, step: StepRecord, statistics: GateStatistics
     if gate.metric == "size_bytes":
         return step["size_bytes"]  # type: ignore[no-any-return]
     if gate.metric in SPEED_METRICS:
-        row = smallest_batch_row(step)
-        return row[gate.metric] if row else None
+        latency_row = smallest_batch_row(step)
+        return latency_row[gate.metric] if latency_row else None
     score = step["quality"].get(gate.metric)
     if gate.kind == "max_drop":
         difference = step["against_baseline"].get(gate.metric)
@@ -193,23 +215,25 @@ def _gated_bound(
 
     if gate.metric in SPEED_METRICS:
         return _speedup_lower_bound(gate.metric, step, confidence)
-    own = Statistics.model_validate(statistics.own[gate.metric])
+    step_values = Statistics.model_validate(statistics.own[gate.metric])
     if gate.kind != "max_drop":
-        ends = metric_interval(own, confidence)
-        return ends and ends[gate.kind == "max"]
+        interval = metric_interval(step_values, confidence)
+        return interval and interval[gate.kind == "max"]
     if not step["against_baseline"].get(gate.metric):
         return None  # the baseline itself
-    other = Statistics.model_validate(statistics.baseline[gate.metric])
-    ends = difference_interval(own, other, confidence)
-    return ends and (0.0 - ends[0] if step["quality"][gate.metric]["higher_is_better"] else ends[1])
+    baseline_values = Statistics.model_validate(statistics.baseline[gate.metric])
+    interval = difference_interval(step_values, baseline_values, confidence)
+    return interval and (
+        0.0 - interval[0] if step["quality"][gate.metric]["higher_is_better"] else interval[1]
+    )
 
 
 def _speedup_lower_bound(metric: str, step: StepRecord, confidence: float) -> float | None:
     """Return the lower end of the speed-up's interval; None for the baseline."""
     from smelt.evaluate.latency.summary import mean_speedup
 
-    row = smallest_batch_row(step)
-    ratios = [r[metric] for r in row["rounds"] if r["counted"] and r[metric]] if row else []
+    latency_row = smallest_batch_row(step)
+    ratios = [r[metric] for r in latency_row["rounds"] if r["counted"] and r[metric]] if latency_row else []
     return mean_speedup(ratios, confidence)[1][0] if len(ratios) > 1 else None
 
 
@@ -251,10 +275,10 @@ class ReportBuilder:
         self.finished = False
         self.statistics: dict[str, dict[str, Any]] = {}
         self.test_statistics: dict[str, dict[str, Any]] = {}
-        rows = {name: len(split) for name, split in data.items()}
+        sample_counts = {name: len(split) for name, split in data.items()}
         self.data: dict[str, Any] = {
             "schema": 3,
-            "recipe": {"name": plan.path.stem, **plan.recipe_dict(), "rows": rows, "limit": limit},
+            "recipe": {"name": plan.path.stem, **plan.recipe_dict(), "rows": sample_counts, "limit": limit},
             "environment": describe_environment(),
             "status": self.status,
             "baseline": None,
@@ -275,10 +299,10 @@ class ReportBuilder:
 
     def add_warning(self, warning: Message) -> bool:
         """Add a warning about the whole run; return whether it is new."""
-        (found,) = messages_to_json([warning])
-        new = found not in self.data["warnings"]
-        self.data["warnings"] += [found] if new else []
-        return new
+        (entry,) = messages_to_json([warning])
+        is_new = entry not in self.data["warnings"]
+        self.data["warnings"] += [entry] if is_new else []
+        return is_new
 
     def add_step(self, name: str, artifact: Artifact, score: Mapping[str, Any], cached: bool) -> None:
         """Add the scores of a finished step."""
@@ -297,9 +321,11 @@ class ReportBuilder:
         step["against_baseline"] = _paired_differences(self.statistics, name, self.data["baseline"])
         self._compare_with_baseline(name)
         if name == self.data["baseline"]:  # steps scored before the baseline are compared now
-            for other in self.statistics:
-                self._steps[other]["against_baseline"] = _paired_differences(self.statistics, other, name)
-                self._compare_with_baseline(other)
+            for scored_name in self.statistics:
+                self._steps[scored_name]["against_baseline"] = _paired_differences(
+                    self.statistics, scored_name, name
+                )
+                self._compare_with_baseline(scored_name)
 
     def _compare_with_baseline(self, name: str) -> None:
         """Set the agreement, confusions and examples of a step."""
@@ -315,14 +341,14 @@ class ReportBuilder:
     def add_test_scores(self, name: str, score: Mapping[str, Any]) -> None:
         """Add the test scores of a step that was chosen on validation; call it for the baseline first."""
         self.test_statistics[name] = score["statistics"]
-        against = _paired_differences(self.test_statistics, name, self.data["baseline"])
+        differences = _paired_differences(self.test_statistics, name, self.data["baseline"])
         self._steps[name]["test"] = {
             "quality": dict(score["quality"]),
-            "against_baseline": against,
+            "against_baseline": differences,
             "gates": [],
         }
         self._steps[name]["warnings"] += [
-            found | {"message": f"on test: {found['message']}"} for found in score["warnings"]
+            message | {"message": f"on test: {message['message']}"} for message in score["warnings"]
         ]
 
     def add_test_failure(self, name: str, failure: SmeltError) -> None:
@@ -332,11 +358,14 @@ class ReportBuilder:
 
     def judge_test_gates(self) -> None:
         """Evaluate the gates on test scores, for information only; validation decides."""
-        base = self.test_statistics.get(self.data["baseline"], {})
-        for name, own in self.test_statistics.items():
+        baseline_statistics = self.test_statistics.get(self.data["baseline"], {})
+        for name, step_statistics in self.test_statistics.items():
             step = self._steps[name]
-            gates = [gate for gate in self.plan.gates_of(name) if gate.metric in own]
-            verdicts = [judge_gate(gate, step | step["test"], GateStatistics(own, base)) for gate in gates]
+            gates = [gate for gate in self.plan.gates_of(name) if gate.metric in step_statistics]
+            verdicts = [
+                judge_gate(gate, step | step["test"], GateStatistics(step_statistics, baseline_statistics))
+                for gate in gates
+            ]
             step["test"]["gates"] = verdicts
 
     def update_scores(self, name: str, artifact: Artifact, score: Mapping[str, Any]) -> None:
@@ -355,8 +384,8 @@ class ReportBuilder:
         self._set_baseline()
         if score is None:
             unscored = "not scored with these settings by the earlier run"
-            why = (CANNOT_RUN_HERE, reason) if reason else ("not-scored-before", unscored)
-            self.add_unscored_step(step.name, artifact, why, True)
+            cause = (CANNOT_RUN_HERE, reason) if reason else ("not-scored-before", unscored)
+            self.add_unscored_step(step.name, artifact, cause, True)
         else:
             self.add_step(step.name, artifact, score, True)
         entry["from_previous_run"] = True
@@ -373,15 +402,15 @@ class ReportBuilder:
 
     def add_unreached_step(self, name: str, reason: str) -> None:
         """Record a step whose parent is missing."""
-        skipped = self._steps[self._steps[name]["parent"]]["status"] == "skipped"
-        status = "skipped" if skipped else "not-reached"
+        is_parent_skipped = self._steps[self._steps[name]["parent"]]["status"] == "skipped"
+        status = "skipped" if is_parent_skipped else "not-reached"
         self._steps[name].update(status=status, cause="missing-source", reason=reason)
 
     def add_failure(self, failure: SmeltError, name: str | None = None) -> None:
         """Record an error of the step `name`, or else of the first step not reached."""
         self._set_status("error")
-        unreached = next((s["name"] for s in self.data["steps"] if s["status"] == "not-reached"), None)
-        name = name or unreached or self.data["steps"][-1]["name"]
+        first_unreached = next((s["name"] for s in self.data["steps"] if s["status"] == "not-reached"), None)
+        name = name or first_unreached or self.data["steps"][-1]["name"]
         self._steps[name].update(status="error", error=messages_to_json([failure.as_message()])[0])
 
     def mark_interrupted(self) -> None:
@@ -478,10 +507,10 @@ class ReportBuilder:
 
         _correct_p_values(step["against_baseline"] for step in self.data["steps"])
         _correct_p_values(step["test"]["against_baseline"] for step in self.data["steps"] if step.get("test"))
-        found = decide(validate_report({**self.data, "verdict": None})) if self.finished else UNFINISHED
-        self.data["verdict"] = found.model_dump(mode="json")
-        under_way = self.status == "passed" and not self.finished
-        return {**self.data, "status": "interrupted"} if under_way else self.data
+        verdict = decide(validate_report({**self.data, "verdict": None})) if self.finished else UNFINISHED
+        self.data["verdict"] = verdict.model_dump(mode="json")
+        is_running = self.status == "passed" and not self.finished
+        return {**self.data, "status": "interrupted"} if is_running else self.data
 
     def shortlisted_steps(self) -> list[str]:
         """Return the steps to score on test after they were chosen on validation; the baseline is first."""
@@ -500,13 +529,16 @@ def _paired_differences(statistics: Mapping[str, Any], name: str, other: str | N
 
     if other is None or other == name or other not in statistics:
         return {}
-    own, others = statistics[name], statistics[other]
+    step_statistics, other_statistics = statistics[name], statistics[other]
     return {
         metric: dict(
-            compare_steps(Statistics.model_validate(own[metric]), Statistics.model_validate(others[metric]))
+            compare_steps(
+                Statistics.model_validate(step_statistics[metric]),
+                Statistics.model_validate(other_statistics[metric]),
+            )
         )
-        for metric in own
-        if metric in others
+        for metric in step_statistics
+        if metric in other_statistics
     }
 
 
@@ -514,8 +546,10 @@ def _correct_p_values(comparisons: Iterable[dict[str, Any] | None]) -> None:
     """Set `p_value_holm` of all paired differences, one family: every step that was scored, every metric."""
     from smelt.evaluate.significance import holm
 
-    found = [difference for by_metric in comparisons for difference in (by_metric or {}).values()]
-    for difference, corrected in zip(found, holm([each["p_value"] for each in found]), strict=True):
+    differences = [difference for by_metric in comparisons for difference in (by_metric or {}).values()]
+    for difference, corrected in zip(
+        differences, holm([entry["p_value"] for entry in differences]), strict=True
+    ):
         difference["p_value_holm"] = corrected
 
 

@@ -119,23 +119,23 @@ def run_plan(plan: Plan, options: RunOptions) -> Result:
         require_single_process("smelt run --executor")
     unknown = options.rebuild - {"*", MODEL_STEP} - {s.name for s in plan.steps}
     if unknown:
-        known = ", ".join(s.name for s in plan.steps)
+        step_list = ", ".join(s.name for s in plan.steps)
         raise InputError(
-            f"--rebuild {', '.join(sorted(unknown))}: unknown step. Known steps: {known}.",
+            f"--rebuild {', '.join(sorted(unknown))}: unknown step. Known steps: {step_list}.",
             code="unknown-step",
         )
     options = replace(options, limit=checked_limit(options.limit))
     check_store(options.store)
     cluster = None if options.executor is None else open_cluster(options.executor)
-    whole = plan.read_data()
-    data = {name: limit_split(split, options.limit) for name, split in whole.items()}
+    full_data = plan.read_data()
+    data = {name: limit_split(split, options.limit) for name, split in full_data.items()}
     folder = (options.out or Path("runs") / plan.path.stem).resolve()
     require_run_folder(folder)
     store, new_store = open_store(options.store, folder, options.store_cache, options.push_checkpoints)
     if cluster is not None:
         cluster.check_nodes(store, paths_on_nodes(plan))
     node_bytes = None if cluster is None else cluster.node_bytes
-    estimates, doubts = estimate_run(plan, data, store, bool(options.rebuild), node_bytes)
+    estimates, cost_warnings = estimate_run(plan, data, store, bool(options.rebuild), node_bytes)
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -157,10 +157,10 @@ def run_plan(plan: Plan, options: RunOptions) -> Result:
             display.print_line(f"note: {new_store}")
         if external_processes():
             stack.enter_context(external_run(plan, display.print_line))
-        run = _PlanRunner(plan, options, whole, data, folder, store, display, estimates)
+        run = _PlanRunner(plan, options, full_data, data, folder, store, display, estimates)
         store.warn = lambda message: run.add_warnings([message])
-        run.add_warnings(data_warnings(plan.recipe, any(step.trains for step in plan.steps), whole))
-        run.add_warnings(doubts)
+        run.add_warnings(data_warnings(plan.recipe, any(step.trains for step in plan.steps), full_data))
+        run.add_warnings(cost_warnings)
         return run.execute()
 
 
@@ -204,7 +204,7 @@ class _PlanRunner:
 
     def execute(self) -> Result:
         """Run all steps, measure and write the report; errors of steps are recorded in the report."""
-        started = time.monotonic()
+        start_time = time.monotonic()
         self._prepare_folder()
         self.trackers = RunTrackers(self.plan, self.folder, self.display, self.add_warnings)
         self.step_runner = replace(self.step_runner, log_metrics=self.trackers.log)
@@ -245,15 +245,15 @@ class _PlanRunner:
             not_copied = self.store.push_pending()
         self._write_report(last=True)
         self._finish_trackers()
-        self.display.print_line(f"{self.report.status} in {duration(time.monotonic() - started)}")
+        self.display.print_line(f"{self.report.status} in {duration(time.monotonic() - start_time)}")
         return Result(Report(self.report.data), self.folder, not_copied)
 
     def _finish_trackers(self) -> None:
         """Log the report to the trackers; if one fails, the report gets the warning."""
-        before = len(self.report.data["warnings"])
+        num_warnings = len(self.report.data["warnings"])
         self.trackers.summarize(self.report.data)
         self.trackers.finish(self.report.status)
-        if len(self.report.data["warnings"]) > before:
+        if len(self.report.data["warnings"]) > num_warnings:
             self._write_report(last=True)
 
     def _prepare_folder(self) -> None:
@@ -269,7 +269,7 @@ class _PlanRunner:
 
     def _import_model(self) -> None:
         self.display.start_work(MODEL_STEP)
-        begun = make_first_artifact(
+        imported = make_first_artifact(
             self.plan,
             self.all_data,
             self.data,
@@ -278,10 +278,10 @@ class _PlanRunner:
             self.add_warnings,
             self._is_rebuilt(MODEL_STEP),
         )
-        self.step_runner, self.scorer = begun.step_runner, begun.scorer
+        self.step_runner, self.scorer = imported.step_runner, imported.scorer
         if self.options.executor is not None:
-            self._start_tasks(self.options.executor, begun.artifact)
-        self._score_and_report(MODEL_STEP, begun.artifact, begun.cached, 0.0)
+            self._start_tasks(self.options.executor, imported.artifact)
+        self._score_and_report(MODEL_STEP, imported.artifact, imported.cached, 0.0)
         self.trackers.summarize(self.report.data)
         self._write_report()  # the first step may be a long training run
 
@@ -308,17 +308,17 @@ class _PlanRunner:
             self.report.add_unreached_step(step.name, f"the required step '{missing[0]}' has no artifact")
             return
         self.display.start_work(step.name)
-        started = time.monotonic()
+        start_time = time.monotonic()
         try:
             with rust_panics_as_errors(), self._step_turn():
                 seconds = None
                 if self.cluster_run is not None:
                     artifact, cached, seconds = self.cluster_run.wait(step)
                 else:
-                    above = {name: self.artifacts[name] for name in self.plan.ancestor_names(step)}
-                    artifact, cached = self.step_runner.run_step(step, above, self._is_rebuilt(step.name))
+                    ancestors = {name: self.artifacts[name] for name in self.plan.ancestor_names(step)}
+                    artifact, cached = self.step_runner.run_step(step, ancestors, self._is_rebuilt(step.name))
                 self.trackers.log_cached(step.name, artifact)
-                seconds = time.monotonic() - started if seconds is None else seconds
+                seconds = time.monotonic() - start_time if seconds is None else seconds
                 self._score_and_report(step.name, artifact, cached, seconds)
                 self.trackers.summarize(self.report.data)
         except Exception as error:
@@ -329,8 +329,12 @@ class _PlanRunner:
 
     def _step_turn(self) -> AbstractContextManager[None]:
         """Return a context in which no other worker of this machine measures latency."""
-        turns = self.options.turns
-        return nullcontext() if turns is None else turns.step(self._report_waiting("next step"))
+        measurement_lock = self.options.turns
+        return (
+            nullcontext()
+            if measurement_lock is None
+            else measurement_lock.step(self._report_waiting("next step"))
+        )
 
     def _explain_error(self, error: Exception, step: str) -> SmeltError:
         """Return an error with a message for the user; log the traceback of unexpected errors."""
@@ -339,8 +343,8 @@ class _PlanRunner:
             self.store.require_present()
         except RunError as removed:  # the cause of whatever failed
             failure = removed
-        given = self.plan.local_model if step == MODEL_STEP else None
-        failure = with_user_paths(failure, self.store.root, given, self.artifacts)
+        model_path = self.plan.local_model if step == MODEL_STEP else None
+        failure = with_user_paths(failure, self.store.root, model_path, self.artifacts)
         for line in unexpected_traceback(error).splitlines():
             self.display.log_line(line)
         return failure
@@ -353,14 +357,18 @@ class _PlanRunner:
             CANNOT_RUN_HERE: self._unscored_reason(name, artifact),
             "scoring-disabled": None if self._is_scored(name) else _SCORING_DISABLED,
         }
-        if why := next(((code, reason) for code, reason in reasons.items() if reason), None):
+        if skip_reason := next(((code, reason) for code, reason in reasons.items() if reason), None):
             self.artifacts[name] = artifact
-            self.report.add_unscored_step(name, artifact, why, cached)
-            took = "from the store" if cached else duration(seconds)
+            self.report.add_unscored_step(name, artifact, skip_reason, cached)
+            duration_text = "from the store" if cached else duration(seconds)
             # a search scores after all steps are built
-            note = "" if self.options.label and why[0] == "scoring-disabled" else f"; not scored: {why[1]}"
+            skip_note = (
+                ""
+                if self.options.label and skip_reason[0] == "scoring-disabled"
+                else f"; not scored: {skip_reason[1]}"
+            )
             self.display.print_line(
-                f"{name}: {took}; {artifact.size_bytes / 1e6:.1f} MB{note}", brief=not cached
+                f"{name}: {duration_text}; {artifact.size_bytes / 1e6:.1f} MB{skip_note}", brief=not cached
             )
             return
         if name == (
@@ -374,14 +382,14 @@ class _PlanRunner:
         if name == self.plan.recipe.baseline and self.options.limit is None:
             self.add_warnings(few_windows_warnings(score["statistics"], self.plan.judged_on))
         if name == self.plan.recipe.baseline and self.scorer.needs_reference:
-            for other in [n for n in self.report.statistics if n != name]:  # scored before the baseline
-                completed = self._score(other, self.artifacts[other])
-                self.report.update_scores(other, self.artifacts[other], completed)
-                self.run_folder.write_scores(other, completed)
-        took = "from the store" if cached else duration(seconds)
-        first = "".join(f"{metric} {s['value']:.2f}, " for metric, s in [*score["quality"].items()][:1])
+            for scored_name in [n for n in self.report.statistics if n != name]:  # scored before the baseline
+                completed = self._score(scored_name, self.artifacts[scored_name])
+                self.report.update_scores(scored_name, self.artifacts[scored_name], completed)
+                self.run_folder.write_scores(scored_name, completed)
+        duration_text = "from the store" if cached else duration(seconds)
+        score_text = "".join(f"{metric} {s['value']:.2f}, " for metric, s in [*score["quality"].items()][:1])
         self.display.print_line(
-            f"{name}: {took}; {first}{artifact.size_bytes / 1e6:.1f} MB", brief=not cached
+            f"{name}: {duration_text}; {score_text}{artifact.size_bytes / 1e6:.1f} MB", brief=not cached
         )
 
     def _unscored_reason(self, name: str, artifact: Artifact) -> str | None:
@@ -391,8 +399,10 @@ class _PlanRunner:
         return _unscored_reason(artifact)
 
     def _is_scored(self, name: str) -> bool:
-        only = self.options.only
-        return self.options.scored and (only is None or name in only or name == self.plan.recipe.baseline)
+        selected = self.options.only
+        return self.options.scored and (
+            selected is None or name in selected or name == self.plan.recipe.baseline
+        )
 
     def _score(self, name: str, artifact: Artifact, on_test: bool = False) -> dict[str, Any]:
         self.display.start_work(f"{name}, scoring{' on test' if on_test else ''}")
@@ -406,21 +416,25 @@ class _PlanRunner:
         """Score the steps that were chosen on validation, and the baseline, on test."""
         if self.plan.judged_on == "test":
             return
-        every = self.artifacts | self.previous_artifacts
-        only = self.options.only
-        chosen = self.report.shortlisted_steps() if only is None else [self.plan.recipe.baseline, *only]
-        for name in (name for name in chosen if name in self.report.statistics):
+        all_artifacts = self.artifacts | self.previous_artifacts
+        selected = self.options.only
+        step_names = (
+            self.report.shortlisted_steps() if selected is None else [self.plan.recipe.baseline, *selected]
+        )
+        for name in (name for name in step_names if name in self.report.statistics):
             try:
                 with rust_panics_as_errors(), self._step_turn():
-                    score = self._score(name, every[name], on_test=True)
+                    score = self._score(name, all_artifacts[name], on_test=True)
             except Exception as error:
                 failure = self._explain_error(error, name)
                 self.report.add_test_failure(name, failure)
                 self.display.print_line(f"{name}: on test: {_log_text(failure)}")
                 continue
             self.report.add_test_scores(name, score)
-            first = "".join(f"{metric} {s['value']:.2f}" for metric, s in [*score["quality"].items()][:1])
-            self.display.print_line(f"{name}: on test {first}")
+            score_text = "".join(
+                f"{metric} {s['value']:.2f}" for metric, s in [*score["quality"].items()][:1]
+            )
+            self.display.print_line(f"{name}: on test {score_text}")
         self.report.judge_test_gates()
 
     def _cross_validate(self, count: int) -> None:
@@ -431,20 +445,20 @@ class _PlanRunner:
         recipe = self.plan.recipe.model_copy(update={"trackers": ()})
         plan = replace(self.plan, judged_on="test", recipe=recipe)
         options = replace(self.options, timed=False, on_test=False, pages=False, quiet=True, only=None)
-        found = []
-        for number, (rest, held) in enumerate(
+        fold_statistics = []
+        for number, (train_split, test_split) in enumerate(
             divide_folds(self.data["train"], count, self.plan.recipe.seed), 1
         ):
             self.display.start_work(f"fold {number} of {count}")
             folder = self.folder / "folds" / str(number)
             folder.mkdir(parents=True, exist_ok=True)
-            data = self.data | {"train": rest, "test": held}
+            data = self.data | {"train": train_split, "test": test_split}
             with (
                 register_run(self.store.root, folder),
                 closing(Display(folder / "log.txt", quiet=True)) as display,
             ):
-                one = replace(options, fold=(number, count))
-                fold = _PlanRunner(plan, one, data, data, folder, self.store, display)
+                fold_options = replace(options, fold=(number, count))
+                fold = _PlanRunner(plan, fold_options, data, data, folder, self.store, display)
                 fold.execute()
             if fold.report.status == "interrupted":
                 raise KeyboardInterrupt
@@ -452,10 +466,10 @@ class _PlanRunner:
                 if step["error"]:
                     text = f"fold {number}: {step['name']}: {step['error']['message']}"
                     self.add_warnings([warning(step["error"]["code"], text)])
-            found.append(fold.report.statistics)
+            fold_statistics.append(fold.report.statistics)
             scored = [f"{n} {self._first_value(fold, n)}" for n in fold.report.statistics]
             self.display.print_line(f"fold {number} of {count}: {', '.join(scored)}")
-        self.report.add_folds(summarize_folds(found, self.plan.recipe.baseline))
+        self.report.add_folds(summarize_folds(fold_statistics, self.plan.recipe.baseline))
 
     @staticmethod
     def _first_value(run: _PlanRunner, name: str) -> str:
@@ -492,20 +506,22 @@ class _PlanRunner:
 
         A failure only gives a warning.
         """
-        score, judged = self.plan.recipe.score, self.data[self.plan.judged_on]
-        every = self.artifacts | self.previous_artifacts
-        scored = {name: a for name, a in every.items() if name in self.report.statistics}
+        score, score_split = self.plan.recipe.score, self.data[self.plan.judged_on]
+        all_artifacts = self.artifacts | self.previous_artifacts
+        scored_artifacts = {name: a for name, a in all_artifacts.items() if name in self.report.statistics}
         parents = {step["name"]: step["parent"] for step in self.report.data["steps"]}
-        written = {name: scored[name] for name in scored if self.report.can_compare_tokens(name)}
+        text_outputs = {
+            name: scored_artifacts[name] for name in scored_artifacts if self.report.can_compare_tokens(name)
+        }
         layers = LayerComparisons(
-            self.plan.recipe, self.data.get("validation") or judged, score.sqnr_samples, parents
+            self.plan.recipe, self.data.get("validation") or score_split, score.sqnr_samples, parents
         )
-        tokens = TokenComparisons(self.plan.recipe, judged, score.kl_samples)
-        todo: list[tuple[BaselineComparison, str, str, dict[str, Artifact], OnCompared]] = [
-            (layers, "layers", "sqnr_samples", scored, self.report.add_layer_sqnr),
-            (tokens, "tokens", "kl_samples", written, self.report.add_token_divergence),
+        tokens = TokenComparisons(self.plan.recipe, score_split, score.kl_samples)
+        comparisons: list[tuple[BaselineComparison, str, str, dict[str, Artifact], OnCompared]] = [
+            (layers, "layers", "sqnr_samples", scored_artifacts, self.report.add_layer_sqnr),
+            (tokens, "tokens", "kl_samples", text_outputs, self.report.add_token_divergence),
         ]
-        for comparison, work, setting, steps, on_compared in todo:
+        for comparison, work, setting, steps, on_compared in comparisons:
             if not comparison.count or len(steps) < 2:
                 continue
             self.display.start_work(work)
@@ -526,30 +542,40 @@ class _PlanRunner:
 
     def _measure_latency(self) -> None:
         settings = self.plan.recipe.score.latency
-        every = self.artifacts | self.previous_artifacts
-        scored = {name: a for name, a in every.items() if name in self.report.statistics}
-        if not settings or self.plan.recipe.baseline not in scored:
+        all_artifacts = self.artifacts | self.previous_artifacts
+        scored_artifacts = {name: a for name, a in all_artifacts.items() if name in self.report.statistics}
+        if not settings or self.plan.recipe.baseline not in scored_artifacts:
             return
-        timed = {name: a for name, a in scored.items() if self._is_timed(name, settings)}
+        timed_artifacts = {name: a for name, a in scored_artifacts.items() if self._is_timed(name, settings)}
         self.display.start_work("latency")
         scores = LatencyScores(self.store, self.plan.recipe, self.data["test"])
-        fresh, known_alone = self._is_rebuilt("*"), frozenset(self.previous_artifacts)
+        is_rebuilt, previous_names = self._is_rebuilt("*"), frozenset(self.previous_artifacts)
         seconds = max(_MIN_LATENCY_SECONDS, sum(a.manifest.seconds for a in self.artifacts.values()))
-        baseline, turns, run = self.plan.recipe.baseline, self.options.turns, self.cluster_run
+        baseline, measurement_lock, run = self.plan.recipe.baseline, self.options.turns, self.cluster_run
         try:
             if run is not None and (
-                found := run.measure_latency(timed, baseline, fresh, known_alone, seconds)
+                latencies := run.measure_latency(
+                    timed_artifacts, baseline, is_rebuilt, previous_names, seconds
+                )
             ):
-                self._report_latency(found)
+                self._report_latency(latencies)
                 return
-            turns = run.turns if run is not None else turns
+            measurement_lock = run.turns if run is not None else measurement_lock
             # concurrent measurements disturb each other, and so does other work
             with ExitStack() as stack:
                 stack.enter_context(self.store.lock("latency", self._report_waiting("latency")))
-                if turns is not None:
-                    stack.enter_context(turns.measurement(partial(self.display.print_line, brief=True)))
+                if measurement_lock is not None:
+                    stack.enter_context(
+                        measurement_lock.measurement(partial(self.display.print_line, brief=True))
+                    )
                 scores.measure(
-                    timed, baseline, self.display.progress, fresh, known_alone, self._report_latency, seconds
+                    timed_artifacts,
+                    baseline,
+                    self.display.progress,
+                    is_rebuilt,
+                    previous_names,
+                    self._report_latency,
+                    seconds,
                 )
         except Exception as error:
             failure = self._explain_error(error, "latency")
@@ -558,12 +584,12 @@ class _PlanRunner:
 
     def _is_timed(self, name: str, settings: LatencySettings) -> bool:
         gates = (gate.metric for gate in self.plan.gates_of(name))
-        always = (
+        is_required = (
             name
             in {self.plan.recipe.baseline, *(self.options.only or ())}  # a search judges what it asks for
             or any(metric in SPEED_METRICS for metric in gates)
         )
-        return always or settings.is_timed(name, self.report.is_deployable(name))
+        return is_required or settings.is_timed(name, self.report.is_deployable(name))
 
     def _report_latency(self, measured: Mapping[str, Mapping[str, Any]]) -> None:
         """Write the latencies measured so far to the report, so that an interrupted run keeps them."""

@@ -84,12 +84,12 @@ class PlanCosts:
     @property
     def seconds(self) -> float | None:
         """Seconds of the run; None if a part is unknown."""
-        parts = [self.latency_seconds or 0.0]
+        durations = [self.latency_seconds or 0.0]
         for step in self.steps:
             if step.seconds is None or step.scoring_seconds is None:
                 return None
-            parts += [step.seconds, step.scoring_seconds]
-        return sum(parts)
+            durations += [step.seconds, step.scoring_seconds]
+        return sum(durations)
 
     @property
     def memory_bytes(self) -> int:
@@ -99,8 +99,8 @@ class PlanCosts:
     @property
     def disk_bytes(self) -> int:
         """Bytes of all new artifacts, and of the temporary files of one step."""
-        most = max((step.temporary_bytes for step in self.steps), default=0)
-        return sum(step.disk_bytes or 0 for step in self.steps) + most
+        max_temporary = max((step.temporary_bytes for step in self.steps), default=0)
+        return sum(step.disk_bytes or 0 for step in self.steps) + max_temporary
 
     @property
     def errors(self) -> list[Message]:
@@ -147,10 +147,10 @@ def predict_costs(
         _predict(estimate, base, speed, stored, [r for r in records if r.kind == estimate.kind])
         for estimate in estimates.values()
     )
-    found = PlanCosts(
+    costs = PlanCosts(
         steps, limits, messages=tuple(check_costs(plan, estimates, limits, stored)), unread=tuple(unread)
     )
-    return replace(found, latency_seconds=None if speed is None else _latency_seconds(plan, found))
+    return replace(costs, latency_seconds=None if speed is None else _latency_seconds(plan, costs))
 
 
 _MAX_RECORDS = 5  # of the same kind of step
@@ -168,9 +168,9 @@ def _predict(
     if f"{estimate.name}:score" in stored:
         scoring = {"scoring_seconds": 0.0, "scoring_memory_bytes": 0}
     elif score is not None:
-        known = score.work is not None and speed is not None
+        can_estimate = score.work is not None and speed is not None
         scoring = {
-            "scoring_seconds": speed.seconds(score.work) if known and speed and score.work else None,
+            "scoring_seconds": speed.seconds(score.work) if can_estimate and speed and score.work else None,
             "scoring_memory_bytes": score.memory_bytes + base,
         }
     if estimate.name in stored:
@@ -206,12 +206,14 @@ def _latency_seconds(plan: Plan, costs: PlanCosts) -> float | None:
     if not settings:
         return 0.0
     formats = {step.name: step.format for step in plan.steps if not step.unscored}
-    timed = [name for name, kind in formats.items() if settings.is_timed(name, kind != "torch")]
-    timed += [plan.recipe.baseline] if plan.recipe.baseline not in timed else []
-    each = 2 * settings.rounds * settings.min_round_ms / 1000
-    whole = len(timed) * (_WORKER_SECONDS + len(settings.batch_sizes) * min(each, settings.seconds))
+    timed_names = [name for name, kind in formats.items() if settings.is_timed(name, kind != "torch")]
+    timed_names += [plan.recipe.baseline] if plan.recipe.baseline not in timed_names else []
+    artifact_seconds = 2 * settings.rounds * settings.min_round_ms / 1000
+    total_seconds = len(timed_names) * (
+        _WORKER_SECONDS + len(settings.batch_sizes) * min(artifact_seconds, settings.seconds)
+    )
     stages = [step.seconds or 0.0 for step in costs.steps]
-    return min(whole, settings.max_minutes * 60 if settings.max_minutes else max(60.0, sum(stages)))
+    return min(total_seconds, settings.max_minutes * 60 if settings.max_minutes else max(60.0, sum(stages)))
 
 
 def plan_json(plan: Plan, costs: PlanCosts) -> dict[str, Any]:
@@ -244,10 +246,10 @@ def cost_lines(costs: PlanCosts) -> list[str]:
     """Return the table of predictions, at most 80 columns."""
     rows = [("step", "time", "memory", "disk", "scoring", "")]
     for step in costs.steps:
-        note = "" if step.source == "estimated" else step.source
+        source_text = "" if step.source == "estimated" else step.source
         rows.append(
             (step.name, _time(step.seconds), _size(step.memory_bytes), _size(step.disk_bytes),
-             _time(step.scoring_seconds), note)
+             _time(step.scoring_seconds), source_text)
         )  # fmt: skip
     if costs.latency_seconds:
         rows.append(("latency", _time(costs.latency_seconds), "", "", "", ""))
@@ -284,7 +286,7 @@ _MAX_MANIFESTS = 200  # the newest artifacts of a store whose records are read
 
 def machine_limits(folder: Path) -> MachineLimits:
     """Return the memory of this machine, and the free disk of `folder` or its nearest existing parent."""
-    existing = next(place for place in (folder, *folder.absolute().parents) if place.is_dir())
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     return MachineLimits(
         memory_bytes=memory_limit_bytes(),
         free_bytes=available_bytes(),
@@ -302,8 +304,8 @@ class _PlannedStore(Store):
 
     def find(self, key: str, hint: str = "") -> Artifact | None:
         """Return the artifact with this key; one of the remote store has no files here."""
-        if (found := super().find(key, hint)) is not None:
-            return found
+        if (artifact := super().find(key, hint)) is not None:
+            return artifact
         with self._using_remote() as remote:
             manifest = None if remote is None else remote.read_manifest(key)
             return None if manifest is None else Artifact(self.root / "artifacts" / key, manifest)
@@ -332,10 +334,10 @@ class _Lookup(StepRunner):
         self, name: str, key: str, fresh: bool, make: Callable[[Path], Artifact]
     ) -> tuple[Artifact, bool]:
         """Return the artifact `key` from the store; raise `_NotStoredError` if it is not there."""
-        found = self.store.find(key)
-        if found is None:
+        artifact = self.store.find(key)
+        if artifact is None:
             raise _NotStoredError
-        return found, True
+        return artifact, True
 
 
 def stored_steps(plan: Plan, data: Mapping[str, Split], store: Store) -> set[str]:
@@ -348,35 +350,35 @@ def stored_steps(plan: Plan, data: Mapping[str, Split], store: Store) -> set[str
     """
     display, recipe, graph = Display(None, quiet=True), plan.recipe, plan.onnx_model
     scorer = recipe_scorer(recipe, store)
-    made = recipe_step_runner(recipe, store, data, scorer, display)
-    lookup = _Lookup(**{name: getattr(made, name) for name in StepRunner.__dataclass_fields__})
+    step_runner = recipe_step_runner(recipe, store, data, scorer, display)
+    lookup = _Lookup(**{name: getattr(step_runner, name) for name in StepRunner.__dataclass_fields__})
     artifacts: dict[str, Artifact] = {}
     # what is wrong with model, data or a stored file is reported by the run
     with suppress(_NotStoredError, SmeltError):
         if graph is not None and graph.tokenizer_folder is None:
             artifacts[MODEL_STEP] = import_onnx_model(lookup, graph, data, False)[0]
         else:
-            settled = resolve_task(plan, data, scorer.metrics)
-            scorer = replace(scorer, metrics=settled.metrics)
+            resolved = resolve_task(plan, data, scorer.metrics)
+            scorer = replace(scorer, metrics=resolved.metrics)
             lookup = replace(lookup, validation_scorer=scorer)
             if graph is not None:
-                found = import_onnx_model(lookup, graph, data, False, settled.task_setup)
+                first_result = import_onnx_model(lookup, graph, data, False, resolved.task_setup)
             elif isinstance(recipe.model, str):
-                found = import_user_model(lookup, settled.folder, settled.task_setup, False)
+                first_result = import_user_model(lookup, resolved.folder, resolved.task_setup, False)
             else:
-                found = make_untrained_model(lookup, recipe, settled.task_setup, False)
-            artifacts[MODEL_STEP] = found[0]
+                first_result = make_untrained_model(lookup, recipe, resolved.task_setup, False)
+            artifacts[MODEL_STEP] = first_result[0]
     for step in plan.steps if artifacts else ():
         if all(name in artifacts for name in step.dependencies):
             with suppress(_NotStoredError, SmeltError):
-                above = {name: artifacts[name] for name in plan.ancestor_names(step)}
-                artifacts[step.name] = lookup.run_step(step, above, False)[0]
+                ancestors = {name: artifacts[name] for name in plan.ancestor_names(step)}
+                artifacts[step.name] = lookup.run_step(step, ancestors, False)[0]
     scorer = replace(scorer, reference=artifacts.get(recipe.baseline)) if scorer.needs_reference else scorer
-    judged = data.get(plan.judged_on)
+    score_split = data.get(plan.judged_on)
     scored = {
         f"{name}:score"
         for name, artifact in artifacts.items()
-        if judged is not None and scorer.cached_score(artifact, judged) is not None
+        if score_split is not None and scorer.cached_score(artifact, score_split) is not None
     }
     return {*artifacts, *scored}
 
@@ -417,18 +419,21 @@ def plan_costs(
     folder = (out or Path("runs") / plan.path.stem).resolve()
     remote = open_remote_store(store) if isinstance(store, str) else None
     root = store if isinstance(store, Path) else default_store(folder)[0]
-    data, unread = dict(plan.splits), [n for n in plan.recipe.data.split_sources() if n not in plan.splits]
+    data, unread_splits = (
+        dict(plan.splits),
+        [n for n in plan.recipe.data.split_sources() if n not in plan.splits],
+    )
     stored, failures = set[str](), list[Message]()
-    filled = (root / "artifacts").is_dir() and any((root / "artifacts").iterdir())
-    if filled or remote is not None:
+    has_artifacts = (root / "artifacts").is_dir() and any((root / "artifacts").iterdir())
+    if has_artifacts or remote is not None:
         with ExitStack() as stack, suppress(SmeltError):  # errors in large files are reported by the run
-            data, unread = plan.read_data(), []
-            local = root if filled else Path(stack.enter_context(TemporaryDirectory()))
-            stored = stored_steps(plan, data, _PlannedStore(local, remote, failures.append))
+            data, unread_splits = plan.read_data(), []
+            local_root = root if has_artifacts else Path(stack.enter_context(TemporaryDirectory()))
+            stored = stored_steps(plan, data, _PlannedStore(local_root, remote, failures.append))
     estimates, limits = estimate_steps(plan, data), machine_limits(root)
-    place = next(place for place in (root, *root.absolute().parents) if place.is_dir())
+    path = next(path for path in (root, *root.absolute().parents) if path.is_dir())
     try:
-        speed = machine_speed(plan.recipe.threads, place, measure)
+        speed = machine_speed(plan.recipe.threads, path, measure)
         if speed.is_disturbed:
             text = (
                 "Other work ran while the speed of this machine was measured, so predicted times may be too"
@@ -443,8 +448,10 @@ def plan_costs(
     if text := moved_run_text(folder, root):
         failures.append(warning("moved-run", text))
     records = step_records(root, plan.recipe.threads)
-    found = predict_costs(plan, estimates, limits, speed, stored=stored, records=records, unread=unread)
-    return replace(found, messages=(*found.messages, *failures))
+    costs = predict_costs(
+        plan, estimates, limits, speed, stored=stored, records=records, unread=unread_splits
+    )
+    return replace(costs, messages=(*costs.messages, *failures))
 
 
 def estimate_run(
@@ -466,9 +473,9 @@ def estimate_run(
     estimates, limits = estimate_steps(plan, data), machine_limits(store.root)
     if node_bytes is not None:
         limits = replace(limits, memory_bytes=sys.maxsize, free_bytes=node_bytes, device_bytes=None)
-    found = check_costs(plan, estimates, limits, file=str(plan.path))
-    if found and not rebuild:
+    messages = check_costs(plan, estimates, limits, file=str(plan.path))
+    if messages and not rebuild:
         stored = stored_steps(plan, data, store)
-        found = check_costs(plan, estimates, limits, stored, str(plan.path))
-    require_fitting(found)
-    return estimates, found
+        messages = check_costs(plan, estimates, limits, stored, str(plan.path))
+    require_fitting(messages)
+    return estimates, messages

@@ -137,8 +137,8 @@ _AGREEMENT_COLUMNS = {
 
 def step_row(step: Mapping[str, Any]) -> dict[str, Any]:
     """Return a step of a report as a flat row."""
-    same = ("stage", "parent", "status", "format", "target", "parameters", "size_bytes")
-    row: dict[str, Any] = {"step": step["name"], **{name: step[name] for name in same}}
+    copied_keys = ("stage", "parent", "status", "format", "target", "parameters", "size_bytes")
+    row: dict[str, Any] = {"step": step["name"], **{name: step[name] for name in copied_keys}}
     for metric, score in (step["quality"] or {}).items():
         row[metric] = score["value"]
         if test := (step["against_baseline"] or {}).get(metric):
@@ -152,9 +152,9 @@ def step_row(step: Mapping[str, Any]) -> dict[str, Any]:
             row[_AGREEMENT_COLUMNS[name]] = value
     if (layers := step.get("layer_sqnr")) and layers["output_sqnr_db"] is not None:
         row["output_sqnr_db"] = layers["output_sqnr_db"]
-    for timed in step["latency"] or []:
-        row[f"latency_ms_{timed['batch_size']}"] = timed["p50_ms"]
-        row[f"speedup_{timed['batch_size']}"] = timed["speedup"]
+    for latency in step["latency"] or []:
+        row[f"latency_ms_{latency['batch_size']}"] = latency["p50_ms"]
+        row[f"speedup_{latency['batch_size']}"] = latency["speedup"]
     return row
 
 
@@ -210,11 +210,11 @@ class Result:
             InputError: no such step, or it has no artifact.
         """
         folder = self.folder / "artifacts" / step
-        given = [s["name"] for s in self.report["steps"] if s["artifact"]]
-        if step not in given or not folder.is_dir():
-            known = ", ".join(given)
+        available = [s["name"] for s in self.report["steps"] if s["artifact"]]
+        if step not in available or not folder.is_dir():
+            names = ", ".join(available)
             raise InputError(
-                f"no artifact of a step '{step}'. Available steps: {known}.{did_you_mean(step, given)}",
+                f"no artifact of a step '{step}'. Available steps: {names}.{did_you_mean(step, available)}",
                 code="no-artifact",
             )
         return folder
@@ -238,10 +238,10 @@ def write_report(
     write_atomically(folder / "report.html", render_html(report, with_charts))
     write_atomically(folder / "report.csv", report_csv(report))
     if with_charts:
-        drawn = chart_files(validate_report(report))
-        for name in set(CHART_FILES) - drawn.keys():
+        charts = chart_files(validate_report(report))
+        for name in set(CHART_FILES) - charts.keys():
             (folder / name).unlink(missing_ok=True)
-        for name, content in drawn.items():
+        for name, content in charts.items():
             write_atomically(folder / name, content)
 
 
@@ -257,17 +257,17 @@ def summary_lines(result: Result) -> Sequence[str]:
     lines = [render_table(result.report), "", f"Report: {_short_path(result.folder / 'report.html')}"]
     report = validate_report(result.report)
     links = [result.folder / "artifacts" / step.name for step in report.steps if step.artifact]
-    broken = ((link, problem) for link in links if (problem := broken_link_problem(link)) is not None)
-    if (found := next(broken, None)) is not None:  # no command with these artifacts would work
-        return [*lines, f"{_short_path(found[0])}: {found[1][1]}"]
+    problems = ((link, problem) for link in links if (problem := broken_link_problem(link)) is not None)
+    if (first_problem := next(problems, None)) is not None:  # no command with these artifacts would work
+        return [*lines, f"{_short_path(first_problem[0])}: {first_problem[1][1]}"]
     step = next((step for step in report.steps if report.verdict and step.name == report.verdict.step), None)
     if step is None:
         return lines
     folder = _short_path(result.folder / "artifacts" / step.name)
-    what = find_task(report).command_input
+    example_input = find_task(report).command_input
     return [
         *lines,
-        f"Try it: smelt predict {shlex.quote(folder)} {what}",
+        f"Try it: smelt predict {shlex.quote(folder)} {example_input}",
         f"Ship it: {ship_command(report, step, folder)}",
     ]
 
@@ -335,10 +335,10 @@ def open_store(
         store = Store(place)
         return store, moved_run_text(folder, store.root)
     remote = None if place is None else open_remote_store(place)
-    local, note = (cache, "") if cache else default_store(folder)
-    store = _open_default_store(local, remote, folder)
+    local_root, store_note = (cache, "") if cache else default_store(folder)
+    store = _open_default_store(local_root, remote, folder)
     store.pushes_checkpoints = push_checkpoints
-    return store, note if remote is not None else note or moved_run_text(folder, store.root)
+    return store, store_note if remote is not None else store_note or moved_run_text(folder, store.root)
 
 
 def _open_default_store(local: Path, remote: RemoteStore | None, folder: Path) -> Store:
@@ -360,17 +360,17 @@ def default_store(folder: Path) -> tuple[Path, str]:
 
     The default is the nearest `.store` of the same user in a parent folder, else `.store` next to the run.
     """
-    for above in folder.parents:
-        root = above / ".store"
-        if all((root / part).is_dir() for part in ("artifacts", "scores")) and _is_owned(root):
+    for parent in folder.parents:
+        root = parent / ".store"
+        if all((root / subfolder).is_dir() for subfolder in ("artifacts", "scores")) and _is_owned(root):
             return root, ""
     root = folder.parent / ".store"
-    usual = Path("runs", ".store").resolve()
-    if not usual.is_dir():
+    local = Path("runs", ".store").resolve()
+    if not local.is_dir():
         return root, ""
     return root, (
-        f"Using a new store in {root}; artifacts of runs in {usual.parent} are not reused. To share them, use"
-        f" --store {usual}."
+        f"Using a new store in {root}; artifacts of runs in {local.parent} are not reused. To share them, use"
+        f" --store {local}."
     )
 
 
@@ -400,13 +400,13 @@ def register_run(store: Path, folder: Path) -> Iterator[None]:
     if not os.access(store / "tmp", os.W_OK):
         yield
         return
-    note = _run_record(store, folder)
-    note.parent.mkdir(exist_ok=True)
+    record_path = _run_record(store, folder)
+    record_path.parent.mkdir(exist_ok=True)
     with ExitStack() as stack:
         with cleaning_lock(store):  # waits until a running `smelt store clean` has finished
-            if read_hashed_json(note) is None:
-                write_hashed_json(note, {"folder": str(folder)})
-            stack.enter_context(heartbeat(note.with_suffix(OWNER_SUFFIX)))
+            if read_hashed_json(record_path) is None:
+                write_hashed_json(record_path, {"folder": str(folder)})
+            stack.enter_context(heartbeat(record_path.with_suffix(OWNER_SUFFIX)))
         yield
 
 
@@ -431,16 +431,16 @@ def cleaning_lock(store: Path) -> AbstractContextManager[None]:
 def list_runs(store: Path) -> list[StoreRun]:
     """Return the known runs that use the store at `store`, sorted by folder."""
     folders = {path.parent.resolve() for path in store.parent.glob("*/artifacts") if path.is_dir()}
-    busy = set()
-    for note in sorted((store / "runs").glob("*.json")):
-        if (record := read_hashed_json(note)) is None:
+    active_folders = set()
+    for record_path in sorted((store / "runs").glob("*.json")):
+        if (record := read_hashed_json(record_path)) is None:
             continue  # see `damaged_run_records`
         folder = Path(record["folder"])
         folders.add(folder)
-        marker = note.with_suffix(OWNER_SUFFIX)
+        marker = record_path.with_suffix(OWNER_SUFFIX)
         if marker.exists() and is_active(marker):
-            busy.add(folder)
-    runs = [StoreRun(folder, linked_keys(store, folder), folder in busy) for folder in folders]
+            active_folders.add(folder)
+    runs = [StoreRun(folder, linked_keys(store, folder), folder in active_folders) for folder in folders]
     return sorted((run for run in runs if run.steps or run.busy), key=lambda run: str(run.folder))
 
 
@@ -450,18 +450,22 @@ def _run_record(store: Path, folder: Path) -> Path:
 
 def damaged_run_records(store: Path) -> list[Path]:
     """Return the records of runs that cannot be read, so that the folders of these runs are unknown."""
-    return [note for note in sorted((store / "runs").glob("*.json")) if read_hashed_json(note) is None]
+    return [
+        record_path
+        for record_path in sorted((store / "runs").glob("*.json"))
+        if read_hashed_json(record_path) is None
+    ]
 
 
 def linked_keys(store: Path, folder: Path) -> dict[str, str]:
     """Return the keys of the artifacts in `store` that a run links to, by step, including missing ones."""
-    place = (store / "artifacts").resolve()
-    found = {}
+    artifacts_folder = (store / "artifacts").resolve()
+    keys = {}
     for link in sorted((folder / "artifacts").glob("*")):
         target = link.resolve()
-        if link.is_symlink() and target.parent == place:
-            found[link.name] = target.name
-    return found
+        if link.is_symlink() and target.parent == artifacts_folder:
+            keys[link.name] = target.name
+    return keys
 
 
 _LOG_FILE = "log.txt"
@@ -476,11 +480,11 @@ def require_run_folder(folder: Path) -> None:
     Raises:
         InputError: it is not (`not-a-run`).
     """
-    names = {place.name for place in folder.iterdir()} if folder.is_dir() else set()
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if names - _INITIAL_FILES and not names >= {_LOG_FILE, "recipe.yaml"}:
-        some = ", ".join(sorted(names - _INITIAL_FILES)[:3])
+        shown = ", ".join(sorted(names - _INITIAL_FILES)[:3])
         raise InputError(
-            f"{folder}: not empty and not the folder of a run (contains {some}). A run would overwrite its"
+            f"{folder}: not empty and not the folder of a run (contains {shown}). A run would overwrite its"
             " files. Choose another folder with --out.",
             code="not-a-run",
         )
@@ -519,15 +523,15 @@ class RunFolder:
         if not self.previous_keys:  # else the report describes kept artifacts until this run replaces it
             for name in _REPORT_FILES:
                 (self.path / name).unlink(missing_ok=True)
-        for part in partial_files(self.path):
-            part.unlink(missing_ok=True)  # left by a killed run; this run has the folder locked
+        for partial_path in partial_files(self.path):
+            partial_path.unlink(missing_ok=True)  # left by a killed run; this run has the folder locked
         copy_custom_metrics(plan.recipe.score.quality, plan.recipe.base, self.path)
         write_atomically(self.path / "recipe.yaml", plan.portable_recipe())
 
     def write_scores(self, name: str, score: Mapping[str, Any]) -> None:
         """Write the statistics per sample and the outputs of a scored step, for `smelt compare`."""
-        kept = {key: score[key] for key in ("statistics", "predictions", "labels") if key in score}
-        content = gzip.compress(json.dumps(kept, ensure_ascii=False).encode("utf-8"), mtime=0)
+        values = {key: score[key] for key in ("statistics", "predictions", "labels") if key in score}
+        content = gzip.compress(json.dumps(values, ensure_ascii=False).encode("utf-8"), mtime=0)
         write_atomically(self.path / SCORES_FOLDER / f"{name}.json.gz", content)
 
     def link_artifact(self, name: str, artifact: Artifact) -> None:
@@ -536,10 +540,10 @@ class RunFolder:
         link.parent.mkdir(exist_ok=True)
         if link.is_dir() and not link.is_symlink():
             shutil.rmtree(link)
-        new = link.with_name(f".{name}.part")
-        new.unlink(missing_ok=True)
-        os.symlink(os.path.relpath(artifact.path, link.parent), new)
-        os.replace(new, link)
+        new_link = link.with_name(f".{name}.part")
+        new_link.unlink(missing_ok=True)
+        os.symlink(os.path.relpath(artifact.path, link.parent), new_link)
+        os.replace(new_link, link)
 
     def remove_old_links(self, names: Iterable[str]) -> None:
         """Remove the links of an earlier run except those of the steps `names` and of excluded steps."""
@@ -562,24 +566,24 @@ class RunFolder:
             shop: step runner of this run.
             done: artifacts of this run, by step.
         """
-        known, kept, stale = dict(done), dict[str, Artifact](), set[str]()
+        available, previous, stale_names = dict(done), dict[str, Artifact](), set[str]()
         for step in plan.excluded_steps:
-            missing = [name for name in step.dependencies if name not in known]
+            missing = [name for name in step.dependencies if name not in available]
             if missing:
-                stale |= {step.name} if stale.intersection(missing) else set()
+                stale_names |= {step.name} if stale_names.intersection(missing) else set()
                 continue
-            found = None
-            if shop.step_key(step, known) == self.previous_keys.get(step.name):
-                found = _find_artifact(shop, self.previous_keys[step.name])
-            if found is None:
-                stale.add(step.name)
+            artifact = None
+            if shop.step_key(step, available) == self.previous_keys.get(step.name):
+                artifact = _find_artifact(shop, self.previous_keys[step.name])
+            if artifact is None:
+                stale_names.add(step.name)
             else:
-                known[step.name] = kept[step.name] = found
-        for name in stale:
+                available[step.name] = previous[step.name] = artifact
+        for name in stale_names:
             self.previous_keys.pop(name, None)
             (self.path / "artifacts" / name).unlink(missing_ok=True)
             (self.path / SCORES_FOLDER / f"{name}.json.gz").unlink(missing_ok=True)
-        return kept
+        return previous
 
 
 def _find_artifact(step_runner: StepRunner, key: str) -> Artifact | None:

@@ -99,9 +99,9 @@ class Scorer:
         from smelt.runtimes.registry import open_runner
 
         # several processes that score together decide alike
-        kept = from_first(lambda: self.cached_score(artifact, split))
-        if kept is not None:
-            return kept
+        cached = from_first(lambda: self.cached_score(artifact, split))
+        if cached is not None:
+            return cached
         with open_runner(artifact, self.threads, self.device) as runner:
             too_long = task_spec(self.task).count_truncated(runner, split.examples, self.generation)
             if too_long and self.truncation == "error":
@@ -118,9 +118,9 @@ class Scorer:
                 scored["signature"] += f"|device:{runner.device}"
         warnings: list[Message] = [*value.get("warnings", ()), *_device_warnings(artifact, value["device"])]
         if too_long:
-            were = "was" if too_long == 1 else "were"
+            verb = "was" if too_long == 1 else "were"
             text = (
-                f"{too_long} of {len(split)} texts {were} longer than the model's limit and {were} truncated."
+                f"{too_long} of {len(split)} texts {verb} longer than the model's limit and {verb} truncated."
             )
             warnings.insert(0, warning("truncated-texts", text))
         value["warnings"] = messages_to_json(warnings)
@@ -130,12 +130,12 @@ class Scorer:
 
     def cached_score(self, artifact: Artifact, split: Split) -> dict[str, Any] | None:
         """Return the stored score of the same artifact, samples and settings; None if there is none."""
-        kept = self.store.read_score(self._key(artifact, split))
-        if kept is None:
+        stored = self.store.read_score(self._key(artifact, split))
+        if stored is None:
             return None
         # in the recipe's order: the first metric is the main one
-        quality = {name: kept["quality"][name] for name in self.metrics if name in kept["quality"]}
-        return {**kept, "quality": quality}
+        quality = {name: stored["quality"][name] for name in self.metrics if name in stored["quality"]}
+        return {**stored, "quality": quality}
 
     def key_conditions(self) -> dict[str, Any]:
         """Return what a score depends on, apart from artifact, samples and runtime, as JSON values."""
@@ -143,7 +143,7 @@ class Scorer:
             "version": SCORE_VERSION,
             "generation": self.generation.model_dump() if task_traits(self.task).output == "text" else None,
             "batch_size": self.batch_size,
-            "metric_settings": {name: dict(given) for name, given in self.metric_settings.items()},
+            "metric_settings": {name: dict(settings) for name, settings in self.metric_settings.items()},
             "metric_files": self._metric_files,
             "truncation": self.truncation,
             "libraries": package_versions(self._metric_libraries),
@@ -151,21 +151,23 @@ class Scorer:
 
     @property
     def _metric_libraries(self) -> tuple[str, ...]:
-        found = {library for name in self.metrics for library in find_metric(name).libraries}
-        return tuple(sorted(found))
+        libraries = {library for name in self.metrics for library in find_metric(name).libraries}
+        return tuple(sorted(libraries))
 
     @cached_property
     def _metric_files(self) -> dict[str, str]:
         """The fingerprints of metrics that depend on files: a user's module, the model of BERTScore."""
         from smelt.evaluate.custom_metric import load_custom_metric
 
-        prints: dict[str, str | None] = {}
+        fingerprints: dict[str, str | None] = {}
         for name in self.metrics:
             if is_custom_metric(name):
-                prints[name] = load_custom_metric(name, self.base).source_hash
+                fingerprints[name] = load_custom_metric(name, self.base).source_hash
             else:
-                prints[name] = find_metric(name).fingerprint(self.metric_settings.get(name, {}), self.base)
-        return {name: value for name, value in prints.items() if value is not None}
+                fingerprints[name] = find_metric(name).fingerprint(
+                    self.metric_settings.get(name, {}), self.base
+                )
+        return {name: value for name, value in fingerprints.items() if value is not None}
 
     def _key(self, artifact: Artifact, split: Split) -> str:
         runtime = find_runtime(artifact.format, artifact.manifest.details.get("target"))
@@ -191,9 +193,14 @@ class Scorer:
         from smelt.runtimes.predict_texts import generate_texts
 
         texts = [e.text for e in split.examples]
-        stopped: list[tuple[int, int]] = []
+        truncations: list[tuple[int, int]] = []
         predictions = generate_texts(
-            runner, texts, self.generation, self.batch_size, progress, lambda *found: stopped.append(found)
+            runner,
+            texts,
+            self.generation,
+            self.batch_size,
+            progress,
+            lambda *found: truncations.append(found),
         )
         references = [e.references for e in split.examples]
         language = read_text_rules(runner.folder).target_language
@@ -210,15 +217,17 @@ class Scorer:
                 self.device,
             )
         sources = [example.text for example in split.examples]
-        scores |= self._own_scores(predictions, [list(each) for each in references], sources, split)
+        scores |= self._own_scores(
+            predictions, [list(references_of_text) for references_of_text in references], sources, split
+        )
         scores |= self._score_agreement(runner, predictions, split, progress)
         value = {
             **_split_scores({name: scores[name] for name in self.metrics if name in scores}),
             "predictions": predictions,
             "outputs": count_degenerate(
-                predictions, references, sum(count for count, _ in stopped)
+                predictions, references, sum(count for count, _ in truncations)
             ).model_dump(),
-            "warnings": _truncated_output_warnings(stopped, len(texts)),
+            "warnings": _truncated_output_warnings(truncations, len(texts)),
         }
         for scored in value["quality"].values():
             scored["signature"] += f"|{resolve_generation(self.generation, runner).describe()}"
@@ -230,14 +239,16 @@ class Scorer:
         """Return the scores by the user's custom metrics (see `smelt.evaluate.custom_metric`)."""
         from smelt.evaluate.custom_metric import load_custom_metric, score_custom_metric
 
-        places = [f"{split.origin}:{e.line or e.row or at}" for at, e in enumerate(split.examples, 1)]
+        locations = [
+            f"{split.origin}:{e.line or e.row or number}" for number, e in enumerate(split.examples, 1)
+        ]
         return {
             name: score_custom_metric(
                 load_custom_metric(name, self.base),
                 predictions,
                 references,
                 sources,
-                places,
+                locations,
                 not is_lower_better(name, self.metric_settings),
             )
             for name in self.metrics
@@ -245,8 +256,8 @@ class Scorer:
         }
 
     def _score_generated(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
-        written = (*TEXT_METRICS, AGREEMENT_METRIC)
-        generated = any(name in written or is_custom_metric(name) for name in self.metrics)
+        text_metrics = (*TEXT_METRICS, AGREEMENT_METRIC)
+        generated = any(name in text_metrics or is_custom_metric(name) for name in self.metrics)
         value = self._score_texts(runner, split, progress) if generated else None
         value = value or {"quality": {}, "statistics": {}, "predictions": []}
         scores: dict[str, MetricScore] = {}
@@ -256,10 +267,10 @@ class Scorer:
         of_choices = [name for name in self.metrics if name in metrics_of(ChoiceSamples)]
         if of_choices and split.has_choices:
             scores |= _choice_scores(of_choices, runner, split, self.batch_size, progress)
-        for part, added in _split_scores(scores).items():
-            value[part] |= added
-        for part in ("quality", "statistics"):  # in the recipe's order
-            value[part] = {name: value[part][name] for name in self.metrics if name in value[part]}
+        for section, added in _split_scores(scores).items():
+            value[section] |= added
+        for section in ("quality", "statistics"):  # in the recipe's order
+            value[section] = {name: value[section][name] for name in self.metrics if name in value[section]}
         return value
 
     def _score_windows(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
@@ -271,10 +282,16 @@ class Scorer:
         tokenizer = load_tokenizer(runner.folder)
         text = cut_windows(split, tokenizer, max_input_length(tokenizer, runner.config))
         losses = window_nll(runner, text, self.batch_size, progress)
-        whole = join_texts(split)  # a trimmed vocabulary tokenizes the same text differently
-        words = runner.config.get("vocab_size")
+        joined_text = join_texts(split)  # a trimmed vocabulary tokenizes the same text differently
+        vocab_size = runner.config.get("vocab_size")
         scores = score_windows(
-            self.metrics, losses, text.scored_tokens, text.scored_bytes, text.signature, whole, words
+            self.metrics,
+            losses,
+            text.scored_tokens,
+            text.scored_bytes,
+            text.signature,
+            joined_text,
+            vocab_size,
         )
         return _split_scores(scores)
 
@@ -287,9 +304,11 @@ class Scorer:
         if metrics:  # check labels before running the model
             check_labels(split.examples, names, problem, split.origin)
         logits = class_logits(runner, split.examples, self.batch_size, progress)
-        standard = [metric for metric in metrics if not is_custom_metric(metric)]
-        scores, predictions = score_classifier(standard, runner.config, logits, split, self.metric_settings)
-        if len(standard) < len(metrics):
+        builtin_metrics = [metric for metric in metrics if not is_custom_metric(metric)]
+        scores, predictions = score_classifier(
+            builtin_metrics, runner.config, logits, split, self.metric_settings
+        )
+        if len(builtin_metrics) < len(metrics):
             sources = [e.text if e.text_pair is None else [e.text, e.text_pair] for e in split.examples]
             scores |= self._own_scores(predictions, gold_outputs(runner.config, split), sources, split)
         scores |= self._score_agreement(runner, predictions, split, progress)
@@ -356,26 +375,26 @@ class Scorer:
 
         assert split.arrays is not None
         assert self.reference is not None  # a run scores the original first, `smelt eval` requires it
-        got = outputs_by_sample(runner, split.arrays, self.batch_size, progress)
+        outputs = outputs_by_sample(runner, split.arrays, self.batch_size, progress)
         key = json_hash([self.reference.key, split.fingerprint])
         if self.reference.path == runner.folder:
-            self.reference_cache[key] = got
+            self.reference_cache[key] = outputs
         elif key not in self.reference_cache:
             self.reference_cache[key] = self._reference_outputs(self.reference, split, progress)
-        require_finite_outputs(got, self.reference_cache[key], split.arrays.per_sample)
+        require_finite_outputs(outputs, self.reference_cache[key], split.arrays.per_sample)
         scores = score_outputs(
             self.metrics,
-            got,
+            outputs,
             self.reference_cache[key],
             self.reference.key,
             split.fingerprint,
             _class_axes(self.reference),
         )
-        why = low_agreement_reason(got, self.reference_cache[key], split.arrays.per_sample)
+        reason = low_agreement_reason(outputs, self.reference_cache[key], split.arrays.per_sample)
         return {
             **_split_scores(scores),
             "predictions": [],
-            "warnings": [warning("non-finite-outputs", why)] if why else [],
+            "warnings": [warning("non-finite-outputs", reason)] if reason else [],
         }
 
     def _reference_outputs(self, reference: Artifact, split: Split, progress: Progress) -> Any:
@@ -428,10 +447,12 @@ def _response_scores(
 
     tools = runner.text
     pairs = [(example.text, example.references[0]) for example in split.examples]
-    encoded = [row for (row,) in encode_responses(pairs, tools.tokenizer, every_turn=False)]
-    rows = [fit_response(row, tools.max_input_length, tools.tokenizer.bos_token_id) for row in encoded]
-    tokens = [row.num_last_targets for row in rows]
-    losses = last_tokens_nll(runner, [row.ids for row in rows], tokens, batch_size)
+    encoded = [response for (response,) in encode_responses(pairs, tools.tokenizer, every_turn=False)]
+    fitted = [
+        fit_response(response, tools.max_input_length, tools.tokenizer.bos_token_id) for response in encoded
+    ]
+    tokens = [response.num_last_targets for response in fitted]
+    losses = last_tokens_nll(runner, [response.ids for response in fitted], tokens, batch_size)
     sizes = [len(reference.encode()) for _, reference in pairs]
     return score_responses(metrics, losses, tokens, sizes, pairs, runner.config.get("vocab_size"))
 
@@ -447,15 +468,22 @@ def _choice_scores(
     tools = runner.text
     pairs = [(example.text, choice) for example in split.examples for choice in example.choices]
     encoded = encode_responses(pairs, tools.tokenizer, every_turn=False, with_end=False)
-    rows = [fit_response(row, tools.max_input_length, tools.tokenizer.bos_token_id) for (row,) in encoded]
-    found = iter(
+    fitted = [
+        fit_response(response, tools.max_input_length, tools.tokenizer.bos_token_id)
+        for (response,) in encoded
+    ]
+    choice_losses = iter(
         last_tokens_nll(
-            runner, [row.ids for row in rows], [row.num_last_targets for row in rows], batch_size, progress
+            runner,
+            [response.ids for response in fitted],
+            [response.num_last_targets for response in fitted],
+            batch_size,
+            progress,
         )
     )
     choices = [example.choices for example in split.examples]
     answers = [example.answer or 0 for example in split.examples]
-    losses = [[next(found) for _ in texts] for texts in choices]
+    losses = [[next(choice_losses) for _ in texts] for texts in choices]
     examples = [[e.text, list(e.choices), e.answer] for e in split.examples]
     return score_choices(metrics, losses, choices, answers, examples)
 
@@ -498,19 +526,19 @@ def _device_warnings(artifact: Artifact, device: str) -> list[Message]:
         ]
     if device != "cpu" or target != "ort-cuda":
         return []
-    half = details.get("dtype") == "fp16"
-    how = ", where ONNX Runtime computes most float16 operators in float32" if half else ""
-    why = f" ({NO_PROVIDER})" if cuda_device_count() else ""
+    is_fp16 = details.get("dtype") == "fp16"
+    effect = ", where ONNX Runtime computes most float16 operators in float32" if is_fp16 else ""
+    reason_text = f" ({NO_PROVIDER})" if cuda_device_count() else ""
     return [
         warning(
             "other-device",
-            f"This graph is for CUDA but was run on the CPU{how}. Scores and latency may differ on a"
-            f" GPU{why}.",
+            f"This graph is for CUDA but was run on the CPU{effect}. Scores and latency may differ on a"
+            f" GPU{reason_text}.",
         )
     ]
 
 
 def pair_scores(split: Split) -> list[float] | None:
     """Return the similarity scores of the pairs in `split`; None if they have no scores."""
-    found = [float(e.label) for e in split.examples if isinstance(e.label, float)]
-    return found if split.has_labels else None
+    scores = [float(e.label) for e in split.examples if isinstance(e.label, float)]
+    return scores if split.has_labels else None

@@ -108,16 +108,16 @@ def import_onnx_model(
         out = space / "out"
         out.mkdir()
         details: dict[str, Any] = {"foreign": True, "target": "ort-cpu", **model.details}
-        notes: list[Message] = []
+        warnings: list[Message] = []
         if model.graphs:
             _import_generation_graphs(model, out)
             details["parameters"] = _count_graph_parameters(out)
         else:
-            notes += _import_graph(model, data["test"], out)
+            warnings += _import_graph(model, data["test"], out)
         if task_setup is not None and task_setup.sentences is not None:
             add_pooling(out / GRAPH_FILE, task_setup.sentences)
-        notes += [] if task_setup is None else _import_tokenizer(model, task_setup, data, out, details)
-        manifest = _model_manifest(step_runner, key, "onnx", notes, details)
+        warnings += [] if task_setup is None else _import_tokenizer(model, task_setup, data, out, details)
+        manifest = _model_manifest(step_runner, key, "onnx", warnings, details)
         return step_runner.store.commit(out, manifest, replace=rebuild)
 
     return step_runner.get_or_make("model", key, rebuild, make)
@@ -166,21 +166,21 @@ def _ones_inputs(signature: GraphSignature, rows: int) -> dict[str, Any]:
     """Return inputs of ones: token ids that every vocabulary has."""
     import numpy as np
 
-    found = {}
+    arrays = {}
     for value in signature.inputs:
-        rest = [size if isinstance(size, int) else 8 for size in (value.shape or (rows, 8))[1:]]
-        found[value.name] = np.ones([rows, *rest], value.dtype)
-    return found
+        sample_shape = [size if isinstance(size, int) else 8 for size in (value.shape or (rows, 8))[1:]]
+        arrays[value.name] = np.ones([rows, *sample_shape], value.dtype)
+    return arrays
 
 
 def _tokenizer_hashes(model: OnnxModel) -> dict[str, str]:
     """Return the hashes of the files that affect tokenization."""
     assert model.tokenizer_folder is not None
-    read = (".json", ".txt", ".model", ".spm")
+    suffixes = (".json", ".txt", ".model", ".spm")
     files = (
         path
         for path in sorted(model.tokenizer_folder.iterdir())
-        if path.suffix in read and path.name != MANIFEST
+        if path.suffix in suffixes and path.name != MANIFEST
     )
     return {path.name: sha256_of(path) for path in files}
 
@@ -209,10 +209,10 @@ def _import_tokenizer(
     if task_setup.sentences is not None:
         configure_embedder(out, task_setup.sentences)
     write_text_rules(out, task_setup.text_rules)
-    found = export_tokenizer(load_tokenizer(model.tokenizer_folder), model.tokenizer_folder, out, data)
-    details["tokenizer"] = found.reader
-    slow = f"Texts are tokenized by transformers, which takes seconds to import: {found.reason}"
-    return [warning("slow-tokenizer", slow)] if found.reason else []
+    exported = export_tokenizer(load_tokenizer(model.tokenizer_folder), model.tokenizer_folder, out, data)
+    details["tokenizer"] = exported.reader
+    message = f"Texts are tokenized by transformers, which takes seconds to import: {exported.reason}"
+    return [warning("slow-tokenizer", message)] if exported.reason else []
 
 
 def import_user_model(
@@ -224,11 +224,11 @@ def import_user_model(
         InputError: its quantized weights are not supported, or its weights are NaN or infinite.
     """
     labels, rules, config = task_setup.labels, task_setup.text_rules, read_config(source)[0]
-    coded = inspect_quantization(source, config) is not None
+    is_quantized = inspect_quantization(source, config) is not None
     key = json_hash(
         {
             "stage": "model",
-            "version": 4 if coded else 3,  # 4 records the bits of quantized weights
+            "version": 4 if is_quantized else 3,  # 4 records the bits of quantized weights
             "files": {p.name: sha256_of(p) for p in source_files(source)},
             "task": step_runner.task,
             "labels": labels and labels[1],
@@ -247,7 +247,7 @@ def import_user_model(
         out = space / "out"
         out.mkdir()
         problem, names = labels or (None, None)
-        notes = import_model(
+        warnings = import_model(
             source, out, names, step_runner.seed, problem, task_setup.sentences,
             str(task_traits(step_runner.task).auto_class),
         )  # fmt: skip
@@ -255,13 +255,13 @@ def import_user_model(
         require_finite_weights(source, new_head, bool(task_setup.sentences))
         write_text_rules(out, rules)
         details = {
-            **_model_details(source, out, coded),
+            **_model_details(source, out, is_quantized),
             **rules.model_dump(exclude_defaults=True),
             **step_runner.windows_details,
         }
         if new_head:
             details["new_head"] = True  # random, so the model cannot be a teacher
-        manifest = _model_manifest(step_runner, key, "torch", notes, details)
+        manifest = _model_manifest(step_runner, key, "torch", warnings, details)
         return step_runner.store.commit(out, manifest, replace=rebuild)
 
     return step_runner.get_or_make(MODEL_STEP, key, rebuild, make)
@@ -295,7 +295,7 @@ def require_finite_models(plan: Plan) -> None:
     task = plan.recipe.task
     for step in plan.steps:
         paths = step.settings.paths()
-        for folder in (Path(paths[place]) for place in step.settings.paths_to_models()):
+        for folder in (Path(paths[setting]) for setting in step.settings.paths_to_models()):
             if not folder.is_dir():
                 continue
             new_head = task_traits(task).output == "labels" and not has_classifier(read_config(folder)[0])
@@ -327,7 +327,7 @@ def make_untrained_model(
     if problems:
         raise combined_error(problems)
     tokenizer = model.tokenizer
-    ready = _fetch_tokenizer(tokenizer, recipe.base) if isinstance(tokenizer, str) else None
+    tokenizer_folder = _fetch_tokenizer(tokenizer, recipe.base) if isinstance(tokenizer, str) else None
     pixels = (
         preprocessor_config(model, recipe.base, config)
         if task_traits(step_runner.task).modality == "image"
@@ -339,7 +339,11 @@ def make_untrained_model(
             "version": 2,
             "config": config,
             **({} if pixels is None else {"images": pixels}),
-            **({} if tokenizer is None else {"tokenizer": _tokenizer_key(ready, tokenizer, step_runner)}),
+            **(
+                {}
+                if tokenizer is None
+                else {"tokenizer": _tokenizer_key(tokenizer_folder, tokenizer, step_runner)}
+            ),
             "task": step_runner.task,
             "labels": task_setup.labels,
             **task_setup.key_parts,
@@ -350,14 +354,14 @@ def make_untrained_model(
     )
 
     def make(space: Path) -> Artifact:
-        out, words = space / "out", ready or space / "tokenizer"
+        out, words_folder = space / "out", tokenizer_folder or space / "tokenizer"
         out.mkdir()
         if pixels is not None:
-            words.mkdir()
-            write_json(words / PROCESSOR_FILE, pixels)
-        notes = _write_model(step_runner, config, tokenizer, words, out, task_setup)
+            words_folder.mkdir()
+            write_json(words_folder / PROCESSOR_FILE, pixels)
+        warnings = _write_model(step_runner, config, tokenizer, words_folder, out, task_setup)
         return _commit_artifact(
-            step_runner, key, config, tokenizer, task_setup.text_rules, out, notes, rebuild
+            step_runner, key, config, tokenizer, task_setup.text_rules, out, warnings, rebuild
         )
 
     return step_runner.get_or_make(MODEL_STEP, key, rebuild, make)
@@ -415,10 +419,10 @@ def _commit_artifact(
     from smelt.models.model_size import count_parameters
 
     write_text_rules(out, rules)
-    how = tokenizer.model_dump() if isinstance(tokenizer, NewTokenizer) else tokenizer
+    tokenizer_source = tokenizer.model_dump() if isinstance(tokenizer, NewTokenizer) else tokenizer
     details = {"parameters": count_parameters(out), "untrained": True, **step_runner.windows_details}
     all_details = details | rules.model_dump(exclude_defaults=True)
-    made_from = {"config": dict(config), "tokenizer": how}
+    made_from = {"config": dict(config), "tokenizer": tokenizer_source}
     manifest = _model_manifest(step_runner, key, "torch", notes, all_details, made_from)
     return step_runner.store.commit(out, manifest, replace=rebuild)
 
@@ -430,14 +434,18 @@ def _fetch_tokenizer(tokenizer: str, base: Path) -> Path:
         return folder
     import huggingface_hub
 
-    lack = hub_unreachable_reason()
+    offline_reason = hub_unreachable_reason()
     try:
-        with hub_cache_only(lack):
+        with hub_cache_only(offline_reason):
             return Path(huggingface_hub.snapshot_download(tokenizer, allow_patterns=_TOKENIZER_FILES))
     except Exception as error:  # the hub client raises many types; all mean that the download failed
-        why = f"not in the local cache, and {lack}" if lack else f"cannot download it from the hub: {error}"
-        code = "not-in-hub-cache" if lack else "not-on-hub"
-        raise InputError(f"model.tokenizer: '{tokenizer}': {why}.", code=code) from error
+        problem = (
+            f"not in the local cache, and {offline_reason}"
+            if offline_reason
+            else f"cannot download it from the hub: {error}"
+        )
+        code = "not-in-hub-cache" if offline_reason else "not-on-hub"
+        raise InputError(f"model.tokenizer: '{tokenizer}': {problem}.", code=code) from error
 
 
 def _tokenizer_key(
@@ -504,17 +512,17 @@ def make_first_artifact(
     if graph is not None and graph.tokenizer_folder is None:
         return FirstArtifact(*import_onnx_model(step_runner, graph, data, rebuild), step_runner, scorer)
     require_finite_models(plan)
-    settled = resolve_task(plan, all_data, scorer.metrics)
-    scorer = replace(scorer, metrics=settled.metrics)
+    resolved = resolve_task(plan, all_data, scorer.metrics)
+    scorer = replace(scorer, metrics=resolved.metrics)
     step_runner = replace(step_runner, validation_scorer=scorer)
-    add_warnings(settled.warnings)
-    add_warnings(decoding_warnings(recipe, settled.folder))
+    add_warnings(resolved.warnings)
+    add_warnings(decoding_warnings(recipe, resolved.folder))
     if graph is not None:
-        artifact, cached = import_onnx_model(step_runner, graph, data, rebuild, settled.task_setup)
+        artifact, cached = import_onnx_model(step_runner, graph, data, rebuild, resolved.task_setup)
     elif isinstance(model, str):
-        artifact, cached = import_user_model(step_runner, settled.folder, settled.task_setup, rebuild)
+        artifact, cached = import_user_model(step_runner, resolved.folder, resolved.task_setup, rebuild)
     else:
-        artifact, cached = make_untrained_model(step_runner, recipe, settled.task_setup, rebuild)
+        artifact, cached = make_untrained_model(step_runner, recipe, resolved.task_setup, rebuild)
     if recipe.truncation == "error":
         require_texts_fit(artifact.path, recipe.task, data)
     return FirstArtifact(artifact, cached, step_runner, scorer)

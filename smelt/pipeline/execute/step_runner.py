@@ -154,18 +154,18 @@ class StepRunner:
     ) -> tuple[Artifact, bool]:
         """Return the artifact `key` from the store, or `make` it, one process at a time."""
         hint = f"Run the recipe again with --rebuild {name} to build it again."
-        found = None if fresh else self.store.find(key, hint)
-        if found:
-            return found, True
+        stored_artifact = None if fresh else self.store.find(key, hint)
+        if stored_artifact:
+            return stored_artifact, True
 
         def waiting(holder: str) -> None:
             self.display.print_line(f"{name}: waits for {holder}, which is making the same step", brief=True)
 
         with self.store.lock(key, waiting):
             # the previous lock holder may have made it
-            found = None if fresh else self.store.find(key, hint)
-            if found:
-                return found, True
+            stored_artifact = None if fresh else self.store.find(key, hint)
+            if stored_artifact:
+                return stored_artifact, True
             with self.store.workspace() as space:
                 try:
                     with rust_panics_as_errors():
@@ -183,13 +183,15 @@ class StepRunner:
     def step_key(self, step: PlanStep, ancestors: Mapping[str, Artifact]) -> str:
         """Return the content address of the output of `step`; referenced steps enter by their keys."""
         parent = ancestors[step.parent]
-        named = {setting: ancestors[name].key for setting, name in step.settings.step_references().items()}
+        references = {
+            setting: ancestors[name].key for setting, name in step.settings.step_references().items()
+        }
         return json_hash(
             {
                 "parent": parent.key,
                 "stage": step.stage,
                 "version": step.stage_class.version,
-                "settings": _settings_key(step) | named,
+                "settings": _settings_key(step) | references,
                 "seed": self.seed,
                 "data": {n: s.fingerprint for n, s in self.data.items() if n != "test"},
                 "libraries": dict(self.versions),
@@ -201,30 +203,30 @@ class StepRunner:
 
     def _machine_key(self, step: PlanStep) -> dict[str, Any]:
         """Return the properties of this machine that affect the output of `step`."""
-        found: dict[str, Any] = {}
+        properties: dict[str, Any] = {}
         if "tensorrt" in step.needs:
-            found["gpus"] = gpu_names()  # an engine is specific to the GPU that it was built on
+            properties["gpus"] = gpu_names()  # an engine is specific to the GPU that it was built on
         if step.needs & {"train", "unlabeled", "calibration"}:  # all may compute gradients
-            found["device"] = training_device(self.device)
+            properties["device"] = training_device(self.device)
             if getattr(step.settings, "precision", None) == "auto":
-                found["bf16"] = has_bf16_instructions()
+                properties["bf16"] = has_bf16_instructions()
         if getattr(step.settings, "lora", None) is not None:
-            found["adapters"] = package_versions(("peft",))
+            properties["adapters"] = package_versions(("peft",))
         elif packages := step.settings.required_packages():
-            found["packages"] = package_versions(tuple(packages))
+            properties["packages"] = package_versions(tuple(packages))
         if step.settings.is_machine_dependent:
             from smelt.export.autotune import available_cores
 
-            found["machine"] = machine_id()
-            found["cores"] = available_cores()  # a process may be limited to fewer than the machine has
-        return found
+            properties["machine"] = machine_id()
+            properties["cores"] = available_cores()  # a process may be limited to fewer than the machine has
+        return properties
 
     def _scoring_key(self, step: PlanStep) -> dict[str, Any]:
         """Return the scoring conditions, if a metric selects the checkpoint; else an empty dict."""
         from smelt.training.settings import LOSS_METRIC
 
-        chosen = getattr(step.settings, "metric_for_best_model", LOSS_METRIC)
-        return {} if chosen == LOSS_METRIC else {"score": self.validation_scorer.key_conditions()}
+        metric = getattr(step.settings, "metric_for_best_model", LOSS_METRIC)
+        return {} if metric == LOSS_METRIC else {"score": self.validation_scorer.key_conditions()}
 
     def _run_stage(
         self,
@@ -240,7 +242,7 @@ class StepRunner:
         out.mkdir()
         ctx = self.context(step, ancestors, out, unfinished)
         is_launched = self.launch is not None and self.launch.applies_to(step)
-        started, is_reset = time.monotonic(), reset_peak_memory()
+        start_time, is_reset = time.monotonic(), reset_peak_memory()
         with _capture_stdout() as chatter:
             try:
                 if self.launch is not None and is_launched:
@@ -255,7 +257,7 @@ class StepRunner:
                 for line in chatter.getvalue().splitlines():
                     self.display.log_line(line)
         peak = peak_memory_bytes() if is_reset and not is_launched else None
-        seconds = round(time.monotonic() - started, 3)
+        seconds = round(time.monotonic() - start_time, 3)
         ctx.details.update(self.windows_details)
         ctx.details.setdefault("parameters", parent.manifest.details.get("parameters"))
         if step.stage_class.produces == "torch":
@@ -296,7 +298,7 @@ class StepRunner:
         self, step: PlanStep, ancestors: Mapping[str, Artifact], out: Path, unfinished: StepCheckpoints
     ) -> Context:
         """Return the context of the stage of `step`, which writes into the empty folder `out`."""
-        shelf = StageCache(self.store, self.versions, self.display.print_line)
+        stage_cache = StageCache(self.store, self.versions, self.display.print_line)
         return Context(
             out=out,
             task=self.task,
@@ -308,8 +310,8 @@ class StepRunner:
             progress=self.display.progress,
             threads=self.threads,
             device=self.device,
-            cached_value=shelf.cached_value,
-            cached_files=shelf.cached_files,
+            cached_value=stage_cache.cached_value,
+            cached_files=stage_cache.cached_files,
             next_checkpoint_folder=unfinished.next_folder,
             checkpoint_saved=unfinished.saved,
             log_metrics=partial(self.log_metrics, step.name),
@@ -366,21 +368,21 @@ def recipe_step_runner(
 
 def _master_weights_key(step: PlanStep, parent: Artifact) -> dict[str, Any]:
     """Return the hash of the float master weights, if a step that changes quantized weights has them."""
-    kept = parent.manifest.files.get(MASTER_WEIGHTS_FILE)
-    goes_on = step.settings.changes_quantized_weights or step.stage_class.changes_quantized_weights
-    return {"latents": kept.sha256} if goes_on and kept is not None else {}
+    weights_file = parent.manifest.files.get(MASTER_WEIGHTS_FILE)
+    continues_training = step.settings.changes_quantized_weights or step.stage_class.changes_quantized_weights
+    return {"latents": weights_file.sha256} if continues_training and weights_file is not None else {}
 
 
 def _settings_key(step: PlanStep) -> dict[str, Any]:
     """Return a step's settings for its key; files and folders enter by the hash of their content."""
-    found: dict[str, Any] = step.settings.model_dump(mode="json")
-    for (*above, last), name in step.settings.paths().items():
-        path, part = Path(name), cast(Any, found)
-        for word in above:
-            part = part[word]
+    values: dict[str, Any] = step.settings.model_dump(mode="json")
+    for (*parents, last), name in step.settings.paths().items():
+        path, mapping = Path(name), cast(Any, values)
+        for key in parents:
+            mapping = mapping[key]
         files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
-        part[last] = json_hash([[p.name, sha256_of(p)] for p in files])
-    return found
+        mapping[last] = json_hash([[p.name, sha256_of(p)] for p in files])
+    return values
 
 
 @contextlib.contextmanager
@@ -436,16 +438,16 @@ def resolve_task(plan: Plan, data: Mapping[str, Split], metrics: Sequence[str]) 
         InputError: model, labels, scores and metrics do not fit each other.
     """
     recipe, model = plan.recipe, plan.recipe.model
-    ready = isinstance(model, str)
+    has_weights = isinstance(model, str)
     folder = plan.model_folder if isinstance(model, str) else recipe.base / model.config
     file = folder / "config.json" if isinstance(model, str) else config_file(model, recipe.base)
-    labels, sentences, doubts = None, None, list[Message]()
+    labels, sentences, warnings = None, None, list[Message]()
     if recipe.traits.output == "labels":
         labels, metrics = resolve_labels(recipe, file, data, plan.problem_type)
     elif recipe.traits.output == "embedding":
         metrics = embedder_metrics(recipe, data)
-        sentences, doubts = resolve_pooling(recipe, folder if ready else None)
+        sentences, warnings = resolve_pooling(recipe, folder if has_weights else None)
     rules, _ = resolve_text_rules(recipe, folder)
     if errors := prompt_errors(recipe, folder, data):
         raise combined_error([message.with_prefix(f"{dotted_path(path)}: ") for path, message in errors])
-    return ResolvedTask(folder, TaskSetup(rules, labels, sentences), metrics, doubts)
+    return ResolvedTask(folder, TaskSetup(rules, labels, sentences), metrics, warnings)

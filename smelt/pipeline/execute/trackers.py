@@ -70,9 +70,9 @@ class _TensorBoard:
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        elsewhere = os.environ.get("TENSORBOARD_LOGGING_DIR")
-        folder = Path(elsewhere).expanduser() / run.name if elsewhere else run.folder / TENSORBOARD_FOLDER
-        if not elsewhere:
+        log_dir = os.environ.get("TENSORBOARD_LOGGING_DIR")
+        folder = Path(log_dir).expanduser() / run.name if log_dir else run.folder / TENSORBOARD_FOLDER
+        if not log_dir:
             shutil.rmtree(folder, ignore_errors=True)  # of a run whose report this one replaces
         self.writer = SummaryWriter(str(folder))
         self.writer.add_text("config", "\n\n".join(f"**{k}**: {v}" for k, v in run.config.items()))
@@ -100,8 +100,8 @@ class _MLflow:
 
         self.client = MlflowClient()
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or run.project
-        found = self.client.get_experiment_by_name(name)
-        experiment = self.client.create_experiment(name) if found is None else found.experiment_id
+        existing = self.client.get_experiment_by_name(name)
+        experiment = self.client.create_experiment(name) if existing is None else existing.experiment_id
         self.run_id = self.client.create_run(experiment, run_name=run.name).info.run_id
         values = {_mlflow_name(key): value[:_MLFLOW_VALUE_LENGTH] for key, value in run.config.items()}
         self.client.log_batch(self.run_id, params=[Param(key, value) for key, value in values.items()])
@@ -109,8 +109,8 @@ class _MLflow:
     def log(self, step: str, metrics: dict[str, float], update: int) -> None:
         from mlflow.entities import Metric
 
-        now = time.time_ns() // 1_000_000
-        points = [Metric(_mlflow_name(f"{step}/{n}"), v, now, update) for n, v in metrics.items()]
+        timestamp_ms = time.time_ns() // 1_000_000
+        points = [Metric(_mlflow_name(f"{step}/{n}"), v, timestamp_ms, update) for n, v in metrics.items()]
         self.client.log_batch(self.run_id, metrics=points)
 
     def summarize(self, step: str, metrics: dict[str, float]) -> None:
@@ -120,8 +120,8 @@ class _MLflow:
         for path in files:
             self.client.log_artifact(self.run_id, str(path))
         self.client.set_tag(self.run_id, "status", status)
-        ends = {"interrupted": "KILLED", "error": "FAILED"}
-        self.client.set_terminated(self.run_id, ends.get(status, "FINISHED"))
+        end_statuses = {"interrupted": "KILLED", "error": "FAILED"}
+        self.client.set_terminated(self.run_id, end_statuses.get(status, "FINISHED"))
 
 
 class _WandB:
@@ -243,9 +243,9 @@ class RunTrackers:
         if update < self._last_update.get(step, 0):  # the next phase begins again at 0
             self._offset[step] = self._offset.get(step, 0) + self._last_update[step]
         self._last_update[step] = update
-        at = update + self._offset.get(step, 0)
+        total_updates = update + self._offset.get(step, 0)
         if finite := _finite(metrics):
-            self._call("log", step, finite, at)
+            self._call("log", step, finite, total_updates)
 
     def log_cached(self, step: str, artifact: Artifact) -> None:
         """Log the training curves of an artifact from the store, as its training did."""
@@ -261,12 +261,14 @@ class RunTrackers:
     def summarize(self, report: Mapping[str, Any]) -> None:
         """Log the values of finished steps in a report that are new or have changed."""
         for entry in report["steps"] if self._live else ():
-            row = {name: value for name, value in step_row(entry).items() if isinstance(value, int | float)}
+            values = {
+                name: value for name, value in step_row(entry).items() if isinstance(value, int | float)
+            }
             step = entry["name"]
-            new = {n: v for n, v in _finite(row).items() if self._values.get(f"{step}/{n}") != v}
-            self._values |= {f"{step}/{name}": value for name, value in new.items()}
-            if new:
-                self._call("summarize", step, new)
+            changed = {n: v for n, v in _finite(values).items() if self._values.get(f"{step}/{n}") != v}
+            self._values |= {f"{step}/{name}": value for name, value in changed.items()}
+            if changed:
+                self._call("summarize", step, changed)
 
     def finish(self, status: str) -> None:
         """Log the files of the report and end the runs of all trackers."""
@@ -305,10 +307,10 @@ def _config(plan: Plan, folder: Path) -> dict[str, str]:
     """Return what is run as texts: the recipe's keys, and the path of each step's artifact."""
     recipe = plan.recipe
     model = plan.recipe_dict().get("model")
-    found = {"recipe": str(plan.path), "task": recipe.task, "model": str(model), "baseline": recipe.baseline}
-    found |= {"seed": str(recipe.seed), "judged_on": plan.judged_on, "folder": str(folder)}
+    config = {"recipe": str(plan.path), "task": recipe.task, "model": str(model), "baseline": recipe.baseline}
+    config |= {"seed": str(recipe.seed), "judged_on": plan.judged_on, "folder": str(folder)}
     names = ["model", *(step.name for step in plan.steps)]
-    return found | {f"artifacts/{name}": str(folder / "artifacts" / name) for name in names}
+    return config | {f"artifacts/{name}": str(folder / "artifacts" / name) for name in names}
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:

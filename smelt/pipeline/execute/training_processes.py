@@ -116,7 +116,7 @@ class TrainingLaunch:
         }
         result = self._run(job, ctx.out.parent, store, ctx, log_line)
         ctx.details.update(result["details"])
-        ctx.warnings.extend(Message(**found) for found in result["warnings"])
+        ctx.warnings.extend(Message(**message) for message in result["warnings"])
 
     def score(
         self,
@@ -162,7 +162,7 @@ class TrainingLaunch:
     ) -> dict[str, Any]:
         """Start the processes of a job in the folder `space`, follow them, and return their result."""
         recipe = self.plan.recipe
-        whole = {
+        launch_config = {
             "recipe": self.plan.recipe_dict(),
             "path": str(self.plan.path.resolve()),
             "store": str(store.root),
@@ -174,7 +174,7 @@ class TrainingLaunch:
             "threads": recipe.threads,
             "pid": os.getpid(),
         }
-        write_json(space / JOB_FILE, whole | dict(job))
+        write_json(space / JOB_FILE, launch_config | dict(job))
         external = external_processes()
         start = _start_external if external > 1 else _start_launcher
         threads = self.threads or recipe.threads
@@ -206,32 +206,32 @@ def _follow(space: Path, poll: Callable[[], bool], target: Context | Display) ->
     path = space / EVENTS_FILE
     path.touch()
     with path.open(encoding="utf-8") as file:
-        ended, rest = False, ""
-        while not ended:
-            ended = poll()
-            rest += file.read()
-            *lines, rest = rest.split("\n")
+        is_finished, partial_line = False, ""
+        while not is_finished:
+            is_finished = poll()
+            partial_line += file.read()
+            *lines, partial_line = partial_line.split("\n")
             for line in lines:
                 kind, *values = json.loads(line)
                 handlers[kind](*values)
-            if not ended:
+            if not is_finished:
                 time.sleep(POLL_SECONDS)
 
 
 def _first_error(space: Path, step: str) -> SmeltError:
     """Return the error that ended the processes: one of smelt's, else that one was killed, else any other."""
-    found = [read_json_object(path) for path in space.glob(ERROR_FILE.format("*"))]
-    found.sort(key=lambda error: (error["code"] == UNEXPECTED, float(error["time"])))
+    errors = [read_json_object(path) for path in space.glob(ERROR_FILE.format("*"))]
+    errors.sort(key=lambda error: (error["code"] == UNEXPECTED, float(error["time"])))
     died = read_json_object(space / _DIED) if (space / _DIED).is_file() else {}
     # the launcher ends the others with SIGTERM, and they fail when one is gone
     killed = {rank: code for rank, code in died.items() if code < 0 and code != -signal.SIGTERM}
-    if found and (found[0]["code"] != UNEXPECTED or not killed):
-        first = found[0]
-        kind = InputError if first["exit_code"] == InputError.exit_code else RunError
-        return kind(first["message"], code=first["code"], setting=first["setting"])
-    how = ", ".join(f"process {rank} ended with {code}" for rank, code in (killed or died).items())
+    if errors and (errors[0]["code"] != UNEXPECTED or not killed):
+        first_error = errors[0]
+        kind = InputError if first_error["exit_code"] == InputError.exit_code else RunError
+        return kind(first_error["message"], code=first_error["code"], setting=first_error["setting"])
+    exits = ", ".join(f"process {rank} ended with {code}" for rank, code in (killed or died).items())
     return RunError(
-        f"{step}: the processes of the training ended without a result ({how or 'their launcher failed'})."
+        f"{step}: the processes of the training ended without a result ({exits or 'their launcher failed'})."
         " -9 is usually a lack of memory: lower batch_size or num_processes. The run's log.txt has their"
         " output; the next run continues from the last checkpoint.",
         code="training-process-died",
@@ -240,12 +240,12 @@ def _first_error(space: Path, step: str) -> SmeltError:
 
 def _log_tails(space: Path) -> dict[str, str]:
     """Return the last lines that each process, and the launcher, wrote to standard error."""
-    found = {}
+    tails = {}
     for path in sorted(space.rglob("*stderr*.log")):
         lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_LOG_LINES:]
         if lines:
-            found[path.parent.name if path.parent != space else "launcher"] = "\n".join(lines)
-    return found
+            tails[path.parent.name if path.parent != space else "launcher"] = "\n".join(lines)
+    return tails
 
 
 def _environment(count: int, threads: int | None) -> dict[str, str]:
@@ -386,14 +386,14 @@ def _start_external(space: Path, count: int, threads: int | None) -> Iterator[Ca
 
 def _write_failures(space: Path, own_exit: int | None, failures: Mapping[int, Mapping[str, Any]]) -> None:
     """Write the failures of the processes of a job as their launcher would."""
-    codes = {str(rank): found["exit"] for rank, found in failures.items()}
-    write_json(space / _DIED, codes | ({"0": own_exit} if own_exit else {}))
-    for rank, found in failures.items():
-        if found["code"]:
-            write_json(space / ERROR_FILE.format(rank), found)
+    exit_codes = {str(rank): failure["exit"] for rank, failure in failures.items()}
+    write_json(space / _DIED, exit_codes | ({"0": own_exit} if own_exit else {}))
+    for rank, failure in failures.items():
+        if failure["code"]:
+            write_json(space / ERROR_FILE.format(rank), failure)
         folder = space / "logs" / str(rank)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "stderr.log").write_text(found["output"], encoding="utf-8")
+        (folder / "stderr.log").write_text(failure["output"], encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -505,15 +505,15 @@ def external_run(plan: Plan, log: Callable[[str], None]) -> Iterator[None]:
             " launch: {num_processes: N}.",
             code="started-by-launcher",
         )
-    store, own = _key_value_store(), json_hash(plan.recipe_dict())
+    store, recipe_hash = _key_value_store(), json_hash(plan.recipe_dict())
     try:
         deadline = time.monotonic() + _HELLO_SECONDS
         for rank in range(1, external_processes()):
-            key, told = f"smelt/recipe/{rank}", time.monotonic() + _SILENT_SECONDS
+            key, next_notice = f"smelt/recipe/{rank}", time.monotonic() + _SILENT_SECONDS
             while not store.check([key]):
-                if time.monotonic() > told:
+                if time.monotonic() > next_notice:
                     log(f"waiting for process {rank} of {external_processes()} (torchrun or srun)")
-                    told = deadline
+                    next_notice = deadline
                 if time.monotonic() > deadline:
                     raise InputError(
                         f"Process {rank} has not started within {_HELLO_SECONDS / 60:.0f} minutes. Start the"
@@ -521,7 +521,7 @@ def external_run(plan: Plan, log: Callable[[str], None]) -> Iterator[None]:
                         code="no-connection",
                     )
                 time.sleep(POLL_SECONDS)
-            if store.get(key).decode() != own:
+            if store.get(key).decode() != recipe_hash:
                 raise InputError(
                     f"Process {rank} runs another recipe than process 0. Give all the same recipe and"
                     " options.",

@@ -91,15 +91,17 @@ def _train(space: Path) -> None:
         os._exit(TERMINATED_EXIT_CODE)
     except Exception as error:
         traceback.print_exc()
-        found = explain_step_error(error, str(job.get("step", "score")), space, space / "log.txt")
-        known = isinstance(error, SmeltError) or found.code in _SHORTAGES
+        failure = explain_step_error(error, str(job.get("step", "score")), space, space / "log.txt")
+        is_explained = isinstance(error, SmeltError) or failure.code in _SHORTAGES
         write_json(
             space / ERROR_FILE.format(rank),
             {
-                "message": str(found) if known else f"process {rank}: {type(error).__name__}: {error}",
-                "code": (found.code if known else UNEXPECTED) or DEFAULT_CODE,
-                "setting": found.setting if known else None,
-                "exit_code": found.exit_code if known else 1,
+                "message": str(failure)
+                if is_explained
+                else f"process {rank}: {type(error).__name__}: {error}",
+                "code": (failure.code if is_explained else UNEXPECTED) or DEFAULT_CODE,
+                "setting": failure.setting if is_explained else None,
+                "exit_code": failure.exit_code if is_explained else 1,
                 "time": time.time(),
             },
         )
@@ -116,18 +118,18 @@ def _run_job(job: Mapping[str, Any], space: Path, rank: int) -> dict[str, Any]:
 
     path = Path(job["path"])
     plan = make_plan(YamlDocument(str(path), job["recipe"]), path)
-    whole = plan.read_data()
-    data = {name: limit_split(split, job["limit"]) for name, split in whole.items()}
+    full_data = plan.read_data()
+    data = {name: limit_split(split, job["limit"]) for name, split in full_data.items()}
     if job["fold"]:
         number, count = job["fold"]
-        rest, held = divide_folds(data["train"], count, plan.recipe.seed)[number - 1]
-        whole = data = data | {"train": rest, "test": held}
+        train_split, test_split = divide_folds(data["train"], count, plan.recipe.seed)[number - 1]
+        full_data = data = data | {"train": train_split, "test": test_split}
     events = _Events(space, rank == 0, job["pid"])
     url = job["checkpoint_store"]
     store = Store(Path(job["store"]), None if url is None or rank else open_remote_store(url))
     store.pushes_checkpoints = url is not None
     scorer = recipe_scorer(plan.recipe, store)
-    scorer = replace(scorer, metrics=resolve_task(plan, whole, scorer.metrics).metrics)
+    scorer = replace(scorer, metrics=resolve_task(plan, full_data, scorer.metrics).metrics)
     if "artifact" in job:
         reference = None if job["reference"] is None else _artifact(job["reference"])
         split = limit_split(data[job["split"]], job["score_limit"])
@@ -152,9 +154,9 @@ def _train_step(
     ancestors = {name: _artifact(folder) for name, folder in job["ancestors"].items()}
     step, rank, store = plan.step(job["step"]), process_rank(), runner.store
     keys = gather_parts(runner.step_key(step, ancestors))
-    if wrong := [number for number, key in enumerate(keys) if key != job["key"]]:
+    if ranks := [number for number, key in enumerate(keys) if key != job["key"]]:
         raise InputError(
-            f"launch: process {wrong[0]} has another step '{step.name}' than the run: its recipe, data,"
+            f"launch: process {ranks[0]} has another step '{step.name}' than the run: its recipe, data,"
             " device or versions of libraries differ. Give all machines the same files and packages.",
             code="ranks-differ",
         )
@@ -186,12 +188,12 @@ class SharedStageCache:
         from smelt.core.process_group import from_first, process_rank
 
         store, key = self.cache.store, self.cache.value_key(what)
-        found = from_first(lambda: store.read_score(key))
-        if found is None:
-            found = {"artifact": what.get("artifact"), "made": make()}
+        entry = from_first(lambda: store.read_score(key))
+        if entry is None:
+            entry = {"artifact": what.get("artifact"), "made": make()}
             if process_rank() == 0:
-                store.write_score(key, found)
-        return found["made"]
+                store.write_score(key, entry)
+        return entry["made"]
 
     @contextlib.contextmanager
     def cached_files(
@@ -201,19 +203,19 @@ class SharedStageCache:
         from smelt.core.process_group import from_first, process_rank, wait_for_all
 
         store, key = self.cache.store, self.cache.files_key(what)
-        words, artifacts = str(what["what"]), list(what["artifacts"])
-        intact = from_first(lambda: self.cache.find_intact(key, words) is not None)
+        description, artifacts = str(what["what"]), list(what["artifacts"])
+        intact = from_first(lambda: self.cache.find_intact(key, description) is not None)
         if not intact:
             with store.workspace() if process_rank() == 0 else contextlib.nullcontext(Path()) as space:
                 folder = from_first(lambda: _made(space / "out"))
                 make(folder)
                 wait_for_all()  # all have written their part
                 if process_rank() == 0:
-                    commit_cached_files(store, folder, key, words, artifacts)
+                    commit_cached_files(store, folder, key, description, artifacts)
             wait_for_all()
-        found = find_cached_files(store, key)
-        assert found is not None
-        yield found.path, intact
+        cached = find_cached_files(store, key)
+        assert cached is not None
+        yield cached.path, intact
 
 
 def _after_first(next_folder: Callable[[], Path | None]) -> Path | None:

@@ -74,19 +74,19 @@ def inspect_data(
         InputError: no such file, no data in a folder, two files for one split, or a required column is
         missing.
     """
-    files, within = _data_files(given, task)
-    splits = _assign_splits(files, within, task)
-    first = next((path for name, path in splits.items() if name != "calibration"), files[0])
-    named = _renamed_columns(first, task, columns or {})  # calibration samples may lack labels
-    shares, notes = {}, []
+    files, subfolders = _data_files(given, task)
+    splits = _assign_splits(files, subfolders, task)
+    first_path = next((path for name, path in splits.items() if name != "calibration"), files[0])
+    renamed_columns = _renamed_columns(first_path, task, columns or {})  # calibration samples may lack labels
+    shares, messages = {}, []
     if "test" not in splits and "train" in splits:
         shares = {name: HELD_OUT_FRACTION for name in ("test", "validation") if name not in splits}
         if not trains:
             shares = {"test": ARRAY_TEST_FRACTION}
-            notes.append("no file for test, so most samples are used for it; stages use the others")
+            messages.append("no file for test, so most samples are used for it; stages use the others")
         else:
-            parts = " and ".join(shares)
-            notes.append(f"no file for {parts}, so a tenth of train is used for each")
+            split_names = " and ".join(shares)
+            messages.append(f"no file for {split_names}, so a tenth of train is used for each")
     elif "test" not in splits:
         if "validation" not in splits:
             raise InputError(
@@ -94,28 +94,28 @@ def inspect_data(
                 code="missing-data",
             )
         splits["test"] = splits["validation"]
-        notes.append("no file for test, so validation is scored; separate test samples are better")
-    return DataInfo(splits, named, shares, tuple(notes))
+        messages.append("no file for test, so validation is scored; separate test samples are better")
+    return DataInfo(splits, renamed_columns, shares, tuple(messages))
 
 
 def _data_files(given: Sequence[Path], task: Task) -> tuple[list[Path], set[Path]]:
     """Return the data files, and subfolders of the given folders, which may have the names of splits."""
     files: list[Path] = []
-    within: set[Path] = set()
+    subfolders: set[Path] = set()
     for path in given:
         if task_traits(task).modality == "image" and path.is_dir():
             files += _image_splits_in_folder(path, task)
         elif path.is_dir():
-            found = _files_in_folder(path, task)
-            files += found
-            within |= {file.parent for file in found} - {path}
+            folder_files = _files_in_folder(path, task)
+            files += folder_files
+            subfolders |= {file.parent for file in folder_files} - {path}
         elif path.is_file():
             files.append(path)
         else:
             raise InputError(f"--data {path}: no such file or folder.", code="missing-file", file=str(path))
     if task_traits(task).modality == "arrays":
         _require_arrays(files)
-    return files, within
+    return files, subfolders
 
 
 def _assign_splits(files: Sequence[Path], split_folders: Set[Path], task: Task) -> dict[str, Path]:
@@ -150,13 +150,13 @@ def _assign_splits(files: Sequence[Path], split_folders: Set[Path], task: Task) 
 
 
 def _require_arrays(files: Sequence[Path]) -> None:
-    wrong = next((path for path in files if data_suffix(path) != ARCHIVE_SUFFIX), None)
-    if wrong is not None:
+    invalid_path = next((path for path in files if data_suffix(path) != ARCHIVE_SUFFIX), None)
+    if invalid_path is not None:
         raise InputError(
-            f"--data {wrong}: expected an {ARCHIVE_SUFFIX} file with the graph's inputs. Write it with"
+            f"--data {invalid_path}: expected an {ARCHIVE_SUFFIX} file with the graph's inputs. Write it with"
             " numpy.savez(FILE, **arrays), one array per input. For a graph with text input set --task.",
             code="wrong-format",
-            file=str(wrong),
+            file=str(invalid_path),
         )
 
 
@@ -169,24 +169,24 @@ def _files_in_folder(folder: Path, task: Task) -> list[Path]:
     if not data:
         data = [
             path
-            for below in sorted(folder.iterdir())
-            if below.is_dir() and (below.name == "data" or _split_in_name(below.name))
-            for path in sorted(below.iterdir())
+            for subfolder in sorted(folder.iterdir())
+            if subfolder.is_dir() and (subfolder.name == "data" or _split_in_name(subfolder.name))
+            for path in sorted(subfolder.iterdir())
             if path.is_file() and _is_readable_for(path, task)
         ]
-    named = [
+    split_files = [
         path
         for path in data
         if _split_of_path(path, task) or (path.parent != folder and _split_in_name(path.parent.name))
     ]
-    if not named and len(data) != 1:
+    if not split_files and len(data) != 1:
         raise InputError(
             f"{folder}: no data file named train, validation or test. Rename the files, or pass each with"
             " --data.",
             code="missing-data",
             file=str(folder),
         )
-    return named or data
+    return split_files or data
 
 
 def _image_splits_in_folder(folder: Path, task: Task) -> list[Path]:
@@ -212,10 +212,10 @@ def parse_columns(given: Sequence[str]) -> Columns:
     for item in given:
         role, sign, name = item.partition("=")
         if not sign or not name or role not in Columns.model_fields:
-            known = ", ".join(Columns.model_fields)
+            role_names = ", ".join(Columns.model_fields)
             hint = did_you_mean(role, Columns.model_fields)
             raise InputError(
-                f"--column {item}: expected ROLE=NAME, where ROLE is one of {known}.{hint}",
+                f"--column {item}: expected ROLE=NAME, where ROLE is one of {role_names}.{hint}",
                 code="wrong-value",
                 setting="--column",
             )
@@ -235,7 +235,7 @@ def _is_readable_for(path: Path, task: Task) -> bool:
 
 
 def _split_of_path(path: Path, task: Task | None = None) -> str | None:
-    known = data_suffix(path) in (
+    is_data_file = data_suffix(path) in (
         *_DATA_SUFFIXES,
         *(
             (ARCHIVE_SUFFIX,)
@@ -243,7 +243,7 @@ def _split_of_path(path: Path, task: Task | None = None) -> str | None:
             else ()
         ),
     )
-    if not known and not (task in tasks_with(modality="image") and path.is_dir()):
+    if not is_data_file and not (task in tasks_with(modality="image") and path.is_dir()):
         return None
     return _split_in_name(path.name)
 
@@ -252,14 +252,14 @@ def _split_in_name(name: str) -> str | None:
     """Return the split whose name is contained in `name`; None if there is none."""
     name = name.lower()
     # whole words first: `intervals_test` is test, not validation
-    parts = re.split("[^a-z]+", name)
-    found = [
-        (word not in parts, name.find(word), split)
+    name_words = re.split("[^a-z]+", name)
+    matches = [
+        (word not in name_words, name.find(word), split)
         for split, words in _SPLIT_WORDS.items()
         for word in words
         if word in name
     ]
-    return min(found)[2] if found else None
+    return min(matches)[2] if matches else None
 
 
 def guess_column(row: Mapping[str, Any], role: str, taken: Set[str] = frozenset()) -> str | None:
@@ -284,15 +284,15 @@ def _renamed_columns(path: Path, task: Task, given: Mapping[str, str]) -> dict[s
 def _guess_columns(
     path: Path, row: Mapping[str, Any], spec: TaskSpec, given: Mapping[str, str]
 ) -> dict[str, str]:
-    own, found = Columns(), dict(given)
+    default_columns, column_names = Columns(), dict(given)
     missing: list[str] = []
     for role in spec.column_roles:
-        several = {"target": own.references, "response": own.responses}.get(role)
-        if role in found or getattr(own, role) in row or several in row:
+        several = {"target": default_columns.references, "response": default_columns.responses}.get(role)
+        if role in column_names or getattr(default_columns, role) in row or several in row:
             continue
-        name = guess_column(row, role, set(found.values()))
+        name = guess_column(row, role, set(column_names.values()))
         if name is not None:
-            found[role] = name
+            column_names[role] = name
         elif role not in spec.optional_roles:
             missing.append(role)
     if missing:
@@ -304,4 +304,4 @@ def _guess_columns(
             code="missing-column",
             file=str(path),
         )
-    return found
+    return column_names

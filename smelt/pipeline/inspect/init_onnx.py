@@ -59,32 +59,45 @@ def onnx_recipe_text(
         InputError: the graph is not supported, or the data is invalid.
     """
     file = find_graph(Path(model).expanduser())
-    found = inspect_graph(file)
-    if found.signature is None:
+    graph_info = inspect_graph(file)
+    if graph_info.signature is None:
         raise InputError(
-            "\n".join(f"{file}: {problem}." for problem in found.problems), code="unsupported-graph"
+            "\n".join(f"{file}: {problem}." for problem in graph_info.problems), code="unsupported-graph"
         )
-    seen = OnnxModel(
-        file, found.signature, found.files, find_tokenizer_folder(file, None), dict(found.details or {})
+    onnx_model = OnnxModel(
+        file,
+        graph_info.signature,
+        graph_info.files,
+        find_tokenizer_folder(file, None),
+        dict(graph_info.details or {}),
     )
-    chosen = _infer_task(seen, task)
-    rows = inspect_data(data, chosen, columns, trains=False) if data else None
-    splits = dict(rows.splits) if rows else {}
+    inferred_task = _infer_task(onnx_model, task)
+    data_info = inspect_data(data, inferred_task, columns, trains=False) if data else None
+    splits = dict(data_info.splits) if data_info else {}
     axes: SampleAxes = {}
-    without: list[str] = []
-    if rows and task_traits(chosen).modality == "arrays":
-        axes, without = infer_batch_axes(seen, splits.get("test") or splits["train"])
-    seen = replace(seen, signature=seen.signature.with_batch_axes(axes))
-    lines = [*_header_comments(seen, path, rows), f"model: {_relative_path(file, base)}", f"task: {chosen}"]
-    lines += [*_data_format_comments(seen, chosen), "data:    # test is only for scoring"]
+    unbatched_outputs: list[str] = []
+    if data_info and task_traits(inferred_task).modality == "arrays":
+        axes, unbatched_outputs = infer_batch_axes(onnx_model, splits.get("test") or splits["train"])
+    onnx_model = replace(onnx_model, signature=onnx_model.signature.with_batch_axes(axes))
+    lines = [
+        *_header_comments(onnx_model, path, data_info),
+        f"model: {_relative_path(file, base)}",
+        f"task: {inferred_task}",
+    ]
+    lines += [*_data_format_comments(onnx_model, inferred_task), "data:    # test is only for scoring"]
     lines += list(
-        _data_lines(rows, axes, NPZ_SUFFIX if task_traits(chosen).modality == "arrays" else ROWS_SUFFIX, base)
+        _data_lines(
+            data_info,
+            axes,
+            NPZ_SUFFIX if task_traits(inferred_task).modality == "arrays" else ROWS_SUFFIX,
+            base,
+        )
     )
-    calibrated = rows is None or bool({"calibration", "validation", "train"} & set(splits))
-    stages = list(_quantization_lines(seen, chosen, calibrated))
+    calibrated = data_info is None or bool({"calibration", "validation", "train"} & set(splits))
+    stages = list(_quantization_lines(onnx_model, inferred_task, calibrated))
     lines += ["stages:", "  - simplify: {}    # used only if the outputs are the same", *stages]
-    lines += _score_lines(seen.signature, chosen, without)
-    if task_traits(chosen).modality == "arrays":
+    lines += _score_lines(onnx_model.signature, inferred_task, unbatched_outputs)
+    if task_traits(inferred_task).modality == "arrays":
         quantized = any("name: int8" in line for line in stages)
         lines += [
             "# Quality is agreement with the original model. Limits; the run exits with 3 if one is",
@@ -100,14 +113,15 @@ def _infer_task(onnx_model: OnnxModel, wanted: Task | None) -> Task:
         return wanted
     (arrays,) = tasks_with(modality="arrays")
     inputs, outputs = (
-        {value.name for value in of} for of in (onnx_model.signature.inputs, onnx_model.signature.outputs)
+        {value.name for value in graph_values}
+        for graph_values in (onnx_model.signature.inputs, onnx_model.signature.outputs)
     )
     folder = onnx_model.tokenizer_folder
     if folder is None or "input_ids" not in inputs:
         return arrays
     config, is_embedder = read_config(folder)[0], (folder / MODULES_FILE).is_file()
-    known = (s.name for s in all_specs() if s.recognizes_graph(outputs, config, is_embedder))
-    return next(known, arrays)
+    matches = (s.name for s in all_specs() if s.recognizes_graph(outputs, config, is_embedder))
+    return next(matches, arrays)
 
 
 def _data_format_comments(onnx_model: OnnxModel, task: Task) -> list[str]:
@@ -116,9 +130,11 @@ def _data_format_comments(onnx_model: OnnxModel, task: Task) -> list[str]:
     if task_traits(task).modality != "arrays":
         return ['# Sample format: {"text": "...", "label": "..."}, and "text_b" for pairs']
     unusual_axes = {v.name: v.axis for v in onnx_model.signature.inputs if v.axis != 0 and v.shape != ()}
-    where = "".join(f", of {name} {'none' if axis is None else axis}" for name, axis in unusual_axes.items())
+    axes_text = "".join(
+        f", of {name} {'none' if axis is None else axis}" for name, axis in unusual_axes.items()
+    )
     return [
-        *_comment_lines(f"One array per input, by name; the batch axis is 0{where}:"),
+        *_comment_lines(f"One array per input, by name; the batch axis is 0{axes_text}:"),
         *_savez_example(onnx_model),
     ]
 
@@ -132,10 +148,10 @@ def _header_comments(onnx_model: OnnxModel, path: Path, rows: DataInfo | None) -
     yield from _comment_lines(
         f"Created by `smelt init` for {onnx_model.file.name}: {nodes} of opset {details['opset']}{producer}."
     )
-    for word, values in (("inputs", signature.inputs), ("outputs", signature.outputs)):
-        yield from _comment_lines(f"{word}: {'; '.join(value.describe() for value in values)}")
-    for note in rows.notes if rows else ():
-        yield from _comment_lines(f"Note: {note}.")
+    for title, values in (("inputs", signature.inputs), ("outputs", signature.outputs)):
+        yield from _comment_lines(f"{title}: {'; '.join(value.describe() for value in values)}")
+    for message in rows.notes if rows else ():
+        yield from _comment_lines(f"Note: {message}.")
     if rows is None:
         yield "# Set your files under data, then:"
     yield f"# `smelt plan {path}` checks it; `smelt stages NAME` describes a stage."
@@ -183,13 +199,16 @@ def _quantization_lines(onnx_model: OnnxModel, task: Task, calibrated: bool) -> 
     Only int8-static quantizes convolutions. For transformers it loses more quality than int8-dynamic (MiniLM
     0.89 points of Spearman instead of 0.16: docs/measurements/int8-static.md).
     """
-    operators, inside = onnx_model.details.get("operators", {}), onnx_model.details.get("inner_operators", {})
+    operators, inner_operators = (
+        onnx_model.details.get("operators", {}),
+        onnx_model.details.get("inner_operators", {}),
+    )
     if onnx_model.details.get("codes") or onnx_model.details.get("floats") in NON_FLOAT32_DTYPES:
         yield "  # no quantization: its weights are not float32"
         return
     convolutions = sum(operators.get(name, 0) for name in _CONVOLUTION_OPERATORS)
     # int8-dynamic also quantizes the bodies of If, Loop and Scan
-    products = sum(operators.get(name, 0) + inside.get(name, 0) for name in _MATRIX_OPERATORS)
+    products = sum(operators.get(name, 0) + inner_operators.get(name, 0) for name in _MATRIX_OPERATORS)
     if not convolutions and not products:
         yield "  # no quantization: none of its operators is supported by int8 schemes"
         return
@@ -207,15 +226,15 @@ def _score_lines(signature: GraphSignature, task: Task, without: Sequence[str]) 
     sizes = "[1, 8]" if signature.fixed_batch_size is None else f"[{signature.fixed_batch_size}]"
     yield f"  latency: {{batch_sizes: {sizes}}}"
     # an output with a fixed first axis, in a graph with dynamic batch size, has no batch axis
-    whole = [
+    unbatched_outputs = [
         value
         for value in signature.outputs
         if value.axis is None
         or value.name in without
         or (value.shape and isinstance(value.shape[value.axis], int) and signature.fixed_batch_size is None)
     ]
-    if whole and task_traits(task).modality == "arrays" and signature.fixed_batch_size is None:
-        names = ", ".join(value.describe() for value in whole)
+    if unbatched_outputs and task_traits(task).modality == "arrays" and signature.fixed_batch_size is None:
+        names = ", ".join(value.describe() for value in unbatched_outputs)
         yield from (
             f"  {line}" for line in _comment_lines(f"batch size 1, as these have no batch axis: {names}")
         )

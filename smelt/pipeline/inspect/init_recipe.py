@@ -97,12 +97,12 @@ def init_recipe(
     options = options or InitOptions(task)
     if is_onnx(model, Path.cwd()):
         return _init_onnx_recipe(model, data, out, task or options.task, force, options)
-    seen = inspect_model(model, task or options.task)
+    model_info = inspect_model(model, task or options.task)
     if data and (task or options.task) is None:
-        seen = inspect_model(model, _task_of_data(data, seen, options.columns))
-    seen = replace(seen, languages=_required_languages(seen, options))
-    found = inspect_data(data, seen.task, options.columns) if data else None
-    if seen.needs_classifier and found and "train" not in found.splits:
+        model_info = inspect_model(model, _task_of_data(data, model_info, options.columns))
+    model_info = replace(model_info, languages=_required_languages(model_info, options))
+    data_info = inspect_data(data, model_info.task, options.columns) if data else None
+    if model_info.needs_classifier and data_info and "train" not in data_info.splits:
         raise InputError(
             f"{model}: the model has no classifier, and there are no training samples to train one. Add a"
             " file with training samples (--data).",
@@ -116,8 +116,10 @@ def init_recipe(
             file=str(path),
         )
     base = (path.parent if path is not None else Path()).resolve()
-    text = recipe_text(model, seen, found, inspect_machine(), base, path or Path("RECIPE.yaml"), options.fast)
-    if found:
+    text = recipe_text(
+        model, model_info, data_info, inspect_machine(), base, path or Path("RECIPE.yaml"), options.fast
+    )
+    if data_info:
         _require_valid_plan(text, base / (path or Path("RECIPE.yaml")).name)
     if path is not None:
         write_atomically(path, text)
@@ -128,11 +130,11 @@ def _task_of_data(data: Sequence[Path], model_info: ModelInfo, columns: Mapping[
     """Return the task that the first sample shows, if the model supports it; else the model's own."""
     for spec in (task_spec(task) for task in model_info.tasks if task != model_info.task):
         try:
-            found = inspect_data(data, spec.name, columns)
+            data_info = inspect_data(data, spec.name, columns)
         except InputError:
             continue  # data of another task; errors are reported for the chosen one
-        row = next((row for _, row in read_file_rows(next(iter(found.splits.values())))), {})
-        if spec.recognizes_row(row, Columns(**found.columns), Columns(**columns)):
+        row = next((row for _, row in read_file_rows(next(iter(data_info.splits.values())))), {})
+        if spec.recognizes_row(row, Columns(**data_info.columns), Columns(**columns)):
             return spec.name
     return model_info.task
 
@@ -171,7 +173,10 @@ def _required_languages(model_info: ModelInfo, options: InitOptions) -> tuple[st
                 code="does-not-fit-model",
             )
         return None, None
-    source, target = (mine or its for mine, its in zip(options.languages, model_info.languages, strict=True))
+    source, target = (
+        option or model_language
+        for option, model_language in zip(options.languages, model_info.languages, strict=True)
+    )
     if source is None or target is None:
         raise InputError(
             f"{with_article(model_info.family)} model needs a source and a target language, as"
@@ -219,27 +224,33 @@ def recipe_text(
         if fast
         else model_info.traits.modality == "text" and model_info.traits.output == "labels"
     )
-    rows = _count_training_rows(data) if data and train and decides else MIN_SHORTLIST_ROWS
-    judge = (
+    num_rows = _count_training_rows(data) if data and train and decides else MIN_SHORTLIST_ROWS
+    selection_metric = (
         _main_metric(model_info, data) if "validation" in {*splits, *(data.fractions if data else ())} else ""
     )
-    wanted = (
+    candidates = (
         quantized_model_steps(model_info, machine, train)
         if model_info.quantization
-        else propose_steps(model_info, machine, train, fast, rows, judge, "calibration" in splits)
+        else propose_steps(
+            model_info, machine, train, fast, num_rows, selection_metric, "calibration" in splits
+        )
     )
-    proposed = list(wanted)
+    steps = list(candidates)
     comments = [
         *(quantized_model_notes(model_info.quantization, fast) if model_info.quantization else ()),
         *(data.notes if data else ()),
     ]
-    if data and not machine.gpu and (effort := training_time_text(model_info, data, proposed)):
+    if data and not machine.gpu and (effort := training_time_text(model_info, data, steps)):
         comments.append(effort)
-    given = Path(model).expanduser()
-    local = given.as_posix() if given.is_absolute() else _relative_path(model_info.folder or given, base)
-    named = model if model_info.folder is None else local
-    head = _header_comments(model, model_info, machine, path, comments, named_files=data is not None)
-    lines = [*head, f"model: {_yaml_scalar(named)}", f"task: {model_info.task}"]
+    model_path = Path(model).expanduser()
+    path_text = (
+        model_path.as_posix()
+        if model_path.is_absolute()
+        else _relative_path(model_info.folder or model_path, base)
+    )
+    model_name = model if model_info.folder is None else path_text
+    header = _header_comments(model, model_info, machine, path, comments, named_files=data is not None)
+    lines = [*header, f"model: {_yaml_scalar(model_name)}", f"task: {model_info.task}"]
     if len(model_info.tasks) > 1:
         other_tasks = ", ".join(t for t in model_info.tasks if t != model_info.task)
         lines[-1] += f"    # other tasks of this family: {other_tasks}"
@@ -251,15 +262,15 @@ def recipe_text(
         file = splits[name]
         lines.append(f"  {name}: {_yaml_scalar(_recipe_path(file, base) if data else file.as_posix())}")
     if data and data.fractions:
-        parts = ", ".join(f"{name}: {share}" for name, share in data.fractions.items())
-        lines.append(f"  split: {{{parts}}}    # taken from train at random")
+        fractions_text = ", ".join(f"{name}: {share}" for name, share in data.fractions.items())
+        lines.append(f"  split: {{{fractions_text}}}    # taken from train at random")
     if data and data.columns:
         named_columns = ", ".join(f"{role}: {_yaml_scalar(name)}" for role, name in data.columns.items())
         lines.append(f"  columns: {{{named_columns}}}    # inferred from the first sample")
     if all(model_info.languages):
         source, target = map(_yaml_scalar, map(str, model_info.languages))
         lines += [f"  source_language: {source}", f"  target_language: {target}"]
-    lines += ["stages:", *(line for step in proposed for line in step_lines(step))]
+    lines += ["stages:", *(line for step in steps for line in step_lines(step))]
     lines += _score_lines(model_info)
     if model_info.needs_classifier:
         lines += ["baseline: tuned    # the classifier is untrained before this step"]
@@ -277,12 +288,14 @@ def recipe_text(
 
 def _count_training_rows(data: DataInfo) -> int:
     """Return the number of training samples after splitting, counted up to `MIN_SHORTLIST_ROWS`."""
-    kept = 1 - sum(data.fractions.values())
-    found = sum(
+    train_fraction = 1 - sum(data.fractions.values())
+    num_rows = sum(
         1
-        for _ in itertools.islice(read_file_rows(data.splits["train"]), math.ceil(MIN_SHORTLIST_ROWS / kept))
+        for _ in itertools.islice(
+            read_file_rows(data.splits["train"]), math.ceil(MIN_SHORTLIST_ROWS / train_fraction)
+        )
     )
-    return int(found * kept)
+    return int(num_rows * train_fraction)
 
 
 def _main_metric(model_info: ModelInfo, data: DataInfo | None) -> str:
@@ -293,12 +306,12 @@ def _main_metric(model_info: ModelInfo, data: DataInfo | None) -> str:
     if data:
         column = data.columns.get("label", Columns().label)
         path, columns = next(iter(data.splits.values())), Columns()
-        found = (
+        samples = (
             read_image_rows(path, columns.image, column)
             if model_info.traits.modality == "image"
             else read_file_rows(path)
         )
-        for _, row in itertools.islice(found, _LABEL_SAMPLE_ROWS):
+        for _, row in itertools.islice(samples, _LABEL_SAMPLE_ROWS):
             value = row.get(column)
             if isinstance(value, int | float | str):
                 labels.append(value)
@@ -326,16 +339,16 @@ def _header_comments(
     limit = f", texts of at most {model_info.max_tokens:,} tokens" if model_info.max_tokens else ""
     yield f"# smelt run {path}"
     yield "#"
-    notes = [
+    comments = [
         f"Created by `smelt init` for {_model_name(model)}: {model_info.family}{size}{limit}; on"
         f" {_machine_text(machine)}."
     ]
-    notes += [f"Note: {note}." for note in notes_on_inputs]
+    comments += [f"Note: {comment}." for comment in notes_on_inputs]
     if not named_files:
-        notes += ["Set your files under data, then:"]
-    for note in notes:
+        comments += ["Set your files under data, then:"]
+    for comment in comments:
         yield from textwrap.wrap(
-            note, 78, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False
+            comment, 78, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False
         )
     yield f"# `smelt plan {path}` checks it; add `--limit 64` to a run for a quick test;"
     yield "# `smelt stages NAME` describes a stage and its settings."
@@ -346,7 +359,7 @@ def _machine_text(machine: MachineInfo) -> str:
     cores = f"{machine.cores} core{'' if machine.cores == 1 else 's'}"
     gpu = " and an NVIDIA GPU" if machine.gpu else " without an NVIDIA GPU"
     available = (("TensorRT", machine.tensorrt), ("OpenVINO", machine.openvino))
-    runtimes = " and ".join(name for name, is_there in available if is_there)
+    runtimes = " and ".join(name for name, is_available in available if is_available)
     return f"{cores}{gpu}, with {runtimes}" if runtimes else f"{cores}{gpu}"
 
 
@@ -377,7 +390,9 @@ def _recipe_path(path: Path, base: Path) -> str:
 def _yaml_scalar(text: str) -> str:
     """Return `text` as a YAML string, quoted only if needed."""
     try:
-        plain = not any(c in text for c in "{}[],#:\n") and parse_yaml(f"a: {text}", "").value == {"a": text}
+        is_plain = not any(c in text for c in "{}[],#:\n") and parse_yaml(f"a: {text}", "").value == {
+            "a": text
+        }
     except InputError:
-        plain = False
-    return text if plain else json.dumps(text, ensure_ascii=False)
+        is_plain = False
+    return text if is_plain else json.dumps(text, ensure_ascii=False)

@@ -54,8 +54,8 @@ def unavailable_reason(
     by `unscored_reason`.
     """
     for package, oldest in settings.required_packages().items() if settings else ():
-        if (lack := package_problem(package, oldest)) is not None:
-            return f"{lack} ({install_command(package, oldest)})."
+        if (problem := package_problem(package, oldest)) is not None:
+            return f"{problem} ({install_command(package, oldest)})."
     if target == "openvino" and find_spec("openvino") is None:
         return "OpenVINO is not installed (pip install 'openvino>=2026')."
     if "tensorrt" in stage.needs and not any(find_spec(name) for name in ("tensorrt", "tensorrt_rtx")):
@@ -81,8 +81,8 @@ def unscored_reason(made_format: Format, target: str | None = None, dtype: str |
         and cuda_missing_reason() is not None
     ):
         return "a bf16 graph needs ONNX Runtime on CUDA, but this machine has no GPU. The graph is kept."
-    if made_format == "onnx" and target == "ort-tensorrt" and (lack := missing_requirement()) is not None:
-        return f"{lack} The graphs are kept; smelt eval --device cpu scores them without TensorRT."
+    if made_format == "onnx" and target == "ort-tensorrt" and (problem := missing_requirement()) is not None:
+        return f"{problem} The graphs are kept; smelt eval --device cpu scores them without TensorRT."
     if made_format != "tensorrt" or cuda_missing_reason() is None:
         return None
     return (
@@ -104,13 +104,13 @@ def can_build_without_gpu() -> bool:
         return False
     code = f"import {name} as t; raise SystemExit(0 if t.Builder(t.Logger(t.Logger.ERROR)) else 1)"
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             python_command("-c", code),
             capture_output=True, timeout=_BUILDER_TIMEOUT_SECONDS, check=False, env=child_environment(),
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return False
-    return done.returncode == 0
+    return completed.returncode == 0
 
 
 def cuda_missing_reason() -> str | None:
@@ -138,12 +138,12 @@ def artifact_device(artifact: Artifact, requested: str) -> str:
     from smelt.runtimes.registry import find_runtime
 
     target = artifact.manifest.details.get("target")
-    place = find_runtime(artifact.format, target).device
-    if isinstance(place, str):
-        return place
+    device = find_runtime(artifact.format, target).device
+    if isinstance(device, str):
+        return device
     if requested == "cpu" or (requested == "auto" and not has_cuda()):
         return "cpu"
-    return place(requested, target)
+    return device(requested, target)
 
 
 @cache
@@ -166,10 +166,10 @@ def training_device(requested: str) -> str:
 def has_bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Return whether the CPU has bf16 instructions, so that `precision: auto` trains in bf16."""
     try:
-        words = set(cpuinfo.read_text(encoding="utf-8", errors="replace").split())
+        flags = set(cpuinfo.read_text(encoding="utf-8", errors="replace").split())
     except OSError:  # not Linux
         return False
-    return bool(words & {"amx_bf16", "amx_tile", "avx512_bf16"})
+    return bool(flags & {"amx_bf16", "amx_tile", "avx512_bf16"})
 
 
 @cache
@@ -248,12 +248,12 @@ class MachineSpeed:
 
 def _interpolated(by_width: Mapping[str, float], width: int) -> float:
     """Return the speed at a width between the measured ones, on a logarithmic scale; beyond, the nearest."""
-    known = sorted((int(name), speed) for name, speed in by_width.items())
-    for (low, slow), (high, fast) in itertools.pairwise(known):
+    measured_speeds = sorted((int(name), speed) for name, speed in by_width.items())
+    for (low, low_speed), (high, high_speed) in itertools.pairwise(measured_speeds):
         if low <= width <= high:
-            part = math.log(width / low) / math.log(high / low)
-            return float(slow ** (1 - part) * fast**part)
-    return known[0][1] if width < known[0][0] else known[-1][1]
+            weight = math.log(width / low) / math.log(high / low)
+            return float(low_speed ** (1 - weight) * high_speed**weight)
+    return measured_speeds[0][1] if width < measured_speeds[0][0] else measured_speeds[-1][1]
 
 
 def machine_speed(threads: int | None, folder: Path, again: bool = False) -> MachineSpeed:
@@ -277,12 +277,12 @@ def machine_speed(threads: int | None, folder: Path, again: bool = False) -> Mac
             return MachineSpeed(**(read_hashed_json(file) or {}))
         except TypeError:
             pass  # damaged: measured again
-    found = _measure_in_process(count, folder)
-    if not found.is_disturbed:
+    speed = _measure_in_process(count, folder)
+    if not speed.is_disturbed:
         with suppress(OSError):  # a home that cannot be written to: measured every time
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_hashed_json(file, asdict(found))
-    return found
+            write_hashed_json(file, asdict(speed))
+    return speed
 
 
 def _cache_folder() -> Path:
@@ -295,12 +295,12 @@ def _cache_folder() -> Path:
 def _measure_in_process(threads: int, folder: Path) -> MachineSpeed:
     command = python_command("-m", "smelt.pipeline.inspect.machine", str(threads), str(folder))
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False,
             # threads that spin while they wait would count as computing
             env=child_environment(OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE"),
         )  # fmt: skip
-        return MachineSpeed(**json.loads(done.stdout.splitlines()[-1]))
+        return MachineSpeed(**json.loads(completed.stdout.splitlines()[-1]))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError, TypeError) as error:
         raise RunError(
             f"The speed of this machine could not be measured: {type(error).__name__}: {error}. Check torch"
@@ -324,19 +324,21 @@ def measure_speed(threads: int, folder: Path) -> MachineSpeed:
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     resources = summary.ComputeResources(threads, os.cpu_count() or 1)
-    measured, deadline = list[MachineSpeed](), time.monotonic() + _REPEAT_SECONDS
-    while not measured or (len(measured) < _TRIALS and time.monotonic() < deadline):
-        before = summary.read_counters()
+    trials, deadline = list[MachineSpeed](), time.monotonic() + _REPEAT_SECONDS
+    while not trials or (len(trials) < _TRIALS and time.monotonic() < deadline):
+        start_counters = summary.read_counters()
         speeds = _compute_speeds()
-        lost = summary.load_between(before, summary.read_counters()).lost_share(resources)
-        written, read = _disk_speeds(folder)
-        disturbed = lost > summary.MAX_ROUND_LOST_SHARE
-        measured.append(
-            MachineSpeed(**speeds, read=read, written=written, base_bytes=base, is_disturbed=disturbed)
+        lost_share = summary.load_between(start_counters, summary.read_counters()).lost_share(resources)
+        write_speed, read_speed = _disk_speeds(folder)
+        disturbed = lost_share > summary.MAX_ROUND_LOST_SHARE
+        trials.append(
+            MachineSpeed(
+                **speeds, read=read_speed, written=write_speed, base_bytes=base, is_disturbed=disturbed
+            )
         )
         if not disturbed:
-            return measured[-1]
-    return max(measured, key=lambda speed: speed.matrix)
+            return trials[-1]
+    return max(trials, key=lambda speed: speed.matrix)
 
 
 def _compute_speeds() -> dict[str, Any]:
@@ -345,23 +347,23 @@ def _compute_speeds() -> dict[str, Any]:
 
     blocks = {width: _block_speeds(width) for width in WIDTHS}
     names = ("forward", "training", "decode")
-    by_width = {name: {str(w): found[i] for w, found in blocks.items()} for i, name in enumerate(names)}
-    left, right = torch.randn(768, 768), torch.randn(768, 768)
-    positive = left @ left.T + 768 * torch.eye(768)
-    numbers, other, few = torch.randn(2**23), torch.empty(2**23), torch.ones(4)
+    by_width = {name: {str(w): speeds[i] for w, speeds in blocks.items()} for i, name in enumerate(names)}
+    left_matrix, right_matrix = torch.randn(768, 768), torch.randn(768, 768)
+    positive = left_matrix @ left_matrix.T + 768 * torch.eye(768)
+    numbers, copy_target, small_tensor = torch.randn(2**23), torch.empty(2**23), torch.ones(4)
 
     def solve() -> None:
         torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(positive)))
 
     def call() -> None:
         for _ in range(1000):
-            few.add_(1.0)
+            small_tensor.add_(1.0)
 
     return {
         **by_width,
-        "matrix": 2 * 768**3 / _shortest(lambda: left @ right),
+        "matrix": 2 * 768**3 / _shortest(lambda: left_matrix @ right_matrix),
         "solver": 2 * 768**3 / _shortest(solve),
-        "moved": 2 * numbers.nbytes / _shortest(lambda: other.copy_(numbers)),
+        "moved": 2 * numbers.nbytes / _shortest(lambda: copy_target.copy_(numbers)),
         "calls": 1000 / _shortest(call),
     }
 
@@ -371,9 +373,9 @@ def _shortest(work: Callable[[], Any], times: int = 3) -> float:
     work()
     shortest = math.inf
     for _ in range(times):
-        began, computed = time.perf_counter(), time.process_time()
+        wall_start, cpu_start = time.perf_counter(), time.process_time()
         work()
-        shortest = min(shortest, time.perf_counter() - began, time.process_time() - computed)
+        shortest = min(shortest, time.perf_counter() - wall_start, time.process_time() - cpu_start)
     return max(shortest, 1e-9)
 
 
@@ -386,26 +388,28 @@ def _block_speeds(width: int) -> tuple[float, float, float]:
     heads, tokens = max(1, width // 64), 24
     norms = [nn.LayerNorm(width) for _ in range(2)]
     query, key, value, out = (nn.Linear(width, width) for _ in range(4))
-    up, down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-    parameters = [p for m in (*norms, query, key, value, out, up, down) for p in m.parameters()]
+    up_proj, down_proj = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+    parameters = [p for m in (*norms, query, key, value, out, up_proj, down_proj) for p in m.parameters()]
 
     def block(x: Any) -> Any:
         inputs = norms[0](x)
-        parts = (layer(inputs).unflatten(-1, (heads, -1)).transpose(1, 2) for layer in (query, key, value))
-        x = x + F.dropout(out(F.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(-2)), 0.1)
-        return x + F.dropout(down(F.relu(up(norms[1](x)))), 0.1)
+        projections = (
+            layer(inputs).unflatten(-1, (heads, -1)).transpose(1, 2) for layer in (query, key, value)
+        )
+        x = x + F.dropout(out(F.scaled_dot_product_attention(*projections).transpose(1, 2).flatten(-2)), 0.1)
+        return x + F.dropout(down_proj(F.relu(up_proj(norms[1](x)))), 0.1)
 
     def train(x: Any) -> None:
         for parameter in parameters:
             parameter.grad = None
         block(x).sum().backward()
 
-    many, few = torch.randn(16, tokens, width, requires_grad=True), torch.randn(8, 1, width)
-    each = 16 * tokens * (24 * width**2 + 4 * tokens * width)
-    training = 3 * each / _shortest(lambda: train(many), 2)
+    train_inputs, decode_inputs = torch.randn(16, tokens, width, requires_grad=True), torch.randn(8, 1, width)
+    operations = 16 * tokens * (24 * width**2 + 4 * tokens * width)
+    training = 3 * operations / _shortest(lambda: train(train_inputs), 2)
     with torch.no_grad():
-        forward = each / _shortest(lambda: block(many))
-        decode = 8 * (24 * width**2 + 4 * width) / _shortest(lambda: block(few), 20)
+        forward = operations / _shortest(lambda: block(train_inputs))
+        decode = 8 * (24 * width**2 + 4 * width) / _shortest(lambda: block(decode_inputs), 20)
     return forward, training, decode
 
 
@@ -419,8 +423,8 @@ def _disk_speeds(folder: Path) -> tuple[float, float]:
         trials = [_disk_trial(folder / name) for _ in range(2)]
     except OSError:
         trials = [_disk_trial(Path(tempfile.gettempdir()) / name) for _ in range(2)]
-    written, read = (min(times) for times in zip(*trials, strict=True))
-    return _FILE_BYTES / max(written, 1e-9), _FILE_BYTES / max(read, 1e-9)
+    write_seconds, read_seconds = (min(times) for times in zip(*trials, strict=True))
+    return _FILE_BYTES / max(write_seconds, 1e-9), _FILE_BYTES / max(read_seconds, 1e-9)
 
 
 def _disk_trial(file: Path) -> tuple[float, float]:
@@ -428,16 +432,16 @@ def _disk_trial(file: Path) -> tuple[float, float]:
     content = os.urandom(2**20) * (_FILE_BYTES // 2**20)
     try:
         with file.open("wb") as stream:
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
-            written = time.perf_counter() - began
+            write_seconds = time.perf_counter() - start_time
             if hasattr(os, "posix_fadvise"):  # so that it is not read from memory
                 os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         file.read_bytes()
-        return written, time.perf_counter() - began
+        return write_seconds, time.perf_counter() - start_time
     finally:
         file.unlink(missing_ok=True)
 

@@ -59,9 +59,11 @@ def damaged_tensor_problem(header: Mapping[str, Any]) -> str | None:
         if name == "__metadata__":
             continue
         shape, (start, end) = entry["shape"], entry["data_offsets"]
-        whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (*shape, start, end))
+        is_valid = all(
+            isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (*shape, start, end)
+        )
         bits = _DTYPE_BITS.get(entry["dtype"])
-        if not whole or (bits is not None and math.prod(shape) * bits != 8 * (end - start)):
+        if not is_valid or (bits is not None and math.prod(shape) * bits != 8 * (end - start)):
             return (
                 f"the tensor '{str(name)[:80]}' is declared as {entry['dtype']} {str(shape)[:60]} in the"
                 f" bytes {start} to {end}"
@@ -75,33 +77,33 @@ def check_file_consistency(folder: Path, config: Mapping[str, Any]) -> tuple[lis
     Returns:
         Errors and warnings.
     """
-    if broken := _broken_json(folder):
-        return broken, []
-    rows = config.get("vocab_size")
-    if not isinstance(rows, int) or isinstance(rows, bool):
+    if json_errors := _broken_json(folder):
+        return json_errors, []
+    vocab_size = config.get("vocab_size")
+    if not isinstance(vocab_size, int) or isinstance(vocab_size, bool):
         return [], []
-    problems = _check_embedding(folder, config, rows)
+    problems = _check_embedding(folder, config, vocab_size)
     try:
-        known = _token_count_and_max_id(folder, str(config.get("model_type")))
+        token_info = _token_count_and_max_id(folder, str(config.get("model_type")))
     except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         text = f"{folder}: cannot read the tokenizer's files: {error}"
         return [*problems, error_message("damaged-tokenizer", text)], []
-    if known is None:
+    if token_info is None:
         return problems, []
-    count, highest = known
-    if highest >= rows:
+    count, highest = token_info
+    if highest >= vocab_size:
         problems.append(
             error_message(
                 "tokenizer-mismatch",
                 f"{folder}: the tokenizer does not fit this model: its token ids go up to {highest},"
-                f" but the embedding has {rows} rows (vocab_size). Copy this model's tokenizer there.",
+                f" but the embedding has {vocab_size} rows (vocab_size). Copy this model's tokenizer there.",
             )
         )
-    if not problems and count < rows // 2:
+    if not problems and count < vocab_size // 2:
         return [], [
             warning(
                 "tokenizer-much-smaller",
-                f"The tokenizer has only {count} tokens for {rows} rows of the embedding. Check that it"
+                f"The tokenizer has only {count} tokens for {vocab_size} rows of the embedding. Check that it"
                 " belongs to this model.",
             )
         ]
@@ -110,15 +112,15 @@ def check_file_consistency(folder: Path, config: Mapping[str, Any]) -> tuple[lis
 
 def _broken_json(folder: Path) -> list[Message]:
     """Return errors for JSON files of the model that are not valid JSON objects."""
-    found = []
+    errors = []
     for name in ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json"):
         if (folder / name).is_file():
             try:
                 _read_json(folder / name)
             except (OSError, ValueError, RecursionError) as error:
                 text = f"{folder / name}: {str(error).removeprefix(f'{name}: ')}"
-                found.append(error_message("invalid-json", text))
-    return found
+                errors.append(error_message("invalid-json", text))
+    return errors
 
 
 def _check_embedding(folder: Path, config: Mapping[str, Any], rows: int) -> list[Message]:
@@ -134,11 +136,11 @@ def _check_embedding(folder: Path, config: Mapping[str, Any], rows: int) -> list
         if not is_token_embedding(family, config, name) or len(shape) != 2:
             continue
         if shape[0] != rows or width not in (None, shape[1]):
-            wanted = [rows, shape[1] if width is None else width]
+            expected = [rows, shape[1] if width is None else width]
             return [
                 error_message(
                     "shape-mismatch",
-                    f"{path}: the tensor '{name}' has shape {shape}, but config.json requires {wanted}"
+                    f"{path}: the tensor '{name}' has shape {shape}, but config.json requires {expected}"
                     " (vocab_size, width). Use the config that belongs to these weights.",
                 )
             ]
@@ -152,16 +154,18 @@ def _pruned_width(folder: Path) -> int | None:
     except (OSError, ValueError, RecursionError):
         return None  # not an artifact; an invalid file is reported when the model is loaded
     edits = edits if isinstance(edits, list) else []
-    kept = [edit.get("keep") for edit in edits if isinstance(edit, dict) and edit.get("op") == "width"]
-    return len(kept[-1]) if kept and isinstance(kept[-1], list) else None
+    kept_channels = [
+        edit.get("keep") for edit in edits if isinstance(edit, dict) and edit.get("op") == "width"
+    ]
+    return len(kept_channels[-1]) if kept_channels and isinstance(kept_channels[-1], list) else None
 
 
 def _token_count_and_max_id(folder: Path, kind: str) -> tuple[int, int] | None:
     """Return the tokenizer's number of tokens and highest id; None if its files do not contain them."""
-    fast = folder / "tokenizer.json"
+    fast_file = folder / "tokenizer.json"
     family = FAMILIES.get(kind)
-    if (family is None or family.tokenizer_files.accepts_fast) and fast.is_file():
-        content = _read_json(fast)
+    if (family is None or family.tokenizer_files.accepts_fast) and fast_file.is_file():
+        content = _read_json(fast_file)
         vocabulary = (content.get("model") or {}).get("vocab") or {}
         # in a unigram model the ids are the indices of the pieces
         ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
@@ -204,18 +208,22 @@ def quantization_problems(
         whole: whether the headers of the weights can be read.
     """
     try:
-        coding = parse_quantization_config(config)
+        quantization = parse_quantization_config(config)
     except InputError as error:
         return [error.as_message().with_prefix(f"{folder / 'config.json'}: ")]
     try:
-        if coding is None:
+        if quantization is None:
             return _undeclared_quantization(folder) if whole else []
         if whole:
-            require_quantized_tensors(folder, coding)
+            require_quantized_tensors(folder, quantization)
     except InputError as error:
         return [error.as_message()]
     wants_head = lacks_head(config) or (task in tasks_with(output="labels") and not has_classifier(config))
-    return [error_message("head-on-quantized", f"{folder}: {new_head_message(coding)}")] if wants_head else []
+    return (
+        [error_message("head-on-quantized", f"{folder}: {new_head_message(quantization)}")]
+        if wants_head
+        else []
+    )
 
 
 def _undeclared_quantization(folder: Path) -> list[Message]:
@@ -263,12 +271,12 @@ def fetch_model(model: str, base: Path, task: Task) -> Path:
     if folder is None:
         import huggingface_hub
 
-        lack = hub_unreachable_reason()
+        offline_reason = hub_unreachable_reason()
         try:
-            with hub_cache_only(lack):
+            with hub_cache_only(offline_reason):
                 folder = Path(huggingface_hub.snapshot_download(model, allow_patterns=_HUB_FILES))
         except Exception as error:  # the hub client raises many types; all mean that the download failed
-            raise hub_error(model, lack, error) from error
+            raise hub_error(model, offline_reason, error) from error
     problems, _ = check_model_folder(folder, task)
     if problems:
         raise combined_error(problems)
@@ -305,15 +313,15 @@ def check_model_folder(
     """
     if not folder.is_dir():
         names = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
-        near = did_you_mean(folder.name, names)
+        suggestion = did_you_mean(folder.name, names)
         code, kind = (
             ("not-a-folder", "not a folder") if folder.exists() else ("missing-folder", "no such folder")
         )
-        text = f"{folder}: {kind}. Expected a model's folder with config.json, or a hub id.{near}"
+        text = f"{folder}: {kind}. Expected a model's folder with config.json, or a hub id.{suggestion}"
         return [error_message(code, text)], []
     config, problems = read_config(folder)
-    broken = _check_weights(folder)
-    problems += [*broken, *quantization_problems(folder, config, task, whole=not broken)]
+    weight_errors = _check_weights(folder)
+    problems += [*weight_errors, *quantization_problems(folder, config, task, whole=not weight_errors)]
     kind = str(config.get("model_type", ""))
     families = FAMILIES_BY_TASK[task] if task else ()
     if config and families and kind not in families:
@@ -330,8 +338,8 @@ def check_model_folder(
     problems += check_tokenizer_files(folder, kind) if needs_tokenizer else []
     if problems:
         return problems, []
-    if (wrong := oversized_setting(folder, config)) is not None:
-        return [error_message("config-exceeds-weights", wrong)], []
+    if (config_problem := oversized_setting(folder, config)) is not None:
+        return [error_message("config-exceeds-weights", config_problem)], []
     problems, advice = check_file_consistency(folder, config)
     return problems, [
         *advice,
@@ -353,23 +361,23 @@ def unknown_family_message(kind: str, task: Task | None = None) -> Message:
             f"{with_article(kind)} model is not supported for {task} by this version, only for"
             f" {' or '.join(tasks)}. Supported for {task}: {', '.join(FAMILIES_BY_TASK[task])}.",
         )
-    known = {task: FAMILIES_BY_TASK[task]} if task else FAMILIES_BY_TASK
-    words = "; ".join(f"for {name} {', '.join(families)}" for name, families in known.items())
+    supported = {task: FAMILIES_BY_TASK[task]} if task else FAMILIES_BY_TASK
+    supported_text = "; ".join(f"for {name} {', '.join(families)}" for name, families in supported.items())
     return error_message(
         "unsupported-family",
-        f"model_type '{kind}' is not supported by this version. Supported: {words}.",
+        f"model_type '{kind}' is not supported by this version. Supported: {supported_text}.",
     )
 
 
 def _check_language_model(config: dict[str, Any], folder: Path) -> list[Message]:
     """Return an error if the config is not of a causal language model."""
-    named: list[str] = config.get("architectures") or []
-    if not config or any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in named):
+    classes: list[str] = config.get("architectures") or []
+    if not config or any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in classes):
         return []
     return [
         error_message(
             "unsupported-architecture",
-            f"{folder / 'config.json'}: 'architectures' is {named}; expected a language model, whose class"
+            f"{folder / 'config.json'}: 'architectures' is {classes}; expected a language model, whose class"
             " ends in ForCausalLM or LMHeadModel.",
         )
     ]
@@ -377,13 +385,13 @@ def _check_language_model(config: dict[str, Any], folder: Path) -> list[Message]
 
 def _check_bare_encoder(config: dict[str, Any], folder: Path) -> list[Message]:
     """Return an error if the config is of a classifier, which is not a sentence embedder."""
-    named: list[str] = config.get("architectures") or []
-    if not any(name.endswith("Classification") for name in named):
+    classes: list[str] = config.get("architectures") or []
+    if not any(name.endswith("Classification") for name in classes):
         return []
     return [
         error_message(
             "unsupported-architecture",
-            f"{folder / 'config.json'}: 'architectures' is {named}, a classifier, not a sentence embedder."
+            f"{folder / 'config.json'}: 'architectures' is {classes}, a classifier, not a sentence embedder."
             " Save only"
             " its encoder, AutoModel.from_pretrained(FOLDER).save_pretrained(NEW), and copy the tokenizer.",
         )
@@ -412,9 +420,9 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], list[Message]]:
     """Return the Hugging Face config in the file `path` (empty if missing), and errors in it."""
     if not (path_exists(path) and path.is_file()):
         folder_exists = path_exists(path.parent) and path.parent.is_dir()
-        near = did_you_mean(path.name, [p.name for p in path.parent.iterdir()]) if folder_exists else ""
+        suggestion = did_you_mean(path.name, [p.name for p in path.parent.iterdir()]) if folder_exists else ""
         return {}, [
-            error_message("missing-config", f"{path}: no such file. Expected a model's config.{near}")
+            error_message("missing-config", f"{path}: no such file. Expected a model's config.{suggestion}")
         ]
     try:
         config = load_json(path)
@@ -448,8 +456,10 @@ def _check_weights(folder: Path) -> list[Message]:
                 weights.require_complete(path, read_header(path))
     except InputError as error:
         graphs = sorted(path.name for path in folder.glob("*.onnx"))
-        what = f" Its ONNX files ({', '.join(graphs[:3])}) have no weights for torch." if graphs else ""
-        return [error_message(error.code or "damaged-weights", f"{error}{what}")]
+        graphs_hint = (
+            f" Its ONNX files ({', '.join(graphs[:3])}) have no weights for torch." if graphs else ""
+        )
+        return [error_message(error.code or "damaged-weights", f"{error}{graphs_hint}")]
     return problems
 
 
@@ -457,12 +467,12 @@ def _duplicate_weights_warning(folder: Path) -> list[Message]:
     """Return a warning if a folder has weights twice, such as an old single file next to new shards."""
     if not ((folder / WEIGHTS_FILE).is_file() and (folder / WEIGHTS_INDEX_FILE).is_file()):
         return []
-    taken = {path.name for path in find_weights(folder).files}
-    other = WEIGHTS_INDEX_FILE if WEIGHTS_FILE in taken else WEIGHTS_FILE
+    used_files = {path.name for path in find_weights(folder).files}
+    ignored_file = WEIGHTS_INDEX_FILE if WEIGHTS_FILE in used_files else WEIGHTS_FILE
     return [
         warning(
             "weights-stored-twice",
-            f"{folder} contains weights in {WEIGHTS_FILE} and in shards. {other} is ignored, as in"
+            f"{folder} contains weights in {WEIGHTS_FILE} and in shards. {ignored_file} is ignored, as in"
             " transformers; remove the outdated one.",
         )
     ]
@@ -474,9 +484,9 @@ def _check_header(path: Path) -> list[Message]:
     Format: 8 bytes little-endian length, JSON of that length, then the tensors
     (https://github.com/huggingface/safetensors, "Format").
     """
-    again = "Copy or download it again."
+    remedy = "Copy or download it again."
     if not path.is_file():
-        return [error_message("missing-file", f"{path}: missing file of the weights. {again}")]
+        return [error_message("missing-file", f"{path}: missing file of the weights. {remedy}")]
     size = path.stat().st_size
     code, problem = "damaged-weights", ""
     try:
@@ -490,13 +500,13 @@ def _check_header(path: Path) -> list[Message]:
         tensors = [v["data_offsets"][1] for k, v in (header or {}).items() if k != "__metadata__"]
         expected = 8 + length + max(tensors)
         if size < expected:
-            code, problem = "truncated-file", f"incomplete file: {size:,} of {expected:,} bytes. {again}"
+            code, problem = "truncated-file", f"incomplete file: {size:,} of {expected:,} bytes. {remedy}"
         elif damage := damaged_tensor_problem(header or {}):
-            code, problem = "damaged-header", f"damaged header: {damage}. {again}"
+            code, problem = "damaged-header", f"damaged header: {damage}. {remedy}"
     except OSError as error:
         code, problem = "unreadable-file", f"cannot read the file: {error.strerror}."
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
-        problem = f"not a safetensors file, or incomplete ({size:,} bytes). {again}"
+        problem = f"not a safetensors file, or incomplete ({size:,} bytes). {remedy}"
     return [error_message(code, f"{path}: {problem}")] if problem else []
 
 
@@ -511,14 +521,16 @@ def check_tokenizer_files(folder: Path, kind: str) -> list[Message]:
         return []
     if family.input_kind == "images":
         return _check_image_processor(folder)
-    slow = family.tokenizer_files.slow_files
-    missing = [name for name in slow if not (folder / name).is_file()]
+    slow_files = family.tokenizer_files.slow_files
+    missing = [name for name in slow_files if not (folder / name).is_file()]
     if not family.tokenizer_files.accepts_fast:
         text = f"{folder}: incomplete tokenizer: {', '.join(missing)} missing. {fix}"
         return [error_message("missing-tokenizer", text)] if missing else []
-    if any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt")) or (slow and not missing):
+    if any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt")) or (
+        slow_files and not missing
+    ):
         return []
-    expected = f"tokenizer.json or {' and '.join(slow) or 'vocab.txt'}"
+    expected = f"tokenizer.json or {' and '.join(slow_files) or 'vocab.txt'}"
     return [error_message("missing-tokenizer", f"{folder}: no tokenizer. Expected {expected}. {fix}")]
 
 
@@ -534,17 +546,17 @@ def _check_image_processor(folder: Path) -> list[Message]:
 
 
 def _config_warnings(config: dict[str, Any], task: Task | None, is_baseline: bool) -> list[Message]:
-    named: list[str] = config.get("architectures") or []
+    classes: list[str] = config.get("architectures") or []
     if (
         task in tasks_with(output="labels")
-        and named
-        and not any(n.endswith(CLASSIFIER_SUFFIXES) for n in named)
+        and classes
+        and not any(n.endswith(CLASSIFIER_SUFFIXES) for n in classes)
     ):
         advice = ". Start with a finetune step and set it as the baseline" if is_baseline else ""
         return [
             warning(
                 "new-classifier",
-                f"The model ({named[0]}) has no classification head; a random one is added{advice}.",
+                f"The model ({classes[0]}) has no classification head; a random one is added{advice}.",
             )
         ]
     return []

@@ -75,13 +75,14 @@ class QuantizedModelInfo:
 
     def unsupported_by(self, target: str) -> str | None:
         """Return the quantized layers that `target` does not support; None if it supports all."""
-        known = ((SCHEMES[name], options) for name, options in self.schemes.items())
-        words = [
+        schemes = ((SCHEMES[name], options) for name, options in self.schemes.items())
+        unsupported = [
             scheme.exported_as
-            for scheme, own in known
-            if unsupported_reason(scheme, target) or unsupported_scheme_options(scheme, own, target)
+            for scheme, scheme_options in schemes
+            if unsupported_reason(scheme, target)
+            or unsupported_scheme_options(scheme, scheme_options, target)
         ]
-        return " and ".join(words) or None
+        return " and ".join(unsupported) or None
 
     @property
     def targets(self) -> list[str]:
@@ -95,28 +96,28 @@ def inspect_quantization(folder: Path, config: Mapping[str, Any]) -> QuantizedMo
     config: its Hugging Face config.
     """
     try:
-        coding = parse_quantization_config(config)
+        quantization = parse_quantization_config(config)
     except InputError:  # reported by the checks of the model's folder
         return None
-    if coding is not None:
-        taken = {CHECKPOINT_SCHEME: default_options(SCHEMES[CHECKPOINT_SCHEME])}
-        return QuantizedModelInfo(coding.method, taken, "the float model")
-    found = list(_quantized_matrices(folder))
-    counted = Counter(name for name, _ in found)
-    options = dict(found)
-    schemes = {name: options[name] for name, _ in counted.most_common()}
-    again = "an artifact from before `quantize`"
-    return QuantizedModelInfo(" and ".join(schemes), schemes, again) if schemes else None
+    if quantization is not None:
+        checkpoint_schemes = {CHECKPOINT_SCHEME: default_options(SCHEMES[CHECKPOINT_SCHEME])}
+        return QuantizedModelInfo(quantization.method, checkpoint_schemes, "the float model")
+    matrices = list(_quantized_matrices(folder))
+    scheme_counts = Counter(name for name, _ in matrices)
+    options = dict(matrices)
+    schemes = {name: options[name] for name, _ in scheme_counts.most_common()}
+    float_source = "an artifact from before `quantize`"
+    return QuantizedModelInfo(" and ".join(schemes), schemes, float_source) if schemes else None
 
 
 def _quantized_matrices(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield scheme and options of each matrix that smelt has quantized."""
     try:
         edits = load_json(folder / "structure.json")["edits"]
-        coded = [edit for edit in edits if edit["op"] == "quantize"]
+        quantize_edits = [edit for edit in edits if edit["op"] == "quantize"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return  # not an artifact; an invalid file is reported when the model is loaded
-    for edit in coded:
+    for edit in quantize_edits:
         if edit.get("scheme") in SCHEMES:
             options = {name: value for name, value in edit.items() if name not in ("op", "module", "scheme")}
             yield str(edit["scheme"]), options
@@ -168,37 +169,39 @@ def inspect_model(model: str, task: Task | None = None, base: Path | None = None
         InputError: the model is not supported, or not for `task`.
     """
     folder = local_model_folder(model, base or Path.cwd())
-    place = _config_from_hub(model) if folder is None else folder
-    config, problems = read_config(place) if place.is_dir() else ({}, [])
+    config_folder = _config_from_hub(model) if folder is None else folder
+    config, problems = read_config(config_folder) if config_folder.is_dir() else ({}, [])
     family = str(config.get("model_type", ""))
     tasks = tuple(t for t, families in FAMILIES_BY_TASK.items() if family in families)
     if config and not tasks:
-        raise combined_error([unknown_family_message(family).with_prefix(f"{place / 'config.json'}: ")])
-    chosen = (
-        _choose_task(config, family, tasks, task, is_embedder=(place / MODULES_FILE).is_file())
+        raise combined_error(
+            [unknown_family_message(family).with_prefix(f"{config_folder / 'config.json'}: ")]
+        )
+    chosen_task = (
+        _choose_task(config, family, tasks, task, is_embedder=(config_folder / MODULES_FILE).is_file())
         if tasks
         else None
     )
     if folder is not None:
-        problems, _ = check_model_folder(folder, chosen)
+        problems, _ = check_model_folder(folder, chosen_task)
     if problems:
         raise combined_error(problems)
-    if chosen is None:
+    if chosen_task is None:
         raise InputError(f"{model}: not a model's folder. Expected config.json in it.", code="missing-config")
-    coded = _inspect_quantization(place, config)
-    count, dtype = _weight_count_and_dtype(folder, coded) if folder is not None else (None, None)
+    quantization = _inspect_quantization(config_folder, config)
+    count, dtype = _weight_count_and_dtype(folder, quantization) if folder is not None else (None, None)
     return ModelInfo(
         folder=folder,
         family=family,
-        task=chosen,
+        task=chosen_task,
         tasks=tasks,
         parameters=count,
         dtype=dtype,
-        max_tokens=_max_tokens(folder, config, chosen),
-        needs_classifier=task_traits(chosen).output == "labels" and not has_classifier(config),
+        max_tokens=_max_tokens(folder, config, chosen_task),
+        needs_classifier=task_traits(chosen_task).output == "labels" and not has_classifier(config),
         config=config,
         languages=_tokenizer_languages(folder) if folder is not None else (None, None),
-        quantization=coded,
+        quantization=quantization,
     )
 
 
@@ -216,12 +219,12 @@ def _max_tokens(folder: Path | None, config: Mapping[str, Any], task: Task) -> i
 def _config_from_hub(model: str) -> Path:
     import huggingface_hub
 
-    lack = hub_unreachable_reason()
+    offline_reason = hub_unreachable_reason()
     try:
-        with hub_cache_only(lack):
+        with hub_cache_only(offline_reason):
             return Path(huggingface_hub.hf_hub_download(model, "config.json")).parent
     except Exception as error:  # the hub client raises many types; all mean that the download failed
-        raise hub_error(model, lack, error) from error
+        raise hub_error(model, offline_reason, error) from error
 
 
 def _choose_task(
@@ -242,9 +245,11 @@ def _choose_task(
     if recognized := [task for task in tasks if task_spec(task).recognizes_model(config, is_embedder)]:
         return recognized[0]
     params = config.get("task_specific_params")
-    named = {t for t in tasks for word in (params if isinstance(params, dict) else ()) if word.startswith(t)}
-    if len(named) == 1:
-        return named.pop()
+    matching_tasks = {
+        t for t in tasks for word in (params if isinstance(params, dict) else ()) if word.startswith(t)
+    }
+    if len(matching_tasks) == 1:
+        return matching_tasks.pop()
     return FAMILIES[family].tasks[0]
 
 
@@ -252,10 +257,10 @@ def _tokenizer_languages(folder: Path) -> tuple[str | None, str | None]:
     """Return the languages in the tokenizer's config (mBART's `src_lang` and `tgt_lang`)."""
     try:
         config = load_json(folder / "tokenizer_config.json")
-        found = [config.get(name) for name in ("src_lang", "tgt_lang")]
+        codes = [config.get(name) for name in ("src_lang", "tgt_lang")]
     except (OSError, ValueError, AttributeError, RecursionError):
         return None, None
-    source, target = (name if isinstance(name, str) else None for name in found)
+    source, target = (name if isinstance(name, str) else None for name in codes)
     return source, target
 
 
@@ -279,11 +284,11 @@ def _weight_count_and_dtype(folder: Path, coded: QuantizedModelInfo | None) -> t
             details = load_json(folder / MANIFEST)["details"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             details = {}
-        declared = details.get("parameters") if isinstance(details, dict) else None
-        return declared if isinstance(declared, int) else None, coded.description
+        num_parameters = details.get("parameters") if isinstance(details, dict) else None
+        return num_parameters if isinstance(num_parameters, int) else None, coded.description
     counts = count_values_by_dtype(folder)
-    most = max(counts, key=counts.__getitem__, default="F32")
-    return sum(counts.values()), _DTYPE_NAMES.get(most, most)
+    main_dtype = max(counts, key=counts.__getitem__, default="F32")
+    return sum(counts.values()), _DTYPE_NAMES.get(main_dtype, main_dtype)
 
 
 ONNX_SUFFIX = ".onnx"
@@ -342,24 +347,24 @@ def find_graph(path: Path) -> Path:
             code="missing-file",
             file=str(path),
         )
-    found = _onnx_files(path)
-    parts = [graph.name for graph in found if graph.stem in _GENERATION_GRAPHS]
-    if parts:
+    graphs = _onnx_files(path)
+    members = [graph.name for graph in graphs if graph.stem in _GENERATION_GRAPHS]
+    if members:
         raise InputError(
-            f"{path}: {', '.join(parts)} are generation graphs. Set task: translation or summarization, or"
-            f" use a single graph: model: {path.name}/{found[0].name} with task: custom.",
+            f"{path}: {', '.join(members)} are generation graphs. Set task: translation or summarization, or"
+            f" use a single graph: model: {path.name}/{graphs[0].name} with task: custom.",
             code="generator-graphs",
             file=str(path),
         )
-    named = [graph for graph in found if graph.name == f"model{ONNX_SUFFIX}"]
-    if not named and len(found) > 1:
-        names = ", ".join(graph.relative_to(path).as_posix() for graph in found[:6])
+    model_graphs = [graph for graph in graphs if graph.name == f"model{ONNX_SUFFIX}"]
+    if not model_graphs and len(graphs) > 1:
+        names = ", ".join(graph.relative_to(path).as_posix() for graph in graphs[:6])
         raise InputError(
-            f"{path}: several graphs: {names}. Choose one, such as model: {path.name}/{found[0].name}.",
+            f"{path}: several graphs: {names}. Choose one, such as model: {path.name}/{graphs[0].name}.",
             code="several-graphs",
             file=str(path),
         )
-    return (named or found)[0]
+    return (model_graphs or graphs)[0]
 
 
 def find_generation_graphs(path: Path) -> dict[str, Path]:
@@ -378,11 +383,11 @@ def find_generation_graphs(path: Path) -> dict[str, Path]:
         return {MODEL_GRAPH: path}
     if not path.is_dir():
         find_graph(path)  # raises the error
-    found = {graph.stem: graph for graph in _onnx_files(path)}
-    parts = required_graphs(found)
-    if isinstance(parts, str):
-        raise InputError(f"{path}: {parts}.", code="incomplete-generator", file=str(path))
-    return {name: found[name] for name in parts[1]}
+    graphs = {graph.stem: graph for graph in _onnx_files(path)}
+    required = required_graphs(graphs)
+    if isinstance(required, str):
+        raise InputError(f"{path}: {required}.", code="incomplete-generator", file=str(path))
+    return {name: graphs[name] for name in required[1]}
 
 
 def inspect_graph(path: Path) -> GraphValidation:
@@ -396,11 +401,11 @@ def find_tokenizer_folder(graph: Path, tokenizer: Path | None) -> Path | None:
     """Return the folder with config and tokenizer: `tokenizer` if given, else the graph's folder; or None."""
     if tokenizer is not None:
         return tokenizer
-    places: Sequence[Path] = (
+    folders: Sequence[Path] = (
         graph.parent,
         *([graph.parent.parent] if graph.parent.name == _ONNX_FOLDER else []),
     )
-    return next((place for place in places if (place / "config.json").is_file()), None)
+    return next((folder for folder in folders if (folder / "config.json").is_file()), None)
 
 
 def _onnx_files(folder: Path) -> list[Path]:
@@ -421,19 +426,19 @@ def infer_batch_axes(onnx_model: OnnxModel, file: Path) -> tuple[BatchAxes, list
     shapes = read_npz_headers(file)
     sizes = {value.name: shapes[value.name].shape for value in signature.inputs if value.name in shapes}
     choices = _candidate_axes(signature, sizes)
-    likely: BatchAxes = {name: axes[0] for name, axes in choices.items()}
-    is_open = _is_ambiguous(signature, likely) or any(len(axes) > 1 for axes in choices.values())
+    likely_axes: BatchAxes = {name: axes[0] for name, axes in choices.items()}
+    is_open = _is_ambiguous(signature, likely_axes) or any(len(axes) > 1 for axes in choices.values())
     if onnx_model.details.get("random") or not is_open:  # random outputs do not depend on the inputs
-        return _axes_to_write(signature, likely), []
-    inputs, outputs = _try_axes(onnx_model, file, choices) or (likely, {})
-    known = signature.with_batch_axes(inputs)
-    _require_batch_outputs(onnx_model.file, known, outputs)
-    defaults = {value.name: value.axis for value in known.outputs}
+        return _axes_to_write(signature, likely_axes), []
+    inputs, outputs = _try_axes(onnx_model, file, choices) or (likely_axes, {})
+    batched_signature = signature.with_batch_axes(inputs)
+    _require_batch_outputs(onnx_model.file, batched_signature, outputs)
+    defaults = {value.name: value.axis for value in batched_signature.outputs}
     changed: BatchAxes = {
         name: axes[0] for name, axes in outputs.items() if axes and defaults.get(name) not in axes
     }
-    without = [name for name, axes in outputs.items() if axes is None]
-    return _axes_to_write(signature, inputs) | changed, without
+    unbatched_outputs = [name for name, axes in outputs.items() if axes is None]
+    return _axes_to_write(signature, inputs) | changed, unbatched_outputs
 
 
 def _axes_to_write(signature: GraphSignature, found: BatchAxes) -> BatchAxes:
@@ -449,23 +454,25 @@ def _candidate_axes(
     axes = signature.input_batch_axes
     counts = [d[axis] for name, d in sizes.items() if (axis := axes[name]) is not None and axis < len(d)]
     # the most frequent length of the default axes
-    rows = max(counts, key=lambda c: (counts.count(c), sum(c in d for d in sizes.values()), c > 1), default=0)
+    num_rows = max(
+        counts, key=lambda c: (counts.count(c), sum(c in d for d in sizes.values()), c > 1), default=0
+    )
     names = {value.name: _batch_name(value) for value in signature.inputs}
-    found: dict[str, list[int | None]] = {}
+    candidates: dict[str, list[int | None]] = {}
     for value in signature.inputs:
         dims = sizes.get(value.name)
         if not dims:
             continue
-        declared, shape = axes[value.name], value.shape or ()
-        places: list[int | None] = [axis for axis, size in enumerate(dims) if size == rows]
-        if declared in places and names[value.name]:
-            places = [declared]  # the dimension's name defines it
+        declared_axis, shape = axes[value.name], value.shape or ()
+        axis_candidates: list[int | None] = [axis for axis, size in enumerate(dims) if size == num_rows]
+        if declared_axis in axis_candidates and names[value.name]:
+            axis_candidates = [declared_axis]  # the dimension's name defines it
         # inputs that share the name of the batch dimension must have a batch axis
         one_name = names[value.name] and list(names.values()).count(names[value.name]) > 1
-        fixed = {axis for axis, size in enumerate(shape) if isinstance(size, int)}
-        ordered = sorted(places, key=lambda axis: (axis in fixed, axis != declared, axis))
-        found[value.name] = ordered or [declared if one_name else None]
-    return found
+        fixed_axes = {axis for axis, size in enumerate(shape) if isinstance(size, int)}
+        ordered = sorted(axis_candidates, key=lambda axis: (axis in fixed_axes, axis != declared_axis, axis))
+        candidates[value.name] = ordered or [declared_axis if one_name else None]
+    return candidates
 
 
 def _batch_name(value: TensorSpec) -> str | None:
@@ -476,9 +483,11 @@ def _batch_name(value: TensorSpec) -> str | None:
 
 def _is_ambiguous(signature: GraphSignature, inputs: BatchAxes) -> bool:
     """Return whether dimension names do not determine the batch axis of some output."""
-    known = signature.with_batch_axes(inputs)
-    named = {_batch_name(value) for value in known.inputs} - {None}
-    return any(_batch_name(value) not in named for value in known.outputs if value.shape != ())
+    batched_signature = signature.with_batch_axes(inputs)
+    batch_names = {_batch_name(value) for value in batched_signature.inputs} - {None}
+    return any(
+        _batch_name(value) not in batch_names for value in batched_signature.outputs if value.shape != ()
+    )
 
 
 def _try_axes(
@@ -488,17 +497,17 @@ def _try_axes(
 
     If there are none, return the most likely axes with which the graph runs; None if it never runs.
     """
-    first = None
+    first_pair = None
     for axes in itertools.islice(itertools.product(*choices.values()), _MAX_AXIS_TRIALS):
         inputs: BatchAxes = dict(zip(choices, axes, strict=True))
         outputs = detect_output_axes(onnx_model.file, onnx_model.signature, file, inputs)
         if outputs is None:
             continue
-        with_rows = [found for found in outputs.values() if found is not None]
+        with_rows = [output_axes for output_axes in outputs.values() if output_axes is not None]
         if with_rows and all(with_rows):
             return inputs, outputs
-        first = first or (inputs, outputs)
-    return first
+        first_pair = first_pair or (inputs, outputs)
+    return first_pair
 
 
 def _require_batch_outputs(
@@ -509,9 +518,9 @@ def _require_batch_outputs(
     Raises:
         InputError: some have not (`unclear-rows`).
     """
-    without = [name for name, axes in outputs.items() if axes is None]
-    if without and known.fixed_batch_size not in (None, 1):
-        names = ", ".join(f"'{name}'" for name in without)
+    unbatched = [name for name, axes in outputs.items() if axes is None]
+    if unbatched and known.fixed_batch_size not in (None, 1):
+        names = ", ".join(f"'{name}'" for name in unbatched)
         raise InputError(
             f"{file}: the graph has a fixed batch size of {known.fixed_batch_size}, but the output {names}"
             " has no batch"

@@ -111,8 +111,8 @@ class CheckContext:
 
     def setting_path(self, step: str, setting: str = "") -> KeyPath:
         """Return the path of a setting such as `phases.0.losses` of the step `step`."""
-        parts = (int(part) if part.isdigit() else part for part in setting.split(".") if part)
-        return (*self.drafts[step].entry.path, *parts)
+        keys = (int(key) if key.isdigit() else key for key in setting.split(".") if key)
+        return (*self.drafts[step].entry.path, *keys)
 
     def setting_findings(self, step: PlanStep, errors: Iterable[Message]) -> Iterator[Finding]:
         """Yield errors in the settings of `step`, except in those that are invalid anyway."""

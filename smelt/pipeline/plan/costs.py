@@ -87,12 +87,12 @@ def _fit_rate(texts: Sequence[str], count: Callable[[str], int] | None) -> Token
     if count is None or not texts:
         return TokenRate()
     step = max(1, len(texts) // _TOKENIZED)
-    chosen = [text[:_CHARACTERS] for text in texts[::step][:_TOKENIZED]]
-    size = sum(len(text.encode()) for text in chosen)
+    samples = [text[:_CHARACTERS] for text in texts[::step][:_TOKENIZED]]
+    size = sum(len(text.encode()) for text in samples)
     try:
         with rust_panics_as_errors():
             added = count("")
-            tokens = sum(count(text) - added for text in chosen)
+            tokens = sum(count(text) - added for text in samples)
     except Exception:  # of a tokenizer or text that the step itself will report
         return TokenRate()
     return TokenRate(tokens / max(1, size), max(added, 1))
@@ -115,8 +115,10 @@ def token_counters(folder: Path | None) -> tuple[Callable[[str], int] | None, Ca
             if all((folder / name).is_file() for name in names):
                 from sentencepiece import SentencePieceProcessor
 
-                found: list[Any] = [SentencePieceProcessor(model_file=str(folder / name)) for name in names]
-                return tuple((lambda text, p=p: len(p.encode(text)) + 1) for p in found)  # type: ignore[return-value]
+                processors: list[Any] = [
+                    SentencePieceProcessor(model_file=str(folder / name)) for name in names
+                ]
+                return tuple((lambda text, p=p: len(p.encode(text)) + 1) for p in processors)  # type: ignore[return-value]
     except (
         Exception
     ):  # a damaged file is reported when the tokenizer is loaded; the libraries raise many types
@@ -153,7 +155,7 @@ def _lengths(split: Split, task: Task, counters: tuple[Any, Any], limit: int) ->
     if task_traits(task).samples == "running-text":
         return _windows(split, examples, counters[0], limit)
     pairs = [(text, target) for example in examples for text, target in _texts(example, task)]
-    rates = [_fit_rate([pair[side] for pair in pairs], counters[side]) for side in (0, 1)]
+    rates = [_fit_rate([pair[column] for pair in pairs], counters[column]) for column in (0, 1)]
     has_target = task_traits(task).has_target_text
     source = tuple(min(limit, rates[0].tokens(text)) for text, _ in pairs)
     target = tuple(min(limit, rates[1].tokens(text)) if has_target else 0 for _, text in pairs)
@@ -175,8 +177,8 @@ def _windows(split: Split, examples: Sequence[Example], count: Any, limit: int) 
     size = sum(len(example.text.encode()) + 1 for example in examples) * len(split) / max(1, len(examples))
     length = min((split.windows.length if split.windows else None) or DEFAULT_WINDOW_LENGTH, limit)
     number = max(1, round(rate.per_byte * size / length))
-    known = min(number, _MAX_SAMPLES)
-    return SampleLengths((length,) * known, (0,) * known, number)
+    num_sampled = min(number, _MAX_SAMPLES)
+    return SampleLengths((length,) * num_sampled, (0,) * num_sampled, number)
 
 
 # Of the estimated size of the artifacts, what is certainly needed: some layers may become smaller.
@@ -230,22 +232,24 @@ def estimate_steps(plan: Plan, splits: Mapping[str, Split]) -> dict[str, StepEst
     size = _start_size(plan, config)
     lengths = measure_lengths(splits, recipe.task, folder, config or {})
     start = None if size is None else _import_cost(size)
-    found = {MODEL_STEP: StepEstimate(MODEL_STEP, MODEL_STEP, start, _score_cost(plan, size, lengths))}
+    estimates = {MODEL_STEP: StepEstimate(MODEL_STEP, MODEL_STEP, start, _score_cost(plan, size, lengths))}
     configs, sizes = {MODEL_STEP: config}, {MODEL_STEP: size}
     for step in plan.steps:
         if step.unavailable:
             continue
-        before = configs.get(step.parent)
-        after = None if before is None else step.stage_class.check_model(step.settings, before)[1]
-        inputs = _cost_inputs(plan, step, sizes, before, after, lengths)
-        known = inputs is not None and (bool(inputs.source.stacks) or not step.trains)
-        cost = _estimate(step, step.settings, inputs) if inputs is not None and known else None
+        parent_config = configs.get(step.parent)
+        step_config = (
+            None if parent_config is None else step.stage_class.check_model(step.settings, parent_config)[1]
+        )
+        inputs = _cost_inputs(plan, step, sizes, parent_config, step_config, lengths)
+        can_estimate = inputs is not None and (bool(inputs.source.stacks) or not step.trains)
+        cost = _estimate(step, step.settings, inputs) if inputs is not None and can_estimate else None
         result = None if cost is None else cost.result
-        configs[step.name], sizes[step.name] = after, result
+        configs[step.name], sizes[step.name] = step_config, result
         score = None if step.unscored else _score_cost(plan, result, lengths, step.format == "onnx")
         is_gpu = inputs is not None and inputs.is_gpu
-        found[step.name] = StepEstimate(step.name, step_kind(plan, step), cost, score, is_gpu)
-    return found
+        estimates[step.name] = StepEstimate(step.name, step_kind(plan, step), cost, score, is_gpu)
+    return estimates
 
 
 def _processes_of(plan: Plan, step: PlanStep) -> tuple[int, int]:
@@ -261,16 +265,16 @@ def step_kind(plan: Plan, step: PlanStep) -> str:
     That is the stage, its method, target or techniques, and the processes with their strategy.
     """
     settings: Any = step.settings
-    words = [step.stage, *(str(getattr(settings, n)) for n in ("method", "target") if hasattr(settings, n))]
-    words += [
+    terms = [step.stage, *(str(getattr(settings, n)) for n in ("method", "target") if hasattr(settings, n))]
+    terms += [
         n
         for n in ("lora", "qat", "sparsify", "learned_masks", "sequence_level")
         if getattr(settings, n, None)
     ]
     processes, machines = _processes_of(plan, step)
     if processes > 1:
-        words.append(f"{processes} processes on {machines}, {plan.recipe.launch.description}")
-    return " ".join(words)
+        terms.append(f"{processes} processes on {machines}, {plan.recipe.launch.description}")
+    return " ".join(terms)
 
 
 def _start_config(plan: Plan) -> Mapping[str, Any] | None:
@@ -322,7 +326,7 @@ def _cost_inputs(
     cores = physical_cores()
     # each of several processes has a GPU, or threads; without `threads` they share all cores
     at_once = cuda_device_count() if is_gpu else cores // (plan.recipe.threads or cores)
-    named = {
+    referenced_sizes = {
         setting: size
         for setting, name in step.settings.step_references().items()
         if (size := sizes.get(name)) is not None
@@ -332,7 +336,7 @@ def _cost_inputs(
         result=result,
         task=plan.recipe.task,
         samples=lengths,
-        named=named,
+        named=referenced_sizes,
         is_gpu=is_gpu,
         processes=processes,
         zero_stage=launch.divides if processes > 1 else 0,
@@ -346,24 +350,30 @@ def _cost_inputs(
 
 def _kept_ratio(size: ModelSize, config: Mapping[str, Any] | None) -> float:
     """Return the part of the blocks' weights in `config` that the model of it still has."""
-    whole = None if config is None else size_from_config(config)
-    return size.block_weights / whole.block_weights if whole is not None and whole.block_weights else 1.0
+    full_size = None if config is None else size_from_config(config)
+    return (
+        size.block_weights / full_size.block_weights
+        if full_size is not None and full_size.block_weights
+        else 1.0
+    )
 
 
 def _estimate(step: PlanStep, settings: Settings, inputs: CostInputs) -> StepCost:
     """Return the estimate of a step with these settings; without blocks the operations are not known."""
-    found: StepCost = step.stage_class.estimate_cost(settings, inputs) or replace(
+    estimated: StepCost = step.stage_class.estimate_cost(settings, inputs) or replace(
         one_shot_cost(inputs), least_bytes=0
     )
-    found = found if inputs.source.stacks else replace(found, least_bytes=0)  # a graph may be mapped
-    return found if inputs.source.stacks else replace(found, work=None)
+    estimated = (
+        estimated if inputs.source.stacks else replace(estimated, least_bytes=0)
+    )  # a graph may be mapped
+    return estimated if inputs.source.stacks else replace(estimated, work=None)
 
 
 def _import_cost(size: ModelSize) -> StepCost:
     """Return the cost of the first artifact: every value of the model's files is read, checked and copied."""
     work = load_work(size) + Work.of("written", size.stored_bytes) + Work.of("moved", 3 * size.float_bytes)
-    held = size.stored_bytes + 2 * FLOAT_BYTES * size.largest_matrix
-    return StepCost(work, held, 0, size, size.stored_bytes)
+    memory_bytes = size.stored_bytes + 2 * FLOAT_BYTES * size.largest_matrix
+    return StepCost(work, memory_bytes, 0, size, size.stored_bytes)
 
 
 def _score_cost(
@@ -376,27 +386,27 @@ def _score_cost(
     score, work = recipe.score, load_work(size)
     largest = max(samples.batches(score.batch_size), key=lambda b: b.samples * (b.source + b.target))
     # a quantized matrix is kept as it is and dequantized; a session of ONNX Runtime packs its weights again
-    held = size.stored_bytes + (size.stored_bytes if is_graph else size.float_bytes)
-    held -= 0 if is_graph or size.bytes_per_weight < 2 else size.stored_bytes
+    memory_bytes = size.stored_bytes + (size.stored_bytes if is_graph else size.float_bytes)
+    memory_bytes -= 0 if is_graph or size.bytes_per_weight < 2 else size.stored_bytes
     if generated(recipe.task):
         beams = score.generation.num_beams
         work += generation_over(samples, size, score.batch_size, beams)
-        held += _generation_bytes(size, largest, beams)
+        memory_bytes += _generation_bytes(size, largest, beams)
     else:
         stride = recipe.data.windows.stride
         times = samples.source[0] / stride if recipe.traits.samples == "running-text" and stride else 1.0
         work += passes_over(samples, size, recipe.task, score.batch_size) * times
-        held += pass_bytes(size, largest)
+        memory_bytes += pass_bytes(size, largest)
     on_gpu = training_device(recipe.device) == "cuda"
-    return ScoreCost(None if on_gpu else work, round(held))
+    return ScoreCost(None if on_gpu else work, round(memory_bytes))
 
 
 def _generation_bytes(size: ModelSize, batch: Batch, beams: int) -> int:
     """Return the bytes of caches and logits while a batch is generated; caches exist twice when reordered."""
-    rows, stack = batch.samples * beams, size.stacks[-1]
-    cache = 2 * FLOAT_BYTES * rows * (batch.source + batch.target) * stack.layers * stack.kv_width
+    num_sequences, stack = batch.samples * beams, size.stacks[-1]
+    cache = 2 * FLOAT_BYTES * num_sequences * (batch.source + batch.target) * stack.layers * stack.kv_width
     prompt = pass_bytes(replace(size, stacks=size.stacks[:1]), replace(batch, target=1))
-    return round(max(cache, prompt) + 4 * FLOAT_BYTES * rows * size.output_width)
+    return round(max(cache, prompt) + 4 * FLOAT_BYTES * num_sequences * size.output_width)
 
 
 def check_costs(
@@ -415,14 +425,14 @@ def check_costs(
         stored: names of steps whose artifacts are in the store.
         file: of the recipe, for errors.
     """
-    found: list[Message] = []
+    messages: list[Message] = []
     for step in plan.steps:
         cost = estimates[step.name].cost if step.name in estimates else None
         if cost is None or step.name in stored:
             continue
-        at: Any = {"file": file, "line": step.line}
+        location: Any = {"file": file, "line": step.line}
         total = cost.memory_bytes + INTERPRETER_BYTES
-        for what, least, likely, most, free in (
+        for kind, minimum, expected_bytes, capacity, free in (
             ("memory", cost.least_bytes, total, limits.memory_bytes, limits.free_bytes),
             (
                 "GPU memory",
@@ -432,24 +442,25 @@ def check_costs(
                 limits.device_bytes,
             ),
         ):
-            if most is None or free is None:
+            if capacity is None or free is None:
                 continue
-            if least > most and not step.optional:
-                fitting = fitting_settings(plan, step, estimates, most) if what == "memory" else {}
+            if minimum > capacity and not step.optional:
+                alternatives = fitting_settings(plan, step, estimates, capacity) if kind == "memory" else {}
                 text = (
-                    f"'{step.name}' needs at least {format_bytes(least)} of {what}, for its weights alone,"
-                    f" and this machine has {format_bytes(most)}. {_advice(fitting)}"
+                    f"'{step.name}' needs at least {format_bytes(minimum)} of {kind}, for its weights alone,"
+                    f" and this machine has {format_bytes(capacity)}. {_advice(alternatives)}"
                 )
-                found.append(error_message("needs-more-memory", text, **at))
-            elif likely > free:
-                fitting = fitting_settings(plan, step, estimates, free) if what == "memory" else {}
+                messages.append(error_message("needs-more-memory", text, **location))
+            elif expected_bytes > free:
+                alternatives = fitting_settings(plan, step, estimates, free) if kind == "memory" else {}
                 text = (
-                    f"'{step.name}' needs about {format_bytes(likely)} of {what}, and"
-                    f" {format_bytes(free)} are free. {_advice(fitting)}"
+                    f"'{step.name}' needs about {format_bytes(expected_bytes)} of {kind}, and"
+                    f" {format_bytes(free)} are free. {_advice(alternatives)}"
                 )
-                found.append(warning("may-need-more-memory", text, step=step.name, **at))
+                messages.append(warning("may-need-more-memory", text, step=step.name, **location))
     return sorted(
-        [*found, *_disk_messages(plan, estimates, limits, stored, file)], key=lambda m: m.severity != "error"
+        [*messages, *_disk_messages(plan, estimates, limits, stored, file)],
+        key=lambda m: m.severity != "error",
     )
 
 
@@ -460,21 +471,21 @@ def _disk_messages(
     stored: Collection[str],
     file: str | None,
 ) -> Iterator[Message]:
-    made = {n: e.cost for n, e in estimates.items() if e.cost is not None and n not in stored}
+    new_costs = {n: e.cost for n, e in estimates.items() if e.cost is not None and n not in stored}
     optional = {step.name for step in plan.steps if step.optional}
-    costs, artifacts = [*made.values()], sum(cost.disk_bytes for cost in made.values())
-    least = _CERTAIN_DISK * sum(cost.disk_bytes for name, cost in made.items() if name not in optional)
-    whole = artifacts + max((cost.temporary_bytes for cost in costs), default=0)
+    costs, artifacts = [*new_costs.values()], sum(cost.disk_bytes for cost in new_costs.values())
+    minimum = _CERTAIN_DISK * sum(cost.disk_bytes for name, cost in new_costs.items() if name not in optional)
+    total = artifacts + max((cost.temporary_bytes for cost in costs), default=0)
     advice = "Remove unused artifacts with `smelt store clean`, or use a store on another disk (--store)."
-    if least > limits.disk_bytes:
+    if minimum > limits.disk_bytes:
         text = (
-            f"The artifacts of this run need at least {format_bytes(least)} of disk, and"
+            f"The artifacts of this run need at least {format_bytes(minimum)} of disk, and"
             f" {format_bytes(limits.disk_bytes)} are free in the store's folder. {advice}"
         )
         yield error_message("needs-more-disk", text, file=file)
-    elif whole > limits.disk_bytes:
+    elif total > limits.disk_bytes:
         text = (
-            f"This run needs about {format_bytes(whole)} of disk, with checkpoints and temporary files, and"
+            f"This run needs about {format_bytes(total)} of disk, with checkpoints and temporary files, and"
             f" {format_bytes(limits.disk_bytes)} are free in the store's folder. {advice}"
         )
         yield warning("may-need-more-disk", text)
@@ -487,33 +498,34 @@ def fitting_settings(
 
     By the same estimate; of changes of one setting the first that fits.
     """
-    given = estimates[step.name].cost
+    step_cost = estimates[step.name].cost
     sizes = {name: None if e.cost is None else e.cost.result for name, e in estimates.items()}
     lengths = measure_lengths(plan.splits, plan.recipe.task, plan.local_model, _start_config(plan) or {})
-    if given is None or sizes.get(step.parent) is None:
+    if step_cost is None or sizes.get(step.parent) is None:
         return {}
 
     def needed(launch: LaunchSettings, settings: Settings) -> int:
-        other = replace(plan, recipe=plan.recipe.model_copy(update={"launch": launch}))
-        inputs = _cost_inputs(other, step, sizes, None, None, lengths)
+        changed_plan = replace(plan, recipe=plan.recipe.model_copy(update={"launch": launch}))
+        inputs = _cost_inputs(changed_plan, step, sizes, None, None, lengths)
         assert inputs is not None
         return (
-            _estimate(step, settings, replace(inputs, result=given.result)).memory_bytes + INTERPRETER_BYTES
+            _estimate(step, settings, replace(inputs, result=step_cost.result)).memory_bytes
+            + INTERPRETER_BYTES
         )
 
-    launch, found = plan.recipe.launch, dict[str, int]()
+    launch, alternatives = plan.recipe.launch, dict[str, int]()
     for change, settings in step.stage_class.lighter_settings(step.settings):
         if isinstance(settings, TrainingSettings) and strategy_conflicts(launch, settings):
             continue
-        known = any(change.split(":")[0] == other.split(":")[0] for other in found)
-        if not known and (count := needed(launch, settings)) <= most:
-            found[change] = count
+        is_listed = any(change.split(":")[0] == other.split(":")[0] for other in alternatives)
+        if not is_listed and (count := needed(launch, settings)) <= most:
+            alternatives[change] = count
     if _processes_of(plan, step)[0] > 1:
         for text, other in _lighter_launches(launch, lambda other: needed(other, step.settings) <= most):
             count = needed(other, step.settings)
             if count <= most and not strategy_conflicts(other, step.settings):
-                found[f"launch: {{{text}}}"] = count
-    return found
+                alternatives[f"launch: {{{text}}}"] = count
+    return alternatives
 
 
 def _lighter_launches(
@@ -521,12 +533,12 @@ def _lighter_launches(
 ) -> Iterator[tuple[str, LaunchSettings]]:
     """Yield the most processes that fit, and a strategy that divides all, as changes of `launch`."""
     if not external_processes():
-        fewer = [
+        smaller_launches = [
             launch.model_copy(update={"num_processes": n}) for n in range(launch.num_processes - 1, 0, -1)
         ]
-        place = bisect_left(fewer, True, key=fits)  # more processes need more
-        if place < len(fewer):
-            yield f"num_processes: {fewer[place].num_processes}", fewer[place]
+        index = bisect_left(smaller_launches, True, key=fits)  # more processes need more
+        if index < len(smaller_launches):
+            yield f"num_processes: {smaller_launches[index].num_processes}", smaller_launches[index]
     if launch.strategy == "ddp":
         yield "strategy: fsdp", launch.model_copy(update={"strategy": "fsdp"})
     elif launch.divides < 3:
@@ -537,7 +549,7 @@ def _advice(fitting: Mapping[str, int]) -> str:
     """Return a sentence with the settings that fit, or what else helps."""
     if not fitting:
         return "Make the model smaller first, or use a machine with more memory."
-    texts = [f"{change} ({format_bytes(needed)})" for change, needed in fitting.items()]
+    texts = [f"{change} ({format_bytes(needed_bytes)})" for change, needed_bytes in fitting.items()]
     return f"By the same estimate this fits: {'; or '.join(texts)}."
 
 
@@ -547,8 +559,8 @@ def require_fitting(messages: Sequence[Message]) -> None:
     Raises:
         InputError: there are; the message lists them.
     """
-    if wrong := [message for message in messages if message.severity == "error"]:
-        raise combined_error(wrong)
+    if errors := [message for message in messages if message.severity == "error"]:
+        raise combined_error(errors)
 
 
 def format_bytes(count: float) -> str:

@@ -20,11 +20,11 @@ def select_steps(context: CheckContext) -> tuple[Finding, ...]:
     if until == MODEL_STEP:
         names = []
     elif until is not None and until in context.drafts:
-        wanted = {until}
+        required = {until}
         for name, draft in reversed(context.drafts.items()):  # dependencies come before a step
-            if name in wanted:
-                wanted |= {draft.parent or MODEL_STEP, *draft.references.values()}
-        names = [name for name in context.drafts if name in wanted]
+            if name in required:
+                required |= {draft.parent or MODEL_STEP, *draft.references.values()}
+        names = [name for name in context.drafts if name in required]
     elif until is not None and not context.may_exist(until):
         text = context.unknown_step_text(until)
         context.errors.add_for_option(text, code="unknown-step", option="--until")
@@ -41,10 +41,10 @@ def plan_gates(context: CheckContext) -> Iterator[Finding]:
     gates: list[PlannedGate] = []
     included = (MODEL_STEP, *context.included_names)
     for metric, gate in context.recipe.gates.items():
-        at = (gate.at,) if isinstance(gate.at, str) else gate.at
+        step_names = (gate.at,) if isinstance(gate.at, str) else gate.at
         if context.is_invalid(f"gates.{metric}.at"):
-            at = None
-        for name in at or ():
+            step_names = None
+        for name in step_names or ():
             if not context.may_exist(name):
                 text = context.unknown_step_text(name)
                 yield ("gates", metric, "at"), error_message("unknown-step", text)
@@ -52,10 +52,10 @@ def plan_gates(context: CheckContext) -> Iterator[Finding]:
             text = f"The gate on {metric} is not evaluated: latency is not measured (score.latency: false)."
             yield (), warning("gate-not-judged", text)
             continue
-        names = at or context.leaf_names
+        names = step_names or context.leaf_names
         steps = tuple(name for name in names if name in included)
         excluded = [name for name in names if name in context.step_names and name not in included]
-        if excluded and (at or not steps):
+        if excluded and (step_names or not steps):
             text = f"The gate on {metric} is not evaluated at {', '.join(excluded)}: excluded by --until."
             yield (), warning("gate-not-judged", text)
         limits = {"max_drop": gate.max_drop, "min": gate.min, "max": gate.max}
@@ -63,8 +63,8 @@ def plan_gates(context: CheckContext) -> Iterator[Finding]:
             limits.pop("max_drop")  # no baseline to compare with; check_baseline warns about it
             if metric == AGREEMENT_METRIC and context.recipe.traits.modality != "arrays":
                 limits = {}
-        given = [(kind, limit) for kind, limit in limits.items() if limit is not None and steps]
-        gates += [PlannedGate(metric, kind, limit, steps, gate.confidence) for kind, limit in given]
+        set_limits = [(kind, limit) for kind, limit in limits.items() if limit is not None and steps]
+        gates += [PlannedGate(metric, kind, limit, steps, gate.confidence) for kind, limit in set_limits]
     context.gates = tuple(gates)
 
 
@@ -108,6 +108,6 @@ def choose_judging_split(context: CheckContext) -> JudgedOn:
     if "validation" not in recipe.data.split_sources() or recipe.traits.output == "embedding":
         return "test"
     validation = context.splits.get("validation", range(MIN_JUDGING_ROWS))
-    few = recipe.traits.samples != "running-text" and len(validation) < MIN_JUDGING_ROWS
-    same = files.get("validation") is not None and files.get("validation") == files.get("test")
-    return "test" if few or same or len(context.leaf_names) < 2 else "validation"
+    is_small = recipe.traits.samples != "running-text" and len(validation) < MIN_JUDGING_ROWS
+    is_test = files.get("validation") is not None and files.get("validation") == files.get("test")
+    return "test" if is_small or is_test or len(context.leaf_names) < 2 else "validation"

@@ -161,24 +161,26 @@ def default_rate_notes(
         config: config of the original model; empty if not available.
         quantization: quantized weights of the original model; None for floats.
     """
-    notes = []
-    known: dict[str, tuple[str, ...]] = (
+    rate_texts = []
+    schemes_by_step: dict[str, tuple[str, ...]] = (
         {MODEL_STEP: tuple(quantization.schemes) if quantization else ()} if config else {}
     )
     configs = {MODEL_STEP: config}
     for step in steps:
         settings: Any = step.settings
-        if step.parent not in known or settings.replaces_model:
+        if step.parent not in schemes_by_step or settings.replaces_model:
             continue
         if "width" in getattr(settings, "targets", ()):
             continue
-        codes, before = known[step.parent], configs[step.parent]
-        known[step.name] = tuple(settings.used_schemes()) if step.stage == "quantize" else codes
-        configs[step.name] = after = step.stage_class.check_model(settings, before)[1]
+        schemes, parent_config = schemes_by_step[step.parent], configs[step.parent]
+        schemes_by_step[step.name] = tuple(settings.used_schemes()) if step.stage == "quantize" else schemes
+        configs[step.name] = updated = step.stage_class.check_model(settings, parent_config)[1]
         if isinstance(settings, TrainingSettings) and _has_default_rate(settings):
-            notes.append(f"{step.name} {_rate_text(settings, after, codes, has_fewer_layers(after, config))}")
-    if notes:
-        yield info("default-learning-rate", f"default learning rates: {'; '.join(notes)}")
+            rate_texts.append(
+                f"{step.name} {_rate_text(settings, updated, schemes, has_fewer_layers(updated, config))}"
+            )
+    if rate_texts:
+        yield info("default-learning-rate", f"default learning rates: {'; '.join(rate_texts)}")
 
 
 def _has_default_rate(settings: Any) -> bool:
@@ -190,19 +192,21 @@ def _has_default_rate(settings: Any) -> bool:
 
 def _rate_text(settings: Any, config: Mapping[str, Any], codes: tuple[str, ...], lost: bool) -> str:
     """Return the default rates of one training as text. lost: whether layers were removed."""
-    what: TrainedPart = "weights"
+    trained_part: TrainedPart = "weights"
     if settings.lora is not None:
-        what = "adapters"
+        trained_part = "adapters"
     elif lost:
-        what = "fewer layers"
-    rate = f"{default_learning_rate(config, what):.2g}"
-    few = [name for name in codes if SCHEMES[name].requires_training or 0 < SCHEMES[name].bits < 4]
-    if what == "adapters" or not few:
-        return f"{rate} ({what})"
-    through = f"{default_learning_rate(config, 'few bits'):.2g}"
-    if len(few) == len(codes):
-        return f"{through} (few bits)"
-    return f"{through} if most weights have fewer than four bits, else {rate}"
+        trained_part = "fewer layers"
+    rate = f"{default_learning_rate(config, trained_part):.2g}"
+    low_bit_schemes = [
+        name for name in codes if SCHEMES[name].requires_training or 0 < SCHEMES[name].bits < 4
+    ]
+    if trained_part == "adapters" or not low_bit_schemes:
+        return f"{rate} ({trained_part})"
+    low_bit_rate = f"{default_learning_rate(config, 'few bits'):.2g}"
+    if len(low_bit_schemes) == len(codes):
+        return f"{low_bit_rate} (few bits)"
+    return f"{low_bit_rate} if most weights have fewer than four bits, else {rate}"
 
 
 def unsuitable_method_notes(steps: Sequence[PlanStep]) -> Iterator[Message]:
@@ -213,8 +217,8 @@ def unsuitable_method_notes(steps: Sequence[PlanStep]) -> Iterator[Message]:
     for step in steps:
         settings: Any = step.settings
         if getattr(settings, "method", None) == "hqq" and getattr(settings, "mixed_precision", None) is None:
-            for found in two_bit_warnings(settings.used_schemes()):
-                yield replace(found, severity="info", step=step.name)
+            for message in two_bit_warnings(settings.used_schemes()):
+                yield replace(message, severity="info", step=step.name)
 
 
 def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | None = None) -> Plan:

@@ -23,8 +23,8 @@ def check_metrics(context: CheckContext) -> Iterator[Finding]:
 
     recipe = context.recipe
     scored = {name: context.splits[name] for name in ("test", "validation") if name in context.splits}
-    for at, metric in enumerate(recipe.score.quality):
-        path: KeyPath = ("score", "quality", at)
+    for index, metric in enumerate(recipe.score.quality):
+        path: KeyPath = ("score", "quality", index)
         try:
             if is_custom_metric(metric):
                 load_custom_metric(metric, recipe.base)

@@ -146,18 +146,18 @@ def check_model_configs(context: CheckContext) -> Iterator[Finding]:
             config = {**config, QUANTIZED_CONVOLUTIONS_KEY: True}
     configs: dict[str, Mapping[str, Any]] = {MODEL_STEP: config}
     for step in context.steps:
-        before = configs.get(step.parent)
-        if before is None:
+        parent_config = configs.get(step.parent)
+        if parent_config is None:
             continue
-        errors, after = step.stage_class.check_model(step.settings, before)
+        errors, step_config = step.stage_class.check_model(step.settings, parent_config)
         if not errors and not step.invalid_settings:
             references = step.settings.step_references().items()
             teachers = {setting: configs[name] for setting, name in references if name in configs}
-            errors = step.stage_class.check_teachers(step.settings, after, teachers)
+            errors = step.stage_class.check_teachers(step.settings, step_config, teachers)
         yield from context.setting_findings(step, errors)
         # with invalid settings the output config is unknown, unless the stage does not change it
-        if after is before or not step.invalid_settings:
-            configs[step.name] = after
+        if step_config is parent_config or not step.invalid_settings:
+            configs[step.name] = step_config
 
 
 def check_window_length(context: CheckContext) -> Iterator[Finding]:

@@ -46,27 +46,35 @@ ARRAYS_TASK = task_names(modality="arrays")
 def _read_generation_graphs(recipe: ParsedRecipe, path: Path) -> Findings[OnnxModel | None]:
     """Check the graphs in `path` with config and tokenizer; return the model, None if there are errors."""
     try:
-        parts = find_generation_graphs(path)
+        graph_files = find_generation_graphs(path)
     except InputError as error:
         yield from error_findings(("model",), error)
         return None
-    looked = {name: inspect_graph(file) for name, file in parts.items()}
-    wrong = [f"{parts[name]}: {problem}" for name, found in looked.items() for problem in found.problems]
-    for name, found in looked.items():
-        if found.signature is not None:
-            wrong += [f"{parts[name]}: {problem}" for problem in layout_problems(name, found.signature)]
-    for problem in wrong:
+    graph_infos = {name: inspect_graph(file) for name, file in graph_files.items()}
+    problems = [
+        f"{graph_files[name]}: {problem}"
+        for name, graph_info in graph_infos.items()
+        for problem in graph_info.problems
+    ]
+    for name, graph_info in graph_infos.items():
+        if graph_info.signature is not None:
+            problems += [
+                f"{graph_files[name]}: {problem}" for problem in layout_problems(name, graph_info.signature)
+            ]
+    for problem in problems:
         yield ("model",), error_message("unsupported-graph", f"{problem}.")
-    last = next(reversed(parts))
-    named = None if recipe.tokenizer is None else resolve_path(recipe.base, recipe.tokenizer)
-    folder = yield from _read_tokenizer_folder(recipe, parts, named)
-    signature = looked[last].signature
-    if wrong or folder is None or signature is None:
+    main_graph = next(reversed(graph_files))
+    tokenizer_path = None if recipe.tokenizer is None else resolve_path(recipe.base, recipe.tokenizer)
+    folder = yield from _read_tokenizer_folder(recipe, graph_files, tokenizer_path)
+    signature = graph_infos[main_graph].signature
+    if problems or folder is None or signature is None:
         return None
-    files = tuple(dict.fromkeys(name for found in looked.values() for name in found.files))
-    details: dict[str, Any] = dict(looked[last].details or {})
-    details["nodes"] = sum(int((found.details or {}).get("nodes", 0)) for found in looked.values())
-    return OnnxModel(parts[last], signature, files, folder, details, parts)
+    files = tuple(dict.fromkeys(name for graph_info in graph_infos.values() for name in graph_info.files))
+    details: dict[str, Any] = dict(graph_infos[main_graph].details or {})
+    details["nodes"] = sum(
+        int((graph_info.details or {}).get("nodes", 0)) for graph_info in graph_infos.values()
+    )
+    return OnnxModel(graph_files[main_graph], signature, files, folder, details, graph_files)
 
 
 def check_generation_engines(context: CheckContext) -> Iterator[Finding]:
@@ -85,7 +93,7 @@ def _read_tokenizer_folder(
     recipe: ParsedRecipe, graphs: dict[str, Path], named: Path | None
 ) -> Findings[Path | None]:
     """Return the folder with config and tokenizer; None if they do not fit."""
-    place: tuple[str, ...] = ("model",) if recipe.tokenizer is None else ("tokenizer",)
+    setting_path: tuple[str, ...] = ("model",) if recipe.tokenizer is None else ("tokenizer",)
     graph = next(iter(graphs.values()))
     folder = find_tokenizer_folder(graph, named)
     if folder is None:
@@ -93,7 +101,7 @@ def _read_tokenizer_folder(
             f"{graph.parent}: no config.json. Set tokenizer: FOLDER, the folder with config.json and the"
             " tokenizer of the exported model."
         )
-        yield place, error_message("missing-config", text)
+        yield setting_path, error_message("missing-config", text)
         return None
     config, problems = read_config(folder)
     kind = str(config.get("model_type", ""))
@@ -102,18 +110,18 @@ def _read_tokenizer_folder(
         problems.append(unknown_family_message(kind, recipe.task).with_prefix(f"{folder / 'config.json'}: "))
     else:
         problems += check_tokenizer_files(folder, kind)
-    reads = bool(config.get("is_encoder_decoder"))
-    if config and not problems and reads == (MODEL_GRAPH in graphs):
+    seq2seq = bool(config.get("is_encoder_decoder"))
+    if config and not problems and seq2seq == (MODEL_GRAPH in graphs):
         have = "only a decoder" if MODEL_GRAPH in graphs else "an encoder and a decoder"
         problems.append(
             error_message(
                 "config-differs-from-graph",
-                f"{folder / 'config.json'}: is_encoder_decoder is {str(reads).lower()}, but the graphs are"
+                f"{folder / 'config.json'}: is_encoder_decoder is {str(seq2seq).lower()}, but the graphs are"
                 f" {have}. Use the config of the exported model.",
             )
         )
     for problem in problems:
-        yield place, problem
+        yield setting_path, problem
     return None if problems else folder
 
 
@@ -156,24 +164,24 @@ def _read_single_graph(context: CheckContext, path: Path) -> Findings[OnnxModel 
     except InputError as error:
         yield from error_findings(("model",), error)
         return None
-    found = inspect_graph(file)
-    for problem in found.problems:
+    graph_info = inspect_graph(file)
+    for problem in graph_info.problems:
         yield ("model",), error_message("unsupported-graph", f"{file}: {problem}.")
-    if found.signature is None or context.is_invalid("task"):
+    if graph_info.signature is None or context.is_invalid("task"):
         return None
-    model = OnnxModel(file, found.signature, found.files, details=dict(found.details or {}))
+    model = OnnxModel(file, graph_info.signature, graph_info.files, details=dict(graph_info.details or {}))
     if random := model.details.get("random"):
-        more = f" and {len(random) - _MAX_NAMED_NODES} more" if len(random) > _MAX_NAMED_NODES else ""
+        others = f" and {len(random) - _MAX_NAMED_NODES} more" if len(random) > _MAX_NAMED_NODES else ""
         text = (
-            f"{file.name} generates random numbers ({', '.join(random[:_MAX_NAMED_NODES])}{more}), so"
+            f"{file.name} generates random numbers ({', '.join(random[:_MAX_NAMED_NODES])}{others}), so"
             " outputs and scores differ between runs. Export it in inference mode (model.eval())."
         )
         yield (), warning("random-outputs", text)
     if recipe.traits.modality == "arrays":
-        known = yield from _with_batch_axes(context, model)
-        if known is not None:
-            yield from _check_arrays(context, known)
-        return known
+        batched_model = yield from _with_batch_axes(context, model)
+        if batched_model is not None:
+            yield from _check_arrays(context, batched_model)
+        return batched_model
     if recipe.data.axes and not context.is_invalid("data.axes"):
         text = f"only for arrays (task: {ARRAYS_TASK}); the task is {recipe.task}. Remove it."
         yield ("data", "axes"), error_message("does-not-fit-task", text)
@@ -185,15 +193,15 @@ def _with_batch_axes(context: CheckContext, model: OnnxModel) -> Findings[OnnxMo
     """Return the model with its batch axes; None if they are wrong or ambiguous."""
     if context.is_invalid("data.axes"):
         return None
-    given = context.recipe.data.axes
-    wrong = list(model.signature.invalid_axes(given))
-    for problem in wrong:
+    recipe_axes = context.recipe.data.axes
+    invalid_axes = list(model.signature.invalid_axes(recipe_axes))
+    for problem in invalid_axes:
         yield ("data", "axes"), error_message("wrong-axis", problem)
-    signature = model.signature if wrong else model.signature.with_batch_axes(given)
-    unclear = [] if wrong else list(signature.ambiguous_axes(given))
-    for problem in unclear:
+    signature = model.signature if invalid_axes else model.signature.with_batch_axes(recipe_axes)
+    ambiguous_axes = [] if invalid_axes else list(signature.ambiguous_axes(recipe_axes))
+    for problem in ambiguous_axes:
         yield ("data",), error_message("unclear-axes", problem)
-    if wrong or unclear:
+    if invalid_axes or ambiguous_axes:
         context.invalid_paths.add("data.axes")  # the samples cannot be checked further
         return None
     return replace(model, signature=signature)
@@ -203,17 +211,17 @@ def check_float_weights(context: CheckContext) -> Iterator[Finding]:
     """Check that no step needs float32 weights if the graph has quantized or float16 ones."""
     model = context.onnx_model
     details = model.details if model is not None else {}
-    codes, floats = details.get("codes"), details.get("floats")
-    if codes:
-        weights = f"{codes:,} weight{'s' * (codes > 1)} of 8 bits or fewer"
-        why = f"this file is already quantized ({weights}). Start from the float32 file"
-    elif floats in NON_FLOAT32_DTYPES:
-        why = f"the weights of this file are {floats}. Start from a float32 file"
+    num_quantized, float_dtype = details.get("codes"), details.get("floats")
+    if num_quantized:
+        weights = f"{num_quantized:,} weight{'s' * (num_quantized > 1)} of 8 bits or fewer"
+        problem = f"this file is already quantized ({weights}). Start from the float32 file"
+    elif float_dtype in NON_FLOAT32_DTYPES:
+        problem = f"the weights of this file are {float_dtype}. Start from a float32 file"
     else:
         return
     for step in context.steps:
         if step.stage_class.needs_float:
-            text = f"{why}, or remove this step; the other stages accept the file as it is."
+            text = f"{problem}, or remove this step; the other stages accept the file as it is."
             yield context.setting_path(step.name), error_message("already-narrow", text)
 
 
@@ -227,8 +235,8 @@ def _set_batch_size(context: CheckContext, model: OnnxModel) -> Iterator[Finding
         text = f"the graph has a fixed batch size of {size}. Set [{size}], or remove batch_sizes."
         yield ("score", "latency", "batch_sizes"), error_message("fixed-batch-size", text)
         return
-    chosen = latency.model_copy(update={"batch_sizes": (size,)})
-    score = recipe.score.model_copy(update={"latency": chosen})
+    fixed_latency = latency.model_copy(update={"batch_sizes": (size,)})
+    score = recipe.score.model_copy(update={"latency": fixed_latency})
     context.recipe = recipe.model_copy(update={"score": score})
 
 
@@ -294,8 +302,8 @@ def _check_arrays(context: CheckContext, model: OnnxModel) -> Iterator[Finding]:
             problems = [f"{origin}: {problem}" for problem in model.signature.shape_problems(shapes)]
             if not problems:
                 axes = model.signature.input_batch_axes
-                taken = {key: shape for key, shape in shapes.items() if key in axes}
-                count_array_samples(taken, path, axes, by_name=model.signature.shared_batch_inputs)
+                input_shapes = {key: shape for key, shape in shapes.items() if key in axes}
+                count_array_samples(input_shapes, path, axes, by_name=model.signature.shared_batch_inputs)
         except InputError as error:
             yield from error_findings(("data", name), error)
             continue
@@ -306,9 +314,11 @@ def _check_arrays(context: CheckContext, model: OnnxModel) -> Iterator[Finding]:
             yield ("data", name), error_message("does-not-fit-graph", problem)
         if problems:
             context.invalid_paths.add(f"data.{name}")  # its samples cannot be checked further
-        unread = model.signature.unknown_inputs(list(shapes))
-        if unread:
-            text = f"{origin}: arrays that are not inputs of the graph are ignored: {', '.join(unread)}."
+        unknown_arrays = model.signature.unknown_inputs(list(shapes))
+        if unknown_arrays:
+            text = (
+                f"{origin}: arrays that are not inputs of the graph are ignored: {', '.join(unknown_arrays)}."
+            )
             yield (), warning("unread-arrays", text)
 
 
@@ -326,13 +336,13 @@ def _check_texts(recipe: ParsedRecipe, model: OnnxModel) -> Findings[Path | None
     for problem in _task_mismatches(model.signature, recipe.task):
         yield ("model",), problem.with_prefix(f"{model.file}: ")
     folder = graph_tokenizer_folder(recipe, model.file)
-    place: tuple[str, ...] = ("model",) if recipe.tokenizer is None else ("tokenizer",)
+    setting_path: tuple[str, ...] = ("model",) if recipe.tokenizer is None else ("tokenizer",)
     if folder is None:
         text = (
             f"{model.file}: no config.json next to it. Set tokenizer: FOLDER, the folder with config.json and"
             " the tokenizer of the exported model."
         )
-        yield place, error_message("missing-config", text)
+        yield setting_path, error_message("missing-config", text)
         return None
     config, problems = read_config(folder)
     kind = str(config.get("model_type", ""))
@@ -346,7 +356,7 @@ def _check_texts(recipe: ParsedRecipe, model: OnnxModel) -> Findings[Path | None
             )
         )
     for problem in problems:
-        yield place, problem
+        yield setting_path, problem
     if recipe.traits.output == "embedding" and not problems:
         yield from _check_pooling(recipe, model.signature, folder)
     return None if problems else folder
@@ -366,22 +376,22 @@ def _check_pooling(recipe: ParsedRecipe, signature: GraphSignature, folder: Path
 def _task_mismatches(signature: GraphSignature, task: Task) -> Iterator[Message]:
     """Yield errors if inputs or outputs of a graph do not fit a text model for `task`."""
     inputs, outputs = ([v.name for v in values] for values in (signature.inputs, signature.outputs))
-    lacking = {"input_ids", "attention_mask"} - set(inputs)
-    strange = set(inputs) - {"input_ids", "attention_mask", "token_type_ids"}
-    if lacking or strange:
+    missing_inputs = {"input_ids", "attention_mask"} - set(inputs)
+    unknown_inputs = set(inputs) - {"input_ids", "attention_mask", "token_type_ids"}
+    if missing_inputs or unknown_inputs:
         yield error_message(
             "wrong-graph-inputs",
             f"its inputs are {', '.join(inputs)}; a graph for {task} needs input_ids, attention_mask and"
             f" optionally token_type_ids. Export it with these names, or set task: {ARRAYS_TASK}.",
         )
-    given = {
+    expected = {
         str(task_spec(task).graph_output),
         *([HIDDEN_STATES_OUTPUT] if task_traits(task).output == "embedding" else []),
     }
-    if not given & set(outputs):
+    if not expected & set(outputs):
         yield error_message(
             "wrong-graph-outputs",
-            f"its outputs are {', '.join(outputs)}; a graph for {task} needs {' or '.join(sorted(given))}."
+            f"its outputs are {', '.join(outputs)}; a graph for {task} needs {' or '.join(sorted(expected))}."
             f" Export it with this name, or set task: {ARRAYS_TASK}.",
         )
 
@@ -394,5 +404,5 @@ def _missing_tokenizer(folder: Path) -> list[Message]:
 
 def graph_tokenizer_folder(recipe: ParsedRecipe, file: Path) -> Path | None:
     """Return the folder with config.json and the tokenizer of the graph in `file`; None if not found."""
-    named = None if recipe.tokenizer is None else resolve_path(recipe.base, recipe.tokenizer)
-    return find_tokenizer_folder(file, named)
+    tokenizer_path = None if recipe.tokenizer is None else resolve_path(recipe.base, recipe.tokenizer)
+    return find_tokenizer_folder(file, tokenizer_path)

@@ -54,15 +54,17 @@ def read_split_source(recipe: ParsedRecipe, name: str) -> dict[str, Split]:
         targets_optional=unlabeled or (name == "test" and scores_agreement_alone(recipe.score.quality)),
     )
     if unlabeled:  # most stages calibrate without labels
-        rows = [example.line or example.row or 0 for example in split.examples]
+        row_numbers = [example.line or example.row or 0 for example in split.examples]
         has_label = (example.label is not None for example in split.examples)
-        require_all_or_none(has_label, rows, data.columns.label, "label")
+        require_all_or_none(has_label, row_numbers, data.columns.label, "label")
     shares = data.split.named_fractions() if name == "train" else {}
-    parts = divide_split(split, shares, recipe.seed) if shares else {name: split}
-    given = data.windows.model_dump(exclude_none=True)
+    divided = divide_split(split, shares, recipe.seed) if shares else {name: split}
+    window_settings = data.windows.model_dump(exclude_none=True)
     return {
-        part: replace(rows, windows=rows.windows.model_copy(update=given)) if rows.windows else rows
-        for part, rows in parts.items()
+        split_name: replace(row_numbers, windows=row_numbers.windows.model_copy(update=window_settings))
+        if row_numbers.windows
+        else row_numbers
+        for split_name, row_numbers in divided.items()
     }
 
 
@@ -189,9 +191,9 @@ class Plan:
         steps = {step.name: step for step in (*self.steps, *self.excluded_steps)}
         for item, name in zip(value["stages"], self.step_order, strict=True):
             step = steps[name]
-            for place, path in step.settings.paths().items():
+            for setting_path, path in step.settings.paths().items():
                 # a setting may have a shorter form, such as `student: FOLDER` for `student: {model: FOLDER}`
-                for holder, key in _find_strings(item[step.stage], place[0]):
+                for holder, key in _find_strings(item[step.stage], setting_path[0]):
                     if absolute_path(resolve_path(base, holder[key])) == Path(path):
                         _make_absolute(holder, key, base)
         return dump_yaml(value)
@@ -216,12 +218,12 @@ class Plan:
     def ancestor_names(self, step: PlanStep) -> list[str]:
         """Return the steps that `step` may read: the model, the steps that it names, its ancestors."""
         parents = {s.name: s.parent for s in self.steps}
-        line, name = list[str](), step.parent
+        ancestors, name = list[str](), step.parent
         while name != MODEL_STEP:
-            line.append(name)
+            ancestors.append(name)
             name = parents[name]
-        named = [name for name in step.dependencies if name != MODEL_STEP and name not in line]
-        return [MODEL_STEP, *named, *reversed(line)]
+        referenced = [name for name in step.dependencies if name != MODEL_STEP and name not in ancestors]
+        return [MODEL_STEP, *referenced, *reversed(ancestors)]
 
     def require_runnable(self) -> None:
         """Require that all steps that are not optional can run on this machine.
@@ -270,10 +272,10 @@ def _format_plan(plan: Plan) -> str:
     for entry in _graph_lines(plan.onnx_model) if plan.onnx_model else ():
         lines += _wrap_lines(entry, 12)
     for name, origin in recipe.data.split_sources().items():
-        rows = f" ({_pluralize(len(plan.splits[name]), 'sample')})" if name in plan.splits else ""
+        count_text = f" ({_pluralize(len(plan.splits[name]), 'sample')})" if name in plan.splits else ""
         share = recipe.data.split.named_fractions().get(name)
         entry = origin if share is None else f"{100 * share:.4g} % of train, seed {recipe.seed}"
-        lines += _wrap_lines(f"{name:<12}{entry}{rows}", 12)
+        lines += _wrap_lines(f"{name:<12}{entry}{count_text}", 12)
     for entry in resolve_text_rules(recipe, plan.local_model)[1] if plan.local_model else ():
         lines += _wrap_lines(f"texts       {entry}", 12)
     if recipe.traits.output == "embedding" and plan.local_model:
@@ -292,8 +294,8 @@ def _format_plan(plan: Plan) -> str:
         text = "judged on   test: choosing the best of several branches on test overestimates its score"
         lines += _wrap_lines(text, 12)
     for gate in plan.gates:
-        way = "rise" if is_lower_better(gate.metric, recipe.metric_settings) else "drop"
-        sign = {"max_drop": f"{way} at most", "min": "at least", "max": "at most"}[gate.kind]
+        direction = "rise" if is_lower_better(gate.metric, recipe.metric_settings) else "drop"
+        sign = {"max_drop": f"{direction} at most", "min": "at least", "max": "at most"}[gate.kind]
         sure = f", with confidence {gate.confidence:g}" if gate.confidence is not None else ""
         limit = f"{sign} {gate.limit:,.10g}{sure}"
         lines += _wrap_lines(f"gate        {gate.metric}: {limit} at {', '.join(gate.at)}", 12)
@@ -301,8 +303,8 @@ def _format_plan(plan: Plan) -> str:
         lines += _wrap_lines(
             f"until       {plan.until}; excluded: {', '.join(plan.excluded_names) or 'none'}", 12
         )
-    for note in plan.notes:
-        lines += _wrap_lines(f"note        {note}", 12)
+    for message in plan.notes:
+        lines += _wrap_lines(f"note        {message}", 12)
     for warning in plan.warnings:
         lines += _wrap_lines(f"warning     {warning}", 12)
     if plan.blocked_steps:
@@ -320,29 +322,33 @@ def _tree_lines(plan: Plan, name: str, indent: str) -> Iterator[str]:
     children = [step for step in plan.steps if step.parent == name]
     for number, step in enumerate(children):
         last = number == len(children) - 1
-        mark, bar = ("", "") if len(children) == 1 else ("└─ ", "   ") if last else ("├─ ", "│  ")
-        yield from _step_lines(step, indent + mark, indent + bar)
+        branch_prefix, bar = ("", "") if len(children) == 1 else ("└─ ", "   ") if last else ("├─ ", "│  ")
+        yield from _step_lines(step, indent + branch_prefix, indent + bar)
         yield from _tree_lines(plan, step.name, indent + bar)
 
 
 def _step_lines(step: PlanStep, first: str, rest: str) -> Iterator[str]:
-    given = step.settings.model_dump(mode="json", exclude_defaults=True)
-    settings = ", ".join(f"{name}: {_value_text(value)}" for name, value in given.items())
-    reads = sorted(need for need in step.needs if need in ("train", "unlabeled", "validation", "calibration"))
+    explicit_settings = step.settings.model_dump(mode="json", exclude_defaults=True)
+    settings = ", ".join(f"{name}: {_value_text(value)}" for name, value in explicit_settings.items())
+    read_splits = sorted(
+        split_name
+        for split_name in step.needs
+        if split_name in ("train", "unlabeled", "validation", "calibration")
+    )
     title = step.name if step.name == step.stage else f"{step.name} ({step.stage})"
-    parts = [f"{title} -> {step.format}"]
-    parts += [f"{{{settings}}}"] if settings else []
-    parts += [f"reads {', '.join(reads)}"] if reads else []
+    columns = [f"{title} -> {step.format}"]
+    columns += [f"{{{settings}}}"] if settings else []
+    columns += [f"reads {', '.join(read_splits)}"] if read_splits else []
     if step.unavailable:
-        what = "will be skipped" if step.optional else "CANNOT RUN"
-        parts.append(f"{what}: {step.unavailable}")
+        availability = "will be skipped" if step.optional else "CANNOT RUN"
+        columns.append(f"{availability}: {step.unavailable}")
     elif step.optional:
-        parts.append("optional")
+        columns.append("optional")
     if step.unscored and not step.unavailable:
-        built = "built, not scored (needs a CUDA GPU)"
-        parts.append(built if step.format == "tensorrt" else f"not scored: {step.unscored}")
+        status = "built, not scored (needs a CUDA GPU)"
+        columns.append(status if step.format == "tensorrt" else f"not scored: {step.unscored}")
     yield from textwrap.wrap(
-        "  ".join(parts),
+        "  ".join(columns),
         _WIDTH,
         initial_indent=first,
         subsequent_indent=f"{rest}    ",
@@ -386,12 +392,12 @@ def _model_text(model: str | UntrainedModel) -> str:
     tokenizer = model.tokenizer
     if tokenizer is None:
         return f"{model.config}, untrained"
-    words = (
+    tokenizer_text = (
         tokenizer
         if isinstance(tokenizer, str)
         else f"{tokenizer.train}, at most {tokenizer.vocab_size:,} tokens, from train"
     )
-    return f"{model.config}, untrained; tokenizer: {words}"
+    return f"{model.config}, untrained; tokenizer: {tokenizer_text}"
 
 
 def _pluralize(number: int, word: str) -> str:
@@ -428,7 +434,9 @@ def _paths_of_recipe(value: dict[str, Any], recipe: ParsedRecipe) -> Iterator[tu
     score = value.get("score")
     for metric in (score.get("quality") or ()) if isinstance(score, dict) else ():
         if isinstance(metric, dict):  # bertscore: {model: FOLDER}
-            yield from (found for settings in metric.values() for found in _find_strings(settings, "model"))
+            yield from (
+                reference for settings in metric.values() for reference in _find_strings(settings, "model")
+            )
 
 
 def _find_strings(holder: Any, key: Any) -> Iterator[tuple[Any, Any]]:
@@ -437,8 +445,8 @@ def _find_strings(holder: Any, key: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, str):
         yield holder, key
     elif isinstance(value, dict | list):
-        for part in value if isinstance(value, dict) else range(len(value)):
-            yield from _find_strings(value, part)
+        for child_key in value if isinstance(value, dict) else range(len(value)):
+            yield from _find_strings(value, child_key)
 
 
 def _make_absolute(holder: Any, key: Any, base: Path) -> None:

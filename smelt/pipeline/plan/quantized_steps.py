@@ -28,25 +28,25 @@ def prequantized_errors(
     """
     if quantization is None:
         return
-    kept = {MODEL_STEP}
-    what = f"needs float weights, but the model's weights are quantized ({quantization.description})"
+    quantized_steps = {MODEL_STEP}
+    problem = f"needs float weights, but the model's weights are quantized ({quantization.description})"
     for step in steps:
-        if step.parent not in kept:
+        if step.parent not in quantized_steps:
             continue
         if step.stage != "distill":  # its student may be another model
-            kept.add(step.name)
+            quantized_steps.add(step.name)
         target = getattr(step.settings, "target", None)
         if step.stage_class.needs_float:
-            text = f"{step.stage} {what}. Start from {quantization.float_source}."
+            text = f"{step.stage} {problem}. Start from {quantization.float_source}."
             yield step.name, error_message("already-quantized", text)
         elif zeros := next((n for n in TRAINING_BEFORE_QUANTIZE if getattr(step.settings, n, None)), None):
-            text = f"{zeros} {what}. Remove {zeros}, or start from {quantization.float_source}."
+            text = f"{zeros} {problem}. Remove {zeros}, or start from {quantization.float_source}."
             yield step.name, error_message(AFTER_QUANTIZE, text)
-        elif step.stage == "onnx" and target and (codes := quantization.unsupported_by(str(target))):
-            ways = [f"target: {' or '.join(quantization.targets)}"] if quantization.targets else []
+        elif step.stage == "onnx" and target and (unsupported := quantization.unsupported_by(str(target))):
+            options = [f"target: {' or '.join(quantization.targets)}"] if quantization.targets else []
             text = (
-                f"{RUNTIME_NAMES[str(target)]} cannot run the {codes} of the model"
-                f" ({quantization.description}). Use {', or '.join([*ways, quantization.float_source])}."
+                f"{RUNTIME_NAMES[str(target)]} cannot run the {unsupported} of the model"
+                f" ({quantization.description}). Use {', or '.join([*options, quantization.float_source])}."
             )
             yield step.name, error_message("unsupported-scheme", text)
 
@@ -58,24 +58,24 @@ def quantization_lost_warnings(steps: Sequence[PlanStep], config: Mapping[str, A
         steps: steps of the plan, parents first.
         config: config of the original model with quantized weights.
     """
-    if (coding := parse_quantization_config(config)) is None:
+    if (stored := parse_quantization_config(config)) is None:
         return
-    kept = {MODEL_STEP}
+    quantized_steps = {MODEL_STEP}
     for step in steps:
         settings: Any = step.settings
-        if step.parent not in kept or settings.replaces_model:
+        if step.parent not in quantized_steps or settings.replaces_model:
             continue
-        learned = getattr(getattr(settings, "qat", None), "scales", None) == "lsq"
-        if settings.changes_quantized_weights and not learned:
+        has_learned_scales = getattr(getattr(settings, "qat", None), "scales", None) == "lsq"
+        if settings.changes_quantized_weights and not has_learned_scales:
             yield warning(
                 "quantized-weights-lost",
                 "Training recomputes the scales and rounds to nearest, so the quantized weights that"
-                f" {coding.method} optimized are lost. Use qat: {{scales: lsq}} to start from them, or lora"
+                f" {stored.method} optimized are lost. Use qat: {{scales: lsq}} to start from them, or lora"
                 " to keep them.",
                 step=step.name,
             )
         else:
-            kept.add(step.name)
+            quantized_steps.add(step.name)
 
 
 @dataclass(frozen=True)
@@ -107,32 +107,32 @@ def qat_errors(
         steps: steps of the plan, parents first.
         quantization: quantized weights of the original model; None for floats.
     """
-    left = {}
+    states = {}
     if quantization is not None:
-        used = tuple(quantization.schemes)
-        left[MODEL_STEP] = _QuantizationState(used[0], used)
-    known = {MODEL_STEP}  # steps after an invalid one are skipped: their quantized weights are unknown
+        scheme_names = tuple(quantization.schemes)
+        states[MODEL_STEP] = _QuantizationState(scheme_names[0], scheme_names)
+    valid_steps = {MODEL_STEP}  # steps after an invalid one are skipped: their quantized weights are unknown
     for step in steps:
         settings: Any = step.settings
         if step.stage == "quantize":
             if not step.invalid_settings:
-                known.add(step.name)
-                left[step.name] = _state_after_quantize(settings)
+                valid_steps.add(step.name)
+                states[step.name] = _state_after_quantize(settings)
             continue
-        if step.parent not in known:
+        if step.parent not in valid_steps:
             continue
-        known.add(step.name)
-        codes = getattr(settings, "qat", None)
-        other = settings.replaces_model
-        before = None if other else left.get(step.parent)
-        if before is not None:
-            for message in _qat_conflicts(settings, before):
+        valid_steps.add(step.name)
+        qat = getattr(settings, "qat", None)
+        replaces_model = settings.replaces_model
+        parent_state = None if replaces_model else states.get(step.parent)
+        if parent_state is not None:
+            for message in _qat_conflicts(settings, parent_state):
                 yield step.name, message
-            why = step.stage_class.quantized_input_error(settings, _stage_view(before))
-            if why is not None:
-                yield step.name, error_message(AFTER_QUANTIZE, why)
-            left[step.name] = _state_after_step(settings, before)
-        elif codes is not None:
+            problem = step.stage_class.quantized_input_error(settings, _stage_view(parent_state))
+            if problem is not None:
+                yield step.name, error_message(AFTER_QUANTIZE, problem)
+            states[step.name] = _state_after_step(settings, parent_state)
+        elif qat is not None:
             text = "qat trains a quantized model, but no earlier step quantizes it. Put `quantize` before it,"
             yield step.name, error_message("not-quantized", f"{text} or remove qat.")
 
@@ -146,22 +146,26 @@ def _stage_view(before: _QuantizationState) -> QuantizedInput:
 def _state_after_quantize(quantize: Any) -> _QuantizationState:
     """Return the state after `quantize`, or after `quantize-onnx`, which has other settings."""
     list_schemes = getattr(quantize, "used_schemes", None)
-    used = list_schemes() if list_schemes is not None else ()
+    scheme_names = list_schemes() if list_schemes is not None else ()
     mixed = getattr(quantize, "mixed_precision", None) is not None
-    layers = " and ".join(used) if mixed else str(getattr(quantize, "scheme", ""))
-    unsplit = None
+    layers = " and ".join(scheme_names) if mixed else str(getattr(quantize, "scheme", ""))
+    split_obstacle = None
     if getattr(quantize, "granularity", None) == "channel":
-        unsplit = (
+        split_obstacle = (
             "row-scales-not-splittable",
             "one scale for each channel, but split layers need one for each group. Set granularity: group in"
             " `quantize`.",
         )
     elif getattr(quantize, "correction", None) is not None:
         text = "a low-rank correction, which cannot be split. Remove low_rank_correction."
-        unsplit = ("low-rank-not-splittable", text)
+        split_obstacle = ("low-rank-not-splittable", text)
     pairs = getattr(quantize, "correction", None) is not None
     return _QuantizationState(
-        layers, used, unsplit, has_float_layers=bool(getattr(quantize, "exclude", None)), has_low_rank=pairs
+        layers,
+        scheme_names,
+        split_obstacle,
+        has_float_layers=bool(getattr(quantize, "exclude", None)),
+        has_low_rank=pairs,
     )
 
 
@@ -198,19 +202,23 @@ def _qat_conflicts(settings: Any, before: _QuantizationState) -> Iterator[Messag
 
 def _state_after_step(settings: Any, before: _QuantizationState) -> _QuantizationState:
     """Return the state of the quantized weights after a step."""
-    codes = getattr(settings, "qat", None)
+    qat = getattr(settings, "qat", None)
     if getattr(settings, "lora", None) is not None:
         text = "adapters, which cannot be split. Remove lora from the earlier step."
         obstacle = ("adapters-not-splittable", text)
-        unsplit = before.split_obstacle if before.has_float_layers else before.split_obstacle or obstacle
-        return replace(before, split_obstacle=unsplit, has_low_rank=True)
+        split_obstacle = (
+            before.split_obstacle if before.has_float_layers else before.split_obstacle or obstacle
+        )
+        return replace(before, split_obstacle=split_obstacle, has_low_rank=True)
     if (
-        codes is not None
-        and codes.weight_splitting
+        qat is not None
+        and qat.weight_splitting
         and before.linear_scheme in SCHEMES
         and not before.split_obstacle
     ):
         halves = SCHEMES[before.linear_scheme].split_scheme
-        used = tuple(halves if name == before.linear_scheme else name for name in before.schemes)
-        return replace(before, linear_scheme=halves, schemes=used, is_split=True) if halves else before
+        scheme_names = tuple(halves if name == before.linear_scheme else name for name in before.schemes)
+        return (
+            replace(before, linear_scheme=halves, schemes=scheme_names, is_split=True) if halves else before
+        )
     return before

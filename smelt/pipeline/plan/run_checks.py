@@ -67,8 +67,8 @@ def check_device(context: CheckContext) -> Iterator[Finding]:
 def check_launch(context: CheckContext) -> Iterator[Finding]:
     """Check that the strategy is installed and can train every stage, and the device its precision."""
     launch = context.recipe.launch
-    used = launch.num_processes > 1 or external_processes()
-    for package, oldest in launch.required_packages().items() if used else ():
+    is_distributed = launch.num_processes > 1 or external_processes()
+    for package, oldest in launch.required_packages().items() if is_distributed else ():
         if (problem := package_problem(package, oldest)) is not None:
             key = "strategy" if launch.config_file is None else "config_file"
             text = f"{problem}. {install_command(package, oldest)}"
@@ -133,13 +133,13 @@ def check_stage_metrics(context: CheckContext) -> Iterator[Finding]:
     """Check that the metrics that settings of stages name are scored, if the scored metrics are known."""
     quality = context.recipe.score.quality
     # outputs of the baseline are not known while a step trains
-    known = [metric for metric in quality if not find_metric(metric).compares_with_baseline]
+    available = [metric for metric in quality if not find_metric(metric).compares_with_baseline]
     for step in context.steps if quality else ():
         for setting, metric in step.stage_class.required_metrics(step.settings):
-            if metric not in known:
+            if metric not in available:
                 text = (
-                    f"'{metric}' is not scored during a stage, only {', '.join(known) or 'nothing'}."
-                    f"{did_you_mean(metric, known)} Add other metrics to score: {{quality: [...]}}."
+                    f"'{metric}' is not scored during a stage, only {', '.join(available) or 'nothing'}."
+                    f"{did_you_mean(metric, available)} Add other metrics to score: {{quality: [...]}}."
                 )
                 message = error_message("metric-not-scored", text, setting=setting)
                 yield from context.setting_findings(step, [message])

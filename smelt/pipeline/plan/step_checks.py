@@ -52,8 +52,8 @@ def read_steps(context: CheckContext) -> Iterator[Finding]:
             previous = None
             continue
         # after an invalid step the default parent is unknown
-        before = entries[position - 1].index if position else -1
-        previous = previous if entry.index == before + 1 else None
+        previous_index = entries[position - 1].index if position else -1
+        previous = previous if entry.index == previous_index + 1 else None
         yield from _check_parent(context, entry)
         parent = previous if entry.parent is None else entry.parent
         draft = StepDraft(entry, name, parent if parent in context.step_names else None)
@@ -72,12 +72,12 @@ def _check_parent(context: CheckContext, entry: StageEntry) -> Iterator[Finding]
     if entry.parent is None or entry.parent in context.step_names:
         return
     name = entry.parent[:60]
-    known = f"Earlier steps: {', '.join(context.step_names)}."
+    steps_text = f"Earlier steps: {', '.join(context.step_names)}."
     if entry.parent in context.declared_names:
-        text = f"'{name}' comes after this step. {known}"
+        text = f"'{name}' comes after this step. {steps_text}"
         yield ("stages", entry.index, "from"), error_message("later-step", text)
     elif not context.may_exist(entry.parent):
-        text = f"no step '{name}'. {known}{did_you_mean(name, context.step_names)}"
+        text = f"no step '{name}'. {steps_text}{did_you_mean(name, context.step_names)}"
         yield ("stages", entry.index, "from"), error_message("unknown-step", text)
 
 
@@ -100,10 +100,10 @@ def _read_settings(context: CheckContext, draft: StepDraft) -> Iterator[Finding]
         draft.settings = draft.settings.resolve_for_task(context.recipe.task)
     for setting, path in draft.settings.paths().items():
         in_list = isinstance(draft.entry.settings.get(str(setting[0])), list)
-        written = setting if in_list else tuple(part for part in setting if not isinstance(part, int))
+        setting_keys = setting if in_list else tuple(key for key in setting if not isinstance(key, int))
         used_unchanged = draft.settings.paths_to_models().get(setting)
         for problem in _path_errors(context, Path(path), used_unchanged):
-            yield (*draft.entry.path, *written), problem
+            yield (*draft.entry.path, *setting_keys), problem
             draft.invalid_settings |= {str(setting[0])}
 
 
@@ -149,39 +149,47 @@ def _check_needs(context: CheckContext, draft: StepDraft) -> Iterator[Finding]:
     assert draft.stage_class is not None
     stage, settings, available = draft.stage_class, draft.settings, context.recipe.data.split_sources()
     draft.needs = stage.needs_with(settings, available) if settings else stage.needs
-    for need in ("train", "unlabeled", "validation", "calibration"):
-        if need not in draft.needs or need in available or context.is_invalid(f"data.{need}", "data.split"):
+    for split_name in ("train", "unlabeled", "validation", "calibration"):
+        if (
+            split_name not in draft.needs
+            or split_name in available
+            or context.is_invalid(f"data.{split_name}", "data.split")
+        ):
             continue
         with_calibration = settings and stage.needs_with(settings, [*available, "calibration"])
-        either = need == "train" and with_calibration and need not in with_calibration
-        what, name = ("calibration or train", "calibration") if either else (need, need)
-        text = f"{draft.entry.stage} needs {what} data. Set data: {{{name}: FILE}}."
+        accepts_calibration = (
+            split_name == "train" and with_calibration and split_name not in with_calibration
+        )
+        needed_data, name = (
+            ("calibration or train", "calibration") if accepts_calibration else (split_name, split_name)
+        )
+        text = f"{draft.entry.stage} needs {needed_data} data. Set data: {{{name}: FILE}}."
         yield draft.entry.path, error_message("missing-data", text)
 
 
 def _check_references(context: CheckContext, draft: StepDraft) -> Iterator[Finding]:
     """Check that settings that name a step name an earlier one with a torch model."""
-    earlier = [name for name in context.step_names if name != draft.name]
-    torch = [name for name in earlier if context.step_format(name) in ("torch", None)]
+    earlier_names = [name for name in context.step_names if name != draft.name]
+    torch = [name for name in earlier_names if context.step_format(name) in ("torch", None)]
     any_format = draft.settings.any_format_references() if draft.settings else ()
     folders = draft.settings.folder_references() if draft.settings else ()
     for setting, name in draft.references.items():
-        possible = earlier if setting in any_format else torch
-        declared = name in context.declared_names
-        if name in possible or (name not in earlier and not declared and context.may_exist(name)):
+        possible = earlier_names if setting in any_format else torch
+        is_declared = name in context.declared_names
+        if name in possible or (name not in earlier_names and not is_declared and context.may_exist(name)):
             continue
-        if name in earlier:
+        if name in earlier_names:
             code = "wrong-model-format"
-            what = f"'{name}' is a model in the format {context.step_format(name)}, expected torch."
+            problem = f"'{name}' is a model in the format {context.step_format(name)}, expected torch."
         else:
-            code = "later-step" if declared else "unknown-step"
-            what = f"no earlier step '{name[:60]}'."
+            code = "later-step" if is_declared else "unknown-step"
+            problem = f"no earlier step '{name[:60]}'."
         hint = did_you_mean(name, possible)
         folder = resolve_path(context.recipe.base, name)
         is_model = name.strip() and path_exists(folder / "config.json") and any(folder.glob("*.safetensors"))
         if setting in folders and is_model:
             hint = f" For a model in a folder write `{{model: {name}}}`."
-        text = f"{what} Possible steps: {', '.join(possible)}.{hint}"
+        text = f"{problem} Possible steps: {', '.join(possible)}.{hint}"
         yield context.setting_path(draft.name, setting), error_message(code, text)
 
 
@@ -196,11 +204,11 @@ def _check_selection(context: CheckContext, draft: StepDraft) -> Iterator[Findin
         yield path, error_message("metric-follows-loss", text)
         return
     # the default metrics of a classifier are known only after reading its labels
-    known = ("loss", *(context.recipe.score.quality or METRICS_BY_TASK[context.recipe.task]))
-    known = tuple(name for name in known if name != AGREEMENT_METRIC)  # it needs the baseline's outputs
-    if metric not in known:
+    metrics = ("loss", *(context.recipe.score.quality or METRICS_BY_TASK[context.recipe.task]))
+    metrics = tuple(name for name in metrics if name != AGREEMENT_METRIC)  # it needs the baseline's outputs
+    if metric not in metrics:
         text = (
-            f"'{metric[:60]}' is not scored. Available: {', '.join(known)}.{did_you_mean(metric, known)}"
+            f"'{metric[:60]}' is not scored. Available: {', '.join(metrics)}.{did_you_mean(metric, metrics)}"
             " Add other metrics to score: {quality: [...]}."
         )
         yield path, error_message("metric-not-scored", text)
@@ -240,11 +248,11 @@ def _check_format(context: CheckContext, draft: StepDraft) -> Iterator[Finding]:
     assert draft.stage_class is not None
     assert draft.parent is not None
     stage = draft.entry.stage
-    given = context.step_format(draft.parent)
-    if given is not None and given not in draft.stage_class.accepts:
-        accepts = " or ".join(sorted(draft.stage_class.accepts))
-        advice = _order_advice(context, draft, given)
-        text = f"{stage} needs a model in {accepts}, but its parent step '{draft.parent}' outputs {given}."
+    actual = context.step_format(draft.parent)
+    if actual is not None and actual not in draft.stage_class.accepts:
+        formats = " or ".join(sorted(draft.stage_class.accepts))
+        advice = _order_advice(context, draft, actual)
+        text = f"{stage} needs a model in {formats}, but its parent step '{draft.parent}' outputs {actual}."
         text = f"{text} {advice[:1].upper()}{advice[1:]}."
         yield draft.entry.path, error_message("wrong-model-format", text)
     elif draft.stage_class.imported_only and context.start_format != "onnx":
@@ -258,22 +266,22 @@ def _check_format(context: CheckContext, draft: StepDraft) -> Iterator[Finding]:
 def _order_advice(context: CheckContext, draft: StepDraft, given: Format) -> str:
     """Return how to give `draft` a parent whose format it accepts."""
     assert draft.stage_class is not None
-    accepts = draft.stage_class.accepts
+    accepted_formats = draft.stage_class.accepts
     if context.start_format == "onnx" and given == "onnx":
         for_onnx = [name for name in stages.STAGE_CLASSES if "onnx" in stages.load_stage(name).accepts]
         return (
             f"stages for ONNX models: {', '.join(for_onnx)}. For {draft.entry.stage} start from the"
             " folder with weights that the ONNX model was exported from"
         )
-    ways = []
+    alternatives = []
     converted = [d for d in context.ancestors(draft) if d.format == given]
-    if converted and converted[-1].parent and context.step_format(converted[-1].parent) in accepts:
-        ways.append(f"move it before '{converted[-1].name}'")
-    others = [name for name in context.step_names if name != draft.name]
-    if possible := [name for name in others if context.step_format(name) in accepts]:
-        ways.append(f"set `from:` to one of: {', '.join(possible)}")
-    makers = [name for name in stages.STAGE_CLASSES if stages.load_stage(name).produces in accepts]
-    return ", or ".join(ways) or f"put one of these before it: {', '.join(makers)}"
+    if converted and converted[-1].parent and context.step_format(converted[-1].parent) in accepted_formats:
+        alternatives.append(f"move it before '{converted[-1].name}'")
+    other_names = [name for name in context.step_names if name != draft.name]
+    if possible := [name for name in other_names if context.step_format(name) in accepted_formats]:
+        alternatives.append(f"set `from:` to one of: {', '.join(possible)}")
+    makers = [name for name in stages.STAGE_CLASSES if stages.load_stage(name).produces in accepted_formats]
+    return ", or ".join(alternatives) or f"put one of these before it: {', '.join(makers)}"
 
 
 def _check_float_input(context: CheckContext, draft: StepDraft) -> Iterator[Finding]:
@@ -283,10 +291,10 @@ def _check_float_input(context: CheckContext, draft: StepDraft) -> Iterator[Find
     if quantized is None:
         return
     stage, quantized_by = draft.entry.stage, f"({scheme_text(quantized)})"
-    for name, why in TRAINING_BEFORE_QUANTIZE.items():
+    for name, reason in TRAINING_BEFORE_QUANTIZE.items():
         if getattr(draft.settings, name, None) is not None:
             text = f"the weights are already quantized {quantized_by} by '{quantized.name}';"
-            text = f"{text} {why.replace('WORD', stage)}"
+            text = f"{text} {reason.replace('WORD', stage)}"
             yield context.setting_path(draft.name, name), error_message(AFTER_QUANTIZE, text)
     if draft.stage_class.needs_float:
         text = (
@@ -305,13 +313,13 @@ def _quantizing_ancestor(context: CheckContext, draft: StepDraft) -> StepDraft |
 def _check_units(context: CheckContext, draft: StepDraft) -> Iterator[Finding]:
     """Check that no earlier step makes it impossible to prune heads and neurons."""
     assert draft.stage_class is not None
-    learned = getattr(draft.settings, "learned_masks", None) is not None
-    if not draft.stage_class.prunes_units and not learned:
+    has_learned_masks = getattr(draft.settings, "learned_masks", None) is not None
+    if not draft.stage_class.prunes_units and not has_learned_masks:
         return
     for d in context.ancestors(draft):
-        if d.stage_class and d.settings and (why := d.stage_class.unit_pruning_error(d.settings)):
+        if d.stage_class and d.settings and (reason := d.stage_class.unit_pruning_error(d.settings)):
             text = (
-                f"{draft.entry.stage} is not possible after '{d.name}': {why}. Move it before '{d.name}',"
+                f"{draft.entry.stage} is not possible after '{d.name}': {reason}. Move it before '{d.name}',"
                 f" or set `from: {d.parent or MODEL_STEP}`."
             )
             yield draft.entry.path, error_message("impossible-order", text)
@@ -319,10 +327,10 @@ def _check_units(context: CheckContext, draft: StepDraft) -> Iterator[Finding]:
 
 def _check_target(context: CheckContext, draft: StepDraft) -> Iterator[Finding]:
     """Check that the target runtime supports the output of the steps before."""
-    above = context.ancestors(draft)
+    ancestors = context.ancestors(draft)
     quantized = _quantizing_ancestor(context, draft)
-    yield from target_errors(draft, above[0] if above else None, quantized, context.start_format)
-    if draft.entry.stage == "onnx" and any(d.entry.stage == "shortlist" for d in above):
+    yield from target_errors(draft, ancestors[0] if ancestors else None, quantized, context.start_format)
+    if draft.entry.stage == "onnx" and any(d.entry.stage == "shortlist" for d in ancestors):
         yield from shortlist_scheme_errors(draft, quantized)
 
 
@@ -342,19 +350,19 @@ def set_engine_lengths(context: CheckContext) -> Iterator[Finding]:
     uses the model's own value. A value below that of the scoring is an error: scoring would fail on longer
     outputs.
     """
-    wanted = context.recipe.score.generation.max_new_tokens
-    if context.recipe.traits.output != "text" or wanted is None:
+    needed = context.recipe.score.generation.max_new_tokens
+    if context.recipe.traits.output != "text" or needed is None:
         return
     for step in context.steps:
-        given = _engine_max_new_tokens(step)
-        if given is not None and given < wanted:
+        limit = _engine_max_new_tokens(step)
+        if limit is not None and limit < needed:
             setting = "max_new_tokens" if step.stage == "tensorrt" else "engine.max_new_tokens"
             text = (
-                f"{given} is less than score: {{generation: {{max_new_tokens: {wanted}}}}}. An engine cannot"
-                f" generate more tokens than it was built for. Set at least {wanted} here."
+                f"{limit} is less than score: {{generation: {{max_new_tokens: {needed}}}}}. An engine cannot"
+                f" generate more tokens than it was built for. Set at least {needed} here."
             )
             yield context.setting_path(step.name, setting), error_message("engine-too-short", text)
-    context.steps = tuple(_with_max_new_tokens(step, wanted) for step in context.steps)
+    context.steps = tuple(_with_max_new_tokens(step, needed) for step in context.steps)
 
 
 def _engine_max_new_tokens(step: PlanStep) -> int | None:

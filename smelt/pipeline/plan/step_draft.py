@@ -53,13 +53,15 @@ def lost_results(
         below: its descendants.
     """
     _, stage, settings = step
-    remade = {word for later in below for word in results_of(later)}
-    found = []
-    for word, text in stage.invalidates(settings).items():
-        maker = next((earlier for earlier in above if word in results_of(earlier)), None)
-        if maker is not None and word not in remade:
-            found.append((f"{word}-lost", text.format(step=maker[0]) + "."))
-    return found
+    recomputed = {result_name for later_step in below for result_name in results_of(later_step)}
+    losses = []
+    for result_name, text in stage.invalidates(settings).items():
+        source_step = next(
+            (earlier_step for earlier_step in above if result_name in results_of(earlier_step)), None
+        )
+        if source_step is not None and result_name not in recomputed:
+            losses.append((f"{result_name}-lost", text.format(step=source_step[0]) + "."))
+    return losses
 
 
 @dataclass
@@ -88,10 +90,10 @@ class StepDraft:
     @property
     def references(self) -> dict[str, str]:
         """The steps that its settings name, by setting."""
-        found = self.settings.step_references() if self.settings else {}
+        references = self.settings.step_references() if self.settings else {}
         return {
             setting: name
-            for setting, name in found.items()
+            for setting, name in references.items()
             if setting.split(".")[0] not in self.invalid_settings
         }
 
@@ -122,9 +124,9 @@ def _are_settings_valid(quantized: StepDraft, names: set[str]) -> bool:
     settings = quantized.settings
     if settings is None or quantized.invalid_settings & names:
         return False
-    known = type(settings).model_fields
+    setting_names = type(settings).model_fields
     return bool(settings.model_fields_set & {"scheme", "mixed_precision"}) or all(
-        word in known for word in quantized.invalid_settings
+        setting in setting_names for setting in quantized.invalid_settings
     )
 
 
@@ -172,9 +174,11 @@ def unsupported_options(quantized: StepDraft, target: str) -> str | None:
     settings: Any = quantized.settings
     for scheme in quantization_schemes(quantized) or ():
         options = settings.scheme_options(scheme.name)
-        known = {name: value for name, value in options.items() if name not in quantized.invalid_settings}
-        if wanted := unsupported_scheme_options(scheme, known, target):
-            return f"{scheme.name} with {' and '.join(wanted)}"
+        valid_options = {
+            name: value for name, value in options.items() if name not in quantized.invalid_settings
+        }
+        if required_options := unsupported_scheme_options(scheme, valid_options, target):
+            return f"{scheme.name} with {' and '.join(required_options)}"
     return None
 
 
@@ -249,15 +253,15 @@ def target_errors(
 
 def _quantization_errors(draft: StepDraft, target: str, quantized: StepDraft) -> Iterator[Finding]:
     """Yield an error if a target does not support the schemes of `quantized`, their options or the dtype."""
-    runtime, back = RUNTIME_NAMES[target], f"`from: {quantized.parent or MODEL_STEP}`"
+    runtime, base = RUNTIME_NAMES[target], f"`from: {quantized.parent or MODEL_STEP}`"
     if layers := unsupported_layers(quantized, target):
         targets = " or ".join(name for name in EXPORT_TARGETS if unsupported_layers(quantized, name) is None)
-        ways = [f"target: {targets}"] if targets else []
-        ways += _supported_width_settings(quantized, target) + _supported_scheme_settings(quantized, target)
-        text = f"{runtime} cannot run the {layers} of '{quantized.name}'. Use {', or '.join([back, *ways])}."
+        fixes = [f"target: {targets}"] if targets else []
+        fixes += _supported_width_settings(quantized, target) + _supported_scheme_settings(quantized, target)
+        text = f"{runtime} cannot run the {layers} of '{quantized.name}'. Use {', or '.join([base, *fixes])}."
         yield (*draft.entry.path, "target"), error_message("unsupported-scheme", text)
-    elif wanted := unsupported_options(quantized, target):
-        text = f"{runtime} supports only {wanted}. Set these options in '{quantized.name}', or use {back}."
+    elif options := unsupported_options(quantized, target):
+        text = f"{runtime} supports only {options}. Set these options in '{quantized.name}', or use {base}."
         yield (*draft.entry.path, "target"), error_message("unsupported-options", text)
     elif "dtype" not in draft.invalid_settings and (dtypes := lost_precision(quantized, draft.settings)):
         text = f"the scales of '{quantized.name}' would lose precision in this dtype. Set dtype: {dtypes}."
@@ -270,9 +274,11 @@ def _supported_width_settings(quantized: StepDraft, target: str) -> list[str]:
     if len(runs) < 2:
         return []
     budget = cast(Any, quantized.settings).mixed_precision.target_bits
-    least, most = min(runs.values()), max(runs.values())
+    min_bits, max_bits = min(runs.values()), max(runs.values())
     budget_text = (
-        "" if budget is None or least <= budget < most else f" and target_bits between {least:g} and {most:g}"
+        ""
+        if budget is None or min_bits <= budget < max_bits
+        else f" and target_bits between {min_bits:g} and {max_bits:g}"
     )
     return [f"'{quantized.name}' `mixed_precision: {{bit_widths: {[*runs]}}}`{budget_text}"]
 
@@ -291,14 +297,21 @@ def _supported_scheme_settings(quantized: StepDraft, target: str) -> list[str]:
     if settings.scheme in schemes:
         tables = [name for name in schemes if SCHEMES[name].supports_embeddings]
         return [f"'{quantized.name}' `embedding_scheme: {' or '.join(tables)}`"]
-    named = settings.embedding_scheme is not None and settings.embedding_scheme not in schemes
-    return [f"quantize with {' or '.join(schemes)}{', without `embedding_scheme`' if named else ''}"]
+    is_embedding_set = settings.embedding_scheme is not None and settings.embedding_scheme not in schemes
+    return [
+        f"quantize with {' or '.join(schemes)}{', without `embedding_scheme`' if is_embedding_set else ''}"
+    ]
 
 
 def shortlist_scheme_errors(draft: StepDraft, quantized: StepDraft | None) -> Iterator[Finding]:
     """Yield an error if the output layer's scheme does not allow a shortlist, which reads only some rows."""
-    wanted: Any = draft.settings
-    if quantized is None or wanted is None or not wanted.generation_graph or draft.target != "ort-cpu":
+    export_settings: Any = draft.settings
+    if (
+        quantized is None
+        or export_settings is None
+        or not export_settings.generation_graph
+        or draft.target != "ort-cpu"
+    ):
         return
     settings: Any = quantized.settings
     if quantization_schemes(quantized) is None or not settings.output_layer:
@@ -320,18 +333,20 @@ def idle_autotune_warnings(steps: Sequence[PlanStep], has_float_weights: bool) -
         steps: steps of the plan, parents first.
         has_float_weights: whether the original model is known to have no quantized weights.
     """
-    codes: dict[str, tuple[str, Mapping[str, SchemeOptions]]] = {}
+    quantized_by_step: dict[str, tuple[str, Mapping[str, SchemeOptions]]] = {}
     unknown = set() if has_float_weights else {MODEL_STEP}
     for step in steps:
         settings: Any = step.settings
         if step.stage == "quantize":
-            codes[step.name] = (
+            quantized_by_step[step.name] = (
                 step.name,
                 {name: settings.scheme_options(name) for name in settings.used_schemes()},
             )
         elif not settings.replaces_model:
             unknown |= {step.name} if step.parent in unknown else set()
-            codes |= {step.name: codes[step.parent]} if step.parent in codes else {}
+            quantized_by_step |= (
+                {step.name: quantized_by_step[step.parent]} if step.parent in quantized_by_step else {}
+            )
         tunes = (
             step.stage == "onnx"
             and getattr(settings, "autotune", False)
@@ -339,20 +354,20 @@ def idle_autotune_warnings(steps: Sequence[PlanStep], has_float_weights: bool) -
         )
         if not tunes or step.name in unknown:
             continue
-        at: Any = {"step": step.name, "setting": "autotune", "line": step.line}
-        if step.name not in codes:
+        location: Any = {"step": step.name, "setting": "autotune", "line": step.line}
+        if step.name not in quantized_by_step:
             yield warning(
                 "nothing-quantized",
                 "autotune selects operators for quantized layers, but no earlier step quantizes the model."
                 " Remove autotune, or put `quantize` before it.",
-                **at,
+                **location,
             )
             continue
-        maker, schemes = codes[step.name]
+        source, schemes = quantized_by_step[step.name]
         if all(len(SCHEMES[name].operator_variants(options)) < 2 for name, options in schemes.items()):
             yield warning(
                 "nothing-to-tune",
-                f"autotune has no effect: layers quantized with {' and '.join(schemes)} by '{maker}' can be"
+                f"autotune has no effect: layers quantized with {' and '.join(schemes)} by '{source}' can be"
                 " exported as one operator only. Remove autotune.",
-                **at,
+                **location,
             )

@@ -60,32 +60,32 @@ def prompt_rules(recipe: ParsedRecipe, folder: Path) -> tuple[TextRules, list[st
     Raises:
         InputError: `no-chat-template`, `missing-placeholder`, or the files are damaged.
     """
-    wanted, why = recipe.data.prompt_template, "from the recipe"
-    home = _tokenizer_folder(recipe, folder)
-    if wanted is None:
-        wanted, why = read_text_rules(folder).prompt_template, f"from the model's {TEXT_RULES_FILE}"
-    known = home is None or home.is_dir()
-    if wanted is None and not known:
+    template, origin = recipe.data.prompt_template, "from the recipe"
+    source = _tokenizer_folder(recipe, folder)
+    if template is None:
+        template, origin = read_text_rules(folder).prompt_template, f"from the model's {TEXT_RULES_FILE}"
+    is_local = source is None or source.is_dir()
+    if template is None and not is_local:
         raise InputError(
-            f"model.tokenizer: {home} is not a local folder, so whether it has a chat template is not known"
+            f"model.tokenizer: {source} is not a local folder, so whether it has a chat template is not known"
             " yet. Set data: {prompt_template: chat}, or to a text with {prompt}.",
             code="missing-setting",
             setting="data.prompt_template",
         )
-    if wanted is None:
-        chat = None if home is None else read_chat_template(home)
-        wanted = PROMPT_FIELD if chat is None else CHAT
-        why = "the model has no chat template" if chat is None else "the tokenizer's chat template"
-    if wanted != CHAT and PROMPT_FIELD not in wanted:
+    if template is None:
+        chat = None if source is None else read_chat_template(source)
+        template = PROMPT_FIELD if chat is None else CHAT
+        origin = "the model has no chat template" if chat is None else "the tokenizer's chat template"
+    if template != CHAT and PROMPT_FIELD not in template:
         raise InputError(
-            f"prompt_template: {wanted[:80]!r} has no {PROMPT_FIELD}, which is replaced by each prompt."
+            f"prompt_template: {template[:80]!r} has no {PROMPT_FIELD}, which is replaced by each prompt."
             ' Write, for example, "Question: {prompt}\\nAnswer:", or chat.',
             code="missing-placeholder",
             setting="data.prompt_template",
         )
-    if wanted == CHAT and known:
-        open_prompt_template(home or folder, wanted, {})  # raises where the tokenizer has none
-    return TextRules(prompt_template=wanted), [f"prompt template {wanted!r} ({why})"]
+    if template == CHAT and is_local:
+        open_prompt_template(source or folder, template, {})  # raises where the tokenizer has none
+    return TextRules(prompt_template=template), [f"prompt template {template!r} ({origin})"]
 
 
 def prompt_errors(recipe: ParsedRecipe, folder: Path, splits: Mapping[str, Split]) -> list[Finding]:
@@ -98,28 +98,28 @@ def prompt_errors(recipe: ParsedRecipe, folder: Path, splits: Mapping[str, Split
     if recipe.traits.samples != "prompts":
         return []
     rules, _ = prompt_rules(recipe, folder)
-    home = _tokenizer_folder(recipe, folder) or folder
-    if not home.is_dir():  # a tokenizer of the hub
+    tokenizer_folder = _tokenizer_folder(recipe, folder) or folder
+    if not tokenizer_folder.is_dir():  # a tokenizer of the hub
         return []
     recorded = recipe.data.prompt_template or read_text_rules(folder).prompt_template
     assert rules.prompt_template is not None
-    template = open_prompt_template(home, rules.prompt_template, {})
-    found: list[Finding] = []
+    template = open_prompt_template(tokenizer_folder, rules.prompt_template, {})
+    errors: list[Finding] = []
     for name, split in splits.items():
         try:
             if not recorded and not template.is_chat:
                 _require_plain_prompts(split)
             _render_examples(template, split)
         except InputError as error:
-            found.append((("data", name), error.as_message()))
-    return found
+            errors.append((("data", name), error.as_message()))
+    return errors
 
 
 def _require_plain_prompts(split: Split) -> None:
-    row = next((e for e in split.examples if e.layout in ("instruction", "messages")), None)
-    if row is not None:
+    example = next((e for e in split.examples if e.layout in ("instruction", "messages")), None)
+    if example is not None:
         raise InputError(
-            f"{split.origin}: the samples are {_LAYOUT_TEXTS[row.layout or 'prompt']}, and the model's"
+            f"{split.origin}: the samples are {_LAYOUT_TEXTS[example.layout or 'prompt']}, and the model's"
             " tokenizer has no chat template that turns them into its input. Set data: {prompt_template: ...}"
             ' to the text around each prompt in training, for example "{prompt}\\n\\n".',
             code="no-chat-template",
@@ -136,16 +136,16 @@ def _render_examples(template: PromptTemplate, split: Split) -> None:
     Raises:
         InputError: the template refuses it; the message has its line.
     """
-    seen: set[tuple[str, ...]] = set()
-    for at, example in enumerate(split.examples, 1):
+    rendered_roles: set[tuple[str, ...]] = set()
+    for position, example in enumerate(split.examples, 1):
         try:
             turn = assistant_turns(example.text, (*example.references, "-")[0])[-1]
             roles = tuple(message["role"] for message in turn)
-            if roles not in seen:
-                seen.add(roles)
+            if roles not in rendered_roles:
+                rendered_roles.add(roles)
                 template.render_response(turn)
         except InputError as error:
-            number = example.line or example.row or at
+            number = example.line or example.row or position
             raise error.with_location(f"{split.origin}:{number}") from error
 
 
@@ -164,12 +164,12 @@ def resolve_pooling(recipe: ParsedRecipe, folder: Path | None) -> tuple[Sentence
     Raises:
         InputError: the folder's files are damaged, or use a feature that smelt does not support.
     """
-    own = None if folder is None else read_sentence_rules(folder)
+    model_rules = None if folder is None else read_sentence_rules(folder)
     explicit = recipe.embedding.model_dump(exclude_none=True)
-    rules = (own or SentenceRules()).model_copy(update=explicit)
-    doubts: list[Message] = []
-    if own is None and "pooling" not in explicit:
-        doubts.append(
+    rules = (model_rules or SentenceRules()).model_copy(update=explicit)
+    warnings: list[Message] = []
+    if model_rules is None and "pooling" not in explicit:
+        warnings.append(
             warning(
                 "pooling-assumed",
                 f"The model has no {MODULES_FILE}, which defines its pooling. Using:"
@@ -178,18 +178,18 @@ def resolve_pooling(recipe: ParsedRecipe, folder: Path | None) -> tuple[Sentence
                 setting="embedding.pooling",
             )
         )
-    for name in ("pooling", "normalize") if own is not None else ():
-        if name in explicit and explicit[name] != getattr(own, name):
-            doubts.append(
+    for name in ("pooling", "normalize") if model_rules is not None else ():
+        if name in explicit and explicit[name] != getattr(model_rules, name):
+            warnings.append(
                 warning(
                     "embedding-differs",
                     f"embedding: {name} is {explicit[name]}, but the model was trained with"
-                    f" {getattr(own, name)} ({MODULES_FILE}), so its vectors will differ."
+                    f" {getattr(model_rules, name)} ({MODULES_FILE}), so its vectors will differ."
                     " Remove the setting to use the model's value.",
                     setting=f"embedding.{name}",
                 )
             )
-    return rules, doubts
+    return rules, warnings
 
 
 def pooling_text(rules: SentenceRules) -> str:
@@ -206,34 +206,34 @@ def embedder_metrics(recipe: ParsedRecipe, data: Mapping[str, Split]) -> tuple[s
     Raises:
         InputError: metrics or gates need scores that the test samples do not have; lists every error.
     """
-    found = [
-        error.with_prefix(f"{'.'.join(map(str, where))}: ") for where, error in embedder_errors(recipe, data)
+    errors = [
+        error.with_prefix(f"{'.'.join(map(str, path))}: ") for path, error in embedder_errors(recipe, data)
     ]
-    if found:
-        raise combined_error(found)
+    if errors:
+        raise combined_error(errors)
     return metrics_of_samples(recipe, data["test"])
 
 
 def metrics_of_samples(recipe: ParsedRecipe, test: Split) -> tuple[str, ...]:
     """Return the recipe's metrics, or those that fit the samples of an embedder."""
-    fitting = EMBEDDING_METRICS if test.has_labels else (AGREEMENT_METRIC,)
-    return recipe.score.quality or fitting
+    default_metrics = EMBEDDING_METRICS if test.has_labels else (AGREEMENT_METRIC,)
+    return recipe.score.quality or default_metrics
 
 
 def embedder_errors(recipe: ParsedRecipe, data: Mapping[str, Split]) -> list[Finding]:
     """Return errors for metrics and gates that need scores that the samples do not have."""
     scored = dict.fromkeys(["test", recipe.judged_on or "test"])
-    lacking = next((name for name in scored if name in data and not data[name].has_labels), None)
-    if lacking is None:
+    split = next((name for name in scored if name in data and not data[name].has_labels), None)
+    if split is None:
         return []
-    places: list[tuple[tuple[str | int, ...], str]] = [
-        (("score", "quality", at), metric) for at, metric in enumerate(recipe.score.quality)
+    metric_paths: list[tuple[tuple[str | int, ...], str]] = [
+        (("score", "quality", index), metric) for index, metric in enumerate(recipe.score.quality)
     ]
-    places += [(("gates", metric), metric) for metric in recipe.gates]
-    why = f"needs scored pairs, but the {lacking} samples have no scores (column 'label'). Add them, or use"
+    metric_paths += [(("gates", metric), metric) for metric in recipe.gates]
+    problem = f"needs scored pairs, but the {split} samples have no scores (column 'label'). Add them, or use"
     return [
-        (where, error_message("missing-scores", f"'{metric}' {why} {AGREEMENT_METRIC}."))
-        for where, metric in places
+        (path, error_message("missing-scores", f"'{metric}' {problem} {AGREEMENT_METRIC}."))
+        for path, metric in metric_paths
         if metric in CORRELATION_METRICS
     ]
 
@@ -287,12 +287,12 @@ def _other_rules(recipe: ParsedRecipe, folder: Path) -> tuple[TextRules, list[st
 
 def _require_task(recipe: ParsedRecipe, names: Sequence[str], tasks: str) -> None:
     """Require that the recipe sets none of the settings `names` of `data`, which are for `tasks`."""
-    given = [name for name in names if getattr(recipe.data, name) is not None]
-    if given:
+    unsupported = [name for name in names if getattr(recipe.data, name) is not None]
+    if unsupported:
         raise InputError(
-            f"{given[0]}: only for {tasks}; the task is {recipe.task}. Remove it.",
+            f"{unsupported[0]}: only for {tasks}; the task is {recipe.task}. Remove it.",
             code="does-not-fit-task",
-            setting=f"data.{given[0]}",
+            setting=f"data.{unsupported[0]}",
         )
 
 
@@ -302,8 +302,8 @@ def _embedder_text_rules(recipe: ParsedRecipe, folder: Path) -> tuple[TextRules,
     Raises:
         InputError: the model has a default prompt in sentence-transformers, and the recipe sets no prefix.
     """
-    known, own = read_text_rules(folder), read_sentence_rules(folder)
-    prefix = known.prefix if recipe.data.prefix is None else recipe.data.prefix
+    text_rules, sentence_rules = read_text_rules(folder), read_sentence_rules(folder)
+    prefix = text_rules.prefix if recipe.data.prefix is None else recipe.data.prefix
     prompt = default_prompt(folder)
     if prompt and recipe.data.prefix is None and not (folder / TEXT_RULES_FILE).is_file():
         raise InputError(
@@ -311,17 +311,19 @@ def _embedder_text_rules(recipe: ParsedRecipe, folder: Path) -> tuple[TextRules,
             f' model. Set data: {{prefix: {json.dumps(prompt)}}}, or prefix: "" for none.',
             code="missing-prompt",
         )
-    rules = TextRules(prefix=prefix, lower=known.lower or (own is not None and own.lower))
-    notes = [f"prefix {prefix!r}"] if prefix else []
-    return rules, notes + (["lowercased"] if rules.lower else [])
+    rules = TextRules(
+        prefix=prefix, lower=text_rules.lower or (sentence_rules is not None and sentence_rules.lower)
+    )
+    descriptions = [f"prefix {prefix!r}"] if prefix else []
+    return rules, descriptions + (["lowercased"] if rules.lower else [])
 
 
 def _multilingual_text_rules(
     recipe: ParsedRecipe, folder: Path, family: Family
 ) -> tuple[TextRules, list[str]]:
-    data, known = recipe.data, read_text_rules(folder)
-    source = data.source_language or known.source_language
-    target = data.target_language or known.target_language
+    data, text_rules = recipe.data, read_text_rules(folder)
+    source = data.source_language or text_rules.source_language
+    target = data.target_language or text_rules.target_language
     if source is None or target is None:
         raise InputError(
             f"{with_article(family.name)} model needs a source and a target language, as codes of its"
@@ -331,10 +333,10 @@ def _multilingual_text_rules(
         )
     for code in (source, target):
         _check_language_code(code, folder)
-    prefix = known.prefix if data.prefix is None else data.prefix
+    prefix = text_rules.prefix if data.prefix is None else data.prefix
     rules = TextRules(prefix=prefix, source_language=source, target_language=target)
-    notes = [f"languages {source} to {target}"] + ([f"prefix {prefix!r}"] if prefix else [])
-    return rules, notes
+    descriptions = [f"languages {source} to {target}"] + ([f"prefix {prefix!r}"] if prefix else [])
+    return rules, descriptions
 
 
 def _check_language_code(code: str, folder: Path) -> None:
@@ -346,11 +348,11 @@ def _check_language_code(code: str, folder: Path) -> None:
     try:
         content = load_json(folder / "tokenizer.json")
         vocabulary = content["model"]["vocab"]  # a unigram model lists its pieces with their scores
-        pieces = vocabulary if isinstance(vocabulary, dict) else [piece for piece, _ in vocabulary]
+        tokens = vocabulary if isinstance(vocabulary, dict) else [piece for piece, _ in vocabulary]
         added = [token["content"] for token in content["added_tokens"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return  # without such a file the tokenizer checks it when it is loaded
-    if code not in added and code not in pieces:
+    if code not in added and code not in tokens:
         raise InputError(
             f"{folder}: unknown language {code!r}: tokenizer.json has no such token."
             f"{did_you_mean(code, added)}",
@@ -366,24 +368,24 @@ def _task_specific_rules(recipe: ParsedRecipe, config: dict[str, Any]) -> tuple[
         for name, value in (params.items() if isinstance(params, dict) else ())
         if isinstance(value, dict) and isinstance(value.get("prefix"), str)
     }
-    fitting = {name: prefix for name, prefix in prefixes.items() if name.startswith(recipe.task)}
+    task_prefixes = {name: prefix for name, prefix in prefixes.items() if name.startswith(recipe.task)}
     data = recipe.data
     if data.source_language or data.target_language:
-        wanted = f"{recipe.task}_{data.source_language}_to_{data.target_language}"
-        if wanted not in fitting:
-            known = ", ".join(fitting) or "none"
+        prefix_name = f"{recipe.task}_{data.source_language}_to_{data.target_language}"
+        if prefix_name not in task_prefixes:
+            available = ", ".join(task_prefixes) or "none"
             raise InputError(
-                f"source_language and target_language: the model's config has no prefix for {wanted}"
-                f" (task_specific_params: {known}). Set data: {{prefix: ...}} instead.",
+                f"source_language and target_language: the model's config has no prefix for {prefix_name}"
+                f" (task_specific_params: {available}). Set data: {{prefix: ...}} instead.",
                 code="unknown-language",
             )
-        fitting = {wanted: fitting[wanted]}
-    if len(fitting) == 1:
-        [(name, prefix)] = fitting.items()
+        task_prefixes = {prefix_name: task_prefixes[prefix_name]}
+    if len(task_prefixes) == 1:
+        [(name, prefix)] = task_prefixes.items()
         return TextRules(prefix=prefix), [f"prefix {prefix!r} (from the model, for {name})"]
-    if fitting:
+    if task_prefixes:
         return TextRules(), [
-            f"no prefix; the model's config has several, for {', '.join(fitting)}. Set"
+            f"no prefix; the model's config has several, for {', '.join(task_prefixes)}. Set"
             " data: {source_language: ..., target_language: ...} or data: {prefix: ...}"
         ]
     return TextRules(), []

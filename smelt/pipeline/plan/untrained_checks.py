@@ -92,11 +92,11 @@ def preprocessor_config(model: UntrainedModel, base: Path, config: Mapping[str, 
         InputError: the image size is missing, or the existing file is not supported.
     """
     path = config_file(model, base).parent / PROCESSOR_FILE
-    side = model.image_size or config.get("image_size")
+    image_size = model.image_size or config.get("image_size")
     if model.image_size is None and path.is_file():
         values = read_json_object(path)
-    elif isinstance(side, int):
-        values = default_processor_config(side)
+    elif isinstance(image_size, int):
+        values = default_processor_config(image_size)
     else:
         raise InputError(
             f"missing. Set the size of the images, such as image_size: 224, or put a {PROCESSOR_FILE} next to"
@@ -117,14 +117,16 @@ def _image_errors(
             yield path, error_message("does-not-fit-task", text)
         return
     try:
-        found = parse_processor(preprocessor_config(model, recipe.base, config), Path(PROCESSOR_FILE)).shape
+        image_shape = parse_processor(
+            preprocessor_config(model, recipe.base, config), Path(PROCESSOR_FILE)
+        ).shape
     except InputError as error:
         yield path, error.as_message()
         return
-    declared = config.get("image_size")
-    if isinstance(declared, int) and found not in (None, (declared, declared)):
-        size = f"{found[0]} x {found[1]}"
-        text = f"the images are {size}, but image_size in the config is {declared}. Use the same size."
+    config_size = config.get("image_size")
+    if isinstance(config_size, int) and image_shape not in (None, (config_size, config_size)):
+        size = f"{image_shape[0]} x {image_shape[1]}"
+        text = f"the images are {size}, but image_size in the config is {config_size}. Use the same size."
         yield path, error_message("settings-conflict", text)
 
 
@@ -159,8 +161,8 @@ def _tokenizer_errors(context: CheckContext, model: UntrainedModel, kind: str) -
 
 def _check_training_order(context: CheckContext) -> Iterator[Finding]:
     if not any(step.stage_class.trains_weights for step in context.steps):
-        words = " or ".join(training_stages())
-        text = f"the model has random weights and no step trains it. Add {words}."
+        stage_list = " or ".join(training_stages())
+        text = f"the model has random weights and no step trains it. Add {stage_list}."
         yield ("stages",), error_message("untrained-model", text)
     elif context.recipe.baseline == MODEL_STEP:
         text = f"'{MODEL_STEP}' has random weights. Set baseline to a trained step."
@@ -178,24 +180,24 @@ def check_new_classifier(context: CheckContext) -> Iterator[Finding]:
         return
     config, problems = read_config(folder)
     if not problems and not has_classifier(config):
-        named = str((config.get("architectures") or ["encoder"])[0])
-        why = f"is a {named}, whose new classifier has random weights"
-        yield from _teacher_errors(context.steps, why)
+        architecture = str((config.get("architectures") or ["encoder"])[0])
+        reason = f"is a {architecture}, whose new classifier has random weights"
+        yield from _teacher_errors(context.steps, reason)
 
 
 def _teacher_errors(steps: Sequence[PlanStep], reason: str) -> Iterator[Finding]:
     """Yield an error for every step that would use the original model as teacher."""
-    for at, step in enumerate(steps):
+    for position, step in enumerate(steps):
         for setting, name in step.settings.step_references().items():
             if name == MODEL_STEP and setting not in step.invalid_settings:
-                trained = [s.name for s in steps[:at] if s.stage_class.trains_weights]
-                how = (
-                    f"Use a trained step ({setting}: {trained[0]})"
-                    if trained
+                trained_names = [s.name for s in steps[:position] if s.stage_class.trains_weights]
+                remedy = (
+                    f"Use a trained step ({setting}: {trained_names[0]})"
+                    if trained_names
                     else f"Put a finetune step before it and set {setting} to that step"
                 )
-                what = f"{step.name}: {setting}: '{MODEL_STEP}' {reason}. {how}."
-                yield (), error_message("untrained-teacher", what, line=step.line)
+                message = f"{step.name}: {setting}: '{MODEL_STEP}' {reason}. {remedy}."
+                yield (), error_message("untrained-teacher", message, line=step.line)
 
 
 @skip_if_invalid("task", "model")
@@ -225,19 +227,19 @@ def resolve_classifier(context: CheckContext) -> Iterator[Finding]:
         yield ("model",), error_message(error.code, f"{folder or recipe.model}: {error}")
         return
     context.problem_type = problem if are_all_read else None
-    for name, found in label_errors(config, splits, problem):
-        yield ("data", name), found
+    for name, label_error in label_errors(config, splits, problem):
+        yield ("data", name), label_error
     if context.is_invalid("score.quality") or not (are_all_read or config.get("problem_type")):
         return
-    for at, found in metric_errors(recipe.score.quality, problem):
-        yield ("score", "quality", at), found
+    for index, label_error in metric_errors(recipe.score.quality, problem):
+        yield ("score", "quality", index), label_error
     names = class_names(config) if has_classifier(config) else new_class_names(splits, problem)
-    for at, found in metric_class_errors(recipe.score.quality, recipe.metric_settings, names):
-        yield ("score", "quality", at), found
+    for index, label_error in metric_class_errors(recipe.score.quality, recipe.metric_settings, names):
+        yield ("score", "quality", index), label_error
     metrics = recipe.score.quality or DEFAULTS_BY_PROBLEM[problem]
     if not recipe.score.quality:
-        for gate, found in gate_errors(recipe.gates, metrics, problem):
-            yield ("gates", gate), found
+        for gate, label_error in gate_errors(recipe.gates, metrics, problem):
+            yield ("gates", gate), label_error
     score = recipe.score.model_copy(update={"quality": metrics})
     context.recipe = recipe.model_copy(update={"score": score})
 
@@ -271,13 +273,13 @@ def resolve_labels(
     config, _ = (read_config_file if isinstance(recipe.model, str) else read_untrained_config)(file)
     data = _label_splits(recipe, data)
     problem = problem or resolve_problem_type(config, data)
-    found = [error for _, error in label_errors(config, data, problem)]
+    errors = [error for _, error in label_errors(config, data, problem)]
     quality = metric_errors(recipe.score.quality, problem)
     names = class_names(config) if has_classifier(config) else new_class_names(data, problem)
     quality += metric_class_errors(recipe.score.quality, recipe.metric_settings, names)
-    found += [error.with_prefix("score.quality: ") for _, error in quality]
+    errors += [error.with_prefix("score.quality: ") for _, error in quality]
     metrics = recipe.score.quality or DEFAULTS_BY_PROBLEM[problem]
-    found += [error.with_prefix("gates: ") for _, error in gate_errors(recipe.gates, metrics, problem)]
-    if found:
-        raise combined_error(found)
+    errors += [error.with_prefix("gates: ") for _, error in gate_errors(recipe.gates, metrics, problem)]
+    if errors:
+        raise combined_error(errors)
     return (problem, new_class_names(data, problem)), metrics

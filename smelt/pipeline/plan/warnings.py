@@ -41,12 +41,12 @@ def data_warnings(recipe: ParsedRecipe, trains: bool, splits: Mapping[str, Split
         trains: whether a step trains on the training samples.
         splits: the splits that were read, before `--limit` is applied.
     """
-    found: list[Message] = []
+    messages: list[Message] = []
     test = splits.get("test")
     if test is not None:
         # for running text the number of lines is not the amount of text
         if recipe.traits.samples != "running-text" and len(test) < MIN_JUDGING_ROWS:
-            found.append(
+            messages.append(
                 warning(
                     "few-test-rows",
                     f"test has only {_rows_text(len(test))}; with fewer than {MIN_JUDGING_ROWS} the"
@@ -55,15 +55,15 @@ def data_warnings(recipe: ParsedRecipe, trains: bool, splits: Mapping[str, Split
             )
         for name in ("train", "validation") if trains else ():
             if name in splits:
-                found += _overlap_warnings(test, splits[name], name, recipe.task)
+                messages += _overlap_warnings(test, splits[name], name, recipe.task)
         calibrated = next((name for name in _calibration_splits(recipe.task) if name in splits), None)
         if calibrated is not None:
-            found += _calibration_overlap_warnings(test, splits[calibrated], calibrated, recipe.task)
+            messages += _calibration_overlap_warnings(test, splits[calibrated], calibrated, recipe.task)
     if recipe.traits.output == "labels":
-        found += _label_spelling_warnings(splits)
+        messages += _label_spelling_warnings(splits)
     for name, split in splits.items() if recipe.traits.samples in ("texts", "prompts") else ():
-        found += _unbalanced_quote_warnings(split, name)
-    return found
+        messages += _unbalanced_quote_warnings(split, name)
+    return messages
 
 
 def last_checkpoint_warnings(recipe: ParsedRecipe, steps: Iterable[PlanStep]) -> list[Message]:
@@ -98,8 +98,8 @@ def launch_warnings(recipe: ParsedRecipe) -> list[Message]:
 
 def agreement_warnings(recipe: ParsedRecipe) -> list[Message]:
     """Return what scores without references cannot tell, if agreement of texts or classes is the only one."""
-    compared = recipe.traits.output in ("text", "labels")
-    if not compared or not scores_agreement_alone(recipe.score.quality):
+    is_supported = recipe.traits.output in ("text", "labels")
+    if not is_supported or not scores_agreement_alone(recipe.score.quality):
         return []
     return [
         warning(
@@ -114,20 +114,20 @@ def agreement_warnings(recipe: ParsedRecipe) -> list[Message]:
 
 def _unbalanced_quote_warnings(split: Split, name: str) -> list[Message]:
     """Return a warning if texts contain a line break and a tab, which an unclosed quote may cause."""
-    rows = [
-        e.line or e.row or at + 1
-        for at, e in enumerate(split.examples)
+    numbers = [
+        e.line or e.row or index + 1
+        for index, e in enumerate(split.examples)
         if any("\n" in text and "\t" in text for text in (e.text, e.text_pair or "", *e.references))
     ]
-    if not rows or not split.origin.removesuffix(".gz").endswith((".tsv", ".csv")):
+    if not numbers or not split.origin.removesuffix(".gz").endswith((".tsv", ".csv")):
         return []
     return [
         warning(
             "unclosed-quote",
-            f"{_rows_text(len(rows))} with a line break and a tab in a text: an unclosed quote may have"
+            f"{_rows_text(len(numbers))} with a line break and a tab in a text: an unclosed quote may have"
             " joined several samples. Double the quotes inside texts, or remove them.",
             file=split.origin,
-            line=rows[0],
+            line=numbers[0],
         )
     ]
 
@@ -139,7 +139,11 @@ def few_windows_warnings(statistics: Mapping[str, Mapping[str, Any]], split: str
         statistics: statistics of a step, by metric.
         split: name of the scored split.
     """
-    counts = {len(found["rows"]) for metric, found in statistics.items() if metric in WINDOW_METRICS}
+    counts = {
+        len(metric_statistics["rows"])
+        for metric, metric_statistics in statistics.items()
+        if metric in WINDOW_METRICS
+    }
     return [
         warning(
             "few-windows",
@@ -154,35 +158,40 @@ def few_windows_warnings(statistics: Mapping[str, Mapping[str, Any]], split: str
 
 def _overlap_warnings(test: Split, other: Split, name: str, task: Task) -> list[Message]:
     """Return a warning if samples of `test` are also in the split `name`, used for training or selection."""
-    seen: dict[tuple[str, str | None], set[object]] = {}
+    outputs_by_text: dict[tuple[str, str | None], set[object]] = {}
     for example, text in zip(other.examples, other.row_contents, strict=True):
-        seen.setdefault((text, example.text_pair), set()).update(_expected_outputs(example))
-    rows = [
+        outputs_by_text.setdefault((text, example.text_pair), set()).update(_expected_outputs(example))
+    samples = [
         (e, text)
         for e, text in zip(test.examples, test.row_contents, strict=True)
         if task_traits(task).samples != "running-text" or len(text) >= _MIN_CHARACTERS
     ]
-    known = [(e, text) for e, text in rows if (text, e.text_pair) in seen]
-    copies = [e for e, text in known if seen[text, e.text_pair] & _expected_outputs(e)]
-    if not known:
+    shared_samples = [(e, text) for e, text in samples if (text, e.text_pair) in outputs_by_text]
+    copies = [e for e, text in shared_samples if outputs_by_text[text, e.text_pair] & _expected_outputs(e)]
+    if not shared_samples:
         return []
-    long = f" of {_MIN_CHARACTERS} characters or more" if task_traits(task).samples == "running-text" else ""
-    alike, noun = (
+    length_text = (
+        f" of {_MIN_CHARACTERS} characters or more" if task_traits(task).samples == "running-text" else ""
+    )
+    match_text, noun = (
         ("byte for byte", "image") if task_traits(task).modality == "image" else ("word for word", "text")
     )
-    text = f"{len(copies):,} of {len(rows):,} test samples{long} are also in {name}, {alike}"
-    if len(known) > len(copies):
-        what, more = "target" if task_traits(task).output == "text" else "label", len(known) - len(copies)
-        unlike = f"have {with_article(noun)} of {name} with another {what}"
-        text = (
-            f"{text}; {more:,} more {unlike}"
-            if copies
-            else f"{more:,} of {len(rows):,} test samples{long} {unlike}"
+    text = f"{len(copies):,} of {len(samples):,} test samples{length_text} are also in {name}, {match_text}"
+    if len(shared_samples) > len(copies):
+        output_name, num_different = (
+            "target" if task_traits(task).output == "text" else "label",
+            len(shared_samples) - len(copies),
         )
-    why = "used for training" if name == "train" else "used to choose the checkpoint"
+        difference_text = f"have {with_article(noun)} of {name} with another {output_name}"
+        text = (
+            f"{text}; {num_different:,} more {difference_text}"
+            if copies
+            else f"{num_different:,} of {len(samples):,} test samples{length_text} {difference_text}"
+        )
+    usage = "used for training" if name == "train" else "used to choose the checkpoint"
     code = "test-rows-in-other-split" if copies else "test-texts-in-other-split"
     fix = "Remove them from one of the two."
-    return [warning(code, f"{text}. Scores on {noun}s {why} overestimate quality on new ones. {fix}")]
+    return [warning(code, f"{text}. Scores on {noun}s {usage} overestimate quality on new ones. {fix}")]
 
 
 def _calibration_splits(task: Task) -> tuple[str, ...]:
@@ -194,19 +203,21 @@ def _calibration_splits(task: Task) -> tuple[str, ...]:
 
 def _calibration_overlap_warnings(test: Split, other: Split, name: str, task: Task) -> list[Message]:
     """Return a warning if samples of `test` are also used for calibration, whatever their labels are."""
-    known = {(text, e.text_pair) for e, text in zip(other.examples, other.row_contents, strict=True)}
-    rows = [
+    calibration_samples = {
+        (text, e.text_pair) for e, text in zip(other.examples, other.row_contents, strict=True)
+    }
+    samples = [
         (text, e.text_pair)
         for e, text in zip(test.examples, test.row_contents, strict=True)
         if task_traits(task).samples != "running-text" or len(text) >= _MIN_CHARACTERS
     ]
-    copies = sum(row in known for row in rows)
+    copies = sum(sample in calibration_samples for sample in samples)
     if not copies:
         return []
     return [
         warning(
             "test-rows-in-other-split",
-            f"{copies:,} of {len(rows):,} test samples are also in {name}, which is used for calibration."
+            f"{copies:,} of {len(samples):,} test samples are also in {name}, which is used for calibration."
             " Scores on them overestimate quality on new samples. Remove them from one of the two.",
         )
     ]
@@ -226,7 +237,7 @@ def _label_spelling_warnings(splits: Mapping[str, Split]) -> list[Message]:
     if infer_problem_type(None, labels) not in (SINGLE_LABEL, MULTI_LABEL):
         return []
     groups = similar_labels(labels)
-    found = [
+    messages = [
         warning(
             "labels-spelled-alike",
             f"Labels that differ only in case or spaces are different classes: {_counts_text(group)}. Use one"
@@ -234,16 +245,18 @@ def _label_spelling_warnings(splits: Mapping[str, Split]) -> list[Message]:
         )
         for group in groups[:_MAX_NAMED]
     ]
-    more = len(groups) - _MAX_NAMED
-    if more > 0:
-        found.append(
-            warning("labels-spelled-alike", f"{more:,} more groups of labels differ only in case or spaces.")
+    num_hidden = len(groups) - _MAX_NAMED
+    if num_hidden > 0:
+        messages.append(
+            warning(
+                "labels-spelled-alike", f"{num_hidden:,} more groups of labels differ only in case or spaces."
+            )
         )
-    return found
+    return messages
 
 
 def _counts_text(group: Mapping[str, int]) -> str:
-    return ", ".join(f"{name!r} ({_rows_text(rows)})" for name, rows in group.items())
+    return ", ".join(f"{name!r} ({_rows_text(count)})" for name, count in group.items())
 
 
 def _rows_text(number: int) -> str:
@@ -258,8 +271,8 @@ def decoding_warnings(recipe: ParsedRecipe, folder: Path) -> list[Message]:
     generation = recipe.score.generation
     if recipe.traits.output != "text":
         return []
-    own = _generation_config(folder)
-    beams, sampled = own.get("num_beams"), own.get("do_sample")
+    model_config = _generation_config(folder)
+    beams, sampled = model_config.get("num_beams"), model_config.get("do_sample")
     explicit = generation.model_fields_set
     if (
         isinstance(beams, int)
@@ -328,8 +341,10 @@ def _unused_work_warnings(draft: StepDraft, above: Sequence[StepDraft]) -> Itera
     Steps up to the nearest teacher count.
     """
     teachers = set(draft.references.values())
-    before = list(itertools.takewhile(lambda d: d.name not in teachers, above))
-    idle = [f"'{d.name}'" for d in reversed(before) if d.stage_class and d.stage_class.changes_weights]
+    previous_drafts = list(itertools.takewhile(lambda d: d.name not in teachers, above))
+    idle = [
+        f"'{d.name}'" for d in reversed(previous_drafts) if d.stage_class and d.stage_class.changes_weights
+    ]
     if idle:
         yield warning(
             "unused-steps",
@@ -345,16 +360,18 @@ def lost_work_warnings(drafts: Mapping[str, StepDraft]) -> Iterator[Message]:
 
     drafts: steps by name, in the recipe's order.
     """
-    lines: dict[str, list[StepDraft]] = {}  # the ancestors of each step, nearest first
+    ancestors_by_name: dict[str, list[StepDraft]] = {}  # the ancestors of each step, nearest first
     for name, draft in drafts.items():
         parent = drafts.get(draft.parent or "")
-        lines[name] = [parent, *lines[parent.name]] if parent else []
+        ancestors_by_name[name] = [parent, *ancestors_by_name[parent.name]] if parent else []
     for name, draft in drafts.items():
         if (step := step_spec(draft)) is None:
             continue
-        above = [spec for d in lines[name] if (spec := step_spec(d))]
-        below = [
-            spec for other, line in lines.items() if draft in line and (spec := step_spec(drafts[other]))
+        ancestors = [spec for d in ancestors_by_name[name] if (spec := step_spec(d))]
+        descendants = [
+            spec
+            for other_name, line in ancestors_by_name.items()
+            if draft in line and (spec := step_spec(drafts[other_name]))
         ]
-        for code, text in lost_results(step, above, below):
+        for code, text in lost_results(step, ancestors, descendants):
             yield warning(code, text, step=draft.name, line=draft.entry.line)

@@ -66,23 +66,25 @@ def resolve_launch(launch: LaunchSettings, base: Path) -> LaunchSettings:
     if launch.config_file is None:
         return launch
     path = resolve_path(base, launch.config_file)
-    found = _read(path)
-    if "zero_optimization" in found:
-        changed = _deepspeed(found, path)
-    elif "distributed_type" in found:
-        changed = _accelerate(found, path)
+    file_content = _read(path)
+    if "zero_optimization" in file_content:
+        changed = _deepspeed(file_content, path)
+    elif "distributed_type" in file_content:
+        changed = _accelerate(file_content, path)
     else:
         raise _refused(
             path, ["neither a file of `accelerate config` (no distributed_type) nor of DeepSpeed (no"
                    " zero_optimization)"],
         )  # fmt: skip
-    given = launch.model_dump(include=launch.model_fields_set)
-    if "zero_options" in given:
-        given["zero_options"] = changed.get("zero_options", {}) | given["zero_options"]
+    explicit_settings = launch.model_dump(include=launch.model_fields_set)
+    if "zero_options" in explicit_settings:
+        explicit_settings["zero_options"] = (
+            changed.get("zero_options", {}) | explicit_settings["zero_options"]
+        )
     try:
-        return LaunchSettings.model_validate(changed | given)
+        return LaunchSettings.model_validate(changed | explicit_settings)
     except ValidationError as error:
-        raise _refused(path, [str(each["msg"]) for each in error.errors()]) from error
+        raise _refused(path, [str(detail["msg"]) for detail in error.errors()]) from error
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -101,11 +103,11 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"'{next(name for name in names if names.count(name) > 1)}' appears twice")
-    return found
+    return mapping
 
 
 def _accelerate(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -143,15 +145,15 @@ def _accelerate(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
     if problems:
         raise _refused(path, problems)
     if kind == "DEEPSPEED":
-        own = _mapping(found.get("deepspeed_config"))
-        if own.get("deepspeed_config_file"):
-            other = resolve_path(path.parent, str(own["deepspeed_config_file"]))
-            return changed | _deepspeed(_read(other), other)
-        devices = {name: {"device": own.get(f"{name}_device", "none")} for name in _OFFLOADS}
-        zero = {"stage": own.get("zero_stage", 2), **devices}
-        if problems := list(_zero_problems(zero)):
+        deepspeed_config = _mapping(found.get("deepspeed_config"))
+        if deepspeed_config.get("deepspeed_config_file"):
+            deepspeed_path = resolve_path(path.parent, str(deepspeed_config["deepspeed_config_file"]))
+            return changed | _deepspeed(_read(deepspeed_path), deepspeed_path)
+        devices = {name: {"device": deepspeed_config.get(f"{name}_device", "none")} for name in _OFFLOADS}
+        zero_config = {"stage": deepspeed_config.get("zero_stage", 2), **devices}
+        if problems := list(_zero_problems(zero_config)):
             raise _refused(path, problems)
-        return changed | _zero(zero)
+        return changed | _zero(zero_config)
     offload = str(sharding.get("fsdp_offload_params", False)).lower() == "true"
     return changed | ({"cpu_offload": True} if offload else {})
 
@@ -169,10 +171,10 @@ def _deepspeed(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
             problems.append(f"'{name}' is a setting of the stage: {_SET_BY_STAGE[name]}; remove this section")
         elif value != "auto":
             problems.append(f"'{name}' is a setting of the stage: {_SET_BY_STAGE[name]}; set it to \"auto\"")
-    zero = _mapping(found.get("zero_optimization"))
-    if problems := problems + list(_zero_problems(zero)):
+    zero_config = _mapping(found.get("zero_optimization"))
+    if problems := problems + list(_zero_problems(zero_config)):
         raise _refused(path, problems)
-    return {"strategy": "deepspeed"} | _zero(zero)
+    return {"strategy": "deepspeed"} | _zero(zero_config)
 
 
 def _zero_problems(found: Mapping[str, Any]) -> Iterator[str]:

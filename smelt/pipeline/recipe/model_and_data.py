@@ -140,14 +140,20 @@ class DataSettings(Settings):
     def split_sources(self) -> dict[str, str]:
         """Return the source of each split by name; splits taken from `train` have the source of `train`."""
         names = ("train", "unlabeled", "validation", "calibration", "test")
-        found = {name: value for name in names if (value := getattr(self, name)) is not None}
-        parts = dict.fromkeys(self.split.named_fractions(), self.train) if self.train is not None else {}
-        return {name: origin for name in names if (origin := found.get(name, parts.get(name))) is not None}
+        sources = {name: value for name in names if (value := getattr(self, name)) is not None}
+        train_fractions = (
+            dict.fromkeys(self.split.named_fractions(), self.train) if self.train is not None else {}
+        )
+        return {
+            name: origin
+            for name in names
+            if (origin := sources.get(name, train_fractions.get(name))) is not None
+        }
 
     def split_files(self) -> dict[str, str]:
         """Return the sources to read: those of the splits that are not taken from `train`, by name."""
-        parts = self.split.named_fractions() if self.train is not None else {}
-        return {name: origin for name, origin in self.split_sources().items() if name not in parts}
+        train_fractions = self.split.named_fractions() if self.train is not None else {}
+        return {name: origin for name, origin in self.split_sources().items() if name not in train_fractions}
 
 
 _MAX_SHOWN = 5  # labels that a message names
@@ -173,31 +179,32 @@ def new_class_names(data: Mapping[str, Split], problem: ProblemType) -> list[str
 
     Without training samples, the labels of all splits.
     """
-    learned = {"train": data["train"]} if "train" in data else _labeled_splits(data)
-    labels = (e.label for split in learned.values() for e in split.examples)
+    label_splits = {"train": data["train"]} if "train" in data else _labeled_splits(data)
+    labels = (e.label for split in label_splits.values() for e in split.examples)
     return infer_label_names((label for label in labels if label is not None), problem)
 
 
 def _unseen_labels_text(split: Split, name: str, names: Sequence[str], problem: ProblemType) -> str:
     """Return a message about labels of `split` that train does not have; empty if there are none."""
-    known = set(names)
-    rows: dict[str, list[int]] = {}
-    for at, example in enumerate(split.examples):
+    known_labels = set(names)
+    rows_by_label: dict[str, list[int]] = {}
+    for row_numbers, example in enumerate(split.examples):
         for item in [example.label] if problem == SINGLE_LABEL else split_labels(example.label):
             number = label_as_int(item)
             label = str(item if number is None else number)
-            if label not in known and not is_blank_label(item):
-                rows.setdefault(label, []).append(example.line or example.row or at + 1)
-    if not rows:
+            if label not in known_labels and not is_blank_label(item):
+                rows_by_label.setdefault(label, []).append(example.line or example.row or row_numbers + 1)
+    if not rows_by_label:
         return ""
-    place = "line" if split.examples[0].line else "row"
-    shown = [
-        f"{repr(label)[:80]} ({with_count(len(at), 'sample')}, {place} {at[0]})" for label, at in rows.items()
+    row_unit = "line" if split.examples[0].line else "row"
+    entries = [
+        f"{repr(label)[:80]} ({with_count(len(row_numbers), 'sample')}, {row_unit} {row_numbers[0]})"
+        for label, row_numbers in rows_by_label.items()
     ]
-    more = f" and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else ""
+    others = f" and {len(entries) - _MAX_SHOWN} more" if len(entries) > _MAX_SHOWN else ""
     labels = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
     return (
-        f"{split.origin}: labels that train does not have: {', '.join(shown[:_MAX_SHOWN])}{more}. A new"
+        f"{split.origin}: labels that train does not have: {', '.join(entries[:_MAX_SHOWN])}{others}. A new"
         f" classifier learns only the labels of train: {labels}. Use the same labels in '{name}', add"
         " training samples, or remove these samples."
     )
@@ -211,32 +218,36 @@ def label_errors(
     An encoder without a classifier gets one for the labels of the data, so only their type can be wrong.
     """
     names = class_names(config) if has_classifier(config) else new_class_names(data, problem)
-    found = []
+    errors = []
     if not has_classifier(config) and "train" in data and problem != REGRESSION:
         splits = {name: split for name, split in _labeled_splits(data).items() if name != "train"}
-        strange = {name: _unseen_labels_text(split, name, names, problem) for name, split in splits.items()}
-        found = [(name, error_message("unknown-label", text)) for name, text in strange.items() if text]
-        if found:
-            return found
+        unseen_texts = {
+            name: _unseen_labels_text(split, name, names, problem) for name, split in splits.items()
+        }
+        errors = [(name, error_message("unknown-label", text)) for name, text in unseen_texts.items() if text]
+        if errors:
+            return errors
     if problem == SINGLE_LABEL and len(names) < 2:
         text = "all samples have the same label. A classifier needs at least two labels."
         return [("train" if "train" in data else "test", error_message("one-label", text))]
     for name, split in _labeled_splits(data).items():
-        rows = [example for example in split.examples if example.label is not None]  # see `read_split`
+        labeled_examples = [
+            example for example in split.examples if example.label is not None
+        ]  # see `read_split`
         try:
-            check_labels(rows, names, problem, split.origin)
+            check_labels(labeled_examples, names, problem, split.origin)
         except InputError as error:
-            found.append((name, error.as_message()))
-    return found
+            errors.append((name, error.as_message()))
+    return errors
 
 
 def metric_errors(metrics: Sequence[str], problem: ProblemType) -> list[tuple[int, Message]]:
     """Return (index, error) for the metrics that do not fit the problem type."""
-    fitting = METRICS_BY_PROBLEM[problem]
+    supported = METRICS_BY_PROBLEM[problem]
     return [
-        (at, unfit_metric(metric, problem))
-        for at, metric in enumerate(metrics)
-        if base_metric(metric) not in fitting and not is_custom_metric(metric)
+        (index, unfit_metric(metric, problem))
+        for index, metric in enumerate(metrics)
+        if base_metric(metric) not in supported and not is_custom_metric(metric)
     ]
 
 
@@ -244,16 +255,16 @@ def metric_class_errors(
     metrics: Sequence[str], settings: MetricSettingValues, names: Sequence[str]
 ) -> list[tuple[int, Message]]:
     """Return (index, error) for the metrics of one class whose `label` is none of the classes `names`."""
-    found = []
-    for at, metric in enumerate(metrics):
+    errors = []
+    for index, metric in enumerate(metrics):
         label = settings.get(metric, {}).get("label")
         try:
             class_targets([Example("", label=label)] if label is not None else [], names)
         except InputError:
-            known = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-            text = f"'{metric}': no class {label!r}. Classes: {known}.{did_you_mean(str(label), names)}"
-            found.append((at, error_message("unknown-label", text)))
-    return found
+            class_list = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+            text = f"'{metric}': no class {label!r}. Classes: {class_list}.{did_you_mean(str(label), names)}"
+            errors.append((index, error_message("unknown-label", text)))
+    return errors
 
 
 def gate_errors(
@@ -269,14 +280,14 @@ def gate_errors(
 
 def unfit_metric(metric: str, problem: ProblemType) -> Message:
     """Return the error that `metric` does not fit `problem`, or is not one of its default metrics."""
-    fitting = METRICS_BY_PROBLEM[problem]
-    if base_metric(metric) in fitting:
+    supported = METRICS_BY_PROBLEM[problem]
+    if base_metric(metric) in supported:
         text = f"'{metric}' is not measured. Add it to score.quality."
         return error_message("metric-not-scored", text)
     owner = next((name for name, metrics in METRICS_BY_PROBLEM.items() if metric in metrics), None)
-    what = f"'{metric[:60]}' is a metric for {owner}" if owner else f"'{metric[:60]}' is not a metric"
+    problem_text = f"'{metric[:60]}' is a metric for {owner}" if owner else f"'{metric[:60]}' is not a metric"
     return error_message(
         "does-not-fit-labels" if owner else "unknown-metric",
-        f"{what}; the model and data are {problem}. Available metrics: {', '.join(fitting)}."
-        f"{did_you_mean(metric, fitting)}",
+        f"{problem_text}; the model and data are {problem}. Available metrics: {', '.join(supported)}."
+        f"{did_you_mean(metric, supported)}",
     )

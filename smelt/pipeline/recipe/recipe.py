@@ -178,9 +178,9 @@ class RecipeKeys(Settings):
     @classmethod
     def _known_device(cls, name: str) -> str:
         if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", name):
-            known = ("auto", "cpu", "cuda", "cuda:1")
+            devices = ("auto", "cpu", "cuda", "cuda:1")
             raise SettingError(
-                f"'{name[:60]}' is not a device; known: {', '.join(known)}.{did_you_mean(name, known)}",
+                f"'{name[:60]}' is not a device; known: {', '.join(devices)}.{did_you_mean(name, devices)}",
                 code="wrong-value",
             )
         return name
@@ -256,9 +256,9 @@ def check_recipe(
         invalid parts (a whole key such as `data`, or a part of it), which later checks must skip.
     """
     if not isinstance(document.value, dict):
-        read = "an empty file" if document.value is None else value_text(document.value)
+        actual = "an empty file" if document.value is None else value_text(document.value)
         raise InputError(
-            f"{document.name}:1: expected a recipe with the keys model, task, data and stages, got {read}.",
+            f"{document.name}:1: expected a recipe with the keys model, task, data and stages, got {actual}.",
             code="not-a-recipe",
             file=document.name,
             line=1,
@@ -266,7 +266,7 @@ def check_recipe(
     errors = RecipeErrors(document)
     value: dict[str, Any] = document.value
     apply_overrides(value, overrides, errors, _RECIPE_KEYS)
-    head = {key: part for key, part in value.items() if key in RecipeKeys.model_fields}
+    recipe_keys = {key: key_value for key, key_value in value.items() if key in RecipeKeys.model_fields}
     for key in value:
         if key not in _RECIPE_KEYS:
             hint = other_name_hint(key, _RECIPE_KEYS) or did_you_mean(key, _RECIPE_KEYS)
@@ -275,12 +275,12 @@ def check_recipe(
                 f"unknown key. Known keys: {', '.join(_RECIPE_KEYS)}.{hint}",
                 code="unknown-setting",
             )
-    metric_settings = _extract_metric_settings(head, errors)
-    judged_on = _extract_judged_on(head, errors)
-    task_bad = _check_task(head, errors)
-    keys, places = validate_settings(RecipeKeys, head | task_bad, (), errors, _PLACEHOLDERS)
+    metric_settings = _extract_metric_settings(recipe_keys, errors)
+    judged_on = _extract_judged_on(recipe_keys, errors)
+    invalid_task = _check_task(recipe_keys, errors)
+    keys, error_paths = validate_settings(RecipeKeys, recipe_keys | invalid_task, (), errors, _PLACEHOLDERS)
     assert keys is not None  # each key has a default or a placeholder
-    bad = {dotted_path(place) for place in places} | set(task_bad)
+    invalid_paths = {dotted_path(error_path) for error_path in error_paths} | set(invalid_task)
     try:
         keys = keys.model_copy(update={"device": select_gpu(keys.device)})
     except InputError as error:
@@ -289,32 +289,32 @@ def check_recipe(
         keys = keys.model_copy(update={"launch": resolve_launch(keys.launch, path.parent)})
     except InputError as error:
         errors.add_error(("launch", "config_file"), error)
-    _check_data(keys, bad, errors)
-    keys = _check_quality(keys, bad, errors)
-    _check_gates(keys, metric_settings, bad, errors)
-    entries, stages_bad = read_stages(value.get("stages"), errors)
-    if stages_bad:
-        bad.add("stages")
-    if isinstance(keys.model, UntrainedModel) and "baseline" not in head:
+    _check_data(keys, invalid_paths, errors)
+    keys = _check_quality(keys, invalid_paths, errors)
+    _check_gates(keys, metric_settings, invalid_paths, errors)
+    entries, invalid_stages = read_stages(value.get("stages"), errors)
+    if invalid_stages:
+        invalid_paths.add("stages")
+    if isinstance(keys.model, UntrainedModel) and "baseline" not in recipe_keys:
         names = zip(entries, step_names(entries), strict=True)
         trained = next(
             (name for entry, name in names if load_stage(entry.stage).trains_weights), keys.baseline
         )
         keys = keys.model_copy(update={"baseline": trained})
-    parts: dict[str, Any] = {name: getattr(keys, name) for name in RecipeKeys.model_fields}
+    fields: dict[str, Any] = {name: getattr(keys, name) for name in RecipeKeys.model_fields}
     if (
         judged_on == "validation"
         and "validation" not in keys.data.split_sources()
-        and not has_error(bad, "data")
+        and not has_error(invalid_paths, "data")
     ):
         errors.add(
             ("gates", "on"),
             "the recipe has no validation samples. Set data: validation.",
             code="missing-data",
         )
-    parts |= {"metric_settings": metric_settings, "judged_on": judged_on, "document": value}
-    recipe = ParsedRecipe(**parts, stages=tuple(entries), path=path)
-    return recipe, errors, bad
+    fields |= {"metric_settings": metric_settings, "judged_on": judged_on, "document": value}
+    recipe = ParsedRecipe(**fields, stages=tuple(entries), path=path)
+    return recipe, errors, invalid_paths
 
 
 def _extract_metric_settings(values: dict[str, Any], errors: RecipeErrors) -> dict[str, dict[str, Any]]:
@@ -329,24 +329,28 @@ def _extract_metric_settings(values: dict[str, Any], errors: RecipeErrors) -> di
     given_settings: list[dict[str, Any]] = []
     for number, entry in enumerate(score["quality"]):
         path: KeyPath = ("score", "quality", number)
-        name, given = entry, dict[str, Any]()
+        name, metric_settings = entry, dict[str, Any]()
         if isinstance(entry, dict) and len(entry) == 1 and isinstance(next(iter(entry)), str):
-            [(name, given)] = entry.items()
+            [(name, metric_settings)] = entry.items()
             path = (*path, name)
         names.append(name)
         given_settings.append({})
         if not isinstance(name, str) or (name not in METRICS and not is_custom_metric(name)):
             continue
-        settings, _ = validate_settings(metric_settings_type(name), given, path, errors)
+        settings, _ = validate_settings(metric_settings_type(name), metric_settings, path, errors)
         if settings is not None:
             given_settings[-1] = settings.model_dump(exclude_defaults=True)
-    of_class = [n for n in names if isinstance(n, str) and n in METRICS and METRICS[n].has_variants]
+    class_metrics = [n for n in names if isinstance(n, str) and n in METRICS and METRICS[n].has_variants]
     names = [
-        variant_name(name, given) if of_class.count(name) > 1 else name
-        for name, given in zip(names, given_settings, strict=True)
+        variant_name(name, metric_settings) if class_metrics.count(name) > 1 else name
+        for name, metric_settings in zip(names, given_settings, strict=True)
     ]
     values["score"] = score | {"quality": names}
-    return {name: given for name, given in zip(names, given_settings, strict=True) if given}
+    return {
+        name: metric_settings
+        for name, metric_settings in zip(names, given_settings, strict=True)
+        if metric_settings
+    }
 
 
 def _extract_judged_on(values: dict[str, Any], errors: RecipeErrors) -> JudgedOn | None:
@@ -355,9 +359,9 @@ def _extract_judged_on(values: dict[str, Any], errors: RecipeErrors) -> JudgedOn
     if not isinstance(gates, dict) or "on" not in gates:
         return None
     values["gates"] = {name: gate for name, gate in gates.items() if name != "on"}
-    for word in get_args(JudgedOn):
-        if gates["on"] == word:
-            return word  # type: ignore[no-any-return]
+    for split in get_args(JudgedOn):
+        if gates["on"] == split:
+            return split  # type: ignore[no-any-return]
     errors.add(
         ("gates", "on"), f"expected validation or test, got {value_text(gates['on'])}.", code="wrong-value"
     )
@@ -369,10 +373,12 @@ def _check_task(values: dict[str, Any], errors: RecipeErrors) -> dict[str, Any]:
     task = values.get("task")
     if not isinstance(task, str) or task in ALL_TASKS:
         return {}
-    known = ", ".join(ALL_TASKS)
+    task_names = ", ".join(ALL_TASKS)
     hint = other_name_hint(task, ALL_TASKS) or did_you_mean(task, ALL_TASKS)
     errors.add(
-        ("task",), f"unknown task {value_text(task)}. Supported tasks: {known}.{hint}", code="unknown-task"
+        ("task",),
+        f"unknown task {value_text(task)}. Supported tasks: {task_names}.{hint}",
+        code="unknown-task",
     )
     return {"task": ALL_TASKS[0]}
 
@@ -380,15 +386,15 @@ def _check_task(values: dict[str, Any], errors: RecipeErrors) -> dict[str, Any]:
 def _check_data(keys: RecipeKeys, bad: set[str], errors: RecipeErrors) -> None:
     """Check that there is a test split, each split has one source, and windows and embedding fit the task."""
     data = keys.data
-    parts = data.split.named_fractions()
-    for name in parts:
+    fractions = data.split.named_fractions()
+    for name in fractions:
         if getattr(data, name) is not None:
             errors.add(
                 ("data", "split", name),
                 f"'{name}' also has its own file (data: {name}). Remove one of the two.",
                 code="settings-conflict",
             )
-    if parts and data.train is None and not has_error(bad, "data.train"):
+    if fractions and data.train is None and not has_error(bad, "data.train"):
         errors.add(
             ("data", "split"),
             "takes samples from train, but data: train is missing. Set data: train.",
@@ -399,8 +405,8 @@ def _check_data(keys: RecipeKeys, bad: set[str], errors: RecipeErrors) -> None:
         errors.add(
             ("data", "test"), f"missing. Expected a file or a hub id{or_split}.", code="missing-setting"
         )
-    wrong = task_traits(keys.task).samples != "running-text" and data.windows != Windows()
-    if wrong and not has_error(bad, "task", "data.windows"):
+    has_windows = task_traits(keys.task).samples != "running-text" and data.windows != Windows()
+    if has_windows and not has_error(bad, "task", "data.windows"):
         errors.add(
             ("data", "windows"),
             f"only for language-modeling; the task is {keys.task}. Remove it.",
@@ -422,30 +428,30 @@ def _check_quality(keys: RecipeKeys, bad: set[str], errors: RecipeErrors) -> Rec
     """Check that the metrics fit the task, and fill in the task's defaults if none is named."""
     if has_error(bad, "task", "score.quality"):
         return keys
-    fitting = METRICS_BY_TASK[keys.task]
+    task_metrics = METRICS_BY_TASK[keys.task]
     if not keys.score.quality:
         score = keys.score.model_copy(update={"quality": DEFAULT_METRICS[keys.task]})
         return keys.model_copy(update={"score": score})
-    everything = {metric: task for task, metrics in METRICS_BY_TASK.items() for metric in metrics}
+    task_by_metric = {metric: task for task, metrics in METRICS_BY_TASK.items() for metric in metrics}
     for number, metric in enumerate(keys.score.quality):
         path: KeyPath = ("score", "quality", number)
-        known = f"Known for {keys.task}: {', '.join(fitting)}."
+        supported_text = f"Known for {keys.task}: {', '.join(task_metrics)}."
         if metric in keys.score.quality[:number]:
             errors.add(path, f"'{metric}' is listed twice. Remove one.", code="duplicate-metric")
         elif is_custom_metric(metric) and takes_custom_metrics(keys.task):
             continue  # a function, which the plan imports
-        elif base_metric(metric) not in fitting:
+        elif base_metric(metric) not in task_metrics:
             bad.add("score.quality")
-            elsewhere = metric in everything or is_custom_metric(metric)
-            owner = everything.get(
+            is_other_task = metric in task_by_metric or is_custom_metric(metric)
+            owner = task_by_metric.get(
                 metric, ", ".join(sorted((*tasks_with(output="text"), *tasks_with(output="labels"))))
             )
-            what = f"is a metric for {owner}" if elsewhere else "is not a metric"
+            problem = f"is a metric for {owner}" if is_other_task else "is not a metric"
             errors.add(
                 path,
-                f"{value_text(metric)} {what}. {known}"
-                f"{absent_metric_hint(metric) or did_you_mean(metric, fitting)}",
-                code="does-not-fit-task" if elsewhere else "unknown-metric",
+                f"{value_text(metric)} {problem}. {supported_text}"
+                f"{absent_metric_hint(metric) or did_you_mean(metric, task_metrics)}",
+                code="does-not-fit-task" if is_other_task else "unknown-metric",
             )
     return keys
 
@@ -456,23 +462,23 @@ def _check_gates(
     """Check that each gate is on a measured quantity and has limits that fit it."""
     if has_error(bad, "task"):
         return
-    every = METRICS_BY_TASK[keys.task]
-    measured = every if has_error(bad, "score.quality") else keys.score.quality or every
-    limits: dict[str, tuple[str, ...]] = dict.fromkeys(measured, ("max_drop", "min"))
+    task_metrics = METRICS_BY_TASK[keys.task]
+    measured_metrics = task_metrics if has_error(bad, "score.quality") else keys.score.quality or task_metrics
+    limits: dict[str, tuple[str, ...]] = dict.fromkeys(measured_metrics, ("max_drop", "min"))
     # lower is better for these, so `max_drop` limits an increase
     limits |= {metric: ("max_drop", "max") for metric in limits if is_lower_better(metric, settings)}
     limits |= {**dict.fromkeys(SPEED_METRICS, ("min",)), "size_bytes": ("max",)}
     for metric, gate in keys.gates.items():
         path: KeyPath = ("gates", metric)
         if metric not in limits:
-            code, what = (
+            code, problem = (
                 ("metric-not-scored", "is not measured. Add it to score.quality")
-                if base_metric(metric) in every
+                if base_metric(metric) in task_metrics
                 else ("unknown-metric", "is not a metric for gates")
             )
             errors.add(
                 path,
-                f"'{metric[:60]}' {what}. Available: {', '.join(limits)}.{did_you_mean(metric, limits)}",
+                f"'{metric[:60]}' {problem}. Available: {', '.join(limits)}.{did_you_mean(metric, limits)}",
                 code=code,
             )
             continue
@@ -495,8 +501,8 @@ def _check_limits(
     metric: str, gate: GateSettings, fitting: Sequence[str], path: KeyPath, errors: RecipeErrors, wrong: bool
 ) -> None:
     """Check the limits of one gate. wrong: an invalid part was dropped, which may have been the limit."""
-    given = [name for name in ("max_drop", "min", "max") if getattr(gate, name) is not None]
-    for name in given:
+    limit_names = [name for name in ("max_drop", "min", "max") if getattr(gate, name) is not None]
+    for name in limit_names:
         if name not in fitting:
             errors.add(
                 (*path, name),
@@ -509,7 +515,7 @@ def _check_limits(
             "size_bytes is exact and has no confidence interval. Remove confidence.",
             code="does-not-fit-metric",
         )
-    if not given and not wrong:
+    if not limit_names and not wrong:
         errors.add(
             path,
             f"no limit. Set {' or '.join(fitting)}, for example {{{fitting[0]}: 1.0}}.",
@@ -519,8 +525,8 @@ def _check_limits(
 
 def check_reachable(metric: str, gate: GateSettings, path: KeyPath, errors: RecipeErrors) -> None:
     """Check that a value within the metric's range meets the limits, without which a search has no result."""
-    known = METRICS.get(base_metric(metric))
-    low, high = known.limits if known else (-math.inf, math.inf)
+    metric_class = METRICS.get(base_metric(metric))
+    low, high = metric_class.limits if metric_class else (-math.inf, math.inf)
     low = 1 if metric == "size_bytes" else low
     for name, limit, unreachable in (
         ("min", gate.min, gate.min is not None and gate.min > high),

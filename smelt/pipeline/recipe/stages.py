@@ -53,12 +53,12 @@ def load_stage(word: str) -> type[Stage[Any]]:
 
 def all_stages() -> dict[str, type[Stage[Any]]]:
     """Return every stage class by name, in the usual order of use."""
-    return {word: load_stage(word) for word in STAGE_CLASSES}
+    return {name: load_stage(name) for name in STAGE_CLASSES}
 
 
 def training_stages() -> list[str]:
     """Return the stages that can train a model with random weights."""
-    return [word for word, stage in all_stages().items() if stage.trains_weights]
+    return [name for name, stage in all_stages().items() if stage.trains_weights]
 
 
 def unknown_stage_text(name: str) -> str:
@@ -121,44 +121,44 @@ def read_stage_entry(item: Any, index: int, errors: RecipeErrors) -> StageEntry 
     path: KeyPath = ("stages", index)
     if isinstance(item, str):
         item = {item: None}
-    words = [key for key in item if key not in STEP_KEYS] if isinstance(item, dict) else []
-    known = [word for word in words if word in STAGE_CLASSES]
-    if not words:
+    stage_keys = [key for key in item if key not in STEP_KEYS] if isinstance(item, dict) else []
+    stage_names = [stage_key for stage_key in stage_keys if stage_key in STAGE_CLASSES]
+    if not stage_keys:
         errors.add(
             path,
             f"expected a stage such as `prune: {{keep_ratio: 0.5}}`, got {value_text(item)}.",
             code="wrong-value",
         )
         return None
-    if len(words) > 1 and len(known) == 1:
-        for word in words:
-            if word not in STAGE_CLASSES:
-                hint = did_you_mean(word, STEP_KEYS)
-                inside = hint or f" If it is a setting of {known[0]}, indent it more."
+    if len(stage_keys) > 1 and len(stage_names) == 1:
+        for stage_key in stage_keys:
+            if stage_key not in STAGE_CLASSES:
+                hint = did_you_mean(stage_key, STEP_KEYS)
+                placement_hint = hint or f" If it is a setting of {stage_names[0]}, indent it more."
                 errors.add(
-                    (*path, word),
-                    f"unknown key. Known next to a stage: {', '.join(STEP_KEYS)}.{inside}",
+                    (*path, stage_key),
+                    f"unknown key. Known next to a stage: {', '.join(STEP_KEYS)}.{placement_hint}",
                     code="unknown-setting",
                 )
-    elif len(words) > 1:
+    elif len(stage_keys) > 1:
         errors.add(
             path,
-            f"expected one stage, got {len(words)}: {', '.join(words)}. Start each with a dash.",
+            f"expected one stage, got {len(stage_keys)}: {', '.join(stage_keys)}. Start each with a dash.",
             code="several-stages",
         )
         return None
-    word = known[0] if known else words[0]
-    if word not in STAGE_CLASSES:
-        errors.add((*path, word), unknown_stage_text(word), code="unknown-stage")
+    stage_key = stage_names[0] if stage_names else stage_keys[0]
+    if stage_key not in STAGE_CLASSES:
+        errors.add((*path, stage_key), unknown_stage_text(stage_key), code="unknown-stage")
         return None
-    return _build_entry(item, word, index, errors)
+    return _build_entry(item, stage_key, index, errors)
 
 
 def _build_entry(item: dict[str, Any], stage: str, index: int, errors: RecipeErrors) -> StageEntry:
     path: KeyPath = ("stages", index)
     settings = {} if item[stage] is None else item[stage]
-    settled = isinstance(settings, dict)
-    if not settled:
+    is_mapping = isinstance(settings, dict)
+    if not is_mapping:
         errors.add(
             (*path, stage),
             f"expected a mapping of settings, got {value_text(settings)}.",
@@ -179,13 +179,23 @@ def _build_entry(item: dict[str, Any], stage: str, index: int, errors: RecipeErr
         )
         optional = False
     name = _checked_name(item.get("name"), (*path, "name"), errors)
-    return StageEntry(index, stage, settings, name, parent, optional, errors.line_of(path), settled)
+    return StageEntry(index, stage, settings, name, parent, optional, errors.line_of(path), is_mapping)
 
 
 def _checked_name(value: Any, path: KeyPath, errors: RecipeErrors) -> str | None:
     # Names become folders, and --set NAME.SETTING looks up keys of the recipe first.
-    taken = {MODEL_STEP, "task", "data", "stages", "score", "baseline", "gates", "seed", "truncation"}
-    taken |= {"threads", "device"}
+    reserved_names = {
+        MODEL_STEP,
+        "task",
+        "data",
+        "stages",
+        "score",
+        "baseline",
+        "gates",
+        "seed",
+        "truncation",
+    }
+    reserved_names |= {"threads", "device"}
     if value is None:
         return None
     if not isinstance(value, str) or not _STEP_NAME.fullmatch(value):
@@ -194,7 +204,7 @@ def _checked_name(value: Any, path: KeyPath, errors: RecipeErrors) -> str | None
             f"expected a name of letters, digits, - and _, got {value_text(value)}.",
             code="wrong-value",
         )
-    elif value in taken:
+    elif value in reserved_names:
         errors.add(path, f"'{value}' is a reserved word. Choose another name.", code="reserved-name")
     else:
         return value
@@ -203,16 +213,16 @@ def _checked_name(value: Any, path: KeyPath, errors: RecipeErrors) -> str | None
 
 def step_names(entries: list[StageEntry]) -> list[str]:
     """Return the name of each step: its `name`, or the stage's name with -2, -3, ... if it is taken."""
-    taken = {entry.name for entry in entries}
+    used_names = {entry.name for entry in entries}
     names: list[str] = []
     for entry in entries:
         name, number = entry.name, 1
         while name is None:
             candidate = entry.stage if number == 1 else f"{entry.stage}-{number}"
             number += 1
-            if candidate not in taken:
+            if candidate not in used_names:
                 name = candidate
-        taken.add(name)
+        used_names.add(name)
         names.append(name)
     return names
 
@@ -226,14 +236,14 @@ def apply_overrides(
     """
     for text in overrides:
         option = f"--set {text}"
-        address, sign, written = text.partition("=")
-        parts = address.strip().split(".")
-        if not sign or not all(parts):
+        address, sign, value_text = text.partition("=")
+        address_keys = address.strip().split(".")
+        if not sign or not all(address_keys):
             expected = "expected NAME.SETTING=VALUE, such as seed=3 or prune.keep_ratio=0.5."
             errors.add_for_option(expected, code="invalid-override", option=option)
             continue
         try:
-            document = parse_yaml(written, option)
+            document = parse_yaml(value_text, option)
         except InputError as error:
             errors.add_for_option(str(error), code=error.code, option=option)
             continue
@@ -241,7 +251,7 @@ def apply_overrides(
             for _, message, _, code in document.errors:
                 errors.add_for_option(message, code=code, option=option)
             continue
-        path = _resolve_path(value, parts, text, errors, keys)
+        path = _resolve_path(value, address_keys, text, errors, keys)
         if path:
             _set_value(value, path, document.value)
             errors.overridden[path] = text
@@ -255,9 +265,9 @@ def _resolve_path(
     if parts[0] in keys and parts[0] != "stages":
         return tuple(parts)
     if parts[0] not in steps:
-        known = [*(key for key in keys if key != "stages"), *steps]
-        hint = did_you_mean(parts[0], known)
-        problem = f"no key or step '{parts[0]}'. Known: {', '.join(known)}.{hint}"
+        addressable = [*(key for key in keys if key != "stages"), *steps]
+        hint = did_you_mean(parts[0], addressable)
+        problem = f"no key or step '{parts[0]}'. Known: {', '.join(addressable)}.{hint}"
         errors.add_for_option(problem, code="unknown-setting", option=f"--set {text}")
         return None
     entry = steps[parts[0]]
@@ -291,12 +301,12 @@ def _expand_bare_stage(value: dict[str, Any], entry: StageEntry) -> None:
 
 def _set_value(value: dict[str, Any], path: KeyPath, new: Any) -> None:
     """Set the value at `path`; parents that are not mappings become mappings."""
-    here: dict[Any, Any] = value
-    rest = path
+    mapping: dict[Any, Any] = value
+    remaining_keys = path
     if path[0] == "stages":
-        here, rest = value["stages"][path[1]], path[2:]
-    for part in rest[:-1]:
-        if not isinstance(here.get(part), dict):
-            here[part] = {}  # `score: {latency: false}` and --set score.latency.threads=2
-        here = here[part]
-    here[rest[-1]] = new
+        mapping, remaining_keys = value["stages"][path[1]], path[2:]
+    for parent_key in remaining_keys[:-1]:
+        if not isinstance(mapping.get(parent_key), dict):
+            mapping[parent_key] = {}  # `score: {latency: false}` and --set score.latency.threads=2
+        mapping = mapping[parent_key]
+    mapping[remaining_keys[-1]] = new

@@ -141,10 +141,10 @@ _FORMS = {
 
 def other_name_hint(word: str, known: Collection[str]) -> str:
     """Return a hint such as " 'depth' is called 'drop-layers'.", or an empty string."""
-    found = own_name(word, known)
-    kept = " (the fraction to keep, not to remove)" if found == "keep_ratio" else ""
-    kept = "" if word in _FORMS else kept
-    return f" '{word}' is called '{_FORMS.get(word, found)}'{kept}." if found else ""
+    smelt_name = own_name(word, known)
+    note = " (the fraction to keep, not to remove)" if smelt_name == "keep_ratio" else ""
+    note = "" if word in _FORMS else note
+    return f" '{word}' is called '{_FORMS.get(word, smelt_name)}'{note}." if smelt_name else ""
 
 
 _LAST_LINE = 2**31  # sorts after all lines
@@ -188,11 +188,13 @@ class RecipeErrors:
             return  # the value was replaced, which has been reported already
         line = line or self.line_of(path)
         start = f"--set {source}" if source else ""
-        text = ": ".join(part for part in (start, dotted_path(path), message) if part)
-        place: dict[str, Any] = {} if source else {"file": self.document.name, "line": line}
-        found = Message(code=code, severity="error", message=text, setting=dotted_path(path) or None, **place)
-        if (line, found) not in self._entries:
-            self._entries.append((line, found))
+        text = ": ".join(segment for segment in (start, dotted_path(path), message) if segment)
+        location: dict[str, Any] = {} if source else {"file": self.document.name, "line": line}
+        entry = Message(
+            code=code, severity="error", message=text, setting=dotted_path(path) or None, **location
+        )
+        if (line, entry) not in self._entries:
+            self._entries.append((line, entry))
 
     def add_message(self, path: KeyPath, found: Message) -> None:
         """Add the message `found` about the value at `path`."""
@@ -200,8 +202,8 @@ class RecipeErrors:
 
     def add_error(self, path: KeyPath, error: SmeltError) -> None:
         """Add the messages of `error` about the value at `path`."""
-        for found in error.found or (error.as_message(),):
-            self.add_message(path, found)
+        for message in error.found or (error.as_message(),):
+            self.add_message(path, message)
 
     def add_found(self, found: Iterable[Message]) -> None:
         """Add messages as they are, in the order of their lines."""
@@ -212,8 +214,8 @@ class RecipeErrors:
     def add_for_option(self, text: str, code: str, option: str) -> None:
         """Add an error in `option` of the command line, which has no line in the file."""
         message = text if text.startswith(option) else f"{option}: {text}"
-        found = Message(code=code, severity="error", message=message, setting=option)
-        self._entries.append((_LAST_LINE, found))
+        entry = Message(code=code, severity="error", message=message, setting=option)
+        self._entries.append((_LAST_LINE, entry))
 
     def line_of(self, path: KeyPath) -> int:
         """Return the line of `path`, or of its nearest parent that is in the file."""
@@ -230,15 +232,15 @@ class RecipeErrors:
             raise combined_error(error for _, error in sorted(self._entries, key=lambda pair: pair[0]))
 
     def _override_at(self, path: KeyPath) -> str | None:
-        found = (self.overridden.get(path[:n]) for n in range(len(path), 0, -1))
-        return next((text for text in found if text), None)
+        overrides = (self.overridden.get(path[:n]) for n in range(len(path), 0, -1))
+        return next((text for text in overrides if text), None)
 
 
 def dotted_path(path: KeyPath) -> str:
     """Return ``stages[1].prune.keep_ratio`` for ("stages", 1, "prune", "keep_ratio")."""
     out = ""
-    for part in path:
-        out += f"[{part}]" if isinstance(part, int) else f".{part}" if out else part
+    for key in path:
+        out += f"[{key}]" if isinstance(key, int) else f".{key}" if out else key
     return out
 
 
@@ -278,19 +280,19 @@ def validate_settings(
             code="wrong-value",
         )
         return None, {()}
-    bad, given = set[KeyPath](), value
+    invalid_paths, remaining = set[KeyPath](), value
     while True:
         try:
-            return model.model_validate_json(json.dumps(given), strict=True), bad
+            return model.model_validate_json(json.dumps(remaining), strict=True), invalid_paths
         except ValidationError as error:
-            found = list(_error_messages(error, given, _json_schema(model)))
-        for where, message, code in () if bad else found:
-            errors.add((*path, *where), message, code=code)
-        places = {_removable_path(given, where) for where, _, _ in found}
-        if places <= bad or () in places:
-            return None, bad | {()}
-        bad |= {where for where, _, _ in found} | places
-        given = _drop_paths(given, places, stand_ins or {})
+            problems = list(_error_messages(error, remaining, _json_schema(model)))
+        for location, message, code in () if invalid_paths else problems:
+            errors.add((*path, *location), message, code=code)
+        removed_paths = {_removable_path(remaining, location) for location, _, _ in problems}
+        if removed_paths <= invalid_paths or () in removed_paths:
+            return None, invalid_paths | {()}
+        invalid_paths |= {location for location, _, _ in problems} | removed_paths
+        remaining = _drop_paths(remaining, removed_paths, stand_ins or {})
 
 
 def _removable_path(value: Any, where: KeyPath) -> KeyPath:
@@ -309,10 +311,12 @@ def _drop_paths(
 ) -> dict[str, Any]:
     """Return `value` without the parts at `paths`; keys in `placeholders` get their placeholder."""
     out = dict(value)
-    for key, below in {place[0]: {p[1:] for p in paths if p[0] == place[0]} for place in paths}.items():
+    for key, subpaths in {
+        dropped_path[0]: {p[1:] for p in paths if p[0] == dropped_path[0]} for dropped_path in paths
+    }.items():
         name = str(key)
-        if () not in below and isinstance(out.get(name), dict):
-            out[name] = _drop_paths(out[name], below, {})
+        if () not in subpaths and isinstance(out.get(name), dict):
+            out[name] = _drop_paths(out[name], subpaths, {})
         elif name in placeholders:
             out[name] = placeholders[name]
         else:
@@ -323,9 +327,11 @@ def _drop_paths(
 def has_error(bad: Collection[str], *paths: str) -> bool:
     """Return whether one of the dotted `paths`, a parent or a child of it, is in `bad`."""
     return any(
-        one == two or one.startswith((f"{two}.", f"{two}[")) or two.startswith(f"{one}.")
-        for one in bad
-        for two in paths
+        invalid_path == dotted
+        or invalid_path.startswith((f"{dotted}.", f"{dotted}["))
+        or dotted.startswith(f"{invalid_path}.")
+        for invalid_path in bad
+        for dotted in paths
     )
 
 
@@ -333,62 +339,66 @@ def _error_messages(
     error: ValidationError, value: Any, schema: Schema | None
 ) -> Iterator[tuple[KeyPath, str, str]]:
     # a union yields one error per member, all about the same value; the message lists the members together
-    seen: set[tuple[KeyPath, str]] = set()
-    found = [(*_error_location(detail, value), detail) for detail in error.errors(include_url=False)]
-    places = {where for where, _, _ in found}
-    empty = {where for where, _, detail in found if detail["type"] == "string_too_short"}
-    for where, read, detail in found:
+    reported: set[tuple[KeyPath, str]] = set()
+    located_errors = [(*_error_location(detail, value), detail) for detail in error.errors(include_url=False)]
+    error_paths = {error_path for error_path, _, _ in located_errors}
+    empty = {error_path for error_path, _, detail in located_errors if detail["type"] == "string_too_short"}
+    for error_path, found_value, detail in located_errors:
         # if one member of a union fits except for a nested value, the errors of the other members are noise
-        if detail["type"] not in _FULL_ERROR_TYPES and any(p[: len(where)] == where != p for p in places):
+        if detail["type"] not in _FULL_ERROR_TYPES and any(
+            p[: len(error_path)] == error_path != p for p in error_paths
+        ):
             continue
-        part = _schema_at(schema, where) if schema else None
+        subschema = _schema_at(schema, error_path) if schema else None
         kind = detail["type"]
-        if where in empty and kind != "string_too_short":
+        if error_path in empty and kind != "string_too_short":
             continue
         if kind == "extra_forbidden":
-            known = _known_keys(_schema_at(schema, where[:-1]) if schema else None, schema)
-            word = str(where[-1])
+            keys = _known_keys(_schema_at(schema, error_path[:-1]) if schema else None, schema)
+            key = str(error_path[-1])
             code = "unknown-setting"
-            message = f"unknown setting. Known here: {', '.join(known) or 'none'}.{did_you_mean(word, known)}"
-            if renamed := other_name_hint(word, known):
+            message = f"unknown setting. Known here: {', '.join(keys) or 'none'}.{did_you_mean(key, keys)}"
+            if renamed := other_name_hint(key, keys):
                 message = f"unknown setting.{renamed}"
         elif kind == "missing":
-            wanted = _expected_text(part, schema) if part else ""
+            expected_schema = _expected_text(subschema, schema) if subschema else ""
             code = "missing-setting"
-            message = f"missing. Expected {wanted}." if wanted else "missing."
+            message = f"missing. Expected {expected_schema}." if expected_schema else "missing."
         elif kind == "string_too_short":
             code = "empty-text"
-            message = f"expected a non-empty string, got {value_text(read)}."
+            message = f"expected a non-empty string, got {value_text(found_value)}."
         elif kind in ("value_error", "assertion_error"):
-            refused = detail["ctx"]["error"]
-            code = refused.code if isinstance(refused, SettingError) else "wrong-setting"
-            message = f"{str(refused).rstrip('.')}."
+            cause = detail["ctx"]["error"]
+            code = cause.code if isinstance(cause, SettingError) else "wrong-setting"
+            message = f"{str(cause).rstrip('.')}."
         else:
-            expected = _expected_text(part, schema) if part else ""
+            expected = _expected_text(subschema, schema) if subschema else ""
             expected = expected or detail["msg"].removeprefix("Input should be ")
-            words = [w for w in _allowed_values(part, schema) if isinstance(w, str)]
+            string_values = [w for w in _allowed_values(subschema, schema) if isinstance(w, str)]
             hint = (
-                (other_name_hint(read, words) or did_you_mean(read, words)) if isinstance(read, str) else ""
+                (other_name_hint(found_value, string_values) or did_you_mean(found_value, string_values))
+                if isinstance(found_value, str)
+                else ""
             )
             code = "wrong-value"
-            message = f"expected {expected}, got {value_text(read)}.{hint}"
-        if (where, message) not in seen:
-            seen.add((where, message))
-            yield where, message, code
+            message = f"expected {expected}, got {value_text(found_value)}.{hint}"
+        if (error_path, message) not in reported:
+            reported.add((error_path, message))
+            yield error_path, message, code
 
 
 def _error_location(detail: ErrorDetails, value: Any) -> tuple[KeyPath, Any]:
     """Return the path of an error without pydantic's names of union members, and the value at that path."""
     path: list[str | int] = []
     last = len(detail["loc"]) - 1
-    for number, part in enumerate(detail["loc"]):
-        inside = (isinstance(value, dict) and part in value) or (
-            isinstance(value, list) and isinstance(part, int) and 0 <= part < len(value)
+    for number, key in enumerate(detail["loc"]):
+        is_contained = (isinstance(value, dict) and key in value) or (
+            isinstance(value, list) and isinstance(key, int) and 0 <= key < len(value)
         )
-        if inside:
-            value = value[part]
-        if inside or (number == last and detail["type"] == "missing"):
-            path.append(part)
+        if is_contained:
+            value = value[key]
+        if is_contained or (number == last and detail["type"] == "missing"):
+            path.append(key)
     return tuple(path), value
 
 
@@ -419,30 +429,30 @@ def _union_members(part: Schema | None, root: Schema | None) -> list[Schema]:
 
 def _schema_at(root: Schema, path: KeyPath) -> Schema | None:
     """Return the schema of the value at `path`, or None if unknown."""
-    part: Schema = root
+    schema: Schema = root
     for step in path:
-        for branch in _union_members(part, root):
-            fixed = branch.get("prefixItems", [])
+        for member in _union_members(schema, root):
+            prefix_items = member.get("prefixItems", [])
             if isinstance(step, int):
-                found = fixed[step] if step < len(fixed) else branch.get("items")
+                item_schema = prefix_items[step] if step < len(prefix_items) else member.get("items")
             else:
-                found = branch.get("properties", {}).get(step, branch.get("additionalProperties"))
-            if isinstance(found, Mapping):
-                part = found
+                item_schema = member.get("properties", {}).get(step, member.get("additionalProperties"))
+            if isinstance(item_schema, Mapping):
+                schema = item_schema
                 break
         else:
             return None
-    return part
+    return schema
 
 
 def _known_keys(part: Schema | None, root: Schema | None) -> list[str]:
-    return [name for branch in _union_members(part, root) for name in branch.get("properties", {})]
+    return [name for member in _union_members(part, root) for name in member.get("properties", {})]
 
 
 def _allowed_values(part: Schema | None, root: Schema | None) -> list[Any]:
     out: list[Any] = []
-    for branch in _union_members(part, root):
-        out += branch.get("enum", []) + ([branch["const"]] if "const" in branch else [])
+    for member in _union_members(part, root):
+        out += member.get("enum", []) + ([member["const"]] if "const" in member else [])
     return out
 
 
@@ -462,24 +472,27 @@ def _schema_text(part: Schema, root: Schema | None) -> str:
         return f"{'an integer' if kind == 'integer' else 'a number'}{_bounds_text(part)}"
     if kind == "array":
         inner = _expected_text(part.get("items"), root)
-        least = f" of at least {part['minItems']}" if part.get("minItems") else ""
-        return f"a list{least}{f' (each {inner})' if inner else ''}"
+        min_text = f" of at least {part['minItems']}" if part.get("minItems") else ""
+        return f"a list{min_text}{f' (each {inner})' if inner else ''}"
     if kind == "object":
         return _mapping_text(part.get("properties", {}))
     return {"string": "a string", "boolean": "true or false"}.get(str(kind), "")
 
 
 def _bounds_text(part: Schema) -> str:
-    low, high = part.get("minimum"), part.get("maximum")
-    above, below = part.get("exclusiveMinimum"), part.get("exclusiveMaximum")
-    floor, ceiling = low if low is not None else above, high if high is not None else below
+    inclusive_min, inclusive_max = part.get("minimum"), part.get("maximum")
+    exclusive_min, exclusive_max = part.get("exclusiveMinimum"), part.get("exclusiveMaximum")
+    floor, ceiling = (
+        inclusive_min if inclusive_min is not None else exclusive_min,
+        inclusive_max if inclusive_max is not None else exclusive_max,
+    )
     if floor is not None and ceiling is not None:
-        edges = [f"{edge:.10g} excluded" for edge in (above, below) if edge is not None]
+        edges = [f"{edge:.10g} excluded" for edge in (exclusive_min, exclusive_max) if edge is not None]
         return f" between {floor:.10g} and {ceiling:.10g}" + (f" ({', '.join(edges)})" if edges else "")
     if floor is not None:
-        return f" above {floor:.10g}" if low is None else f" of at least {floor:.10g}"
+        return f" above {floor:.10g}" if inclusive_min is None else f" of at least {floor:.10g}"
     if ceiling is not None:
-        return f" below {ceiling:.10g}" if high is None else f" of at most {ceiling:.10g}"
+        return f" below {ceiling:.10g}" if inclusive_max is None else f" of at most {ceiling:.10g}"
     return ""
 
 

@@ -147,20 +147,20 @@ def _too_deep_text(name: str) -> str:
 
 def _yaml_message(name: str, text: str, error: MarkedYAMLError) -> str:
     mark = error.problem_mark or error.context_mark
-    where = f"{name}:{mark.line + 1}" if mark else name
+    location = f"{name}:{mark.line + 1}" if mark else name
     problem = error.problem or "cannot be parsed"
     if error.context:
         problem = f"{problem} ({error.context})"
     hint = " Indent with spaces, not tabs." if "'\\t'" in problem else ""
     lines = text.splitlines()[: mark.line] if mark else []
-    above = next((line for line in reversed(lines) if line.partition("#")[0].strip()), "")
+    previous_line = next((line for line in reversed(lines) if line.partition("#")[0].strip()), "")
     nested = problem.startswith("mapping values") or "<block mapping start>" in problem
-    if nested and (item := _BARE_ITEM.fullmatch(above)):
+    if nested and (item := _BARE_ITEM.fullmatch(previous_line)):
         hint = (
             f" End the line above with a colon (`- {item['word']}:`) and indent the settings more than the"
             " stage."
         )
-    return f"{where}: invalid YAML: {problem}.{hint}"
+    return f"{location}: invalid YAML: {problem}.{hint}"
 
 
 class _NodeConverter:
@@ -203,12 +203,12 @@ class _NodeConverter:
             if path and type(key) is int:  # such as the number of a layer; keys of the recipe are strings
                 key = str(key)
             if not isinstance(key, str):
-                read = repr(key_node.value)[:60] if isinstance(key_node, ScalarNode) else "a structure"
-                self._note_error(path, f"a key must be a string, got {read}.", line, "wrong-key")
+                key_text = repr(key_node.value)[:60] if isinstance(key_node, ScalarNode) else "a structure"
+                self._note_error(path, f"a key must be a string, got {key_text}.", line, "wrong-key")
                 continue
             if key in out:
-                first = self.document.lines[(*path, key)]
-                text = f"duplicate key, first in line {first}. Remove one."
+                first_line = self.document.lines[(*path, key)]
+                text = f"duplicate key, first in line {first_line}. Remove one."
                 self._note_error((*path, key), text, line, "duplicate-key")
                 continue
             self.document.lines[(*path, key)] = line

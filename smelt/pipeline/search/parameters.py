@@ -63,16 +63,16 @@ def stage_parameters(
     """Yield the parameters of a stage. Settings with a wrong range are removed and added to `refused`."""
     if item.get("optional") == SEARCH_KEY:
         yield Parameter(name, "used", ("stages", index), choices=(True, False))
-    for path, given in [*_searched(item[stage], ("stages", index, stage))]:
-        setting = ".".join(str(part) for part in path[3:])
-        found = _parameter(f"{name}.{setting}", path, given, errors)
-        if found is not None:
-            yield found
+    for path, search_range in [*_searched(item[stage], ("stages", index, stage))]:
+        setting = ".".join(str(key) for key in path[3:])
+        parameter = _parameter(f"{name}.{setting}", path, search_range, errors)
+        if parameter is not None:
+            yield parameter
             continue
         refused.append(path)
         holder: Any = item
-        for part in path[2:-1]:
-            holder = holder[part]
+        for key in path[2:-1]:
+            holder = holder[key]
         if isinstance(holder, dict):
             del holder[path[-1]]
 
@@ -82,34 +82,39 @@ def _searched(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
     if isinstance(value, dict) and set(value) == {SEARCH_KEY}:
         yield path, value[SEARCH_KEY]
     elif isinstance(value, dict):
-        for key, part in value.items():
-            yield from _searched(part, (*path, key))
+        for key, child in value.items():
+            yield from _searched(child, (*path, key))
     elif isinstance(value, list):
-        for at, part in enumerate(value):
-            yield from _searched(part, (*path, at))
+        for index, child in enumerate(value):
+            yield from _searched(child, (*path, index))
 
 
 def _parameter(name: str, path: KeyPath, given: Any, errors: RecipeErrors) -> Parameter | None:
-    where = (*path, SEARCH_KEY)
+    range_path = (*path, SEARCH_KEY)
     if isinstance(given, dict) and set(given) == {"choices"}:
         choices = given["choices"]
         if not isinstance(choices, list) or not choices:
             errors.add(
-                (*where, "choices"),
+                (*range_path, "choices"),
                 f"expected a list of values, got {value_text(choices)}.",
                 code="empty-choices",
             )
             return None
-        if any(one == other for one, other in itertools.combinations(choices, 2)):
-            errors.add((*where, "choices"), "a value is listed twice. Remove one.", code="duplicate-choice")
+        if any(
+            first_choice == second_choice
+            for first_choice, second_choice in itertools.combinations(choices, 2)
+        ):
+            errors.add(
+                (*range_path, "choices"), "a value is listed twice. Remove one.", code="duplicate-choice"
+            )
             return None
         return Parameter(name, "choice", path, choices=tuple(choices))
     if isinstance(given, list) and len(given) == 2:
         given = {"low": given[0], "high": given[1]}
-    known = isinstance(given, dict) and {"low", "high"} <= set(given) <= set(_RANGE_KEYS)
-    if not known or not all(_is_number(given[key]) for key in given if key != "log"):
+    has_valid_keys = isinstance(given, dict) and {"low", "high"} <= set(given) <= set(_RANGE_KEYS)
+    if not has_valid_keys or not all(_is_number(given[key]) for key in given if key != "log"):
         errors.add(
-            where,
+            range_path,
             "expected [LOW, HIGH], {low: ..., high: ..., log: true, step: ...} or {choices: [...]}, got"
             f" {value_text(given)}.",
             code="wrong-search-range",
@@ -130,12 +135,12 @@ def _parameter(name: str, path: KeyPath, given: Any, errors: RecipeErrors) -> Pa
         else None
     )
     if problem:
-        errors.add(where, f"{problem}, got {value_text(given)}.", code="wrong-search-range")
+        errors.add(range_path, f"{problem}, got {value_text(given)}.", code="wrong-search-range")
         return None
     if step is not None:  # the highest value that the steps reach
         high = min(high, low + int((high - low) / step + 1e-9) * step)
-    whole = all(isinstance(number, int) for number in (low, high, *([] if step is None else [step])))
-    return Parameter(name, "int" if whole else "float", path, low, high, step, log)
+    is_integer = all(isinstance(number, int) for number in (low, high, *([] if step is None else [step])))
+    return Parameter(name, "int" if is_integer else "float", path, low, high, step, log)
 
 
 def _is_number(value: Any) -> bool:
@@ -146,7 +151,7 @@ def order_parameters(
     groups: Mapping[str, Sequence[str]], names: Sequence[str], errors: RecipeErrors
 ) -> Iterator[Parameter]:
     """Yield a parameter for each group of steps whose order is searched. names: of all steps."""
-    seen: dict[str, str] = {}
+    group_by_step: dict[str, str] = {}
     for group, members in groups.items():
         path: KeyPath = (SEARCH_KEY, "order", group)
         if group.split(".")[0] in names:
@@ -160,28 +165,30 @@ def order_parameters(
                 code="unknown-step",
             )
             continue
-        if twice := [name for name in members if name in seen]:
+        if repeated := [name for name in members if name in group_by_step]:
             errors.add(
                 path,
-                f"{twice[0]} is in the group '{seen[twice[0]]}' too. Make one group of both.",
+                f"{repeated[0]} is in the group '{group_by_step[repeated[0]]}' too. Make one group of both.",
                 code="wrong-order-group",
             )
             continue
-        seen |= dict.fromkeys(members, group)
-        places = sorted(names.index(name) for name in members)
-        if len(set(members)) < 2 or places != list(range(places[0], places[0] + len(members))):
+        group_by_step |= dict.fromkeys(members, group)
+        positions = sorted(names.index(name) for name in members)
+        if len(set(members)) < 2 or positions != list(range(positions[0], positions[0] + len(members))):
             errors.add(
                 path,
                 "expected at least two different steps that follow each other in the list of stages.",
                 code="wrong-order-group",
             )
             continue
-        if len(names) - 1 in places:
+        if len(names) - 1 in positions:
             errors.add(
                 path, f"the last step ({names[-1]}) must stay the last. Remove it.", code="wrong-order-group"
             )
             continue
-        orders = tuple(list(order) for order in itertools.permutations(names[at] for at in places))
+        orders = tuple(
+            list(order) for order in itertools.permutations(names[position] for position in positions)
+        )
         if len(orders) > _MAX_ORDERS:
             errors.add(
                 path,

@@ -80,12 +80,12 @@ def _write_report(search: Search, ended: str) -> dict[str, Any]:
         "seed": search.seed,
         "limit": search.options.limit,
         "baseline": search.baseline,
-        "objectives": [{"name": each.name, "maximize": each.maximize} for each in space.objectives],
+        "objectives": [{"name": item.name, "maximize": item.maximize} for item in space.objectives],
         "subject_to": {
             name: gate.model_dump(exclude_none=True, mode="json")
             for name, gate in space.settings.subject_to.items()
         },
-        "parameters": [each.name for each in space.parameters],
+        "parameters": [item.name for item in space.parameters],
         "trials": [_trial_entry(trial, space) for trial in trials],
         "store": {
             "place": str(search.store),
@@ -99,8 +99,8 @@ def _write_report(search: Search, ended: str) -> dict[str, Any]:
         "nearest": None,
         "warnings": messages_to_json(search.warnings()),
     }
-    if not front and (nearest := search.nearest()) is not None:
-        report["nearest"] = _trial_entry(nearest, space)
+    if not front and (nearest_trial := search.nearest()) is not None:
+        report["nearest"] = _trial_entry(nearest_trial, space)
     for trial in front:
         scored, error = None, None
         if report["ended"] != "interrupted":
@@ -133,7 +133,7 @@ def importances(search: Search) -> dict[str, dict[str, float]]:
     """
     import optuna
 
-    study, found = _study_of_used_values(search), {}
+    study, shares_by_objective = _study_of_used_values(search), {}
     for index, (objective, sign) in enumerate(search.signs().items()):
 
         def value(trial: Any, index: int = index, sign: int = sign) -> float:
@@ -142,11 +142,11 @@ def importances(search: Search) -> dict[str, dict[str, float]]:
         with suppress(ValueError, RuntimeError), warnings.catch_warnings():  # too few, or all equal
             # that low targets count as good: they are, by their sign
             warnings.simplefilter("ignore", UserWarning)
-            found[objective] = {
+            shares_by_objective[objective] = {
                 name: float(share)
                 for name, share in optuna.importance.get_param_importances(study, target=value).items()
             }
-    return found
+    return shares_by_objective
 
 
 def _study_of_used_values(search: Search) -> Any:
@@ -156,11 +156,11 @@ def _study_of_used_values(search: Search) -> Any:
     study = optuna.create_study(directions=["minimize"] * len(search.space.objectives))
     for trial in search.open_study().get_trials(deepcopy=False):
         if trial.state == optuna.trial.TrialState.COMPLETE:
-            used = search.space.used_values(trial.params)
+            used_values = search.space.used_values(trial.params)
             study.add_trial(
                 optuna.trial.create_trial(
-                    params=used,
-                    distributions={name: trial.distributions[name] for name in used},
+                    params=used_values,
+                    distributions={name: trial.distributions[name] for name in used_values},
                     values=trial.values,
                 )
             )
@@ -225,24 +225,24 @@ def summary_text(report: Mapping[str, Any], folder: Path) -> list[str]:
     """Return the end of the output of `smelt search`: the front, what to run, and where the report is."""
     lines = ["", *_sentences(report)]
     if report["front"]:
-        head, rows = _front_table(report)
-        widths = [max(len(row[at]) for row in [head, *rows]) for at in range(len(head))]
+        header, rows = _front_table(report)
+        widths = [max(len(cells[column]) for cells in [header, *rows]) for column in range(len(header))]
         lines += [
             "  ".join(
-                cell.ljust(w) if at == 0 else cell.rjust(w)
-                for at, (cell, w) in enumerate(zip(row, widths, strict=True))
+                cell.ljust(w) if column == 0 else cell.rjust(w)
+                for column, (cell, w) in enumerate(zip(cells, widths, strict=True))
             )
-            for row in [head, *rows]
+            for cells in [header, *rows]
         ]
         best = report["front"][0]
         if best["recipe"]:
-            place = Path(os.path.relpath(folder))
+            relative_folder = Path(os.path.relpath(folder))
             lines += [
-                f"Run it: smelt run {shlex.quote(str(place / best['recipe']))} --store"
+                f"Run it: smelt run {shlex.quote(str(relative_folder / best['recipe']))} --store"
                 f" {shlex.quote(report['store']['place'])}",
             ]
             if best["deployable"]:
-                artifact = shlex.quote(str(place / best["artifact"]))
+                artifact = shlex.quote(str(relative_folder / best["artifact"]))
                 packed = best["format"] == "onnx"
                 lines.append(
                     f"Ship it: {f'smelt package {artifact}' if packed else f'cp -rL {artifact} NEW'}"
@@ -261,11 +261,11 @@ def exit_code(report: Mapping[str, Any]) -> int:
 
 def _time_text(report: Mapping[str, Any]) -> str:
     """Return that time ended the search, and what it has not tried."""
-    tried, left = len(report["trials"]), report["left"]
-    points = "" if left["points"] is None else f", {left['points']:,} of the space's points"
+    num_done, counts = len(report["trials"]), report["left"]
+    points = "" if counts["points"] is None else f", {counts['points']:,} of the space's points"
     return (
-        f"The time limit ended the search after {tried} of {tried + left['trials']} trials; untried:"
-        f" {view.count_text(left['trials'], 'trial')}{points}. The same command continues it; a longer time"
+        f"The time limit ended the search after {num_done} of {num_done + counts['trials']} trials; untried:"
+        f" {view.count_text(counts['trials'], 'trial')}{points}. The same command continues it; a longer time"
         " (--timeout, --budget or max_minutes) tries more at once."
     )
 
@@ -278,47 +278,47 @@ def _sentences(report: Mapping[str, Any]) -> list[str]:
         counts[trial["status"]] = counts.get(trial["status"], 0) + 1
     kinds = ", ".join(f"{count} {status}" for status, count in counts.items())
     share = 100 * store["cached_steps"] / store["steps"] if store["steps"] else 0
-    found = [
+    sentences = [
         f"{view.count_text(len(trials), 'trial')} ({kinds or 'none'}) in {store['seconds'] / 60:.1f} minutes;"
         f" {share:.0f} % of {view.count_text(store['steps'], 'step')} came from the store, which saved"
         f" {store['saved_seconds'] / 60:.1f} minutes."
     ]
     if report["ended"] == "time":
-        found.append(_time_text(report))
+        sentences.append(_time_text(report))
     if report["ended"] == "exhausted":
-        found.append("The space is exhausted: every combination was tried.")
-    found += [f"{message['severity']}: {message['message']}" for message in report["warnings"]]
+        sentences.append("The space is exhausted: every combination was tried.")
+    sentences += [f"{message['severity']}: {message['message']}" for message in report["warnings"]]
     if report["limit"]:
-        found.append(f"A search on at most {report['limit']} samples per split, not a result.")
+        sentences.append(f"A search on at most {report['limit']} samples per split, not a result.")
     if any(point["deployable"] is False for point in report["front"]):
-        found.append(
+        sentences.append(
             "The last step cannot be deployed: torch computes its quantized layers in float. Add a stage that"
             " exports, such as onnx, and search again."
         )
     if not report["front"]:
         nearest = report["nearest"]
-        found.append(
+        sentences.append(
             "No trial meets the constraints."
             if nearest is None
             else f"No trial meets the constraints. The nearest is {nearest['name']}:"
             f" {_violation_text(nearest)}; {_parameters_text(nearest)}."
         )
-        return found
+        return sentences
     if any(point["test"] or point["test_error"] for point in report["front"]):
-        lost = [point["name"] for point in report["front"] if point["passes_on_test"] is False]
-        found.append(
+        failed_on_test = [point["name"] for point in report["front"] if point["passes_on_test"] is False]
+        sentences.append(
             f"Trials were chosen on validation, where the best of {len(trials)} looks better than it is. The"
             " scores on test are without this bias for each trial; picking the best of them by test adds it"
             " again."
         )
-        found += [
+        sentences += [
             f"{point['name']} was not scored on test: error[{error['code']}]: {error['message']}"
             for point in report["front"]
             if (error := point["test_error"])
         ]
-        if lost:
-            found.append(f"On test a constraint is violated by {', '.join(lost)}.")
-    return found
+        if failed_on_test:
+            sentences.append(f"On test a constraint is violated by {', '.join(failed_on_test)}.")
+    return sentences
 
 
 def _violation_text(entry: Mapping[str, Any]) -> str:
@@ -343,10 +343,10 @@ def _front_table(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]
     metrics = list(
         dict.fromkeys(name for point in report["front"] for name in point["validation"]["quality"])
     )
-    head = ["trial"]
+    header = ["trial"]
     for metric in metrics:
-        head += [f"{view.metric_label(metric)} val.", "test", "difference"]
-    head += ["MB", "speed-up"]
+        header += [f"{view.metric_label(metric)} val.", "test", "difference"]
+    header += ["MB", "speed-up"]
     rows = []
     for point in report["front"]:
         cells = [point["name"]]
@@ -359,24 +359,27 @@ def _front_table(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]
             cells.append(_difference_text(difference, metric))
         latency = point["latency"] or {}
         speed = latency.get("cpu_speedup") if latency.get("stable") is False else latency.get("speedup")
-        by = " (CPU)" if latency.get("stable") is False else ""
-        cells += [view.megabytes(point["size_bytes"]), f"{speed:.2f}×{by}" if speed else view.MISSING_TEXT]
+        cpu_mark = " (CPU)" if latency.get("stable") is False else ""
+        cells += [
+            view.megabytes(point["size_bytes"]),
+            f"{speed:.2f}×{cpu_mark}" if speed else view.MISSING_TEXT,
+        ]
         rows.append(cells)
-    return head, rows
+    return header, rows
 
 
 def _difference_text(difference: Mapping[str, Any] | None, metric: str) -> str:
     if difference is None:
         return view.MISSING_TEXT
-    found = ScoreDifference.model_validate(difference)
-    ends = view.difference_interval_text(found, metric)
-    return f"{view.difference_text(found, metric)} {ends}".rstrip()
+    score_difference = ScoreDifference.model_validate(difference)
+    interval_text = view.difference_interval_text(score_difference, metric)
+    return f"{view.difference_text(score_difference, metric)} {interval_text}".rstrip()
 
 
 def _parameter_table(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return head and rows of the parameters of the front, with the importance of each parameter."""
     names = [point["name"] for point in report["front"]]
-    head = ["parameter", *names, *(f"importance for {name}" for name in report["importances"])]
+    header = ["parameter", *names, *(f"importance for {name}" for name in report["importances"])]
     rows = [
         [
             parameter,
@@ -393,19 +396,19 @@ def _parameter_table(report: Mapping[str, Any]) -> tuple[list[str], list[list[st
         ]
         for parameter in report["parameters"]
     ]
-    return head, rows
+    return header, rows
 
 
 def search_markdown(report: Mapping[str, Any]) -> str:
     """Return the report in GitHub's Markdown."""
-    parts = [Markdown("# Search of ") + Path(report["recipe"]).name, " ".join(_sentences(report))]
+    blocks = [Markdown("# Search of ") + Path(report["recipe"]).name, " ".join(_sentences(report))]
     if report["front"]:
-        parts += [Markdown("## Front"), markdown_table(*_front_table(report))]
+        blocks += [Markdown("## Front"), markdown_table(*_front_table(report))]
         if any(point["recipe"] for point in report["front"]):
-            parts.append(Markdown(_RUN_TEXT))
-    parts += [Markdown("## Parameters"), markdown_table(*_parameter_table(report))]
-    parts += [Markdown("## Trials"), markdown_table(*_trials_table(report))]
-    return str(Markdown("\n\n").join(parts)) + "\n"
+            blocks.append(Markdown(_RUN_TEXT))
+    blocks += [Markdown("## Parameters"), markdown_table(*_parameter_table(report))]
+    blocks += [Markdown("## Trials"), markdown_table(*_trials_table(report))]
+    return str(Markdown("\n\n").join(blocks)) + "\n"
 
 
 def search_html(report: Mapping[str, Any]) -> str:
@@ -422,7 +425,7 @@ def search_html(report: Mapping[str, Any]) -> str:
     page: str = environment.from_string(source).render(
         title=Path(report["recipe"]).name,
         sentences=_sentences(report),
-        tables=[(name, head, rows) for name, (head, rows) in tables],
+        tables=[(name, header, rows) for name, (header, rows) in tables],
         figures=_figures(report),
         how_to_run=_RUN_TEXT if any(point["recipe"] for point in report["front"]) else "",
         colors=css_colors,
@@ -431,8 +434,8 @@ def search_html(report: Mapping[str, Any]) -> str:
 
 
 def _trials_table(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    names = [each["name"] for each in report["objectives"]]
-    head = ["trial", "status", *names, "seconds", "parameters"]
+    names = [objective["name"] for objective in report["objectives"]]
+    header = ["trial", "status", *names, "seconds", "parameters"]
     rows = [
         [
             trial["name"],
@@ -446,7 +449,7 @@ def _trials_table(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]
         ]
         for trial in report["trials"]
     ]
-    return head, rows
+    return header, rows
 
 
 def _objective_value(trial: Mapping[str, Any], name: str) -> float | None:
@@ -465,25 +468,31 @@ def _figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """
     from optuna.visualization import matplotlib as plots
 
-    names = [_axis_title(each["name"]) for each in report["objectives"]]
+    names = [_axis_title(objective["name"]) for objective in report["objectives"]]
     study = _plotted_study(report, names)
-    complete = [trial for trial in study.trials if trial.values is not None]
-    feasible = [trial.values for trial in complete if all(over <= 0 for over in trial.constraints.values())]
+    completed_trials = [trial for trial in study.trials if trial.values is not None]
+    feasible_values = [
+        trial.values
+        for trial in completed_trials
+        if all(violation <= 0 for violation in trial.constraints.values())
+    ]
     figures: dict[str, Callable[[], Any]] = {}
     if len(names) in (2, 3):
         figures["Trials and front"] = partial(plots.plot_pareto_front, study)
     if len(names) == 1:
         figures["History"] = partial(plots.plot_optimization_history, study, target_name=names[0])
-    elif feasible:
-        worst = [
-            (min if each["maximize"] else max)(column)
-            for each, column in zip(report["objectives"], zip(*feasible, strict=True), strict=True)
+    elif feasible_values:
+        worst_values = [
+            (min if objective["maximize"] else max)(column)
+            for objective, column in zip(
+                report["objectives"], zip(*feasible_values, strict=True), strict=True
+            )
         ]
-        figures["History"] = partial(plots.plot_hypervolume_history, study, worst)
+        figures["History"] = partial(plots.plot_hypervolume_history, study, worst_values)
     figures["Parameters of the trials"] = partial(plots.plot_parallel_coordinate, study, target_name=names[0])
     return [
         (title, page_svg(PageFigure(partial(_draw, plot), f"figure{number}", _WIDTH, _HEIGHT, title, {})))
-        for number, (title, plot) in enumerate(figures.items() if len(complete) > 1 else ())
+        for number, (title, plot) in enumerate(figures.items() if len(completed_trials) > 1 else ())
     ]
 
 
@@ -508,24 +517,30 @@ def _plotted_study(report: Mapping[str, Any], names: Sequence[str]) -> Any:
     import optuna
 
     trials = {trial["number"]: trial for trial in report["trials"]}
-    used = {n: {name: trial["parameters"][name] for name in trial["used"]} for n, trial in trials.items()}
+    used_parameters = {
+        n: {name: trial["parameters"][name] for name in trial["used"]} for n, trial in trials.items()
+    }
     distributions = {
-        name: _range_of([values[name] for values in used.values() if name in values])
-        for name in dict.fromkeys(name for values in used.values() for name in values)
+        name: _range_of([values[name] for values in used_parameters.values() if name in values])
+        for name in dict.fromkeys(name for values in used_parameters.values() for name in values)
     }
     direction = optuna.study.StudyDirection
     directions = [
-        direction.MAXIMIZE if each["maximize"] else direction.MINIMIZE for each in report["objectives"]
+        direction.MAXIMIZE if objective["maximize"] else direction.MINIMIZE
+        for objective in report["objectives"]
     ]
     study = optuna.create_study(directions=directions)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         study.set_metric_names(list(names))
     for number in range(max(trials, default=-1) + 1):
-        trial, parameters = trials.get(number, {"values": {}, "violations": {}}), used.get(number, {})
-        measured = [_objective_value(trial, each["name"]) for each in report["objectives"]]
-        values = [value for value in measured if value is not None]
-        is_complete = len(values) == len(measured)
+        trial, parameters = (
+            trials.get(number, {"values": {}, "violations": {}}),
+            used_parameters.get(number, {}),
+        )
+        objective_values = [_objective_value(trial, objective["name"]) for objective in report["objectives"]]
+        values = [value for value in objective_values if value is not None]
+        is_complete = len(values) == len(objective_values)
         study.add_trial(
             optuna.trial.create_trial(
                 state=optuna.trial.TrialState.COMPLETE if is_complete else optuna.trial.TrialState.FAIL,

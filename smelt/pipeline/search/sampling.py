@@ -44,36 +44,36 @@ def grid_points(parameters: Sequence[Parameter]) -> Iterator[dict[str, Any]]:
         InputError: a range has no step, or there are too many points.
     """
     axes: list[Sequence[Any]] = []
-    for each in parameters:
-        if each.choices:
-            axes.append(each.labels)
-        elif each.kind == "float" and each.step is None:
+    for axis in parameters:
+        if axis.choices:
+            axes.append(axis.labels)
+        elif axis.kind == "float" and axis.step is None:
             raise InputError(
-                f"{each.name}: a grid needs a step: {{low: {each.low:g}, high: {each.high:g}, step: ...}}, or"
+                f"{axis.name}: a grid needs a step: {{low: {axis.low:g}, high: {axis.high:g}, step: ...}}, or"
                 " choices.",
                 code="grid-without-step",
-                setting=each.name,
+                setting=axis.name,
             )
         else:
-            size = each.step or 1
-            count = int((each.high - each.low) / size + 1e-9) + 1
-            axes.append([min(each.low + at * size, each.high) for at in range(count)])
+            size = axis.step or 1
+            count = int((axis.high - axis.low) / size + 1e-9) + 1
+            axes.append([min(axis.low + index * size, axis.high) for index in range(count)])
     points = math.prod(map(len, axes))
     if points > _MAX_GRID:
         raise InputError(
             f"the grid has {points:,} points. Use larger steps, or another sampler.", code="grid-too-large"
         )
     for values in itertools.product(*axes):
-        yield dict(zip((each.name for each in parameters), values, strict=True))
+        yield dict(zip((axis.name for axis in parameters), values, strict=True))
 
 
 def number_of_points(parameters: Sequence[Parameter]) -> float:
     """Return the number of points of a grid; infinity if a range has no step."""
     return math.prod(
-        len(each.labels)
-        if each.choices
+        len(parameter.labels)
+        if parameter.choices
         else math.inf
-        if each.kind == "float" and each.step is None
-        else int((each.high - each.low) / (each.step or 1) + 1e-9) + 1
-        for each in parameters
+        if parameter.kind == "float" and parameter.step is None
+        else int((parameter.high - parameter.low) / (parameter.step or 1) + 1e-9) + 1
+        for parameter in parameters
     )

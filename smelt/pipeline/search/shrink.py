@@ -102,13 +102,15 @@ def parse_target(text: str) -> Target:
     Raises:
         InputError: it has another form, or does not ask for anything.
     """
-    plain = " ".join(text.split()).replace("X ", "x ")
+    normalized = " ".join(text.split()).replace("X ", "x ")
     number = r"(\d+(?:\.\d+)?)"
-    if found := re.fullmatch(rf"{number} ?[x×] (faster|smaller)", plain):
-        if float(found[1]) > 1:
-            return Target("speedup" if found[2] == "faster" else "ratio", float(found[1]), plain)
-    elif (found := re.fullmatch(rf"(?:at most|under) {number} ?(KB|MB|GB)", plain)) and float(found[1]) > 0:
-        return Target("bytes", float(found[1]) * _BYTES[found[2]], plain)
+    if match := re.fullmatch(rf"{number} ?[x×] (faster|smaller)", normalized):
+        if float(match[1]) > 1:
+            return Target("speedup" if match[2] == "faster" else "ratio", float(match[1]), normalized)
+    elif (match := re.fullmatch(rf"(?:at most|under) {number} ?(KB|MB|GB)", normalized)) and float(
+        match[1]
+    ) > 0:
+        return Target("bytes", float(match[1]) * _BYTES[match[2]], normalized)
     raise InputError(f"target: expected {_FORMS}, got {text!r}.", code="wrong-value", setting="target")
 
 
@@ -118,14 +120,14 @@ def parse_max_drop(text: str) -> tuple[str, float]:
     Raises:
         InputError: it has another form, or names no metric.
     """
-    found = re.fullmatch(r"\s*([A-Za-z0-9_]+)[ :]+(\d+(?:\.\d+)?)\s*", text)
-    if found is None or found[1] not in METRICS:
+    match = re.fullmatch(r"\s*([A-Za-z0-9_]+)[ :]+(\d+(?:\.\d+)?)\s*", text)
+    if match is None or match[1] not in METRICS:
         raise InputError(
             f'max_drop: expected a metric and its largest loss, such as "bleu 0.5", got {text!r}.',
             code="wrong-value",
             setting="max_drop",
         )
-    return found[1], float(found[2])
+    return match[1], float(match[2])
 
 
 class _Shrink:
@@ -150,8 +152,8 @@ class _Shrink:
     def command(self) -> str:
         """What the recipe follows from, as JSON: another call in the same folder is another search."""
         o = self.options
-        given = [self.model, [str(path) for path in self.data], o.targets, o.max_drops, o.minutes]
-        return json.dumps([*given, o.task, dict(o.columns), o.languages])
+        arguments = [self.model, [str(path) for path in self.data], o.targets, o.max_drops, o.minutes]
+        return json.dumps([*arguments, o.task, dict(o.columns), o.languages])
 
     def written_recipe(self) -> Path | None:
         """Return the recipe of an earlier call with the same arguments; None if there is none.
@@ -162,8 +164,8 @@ class _Shrink:
         path = self.folder / RECIPE_FILE
         if not path.exists():
             return None
-        first = path.read_text(encoding="utf-8").split("\n", 1)[0]
-        if first != f"# {self.command}":
+        first_line = path.read_text(encoding="utf-8").split("\n", 1)[0]
+        if first_line != f"# {self.command}":
             raise InputError(
                 f"{self.folder}: has the search of other arguments. Choose another folder with --out; or go"
                 f" on with it: smelt search {path} --out {self.folder}.",
@@ -194,18 +196,18 @@ class _Shrink:
                     code="does-not-fit-model",
                 )
             for metric in self.drops:
-                if metric not in (known := METRICS_BY_TASK[info.task]):
+                if metric not in (metrics := METRICS_BY_TASK[info.task]):
                     raise InputError(
-                        f"max_drop: '{metric}' is not a metric for {info.task}. Known: {', '.join(known)}."
-                        f"{did_you_mean(metric, known)}",
+                        f"max_drop: '{metric}' is not a metric for {info.task}. Known: {', '.join(metrics)}."
+                        f"{did_you_mean(metric, metrics)}",
                         code="does-not-fit-task",
                         setting="max_drop",
                     )
             if explain is not None:
-                what = " and a few training updates" if "train" in value["data"] else ""
-                explain(f"Measuring the model{what} ...")
-            measured = self._measure(value, info, Path(space))
-            value, reasons = self._with_space(value, info, measured)
+                training_text = " and a few training updates" if "train" in value["data"] else ""
+                explain(f"Measuring the model{training_text} ...")
+            measurement = self._measure(value, info, Path(space))
+            value, reasons = self._with_space(value, info, measurement)
             if explain is not None:
                 for reason in reasons:
                     explain(reason)
@@ -238,7 +240,7 @@ class _Shrink:
             ]
             for step in steps[1:]:
                 step["from"] = MODEL_STEP
-        recipe = {key: part for key, part in value.items() if key != "baseline"}
+        recipe = {key: key_value for key, key_value in value.items() if key != "baseline"}
         document = parse_yaml(dump_yaml(recipe | {"stages": steps or [{"onnx": {}}]}), "measured.yaml")
         plan = make_plan(document, space / "measured.yaml", until=None if steps else MODEL_STEP)
         data = plan.read_data()
@@ -247,15 +249,20 @@ class _Shrink:
         report = run_plan(plan, options).report
         if report["status"] == "interrupted":
             raise KeyboardInterrupt
-        found = {step["name"]: step for step in report["steps"]}
+        steps_by_name = {step["name"]: step for step in report["steps"]}
         if failed := [step["error"] for step in report["steps"] if step["error"]]:
             raise InputError(f"measuring the model: {failed[0]['message']}", code=failed[0]["code"])
-        size = int(found[MODEL_STEP]["size_bytes"])
+        size = int(steps_by_name[MODEL_STEP]["size_bytes"])
         if not steps:
             return Measured(size, metric, 0, None)
-        _, few, many = _TIMED_UPDATES
-        short, long = (found[f"timed{count}"]["seconds"] for count in (few, many))
-        seconds = max((long - short) / (many - few), _LEAST_SHARE * long / many)
+        _, min_updates, max_updates = _TIMED_UPDATES
+        short_seconds, long_seconds = (
+            steps_by_name[f"timed{count}"]["seconds"] for count in (min_updates, max_updates)
+        )
+        seconds = max(
+            (long_seconds - short_seconds) / (max_updates - min_updates),
+            _LEAST_SHARE * long_seconds / max_updates,
+        )
         return Measured(size, metric, len(data["train"]), seconds)
 
     def _with_space(
@@ -264,23 +271,23 @@ class _Shrink:
         """Return the recipe with stages and goal of the search, and the reasons for them."""
         update, minutes = measured.update_seconds, self.options.minutes
         reasons = [f"The model has {measured.size_bytes / 1e6:.1f} MB."]
-        updates = 0
+        num_updates = 0
         if update is not None:
-            fitting = _TRAINING_SHARE * 60 * minutes / (_TRAININGS * update)
-            updates = min(_MAX_UPDATES, int(fitting))
+            max_fitting = _TRAINING_SHARE * 60 * minutes / (_TRAININGS * update)
+            num_updates = min(_MAX_UPDATES, int(max_fitting))
             share = f"{100 * _TRAINING_SHARE:.0f} % of {minutes:.3g} minutes"
             text = (
-                f"An update takes {update:.2f} s: {_TRAININGS} trainings of {updates:,} updates fit into"
+                f"An update takes {update:.2f} s: {_TRAININGS} trainings of {num_updates:,} updates fit into"
                 f" {share}."
             )
-            if updates < _MIN_UPDATES:
-                updates = 0
+            if num_updates < _MIN_UPDATES:
+                num_updates = 0
                 text = (
                     f"An update takes {update:.2f} s: {_TRAININGS} trainings of {_MIN_UPDATES} updates do not"
                     f" fit into {share}, so only stages without training are tried."
                 )
             reasons.append(text)
-        stages, told = _space_stages(info, measured, updates, minutes)
+        stages, stage_reasons = _space_stages(info, measured, num_updates, minutes)
         metric = measured.metric
         drops = self.drops or {metric: DEFAULT_MAX_DROP}
         if not self.drops and math.isinf(METRICS[metric].limits[1]):
@@ -295,20 +302,27 @@ class _Shrink:
             if target.kind == "speedup":
                 limits["speedup"] = {"min": target.value}
             else:
-                most = int(target.value if target.kind == "bytes" else measured.size_bytes / target.value)
-                limits["size_bytes"] = {"max": min(most, limits.get("size_bytes", {"max": most})["max"])}
+                max_bytes = int(
+                    target.value if target.kind == "bytes" else measured.size_bytes / target.value
+                )
+                limits["size_bytes"] = {
+                    "max": min(max_bytes, limits.get("size_bytes", {"max": max_bytes})["max"])
+                }
         goal = "size" if self.targets and self.targets[0].kind != "speedup" else "latency"
-        reasons += told
-        lost = ", ".join(
+        reasons += stage_reasons
+        drops_text = ", ".join(
             f"{name} may {'rise' if is_lower_better(name, {}) else 'fall'} by {drop:g}"
             for name, drop in drops.items()
         )
-        wanted = ", ".join(target.text for target in self.targets) or f"the lowest {goal}"
-        reasons.append(f"Goal: {wanted}; {lost}.")
+        goal_text = ", ".join(target.text for target in self.targets) or f"the lowest {goal}"
+        reasons.append(f"Goal: {goal_text}; {drops_text}.")
         if info.needs_classifier:
-            updates = updates or 3 * _MIN_UPDATES
-            first = {"finetune": {"max_steps": updates, "learning_rate": 5.0e-5}, "name": "tuned"}
-            stages = [first, *stages]
+            num_updates = num_updates or 3 * _MIN_UPDATES
+            training_stage = {
+                "finetune": {"max_steps": num_updates, "learning_rate": 5.0e-5},
+                "name": "tuned",
+            }
+            stages = [training_stage, *stages]
             value["baseline"] = "tuned"
         score = dict(value.get("score") or {}) | {"latency": _LATENCY}
         quality = list(score.get("quality") or [])
@@ -336,21 +350,25 @@ def _space_stages(
 
     updates: of each training; 0: none.
     """
-    plain, trains = no_blocks_reason(info.config) is not None, measured.update_seconds is not None
+    has_no_blocks, trains = no_blocks_reason(info.config) is not None, measured.update_seconds is not None
     stages: list[dict[str, Any]] = []
-    told: list[str] = []
+    reasons: list[str] = []
 
     def add(stage: str, settings: dict[str, Any], why: str, optional: bool = True) -> None:
         if info.task in load_stage(stage).tasks:
             stages.append({stage: settings} | ({"optional": "search"} if optional else {}))
-            told.append(f"{stage}: {why}.")
+            reasons.append(f"{stage}: {why}.")
 
-    if plain:
+    if has_no_blocks:
         add("factorize", {"method": "tucker", "keep_ratio": _choices(0.3, 0.5, 0.7)}, "low-rank convolutions")
     elif trains:
-        how = {"importance": "magnitude"} if info.traits.output == "embedding" else {}
-        kept = {"targets": ["ffn"], "keep_ratio": _choices(*_KEPT_RATIOS)}
-        add("prune", kept | how, "half or a quarter of the neurons of feed-forward layers are removed")
+        importance = {"importance": "magnitude"} if info.traits.output == "embedding" else {}
+        prune_settings = {"targets": ["ffn"], "keep_ratio": _choices(*_KEPT_RATIOS)}
+        add(
+            "prune",
+            prune_settings | importance,
+            "half or a quarter of the neurons of feed-forward layers are removed",
+        )
     else:
         add("factorize", {"method": "svd", "energy": {"search": [0.9, 0.99]}}, "needs no training samples")
     if updates:
@@ -359,24 +377,26 @@ def _space_stages(
         stack = (
             "decoder_layers" if info.traits.architecture == "encoder-decoder" else next(iter(counts), None)
         )
-        if stack is not None and not plain and (count := counts.get(stack, 1)) > 1:
-            fewer = _choices(max(1, round(count / 3)), max(1, round(count / 2)), count)
-            settings["student"] = {stack: fewer}
+        if stack is not None and not has_no_blocks and (count := counts.get(stack, 1)) > 1:
+            layer_choices = _choices(max(1, round(count / 3)), max(1, round(count / 2)), count)
+            settings["student"] = {stack: layer_choices}
         settings |= _losses(info.task) | {"max_steps": updates, "lr_schedule": "cosine"}
         add("distill", settings, f"{updates:,} updates on the outputs of the whole model, with fewer layers")
     if info.traits.architecture == "encoder-decoder":
         if measured.rows >= MIN_SHORTLIST_ROWS:
             add("shortlist", {}, "the output layer computes only likely tokens")
         else:
-            told.append(
+            reasons.append(
                 f"Not shortlist: it needs {MIN_SHORTLIST_ROWS:,} training samples, not {measured.rows:,}."
             )
-    if not plain:
+    if not has_no_blocks:
         schemes = _choices(DEFAULT_SCHEME, SCHEMES_BY_BITS[4].name)
         add("quantize", {"scheme": schemes}, "weights of 8 or 4 bits")
-    tuned = {"autotune": _choices(False, True)} if minutes >= _AUTOTUNE_MINUTES and not plain else {}
-    add("onnx", {"target": "ort-cpu"} | tuned, "for ONNX Runtime on this CPU", optional=False)
-    return stages, told
+    autotune_setting = (
+        {"autotune": _choices(False, True)} if minutes >= _AUTOTUNE_MINUTES and not has_no_blocks else {}
+    )
+    add("onnx", {"target": "ort-cpu"} | autotune_setting, "for ONNX Runtime on this CPU", optional=False)
+    return stages, reasons
 
 
 def plan_shrink(
@@ -419,7 +439,7 @@ def shrink(
         RunError: all of the first trials failed.
     """
     require_single_process("smelt shrink")
-    job, began = _Shrink(model, data, options), time.monotonic()
+    job, start_time = _Shrink(model, data, options), time.monotonic()
     check_store(options.store)
     try:
         job.folder.mkdir(parents=True, exist_ok=True)
@@ -438,34 +458,40 @@ def shrink(
             job.folder.rmdir()  # if it is empty
         raise
     with file_lock(job.folder / "shrink.lock"):
-        left = max(0.01, options.minutes - (time.monotonic() - began) / 60)
-        search = Search(read_space(str(path)), SearchOptions(job.folder, options.store, max_minutes=left))
+        remaining_minutes = max(0.01, options.minutes - (time.monotonic() - start_time) / 60)
+        search = Search(
+            read_space(str(path)), SearchOptions(job.folder, options.store, max_minutes=remaining_minutes)
+        )
         search.try_first(_first_point(search.space))
     return finish_search(search, search.run(explain)), job.folder
 
 
 def _first_point(space: SearchSpace) -> dict[str, Any]:
     """Return the point that is tried first: without training, int8."""
-    first = space.defaults()
-    return first | {each.name: each.name == "quantize" for each in space.parameters if each.kind == "used"}
+    defaults = space.defaults()
+    return defaults | {
+        parameter.name: parameter.name == "quantize"
+        for parameter in space.parameters
+        if parameter.kind == "used"
+    }
 
 
 def target_text(report: Mapping[str, Any], targets: Sequence[str]) -> str:
     """Return a sentence that says whether the targets were met, and by which trial."""
-    wanted = ", ".join(targets) or "the goal"
+    goal_text = ", ".join(targets) or "the goal"
     if report["front"]:
         best = report["front"][0]
-        row = best["latency"] or {}
-        by_cpu = row.get("stable") is False  # as the constraint was judged
-        speed = row.get("cpu_speedup" if by_cpu else "speedup")
-        how = " by processor time" if by_cpu else ""
-        found = [f"{best['size_bytes'] / 1e6:.1f} MB"]
-        found += [f"{speed:.2f} times as fast{how}"] if speed else []
-        return f"Met: {wanted}. {best['name']} has {', '.join(found)}."
+        latency = best["latency"] or {}
+        uses_cpu_time = latency.get("stable") is False  # as the constraint was judged
+        speed = latency.get("cpu_speedup" if uses_cpu_time else "speedup")
+        timing_text = " by processor time" if uses_cpu_time else ""
+        results = [f"{best['size_bytes'] / 1e6:.1f} MB"]
+        results += [f"{speed:.2f} times as fast{timing_text}"] if speed else []
+        return f"Met: {goal_text}. {best['name']} has {', '.join(results)}."
     nearest = report["nearest"]
     if nearest is None:
-        return f"Not met: {wanted}. No trial was measured."
-    over = ", ".join(
+        return f"Not met: {goal_text}. No trial was measured."
+    violations_text = ", ".join(
         f"{name} by {amount:.4g}" for name, amount in nearest["violations"].items() if amount > 0
     )
-    return f"Not met: {wanted}. The nearest is {nearest['name']}, beyond the limits of {over}."
+    return f"Not met: {goal_text}. The nearest is {nearest['name']}, beyond the limits of {violations_text}."

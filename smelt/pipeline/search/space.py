@@ -121,11 +121,11 @@ class SearchSpace:
         """A hash of everything that the values of a trial depend on, apart from the data's content."""
         return json_hash(
             {
-                "recipe": {key: part for key, part in self.value.items() if key != SEARCH_KEY},
+                "recipe": {key: key_value for key, key_value in self.value.items() if key != SEARCH_KEY},
                 "parameters": [
                     [p.name, p.kind, p.low, p.high, p.step, p.log, list(p.labels)] for p in self.parameters
                 ],
-                "objectives": [[each.name, each.maximize] for each in self.objectives],
+                "objectives": [[objective.name, objective.maximize] for objective in self.objectives],
                 "subject_to": {n: gate.model_dump() for n, gate in self.settings.subject_to.items()},
             }
         )
@@ -134,23 +134,23 @@ class SearchSpace:
         """Return the space for a terminal: its parameters, objectives and constraints."""
         counts = with_count(len(self.parameters), "parameter"), with_count(len(self.step_names), "stage")
         lines = [f"{self.path}: {counts[0]}, one chain of {counts[1]}"]
-        for each in self.parameters:
+        for item in self.parameters:
             values = (
-                ", ".join(str(label) for label in each.labels)
-                if each.choices
-                else f"{each.low:g} to {each.high:g}"
-                + (f" in steps of {each.step:g}" if each.step else "")
-                + (", logarithmic" if each.log else "")
+                ", ".join(str(label) for label in item.labels)
+                if item.choices
+                else f"{item.low:g} to {item.high:g}"
+                + (f" in steps of {item.step:g}" if item.step else "")
+                + (", logarithmic" if item.log else "")
             )
-            lines.append(f"  {each.name}: {values}")
+            lines.append(f"  {item.name}: {values}")
         goals = ", ".join(
-            f"{'maximize' if each.maximize else 'minimize'} {each.name}" for each in self.objectives
+            f"{'maximize' if item.maximize else 'minimize'} {item.name}" for item in self.objectives
         )
         lines.append(f"objectives: {goals}; sampler {self.sampler}")
         for metric, gate in self.settings.subject_to.items():
             limits = gate.model_dump(exclude_none=True, mode="json")
-            written = (f"{key} {_limit_text(metric, value)}" for key, value in limits.items())
-            lines.append(f"subject to: {metric}: {', '.join(written)}")
+            limit_texts = (f"{key} {_limit_text(metric, value)}" for key, value in limits.items())
+            lines.append(f"subject to: {metric}: {', '.join(limit_texts)}")
         if self.plan is not None and self.plan.steps[-1].stage == "quantize":
             lines.append(
                 f"note: '{self.leaf}' is the result, and torch cannot deploy it. Add a stage such as onnx."
@@ -163,11 +163,17 @@ class SearchSpace:
 
     def used_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of one point without the settings of stages that it does not have."""
-        absent = {each.path[1] for each in self.parameters if each.kind == "used" and not values[each.name]}
+        absent_stages = {
+            parameter.path[1]
+            for parameter in self.parameters
+            if parameter.kind == "used" and not values[parameter.name]
+        }
         return {
-            each.name: values[each.name]
-            for each in self.parameters
-            if each.kind in ("used", "order") or each.path[:1] != ("stages",) or each.path[1] not in absent
+            parameter.name: values[parameter.name]
+            for parameter in self.parameters
+            if parameter.kind in ("used", "order")
+            or parameter.path[:1] != ("stages",)
+            or parameter.path[1] not in absent_stages
         }
 
     def recipe_at(self, values: Mapping[str, Any]) -> YamlDocument:
@@ -178,21 +184,23 @@ class SearchSpace:
 
     def value_at(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
         """Return the recipe of one point as plain values, and which stages of the file it has, in order."""
-        value = copy.deepcopy({key: part for key, part in self.value.items() if key != SEARCH_KEY})
+        value = copy.deepcopy({key: key_value for key, key_value in self.value.items() if key != SEARCH_KEY})
         sequence, unused = list(range(len(value["stages"]))), set[int]()
-        for each in self.parameters:
-            chosen = each.value_of(values[each.name])
-            if each.kind == "used":
-                value["stages"][each.path[1]].pop("optional")
-                unused |= set() if chosen else {int(each.path[1])}
-            elif each.kind == "order":
-                indices = [self.step_names.index(name) for name in chosen]
-                for place, index in zip(sorted(indices), indices, strict=True):
-                    sequence[place] = index
+        for parameter in self.parameters:
+            parameter_value = parameter.value_of(values[parameter.name])
+            if parameter.kind == "used":
+                value["stages"][parameter.path[1]].pop("optional")
+                unused |= set() if parameter_value else {int(parameter.path[1])}
+            elif parameter.kind == "order":
+                indices = [self.step_names.index(name) for name in parameter_value]
+                for position, index in zip(sorted(indices), indices, strict=True):
+                    sequence[position] = index
             else:
-                _set(value, each.path, chosen)
-        chain = [at for at in sequence if at not in unused]
-        value["stages"] = [{**value["stages"][at], "name": self.step_names[at]} for at in chain]
+                _set(value, parameter.path, parameter_value)
+        chain = [stage_index for stage_index in sequence if stage_index not in unused]
+        value["stages"] = [
+            {**value["stages"][stage_index], "name": self.step_names[stage_index]} for stage_index in chain
+        ]
         gates = dict(value.get("gates") or {})
         for metric, gate in self.settings.subject_to.items():
             gates[metric] = gate.model_dump(exclude_none=True, mode="json") | {"at": self.leaf}
@@ -202,14 +210,14 @@ class SearchSpace:
     def _lines(self, chain: Sequence[int]) -> dict[KeyPath, int]:
         """Return the lines of the file by the paths in the recipe of a point."""
         lines: dict[KeyPath, int] = {}
-        new = {old: at for at, old in enumerate(chain)}
+        new_indices = {old_index: position for position, old_index in enumerate(chain)}
         for path, line in self.document.lines.items():
             if path[:2] == (SEARCH_KEY, "subject_to"):
                 lines["gates", *path[2:]] = line
             if path[:1] != ("stages",) or len(path) == 1:
                 lines.setdefault(path, line)
-            elif path[1] in new:
-                lines["stages", new[path[1]], *path[2:]] = line
+            elif path[1] in new_indices:
+                lines["stages", new_indices[path[1]], *path[2:]] = line
         return lines
 
     def plan_at(self, values: Mapping[str, Any]) -> Plan:
@@ -236,8 +244,8 @@ def _limit_text(metric: str, value: Any) -> str:
 
 
 def _set(value: Any, path: KeyPath, new: Any) -> None:
-    for part in path[:-1]:
-        value = value[part]
+    for key in path[:-1]:
+        value = value[key]
     value[path[-1]] = new
 
 
@@ -257,40 +265,42 @@ def read_space(recipe: str | Path, overrides: Sequence[str] = ()) -> SearchSpace
     if not isinstance(value, dict):
         make_plan(document, path)  # raises the error
     apply_overrides(value, overrides, errors, (*RecipeKeys.model_fields, "stages", SEARCH_KEY))
-    settings, wrong = validate_settings(SearchSettings, value.get(SEARCH_KEY, {}), (SEARCH_KEY,), errors)
+    settings, invalid_paths = validate_settings(
+        SearchSettings, value.get(SEARCH_KEY, {}), (SEARCH_KEY,), errors
+    )
     settings = settings or SearchSettings()
     entries, stages_wrong = read_stages(_without_search(value.get("stages")), errors)
     names = step_names(entries)
     if entries:
         value["stages"] = [{item: {}} if isinstance(item, str) else item for item in value["stages"]]
     parameters: list[Parameter] = []
-    refused: list[KeyPath] = []
+    refused_paths: list[KeyPath] = []
     for entry, name in zip(entries, names, strict=True):
         item = value["stages"][entry.index]
         if item[entry.stage] is None:
             item[entry.stage] = {}
-        parameters += stage_parameters(item, entry.stage, name, entry.index, errors, refused)
+        parameters += stage_parameters(item, entry.stage, name, entry.index, errors, refused_paths)
     if stages_wrong:
         errors.raise_if_any()
     parameters += order_parameters(settings.order, names, errors)
-    if not parameters and not refused:
+    if not parameters and not refused_paths:
         errors.add(
             ("stages",),
             "nothing to search. Give a setting a range, such as keep_ratio: {search: [0.5, 0.9]}.",
             code="empty-search-space",
         )
-    if not settings.minimize and not settings.maximize and not wrong:
+    if not settings.minimize and not settings.maximize and not invalid_paths:
         errors.add(
             (SEARCH_KEY,),
             "no objective. Set minimize or maximize, such as minimize: latency.",
             code="missing-setting",
         )
-    before = len(errors)
+    num_errors = len(errors)
     _check_chain(value["stages"], names, parameters, errors)
-    is_chain = len(errors) == before
+    is_chain = len(errors) == num_errors
     _check_validation(value.get("data"), errors)
     space = SearchSpace(path, document, settings, tuple(parameters), value, tuple(names))
-    plan = _check_corners(space, refused, errors) if entries and is_chain else None
+    plan = _check_corners(space, refused_paths, errors) if entries and is_chain else None
     objectives = _objectives(settings, plan, value.get("task"), errors)
     errors.raise_if_any()
     return replace(space, objectives=objectives, plan=plan)
@@ -312,15 +322,15 @@ def _check_chain(
     items: Sequence[Any], names: Sequence[str], parameters: Sequence[Parameter], errors: RecipeErrors
 ) -> None:
     """Require one chain: each step starts from the one before, and the last one is in every point."""
-    for at, item in enumerate(items):
-        if "from" in item and item["from"] != (names[at - 1] if at else MODEL_STEP):
+    for position, item in enumerate(items):
+        if "from" in item and item["from"] != (names[position - 1] if position else MODEL_STEP):
             errors.add(
-                ("stages", at, "from"),
+                ("stages", position, "from"),
                 "a search needs one chain of stages. Remove `from`, and search each branch by itself.",
                 code="not-a-chain",
             )
         item.pop("from", None)
-    if any(each.kind == "used" and each.path[1] == len(items) - 1 for each in parameters):
+    if any(parameter.kind == "used" and parameter.path[1] == len(items) - 1 for parameter in parameters):
         errors.add(
             ("stages", len(items) - 1, "optional"),
             "the last step is the result of every trial and cannot be optional.",
@@ -334,40 +344,46 @@ def _check_corners(space: SearchSpace, refused: Sequence[KeyPath], errors: Recip
     refused: settings whose range is wrong, which is reported already. None if the defaults have errors.
     """
     base, reported = space.defaults(), set[Message]()
-    known = {dotted_path(path) for path in (*refused, ("gates", "on"))}
+    refused_settings = {dotted_path(path) for path in (*refused, ("gates", "on"))}
 
     def planned(point: Mapping[str, Any]) -> tuple[Plan | None, list[Message]]:
         try:
             return space.plan_at(point), []
         except InputError as error:
-            found = [each for each in error.found or (error.as_message(),) if each not in reported]
-            reported.update(found)
-            return None, [_as_constraint(each, space) for each in found if each.setting not in known]
+            messages = [
+                message for message in error.found or (error.as_message(),) if message not in reported
+            ]
+            reported.update(messages)
+            return None, [
+                _as_constraint(message, space)
+                for message in messages
+                if message.setting not in refused_settings
+            ]
 
-    plan, found = planned(base)
-    errors.add_found(found)
-    for each in space.parameters:
-        for label in each.corner_values():
-            if label == base[each.name]:
+    plan, messages = planned(base)
+    errors.add_found(messages)
+    for parameter in space.parameters:
+        for label in parameter.corner_values():
+            if label == base[parameter.name]:
                 continue
-            _, found = planned(base | {each.name: label})
-            if found:
+            _, messages = planned(base | {parameter.name: label})
+            if messages:
                 text = (
-                    f"the search space has a value that is refused, {each.name} ="
-                    f" {value_text(each.value_of(label))}:\n{combined_error(found)}"
+                    f"the search space has a value that is refused, {parameter.name} ="
+                    f" {value_text(parameter.value_of(label))}:\n{combined_error(messages)}"
                 )
-                code, name = combined_error(found).code, space.document.name
-                errors.add_found([error_message(code, text, setting=each.name, file=name)])
+                code, name = combined_error(messages).code, space.document.name
+                errors.add_found([error_message(code, text, setting=parameter.name, file=name)])
     return plan
 
 
 def _as_constraint(found: Message, space: SearchSpace) -> Message:
     """Return an error in a gate of a point as one in the constraint that it comes from."""
     for metric in space.settings.subject_to:
-        gate, own = f"gates.{metric}", f"{SEARCH_KEY}.subject_to.{metric}"
+        gate, constraint = f"gates.{metric}", f"{SEARCH_KEY}.subject_to.{metric}"
         if found.setting is not None and found.setting.startswith(gate):
-            setting = own + found.setting.removeprefix(gate)
-            return replace(found, message=found.message.replace(gate, own, 1), setting=setting)
+            setting = constraint + found.setting.removeprefix(gate)
+            return replace(found, message=found.message.replace(gate, constraint, 1), setting=setting)
     return found
 
 
@@ -394,25 +410,25 @@ def _objectives(
     scored = plan.recipe.score.quality if plan else METRICS_BY_TASK.get(str(task), tuple(METRICS))
     metric_settings = plan.recipe.metric_settings if plan else {}
     timed = plan is None or bool(plan.recipe.score.latency)
-    found: list[Objective] = []
+    objectives: list[Objective] = []
     for key, maximize in (("minimize", False), ("maximize", True)):
-        for at, written in enumerate(_as_tuple(getattr(settings, key))):
-            name = scored[0] if written == QUALITY and scored else written
-            path: KeyPath = (SEARCH_KEY, key, at)
+        for index, objective_name in enumerate(_as_tuple(getattr(settings, key))):
+            name = scored[0] if objective_name == QUALITY and scored else objective_name
+            path: KeyPath = (SEARCH_KEY, key, index)
             if name not in (*COSTS, *scored) and (
                 plan or (base_metric(name) == name and not is_custom_metric(name))
             ):
-                known = ", ".join((*COSTS, QUALITY, *scored))
+                supported = ", ".join((*COSTS, QUALITY, *scored))
                 errors.add(
                     path,
-                    f"'{written[:60]}' is not measured. Known: {known}."
-                    f"{did_you_mean(written, (*COSTS, *scored))}",
+                    f"'{objective_name[:60]}' is not measured. Known: {supported}."
+                    f"{did_you_mean(objective_name, (*COSTS, *scored))}",
                     code="metric-not-scored",
                 )
             elif maximize == (name in COSTS or is_lower_better(name, metric_settings)):
-                other = "minimize" if maximize else "maximize"
-                errors.add(path, f"{name}: {other} it instead.", code="wrong-direction")
-            elif name in [each.name for each in found]:
+                direction = "minimize" if maximize else "maximize"
+                errors.add(path, f"{name}: {direction} it instead.", code="wrong-direction")
+            elif name in [objective.name for objective in objectives]:
                 errors.add(path, f"{name} is listed twice. Remove one.", code="duplicate-metric")
             elif name in ("latency", "memory") and not timed:
                 errors.add(
@@ -421,7 +437,7 @@ def _objectives(
                     code="settings-conflict",
                 )
             else:
-                found.append(Objective(name, maximize))
+                objectives.append(Objective(name, maximize))
     for name in (name for name, gate in settings.subject_to.items() if gate.at is not None):
         errors.add(
             (SEARCH_KEY, "subject_to", name, "at"),
@@ -435,7 +451,7 @@ def _objectives(
         errors.add(
             (SEARCH_KEY, "subject_to", limited[0]), "needs latency measurements.", code="settings-conflict"
         )
-    return tuple(found)
+    return tuple(objectives)
 
 
 def _as_tuple(value: str | tuple[str, ...]) -> tuple[str, ...]:

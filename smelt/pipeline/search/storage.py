@@ -85,8 +85,10 @@ class StudyStorage:
                 storage = self._open()
                 if self._has_study(storage):
                     study = optuna.load_study(storage=storage, study_name=self.study_name)
-                    known = study.user_attrs.get(_IDENTITY)
-                    if known != identity and (known is not None or study.get_trials(deepcopy=False)):
+                    stored_identity = study.user_attrs.get(_IDENTITY)
+                    if stored_identity != identity and (
+                        stored_identity is not None or study.get_trials(deepcopy=False)
+                    ):
                         raise self._other_study(self.study_name)
                     validate(study)
 
@@ -137,8 +139,8 @@ class StudyStorage:
 
         storage = self._open()
         directions = [
-            optuna.study.StudyDirection.MAXIMIZE if each else optuna.study.StudyDirection.MINIMIZE
-            for each in maximize
+            optuna.study.StudyDirection.MAXIMIZE if is_maximized else optuna.study.StudyDirection.MINIMIZE
+            for is_maximized in maximize
         ]
         if self._has_study(storage):
             study = optuna.load_study(storage=storage, study_name=self.study_name, pruner=pruner)
@@ -146,10 +148,14 @@ class StudyStorage:
             study = optuna.create_study(
                 storage=storage, study_name=self.study_name, directions=directions, pruner=pruner
             )
-        known = study.user_attrs.get(_IDENTITY)
-        if known is None and study.directions == directions and not study.get_trials(deepcopy=False):
+        stored_identity = study.user_attrs.get(_IDENTITY)
+        if (
+            stored_identity is None
+            and study.directions == directions
+            and not study.get_trials(deepcopy=False)
+        ):
             study.set_user_attr(_IDENTITY, identity)
-        elif known != identity:
+        elif stored_identity != identity:
             raise self._other_study(self.study_name)
         if study.directions != directions:
             raise ValueError("the goals are not those that were stored")  # the identity has them
@@ -343,14 +349,14 @@ class StudyStorage:
         from sqlalchemy.exc import SQLAlchemyError
 
         patience_s = MAX_OUTAGE_S if patience_s is None else patience_s
-        ends, pause, warned = time.monotonic() + patience_s, 0.5, False
+        deadline, pause, warned = time.monotonic() + patience_s, 0.5, False
         while True:
             try:
                 with self._reading():
                     return work()
             except (StorageInternalError, SQLAlchemyError) as error:  # an outage, else it were an InputError
                 reason = _driver_text(_database_error(error) or error, self.url)
-                if time.monotonic() >= ends:
+                if time.monotonic() >= deadline:
                     raise RunError(
                         f"{self.label}: the storage has not answered for {patience_s:.0f} s: {reason}. The"
                         " same command continues the search.",
@@ -365,7 +371,7 @@ class StudyStorage:
                     )
                 )
             warned = True
-            time.sleep(min(pause, max(0.0, ends - time.monotonic())))
+            time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
             pause = min(2 * pause, _MAX_PAUSE_S)
 
     def claim(self, study: optuna.Study, trial: optuna.Trial, stack: ExitStack) -> None:
@@ -380,13 +386,13 @@ class StudyStorage:
 
         Optuna records it for `Study.optimize` only, in a thread that an outage ends.
         """
-        database, ended = self._database, threading.Event()
+        database, stop_event = self._database, threading.Event()
         study_id = database.get_study_id_from_name(self.study_name)
         trial_id = database.get_trial_id_from_study_id_trial_number(study_id, number)
         database.record_heartbeat(trial_id)
 
         def record() -> None:
-            while not ended.wait(HEARTBEAT_S):
+            while not stop_event.wait(HEARTBEAT_S):
                 with suppress(Exception):  # an outage; the next one may be recorded
                     database.record_heartbeat(trial_id)
 
@@ -395,7 +401,7 @@ class StudyStorage:
         try:
             yield
         finally:
-            ended.set()
+            stop_event.set()
 
     def dead_workers(self, trials: Iterable[optuna.trial.FrozenTrial]) -> dict[int, str]:
         """Return the workers of those running `trials` that have certainly ended, by the trial's number.
@@ -474,10 +480,10 @@ def _is_outage(error: Exception) -> bool:
 
 def _driver_text(error: Exception, url: str) -> str:
     """Return the first line of a driver's error, without what may be a part of the password."""
-    parts = re.split(r"[@:/?&=]", url.partition("://")[2])
-    shown = hide_password(url)
+    url_parts = re.split(r"[@:/?&=]", url.partition("://")[2])
+    redacted_url = hide_password(url)
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    for part in parts:
-        if part and part not in shown:
+    for part in url_parts:
+        if part and part not in redacted_url:
             text = text.replace(part, "***")
     return text.rstrip(".")

@@ -112,10 +112,10 @@ class Search:
         """
         self._report = report
         self._prepare()
-        ends = None if self.max_minutes is None else time.monotonic() + 60 * self.max_minutes
+        deadline = None if self.max_minutes is None else time.monotonic() + 60 * self.max_minutes
         if self.options.executor is None:
-            return self._run_trials(ends, threading.Event())
-        return self._run_on_cluster(open_cluster(self.options.executor), ends)
+            return self._run_trials(deadline, threading.Event())
+        return self._run_on_cluster(open_cluster(self.options.executor), deadline)
 
     def _run_on_cluster(self, cluster: RayCluster, ends: float | None) -> str:
         """Run as many trials at once as the cluster has room for their steps, each in a thread."""
@@ -125,18 +125,18 @@ class Search:
             self.trials, cluster.slots(cluster.task_needs(recipe.resources, recipe.threads, recipe.device))
         )
         self.print_line(f"{with_count(count, 'trial')} at once on {with_count(len(cluster.nodes()), 'node')}")
-        stopped = threading.Event()
+        stop_event = threading.Event()
         with ThreadPoolExecutor(count, thread_name_prefix="smelt-trial") as pool:
-            workers = [pool.submit(self._run_trials, ends, stopped) for _ in range(count)]
+            workers = [pool.submit(self._run_trials, ends, stop_event) for _ in range(count)]
             try:
-                ended = [worker.result() for worker in as_completed(workers)]
+                end_reasons = [worker.result() for worker in as_completed(workers)]
             except BaseException as error:
-                stopped.set()
+                stop_event.set()
                 cluster.cancel_tasks()
                 if isinstance(error, KeyboardInterrupt):
                     return "interrupted"
                 raise
-        return "interrupted" if "interrupted" in ended else ended[0]
+        return "interrupted" if "interrupted" in end_reasons else end_reasons[0]
 
     def _run_trials(self, ends: float | None, stopped: threading.Event) -> str:
         """Run trials one after the other, until `stopped`; return why it ended."""
@@ -153,9 +153,9 @@ class Search:
                 trial = self.queue.ask(study, stack)
                 if isinstance(trial, str):
                     return trial
-                known = self.queue.known_trial(study, trial)
-                if known is not None:
-                    self.queue.repeat(study, trial, known)
+                known_trial = self.queue.known_trial(study, trial)
+                if known_trial is not None:
+                    self.queue.repeat(study, trial, known_trial)
                     repeated.append(trial.number)
                     continue
                 if repeated:  # else their numbers would be missing without a reason
@@ -220,7 +220,7 @@ class Search:
 
         Trials of which all constraints were measured on all samples come first.
         """
-        measured = [t for t in self.finished_trials() if t.result.violations]
+        candidates = [t for t in self.finished_trials() if t.result.violations]
         limits = {
             metric: abs(gate.max_drop or gate.min or gate.max or 1.0)
             for metric, gate in self.space.settings.subject_to.items()
@@ -232,7 +232,7 @@ class Search:
         def is_partial(trial: Trial) -> bool:
             return trial.result.status == "stopped" or not limits.keys() <= trial.result.violations.keys()
 
-        return min(measured, key=lambda trial: (is_partial(trial), distance(trial)), default=None)
+        return min(candidates, key=lambda trial: (is_partial(trial), distance(trial)), default=None)
 
     def score_on_test(self, trial: Trial) -> dict[str, Any]:
         """Score a trial's last step and the baseline on test, once; return the report of that run.
@@ -255,39 +255,43 @@ class Search:
 
     def trial_text(self, trial: Trial) -> str:
         """Return a line about a trial: parameters, values and cost."""
-        chosen, result = self._chosen_text(trial.parameters), trial.result
+        parameters_text, result = self._chosen_text(trial.parameters), trial.result
         if result.error is not None:
             failure = f"error[{result.error['code']}]: {result.error['message']}"
-            return f"trial {trial.number}: {chosen}: failed: {failure}"
-        shown = ", ".join(f"{name} {objective_text(name, value)}" for name, value in result.values.items())
-        note = "" if result.status == "feasible" else f" {result.status}"
+            return f"trial {trial.number}: {parameters_text}: failed: {failure}"
+        values_text = ", ".join(
+            f"{name} {objective_text(name, value)}" for name, value in result.values.items()
+        )
+        status_text = "" if result.status == "feasible" else f" {result.status}"
         if result.status in ("infeasible", "stopped"):
-            worst = ", ".join(name for name, over in result.violations.items() if over > 0)
-            note += f" ({worst or 'quality'}{f', {result.samples} samples' if result.samples else ''})"
+            violated = ", ".join(name for name, violation in result.violations.items() if violation > 0)
+            status_text += (
+                f" ({violated or 'quality'}{f', {result.samples} samples' if result.samples else ''})"
+            )
         return (
-            f"trial {trial.number}: {chosen}:{note} {shown}; {result.seconds:.0f} s,"
+            f"trial {trial.number}: {parameters_text}:{status_text} {values_text}; {result.seconds:.0f} s,"
             f" {result.cached_steps} of {result.steps} steps from the store"
         )
 
     def _chosen_text(self, parameters: Mapping[str, Any]) -> str:
-        used = self.space.used_values(parameters)
-        return " ".join(f"{name}={parameter_text(value)}" for name, value in used.items())
+        used_values = self.space.used_values(parameters)
+        return " ".join(f"{name}={parameter_text(value)}" for name, value in used_values.items())
 
     def signs(self) -> dict[str, int]:
         """Return 1 for each objective that is minimized, -1 for each that is maximized."""
-        return {each.name: -1 if each.maximize else 1 for each in self.space.objectives}
+        return {objective.name: -1 if objective.maximize else 1 for objective in self.space.objectives}
 
     def _first_objective(self, trial: Trial) -> tuple[float, int]:
         name, sign = next(iter(self.signs().items()))
         return sign * trial.result.values[name], trial.result.size_bytes or 0
 
     def _prepare(self) -> None:
-        for place in (self.folder, self.folder / "running", self.folder / "trials"):
+        for path in (self.folder, self.folder / "running", self.folder / "trials"):
             try:
-                place.mkdir(parents=True, exist_ok=True)
+                path.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise InputError(
-                    f"{place}: cannot use this folder for the search: {error.strerror}. Choose another folder"
+                    f"{path}: cannot use this folder for the search: {error.strerror}. Choose another folder"
                     " with --out.",
                     code="unusable-folder",
                 ) from error
@@ -304,7 +308,7 @@ class Search:
         pruner = optuna.pruners.SuccessiveHalvingPruner(
             min_resource=next(iter(self._rungs()), 1), reduction_factor=_RUNG_FACTOR
         )
-        goals = [each.maximize for each in self.space.objectives]
+        goals = [objective.maximize for objective in self.space.objectives]
         grid = self.space.parameters if self.space.sampler == "grid" else ()
         return self.storage.open_study(self._identity, goals, pruner, grid, self.queue.validate)
 
@@ -334,7 +338,7 @@ class Search:
             RunError: they did, with the code of the last one.
         """
         results = [trial.result for trial in self.storage.retry(lambda: finished_trials(study))]
-        if len(results) >= _MAX_FIRST_FAILURES and all(each.status == "failed" for each in results):
+        if len(results) >= _MAX_FIRST_FAILURES and all(result.status == "failed" for result in results):
             last = results[-1].error or {}
             raise RunError(
                 f"All of the first {_MAX_FIRST_FAILURES} trials failed; the search ends. The last one:"
@@ -343,28 +347,28 @@ class Search:
             )
 
     def _run_trial(self, trial: optuna.Trial) -> TrialResult:
-        started = time.monotonic()
+        start_time = time.monotonic()
         try:
             result = self._measure(trial)
         except SmeltError as error:
-            found = error.found[0] if error.found else error.as_message()
-            result = TrialResult("failed", error={"code": found.code, "message": found.message})
-        return replace(result, seconds=time.monotonic() - started)
+            message = error.found[0] if error.found else error.as_message()
+            result = TrialResult("failed", error={"code": message.code, "message": message.message})
+        return replace(result, seconds=time.monotonic() - start_time)
 
     def _measure(self, trial: optuna.Trial) -> TrialResult:
         """Build the trial's artifacts and measure them, cheap things first."""
         plan = self.space.plan_at(trial.params)
         name = f"trial {trial.number}"
         options = self._run_options(self.folder / "trials" / f"trial-{trial.number:04d}", label=name)
-        built = self._run(plan, replace(options, scored=False))
-        steps = [step for step in built["steps"] if step["name"] != "model"]
+        report = self._run(plan, replace(options, scored=False))
+        steps = [step for step in report["steps"] if step["name"] != "model"]
         result = TrialResult(
             "infeasible",
             steps=len(steps),
             cached_steps=sum(step["status"] == "cached" for step in steps),
             saved_seconds=sum(step["seconds"] or 0 for step in steps if step["status"] == "cached"),
-            size_bytes=self._leaf_of(built)["size_bytes"],
-            values=self._values(self._leaf_of(built)),
+            size_bytes=self._leaf_of(report)["size_bytes"],
+            values=self._values(self._leaf_of(report)),
         )
         limit = self.space.settings.subject_to.get("size_bytes")
         if (
@@ -375,12 +379,12 @@ class Search:
         ):
             return replace(result, violations={"size_bytes": result.size_bytes - limit.max})
         options = replace(options, only=frozenset({self.space.leaf}), timed=False)
-        for rows in self._rungs():
-            leaf = self._leaf_of(self._run(plan, replace(options, score_limit=rows)))
-            self.print_line(f"{name}: {_scores_text(leaf)} on {rows} samples")
-            over = {m: v for m, v in self._optimistic_violations(leaf).items() if v > 0}
-            if over or self._is_outclassed(trial, leaf, rows):
-                return replace(result, status="stopped", violations=over, samples=rows)
+        for num_samples in self._rungs():
+            leaf = self._leaf_of(self._run(plan, replace(options, score_limit=num_samples)))
+            self.print_line(f"{name}: {_scores_text(leaf)} on {num_samples} samples")
+            violations = {m: v for m, v in self._optimistic_violations(leaf).items() if v > 0}
+            if violations or self._is_outclassed(trial, leaf, num_samples):
+                return replace(result, status="stopped", violations=violations, samples=num_samples)
         leaf = self._leaf_of(self._run(plan, options))
         self.print_line(f"{name}: {_scores_text(leaf)} on all samples")
         result = replace(
@@ -390,11 +394,13 @@ class Search:
             values=self._values(leaf),
             violations=_violations(leaf, self.space.settings.subject_to),
         )
-        slow = {*SPEED_METRICS} & set(self.space.settings.subject_to)
-        timed = slow or {"latency", "memory"} & {each.name for each in self.space.objectives}
-        if any(over > 0 for over in result.violations.values()):
+        speed_metrics = {*SPEED_METRICS} & set(self.space.settings.subject_to)
+        timed_values = speed_metrics or {"latency", "memory"} & {
+            objective.name for objective in self.space.objectives
+        }
+        if any(violations > 0 for violations in result.violations.values()):
             return result
-        if timed:
+        if timed_values:
             leaf = self._leaf_of(self._run(plan, replace(options, timed=True)))
             result = replace(
                 result,
@@ -403,9 +409,11 @@ class Search:
                 memory_bytes=leaf["peak_memory_bytes"],
                 latency=_smallest_batch(leaf),
             )
-        if any(over > 0 for over in result.violations.values()):
+        if any(violations > 0 for violations in result.violations.values()):
             return result
-        missing = [each.name for each in self.space.objectives if each.name not in result.values]
+        missing = [
+            objective.name for objective in self.space.objectives if objective.name not in result.values
+        ]
         missing += [name for name in self.space.settings.subject_to if name not in result.violations]
         if missing:
             raise RunError(
@@ -443,9 +451,11 @@ class Search:
         """Return the numbers of samples that a trial is scored on before all of them."""
         assert self.space.plan is not None
         split = self.space.plan.splits.get(self.space.plan.judged_on)
-        rows = len(split) if split is not None else 0
-        rows = min(rows, self.options.limit or rows)
-        sizes = itertools.takewhile(lambda n: n >= _MIN_RUNG, (rows // _RUNG_FACTOR**k for k in (1, 2)))
+        num_samples = len(split) if split is not None else 0
+        num_samples = min(num_samples, self.options.limit or num_samples)
+        sizes = itertools.takewhile(
+            lambda n: n >= _MIN_RUNG, (num_samples // _RUNG_FACTOR**k for k in (1, 2))
+        )
         return sorted(sizes)
 
     def _values(self, leaf: Mapping[str, Any]) -> dict[str, float]:
@@ -454,7 +464,7 @@ class Search:
         Latency is the share of the baseline's time, by paired rounds at the smallest batch size, so that
         trials hours apart are comparable. It is by processor time where other work disturbed the rounds.
         """
-        found: dict[str, float] = {}
+        objective_values: dict[str, float] = {}
         for objective in self.space.objectives:
             value: float | None = None
             if objective.name == "size":
@@ -462,41 +472,43 @@ class Search:
             elif objective.name == "memory":
                 value = leaf["peak_memory_bytes"]
             elif objective.name == "latency":
-                row = _smallest_batch(leaf) or {}
-                ratio = row.get("cpu_speedup") if row.get("stable") is False else row.get("speedup")
+                latency = _smallest_batch(leaf) or {}
+                ratio = (
+                    latency.get("cpu_speedup") if latency.get("stable") is False else latency.get("speedup")
+                )
                 value = 1 / ratio if ratio else None
             elif objective.name in (leaf["quality"] or {}):
                 value = leaf["quality"][objective.name]["value"]
             if value is not None:
-                found[objective.name] = float(value)
-        return found
+                objective_values[objective.name] = float(value)
+        return objective_values
 
     def _optimistic_violations(self, leaf: Mapping[str, Any]) -> dict[str, float]:
         """Return by how much each constraint is violated at the better end of the 95 % interval."""
-        over = {}
+        violations = {}
         for metric, gate in self.space.settings.subject_to.items():
             score, test = leaf["quality"].get(metric), (leaf["against_baseline"] or {}).get(metric)
             if score is None:
                 continue
             sign = 1 if score["higher_is_better"] else -1
             if gate.max_drop is not None and test and test["ci95"]:
-                over[metric] = min(-sign * end for end in test["ci95"]) - gate.max_drop
+                violations[metric] = min(-sign * end for end in test["ci95"]) - gate.max_drop
             elif score["ci95"] and gate.min is not None:
-                over[metric] = gate.min - score["ci95"][1]
+                violations[metric] = gate.min - score["ci95"][1]
             elif score["ci95"] and gate.max is not None:
-                over[metric] = score["ci95"][0] - gate.max
-        return over
+                violations[metric] = score["ci95"][0] - gate.max
+        return violations
 
     def _is_outclassed(self, trial: optuna.Trial, leaf: Mapping[str, Any], rows: int) -> bool:
         """Return whether successive halving stops the trial: only where a metric is the single objective.
 
         Trials are compared by their paired difference from the baseline on the same samples.
         """
-        [first, *more] = self.space.objectives
-        if more or first.name in COSTS:
+        [first_objective, *other_objectives] = self.space.objectives
+        if other_objectives or first_objective.name in COSTS:
             return False
-        test = (leaf["against_baseline"] or {}).get(first.name)
-        value = test["difference"] if test else leaf["quality"][first.name]["value"]
+        test = (leaf["against_baseline"] or {}).get(first_objective.name)
+        value = test["difference"] if test else leaf["quality"][first_objective.name]["value"]
 
         def prune() -> bool:
             trial.report(value, rows)
@@ -529,20 +541,20 @@ def _violations(leaf: Mapping[str, Any], limits: Mapping[str, Any]) -> dict[str,
 
     The speed-up is by processor time where other work disturbed the rounds, as in the objective.
     """
-    over: dict[str, float] = {}
-    row = _smallest_batch(leaf) or {}
+    violations: dict[str, float] = {}
+    latency = _smallest_batch(leaf) or {}
     for gate in leaf["gates"] or []:
         value = gate["value"] if gate["bound"] is None else gate["bound"]
-        if gate["metric"] == "speedup" and row.get("stable") is False:
-            value = row.get("cpu_speedup") or value
+        if gate["metric"] == "speedup" and latency.get("stable") is False:
+            value = latency.get("cpu_speedup") or value
         if gate["metric"] in limits and value is not None:
             amount = gate["limit"] - value if gate["kind"] == "min" else value - gate["limit"]
-            over[gate["metric"]] = max(amount, over.get(gate["metric"], amount))
-    return over
+            violations[gate["metric"]] = max(amount, violations.get(gate["metric"], amount))
+    return violations
 
 
 def spread(trials: Sequence[Trial], most: int) -> list[Trial]:
     """Return at most `most` of `trials`, with the first and the last, evenly spread."""
     if len(trials) <= most:
         return list(trials)
-    return [trials[round(at * (len(trials) - 1) / (most - 1))] for at in range(most)]
+    return [trials[round(index * (len(trials) - 1) / (most - 1))] for index in range(most)]

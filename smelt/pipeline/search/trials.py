@@ -84,7 +84,7 @@ class TrialQueue:
 
     def __init__(self, space: SearchSpace, storage: StudyStorage, most: int, seed: int) -> None:
         self.space, self.storage, self.most, self.seed = space, storage, most, seed
-        self.distributions = {each.name: distribution_of(each) for each in space.parameters}
+        self.distributions = {parameter.name: distribution_of(parameter) for parameter in space.parameters}
 
     def ask(self, study: optuna.Study, stack: ExitStack) -> optuna.Trial | Literal["trials", "exhausted"]:
         """Return the next trial, claimed for this process until `stack` is closed, or why there is none.
@@ -99,38 +99,43 @@ class TrialQueue:
     def _ask(self, study: optuna.Study, stack: ExitStack) -> optuna.Trial | Literal["trials", "exhausted"]:
         from optuna.trial import TrialState
 
-        with self.storage.lock("ask"), ExitStack() as claimed:
+        with self.storage.lock("ask"), ExitStack() as claim_stack:
             self.reclaim(study)
             self._queue_again(study)
             trials = study.get_trials(deepcopy=False)
-            waiting = any(trial.state == TrialState.WAITING for trial in trials)
-            begun = [
+            has_waiting = any(trial.state == TrialState.WAITING for trial in trials)
+            started_trials = [
                 trial for trial in trials if not _is_abandoned(trial) and trial.state != TrialState.WAITING
             ]
-            sampler, seed = self.space.sampler, self.seed + len(begun)
-            if sampler == "grid" and not waiting:
+            sampler, seed = self.space.sampler, self.seed + len(started_trials)
+            if sampler == "grid" and not has_waiting:
                 return "exhausted"
-            if sum(_REPEATS not in trial.user_attrs for trial in begun) >= self.most:
+            if sum(_REPEATS not in trial.user_attrs for trial in started_trials) >= self.most:
                 return "trials"
             # counted in the study, not by this worker: a search that is resumed samples the same trials
-            repeats = len(begun) - max(
-                (at for at, trial in enumerate(begun, 1) if _REPEATS not in trial.user_attrs), default=0
+            num_repeats = len(started_trials) - max(
+                (
+                    position
+                    for position, trial in enumerate(started_trials, 1)
+                    if _REPEATS not in trial.user_attrs
+                ),
+                default=0,
             )
-            if repeats >= _MAX_SAMPLER_REPEATS and not waiting and sampler != "grid":
+            if num_repeats >= _MAX_SAMPLER_REPEATS and not has_waiting and sampler != "grid":
                 sampler = "random"
                 untried = self.untried_points(trials)
                 if untried == []:
                     return "exhausted"
                 if untried is not None:
                     study.enqueue_trial(random.Random(seed).choice(untried))
-                elif repeats >= _MAX_REPEATS:
+                elif num_repeats >= _MAX_REPEATS:
                     return "exhausted"
             study.sampler = make_sampler(sampler, seed)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Heartbeat of storage")  # `claim` records it
                 trial = study.ask(self.distributions)
-            self.storage.claim(study, trial, claimed)
-            stack.push(claimed.pop_all())
+            self.storage.claim(study, trial, claim_stack)
+            stack.push(claim_stack.pop_all())
             return trial
 
     def _queue_again(self, study: optuna.Study) -> None:
@@ -140,19 +145,21 @@ class TrialQueue:
         """
         trials = study.get_trials(deepcopy=False)
         points = {json_hash(trial.params): trial.params for trial in trials if _is_abandoned(trial)}
-        known = {json_hash(point_of(trial)) for trial in trials if not _is_abandoned(trial)} if points else ()
+        known_hashes = (
+            {json_hash(point_of(trial)) for trial in trials if not _is_abandoned(trial)} if points else ()
+        )
         for key, point in points.items():
             # of an incomplete point the next trial, with the same seed, samples the same
-            if key not in known and len(point) == len(self.distributions):
+            if key not in known_hashes and len(point) == len(self.distributions):
                 study.enqueue_trial(point)
 
     def untried_points(self, trials: Sequence[optuna.trial.FrozenTrial]) -> list[dict[str, Any]] | None:
         """Return a point for each recipe that no trial has; None if the space is too large to enumerate."""
         if number_of_points(self.space.parameters) > _MAX_ENUMERATED:
             return None
-        known = {self._recipe_hash(trial.params) for trial in trials if _is_known(trial)}
+        known_hashes = {self._recipe_hash(trial.params) for trial in trials if _is_known(trial)}
         points = {self._recipe_hash(point): point for point in grid_points(self.space.parameters)}
-        return [point for key, point in points.items() if key not in known]
+        return [point for key, point in points.items() if key not in known_hashes]
 
     def _recipe_hash(self, point: Mapping[str, Any]) -> str:
         # a sampler and a grid may differ in the last digit of the same step
@@ -164,16 +171,16 @@ class TrialQueue:
         from optuna.trial import TrialState
 
         running = (TrialState.RUNNING,)
-        dead = self.storage.dead_workers(study.get_trials(deepcopy=False, states=running))
+        dead_workers = self.storage.dead_workers(study.get_trials(deepcopy=False, states=running))
         # read again: a worker may have finished its trial, and ended, since the first reading
-        for trial in study.get_trials(deepcopy=False, states=running) if dead else ():
-            if trial.number not in dead:
+        for trial in study.get_trials(deepcopy=False, states=running) if dead_workers else ():
+            if trial.number not in dead_workers:
                 continue
             if _RESULT in trial.user_attrs:  # its worker died before `tell`
                 self._finish(study, trial.number, read_result(trial))
                 continue
-            if dead[trial.number]:
-                self.storage.record_loss(study, trial.number, dead[trial.number])
+            if dead_workers[trial.number]:
+                self.storage.record_loss(study, trial.number, dead_workers[trial.number])
             _fail(study, trial.number)
         self.storage.fail_stale_trials(study)
 
@@ -187,11 +194,11 @@ class TrialQueue:
 
         Parameters of stages that are not used make no difference.
         """
-        own = self._recipe_hash(trial.params)
+        recipe_hash = self._recipe_hash(trial.params)
         trials = self.storage.retry(lambda: study.get_trials(deepcopy=False))
-        for other in trials[: trial.number]:
-            if _is_known(other) and self._recipe_hash(other.params) == own:
-                return other
+        for earlier_trial in trials[: trial.number]:
+            if _is_known(earlier_trial) and self._recipe_hash(earlier_trial.params) == recipe_hash:
+                return earlier_trial
         return None
 
     def repeat(self, study: optuna.Study, trial: optuna.Trial, known: optuna.trial.FrozenTrial) -> None:
@@ -215,19 +222,17 @@ class TrialQueue:
             UpdateFinishedTrialError: the trial was ended meanwhile, since its worker counted as dead.
             RunError: as `StudyStorage.retry`.
         """
-        measured = json.loads(json.dumps(asdict(result)))
+        values = json.loads(json.dumps(asdict(result)))
 
         def store() -> None:
-            known = trial.constraints
-            for name, over in result.violations.items():
-                if name not in known:
-                    trial.set_constraint(name, over)
+            constraints = trial.constraints
+            for name, violation in result.violations.items():
+                if name not in constraints:
+                    trial.set_constraint(name, violation)
             if repeated is not None:
                 trial.set_user_attr(_REPEATS, repeated)
             # last: it is complete now
-            trial.set_user_attr(
-                _RESULT, {"sha256": _result_hash(trial.params, measured), "measured": measured}
-            )
+            trial.set_user_attr(_RESULT, {"sha256": _result_hash(trial.params, values), "measured": values})
             self._finish(study, trial.number, result)
 
         self.storage.retry(store)
@@ -235,7 +240,11 @@ class TrialQueue:
     def _finish(self, study: optuna.Study, number: int, result: TrialResult) -> None:
         from optuna.trial import TrialState
 
-        values = [result.values[each.name] for each in self.space.objectives if each.name in result.values]
+        values = [
+            result.values[objective.name]
+            for objective in self.space.objectives
+            if objective.name in result.values
+        ]
         if result.status == "failed":
             _fail(study, number)
         elif len(values) < len(self.space.objectives) or result.status == "stopped":
@@ -281,7 +290,7 @@ def _fail(study: optuna.Study, number: int) -> None:
 
 
 def _is_within(point: Mapping[str, Any], parameters: Sequence[Parameter]) -> bool:
-    by_name = {each.name: each for each in parameters}
+    by_name = {parameter.name: parameter for parameter in parameters}
     return point.keys() <= by_name.keys() and all(
         value in by_name[name].labels
         if by_name[name].choices

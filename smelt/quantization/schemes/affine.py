@@ -74,9 +74,9 @@ def int4_expansion_table(values: Sequence[int]) -> Any:
     import numpy as np
 
     bits = len(values).bit_length() - 1
-    codes = np.arange(256)[:, None] >> np.arange(0, 8, bits) & (len(values) - 1)
-    wide = np.array(values, dtype=np.uint8)[codes]
-    return wide[:, ::2] | wide[:, 1::2] << 4
+    q_weight = np.arange(256)[:, None] >> np.arange(0, 8, bits) & (len(values) - 1)
+    nibbles = np.array(values, dtype=np.uint8)[q_weight]
+    return nibbles[:, ::2] | nibbles[:, 1::2] << 4
 
 
 def shift_zero_points(zeros: Tensor, by: int) -> Tensor:
@@ -91,8 +91,8 @@ _SHIFT = 128 - INT4_ZERO_POINT
 
 def nbits_variants(code_bits: int, options: SchemeOptions) -> tuple[str, ...]:
     """Return the operators for codes of `code_bits` bits, the default first."""
-    wider = _BITS if quantizes_activation_blocks(options) else (code_bits,)
-    return tuple(f"MatMulNBits, {bits} bits" for bits in wider if bits >= code_bits)
+    bit_widths = _BITS if quantizes_activation_blocks(options) else (code_bits,)
+    return tuple(f"MatMulNBits, {bits} bits" for bits in bit_widths if bits >= code_bits)
 
 
 def variant_bits(matrix: PackedMatrix, default_bits: int) -> int:
@@ -111,8 +111,8 @@ def int4_to_int8_table() -> dict[str, Any]:
     """Return the bytes of each pair of 4-bit codes, the low one first, uint8 [256, 2]."""
     import numpy as np
 
-    pairs = np.arange(256)[:, None] >> np.array([0, 4]) & 15
-    return {_BYTES: (pairs + _SHIFT).astype(np.uint8)}
+    nibbles = np.arange(256)[:, None] >> np.array([0, 4]) & 15
+    return {_BYTES: (nibbles + _SHIFT).astype(np.uint8)}
 
 
 def int8_zero_points(zeros: Tensor, middle: int) -> Tensor:
@@ -125,16 +125,16 @@ def nbits_variant_node(matrix: PackedMatrix, own: int, x: str, y: str) -> tuple[
     import torch
     from onnx import helper
 
-    options, bits, rows = matrix.options, variant_bits(matrix, own), matrix.tensor("codes").shape[0]
+    options, bits, out_features = matrix.options, variant_bits(matrix, own), matrix.tensor("codes").shape[0]
     size = group_size(options)
     count = num_groups(matrix.width, size)
     numbers = torch.Generator().manual_seed(0)
-    shape = (rows, count, size * bits // 8)
-    codes = torch.randint(0, 256, shape, generator=numbers, dtype=torch.uint8)
-    tensors = {f"{y}.codes": codes, f"{y}.scales": torch.full((rows, count), 0.01)}
+    shape = (out_features, count, size * bits // 8)
+    q_weight = torch.randint(0, 256, shape, generator=numbers, dtype=torch.uint8)
+    tensors = {f"{y}.codes": q_weight, f"{y}.scales": torch.full((out_features, count), 0.01)}
     if matrix.has("zeros"):
-        tensors[f"{y}.zeros"] = torch.full((rows, -(-count * bits // 8)), 1, dtype=torch.uint8)
-    layout: dict[str, Any] = {"K": matrix.width, "N": rows, "bits": bits, "block_size": size}
+        tensors[f"{y}.zeros"] = torch.full((out_features, -(-count * bits // 8)), 1, dtype=torch.uint8)
+    layout: dict[str, Any] = {"K": matrix.width, "N": out_features, "bits": bits, "block_size": size}
     layout[ACCURACY_LEVEL.name] = int(options[ACCURACY_LEVEL.name])
     node = helper.make_node("MatMulNBits", [x, *tensors], [y], domain="com.microsoft", **layout)
     return node, tensors
@@ -217,77 +217,83 @@ class AffineGroupwise(parts.GroupwiseScheme):
         """Return the specs of codes, as many per byte as fit, scales, and zero points likewise."""
         size = self.group_size(width, options)
         count = parts.num_groups(width, size)
-        found = {
+        specs = {
             name: StoredTensor((rows, count, size * bits // 8), "uint8")
             for name, bits, _ in _PLANES[self.bits]
         }
-        found["scales"] = StoredTensor((rows, count), "float32", file_dtype="float16")
+        specs["scales"] = StoredTensor((rows, count), "float32", file_dtype="float16")
         if not options[SYMMETRIC.name]:
-            found["zeros"] = StoredTensor((rows, -(-count * self._zero_bits // 8)), "uint8")
-        return found
+            specs["zeros"] = StoredTensor((rows, -(-count * self._zero_bits // 8)), "uint8")
+        return specs
 
     def pack(self, decided: UnpackedWeights, options: SchemeOptions) -> dict[str, Tensor]:
         """Return the tensors of `stored_tensors`."""
         grid = decided.qparams
-        found = {
+        tensors = {
             name: parts.pack_codes(decided.q_weight >> low & 2**bits - 1, bits)
             for name, bits, low in _PLANES[self.bits]
         }
-        found["scales"] = grid["scales"].half().float()
-        return found | (
+        tensors["scales"] = grid["scales"].half().float()
+        return tensors | (
             {"zeros": parts.pack_codes(grid["zeros"], self._zero_bits)} if "zeros" in grid else {}
         )
 
     def unpack(self, matrix: PackedMatrix) -> UnpackedWeights:
         """Return codes and zero points as uint8."""
         (first, bits, _), *further_planes = _PLANES[self.bits]
-        codes, grid = parts.unpack_codes(matrix.tensor(first), bits), {"scales": matrix.tensor("scales")}
+        q_weight, grid = parts.unpack_codes(matrix.tensor(first), bits), {"scales": matrix.tensor("scales")}
         for name, bits, low in further_planes:
-            codes = codes | parts.unpack_codes(matrix.tensor(name), bits) << low
+            q_weight = q_weight | parts.unpack_codes(matrix.tensor(name), bits) << low
         if matrix.has("zeros"):
-            grid["zeros"] = parts.unpack_codes(matrix.tensor("zeros"), self._zero_bits)[:, : codes.shape[1]]
-        return UnpackedWeights(codes, grid)
+            grid["zeros"] = parts.unpack_codes(matrix.tensor("zeros"), self._zero_bits)[
+                :, : q_weight.shape[1]
+            ]
+        return UnpackedWeights(q_weight, grid)
 
     def lookup(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
         """Return some rows, with operators that can be exported; a row of zeros stays zero."""
         flat = ids.flatten()
         (first, bits, _), *further_planes = _PLANES[self.bits]
-        codes = _unpack_as_float(matrix.tensor(first).index_select(0, flat), bits)
-        for name, more, low in further_planes:
-            codes = codes + _unpack_as_float(matrix.tensor(name).index_select(0, flat), more) * float(2**low)
+        q_weight = _unpack_as_float(matrix.tensor(first).index_select(0, flat), bits)
+        for name, plane_bits, low in further_planes:
+            q_weight = q_weight + _unpack_as_float(
+                matrix.tensor(name).index_select(0, flat), plane_bits
+            ) * float(2**low)
         zeros: Tensor | float = float(self.zero_point)
         if matrix.has("zeros"):
             packed = matrix.tensor("zeros").index_select(0, flat)
-            zeros = _unpack_as_float(packed, self._zero_bits)[:, : codes.shape[1], None]
-        stored = matrix.tensor(parts.FLOAT16_SCALES if matrix.has(parts.FLOAT16_SCALES) else "scales")
-        scales = stored.index_select(0, flat).float()[..., None]
-        rows = ((codes - zeros) * scales).flatten(1)[:, : matrix.width]
-        return rows.reshape(*ids.shape, matrix.width)
+            zeros = _unpack_as_float(packed, self._zero_bits)[:, : q_weight.shape[1], None]
+        stored_scales = matrix.tensor(parts.FLOAT16_SCALES if matrix.has(parts.FLOAT16_SCALES) else "scales")
+        scales = stored_scales.index_select(0, flat).float()[..., None]
+        values = ((q_weight - zeros) * scales).flatten(1)[:, : matrix.width]
+        return values.reshape(*ids.shape, matrix.width)
 
     def export_constants(self, matrix: PackedMatrix, use: MatrixUse) -> dict[str, Tensor]:
         """Return the scales in 16 bits, and the zero points of expanded codes."""
-        found = super().export_constants(matrix, use)
+        constants = super().export_constants(matrix, use)
         bits = variant_bits(matrix, self._default_bits(matrix.options))
         if use == "product" and matrix.has("zeros") and bits != self.bits:
             zeros = self.unpack(matrix).qparams["zeros"]
-            found[_WIDE_ZEROS[bits]] = (
+            constants[_WIDE_ZEROS[bits]] = (
                 int8_zero_points(zeros, self.zero_point)
                 if bits == 8
                 else shift_zero_points(zeros, INT4_ZERO_POINT - self.zero_point)
             )
         if use == "product" and self._has_odd_groups(matrix):
-            found[_FLAT_ZEROS] = parts.pack_codes(self.unpack(matrix).qparams["zeros"].flatten(), self.bits)
-        return found
+            constants[_FLAT_ZEROS] = parts.pack_codes(
+                self.unpack(matrix).qparams["zeros"].flatten(), self.bits
+            )
+        return constants
 
     def emit_linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None, target: str) -> Tensor:
         """Emit MatMulNBits, of more bits for expanded codes; for OpenVINO a MatMul of blocks."""
         if target == _BLOCKED:
             return self._emit_blockwise(matrix, x, bias)
         bits = variant_bits(matrix, self._default_bits(matrix.options))
-        codes = matrix.tensor("codes") if bits == self.bits else self._emit_widened(matrix, bits)
+        q_weight = matrix.tensor("codes") if bits == self.bits else self._emit_widened(matrix, bits)
         name = "zeros" if bits == self.bits else _WIDE_ZEROS[bits]
         zeros = matrix.tensor(name) if matrix.has(name) else None
-        return parts.emit_matmul_nbits(matrix, x, bias, bits, codes, zeros)
+        return parts.emit_matmul_nbits(matrix, x, bias, bits, q_weight, zeros)
 
     def expands_to_int4(self, options: SchemeOptions) -> bool:
         """Return whether codes become 4-bit ones when the graph is loaded."""
@@ -362,10 +368,10 @@ def signed_int4_constants(matrix: PackedMatrix, use: MatrixUse) -> dict[str, Ten
 
     Codes are uint8, two per byte, the first one in the lowest bits; those of a lookup [N, G, g / 2].
     """
-    codes = matrix.tensor("codes").detach() ^ _SIGN_BITS
+    q_weight = matrix.tensor("codes").detach() ^ _SIGN_BITS
     if use == "lookup":
-        return {_ROWS: codes}
-    columns = parts.unpack_nibbles(codes).flatten(1).t()
+        return {_ROWS: q_weight}
+    columns = parts.unpack_nibbles(q_weight).flatten(1).t()
     scales = matrix.tensor("scales").detach().t().contiguous()
     return {_COLUMNS: parts.pack_nibbles(columns.flatten()), _COLUMN_SCALES: scales}
 
@@ -385,8 +391,8 @@ def emit_signed_int4_lookup(matrix: PackedMatrix, ids: Tensor) -> Tensor:
     from smelt.quantization.emit import signed_block_weight
 
     size = parts.group_size(matrix.options)
-    rows = F.embedding(ids, signed_block_weight(matrix.tensor(_ROWS), matrix.tensor("scales"), size))
-    return rows[..., : matrix.width]
+    values = F.embedding(ids, signed_block_weight(matrix.tensor(_ROWS), matrix.tensor("scales"), size))
+    return values[..., : matrix.width]
 
 
 class Int4(AffineGroupwise):

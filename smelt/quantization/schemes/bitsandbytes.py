@@ -50,8 +50,8 @@ def import_bitsandbytes() -> Any:
     """
     from smelt.core.errors import MissingDependencyError
 
-    for package, oldest in BITSANDBYTES_PACKAGES.items():
-        require_package(package, oldest, "matrix multiplications of bitsandbytes schemes")
+    for package, min_version in BITSANDBYTES_PACKAGES.items():
+        require_package(package, min_version, "matrix multiplications of bitsandbytes schemes")
     try:
         with silence_bitsandbytes(), _without_kernel_download():
             import bitsandbytes
@@ -83,13 +83,13 @@ def silence_bitsandbytes() -> Iterator[None]:
 @contextmanager
 def _without_kernel_download() -> Iterator[None]:
     """Hide `kernels` while bitsandbytes is imported: it would download compiled code from a hub."""
-    absent = "kernels" not in sys.modules
-    if absent:
+    was_absent = "kernels" not in sys.modules
+    if was_absent:
         sys.modules["kernels"] = None  # type: ignore[assignment]
     try:
         yield
     finally:
-        if absent:
+        if was_absent:
             del sys.modules["kernels"]
 
 
@@ -150,14 +150,16 @@ class BnbInt8(Int8PerChannel):
         """Let bitsandbytes find outliers, round and multiply."""
         import torch
 
-        functional, codes = import_bitsandbytes().functional, matrix.tensor("codes")
-        rows = x.detach().reshape(-1, matrix.width).float()
-        rounded, scales, outliers = functional.int8_vectorwise_quant(rows.half(), threshold=OUTLIER_THRESHOLD)
-        out, _ = torch.ops.bitsandbytes.int8_mixed_scaled_mm(
-            rows, rounded, codes, scales, matrix.tensor("scales"), outliers, bias
+        functional, q_weight = import_bitsandbytes().functional, matrix.tensor("codes")
+        x_rows = x.detach().reshape(-1, matrix.width).float()
+        rounded, scales, outliers = functional.int8_vectorwise_quant(
+            x_rows.half(), threshold=OUTLIER_THRESHOLD
         )
-        product: Tensor = out.reshape(*x.shape[:-1], codes.shape[0])
-        return product
+        out, _ = torch.ops.bitsandbytes.int8_mixed_scaled_mm(
+            x_rows, rounded, q_weight, scales, matrix.tensor("scales"), outliers, bias
+        )
+        result: Tensor = out.reshape(*x.shape[:-1], q_weight.shape[0])
+        return result
 
     def lookup(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
         """Return some rows; a row of zeros stays zero."""
@@ -259,24 +261,24 @@ class BnbNf4(Scheme):
 
     def unpack(self, matrix: PackedMatrix) -> UnpackedWeights:
         """Return the codes as uint8."""
-        codes = parts.unpack_nibbles(matrix.tensor("codes"), high_first=True)
-        return UnpackedWeights(codes, {"scales": matrix.tensor("scales")})
+        q_weight = parts.unpack_nibbles(matrix.tensor("codes"), high_first=True)
+        return UnpackedWeights(q_weight, {"scales": matrix.tensor("scales")})
 
     def linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
         """Let bitsandbytes multiply; its float weights exist during one multiplication only."""
         import torch
 
-        library, (rows, count) = import_bitsandbytes(), matrix.tensor("scales").shape
+        library, (out_features, count) = import_bitsandbytes(), matrix.tensor("scales").shape
         state = library.functional.QuantState(
             absmax=matrix.tensor("scales").flatten(),
-            shape=torch.Size((rows, count * NF4_BLOCK_SIZE)),
+            shape=torch.Size((out_features, count * NF4_BLOCK_SIZE)),
             code=_table(x.device),
             blocksize=NF4_BLOCK_SIZE,
             quant_type=NF4_QUANT_TYPE,
             dtype=torch.float32,
         )
-        codes = matrix.tensor("codes").reshape(-1, 1)
-        out: Tensor = library.matmul_4bit(_pad_to_blocks(x, count), codes, state, bias=bias)
+        q_weight = matrix.tensor("codes").reshape(-1, 1)
+        out: Tensor = library.matmul_4bit(_pad_to_blocks(x, count), q_weight, state, bias=bias)
         return out
 
     def lookup(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
@@ -284,21 +286,21 @@ class BnbNf4(Scheme):
         import torch
 
         count = parts.num_groups(matrix.width, NF4_BLOCK_SIZE)
-        taken = ids.flatten()[:, None]
+        row_ids = ids.flatten()[:, None]
 
         def rows(name: str, otherwise: str, width: int) -> Tensor:
             flat = matrix.tensor(name) if matrix.has(name) else matrix.tensor(otherwise).flatten()
-            places = taken * width + torch.arange(width, device=taken.device)
-            return flat.index_select(0, places.flatten())
+            indices = row_ids * width + torch.arange(width, device=row_ids.device)
+            return flat.index_select(0, indices.flatten())
 
-        codes = parts.unpack_nibbles_float(
+        q_weight = parts.unpack_nibbles_float(
             rows("flat", "codes", count * NF4_BLOCK_SIZE // 2), high_first=True
         ).int()
-        table = matrix.tensor("table") if matrix.has("table") else _table(codes.device)
+        table = matrix.tensor("table") if matrix.has("table") else _table(q_weight.device)
         scales = rows("flat_scales", "scales", count).reshape(-1, count, 1)
-        values = table.index_select(0, codes).reshape(-1, count, NF4_BLOCK_SIZE) * scales
-        found = values.flatten(1)[:, : matrix.width]
-        return found.reshape(*ids.shape, matrix.width)
+        values = table.index_select(0, q_weight).reshape(-1, count, NF4_BLOCK_SIZE) * scales
+        looked_up = values.flatten(1)[:, : matrix.width]
+        return looked_up.reshape(*ids.shape, matrix.width)
 
     def quantizes_activations(self, options: SchemeOptions) -> bool:
         """Return False: they stay float32."""
@@ -316,10 +318,10 @@ class BnbNf4(Scheme):
         """Emit MatMulBnb4, which processes blocks of 64 row by row."""
         from smelt.quantization import emit
 
-        rows, count = matrix.tensor("scales").shape
-        layout = emit.NBitsLayout(count * NF4_BLOCK_SIZE, rows, 4, NF4_BLOCK_SIZE)
-        codes, scales = matrix.tensor("flat"), matrix.tensor("flat_scales")
-        return emit.matmul_bnb4(_pad_to_blocks(x, count), codes, scales, bias, layout)
+        out_features, count = matrix.tensor("scales").shape
+        layout = emit.NBitsLayout(count * NF4_BLOCK_SIZE, out_features, 4, NF4_BLOCK_SIZE)
+        q_weight, scales = matrix.tensor("flat"), matrix.tensor("flat_scales")
+        return emit.matmul_bnb4(_pad_to_blocks(x, count), q_weight, scales, bias, layout)
 
     def float_activation_nodes(self, node: Any) -> list[Any]:
         """Return the operator itself: its activations are not quantized."""
@@ -330,8 +332,8 @@ def _pad_to_blocks(x: Tensor, count: int) -> Tensor:
     """Return `x` [..., K] padded with zeros to `count` blocks."""
     from torch.nn import functional as F
 
-    lacking = count * NF4_BLOCK_SIZE - x.shape[-1]
-    return F.pad(x, (0, lacking)) if lacking else x
+    padding = count * NF4_BLOCK_SIZE - x.shape[-1]
+    return F.pad(x, (0, padding)) if padding else x
 
 
 @cache

@@ -59,8 +59,8 @@ class FourBitTable(parts.GroupwiseScheme):
         import torch
 
         table = torch.from_numpy(self.code_values()).float().to(codes.device) / self.units
-        found: Tensor = table[codes.int()] * grid["scales"][..., None]
-        return found
+        values: Tensor = table[codes.int()] * grid["scales"][..., None]
+        return values
 
     def stored_tensors(self, rows: int, width: int, options: SchemeOptions) -> dict[str, StoredTensor]:
         """Return the specs of two codes per byte, and scales."""
@@ -89,41 +89,45 @@ class FourBitTable(parts.GroupwiseScheme):
         import torch
 
         flat = ids.flatten()
-        codes = parts.unpack_nibbles_float(matrix.tensor("codes").index_select(0, flat)).int()
+        indices = parts.unpack_nibbles_float(matrix.tensor("codes").index_select(0, flat)).int()
         in_graph = matrix.has("table")
         table = matrix.tensor("table") if in_graph else torch.from_numpy(self.code_values()).to(ids.device)
-        steps = table.index_select(0, codes.flatten()).reshape(codes.shape).float() / self.units
-        stored = matrix.tensor(parts.FLOAT16_SCALES if matrix.has(parts.FLOAT16_SCALES) else "scales")
-        scales = stored.index_select(0, flat).float()[..., None]
-        rows: Tensor = (steps * scales).flatten(1)[:, : matrix.width]
-        return rows.reshape(*ids.shape, matrix.width)
+        steps = table.index_select(0, indices.flatten()).reshape(indices.shape).float() / self.units
+        stored_scales = matrix.tensor(parts.FLOAT16_SCALES if matrix.has(parts.FLOAT16_SCALES) else "scales")
+        scales = stored_scales.index_select(0, flat).float()[..., None]
+        values: Tensor = (steps * scales).flatten(1)[:, : matrix.width]
+        return values.reshape(*ids.shape, matrix.width)
 
     def export_constants(self, matrix: PackedMatrix, use: MatrixUse) -> dict[str, Tensor]:
         """Return the scales in 16 bits, if these are exact; for lookups also the table."""
         import torch
 
-        found = super().export_constants(matrix, use)
-        if not found[parts.FLOAT16_SCALES].float().equal(matrix.tensor("scales")):
-            found = {}
-        return found | ({"table": torch.from_numpy(self.code_values())} if use == "lookup" else {})
+        constants = super().export_constants(matrix, use)
+        if not constants[parts.FLOAT16_SCALES].float().equal(matrix.tensor("scales")):
+            constants = {}
+        return constants | ({"table": torch.from_numpy(self.code_values())} if use == "lookup" else {})
 
     def emit_linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None, target: str) -> Tensor:
         """Emit MatMulNBits with 8 bits, expanded from the stored codes when the graph is loaded."""
         from smelt.quantization import emit
 
-        codes = emit.expand_by_table(self.table_name, matrix.tensor("codes"), 2)
-        exact = matrix.has(parts.FLOAT16_SCALES)
-        scales = emit.widen_scales(matrix.tensor(parts.FLOAT16_SCALES)) if exact else matrix.tensor("scales")
+        q_weight = emit.expand_by_table(self.table_name, matrix.tensor("codes"), 2)
+        has_float16_scales = matrix.has(parts.FLOAT16_SCALES)
+        scales = (
+            emit.widen_scales(matrix.tensor(parts.FLOAT16_SCALES))
+            if has_float16_scales
+            else matrix.tensor("scales")
+        )
         # float16 could not represent a part of its least number: it is divided after the conversion
-        return parts.emit_matmul_nbits(matrix, x, bias, 8, codes, scales=scales / self.units)
+        return parts.emit_matmul_nbits(matrix, x, bias, 8, q_weight, scales=scales / self.units)
 
     def unpacking_tables(self) -> dict[str, Any]:
         """Return for each byte of two codes their 8-bit codes, the low one first, uint8 [256, 2]."""
         import numpy as np
 
         bytes_of = (self.code_values() + 128).astype(np.uint8)
-        both = np.arange(256)
-        return {self.table_name: np.stack([bytes_of[both & 15], bytes_of[both >> 4]], axis=1)}
+        all_bytes = np.arange(256)
+        return {self.table_name: np.stack([bytes_of[all_bytes & 15], bytes_of[all_bytes >> 4]], axis=1)}
 
 
 MIN_EXPONENT = 6  # the largest q: 2^(b - 1) - 2
@@ -161,10 +165,10 @@ class Pow2(FourBitTable):
 
     def quantize(self, groups: Tensor, grid: QuantParams, options: SchemeOptions) -> Tensor:
         """Return codes, uint8: the nearest power by its logarithm, or zero."""
-        shares = (groups * parts.safe_reciprocal(grid["scales"])[..., None]).abs()
-        powers = (-shares.log2()).round_().clamp_(0, MIN_EXPONENT)
-        codes = powers + _SIGN * (groups < 0)
-        return codes.masked_fill_(shares < 2.0 ** -(MIN_EXPONENT + 1), ZERO_CODE).byte()
+        ratios = (groups * parts.safe_reciprocal(grid["scales"])[..., None]).abs()
+        powers = (-ratios.log2()).round_().clamp_(0, MIN_EXPONENT)
+        q_weight = powers + _SIGN * (groups < 0)
+        return q_weight.masked_fill_(ratios < 2.0 ** -(MIN_EXPONENT + 1), ZERO_CODE).byte()
 
 
 MX_GROUP_SIZE = 32
@@ -220,9 +224,9 @@ class Mxfp4(FourBitTable):
         """Return codes, uint8: the nearest magnitude, ties to the even code, and 8 more if negative."""
         import torch
 
-        shares = groups / grid["scales"][..., None]
-        codes = torch.bucketize(shares.abs(), _e2m1_borders().to(groups.device), out_int32=True)
-        return (codes + _SIGN * ((shares < 0) & (codes > 0))).byte()
+        ratios = groups / grid["scales"][..., None]
+        magnitudes = torch.bucketize(ratios.abs(), _e2m1_borders().to(groups.device), out_int32=True)
+        return (magnitudes + _SIGN * ((ratios < 0) & (magnitudes > 0))).byte()
 
 
 def _e2m1_borders() -> Tensor:
@@ -234,5 +238,5 @@ def _e2m1_borders() -> Tensor:
 
     magnitudes = torch.tensor(Mxfp4.magnitudes, dtype=torch.float32) / 2
     middles = (magnitudes[1:] + magnitudes[:-1]) / 2
-    even = torch.arange(len(middles)) % 2 == 0
-    return middles.where(even, torch.nextafter(middles, torch.zeros(())))
+    is_even = torch.arange(len(middles)) % 2 == 0
+    return middles.where(is_even, torch.nextafter(middles, torch.zeros(())))

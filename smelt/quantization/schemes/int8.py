@@ -77,8 +77,8 @@ def block_size(width: int) -> int:
 
 def block_constants(matrix: PackedMatrix, use: MatrixUse) -> dict[str, Tensor]:
     """Return `blocks`, uint8 [N, G, g], and `block_scales`, float32 [N, G]; for lookups scales as [N, 1]."""
-    codes, size = matrix.tensor("codes").detach(), block_size(matrix.width)
-    blocks = groupwise.split_into_groups(codes.short(), size).add(_ZERO_POINT).byte()
+    q_weight, size = matrix.tensor("codes").detach(), block_size(matrix.width)
+    blocks = groupwise.split_into_groups(q_weight.short(), size).add(_ZERO_POINT).byte()
     scales = matrix.tensor("scales").detach()[:, None]
     if use == "lookup":
         return {"blocks": blocks, "lookup": scales.clone()}
@@ -104,8 +104,8 @@ def emit_block_linear(matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> T
 def emit_block_lookup(matrix: PackedMatrix, ids: Tensor) -> Tensor:
     """Emit a lookup in the blocks: output layer and embedding share a constant; zero rows stay zero."""
     flat = ids.flatten()
-    rows = matrix.tensor("blocks").index_select(0, flat).float() - float(_ZERO_POINT)
-    scaled = rows.flatten(1)[:, : matrix.width] * matrix.tensor("lookup").index_select(0, flat)
+    values = matrix.tensor("blocks").index_select(0, flat).float() - float(_ZERO_POINT)
+    scaled = values.flatten(1)[:, : matrix.width] * matrix.tensor("lookup").index_select(0, flat)
     return scaled.reshape(*ids.shape, matrix.width)
 
 
@@ -170,11 +170,11 @@ class Int8PerChannel(Scheme):
         scalar.
         """
         scales = matrix.tensor("scales").detach()
-        alike = self.is_per_tensor(matrix.options) and bool(scales.eq(scales[0]).all())
+        same_scales = self.is_per_tensor(matrix.options) and bool(scales.eq(scales[0]).all())
         if use == "lookup":
-            return {"lookup": scales[0].clone() if alike else scales[:, None].clone()}
-        found = {"columns": matrix.tensor("codes").detach().t().contiguous()}
-        return found | {SHARED_SCALE: scales[0].clone()} if alike else found
+            return {"lookup": scales[0].clone() if same_scales else scales[:, None].clone()}
+        constants = {"columns": matrix.tensor("codes").detach().t().contiguous()}
+        return constants | {SHARED_SCALE: scales[0].clone()} if same_scales else constants
 
 
 def transposed_weight(matrix: PackedMatrix) -> Tensor:
@@ -220,18 +220,18 @@ def float_linear_nodes(
     """
     from onnx import TensorProto, helper
 
-    at, out = f"{node.name}.exact", node.output[0]
-    nodes = [helper.make_node("Cast", [codes], [f"{at}.codes"], to=TensorProto.FLOAT)]
-    weight = f"{at}.codes"
+    prefix, out = f"{node.name}.exact", node.output[0]
+    nodes = [helper.make_node("Cast", [codes], [f"{prefix}.codes"], to=TensorProto.FLOAT)]
+    weight = f"{prefix}.codes"
     if zero:
-        nodes.append(helper.make_node("Cast", [zero], [f"{at}.zero"], to=TensorProto.FLOAT))
-        nodes.append(helper.make_node("Sub", [weight, f"{at}.zero"], [f"{at}.shifted"]))
-        weight = f"{at}.shifted"
-    nodes.append(helper.make_node("Mul", [weight, scales], [f"{at}.weight"]))
-    product = f"{at}.product" if bias else out
-    nodes.append(helper.make_node("MatMul", [x, f"{at}.weight"], [product]))
+        nodes.append(helper.make_node("Cast", [zero], [f"{prefix}.zero"], to=TensorProto.FLOAT))
+        nodes.append(helper.make_node("Sub", [weight, f"{prefix}.zero"], [f"{prefix}.shifted"]))
+        weight = f"{prefix}.shifted"
+    nodes.append(helper.make_node("Mul", [weight, scales], [f"{prefix}.weight"]))
+    matmul_output = f"{prefix}.product" if bias else out
+    nodes.append(helper.make_node("MatMul", [x, f"{prefix}.weight"], [matmul_output]))
     if bias:
-        nodes.append(helper.make_node("Add", [product, bias], [out]))
+        nodes.append(helper.make_node("Add", [matmul_output, bias], [out]))
     nodes[-1].name = node.name  # the name in messages
     return nodes
 
@@ -248,9 +248,9 @@ def int8_matmul(x: Tensor, codes: Tensor) -> Tensor:
     if is_int8_matmul_exact():
         return torch._int_mm(x, codes.t())
     sums = torch.zeros(x.shape[0], codes.shape[0], dtype=torch.int32)
-    for at in range(0, x.shape[1], _EXACT_TERMS):
-        part = slice(at, at + _EXACT_TERMS)
-        sums += F.linear(x[:, part].float(), codes[:, part].float()).to(torch.int32)
+    for start in range(0, x.shape[1], _EXACT_TERMS):
+        columns = slice(start, start + _EXACT_TERMS)
+        sums += F.linear(x[:, columns].float(), codes[:, columns].float()).to(torch.int32)
     return sums
 
 
@@ -263,12 +263,12 @@ def is_int8_matmul_exact() -> bool:
     """
     import torch
 
-    exact = True
-    for rows in (1, 32):  # single rows use other kernels
-        ones = torch.full((rows, 64), 127, dtype=torch.int8)
-        found = torch._int_mm(ones, torch.full((64, 32), 127, dtype=torch.int8))
-        exact = exact and bool((found == 64 * 127 * 127).all())
-    return exact
+    is_exact = True
+    for num_rows in (1, 32):  # single rows use other kernels
+        ones = torch.full((num_rows, 64), 127, dtype=torch.int8)
+        sums = torch._int_mm(ones, torch.full((64, 32), 127, dtype=torch.int8))
+        is_exact = is_exact and bool((sums == 64 * 127 * 127).all())
+    return is_exact
 
 
 def dynamic_scale_zero_point(x: Tensor) -> tuple[float, int]:
@@ -285,12 +285,12 @@ def fake_quantize_dynamic(x: Tensor) -> Tensor:
     """Return float `x` after DynamicQuantizeLinear and dequantizing, on any device, in the type of `x`."""
     import torch
 
-    wide = x.float()
-    low, high = wide.amin().clamp(max=0), wide.amax().clamp(min=0)
+    x_float = x.float()
+    low, high = x_float.amin().clamp(max=0), x_float.amax().clamp(min=0)
     scale = torch.where(high > low, (high - low) / 255, 1.0)
     zero = torch.round(-low / scale).clamp_(0, 255)
-    codes = torch.round(wide / scale).add_(zero).clamp_(0, 255)
-    return ((codes - zero) * scale).to(x.dtype)
+    q_input = torch.round(x_float / scale).add_(zero).clamp_(0, 255)
+    return ((q_input - zero) * scale).to(x.dtype)
 
 
 _FORM = "DynamicQuantizeMatMul"
@@ -331,17 +331,17 @@ class Int8Dynamic(Int8PerChannel):
             return block_linear(matrix, x, bias)
         import torch
 
-        codes = matrix.tensor("codes")
-        rows = x.detach().reshape(-1, matrix.width)
-        scale, zero = dynamic_scale_zero_point(rows)
+        q_weight = matrix.tensor("codes")
+        x_rows = x.detach().reshape(-1, matrix.width)
+        scale, zero = dynamic_scale_zero_point(x_rows)
         # torch multiplies int8 by int8: subtract 128 from the codes, and correct the zero point
-        shifted = rows.div(scale).round_().add_(zero - 128).clamp_(-128, 127).to(torch.int8)
-        sums = int8_matmul(shifted, codes)
-        row_sums = matrix.cached("row_sums", lambda: codes.sum(dim=1, dtype=torch.int32))
+        q_input = x_rows.div(scale).round_().add_(zero - 128).clamp_(-128, 127).to(torch.int8)
+        sums = int8_matmul(q_input, q_weight)
+        row_sums = matrix.cached("row_sums", lambda: q_weight.sum(dim=1, dtype=torch.int32))
         sums = torch.add(sums, row_sums, alpha=128 - zero)
         out = sums.float().mul_(matrix.tensor("scales") * scale)
         out = out if bias is None else out + bias
-        return out.reshape(*x.shape[:-1], codes.shape[0])
+        return out.reshape(*x.shape[:-1], q_weight.shape[0])
 
     def fake_quantize_activations(self, matrix: PackedMatrix, x: Tensor) -> Tensor:
         """Return quantized and dequantized activations; their range contains all, so none is clipped."""
@@ -378,8 +378,14 @@ class Int8Dynamic(Int8PerChannel):
         tensors = {f"{y}.{name}": tensor for name, tensor in self.export_constants(matrix, "product").items()}
         layout: dict[str, Any] = {}
         if matrix.variant == BLOCK_VARIANT:
-            rows, _, size = tensors[f"{y}.blocks"].shape
-            layout = {"K": matrix.width, "N": rows, "bits": 8, "block_size": size, "accuracy_level": 4}
+            out_features, _, size = tensors[f"{y}.blocks"].shape
+            layout = {
+                "K": matrix.width,
+                "N": out_features,
+                "bits": 8,
+                "block_size": size,
+                "accuracy_level": 4,
+            }
         elif f"{y}.{SHARED_SCALE}" not in tensors:
             tensors[f"{y}.scales"] = matrix.tensor("scales")
         name = matrix.variant or _FORM
@@ -447,12 +453,12 @@ class Int8Static(Int8PerChannel):
         """Multiply quantized weights and activations."""
         import torch
 
-        codes, scale = matrix.tensor("codes"), matrix.tensor(INPUT_SCALE)
-        rows = x.detach().reshape(-1, matrix.width)
-        sums = int8_matmul(rows.div(scale).round_().clamp_(-128, 127).to(torch.int8), codes)
+        q_weight, scale = matrix.tensor("codes"), matrix.tensor(INPUT_SCALE)
+        x_rows = x.detach().reshape(-1, matrix.width)
+        sums = int8_matmul(x_rows.div(scale).round_().clamp_(-128, 127).to(torch.int8), q_weight)
         out = sums.float().mul_(matrix.tensor("scales") * scale)
         out = out if bias is None else out + bias
-        return out.reshape(*x.shape[:-1], codes.shape[0])
+        return out.reshape(*x.shape[:-1], q_weight.shape[0])
 
     def fake_quantize_activations(self, matrix: PackedMatrix, x: Tensor) -> Tensor:
         """Return activations after quantizing and dequantizing; values outside of the range are clipped."""
@@ -485,5 +491,5 @@ class Int8Static(Int8PerChannel):
 
     def float_activation_nodes(self, node: Any) -> list[Any]:
         """Return nodes with float32 activations; `node` has them in place of the quantized ones."""
-        x, codes, _, scales, _, zero, bias = [*node.input, *[""] * 7][:7]
-        return float_linear_nodes(node, x, codes, scales, zero, bias)
+        x, q_weight, _, scales, _, zero, bias = [*node.input, *[""] * 7][:7]
+        return float_linear_nodes(node, x, q_weight, scales, zero, bias)

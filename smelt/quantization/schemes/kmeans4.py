@@ -70,7 +70,7 @@ class Kmeans4(parts.GroupwiseScheme):
         steps = groups * parts.safe_reciprocal(scales)[..., None]
         counts = torch.full(groups.shape[1:2], groups.shape[2], device=groups.device)
         counts[-1] -= groups.shape[1] * groups.shape[2] - width
-        books = [_fit_codebooks(part, counts) for part in steps.split(_ROWS)]
+        books = [_fit_codebooks(chunk, counts) for chunk in steps.split(_ROWS)]
         return {"scales": scales, "codebook": torch.cat(books)}
 
     def quantize(self, groups: Tensor, grid: QuantParams, options: SchemeOptions) -> Tensor:
@@ -79,8 +79,8 @@ class Kmeans4(parts.GroupwiseScheme):
 
         values = grid["codebook"].float() - _MIDDLE
         steps = (groups * parts.safe_reciprocal(grid["scales"])[..., None]).contiguous()
-        between = ((values[..., 1:] + values[..., :-1]) / 2).expand(*steps.shape[:2], -1).contiguous()
-        return torch.searchsorted(between, steps).byte()
+        midpoints = ((values[..., 1:] + values[..., :-1]) / 2).expand(*steps.shape[:2], -1).contiguous()
+        return torch.searchsorted(midpoints, steps).byte()
 
     def dequantize(self, codes: Tensor, grid: QuantParams, options: SchemeOptions) -> Tensor:
         """Return (codebook[code] - 128) * scale."""
@@ -113,30 +113,30 @@ class Kmeans4(parts.GroupwiseScheme):
     def lookup(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
         """Return some rows, with operators that can be exported; a row of zeros stays zero."""
         flat = ids.flatten()
-        places = parts.unpack_nibbles_float(matrix.tensor("codes").index_select(0, flat)).long()
+        indices = parts.unpack_nibbles_float(matrix.tensor("codes").index_select(0, flat)).long()
         books = matrix.tensor("codebook").index_select(0, flat).float() - _MIDDLE
-        stored = matrix.tensor(parts.FLOAT16_SCALES if matrix.has(parts.FLOAT16_SCALES) else "scales")
-        scales = stored.index_select(0, flat).float()[..., None]
-        rows = (books.gather(2, places) * scales).flatten(1)[:, : matrix.width]
-        return rows.reshape(*ids.shape, matrix.width)
+        stored_scales = matrix.tensor(parts.FLOAT16_SCALES if matrix.has(parts.FLOAT16_SCALES) else "scales")
+        scales = stored_scales.index_select(0, flat).float()[..., None]
+        values = (books.gather(2, indices) * scales).flatten(1)[:, : matrix.width]
+        return values.reshape(*ids.shape, matrix.width)
 
     def emit_linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None, target: str) -> Tensor:
         """Emit MatMulNBits with 8 bits, which are looked up in the codebooks when the graph is loaded."""
         from smelt.quantization import emit
 
-        places = emit.expand_by_table(_TABLE, matrix.tensor("codes"), 2)
-        codes = matrix.tensor("codebook").gather(2, places.long())
+        indices = emit.expand_by_table(_TABLE, matrix.tensor("codes"), 2)
+        values = matrix.tensor("codebook").gather(2, indices.long())
         scales, options = matrix.tensor(parts.FLOAT16_SCALES), matrix.options
         layout = emit.NBitsLayout(matrix.width, scales.shape[0], 8, self.group_size(matrix.width, options))
         level = int(options[parts.ACCURACY_LEVEL.name])
-        return emit.matmul_nbits(x, codes, scales, None, bias, layout, level)
+        return emit.matmul_nbits(x, values, scales, None, bias, layout, level)
 
     def unpacking_tables(self) -> dict[str, Any]:
         """Return for each byte its two codes, the low one first, uint8 [256, 2]."""
         import numpy as np
 
-        both = np.arange(256, dtype=np.uint8)
-        return {_TABLE: np.stack([both & 15, both >> 4], axis=1)}
+        all_bytes = np.arange(256, dtype=np.uint8)
+        return {_TABLE: np.stack([all_bytes & 15, all_bytes >> 4], axis=1)}
 
 
 def _fit_codebooks(steps: Tensor, counts: Tensor) -> Tensor:
@@ -151,21 +151,22 @@ def _fit_codebooks(steps: Tensor, counts: Tensor) -> Tensor:
     size = steps.shape[2]
     counts = counts.expand(steps.shape[:2])[..., None]
     filling = torch.arange(size, device=steps.device) >= counts
-    rising = steps.double().masked_fill(filling, torch.inf).sort(dim=-1).values
-    sums = torch.nn.functional.pad(rising.masked_fill(filling, 0).cumsum(dim=-1), (1, 0))
-    weights = rising.masked_fill(filling, 0)
+    sorted_steps = steps.double().masked_fill(filling, torch.inf).sort(dim=-1).values
+    sums = torch.nn.functional.pad(sorted_steps.masked_fill(filling, 0).cumsum(dim=-1), (1, 0))
+    weights = sorted_steps.masked_fill(filling, 0)
     has_zero = (weights == 0).logical_and(~filling).any(dim=-1, keepdim=True)
-    ends = [
-        _round_centroids(_lloyd_iterations(start, rising, sums, counts), has_zero)
-        for start in _initial_centroids(rising, filling, counts)
+    candidates = [
+        _round_centroids(_lloyd_iterations(start, sorted_steps, sums, counts), has_zero)
+        for start in _initial_centroids(sorted_steps, filling, counts)
     ]
     errors = [
-        (_nearest_value(end, weights) - weights).masked_fill(filling, 0).square().sum(dim=-1) for end in ends
+        (_nearest_value(end, weights) - weights).masked_fill(filling, 0).square().sum(dim=-1)
+        for end in candidates
     ]
-    best, least = ends[0], errors[0]
-    for end, error in zip(ends[1:], errors[1:], strict=True):
-        better = is_better(error, least)
-        best, least = end.where(better[..., None], best), error.where(better, least)
+    best, lowest_error = candidates[0], errors[0]
+    for end, error in zip(candidates[1:], errors[1:], strict=True):
+        better = is_better(error, lowest_error)
+        best, lowest_error = end.where(better[..., None], best), error.where(better, lowest_error)
     return (best + _MIDDLE).byte()
 
 
@@ -176,15 +177,15 @@ def _initial_centroids(rising: Tensor, filling: Tensor, counts: Tensor) -> list[
     last = rising.gather(2, counts - 1)
     parts_of_all = (torch.arange(CODEBOOK_SIZE, device=rising.device) + 0.5) / CODEBOOK_SIZE
     first = rising[..., :1]
-    even = first + (last - first) * torch.linspace(0, 1, CODEBOOK_SIZE, device=rising.device)
+    evenly_spaced = first + (last - first) * torch.linspace(0, 1, CODEBOOK_SIZE, device=rising.device)
     largest = first.where(-first > last, last)
-    whole = largest * -torch.linspace(-1, 1, CODEBOOK_SIZE + 1, device=rising.device)[:-1]
+    symmetric = largest * -torch.linspace(-1, 1, CODEBOOK_SIZE + 1, device=rising.device)[:-1]
     quantiles = rising.gather(2, (parts_of_all * counts).long())
     gaps = rising.masked_fill(filling, 0).diff(dim=-1, prepend=first).clamp(min=0)
-    ways = gaps.pow(_GAPS).masked_fill(filling, 0).cumsum(dim=-1)
-    positions = torch.searchsorted(ways, (ways[..., -1:] * parts_of_all).contiguous())
+    cumulative_gaps = gaps.pow(_GAPS).masked_fill(filling, 0).cumsum(dim=-1)
+    positions = torch.searchsorted(cumulative_gaps, (cumulative_gaps[..., -1:] * parts_of_all).contiguous())
     dense = rising.gather(2, positions.minimum(counts - 1))
-    return [even, whole.sort(dim=-1).values, (even + quantiles) / 2, dense]
+    return [evenly_spaced, symmetric.sort(dim=-1).values, (evenly_spaced + quantiles) / 2, dense]
 
 
 def _lloyd_iterations(centres: Tensor, rising: Tensor, sums: Tensor, counts: Tensor) -> Tensor:
@@ -199,12 +200,12 @@ def _lloyd_iterations(centres: Tensor, rising: Tensor, sums: Tensor, counts: Ten
     import torch
 
     for _ in range(LLOYD_ITERATIONS):
-        between = ((centres[..., 1:] + centres[..., :-1]) / 2).contiguous()
-        ends = torch.searchsorted(rising, between, right=True)
-        ends = torch.cat([torch.zeros_like(counts), ends, counts], dim=-1)
-        own = ends.diff(dim=-1)
-        means = sums.gather(2, ends).diff(dim=-1) / own.clamp(min=1)
-        centres = means.where(own > 0, centres).sort(dim=-1).values
+        midpoints = ((centres[..., 1:] + centres[..., :-1]) / 2).contiguous()
+        boundaries = torch.searchsorted(rising, midpoints, right=True)
+        boundaries = torch.cat([torch.zeros_like(counts), boundaries, counts], dim=-1)
+        cluster_sizes = boundaries.diff(dim=-1)
+        means = sums.gather(2, boundaries).diff(dim=-1) / cluster_sizes.clamp(min=1)
+        centres = means.where(cluster_sizes > 0, centres).sort(dim=-1).values
     return centres
 
 
@@ -212,15 +213,15 @@ def _round_centroids(centres: Tensor, has_zero: Tensor) -> Tensor:
     """Return centres as integers; the one nearest to 0 as 0 where the group has a weight of 0."""
     import torch
 
-    whole = centres.round().clamp(-_LARGEST, _LARGEST)
-    nearest = whole.abs().argmin(dim=-1, keepdim=True)
-    places = torch.arange(CODEBOOK_SIZE, device=centres.device)
-    return whole.masked_fill((places == nearest) & has_zero, 0)
+    integers = centres.round().clamp(-_LARGEST, _LARGEST)
+    nearest = integers.abs().argmin(dim=-1, keepdim=True)
+    positions = torch.arange(CODEBOOK_SIZE, device=centres.device)
+    return integers.masked_fill((positions == nearest) & has_zero, 0)
 
 
 def _nearest_value(values: Tensor, weights: Tensor) -> Tensor:
     """Return the value of rising `values` [N, G, 16] nearest to each of `weights` [N, G, g]."""
     import torch
 
-    between = ((values[..., 1:] + values[..., :-1]) / 2).contiguous()
-    return values.gather(2, torch.searchsorted(between, weights.contiguous()))
+    midpoints = ((values[..., 1:] + values[..., :-1]) / 2).contiguous()
+    return values.gather(2, torch.searchsorted(midpoints, weights.contiguous()))

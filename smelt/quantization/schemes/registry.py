@@ -63,8 +63,8 @@ def find_scheme(name: object) -> Scheme:
         InputError: there is none.
     """
     if not isinstance(name, str) or name not in SCHEMES:
-        known = f"Known: {', '.join(SCHEMES)}.{did_you_mean(str(name), SCHEMES)}"
-        raise InputError(f"unknown quantization scheme '{name}'. {known}", code="unknown-scheme")
+        known_schemes = f"Known: {', '.join(SCHEMES)}.{did_you_mean(str(name), SCHEMES)}"
+        raise InputError(f"unknown quantization scheme '{name}'. {known_schemes}", code="unknown-scheme")
     return SCHEMES[name]
 
 
@@ -76,9 +76,9 @@ def validate_scheme_options(scheme: Scheme, options: SchemeOptions) -> None:
     """
     names = [option.name for option in scheme.option_specs]
     if set(options) != set(names):
-        takes = ", ".join(names) or "no options"
+        supported = ", ".join(names) or "no options"
         raise InputError(
-            f"scheme {scheme.name} does not support the options {dict(options)}; supported: {takes}.",
+            f"scheme {scheme.name} does not support the options {dict(options)}; supported: {supported}.",
             code="unsupported-scheme-options",
         )
     for option in scheme.option_specs:
@@ -99,17 +99,17 @@ def default_options(scheme: Scheme) -> dict[str, Any]:
 
 def is_row_independent(scheme: Scheme, width: int, options: SchemeOptions) -> bool:
     """Return whether the weights and scales of a row of K = `width` inputs depend on that row only."""
-    stored = scheme.stored_tensors(1, width, options).values()
-    return not scheme.is_per_tensor(options) and all(tensor.per_row or tensor.calibrated for tensor in stored)
+    specs = scheme.stored_tensors(1, width, options).values()
+    return not scheme.is_per_tensor(options) and all(tensor.per_row or tensor.calibrated for tensor in specs)
 
 
 def schemes_by_option() -> dict[str, list[tuple[Scheme, SchemeOption]]]:
     """Return for each option name the schemes that have it, in the order of the schemes."""
-    found: dict[str, list[tuple[Scheme, SchemeOption]]] = {}
+    by_option: dict[str, list[tuple[Scheme, SchemeOption]]] = {}
     for scheme in SCHEMES.values():
         for option in scheme.option_specs:
-            found.setdefault(option.name, []).append((scheme, option))
-    return found
+            by_option.setdefault(option.name, []).append((scheme, option))
+    return by_option
 
 
 def bits_per_weight(scheme: Scheme, options: SchemeOptions, width: int = _WIDTH) -> float:
@@ -117,25 +117,25 @@ def bits_per_weight(scheme: Scheme, options: SchemeOptions, width: int = _WIDTH)
 
     A calibrated value is one number for a whole matrix and does not count.
     """
-    stored = [tensor for tensor in scheme.stored_tensors(1, width, options).values() if not tensor.calibrated]
-    return 8 * sum(stored_bytes(tensor) for tensor in stored) / width
+    specs = [tensor for tensor in scheme.stored_tensors(1, width, options).values() if not tensor.calibrated]
+    return 8 * sum(stored_bytes(tensor) for tensor in specs) / width
 
 
 def stored_bytes(stored: StoredTensor) -> int:
     """Return the bytes of a tensor in a file."""
-    found = re.search(
+    bits_match = re.search(
         r"\d+", stored.file_dtype or stored.dtype
     )  # torch's type names contain the bits, except bool's
-    return math.prod(stored.shape) * (int(found[0]) // 8 if found else 1)
+    return math.prod(stored.shape) * (int(bits_match[0]) // 8 if bits_match else 1)
 
 
 def supported_targets(schemes: Iterable[Scheme]) -> list[str]:
     """Return the export targets that support all of `schemes`."""
-    asked = list(schemes)
+    scheme_names = list(schemes)
     return [
         target
         for target in EXPORT_TARGETS
-        if all(unsupported_reason(scheme, target) is None for scheme in asked)
+        if all(unsupported_reason(scheme, target) is None for scheme in scheme_names)
     ]
 
 
@@ -157,16 +157,21 @@ def unsupported_scheme_options(scheme: Scheme, options: SchemeOptions, target: s
         options: the known ones; others are ignored.
         target: of export.
     """
-    wanted = scheme.required_options.get(graph_target(target), {})
+    required = scheme.required_options.get(graph_target(target), {})
     return [
-        format_option(n, values) for n, values in wanted.items() if n in options and options[n] not in values
+        format_option(n, values)
+        for n, values in required.items()
+        if n in options and options[n] not in values
     ]
 
 
 def supported_dtypes(schemes: Iterable[Scheme], target: str) -> list[str]:
     """Return the dtypes of a graph for the target in which the scales of all schemes keep their precision."""
-    kept = [scheme.supported_dtypes.get(graph_target(target), ()) for scheme in schemes]
-    return ["fp32", *(word for word in ("fp16", "bf16") if all(word in dtypes for dtypes in kept))]
+    dtypes_of_schemes = [scheme.supported_dtypes.get(graph_target(target), ()) for scheme in schemes]
+    return [
+        "fp32",
+        *(dtype for dtype in ("fp16", "bf16") if all(dtype in dtypes for dtypes in dtypes_of_schemes)),
+    ]
 
 
 def format_option(name: str, values: Iterable[OptionValue]) -> str:
@@ -186,8 +191,8 @@ def owner_of_operator(node: Any, graph: QuantizedGraph) -> Scheme | None:
 
 def replace_with_float_nodes(node: Any, graph: QuantizedGraph) -> list[Any] | None:
     """Return nodes that compute `node` with float activations; None where it belongs to no scheme."""
-    owner = owner_of_operator(node, graph)
-    return None if owner is None else owner.float_activation_nodes(node)
+    scheme = owner_of_operator(node, graph)
+    return None if scheme is None else scheme.float_activation_nodes(node)
 
 
 def placeholder_expansions() -> dict[str, Expansion]:

@@ -120,10 +120,10 @@ class Binary(_TwoBitScheme):
         from smelt.quantization import emit
 
         bits = affine.variant_bits(matrix, _default_bits(matrix.options))
-        spread = min(bits, 4)
-        codes = emit.expand_by_table(_BIT_TABLES[spread], matrix.tensor("codes"), spread)
+        expanded_bits = min(bits, 4)
+        q_weight = emit.expand_by_table(_BIT_TABLES[expanded_bits], matrix.tensor("codes"), expanded_bits)
         return parts.emit_matmul_nbits(
-            matrix, x, bias, bits, affine.emit_int4_to_int8(codes) if bits == 8 else codes
+            matrix, x, bias, bits, affine.emit_int4_to_int8(q_weight) if bits == 8 else q_weight
         )
 
     def unpacking_tables(self) -> dict[str, Any]:
@@ -134,12 +134,12 @@ class Binary(_TwoBitScheme):
         import numpy as np
 
         signs = np.arange(256, dtype=np.uint8)[:, None] >> np.arange(8, dtype=np.uint8) & 1
-        codes = np.where(signs == 1, 3, 1).astype(np.uint8).reshape(256, 2, 4)
-        shifted = codes << np.array([0, 2, 4, 6], dtype=np.uint8)
-        pairs = [affine.INT4_ZERO_POINT - 1, affine.INT4_ZERO_POINT + 1]
+        two_bit = np.where(signs == 1, 3, 1).astype(np.uint8).reshape(256, 2, 4)
+        shifted = two_bit << np.array([0, 2, 4, 6], dtype=np.uint8)
+        values = [affine.INT4_ZERO_POINT - 1, affine.INT4_ZERO_POINT + 1]
         return {
             _BIT_TABLES[2]: np.bitwise_or.reduce(shifted, axis=2),
-            _BIT_TABLES[4]: affine.int4_expansion_table(pairs),
+            _BIT_TABLES[4]: affine.int4_expansion_table(values),
         }
 
 
@@ -182,10 +182,10 @@ class Ternary(_TwoBitScheme):
         counts[-1] -= groups.shape[1] * groups.shape[2] - width
         sizes = groups.abs()
         thresholds = THRESHOLD * sizes.sum(dim=-1) / counts
-        beyond = sizes > thresholds[..., None]
-        sums = (sizes * beyond).sum(dim=-1)
+        is_nonzero = sizes > thresholds[..., None]
+        sums = (sizes * is_nonzero).sum(dim=-1)
         return {
-            "scales": (sums / beyond.sum(dim=-1).clamp_(min=1)).half().float(),
+            "scales": (sums / is_nonzero.sum(dim=-1).clamp_(min=1)).half().float(),
             "thresholds": thresholds,
         }
 
@@ -223,40 +223,43 @@ class Ternary(_TwoBitScheme):
     def unpack(self, matrix: PackedMatrix) -> UnpackedWeights:
         """Return the codes as uint8."""
         size = self.group_size(matrix.width, matrix.options)
-        codes = parts.unpack_base_n_float(matrix.tensor("codes"), 3, _DIGITS)[..., :size].byte()
-        return UnpackedWeights(codes, {"scales": matrix.tensor("scales")})
+        q_weight = parts.unpack_base_n_float(matrix.tensor("codes"), 3, _DIGITS)[..., :size].byte()
+        return UnpackedWeights(q_weight, {"scales": matrix.tensor("scales")})
 
     def lookup(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
         """Return some rows, with operators that can be exported; a row of zeros stays zero."""
         flat, size = ids.flatten(), self.group_size(matrix.width, matrix.options)
-        codes = parts.unpack_base_n_float(matrix.tensor("codes").index_select(0, flat), 3, _DIGITS)[
+        q_weight = parts.unpack_base_n_float(matrix.tensor("codes").index_select(0, flat), 3, _DIGITS)[
             ..., :size
         ]
-        stored = matrix.tensor(parts.FLOAT16_SCALES if matrix.has(parts.FLOAT16_SCALES) else "scales")
-        scales = stored.index_select(0, flat).float()[..., None]
-        rows = ((codes - 1.0) * scales).flatten(1)[:, : matrix.width]
-        return rows.reshape(*ids.shape, matrix.width)
+        stored_scales = matrix.tensor(parts.FLOAT16_SCALES if matrix.has(parts.FLOAT16_SCALES) else "scales")
+        scales = stored_scales.index_select(0, flat).float()[..., None]
+        values = ((q_weight - 1.0) * scales).flatten(1)[:, : matrix.width]
+        return values.reshape(*ids.shape, matrix.width)
 
     def emit_linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None, target: str) -> Tensor:
         """Emit MatMulNBits, of 4 bits where activations stay float32; the codes are expanded at loading."""
         from smelt.quantization import emit
 
-        rows, count, _ = matrix.tensor("codes").shape
+        out_features, count, _ = matrix.tensor("codes").shape
         size, block = self.group_size(matrix.width, matrix.options), parts.group_size(matrix.options)
         bits = affine.variant_bits(matrix, _default_bits(matrix.options))
         single = emit.expand_by_table(_TABLES[bits], matrix.tensor("codes"), _DIGITS)[..., :size]
-        codes = single.reshape(rows, -1, block)
-        codes = codes if bits == 8 else emit.pack_at_load(codes, bits)
+        q_weight = single.reshape(out_features, -1, block)
+        q_weight = q_weight if bits == 8 else emit.pack_at_load(q_weight, bits)
         scales = emit.widen_scales(matrix.tensor(parts.FLOAT16_SCALES))
-        scales = scales.expand(rows, codes.shape[1]) if count == 1 else scales
-        return parts.emit_matmul_nbits(matrix, x, bias, bits, codes, scales=scales)
+        scales = scales.expand(out_features, q_weight.shape[1]) if count == 1 else scales
+        return parts.emit_matmul_nbits(matrix, x, bias, bits, q_weight, scales=scales)
 
     def unpacking_tables(self) -> dict[str, Any]:
         """Return the five digits of each byte, uint8 [256, 5], with zero in the middle of 2, 4 or 8 bits."""
         import numpy as np
 
         digits = np.arange(256)[:, None] // 3 ** np.arange(_DIGITS) % 3
-        return {word: (digits - 1 + 2 ** (bits - 1)).astype(np.uint8) for bits, word in _TABLES.items()}
+        return {
+            table_name: (digits - 1 + 2 ** (bits - 1)).astype(np.uint8)
+            for bits, table_name in _TABLES.items()
+        }
 
 
 def _default_bits(options: SchemeOptions) -> int:

@@ -37,14 +37,14 @@ def class_outputs(model: Any) -> dict[str, int]:
     """
     graph = model.graph
     makers = {name: node for node in graph.node for name in node.output}
-    read = {name for node in all_nodes(graph.node) for name in node.input}
+    read_names = {name for node in all_nodes(graph.node) for name in node.input}
     constants = _constants(graph)
     flattening = opset_versions(model).get("", _SOFTMAX_AXIS_OPSET) < _SOFTMAX_AXIS_OPSET
     axes = {}
     for output in graph.output:
         shape = _shape(output)
         chain = list(_makers_above(output.name, makers, constants))
-        axis = _class_axis(output.name, chain, shape, read, constants, flattening)
+        axis = _class_axis(output.name, chain, shape, read_names, constants, flattening)
         if axis is None or (shape is not None and (len(shape) < -axis + 1 or shape[axis] == 1)):
             continue
         axes[output.name] = axis
@@ -73,7 +73,7 @@ def _makers_above(name: str, makers: Mapping[str, Any], constants: set[str]) -> 
     while name in makers:
         node = makers[name]
         yield node
-        operands = [each for each in node.input if each not in constants]
+        operands = [input_name for input_name in node.input if input_name not in constants]
         passes = node.op_type in (*_SAME_SHAPE_OPS, *_RESHAPING_OPS, *_POOLING_OPS)
         if not passes and not (node.op_type == "Add" and len(operands) == 1):
             return
@@ -91,7 +91,7 @@ def _class_axis(
     rank = None if shape is None else len(shape)
     reshaped = any(kind in _RESHAPING_OPS for kind in types)
     if last.op_type in ("Softmax", "LogSoftmax"):
-        inner = {each for node in chain for each in node.input}
+        inner = {input_name for node in chain for input_name in node.input}
         if any(kind in _POOLING_OPS for kind in types) or read & {*last.output} - inner:
             return None
         return _softmax_axis(last, 2 if reshaped and rank == 2 else None if reshaped else rank, flattening)
@@ -101,8 +101,8 @@ def _class_axis(
         return None
     linear = last.op_type in _MATRIX_OPS and last.input[1] in constants and not reshaped
     pooled = rank == 2 and last.op_type in (*_MATRIX_OPS, "Conv") and len(chain) > 1
-    named = rank in (2, 3) and _CLASS_NAMES.fullmatch(name)
-    return -1 if linear or pooled or named else None
+    has_class_name = rank in (2, 3) and _CLASS_NAMES.fullmatch(name)
+    return -1 if linear or pooled or has_class_name else None
 
 
 def _softmax_axis(node: Any, rank: int | None, flattening: bool) -> int | None:

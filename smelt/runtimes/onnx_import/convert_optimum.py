@@ -77,11 +77,11 @@ def _missing_decoder_message(names: Collection[str]) -> str:
             " which computes the first token. If smelt wrote this folder, use `smelt package FOLDER --format"
             f" optimum`; otherwise export it again: {export}"
         )
-    lacks = (
+    files = (
         f"{FIRST_DECODER_GRAPH}.onnx only, without caches" if FIRST_DECODER_GRAPH in names else "no decoder"
     )
     return (
-        f"{ENCODER_GRAPH}.onnx and {lacks}: {DECODER_WITH_PAST_GRAPH}.onnx with {FIRST_DECODER_GRAPH}.onnx is"
+        f"{ENCODER_GRAPH}.onnx and {files}: {DECODER_WITH_PAST_GRAPH}.onnx with {FIRST_DECODER_GRAPH}.onnx is"
         f" needed, or {MERGED_DECODER_GRAPH}.onnx. Export it with caches: {export}"
     )
 
@@ -89,27 +89,30 @@ def _missing_decoder_message(names: Collection[str]) -> str:
 def layout_problems(graph: str, signature: GraphSignature) -> Iterator[str]:
     """Yield why the graph `graph` of a layout has other inputs or outputs than expected."""
     inputs, outputs = ({v.name for v in values} for values in (signature.inputs, signature.outputs))
-    needs, gives = _REQUIRED_INPUTS[graph], {"last_hidden_state"} if graph == ENCODER_GRAPH else {"logits"}
-    if lacking := (needs - inputs) | (gives - outputs):
+    required_inputs, required_outputs = (
+        _REQUIRED_INPUTS[graph],
+        {"last_hidden_state"} if graph == ENCODER_GRAPH else {"logits"},
+    )
+    if missing := (required_inputs - inputs) | (required_outputs - outputs):
         yield (
-            f"no {', '.join(sorted(lacking))}; its inputs are {_listed_names(inputs)}, its outputs"
+            f"no {', '.join(sorted(missing))}; its inputs are {_listed_names(inputs)}, its outputs"
             f" {_listed_names(outputs)}"
         )
         return
-    known = needs | _OPTIONAL_INPUTS[graph]
-    if odd := sorted(name for name in inputs - known if not name.startswith(PAST_PREFIX)):
-        yield f"its inputs {', '.join(odd[:4])} are not supported by smelt"
+    known_inputs = required_inputs | _OPTIONAL_INPUTS[graph]
+    if unsupported := sorted(name for name in inputs - known_inputs if not name.startswith(PAST_PREFIX)):
+        yield f"its inputs {', '.join(unsupported[:4])} are not supported by smelt"
     if graph != ENCODER_GRAPH and not any(name.startswith(PRESENT_PREFIX) for name in outputs):
         yield (
             f"it returns no caches ({PRESENT_PREFIX}*) for the next token: export it for a task that ends in"
             " -with-past"
         )
-    past = {name.removeprefix(PAST_PREFIX) for name in inputs if name.startswith(PAST_PREFIX)}
-    if graph in (DECODER_WITH_PAST_GRAPH, MERGED_DECODER_GRAPH, MODEL_GRAPH) and not past:
+    cache_inputs = {name.removeprefix(PAST_PREFIX) for name in inputs if name.startswith(PAST_PREFIX)}
+    if graph in (DECODER_WITH_PAST_GRAPH, MERGED_DECODER_GRAPH, MODEL_GRAPH) and not cache_inputs:
         yield f"it takes no caches ({PAST_PREFIX}*): export it with a task that ends in -with-past"
-    left = {name.removeprefix(PRESENT_PREFIX) for name in outputs if name.startswith(PRESENT_PREFIX)}
-    if lost := sorted(name for name in past - left if ".encoder." not in name):
-        yield f"it takes {PAST_PREFIX}{lost[0]} but does not return {PRESENT_PREFIX}{lost[0]}"
+    cache_outputs = {name.removeprefix(PRESENT_PREFIX) for name in outputs if name.startswith(PRESENT_PREFIX)}
+    if unreturned := sorted(name for name in cache_inputs - cache_outputs if ".encoder." not in name):
+        yield f"it takes {PAST_PREFIX}{unreturned[0]} but does not return {PRESENT_PREFIX}{unreturned[0]}"
     ids = next(value for value in signature.inputs if value.name == "input_ids")
     if ids.dtype != "int64":
         yield f"its input_ids are {ids.dtype}, but must be int64: export it again with int64"
@@ -132,8 +135,8 @@ _OPTIONAL_INPUTS = {
 
 
 def _listed_names(names: Collection[str]) -> str:
-    kept = sorted(names)[:6]
-    return ", ".join(kept) + (" ..." if len(names) > 6 else "")
+    shown_names = sorted(names)[:6]
+    return ", ".join(shown_names) + (" ..." if len(names) > 6 else "")
 
 
 def copy_message(message: Any) -> Any:
@@ -148,10 +151,10 @@ def rename_values(nodes: Iterable[Any], name_of: Callable[[str], str], prefix: s
 
     Names inside of subgraphs are changed too, so that they stay unique.
     """
-    found = [copy_message(node) for node in nodes]
-    for node in found:
+    renamed_nodes = [copy_message(node) for node in nodes]
+    for node in renamed_nodes:
         _rename_node(node, name_of, prefix)
-    return found
+    return renamed_nodes
 
 
 def _rename_node(node: Any, name_of: Callable[[str], str], prefix: str) -> None:
@@ -163,8 +166,8 @@ def _rename_node(node: Any, name_of: Callable[[str], str], prefix: str) -> None:
             value.name = name_of(value.name)
         for sparse in graph.sparse_initializer:
             sparse.values.name = name_of(sparse.values.name)
-        for inside in graph.node:
-            _rename_node(inside, name_of, prefix)
+        for subgraph_node in graph.node:
+            _rename_node(subgraph_node, name_of, prefix)
 
 
 def with_name(message: Any, name: str) -> Any:
@@ -176,12 +179,12 @@ def with_name(message: Any, name: str) -> Any:
 
 def nodes_for_outputs(nodes: Iterable[Any], outputs: Iterable[str], stop: str | None = None) -> list[Any]:
     """Return those of the ordered `nodes` that `outputs` depend on; the value `stop` counts as an input."""
-    wanted, found = set(outputs), []
+    needed_names, needed_nodes = set(outputs), []
     for node in reversed(list(nodes)):
-        if wanted.intersection(node.output) and stop not in node.output:
-            found.append(node)
-            wanted |= node_inputs(node)
-    return found[::-1]
+        if needed_names.intersection(node.output) and stop not in node.output:
+            needed_nodes.append(node)
+            needed_names |= node_inputs(node)
+    return needed_nodes[::-1]
 
 
 def used_tensors(tensors: Iterable[Any], nodes: Iterable[Any], outputs: Collection[str] = ()) -> list[Any]:
@@ -203,10 +206,10 @@ def resolve_if_branch(graph: Any, flag: str, value: bool) -> Any:
         if node.op_type != "If" or node.input[0] != flag:
             nodes.append(node)
             continue
-        word = "then_branch" if value else "else_branch"
-        branch = next(a.g for a in node.attribute if a.name == word)
-        taken, tensors = _inline_branch(branch, list(node.output), f"branch{number}.")
-        nodes += taken
+        branch_name = "then_branch" if value else "else_branch"
+        branch = next(a.g for a in node.attribute if a.name == branch_name)
+        branch_nodes, tensors = _inline_branch(branch, list(node.output), f"branch{number}.")
+        nodes += branch_nodes
         weights += tensors
     outputs = [o.name for o in graph.output]
     nodes = nodes_for_outputs(nodes, outputs)
@@ -221,10 +224,12 @@ def _inline_branch(branch: Any, outputs: list[str], prefix: str) -> tuple[list[A
     """Return nodes and weights of a branch of If, whose results get the names `outputs`."""
     from onnx import helper
 
-    own = {t.name for t in branch.initializer} | {name for node in branch.node for name in node.output}
+    local_names = {t.name for t in branch.initializer} | {
+        name for node in branch.node for name in node.output
+    }
 
     def name_of(name: str) -> str:
-        return prefix + name if name in own else name
+        return prefix + name if name in local_names else name
 
     nodes = rename_values(branch.node, name_of, prefix)
     for value, output in zip(branch.output, outputs, strict=True):
@@ -251,21 +256,23 @@ def convert_encoder_decoder(parts: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     Raises:
         InputError: they do not match.
     """
-    encoder, some = parts[ENCODER_GRAPH], parts.get(MERGED_DECODER_GRAPH)
-    if some is not None:
-        later, first = (_resolve_cache_branch(some, value) for value in (True, False))
+    encoder, merged_decoder = parts[ENCODER_GRAPH], parts.get(MERGED_DECODER_GRAPH)
+    if merged_decoder is not None:
+        later_graph, first = (_resolve_cache_branch(merged_decoder, value) for value in (True, False))
     else:
-        later, first = parts[DECODER_WITH_PAST_GRAPH], parts[FIRST_DECODER_GRAPH]
-    opsets = [opset_versions(model) for model in (encoder, first, later)]
+        later_graph, first = parts[DECODER_WITH_PAST_GRAPH], parts[FIRST_DECODER_GRAPH]
+    opsets = [opset_versions(model) for model in (encoder, first, later_graph)]
     if any(versions != opsets[0] for versions in opsets):
         raise InputError(
             "encoder and decoder have different opsets: export them together",
             code="opset-mismatch",
         )
-    wanted = [
-        i.name.removeprefix(PAST_PREFIX) for i in later.graph.input if _is_cross_cache(i.name, PAST_PREFIX)
+    cross_caches = [
+        i.name.removeprefix(PAST_PREFIX)
+        for i in later_graph.graph.input
+        if _is_cross_cache(i.name, PAST_PREFIX)
     ]
-    return _build_encoder(encoder, first, wanted), _build_decoder(later), first
+    return _build_encoder(encoder, first, cross_caches), _build_decoder(later_graph), first
 
 
 def convert_decoder_only(model: Any) -> Any:
@@ -331,33 +338,39 @@ def _build_encoder(encoder: Any, first: Any, wanted: list[str]) -> Any:
             " export both together",
             code="missing-cache",
         )
-    found = nodes_for_outputs(first.graph.node, names)
-    known = {
+    projection_nodes = nodes_for_outputs(first.graph.node, names)
+    new_names = {
         ENCODER_HIDDEN_STATES: LAST_HIDDEN_STATE,
         ENCODER_ATTENTION_MASK: ATTENTION_MASK,
         "input_ids": _ROWS,
     } | {name: name for name in names}
-    projections = rename_values(found, lambda name: known.get(name, _CROSS + name), _CROSS)
-    weights = [copy_message(tensor) for tensor in used_tensors(first.graph.initializer, found)]
+    projections = rename_values(projection_nodes, lambda name: new_names.get(name, _CROSS + name), _CROSS)
+    weights = [copy_message(tensor) for tensor in used_tensors(first.graph.initializer, projection_nodes)]
     for tensor in weights:
-        tensor.name = known.get(tensor.name, _CROSS + tensor.name)
-    if any("input_ids" in node_inputs(node) for node in found):
+        tensor.name = new_names.get(tensor.name, _CROSS + tensor.name)
+    if any("input_ids" in node_inputs(node) for node in projection_nodes):
         # keys and values can only depend on the number of rows of the decoder's tokens
         import numpy as np
 
-        ends = {f"{_ROWS}.{word}": np.array([n]) for word, n in (("start", 0), ("end", 1), ("axis", 1))}
-        weights += [numpy_helper.from_array(value, name) for name, value in ends.items()]
-        projections.insert(0, helper.make_node("Slice", [ATTENTION_MASK, *ends], [_ROWS], _ROWS))
+        slice_inputs = {
+            f"{_ROWS}.{suffix}": np.array([n]) for suffix, n in (("start", 0), ("end", 1), ("axis", 1))
+        }
+        weights += [numpy_helper.from_array(value, name) for name, value in slice_inputs.items()]
+        projections.insert(0, helper.make_node("Slice", [ATTENTION_MASK, *slice_inputs], [_ROWS], _ROWS))
     graph = encoder.graph
     inputs = [copy_message(value) for value in graph.input]
     if all(value.name != ATTENTION_MASK for value in inputs):
         inputs.append(helper.make_tensor_value_info(ATTENTION_MASK, TensorProto.INT64, [None, None]))
     for value in inputs:
         _name_dimensions(value, ("batch", "encoder_length"), "")
-    own = nodes_for_outputs(graph.node, [LAST_HIDDEN_STATE])
-    hidden = [o for o in graph.output if o.name == LAST_HIDDEN_STATE]
+    encoder_nodes = nodes_for_outputs(graph.node, [LAST_HIDDEN_STATE])
+    hidden_outputs = [o for o in graph.output if o.name == LAST_HIDDEN_STATE]
     return _make_model(
-        encoder, [*own, *projections], inputs, [*hidden, *outputs], [*graph.initializer, *weights]
+        encoder,
+        [*encoder_nodes, *projections],
+        inputs,
+        [*hidden_outputs, *outputs],
+        [*graph.initializer, *weights],
     )
 
 
@@ -384,8 +397,8 @@ def _build_decoder(later: Any) -> Any:
         "input_ids": ("batch", 1),
     }
     for value in inputs:
-        past = "encoder_length" if _is_cross_cache(value.name, PAST_PREFIX) else "past_length"
-        _name_dimensions(value, sizes.get(value.name), past)
+        length_name = "encoder_length" if _is_cross_cache(value.name, PAST_PREFIX) else "past_length"
+        _name_dimensions(value, sizes.get(value.name), length_name)
     return _make_model(later, nodes, inputs, outputs, weights)
 
 
@@ -394,18 +407,20 @@ def _squeeze_logits(nodes: list[Any], outputs: list[Any], weights: list[Any], mo
     import numpy as np
     from onnx import helper, numpy_helper
 
-    known = {name for node in nodes for name in (node.name, *node.output)} | {w.name for w in weights}
-    wide, axis, squeeze = (_unused_name(f"one_token.{word}", known) for word in ("logits", "axis", "squeeze"))
+    used_names = {name for node in nodes for name in (node.name, *node.output)} | {w.name for w in weights}
+    squeezed_input, axis, squeeze = (
+        _unused_name(f"one_token.{suffix}", used_names) for suffix in ("logits", "axis", "squeeze")
+    )
     for node in nodes:
         for names in (node.input, node.output):
-            names[:] = [wide if name == "logits" else name for name in names]
+            names[:] = [squeezed_input if name == "logits" else name for name in names]
     shape = next(o for o in outputs if o.name == "logits").type.tensor_type.shape
     if len(shape.dim) == 3:
         del shape.dim[1]
     if opset_versions(model).get("", _SQUEEZE_BY_INPUT) < _SQUEEZE_BY_INPUT:
-        return [helper.make_node("Squeeze", [wide], ["logits"], squeeze, axes=[1])]
+        return [helper.make_node("Squeeze", [squeezed_input], ["logits"], squeeze, axes=[1])]
     weights.append(numpy_helper.from_array(np.array([1]), axis))
-    return [helper.make_node("Squeeze", [wide, axis], ["logits"], squeeze)]
+    return [helper.make_node("Squeeze", [squeezed_input, axis], ["logits"], squeeze)]
 
 
 def _unused_name(name: str, known: set[str]) -> str:
@@ -421,11 +436,11 @@ def _name_dimensions(value: Any, sizes: tuple[str | int, ...] | None, past: str)
         dimensions = ((0, "batch"), (2, past))
     elif sizes is not None and len(dims) == len(sizes):
         dimensions = tuple(enumerate(sizes))
-    for at, size in dimensions:
+    for axis_index, size in dimensions:
         if isinstance(size, int):
-            dims[at].dim_value = size
+            dims[axis_index].dim_value = size
         else:
-            dims[at].dim_param = size
+            dims[axis_index].dim_param = size
 
 
 def _make_model(
@@ -433,9 +448,9 @@ def _make_model(
 ) -> Any:
     from onnx import helper
 
-    kept = list(nodes)
+    node_list = list(nodes)
     names = {o.name for o in outputs}
-    graph = helper.make_graph(kept, "graph", inputs, outputs, used_tensors(weights, kept, names))
+    graph = helper.make_graph(node_list, "graph", inputs, outputs, used_tensors(weights, node_list, names))
     return helper.make_model(graph, opset_imports=list(like.opset_import), ir_version=like.ir_version)
 
 

@@ -85,18 +85,18 @@ def _sibling_file(name: str, graph: Path) -> Path:
             f"its values are in {name}, which is missing from the graph's folder",
             code="external-data-missing",
         )
-    real = Path(os.path.realpath(file))
-    homes = (Path(os.path.realpath(graph.parent)), Path(os.path.realpath(graph)).parent)
-    if not any(real.is_relative_to(home) for home in homes):
+    real_path = Path(os.path.realpath(file))
+    allowed_folders = (Path(os.path.realpath(graph.parent)), Path(os.path.realpath(graph)).parent)
+    if not any(real_path.is_relative_to(allowed_folder) for allowed_folder in allowed_folders):
         raise GraphFileError(
             f"its values are declared in {name}, a link that leads out of the folder",
             code="external-data-link-outside-folder",
         )
-    if not real.is_file():
+    if not real_path.is_file():
         raise GraphFileError(
             f"its values are declared in {name}, which is not a file", code="external-data-not-a-file"
         )
-    return real
+    return real_path
 
 
 def _integer_field(fields: Mapping[str, str], key: str, default: int) -> int:
@@ -126,13 +126,13 @@ _TYPED_FIELDS = ("float_data", "int32_data", "int64_data", "double_data", "uint6
 
 def tensor_problems(model: Any, path: Path) -> Iterator[Message]:
     """Yield what is wrong with the tensors of the file `path`; equal problems of several tensors once."""
-    alike: dict[Message, list[str]] = {}
+    tensors_by_problem: dict[Message, list[str]] = {}
     for tensor in iter_model_tensors(model):
         if problem := _tensor_problem(tensor, path):
-            alike.setdefault(problem, []).append(tensor.name or "a constant")
-    for problem, names in alike.items():
-        more = {1: "", 2: " and one more"}.get(len(names), f" and {len(names) - 1} more")
-        yield problem.with_prefix(f"the tensor '{names[0]}'{more}: ")
+            tensors_by_problem.setdefault(problem, []).append(tensor.name or "a constant")
+    for problem, names in tensors_by_problem.items():
+        others_text = {1: "", 2: " and one more"}.get(len(names), f" and {len(names) - 1} more")
+        yield problem.with_prefix(f"the tensor '{names[0]}'{others_text}: ")
 
 
 def _tensor_problem(tensor: Any, path: Path) -> Message | None:
@@ -156,10 +156,10 @@ def _tensor_problem(tensor: Any, path: Path) -> Message | None:
         return error_message("tensor-too-large", f"its shape is {_format_dims(dims)}: {count:.3g} values")
     if kind != "STRING" and is_external(tensor):
         return _external_problem(tensor, path, -(-count * BITS_BY_TYPE[kind] // 8))
-    present, what, fitting = _inline_values(tensor, kind, count)
-    if present in fitting:
+    present, unit, valid_counts = _inline_values(tensor, kind, count)
+    if present in valid_counts:
         return None
-    text = f"its shape is {_format_dims(dims)}, but it has {present:,} {what}"
+    text = f"its shape is {_format_dims(dims)}, but it has {present:,} {unit}"
     return error_message("wrong-tensor-size", text)
 
 
@@ -196,7 +196,7 @@ def count_quantized_tensors(model: Any) -> int:
     kinds = {2, 3, 21, 22, 25, 26}  # uint8, int8, uint4, int4, uint2, int2
     names = {t.name for t in model.graph.initializer if t.data_type in kinds and math.prod(t.dims) > 1}
     quantized = (
-        node for node in model.graph.node if any(word in node.op_type for word in _QUANTIZED_OP_WORDS)
+        node for node in model.graph.node if any(op_word in node.op_type for op_word in _QUANTIZED_OP_WORDS)
     )
     return len({name for node in quantized for name in node.input if name in names})
 
@@ -240,23 +240,24 @@ def graph_io_problems(model: Any) -> Iterator[Message]:
             "it has no inputs without a default, so it computes the same in every call: export it with its"
             " data as an input",
         )
-    for what, values in (("input", _required_inputs(model)), ("output", model.graph.output)):
+    for direction, values in (("input", _required_inputs(model)), ("output", model.graph.output)):
         for value in values:
             kind = value.type.WhichOneof("value")
             if kind not in ("tensor_type", None):
-                word = str(kind).removesuffix("_type")
+                type_word = str(kind).removesuffix("_type")
                 zipped = (
                     " (of scikit-learn: to_onnx(..., options={'zipmap': False}))"
-                    if word == "sequence"
+                    if type_word == "sequence"
                     else ""
                 )
                 yield error_message(
-                    "not-a-tensor", f"its {what} '{value.name}' is a {word}: export it as a tensor{zipped}"
+                    "not-a-tensor",
+                    f"its {direction} '{value.name}' is a {type_word}: export it as a tensor{zipped}",
                 )
             elif kind and _type_name(value) is None:
                 yield error_message(
                     "unsupported-type",
-                    f"its {what} '{value.name}' has the type {_type_label(value)}, unsupported by numpy",
+                    f"its {direction} '{value.name}' has the type {_type_label(value)}, unsupported by numpy",
                 )
 
 

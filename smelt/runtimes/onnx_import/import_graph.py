@@ -97,32 +97,36 @@ def _copy_external_data(model: Any, source: Path, data: Path) -> None:
     """Copy external data of `model` into the file `data`, each part once, and update `model`."""
     from onnx import TensorProto
 
-    moved: dict[ExternalLocation, int] = {}
+    offsets: dict[ExternalLocation, int] = {}
     with data.open("wb") as target:
         for tensor in iter_model_tensors(model):
             if not is_external(tensor):
                 continue
             bits = BITS_BY_TYPE[TensorProto.DataType.Name(tensor.data_type)]
-            place = resolve_external_data(tensor, source, -(-math.prod(tensor.dims) * bits // 8))
-            if place not in moved:
+            location = resolve_external_data(tensor, source, -(-math.prod(tensor.dims) * bits // 8))
+            if location not in offsets:
                 target.write(b"\0" * (-target.tell() % _PAGE))
-                moved[place] = target.tell()
-                _copy_bytes(place, target)
+                offsets[location] = target.tell()
+                _copy_bytes(location, target)
             del tensor.external_data[:]
-            for key, value in (("location", data.name), ("offset", moved[place]), ("length", place.length)):
+            for key, value in (
+                ("location", data.name),
+                ("offset", offsets[location]),
+                ("length", location.length),
+            ):
                 tensor.external_data.add(key=key, value=str(value))
 
 
 def _copy_bytes(place: ExternalLocation, target: Any) -> None:
-    left = place.length
+    remaining = place.length
     with place.file.open("rb") as stream:
         stream.seek(place.offset)
-        while left:
-            block = stream.read(min(left, _BLOCK))
+        while remaining:
+            block = stream.read(min(remaining, _BLOCK))
             if not block:
                 raise ValueError(f"{place.file} is truncated")
             target.write(block)
-            left -= len(block)
+            remaining -= len(block)
 
 
 LAST_HIDDEN_STATE, ATTENTION_MASK, TOKEN_TYPE_IDS = "last_hidden_state", "attention_mask", "token_type_ids"
@@ -158,11 +162,11 @@ class _PoolingNodes:
     def pool(self, rules: SentenceRules) -> None:
         from onnx import TensorProto, helper
 
-        kept = [
+        pooling_nodes = [
             copy_message(node) for node in nodes_for_outputs(self.graph.node, [LAST_HIDDEN_STATE])
         ]  # other nodes may have our names
         del self.graph.node[:]
-        self.graph.node.extend(kept)
+        self.graph.node.extend(pooling_nodes)
         hidden = self.node("Cast", LAST_HIDDEN_STATE, to=TensorProto.FLOAT)
         mask = self.node("Cast", ATTENTION_MASK, to=TensorProto.FLOAT)
         vector = {"mean": self._mean_pooling, "cls": self._cls_pooling, "max": self._max_pooling}[
@@ -194,10 +198,10 @@ class _PoolingNodes:
     def _max_pooling(self, hidden: str, mask: str) -> str:
         column = self.reshape(mask, [0, -1, 1])
         unmasked = self.node("Greater", column, self.constant(np.float32(0)))
-        kept = self.node("Where", unmasked, hidden, self.constant(np.float32(-np.inf)))
+        masked = self.node("Where", unmasked, hidden, self.constant(np.float32(-np.inf)))
         if self.opset >= _AXES_BY_INPUT:
-            return self.node("ReduceMax", kept, self.constant([1]), keepdims=0)
-        return self.node("ReduceMax", kept, axes=[1], keepdims=0)
+            return self.node("ReduceMax", masked, self.constant([1]), keepdims=0)
+        return self.node("ReduceMax", masked, axes=[1], keepdims=0)
 
     def _normalized(self, vector: str) -> str:
         row, column = self.reshape(vector, [0, 1, -1]), self.reshape(vector, [0, -1, 1])
@@ -273,27 +277,27 @@ def verify_generator(
     """
     limits = [trial_limits(path, {}) for path in paths if path is not None]
     most = ProcessLimits(max(x.memory_bytes for x in limits) * 2, sum(x.seconds for x in limits))
-    words = json.dumps([None if path is None else str(path) for path in paths])
+    paths_json = json.dumps([None if path is None else str(path) for path in paths])
     try:
-        answer = run_isolated(__name__, [words, json.dumps(cache_shape)], most)
+        reply = run_isolated(__name__, [paths_json, json.dumps(cache_shape)], most)
     except IsolatedProcessError as error:
         raise InputError(
             f"{origin}: a trial run of the graphs failed: {error}.", code="graph-failed"
         ) from error
-    if "problem" in answer:
-        raise InputError(f"{origin}: {answer['problem']}.", code=answer["code"])
-    return {name: (heads, width) for name, (heads, width) in answer["caches"].items()}
+    if "problem" in reply:
+        raise InputError(f"{origin}: {reply['problem']}.", code=reply["code"])
+    return {name: (heads, width) for name, (heads, width) in reply["caches"].items()}
 
 
 def subprocess_main(arguments: Sequence[str]) -> dict[str, Any]:
     """Compare the graphs of `arguments` in this process."""
     decoder, *other_paths = json.loads(arguments[0])
     paths = GeneratorPaths(Path(decoder), *(None if name is None else Path(name) for name in other_paths))
-    usual = json.loads(arguments[1])
+    cache_shape = json.loads(arguments[1])
     try:
         if paths.encoder is None:
-            return {"caches": _verify_decoder(paths, usual)}
-        return {"caches": _verify_encoder_decoder(paths, usual)}
+            return {"caches": _verify_decoder(paths, cache_shape)}
+        return {"caches": _verify_encoder_decoder(paths, cache_shape)}
     except MemoryError:
         raise
     except ValueError as error:
@@ -308,66 +312,70 @@ def subprocess_main(arguments: Sequence[str]) -> dict[str, Any]:
 def _verify_encoder_decoder(paths: GeneratorPaths, cache_shape: Sequence[int] | None) -> dict[str, Any]:
     encoder, decoder, first, source = map(_open, (paths.encoder, paths.decoder, paths.first, paths.source))
     allowed = _tolerance_for(paths)
-    read = {"input_ids": _IDS, "attention_mask": _MASK}
-    expected = _run(source, read)
-    hidden = expected["last_hidden_state"]
+    encoder_feeds = {"input_ids": _IDS, "attention_mask": _MASK}
+    expected = _run(source, encoder_feeds)
+    hidden_states = expected["last_hidden_state"]
     start = np.full((2, 1), 1)
-    states = {ENCODER_HIDDEN_STATES: hidden, "encoder_attention_mask": _MASK}
-    nothing = dict(
+    states = {ENCODER_HIDDEN_STATES: hidden_states, "encoder_attention_mask": _MASK}
+    empty_caches = dict(
         _empty_caches(first, cache_shape, rows=2)
     )  # a merged graph may be used for the first token too
-    present = _run(first, {"input_ids": start} | states | nothing)
-    got = _run(encoder, read)
-    real = _MASK == 1
-    _require_close("the encoder", got["last_hidden_state"][real], hidden[real], allowed)
-    cross = {name: value for name, value in got.items() if name.startswith(PRESENT_PREFIX)}
-    for name, value in cross.items():
-        _require_close(name, np.moveaxis(value, 1, 2)[real], np.moveaxis(present[name], 1, 2)[real], allowed)
-    past = {PAST_PREFIX + name.removeprefix(PRESENT_PREFIX): value for name, value in cross.items()}
-    own = {
+    present = _run(first, {"input_ids": start} | states | empty_caches)
+    encoded = _run(encoder, encoder_feeds)
+    is_token = _MASK == 1
+    _require_close("the encoder", encoded["last_hidden_state"][is_token], hidden_states[is_token], allowed)
+    cross_outputs = {name: value for name, value in encoded.items() if name.startswith(PRESENT_PREFIX)}
+    for name, value in cross_outputs.items():
+        _require_close(
+            name, np.moveaxis(value, 1, 2)[is_token], np.moveaxis(present[name], 1, 2)[is_token], allowed
+        )
+    cross_caches = {
+        PAST_PREFIX + name.removeprefix(PRESENT_PREFIX): value for name, value in cross_outputs.items()
+    }
+    self_caches = {
         PAST_PREFIX + name.removeprefix(PRESENT_PREFIX): value[:, :, :0]
         for name, value in present.items()
-        if name.startswith(PRESENT_PREFIX) and name not in cross
+        if name.startswith(PRESENT_PREFIX) and name not in cross_outputs
     }
-    inputs = {"input_ids": start, "encoder_attention_mask": _MASK} | past
+    inputs = {"input_ids": start, "encoder_attention_mask": _MASK} | cross_caches
     try:
-        found = _run(decoder, inputs | own)
+        decoded = _run(decoder, inputs | self_caches)
     except Exception as error:
         raise ValueError(
             "the decoder with caches fails at the first token, with empty caches:"
             f" {' '.join(str(error).split())[:200]}"
         ) from error
-    what = "the first token, by the decoder for later ones with empty caches,"
-    _require_close(what, found["logits"], present["logits"][:, -1], allowed)
-    return {name: (value.shape[1], value.shape[3]) for name, value in {**past, **own}.items()}
+    description = "the first token, by the decoder for later ones with empty caches,"
+    _require_close(description, decoded["logits"], present["logits"][:, -1], allowed)
+    return {name: (value.shape[1], value.shape[3]) for name, value in {**cross_caches, **self_caches}.items()}
 
 
 def _verify_decoder(paths: GeneratorPaths, cache_shape: Sequence[int] | None) -> dict[str, Any]:
     session, allowed = _open(paths.decoder), _tolerance_for(paths)
-    ids, ones = _IDS[:1], np.ones((1, 6), np.int64)
+    ids, one_row_mask = _IDS[:1], np.ones((1, 6), np.int64)
     caches = dict(_empty_caches(session, cache_shape))
-    whole, _ = _step(session, ids, ones, caches)
-    for what, cuts in (("in two parts", [3]), ("token by token", list(range(1, 6)))):
-        held, parts = caches, []
-        for begin, end in zip([0, *cuts], [*cuts, 6], strict=True):
-            logits, held = _step(session, ids[:, begin:end], ones[:, :end], held)
+    full_logits, _ = _step(session, ids, one_row_mask, caches)
+    for description, split_points in (("in two parts", [3]), ("token by token", list(range(1, 6)))):
+        part_caches, parts = caches, []
+        for begin, end in zip([0, *split_points], [*split_points, 6], strict=True):
+            logits, part_caches = _step(session, ids[:, begin:end], one_row_mask[:, :end], part_caches)
             parts.append(logits)
-        _require_close(f"a prompt {what}", np.concatenate(parts, 1), whole, allowed)
+        _require_close(f"a prompt {description}", np.concatenate(parts, 1), full_logits, allowed)
     padded = np.concatenate([np.zeros((1, 2), np.int64), ids[:, :4]], 1)
-    both, mask = np.concatenate([ids, padded]), np.array([[1] * 6, [0, 0, 1, 1, 1, 1]])
-    two = {name: np.repeat(value, 2, 0) for name, value in caches.items()}
-    logits, left = _step(session, both, mask, two)
-    _require_close("a prompt padded on the left", logits[1, 2:], whole[0, :4], allowed)
-    return {name: (value.shape[1], value.shape[3]) for name, value in left.items()}
+    both_ids, mask = np.concatenate([ids, padded]), np.array([[1] * 6, [0, 0, 1, 1, 1, 1]])
+    doubled_caches = {name: np.repeat(value, 2, 0) for name, value in caches.items()}
+    logits, final_caches = _step(session, both_ids, mask, doubled_caches)
+    _require_close("a prompt padded on the left", logits[1, 2:], full_logits[0, :4], allowed)
+    return {name: (value.shape[1], value.shape[3]) for name, value in final_caches.items()}
 
 
 def _step(session: Any, ids: Any, mask: Any, caches: Feeds) -> tuple[Any, dict[str, Any]]:
-    places = np.where(mask == 0, 0, mask.cumsum(1) - 1)[:, -ids.shape[1] :]
-    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": places} | dict(caches)
-    found = _run(session, inputs)
-    return found["logits"], {
+    positions = np.where(mask == 0, 0, mask.cumsum(1) - 1)[:, -ids.shape[1] :]
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions} | dict(caches)
+    results = _run(session, inputs)
+    return results["logits"], {
         PAST_PREFIX + n.removeprefix(PRESENT_PREFIX): v
-        for n, v in found.items()
+        for n, v in results.items()
         if n.startswith(PRESENT_PREFIX)
     }
 
@@ -390,9 +398,9 @@ def _open(path: Path | None) -> Any:
 
 
 def _run(session: Any, feeds: Feeds) -> dict[str, NDArray[Any]]:
-    known = {item.name for item in session.get_inputs()}
+    input_names = {item.name for item in session.get_inputs()}
     names = [output.name for output in session.get_outputs()]
-    inputs = {name: value for name, value in feeds.items() if name in known}
+    inputs = {name: value for name, value in feeds.items() if name in input_names}
     return dict(zip(names, session.run(names, inputs), strict=True))
 
 
@@ -405,10 +413,10 @@ def _require_close(what: str, got: NDArray[Any], expected: NDArray[Any], allowed
     if got.shape != expected.shape:
         raise ValueError(f"{what} returns {list(got.shape)}, expected {list(expected.shape)}")
     a, b = got.astype(np.float64), expected.astype(np.float64)
-    off = float(np.abs(a - b).max(initial=0.0)) / (float(b.std()) or 1.0)
-    if not off <= allowed:
+    deviation = float(np.abs(a - b).max(initial=0.0)) / (float(b.std()) or 1.0)
+    if not deviation <= allowed:
         raise ValueError(
-            f"{what} differs from its graphs in sequence (largest difference {off:.2g} of the standard"
+            f"{what} differs from its graphs in sequence (largest difference {deviation:.2g} of the standard"
             " deviation)"
         )
 
@@ -492,9 +500,16 @@ def _write_cache_shapes(path: Path, caches: Mapping[str, tuple[int, int]]) -> No
 
 def _cache_shape_from_config(config: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return heads and head width of the caches from the usual keys of a config."""
-    heads = next((config[word] for word in _HEADS_KEYS if isinstance(config.get(word), int)), None)
-    all_heads = next((config[word] for word in _HEADS_KEYS[1:] if isinstance(config.get(word), int)), None)
-    width = next((config[word] for word in _WIDTH_KEYS if isinstance(config.get(word), int)), None)
+    heads = next(
+        (config[config_key] for config_key in _HEADS_KEYS if isinstance(config.get(config_key), int)), None
+    )
+    all_heads = next(
+        (config[config_key] for config_key in _HEADS_KEYS[1:] if isinstance(config.get(config_key), int)),
+        None,
+    )
+    width = next(
+        (config[config_key] for config_key in _WIDTH_KEYS if isinstance(config.get(config_key), int)), None
+    )
     if not heads or not width or not all_heads:
         return None
     head_width = config.get("head_dim")

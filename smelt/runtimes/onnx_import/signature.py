@@ -52,25 +52,34 @@ def batch_axes(
         given: axes set by the user, of inputs or outputs.
     """
     batch = _batch_dimension_names(inputs, outputs, given)
-    found: dict[str, int | None] = {}
+    axes_by_name: dict[str, int | None] = {}
     for value in inputs:
-        place = None if value.shape == () else _named_batch_axis(value, batch) or 0
-        found[value.name] = given.get(value.name, place)
+        axis_guess = None if value.shape == () else _named_batch_axis(value, batch) or 0
+        axes_by_name[value.name] = given.get(value.name, axis_guess)
     # named axes of the inputs that are not the batch: a time, a number of tokens
     other_axes = {
         size
         for value in inputs
         for axis, size in enumerate(value.shape or ())
-        if isinstance(size, str) and axis != found[value.name]
+        if isinstance(size, str) and axis != axes_by_name[value.name]
     }
-    for value in (value for value in outputs if value.name not in found):  # an input may be an output too
-        place = _named_batch_axis(value, batch)
-        if place is None and None in (value.shape or ()):
-            place = next((found[other.name] for other in inputs if other.shape == value.shape), None)
-        if place is None and value.shape != () and not (value.shape and value.shape[0] in other_axes):
-            place = 0
-        found[value.name] = given.get(value.name, place)
-    return found
+    for value in (
+        value for value in outputs if value.name not in axes_by_name
+    ):  # an input may be an output too
+        axis_guess = _named_batch_axis(value, batch)
+        if axis_guess is None and None in (value.shape or ()):
+            axis_guess = next(
+                (
+                    axes_by_name[other_input.name]
+                    for other_input in inputs
+                    if other_input.shape == value.shape
+                ),
+                None,
+            )
+        if axis_guess is None and value.shape != () and not (value.shape and value.shape[0] in other_axes):
+            axis_guess = 0
+        axes_by_name[value.name] = given.get(value.name, axis_guess)
+    return axes_by_name
 
 
 def batch_axis_problems(inputs: Sequence[_GraphValue], axes: SampleAxes, given: SampleAxes) -> Iterator[str]:
@@ -89,17 +98,17 @@ def batch_axis_problems(inputs: Sequence[_GraphValue], axes: SampleAxes, given: 
     fixed = {size for size in sizes.values() if isinstance(size, int)}
     open_sizes = any(not isinstance(size, int) for size in sizes.values())
     sizes_differ = len(fixed) > 1 or (max(fixed, default=1) > 1 and open_sizes)
-    doubtful = [v for v in inputs if sizes_differ and isinstance(sizes.get(v.name), int)]
-    doubtful += [v for v in inputs if v not in doubtful and _may_be_other_axis(v, inputs, axes, sizes)]
-    unsaid = [value for value in doubtful if value.name not in given]
-    if unsaid:
-        shown = "; ".join(value.describe() for value in inputs)
-        names = ", ".join(f"'{value.name}'" for value in unsaid)
-        likely = ", ".join(f"{value.name}: {_likely_axis(value, inputs, sizes)}" for value in unsaid)
-        written = f"data: {{axes: {{{likely}}}}}"
+    ambiguous = [v for v in inputs if sizes_differ and isinstance(sizes.get(v.name), int)]
+    ambiguous += [v for v in inputs if v not in ambiguous and _may_be_other_axis(v, inputs, axes, sizes)]
+    unspecified = [value for value in ambiguous if value.name not in given]
+    if unspecified:
+        dims = "; ".join(value.describe() for value in inputs)
+        names = ", ".join(f"'{value.name}'" for value in unspecified)
+        axes_text = ", ".join(f"{value.name}: {_likely_axis(value, inputs, sizes)}" for value in unspecified)
+        example = f"data: {{axes: {{{axes_text}}}}}"
         yield (
-            f"the first axes of the inputs disagree ({shown}), so it is not clear which axis of {names} holds"
-            f" the samples. Set it, for example {written}; null for an array that is the same in every call."
+            f"the first axes of the inputs disagree ({dims}), so it is not clear which axis of {names} holds"
+            f" the samples. Set it, for example {example}; null for an array that is the same in every call."
         )
 
 
@@ -108,17 +117,19 @@ def _batch_dimension_names(
 ) -> list[str]:
     """Return the names of the batch dimension, the most likely first."""
     values = [*inputs, *outputs]
-    declared = [_dimension_at(value, axis) for value in values if (axis := given.get(value.name)) is not None]
+    given_names = [
+        _dimension_at(value, axis) for value in values if (axis := given.get(value.name)) is not None
+    ]
     names = [size for value in values for size in value.shape or () if isinstance(size, str)]
-    called = [name for name in names if _BATCH.fullmatch(name)]
+    batch_names = [name for name in names if _BATCH.fullmatch(name)]
     first = [size for value in values if isinstance(size := _dimension_at(value, 0), str)]
     of_inputs = {size for value in inputs if isinstance(size := _dimension_at(value, 0), str)}
-    likely = sorted(
+    candidates = sorted(
         (name for name in dict.fromkeys(first) if name in of_inputs),
         key=lambda name: (-first.count(name), -names.count(name)),
     )[:1]
-    by_name = sorted(dict.fromkeys(called), key=lambda name: -names.count(name))
-    return [name for name in dict.fromkeys([*declared, *by_name]) if isinstance(name, str)] or likely
+    by_name = sorted(dict.fromkeys(batch_names), key=lambda name: -names.count(name))
+    return [name for name in dict.fromkeys([*given_names, *by_name]) if isinstance(name, str)] or candidates
 
 
 def _dimension_at(value: _GraphValue, axis: int) -> int | str | None:
@@ -138,14 +149,14 @@ def _may_be_other_axis(
     size = sizes.get(value.name)
     if not isinstance(size, str) or _BATCH.fullmatch(size):
         return False
-    mine = {name for name in value.shape or () if isinstance(name, str)}
-    for other in inputs:
-        its = sizes.get(other.name)
-        if other is value or not isinstance(its, str) or its == size:
+    dim_names = {name for name in value.shape or () if isinstance(name, str)}
+    for other_input in inputs:
+        other_size = sizes.get(other_input.name)
+        if other_input is value or not isinstance(other_size, str) or other_size == size:
             continue
         # ambiguous is the one whose dimension others lack: position ids [tokens] for ids [batch, tokens]
-        if mine & {name for name in other.shape or () if isinstance(name, str)}:
-            return sum(s == size for s in sizes.values()) <= sum(s == its for s in sizes.values())
+        if dim_names & {name for name in other_input.shape or () if isinstance(name, str)}:
+            return sum(s == size for s in sizes.values()) <= sum(s == other_size for s in sizes.values())
     return False
 
 
@@ -153,15 +164,15 @@ def _likely_axis(
     value: _GraphValue, inputs: Sequence[_GraphValue], sizes: Mapping[str, int | str | None]
 ) -> int | str:
     """Return the most likely axis of a value for the user to set, or `null`."""
-    other_inputs = [other for other in inputs if other is not value]
+    other_inputs = [other_input for other_input in inputs if other_input is not value]
     shape = value.shape or ()
     size = sizes.get(value.name)
-    if isinstance(size, int) and any(size in (other.shape or ())[1:] for other in other_inputs):
+    if isinstance(size, int) and any(size in (other_input.shape or ())[1:] for other_input in other_inputs):
         return 0
-    batches = {sizes.get(other.name) for other in other_inputs}
-    same = [axis for axis, size in enumerate(shape) if axis and size in batches]
-    named = [axis for axis, size in enumerate(shape) if axis and not isinstance(size, int)]
-    return next(iter([*same, *named]), "null")
+    batches = {sizes.get(other_input.name) for other_input in other_inputs}
+    same_size_axes = [axis for axis, size in enumerate(shape) if axis and size in batches]
+    open_axes = [axis for axis, size in enumerate(shape) if axis and not isinstance(size, int)]
+    return next(iter([*same_size_axes, *open_axes]), "null")
 
 
 SIGNATURE_FILE = "signature.json"
@@ -220,8 +231,8 @@ class GraphSignature(BaseModel):
     def shared_batch_inputs(self) -> frozenset[str]:
         """Return the inputs whose sample dimension has the same name as that of another one."""
         names = {v.name: v.shape[v.axis] for v in self.inputs if v.shape and v.axis is not None}
-        counted = [name for name in names.values() if isinstance(name, str)]
-        return frozenset(value for value, name in names.items() if counted.count(str(name)) > 1)
+        dim_names = [name for name in names.values() if isinstance(name, str)]
+        return frozenset(value for value, name in names.items() if dim_names.count(str(name)) > 1)
 
     def with_batch_axes(self, given: SampleAxes) -> GraphSignature:
         """Return the signature with sample axes: `given`, else by the names of dimensions."""
@@ -240,8 +251,8 @@ class GraphSignature(BaseModel):
         values = {value.name: value for value in (*self.outputs, *self.inputs)}
         for name, axis in given.items():
             if name not in values:
-                known = ", ".join(values)
-                yield f"'{name[:80]}' is no input of the graph; inputs: {known}.{did_you_mean(name, values)}"
+                inputs = ", ".join(values)
+                yield f"'{name[:80]}' is no input of the graph; inputs: {inputs}.{did_you_mean(name, values)}"
             elif axis is not None and (shape := values[name].shape) is not None and len(shape) <= axis:
                 most = f"its axes are 0 to {len(shape) - 1}" if shape else "it has no axes"
                 yield f"'{name}' is {values[name].describe()}: {most}; axis {axis} does not exist."
@@ -251,10 +262,10 @@ class GraphSignature(BaseModel):
         for value in self.inputs:
             shape = shapes.get(value.name)
             if shape is None:
-                known = ", ".join(shapes)
+                array_names = ", ".join(shapes)
                 yield (
                     f"no array '{value.name}', which is an input of the graph ({value.describe()}); the"
-                    f" arrays are {known}.{did_you_mean(value.name, shapes)}"
+                    f" arrays are {array_names}.{did_you_mean(value.name, shapes)}"
                 )
             elif problem := _mismatch(value, shape):
                 yield f"the array '{value.name}' is {shape.dtype} {list(shape.shape)}, but {problem}"
@@ -267,15 +278,17 @@ class GraphSignature(BaseModel):
 
     def make_feeds(self, arrays: SampleArrays, begin: int, end: int) -> dict[str, NDArray[Any]]:
         """Return the graph's inputs for the samples from `begin` to before `end`, in its own types."""
-        found = {}
+        feeds = {}
         for value in self.inputs:
-            whole = arrays.values[value.name]
-            part = whole
+            full_array = arrays.values[value.name]
+            selected = full_array
             if not arrays.is_shared(value.name):
-                part = np.moveaxis(whole[begin:end], 0, value.axis or 0)
+                selected = np.moveaxis(full_array[begin:end], 0, value.axis or 0)
             kind = object if value.dtype == "str" else np.dtype(value.dtype)
-            found[value.name] = np.ascontiguousarray(part.astype(kind, copy=False)).reshape(part.shape)
-        return found
+            feeds[value.name] = np.ascontiguousarray(selected.astype(kind, copy=False)).reshape(
+                selected.shape
+            )
+        return feeds
 
 
 def _mismatch(value: TensorSpec, shape: ArrayHeader) -> str | None:

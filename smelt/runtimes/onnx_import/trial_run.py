@@ -71,17 +71,17 @@ def trial_run(path: Path, feeds: dict[str, NDArray[Any]], origin: str) -> None:
 
 def write_feeds(folder: Path, feeds: Mapping[str, NDArray[Any]]) -> tuple[str, str]:
     """Write the inputs of a graph into `folder`; return the file and the names, for `read_feeds`."""
-    rows = folder / "rows.npz"
+    rows_file = folder / "rows.npz"
     # by index: an input may be called `file`, which numpy.savez has another meaning for
     texts = [value.astype(str) if value.dtype == object else value for value in feeds.values()]
-    np.savez(rows, *texts, allow_pickle=False)
-    return str(rows), json.dumps(list(feeds))
+    np.savez(rows_file, *texts, allow_pickle=False)
+    return str(rows_file), json.dumps(list(feeds))
 
 
 def read_feeds(rows: str, names: str) -> dict[str, NDArray[Any]]:
     """Return the arrays written by `write_feeds`."""
     with np.load(rows, allow_pickle=False) as file:
-        values = [file[f"arr_{at}"] for at in range(len(file.files))]
+        values = [file[f"arr_{index}"] for index in range(len(file.files))]
     texts = [value.astype(object) if value.dtype.kind == "U" else value for value in values]
     return dict(zip(json.loads(names), texts, strict=True))
 
@@ -90,10 +90,10 @@ def trial_limits(path: Path, feeds: dict[str, NDArray[Any]]) -> ProcessLimits:
     """Return the memory and time limits of one call of the graph in `path` on `feeds`."""
     graph = sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*"))
     input_bytes = sum(value.nbytes for value in feeds.values())
-    free = max(_BASE_BYTES, int(_MEMORY_FRACTION * available_bytes()))
+    memory_limit = max(_BASE_BYTES, int(_MEMORY_FRACTION * available_bytes()))
     seconds = _BASE_SECONDS + SECONDS_PER_BYTE * graph + _SECONDS_PER_FED_BYTE * input_bytes
     return ProcessLimits(
-        min(free, _BASE_BYTES + WEIGHT_COPIES * graph + ACTIVATION_FACTOR * input_bytes), seconds
+        min(memory_limit, _BASE_BYTES + WEIGHT_COPIES * graph + ACTIVATION_FACTOR * input_bytes), seconds
     )
 
 
@@ -136,25 +136,25 @@ def detect_output_axes(
         file: samples, of which the first are used.
         axes: of every input.
     """
-    known = signature.with_batch_axes(axes)
+    batched_signature = signature.with_batch_axes(axes)
     try:
-        arrays = read_npz(file, axes=known.input_batch_axes)
-        size = known.fixed_batch_size or min(_ROWS, arrays.num_samples)
+        arrays = read_npz(file, axes=batched_signature.input_batch_axes)
+        size = batched_signature.fixed_batch_size or min(_ROWS, arrays.num_samples)
         if size < 2 or arrays.num_samples < 2:
             return None
-        feeds = known.make_feeds(arrays.padded_to(size), 0, size)
+        feeds = batched_signature.make_feeds(arrays.padded_to(size), 0, size)
         with temporary_workspace() as folder:
             arguments = [
                 str(graph),
                 *write_feeds(Path(folder), feeds),
-                json.dumps([size, known.input_batch_axes]),
+                json.dumps([size, batched_signature.input_batch_axes]),
             ]
-            found: dict[str, list[int] | None] | None = run_isolated(
+            axes_by_output: dict[str, list[int] | None] | None = run_isolated(
                 f"{__name__}:run_in_two_orders", arguments, trial_limits(graph, feeds)
             )
     except (InputError, IsolatedProcessError, ValueError):  # reported by the plan and the run
         return None
-    return found
+    return axes_by_output
 
 
 def run_in_two_orders(arguments: Sequence[str]) -> dict[str, list[int] | None] | None:
@@ -169,11 +169,11 @@ def run_in_two_orders(arguments: Sequence[str]) -> dict[str, list[int] | None] |
     random = np.random.default_rng(0)
     of_rows = {name for name, value in feeds.items() if value.ndim and axes[name] is not None}
     feeds = {n: _with_distinct_rows(v, axes[n], random) if n in of_rows else v for n, v in feeds.items()}
-    turned = {n: np.roll(v, 1, axes[n]) if n in of_rows else v for n, v in feeds.items()}
+    shifted = {n: np.roll(v, 1, axes[n]) if n in of_rows else v for n, v in feeds.items()}
     try:
         session = open_onnx_session(Path(arguments[0]), threads=1)
         names = [output.name for output in session.get_outputs()]
-        first, second = (session.run(names, inputs) for inputs in (feeds, turned))
+        first, second = (session.run(names, inputs) for inputs in (feeds, shifted))
     except MemoryError:
         raise
     except Exception:  # ONNX Runtime's exceptions have no other common base
@@ -183,26 +183,26 @@ def run_in_two_orders(arguments: Sequence[str]) -> dict[str, list[int] | None] |
 
 def _with_distinct_rows(value: NDArray[Any], axis: int, random: np.random.Generator) -> NDArray[Any]:
     """Return numbers whose rows differ: a state is often 0 in all of them."""
-    rows = np.moveaxis(value, axis, 0).reshape(value.shape[axis], -1)
-    if value.dtype.kind != "f" or len(np.unique(rows, axis=0)) == len(rows):
+    flat_rows = np.moveaxis(value, axis, 0).reshape(value.shape[axis], -1)
+    if value.dtype.kind != "f" or len(np.unique(flat_rows, axis=0)) == len(flat_rows):
         return value
     return (value + random.normal(size=value.shape)).astype(value.dtype)
 
 
 def _permuted_axes(first: NDArray[Any], second: NDArray[Any], size: int) -> list[int] | None:
     """Return the axes on which `second` is `first` shifted by one row."""
-    places = [axis for axis, length in enumerate(first.shape) if length == size]
-    if not places:
+    candidate_axes = [axis for axis, length in enumerate(first.shape) if length == size]
+    if not candidate_axes:
         return None
-    return [axis for axis in places if _is_close(np.roll(first, 1, axis), second)]
+    return [axis for axis in candidate_axes if _is_close(np.roll(first, 1, axis), second)]
 
 
 def _is_close(first: NDArray[Any], second: NDArray[Any]) -> bool:
     if first.shape != second.shape or first.dtype.kind != "f":
         return np.array_equal(first, second)
     a, b = first.astype(np.float64), second.astype(np.float64)
-    finite = np.isfinite(a)
-    scale = float(np.abs(a[finite]).max(initial=0.0))
+    is_finite = np.isfinite(a)
+    scale = float(np.abs(a[is_finite]).max(initial=0.0))
     return bool(np.allclose(a, b, rtol=_NEAR, atol=_NEAR * scale, equal_nan=True))
 
 
@@ -266,10 +266,10 @@ def _record_path(files: Mapping[str, FileRecord]) -> Path:
 def _trial_limits(graphs: Sequence[Path], files: Mapping[str, FileRecord]) -> ProcessLimits:
     """Return the process limits: one graph after the other, whose weights may be in shared files."""
     weights = sum(record.size_bytes for name, record in files.items() if not name.endswith(".json"))
-    plain = trial_limits(graphs[0], {})
+    limits = trial_limits(graphs[0], {})
     return ProcessLimits(
-        plain.memory_bytes + WEIGHT_COPIES * weights,
-        len(graphs) * (plain.seconds + weights * SECONDS_PER_BYTE),
+        limits.memory_bytes + WEIGHT_COPIES * weights,
+        len(graphs) * (limits.seconds + weights * SECONDS_PER_BYTE),
     )
 
 

@@ -48,16 +48,16 @@ class GraphValidation(NamedTuple):
 def validate_graph(path: Path) -> GraphValidation:
     """Return the validation of the ONNX file `path`, opened once in a separate process."""
     try:
-        answer = run_isolated(__name__, [str(path)], validation_limits(path))
+        reply = run_isolated(__name__, [str(path)], validation_limits(path))
     except OSError as error:
         return GraphValidation((error_message("unreadable-file", f"cannot be read: {error.strerror}"),))
     except IsolatedProcessError as error:
         text = f"opening it in ONNX Runtime failed: {error}"
         return GraphValidation((error_message(error.code, text),))
-    if answer["problems"]:
-        return GraphValidation(tuple(Message(**problem) for problem in answer["problems"]))
+    if reply["problems"]:
+        return GraphValidation(tuple(Message(**problem) for problem in reply["problems"]))
     return GraphValidation(
-        (), GraphSignature.model_validate(answer["signature"]), tuple(answer["files"]), answer["details"]
+        (), GraphSignature.model_validate(reply["signature"]), tuple(reply["files"]), reply["details"]
     )
 
 
@@ -94,9 +94,11 @@ def subprocess_main(arguments: Sequence[str]) -> dict[str, Any]:
 
         problems += _session_problems(path, dominant_float_type(model))
     if problems:
-        more = len(problems) - _MAX_PROBLEMS
-        unlisted = [error_message("more-problems", f"and {more} more")] if more > 0 else []
-        return {"problems": messages_to_json([*problems[:_MAX_PROBLEMS], *unlisted])}
+        num_unlisted = len(problems) - _MAX_PROBLEMS
+        unlisted_messages = (
+            [error_message("more-problems", f"and {num_unlisted} more")] if num_unlisted > 0 else []
+        )
+        return {"problems": messages_to_json([*problems[:_MAX_PROBLEMS], *unlisted_messages])}
     from smelt.runtimes.onnx_import.graph_files import graph_signature
 
     return {
@@ -160,8 +162,8 @@ def _version_problems(model: Any) -> Iterator[Message]:
     import onnx
 
     if model.ir_version > onnx.IR_VERSION:
-        known = f"onnx {onnx.__version__} supports {onnx.IR_VERSION} at most"
-        text = f"its IR version is {model.ir_version}, but {known}"
+        supported = f"onnx {onnx.__version__} supports {onnx.IR_VERSION} at most"
+        text = f"its IR version is {model.ir_version}, but {supported}"
         yield error_message("unsupported-ir-version", text)
     if not model.opset_import:
         text = "it does not declare the opset of its operators (opset_import)"
@@ -191,12 +193,12 @@ def _session_problems(path: Path, float_type: str | None) -> list[Message]:
     try:
         open_onnx_session(path, threads=1)
     except SmeltError as error:
-        words = " ".join(str(error.__cause__ or error).split())
-        if is_out_of_memory(words):
+        error_text = " ".join(str(error.__cause__ or error).split())
+        if is_out_of_memory(error_text):
             text = "opening it in ONNX Runtime requires more memory than expected for a file of its size"
             return [error_message("memory-limit", text)]
-        code, advice = _code_and_advice(words, float_type)
-        text = f"ONNX Runtime cannot load it: {words[:400].rstrip('.')}.{advice}".rstrip(".")
+        code, advice = _code_and_advice(error_text, float_type)
+        text = f"ONNX Runtime cannot load it: {error_text[:400].rstrip('.')}.{advice}".rstrip(".")
         return [error_message(code, text)]
     return []
 
@@ -237,9 +239,9 @@ def _model_details(model: Any) -> dict[str, Any]:
         dominant_float_type,
     )
 
-    tops = [*model.graph.node, *(node for function in model.functions for node in function.node)]
-    operators = Counter(node.op_type for node in tops)
-    inner = Counter(node.op_type for node in all_nodes(tops)) - operators  # in If, Loop and Scan
+    top_nodes = [*model.graph.node, *(node for function in model.functions for node in function.node)]
+    operators = Counter(node.op_type for node in top_nodes)
+    inner = Counter(node.op_type for node in all_nodes(top_nodes)) - operators  # in If, Loop and Scan
     producer = f"{model.producer_name} {model.producer_version}".strip()
     return {
         "opset": opset_versions(model).get(""),
@@ -257,7 +259,7 @@ def _model_details(model: Any) -> dict[str, Any]:
 
 def is_out_of_memory(message: str) -> bool:
     """Return whether ONNX Runtime's message means that an allocation failed."""
-    return any(words in message for words in ("bad allocation", "std::bad_alloc", "Failed to allocate"))
+    return any(phrase in message for phrase in ("bad allocation", "std::bad_alloc", "Failed to allocate"))
 
 
 _MAX_NODES = 1_000_000  # after inlining of functions; a large language model has 10,000
@@ -266,8 +268,10 @@ _MAX_TRIPS = 1_000_000_000  # one second, at a nanosecond each
 
 def function_expansion_problems(model: Any) -> Iterator[Message]:
     """Yield a problem if inlining the functions, none of which is recursive, gives too many nodes."""
-    own = {(normalized_domain(function.domain), function.name): function for function in model.functions}
-    if own and (count := _expanded_node_count(model.graph.node, own)) > _MAX_NODES:
+    functions = {
+        (normalized_domain(function.domain), function.name): function for function in model.functions
+    }
+    if functions and (count := _expanded_node_count(model.graph.node, functions)) > _MAX_NODES:
         yield error_message(
             "too-many-nodes",
             f"its functions call each other so often that inlining gives {float(count):.3g} nodes; at most"
@@ -286,11 +290,11 @@ def _expanded_node_count(nodes: Sequence[Any], functions: Mapping[tuple[str, str
             return None
         return sum(sizes.get(key, 1) for key in keys)
 
-    waiting = list(functions)
-    while waiting:  # none is recursive, so each round determines one
-        found = {key: size for key in waiting if (size := of(functions[key].node)) is not None}
-        sizes |= found
-        waiting = [key for key in waiting if key not in found]
+    pending = list(functions)
+    while pending:  # none is recursive, so each round determines one
+        new_sizes = {key: size for key in pending if (size := of(functions[key].node)) is not None}
+        sizes |= new_sizes
+        pending = [key for key in pending if key not in new_sizes]
     return of(nodes) or 0
 
 
@@ -300,22 +304,22 @@ def infinite_loop_problems(model: Any) -> Iterator[Message]:
     Exporters write the largest number where a condition ends the loop; the body then computes
     the condition.
     """
-    waiting: list[tuple[Any, dict[str, int]]] = [
+    pending: list[tuple[Any, dict[str, int]]] = [
         (model.graph, {}),
         *((function, {}) for function in model.functions),
     ]
-    while waiting:
-        graph, outer = waiting.pop()
-        known = outer | _integer_constants(graph)
+    while pending:
+        graph, outer_constants = pending.pop()
+        constants = outer_constants | _integer_constants(graph)
         for node in graph.node:
-            waiting += [(inner, known) for inner in subgraphs(node)]
+            pending += [(inner, constants) for inner in subgraphs(node)]
             if node.op_type != "Loop" or normalized_domain(node.domain):
                 continue
             body = next(a.g for a in node.attribute if a.name == "body")
-            trips = known.get(node.input[0]) if node.input and node.input[0] else _MAX_TRIPS + 1
-            if trips is not None and trips > _MAX_TRIPS and not _may_terminate(body):
+            num_trips = constants.get(node.input[0]) if node.input and node.input[0] else _MAX_TRIPS + 1
+            if num_trips is not None and num_trips > _MAX_TRIPS and not _may_terminate(body):
                 code, number = (
-                    ("too-many-trips", f"{float(trips):.3g} trips")
+                    ("too-many-trips", f"{float(num_trips):.3g} trips")
                     if node.input[0]
                     else ("unlimited-trips", "no number of trips")
                 )
@@ -337,8 +341,8 @@ def _integer_constants(graph: Any) -> dict[str, int]:
         for attribute in node.attribute
         if attribute.name == "value"
     ]
-    small = [(n, t) for n, t in tensors if t.data_type == TensorProto.INT64 and not math.prod(t.dims) > 1]
-    return {n: int(numpy_helper.to_array(t).reshape(-1)[0]) for n, t in small if _is_single_value(t)}
+    scalars = [(n, t) for n, t in tensors if t.data_type == TensorProto.INT64 and not math.prod(t.dims) > 1]
+    return {n: int(numpy_helper.to_array(t).reshape(-1)[0]) for n, t in scalars if _is_single_value(t)}
 
 
 def _is_single_value(tensor: Any) -> bool:
@@ -349,11 +353,11 @@ def _may_terminate(body: Any) -> bool:
     """Return whether the body of a loop computes the condition for its next trip."""
     if len(body.input) < 2 or not body.output:
         return True  # not such a loop: reported elsewhere
-    given = {body.input[1].name, *(tensor.name for tensor in body.initializer)}
+    constant_names = {body.input[1].name, *(tensor.name for tensor in body.initializer)}
     for node in body.node:
-        if node.op_type == "Constant" or (node.op_type == "Identity" and node.input[0] in given):
-            given.update(node.output)
-    return body.output[0].name not in given
+        if node.op_type == "Constant" or (node.op_type == "Identity" and node.input[0] in constant_names):
+            constant_names.update(node.output)
+    return body.output[0].name not in constant_names
 
 
 _MAX_DEPTH = 16  # depth of nested subgraphs
@@ -372,23 +376,23 @@ _TRAINING_MODE_INPUT = ("Dropout", 2)  # the input with the training mode
 
 def structure_problems(model: Any) -> Iterator[Message]:
     """Yield what is wrong with the graph of an onnx.ModelProto and with its subgraphs."""
-    waiting: list[tuple[Any, frozenset[str], int]] = [(model.graph, frozenset(), 0)]
-    while waiting:
-        graph, outer, depth = waiting.pop()
+    pending: list[tuple[Any, frozenset[str], int]] = [(model.graph, frozenset(), 0)]
+    while pending:
+        graph, outer_names, depth = pending.pop()
         if depth > _MAX_DEPTH:
             text = f"subgraphs are nested more than {_MAX_DEPTH} deep"
             yield error_message("subgraphs-too-deep", text)
             return
-        given = {value.name for value in graph.input} | {t.name for t in graph.initializer}
-        given |= {sparse.values.name for sparse in graph.sparse_initializer}
+        graph_values = {value.name for value in graph.input} | {t.name for t in graph.initializer}
+        graph_values |= {sparse.values.name for sparse in graph.sparse_initializer}
         producers = _producers(graph.node)
-        yield from _duplicate_outputs(graph.node, producers, given)
-        known = given | set(producers) | outer
-        yield from _undefined_inputs(graph, known)
+        yield from _duplicate_outputs(graph.node, producers, graph_values)
+        known_values = graph_values | set(producers) | outer_names
+        yield from _undefined_inputs(graph, known_values)
         yield from _find_cycle(graph.node, producers)
-        inner = frozenset(known)
+        inner = frozenset(known_values)
         for node in graph.node:
-            waiting += [(found, inner, depth + 1) for found in subgraphs(node)]
+            pending += [(subgraph, inner, depth + 1) for subgraph in subgraphs(node)]
 
 
 def node_label(node: Any) -> str:
@@ -398,15 +402,15 @@ def node_label(node: Any) -> str:
 
 def _producers(nodes: Sequence[Any]) -> dict[str, int]:
     """Return the node index of each value by name; the last one of several."""
-    return {name: at for at, node in enumerate(nodes) for name in node.output if name}
+    return {name: index for index, node in enumerate(nodes) for name in node.output if name}
 
 
 def _duplicate_outputs(
     nodes: Sequence[Any], producers: Mapping[str, int], given: Collection[str]
 ) -> Iterator[Message]:
-    for at, node in enumerate(nodes):
+    for index, node in enumerate(nodes):
         for name in node.output:
-            if name and (producers[name] != at or name in given):
+            if name and (producers[name] != index or name in given):
                 text = f"the value '{name[:80]}' is defined twice, once by the node {node_label(node)}"
                 yield error_message("duplicate-value", text)
 
@@ -427,47 +431,51 @@ def _find_cycle(nodes: Sequence[Any], producers: Mapping[str, int]) -> Iterator[
     """Yield the nodes of one cycle, if there is one: they cannot be ordered (Kahn 1962)."""
     before = [{producers[name] for name in node_inputs(node) if name in producers} for node in nodes]
     after: list[list[int]] = [[] for _ in nodes]
-    for at, froms in enumerate(before):
-        for source in froms:
-            after[source].append(at)
-    open_ends = [len(froms) for froms in before]
-    ready = deque(at for at, count in enumerate(open_ends) if not count)
-    done = 0
-    while ready:
-        done += 1
-        for at in after[ready.popleft()]:
-            open_ends[at] -= 1
-            if not open_ends[at]:
-                ready.append(at)
-    if done == len(nodes):
+    for index, source_indices in enumerate(before):
+        for source in source_indices:
+            after[source].append(index)
+    open_ends = [len(source_indices) for source_indices in before]
+    ready_nodes = deque(index for index, count in enumerate(open_ends) if not count)
+    num_ordered = 0
+    while ready_nodes:
+        num_ordered += 1
+        for index in after[ready_nodes.popleft()]:
+            open_ends[index] -= 1
+            if not open_ends[index]:
+                ready_nodes.append(index)
+    if num_ordered == len(nodes):
         return
-    left = {at for at, count in enumerate(open_ends) if count}
-    way: list[int] = []
-    at = min(left)
-    while at not in way:
-        way.append(at)
-        at = next(source for source in before[at] if source in left)
-    names = [node_label(nodes[place]) for place in [*way[way.index(at) :], at][::-1]]
-    shown = " -> ".join(names if len(names) <= 6 else [*names[:3], "...", *names[-2:]])
-    yield error_message("cycle", f"its nodes form a cycle: {shown}")
+    unordered = {index for index, count in enumerate(open_ends) if count}
+    node_path: list[int] = []
+    index = min(unordered)
+    while index not in node_path:
+        node_path.append(index)
+        index = next(source for source in before[index] if source in unordered)
+    names = [
+        node_label(nodes[node_index]) for node_index in [*node_path[node_path.index(index) :], index][::-1]
+    ]
+    cycle_text = " -> ".join(names if len(names) <= 6 else [*names[:3], "...", *names[-2:]])
+    yield error_message("cycle", f"its nodes form a cycle: {cycle_text}")
 
 
 def operator_problems(model: Any, known: Collection[tuple[str, str]]) -> Iterator[Message]:
     """Yield the operators that neither `known` (domain, name) nor the model's own functions define."""
-    own = {(normalized_domain(f.domain), f.name): f for f in model.functions}
-    seen: dict[tuple[str, str], Any] = {}
+    local_functions = {(normalized_domain(f.domain), f.name): f for f in model.functions}
+    first_nodes: dict[tuple[str, str], Any] = {}
     calls: dict[tuple[str, str], set[tuple[str, str]]] = {}
-    for key, nodes in [(("", ""), model.graph.node), *((key, f.node) for key, f in own.items())]:
+    for key, nodes in [(("", ""), model.graph.node), *((key, f.node) for key, f in local_functions.items())]:
         for node in all_nodes(nodes):
-            what = (normalized_domain(node.domain), node.op_type)
-            seen.setdefault(what, node)
-            calls.setdefault(key, set()).add(what)
-    for what, node in seen.items():
-        if what not in known and what not in own:
-            yield _unknown_operator_problem(what, node)
-    reachable = {key: found & set(own) for key, found in calls.items() if key in own}
-    while leaves := [key for key, found in reachable.items() if not found & reachable.keys()]:
-        for key in leaves:
+            operator = (normalized_domain(node.domain), node.op_type)
+            first_nodes.setdefault(operator, node)
+            calls.setdefault(key, set()).add(operator)
+    for operator, node in first_nodes.items():
+        if operator not in known and operator not in local_functions:
+            yield _unknown_operator_problem(operator, node)
+    reachable = {
+        key: called & set(local_functions) for key, called in calls.items() if key in local_functions
+    }
+    while leaf_functions := [key for key, called in reachable.items() if not called & reachable.keys()]:
+        for key in leaf_functions:
             del reachable[key]
     if reachable:
         names = ", ".join(sorted(name for _, name in reachable)[:4])
@@ -496,15 +504,21 @@ def random_nodes(model: Any) -> Iterator[str]:
     from onnx.numpy_helper import to_array
 
     nodes = [*all_nodes(model.graph.node), *(n for f in model.functions for n in all_nodes(f.node))]
-    truths = [(tensor.name, tensor) for tensor in model.graph.initializer]
+    named_tensors = [(tensor.name, tensor) for tensor in model.graph.initializer]
     for node in nodes:
         if node.op_type == "Constant" and node.output:
-            truths += [(node.output[0], a.t) for a in node.attribute if a.name == "value"]
-    off = {n for n, t in truths if t.data_type == 9 and not t.data_location and not any(to_array(t).flat)}
-    operator, place = _TRAINING_MODE_INPUT
+            named_tensors += [(node.output[0], a.t) for a in node.attribute if a.name == "value"]
+    false_constants = {
+        n for n, t in named_tensors if t.data_type == 9 and not t.data_location and not any(to_array(t).flat)
+    }
+    operator, mode_index = _TRAINING_MODE_INPUT
     for node in nodes:
         if normalized_domain(node.domain):
             continue
-        trains = node.op_type == operator and len(node.input) > place and node.input[place] not in ("", *off)
+        trains = (
+            node.op_type == operator
+            and len(node.input) > mode_index
+            and node.input[mode_index] not in ("", *false_constants)
+        )
         if node.op_type in _RANDOM or trains:
             yield node_label(node)

@@ -58,7 +58,7 @@ def settings_of(top, task, **more):
 
 
 @pytest.mark.parametrize("task", MODELS)
-def test_with_all_that_it_says_the_loss_is_the_live_teachers(tmp_path, task):
+def test_full_cache_loss_and_gradients_equal_live_teacher(tmp_path, task):
     student, teacher = (load_model(MODELS[task](tmp_path / str(seed), seed))[0] for seed in (0, 1))
     ctx = harness.make_context(tmp_path / "out", task, rows_of(task, tmp_path))
     tokenizer = load_tokenizer(tmp_path / "0")
@@ -69,9 +69,9 @@ def test_with_all_that_it_says_the_loss_is_the_live_teachers(tmp_path, task):
         for group in (numbered[4:8], other):
             batch = collate(group, student.config)
             slopes, values = [], []
-            for one in (answers, None):
+            for cached in (answers, None):
                 student.zero_grad()
-                loss = total_loss(distill_objective(teacher, settings, cached_teacher=one)(student, batch))
+                loss = total_loss(distill_objective(teacher, settings, cached_teacher=cached)(student, batch))
                 loss.backward()
                 values.append(loss.item())
                 slopes.append(
@@ -79,11 +79,11 @@ def test_with_all_that_it_says_the_loss_is_the_live_teachers(tmp_path, task):
                 )
             exact = task not in ("translation", "language-modeling")  # those are kept as float16
             assert values[0] == pytest.approx(values[1], rel=1e-5 if exact else 2e-3)
-            apart = (slopes[0] - slopes[1]).norm() / slopes[1].norm()
-            assert float(apart) < (1e-5 if exact else 2e-3)
+            relative_difference = (slopes[0] - slopes[1]).norm() / slopes[1].norm()
+            assert float(relative_difference) < (1e-5 if exact else 2e-3)
 
 
-def test_the_largest_and_the_tail_are_those_of_the_live_teacher(tmp_path):
+def test_top_k_and_tail_equal_live_teacher(tmp_path):
     student, teacher = (load_model(tiny.write_marian(tmp_path / str(seed), seed))[0] for seed in (0, 1))
     ctx = harness.make_context(tmp_path / "out", data=rows_of("translation", tmp_path))
     rows = encode_split(ctx.data["train"], student.config, load_tokenizer(tmp_path / "0"), ctx)
@@ -91,19 +91,19 @@ def test_the_largest_and_the_tail_are_those_of_the_live_teacher(tmp_path):
     with contextlib.closing(make_cached_teacher(teacher, WHO, student, settings, ctx)) as answers:
         numbered, _ = answers.prepare_samples(rows, None)
         batch = collate(numbered[2:6], student.config)
-        found = answers.outputs(batch)
-    there = batch["labels"] != -100
+        outputs = answers.outputs(batch)
+    mask = batch["labels"] != -100
     with torch.no_grad():
-        live = teacher(**{n: v for n, v in batch.items() if n not in ("labels", "rows")}).logits[there]
+        live = teacher(**{n: v for n, v in batch.items() if n not in ("labels", "rows")}).logits[mask]
     p = (live / 2.0).softmax(dim=-1)
     largest, ids = p.topk(3)
-    mine = found.logits[there].softmax(dim=-1)
-    assert torch.equal(found.ids[there], ids)
-    torch.testing.assert_close(mine[:, :3], largest, rtol=2e-3, atol=1e-4)
-    torch.testing.assert_close(mine[:, 3], 1 - largest.sum(-1), rtol=2e-3, atol=2e-3)
+    probabilities = outputs.logits[mask].softmax(dim=-1)
+    assert torch.equal(outputs.ids[mask], ids)
+    torch.testing.assert_close(probabilities[:, :3], largest, rtol=2e-3, atol=1e-4)
+    torch.testing.assert_close(probabilities[:, 3], 1 - largest.sum(-1), rtol=2e-3, atol=2e-3)
 
 
-def test_images_are_known_by_their_content(tmp_path, shop):
+def test_cached_images_are_keyed_by_content(tmp_path, shop):
     """Rows of images have no token ids; other images, or other pixels of the same ones, are new rows."""
     runs = {}
     folder = images.write_model(tmp_path / "model", "vit")
@@ -141,7 +141,7 @@ def shop(tmp_path, lines):
     return StageCache(Store(tmp_path / "store"), {"torch": "1"}, lines.append)
 
 
-def test_the_teacher_reads_each_row_once_and_nothing_in_a_later_recipe(tmp_path, shop, monkeypatch):
+def test_teacher_computes_each_sample_once_across_runs(tmp_path, shop, monkeypatch):
     rows = rows_of("translation", tmp_path)
     runs = []
     ask = cached_teacher.CachedTeacher._run_teacher
@@ -172,7 +172,7 @@ def test_the_teacher_reads_each_row_once_and_nothing_in_a_later_recipe(tmp_path,
     assert len(runs) == 2
 
 
-def test_a_damaged_file_is_made_again(tmp_path, shop, lines):
+def test_corrupted_cache_file_is_rebuilt(tmp_path, shop, lines):
     rows = rows_of("translation", tmp_path)
     source = tiny.write_marian(tmp_path / "model")
     settings = settings_of(8, "translation", max_steps=2, student={"decoder_layers": 1})
@@ -192,7 +192,7 @@ def test_a_damaged_file_is_made_again(tmp_path, shop, lines):
     assert go("c").details["cache_logits"]["rows_of_teacher"] == 0
 
 
-def test_too_small_a_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
+def test_too_little_disk_space_is_rejected_before_writing(tmp_path, monkeypatch):
     rows = rows_of("translation", tmp_path)
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(logit_cache.shutil, "disk_usage", lambda path: usage)
@@ -212,7 +212,7 @@ def test_too_small_a_disk_is_said_before_anything_is_written(tmp_path, monkeypat
     assert not list((tmp_path / "store").glob("kept/*"))
 
 
-def test_labels_of_classes_are_no_part_of_the_key_and_words_are(tmp_path):
+def test_cache_key_ignores_labels_and_includes_texts(tmp_path):
     config = load_model(tiny.write_bert(tmp_path / "m"))[0].config
     words = load_tokenizer(tmp_path / "m")
     ctx = harness.make_context(tmp_path / "out", "text-classification")
@@ -228,7 +228,7 @@ def test_labels_of_classes_are_no_part_of_the_key_and_words_are(tmp_path):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("losses", [{"logits": 0, "labels": 1}, {"logits": 1, "hidden_states": 1}])
-def test_what_would_save_nothing_is_refused(tmp_path, losses):
+def test_cache_logits_without_reusable_losses_is_rejected(tmp_path, losses):
     settings = DistillSettings.model_validate({"losses": losses, "cache_logits": {}})
-    (found,) = Distill.check_rows(settings, "translation", {})
-    assert (found.setting, found.code) == ("cache_logits", "nothing-to-store")
+    (error,) = Distill.check_rows(settings, "translation", {})
+    assert (error.setting, error.code) == ("cache_logits", "nothing-to-store")

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize("kind", sorted(TEXT_FAMILIES))
-def test_the_stacks_of_each_family_are_those_that_settings_know(kind):
+def test_stack_names_of_each_family_are_valid_settings(kind):
     config = SimpleNamespace(model_type=kind, to_dict=lambda: {"model_type": kind})
     model = SimpleNamespace(config=config)
     names = {stack.name for stack in FAMILIES[kind].stacks({"model_type": kind})}
@@ -31,18 +31,20 @@ def test_the_stacks_of_each_family_are_those_that_settings_know(kind):
 
 
 @pytest.mark.parametrize("choice", [1, 2, 3, [0], [1, 0], [0, 1], [2], [0, 0]])
-def test_it_refuses_what_keep_layers_refuses(tmp_path, choice):
+def test_check_student_rejects_same_layers_as_keep_layers(tmp_path, choice):
     model, edits = load_model(tiny.write_bert(tmp_path))
-    found, after = check_student(StudentSettings(layers=choice), model.config.to_dict())
+    errors, after = check_student(StudentSettings(layers=choice), model.config.to_dict())
     try:
-        _, kept = keep_layers(model, edits, "layers", choice, "uniform", stage="distill", prefix="student.")
+        _, kept_layers = keep_layers(
+            model, edits, "layers", choice, "uniform", stage="distill", prefix="student."
+        )
     except InputError:
-        assert len(found) == 1
+        assert len(errors) == 1
     else:
-        assert found == []
-        assert after["num_hidden_layers"] == len(kept) == model.config.num_hidden_layers
+        assert errors == []
+        assert after["num_hidden_layers"] == len(kept_layers) == model.config.num_hidden_layers
 
 
-def test_a_family_that_is_not_known_is_left_to_the_stage():
+def test_unknown_family_is_not_checked_before_loading():
     config = {"model_type": "mamba"}
     assert check_student(StudentSettings(layers=1), config) == ([], config)

@@ -25,30 +25,30 @@ def logits(*shape, seed=0):
     return 3 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_the_mean_is_that_of_probabilities_and_not_of_logits():
-    one, other = logits(4, 7), logits(4, 7, seed=1)
-    expected = ((one / T).softmax(-1) + (other / T).softmax(-1)) / 2
-    found = (average_logits([one, other], T) / T).softmax(-1)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
-    of_logits = ((one + other) / (2 * T)).softmax(-1)
-    assert float((found - of_logits).abs().max()) > 0.05
+def test_ensemble_averages_probabilities_not_logits():
+    first, other = logits(4, 7), logits(4, 7, seed=1)
+    expected = ((first / T).softmax(-1) + (other / T).softmax(-1)) / 2
+    probabilities = (average_logits([first, other], T) / T).softmax(-1)
+    torch.testing.assert_close(probabilities, expected, rtol=1e-5, atol=1e-7)
+    of_logits = ((first + other) / (2 * T)).softmax(-1)
+    assert float((probabilities - of_logits).abs().max()) > 0.05
 
 
-def test_each_teaches_its_labels_and_of_shared_ones_the_mean():
-    one, other = logits(5, 2), logits(5, 3, seed=1)
-    found = (
-        combine_label_logits([one, other], [[0, 1], [1, 2, 3]], 4, [SINGLE_LABEL, MULTI_LABEL], T) / T
+def test_shared_labels_are_averaged_and_others_copied():
+    first, other = logits(5, 2), logits(5, 3, seed=1)
+    probabilities = (
+        combine_label_logits([first, other], [[0, 1], [1, 2, 3]], 4, [SINGLE_LABEL, MULTI_LABEL], T) / T
     ).sigmoid()
-    p, q = (one / T).softmax(-1), (other / T).sigmoid()
+    p, q = (first / T).softmax(-1), (other / T).sigmoid()
     expected = torch.stack([p[:, 0], (p[:, 1] + q[:, 0]) / 2, q[:, 1], q[:, 2]], dim=1)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(probabilities, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_teacher_that_is_sure_gives_finite_logits():
+def test_saturated_teacher_gives_finite_logits():
     sure = torch.tensor([[900.0, -900.0], [-30.0, 30.0]])
-    found = combine_label_logits([sure, sure], [[0, 1], [2, 3]], 4, [SINGLE_LABEL, MULTI_LABEL], 1.0)
-    assert bool(torch.isfinite(found).all())
-    assert float(found[1, 3]) == pytest.approx(30.0, abs=1e-3)  # no float32 says 1 - e^-30
+    label_logits = combine_label_logits([sure, sure], [[0, 1], [2, 3]], 4, [SINGLE_LABEL, MULTI_LABEL], 1.0)
+    assert bool(torch.isfinite(label_logits).all())
+    assert float(label_logits[1, 3]) == pytest.approx(30.0, abs=1e-3)  # no float32 says 1 - e^-30
 
 
 class Says:
@@ -63,14 +63,14 @@ class Says:
         return False
 
 
-def test_the_same_labels_in_another_order_are_averaged_by_their_names():
-    one, other = Says(["a", "b"], [3.0, 0.0]), Says(["b", "a"], [0.0, 3.0])
+def test_labels_in_different_order_are_averaged_by_name():
+    first, other = Says(["a", "b"], [3.0, 0.0]), Says(["b", "a"], [0.0, 3.0])
     student = Says(["b", "a"], [0.0, 0.0])
-    made = joined_of([one, other], student)
-    found = made.join([one.values, other.values]).softmax(-1)
-    expected = one.values.softmax(-1).flip(-1)
-    torch.testing.assert_close(found, expected)
-    assert list(made.config.id2label.values()) == ["b", "a"]
+    ensemble = joined_of([first, other], student)
+    probabilities = ensemble.join([first.values, other.values]).softmax(-1)
+    expected = first.values.softmax(-1).flip(-1)
+    torch.testing.assert_close(probabilities, expected)
+    assert list(ensemble.config.id2label.values()) == ["b", "a"]
 
 
 def joined_of(models, student):
@@ -94,7 +94,7 @@ def joined_of(models, student):
         (["a", "b", "c", "d"], SINGLE_LABEL, "single-label-student", '["a", "d"]'),
     ],
 )
-def test_a_student_that_cannot_say_what_they_know_is_refused(labels, kind, code, named):
+def test_student_with_incompatible_labels_is_rejected(labels, kind, code, named):
     teachers = [Says(["a", "b"], [0.0, 0.0]), Says(["c", "d"], [0.0, 0.0])]
     with raises_code(code, InputError) as caught:
         joined_of(teachers, Says(labels, [0.0] * len(labels), kind))
@@ -102,19 +102,19 @@ def test_a_student_that_cannot_say_what_they_know_is_refused(labels, kind, code,
 
 
 def classifier(folder, names, seed, **more):
-    made = tiny.write_bert(folder, seed=seed, labels=len(names), **more)
-    config = json.loads((made / "config.json").read_text())
+    model_folder = tiny.write_bert(folder, seed=seed, labels=len(names), **more)
+    config = json.loads((model_folder / "config.json").read_text())
     config |= {"id2label": dict(enumerate(names)), "label2id": {n: i for i, n in enumerate(names)}}
-    (made / "config.json").write_text(json.dumps(config))
-    return made
+    (model_folder / "config.json").write_text(json.dumps(config))
+    return model_folder
 
 
-def test_two_classifiers_teach_one_student_the_labels_of_both(tmp_path):
-    one = classifier(tmp_path / "one", ["neg", "pos"], 1)
+def test_student_learns_labels_of_two_classifiers(tmp_path):
+    first = classifier(tmp_path / "one", ["neg", "pos"], 1)
     other = classifier(tmp_path / "other", ["man", "cat", "dog"], 2)
     student = classifier(tmp_path / "m", ["cat", "dog", "man", "neg", "pos"], 3, problem_type=MULTI_LABEL)
     rows = Split("x", tuple(Example(text, label=("pos", "cat")) for text in tiny.SENTENCES * 2))
-    options = SHORT | {"teacher": [{"model": str(one)}, {"model": str(other)}], "temperature": 1.0}
+    options = SHORT | {"teacher": [{"model": str(first)}, {"model": str(other)}], "temperature": 1.0}
     settings = DistillSettings.model_validate(
         options
         | {"losses": {"logits": 1, "labels": 0}, "epochs": 60, "learning_rate": 1e-2, "cache_logits": {}}
@@ -122,19 +122,19 @@ def test_two_classifiers_teach_one_student_the_labels_of_both(tmp_path):
     ctx = harness.run_stage(
         Distill(), settings, student, tmp_path / "o/out", "text-classification", data=rows
     )
-    start, *_, end = [found["loss"] for found in ctx.details["training"]["validations"]]
+    start, *_, end = [validation["loss"] for validation in ctx.details["training"]["validations"]]
     assert end < 0.05 * start
-    made = harness.load_output_model(ctx)
+    output_model = harness.load_output_model(ctx)
     ids = torch.tensor([[2, 7, 9, 3], [2, 6, 8, 3]])
-    models = [harness.load_output_model(SimpleNamespace(out=folder)) for folder in (one, other)]
+    models = [harness.load_output_model(SimpleNamespace(out=folder)) for folder in (first, other)]
     with torch.no_grad():
-        ours, p, q = made(ids).logits.sigmoid(), *(m(ids).logits.softmax(-1) for m in models)
+        probabilities, p, q = output_model(ids).logits.sigmoid(), *(m(ids).logits.softmax(-1) for m in models)
     expected = torch.cat([q[:, [1, 2, 0]], p], dim=1)
-    assert float((ours - expected).abs().mean()) < 0.15
-    assert ctx.details["teacher"] == f"{one}, {other}"
+    assert float((probabilities - expected).abs().mean()) < 0.15
+    assert ctx.details["teacher"] == f"{first}, {other}"
 
 
-def test_two_translators_teach_and_each_is_run(tmp_path):
+def test_two_translation_teachers_are_both_used(tmp_path):
     rows = tiny.read_pairs(tmp_path)
     source, other = tiny.write_marian(tmp_path / "m"), tiny.write_marian(tmp_path / "other", 1)
     losses = {}
@@ -165,13 +165,13 @@ def test_two_translators_teach_and_each_is_run(tmp_path):
         ({"teacher": []}, "missing-setting", "teacher"),
     ],
 )
-def test_what_several_cannot_do_is_refused(options, code, named):
+def test_unsupported_settings_with_several_teachers_are_rejected(options, code, named):
     with raises_setting_codes(code) as caught:
         DistillSettings.model_validate(options)
     assert named in caught.value.errors()[0]["msg"]
 
 
-def test_the_recipe_finds_the_steps_and_the_folders_in_a_list(tmp_path):
+def test_teacher_list_yields_step_references_and_paths(tmp_path):
     settings = DistillSettings.model_validate({"teacher": ["tuned", {"model": "b"}]})
     assert settings.step_references() == {"teacher.0": "tuned"}
     assert settings.paths() == {("teacher", 1, "model"): "b"}

@@ -35,7 +35,7 @@ def run(tmp_path, rows, source, **options):
     return harness.run_stage(Distill(), settings, source, tmp_path / "out", "text-classification", rows)
 
 
-def test_a_narrow_student_of_a_config_learns_through_a_projection(tmp_path, rows):
+def test_narrow_student_from_config_learns_through_projection(tmp_path, rows):
     (tmp_path / "small.json").write_text(json.dumps(SMALL))
     source = tiny.write_bert(tmp_path / "model")
     losses = {"logits": 1, "labels": 0, "hidden_states": 1}
@@ -44,35 +44,37 @@ def test_a_narrow_student_of_a_config_learns_through_a_projection(tmp_path, rows
     assert (student.config.hidden_size, len(student.bert.encoder.layer)) == (16, 1)
     assert student.config.vocab_size == teacher.config.vocab_size
     assert student.config.id2label == teacher.config.id2label
-    start, *later = [found["loss"] for found in ctx.details["training"]["validations"]]
+    start, *later = [validation["loss"] for validation in ctx.details["training"]["validations"]]
     assert min(later) < 0.9 * start
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "out", "rows.jsonl", "small.json"]
 
 
-def test_a_trained_student_of_another_family_is_taken_with_its_weights(tmp_path, rows):
+def test_pretrained_student_of_other_family_keeps_its_weights(tmp_path, rows):
     source = tiny.write_bert(tmp_path / "model")
     student = classifiers.distilbert(tmp_path / "student")
     for name in ("vocab.txt", "tokenizer_config.json"):
         shutil.copyfile(source / name, student / name)
     ctx = run(tmp_path, rows, source, student=str(student), max_steps=1, learning_rate=1e-12)
-    made, before = harness.load_output_model(ctx), load_model(student)[0]
-    assert made.config.model_type == "distilbert"
-    for name, parameter in made.named_parameters():
+    output_model, before = harness.load_output_model(ctx), load_model(student)[0]
+    assert output_model.config.model_type == "distilbert"
+    for name, parameter in output_model.named_parameters():
         assert (parameter - before.get_parameter(name)).abs().max() < 1e-6
 
 
-def test_a_student_of_a_config_keeps_the_shortlist(tmp_path):
+def test_student_from_config_keeps_shortlist(tmp_path):
     """It reads and writes the same words as the model that the list was learned for."""
     source = tiny.write_marian(tmp_path / "model")
     rows = read_split(str(tiny.write_pairs(tmp_path / "pairs.jsonl")), "translation", Columns(), tmp_path)
     learned = ShortlistSettings(candidates_per_token=3, frequent_tokens=6)
-    listed = harness.run_stage(ShortlistStage(), learned, source, tmp_path / "listed", data=rows).out
+    shortlist_folder = harness.run_stage(
+        ShortlistStage(), learned, source, tmp_path / "listed", data=rows
+    ).out
     settings = DistillSettings(student=StudentSettings(config=str(source)), **SHORT | {"max_steps": 1})
-    ctx = harness.run_stage(Distill(), settings, listed, tmp_path / "out", data=rows)
-    assert (ctx.out / SHORTLIST).read_bytes() == (listed / SHORTLIST).read_bytes()
+    ctx = harness.run_stage(Distill(), settings, shortlist_folder, tmp_path / "out", data=rows)
+    assert (ctx.out / SHORTLIST).read_bytes() == (shortlist_folder / SHORTLIST).read_bytes()
 
 
-def test_a_student_with_another_tokenizer_is_refused(tmp_path, rows):
+def test_student_with_different_tokenizer_is_rejected(tmp_path, rows):
     source, student = tiny.write_bert(tmp_path / "model"), tiny.write_bert(tmp_path / "student")
     words = (student / "vocab.txt").read_text().splitlines()
     words[5], words[6] = words[6], words[5]
@@ -90,19 +92,19 @@ def test_a_student_with_another_tokenizer_is_refused(tmp_path, rows):
         ({"model_type": "bert", "vocab_size": 99}, "vocabulary-mismatch"),
     ],
 )
-def test_the_plan_reads_the_config_of_a_student(tmp_path, config, code):
+def test_invalid_student_config_is_rejected_before_loading(tmp_path, config, code):
     (tmp_path / "config.json").write_text(json.dumps(config))
     settings = DistillSettings.model_validate({"student": str(tmp_path)})
-    (found,), _ = Distill.check_model(settings, {"model_type": "bert", "vocab_size": 30})
-    assert (found.setting, found.code) == ("student.model", code)
+    (error,), _ = Distill.check_model(settings, {"model_type": "bert", "vocab_size": 30})
+    assert (error.setting, error.code) == ("student.model", code)
 
 
-def test_a_student_is_told_in_one_way():
+def test_student_with_model_and_layers_is_rejected():
     with raises_setting_codes("settings-conflict"):
         StudentSettings(model="x", layers=2)
 
 
-def test_in_a_recipe_the_path_is_the_recipes_and_the_key_is_what_the_file_holds(tmp_path):
+def test_student_config_path_is_relative_and_its_content_is_in_key(tmp_path):
     tiny.write_bert(tmp_path / "model")
     tiny.write_labeled(tmp_path / "rows.jsonl")
     (tmp_path / "small.json").write_text(json.dumps(SMALL))
@@ -122,6 +124,6 @@ def test_in_a_recipe_the_path_is_the_recipes_and_the_key_is_what_the_file_holds(
     recipe.write_text(recipe.read_text().replace("small.json", "smal.json"))
     with raises_code("missing-file", InputError) as caught:
         load_plan(recipe)
-    (found,) = caught.value.found
-    assert found.setting == "stages[0].distill.student.config"
-    assert "smal.json" in found.message
+    (error,) = caught.value.found
+    assert error.setting == "stages[0].distill.student.config"
+    assert "smal.json" in error.message

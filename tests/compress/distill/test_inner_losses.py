@@ -39,8 +39,8 @@ def settings(losses, **more):
 def terms(student, teacher, chosen, rows):
     inner = make_inner_losses(student, teacher, chosen, seed=3)
     with torch.no_grad(), inner.capture():
-        found = distill_objective(teacher, chosen, inner)(student, collate(rows, student.config))
-    return {name: float(term.value) for name, term in found.items()}, inner
+        loss_terms = distill_objective(teacher, chosen, inner)(student, collate(rows, student.config))
+    return {name: float(term.value) for name, term in loss_terms.items()}, inner
 
 
 def read(model, rows):
@@ -51,7 +51,7 @@ def read(model, rows):
         states = model(**feeds, output_hidden_states=True).hidden_states
         layers = [layer.attention.self for layer in model.bert.encoder.layer]
         parts = [
-            {word: getattr(layer, word)(states[n]) for word in ("query", "key", "value")}
+            {projection: getattr(layer, projection)(states[n]) for projection in ("query", "key", "value")}
             for n, layer in enumerate(layers)
         ]
     return states, parts, batch["attention_mask"].bool()
@@ -63,30 +63,30 @@ def scores(parts, heads):
     return q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
 
 
-def test_a_narrower_student_learns_tinyberts_sum_through_one_projection(tmp_path):
+def test_narrow_student_losses_equal_tinybert_with_one_projection(tmp_path):
     teacher = bert(tmp_path / "t", 0, num_hidden_layers=4)
     student = bert(tmp_path / "s", 1, hidden_size=16, num_hidden_layers=2)
     chosen = settings({name: weight for name, weight in ALL.items() if name != "self_attention_relations"})
-    found, inner = terms(student, teacher, chosen, TEXTS)
-    ours, mine, there = read(student, TEXTS)
-    theirs, others, _ = read(teacher, TEXTS)
+    losses, inner = terms(student, teacher, chosen, TEXTS)
+    student_states, student_projections, mask = read(student, TEXTS)
+    teacher_states, teacher_projections, _ = read(teacher, TEXTS)
     weight = inner.modules["projection"].weight.detach()
     assert weight.shape == (32, 16)
 
     def apart(a, b):
-        return float(F.mse_loss((ours[a] @ weight.T)[there], theirs[b][there]))
+        return float(F.mse_loss((student_states[a] @ weight.T)[mask], teacher_states[b][mask]))
 
-    assert found["hidden_states"] == pytest.approx(apart(1, 2) + apart(2, 4), rel=1e-4)
-    assert found["input_embeddings"] == pytest.approx(0.5 * apart(0, 0), rel=1e-4)
+    assert losses["hidden_states"] == pytest.approx(apart(1, 2) + apart(2, 4), rel=1e-4)
+    assert losses["input_embeddings"] == pytest.approx(0.5 * apart(0, 0), rel=1e-4)
     expected = 0.0
     for a, b in ((1, 2), (2, 4)):
-        squares = (scores(mine[a - 1], 4) - scores(others[b - 1], 4)) ** 2
+        squares = (scores(student_projections[a - 1], 4) - scores(teacher_projections[b - 1], 4)) ** 2
         rows = [squares[n, :, q, :length].mean() for n, length in enumerate((6, 3, 4)) for q in range(length)]
         expected += 0.7 * float(torch.stack(rows).mean())
-    assert found["attention"] == pytest.approx(expected, rel=1e-4)
+    assert losses["attention"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_mean_over_layers_divides_the_sum_by_the_mapped_layers(tmp_path):
+def test_layer_reduction_mean_divides_by_number_of_mapped_layers(tmp_path):
     teacher, student = bert(tmp_path / "t", 0, num_hidden_layers=4), bert(tmp_path / "s", 1)
     weights = {"hidden_states": 1.0, "attention": 0.7, "input_embeddings": 0.5, "cosine": 1.0}
     added, _ = terms(student, teacher, settings(weights), TEXTS)
@@ -101,7 +101,7 @@ def test_mean_over_layers_divides_the_sum_by_the_mapped_layers(tmp_path):
 @pytest.mark.parametrize(
     "kind", ["hidden_states", "input_embeddings", "attention", "self_attention_relations"]
 )
-def test_all_patches_of_images_are_compared(kind, tmp_path):
+def test_image_losses_compare_all_patches(kind, tmp_path):
     teacher = load_model(images.write_model(tmp_path / "t", hidden_size=32))[0]
     student = load_model(images.write_model(tmp_path / "s", hidden_size=16))[0]
     chosen = settings({kind: 1.0})
@@ -109,35 +109,42 @@ def test_all_patches_of_images_are_compared(kind, tmp_path):
     size = student.config.image_size
     batch = {"pixel_values": torch.randn(3, 3, size, size), "labels": torch.tensor([0, 1, 0])}
     with torch.no_grad(), inner.capture():
-        found = distill_objective(teacher, chosen, inner)(student, batch)
+        loss_terms = distill_objective(teacher, chosen, inner)(student, batch)
     with torch.no_grad():
         outputs = [m.vit(batch["pixel_values"], output_hidden_states=True) for m in (student, teacher)]
-    ours, theirs = ([*each.hidden_states[:-1], each.last_hidden_state] for each in outputs)
-    value = float(found[kind].value)
+    student_states, teacher_states = (
+        [*output.hidden_states[:-1], output.last_hidden_state] for output in outputs
+    )
+    value = float(loss_terms[kind].value)
     assert value > 0
     if kind in ("hidden_states", "input_embeddings"):
         weight = inner.modules["projection"].weight.detach()
         assert weight.shape == (32, 16)
-        places = range(1, len(ours)) if kind == "hidden_states" else [0]
-        expected = sum(F.mse_loss(ours[at] @ weight.T, theirs[at]) for at in places)
+        state_indices = range(1, len(student_states)) if kind == "hidden_states" else [0]
+        expected = sum(
+            F.mse_loss(student_states[index] @ weight.T, teacher_states[index]) for index in state_indices
+        )
         assert value == pytest.approx(float(expected), rel=1e-4)
 
 
-def test_relations_and_angles_are_those_of_the_last_layers(tmp_path):
+def test_relation_and_cosine_losses_use_last_layers(tmp_path):
     teacher = bert(tmp_path / "t", 0, num_hidden_layers=3)
     student = bert(tmp_path / "s", 1, num_attention_heads=2)
-    found, inner = terms(student, teacher, settings({"self_attention_relations": 2.0, "cosine": 1.0}), TEXTS)
-    ours, mine, there = read(student, TEXTS)
-    theirs, others, _ = read(teacher, TEXTS)
-    kl = sum(relation_loss(mine[-1][w], others[-1][w], there, 4, False) for w in ("query", "key", "value"))
-    assert found["self_attention_relations"] == pytest.approx(2 * float(kl), rel=1e-4)
-    angle = 1 - F.cosine_similarity(ours[-1][there], theirs[-1][there], dim=-1).mean()
-    assert found["cosine"] == pytest.approx(float(angle), rel=1e-4)
+    losses, inner = terms(student, teacher, settings({"self_attention_relations": 2.0, "cosine": 1.0}), TEXTS)
+    student_states, student_projections, mask = read(student, TEXTS)
+    teacher_states, teacher_projections, _ = read(teacher, TEXTS)
+    kl = sum(
+        relation_loss(student_projections[-1][w], teacher_projections[-1][w], mask, 4, False)
+        for w in ("query", "key", "value")
+    )
+    assert losses["self_attention_relations"] == pytest.approx(2 * float(kl), rel=1e-4)
+    angle = 1 - F.cosine_similarity(student_states[-1][mask], teacher_states[-1][mask], dim=-1).mean()
+    assert losses["cosine"] == pytest.approx(float(angle), rel=1e-4)
     assert inner.modules == {}
 
 
 @pytest.mark.parametrize("family", DISTINCT_FAMILIES)
-def test_in_every_family_a_student_like_its_teacher_has_no_loss_and_another_has(family):
+def test_identical_student_has_zero_loss_in_every_family(family):
     folder = every_family.model_with_layers(family, 2)
     teacher, student = load_model(folder)[0], load_model(folder)[0]
     chosen = settings(ALL if family != "mpnet" else ALL | {"attention": 0})
@@ -159,7 +166,7 @@ def test_in_every_family_a_student_like_its_teacher_has_no_loss_and_another_has(
 
 
 @pytest.mark.parametrize("kind", ["translator"])
-def test_gradient_of_four_small_batches_is_that_of_one_large_one(tmp_path, kind):
+def test_gradient_accumulation_equals_one_large_batch(tmp_path, kind):
     draw = random.Random(2)
 
     def ids(least, most):
@@ -174,7 +181,7 @@ def test_gradient_of_four_small_batches_is_that_of_one_large_one(tmp_path, kind)
     with torch.no_grad():
         for parameter in teacher.parameters():
             parameter.mul_(0.9)
-    found = []
+    flat_gradients = []
     for size, accumulate in ((16, 1), (4, 4)):
         model, _ = load_model(tmp_path / "model")
         chosen = settings(
@@ -201,9 +208,9 @@ def test_gradient_of_four_small_batches_is_that_of_one_large_one(tmp_path, kind)
             model, rows, None, objective=distill_objective(teacher, chosen, inner), settings=chosen, ctx=ctx,
             extension=TrainingExtension(modules=inner.modules, training_context=inner.capture),
         )  # fmt: skip
-        found.append(torch.cat([gradients[name].flatten() for name in sorted(gradients)]).double())
-    assert float(found[0].norm()) > 1e-3
-    assert float((found[1] - found[0]).norm() / found[0].norm()) < 1e-5
+        flat_gradients.append(torch.cat([gradients[name].flatten() for name in sorted(gradients)]).double())
+    assert float(flat_gradients[0].norm()) > 1e-3
+    assert float((flat_gradients[1] - flat_gradients[0]).norm() / flat_gradients[0].norm()) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -213,7 +220,7 @@ def test_gradient_of_four_small_batches_is_that_of_one_large_one(tmp_path, kind)
         ({"cosine": 1}, {"hidden_size": 16}, "width-mismatch", ("32", "16")),
     ],
 )
-def test_what_two_models_do_not_have_in_common_is_refused(tmp_path, losses, student, code, numbers):
+def test_incompatible_heads_or_widths_are_rejected(tmp_path, losses, student, code, numbers):
     teacher, other = bert(tmp_path / "t", 0), bert(tmp_path / "s", 0, **student)
     with raises_code(code, InputError) as caught:
         make_inner_losses(other, teacher, settings(losses), 0)
@@ -221,7 +228,7 @@ def test_what_two_models_do_not_have_in_common_is_refused(tmp_path, losses, stud
     assert all(number in str(caught.value) for number in numbers)
 
 
-def test_layers_that_do_not_exist_and_heads_that_do_not_divide_are_refused(tmp_path):
+def test_unknown_layers_and_indivisible_heads_are_rejected(tmp_path):
     teacher, student = bert(tmp_path / "t", 0), bert(tmp_path / "s", 0)
     with raises_code("unknown-layer", InputError) as caught:
         make_inner_losses(student, teacher, settings({"hidden_states": 1}, layer_map={1: 5}), 0)
@@ -240,7 +247,7 @@ def test_layers_that_do_not_exist_and_heads_that_do_not_divide_are_refused(tmp_p
     assert "mpnet" in str(caught.value)
 
 
-def test_layers_that_a_training_leaves_out_at_random_are_all_there_to_be_compared():
+def test_layerdrop_is_disabled_while_capturing():
     student, teacher = (load_model(every_family.model_with_layers("m2m_100", 2))[0] for _ in "ab")
     stacks = [module for module in student.modules() if "layerdrop" in vars(module)]
     for module in stacks:
@@ -252,7 +259,7 @@ def test_layers_that_a_training_leaves_out_at_random_are_all_there_to_be_compare
     objective = distill_objective(teacher, settings(ALL), inner)
     for _ in range(8):
         with inner.capture():
-            found = objective(student, batch)
-        assert all(torch.isfinite(term.value) for term in found.values())
+            loss_terms = objective(student, batch)
+        assert all(torch.isfinite(term.value) for term in loss_terms.values())
     assert len(stacks) == 2
     assert {module.layerdrop for module in stacks} == {0.9}

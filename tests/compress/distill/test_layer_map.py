@@ -21,11 +21,11 @@ MARIAN = {"model_type": "marian", "encoder_layers": 4, "decoder_layers": 2}
         ({3: 7, 0: 3}, 4, 12, {0: 3, 3: 7}),
     ],
 )
-def test_states_go_with_states(mapping, student, teacher, expected):
+def test_layer_map_resolves_to_state_indices(mapping, student, teacher, expected):
     assert resolve_layer_map(mapping, student, teacher) == expected
 
 
-def test_each_stack_may_have_its_own():
+def test_layer_map_can_differ_by_stack():
     layer_map = {"decoder_layers": {2: 1}, "encoder_layers": "last"}
     assert stack_map(layer_map, "decoder_layers") == {2: 1}
     assert stack_map(layer_map, "encoder_layers") == "last"
@@ -42,9 +42,9 @@ def test_each_stack_may_have_its_own():
         ({3: 1}, MARIAN, "layer_map", "unknown-layer", ["0", "2", "3"]),
     ],
 )
-def test_states_that_do_not_exist_are_named(layer_map, config, setting, code, values):
+def test_layer_map_with_unknown_layers_is_rejected(layer_map, config, setting, code, values):
     teacher = config | {"num_hidden_layers": 6}
-    (found,) = check_layer_map(layer_map, config, teacher)
-    assert (found.setting, found.code) == (setting, code)
-    assert re.findall(r"\d+", found.message) == values
+    (error,) = check_layer_map(layer_map, config, teacher)
+    assert (error.setting, error.code) == (setting, code)
+    assert re.findall(r"\d+", error.message) == values
     assert check_layer_map("uniform", config, teacher) == []

@@ -27,11 +27,11 @@ def write_qwen(tmp_path):
     return write
 
 
-def test_padded_rows_of_the_teacher_have_no_probability(write_qwen):
-    folder, own = write_qwen("teacher", 352), write_qwen("student", 328, 1)
-    teacher, original, student = load_model(folder)[0], load_model(folder)[0], load_model(own)[0]
+def test_padded_teacher_rows_have_zero_probability(write_qwen):
+    folder, student_folder = write_qwen("teacher", 352), write_qwen("student", 328, 1)
+    teacher, original, student = load_model(folder)[0], load_model(folder)[0], load_model(student_folder)[0]
     ids = torch.randint(0, TOKENS, (2, 7))
-    assert map_teacher_tokens(teacher, folder, student, own) == list(range(328))
+    assert map_teacher_tokens(teacher, folder, student, student_folder) == list(range(328))
     with torch.no_grad():
         logits, expected = teacher(input_ids=ids).logits, original(input_ids=ids).logits
     probabilities = expected.softmax(-1)[..., :328]
@@ -39,22 +39,22 @@ def test_padded_rows_of_the_teacher_have_no_probability(write_qwen):
     assert teacher.config.vocab_size == student.config.vocab_size
 
 
-def test_rows_that_the_teacher_lacks_get_no_probability(write_qwen):
-    folder, own = write_qwen("teacher", TOKENS), write_qwen("student", 352, 1)
-    teacher, original, student = load_model(folder)[0], load_model(folder)[0], load_model(own)[0]
+def test_rows_missing_from_teacher_get_zero_probability(write_qwen):
+    folder, student_folder = write_qwen("teacher", TOKENS), write_qwen("student", 352, 1)
+    teacher, original, student = load_model(folder)[0], load_model(folder)[0], load_model(student_folder)[0]
     ids = torch.randint(0, TOKENS, (2, 7))
-    assert map_teacher_tokens(teacher, folder, student, own) == [*range(TOKENS), *[-1] * 32]
+    assert map_teacher_tokens(teacher, folder, student, student_folder) == [*range(TOKENS), *[-1] * 32]
     with torch.no_grad():
         probabilities = teacher(input_ids=ids).logits.softmax(-1)
         expected = original(input_ids=ids).logits.softmax(-1)
-        ours = student(input_ids=ids).logits
+        student_logits = student(input_ids=ids).logits
     assert torch.allclose(probabilities, F.pad(expected, (0, 32)), atol=1e-7)
     assert probabilities[..., TOKENS:].max() == 0
-    assert torch.isfinite(F.kl_div(ours.log_softmax(-1), probabilities, reduction="sum"))
+    assert torch.isfinite(F.kl_div(student_logits.log_softmax(-1), probabilities, reduction="sum"))
 
 
 @pytest.mark.parametrize("padded", ["teacher", "student"])
-def test_a_step_learns_from_a_teacher_with_other_padding(tmp_path, write_qwen, padded):
+def test_student_learns_from_teacher_with_different_padding(tmp_path, write_qwen, padded):
     rows = read_split(str(causal.write_prompts(tmp_path / "p.jsonl")), "text-generation", Columns(), tmp_path)
     sizes = (352, 328) if padded == "teacher" else (328, 352)
     teacher, student = write_qwen("teacher", sizes[0]), write_qwen("student", sizes[1], 1)
@@ -73,7 +73,7 @@ def test_a_step_learns_from_a_teacher_with_other_padding(tmp_path, write_qwen, p
     assert harness.load_output_model(ctx).config.vocab_size == sizes[1]
 
 
-def test_extra_rows_with_tokens_are_refused(tmp_path, write_qwen):
+def test_extra_rows_with_real_tokens_are_rejected(tmp_path, write_qwen):
     rows = read_split(str(causal.write_prompts(tmp_path / "p.jsonl")), "text-generation", Columns(), tmp_path)
     source, small = write_qwen("source", 352), write_qwen("small", 200, 1)
     (source / "text.json").write_text('{"prompt_template": "{prompt}"}')

@@ -17,7 +17,7 @@ def rows(tmp_path):
     return tiny.read_pairs(tmp_path)
 
 
-def test_inner_losses_come_first_then_the_words(tmp_path, rows):
+def test_hidden_state_phase_runs_before_logits_phase(tmp_path, rows):
     source = tiny.write_marian(tmp_path / "model")
     options = {
         "student": {"decoder_layers": 1},
@@ -30,22 +30,22 @@ def test_inner_losses_come_first_then_the_words(tmp_path, rows):
     ctx = harness.run_stage(Distill(), settings, source, tmp_path / "out", data=rows)
     first, second = ctx.details["phases"]
     parts = {
-        f"{what}.{stack}"
-        for what in ("hidden_states", "attention")
+        f"{loss_name}.{stack}"
+        for loss_name in ("hidden_states", "attention")
         for stack in ("encoder_layers", "decoder_layers")
     }
     assert (first["steps"], set(first["train_losses"])) == (30, parts)
     assert (second["steps"], set(second["train_losses"])) == (20, {"logits"})
     assert ctx.details["training"] == second
     for phase in (first, second):
-        start, *later = [found["loss"] for found in phase["validations"]]
+        start, *later = [validation["loss"] for validation in phase["validations"]]
         assert min(later) < 0.7 * start
     assert not [
         m for m in harness.load_output_model(ctx).modules() if "projection" in type(m).__name__.lower()
     ]
 
 
-def test_a_warning_says_of_which_phase_it_is(tmp_path, rows):
+def test_warning_names_its_phase(tmp_path, rows):
     quick = {"max_steps": 2, "num_evals": 1, "batch_size": 5, "precision": "fp32", "max_length": 4}
     quick |= {"lr_schedule": "constant", "warmup": 0.0, "learning_rate": 1e-3, "dropout": 0.0}
     phases = [{"losses": {"hidden_states": 1}}, {"losses": {"labels": 1}, "learning_rate": 100.0}]
@@ -54,15 +54,15 @@ def test_a_warning_says_of_which_phase_it_is(tmp_path, rows):
         Distill(), settings, tiny.write_marian(tmp_path / "model"), tmp_path / "out", data=rows
     )
     assert [phase["kept_step"] for phase in ctx.details["phases"]] == [2, 0]
-    (useless,) = [one for one in ctx.warnings if one.code == "no-improvement"]
-    assert useless.message.startswith("phase 2: ")
-    cut = [one.message for one in ctx.warnings if one.code == "truncated-texts"]
+    (no_improvement,) = [message for message in ctx.warnings if message.code == "no-improvement"]
+    assert no_improvement.message.startswith("phase 2: ")
+    cut = [message.message for message in ctx.warnings if message.code == "truncated-texts"]
     assert cut  # of all phases, said once
     assert len(set(cut)) == len(cut)
     assert not [text for text in cut if "phase" in text]
 
 
-def test_what_a_phase_does_not_say_is_as_the_step_says():
+def test_phase_inherits_unset_settings_from_stage():
     settings = DistillSettings.model_validate(
         {
             "epochs": 3,
@@ -108,21 +108,21 @@ def test_what_a_phase_does_not_say_is_as_the_step_says():
         ),
     ],
 )
-def test_the_plan_knows_what_a_student_does_not_have(options, setting, code, value):
+def test_phase_losses_unsupported_by_student_are_rejected_in_plan(options, setting, code, value):
     config = {"model_type": "bert", "num_hidden_layers": 3, "problem_type": "regression"}
-    (found,), _ = Distill.check_model(DistillSettings.model_validate(options), config)
-    assert (found.setting, found.code) == (setting, code)
-    assert value in found.message
+    (error,), _ = Distill.check_model(DistillSettings.model_validate(options), config)
+    assert (error.setting, error.code) == (setting, code)
+    assert value in error.message
 
 
-def test_the_plan_names_families_whose_scores_cannot_be_read():
+def test_attention_loss_is_rejected_for_unreadable_families():
     config = {"model_type": "mpnet", "num_hidden_layers": 3}
-    (found,), _ = Distill.check_model(DistillSettings.model_validate({"losses": {"attention": 1}}), config)
-    assert (found.setting, found.code) == ("losses.attention", "unreadable-attention")
-    assert "mpnet" in found.message
+    (error,), _ = Distill.check_model(DistillSettings.model_validate({"losses": {"attention": 1}}), config)
+    assert (error.setting, error.code) == ("losses.attention", "unreadable-attention")
+    assert "mpnet" in error.message
 
 
-def test_vocabularies_that_differ_are_refused(tmp_path, rows):
+def test_different_vocabularies_are_rejected(tmp_path, rows):
     source, other = tiny.write_bert(tmp_path / "a"), tiny.write_bert(tmp_path / "b", vocab_size=50)
     with (other / "vocab.txt").open("a") as file:
         file.write("\nextra\n")

@@ -32,46 +32,46 @@ def transformers_texts(folder, texts, **how):
     from transformers import AutoTokenizer, MarianMTModel
 
     model, words = MarianMTModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    found = []
+    outputs = []
     for text in texts:  # one by one: no padding
         with torch.no_grad():
             ids = model.generate(**words(text, return_tensors="pt"), max_new_tokens=6, **how)
-        found.append(words.batch_decode(ids, skip_special_tokens=True))
-    return found
+        outputs.append(words.batch_decode(ids, skip_special_tokens=True))
+    return outputs
 
 
-def test_the_candidates_are_those_of_transformers(teacher):
+def test_candidates_equal_transformers_beam_search(teacher):
     texts = tiny.SENTENCES[:4]
     with open_runner(teacher, 1, "cpu") as runner:
-        found = generate_candidates(
+        candidate_lists = generate_candidates(
             runner, texts, GenerationSettings(num_beams=4, max_new_tokens=6), 3, batch_size=4
         )
-    assert found == transformers_texts(teacher.path, texts, num_beams=4, num_return_sequences=3)
-    assert any(len(set(candidates)) > 1 for candidates in found)
+    assert candidate_lists == transformers_texts(teacher.path, texts, num_beams=4, num_return_sequences=3)
+    assert any(len(set(candidates)) > 1 for candidates in candidate_lists)
 
 
-def test_the_student_is_given_what_the_teacher_writes(tmp_path, teacher, rows):
+def test_targets_are_best_beams_of_teacher(tmp_path, teacher, rows):
     ctx = harness.make_context(tmp_path / "out", data=rows)
-    made = generate_targets(teacher, SequenceSettings(num_beams=2, max_new_tokens=6), ctx)
+    targets = generate_targets(teacher, SequenceSettings(num_beams=2, max_new_tokens=6), ctx)
     texts = [e.text for e in rows.examples]
     expected = [best for (best,) in transformers_texts(teacher.path, texts, num_beams=2)]
-    assert [(e.text, *e.references) for e in made.examples] == list(zip(texts, expected, strict=True))
+    assert [(e.text, *e.references) for e in targets.examples] == list(zip(texts, expected, strict=True))
     assert ctx.details["sequence_level"] == {"written_by_the_teacher": len(rows), "with_their_own_target": 0}
 
 
-def test_best_of_takes_what_is_most_like_the_reference(tmp_path, teacher, rows):
+def test_best_of_selects_candidate_closest_to_reference(tmp_path, teacher, rows):
     ctx = harness.make_context(tmp_path / "out", data=rows)
     settings = SequenceSettings(num_beams=4, best_of=4, max_new_tokens=6)
-    made = generate_targets(teacher, settings, ctx)
+    targets = generate_targets(teacher, settings, ctx)
     texts = [e.text for e in rows.examples]
     lists = transformers_texts(teacher.path, texts, num_beams=4, num_return_sequences=4)
-    for example, row, candidates in zip(made.examples, rows.examples, lists, strict=True):
+    for example, row, candidates in zip(targets.examples, rows.examples, lists, strict=True):
         scores = [sacrebleu.sentence_bleu(text, list(row.references)).score for text in candidates]
         assert example.references == (candidates[scores.index(max(scores))],)
     assert closest_by_bleu(["a man walks"], ["a man", "a man walks", "a man runs"]) == "a man walks"
 
 
-def test_the_nearest_chinese_candidate_is_found_by_characters():
+def test_closest_chinese_candidate_is_selected_by_characters():
     candidates = ["天气很好。", "两只狗在草地上跑。"]
     assert closest_by_bleu(["两只狗在草地上奔跑。"], candidates, "zh") == candidates[1]
 
@@ -80,37 +80,38 @@ def test_the_nearest_chinese_candidate_is_found_by_characters():
     ("rows", "mix", "expected"),
     [(100, 0.0, (0, 100)), (100, 0.5, (100, 100)), (100, 0.2, (25, 100)), (100, 0.8, (100, 25))],
 )
-def test_the_mix_is_a_fraction_of_all_rows(rows, mix, expected):
+def test_original_ratio_is_fraction_of_all_samples(rows, mix, expected):
     assert count_targets(rows, rows, mix) == expected
 
 
-def test_own_targets_are_mixed_in_and_empty_texts_left_out(tmp_path, teacher, rows, monkeypatch):
+def test_original_targets_are_mixed_in_and_empty_outputs_dropped(tmp_path, teacher, rows, monkeypatch):
     texts = [f"text {n}" for n in range(len(rows))]
     texts[0] = ""
     monkeypatch.setattr(stage, "_generate", lambda *args: texts)
     ctx = harness.make_context(tmp_path / "out", data=rows)
-    made = generate_targets(teacher, SequenceSettings(original_ratio=0.5), ctx)
-    own = [e for e in made.examples if e in rows.examples]
-    assert (len(own), len(made)) == (len(rows) - 1, 2 * len(rows) - 2)
+    targets = generate_targets(teacher, SequenceSettings(original_ratio=0.5), ctx)
+    original_examples = [e for e in targets.examples if e in rows.examples]
+    assert (len(original_examples), len(targets)) == (len(rows) - 1, 2 * len(rows) - 2)
     (warning,) = ctx.warnings
     assert warning.code == "empty-teacher-outputs"
     assert f"1 of {len(rows)}" in warning.message
 
 
-def test_a_second_run_decodes_nothing_again(tmp_path, monkeypatch):
+def test_second_run_reuses_generated_targets(tmp_path, monkeypatch):
     tiny.write_marian(tmp_path / "model")
     tiny.write_pairs(tmp_path / "rows.jsonl")
     recipe = tmp_path / "recipe.yaml"
 
     data = "{train: rows.jsonl, validation: rows.jsonl, test: rows.jsonl}"
     level = "{num_beams: 2, max_new_tokens: 4, original_ratio: 0.5}"
-    taught = f"sequence_level: {level}, losses: {{logits: 0, labels: 1}}"
+    distill_options = f"sequence_level: {level}, losses: {{logits: 0, labels: 1}}"
 
     def write(rate):
         recipe.write_text(
             f"model: model\ntask: translation\ndata: {data}\nthreads: 1\n"
             "score: {latency: false, quality: [bleu], generation: {max_new_tokens: 4}}\nstages:\n"
-            f"  - distill: {{{taught}, max_steps: 1, num_evals: 0, precision: fp32, learning_rate: {rate}}}\n"
+            f"  - distill: {{{distill_options}, max_steps: 1, num_evals: 0, precision: fp32,"
+            f" learning_rate: {rate}}}\n"
         )
 
     decoded, real = [], stage._generate
@@ -131,19 +132,19 @@ def test_a_second_run_decodes_nothing_again(tmp_path, monkeypatch):
         ({"original_ratio": 1}, "less_than"),
     ],
 )
-def test_what_makes_no_sense_is_refused(options, code):
+def test_invalid_sequence_settings_are_rejected(options, code):
     with raises_setting_codes(code):
         SequenceSettings.model_validate(options)
 
 
-def test_only_texts_can_be_written():
+def test_sequence_level_is_rejected_for_classification():
     settings = DistillSettings(sequence_level={"num_beams": 2})
-    (found,) = Distill.check_rows(settings, "text-classification", {})
-    assert (found.setting, found.code) == ("sequence_level", "does-not-fit-task")
+    (error,) = Distill.check_rows(settings, "text-classification", {})
+    assert (error.setting, error.code) == ("sequence_level", "does-not-fit-task")
     assert Distill.check_rows(settings, "translation", {}) == []
 
 
-def test_a_graph_of_the_teacher_may_decode(tmp_path, monkeypatch):
+def test_onnx_teacher_can_generate_targets(tmp_path, monkeypatch):
     tiny.write_marian(tmp_path / "model")
     tiny.write_pairs(tmp_path / "rows.jsonl")
     recipe = tmp_path / "recipe.yaml"
@@ -156,17 +157,17 @@ def test_a_graph_of_the_teacher_may_decode(tmp_path, monkeypatch):
         " num_evals: 0}\n"
         "    from: model\n"
     )
-    found, real = [], stage._generate
+    calls, real = [], stage._generate
 
     def decode(writer, examples, settings, ctx):
-        found.append((writer.format, real(writer, examples, settings, ctx)))
-        assert found[0][1] == real(ctx.ancestors["model"], examples, settings, ctx)
-        return found[0][1]
+        calls.append((writer.format, real(writer, examples, settings, ctx)))
+        assert calls[0][1] == real(ctx.ancestors["model"], examples, settings, ctx)
+        return calls[0][1]
 
     monkeypatch.setattr(stage, "_generate", decode)
     result = smelt.run(recipe, out=tmp_path / "run", quiet=True)
     assert result.exit_code == 0, [step["error"] for step in result.report["steps"]]
-    assert found[0][0] == "onnx"
+    assert calls[0][0] == "onnx"
     recipe.write_text(recipe.read_text().replace("generator: fast", "generator: fats"))
     with raises_code("unknown-step", InputError) as caught:
         load_plan(recipe)

@@ -37,28 +37,26 @@ from tests.support.models import tiny
         ("text-classification", {"train_on": "both"}, 1.0, 1.0, 0.0),
     ],
 )
-def test_models_that_write_learn_from_the_teacher_alone_and_classifiers_from_labels_too(
-    task, options, temperature, logits, labels
-):
-    decided = DistillSettings.model_validate(options).resolve_for_task(task)
-    assert (decided.temperature, decided.losses.logits, decided.losses.labels) == (
+def test_default_losses_and_temperature_depend_on_task(task, options, temperature, logits, labels):
+    resolved = DistillSettings.model_validate(options).resolve_for_task(task)
+    assert (resolved.temperature, resolved.losses.logits, resolved.losses.labels) == (
         temperature,
         logits,
         labels,
     )
-    assert decided.resolve_for_task(task) == decided  # nothing is decided twice
+    assert resolved.resolve_for_task(task) == resolved  # nothing is decided twice
 
 
-def test_losses_of_phases_are_theirs_alone():
+def test_phase_losses_do_not_get_task_defaults():
     phased = DistillSettings.model_validate(
         {"phases": [{"losses": {"hidden_states": 1}}, {"losses": {"logits": 1}}]}
     )
-    decided = phased.resolve_for_task("text-classification")
-    assert decided == phased
-    assert [training.losses.labels for training in decided.phase_settings()] == [0.0, 0.0]
+    resolved = phased.resolve_for_task("text-classification")
+    assert resolved == phased
+    assert [training.losses.labels for training in resolved.phase_settings()] == [0.0, 0.0]
 
 
-def test_a_plan_holds_what_the_task_decides(tmp_path):
+def test_plan_stores_task_defaults(tmp_path):
     tiny.write_marian(tmp_path / "model")
     tiny.write_pairs(tmp_path / "rows.jsonl")
     (tmp_path / "r.yaml").write_text(
@@ -70,7 +68,7 @@ def test_a_plan_holds_what_the_task_decides(tmp_path):
     assert (settings["temperature"], losses) == (1.0, {"logits": 1.0, "labels": 0.0})
 
 
-def test_a_stage_that_is_called_by_itself_decides_likewise(tmp_path):
+def test_stage_run_alone_uses_task_defaults(tmp_path):
     rows = tiny.read_pairs(tmp_path)
     source, losses = tiny.write_marian(tmp_path / "model"), []
     short = {"max_steps": 3, "batch_size": 4, "precision": "fp32", "num_evals": 0, "learning_rate": 1e-3}

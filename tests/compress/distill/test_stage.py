@@ -71,7 +71,7 @@ def batch():
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.ones(len(ids)).long()}
 
 
-def test_the_objective_is_the_formula(tmp_path):
+def test_objective_equals_formula(tmp_path):
     student, _ = load_model(classifier(tmp_path / "s", seed=1).path)
     teacher, _ = load_model(classifier(tmp_path / "t").path)
     settings = DistillSettings.model_validate({"temperature": 3.0, "losses": {"logits": 0.8, "labels": 0.3}})
@@ -79,13 +79,13 @@ def test_the_objective_is_the_formula(tmp_path):
     with torch.no_grad():
         zs, zt = student(**inputs).logits, teacher(**inputs).logits
         kl = F.kl_div((zs / 3).log_softmax(-1), (zt / 3).softmax(-1), reduction="batchmean")
-        wanted = 0.8 * 9 * kl + 0.3 * F.cross_entropy(zs, batch()["labels"])
+        expected = 0.8 * 9 * kl + 0.3 * F.cross_entropy(zs, batch()["labels"])
     torch.testing.assert_close(
-        total_loss(distill_objective(teacher, settings)(student, batch())), wanted, rtol=1e-5, atol=1e-6
+        total_loss(distill_objective(teacher, settings)(student, batch())), expected, rtol=1e-5, atol=1e-6
     )
 
 
-def test_a_thinner_student_comes_nearer_to_its_teacher(tmp_path):
+def test_thinner_student_approaches_teacher(tmp_path):
     source = classifier(tmp_path / "model")
     ctx = context(tmp_path, {"model": source})
     settings = DistillSettings.model_validate(
@@ -124,7 +124,7 @@ def test_a_thinner_student_comes_nearer_to_its_teacher(tmp_path):
         ({"logits": 1.0, "labels": 0.0, "hidden_states": 1.0}, None, None),
     ],
 )
-def test_what_learns_from_logits_alone_has_no_dropout(tmp_path, losses, setting, dropout):
+def test_logits_only_distillation_disables_dropout(tmp_path, losses, setting, dropout):
     """A model that is taught by itself has nothing to learn, and learns noise where there is dropout."""
     source = classifier(tmp_path / "model")
     ctx = context(tmp_path, {"model": source})
@@ -134,11 +134,11 @@ def test_what_learns_from_logits_alone_has_no_dropout(tmp_path, losses, setting,
     details = ctx.details["training"]
     assert details.get("dropout") == dropout
     part = "reverse_kl" if "reverse_kl" in losses else "logits"
-    apart = details["train_losses"][part] if "train_losses" in details else details["train_loss"]
-    assert (apart < 1e-6) == (dropout == 0)
+    loss = details["train_losses"][part] if "train_losses" in details else details["train_loss"]
+    assert (loss < 1e-6) == (dropout == 0)
 
 
-def test_each_phase_has_the_dropout_of_its_losses(tmp_path):
+def test_each_phase_has_dropout_of_its_losses(tmp_path):
     source = classifier(tmp_path / "model")
     ctx = context(tmp_path, {"model": source})
     phases = [{"losses": {"hidden_states": 1.0}}, {"losses": {"logits": 1.0}}]
@@ -147,7 +147,7 @@ def test_each_phase_has_the_dropout_of_its_losses(tmp_path):
     assert [phase.get("dropout") for phase in ctx.details["phases"]] == [None, 0.0]
 
 
-def test_an_unknown_teacher_names_the_known_steps(tmp_path):
+def test_unknown_teacher_is_rejected_with_step_names(tmp_path):
     source = classifier(tmp_path / "model")
     ctx = context(tmp_path, {"model": source, "prune": source})
     with raises_code("unknown-step", InputError) as caught:
@@ -157,7 +157,7 @@ def test_an_unknown_teacher_names_the_known_steps(tmp_path):
 
 
 @pytest.mark.parametrize(("fact", "what"), [("new_head", "classifier"), ("untrained", "weights")])
-def test_a_teacher_with_random_weights_is_refused_and_a_trained_one_named(tmp_path, fact, what):
+def test_untrained_teacher_is_rejected_and_trained_one_suggested(tmp_path, fact, what):
     source = classifier(tmp_path / "model")
     source.manifest.details[fact] = True
     with raises_code("untrained-teacher", InputError) as caught:
@@ -173,7 +173,7 @@ def test_a_teacher_with_random_weights_is_refused_and_a_trained_one_named(tmp_pa
     Distill()(tuned, settings, context(tmp_path / "c", ancestors))
 
 
-def test_a_teacher_that_left_torch_is_refused(tmp_path):
+def test_onnx_teacher_is_rejected(tmp_path):
     source = classifier(tmp_path / "model")
     ctx = context(tmp_path, {"model": artifact(source.path, "onnx")})
     with raises_code("wrong-format", InputError) as caught:
@@ -181,7 +181,7 @@ def test_a_teacher_that_left_torch_is_refused(tmp_path):
     assert "onnx" in str(caught.value)
 
 
-def test_a_teacher_with_other_labels_is_refused(tmp_path):
+def test_teacher_with_different_labels_is_rejected(tmp_path):
     source = classifier(tmp_path / "model")
     ctx = context(tmp_path, {"model": classifier(tmp_path / "other", names=("a", "b", "c"))})
     with raises_code("labels-mismatch", InputError):
@@ -196,6 +196,6 @@ def test_a_teacher_with_other_labels_is_refused(tmp_path):
         ({"student": {"layers": []}}, "nothing-kept"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(wrong, code):
+def test_invalid_distill_settings_are_rejected(wrong, code):
     with raises_setting_codes(code):
         DistillSettings.model_validate(wrong)

@@ -23,7 +23,7 @@ SHORT = {
 @pytest.mark.parametrize(
     ("rows", "seen"), [("unlabeled", {"texts": 40}), ("both", {"labeled": 10, "texts": 40})]
 )
-def test_a_classifier_learns_what_the_teacher_says_of_them(tmp_path, rows, seen):
+def test_classifier_learns_teacher_labels_of_unlabeled_texts(tmp_path, rows, seen):
     losses = {"logits": 1, "labels": 0}
     settings = DistillSettings.model_validate(SHORT | {"train_on": rows, "losses": losses, "teacher": "big"})
     data = {"train": LABELLED, "unlabeled": TEXTS, "validation": LABELLED}
@@ -33,14 +33,14 @@ def test_a_classifier_learns_what_the_teacher_says_of_them(tmp_path, rows, seen)
         Distill(), settings, student, tmp_path / "o/out", "text-classification", data=data,
         ancestors={"big": teacher},
     )  # fmt: skip
-    start, end = [found["loss"] for found in ctx.details["training"]["validations"]]
+    start, end = [validation["loss"] for validation in ctx.details["training"]["validations"]]
     assert ctx.details["rows"] == seen
     assert ctx.details["training"]["rows"] == sum(seen.values())
     assert set(ctx.details["training"]["train_losses"]) == {"logits"}
     assert end < 0.7 * start
 
 
-def test_an_embedder_learns_on_single_texts_beside_pairs(tmp_path):
+def test_embedder_trains_on_single_texts_and_pairs(tmp_path):
     pairs = Split("pairs", tuple(Example(t, text_pair=t[::-1], label=0.5) for t in tiny.SENTENCES))
     settings = DistillSettings.model_validate(
         SHORT | {"train_on": "both", "teacher": "big", "cache_logits": {}}
@@ -77,19 +77,19 @@ def test_an_embedder_learns_on_single_texts_beside_pairs(tmp_path):
         ({"losses": {"labels": 0}}, "translation", "train_on", "does-not-fit-task", "translation"),
     ],
 )
-def test_a_loss_that_needs_labels_is_an_error_before_work(options, task, place, code, value):
+def test_loss_needing_labels_is_rejected_before_training(options, task, place, code, value):
     settings = DistillSettings.model_validate({"train_on": "both"} | options)
-    found = {one.setting: one for one in Distill.check_rows(settings, task, {"unlabeled": TEXTS})}
-    assert found[place].code == code
-    assert value in found[place].message
+    errors = {error.setting: error for error in Distill.check_rows(settings, task, {"unlabeled": TEXTS})}
+    assert errors[place].code == code
+    assert value in errors[place].message
 
 
-def test_the_step_needs_the_rows_that_it_reads():
+def test_required_splits_follow_train_on():
     settings = {"losses": {"labels": 0}}
-    found = {
+    required_splits = {
         rows: Distill.needs_with(DistillSettings.model_validate(settings | {"train_on": rows}))
         for rows in ("labeled", "unlabeled", "both")
     }
-    assert found == {
+    assert required_splits == {
         "labeled": {"train"}, "unlabeled": {"unlabeled"}, "both": {"train", "unlabeled"},
     }  # fmt: skip

@@ -20,7 +20,7 @@ from tests.support.models import embedders
         {"sentence_embedding": 0, "pairwise_similarity": 0, "cosent": 1},
     ],
 )
-def test_parts_are_weighed_and_have_their_defaults_where_nothing_is_said(explicit, tmp_path):
+def test_embedding_losses_are_weighted_with_defaults(explicit, tmp_path):
     teacher, _ = load_model(embedders.write_embedder(tmp_path / "teacher"))
     student, _ = load_model(embedders.write_embedder(tmp_path / "student", seed=1))
     ids = torch.randint(5, 20, (6, 7), generator=torch.Generator().manual_seed(0))
@@ -31,12 +31,12 @@ def test_parts_are_weighed_and_have_their_defaults_where_nothing_is_said(explici
     }
     with torch.no_grad():
         loss = total_loss(distill_objective(teacher, DistillSettings(losses=explicit))(student, batch))
-        own, wanted = (m(ids).sentence_embedding for m in (student, teacher))
+        student_vectors, teacher_vectors = (m(ids).sentence_embedding for m in (student, teacher))
     weights = {"sentence_embedding": 1.0, "pairwise_similarity": 1.0, "cosent": 0.0} | explicit
     expected = (
-        weights["sentence_embedding"] * vector_distance_loss(own, wanted)
-        + weights["pairwise_similarity"] * pairwise_similarity_loss(own, wanted)
-        + weights["cosent"] * cosent_loss(own, batch["labels"])
+        weights["sentence_embedding"] * vector_distance_loss(student_vectors, teacher_vectors)
+        + weights["pairwise_similarity"] * pairwise_similarity_loss(student_vectors, teacher_vectors)
+        + weights["cosent"] * cosent_loss(student_vectors, batch["labels"])
     )
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
     assert float(loss) > 0

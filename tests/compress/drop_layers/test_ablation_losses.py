@@ -17,17 +17,17 @@ from tests.support.models import every_family
     ("family", "what"),
     [("marian", None), ("t5", ["attention", "ffn"]), ("modernbert", None), ("llama", ["attention", "ffn"])],
 )
-def test_they_are_those_of_whole_runs(what, family, tmp_path, monkeypatch):
+def test_resumed_losses_equal_full_forward(what, family, tmp_path, monkeypatch):
     losses, real, source = [], PrefixCachedModel.resume_each, every_family.model_with_layers(family, 3)
 
     def resume_each(cached, called):
         resumed = real(cached, called)
 
         def both(model, batch):
-            found = resumed(model, batch)
+            resumed_loss = resumed(model, batch)
             with torch.inference_mode():
-                losses.append((float(found), float(called(model, batch))))
-            return found
+                losses.append((float(resumed_loss), float(called(model, batch))))
+            return resumed_loss
 
         return both
 
@@ -39,12 +39,12 @@ def test_they_are_those_of_whole_runs(what, family, tmp_path, monkeypatch):
         DropLayers(), DropLayersSettings(**settings), source, family, tmp_path / "out"
     )
     assert len(ctx.details["dropped"]) >= 1
-    assert all(resumed == whole for resumed, whole in losses)
-    assert len({whole for _, whole in losses}) > 2
+    assert all(resumed == full_loss for resumed, full_loss in losses)
+    assert len({full_loss for _, full_loss in losses}) > 2
 
 
 @pytest.mark.parametrize(("family", "is_computed"), [("marian", False), ("t5", True)])
-def test_a_layer_that_gives_nothing_but_states_is_not_computed_where_it_is_gone(family, is_computed):
+def test_removed_layer_is_not_executed(family, is_computed):
     model, _ = load_model(every_family.model_with_layers(family, 3))
     stacks, calls, plain = family_of(model).stacks(model.config.to_dict()), [], set()
     layer = model.get_submodule(stacks[-1].module_path)[1]
@@ -59,7 +59,7 @@ def test_a_layer_that_gives_nothing_but_states_is_not_computed_where_it_is_gone(
     assert len(calls) == (3 if is_computed else 1)  # once, since nobody knew
 
 
-def test_what_is_gone_besides_may_change_between_two_tries_of_one_layer(tmp_path):
+def test_other_removed_layers_can_change_between_evaluations(tmp_path):
     model, _ = load_model(every_family.model_with_layers("llama", 3))
     stacks, ids = family_of(model).stacks(model.config.to_dict()), torch.arange(5, 17).reshape(2, 6)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids + 1}
@@ -69,7 +69,7 @@ def test_what_is_gone_besides_may_change_between_two_tries_of_one_layer(tmp_path
         return without_layers(model, stacks, gone)
 
     with ablation_losses(model, [batch], gone_now, harness.make_context(tmp_path / "out"), 2) as loss:
-        found = [loss(frozenset([last]), last), loss(frozenset([first, last]), last)]
-        wanted = [loss(frozenset([last])), loss(frozenset([first, last]))]
-    assert found == wanted
-    assert wanted[0] != wanted[1]
+        resumed_losses = [loss(frozenset([last]), last), loss(frozenset([first, last]), last)]
+        full_losses = [loss(frozenset([last])), loss(frozenset([first, last]))]
+    assert resumed_losses == full_losses
+    assert full_losses[0] != full_losses[1]

@@ -22,11 +22,11 @@ MODERN = {"model_type": "modernbert", "num_hidden_layers": 4}
         ({"keep_ratio": 0.5, "decoder_layers": [0, 2]}, {"encoder_layers": 3, "decoder_layers": [0, 2]}),
     ],
 )
-def test_stack_that_is_not_named_keeps_a_fraction_or_all(settings, kept):
+def test_unnamed_stack_keeps_ratio_or_all_layers(settings, kept):
     assert kept_layers(DropLayersSettings(**settings), {"encoder_layers": 6, "decoder_layers": 3}) == kept
 
 
-def test_config_of_the_result_says_how_many_layers_are_left():
+def test_resulting_config_has_remaining_layer_counts():
     errors, after = check_layer_counts(DropLayersSettings(keep_ratio=0.5), MARIAN)
     assert not errors
     assert after == {**MARIAN, "encoder_layers": 3, "decoder_layers": 2}
@@ -44,9 +44,9 @@ def test_config_of_the_result_says_how_many_layers_are_left():
         ({"layers": [1, 2]}, MODERN, "layers", "first-layer-required"),
     ],
 )
-def test_layers_that_there_are_not(settings, config, place, code):
-    (found,) = check_layer_counts(DropLayersSettings(**settings), config)[0]
-    assert (found.setting, found.code) == (place, code)
+def test_unknown_layers_are_rejected(settings, config, place, code):
+    (error,) = check_layer_counts(DropLayersSettings(**settings), config)[0]
+    assert (error.setting, error.code) == (place, code)
 
 
 @pytest.mark.parametrize(
@@ -62,29 +62,29 @@ def test_layers_that_there_are_not(settings, config, place, code):
         ({"targets": ["cross-attention"], "encoder_layers": 2}, "encoder_layers", "unknown-part"),
     ],
 )
-def test_parts_that_there_are_not(settings, place, code):
-    (found,) = check_layer_counts(DropLayersSettings(**settings), MARIAN)[0]
-    assert (found.setting, found.code) == (place, code)
+def test_unknown_parts_are_rejected(settings, place, code):
+    (error,) = check_layer_counts(DropLayersSettings(**settings), MARIAN)[0]
+    assert (error.setting, error.code) == (place, code)
 
 
-def test_as_many_parts_as_there_are_may_stay():
+def test_keeping_all_parts_is_allowed():
     settings = {"targets": ["attention", "cross-attention", "ffn"], "encoder_layers": 12, "decoder_layers": 9}
     assert check_layer_counts(DropLayersSettings(**settings), MARIAN)[0] == []
 
 
-def test_last_layers_of_a_model_whose_first_must_stay_blame_the_importance():
-    (found,) = check_layer_counts(DropLayersSettings(keep_ratio=0.5, importance="last"), MODERN)[0]
-    assert (found.setting, found.code) == ("importance", "first-layer-required")
+def test_last_layers_conflict_with_required_first_layer_is_reported_for_importance():
+    (error,) = check_layer_counts(DropLayersSettings(keep_ratio=0.5, importance="last"), MODERN)[0]
+    assert (error.setting, error.code) == ("importance", "first-layer-required")
     assert not check_layer_counts(DropLayersSettings(keep_ratio=1, importance="last"), MODERN)[0]
 
 
 @pytest.mark.parametrize("wrong", [{"layers": 0}, {"layers": []}, {"keep_ratio": 0}, {"keep_ratio": 1.5}])
-def test_nothing_left_is_refused(wrong):
+def test_keeping_no_layer_is_rejected(wrong):
     with pytest.raises(ValidationError):
         DropLayersSettings(**wrong)
 
 
-def test_rows_are_needed_only_where_they_are_looked_at():
+def test_calibration_data_is_needed_only_by_data_driven_importances():
     from smelt.compress.drop_layers.stage import DropLayers
 
     assert DropLayers.needs_with(DropLayersSettings(), ()) == {"train"}

@@ -22,47 +22,47 @@ def run(settings, out, family="llama", source=None):
     )
 
 
-def test_greedy_losses_are_those_of_the_models_without_the_parts(tmp_path):
+def test_greedy_part_losses_equal_models_without_the_parts(tmp_path):
     """After each drop the others are tried again: by hand, on models from which the part was really taken."""
     ctx = run({"targets": ["attention", "ffn"], "keep_ratio": 0.67}, tmp_path / "out")
     dropped = [(d["layer"], d["part"]) for d in ctx.details["dropped"]]
     losses = {}
     for kind in ("attention", "ffn"):
         for layer in range(3):
-            stay = [at for at in range(3) if at != layer]
+            kept_layers = [index for index in range(3) if index != layer]
             name = f"{kind}-{layer}"
-            gone = run({"targets": [kind], "layers": stay}, tmp_path / name)
-            assert gone.details["dropped_parts"] == {"layers": [f"{layer} {kind}"]}
-            again = run({"layers": 2}, tmp_path / f"{name}-again", source=gone.out)
-            losses[layer, kind] = again.details["loss_before"]
+            ablated = run({"targets": [kind], "layers": kept_layers}, tmp_path / name)
+            assert ablated.details["dropped_parts"] == {"layers": [f"{layer} {kind}"]}
+            evaluation = run({"layers": 2}, tmp_path / f"{name}-again", source=ablated.out)
+            losses[layer, kind] = evaluation.details["loss_before"]
     assert dropped[0] == min(losses, key=losses.get)
     assert ctx.details["dropped"][0]["loss"] == pytest.approx(losses[dropped[0]], abs=1e-5)
     assert len(dropped) == 2
 
 
 @pytest.mark.parametrize("importance", ["loss", "block-influence", "random"])
-def test_of_each_kind_one_stays_in_each_stack(importance, tmp_path):
-    what = ["attention", "cross-attention", "ffn"]
-    ctx = run({"targets": what, "keep_ratio": 0.1, "importance": importance}, tmp_path / "out", "t5")
-    gone = ctx.details["dropped_parts"]
-    for stack, kinds in (("encoder_layers", what[::2]), ("decoder_layers", what)):
+def test_one_part_of_each_kind_is_kept_per_stack(importance, tmp_path):
+    targets = ["attention", "cross-attention", "ffn"]
+    ctx = run({"targets": targets, "keep_ratio": 0.1, "importance": importance}, tmp_path / "out", "t5")
+    dropped_parts = ctx.details["dropped_parts"]
+    for stack, kinds in (("encoder_layers", targets[::2]), ("decoder_layers", targets)):
         assert {
-            kind: sum(name.endswith(f" {kind}") for name in gone[stack]) for kind in kinds
+            kind: sum(name.endswith(f" {kind}") for name in dropped_parts[stack]) for kind in kinds
         } == dict.fromkeys(kinds, 2)
     assert torch.isfinite(harness.logits(harness.load_output_model(ctx))).all()
     assert ctx.details["parameters_after"] < ctx.details["parameters_before"]
 
 
-def test_the_least_influence_goes_and_the_facts_say_so(tmp_path):
+def test_parts_with_least_influence_are_removed_and_reported(tmp_path):
     ctx = run({"targets": ["ffn"], "layers": 1, "importance": "block-influence"}, tmp_path / "out")
     values = ctx.details["part_influence"]["layers"]
-    stays = max(values, key=values.get)
-    assert sorted(ctx.details["dropped_parts"]["layers"]) == sorted(set(values) - {stays})
+    kept_part = max(values, key=values.get)
+    assert sorted(ctx.details["dropped_parts"]["layers"]) == sorted(set(values) - {kept_part})
     config = json.loads((ctx.out / "config.json").read_text())
     assert config["num_hidden_layers"] == 3
 
 
-def test_layers_and_parts_can_go_one_after_the_other(tmp_path):
+def test_layers_and_parts_can_be_removed_in_successive_stages(tmp_path):
     first = run({"targets": ["attention"], "layers": [1, 2]}, tmp_path / "first")
     second = run({"layers": [0, 2]}, tmp_path / "second", source=first.out)
     third = run({"targets": ["ffn"], "layers": [0]}, tmp_path / "third", source=second.out)
@@ -76,17 +76,22 @@ def test_layers_and_parts_can_go_one_after_the_other(tmp_path):
     assert "attention" in str(caught.value)
 
 
-def test_the_bias_of_t5_goes_on_to_the_first_block_that_attends(tmp_path):
+def test_t5_position_bias_moves_to_first_remaining_attention(tmp_path):
     first = run(
         {"targets": ["attention"], "encoder_layers": [2], "decoder_layers": [1, 2]}, tmp_path / "a", "t5"
     )
-    left = run({"encoder_layers": [1, 2], "decoder_layers": [0, 2]}, tmp_path / "b", "t5", first.out)
-    whole, found = load_model(every_family.model_with_layers("t5", 3))[0], load_model(left.out)[0]
+    shortened = run({"encoder_layers": [1, 2], "decoder_layers": [0, 2]}, tmp_path / "b", "t5", first.out)
+    original, shortened_model = (
+        load_model(every_family.model_with_layers("t5", 3))[0],
+        load_model(shortened.out)[0],
+    )
     for side in ("encoder", "decoder"):
-        table = getattr(whole, side).block[0].layer[0].SelfAttention.relative_attention_bias.weight
-        again = getattr(found, side).block[1].layer[0].SelfAttention.relative_attention_bias.weight
-        assert torch.equal(again, table)
-    assert torch.equal(harness.logits(found), harness.logits(harness.load_output_model(left)))
+        table = getattr(original, side).block[0].layer[0].SelfAttention.relative_attention_bias.weight
+        moved_table = (
+            getattr(shortened_model, side).block[1].layer[0].SelfAttention.relative_attention_bias.weight
+        )
+        assert torch.equal(moved_table, table)
+    assert torch.equal(harness.logits(shortened_model), harness.logits(harness.load_output_model(shortened)))
 
 
 MARIAN = {"model_type": "marian", "encoder_layers": 6, "decoder_layers": 3}
@@ -105,9 +110,9 @@ MARIAN = {"model_type": "marian", "encoder_layers": 6, "decoder_layers": 3}
         ({"targets": ["ffn"], "decoder_layers": [0, 3]}, MARIAN, "decoder_layers", "wrong-layer-numbers"),
     ],
 )
-def test_parts_that_there_are_not(settings, config, place, code):
-    [found], after = check_layer_counts(DropLayersSettings(**settings), config)
-    assert (found.setting, found.code) == (place, code)
+def test_unknown_part_targets_are_rejected(settings, config, place, code):
+    [error], after = check_layer_counts(DropLayersSettings(**settings), config)
+    assert (error.setting, error.code) == (place, code)
     assert after == config
 
 
@@ -119,7 +124,7 @@ def test_parts_that_there_are_not(settings, config, place, code):
         ({"targets": []}, "too_short"),
     ],
 )
-def test_settings_that_mean_nothing(settings, code):
+def test_invalid_part_settings_are_rejected(settings, code):
     with raises_setting_codes(code):
         DropLayersSettings(**settings)
 
@@ -131,13 +136,13 @@ def test_settings_that_mean_nothing(settings, code):
         ({"targets": ["attention"], "layers": 4}, "more-than-model-has"),
     ],
 )
-def test_numbers_that_cannot_be(settings, code, tmp_path):
+def test_invalid_part_counts_are_rejected(settings, code, tmp_path):
     with raises_code(code, InputError) as caught:
         run(settings, tmp_path / "out")
-    assert [found.setting for found in caught.value.found] == ["layers"]
+    assert [error.setting for error in caught.value.found] == ["layers"]
 
 
-def test_a_list_that_leaves_none_of_a_kind_that_is_left(tmp_path):
+def test_removing_last_part_of_a_kind_is_rejected(tmp_path):
     first = run({"targets": ["ffn"], "layers": [0, 1]}, tmp_path / "first")
     with raises_code("no-part-left", InputError) as caught:
         run({"targets": ["ffn"], "layers": [2]}, tmp_path / "second", source=first.out)
@@ -145,7 +150,7 @@ def test_a_list_that_leaves_none_of_a_kind_that_is_left(tmp_path):
     assert "ffn" in str(caught.value)
 
 
-def test_keep_that_takes_nothing_warns(tmp_path):
+def test_keep_ratio_that_removes_nothing_warns(tmp_path):
     ctx = run({"targets": ["ffn"], "keep_ratio": 0.9}, tmp_path / "out")
     assert message_codes(ctx.warnings) == ["nothing-to-remove"]
     assert ctx.details["dropped_parts"] == {"layers": []}

@@ -30,15 +30,15 @@ def _between(model, parts):
     Where norms come first, a norm reads the states before its part, and the next norm (or the next block)
     what is behind it. Where they come last, a norm reads what is behind its part.
     """
-    seen, handles = {}, []
+    outputs, handles = {}, []
     for part in parts:
         norm, block = model.get_submodule(part.norm), part.block.module
         handles += [
             norm.register_forward_hook(
-                lambda m, given, out, key=part.norm: seen.update({key: (given[0], out)})
+                lambda m, given, out, key=part.norm: outputs.update({key: (given[0], out)})
             ),
             block.register_forward_hook(
-                lambda m, given, out, key=part.block.module_path: seen.update(
+                lambda m, given, out, key=part.block.module_path: outputs.update(
                     {key: (given[0], out[0] if isinstance(out, tuple) else out)}
                 )
             ),
@@ -47,28 +47,34 @@ def _between(model, parts):
         model(**_inputs(model))
     for handle in handles:
         handle.remove()
-    found = {}
-    for at, part in enumerate(parts):
+    states_by_part = {}
+    for index, part in enumerate(parts):
         same = part.block.module_path
         if part.block.stack.stream.pre_norm:
-            last = at + 1 == len(parts) or parts[at + 1].block.module_path != same
-            found[part] = seen[part.norm][0], seen[same][1] if last else seen[parts[at + 1].norm][0]
+            last = index + 1 == len(parts) or parts[index + 1].block.module_path != same
+            states_by_part[part] = (
+                outputs[part.norm][0],
+                outputs[same][1] if last else outputs[parts[index + 1].norm][0],
+            )
         else:
-            first = at == 0 or parts[at - 1].block.module_path != same
-            found[part] = seen[same][0] if first else seen[parts[at - 1].norm][1], seen[part.norm][0]
-    return found
+            first = index == 0 or parts[index - 1].block.module_path != same
+            states_by_part[part] = (
+                outputs[same][0] if first else outputs[parts[index - 1].norm][1],
+                outputs[part.norm][0],
+            )
+    return states_by_part
 
 
 @pytest.mark.parametrize("family", SEPARATE_BLOCKS)
-def test_influence_is_that_of_the_states_before_and_behind_a_part(family):
+def test_part_influence_equals_states_before_and_after(family):
     model = _loaded(family)
     parts = layer_parts(model)
-    found = part_influence(model, parts, [_inputs(model)])
+    influence = part_influence(model, parts, [_inputs(model)])
     for part, states in _between(model, parts).items():
         before, behind = (x.flatten(0, -2) for x in states)  # some of OPT's have no axis of texts
         cosine = (normalize(before.double(), dim=-1) * normalize(behind.double(), dim=-1)).sum(-1)
-        assert found[part] == pytest.approx(1 - cosine.mean().item(), abs=1e-6)
-        assert 1e-3 < found[part] < 2
+        assert influence[part] == pytest.approx(1 - cosine.mean().item(), abs=1e-6)
+        assert 1e-3 < influence[part] < 2
     kinds = (
         ["attention", "cross-attention", "ffn"] if model.config.is_encoder_decoder else ["attention", "ffn"]
     )
@@ -76,27 +82,27 @@ def test_influence_is_that_of_the_states_before_and_behind_a_part(family):
 
 
 @pytest.mark.parametrize("family", ["t5", "marian", "modernbert", "qwen2", "opt"])
-def test_model_without_parts_is_the_one_that_was_made_so(family):
+def test_without_parts_equals_model_with_parts_removed(family):
     model = _loaded(family)
     parts = layer_parts(model)
-    gone = [parts[0], parts[3], parts[-2]]
-    whole = harness.logits(model)
-    with without_parts(model, parts, gone):
-        found = harness.logits(model)
-    assert torch.equal(harness.logits(model), whole)
-    for part in gone:
+    removed = [parts[0], parts[3], parts[-2]]
+    full_logits = harness.logits(model)
+    with without_parts(model, parts, removed):
+        ablated_logits = harness.logits(model)
+    assert torch.equal(harness.logits(model), full_logits)
+    for part in removed:
         skip_sublayer(model, part.block.module_path, part.index)
-    assert torch.allclose(harness.logits(model), found, atol=1e-4)
-    assert not torch.allclose(found, whole, atol=1e-2)
+    assert torch.allclose(harness.logits(model), ablated_logits, atol=1e-4)
+    assert not torch.allclose(ablated_logits, full_logits, atol=1e-2)
 
 
-def test_a_product_that_two_blocks_share_is_told_apart_by_their_norms():
+def test_shared_linear_layer_has_influence_per_block():
     model = _loaded("llama")
     layers = model.model.layers
     layers[2].mlp.down_proj = layers[0].mlp.down_proj
     parts = layer_parts(model)
-    wanted = {part.name: value for part, value in part_influence(model, parts, [_inputs(model)]).items()}
+    influence = {part.name: value for part, value in part_influence(model, parts, [_inputs(model)]).items()}
     by_states = _between(model, parts)
     for part in (parts[1], parts[5]):
         cosine = torch.cosine_similarity(*(x.double() for x in by_states[part]), dim=-1)
-        assert wanted[part.name] == pytest.approx(1 - cosine.mean().item(), abs=1e-6)
+        assert influence[part.name] == pytest.approx(1 - cosine.mean().item(), abs=1e-6)

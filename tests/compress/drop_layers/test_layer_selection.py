@@ -59,25 +59,25 @@ PUBLISHED = {
 }
 
 
-def test_spread_layers_are_the_published_ones():
+def test_uniform_layers_equal_published_table():
     for of, rows in PUBLISHED.items():
-        assert {kept: layers_to_copy(kept, of) for kept in rows} == rows
+        assert {num_kept: layers_to_copy(num_kept, of) for num_kept in rows} == rows
 
 
-def test_other_numbers_are_spread_evenly_from_the_first_to_the_last():
+def test_unlisted_counts_are_spread_evenly_from_first_to_last():
     assert layers_to_copy(5, 12) == [0, 3, 6, 8, 11]
     assert layers_to_copy(4, 24) == [0, 8, 15, 23]
     assert layers_to_copy(2, 3) == [0, 2]
     for layers in range(1, 40):
-        for kept in range(1, layers + 1):
-            found = layers_to_copy(kept, layers)
-            assert found == sorted(set(found))
-            assert len(found) == kept
-            assert found[0] == 0
-            assert kept == 1 or found[-1] == layers - 1 or (layers, kept) == (12, 2)
+        for num_kept in range(1, layers + 1):
+            selected = layers_to_copy(num_kept, layers)
+            assert selected == sorted(set(selected))
+            assert len(selected) == num_kept
+            assert selected[0] == 0
+            assert num_kept == 1 or selected[-1] == layers - 1 or (layers, num_kept) == (12, 2)
 
 
-def test_ends():
+def test_first_and_last_layers_can_be_selected():
     assert layers_to_copy(2, 6, "first") == [0, 1]
     assert layers_to_copy(2, 6, "last") == [4, 5]
     with raises_code("more-than-model-has", InputError) as caught:
@@ -85,11 +85,13 @@ def test_ends():
     assert caught.value.setting == "student.decoder_layers"
 
 
-def test_a_thinned_decoder_still_generates_with_its_cache():
+def test_shortened_decoder_generates_same_tokens_with_cache():
     model = marian()
     kept_layers = [model.model.decoder.layers[i] for i in (0, 3)]
-    _, kept = keep_layers(model, [], "decoder_layers", 2, "uniform", stage="distill", prefix="student.")
-    assert kept == [0, 3]
+    _, kept_indices = keep_layers(
+        model, [], "decoder_layers", 2, "uniform", stage="distill", prefix="student."
+    )
+    assert kept_indices == [0, 3]
     assert list(model.model.decoder.layers) == kept_layers
     assert model.config.decoder_layers == 2
     inputs = torch.tensor([[4, 5, 6, 0]])
@@ -100,16 +102,16 @@ def test_a_thinned_decoder_still_generates_with_its_cache():
     assert torch.equal(*tokens)
 
 
-def test_edits_follow_their_layers():
+def test_edits_are_renumbered_with_their_layers():
     edits = [
         {"op": "low_rank", "module": "model.decoder.layers.1.fc1", "rank": 4},
         {"op": "low_rank", "module": "model.decoder.layers.2.fc1", "rank": 5},
         {"op": "set", "module": "model.encoder.layers.1.self_attn", "attribute": "num_heads", "value": 1},
     ]
-    left, _ = keep_layers(
+    remaining_edits, _ = keep_layers(
         marian(), edits, "decoder_layers", [0, 2], "uniform", stage="distill", prefix="student."
     )
-    assert left == [{**edits[1], "module": "model.decoder.layers.1.fc1"}, edits[2]]
+    assert remaining_edits == [{**edits[1], "module": "model.decoder.layers.1.fc1"}, edits[2]]
 
 
 SHARED = "model.decoder.layers.{}.fc1"
@@ -119,8 +121,8 @@ def _share(module, other):
     return {"op": "share", "module": SHARED.format(module), "with": SHARED.format(other)}
 
 
-def test_layer_that_shares_becomes_the_owner_when_the_owner_goes():
-    whole = marian()
+def test_sharing_layer_becomes_owner_when_owner_is_removed():
+    model = marian()
     edits = [
         # a size of its own, which the shared one then replaced
         {"op": "linear", "module": SHARED.format(2), "in_features": 32, "out_features": 8},
@@ -130,34 +132,34 @@ def test_layer_that_shares_becomes_the_owner_when_the_owner_goes():
         _share(3, 0),
         {"op": "linear", "module": f"{SHARED.format(0)}.up", "in_features": 4, "out_features": 24},
     ]
-    apply_edits(whole, edits)
-    whole.model.decoder.layers[1].fc2 = torch.nn.Linear(24, 32)
-    left, _ = keep_layers(
-        whole, edits, "decoder_layers", [2, 3], "uniform", stage="distill", prefix="student."
+    apply_edits(model, edits)
+    model.model.decoder.layers[1].fc2 = torch.nn.Linear(24, 32)
+    remaining_edits, _ = keep_layers(
+        model, edits, "decoder_layers", [2, 3], "uniform", stage="distill", prefix="student."
     )
-    assert left == [
+    assert remaining_edits == [
         {"op": "low_rank", "module": SHARED.format(0), "rank": 4},
         _share(1, 0),
         {"op": "linear", "module": f"{SHARED.format(0)}.up", "in_features": 4, "out_features": 24},
     ]
-    again = MarianMTModel(whole.config)
-    apply_edits(again, left)
-    assert again.get_submodule(SHARED.format(0)) is again.get_submodule(SHARED.format(1))
+    rebuilt = MarianMTModel(model.config)
+    apply_edits(rebuilt, remaining_edits)
+    assert rebuilt.get_submodule(SHARED.format(0)) is rebuilt.get_submodule(SHARED.format(1))
     shapes = [
-        {n: p.shape for n, p in m.model.decoder.layers[0].fc1.named_parameters()} for m in (again, whole)
+        {n: p.shape for n, p in m.model.decoder.layers[0].fc1.named_parameters()} for m in (rebuilt, model)
     ]
     assert shapes[0] == shapes[1]
 
 
-def test_chain_of_shares_holds_when_its_middle_goes():
+def test_share_chain_survives_removal_of_middle_layer():
     edits = [_share(3, 2), _share(2, 0), _share(3, 2)]
-    left, _ = keep_layers(
+    remaining_edits, _ = keep_layers(
         marian(), edits, "decoder_layers", [0, 1, 3], "uniform", stage="distill", prefix="student."
     )
-    assert left == [_share(2, 0)]
+    assert remaining_edits == [_share(2, 0)]
 
 
-def test_classifiers_have_one_stack():
+def test_classifier_has_only_one_stack():
     config = BertConfig(
         vocab_size=16, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64
     )
@@ -169,7 +171,7 @@ def test_classifiers_have_one_stack():
     assert (len(model.bert.encoder.layer), model.config.num_hidden_layers) == (2, 2)
 
 
-def test_a_first_layer_that_has_no_norm_has_to_stay():
+def test_first_layer_without_norm_must_be_kept():
     model, edits = load_model(every_family.model_with_layers("modernbert", 3))
     with raises_code("first-layer-required", InputError) as caught:
         keep_layers(model, edits, "layers", [1, 2], "uniform", stage="distill", prefix="student.")
@@ -177,7 +179,7 @@ def test_a_first_layer_that_has_no_norm_has_to_stay():
 
 
 @pytest.mark.parametrize("wrong", [[2, 1], [0, 4], [1, 1]])
-def test_impossible_layers_are_refused(wrong):
+def test_invalid_layer_lists_are_rejected(wrong):
     with raises_code("wrong-layer-numbers", InputError) as caught:
         keep_layers(marian(), [], "decoder_layers", wrong, "uniform", stage="distill", prefix="student.")
     assert caught.value.setting == "student.decoder_layers"

@@ -38,7 +38,7 @@ def _with_idle_layer(family, out):
 
 
 @pytest.mark.parametrize("family", SEPARATE_BLOCKS)
-def test_layer_that_does_nothing_goes_first(family, tmp_path):
+def test_idle_layer_is_removed_first(family, tmp_path):
     idle = _with_idle_layer(family, tmp_path / "idle")
     ctx = every_family.run_stage(
         DropLayers(),
@@ -47,8 +47,8 @@ def test_layer_that_does_nothing_goes_first(family, tmp_path):
         family,
         tmp_path / "out",
     )
-    kept = ctx.details["kept_layers"]
-    assert list(kept.values()) == [[0, 2]] * len(kept)
+    kept_layers = ctx.details["kept_layers"]
+    assert list(kept_layers.values()) == [[0, 2]] * len(kept_layers)
     before, after = load_model(idle)[0], load_model(ctx.out)[0]
     if family_of(before).stacks(before.config.to_dict())[0].stream.pre_norm:
         # where norms stand behind the sum (BERT), an idle layer norms once more
@@ -60,7 +60,7 @@ def test_layer_that_does_nothing_goes_first(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", DISTINCT_FAMILIES)
-def test_transformers_loads_what_is_left(family, tmp_path):
+def test_transformers_loads_shortened_model(family, tmp_path):
     settings = DropLayersSettings(keep_ratio=0.67, importance="loss", calibration_samples=4)
     ctx = every_family.run_stage(
         DropLayers(), settings, every_family.model_with_layers(family, 3), family, tmp_path / "out"
@@ -72,11 +72,11 @@ def test_transformers_loads_what_is_left(family, tmp_path):
     assert len(ctx.details["dropped"]) == len(ctx.details["kept_layers"])
     stacks = FAMILIES[family].stacks(config)
     assert all(stack.num_layers(config) == 2 for stack in stacks)
-    for word in stacks[0].per_layer_keys:
-        assert len(config[word]) == 2
+    for config_key in stacks[0].per_layer_keys:
+        assert len(config[config_key]) == 2
 
 
-def test_greedy_losses_are_those_of_the_models_without_the_layers(tmp_path):
+def test_greedy_layer_losses_equal_models_without_the_layers(tmp_path):
     source = every_family.model_with_layers("llama", 3)
     rows = {"keep_ratio": 0.3, "importance": "loss", "calibration_samples": 4}
     ctx = every_family.run_stage(DropLayers(), DropLayersSettings(**rows), source, "llama", tmp_path / "out")
@@ -84,18 +84,22 @@ def test_greedy_losses_are_those_of_the_models_without_the_layers(tmp_path):
     assert ctx.details["kept_layers"] == {"layers": sorted({0, 1, 2} - {first, second})}
     others = {}
     for number in range(3):  # each layer gone by hand: the loss of the rest, with nothing left to drop
-        stay = [at for at in range(3) if at != number]
+        kept_layers = [index for index in range(3) if index != number]
         by_hand = every_family.run_stage(
-            DropLayers(), DropLayersSettings(layers=stay), source, "llama", tmp_path / f"without-{number}"
+            DropLayers(),
+            DropLayersSettings(layers=kept_layers),
+            source,
+            "llama",
+            tmp_path / f"without-{number}",
         )
-        again = every_family.run_stage(
+        evaluation = every_family.run_stage(
             DropLayers(),
             DropLayersSettings(layers=1, importance="loss", calibration_samples=4),
             by_hand.out,
             "llama",
             tmp_path / f"again-{number}",
         )
-        others[number] = again.details["loss_before"]
+        others[number] = evaluation.details["loss_before"]
     assert min(others, key=others.get) == first
     assert ctx.details["dropped"][0]["loss"] == pytest.approx(others[first], abs=1e-5)
 
@@ -109,7 +113,7 @@ def test_greedy_losses_are_those_of_the_models_without_the_layers(tmp_path):
         ({"layers": [1, 3]}, [1, 3]),
     ],
 )
-def test_layers_are_chosen_by_their_places(settings, kept, tmp_path):
+def test_positional_importances_select_expected_layers(settings, kept, tmp_path):
     ctx = harness.run_stage(
         DropLayers(),
         DropLayersSettings(**settings),
@@ -118,26 +122,28 @@ def test_layers_are_chosen_by_their_places(settings, kept, tmp_path):
         "language-modeling",
     )
     assert ctx.details["kept_layers"] == {"layers": kept}
-    whole = load_model(every_family.model_with_layers("gpt2", 4))[0]
+    original = load_model(every_family.model_with_layers("gpt2", 4))[0]
     for new, old in enumerate(kept):
         assert torch.equal(
             harness.load_output_model(ctx).transformer.h[new].mlp.c_fc.weight,
-            whole.transformer.h[old].mlp.c_fc.weight,
+            original.transformer.h[old].mlp.c_fc.weight,
         )
 
 
-def test_random_layers_are_drawn_by_the_seed(tmp_path):
+def test_random_layers_depend_on_seed(tmp_path):
     source = every_family.model_with_layers("gpt2", 4)
-    drawn = [
-        harness.run_stage(DropLayers(), DropLayersSettings(importance="random"), source, tmp_path / str(at),
-                    "language-modeling", seed=seed).details["kept_layers"]["layers"]
-        for at, seed in enumerate([1, 1, 2, 3, 4])
-    ]  # fmt: skip
-    assert drawn[0] == drawn[1]
-    assert len({tuple(layers) for layers in drawn}) > 1
+    settings = DropLayersSettings(importance="random")
+    selections = [
+        harness.run_stage(
+            DropLayers(), settings, source, tmp_path / str(index), "language-modeling", seed=seed
+        ).details["kept_layers"]["layers"]
+        for index, seed in enumerate([1, 1, 2, 3, 4])
+    ]
+    assert selections[0] == selections[1]
+    assert len({tuple(layers) for layers in selections}) > 1
 
 
-def test_layers_that_were_named_are_gone_while_others_are_tried(tmp_path):
+def test_explicitly_removed_layers_are_absent_during_selection(tmp_path):
     source = every_family.model_with_layers("marian", 3)
     by_hand = every_family.run_stage(
         DropLayers(), DropLayersSettings(encoder_layers=[1]), source, "marian", tmp_path / "by-hand"
@@ -153,7 +159,7 @@ def test_layers_that_were_named_are_gone_while_others_are_tried(tmp_path):
     assert at_once.details["loss_before"] == pytest.approx(later.details["loss_before"], abs=1e-5)
 
 
-def test_what_a_dropped_layer_shared_belongs_to_the_next(tmp_path):
+def test_shared_weights_move_to_next_layer_when_owner_is_dropped(tmp_path):
     shared = every_family.run_stage(
         ShareWeights(),
         ShareWeightsSettings(groups=1),
@@ -166,24 +172,28 @@ def test_what_a_dropped_layer_shared_belongs_to_the_next(tmp_path):
     )
     layers = harness.load_output_model(ctx).bert.encoder.layer
     assert layers[0].attention.self.query is layers[1].attention.self.query
-    whole = load_model(shared)[0].bert.encoder.layer
-    assert torch.equal(layers[0].intermediate.dense.weight, whole[1].intermediate.dense.weight)
+    shared_layers = load_model(shared)[0].bert.encoder.layer
+    assert torch.equal(layers[0].intermediate.dense.weight, shared_layers[1].intermediate.dense.weight)
 
 
-def test_codes_of_the_layers_that_stay_stay(tmp_path):
+def test_kept_layers_keep_quantized_weights(tmp_path):
     source = every_family.model_with_layers("llama", 3)
     coded = every_family.run_stage(Quantize(), QuantizeSettings(), source, "llama", tmp_path / "coded").out
     ctx = every_family.run_stage(
         DropLayers(), DropLayersSettings(layers=2, calibration_samples=4), coded, "llama", tmp_path / "out"
     )
-    kept = ctx.details["kept_layers"]["layers"]
-    left, whole = harness.load_output_model(ctx), load_model(coded)[0]
-    for new, old in enumerate(kept):
-        mine, theirs = (m.model.layers[at].mlp.up_proj.matrix for m, at in ((left, new), (whole, old)))
-        assert all(torch.equal(a, b) for a, b in zip(mine.buffers(), theirs.buffers(), strict=True))
+    kept_layers = ctx.details["kept_layers"]["layers"]
+    shortened, original = harness.load_output_model(ctx), load_model(coded)[0]
+    for new, old in enumerate(kept_layers):
+        matrix, original_matrix = (
+            m.model.layers[index].mlp.up_proj.matrix for m, index in ((shortened, new), (original, old))
+        )
+        assert all(
+            torch.equal(a, b) for a, b in zip(matrix.buffers(), original_matrix.buffers(), strict=True)
+        )
 
 
-def test_keep_that_takes_nothing_warns(tmp_path):
+def test_keep_ratio_that_removes_nothing_warns(tmp_path):
     ctx = every_family.run_stage(
         DropLayers(),
         DropLayersSettings(keep_ratio=0.9),
@@ -195,7 +205,7 @@ def test_keep_that_takes_nothing_warns(tmp_path):
     assert ctx.details["kept_layers"] == {"layers": [0, 1, 2]}
 
 
-def test_rows_are_missing(tmp_path):
+def test_missing_calibration_data_is_rejected(tmp_path):
     source = tiny.write_bert(tmp_path / "model")
     for importance in ("loss", "block-influence"):
         with raises_code("no-calibration-data", InputError):
@@ -209,16 +219,16 @@ def test_rows_are_missing(tmp_path):
 
 
 @pytest.mark.parametrize("importance", ["loss", "block-influence"])
-def test_layers_that_alone_have_a_part_stay(importance, tmp_path):
+def test_layers_with_sole_remaining_part_are_kept(importance, tmp_path):
     """An earlier step left one attention and one ffn, of different layers: a single one has not both."""
     source = every_family.model_with_layers("llama", 3)
-    for word, number in (("attention", 0), ("ffn", 2)):
-        settings = DropLayersSettings(targets=[word], layers=[number], calibration_samples=4)
-        source = every_family.run_stage(DropLayers(), settings, source, "llama", tmp_path / word).out
+    for kind, number in (("attention", 0), ("ffn", 2)):
+        settings = DropLayersSettings(targets=[kind], layers=[number], calibration_samples=4)
+        source = every_family.run_stage(DropLayers(), settings, source, "llama", tmp_path / kind).out
     settings = DropLayersSettings(layers=1, importance=importance, calibration_samples=4)
     ctx = every_family.run_stage(DropLayers(), settings, source, "llama", tmp_path / "out")
     assert ctx.details["kept_layers"] == {"layers": [0, 2]}
-    (warning,) = [one for one in ctx.warnings if one.code == "minimum-kept"]
+    (warning,) = [message for message in ctx.warnings if message.code == "minimum-kept"]
     assert re.findall(r"\d+", warning.message) == ["2", "1"]
     first, second = blocks_of(load_model(ctx.out)[0])
     assert (bool(first.attentions), first.feed_forward) == (True, None)

@@ -36,18 +36,18 @@ def thin(family, out, layers=3, **settings):
 
 
 def table_of(model):
-    found = model.get_input_embeddings()
-    assert isinstance(found, LowRankEmbedding)
-    return found
+    embedding = model.get_input_embeddings()
+    assert isinstance(embedding, LowRankEmbedding)
+    return embedding
 
 
 @pytest.mark.parametrize("family", every_family.DISTINCT_FAMILIES)
-def test_every_family_computes_with_the_nearest_matrix_of_the_rank(family, tmp_path):
+def test_factorized_embedding_is_best_rank_approximation_in_every_family(family, tmp_path):
     source = every_family.model_with_layers(family, 3)
-    made, ctx = thin(family, tmp_path / "out", rank=9)
-    whole, edits = load_model(source)
-    matrix = whole.get_input_embeddings().weight
-    tied = whole.get_output_embeddings()
+    thin_model, ctx = thin(family, tmp_path / "out", rank=9)
+    original, edits = load_model(source)
+    matrix = original.get_input_embeddings().weight
+    tied = original.get_output_embeddings()
     tied = tied is not None and tied.weight is matrix
     u, sigma, vt = torch.linalg.svd(matrix.detach(), full_matrices=False)
     error = float(sigma[9:].norm() / sigma.norm())
@@ -56,26 +56,26 @@ def test_every_family_computes_with_the_nearest_matrix_of_the_rank(family, tmp_p
         matrix.copy_((u[:, :9] * sigma[:9]) @ vt[:9])
     near = tmp_path / "near"
     near.mkdir()
-    save_model(whole, edits, near, source)
+    save_model(original, edits, near, source)
     expected = harness.logits(load_model(near)[0])
-    torch.testing.assert_close(harness.logits(made), expected, rtol=2e-3, atol=2e-3)
-    head = made.get_output_embeddings()
+    torch.testing.assert_close(harness.logits(thin_model), expected, rtol=2e-3, atol=2e-3)
+    head = thin_model.get_output_embeddings()
     if tied:
         assert isinstance(head, LowRankLinear)
-        assert head.up.weight is table_of(made).table.weight
+        assert head.up.weight is table_of(thin_model).table.weight
     words, width = matrix.shape
     saved = words * width - 9 * (words + width * (2 if tied else 1))
     assert ctx.details["parameters_before"] - ctx.details["parameters_after"] == saved > 0
 
 
-def test_by_frequency_the_tokens_of_the_rows_lose_less(tmp_path):
-    whole, _ = load_model(every_family.model_with_layers("marian", 3))
-    rows = whole.get_input_embeddings().weight.detach()
+def test_frequency_weighting_lowers_error_of_frequent_tokens(tmp_path):
+    original, _ = load_model(every_family.model_with_layers("marian", 3))
+    rows = original.get_input_embeddings().weight.detach()
     lost = {}
-    for word in (False, True):
-        made, ctx = thin("marian", tmp_path / str(word), rank=9, frequency_weighted=word)
+    for weighted in (False, True):
+        thin_model, ctx = thin("marian", tmp_path / str(weighted), rank=9, frequency_weighted=weighted)
         with torch.no_grad():
-            lost[word] = (table_of(made)(torch.arange(len(rows))) - rows).square().sum(dim=1)
+            lost[weighted] = (table_of(thin_model)(torch.arange(len(rows))) - rows).square().sum(dim=1)
     model, _ = load_model(every_family.model_with_layers("marian", 3))
     counts = _counted_by_hand(model, tmp_path)
     assert ctx.details["calibration"]["rows"] > 0
@@ -85,7 +85,7 @@ def test_by_frequency_the_tokens_of_the_rows_lose_less(tmp_path):
     assert float(lost[True].sum()) > float(lost[False].sum())
 
 
-def test_tokens_of_all_rows_are_counted_unless_the_recipe_says_how_many(tmp_path):
+def test_all_samples_are_counted_unless_calibration_samples_is_set(tmp_path):
     rows = [Example(tiny.SENTENCES[i % len(tiny.SENTENCES)], ("x",)) for i in range(300)]
     data = {"train": Split("rows", tuple(rows))}
     for more, counted in (({}, 300), ({"calibration_samples": 40}, 40)):
@@ -97,16 +97,16 @@ def test_tokens_of_all_rows_are_counted_unless_the_recipe_says_how_many(tmp_path
         assert ctx.details["calibration"]["rows"] == counted
 
 
-def test_without_rows_all_tokens_count_alike_and_that_is_said(tmp_path):
+def test_missing_samples_disable_frequency_weighting_with_warning(tmp_path):
     source = every_family.model_with_layers("bert", 3)
-    made = {}
-    for word, settings in (("unsaid", {}), ("meant", {"frequency_weighted": False})):
+    results = {}
+    for name, settings in (("unsaid", {}), ("meant", {"frequency_weighted": False})):
         chosen = FactorizeSettings(targets="embeddings", rank=7, **settings)
-        ctx = harness.run_stage(Factorize(), chosen, source, tmp_path / word, "text-classification", {})
-        made[word] = load_model(ctx.out)[0], ctx.warnings
-    assert "no-calibration-data" in message_codes(made["unsaid"][1])
-    assert not made["meant"][1]
-    assert torch.equal(*(harness.logits(model) for model, _ in made.values()))
+        ctx = harness.run_stage(Factorize(), chosen, source, tmp_path / name, "text-classification", {})
+        results[name] = load_model(ctx.out)[0], ctx.warnings
+    assert "no-calibration-data" in message_codes(results["unsaid"][1])
+    assert not results["meant"][1]
+    assert torch.equal(*(harness.logits(model) for model, _ in results.values()))
     assert Factorize.needs_with(FactorizeSettings(targets="embeddings"), ["train"]) == {"train"}
     assert Factorize.needs_with(FactorizeSettings(targets="embeddings")) == frozenset()
     assert Factorize.needs_with(FactorizeSettings(targets="embeddings", frequency_weighted=True)) == {"train"}
@@ -132,8 +132,8 @@ def _counted_by_hand(model, space):
 
 
 @pytest.mark.parametrize(("target", "family"), [("float", "qwen2"), ("int8", "marian"), ("int8", "gpt2")])
-def test_a_graph_holds_the_table_once(target, family, tmp_path):
-    made, ctx = thin(family, tmp_path / "out", rank=9)
+def test_graph_stores_factorized_table_once(target, family, tmp_path):
+    thin_model, ctx = thin(family, tmp_path / "out", rank=9)
     folder = ctx.out
     if target == "int8":
         folder = every_family.run_stage(
@@ -142,7 +142,7 @@ def test_a_graph_holds_the_table_once(target, family, tmp_path):
         codes, _ = load_model(folder)
         assert codes.get_output_embeddings().up.matrix is codes.get_input_embeddings().table.matrix
     every_family.run_stage(Onnx(), OnnxSettings(), folder, family, tmp_path / "graphs")
-    words = table_of(made).num_embeddings
+    words = table_of(thin_model).num_embeddings
     for path in sorted((tmp_path / "graphs").glob("*.onnx")):
         tables = [t for t in iter_initializers(read_graph(path).graph) if tuple(t.dims) == (words, 9)]
         # an encoder's and a decoder's in one graph are one place of the file next to it
@@ -150,7 +150,7 @@ def test_a_graph_holds_the_table_once(target, family, tmp_path):
         assert len(tables) == 1 or path.name.startswith("generate"), path.name
 
 
-def test_of_a_head_that_stays_float_the_table_stays_so_in_it(tmp_path):
+def test_float_output_layer_keeps_tied_table_float(tmp_path):
     model, _ = thin("qwen2", tmp_path / "out", rank=9)
     planned = {layer.name: layer.scheme for layer in plan_layers(model, QuantizeSettings(output_layer=False))}
     assert {"lm_head.down", "model.embed_tokens.table", "model.embed_tokens.up"} <= set(planned)
@@ -160,14 +160,14 @@ def test_of_a_head_that_stays_float_the_table_stays_so_in_it(tmp_path):
 @pytest.mark.parametrize(
     ("family", "later"), matrix_cells(["t5", "bart", "gemma", "bert"], ["vocabulary", "prune"])
 )
-def test_later_stages_cut_through_a_pair(family, later, tmp_path):
+def test_later_stages_process_factorized_embedding(family, later, tmp_path):
     _, ctx = thin(family, tmp_path / "thin", rank=9)
     stage, settings = {
         "vocabulary": (TrimVocabulary(), TrimVocabularySettings(coverage=0.8)),
         "prune": (Prune(), PruneSettings(importance="taylor", calibration_samples=4)),
     }[later]
-    again = every_family.run_stage(stage, settings, ctx.out, family, tmp_path / "later")
-    model, _ = load_model(again.out)
+    later_ctx = every_family.run_stage(stage, settings, ctx.out, family, tmp_path / "later")
+    model, _ = load_model(later_ctx.out)
     pair = table_of(model)
     assert (pair.num_embeddings, pair.rank) == (model.config.vocab_size, 9)
     assert harness.logits(model).isfinite().all()
@@ -177,7 +177,7 @@ def test_later_stages_cut_through_a_pair(family, later, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["bert", "marian"])
-def test_the_axes_of_hidden_states_end_at_the_product(family, tmp_path):
+def test_hidden_axes_end_at_factorized_embedding_projection(family, tmp_path):
     model, _ = thin(family, tmp_path / "out", rank=9)
     axes = {name: (axis.dim, axis.is_input) for axis in hidden_axes(model) for name in axis.names}
     name = next(n for n, m in model.named_modules() if m is table_of(model))
@@ -193,7 +193,7 @@ def _size(model, axis):
 
 # 54 x 32: below 20.1; 299 x 64, which is the head too: below 44.8, and not 52.7
 @pytest.mark.parametrize(("family", "rank"), [("bert", 21), ("gpt2", 46)])
-def test_where_no_value_is_saved_the_embedding_is_left_alone(family, rank, tmp_path):
+def test_embedding_is_kept_when_rank_saves_nothing(family, rank, tmp_path):
     settings = FactorizeSettings(targets="embeddings", rank=rank, frequency_weighted=False)
     source = every_family.model_with_layers(family, 3)
     ctx = every_family.run_stage(Factorize(), settings, source, family, tmp_path / "out")
@@ -203,9 +203,9 @@ def test_where_no_value_is_saved_the_embedding_is_left_alone(family, rank, tmp_p
     assert not (ctx.out / "structure.json").exists()
 
 
-def test_energy_and_ratio_say_the_rank(tmp_path):
-    whole, _ = load_model(every_family.model_with_layers("llama", 3))
-    rows = whole.get_input_embeddings().weight.detach()
+def test_energy_and_keep_ratio_determine_embedding_rank(tmp_path):
+    original, _ = load_model(every_family.model_with_layers("llama", 3))
+    rows = original.get_input_embeddings().weight.detach()
     squares = torch.linalg.svdvals(rows).square()
     model, _ = thin("llama", tmp_path / "energy", energy=0.6)
     rank = table_of(model).rank
@@ -215,12 +215,12 @@ def test_energy_and_ratio_say_the_rank(tmp_path):
     assert isinstance(model.get_output_embeddings(), torch.nn.Linear)  # a matrix of its own
 
 
-def test_a_pair_is_left_alone_and_that_is_said(tmp_path):
+def test_factorized_embedding_is_skipped_with_warning(tmp_path):
     _, ctx = thin("bert", tmp_path / "out", rank=9)
     settings = FactorizeSettings(targets="embeddings", rank=4)
-    again = every_family.run_stage(Factorize(), settings, ctx.out, "bert", tmp_path / "again")
-    assert table_of(harness.load_output_model(again)).rank == 9
-    (warning,) = (one for one in again.warnings if one.code == "already-factorized")
+    second_ctx = every_family.run_stage(Factorize(), settings, ctx.out, "bert", tmp_path / "again")
+    assert table_of(harness.load_output_model(second_ctx)).rank == 9
+    (warning,) = (message for message in second_ctx.warnings if message.code == "already-factorized")
     assert "bert.embeddings.word_embeddings" in warning.message
 
 
@@ -232,14 +232,14 @@ def test_a_pair_is_left_alone_and_that_is_said(tmp_path):
         ({"frequency_weighted": False}, "frequency_weighted"),
     ],
 )
-def test_settings_of_something_else_are_refused(settings, named):
+def test_unused_embedding_settings_are_rejected(settings, named):
     with raises_setting_codes("unused-setting") as caught:
         FactorizeSettings.model_validate(settings)
     assert caught.value.errors()[0]["msg"].startswith(f"Value error, {named}")
 
 
 @pytest.mark.parametrize("family", ["vit", "resnet"])
-def test_a_model_of_images_has_no_words(family):
+def test_embeddings_target_is_rejected_for_image_models(family):
     settings = FactorizeSettings(targets="embeddings", rank=4)
-    (found,), _ = Factorize.check_model(settings, {"model_type": family})
-    assert (found.setting, found.code) == ("targets", "does-not-fit-model")
+    (error,), _ = Factorize.check_model(settings, {"model_type": family})
+    assert (error.setting, error.code) == ("targets", "does-not-fit-model")

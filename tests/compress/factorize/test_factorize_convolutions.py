@@ -49,16 +49,18 @@ def counted(conv, side=24):
 
 @pytest.mark.parametrize("name", CONVS)
 @pytest.mark.parametrize(("method", "ranks"), [("tucker", (5, 6)), ("tucker", (6,)), ("cp", (7,))])
-def test_what_takes_the_place_computes_its_kernel(name, method, ranks):
+def test_factorized_convolution_approximates_kernel_with_expected_macs(name, method, ranks):
     conv = CONVS[name]
     new, error = factorize_convolution(conv, method, ranks, 0)
     x = torch.randn(2, conv.in_channels, 17, 19, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        off = (new(x) - conv(x)).norm() / (
+        relative_error = (new(x) - conv(x)).norm() / (
             conv(x) - (0 if conv.bias is None else conv.bias[:, None, None])
         ).norm()
     assert new(x).shape == conv(x).shape
-    assert float(off) == pytest.approx(error, rel=0.3)  # of white noise the kernel's error is the output's
+    assert float(relative_error) == pytest.approx(
+        error, rel=0.3
+    )  # of white noise the kernel's error is the output's
     of_one = (
         rank_rules.cp_macs(conv, 7)
         if method == "cp"
@@ -71,7 +73,7 @@ def test_what_takes_the_place_computes_its_kernel(name, method, ranks):
 
 
 @pytest.mark.parametrize(("method", "rank"), [("tucker", 12), ("cp", 108)])
-def test_the_whole_rank_loses_nothing(method, rank):
+def test_full_rank_factorization_is_lossless(method, rank):
     conv = nn.Conv2d(12, 16, 3)
     new, error = factorize_convolution(conv, method, (12, 16) if method == "tucker" else (rank,), 0)
     x = torch.randn(1, 12, 9, 9)
@@ -80,7 +82,7 @@ def test_the_whole_rank_loses_nothing(method, rank):
 
 
 @pytest.mark.parametrize("method", ["tucker", "cp"])
-def test_a_ratio_is_of_operations_and_the_report_counts_them(method, source, tmp_path):
+def test_keep_ratio_applies_to_flops_and_report_counts_them(method, source, tmp_path):
     settings = FactorizeSettings(method=method, keep_ratio=0.5)
     ctx = harness.run_stage(Factorize(), settings, source, tmp_path / "out", images.TASK)
     before, after = ctx.details["flops_before"], ctx.details["flops_after"]
@@ -98,7 +100,7 @@ def test_a_ratio_is_of_operations_and_the_report_counts_them(method, source, tmp
     assert "resnet.embedder.embedder.convolution" in {**ctx.details["ranks"], **ctx.details["left_alone"]}
 
 
-def test_operations_are_those_of_a_count_by_hand(tmp_path):
+def test_counted_macs_equal_manual_count(tmp_path):
     folder = images.write_model(tmp_path / "m", "resnet", hidden_sizes=[8], depths=[1], embedding_size=8)
     model = harness.load_output_model(harness.make_context(folder))
     # 7 x 7 of stride 2 on 16 x 16, then a pool of stride 2: two layers of 3 x 3 on 4 x 4, and two labels
@@ -106,7 +108,7 @@ def test_operations_are_those_of_a_count_by_hand(tmp_path):
 
 
 @pytest.mark.parametrize("settings", [{"energy": 0.7}, {"rank": "vbmf"}, {"rank": 3}])
-def test_ranks_follow_the_settings(settings):
+def test_convolution_ranks_follow_settings(settings):
     conv = nn.Conv2d(32, 24, 3)
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():  # of rank 4 in both, and a little noise
@@ -117,17 +119,17 @@ def test_ranks_follow_the_settings(settings):
             torch.randn(32, 4, generator=draw),
         )
         conv.weight.copy_(low + 0.05 * torch.randn(low.shape, generator=draw))
-    found = convolution_ranks(conv, FactorizeSettings(method="tucker", **settings))
+    ranks = convolution_ranks(conv, FactorizeSettings(method="tucker", **settings))
     expected = {"energy": (1, 5), "rank": (4, 5) if settings.get("rank") == "vbmf" else (3, 4)}
     low_end, high_end = expected[next(iter(settings))]
-    assert all(low_end <= rank < high_end for rank in found)
-    assert len(found) == 2
-    assert convolution_ranks(conv, FactorizeSettings(method="cp", **settings)) == (max(found),)
+    assert all(low_end <= rank < high_end for rank in ranks)
+    assert len(ranks) == 2
+    assert convolution_ranks(conv, FactorizeSettings(method="cp", **settings)) == (max(ranks),)
     assert len(convolution_ranks(nn.Conv2d(3, 24, 7), FactorizeSettings(method="tucker", **settings))) == 1
 
 
 @pytest.mark.parametrize("method", ["tucker", "cp"])
-def test_it_is_saved_trained_and_exported(method, source, tmp_path):
+def test_factorized_convolutions_can_be_saved_trained_and_exported(method, source, tmp_path):
     rows = images.read_rows(images.write_rows(tmp_path / "rows.jsonl"))
     settings = FactorizeSettings(method=method, keep_ratio=0.5)
     first = harness.run_stage(Factorize(), settings, source, tmp_path / "1", images.TASK, rows)
@@ -136,9 +138,9 @@ def test_it_is_saved_trained_and_exported(method, source, tmp_path):
     third = harness.run_stage(Onnx(), OnnxSettings(), second.out, tmp_path / "3", images.TASK, rows)
     assert third.details["graphs"]["model"]["operators"]["Conv"] > 6 + len(first.details["ranks"])
     if not first.details["left_alone"]:
-        again = harness.run_stage(Factorize(), settings, first.out, tmp_path / "4", images.TASK, rows)
-        assert again.warnings[0].code == "already-factorized"
-        structures = [(ctx.out / "structure.json").read_text() for ctx in (first, again)]
+        refactorized = harness.run_stage(Factorize(), settings, first.out, tmp_path / "4", images.TASK, rows)
+        assert refactorized.warnings[0].code == "already-factorized"
+        structures = [(ctx.out / "structure.json").read_text() for ctx in (first, refactorized)]
         assert structures[0] == structures[1]
     with raises_code("no-layer-selected", InputError):
         harness.run_stage(
@@ -150,7 +152,7 @@ def test_it_is_saved_trained_and_exported(method, source, tmp_path):
         )
 
 
-def test_a_vit_reads_its_patches_through_thinner_convolutions(tmp_path):
+def test_vit_patch_projection_can_be_factorized(tmp_path):
     """Its forward asks the convolution of its patches for a weight, whose type it takes."""
     source = images.write_model(tmp_path / "vit")
     settings = FactorizeSettings(method="tucker", keep_ratio=0.5)
@@ -159,15 +161,15 @@ def test_a_vit_reads_its_patches_through_thinner_convolutions(tmp_path):
     assert list(thin.details["ranks"]) == [name]
     pixels = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     before, after = load_model(source)[0], harness.load_output_model(thin)
-    read = []
-    after.get_submodule(name).register_forward_hook(lambda m, args, result: read.append(result))
+    outputs = []
+    after.get_submodule(name).register_forward_hook(lambda m, args, result: outputs.append(result))
     with torch.no_grad():
         assert after(pixels).logits.shape == before(pixels).logits.shape
-        whole = before.get_submodule(name)(pixels)
-    assert 0 < float((read[0] - whole).norm() / whole.norm()) < 1
+        original_output = before.get_submodule(name)(pixels)
+    assert 0 < float((outputs[0] - original_output).norm() / original_output.norm()) < 1
 
 
-def test_a_layer_that_gains_nothing_is_left_alone(source, tmp_path):
+def test_convolution_without_savings_is_skipped(source, tmp_path):
     settings = FactorizeSettings(method="tucker", energy=1.0)
     ctx = harness.run_stage(Factorize(), settings, source, tmp_path / "out", images.TASK)
     assert ctx.details["ranks"] == {}
@@ -177,11 +179,11 @@ def test_a_layer_that_gains_nothing_is_left_alone(source, tmp_path):
     assert "6" in ctx.warnings[0].message
 
 
-def test_what_does_not_go_together_is_refused():
+def test_conflicting_convolution_settings_are_rejected():
     with raises_setting_codes("settings-conflict"):
         FactorizeSettings(rank="vbmf")
     with raises_setting_codes("unused-setting"):
         FactorizeSettings(method="cp", parameter_budget=0.5)
     for settings, family in ((FactorizeSettings(method="cp"), "bert"), (FactorizeSettings(), "resnet")):
-        (found,), _ = Factorize.check_model(settings, {"model_type": family})
-        assert (found.setting, found.code) == ("method", "does-not-fit-model")
+        (error,), _ = Factorize.check_model(settings, {"model_type": family})
+        assert (error.setting, error.code) == ("method", "does-not-fit-model")

@@ -6,7 +6,7 @@ from torch import nn
 from smelt.compress.factorize.svd import fwsvd_metric, low_rank_layer
 
 
-def test_it_is_the_svd_of_the_rows_weighted_and_weighted_back_as_the_paper_writes_a_layer():
+def test_fwsvd_pair_equals_formula_of_paper():
     torch.manual_seed(0)
     layer = nn.Linear(32, 24)
     information = torch.rand(24, 32, dtype=torch.float64) * torch.logspace(-3, 2, 32).double()
@@ -15,12 +15,12 @@ def test_it_is_the_svd_of_the_rows_weighted_and_weighted_back_as_the_paper_write
     paper = layer.weight.detach().double().T
     rows = information.T.sum(dim=1).sqrt().unsqueeze(1)
     u, s, vt = torch.linalg.svd(rows * paper, full_matrices=False)
-    wanted = (u[:, :6] * s[:6] / rows) @ vt[:6]
-    made = pair.up.weight.double() @ pair.down.weight.double()
-    torch.testing.assert_close(made, wanted.T, rtol=1e-3, atol=1e-5)
+    expected = (u[:, :6] * s[:6] / rows) @ vt[:6]
+    product = pair.up.weight.double() @ pair.down.weight.double()
+    torch.testing.assert_close(product, expected.T, rtol=1e-3, atol=1e-5)
 
 
-def test_an_input_without_a_gradient_does_not_divide_by_zero():
+def test_input_without_gradient_gives_finite_weights():
     layer = nn.Linear(32, 24)
     information = torch.ones(24, 32, dtype=torch.float64)
     information[:, 3] = 0

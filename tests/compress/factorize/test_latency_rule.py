@@ -29,12 +29,12 @@ MEASURED = [
 
 
 @pytest.mark.parametrize(("outputs", "inputs", "share", "rows", "ratio"), MEASURED)
-def test_a_pair_is_taken_where_it_was_measured_to_be_faster(outputs, inputs, share, rows, ratio):
+def test_rule_accepts_exactly_pairs_measured_faster(outputs, inputs, share, rows, ratio):
     rank = int(share * outputs * inputs / (outputs + inputs))
     assert (rank < faster_below_rank(outputs, inputs, full_sequence=rows > 1)) == (ratio < 1)
 
 
-def test_the_limit_is_the_formula_and_never_below_zero():
+def test_latency_rank_limit_equals_formula_and_is_not_negative():
     assert faster_below_rank(512, 512, full_sequence=False) == pytest.approx(
         (0.9 * 512 * 512 - 100_000) / 1024
     )
@@ -45,17 +45,19 @@ def test_the_limit_is_the_formula_and_never_below_zero():
     assert faster_below_rank(8, 8, full_sequence=True) == 0
 
 
-def test_an_encoder_and_keys_and_values_of_cross_attention_get_whole_texts():
+def test_encoder_and_cross_attention_keys_process_full_sequences():
     model, _ = load_model(every_family.model_with_layers("marian", 3))
-    found = full_sequence_layers(model)
+    full_sequence = full_sequence_layers(model)
     encoder, decoder = "model.encoder.layers.0.", "model.decoder.layers.0."
-    assert {encoder + name for name in ("self_attn.q_proj", "self_attn.out_proj", "fc1", "fc2")} <= found
-    assert {name for name in found if name.startswith(decoder)} == {
+    assert {
+        encoder + name for name in ("self_attn.q_proj", "self_attn.out_proj", "fc1", "fc2")
+    } <= full_sequence
+    assert {name for name in full_sequence if name.startswith(decoder)} == {
         f"{decoder}encoder_attn.k_proj",
         f"{decoder}encoder_attn.v_proj",
     }
 
 
-def test_a_language_model_gets_one_token_and_an_encoder_alone_whole_texts():
+def test_language_model_layers_process_single_tokens():
     assert full_sequence_layers(load_model(every_family.model_with_layers("llama", 3))[0]) == set()
     assert len(full_sequence_layers(load_model(every_family.model_with_layers("bert", 3))[0])) == 3 * 6

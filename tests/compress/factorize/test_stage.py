@@ -58,7 +58,7 @@ def context(tmp_path):
     return harness.make_context(out, seed=1)
 
 
-def test_the_stage_factorizes_what_gains_and_names_the_rest(source, tmp_path):
+def test_factorizes_layers_that_save_weights_and_lists_the_rest(source, tmp_path):
     ctx = context(tmp_path)
     Factorize()(
         source,
@@ -78,11 +78,11 @@ def test_the_stage_factorizes_what_gains_and_names_the_rest(source, tmp_path):
     fc1 = model.model.encoder.layers[0].fc1
     assert isinstance(fc1, LowRankLinear)
     u, s, vt = torch.linalg.svd(original.model.encoder.layers[0].fc1.weight)
-    wanted = x @ (u[:, :18] * s[:18] @ vt[:18]).T + original.model.encoder.layers[0].fc1.bias
-    torch.testing.assert_close(fc1(x), wanted, rtol=1e-4, atol=1e-6)
+    expected = x @ (u[:, :18] * s[:18] @ vt[:18]).T + original.model.encoder.layers[0].fc1.bias
+    torch.testing.assert_close(fc1(x), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_aim_latency_leaves_alone_what_would_be_slower_and_says_why(tmp_path):
+def test_optimize_for_latency_skips_slower_pairs_with_reason(tmp_path):
     """Decoders get one token a step, encoders whole texts, and so do keys and values of cross-attention."""
     folder = tiny.write_marian(tmp_path / "model", d_model=128, encoder_ffn_dim=256, decoder_ffn_dim=256)
     include = ["*.0.fc1", "*.1.fc1", "*.0.encoder_attn.*"]
@@ -108,7 +108,7 @@ def test_aim_latency_leaves_alone_what_would_be_slower_and_says_why(tmp_path):
         assert all(value in details[name] for value in values), name
 
 
-def test_nothing_that_is_faster_is_a_warning_that_names_the_other_aim(source, tmp_path):
+def test_no_faster_pair_warns_and_suggests_optimize_for_size(source, tmp_path):
     ctx = context(tmp_path)
     Factorize()(source, FactorizeSettings(method="svd", rank=15, include=["model.decoder.*.fc1"]), ctx)
     assert ctx.details["ranks"] == {}
@@ -118,22 +118,22 @@ def test_nothing_that_is_faster_is_a_warning_that_names_the_other_aim(source, tm
     assert "optimize_for: size" in warning.message
 
 
-def test_a_second_factorization_does_not_split_the_halves(source, tmp_path):
+def test_factorized_layers_are_not_factorized_again(source, tmp_path):
     ctx = context(tmp_path)
     Factorize()(source, FactorizeSettings(method="svd", optimize_for="size", rank=8), ctx)
-    again = context(tmp_path / "out")
-    made = Artifact(ctx.out, source.manifest)
-    Factorize()(made, FactorizeSettings(method="svd", rank=4), again)
-    (warning,) = again.warnings
+    second_ctx = context(tmp_path / "out")
+    factorized = Artifact(ctx.out, source.manifest)
+    Factorize()(factorized, FactorizeSettings(method="svd", rank=4), second_ctx)
+    (warning,) = second_ctx.warnings
     assert warning.code == "already-factorized"
     assert f" {len(ctx.details['ranks'])} layers" in warning.message
-    assert (again.out / "structure.json").read_text() == (ctx.out / "structure.json").read_text()
+    assert (second_ctx.out / "structure.json").read_text() == (ctx.out / "structure.json").read_text()
     nothing = FactorizeSettings(method="svd", rank=4, include=["*.nowhere"])
     with raises_code("no-layer-selected", InputError):
-        Factorize()(made, nothing, context(tmp_path / "none"))
+        Factorize()(factorized, nothing, context(tmp_path / "none"))
 
 
-def test_all_layers_left_alone_is_a_warning_and_changes_nothing(source, tmp_path):
+def test_nothing_factorized_warns_and_leaves_model_unchanged(source, tmp_path):
     ctx = context(tmp_path)
     Factorize()(source, FactorizeSettings(method="svd", optimize_for="size", energy=1.0), ctx)
     assert ctx.details["ranks"] == {}
@@ -143,7 +143,7 @@ def test_all_layers_left_alone_is_a_warning_and_changes_nothing(source, tmp_path
     assert json.loads((ctx.out / "config.json").read_text())["encoder_layers"] == 2
 
 
-def test_two_ways_to_say_the_rank_are_refused():
+def test_conflicting_rank_settings_are_rejected():
     with raises_setting_codes("settings-conflict"):
         FactorizeSettings(energy=0.9, rank=4)
 
@@ -172,15 +172,15 @@ def run(marian, split, tmp_path, **settings):
 def change(marian, ctx):
     """The mean squared change of the logits on the rows, which the stage saw too."""
     source = tiny.as_artifact(marian)
-    whole = load_model(marian)[0]
-    rows = load_calibration_samples(whole, source, 256, ctx, "test")
-    mine, right = (
-        list(model_outputs(model, rows.batches)) for model in (harness.load_output_model(ctx), whole)
+    original = load_model(marian)[0]
+    rows = load_calibration_samples(original, source, 256, ctx, "test")
+    changed_outputs, original_outputs = (
+        list(model_outputs(model, rows.batches)) for model in (harness.load_output_model(ctx), original)
     )
-    return sum(float((a - b).square().sum()) for a, b in zip(mine, right, strict=True))
+    return sum(float((a - b).square().sum()) for a, b in zip(changed_outputs, original_outputs, strict=True))
 
 
-def test_looking_at_rows_loses_less_on_them_than_looking_at_weights(marian, rows, tmp_path):
+def test_data_aware_methods_change_logits_less_than_svd(marian, rows, tmp_path):
     changes = {
         method: change(marian, run(marian, rows, tmp_path / method, method=method, keep_ratio=0.5))
         for method in ("whitened-svd", "asvd", "svd")
@@ -189,31 +189,33 @@ def test_looking_at_rows_loses_less_on_them_than_looking_at_weights(marian, rows
     assert changes["asvd"] != changes["svd"]
 
 
-def test_the_whitened_error_is_that_of_the_layers_outputs(marian, rows, tmp_path):
+def test_whitened_svd_error_equals_layer_output_error(marian, rows, tmp_path):
     ctx = run(marian, rows, tmp_path, keep_ratio=0.5)
     name = "model.encoder.layers.0.fc1"
-    whole = load_model(marian)[0]
-    batches = load_calibration_samples(whole, tiny.as_artifact(marian), 256, ctx, "test")
-    mine, right = harness.load_output_model(ctx).get_submodule(name), whole.get_submodule(name)
-    lost, all_of_it, seen = 0.0, 0.0, []
-    observe_inputs(whole, batches, {name: [right]}, lambda _, x: seen.append(x), ctx)
+    original = load_model(marian)[0]
+    batches = load_calibration_samples(original, tiny.as_artifact(marian), 256, ctx, "test")
+    pair, layer = harness.load_output_model(ctx).get_submodule(name), original.get_submodule(name)
+    lost, all_of_it, inputs = 0.0, 0.0, []
+    observe_inputs(original, batches, {name: [layer]}, lambda _, x: inputs.append(x), ctx)
     with torch.no_grad():
-        x = torch.cat(seen)
-        lost, all_of_it = (mine(x) - right(x)).norm(), (right(x) - right(x).mean(dim=0)).norm()
+        x = torch.cat(inputs)
+        lost, all_of_it = (pair(x) - layer(x)).norm(), (layer(x) - layer(x).mean(dim=0)).norm()
     assert ctx.details["relative_error"][name] == pytest.approx(float(lost / all_of_it), rel=0.25)
 
 
-def test_the_loss_weighs_inputs_by_fwsvd(marian, rows, tmp_path):
+def test_fwsvd_weights_inputs_by_loss_gradients(marian, rows, tmp_path):
     ctx = run(marian, rows, tmp_path, method="fwsvd", rank=4)
     plain = run(marian, rows, tmp_path / "plain", method="svd", rank=4)
     name = "model.encoder.layers.0.fc1"
-    mine, other = (harness.load_output_model(c).get_submodule(name) for c in (ctx, plain))
-    assert not torch.allclose(mine.up.weight @ mine.down.weight, other.up.weight @ other.down.weight)
+    pair, plain_pair = (harness.load_output_model(c).get_submodule(name) for c in (ctx, plain))
+    assert not torch.allclose(
+        pair.up.weight @ pair.down.weight, plain_pair.up.weight @ plain_pair.down.weight
+    )
     assert ctx.details["calibration"]["rows"] == len(rows)
 
 
 @pytest.mark.parametrize("objective", ["error", "sensitivity"])
-def test_one_budget_gives_ranks_that_stay_within_it(marian, rows, tmp_path, objective):
+def test_ranks_stay_within_parameter_budget(marian, rows, tmp_path, objective):
     ctx = run(marian, rows, tmp_path, parameter_budget=0.5, objective=objective)
     sizes = {n: m.weight for n, m in load_model(marian)[0].named_modules() if isinstance(m, torch.nn.Linear)}
     sizes.pop("lm_head")
@@ -226,17 +228,17 @@ def test_one_budget_gives_ranks_that_stay_within_it(marian, rows, tmp_path, obje
     assert ("sensitivity" in ctx.details) == (objective == "sensitivity")
 
 
-def test_few_tokens_are_said(marian, rows, tmp_path):
+def test_few_calibration_tokens_warn(marian, rows, tmp_path):
     ctx = run(marian, rows, tmp_path, keep_ratio=0.5, calibration_samples=1)
     assert ctx.warnings[0].code == "few-calibration-tokens"
 
 
-def test_rows_that_are_missing_are_asked_for(marian, tmp_path):
+def test_missing_calibration_data_is_rejected(marian, tmp_path):
     with raises_code("no-calibration-data", InputError):
         harness.run_stage(Factorize(), FactorizeSettings(), marian, tmp_path / "out")
 
 
-def test_it_needs_rows_where_it_looks_at_them():
+def test_calibration_data_is_needed_only_by_data_aware_methods():
     needs = Factorize.needs_with
     assert needs(FactorizeSettings(method="svd"), ["train"]) == frozenset()
     assert needs(FactorizeSettings(), ["train"]) == {"train"}

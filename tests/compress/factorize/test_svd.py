@@ -19,7 +19,7 @@ def product(pair):
     return (pair.up.weight.double() @ pair.down.weight.double()).detach()
 
 
-def test_the_error_is_the_root_of_the_dropped_squares(layer):
+def test_svd_error_equals_dropped_singular_values(layer):
     pair, error = low_rank_layer(layer, 6, ErrorMetric())
     sigma = torch.linalg.svdvals(layer.weight.double())
     lost = (layer.weight.double() - product(pair)).norm()
@@ -28,7 +28,7 @@ def test_the_error_is_the_root_of_the_dropped_squares(layer):
     assert error == pytest.approx(float(lost / layer.weight.double().norm()), rel=1e-5)
 
 
-def test_the_pair_computes_the_product_and_keeps_the_bias(layer):
+def test_rank_one_layer_is_exact_and_keeps_bias(layer):
     layer.weight.copy_(torch.outer(torch.arange(24.0), torch.arange(40.0)))  # rank 1: nothing is lost
     pair, error = low_rank_layer(layer, 1, ErrorMetric())
     x = torch.randn(3, 5, 40)
@@ -39,7 +39,7 @@ def test_the_pair_computes_the_product_and_keeps_the_bias(layer):
 @pytest.mark.parametrize(
     ("kind", "rows", "width"), [("matrix", 24, 40), ("diagonal", 24, 40), ("matrix", 40, 24)]
 )
-def test_no_other_product_of_the_rank_is_nearer_in_the_metric(kind, rows, width):
+def test_pair_is_optimal_in_metric(kind, rows, width):
     torch.manual_seed(3)
     layer = nn.Linear(width, rows).requires_grad_(False)
     into = torch.rand(width, dtype=torch.float64) + 0.1
@@ -64,12 +64,12 @@ def test_no_other_product_of_the_rank_is_nearer_in_the_metric(kind, rows, width)
         assert off(up @ pair.down.weight.double()) > off(product(pair))
 
 
-def test_the_bias_takes_what_the_mean_of_the_inputs_made_of_the_dropped_part(layer):
+def test_bias_compensates_mean_of_dropped_part(layer):
     mean = torch.randn(40, dtype=torch.float64)
     pair, _ = low_rank_layer(layer, 6, ErrorMetric(input_mean=mean))
     torch.testing.assert_close(pair(mean.float()), layer(mean.float()), rtol=1e-4, atol=1e-5)
 
 
-def test_a_layer_without_a_bias_gets_none():
+def test_layer_without_bias_gets_no_bias():
     layer = nn.Linear(40, 24, bias=False)
     assert low_rank_layer(layer, 3, ErrorMetric())[0].up.bias is None

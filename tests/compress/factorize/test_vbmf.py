@@ -18,34 +18,34 @@ def drawn(rows, columns, rank, noise, seed=0):
 
 @pytest.mark.parametrize(("rank", "noise"), [(0, 0.1), (1, 0.2), (5, 0.1), (12, 0.5), (3, 1.0)])
 @pytest.mark.parametrize(("rows", "columns"), [(40, 300), (120, 60)])
-def test_the_planted_rank_and_noise_are_found(rows, columns, rank, noise):
+def test_vbmf_recovers_planted_rank_and_noise(rows, columns, rank, noise):
     values = np.linalg.svd(drawn(rows, columns, rank, noise), compute_uv=False)
-    found = vbmf(values, rows, columns)
-    assert found.rank == rank
-    assert math.sqrt(found.variance) == pytest.approx(noise, rel=0.05)
+    solution = vbmf(values, rows, columns)
+    assert solution.rank == rank
+    assert math.sqrt(solution.variance) == pytest.approx(noise, rel=0.05)
 
 
-def test_the_threshold_is_that_of_the_theorem():
+def test_vbmf_threshold_equals_theorem():
     """Theorem 4: sqrt(M v (1 + t) (1 + a / t)) with t = 2.5129 sqrt(a), beyond the largest of pure noise."""
     values = np.linalg.svd(drawn(50, 200, 2, 0.3), compute_uv=False)
-    found = vbmf(values, 50, 200)
+    solution = vbmf(values, 50, 200)
     alpha = 50 / 200
     zero = 2.5129 * math.sqrt(alpha)
-    expected = math.sqrt(200 * found.variance * (1 + zero) * (1 + alpha / zero))
-    assert found.threshold == pytest.approx(expected, rel=1e-12)
-    assert found.threshold > math.sqrt(found.variance) * (math.sqrt(50) + math.sqrt(200))
-    assert values[1] > found.threshold > values[2]
+    expected = math.sqrt(200 * solution.variance * (1 + zero) * (1 + alpha / zero))
+    assert solution.threshold == pytest.approx(expected, rel=1e-12)
+    assert solution.threshold > math.sqrt(solution.variance) * (math.sqrt(50) + math.sqrt(200))
+    assert values[1] > solution.threshold > values[2]
 
 
-def test_no_other_variance_has_a_smaller_free_energy():
+def test_vbmf_variance_minimizes_free_energy():
     values = np.linalg.svd(drawn(30, 90, 4, 0.2), compute_uv=False)
-    found = vbmf(values, 30, 90)
-    least = free_energy(found.variance, values**2, 90, 1 / 3)
+    solution = vbmf(values, 30, 90)
+    least = free_energy(solution.variance, values**2, 90, 1 / 3)
     for factor in (0.5, 0.9, 0.99, 1.01, 1.1, 2.0):
-        other = found.variance * factor
+        other = solution.variance * factor
         more = free_energy(other, values**2, 90, 1 / 3)
         assert more >= least - 1e-6
 
 
-def test_a_matrix_of_zeros_has_no_rank():
+def test_zero_matrix_has_rank_zero():
     assert vbmf(np.zeros(4), 4, 9).rank == 0

@@ -25,7 +25,7 @@ def mean_square(layer, pair, x):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_dropped_squares_are_the_squared_error_of_the_outputs(inputs, monkeypatch, bias):
+def test_dropped_singular_values_equal_output_error(inputs, monkeypatch, bias):
     monkeypatch.setattr(module, "_RIDGE_RATIO", 1e-9)
     layer = nn.Linear(32, 24, bias=bias)
     metric = metric_of(inputs, bias=bias)
@@ -34,31 +34,31 @@ def test_the_dropped_squares_are_the_squared_error_of_the_outputs(inputs, monkey
     assert mean_square(layer, pair, inputs) == pytest.approx(float(sigma[5:].square().sum()), rel=1e-3)
 
 
-def test_a_bias_that_moves_is_nearer_than_one_that_stays(inputs):
+def test_bias_correction_lowers_error(inputs):
     layer = nn.Linear(32, 24)
-    moved, _ = low_rank_layer(layer, 5, metric_of(inputs, bias=True))
-    stays, _ = low_rank_layer(layer, 5, metric_of(inputs, bias=False))
+    corrected, _ = low_rank_layer(layer, 5, metric_of(inputs, bias=True))
+    uncorrected, _ = low_rank_layer(layer, 5, metric_of(inputs, bias=False))
     plain, _ = low_rank_layer(layer, 5, ErrorMetric())
-    errors = [mean_square(layer, pair, inputs) for pair in (moved, stays, plain)]
+    errors = [mean_square(layer, pair, inputs) for pair in (corrected, uncorrected, plain)]
     assert errors == sorted(errors)
     assert errors[0] < 0.9 * errors[1] < 0.8 * errors[2]
 
 
-def test_directions_that_no_row_has_stay_finite_and_are_not_lost_first():
+def test_unused_input_directions_stay_finite_and_are_not_dropped_first():
     x = torch.randn(200, 32).double()
     x[:, 16:] = 0
     layer = nn.Linear(32, 24, bias=False)
     pair, _ = low_rank_layer(layer, 20, metric_of(x, bias=False))
     assert bool(pair.down.weight.isfinite().all())
-    off = (layer.weight - pair.up.weight @ pair.down.weight).detach().norm(dim=0)
-    whole = layer.weight.detach().norm(dim=0)
-    assert (off[:16] / whole[:16]).max() < 0.1
-    assert off[16:].norm() < 0.9 * whole[16:].norm()
+    errors = (layer.weight - pair.up.weight @ pair.down.weight).detach().norm(dim=0)
+    norms = layer.weight.detach().norm(dim=0)
+    assert (errors[:16] / norms[:16]).max() < 0.1
+    assert errors[16:].norm() < 0.9 * norms[16:].norm()
 
 
-def test_inputs_that_are_all_zero_give_the_plain_svd():
+def test_zero_inputs_give_plain_svd():
     layer = nn.Linear(32, 24, bias=False)
     zeros = torch.zeros(10, 32).double()
-    ours, _ = low_rank_layer(layer, 4, metric_of(zeros, bias=False))
+    pair, _ = low_rank_layer(layer, 4, metric_of(zeros, bias=False))
     plain, _ = low_rank_layer(layer, 4, ErrorMetric())
-    torch.testing.assert_close(ours.up.weight @ ours.down.weight, plain.up.weight @ plain.down.weight)
+    torch.testing.assert_close(pair.up.weight @ pair.down.weight, plain.up.weight @ plain.down.weight)

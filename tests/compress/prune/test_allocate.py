@@ -24,32 +24,32 @@ def value(scores, kept):
 
 def best_there_is(scores, costs, share):
     """The highest value of one unit or more of each group within the budget, units of even cost."""
-    worth = np.concatenate([found.numpy() for found in scores.values()])
-    each = np.concatenate([[float(costs.by_group[n][-1]) / len(s)] * len(s) for n, s in scores.items()])
-    rows, owners = [each], np.concatenate([[i] * len(s) for i, s in enumerate(scores.values())])
+    worth = np.concatenate([solution.numpy() for solution in scores.values()])
+    unit_costs = np.concatenate([[float(costs.by_group[n][-1]) / len(s)] * len(s) for n, s in scores.items()])
+    rows, owners = [unit_costs], np.concatenate([[i] * len(s) for i, s in enumerate(scores.values())])
     rows += [(owners == i).astype(float) for i in range(len(scores))]
     low = [-np.inf] + [1.0] * len(scores)
     high = [share * costs.total - costs.fixed] + [np.inf] * len(scores)
     limits = LinearConstraint(np.array(rows), low, high)
-    found = milp(-worth, integrality=np.ones(len(worth)), bounds=Bounds(0, 1), constraints=limits)
-    return -found.fun
+    solution = milp(-worth, integrality=np.ones(len(worth)), bounds=Bounds(0, 1), constraints=limits)
+    return -solution.fun
 
 
 @pytest.mark.parametrize("share", [0.2, 0.45, 0.7])
-def test_nothing_better_fits_but_for_a_part_of_one_unit(share):
+def test_allocation_matches_integer_program_up_to_one_unit(share):
     draw = torch.Generator().manual_seed(3)
     scores = {n: torch.rand(9, generator=draw, dtype=torch.float64) for n in "abcdef"}
-    each = {"a": 40.0, "b": 3.0, "c": 17.0, "d": 1.0, "e": 9.0, "f": 26.0}
-    costs = costs_of({n: cost * torch.arange(10) for n, cost in each.items()}, fixed=20.0)
-    kept = allocate_units(scores, costs, share, dict.fromkeys(scores, 1), "parameters")
-    spent = costs.fixed + sum(float(costs.by_group[n][count]) for n, count in kept.items())
+    unit_costs = {"a": 40.0, "b": 3.0, "c": 17.0, "d": 1.0, "e": 9.0, "f": 26.0}
+    costs = costs_of({n: cost * torch.arange(10) for n, cost in unit_costs.items()}, fixed=20.0)
+    kept_units = allocate_units(scores, costs, share, dict.fromkeys(scores, 1), "parameters")
+    spent = costs.fixed + sum(float(costs.by_group[n][count]) for n, count in kept_units.items())
     assert spent <= share * costs.total
     best = best_there_is(scores, costs, share)
-    assert best - 1.0 < value(scores, kept) <= best + 1e-9
-    assert value(scores, kept) > 0.97 * best
+    assert best - 1.0 < value(scores, kept_units) <= best + 1e-9
+    assert value(scores, kept_units) > 0.97 * best
 
 
-def test_units_of_one_cost_go_by_importance_wherever_they_are():
+def test_units_of_equal_cost_are_kept_by_importance():
     scores = {"a": torch.tensor([9.0, 8.0, 1.0, 7.0]), "b": torch.tensor([0.1, 0.3, 6.0, 0.2])}
     costs = costs_of({name: torch.arange(5) for name in scores})
     assert allocate_units(scores, costs, 0.5, {"a": 1, "b": 1}, "parameters") == {"a": 3, "b": 1}
@@ -59,13 +59,13 @@ def test_units_of_one_cost_go_by_importance_wherever_they_are():
     assert allocate_units(scores, costs, 0.5, {"a": 2, "b": 2}, "parameters") == {"a": 2, "b": 2}
 
 
-def test_a_unit_that_costs_more_has_to_be_worth_more():
+def test_expensive_unit_needs_higher_importance():
     scores = {"dear": torch.tensor([5.0, 4.0, 3.0]), "cheap": torch.tensor([2.0, 1.9, 1.8])}
     costs = costs_of({"dear": 10.0 * torch.arange(4), "cheap": torch.arange(4)})
     assert allocate_units(scores, costs, 0.7, {"dear": 1, "cheap": 1}, "latency") == {"dear": 2, "cheap": 3}
 
 
-def test_where_time_falls_in_jumps_what_is_left_over_is_filled():
+def test_leftover_budget_is_filled_when_latency_is_stepwise():
     # a second unit of `a` costs nothing, a third very much; b's cost rises evenly
     scores = {"a": torch.tensor([1.0, 1.0, 1.0]), "b": torch.tensor([0.5, 0.5, 0.5])}
     costs = costs_of({"a": [0, 4, 4, 10], "b": [0, 1, 2, 3]})
@@ -75,7 +75,7 @@ def test_where_time_falls_in_jumps_what_is_left_over_is_filled():
     assert allocate_units({"a": torch.ones(3)}, costs, 0.9, {"a": 1}, "latency") == {"a": 2}
 
 
-def test_a_budget_that_leaves_nothing_says_the_least():
+def test_budget_below_minimum_is_rejected_with_minimum():
     scores = {"a": torch.ones(4), "b": torch.ones(16)}
     costs = costs_of({"a": torch.arange(5), "b": torch.arange(17)}, fixed=20.0)
     with raises_code("budget-too-small", InputError) as caught:

@@ -30,7 +30,7 @@ def weights(part):
 @pytest.mark.parametrize(
     ("family", "measure"), matrix_cells(["t5", "qwen2", "modernbert", "gpt2", "mpnet"], list(MEASURES))
 )
-def test_a_budget_is_met_and_what_was_reached_is_said(family, measure, monkeypatch, tmp_path):
+def test_budget_is_met_and_reported(family, measure, monkeypatch, tmp_path):
     monkeypatch.setattr(
         latency_costs, "time_parts", lambda parts, on, threads: [weights(part) for part in parts]
     )
@@ -50,12 +50,12 @@ def test_a_budget_is_met_and_what_was_reached_is_said(family, measure, monkeypat
 
 
 @pytest.mark.parametrize("importance", ["magnitude", "taylor"])
-def test_units_compete_by_any_importance(importance, tmp_path):
-    what = ["ffn"] if importance == "magnitude" else ["heads", "ffn"]
+def test_budget_works_with_any_importance(importance, tmp_path):
+    targets = ["ffn"] if importance == "magnitude" else ["heads", "ffn"]
     settings = PruneSettings(
         budget={"parameters": 0.8},
         importance=importance,
-        targets=what,
+        targets=targets,
         calibration_samples=4,
         reconstruct=False,
     )
@@ -65,7 +65,7 @@ def test_units_compete_by_any_importance(importance, tmp_path):
     assert 0.75 < ctx.details["budget"]["left"] <= 0.8
 
 
-def test_heads_alone_cannot_be_the_half_of_a_model(tmp_path):
+def test_budget_unreachable_with_heads_alone_is_rejected(tmp_path):
     half = {"parameters": 0.5}
     settings = PruneSettings(budget=half, targets=["heads"], importance="random", reconstruct=False)
     with raises_code("budget-too-small", InputError) as caught:
@@ -91,13 +91,13 @@ def test_heads_alone_cannot_be_the_half_of_a_model(tmp_path):
         ({"budget": {"parameters": 0.5}, "importance": "magnitude"}, "wrong-importance", "importance"),
     ],
 )
-def test_what_says_nothing_is_refused(settings, code, named):
+def test_invalid_budget_settings_are_rejected(settings, code, named):
     with raises_setting_codes(code) as caught:
         PruneSettings.model_validate(settings)
     assert named in caught.value.errors()[0]["msg"]
 
 
-def test_a_budget_looks_at_squared_gradients_unless_told_otherwise():
+def test_budget_defaults_to_fisher_importance():
     assert PruneSettings.model_validate({"budget": {"parameters": 0.5}}).importance == "fisher"
     options = {"budget": {"parameters": 0.5}, "importance": "taylor"}
     assert PruneSettings.model_validate(options).importance == "taylor"
@@ -105,7 +105,7 @@ def test_a_budget_looks_at_squared_gradients_unless_told_otherwise():
 
 
 @pytest.mark.parametrize("family", ["t5", "gpt2"])
-def test_a_text_is_as_long_as_those_of_the_data(family, tmp_path):
+def test_sequence_length_is_mean_length_of_data(family, tmp_path):
     """Counted here by the tokenizer alone; running text has no texts, and takes the default."""
     source = every_family.model_with_layers(family, 3)
     settings = PruneSettings(

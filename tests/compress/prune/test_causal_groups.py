@@ -28,7 +28,7 @@ def _prune(folder, out, **settings):
 
 
 @pytest.mark.parametrize("importance", ["magnitude", "taylor"])
-def test_cutting_equals_masking_when_units_go(folder, tmp_path, importance):
+def test_pruned_causal_model_equals_masked_model(folder, tmp_path, importance):
     ctx = _prune(
         folder,
         tmp_path / "out",
@@ -39,26 +39,26 @@ def test_cutting_equals_masking_when_units_go(folder, tmp_path, importance):
         reconstruct=False,
     )
     small, edits = load_model(ctx.out)
-    whole, _ = load_model(folder)
-    attentions, blocks = find_groups(whole)
+    original, _ = load_model(folder)
+    attentions, blocks = find_groups(original)
     cut = find_groups(small)
-    keys = 2 if whole.config.model_type != "gpt2" else 4
+    keys = 2 if original.config.model_type != "gpt2" else 4
     assert list(ctx.details["kept_heads"].values()) == [keys // 2] * 2
     with torch.no_grad():
         for group, after in zip([*attentions, *blocks], [*cut[0], *cut[1]], strict=True):
             name = getattr(group.structure, "out", None) or group.structure.down
-            before, now = linear_with_inputs(whole, name).weight, linear_with_inputs(small, name).weight
+            before, now = linear_with_inputs(original, name).weight, linear_with_inputs(small, name).weight
             # what stays are columns of the whole matrix: mask all others
-            stay = [(before == column[:, None]).all(dim=0).nonzero().item() for column in now.t()]
+            kept_columns = [(before == column[:, None]).all(dim=0).nonzero().item() for column in now.t()]
             mask = torch.zeros(before.shape[1])
-            mask[stay] = 1
+            mask[kept_columns] = 1
             before.mul_(mask)
-            assert len(stay) * 2 == before.shape[1], (group, after)
-    torch.testing.assert_close(harness.logits(small), harness.logits(whole), atol=1e-4, rtol=1e-4)
+            assert len(kept_columns) * 2 == before.shape[1], (group, after)
+    torch.testing.assert_close(harness.logits(small), harness.logits(original), atol=1e-4, rtol=1e-4)
     assert any(edit["op"] == "linear" for edit in edits)
 
 
-def test_magnitude_is_the_product_of_norms_when_a_key_serves_several_queries(folder):
+def test_head_magnitude_multiplies_norms_of_value_and_output_for_grouped_queries(folder):
     model, _ = load_model(folder)
     attentions, blocks = find_groups(model)
     scores = magnitude_scores(model, attentions, blocks)
@@ -68,11 +68,11 @@ def test_magnitude_is_the_product_of_norms_when_a_key_serves_several_queries(fol
     else:
         value, out = (model.model.layers[0].self_attn.get_submodule(n).weight for n in ("v_proj", "o_proj"))
     units = attentions[0].count(model)
-    wanted = [a.norm() * b.norm() for a, b in zip(value.chunk(units, 0), out.chunk(units, 1), strict=True)]
-    torch.testing.assert_close(scores.heads[attentions[0].name].float(), torch.stack(wanted).detach())
+    expected = [a.norm() * b.norm() for a, b in zip(value.chunk(units, 0), out.chunk(units, 1), strict=True)]
+    torch.testing.assert_close(scores.heads[attentions[0].name].float(), torch.stack(expected).detach())
 
 
-def test_pruning_says_the_family_when_it_is_not_known():
+def test_unknown_family_is_rejected_by_name():
     config = type("C", (), {"model_type": "mamba"})
     with raises_code("unsupported-family", InputError) as caught:
         find_groups(type("M", (), {"config": config}))

@@ -22,13 +22,13 @@ def _batches(model):
 
 
 @pytest.mark.parametrize("family", ["marian", "t5", "modernbert", "qwen3", "opt"])
-def test_activation_is_the_paper_s_sum_over_norms(family):
+def test_activation_score_equals_formula_summed_over_norms(family):
     """Mean of |y| over the tokens of a row, L2 over rows, summed over norms: by loops over outputs."""
     model, _ = load_model(every_family.model_with_layers(family, 2))
-    given, texts = {}, []
+    norm_outputs, texts = {}, []
     for norm in hidden_norms(model):  # some of OPT's give [B S, D]
         norm.register_forward_hook(
-            lambda m, x, y: given.setdefault(m, []).extend(
+            lambda m, x, y: norm_outputs.setdefault(m, []).extend(
                 y.detach().unflatten(0, (texts[-1], -1)).flatten(1, -2)
             )
         )
@@ -39,16 +39,16 @@ def test_activation_is_the_paper_s_sum_over_norms(family):
     expected = []
     for channel in range(hidden_width(model)):
         total = 0.0
-        for rows in given.values():
+        for rows in norm_outputs.values():
             total += sum(float(row[:, channel].abs().double().mean()) ** 2 for row in rows) ** 0.5
         expected.append(total)
-    found = activation_scores(model, hidden_width(model), _batches(model))
-    assert found.tolist() == pytest.approx(expected, rel=1e-5)
+    scores = activation_scores(model, hidden_width(model), _batches(model))
+    assert scores.tolist() == pytest.approx(expected, rel=1e-5)
     names = {name for name, _ in model.named_modules() if "norm" in name.lower().rpartition(".")[2]}
-    assert len(given) == len(names) - (4 if family == "qwen3" else 2 if family == "modernbert" else 0)
+    assert len(norm_outputs) == len(names) - (4 if family == "qwen3" else 2 if family == "modernbert" else 0)
 
 
-def test_slopes_are_those_of_the_loss_when_a_channel_of_all_norms_is_scaled():
+def test_gradient_scores_equal_finite_differences_of_scaled_norms():
     model, _ = load_model(every_family.model_with_layers("llama", 2))
     ids = torch.randint(5, 20, (2, 7), generator=torch.Generator().manual_seed(1))
     rows = [{"input_ids": row[None], "attention_mask": torch.ones(1, 7), "labels": row[None]} for row in ids]
@@ -70,7 +70,7 @@ def test_slopes_are_those_of_the_loss_when_a_channel_of_all_norms_is_scaled():
         assert float(sums[True][channel]) == pytest.approx(squares, rel=4e-2, abs=1e-4)
 
 
-def test_magnitude_counts_each_weight_of_a_channel_once():
+def test_channel_magnitude_counts_each_weight_once():
     model, _ = load_model(every_family.model_with_layers("gpt2", 2))
     before = channel_magnitudes(model)
     body = model.transformer

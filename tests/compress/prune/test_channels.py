@@ -50,57 +50,59 @@ def logits(model):
 def free(model):
     """Return by hand the channels that can go, by the module that norms them."""
     blocks = [b for stage in model.resnet.encoder.stages for b in stage.layers]
-    return [(one, then) for b in blocks for one, then in zip(b.layer, b.layer[1:], strict=False)]
+    return [
+        (layer, next_layer) for b in blocks for layer, next_layer in zip(b.layer, b.layer[1:], strict=False)
+    ]
 
 
-def test_channels_whose_outputs_are_zero_leave_the_outputs_the_same(source, tmp_path):
+def test_removing_zero_channels_preserves_outputs(source, tmp_path):
     model, edits = load_model(source)
     with torch.no_grad():
-        for one, _ in free(model):
-            one.convolution.weight[::2], one.normalization.weight[::2] = 0, 0
-            one.normalization.bias[::2] = 0
+        for layer, _ in free(model):
+            layer.convolution.weight[::2], layer.normalization.weight[::2] = 0, 0
+            layer.normalization.bias[::2] = 0
     (tmp_path / "idle").mkdir()
     save_model(model, edits, tmp_path / "idle", source)
     ctx = run(tmp_path / "idle", tmp_path / "out", keep_ratio=0.5, multiple_of=1, importance="magnitude")
-    left, _ = load_model(ctx.out)
+    pruned, _ = load_model(ctx.out)
     before = logits(model)
-    assert torch.allclose(logits(left), before, atol=1e-6 * float(before.abs().max()))
+    assert torch.allclose(logits(pruned), before, atol=1e-6 * float(before.abs().max()))
     assert all(
         torch.equal(new.normalization.running_var, old.normalization.running_var[1::2])
-        for (new, _), (old, _) in zip(free(left), free(model), strict=True)
+        for (new, _), (old, _) in zip(free(pruned), free(model), strict=True)
     )
     assert ctx.details["kept_channels"] == {g.name: g.count(model) // 2 for g in find_channels(model)}
     assert ctx.details["parameters_after"] < 0.7 * ctx.details["parameters_before"]
     assert ctx.details["flops_after"] < 0.8 * ctx.details["flops_before"]
 
 
-def test_it_cuts_what_torch_pruning_cuts(source, tmp_path):
+def test_pruned_channels_equal_torch_pruning(source, tmp_path):
     """torch-pruning follows the graph from the first convolution's outputs to all that is coupled."""
     ctx = run(source, tmp_path / "out", keep_ratio=0.5, importance="magnitude")
     model, _ = load_model(source)
     scores = filter_magnitudes(model, find_channels(model))
     for group in find_channels(model):
-        kept = scores[group.name].topk(ctx.details["kept_channels"][group.name]).indices.tolist()
-        gone = sorted(set(range(group.count(model))) - set(kept))
+        kept_channels = scores[group.name].topk(ctx.details["kept_channels"][group.name]).indices.tolist()
+        removed_channels = sorted(set(range(group.count(model))) - set(kept_channels))
         graph = torch_pruning.DependencyGraph().build_dependency(model, torch.zeros(1, 3, 16, 16))
         first = model.get_submodule(group.first)
-        graph.get_pruning_group(first, torch_pruning.prune_conv_out_channels, gone).prune()
-    theirs, ours = model.state_dict(), load_model(ctx.out)[0].state_dict()
-    assert set(theirs) == set(ours)
-    for name, tensor in theirs.items():
-        assert torch.equal(tensor, ours[name]), name
+        graph.get_pruning_group(first, torch_pruning.prune_conv_out_channels, removed_channels).prune()
+    expected, pruned = model.state_dict(), load_model(ctx.out)[0].state_dict()
+    assert set(expected) == set(pruned)
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, pruned[name]), name
 
 
-def test_magnitude_is_the_sum_of_absolute_weights_of_a_filter(source):
+def test_channel_magnitude_is_l1_norm_of_filter(source):
     model, _ = load_model(source)
     groups = find_channels(model)
     assert len(groups) == len(free(model))
-    for group, (one, _) in zip(groups, free(model), strict=True):
-        expected = torch.stack([f.abs().sum() for f in one.convolution.weight.detach().double()])
+    for group, (layer, _) in zip(groups, free(model), strict=True):
+        expected = torch.stack([f.abs().sum() for f in layer.convolution.weight.detach().double()])
         assert torch.allclose(filter_magnitudes(model, groups)[group.name], expected)
 
 
-def test_taylor_is_the_mean_squared_slope_of_a_gate_behind_the_norm(basic):
+def test_channel_taylor_is_mean_squared_gate_gradient(basic):
     """Molchanov et al.: the gate's slope is the sum of scale times its slope and shift times its slope."""
     model, _ = load_model(basic)
     groups = find_channels(model)
@@ -110,7 +112,7 @@ def test_taylor_is_the_mean_squared_slope_of_a_gate_behind_the_norm(basic):
     def loss_of(model, batch):
         return model(**batch).logits.square().mean()
 
-    found = gate_scores(model, groups, batches, loss_of)
+    gate_scores_by_group = gate_scores(model, groups, batches, loss_of)
     expected = {g.name: 0 for g in groups}
     for batch in batches:
         model.zero_grad()
@@ -119,33 +121,33 @@ def test_taylor_is_the_mean_squared_slope_of_a_gate_behind_the_norm(basic):
             norm = model.get_submodule(group.norm)
             slope = norm.weight * norm.weight.grad + norm.bias * norm.bias.grad
             expected[group.name] = expected[group.name] + slope.detach().double().square() / 3
-    for name, scores in found.items():
+    for name, scores in gate_scores_by_group.items():
         assert torch.allclose(scores, expected[name], rtol=1e-3, atol=1e-9 + 1e-4 * float(scores.max()))
 
 
 @pytest.mark.parametrize("importance", ["taylor", "fisher", "random"])
-def test_each_importance_leaves_what_was_asked(importance, basic, tmp_path):
+def test_each_importance_keeps_requested_channels(importance, basic, tmp_path):
     ctx = run(basic, tmp_path / "out", importance=importance, keep_ratio=0.5)
     assert set(ctx.details["kept_channels"].values()) == {8, 12}
 
 
-def test_layers_compete_where_the_scope_is_global(basic, tmp_path):
+def test_global_scope_ranks_channels_across_layers(basic, tmp_path):
     ctx = run(basic, tmp_path / "out", scope="global", keep_ratio=0.5)
     assert sum(ctx.details["kept_channels"].values()) == (16 + 24 + 24) // 2
     assert min(ctx.details["kept_channels"].values()) >= 4
 
 
 @pytest.mark.parametrize("method", ["tucker", "cp"])
-def test_convolutions_that_are_thin_ones_lose_channels(method, basic, tmp_path):
+def test_factorized_convolutions_lose_channels(method, basic, tmp_path):
     thin = harness.run_stage(
         Factorize(), FactorizeSettings(method=method, keep_ratio=0.5), basic, tmp_path / "thin", images.TASK
     )
     ctx = run(thin.out, tmp_path / "out", keep_ratio=0.5, importance="magnitude")
-    left, _ = load_model(ctx.out)
-    assert torch.isfinite(logits(left)).all()
-    whole, _ = load_model(thin.out)
-    group = find_channels(whole)[0]
-    module = whole.get_submodule(group.first)
+    pruned, _ = load_model(ctx.out)
+    assert torch.isfinite(logits(pruned)).all()
+    thin_model, _ = load_model(thin.out)
+    group = find_channels(thin_model)[0]
+    module = thin_model.get_submodule(group.first)
     x = torch.randn(1, 16, 9, 9, generator=torch.Generator().manual_seed(0))
     plain = torch.nn.functional.conv2d(x, whole_kernel(module), padding=1)
     assert torch.allclose(module(x)[..., 1:-1, 1:-1], plain[..., 1:-1, 1:-1], atol=1e-3)
@@ -161,7 +163,7 @@ def test_convolutions_that_are_thin_ones_lose_channels(method, basic, tmp_path):
         {"keep_ratio": {"ffn": 0.5}},
     ],
 )
-def test_what_means_nothing_to_channels_is_refused(wrong):
+def test_unsupported_channel_settings_are_rejected(wrong):
     with pytest.raises(ValidationError):
         PruneSettings.model_validate({"targets": ["channels"]} | wrong)
 
@@ -170,13 +172,13 @@ def test_what_means_nothing_to_channels_is_refused(wrong):
     ("what", "kind"),
     [(["channels"], "vit"), (["channels"], "bert"), (["ffn"], "resnet"), (["width"], "resnet")],
 )
-def test_the_plan_says_which_units_a_family_has(what, kind):
+def test_plan_reports_prunable_units_of_family(what, kind):
     settings = PruneSettings.model_validate({"targets": what})
-    [found], _ = Prune.check_model(settings, {"model_type": kind})
-    assert (found.setting, found.code) == ("targets", "does-not-fit-model")
+    [error], _ = Prune.check_model(settings, {"model_type": kind})
+    assert (error.setting, error.code) == ("targets", "does-not-fit-model")
 
 
-def test_nothing_goes_where_there_are_few_channels_and_a_warning_says_so(basic, tmp_path):
+def test_too_few_channels_to_prune_warns(basic, tmp_path):
     ctx = run(basic, tmp_path / "out", keep_ratio=0.75, multiple_of=32, importance="magnitude")
     assert read_edits(ctx.out) == []
     assert "nothing-to-remove" in message_codes(ctx.warnings)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize("kind", sorted(TEXT_FAMILIES))
-def test_only_heads_that_cannot_go_are_refused_when_nothing_else_is_to_go(kind):
+def test_unprunable_heads_are_rejected_only_without_other_targets(kind):
     config = {"model_type": kind}
     fixed = any(a.fixed_heads_reason for s in FAMILIES[kind].stacks(config) for a in s.attentions)
     assert (
@@ -22,16 +22,16 @@ def test_only_heads_that_cannot_go_are_refused_when_nothing_else_is_to_go(kind):
     assert fixed_heads_warnings(["ffn"], config) == []
 
 
-def test_the_message_says_why_and_what_to_write():
+def test_message_gives_reason_and_suggested_setting():
     config = {"model_type": "mpnet"}
-    [found] = check_units(["heads"], config)
-    assert (found.setting, found.code) == ("targets", "fixed-heads")
-    assert "[ffn]" in found.message
+    [error] = check_units(["heads"], config)
+    assert (error.setting, error.code) == ("targets", "fixed-heads")
+    assert "[ffn]" in error.message
     with raises_code("fixed-heads", InputError) as caught:
         fixed_heads_warnings(["heads"], config)
     assert caught.value.setting == "targets"
     assert "mpnet" in str(caught.value)
 
 
-def test_a_family_that_is_not_known_is_left_to_the_stage():
+def test_unknown_family_is_not_checked_before_loading():
     assert check_units(["heads"], {"model_type": "mamba"}) == []

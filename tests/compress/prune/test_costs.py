@@ -26,12 +26,12 @@ STAGES = {
 def half_of(model):
     """Cut about half of everything; return how many units each group has left."""
     attentions, blocks = find_groups(model)
-    kept = {}
+    kept_units = {}
     for group in (*attentions, *blocks):
-        stay = torch.arange(max(1, group.count(model) // 2))
-        (cut_heads if isinstance(group, AttentionGroup) else cut_neurons)(model, [], group, stay)
-        kept[group.name] = len(stay)
-    return kept
+        kept_indices = torch.arange(max(1, group.count(model) // 2))
+        (cut_heads if isinstance(group, AttentionGroup) else cut_neurons)(model, [], group, kept_indices)
+        kept_units[group.name] = len(kept_indices)
+    return kept_units
 
 
 @torch.no_grad()
@@ -46,7 +46,7 @@ def multiplications(model, tokens):
 
 
 @pytest.mark.parametrize(("family", "before"), matrix_cells(FAMILIES, list(STAGES)))
-def test_what_a_cut_model_costs_is_what_was_foretold(family, before, tmp_path):
+def test_estimated_costs_equal_costs_of_pruned_model(family, before, tmp_path):
     folder = every_family.model_with_layers(family, 3)
     if STAGES[before]:
         folder = every_family.run_stage(*STAGES[before], folder, family, tmp_path / "before").out
@@ -55,20 +55,23 @@ def test_what_a_cut_model_costs_is_what_was_foretold(family, before, tmp_path):
     values, work = parameter_costs(model, groups), flop_costs(model, groups, 11)
     assert values.total == count_stored_parameters(model)
     assert work.total == multiplications(load_model(folder)[0], 11)
-    kept = half_of(model)
+    kept_units = half_of(model)
     for costs, now in ((values, count_stored_parameters(model)), (work, multiplications(model, 11))):
         assert costs.fixed + sum(
-            float(costs.by_group[n][count]) for n, count in kept.items()
+            float(costs.by_group[n][count]) for n, count in kept_units.items()
         ) == pytest.approx(now)
         assert now < costs.total
 
 
-def test_a_text_is_as_long_as_the_model_has_places():
+def test_default_sequence_length_is_limited_by_model_positions():
     bert, _ = load_model(every_family.model_with_layers("bert", 3))
     t5, _ = load_model(every_family.model_with_layers("t5", 3))
-    places = bert.config.max_position_embeddings
-    assert (resolve_sequence_length(bert, None), resolve_sequence_length(t5, None)) == (min(128, places), 128)
+    num_positions = bert.config.max_position_embeddings
+    assert (resolve_sequence_length(bert, None), resolve_sequence_length(t5, None)) == (
+        min(128, num_positions),
+        128,
+    )
     with raises_code("longer-than-model", InputError) as caught:
         resolve_sequence_length(bert, 9999)
     assert caught.value.setting == "budget.sequence_length"
-    assert str(places) in str(caught.value)
+    assert str(num_positions) in str(caught.value)

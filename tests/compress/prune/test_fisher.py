@@ -11,7 +11,8 @@ from tests.support.models.pruning_models import bert_model, example_batch, maria
 
 def _rows(batch):
     return [
-        {name: value[at : at + 1] for name, value in batch.items()} for at in range(len(batch["input_ids"]))
+        {name: value[index : index + 1] for name, value in batch.items()}
+        for index in range(len(batch["input_ids"]))
     ]
 
 
@@ -23,7 +24,7 @@ def _loss(model, batch):
 
 
 @pytest.mark.parametrize("build", [bert_model, marian_model])
-def test_score_is_the_mean_squared_slope_of_the_loss_in_the_units_scale(build):
+def test_fisher_score_is_mean_squared_gradient_of_unit_scale(build):
     model = build().double()
     attentions, blocks = find_groups(model)
     rows = _rows(example_batch(model))
@@ -31,7 +32,7 @@ def test_score_is_the_mean_squared_slope_of_the_loss_in_the_units_scale(build):
     scores = fisher_scores(model, attentions, blocks, rows, _loss)
     units = [(attentions[1], attentions[1].structure.out, 1, attentions[1].head_dim(model), scores.heads)]
     units += [(blocks[0], blocks[0].structure.down, 3, 1, scores.neurons)]
-    for group, product, unit, width, found in units:
+    for group, product, unit, width, group_scores in units:
         weight, step = linear_with_inputs(model, product).weight, 1e-4
         original, total = weight.detach().clone(), 0.0
         for row in rows:  # scaling what a unit gives is scaling its columns of the product behind it
@@ -44,5 +45,5 @@ def test_score_is_the_mean_squared_slope_of_the_loss_in_the_units_scale(build):
             total += ((values[0] - values[1]) / (2 * step)) ** 2 / len(rows)
         with torch.no_grad():
             weight.copy_(original)
-        assert float(found[group.name][unit]) == pytest.approx(total, rel=1e-3)
+        assert float(group_scores[group.name][unit]) == pytest.approx(total, rel=1e-3)
     assert all(p.grad is None for p in model.parameters())

@@ -51,13 +51,13 @@ def agrees(masks, model, edits, source, out, outputs):
     (out / "cut").mkdir()
     save_model(model, edits, out / "cut", source)
     for folder in ("meanwhile", "cut"):
-        again, _ = load_model(out / folder)
-        torch.testing.assert_close(outputs(again), masked, **near)
+        reloaded, _ = load_model(out / folder)
+        torch.testing.assert_close(outputs(reloaded), masked, **near)
     return ctx
 
 
 @pytest.mark.parametrize("family", SEPARATE_BLOCKS)
-def test_the_cut_computes_what_the_masks_did(family, tmp_path):
+def test_pruned_width_computes_masked_outputs(family, tmp_path):
     masks, model, edits = learned_mask_models.masks_of_family(family, parts=("attention", "ffn"))
     values = masks.hidden.final_mask()
     assert int(((values > 0) & (values < 1)).sum()) > 4
@@ -69,7 +69,7 @@ def test_the_cut_computes_what_the_masks_did(family, tmp_path):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["llama", "t5", "gpt2"])
-def test_a_head_that_is_the_embedding_or_not(family, tied, tmp_path):
+def test_width_mask_supports_tied_and_untied_output_layers(family, tied, tmp_path):
     if family == "t5":
         source = seq2seq.write_t5(tmp_path / "model", gated=not tied)
     else:
@@ -82,7 +82,7 @@ def test_a_head_that_is_the_embedding_or_not(family, tied, tmp_path):
 
 
 @pytest.mark.parametrize("divided", [False, True])
-def test_patches_of_images_have_the_mask_too(divided, tmp_path):
+def test_width_mask_applies_to_image_patches(divided, tmp_path):
     source = images.write_model(tmp_path / "model")
     if divided:
         thin = FactorizeSettings(method="tucker", keep_ratio=0.5)
@@ -98,7 +98,7 @@ def test_patches_of_images_have_the_mask_too(divided, tmp_path):
     agrees(masks, model, edits, source, tmp_path / "out", outputs)
 
 
-def test_pairs_and_shared_layers_have_it_once(tmp_path):
+def test_low_rank_and_shared_layers_are_masked_once(tmp_path):
     source = every_family.model_with_layers("marian", 2)
     shared = every_family.run_stage(
         ShareWeights(), ShareWeightsSettings(groups=1), source, "marian", tmp_path / "shared"
@@ -114,7 +114,7 @@ def test_pairs_and_shared_layers_have_it_once(tmp_path):
     agrees(masks, model, edits, pairs, tmp_path / "out", harness.logits)
 
 
-def test_a_config_that_can_says_the_width(tmp_path):
+def test_config_stores_width_when_family_allows(tmp_path):
     masks, model, edits = learned_mask_models.masks_of_family("llama", targets=["width"])
     source = every_family.model_with_layers("llama", 2)
     masks.finalize(harness.make_context(tmp_path))
@@ -125,7 +125,7 @@ def test_a_config_that_can_says_the_width(tmp_path):
     assert torch.equal(harness.logits(plain), harness.logits(model))
 
 
-def test_where_no_channel_goes_the_width_stays(tmp_path):
+def test_width_is_unchanged_when_no_channel_is_closed(tmp_path):
     masks, model, edits = learned_mask_models.masks_of_family("bert", targets=["width"])
     learned_mask_models.open_channels(masks, range(32))
     before = harness.logits(model)
@@ -145,7 +145,7 @@ def rows(tmp_path_factory):
     return tiny.read_pairs(home)
 
 
-def test_training_reaches_the_budget_in_a_narrower_model(rows, tmp_path):
+def test_width_training_reaches_budget(rows, tmp_path):
     source = tiny.write_marian(tmp_path / "model", num_layers=1)
     settings = FinetuneSettings(
         max_steps=120,
@@ -168,15 +168,15 @@ def test_training_reaches_the_budget_in_a_narrower_model(rows, tmp_path):
     assert ctx.details["training"]["kept_step"] >= 90
     model = harness.load_output_model(ctx)
     assert hidden_width(model) == details["width_after"] < details["width_before"] == 32
-    again = FinetuneSettings(max_steps=1, batch_size=4, precision="fp32", num_evals=1)
-    later = harness.run_stage(Finetune(), again, ctx.out, tmp_path / "again", data=rows)
+    retrain_settings = FinetuneSettings(max_steps=1, batch_size=4, precision="fp32", num_evals=1)
+    later = harness.run_stage(Finetune(), retrain_settings, ctx.out, tmp_path / "again", data=rows)
     recorded = {v["step"]: v["loss"] for v in ctx.details["training"]["validations"]}
-    kept = recorded[ctx.details["training"]["kept_step"]]
-    assert later.details["training"]["validations"][0]["loss"] == pytest.approx(kept, rel=1e-3)
+    best_loss = recorded[ctx.details["training"]["kept_step"]]
+    assert later.details["training"]["validations"][0]["loss"] == pytest.approx(best_loss, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["hidden_states"])
-def test_a_student_with_masks_learns_from_what_its_teacher_has_inside(name, rows, tmp_path):
+def test_masked_student_trains_with_hidden_state_loss(name, rows, tmp_path):
     settings = DistillSettings(
         max_steps=4,
         batch_size=4,
@@ -193,7 +193,7 @@ def test_a_student_with_masks_learns_from_what_its_teacher_has_inside(name, rows
 
 
 @pytest.mark.parametrize("family", ["marian"])
-def test_what_is_left_can_be_exported(family, tmp_path):
+def test_width_pruned_model_can_be_exported(family, tmp_path):
     masks, model, edits = learned_mask_models.masks_of_family(family)
     source, out = every_family.model_with_layers(family, 2), tmp_path / "cut"
     masks.finalize(harness.make_context(out))
@@ -202,23 +202,23 @@ def test_what_is_left_can_be_exported(family, tmp_path):
 
 
 @pytest.mark.parametrize(("stage", "settings"), [(Finetune, FinetuneSettings), (Distill, DistillSettings)])
-def test_the_vectors_of_an_embedder_keep_their_width(stage, settings, tmp_path):
-    asked = settings.model_validate({"learned_masks": {"targets": ["width"]}})
-    found = stage.check_rows(asked, "sentence-similarity", {})
-    assert [(one.setting, one.code) for one in found] == [("learned_masks.targets", "fixed-width")]
-    assert "[heads, ffn]" in found[0].message
+def test_width_masks_are_rejected_for_embedders(stage, settings, tmp_path):
+    width_settings = settings.model_validate({"learned_masks": {"targets": ["width"]}})
+    errors = stage.check_rows(width_settings, "sentence-similarity", {})
+    assert [(error.setting, error.code) for error in errors] == [("learned_masks.targets", "fixed-width")]
+    assert "[heads, ffn]" in errors[0].message
     assert stage.check_rows(settings.model_validate({"learned_masks": {}}), "sentence-similarity", {}) == []
-    assert stage.check_rows(asked, "text-classification", {}) == []
+    assert stage.check_rows(width_settings, "text-classification", {}) == []
     source = embedders.write_embedder(tmp_path / "model")
     home = tmp_path / "rows"
     home.mkdir()
     data = read_split(str(embedders.write_rows(home / "rows.jsonl")), "sentence-similarity", Columns(), home)
     with raises_code("fixed-width", InputError) as caught:
-        harness.run_stage(stage(), asked, source, tmp_path / "out", "sentence-similarity", data)
+        harness.run_stage(stage(), width_settings, source, tmp_path / "out", "sentence-similarity", data)
     assert caught.value.setting == "learned_masks.targets"
 
 
-def test_layers_stay_alike_where_the_width_alone_goes():
+def test_width_only_masks_keep_layers_uniform():
     assert provided_by_training(FinetuneSettings(learned_masks={"targets": ["width"]})) == {"training"}
     assert provided_by_training(
         FinetuneSettings(learned_masks={"targets": learned_mask_models.MASK_TARGETS})

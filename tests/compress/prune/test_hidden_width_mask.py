@@ -18,7 +18,7 @@ def cdf_qz(x, loga):
     return torch.sigmoid(logits * (2.0 / 3.0) - loga).clamp(min=1e-6, max=1 - 1e-6)
 
 
-def test_the_expected_size_is_that_of_the_reference():
+def test_expected_size_equals_cofi_reference():
     """get_num_parameters_and_constraint_for_hidden of l0_module.py, on products without biases."""
     masks, model, _ = learned_mask_models.masks_of_family("modernbert", parts=("attention", "ffn"))
     config = model.config
@@ -27,7 +27,8 @@ def test_the_expected_size_is_that_of_the_reference():
         alphas = masks.units[str(number)], masks.parts[str(number)]
         by_kind[masked.positions[0].kind].append(alphas)
     (head_loga, headlayer_loga), (int_loga, intlayer_loga) = (
-        (torch.stack([u for u, _ in found]), torch.cat([p for _, p in found])) for found in by_kind.values()
+        (torch.stack([u for u, _ in log_alphas]), torch.cat([p for _, p in log_alphas]))
+        for log_alphas in by_kind.values()
     )
     hidden_size = config.hidden_size
     params_per_head = hidden_size * hidden_size * 4 // config.num_attention_heads
@@ -44,14 +45,14 @@ def test_the_expected_size_is_that_of_the_reference():
         torch.sum(torch.outer(hidden_score, int_score)) * 3
     )  # of the gate too, which BERT has not
 
-    wanted = float(num_parameters.detach() / prunable_model_size)
-    assert 0.1 < wanted < 0.6
-    assert float(masks.expected_keep_ratio().detach()) == pytest.approx(wanted, abs=1e-5)
+    expected = float(num_parameters.detach() / prunable_model_size)
+    assert 0.1 < expected < 0.6
+    assert float(masks.expected_keep_ratio().detach()) == pytest.approx(expected, abs=1e-5)
     masks.expected_keep_ratio().backward()
     assert float(masks.hidden.log_alpha.grad.abs().min()) > 0
 
 
-def test_the_expected_size_by_hand():
+def test_expected_size_equals_manual_count():
     """BERT of 2 layers, width 32, 4 heads of 8, 64 neurons: 8 of 32 channels, 1 head and 16 neurons stay."""
     masks, _, _ = learned_mask_models.masks_of_family("bert")
     head, neuron = 8 * 3 * (32 + 1) + 8 * 32, 32 + 1 + 32
@@ -61,13 +62,13 @@ def test_the_expected_size_by_hand():
         for number, masked in enumerate(masks.masked):
             masks.units[str(number)].fill_(-50.0)
             masks.units[str(number)][: 1 if masked.count == 4 else 16] = 50.0
-    wanted = 8 / 32 * (head + 16 * neuron) / (4 * head + 64 * neuron)
-    assert float(masks.expected_keep_ratio().detach()) == pytest.approx(wanted, abs=1e-6)
-    assert masks.final_keep_ratio() == pytest.approx(wanted)
+    expected = 8 / 32 * (head + 16 * neuron) / (4 * head + 64 * neuron)
+    assert float(masks.expected_keep_ratio().detach()) == pytest.approx(expected, abs=1e-6)
+    assert masks.final_keep_ratio() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("what", [["width"], ["ffn", "width"]])
-def test_parts_whose_units_have_no_masks_become_narrower_too(what):
+def test_layers_without_unit_masks_are_narrowed_by_width(what):
     masks, model, _ = learned_mask_models.masks_of_family("bert", targets=what)
     products = [name for block in blocks_of(model) for part in block.parts for name in part.linear_layers]
     matrices = sum(model.get_submodule(name).weight.numel() for name in products)
@@ -110,7 +111,7 @@ def rms_norm(module, hidden_states, hidden_z):
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
-def test_norms_are_those_of_the_reference(family):
+def test_masked_norms_equal_reference(family):
     masks, model, _ = learned_mask_models.masks_of_family(family)
     norm = hidden_norms(model)[1]
     setattr(norm, "eps" if family == "bert" else "variance_epsilon", 0.1)  # so that it tells
@@ -125,25 +126,25 @@ def test_norms_are_those_of_the_reference(family):
         hidden_z = masks.hidden._mask.detach()
         assert 0 < int(hidden_z.eq(0).sum()) < len(hidden_z)
         x = torch.randn(2, 9, len(hidden_z)) * hidden_z
-        found = norm(x).detach()
+        outputs = norm(x).detach()
     if family == "bert":
         reference = CoFiLayerNorm(len(hidden_z), norm.eps)
         reference.load_state_dict(norm.state_dict())
-        wanted = reference(x, hidden_z).mul(hidden_z).detach()
+        expected = reference(x, hidden_z).mul(hidden_z).detach()
     else:
-        wanted = rms_norm(norm, x, hidden_z).detach()
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        expected = rms_norm(norm, x, hidden_z).detach()
+    torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["opt", "marian"])
-def test_in_training_the_same_channels_are_closed_wherever_they_run(family):
+def test_training_masks_close_same_channels_in_all_states(family):
     masks, model, _ = learned_mask_models.masks_of_family(family)
     with torch.no_grad():
         masks.hidden.log_alpha.fill_(0.0)
-    seen = []
+    states = []
     handles = [
         model.get_submodule(state.module_path).register_forward_hook(
-            lambda m, given, result, state=state: seen.append(state.extract(given, result).detach())
+            lambda m, given, result, state=state: states.append(state.extract(given, result).detach())
         )
         for state in hidden_state_locations(model)
         if state.index
@@ -154,12 +155,12 @@ def test_in_training_the_same_channels_are_closed_wherever_they_run(family):
     closed = []
     with masks._masked_training():
         for _ in range(2):
-            seen.clear()
+            states.clear()
             model(ids, **more).logits.square().sum().backward()
-            gone = [(state == 0).all(dim=0).all(dim=0) for state in seen]
-            assert len(gone) == len(handles) > 1
-            assert all(torch.equal(gone[0], other) for other in gone)
-            closed.append(gone[0])
+            closed_channels = [(state == 0).all(dim=0).all(dim=0) for state in states]
+            assert len(closed_channels) == len(handles) > 1
+            assert all(torch.equal(closed_channels[0], other) for other in closed_channels)
+            closed.append(closed_channels[0])
     for handle in handles:
         handle.remove()
     assert not torch.equal(*closed)
@@ -167,13 +168,13 @@ def test_in_training_the_same_channels_are_closed_wherever_they_run(family):
     assert float(masks.hidden.log_alpha.grad.abs().max()) > 0
 
 
-def test_as_many_channels_stay_as_are_expected_to_in_eights():
+def test_kept_channels_match_expectation_in_multiples_of_eight():
     masks, _, _ = learned_mask_models.masks_of_family("bert")
     learned_mask_models.open_channels(masks, range(3, 16))  # 13, of which the nearest multiple is 16
     with torch.no_grad():
         masks.hidden.log_alpha[20:23] = -49.0
     assert masks.hidden.kept_channels().tolist() == [*range(3, 16), 20, 21, 22]
-    assert masks.hidden.final_mask().tolist() == [float(3 <= at < 16) for at in range(32)]
+    assert masks.hidden.final_mask().tolist() == [float(3 <= index < 16) for index in range(32)]
     learned_mask_models.open_channels(masks, [])
     assert len(masks.hidden.kept_channels()) == 8
     learned_mask_models.open_channels(masks, range(32))

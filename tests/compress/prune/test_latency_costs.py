@@ -22,21 +22,21 @@ def counted(parts, on, threads):
 
 
 @pytest.mark.parametrize("family", ["bert", "marian", "llama", "gpt2"])
-def test_a_text_has_each_product_as_often_as_it_is_computed(family, monkeypatch, tmp_path):
+def test_each_layer_is_timed_as_often_as_it_is_computed(family, monkeypatch, tmp_path):
     monkeypatch.setattr(latency_costs, "time_parts", counted)
     model, _ = load_model(every_family.model_with_layers(family, 3))
     groups = [group for kind in find_groups(model) for group in kind]
     steps = {g.name: 1 if isinstance(g, AttentionGroup) else 4 for g in groups}
     ctx = harness.make_context(tmp_path / "out", threads=3)
     timed = latency_costs.latency_costs(model, groups, TOKENS, "torch", steps, ctx)
-    whole = flop_costs(model, groups, TOKENS)
+    flops = flop_costs(model, groups, TOKENS)
     for group in groups:  # a pass over a text multiplies as often as its steps one by one
         between = 0
         if isinstance(group, AttentionGroup):
             wide = model.get_submodule(group.structure.out).in_features
             between = 2 * wide * TOKENS * TOKENS
         assert timed.by_group[group.name][-1] == pytest.approx(
-            1000 * (float(whole.by_group[group.name][-1]) - between)
+            1000 * (float(flops.by_group[group.name][-1]) - between)
         )
         rising = timed.by_group[group.name]
         assert (rising.diff() >= 0).all()

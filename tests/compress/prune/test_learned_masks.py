@@ -19,15 +19,15 @@ from tests.support.models import every_family, tiny
 
 def masks_of(family, **settings):
     model, edits = load_model(every_family.model_with_layers(family, 2))
-    found = LearnedMasks(model, LearnedMasksSettings(multiple_of=1, **settings), edits)
+    masks = LearnedMasks(model, LearnedMasksSettings(multiple_of=1, **settings), edits)
     torch.manual_seed(0)
     with torch.no_grad():
-        for log_alpha in found.units.values():
+        for log_alpha in masks.units.values():
             log_alpha.copy_(torch.randn(len(log_alpha)) * 4)
-    return found, model
+    return masks, model
 
 
-def test_the_expected_part_is_that_of_the_parameters():
+def test_expected_keep_ratio_is_fraction_of_parameters():
     """BERT: a head of 8 has 3 x 8 rows of 32 with biases and 8 columns of 32; a neuron 32 + 1 and 32."""
     masks, model = masks_of("bert")
     config = model.config
@@ -46,26 +46,26 @@ def test_the_expected_part_is_that_of_the_parameters():
 
 
 @pytest.mark.parametrize("family", ["llama"])
-def test_the_cut_computes_what_the_masks_did(family):
+def test_pruned_units_compute_masked_outputs(family):
     masks, model = masks_of(family)
     with masks._masked_training():
         masked = harness.logits(model)
         with masks.as_stored():
             weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-    whole = sum(p.numel() for p in model.parameters())
+    num_parameters = sum(p.numel() for p in model.parameters())
     plain, _ = load_model(every_family.model_with_layers(family, 2))
     plain.load_state_dict(weights, strict=False)
     torch.testing.assert_close(harness.logits(plain), masked, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(harness.logits(model), masked, atol=1e-3)
-    stay = [len(masks.kept_units(number)) for number in range(len(masks.masked))]
+    kept_counts = [len(masks.kept_units(number)) for number in range(len(masks.masked))]
     ctx = harness.make_context(every_family.model_with_layers(family, 2))
     masks.finalize(ctx)
     torch.testing.assert_close(harness.logits(model), masked, rtol=1e-4, atol=1e-4)
-    assert list(ctx.details["learned_masks"]["units"].values()) == stay
-    assert sum(p.numel() for p in model.parameters()) < whole
+    assert list(ctx.details["learned_masks"]["units"].values()) == kept_counts
+    assert sum(p.numel() for p in model.parameters()) < num_parameters
 
 
-def test_as_many_stay_as_are_expected_to_those_of_the_largest_alpha():
+def test_expected_number_of_units_with_largest_alpha_is_kept():
     masks, _model = masks_of("bert")
     with torch.no_grad():
         masks.units["0"].copy_(torch.tensor([5.0, -9.0, 0.0, -1.6]))
@@ -82,7 +82,7 @@ def test_as_many_stay_as_are_expected_to_those_of_the_largest_alpha():
     assert len(masks.kept_units(0)) == 1
 
 
-def test_widths_that_end_equal_are_said_in_the_config():
+def test_equal_final_widths_are_stored_in_config():
     masks, model = masks_of("bert", targets=["ffn"])
     masks.settings = LearnedMasksSettings(targets=["ffn"], multiple_of=8)
     with torch.no_grad():
@@ -93,25 +93,25 @@ def test_widths_that_end_equal_are_said_in_the_config():
     assert masks.edits == []
 
 
-def test_weights_may_be_kept_once_the_budget_is_reached_or_at_the_end():
+def test_best_checkpoint_requires_budget_or_last_step():
     masks, _ = masks_of("bert", keep_ratio=0.5, warmup=0.5)
     with torch.no_grad():
         for log_alpha in masks.units.values():
             log_alpha.fill_(INITIAL_LOG_ALPHA)
-    found = []
+    may_be_best = []
     for step in (1, 49, 50, 99, 100):
         masks._before_step(step, 100)
-        found.append(masks._may_be_best(step))
-    assert found == [False, False, False, False, True]
+        may_be_best.append(masks._may_be_best(step))
+    assert may_be_best == [False, False, False, False, True]
     assert not masks._may_be_best(0)
     with torch.no_grad():
         for log_alpha in masks.units.values():
             log_alpha.fill_(-1.7)  # open with a chance of 0.47
-    found = []
+    may_be_best = []
     for step in (1, 49, 50, 99):
         masks._before_step(step, 100)
-        found.append(masks._may_be_best(step))
-    assert found == [False, False, True, True]
+        may_be_best.append(masks._may_be_best(step))
+    assert may_be_best == [False, False, True, True]
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def rows(tmp_path_factory):
     return tiny.read_pairs(home)
 
 
-def test_multipliers_rise_while_more_stays_than_is_asked_for():
+def test_multipliers_rise_while_model_is_above_budget():
     masks, model = masks_of("bert", keep_ratio=0.5, warmup=0.5)
     with torch.no_grad():
         for log_alpha in masks.units.values():
@@ -137,17 +137,17 @@ def test_multipliers_rise_while_more_stays_than_is_asked_for():
     assert float(masks.objective(lambda model, batch: torch.zeros(()))(model, {})) == 0.0
 
 
-def test_a_budget_that_few_updates_do_not_reach_is_said(rows, tmp_path):
+def test_budget_missed_after_few_updates_warns(rows, tmp_path):
     source = tiny.write_marian(tmp_path / "model", num_layers=1)
     settings = FinetuneSettings(
         max_steps=2, batch_size=4, precision="fp32", num_evals=0, learned_masks={"keep_ratio": 0.1}
     )
     ctx = harness.run_stage(Finetune(), settings, source, tmp_path / "out", data=rows)
-    (warning,) = [one for one in ctx.warnings if one.code == "more-kept-than-asked"]
+    (warning,) = [message for message in ctx.warnings if message.code == "more-kept-than-asked"]
     assert all(share in warning.message for share in ("100.0%", "10.0%"))
 
 
-def test_codes_are_refused(rows, tmp_path):
+def test_learned_masks_after_quantize_are_rejected(rows, tmp_path):
     source = tiny.write_marian(tmp_path / "model", num_layers=1)
     codes = harness.run_stage(Quantize(), QuantizeSettings(scheme="int4"), source, tmp_path / "q", data=rows)
     settings = FinetuneSettings(max_steps=2, batch_size=4, precision="fp32", learned_masks={})
@@ -161,7 +161,7 @@ def test_codes_are_refused(rows, tmp_path):
     assert "LowRankCorrectedLinear" in str(caught.value)
 
 
-def test_masks_that_close_more_than_was_asked_for_are_said(tmp_path):
+def test_keeping_fewer_weights_than_requested_warns(tmp_path):
     masks, _model = masks_of("bert", keep_ratio=0.9)
     with torch.no_grad():
         for log_alpha in masks.units.values():
@@ -177,7 +177,7 @@ def test_masks_that_close_more_than_was_asked_for_are_said(tmp_path):
     ("kept", "codes"),
     [(0.56, ["more-kept-than-asked"]), (0.54, []), (0.46, []), (0.44, ["fewer-kept-than-asked"])],
 )
-def test_a_twentieth_more_or_less_than_was_asked_for_is_not_said(kept, codes, tmp_path, monkeypatch):
+def test_keep_ratio_within_five_percent_does_not_warn(kept, codes, tmp_path, monkeypatch):
     masks, _model = masks_of("bert", keep_ratio=0.5)
     monkeypatch.setattr(masks, "final_keep_ratio", lambda: kept)
     ctx = harness.make_context(tmp_path / "out")
@@ -185,7 +185,7 @@ def test_a_twentieth_more_or_less_than_was_asked_for_is_not_said(kept, codes, tm
     assert message_codes(ctx.warnings) == codes
 
 
-def test_a_model_of_an_unknown_family_is_refused_by_the_name_of_the_setting():
+def test_unknown_family_is_rejected_for_learned_masks():
     from transformers import AlbertConfig, AlbertForSequenceClassification
 
     config = AlbertConfig(

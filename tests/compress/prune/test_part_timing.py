@@ -31,21 +31,21 @@ def by_hand(part, graph):
     weights = [numpy_helper.to_array(t) for t in graph._tensors]
     matrices = [w for w in weights if w.ndim == 2]
     biases = [w for w in weights if w.ndim == 1 and w.dtype == np.float32]
-    made = torch.from_numpy(graph.feeds["x"] @ matrices[0] + biases[0])
+    projected = torch.from_numpy(graph.feeds["x"] @ matrices[0] + biases[0])
     heads = part.heads
-    query, key, value = made.split([24, 12, 12], dim=1)
+    query, key, value = projected.split([24, 12, 12], dim=1)
     query, key, value = (
         t.view(part.tokens, -1, heads.width).transpose(0, 1).unsqueeze(0) for t in (query, key, value)
     )
     if heads.cached:
         key = torch.from_numpy(graph.feeds["keys"]).transpose(1, 2).unsqueeze(0)
         value = torch.from_numpy(graph.feeds["values"]).unsqueeze(0)
-    found = scaled_dot_product_attention(query, key, value, enable_gqa=True, scale=1.0)
-    return found[0].transpose(0, 1).reshape(part.tokens, 24).numpy() @ matrices[1] + biases[1]
+    attended = scaled_dot_product_attention(query, key, value, enable_gqa=True, scale=1.0)
+    return attended[0].transpose(0, 1).reshape(part.tokens, 24).numpy() @ matrices[1] + biases[1]
 
 
 @pytest.mark.parametrize("part", [READS, STEPS], ids=["reads", "steps"])
-def test_an_attention_in_onnx_is_attention(part):
+def test_onnx_attention_part_equals_reference(part):
     import onnxruntime
 
     graph = latency_costs._OnnxPart(part, int8=False)
@@ -57,15 +57,15 @@ def test_an_attention_in_onnx_is_attention(part):
 
 @pytest.mark.parametrize("on", ["ort-cpu", "ort-cpu-int8"])
 @pytest.mark.parametrize("name", list(PARTS))
-def test_every_kind_of_part_runs_and_gives_what_its_last_product_gives(name, on):
+def test_every_timed_part_runs_with_expected_output_shape(name, on):
     part = PARTS[name]
-    (found,) = latency_costs._onnx_call(part, on == "ort-cpu-int8", 1)()
+    (output,) = latency_costs._onnx_call(part, on == "ort-cpu-int8", 1)()
     wide = part.output_layer.outputs if part.output_layer else sum(p.outputs for p in part.input_layers)
-    assert found.shape == (part.tokens, wide)
+    assert output.shape == (part.tokens, wide)
 
 
 @pytest.mark.parametrize("name", list(PARTS))
-def test_in_torch_a_part_multiplies_as_often_as_its_sizes_say(name):
+def test_torch_part_has_expected_flops(name):
     part = PARTS[name]
     products = [*part.input_layers, *([part.output_layer] if part.output_layer else [])]
     with FlopCounterMode(display=False) as counter:
@@ -74,7 +74,7 @@ def test_in_torch_a_part_multiplies_as_often_as_its_sizes_say(name):
 
 
 @pytest.mark.parametrize("on", ["ort-cpu", "ort-cpu-int8", "torch"])
-def test_what_is_a_thousand_times_larger_takes_longer(on):
+def test_much_larger_part_takes_longer(on):
     small, large = (
         TimedPart(tokens, (LinearShape(64, wide),), LinearShape(wide, 64))
         for tokens, wide in ((1, 32), (64, 512))

@@ -24,7 +24,7 @@ def run(out, family="bert", **settings):
 
 
 @pytest.mark.parametrize("importance", ["activation", "taylor", "fisher", "magnitude", "random"])
-def test_channels_go_and_the_facts_say_so(importance, tmp_path):
+def test_width_pruning_removes_channels_and_reports_width(importance, tmp_path):
     ctx = run(tmp_path / "out", importance=importance, keep_ratio=0.75)
     model, _ = load_model(ctx.out)
     assert ctx.details["width_before"] == 32
@@ -37,7 +37,7 @@ def test_channels_go_and_the_facts_say_so(importance, tmp_path):
     assert len(edit["keep"]) == 24
 
 
-def test_what_norms_make_largest_stays(tmp_path):
+def test_channels_with_largest_norm_scale_are_kept(tmp_path):
     """Channels that every norm scales to nothing go first."""
     source = every_family.model_with_layers("llama", 2)
     model, edits = load_model(source)
@@ -54,20 +54,20 @@ def test_what_norms_make_largest_stays(tmp_path):
         {"targets": ["width"], "keep_ratio": 0.75, "calibration_samples": 4, "reconstruct": False}
     )
     ctx = every_family.run_stage(Prune(), settings, tmp_path / "idle", "llama", tmp_path / "out")
-    left, _ = load_model(ctx.out)
-    stay = [at for at in range(64) if at not in idle]
-    assert torch.equal(left.model.norm.weight, model.model.norm.weight[stay])
+    pruned, _ = load_model(ctx.out)
+    kept_channels = [channel for channel in range(64) if channel not in idle]
+    assert torch.equal(pruned.model.norm.weight, model.model.norm.weight[kept_channels])
     assert "reconstruction_error" not in ctx.details
     assert not (ctx.out / "structure.json").exists()
 
 
-def test_keep_that_takes_nothing_warns(tmp_path):
+def test_keep_ratio_that_removes_nothing_warns(tmp_path):
     ctx = run(tmp_path / "out", keep_ratio=0.9, importance="magnitude")
     assert message_codes(ctx.warnings) == ["nothing-to-remove"]
     assert ctx.details["width_after"] == 32
 
 
-def test_keep_below_the_least_that_stays_warns(tmp_path):
+def test_keep_ratio_below_minimum_warns(tmp_path):
     ctx = run(tmp_path / "out", keep_ratio=0.01, importance="magnitude")
     assert ctx.warnings[0].code == "minimum-kept"
     assert ctx.details["width_after"] == 8
@@ -83,34 +83,34 @@ def test_keep_below_the_least_that_stays_warns(tmp_path):
         ({"targets": ["ffn"], "importance": "activation"}, "wrong-importance", "importance: activation"),
     ],
 )
-def test_settings_that_mean_nothing(settings, code, named):
+def test_invalid_width_settings_are_rejected(settings, code, named):
     with raises_setting_codes(code) as caught:
         PruneSettings.model_validate(settings)
     assert named in caught.value.errors()[0]["msg"]
 
 
-def test_what_was_said_before_is_stored_as_before():
+def test_default_importance_depends_on_targets():
     assert PruneSettings().importance == "taylor"
     for targets in (["width"], ("width",), ["width", "width"]):
         assert PruneSettings.model_validate({"targets": targets}).importance == "activation"
     assert Prune.needs_with(PruneSettings.model_validate({"targets": ["width"]}), ("train",)) == {"train"}
 
 
-def test_models_that_have_no_width_to_lose_are_refused(tmp_path):
+def test_models_with_fixed_width_are_rejected(tmp_path):
     fixed = fixed_width_error({"model_type": "resnet"}, "image-classification")
     strange = fixed_width_error({"model_type": "deberta-v2"}, "text-classification")
     assert message_codes([fixed, strange]) == ["does-not-fit-model", "unsupported-family"]
     assert fixed_width_error({"model_type": "bert"}, "text-classification") is None
     split = Split("pairs.jsonl", (Example("a"), Example("b")))
     settings = PruneSettings.model_validate({"targets": ["width"]})
-    [found] = Prune.check_rows(settings, "sentence-similarity", {"train": split})
-    assert (found.setting, found.code) == ("targets", "fixed-width")
-    [lack] = check_units(["width"], {"model_type": "resnet"})
-    assert (lack.setting, lack.code) == ("targets", "does-not-fit-model")
-    assert "[channels]" in lack.message
+    [row_error] = Prune.check_rows(settings, "sentence-similarity", {"train": split})
+    assert (row_error.setting, row_error.code) == ("targets", "fixed-width")
+    [unit_error] = check_units(["width"], {"model_type": "resnet"})
+    assert (unit_error.setting, unit_error.code) == ("targets", "does-not-fit-model")
+    assert "[channels]" in unit_error.message
 
 
-def test_a_quantized_convolutional_model_has_no_width_either(tmp_path):
+def test_quantized_convolutional_model_is_rejected_for_width(tmp_path):
     from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 
     source = images.write_model(tmp_path / "resnet", "resnet")
@@ -124,7 +124,7 @@ def test_a_quantized_convolutional_model_has_no_width_either(tmp_path):
 
 
 @pytest.mark.parametrize("importance", ["taylor", "fisher"])
-def test_an_empty_file_has_no_labeled_samples(importance, tmp_path):
+def test_empty_training_split_is_rejected(importance, tmp_path):
     source = every_family.model_with_layers("bart", 2)
     settings = PruneSettings(importance=importance, reconstruct=False)
     with raises_code("missing-data", InputError) as caught:
@@ -134,7 +134,7 @@ def test_an_empty_file_has_no_labeled_samples(importance, tmp_path):
     assert caught.value.setting == "data.train"
 
 
-def test_the_plan_goes_on_with_the_width_that_is_left():
+def test_plan_uses_pruned_width_for_later_steps():
     """So that a distillation by cosine, which needs equal widths, is refused before anything runs."""
     settings = PruneSettings.model_validate({"targets": ["width"], "keep_ratio": 0.7})
     errors, after = Prune.check_model(settings, {"model_type": "bert", "hidden_size": 768})
@@ -146,7 +146,7 @@ def test_the_plan_goes_on_with_the_width_that_is_left():
     )
 
 
-def test_channels_go_from_codes_too(tmp_path):
+def test_width_pruning_supports_quantized_model(tmp_path):
     from smelt.compress.quantize.stage import Quantize, QuantizeSettings
     from smelt.quantization.layers import is_quantized
 

@@ -29,12 +29,12 @@ def inputs():
 def fitted(x, y, bias):
     """What numpy's least squares makes of y from the kept inputs: weights [N, k], biases [N]."""
     columns = np.concatenate([x[:, KEPT], np.ones((len(x), 1))], axis=1) if bias else x[:, KEPT]
-    found = np.linalg.lstsq(columns, y, rcond=None)[0]
-    return (found[:-1].T, found[-1]) if bias else (found.T, None)
+    solution = np.linalg.lstsq(columns, y, rcond=None)[0]
+    return (solution[:-1].T, solution[-1]) if bias else (solution.T, None)
 
 
 @pytest.mark.parametrize("kind", ["bias", "plain", "pair"])
-def test_what_stays_is_the_least_squares_solution(kind, monkeypatch):
+def test_refit_equals_least_squares(kind, monkeypatch):
     monkeypatch.setattr(reconstruct, "RECONSTRUCTION_DAMPING", 0.0)
     torch.manual_seed(0)
     x = inputs()
@@ -42,28 +42,28 @@ def test_what_stays_is_the_least_squares_solution(kind, monkeypatch):
     half = layer.down if kind == "pair" else layer
     with torch.no_grad():
         y = layer(x).double().numpy()
-    found = empty_statistics(6, second=True)
-    found.update(x)
-    whole = half.weight.detach().clone()
-    half.weight = nn.Parameter(whole[:, KEPT].clone())  # as cut
+    statistics = empty_statistics(6, second=True)
+    statistics.update(x)
+    full_weight = half.weight.detach().clone()
+    half.weight = nn.Parameter(full_weight[:, KEPT].clone())  # as cut
     half.in_features = 3
     with torch.no_grad():
         cut = y - layer(x[:, KEPT]).double().numpy()
-    left = refit_layer(nn.ModuleDict({"layer": layer}), "layer", whole, KEPT, found)
+    error_ratio = refit_layer(nn.ModuleDict({"layer": layer}), "layer", full_weight, KEPT, statistics)
     weight, bias = fitted(x.double().numpy(), y, kind != "plain")
-    mine = layer.up.weight @ half.weight if kind == "pair" else half.weight
-    np.testing.assert_allclose(mine.detach(), weight, rtol=1e-3, atol=1e-4)
+    product = layer.up.weight @ half.weight if kind == "pair" else half.weight
+    np.testing.assert_allclose(product.detach(), weight, rtol=1e-3, atol=1e-4)
     owner = layer.up if kind == "pair" else layer
     if bias is not None:
         np.testing.assert_allclose(owner.bias.detach(), bias, rtol=1e-3, atol=1e-3)
     with torch.no_grad():
         error = y - layer(x[:, KEPT]).double().numpy()
     if kind == "plain":  # where there is no bias, and no other half to weigh the errors
-        assert left == pytest.approx((error**2).sum() / (cut**2).sum(), rel=1e-3)
+        assert error_ratio == pytest.approx((error**2).sum() / (cut**2).sum(), rel=1e-3)
     assert (error**2).sum() < 0.7 * (cut**2).sum()
 
 
-def test_between_zeros_each_row_is_the_least_squares_solution_of_its_own_places(monkeypatch):
+def test_refit_of_sparse_rows_equals_least_squares_of_nonzero_weights(monkeypatch):
     monkeypatch.setattr(reconstruct, "RECONSTRUCTION_DAMPING", 0.0)
     torch.manual_seed(0)
     x = inputs()
@@ -72,28 +72,28 @@ def test_between_zeros_each_row_is_the_least_squares_solution_of_its_own_places(
     with torch.no_grad():
         layer.weight[0, 2] = layer.weight[1, 0] = layer.weight[1, 5] = layer.weight[3, KEPT] = 0
         y = layer(x).double().numpy()
-    found = empty_statistics(6, second=True)
-    found.update(x)
-    whole = layer.weight.detach().clone()
-    layer.weight = nn.Parameter(whole[:, KEPT].clone())  # as cut
+    statistics = empty_statistics(6, second=True)
+    statistics.update(x)
+    full_weight = layer.weight.detach().clone()
+    layer.weight = nn.Parameter(full_weight[:, KEPT].clone())  # as cut
     layer.in_features = 3
-    refit_layer(nn.ModuleDict({"layer": layer}), "layer", whole, KEPT, found)
+    refit_layer(nn.ModuleDict({"layer": layer}), "layer", full_weight, KEPT, statistics)
     for row in range(4):
-        there = (whole[row, KEPT] != 0).numpy()
-        columns = np.concatenate([x[:, KEPT].double().numpy()[:, there], np.ones((len(x), 1))], axis=1)
-        wanted = np.linalg.lstsq(columns, y[:, row], rcond=None)[0]
-        np.testing.assert_allclose(layer.weight[row].detach()[there], wanted[:-1], rtol=1e-2, atol=1e-3)
-        assert (layer.weight[row].detach()[~there] == 0).all()
-        assert layer.bias[row].item() == pytest.approx(wanted[-1], rel=1e-2, abs=1e-2)
+        nonzero = (full_weight[row, KEPT] != 0).numpy()
+        columns = np.concatenate([x[:, KEPT].double().numpy()[:, nonzero], np.ones((len(x), 1))], axis=1)
+        expected = np.linalg.lstsq(columns, y[:, row], rcond=None)[0]
+        np.testing.assert_allclose(layer.weight[row].detach()[nonzero], expected[:-1], rtol=1e-2, atol=1e-3)
+        assert (layer.weight[row].detach()[~nonzero] == 0).all()
+        assert layer.bias[row].item() == pytest.approx(expected[-1], rel=1e-2, abs=1e-2)
 
 
-def test_inputs_that_were_never_there_leave_the_plain_cut():
+def test_refit_without_observed_inputs_keeps_plain_cut():
     layer = nn.Linear(6, 2, bias=False)
-    whole = layer.weight.detach().clone()
-    layer.weight = nn.Parameter(whole[:, KEPT].clone())
+    full_weight = layer.weight.detach().clone()
+    layer.weight = nn.Parameter(full_weight[:, KEPT].clone())
     model = nn.ModuleDict({"layer": layer})
-    assert refit_layer(model, "layer", whole, KEPT, empty_statistics(6, second=True)) == 1.0
-    assert torch.equal(layer.weight, whole[:, KEPT])
+    assert refit_layer(model, "layer", full_weight, KEPT, empty_statistics(6, second=True)) == 1.0
+    assert torch.equal(layer.weight, full_weight[:, KEPT])
 
 
 def pruned(source, family, out, **settings):
@@ -104,25 +104,25 @@ def pruned(source, family, out, **settings):
 
 
 @pytest.mark.parametrize("family", ["t5", "gpt2"])
-def test_a_model_stays_nearer_to_what_it_was(family, tmp_path):
+def test_reconstruction_lowers_output_error(family, tmp_path):
     source = every_family.model_with_layers(family, 2)
-    wanted = harness.logits(load_model(source)[0])
+    expected = harness.logits(load_model(source)[0])
     plain = pruned(source, family, tmp_path / "plain", reconstruct=False)
-    fit = pruned(source, family, tmp_path / "fit")
+    refit = pruned(source, family, tmp_path / "fit")
     assert plain.details["reconstruction_error"] == {}
-    assert plain.details["kept_neurons"] == fit.details["kept_neurons"]
-    left = fit.details["reconstruction_error"]
-    assert len(left) == len(fit.details["kept_heads"]) + len(fit.details["kept_neurons"])
-    assert all(0 <= part < 1 for part in left.values())
+    assert plain.details["kept_neurons"] == refit.details["kept_neurons"]
+    error_ratios = refit.details["reconstruction_error"]
+    assert len(error_ratios) == len(refit.details["kept_heads"]) + len(refit.details["kept_neurons"])
+    assert all(0 <= part < 1 for part in error_ratios.values())
     if family != "t5":  # on other ids than those of the rows, of which a random T5 has few
-        away = [
-            float((harness.logits(harness.load_output_model(c)) - wanted).square().mean())
-            for c in (plain, fit)
+        errors = [
+            float((harness.logits(harness.load_output_model(c)) - expected).square().mean())
+            for c in (plain, refit)
         ]
-        assert away[1] < away[0]
+        assert errors[1] < errors[0]
 
 
-def test_a_shared_layer_is_cut_once_and_fitted_on_all_of_its_uses(tmp_path):
+def test_shared_layer_is_pruned_once_and_fitted_on_all_uses(tmp_path):
     source = every_family.model_with_layers("bert", 2)
     shared = every_family.run_stage(
         ShareWeights(), ShareWeightsSettings(targets=["ffn"]), source, "bert", tmp_path / "shared"
@@ -135,7 +135,7 @@ def test_a_shared_layer_is_cut_once_and_fitted_on_all_of_its_uses(tmp_path):
     assert first.in_features == 32
 
 
-def test_without_rows_nothing_is_fitted_and_that_is_said(tmp_path):
+def test_missing_samples_disable_reconstruction_with_warning(tmp_path):
     source = every_family.model_with_layers("bert", 1)
     settings = {"importance": "magnitude", "keep_ratio": 0.5}
     task = "text-classification"
@@ -148,7 +148,7 @@ def test_without_rows_nothing_is_fitted_and_that_is_said(tmp_path):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_fewer_tokens_than_inputs_are_told(tmp_path):
+def test_fewer_tokens_than_inputs_warn(tmp_path):
     ctx = pruned(
         every_family.model_with_layers("bert", 1),
         "bert",

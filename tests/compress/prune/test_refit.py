@@ -27,87 +27,92 @@ class _One(nn.Module):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_reader_gets_the_weights_of_ridge_regression(bias):
+def test_refit_layer_equals_ridge_regression(bias):
     """By numpy on rows that stand for the ridge: sqrt(e) (W' - W_k) = 0."""
     draw = torch.Generator().manual_seed(0)
-    wanted, found = torch.randn(200, 8, generator=draw) + 1, torch.randn(200, 5, generator=draw) - 2
-    wanted[:, :5] += found
+    full_inputs, narrow_inputs = (
+        torch.randn(200, 8, generator=draw) + 1,
+        torch.randn(200, 5, generator=draw) - 2,
+    )
+    full_inputs[:, :5] += narrow_inputs
     old, model = torch.randn(3, 8, generator=draw), _One(bias)
     cut, shift = model.reader.weight.detach().clone().double(), model.reader.bias
     before = None if shift is None else shift.detach().clone().double()
-    left = refit_narrow_layer(model, "reader", old, wanted, found)
-    x, y = found.double().numpy(), (wanted.double() @ old.double().t()).numpy()
+    error_ratio = refit_narrow_layer(model, "reader", old, full_inputs, narrow_inputs)
+    x, y = narrow_inputs.double().numpy(), (full_inputs.double() @ old.double().t()).numpy()
     centred = (x - x.mean(0), y - y.mean(0)) if bias else (x, y)
     e = RECONSTRUCTION_DAMPING * np.trace(centred[0].T @ centred[0]) / 5
     rows = np.concatenate([centred[0], np.sqrt(e) * np.eye(5)])
     values = np.concatenate([centred[1], np.sqrt(e) * cut.numpy().T])
     expected = np.linalg.lstsq(rows, values, rcond=None)[0].T
     np.testing.assert_allclose(model.reader.weight.detach().numpy(), expected, atol=1e-5)
-    made = y - x @ expected.T
+    residual = y - x @ expected.T
     if before is not None:
         moved = model.reader.bias.detach().double() - before
-        np.testing.assert_allclose(moved.numpy(), made.mean(0), atol=1e-5)
-        made = made - made.mean(0)
-    assert left == pytest.approx(np.square(made).sum() / np.square(y - x @ cut.numpy().T).sum(), abs=1e-6)
+        np.testing.assert_allclose(moved.numpy(), residual.mean(0), atol=1e-5)
+        residual = residual - residual.mean(0)
+    assert error_ratio == pytest.approx(
+        np.square(residual).sum() / np.square(y - x @ cut.numpy().T).sum(), abs=1e-6
+    )
 
 
 @pytest.mark.parametrize(("kind", "plus_one"), [("layer", False), ("rms", False), ("rms", True)])
-def test_a_norm_gets_the_scale_and_shift_of_each_channel(kind, plus_one):
+def test_refit_norm_recovers_scale_and_shift_per_channel(kind, plus_one):
     draw = torch.Generator().manual_seed(0)
     norm = nn.LayerNorm(4) if kind == "layer" else nn.Module()
     norm.weight = nn.Parameter(torch.rand(4, generator=draw) + 0.5 - int(plus_one))
     x = torch.randn(300, 4, generator=draw)
-    one = 1 if plus_one else 0
+    weight_offset = 1 if plus_one else 0
     shift = norm.bias if kind == "layer" else 0
-    found = x * (one + norm.weight) + shift
-    wanted = found.detach() * torch.tensor([2.0, 0.5, 1.0, 3.0]) + (0.7 if kind == "layer" else 0)
-    gives = fit_norm(norm, wanted, found.detach(), plus_one)
-    again = x * (one + norm.weight) + (norm.bias if kind == "layer" else 0)
-    torch.testing.assert_close(gives, again.detach(), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(gives, wanted, atol=0.2, rtol=0.05)  # nearly: the ridge holds it back
+    outputs = x * (weight_offset + norm.weight) + shift
+    target = outputs.detach() * torch.tensor([2.0, 0.5, 1.0, 3.0]) + (0.7 if kind == "layer" else 0)
+    fitted = fit_norm(norm, target, outputs.detach(), plus_one)
+    refit_outputs = x * (weight_offset + norm.weight) + (norm.bias if kind == "layer" else 0)
+    torch.testing.assert_close(fitted, refit_outputs.detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(fitted, target, atol=0.2, rtol=0.05)  # nearly: the ridge holds it back
 
 
 @pytest.mark.parametrize("family", ["bart", "t5", "gpt2", "gemma"])
-def test_the_model_comes_nearer_to_the_whole_one(family, tmp_path):
-    whole, _ = load_model(every_family.model_with_layers(family, 2))
-    keep = torch.tensor([at for at in range(hidden_width(whole)) if at % 4 != 1])
+def test_width_refit_lowers_model_error(family, tmp_path):
+    original, _ = load_model(every_family.model_with_layers(family, 2))
+    keep = torch.tensor([channel for channel in range(hidden_width(original)) if channel % 4 != 1])
     task = FAMILIES[family].tasks[0]
     ctx = harness.make_context(tmp_path / "out", task)
-    rows = _rows(whole, family, task, ctx, tmp_path)
-    cut = copy.deepcopy(whole)
+    rows = _rows(original, family, task, ctx, tmp_path)
+    cut = copy.deepcopy(original)
     prune_hidden_width(cut, keep.tolist())
     plain = copy.deepcopy(cut)
-    left = refit_width(whole, cut, keep, rows, ctx)
-    assert left
-    assert all(0 <= value <= 1 for value in left.values())
-    there = {name for name, _ in whole.named_modules()}
-    assert set(left) <= there
-    errors = [_error(whole, model, rows) for model in (plain, cut)]
+    error_ratios = refit_width(original, cut, keep, rows, ctx)
+    assert error_ratios
+    assert all(0 <= value <= 1 for value in error_ratios.values())
+    module_names = {name for name, _ in original.named_modules()}
+    assert set(error_ratios) <= module_names
+    errors = [_error(original, model, rows) for model in (plain, cut)]
     assert errors[1] < 0.9 * errors[0]
     assert torch.equal(
-        harness.logits(whole), harness.logits(load_model(every_family.model_with_layers(family, 2))[0])
+        harness.logits(original), harness.logits(load_model(every_family.model_with_layers(family, 2))[0])
     )
 
 
 @pytest.mark.parametrize("family", ["marian"])
-def test_layers_that_are_one_are_fitted_to_all_of_their_uses(family, tmp_path):
-    made = every_family.run_stage(
+def test_shared_layers_are_refit_on_all_uses(family, tmp_path):
+    shared_folder = every_family.run_stage(
         ShareWeights(),
         ShareWeightsSettings(),
         every_family.model_with_layers(family, 2),
         family,
         tmp_path / "shared",
     ).out
-    whole, _ = load_model(made)
+    original, _ = load_model(shared_folder)
     task = FAMILIES[family].tasks[0]
     ctx = harness.make_context(tmp_path / "out", task)
-    rows = _rows(whole, family, task, ctx, tmp_path)
-    cut = copy.deepcopy(whole)
-    keep = torch.tensor([at for at in range(hidden_width(whole)) if at % 4 != 1])
+    rows = _rows(original, family, task, ctx, tmp_path)
+    cut = copy.deepcopy(original)
+    keep = torch.tensor([channel for channel in range(hidden_width(original)) if channel % 4 != 1])
     prune_hidden_width(cut, keep.tolist())
     plain = copy.deepcopy(cut)
-    assert all(value <= 1 for value in refit_width(whole, cut, keep, rows, ctx).values())
-    assert _error(whole, cut, rows) < 0.9 * _error(whole, plain, rows)
+    assert all(value <= 1 for value in refit_width(original, cut, keep, rows, ctx).values())
+    assert _error(original, cut, rows) < 0.9 * _error(original, plain, rows)
 
 
 def _rows(model, family, task, ctx, space):

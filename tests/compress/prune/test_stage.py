@@ -44,18 +44,18 @@ def best(scores, kept):
 def mask_units(model, heads, neurons):
     """Silence units by zeroing their outgoing weights."""
     with torch.no_grad():
-        for group, gone in heads.values():
+        for group, removed in heads.values():
             width = group.head_dim(model)
-            for head in gone:
+            for head in removed:
                 linear_with_inputs(model, group.structure.out).weight[
                     :, head * width : (head + 1) * width
                 ] = 0
-        for block, gone in neurons.values():
-            linear_with_inputs(model, block.structure.down).weight[:, gone] = 0
+        for block, removed in neurons.values():
+            linear_with_inputs(model, block.structure.down).weight[:, removed] = 0
 
 
 @pytest.mark.parametrize("build", [marian_model, bert_model, factorized_model])
-def test_a_cut_model_equals_the_masked_one_also_when_read_again(build, tmp_path):
+def test_pruned_model_equals_masked_model_after_reload(build, tmp_path):
     model = build()
     attentions, blocks = find_groups(model)
     scores = magnitude_scores(model, attentions, blocks)
@@ -98,11 +98,11 @@ def test_a_cut_model_equals_the_masked_one_also_when_read_again(build, tmp_path)
     (tmp_path / "out").mkdir()
     (tmp_path / "src").mkdir()
     save_model(model, edits, tmp_path / "out", tmp_path / "src")
-    again, _ = load_model(tmp_path / "out")
-    torch.testing.assert_close(outputs(again), masked, rtol=1e-4, atol=1e-5)
+    reloaded, _ = load_model(tmp_path / "out")
+    torch.testing.assert_close(outputs(reloaded), masked, rtol=1e-4, atol=1e-5)
 
 
-def test_a_pruned_translator_generates_with_its_cache_as_without():
+def test_pruned_translator_generates_same_tokens_with_cache():
     model = marian_model()
     attentions, blocks = find_groups(model)
     scores = magnitude_scores(model, attentions, blocks)
@@ -123,7 +123,7 @@ def test_a_pruned_translator_generates_with_its_cache_as_without():
     assert torch.equal(with_cache, without)
 
 
-def test_a_quarter_of_the_neurons_goes_and_heads_where_they_are_spoken_of():
+def test_default_targets_and_keep_ratio_depend_on_settings():
     settings = PruneSettings()
     assert (settings.targets, settings.keep_ratio, settings.reconstruct) == (["ffn"], 0.75, True)
     for more in ({"budget": {"parameters": 0.8}}, {"keep_ratio": {"heads": 0.5, "ffn": 0.5}}):
@@ -134,7 +134,7 @@ def test_a_quarter_of_the_neurons_goes_and_heads_where_they_are_spoken_of():
 
 
 @pytest.mark.quick
-def test_counts_that_stay():
+def test_kept_counts_are_rounded_to_multiple_of():
     assert count_kept_heads(4, PruneSettings(keep_ratio=0.1)) == 1
     assert count_kept_heads(8, PruneSettings(keep_ratio={"heads": 0.75, "ffn": 0.5})) == 6
     assert [count_kept_heads(n, PruneSettings(keep_ratio=0.5)) for n in (1, 3, 5, 7)] == [
@@ -154,7 +154,7 @@ def run(folder, out, data=None, task="translation", **settings):
     return harness.run_stage(Prune(), PruneSettings(**settings), folder, out, task, data, seed=1, **more)
 
 
-def test_units_too_few_to_be_divided_are_told(tmp_path):
+def test_too_few_units_to_prune_warn(tmp_path):
     folder = causal.write_model(tmp_path / "llama", "llama")  # two key-value heads
     magnitude = {"importance": "magnitude", "reconstruct": False, "task": "language-modeling"}
     ctx = run(folder, tmp_path / "a", targets=["heads"], keep_ratio=0.75, **magnitude)
@@ -168,13 +168,13 @@ def test_units_too_few_to_be_divided_are_told(tmp_path):
     ).warnings
     assert warning.code == "nothing-to-remove"
     assert all(number in warning.message for number in ("0.9", "96", "48", "keep_ratio: {ffn: 0.5}"))
-    one = run(folder, tmp_path / "e", targets=["ffn"], keep_ratio=0.9, multiple_of=96, **magnitude)
-    assert one.warnings[0].code == "nothing-to-remove"
-    assert "2 of 2" in one.warnings[0].message
-    assert "ffn:" not in one.warnings[0].message
+    whole_multiple = run(folder, tmp_path / "e", targets=["ffn"], keep_ratio=0.9, multiple_of=96, **magnitude)
+    assert whole_multiple.warnings[0].code == "nothing-to-remove"
+    assert "2 of 2" in whole_multiple.warnings[0].message
+    assert "ffn:" not in whole_multiple.warnings[0].message
 
 
-def test_more_than_was_asked_for_is_told(tmp_path):
+def test_keeping_more_than_requested_warns(tmp_path):
     folder = causal.write_model(tmp_path / "llama", "llama")
     magnitude = {"importance": "magnitude", "reconstruct": False, "task": "language-modeling"}
     few = run(folder, tmp_path / "few", targets=["heads", "ffn"], keep_ratio=0.01, **magnitude)
@@ -188,28 +188,28 @@ def rows():
     return Split("x", tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SENTENCES)))
 
 
-def test_taylor_computes_with_the_threads_that_are_given_and_leaves_them_as_they_were(tmp_path):
+def test_taylor_uses_configured_threads_and_restores_them(tmp_path):
     folder = tiny.write_bert(tmp_path / "bert")
-    before, seen = torch.get_num_threads(), []
+    before, thread_counts = torch.get_num_threads(), []
     run(
         folder, tmp_path / "out", {"train": rows()}, "text-classification", threads=before + 1,
-        progress=lambda done, total, note="": seen.append(torch.get_num_threads()),
+        progress=lambda done, total, note="": thread_counts.append(torch.get_num_threads()),
     )  # fmt: skip
-    assert set(seen) == {before + 1}
+    assert set(thread_counts) == {before + 1}
     assert torch.get_num_threads() == before
 
 
-def test_taylor_works_on_the_device_that_is_given(tmp_path, monkeypatch):
-    asked = []
+def test_taylor_uses_configured_device(tmp_path, monkeypatch):
+    devices = []
     monkeypatch.setattr(
         "smelt.compress.prune.importances.scores.torch_device",
-        lambda wanted: asked.append(wanted) or "cpu",
+        lambda wanted: devices.append(wanted) or "cpu",
     )
     source = tiny.write_bert(tmp_path / "m")
     run(
         source, tmp_path / "a", {"train": rows()}, "text-classification", device="cuda", reconstruct=False
     )  # fmt: skip
-    assert asked == ["cuda"]
+    assert devices == ["cuda"]
     monkeypatch.undo()
     if not torch.cuda.is_available():
         with raises_code("no-gpu", InputError):
@@ -218,40 +218,40 @@ def test_taylor_works_on_the_device_that_is_given(tmp_path, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
-def test_taylor_finds_on_a_gpu_what_it_finds_on_the_cpu(tmp_path):
+def test_taylor_on_gpu_equals_cpu(tmp_path):
     folder = tiny.write_bert(tmp_path / "m")
-    kept = []
+    state_dicts = []
     for device in ("cpu", "cuda"):
         data = {"train": rows()}
         ctx = run(folder, tmp_path / device, data, "text-classification", device=device, reconstruct=False)
-        kept.append(load_model(ctx.out)[0].state_dict())
-    assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
+        state_dicts.append(load_model(ctx.out)[0].state_dict())
+    assert all(torch.equal(state_dicts[0][name], state_dicts[1][name]) for name in state_dicts[0])
 
 
-def test_magnitude_needs_no_rows_and_taylor_those_for_calibration_if_there_are_any():
+def test_required_splits_depend_on_importance_and_reconstruct():
     taylor, magnitude = PruneSettings(), PruneSettings(importance="magnitude")
     assert Prune.needs_with(magnitude, ()) == set()
     assert Prune.needs_with(magnitude, {"train", "calibration"}) == {"calibration"}  # to refit what stays
     alone = PruneSettings(importance="magnitude", reconstruct=False)
     assert Prune.needs_with(alone, {"train"}) == set()
-    asked = PruneSettings(importance="magnitude", reconstruct=True)  # said, and not only the default
-    assert Prune.needs_with(asked, ()) == {"train"}
+    explicit = PruneSettings(importance="magnitude", reconstruct=True)  # said, and not only the default
+    assert Prune.needs_with(explicit, ()) == {"train"}
     assert Prune.needs_with(taylor, ()) == {"train"}
     assert Prune.needs_with(taylor, {"train", "calibration"}) == {"calibration"}
 
 
-def test_equal_feed_forward_widths_are_said_in_the_config(tmp_path):
+def test_equal_ffn_widths_are_stored_in_config(tmp_path):
     marian_model().save_pretrained(tmp_path / "model")
     ctx = run(tmp_path / "model", tmp_path / "out", targets=["ffn"], keep_ratio=0.5, importance="magnitude")
     assert not (ctx.out / "structure.json").exists()
     plain = AutoModelForSeq2SeqLM.from_pretrained(ctx.out).eval()
-    ours, edits = load_model(ctx.out)
+    pruned, edits = load_model(ctx.out)
     assert (edits, plain.config.encoder_ffn_dim, plain.config.decoder_ffn_dim) == ([], 32, 24)
-    torch.testing.assert_close(outputs(plain), outputs(ours))
+    torch.testing.assert_close(outputs(plain), outputs(pruned))
     assert ctx.details["parameters_before"] - ctx.details["parameters_after"] == 2 * (32 + 24) * (32 + 1 + 32)
 
 
-def test_each_importance_has_a_file_with_a_function_for_each_of_its_targets():
+def test_each_importance_has_module_with_scorer_per_target():
     folder = Path(registry.__file__).parent
     assert {path.stem for path in folder.glob("*.py")} == {*IMPORTANCES, "registry", "scores", "__init__"}
     for importance in IMPORTANCES.values():

@@ -35,8 +35,8 @@ def both(request, tmp_path):
             rows, columns = module.weight.shape
             with torch.no_grad():
                 # rows and columns of very different lengths, so that the order of units is clear
-                left = torch.randn(rows, RANK) * torch.linspace(0.2, 3, rows)[:, None]
-                module.weight.copy_(left @ torch.randn(RANK, columns) / RANK)
+                factor = torch.randn(rows, RANK) * torch.linspace(0.2, 3, rows)[:, None]
+                module.weight.copy_(factor @ torch.randn(RANK, columns) / RANK)
     (tmp_path / "whole").mkdir()
     save_model(model, edits, tmp_path / "whole", folder)
     source = tiny.as_artifact(tmp_path / "whole")
@@ -48,19 +48,19 @@ def both(request, tmp_path):
     return tmp_path / "whole", tmp_path / "pairs"
 
 
-def test_magnitude_of_a_pair_is_that_of_its_product(both):
-    whole, pairs = (load_model(folder)[0] for folder in both)
+def test_magnitude_of_low_rank_layer_equals_product(both):
+    original, pairs = (load_model(folder)[0] for folder in both)
     assert sum(isinstance(m, LowRankLinear) for m in pairs.modules()) >= 8
-    expected, got = (magnitude_scores(m, *find_groups(m)) for m in (whole, pairs))
+    expected, got = (magnitude_scores(m, *find_groups(m)) for m in (original, pairs))
     for name, scores in {**expected.heads, **expected.neurons}.items():
         torch.testing.assert_close({**got.heads, **got.neurons}[name], scores, rtol=1e-4, atol=1e-5)
 
 
-def test_the_same_units_stay_whether_a_layer_was_factorized_or_not(both, tmp_path):
+def test_same_units_are_kept_for_factorized_layer(both, tmp_path):
     settings = PruneSettings(keep_ratio=0.5, importance="magnitude", multiple_of=1)
-    kept = []
-    for at, folder in enumerate(both):
-        ctx = harness.make_context(tmp_path / str(at))
+    products_by_model = []
+    for index, folder in enumerate(both):
+        ctx = harness.make_context(tmp_path / str(index))
         Prune()(tiny.as_artifact(folder), settings, ctx)
         model, _ = load_model(ctx.out)
         products = {}
@@ -69,15 +69,15 @@ def test_the_same_units_stay_whether_a_layer_was_factorized_or_not(both, tmp_pat
                 products[name] = module.up.weight @ module.down.weight
             elif isinstance(module, torch.nn.Linear) and not name.endswith((".up", ".down")):
                 products[name] = module.weight
-        kept.append(products)
-    assert kept[0].keys() == kept[1].keys()
-    for name, product in kept[0].items():
+        products_by_model.append(products)
+    assert products_by_model[0].keys() == products_by_model[1].keys()
+    for name, product in products_by_model[0].items():
         torch.testing.assert_close(
-            kept[1][name], product, rtol=1e-3, atol=1e-3, msg=lambda m, n=name: f"{n} {m}"
+            products_by_model[1][name], product, rtol=1e-3, atol=1e-3, msg=lambda m, n=name: f"{n} {m}"
         )
 
 
-def test_taylor_of_a_pair_is_that_of_its_product(tmp_path):
+def test_taylor_of_low_rank_layer_equals_product(tmp_path):
     """Both halves are differentiated, and w . dL/dw of a unit is the same on either side of the rank."""
     folder = tiny.write_bert(tmp_path / "first", hidden_size=64)
     model, edits = load_model(folder)
@@ -96,16 +96,16 @@ def test_taylor_of_a_pair_is_that_of_its_product(tmp_path):
     )
     ids = torch.arange(5, 25).view(2, 10)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([0, 1])}
-    found = []
+    unit_scores = []
     for name in ("whole", "pairs"):
-        made, _ = load_model(tmp_path / name)
-        found.append(taylor_scores(made, *find_groups(made), [batch], label_objective()))
-    for name, scores in {**found[0].heads, **found[0].neurons}.items():
-        got = {**found[1].heads, **found[1].neurons}[name]
+        loaded, _ = load_model(tmp_path / name)
+        unit_scores.append(taylor_scores(loaded, *find_groups(loaded), [batch], label_objective()))
+    for name, scores in {**unit_scores[0].heads, **unit_scores[0].neurons}.items():
+        got = {**unit_scores[1].heads, **unit_scores[1].neurons}[name]
         torch.testing.assert_close(got, scores, rtol=2e-3, atol=1e-6)
 
 
-def test_taylor_head_score_is_the_slope_of_the_loss_in_the_heads_scale():
+def test_taylor_head_score_is_loss_gradient_of_head_scale():
     model = bert_model().double()
     attentions, blocks = find_groups(model)
     batches = [example_batch(model), {k: v[:2] for k, v in example_batch(model).items()}]
@@ -127,7 +127,7 @@ def test_taylor_head_score_is_the_slope_of_the_loss_in_the_heads_scale():
 
 
 @pytest.mark.parametrize("build", [bert_model, factorized_model])
-def test_taylor_neuron_score_is_dynaberts_formula(build):
+def test_taylor_neuron_score_equals_dynabert_formula(build):
     model = build()
     attentions, blocks = find_groups(model)
     batch, block = example_batch(model), blocks[0]
@@ -159,7 +159,7 @@ def gated(request, tmp_path):
     return model, find_groups(model)[1]
 
 
-def test_taylor_of_a_gated_neuron_counts_its_row_of_the_gate(gated):
+def test_taylor_of_gated_neuron_includes_gate(gated):
     model, blocks = gated
     batch = example_batch(model)
     scores = taylor_scores(model, [], blocks, [batch], example_loss)
@@ -180,7 +180,7 @@ def test_taylor_of_a_gated_neuron_counts_its_row_of_the_gate(gated):
 
 
 @pytest.mark.parametrize("family", ["marian", "t5", "llama", "phi3"])  # phi3: gate and other row in one layer
-def test_magnitude_of_a_neuron_is_the_product_of_its_norms_the_gates_among_them(family):
+def test_neuron_magnitude_multiplies_norms_including_gate(family):
     model, _ = load_model(every_family.model_with_layers(family, 2))
     blocks = find_groups(model)[1]
     scores = magnitude_scores(model, [], blocks).neurons

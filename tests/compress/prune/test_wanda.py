@@ -19,38 +19,38 @@ from tests.support.models.pruning_models import bert_model, example_batch, facto
 
 def _rows(batch):
     """Return the samples of a batch, each alone and without its padding."""
-    found = []
-    for at, mask in enumerate(batch["attention_mask"]):
-        row = {name: value[at : at + 1] for name, value in batch.items()}
+    samples = []
+    for index, mask in enumerate(batch["attention_mask"]):
+        row = {name: value[index : index + 1] for name, value in batch.items()}
         count = int(mask.sum())
-        found.append(row | {n: row[n][:, :count] for n in ("input_ids", "attention_mask")})
-    return found
+        samples.append(row | {n: row[n][:, :count] for n in ("input_ids", "attention_mask")})
+    return samples
 
 
 def _inputs(model, name, rows):
     """Return the inputs of a layer on all rows, [tokens, K]."""
-    seen = []
+    inputs = []
     handle = model.get_submodule(name).register_forward_pre_hook(
-        lambda module, args: seen.append(args[0].detach().flatten(0, -2))
+        lambda module, args: inputs.append(args[0].detach().flatten(0, -2))
     )
     with torch.no_grad():
         for row in rows:
             model(**row)
     handle.remove()
-    return torch.cat(seen)
+    return torch.cat(inputs)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("build", [bert_model, marian_model, factorized_model])
-def test_a_score_is_the_sum_of_weights_times_input_norms_and_padding_has_none(build, tmp_path):
+def test_wanda_score_equals_formula_and_ignores_padding(build, tmp_path):
     model = build()
     attentions, blocks = find_groups(model)
     batch = example_batch(model)
     samples = CalibrationSamples("x", [batch], 3, int(batch["attention_mask"].sum()))
-    found = wanda_scores(model, attentions, blocks, samples, harness.make_context(tmp_path / "out"))
-    assert not found.comparable_across_layers
-    units = [(g.name, g.structure.out, g.head_dim(model), found.heads) for g in attentions]
-    units += [(b.name, b.structure.down, 1, found.neurons) for b in blocks]
+    unit_scores = wanda_scores(model, attentions, blocks, samples, harness.make_context(tmp_path / "out"))
+    assert not unit_scores.comparable_across_layers
+    units = [(g.name, g.structure.out, g.head_dim(model), unit_scores.heads) for g in attentions]
+    units += [(b.name, b.structure.down, 1, unit_scores.neurons) for b in blocks]
     for name, reader, width, scores in units:
         weight, x = whole_weight(model, reader).double(), _inputs(model, reader, _rows(batch)).double()
         assert len(scores[name]) == weight.shape[1] // width
@@ -62,8 +62,8 @@ def test_a_score_is_the_sum_of_weights_times_input_norms_and_padding_has_none(bu
                 for j in owned
             )
             assert float(score) == pytest.approx(expected, rel=1e-4)
-    assert set(found.heads) == {g.name for g in attentions}
-    assert set(found.neurons) == {b.name for b in blocks}
+    assert set(unit_scores.heads) == {g.name for g in attentions}
+    assert set(unit_scores.neurons) == {b.name for b in blocks}
 
 
 def _prune(source, out, data, **settings):
@@ -72,7 +72,7 @@ def _prune(source, out, data, **settings):
     )
 
 
-def test_the_units_of_the_highest_scores_stay_without_labels(tmp_path):
+def test_unlabeled_pruning_keeps_units_with_highest_wanda_scores(tmp_path):
     source = embedders.write_embedder(tmp_path / "model")
     model, _ = load_model(source)
     rows = Split("x", tuple(Example(text) for text in tiny.SENTENCES))
@@ -90,14 +90,14 @@ def test_the_units_of_the_highest_scores_stay_without_labels(tmp_path):
     texts = [dict(tokenizer(text, return_tensors="pt")) for text in tiny.SENTENCES]
     for block in blocks:
         before, after = (m.get_submodule(block.structure.up).weight for m in (model, pruned))
-        kept = [int((before == row).all(dim=1).nonzero()) for row in after]
+        kept_neurons = [int((before == row).all(dim=1).nonzero()) for row in after]
         norms = _inputs(model, block.structure.down, texts).double().norm(dim=0)
         scores = model.get_submodule(block.structure.down).weight.double().abs().sum(dim=0) * norms
-        assert kept == scores.topk(len(before) // 2).indices.sort().values.tolist()
+        assert kept_neurons == scores.topk(len(before) // 2).indices.sort().values.tolist()
     assert set(ctx.details["kept_heads"].values()) == {2}
 
 
-def test_it_needs_samples_and_scores_heads_and_neurons_alone(tmp_path):
+def test_wanda_needs_samples_and_supports_heads_and_ffn_only(tmp_path):
     wanda = PruneSettings(importance="wanda")
     assert Prune.needs_with(wanda, ()) == {"train"}
     assert Prune.needs_with(wanda, {"train", "calibration"}) == {"calibration"}

@@ -28,20 +28,20 @@ def kinds_of(family):
 def masks_of(family, **settings):
     model, edits = load_model(every_family.model_with_layers(family, 3))
     options = {"multiple_of": 1, "parts": kinds_of(family)} | settings
-    found = LearnedMasks(model, LearnedMasksSettings(**options), edits)
+    masks = LearnedMasks(model, LearnedMasksSettings(**options), edits)
     torch.manual_seed(0)
     with torch.no_grad():
-        for log_alpha in [*found.units.values(), *found.parts.values()]:
+        for log_alpha in [*masks.units.values(), *masks.parts.values()]:
             log_alpha.copy_(torch.randn(len(log_alpha)) * 4)
-    return found, model, edits
+    return masks, model, edits
 
 
 def close(masks, *gone):
     """Close the parts of these names (`encoder_layers 0 attention`), and leave all others half open."""
     with torch.no_grad():
         for number, log_alpha in masks.parts.items():
-            (place,) = masks.masked[int(number)].positions
-            log_alpha.fill_(-3.0 if f"{place.stack} {place.name}" in gone else 0.5)
+            (position,) = masks.masked[int(number)].positions
+            log_alpha.fill_(-3.0 if f"{position.stack} {position.name}" in gone else 0.5)
 
 
 def cdf_qz(x, loga):
@@ -51,26 +51,26 @@ def cdf_qz(x, loga):
     return torch.sigmoid(logits * (2.0 / 3.0) - loga).clamp(min=1e-6, max=1 - 1e-6)
 
 
-def test_of_a_kind_as_many_stay_as_are_expected_to():
+def test_expected_number_of_parts_of_each_kind_is_kept():
     """The count of _deterministic_z of l0_module.py, over the layers: size - round(size - sum(1 - cdf))."""
     masks, _, _ = masks_of("llama")
     alphas = {"attention": (-1.0, 3.0, -0.4), "ffn": (-1.5, -1.6, -1.4)}
     with torch.no_grad():
         for number, log_alpha in masks.parts.items():
-            (place,) = masks.masked[int(number)].positions
-            log_alpha.fill_(alphas[place.kind][place.block.index])
+            (position,) = masks.masked[int(number)].positions
+            log_alpha.fill_(alphas[position.kind][position.block.index])
     counts = {}
     for kind, values in alphas.items():
         expected_num_zeros = 3 - float((1 - cdf_qz(0, torch.tensor(values))).sum())
         counts[kind] = 3 - round(expected_num_zeros)
     assert counts == {"attention": 2, "ffn": 2}
     names = [masked.positions[0].name for masked in masks.masked]
-    gone = {name for name, stays in zip(names, masks.kept_parts(), strict=True) if not stays}
-    assert gone == {"0 attention", "1 ffn"}
+    removed_parts = {name for name, is_kept in zip(names, masks.kept_parts(), strict=True) if not is_kept}
+    assert removed_parts == {"0 attention", "1 ffn"}
 
 
 @pytest.mark.parametrize("family", SEPARATE_BLOCKS)
-def test_the_cut_computes_what_the_masks_did(family, tmp_path):
+def test_removed_parts_compute_masked_outputs(family, tmp_path):
     masks, model, edits = masks_of(family)
     assert not all(masks.kept_parts())
     with masks._masked_training():
@@ -83,20 +83,20 @@ def test_the_cut_computes_what_the_masks_did(family, tmp_path):
     plain.load_state_dict(weights, strict=False)
     near = {"rtol": 1e-4, "atol": 1e-4 * float(masked.abs().max())}
     torch.testing.assert_close(harness.logits(plain), masked, **near)
-    left, source = masks.final_keep_ratio(), every_family.model_with_layers(family, 3)
+    keep_ratio, source = masks.final_keep_ratio(), every_family.model_with_layers(family, 3)
     ctx = harness.make_context(tmp_path / "out")
     masks.finalize(ctx)
     torch.testing.assert_close(harness.logits(model), masked, **near)
     details = ctx.details["learned_masks"]
-    gone = sum(map(len, details["dropped_parts"].values()))
-    assert gone == masks.kept_parts().count(False) == sum(edit["op"] == "skip" for edit in edits)
-    assert details["kept"] == pytest.approx(left, abs=1e-4)
+    num_dropped = sum(map(len, details["dropped_parts"].values()))
+    assert num_dropped == masks.kept_parts().count(False) == sum(edit["op"] == "skip" for edit in edits)
+    assert details["kept"] == pytest.approx(keep_ratio, abs=1e-4)
     save_model(model, edits, tmp_path / "out", source)
-    again, _ = load_model(tmp_path / "out")
-    torch.testing.assert_close(harness.logits(again), masked, **near)
+    reloaded, _ = load_model(tmp_path / "out")
+    torch.testing.assert_close(harness.logits(reloaded), masked, **near)
 
 
-def test_parts_alone_go_whole_and_others_are_as_they_were():
+def test_part_masks_without_unit_masks_remove_whole_parts():
     masks, model, edits = masks_of("t5", targets=[], parts=["attention", "cross-attention"])
     assert not masks.units
     close(masks, "encoder_layers 0 attention", "decoder_layers 2 cross-attention")
@@ -104,30 +104,35 @@ def test_parts_alone_go_whole_and_others_are_as_they_were():
         for log_alpha in masks.parts.values():
             if float(log_alpha) > 0:
                 log_alpha.fill_(50.0)  # 1 to the last bit
-    left = 1 - 2 / 9  # attentions are equally large
-    assert masks.final_keep_ratio() == pytest.approx(left)
+    keep_ratio = 1 - 2 / 9  # attentions are equally large
+    assert masks.final_keep_ratio() == pytest.approx(keep_ratio)
     plain, _ = load_model(every_family.model_with_layers("t5", 3))
-    for place, number in (("encoder.block.0", 0), ("decoder.block.2", 1)):
-        skip_sublayer(plain, place, number)
+    for block_path, number in (("encoder.block.0", 0), ("decoder.block.2", 1)):
+        skip_sublayer(plain, block_path, number)
     masks.finalize(harness.make_context(every_family.model_with_layers("t5", 3)))
     assert torch.equal(harness.logits(model), harness.logits(plain))
     assert [edit["op"] for edit in edits] == ["skip", "skip"]
 
 
-def test_of_each_kind_one_stays_in_each_stack(tmp_path):
+def test_one_part_of_each_kind_is_kept_per_stack(tmp_path):
     masks, model, _ = masks_of("t5")
     with torch.no_grad():
         for number, log_alpha in masks.parts.items():
             log_alpha.fill_(-9.0 + 0.01 * int(number))
     ctx = harness.make_context(tmp_path / "out")
     masks.finalize(ctx)
-    gone = ctx.details["learned_masks"]["dropped_parts"]
-    assert {stack: len(parts) for stack, parts in gone.items()} == {"encoder_layers": 4, "decoder_layers": 6}
-    assert not any(name.startswith("2 ") for parts in gone.values() for name in parts)  # the largest alphas
+    dropped_parts = ctx.details["learned_masks"]["dropped_parts"]
+    assert {stack: len(parts) for stack, parts in dropped_parts.items()} == {
+        "encoder_layers": 4,
+        "decoder_layers": 6,
+    }
+    assert not any(
+        name.startswith("2 ") for parts in dropped_parts.values() for name in parts
+    )  # the largest alphas
     assert torch.isfinite(harness.logits(model)).all()
 
 
-def test_drawn_masks_of_parts_are_those_of_the_training_alone():
+def test_part_masks_are_sampled_only_in_training():
     masks, model, _ = masks_of("llama")
     close(masks)
     inputs = torch.randint(5, 20, (2, 9))
@@ -135,13 +140,13 @@ def test_drawn_masks_of_parts_are_those_of_the_training_alone():
         assert torch.equal(harness.logits(model), harness.logits(model))
         model.train()
         torch.manual_seed(0)
-        one, other = (model(inputs).logits for _ in range(2))
-        assert not torch.equal(one, other)
-        one.square().sum().backward()
+        first, other = (model(inputs).logits for _ in range(2))
+        assert not torch.equal(first, other)
+        first.square().sum().backward()
         assert any(float(log_alpha.grad.abs()) > 0 for log_alpha in masks.parts.values())
 
 
-def test_weights_are_not_kept_while_what_would_be_cut_is_above_the_budget():
+def test_checkpoint_above_budget_after_rounding_is_not_best():
     masks, _, _ = masks_of("llama", targets=[], keep_ratio=0.6, warmup=0.1)
     with torch.no_grad():
         for log_alpha in masks.parts.values():
@@ -162,7 +167,7 @@ def rows(tmp_path_factory):
     return tiny.read_pairs(home)
 
 
-def test_training_reaches_the_budget_with_parts_that_are_gone(rows, tmp_path):
+def test_part_training_reaches_budget(rows, tmp_path):
     source = every_family.model_with_layers("marian", 3)
     settings = FinetuneSettings(
         max_steps=120,
@@ -184,15 +189,15 @@ def test_training_reaches_the_budget_with_parts_that_are_gone(rows, tmp_path):
     assert not {"more-kept-than-asked", "fewer-kept-than-asked"} & set(message_codes(ctx.warnings))
     assert ctx.details["training"]["kept_step"] >= 96
     assert any(details["dropped_parts"].values())
-    again = FinetuneSettings(max_steps=1, batch_size=4, precision="fp32", num_evals=1)
-    later = harness.run_stage(Finetune(), again, ctx.out, tmp_path / "again", data=rows)
+    retrain_settings = FinetuneSettings(max_steps=1, batch_size=4, precision="fp32", num_evals=1)
+    later = harness.run_stage(Finetune(), retrain_settings, ctx.out, tmp_path / "again", data=rows)
     recorded = {v["step"]: v["loss"] for v in ctx.details["training"]["validations"]}
-    kept = recorded[ctx.details["training"]["kept_step"]]
-    assert later.details["training"]["validations"][0]["loss"] == pytest.approx(kept, rel=1e-3)
+    best_loss = recorded[ctx.details["training"]["kept_step"]]
+    assert later.details["training"]["validations"][0]["loss"] == pytest.approx(best_loss, rel=1e-3)
 
 
 @pytest.mark.parametrize("family", ["t5"])
-def test_what_is_left_can_be_exported(family, tmp_path):
+def test_model_without_parts_can_be_exported(family, tmp_path):
     masks, model, edits = masks_of(family)
     source, out = every_family.model_with_layers(family, 3), tmp_path / "cut"
     masks.finalize(harness.make_context(out))
@@ -200,12 +205,12 @@ def test_what_is_left_can_be_exported(family, tmp_path):
     usability_checks.check_export(out, family, tmp_path / "graphs")
 
 
-def test_settings_that_mean_nothing():
+def test_invalid_part_mask_settings_are_rejected():
     with raises_setting_codes("missing-setting"):
         LearnedMasksSettings(targets=[])
     settings = FinetuneSettings(learned_masks={"targets": [], "parts": ["cross-attention"]})
-    wrong = check_training(settings, {"model_type": "llama"})
-    assert [(one.setting, one.code) for one in wrong] == [("learned_masks.parts", "unknown-part")]
+    errors = check_training(settings, {"model_type": "llama"})
+    assert [(error.setting, error.code) for error in errors] == [("learned_masks.parts", "unknown-part")]
     assert check_training(settings, {"model_type": "marian"}) == []
     with raises_code("unknown-part", InputError) as caught:
         masks_of("llama", parts=["cross-attention"])

@@ -35,26 +35,26 @@ def scaled(model, tmp_path, kind=torch.float32, **settings):
 
 @pytest.mark.parametrize("family", every_family.DISTINCT_FAMILIES)
 @torch.no_grad()
-def test_the_float_model_computes_what_it_did(family, tmp_path):
+def test_awq_scaling_preserves_float_outputs(family, tmp_path):
     model = family_models.load(family)
     batch = family_models.example_batch(model)
     before = family_models.run_model(model, batch).logits
-    found, ctx = scaled(model, tmp_path)
+    scaled_layers, ctx = scaled(model, tmp_path)
     torch.testing.assert_close(family_models.run_model(model, batch).logits, before, rtol=1e-4, atol=1e-4)
     errors = ctx.details["awq_error"].values()
     assert max(errors) <= 1
     assert min(errors) < 0.95
     assert sum(ctx.details["awq_scales_in"].values()) == sum(a > 0 for a in ctx.details["awq_alpha"].values())
-    for layer in found.layers:
+    for layer in scaled_layers.layers:
         assert model.get_submodule(layer.name) is layer.module
     wrapped = {name for name, m in model.named_modules() if isinstance(m, ScaledLinear)}
-    assert wrapped == {edit["module"] for edit in found.edits if edit["op"] == "scale"}
+    assert wrapped == {edit["module"] for edit in scaled_layers.edits if edit["op"] == "scale"}
     if family in ("llama", "mistral", "phi3", "m2m_100", "opt"):  # pre-norm, and a gate or ReLU
         assert not wrapped
 
 
 @torch.no_grad()
-def test_what_half_precision_rounds_off_factors_and_norms_goes_into_columns(tmp_path):
+def test_float16_rounding_of_factors_is_compensated_in_weights(tmp_path):
     model = family_models.load("bart")
     batch = family_models.example_batch(model)
     for module in model.modules():
@@ -68,7 +68,7 @@ def test_what_half_precision_rounds_off_factors_and_norms_goes_into_columns(tmp_
     torch.testing.assert_close(family_models.run_model(model, batch).logits, before, rtol=1e-4, atol=1e-4)
 
 
-def test_what_is_fed_numbers_that_are_none_is_refused(tmp_path):
+def test_non_finite_activations_are_rejected(tmp_path):
     model = family_models.load("bert")
     with torch.no_grad():
         model.get_submodule("bert.encoder.layer.0.output.LayerNorm").weight.fill_(float("nan"))
@@ -92,56 +92,58 @@ def errors_of(source, codes, ctx):
     names = [n for n in names if plain.get_submodule(n) is not plain.get_output_embeddings()]
     rows = load_calibration_samples(plain, tiny.as_artifact(source, ctx.task), 8, ctx, "quantize")
     outputs = {}
-    with collect_statistics(plain, rows, {n: [plain.get_submodule(n)] for n in names}, ctx) as seen:
+    with collect_statistics(plain, rows, {n: [plain.get_submodule(n)] for n in names}, ctx) as statistics:
         for name in names:
             layer = codes.get_submodule(name)
             inner = layer.linear if isinstance(layer, ScaledLinear) else layer
             value = inner.matrix.dequantized() * (layer.factors if inner is not layer else 1)
-            off = value - plain.get_submodule(name).weight
-            outputs[name] = float(((off @ seen[name].second_moment.float()) * off).sum())
+            difference = value - plain.get_submodule(name).weight
+            outputs[name] = float(((difference @ statistics[name].second_moment.float()) * difference).sum())
     return outputs
 
 
 @pytest.mark.parametrize("clip", ["none", "awq"])
-def test_products_whose_inputs_alone_are_scaled_err_less_than_rounded_to_nearest(clip, tmp_path):
+def test_input_scaled_layers_have_lower_error_than_rtn(clip, tmp_path):
     """Of products behind factors and between nothing else: their own outputs, computed from the codes."""
     source, ctx = made("gpt2", tmp_path / "awq", clip=clip)
     settings = QuantizeSettings(scheme="int4", group_size=16)
     nearest = every_family.run_stage(Quantize(), settings, source, "gpt2", tmp_path / "nearest")
-    ours, theirs = (
+    awq_errors, rtn_errors = (
         errors_of(source, harness.load_output_model(ctx), ctx),
         errors_of(source, harness.load_output_model(nearest), ctx),
     )
-    downs = [n for n in ours if n.endswith("mlp.c_proj")]  # GELU in front: a factor, and no rows are changed
+    downs = [
+        n for n in awq_errors if n.endswith("mlp.c_proj")
+    ]  # GELU in front: a factor, and no rows are changed
     assert len(downs) == 2
-    assert all(ours[n] <= theirs[n] * 1.001 for n in downs)
-    assert sum(ours[n] for n in downs) < 0.97 * sum(theirs[n] for n in downs)
+    assert all(awq_errors[n] <= rtn_errors[n] * 1.001 for n in downs)
+    assert sum(awq_errors[n] for n in downs) < 0.97 * sum(rtn_errors[n] for n in downs)
     if clip == "none":
         for name in downs:
-            left = ctx.details["awq_error"][name]
-            assert ours[name] == pytest.approx(left * theirs[name], rel=0.02)
+            error_ratio = ctx.details["awq_error"][name]
+            assert awq_errors[name] == pytest.approx(error_ratio * rtn_errors[name], rel=0.02)
 
 
-def test_gptq_goes_on_from_the_scales_that_awq_found(tmp_path):
+def test_awq_gptq_uses_awq_scales_and_lowers_error(tmp_path):
     """The scales are AWQ's, the codes are GPTQ's of the scaled model: less error than of either's start."""
     source, ctx = made("gpt2", tmp_path / "both", method="awq-gptq", scheme="int2", group_size=32)
     _, scales = made("gpt2", tmp_path / "awq", scheme="int2", group_size=32)
     settings = QuantizeSettings(scheme="int2", group_size=32)
     nearest = every_family.run_stage(Quantize(), settings, source, "gpt2", tmp_path / "nearest")
-    both, alone, plain = (
+    combined_errors, awq_errors, rtn_errors = (
         errors_of(source, harness.load_output_model(c), ctx) for c in (ctx, scales, nearest)
     )
     assert ctx.details["awq_alpha"] == scales.details["awq_alpha"]
-    downs = [n for n in both if n.endswith("mlp.c_proj")]
+    downs = [n for n in combined_errors if n.endswith("mlp.c_proj")]
     assert {f"{name}.linear" for name in downs} <= ctx.details["gptq_error"].keys()
-    assert sum(both[n] for n in downs) < 0.7 * sum(alone[n] for n in downs)
-    assert sum(both[n] for n in downs) < 0.7 * sum(plain[n] for n in downs)
-    _, one = made("bert", tmp_path / "one", method="awq-gptq", calibration_samples=1)
-    assert message_codes(one.warnings).count("few-calibration-tokens") == 1  # though both methods warn
+    assert sum(combined_errors[n] for n in downs) < 0.7 * sum(awq_errors[n] for n in downs)
+    assert sum(combined_errors[n] for n in downs) < 0.7 * sum(rtn_errors[n] for n in downs)
+    _, few_ctx = made("bert", tmp_path / "one", method="awq-gptq", calibration_samples=1)
+    assert message_codes(few_ctx.warnings).count("few-calibration-tokens") == 1  # though both methods warn
 
 
 @pytest.mark.parametrize(("method", "most"), [("awq", 0.01), ("awq-gptq", 0.05)])
-def test_training_goes_on_from_what_the_codes_stand_for(method, most, tmp_path):
+def test_qat_starts_from_dequantized_awq_weights(method, most, tmp_path):
     """The weights of the step before have other scales; so the very codes are decided again.
 
     Where GPTQ left a group without its largest value, the grid of what is left is another one.
@@ -165,10 +167,10 @@ def test_training_goes_on_from_what_the_codes_stand_for(method, most, tmp_path):
     assert later.details["codes_changed"] < most
 
 
-def test_settings():
+def test_invalid_awq_settings_are_rejected():
     settings = QuantizeSettings(**AWQ, clip="awq")
     assert Quantize.needs_with(settings, {"train"}) == {"train"}
-    for code, named, given in (
+    for code, names, options in (
         ("settings-conflict", ("clip: awq", "method: awq"), {"clip": "awq"}),
         ("settings-conflict", ("clip: awq", "awq-gptq"), {"method": "awq-gptq", "clip": "awq"}),
         (
@@ -180,8 +182,8 @@ def test_settings():
         ("unused-setting", ("calibration_percentile",), {"calibration_percentile": 99.9}),
     ):
         with raises_setting_codes(code) as caught:
-            QuantizeSettings(scheme="int4", **given)
-        assert all(word in caught.value.errors()[0]["msg"] for word in named)
+            QuantizeSettings(scheme="int4", **options)
+        assert all(name in caught.value.errors()[0]["msg"] for name in names)
     assert (
         QuantizeSettings(scheme="int4", clip="percentile", calibration_percentile=99.9).calibration_percentile
         == 99.9
@@ -190,7 +192,7 @@ def test_settings():
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "awq-gptq"])
-def test_weights_that_are_no_numbers_are_refused_before_any_method_looks_at_them(method, tmp_path):
+def test_non_finite_weights_are_rejected_with_layer_name(method, tmp_path):
     """The layer that has them is named, not the one that is fed what comes of them."""
     model, edits = load_model(every_family.model_with_layers("bert", 2))
     with torch.no_grad():
@@ -206,38 +208,40 @@ def test_weights_that_are_no_numbers_are_refused_before_any_method_looks_at_them
 
 def queries_and_keys(model):
     """The products that make them, halves of pairs too, by the name that `plan_layers` has for each."""
-    names = [name for one in model_attentions(model) for name in (one.query, one.key)]
+    names = [name for attention in model_attentions(model) for name in (attention.query, attention.key)]
     return {n for n, m in model.named_modules() if type(m) is torch.nn.Linear and n.startswith(tuple(names))}
 
 
 @pytest.mark.parametrize("family", ["llama", "bert"])  # scales in norms, and in factors before the products
 @pytest.mark.parametrize("pair", [False, True])
-def test_ends_of_ranges_are_cut_off_of_all_products_but_queries_and_keys(family, pair, tmp_path):
+def test_awq_clips_all_layers_except_queries_and_keys(family, pair, tmp_path):
     model = family_models.load(family)
     torch.manual_seed(0)
     if pair:
         name = model_attentions(model)[0].query
-        whole = model.get_submodule(name)
-        model.set_submodule(name, LowRankLinear(whole.in_features, whole.out_features, 9, bias=False))
+        query_layer = model.get_submodule(name)
+        model.set_submodule(
+            name, LowRankLinear(query_layer.in_features, query_layer.out_features, 9, bias=False)
+        )
     scored = queries_and_keys(model)
     assert len(scored) == 2 * len(model_attentions(model)) + pair
     batch = family_models.example_batch(model)
     rows = CalibrationSamples("made", [batch], 2, batch["input_ids"].numel())
     layers = plan_layers(model, QuantizeSettings(**AWQ, clip="awq"))
-    found = apply_awq(
+    scaled_layers = apply_awq(
         model, layers, rows, True, lambda names: torch.float32, harness.make_context(tmp_path / "out")
     )
     uncut = {
         n.name.removesuffix(".linear")
-        for n in found.layers
-        if n.multiplies and n.weight_id not in found.codes
+        for n in scaled_layers.layers
+        if n.multiplies and n.weight_id not in scaled_layers.codes
     }
     assert uncut - {"lm_head", "classifier"} == scored
 
 
 @pytest.mark.parametrize("shared", ["module", "weight"])
 @torch.no_grad()
-def test_a_product_that_stands_in_two_places_takes_the_scales_of_none(shared, tmp_path):
+def test_shared_layer_gets_no_awq_scales(shared, tmp_path):
     model = family_models.load("llama")
     first, second = (layer.mlp for layer in model.model.layers)
     if shared == "module":
@@ -253,23 +257,23 @@ def test_a_product_that_stands_in_two_places_takes_the_scales_of_none(shared, tm
 
 
 @torch.no_grad()
-def test_the_output_layer_gets_no_factor_of_its_own(tmp_path):
+def test_output_layer_gets_no_awq_factor(tmp_path):
     model = family_models.load("bert")
-    found, ctx = scaled(model, tmp_path)
+    scaled_layers, ctx = scaled(model, tmp_path)
     head = output_layer(model)
-    names = [layer.name for layer in found.layers if layer.module is head]
+    names = [layer.name for layer in scaled_layers.layers if layer.module is head]
     assert names
     assert ctx.details["awq_without_scales"] == names
     assert not any(isinstance(m, ScaledLinear) and m.linear is head for m in model.modules())
 
 
 @torch.no_grad()
-def test_channels_whose_factor_its_type_does_not_hold_are_left_alone():
+def test_channels_with_unrepresentable_factors_are_not_scaled():
     model = family_models.load("bert")
-    layer = next(one for one in plan_layers(model, QuantizeSettings(**AWQ)) if one.name == DENSE)
+    layer = next(planned for planned in plan_layers(model, QuantizeSettings(**AWQ)) if planned.name == DENSE)
     before, scales = layer.module.weight.clone(), torch.full((layer.module.in_features,), 2.0)
     scales[:2] = torch.tensor([1e-6, 1e9])  # factors of 1e6 and 1e-9, which float16 does not have
-    done = ScaleTarget([layer]).apply(model, scales, lambda names: torch.float16, [])
-    assert done[:3].tolist() == [1, 1, 2]
+    applied = ScaleTarget([layer]).apply(model, scales, lambda names: torch.float16, [])
+    assert applied[:3].tolist() == [1, 1, 2]
     assert model.get_submodule(DENSE).factors[:3].tolist() == [1, 1, 0.5]
     assert layer.module.weight[:, :3].equal(before[:, :3] * torch.tensor([1, 1, 2]))

@@ -56,51 +56,55 @@ def large(monkeypatch):
     ],
     ids=str,
 )
-def test_codes_are_those_of_the_whole_model(family, settings, tmp_path, monkeypatch):
-    whole = quantize(family, tmp_path / "whole", **settings)
+def test_sequential_quantization_equals_in_memory_quantization(family, settings, tmp_path, monkeypatch):
+    in_memory = quantize(family, tmp_path / "whole", **settings)
     monkeypatch.setattr(weight_files, "LARGE_BYTES", 0)
     parts = quantize(family, tmp_path / "parts", **settings)
     assert len(list(parts.out.glob("*.safetensors"))) > 2
-    assert read_edits(parts.out) == read_edits(whole.out)
+    assert read_edits(parts.out) == read_edits(in_memory.out)
     reported, expected = (  # but for the headers of several files, and the name of the rows
         json.dumps([ctx.details | {"bytes_after": 0}, messages_to_json(ctx.warnings)]).replace(
             "parts.", "whole."
         )
-        for ctx in (parts, whole)
+        for ctx in (parts, in_memory)
     )
     assert reported == expected
-    a = load_file(whole.out / "model.safetensors")
-    b = {name: t for file in parts.out.glob("*.safetensors") for name, t in load_file(file).items()}
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
+    reference_tensors = load_file(in_memory.out / "model.safetensors")
+    stored = {name: t for file in parts.out.glob("*.safetensors") for name, t in load_file(file).items()}
+    assert reference_tensors.keys() == stored.keys()
+    assert all(
+        torch.equal(reference_tensors[name], stored[name])
+        and reference_tensors[name].dtype == stored[name].dtype
+        for name in reference_tensors
+    )
     loaded = load_model(parts.out)[0]
     assert (
         sum(is_quantized(m) for m in loaded.modules())
-        == whole.details["linear_layers"] + whole.details["embeddings"]
+        == in_memory.details["linear_layers"] + in_memory.details["embeddings"]
     )
 
 
 def weights_in_memory(shape):
     """How many float parameters of `shape` anybody holds."""
-    held = [one for one in gc.get_objects() if type(one) is torch.nn.Parameter]
-    return sum(p.shape == shape and p.is_floating_point() and not p.is_meta for p in held)
+    parameters = [candidate for candidate in gc.get_objects() if type(candidate) is torch.nn.Parameter]
+    return sum(p.shape == shape and p.is_floating_point() and not p.is_meta for p in parameters)
 
 
 @pytest.mark.parametrize(("method", "times"), [("gptq", 1), ("awq-gptq", 2)])
-def test_no_more_than_one_block_is_in_memory(method, times, tmp_path, large, monkeypatch):
-    seen, tables = [], []
+def test_at_most_one_block_is_in_memory(method, times, tmp_path, large, monkeypatch):
+    block_counts, tables = [], []
     real = streamed_model.StreamedModel.load_block
 
     def enter(self, block):
         real(self, block)
-        seen.append(weights_in_memory(block.module.mlp.up_proj.weight.shape))
+        block_counts.append(weights_in_memory(block.module.mlp.up_proj.weight.shape))
         tables.append(weights_in_memory(self.model.lm_head.weight.shape))
 
     monkeypatch.setattr(streamed_model.StreamedModel, "load_block", enter)
     gc.collect()
     before = weights_in_memory((96, 64))
     quantize("llama", tmp_path / "out", **GPTQ | {"method": method})
-    assert [count - before for count in seen] == [2, 2] * times  # `gate` is as large as `up`
+    assert [count - before for count in block_counts] == [2, 2] * times  # `gate` is as large as `up`
     assert len(set(tables)) == 1  # the embedding; not the output layer from the first time
 
 
@@ -116,22 +120,22 @@ def test_no_more_than_one_block_is_in_memory(method, times, tmp_path, large, mon
         ("gpt2", {"scheme": "int4", "group_size": 16}),  # its layers lie turned around in the file
     ],
 )
-def test_what_compares_layers_takes_the_model_whole(family, settings, tmp_path, large, monkeypatch):
+def test_methods_comparing_layers_load_full_model(family, settings, tmp_path, large, monkeypatch):
     source = every_family.model_with_layers(family, 2)
-    asked = []
+    opened = []
 
     def open_it(*args):
-        asked.append(open_large_model(*args))
+        opened.append(open_large_model(*args))
         raise InterruptedError  # what follows is as ever
 
     monkeypatch.setattr(block_by_block, "open_large_model", open_it)
     with pytest.raises(InterruptedError):
         every_family.run_stage(Quantize(), QuantizeSettings(**settings), source, family, tmp_path / "out")
-    assert asked == [None]
+    assert opened == [None]
 
 
 @pytest.mark.parametrize(("name", "settings"), [("model.layers.1.mlp.up_proj", GPTQ), ("lm_head", RTN)])
-def test_weights_that_are_not_finite_are_named(name, settings, tmp_path, large):
+def test_non_finite_weights_are_rejected_with_layer_name(name, settings, tmp_path, large):
     source = every_family.model_with_layers("llama", 2)
     broken = tmp_path / "broken"
     broken.mkdir()
@@ -154,9 +158,7 @@ def test_weights_that_are_not_finite_are_named(name, settings, tmp_path, large):
         (True, GPTQ, 1e-9, "lm_head"),
     ],
 )
-def test_weights_that_float16_scales_do_not_hold_are_warned_of(
-    name, blocks, settings, size, tmp_path, monkeypatch
-):
+def test_float16_scale_underflow_warns(name, blocks, settings, size, tmp_path, monkeypatch):
     source = shutil.copytree(every_family.model_with_layers("llama", 2), tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
     tensors[f"{name}.weight"] *= size / tensors[f"{name}.weight"].abs().max()
@@ -169,7 +171,7 @@ def test_weights_that_float16_scales_do_not_hold_are_warned_of(
         warnings = every_family.run_stage(
             Quantize(), QuantizeSettings(**scheme), source, "llama", out
         ).warnings
-        found = [one.message for one in warnings if one.code == "scale-underflow"]
-        assert len(found) == count, warnings
-        assert all(f"{name}: " in text and f" {size:g}," in text for text in found)
-        assert all(f'exclude: ["{name}"]' in text for text in found)
+        messages = [message.message for message in warnings if message.code == "scale-underflow"]
+        assert len(messages) == count, warnings
+        assert all(f"{name}: " in text and f" {size:g}," in text for text in messages)
+        assert all(f'exclude: ["{name}"]' in text for text in messages)

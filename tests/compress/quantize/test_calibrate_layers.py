@@ -25,9 +25,11 @@ def decided(tmp_path, change, **settings):
         str(tiny.write_labeled(tmp_path / "rows.jsonl")), "text-classification", Columns(), tmp_path
     )
     ctx = harness.make_context(tmp_path / "out", "text-classification", rows)
-    made = QuantizeSettings(**settings)
-    found = calibrate_layers(model, plan_layers(model, made), tiny.as_artifact(source, ctx.task), made, ctx)
-    return found, ctx
+    settings_model = QuantizeSettings(**settings)
+    calibration = calibrate_layers(
+        model, plan_layers(model, settings_model), tiny.as_artifact(source, ctx.task), settings_model, ctx
+    )
+    return calibration, ctx
 
 
 def put_to_sleep(part):
@@ -45,30 +47,32 @@ def put_to_sleep(part):
     ],
     ids=["static", "gptq", "awq", "awq-gptq"],
 )
-def test_layers_that_no_row_reaches_are_told_once(settings, tmp_path):
-    found, ctx = decided(tmp_path, put_to_sleep, **settings)
-    (warning,) = [one for one in ctx.warnings if one.code == "uncalibrated-layers"]
+def test_uncalibrated_layers_are_warned_once(settings, tmp_path):
+    calibration, ctx = decided(tmp_path, put_to_sleep, **settings)
+    (warning,) = [message for message in ctx.warnings if message.code == "uncalibrated-layers"]
     assert f" {ASLEEP};" in warning.message
-    names = [layer.name for layer in found.layers]
+    names = [layer.name for layer in calibration.layers]
     assert (ASLEEP in names) == (settings["scheme"] == "int4")
     if settings["scheme"] == "int8-static":
-        assert {layer.weight_id for layer in found.layers if layer.needs_range} == set(found.ranges)
+        assert {layer.weight_id for layer in calibration.layers if layer.needs_range} == set(
+            calibration.ranges
+        )
 
 
 @pytest.mark.parametrize("error", ["inputs", "outputs"])
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
-def test_the_pair_of_a_layer_that_no_row_reaches_is_nearest_to_its_weights(method, error, tmp_path):
-    made = {
+def test_correction_of_uncalibrated_layer_minimizes_weight_error(method, error, tmp_path):
+    options = {
         "scheme": "int4",
         "method": method,
         "low_rank_correction": LowRankCorrection(rank=2, objective=error),
     }
-    found, _ = decided(tmp_path, put_to_sleep, **made)
-    weight = next(layer.weight_id for layer in found.layers if layer.name == ASLEEP)
+    calibration, _ = decided(tmp_path, put_to_sleep, **options)
+    weight = next(layer.weight_id for layer in calibration.layers if layer.name == ASLEEP)
     if method == "rtn":
-        assert bool(found.corrections[weight].correction.isfinite().all())
+        assert bool(calibration.corrections[weight].correction.isfinite().all())
     else:
-        assert weight not in found.corrections
+        assert weight not in calibration.corrections
 
 
 @pytest.mark.parametrize(
@@ -81,7 +85,7 @@ def test_the_pair_of_a_layer_that_no_row_reaches_is_nearest_to_its_weights(metho
     ],
     ids=["static", "gptq", "inputs", "outputs"],
 )
-def test_what_is_fed_numbers_that_are_none_is_refused_by_name(settings, tmp_path):
+def test_non_finite_activations_are_rejected_with_layer_name(settings, tmp_path):
     def astray(part):
         part.dense.register_forward_hook(lambda module, x, out: out * torch.inf)
 
@@ -90,7 +94,7 @@ def test_what_is_fed_numbers_that_are_none_is_refused_by_name(settings, tmp_path
     assert "bert.encoder.layer.0.output.dense" in str(caught.value)
 
 
-def test_damage_is_told_with_the_rows_that_there_were(tmp_path):
+def test_sensitivity_reports_number_of_samples_used(tmp_path):
     _, ctx = decided(tmp_path, lambda part: None, scheme="int8-static", sensitivity_samples=64)
     assert 0 < ctx.details["sensitivity_samples"] <= ctx.details["calibration"]["rows"] < 64
 
@@ -98,7 +102,7 @@ def test_damage_is_told_with_the_rows_that_there_were(tmp_path):
 @pytest.mark.parametrize(
     "settings", [{"scheme": "int8-dynamic"}, {"scheme": "int4", "exclude": "auto"}], ids=str
 )
-def test_what_compares_or_smooths_measures_damage(settings, tmp_path):
+def test_exclude_auto_and_smoothquant_measure_sensitivity(settings, tmp_path):
     smooth = {} if "exclude" in settings else {"smoothquant_alpha": 0.5}
     _, ctx = decided(tmp_path, lambda part: None, **settings, **smooth)
     assert ctx.details["sensitivity"]

@@ -40,7 +40,7 @@ def values(weight, scheme, options):
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_it_is_the_grid_of_auto_scale(name):
+def test_scale_search_equals_awq_auto_scale(name):
     """_search_module_scale: twenty ratios, the mean squared error of the outputs, the first of the least."""
     x, weights = drawn()
     scheme = find_scheme(name)
@@ -59,14 +59,14 @@ def test_it_is_the_grid_of_auto_scale(name):
         if error < best[0]:
             best = (error, ratio / 20, scales)
     products = [LayerToScale(w, scheme, options) for w in weights]
-    found = search_scales(products, x.abs().mean(0), x.T @ x)
-    assert found.alpha == best[1] > 0
-    np.testing.assert_allclose(found.scales.numpy(), best[2], rtol=1e-5)
-    assert found.error_ratio == pytest.approx(best[0] / errors[0], rel=1e-3)
-    assert found.error_ratio < 0.9
+    search = search_scales(products, x.abs().mean(0), x.T @ x)
+    assert search.alpha == best[1] > 0
+    np.testing.assert_allclose(search.scales.numpy(), best[2], rtol=1e-5)
+    assert search.error_ratio == pytest.approx(best[0] / errors[0], rel=1e-3)
+    assert search.error_ratio < 0.9
 
 
-def test_int4_with_zero_points_is_what_the_published_quantizer_gives():
+def test_int4_with_zero_points_equals_awq_quantizer():
     """pseudo_quantize_tensor on groups with values on both sides of zero; scales are float16 in smelt."""
     _, (w, _) = drawn(inputs=32)
     options = default_options(find_scheme("int4")) | {"group_size": 16, "symmetric": False}
@@ -74,28 +74,28 @@ def test_int4_with_zero_points_is_what_the_published_quantizer_gives():
     assert near.mean() > 0.98  # a weight in the middle of two codes may become either
 
 
-def test_channels_without_activations_have_the_least_scale():
+def test_channels_without_activations_get_minimum_scale():
     scales = scales_from_magnitudes(torch.tensor([4.0, 1.0, 0.0]), 0.5)
-    wanted = torch.tensor([2.0, 1.0, 1e-4]) / (2.0 * 1e-4) ** 0.5
-    torch.testing.assert_close(scales, wanted)
+    expected = torch.tensor([2.0, 1.0, 1e-4]) / (2.0 * 1e-4) ** 0.5
+    torch.testing.assert_close(scales, expected)
     assert scales_from_magnitudes(torch.tensor([4.0, 0.0]), 0.0).tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("name", ["int4", "int8-dynamic"])
-def test_it_is_the_clip_search_of_auto_clip(name):
+def test_clip_search_equals_awq_auto_clip(name):
     """auto_clip_layer: of each group, ten ends down to 0.55 of the largest magnitude, by its own output."""
     x, (w, _) = drawn()
     scheme = find_scheme(name)
     options = default_options(scheme) | SCHEMES[name]
     size = scheme.group_size(40, options)
-    found = clip_and_quantize(LayerToScale(w, scheme, options), x.T @ x)
-    result = scheme.dequantize(found.q_weight, found.qparams, options).flatten(1)[:, :40]
+    quantized = clip_and_quantize(LayerToScale(w, scheme, options), x.T @ x)
+    result = scheme.dequantize(quantized.q_weight, quantized.qparams, options).flatten(1)[:, :40]
     cut = 0
     for row in range(len(w)):
         for start in range(0, 40, size):
             inside = slice(start, start + size)
             part = torch.nn.functional.pad(w[row : row + 1, inside], (0, max(0, start + size - 40)))[None]
-            best, least, at = None, np.inf, 0
+            best, least, best_step = None, np.inf, 0
             for step in range(10):
                 end = part.abs().max() * (1 - step / 20)
                 grid = scheme.compute_qparams(part[0, None].clamp(-end, end), min(size, 40 - start), options)
@@ -103,25 +103,25 @@ def test_it_is_the_clip_search_of_auto_clip(name):
                 tried = tried[: 40 - start]
                 error = float(((x[:, inside] @ (tried - w[row, inside])) ** 2).mean())
                 if error < least:
-                    best, least, at = tried, error, step
-            cut += at > 0
+                    best, least, best_step = tried, error, step
+            cut += best_step > 0
             torch.testing.assert_close(result[row, inside], best, rtol=1e-4, atol=1e-5)
     assert cut  # where nothing was cut off, nothing was compared
 
 
-def test_one_scale_for_a_matrix_is_cut_off_by_the_output_of_all_its_rows():
+def test_per_tensor_clip_minimizes_output_error_of_all_rows():
     x, (w, _) = drawn()
     options = {"granularity": "tensor"}
-    best, least, at = 0.0, np.inf, 0
+    best, least, best_step = 0.0, np.inf, 0
     for step in range(10):
         scale = float(w.abs().max()) * (1 - step / 20) / 127
         tried = (w / scale).round().clamp(-127, 127) * scale
         error = float(((x.double() @ (tried - w).T.double()) ** 2).sum())
         if error < least:
-            best, least, at = scale, error, step
-    found = clip_and_quantize(LayerToScale(w, find_scheme("int8-dynamic"), options), x.T @ x).qparams[
+            best, least, best_step = scale, error, step
+    scales = clip_and_quantize(LayerToScale(w, find_scheme("int8-dynamic"), options), x.T @ x).qparams[
         "scales"
     ]
-    assert found.unique().numel() == 1
-    assert float(found[0]) == pytest.approx(best, rel=1e-5)
-    assert at
+    assert scales.unique().numel() == 1
+    assert float(scales[0]) == pytest.approx(best, rel=1e-5)
+    assert best_step

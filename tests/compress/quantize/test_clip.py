@@ -30,11 +30,11 @@ def with_far_ends(rows, count, size):
 @pytest.mark.parametrize(
     ("scheme", "last", "groups"), [("int4", 15, drawn(3, 2, 32)), ("int2", 3, with_far_ends(3, 2, 128))]
 )
-def test_it_is_the_search_of_gptqs_quantizer(scheme, last, groups):
+def test_mse_search_equals_gptq_quantizer(scheme, last, groups):
     """For p = 1, 0.99, ... 0.21: scale and zero of (p min, p max), sum of |error|^2.4, the least wins."""
-    size, known = groups.shape[2], find_scheme(scheme)
-    options = default_options(known) | {"group_size": size, "symmetric": False}
-    found = mse_grid(groups, 2 * size, known, options)
+    size, scheme_object = groups.shape[2], find_scheme(scheme)
+    options = default_options(scheme_object) | {"group_size": size, "symmetric": False}
+    fitted_grid = mse_grid(groups, 2 * size, scheme_object, options)
     for row in range(3):
         for group in range(2):
             w = groups[row, group].double().numpy()
@@ -46,12 +46,12 @@ def test_it_is_the_search_of_gptqs_quantizer(scheme, last, groups):
                 codes = np.clip(np.round(w / scale) + zero, 0, last)
                 error = (np.abs((codes - zero) * scale - w) ** 2.4).sum()
                 best = min(best, (error, scale, zero))
-            assert float(found["scales"][row, group]) == pytest.approx(best[1], rel=1e-3)
-            assert float(found["zeros"][row, group]) == best[2]
+            assert float(fitted_grid["scales"][row, group]) == pytest.approx(best[1], rel=1e-3)
+            assert float(fitted_grid["zeros"][row, group]) == best[2]
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_no_group_has_a_larger_error_than_with_the_schemes_own_grid(name):
+def test_mse_grid_error_is_not_above_default_grid(name):
     scheme, weight = find_scheme(name), drawn(8, 256)
     options = default_options(scheme)
 
@@ -69,30 +69,30 @@ def test_no_group_has_a_larger_error_than_with_the_schemes_own_grid(name):
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_a_percentile_is_numpys_and_what_fills_up_the_last_group_does_not_count(name):
+def test_percentile_equals_numpy_and_ignores_padding_of_last_group(name):
     scheme, weight = find_scheme(name), drawn(4, 200)
     options = default_options(scheme)
     size = scheme.group_size(200, options)
-    found = round_on_grid(partial(percentile_grid, 97.0), weight, scheme, options)
-    assert len(found.q_weight[0]) == -(-200 // size)
+    rounded = round_on_grid(partial(percentile_grid, 97.0), weight, scheme, options)
+    assert len(rounded.q_weight[0]) == -(-200 // size)
     for start in range(0, 200, size):
         part = weight[:, start : start + size]
         ends = torch.tensor(np.percentile(part.abs().numpy(), 97.0, axis=1))[:, None].float()
         alone = torch.nn.functional.pad(part.clamp(-ends, ends), (0, size - part.shape[1]))[:, None]
-        wanted = scheme.compute_qparams(alone, part.shape[1], options)["scales"]
+        expected = scheme.compute_qparams(alone, part.shape[1], options)["scales"]
         torch.testing.assert_close(
-            found.qparams["scales"][:, start // size], wanted[:, 0], rtol=1e-3, atol=1e-6
+            rounded.qparams["scales"][:, start // size], expected[:, 0], rtol=1e-3, atol=1e-6
         )
 
 
-def test_of_a_hundred_percent_nothing_is_cut_off():
+def test_percentile_100_clips_nothing():
     weight, options = drawn(4, 256), default_options(find_scheme("int4"))
     plain = round_on_grid(scheme_grid, weight, find_scheme("int4"), options)
-    whole = round_on_grid(partial(percentile_grid, 100.0), weight, find_scheme("int4"), options)
-    assert whole.q_weight.equal(plain.q_weight)
+    unclipped = round_on_grid(partial(percentile_grid, 100.0), weight, find_scheme("int4"), options)
+    assert unclipped.q_weight.equal(plain.q_weight)
 
 
-def test_one_scale_for_a_matrix_is_shrunk_to_the_least_error_of_all_its_weights():
+def test_per_tensor_mse_scale_minimizes_error_of_all_weights():
     torch.manual_seed(0)
     weight, scheme, options = torch.randn(40, 400), find_scheme("int8-dynamic"), {"granularity": "tensor"}
     w, best = weight.double().numpy(), (np.inf, 0.0)
@@ -100,14 +100,14 @@ def test_one_scale_for_a_matrix_is_shrunk_to_the_least_error_of_all_its_weights(
         scale = np.abs(w).max() * (1 - i / 100) / 127
         error = (np.abs(np.clip(np.round(w / scale), -127, 127) * scale - w) ** 2.4).sum()
         best = min(best, (error, scale))
-    found = round_on_grid(mse_grid, weight, scheme, options).qparams["scales"]
-    assert found.unique().numel() == 1
-    assert float(found[0]) == pytest.approx(best[1], rel=1e-5)
+    scales = round_on_grid(mse_grid, weight, scheme, options).qparams["scales"]
+    assert scales.unique().numel() == 1
+    assert float(scales[0]) == pytest.approx(best[1], rel=1e-5)
     assert best[1] < 0.999 * np.abs(w).max() / 127  # else nothing was compared
 
 
-def test_a_percentile_is_that_of_the_whole_matrix_where_it_has_one_scale():
+def test_per_tensor_percentile_uses_whole_matrix():
     weight, scheme, options = drawn(6, 40), find_scheme("int8-dynamic"), {"granularity": "tensor"}
-    found = round_on_grid(partial(percentile_grid, 97.0), weight, scheme, options).qparams["scales"]
-    assert found.unique().numel() == 1
-    assert float(found[0]) == pytest.approx(np.percentile(weight.abs().numpy(), 97.0) / 127, rel=1e-3)
+    scales = round_on_grid(partial(percentile_grid, 97.0), weight, scheme, options).qparams["scales"]
+    assert scales.unique().numel() == 1
+    assert float(scales[0]) == pytest.approx(np.percentile(weight.abs().numpy(), 97.0) / 127, rel=1e-3)

@@ -59,10 +59,10 @@ def logits(model, x=None):
         return model(pixels() if x is None else x).logits
 
 
-def test_codes_are_near_the_floats_and_a_quarter_of_their_size(source, tmp_path):
+def test_quantized_convolutions_are_close_and_a_quarter_of_the_size(source, tmp_path):
     ctx = run(source, tmp_path / "out")
-    whole, coded = logits(load_model(source)[0]), logits(load_model(ctx.out)[0])
-    assert float((whole - coded).std() / whole.std()) < 0.1
+    float_logits, quantized_logits = logits(load_model(source)[0]), logits(load_model(ctx.out)[0])
+    assert float((float_logits - quantized_logits).std() / float_logits.std()) < 0.1
     model = harness.load_output_model(ctx)
     convs = [m for m in load_model(source)[0].modules() if isinstance(m, nn.Conv2d)]
     assert ctx.details["convolutions"] == len(convs)
@@ -72,20 +72,20 @@ def test_codes_are_near_the_floats_and_a_quarter_of_their_size(source, tmp_path)
     assert ctx.details["bits_per_weight"] < 9
 
 
-def test_a_layer_computes_what_its_formula_says(basic, tmp_path):
+def test_quantized_convolution_equals_formula(basic, tmp_path):
     """By hand: codes of what comes in, products of codes, scales behind them; ReLU's outputs have no sign."""
     ctx = run(basic, tmp_path / "out", calibration_method="minmax")
-    whole, _ = load_model(basic)
-    fold_batch_norms(whole)
+    float_model, _ = load_model(basic)
+    fold_batch_norms(float_model)
     model = harness.load_output_model(ctx)
-    fed = {}
-    for name, module in whole.named_modules():
+    layer_inputs = {}
+    for name, module in float_model.named_modules():
         if isinstance(module, nn.Conv2d):
-            module.register_forward_pre_hook(lambda m, x, name=name: fed.setdefault(name, x[0]))
-    logits(whole, pixels(8))
-    assert len(fed) > 5
-    for name, x in fed.items():
-        layer, conv = model.get_submodule(name), whole.get_submodule(name)
+            module.register_forward_pre_hook(lambda m, x, name=name: layer_inputs.setdefault(name, x[0]))
+    logits(float_model, pixels(8))
+    assert len(layer_inputs) > 5
+    for name, x in layer_inputs.items():
+        layer, conv = model.get_submodule(name), float_model.get_submodule(name)
         assert isinstance(layer, QuantizedConv2d)
         assert layer.signed == (name == "resnet.embedder.embedder.convolution")
         top = 127 if layer.signed else 255
@@ -99,7 +99,7 @@ def test_a_layer_computes_what_its_formula_says(basic, tmp_path):
             assert torch.allclose(layer(x), expected, atol=1e-4 * float(expected.abs().max()))
 
 
-def test_sums_and_pools_read_codes_too_and_what_reads_the_same_has_one_scale(source, tmp_path):
+def test_additions_and_pools_are_quantized_and_share_input_scale(source, tmp_path):
     model = harness.load_output_model(run(source, tmp_path / "out"))
     encoder = model.resnet.encoder
     for stage in encoder.stages:
@@ -118,18 +118,18 @@ def test_sums_and_pools_read_codes_too_and_what_reads_the_same_has_one_scale(sou
     assert float(pool.scale) == float(first.matrix.tensor("input_scale"))
 
 
-def test_onnx_runtime_keeps_codes_from_one_convolution_to_the_next(basic, tmp_path):
+def test_onnx_runtime_keeps_int8_between_convolutions(basic, tmp_path):
     out = run(basic, tmp_path / "out").out
     rows = {"train": images.read_rows(images.write_rows(tmp_path / "more.jsonl"))}
     ctx = harness.run_stage(Onnx(), OnnxSettings(), out, tmp_path / "onnx", images.TASK, rows)
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
     onnxruntime.InferenceSession(ctx.out / "model.onnx", options, providers=["CPUExecutionProvider"])
-    found = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
+    op_types = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
     convolutions = sum(isinstance(m, QuantizedConv2d) for m in load_model(out)[0].modules())
-    assert found.count("QLinearConv") == convolutions
-    assert not {"Conv", "FusedConv"} & set(found)
-    assert found.count("QLinearAdd") == 2  # the last sum is read by the mean of all places, in floats
+    assert op_types.count("QLinearConv") == convolutions
+    assert not {"Conv", "FusedConv"} & set(op_types)
+    assert op_types.count("QLinearAdd") == 2  # the last sum is read by the mean of all places, in floats
     assert ctx.details["parity"]["model"]["exact"]["largest"] < 1e-3
     x = pixels(8)
     with open_folder(ctx.out, "onnx", "ort-cpu", 1, "cpu") as runner:
@@ -138,7 +138,7 @@ def test_onnx_runtime_keeps_codes_from_one_convolution_to_the_next(basic, tmp_pa
     assert float((torch.from_numpy(got) - expected).abs().mean() / expected.std()) < 0.02
 
 
-def test_a_graph_of_bottlenecks_agrees_with_torch(tmp_path):
+def test_bottleneck_graph_matches_torch(tmp_path):
     source = images.write_model(tmp_path / "model", "resnet", **KINDS["bottleneck"])
     out = run(source, tmp_path / "out").out
     rows = {"train": images.read_rows(images.write_rows(tmp_path / "more.jsonl"))}
@@ -147,7 +147,7 @@ def test_a_graph_of_bottlenecks_agrees_with_torch(tmp_path):
 
 
 @pytest.mark.parametrize("codes", [{}, {"qat": {"scales": "lsq"}}])
-def test_it_trains_through_its_codes(codes, basic, tmp_path):
+def test_quantized_convolutions_can_be_trained(codes, basic, tmp_path):
     rows = {"train": images.read_rows(images.write_rows(tmp_path / "more.jsonl", 32))}
     coded = run(basic, tmp_path / "out").out
     settings = {"epochs": 3, "batch_size": 8, "num_evals": 0, "precision": "fp32", "learning_rate": 1e-3}
@@ -161,15 +161,17 @@ def test_it_trains_through_its_codes(codes, basic, tmp_path):
     assert torch.isfinite(logits(model)).all()
 
 
-def test_training_begins_at_the_folded_floats(basic, tmp_path):
+def test_qat_starts_from_folded_float_weights(basic, tmp_path):
     coded = run(basic, tmp_path / "out").out
-    made = tiny.as_artifact(coded, images.TASK)
-    whole = tiny.as_artifact(basic, images.TASK)
-    whole = replace(whole, manifest=whole.manifest.model_copy(update={"key": "1" * 64}))
-    fields = {"stage": "quantize", "parent": whole.key}
-    ctx = harness.make_context(tmp_path / "tuned", images.TASK, ancestors={"model": whole})
-    made = replace(made, manifest=made.manifest.model_copy(update=fields))
-    model, _ = load_trainable(made, ctx)
+    quantized = tiny.as_artifact(coded, images.TASK)
+    float_artifact = tiny.as_artifact(basic, images.TASK)
+    float_artifact = replace(
+        float_artifact, manifest=float_artifact.manifest.model_copy(update={"key": "1" * 64})
+    )
+    fields = {"stage": "quantize", "parent": float_artifact.key}
+    ctx = harness.make_context(tmp_path / "tuned", images.TASK, ancestors={"model": float_artifact})
+    quantized = replace(quantized, manifest=quantized.manifest.model_copy(update=fields))
+    model, _ = load_trainable(quantized, ctx)
     assert ctx.details["latent_weights"] == "model"
     folded, _ = load_model(basic)
     fold_batch_norms(folded)
@@ -179,7 +181,7 @@ def test_training_begins_at_the_folded_floats(basic, tmp_path):
 
 
 @pytest.mark.parametrize("skip", [["*embedder*", "*.shortcut.*", "classifier.*"], ["*.layer.1.*", "auto"]])
-def test_layers_that_stay_float_are_exported_beside_the_others(skip, basic, tmp_path):
+def test_excluded_float_layers_are_exported(skip, basic, tmp_path):
     ctx = run(basic, tmp_path / "out", exclude=skip)
     model = harness.load_output_model(ctx)
     assert any(isinstance(m, nn.Conv2d | nn.Linear) for m in model.modules())
@@ -189,7 +191,7 @@ def test_layers_that_stay_float_are_exported_beside_the_others(skip, basic, tmp_
 
 
 @pytest.mark.parametrize(("method", "floats"), [("tucker", 0), ("cp", 32)])
-def test_thinner_convolutions_become_codes_but_those_of_cp(method, floats, basic, tmp_path):
+def test_factorized_convolutions_are_quantized_except_cp(method, floats, basic, tmp_path):
     settings = FactorizeSettings(method=method, keep_ratio=0.6)
     thin = harness.run_stage(Factorize(), settings, basic, tmp_path / "thin", images.TASK).out
     ctx = run(thin, tmp_path / "out")
@@ -213,16 +215,16 @@ def test_thinner_convolutions_become_codes_but_those_of_cp(method, floats, basic
         ({"scheme": "int8-static", "low_rank_correction": {"rank": 4}}, "low_rank_correction"),
     ],
 )
-def test_the_plan_refuses_what_is_of_linear_layers(wrong, setting):
-    [found], _ = Quantize.check_model(QuantizeSettings.model_validate(wrong), {"model_type": "resnet"})
+def test_plan_rejects_linear_only_settings_for_convolutions(wrong, setting):
+    [error], _ = Quantize.check_model(QuantizeSettings.model_validate(wrong), {"model_type": "resnet"})
     code = "unsupported-scheme" if setting == "scheme" else "does-not-fit-model"
-    assert (found.setting, found.code) == (setting, code)
+    assert (error.setting, error.code) == (setting, code)
 
 
-def test_the_plan_refuses_a_target_that_cannot_run_them():
+def test_plan_rejects_targets_without_quantized_convolutions():
     settings = QuantizeSettings(scheme="int8-static")
-    _, left = Quantize.check_model(settings, {"model_type": "resnet"})
+    _, config = Quantize.check_model(settings, {"model_type": "resnet"})
     for target, wrong in {"ort-cpu": [], "openvino": [], "tensorrt": ["target"]}.items():
-        found, _ = Onnx.check_model(OnnxSettings.model_validate({"target": target}), left)
-        assert [one.setting for one in found] == wrong
-        assert set(message_codes(found)) <= {"unsupported-target"}
+        errors, _ = Onnx.check_model(OnnxSettings.model_validate({"target": target}), config)
+        assert [error.setting for error in errors] == wrong
+        assert set(message_codes(errors)) <= {"unsupported-target"}

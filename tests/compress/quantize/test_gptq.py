@@ -27,9 +27,9 @@ SCHEMES = {
 def drawn(inputs=40, tokens=200, outputs=6):
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(tokens, inputs, generator=draw) @ torch.randn(inputs, inputs, generator=draw)
-    found = empty_statistics(inputs, second=True)
-    found.update(x)
-    return torch.randn(outputs, inputs, generator=draw), x, found
+    statistics = empty_statistics(inputs, second=True)
+    statistics.update(x)
+    return torch.randn(outputs, inputs, generator=draw), x, statistics
 
 
 def by_the_equations(weight, x, scheme, options):
@@ -59,72 +59,72 @@ def of(codes, scheme, options, width):
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_it_is_what_the_equations_of_the_paper_give(name, monkeypatch):
+def test_gptq_equals_equations_of_paper(name, monkeypatch):
     monkeypatch.setattr(module, "_BLOCK_COLUMNS", 24)  # two blocks; 40 inputs: the last group is filled up
-    weight, x, found = drawn()
+    weight, x, statistics = drawn()
     scheme = find_scheme(name)
     options = default_options(scheme) | SCHEMES[name]
-    codes = gptq_quantize(weight, found, scheme, options, scheme_grid)
-    wanted = by_the_equations(weight, x, scheme, options)
+    codes = gptq_quantize(weight, statistics, scheme, options, scheme_grid)
+    expected = by_the_equations(weight, x, scheme, options)
     # a weight that lies between two codes may become either in float32
-    assert np.isclose(of(codes, scheme, options, 40), wanted, rtol=1e-5, atol=1e-6).mean() > 0.99
-    assert inverse_cholesky(found)[1] == 0.01
+    assert np.isclose(of(codes, scheme, options, 40), expected, rtol=1e-5, atol=1e-6).mean() > 0.99
+    assert inverse_cholesky(statistics)[1] == 0.01
     nearest = of(round_to_nearest(weight, scheme, options), scheme, options, 40)
     plain, moment = weight.double().numpy(), (x.double().T @ x.double()).numpy()
 
     def error(values):
         return float((((values - plain) @ moment) * (values - plain)).sum())
 
-    assert error(wanted) < 0.95 * error(nearest)
+    assert error(expected) < 0.95 * error(nearest)
 
 
-def test_an_input_that_is_never_fed_moves_nothing():
+def test_dead_input_does_not_change_other_weights():
     weight, x, _ = drawn()
     weight[:, 3] = 50 * weight.abs().max()  # which would leave the rest of its group one step
     x[:, 3] = 0
-    found = empty_statistics(40, second=True)
-    found.update(x)
+    statistics = empty_statistics(40, second=True)
+    statistics.update(x)
     scheme, options = find_scheme("int4"), default_options(find_scheme("int4")) | {"group_size": 16}
-    codes = gptq_quantize(weight, found, scheme, options, scheme_grid)
+    codes = gptq_quantize(weight, statistics, scheme, options, scheme_grid)
     values = of(codes, scheme, options, 40)
     assert (values[:, 3] == 0).all()
     assert np.isclose(values, by_the_equations(weight, x, scheme, options), atol=1e-5).mean() > 0.99
 
 
 @pytest.mark.parametrize("name", ["binary", "ternary", "kmeans4", "int4"])
-def test_inputs_that_are_never_fed_cost_the_others_nothing(name):
+def test_dead_inputs_do_not_raise_error_of_other_inputs(name):
     """Half of them: grids that average over all weights are not those of so many zeros."""
     weight, x, _ = drawn(inputs=128, tokens=400)
     x[:, ::2] = 0
-    found = empty_statistics(128, second=True)
-    found.update(x)
+    statistics = empty_statistics(128, second=True)
+    statistics.update(x)
     scheme, moment = find_scheme(name), (x.double().T @ x.double()).numpy()
     options = default_options(scheme)
 
     def error(codes):
-        off = of(codes, scheme, options, 128) - weight.double().numpy()
-        return float(((off @ moment) * off).sum())
+        difference = of(codes, scheme, options, 128) - weight.double().numpy()
+        return float(((difference @ moment) * difference).sum())
 
     nearest = error(round_to_nearest(weight, scheme, options))
-    assert error(gptq_quantize(weight, found, scheme, options, scheme_grid)) < 0.9 * nearest
+    assert error(gptq_quantize(weight, statistics, scheme, options, scheme_grid)) < 0.9 * nearest
 
 
-def test_the_error_that_is_told_is_a_part_of_nearests_on_its_own_grid():
+def test_reported_gptq_error_is_relative_to_rtn():
     weight, x, _ = drawn()
     weight[:, 3] = 50 * weight.abs().max()
     x[:, 3] = 0
-    found = empty_statistics(40, second=True)
-    found.update(x)
+    statistics = empty_statistics(40, second=True)
+    statistics.update(x)
     scheme, options = find_scheme("int4"), default_options(find_scheme("int4")) | {"group_size": 16}
     layer = torch.nn.Linear(40, len(weight), bias=False)
     layer.weight.data = weight.clone()
     work = module.GptqRunner(None, scheme_grid, None)
-    work.quantize([PlannedLayer(layer, "layer", "int4", options, True)], {"layer": found})
+    work.quantize([PlannedLayer(layer, "layer", "int4", options, True)], {"layer": statistics})
     moment = (x.double().T @ x.double()).numpy()
 
     def error(values):
-        off = values - weight.double().numpy()
-        return float(((off @ moment) * off).sum())
+        difference = values - weight.double().numpy()
+        return float(((difference @ moment) * difference).sum())
 
     nearest = error(of(round_to_nearest(weight, scheme, options), scheme, options, 40))
     share = error(layer.weight.detach().double().numpy()) / nearest
@@ -132,15 +132,15 @@ def test_the_error_that_is_told_is_a_part_of_nearests_on_its_own_grid():
     assert share < 0.05  # nearest has one step for all that is next to the weight without input
 
 
-def test_a_moment_that_cannot_be_inverted_is_damped_further():
+def test_singular_moment_gets_more_damping():
     x = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     moment = x.T @ x
     moment[0, 1] = moment[1, 0] = 1.08 * float((moment[0, 0] * moment[1, 1]).sqrt())  # no moment at all
-    found = empty_statistics(6, second=True)
-    found.second_moment, found.tokens = moment, 2  # so that H is the moment itself
-    factor, damp = inverse_cholesky(found)
+    statistics = empty_statistics(6, second=True)
+    statistics.second_moment, statistics.tokens = moment, 2  # so that H is the moment itself
+    factor, damp = inverse_cholesky(statistics)
     assert damp > 0.01
     damped = moment + damp * moment.diagonal().mean() * torch.eye(6, dtype=torch.float64)
     torch.testing.assert_close(factor.T @ factor, torch.linalg.inv(damped))
     with pytest.raises(NotInvertibleError):
-        inverse_cholesky(replace(found, second_moment=moment * torch.nan))
+        inverse_cholesky(replace(statistics, second_moment=moment * torch.nan))

@@ -25,44 +25,46 @@ CASES = [
 def decided(tmp_path_factory):
     """The weight of a layer, what it is fed, and what GPTQModel makes of it in each case."""
     folder, draw = tmp_path_factory.mktemp("codes"), torch.Generator().manual_seed(0)
-    fed = torch.randn(800, 320, generator=draw) @ torch.randn(320, 320, generator=draw)
+    inputs = torch.randn(800, 320, generator=draw) @ torch.randn(320, 320, generator=draw)
     weight = torch.randn(16, 320, generator=draw)
     np.save(folder / "weight.npy", weight.numpy())
-    np.save(folder / "fed.npy", fed.numpy())
+    np.save(folder / "fed.npy", inputs.numpy())
     done = peer_tools.run_in_gptqmodel("quantize_by_gptqmodel.py", {"folder": str(folder), "cases": CASES})
     assert done == len(CASES)
-    found = empty_statistics(320, second=True)
-    found.update(fed)
-    return weight, found, [dict(np.load(folder / f"{at}.npz")) for at in range(len(CASES))]
+    statistics = empty_statistics(320, second=True)
+    statistics.update(inputs)
+    return weight, statistics, [dict(np.load(folder / f"{index}.npz")) for index in range(len(CASES))]
 
 
 @pytest.mark.parametrize("at", range(len(CASES)), ids=[str(case) for case in CASES])
-def test_codes_are_those_of_gptqmodel_on_its_grids(decided, at):
-    weight, found, theirs = decided
-    case, made = CASES[at], theirs[at]
+def test_gptq_weights_equal_gptqmodel_on_its_grids(decided, at):
+    weight, statistics, references = decided
+    case, reference = CASES[at], references[at]
     scheme = SCHEMES_BY_BITS[case["bits"]]
     options = default_options(scheme) | {"group_size": case["group"], "symmetric": case["symmetric"]}
-    scales, zeros = torch.from_numpy(made["scales"]), torch.from_numpy(made["zeros"]).byte()
+    scales, zeros = torch.from_numpy(reference["scales"]), torch.from_numpy(reference["zeros"]).byte()
     middle = 2 ** (case["bits"] - 1)
     if case["symmetric"]:
         assert bool((zeros == middle).all())
     grid = {"scales": scales} | ({} if case["symmetric"] else {"zeros": zeros})
-    codes = gptq_quantize(weight, found, scheme, options, lambda *_: grid).q_weight
-    wanted = torch.from_numpy(made["codes"])
+    codes = gptq_quantize(weight, statistics, scheme, options, lambda *_: grid).q_weight
+    expected = torch.from_numpy(reference["codes"])
     # a weight between two codes may become either, and what it leaves moves others a little
-    assert float((codes == wanted).float().mean()) > 0.999
+    assert float((codes == expected).float().mean()) > 0.999
     rounded = scheme.quantize(weight.view(16, -1, case["group"]), grid, options)
-    assert float((rounded == wanted).float().mean()) < 0.9  # it is not the nearest that agrees
+    assert float((rounded == expected).float().mean()) < 0.9  # it is not the nearest that agrees
 
 
 @pytest.mark.parametrize("at", [i for i, case in enumerate(CASES) if not case["symmetric"]])
-def test_grids_with_zero_points_are_those_of_gptqmodel_to_float16(decided, at):
-    weight, _, theirs = decided
-    case, made = CASES[at], theirs[at]
+def test_zero_point_grids_equal_gptqmodel_in_float16(decided, at):
+    weight, _, references = decided
+    case, reference = CASES[at], references[at]
     scheme = SCHEMES_BY_BITS[case["bits"]]
     options = default_options(scheme) | {"group_size": case["group"], "symmetric": False}
     grid = scheme_grid(weight.view(16, -1, case["group"]), 320, scheme, options)
-    torch.testing.assert_close(grid["scales"], torch.from_numpy(made["scales"]), rtol=2**-11, atol=0)
-    off = grid["zeros"].float().numpy() - made["zeros"]  # a scale of fewer digits may move one by a step
-    assert np.abs(off).max() <= 1
-    assert np.mean(off == 0) > 0.95
+    torch.testing.assert_close(grid["scales"], torch.from_numpy(reference["scales"]), rtol=2**-11, atol=0)
+    difference = (
+        grid["zeros"].float().numpy() - reference["zeros"]
+    )  # a scale of fewer digits may move one by a step
+    assert np.abs(difference).max() <= 1
+    assert np.mean(difference == 0) > 0.95

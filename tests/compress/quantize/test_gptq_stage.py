@@ -33,28 +33,33 @@ def of(codes, scheme, options, width):
 
 def stage(family, out, **settings):
     source = every_family.model_with_layers(family, 2)
-    made = QuantizeSettings(scheme="int4", method="gptq", group_size=16, calibration_samples=8, **settings)
-    return source, every_family.run_stage(Quantize(), made, source, family, out)
+    quantize_settings = QuantizeSettings(
+        scheme="int4", method="gptq", group_size=16, calibration_samples=8, **settings
+    )
+    return source, every_family.run_stage(Quantize(), quantize_settings, source, family, out)
 
 
 @pytest.mark.parametrize("family", ["bert", "bart", "gpt2"])
-def test_blocks_are_gone_through_on_what_the_ones_before_give(family, tmp_path):
+def test_each_block_is_calibrated_on_quantized_previous_blocks(family, tmp_path):
     source, ctx = stage(family, tmp_path / "out")
     model = harness.load_output_model(ctx)
     plain, _ = load_model(source)
     names = list(ctx.details["gptq_error"])
     last = [n for n in names if ".1." in n][-1]  # the last product of the last block
     # the model as it was when the block was reached: all blocks before it quantized
-    place = last[: last.index(".1.") + 3]
+    block_prefix = last[: last.index(".1.") + 3]
     with torch.no_grad():
         for name in names:
-            if not name.startswith(place) and model.get_submodule(name) is not model.get_output_embeddings():
+            if (
+                not name.startswith(block_prefix)
+                and model.get_submodule(name) is not model.get_output_embeddings()
+            ):
                 plain.get_submodule(name).weight.copy_(model.get_submodule(name).matrix.dequantized())
     rows = load_calibration_samples(plain, tiny.as_artifact(source, ctx.task), 8, ctx, "quantize")
-    with collect_statistics(plain, rows, {last: [plain.get_submodule(last)]}, ctx) as found:
+    with collect_statistics(plain, rows, {last: [plain.get_submodule(last)]}, ctx) as statistics:
         scheme, matrix = find_scheme("int4"), model.get_submodule(last).matrix
         weight = plain.get_submodule(last).weight.detach()
-        codes = gptq_quantize(weight, found[last], scheme, matrix.options, scheme_grid)
+        codes = gptq_quantize(weight, statistics[last], scheme, matrix.options, scheme_grid)
     values = of(codes, scheme, matrix.options, weight.shape[1])
     assert np.isclose(values, matrix.dequantized().double().numpy(), atol=1e-5).mean() > 0.99
     nearest = of(round_to_nearest(weight, scheme, matrix.options), scheme, matrix.options, weight.shape[1])
@@ -66,15 +71,15 @@ def test_blocks_are_gone_through_on_what_the_ones_before_give(family, tmp_path):
     assert set(names) == {n for n in linears if not (tied and plain.get_submodule(n) is head)}
 
 
-def test_zeros_that_are_to_stay_stay_and_the_others_make_up_for_them(tmp_path):
+def test_gptq_keeps_sparsity_and_compensates_in_other_weights(tmp_path):
     """SparseGPT's published code, with quantization: masked weights are 0, and their error is passed on."""
     pattern = SparsifySettings(method="magnitude", pattern="2:4")
     sparse = every_family.run_stage(
         Sparsify(), pattern, every_family.model_with_layers("bert", 2), "bert", tmp_path / "s"
     )
     before = harness.load_output_model(sparse)
-    made = QuantizeSettings(scheme="int4", method="gptq", group_size=16, calibration_samples=8)
-    ctx = every_family.run_stage(Quantize(), made, sparse.out, "bert", tmp_path / "out")
+    settings = QuantizeSettings(scheme="int4", method="gptq", group_size=16, calibration_samples=8)
+    ctx = every_family.run_stage(Quantize(), settings, sparse.out, "bert", tmp_path / "out")
     model = harness.load_output_model(ctx)
     for name in sparse.details["sparsity_by_layer"]:
         values = model.get_submodule(name).matrix.dequantized()
@@ -92,9 +97,7 @@ def test_zeros_that_are_to_stay_stay_and_the_others_make_up_for_them(tmp_path):
         ("kmeans4", {}),
     ],
 )
-def test_rows_that_are_decided_a_few_at_a_time_get_the_codes_of_all_at_once(
-    scheme, options, tmp_path, monkeypatch
-):
+def test_row_chunks_give_same_quantized_weights(scheme, options, tmp_path, monkeypatch):
     sizes, inverted = [], []
     real, invert, source = (
         module.gptq_quantize,
@@ -103,8 +106,8 @@ def test_rows_that_are_decided_a_few_at_a_time_get_the_codes_of_all_at_once(
     )
 
     def run(name):
-        made = QuantizeSettings(scheme=scheme, method="gptq", calibration_samples=8, **options)
-        return every_family.run_stage(Quantize(), made, source, "llama", tmp_path / name)
+        settings = QuantizeSettings(scheme=scheme, method="gptq", calibration_samples=8, **options)
+        return every_family.run_stage(Quantize(), settings, source, "llama", tmp_path / name)
 
     def seen(rows, *more):
         sizes.append(len(rows))
@@ -114,32 +117,32 @@ def test_rows_that_are_decided_a_few_at_a_time_get_the_codes_of_all_at_once(
         inverted.append(found)
         return invert(found)
 
-    whole = run("whole")
+    full_ctx = run("whole")
     monkeypatch.setattr(plan_layers, "MAX_WEIGHTS_AT_ONCE", 7 * 64)  # seven rows of 64 inputs
     monkeypatch.setattr(module, "gptq_quantize", seen)
     monkeypatch.setattr(module, "inverse_cholesky", once)
     parts = run("parts")
     assert max(sizes) == 7
     assert len(inverted) == len(parts.details["gptq_error"])  # what a layer is fed is inverted once
-    assert parts.details["gptq_error"] == pytest.approx(whole.details["gptq_error"], rel=1e-2)
-    a, b = load_file(whole.out / "model.safetensors"), load_file(parts.out / "model.safetensors")
+    assert parts.details["gptq_error"] == pytest.approx(full_ctx.details["gptq_error"], rel=1e-2)
+    a, b = load_file(full_ctx.out / "model.safetensors"), load_file(parts.out / "model.safetensors")
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_rows_that_share_a_scale_are_decided_at_once(tmp_path, monkeypatch):
+def test_per_tensor_scale_disables_row_chunks(tmp_path, monkeypatch):
     monkeypatch.setattr(plan_layers, "MAX_WEIGHTS_AT_ONCE", 7 * 64)
-    made = QuantizeSettings(granularity="tensor", method="gptq", calibration_samples=8)
+    settings = QuantizeSettings(granularity="tensor", method="gptq", calibration_samples=8)
     ctx = every_family.run_stage(
-        Quantize(), made, every_family.model_with_layers("llama", 2), "llama", tmp_path / "out"
+        Quantize(), settings, every_family.model_with_layers("llama", 2), "llama", tmp_path / "out"
     )
     stored = load_file(ctx.out / "model.safetensors")
     scales = [tensor for name, tensor in stored.items() if name.endswith(".scales")]
     assert len(scales) > 7
-    assert all(one.unique().numel() == 1 for one in scales)
+    assert all(scale.unique().numel() == 1 for scale in scales)
 
 
-def test_what_a_layer_was_fed_is_forgotten_when_its_codes_are_decided(tmp_path, monkeypatch):
+def test_calibration_moments_are_freed_after_each_layer(tmp_path, monkeypatch):
     moments, alive, real = [], [], module.inverse_cholesky
 
     def counting(found):
@@ -155,44 +158,44 @@ def test_what_a_layer_was_fed_is_forgotten_when_its_codes_are_decided(tmp_path, 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
-def test_it_decides_on_a_gpu_what_it_decides_on_the_cpu(tmp_path):
-    source, found = every_family.model_with_layers("bert", 2), []
+def test_gptq_error_on_gpu_matches_cpu(tmp_path):
+    source, gptq_errors = every_family.model_with_layers("bert", 2), []
     data = read_split(
         str(tiny.write_labeled(tmp_path / "rows.jsonl")), "text-classification", Columns(), tmp_path
     )
     for device in ("cpu", "cuda"):
-        made = QuantizeSettings(scheme="int4", method="gptq", group_size=16, calibration_samples=8)
+        settings = QuantizeSettings(scheme="int4", method="gptq", group_size=16, calibration_samples=8)
         ctx = harness.run_stage(
-            Quantize(), made, source, tmp_path / device, "text-classification", data, device=device
+            Quantize(), settings, source, tmp_path / device, "text-classification", data, device=device
         )
-        found.append(ctx.details["gptq_error"])
-    assert found[0] == pytest.approx(found[1], rel=0.1)
+        gptq_errors.append(ctx.details["gptq_error"])
+    assert gptq_errors[0] == pytest.approx(gptq_errors[1], rel=0.1)
 
 
-def test_a_matrix_that_is_looked_up_too_is_rounded_to_nearest(tmp_path):
+def test_tied_embedding_matrix_is_rounded_to_nearest(tmp_path):
     source, ctx = stage("gpt2", tmp_path / "out")
     model, plain = harness.load_output_model(ctx), load_model(source)[0]
     matrix, weight = model.get_output_embeddings().matrix, plain.get_output_embeddings().weight.detach()
     assert matrix is model.get_input_embeddings().matrix
     codes = round_to_nearest(weight, matrix.scheme, matrix.options)
-    wanted = of(codes, matrix.scheme, matrix.options, weight.shape[1])
-    np.testing.assert_allclose(matrix.dequantized().double().numpy(), wanted, atol=1e-6)
+    expected = of(codes, matrix.scheme, matrix.options, weight.shape[1])
+    np.testing.assert_allclose(matrix.dequantized().double().numpy(), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_tokens_of_the_other_side_are_no_tokens_of_a_layer(method, tmp_path):
+def test_few_tokens_are_counted_per_side_of_encoder_decoder(method, tmp_path):
     """An encoder-decoder whose rows have more tokens than any layer inputs, and either side fewer."""
     ctx = every_family.run_stage(
         Quantize(), QuantizeSettings(scheme="int4", group_size=16, method=method, calibration_samples=4),
         every_family.model_with_layers("marian", 1), "marian", tmp_path / "out",
     )  # fmt: skip
     tokens = ctx.details["calibration"]["tokens"]
-    (message,) = [one.message for one in ctx.warnings if one.code == "few-calibration-tokens"]
-    few, inputs = (int(word) for word in message.replace(",", "").split() if word.isdigit())
+    (message,) = [warning.message for warning in ctx.warnings if warning.code == "few-calibration-tokens"]
+    few, inputs = (int(number) for number in message.replace(",", "").split() if number.isdigit())
     assert few < inputs <= tokens
 
 
-def test_inputs_that_no_row_feeds_are_counted(tmp_path):
+def test_dead_inputs_are_counted(tmp_path):
     """Behind a ReLU: neurons that no row wakes; their columns become 0."""
     folder = every_family.model_with_layers("bart", 1)
     shutil.copytree(folder, tmp_path / "m")
@@ -201,16 +204,16 @@ def test_inputs_that_no_row_feeds_are_counted(tmp_path):
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
     tensors["model.encoder.layers.0.fc1.bias"][[1, 5]] = -1e4
     save_file(tensors, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
-    made = QuantizeSettings(scheme="int4", method="gptq", calibration_samples=8)
-    ctx = every_family.run_stage(Quantize(), made, tmp_path / "m", "bart", tmp_path / "out")
+    settings = QuantizeSettings(scheme="int4", method="gptq", calibration_samples=8)
+    ctx = every_family.run_stage(Quantize(), settings, tmp_path / "m", "bart", tmp_path / "out")
     count = ctx.details["dead_inputs"]["model.encoder.layers.0.fc2"]
     values = harness.load_output_model(ctx).model.encoder.layers[0].fc2.matrix.dequantized()
-    unfed = (values == 0).all(dim=0)
-    assert count == int(unfed.sum())
-    assert bool(unfed[[1, 5]].all())
+    dead = (values == 0).all(dim=0)
+    assert count == int(dead.sum())
+    assert bool(dead[[1, 5]].all())
 
 
-def test_rows_are_needed_and_the_usual_settings_are_written_as_ever():
+def test_gptq_needs_calibration_data_and_rejects_unused_settings():
     plain = QuantizeSettings(scheme="int4")
     assert Quantize.needs_with(plain, {"train"}) == frozenset()
     gptq = QuantizeSettings(scheme="int4", method="gptq", calibration_samples=16)
@@ -225,11 +228,11 @@ def test_rows_are_needed_and_the_usual_settings_are_written_as_ever():
     assert caught.value.errors()[0]["msg"].startswith("Value error, calibration_samples")
 
 
-def test_a_layer_with_a_pair_is_decided_at_once(tmp_path, monkeypatch):
+def test_low_rank_correction_disables_row_chunks(tmp_path, monkeypatch):
     """The pair is of all rows: of some alone it would be another one."""
 
     def run(name):
-        made = QuantizeSettings(
+        settings = QuantizeSettings(
             scheme="int4",
             method="gptq",
             group_size=16,
@@ -237,27 +240,27 @@ def test_a_layer_with_a_pair_is_decided_at_once(tmp_path, monkeypatch):
             low_rank_correction=LowRankCorrection(rank=2),
         )
         return every_family.run_stage(
-            Quantize(), made, every_family.model_with_layers("llama", 1), "llama", tmp_path / name
+            Quantize(), settings, every_family.model_with_layers("llama", 1), "llama", tmp_path / name
         )
 
-    whole = run("whole")
+    full_ctx = run("whole")
     monkeypatch.setattr(plan_layers, "MAX_WEIGHTS_AT_ONCE", 7 * 64)
     parts = run("parts")
-    assert parts.details["gptq_error"] == pytest.approx(whole.details["gptq_error"], rel=1e-2)
-    assert parts.details["low_rank_correction"] == whole.details["low_rank_correction"]
+    assert parts.details["gptq_error"] == pytest.approx(full_ctx.details["gptq_error"], rel=1e-2)
+    assert parts.details["low_rank_correction"] == full_ctx.details["low_rank_correction"]
 
 
-def test_beside_a_pair_codes_take_what_it_puts_where_weights_are_zero(tmp_path):
+def test_quantized_weights_compensate_correction_at_zero_weights(tmp_path):
     pattern = SparsifySettings(method="magnitude", pattern="2:4")
     sparse = every_family.run_stage(
         Sparsify(), pattern, every_family.model_with_layers("bert", 1), "bert", tmp_path / "s"
     )
     before = harness.load_output_model(sparse)
-    beside = LowRankCorrection(rank=4, init="svd")
-    made = QuantizeSettings(
-        scheme="int4", method="gptq", group_size=16, calibration_samples=8, low_rank_correction=beside
+    correction = LowRankCorrection(rank=4, init="svd")
+    settings = QuantizeSettings(
+        scheme="int4", method="gptq", group_size=16, calibration_samples=8, low_rank_correction=correction
     )
-    ctx = every_family.run_stage(Quantize(), made, sparse.out, "bert", tmp_path / "out")
+    ctx = every_family.run_stage(Quantize(), settings, sparse.out, "bert", tmp_path / "out")
     model = harness.load_output_model(ctx)
     for name in sparse.details["sparsity_by_layer"]:
         layer, zeros = model.get_submodule(name), before.get_submodule(name).weight == 0

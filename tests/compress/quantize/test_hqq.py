@@ -21,48 +21,54 @@ def drawn(*shape):
     return HEAVY.sample(shape)
 
 
-def test_the_operator_is_that_of_the_published_code():
+def test_shrink_equals_published_operator():
     """shrink_lp_op: sign(x) relu(|x| - |x|^(p - 1) / beta)."""
     x = drawn(50).numpy()
-    wanted = np.sign(x) * np.maximum(np.abs(x) - np.abs(x) ** (0.7 - 1) / 2.0, 0)
-    np.testing.assert_allclose(shrink(torch.tensor(x), 2.0).numpy(), wanted, rtol=1e-5)
+    expected = np.sign(x) * np.maximum(np.abs(x) - np.abs(x) ** (0.7 - 1) / 2.0, 0)
+    np.testing.assert_allclose(shrink(torch.tensor(x), 2.0).numpy(), expected, rtol=1e-5)
     assert float(shrink(torch.zeros(1), 2.0)) == 0.0
-    assert (wanted != 0).any()
+    assert (expected != 0).any()
 
 
 @pytest.mark.peers
 @pytest.mark.parametrize("name", ["int4", "int2"])
 @pytest.mark.parametrize("large", [0.02, 40.0])  # as weights are, and where the norm lets errors go
-def test_zero_points_are_those_of_the_published_code_before_they_are_rounded(name, large):
+def test_zero_point_shift_equals_published_code(name, large):
     """Turn by turn, the scale held, as it holds it."""
-    scheme, groups, there = find_scheme(name), drawn(6, 3, 64) * large, torch.ones(3, 64)
+    scheme, groups, mask = find_scheme(name), drawn(6, 3, 64) * large, torch.ones(3, 64)
     options = default_options(scheme) | {"symmetric": False, "group_size": 64}
     grid = scheme.compute_qparams(groups, 192, options)
-    scales, zeros, theirs = grid["scales"], grid["zeros"].float(), grid["zeros"].float()[..., None]
+    scales, zeros, reference_zeros = grid["scales"], grid["zeros"].float(), grid["zeros"].float()[..., None]
     published, beta, let_go = peer_tools.hqq_module(), 10.0, 0
     for _ in range(20):
         now = grid | {"zeros": zeros}
         values = scheme.dequantize(
             (groups / scales[..., None] + zeros[..., None]).round().clamp(0, scheme.max_code), now, options
         )
-        left = shrink(groups - values, beta)
-        let_go += int((left != 0).sum())
-        zeros = zeros + zero_point_shift(groups - left, values / scales[..., None], scales, there)
+        errors = shrink(groups - values, beta)
+        let_go += int((errors != 0).sum())
+        zeros = zeros + zero_point_shift(groups - errors, values / scales[..., None], scales, mask)
         step = published.optimize_weights_proximal_legacy_step
-        theirs = step(groups, 1 / scales[..., None], theirs, [0, scheme.max_code], beta, 0.7, -1)[2]
-        torch.testing.assert_close(zeros, theirs[..., 0], rtol=1e-5, atol=1e-5)
+        reference_zeros = step(
+            groups, 1 / scales[..., None], reference_zeros, [0, scheme.max_code], beta, 0.7, -1
+        )[2]
+        torch.testing.assert_close(zeros, reference_zeros[..., 0], rtol=1e-5, atol=1e-5)
         beta *= 1.01
     assert bool(let_go) == (large > 1)
     assert float((zeros - grid["zeros"]).abs().max()) > (1e-3 if large > 1 else 0.1)
 
 
-def test_two_bits_are_warned_of(tmp_path):
+def test_hqq_with_two_bits_warns(tmp_path):
     def warned(**settings):
-        made = QuantizeSettings(method="hqq", **settings)
+        quantize_settings = QuantizeSettings(method="hqq", **settings)
         ctx = every_family.run_stage(
-            Quantize(), made, every_family.model_with_layers("bert", 1), "bert", tmp_path / str(settings)
+            Quantize(),
+            quantize_settings,
+            every_family.model_with_layers("bert", 1),
+            "bert",
+            tmp_path / str(settings),
         )
-        return [one for one in ctx.warnings if one.code == "hqq-two-bits"]
+        return [message for message in ctx.warnings if message.code == "hqq-two-bits"]
 
     assert len(warned(scheme="int2")) == 1
     assert warned(scheme="int3") == []
@@ -76,11 +82,11 @@ def test_two_bits_are_warned_of(tmp_path):
     )
 
 
-def test_it_is_the_loop_of_the_published_code_with_the_scale_fitted():
+def test_hqq_grid_equals_published_loop_with_fitted_scale():
     """int4, symmetric, a group at a time; of all iterations the least mean |error| wins."""
     groups = drawn(3, 2, 32) * 4  # large enough that the norm lets a part of the error go
     options = default_options(find_scheme("int4")) | {"group_size": 32}
-    found = hqq_grid(groups, 64, find_scheme("int4"), options)
+    fitted_grid = hqq_grid(groups, 64, find_scheme("int4"), options)
     moved = 0
     for row in range(3):
         for group in range(2):
@@ -90,43 +96,45 @@ def test_it_is_the_loop_of_the_published_code_with_the_scale_fitted():
             best, beta = (np.inf, 0.0), 10.0
             for _ in range(21):
                 codes = np.clip(np.round(w / scale), -8, 7)
-                off = w - codes * scale
-                best = min(best, (np.abs(off).mean(), scale))
-                part = np.sign(off) * np.maximum(np.abs(off) - np.abs(off) ** -0.3 / beta, 0)
+                error = w - codes * scale
+                best = min(best, (np.abs(error).mean(), scale))
+                part = np.sign(error) * np.maximum(np.abs(error) - np.abs(error) ** -0.3 / beta, 0)
                 scale = float(np.float16(((w - part) * codes).sum() / (codes * codes).sum()))
                 beta *= 1.01
-            assert float(found["scales"][row, group]) == pytest.approx(best[1], rel=1e-3)
+            assert float(fitted_grid["scales"][row, group]) == pytest.approx(best[1], rel=1e-3)
             moved += best[1] != start
     assert moved
 
 
-def test_zero_points_move_as_published_and_stay_integers():
+def test_zero_points_follow_published_update_and_are_integers():
     """mean(codes - (W - E) / scale), rounded; then the scale that fits best."""
     groups = drawn(1, 1, 64).abs() * torch.linspace(0.01, 6, 64)  # crowded at one end
     scheme, options = (
         find_scheme("int4"),
         default_options(find_scheme("int4")) | {"group_size": 64, "symmetric": False},
     )
-    found = hqq_grid(groups, 64, scheme, options)
-    assert found["zeros"].dtype == torch.uint8
+    fitted_grid = hqq_grid(groups, 64, scheme, options)
+    assert fitted_grid["zeros"].dtype == torch.uint8
     w, grid = groups[0, 0].double().numpy(), scheme.compute_qparams(groups, 64, options)
     scale, zero = float(grid["scales"]), float(grid["zeros"])
     best, beta = (np.inf, 0.0, 0.0), 10.0
     for _ in range(21):
         codes = np.clip(np.round(w / scale) + zero, 0, 15)
-        off = w - (codes - zero) * scale
-        best = min(best, (np.abs(off).mean(), scale, zero))
-        target = w - np.sign(off) * np.maximum(np.abs(off) - np.maximum(np.abs(off), 1e-30) ** -0.3 / beta, 0)
+        error = w - (codes - zero) * scale
+        best = min(best, (np.abs(error).mean(), scale, zero))
+        target = w - np.sign(error) * np.maximum(
+            np.abs(error) - np.maximum(np.abs(error), 1e-30) ** -0.3 / beta, 0
+        )
         zero = float(np.clip(np.round(np.mean(codes - target / scale)), 0, 15))
         steps = codes - zero
         scale = float(np.float16((target * steps).sum() / (steps * steps).sum()))
         beta *= 1.01
-    assert float(found["scales"]) == pytest.approx(best[1], rel=1e-3)
-    assert float(found["zeros"]) == best[2]
+    assert float(fitted_grid["scales"]) == pytest.approx(best[1], rel=1e-3)
+    assert float(fitted_grid["zeros"]) == best[2]
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_no_group_has_a_larger_mean_error_than_with_the_schemes_own_grid(name):
+def test_hqq_error_is_not_above_default_grid(name):
     scheme, weight = find_scheme(name), drawn(8, 200)  # the last group is filled up
     options = default_options(scheme)
 
@@ -141,37 +149,40 @@ def test_no_group_has_a_larger_mean_error_than_with_the_schemes_own_grid(name):
         assert float(searched.sum()) < 0.99 * float(plain.sum())
 
 
-def test_a_group_of_zeros_stays_one():
+def test_zero_group_is_quantized_to_zeros():
     scheme, options = find_scheme("int4"), default_options(find_scheme("int4"))
     zeros = torch.zeros(2, 1, 64)
-    found = hqq_grid(zeros, 64, scheme, options)
-    assert scheme.dequantize(scheme.quantize(zeros, found, options), found, options).equal(zeros)
+    fitted_grid = hqq_grid(zeros, 64, scheme, options)
+    assert scheme.dequantize(scheme.quantize(zeros, fitted_grid, options), fitted_grid, options).equal(zeros)
 
 
-def test_one_scale_for_a_matrix_is_fitted_to_all_of_its_weights():
+def test_per_tensor_hqq_scale_fits_all_weights():
     weight, scheme, options = drawn(6, 40) * 40, find_scheme("int8-dynamic"), {"granularity": "tensor"}
     w = weight.double().numpy()
     scale = start = np.abs(w).max() / 127
     best, beta = (np.inf, 0.0), 10.0
     for _ in range(21):
         codes = np.clip(np.round(w / scale), -127, 127)
-        off = w - codes * scale
-        if np.abs(off).sum() * (1 + NEAR_TIE) < best[0]:
-            best = (np.abs(off).sum(), scale)
-        part = np.sign(off) * np.maximum(np.abs(off) - np.maximum(np.abs(off), 1e-30) ** -0.3 / beta, 0)
+        error = w - codes * scale
+        if np.abs(error).sum() * (1 + NEAR_TIE) < best[0]:
+            best = (np.abs(error).sum(), scale)
+        part = np.sign(error) * np.maximum(np.abs(error) - np.maximum(np.abs(error), 1e-30) ** -0.3 / beta, 0)
         scale = ((w - part) * codes).sum() / (codes * codes).sum()
         beta *= 1.01
-    found = round_on_grid(hqq_grid, weight, scheme, options).qparams["scales"]
-    assert found.unique().numel() == 1
-    assert float(found[0]) == pytest.approx(best[1], rel=1e-5)
+    scales = round_on_grid(hqq_grid, weight, scheme, options).qparams["scales"]
+    assert scales.unique().numel() == 1
+    assert float(scales[0]) == pytest.approx(best[1], rel=1e-5)
     assert best[1] != start
 
 
 @pytest.mark.parametrize("name", ["int2", "int3", "int4", "int8-groupwise"])
-def test_scales_are_tried_as_they_are_stored_under_every_width(name):
+def test_hqq_scales_are_stored_as_float16(name):
     scheme, groups = find_scheme(name), drawn(64, 4, 32)
     options = default_options(scheme) | {"symmetric": False, "group_size": 32}
-    found, own = hqq_grid(groups, 128, scheme, options), scheme.compute_qparams(groups, 128, options)
-    assert found["scales"].equal(found["scales"].half().float())
-    assert (found["scales"] != own["scales"]).float().mean() > 0.5
-    assert int(found["zeros"].max()) <= scheme.max_code
+    fitted_grid, default_grid = (
+        hqq_grid(groups, 128, scheme, options),
+        scheme.compute_qparams(groups, 128, options),
+    )
+    assert fitted_grid["scales"].equal(fitted_grid["scales"].half().float())
+    assert (fitted_grid["scales"] != default_grid["scales"]).float().mean() > 0.5
+    assert int(fitted_grid["zeros"].max()) <= scheme.max_code

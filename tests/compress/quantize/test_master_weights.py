@@ -54,27 +54,27 @@ def latents(model):
     return {name: latent.weight.detach().clone() for name, latent in qat_layers(model)}
 
 
-def test_a_second_training_starts_from_the_float_weights_that_the_first_ended_with(coded, tmp_path):
+def test_second_training_starts_from_master_weights_of_first(coded, tmp_path):
     source, settings = tiny.as_artifact(coded, TASK), FinetuneSettings(**TRAIN)
     ctx = harness.make_context(tmp_path / "first", TASK, ROWS)
     model, edits = load_trainable(source, ctx)
     assert ctx.details["latent_weights"] == "codes"
     train_with_techniques(model, source, settings, ctx, edits=edits, stage="finetune")
-    ended = latents(model)
+    final = latents(model)
     save_trained(model, edits, coded, settings.dtype, settings.qat, ctx)
     assert ctx.details["latent_bytes"] == (ctx.out / MASTER_WEIGHTS_FILE).stat().st_size
     later = harness.make_context(tmp_path / "second", TASK, ROWS)
-    again, _ = load_trainable(tiny.as_artifact(ctx.out, TASK), later)
-    begun = latents(again)
-    assert begun.keys() == ended.keys()
-    assert all(begun[name].equal(ended[name]) for name in ended)
+    retrainable, _ = load_trainable(tiny.as_artifact(ctx.out, TASK), later)
+    initial = latents(retrainable)
+    assert initial.keys() == final.keys()
+    assert all(initial[name].equal(final[name]) for name in final)
     assert later.details["latent_weights"] == "kept"
     codes = load_model(ctx.out)[0].bert.pooler.dense.matrix.dequantize()
-    assert not begun["bert.pooler.dense"].equal(codes)  # which a training without them would start from
+    assert not initial["bert.pooler.dense"].equal(codes)  # which a training without them would start from
     assert later.warnings == []
 
 
-def test_codes_of_kept_weights_are_those_that_are_stored(first, tmp_path):
+def test_quantizing_master_weights_reproduces_stored_weights(first, tmp_path):
     ctx = harness.make_context(tmp_path / "out", TASK)
     model, edits = load_trainable(tiny.as_artifact(first.out, TASK), ctx)
     save_trained(model, edits, first.out, "keep", None, ctx)
@@ -83,7 +83,7 @@ def test_codes_of_kept_weights_are_those_that_are_stored(first, tmp_path):
     assert sha256_of(ctx.out / MASTER_WEIGHTS_FILE) == sha256_of(first.out / MASTER_WEIGHTS_FILE)
 
 
-def test_they_are_left_out_where_nobody_wants_them(coded, tmp_path):
+def test_master_weights_are_not_stored_if_disabled(coded, tmp_path):
     ctx = trained(coded, tmp_path / "out", qat={"save_master_weights": False})
     assert not (ctx.out / MASTER_WEIGHTS_FILE).exists()
     assert "latent_bytes" not in ctx.details
@@ -91,92 +91,98 @@ def test_they_are_left_out_where_nobody_wants_them(coded, tmp_path):
     assert not (plain.out / MASTER_WEIGHTS_FILE).exists()
 
 
-def test_adapters_leave_codes_and_keep_nothing(first, tmp_path):
+def test_lora_training_stores_no_master_weights(first, tmp_path):
     ctx = trained(first.out, tmp_path / "out", lora={"rank": 2})
     assert not (ctx.out / MASTER_WEIGHTS_FILE).exists()
 
 
-def test_a_matrix_that_is_embedding_and_head_is_kept_once(tmp_path):
+def test_tied_matrix_has_one_master_weight(tmp_path):
     settings = QuantizeSettings(scheme="int4", group_size=16)
     rows = read_split(str(tiny.write_pairs(tmp_path / "r.jsonl", 16)), "translation", Columns(), tmp_path)
     source = every_family.model_with_layers("marian", 2)
-    made = harness.run_stage(Quantize(), settings, source, tmp_path / "coded").out
+    quantized = harness.run_stage(Quantize(), settings, source, tmp_path / "coded").out
     # a student of fewer layers, whose names are others than those of what was quantized
     student = DistillSettings(**TRAIN, student={"decoder_layers": [1]})
-    ctx = harness.run_stage(Distill(), student, made, tmp_path / "out", data=rows)
-    kept = load_file(ctx.out / MASTER_WEIGHTS_FILE)
+    ctx = harness.run_stage(Distill(), student, quantized, tmp_path / "out", data=rows)
+    master_weights = load_file(ctx.out / MASTER_WEIGHTS_FILE)
     model, _ = load_trainable(tiny.as_artifact(ctx.out), harness.make_context(tmp_path / "later"))
-    assert len(kept) == len({id(latent.weight) for _, latent in qat_layers(model)})
+    assert len(master_weights) == len({id(latent.weight) for _, latent in qat_layers(model)})
     assert model.lm_head.weight is model.model.shared.weight
-    assert all(kept[name].equal(latent.weight) for name, latent in qat_layers(model) if name in kept)
-    assert not any("decoder.layers.1" in name for name in kept)
+    assert all(
+        master_weights[name].equal(latent.weight)
+        for name, latent in qat_layers(model)
+        if name in master_weights
+    )
+    assert not any("decoder.layers.1" in name for name in master_weights)
 
 
-def test_weights_beside_a_pair_are_kept(tmp_path):
+def test_master_weights_are_stored_with_low_rank_correction(tmp_path):
     settings = QuantizeSettings(scheme="int4", group_size=16, low_rank_correction={"rank": 2})
-    made = harness.run_stage(
+    quantized = harness.run_stage(
         Quantize(), settings, every_family.model_with_layers("bert", 2), tmp_path / "coded", TASK
     ).out
-    ctx = trained(made, tmp_path / "out")
+    ctx = trained(quantized, tmp_path / "out")
     later = harness.make_context(tmp_path / "later", TASK)
     model, _ = load_trainable(tiny.as_artifact(ctx.out, TASK), later)
     assert later.details["latent_weights"] == "kept"
     assert any(name.endswith(".coded") for name, _ in qat_layers(model))
 
 
-def test_weights_of_another_model_are_not_taken_and_that_is_said(coded, first, tmp_path):
-    place = tmp_path / "model"
-    shutil.copytree(coded, place)
-    shutil.copyfile(first.out / MASTER_WEIGHTS_FILE, place / MASTER_WEIGHTS_FILE)  # of the same shapes
+def test_mismatched_master_weights_are_ignored_with_warning(coded, first, tmp_path):
+    model_folder = tmp_path / "model"
+    shutil.copytree(coded, model_folder)
+    shutil.copyfile(first.out / MASTER_WEIGHTS_FILE, model_folder / MASTER_WEIGHTS_FILE)  # of the same shapes
     ctx = harness.make_context(tmp_path / "out", TASK)
-    load_trainable(tiny.as_artifact(place, TASK), ctx)
+    load_trainable(tiny.as_artifact(model_folder, TASK), ctx)
     assert ctx.details["latent_weights"] == "codes"
     (message,) = ctx.warnings
     assert message.code == "master-weights-outdated"
     shapes = {name: tuple(t.shape) for name, t in load_file(first.out / MASTER_WEIGHTS_FILE).items()}
     other = dict(shapes) | {"bert.pooler.dense": (32, 16)}
-    found, warning = read_master_weights(first.out, other)
-    assert found is None
+    master_weights, warning = read_master_weights(first.out, other)
+    assert master_weights is None
     assert warning.code == "master-weights-mismatch"
     assert "'bert.pooler.dense'" in warning.message
     assert read_master_weights(first.out, shapes | {"more": (1, 1)})[0] is None
 
 
-def test_without_them_a_quantize_step_still_has_its_float_parent(tmp_path):
+def test_invalid_master_weights_fall_back_to_float_parent(tmp_path):
     """What does not fit is as absent: the float weights of the step before are there as ever."""
     source = every_family.model_with_layers("bert", 2)
-    made = harness.run_stage(Quantize(), QuantizeSettings(), source, tmp_path / "coded", TASK)
-    write_master_weights({"strange": torch.zeros(2, 2)}, made.out)
+    quantized = harness.run_stage(Quantize(), QuantizeSettings(), source, tmp_path / "coded", TASK)
+    write_master_weights({"strange": torch.zeros(2, 2)}, quantized.out)
     parent = tiny.as_artifact(source, TASK)
     manifest = Manifest(
         key="b" * 64, format="torch", task=TASK, stage="quantize", settings={}, seed=0, parent=parent.key,
         versions={},
     )  # fmt: skip
     ctx = replace(harness.make_context(tmp_path / "out", TASK), ancestors={"model": parent})
-    load_trainable(Artifact(made.out, manifest), ctx)
+    load_trainable(Artifact(quantized.out, manifest), ctx)
     assert ctx.details["latent_weights"] == "model"
     assert message_codes(ctx.warnings) == ["master-weights-mismatch"]
 
 
 @pytest.mark.parametrize("length", [0, -1])
-def test_a_file_that_was_cut_off_is_refused(first, tmp_path, length):
-    place = tmp_path / "model"
-    shutil.copytree(first.out, place)
-    (place / MASTER_WEIGHTS_FILE).write_bytes((first.out / MASTER_WEIGHTS_FILE).read_bytes()[:length])
+def test_truncated_master_weights_are_rejected(first, tmp_path, length):
+    model_folder = tmp_path / "model"
+    shutil.copytree(first.out, model_folder)
+    (model_folder / MASTER_WEIGHTS_FILE).write_bytes((first.out / MASTER_WEIGHTS_FILE).read_bytes()[:length])
     with raises_code("damaged-file", InputError) as caught:
-        trained(place, tmp_path / "out")
-    assert caught.value.file == str(place / MASTER_WEIGHTS_FILE)
+        trained(model_folder, tmp_path / "out")
+    assert caught.value.file == str(model_folder / MASTER_WEIGHTS_FILE)
 
 
-def test_numbers_that_are_none_are_refused_with_the_layer(first, tmp_path):
-    place = tmp_path / "model"
-    shutil.copytree(first.out, place)
-    tensors = load_file(place / MASTER_WEIGHTS_FILE)
+def test_non_finite_master_weights_are_rejected_with_layer_name(first, tmp_path):
+    model_folder = tmp_path / "model"
+    shutil.copytree(first.out, model_folder)
+    tensors = load_file(model_folder / MASTER_WEIGHTS_FILE)
     tensors["bert.pooler.dense"][3, 4] = torch.nan
     save_file(
-        tensors, place / MASTER_WEIGHTS_FILE, metadata={"model": sha256_of(place / "model.safetensors")}
+        tensors,
+        model_folder / MASTER_WEIGHTS_FILE,
+        metadata={"model": sha256_of(model_folder / "model.safetensors")},
     )
     with raises_code("non-finite-weights", InputError) as caught:
-        trained(place, tmp_path / "out")
-    assert caught.value.file == str(place / MASTER_WEIGHTS_FILE)
+        trained(model_folder, tmp_path / "out")
+    assert caught.value.file == str(model_folder / MASTER_WEIGHTS_FILE)
     assert "bert.pooler.dense" in str(caught.value)

@@ -33,15 +33,19 @@ FEW = {
 
 def run(out, **settings):
     source = every_family.model_with_layers("bert", 2)
-    made = QuantizeSettings(**settings)
-    return source, made, every_family.run_stage(Quantize(), made, source, "bert", out)
+    quantize_settings = QuantizeSettings(**settings)
+    return (
+        source,
+        quantize_settings,
+        every_family.run_stage(Quantize(), quantize_settings, source, "bert", out),
+    )
 
 
 @pytest.mark.parametrize("budget", [3.0, 4.5])
-def test_the_choice_is_that_of_trying_everything_and_the_budget_is_met(tmp_path, budget):
-    source, made, ctx = run(tmp_path / "out", mixed_precision={"target_bits": budget}, **FEW)
+def test_bit_widths_equal_brute_force_within_budget(tmp_path, budget):
+    source, quantize_settings, ctx = run(tmp_path / "out", mixed_precision={"target_bits": budget}, **FEW)
     model, _ = load_model(source)
-    units = weight_matrices(plan_layers(model, made), made, sorted(SCHEMES_BY_BITS))
+    units = weight_matrices(plan_layers(model, quantize_settings), quantize_settings, sorted(SCHEMES_BY_BITS))
     details = ctx.details["mixed_precision"]
     assert len(units) == 4  # the embedding, two products of the first layer, the classifier
     total = sum(unit.num_weights for unit in units)
@@ -63,55 +67,57 @@ def test_the_choice_is_that_of_trying_everything_and_the_budget_is_met(tmp_path,
 @pytest.mark.parametrize(
     "settings", [{"mixed_precision": {"target_bits": 4.5}}, {"scheme": "int4", "exclude": "auto"}], ids=str
 )
-def test_damage_on_next_to_nothing_is_told(tmp_path, settings):
+def test_few_sensitivity_tokens_warn(tmp_path, settings):
     few = {"group_size": 32, "calibration_samples": 1, "sensitivity_samples": 1}
     *_, ctx = run(tmp_path / "out", **few, **settings)
-    (warning,) = [one for one in ctx.warnings if one.code == "few-sensitivity-tokens"]
+    (warning,) = [message for message in ctx.warnings if message.code == "few-sensitivity-tokens"]
     assert "8 tokens" in warning.message
 
 
 @pytest.mark.parametrize("by_layer", [False, True])
-def test_damage_is_the_change_of_the_outputs_in_parts_of_their_variance(tmp_path, by_layer):
+def test_sensitivity_is_output_change_relative_to_variance(tmp_path, by_layer):
     settings = (
         {"scheme": "int2", "exclude": [*FEW["exclude"], "auto"]}
         if by_layer
         else {"mixed_precision": {"target_bits": 4.5, "bit_widths": [2, 8]}}
     )
-    source, made, ctx = run(tmp_path / "out", **FEW | settings)
+    source, quantize_settings, ctx = run(tmp_path / "out", **FEW | settings)
     model, _ = load_model(source)
     rows = load_calibration_samples(model, tiny.as_artifact(source, ctx.task), 4, ctx, "quantize").subset(2)
-    whole = torch.cat([o.flatten() for o in model_outputs(model, rows.batches)])
-    planned = plan_layers(model, made)
+    float_outputs = torch.cat([o.flatten() for o in model_outputs(model, rows.batches)])
+    planned = plan_layers(model, quantize_settings)
     if by_layer:
-        name, found = next(iter(ctx.details["sensitivity"].items()))
+        name, sensitivity = next(iter(ctx.details["sensitivity"].items()))
         layers = [layer for layer in planned if layer.name == name]
     else:
-        name, found = next(iter(ctx.details["mixed_precision"]["sensitivity"].items()))
-        unit = next(unit for unit in weight_matrices(planned, made, [2]) if unit.name == name)
-        layers, found = unit.layers_with_bits(2, made), found["2"]
+        name, sensitivity = next(iter(ctx.details["mixed_precision"]["sensitivity"].items()))
+        unit = next(unit for unit in weight_matrices(planned, quantize_settings, [2]) if unit.name == name)
+        layers, sensitivity = unit.layers_with_bits(2, quantize_settings), sensitivity["2"]
     quantize_layers(model, layers, {})
-    off = torch.cat([o.flatten() for o in model_outputs(model, rows.batches)]) - whole
-    assert found == pytest.approx(float(off.square().mean() / whole.var(correction=0)), rel=0.01)
+    difference = torch.cat([o.flatten() for o in model_outputs(model, rows.batches)]) - float_outputs
+    assert sensitivity == pytest.approx(
+        float(difference.square().mean() / float_outputs.var(correction=0)), rel=0.01
+    )
 
 
 @pytest.mark.parametrize(
     "given", [{"mixed_precision": {"target_bits": 4.5}}, {"exclude": "auto", "scheme": "int4"}]
 )
-def test_outputs_that_are_no_numbers_are_refused(tmp_path, given):
+def test_non_finite_outputs_are_rejected(tmp_path, given):
     model, edits = load_model(every_family.model_with_layers("bert", 2))
     with torch.no_grad():
         model.get_submodule("bert.encoder.layer.1.output.LayerNorm").weight.fill_(float("nan"))
     source = tmp_path / "astray"
     source.mkdir()
     save_model(model, edits, source, every_family.model_with_layers("bert", 2))
-    made = QuantizeSettings(calibration_samples=2, sensitivity_samples=1, **given)
+    settings = QuantizeSettings(calibration_samples=2, sensitivity_samples=1, **given)
     with raises_code("non-finite-outputs", InputError):
-        every_family.run_stage(Quantize(), made, source, "bert", tmp_path / "out")
+        every_family.run_stage(Quantize(), settings, source, "bert", tmp_path / "out")
 
 
-def test_an_embedding_and_a_head_of_one_matrix_get_one_width(tmp_path):
+def test_tied_embedding_and_output_layer_get_one_bit_width(tmp_path):
     source = every_family.model_with_layers("gpt2", 1)
-    made = QuantizeSettings(
+    settings = QuantizeSettings(
         mixed_precision={"target_bits": 4.0},
         group_size=32,
         calibration_samples=2,
@@ -119,7 +125,7 @@ def test_an_embedding_and_a_head_of_one_matrix_get_one_width(tmp_path):
         method="gptq",
         exclude=["*.c_attn"],
     )
-    ctx = every_family.run_stage(Quantize(), made, source, "gpt2", tmp_path / "out")
+    ctx = every_family.run_stage(Quantize(), settings, source, "gpt2", tmp_path / "out")
     model = harness.load_output_model(ctx)
     assert model.get_output_embeddings().matrix is model.get_input_embeddings().matrix
     assert "lm_head" not in ctx.details["mixed_precision"]["bits"]
@@ -128,8 +134,8 @@ def test_an_embedding_and_a_head_of_one_matrix_get_one_width(tmp_path):
 
 
 @pytest.mark.parametrize("clip", ["none", "awq"])
-def test_scales_and_ends_of_ranges_are_searched_for_the_chosen_widths(tmp_path, clip):
-    source, made, ctx = run(
+def test_awq_searches_scales_for_chosen_bit_widths(tmp_path, clip):
+    source, quantize_settings, ctx = run(
         tmp_path / "out", mixed_precision={"target_bits": 4.5}, method="awq", clip=clip, **FEW
     )
     details = ctx.details["mixed_precision"]["bits"]
@@ -139,10 +145,12 @@ def test_scales_and_ends_of_ranges_are_searched_for_the_chosen_widths(tmp_path, 
     rows = load_calibration_samples(
         model, tiny.as_artifact(source, ctx.task), FEW["calibration_samples"], ctx, "quantize"
     )
-    units = weight_matrices(plan_layers(model, made), made, ())
-    asked = [layer for unit in units for layer in unit.layers_with_bits(details[unit.name], made)]
+    units = weight_matrices(plan_layers(model, quantize_settings), quantize_settings, ())
+    chosen_layers = [
+        layer for unit in units for layer in unit.layers_with_bits(details[unit.name], quantize_settings)
+    ]
     alone = harness.make_context(tmp_path / "alone")
-    apply_awq(model, asked, rows, False, lambda names: torch.float32, alone)
+    apply_awq(model, chosen_layers, rows, False, lambda names: torch.float32, alone)
     assert ctx.details["awq_alpha"] == alone.details["awq_alpha"]
     assert ctx.details["awq_error"] == alone.details["awq_error"]
 
@@ -164,11 +172,11 @@ WIDTHS_BY_NAME = {scheme.name: bits for bits, scheme in SCHEMES_BY_BITS.items()}
 def dropped(out, turned=(), **bits):
     path = tiny.write_labeled(out / "rows.jsonl")
     data = read_split(str(path), "text-classification", Columns(), out)
-    made = QuantizeSettings(mixed_precision=bits, **FEW)
+    settings = QuantizeSettings(mixed_precision=bits, **FEW)
     source = every_family.model_with_layers("bert", 2)
     return harness.run_stage(
         Quantize(),
-        made,
+        settings,
         source,
         out / "out",
         "text-classification",
@@ -178,7 +186,7 @@ def dropped(out, turned=(), **bits):
     )
 
 
-def test_the_fewest_bits_that_keep_the_score_are_taken(tmp_path):
+def test_fewest_bits_within_max_drop_are_chosen(tmp_path):
     ctx = dropped(tmp_path, max_drop=3.0)
     details = ctx.details["mixed_precision"]
     picked = list(details["bits"].values())
@@ -190,23 +198,23 @@ def test_the_fewest_bits_that_keep_the_score_are_taken(tmp_path):
     assert min(s["average_bits"] for s in details["scores"] if s["bleu"] >= 5) == details["average_bits"]
 
 
-def test_scores_are_told_as_they_are_where_less_is_better(tmp_path):
+def test_negated_metric_is_reported_with_original_sign(tmp_path):
     ctx = dropped(tmp_path, max_drop=3.0, turned={"bleu"})
     details = ctx.details["mixed_precision"]
     assert {s["bleu"] < 0 for s in details["scores"]} == {True}  # the stand-in is turned round
     assert details["score_of_floats"] == -8.0
 
 
-def test_what_even_the_widest_codes_lose_is_said(tmp_path):
+def test_unreachable_max_drop_warns(tmp_path):
     ctx = dropped(tmp_path, max_drop=0.5, bit_widths=[2, 4])
     details = ctx.details["mixed_precision"]
     for name, damage in details["sensitivity"].items():
         assert damage[str(details["bits"][name])] == min(damage.values())
-    (message,) = [one.message for one in ctx.warnings if one.code == "max-drop-exceeded"]
+    (message,) = [warning.message for warning in ctx.warnings if warning.code == "max-drop-exceeded"]
     assert all(value in message for value in (f"{details['average_bits']:.3g}", "0.5", "bleu"))
 
 
-def test_a_metric_that_nobody_scores_is_refused_before_damage_is_measured(tmp_path, monkeypatch):
+def test_unscored_metric_is_rejected_before_sensitivity_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(
         mixed_precision,
         "measure_matrix_sensitivities",
@@ -218,7 +226,7 @@ def test_a_metric_that_nobody_scores_is_refused_before_damage_is_measured(tmp_pa
     assert all(metric in str(caught.value) for metric in ("chrf", "bleu"))
 
 
-def test_a_budget_that_padded_groups_cannot_meet_is_refused(tmp_path):
+def test_budget_below_cost_of_padded_groups_is_rejected(tmp_path):
     with raises_code("budget-too-small", InputError) as caught:
         run(tmp_path / "out", mixed_precision={"target_bits": 2.2}, **(FEW | {"group_size": 128}))
     assert caught.value.setting == "mixed_precision.target_bits"
@@ -256,13 +264,13 @@ def test_a_budget_that_padded_groups_cannot_meet_is_refused(tmp_path):
         ({"mixed_precision": {"target_bits": 4}, "group_size": 16}, "wrong-value", "16"),
     ],
 )
-def test_what_cannot_be_is_refused(given, code, named):
+def test_invalid_mixed_precision_settings_are_rejected(given, code, named):
     with raises_setting_codes(code) as caught:
         QuantizeSettings(**given)
     assert named in caught.value.errors()[0]["msg"]
 
 
-def test_rows_are_needed_and_validation_for_what_is_scored():
+def test_required_splits_depend_on_budget_or_max_drop():
     budget, drop = (QuantizeSettings(mixed_precision=bits) for bits in ({"target_bits": 4}, {"max_drop": 1}))
     assert Quantize.needs_with(budget, {"train"}) == {"train"}
     assert Quantize.needs_with(drop, {"train", "calibration"}) == {"calibration", "validation"}
@@ -272,19 +280,19 @@ def test_rows_are_needed_and_validation_for_what_is_scored():
     )
 
 
-def test_what_is_measured_is_put_back_under_all_of_its_names(tmp_path):
+def test_measuring_sensitivity_restores_modules_under_all_names(tmp_path):
     source = every_family.model_with_layers("gpt2", 1)
     model, _ = load_model(source)
-    made = QuantizeSettings(
+    settings = QuantizeSettings(
         mixed_precision={"target_bits": 4.5}, group_size=32, calibration_samples=2, sensitivity_samples=1
     )
     before = dict(model.named_modules(remove_duplicate=False))
-    units = weight_matrices(plan_layers(model, made), made, [2, 4])
+    units = weight_matrices(plan_layers(model, settings), settings, [2, 4])
     assert max(len(unit.layers) for unit in units) == 2  # embedding and head
     ctx = harness.make_context(tmp_path / "out")
     rows = CalibrationSamples(
         "made", [{"input_ids": torch.arange(9)[None], "attention_mask": torch.ones(1, 9).long()}], 1, 9
     )
-    measure_matrix_sensitivities(model, units, rows, made, lambda layer: None, ctx)
+    measure_matrix_sensitivities(model, units, rows, settings, lambda layer: None, ctx)
     assert dict(model.named_modules(remove_duplicate=False)) == before
     assert all(unit.sensitivities[2] > unit.sensitivities[4] > 0 for unit in units)

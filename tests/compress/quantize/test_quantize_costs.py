@@ -23,13 +23,13 @@ from tests.support.models import every_family
         {"scheme": "ternary"},
     ],
 )
-def test_the_result_has_as_many_bytes_as_the_artifact(tmp_path, settings):
+def test_predicted_size_equals_artifact_size(tmp_path, settings):
     folder, chosen = every_family.model_with_layers("llama", 3), QuantizeSettings(**settings)
     size = read_model_size(folder, json.loads((folder / "config.json").read_text()))
-    made = every_family.run_stage(Quantize(), chosen, folder, "llama", tmp_path / "out")
+    ctx = every_family.run_stage(Quantize(), chosen, folder, "llama", tmp_path / "out")
     cost = quantize_cost(chosen, CostInputs(size, size, "language-modeling", {}))
     header = 12_000  # names and shapes in the file's header
-    assert weight_files_size(made.out) == pytest.approx(cost.disk_bytes, rel=0.03, abs=header)
+    assert weight_files_size(ctx.out) == pytest.approx(cost.disk_bytes, rel=0.03, abs=header)
     assert cost.disk_bytes < 0.7 * size.stored_bytes
 
 
@@ -41,23 +41,23 @@ LARGE = size_from_config(
 )  # fmt: skip
 
 
-def test_a_large_model_takes_the_memory_of_a_block_where_layers_are_independent():
+def test_large_model_needs_memory_of_one_block_if_layers_are_independent():
     size = LARGE
     assert size.stored_bytes > LARGE_BYTES
     inputs = CostInputs(size, size, "language-modeling", {})
-    block, scaled, whole = (
-        quantize_cost(QuantizeSettings(scheme="int4", **given), inputs)
-        for given in ({}, {"method": "awq-gptq"}, {"low_rank_correction": {"rank": 8}})
+    block, scaled, in_memory = (
+        quantize_cost(QuantizeSettings(scheme="int4", **options), inputs)
+        for options in ({}, {"method": "awq-gptq"}, {"low_rank_correction": {"rank": 8}})
     )
     assert block.least_bytes == scaled.least_bytes == 4 * size.largest_block
-    assert block.memory_bytes < 0.2 * size.float_bytes < size.float_bytes < whole.memory_bytes
+    assert block.memory_bytes < 0.2 * size.float_bytes < size.float_bytes < in_memory.memory_bytes
     static = QuantizeSettings(scheme="int8-static")
     lighter = dict(Quantize.lighter_settings(static))["sensitivity_samples: 0"]
-    light, heavy = (quantize_cost(each, inputs).memory_bytes for each in (lighter, static))
+    light, heavy = (quantize_cost(settings, inputs).memory_bytes for settings in (lighter, static))
     assert light < 0.2 * size.float_bytes < size.float_bytes < heavy
 
 
-def test_the_export_of_quantized_weights_holds_no_float_copy():
+def test_export_of_quantized_weights_needs_no_float_copy():
     quantized = LARGE.stored_as(0.6, 2.0)
     inputs = CostInputs(quantized, quantized, "language-modeling", {})
     cost = export_cost(OnnxSettings(target="ort-cpu"), inputs)

@@ -41,37 +41,37 @@ def theirs(values, method, percentile=99.9, bins=2048):
 
 @EACH
 @pytest.mark.parametrize("percentile", [99.999, 99.0])
-def test_percentile_is_that_of_onnxruntimes_calibrator(name, percentile):
-    ours = found(VALUES[name], "percentile", percentile)
-    assert ours == theirs(VALUES[name], "percentile", percentile)
+def test_percentile_range_equals_onnxruntime_calibrator(name, percentile):
+    range_end = found(VALUES[name], "percentile", percentile)
+    assert range_end == theirs(VALUES[name], "percentile", percentile)
 
 
 @pytest.mark.parametrize("name", [name for name in VALUES if name != "positive"])
-def test_entropy_is_that_of_onnxruntimes_calibrator(name):
-    ours = found(VALUES[name], "entropy", bins=512)
-    assert ours == theirs(VALUES[name], "entropy", bins=512)
+def test_entropy_range_equals_onnxruntime_calibrator(name):
+    range_end = found(VALUES[name], "entropy", bins=512)
+    assert range_end == theirs(VALUES[name], "entropy", bins=512)
 
 
-def test_of_thresholds_with_equal_divergence_the_smallest_is_chosen():
+def test_equal_divergences_choose_smallest_threshold():
     """The divergences of these two differ by a ten-millionth: rounding chooses in onnxruntime."""
-    ours = found(VALUES["positive"], "entropy", bins=512)
-    others = theirs(VALUES["positive"], "entropy", bins=512)
-    assert 0.98 * others < ours < others
+    range_end = found(VALUES["positive"], "entropy", bins=512)
+    reference = theirs(VALUES["positive"], "entropy", bins=512)
+    assert 0.98 * reference < range_end < reference
 
 
 @EACH
-def test_minmax_is_the_largest_magnitude(name):
+def test_minmax_range_is_largest_magnitude(name):
     assert found(VALUES[name], "minmax", parts=3) == float(np.abs(VALUES[name].astype(np.float32)).max())
 
 
 @EACH
 @pytest.mark.parametrize("method", ["percentile", "entropy", "mse"])
-def test_pieces_change_nothing(name, method):
+def test_range_does_not_depend_on_chunks(name, method):
     assert found(VALUES[name], method, parts=7) == found(VALUES[name], method)
 
 
 @EACH
-def test_mse_is_the_cut_with_the_least_error_of_the_values_themselves(name):
+def test_mse_range_minimizes_error_of_values(name):
     values = VALUES[name].astype(np.float32).ravel()
     cuts = np.abs(values).max() * np.arange(16, 129) / 128
 
@@ -83,6 +83,6 @@ def test_mse_is_the_cut_with_the_least_error_of_the_values_themselves(name):
     assert error(found(VALUES[name], "mse")) <= best * 1.02
 
 
-def test_zeros_alone_have_a_range_of_zero():
+def test_all_zero_values_have_zero_range():
     for method in ("minmax", "percentile", "entropy", "mse"):
         assert found(np.zeros((4, 5)), method) == 0

@@ -67,10 +67,10 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory, data):
     """What makes, once each, a tiny BERT of 64 neurons a layer with codes; it returns both artifacts."""
-    made = {}
+    cache = {}
 
     def quantized(name):
-        if name not in made:
+        if name not in cache:
             folder = tmp_path_factory.mktemp("codes")
             floats = tiny.write_bert(folder / "model", intermediate_size=2 * GROUP)
             settings = QuantizeSettings.model_validate(CODES[name])
@@ -79,8 +79,8 @@ def quantized(tmp_path_factory, data):
             ctx = harness.make_context(folder / "out", "text-classification", data=data)
             Quantize()(first, settings, ctx)
             dumped = settings.model_dump(mode="json")
-            made[name] = first, artifact(folder / "out", "b", "quantize", dumped, "a")
-        return made[name]
+            cache[name] = first, artifact(folder / "out", "b", "quantize", dumped, "a")
+        return cache[name]
 
     return quantized
 
@@ -93,21 +93,21 @@ def context(out, data, *above):
 
 def coded(model):
     """The layers of codes by name, without factors and pairs; tables are left out."""
-    found = {}
+    layers = {}
     for name, module in model.named_modules():
         if is_quantized(module):
-            found[name.removesuffix(".linear").removesuffix(".coded").removesuffix(".linear")] = module
-    return found
+            layers[name.removesuffix(".linear").removesuffix(".coded").removesuffix(".linear")] = module
+    return layers
 
 
-def test_every_scheme_is_here():
+def test_all_schemes_are_covered():
     from smelt.quantization.schemes.registry import SCHEMES
 
     assert {settings["scheme"] for settings in CODES.values()} == set(SCHEMES)
 
 
 @pytest.mark.parametrize("name", CODES)
-def test_what_nobody_changed_comes_back_as_it_was(name, quantized, data, tmp_path):
+def test_unchanged_model_requantizes_to_same_weights(name, quantized, data, tmp_path):
     first, src = quantized(name)
     ctx = context(tmp_path / "out", data, first, src)
     model, edits = load_model(src.path)
@@ -123,14 +123,14 @@ def test_what_nobody_changed_comes_back_as_it_was(name, quantized, data, tmp_pat
 
 
 @pytest.mark.parametrize("name", CODES)
-def test_where_no_group_is_cut_codes_and_scales_are_those_of_before(name, quantized, data, tmp_path):
+def test_uncut_groups_keep_quantized_weights_and_scales(name, quantized, data, tmp_path):
     first, src = quantized(name)
     ctx = context(tmp_path / "out", data, first, src)
     model, edits = load_model(src.path)
     edits, codes = dequantize_model(model, edits, src, ctx, "prune")
-    stay = torch.arange(GROUP, 2 * GROUP)  # the second group of two
+    kept_indices = torch.arange(GROUP, 2 * GROUP)  # the second group of two
     for block in find_groups(model)[1]:
-        cut_neurons(model, edits, block, stay)
+        cut_neurons(model, edits, block, kept_indices)
     edits = codes.requantize(model, update_config(model, edits), ctx)
     save_model(model, edits, ctx.out, src.path)
     before, after = (coded(load_model(folder)[0]) for folder in (src.path, ctx.out))
@@ -138,12 +138,12 @@ def test_where_no_group_is_cut_codes_and_scales_are_those_of_before(name, quanti
     for layer, module in after.items():
         old, new = before[layer].matrix, module.matrix
         values, width = old.dequantize(), old.width
-        was = old.unpack().q_weight.flatten(1)[:, :width]
+        old_values = old.unpack().q_weight.flatten(1)[:, :width]
         if layer.endswith("intermediate.dense"):
-            values, was = values[stay], was[stay]
+            values, old_values = values[kept_indices], old_values[kept_indices]
         elif layer.endswith("output.dense") and "attention" not in layer:
-            values, was, width = values[:, stay], was[:, stay], GROUP
-        assert torch.equal(new.unpack().q_weight.flatten(1)[:, :width], was), layer
+            values, old_values, width = values[:, kept_indices], old_values[:, kept_indices], GROUP
+        assert torch.equal(new.unpack().q_weight.flatten(1)[:, :width], old_values), layer
         assert torch.equal(new.dequantize(), values), layer
         for part in ("input_scale",):
             assert not old.has(part) or torch.equal(old.tensor(part), new.tensor(part))
@@ -152,22 +152,22 @@ def test_where_no_group_is_cut_codes_and_scales_are_those_of_before(name, quanti
 
 
 @pytest.mark.parametrize(("name", "behind"), [("int4", "floats"), ("gptq", "codes"), ("awq", "codes")])
-def test_a_group_that_is_cut_is_rounded_anew_from_what_is_behind_it(name, behind, quantized, data, tmp_path):
+def test_cut_group_is_requantized_from_float_or_dequantized_weights(name, behind, quantized, data, tmp_path):
     first, src = quantized(name)
     ctx = context(tmp_path / "out", data, first, src)
     model, edits = load_model(src.path)
     edits, codes = dequantize_model(model, edits, src, ctx, "prune")
-    stay = torch.arange(0, 2 * GROUP, 2)[: GROUP - 2]  # of both groups
+    kept_indices = torch.arange(0, 2 * GROUP, 2)[: GROUP - 2]  # of both groups
     for block in find_groups(model)[1]:
-        cut_neurons(model, edits, block, stay)
+        cut_neurons(model, edits, block, kept_indices)
     codes.requantize(model, edits, ctx)
     down = DOWN.format(0)
     old = coded(load_model(src.path)[0])[down].matrix
     floats = load_model(first.path)[0].get_submodule(down).weight.detach()
-    start = (floats if behind == "floats" else old.dequantize())[:, stay]
+    start = (floats if behind == "floats" else old.dequantize())[:, kept_indices]
     scheme, options = old.scheme, old.options
-    groups = torch.nn.functional.pad(start, (0, GROUP - len(stay))).unflatten(1, (1, GROUP))
-    grid = scheme.compute_qparams(groups, len(stay), options)
+    groups = torch.nn.functional.pad(start, (0, GROUP - len(kept_indices))).unflatten(1, (1, GROUP))
+    grid = scheme.compute_qparams(groups, len(kept_indices), options)
     new = coded(model)[down].matrix
     assert torch.equal(new.tensor("scales"), grid["scales"])
     assert torch.equal(new.unpack().q_weight, scheme.quantize(groups, grid, options))
@@ -175,53 +175,57 @@ def test_a_group_that_is_cut_is_rounded_anew_from_what_is_behind_it(name, behind
     assert UP.format(0) not in ctx.details["requantized_layers"]  # rows go with their scales
 
 
-def test_a_refit_that_rounding_undoes_is_left_out(tmp_path):
+def test_refit_undone_by_rounding_is_skipped(tmp_path):
     torch.manual_seed(0)
-    x, kept = torch.randn(60, 6) @ torch.randn(6, 6), torch.tensor([0, 2, 5])
+    x, kept_indices = torch.randn(60, 6) @ torch.randn(6, 6), torch.tensor([0, 2, 5])
     from smelt.calibration.statistics import empty_statistics
 
-    found = empty_statistics(6, second=True)
-    found.update(x)
+    statistics = empty_statistics(6, second=True)
+    statistics.update(x)
 
     def cut():
         layer = torch.nn.Linear(6, 4, bias=False)
-        whole = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
-        layer.weight = torch.nn.Parameter(whole[:, kept].clone())
+        full_weight = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+        layer.weight = torch.nn.Parameter(full_weight[:, kept_indices].clone())
         layer.in_features = 3
-        return torch.nn.ModuleDict({"layer": layer}), whole
+        return torch.nn.ModuleDict({"layer": layer}), full_weight
 
-    model, whole = cut()
-    exact = refit_layer(model, "layer", whole, kept, found)
+    model, full_weight = cut()
+    exact = refit_layer(model, "layer", full_weight, kept_indices, statistics)
     fitted = model["layer"].weight.detach().clone()
-    model, whole = cut()
+    model, full_weight = cut()
     assert refit_layer(
-        model, "layer", whole, kept, found, lambda weight, seen: weight.float()
+        model, "layer", full_weight, kept_indices, statistics, lambda weight, seen: weight.float()
     ) == pytest.approx(exact)
-    model, whole = cut()
+    model, full_weight = cut()
 
-    def spoilt(weight, seen):  # what is on the grid already stays, all else is rounded to nothing
-        return weight.float() if torch.equal(weight.float(), whole[:, kept]) else torch.full((4, 3), 50.0)
+    def round_badly(weight, seen):  # what is on the grid already stays, all else is rounded to nothing
+        return (
+            weight.float()
+            if torch.equal(weight.float(), full_weight[:, kept_indices])
+            else torch.full((4, 3), 50.0)
+        )
 
-    assert refit_layer(model, "layer", whole, kept, found, spoilt) >= exact
-    assert torch.equal(model["layer"].weight, whole[:, kept])
-    assert not torch.equal(fitted, whole[:, kept])
+    assert refit_layer(model, "layer", full_weight, kept_indices, statistics, round_badly) >= exact
+    assert torch.equal(model["layer"].weight, full_weight[:, kept_indices])
+    assert not torch.equal(fitted, full_weight[:, kept_indices])
 
 
 @pytest.mark.parametrize("name", ["int8-dynamic", "int4", "gptq"])
-def test_a_refit_takes_back_what_a_cut_of_codes_costs(name, quantized, data, tmp_path):
+def test_reconstruction_lowers_error_of_pruned_quantized_model(name, quantized, data, tmp_path):
     first, src = quantized(name)
-    whole, off = load_model(src.path)[0], {}
+    original, errors = load_model(src.path)[0], {}
     for compensate in (False, True):
         ctx = context(tmp_path / str(compensate), data, first, src)
         settings = PruneSettings(keep_ratio=0.5, importance="magnitude", reconstruct=compensate)
         Prune()(src, settings, ctx)
-        found = harness.logits(load_model(ctx.out)[0], texts=32)
-        off[compensate] = float((found - harness.logits(whole, texts=32)).pow(2).mean())
-    assert off[True] < off[False]
+        pruned_logits = harness.logits(load_model(ctx.out)[0], texts=32)
+        errors[compensate] = float((pruned_logits - harness.logits(original, texts=32)).pow(2).mean())
+    assert errors[True] < errors[False]
 
 
 @pytest.mark.parametrize("name", [n for n in CODES if n not in ("kmeans4", "binary", "pair")])
-def test_zeros_are_codes_and_scales_stay(name, quantized, data, tmp_path):
+def test_sparsify_keeps_scales_and_nonzero_quantized_weights(name, quantized, data, tmp_path):
     first, src = quantized(name)
     ctx = context(tmp_path / "out", data, first, src)
     Sparsify()(src, SparsifySettings(method="wanda", pattern="2:4", calibration_samples=4), ctx)
@@ -234,13 +238,13 @@ def test_zeros_are_codes_and_scales_stay(name, quantized, data, tmp_path):
         assert all(torch.equal(old.unpack().qparams[n], t) for n, t in new.unpack().qparams.items())
         values = new.dequantize()
         assert ((values.reshape(-1, 4) != 0).sum(dim=1) <= 2).all()
-        stays = values != 0
-        assert torch.equal(values[stays], old.dequantize()[stays])
+        nonzero = values != 0
+        assert torch.equal(values[nonzero], old.dequantize()[nonzero])
     assert {edit["op"] for edit in read_edits(ctx.out)[-len(masked) :]} == {"mask"}
 
 
 @pytest.mark.parametrize(("name", "kept"), [("int8-dynamic", True), ("int4, zero points", False)])
-def test_training_through_codes_keeps_their_zeros(name, kept, quantized, data, tmp_path):
+def test_qat_keeps_sparsity(name, kept, quantized, data, tmp_path):
     first, src = quantized(name)
     ctx = context(tmp_path / "sparse", data, first, src)
     Sparsify()(src, SparsifySettings(method="magnitude", sparsity=0.5), ctx)
@@ -255,12 +259,12 @@ def test_training_through_codes_keeps_their_zeros(name, kept, quantized, data, t
     for layer, module in before.items():
         if is_masked(module):
             assert is_masked(after[layer])
-            gone = module.matrix.dequantize() == 0
-            assert (after[layer].matrix.dequantize()[gone] == 0).float().mean() > (0.95 if kept else 0.999)
+            zeros = module.matrix.dequantize() == 0
+            assert (after[layer].matrix.dequantize()[zeros] == 0).float().mean() > (0.95 if kept else 0.999)
             assert not torch.equal(after[layer].matrix.dequantize(), module.matrix.dequantize())
 
 
-def test_float_weights_that_a_training_kept_are_cut_with_their_codes(quantized, data, tmp_path):
+def test_master_weights_are_pruned_with_quantized_weights(quantized, data, tmp_path):
     first, src = quantized("ternary")
     ctx = context(tmp_path / "trained", data, first, src)
     settings = FinetuneSettings(max_steps=2, batch_size=4, num_evals=0, precision="fp32", learning_rate=1e-2)
@@ -279,7 +283,7 @@ def test_float_weights_that_a_training_kept_are_cut_with_their_codes(quantized, 
 @pytest.mark.parametrize(
     ("name", "chain"), [("binary", "int8-dynamic"), ("kmeans4", "int8-dynamic"), ("pair", "- finetune: {}")]
 )
-def test_codes_that_cannot_be_zero_are_refused_with_what_can(name, chain, quantized, data, tmp_path):
+def test_schemes_without_zero_are_rejected_with_valid_chain(name, chain, quantized, data, tmp_path):
     first, src = quantized(name)
     with pytest.raises(InputError) as caught:
         Sparsify()(src, SparsifySettings(method="magnitude"), context(tmp_path / "out", data, first, src))
@@ -287,7 +291,7 @@ def test_codes_that_cannot_be_zero_are_refused_with_what_can(name, chain, quanti
     assert chain in str(caught.value)
 
 
-def test_layers_that_cannot_be_cut_are_refused_with_the_chain_that_does_it(quantized, data, tmp_path):
+def test_split_layers_are_rejected_for_prune_and_sparsify(quantized, data, tmp_path):
     codes = {"weight_splitting": True}
     first, src = quantized("ternary")
     ctx = context(tmp_path / "trained", data, first, src)

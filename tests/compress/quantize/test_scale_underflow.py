@@ -37,53 +37,55 @@ def layer(largest, scheme, dtype=torch.float32, **options):
         ("int8-dynamic", 1e-9, False), ("bnb-nf4", 1e-9, False),
     ],
 )  # fmt: skip
-def test_a_layer_is_named_where_its_scales_lose_digits_that_its_codes_have(scheme, largest, warned):
+def test_scale_underflow_warns_only_if_precision_is_lost(scheme, largest, warned):
     layers = [layer(largest, scheme)]
     warnings = scale_underflow_warnings(layers, small_weights(layers))
     assert len(warnings) == warned
     assert set(message_codes(warnings)) <= {"scale-underflow"}
-    assert all(one.message.startswith("a: ") and f" {largest:g}," in one.message for one in warnings)
+    assert all(
+        message.message.startswith("a: ") and f" {largest:g}," in message.message for message in warnings
+    )
 
 
 @pytest.mark.parametrize("stands", [2e-5, 2e-4])
-def test_rows_that_vanish_beside_one_that_stands_are_seen(stands):
-    one = layer(3e-6, "kmeans4")
-    one.module.weight.data[0] = 0
-    one.module.weight.data[0, 0] = stands
-    assert len(scale_underflow_warnings([one], small_weights([one]))) == 1
+def test_underflow_of_most_rows_warns_despite_one_large_row(stands):
+    planned = layer(3e-6, "kmeans4")
+    planned.module.weight.data[0] = 0
+    planned.module.weight.data[0, 0] = stands
+    assert len(scale_underflow_warnings([planned], small_weights([planned]))) == 1
 
 
-def test_rows_that_vanish_and_are_next_to_nothing_of_the_matrix_are_let_be():
-    one = layer(5e-4, "int4")
-    one.module.weight.data[1:] *= 1e-5
-    assert scale_underflow_warnings([one], small_weights([one])) == []
+def test_underflow_of_negligible_rows_does_not_warn():
+    planned = layer(5e-4, "int4")
+    planned.module.weight.data[1:] *= 1e-5
+    assert scale_underflow_warnings([planned], small_weights([planned])) == []
 
 
-def test_positive_scales_that_became_one_are_no_scales():
+def test_positive_scale_underflow_warns():
     layers = [layer(1e-9, "int4", symmetric="positive")]
     assert len(scale_underflow_warnings(layers, small_weights(layers))) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_zeros_and_usual_weights_are_not_looked_at(dtype):
+def test_zero_and_normal_weights_are_not_checked(dtype):
     zeros = layer(1.0, "int4", dtype)
     zeros.module.weight.data.zero_()
     assert small_weights([zeros, layer(0.1, "int4", dtype)]) == {}
     assert list(small_weights([layer(1e-7, "int4", dtype)])) == ["a"]
 
 
-def test_what_is_to_be_left_float_are_all_layers_of_the_matrix(tmp_path):
+def test_suggested_exclude_lists_all_layers_of_tied_matrix(tmp_path):
     source = shutil.copytree(tiny.write_marian(tmp_path / "model"), tmp_path / "small")
     tensors = load_file(source / "model.safetensors")
     tensors["model.shared.weight"] *= 1e-8
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     settings = {"scheme": "int4", "group_size": 16}
     (message,) = (
-        one.message
-        for one in run_stage(Quantize(), QuantizeSettings(**settings), source, tmp_path / "a").warnings
-        if one.code == "scale-underflow"
+        warning.message
+        for warning in run_stage(Quantize(), QuantizeSettings(**settings), source, tmp_path / "a").warnings
+        if warning.code == "scale-underflow"
     )
     assert '"lm_head"' in message
     names = json.loads(message[message.index("[") : message.index("]") + 1])
-    left = run_stage(Quantize(), QuantizeSettings(**settings, exclude=names), source, tmp_path / "b")
-    assert "scale-underflow" not in message_codes(left.warnings)
+    excluded_ctx = run_stage(Quantize(), QuantizeSettings(**settings, exclude=names), source, tmp_path / "b")
+    assert "scale-underflow" not in message_codes(excluded_ctx.warnings)

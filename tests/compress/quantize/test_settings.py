@@ -19,7 +19,7 @@ pytestmark = pytest.mark.quick
         ({"scheme": "int4", "embedding_scheme": "int8-dynamic"}, "int8-dynamic"),
     ],
 )
-def test_the_vocabularys_scheme_is_named_or_follows(given, table):
+def test_embedding_scheme_is_explicit_or_derived(given, table):
     settings = QuantizeSettings(**given)
     assert settings.resolved_embedding_scheme == table
     assert settings.used_schemes() == tuple(dict.fromkeys((settings.scheme, table)))
@@ -69,7 +69,7 @@ def test_the_vocabularys_scheme_is_named_or_follows(given, table):
         ),
     ],
 )
-def test_what_a_scheme_does_not_know_is_refused(given, code, named):
+def test_options_unsupported_by_scheme_are_rejected(given, code, named):
     with raises_setting_codes(code) as caught:
         QuantizeSettings(**given)
     assert named in caught.value.errors()[0]["msg"]
@@ -92,12 +92,12 @@ def test_what_a_scheme_does_not_know_is_refused(given, code, named):
         ),
     ],
 )
-def test_schemes_with_other_words_for_an_option_take_those_that_they_know(given, taken):
+def test_granularity_applies_to_schemes_that_support_it(given, taken):
     settings = QuantizeSettings(**given)
     assert {name: settings.scheme_options(name)["granularity"] for name in taken} == taken
 
 
-def test_options_that_mean_something_are_in_the_key():
+def test_effective_options_are_in_key():
     plain = QuantizeSettings(scheme="int4").model_dump()
     assert plain["embedding_scheme"] is None
     for options in (
@@ -112,13 +112,13 @@ def test_options_that_mean_something_are_in_the_key():
     assert ternary.model_dump(exclude_defaults=True) == {"scheme": "ternary", "symmetric": "positive"}
 
 
-def test_what_a_report_says_of_any_scheme_with_any_vocabulary_may_be_said_in_a_recipe():
+def test_reported_settings_are_valid_for_all_scheme_pairs():
     for scheme in SCHEMES:
         for vocabulary in [None, *(name for name, other in SCHEMES.items() if other.supports_embeddings)]:
             settings = QuantizeSettings(scheme=scheme, embedding_scheme=vocabulary)
-            again = QuantizeSettings(**settings.to_report())
-            assert again.to_report() == settings.to_report()
-            assert [again.scheme_options(name) for name in again.used_schemes()] == [
+            reloaded = QuantizeSettings(**settings.to_report())
+            assert reloaded.to_report() == settings.to_report()
+            assert [reloaded.scheme_options(name) for name in reloaded.used_schemes()] == [
                 settings.scheme_options(name) for name in settings.used_schemes()
             ]
 
@@ -172,13 +172,13 @@ def test_what_a_report_says_of_any_scheme_with_any_vocabulary_may_be_said_in_a_r
         ({"scheme": "int8-dynamic", "embedding_scheme": "ternary"}, {"group_size": 64}, {"granularity"}),
     ],
 )
-def test_report_says_what_the_scheme_takes_and_nothing_that_it_does_not_use(given, meant, idle):
+def test_report_contains_used_settings_only(given, meant, idle):
     settings = QuantizeSettings(**given)
     reported = settings.to_report()
     assert meant.items() <= reported.items()
     assert not idle & set(reported)
-    again = QuantizeSettings(**reported)  # reported settings are valid, and mean the same
-    assert again.to_report() == reported
-    assert [again.scheme_options(name) for name in again.used_schemes()] == [
+    reloaded = QuantizeSettings(**reported)  # reported settings are valid, and mean the same
+    assert reloaded.to_report() == reported
+    assert [reloaded.scheme_options(name) for name in reloaded.used_schemes()] == [
         settings.scheme_options(name) for name in settings.used_schemes()
     ]

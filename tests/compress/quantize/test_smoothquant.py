@@ -50,28 +50,28 @@ def first_norms(model):
 
 def given(model, norm):
     """What a norm gives on the model's batch, float [..., K]."""
-    found = []
-    hook = model.get_submodule(norm).register_forward_hook(lambda m, i, o: found.append(o.flatten(0, -2)))
+    outputs = []
+    hook = model.get_submodule(norm).register_forward_hook(lambda m, i, o: outputs.append(o.flatten(0, -2)))
     with torch.no_grad():
         family_models.run_model(model, family_models.example_batch(model))
     hook.remove()
-    return torch.cat(found)
+    return torch.cat(outputs)
 
 
 @pytest.mark.parametrize(("family", "alpha"), FORMULA.items())
-def test_norms_and_columns_have_the_scales_of_the_formula(family, alpha, tmp_path):
+def test_norms_and_columns_are_scaled_by_formula(family, alpha, tmp_path):
     model = family_models.load(family)
-    one = 1.0 if family == "gemma" else 0.0
+    weight_offset = 1.0 if family == "gemma" else 0.0
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    seen = {feed.norm: given(model, feed.norm) for feed in first_norms(model)}
+    norm_outputs = {feed.norm: given(model, feed.norm) for feed in first_norms(model)}
     ctx = smoothed(model, tmp_path, alpha)
-    assert len(seen) == 4
+    assert len(norm_outputs) == 4
     for feed in first_norms(model):
-        x, w = seen[feed.norm], torch.cat([before[f"{name}.weight"] for name in feed.consumers])
+        x, w = norm_outputs[feed.norm], torch.cat([before[f"{name}.weight"] for name in feed.consumers])
         s = x.abs().amax(0) ** alpha / w.abs().amax(0) ** (1 - alpha)
         after = model.state_dict()
         norm, old = after[f"{feed.norm}.weight"], before[f"{feed.norm}.weight"]
-        torch.testing.assert_close((norm + one) * s, old + one, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close((norm + weight_offset) * s, old + weight_offset, rtol=1e-4, atol=1e-5)
         for name in feed.consumers:
             torch.testing.assert_close(
                 after[f"{name}.weight"], before[f"{name}.weight"] * s, rtol=1e-4, atol=1e-5
@@ -79,29 +79,31 @@ def test_norms_and_columns_have_the_scales_of_the_formula(family, alpha, tmp_pat
         if f"{feed.norm}.bias" in before:
             torch.testing.assert_close(after[f"{feed.norm}.bias"] * s, before[f"{feed.norm}.bias"])
         details = ctx.details["smoothed"][feed.norm]
-        for word, values in (("outliers_before", x), ("outliers_after", x / s)):
+        for details_key, values in (("outliers_before", x), ("outliers_after", x / s)):
             channels = values.abs().amax(0)
-            assert details[word] == pytest.approx(float(channels.max() / channels.median()), rel=1e-2)
+            assert details[details_key] == pytest.approx(float(channels.max() / channels.median()), rel=1e-2)
 
 
 @pytest.mark.parametrize("family", DISTINCT_FAMILIES)
-def test_the_float_model_computes_what_it_did(family, tmp_path):
+def test_smoothing_preserves_float_outputs(family, tmp_path):
     model = family_models.load(family)
     batch = family_models.example_batch(model)
     with torch.no_grad():
         before = family_models.run_model(model, batch).logits
-        kept = {feed.norm: model.get_submodule(feed.norm).weight.clone() for feed in norm_consumers(model)}
+        norm_weights = {
+            feed.norm: model.get_submodule(feed.norm).weight.clone() for feed in norm_consumers(model)
+        }
         ctx = smoothed(model, tmp_path)
         torch.testing.assert_close(family_models.run_model(model, batch).logits, before, rtol=1e-4, atol=1e-4)
-    changed = {name for name, w in kept.items() if not w.equal(model.get_submodule(name).weight)}
+    changed = {name for name, w in norm_weights.items() if not w.equal(model.get_submodule(name).weight)}
     assert changed == set(ctx.details["smoothed"])
     assert {feed.norm for feed in first_norms(model)} <= changed
-    stays = [feed.norm for feed in norm_consumers(model) if feed.consumers and feed.norm not in changed]
+    unchanged = [feed.norm for feed in norm_consumers(model) if feed.consumers and feed.norm not in changed]
     assert set(message_codes(ctx.warnings)) <= {"norms-not-smoothed"}
-    assert sum(int(one.message.split()[1]) for one in ctx.warnings) == len(stays)
+    assert sum(int(message.message.split()[1]) for message in ctx.warnings) == len(unchanged)
 
 
-def test_norms_of_post_norm_blocks_are_left_with_a_warning(tmp_path):
+def test_post_norm_blocks_are_not_smoothed_with_warning(tmp_path):
     ctx = smoothed(family_models.load("marian"), tmp_path)
     sums, tied = ctx.warnings
     assert {sums.code, tied.code} == {"norms-not-smoothed"}
@@ -112,7 +114,7 @@ def test_norms_of_post_norm_blocks_are_left_with_a_warning(tmp_path):
 
 
 @pytest.mark.parametrize(("family", "kind"), [("llama", torch.float16), ("gemma", torch.bfloat16)])
-def test_what_half_precision_rounds_off_a_norm_goes_into_its_readers(family, kind, tmp_path):
+def test_half_precision_rounding_of_norm_is_compensated_in_consumers(family, kind, tmp_path):
     model = family_models.load(family)
     batch = family_models.example_batch(model)
     with torch.no_grad():
@@ -127,12 +129,12 @@ def test_what_half_precision_rounds_off_a_norm_goes_into_its_readers(family, kin
         torch.testing.assert_close(family_models.run_model(model, batch).logits, before, rtol=1e-4, atol=1e-4)
 
 
-def test_channels_without_activations_or_weights_are_left_alone():
+def test_scale_is_one_without_activations_or_weights():
     s = smoothquant_scales(torch.tensor([4.0, 0, 4]), torch.tensor([1.0, 1, 0]), 0.5)
     assert s.tolist() == [2, 1, 1]
 
 
-def test_channels_whose_weight_is_zero_or_would_be_are_left_alone(tmp_path):
+def test_channels_with_zero_or_underflowing_norm_weight_are_not_scaled(tmp_path):
     model = family_models.load("gpt2")
     norm, reader = model.transformer.h[0].ln_1, model.transformer.h[0].attn.c_attn
     with torch.no_grad():
@@ -147,7 +149,7 @@ def test_channels_whose_weight_is_zero_or_would_be_are_left_alone(tmp_path):
     assert not reader.weight[:, 5].equal(columns[:, 5])
 
 
-def test_products_that_stay_float_follow_and_do_not_count(tmp_path):
+def test_float_consumers_are_rescaled_but_do_not_affect_scales(tmp_path):
     model = family_models.load("llama")
     layer = model.model.layers[0]
     x = given(model, "model.layers.0.input_layernorm").abs().amax(0)
@@ -159,7 +161,7 @@ def test_products_that_stay_float_follow_and_do_not_count(tmp_path):
         torch.testing.assert_close(layer.self_attn.get_submodule(name).weight, before[name] * s)
 
 
-def test_the_first_half_of_a_factorized_reader_is_what_reads(tmp_path):
+def test_first_factor_of_low_rank_consumer_is_scaled(tmp_path):
     from smelt.models.layers import LowRankLinear
 
     model = family_models.load("llama")
@@ -174,14 +176,14 @@ def test_the_first_half_of_a_factorized_reader_is_what_reads(tmp_path):
     assert "model.layers.0.post_attention_layernorm" in ctx.details["smoothed"]
 
 
-def test_only_norms_that_feed_a_quantized_product_are_looked_at(tmp_path):
+def test_only_norms_of_quantized_layers_are_smoothed(tmp_path):
     model = family_models.load("llama")
     ctx = smoothed(model, tmp_path, exclude=["*.layers.0.mlp.*", "*.layers.1.*"], embedding_scheme="int4")
     assert list(ctx.details["smoothed"]) == ["model.layers.0.input_layernorm"]
     assert ctx.warnings == []
 
 
-def test_shared_readers_are_left_with_a_warning(tmp_path):
+def test_shared_consumers_are_not_smoothed_with_warning(tmp_path):
     model = family_models.load("llama")
     layers = model.get_submodule("model.layers")
     layers[1].self_attn.q_proj = layers[0].self_attn.q_proj
@@ -192,7 +194,7 @@ def test_shared_readers_are_left_with_a_warning(tmp_path):
     assert "model.layers.0.input_layernorm, model.layers.1.input_layernorm" in warning.message
 
 
-def test_activations_that_are_not_finite_are_an_error(tmp_path):
+def test_non_finite_activations_are_rejected(tmp_path):
     from smelt.core.errors import InputError
 
     model = family_models.load("llama")
@@ -203,7 +205,7 @@ def test_activations_that_are_not_finite_are_an_error(tmp_path):
     assert "model.layers.0.input_layernorm" in str(caught.value)
 
 
-def test_a_model_whose_norms_are_unknown_is_left_with_a_warning(tmp_path):
+def test_model_without_known_norms_warns(tmp_path):
     ctx = context(tmp_path)
     apply_smoothquant(nn.LayerNorm(3), [], rows_of(), 0.5, lambda names: torch.float32, ctx)
     assert message_codes(ctx.warnings) == ["nothing-smoothed"]
@@ -227,7 +229,7 @@ def test_a_model_whose_norms_are_unknown_is_left_with_a_warning(tmp_path):
         ),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings, code, named):
+def test_invalid_smoothquant_settings_are_rejected(settings, code, named):
     with raises_setting_codes(code) as caught:
         QuantizeSettings(**settings)
     assert named in caught.value.errors()[0]["msg"]

@@ -43,7 +43,7 @@ def run(folder, out, **settings):
     return harness.run_stage(Quantize(), QuantizeSettings(**settings), folder, out)
 
 
-def test_quantize_covers_linears_factors_embeddings_and_head(marian, tmp_path):
+def test_quantize_covers_linears_factors_embeddings_and_output_layer(marian, tmp_path):
     ctx = run(marian, tmp_path / "out")
     model, _ = load_model(tmp_path / "out")
     # encoder: 2 x 6 linears, one of them two factors; decoder: 2 x 10; the head
@@ -55,7 +55,7 @@ def test_quantize_covers_linears_factors_embeddings_and_head(marian, tmp_path):
     assert ctx.details["bytes_after"] < ctx.details["bytes_before"] / 2
 
 
-def test_codes_of_tied_matrices_are_stored_once(marian, tmp_path):
+def test_tied_matrices_are_stored_once(marian, tmp_path):
     from safetensors.torch import load_file
 
     run(marian, tmp_path / "out")
@@ -63,7 +63,7 @@ def test_codes_of_tied_matrices_are_stored_once(marian, tmp_path):
     assert [n for n, t in stored.items() if t.shape == (64, 32)] == ["model.shared.matrix.codes"]
 
 
-def test_skip_embeddings_and_head_stay_float(marian, tmp_path):
+def test_excluded_layers_and_disabled_embeddings_are_kept_float(marian, tmp_path):
     ctx = run(marian, tmp_path / "out", exclude=["*.fc2", "*.nothing"], embeddings=False, output_layer=False)
     model, _ = load_model(tmp_path / "out")
     assert ctx.details["embeddings"] == 0
@@ -89,7 +89,7 @@ def test_only_word_embeddings_of_bert_are_quantized(tmp_path):
     assert type(embeddings.token_type_embeddings) is torch.nn.Embedding
 
 
-def test_quantizing_twice_or_nothing_is_refused(marian, tmp_path):
+def test_quantizing_twice_or_nothing_is_rejected(marian, tmp_path):
     run(marian, tmp_path / "out")
     with raises_code("already-quantized", InputError):
         run(tmp_path / "out", tmp_path / "again")
@@ -97,13 +97,15 @@ def test_quantizing_twice_or_nothing_is_refused(marian, tmp_path):
         run(marian, tmp_path / "none", exclude=["*"])
 
 
-def test_codes_that_take_what_the_weights_took_are_told(marian, tmp_path):
+def test_no_size_reduction_warns(marian, tmp_path):
     """Of 5 float32 weights, 20 bytes, kmeans4 makes 128 of codes, 16 of values and 2 of a scale."""
     reported = {}
     for scheme in ("int8-dynamic", "kmeans4"):
         skip = [] if scheme == "int8-dynamic" else ["*q_proj", "*k_proj", "*v_proj", "*out_proj", "*fc2"]
         ctx = run(marian, tmp_path / scheme, scheme=scheme, exclude=skip)
-        reported[scheme] = [one.message for one in ctx.warnings if one.code == "no-size-reduction"]
+        reported[scheme] = [
+            message.message for message in ctx.warnings if message.code == "no-size-reduction"
+        ]
     assert reported["int8-dynamic"] == []
     (text,) = reported["kmeans4"]
     # rows of 32 inputs take 146 bytes in place of 128: all matrices

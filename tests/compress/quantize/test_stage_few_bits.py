@@ -27,7 +27,7 @@ def marian(tmp_path_factory):
 
 
 @pytest.mark.parametrize("scheme", BITS)
-def test_bytes_on_disk_are_what_the_bits_predict(marian, tmp_path, scheme):
+def test_stored_bytes_equal_predicted_bits(marian, tmp_path, scheme):
     options, bits = BITS[scheme]
     settings = QuantizeSettings(scheme=scheme, **options)
     ctx = harness.run_stage(Quantize(), settings, marian, tmp_path / "out", "translation")
@@ -42,12 +42,12 @@ def test_bytes_on_disk_are_what_the_bits_predict(marian, tmp_path, scheme):
     assert count_parameters(tmp_path / "out") == pytest.approx(weights * (1 + 1 / 64) + floats, rel=0.03)
 
 
-def test_embeddings_and_head_take_four_bits_under_fewer_unless_the_recipe_names_a_scheme(tmp_path):
+def test_embeddings_use_int4_below_four_bits_unless_scheme_is_set(tmp_path):
     source = tiny.write_marian(tmp_path / "model")
-    for scheme, named in (("int3", None), ("int2", None), ("ternary", None), ("int3", "int3")):
-        vocabulary = named or "int4"
-        settings = QuantizeSettings(scheme=scheme, group_size=32, embedding_scheme=named)
-        out = tmp_path / f"{scheme}-{named}"
+    for scheme, embedding_scheme in (("int3", None), ("int2", None), ("ternary", None), ("int3", "int3")):
+        vocabulary = embedding_scheme or "int4"
+        settings = QuantizeSettings(scheme=scheme, group_size=32, embedding_scheme=embedding_scheme)
+        out = tmp_path / f"{scheme}-{embedding_scheme}"
         harness.run_stage(Quantize(), settings, source, out, "translation")
         model, _ = load_model(out)
         assert layer_scheme(model.model.shared) == vocabulary
@@ -56,7 +56,7 @@ def test_embeddings_and_head_take_four_bits_under_fewer_unless_the_recipe_names_
 
 
 @pytest.mark.parametrize(("head", "kind"), [(True, "int4"), (False, None)])
-def test_the_last_layer_of_a_classifier_of_images_is_its_head(tmp_path, head, kind):
+def test_image_classifier_layer_is_output_layer(tmp_path, head, kind):
     source = images.write_model(tmp_path / "model")
     settings = QuantizeSettings(scheme="int3", group_size=32, output_layer=head)
     harness.run_stage(Quantize(), settings, source, tmp_path / "out", images.TASK)

@@ -27,7 +27,7 @@ def quantized(src, out, task="translation", **settings):
     return harness.run_stage(Quantize(), QuantizeSettings(scheme="int4", **settings), src, out, task)
 
 
-def test_stage_covers_linears_embeddings_and_head_and_says_what_it_left(marian, tmp_path):
+def test_stage_quantizes_all_layers_and_reports_padding(marian, tmp_path):
     ctx = quantized(marian, tmp_path / "out", group_size=64, symmetric=False)
     model, edits = load_model(tmp_path / "out")
     assert ctx.details["linear_layers"] == 2 * 6 + 2 * 10 + 1
@@ -41,9 +41,9 @@ def test_stage_covers_linears_embeddings_and_head_and_says_what_it_left(marian, 
     assert (edits[0]["group_size"], edits[0]["symmetric"], edits[0]["accuracy_level"]) == (64, False, 4)
 
 
-def test_targets_without_matmul_nbits_are_refused(marian, tmp_path):
+def test_targets_without_matmul_nbits_are_rejected(marian, tmp_path):
     quantized(marian, tmp_path / "out")
-    for target, code, named in (
+    for target, code, hint in (
         ("ort-cuda", "unsupported-scheme", "MatMulNBits"),
         ("tensorrt", "unsupported-scheme-options", "`symmetric: positive` and `accuracy_level: 0`"),
     ):
@@ -51,4 +51,4 @@ def test_targets_without_matmul_nbits_are_refused(marian, tmp_path):
             Onnx()(
                 tiny.as_artifact(tmp_path / "out"), OnnxSettings(target=target), context(tmp_path / "onnx")
             )
-        assert named in str(caught.value)
+        assert hint in str(caught.value)

@@ -60,12 +60,15 @@ def run(source, out, data, scheme="int8-static", **settings):
 def error(source, out, data, **settings):
     """The change of the logits by `quantize` of the blocks' products, in parts of their spread."""
     ctx = run(source, out, data, embeddings=False, output_layer=False, **settings)
-    whole, codes = harness.logits(load_model(source)[0]), harness.logits(harness.load_output_model(ctx))
-    return float((codes - whole).square().mean().sqrt() / whole.std())
+    float_logits, quantized_logits = (
+        harness.logits(load_model(source)[0]),
+        harness.logits(harness.load_output_model(ctx)),
+    )
+    return float((quantized_logits - float_logits).square().mean().sqrt() / float_logits.std())
 
 
 @pytest.mark.parametrize("scheme", ["int8-static", "int8-dynamic"])
-def test_outliers_cost_clearly_less_and_without_them_it_stays(llama, planted, data, scheme, tmp_path):
+def test_smoothing_lowers_error_only_with_outliers(llama, planted, data, scheme, tmp_path):
     without = error(planted, tmp_path / "planted", data, scheme=scheme)
     helped = error(planted, tmp_path / "helped", data, scheme=scheme, smoothquant_alpha=0.5)
     control = error(llama, tmp_path / "control", data, scheme=scheme)
@@ -74,7 +77,7 @@ def test_outliers_cost_clearly_less_and_without_them_it_stays(llama, planted, da
     assert 0.6 * control < same < 1.4 * control
 
 
-def test_the_report_says_what_was_smoothed_and_by_how_much(planted, data, tmp_path):
+def test_report_lists_smoothed_norms_and_outliers(planted, data, tmp_path):
     ctx = run(planted, tmp_path / "out", data, smoothquant_alpha=0.5)
     norms = [f"model.layers.0.{name}" for name in READERS]
     assert list(ctx.details["smoothed"]) == [*norms, "model.norm"]
@@ -87,22 +90,24 @@ def test_the_report_says_what_was_smoothed_and_by_how_much(planted, data, tmp_pa
 
 
 @pytest.mark.parametrize("dtype", ["keep", "fp16"])
-def test_training_starts_from_the_smoothed_weights_of_the_step_before(planted, data, dtype, tmp_path):
+def test_qat_starts_from_smoothed_float_weights(planted, data, dtype, tmp_path):
     """Nothing changes where nothing is trained: the very codes are decided again, of 16-bit weights too."""
     model, edits = load_model(planted)
     start = tmp_path / "float"
     start.mkdir()
     save_model(model, edits, start, planted, dtype)
-    made = run(start, tmp_path / "made", data, smoothquant_alpha=0.5).out
-    kept = {
-        name: m.matrix.codes.clone() for name, m in load_model(made)[0].named_modules() if is_quantized(m)
+    quantized = run(start, tmp_path / "made", data, smoothquant_alpha=0.5).out
+    expected = {
+        name: m.matrix.codes.clone()
+        for name, m in load_model(quantized)[0].named_modules()
+        if is_quantized(m)
     }
     source, step = (
         Artifact(folder, Manifest(
             key=key * 64, format="torch", task=TASK, stage=stage, settings={}, seed=0,
             parent=parent and parent * 64, versions={},
         ))
-        for folder, key, stage, parent in ((start, "a", "model", None), (made, "b", "quantize", "a"))
+        for folder, key, stage, parent in ((start, "a", "model", None), (quantized, "b", "quantize", "a"))
     )  # fmt: skip
     ctx = harness.make_context(
         tmp_path / "trained", TASK, data, ancestors={"model": source, "quantize": step}
@@ -112,11 +117,11 @@ def test_training_starts_from_the_smoothed_weights_of_the_step_before(planted, d
     assert ctx.details == {"latent_weights": "model", "codes_changed": 0.0}
     for name, module in model.named_modules():
         if is_quantized(module):
-            assert module.matrix.codes.equal(kept.pop(name))
-    assert not kept
+            assert module.matrix.codes.equal(expected.pop(name))
+    assert not expected
 
 
-def test_nothing_is_added_to_the_graph(planted, data, tmp_path):
+def test_smoothing_adds_no_graph_nodes(planted, data, tmp_path):
     from collections import Counter
 
     import onnx
@@ -124,18 +129,18 @@ def test_nothing_is_added_to_the_graph(planted, data, tmp_path):
     from smelt.export.onnx_stage import Onnx
     from smelt.export.settings import OnnxSettings
 
-    found = []
-    for word, more in (("plain", {}), ("smooth", {"smoothquant_alpha": 0.5})):
-        made = run(planted, tmp_path / f"{word}-codes", data, **more).out
+    op_counts = []
+    for name, more in (("plain", {}), ("smooth", {"smoothquant_alpha": 0.5})):
+        quantized = run(planted, tmp_path / f"{name}-codes", data, **more).out
         settings = OnnxSettings()
-        ctx = harness.run_stage(Onnx(), settings, made, tmp_path / word, TASK, data)
+        ctx = harness.run_stage(Onnx(), settings, quantized, tmp_path / name, TASK, data)
         graphs = sorted(ctx.out.glob("*.onnx"))
-        found.append([Counter(node.op_type for node in onnx.load(path).graph.node) for path in graphs])
-    assert found[0] == found[1]
-    assert found[0]
+        op_counts.append([Counter(node.op_type for node in onnx.load(path).graph.node) for path in graphs])
+    assert op_counts[0] == op_counts[1]
+    assert op_counts[0]
 
 
-def test_smooth_needs_rows_under_every_scheme(planted, tmp_path):
+def test_smoothquant_needs_calibration_data_for_every_scheme(planted, tmp_path):
     settings = QuantizeSettings(smoothquant_alpha=0.5)
     assert Quantize.needs_with(settings, ["train"]) == {"train"}
     assert Quantize.needs_with(settings, ["train", "calibration"]) == {"calibration"}
@@ -143,7 +148,7 @@ def test_smooth_needs_rows_under_every_scheme(planted, tmp_path):
         run(planted, tmp_path / "none", {}, scheme="int8-dynamic", smoothquant_alpha=0.5)
 
 
-def test_few_tokens_are_a_warning_that_fits_the_scheme(planted, data, tmp_path):
+def test_few_calibration_tokens_warn(planted, data, tmp_path):
     few = Split("few.txt", data.examples, data.windows)
     ctx = run(
         planted, tmp_path / "out", few, scheme="int8-dynamic", smoothquant_alpha=0.5, calibration_samples=1

@@ -31,7 +31,7 @@ def linears(ctx):
     return {n: m for n, m in harness.load_output_model(ctx).named_modules() if isinstance(m, QuantizedLinear)}
 
 
-def test_the_range_of_a_layer_is_that_of_its_inputs_without_padding(marian, tmp_path):
+def test_input_range_ignores_padding(marian, tmp_path):
     from smelt.models.checkpoint import load_model, load_tokenizer
 
     ctx = run(marian, tmp_path / "out", calibration_method="minmax", sensitivity_samples=0)
@@ -54,16 +54,16 @@ def test_the_range_of_a_layer_is_that_of_its_inputs_without_padding(marian, tmp_
     assert "sensitivity" not in ctx.details
 
 
-def test_layers_of_one_input_and_the_tied_head_have_ranges(marian, tmp_path):
-    found = linears(run(marian, tmp_path / "out", sensitivity_samples=0))
+def test_layers_with_one_input_share_range_and_tied_head_has_range(marian, tmp_path):
+    quantized_layers = linears(run(marian, tmp_path / "out", sensitivity_samples=0))
     attention = "model.encoder.layers.0.self_attn."
-    scales = {float(found[f"{attention}{part}_proj"].matrix.input_scale) for part in "qkv"}
+    scales = {float(quantized_layers[f"{attention}{part}_proj"].matrix.input_scale) for part in "qkv"}
     assert len(scales) == 1
-    assert 1.0 not in {float(layer.matrix.input_scale) for layer in found.values()}
-    assert "lm_head" in found
+    assert 1.0 not in {float(layer.matrix.input_scale) for layer in quantized_layers.values()}
+    assert "lm_head" in quantized_layers
 
 
-def test_damage_is_told_worst_first_and_the_model_is_what_it_was(marian, tmp_path):
+def test_sensitivity_is_sorted_and_model_is_unchanged(marian, tmp_path):
     ctx = run(marian, tmp_path / "out", sensitivity_samples=2)
     values = list(ctx.details["sensitivity"].values())
     assert values == sorted(values, reverse=True)
@@ -72,13 +72,13 @@ def test_damage_is_told_worst_first_and_the_model_is_what_it_was(marian, tmp_pat
     assert ctx.details["sensitivity_samples"] == 2
 
 
-def test_the_most_damaging_layers_stay_float_under_the_budget(marian, tmp_path):
+def test_most_sensitive_layers_are_kept_float_within_max_excluded(marian, tmp_path):
     ctx = run(marian, tmp_path / "out", exclude="auto", max_excluded={"layers": 2}, sensitivity_samples=2)
     worst = list(ctx.details["sensitivity"])[:2]
     assert sorted(ctx.details["float_linear_layers"]) == sorted(worst)
 
 
-def test_other_schemes_can_skip_by_damage_too(marian, tmp_path):
+def test_exclude_auto_works_with_other_schemes(marian, tmp_path):
     settings = QuantizeSettings(scheme="int4", exclude=["auto", "*.fc1"], max_excluded={"layers": 1})
     ctx = harness.run_stage(Quantize(), settings, marian, tmp_path / "out", data=ROWS)
     worst = next(iter(ctx.details["sensitivity"]))
@@ -98,12 +98,12 @@ def test_other_schemes_can_skip_by_damage_too(marian, tmp_path):
         ({"sensitivity": 0.2, "layers": 1}, ["a"]),
     ],
 )
-def test_a_budget_counts_layers_and_damage(budget, stay):
+def test_max_excluded_limits_layers_and_sensitivity(budget, stay):
     damage = {"a": 6.0, "b": 3.0, "c": 0.9, "d": 0.1}
     assert select_sensitive(damage, MaxExcluded(**budget)) == stay
 
 
-def test_no_rows_are_an_error_and_few_a_warning(marian, tmp_path):
+def test_missing_samples_are_rejected_and_few_samples_warn(marian, tmp_path):
     with raises_code("no-calibration-data", InputError):
         run(marian, tmp_path / "none", data={})
     few = Split("few.jsonl", ROWS.examples[:1])
@@ -113,7 +113,7 @@ def test_no_rows_are_an_error_and_few_a_warning(marian, tmp_path):
     assert "few.jsonl" in warning.message
 
 
-def test_the_plan_knows_which_rows_are_needed():
+def test_required_splits_depend_on_settings():
     static = QuantizeSettings(scheme="int8-static")
     assert Quantize.needs_with(static, ["train"]) == {"train"}
     assert Quantize.needs_with(static, ["train", "calibration"]) == {"calibration"}
@@ -135,26 +135,26 @@ def test_the_plan_knows_which_rows_are_needed():
         ({"exclude": "auto", "sensitivity_samples": 0}, "too-few-rows", "sensitivity_samples"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(settings, code, named):
+def test_unused_static_settings_are_rejected(settings, code, named):
     with raises_setting_codes(code) as caught:
         QuantizeSettings(**settings)
     words = caught.value.errors()[0]["msg"].replace(":", "").split()
     assert named in words
 
 
-def test_half_precision_around_codes_is_refused(marian, tmp_path):
+def test_fp16_export_of_int8_static_is_rejected(marian, tmp_path):
     from smelt.export.onnx_stage import Onnx
     from smelt.export.settings import OnnxSettings
 
-    made = run(marian, tmp_path / "codes", sensitivity_samples=0)
+    quantized_ctx = run(marian, tmp_path / "codes", sensitivity_samples=0)
     settings = OnnxSettings(target="tensorrt", dtype="fp16")
     with raises_code("unsupported-dtype", InputError) as caught:
-        harness.run_stage(Onnx(), settings, made.out, tmp_path / "graphs", data=ROWS)
+        harness.run_stage(Onnx(), settings, quantized_ctx.out, tmp_path / "graphs", data=ROWS)
     assert caught.value.setting == "dtype"
     assert "int8-static" in str(caught.value)
 
 
-def test_classifier_has_the_same_ranges_without_labels(tmp_path):
+def test_classifier_ranges_do_not_depend_on_labels(tmp_path):
     source = tiny.write_bert(tmp_path / "bert")
     labeled = Split(
         "rows", tuple(Example(text, label=f"LABEL_{i % 2}") for i, text in enumerate(tiny.SENTENCES))

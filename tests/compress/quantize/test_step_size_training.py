@@ -53,16 +53,16 @@ def scales_of(folder):
 @pytest.mark.parametrize(
     ("family", "settings"), CELLS, ids=lambda v: v if isinstance(v, str) else v["scheme"]
 )
-def test_what_was_learned_is_stored_and_leaves(family, settings, tmp_path):
+def test_learned_scales_are_stored_and_exported(family, settings, tmp_path):
     """The graphs of encoders agree with them, layer by layer: the export compares and fails otherwise."""
-    made = coded(tmp_path / "coded", family, **settings)
-    ctx = every_family.run_stage(Finetune(), FinetuneSettings(**TRAIN), made, family, tmp_path / "out")
+    quantized = coded(tmp_path / "coded", family, **settings)
+    ctx = every_family.run_stage(Finetune(), FinetuneSettings(**TRAIN), quantized, family, tmp_path / "out")
     details = ctx.details["learned_scales"]
     assert details["mean_change"] > 0.01
     assert ("ranges" in details) == (settings["scheme"] == "int8-static")
-    before, after = scales_of(made), scales_of(ctx.out)
+    before, after = scales_of(quantized), scales_of(ctx.out)
     assert all(not after[name].equal(before[name]) for name in before)
-    structures = [(folder / "structure.json").read_bytes() for folder in (made, ctx.out)]
+    structures = [(folder / "structure.json").read_bytes() for folder in (quantized, ctx.out)]
     assert structures[0] == structures[1]
     if FAMILIES[family].architecture == "encoder":
         every_family.run_stage(Onnx(), OnnxSettings(), ctx.out, family, tmp_path / "onnx")
@@ -74,35 +74,42 @@ def learning(folder, out, task=TASK):
     return model, edits, ctx
 
 
-def test_products_of_one_input_keep_one_range(tmp_path):
+def test_layers_with_one_input_share_learned_range(tmp_path):
     """Else queries, keys and values would leave as three products."""
-    made = coded(tmp_path / "coded", **STATIC)
-    ctx = every_family.run_stage(Finetune(), FinetuneSettings(**TRAIN), made, "bert", tmp_path / "out")
+    quantized = coded(tmp_path / "coded", **STATIC)
+    ctx = every_family.run_stage(Finetune(), FinetuneSettings(**TRAIN), quantized, "bert", tmp_path / "out")
 
     def ranges(folder):
         part = load_model(folder)[0].bert.encoder.layer[0].attention.self
         return [float(layer.matrix.input_scale) for layer in (part.query, part.key, part.value)]
 
-    before, after = ranges(made), ranges(ctx.out)
+    before, after = ranges(quantized), ranges(ctx.out)
     assert len(set(before)) == len(set(after)) == 1
     assert before != after
     # two blocks of five inputs, pooler and classifier; an embedding has none
     layers = sum(
-        1 for m in load_model(made)[0].modules() if isinstance(m, nn.Module) and hasattr(m, "with_outputs")
+        1
+        for m in load_model(quantized)[0].modules()
+        if isinstance(m, nn.Module) and hasattr(m, "with_outputs")
     )
     assert layers == 14
     assert ctx.details["learned_scales"]["ranges"] == 2 * 4 + 2
 
 
-def test_a_checkpoint_in_the_middle_is_what_will_be_stored(tmp_path):
-    made = coded(tmp_path / "coded", scheme="int4", group_size=32)
-    model, edits, ctx = learning(made, tmp_path / "out")
+def test_converted_copy_equals_training_model(tmp_path):
+    quantized = coded(tmp_path / "coded", scheme="int4", group_size=32)
+    model, edits, ctx = learning(quantized, tmp_path / "out")
     train_with_techniques(
-        model, tiny.as_artifact(made, TASK), FinetuneSettings(**TRAIN), ctx, edits=edits, stage="finetune"
+        model,
+        tiny.as_artifact(quantized, TASK),
+        FinetuneSettings(**TRAIN),
+        ctx,
+        edits=edits,
+        stage="finetune",
     )
     ids = torch.randint(5, 30, (3, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        ours = model(ids).logits
+        training_logits = model(ids).logits
         with as_converted(model):
             stored = copy.deepcopy(model)
         assert qat_layers(model)
@@ -110,74 +117,81 @@ def test_a_checkpoint_in_the_middle_is_what_will_be_stored(tmp_path):
         for module in stored.modules():
             if is_quantized(module) and "accuracy_level" in module.matrix.options:
                 module.matrix.options["accuracy_level"] = 0
-        assert ours.allclose(stored(ids).logits, atol=1e-5)
+        assert training_logits.allclose(stored(ids).logits, atol=1e-5)
 
 
-def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
+def test_interrupted_lsq_training_resumes_with_same_result(tmp_path, monkeypatch):
     """A checkpoint holds the steps; the rest ends as if the training had not been stopped, to the bit."""
-    made = coded(tmp_path / "coded", scheme="int4", group_size=32)
+    quantized = coded(tmp_path / "coded", scheme="int4", group_size=32)
     settings = FinetuneSettings(**TRAIN | {"checkpoint_interval_minutes": 0})
     before = StepSizeTraining.finalize
 
     def run(name, key):
         more = {"next_checkpoint_folder": StepCheckpoints(Store(tmp_path), key).next_folder}
-        return harness.run_stage(Finetune(), settings, made, tmp_path / name, TASK, ROWS, **more)
+        return harness.run_stage(Finetune(), settings, quantized, tmp_path / name, TASK, ROWS, **more)
 
     def stop(self, ctx):
         raise KeyboardInterrupt
 
-    whole = run("whole", "a")
+    uninterrupted = run("whole", "a")
     monkeypatch.setattr(StepSizeTraining, "finalize", stop)
     with pytest.raises(KeyboardInterrupt):
         run("stopped", "b")
     monkeypatch.setattr(StepSizeTraining, "finalize", before)
-    again = run("again", "b")
-    assert (again.out / "model.safetensors").read_bytes() == (whole.out / "model.safetensors").read_bytes()
-    assert again.details == whole.details
+    resumed = run("again", "b")
+    assert (resumed.out / "model.safetensors").read_bytes() == (
+        uninterrupted.out / "model.safetensors"
+    ).read_bytes()
+    assert resumed.details == uninterrupted.details
 
 
-def test_phases_go_on_with_the_steps_of_the_one_before(tmp_path):
-    made = coded(tmp_path / "coded", scheme="int4", group_size=32)
+def test_second_phase_continues_from_learned_step_sizes(tmp_path):
+    quantized = coded(tmp_path / "coded", scheme="int4", group_size=32)
     phases = [{"losses": {"hidden_states": 1}}, {"losses": {"logits": 1}}]
-    one = harness.run_stage(
-        Distill(), DistillSettings(**TRAIN, phases=phases[:1]), made, tmp_path / "one", TASK, ROWS
+    one_phase = harness.run_stage(
+        Distill(), DistillSettings(**TRAIN, phases=phases[:1]), quantized, tmp_path / "one", TASK, ROWS
     )
-    two = harness.run_stage(
-        Distill(), DistillSettings(**TRAIN, phases=phases), made, tmp_path / "two", TASK, ROWS
+    two_phases = harness.run_stage(
+        Distill(), DistillSettings(**TRAIN, phases=phases), quantized, tmp_path / "two", TASK, ROWS
     )
-    assert two.details["learned_scales"]["mean_change"] > one.details["learned_scales"]["mean_change"]
+    assert (
+        two_phases.details["learned_scales"]["mean_change"]
+        > one_phase.details["learned_scales"]["mean_change"]
+    )
 
 
-def test_what_has_no_codes_or_no_scales_to_learn_is_refused(tmp_path):
+def test_float_models_and_schemes_without_scales_are_rejected(tmp_path):
     model = load_model(every_family.model_with_layers("bert", 1))[0]
     with raises_code("not-quantized", InputError):
         StepSizeTraining(model, QatSettings(scales="lsq"), "finetune")
-    made = coded(tmp_path / "coded", scheme="binary", group_size=32, embeddings=False, output_layer=False)
+    quantized = coded(
+        tmp_path / "coded", scheme="binary", group_size=32, embeddings=False, output_layer=False
+    )
     with raises_code("scales-not-learned", InputError) as caught:
-        harness.run_stage(Finetune(), FinetuneSettings(**TRAIN), made, tmp_path / "out", TASK, ROWS)
+        harness.run_stage(Finetune(), FinetuneSettings(**TRAIN), quantized, tmp_path / "out", TASK, ROWS)
     assert "binary" in str(caught.value)
 
 
-def test_layers_whose_scales_follow_the_weights_are_named(tmp_path):
-    made = coded(tmp_path / "coded", scheme="binary", group_size=32)  # with a vocabulary of int8
-    ctx = harness.run_stage(Finetune(), FinetuneSettings(**TRAIN), made, tmp_path / "out", TASK, ROWS)
-    (warning,) = [one for one in ctx.warnings if one.code == "scales-not-learned"]
+def test_layers_without_learnable_scales_warn(tmp_path):
+    quantized = coded(tmp_path / "coded", scheme="binary", group_size=32)  # with a vocabulary of int8
+    ctx = harness.run_stage(Finetune(), FinetuneSettings(**TRAIN), quantized, tmp_path / "out", TASK, ROWS)
+    (warning,) = [message for message in ctx.warnings if message.code == "scales-not-learned"]
     assert all(value in warning.message for value in ("binary", "13 layers"))
     assert ctx.details["learned_scales"]["matrices"] == 2  # word embedding and classifier
 
 
 @pytest.mark.parametrize("scheme", ["int2"])
-def test_learned_scales_fit_better_than_those_that_follow(scheme):
+def test_learned_scales_have_lower_error_than_dynamic_scales(scheme):
     """One layer, inputs of which few count, as many updates: a scale of the weights alone is not the best."""
 
     def left(learn):
         torch.manual_seed(0)
         inputs = torch.randn(256, 64) * torch.logspace(-1.5, 0.5, 64)  # some inputs count far more
-        whole = nn.Linear(64, 16, bias=False)
-        nn.init.normal_(whole.weight, std=0.05)
-        target = inputs @ whole.weight.detach().T
-        home = quantize_module(whole, scheme)
-        latent = QatLinear(home, nn.Parameter(whole.weight.detach().clone()))
+        float_layer = nn.Linear(64, 16, bias=False)
+        nn.init.normal_(float_layer.weight, std=0.05)
+        target = inputs @ float_layer.weight.detach().T
+        home = quantize_module(float_layer, scheme)
+        latent = QatLinear(home, nn.Parameter(float_layer.weight.detach().clone()))
         groups = [{"params": [latent.weight], "lr": 2e-3}]
         if learn:
             steps = StepSizes(home.matrix)
@@ -202,8 +216,8 @@ def test_learned_scales_fit_better_than_those_that_follow(scheme):
     assert learned < 0.9 * following
 
 
-def test_no_weight_decay_draws_steps_back(tmp_path):
-    made = coded(tmp_path / "coded", **STATIC)
-    model, _ = load_trainable(tiny.as_artifact(made, TASK), harness.make_context(tmp_path / "out", TASK))
+def test_step_sizes_have_no_weight_decay(tmp_path):
+    quantized = coded(tmp_path / "coded", **STATIC)
+    model, _ = load_trainable(tiny.as_artifact(quantized, TASK), harness.make_context(tmp_path / "out", TASK))
     (group,) = StepSizeTraining(model, QatSettings(scales="lsq"), "finetune").extension().groups
     assert group.weight_decay == 0

@@ -45,7 +45,7 @@ def points(scales, low, high, size):
 
 
 @pytest.mark.parametrize("scheme", ENDS)
-def test_gradients_are_those_of_the_paper(scheme):
+def test_step_size_gradients_equal_lsq_paper(scheme):
     options, below, above = ENDS[scheme]
     torch.manual_seed(0)
     matrix = schemes.rounded_matrix(scheme, torch.randn(3, 64) * 0.05, **options)
@@ -67,7 +67,7 @@ def test_gradients_are_those_of_the_paper(scheme):
     assert np.abs(of_s).min() > 1e-3
 
 
-def test_zero_points_learn_from_what_lies_beyond_an_end():
+def test_zero_point_gradients_equal_lsq_plus_paper():
     """LSQ+, equations 4 and 5, with beta = -z s: dv^/dz is -s beyond an end and 0 between them."""
     torch.manual_seed(0)
     matrix = schemes.rounded_matrix("int4", torch.randn(3, 64) * 0.05 + 0.03, group_size=32, symmetric=False)
@@ -93,23 +93,23 @@ def test_zero_points_learn_from_what_lies_beyond_an_end():
     assert steps.offset.grad.numpy() == pytest.approx(15 * of_z, rel=2e-4, abs=1e-6)
 
 
-def test_a_range_of_activations_learns_by_the_same_equations():
+def test_activation_step_size_gradients_equal_lsq_paper():
     first = torch.tensor(0.0625)
     step = ActivationStepSize(first, -128, 127)
     x = points(np.float32([0.0625]), -128, 127, 24).reshape(2, 12)
     upstream = np.random.default_rng(2).normal(size=x.shape)
-    given = torch.tensor(x, requires_grad=True)
-    out = step(given)
+    inputs = torch.tensor(x, requires_grad=True)
+    out = step(inputs)
     out.backward(torch.tensor(upstream, dtype=torch.float32))
     values, of_x, of_s = lsq(x.reshape(1, 24), np.float32([0.0625]), -128, 127, upstream.reshape(1, 24))
     assert out.detach().numpy() == pytest.approx(values.reshape(2, 12), rel=1e-5, abs=1e-6)
-    assert given.grad.numpy() == pytest.approx(of_x.reshape(2, 12), abs=1e-6)
+    assert inputs.grad.numpy() == pytest.approx(of_x.reshape(2, 12), abs=1e-6)
     assert float(step.log.grad) == pytest.approx(0.0625 * of_s[0] / np.sqrt(12 * 127), rel=1e-3)
 
 
 @pytest.mark.parametrize("scheme", ENDS)
 @pytest.mark.parametrize("width", [64, 40])
-def test_a_training_begins_with_the_model_that_is_stored(scheme, width):
+def test_initial_step_sizes_reproduce_stored_model(scheme, width):
     """And whatever the steps become: what it computes with is what will be stored, to the bit."""
     torch.manual_seed(0)
     weight = torch.randn(5, width) * 0.05
@@ -119,44 +119,44 @@ def test_a_training_begins_with_the_model_that_is_stored(scheme, width):
     assert started.allclose(matrix.dequantize(), atol=1e-6)
     with torch.no_grad():
         steps.log.copy_(torch.randn_like(steps.log) * 0.2)
-    seen = steps.fake_quantize(weight).detach()
+    fake_quantized = steps.fake_quantize(weight).detach()
     before = matrix.unpack().qparams["scales"].clone()
     quantize_into(matrix, weight, steps.quantizer())
-    assert matrix.dequantize().equal(seen)
+    assert matrix.dequantize().equal(fake_quantized)
     after = matrix.unpack().qparams["scales"]
     assert (after / before).numpy() == pytest.approx(steps.scale_changes().numpy(), rel=1e-3)
     ids = torch.tensor([3, 0, 3])
-    assert steps.fake_quantize(weight[ids], ids).detach().equal(seen[ids])
+    assert steps.fake_quantize(weight[ids], ids).detach().equal(fake_quantized[ids])
 
 
-def test_zero_points_that_were_learned_are_stored():
+def test_learned_zero_points_are_stored():
     torch.manual_seed(0)
     weight = torch.randn(5, 64)
     matrix = schemes.rounded_matrix("int3", weight, group_size=32, symmetric=False)
     steps = StepSizes(matrix)
     with torch.no_grad():
         steps.offset.copy_(torch.rand(5, 2) * 2 - 0.5)  # some beyond what a zero point can be
-    seen = steps.fake_quantize(weight).detach()
+    fake_quantized = steps.fake_quantize(weight).detach()
     quantize_into(matrix, weight, steps.quantizer())
-    assert matrix.dequantize().equal(seen)
+    assert matrix.dequantize().equal(fake_quantized)
     zeros = matrix.unpack().qparams["zeros"].numpy()
     assert zeros.tolist() == np.clip(np.rint(steps.offset.detach().numpy() * 7), 0, 7).tolist()
 
 
-def test_a_row_of_zeros_stays_one_and_harms_nothing():
+def test_zero_row_is_kept_and_gradients_are_finite():
     weight = torch.randn(3, 32)
     weight[1] = 0
     steps = StepSizes(schemes.rounded_matrix("int4", weight, group_size=32))
-    given = weight.clone().requires_grad_(True)
-    out = steps.fake_quantize(given)
+    leaf = weight.clone().requires_grad_(True)
+    out = steps.fake_quantize(leaf)
     out.sum().backward()
     assert out[1].eq(0).all()
     assert bool(torch.isfinite(steps.log.grad).all())
-    assert bool(torch.isfinite(given.grad).all())
+    assert bool(torch.isfinite(leaf.grad).all())
 
 
 @pytest.mark.parametrize("scheme", ["int8-dynamic", "int8-static"])
-def test_a_matrix_with_one_scale_learns_one_step(scheme):
+def test_per_tensor_matrix_learns_one_step_size(scheme):
     """Equation 3 summed over all weights, times 1 / sqrt(N Q_P), N being their number."""
     torch.manual_seed(0)
     matrix = schemes.rounded_matrix(scheme, torch.randn(3, 64) * 0.05, granularity="tensor")
@@ -174,14 +174,14 @@ def test_a_matrix_with_one_scale_learns_one_step(scheme):
     assert float(steps.log.grad) == pytest.approx(2.0**-5 * of_s.sum() / np.sqrt(3 * 64 * 127), rel=2e-4)
     with torch.no_grad():
         steps.log.fill_(0.2)
-    seen = steps.fake_quantize(weight).detach()
+    fake_quantized = steps.fake_quantize(weight).detach()
     quantize_into(matrix, weight.detach(), steps.quantizer())
-    assert matrix.dequantize().equal(seen)
+    assert matrix.dequantize().equal(fake_quantized)
     assert matrix.scales.unique().numel() == 1
     assert float(matrix.scales[0]) == pytest.approx(2.0**-5 * np.exp(0.2), rel=1e-5)
 
 
-def test_what_fills_the_last_group_up_is_not_counted_among_those_that_share_a_step():
+def test_group_padding_is_not_counted_in_gradient_scale():
     """1 / sqrt(N Q_P): the last group of 40 inputs has 8 weights, where the others have 32."""
     torch.manual_seed(0)
     matrix = schemes.rounded_matrix("int4", torch.randn(3, 40), group_size=32)
@@ -193,5 +193,5 @@ def test_what_fills_the_last_group_up_is_not_counted_among_those_that_share_a_st
         for end in matrix.scheme.code_range(matrix.unpack().qparams, matrix.options)
     )
     beyond = torch.where(steps.first > 0, high, low) * steps.first  # times ds/dlog
-    wanted = beyond * torch.tensor([32 / (32 * high) ** 0.5, 8 / (8 * high) ** 0.5])
-    torch.testing.assert_close(steps.log.grad, wanted, rtol=1e-3, atol=1e-6)
+    expected = beyond * torch.tensor([32 / (32 * high) ** 0.5, 8 / (8 * high) ** 0.5])
+    torch.testing.assert_close(steps.log.grad, expected, rtol=1e-3, atol=1e-6)

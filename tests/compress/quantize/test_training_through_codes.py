@@ -53,10 +53,12 @@ def distance(folder, teacher):
     """How far a translator's next words are from the teacher's on the tiny sentences (mean KL, nats)."""
     model, tokenizer = load_model(folder)[0], load_tokenizer(folder)
     batch = tokenizer(tiny.SENTENCES, text_target=tiny.SENTENCES[4:] + tiny.SENTENCES[:4], padding=True)
-    fed = {name: torch.tensor(value) for name, value in batch.items()}
+    inputs = {name: torch.tensor(value) for name, value in batch.items()}
     with torch.no_grad():
-        ours, theirs = (m(**fed).logits[fed["labels"] >= 2].log_softmax(-1) for m in (model, teacher))
-    return float(nn.functional.kl_div(ours, theirs, reduction="batchmean", log_target=True))
+        student_logits, teacher_logits = (
+            m(**inputs).logits[inputs["labels"] >= 2].log_softmax(-1) for m in (model, teacher)
+        )
+    return float(nn.functional.kl_div(student_logits, teacher_logits, reduction="batchmean", log_target=True))
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,7 @@ def translations(tmp_path_factory):
     return {"train": read_split(str(path), "translation", Columns(), path.parent)}
 
 
-def test_a_translator_comes_closer_to_its_teacher_in_50_steps(tmp_path, translations):
+def test_binary_translator_approaches_teacher_in_50_steps(tmp_path, translations):
     first, second = quantized(tmp_path, "marian", "translation", scheme="binary", group_size=32)
     ctx = context(tmp_path / "out", "translation", {"model": first, "quantize": second}, translations)
     alone = {"losses": {"logits": 1.0, "labels": 0.0}, "temperature": 1.0}
@@ -86,7 +88,7 @@ def test_a_translator_comes_closer_to_its_teacher_in_50_steps(tmp_path, translat
     assert row.eq(0).all()  # Marian's decoder starts from a zero embedding, also after training
 
 
-def test_nothing_changes_when_nothing_was_trained(tmp_path):
+def test_convert_without_training_reproduces_quantized_weights(tmp_path):
     """From the float weights the very codes are decided again."""
     first, second = quantized(tmp_path, "marian", "translation", scheme="binary", group_size=32)
     ctx = context(tmp_path / "out", "translation", {"model": first, "quantize": second})
@@ -104,7 +106,7 @@ def test_nothing_changes_when_nothing_was_trained(tmp_path):
     assert all(after[name].equal(before[name]) for name in before)
 
 
-def test_latent_layers_compute_what_the_codes_will(tmp_path):
+def test_qat_layers_compute_same_outputs_as_quantized_layers(tmp_path):
     _, second = quantized(
         tmp_path,
         "marian",
@@ -124,42 +126,42 @@ def test_latent_layers_compute_what_the_codes_will(tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["int8-dynamic", "int8-static"])
-def test_int8_layers_train_on_the_activations_that_the_runtime_will_have(scheme):
+def test_int8_qat_layers_round_activations_as_runtime(scheme):
     torch.manual_seed(0)
-    whole = nn.Linear(24, 8)
-    quantized = schemes.with_activation_range(whole, scheme, largest=6.0)
+    float_layer = nn.Linear(24, 8)
+    quantized = schemes.with_activation_range(float_layer, scheme, largest=6.0)
     x = 3 * torch.randn(5, 24)
-    latent = QatLinear(quantized, nn.Parameter(whole.weight.detach().clone()))
+    latent = QatLinear(quantized, nn.Parameter(float_layer.weight.detach().clone()))
     expected = quantized(x)
     unrounded = nn.functional.linear(x, quantized.matrix.dequantize(), quantized.bias)
     assert (expected - unrounded).abs().max() > 5e-3, "rounding activations changes nothing here"
     assert latent(x).allclose(expected, atol=1e-5)
-    again = x.clone().requires_grad_(True)
-    latent(again).sum().backward()
-    assert again.grad.allclose(quantized.matrix.dequantize().sum(dim=0).expand(5, -1), atol=1e-5)
+    leaf = x.clone().requires_grad_(True)
+    latent(leaf).sum().backward()
+    assert leaf.grad.allclose(quantized.matrix.dequantize().sum(dim=0).expand(5, -1), atol=1e-5)
     assert latent.weight.grad.allclose(
         fake_quantize_activations(x, quantized.matrix).sum(dim=0).expand(8, -1), atol=1e-4
     )
 
 
 @pytest.mark.parametrize("scheme", ["int4", "int3", "int2", "ternary", "binary"])
-def test_layers_of_few_bits_train_on_whole_activations(scheme):
+def test_few_bit_qat_layers_use_float_activations(scheme):
     torch.manual_seed(0)
-    whole = nn.Linear(64, 8)
-    quantized = quantize_module(whole, scheme)
+    float_layer = nn.Linear(64, 8)
+    quantized = quantize_module(float_layer, scheme)
     x = 3 * torch.randn(5, 64)
-    latent = QatLinear(quantized, nn.Parameter(whole.weight.detach().clone()))
+    latent = QatLinear(quantized, nn.Parameter(float_layer.weight.detach().clone()))
     assert latent(x).equal(nn.functional.linear(x, quantized.matrix.dequantize(), latent.bias))
     assert not latent(x).allclose(quantized(x), atol=1e-3)
 
 
 @pytest.mark.parametrize("scheme", ["int8-dynamic", "int8-static", "int4", "binary"])
-def test_layers_in_training_compute_on_the_device_of_their_weights(scheme):
+def test_qat_layers_compute_on_device_of_weights(scheme):
     """The meta device stands for a GPU: the quantized layers are no submodules, which `to` moves."""
-    whole, x = nn.Linear(64, 8), torch.empty(5, 64, device="meta")
-    quantized = quantize_module(whole, scheme)
+    float_layer, x = nn.Linear(64, 8), torch.empty(5, 64, device="meta")
+    quantized = quantize_module(float_layer, scheme)
     table = QuantizedEmbedding(64, None, quantize_module(nn.Linear(64, 8), scheme).matrix)
-    product = QatLinear(quantized, nn.Parameter(whole.weight.detach()))
+    product = QatLinear(quantized, nn.Parameter(float_layer.weight.detach()))
     lookup = QatEmbedding(table, nn.Parameter(torch.zeros(8, 64)))
     model = nn.ModuleList([product, lookup]).to("meta")
     ids = torch.zeros(2, 3, dtype=torch.int64, device="meta")
@@ -169,7 +171,7 @@ def test_layers_in_training_compute_on_the_device_of_their_weights(scheme):
 
 
 @pytest.mark.parametrize("alone", [True, False, "tensor"])
-def test_rows_that_are_looked_up_train_as_parts_of_the_whole_table(alone):
+def test_looked_up_rows_are_quantized_with_full_table(alone):
     torch.manual_seed(0)
     weight = torch.randn(6, 32)
     weight[5] *= 10  # which decides the one scale of a whole matrix, and is not looked up
@@ -187,7 +189,7 @@ def test_rows_that_are_looked_up_train_as_parts_of_the_whole_table(alone):
     assert latent.weight.grad.equal(torch.tensor([1.0, 1, 2, 0, 0, 0])[:, None].expand(6, 32))
 
 
-def test_without_its_parent_training_starts_from_the_codes(tmp_path):
+def test_training_without_parent_starts_from_dequantized_weights(tmp_path):
     _, second = quantized(tmp_path, "bert", "text-classification", scheme="binary", group_size=32)
     ctx = context(tmp_path / "out", "text-classification", {})
     model, _ = load_trainable(second, ctx)
@@ -196,7 +198,7 @@ def test_without_its_parent_training_starts_from_the_codes(tmp_path):
     assert model.bert.pooler.dense.weight.equal(stored.bert.pooler.dense.matrix.dequantize())
 
 
-def test_the_model_that_came_is_the_first_candidate_and_comes_back_bit_for_bit(tmp_path, translations):
+def test_diverged_training_restores_initial_model_exactly(tmp_path, translations):
     """GPTQ's integers are not those nearest to the float weights, from which the training goes on."""
     first = artifact(tiny.write_marian(tmp_path / "model"), "a", "model", None, "translation")
     (tmp_path / "quantized").mkdir()
@@ -216,7 +218,7 @@ def test_the_model_that_came_is_the_first_candidate_and_comes_back_bit_for_bit(t
         assert torch.equal(value, trained.state_dict()[name]), name
 
 
-def test_what_came_is_computed_with_its_own_integers(tmp_path, translations):
+def test_initial_model_is_evaluated_with_original_integers(tmp_path, translations):
     first = artifact(tiny.write_marian(tmp_path / "model"), "a", "model", None, "translation")
     (tmp_path / "quantized").mkdir()
     settings = QuantizeSettings(scheme="int2", method="gptq", group_size=32, calibration_samples=16)
@@ -225,15 +227,15 @@ def test_what_came_is_computed_with_its_own_integers(tmp_path, translations):
     model, _ = load_trainable(second, context(tmp_path / "out", "translation", {"model": first}))
     layer = next(m for m in model.modules() if isinstance(m, QatLinear))
     x = torch.randn(3, layer.in_features)
-    own = nn.functional.linear(x, layer.quantized.matrix.dequantize(), layer.bias)
-    assert not torch.equal(layer(x), own)  # those nearest to the float weights
+    stored_output = nn.functional.linear(x, layer.quantized.matrix.dequantize(), layer.bias)
+    assert not torch.equal(layer(x), stored_output)  # those nearest to the float weights
     with with_original_weights(model):
-        assert torch.equal(layer(x), own)
+        assert torch.equal(layer(x), stored_output)
     mark_trained(model)
     with with_original_weights(model):
-        assert not torch.equal(layer(x), own)
+        assert not torch.equal(layer(x), stored_output)
 
 
-def test_clipped_scales_are_named_as_lost_by_training():
+def test_clipped_scales_are_a_provided_property():
     assert Quantize.provides(QuantizeSettings(scheme="int4", clip="mse")) == {"codes"}
     assert Quantize.provides(QuantizeSettings(scheme="int4")) == frozenset()

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize(("scheme", "options"), schemes.SCHEME_CASES, ids=schemes.SCHEME_IDS)
-def test_fake_weights_are_the_codes_values_and_their_gradient_passes_straight(scheme, options):
+def test_fake_quantized_weights_equal_dequantized_and_gradient_passes_through(scheme, options):
     torch.manual_seed(0)
     weight = torch.randn(6, 40)
     weight[0, :4] = torch.tensor([1.5, -1.5, 0.0, 100.0])  # whatever the size of a weight
@@ -30,7 +30,7 @@ def test_fake_weights_are_the_codes_values_and_their_gradient_passes_straight(sc
     assert weight.grad.equal(slope)
 
 
-def test_fake_activations_are_those_of_the_operator_and_pass_gradients_straight():
+def test_fake_quantized_activations_equal_operator_and_gradient_passes_through():
     x = torch.linspace(-3.7, 2.2, 97, requires_grad=True)
     got = fake_quantize_activations(x, schemes.rounded_matrix("int8-dynamic", torch.ones(2, 97)))
     assert got.equal(fake_quantize_dynamic(x.detach()))
@@ -40,7 +40,7 @@ def test_fake_activations_are_those_of_the_operator_and_pass_gradients_straight(
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 7e4])
-def test_weights_that_no_scale_holds_are_refused(wrong):
+def test_unrepresentable_weights_are_rejected(wrong):
     layer = nn.Linear(32, 4)
     layer.weight.data[0, 0] = wrong
     with raises_code("non-finite-weights", InputError) as caught:
@@ -48,13 +48,13 @@ def test_weights_that_no_scale_holds_are_refused(wrong):
     assert f"{wrong:g}" in str(caught.value)
 
 
-def test_a_coder_of_ones_own_decides_the_codes():
+def test_custom_quantizer_is_used():
     def halved(weight, scheme, options):
         return round_to_nearest(weight / 2, scheme, options)
 
     layer = nn.Linear(64, 4)
-    ours = quantize_module(layer, "int4", quantizer=halved)
+    custom = quantize_module(layer, "int4", quantizer=halved)
     expected = quantize_module(layer, "int4")
-    assert ours.matrix.codes.equal(expected.matrix.codes)
-    assert ours.matrix.dequantize().allclose(expected.matrix.dequantize() / 2)
-    assert ours.bias.equal(layer.bias)
+    assert custom.matrix.codes.equal(expected.matrix.codes)
+    assert custom.matrix.dequantize().allclose(expected.matrix.dequantize() / 2)
+    assert custom.bias.equal(layer.bias)

@@ -34,16 +34,16 @@ SPLIT = TRAIN | {"qat": {"weight_splitting": True}, "learning_rate": 0.1}
 def published(w):
     """The rows of `w`, split as binary_model_init.py of BinaryBERT does it (equations 5 to 8), in float64."""
     ones, twos = np.empty_like(w), np.empty_like(w)
-    for row, (one, two) in zip(w, zip(ones, twos, strict=True), strict=True):
+    for row, (first_half, second_half) in zip(w, zip(ones, twos, strict=True), strict=True):
         inside = np.abs(row) > 0.7 * np.abs(row).mean()
         a = np.abs(row[inside]).mean()
         outside, n0 = row[~inside], (~inside).sum()
         b = (a * len(row) - np.abs(row).sum()) / (2 * n0)
-        one[~inside] = np.where(outside > 0, outside + b, b)
-        two[~inside] = np.where(outside >= 0, -b, outside - b)
+        first_half[~inside] = np.where(outside > 0, outside + b, b)
+        second_half[~inside] = np.where(outside >= 0, -b, outside - b)
         a11 = np.abs(row[inside]).sum()
-        m = (a11 + np.abs(two[~inside]).sum() - np.abs(one[~inside]).sum()) / (2 * a11)
-        one[inside], two[inside] = m * row[inside], (1 - m) * row[inside]
+        m = (a11 + np.abs(second_half[~inside]).sum() - np.abs(first_half[~inside]).sum()) / (2 * a11)
+        first_half[inside], second_half[inside] = m * row[inside], (1 - m) * row[inside]
     return ones, twos
 
 
@@ -54,7 +54,7 @@ def ternary_of(w):
 
 
 @pytest.mark.parametrize("filled", [0, 12])
-def test_values_are_those_that_were_published(filled):
+def test_split_values_equal_binarybert_reference(filled):
     """Also where zeros fill the group up, which are no weights."""
     w = np.random.default_rng(0).normal(size=(12, 64)) * 0.05
     w[3, 5] = 0.0
@@ -63,20 +63,20 @@ def test_values_are_those_that_were_published(filled):
     groups = (F.pad(torch.tensor(part), (0, filled))[:, None] for part in (w, codes))
     parts = split_ternary_groups(*groups, torch.tensor(scales)[:, None], real)
     assert all(part[..., 64:].eq(0).all() for part in parts)
-    one, two = (part[:, 0, :64].numpy() for part in parts)
+    first_half, second_half = (part[:, 0, :64].numpy() for part in parts)
     expected = published(w)
-    assert one == pytest.approx(expected[0], abs=1e-12)
-    assert two == pytest.approx(expected[1], abs=1e-12)
-    assert one + two == pytest.approx(w, abs=1e-15)
+    assert first_half == pytest.approx(expected[0], abs=1e-12)
+    assert second_half == pytest.approx(expected[1], abs=1e-12)
+    assert first_half + second_half == pytest.approx(w, abs=1e-15)
 
     def binary(v):
         return np.where(v >= 0, 1, -1) * np.abs(v).mean(axis=1, keepdims=True)
 
-    assert binary(one) + binary(two) == pytest.approx(codes * scales[:, None], abs=1e-12)
+    assert binary(first_half) + binary(second_half) == pytest.approx(codes * scales[:, None], abs=1e-12)
 
 
 @pytest.mark.parametrize("strange", ["zeros", "equal", "learned", "other signs", "one-sided", "padded"])
-def test_the_sum_is_the_ternary_matrix_whatever_the_weights(strange):
+def test_split_halves_sum_to_ternary_matrix(strange):
     """Signs are right also where mean magnitudes cannot be: with half of its scale they add up to it."""
     rng = torch.Generator().manual_seed(0)
     w = torch.randn(6, 1, 32, generator=rng, dtype=torch.float64)
@@ -97,10 +97,10 @@ def test_the_sum_is_the_ternary_matrix_whatever_the_weights(strange):
         codes = (w > 0.9).double()
     else:
         real[:, 20:], w[..., 20:], codes[..., 20:] = False, 0, 0
-    one, two = split_ternary_groups(w, codes, scales, real)
-    both = torch.where(one >= 0, 1.0, -1.0) + torch.where(two >= 0, 1.0, -1.0)
-    found = (both * scales[..., None] / 2)[..., real[0]]
-    assert found.equal((codes * scales[..., None])[..., real[0]])
+    first_half, second_half = split_ternary_groups(w, codes, scales, real)
+    sign_sum = torch.where(first_half >= 0, 1.0, -1.0) + torch.where(second_half >= 0, 1.0, -1.0)
+    reconstructed = (sign_sum * scales[..., None] / 2)[..., real[0]]
+    assert reconstructed.equal((codes * scales[..., None])[..., real[0]])
 
 
 def ternary_model(family, out):
@@ -113,12 +113,12 @@ def trained(family, source, out, **settings):
 
 
 @pytest.mark.parametrize("family", ["bert", "t5", "llama"])
-def test_the_split_model_computes_what_the_ternary_one_did(family, tmp_path):
+def test_split_model_computes_same_outputs_as_ternary(family, tmp_path):
     first = trained(family, ternary_model(family, tmp_path / "coded"), tmp_path / "ternary")
     expected = harness.logits(harness.load_output_model(first))
     ctx = harness.make_context(tmp_path / "out", first.task)
     model, edits = load_trainable(tiny.as_artifact(first.out, first.task), ctx)
-    kept = {name: latent.weight.detach().clone() for name, latent in qat_layers(model)}
+    float_weights = {name: latent.weight.detach().clone() for name, latent in qat_layers(model)}
     before = {m.quantized.matrix.scheme.name for _, m in qat_layers(model)}
     edits, count = split_ternary_layers(model, edits)
     spread = float(expected.std())
@@ -128,29 +128,29 @@ def test_the_split_model_computes_what_the_ternary_one_did(family, tmp_path):
     halves = {name: m for name, m in model.named_modules() if isinstance(m, SplitLinear)}
     assert len(halves) == count >= 8
     for name, half in halves.items():  # and what is behind them is what the training before kept
-        assert (half.first.weight + half.second.weight).allclose(kept[name], atol=1e-6)
+        assert (half.first.weight + half.second.weight).allclose(float_weights[name], atol=1e-6)
     assert before == {"ternary", "int4"}
     save_trained(model, edits, first.out, "keep", None, ctx)
-    again, _ = load_model(ctx.out)
-    assert harness.logits(again).allclose(expected, atol=2e-3 * spread)
-    assert {layer_scheme(m) for m in again.modules()} - {None} == {"binary", "int4"}
+    reloaded, _ = load_model(ctx.out)
+    assert harness.logits(reloaded).allclose(expected, atol=2e-3 * spread)
+    assert {layer_scheme(m) for m in reloaded.modules()} - {None} == {"binary", "int4"}
 
 
 @pytest.mark.parametrize("family", ["bert"])
-def test_half_the_width_in_three_values_then_all_of_it_in_one_bit(family, tmp_path):
+def test_half_width_ternary_model_is_split_into_full_width_binary(family, tmp_path):
     """The paper's way: half the heads and neurons, ternary with a teacher, split, binary with the teacher."""
-    whole = every_family.model_with_layers(family, 2)
-    half = PruneSettings(keep_ratio=0.5, importance="magnitude", calibration_samples=4)
-    narrow = every_family.run_stage(Prune(), half, whole, family, tmp_path / "narrow")
+    float_folder = every_family.model_with_layers(family, 2)
+    prune_settings = PruneSettings(keep_ratio=0.5, importance="magnitude", calibration_samples=4)
+    narrow = every_family.run_stage(Prune(), prune_settings, float_folder, family, tmp_path / "narrow")
     coded = every_family.run_stage(
         Quantize(), QuantizeSettings(**TERNARY), narrow.out, family, tmp_path / "coded"
     )
-    teacher = {"ancestors": {"model": tiny.as_artifact(whole, narrow.task)}}
+    teacher = {"ancestors": {"model": tiny.as_artifact(float_folder, narrow.task)}}
 
     def taught(source, name, settings):
-        made = DistillSettings(**settings)
+        distill_settings = DistillSettings(**settings)
         return harness.run_stage(
-            Distill(), made, source, tmp_path / name, narrow.task, narrow.data, **teacher
+            Distill(), distill_settings, source, tmp_path / name, narrow.task, narrow.data, **teacher
         )
 
     ternary = taught(coded.out, "ternary", TRAIN)
@@ -161,32 +161,34 @@ def test_half_the_width_in_three_values_then_all_of_it_in_one_bit(family, tmp_pa
     assert ctx.details["bits_per_weight"] == quantized_weight_bits(harness.load_output_model(ctx))
     assert ctx.details["bits_per_weight"] < ternary.details["bits_per_weight"]
     # a binary model trains on as any other, from its own float weights, and leaves
-    more = trained(family, ctx.out, tmp_path / "more")
-    assert more.details["latent_weights"] == "kept"
-    assert (more.out / MASTER_WEIGHTS_FILE).is_file()
-    every_family.run_stage(Onnx(), OnnxSettings(generation_graph=False), more.out, family, tmp_path / "onnx")
+    retrained = trained(family, ctx.out, tmp_path / "more")
+    assert retrained.details["latent_weights"] == "kept"
+    assert (retrained.out / MASTER_WEIGHTS_FILE).is_file()
+    every_family.run_stage(
+        Onnx(), OnnxSettings(generation_graph=False), retrained.out, family, tmp_path / "onnx"
+    )
 
 
-def test_a_matrix_that_is_looked_up_stays_ternary(tmp_path):
+def test_embedding_matrix_is_not_split(tmp_path):
     settings = QuantizeSettings(**TERNARY, embedding_scheme="ternary")
     source = every_family.model_with_layers("marian", 2)
-    made = harness.run_stage(Quantize(), settings, source, tmp_path / "coded")
-    model, edits = load_trainable(tiny.as_artifact(made.out), harness.make_context(tmp_path / "out"))
+    quantized = harness.run_stage(Quantize(), settings, source, tmp_path / "coded")
+    model, edits = load_trainable(tiny.as_artifact(quantized.out), harness.make_context(tmp_path / "out"))
     split_ternary_layers(model, edits)
     assert {n for n, m in qat_layers(model) if m.quantized.matrix.scheme.name == "ternary"} >= {"lm_head"}
     assert model.lm_head.weight is model.model.shared.weight
 
 
-def test_what_cannot_be_split_is_refused(tmp_path):
+def test_unsupported_models_are_rejected_for_weight_splitting(tmp_path):
     source = every_family.model_with_layers("bert", 1)
 
     def refuses(code, **settings):
         out = tmp_path / code
-        made = harness.run_stage(
+        quantized = harness.run_stage(
             Quantize(), QuantizeSettings(**settings), source, out, "text-classification"
         ).out
         with raises_code(code, InputError) as caught:
-            trained("bert", made, out / "trained", qat={"weight_splitting": True})
+            trained("bert", quantized, out / "trained", qat={"weight_splitting": True})
         assert caught.value.setting == "qat.weight_splitting"
 
     refuses("no-layer-of-scheme", scheme="int4")

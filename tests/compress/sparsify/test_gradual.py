@@ -31,19 +31,19 @@ def zeros_of(model, names):
     return {name: (model.get_submodule(name).weight == 0) for name in names}
 
 
-def test_scores_get_the_gradient_times_the_weight_and_weights_that_of_what_stays():
+def test_masked_weight_gradients_equal_formula():
     """Sanh et al. 2020, equation 2, and appendix A.1: dL/dS = dL/dW' W; dL/dW = dL/dW' M."""
     torch.manual_seed(0)
     x, weight = torch.randn(5, 4), torch.randn(3, 4, requires_grad=True)
     scores, mask = torch.zeros(3, 4, requires_grad=True), (torch.rand(3, 4) > 0.5).float()
-    wanted = torch.randn(5, 3)
-    ((x @ MaskedWeight.apply(weight, scores, mask).T - wanted) ** 2).sum().backward()
-    slope = 2 * (x @ (weight * mask).detach().T - wanted).T @ x  # of a sum of squares, by hand
+    target = torch.randn(5, 3)
+    ((x @ MaskedWeight.apply(weight, scores, mask).T - target) ** 2).sum().backward()
+    slope = 2 * (x @ (weight * mask).detach().T - target).T @ x  # of a sum of squares, by hand
     torch.testing.assert_close(weight.grad, slope * mask)
     torch.testing.assert_close(scores.grad, slope * weight.detach())
 
 
-def test_zeros_rise_along_the_cubic_of_zhu_and_gupta():
+def test_sparsity_follows_cubic_schedule():
     masks, _model = gradual(method="magnitude", sparsity=0.8, start=0.1, end=0.6)
     name, layer = next(iter(masks.layers.items()))
     # equation 1 with s_i 0, s_f 0.8, t0 10, t1 60
@@ -57,18 +57,18 @@ def test_zeros_rise_along_the_cubic_of_zhu_and_gupta():
     assert not masks._may_be_best(0)
 
 
-def test_movement_keeps_the_highest_scores_whatever_the_weights():
+def test_movement_keeps_weights_with_highest_scores():
     masks, _model = gradual(sparsity=0.75, start=0.0, end=0.5)
     name, layer = next(iter(masks.layers.items()))
     with torch.no_grad():
         masks.scores[name].copy_(torch.randn_like(layer.weight))
     masks._before_step(10, 10)
-    stay = masks._mask(name, layer).bool()
-    assert int(stay.sum()) == layer.weight.numel() // 4
-    assert masks.scores[name][stay].min() > masks.scores[name][~stay].max()
+    kept_mask = masks._mask(name, layer).bool()
+    assert int(kept_mask.sum()) == layer.weight.numel() // 4
+    assert masks.scores[name][kept_mask].min() > masks.scores[name][~kept_mask].max()
 
 
-def test_soft_movement_keeps_what_passes_the_threshold_and_never_nothing():
+def test_soft_movement_keeps_scores_above_threshold_and_at_least_a_few():
     masks, _model = gradual(method="soft-movement", threshold=0.25, start=0.0, end=0.5)
     name, layer = next(iter(masks.layers.items()))
     with torch.no_grad():
@@ -85,7 +85,7 @@ def test_soft_movement_keeps_what_passes_the_threshold_and_never_nothing():
     assert int(masks._mask(name, layer).sum()) == round(0.005 * layer.weight.numel())
 
 
-def test_two_of_each_four_go_the_least_of_them_first():
+def test_two_of_four_pattern_removes_smallest_weights_first():
     masks, _model = gradual(method="magnitude", pattern="2:4", start=0.0, end=1.0)
     name, layer = next(iter(masks.layers.items()))
     masks._before_step(4, 10)
@@ -105,28 +105,30 @@ def rows(tmp_path_factory):
 
 
 @pytest.mark.parametrize("asked", [{"sparsity": 0.7}, {"method": "magnitude", "pattern": "2:4"}])
-def test_what_is_stored_has_its_zeros_computes_what_was_validated_and_keeps_them(asked, rows, tmp_path):
+def test_stored_model_is_sparse_and_equals_validated_model(asked, rows, tmp_path):
     source = tiny.write_marian(tmp_path / "model", num_layers=1)
     settings = FinetuneSettings(**SHORT, sparsify={**asked, "end": 0.5})
     ctx = harness.run_stage(Finetune(), settings, source, tmp_path / "out", data=rows)
     model, share = harness.load_output_model(ctx), asked.get("sparsity", 0.5)
     by_layer = ctx.details["sparsity_by_layer"]
-    assert all(found == pytest.approx(share, abs=0.01) for found in by_layer.values())
+    assert all(layer_sparsity == pytest.approx(share, abs=0.01) for layer_sparsity in by_layer.values())
     zeros = zeros_of(model, by_layer)
     assert sum(int(z.sum()) for z in zeros.values()) == ctx.details["zeros"]
     assert {edit["module"] for edit in read_edits(ctx.out)} == set(by_layer)
     validations = {v["step"]: v["loss"] for v in ctx.details["training"]["validations"]}
-    kept = ctx.details["training"]["kept_step"]
-    assert kept in (6, 12)  # never the dense beginning
+    best_step = ctx.details["training"]["kept_step"]
+    assert best_step in (6, 12)  # never the dense beginning
     assert "zeros-not-faster" in message_codes(ctx.warnings)
-    again = FinetuneSettings(**{**SHORT, "max_steps": 2, "num_evals": 1}, weight_decay=0.1)
-    later = harness.run_stage(Finetune(), again, ctx.out, tmp_path / "again", data=rows)
-    assert later.details["training"]["validations"][0]["loss"] == pytest.approx(validations[kept], rel=1e-4)
-    for name, gone in zeros_of(harness.load_output_model(later), by_layer).items():
-        assert bool((gone >= zeros[name]).all())
+    retrain_settings = FinetuneSettings(**{**SHORT, "max_steps": 2, "num_evals": 1}, weight_decay=0.1)
+    later = harness.run_stage(Finetune(), retrain_settings, ctx.out, tmp_path / "again", data=rows)
+    assert later.details["training"]["validations"][0]["loss"] == pytest.approx(
+        validations[best_step], rel=1e-4
+    )
+    for name, new_zeros in zeros_of(harness.load_output_model(later), by_layer).items():
+        assert bool((new_zeros >= zeros[name]).all())
 
 
-def test_zeros_of_before_are_the_first_that_go(tmp_path):
+def test_existing_zeros_are_removed_first(tmp_path):
     settings = SparsifySettings(method="magnitude", sparsity=0.3)
     ctx = every_family.run_stage(
         Sparsify(), settings, every_family.model_with_layers("bert", 1), "bert", tmp_path / "a"
@@ -141,12 +143,15 @@ def test_zeros_of_before_are_the_first_that_go(tmp_path):
         assert float(masks._mask(name, layer).mean()) == pytest.approx(0.5, abs=0.01)
 
 
-def test_a_checkpoint_is_stored_with_zeros_and_the_training_goes_on_without():
+def test_as_stored_applies_zeros_and_restores_weights():
     masks, model = gradual(sparsity=0.5, start=0.0, end=0.5)
     for scores in masks.home:
         torch.nn.init.normal_(scores)
     masks._before_step(10, 10)
-    kept, seen = {n: p.detach().clone() for n, p in model.named_parameters()}, harness.logits(model)
+    expected, masked_logits = (
+        {n: p.detach().clone() for n, p in model.named_parameters()},
+        harness.logits(model),
+    )
     with masks.as_stored():
         plain = {name: layer.weight.detach().clone() for name, layer in masks.layers.items()}
         assert all(float((w == 0).float().mean()) == pytest.approx(0.5, abs=0.01) for w in plain.values())
@@ -154,12 +159,12 @@ def test_a_checkpoint_is_stored_with_zeros_and_the_training_goes_on_without():
         x = torch.randn(2, layer.in_features)
         stored = F.linear(x, layer.weight, layer.bias)
     torch.testing.assert_close(layer(x), stored)
-    assert all(torch.equal(p, kept[n]) for n, p in model.named_parameters())
-    torch.testing.assert_close(harness.logits(model), seen)
+    assert all(torch.equal(p, expected[n]) for n, p in model.named_parameters())
+    torch.testing.assert_close(harness.logits(model), masked_logits)
 
 
 @pytest.mark.parametrize("method", ["magnitude", "movement"])
-def test_a_validation_chooses_each_mask_once_for_all_its_calls(method, monkeypatch):
+def test_each_mask_is_computed_once_per_validation(method, monkeypatch):
     """To choose one takes ten times as long as the product of a batch; a decoder is called for each token."""
     masks, model = gradual(method=method, sparsity=0.5, start=0.0, end=0.5)
     chosen, choose = [], masks._mask
@@ -178,7 +183,7 @@ def test_a_validation_chooses_each_mask_once_for_all_its_calls(method, monkeypat
         torch.testing.assert_close(harness.logits(model), other)
 
 
-def test_a_training_that_was_finished_before_settles_with_all_zeros(tmp_path):
+def test_finalize_without_updates_applies_full_sparsity(tmp_path):
     """A run that was stopped behind the last update restores the weights and makes no update."""
     masks, model = gradual(method="magnitude", sparsity=0.5)
     ctx = harness.make_context(tmp_path / "out")
@@ -187,7 +192,7 @@ def test_a_training_that_was_finished_before_settles_with_all_zeros(tmp_path):
     assert harness.logits(model).isfinite().all()
 
 
-def test_a_layer_in_two_places_has_one_mask(tmp_path):
+def test_shared_layer_has_one_mask(tmp_path):
     source = every_family.model_with_layers("bert", 2)
     ctx = every_family.run_stage(
         ShareWeights(), ShareWeightsSettings(group_size=2), source, "bert", tmp_path / "shared"
@@ -196,7 +201,7 @@ def test_a_layer_in_two_places_has_one_mask(tmp_path):
     assert len(GradualSparsifier(model, GradualSparsitySettings()).layers) == 6
 
 
-def test_codes_are_refused(rows, tmp_path):
+def test_gradual_sparsity_after_quantize_is_rejected(rows, tmp_path):
     source = tiny.write_marian(tmp_path / "model", num_layers=1)
     codes = harness.run_stage(Quantize(), QuantizeSettings(scheme="int4"), source, tmp_path / "q", data=rows)
     settings = FinetuneSettings(**SHORT, sparsify={})
@@ -222,7 +227,7 @@ def test_codes_are_refused(rows, tmp_path):
         ({"sparsify": {}, "lora": {}}, "settings-conflict", "lora, sparsify and learned_masks"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(wrong, code, named):
+def test_conflicting_gradual_settings_are_rejected(wrong, code, named):
     with raises_setting_codes(code) as caught:
         FinetuneSettings(**wrong)
     assert named in caught.value.errors()[0]["msg"]

@@ -12,10 +12,10 @@ pytestmark = pytest.mark.quick
 
 
 def made(method, weight, x, pattern, zeros=None):
-    found = empty_statistics(x.shape[1], second=True)
-    found.update(x)
+    statistics = empty_statistics(x.shape[1], second=True)
+    statistics.update(x)
     return (
-        method.sparsify_layer(SparsityInput(weight, found, zeros), pattern, torch.Generator())
+        method.sparsify_layer(SparsityInput(weight, statistics, zeros), pattern, torch.Generator())
         .double()
         .numpy()
     )
@@ -32,7 +32,7 @@ def by_the_equations(weight, x, pattern, columns, zeros=None):
 
     Zeros of before are the first of the mask, and what falls on them is an error of a removed weight.
     """
-    held = np.zeros(weight.shape, dtype=bool) if zeros is None else zeros.numpy()
+    existing_zeros = np.zeros(weight.shape, dtype=bool) if zeros is None else zeros.numpy()
     new = weight.double().numpy().copy()
     h = 2 * x.double().numpy().T @ x.double().numpy() / len(x)
     dead = np.diag(h) == 0
@@ -40,23 +40,23 @@ def by_the_equations(weight, x, pattern, columns, zeros=None):
     new[:, dead] = 0
     h += 0.01 * np.diag(h).mean() * np.eye(len(h))
     k = len(h)
-    left = [np.linalg.inv(h[j:, j:]) for j in range(k)]  # of the columns from j on
-    gone = np.zeros_like(new, dtype=bool)
+    inverses = [np.linalg.inv(h[j:, j:]) for j in range(k)]  # of the columns from j on
+    removed = np.zeros_like(new, dtype=bool)
     for j in range(k):
         step = pattern.group or columns
         if j % step == 0:
             part = range(j, min(j + step, k))
-            scores = np.stack([new[:, c] ** 2 / left[c][0, 0] for c in part], axis=1)
-            scores[held[:, part]] = -1
-            gone[:, part] = held[:, part]
+            scores = np.stack([new[:, c] ** 2 / inverses[c][0, 0] for c in part], axis=1)
+            scores[existing_zeros[:, part]] = -1
+            removed[:, part] = existing_zeros[:, part]
             if pattern.group:
                 for row in range(len(new)):
-                    gone[row, j + np.argsort(scores[row])[: step - pattern.kept]] = True
+                    removed[row, j + np.argsort(scores[row])[: step - pattern.kept]] = True
             else:
                 order = np.argsort(scores.ravel())[: int(scores.size * pattern.sparsity)]
-                gone[:, part] |= np.isin(np.arange(scores.size), order).reshape(scores.shape)
-        for row in np.flatnonzero(gone[:, j]):
-            new[row, j:] -= new[row, j] / left[j][0, 0] * left[j][:, 0]
+                removed[:, part] |= np.isin(np.arange(scores.size), order).reshape(scores.shape)
+        for row in np.flatnonzero(removed[:, j]):
+            new[row, j:] -= new[row, j] / inverses[j][0, 0] * inverses[j][:, 0]
             new[row, j] = 0
     return new
 
@@ -64,13 +64,13 @@ def by_the_equations(weight, x, pattern, columns, zeros=None):
 @pytest.mark.parametrize(
     "pattern", [SparsityPattern(0.5), SparsityPattern(0.5, 2, 4), SparsityPattern(1 / 3, 2, 3)]
 )
-def test_it_is_what_the_equations_of_the_paper_give(pattern, monkeypatch):
+def test_sparsegpt_equals_equations_of_paper(pattern, monkeypatch):
     monkeypatch.setattr(sparsegpt, "_BLOCK_COLUMNS", 6)  # two blocks; of groups of 4 three
     weight, x = drawn()
     new = made(sparsegpt, weight, x, pattern)
-    wanted = by_the_equations(weight, x, pattern, columns=6)
-    assert ((new == 0) == (wanted == 0)).all()
-    np.testing.assert_allclose(new, wanted, rtol=1e-3, atol=1e-4)
+    expected = by_the_equations(weight, x, pattern, columns=6)
+    assert ((new == 0) == (expected == 0)).all()
+    np.testing.assert_allclose(new, expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("pattern", [SparsityPattern(0.6), SparsityPattern(0.5, 2, 4)])
@@ -80,13 +80,13 @@ def test_compensation_of_existing_zeros_is_passed_to_later_columns(pattern, monk
     zeros = torch.rand(weight.shape, generator=torch.Generator().manual_seed(1)) < 0.4
     weight[zeros] = 0
     new = made(sparsegpt, weight, x, pattern, zeros)
-    wanted = by_the_equations(weight, x, pattern, 12, zeros)
-    assert ((new == 0) == (wanted == 0)).all()
+    expected = by_the_equations(weight, x, pattern, 12, zeros)
+    assert ((new == 0) == (expected == 0)).all()
     assert (new[zeros] == 0).all()
-    np.testing.assert_allclose(new, wanted, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(new, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_an_input_that_is_always_zero_loses_its_weights():
+def test_always_zero_input_loses_its_weights():
     weight, x = drawn()
     x[:, 3] = 0
     new = made(sparsegpt, weight, x, SparsityPattern(0.5))
@@ -96,7 +96,7 @@ def test_an_input_that_is_always_zero_loses_its_weights():
     assert (new[:, 3] == 0).all()
 
 
-def test_its_error_lies_between_the_exact_solution_and_no_update_at_all():
+def test_sparsegpt_error_lies_between_least_squares_and_no_update():
     weight, x = drawn(inputs=32, tokens=400)
     plain, values = weight.double().numpy(), x.double().numpy()
 
@@ -107,12 +107,12 @@ def test_its_error_lies_between_the_exact_solution_and_no_update_at_all():
     masked = np.where(new == 0, 0, plain)
     exact = np.zeros_like(plain)
     for row in range(len(plain)):
-        stay = new[row] != 0
-        exact[row, stay] = np.linalg.lstsq(values[:, stay], values @ plain[row], rcond=None)[0]
+        nonzero = new[row] != 0
+        exact[row, nonzero] = np.linalg.lstsq(values[:, nonzero], values @ plain[row], rcond=None)[0]
     assert error(exact) <= error(new) < error(masked)
     assert error(new) < error(made(wanda, weight, x, SparsityPattern(0.5)))
 
 
-def test_nothing_to_zero_changes_nothing():
+def test_zero_sparsity_changes_nothing():
     weight, x = drawn()
     np.testing.assert_array_equal(made(sparsegpt, weight, x, SparsityPattern(0.001)), weight.double().numpy())

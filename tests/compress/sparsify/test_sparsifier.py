@@ -12,7 +12,7 @@ from smelt.compress.sparsify.sparsifier import Sparsifier
 from smelt.models.edits import mark_masked
 
 
-def test_a_second_moment_goes_when_its_layer_is_done():
+def test_second_moment_is_freed_after_its_layer():
     """Of a wide block they are larger than the block: those of layers that are done would lie there for
     nothing while the widest is inverted."""
     alive = []
@@ -23,13 +23,13 @@ def test_a_second_moment_goes_when_its_layer_is_done():
         return layer.weight.masked_fill(layer.weight < 0, 0.0)
 
     layers = {name: nn.Linear(8, 4) for name in "abc"}
-    found = Sparsifier(
+    sparsifier = Sparsifier(
         nn.ModuleDict(layers),
         _Method(method),
         SparsityPattern(sparsity=0.5),
         torch.Generator().manual_seed(0),
     )
-    found.sparsify(layers, lambda wanted, see: [see(name, torch.ones(3, 8)) for name in wanted])
+    sparsifier.sparsify(layers, lambda wanted, see: [see(name, torch.ones(3, 8)) for name in wanted])
     assert len(alive) == 3
 
 

@@ -48,24 +48,24 @@ def sparse(tmp_path_factory):
     ("family", "method"),
     [*zip(itertools.cycle(FAMILIES), SPARSITY_METHODS, strict=False)],
 )
-def test_half_of_each_product_is_zero_and_nothing_else(family, method, tmp_path):
+def test_half_of_each_linear_layer_is_zero(family, method, tmp_path):
     source = every_family.model_with_layers(family, 2)
     ctx = every_family.run_stage(
         Sparsify(), SparsifySettings(method=method), source, family, tmp_path / "out"
     )
     model = harness.load_output_model(ctx)
-    found = products(model)
-    for name, weight in found.items():
+    weights = products(model)
+    for name, weight in weights.items():
         assert abs(float((weight == 0).float().mean()) - 0.5) < 0.02, name
         assert ctx.details["sparsity_by_layer"][name] == pytest.approx(0.5, abs=0.02)
-    zeros = sum(int((w == 0).sum()) for w in found.values())
+    zeros = sum(int((w == 0).sum()) for w in weights.values())
     assert ctx.details["zeros"] == zeros
     before = load_model(source)[0].state_dict()
-    masked = {f"{name}.weight" for name in found}
+    masked = {f"{name}.weight" for name in weights}
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items() if n not in masked)
 
 
-def test_two_of_each_four_stay(sparse):
+def test_two_of_four_weights_are_kept(sparse):
     for weight in products(harness.load_output_model(sparse)).values():
         assert ((weight.reshape(-1, 4) != 0).sum(dim=1) == 2).all()
     assert sparse.details["sparsity"] == 0.5
@@ -73,18 +73,18 @@ def test_two_of_each_four_stay(sparse):
     assert all(value in warning.message for value in ("50.0%", "12 layers"))
 
 
-def test_training_keeps_zeros_zero_and_moves_the_rest(sparse, tmp_path):
+def test_training_keeps_zeros_and_updates_other_weights(sparse, tmp_path):
     before = products(harness.load_output_model(sparse))
     ctx = every_family.run_stage(Finetune(), TRAIN, sparse.out, "bert", tmp_path / "out")
     for name, weight in products(harness.load_output_model(ctx)).items():
-        gone = before[name] == 0
-        assert (weight[gone] == 0).all()
-        assert (weight[~gone] != before[name][~gone]).float().mean() > 0.9
+        zeros = before[name] == 0
+        assert (weight[zeros] == 0).all()
+        assert (weight[~zeros] != before[name][~zeros]).float().mean() > 0.9
     assert read_edits(ctx.out) == read_edits(sparse.out)
     assert {edit["op"] for edit in read_edits(ctx.out)} == {"mask"}
 
 
-def test_adapters_keep_zeros_zero_and_are_merged_as_they_were_trained(sparse, tmp_path):
+def test_lora_keeps_zeros_and_merged_model_equals_trained_model(sparse, tmp_path):
     pytest.importorskip("peft", reason="peft (the extra lora) is not installed")
     before = products(harness.load_output_model(sparse))
     settings = TRAIN.model_copy(update={"lora": LoraSettings(rank=2)})
@@ -103,7 +103,7 @@ def test_adapters_keep_zeros_zero_and_are_merged_as_they_were_trained(sparse, tm
         torch.testing.assert_close(harness.logits(model), trained, rtol=1e-4, atol=1e-4)
 
 
-def test_prune_cuts_around_zeros_which_stay(sparse, tmp_path):
+def test_pruned_sparse_model_keeps_zeros(sparse, tmp_path):
     settings = PruneSettings(keep_ratio=0.5, importance="magnitude")
     ctx = every_family.run_stage(Prune(), settings, sparse.out, "bert", tmp_path / "out")
     assert len([edit for edit in read_edits(ctx.out) if edit["op"] == "mask"]) == 12
@@ -115,14 +115,14 @@ def test_prune_cuts_around_zeros_which_stay(sparse, tmp_path):
     assert all((after[n][w == 0] == 0).all() for n, w in products(model).items())
 
 
-def test_a_sparse_model_is_made_sparser_and_keeps_its_zeros(sparse, tmp_path):
+def test_sparse_model_keeps_its_zeros_when_sparsified_again(sparse, tmp_path):
     settings = SparsifySettings(method="sparsegpt", sparsity=0.4)
     ctx = every_family.run_stage(Sparsify(), settings, sparse.out, "bert", tmp_path / "out")
     before = products(harness.load_output_model(sparse))
     assert all((w[before[n] == 0] == 0).all() for n, w in products(harness.load_output_model(ctx)).items())
 
 
-def test_shared_layers_are_made_sparse_once(tmp_path):
+def test_shared_layers_are_sparsified_once(tmp_path):
     source = every_family.model_with_layers("bert", 2)
     shared = every_family.run_stage(
         ShareWeights(), ShareWeightsSettings(), source, "bert", tmp_path / "shared"
@@ -132,7 +132,7 @@ def test_shared_layers_are_made_sparse_once(tmp_path):
     assert {edit["op"] for edit in read_edits(ctx.out)} == {"share", "mask"}
 
 
-def test_inputs_that_cannot_be_grouped_stay_whole(tmp_path):
+def test_layers_not_fitting_pattern_are_not_sparsified(tmp_path):
     source = every_family.model_with_layers("bert", 1)  # 32 and 64 inputs
     settings = SparsifySettings(method="magnitude", pattern="1:64")
     ctx = every_family.run_stage(Sparsify(), settings, source, "bert", tmp_path / "a")
@@ -144,7 +144,7 @@ def test_inputs_that_cannot_be_grouped_stay_whole(tmp_path):
         every_family.run_stage(Sparsify(), settings, source, "bert", tmp_path / "b")
 
 
-def test_settings_and_needs():
+def test_sparsify_settings_are_checked_and_determine_required_splits():
     assert Sparsify.needs_with(SparsifySettings(), {"train", "calibration"}) == {"calibration"}
     assert Sparsify.needs_with(SparsifySettings(method="wanda"), ()) == {"train"}
     assert Sparsify.needs_with(SparsifySettings(method="magnitude"), ()) == set()
@@ -154,6 +154,6 @@ def test_settings_and_needs():
         SparsifySettings(pattern="4:2")
 
 
-def test_each_file_of_a_method_has_a_line_in_the_registry():
+def test_each_sparsity_method_module_is_registered():
     folder = Path(registry.__file__).parent
     assert {path.stem for path in folder.glob("*.py")} == {*SPARSITY_METHODS, "registry", "__init__"}

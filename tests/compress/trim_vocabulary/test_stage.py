@@ -73,7 +73,7 @@ def _source(family, folder):
     data = json.loads((folder / "tokenizer.json").read_text())
     vocab = data["model"]["vocab"]
     if isinstance(vocab, dict):
-        data["model"]["vocab"] = {other.get(token, token): at for token, at in vocab.items()}
+        data["model"]["vocab"] = {other.get(token, token): index for token, index in vocab.items()}
         data["model"]["merges"] = [["s", "t"]]
     else:
         data["model"]["vocab"] = [[other.get(token, token), score] for token, score in vocab]
@@ -90,25 +90,27 @@ def _logits(folder, ids):
 
 
 @pytest.mark.parametrize("family", DISTINCT_FAMILIES)
-def test_texts_of_words_that_stay_are_cut_and_computed_as_before(family, tmp_path):
+def test_texts_of_kept_tokens_have_same_tokens_and_logits(family, tmp_path):
     source, ctx = _run(
         family, tmp_path, seen=[0, 1], source=_source(family, tmp_path / "source"), multiple_of=1
     )
-    kept = read_kept_tokens(ctx.out).ids
-    assert ctx.details["vocabulary_after"] == len(kept) < ctx.details["vocabulary_before"]
-    new = {old: at for at, old in enumerate(kept)}
+    kept_ids = read_kept_tokens(ctx.out).ids
+    assert ctx.details["vocabulary_after"] == len(kept_ids) < ctx.details["vocabulary_before"]
+    new = {old: token_id for token_id, old in enumerate(kept_ids)}
     before, after = load_tokenizer(source), load_tokenizer(ctx.out)
     rows = [tokenize_split(ctx.data["train"], tokenizer, ctx.task) for tokenizer in (before, after)]
-    assert [[new[at] for at in row] for row in rows[0]] == rows[1]
+    assert [[new[token_id] for token_id in row] for row in rows[0]] == rows[1]
     assert ctx.details["train"]["changed"] == 0
     assert ctx.details["validation"]["unknown_after"] == ctx.details["validation"]["unknown"]
-    assert after.convert_ids_to_tokens(list(range(len(kept)))) == before.convert_ids_to_tokens(kept)
+    assert after.convert_ids_to_tokens(list(range(len(kept_ids)))) == before.convert_ids_to_tokens(kept_ids)
     assert after.all_special_tokens == before.all_special_tokens
-    (was, whole), (now, small) = (
+    (old_logits, original), (new_logits, trimmed) = (
         _logits(f, row[0][:9]) for f, row in ((source, rows[0]), (ctx.out, rows[1]))
     )
-    assert torch.allclose(now, was[..., kept] if whole.can_generate() else was, atol=1e-4)
-    assert small.get_input_embeddings().num_embeddings == len(kept)
+    assert torch.allclose(
+        new_logits, old_logits[..., kept_ids] if original.can_generate() else old_logits, atol=1e-4
+    )
+    assert trimmed.get_input_embeddings().num_embeddings == len(kept_ids)
     assert ctx.details["parameters_after"] < ctx.details["parameters_before"]
 
 
@@ -120,40 +122,40 @@ def _configs(*models):
 
 
 @pytest.mark.parametrize("family", ["marian", "t5", "mbart", "roberta", "llama"])
-def test_transformers_loads_what_is_left_and_generates_the_same_words(family, tmp_path):
+def test_transformers_loads_trimmed_model_with_renumbered_ids(family, tmp_path):
     source, ctx = _run(family, tmp_path, seen=[0, 1])
     config = json.loads((ctx.out / "config.json").read_text())
     kind = getattr(transformers, config["architectures"][0])
     plain = kind.from_pretrained(ctx.out).eval()
     assert torch.equal(harness.logits(plain), harness.logits(harness.load_output_model(ctx)))
-    kept = read_kept_tokens(ctx.out).ids
-    whole, _ = load_model(source)
-    for word in (
+    kept_ids = read_kept_tokens(ctx.out).ids
+    original, _ = load_model(source)
+    for config_key in (
         "pad_token_id",
         "eos_token_id",
         "bos_token_id",
         "decoder_start_token_id",
         "forced_eos_token_id",
     ):
-        for old, new in _configs(whole, plain):
-            number = getattr(old, word, None)
-            if isinstance(number, int) and 0 <= number < whole.config.vocab_size:
-                assert kept[getattr(new, word)] == number, word
-    if whole.can_generate():
-        barred = whole.generation_config.bad_words_ids
+        for old, new in _configs(original, plain):
+            number = getattr(old, config_key, None)
+            if isinstance(number, int) and 0 <= number < original.config.vocab_size:
+                assert kept_ids[getattr(new, config_key)] == number, config_key
+    if original.can_generate():
+        bad_words = original.generation_config.bad_words_ids
         assert (plain.generation_config.bad_words_ids or None) == (
-            [[kept.index(at) for at in phrase] for phrase in barred] if barred else None
+            [[kept_ids.index(token_id) for token_id in phrase] for phrase in bad_words] if bad_words else None
         )
         tied = plain.get_output_embeddings().weight is plain.get_input_embeddings().weight
-        assert tied == (whole.get_output_embeddings().weight is whole.get_input_embeddings().weight)
+        assert tied == (original.get_output_embeddings().weight is original.get_input_embeddings().weight)
 
 
-def test_other_texts_are_cut_into_shorter_tokens_and_told_of(tmp_path):
+def test_texts_with_removed_tokens_use_shorter_tokens_with_warning(tmp_path):
     _, ctx = _run("gpt2", tmp_path, seen=[0])
-    found = ctx.details["validation"]
-    assert found["changed"] > 0
-    assert found["tokens_after"] > found["tokens"]
-    assert 0 < found["kept"] < 1
+    validation = ctx.details["validation"]
+    assert validation["changed"] > 0
+    assert validation["tokens_after"] > validation["tokens"]
+    assert 0 < validation["kept"] < 1
     assert "tokens-changed" in message_codes(ctx.warnings)
     tokenizer = load_tokenizer(ctx.out)
     text = ctx.data["validation"].examples[-1].text
@@ -161,7 +163,7 @@ def test_other_texts_are_cut_into_shorter_tokens_and_told_of(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
-def test_sentencepiece_models_cut_as_before(kind, tmp_path):
+def test_trimmed_sentencepiece_model_tokenizes_same(kind, tmp_path):
     """The models themselves, read by sentencepiece: texts of pieces that stay, and texts of others."""
     from smelt.compress.trim_vocabulary.tokenizers import open_marian_vocabulary
 
@@ -175,48 +177,48 @@ def test_sentencepiece_models_cut_as_before(kind, tmp_path):
     )  # fmt: skip
     for name in ("source.spm", "target.spm"):
         (source / name).write_bytes((tmp_path / "pieces.model").read_bytes())
-    whole = sentencepiece.SentencePieceProcessor(model_file=str(source / "source.spm"))
-    ids = {whole.id_to_piece(at): at for at in range(len(whole))}
+    full_model = sentencepiece.SentencePieceProcessor(model_file=str(source / "source.spm"))
+    ids = {full_model.id_to_piece(token_id): token_id for token_id in range(len(full_model))}
     (source / "vocab.json").write_text(json.dumps({**ids, "<pad>": len(ids)}))
     words = open_marian_vocabulary(source)
-    used = {at for text in texts[:4] for at in whole.encode(text)}
-    kept = used | words.required
-    for at in list(kept):
-        kept |= words.dependencies(at)
-    assert len(kept) < len(ids) - 8
-    new = {old: at for at, old in enumerate(sorted(kept))}
+    used = {token_id for text in texts[:4] for token_id in full_model.encode(text)}
+    kept_ids = used | words.required
+    for token_id in list(kept_ids):
+        kept_ids |= words.dependencies(token_id)
+    assert len(kept_ids) < len(ids) - 8
+    new = {old: token_id for token_id, old in enumerate(sorted(kept_ids))}
     words.write(source, new)
     after = sentencepiece.SentencePieceProcessor(model_file=str(source / "source.spm"))
     assert json.loads((source / "vocab.json").read_text()) == {
-        piece: new[at] for piece, at in {**ids, "<pad>": len(ids)}.items() if at in new
+        piece: new[token_id] for piece, token_id in {**ids, "<pad>": len(ids)}.items() if token_id in new
     }
     changed = 0
     for text in texts:
-        before, now = (one.encode(text, out_type=str) for one in (whole, after))
-        stays = all(ids.get(piece) in new for piece in before)
-        assert not stays or before == now
-        changed += not stays
+        before, now = (processor.encode(text, out_type=str) for processor in (full_model, after))
+        is_kept = all(ids.get(piece) in new for piece in before)
+        assert not is_kept or before == now
+        changed += not is_kept
         assert after.unk_id() not in after.encode(text)
     assert changed
 
 
-def test_a_teacher_with_all_words_teaches_a_student_with_some(tmp_path):
+def test_full_vocabulary_teacher_trains_trimmed_student(tmp_path):
     source, ctx = _run("marian", tmp_path, seen=[0, 1])
     settings = DistillSettings(max_steps=1, batch_size=4, num_evals=0, precision="fp32", learning_rate=1e-4)
     rows = _split("translation", tmp_path)
-    found = harness.run_stage(
+    trained = harness.run_stage(
         Distill(), settings, ctx.out, tmp_path / "taught", data=rows,
         ancestors={"model": tiny.as_artifact(source, "translation")},
     )  # fmt: skip
-    assert found.details["words_of_teacher"] == ctx.details["vocabulary_after"]
+    assert trained.details["words_of_teacher"] == ctx.details["vocabulary_after"]
     in_a_folder = settings.model_copy(update={"teacher": (TeacherSettings(model=str(source)),)})
     same = harness.run_stage(Distill(), in_a_folder, ctx.out, tmp_path / "by-folder", data=rows)
     assert same.details["words_of_teacher"] == ctx.details["vocabulary_after"]
     for name, tensor in load_file(same.out / "model.safetensors").items():
-        assert torch.equal(tensor, load_file(found.out / "model.safetensors")[name])
+        assert torch.equal(tensor, load_file(trained.out / "model.safetensors")[name])
     other = tiny.write_marian(tmp_path / "other")
     words = json.loads((other / "vocab.json").read_text())
-    first, second = [word for word in words if len(word) == 1][:2]
+    first, second = [token for token in words if len(token) == 1][:2]
     (other / "vocab.json").write_text(json.dumps(words | {first: words[second], second: words[first]}))
     strange = settings.model_copy(update={"teacher": (TeacherSettings(model=str(other)),)})
     with raises_code("tokenizer-mismatch", InputError) as caught:
@@ -225,7 +227,7 @@ def test_a_teacher_with_all_words_teaches_a_student_with_some(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["marian", "bert"])
-def test_teacher_says_of_the_students_words_what_the_student_does(family, tmp_path):
+def test_teacher_logits_of_kept_tokens_equal_student(family, tmp_path):
     """A student that was only trimmed has the teacher's own distribution over the words that stayed."""
     from smelt.compress.distill.teachers import map_teacher_tokens
 
@@ -236,32 +238,34 @@ def test_teacher_says_of_the_students_words_what_the_student_does(family, tmp_pa
     assert family == "bert" or last[0, 0] != read_kept_tokens(ctx.out).ids[-9]  # their numbers are others
     more = {"decoder_input_ids": last} if student.config.is_encoder_decoder else {}
     with torch.no_grad():
-        got, wanted = (model(input_ids=last, **more).logits for model in (teacher, student))
-    assert torch.allclose(got, wanted, atol=1e-4)
+        teacher_logits, student_logits = (
+            model(input_ids=last, **more).logits for model in (teacher, student)
+        )
+    assert torch.allclose(teacher_logits, student_logits, atol=1e-4)
     same = load_model(ctx.out)[0]
     assert map_teacher_tokens(same, ctx.out, student, ctx.out) is None
 
 
-def test_a_shortlist_keeps_the_words_that_are_left(tmp_path):
-    listed = every_family.run_stage(
+def test_shortlist_keeps_kept_tokens(tmp_path):
+    shortlist_folder = every_family.run_stage(
         ShortlistStage(),
         ShortlistSettings(candidates_per_token=5, frequent_tokens=10),
         every_family.model_with_layers("marian", 2),
         "marian",
         tmp_path / "listed",
     ).out
-    _, ctx = _run("marian", tmp_path, seen=[0, 1], source=listed)
-    kept = read_kept_tokens(ctx.out).ids
-    config = json.loads((listed / "config.json").read_text())
-    before = read_shortlist(listed, config)
+    _, ctx = _run("marian", tmp_path, seen=[0, 1], source=shortlist_folder)
+    kept_ids = read_kept_tokens(ctx.out).ids
+    config = json.loads((shortlist_folder / "config.json").read_text())
+    before = read_shortlist(shortlist_folder, config)
     after = read_shortlist(ctx.out, json.loads((ctx.out / "config.json").read_text()))
-    assert {kept[at] for at in after.always} == set(before.always.tolist()) & set(kept)
-    for new, old in enumerate(kept):
-        words = {kept[at] for at in after.table[new].tolist()} - set(before.always.tolist())
-        assert words == (set(before.table[old].tolist()) & set(kept)) - set(before.always.tolist())
+    assert {kept_ids[token_id] for token_id in after.always} == set(before.always.tolist()) & set(kept_ids)
+    for new, old in enumerate(kept_ids):
+        words = {kept_ids[token_id] for token_id in after.table[new].tolist()} - set(before.always.tolist())
+        assert words == (set(before.table[old].tolist()) & set(kept_ids)) - set(before.always.tolist())
 
 
-def test_size_is_met_and_its_words_are_a_multiple(tmp_path):
+def test_size_and_multiple_of_are_met(tmp_path):
     _, ctx = _run("llama", tmp_path, seen=[0], size=280)
     assert ctx.details["vocabulary_after"] == 280
     (tmp_path / "more").mkdir()
@@ -269,14 +273,14 @@ def test_size_is_met_and_its_words_are_a_multiple(tmp_path):
     assert ctx.details["vocabulary_after"] % 4 == 0
 
 
-def test_what_cannot_be_is_said(tmp_path):
+def test_invalid_trim_settings_are_rejected(tmp_path):
     config = load_model(every_family.model_with_layers("llama", 2))[0].config.to_dict()
-    found, _ = TrimVocabulary.check_model(TrimVocabularySettings(size=100_000), config)
-    assert [(one.setting, one.code) for one in found] == [("size", "more-than-model-has")]
-    found, _ = TrimVocabulary.check_model(
+    errors, _ = TrimVocabulary.check_model(TrimVocabularySettings(size=100_000), config)
+    assert [(error.setting, error.code) for error in errors] == [("size", "more-than-model-has")]
+    errors, _ = TrimVocabulary.check_model(
         TrimVocabularySettings(), {"model_type": "marian", "share_encoder_decoder_embeddings": False}
     )
-    assert message_codes(found) == ["unsupported-tokenizer"]
+    assert message_codes(errors) == ["unsupported-tokenizer"]
     with raises_code("size-too-small", InputError):
         _run("llama", tmp_path, size=8)
     with raises_code("missing-data", InputError) as caught:
@@ -289,18 +293,18 @@ def test_what_cannot_be_is_said(tmp_path):
     assert caught.value.setting == "data.train"
 
 
-def test_a_factorized_head_keeps_the_rows_of_the_words_that_stay(tmp_path):
+def test_factorized_output_layer_keeps_rows_of_kept_tokens(tmp_path):
     source = every_family.model_with_layers("llama", 2)
     settings = FactorizeSettings(method="svd", optimize_for="size", rank=6, exclude=[])
     thin = every_family.run_stage(Factorize(), settings, source, "llama", tmp_path / "thin").out
-    whole = load_model(thin)[0].get_output_embeddings()
-    made = every_family.run_stage(
+    full_head = load_model(thin)[0].get_output_embeddings()
+    trimmed_folder = every_family.run_stage(
         TrimVocabulary(), TrimVocabularySettings(coverage=0.8), thin, "llama", tmp_path / "made"
     ).out
-    model, _ = load_model(made)
-    left = model.get_output_embeddings()
-    assert torch.equal(left.down.weight, whole.down.weight)
-    assert len(left.up.weight) == model.config.vocab_size < len(whole.up.weight)
-    old = [tuple(row) for row in whole.up.weight.tolist()]
-    places = [old.index(tuple(row)) for row in left.up.weight.tolist()]
-    assert places == sorted(set(places))
+    model, _ = load_model(trimmed_folder)
+    trimmed_head = model.get_output_embeddings()
+    assert torch.equal(trimmed_head.down.weight, full_head.down.weight)
+    assert len(trimmed_head.up.weight) == model.config.vocab_size < len(full_head.up.weight)
+    old = [tuple(row) for row in full_head.up.weight.tolist()]
+    row_indices = [old.index(tuple(row)) for row in trimmed_head.up.weight.tolist()]
+    assert row_indices == sorted(set(row_indices))

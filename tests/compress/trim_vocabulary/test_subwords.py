@@ -25,12 +25,12 @@ OTHERS = ["a tab tells us", "lab", "unable", "the belt", "ta ble", "xyz!"]
 
 
 def _trained(kind):
-    made = {
+    trainable = {
         "BPE": (models.BPE(unk_token="<unk>"), trainers.BpeTrainer),
         "WordPiece": (models.WordPiece(unk_token="<unk>"), trainers.WordPieceTrainer),
         "Unigram": (models.Unigram(), trainers.UnigramTrainer),
     }
-    model, trainer = made[kind]
+    model, trainer = trainable[kind]
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = (
@@ -45,36 +45,36 @@ def _trained(kind):
 
 @pytest.mark.parametrize("kind", ["BPE", "WordPiece", "Unigram"])
 @pytest.mark.parametrize("seed", range(3))
-def test_texts_of_tokens_that_stay_are_cut_as_before_and_none_becomes_unknown(kind, seed):
-    whole = _trained(kind)
-    data = json.loads(whole.to_str())
+def test_texts_of_kept_tokens_are_tokenized_same_without_unknown(kind, seed):
+    full_tokenizer = _trained(kind)
+    data = json.loads(full_tokenizer.to_str())
     words = open_json_vocabulary(data, "here")
-    size = whole.get_vocab_size()
+    size = full_tokenizer.get_vocab_size()
     draw = random.Random(seed)
-    wanted = draw.sample(range(size), size // 4)
-    kept = set(words.required) | set(wanted)
-    for at in list(kept):
-        kept |= words.dependencies(at)
-    assert len(kept) < size - 10
-    new = {old: at for at, old in enumerate(sorted(kept))}
+    sampled = draw.sample(range(size), size // 4)
+    kept_ids = set(words.required) | set(sampled)
+    for token_id in list(kept_ids):
+        kept_ids |= words.dependencies(token_id)
+    assert len(kept_ids) < size - 10
+    new = {old: token_id for token_id, old in enumerate(sorted(kept_ids))}
     after = Tokenizer.from_str(json.dumps(trim_tokenizer_json(data, new)))
-    unknown = whole.token_to_id("<unk>")
+    unknown = full_tokenizer.token_to_id("<unk>")
     same = 0
-    for text in [*TEXTS, *OTHERS, *(word for t in TEXTS for word in t.split())]:
-        before, now = whole.encode(text).ids, after.encode(text).ids
-        if all(at in new for at in before):
+    for text in [*TEXTS, *OTHERS, *(piece for t in TEXTS for piece in t.split())]:
+        before, now = full_tokenizer.encode(text).ids, after.encode(text).ids
+        if all(token_id in new for token_id in before):
             same += 1
-            assert [new[at] for at in before] == now, text
+            assert [new[token_id] for token_id in before] == now, text
         assert now.count(new[unknown]) <= before.count(unknown)
-        assert all(at < len(new) for at in now)
+        assert all(token_id < len(new) for token_id in now)
     assert same > 2  # which merges the library learns differs from process to process
 
 
 @pytest.mark.parametrize("kind", ["BPE"])
-def test_steps_are_those_that_the_library_takes(kind):
+def test_merge_steps_equal_tokenizers_library(kind):
     """Each token, alone, is cut into itself, and each step of it is a token."""
-    whole = _trained(kind)
-    model = json.loads(whole.to_str())["model"]
+    full_tokenizer = _trained(kind)
+    model = json.loads(full_tokenizer.to_str())["model"]
     rank = rank_by_merges(tuple(m) if isinstance(m, list) else tuple(m.split(" ")) for m in model["merges"])
     for token in model["vocab"]:
         pieces, _ = apply_bpe(token, rank)
@@ -84,7 +84,7 @@ def test_steps_are_those_that_the_library_takes(kind):
     assert merge_ancestors("the", rank) >= set("the")
 
 
-def test_steps_by_hand():
+def test_merge_steps_equal_manual_result():
     rank = rank_by_merges([("b", "c"), ("a", "bc"), ("a", "b"), ("ab", "d")])
     assert apply_bpe("abcd", rank)[0] == ["abc", "d"]
     assert merge_ancestors("abc", rank) == {"a", "b", "c", "bc"}
@@ -92,30 +92,32 @@ def test_steps_by_hand():
     assert merge_ancestors("cd", rank) == frozenset()  # it is never joined
 
 
-def test_a_merge_goes_with_either_of_its_sides():
+def test_merge_is_removed_with_either_of_its_parts():
     """Llama's list holds every way to join a token, also those that no text goes."""
-    vocab = {token: at for at, token in enumerate(["a", "b", "c", "ab", "bc", "abc"])}
+    vocab = {token: index for index, token in enumerate(["a", "b", "c", "ab", "bc", "abc"])}
     merges = [["a", "b"], ["b", "c"], ["ab", "c"], ["a", "bc"]]
     data = {"model": {"type": "BPE", "vocab": vocab, "merges": merges}}
     words = open_json_vocabulary(data, "here")
     assert words.dependencies(5) == {0, 1, 2, 3}
-    left = trim_tokenizer_json(data, {at: new for new, at in enumerate([0, 1, 2, 3, 5])})["model"]
-    assert left["merges"] == [["a", "b"], ["ab", "c"]]
-    assert Tokenizer(models.BPE(left["vocab"], [tuple(m) for m in left["merges"]])).encode("abc").ids == [4]
+    trimmed = trim_tokenizer_json(data, {index: new for new, index in enumerate([0, 1, 2, 3, 5])})["model"]
+    assert trimmed["merges"] == [["a", "b"], ["ab", "c"]]
+    assert Tokenizer(models.BPE(trimmed["vocab"], [tuple(m) for m in trimmed["merges"]])).encode(
+        "abc"
+    ).ids == [4]
 
 
-def test_scores_rank_by_what_comes_out():
+def test_rank_by_scores_uses_score_of_merged_token():
     rank = rank_by_scores({"ab": -1.0, "bc": -2.0, "abc": -3.0})
     assert apply_bpe("abc", rank) == (["abc"], {"a", "b", "c", "ab", "abc"})
     assert rank("b", "a") is None
 
 
-def test_token_with_a_character_that_is_no_token_stays():
+def test_token_with_uncovered_character_is_required():
     tokens = ["a", "##a", "b", "ab", "aa", "##zb", "zoo"]
     assert required_wordpieces(tokens, "##") == {"a", "##a", "b", "ab", "##zb", "zoo"}
 
 
-def test_a_tokenizer_of_whole_words_is_refused():
+def test_word_level_tokenizer_is_rejected():
     with raises_code("unsupported-tokenizer", InputError) as caught:
         open_json_vocabulary({"model": {"type": "WordLevel", "vocab": {"a": 0}}}, "here")
     assert "WordLevel" in str(caught.value)
@@ -133,10 +135,10 @@ def _words(ids, stay=(), parts=None):
     )
 
 
-def test_what_is_counted_stays_with_what_it_needs():
+def test_selected_tokens_include_their_dependencies():
     import numpy as np
 
-    words = _words({c: at for at, c in enumerate("abcdefgh")}, stay=[0], parts={3: [1, 2], 7: [6]})
+    words = _words({c: index for index, c in enumerate("abcdefgh")}, stay=[0], parts={3: [1, 2], 7: [6]})
     counts = np.array([0, 0, 0, 5, 1, 3, 0, 1])
     assert select_tokens(counts, words, ()) == [0, 1, 2, 3, 4, 5, 6, 7]
     assert select_tokens(counts, words, (), min_count=2) == [0, 1, 2, 3, 5]
@@ -150,7 +152,7 @@ def test_what_is_counted_stays_with_what_it_needs():
         select_tokens(counts, words, [4], size=1)
 
 
-def test_a_number_without_a_token_does_not_stay():
+def test_ids_without_token_are_not_selected():
     import numpy as np
 
     assert select_tokens(np.array([1, 0, 0]), _words({"a": 0, "b": 1}), [9, -1], size=3) == [0, 1]

@@ -56,26 +56,26 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return store.commit(out, manifest).path
 
 
-def test_measure_goes_on_past_a_broken_artifact(
+def test_measurement_continues_after_broken_artifact(
     classifier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forked_workers.install(monkeypatch)
     settings = LatencySettings(batch_sizes=(1, 4), threads=1, rounds=3, texts=4, min_round_ms=1)
     artifacts = {"model": classifier, "broken": tmp_path, "same": classifier}
-    seen: list[tuple[int, int]] = []
+    progress_calls: list[tuple[int, int]] = []
     result = measure_latency(
         artifacts,
         "model",
         TEXTS,
         settings,
         "text-classification",
-        progress=lambda d, t, note="": seen.append((d, t)),
+        progress=lambda d, t, note="": progress_calls.append((d, t)),
     )
     assert set(result.rows) == {"model", "same"}
     assert {name: error.code for name, error in result.errors.items()} == {"broken": "not-an-artifact"}
-    for rows in result.rows.values():
-        assert [r["batch_size"] for r in rows] == [1, 4]
-        for row in rows:
+    for latency_rows in result.rows.values():
+        assert [r["batch_size"] for r in latency_rows] == [1, 4]
+        for row in latency_rows:
             LatencyReport.model_validate(row)
             assert (row["threads"], row["texts"]) == (
                 1,
@@ -85,22 +85,22 @@ def test_measure_goes_on_past_a_broken_artifact(
             assert row["output_tokens"] is None  # a classifier writes none
     # the middles of the four quarters have 2, 5, 8 and 11 times "word"; "end", [CLS] and [SEP] make 3 more
     assert result.rows["same"][0]["input_tokens"] == pytest.approx(statistics.fmean([5, 8, 11, 14]))
-    same = result.rows["same"][0]
-    assert same["speedup_ci95"][0] <= same["speedup"] <= same["speedup_ci95"][1]
-    assert 3 <= len(same["rounds_ms"]) <= 9
+    same_row = result.rows["same"][0]
+    assert same_row["speedup_ci95"][0] <= same_row["speedup"] <= same_row["speedup_ci95"][1]
+    assert 3 <= len(same_row["rounds_ms"]) <= 9
     assert result.rows["model"][0]["speedup_ci95"] == [1.0, 1.0]
     # a process with torch loaded holds more than 50 MiB and less than 8 GiB
     assert all(50 * 2**20 < b < 8 * 2**30 for b in result.peak_memory_bytes.values())
     assert result.runners["same"].startswith("torch ")
-    assert seen[-1][0] <= seen[-1][1]
+    assert progress_calls[-1][0] <= progress_calls[-1][1]
 
 
-def test_measure_refuses_no_texts_and_an_unknown_baseline(tmp_path: Path) -> None:
+def test_missing_texts_and_unknown_baseline_are_rejected(tmp_path: Path) -> None:
     with raises_code("empty-data", InputError):
         measure_latency({"a": tmp_path}, "a", [], LatencySettings(), "translation")
-    with raises_code("unknown-step", InputError) as caught:
+    with raises_code("unknown-step", InputError) as excinfo:
         measure_latency({"a": tmp_path}, "b", ["x"], LatencySettings(), "translation")
-    assert all(value in str(caught.value) for value in ("'b'", " a."))
+    assert all(value in str(excinfo.value) for value in ("'b'", " a."))
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def _measure(*names, **kept):
     return measure_latency(folders, "base", TEXTS, kept.pop("settings", SETTINGS), "translation", **kept)
 
 
-def test_a_true_double_speed_is_claimed_when_the_machine_is_calm(fake):
+def test_double_speed_is_reported_on_idle_machine(fake):
     (row,) = _measure("base", "twice").rows["twice"]
     assert row["stable"]
     assert row["speedup"] == pytest.approx(2, rel=0.01)
@@ -128,14 +128,14 @@ def test_a_true_double_speed_is_claimed_when_the_machine_is_calm(fake):
 @pytest.mark.parametrize(
     ("given", "expected"), [(None, {"base": 1, "twice": 3}), (2, {"base": 2, "twice": 2})]
 )
-def test_an_artifact_is_timed_with_the_threads_that_it_names(fake, monkeypatch, given, expected):
+def test_artifact_is_timed_with_its_own_thread_count(fake, monkeypatch, given, expected):
     monkeypatch.setattr(worker_process, "_stored_threads", lambda path: 3 if path.name == "twice" else None)
     settings = SETTINGS.model_copy(update={"threads": given})
     result = _measure("base", "twice", settings=settings)
-    assert {name: rows[0]["threads"] for name, rows in result.rows.items()} == expected
+    assert {name: latency_rows[0]["threads"] for name, latency_rows in result.rows.items()} == expected
 
 
-def test_what_an_artifact_names_is_read_from_its_manifest(tmp_path):
+def test_thread_count_is_read_from_manifest(tmp_path):
     assert worker_process._stored_threads(tmp_path) is None  # no manifest: its worker reports it
     manifest = tiny.as_artifact(tmp_path, "translation").manifest
     manifest.details["threads"] = 2
@@ -143,14 +143,14 @@ def test_what_an_artifact_names_is_read_from_its_manifest(tmp_path):
     assert worker_process._stored_threads(tmp_path) == 2
 
 
-def test_rounds_alternate_and_who_is_first_changes(fake):
+def test_rounds_alternate_execution_order(fake):
     _measure("base", "twice")
     assert [name for op, name in fake.asked if op == "round"] == [
         *("twice", "base", "base", "twice", "twice", "base", "base", "twice")
     ]
 
 
-def test_disturbed_rounds_are_repeated_until_enough_were_calm(fake):
+def test_disturbed_rounds_are_repeated_until_enough_are_valid(fake):
     fake.used = staticmethod(lambda folder, number: 0.5 if number <= 3 else 0.99)
     result = _measure("base", "twice")
     (row,) = result.rows["twice"]
@@ -159,18 +159,18 @@ def test_disturbed_rounds_are_repeated_until_enough_were_calm(fake):
     assert [r["counted"] for r in result.rows["base"][0]["rounds"]] == [False] * 3 + [True] * 4
 
 
-def test_what_never_becomes_calm_is_given_up_and_flagged(fake):
+def test_measurement_that_stays_disturbed_is_flagged_unstable(fake):
     fake.used = staticmethod(lambda folder, number: 0.5)
-    seen = []
-    result = _measure("base", "twice", progress=lambda d, t, note="": seen.append((d, t, note)))
+    progress_calls = []
+    result = _measure("base", "twice", progress=lambda d, t, note="": progress_calls.append((d, t, note)))
     for name in ("base", "twice"):
         (row,) = result.rows[name]
         assert len(row["rounds_ms"]) == 12  # three times what was asked for
         assert not row["stable"]
         assert row["cause"] == "busy"
         assert re.findall(r"\d+", row["reason"]) == ["12", "12", "50"]  # rounds, of rounds, per cent
-    assert seen[-1] == (12, 12, "twice, batch 1, again")
-    assert seen[3] == (4, 4, "twice, batch 1")
+    assert progress_calls[-1] == (12, 12, "twice, batch 1, again")
+    assert progress_calls[3] == (4, 4, "twice, batch 1")
 
 
 class _Clock:
@@ -183,19 +183,19 @@ class _Clock:
         return float(sum(op == "round" for op, _ in self.fake.asked))
 
 
-def test_rounds_end_when_their_share_of_the_time_is_over(fake, monkeypatch):
+def test_rounds_stop_at_their_time_budget(fake, monkeypatch):
     monkeypatch.setattr(measurement.time, "monotonic", _Clock(fake))
     fake.used = staticmethod(lambda folder, number: 0.5)  # three times as many rounds as asked for, else
     settings = SETTINGS.model_copy(update={"batch_sizes": (1, 4)})
     result = _measure("base", "twice", "same", settings=settings, seconds=40.0)
-    taken = [len(row["rounds"]) for name in ("twice", "same") for row in result.rows[name]]
-    assert taken == [5, 5, 5, 5]  # of 40 s four shares, and a pair takes two
+    round_counts = [len(row["rounds"]) for name in ("twice", "same") for row in result.rows[name]]
+    assert round_counts == [5, 5, 5, 5]  # of 40 s four shares, and a pair takes two
     row = result.rows["twice"][0]
     assert (row["stable"], row["cause"]) == (False, "busy")
     assert row["cpu_speedup"] == pytest.approx(2, rel=0.01)
 
 
-def test_where_no_time_is_left_the_fewest_rounds_tell_the_processor_time(fake, monkeypatch):
+def test_minimum_rounds_report_cpu_time_without_time_budget(fake, monkeypatch):
     monkeypatch.setattr(measurement.time, "monotonic", _Clock(fake))
     fake.used = staticmethod(lambda folder, number: 0.5)
     result = _measure("base", "twice", "same", seconds=1.0)
@@ -209,7 +209,7 @@ def test_where_no_time_is_left_the_fewest_rounds_tell_the_processor_time(fake, m
     assert (base["cpu_speedup"], base["cpu_speedup_ci95"]) == (1.0, [1.0, 1.0])
 
 
-def test_an_artifact_that_fails_leaves_its_share_to_the_others(fake, monkeypatch):
+def test_time_of_failed_artifact_is_used_by_others(fake, monkeypatch):
     monkeypatch.setattr(measurement.time, "monotonic", _Clock(fake))
     fake.used = staticmethod(lambda folder, number: 0.5)
     fake.fails = staticmethod(lambda folder, number: folder == "broken")
@@ -218,16 +218,16 @@ def test_an_artifact_that_fails_leaves_its_share_to_the_others(fake, monkeypatch
     assert [len(row["rounds"]) for row in result.rows["twice"]] == [10, 10]  # of 40 s two shares
 
 
-def test_fewer_texts_are_taken_where_the_time_is_short(fake):
+def test_short_time_budget_reduces_number_of_texts(fake):
     slow = LatencySettings(batch_sizes=(4,), rounds=4)  # a call takes 20 ms
     assert _measure("base", settings=slow).rows["base"][0]["texts"] == 16
     assert not _measure("base", settings=slow).reduced
-    cut = _measure("base", "twice", settings=slow, seconds=0.34)
-    assert (cut.rows["base"][0]["texts"], cut.reduced) == (8, True)
+    short_results = _measure("base", "twice", settings=slow, seconds=0.34)
+    assert (short_results.rows["base"][0]["texts"], short_results.reduced) == (8, True)
     assert not _measure("base", "twice", settings=slow, seconds=30.0).reduced  # less time, and enough of it
 
 
-def test_each_artifact_is_told_as_soon_as_it_is_through(fake):
+def test_progress_is_reported_after_each_artifact(fake):
     messages = []
     _measure(
         "base", "twice", "same", on_measured=lambda result, name: messages.append((name, sorted(result.rows)))
@@ -235,7 +235,7 @@ def test_each_artifact_is_told_as_soon_as_it_is_through(fake):
     assert messages == [("twice", ["base", "twice"]), ("same", ["base", "same", "twice"])]
 
 
-def test_texts_are_as_many_as_before_when_that_was_decided(fake):
+def test_text_counts_of_previous_run_are_reused(fake):
     assert _measure("base", "twice").rows["twice"][0]["texts"] == 16
     assert _measure("base", "twice", counts={1: 5}).rows["twice"][0]["texts"] == 5
     slow = LatencySettings(batch_sizes=(4,), rounds=4, seconds=0.4)  # 5 calls of 20 ms in each of 4 rounds
@@ -243,7 +243,7 @@ def test_texts_are_as_many_as_before_when_that_was_decided(fake):
     assert _measure("base", settings=slow.model_copy(update={"seconds": 0.17})).rows["base"][0]["texts"] == 8
 
 
-def test_a_baseline_that_breaks_leaves_times_without_a_speed_up(fake):
+def test_failed_baseline_gives_times_without_speedup(fake):
     fake.fails = staticmethod(lambda folder, number: folder == "base" and number > 2)
     result = _measure("base", "twice")
     (row,) = result.rows["twice"]
@@ -252,23 +252,23 @@ def test_a_baseline_that_breaks_leaves_times_without_a_speed_up(fake):
     assert {name: error.code for name, error in result.errors.items()} == {"base": "made-up"}
 
 
-def test_language_models_are_asked_for_exactly_so_many_tokens(fake, monkeypatch):
-    given = {}
+def test_language_models_generate_exact_number_of_tokens(fake, monkeypatch):
+    requests = {}
 
     def ask(self, op, **request):
         if op == "cut":
-            given["cut"] = request
+            requests["cut"] = request
             return {"texts": ["a b c", "d e f"], "new_tokens": 7}
         if op == "prepare":
-            given["prepare"] = request
+            requests["prepare"] = request
         return fake_workers.FakeWorker.ask(self, op, **request)
 
     fake.ask = ask
     settings = LatencySettings(batch_sizes=(1,), rounds=3, prompt_tokens=5, new_tokens=9)
     folders = {"base": Path("/nowhere/base")}
     (row,) = measure_latency(folders, "base", TEXTS, settings, "language-modeling").rows["base"]
-    assert (given["cut"]["prompt_tokens"], given["cut"]["new_tokens"]) == (5, 9)
-    assert (given["prepare"]["generation"]["min_new_tokens"], row["unit"]) == (7, "tokens/s")
-    assert given["prepare"]["generation"]["max_new_tokens"] == 7
-    assert set(given["prepare"]["texts"]) == {"a b c", "d e f"}
+    assert (requests["cut"]["prompt_tokens"], requests["cut"]["new_tokens"]) == (5, 9)
+    assert (requests["prepare"]["generation"]["min_new_tokens"], row["unit"]) == (7, "tokens/s")
+    assert requests["prepare"]["generation"]["max_new_tokens"] == 7
+    assert set(requests["prepare"]["texts"]) == {"a b c", "d e f"}
     assert row["throughput"] == pytest.approx(4 * 1000 / 20, rel=0.02)  # 4 tokens a text

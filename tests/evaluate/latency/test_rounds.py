@@ -33,7 +33,7 @@ def pairs(ratios, own=None, base=None):
     return [RoundPair(a_round(10.0, **(own or {})), a_round(10.0 * r, **(base or {}))) for r in ratios]
 
 
-def test_one_thread_is_disturbed_when_it_has_no_processor():
+def test_single_thread_without_cpu_is_disturbed():
     assert a_round(10, used=0.95).lost_share(ONE) == pytest.approx(0.05)
     assert a_round(10, used=0.7).lost_share(ONE) == pytest.approx(0.3)
     # the other processor is busy, and that is none of its business
@@ -42,7 +42,7 @@ def test_one_thread_is_disturbed_when_it_has_no_processor():
     assert a_round(10, used=1.0, stolen=0.6).lost_share(ONE) == pytest.approx(0.3)
 
 
-def test_several_threads_are_disturbed_when_they_wait_or_the_processors_do_not_suffice():
+def test_waiting_threads_or_too_few_cores_are_disturbed():
     # between two threads there are always moments in which one waits for the other
     assert a_round(10, used=1.3).lost_share(TWO) == 0
     assert a_round(10, used=1.3, waited=0.2).lost_share(TWO) == pytest.approx(0.2)
@@ -53,13 +53,13 @@ def test_several_threads_are_disturbed_when_they_wait_or_the_processors_do_not_s
     assert a_round(10, used=1.9).lost_share(ComputeResources(4, 2)) == 0
 
 
-def test_on_a_gpu_only_the_processors_that_are_wanted_count():
-    place = ComputeResources(threads=1, processors=2, device="cuda")
-    assert a_round(10, used=0.1).lost_share(place) == 0
-    assert a_round(10, used=0.1, others=1.4).lost_share(place) == pytest.approx(0.4)
+def test_gpu_round_counts_only_required_cores():
+    resources = ComputeResources(threads=1, processors=2, device="cuda")
+    assert a_round(10, used=0.1).lost_share(resources) == 0
+    assert a_round(10, used=0.1, others=1.4).lost_share(resources) == pytest.approx(0.4)
 
 
-def test_disturbed_rounds_do_not_count_and_are_repeated():
+def test_disturbed_rounds_are_excluded_and_repeated():
     calm, busy = pairs([2.0, 2.0, 2.0]), pairs([9.0, 9.5], base={"used": 0.5})
     verdict = judge_rounds([*busy, *calm], ONE, ONE, 5)
     assert verdict.counted_rounds == (2, 3, 4)
@@ -68,7 +68,7 @@ def test_disturbed_rounds_do_not_count_and_are_repeated():
     assert judge_rounds([*busy, *calm], ONE, ONE, 3).is_sufficient
 
 
-def test_nothing_is_claimed_when_the_baseline_alone_was_disturbed():
+def test_disturbed_baseline_gives_unstable_result():
     verdict = judge_rounds(pairs([138, 135, 144, 137, 140], base={"used": 1.2, "waited": 0.8}), TWO, TWO, 5)
     assert not verdict.stable
     assert verdict.cause == "busy"
@@ -76,15 +76,15 @@ def test_nothing_is_claimed_when_the_baseline_alone_was_disturbed():
     assert verdict.counted_rounds == (0, 1, 2, 3, 4)  # all are shown where too few were calm
 
 
-def test_nothing_is_claimed_when_calm_rounds_disagree():
+def test_disagreeing_rounds_give_unstable_result():
     verdict = judge_rounds(pairs([1.0, 2.0, 3.0, 1.5, 2.5]), ONE, ONE, 5)
     assert (verdict.stable, verdict.is_sufficient) == (False, False)
     assert all(ratio in verdict.reason for ratio in ("1.00×", "3.00×"))
 
 
-def test_a_baseline_alone_is_judged_by_what_disturbed_it():
-    alone = [RoundPair(a_round(10), None)] * 3
-    assert judge_rounds(alone, ONE, ONE).stable
+def test_baseline_without_comparison_is_judged_by_its_load():
+    baseline_pairs = [RoundPair(a_round(10), None)] * 3
+    assert judge_rounds(baseline_pairs, ONE, ONE).stable
     assert not judge_rounds([RoundPair(a_round(10, used=0.6), None)] * 3, ONE, ONE).stable
 
 

@@ -16,10 +16,10 @@ pytestmark = pytest.mark.quick
         ({"threads": 0}, "greater_than_equal"),
     ],
 )
-def test_settings_refuse_when_out_of_range(wrong: dict[str, object], code: str) -> None:
+def test_settings_out_of_range_are_rejected(wrong: dict[str, object], code: str) -> None:
     with raises_setting_codes(code):
         LatencySettings.model_validate(wrong)
 
 
-def test_the_artifact_decides_on_threads_when_nothing_is_said() -> None:
+def test_threads_default_to_artifact_setting() -> None:
     assert LatencySettings().threads is None

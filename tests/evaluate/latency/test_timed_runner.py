@@ -30,53 +30,53 @@ class Sleepy:
         return np.zeros((1, 2), np.float32)
 
 
-def test_parts_of_a_generated_text_add_up_to_the_call():
-    watch = TimedRunner(Sleepy())
-    begin = watch.start_call()
+def test_generation_parts_sum_to_call_time():
+    timed_runner = TimedRunner(Sleepy())
+    begin = timed_runner.start_call()
     time.sleep(0.003)
-    state = watch.encode(BATCH)
+    state = timed_runner.encode(BATCH)
     for _ in range(4):
-        watch.decode_step(state, np.zeros(1, np.int64))
+        timed_runner.decode_step(state, np.zeros(1, np.int64))
     time.sleep(0.001)
     end = time.perf_counter_ns()
-    tokenizing, encoding, first, further, tokens, detokenizing = watch.call_parts(begin, end)
+    tokenizing, encoding, first, num_further, tokens, detokenizing = timed_runner.call_parts(begin, end)
     assert tokens == 3
     assert min(tokenizing, 3) == 3
     assert min(encoding, 4) == 4
     assert min(first, 2) == 2
-    assert min(further, 6) == 6
+    assert min(num_further, 6) == 6
     assert min(detokenizing, 1) == 1
-    whole = (end - begin) / 1e6
-    assert tokenizing + encoding + first + further + detokenizing == pytest.approx(whole, rel=1e-6)
-    assert watch.batch is BATCH
+    call_ms = (end - begin) / 1e6
+    assert tokenizing + encoding + first + num_further + detokenizing == pytest.approx(call_ms, rel=1e-6)
+    assert timed_runner.batch is BATCH
 
 
-def test_parts_of_a_classification_add_up_to_the_call():
-    watch = TimedRunner(Sleepy())
-    begin = watch.start_call()
+def test_classification_parts_sum_to_call_time():
+    timed_runner = TimedRunner(Sleepy())
+    begin = timed_runner.start_call()
     time.sleep(0.002)
-    watch.forward(BATCH)
+    timed_runner.forward(BATCH)
     end = time.perf_counter_ns()
-    parts = watch.call_parts(begin, end)
+    parts = timed_runner.call_parts(begin, end)
     assert sum(parts) == pytest.approx((end - begin) / 1e6, rel=1e-6)
     assert min(parts[0], 2) == 2
     assert min(parts[1], 4) == 4
 
 
-def test_each_call_has_parts_of_its_own():
-    watch = TimedRunner(Sleepy())
+def test_each_call_records_separate_parts():
+    timed_runner = TimedRunner(Sleepy())
     for steps in (3, 1):
-        begin = watch.start_call()
-        state = watch.encode(BATCH)
+        begin = timed_runner.start_call()
+        state = timed_runner.encode(BATCH)
         for _ in range(steps):
-            watch.decode_step(state, np.zeros(1, np.int64))
-        assert watch.call_parts(begin, time.perf_counter_ns())[4] == steps - 1
+            timed_runner.decode_step(state, np.zeros(1, np.int64))
+        assert timed_runner.call_parts(begin, time.perf_counter_ns())[4] == steps - 1
 
 
-def test_a_runner_that_keeps_the_loop_to_itself_shows_no_parts():
-    watch = TimedRunner(Sleepy())
-    assert watch.call_parts(watch.start_call(), time.perf_counter_ns()) is None
-    assert watch.name == "sleepy"  # whatever else is asked goes on to it
+def test_runner_with_internal_loop_has_no_parts():
+    timed_runner = TimedRunner(Sleepy())
+    assert timed_runner.call_parts(timed_runner.start_call(), time.perf_counter_ns()) is None
+    assert timed_runner.name == "sleepy"  # whatever else is asked goes on to it
 
 
 class Whole:
@@ -90,21 +90,21 @@ class Whole:
         return np.zeros((1, 1 + count), np.int64)
 
 
-def test_parts_of_a_graph_with_the_loop_add_up_and_its_first_token_is_asked_for_alone():
-    watch = TimedRunner(Whole())
-    begin = watch.start_call()
+def test_generation_graph_parts_sum_and_first_token_is_timed_separately():
+    timed_runner = TimedRunner(Whole())
+    begin = timed_runner.start_call()
     time.sleep(0.003)
     feeds = {"max_new_tokens": np.array(9)}
-    watch.generate_sequences("generate", BATCH, feeds)
+    timed_runner.generate_sequences("generate", BATCH, feeds)
     time.sleep(0.001)
     end = time.perf_counter_ns()
-    before, whole, further, after = watch.call_parts(begin, end)
-    assert further == 2
-    assert before + whole + after == pytest.approx((end - begin) / 1e6, rel=1e-6)
-    assert (min(before, 3), min(whole, 6), min(after, 1)) == (3, 6, 1)
-    asked = watch.last_graph_call
-    assert asked == ("generate", BATCH, feeds)
-    assert 2 <= watch.first_token_ms(asked) < whole
+    tokenizing, generating, num_further, detokenizing = timed_runner.call_parts(begin, end)
+    assert num_further == 2
+    assert tokenizing + generating + detokenizing == pytest.approx((end - begin) / 1e6, rel=1e-6)
+    assert (min(tokenizing, 3), min(generating, 6), min(detokenizing, 1)) == (3, 6, 1)
+    graph_call = timed_runner.last_graph_call
+    assert graph_call == ("generate", BATCH, feeds)
+    assert 2 <= timed_runner.first_token_ms(graph_call) < generating
     assert feeds["max_new_tokens"] == 9
-    watch.start_call()
-    assert watch.last_graph_call is None
+    timed_runner.start_call()
+    assert timed_runner.last_graph_call is None

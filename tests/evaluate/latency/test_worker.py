@@ -16,13 +16,13 @@ GENERATION = {"max_new_tokens": 5}
 
 def _artifact(folder, task):
     """Put a model into a store, so that it has a manifest with hashes."""
-    made = {"translation": tiny.write_marian, "text-classification": tiny.write_bert}
+    make_model = {"translation": tiny.write_marian, "text-classification": tiny.write_bert}
     store = Store(folder / "store")
     with store.workspace() as work:
         if task == "language-modeling":
             causal.write_model(work / "m", "gpt2")
         else:
-            made[task](work / "m")
+            make_model[task](work / "m")
         return store.commit(work / "m", tiny.as_artifact(work / "m", task).manifest).path
 
 
@@ -41,7 +41,7 @@ def _prepare(worker, texts, size, pairs=None, limit_ms=60_000, generation=GENERA
     return answer
 
 
-def test_a_round_goes_through_the_very_functions_of_load(tmp_path, monkeypatch):
+def test_round_uses_the_same_functions_as_smelt_load(tmp_path, monkeypatch):
     from smelt.runtimes import predict_texts
 
     folder = _artifact(tmp_path, "translation")
@@ -50,23 +50,27 @@ def test_a_round_goes_through_the_very_functions_of_load(tmp_path, monkeypatch):
     prepared = _prepare(worker, texts, 2)
     assert prepared["whole"]
     assert 0 < prepared["output_tokens"] <= 5
-    seen = []
-    real = predict_texts.generate_texts
+    calls = []
+    original = predict_texts.generate_texts
     monkeypatch.setattr(
-        predict_texts, "generate_texts", lambda *a, **k: seen.append((a[1], a[2], a[3])) or real(*a, **k)
+        predict_texts, "generate_texts", lambda *a, **k: calls.append((a[1], a[2], a[3])) or original(*a, **k)
     )
     answer = worker.handle_request({"op": "round", "min_ms": 1})
     longest = sorted(texts, key=lambda text: -len(text))
-    assert [group for group, *_ in seen] == [longest[2:], longest[:2], longest[2:]]  # one unasked, to warm up
-    assert all((g.max_new_tokens, size) == (5, 2) for _, g, size in seen)
+    assert [group for group, *_ in calls] == [
+        longest[2:],
+        longest[:2],
+        longest[2:],
+    ]  # one unasked, to warm up
+    assert all((g.max_new_tokens, size) == (5, 2) for _, g, size in calls)
     assert len(answer["times_ms"]) == len(answer["parts"]) == 2
     assert answer["texts"] == 4
-    for whole, parts in zip(answer["times_ms"], answer["parts"], strict=True):
-        assert sum(parts[:4]) + parts[5] == pytest.approx(whole, rel=0.05)
+    for call_ms, parts in zip(answer["times_ms"], answer["parts"], strict=True):
+        assert sum(parts[:4]) + parts[5] == pytest.approx(call_ms, rel=0.05)
         assert min(parts[:3]) > 0
 
 
-def test_tokens_that_come_out_are_counted_and_not_guessed(tmp_path):
+def test_output_tokens_are_counted_from_generated_sequences(tmp_path):
     from smelt.core.artifact import read_artifact
     from smelt.generation.config import GenerationSettings
     from smelt.generation.search import generate
@@ -80,45 +84,49 @@ def test_tokens_that_come_out_are_counted_and_not_guessed(tmp_path):
     tokenizer = load_tokenizer(folder)
     with open_runner(read_artifact(folder), 1) as runner:
         batches = make_batches(texts, tokenizer, 4, 40)
-        made = [generate(runner, batch, GenerationSettings(max_new_tokens=30)) for _, batch in batches]
-    lengths = [len(row) for rows in made for row in rows]
+        generated = [generate(runner, batch, GenerationSettings(max_new_tokens=30)) for _, batch in batches]
+    lengths = [len(row) for batch_rows in generated for row in batch_rows]
     assert prepared["output_tokens"] == pytest.approx(np.mean(lengths))
     assert prepared["input_tokens"] == pytest.approx(
         np.mean([len(ids) for ids in tokenizer(texts)["input_ids"]])
     )
 
 
-def test_a_classifier_is_timed_with_its_labels_and_pairs(tmp_path, monkeypatch):
+def test_classifier_timing_includes_labels_and_pairs(tmp_path, monkeypatch):
     import smelt.runtimes.runner as labels
 
     folder = _artifact(tmp_path, "text-classification")
     worker = _load(folder, "text-classification")
-    alone = _prepare(worker, ["a man", "two dogs"], 2)
-    both = _prepare(worker, ["a man", "two dogs"], 2, pairs=["the cat", "a song"])
-    assert both["input_tokens"] == alone["input_tokens"] + 3  # two words and a separator
-    assert both["output_tokens"] == 0
-    given = []
-    real = labels.predictions_from_logits
-    monkeypatch.setattr(labels, "predictions_from_logits", lambda *a: given.append(real(*a)) or given[-1])
+    single_answer = _prepare(worker, ["a man", "two dogs"], 2)
+    pair_answer = _prepare(worker, ["a man", "two dogs"], 2, pairs=["the cat", "a song"])
+    assert pair_answer["input_tokens"] == single_answer["input_tokens"] + 3  # two words and a separator
+    assert pair_answer["output_tokens"] == 0
+    predictions = []
+    original = labels.predictions_from_logits
+    monkeypatch.setattr(
+        labels, "predictions_from_logits", lambda *a: predictions.append(original(*a)) or predictions[-1]
+    )
     answer = worker.handle_request({"op": "round", "min_ms": 1})
-    assert {p.label for p in given[0]} <= {"LABEL_0", "LABEL_1"}
+    assert {p.label for p in predictions[0]} <= {"LABEL_0", "LABEL_1"}
     assert all(len(parts) == 3 for parts in answer["parts"])
 
 
-def test_a_language_model_continues_by_exactly_so_many_tokens(tmp_path):
+def test_language_model_worker_generates_exact_number_of_tokens(tmp_path):
     folder = _artifact(tmp_path, "language-modeling")
     worker = _load(folder, "language-modeling")
-    cut = worker.handle_request({"op": "cut", "texts": [causal.TEXT], "prompt_tokens": 9, "new_tokens": 6})
-    assert cut["new_tokens"] == 6
+    cut_answer = worker.handle_request(
+        {"op": "cut", "texts": [causal.TEXT], "prompt_tokens": 9, "new_tokens": 6}
+    )
+    assert cut_answer["new_tokens"] == 6
     fixed = {"min_new_tokens": 6, "max_new_tokens": 6}
-    prepared = _prepare(worker, cut["texts"], 1, generation=fixed)
+    prepared = _prepare(worker, cut_answer["texts"], 1, generation=fixed)
     assert 5 <= prepared["input_tokens"] <= 9
     assert prepared["output_tokens"] == 6
     answer = worker.handle_request({"op": "round", "min_ms": 1})
     assert {parts[4] for parts in answer["parts"]} == {5.0}
 
 
-def test_round_times_only_the_calls_and_whole_passes(monkeypatch) -> None:
+def test_round_times_only_calls_in_complete_passes(monkeypatch) -> None:
     worker, calls = TimingWorker(), []
 
     class Watch:
@@ -172,7 +180,7 @@ class Looping:
         return next(self.firsts)
 
 
-def test_one_first_token_that_was_disturbed_is_not_the_first_token(monkeypatch):
+def test_disturbed_first_token_time_is_ignored(monkeypatch):
     worker = TimingWorker()
     monkeypatch.setattr(worker, "_run_batch", lambda group: None)
     worker._timed_runner, worker._groups = (
@@ -183,31 +191,31 @@ def test_one_first_token_that_was_disturbed_is_not_the_first_token(monkeypatch):
     assert answer["parts"][:2] == [[1.0, 6.0, 2.0, 1.0, 2.5], [1.0, 6.0, 2.0, 1.0, 3.0]]
 
 
-def test_a_long_prompt_without_the_graphs_loop_has_no_first_token_of_its_own(monkeypatch):
+def test_long_prompt_without_generation_graph_has_no_first_token_time(monkeypatch):
     """Groups of one worker differ: a graph's loop takes short prompts, the steps take long ones."""
-    worker, watch = TimingWorker(), Looping([2.0, 2.5, 3.0])
-    worker._timed_runner, worker._groups = watch, [[Example("long" * 99)], [Example("a")]]
+    worker, timed_runner = TimingWorker(), Looping([2.0, 2.5, 3.0])
+    worker._timed_runner, worker._groups = timed_runner, [[Example("long" * 99)], [Example("a")]]
     calls = {id(worker._groups[0]): None, id(worker._groups[1]): "what"}
     monkeypatch.setattr(
-        worker, "_run_batch", lambda group: setattr(watch, "last_graph_call", calls[id(group)])
+        worker, "_run_batch", lambda group: setattr(timed_runner, "last_graph_call", calls[id(group)])
     )
     assert worker._first_token_times() == [None, 2.5]
 
 
-def test_further_tokens_never_take_less_than_nothing():
+def test_time_per_output_token_is_never_negative():
     assert add_first_token_time([1.0, 6.0, 2.0, 1.0], 7.0) == [1.0, 6.0, 2.0, 1.0, 6.0]
     assert add_first_token_time([1.0, 6.0, 2.0, 1.0], 4.0) == [1.0, 6.0, 2.0, 1.0, 4.0]
     # without a further one the first is all, and the parts add up to the call
     assert add_first_token_time([1.0, 6.0, 0.0, 1.0], 4.0) == [1.0, 6.0, 0.0, 1.0, 6.0]
 
 
-def test_groups_are_of_similar_length_and_the_longest_comes_first():
+def test_batches_have_similar_lengths_and_longest_is_first():
     groups = batch_by_length(["a", "ccc", "bb", "dddd", "é"], ["1", None, "2", None, "3"], 2)
     assert [[e.text for e in group] for group in groups] == [["dddd", "ccc"], ["bb", "é"], ["a"]]
     assert groups[1][0].text_pair == "2"
 
 
-def test_what_fails_becomes_an_answer(tmp_path):
+def test_worker_returns_errors_as_answers(tmp_path):
     answer = TimingWorker().handle_request(
         {"op": "load", "artifact": str(tmp_path), "threads": 1, "task": "translation"}
     )

@@ -24,30 +24,30 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("forked")
-def test_worker_that_dies_is_an_error_that_names_the_signal() -> None:
+def test_killed_worker_raises_error_with_signal() -> None:
     with WorkerProcess(threads=1, time_limit=30) as worker:
         worker.ask(op="memory")
         worker._process.kill()
         worker._process.wait()
-        with raises_code("timing-process-died", RunError) as caught:
+        with raises_code("timing-process-died", RunError) as excinfo:
             worker.ask(op="memory")
-        assert all(value in str(caught.value) for value in ("'memory'", "signal 9"))
+        assert all(value in str(excinfo.value) for value in ("'memory'", "signal 9"))
         assert not worker.alive
         with raises_code("timing-process-died", RunError):  # as long as somebody asks
             worker.ask(op="memory")
 
 
 @pytest.mark.usefixtures("forked")
-def test_worker_that_is_silent_beyond_the_limit_is_given_up() -> None:
+def test_unresponsive_worker_times_out() -> None:
     with WorkerProcess(threads=1, time_limit=0.001) as worker:
         os.kill(worker._process.pid, signal.SIGSTOP)
-        with raises_code("timing-timed-out", RunError) as caught:
+        with raises_code("timing-timed-out", RunError) as excinfo:
             worker.ask(op="memory")
-        assert all(value in str(caught.value) for value in ("'memory'", "0.001 s"))
+        assert all(value in str(excinfo.value) for value in ("'memory'", "0.001 s"))
 
 
 @pytest.mark.usefixtures("forked")
-def test_the_code_of_an_error_comes_with_it_from_the_process(tmp_path: Path) -> None:
+def test_worker_error_keeps_its_code(tmp_path: Path) -> None:
     with WorkerProcess(threads=1, time_limit=30) as worker:
         with raises_code("not-an-artifact", RunError):
             worker.ask(op="load", artifact=str(tmp_path), threads=1, task="translation")

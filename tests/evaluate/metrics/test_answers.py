@@ -65,51 +65,53 @@ def _squad_f1(prediction, ground_truth):
     return (2 * precision * recall) / (precision + recall)
 
 
-def test_normalization_is_squads():
+def test_normalization_equals_squad():
     for text in (*PREDICTIONS, "A. An! the-the 'a", "U.S.A. (the)", "theatre an"):
         assert normalize_answer(text) == _squad_normalize(text)
 
 
-def test_scores_are_squads():
-    found = score_texts(["exact_match", "token_f1"], PREDICTIONS, REFERENCES)
+def test_scores_equal_squad():
+    scores = score_texts(["exact_match", "token_f1"], PREDICTIONS, REFERENCES)
     pairs = list(zip(PREDICTIONS, REFERENCES, strict=True))
     hits = [max(_squad_normalize(p) == _squad_normalize(r) for r in refs) for p, refs in pairs]
     f1 = [max(_squad_f1(p, r) for r in refs) for p, refs in pairs]
-    assert found["exact_match"].value == pytest.approx(100 * sum(hits) / len(hits))
-    assert found["token_f1"].value == pytest.approx(100 * sum(f1) / len(f1))
-    assert 0 < found["exact_match"].value < found["token_f1"].value < 100
-    assert found["exact_match"].chance == found["token_f1"].chance == 0
+    assert scores["exact_match"].value == pytest.approx(100 * sum(hits) / len(hits))
+    assert scores["token_f1"].value == pytest.approx(100 * sum(f1) / len(f1))
+    assert 0 < scores["exact_match"].value < scores["token_f1"].value < 100
+    assert scores["exact_match"].chance == scores["token_f1"].chance == 0
 
 
-def test_exact_match_has_wilsons_interval_and_mcnemars_test():
-    [found] = score_texts(["exact_match"], PREDICTIONS, REFERENCES).values()
-    hits = sum(right for right, _ in found.statistics.rows)
-    assert found.ci95 == wilson_interval(hits, len(PREDICTIONS)) == metric_interval(found.statistics)
+def test_exact_match_uses_wilson_interval_and_mcnemar_test():
+    [score] = score_texts(["exact_match"], PREDICTIONS, REFERENCES).values()
+    hits = sum(right for right, _ in score.statistics.rows)
+    assert score.ci95 == wilson_interval(hits, len(PREDICTIONS)) == metric_interval(score.statistics)
     other = score_texts(["exact_match"], [r[0] for r in REFERENCES], REFERENCES)["exact_match"]
-    test = compare_steps(other.statistics, found.statistics)
-    lost = len(PREDICTIONS) - hits
-    assert test["p_value"] == pytest.approx(2 * 0.5**lost)
-    assert test["difference"] == pytest.approx(100 * lost / len(PREDICTIONS))
+    test = compare_steps(other.statistics, score.statistics)
+    num_missed = len(PREDICTIONS) - hits
+    assert test["p_value"] == pytest.approx(2 * 0.5**num_missed)
+    assert test["difference"] == pytest.approx(100 * num_missed / len(PREDICTIONS))
 
 
 @pytest.mark.parametrize("metric", ["exact_match", "token_f1"])
-def test_equal_weights_give_the_value_on_all(metric):
-    [found] = score_texts([metric], PREDICTIONS, REFERENCES).values()
-    assert metric_value(found.statistics) == pytest.approx(found.value)
-    again = Statistics.model_validate(found.statistics.dump())
-    assert metric_value(again) == found.value
+def test_equal_weights_reproduce_the_corpus_value(metric):
+    [score] = score_texts([metric], PREDICTIONS, REFERENCES).values()
+    assert metric_value(score.statistics) == pytest.approx(score.value)
+    restored = Statistics.model_validate(score.statistics.dump())
+    assert metric_value(restored) == score.value
 
 
 def test_response_perplexity_is_the_mean_over_tokens():
     losses, tokens = [2.0, 3.0, 10.0, 1.0, 4.0, 2.5, 0.5], [2, 3, 5, 1, 4, 2, 1]
-    [found] = score_responses(RESPONSE_METRICS, losses, tokens, [9] * 7, "x", 320).values()
-    assert found.metric == "response_perplexity"
-    assert found.value == pytest.approx(math.exp(np.sum(losses) / np.sum(tokens)))
-    assert found.ci95[0] < found.value < found.ci95[1]
-    assert (found.higher_is_better, found.chance, found.n) == (False, 320.0, 7)
-    [better] = score_responses(RESPONSE_METRICS, [x / 2 for x in losses], tokens, [9] * 7, "x", 320).values()
-    test = compare_steps(better.statistics, found.statistics)
-    assert test["difference"] == pytest.approx(better.value - found.value)
+    [score] = score_responses(RESPONSE_METRICS, losses, tokens, [9] * 7, "x", 320).values()
+    assert score.metric == "response_perplexity"
+    assert score.value == pytest.approx(math.exp(np.sum(losses) / np.sum(tokens)))
+    assert score.ci95[0] < score.value < score.ci95[1]
+    assert (score.higher_is_better, score.chance, score.n) == (False, 320.0, 7)
+    [better_score] = score_responses(
+        RESPONSE_METRICS, [x / 2 for x in losses], tokens, [9] * 7, "x", 320
+    ).values()
+    test = compare_steps(better_score.statistics, score.statistics)
+    assert test["difference"] == pytest.approx(better_score.value - score.value)
     assert test["p_value"] < 0.05
 
 

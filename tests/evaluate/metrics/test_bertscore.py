@@ -42,7 +42,7 @@ def encoder(tmp_path_factory):
     return folder
 
 
-def test_bertscore_is_that_of_its_package(encoder):
+def test_bertscore_equals_reference_package(encoder):
     """F1 by bert-score 0.3.13 with num_layers=2, and no idf weights, of the same model."""
     settings = {"bertscore": {"model": encoder.name, "layer": 2}}
     predictions = ["the cat sat.", "a dog ran", "", "the cat sat on a mat , the dogs ran home . " * 9]
@@ -50,18 +50,18 @@ def test_bertscore_is_that_of_its_package(encoder):
         ["the cat sat on a mat ."], ["a dog ran home", "the dogs ran"], ["a dog"], ["a dog ran home"],
     ]  # fmt: skip
     score = score_texts(["bertscore"], predictions, references, settings, base=encoder.parent)["bertscore"]
-    rows = [value for [value] in score.statistics.rows]
-    assert rows[:3] == pytest.approx([0.8850, 0.9735, 0.0], abs=1e-4)
-    assert score.value == pytest.approx(100 * sum(rows) / 4)
-    assert 0 < rows[3] < 1
-    [same] = bertscore.bertscore_rows(["a dog"], [["a dog"]], settings["bertscore"], encoder.parent)
-    assert same == pytest.approx([1])
+    f1_values = [value for [value] in score.statistics.rows]
+    assert f1_values[:3] == pytest.approx([0.8850, 0.9735, 0.0], abs=1e-4)
+    assert score.value == pytest.approx(100 * sum(f1_values) / 4)
+    assert 0 < f1_values[3] < 1
+    [f1_of_equal] = bertscore.bertscore_rows(["a dog"], [["a dog"]], settings["bertscore"], encoder.parent)
+    assert f1_of_equal == pytest.approx([1])
 
 
 @pytest.mark.parametrize(
     ("settings", "code"),
     [({"model": "nowhere", "layer": 1}, "missing-file"), ({"model": ".", "layer": 4}, "wrong-value")],
 )
-def test_an_encoder_that_does_not_fit_is_refused(encoder, settings, code):
+def test_unsupported_encoder_is_rejected(encoder, settings, code):
     with raises_code(code, InputError):
         bertscore.check_encoder(settings, encoder)

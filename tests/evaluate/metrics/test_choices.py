@@ -33,7 +33,7 @@ HARNESS = {
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_scores_equal_those_of_the_harness(tmp_path, monkeypatch, family):
+def test_scores_equal_lm_evaluation_harness(tmp_path, monkeypatch, family):
     causal.write_model(tmp_path, family)
     (tmp_path / "text.json").write_text('{"prompt_template": "{prompt}"}')
     losses = []
@@ -43,11 +43,11 @@ def test_scores_equal_those_of_the_harness(tmp_path, monkeypatch, family):
     )
     split = Split("x", tuple(map(_example, range(24))))
     with open_runner(tiny.as_artifact(tmp_path, "text-generation")) as runner:
-        found = scoring._choice_scores(("acc", "acc_norm"), runner, split, 8, no_progress)
-    theirs, acc, acc_norm = HARNESS[family]
-    assert -np.array(losses[:2]) == pytest.approx(np.array(theirs), abs=2e-4)
-    assert found["acc"].value == pytest.approx(100 * acc)
-    assert found["acc_norm"].value == pytest.approx(100 * acc_norm)
+        scores = scoring._choice_scores(("acc", "acc_norm"), runner, split, 8, no_progress)
+    harness_losses, acc, acc_norm = HARNESS[family]
+    assert -np.array(losses[:2]) == pytest.approx(np.array(harness_losses), abs=2e-4)
+    assert scores["acc"].value == pytest.approx(100 * acc)
+    assert scores["acc_norm"].value == pytest.approx(100 * acc_norm)
 
 
 def _harness_loss(words, model, context, continuation):
@@ -57,19 +57,24 @@ def _harness_loss(words, model, context, continuation):
     ids, begin = words(context + continuation)["input_ids"], len(words(context)["input_ids"])
     with torch.no_grad():
         log_probs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-    return -sum(float(log_probs[at - 1, ids[at]]) for at in range(begin, len(ids)))
+    return -sum(float(log_probs[position - 1, ids[position]]) for position in range(begin, len(ids)))
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "space before each text"])
-def test_prompt_and_choice_are_tokenized_together_as_by_the_harness(tmp_path, kind):
+def test_prompt_and_choice_are_tokenized_like_harness(tmp_path, kind):
     causal.write_model(tmp_path, "llama")
-    words = load_tokenizer(tmp_path) if kind == "byte-level" else causal.write_metaspace_tokenizer(tmp_path)
+    tokenizer = (
+        load_tokenizer(tmp_path) if kind == "byte-level" else causal.write_metaspace_tokenizer(tmp_path)
+    )
     (tmp_path / "text.json").write_text('{"prompt_template": "{prompt}"}')
     prompts = ["The sky is", "Which color? ", "Name it:\n\n", "A: "]
     choices = (" in the sun", " blue", " river", "s")
-    split = Split("x", tuple(Example(p, choices=choices, answer=at) for at, p in enumerate(prompts)))
+    split = Split(
+        "x",
+        tuple(Example(p, choices=choices, answer=example_index) for example_index, p in enumerate(prompts)),
+    )
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()
-    expected = [[_harness_loss(words, model, prompt, choice) for choice in choices] for prompt in prompts]
+    expected = [[_harness_loss(tokenizer, model, prompt, choice) for choice in choices] for prompt in prompts]
     losses = []
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -84,11 +89,11 @@ def test_prompt_and_choice_are_tokenized_together_as_by_the_harness(tmp_path, ki
 
 def test_choices_of_differing_number_and_paired_test():
     losses, choices = [[3.0, 4.0], [1.0, 2.0, 6.0]] * 8, [[" a", " bcdef"], [" ab", " c", " defghi"]] * 8
-    found = score_choices(["acc", "acc_norm"], losses, choices, [1, 2] * 8, "x")
-    assert found["acc"].value == 0  # the first is the most likely one of each
-    assert found["acc_norm"].value == pytest.approx(50)  # 4/5 is below 3, but 6/6 is above 1/2
-    assert found["acc"].chance == pytest.approx(100 * (1 / 2 + 1 / 3) / 2)
+    scores = score_choices(["acc", "acc_norm"], losses, choices, [1, 2] * 8, "x")
+    assert scores["acc"].value == 0  # the first is the most likely one of each
+    assert scores["acc_norm"].value == pytest.approx(50)  # 4/5 is below 3, but 6/6 is above 1/2
+    assert scores["acc"].chance == pytest.approx(100 * (1 / 2 + 1 / 3) / 2)
     right = score_choices(["acc"], [[2.0, 1.0], [3.0, 2.0, 1.0]] * 8, choices, [1, 2] * 8, "x")["acc"]
-    assert compare_steps(right.statistics, found["acc"].statistics)["p_value"] == pytest.approx(2 / 2**16)
+    assert compare_steps(right.statistics, scores["acc"].statistics)["p_value"] == pytest.approx(2 / 2**16)
     with raises_code("unknown-metric", InputError):
         score_choices(["accuracy"], losses, choices, [1, 2] * 8, "x")

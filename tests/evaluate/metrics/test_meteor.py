@@ -48,13 +48,13 @@ def test_meteor_tokenizes_each_sentence_as_word_tokenize_does(monkeypatch):
     prediction, reference = "The cat sat on the mat. It slept.", "It slept on the mat. The cat sat."
     score = score_texts(["meteor"], [prediction], [[reference]])["meteor"]
     # the ten words of both, among them two full stops
-    words = ["The", "cat", "sat", "on", "the", "mat", ".", "It", "slept", "."]
-    others = ["It", "slept", "on", "the", "mat", ".", "The", "cat", "sat", "."]
-    assert score.value == pytest.approx(100 * theirs.meteor_score([others], words))
+    prediction_words = ["The", "cat", "sat", "on", "the", "mat", ".", "It", "slept", "."]
+    reference_words = ["It", "slept", "on", "the", "mat", ".", "The", "cat", "sat", "."]
+    assert score.value == pytest.approx(100 * theirs.meteor_score([reference_words], prediction_words))
     assert "sentences:punkt untrained" in score.signature.split("|")
     untrained = nltk.tokenize.PunktSentenceTokenizer()
     monkeypatch.setattr(nltk.tokenize, "_get_punkt_tokenizer", lambda language: untrained)
-    assert nltk.tokenize.word_tokenize(prediction) == words
+    assert nltk.tokenize.word_tokenize(prediction) == prediction_words
 
 
 def test_meteor_uses_the_punkt_parameters_that_are_installed(tmp_path, monkeypatch):
@@ -76,10 +76,10 @@ def _with_wordnet(function):
                  for v in function.__defaults__)  # fmt: skip
 
 
-def test_without_wordnet_the_command_that_installs_it_is_named(monkeypatch):
+def test_missing_wordnet_error_contains_install_command(monkeypatch):
     import nltk
 
     monkeypatch.setattr(nltk.data, "path", [])
-    with raises_code("missing-wordnet", MissingDependencyError) as caught:
+    with raises_code("missing-wordnet", MissingDependencyError) as excinfo:
         score_texts(["meteor"], ["a"], [["a"]])
-    assert "nltk.downloader wordnet" in str(caught.value)
+    assert "nltk.downloader wordnet" in str(excinfo.value)

@@ -15,7 +15,7 @@ def corpus(error, seed, n=120):
     rng = np.random.default_rng(seed)
     references = [" ".join(rng.choice(WORDS, size=rng.integers(4, 15))) for _ in range(n)]
     predictions = [
-        " ".join(str(rng.choice(WORDS)) if rng.random() < error else word for word in text.split())
+        " ".join(str(rng.choice(WORDS)) if rng.random() < error else token for token in text.split())
         for text in references
     ]
     return predictions, references
@@ -25,10 +25,10 @@ def test_value_interval_and_signature_equal_sacrebleu():
     predictions, references = corpus(0.3, 0)
     score = score_texts(["ter"], predictions, [[text] for text in references])["ter"]
     metric = TER()
-    theirs = metric.corpus_score(predictions, [references], n_bootstrap=1000)
-    assert score.value == theirs.score
+    sacrebleu_score = metric.corpus_score(predictions, [references], n_bootstrap=1000)
+    assert score.value == sacrebleu_score.score
     low, high = score.ci95
-    assert (high - low) / 2 == pytest.approx(theirs._ci, rel=0.05)
+    assert (high - low) / 2 == pytest.approx(sacrebleu_score._ci, rel=0.05)
     assert score.signature == str(metric.get_signature())
     assert (score.unit, score.higher_is_better, score.chance) == ("TER", False, 100.0)
 
@@ -52,12 +52,14 @@ def test_edits_of_empty_references_are_100_as_in_sacrebleu():
 
 
 def test_paired_difference_and_p_value_agree_with_sacrebleu():
-    (better, references), (worse, _) = corpus(0.25, 1), corpus(0.3, 1)
-    steps = [score_texts(["ter"], texts, [[t] for t in references])["ter"] for texts in (better, worse)]
+    (better_texts, references), (worse_texts, _) = corpus(0.25, 1), corpus(0.3, 1)
+    steps = [
+        score_texts(["ter"], texts, [[t] for t in references])["ter"] for texts in (better_texts, worse_texts)
+    ]
     result = compare_steps(*(step.statistics for step in steps))
-    named = [("worse", worse), ("better", better)]
-    _, scores = PairedTest(named, {"TER": TER()}, [references], test_type="ar", n_samples=10_000)()
+    named_systems = [("worse", worse_texts), ("better", better_texts)]
+    _, scores = PairedTest(named_systems, {"TER": TER()}, [references], test_type="ar", n_samples=10_000)()
     assert result["difference"] == pytest.approx(scores["TER"][1].score - scores["TER"][0].score)
     assert result["difference"] < 0
-    theirs = scores["TER"][1].p_value  # without swaps whose difference equals the observed one
-    assert 0.01 < theirs < result["p_value"] < theirs + 0.02
+    sacrebleu_p = scores["TER"][1].p_value  # without swaps whose difference equals the observed one
+    assert 0.01 < sacrebleu_p < result["p_value"] < sacrebleu_p + 0.02

@@ -38,13 +38,13 @@ def drawn(report, size=WIDE):
     texts = {}
     for text in root.iter("text"):
         style = text.get("style")
-        place = [float(v) for v in re.findall(r"-?[\d.]+", text.get("transform"))][-2:]
+        position = [float(v) for v in re.findall(r"-?[\d.]+", text.get("transform"))][-2:]
         anchor = re.search(r"text-anchor: (\w+)", style)
-        texts[text.text] = (*place, anchor[1] if anchor else "start", "opacity" in style)
+        texts[text.text] = (*position, anchor[1] if anchor else "start", "opacity" in style)
     return root, texts
 
 
-def test_chart_holds_the_steps_with_their_intervals(report):
+def test_chart_contains_steps_with_intervals(report):
     chart = scatter_chart(validate_report(report))
     points = {point.name: point for point in chart.points}
     assert set(points) == {row[0] for row in STEPS if row[5] is not None}
@@ -60,17 +60,17 @@ def test_chart_holds_the_steps_with_their_intervals(report):
 
 
 @pytest.mark.parametrize("size", [WIDE, NARROW])
-def test_the_drawing_has_every_step_with_a_title_and_faster_to_the_right(report, size):
+def test_chart_shows_titled_steps_with_speed_on_x_axis(report, size):
     root, texts = drawn(report, size)
     points = scatter_chart(validate_report(report)).points
     assert [title.text for title in root.iter("title")] == [point.title for point in points]
-    places = [[float(m.get(axis)) for axis in "xy"] for m in root.iter("use")]
-    markers = {point.title: place for point, place in zip(points, marker_places(root), strict=True)}
-    assert len(places) >= len(points)
+    marker_positions = [[float(m.get(axis)) for axis in "xy"] for m in root.iter("use")]
+    markers = {point.title: position for point, position in zip(points, marker_places(root), strict=True)}
+    assert len(marker_positions) >= len(points)
     by_speed = sorted(points, key=lambda point: point.x)
-    assert [markers[p.title][0] for p in by_speed] == sorted(place[0] for place in markers.values())
+    assert [markers[p.title][0] for p in by_speed] == sorted(position[0] for position in markers.values())
     by_score = sorted(points, key=lambda point: -point.y)
-    assert [markers[p.title][1] for p in by_score] == sorted(place[1] for place in markers.values())
+    assert [markers[p.title][1] for p in by_score] == sorted(position[1] for position in markers.values())
     for x, y in markers.values():
         assert size.left < x < size.width - size.right
         assert size.top < y < size.height - size.bottom
@@ -83,20 +83,24 @@ def marker_places(root):
     """Return (x, y) of the markers that have a title."""
     for group in root.iter("g"):
         if group.find("title") is not None:
-            use = next(group.iter("use"))
-            yield float(use.get("x")), float(use.get("y"))
+            marker = next(group.iter("use"))
+            yield float(marker.get("x")), float(marker.get("y"))
 
 
-def test_a_step_at_chance_is_left_out_and_does_not_stretch_the_axis(report):
-    whole = scatter_chart(validate_report(report))
+def test_step_at_chance_is_omitted_from_chart(report):
+    full_chart = scatter_chart(validate_report(report))
     low = report["steps"][1]["quality"]["bleu"]
     low.update(value=0.1, ci95=[0.0, 0.3], chance=0.2)
-    shown = scatter_chart(validate_report(report))
-    assert {p.name for p in whole.points} - {p.name for p in shown.points} == {report["steps"][1]["name"]}
+    reduced_chart = scatter_chart(validate_report(report))
+    assert {p.name for p in full_chart.points} - {p.name for p in reduced_chart.points} == {
+        report["steps"][1]["name"]
+    }
     for step in report["steps"]:
         for score in step["quality"].values():
             score["chance"] = score["value"]
-    assert len(scatter_chart(validate_report(report)).points) == len(whole.points)  # better than no picture
+    assert len(scatter_chart(validate_report(report)).points) == len(
+        full_chart.points
+    )  # better than no picture
 
 
 @pytest.mark.parametrize("size", [WIDE, NARROW])
@@ -120,27 +124,27 @@ def test_chart_labels_do_not_cover_each_other(report):
     for point in scatter_chart(validate_report(report)).points:
         x, y, anchor, _ = texts[point.name]
         length = len(point.name) * 6
-        left = {"start": x, "end": x - length, "middle": x - length / 2}[anchor]
-        boxes.append((left, y - 10, left + length, y))
+        left_edge = {"start": x, "end": x - length, "middle": x - length / 2}[anchor]
+        boxes.append((left_edge, y - 10, left_edge + length, y))
     for i, a in enumerate(boxes):
         for b in boxes[:i]:
             assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
 
 
-def test_drawings_on_a_page_share_no_id_and_follow_its_theme(report):
+def test_figures_on_a_page_have_unique_ids_and_page_colors(report):
     page = render_html(report)
     ids = re.findall(r' id="([^"]+)"', page)
     assert len(ids) == len(set(ids))
     pictures = re.findall(r'<svg class="(wide|narrow|panels|stack)"(.*?</svg>)', page, re.DOTALL)
     assert [name for name, _ in pictures] == ["wide", "narrow", "panels", "stack"]
     for name, picture in pictures:
-        used = set(re.findall(r"var\(--(\w+)\)", picture))
-        own = {"accent", "torch", "onnx"} if name in ("wide", "narrow") else {"good", "bad"}
-        assert {"card", "ink", "soft", "line"} | own <= used <= PALETTES["light"].keys()
+        used_colors = set(re.findall(r"var\(--(\w+)\)", picture))
+        chart_colors = {"accent", "torch", "onnx"} if name in ("wide", "narrow") else {"good", "bad"}
+        assert {"card", "ink", "soft", "line"} | chart_colors <= used_colors <= PALETTES["light"].keys()
         assert not re.search(r"#[0-9a-f]{6}|<style", picture)
 
 
-def test_names_are_texts_even_with_dollars_markup_and_control_characters(report):
+def test_names_are_escaped_in_charts(report):
     name = "$\\frac{$ <b>&\x1b[2J"
     report["steps"][0]["name"] = report["baseline"] = name
     report["steps"][1]["parent"] = report["steps"][2]["parent"] = name
@@ -150,7 +154,7 @@ def test_names_are_texts_even_with_dollars_markup_and_control_characters(report)
     assert chart_file(scatter_chart(validate_report(report)), PALETTES["light"], "png")
 
 
-def test_files_are_pictures_in_both_themes_and_equal_each_time(report):
+def test_chart_files_have_both_themes_and_are_deterministic(report):
     files = chart_files(validate_report(report))
     assert files.keys() == set(CHART_FILES)
     chart = scatter_chart(validate_report(report))
@@ -168,7 +172,7 @@ def test_files_are_pictures_in_both_themes_and_equal_each_time(report):
             assert background in files[name].decode()
 
 
-def test_without_a_speed_up_only_the_changes_of_quality_and_size_are_drawn(report):
+def test_chart_without_speedup_shows_quality_and_size_only(report):
     for step in report["steps"]:
         step["latency"] = []
     report["pareto_front"] = []
@@ -194,5 +198,5 @@ def test_figures_are_rendered_with_any_value_of_mplbackend(backend, kept):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    is_drawn, variable, used = done.stdout.split()
-    assert (is_drawn, variable, used == backend) == ("True", backend, kept)
+    is_drawn, variable, used_backend = done.stdout.split()
+    assert (is_drawn, variable, used_backend == backend) == ("True", backend, kept)

@@ -44,9 +44,11 @@ def write_run(folder, outputs, task="translation", references=REFERENCES):
         step["gates"] = []
     (folder / SCORES_FOLDER).mkdir(parents=True)
     (folder / "report.json").write_text(json.dumps(report))
-    kept = {"statistics": {"bleu": score.statistics.dump()}, "predictions": outputs}
+    score_record = {"statistics": {"bleu": score.statistics.dump()}, "predictions": outputs}
     names = [step["name"] for step in report["steps"] if step["quality"]]
-    (folder / SCORES_FOLDER / f"{names[1]}.json.gz").write_bytes(gzip.compress(json.dumps(kept).encode()))
+    (folder / SCORES_FOLDER / f"{names[1]}.json.gz").write_bytes(
+        gzip.compress(json.dumps(score_record).encode())
+    )
     return folder, names
 
 
@@ -58,27 +60,29 @@ def _runs(tmp_path):
 
 
 def entry(found, step):
-    return next(each for each in found["steps"] if each["step"] == step)["runs"]
+    return next(step_entry for step_entry in found["steps"] if step_entry["step"] == step)["runs"]
 
 
-def test_differences_are_those_of_the_paired_test_corrected_over_the_comparison(runs):
+def test_differences_use_paired_test_with_holm_correction(runs):
     old, new, names = runs
-    found = compare_runs(read_runs([old, new, old]))
+    comparison = compare_runs(read_runs([old, new, old]))
     sides = [
         Statistics.model_validate(score_texts(["bleu"], texts, [[t] for t in REFERENCES])["bleu"].statistics)
         for texts in (WORSE, REFERENCES)
     ]
     expected = [compare_steps(*sides), compare_steps(sides[1], sides[1])]
-    corrected = holm([each["p_value"] for each in expected])
-    got = [run["quality"]["bleu"].get("difference") for run in entry(found, names[1])]
-    assert got[0] is None
-    assert got[1:] == [each | {"p_value_holm": p} for each, p in zip(expected, corrected, strict=True)]
-    assert got[1]["difference"] < -10
+    corrected = holm([difference["p_value"] for difference in expected])
+    actual = [run["quality"]["bleu"].get("difference") for run in entry(comparison, names[1])]
+    assert actual[0] is None
+    assert actual[1:] == [
+        difference | {"p_value_holm": p} for difference, p in zip(expected, corrected, strict=True)
+    ]
+    assert actual[1]["difference"] < -10
     # the other steps have no stored statistics
-    assert entry(found, names[0])[1]["quality"]["bleu"]["reason"] == "no-statistics"
+    assert entry(comparison, names[0])[1]["quality"]["bleu"]["reason"] == "no-statistics"
 
 
-def test_other_samples_are_not_compared_in_pairs(runs, tmp_path):
+def test_different_samples_are_not_compared_in_pairs(runs, tmp_path):
     old, _, names = runs
     other, _ = write_run(tmp_path / "other", WORSE, references=[f"{text} today" for text in REFERENCES])
     score = entry(compare_runs(read_runs([old, other])), names[1])[1]["quality"]["bleu"]
@@ -97,16 +101,16 @@ def test_disturbed_speeds_are_marked(runs):
 
 def test_rules_name_quantity_direction_limit_and_step(runs):
     old, new, names = runs
-    found = compare_runs(read_runs([old, new]))
-    before, after = (run["quality"]["bleu"]["value"] for run in entry(found, names[1]))
-    drop = before - after
-    [broken] = check_rules(found, [f"bleu drops 0.5 at {names[1]}"])
-    assert (broken.step, broken.run, broken.change) == (names[1], "new", pytest.approx(-drop))
-    assert check_rules(found, [f"bleu drops {drop + 1:.2f} at {names[1]}"]) == []
-    assert check_rules(found, [f"bleu rises 0 at {names[1]}"]) == []
-    [share] = check_rules(found, [f"bleu drops 1% at {names[1]}"])
+    comparison = compare_runs(read_runs([old, new]))
+    old_bleu, new_bleu = (run["quality"]["bleu"]["value"] for run in entry(comparison, names[1]))
+    drop = old_bleu - new_bleu
+    [regression] = check_rules(comparison, [f"bleu drops 0.5 at {names[1]}"])
+    assert (regression.step, regression.run, regression.change) == (names[1], "new", pytest.approx(-drop))
+    assert check_rules(comparison, [f"bleu drops {drop + 1:.2f} at {names[1]}"]) == []
+    assert check_rules(comparison, [f"bleu rises 0 at {names[1]}"]) == []
+    [share] = check_rules(comparison, [f"bleu drops 1% at {names[1]}"])
     assert share.change == pytest.approx(-drop)  # of 100
-    assert check_rules(found, ["size rises 0", "latency rises 0%", "speedup drops 0"]) == []
+    assert check_rules(comparison, ["size rises 0", "latency rises 0%", "speedup drops 0"]) == []
 
 
 def change_step(folder, name, change):
@@ -142,30 +146,30 @@ def test_fail_if_reports_unchecked_steps_as_not_judged(runs, rule, change, reaso
     old, new, names = runs
     for name in names:
         change_step(new, name, change)
-    found = check_rules(compare_runs(read_runs([old, new])), [f"{rule} at {names[1]}"])
-    assert found == [NotJudged(f"{rule} at {names[1]}", names[1], "new", reason)]
+    regressions = check_rules(compare_runs(read_runs([old, new])), [f"{rule} at {names[1]}"])
+    assert regressions == [NotJudged(f"{rule} at {names[1]}", names[1], "new", reason)]
 
 
-def test_a_rule_of_all_steps_is_not_judged_where_samples_differ_or_are_not_stored(runs, tmp_path):
+def test_rule_is_not_judged_if_samples_differ_or_are_missing(runs, tmp_path):
     old, _, names = runs
     other, _ = write_run(tmp_path / "other", WORSE, references=[f"{text} today" for text in REFERENCES])
-    found = check_rules(compare_runs(read_runs([old, other])), ["bleu drops 90"])
-    assert not any(isinstance(each, Regression) for each in found)
-    reasons = {each.step: each.reason for each in found}
+    regressions = check_rules(compare_runs(read_runs([old, other])), ["bleu drops 90"])
+    assert not any(isinstance(regression, Regression) for regression in regressions)
+    reasons = {regression.step: regression.reason for regression in regressions}
     assert (reasons[names[1]], reasons[names[0]]) == ("other-examples", "no-statistics")
     assert len(reasons) == len(names)
 
 
-def test_times_of_another_machine_are_compared_by_their_speed_ups_only(runs):
+def test_times_of_different_machines_are_compared_by_speedup_only(runs):
     old, new, names = runs
     report = json.loads((new / "report.json").read_text())
     report["environment"]["cpu"] = "another"
     (new / "report.json").write_text(json.dumps(report))
-    found = compare_runs(read_runs([old, new]))
-    assert [each.reason for each in check_rules(found, [f"latency rises 10% at {names[1]}"])] == [
-        "other-machine"
-    ]
-    assert check_rules(found, [f"speedup drops 10% at {names[1]}"]) == []
+    comparison = compare_runs(read_runs([old, new]))
+    assert [
+        regression.reason for regression in check_rules(comparison, [f"latency rises 10% at {names[1]}"])
+    ] == ["other-machine"]
+    assert check_rules(comparison, [f"speedup drops 10% at {names[1]}"]) == []
 
 
 @pytest.mark.parametrize(
@@ -178,12 +182,12 @@ def test_times_of_another_machine_are_compared_by_their_speed_ups_only(runs):
         ("accuracy drops 1", "nothing-to-compare"),
     ],
 )
-def test_a_rule_that_says_nothing_is_refused(runs, rule, code):
+def test_invalid_rule_is_rejected(runs, rule, code):
     with raises_code(code, InputError):
         check_rules(compare_runs(read_runs(runs[:2])), [rule])
 
 
-def test_what_cannot_be_compared_is_refused(runs, tmp_path):
+def test_incomparable_runs_are_rejected(runs, tmp_path):
     old, new, names = runs
     other, _ = write_run(tmp_path / "summary", REFERENCES, task="summarization")
     with raises_code("other-task", InputError):
@@ -204,61 +208,70 @@ def test_what_cannot_be_compared_is_refused(runs, tmp_path):
         read_runs([old, new])
 
 
-def test_the_renderings_hold_the_numbers_and_escape_names(tmp_path):
+def test_renderings_contain_numbers_and_escape_names(tmp_path):
     old, names = write_run(tmp_path / "old", REFERENCES)
-    odd, _ = write_run(tmp_path / "<script>|", WORSE)
-    found = compare_runs(read_runs([old, odd]))
-    page, text, table = comparison_html(found), comparison_text(found, 80), comparison_markdown(found)
-    value = f"{entry(found, names[1])[1]['quality']['bleu']['value']:.2f}"
-    assert all(value in each for each in (page, text, table))
+    untrusted_run, _ = write_run(tmp_path / "<script>|", WORSE)
+    comparison = compare_runs(read_runs([old, untrusted_run]))
+    page, text, table = (
+        comparison_html(comparison),
+        comparison_text(comparison, 80),
+        comparison_markdown(comparison),
+    )
+    value = f"{entry(comparison, names[1])[1]['quality']['bleu']['value']:.2f}"
+    assert all(value in rendering for rendering in (page, text, table))
     assert "<script>" not in page + table
-    assert max(map(len, text.splitlines()[: len(found["steps"])])) <= 80
+    assert max(map(len, text.splitlines()[: len(comparison["steps"])])) <= 80
 
 
-def test_the_chart_has_a_color_for_each_run_and_a_line_for_each_step(runs):
+def test_chart_has_color_per_run_and_line_per_step(runs):
     old, new, names = runs
-    found = compare_runs(read_runs([old, new]))
-    chart = comparison_chart(found)
+    comparison = compare_runs(read_runs([old, new]))
+    chart = comparison_chart(comparison)
     assert [(name, color) for name, _, color in chart.legend] == [("old", "run0"), ("new", "run1")]
-    both = [chart.points[at] for at in chart.paths[1]]
-    rows = entry(found, names[1])
-    assert [(p.color, p.x, p.y, [p.y_low, p.y_high]) for p in both] == [
-        (f"run{at}", row["latency_ms"], row["quality"]["bleu"]["value"], row["quality"]["bleu"]["ci95"])
-        for at, row in enumerate(rows)
+    line_points = [chart.points[run_index] for run_index in chart.paths[1]]
+    step_entries = entry(comparison, names[1])
+    assert [(p.color, p.x, p.y, [p.y_low, p.y_high]) for p in line_points] == [
+        (
+            f"run{run_index}",
+            row["latency_ms"],
+            row["quality"]["bleu"]["value"],
+            row["quality"]["bleu"]["ci95"],
+        )
+        for run_index, row in enumerate(step_entries)
     ]
-    assert [point.name for point in both] == ["", names[1]]  # written once
+    assert [point.name for point in line_points] == ["", names[1]]  # written once
     assert chart.quantity.endswith("batch 1")
-    for step in found["steps"]:
+    for step in comparison["steps"]:
         for run in filter(None, step["runs"]):
             run["latency_ms"] = None
-    assert comparison_chart(found).points[2].x == rows[0]["size_bytes"] / 1e6
+    assert comparison_chart(comparison).points[2].x == step_entries[0]["size_bytes"] / 1e6
 
 
 @pytest.mark.parametrize(("name", "code"), [("c.svg", None), ("c.pdf", "wrong-suffix")])
-def test_the_chart_is_a_file_or_refused(runs, name, code):
-    found = compare_runs(read_runs(runs[:2]))
+def test_chart_file_is_written_or_rejected(runs, name, code):
+    comparison = compare_runs(read_runs(runs[:2]))
     if code:
         with raises_code(code, InputError):
-            comparison_plot(found, Path(name))
+            comparison_plot(comparison, Path(name))
         return
-    root = ET.fromstring(comparison_plot(found, Path(name)))
+    root = ET.fromstring(comparison_plot(comparison, Path(name)))
     assert {"old", "new", runs[2][1]} <= {text.text for text in root.iter(f"{{{SVG}}}text")}
-    for step in found["steps"]:
+    for step in comparison["steps"]:
         for run in filter(None, step["runs"]):
             run["quality"] = {}
     with raises_code("nothing-to-draw", InputError):
-        comparison_plot(found, Path(name))
-    assert "<svg" not in comparison_html(found)
+        comparison_plot(comparison, Path(name))
+    assert "<svg" not in comparison_html(comparison)
 
 
-def test_the_command_exits_with_3_if_a_rule_is_broken(runs, tmp_path):
+def test_command_exits_with_3_on_regression(runs, tmp_path):
     old, new, names = runs
     page = tmp_path / "c.html"
     rule = ("--fail-if", "bleu drops 0.5")
     result = harness.smelt("compare", old, new, "--json", "--html", page, *rule, code=3)
     content = json.loads(result.stdout)
     assert content["reference"] == "old"
-    assert {each["step"] for each in content["regressions"]} >= {names[1]}
+    assert {entry["step"] for entry in content["regressions"]} >= {names[1]}
     assert page.read_text().count("<svg") == 2
     picture = tmp_path / "c.png"
     harness.smelt("compare", old, new, "--fail-if", f"bleu drops 99 at {names[1]}", "--plot", picture, code=0)
@@ -266,6 +279,6 @@ def test_the_command_exits_with_3_if_a_rule_is_broken(runs, tmp_path):
     change_step(new, names[1], skip)
     result = harness.smelt("compare", old, new, "--json", "--fail-if", f"size rises 5% at {names[1]}", code=3)
     content = json.loads(result.stdout)
-    assert [each["reason"] for each in content["not_judged"]] == ["no-step"]
+    assert [entry["reason"] for entry in content["not_judged"]] == ["no-step"]
     assert content["regressions"] == []
     harness.smelt("compare", old, code=2)

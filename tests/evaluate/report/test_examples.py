@@ -48,90 +48,123 @@ def blend(seed):
     ]
 
 
-def test_the_examples_are_those_that_a_hand_sort_finds():
-    own, base = blend(1), blend(2)
-    found = compare_examples(scored(own), scored(base), SPLIT, 10)["examples"]
+def test_examples_are_sorted_by_metric_difference():
+    step_outputs, base = blend(1), blend(2)
+    example_report = compare_examples(scored(step_outputs), scored(base), SPLIT, 10)["examples"]
     bleu = BLEU(effective_order=True)
     values = [
-        [bleu.sentence_score(text, [wanted]).score for text, wanted in zip(side, REFERENCES, strict=True)]
-        for side in (own, base)
+        [
+            bleu.sentence_score(text, [reference]).score
+            for text, reference in zip(side, REFERENCES, strict=True)
+        ]
+        for side in (step_outputs, base)
     ]
     gains = np.round(np.subtract(*values), 9)
     order = np.argsort(gains, kind="stable")
-    assert [each["row"] - 1 for each in found["worse"]] == order[:5].tolist()
-    assert [each["row"] - 1 for each in found["better"]] == np.argsort(-gains, kind="stable")[:5].tolist()
-    assert (found["num_worse"], found["num_better"]) == ((gains < 0).sum(), (gains > 0).sum())
-    first, at = found["worse"][0], int(order[0])
-    assert (first["source"], first["references"]) == (f"source {at}", [REFERENCES[at]])
-    assert (first["output"], first["baseline_output"]) == (own[at], base[at])
-    assert (first["value"], first["baseline_value"]) == (values[0][at], values[1][at])
-    same = compare_examples(scored(base), scored(base), SPLIT, 10)["examples"]
-    assert (same["num_worse"], same["num_better"], same["worse"], same["better"]) == (0, 0, [], [])
+    assert [changed_example["row"] - 1 for changed_example in example_report["worse"]] == order[:5].tolist()
+    assert [changed_example["row"] - 1 for changed_example in example_report["better"]] == np.argsort(
+        -gains, kind="stable"
+    )[:5].tolist()
+    assert (example_report["num_worse"], example_report["num_better"]) == (
+        (gains < 0).sum(),
+        (gains > 0).sum(),
+    )
+    first, first_index = example_report["worse"][0], int(order[0])
+    assert (first["source"], first["references"]) == (f"source {first_index}", [REFERENCES[first_index]])
+    assert (first["output"], first["baseline_output"]) == (step_outputs[first_index], base[first_index])
+    assert (first["value"], first["baseline_value"]) == (values[0][first_index], values[1][first_index])
+    unchanged_report = compare_examples(scored(base), scored(base), SPLIT, 10)["examples"]
+    assert (
+        unchanged_report["num_worse"],
+        unchanged_report["num_better"],
+        unchanged_report["worse"],
+        unchanged_report["better"],
+    ) == (0, 0, [], [])
     best = compare_examples(scored(REFERENCES), scored(base), SPLIT, 10)["examples"]  # none is worse
     assert (len(best["worse"]), len(best["better"])) == (0, 10)
     worst = compare_examples(scored(base), scored(REFERENCES), SPLIT, 10)["examples"]  # none is better
     assert (len(worst["worse"]), len(worst["better"])) == (10, 0)
-    assert compare_examples(scored(own), scored(base), SPLIT, 0)["examples"] is None
-    assert compare_examples(scored(own), None, SPLIT, 10) == {"examples": None, "confusion": None}
+    assert compare_examples(scored(step_outputs), scored(base), SPLIT, 0)["examples"] is None
+    assert compare_examples(scored(step_outputs), None, SPLIT, 10) == {"examples": None, "confusion": None}
 
 
 def classified(predicted, gold, names):
     scores = score_labels(["accuracy", "f1"], predicted, gold)
     statistics = {name: score.statistics.dump() for name, score in scores.items()}
-    return {"predictions": [names[at] for at in predicted], "statistics": statistics, "labels": names}
+    return {
+        "predictions": [names[class_index] for class_index in predicted],
+        "statistics": statistics,
+        "labels": names,
+    }
 
 
 @pytest.mark.parametrize("classes", [3, 77])
-def test_classifiers_have_confusions_and_the_examples_that_flipped(classes):
+def test_classifier_report_has_confusions_and_changed_examples(classes):
     rng = np.random.default_rng(0)
     gold = rng.integers(0, classes, 300)
-    base, own = (np.where(rng.random(300) < 0.6, gold, rng.integers(0, classes, 300)) for _ in range(2))
-    names = [f"класс {at}" for at in range(classes)]
-    split = Split("x", tuple(Example(f"text {at}", label=int(label)) for at, label in enumerate(gold)))
-    sides = [classified(each.tolist(), gold.tolist(), names) for each in (own, base)]
-    found = compare_examples(*sides, split, 10)
-    matrix, before = (confusion_matrix(gold, each, labels=range(classes)) for each in (own, base))
+    base, step_classes = (
+        np.where(rng.random(300) < 0.6, gold, rng.integers(0, classes, 300)) for _ in range(2)
+    )
+    names = [f"класс {class_index}" for class_index in range(classes)]
+    split = Split(
+        "x", tuple(Example(f"text {class_index}", label=int(label)) for class_index, label in enumerate(gold))
+    )
+    sides = [classified(entry.tolist(), gold.tolist(), names) for entry in (step_classes, base)]
+    comparison = compare_examples(*sides, split, 10)
+    matrix, baseline_matrix = (
+        confusion_matrix(gold, entry, labels=range(classes)) for entry in (step_classes, base)
+    )
     if classes == 3:
-        assert found["confusion"]["counts"] == matrix.tolist()
-        assert (found["confusion"]["labels"], found["confusion"]["largest"]) == (names, [])
+        assert comparison["confusion"]["counts"] == matrix.tolist()
+        assert (comparison["confusion"]["labels"], comparison["confusion"]["largest"]) == (names, [])
     else:
         np.fill_diagonal(matrix, 0)
-        largest = found["confusion"]["largest"]
-        assert [each["count"] for each in largest] == sorted(matrix.ravel().tolist())[::-1][: len(largest)]
-        for each in largest:
-            at = names.index(each["label"]), names.index(each["predicted"])
-            assert (each["count"], each["baseline_count"]) == (matrix[at], before[at])
-        assert found["confusion"]["counts"] == []
-    flipped = np.flatnonzero((base == gold) & (own != gold)).tolist()
-    assert [each["row"] - 1 for each in found["examples"]["worse"]] == flipped[:5]
-    assert found["examples"]["num_worse"] == len(flipped)
-    assert found["examples"]["num_better"] == ((base != gold) & (own == gold)).sum()
-    first = found["examples"]["better"][0]
+        largest = comparison["confusion"]["largest"]
+        assert [entry["count"] for entry in largest] == sorted(matrix.ravel().tolist())[::-1][: len(largest)]
+        for entry in largest:
+            class_index = names.index(entry["label"]), names.index(entry["predicted"])
+            assert (entry["count"], entry["baseline_count"]) == (
+                matrix[class_index],
+                baseline_matrix[class_index],
+            )
+        assert comparison["confusion"]["counts"] == []
+    flipped = np.flatnonzero((base == gold) & (step_classes != gold)).tolist()
+    assert [entry["row"] - 1 for entry in comparison["examples"]["worse"]] == flipped[:5]
+    assert comparison["examples"]["num_worse"] == len(flipped)
+    assert comparison["examples"]["num_better"] == ((base != gold) & (step_classes == gold)).sum()
+    first = comparison["examples"]["better"][0]
     assert first["references"] == [first["output"]] == [names[gold[first["row"] - 1]]]
 
 
-def test_long_texts_are_cut_from_shortly_before_the_difference():
-    same, base = "word " * 300, list(REFERENCES)
-    base[3], own = f"{same}was here", list(base)
-    own[3] = f"{same}is gone"
+def test_long_texts_are_truncated_around_first_difference():
+    common_text, base = "word " * 300, list(REFERENCES)
+    base[3], step_outputs = f"{common_text}was here", list(base)
+    step_outputs[3] = f"{common_text}is gone"
     references = [[text] for text in base]
     sides = []
-    for outputs in (own, base):
+    for outputs in (step_outputs, base):
         score = score_texts(["chrf"], outputs, references)["chrf"]
         sides.append({"predictions": outputs, "statistics": {"chrf": score.statistics.dump()}})
-    rows = [Example("long " * 200 if at == 3 else "s", tuple(texts)) for at, texts in enumerate(references)]
-    [found] = compare_examples(*sides, Split("x", tuple(rows)), 10)["examples"]["worse"]
-    assert found["cut"]
-    assert found["output"].startswith("…word")
-    assert (found["output"][-7:], found["baseline_output"][-8:]) == ("is gone", "was here")
-    assert len(found["source"]) == MAX_CHARACTERS + 1
-    own[3] = f"{same}was here and much more {same}"  # the other output is its beginning
-    score = score_texts(["chrf"], own, references)["chrf"]
-    longer = {"predictions": own, "statistics": {"chrf": score.statistics.dump()}}
-    [more] = compare_examples(longer, sides[1], Split("x", tuple(rows)), 10)["examples"]["worse"]
-    assert more["baseline_output"].endswith("was here")
-    assert "was here and much more" in more["output"]
-    assert max(len(found["output"]), len(found["baseline_output"])) <= MAX_CHARACTERS + 1
+    row_examples = [
+        Example("long " * 200 if row_index == 3 else "s", tuple(texts))
+        for row_index, texts in enumerate(references)
+    ]
+    [cut_example] = compare_examples(*sides, Split("x", tuple(row_examples)), 10)["examples"]["worse"]
+    assert cut_example["cut"]
+    assert cut_example["output"].startswith("…word")
+    assert (cut_example["output"][-7:], cut_example["baseline_output"][-8:]) == ("is gone", "was here")
+    assert len(cut_example["source"]) == MAX_CHARACTERS + 1
+    step_outputs[3] = (
+        f"{common_text}was here and much more {common_text}"  # the other output is its beginning
+    )
+    score = score_texts(["chrf"], step_outputs, references)["chrf"]
+    longer_score = {"predictions": step_outputs, "statistics": {"chrf": score.statistics.dump()}}
+    [longer_example] = compare_examples(longer_score, sides[1], Split("x", tuple(row_examples)), 10)[
+        "examples"
+    ]["worse"]
+    assert longer_example["baseline_output"].endswith("was here")
+    assert "was here and much more" in longer_example["output"]
+    assert max(len(cut_example["output"]), len(cut_example["baseline_output"])) <= MAX_CHARACTERS + 1
 
 
 @pytest.mark.parametrize(
@@ -144,7 +177,7 @@ def test_long_texts_are_cut_from_shortly_before_the_difference():
         ("", "new text", [], ["new text"]),
     ],
 )
-def test_words_that_differ_are_marked(one, other, lost, new):
+def test_differing_words_are_marked(one, other, lost, new):
     pair = mark_differences(one, other)
     assert ["".join(text for _, text in side) for side in pair] == [one, other]
     assert [[text for differs, text in side if differs] for side in pair] == [lost, new]
@@ -166,9 +199,9 @@ def report_with(worse, better=(), confusion=None, task="translation"):
     return report
 
 
-def test_pages_show_texts_as_texts():
-    evil = "<script>alert(1)</script><em>x</em>"
-    report = report_with([changed(7, evil, "plain text", evil)], [changed(8, "سلام دنیا", "שלום")])
+def test_page_escapes_example_texts():
+    markup = "<script>alert(1)</script><em>x</em>"
+    report = report_with([changed(7, markup, "plain text", markup)], [changed(8, "سلام دنیا", "שלום")])
     page = render_html(report)
     outline = HtmlOutline(page)
     assert outline.open == []
@@ -181,8 +214,8 @@ def test_pages_show_texts_as_texts():
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in page
     assert not re.search(r"https?:|//\w|url\(|\bsrc=", page)
-    for word in ("71.50", "82.25", "61.25", "Row 7"):
-        assert word in page
+    for shown_text in ("71.50", "82.25", "61.25", "Row 7"):
+        assert shown_text in page
     markdown = render_markdown(report)
     assert "<script" not in markdown
     assert "&lt;script&gt;" in markdown
@@ -191,47 +224,49 @@ def test_pages_show_texts_as_texts():
     assert "same %" not in render_table(report, width=60)
 
 
-def test_the_open_examples_are_those_of_the_step_to_ship():
+def test_examples_of_recommended_step_are_shown_first():
     report = report_with([changed(7, "a", "b", "c")])
     shipped = report | {"verdict": with_verdict(report)["verdict"] | {"step": "onnx-int8"}}
-    for shown, name in ((report, "control"), (shipped, "onnx-int8")):
-        assert examples.step_shown_first(validate_report(shown)).name == name
+    for shown_report, name in ((report, "control"), (shipped, "onnx-int8")):
+        assert examples.step_shown_first(validate_report(shown_report)).name == name
     assert '<details class="examples" open>\n<summary>control ' in render_html(report)
 
 
-def test_a_page_without_examples_has_no_script():
+def test_page_without_examples_has_no_script():
     report = ten_step_report()
     assert "<script" not in render_html(report)
     assert "script-src" not in render_html(report)
     assert "## Examples" not in render_markdown(report)
 
 
-def test_confusions_are_shown_with_the_change_from_the_baseline():
+def test_confusions_are_shown_with_change_from_baseline():
     report = report_with([], confusion={"labels": ["愉快", "<i>"], "counts": [[30, 2], [5, 3]]})
     report["recipe"]["task"] = "text-classification"
     report["steps"][0]["confusion"] = {"labels": ["愉快", "<i>"], "counts": [[31, 1], [5, 3]]}
-    whole = render_html(report)
-    page = " ".join(" ".join(HtmlOutline(whole).texts).split())
+    full_page = render_html(report)
+    page = " ".join(" ".join(HtmlOutline(full_page).texts).split())
     assert "愉快 30 −1 2 +1 <i> 5 3" in page
-    assert "<script" not in whole  # no example changed: nothing to search
-    assert "example-search" not in whole
+    assert "<script" not in full_page  # no example changed: nothing to search
+    assert "example-search" not in full_page
     assert "&lt;i&gt; → 愉快 5" in render_markdown(report)
-    found = examples.largest_confusions(validate_report(report).steps[1], 3)
-    assert found == [("<i>", "愉快", 5), ("愉快", "<i>", 2)]
+    confusions = examples.largest_confusions(validate_report(report).steps[1], 3)
+    assert confusions == [("<i>", "愉快", 5), ("愉快", "<i>", 2)]
 
 
 @pytest.mark.parametrize("letters", ["abcdefgh ", "的一是不了人我在有他"])
-def test_a_page_of_many_steps_with_long_texts_stays_below_a_megabyte(letters):
+def test_page_with_many_long_examples_is_below_one_megabyte(letters):
     rng = np.random.default_rng(0)
 
     def text():
         return "".join(rng.choice(list(letters), size=MAX_CHARACTERS))
 
-    cards = [changed(at, text(), text(), text()) | {"references": [text()]} for at in range(1, 11)]
+    cards = [
+        changed(row_index, text(), text(), text()) | {"references": [text()]} for row_index in range(1, 11)
+    ]
     report = report_with(cards[:5], cards[5:])
-    for at in range(2):
+    for row_index in range(2):
         step = copy.deepcopy(report["steps"][7])
-        report["steps"].append(step | {"name": f"more-{at}"})
+        report["steps"].append(step | {"name": f"more-{row_index}"})
     for step in report["steps"]:
         step["examples"] = report["steps"][1]["examples"]
     assert len(render_html(report).encode()) < 1_000_000

@@ -17,24 +17,24 @@ def report():
     return ten_step_report()
 
 
-def test_html_fetches_nothing_and_is_small(report):
+def test_html_has_no_external_resources_and_is_small(report):
     text = render_html(report)
     assert not re.search(r"https?:|//\w|url\(|@import|<script|<link|<img|<iframe|\bsrc=", text)
     assert "default-src 'none'" in text
     assert len(text.encode()) < 120_000
 
 
-def test_html_is_well_formed_and_holds_the_numbers(report):
+def test_html_is_well_formed_and_contains_numbers(report):
     outline = HtmlOutline(render_html(report))
     assert outline.open == []
     assert "time to first token" in outline.texts
     text = " ".join(outline.texts)
-    for one in report["steps"]:
-        assert one["name"] in text
-        for score in one["quality"].values():
+    for report_step in report["steps"]:
+        assert report_step["name"] in text
+        for score in report_step["quality"].values():
             assert f"{score['value']:.2f}" in text
             assert f"[{score['ci95'][0]:.2f}, {score['ci95'][1]:.2f}]" in text
-        for entry in one["latency"]:
+        for entry in report_step["latency"]:
             assert f"{entry['speedup']:.2f}×" in text
             assert significant_digits(entry["p50_ms"]) in text
     small, engine, openvino = (report["steps"][i] for i in (4, 8, 9))
@@ -44,16 +44,16 @@ def test_html_is_well_formed_and_holds_the_numbers(report):
     assert "null" not in text
 
 
-def test_html_escapes_what_a_stranger_wrote(report):
-    evil = "<script>alert(1)</script>\"'&"
-    report["recipe"]["model"] = evil
-    report["environment"]["cpu"] = evil
-    report["steps"][1]["name"] = evil
-    report["steps"][2]["settings"] = {evil: evil}
-    report["steps"][8]["reason"] = evil
-    report["steps"][0]["warnings"] = [make_message(evil)]
-    report["steps"][0]["quality"]["bleu"]["signature"] = evil
-    report["pareto_front"] = [evil]
+def test_html_escapes_untrusted_text(report):
+    markup = "<script>alert(1)</script>\"'&"
+    report["recipe"]["model"] = markup
+    report["environment"]["cpu"] = markup
+    report["steps"][1]["name"] = markup
+    report["steps"][2]["settings"] = {markup: markup}
+    report["steps"][8]["reason"] = markup
+    report["steps"][0]["warnings"] = [make_message(markup)]
+    report["steps"][0]["quality"]["bleu"]["signature"] = markup
+    report["pareto_front"] = [markup]
     text = render_html(report)
     outline = HtmlOutline(text)
     assert "script" not in outline.tags
@@ -68,7 +68,7 @@ def test_html_marks_only_significant_differences(report):
     assert re.search(r'class="even"[^>]*>−0\.91</span>', render_html(report))
 
 
-def test_bits_of_codes_stand_in_the_table_of_steps_where_a_step_has_codes(report):
+def test_html_table_shows_bits_per_weight_of_quantized_steps(report):
     assert "per weight" not in render_html(report)
     report["steps"][5]["details"] = {"bits_per_weight": 4.503}
     text = render_html(report)

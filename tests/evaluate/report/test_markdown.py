@@ -20,7 +20,7 @@ def cells_of(line):
     return [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
 
 
-def test_markdown_tables_are_well_formed_and_hold_the_numbers(report):
+def test_markdown_tables_are_well_formed_and_contain_numbers(report):
     text = render_markdown(report)
     blocks = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
     assert len(blocks) == 6
@@ -38,20 +38,24 @@ def test_markdown_tables_are_well_formed_and_hold_the_numbers(report):
     assert "**failed**" in text
 
 
-def test_bits_of_codes_stand_in_a_column_where_a_step_has_codes(report):
+def test_markdown_table_shows_bits_per_weight_of_quantized_steps(report):
     def column():
         block = next(b for b in render_markdown(report).split("\n\n") if b.startswith("|"))
-        rows = [cells_of(line) for line in block.splitlines()]
-        return rows[0][-1], [row[-1] for row in rows[2:]]
+        table_rows = [cells_of(line) for line in block.splitlines()]
+        return table_rows[0][-1], [row[-1] for row in table_rows[2:]]
 
     assert column()[0] == "M parameters"
     report["steps"][4]["details"] = {"bits_per_weight": 4.503}
-    coded = {report["steps"][4]["name"]}  # and what goes on from it
+    quantized_steps = {report["steps"][4]["name"]}  # and what goes on from it
     for step in report["steps"]:
-        coded |= {step["name"]} if step["parent"] in coded else set()
+        quantized_steps |= {step["name"]} if step["parent"] in quantized_steps else set()
     head, cells = column()
-    assert (head, cells.count("4.503"), cells.count("–")) == ("bits per weight", len(coded), 10 - len(coded))
-    assert 1 < len(coded) < 10
+    assert (head, cells.count("4.503"), cells.count("–")) == (
+        "bits per weight",
+        len(quantized_steps),
+        10 - len(quantized_steps),
+    )
+    assert 1 < len(quantized_steps) < 10
     assert "<dt>bits_per_weight</dt><dd>4.503</dd>" in render_html(report)
 
 
@@ -67,7 +71,7 @@ def test_markdown_escapes_names(report):
     assert len({len(cells_of(line)) for line in block.splitlines()}) == 1
 
 
-def test_parts_stand_in_markdown_with_the_words_of_the_task(report):
+def test_markdown_names_timing_parts_by_task(report):
     text = render_markdown(report)
     block = next(b for b in text.split("\n\n") if "time to first token" in b)
     head, _, first = block.splitlines()[:3]
@@ -78,8 +82,8 @@ def test_parts_stand_in_markdown_with_the_words_of_the_task(report):
     assert cells_of(first)[:4] == ["model", "1", "0.30", "16.9"]
     report["recipe"]["task"] = "language-modeling"
     assert "prefill ms" in render_markdown(report)
-    for one in report["steps"]:
-        for row in one["latency"]:
+    for report_step in report["steps"]:
+        for row in report_step["latency"]:
             row["parts"] = {"tokenizing_ms": 0.2, "model_ms": 3.0, "rest_ms": 0.1}
     assert "| model ms | labels ms |" in render_markdown(report)
     assert HtmlOutline(render_html(report)).open == []

@@ -12,7 +12,7 @@ def report():
     return ten_step_report()
 
 
-def test_an_n_too_small_for_a_gate_is_said_with_the_n_that_would_do(report):
+def test_note_reports_required_sample_size_for_gate(report):
     report["steps"][6]["gates"] = [
         {
             "metric": "bleu",
@@ -34,7 +34,7 @@ def test_an_n_too_small_for_a_gate_is_said_with_the_n_that_would_do(report):
     assert warning in render_html(report)
 
 
-def test_a_gate_with_confidence_says_what_was_judged():
+def test_gate_with_confidence_reports_judged_bound():
     gate = GateReport(
         metric="bleu", kind="max_drop", limit=1.0, value=0.4, bound=0.75, confidence=0.95, passed=True
     )
@@ -46,14 +46,21 @@ def test_a_gate_with_confidence_says_what_was_judged():
     )
 
 
-def test_steps_and_batches_that_were_disturbed_share_a_note(report):
-    lost = {"counted": True, "processor_share": 1.0, "baseline_processor_share": 1.0, "baseline_ms": 100.0}
-    lost |= {"other_processors": 0.5, "cpu_steal": 0.0, "pressure": None, "speedup": None}
+def test_disturbed_steps_share_one_note(report):
+    round_details = {
+        "counted": True,
+        "processor_share": 1.0,
+        "baseline_processor_share": 1.0,
+        "baseline_ms": 100.0,
+    }
+    round_details |= {"other_processors": 0.5, "cpu_steal": 0.0, "pressure": None, "speedup": None}
     for step, share in ((report["steps"][6], 0.4), (report["steps"][7], 0.3)):
         for row in step["latency"]:
             mark_disturbed(row)
-            row["rounds"] = [lost | {"lost_share": share}]
-    found = [text for name, kind, text in view.report_notes(validate_report(report)) if kind == "disturbed"]
-    (text,) = found
+            row["rounds"] = [round_details | {"lost_share": share}]
+    note_texts = [
+        text for name, kind, text in view.report_notes(validate_report(report)) if kind == "disturbed"
+    ]
+    (text,) = note_texts
     assert "onnx-int8 (batch 1, 8), onnx-fp32 (batch 1, 8)" in text
     assert "40 %" in text

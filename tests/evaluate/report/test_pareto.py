@@ -16,16 +16,16 @@ def step(name, quality=None, speed=None, higher=True, batch=1, **more):
     }
 
 
-def test_dominated_steps_are_out():
+def test_dominated_steps_are_excluded():
     steps = [step("a", 40, 1), step("b", 39, 0.9), step("c", 38, 4), step("d", 37, 5), step("e", 37.5, 4)]
     assert pareto_front(steps) == ["a", "c", "d"]
 
 
-def test_equal_steps_both_stay_and_tie_in_one_axis_loses():
+def test_equal_steps_are_kept_and_weakly_dominated_are_excluded():
     assert pareto_front([step("a", 40, 2), step("b", 40, 2), step("c", 40, 1.9)]) == ["a", "b"]
 
 
-def test_steps_without_quality_or_speed_are_out():
+def test_steps_without_quality_or_speed_are_excluded():
     steps = [step("a", 40, 1), step("b", 50), step("c", None, 9), {"name": "d"}]
     untimed_baseline = step("e", 60, 1)
     untimed_baseline["latency"][0]["speedup"] = None
@@ -36,34 +36,34 @@ def test_lower_is_better_for_perplexity():
     assert pareto_front([step("a", 5.0, 2, higher=False), step("b", 6.0, 1, higher=False)]) == ["a"]
 
 
-def test_smallest_batch_size_counts():
+def test_front_uses_smallest_batch_size():
     steps = [step("a", 40, 1), step("b", 39, 5, batch=8)]
     steps[0]["latency"].append({"batch_size": 8, "p50_ms": 1, "speedup": 1})
     assert front_axes(steps) == ("bleu", 1)
     assert pareto_front(steps) == ["a"]
 
 
-def test_the_speed_up_counts_and_not_the_milliseconds():
+def test_front_uses_speedup_not_latency():
     # timed at another moment than its baseline: more milliseconds, but the greater speed-up compared with it
     steps = [step("a", 38, 3), step("b", 38, 4)]
     steps[1]["latency"][0]["p50_ms"] = 2.0
     assert pareto_front(steps) == ["b"]
 
 
-def test_what_nobody_would_deploy_beats_nobody():
+def test_non_deployable_step_dominates_no_other():
     steps = [step("model", 40, 1), step("int8", 41, 0.5, deployable=False), step("onnx", 40.5, 3)]
     assert pareto_front(steps) == ["onnx"]
     steps[1]["quality"]["bleu"]["value"], steps[1]["latency"][0]["speedup"] = 50, 9
     assert pareto_front(steps) == ["onnx"]
 
 
-def test_disturbed_steps_are_out_and_the_baseline_is_not():
+def test_disturbed_steps_are_excluded_except_baseline():
     steps = [step("model", 40, 1, stable=False), step("fast", 39, 138, stable=False), step("onnx", 39, 2)]
     assert pareto_front(steps, "model") == ["model", "onnx"]
 
 
 @pytest.mark.parametrize("stable", [True, False])
-def test_a_baseline_that_disturbance_left_alone_is_no_front(stable):
+def test_baseline_alone_after_disturbance_is_no_front(stable):
     base = step("onnx", 40, 1, stable=stable)
     fast, slow = step("int4", 39, 3, stable=False), step("int8", 39, 0.9, stable=False)
     assert pareto_front([base, fast, slow], "onnx") == []
@@ -71,7 +71,7 @@ def test_a_baseline_that_disturbance_left_alone_is_no_front(stable):
     assert pareto_front([base, fast, step("int8", 39, 0.9)], "onnx") == ["onnx"]  # int8 is beaten
 
 
-def test_nothing_measured_gives_an_empty_front():
+def test_no_measurements_give_empty_front():
     assert pareto_front([]) == []
     assert front_axes([]) == (None, None)
 
@@ -93,5 +93,5 @@ def scored(value, chance, ci95=None, better=True):
         ({"quality": {}}, False),
     ],
 )
-def test_what_cannot_be_told_from_chance(step, found):
+def test_steps_at_chance_are_excluded_from_front(step, found):
     assert is_step_at_chance(step) is found

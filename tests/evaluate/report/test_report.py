@@ -21,10 +21,10 @@ def report():
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2])
-def test_reports_of_failed_runs_can_be_drawn(report, kept):
+def test_reports_of_failed_runs_are_rendered(report, kept):
     report["steps"] = report["steps"][:kept]
-    for one in report["steps"]:
-        one.update(
+    for report_step in report["steps"]:
+        report_step.update(
             status="error",
             error=make_message("broke", severity="error"),
             quality={},
@@ -43,23 +43,23 @@ def cells_of(line):
 
 def test_latency_error_of_a_finished_step_is_shown(report):
     report["steps"][3]["error"] = make_message("latency: the process was killed", severity="error")
-    for drawn in (render_table(report), render_markdown(report), render_html(report)):
-        assert "the process was killed" in drawn
-        assert "made-up" not in drawn  # its text, and not the object
+    for rendering in (render_table(report), render_markdown(report), render_html(report)):
+        assert "the process was killed" in rendering
+        assert "made-up" not in rendering  # its text, and not the object
 
 
-def test_warnings_and_infos_are_shown_with_their_places_as_texts(report):
+def test_warnings_and_infos_are_rendered_with_locations(report):
     report["warnings"] = [
         make_message("of the run") | {"step": "small", "file": "recipe.yaml", "line": 7},
         make_message("for your information", severity="info"),
     ]
     report["steps"][4]["warnings"] = [make_message("of a step") | {"file": "rows.tsv", "line": 3}]
-    for drawn in (render_table(report), render_markdown(report).replace("\\", ""), render_html(report)):
-        flat = " ".join(HtmlOutline(drawn).texts if drawn.startswith("<!") else drawn.split())
+    for rendering in (render_table(report), render_markdown(report).replace("\\", ""), render_html(report)):
+        flat = " ".join(HtmlOutline(rendering).texts if rendering.startswith("<!") else rendering.split())
         assert "recipe.yaml:7: small: of the run" in flat
         assert "rows.tsv:3: of a step" in flat
         assert "info" in flat[: flat.index("for your information")]
-        assert not any(word in flat for word in ("made-up", "severity", "Message("))
+        assert not any(hidden_text in flat for hidden_text in ("made-up", "severity", "Message("))
 
 
 @pytest.fixture
@@ -67,25 +67,29 @@ def unscored():
     return sample_report.report_with_unscored_step()
 
 
-def test_engine_that_was_not_scored_says_why_in_every_drawing(unscored):
-    why = unscored["steps"][8]["reason"]
+def test_unscored_engine_shows_reason_in_every_rendering(unscored):
+    reason = unscored["steps"][8]["reason"]
     text = " ".join(HtmlOutline(render_html(unscored)).texts)
     assert "not scored" in text
-    assert f": gate BLEU max_drop 1.00: {why}" in text
+    assert f": gate BLEU max_drop 1.00: {reason}" in text
     assert "skipped" not in text
     markdown = render_markdown(unscored)
-    rows = [cells_of(line) for line in markdown.splitlines() if "engine" in line and line.startswith("|")]
-    assert rows[0][2:6] == ["tensorrt · tensorrt", "done", "–", "–"]
-    assert [row[3] for row in rows[1:]] == ["**not judged**", "passed"]
-    assert f"- **engine** not scored: {why}" in markdown
-    drawn = render_table(unscored)
-    assert next(line for line in drawn.splitlines() if "engine" in line).split()[-5:] == ["–"] * 4 + ["40.0"]
-    flat = " ".join(drawn.split())
+    engine_rows = [
+        cells_of(line) for line in markdown.splitlines() if "engine" in line and line.startswith("|")
+    ]
+    assert engine_rows[0][2:6] == ["tensorrt · tensorrt", "done", "–", "–"]
+    assert [row[3] for row in engine_rows[1:]] == ["**not judged**", "passed"]
+    assert f"- **engine** not scored: {reason}" in markdown
+    rendering = render_table(unscored)
+    assert next(line for line in rendering.splitlines() if "engine" in line).split()[-5:] == ["–"] * 4 + [
+        "40.0"
+    ]
+    flat = " ".join(rendering.split())
     assert "gate not judged at 'engine': BLEU max_drop 1.00 " in flat
-    assert f"'engine' is not scored: {why}" in flat
+    assert f"'engine' is not scored: {reason}" in flat
 
 
-def test_engines_that_were_not_scored_for_one_reason_say_it_once_in_the_terminal(unscored):
+def test_terminal_shows_shared_unscored_reason_once(unscored):
     other = copy.deepcopy(unscored["steps"][8]) | {"name": "second", "gates": []}
     unscored["steps"].append(other)
     flat = " ".join(render_table(unscored).split())
@@ -97,29 +101,31 @@ def test_engines_that_were_not_scored_for_one_reason_say_it_once_in_the_terminal
     assert "'second' is not scored: a reason of its own" in flat
 
 
-def test_terminal_has_columns_of_times_where_some_were_taken(report):
+def test_terminal_shows_time_columns_only_if_measured(report):
     assert "p50 ms  speed-up" in render_table(report)
     assert "diff and speed-up " in render_table(report)
     for step in report["steps"]:
         step["latency"] = []
-    drawn = render_table(report)
-    head = next(line for line in drawn.splitlines() if line.startswith("step"))
+    rendering = render_table(report)
+    head = next(line for line in rendering.splitlines() if line.startswith("step"))
     assert head.split() == ["step", "BLEU", "diff", "MB"]
-    assert "\ndiff " in drawn
-    assert "speed-up" not in drawn
+    assert "\ndiff " in rendering
+    assert "speed-up" not in rendering
     markdown, page = render_markdown(report), " ".join(HtmlOutline(render_html(report)).texts)
     assert "ifferences" in markdown
     assert "ifferences" in page
-    assert not any(word in page + markdown for word in ("speed-up", "Times are", "quality and speed."))
+    assert not any(
+        hidden_text in page + markdown for hidden_text in ("speed-up", "Times are", "quality and speed.")
+    )
 
 
-def test_drawing_leaves_the_report_alone(report):
-    before = copy.deepcopy(report)
+def test_rendering_does_not_modify_report(report):
+    original = copy.deepcopy(report)
     render_html(report), render_markdown(report), render_table(report)
-    assert report == before
+    assert report == original
 
 
-def test_times_that_were_disturbed_are_marked_in_every_drawing(report):
+def test_disturbed_times_are_marked_in_every_rendering(report):
     mark_disturbed(report["steps"][6]["latency"][0])
     report["steps"][6]["gates"] = []
     text = " ".join(HtmlOutline(render_html(report)).texts)
@@ -127,8 +133,8 @@ def test_times_that_were_disturbed_are_marked_in_every_drawing(report):
     markdown = render_markdown(report)
     assert "5.94×?" in markdown
     assert "onnx-int8 (batch 1)" in markdown
-    drawn = render_table(report)
-    assert "5.94×?" in drawn
-    assert re.search(r"[ \n]\? ", drawn.split("5.94×?")[1])  # explained below the table
+    rendering = render_table(report)
+    assert "5.94×?" in rendering
+    assert re.search(r"[ \n]\? ", rendering.split("5.94×?")[1])  # explained below the table
     (point,) = (p for p in scatter_chart(validate_report(report)).points if p.name.startswith("onnx-int8"))
     assert (point.name, point.competes) == ("onnx-int8 ?", False)

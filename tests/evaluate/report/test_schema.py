@@ -40,7 +40,7 @@ def report():
     return ten_step_report()
 
 
-def test_schema_accepts_the_sample_and_writes_it_back_unchanged(report):
+def test_schema_round_trips_sample_report(report):
     dumped = validate_report(report).model_dump(mode="json", exclude_unset=True)
     assert json.loads(json.dumps(dumped)) == json.loads(json.dumps(report))
 
@@ -73,22 +73,22 @@ def test_schema_accepts_the_sample_and_writes_it_back_unchanged(report):
         (lambda r: r["steps"][0]["latency"][0].pop("p50_ms"), "missing", "steps.0.latency.0.p50_ms", ""),
     ],
 )
-def test_schema_names_every_error(report, change, code, place, read):
+def test_schema_reports_every_error(report, change, code, place, read):
     change(report)
-    with raises_code("invalid-report", InputError) as caught:
+    with raises_code("invalid-report", InputError) as excinfo:
         validate_report(report)
-    [found] = caught.value.found
-    assert (found.code, found.setting) == (code, place)
-    assert read in found.message
-    assert (place or "report") in str(caught.value)
+    [schema_error] = excinfo.value.found
+    assert (schema_error.code, schema_error.setting) == (code, place)
+    assert read in schema_error.message
+    assert (place or "report") in str(excinfo.value)
 
 
-def test_all_errors_are_told_at_once(report):
+def test_all_errors_are_reported_together(report):
     report["status"] = "fine"
     report["steps"][0]["stage"] = 3
-    with raises_code("invalid-report", InputError) as caught:
+    with raises_code("invalid-report", InputError) as excinfo:
         validate_report(report)
-    assert {found.setting for found in caught.value.found} == {"status", "steps.0.stage"}
+    assert {schema_error.setting for schema_error in excinfo.value.found} == {"status", "steps.0.stage"}
 
 
 @pytest.fixture
@@ -96,14 +96,14 @@ def unscored():
     return sample_report.report_with_unscored_step()
 
 
-def test_gate_that_was_not_judged_must_say_why(unscored):
+def test_unjudged_gate_requires_reason(unscored):
     unscored["steps"][8]["gates"][0]["reason"] = None
-    with raises_code("invalid-report", InputError) as caught:
+    with raises_code("invalid-report", InputError) as excinfo:
         validate_report(unscored)
-    assert message_locations(caught.value.found) == [("missing-reason", "steps.8.gates.0", None)]
+    assert message_locations(excinfo.value.found) == [("missing-reason", "steps.8.gates.0", None)]
 
 
-def test_docs_name_every_key_of_the_schema():
+def test_docs_list_every_schema_key():
     docs = Path(__file__).parents[3] / "docs"
     pages = (docs / "reference" / "report.md", docs / "explanation" / "latency.md")
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
@@ -115,13 +115,15 @@ def test_docs_name_every_key_of_the_schema():
         for name, field in part.model_fields.items():
             assert f"`{field.alias or name}`" in text
     [message] = re.findall(r"`\{(code, .*?)\}`", text)
-    assert {word.strip(" ?") for word in message.split(",")} == {field.name for field in fields(Message)}
+    assert {field_text.strip(" ?") for field_text in message.split(",")} == {
+        field.name for field in fields(Message)
+    }
     version = get_args(ReportData.model_fields["schema_version"].annotation)
     assert f"# report.json, schema {version[0]}\n" in text
 
 
-def test_times_that_are_not_stable_must_say_why(report):
+def test_unstable_times_require_reason(report):
     report["steps"][6]["latency"][0]["stable"] = False
-    with raises_code("invalid-report", InputError) as caught:
+    with raises_code("invalid-report", InputError) as excinfo:
         validate_report(report)
-    assert message_locations(caught.value.found) == [("missing-reason", "steps.6.latency.0", None)]
+    assert message_locations(excinfo.value.found) == [("missing-reason", "steps.6.latency.0", None)]

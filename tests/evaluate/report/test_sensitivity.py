@@ -25,7 +25,7 @@ def _report():
     report = ten_step_report()
     layers = [
         layer("<b>emb</b>", "embeddings", None),
-        *(layer(f"h.{at}", "block", 30.0 - 2 * at) for at in range(10)),
+        *(layer(f"h.{layer_index}", "block", 30.0 - 2 * layer_index) for layer_index in range(10)),
         layer("h.9", "self-attention", 8.25),
         layer("h.9", "feed-forward", 9.0),
         layer("h.10", "block", 3.5, removed=True),
@@ -40,9 +40,13 @@ def _report():
     return report
 
 
-def test_the_worst_blocks_come_first_with_their_weakest_part(report):
+def test_worst_blocks_are_listed_first_with_weakest_part(report):
     table = sensitivity.find_layer_table(validate_report(report))
-    assert [row.name for row in table.worst] == ["h.0", "h.10", *(f"h.{at}" for at in range(9, 3, -1))]
+    assert [row.name for row in table.worst] == [
+        "h.0",
+        "h.10",
+        *(f"h.{layer_index}" for layer_index in range(9, 3, -1)),
+    ]
     nine = next(row for row in table.worst if row.name == "h.9")
     assert (table.weakest_part(nine, 0).part, table.weakest_part(nine, 1)) == ("self-attention", None)
     assert [sensitivity.shade(ratio) for ratio in (None, nine.ratios[0])] == [0, 70]  # 12 of 40 dB
@@ -57,11 +61,11 @@ def test_the_worst_blocks_come_first_with_their_weakest_part(report):
     assert [line.split("|")[2].strip() for line in lines] == ["11.2"]
     assert step_row(report["steps"][1])["output_sqnr_db"] == 11.24
     report["steps"][3]["layer_sqnr"]["reason"] = None  # a model without blocks
-    _, rows = sensitivity.summary_rows(sensitivity.find_layer_table(validate_report(report)))
-    assert rows[2] == [report["steps"][3]["name"], "equal", "–"]
+    _, summary_rows = sensitivity.summary_rows(sensitivity.find_layer_table(validate_report(report)))
+    assert summary_rows[2] == [report["steps"][3]["name"], "equal", "–"]
 
 
-def test_a_failed_comparison_costs_no_step(tmp_path, monkeypatch):
+def test_failed_layer_comparison_does_not_fail_step(tmp_path, monkeypatch):
     def fail(*_):
         raise RunError("no", code="broke")
 

@@ -15,7 +15,7 @@ def report():
 
 
 @pytest.mark.parametrize("width", [80, 100])
-def test_table_fits_and_holds_the_numbers(report, width):
+def test_table_fits_width_and_contains_numbers(report, width):
     report["steps"][1]["name"] = (
         "a-very-long-name-of-a-step-chosen-without-a-thought-of-the-width-of-a-terminal"
     )
@@ -23,43 +23,51 @@ def test_table_fits_and_holds_the_numbers(report, width):
     text = render_table(report, width)
     lines = text.splitlines()
     assert max(map(len, lines)) <= width
-    line = next(one for one in lines if "onnx-int8" in one)
+    line = next(table_line for table_line in lines if "onnx-int8" in table_line)
     assert line.split()[-5:] == ["37.05", "−1.37*", "14.2", "5.94×", "25.1"]
-    assert any("engine" in one and "skipped: TensorRT is not installed" in one for one in lines)
+    assert any(
+        "engine" in table_line and "skipped: TensorRT is not installed" in table_line for table_line in lines
+    )
     [gate] = [line for line in lines if line.startswith("gate failed at 'onnx-int8'")]
     assert "BLEU max_drop 1.00" in gate
     assert "1.37" in gate
     assert lines[-1] == "status: gate-failed"
 
 
-def test_differences_that_random_numbers_make_are_not_marked(report):
+def test_insignificant_differences_are_not_marked(report):
     report["warnings"] = [make_message("m.onnx draws", "random-outputs")]
     text = render_table(report)
     assert "−1.37" in text
     assert "*" not in text
-    rows = [line for line in render_markdown(report).splitlines() if line.startswith("|")]
-    assert any("−1.37" in row for row in rows)
-    assert not any("\\*" in row for row in rows)
+    table_rows = [line for line in render_markdown(report).splitlines() if line.startswith("|")]
+    assert any("−1.37" in row for row in table_rows)
+    assert not any("\\*" in row for row in table_rows)
 
 
-def test_bits_of_codes_are_shown_where_no_name_is_cut_for_them(report):
+def test_bits_column_is_shown_only_if_names_fit(report):
     assert "bits" not in render_table(report)
     report["steps"][5]["details"] = {"bits_per_weight": 4.503}
     lines = render_table(report).splitlines()
     assert max(map(len, lines)) <= 80
-    assert next(one for one in lines if one.startswith("step")).split()[-2:] == ["MB", "bits"]
+    assert next(table_line for table_line in lines if table_line.startswith("step")).split()[-2:] == [
+        "MB",
+        "bits",
+    ]
     for name, end in (("quantize", ["24.4", "4.503"]), ("onnx-int8", ["25.1", "4.503"])):  # codes stay codes
-        assert next(one for one in lines if name in one).split()[-2:] == end
-    assert next(one for one in lines if one.startswith("model")).split()[-1] == "–"
+        assert next(table_line for table_line in lines if name in table_line).split()[-2:] == end
+    assert next(table_line for table_line in lines if table_line.startswith("model")).split()[-1] == "–"
     assert "batch 1, bits per quantized weight," in " ".join(lines)
     report["steps"][5]["name"] = "q" * 40  # no room left: all others stay
     report["steps"][6]["parent"], report["pareto_front"] = "q" * 40, []
     narrow = render_table(report).splitlines()
     assert "bits" not in "".join(narrow)
-    assert next(one for one in narrow if one.startswith("step")).split()[-2:] == ["speed-up", "MB"]
+    assert next(table_line for table_line in narrow if table_line.startswith("step")).split()[-2:] == [
+        "speed-up",
+        "MB",
+    ]
 
 
-def test_the_first_warnings_about_steps_are_said_and_whom_the_others_are_about(report):
+def test_first_warnings_are_shown_and_remaining_steps_are_listed(report):
     for step in report["steps"]:
         step["warnings"] = []
     for step, texts in (
@@ -77,7 +85,7 @@ def test_the_first_warnings_about_steps_are_said_and_whom_the_others_are_about(r
     assert "more warning" not in render_table(report)
 
 
-def test_what_a_step_made_is_said_before_texts_that_were_cut(report):
+def test_truncated_text_warnings_are_listed_last(report):
     for step in report["steps"]:
         step["warnings"] = []
     report["steps"][1]["warnings"] = [
@@ -92,8 +100,10 @@ def test_what_a_step_made_is_said_before_texts_that_were_cut(report):
     ]
     first, second = (report["steps"][i]["name"] for i in (1, 2))
     text = " ".join(render_table(report).split())
-    places = [text.index(word) for word in ("the pairs take", "5 of 9 outputs", "exclude: no layer")]
-    assert places == sorted(places)
+    positions = [
+        text.index(warning_text) for warning_text in ("the pairs take", "5 of 9 outputs", "exclude: no layer")
+    ]
+    assert positions == sorted(positions)
     assert f"the report has 3 more warnings, about '{first}', '{second}'" in text
     markdown = render_markdown(report)
     assert markdown.index("exclude: no layer") < markdown.index("1 text of 8")

@@ -56,16 +56,16 @@ def make_untrusted(report):
     """Put `UNTRUSTED` before every text of `report`, except for those that the schema then refuses."""
     texts = set(_texts(report))
     while True:
-        changed = _replace(report, texts)
+        untrusted = _replace(report, texts)
         try:
-            ReportData.model_validate(changed)
+            ReportData.model_validate(untrusted)
         except ValidationError as error:
-            inputs = [found["input"] for found in error.errors()]
+            inputs = [schema_error["input"] for schema_error in error.errors()]
             refused = {text.removeprefix(UNTRUSTED) for text in inputs if isinstance(text, str)}
             assert refused & texts
             texts -= refused
         else:
-            return changed
+            return untrusted
 
 
 def _texts(value):
@@ -86,7 +86,7 @@ def _replace(value, texts):
     return f"{UNTRUSTED}{value}" if isinstance(value, str) and value in texts else value
 
 
-def test_page_has_no_markup_and_no_controls_of_any_text(untrusted_report):
+def test_html_page_escapes_markup_and_control_characters(untrusted_report):
     page = render_html(untrusted_report)
     outline = HtmlOutline(page)
     assert outline.open == []
@@ -96,7 +96,7 @@ def test_page_has_no_markup_and_no_controls_of_any_text(untrusted_report):
         assert text in " ".join(outline.texts), text
 
 
-def test_markdown_has_no_markup_and_no_controls_of_any_text(untrusted_report):
+def test_markdown_escapes_markup_and_control_characters(untrusted_report):
     text = render_markdown(untrusted_report)
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", text)
     assert not re.search(r"<i>|(?<!\\)\*x|(?<!\\)\[z|(?<!\\)`y|^# heading|^\| a \|", text, re.MULTILINE)
@@ -106,11 +106,11 @@ def test_markdown_has_no_markup_and_no_controls_of_any_text(untrusted_report):
         assert len({len(re.split(r"(?<!\\)\|", line)) for line in block}) == 1
 
 
-def test_table_of_steps_as_csv_has_no_formula_of_any_text(untrusted_report):
+def test_csv_table_escapes_formulas(untrusted_report):
     table = report_csv(untrusted_report)
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", table)
-    rows = list(csv.DictReader(io.StringIO(table)))
-    assert len(rows) == 10
-    assert not any(cell[:1] in {"=", "+", "@", "\t"} for row in rows for cell in row.values())
-    assert rows[6]["target"].startswith("'=cmd")
-    assert float(rows[6]["bleu_difference"]) < 0  # a number keeps its sign
+    csv_rows = list(csv.DictReader(io.StringIO(table)))
+    assert len(csv_rows) == 10
+    assert not any(cell[:1] in {"=", "+", "@", "\t"} for row in csv_rows for cell in row.values())
+    assert csv_rows[6]["target"].startswith("'=cmd")
+    assert float(csv_rows[6]["bleu_difference"]) < 0  # a number keeps its sign

@@ -25,12 +25,12 @@ pytestmark = pytest.mark.quick
 @pytest.fixture
 def report():
     """The sample, with losses that are not significant, except that of the engine's branch."""
-    found = ten_step_report()
-    found["steps"][6]["gates"] = [gate("bleu", passed=True)]  # onnx-int8
-    for step in found["steps"]:
+    sample = ten_step_report()
+    sample["steps"][6]["gates"] = [gate("bleu", passed=True)]  # onnx-int8
+    for step in sample["steps"]:
         for difference in step["against_baseline"].values():
             difference["p_value"] = 0.21
-    return found
+    return sample
 
 
 def gate(metric, passed):
@@ -43,8 +43,8 @@ def _decide(report):
 
 def _renderings(report):
     """Return the texts of the three renderings, without line breaks and backslashes."""
-    drawn = with_verdict(report)
-    texts = (render_table(drawn), render_markdown(drawn), render_html(drawn))
+    judged_report = with_verdict(report)
+    texts = (render_table(judged_report), render_markdown(judged_report), render_html(judged_report))
     return [" ".join(text.split()).replace("\\", "") for text in texts]
 
 
@@ -52,25 +52,25 @@ def _branches(*steps, metrics=("accuracy", "f1"), n=500):
     """A report of `steps`: (name, speed-up, its interval, MB, {metric: (difference, interval, p)})."""
     report = ten_step_report()
     base = report["steps"][0] | {"size_bytes": 100_000_000}
-    made = [base]
+    all_steps = [base]
     for name, speedup, ends, size, differences in steps:
-        one = make_step(name, "onnx", "model", "onnx", "ort-cpu", 38.42, 1.0, size, 1)
-        one["latency"][0].update(speedup=speedup, speedup_ci95=ends)
-        one["against_baseline"] = {
+        new_step = make_step(name, "onnx", "model", "onnx", "ort-cpu", 38.42, 1.0, size, 1)
+        new_step["latency"][0].update(speedup=speedup, speedup_ci95=ends)
+        new_step["against_baseline"] = {
             metric: {"difference": difference, "ci95": interval, "p_value": p_value, "n": n}
             for metric, (difference, interval, p_value) in differences.items()
         }
-        made.append(one)
+        all_steps.append(new_step)
     score = make_scores(80.0)["bleu"] | {"n": n}
-    for one in made:
-        one["quality"] = {metric: dict(score) for metric in metrics}
-    return report | {"steps": made, "pareto_front": [], "recipe": {"task": "text-classification"}}
+    for new_step in all_steps:
+        new_step["quality"] = {metric: dict(score) for metric in metrics}
+    return report | {"steps": all_steps, "pareto_front": [], "recipe": {"task": "text-classification"}}
 
 
 SAME = (0.0, [-0.4, 0.4], 1.0)
 
 
-def test_a_loss_of_another_metric_than_the_first_excludes_a_step():
+def test_loss_in_secondary_metric_excludes_step():
     """Accuracy -0.6 (p = 0.5) and macro F1 80 to 52: the rare classes are gone."""
     lossy = {"accuracy": (-0.6, [-1.8, 0.6], 0.5), "f1": (-28.0, [-33.0, -23.0], 1e-9)}
     report = _branches(
@@ -78,17 +78,17 @@ def test_a_loss_of_another_metric_than_the_first_excludes_a_step():
     )
     assert _decide(report).step == "fp32"
     report["steps"].pop()
-    found = _decide(report)
-    assert (found.step, found.reason, found.closest) == (None, "significantly-worse", "int8")
-    assert all(part in found.text for part in ("28.0", "f1: {max_drop"))
+    verdict = _decide(report)
+    assert (verdict.step, verdict.reason, verdict.closest) == (None, "significantly-worse", "int8")
+    assert all(part in verdict.text for part in ("28.0", "f1: {max_drop"))
     report["steps"][1]["gates"] = [gate("accuracy", passed=True)]  # the user's limit decides
-    found = _decide(report)
-    assert (found.step, message_codes(found.warnings)) == ("int8", ["loss-without-gate"])
+    verdict = _decide(report)
+    assert (verdict.step, message_codes(verdict.warnings)) == ("int8", ["loss-without-gate"])
     report["steps"][1]["gates"].append(gate("f1", passed=True))
     assert message_codes(_decide(report).warnings) == ["accepted-loss"]
 
 
-def test_agreement_with_the_baseline_is_no_loss_where_there_are_references():
+def test_baseline_agreement_is_ignored_if_references_exist():
     differences = {"spearman": SAME, "agreement": (-1.5, [-1.6, -1.4], 1e-9)}
     report = _branches(("int8", 3.0, [2.9, 3.1], 25, differences), metrics=("spearman", "agreement"))
     assert (_decide(report).step, _decide(report).warnings) == ("int8", [])
@@ -98,19 +98,19 @@ def test_agreement_with_the_baseline_is_no_loss_where_there_are_references():
 def test_no_step_is_recommended_with_fewer_than_six_examples(n, step, reason):
     """BLEU 40 to 12 on five sentences has p = 0.06."""
     report = _branches(("int8", 3.0, [2.9, 3.1], 25, {"bleu": (-28.0, None, 0.0625)}), metrics=("bleu",), n=n)
-    found = _decide(report)
-    assert (found.step, found.reason) == (step, reason)
+    verdict = _decide(report)
+    assert (verdict.step, verdict.reason) == (step, reason)
     report["steps"][1]["gates"] = [gate("bleu", passed=True)]
     assert _decide(report).step == "int8"  # the gate decides
 
 
 def test_verdict_claims_no_significant_loss_only_with_enough_examples():
-    few, many = (
+    few_verdict, many_verdict = (
         _decide(_branches(("int8", 3.0, [2.9, 3.1], 25, {"bleu": (-1.0, ends, 0.5)}), metrics=("bleu",)))
         for ends in ([-9.0, 7.0], [-2.0, 0.1])
     )
-    assert (message_codes(few.warnings), message_codes(many.warnings)) == ([FEW], [])
-    assert few.text.partition(":")[0] != many.text.partition(":")[0]
+    assert (message_codes(few_verdict.warnings), message_codes(many_verdict.warnings)) == ([FEW], [])
+    assert few_verdict.text.partition(":")[0] != many_verdict.text.partition(":")[0]
 
 
 def test_windows_of_a_text_are_counted_not_its_tokens():
@@ -126,10 +126,12 @@ def test_windows_of_a_text_are_counted_not_its_tokens():
     [(19, 0.06, True), (2, 0.06, True), (1, 0.06, False), (19, 0.9, False)],
 )
 def test_verdict_warns_if_all_other_steps_are_significantly_worse(num_worse, p_value, warned):
-    worse = [(f"b{i}", 4.0, [3.9, 4.1], 25, {"bleu": (-3.0, [-4.0, -2.0], 0.001)}) for i in range(num_worse)]
+    worse_steps = [
+        (f"b{i}", 4.0, [3.9, 4.1], 25, {"bleu": (-3.0, [-4.0, -2.0], 0.001)}) for i in range(num_worse)
+    ]
     last = ("last", 3.0, [2.9, 3.1], 25, {"bleu": (-1.8, [-3.6, 0.1], p_value)})
-    found = _decide(_branches(*worse, last, metrics=("bleu",)))
-    assert (found.step, "best-of-many" in message_codes(found.warnings)) == ("last", warned)
+    verdict = _decide(_branches(*worse_steps, last, metrics=("bleu",)))
+    assert (verdict.step, "best-of-many" in message_codes(verdict.warnings)) == ("last", warned)
 
 
 @pytest.mark.parametrize(
@@ -161,20 +163,20 @@ def test_equally_fast_steps_are_ordered_by_quality_then_size(other, expected):
         (0.98, [0.94, 1.02], 40, "smallest", []),
     ],
 )
-def test_a_gain_is_two_percent_and_a_slower_step_is_called_slower(speedup, ends, size, reason, codes):
+def test_speedup_below_two_percent_is_no_gain_and_slower_step_is_reported(speedup, ends, size, reason, codes):
     report = _branches(("onnx", speedup, ends, size, {"bleu": SAME}), metrics=("bleu",))
-    found = _decide(report)
-    assert (found.reason, message_codes(found.warnings)) == (reason, codes)
+    verdict = _decide(report)
+    assert (verdict.reason, message_codes(verdict.warnings)) == (reason, codes)
 
 
 @pytest.mark.parametrize(("repetitive", "codes"), [(40, ["degenerate-outputs"]), (9, [])])
-def test_degenerate_outputs_are_warned_of_even_if_the_baselines_are_as_degenerate(repetitive, codes):
+def test_verdict_warns_of_degenerate_outputs_even_if_baseline_has_them(repetitive, codes):
     """An untrained chat model answers "to the the the" to all, and exports without any loss."""
     report = _branches(("onnx-fp32", 3.0, [2.9, 3.1], 25, {"rougeL": SAME}), metrics=("rougeL",))
     for step in report["steps"]:
         step["outputs"] = {"n": 40, "repetitive": repetitive, "not_ended": 0, "same": 0}
-    found = _decide(report)
-    assert (found.step, message_codes(found.warnings)) == ("onnx-fp32", codes)
+    verdict = _decide(report)
+    assert (verdict.step, message_codes(verdict.warnings)) == ("onnx-fp32", codes)
 
 
 def test_verdict_warns_of_a_metric_that_cannot_be_tested():
@@ -183,44 +185,44 @@ def test_verdict_warns_of_a_metric_that_cannot_be_tested():
         metrics=("accuracy", "own:metric"),
     )
     report["steps"][1]["against_baseline"]["own:metric"]["n"] = 1
-    found = _decide(report)
-    assert (found.step, message_codes(found.warnings)) == ("int8", ["metric-not-judged"])
+    verdict = _decide(report)
+    assert (verdict.step, message_codes(verdict.warnings)) == ("int8", ["metric-not-judged"])
 
 
 def _rounds(*speedups):
     idle = {"counted": False, "processor_share": 1.0, "baseline_processor_share": 1.0, "lost_share": 0.4}
     idle |= {"baseline_ms": 100.0, "other_processors": 0.5, "cpu_steal": 0.0, "pressure": None}
-    return [idle | {"speedup": one} for one in speedups]
+    return [idle | {"speedup": speedup} for speedup in speedups]
 
 
-def test_the_verdict_has_loss_gain_folder_and_command(report):
+def test_verdict_contains_loss_gain_folder_and_command(report):
     report["steps"][6]["against_baseline"]["bleu"]["p_value"] = 0.002
-    found = _decide(report)
+    verdict = _decide(report)
     step, row = report["steps"][6], report["steps"][6]["latency"][0]
-    assert (found.step, found.reason, found.closest) == ("onnx-int8", "fastest", None)
-    assert (found.metric, found.value) == ("bleu", step["quality"]["bleu"]["value"])
-    assert found.difference.model_dump(include={"difference", "p_value"}) == {
+    assert (verdict.step, verdict.reason, verdict.closest) == ("onnx-int8", "fastest", None)
+    assert (verdict.metric, verdict.value) == ("bleu", step["quality"]["bleu"]["value"])
+    assert verdict.difference.model_dump(include={"difference", "p_value"}) == {
         "difference": step["against_baseline"]["bleu"]["difference"],
         "p_value": 0.002,
     }
-    assert (found.batch_size, found.speedup, list(found.speedup_ci95)) == (
+    assert (verdict.batch_size, verdict.speedup, list(verdict.speedup_ci95)) == (
         1,
         row["speedup"],
         row["speedup_ci95"],
     )
-    assert (found.size_bytes, found.size_ratio) == (step["size_bytes"], pytest.approx(25.1 / 131.6))
-    assert (found.folder, found.command) == ("artifacts/onnx-int8", "smelt package artifacts/onnx-int8")
-    assert message_codes(found.warnings) == ["accepted-loss"]
+    assert (verdict.size_bytes, verdict.size_ratio) == (step["size_bytes"], pytest.approx(25.1 / 131.6))
+    assert (verdict.folder, verdict.command) == ("artifacts/onnx-int8", "smelt package artifacts/onnx-int8")
+    assert message_codes(verdict.warnings) == ["accepted-loss"]
     for part in (
         "onnx-int8",
         "Compared with model: BLEU 37.05 (−1.37 [−1.72, −1.02], p = 0.002)",
         "5.94× [5.70, 6.23]",
     ):
-        assert part in found.text
-    assert "25.1 MB (19 %)" in found.text
-    drawn = _renderings(report)
-    assert all(text in page for text in (found.text, str(found.warnings[0])) for page in drawn)
-    assert all(found.command in page for page in drawn[1:])
+        assert part in verdict.text
+    assert "25.1 MB (19 %)" in verdict.text
+    renderings = _renderings(report)
+    assert all(text in page for text in (verdict.text, str(verdict.warnings[0])) for page in renderings)
+    assert all(verdict.command in page for page in renderings[1:])
 
 
 @pytest.mark.parametrize(
@@ -240,17 +242,17 @@ def test_the_verdict_has_loss_gain_folder_and_command(report):
         ({"speedup": 1.5, "speedup_ci95": [1.4, 1.6]}, "onnx-fp32"),
     ],
 )
-def test_the_fastest_step_that_may_be_shipped_is_named(report, change, expected):
+def test_fastest_eligible_step_is_recommended(report, change, expected):
     step = report["steps"][6]
     for name, value in change.items():
-        place = step["latency"][0] if "speedup" in name else step
-        place = step["against_baseline"]["bleu"] if name == "p_value" else place
-        place = step["quality"]["bleu"] if name == "chance" else place
-        place[name] = value
+        entry = step["latency"][0] if "speedup" in name else step
+        entry = step["against_baseline"]["bleu"] if name == "p_value" else entry
+        entry = step["quality"]["bleu"] if name == "chance" else entry
+        entry[name] = value
     assert _decide(report).step == expected
 
 
-def test_a_gate_that_was_not_judged_is_not_called_passed(report):
+def test_unjudged_gate_is_not_reported_as_passed(report):
     [step] = [step for step in report["steps"] if step["name"] == "onnx-int8"]
     texts = set()
     for passed in (True, None):
@@ -259,11 +261,15 @@ def test_a_gate_that_was_not_judged_is_not_called_passed(report):
     assert len(texts) == 2
 
 
-def test_only_steps_other_than_the_baseline_and_the_smallest_batch_count(report):
+def test_baseline_and_larger_batches_are_ignored(report):
     for step in report["steps"]:
         step["latency"].reverse()
-    for number, at in ((0, 1), (5, 1), (7, 0)):  # the baseline, an emulated step, and batch 8 of onnx-fp32
-        report["steps"][number]["latency"][at].update(speedup=50.0, speedup_ci95=[49.0, 51.0])
+    for step_index, row_index in (
+        (0, 1),
+        (5, 1),
+        (7, 0),
+    ):  # the baseline, an emulated step, and batch 8 of onnx-fp32
+        report["steps"][step_index]["latency"][row_index].update(speedup=50.0, speedup_ci95=[49.0, 51.0])
     assert _decide(report).step == "onnx-int8"
 
 
@@ -286,16 +292,16 @@ def test_only_steps_other_than_the_baseline_and_the_smallest_batch_count(report)
         ),
     ],
 )
-def test_without_a_step_to_ship_the_reason_is_told(report, change, reason, closest):
+def test_verdict_without_step_reports_reason(report, change, reason, closest):
     for step in report["steps"][1:8]:
         step["gates"] = []
         change(step)
-    found = _decide(report)
-    assert (found.step, found.reason, found.closest, found.command) == (None, reason, closest, None)
-    assert closest is None or closest in found.text
+    verdict = _decide(report)
+    assert (verdict.step, verdict.reason, verdict.closest, verdict.command) == (None, reason, closest, None)
+    assert closest is None or closest in verdict.text
 
 
-def test_at_chance_the_best_step_is_named(report):
+def test_best_step_is_named_if_all_are_at_chance(report):
     for step in report["steps"]:
         step["gates"] = []
         if step["quality"]:
@@ -307,14 +313,14 @@ def test_at_chance_the_best_step_is_named(report):
 def _without_times(*steps, task="translation"):
     """A report of `steps`, (name, MB, BLEU, difference, p), whose baseline has 10 MB; nothing was timed."""
     report = ten_step_report()
-    made = [make_step("model", "model", None, "torch", None, 38.42, 84.3, 10, 1)]
+    all_steps = [make_step("model", "model", None, "torch", None, 38.42, 84.3, 10, 1)]
     for name, size, value, difference, p_value in steps:
-        one = make_step(name, "onnx", "model", "onnx", "ort-cpu", value, 1.0, size, 1)
-        one["against_baseline"] = {"bleu": {"difference": difference, "ci95": None, "p_value": p_value}}
-        made.append(one)
-    for one in made:
-        one["latency"] = []
-    return report | {"steps": made, "pareto_front": [], "recipe": {"task": task}}
+        new_step = make_step(name, "onnx", "model", "onnx", "ort-cpu", value, 1.0, size, 1)
+        new_step["against_baseline"] = {"bleu": {"difference": difference, "ci95": None, "p_value": p_value}}
+        all_steps.append(new_step)
+    for new_step in all_steps:
+        new_step["latency"] = []
+    return report | {"steps": all_steps, "pareto_front": [], "recipe": {"task": task}}
 
 
 @pytest.mark.parametrize(
@@ -327,7 +333,7 @@ def _without_times(*steps, task="translation"):
         ([("larger", 11, 38.2, 0.0, 1.0)], None),
     ],
 )
-def test_without_times_the_smallest_is_named(steps, expected):
+def test_smallest_step_is_recommended_without_times(steps, expected):
     report = _without_times(*steps)
     assert _decide(report).step == expected
     assert _decide(report).reason == ("smallest" if expected else "nothing-gained")
@@ -337,7 +343,7 @@ def test_without_times_the_smallest_is_named(steps, expected):
     assert _decide(report).step == (expected or "torch")
 
 
-def test_lower_may_be_better(report):
+def test_verdict_supports_lower_is_better_metrics(report):
     for step in report["steps"][1:]:
         for score in step["quality"].values():
             score["higher_is_better"] = False
@@ -360,7 +366,7 @@ def test_lower_may_be_better(report):
         ({"accuracy": -0.3}, False),  # the baseline is not right by definition
     ],
 )
-def test_a_little_less_agreement_than_with_itself_is_accepted(differences, kept):
+def test_small_agreement_loss_is_accepted(differences, kept):
     report = _without_times(("int8", 3, 99.0, -0.3, 0.001), task="custom")
     score = make_scores(99.0)["bleu"]
     for step in report["steps"]:
@@ -368,11 +374,11 @@ def test_a_little_less_agreement_than_with_itself_is_accepted(differences, kept)
     report["steps"][1]["against_baseline"] = {
         metric: {"difference": value, "ci95": None, "p_value": 0.001} for metric, value in differences.items()
     }
-    found = _decide(report)
-    assert (found.step, found.reason) == (("int8", "smallest") if kept else (None, "significantly-worse"))
+    verdict = _decide(report)
+    assert (verdict.step, verdict.reason) == (("int8", "smallest") if kept else (None, "significantly-worse"))
     if kept:
-        assert found.command == "cp -rL artifacts/int8 NEW"
-        assert message_codes(found.warnings) == ["accepted-loss"]
+        assert verdict.command == "cp -rL artifacts/int8 NEW"
+        assert message_codes(verdict.warnings) == ["accepted-loss"]
     report["steps"][1]["gates"] = [gate("agreement", passed=False)]
     assert _decide(report).reason == "gates-failed"
 
@@ -380,30 +386,30 @@ def test_a_little_less_agreement_than_with_itself_is_accepted(differences, kept)
 @pytest.mark.parametrize(
     ("speedups", "named"), [((1.9, 3.1, 5.6), True), ((1.9, 3.1, 5.7), False), ((None, None), False)]
 )
-def test_a_disturbed_step_withholds_the_speed_only_where_it_may_be_the_fastest(report, speedups, named):
+def test_disturbed_step_blocks_speed_claim_only_if_it_may_be_fastest(report, speedups, named):
     row = report["steps"][7]["latency"][0]  # onnx-fp32, compared with onnx-int8's 5.94 [5.70, 6.23]
     mark_disturbed(row)
     row["rounds"] = _rounds(*speedups)
-    found = _decide(report)
-    assert (found.step, found.reason) == ("onnx-int8", "fastest" if named else "smallest")
-    assert (found.speedup is not None, row["reason"] not in str(found.warnings)) == (named, named)
+    verdict = _decide(report)
+    assert (verdict.step, verdict.reason) == ("onnx-int8", "fastest" if named else "smallest")
+    assert (verdict.speedup is not None, row["reason"] not in str(verdict.warnings)) == (named, named)
 
 
-def test_a_disturbed_step_that_does_not_compete_withholds_nothing(report):
-    for number in (5, 0, 7):  # quantize; the baseline; onnx-fp32, which fails a gate
-        mark_disturbed(report["steps"][number]["latency"][0])
+def test_disturbed_ineligible_step_does_not_block_speed_claim(report):
+    for step_index in (5, 0, 7):  # quantize; the baseline; onnx-fp32, which fails a gate
+        mark_disturbed(report["steps"][step_index]["latency"][0])
     report["steps"][7]["gates"] = [gate("bleu", passed=False)]
     assert _decide(report).reason == "fastest"
 
 
-def test_each_reason_is_given_once_when_several_were_disturbed(report):
+def test_shared_disturbance_reasons_are_reported_once(report):
     for step in (report["steps"][4], report["steps"][6]):
         mark_disturbed(step["latency"][0])
         step["latency"][0]["rounds"] = []
     report["steps"][6]["latency"][0].update(cause="disagree", reason="the rounds disagree")
-    found = str(_decide(report).warnings[-1])
-    assert f"{report['steps'][4]['name']}, onnx-int8" in found
-    assert found.count("other work") == found.count("the rounds disagree") == 1
+    warning_text = str(_decide(report).warnings[-1])
+    assert f"{report['steps'][4]['name']}, onnx-int8" in warning_text
+    assert warning_text.count("other work") == warning_text.count("the rounds disagree") == 1
 
 
 @pytest.mark.parametrize(
@@ -416,16 +422,16 @@ def test_each_reason_is_given_once_when_several_were_disturbed(report):
         (9.0, [8.9, 9.1], -1.37, "onnx-fp32"),
     ],
 )
-def test_processor_time_decides_where_the_clock_was_disturbed(report, fp32, ends, loss, expected):
+def test_cpu_time_decides_if_wall_time_was_disturbed(report, fp32, ends, loss, expected):
     report["steps"][7]["against_baseline"]["bleu"].update(difference=loss, ci95=[loss - 0.35, loss + 0.35])
-    for step, ratio, both in ((report["steps"][6], 7.0, [6.8, 7.2]), (report["steps"][7], fp32, ends)):
+    for step, ratio, ratio_ends in ((report["steps"][6], 7.0, [6.8, 7.2]), (report["steps"][7], fp32, ends)):
         mark_disturbed(step["latency"][0])
-        step["latency"][0].update(cpu_speedup=ratio, cpu_speedup_ci95=both, rounds=[])
-    found = _decide(report)
-    assert (found.step, found.reason) == (expected, "fastest-by-cpu-time")
-    assert found.speedup == (7.0 if expected == "onnx-int8" else fp32)
-    assert found.warnings[-1].code == "unreliable-speed"
-    assert report["steps"][6]["latency"][0]["reason"] in str(found.warnings[-1])
+        step["latency"][0].update(cpu_speedup=ratio, cpu_speedup_ci95=ratio_ends, rounds=[])
+    verdict = _decide(report)
+    assert (verdict.step, verdict.reason) == (expected, "fastest-by-cpu-time")
+    assert verdict.speedup == (7.0 if expected == "onnx-int8" else fp32)
+    assert verdict.warnings[-1].code == "unreliable-speed"
+    assert report["steps"][6]["latency"][0]["reason"] in str(verdict.warnings[-1])
 
 
 FEW, WORSE, ACCEPTED = "too-few-examples", "significantly-worse", "accepted-loss"
@@ -447,33 +453,37 @@ FEW, WORSE, ACCEPTED = "too-few-examples", "significantly-worse", "accepted-loss
         ("perplexity", 77.0, -9.0, [-19.0, 1.0], 0.09, 90, None),  # lower is better: one more of 86
     ],
 )
-def test_a_step_is_named_with_what_few_samples_leave_open(
+def test_verdict_reports_uncertainty_of_few_samples(
     report, metric, value, difference, ends, p_value, n, code
 ):
     for step in report["steps"]:
         step["quality"] = {metric: make_scores(38.4)["bleu"] | {"higher_is_better": metric == "bleu"}}
         step["against_baseline"] = {}
-    chosen = report["steps"][6]
-    chosen["quality"][metric] |= {"value": value, "n": n}
-    chosen["against_baseline"] = {metric: {"difference": difference, "ci95": ends, "p_value": p_value}}
-    chosen["gates"] = [gate(metric, passed=True)]
-    found = _decide(report)
-    assert (found.step, message_codes(found.warnings)) == ("onnx-int8", [code] if code else [])
+    candidate = report["steps"][6]
+    candidate["quality"][metric] |= {"value": value, "n": n}
+    candidate["against_baseline"] = {metric: {"difference": difference, "ci95": ends, "p_value": p_value}}
+    candidate["gates"] = [gate(metric, passed=True)]
+    verdict = _decide(report)
+    assert (verdict.step, message_codes(verdict.warnings)) == ("onnx-int8", [code] if code else [])
 
 
-def test_of_a_step_chosen_on_validation_the_loss_on_test_is_given(report):
-    lost = {"bleu": {"difference": -3.0, "ci95": [-4.0, -2.0], "p_value": 0.001}}
+def test_verdict_reports_test_loss_of_step_chosen_on_validation(report):
+    test_difference = {"bleu": {"difference": -3.0, "ci95": [-4.0, -2.0], "p_value": 0.001}}
     report["judged_on"], report["steps"][6]["gates"] = "validation", []
     assert shortlisted(validate_report(report)) == ["model", *report["pareto_front"]]
     assert "onnx-int8" in report["pareto_front"]
-    tested = {"quality": make_scores(34.0), "against_baseline": lost, "gates": [gate("bleu", passed=False)]}
+    tested = {
+        "quality": make_scores(34.0),
+        "against_baseline": test_difference,
+        "gates": [gate("bleu", passed=False)],
+    }
     report["steps"][6]["test"] = tested
-    found = _decide(report)
-    assert (found.step, found.value, found.difference.difference) == ("onnx-int8", 34.0, -3.0)
-    assert message_codes(found.warnings) == [WORSE, "gate-failed"]
+    verdict = _decide(report)
+    assert (verdict.step, verdict.value, verdict.difference.difference) == ("onnx-int8", 34.0, -3.0)
+    assert message_codes(verdict.warnings) == [WORSE, "gate-failed"]
 
 
-def test_the_step_to_ship_is_scored_on_test_even_if_nothing_was_timed(report):
+def test_recommended_step_is_scored_on_test_without_times(report):
     for step in report["steps"]:
         step["latency"] = []
     report["pareto_front"] = pareto_front(report["steps"], "model")
@@ -489,26 +499,26 @@ def test_the_step_to_ship_is_scored_on_test_even_if_nothing_was_timed(report):
         (None, {"test": 48}, None),
     ],
 )
-def test_a_trial_is_called_one(report, limit, rows, count):
+def test_limited_run_is_reported_as_trial(report, limit, rows, count):
     report["recipe"].update(limit=limit, rows=rows)
     trial = trial_text(validate_report(report))
     assert re.findall(r"\d+", trial or "") == ([] if count is None else [str(count)])
 
 
-def test_a_trial_and_the_reason_for_no_step_are_in_every_rendering(report):
+def test_trial_note_and_missing_step_reason_are_in_every_rendering(report):
     report["recipe"].update(limit=64, rows={"train": 64, "test": 48})
     for step in report["steps"][1:8]:
         step["gates"] = [gate("bleu", passed=False)]
-    found = _decide(report)
-    assert found.reason == "gates-failed"
+    verdict = _decide(report)
+    assert verdict.reason == "gates-failed"
     trial = trial_text(validate_report(report))
-    assert all(text in page for text in (found.text, trial) for page in _renderings(report))
+    assert all(text in page for text in (verdict.text, trial) for page in _renderings(report))
 
 
-def test_a_command_with_markup_in_its_folder_stays_text(report):
+def test_command_with_markup_is_escaped(report):
     name = "a `b` <i>"
     report["steps"][6] |= {"name": name, "artifact": f"artifacts/{name}"}
     report["pareto_front"] = []
-    drawn = with_verdict(report)
-    assert drawn["verdict"]["command"] == f"smelt package 'artifacts/{name}'"
-    assert "<i>" not in render_html(drawn) + render_markdown(drawn)
+    judged_report = with_verdict(report)
+    assert judged_report["verdict"]["command"] == f"smelt package 'artifacts/{name}'"
+    assert "<i>" not in render_html(judged_report) + render_markdown(judged_report)

@@ -28,8 +28,8 @@ def report():
 
 
 def test_tree_draws_branches_and_keeps_chains_level(report):
-    drawn = [row.branch + row.step.name for row in tree_rows(validate_report(report))]
-    assert drawn == [
+    tree_lines = [row.branch + row.step.name for row in tree_rows(validate_report(report))]
+    assert tree_lines == [
         "model",
         "├─ control",
         "└─ distill",
@@ -57,7 +57,7 @@ def test_tiny_p_values_are_not_shown_as_zero(report):
         (0.0502, "p = 0.050"), (1.0, "p = 1.000"), (0.001, "p = 0.001"),
     ],
 )  # fmt: skip
-def test_a_significant_p_value_is_not_shown_as_one_that_is_not(value, text):
+def test_significant_p_value_is_not_rounded_to_insignificant(value, text):
     assert p_value_text(value) == text
 
 
@@ -73,28 +73,28 @@ def test_a_significant_p_value_is_not_shown_as_one_that_is_not(value, text):
         (-1.25, None, 0.2, "−1.25", ""),
     ],
 )
-def test_a_significant_difference_is_not_shown_as_a_zero(difference, ends, p_value, text, brackets):
-    found = ScoreDifference(difference=difference, ci95=ends, p_value=p_value)
-    assert difference_text(found, "bleu") == text
-    assert difference_interval_text(found, "bleu") == brackets
+def test_significant_difference_is_not_shown_as_zero(difference, ends, p_value, text, brackets):
+    score_difference = ScoreDifference(difference=difference, ci95=ends, p_value=p_value)
+    assert difference_text(score_difference, "bleu") == text
+    assert difference_interval_text(score_difference, "bleu") == brackets
     assert difference_text(None, "bleu") == "–"
 
 
-def test_a_difference_that_is_zero_in_all_digits_has_no_star():
+def test_difference_of_zero_has_no_star():
     assert is_significant(ScoreDifference(difference=-0.000001, ci95=None, p_value=0.001))
     assert not is_significant(ScoreDifference(difference=-4e-7, ci95=None, p_value=0.001))
     assert not is_significant(ScoreDifference(difference=-0.5, ci95=None, p_value=0.2))
     assert not is_significant(ScoreDifference(difference=-0.5, ci95=None, p_value=0.01, p_value_holm=0.06))
 
 
-def test_what_has_no_interval_is_drawn_without_brackets(report):
-    for one in report["steps"]:
+def test_score_without_interval_has_no_brackets(report):
+    for report_step in report["steps"]:
         for part in ("quality", "against_baseline", "against_parent"):
-            for found in one[part].values():
-                found["ci95"] = None
-    for drawn in (render_html(report), render_markdown(report), render_table(report)):
-        assert "37.05" in drawn
-        assert not re.search(r"None|null|\d \[\]|, ,|\d ,|interval ,|>, p", drawn)
+            for entry in report_step[part].values():
+                entry["ci95"] = None
+    for rendering in (render_html(report), render_markdown(report), render_table(report)):
+        assert "37.05" in rendering
+        assert not re.search(r"None|null|\d \[\]|, ,|\d ,|interval ,|>, p", rendering)
 
 
 @pytest.mark.parametrize(
@@ -113,11 +113,11 @@ def test_significant_digits(value, text):
     assert number_text(float(value), 0) == f"{value:,.0f}"
 
 
-def test_a_language_models_n_is_in_tokens(report):
-    for one in report["steps"]:
-        if one["quality"]:
-            one["quality"] = {"perplexity": one["quality"]["bleu"] | {"n": 12345}}
-        one["against_baseline"], one["gates"] = {}, []
+def test_language_model_sample_size_is_in_tokens(report):
+    for report_step in report["steps"]:
+        if report_step["quality"]:
+            report_step["quality"] = {"perplexity": report_step["quality"]["bleu"] | {"n": 12345}}
+        report_step["against_baseline"], report_step["gates"] = {}, []
     assert "n = 12,345 tokens" in render_markdown(report)
     assert "n = 12,345 tokens" in render_table(report)
     assert "Test tokens" in render_html(report)

@@ -20,39 +20,47 @@ CHAIN = ("model", "distill", "prune", "small", "quantize", "onnx-int8")
 @pytest.fixture
 def report():
     """The sample; onnx-int8, which its gate accepts, continues from a step that is not timed."""
-    found = ten_step_report()
-    found["steps"][6]["gates"][0]["passed"] = True
-    found["steps"][5]["latency"] = []
-    return with_verdict(found)
+    sample = ten_step_report()
+    sample["steps"][6]["gates"][0]["passed"] = True
+    sample["steps"][5]["latency"] = []
+    return with_verdict(sample)
 
 
 def _waterfall(report):
     return find_waterfall(validate_report(report))
 
 
-def test_the_changes_of_the_chain_sum_up_to_its_last_step(report):
-    rows = _waterfall(report).rows
+def test_changes_of_chain_sum_to_last_step(report):
+    waterfall_rows = _waterfall(report).rows
     steps = [next(step for step in report["steps"] if step["name"] == name) for name in CHAIN]
-    assert tuple(row.step.name for row in rows) == CHAIN
+    assert tuple(row.step.name for row in waterfall_rows) == CHAIN
     expected = [
         [step["quality"]["bleu"]["value"] for step in steps],
         [100 / step["latency"][0]["speedup"] if step["latency"] else None for step in steps],
         [step["size_bytes"] / 1e6 for step in steps],
     ]
-    for at, values in enumerate(expected):
-        changes = [row.changes[at] for row in rows]
+    for panel_index, values in enumerate(expected):
+        changes = [row.changes[panel_index] for row in waterfall_rows]
         assert [change and change.after for change in changes] == values
         measured = [change for change in changes if change]
         assert [change.before for change in measured] == [None, *(c.after for c in measured[:-1])]
         steps_down = sum(change.after - change.before for change in measured[1:])
         assert values[0] + steps_down == pytest.approx(values[-1])
-    assert rows[4].changes[1] is None
-    assert [rows[1].changes[at].text for at in range(3)] == ["−0.46*", "−37 %", "−24.2"]
-    assert [rows[1].changes[at].is_better for at in range(3)] == [False, True, True]
-    assert [rows[5].changes[2].text, rows[5].changes[2].is_better] == ["+0.70", False]
+    assert waterfall_rows[4].changes[1] is None
+    assert [waterfall_rows[1].changes[panel_index].text for panel_index in range(3)] == [
+        "−0.46*",
+        "−37 %",
+        "−24.2",
+    ]
+    assert [waterfall_rows[1].changes[panel_index].is_better for panel_index in range(3)] == [
+        False,
+        True,
+        True,
+    ]
+    assert [waterfall_rows[5].changes[2].text, waterfall_rows[5].changes[2].is_better] == ["+0.70", False]
 
 
-def test_a_star_is_the_paired_test_against_the_step_before(report):
+def test_star_marks_significant_change_from_previous_step(report):
     step = report["steps"][3]
     step["against_parent"]["bleu"] = {"difference": -0.45, "ci95": [-1.0, 0.1], "p_value": 0.06}
     assert _waterfall(report).rows[2].changes[0].text == "−0.45"
@@ -61,21 +69,21 @@ def test_a_star_is_the_paired_test_against_the_step_before(report):
     assert _waterfall(report).rows[2].changes[0].text == "−0.004*"  # not 0.00
     step["against_parent"]["bleu"]["p_value"] = 0.06
     step["quality"]["bleu"]["value"] = report["steps"][2]["quality"]["bleu"]["value"]
-    same = _waterfall(report).rows[2].changes[0]
-    assert (same.text, same.is_better) == ("0.00", None)
+    unchanged = _waterfall(report).rows[2].changes[0]
+    assert (unchanged.text, unchanged.is_better) == ("0.00", None)
 
 
-def test_cpu_time_takes_the_place_of_a_disturbed_clock_if_all_steps_have_it(report):
-    for number in (0, 3):
-        mark_disturbed(report["steps"][number]["latency"][0])
+def test_cpu_time_replaces_disturbed_wall_time_if_all_steps_have_it(report):
+    for step_index in (0, 3):
+        mark_disturbed(report["steps"][step_index]["latency"][0])
     marked = [row.changes[1] and row.changes[1].text.endswith(" ?") for row in _waterfall(report).rows]
     assert marked == [False, False, True, False, None, False]  # quantize is not timed
     for step in report["steps"][2:7]:
         for row in step["latency"]:
             row["cpu_speedup"] = 4.0
-    found = _waterfall(report)
-    assert "CPU time" in found.titles[1]
-    changes = [row.changes[1] for row in found.rows if row.changes[1]]
+    waterfall = _waterfall(report)
+    assert "CPU time" in waterfall.titles[1]
+    changes = [row.changes[1] for row in waterfall.rows if row.changes[1]]
     assert [change.after for change in changes] == [100, *[25] * (len(changes) - 1)]
     assert not any("?" in change.text for change in changes)
 
@@ -88,45 +96,45 @@ def test_cpu_time_takes_the_place_of_a_disturbed_clock_if_all_steps_have_it(repo
         (None, "onnx-int8"),
     ],
 )
-def test_the_chain_is_that_of_the_verdict_else_the_longest(report, verdict, last):
+def test_chain_ends_at_recommended_step_or_is_longest(report, verdict, last):
     report["verdict"] = verdict and report["verdict"] | verdict
     assert _waterfall(report).rows[-1].step.name == last
 
 
-def test_without_a_second_step_nothing_is_compared(report):
+def test_single_step_has_no_waterfall(report):
     report |= {"steps": report["steps"][:1], "pareto_front": [], "verdict": None}
     assert _waterfall(report) is None
 
 
 @pytest.mark.parametrize("layout", [WATERFALL_WIDE, WATERFALL_NARROW])
-def test_the_drawing_has_every_step_and_change_in_its_place(report, layout):
-    found = _waterfall(report)
-    figure = waterfall_figure(found, layout)
+def test_figure_places_every_step_and_change(report, layout):
+    waterfall = _waterfall(report)
+    figure = waterfall_figure(waterfall, layout)
     root = ET.fromstring(page_svg(figure))
-    places = {}
+    text_positions = {}
     for text in root.iter("text"):
         x, y = (float(v) for v in re.findall(r"-?[\d.]+", text.get("transform"))[-2:])
-        places.setdefault(text.text, []).append((x, y))
+        text_positions.setdefault(text.text, []).append((x, y))
         length = 6 * len(text.text)
         anchor = re.search(r"text-anchor: (\w+)", text.get("style"))
-        left = x - {"start": 0, "middle": length / 2, "end": length}[anchor[1] if anchor else "start"]
-        assert 0 <= left <= layout.width - length
+        left_edge = x - {"start": 0, "middle": length / 2, "end": length}[anchor[1] if anchor else "start"]
+        assert 0 <= left_edge <= layout.width - length
         assert 0 <= y <= figure.height
     for name in CHAIN:
-        assert len(places[name]) == (3 if layout.stacked else 1)
-    heights = [places[name][0][1] for name in CHAIN]
+        assert len(text_positions[name]) == (3 if layout.stacked else 1)
+    heights = [text_positions[name][0][1] for name in CHAIN]
     assert heights == sorted(heights)
-    for row in found.rows:
-        assert all(change is None or change.text in places for change in row.changes)
+    for row in waterfall.rows:
+        assert all(change is None or change.text in text_positions for change in row.changes)
     assert len(root.findall(".//title")) == 0
 
 
-def test_markdown_and_page_have_the_changes_as_a_table(report):
+def test_markdown_and_html_contain_changes_table(report):
     page, markdown = HtmlOutline(render_html(report)), render_markdown(report)
     assert page.open == []
     section = markdown.split("## Changes by stage")[1]
     assert "| small | factorize | −0.20\\* | −2 % | −11.9 |" in section
     assert "−11.9" in page.texts
-    plain = render_html(report, with_charts=False)
-    assert '<svg class="' not in plain
-    assert "−11.9" in plain
+    chartless_page = render_html(report, with_charts=False)
+    assert '<svg class="' not in chartless_page
+    assert "−11.9" in chartless_page

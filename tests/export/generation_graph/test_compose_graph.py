@@ -32,9 +32,9 @@ DRAWN = (
 @pytest.fixture(scope="module")
 def runners(tmp_path_factory):
     """By kind a runner over the graphs of a random model, whose steps nobody may ask for."""
-    made = {kind: _runner(kind, tmp_path_factory.mktemp(kind)) for kind in KINDS}
-    yield made
-    for runner in made.values():
+    runner_by_kind = {kind: _runner(kind, tmp_path_factory.mktemp(kind)) for kind in KINDS}
+    yield runner_by_kind
+    for runner in runner_by_kind.values():
         runner.close()
 
 
@@ -53,63 +53,69 @@ def _runner(kind, home):
 
 @pytest.mark.parametrize("settings", ["GREEDY_CASES", "BEAM_CASES"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_graph_equals_generate(runners, kind, settings, monkeypatch):
+def test_generation_graph_equals_generate(runners, kind, settings, monkeypatch):
     model, runner = generation_models.make_model(kind), runners[kind]
-    asked = []
-    real = runner.generate_sequences
-    monkeypatch.setattr(runner, "generate_sequences", lambda *given: asked.append(given) or real(*given))
+    calls = []
+    original = runner.generate_sequences
+    monkeypatch.setattr(runner, "generate_sequences", lambda *given: calls.append(given) or original(*given))
     ended = differ = 0
-    for number, (wishes, config) in enumerate(getattr(generation_models, settings)):
-        for rows in (1, 6):
+    for case_index, (settings_case, config) in enumerate(getattr(generation_models, settings)):
+        for batch_size in (1, 6):
             batch = generation_models.random_batch(
-                rows, seed=10 * number + rows, left=kind in generation_models.CAUSAL
+                batch_size, seed=10 * case_index + batch_size, left=kind in generation_models.CAUSAL
             )
-            ours, theirs = generation_models.compare_tokens(runner, model, batch, wishes, config)
-            assert ours == theirs, (wishes, config, rows)
-            ended += sum(len(row) < 12 for row in ours)
-            differ += len({tuple(row) for row in ours}) > 1
+            graph_tokens, expected_tokens = generation_models.compare_tokens(
+                runner, model, batch, settings_case, config
+            )
+            assert graph_tokens == expected_tokens, (settings_case, config, batch_size)
+            ended += sum(len(row) < 12 for row in graph_tokens)
+            differ += len({tuple(row) for row in graph_tokens}) > 1
     assert ended >= 6, "hardly any text ended before the limit: the test shows nothing"
     assert differ >= 6, "every text gave the same tokens: the test shows nothing"
     # bad words of several tokens, and what replaces scores that are no numbers, are left to Python
     expected = [search.graph_supports(_decoding(w | c)) for w, c in getattr(generation_models, settings)]
-    assert len(asked) == 2 * sum(expected) > 10
+    assert len(calls) == 2 * sum(expected) > 10
 
 
-def test_n_grams_longer_than_a_text_forbid_nothing(runners):
+def test_ngram_size_above_text_length_bans_no_token(runners):
     model, batch = generation_models.make_model("marian"), generation_models.random_batch(2, seed=3)
-    wishes = {"no_repeat_ngram_size": 5}
-    ours, theirs = generation_models.compare_tokens(runners["marian"], model, batch, wishes, {})
-    assert ours == theirs
+    generation = {"no_repeat_ngram_size": 5}
+    graph_tokens, expected_tokens = generation_models.compare_tokens(
+        runners["marian"], model, batch, generation, {}
+    )
+    assert graph_tokens == expected_tokens
 
 
 @pytest.mark.parametrize("kind", DRAWN)
-def test_drawn_settings_give_what_generate_gives(kind, runners, tmp_path, monkeypatch):
+def test_random_settings_equal_generate(kind, runners, tmp_path, monkeypatch):
     """In torch, in the loop in Python over graphs, and in the graph of the whole loop."""
     model, graphs = generation_models.make_model(kind), runners.get(kind) or _runner(kind, tmp_path)
     eager = open_folder(graphs.folder, "torch", None, 1)
-    for number in range(DRAWS):
-        draw = random.Random(f"{kind} {number}")
-        wishes, config = generation_models.random_settings(draw)
+    for draw_index in range(DRAWS):
+        draw = random.Random(f"{kind} {draw_index}")
+        generation, config = generation_models.random_settings(draw)
         batch = generation_models.random_batch(
-            draw.randint(1, 5), number, left=kind in generation_models.CAUSAL
+            draw.randint(1, 5), draw_index, left=kind in generation_models.CAUSAL
         )
-        found = {}
+        token_ids = {}
         for name, runner in (("torch", eager), ("graph", graphs)):
-            found[name], expected = generation_models.compare_tokens(runner, model, batch, wishes, config)
+            token_ids[name], expected = generation_models.compare_tokens(
+                runner, model, batch, generation, config
+            )
         with monkeypatch.context() as patch:
             patch.setattr(search, "graph_supports", lambda decoding: False)
-            found["loop"], _ = generation_models.compare_tokens(graphs, model, batch, wishes, config)
-        for name, texts in found.items():
-            assert texts == expected, (name, number, wishes, config)
+            token_ids["loop"], _ = generation_models.compare_tokens(graphs, model, batch, generation, config)
+        for name, texts in token_ids.items():
+            assert texts == expected, (name, draw_index, generation, config)
 
 
 @pytest.mark.parametrize("graph", ["generate", "generate_beams"])
 @pytest.mark.parametrize("kind", ["marian", "gpt2"])
-def test_of_a_batch_without_rows_nothing_is_made(runners, kind, graph):
+def test_empty_batch_returns_empty_sequences(runners, kind, graph):
     session = onnxruntime.InferenceSession(runners[kind].folder / f"{graph}.onnx")
     none = np.zeros((0, 5), np.int64)
-    (found,) = session.run(["sequences"], {"input_ids": none, "attention_mask": none})
-    assert found.shape == (0, 5 if kind in generation_models.CAUSAL else 1)
+    (sequences,) = session.run(["sequences"], {"input_ids": none, "attention_mask": none})
+    assert sequences.shape == (0, 5 if kind in generation_models.CAUSAL else 1)
 
 
 def _decoding(asked):
@@ -119,21 +125,21 @@ def _decoding(asked):
 
 
 @pytest.mark.parametrize("kind", ["marian", "llama"])
-def test_the_file_alone_needs_only_texts(runners, kind):
+def test_generation_graph_requires_only_token_inputs(runners, kind):
     """Whoever opens it without smelt gets what the model's own generation config asks for."""
     runner, model = runners[kind], generation_models.make_model(kind)
     session = onnxruntime.InferenceSession(runner.folder / "generate.onnx")
     batch = generation_models.random_batch(5, seed=1, left=kind in generation_models.CAUSAL)
-    given = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
-    assert {i.name for i in session.get_inputs()} == set(given)
-    (found,) = session.run(["sequences"], {**given, "max_new_tokens": np.array(9)})
+    feeds = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+    assert {i.name for i in session.get_inputs()} == set(feeds)
+    (sequences,) = session.run(["sequences"], {**feeds, "max_new_tokens": np.array(9)})
     ends = np.array([generation_models.EOS, 10**6])  # and one that is no token
-    (same,) = session.run(["sequences"], {**given, "max_new_tokens": np.array(9), "eos_token_ids": ends})
-    assert (same == found).all()
+    (with_eos,) = session.run(["sequences"], {**feeds, "max_new_tokens": np.array(9), "eos_token_ids": ends})
+    assert (with_eos == sequences).all()
     prompt = 1 if kind == "marian" else batch.input_ids.shape[1]
-    assert found.shape[1] <= prompt + 9
-    ours = [search.trim_at_eos(row, prompt, [generation_models.EOS]) for row in found]
-    assert ours == generation_models.transformers_tokens(
+    assert sequences.shape[1] <= prompt + 9
+    trimmed = [search.trim_at_eos(row, prompt, [generation_models.EOS]) for row in sequences]
+    assert trimmed == generation_models.transformers_tokens(
         model, batch, max_new_tokens=9, do_sample=False, num_beams=1
     )
 
@@ -144,23 +150,23 @@ def test_the_file_alone_needs_only_texts(runners, kind):
     ids=["greedy", "beams"],
 )
 @pytest.mark.parametrize("kind", ["gpt2", "marian"])
-def test_rows_that_end_leave_the_batch_and_come_back_in_their_places(
+def test_finished_rows_leave_batch_and_keep_output_order(
     runners, kind, wishes, search, each, monkeypatch, tmp_path
 ):
     """What a row says does not depend on when the others end, and all are where they were."""
-    batch, asked = generation_models.random_batch(9, seed=5, left=kind == "gpt2"), []
+    batch, calls = generation_models.random_batch(9, seed=5, left=kind == "gpt2"), []
     runner, config = runners[kind], {"eos_token_id": [1, 5, 9, 11, 13, 15]}
-    monkeypatch.setattr(runner, "generate_sequences", lambda *given: asked.append(given) or real(*given))
-    real = type(runner).generate_sequences.__get__(runner)
-    together, theirs = generation_models.compare_tokens(
+    monkeypatch.setattr(runner, "generate_sequences", lambda *given: calls.append(given) or original(*given))
+    original = type(runner).generate_sequences.__get__(runner)
+    together, expected_tokens = generation_models.compare_tokens(
         runner, generation_models.make_model(kind), batch, wishes, config
     )
-    assert together == theirs
-    ((name, _, feeds),) = asked
-    given = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, **feeds}
-    steps = _rows_of(runner.folder / f"{name}.onnx", given, search, tmp_path)
+    assert together == expected_tokens
+    ((name, _, feeds),) = calls
+    all_feeds = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, **feeds}
+    steps = _rows_of(runner.folder / f"{name}.onnx", all_feeds, search, tmp_path)
     assert steps[0] == 9  # all beams are the same at first
-    assert all(rows % each == 0 for rows in steps[1:])
+    assert all(num_rows % each == 0 for num_rows in steps[1:])
     assert steps[1:] == sorted(steps[1:], reverse=True)
     assert len(set(steps)) >= 3, steps  # so rows left at different times
     assert steps[-1] <= 3 * each
@@ -181,7 +187,7 @@ def _rows_of(path, given, operator, folder):
 
 @pytest.mark.parametrize("kind", ["marian", "gpt2"])
 @pytest.mark.parametrize("name", ["generate", "generate_beams"])
-def test_constants_lie_no_two_levels_further_out_than_their_readers(runners, kind, name):
+def test_constants_are_at_most_one_level_above_their_readers(runners, kind, name):
     """ONNX Runtime packs none that do: a step then takes twice as long."""
     model = onnx.load(runners[kind].folder / f"{name}.onnx", load_external_data=False)
     seen = 0
@@ -191,8 +197,8 @@ def test_constants_lie_no_two_levels_further_out_than_their_readers(runners, kin
         options = {i.name for i in graph.input}  # an input that has a default is no constant
         levels = [*around, {t.name for t in graph.initializer if np.prod(t.dims) >= 64} - options]
         for node in graph.node:
-            for far in levels[:-2]:
-                assert not far & set(node.input), node.name
+            for outer_names in levels[:-2]:
+                assert not outer_names & set(node.input), node.name
             seen += bool(levels[-1] & set(node.input))
             for attribute in node.attribute:
                 if attribute.HasField("g"):
@@ -202,7 +208,7 @@ def test_constants_lie_no_two_levels_further_out_than_their_readers(runners, kin
     assert seen > 10
 
 
-def test_the_graphs_of_a_translator_share_one_file_of_weights(runners):
+def test_translator_graphs_share_one_weight_file(runners):
     folder = runners["marian"].folder
     names = sorted(path.name for path in folder.iterdir() if "onnx" in path.name)
     assert names == [

@@ -28,24 +28,24 @@ def ran(b, found, dtype, feeds):
 
 @pytest.mark.parametrize("vocabulary", [7919, 8000, 58_101])  # the first is a prime: it has no blocks
 @pytest.mark.parametrize("rows", [1, 20])
-def test_the_first_of_the_largest_wins(rows, vocabulary):
+def test_argmax_returns_first_maximum(rows, vocabulary):
     scores = RANDOM.normal(size=(rows, vocabulary)).astype(np.float32)
     scores[0] = 0.0
     scores[-1, [5, 200, vocabulary - 1]] = 9.0
-    for way in (argmax, lambda b, name: blocked_argmax(b, name, vocabulary)):
+    for argmax_op in (argmax, lambda b, name: blocked_argmax(b, name, vocabulary)):
         b = GraphBuilder()
-        found = ran(b, way(b, "scores"), np.int64, {"scores": scores})
-        np.testing.assert_array_equal(found, scores.argmax(axis=1, keepdims=True))
+        indices = ran(b, argmax_op(b, "scores"), np.int64, {"scores": scores})
+        np.testing.assert_array_equal(indices, scores.argmax(axis=1, keepdims=True))
 
 
 @pytest.mark.parametrize(
     ("rows", "vocabulary", "blocks"),
     [(6, 8000, False), (7, 8000, True), (1, 58_101, True), (20, 7919, False)],
 )
-def test_blocks_are_for_many_logits(rows, vocabulary, blocks):
+def test_blocked_argmax_is_used_for_many_logits(rows, vocabulary, blocks):
     b = GraphBuilder()
-    found = use_blocks(b, b.row_count("scores"), vocabulary)
-    b.nodes.append(helper.make_node("Reshape", [found, b.const([1, 1])], ["one"]))
+    is_blocked = use_blocks(b, b.row_count("scores"), vocabulary)
+    b.nodes.append(helper.make_node("Reshape", [is_blocked, b.const([1, 1])], ["one"]))
     b.nodes.append(helper.make_node("Cast", ["one"], ["many"], to=7))
     assert bool(ran(b, "many", np.int64, {"scores": np.zeros((rows, 8), np.float32)})[0, 0]) == blocks
 
@@ -66,22 +66,24 @@ def head(b, biased, squeezed):
 
 @pytest.mark.parametrize("squeezed", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
-def test_rules_go_into_the_bias_of_the_head(biased, squeezed):
+def test_rule_biases_are_added_to_head_bias(biased, squeezed):
     x = RANDOM.normal(size=(3, 1, 8) if squeezed else (3, 8)).astype(np.float32)
     row = np.array([0, -np.inf, 0, 0, -np.inf], np.float32)
     state = RANDOM.bit_generator.state
-    plain = GraphBuilder()
-    alone = ran(plain, head(plain, biased, squeezed), np.float32, {"x": x})
+    plain_builder = GraphBuilder()
+    plain_logits = ran(plain_builder, head(plain_builder, biased, squeezed), np.float32, {"x": x})
     RANDOM.bit_generator.state = state
     b = GraphBuilder()
-    found = add_to_logits(b, head(b, biased, squeezed), "row")
+    biased_logits = add_to_logits(b, head(b, biased, squeezed), "row")
     # of the logits there are more numbers than of the bias
     assert [node.op_type for node in b.nodes].count("Add") == biased
-    np.testing.assert_allclose(ran(b, found, np.float32, {"x": x, "row": row}), alone + row, rtol=1e-6)
+    np.testing.assert_allclose(
+        ran(b, biased_logits, np.float32, {"x": x, "row": row}), plain_logits + row, rtol=1e-6
+    )
 
 
-def test_logits_of_another_operator_are_added_to():
+def test_logits_of_other_operators_get_add_node():
     b = GraphBuilder()
-    found = add_to_logits(b, b.op("Relu", "x"), "row")
+    biased_logits = add_to_logits(b, b.op("Relu", "x"), "row")
     x, row = np.array([[-1.0, 2.0]], np.float32), np.array([0.0, -np.inf], np.float32)
-    np.testing.assert_array_equal(ran(b, found, np.float32, {"x": x, "row": row}), [[0.0, -np.inf]])
+    np.testing.assert_array_equal(ran(b, biased_logits, np.float32, {"x": x, "row": row}), [[0.0, -np.inf]])

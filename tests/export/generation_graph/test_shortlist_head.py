@@ -78,62 +78,62 @@ def batch(rows, words, seed):
 
 
 @pytest.mark.parametrize(("family", "scheme"), CELLS)
-def test_the_graph_says_what_the_loop_in_python_says(family, scheme):
+def test_generation_graph_equals_python_loop(family, scheme):
     if HAS_NO_VNNI and scheme in ("int8-dynamic", "int8-static", "binary"):
         pytest.skip("without VNNI ONNX Runtime's products with gathered codes are not exact")
     graphs, source = exported(family, scheme)
     tokens_seen = set()
     with open_folder(graphs, "onnx", "ort-cpu", 1) as runner, open_folder(source, "torch", None, 1) as torch:
-        words, vocabulary = vocabulary_sizes(runner.config)
-        asked = []
-        real = runner.generate_sequences
-        runner.generate_sequences = lambda *given: asked.append(given) or real(*given)
-        for rows in (1, 6):
-            given = batch(rows, words, rows)
-            allowed = runner.shortlist.allowed_tokens(given, vocabulary)
-            for wishes in WISHES:
-                decoding = resolve_generation(GenerationSettings(max_new_tokens=9, **wishes), runner)
-                found = generate_in_graph(runner, given, decoding)
-                assert found == generate_resolved(runner, given, decoding), wishes
+        vocabulary_size, vocabulary = vocabulary_sizes(runner.config)
+        calls = []
+        original = runner.generate_sequences
+        runner.generate_sequences = lambda *given: calls.append(given) or original(*given)
+        for batch_size in (1, 6):
+            inputs = batch(batch_size, vocabulary_size, batch_size)
+            allowed = runner.shortlist.allowed_tokens(inputs, vocabulary)
+            for generation in WISHES:
+                decoding = resolve_generation(GenerationSettings(max_new_tokens=9, **generation), runner)
+                generated = generate_in_graph(runner, inputs, decoding)
+                assert generated == generate_resolved(runner, inputs, decoding), generation
                 if scheme is None:  # of codes torch may round an activation to another one
-                    assert found == generate_resolved(torch, given, decoding), wishes
-                free = {FORCED, decoding.forced_bos_token_id, *decoding.forced_eos_token_id}
-                for row, text in enumerate(found):
-                    assert all(allowed[row, token] or token in free for token in text)
-                    tokens_seen |= set(text) - free
-        assert len(asked) == 2 * len(WISHES)
+                    assert generated == generate_resolved(torch, inputs, decoding), generation
+                unrestricted = {FORCED, decoding.forced_bos_token_id, *decoding.forced_eos_token_id}
+                for row, text in enumerate(generated):
+                    assert all(allowed[row, token] or token in unrestricted for token in text)
+                    tokens_seen |= set(text) - unrestricted
+        assert len(calls) == 2 * len(WISHES)
         assert len(tokens_seen) >= 5, "hardly any words came: the test shows nothing"
 
 
-def test_a_row_says_the_same_in_every_batch():
+def test_row_result_does_not_depend_on_batch():
     graphs, _ = exported("marian", None)
     with open_folder(graphs, "onnx", "ort-cpu", 1) as runner:
-        given = batch(6, vocabulary_sizes(runner.config)[0], 3)
+        inputs = batch(6, vocabulary_sizes(runner.config)[0], 3)
         for beams in (1, 3):
             decoding = resolve_generation(GenerationSettings(max_new_tokens=9, num_beams=beams), runner)
-            together = generate_in_graph(runner, given, decoding)
+            together = generate_in_graph(runner, inputs, decoding)
             for row, text in enumerate(together):
-                alone = Batch(given.input_ids[row : row + 1], given.attention_mask[row : row + 1])
-                assert generate_in_graph(runner, alone, decoding) == [text]
+                single_row = Batch(inputs.input_ids[row : row + 1], inputs.attention_mask[row : row + 1])
+                assert generate_in_graph(runner, single_row, decoding) == [text]
 
 
 @pytest.mark.parametrize("graph", ["generate", "generate_beams"])
-def test_of_a_batch_without_rows_nothing_is_made(graph):
+def test_empty_batch_returns_empty_sequences(graph):
     folder, _ = exported("marian", "int4")
     session = onnxruntime.InferenceSession(folder / f"{graph}.onnx", session_options(1))
     none = np.zeros((0, 5), np.int64)
-    (found,) = session.run(["sequences"], {"input_ids": none, "attention_mask": none})
-    assert found.shape == (0, 1)
+    (sequences,) = session.run(["sequences"], {"input_ids": none, "attention_mask": none})
+    assert sequences.shape == (0, 1)
 
 
-def test_the_table_lies_once_on_the_disk():
+def test_shortlist_table_is_stored_once():
     graphs, _ = exported("marian", None)
     for name in ("generate", "generate_beams"):
         model = onnx.load(graphs / f"{name}.onnx", load_external_data=False)
         [table] = [t for t in model.graph.initializer if t.name == "shortlist.table"]
-        places = {e.key: e.value for e in table.external_data}
-        if places:  # a small one lies in the graph
-            assert places["location"] == "shortlist.safetensors"
+        external_data = {e.key: e.value for e in table.external_data}
+        if external_data:  # a small one lies in the graph
+            assert external_data["location"] == "shortlist.safetensors"
 
 
 K, V = 40, 12
@@ -149,16 +149,16 @@ def head(nodes, tensors):
         [numpy_helper.from_array(t, n) for n, t in tensors.items()],
     )  # fmt: skip
     b = GraphBuilder()
-    taken = ShortlistHead(graph)
-    assert not any("logits" in node.output for node in taken.rest.node)
-    before = GraphLevel(b, {"x": "x"})
-    hoist_nodes(taken.rest, [before], "")  # what comes before the product
-    taken.gather_weights(before, "words")
-    logits = taken.shortlist_logits(b, before.names.get(taken.states, taken.states))
+    shortlist_head = ShortlistHead(graph)
+    assert not any("logits" in node.output for node in shortlist_head.rest.node)
+    level = GraphLevel(b, {"x": "x"})
+    hoist_nodes(shortlist_head.rest, [level], "")  # what comes before the product
+    shortlist_head.gather_weights(level, "words")
+    logits = shortlist_head.shortlist_logits(b, level.names.get(shortlist_head.states, shortlist_head.states))
     b.nodes.append(helper.make_node("Identity", [logits], ["few"]))
     inputs = [value_info("x", np.float32, (None, K)), value_info("words", np.int64, (None,))]
-    few = b.graph("few", inputs, [value_info("few", np.float32, (None, None))])
-    return _run(graph, {"x": X}), _run(few, {"x": X, "words": WORDS})
+    short_graph = b.graph("few", inputs, [value_info("few", np.float32, (None, None))])
+    return _run(graph, {"x": X}), _run(short_graph, {"x": X, "words": WORDS})
 
 
 def _run(graph, feeds):
@@ -187,16 +187,16 @@ SCALES, BIAS = (DRAW.uniform(0.5, 1, V).astype(np.float32) for _ in range(2))
         *((form, SCALES[0]) for form in ("DynamicQuantizeMatMul", "Integer")),  # one for the whole matrix
     ],
 )
-def test_logits_of_some_words_are_those_of_all_to_the_bit_or_nearly(form, scales, bias):
+def test_shortlist_logits_equal_full_logits(form, scales, bias):
     if HAS_NO_VNNI and form in ("DynamicQuantizeMatMul", "Integer"):
         pytest.skip("without VNNI ONNX Runtime's products with gathered codes are not exact")
     microsoft = {"domain": "com.microsoft"}
-    more = ["bias"] if bias else []
+    bias_inputs = ["bias"] if bias else []
     tensors = {"bias": BIAS} if bias else {}
     if form.startswith("Gemm"):
-        turned = form == "Gemm"
-        tensors |= {"w": FLOATS if turned else np.ascontiguousarray(FLOATS.T)}
-        nodes = [helper.make_node("Gemm", ["x", "w", *more], ["logits"], transB=int(turned))]
+        is_transposed = form == "Gemm"
+        tensors |= {"w": FLOATS if is_transposed else np.ascontiguousarray(FLOATS.T)}
+        nodes = [helper.make_node("Gemm", ["x", "w", *bias_inputs], ["logits"], transB=int(is_transposed))]
     elif form == "MatMul":
         tensors |= {"w": CODES, "s": scales}
         nodes = [
@@ -217,15 +217,15 @@ def test_logits_of_some_words_are_those_of_all_to_the_bit_or_nearly(form, scales
             helper.make_node("QuantizeLinear", ["x", "a", "z"], ["q"]),
             helper.make_node("MatMulIntegerToFloat", inputs, ["logits"], **microsoft),
         ]
-    whole, few = head(nodes, tensors)
-    exact = 0 if form == "DynamicQuantizeMatMul" else 1e-5 * float(np.abs(whole).max())
-    np.testing.assert_allclose(few, whole[:, WORDS], rtol=0, atol=exact)
+    all_logits, short_logits = head(nodes, tensors)
+    tolerance = 0 if form == "DynamicQuantizeMatMul" else 1e-5 * float(np.abs(all_logits).max())
+    np.testing.assert_allclose(short_logits, all_logits[:, WORDS], rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("level", [0, 4])
 @pytest.mark.parametrize("size", [16, 32])
-def test_codes_by_groups_are_spread_and_activations_rounded_as_the_operator_does(size, level, zeros):
+def test_grouped_weights_and_rounded_activations_match_operator(size, level, zeros):
     groups = -(-K // size)
     tensors = {
         "w": DRAW.integers(0, 256, (V, groups, size // 2)).astype(np.uint8),
@@ -237,13 +237,15 @@ def test_codes_by_groups_are_spread_and_activations_rounded_as_the_operator_does
         "MatMulNBits", ["x", "w", "s", "z" if zeros else "", "", "bias"], ["logits"], domain="com.microsoft",
         K=K, N=V, bits=4, block_size=size, accuracy_level=level,
     )  # fmt: skip
-    whole, few = head([node], tensors)
-    np.testing.assert_allclose(few, whole[:, WORDS], rtol=0, atol=2e-5 * float(np.abs(whole).max()))
+    all_logits, short_logits = head([node], tensors)
+    np.testing.assert_allclose(
+        short_logits, all_logits[:, WORDS], rtol=0, atol=2e-5 * float(np.abs(all_logits).max())
+    )
 
 
-def test_a_head_of_another_kind_is_named():
+def test_unsupported_head_error_names_operator():
     graph = helper.make_graph([helper.make_node("Softmax", ["x"], ["logits"])], "step", [], [])
-    with raises_code("unsupported-graph", RunError) as caught:
+    with raises_code("unsupported-graph", RunError) as excinfo:
         ShortlistHead(graph)
-    assert "step: " in str(caught.value)
-    assert "Softmax" in str(caught.value)
+    assert "step: " in str(excinfo.value)
+    assert "Softmax" in str(excinfo.value)

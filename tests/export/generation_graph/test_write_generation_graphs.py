@@ -21,8 +21,8 @@ BATCH = Batch(np.ones((2, 3), np.int64), np.ones((2, 3), np.int64))
 def table():
     """Return the logits that follow each token: 5, 4, 2, end; 6 is as good as 5 everywhere."""
     logits = np.zeros((VOCABULARY, VOCABULARY), np.float32)
-    for before, token in ((START, 5), (5, 4), (4, 2), (2, EOS)):
-        logits[before, token] = 9
+    for previous_token, token in ((START, 5), (5, 4), (4, 2), (2, EOS)):
+        logits[previous_token, token] = 9
     logits[:, 6] = logits[:, 5] - 1e-5
     logits[6] = logits[5]
     return logits
@@ -67,22 +67,22 @@ class Follower:
         return np.array([[START, *text, *[PAD] * (longest - len(text))] for text in texts])
 
 
-def test_the_same_texts_pass():
-    seen = []
-    verify_generation_graphs(Follower(lambda graph, texts: seen.append((graph, texts)) or texts), BATCH)
-    assert seen == [(graph, [[5, 4, 2, EOS]] * 2) for graph in ("generate", "generate_beams")]
+def test_equal_sequences_pass():
+    calls = []
+    verify_generation_graphs(Follower(lambda graph, texts: calls.append((graph, texts)) or texts), BATCH)
+    assert calls == [(graph, [[5, 4, 2, EOS]] * 2) for graph in ("generate", "generate_beams")]
 
 
-def test_a_graph_is_compared_also_where_another_is_open_alone():
+def test_graph_is_verified_even_if_only_another_is_open():
     runner = Follower(lambda graph, texts: [[7, *text[1:]] for text in texts])
     runner.backend.whole = ()
-    with raises_code("parity-failed", ParityError) as caught:
+    with raises_code("parity-failed", ParityError) as excinfo:
         verify_generation_graphs(runner, BATCH)
-    assert caught.value.file == "generate.onnx"
-    assert re.findall(r"\[?\d+\]?", str(caught.value)) == ["0", "1", "[7]", "[5]"]  # row, token, tokens
+    assert excinfo.value.file == "generate.onnx"
+    assert re.findall(r"\[?\d+\]?", str(excinfo.value)) == ["0", "1", "[7]", "[5]"]  # row, token, tokens
 
 
-def test_a_text_that_is_as_likely_passes():
+def test_equally_likely_sequence_passes():
     verify_generation_graphs(Follower(lambda graph, texts: [[6, *text[1:]] for text in texts]), BATCH)
 
 
@@ -91,33 +91,33 @@ def test_a_text_that_is_as_likely_passes():
     ([7, 4, 2, EOS], "1", "[7]", "[5]"), ([5, 4, 2, PAD, PAD], "4", "[0]", "[1]"),
     ([5, 4, EOS], "3", "[1]", "[2]"),
 ])  # fmt: skip
-def test_another_text_is_an_error_that_names_graph_row_and_token(graph, text, token, ours, theirs):
+def test_different_sequence_error_names_graph_row_and_token(graph, text, token, ours, theirs):
     def edit(name, texts):
         return [texts[0], text] if name == graph else texts
 
-    with raises_code("parity-failed", ParityError) as caught:
+    with raises_code("parity-failed", ParityError) as excinfo:
         verify_generation_graphs(Follower(edit), BATCH)
-    assert caught.value.file == f"{graph}.onnx"
-    assert re.findall(r"\[?\d+\]?", str(caught.value)) == ["1", token, ours, theirs]  # the row is 1
+    assert excinfo.value.file == f"{graph}.onnx"
+    assert re.findall(r"\[?\d+\]?", str(excinfo.value)) == ["1", token, ours, theirs]  # the row is 1
 
 
-def test_a_text_without_its_end_is_an_error():
-    with raises_code("parity-failed", ParityError) as caught:
+def test_truncated_sequence_raises_error():
+    with raises_code("parity-failed", ParityError) as excinfo:
         verify_generation_graphs(Follower(lambda graph, texts: [text[:-1] for text in texts]), BATCH)
-    assert caught.value.file == "generate.onnx"
-    assert re.findall(r"\[?\d+\]?|\[\]", str(caught.value)) == ["0", "4", "[]", "[1]"]
+    assert excinfo.value.file == "generate.onnx"
+    assert re.findall(r"\[?\d+\]?|\[\]", str(excinfo.value)) == ["0", "4", "[]", "[1]"]
 
 
-def test_a_graph_that_cannot_be_run_is_an_error_in_words():
+def test_graph_that_cannot_run_raises_parity_error():
     runner = Follower()
     runner.generate_sequences = None
-    with raises_code("graph-failed", ParityError) as caught:
+    with raises_code("graph-failed", ParityError) as excinfo:
         verify_generation_graphs(runner, BATCH)
-    assert caught.value.file == "generate.onnx"
+    assert excinfo.value.file == "generate.onnx"
 
 
 @pytest.mark.parametrize(("penalty", "as_good"), [(1.0, True), (0.0, False)])
-def test_texts_of_beams_are_weighed_by_their_lengths(penalty, as_good):
+def test_beam_sequences_use_length_penalty(penalty, as_good):
     """Where all tokens are equally likely, every text has the same mean, and the shorter the higher sum."""
     runner = Follower(logits=np.zeros((VOCABULARY, VOCABULARY), np.float32))
     decoding = resolve_generation(GenerationSettings(num_beams=2, length_penalty=penalty), runner)

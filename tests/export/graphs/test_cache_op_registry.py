@@ -18,55 +18,57 @@ def table(opset=20):
     return Registry().from_torchlib(opset_version=opset)
 
 
-def test_the_second_export_reads_no_table(monkeypatch):
+def test_second_export_reuses_op_registry(monkeypatch):
     with cached_op_registry():
         first = table()
     with monkeypatch.context() as m, cached_op_registry():
         m.setattr(_registration.onnxscript_apis, "get_torchlib_ops", lambda: pytest.fail("it was read again"))
-        again = table()
-    assert again.functions == first.functions
-    assert len(again.functions) > 400
+        second = table()
+    assert second.functions == first.functions
+    assert len(second.functions) > 400
 
 
-def test_each_opset_has_its_own_table():
+def test_each_opset_has_its_own_registry():
     with cached_op_registry():
         tables = {opset: table(opset) for opset in (20, 23)}
     attention = torch.ops.aten.scaled_dot_product_attention.default.name()
-    ways = [[way.opset_introduced for way in t.functions[attention]] for t in tables.values()]
-    assert ways[0] != ways[1]
+    opset_versions = [
+        [overload.opset_introduced for overload in t.functions[attention]] for t in tables.values()
+    ]
+    assert opset_versions[0] != opset_versions[1]
     assert [t.opset_version for t in tables.values()] == [20, 23]
 
 
-def test_an_operator_that_someone_adds_is_not_in_the_next_table():
+def test_added_operator_is_not_in_next_registry():
     add = torch.ops.aten.add.Tensor
     with cached_op_registry():
-        mine = table()
-        known = len(mine.get_decomps(add))
-        mine.register_op(add, lambda a, b: a)
-        assert len(mine.get_decomps(add)) == known + 1
-        assert len(table().get_decomps(add)) == known
+        registry = table()
+        num_known = len(registry.get_decomps(add))
+        registry.register_op(add, lambda a, b: a)
+        assert len(registry.get_decomps(add)) == num_known + 1
+        assert len(table().get_decomps(add)) == num_known
 
 
-def test_an_operator_of_onnx_is_read_once_in_each_version():
+def test_op_signature_is_cached_per_version():
     relu = [onnx.defs.get_schema("Relu", version) for version in (13, 14, 20)]
-    own = [OpSignature.from_op_schema(schema) for schema in relu]
+    uncached = [OpSignature.from_op_schema(schema) for schema in relu]
     with cached_op_registry():
-        found = [OpSignature.from_op_schema(schema) for schema in relu]
-        assert found == own
-        assert found[0] != found[1]
-        assert found[1] is found[2] is OpSignature.from_op_schema(relu[1])
-    assert OpSignature.from_op_schema(relu[1]) is not found[1]
+        signatures = [OpSignature.from_op_schema(schema) for schema in relu]
+        assert signatures == uncached
+        assert signatures[0] != signatures[1]
+        assert signatures[1] is signatures[2] is OpSignature.from_op_schema(relu[1])
+    assert OpSignature.from_op_schema(relu[1]) is not signatures[1]
 
 
 @pytest.mark.parametrize(("holder", "name"), [(Registry, "from_torchlib"), (OpSignature, "from_op_schema")])
-def test_torch_is_as_it_was_afterwards(holder, name):
+def test_torch_is_restored_after_context(holder, name):
     reads = vars(holder)[name]
     with pytest.raises(ZeroDivisionError), cached_op_registry():
         1 / (vars(holder)[name] is reads)
     assert vars(holder)[name] is reads
 
 
-def test_a_torch_that_reads_its_table_elsewhere_exports_as_it_does(monkeypatch):
+def test_unknown_torch_version_exports_without_patch(monkeypatch):
     monkeypatch.delattr(Registry, "from_torchlib")
     monkeypatch.delattr(OpSignature, "from_op_schema")
     with cached_op_registry():
@@ -75,13 +77,13 @@ def test_a_torch_that_reads_its_table_elsewhere_exports_as_it_does(monkeypatch):
 
 
 @pytest.mark.parametrize("level", [logging.NOTSET, logging.DEBUG])
-def test_the_level_of_torchs_logger_is_restored(level):
+def test_torch_logger_level_is_restored(level):
     logger = logging.getLogger(_registration.__name__)
-    before = logger.level
+    previous_level = logger.level
     logger.setLevel(level)
     try:
         with export_graph._silence_export_warnings():
             assert logger.level == logging.ERROR
         assert logger.level == level
     finally:
-        logger.setLevel(before)
+        logger.setLevel(previous_level)

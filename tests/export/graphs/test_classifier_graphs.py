@@ -54,7 +54,7 @@ def logits(runner):
     return class_logits(runner, [*pairs, Example("she sings a song")], batch_size=4)
 
 
-def test_the_graph_has_the_inputs_of_the_model_and_computes_the_same(small):
+def test_graph_has_model_inputs_and_equal_outputs(small):
     folder, thin = small
     out, ctx = step(folder, "fp32", Onnx, OnnxSettings(), thin)
     session = onnxruntime.InferenceSession(out.path / "model.onnx")
@@ -67,7 +67,7 @@ def test_the_graph_has_the_inputs_of_the_model_and_computes_the_same(small):
         assert np.allclose(class_logits(runner, longest), class_logits(parent, longest), atol=1e-4)
 
 
-def test_the_profile_of_an_engine_ends_where_the_position_table_ends(small):
+def test_engine_profile_is_limited_by_position_table(small):
     """RoBERTa's table has 66 rows for 64 tokens; a longer profile would read beyond it without a word."""
     folder, thin = small
     text = " ".join(tiny.SENTENCES * 3)

@@ -54,19 +54,20 @@ def _same(graph, parent, tolerance):
     full = graph.forward(Batch(IDS, right))
     np.testing.assert_allclose(full[right == 1], parent.forward(Batch(IDS, right))[right == 1], **close)
     states = [r.encode(Batch(IDS, MASK)) for r in (graph, parent)]
-    rows = np.array([2, 1, 1])
+    row_order = np.array([2, 1, 1])
     for tokens in (IDS[:, -1], IDS[:, 0], None, IDS[:, 1]):
         if tokens is None:  # in the middle of a text the rows change places, as beams do
-            states = [r.reorder_cache(s, rows) for r, s in zip((graph, parent), states, strict=True)]
+            states = [r.reorder_cache(s, row_order) for r, s in zip((graph, parent), states, strict=True)]
             continue
-        got, wanted = (r.decode_step(s, tokens) for r, s in zip((graph, parent), states, strict=True))
-        np.testing.assert_allclose(got, wanted, **close)
-    alone = [r.start(1) for r in (graph, parent)]
+        actual, expected = (r.decode_step(s, tokens) for r, s in zip((graph, parent), states, strict=True))
+        np.testing.assert_allclose(actual, expected, **close)
+    single_states = [r.start(1) for r in (graph, parent)]
     for part in (slice(0, 4), slice(4, 9)):  # a long text in stretches
-        got, wanted = (
-            r.extend(s, IDS[:1, part], right[:1, part]) for r, s in zip((graph, parent), alone, strict=True)
+        actual, expected = (
+            r.extend(s, IDS[:1, part], right[:1, part])
+            for r, s in zip((graph, parent), single_states, strict=True)
         )
-        np.testing.assert_allclose(got, wanted, **close)
+        np.testing.assert_allclose(actual, expected, **close)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -81,16 +82,16 @@ def test_graph_equals_torch_and_generate_when_it_is_fused(family, tmp_path):
         _same(graph, parent, 2e-5)
         np.testing.assert_allclose(token_nll(graph, IDS), token_nll(parent, IDS), atol=1e-4)
     other = AutoModelForCausalLM.from_pretrained(folder).eval()
-    wanted = other.generate(
+    expected = other.generate(
         torch.from_numpy(IDS), attention_mask=torch.from_numpy(MASK), max_new_tokens=8, do_sample=False
     )[:, 9:].tolist()
-    got = generate(graph, Batch(IDS, MASK), GenerationSettings(max_new_tokens=8))
-    assert [row + [0] * (8 - len(row)) for row in got] == [row + [0] * (8 - len(row)) for row in wanted]
+    actual = generate(graph, Batch(IDS, MASK), GenerationSettings(max_new_tokens=8))
+    assert [row + [0] * (8 - len(row)) for row in actual] == [row + [0] * (8 - len(row)) for row in expected]
     with raises_code("unsupported-batch", InputError):
         graph.extend(graph.encode(Batch(IDS, MASK)), IDS, MASK)
 
 
-def test_names_are_those_of_optimum_and_tied_weights_are_stored_once(tmp_path):
+def test_names_equal_optimum_and_tied_weights_are_stored_once(tmp_path):
     folder = causal.write_model(tmp_path / "qwen2", "qwen2")
     _, graph = _export(folder, tmp_path / "out", target="tensorrt")
     model = onnx.load(tmp_path / "out" / "model.onnx")
@@ -116,15 +117,15 @@ def test_names_are_those_of_optimum_and_tied_weights_are_stored_once(tmp_path):
 @pytest.mark.parametrize(
     ("width", "rotary", "fits"), [(8, False, True), (12, False, False), (24, True, False)]
 )
-def test_heads_that_the_fused_operator_refuses_are_told(width, rotary, fits):
-    one = SimpleNamespace(heads=SimpleNamespace(head_dim=width), parts=SimpleNamespace(rotary=rotary))
-    warning = unfused_heads_warning([one], "ort-cpu")
+def test_unfused_attention_heads_are_reported(width, rotary, fits):
+    attention = SimpleNamespace(heads=SimpleNamespace(head_dim=width), parts=SimpleNamespace(rotary=rotary))
+    warning = unfused_heads_warning([attention], "ort-cpu")
     assert (warning is None) == fits
     assert warning is None or (warning.code, f" {width} " in warning.message) == ("attention-not-fused", True)
-    assert unfused_heads_warning([one], "openvino") is None  # which has no such operator
+    assert unfused_heads_warning([attention], "openvino") is None  # which has no such operator
 
 
-def test_pruned_and_int8_model_leaves_as_it_is_when_heads_differ_from_the_config(tmp_path):
+def test_pruned_int8_model_is_exported_with_its_head_counts(tmp_path):
     folder = causal.write_model(tmp_path / "qwen2", "qwen2")
     ctx = _ctx(tmp_path / "pruned", folder)
     Prune()(tiny.as_artifact(folder, "language-modeling"), PruneSettings(importance="magnitude"), ctx)
@@ -137,11 +138,11 @@ def test_pruned_and_int8_model_leaves_as_it_is_when_heads_differ_from_the_config
     assert counts["GroupQueryAttention"] == 2
     with open_runner(tiny.as_artifact(codes.out, "language-modeling")) as parent:
         batch = Batch(IDS, MASK)
-        got, wanted = (r.decode_step(r.encode(batch), IDS[:, -1]) for r in (graph, parent))
-        assert np.abs(got - wanted).mean() < 0.05 * wanted.std()
+        actual, expected = (r.decode_step(r.encode(batch), IDS[:, -1]) for r in (graph, parent))
+        assert np.abs(actual - expected).mean() < 0.05 * expected.std()
 
 
-def test_heads_are_computed_by_standard_operators_when_the_fused_one_refuses_them(tmp_path):
+def test_unsupported_head_sizes_use_standard_operators(tmp_path):
     folder = causal.write_model(tmp_path / "llama", "llama", head_dim=12, num_hidden_layers=1)
     ctx, graph = _export(folder, tmp_path / "out", target="ort-cpu")
     assert message_codes(ctx.warnings) == ["attention-not-fused"]

@@ -29,20 +29,20 @@ TEXTS = tiny.SENTENCES[:5]
 )
 def family(request, tmp_path_factory):
     """A tiny model and its graphs as artifacts, and the family."""
-    home = tmp_path_factory.mktemp(request.param)
+    root_folder = tmp_path_factory.mktemp(request.param)
     task = FAMILIES[request.param].tasks[0]
-    source = tiny.as_artifact(every_family.make_model(home / "model", request.param), task)
-    ctx = graph_exports.make_context(home / "onnx", task)
+    source = tiny.as_artifact(every_family.make_model(root_folder / "model", request.param), task)
+    ctx = graph_exports.make_context(root_folder / "onnx", task)
     Onnx()(source, OnnxSettings(), ctx)
     manifest = source.manifest.model_copy(update={"format": "onnx", "details": ctx.details})
     return FAMILIES[request.param], source, Artifact(ctx.out, manifest)
 
 
-def test_runners_say_what_transformers_says(family):
-    known, source, graphs = family
+def test_runners_equal_transformers_outputs(family):
+    family_info, source, graphs = family
     model, _ = load_model(source.path)
     tokenizer = load_tokenizer(source.path)
-    if known.architecture == "encoder":
+    if family_info.architecture == "encoder":
         _same_classes(model, tokenizer, source, graphs)
         return
     expected = []
@@ -52,11 +52,11 @@ def test_runners_say_what_transformers_says(family):
         expected.append(out[0].tolist())
     for artifact in (source, graphs):
         with open_runner(artifact, threads=1) as runner:
-            found = generate_texts(
+            generated = generate_texts(
                 runner, TEXTS, GenerationSettings(max_new_tokens=8, num_beams=1), batch_size=2
             )
-        assert found == [tokenizer.decode(row, skip_special_tokens=True) for row in expected]
-    assert len(set(found)) > 1  # or the model says the same of everything
+        assert generated == [tokenizer.decode(row, skip_special_tokens=True) for row in expected]
+    assert len(set(generated)) > 1  # or the model says the same of everything
 
 
 def _same_classes(model, tokenizer, source, graphs):
@@ -68,21 +68,21 @@ def _same_classes(model, tokenizer, source, graphs):
 
     for artifact in (source, graphs):
         with open_runner(artifact, threads=1) as runner:
-            found = class_logits(runner, [Example(text) for text in TEXTS], batch_size=2)
-        np.testing.assert_allclose(found, expected, atol=2e-5)
+            logits = class_logits(runner, [Example(text) for text in TEXTS], batch_size=2)
+        np.testing.assert_allclose(logits, expected, atol=2e-5)
     assert np.ptp(expected, axis=0).max() > 0.01
 
 
 @pytest.mark.quick
-def test_a_config_that_no_graph_computes_is_refused_before_it_is_traced(tmp_path):
+def test_unsupported_config_is_rejected_before_tracing(tmp_path):
     model, _ = load_model(every_family.write_model(tmp_path / "model", "modernbert"))
     model.config.rope_parameters["full_attention"]["rope_type"] = "dynamic"
-    with raises_code("unsupported-config", InputError) as caught:
+    with raises_code("unsupported-config", InputError) as excinfo:
         model_graphs(model)
-    assert "'dynamic'" in str(caught.value)
+    assert "'dynamic'" in str(excinfo.value)
 
 
-def test_scaled_positions_of_an_encoder_stand_in_its_graph(tmp_path):
+def test_scaled_positions_of_encoder_are_in_graph(tmp_path):
     rope = {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 17}}
     source = tiny.as_artifact(
         every_family.write_model(tmp_path / "model", "modernbert", **rope), "text-classification"
@@ -103,7 +103,7 @@ WINDOWS = {
 
 
 @pytest.mark.parametrize(("name", "target"), matrix.matrix_cells(list(WINDOWS), ["ort-cpu", "tensorrt"]))
-def test_a_window_that_is_off_by_one_is_seen_by_the_parity_check(name, target, tmp_path, monkeypatch):
+def test_parity_check_detects_window_off_by_one(name, target, tmp_path, monkeypatch):
     from dataclasses import replace
 
     from smelt.core.errors import RunError

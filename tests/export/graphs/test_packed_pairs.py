@@ -24,8 +24,8 @@ PRODUCTS = ("MatMul", "Gemm", "DynamicQuantizeMatMul")
 
 
 def pairs_of(folder, family, out, **settings):
-    wanted = FactorizeSettings(method="svd", rank=RANK, optimize_for="size", **settings)
-    return every_family.run_stage(Factorize(), wanted, folder, family, out).out
+    stage_settings = FactorizeSettings(method="svd", rank=RANK, optimize_for="size", **settings)
+    return every_family.run_stage(Factorize(), stage_settings, folder, family, out).out
 
 
 def exported(folder, family, out):
@@ -33,30 +33,32 @@ def exported(folder, family, out):
 
 
 def products(folder, graph):
-    found = Counter(n.op_type for n in onnx.load(folder / f"{graph}.onnx").graph.node)
-    return sum(found[name] for name in PRODUCTS)
+    op_counts = Counter(n.op_type for n in onnx.load(folder / f"{graph}.onnx").graph.node)
+    return sum(op_counts[name] for name in PRODUCTS)
 
 
 @pytest.fixture(scope="module")
 def translator(tmp_path_factory):
     """A Marian of two and two layers, all of whose products are pairs, but for the encoder's keys."""
-    home = tmp_path_factory.mktemp("pairs")
-    folder = tiny.write_marian(home / "m")
-    return pairs_of(folder, "marian", home / "pairs", exclude=["lm_head", "*encoder*.self_attn.k_proj"])
+    root_folder = tmp_path_factory.mktemp("pairs")
+    folder = tiny.write_marian(root_folder / "m")
+    return pairs_of(
+        folder, "marian", root_folder / "pairs", exclude=["lm_head", "*encoder*.self_attn.k_proj"]
+    )
 
 
-def test_whole_layers_and_pairs_compute_in_a_pack_what_they_compute_alone():
+def test_packed_linear_equals_separate_layers():
     torch.manual_seed(0)
     parts = [LowRankLinear(16, 12, 3), torch.nn.Linear(16, 8), LowRankLinear(16, 20, 5, bias=False)]
     pack, x = PackedLinear(parts), torch.randn(2, 7, 16)
     assert pack.packed.out_features == 3 + 8 + 5
     assert not pack.is_whole
-    for found, part in zip(pack(x), parts, strict=True):
-        torch.testing.assert_close(found, part(x))
+    for packed_output, part in zip(pack(x), parts, strict=True):
+        torch.testing.assert_close(packed_output, part(x))
     assert PackedLinear(parts[1:2] * 2).is_whole
 
 
-def test_a_translators_pairs_take_one_product_for_each_input(translator, tmp_path):
+def test_translator_low_rank_layers_share_one_product_per_input(translator, tmp_path):
     out = exported(translator, "marian", tmp_path / "onnx").out
     # a layer: query, key and value in one, two that go on; out, fc1 and fc2 two each; and all cross keys and
     # values in one, four that go on
@@ -73,7 +75,7 @@ def test_a_translators_pairs_take_one_product_for_each_input(translator, tmp_pat
 
 # blocks of 1 + 3 for queries, keys and values; out, gate, up, down and a head; out, two, pooler, classifier
 @pytest.mark.parametrize(("family", "count"), [("llama", 2 * (4 + 4) + 1), ("bert", 2 * (4 + 3) + 2)])
-def test_other_families_agree_with_torch_and_take_one_product_for_each_input(family, count, tmp_path):
+def test_other_families_match_torch_with_one_product_per_input(family, count, tmp_path):
     names = ["*q_proj", "*k_proj", "*v_proj", "*.query", "*.key", "*.value"]
     folder = pairs_of(every_family.model_with_layers(family, 2), family, tmp_path / "pairs", include=names)
     assert products(exported(folder, family, tmp_path / "onnx").out, "model") == count

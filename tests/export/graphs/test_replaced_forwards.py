@@ -80,12 +80,12 @@ def check_replaced_forwards(name, **config):
     model = family_models.load(name, **config)
     batch = padded_batch(model)
     expected = real_tokens(model, batch, expected_logits(model, batch))
-    found = real_tokens(model, batch, replaced_logits(model, batch))
+    logits = real_tokens(model, batch, replaced_logits(model, batch))
     assert expected.std() > 1e-2
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_computation_of_the_module_that_the_family_does_not_name_is_missed(monkeypatch):
+def test_undeclared_module_computation_is_not_replaced(monkeypatch):
     """ALBERT's attention module adds its input and applies a norm: without the field the graph lacks both."""
     incomplete = replace(FAMILIES["albert"], attention_fields={"residual_norm": None})
     monkeypatch.setitem(FAMILIES, "albert", incomplete)

@@ -29,15 +29,15 @@ TEXTS = [*tiny.SENTENCES[:3], "she", " ".join(tiny.SENTENCES * 3)]
 def export(folder, source, stage=Onnx, name="onnx", **settings):
     split = read_split(str(embedders.write_rows(folder / "rows.jsonl")), embedders.TASK, Columns(), folder)
     ctx = harness.make_context(folder / name, embedders.TASK, {"train": split})
-    made = OnnxSettings(**settings) if stage is Onnx else QuantizeSettings(**settings)
-    stage()(tiny.as_artifact(source, embedders.TASK), made, ctx)
+    stage_settings = OnnxSettings(**settings) if stage is Onnx else QuantizeSettings(**settings)
+    stage()(tiny.as_artifact(source, embedders.TASK), stage_settings, ctx)
     return ctx
 
 
 @pytest.mark.parametrize(
     ("family", "pooling"), [(n, "mean") for n in FAMILIES] + [("bert", "cls"), ("roberta", "max")]
 )
-def test_the_graph_gives_the_vector_of_each_text_alone(family, pooling, tmp_path):
+def test_graph_equals_embedding_of_each_single_text(family, pooling, tmp_path):
     folder = embedders.write_embedder(tmp_path / "m", family, pooling=pooling)
     ctx = export(tmp_path, folder)
     session = onnxruntime.InferenceSession(ctx.out / "model.onnx")
@@ -47,41 +47,41 @@ def test_the_graph_gives_the_vector_of_each_text_alone(family, pooling, tmp_path
     assert set(ctx.details["parity"]["model"]) >= {"largest", "mean", "exact"}
     assert "agreement" not in ctx.details["parity"]["model"]
     with open_folder(ctx.out, "onnx", "ort-cpu", 1) as runner:
-        found = embed_texts(runner, TEXTS)
-    assert np.abs(found - embedders.expected_vectors(folder, TEXTS, pooling)).max() < 2e-6
+        vectors = embed_texts(runner, TEXTS)
+    assert np.abs(vectors - embedders.expected_vectors(folder, TEXTS, pooling)).max() < 2e-6
 
 
-def test_a_graph_that_pools_padding_too_is_not_let_through(tmp_path, monkeypatch):
+def test_graph_that_pools_padding_fails_parity(tmp_path, monkeypatch):
     from smelt.models import sentence_model
 
-    real = sentence_model.pool_hidden_states
+    original = sentence_model.pool_hidden_states
     folder = embedders.write_embedder(tmp_path / "m")
 
     def wrong(hidden, mask, rules):
         import torch
 
         tracing = torch.compiler.is_exporting()
-        return real(hidden, torch.ones_like(mask) if tracing else mask, rules)
+        return original(hidden, torch.ones_like(mask) if tracing else mask, rules)
 
     monkeypatch.setattr(sentence_model, "pool_hidden_states", wrong)
-    with raises_code("parity-failed", ParityError) as caught:
+    with raises_code("parity-failed", ParityError) as excinfo:
         export(tmp_path, folder)
-    assert "sentence_embedding" in str(caught.value)
+    assert "sentence_embedding" in str(excinfo.value)
 
 
 @pytest.mark.parametrize("scheme", ["int8-dynamic", "int4"])
-def test_a_quantized_embedder_leaves_with_its_codes(scheme, tmp_path):
+def test_quantized_embedder_is_exported_with_quantized_weights(scheme, tmp_path):
     folder = embedders.write_embedder(tmp_path / "m")
-    coded = export(tmp_path, folder, Quantize, "codes", scheme=scheme)
-    ctx = export(tmp_path, coded.out)
+    quantized = export(tmp_path, folder, Quantize, "codes", scheme=scheme)
+    ctx = export(tmp_path, quantized.out)
     assert ctx.details["parity"]["model"]["operators"] > 5
     with open_folder(ctx.out, "onnx", "ort-cpu", 1) as runner:
-        found = embed_texts(runner, TEXTS)
-    near = np.sum(found * embedders.expected_vectors(folder, TEXTS), axis=1)
-    assert near.min() > 0.9
+        vectors = embed_texts(runner, TEXTS)
+    cosines = np.sum(vectors * embedders.expected_vectors(folder, TEXTS), axis=1)
+    assert cosines.min() > 0.9
 
 
-def test_the_half_precision_graph_for_tensorrt_passes_the_preflight(tmp_path):
+def test_half_precision_tensorrt_graph_passes_preflight(tmp_path):
     folder = embedders.write_embedder(tmp_path / "m")
     ctx = export(tmp_path, folder, target="tensorrt", dtype="fp16")
     path = ctx.out / "model.onnx"
@@ -94,6 +94,6 @@ def test_the_half_precision_graph_for_tensorrt_passes_the_preflight(tmp_path):
     [[shapes]] = plan_graphs(ctx.out, [ranges], limit, []).values()
     assert set(shapes) == {"input_ids", "attention_mask"}
     with open_folder(ctx.out, "onnx", "tensorrt", 1) as runner:
-        found = embed_texts(runner, TEXTS[:3])
-    assert found.dtype == np.float32
-    assert np.abs(found - embedders.expected_vectors(folder, TEXTS[:3])).max() < 5e-3
+        vectors = embed_texts(runner, TEXTS[:3])
+    assert vectors.dtype == np.float32
+    assert np.abs(vectors - embedders.expected_vectors(folder, TEXTS[:3])).max() < 5e-3

@@ -81,32 +81,34 @@ def test_greedy_in_onnx_and_torch_equals_generate(exported):
             assert generate(runner, batch, generation) == expected
 
 
-def test_graphs_hold_the_fused_operators(exported):
+def test_graphs_contain_fused_operators(exported):
     _, ctx = exported
     for name, attentions in (("encoder_model", 2), ("decoder_with_past_model", 4)):
-        found = Counter(n.op_type for n in onnx.load(ctx.out / f"{name}.onnx").graph.node)
-        assert found["MultiHeadAttention"] == attentions
-        assert found["Softmax"] == 0
-        assert found["Log"] == 0, "T5's buckets are looked up, not counted in the graph"
-        assert found["Reciprocal"] == found["Tanh"] == 0, "norms and GELU are not in a form that is fused"
+        op_counts = Counter(n.op_type for n in onnx.load(ctx.out / f"{name}.onnx").graph.node)
+        assert op_counts["MultiHeadAttention"] == attentions
+        assert op_counts["Softmax"] == 0
+        assert op_counts["Log"] == 0, "T5's buckets are looked up, not counted in the graph"
+        assert op_counts["Reciprocal"] == op_counts["Tanh"] == 0, (
+            "norms and GELU are not in a form that is fused"
+        )
         assert ctx.details["parity"][name]["largest"] < 2e-3
     assert ctx.warnings == []
 
 
-def test_prefix_and_languages_travel_with_the_graphs(exported):
+def test_prefix_and_languages_are_exported(exported):
     folder, ctx = exported
     text = tiny.SENTENCES[0]
     ((_, batch),) = make_batches([text], load_tokenizer(ctx.out), 1, 40)
-    plain = load_tokenizer(folder)
+    source_tokenizer = load_tokenizer(folder)
     if "T5" in str(load_model(folder)[0].config.architectures):
-        assert batch.input_ids[0].tolist() == plain(seq2seq.PREFIX + text)["input_ids"]
+        assert batch.input_ids[0].tolist() == source_tokenizer(seq2seq.PREFIX + text)["input_ids"]
     else:
-        assert batch.input_ids[0].tolist() == plain(text)["input_ids"]
-    if hasattr(plain, "lang_code_to_id"):
-        assert batch.input_ids[0, 0] == plain.lang_code_to_id["en_XX"]
+        assert batch.input_ids[0].tolist() == source_tokenizer(text)["input_ids"]
+    if hasattr(source_tokenizer, "lang_code_to_id"):
+        assert batch.input_ids[0, 0] == source_tokenizer.lang_code_to_id["en_XX"]
         with open_folder(ctx.out, "onnx", "ort-cpu", 1) as runner:
             first = {row[0] for row in generate(runner, batch, GenerationSettings(max_new_tokens=3))}
-        assert first == {plain.lang_code_to_id["de_DE"]}
+        assert first == {source_tokenizer.lang_code_to_id["de_DE"]}
 
 
 @pytest.mark.parametrize("name", ["t5-gated", "mbart"] if matrix.is_full_matrix() else ["mbart"])
@@ -116,9 +118,9 @@ def test_int8_graphs_agree_with_torch_after_pruning(name, tmp_path):
     pruned = run(Prune(), folder, settings, tmp_path / "pruned").out
     quantized = run(Quantize(), pruned, QuantizeSettings(), tmp_path / "quantized").out
     ctx = run(Onnx(), quantized, OnnxSettings(), tmp_path / "onnx")
-    found = Counter(n.op_type for n in onnx.load(ctx.out / "decoder_with_past_model.onnx").graph.node)
-    assert found["MatMul"] == found["Gemm"] == 0
-    assert found["DynamicQuantizeMatMul"] == 2 * (6 + (name == "t5-gated")) + 1
+    op_counts = Counter(n.op_type for n in onnx.load(ctx.out / "decoder_with_past_model.onnx").graph.node)
+    assert op_counts["MatMul"] == op_counts["Gemm"] == 0
+    assert op_counts["DynamicQuantizeMatMul"] == 2 * (6 + (name == "t5-gated")) + 1
     assert ctx.details["parity"]["decoder_with_past_model"]["mean"] < 0.05
 
 
@@ -140,7 +142,7 @@ def test_standard_operators_in_half_keep_parity(name, tmp_path):
     assert [shape[2] for shape in past] == [0, ranges["past"].opt, 29]
 
 
-def test_keys_and_values_of_layers_that_share_them_are_computed_once(tmp_path):
+def test_shared_cross_attention_keys_are_computed_once(tmp_path):
     model, _ = load_model(tiny.write_marian(tmp_path / "model", decoder_layers=3))
     ids = torch.randint(5, 20, (2, 7), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
@@ -149,16 +151,16 @@ def test_keys_and_values_of_layers_that_share_them_are_computed_once(tmp_path):
     assert encoder.pack.sizes == [32] * 4
     with torch.no_grad():
         hidden, *caches = encoder(ids, mask)
-        for number, layer in enumerate(model.model.decoder.layers):
+        for layer_index, layer in enumerate(model.model.decoder.layers):
             for cache, product in zip(
-                caches[2 * number : 2 * number + 2],
+                caches[2 * layer_index : 2 * layer_index + 2],
                 (layer.encoder_attn.k_proj, layer.encoder_attn.v_proj),
                 strict=True,
             ):
                 torch.testing.assert_close(cache.transpose(1, 2).flatten(2), product(hidden))
 
 
-def test_layers_that_share_products_share_the_packed_one(tmp_path):
+def test_layers_with_shared_projections_share_one_pack(tmp_path):
     model, _ = load_model(tiny.write_marian(tmp_path / "model", encoder_layers=3))
     share_layers(model, [], ShareWeightsSettings(stacks=["encoder_layers"]))
     pack_projections(attention_modules(model, "encoder_layers"))

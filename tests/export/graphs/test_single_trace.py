@@ -19,26 +19,28 @@ class Each(nn.Module):
         length = mask.shape[1]
         heads = torch.dropout(x, 0.1, False).unflatten(2, (2, 4)).transpose(1, 2).contiguous()
         a, b = heads.chunk(2, dim=-1)
-        joined = torch.cat([-b, a], -1).transpose(1, 2).flatten(2)
-        bias = (1.0 - mask.to(joined.dtype)).to(x.device, x.dtype)
-        places = (torch.arange(length) + torch.arange(length)[:, None]).flatten()
-        table = torch.min(places, torch.ones_like(places)).reshape(1, 1, length, length)
+        merged = torch.cat([-b, a], -1).transpose(1, 2).flatten(2)
+        bias = (1.0 - mask.to(merged.dtype)).to(x.device, x.dtype)
+        index_sums = (torch.arange(length) + torch.arange(length)[:, None]).flatten()
+        table = torch.min(index_sums, torch.ones_like(index_sums)).reshape(1, 1, length, length)
         n = kept.item()
         torch._check(n >= 1)
         torch._check(n <= length)
-        last = joined.narrow(1, length - n, n).sum(1)
-        rows = x.flatten(0, 1)  # their number is a product, which what is made of them takes from it
-        high = torch.floor(rows / 16)
-        spread = torch.stack([rows - 16 * high, high + torch.full((), 3.0)], -1).flatten(-2).flatten(1)
-        unit = spread / torch.linalg.vector_norm(spread, dim=-1, keepdim=True)
-        far = torch.abs(spread) + 1
-        far += torch.full_like(spread, 2.0)
-        far = torch.log(far).permute(1, 0)
+        last = merged.narrow(1, length - n, n).sum(1)
+        flat_rows = x.flatten(0, 1)  # their number is a product, which what is made of them takes from it
+        high = torch.floor(flat_rows / 16)
+        stacked = torch.stack([flat_rows - 16 * high, high + torch.full((), 3.0)], -1).flatten(-2).flatten(1)
+        unit = stacked / torch.linalg.vector_norm(stacked, dim=-1, keepdim=True)
+        log_distances = torch.abs(stacked) + 1
+        log_distances += torch.full_like(stacked, 2.0)
+        log_distances = torch.log(log_distances).permute(1, 0)
         last = last.to(torch.int32)
         codes = nn.functional.pad(torch.arange(0, 14, 2).reshape(1, 7), (0, 1))  # as unpacked weights
         levels = torch.arange(0, 32, 2).to(torch.float32).reshape(1, 16)
-        far = far + torch.gather(torch.pow(2.0, levels), 1, codes).sum(1, keepdim=True).squeeze(1)
-        return joined + bias[:, :, None], table.to(torch.float32), unit * (unit < 1), last, far
+        log_distances = log_distances + torch.gather(torch.pow(2.0, levels), 1, codes).sum(
+            1, keepdim=True
+        ).squeeze(1)
+        return merged + bias[:, :, None], table.to(torch.float32), unit * (unit < 1), last, log_distances
 
 
 def inputs():
@@ -72,14 +74,14 @@ def targets(program):
     return [str(node.target) for node in program.graph.nodes]
 
 
-def test_the_graph_is_the_one_of_the_second_trace_node_for_node(monkeypatch):
+def test_single_trace_graph_equals_second_trace_graph(monkeypatch):
     torchs = exported(Each(), inputs(), AXES, list("abcde"))
     monkeypatch.setattr(_fx_passes, "decompose_with_registry", lambda *_: pytest.fail("traced again"))
     with single_trace():
-        ours = exported(Each(), inputs(), AXES, list("abcde"))
-    assert list(graph_outline.outline_lines(ours)) == list(graph_outline.outline_lines(torchs))
-    kinds = {node.op_type for node in ours.graph.node}
-    assert {"Split", "Reshape", "Min", "Slice", "Sub", "Cast"} <= kinds
+        single_traced = exported(Each(), inputs(), AXES, list("abcde"))
+    assert list(graph_outline.outline_lines(single_traced)) == list(graph_outline.outline_lines(torchs))
+    op_types = {node.op_type for node in single_traced.graph.node}
+    assert {"Split", "Reshape", "Min", "Slice", "Sub", "Cast"} <= op_types
 
 
 class Rare(nn.Module):
@@ -98,9 +100,9 @@ class ReadAgain(nn.Module):
     """What is changed was read before, as a view, which changes too."""
 
     def forward(self, x):
-        twice = x * 2
-        view = twice.flatten(0, 1)
-        return twice.add_(1).flatten(0, 1) + view
+        doubled = x * 2
+        view = doubled.flatten(0, 1)
+        return doubled.add_(1).flatten(0, 1) + view
 
 
 class OfCaller(nn.Module):
@@ -120,16 +122,16 @@ class Flat(nn.Module):
 
 
 @pytest.mark.parametrize("module", [Rare(), InPlace(), ReadAgain(), OfCaller()])
-def test_a_program_with_another_operator_stays_as_it_was(module):
+def test_program_with_unsupported_operator_is_unchanged(module):
     program = program_of(module, torch.ones(2, 3))
-    before = targets(program)
-    assert "aten.flatten.using_ints" in before
+    initial_targets = targets(program)
+    assert "aten.flatten.using_ints" in initial_targets
     assert not replace_unsupported_ops(program)
-    assert targets(program) == before
+    assert targets(program) == initial_targets
 
 
 @pytest.mark.parametrize(("shape", "dynamic"), [((2, 5, 3), 1), ((2, 3, 5), 2)])
-def test_a_product_of_a_size_and_a_number_is_not_traced_again(shape, dynamic, monkeypatch):
+def test_size_product_is_not_retraced(shape, dynamic, monkeypatch):
     values, axes = (torch.ones(shape),), ({dynamic: "length"},)
     torchs = exported(Flat(dynamic), values, axes, ["y", "z"])
     monkeypatch.setattr(_fx_passes, "decompose_with_registry", lambda *_: pytest.fail("traced again"))
@@ -140,7 +142,7 @@ def test_a_product_of_a_size_and_a_number_is_not_traced_again(shape, dynamic, mo
 
 
 @pytest.mark.parametrize("trains", [False, True])
-def test_dropout_that_trains_is_left_to_torch(trains):
+def test_training_dropout_is_decomposed_by_torch(trains):
     program = program_of(nn.Identity(), torch.ones(2))
     x = next(node for node in program.graph.nodes if node.op == "placeholder")
     graph = program.graph_module.graph
@@ -149,13 +151,13 @@ def test_dropout_that_trains_is_left_to_torch(trains):
     assert replace_unsupported_ops(program) is not trains
 
 
-def test_torch_is_as_it_was_afterwards():
+def test_torch_is_restored_after_context():
     with pytest.raises(ZeroDivisionError), single_trace():
         1 / (_fx_passes.decompose_with_registry is SECOND_TRACE)
     assert _fx_passes.decompose_with_registry is SECOND_TRACE
 
 
-def test_a_torch_that_traces_elsewhere_exports_as_it_does(monkeypatch):
+def test_unknown_torch_version_exports_without_patch(monkeypatch):
     monkeypatch.delattr(_fx_passes, "decompose_with_registry")
     with single_trace():
         assert not hasattr(_fx_passes, "decompose_with_registry")

@@ -19,8 +19,8 @@ class Rotating(nn.Module):
         with torch.no_grad():
             angles = x.cumsum(1)
         with torch.enable_grad():
-            turned = angles.cos() + x
-        return turned * 2
+            rotated = angles.cos() + x
+        return rotated * 2
 
 
 def program():
@@ -39,20 +39,20 @@ def exported():
 
 def without_stacks(model):
     for node in model.graph.node:
-        kept = [p for p in node.metadata_props if p.key != "pkg.torch.onnx.stack_trace"]
+        props = [p for p in node.metadata_props if p.key != "pkg.torch.onnx.stack_trace"]
         del node.metadata_props[:]
-        node.metadata_props.extend(kept)
+        node.metadata_props.extend(props)
     return model.SerializeToString(deterministic=True)
 
 
 @pytest.fixture
 def made(monkeypatch):
     """How often a stack was looked up for a node, its order in memory, and a program was written as code."""
-    seen = {"stacks": 0, "orders": 0, "code": 0}
+    counts = {"stacks": 0, "orders": 0, "code": 0}
 
     def counted(name, real):
         def call(*args, **kwargs):
-            seen[name] += 1
+            counts[name] += 1
             return real(*args, **kwargs)
 
         return call
@@ -62,26 +62,26 @@ def made(monkeypatch):
     orders = "is_contiguous_for_memory_format_or_false"
     monkeypatch.setattr(shape_prop, orders, counted("orders", getattr(shape_prop, orders)))
     monkeypatch.setattr(fx.GraphModule, "recompile", counted("code", fx.GraphModule.recompile))
-    return seen
+    return counts
 
 
-def test_the_graph_is_torchs_and_little_is_made_for_nobody(made):
-    torchs, before = exported(), dict(made)
+def test_graph_equals_torch_export_with_less_metadata(made):
+    torchs, unpatched_counts = exported(), dict(made)
     made.update(stacks=0, orders=0, code=0)
     with skip_unused_metadata():
-        ours = exported()
-    assert without_stacks(ours) == without_stacks(torchs)
-    assert before["stacks"] - made["stacks"] >= 4  # of each operator
-    assert before["orders"] > made["orders"] == 0
-    assert made["code"] * 2 < before["code"]
+        trimmed_model = exported()
+    assert without_stacks(trimmed_model) == without_stacks(torchs)
+    assert unpatched_counts["stacks"] - made["stacks"] >= 4  # of each operator
+    assert unpatched_counts["orders"] > made["orders"] == 0
+    assert made["code"] * 2 < unpatched_counts["code"]
 
 
-def test_a_program_still_runs_and_shows_its_code():
+def test_exported_program_runs_and_has_code():
     with skip_unused_metadata():
-        found = program()
+        program_copy = program()
     x = torch.arange(12.0).reshape(4, 3)
-    torch.testing.assert_close(found.module()(x), Rotating()(x))
-    assert "cumsum" in found.graph_module.code
+    torch.testing.assert_close(program_copy.module()(x), Rotating()(x))
+    assert "cumsum" in program_copy.graph_module.code
 
 
 def words():
@@ -89,7 +89,7 @@ def words():
     return fx.config.do_not_emit_stack_traces, lazy._get_graph_module_cls(), unpatched
 
 
-def test_torch_is_as_it_was_afterwards():
+def test_torch_is_restored_after_context():
     assert words() == (False, fx.GraphModule, True)
     with skip_unused_metadata():
         assert words() == (True, lazy._LazyGraphModule, False)
@@ -98,7 +98,7 @@ def test_torch_is_as_it_was_afterwards():
     assert words() == (False, fx.GraphModule, True)
 
 
-def test_a_torch_without_these_words_exports_as_it_does(monkeypatch):
+def test_unknown_torch_version_exports_without_patch(monkeypatch):
     monkeypatch.delattr(fx.config, "do_not_emit_stack_traces")
     monkeypatch.delattr(lazy, "_use_lazy_graph_module")
     monkeypatch.delattr(proxy_tensor, "_extract_tensor_metadata")

@@ -20,11 +20,11 @@ def codes(path: Path, model: Any, x: Any = _X) -> list[str]:
     answer = subprocess_main([str(graphs.save_model(model, path / "m.onnx"))])
     assert not answer["problems"]
     signature = GraphSignature.model_validate(answer["signature"]).with_batch_axes({})
-    found = batch_dependence_warnings(
+    warnings_found = batch_dependence_warnings(
         path / "m.onnx", signature, SampleArrays({"x": x}, len(x)), answer["details"]
     )
-    assert all("'y'" in message.message for message in found)
-    return [message.code for message in found]
+    assert all("'y'" in message.message for message in warnings_found)
+    return [message.code for message in warnings_found]
 
 
 def branching() -> Any:
@@ -56,27 +56,30 @@ def normed(training: int) -> Any:
 
 
 @pytest.mark.parametrize("model", [branching(), normed(1)], ids=["if", "batch norm that trains"])
-def test_outputs_that_depend_on_the_batch_are_named(tmp_path: Path, model: Any) -> None:
+def test_batch_dependent_outputs_are_reported(tmp_path: Path, model: Any) -> None:
     assert codes(tmp_path, model) == ["outputs-depend-on-batch"]
 
 
 @pytest.mark.parametrize("size", ["N", 1], ids=["any", "one"])
-def test_rows_that_are_computed_each_alone_are_no_matter(tmp_path: Path, size: Any) -> None:
+def test_independent_rows_give_no_warning(tmp_path: Path, size: Any) -> None:
     assert codes(tmp_path, normed(0) if size == "N" else graphs.two_layer_classifier(size)) == []
 
 
-def test_a_large_mean_in_halves_is_no_other_output(tmp_path: Path) -> None:
+def test_float16_rounding_of_large_mean_is_no_difference(tmp_path: Path) -> None:
     from smelt.export.onnx_models.output_comparison import _relative_difference
 
-    wanted = 2000 + np.arange(8.0)
-    assert _relative_difference(wanted, wanted + 1) is None
-    assert _relative_difference(wanted - 2000, wanted - 1999) is not None
+    large_values = 2000 + np.arange(8.0)
+    assert _relative_difference(large_values, large_values + 1) is None
+    assert _relative_difference(large_values - 2000, large_values - 1999) is not None
 
 
-def test_draws_and_scales_of_a_call_are_told_elsewhere(tmp_path: Path) -> None:
+def test_random_and_dynamically_scaled_outputs_give_no_batch_warning(tmp_path: Path) -> None:
     ends = [graphs.value_info("x", ["N", 8])], [graphs.value_info("y", ["N", 8])]
-    drawn = [helper.make_node("RandomNormalLike", ["x"], ["r"]), helper.make_node("Add", ["x", "r"], ["y"])]
-    assert codes(tmp_path, graphs.make_model(drawn, *ends)) == []
+    random_nodes = [
+        helper.make_node("RandomNormalLike", ["x"], ["r"]),
+        helper.make_node("Add", ["x", "r"], ["y"]),
+    ]
+    assert codes(tmp_path, graphs.make_model(random_nodes, *ends)) == []
     scaled = [
         helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"]),
         helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"]),

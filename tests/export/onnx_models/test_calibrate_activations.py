@@ -49,43 +49,41 @@ def of_onnxruntime(path: Path, method: CalibrationMethodName, samples: Sequence[
             return next(self.at, None)
 
     with redirect_stdout(StringIO()):
-        made = create_calibrator(path, ["MatMul", "Relu"], str(folder / "a.onnx"), METHODS[method])
-        made.collect_data(Reader())
-        return made.compute_data()
+        calibrator = create_calibrator(path, ["MatMul", "Relu"], str(folder / "a.onnx"), METHODS[method])
+        calibrator.collect_data(Reader())
+        return calibrator.compute_data()
 
 
 def require_equal(ranges: Any, wanted: Any, method: CalibrationMethodName) -> None:
     assert set(ranges.keys()) == set(wanted.keys()) == {"x", "h", "y"}
-    for name, seen in wanted.items():
-        assert [float(np.squeeze(v)) for v in seen.range_value] == [
+    for name, expected_range in wanted.items():
+        assert [float(np.squeeze(v)) for v in expected_range.range_value] == [
             float(v) for v in ranges[name].range_value
         ]
         if method != "minmax":
-            assert np.array_equal(seen.hist, ranges[name].hist)
-            assert np.array_equal(seen.bins, ranges[name].bins)
+            assert np.array_equal(expected_range.hist, ranges[name].hist)
+            assert np.array_equal(expected_range.bins, ranges[name].bins)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_ranges_and_histograms_are_those_of_onnxruntime(
-    method: CalibrationMethodName, tmp_path: Path
-) -> None:
+def test_ranges_and_histograms_equal_onnxruntime(method: CalibrationMethodName, tmp_path: Path) -> None:
     path, samples = tokens(tmp_path), feeds(*[6] * 9)
-    wanted = of_onnxruntime(path, method, samples, tmp_path)
-    require_equal(found(path, method, samples, tmp_path / "new").ranges, wanted, method)
+    expected = of_onnxruntime(path, method, samples, tmp_path)
+    require_equal(found(path, method, samples, tmp_path / "new").ranges, expected, method)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_samples_of_different_lengths_count_like_one_long_sample(
+def test_samples_of_different_lengths_equal_one_concatenated_sample(
     method: CalibrationMethodName, tmp_path: Path
 ) -> None:
     path, samples = tokens(tmp_path), feeds(3, 9, 1, 20)
-    whole = [{"x": np.concatenate([one["x"] for one in samples], axis=1)}]
-    wanted = of_onnxruntime(path, method, whole, tmp_path)
-    require_equal(found(path, method, samples, tmp_path / "new").ranges, wanted, method)
+    joined_samples = [{"x": np.concatenate([sample["x"] for sample in samples], axis=1)}]
+    expected = of_onnxruntime(path, method, joined_samples, tmp_path)
+    require_equal(found(path, method, samples, tmp_path / "new").ranges, expected, method)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_much_larger_later_sample_takes_no_more_bins(method: CalibrationMethodName, tmp_path: Path) -> None:
+def test_larger_later_sample_does_not_add_bins(method: CalibrationMethodName, tmp_path: Path) -> None:
     """ONNX Runtime's own merge would make one bin for each 1e-4 up to 1e6."""
     samples = feeds(4, 4)
     samples[1]["x"] *= 1e6
@@ -96,21 +94,24 @@ def test_a_much_larger_later_sample_takes_no_more_bins(method: CalibrationMethod
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_infinite_values_have_no_range_and_nan_is_left_out(
+def test_infinite_values_have_no_range_and_nan_is_ignored(
     method: CalibrationMethodName, tmp_path: Path
 ) -> None:
     samples = feeds(4, 4)
     samples[0]["x"][0, 0, 0] = np.nan
-    seen = found(tokens(tmp_path), method, samples, tmp_path / "new")
-    assert (seen.huge, np.isfinite(seen.ranges["x"].range_value).all()) == (set(), True)
+    calibration = found(tokens(tmp_path), method, samples, tmp_path / "new")
+    assert (calibration.huge, np.isfinite(calibration.ranges["x"].range_value).all()) == (set(), True)
     samples[0]["x"][0, 0, 0] = -np.inf
-    seen = found(tokens(tmp_path), method, samples, tmp_path / "other")
-    assert {"x", "h"} <= seen.huge
-    assert not {"x", "h"} & set(seen.ranges.keys())
+    calibration = found(tokens(tmp_path), method, samples, tmp_path / "other")
+    assert {"x", "h"} <= calibration.huge
+    assert not {"x", "h"} & set(calibration.ranges.keys())
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_values_that_are_all_the_same_keep_their_ends(method: CalibrationMethodName, tmp_path: Path) -> None:
-    same = [{"x": np.full((1, 2, 8), 4096, np.float32)}, {"x": np.full((1, 3, 8), 4096.0005, np.float32)}]
-    ranges = found(tokens(tmp_path), method, same, tmp_path / "new").ranges
+def test_constant_values_keep_their_range(method: CalibrationMethodName, tmp_path: Path) -> None:
+    constant_samples = [
+        {"x": np.full((1, 2, 8), 4096, np.float32)},
+        {"x": np.full((1, 3, 8), 4096.0005, np.float32)},
+    ]
+    ranges = found(tokens(tmp_path), method, constant_samples, tmp_path / "new").ranges
     assert float(ranges["x"].range_value[1]) == pytest.approx(4096, rel=1e-3)

@@ -17,7 +17,7 @@ DRAWS = int(os.environ.get("SMELT_GRAPH_DRAWS", "4"))
 
 
 @pytest.mark.slow
-def test_drawn_graphs_give_valid_files_that_compute_the_same_or_an_explanation(tmp_path):
+def test_random_graphs_are_converted_correctly_or_rejected_with_reason(tmp_path):
     command = [sys.executable, "-m", staged_graphs.__name__, str(DRAWS), tmp_path / "home"]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -60,12 +60,12 @@ def forgets(self, src, settings, ctx):
 @pytest.fixture(scope="module")
 def graph(tmp_path_factory):
     """A graph that the stage takes as it should."""
-    home, graph = (
+    root_folder, graph = (
         tmp_path_factory.mktemp("drawn"),
         find(random_graphs.random_graphs(["mlp"]), lambda graph: True),
     )
-    assert staged_graphs.unsupported_reason(graph, home / "draw") is None
-    assert staged_graphs.find_faults(graph, home / "draw", ("dynamic",))[0] == []
+    assert staged_graphs.unsupported_reason(graph, root_folder / "draw") is None
+    assert staged_graphs.find_faults(graph, root_folder / "draw", ("dynamic",))[0] == []
     return graph
 
 
@@ -74,8 +74,8 @@ def graph(tmp_path_factory):
     [(crashes, "signal 11"), (raises, "KeyError"), (refuses, "without a code"), (negates, "off"),
      (forgets, "onnx.checker")],
 )  # fmt: skip
-def test_what_must_not_happen_is_seen(fault, words, graph, tmp_path, monkeypatch):
+def test_faults_in_conversion_are_detected(fault, words, graph, tmp_path, monkeypatch):
     monkeypatch.setattr(QuantizeOnnx, "__call__", fault)
-    [found] = staged_graphs.find_faults(graph, tmp_path / "draw", ("dynamic",))[0]
-    assert found.startswith("dynamic: ")
-    assert words in found
+    [fault_text] = staged_graphs.find_faults(graph, tmp_path / "draw", ("dynamic",))[0]
+    assert fault_text.startswith("dynamic: ")
+    assert words in fault_text

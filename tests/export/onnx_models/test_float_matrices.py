@@ -7,7 +7,7 @@ from smelt.export.onnx_models.quantize_onnx import float_matrices_message
 from tests.support.graphs import imported_graphs as graphs
 
 
-def test_float_matrices_are_counted_and_the_largest_named() -> None:
+def test_float_matrices_are_counted_and_largest_is_named() -> None:
     model = graphs.two_layer_classifier(width=256)
     message = float_matrices_message([model])
     assert message is not None
@@ -15,7 +15,7 @@ def test_float_matrices_are_counted_and_the_largest_named() -> None:
     assert message.index("'w1' of MatMul 'first' (0.00819 MB)") < message.index("'w2' of MatMul 'second'")
 
 
-def test_codes_vectors_and_what_nothing_reads_are_none() -> None:
+def test_quantized_weights_vectors_and_unused_tensors_are_not_counted() -> None:
     model = graphs.two_layer_classifier()
     for tensor in model.graph.initializer:
         if len(tensor.dims) > 1:

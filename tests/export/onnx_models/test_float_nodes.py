@@ -76,32 +76,34 @@ def padded(seed: int, rows: int = 48) -> SampleArrays:
 
 
 def names_kept(model: Any) -> set[str]:
-    return {model.graph.node[at].name for at in float_only_nodes(model, {}, OPERATORS)}
+    return {model.graph.node[index].name for index in float_only_nodes(model, {}, OPERATORS)}
 
 
 @pytest.mark.parametrize("kind", MASKS)
-def test_what_lies_between_a_mask_and_the_softmax_stays_float(kind: str) -> None:
-    kept = names_kept(attention(MASKS[kind]))
-    assert {"masking", "softmax"} <= kept
-    assert not kept & {"q", "k", "v", "scores", "context", "out"}
+def test_nodes_between_mask_and_softmax_are_kept_float(kind: str) -> None:
+    float_names = names_kept(attention(MASKS[kind]))
+    assert {"masking", "softmax"} <= float_names
+    assert not float_names & {"q", "k", "v", "scores", "context", "out"}
 
 
 @pytest.mark.parametrize(("kind", "method"), matrix_cells(list(MASKS), ["minmax", "entropy", "percentile"]))
-def test_padding_gets_no_attention_in_int8(kind: str, method: Any, tmp_path: Path) -> None:
+def test_int8_graph_ignores_padding(kind: str, method: Any, tmp_path: Path) -> None:
     source = graphs.make_artifact(tmp_path / "src", attention(MASKS[kind]))
     settings = QuantizeOnnxSettings(scheme="int8-static", calibration_method=method, op_types=OPERATORS)
     data = {"calibration": split_from_arrays("rows.npz", padded(1))}
     ctx = harness.run_stage(QuantizeOnnx(), settings, source, tmp_path / "out", data=data)
-    rows = padded(2).values
-    before, after = (open_onnx_session(folder / "model.onnx", 1) for folder in (source.path, ctx.out))
-    wanted, got = (session.run(None, rows)[0] for session in (before, after))
-    assert np.sqrt(((got - wanted) ** 2).mean()) < 0.15 * wanted.std()
-    other = {**rows, "x": np.where(rows["mask"].transpose(0, 2, 1) == 1, rows["x"], 3 * rows["x"])}
-    counts = np.broadcast_to(rows["mask"].transpose(0, 2, 1) == 1, got.shape)
-    assert np.array_equal(after.run(None, other)[0][counts], got[counts])  # padding is not read
+    arrays = padded(2).values
+    float_session, int8_session = (
+        open_onnx_session(folder / "model.onnx", 1) for folder in (source.path, ctx.out)
+    )
+    expected, actual = (session.run(None, arrays)[0] for session in (float_session, int8_session))
+    assert np.sqrt(((actual - expected) ** 2).mean()) < 0.15 * expected.std()
+    other = {**arrays, "x": np.where(arrays["mask"].transpose(0, 2, 1) == 1, arrays["x"], 3 * arrays["x"])}
+    counts = np.broadcast_to(arrays["mask"].transpose(0, 2, 1) == 1, actual.shape)
+    assert np.array_equal(int8_session.run(None, other)[0][counts], actual[counts])  # padding is not read
 
 
-def test_a_bias_or_a_bound_is_no_mask() -> None:
+def test_bias_or_bound_is_not_treated_as_mask() -> None:
     """A linear model of large numbers, a clamp to the limits of float16, the bias of a classifier."""
     tensors = {
         "w": np.full((8, 4), -2e5), "b": np.array([-5e4, 3, 2e4, 1]), "low": -65504.0, "high": 65504.0,
@@ -121,14 +123,14 @@ def test_a_bias_or_a_bound_is_no_mask() -> None:
     assert names_kept(model) == set()
 
 
-def test_other_types_stay_float() -> None:
+def test_unsupported_types_are_kept_float() -> None:
     nodes = [N("MatMul", ["x", "w"], ["h"], "stack"), N("MatMul", ["h", "d"], ["y"], "double")]
     weights = [numpy_helper.from_array(np.ones((3, 8, 8), np.float32), "w")]
     model = graphs.make_model(
         nodes, [graphs.value_info("x", [3, 2, 8])], [graphs.value_info("y", [3, 2, 8])], weights
     )
-    found = float_only_nodes(model, {"d": TensorProto.DOUBLE}, ["MatMul"])
-    assert set(found) == {1}
+    float_nodes = float_only_nodes(model, {"d": TensorProto.DOUBLE}, ["MatMul"])
+    assert set(float_nodes) == {1}
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,7 @@ def test_other_types_stay_float() -> None:
     [({"low": 0, "high": 6}, False), ({"high": 6}, False), ({"low": 0.01}, True), ({"high": -0.01}, True)],
 )
 @pytest.mark.parametrize("computed", [False, True])
-def test_a_clip_that_the_range_of_its_output_does_not_stand_for_stays_float(
+def test_clip_not_represented_by_output_range_is_kept_float(
     bounds: dict[str, float], stays: bool, computed: bool
 ) -> None:
     """The static quantizer removes a Clip behind a convolution; a range of int8 always has 0 inside."""
@@ -147,13 +149,13 @@ def test_a_clip_that_the_range_of_its_output_does_not_stand_for_stays_float(
     model = graphs.make_model(
         nodes, [graphs.value_info("x", ["N", 4])], [graphs.value_info("y", ["N", 4])], weights
     )
-    found = unfused_activations(model.graph, ("Clip",))
-    assert set(found) == ({len(nodes) - 1} if stays or computed else set())
+    float_nodes = unfused_activations(model.graph, ("Clip",))
+    assert set(float_nodes) == ({len(nodes) - 1} if stays or computed else set())
     assert not unfused_activations(model.graph, ("Conv",))
 
 
 @pytest.mark.parametrize("op_type", ["MatMul", "Gemm"])
-def test_a_sum_over_nothing_stays_float(op_type: str) -> None:
+def test_empty_reduction_is_kept_float(op_type: str) -> None:
     """ONNX Runtime 1.31 returns uninitialized memory for it in int8."""
     ends = [graphs.value_info("x", [1, 0])], [graphs.value_info("y", [1, 8])]
     weight = numpy_helper.from_array(np.zeros((0, 8), np.float32), "w")

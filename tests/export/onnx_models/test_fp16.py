@@ -35,19 +35,19 @@ def types(folder: Path) -> dict[str, int]:
     return {t.name: t.data_type for t in onnx.load(folder / "out/model.onnx").graph.initializer}
 
 
-def test_weights_are_float16_and_what_goes_in_and_out_float32(tmp_path: Path) -> None:
+def test_weights_are_float16_and_inputs_outputs_float32(tmp_path: Path) -> None:
     ctx = run(tmp_path, graphs.two_layer_classifier(width=64))
     model = onnx.load(tmp_path / "out/model.onnx")
     ends = [v.type.tensor_type.elem_type for v in (*model.graph.input, *model.graph.output)]
     assert ends == [TensorProto.FLOAT] * 2
     assert set(types(tmp_path).values()) == {TensorProto.FLOAT16}
-    rows = graphs.make_split(seed=9)
-    got, wanted = (graphs.class_logits(tmp_path / side / "model.onnx", rows) for side in ("out", "src"))
-    assert 0 < np.abs(got - wanted).max() / wanted.std() < 0.01
+    split = graphs.make_split(seed=9)
+    actual, expected = (graphs.class_logits(tmp_path / side / "model.onnx", split) for side in ("out", "src"))
+    assert 0 < np.abs(actual - expected).max() / expected.std() < 0.01
     assert (ctx.details["dtype"], ctx.details["kept_float32"], ctx.warnings) == ("fp16", 0, [])
 
 
-def test_what_would_overflow_stays_float32(tmp_path: Path) -> None:
+def test_overflowing_nodes_are_kept_float32(tmp_path: Path) -> None:
     """The first layer gives values of a million, the second ordinary ones."""
     model = graphs.two_layer_classifier()
     for tensor, factor in ((model.graph.initializer[0], 1e6), (model.graph.initializer[2], 1e-4)):
@@ -55,21 +55,21 @@ def test_what_would_overflow_stays_float32(tmp_path: Path) -> None:
             numpy_helper.from_array(numpy_helper.to_array(tensor) * np.float32(factor), tensor.name)
         )
     ctx = run(tmp_path, model)
-    rows = graphs.make_split(seed=9)
-    got, wanted = (graphs.class_logits(tmp_path / side / "model.onnx", rows) for side in ("out", "src"))
-    assert np.abs(got - wanted).max() / wanted.std() < 0.01
+    split = graphs.make_split(seed=9)
+    actual, expected = (graphs.class_logits(tmp_path / side / "model.onnx", split) for side in ("out", "src"))
+    assert np.abs(actual - expected).max() / expected.std() < 0.01
     assert ctx.details["kept_float32"] >= 3
     assert message_codes(ctx.warnings)[0] == "kept-float32"
     assert types(tmp_path)["b2"] == TensorProto.FLOAT16
 
 
-def test_operators_that_are_named_stay_float32(tmp_path: Path) -> None:
+def test_operators_in_keep_fp32_are_kept_float32(tmp_path: Path) -> None:
     run(tmp_path, graphs.two_layer_classifier(), keep_fp32=["MatMul"])
     assert types(tmp_path)["w1"] == TensorProto.FLOAT
     assert types(tmp_path)["b1"] == TensorProto.FLOAT16
 
 
-def test_whole_numbers_may_change_and_are_told(tmp_path: Path) -> None:
+def test_changed_integer_outputs_are_reported(tmp_path: Path) -> None:
     """A map of labels has some at every border that float16 chooses otherwise; that is no broken graph."""
     ctx = run(tmp_path, graphs.classifier_with_integer_output())
     assert ctx.details["parity"]["relative"] < 0.01
@@ -80,22 +80,22 @@ def test_whole_numbers_may_change_and_are_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("operator", ["ReduceMean", "ReduceSum", "ReduceL2"])
 def test_reductions_with_axes_as_attribute_and_as_input(tmp_path: Path, opset: int, operator: str) -> None:
     """A mean has its axes as an input from opset 18 on, a sum from 13 on: the bound of a mean is a sum."""
-    given = opset >= (13 if operator == "ReduceSum" else 18)
+    axes_as_input = opset >= (13 if operator == "ReduceSum" else 18)
     weights = [numpy_helper.from_array(np.eye(8, dtype=np.float32), "w")]
-    weights += [numpy_helper.from_array(np.array([-1]), "axes")] if given else []
-    attributes = {} if given else {"axes": [-1]}
+    weights += [numpy_helper.from_array(np.array([-1]), "axes")] if axes_as_input else []
+    attributes = {} if axes_as_input else {"axes": [-1]}
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["m"], "m"),
-        helper.make_node(operator, ["m", "axes"] if given else ["m"], ["y"], "r", **attributes),
+        helper.make_node(operator, ["m", "axes"] if axes_as_input else ["m"], ["y"], "r", **attributes),
     ]
     x, y = graphs.value_info("x", ["N", 8]), graphs.value_info("y", ["N", 1])
     model = graphs.make_model(nodes, [x], [y], weights, opset=opset)
     source = graphs.make_artifact(tmp_path / "src", model)
     large = np.full((4, 8), 30_000.0, np.float32)  # whose sums float16 does not hold
-    for rows, kept in ((np.ones((4, 8), np.float32), int(operator == "ReduceL2")), (large, 1)):
-        data = {"calibration": split_from_arrays("rows.npz", SampleArrays({"x": rows}, len(rows)))}
-        ctx = harness.run_stage(Fp16(), Fp16Settings(), source, tmp_path / f"out{rows[0, 0]}", data=data)
-        assert bool(ctx.details["kept_float32"]) == bool(kept)
+    for samples, num_float32 in ((np.ones((4, 8), np.float32), int(operator == "ReduceL2")), (large, 1)):
+        data = {"calibration": split_from_arrays("rows.npz", SampleArrays({"x": samples}, len(samples)))}
+        ctx = harness.run_stage(Fp16(), Fp16Settings(), source, tmp_path / f"out{samples[0, 0]}", data=data)
+        assert bool(ctx.details["kept_float32"]) == bool(num_float32)
         assert ctx.details["parity"]["relative"] < 0.01
 
 
@@ -156,7 +156,7 @@ FIXED = {
 
 
 @pytest.mark.parametrize("name", FIXED)
-def test_what_is_float32_by_its_definition_stays_it(name: str) -> None:
+def test_float32_only_operators_are_kept_float32(name: str) -> None:
     random = np.random.default_rng(0)
     arrays = {
         "w": random.normal(0, 0.3, (8, 8)).astype(np.float32),
@@ -166,8 +166,12 @@ def test_what_is_float32_by_its_definition_stays_it(name: str) -> None:
         "more": np.array([1.5], np.float32),
     }  # fmt: skip
     nodes = [NODE("MatMul", ["x", "w"], ["m"]), *FIXED[name], NODE("Add", ["o", "m"], ["y"])]
-    read = {each for node in nodes for each in node.input}
-    weights = [numpy_helper.from_array(value, each) for each, value in arrays.items() if each in read]
+    used_names = {tensor_name for node in nodes for tensor_name in node.input}
+    weights = [
+        numpy_helper.from_array(value, tensor_name)
+        for tensor_name, value in arrays.items()
+        if tensor_name in used_names
+    ]
     x = random.normal(size=(8, 8)).astype(np.float32)
     model = graphs.make_model(
         nodes, [graphs.value_info("x", [8, 8])], [graphs.value_info("y", [8, 8])], weights, opset=17
@@ -175,19 +179,19 @@ def test_what_is_float32_by_its_definition_stays_it(name: str) -> None:
     model.opset_import.append(helper.make_opsetid("ai.onnx.ml", 3))
     if name == "a weight that comes out":
         model.graph.output.append(graphs.value_info("w", [8, 8]))
-    wanted = ReferenceEvaluator(model).run(None, {"x": x}) if name not in LEFT_OUT else None
+    reference_outputs = ReferenceEvaluator(model).run(None, {"x": x}) if name not in LEFT_OUT else None
     expected = answers(model, x)
     constants_to_initializers(model)
     convert_to_half(model, "model", "fp16", float32_nodes(model), {"x", "y", "w"})
-    got = answers(model, x)
-    for one, other in zip(got, expected, strict=True):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        np.testing.assert_allclose(one, other, atol=0.01 * np.abs(other).max())
-    for one, other in zip(expected, wanted or expected, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-4)
+    actual = answers(model, x)
+    for output, other in zip(actual, expected, strict=True):
+        assert (output.dtype, output.shape) == (other.dtype, other.shape)
+        np.testing.assert_allclose(output, other, atol=0.01 * np.abs(other).max())
+    for output, other in zip(expected, reference_outputs or expected, strict=True):
+        np.testing.assert_allclose(output, other, atol=1e-4)
 
 
-def test_a_batch_that_is_transposed_before_a_product_crashes_nothing(tmp_path: Path) -> None:
+def test_transposed_batch_before_matmul_does_not_crash(tmp_path: Path) -> None:
     """ONNX Runtime 1.31 crashes on the CPU where the Transpose is float16."""
     nodes = [NODE("Transpose", ["x"], ["t"], perm=[1, 0, 2]), NODE("MatMul", ["t", "w"], ["y"])]
     random = np.random.default_rng(0)
@@ -223,10 +227,12 @@ def test_fp16_warns_of_weights_that_become_zero(
         tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
     ctx = run(tmp_path, model)
     assert (ctx.details["parity"]["error"] > 0.02) == warned
-    assert ([one.code for one in ctx.warnings if "'logits'" in one.message] == ["outputs-changed"]) == warned
+    assert (
+        [warning.code for warning in ctx.warnings if "'logits'" in warning.message] == ["outputs-changed"]
+    ) == warned
 
 
-def test_sample_that_needs_a_small_constant_is_right_though_the_calibration_samples_do_not(
+def test_small_constant_is_preserved_for_uncalibrated_samples(
     tmp_path: Path,
 ) -> None:
     """Unit length, divided by max(norm, 1e-12): in float16 a zero row was 0 / 0."""
@@ -242,11 +248,11 @@ def test_sample_that_needs_a_small_constant_is_right_though_the_calibration_samp
     assert (ctx.details["kept_float32"], ctx.warnings) == (3, [])
     x = np.zeros((2, 8), np.float32)
     x[1, 0] = 1e-4
-    (got,) = answers(onnx.load(tmp_path / "out/model.onnx"), x)
-    np.testing.assert_allclose(got, (x > 0).astype(np.float32), atol=1e-3)
+    (actual,) = answers(onnx.load(tmp_path / "out/model.onnx"), x)
+    np.testing.assert_allclose(actual, (x > 0).astype(np.float32), atol=1e-3)
 
 
-def test_first_node_that_is_not_finite_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_non_finite_node_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum of 1e-8 and zeros is 0 in float16."""
     monkeypatch.setattr(fp16_range, "nodes_outside_fp16", lambda model: set())
     values = {"small": np.float32(1e-8), "zero": np.float32(0)}
@@ -256,9 +262,9 @@ def test_first_node_that_is_not_finite_is_named(tmp_path: Path, monkeypatch: pyt
         NODE("Div", ["x", "s"], ["r"], "ratio"), NODE("Mul", ["r", "zero"], ["logits"], "last"),
     ]  # fmt: skip
     ends = [graphs.value_info("x", ["N", 8])], [graphs.value_info("logits", ["N", 8])]
-    with raises_code("non-finite-outputs", ParityError) as caught:
+    with raises_code("non-finite-outputs", ParityError) as excinfo:
         run(tmp_path, graphs.make_model(nodes, *ends, weights))
-    assert "ratio" in str(caught.value)
+    assert "ratio" in str(excinfo.value)
 
 
 def test_outputs_that_are_random_are_reported(tmp_path: Path) -> None:
@@ -271,14 +277,14 @@ def test_outputs_that_are_random_are_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["logits_inner", "x.float16"])
-def test_names_that_the_graph_has_are_not_taken_twice(tmp_path: Path, name: str) -> None:
+def test_new_node_names_do_not_collide(tmp_path: Path, name: str) -> None:
     model = graphs.two_layer_classifier()
     model.graph.node[0].output[0] = model.graph.node[1].input[0] = name
     ctx = run(tmp_path, model)
     assert ctx.details["parity"]["relative"] < 0.01
 
 
-def test_a_graph_that_takes_one_row_alone_gets_one(tmp_path: Path) -> None:
+def test_single_row_graph_is_fed_one_row(tmp_path: Path) -> None:
     """Its batch has a name, and a Reshape inside has its size."""
     model = graphs.two_layer_classifier()
     model.graph.initializer.append(numpy_helper.from_array(np.array([1, 8]), "shape"))
@@ -287,7 +293,7 @@ def test_a_graph_that_takes_one_row_alone_gets_one(tmp_path: Path) -> None:
     assert run(tmp_path, model).details["parity"]["relative"] < 0.01
 
 
-def test_weights_above_the_limit_of_one_file_are_read_again(
+def test_external_weights_above_file_limit_are_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Writing such a graph moves its weights out of the model, which is converted afterwards."""
@@ -309,8 +315,8 @@ def test_sums_of_nodes_without_an_optional_input_are_measured(tmp_path: Path, no
     weight = numpy_helper.from_array(np.eye(8, dtype=np.float32), "w")
     ends = [graphs.value_info("x", ["N", 8])], [graphs.value_info("y", ["N", 8])]
     source = graphs.make_artifact(tmp_path / "src", graphs.make_model([node], *ends, [weight]))
-    rows = np.full((4, 8), 3.0, np.float32)
-    data = {"calibration": split_from_arrays("rows.npz", SampleArrays({"x": rows}, len(rows)))}
+    samples = np.full((4, 8), 3.0, np.float32)
+    data = {"calibration": split_from_arrays("rows.npz", SampleArrays({"x": samples}, len(samples)))}
     ctx = harness.run_stage(Fp16(), Fp16Settings(), source, tmp_path / "out", data=data)
     assert ctx.details["kept_float32"] == 0
     assert ctx.details["parity"]["relative"] < 0.01

@@ -39,8 +39,8 @@ def convolution(nodes: list[Any], outputs: list[str], mean: float) -> Any:
         "w2": random.normal(size=(6, 6, 3, 3), scale=0.3), "low": np.float32(-1), "high": np.float32(6),
     }  # fmt: skip
     nodes = [N("Conv", ["x", "w", "b"], ["e"], "first", pads=[1, 1, 1, 1]), *nodes]
-    read = {name for node in nodes for name in node.input}
-    weights = [numpy_helper.from_array(v.astype(np.float32), k) for k, v in arrays.items() if k in read]
+    used_names = {name for node in nodes for name in node.input}
+    weights = [numpy_helper.from_array(v.astype(np.float32), k) for k, v in arrays.items() if k in used_names]
     ends = [graphs.value_info(name, ["N", 6, 8, 8]) for name in outputs]
     return graphs.make_model(nodes, [graphs.value_info("x", ["N", 3, 8, 8])], ends, weights)
 
@@ -56,8 +56,10 @@ def quantize(folder: Path, model: Any, **settings: Any) -> tuple[Any, list[Any],
     )
     # by runtimes.onnx_backend, whose int8 products are exact on every processor
     sessions = [open_onnx_session(path / "model.onnx", 1) for path in (source.path, ctx.out)]
-    before, after = ([np.asarray(v) for v in session.run(None, {"x": x[40:]})] for session in sessions)
-    return ctx, before, after
+    float_outputs, int8_outputs = (
+        [np.asarray(v) for v in session.run(None, {"x": x[40:]})] for session in sessions
+    )
+    return ctx, float_outputs, int8_outputs
 
 
 @pytest.mark.parametrize("target", ["ort-cpu", "tensorrt"])
@@ -66,12 +68,12 @@ def test_convolution_read_before_its_activation_keeps_its_own_range(
     tmp_path: Path, reader: str, target: str
 ) -> None:
     """The quantizer gives it the range of the ReLU: negative values became 0 (onnxruntime 14501, 15093)."""
-    ctx, before, after = quantize(tmp_path, convolution(*READ_BEFORE[reader]), target=target)
-    kept = ["nodes-kept-float"] if reader.startswith("an output") else []
-    assert message_codes(ctx.warnings) == kept
-    for wanted, got in zip(before, after, strict=True):
-        assert np.sqrt(((got - wanted) ** 2).mean()) < 0.05 * wanted.std()
-        assert abs(got.min() - wanted.min()) < 0.1 * wanted.std()
+    ctx, float_outputs, int8_outputs = quantize(tmp_path, convolution(*READ_BEFORE[reader]), target=target)
+    expected_codes = ["nodes-kept-float"] if reader.startswith("an output") else []
+    assert message_codes(ctx.warnings) == expected_codes
+    for expected, actual in zip(float_outputs, int8_outputs, strict=True):
+        assert np.sqrt(((actual - expected) ** 2).mean()) < 0.05 * expected.std()
+        assert abs(actual.min() - expected.min()) < 0.1 * expected.std()
 
 
 @pytest.mark.parametrize("outputs", [["f"], ["f", "r"]])

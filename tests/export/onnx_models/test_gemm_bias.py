@@ -21,7 +21,7 @@ def gemm(bias: Any, turned: int) -> Any:
         helper.make_node("Gemm", ["x", "w1", "c"], ["b"], "second", transB=turned),
         helper.make_node("Add", ["a", "b"], ["logits"], "sum"),
     ]
-    tensors = [numpy_helper.from_array(w, f"w{at}") for at, w in enumerate(weights)]
+    tensors = [numpy_helper.from_array(w, f"w{index}") for index, w in enumerate(weights)]
     tensors.append(numpy_helper.from_array(np.asarray(bias, np.float32), "c"))
     return graphs.make_model(
         nodes, [graphs.value_info("x", [2, 8])], [graphs.value_info("logits", [2, 4])], tensors
@@ -35,14 +35,12 @@ def gemm(bias: Any, turned: int) -> Any:
         ([[1.0, 2.0, 3.0, 4.0], [-4.0, -3.0, -2.0, -1.0]], 1),
     ],
 )  # fmt: skip
-def test_a_bias_of_any_shape_that_onnx_allows_is_quantized_right(
-    tmp_path: Path, bias: Any, turned: int
-) -> None:
+def test_gemm_bias_of_any_valid_shape_is_quantized_correctly(tmp_path: Path, bias: Any, turned: int) -> None:
     source = graphs.make_artifact(tmp_path / "src", gemm(bias, turned))
-    chosen = QuantizeOnnxSettings(scheme="int8-static")
+    stage_settings = QuantizeOnnxSettings(scheme="int8-static")
     data = {"calibration": graphs.make_split()}
-    ctx = harness.run_stage(QuantizeOnnx(), chosen, source, tmp_path / "out", data=data)
+    ctx = harness.run_stage(QuantizeOnnx(), stage_settings, source, tmp_path / "out", data=data)
     assert ctx.details["parity"]["relative"] < 0.1
-    rows = graphs.make_split(count=2)
-    got, wanted = (graphs.class_logits(tmp_path / side / "model.onnx", rows) for side in ("out", "src"))
-    assert np.abs(got - wanted).max() < 0.3
+    split = graphs.make_split(count=2)
+    actual, expected = (graphs.class_logits(tmp_path / side / "model.onnx", split) for side in ("out", "src"))
+    assert np.abs(actual - expected).max() < 0.3

@@ -51,7 +51,7 @@ def ends(width: int) -> tuple[Any, Any]:
 
 def branches(name: str = "if") -> Any:
     """A choice by the data whose branches use the same names, each for its own values."""
-    chosen = [
+    branch_bodies = [
         body(
             [NODE("MatMul", ["h", "w"], ["t"], "inside"), NODE(last, ["t"], ["z"])],
             (),
@@ -60,7 +60,7 @@ def branches(name: str = "if") -> Any:
         )
         for last, scale in (("Tanh", 0.2), ("Relu", 0.5))
     ]
-    return NODE("If", ["c"], ["y"], name, then_branch=chosen[0], else_branch=chosen[1])
+    return NODE("If", ["c"], ["y"], name, then_branch=branch_bodies[0], else_branch=branch_bodies[1])
 
 
 def choice() -> Any:
@@ -75,7 +75,7 @@ def choice() -> Any:
 
 def loop(scale: float = 0.3, trips: int = 3) -> Any:
     """A state that is multiplied again and again; of each round its largest value comes out too."""
-    inside = body(
+    loop_body = body(
         [
             NODE("Constant", [], ["half"], "half", value_float=0.5),
             NODE("Mul", ["state", "half"], ["less"], "less"),
@@ -90,7 +90,7 @@ def loop(scale: float = 0.3, trips: int = 3) -> Any:
         [graphs.value_info("i", [], INT64), graphs.value_info("go_on", [], BOOL), unshaped("state")],
         [graphs.value_info("go_on", [], BOOL), unshaped("next"), graphs.value_info("most", [])],
     )
-    node = NODE("Loop", ["trips", "go", "x"], ["y", "each"], "loop", body=inside)
+    node = NODE("Loop", ["trips", "go", "x"], ["y", "each"], "loop", body=loop_body)
     weights = [tensor("w", 8, 8), constant("up", np.float32(scale))]
     weights += [constant("trips", trips), constant("go", True)]
     return graphs.make_model(
@@ -99,7 +99,7 @@ def loop(scale: float = 0.3, trips: int = 3) -> Any:
 
 
 def scan() -> Any:
-    inside = body(
+    scan_body = body(
         [
             NODE("MatMul", ["state", "u"], ["a"], "turned"),
             NODE("Add", ["a", "part"], ["b"], "sum"),
@@ -114,7 +114,7 @@ def scan() -> Any:
         NODE("Transpose", ["h"], ["parts"], "columns", perm=[1, 0]),
         NODE("Unsqueeze", ["parts", "last"], ["steps"], "steps"),
         NODE("Slice", ["h", "zero", "four", "last_axis"], ["start"], "start"),
-        NODE("Scan", ["start", "steps"], ["end", "y"], "scan", body=inside, num_scan_inputs=1),
+        NODE("Scan", ["start", "steps"], ["end", "y"], "scan", body=scan_body, num_scan_inputs=1),
     ]
     weights = [tensor("w", 8, 8), tensor("u", 4, 4), constant("last", [2])]
     weights += [constant("zero", [0]), constant("four", [4]), constant("last_axis", [1])]
@@ -123,20 +123,20 @@ def scan() -> Any:
 
 def nested() -> Any:
     """A Loop whose body chooses by the round."""
-    chosen = [
+    branch_bodies = [
         body([NODE(name, ["state", "v"], ["z"], f"in_{name}")], (), [unshaped("z")])
         for name in ("MatMul", "Add")
     ]
-    inside = body(
+    loop_body = body(
         [
             NODE("Equal", ["i", "one"], ["c"], "second"),
-            NODE("If", ["c"], ["chosen"], "if", then_branch=chosen[0], else_branch=chosen[1]),
+            NODE("If", ["c"], ["chosen"], "if", then_branch=branch_bodies[0], else_branch=branch_bodies[1]),
             NODE("Tanh", ["chosen"], ["next"], "tanh"),
         ],
         [graphs.value_info("i", [], INT64), graphs.value_info("go_on", [], BOOL), unshaped("state")],
         [graphs.value_info("go_on", [], BOOL), unshaped("next")],
     )
-    node = NODE("Loop", ["trips", "go", "x"], ["y"], "loop", body=inside)
+    node = NODE("Loop", ["trips", "go", "x"], ["y"], "loop", body=loop_body)
     weights = [tensor("v", 8, 8), constant("one", 1), constant("trips", 3), constant("go", True)]
     return graphs.make_model(
         [node], [graphs.value_info("x", [8, 8])], [graphs.value_info("y", [8, 8])], weights
@@ -157,21 +157,21 @@ def functions() -> Any:
         NODE("Layer", ["x", "w"], ["h"], domain="mine"),
         NODE("Layer", ["h", "w2"], ["y"], domain="mine"),
     ]
-    made = graphs.make_model(
+    model = graphs.make_model(
         nodes, *ends(4), [tensor("w", 8, 8), tensor("w2", 8, 4)], functions=[inner, outer]
     )
-    made.opset_import.append(opsets[1])
-    return made
+    model.opset_import.append(opsets[1])
+    return model
 
 
 def listed(ir_version: int) -> Any:
     """Weights that are inputs too, as each had to be before IR version 4."""
     nodes = [NODE("MatMul", ["x", "w"], ["h"], "first"), NODE("Gemm", ["h", "w2", "b"], ["y"], "second")]
     weights = [tensor("w", 8, 8), tensor("w2", 8, 4), tensor("b", 4)]
-    made = graphs.make_model(nodes, *ends(4), weights, opset=13)
-    made.graph.input.extend(graphs.value_info(one.name, list(one.dims)) for one in weights)
-    made.ir_version = ir_version
-    return made
+    model = graphs.make_model(nodes, *ends(4), weights, opset=13)
+    model.graph.input.extend(graphs.value_info(one.name, list(one.dims)) for one in weights)
+    model.ir_version = ir_version
+    return model
 
 
 MODELS = {
@@ -199,52 +199,53 @@ def outputs(path: Path, x: Any) -> Any:
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_graph_in_a_graph_is_converted_and_computes_what_it_did(
-    name: str, stage: str, tmp_path: Path
-) -> None:
-    model, (made, settings, allowed) = MODELS[name](), STAGES[stage]
-    ctx = run(made, settings, model, tmp_path)
+def test_subgraphs_are_converted_with_equal_outputs(name: str, stage: str, tmp_path: Path) -> None:
+    model, (source_model, settings, allowed) = MODELS[name](), STAGES[stage]
+    ctx = run(source_model, settings, model, tmp_path)
     onnx.checker.check_model(tmp_path / "out/model.onnx", full_check=True)
     x = rows(8)
     reference = ReferenceEvaluator(model).run(None, {"x": x})
-    wanted, got = (outputs(tmp_path / side / "model.onnx", x) for side in ("src", "out"))
-    for right, one, other in zip(reference, wanted, got, strict=True):
-        np.testing.assert_allclose(one, right.reshape(one.shape), atol=1e-5)
-        assert other.dtype == one.dtype
-        assert np.abs(other - one).max() < allowed * np.abs(one).max()
-    found = onnx.load(tmp_path / "out/model.onnx")
-    kinds = {t.name: t.data_type for t in found.graph.initializer if len(t.dims) == 2}
+    float_outputs, stage_outputs = (outputs(tmp_path / side / "model.onnx", x) for side in ("src", "out"))
+    for right, float_output, other in zip(reference, float_outputs, stage_outputs, strict=True):
+        np.testing.assert_allclose(float_output, right.reshape(float_output.shape), atol=1e-5)
+        assert other.dtype == float_output.dtype
+        assert np.abs(other - float_output).max() < allowed * np.abs(float_output).max()
+    converted = onnx.load(tmp_path / "out/model.onnx")
+    dtype_by_name = {t.name: t.data_type for t in converted.graph.initializer if len(t.dims) == 2}
     if stage == "fp16":
-        assert set(kinds.values()) == {TensorProto.FLOAT16}
-        assert {v.name for v in found.graph.input} <= {"x", "b"}
+        assert set(dtype_by_name.values()) == {TensorProto.FLOAT16}
+        assert {v.name for v in converted.graph.input} <= {"x", "b"}
     if stage == "int8-dynamic":
-        floats = {name for name, kind in kinds.items() if kind == TensorProto.FLOAT}
+        floats = {name for name, kind in dtype_by_name.items() if kind == TensorProto.FLOAT}
         assert floats == ({"v"} if name == "nested" else set())  # an Add reads it too
-        assert "MatMulInteger" in {node.op_type for node in all_nodes(found.graph.node)}
-    assert len(found.functions) == 0
+        assert "MatMulInteger" in {node.op_type for node in all_nodes(converted.graph.node)}
+    assert len(converted.functions) == 0
     # in the nested one an Add reads the float matrix too, which is told
     assert ctx.warnings == [] or stage == "int8-static" or name == "nested"
 
 
-def test_static_ranges_leave_bodies_float_and_say_which_weights(tmp_path: Path) -> None:
+def test_static_quantization_reports_float_weights_of_subgraphs(tmp_path: Path) -> None:
     ctx = run(*STAGES["int8-static"][:2], choice(), tmp_path)
-    (found,) = [one for one in ctx.warnings if one.code == "weights-kept-float"]
-    assert {"2", "(0.00026"} <= {*found.message.split()}
-    made = onnx.load(tmp_path / "out/model.onnx")
-    kinds = {t.name: t.data_type for t in made.graph.initializer}
-    assert (kinds["w0_quantized"], kinds["w"], kinds["w.1"]) == (TensorProto.INT8, *[TensorProto.FLOAT] * 2)
+    (warning,) = [candidate for candidate in ctx.warnings if candidate.code == "weights-kept-float"]
+    assert {"2", "(0.00026"} <= {*warning.message.split()}
+    quantized = onnx.load(tmp_path / "out/model.onnx")
+    dtype_by_name = {t.name: t.data_type for t in quantized.graph.initializer}
+    assert (dtype_by_name["w0_quantized"], dtype_by_name["w"], dtype_by_name["w.1"]) == (
+        TensorProto.INT8,
+        *[TensorProto.FLOAT] * 2,
+    )
 
 
 @pytest.mark.parametrize(("scale", "kept"), [(0.3, 0), (1e3, 2)])
-def test_what_would_overflow_in_a_loop_stays_float32(scale: float, kept: int, tmp_path: Path) -> None:
+def test_overflowing_loop_nodes_are_kept_float32(scale: float, kept: int, tmp_path: Path) -> None:
     ctx = run(Fp16(), Fp16Settings(), loop(scale), tmp_path)
     assert ctx.details["kept_float32"] == kept
     assert bool(ctx.warnings) == bool(kept)
-    wanted, got = (outputs(tmp_path / side / "model.onnx", rows(4)) for side in ("src", "out"))
-    assert np.abs(got[0] - wanted[0]).max() < 0.01 * np.abs(wanted[0]).max()
+    expected, actual = (outputs(tmp_path / side / "model.onnx", rows(4)) for side in ("src", "out"))
+    assert np.abs(actual[0] - expected[0]).max() < 0.01 * np.abs(expected[0]).max()
 
 
-def test_a_loop_without_a_round_gives_what_went_in(tmp_path: Path) -> None:
+def test_loop_with_zero_iterations_returns_its_inputs(tmp_path: Path) -> None:
     run(Fp16(), Fp16Settings(), loop(trips=0), tmp_path)
     np.testing.assert_array_equal(outputs(tmp_path / "out/model.onnx", rows(4))[0], rows(4))
 
@@ -256,64 +257,71 @@ def test_functions_are_inlined_before_simplifying(tmp_path: Path, monkeypatch: p
         lambda module, arguments, limits: stages.subprocess_main(arguments),
     )
     ctx = run(Simplify(), SimplifySettings(), functions(), tmp_path)
-    made = onnx.load(tmp_path / "out/model.onnx")
-    assert ([node.op_type for node in made.graph.node], len(made.functions)) == (["MatMul", "Tanh"] * 2, 0)
+    simplified = onnx.load(tmp_path / "out/model.onnx")
+    assert ([node.op_type for node in simplified.graph.node], len(simplified.functions)) == (
+        ["MatMul", "Tanh"] * 2,
+        0,
+    )
     assert ctx.warnings == []
 
 
-def test_no_two_values_of_a_normalized_graph_have_one_name(tmp_path: Path) -> None:
-    made = normalize_graph(graphs.save_model(choice(), tmp_path / "m.onnx"))
-    names = [name for node in all_nodes(made.graph.node) for name in node.output]
+def test_normalized_graph_has_unique_value_names(tmp_path: Path) -> None:
+    normalized = normalize_graph(graphs.save_model(choice(), tmp_path / "m.onnx"))
+    names = [name for node in all_nodes(normalized.graph.node) for name in node.output]
     assert len(names) == len(set(names))
-    assert {t.name for t in made.graph.initializer} == {"w0", "zero", "w", "w.1"}
-    assert [list(t.dims) for t in made.graph.initializer if t.name.startswith("w.")] == [[8, 4]]
+    assert {t.name for t in normalized.graph.initializer} == {"w0", "zero", "w", "w.1"}
+    assert [list(t.dims) for t in normalized.graph.initializer if t.name.startswith("w.")] == [[8, 4]]
 
 
-def test_a_small_input_with_a_default_stays_one_and_float32(tmp_path: Path) -> None:
+def test_small_input_with_default_is_kept_as_float32_input(tmp_path: Path) -> None:
     nodes = [NODE("MatMul", ["x", "w"], ["h"], "first"), NODE("Mul", ["h", "k"], ["y"], "times")]
     model = graphs.make_model(nodes, *ends(4), [tensor("w", 8, 4), constant("k", np.array([2], np.float32))])
     model.graph.input.append(graphs.value_info("k", [1]))
     run(Fp16(), Fp16Settings(), model, tmp_path)
     path = str(tmp_path / "out/model.onnx")
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    once, thrice = (session.run(None, {"x": rows(4), "k": np.array([k], np.float32)})[0] for k in (1, 3))
-    np.testing.assert_allclose(thrice, 3 * once, rtol=2e-3)
+    base_output, tripled = (
+        session.run(None, {"x": rows(4), "k": np.array([k], np.float32)})[0] for k in (1, 3)
+    )
+    np.testing.assert_allclose(tripled, 3 * base_output, rtol=2e-3)
 
 
 @pytest.mark.parametrize("read", ["c", "r"])
-def test_a_relu_that_a_branch_reads_or_goes_round_is_computed(read: str, tmp_path: Path) -> None:
+def test_relu_used_by_a_branch_is_not_fused(read: str, tmp_path: Path) -> None:
     """The static quantizer removes a ReLU behind a convolution, whoever reads it in another graph."""
-    chosen = [
+    branch_bodies = [
         body([NODE(name, [read], [f"z{name}"])], (), [unshaped(f"z{name}")]) for name in ("Identity", "Neg")
     ]
     nodes = [
         NODE("Conv", ["x", "w", "b"], ["c"], "conv"),
         NODE("Relu", ["c"], ["r"], "relu"),
-        NODE("If", ["yes"], ["z"], "if", then_branch=chosen[0], else_branch=chosen[1]),
+        NODE("If", ["yes"], ["z"], "if", then_branch=branch_bodies[0], else_branch=branch_bodies[1]),
         NODE("Add", ["z", "r"], ["y"], "sum"),
     ]
     x, y = graphs.value_info("x", ["N", 2, 8]), graphs.value_info("y", ["N", 4, 6])
     weights = [tensor("w", 4, 2, 3), tensor("b", 4), constant("yes", True)]
-    seen = np.random.default_rng(1).normal(size=(16, 2, 8)).astype(np.float32)
+    samples = np.random.default_rng(1).normal(size=(16, 2, 8)).astype(np.float32)
     source = graphs.make_artifact(tmp_path / "src", graphs.make_model(nodes, [x], [y], weights))
-    data = {"calibration": split_from_arrays("rows.npz", SampleArrays({"x": seen}, len(seen)))}
+    data = {"calibration": split_from_arrays("rows.npz", SampleArrays({"x": samples}, len(samples)))}
     ctx = harness.run_stage(*STAGES["int8-static"][:2], source, tmp_path / "out", data=data)
-    got, wanted = (
-        graphs.run_directly(folder / "model.onnx", {"x": seen})["y"]
+    actual, expected = (
+        graphs.run_directly(folder / "model.onnx", {"x": samples})["y"]
         for folder in (tmp_path / "out", source.path)
     )
-    assert np.abs(got - wanted).max() < 0.1 * wanted.std()
+    assert np.abs(actual - expected).max() < 0.1 * expected.std()
     assert len(ctx.warnings) == 1
 
 
 @pytest.mark.parametrize("name", ["", "product"])
 @pytest.mark.parametrize("kind", list(STAGES))
-def test_nodes_in_and_around_a_branch_may_have_one_name_or_none(kind: str, name: str, tmp_path: Path) -> None:
+def test_duplicate_or_missing_node_names_around_branch_are_supported(
+    kind: str, name: str, tmp_path: Path
+) -> None:
     """The dynamic quantizer calls the product of scales after the node, else after what it reads."""
-    chosen = [body([NODE("MatMul", [x, "w"], [f"z{x}"], name)], (), [unshaped(f"z{x}")]) for x in "hx"]
+    branch_bodies = [body([NODE("MatMul", [x, "w"], [f"z{x}"], name)], (), [unshaped(f"z{x}")]) for x in "hx"]
     nodes = [
         NODE("MatMul", ["x", "w"], ["h"], name),
-        NODE("If", ["yes"], ["y"], "if", then_branch=chosen[0], else_branch=chosen[1]),
+        NODE("If", ["yes"], ["y"], "if", then_branch=branch_bodies[0], else_branch=branch_bodies[1]),
     ]
     model = graphs.make_model(nodes, *ends(8), [tensor("w", 8, 8), constant("yes", True)])
     stage, settings, allowed = STAGES[kind]
@@ -321,8 +329,8 @@ def test_nodes_in_and_around_a_branch_may_have_one_name_or_none(kind: str, name:
     assert ctx.details["parity"]["relative"] < allowed
 
 
-def test_an_lstm_in_a_branch_stays_float(tmp_path: Path) -> None:
-    chosen = [
+def test_lstm_in_branch_is_kept_float(tmp_path: Path) -> None:
+    branch_bodies = [
         body(
             [NODE("LSTM", ["steps", "v", "u"], [f"all{name}"], f"lstm{name}", hidden_size=4)],
             (),
@@ -332,7 +340,7 @@ def test_an_lstm_in_a_branch_stays_float(tmp_path: Path) -> None:
     ]
     nodes = [
         NODE("Unsqueeze", ["x", "axis"], ["steps"], "steps"),
-        NODE("If", ["yes"], ["all"], "if", then_branch=chosen[0], else_branch=chosen[1]),
+        NODE("If", ["yes"], ["all"], "if", then_branch=branch_bodies[0], else_branch=branch_bodies[1]),
         NODE("Reshape", ["all", "shape"], ["flat"], "flat"),
         NODE("MatMul", ["flat", "w"], ["y"], "last"),
     ]

@@ -34,42 +34,42 @@ def model(constant: tuple[str, ...], alpha: float, beta: float) -> Any:
 
 @pytest.mark.parametrize("constant", [("w", "b"), ("w",), ("b",), ()])
 @pytest.mark.parametrize(("alpha", "beta"), [(1, 2), (0.5, 1), (0.25, -3), (2, 0)])
-def test_a_gemm_without_its_factors_gives_the_same(
+def test_gemm_with_folded_factors_has_equal_outputs(
     constant: tuple[str, ...], alpha: float, beta: float, tmp_path: Path
 ) -> None:
-    made = model(constant, alpha, beta)
-    before = graphs.save_model(made, tmp_path / "before.onnx")
-    fold_gemm_factors(made.graph)
-    gemm = made.graph.node[-1]
-    assert [one.name for one in gemm.attribute] == ["transB"]
-    after = graphs.save_model(made, tmp_path / "after.onnx")
-    rows = graphs.make_split()
-    wanted = graphs.class_logits(before, rows)
-    assert graphs.class_logits(after, rows) == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+    source_model = model(constant, alpha, beta)
+    path_before = graphs.save_model(source_model, tmp_path / "before.onnx")
+    fold_gemm_factors(source_model.graph)
+    gemm = source_model.graph.node[-1]
+    assert [attribute.name for attribute in gemm.attribute] == ["transB"]
+    path_after = graphs.save_model(source_model, tmp_path / "after.onnx")
+    split = graphs.make_split()
+    expected = graphs.class_logits(path_before, split)
+    assert graphs.class_logits(path_after, split) == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize("scheme", ["int8-dynamic", "int8-static"])
-def test_a_gemm_with_factors_is_near_in_int8(scheme: str, tmp_path: Path) -> None:
+def test_int8_gemm_with_factors_is_close_to_float(scheme: str, tmp_path: Path) -> None:
     source = graphs.make_artifact(tmp_path / "src", model(("w", "b"), 0.5, 2))
     data = {"calibration": graphs.make_split()}
     harness.run_stage(
         QuantizeOnnx(), QuantizeOnnxSettings(scheme=scheme), source, tmp_path / "out", data=data
     )
-    rows = graphs.make_split(seed=9)
-    got, wanted = (
-        graphs.class_logits(folder / "model.onnx", rows) for folder in (tmp_path / "out", source.path)
+    split = graphs.make_split(seed=9)
+    actual, expected = (
+        graphs.class_logits(folder / "model.onnx", split) for folder in (tmp_path / "out", source.path)
     )
-    assert np.abs(got - wanted).mean() < 0.03 * wanted.std()
+    assert np.abs(actual - expected).mean() < 0.03 * expected.std()
 
 
-def test_a_matrix_that_is_an_output_too_stays_as_it_is(tmp_path: Path) -> None:
-    made = model(("w", "b"), 0.5, 1)
-    made.graph.output.append(graphs.value_info("w", [4, 8]))
-    before = graphs.save_model(made, tmp_path / "before.onnx")
-    fold_gemm_factors(made.graph)
-    after = graphs.save_model(made, tmp_path / "after.onnx")
-    rows = dict(graphs.make_split().arrays.values)
-    for got, wanted in zip(
-        *(open_onnx_session(path, 1).run(None, rows) for path in (after, before)), strict=True
+def test_matrix_that_is_graph_output_is_unchanged(tmp_path: Path) -> None:
+    source_model = model(("w", "b"), 0.5, 1)
+    source_model.graph.output.append(graphs.value_info("w", [4, 8]))
+    path_before = graphs.save_model(source_model, tmp_path / "before.onnx")
+    fold_gemm_factors(source_model.graph)
+    path_after = graphs.save_model(source_model, tmp_path / "after.onnx")
+    inputs = dict(graphs.make_split().arrays.values)
+    for actual, expected in zip(
+        *(open_onnx_session(path, 1).run(None, inputs) for path in (path_after, path_before)), strict=True
     ):
-        assert got == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+        assert actual == pytest.approx(expected, rel=1e-5, abs=1e-5)

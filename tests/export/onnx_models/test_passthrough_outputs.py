@@ -12,7 +12,7 @@ from tests.support.graphs import imported_graphs as graphs
 
 
 @pytest.mark.parametrize("scheme", ["int8-dynamic", "int8-static"])
-def test_an_output_that_is_an_input_is_given_as_before(scheme: str, tmp_path: Path) -> None:
+def test_passthrough_output_is_restored(scheme: str, tmp_path: Path) -> None:
     model = graphs.two_layer_classifier(width=64)
     model.graph.output.insert(0, graphs.value_info("x", ["N", 8]))
     source = graphs.make_artifact(tmp_path / "src", model)
@@ -21,15 +21,15 @@ def test_an_output_that_is_an_input_is_given_as_before(scheme: str, tmp_path: Pa
         QuantizeOnnx(), QuantizeOnnxSettings(scheme=scheme), source, tmp_path / "out", data=data
     )
     x = np.ones((3, 8), np.float32)
-    found = graphs.run_directly(ctx.out / "model.onnx", {"x": x})
-    assert list(found) == ["x", "logits"]
-    np.testing.assert_array_equal(found["x"], x)
-    wanted = graphs.run_directly(tmp_path / "src/model.onnx", {"x": x})["logits"]
-    np.testing.assert_allclose(found["logits"], wanted, rtol=0.1, atol=0.5)
+    outputs = graphs.run_directly(ctx.out / "model.onnx", {"x": x})
+    assert list(outputs) == ["x", "logits"]
+    np.testing.assert_array_equal(outputs["x"], x)
+    expected = graphs.run_directly(tmp_path / "src/model.onnx", {"x": x})["logits"]
+    np.testing.assert_allclose(outputs["logits"], expected, rtol=0.1, atol=0.5)
     assert "MatMul" not in ctx.details["operators"] or scheme == "int8-static"
 
 
-def test_other_graphs_are_left_where_they_are(tmp_path: Path) -> None:
+def test_graph_without_passthrough_outputs_is_unchanged(tmp_path: Path) -> None:
     path = graphs.save_model(graphs.two_layer_classifier(), tmp_path / "m.onnx")
     assert remove_passthrough_outputs(path, tmp_path / "new") == (path, [])
     assert not (tmp_path / "new").exists()

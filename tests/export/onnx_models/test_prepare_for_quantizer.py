@@ -31,22 +31,22 @@ def tied() -> Any:
 
 
 @pytest.mark.parametrize("scheme", ["int8-dynamic", "int8-static"])
-def test_the_embedding_is_not_read_by_its_columns(scheme: str, tmp_path: Path) -> None:
+def test_embedding_is_not_quantized_per_column(scheme: str, tmp_path: Path) -> None:
     source = graphs.make_artifact(tmp_path / "src", tied())
     ids = np.arange(24)
     ctx = harness.run_stage(
         QuantizeOnnx(), QuantizeOnnxSettings(scheme=scheme), source, tmp_path / "out",
         data={"calibration": split_from_arrays("rows.npz", SampleArrays({"ids": ids}, len(ids)))},
     )  # fmt: skip
-    found, wanted = (
+    actual, expected = (
         open_onnx_session(folder / "model.onnx", 1).run(None, {"ids": ids})[0]
         for folder in (tmp_path / "out", source.path)
     )
-    assert np.abs(found - wanted).max() < 0.05 * wanted.std()
+    assert np.abs(actual - expected).max() < 0.05 * expected.std()
     assert ctx.details["parity"]["relative"] < 0.05
 
 
-def test_a_graph_that_needs_nothing_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_graph_without_changes_is_not_rewritten(tmp_path: Path) -> None:
     path = graphs.save_model(graphs.two_layer_classifier(), tmp_path / "m.onnx")
     assert prepare_for_quantizer(path, tmp_path / "new") == (path, 17)
     other = graphs.save_model(tied(), tmp_path / "t.onnx")
@@ -98,8 +98,8 @@ def quantized(model: Any, rows: Any, folder: Path, **settings: Any) -> tuple[Any
     """Return the context of the stage, and the graph that it wrote, checked and opened."""
     source = graphs.make_artifact(folder / "src", model)
     data = {"calibration": split_from_arrays("rows.npz", SampleArrays({"x": rows}, len(rows)))}
-    given = QuantizeOnnxSettings(scheme="int8-static", **settings)
-    ctx = harness.run_stage(QuantizeOnnx(), given, source, folder / "out", data=data)
+    stage_settings = QuantizeOnnxSettings(scheme="int8-static", **settings)
+    ctx = harness.run_stage(QuantizeOnnx(), stage_settings, source, folder / "out", data=data)
     onnx.checker.check_model(folder / "out" / "model.onnx", full_check=True)
     open_onnx_session(folder / "out" / "model.onnx", 2)
     return ctx, onnx.load(folder / "out" / "model.onnx").graph
@@ -107,35 +107,35 @@ def quantized(model: Any, rows: Any, folder: Path, **settings: Any) -> tuple[Any
 
 @pytest.mark.parametrize("opset", [12, 17])
 def test_weights_in_constant_nodes_are_quantized_by_output(opset: int, tmp_path: Path) -> None:
-    rows = np.random.default_rng(1).normal(size=(16, 3, 8, 8)).astype(np.float32)
-    ctx, graph = quantized(constants(opset), rows, tmp_path)
+    samples = np.random.default_rng(1).normal(size=(16, 3, 8, 8)).astype(np.float32)
+    ctx, graph = quantized(constants(opset), samples, tmp_path)
     sizes = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
     assert (sizes["w_scale"], sizes["m_scale"]) == ([16], [10])
     assert ctx.details["parity"]["relative"] < 0.1
     assert ctx.warnings == []
 
 
-def test_of_static_ranges_products_alone_are_quantized(tmp_path: Path) -> None:
-    rows = np.random.default_rng(1).normal(size=(16, 3, 8, 8)).astype(np.float32)
-    _, graph = quantized(constants(17), rows, tmp_path)
-    read = {node.input[0] for node in graph.node if node.op_type == "QuantizeLinear"}
-    assert read == {"x", "c", "f"}  # what Conv and MatMul read, and what Conv gives
-    _, graph = quantized(constants(17), rows, tmp_path / "b", op_types=["Conv", "Mul"])
+def test_static_quantization_quantizes_only_products(tmp_path: Path) -> None:
+    samples = np.random.default_rng(1).normal(size=(16, 3, 8, 8)).astype(np.float32)
+    _, graph = quantized(constants(17), samples, tmp_path)
+    quantized_inputs = {node.input[0] for node in graph.node if node.op_type == "QuantizeLinear"}
+    assert quantized_inputs == {"x", "c", "f"}  # what Conv and MatMul read, and what Conv gives
+    _, graph = quantized(constants(17), samples, tmp_path / "b", op_types=["Conv", "Mul"])
     assert "s" in {node.input[0] for node in graph.node if node.op_type == "QuantizeLinear"}
 
 
 @pytest.mark.parametrize("target", ["ort-cpu", "tensorrt"])
-def test_a_shared_bias_gets_names_that_nothing_has(target: str, tmp_path: Path) -> None:
-    rows = np.random.default_rng(1).normal(size=(16, 1, 8, 8)).astype(np.float32)
-    ctx, _ = quantized(shared_bias(), rows, tmp_path, target=target)
+def test_shared_bias_copies_get_unique_names(target: str, tmp_path: Path) -> None:
+    samples = np.random.default_rng(1).normal(size=(16, 1, 8, 8)).astype(np.float32)
+    ctx, _ = quantized(shared_bias(), samples, tmp_path, target=target)
     assert ctx.details["parity"]["relative"] < 0.1
 
 
-def test_tensorrt_gets_biases_in_float(tmp_path: Path) -> None:
-    rows = np.random.default_rng(1).normal(size=(16, 1, 8, 8)).astype(np.float32)
-    _, graph = quantized(shared_bias(), rows, tmp_path, target="tensorrt")
+def test_biases_are_kept_float_for_tensorrt(tmp_path: Path) -> None:
+    samples = np.random.default_rng(1).normal(size=(16, 1, 8, 8)).astype(np.float32)
+    _, graph = quantized(shared_bias(), samples, tmp_path, target="tensorrt")
     assert TensorProto.INT32 not in {tensor.data_type for tensor in graph.initializer}
-    _, graph = quantized(shared_bias(), rows, tmp_path / "cpu")
+    _, graph = quantized(shared_bias(), samples, tmp_path / "cpu")
     assert TensorProto.INT32 in {tensor.data_type for tensor in graph.initializer}
 
 
@@ -149,14 +149,14 @@ def empty_product() -> Any:
         numpy_helper.from_array(np.array([0]), "axis"),
         numpy_helper.from_array(np.array([4, 0]), "tail"),
     ]
-    one = numpy_helper.from_array(np.ones(1, np.float32))
+    unit_tensor = numpy_helper.from_array(np.ones(1, np.float32))
     nodes = [
         helper.make_node("Conv", ["x", "w"], ["y"], "conv", pads=[1, 1]),
         helper.make_node("Shape", ["y"], ["shape"], "shape"),
         helper.make_node("Gather", ["shape", "first"], ["b"], "gather"),
         helper.make_node("Unsqueeze", ["b", "axis"], ["b1"], "unsqueeze"),
         helper.make_node("Concat", ["b1", "tail"], ["dims"], "dims", axis=0),
-        helper.make_node("ConstantOfShape", ["dims"], ["ones"], "ones", value=one),
+        helper.make_node("ConstantOfShape", ["dims"], ["ones"], "ones", value=unit_tensor),
         helper.make_node("Mul", ["ones", "minus"], ["nothing"], "mul"),
         helper.make_node("Concat", ["y", "nothing"], ["z"], "out", axis=2),
     ]
@@ -164,13 +164,13 @@ def empty_product() -> Any:
     return graphs.make_model(nodes, [x], [z], weights)
 
 
-def test_a_graph_that_crashes_onnx_runtime_is_no_artifact(tmp_path: Path) -> None:
+def test_graph_that_crashes_onnx_runtime_is_rejected(tmp_path: Path) -> None:
     """An int8 product of nothing kills ONNX Runtime 1.31 with two threads, and whoever called it."""
-    rows = np.random.default_rng(1).normal(size=(4, 1, 8)).astype(np.float32)
-    ctx, _ = quantized(empty_product(), rows, tmp_path)
+    samples = np.random.default_rng(1).normal(size=(4, 1, 8)).astype(np.float32)
+    ctx, _ = quantized(empty_product(), samples, tmp_path)
     assert ctx.details["parity"]["relative"] < 0.1
     with pytest.raises(RunError) as raised:
-        quantized(empty_product(), rows, tmp_path / "all", op_types=["Conv", "Mul", "Concat"])
+        quantized(empty_product(), samples, tmp_path / "all", op_types=["Conv", "Mul", "Concat"])
     assert raised.value.code == "graph-crashes"
 
 
@@ -189,29 +189,27 @@ def stack(place: str) -> Any:
 
 @pytest.mark.parametrize("place", ["right", "left"])
 @pytest.mark.parametrize("scheme", ["int8-dynamic", "int8-static"])
-def test_a_stack_of_matrices_has_scales_that_the_product_takes(
-    scheme: str, place: str, tmp_path: Path
-) -> None:
+def test_stacked_matrices_have_supported_scales(scheme: str, place: str, tmp_path: Path) -> None:
     source = graphs.make_artifact(tmp_path / "src", stack(place))
-    rows = np.random.default_rng(1).normal(size=(16, 4, 3, 16)).astype(np.float32)
-    data = {"calibration": split_from_arrays("rows.npz", SampleArrays({"x": rows}, len(rows)))}
+    samples = np.random.default_rng(1).normal(size=(16, 4, 3, 16)).astype(np.float32)
+    data = {"calibration": split_from_arrays("rows.npz", SampleArrays({"x": samples}, len(samples)))}
     harness.run_stage(
         QuantizeOnnx(), QuantizeOnnxSettings(scheme=scheme), source, tmp_path / "out", data=data
     )
-    found, wanted = (
-        open_onnx_session(folder / "model.onnx", 1).run(None, {"x": rows})[0]
+    actual, expected = (
+        open_onnx_session(folder / "model.onnx", 1).run(None, {"x": samples})[0]
         for folder in (tmp_path / "out", source.path)
     )
-    assert np.abs(found - wanted).max() < 0.03 * np.abs(wanted).max()
-    made = onnx.load(tmp_path / "out/model.onnx").graph
-    sizes = {tensor.name: list(tensor.dims) for tensor in made.initializer}
+    assert np.abs(actual - expected).max() < 0.03 * np.abs(expected).max()
+    graph = onnx.load(tmp_path / "out/model.onnx").graph
+    sizes = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
     quantized = scheme == "int8-static" or place == "right"  # MatMulInteger is made of second operands alone
     assert ("w_quantized" in sizes) == quantized
     if quantized:
         assert sizes["w_scale"] == ([4, 1, 8] if scheme == "int8-dynamic" else [])
 
 
-def test_attention_of_onnx_is_not_taken_for_that_of_the_runtime(tmp_path: Path) -> None:
+def test_onnx_attention_is_not_treated_as_runtime_attention(tmp_path: Path) -> None:
     nodes = [
         helper.make_node("Attention", ["x", "x", "v"], ["a"], "attention", q_num_heads=2, kv_num_heads=2),
         helper.make_node("MatMul", ["a", "w"], ["y"], "product"),
@@ -225,8 +223,8 @@ def test_attention_of_onnx_is_not_taken_for_that_of_the_runtime(tmp_path: Path) 
     model = graphs.make_model(nodes, [x], [y], weights, opset=23)
     model.ir_version = 11
     source = graphs.make_artifact(tmp_path / "src", model)
-    rows = random.normal(size=(16, 5, 16)).astype(np.float32)
-    data = {"calibration": split_from_arrays("rows.npz", SampleArrays({"x": rows}, len(rows)))}
+    samples = random.normal(size=(16, 5, 16)).astype(np.float32)
+    data = {"calibration": split_from_arrays("rows.npz", SampleArrays({"x": samples}, len(samples)))}
     ctx = harness.run_stage(QuantizeOnnx(), QuantizeOnnxSettings(), source, tmp_path / "out", data=data)
     operators = [node.op_type for node in onnx.load(tmp_path / "out/model.onnx").graph.node]
     assert ("Attention" in operators, "QAttention" in operators) == (True, False)
@@ -235,7 +233,7 @@ def test_attention_of_onnx_is_not_taken_for_that_of_the_runtime(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("scheme", ["int8-dynamic", "int8-static"])
-def test_a_matrix_whose_shape_is_written_down_may_be_transposed(scheme: str, tmp_path: Path) -> None:
+def test_matrix_with_declared_shape_can_be_transposed(scheme: str, tmp_path: Path) -> None:
     """torch.onnx.export tells the shapes of weights too; the quantizer transposes that of a Gemm."""
     weight = np.random.default_rng(0).normal(size=(5, 8)).astype(np.float32)
     nodes = [helper.make_node("Gemm", ["x", "w"], ["y"], "head", transB=1)]
@@ -250,7 +248,7 @@ def test_a_matrix_whose_shape_is_written_down_may_be_transposed(scheme: str, tmp
     assert ctx.details["parity"]["error"] < 0.05
 
 
-def test_two_lstms_may_share_their_matrices(tmp_path: Path) -> None:
+def test_two_lstms_can_share_weights(tmp_path: Path) -> None:
     """The dynamic quantizer transposes the matrices of an LSTM in place, once for each LSTM."""
     random = np.random.default_rng(0)
     weights = {"w": random.normal(size=(1, 16, 4)), "r": random.normal(size=(1, 16, 4))}
@@ -268,14 +266,14 @@ def test_two_lstms_may_share_their_matrices(tmp_path: Path) -> None:
     )
     source = graphs.make_artifact(tmp_path / "src", model)
     data = {"calibration": graphs.make_split()}
-    chosen = QuantizeOnnxSettings(scheme="int8-dynamic")
-    ctx = harness.run_stage(QuantizeOnnx(), chosen, source, tmp_path / "out", data=data)
+    stage_settings = QuantizeOnnxSettings(scheme="int8-dynamic")
+    ctx = harness.run_stage(QuantizeOnnx(), stage_settings, source, tmp_path / "out", data=data)
     assert ctx.details["parity"]["error"] < 0.1
 
 
 @pytest.mark.parametrize("size", [5, 8])
 @pytest.mark.parametrize("scheme", ["int8-dynamic", "int8-static"])
-def test_a_matrix_that_is_an_output_is_not_transposed(scheme: str, size: int, tmp_path: Path) -> None:
+def test_matrix_that_is_graph_output_is_not_transposed(scheme: str, size: int, tmp_path: Path) -> None:
     """The dynamic quantizer transposes the matrix of a Gemm in its place."""
     weight = np.random.default_rng(0).normal(size=(size, 8)).astype(np.float32)
     nodes = [helper.make_node("Gemm", ["x", "w"], ["y"], "head", transB=1)]
@@ -289,13 +287,13 @@ def test_a_matrix_that_is_an_output_is_not_transposed(scheme: str, size: int, tm
         QuantizeOnnx(), QuantizeOnnxSettings(scheme=scheme), source, tmp_path / "out", data=data
     )
     assert 0 < ctx.details["parity"]["error"] < 0.05
-    found = open_onnx_session(tmp_path / "out/model.onnx", 1).run(
+    outputs = open_onnx_session(tmp_path / "out/model.onnx", 1).run(
         ["w"], dict(graphs.make_split().arrays.values)
     )[0]
-    assert np.array_equal(found, weight)
+    assert np.array_equal(outputs, weight)
 
 
-def test_static_ranges_reach_behind_operators_of_other_domains(tmp_path: Path) -> None:
+def test_static_ranges_cover_nodes_after_custom_operators(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     weights = {"w1": random.normal(size=(8, 16)), "w2": random.normal(size=(16, 4)), "b": np.ones(4)}
     nodes = [

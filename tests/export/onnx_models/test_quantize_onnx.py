@@ -42,29 +42,29 @@ def operators(folder: Path) -> list[str]:
         ({"scheme": "int8-static", "calibration_method": "percentile"}, "QuantizeLinear"),
     ],
 )
-def test_a_quantized_graph_is_near_the_untouched_one(
+def test_quantized_graph_is_close_to_float_graph(
     tmp_path: Path, settings: dict[str, Any], operator: str
 ) -> None:
     ctx = run(tmp_path, graphs.two_layer_classifier(width=64), **settings)
     assert operator in operators(tmp_path)
-    rows = graphs.make_split(seed=9)
-    got, wanted = (graphs.class_logits(tmp_path / side / "model.onnx", rows) for side in ("out", "src"))
-    assert 0 < np.abs(got - wanted).mean() / wanted.std() < 0.05
+    split = graphs.make_split(seed=9)
+    actual, expected = (graphs.class_logits(tmp_path / side / "model.onnx", split) for side in ("out", "src"))
+    assert 0 < np.abs(actual - expected).mean() / expected.std() < 0.05
     assert (ctx.details["scheme"], ctx.details["foreign"]) == (settings["scheme"], True)
     assert 0 < ctx.details["parity"]["relative"] < 0.4
 
 
-def test_static_ranges_are_those_of_the_calibration_rows(tmp_path: Path) -> None:
+def test_static_ranges_equal_calibration_ranges(tmp_path: Path) -> None:
     """The scale of uint8 is the range of what was seen, with 0 inside, over 255 (ONNX Runtime's formula)."""
     run(tmp_path, graphs.two_layer_classifier(), scheme="int8-static", calibration_samples=24)
-    seen = graphs.make_split().arrays.values["x"]
+    samples = graphs.make_split().arrays.values["x"]
     model = onnx.load(tmp_path / "out/model.onnx")
     scales = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
-    wanted = (max(0, seen.max()) - min(0, seen.min())) / 255
-    assert float(scales["x_scale"]) == pytest.approx(wanted, rel=1e-5)
+    expected_scale = (max(0, samples.max()) - min(0, samples.min())) / 255
+    assert float(scales["x_scale"]) == pytest.approx(expected_scale, rel=1e-5)
 
 
-def test_for_tensorrt_all_is_symmetric_int8(tmp_path: Path) -> None:
+def test_tensorrt_quantization_is_symmetric_int8(tmp_path: Path) -> None:
     ctx = run(tmp_path, graphs.two_layer_classifier(), scheme="int8-static", target="tensorrt")
     model = onnx.load(tmp_path / "out/model.onnx")
     points = [numpy_helper.to_array(t) for t in model.graph.initializer if t.name.endswith("zero_point")]
@@ -73,7 +73,7 @@ def test_for_tensorrt_all_is_symmetric_int8(tmp_path: Path) -> None:
     assert ctx.details["target"] == "tensorrt"
 
 
-def test_nodes_that_are_to_stay_float_do(tmp_path: Path) -> None:
+def test_excluded_nodes_are_kept_float(tmp_path: Path) -> None:
     run(tmp_path, graphs.two_layer_classifier(), exclude=["second"])
     assert operators(tmp_path).count("MatMulInteger") == 1
     assert "MatMul" in operators(tmp_path)
@@ -81,12 +81,12 @@ def test_nodes_that_are_to_stay_float_do(tmp_path: Path) -> None:
         run(tmp_path / "other", graphs.two_layer_classifier(), exclude=["secnod"])
 
 
-def test_a_graph_without_products_is_left_and_says_so(tmp_path: Path) -> None:
+def test_graph_without_products_is_unchanged_with_warning(tmp_path: Path) -> None:
     ctx = run(tmp_path, graphs.one_node_model())
     assert message_codes(ctx.warnings) == ["nothing-quantized"]
 
 
-def test_conv_is_for_static_ranges(tmp_path: Path) -> None:
+def test_conv_requires_static_quantization(tmp_path: Path) -> None:
     weight = numpy_helper.from_array(np.ones((2, 1, 1, 1), np.float32), "w")
     nodes = [helper.make_node("Unsqueeze", ["x", "axes"], ["u"]), helper.make_node("Conv", ["u", "w"], ["y"])]
     axes = numpy_helper.from_array(np.array([1, 2]), "axes")
@@ -105,19 +105,19 @@ def test_conv_is_for_static_ranges(tmp_path: Path) -> None:
         {"calibration_samples": 0},
     ],
 )
-def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any]) -> None:
+def test_ineffective_settings_are_rejected(settings: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         QuantizeOnnxSettings(**settings)
 
 
-def test_calibration_rows_are_needed_for_static_ranges_alone() -> None:
+def test_calibration_data_is_required_only_for_static_ranges() -> None:
     needs = QuantizeOnnx.needs_with
     assert needs(QuantizeOnnxSettings(), ()) == frozenset()
     assert needs(QuantizeOnnxSettings(scheme="int8-static"), ()) == {"calibration"}
     assert needs(QuantizeOnnxSettings(scheme="int8-static"), ("train",)) == frozenset()
 
 
-def test_whole_numbers_that_change_are_told_and_the_facts_stay_json(tmp_path: Path) -> None:
+def test_changed_integer_outputs_are_reported_as_json_details(tmp_path: Path) -> None:
     ctx = run(tmp_path, graphs.classifier_with_integer_output())
     json.dumps(ctx.details, allow_nan=False)
     assert 0 < ctx.details["parity"]["relative"] < 0.4
@@ -125,7 +125,7 @@ def test_whole_numbers_that_change_are_told_and_the_facts_stay_json(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("opset", "converts"), [(11, True), (11, False), (13, True)])
-def test_an_old_opset_is_converted_or_gets_one_scale_for_a_matrix_and_a_word_of_it(
+def test_old_opset_is_converted_or_quantized_per_tensor_with_warning(
     tmp_path: Path, opset: int, converts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Up to opset 12 DequantizeLinear takes one scale: ONNX Runtime's quantizer writes more nevertheless."""
@@ -146,7 +146,7 @@ def test_an_old_opset_is_converted_or_gets_one_scale_for_a_matrix_and_a_word_of_
 
 
 @pytest.mark.parametrize("scheme", ["int8-dynamic", "int8-static"])
-def test_names_that_the_quantizer_makes_may_be_in_the_graph_already(tmp_path: Path, scheme: str) -> None:
+def test_quantizer_names_do_not_collide_with_graph_names(tmp_path: Path, scheme: str) -> None:
     """onnxruntime.quantization makes x_scale, h_quantized, w1_quantized and nodes of such names."""
     model = graphs.two_layer_classifier(width=64)
     new = {"h0": "x_scale", "h1": "x_scale_quantized", "b1": "w1_quantized", "b2": "x_zero_point"}
@@ -159,27 +159,25 @@ def test_names_that_the_quantizer_makes_may_be_in_the_graph_already(tmp_path: Pa
         tensor.name = new.get(tensor.name, tensor.name)
     ctx = run(tmp_path, model, scheme=scheme)
     assert ctx.details["parity"]["relative"] < 0.4
-    made = onnx.load(tmp_path / "out/model.onnx")
-    onnx.checker.check_model(made)
-    names = {name for node in made.graph.node for name in (*node.input, *node.output)}
+    quantized = onnx.load(tmp_path / "out/model.onnx")
+    onnx.checker.check_model(quantized)
+    names = {name for node in quantized.graph.node for name in (*node.input, *node.output)}
     assert {"x", "logits", "x_scale", "x_zero_point"} <= names  # those of the graph are as they were
 
 
 @pytest.mark.parametrize("level", [logging.NOTSET, logging.INFO, logging.CRITICAL])
-def test_the_callers_disabled_log_level_is_restored(tmp_path: Path, level: int) -> None:
-    before = logging.root.manager.disable
+def test_disabled_log_level_is_restored(tmp_path: Path, level: int) -> None:
+    previous_level = logging.root.manager.disable
     logging.disable(level)
     try:
         run(tmp_path, graphs.two_layer_classifier())
         assert logging.root.manager.disable == level
     finally:
-        logging.disable(before)
+        logging.disable(previous_level)
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_dynamic_product_with_a_vector_stays_float_and_the_others_are_quantized(
-    tmp_path: Path, inside: bool
-) -> None:
+def test_dynamic_product_with_vector_is_kept_float(tmp_path: Path, inside: bool) -> None:
     """ONNX Runtime's int8 operators reject a vector, which stopped the whole graph."""
     product = helper.make_node("MatMul", ["h", "v"], ["z"], "scores")
     last = product

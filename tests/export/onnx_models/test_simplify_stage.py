@@ -32,19 +32,19 @@ def asked_here(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_what_does_nothing_goes_and_the_rest_computes_the_same(tmp_path: Path) -> None:
+def test_no_op_nodes_are_removed_and_outputs_are_equal(tmp_path: Path) -> None:
     source = graphs.make_artifact(tmp_path / "src", graphs.two_layer_classifier())
-    rows = graphs.make_split()
+    split = graphs.make_split()
     ctx = harness.run_stage(
-        Simplify(), SimplifySettings(), source, tmp_path / "out", data={"calibration": rows}
+        Simplify(), SimplifySettings(), source, tmp_path / "out", data={"calibration": split}
     )
     assert "Identity" in nodes_of(tmp_path / "src")
     assert "Identity" not in nodes_of(tmp_path / "out")
     assert ctx.warnings == []
     assert (ctx.details["nodes_before"], ctx.details["parity"]["rows"]) == (6, 16 + 3)
-    expected = graphs.class_logits(tmp_path / "src/model.onnx", rows)
+    expected = graphs.class_logits(tmp_path / "src/model.onnx", split)
     np.testing.assert_allclose(
-        graphs.class_logits(tmp_path / "out/model.onnx", rows), expected, rtol=1e-5, atol=1e-5
+        graphs.class_logits(tmp_path / "out/model.onnx", split), expected, rtol=1e-5, atol=1e-5
     )
     assert (tmp_path / "out/signature.json").is_file()
 
@@ -75,7 +75,7 @@ def with_its_batch(source: Path, folder: Path) -> Any:
     ],
 )
 @pytest.mark.usefixtures("asked_here")
-def test_what_computes_something_else_is_not_kept(
+def test_simplified_graph_with_different_outputs_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Any, code: str
 ) -> None:
     monkeypatch.setattr("smelt.export.simplify_graph.run_onnxsim", made)
@@ -87,7 +87,7 @@ def test_what_computes_something_else_is_not_kept(
     assert "parity" not in ctx.details  # the graph that was thrown away had it
 
 
-def test_a_process_that_is_stopped_leaves_the_graph_as_it_was(
+def test_killed_simplifier_process_leaves_graph_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits: list[Any] = []
@@ -105,7 +105,7 @@ def test_a_process_that_is_stopped_leaves_the_graph_as_it_was(
     assert nodes_of(tmp_path / "out") == nodes_of(tmp_path / "src")
 
 
-def test_graphs_that_smelt_exported_are_left_to_their_own_stage(tmp_path: Path) -> None:
+def test_smelt_exported_graphs_are_rejected(tmp_path: Path) -> None:
     source = graphs.make_artifact(tmp_path / "src", graphs.two_layer_classifier(), foreign=False)
     with raises_code("needs-onnx-model", InputError):
         harness.run_stage(Simplify(), SimplifySettings(), source, tmp_path / "out")
@@ -113,7 +113,7 @@ def test_graphs_that_smelt_exported_are_left_to_their_own_stage(tmp_path: Path) 
 
 @pytest.mark.usefixtures("asked_here")
 @pytest.mark.parametrize(("error", "kept"), [(4.8e-6, True), (4.8e-5, False)])
-def test_the_last_digits_of_a_softmax_over_thousands_of_classes_are_no_difference(
+def test_rounding_of_large_softmax_is_no_difference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: float, kept: bool
 ) -> None:
     """Its values deviate by 0.01 and its largest is 1, whose digits count."""
@@ -142,7 +142,7 @@ def test_the_last_digits_of_a_softmax_over_thousands_of_classes_are_no_differenc
 
 
 @pytest.mark.usefixtures("asked_here")
-def test_shapes_that_are_missing_are_found_or_asked_for(tmp_path: Path) -> None:
+def test_missing_shapes_are_inferred_or_requested(tmp_path: Path) -> None:
     model = graphs.two_layer_classifier()
     model.graph.output[0].type.tensor_type.ClearField("shape")
     source = graphs.make_artifact(tmp_path / "src", model)
@@ -151,6 +151,6 @@ def test_shapes_that_are_missing_are_found_or_asked_for(tmp_path: Path) -> None:
     assert "Identity" not in nodes_of(tmp_path / "out")
     assert ctx.warnings == []
     model.graph.input[0].type.tensor_type.ClearField("shape")
-    again = graphs.make_artifact(tmp_path / "other", model)
-    ctx = harness.run_stage(Simplify(), SimplifySettings(), again, tmp_path / "out2", data=data)
+    source_copy = graphs.make_artifact(tmp_path / "other", model)
+    ctx = harness.run_stage(Simplify(), SimplifySettings(), source_copy, tmp_path / "out2", data=data)
     assert message_codes(ctx.warnings) == ["missing-shape"]

@@ -36,21 +36,21 @@ def full(number):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such modes")
 @pytest.mark.parametrize("umask", [0o022, 0o077])
-def test_what_is_made_has_normal_modes_whatever_the_umask(umask, tmp_path):
-    before = os.umask(umask)
+def test_package_files_have_normal_modes_for_any_umask(umask, tmp_path):
+    previous_umask = os.umask(umask)
     try:
         with atomic_folder(tmp_path / "p") as folder:
             (folder / "inner").mkdir()
             (folder / "inner" / "a").write_text("a")
             (folder / "inner" / "a").chmod(0o700)
     finally:
-        os.umask(before)
-    made = tmp_path / "p"
-    assert [mode(made), mode(made / "inner"), mode(made / "inner" / "a")] == [0o755, 0o755, 0o644]
+        os.umask(previous_umask)
+    target = tmp_path / "p"
+    assert [mode(target), mode(target / "inner"), mode(target / "inner" / "a")] == [0o755, 0o755, 0o644]
     assert [path.name for path in tmp_path.iterdir()] == ["p"]
 
 
-def test_it_is_not_there_before_it_is_complete(tmp_path):
+def test_folder_appears_only_when_complete(tmp_path):
     out = tmp_path / "p"
     with atomic_folder(out) as folder:
         (folder / "a").write_text("a")
@@ -60,7 +60,7 @@ def test_it_is_not_there_before_it_is_complete(tmp_path):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, InputError])
-def test_an_error_leaves_nothing_not_even_the_folders_above(error, tmp_path):
+def test_error_removes_folder_and_created_parents(error, tmp_path):
     def fails(folder):
         (folder / "a").write_text("a")
         raise error("why")
@@ -70,7 +70,7 @@ def test_an_error_leaves_nothing_not_even_the_folders_above(error, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_above_that_was_there_stays(tmp_path):
+def test_existing_parent_folder_is_kept_on_error(tmp_path):
     (tmp_path / "x").mkdir()
     with pytest.raises(RuntimeError), atomic_folder(tmp_path / "x" / "y" / "p"):
         raise RuntimeError("why")
@@ -87,7 +87,7 @@ def test_a_folder_above_that_was_there_stays(tmp_path):
         ("file in its place", "not-a-folder"),
     ],
 )
-def test_what_is_there_is_not_touched(content, code, tmp_path):
+def test_existing_destination_is_not_modified(content, code, tmp_path):
     out = tmp_path / "p"
     if content == "file in its place":
         out.write_text("mine")
@@ -97,15 +97,15 @@ def test_what_is_there_is_not_touched(content, code, tmp_path):
     else:
         (out / "mine").mkdir(parents=True) if content == "folder" else out.mkdir()
         (out / "mine").touch()
-    before = sorted(tmp_path.rglob("*"))
+    paths_before = sorted(tmp_path.rglob("*"))
     with raises_code(code, InputError):
         require_empty_destination(out)
     with raises_code(code, InputError), atomic_folder(out):
         pass
-    assert sorted(tmp_path.rglob("*")) == before
+    assert sorted(tmp_path.rglob("*")) == paths_before
 
 
-def test_an_empty_folder_is_taken(tmp_path):
+def test_empty_destination_is_accepted(tmp_path):
     (tmp_path / "p").mkdir(mode=0o700)
     with atomic_folder(tmp_path / "p") as folder:
         (folder / "a").touch()
@@ -113,7 +113,7 @@ def test_an_empty_folder_is_taken(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["p"]
 
 
-def test_who_fills_the_folder_meanwhile_keeps_it(tmp_path):
+def test_concurrently_created_destination_is_kept(tmp_path):
     out = tmp_path / "p"
 
     def filled(folder):
@@ -127,44 +127,44 @@ def test_who_fills_the_folder_meanwhile_keeps_it(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_told_with_the_room_that_there_is(number, tmp_path, monkeypatch):
+def test_full_disk_error_reports_free_space(number, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "fsync_path", full(number))
-    with raises_code("disk-full", RunError) as caught:
+    with raises_code("disk-full", RunError) as excinfo:
         make(tmp_path / "p")
-    assert caught.value.file == str(tmp_path / "p")
-    assert re.search(r"\([\d,]+ ", str(caught.value))
+    assert excinfo.value.file == str(tmp_path / "p")
+    assert re.search(r"\([\d,]+ ", str(excinfo.value))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_while_the_form_writes(tmp_path):
+def test_disk_full_while_writing_raises_error(tmp_path):
     with raises_code("disk-full", RunError), atomic_folder(tmp_path / "x" / "p") as folder:
         full(errno.ENOSPC)(folder / "model.onnx")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENAMETOOLONG])
-def test_a_place_that_must_not_be_written_is_named(number, tmp_path, monkeypatch):
+def test_unwritable_path_is_named(number, tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "mkdir", full(number))
-    with raises_code("unwritable-path", InputError) as caught:
+    with raises_code("unwritable-path", InputError) as excinfo:
         make(tmp_path / "p")
-    assert caught.value.file == str(tmp_path)
-    assert os.strerror(number) in str(caught.value)
+    assert excinfo.value.file == str(tmp_path)
+    assert os.strerror(number) in str(excinfo.value)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("out", ["x/p", "x/y/p"])
-def test_a_file_in_the_place_of_a_folder_above_is_named(out, tmp_path):
+def test_file_in_place_of_parent_folder_is_named(out, tmp_path):
     (tmp_path / "x").write_text("mine")
-    with raises_code("parent-not-a-folder", InputError) as caught:
+    with raises_code("parent-not-a-folder", InputError) as excinfo:
         require_empty_destination(tmp_path / out)
-    assert caught.value.file == str(tmp_path / "x")
-    assert str(tmp_path / out) in str(caught.value)
+    assert excinfo.value.file == str(tmp_path / "x")
+    assert str(tmp_path / out) in str(excinfo.value)
     with raises_code("parent-not-a-folder", InputError), atomic_folder(tmp_path / out):
         pass
     assert (tmp_path / "x").read_text() == "mine"
 
 
-def test_the_current_folder_is_not_replaced_under_its_users_feet(tmp_path, monkeypatch):
+def test_current_directory_is_not_replaced(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for out in (Path("."), tmp_path):
         with raises_code("current-folder", InputError):
@@ -182,22 +182,22 @@ with atomic_folder(Path(sys.argv[1])) as folder:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGKILL")
-def test_what_a_killed_process_left_goes_with_the_next_try(tmp_path):
+def test_leftovers_of_killed_process_are_removed_by_next_run(tmp_path):
     out = tmp_path / "a+b"
     subprocess.run([sys.executable, "-c", KILLED, out], check=False)
-    left = sorted(path.name for path in tmp_path.iterdir())
-    assert [path.rpartition(".")[2] for path in left] == ["part", "owner"]
+    leftovers = sorted(path.name for path in tmp_path.iterdir())
+    assert [path.rpartition(".")[2] for path in leftovers] == ["part", "owner"]
     make(tmp_path / "a")  # another package
-    assert sorted(path.name for path in tmp_path.iterdir()) == [*left, "a"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*leftovers, "a"]
     make(out)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "a+b"]
 
 
-def test_the_work_of_a_living_process_stays(tmp_path):
-    mine = tmp_path / ".p.mine.part"
-    mine.mkdir()
-    fresh = tmp_path / ".p.0123abcd.part"  # without a marker: its maker may be about to write one
-    fresh.mkdir()
+def test_files_of_running_process_are_kept(tmp_path):
+    own_part = tmp_path / ".p.mine.part"
+    own_part.mkdir()
+    unmarked_part = tmp_path / ".p.0123abcd.part"  # without a marker: its maker may be about to write one
+    unmarked_part.mkdir()
     old = tmp_path / ".p.89abcdef.part"
     old.mkdir()
     os.utime(old, (1, 1))
@@ -209,20 +209,20 @@ def test_the_work_of_a_living_process_stays(tmp_path):
 
     with raises_code("unwritable-path", InputError):
         make(tmp_path / "p", meanwhile)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [fresh.name, mine.name, "p"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [unmarked_part.name, own_part.name, "p"]
 
 
-def test_a_full_disk_is_told_whoever_says_it(tmp_path):
-    with raises_code("disk-full", RunError) as caught, atomic_folder(tmp_path / "p"):
+def test_disk_full_message_of_library_is_recognized(tmp_path):
+    with raises_code("disk-full", RunError) as excinfo, atomic_folder(tmp_path / "p"):
         raise Exception("No space left on device (os error 28)")  # as tokenizers does
-    assert caught.value.file == str(tmp_path / "p")
+    assert excinfo.value.file == str(tmp_path / "p")
     with pytest.raises(ValueError, check=lambda error: str(error) == "other"), atomic_folder(tmp_path / "p"):
         raise ValueError("other")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_link_in_a_package_is_an_error(tmp_path):
-    with raises_code("link-in-package", RunError) as caught, atomic_folder(tmp_path / "p") as folder:
+def test_link_in_package_is_rejected(tmp_path):
+    with raises_code("link-in-package", RunError) as excinfo, atomic_folder(tmp_path / "p") as folder:
         (folder / "a").symlink_to(tmp_path)
-    assert caught.value.file == "a"
+    assert excinfo.value.file == "a"
     assert list(tmp_path.iterdir()) == []

@@ -42,7 +42,7 @@ def make(tmp_path):
     return made
 
 
-def test_what_fits_is_taken(make):
+def test_supported_artifact_is_accepted(make):
     form = Made(
         targets=frozenset({"ort-cpu"}), tasks=frozenset({"translation"}), families=frozenset({"marian"})
     )
@@ -65,59 +65,59 @@ def test_what_fits_is_taken(make):
         ),
     ],
 )
-def test_what_does_not_fit_is_said(takes, given, code, of_export, is_one_of, make):
-    found = unsupported_format(Made(**takes), make("a", **given))
-    assert (found.code, found.needs_export) == (code, of_export)
+def test_unsupported_artifact_reports_reason(takes, given, code, of_export, is_one_of, make):
+    unsupported = unsupported_format(Made(**takes), make("a", **given))
+    assert (unsupported.code, unsupported.needs_export) == (code, of_export)
     it_is, one_of = is_one_of
-    assert found.text.index(it_is) < found.text.index(f" {one_of}.")
+    assert unsupported.text.index(it_is) < unsupported.text.index(f" {one_of}.")
 
 
-def test_what_the_form_finds_itself_is_said_too(make):
+def test_format_specific_errors_are_reported(make):
     artifact = make("a")
     (artifact.path / "bad").touch()
     assert unsupported_format(Made(), artifact) == ("made-up", "a file is bad.", False)
 
 
-def test_artifacts_of_the_run_and_forms_that_fit_are_named(make):
-    wanted = Made(hint="Export it.")
-    forms = [wanted, Made("torch-form", formats=frozenset({"torch"})), Made("other")]
+def test_error_names_supported_artifacts_and_formats(make):
+    package_format = Made(hint="Export it.")
+    forms = [package_format, Made("torch-form", formats=frozenset({"torch"})), Made("other")]
     run = {"int8": make("int8"), "fp32": make("fp32"), "small": make("small", "torch"), "bad": make("bad")}
     (run["bad"].path / "bad").touch()
-    with raises_code("unsupported-format", InputError) as caught:
-        require_supported(wanted, make("t", "torch"), "runs/x/t", forms, run)
-    message = str(caught.value)
+    with raises_code("unsupported-format", InputError) as excinfo:
+        require_supported(package_format, make("t", "torch"), "runs/x/t", forms, run)
+    message = str(excinfo.value)
     assert message.startswith("runs/x/t ")
     for value in ("'made'", "int8 and fp32", "artifacts/int8", " torch-form "):
         assert value in message
     assert "Export it." not in message  # where the run has an export
     assert not {"other", "small", "bad"} & set(re.findall(r"[\w-]+", message))
-    with raises_code("unsupported-format", InputError) as caught:
-        require_supported(wanted, make("v", "torch"), "v", forms, {"int8": run["int8"]})
-    assert "artifacts/int8" in str(caught.value)
-    assert "fp32" not in str(caught.value)
-    require_supported(wanted, make("u"), "u", forms, {})
+    with raises_code("unsupported-format", InputError) as excinfo:
+        require_supported(package_format, make("v", "torch"), "v", forms, {"int8": run["int8"]})
+    assert "artifacts/int8" in str(excinfo.value)
+    assert "fp32" not in str(excinfo.value)
+    require_supported(package_format, make("u"), "u", forms, {})
 
 
-def test_a_step_is_proposed_only_where_it_helps(make):
+def test_onnx_step_is_suggested_only_if_it_helps(make):
     form = Made(tasks=frozenset({"language-modeling"}), hint="Add the step onnx.")
     for task, helps, code in (
         ("translation", False, "unsupported-task"),
         ("language-modeling", True, "unsupported-format"),
     ):
-        with raises_code(code, InputError) as caught:
+        with raises_code(code, InputError) as excinfo:
             require_supported(form, make(task, "torch", task=task), "t", [form], {})
-        assert ("Add the step onnx." in str(caught.value)) is helps
-    found = unsupported_format(form, make("onnx", "tensorrt", task="language-modeling"))
-    assert (found.code, found.needs_export) == ("unsupported-format", True)
-    assert "tensorrt" in found.text
-    found = unsupported_format(Made("f", formats=frozenset({"torch"})), make("x"))
-    assert (found.code, found.needs_export) == ("unsupported-format", True)
-    assert "onnx" in found.text
+        assert ("Add the step onnx." in str(excinfo.value)) is helps
+    unsupported = unsupported_format(form, make("onnx", "tensorrt", task="language-modeling"))
+    assert (unsupported.code, unsupported.needs_export) == ("unsupported-format", True)
+    assert "tensorrt" in unsupported.text
+    unsupported = unsupported_format(Made("f", formats=frozenset({"torch"})), make("x"))
+    assert (unsupported.code, unsupported.needs_export) == ("unsupported-format", True)
+    assert "onnx" in unsupported.text
 
 
-def test_nothing_is_proposed_where_nothing_fits(make):
+def test_no_suggestion_without_alternatives(make):
     form = Made()
-    with raises_code("unsupported-format", InputError) as caught:
+    with raises_code("unsupported-format", InputError) as excinfo:
         require_supported(form, make("t", "torch"), "t", [form], {"s": make("s", "torch")})
-    assert "artifacts/" not in str(caught.value)
-    assert "--format" not in str(caught.value)
+    assert "artifacts/" not in str(excinfo.value)
+    assert "--format" not in str(excinfo.value)

@@ -22,17 +22,19 @@ def example_config() -> str:
 
 
 @pytest.mark.quick
-def test_each_field_is_read_as_it_was_meant() -> None:
-    found = parse_model_config(example_config())
-    assert (found.name, found.backend, found.max_batch_size) == ("graph", "onnxruntime", 16)
-    assert [(one.name, one.data_type, list(one.dims)) for one in found.input] == [
+def test_each_field_round_trips() -> None:
+    config = parse_model_config(example_config())
+    assert (config.name, config.backend, config.max_batch_size) == ("graph", "onnxruntime", 16)
+    assert [(entry.name, entry.data_type, list(entry.dims)) for entry in config.input] == [
         ("input_ids", 9, [-1]),
         ('a "b"', 13, [1, 2]),
     ]
-    assert [(one.name, one.data_type, list(one.dims)) for one in found.output] == [("logits", 11, [3])]
-    assert found.dynamic_batching.max_queue_delay_microseconds == 500
-    assert [(one.count, one.kind) for one in found.instance_group] == [(1, 1)]
-    assert [(one.key, one.value.string_value) for one in found.parameters] == [("k", "v")]
+    assert [(entry.name, entry.data_type, list(entry.dims)) for entry in config.output] == [
+        ("logits", 11, [3])
+    ]
+    assert config.dynamic_batching.max_queue_delay_microseconds == 500
+    assert [(entry.count, entry.kind) for entry in config.instance_group] == [(1, 1)]
+    assert [(entry.key, entry.value.string_value) for entry in config.parameters] == [("k", "v")]
 
 
 def find(triton: Any, name: str) -> Any:
@@ -41,24 +43,26 @@ def find(triton: Any, name: str) -> Any:
 
 
 @pytest.mark.peers
-def test_the_schema_of_the_tests_is_that_of_triton_s_client() -> None:
+def test_schema_equals_tritonclient_schema() -> None:
     triton = peer_tools.triton_schema()
     for name, fields in SCHEMA.items():
-        real = find(triton, name).DESCRIPTOR.fields_by_name
-        for number, word, kind in map(str.split, fields.split(",")):
-            one = real[word]
-            inner = one.message_type or one.enum_type
-            assert one.number == int(number), (name, word)
-            assert ("*" * one.is_repeated) + (inner.name if inner else SCALARS[one.type]) == kind, (
+        field_descriptors = find(triton, name).DESCRIPTOR.fields_by_name
+        for field_number, field_name, kind in map(str.split, fields.split(",")):
+            field = field_descriptors[field_name]
+            inner = field.message_type or field.enum_type
+            assert field.number == int(field_number), (name, field_name)
+            assert ("*" * field.is_repeated) + (inner.name if inner else SCALARS[field.type]) == kind, (
                 name,
-                word,
+                field_name,
             )
-    for name, words in ENUMS.items():
-        assert dict(find(triton, name).items()) == {word: n for n, word in enumerate(words.split())}
+    for name, value_names in ENUMS.items():
+        assert dict(find(triton, name).items()) == {
+            field_name: n for n, field_name in enumerate(value_names.split())
+        }
 
 
 @pytest.mark.peers
-def test_triton_s_client_reads_what_is_written_as_the_tests_do() -> None:
+def test_tritonclient_parses_config_like_test_schema() -> None:
     kind = peer_tools.triton_schema().ModelConfig
     assert kind.FromString(parse_model_config(example_config()).SerializeToString()) == text_format.Parse(
         example_config(), kind()

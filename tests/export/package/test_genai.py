@@ -35,19 +35,19 @@ def written(kind: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "writer"])
-def test_every_name_and_number_is_the_graph_s(tmp_path: Path, kind: str) -> None:
+def test_config_names_and_sizes_equal_graph(tmp_path: Path, kind: str) -> None:
     folder = written(kind, tmp_path / "p")
     content = json.loads((folder / "genai_config.json").read_text())["model"]
     graph = onnx.load(folder / content["decoder"]["filename"], load_external_data=False).graph
     shapes = {
-        one.name: [dim.dim_value for dim in one.type.tensor_type.shape.dim]
-        for one in (*graph.input, *graph.output)
+        graph_value.name: [dim.dim_value for dim in graph_value.type.tensor_type.shape.dim]
+        for graph_value in (*graph.input, *graph.output)
     }
-    layers, named = content["decoder"]["num_hidden_layers"], set()
+    layers, config_names = content["decoder"]["num_hidden_layers"], set()
     for side in ("inputs", "outputs"):
         for name in content["decoder"][side].values():
-            named |= {name % i for i in range(layers)} if "%d" in name else {name}
-    assert named == set(shapes) - {"num_logits_to_keep"}  # which has a default
+            config_names |= {name % i for i in range(layers)} if "%d" in name else {name}
+    assert config_names == set(shapes) - {"num_logits_to_keep"}  # which has a default
     cache = shapes["past_key_values.0.key"]
     assert [content["decoder"]["num_key_value_heads"], content["decoder"]["head_size"]] == [
         cache[1],
@@ -58,18 +58,20 @@ def test_every_name_and_number_is_the_graph_s(tmp_path: Path, kind: str) -> None
     assert not list(folder.glob("generate*"))
 
 
-def test_layers_of_different_shapes_have_no_config(tmp_path: Path) -> None:
+def test_layers_of_different_shapes_are_rejected(tmp_path: Path) -> None:
     source = read_artifact(exported_artifacts.exported_artifact("gpt2"))
     shutil.copytree(source.path, tmp_path / "a")
     model = onnx.load(tmp_path / "a" / "model.onnx", load_external_data=False)
-    cache = next(one for one in model.graph.input if one.name == "past_key_values.1.key")
+    cache = next(
+        graph_input for graph_input in model.graph.input if graph_input.name == "past_key_values.1.key"
+    )
     cache.type.tensor_type.shape.dim[1].dim_value = 2
     onnx.save(model, tmp_path / "a" / "model.onnx")
     with raises_code("unsupported-structure", InputError):
         GenaiFormat().check(dataclasses.replace(source, path=tmp_path / "a"))
 
 
-def test_rules_that_the_config_has_no_word_for_are_refused(tmp_path: Path) -> None:
+def test_unsupported_generation_rules_are_rejected(tmp_path: Path) -> None:
     artifact = read_artifact(exported_artifacts.exported_artifact("gpt2"))
     with raises_code("unsupported-generation-setting", InputError):
         GenaiFormat().write(artifact, PackageOrigin(generation={"no_repeat_ngram_size": 2}), tmp_path)
@@ -99,7 +101,7 @@ CHAT_TEMPLATE = (
 
 
 @pytest.mark.parametrize("template", ["chat", "Q: {prompt}\nA:"])
-def test_answer_program_renders_prompts_as_the_model_does(tmp_path: Path, template: str) -> None:
+def test_example_program_renders_prompts_like_the_model(tmp_path: Path, template: str) -> None:
     source = read_artifact(exported_artifacts.exported_artifact("gpt2"))
     shutil.copytree(source.path, tmp_path / "a")
     rules = read_json_object(tmp_path / "a" / "text.json") | {"prompt_template": template}
@@ -122,7 +124,7 @@ def test_answer_program_renders_prompts_as_the_model_does(tmp_path: Path, templa
 
 @pytest.mark.peers
 @pytest.mark.parametrize("kind", ["gpt2", "writer"])
-def test_onnxruntime_genai_says_the_tokens_of_smelt(tmp_path: Path, kind: str) -> None:
+def test_onnxruntime_genai_equals_smelt_generation(tmp_path: Path, kind: str) -> None:
     """Tokens, since a model with random weights breaks letters."""
     environment = peer_tools.genai_environment()
     folder = written(kind, tmp_path / "p")
@@ -132,10 +134,10 @@ def test_onnxruntime_genai_says_the_tokens_of_smelt(tmp_path: Path, kind: str) -
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     with smelt.load(exported_artifacts.exported_artifact(kind)) as model:
-        words = model._runner.text.tokenizer
+        tokenizer = model._runner.text.tokenizer
         expected = model.generate(PROMPTS, max_new_tokens=8, batch_size=1)
-    found = [
-        text + words.decode_batch([[int(token) for token in line.split()]])[0]
+    answers = [
+        text + tokenizer.decode_batch([[int(token) for token in line.split()]])[0]
         for text, line in zip(PROMPTS, done.stdout.splitlines(), strict=True)
     ]
-    assert found == expected
+    assert answers == expected

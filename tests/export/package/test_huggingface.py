@@ -42,42 +42,42 @@ def package(kind):
     return make_once(f"huggingface-{kind}", make)
 
 
-def test_the_readme_generates_as_the_scores_were_made():
+def test_readme_uses_generation_settings_of_scores():
     readme = (package("translator") / "README.md").read_text()
     assert readme.count("model.generate(**inputs, num_beams=1)") == 2
 
 
 @pytest.mark.parametrize("kind", ["translator", "writer"])
-def test_transformers_generates_what_smelt_does(kind):
+def test_transformers_generation_equals_smelt(kind):
     tokenizer = transformers.AutoTokenizer.from_pretrained(package(kind))
     name = "AutoModelForSeq2SeqLM" if kind == "translator" else "AutoModelForCausalLM"
     model = getattr(transformers, name).from_pretrained(package(kind))
-    with smelt.load(exported_artifacts.exported_artifact(kind, "model")) as own:
-        expected = own.generate(TEXTS, batch_size=1, max_new_tokens=6)
-    for text, wanted in zip(TEXTS, expected, strict=True):
-        found = model.generate(**tokenizer([text], return_tensors="pt"), max_new_tokens=6)
-        assert tokenizer.decode(found[0], skip_special_tokens=True) == wanted
+    with smelt.load(exported_artifacts.exported_artifact(kind, "model")) as smelt_model:
+        expected = smelt_model.generate(TEXTS, batch_size=1, max_new_tokens=6)
+    for text, expected_text in zip(TEXTS, expected, strict=True):
+        output_ids = model.generate(**tokenizer([text], return_tensors="pt"), max_new_tokens=6)
+        assert tokenizer.decode(output_ids[0], skip_special_tokens=True) == expected_text
 
 
-def test_transformers_classifies_as_smelt_does():
+def test_transformers_classification_equals_smelt():
     tokenizer = transformers.AutoTokenizer.from_pretrained(package("classifier"))
     model = transformers.AutoModelForSequenceClassification.from_pretrained(package("classifier")).eval()
     with torch.no_grad():
-        found = model(**tokenizer(TEXTS, return_tensors="pt", padding=True)).logits.softmax(-1)
-    with smelt.load(exported_artifacts.exported_artifact("classifier", "model")) as own:
-        expected = [list(p.probabilities.values()) for p in own.predict(TEXTS)]
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+        probabilities = model(**tokenizer(TEXTS, return_tensors="pt", padding=True)).logits.softmax(-1)
+    with smelt.load(exported_artifacts.exported_artifact("classifier", "model")) as smelt_model:
+        expected = [list(p.probabilities.values()) for p in smelt_model.predict(TEXTS)]
+    np.testing.assert_allclose(probabilities, expected, atol=1e-5)
 
 
-def test_the_package_is_an_artifact_that_smelt_opens():
+def test_package_is_loadable_as_artifact():
     with (
-        smelt.load(package("classifier")) as found,
-        smelt.load(exported_artifacts.exported_artifact("classifier", "model")) as own,
+        smelt.load(package("classifier")) as packaged,
+        smelt.load(exported_artifacts.exported_artifact("classifier", "model")) as original,
     ):
-        assert found.predict(TEXTS) == own.predict(TEXTS)
+        assert packaged.predict(TEXTS) == original.predict(TEXTS)
 
 
-def test_the_card_is_read_by_huggingface_hub():
+def test_model_card_is_parsed_by_huggingface_hub():
     card = huggingface_hub.ModelCard.load(package("translator") / "README.md")
     (score,) = card.data.eval_results
     assert (score.metric_type, score.metric_value, score.dataset_name) == ("bleu", 1.0, "data.jsonl")
@@ -85,13 +85,13 @@ def test_the_card_is_read_by_huggingface_hub():
     assert card.text.lstrip().startswith("# ")
 
 
-def test_tokenizer_files_are_those_of_old_and_new_transformers():
+def test_tokenizer_files_support_old_and_new_transformers():
     content = json.loads((package("t5") / "tokenizer_config.json").read_text())
     assert content["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert "backend" not in content
 
 
-def test_the_line_of_the_readme_runs():
+def test_readme_command_runs():
     text = (package("embedder") / "README.md").read_text()
     install, line = text.partition("```bash\n")[2].partition("\n```")[0].split("\n", 1)
     assert install.startswith("pip install ")
@@ -112,11 +112,11 @@ def test_the_line_of_the_readme_runs():
         ([{"op": "new"}], ["'new'", "1"]),
     ],
 )
-def test_what_the_config_cannot_say_is_refused_with_the_stage_that_made_it(edits, values, tmp_path):
+def test_unrepresentable_structure_is_rejected_with_stage_name(edits, values, tmp_path):
     manifest = read_artifact(exported_artifacts.exported_artifact("classifier", "model")).manifest
     (tmp_path / "structure.json").write_text(json.dumps({"edits": edits}))
-    with raises_code("unsupported-structure", InputError) as caught:
+    with raises_code("unsupported-structure", InputError) as excinfo:
         HuggingFaceFormat().check(Artifact(tmp_path, manifest))
-    assert re.search(".*".join(rf"(?<!\w){re.escape(value)}(?!\w)" for value in values), str(caught.value))
+    assert re.search(".*".join(rf"(?<!\w){re.escape(value)}(?!\w)" for value in values), str(excinfo.value))
     (tmp_path / "structure.json").unlink()
     HuggingFaceFormat().check(Artifact(tmp_path, manifest))

@@ -24,30 +24,32 @@ def layout(kind):
     return parts, optimum_graphs(*parts), json.loads((folder / "config.json").read_text())
 
 
-def test_t5_whose_heads_are_narrower_than_its_width_says_takes_what_optimum_makes():
-    parts, made, config = layout("t5")  # 32 wide, 4 heads of 6
-    assert accept_any_empty_cache(made.merged_decoder, config) == 2
+def test_t5_initial_cache_uses_d_kv():
+    parts, optimum_graphs, config = layout("t5")  # 32 wide, 4 heads of 6
+    assert accept_any_empty_cache(optimum_graphs.merged_decoder, config) == 2
     expected = translator_graphs.run_smelt_graphs(*parts)
     for heads, width in ((4, 8), (4, 6), (3, 5)):
-        found = translator_graphs.run_merged_graph(made.encoder, made.merged_decoder, heads, width)
-        for wanted, logits in zip(expected, found, strict=True):
-            np.testing.assert_allclose(logits[:, 0], wanted, rtol=0, atol=1e-5)
+        outputs = translator_graphs.run_merged_graph(
+            optimum_graphs.encoder, optimum_graphs.merged_decoder, heads, width
+        )
+        for expected_logits, logits in zip(expected, outputs, strict=True):
+            np.testing.assert_allclose(logits[:, 0], expected_logits, rtol=0, atol=1e-5)
 
 
-def test_without_it_onnxruntime_refuses_them():
-    _, made, _ = layout("t5")
+def test_unpatched_graph_rejects_initial_caches():
+    _, optimum_graphs, _ = layout("t5")
     with pytest.raises(InvalidArgument, check=lambda error: "Got: 8 Expected: 6" in str(error)):
-        translator_graphs.run_merged_graph(made.encoder, made.merged_decoder, 4, 8)
+        translator_graphs.run_merged_graph(optimum_graphs.encoder, optimum_graphs.merged_decoder, 4, 8)
 
 
-def test_caches_of_the_plain_shape_stay_as_they_are():
-    _, made, config = layout("translator")
-    before = made.merged_decoder.SerializeToString()
-    assert accept_any_empty_cache(made.merged_decoder, config) == 0
-    assert made.merged_decoder.SerializeToString() == before
+def test_standard_cache_shapes_are_unchanged():
+    _, optimum_graphs, config = layout("translator")
+    graph_bytes = optimum_graphs.merged_decoder.SerializeToString()
+    assert accept_any_empty_cache(optimum_graphs.merged_decoder, config) == 0
+    assert optimum_graphs.merged_decoder.SerializeToString() == graph_bytes
 
 
-def test_a_writer_with_fewer_keys_than_heads_takes_caches_of_all_heads():
+def test_grouped_query_decoder_accepts_caches_of_all_heads():
     folder = exported_artifacts.exported_artifact("writer")  # Llama: 4 heads, 2 of keys
     config = json.loads((folder / "config.json").read_text())
     model = read_graph(folder / "model.onnx")
@@ -56,9 +58,9 @@ def test_a_writer_with_fewer_keys_than_heads_takes_caches_of_all_heads():
     pasts = [i.name for i in model.graph.input if i.name.startswith("past_")]
 
     def logits(heads):
-        opened = translator_graphs.open_session(model)
-        found = opened.run(["logits"], feeds | {n: np.zeros((1, heads, 0, 16), np.float32) for n in pasts})
-        return found[0]
+        session = translator_graphs.open_session(model)
+        outputs = session.run(["logits"], feeds | {n: np.zeros((1, heads, 0, 16), np.float32) for n in pasts})
+        return outputs[0]
 
     expected = logits(2)
     assert accept_any_empty_cache(model, config) == len(pasts) == 4
@@ -70,15 +72,15 @@ def test_a_writer_with_fewer_keys_than_heads_takes_caches_of_all_heads():
 @pytest.mark.parametrize(
     ("kind", "layers"), [("writer", "num_hidden_layers"), ("translator", "decoder_layers")]
 )
-def test_caches_that_do_not_follow_from_the_config_are_refused(form, kind, layers, tmp_path):
+def test_caches_not_matching_config_are_rejected(form, kind, layers, tmp_path):
     """As of a model whose last layer attends no more: its tool would make a cache for it."""
     folder = shutil.copytree(exported_artifacts.exported_artifact(kind), tmp_path / "model")
     form.check(read_artifact(folder))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {layers: config[layers] + 1}))
-    with raises_code("unsupported-structure", InputError) as caught:
+    with raises_code("unsupported-structure", InputError) as excinfo:
         form.check(read_artifact(folder))
-    assert f"{config[layers]} of {config[layers] + 1} " in str(caught.value)
+    assert f"{config[layers]} of {config[layers] + 1} " in str(excinfo.value)
 
 
 @pytest.mark.parametrize(
@@ -89,8 +91,8 @@ def test_caches_that_do_not_follow_from_the_config_are_refused(form, kind, layer
         (GenaiFormat(), "onnxruntime-genai"),
     ],
 )
-def test_int8_caches_are_refused_by_tools_that_make_float_ones(form, tool):
+def test_int8_caches_are_rejected_for_float_cache_tools(form, tool):
     form.check(read_artifact(exported_artifacts.exported_artifact("writer")))
-    with raises_code("unsupported-kv-cache", InputError) as caught:
+    with raises_code("unsupported-kv-cache", InputError) as excinfo:
         form.check(read_artifact(exported_artifacts.exported_artifact("int8-caches")))
-    assert tool in str(caught.value)
+    assert tool in str(excinfo.value)

@@ -21,10 +21,10 @@ def source(tmp_path):
 
 def with_word(source, word):
     """Give `source` one word more, which is not of its SentencePiece model."""
-    words = json.loads((source / "vocab.json").read_text())
-    place = len(words)
-    (source / "vocab.json").write_text(json.dumps(words | {word: place}))
-    return place
+    vocabulary = json.loads((source / "vocab.json").read_text())
+    token_id = len(vocabulary)
+    (source / "vocab.json").write_text(json.dumps(vocabulary | {word: token_id}))
+    return token_id
 
 
 def ids(reader, text):
@@ -36,45 +36,48 @@ def both(source, folder):
     return MarianTokenizer(source, details), RustTokenizer(folder, details)
 
 
-def test_ids_and_texts_are_the_models_own(source, tmp_path):
+def test_ids_and_texts_equal_marian_tokenizer(source, tmp_path):
     transformers_js.write_marian_tokenizer_json(source, tmp_path)
-    own, made = both(source, tmp_path)
+    marian, converted = both(source, tmp_path)
     for text in [*tiny.SENTENCES, "", "  two   dogs ", "unknown \u6f22\u5b57!", "a</s>b", "\ufb01ve"]:
-        assert ids(made, text) == ids(own, text)
-        assert made.decode_batch([ids(own, text)]) == own.decode_batch([ids(own, text)])
+        assert ids(converted, text) == ids(marian, text)
+        assert converted.decode_batch([ids(marian, text)]) == marian.decode_batch([ids(marian, text)])
     assert len(transformers_js.comparison_texts(source, read_tokenizer_info(source))) > 9_900
 
 
-def test_a_word_of_the_target_alone_is_never_read_but_written(source, tmp_path):
+def test_target_only_token_is_decoded_but_not_encoded(source, tmp_path):
     with_word(source, "\u00e4")  # SentencePiece has each letter of its pieces as a piece
-    place = with_word(source, "\u2581dogs\u00e4")
+    token_id = with_word(source, "\u2581dogs\u00e4")
     transformers_js.write_marian_tokenizer_json(source, tmp_path)
-    own, made = both(source, tmp_path)
-    assert ids(made, "two dogs") == ids(own, "two dogs")
-    assert made.decode_batch([[place]]) == own.decode_batch([[place]]) == ["dogs\u00e4"]
+    marian, converted = both(source, tmp_path)
+    assert ids(converted, "two dogs") == ids(marian, "two dogs")
+    assert converted.decode_batch([[token_id]]) == marian.decode_batch([[token_id]]) == ["dogs\u00e4"]
 
 
-def test_a_character_of_the_target_alone_has_its_id(source, tmp_path):
-    place = with_word(source, "\u00e4")
+def test_target_only_character_keeps_its_id(source, tmp_path):
+    token_id = with_word(source, "\u00e4")
     transformers_js.write_marian_tokenizer_json(source, tmp_path)
-    own, made = both(source, tmp_path)
-    assert place in ids(made, "two \u00e4 dogs")
-    assert ids(made, "two \u00e4 dogs") == ids(own, "two \u00e4 dogs")
+    marian, converted = both(source, tmp_path)
+    assert token_id in ids(converted, "two \u00e4 dogs")
+    assert ids(converted, "two \u00e4 dogs") == ids(marian, "two \u00e4 dogs")
 
 
 @pytest.mark.parametrize(
     "words", [["\u00e4"], ["\u00e4", "\u2581dogs\u00e4"], ["\u00e4", "s\u00e4", "og", "\u00f6"]]
 )
-def test_words_of_the_target_alone_are_cut_as_sentencepiece_cuts(words, source, tmp_path):
+def test_target_only_tokens_are_split_like_sentencepiece(words, source, tmp_path):
     """SentencePiece itself is asked; a piece of the target is never taken where it knows the letters."""
     import sentencepiece
 
-    for word in words:
-        with_word(source, word)
+    for token in words:
+        with_word(source, token)
     transformers_js.write_marian_tokenizer_json(source, tmp_path)
-    known, unknown = json.loads((source / "vocab.json").read_text()), read_tokenizer_info(source).unknown
+    vocabulary, unknown_id = (
+        json.loads((source / "vocab.json").read_text()),
+        read_tokenizer_info(source).unknown,
+    )
     reader = sentencepiece.SentencePieceProcessor(model_file=str(source / "source.spm"))
-    made = both(source, tmp_path)[1]
+    converted = both(source, tmp_path)[1]
     for text in (
         "two dogs\u00e4 run",
         "\u00e4",
@@ -83,36 +86,39 @@ def test_words_of_the_target_alone_are_cut_as_sentencepiece_cuts(words, source, 
         "\u00f6 s\u00f6 \u6f22",
         "dogs",
     ):
-        cut = reader.encode(text, out_type=str)
-        assert ids(made, text)[:-1] == [known.get(piece, unknown) for piece in cut], (text, cut)
+        subwords = reader.encode(text, out_type=str)
+        assert ids(converted, text)[:-1] == [vocabulary.get(subword, unknown_id) for subword in subwords], (
+            text,
+            subwords,
+        )
 
 
-def test_languages_are_tokens_of_their_own(source, tmp_path):
-    place = with_word(source, ">>deu<<")
+def test_language_tokens_are_not_split(source, tmp_path):
+    token_id = with_word(source, ">>deu<<")
     transformers_js.write_marian_tokenizer_json(source, tmp_path)
-    own, made = both(source, tmp_path)
-    assert ids(made, ">>deu<< two dogs") == ids(own, ">>deu<< two dogs")
-    assert ids(made, ">>deu<< two dogs")[0] == place
+    marian, converted = both(source, tmp_path)
+    assert ids(converted, ">>deu<< two dogs") == ids(marian, ">>deu<< two dogs")
+    assert ids(converted, ">>deu<< two dogs")[0] == token_id
 
 
-def test_what_reads_otherwise_is_refused_and_leaves_nothing(source, tmp_path, monkeypatch):
+def test_different_tokenization_is_rejected_without_output(source, tmp_path, monkeypatch):
     monkeypatch.setattr(transformers_js, "_added_token_score", lambda word: 0.0)
     with_word(source, "\u2581t\u2581")
     with_word(source, "og")
-    with raises_code("tokenizer-differs", InputError) as caught:
+    with raises_code("tokenizer-differs", InputError) as excinfo:
         transformers_js.write_marian_tokenizer_json(source, tmp_path)
-    assert caught.value.file == str(source / "source.spm")
+    assert excinfo.value.file == str(source / "source.spm")
     assert not (tmp_path / "tokenizer.json").exists()
 
 
-def test_ids_with_gaps_are_refused(source, tmp_path):
-    words = json.loads((source / "vocab.json").read_text())
-    (source / "vocab.json").write_text(json.dumps(words | {"far": 10_000}))
+def test_vocabulary_with_id_gaps_is_rejected(source, tmp_path):
+    vocabulary = json.loads((source / "vocab.json").read_text())
+    (source / "vocab.json").write_text(json.dumps(vocabulary | {"far": 10_000}))
     with raises_code("vocabulary-gaps", InputError):
         transformers_js.write_marian_tokenizer_json(source, tmp_path)
 
 
-def test_a_model_that_is_none_of_unigrams_is_refused(source, tmp_path):
+def test_non_unigram_model_is_rejected(source, tmp_path):
     import sentencepiece
 
     (tmp_path / "text.txt").write_text("\n".join(tiny.SENTENCES * 4))
@@ -128,7 +134,7 @@ def test_a_model_that_is_none_of_unigrams_is_refused(source, tmp_path):
         transformers_js.write_marian_tokenizer_json(source, tmp_path)
 
 
-def test_another_end_of_texts_is_kept(source, tmp_path):
+def test_custom_eos_token_is_kept(source, tmp_path):
     details = read_tokenizer_info(source)
     write_tokenizer_info(source, details.model_copy(update={"eos": details.pad}))
     transformers_js.write_marian_tokenizer_json(source, tmp_path)

@@ -24,7 +24,7 @@ def card(task="translation", origin=ORIGIN, library="transformers"):
     return huggingface_hub.ModelCard(f"---\n{card_front_matter(task, origin, library)}---\n\n# Text\n").data
 
 
-def test_scores_are_read_as_a_model_index():
+def test_scores_are_written_as_model_index():
     data = card()
     bleu, chrf = data.eval_results
     assert (bleu.metric_type, bleu.metric_value, bleu.dataset_name) == ("bleu", 37.4123, "data/test.jsonl.gz")
@@ -39,14 +39,14 @@ def test_scores_are_read_as_a_model_index():
     )
 
 
-def test_a_model_without_scores_has_no_index():
+def test_model_without_scores_has_no_model_index():
     data = card("language-modeling", PackageOrigin(), "transformers")
     assert data.eval_results is None
     assert data.license is None
     assert data.pipeline_tag == "text-generation"
 
 
-def test_a_licence_in_words_has_a_name():
+def test_custom_license_has_license_name():
     content = YAML(typ="safe").load(
         card_front_matter("translation", PackageOrigin(licence="Some Licence, v2: own"), "transformers")
     )

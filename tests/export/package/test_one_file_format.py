@@ -51,7 +51,7 @@ def _extensions(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize("beams", [1, 3] if matrix.is_full_matrix() else [3])
-def test_a_translator_answers_strings_with_the_strings_of_smelt(
+def test_translator_string_graph_equals_smelt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beams: int
 ) -> None:
     source = exported_artifacts.exported_artifact("translator")
@@ -62,7 +62,7 @@ def test_a_translator_answers_strings_with_the_strings_of_smelt(
     assert answers(tmp_path / "p", tiny.SENTENCES, "generated") == expected
 
 
-def test_the_prefix_of_a_model_is_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_prefix_is_in_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = read_artifact(exported_artifacts.exported_artifact("translator"))
     shutil.copytree(source.path, tmp_path / "a")
     (tmp_path / "a" / "text.json").write_text(json.dumps({"prefix": "ein lied "}))
@@ -75,7 +75,7 @@ def test_the_prefix_of_a_model_is_inside(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("kind", ["gpt2", "int8-caches"])
 @pytest.mark.parametrize("generation", [{"max_new_tokens": 5}, {}] if matrix.is_full_matrix() else [{}])
-def test_a_language_model_continues_prompts_of_several_lengths(
+def test_language_model_generates_for_prompts_of_different_lengths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generation: dict[str, int], kind: str
 ) -> None:
     source = exported_artifacts.exported_artifact(kind)
@@ -84,19 +84,19 @@ def test_a_language_model_continues_prompts_of_several_lengths(
     with smelt.load(source) as model:
         expected = model.generate(texts, **generation)
     assert all(len(b) > len(a) for a, b in zip(texts, expected, strict=True))
-    found = answers(tmp_path / "p", texts, "generated")
-    assert [re.sub("\ufffd+", "\ufffd", text) for text in found] == [
+    generated = answers(tmp_path / "p", texts, "generated")
+    assert [re.sub("\ufffd+", "\ufffd", text) for text in generated] == [
         re.sub("\ufffd+", "\ufffd", text) for text in expected
     ]
 
 
-def test_a_tokenizer_that_no_operator_equals_leaves_numbers(
+def test_unsupported_tokenizer_gives_numeric_graph_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a word whose beginning alone is known BERT's tokenizer knows nothing, the operator the beginning."""
     source = exported_artifacts.exported_artifact("classifier")
-    how = written(read_artifact(source), tmp_path / "p", monkeypatch)
-    assert any("onnxruntime-extensions" in note for note in how.notes)
+    usage_notes = written(read_artifact(source), tmp_path / "p", monkeypatch)
+    assert any("onnxruntime-extensions" in note for note in usage_notes.notes)
     assert not (tmp_path / "p" / "model_text.onnx").exists()
     with smelt.load(source) as model:
         encoded = model._runner.text.tokenizer.encode_batch(tiny.SENTENCES[:1], 32).ids[0]
@@ -115,48 +115,46 @@ def program(folder: Path, *arguments: str | bytes, code: int = 0) -> str:
     return done.stdout if code == 0 else done.stderr
 
 
-def test_the_program_beside_the_file_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_program_equals_smelt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = exported_artifacts.exported_artifact("translator")
-    how = written(read_artifact(source), tmp_path / "p", monkeypatch, max_new_tokens=7)
-    assert how.run == 'python answer.py "TEXT"'
+    usage_notes = written(read_artifact(source), tmp_path / "p", monkeypatch, max_new_tokens=7)
+    assert usage_notes.run == 'python answer.py "TEXT"'
     with smelt.load(source) as model:
         expected = model.generate(PROMPTS, max_new_tokens=7)
     assert program(tmp_path / "p", *PROMPTS).splitlines() == expected
     assert "invalid" in program(tmp_path / "p", b"a \xff man", code=2)
 
 
-def test_without_extensions_there_are_numbers_and_how_to_install_them(
+def test_missing_extensions_give_numeric_graph_and_install_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime_extensions", None)
-    how = written(
+    usage_notes = written(
         read_artifact(exported_artifacts.exported_artifact("translator")), tmp_path / "p", monkeypatch
     )
-    assert any("pip install 'smelt[strings]'" in note for note in how.notes)
-    assert how.run == "python answer.py 5 6 7"
+    assert any("pip install 'smelt[strings]'" in note for note in usage_notes.notes)
+    assert usage_notes.run == "python answer.py 5 6 7"
     output = program(tmp_path / "p", "5", "6", "7")
     assert len(output.split()) > 1
     assert "arguments are required: token" in program(tmp_path / "p", code=2)
     assert "invalid int value: 'two'" in program(tmp_path / "p", "two", code=2)
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    shutil.copy(tmp_path / "p" / "model.onnx", alone)
-    session = onnxruntime.InferenceSession(str(alone / "model.onnx"))
+    model_folder = tmp_path / "alone"
+    model_folder.mkdir()
+    shutil.copy(tmp_path / "p" / "model.onnx", model_folder)
+    session = onnxruntime.InferenceSession(str(model_folder / "model.onnx"))
     ids = np.array([[5, 6, 7]])
-    found = session.run(["sequences"], {"input_ids": ids, "attention_mask": np.ones_like(ids)})[0]
-    assert found.shape[1] > 1
+    sequences = session.run(["sequences"], {"input_ids": ids, "attention_mask": np.ones_like(ids)})[0]
+    assert sequences.shape[1] > 1
 
 
-def test_what_protobuf_cannot_hold_is_refused_without_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_above_protobuf_limit_is_rejected_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_file_format, "MAX_GRAPH_BYTES", 1000)
-    with raises_code("graph-too-large", InputError) as caught:
+    with raises_code("graph-too-large", InputError) as excinfo:
         OneFileFormat().check(read_artifact(exported_artifacts.exported_artifact("translator")))
-    assert caught.value.file == "generate.onnx"
+    assert excinfo.value.file == "generate.onnx"
 
 
-def test_what_draws_at_random_is_refused_without_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sampling_is_rejected_without_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with raises_code("unsupported-generation-setting", InputError):
         written(
             read_artifact(exported_artifacts.exported_artifact("gpt2")),
@@ -168,18 +166,18 @@ def test_what_draws_at_random_is_refused_without_a_file(
 
 
 @pytest.mark.peers
-def test_node_says_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_outputs_equal_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node, npm = shutil.which("node"), shutil.which("npm")
     if node is None or npm is None:
         pytest.skip("node and npm are not installed")
-    home = make_once("onnxruntime-node", lambda folder: folder.mkdir())
-    install = [npm, "install", "--prefix", str(home), "--ignore-scripts", "onnxruntime-node"]
+    node_folder = make_once("onnxruntime-node", lambda folder: folder.mkdir())
+    install = [npm, "install", "--prefix", str(node_folder), "--ignore-scripts", "onnxruntime-node"]
     done = subprocess.run(install, capture_output=True, text=True, check=False, timeout=300)
     if done.returncode:
         pytest.skip(f"onnxruntime-node cannot be installed: {done.stderr[-200:]}")
     source = exported_artifacts.exported_artifact("translator")
     written(read_artifact(source), tmp_path / "p", monkeypatch, max_new_tokens=7)
-    (tmp_path / "p" / "node_modules").symlink_to(home / "node_modules")
+    (tmp_path / "p" / "node_modules").symlink_to(node_folder / "node_modules")
     program = [node, tmp_path / "p" / "answer.mjs"]
     ran = subprocess.run(
         [*program, "5", "6", "7", "0"], cwd=tmp_path, capture_output=True, text=True, check=True

@@ -33,7 +33,7 @@ def package(kind):
     return make_once(f"optimum-{kind}", make)
 
 
-def test_a_translator_has_both_layouts_on_one_file_of_weights():
+def test_translator_has_both_layouts_with_shared_weights():
     folder = package("translator")
     graphs = ("encoder_model", "decoder_model", "decoder_with_past_model", "decoder_model_merged")
     assert {p.stem for p in folder.glob("*.onnx")} == set(graphs)
@@ -41,18 +41,18 @@ def test_a_translator_has_both_layouts_on_one_file_of_weights():
     assert not (folder / "manifest.json").exists()
     source = exported_artifacts.exported_artifact("translator") / "model.onnx_data"
     assert (folder / "encoder_model.onnx_data").stat().st_size <= 1.05 * source.stat().st_size
-    one, first, following, both = (str(folder / f"{name}.onnx") for name in graphs)
+    encoder_path, first, following, merged_path = (str(folder / f"{name}.onnx") for name in graphs)
     artifact = [str(source.with_name(f"{n}.onnx")) for n in ("encoder_model", "decoder_with_past_model")]
     expected = translator_graphs.run_smelt_graphs(*artifact)
-    for found in (
-        translator_graphs.run_optimum_graphs(one, first, following),
-        translator_graphs.run_merged_graph(one, both),
+    for outputs in (
+        translator_graphs.run_optimum_graphs(encoder_path, first, following),
+        translator_graphs.run_merged_graph(encoder_path, merged_path),
     ):
-        for wanted, logits in zip(expected, found, strict=True):
-            np.testing.assert_allclose(logits[:, 0], wanted, rtol=0, atol=1e-5)
+        for expected_logits, logits in zip(expected, outputs, strict=True):
+            np.testing.assert_allclose(logits[:, 0], expected_logits, rtol=0, atol=1e-5)
 
 
-def test_the_other_models_have_one_graph(tmp_path):
+def test_other_models_have_one_graph(tmp_path):
     for kind, outputs in (
         ("classifier", ["logits"]),
         ("embedder", ["sentence_embedding", "last_hidden_state"]),
@@ -64,7 +64,7 @@ def test_the_other_models_have_one_graph(tmp_path):
 
 
 @pytest.mark.parametrize("form", [OptimumFormat(), TransformersJsFormat()], ids=lambda form: form.name)
-def test_a_classifier_made_from_a_sentence_embedder_is_a_classifier(form, tmp_path):
+def test_classifier_from_sentence_embedder_is_packaged_as_classifier(form, tmp_path):
     source = tmp_path / "artifact"
     shutil.copytree(exported_artifacts.exported_artifact("classifier"), source)
     artifact = read_artifact(source)
@@ -78,7 +78,7 @@ def test_a_classifier_made_from_a_sentence_embedder_is_a_classifier(form, tmp_pa
     assert [o.name for o in onnx.load(path).graph.output] == ["logits"]
 
 
-def test_the_readme_shows_how_it_was_scored():
+def test_readme_uses_generation_settings_of_scores():
     readme = (package("translator") / "README.md").read_text()
     assert readme.count("model.generate(**inputs, num_beams=3, max_new_tokens=9)") == 2  # in the line too
     assert "optimum-onnx[onnxruntime]==0.1.0" in readme
@@ -86,8 +86,8 @@ def test_the_readme_shows_how_it_was_scored():
 
 
 @pytest.mark.peers
-def test_optimum_says_what_smelt_says():
-    asked, expected = [], []
+def test_optimum_outputs_equal_smelt():
+    requests, expected = [], []
     for kind in KINDS:
         form = {"classifier": "classifier", "embedder": "sentence"}.get(kind)
         form = form or ("seq2seq" if kind in ("translator", "t5") else "causal")
@@ -95,25 +95,27 @@ def test_optimum_says_what_smelt_says():
         with smelt.load(exported_artifacts.exported_artifact(kind)) as model:
             if form in ("seq2seq", "causal"):
                 for beams in (1, 4):
-                    found = model.generate(TEXTS, num_beams=beams, **GENERATION)
-                    for merged in (True, False) if form == "seq2seq" else (None,):
+                    answer = model.generate(TEXTS, num_beams=beams, **GENERATION)
+                    for is_merged in (True, False) if form == "seq2seq" else (None,):
                         generation = GENERATION | {"num_beams": beams}
-                        asked.append(common | {"merged": merged, "generation": generation})
-                        expected.append(found)
+                        requests.append(common | {"merged": is_merged, "generation": generation})
+                        expected.append(answer)
             else:
-                asked.append(common)
-                rows = model.predict(TEXTS) if form == "classifier" else model.embed(TEXTS)
+                requests.append(common)
+                smelt_outputs = model.predict(TEXTS) if form == "classifier" else model.embed(TEXTS)
                 expected.append(
-                    [list(r.probabilities.values()) for r in rows] if form == "classifier" else rows
+                    [list(r.probabilities.values()) for r in smelt_outputs]
+                    if form == "classifier"
+                    else smelt_outputs
                 )
-    answers = peer_tools.run_in_optimum("open_by_optimum.py", {"packages": asked})
-    for one, found, wanted in zip(asked, answers, expected, strict=True):
-        if one["kind"] in ("seq2seq", "causal"):
-            assert found == wanted, one
-        elif one["kind"] == "classifier":
-            np.testing.assert_allclose(found, wanted, atol=1e-5)
+    answers = peer_tools.run_in_optimum("open_by_optimum.py", {"packages": requests})
+    for request, answer, expected_answer in zip(requests, answers, expected, strict=True):
+        if request["kind"] in ("seq2seq", "causal"):
+            assert answer == expected_answer, request
+        elif request["kind"] == "classifier":
+            np.testing.assert_allclose(answer, expected_answer, atol=1e-5)
         else:
-            hidden, mask = np.array(found[0]), np.array(found[1])[..., None]
+            hidden, mask = np.array(answer[0]), np.array(answer[1])[..., None]
             vectors = (hidden * mask).sum(1) / mask.sum(1)
             vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-            np.testing.assert_allclose(vectors, wanted, atol=1e-5)
+            np.testing.assert_allclose(vectors, expected_answer, atol=1e-5)

@@ -33,20 +33,20 @@ def caches(prefix, kinds=("decoder", "encoder")):
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_every_layout_gives_the_logits_of_smelts_graphs(kind):
+def test_every_layout_equals_smelt_logits(kind):
     encoder, decoder = graphs(kind)
     layout = optimum_graphs(encoder, decoder)
     expected = translator_graphs.run_smelt_graphs(encoder, decoder)
-    for found in (
+    for outputs in (
         translator_graphs.run_optimum_graphs(layout.encoder, layout.decoder, layout.decoder_with_past),
         translator_graphs.run_merged_graph(layout.encoder, layout.merged_decoder),
     ):
-        for wanted, logits in zip(expected, found, strict=True):
-            np.testing.assert_allclose(logits[:, 0], wanted, rtol=0, atol=1e-5)
+        for expected_logits, logits in zip(expected, outputs, strict=True):
+            np.testing.assert_allclose(logits[:, 0], expected_logits, rtol=0, atol=1e-5)
     assert not np.allclose(expected[1], expected[2], atol=1e-3)  # the steps differ, so their caches matter
 
 
-def test_names_and_their_order_are_those_that_optimum_numbers_layers_by():
+def test_names_and_order_match_optimum():
     layout = optimum_graphs(*graphs("marian int8"))
     assert names(layout.encoder.graph.input) == ["input_ids", "attention_mask"]
     assert names(layout.encoder.graph.output) == ["last_hidden_state"]
@@ -60,7 +60,7 @@ def test_names_and_their_order_are_those_that_optimum_numbers_layers_by():
     assert names(layout.merged_decoder.graph.output) == ["logits", *caches("present")]
 
 
-def test_what_makes_keys_and_values_leaves_the_encoder_with_its_weights():
+def test_cross_attention_nodes_are_moved_out_of_encoder():
     encoder, decoder = graphs("marian")
     layout = optimum_graphs(encoder, decoder)
     assert len(layout.encoder.graph.node) < len(encoder.graph.node)
@@ -71,24 +71,24 @@ def test_what_makes_keys_and_values_leaves_the_encoder_with_its_weights():
             assert value.type.tensor_type.shape.dim[0].dim_param in ("batch_size", "")
 
 
-def test_what_was_given_stays_as_it_was():
+def test_input_graphs_are_not_modified():
     encoder, decoder = graphs("marian")
-    before = [encoder.SerializeToString(), decoder.SerializeToString()]
+    model_bytes = [encoder.SerializeToString(), decoder.SerializeToString()]
     optimum_graphs(encoder, decoder)
-    assert [encoder.SerializeToString(), decoder.SerializeToString()] == before
+    assert [encoder.SerializeToString(), decoder.SerializeToString()] == model_bytes
 
 
-def test_keys_of_more_than_hidden_states_are_refused():
+def test_keys_not_computed_from_hidden_states_are_rejected():
     encoder, decoder = graphs("marian")
     graph = encoder.graph
     key = next(node for node in graph.node if "present.0.encoder.key" in node.output)
     gathered = onnx.helper.make_node("Gather", ["encoder.embed_tokens.weight", "input_ids"], ["more"], "odd")
     added = onnx.helper.make_node("Add", ["more", key.input[0]], ["odd.sum"], "sum")
     key.input[0] = "odd.sum"
-    at = list(graph.node).index(key)
-    nodes = [*graph.node[:at], gathered, added, *graph.node[at:]]
+    key_index = list(graph.node).index(key)
+    nodes = [*graph.node[:key_index], gathered, added, *graph.node[key_index:]]
     del graph.node[:]
     graph.node.extend(nodes)
-    with raises_code("unsupported-graph", RunError) as caught:
+    with raises_code("unsupported-graph", RunError) as excinfo:
         optimum_graphs(encoder, decoder)
-    assert "'odd' (Gather)" in str(caught.value)
+    assert "'odd' (Gather)" in str(excinfo.value)

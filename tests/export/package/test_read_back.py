@@ -18,19 +18,19 @@ TASKS = {
 
 
 @pytest.mark.peers
-def test_graphs_that_optimum_exported_write_what_the_model_writes(tmp_path: Path) -> None:
+def test_graphs_exported_by_optimum_equal_the_model(tmp_path: Path) -> None:
     tiny.write_marian(tmp_path / "marian")
     causal.write_model(tmp_path / "gpt2", "gpt2")
-    asked = [
+    requests = [
         {"source": str(tmp_path / kind), "out": str(tmp_path / f"{kind}-onnx"), "task": task}
         for kind, (task, _) in TASKS.items()
     ]
-    names = peer_tools.run_in_optimum("export_by_optimum.py", {"models": asked})
+    names = peer_tools.run_in_optimum("export_by_optimum.py", {"models": requests})
     assert set(names[0]) >= {"encoder_model.onnx", "decoder_model.onnx", "decoder_with_past_model.onnx"}
     shutil.copytree(tmp_path / "marian-onnx", tmp_path / "merged-onnx")
     for name in ("decoder_model.onnx", "decoder_with_past_model.onnx"):
         (tmp_path / "merged-onnx" / name).unlink()
-    rows = {
+    data_files = {
         "translation": tiny.write_pairs(tmp_path / "d.jsonl", 6).name,
         "language-modeling": causal.write_lines(tmp_path / "d.txt", 1).name,
     }
@@ -40,15 +40,17 @@ def test_graphs_that_optimum_exported_write_what_the_model_writes(tmp_path: Path
         for model in (f"{kind}-onnx\ntokenizer: {source}", source):
             recipe = tmp_path / "r.yaml"
             recipe.write_text(
-                f"model: {model}\ntask: {task}\ndata: {{test: {rows[task]}}}\nstages: []\n"
+                f"model: {model}\ntask: {task}\ndata: {{test: {data_files[task]}}}\nstages: []\n"
                 "score: {latency: false, generation: {max_new_tokens: 6}}\n"
             )
             out = tmp_path / f"run-{kind}-{len(answers)}"
             smelt.run(recipe, out=out, quiet=True)
             step = json.loads((out / "report.json").read_text())["steps"][0]
             scores.append({name: round(s["value"], 2) for name, s in step["quality"].items()})
-            with smelt.load(out / "artifacts/model") as opened:
-                found = [opened.generate(TEXTS, num_beams=beams, max_new_tokens=6) for beams in (1, 3)]
-            answers.append(found)
+            with smelt.load(out / "artifacts/model") as model_runner:
+                generated = [
+                    model_runner.generate(TEXTS, num_beams=beams, max_new_tokens=6) for beams in (1, 3)
+                ]
+            answers.append(generated)
         assert answers[0] == answers[1]
         assert scores[0] == scores[1]

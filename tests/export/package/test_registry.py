@@ -9,12 +9,12 @@ from tests.support.expected_errors import raises_code
 pytestmark = pytest.mark.quick
 
 
-def test_forms_are_found_by_their_names():
+def test_formats_are_found_by_name():
     assert all(name == form.name == find_package_format(name).name for name, form in PACKAGE_FORMATS.items())
 
 
-def test_an_unknown_form_names_those_that_there_are():
-    with raises_code("unknown-package-format", InputError) as caught:
+def test_unknown_format_error_lists_formats():
+    with raises_code("unknown-package-format", InputError) as excinfo:
         find_package_format("standalon")
-    assert "'standalon'" in str(caught.value)
-    assert "'standalone'" in str(caught.value)
+    assert "'standalon'" in str(excinfo.value)
+    assert "'standalone'" in str(excinfo.value)

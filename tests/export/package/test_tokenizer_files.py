@@ -29,35 +29,36 @@ def written(kind, folder):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_copy_gives_the_same_ids_and_texts(kind, tmp_path):
+def test_copied_tokenizer_gives_equal_ids_and_texts(kind, tmp_path):
     content = written(kind, tmp_path / "out")
     assert content["tokenizer_class"] in ("PreTrainedTokenizerFast", "MarianTokenizer")
     assert "backend" not in content
-    source, copied = (
+    source, copy_tokenizer = (
         load_tokenizer(exported_artifacts.exported_artifact(kind)),
         AutoTokenizer.from_pretrained(tmp_path / "out"),
     )
-    assert copied.model_max_length <= source.model_max_length
-    limit = {"truncation": True, "max_length": copied.model_max_length}
-    expected, found = source(TEXTS, **limit), copied(TEXTS, **limit)
-    assert found["input_ids"] == expected["input_ids"]
+    assert copy_tokenizer.model_max_length <= source.model_max_length
+    limit = {"truncation": True, "max_length": copy_tokenizer.model_max_length}
+    expected, encoded = source(TEXTS, **limit), copy_tokenizer(TEXTS, **limit)
+    assert encoded["input_ids"] == expected["input_ids"]
     if "token_type_ids" in expected:
-        assert found["token_type_ids"] == expected["token_type_ids"]
+        assert encoded["token_type_ids"] == expected["token_type_ids"]
     for skip in (True, False):
         texts = [
-            one.batch_decode(expected["input_ids"], skip_special_tokens=skip) for one in (source, copied)
+            tokenizer.batch_decode(expected["input_ids"], skip_special_tokens=skip)
+            for tokenizer in (source, copy_tokenizer)
         ]
         assert texts[0] == texts[1]
 
 
-def test_prompts_are_padded_on_the_left_by_a_token_that_is_there(tmp_path):
+def test_prompts_are_left_padded_with_existing_token(tmp_path):
     content = written("writer", tmp_path / "out")
     assert (content["padding_side"], content["pad_token"]) == ("left", content["eos_token"])
-    copied = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert copied(["a", "a a a a"], padding=True)["attention_mask"][0][0] == 0
+    copy_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert copy_tokenizer(["a", "a a a a"], padding=True)["attention_mask"][0][0] == 0
 
 
-def test_words_of_transformers_5_become_those_that_4_reads():
+def test_transformers_5_config_is_converted_for_transformers_4():
     options = {"backend": "tokenizers", "extra_special_tokens": ["<a>", "<b>"], "pad_token": "<pad>"}
     assert portable_tokenizer_config(options) == {
         "pad_token": "<pad>",
@@ -69,7 +70,7 @@ def test_words_of_transformers_5_become_those_that_4_reads():
     }
 
 
-def test_what_smelt_does_to_a_text_is_said(tmp_path):
+def test_preprocessing_is_reported_in_notes(tmp_path):
     (tmp_path / "text.json").write_text('{"prefix": "translate: ", "lower": true}')
     assert with_prefix(tmp_path, "A Text") == "translate: a text"
     lower, prefix = preprocessing_notes(tmp_path)
@@ -78,10 +79,10 @@ def test_what_smelt_does_to_a_text_is_said(tmp_path):
     assert preprocessing_notes(exported_artifacts.exported_artifact("translator")) == ()
 
 
-def test_a_tokenizer_without_its_config_is_refused(tmp_path):
+def test_tokenizer_without_config_is_rejected(tmp_path):
     source = shutil.copytree(exported_artifacts.exported_artifact("classifier"), tmp_path / "source")
     (source / "tokenizer_config.json").unlink()
     (tmp_path / "out").mkdir()
-    with raises_code("missing-file", InputError) as caught:
+    with raises_code("missing-file", InputError) as excinfo:
         copy_tokenizer_files(source, tmp_path / "out")
-    assert caught.value.file == str(source / "tokenizer_config.json")
+    assert excinfo.value.file == str(source / "tokenizer_config.json")

@@ -43,7 +43,7 @@ def read(path):
     return json.loads(path.read_text())
 
 
-def test_a_translator_is_an_encoder_and_a_merged_decoder_that_hold_their_weights():
+def test_translator_has_encoder_and_merged_decoder_with_embedded_weights():
     folder = package("translator")
     names = {"decoder_model_merged.onnx", "encoder_model.onnx"}
     assert {p.name for p in (folder / "onnx").iterdir()} == names
@@ -57,24 +57,24 @@ def test_a_translator_is_an_encoder_and_a_merged_decoder_that_hold_their_weights
     assert (content["tokenizer_class"], content["eos_token"]) == ("PreTrainedTokenizerFast", "</s>")
 
 
-def test_a_classifier_of_pairs_has_token_types():
+def test_pair_classifier_has_token_types():
     content = read(package("classifier") / "tokenizer_config.json")
     assert content["tokenizer_class"] == "BertTokenizer"
 
 
-def test_the_names_say_how_the_weights_are_stored():
-    found = {}
+def test_file_suffix_names_weight_dtype():
+    dtypes = {}
     for scheme in ("fp32", "int8", "groupwise", "int4", "static", "nf4"):
         graph = read_graph(
             graph_exports.exported_graphs("marian", scheme).folder / "encoder_model.onnx", values=False
         )
-        found[scheme] = transformers_js_dtype([graph])
-    assert found == {
+        dtypes[scheme] = transformers_js_dtype([graph])
+    assert dtypes == {
         "fp32": "fp32", "int8": "q8", "groupwise": "q8", "int4": "q4", "static": "q8", "nf4": "bnb4",
     }  # fmt: skip
 
 
-def test_beams_are_not_asked_of_a_tool_that_has_none(tmp_path):
+def test_beam_search_is_not_used_in_example(tmp_path):
     source = exported_artifacts.exported_artifact("translator")
     artifact = read_artifact(source)
     folder = tmp_path / "copy"
@@ -89,20 +89,22 @@ def test_beams_are_not_asked_of_a_tool_that_has_none(tmp_path):
     assert read(tmp_path / "out" / "generation_config.json") == content
 
 
-def test_a_tokenizer_that_runs_in_python_alone_is_refused(tmp_path):
+def test_python_only_tokenizer_is_rejected(tmp_path):
     write_tokenizer_info(tmp_path, TokenizerInfo(reader="transformers", reason="XTokenizer runs in Python"))
     artifact = Artifact(tmp_path, read_artifact(exported_artifacts.exported_artifact("translator")).manifest)
-    with raises_code("unsupported-tokenizer", InputError) as caught:
+    with raises_code("unsupported-tokenizer", InputError) as excinfo:
         TransformersJsFormat().check(artifact)
-    assert "XTokenizer" in str(caught.value)
+    assert "XTokenizer" in str(excinfo.value)
 
 
 @pytest.mark.peers
-def test_transformers_js_says_what_smelt_says():
-    asked, expected = [], []
+def test_transformers_js_outputs_equal_smelt():
+    requests, expected = [], []
     for kind, form in KINDS.items():
         generation = GENERATION if form in ("seq2seq", "causal") else None
-        asked.append({"folder": str(package(kind)), "kind": form, "texts": TEXTS, "generation": generation})
+        requests.append(
+            {"folder": str(package(kind)), "kind": form, "texts": TEXTS, "generation": generation}
+        )
         with smelt.load(exported_artifacts.exported_artifact(kind)) as model:
             if generation:
                 expected.append(model.generate(TEXTS, **GENERATION))
@@ -114,14 +116,16 @@ def test_transformers_js_says_what_smelt_says():
     details = read_tokenizer_info(source)
     texts = comparison_texts(source, details, 2000)
     encode = {"folder": str(package("translator")), "texts": texts}
-    answers = peer_tools.run_in_node("open_by_transformers_js.mjs", {"packages": asked, "encode": [encode]})
-    for one, found, wanted in zip(asked, answers["packages"], expected, strict=True):
-        if one["generation"]:
-            assert found == wanted, one["folder"]
+    answers = peer_tools.run_in_node(
+        "open_by_transformers_js.mjs", {"packages": requests, "encode": [encode]}
+    )
+    for request, answer, expected_answer in zip(requests, answers["packages"], expected, strict=True):
+        if request["generation"]:
+            assert answer == expected_answer, request["folder"]
         else:
-            np.testing.assert_allclose(found, wanted, atol=1e-5)
-    own = MarianTokenizer(source, details).encode_batch(texts, NO_LIMIT).ids
-    differ = [t for t, a, b in zip(texts, own, answers["encode"][0], strict=True) if a != b]
+            np.testing.assert_allclose(answer, expected_answer, atol=1e-5)
+    marian_ids = MarianTokenizer(source, details).encode_batch(texts, NO_LIMIT).ids
+    differ = [t for t, a, b in zip(texts, marian_ids, answers["encode"][0], strict=True) if a != b]
     # its own NFKC is another for rare characters; words and punctuation are read as by the model
     assert len(differ) < 0.02 * len(texts), differ[:5]
     assert not [text for text in differ if text.isascii() and text.isprintable()]

@@ -37,8 +37,8 @@ def written(kind: str, folder: Path, **generation: Any) -> Path:
 
 
 def lines(responses: list[Any]) -> list[Any]:
-    arrays = [tensor.as_numpy() for one in responses for tensor in one.tensors]
-    assert all(tensor.name == "ANSWER" for one in responses for tensor in one.tensors)
+    arrays = [tensor.as_numpy() for response in responses for tensor in response.tensors]
+    assert all(tensor.name == "ANSWER" for response in responses for tensor in response.tensors)
     return [row for array in arrays for row in array]
 
 
@@ -53,7 +53,7 @@ def lines(responses: list[Any]) -> list[Any]:
         ("int8-caches", PROMPTS, {"max_new_tokens": 6}),
     ],
 )
-def test_texts_are_those_of_smelt_and_one_call_answers_all_requests(
+def test_texts_equal_smelt_and_requests_share_one_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, texts: list[str], generation: dict[str, int]
 ) -> None:
     responses, triton = ask_text_model(written(kind, tmp_path / "p", **generation), texts, monkeypatch)
@@ -63,9 +63,7 @@ def test_texts_are_those_of_smelt_and_one_call_answers_all_requests(
     assert [row[0].decode() for row in lines(responses)] == expected
 
 
-def test_the_prefix_of_a_model_is_put_before_each_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_prefix_is_added_to_each_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = read_artifact(exported_artifacts.exported_artifact("translator"))
     shutil.copytree(source.path, tmp_path / "a")
     (tmp_path / "a" / "text.json").write_text(json.dumps({"prefix": "ein lied "}))
@@ -79,23 +77,21 @@ def test_the_prefix_of_a_model_is_put_before_each_text(
     assert [row[0].decode() for row in lines(responses)] == expected
 
 
-def test_a_classifier_gives_its_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classifier_returns_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repository = written("classifier", tmp_path / "p")
-    found = np.array(lines(ask_text_model(repository, tiny.SENTENCES, monkeypatch)[0]))
+    logits = np.array(lines(ask_text_model(repository, tiny.SENTENCES, monkeypatch)[0]))
     with smelt.load(exported_artifacts.exported_artifact("classifier")) as model:
-        expected = [list(one.probabilities.values()) for one in model.predict(tiny.SENTENCES)]
-    odds = np.exp(found - found.max(axis=1, keepdims=True))
+        expected = [list(prediction.probabilities.values()) for prediction in model.predict(tiny.SENTENCES)]
+    odds = np.exp(logits - logits.max(axis=1, keepdims=True))
     np.testing.assert_allclose(odds / odds.sum(axis=1, keepdims=True), expected, atol=1e-4)
     assert list(parse_model_config((repository / "text" / "config.pbtxt").read_text()).output[0].dims) == [2]
 
 
-def test_an_error_of_the_graph_is_the_answer_to_each_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graph_error_is_returned_to_each_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     responses, _ = ask_text_model(
         written("translator", tmp_path / "p"), ["a", "b", "c"], monkeypatch, "out of memory"
     )
-    assert [one.error().message() for one in responses] == ["out of memory"] * 2
+    assert [response.error().message() for response in responses] == ["out of memory"] * 2
 
 
 def classifier_engine(folder: Path, **details: Any) -> Artifact:
@@ -117,16 +113,20 @@ def graph_config(engine: Artifact, folder: Path) -> Any:
     return parse_model_config((folder / "model_repository/graph/config.pbtxt").read_text())
 
 
-def test_an_engine_of_a_classifier_is_served_by_tensorrt(tmp_path: Path) -> None:
+def test_classifier_engine_uses_tensorrt_backend(tmp_path: Path) -> None:
     """The bytes of the engine are copied; nothing here could read them."""
     config = graph_config(classifier_engine(tmp_path / "a"), tmp_path / "p")
     assert (config.backend, config.max_batch_size, config.instance_group[0].kind) == ("tensorrt", 24, 1)
-    assert [one.name for one in config.input] == ["input_ids", "attention_mask", "token_type_ids"]
+    assert [config_input.name for config_input in config.input] == [
+        "input_ids",
+        "attention_mask",
+        "token_type_ids",
+    ]
     assert (tmp_path / "p/model_repository/graph/1/model.plan").read_bytes() == b"engine"
     assert not config.instance_group[0].profile
 
 
-def test_of_several_profiles_the_largest_is_served(tmp_path: Path) -> None:
+def test_largest_profile_is_served(tmp_path: Path) -> None:
     """Triton uses the first by default, which does not support max_batch_size."""
     profiles = [{"batch": [1, 1, 1]}, {"batch": [1, 4, 24]}, {"batch": [1, 2, 8]}]
     config = graph_config(classifier_engine(tmp_path / "a", profiles=profiles), tmp_path / "p")
@@ -136,7 +136,7 @@ def test_of_several_profiles_the_largest_is_served(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("weights", "allowed"), [("embedded", True), ("refittable", True), ("stripped", False)]
 )
-def test_an_engine_without_weights_is_refused(tmp_path: Path, weights: str, allowed: bool) -> None:
+def test_engine_without_weights_is_rejected(tmp_path: Path, weights: str, allowed: bool) -> None:
     engine = classifier_engine(tmp_path / "a")
     plan = engine.path / "model.plan"
     sidecar = EngineSidecar("tensorrt", "11.4", None, "model.onnx", "0", 6, weights, False, "none", {}, [])
@@ -164,7 +164,7 @@ class InferenceServerClient:
 """
 
 
-def test_the_client_sends_texts_and_says_where_no_server_is(tmp_path: Path) -> None:
+def test_client_sends_texts_and_reports_missing_server(tmp_path: Path) -> None:
     written("translator", tmp_path / "p")
     (tmp_path / "tritonclient").mkdir()
     (tmp_path / "tritonclient" / "http.py").write_text(STAND_IN)
@@ -182,7 +182,7 @@ def test_the_client_sends_texts_and_says_where_no_server_is(tmp_path: Path) -> N
     assert client() == (2, "client.py: error: the following arguments are required: text")
 
 
-def test_engines_of_models_that_generate_are_refused() -> None:
+def test_generative_engines_are_rejected() -> None:
     source = read_artifact(exported_artifacts.exported_artifact("translator"))
     manifest = source.manifest.model_copy(update={"format": "tensorrt"})
     with raises_code("unsupported-task", InputError):

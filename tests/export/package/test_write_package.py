@@ -62,7 +62,7 @@ def package(artifact, tmp_path_factory):
     return write_package(Copies(), artifact, ORIGIN, tmp_path_factory.mktemp("out") / "mine")
 
 
-def test_files_are_real_and_of_their_own(package, artifact):
+def test_files_are_copies_without_links(package, artifact):
     for name in artifact.manifest.files:
         path, source = package.folder / name, artifact.path / name
         assert path.read_bytes() == source.read_bytes()
@@ -71,26 +71,30 @@ def test_files_are_real_and_of_their_own(package, artifact):
         assert path.stat().st_ino != source.stat().st_ino
 
 
-def test_float_weights_that_only_a_training_reads_stay_at_home(artifact, tmp_path):
-    place = tmp_path / "artifact"
-    shutil.copytree(artifact.path, place)
-    (place / MASTER_WEIGHTS_FILE).write_bytes(b"floats")
+def test_master_weights_are_not_packaged(artifact, tmp_path):
+    artifact_folder = tmp_path / "artifact"
+    shutil.copytree(artifact.path, artifact_folder)
+    (artifact_folder / MASTER_WEIGHTS_FILE).write_bytes(b"floats")
     files = artifact.manifest.files | {MASTER_WEIGHTS_FILE: FileRecord(sha256="0" * 64, size_bytes=6)}
-    trained = replace(artifact, path=place, manifest=artifact.manifest.model_copy(update={"files": files}))
-    made = write_package(Copies(), trained, ORIGIN, tmp_path / "mine")
-    assert not list(made.folder.rglob(MASTER_WEIGHTS_FILE))
-    assert MASTER_WEIGHTS_FILE not in read_artifact(made.folder).manifest.files
-    assert MASTER_WEIGHTS_FILE not in (made.folder / "SHA256SUMS").read_text()
+    trained = replace(
+        artifact, path=artifact_folder, manifest=artifact.manifest.model_copy(update={"files": files})
+    )
+    package_info = write_package(Copies(), trained, ORIGIN, tmp_path / "mine")
+    assert not list(package_info.folder.rglob(MASTER_WEIGHTS_FILE))
+    assert MASTER_WEIGHTS_FILE not in read_artifact(package_info.folder).manifest.files
+    assert MASTER_WEIGHTS_FILE not in (package_info.folder / "SHA256SUMS").read_text()
 
 
-def test_hashes_are_those_of_every_file_as_sha256sum_reads_them(package, tmp_path):
+def test_sha256sums_lists_every_file(package, tmp_path):
     lines = (package.folder / "SHA256SUMS").read_text().splitlines()
     options = {line[66:]: line[:64] for line in lines}
-    there = {p.relative_to(package.folder).as_posix(): p for p in package.folder.rglob("*") if p.is_file()}
-    assert set(options) == set(there) - {"SHA256SUMS"}
+    package_files = {
+        p.relative_to(package.folder).as_posix(): p for p in package.folder.rglob("*") if p.is_file()
+    }
+    assert set(options) == set(package_files) - {"SHA256SUMS"}
     assert {"manifest.json", "README.md", "more/words.json"} <= set(options)
     for name, digest in options.items():
-        assert hashlib.sha256(there[name].read_bytes()).hexdigest() == digest
+        assert hashlib.sha256(package_files[name].read_bytes()).hexdigest() == digest
     if shutil.which("sha256sum"):
         done = subprocess.run(
             ["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=package.folder, check=False, capture_output=True
@@ -98,21 +102,21 @@ def test_hashes_are_those_of_every_file_as_sha256sum_reads_them(package, tmp_pat
         assert (done.returncode, done.stdout) == (0, b"")
 
 
-def test_the_manifest_lists_what_is_loaded_and_not_what_a_user_edits(package, artifact):
-    found = read_artifact(package.folder)
-    found.verify()
-    assert set(found.manifest.files) == {*artifact.manifest.files, "more/words.json"}
-    assert found.manifest.model_copy(update={"files": artifact.manifest.files}) == artifact.manifest
+def test_manifest_lists_loaded_files_only(package, artifact):
+    packaged = read_artifact(package.folder)
+    packaged.verify()
+    assert set(packaged.manifest.files) == {*artifact.manifest.files, "more/words.json"}
+    assert packaged.manifest.model_copy(update={"files": artifact.manifest.files}) == artifact.manifest
 
 
-def test_a_form_with_a_layout_of_its_own_has_no_manifest(artifact, tmp_path):
+def test_format_with_own_layout_has_no_manifest(artifact, tmp_path):
     form = Copies()
     form.is_artifact = False
     package = write_package(form, artifact, PackageOrigin(), tmp_path / "p")
     assert not (package.folder / "manifest.json").exists()
 
 
-def test_the_readme_says_it_all(package, artifact):
+def test_readme_contains_all_sections(package, artifact):
     text = (package.folder / "README.md").read_text()
     assert text.startswith("# mine\n")
     for part in (
@@ -134,51 +138,53 @@ def test_the_readme_says_it_all(package, artifact):
         assert part in text, part
 
 
-def test_words_of_strangers_are_no_markup(artifact, tmp_path):
-    odd = "<img src=x> [a](b) `c` | *d*\n## e"
+def test_untrusted_text_is_escaped_in_readme(artifact, tmp_path):
+    markup = "<img src=x> [a](b) `c` | *d*\n## e"
     origin = replace(
         ORIGIN,
-        run=odd,
-        model=odd,
-        licence=odd,
-        steps=(OriginStep(odd, "prune", {"targets": odd}),),
-        scores=(OriginScore(odd, "1", odd, 10, odd),),
-        latencies=(odd,),
+        run=markup,
+        model=markup,
+        licence=markup,
+        steps=(OriginStep(markup, "prune", {"targets": markup}),),
+        scores=(OriginScore(markup, "1", markup, 10, markup),),
+        latencies=(markup,),
     )
-    text = (write_package(Copies(), artifact, origin, tmp_path / odd[:4]).folder / "README.md").read_text()
+    text = (write_package(Copies(), artifact, origin, tmp_path / markup[:4]).folder / "README.md").read_text()
     tokens = MarkdownIt().enable("table").parse(text)
-    inside = [inner for token in tokens for inner in token.children or ()]
-    assert not {"image", "link_open", "html_inline", "em_open"} & {token.type for token in inside}
+    inner_tokens = [inner for token in tokens for inner in token.children or ()]
+    assert not {"image", "link_open", "html_inline", "em_open"} & {token.type for token in inner_tokens}
     assert "html_block" not in {token.type for token in tokens}
-    headings = [tokens[at + 1].content for at, token in enumerate(tokens) if token.type == "heading_open"]
+    headings = [
+        tokens[position + 1].content for position, token in enumerate(tokens) if token.type == "heading_open"
+    ]
     assert [name for name in headings if name.strip() == "e"] == []
     cells = [
-        sum(inner.type == "td_open" for inner in tokens[at : tokens.index(end, at)])
-        for at, token in enumerate(tokens)
+        sum(inner.type == "td_open" for inner in tokens[position : tokens.index(end, position)])
+        for position, token in enumerate(tokens)
         if token.type == "tr_open"
-        for end in [next(t for t in tokens[at:] if t.type == "tr_close")]
+        for end in [next(t for t in tokens[position:] if t.type == "tr_close")]
     ]
     assert set(cells) <= {0, 2, 3, 4}
-    shown = [
+    shown_texts = [
         "".join(part.content for part in token.children or () if part.type == "text") for token in tokens
     ]
-    assert any(" ".join(odd.split()) in words for words in shown)
+    assert any(" ".join(markup.split()) in shown_text for shown_text in shown_texts)
 
 
-def test_a_tampered_artifact_is_not_packaged(artifact, tmp_path):
-    place = tmp_path / "artifact"
-    shutil.copytree(artifact.path, place)
-    (place / "numpy.py").write_text("print('here')")
-    manifest = json.loads((place / "manifest.json").read_text())
-    digest = hashlib.sha256((place / "numpy.py").read_bytes()).hexdigest()
+def test_tampered_artifact_is_rejected(artifact, tmp_path):
+    artifact_folder = tmp_path / "artifact"
+    shutil.copytree(artifact.path, artifact_folder)
+    (artifact_folder / "numpy.py").write_text("print('here')")
+    manifest = json.loads((artifact_folder / "manifest.json").read_text())
+    digest = hashlib.sha256((artifact_folder / "numpy.py").read_bytes()).hexdigest()
     manifest["files"]["numpy.py"] = {"sha256": digest, "size_bytes": 13}
-    write_hashed_json(place / "manifest.json", manifest)
+    write_hashed_json(artifact_folder / "manifest.json", manifest)
     for form in ("standalone", "huggingface", "optimum"):
-        harness.smelt("package", place, "--format", form, "--out", tmp_path / form, code=2)
+        harness.smelt("package", artifact_folder, "--format", form, "--out", tmp_path / form, code=2)
         assert not (tmp_path / form).exists()
 
 
-def test_what_is_not_known_is_said(artifact, tmp_path):
+def test_unknown_values_are_reported(artifact, tmp_path):
     text = (
         write_package(Copies(), artifact, PackageOrigin(), tmp_path / "p").folder / "README.md"
     ).read_text()
@@ -190,7 +196,7 @@ def test_what_is_not_known_is_said(artifact, tmp_path):
     assert "smelt eval" in text.partition("## Scores")[2]
 
 
-def test_a_form_that_fails_leaves_nothing(artifact, tmp_path, monkeypatch):
+def test_failed_format_removes_its_output(artifact, tmp_path, monkeypatch):
     def fails(self, artifact, origin, folder):
         copy_artifact(artifact, folder)
         raise InputError("not this one", code="made-up")

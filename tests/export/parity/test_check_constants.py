@@ -31,40 +31,40 @@ def graph(module, **other):
     return helper.make_model(helper.make_graph([node], "g", ends[:1], ends[1:], constants))
 
 
-def test_constants_with_the_names_of_tensors_are_compared_bit_for_bit(tmp_path):
+def test_named_constants_are_compared_bitwise(tmp_path):
     module = Layer()
     assert check_constants("model", graph(module), module, tmp_path) == 3
     bias = module.fc.bias.detach().numpy().copy()
     bias[1] = np.nextafter(bias[1], np.float32(9))
-    with raises_code("constant-mismatch", ParityError) as caught:
+    with raises_code("constant-mismatch", ParityError) as excinfo:
         check_constants("model", graph(module, fc_dot_bias=bias), module, tmp_path)
-    assert caught.value.file == "model.onnx"
-    assert "'fc.bias'" in str(caught.value)
-    assert "'product' (Gemm)" in str(caught.value)
-    assert re.search(r"\bfc\b(?!\.)", str(caught.value))  # the layer
-    assert "1 of 2 " in str(caught.value)
-    with raises_code("constant-mismatch", ParityError) as caught:
+    assert excinfo.value.file == "model.onnx"
+    assert "'fc.bias'" in str(excinfo.value)
+    assert "'product' (Gemm)" in str(excinfo.value)
+    assert re.search(r"\bfc\b(?!\.)", str(excinfo.value))  # the layer
+    assert "1 of 2 " in str(excinfo.value)
+    with raises_code("constant-mismatch", ParityError) as excinfo:
         check_constants("model", graph(module, table=module.table.numpy() + 1), module, tmp_path)
-    assert "'table'" in str(caught.value)
-    assert "6 of 6 " in str(caught.value)
+    assert "'table'" in str(excinfo.value)
+    assert "6 of 6 " in str(excinfo.value)
 
 
-def test_half_constants_are_compared_with_what_half_makes_of_the_tensor(tmp_path):
+def test_half_constants_are_compared_with_rounded_tensors(tmp_path):
     module = Layer()
     weight = module.fc.weight.detach().numpy().astype(np.float16)
     assert check_constants("model", graph(module, fc_dot_weight=weight), module, tmp_path) == 3
-    with raises_code("constant-mismatch", ParityError) as caught:
+    with raises_code("constant-mismatch", ParityError) as excinfo:
         check_constants("model", graph(module, fc_dot_weight=weight * 2), module, tmp_path)
-    assert "'fc.weight'" in str(caught.value)
+    assert "'fc.weight'" in str(excinfo.value)
 
 
-def test_a_constant_that_an_optimizer_gave_another_form_is_not_compared(tmp_path):
+def test_reshaped_constants_are_not_compared(tmp_path):
     module = Layer()
-    turned = np.ascontiguousarray(module.fc.weight.detach().numpy().T)
-    assert check_constants("model", graph(module, fc_dot_weight=turned), module, tmp_path) == 2
+    transposed = np.ascontiguousarray(module.fc.weight.detach().numpy().T)
+    assert check_constants("model", graph(module, fc_dot_weight=transposed), module, tmp_path) == 2
 
 
-def test_weights_that_lie_outside_are_read(tmp_path, monkeypatch):
+def test_external_weights_are_compared(tmp_path, monkeypatch):
     monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", 100)
     module = Layer()
     graph_files.write_graph(graph(module), tmp_path / "model.onnx")
@@ -72,7 +72,7 @@ def test_weights_that_lie_outside_are_read(tmp_path, monkeypatch):
     assert check_constants("model", model, module, tmp_path) == 3
     with torch.no_grad():
         module.fc.weight[1, 7] += 1
-    with raises_code("constant-mismatch", ParityError) as caught:
+    with raises_code("constant-mismatch", ParityError) as excinfo:
         check_constants("model", model, module, tmp_path)
-    assert "'fc.weight'" in str(caught.value)
-    assert "1 of 600 " in str(caught.value)
+    assert "'fc.weight'" in str(excinfo.value)
+    assert "1 of 600 " in str(excinfo.value)

@@ -24,8 +24,8 @@ def asked(tmp_path):
     nodes = list(cached_attentions(model))
     scales = {}
     for node, *outputs in nodes:
-        for at, output in zip((12, 13), outputs, strict=True):
-            scales[output] = numpy_helper.to_array(tensors[node.input[at]]).copy()
+        for index, output in zip((12, 13), outputs, strict=True):
+            scales[output] = numpy_helper.to_array(tensors[node.input[index]]).copy()
     batch = pad_left([RNG.integers(1, 290, n) for n in (1, 4, 9)], 0)
     reference = TorchReference(
         batch, np.zeros(0), np.concatenate([batch.input_ids[:, -1:].T, RNG.integers(1, 290, (3, 3))])
@@ -41,16 +41,16 @@ def asked(tmp_path):
 
 
 @pytest.mark.parametrize("outside", [False, True])
-def test_a_right_graph_is_numpy_s_wherever_its_weights_lie(outside, asked, tmp_path):
+def test_correct_graph_equals_numpy_with_inline_or_external_weights(outside, asked, tmp_path):
     for name in ("model.onnx", "model.onnx_data"):
         shutil.copyfile(exported_artifacts.exported_artifact("int8-caches") / name, tmp_path / name)
-    found = asked(None if outside else lambda *_: None)
+    check_counts = asked(None if outside else lambda *_: None)
     assert (tmp_path / "model.onnx_data").is_file() is outside
     assert len(list(tmp_path.iterdir())) == 1 + outside
     # rows of 1 + 4 + 9 tokens and three steps of three rows; 2 layers, keys and values of 2 heads of 16
-    assert found["codes"] == (14 + 9) * 2 * 2 * 2 * 16
-    assert found["rounded_otherwise"] == 0
-    assert found["attention"] < 1e-5
+    assert check_counts["codes"] == (14 + 9) * 2 * 2 * 2 * 16
+    assert check_counts["rounded_otherwise"] == 0
+    assert check_counts["attention"] < 1e-5
 
 
 def keys_scaled_as_values(model, nodes, tensors):
@@ -76,7 +76,7 @@ def one_scale_one_percent_larger(model, nodes, tensors):
         (one_scale_one_percent_larger, {"rounding-mismatch", "cache-mismatch", "attention-mismatch"}, ""),
     ],
 )
-def test_wrong_scales_are_seen(spoil, codes, output, asked):
-    with pytest.raises(ParityError, check=lambda error: error.code in codes) as caught:
+def test_wrong_scales_are_detected(spoil, codes, output, asked):
+    with pytest.raises(ParityError, check=lambda error: error.code in codes) as excinfo:
         asked(spoil)
-    assert output in str(caught.value)
+    assert output in str(excinfo.value)

@@ -116,26 +116,28 @@ def mutated(found, graph, mutation, folder):
 
 
 @pytest.mark.parametrize(("family", "scheme", "dtype", "graph", "mutation"), CASES)
-def test_an_error_is_found_and_named(family, scheme, dtype, graph, mutation, tmp_path):
-    found = exported(family, scheme, dtype)
-    subject = mutated(found, graph, mutation, tmp_path / "x")
-    with pytest.raises(ParityError) as caught:
-        check_exported_graphs(subject, found.reference)
-    message = str(caught.value)
-    assert caught.value.code in WRONG, caught.value.code
-    assert caught.value.file == f"{graph}.onnx", message
-    assert names_a_node(message, subject.folder / f"{graph}.onnx") or mutation in UNNAMED, message
-    assert sorted(p.name for p in subject.folder.iterdir()) == sorted(p.name for p in found.folder.iterdir())
+def test_mutated_graph_is_detected_and_node_is_named(family, scheme, dtype, graph, mutation, tmp_path):
+    original = exported(family, scheme, dtype)
+    mutant = mutated(original, graph, mutation, tmp_path / "x")
+    with pytest.raises(ParityError) as excinfo:
+        check_exported_graphs(mutant, original.reference)
+    message = str(excinfo.value)
+    assert excinfo.value.code in WRONG, excinfo.value.code
+    assert excinfo.value.file == f"{graph}.onnx", message
+    assert names_a_node(message, mutant.folder / f"{graph}.onnx") or mutation in UNNAMED, message
+    assert sorted(p.name for p in mutant.folder.iterdir()) == sorted(
+        p.name for p in original.folder.iterdir()
+    )
 
 
 @pytest.mark.parametrize(("family", "scheme"), [(f, s) for f in MET for s in ("fp32", *MET[f])])
-def test_a_right_graph_passes_with_room_to_spare(family, scheme):
-    found = exported(family, scheme, "fp32")
-    for graph in found.subject.graphs:
-        details = found.details["parity"][graph.name]
+def test_correct_graph_passes_well_within_tolerance(family, scheme):
+    original = exported(family, scheme, "fp32")
+    for graph in original.subject.graphs:
+        details = original.details["parity"][graph.name]
         assert details["exact"]["largest"] < 2e-5
-        model = read_graph(found.folder / f"{graph.name}.onnx")
-        operators = {kind for one in registry.SCHEMES.values() for kind in one.operators}
+        model = read_graph(original.folder / f"{graph.name}.onnx")
+        operators = {kind for scheme_info in registry.SCHEMES.values() for kind in scheme_info.operators}
         quantized = [n for n in model.graph.node if n.op_type in operators]
         assert details["operators"] == len(quantized)
         assert (scheme == "fp32") == (not quantized)
@@ -144,45 +146,45 @@ def test_a_right_graph_passes_with_room_to_spare(family, scheme):
 
 
 @pytest.mark.parametrize(("family", "scheme"), [("bert", "fp32"), ("gpt2", "fp32"), ("gpt2", "int8")])
-def test_a_parent_that_preparing_has_changed_is_found(family, scheme, tmp_path, monkeypatch):
+def test_modified_parent_model_is_detected(family, scheme, tmp_path, monkeypatch):
     """Graph and parent then agree: only what the parent computed before tells."""
     from smelt.export.graphs import export_graph as onnx_graphs
 
-    real = onnx_graphs._prepare_layers
+    original = onnx_graphs._prepare_layers
 
     def prepare(graph, target):
-        real(graph, target)
+        original(graph, target)
         norm = next(p for name, p in graph.module.named_parameters() if p.dim() == 1 and "weight" in name)
         norm.data.mul_(1.02)
 
     monkeypatch.setattr(onnx_graphs, "_prepare_layers", prepare)
-    with raises_code("model-changed", ParityError) as caught:
+    with raises_code("model-changed", ParityError) as excinfo:
         graph_exports.export_graphs(tmp_path, family, scheme)
-    assert caught.value.file == "model.onnx"
-    assert "logits" in str(caught.value)
+    assert excinfo.value.file == "model.onnx"
+    assert "logits" in str(excinfo.value)
 
 
-def test_an_error_below_the_tolerance_as_deployed_is_found(tmp_path):
+def test_error_below_deployed_tolerance_is_detected(tmp_path):
     """An int8 graph without its mask is nearer to its parent than the tolerance that int8 needs."""
     from smelt.export.parity import check_parity
 
-    found = exported("marian", "int8", "fp32")
-    subject = mutated(found, DECODER, "other_softness", tmp_path / "x")
-    assert check_parity._check_as_deployed(subject, found.reference)[DECODER]["mean"] < 0.05
-    with raises_code("parity-failed", ParityError) as caught:
-        check_exported_graphs(subject, found.reference)
-    assert "decoder.layers.0.self_attn.out_proj" in str(caught.value)
+    original = exported("marian", "int8", "fp32")
+    mutant = mutated(original, DECODER, "other_softness", tmp_path / "x")
+    assert check_parity._check_as_deployed(mutant, original.reference)[DECODER]["mean"] < 0.05
+    with raises_code("parity-failed", ParityError) as excinfo:
+        check_exported_graphs(mutant, original.reference)
+    assert "decoder.layers.0.self_attn.out_proj" in str(excinfo.value)
 
 
-def test_a_graph_that_cannot_be_run_is_an_error_in_words(tmp_path):
-    found = exported("bert", "fp32", "fp32")
-    subject = mutated(found, MODEL, "drop_bias", tmp_path / "x")
-    model = onnx.load(subject.folder / "model.onnx")
+def test_graph_that_cannot_run_raises_parity_error(tmp_path):
+    original = exported("bert", "fp32", "fp32")
+    mutant = mutated(original, MODEL, "drop_bias", tmp_path / "x")
+    model = onnx.load(mutant.folder / "model.onnx")
     next(n for n in model.graph.node if n.op_type == "MatMul").input[1] = "nowhere"
-    onnx.save(model, subject.folder / "model.onnx")
-    with raises_code("graph-failed", ParityError) as caught:
-        check_exported_graphs(subject, found.reference)
-    assert "nowhere" in str(caught.value)
+    onnx.save(model, mutant.folder / "model.onnx")
+    with raises_code("graph-failed", ParityError) as excinfo:
+        check_exported_graphs(mutant, original.reference)
+    assert "nowhere" in str(excinfo.value)
 
 
 @pytest.fixture(scope="module")
@@ -196,8 +198,8 @@ def real(tmp_path_factory):
     codes = graph_exports.make_context(folder / "codes", "translation")
     Quantize()(source, QuantizeSettings(), codes)
     columns = Columns(source="source", target="target")
-    rows = str(QUICKSTART / "data" / "validation.jsonl.gz")
-    data = {"validation": read_split(rows, "translation", columns, QUICKSTART)}
+    data_path = str(QUICKSTART / "data" / "validation.jsonl.gz")
+    data = {"validation": read_split(data_path, "translation", columns, QUICKSTART)}
     ctx = harness.make_context(folder / "onnx", data=data)
     subject, reference = graph_exports.capture_comparison(codes.out, OnnxSettings(simplify=False), ctx)
     return graph_exports.ExportedGraphs(ctx.out, subject, reference, ctx.details)
@@ -207,17 +209,17 @@ def real(tmp_path_factory):
 @pytest.mark.parametrize(
     ("graph", "mutation"), [(DECODER, "drop_padding_mask"), (ENCODER, "change_one_scale")]
 )
-def test_an_error_in_a_trained_int8_model_is_found(real, graph, mutation, tmp_path):
-    subject = mutated(real, graph, mutation, tmp_path / "x")
-    with pytest.raises(ParityError) as caught:
-        check_exported_graphs(subject, real.reference)
-    assert caught.value.code in WRONG, caught.value.code
-    assert caught.value.file == f"{graph}.onnx"
-    assert names_a_node(str(caught.value), subject.folder / f"{graph}.onnx")
+def test_error_in_trained_int8_model_is_detected(real, graph, mutation, tmp_path):
+    mutant = mutated(real, graph, mutation, tmp_path / "x")
+    with pytest.raises(ParityError) as excinfo:
+        check_exported_graphs(mutant, real.reference)
+    assert excinfo.value.code in WRONG, excinfo.value.code
+    assert excinfo.value.file == f"{graph}.onnx"
+    assert names_a_node(str(excinfo.value), mutant.folder / f"{graph}.onnx")
 
 
 @pytest.mark.slow
-def test_a_trained_int8_model_is_exact_up_to_rounding(real):
+def test_trained_int8_model_is_exact_up_to_rounding(real):
     for graph in (ENCODER, DECODER):
         assert real.details["parity"][graph]["exact"]["largest"] < 1e-4
         assert real.details["parity"][graph]["mean"] < 0.05

@@ -20,7 +20,7 @@ def run(model, **feeds):
 
 @pytest.mark.parametrize("zero", [None, 3])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_product_of_codes_becomes_the_product_of_what_they_stand_for(zero, bias):
+def test_quantized_matmul_becomes_float_matmul(zero, bias):
     codes = NUMBERS.integers(-127, 128, (6, 4)).astype(np.int8)
     scales = NUMBERS.random(4).astype(np.float32)
     constants = {"codes": codes, "scales": scales, "zero": np.array(zero or 0, np.int8)}
@@ -41,7 +41,7 @@ def test_a_product_of_codes_becomes_the_product_of_what_they_stand_for(zero, bia
     np.testing.assert_allclose(run(model, x=x), expected, rtol=1e-5)
 
 
-def test_a_product_of_few_bits_multiplies_float_activations():
+def test_low_bit_matmul_uses_float_activations():
     model = onnx.load(graph_exports.exported_graphs("marian", "int4").folder / "encoder_model.onnx")
     levels = [a.i for n in model.graph.node for a in n.attribute if a.name == "accuracy_level"]
     assert set(levels) == {4}
@@ -50,7 +50,7 @@ def test_a_product_of_few_bits_multiplies_float_activations():
     assert set(levels) == {0}
 
 
-def test_halves_become_float_again_with_the_values_that_half_has():
+def test_half_tensors_are_widened_with_rounded_values():
     weight = NUMBERS.normal(size=(3, 4)).astype(np.float32)
     nodes = [
         helper.make_node("Cast", ["ids"], ["f"], to=TensorProto.FLOAT),
@@ -72,22 +72,22 @@ def test_halves_become_float_again_with_the_values_that_half_has():
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_the_folder_opens_like_the_artifact_and_is_gone_afterwards(links, tmp_path, monkeypatch):
+def test_dequantized_copy_is_loadable_and_removed_afterwards(links, tmp_path, monkeypatch):
     monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", 1000)
     if not links:
         monkeypatch.setattr(
             graph_files.os, "link", lambda *names: (_ for _ in ()).throw(OSError("no links here"))
         )
-    found = graph_exports.exported_graphs("marian", "int8")
+    exported = graph_exports.exported_graphs("marian", "int8")
     for name in ("encoder_model", "decoder_with_past_model"):
-        graph_files.write_graph(onnx.load(found.folder / f"{name}.onnx"), tmp_path / f"{name}.onnx")
+        graph_files.write_graph(onnx.load(exported.folder / f"{name}.onnx"), tmp_path / f"{name}.onnx")
     for name in ("config.json", "generation_config.json"):
-        (tmp_path / name).write_bytes((found.folder / name).read_bytes())
-    before = sorted(p.name for p in tmp_path.iterdir())
+        (tmp_path / name).write_bytes((exported.folder / name).read_bytes())
+    names_before = sorted(p.name for p in tmp_path.iterdir())
     with make_dequantized_copy(tmp_path, ["encoder_model", "decoder_with_past_model"], widen=False) as folder:
         assert (folder / "encoder_model.onnx_data").is_file()
         with open_folder(folder, "onnx", "ort-cpu", 1) as runner:
-            states = runner.encoder_outputs(found.reference.batch)["last_hidden_state"]
-    real = found.reference.batch.attention_mask == 1
-    assert np.abs(states - found.reference.encoder_states)[real].mean() < 0.05
-    assert sorted(p.name for p in tmp_path.iterdir()) == before
+            states = runner.encoder_outputs(exported.reference.batch)["last_hidden_state"]
+    is_token = exported.reference.batch.attention_mask == 1
+    assert np.abs(states - exported.reference.encoder_states)[is_token].mean() < 0.05
+    assert sorted(p.name for p in tmp_path.iterdir()) == names_before

@@ -28,7 +28,7 @@ def test_every_graph_runs_on_padded_rows_of_different_tokens(family, graph, call
             assert cache.std() > 0.5
 
 
-def test_a_language_model_is_fed_a_prompt_padded_on_the_left_and_a_token_on_a_cache():
+def test_language_model_feeds_are_left_padded_prompt_and_cached_step():
     session = open_onnx_session(graph_exports.exported_graphs("gpt2", "fp32").folder / "model.onnx", 1)
     prompt, step = example_feeds(session, TOKENS)
     assert prompt["past_key_values.0.key"].shape[2] == 0
@@ -38,11 +38,11 @@ def test_a_language_model_is_fed_a_prompt_padded_on_the_left_and_a_token_on_a_ca
     assert step["position_ids"][:, 0].tolist() == [n - 1 for n in EXAMPLE_LENGTHS]
 
 
-def test_a_graph_that_must_be_told_how_many_logits_to_keep_is_asked_for_all_and_for_one():
-    found = graph_exports.exported_graphs("gpt2", "fp32", "tensorrt")
-    session = open_onnx_session(found.folder / "model.onnx", 1)
+def test_num_logits_to_keep_is_fed_as_all_and_one():
+    exported = graph_exports.exported_graphs("gpt2", "fp32", "tensorrt")
+    session = open_onnx_session(exported.folder / "model.onnx", 1)
     feeds = example_feeds(session, TOKENS)
-    kept = [int(f["num_logits_to_keep"]) for f in feeds]
-    assert kept == [0, 1, 0]
+    num_logits = [int(f["num_logits_to_keep"]) for f in feeds]
+    assert num_logits == [0, 1, 0]
     lengths = [session.run(["logits"], f)[0].shape[1] for f in feeds]
     assert lengths == [max(EXAMPLE_LENGTHS), 1, 1]

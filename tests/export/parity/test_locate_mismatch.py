@@ -24,20 +24,20 @@ PLACES = {
 
 def asked(family, scheme, graph, folder, change):
     """Return the place found in a copy of the graphs, in float32, one of which is changed."""
-    found = graph_exports.exported_graphs(family, scheme)
-    shutil.copytree(found.folder, folder)
+    exported = graph_exports.exported_graphs(family, scheme)
+    shutil.copytree(exported.folder, folder)
     for path in folder.glob("*.onnx"):
         model = onnx.load(path)
         if path.stem == graph:
             change(model)
         dequantize_graph(model)
         onnx.save(model, path)
-    (differing,) = (one for one in found.subject.graphs if one.name == graph)
-    return locate_first_mismatch(folder, differing, found.subject.model, found.reference)
+    (differing,) = (candidate for candidate in exported.subject.graphs if candidate.name == graph)
+    return locate_first_mismatch(folder, differing, exported.subject.model, exported.reference)
 
 
 @pytest.mark.parametrize(("place", "scheme"), matrix_cells(list(PLACES), ["fp32", "int8", "binary"]))
-def test_the_changed_layer_is_named_with_its_node(place, scheme, tmp_path):
+def test_changed_layer_and_node_are_located(place, scheme, tmp_path):
     family, graph = place
     constant = PLACES[place]
     names = []
@@ -47,11 +47,11 @@ def test_the_changed_layer_is_named_with_its_node(place, scheme, tmp_path):
         names.append(node.name)
         insert_after_node(model, node, "Mul", np.float32(1.01))
 
-    found = asked(family, scheme, graph, tmp_path / "x", change)
+    mismatch = asked(family, scheme, graph, tmp_path / "x", change)
     layer = constant.removesuffix(".bias")
     # what is multiplied comes after the node: the layer after it is the first that is fed something else
-    assert found is not None
-    assert found.layer != layer
+    assert mismatch is not None
+    assert mismatch.layer != layer
 
     def scale(model):
         tensor = next(t for t in model.graph.initializer if t.name == constant)
@@ -61,7 +61,7 @@ def test_the_changed_layer_is_named_with_its_node(place, scheme, tmp_path):
     assert asked(family, scheme, graph, tmp_path / "y", scale) == (layer, names[0])
 
 
-def test_nothing_is_said_where_nothing_differs_or_nothing_can_be_run(tmp_path):
+def test_equal_or_unrunnable_graph_has_no_mismatch_location(tmp_path):
     assert asked("marian", "fp32", "encoder_model", tmp_path / "x", lambda model: None) is None
 
     def cut(model):

@@ -18,7 +18,7 @@ from tests.support.graphs import imported_graphs
         ("Relu", 17, "openvino", True),
     ],
 )
-def test_a_graph_of_bfloat16_is_opened_for_its_target(tmp_path, operator, opset, target, opens):
+def test_bfloat16_graph_is_opened_for_its_target(tmp_path, operator, opset, target, opens):
     ends = [[imported_graphs.value_info(name, [2, 2], TensorProto.BFLOAT16)] for name in "xy"]
     model = imported_graphs.make_model([helper.make_node(operator, ["x"], ["y"])], *ends, opset=opset)
     path = imported_graphs.save_model(model, tmp_path / "model.onnx")

@@ -22,8 +22,8 @@ def bert(tmp_path_factory):
 
 def asked(folder, texts, choose=parity_batch, limit=100, pairs=None, **config):
     """Return the batch for rows of these texts, and whether it is real."""
-    rows = tuple(Example(t, text_pair=pairs and pairs[i]) for i, t in enumerate(texts))
-    data = {"validation": Split("made", rows)} if rows else {}
+    samples = tuple(Example(t, text_pair=pairs and pairs[i]) for i, t in enumerate(texts))
+    data = {"validation": Split("made", samples)} if samples else {}
     stored = json.loads((folder / "config.json").read_text())
     return choose(data, load_tokenizer(folder), stored | config, limit)
 
@@ -32,18 +32,18 @@ def lengths(batch):
     return batch.attention_mask.sum(axis=1).tolist()
 
 
-def test_rows_reach_from_the_shortest_to_the_longest_when_the_first_ones_are_alike(bert):
+def test_samples_cover_shortest_to_longest_lengths(bert):
     texts = ["the cat sleeps"] * 50 + ["cat"] + [" ".join(WORDS[:20])]
-    batch, real = asked(bert, texts)
-    assert real
+    batch, is_real = asked(bert, texts)
+    assert is_real
     assert len(batch.input_ids) == PARITY_ROWS
     assert (min(lengths(batch)), max(lengths(batch))) == (3, 22)
     assert (batch.input_ids[0, 3:] == 0).all()
 
 
-def test_rows_of_one_length_are_cut_at_different_ones_and_keep_their_end(bert):
-    batch, real = asked(bert, ["the cat sleeps in the sun"] * 3)
-    assert real
+def test_equal_length_samples_are_truncated_differently_and_keep_eos(bert):
+    batch, is_real = asked(bert, ["the cat sleeps in the sun"] * 3)
+    assert is_real
     assert lengths(batch) == [1, 2, 3, 4, 5, 6, 7, 8]
     separator = batch.input_ids[-1, 7]
     assert [row[n - 1] for row, n in zip(batch.input_ids, lengths(batch), strict=True)] == [
@@ -51,46 +51,46 @@ def test_rows_of_one_length_are_cut_at_different_ones_and_keep_their_end(bert):
     ] * PARITY_ROWS
 
 
-def test_a_single_row_is_enough(bert):
+def test_single_sample_is_sufficient(bert):
     assert len(set(lengths(asked(bert, ["two dogs run on the grass"])[0]))) > 4
 
 
-def test_the_second_half_of_a_row_is_another_text_when_the_model_knows_two(bert):
+def test_token_types_mark_second_half_if_model_has_two_types(bert):
     batch, _ = asked(bert, tiny.SENTENCES)
     assert batch.token_type_ids is not None
     halves = batch.token_type_ids.sum(axis=1) / batch.attention_mask.sum(axis=1)
     assert ((halves > 0.3) & (halves < 0.7)).all()
     assert (batch.token_type_ids <= batch.attention_mask).all()
-    one = asked(bert, tiny.SENTENCES, type_vocab_size=1)[0]
-    assert one.token_type_ids is not None
-    assert not one.token_type_ids.any()
+    single_type_batch = asked(bert, tiny.SENTENCES, type_vocab_size=1)[0]
+    assert single_type_batch.token_type_ids is not None
+    assert not single_type_batch.token_type_ids.any()
 
 
-def test_pairs_are_cut_with_their_types(bert):
-    batch, real = asked(bert, ["the cat sleeps"] * 8, pairs=["two dogs run"] * 8)
-    assert real
+def test_truncated_pairs_keep_token_types(bert):
+    batch, is_real = asked(bert, ["the cat sleeps"] * 8, pairs=["two dogs run"] * 8)
+    assert is_real
     assert lengths(batch)[-1] == 9
     assert len(set(lengths(batch))) == PARITY_ROWS
 
 
-def test_ids_are_made_up_and_padded_without_data(bert):
-    batch, real = asked(bert, [], limit=6)
-    assert not real
+def test_random_padded_ids_are_used_without_data(bert):
+    batch, is_real = asked(bert, [], limit=6)
+    assert not is_real
     assert batch.input_ids.shape == (PARITY_ROWS, 6)
     assert len(set(lengths(batch))) > 4
     assert batch.input_ids.max() < json.loads((bert / "config.json").read_text())["vocab_size"]
 
 
-def test_the_longest_row_meets_all_distances_when_positions_count_by_distance(tmp_path):
+def test_longest_sample_covers_all_relative_distances(tmp_path):
     folder = seq2seq.write_t5(tmp_path / "t5")
-    batch, real = asked(folder, ["she sings a song"], relative_attention_max_distance=60, limit=512)
-    assert real
+    batch, is_real = asked(folder, ["she sings a song"], relative_attention_max_distance=60, limit=512)
+    assert is_real
     assert max(lengths(batch)) == 68
     assert min(lengths(batch)) < 10
     assert max(lengths(asked(folder, ["she sings"], relative_attention_max_distance=60, limit=30)[0])) == 30
 
 
-def test_no_row_is_longer_than_the_model_takes(bert):
+def test_samples_do_not_exceed_model_length(bert):
     assert max(lengths(asked(bert, [" ".join(WORDS * 9)], limit=10)[0])) == 10
     assert max(lengths(asked(bert, [" ".join(WORDS * 9)], limit=500)[0])) == PARITY_LENGTH
 
@@ -98,10 +98,10 @@ def test_no_row_is_longer_than_the_model_takes(bert):
 @pytest.mark.parametrize(
     ("texts", "is_real"), [([causal.TEXT] * 30, True), ([causal.TEXT], True), ([], False)]
 )
-def test_prompts_are_padded_on_the_left_to_different_lengths(tmp_path, texts, is_real):
+def test_prompts_are_left_padded_to_different_lengths(tmp_path, texts, is_real):
     folder = causal.write_model(tmp_path / "gpt2", "gpt2")
-    batch, real = asked(folder, texts, causal_batch, limit=64)
-    assert real == is_real
+    batch, is_real_batch = asked(folder, texts, causal_batch, limit=64)
+    assert is_real_batch == is_real
     assert len(set(lengths(batch))) > 4
     assert lengths(batch)[-1] == batch.input_ids.shape[1]
     assert (np.diff(batch.attention_mask, axis=1) >= 0).all()

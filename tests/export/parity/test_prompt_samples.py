@@ -31,12 +31,12 @@ def split(tmp_path_factory):
     return read_split(str(path), "text-generation", Columns(), path.parent)
 
 
-def test_parity_is_checked_on_rendered_prompts_padded_on_the_left(model, split):
-    words = load_tokenizer(model)
-    prompts = encode_prompts([e.text for e in split.examples], words, 10**6)
+def test_parity_uses_left_padded_rendered_prompts(model, split):
+    tokenizer = load_tokenizer(model)
+    prompts = encode_prompts([e.text for e in split.examples], tokenizer, 10**6)
     with open_runner(tiny.as_artifact(model, "text-generation")) as runner:
-        batch, real = parity_samples(runner, model, {"train": split}, "text-generation", rows=4)
-    assert real
+        batch, is_real = parity_samples(runner, model, {"train": split}, "text-generation", rows=4)
+    assert is_real
     lengths = batch.attention_mask.sum(1)
     assert len(set(lengths.tolist())) == 4  # prompts of nearly one length are cut to different ones
     assert np.all(np.diff(batch.attention_mask, axis=1) >= 0)
@@ -45,20 +45,20 @@ def test_parity_is_checked_on_rendered_prompts_padded_on_the_left(model, split):
         assert any(row[mask == 1].tolist() == ids[-int(mask.sum()) :] for ids in prompts)
 
 
-def test_engines_are_sized_by_the_prompts(model, split, tmp_path):
-    words = load_tokenizer(model)
-    longest = max(map(len, encode_prompts([e.text for e in split.examples], words, 10**6)))
+def test_engine_profiles_use_prompt_lengths(model, split, tmp_path):
+    tokenizer = load_tokenizer(model)
+    longest = max(map(len, encode_prompts([e.text for e in split.examples], tokenizer, 10**6)))
     ctx = harness.make_context(tmp_path / "out", "text-generation", split)
     [ranges], _ = profile_ranges(model, TensorrtSettings(max_new_tokens=8, length_percentile=100), ctx)
     assert longest <= ranges["input"].max < 64
     assert ranges["past"].max >= longest + 8 - 1
 
 
-def test_the_best_candidate_of_a_beam_search_is_its_answer(model):
+def test_best_beam_is_the_generated_text(model):
     generation = GenerationSettings(num_beams=2, max_new_tokens=5)
     with open_runner(tiny.as_artifact(model, "text-generation")) as runner:
         prompts = ["The cat", "Where does the man in the red hat walk?", "river"]
         candidates = generate_candidates(runner, prompts, generation, 2)
         answers = generate_texts(runner, prompts, generation)
-    assert [found[0] for found in candidates] == answers
-    assert all(len(found) == 2 for found in candidates)
+    assert [beam_texts[0] for beam_texts in candidates] == answers
+    assert all(len(beam_texts) == 2 for beam_texts in candidates)

@@ -38,28 +38,30 @@ def plain(folder):
 
 
 @pytest.mark.parametrize("scheme", SETTINGS)
-def test_a_translator_equals_the_one_with_plain_layers(scheme, tmp_path):
+def test_translator_reference_equals_dequantized_model(scheme, tmp_path):
     folder = quantized(tmp_path / "codes", tiny.write_marian(tmp_path / "m"), "translation", scheme)
     model, _ = load_model(folder)
     batch = graph_exports.exported_graphs("marian", "fp32").reference.batch
     tokens = np.random.default_rng(0).integers(1, 50, (8, len(batch.input_ids)))
-    exact = run_exact(model, TorchReference(batch, np.zeros(1), tokens, np.zeros(1)))
+    exact_reference = run_exact(model, TorchReference(batch, np.zeros(1), tokens, np.zeros(1)))
     with torch.no_grad():
-        wanted = plain(folder)(
+        expected = plain(folder)(
             input_ids=torch.from_numpy(batch.input_ids),
             attention_mask=torch.from_numpy(batch.attention_mask),
             decoder_input_ids=torch.from_numpy(tokens.T.copy()),
         )  # fmt: skip
-    np.testing.assert_allclose(exact.logits, wanted.logits.transpose(0, 1), atol=1e-4)
-    real = batch.attention_mask == 1
-    hidden = wanted.encoder_last_hidden_state.numpy()
-    np.testing.assert_allclose(exact.encoder_states[real], hidden[real], atol=1e-4)
-    keys = wanted.past_key_values.cross_attention_cache.layers[1].keys.numpy()
-    got = exact.cross_caches["present.1.encoder.key"]
-    np.testing.assert_allclose(np.moveaxis(got, 1, 2)[real], np.moveaxis(keys, 1, 2)[real], atol=1e-4)
+    np.testing.assert_allclose(exact_reference.logits, expected.logits.transpose(0, 1), atol=1e-4)
+    is_token = batch.attention_mask == 1
+    hidden = expected.encoder_last_hidden_state.numpy()
+    np.testing.assert_allclose(exact_reference.encoder_states[is_token], hidden[is_token], atol=1e-4)
+    keys = expected.past_key_values.cross_attention_cache.layers[1].keys.numpy()
+    actual_keys = exact_reference.cross_caches["present.1.encoder.key"]
+    np.testing.assert_allclose(
+        np.moveaxis(actual_keys, 1, 2)[is_token], np.moveaxis(keys, 1, 2)[is_token], atol=1e-4
+    )
 
 
-def test_layers_and_attention_are_as_before_afterwards(tmp_path):
+def test_layers_and_attention_are_restored(tmp_path):
     folder = quantized(tmp_path / "codes", tiny.write_bert(tmp_path / "m"), "text-classification", "int8")
     model, _ = load_model(folder)
     for module in model.modules():
@@ -71,36 +73,36 @@ def test_layers_and_attention_are_as_before_afterwards(tmp_path):
     assert not any("forward" in vars(m) for m in model.modules() if isinstance(m, QuantizedLinear))
 
 
-def test_a_language_model_is_asked_with_its_padding(tmp_path):
+def test_language_model_reference_uses_padding(tmp_path):
     folder = causal.write_model(tmp_path / "m", "gpt2")
     with open_runner(tiny.as_artifact(folder, "language-modeling"), 1, "cpu") as runner:
         batch = graph_exports.exported_graphs("gpt2", "fp32").reference.batch
         reference = run_reference(runner, batch)
-        exact = run_exact(runner.backend.model, reference)
+        exact_reference = run_exact(runner.backend.model, reference)
         # step by step with a cache, as the runner does it
-        np.testing.assert_allclose(exact.logits, reference.logits, atol=1e-4)
+        np.testing.assert_allclose(exact_reference.logits, reference.logits, atol=1e-4)
         with torch.no_grad():
             ids, mask = batch.input_ids[-1:], batch.attention_mask[-1:]
-            wanted = runner.backend.model(
+            expected = runner.backend.model(
                 torch.from_numpy(ids), position_ids=torch.from_numpy(position_ids(mask))
             ).logits
-    np.testing.assert_allclose(exact.all_logits, wanted[0], atol=1e-4)
+    np.testing.assert_allclose(exact_reference.all_logits, expected[0], atol=1e-4)
 
 
 def test_weights_are_rounded_to_half_in_place():
     layer = torch.nn.Linear(3, 2)
-    before = layer.weight.detach().clone()
+    initial_weights = layer.weight.detach().clone()
     round_weights_(layer)
     assert layer.weight.dtype == torch.float32
-    assert torch.equal(layer.weight, before.half().float())
-    assert not torch.equal(layer.weight, before)
+    assert torch.equal(layer.weight, initial_weights.half().float())
+    assert not torch.equal(layer.weight, initial_weights)
 
 
-def test_tables_of_places_are_rounded_as_the_graph_holds_them(tmp_path):
+def test_position_tables_are_rounded_like_the_graph(tmp_path):
     model, _ = load_model(causal.write_model(tmp_path / "llama", "llama"))
-    rotary, hidden, places = model.base_model.rotary_emb, torch.zeros(1, 8, 64), torch.arange(8)[None]
-    before = [table.clone() for table in rotary(hidden, places)]
+    rotary, hidden, positions = model.base_model.rotary_emb, torch.zeros(1, 8, 64), torch.arange(8)[None]
+    exact_tables = [table.clone() for table in rotary(hidden, positions)]
     round_weights_(model)
-    for table, exact in zip(rotary(hidden, places), before, strict=True):
-        assert torch.equal(table, exact.half().float())
-        assert not torch.equal(table, exact)
+    for table, exact_table in zip(rotary(hidden, positions), exact_tables, strict=True):
+        assert torch.equal(table, exact_table.half().float())
+        assert not torch.equal(table, exact_table)

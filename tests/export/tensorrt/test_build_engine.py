@@ -168,30 +168,30 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the builder made of every case, and of a file that was cut off; all in one process."""
     folder = tmp_path_factory.mktemp("cases")
     graphs = {}
-    for number, (name, case) in enumerate(CASES.items()):
-        (folder / str(number)).mkdir()
-        graphs[name] = case.save(folder / str(number) / "m.onnx"), case.shapes
+    for case_index, (name, case) in enumerate(CASES.items()):
+        (folder / str(case_index)).mkdir()
+        graphs[name] = case.save(folder / str(case_index) / "m.onnx"), case.shapes
     (folder / "cut").mkdir()
-    whole = Case([MATMUL], {"w": W}, (), ()).save(folder / "cut" / "m.onnx")
-    whole.write_bytes(whole.read_bytes()[:60])
-    graphs["cut off"] = whole, SHAPES
-    built = build_all(dict(graphs.values()))
-    return dict(zip(graphs, built, strict=True))
+    complete_path = Case([MATMUL], {"w": W}, (), ()).save(folder / "cut" / "m.onnx")
+    complete_path.write_bytes(complete_path.read_bytes()[:60])
+    graphs["cut off"] = complete_path, SHAPES
+    build_results = build_all(dict(graphs.values()))
+    return dict(zip(graphs, build_results, strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_error_is_told_by_the_preflight_with_node_and_remedy(name: str, tmp_path: Path) -> None:
+def test_preflight_reports_error_with_node_and_remedy(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     path = case.save(tmp_path / "m.onnx")
     model = load_graph(path)
-    found = [*preflight(model, path), *check_profile(model, case.shapes, case.positions)]
+    problems = [*preflight(model, path), *check_profile(model, case.shapes, case.positions)]
     rule, *values = case.preflight
-    errors = [problem.text for problem in found if (problem.severity, problem.rule) == ("error", rule)]
-    assert any(all(value in error for value in values) for error in errors), found
+    errors = [problem.text for problem in problems if (problem.severity, problem.rule) == ("error", rule)]
+    assert any(all(value in error for value in values) for error in errors), problems
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_the_builder_says_to_an_error_is_explained(name: str, answers: dict[str, Any]) -> None:
+def test_builder_errors_are_explained(name: str, answers: dict[str, Any]) -> None:
     answer = answers[name]
     if not CASES[name].builder:
         assert answer.get("bytes", 0) > 0, answer  # which is why the preflight looks for it
@@ -202,7 +202,7 @@ def test_what_the_builder_says_to_an_error_is_explained(name: str, answers: dict
         assert value in answer["error"]
 
 
-def test_file_that_was_cut_off_is_explained(answers: dict[str, Any]) -> None:
+def test_truncated_file_error_is_explained(answers: dict[str, Any]) -> None:
     assert answers["cut off"]["codes"] == ["damaged-file"]
     assert "m.onnx: " in answers["cut off"]["error"]
 
@@ -222,10 +222,10 @@ def test_engine_is_built_with_progress_and_a_timing_cache(tmp_path: Path) -> Non
 def test_every_profile_reaches_the_builder(tmp_path: Path) -> None:
     inputs = CASES["another input's profile"]
     path = inputs.save(tmp_path / "m.onnx")
-    good = {"ids": ((1, 1), (1, 4), (2, 8)), "mask": ((1, 1), (1, 4), (2, 8))}
-    wrong = good | {"mask": ((1, 1), (1, 5), (2, 8))}
-    assert build(path, [good, good])["bytes"] > 0
-    for profiles in ([wrong, good], [good, wrong]):
+    valid_shapes = {"ids": ((1, 1), (1, 4), (2, 8)), "mask": ((1, 1), (1, 4), (2, 8))}
+    wrong = valid_shapes | {"mask": ((1, 1), (1, 5), (2, 8))}
+    assert build(path, [valid_shapes, valid_shapes])["bytes"] > 0
+    for profiles in ([wrong, valid_shapes], [valid_shapes, wrong]):
         assert build(path, profiles)["codes"] == ["tensorrt-profile-conflict"]
 
 
@@ -246,12 +246,12 @@ def test_weights_take_four_two_and_one_byte_in_the_engine(tmp_path: Path) -> Non
         "codes": codes, "scales": scales, "zeros": np.zeros(2048, np.int8),
     }  # fmt: skip
     shapes = {"x": ((1, 512), (1, 512), (8, 512))}
-    wide = [value("x", FLOAT, ["batch", 512])]
+    wide_inputs = [value("x", FLOAT, ["batch", 512])]
     half = [value("x", HALF, ["batch", 512])]
     cases = [
-        Case([MATMUL], {"w": weight}, (), (), shapes, wide),
+        Case([MATMUL], {"w": weight}, (), (), shapes, wide_inputs),
         Case([MATMUL], {"w": weight.astype(np.float16)}, (), (), shapes, half),
-        Case(int8, quantized, (), (), shapes, wide),
+        Case(int8, quantized, (), (), shapes, wide_inputs),
     ]
     graphs = {case.save(tmp_path / f"{i}.onnx"): shapes for i, case in enumerate(cases)}
     for path in graphs:

@@ -19,24 +19,24 @@ pytestmark = pytest.mark.quick
 @pytest.mark.parametrize(
     ("prompt", "new", "limit"), [(32, 16, 64), (64, 128, 64), (1, 1, 2), (512, 128, 10**6)]
 )
-def test_ranges_agree_with_each_other_and_with_the_positions(prompt, new, limit):
-    found = causal_ranges(prompt, new, limit)
-    fed, past, total = found["input"], found["past"], found["total"]
-    assert fed.opt + past.opt == total.opt
-    assert (fed.min, past.min, total.min) == (1, 0, 1)
-    assert total.max == fed.max + past.max  # TensorRT warns where the maxima do not add up
-    assert past.max + 1 == max(2, min(limit, fed.max + new))
+def test_ranges_are_consistent_and_within_positions(prompt, new, limit):
+    ranges = causal_ranges(prompt, new, limit)
+    input_range, past, total = ranges["input"], ranges["past"], ranges["total"]
+    assert input_range.opt + past.opt == total.opt
+    assert (input_range.min, past.min, total.min) == (1, 0, 1)
+    assert total.max == input_range.max + past.max  # TensorRT warns where the maxima do not add up
+    assert past.max + 1 == max(2, min(limit, input_range.max + new))
 
 
-def test_several_profiles_share_the_cache_of_the_longest_text():
+def test_profiles_share_cache_length_of_longest_text():
     single = causal_ranges(1, 16, 64, longest_prompt=32)
-    whole = causal_ranges(32, 16, 64, longest_prompt=32, usual_prompt=16)
+    prompt_ranges = causal_ranges(32, 16, 64, longest_prompt=32, usual_prompt=16)
     assert single["input"] == SizeRange(1, 1, 1)
-    assert single["past"].max == whole["past"].max == 47
-    for found in (single, whole):
-        assert found["input"].opt + found["past"].opt == found["total"].opt
-        assert found["input"].max + found["past"].max == found["total"].max
-    assert (whole["input"].opt, whole["past"].opt) == (16, 0)
+    assert single["past"].max == prompt_ranges["past"].max == 47
+    for ranges in (single, prompt_ranges):
+        assert ranges["input"].opt + ranges["past"].opt == ranges["total"].opt
+        assert ranges["input"].max + ranges["past"].max == ranges["total"].max
+    assert (prompt_ranges["input"].opt, prompt_ranges["past"].opt) == (16, 0)
 
 
 def _graph(places):
@@ -51,7 +51,7 @@ def _graph(places):
     return helper.make_model(helper.make_graph([], "g", inputs, []))
 
 
-def test_profile_passes_the_preflight_when_it_comes_from_the_windows(tmp_path):
+def test_profile_from_text_windows_passes_preflight(tmp_path):
     folder = causal.write_model(tmp_path / "m", "gpt2")
     causal.write_lines(folder / "t.txt", 1)
     data = {"train": read_split("t.txt", "language-modeling", Columns(), folder)}
@@ -64,8 +64,8 @@ def test_profile_passes_the_preflight_when_it_comes_from_the_windows(tmp_path):
     assert shapes["attention_mask"] == ((1, 1), (1, 32), (4, 127))
     assert shapes["past_key_values.0.key"] == ((1, 2, 0, 16), (1, 2, 31, 16), (4, 2, 63, 16))
     assert check_profile(model, shapes, limit) == []
-    given = TensorrtSettings(lengths={"opt": 8, "max": 16}, max_new_tokens=8)
-    assert profile_ranges(folder, given, ctx)[0][0]["past"].max == 23
+    stage_settings = TensorrtSettings(lengths={"opt": 8, "max": 16}, max_new_tokens=8)
+    assert profile_ranges(folder, stage_settings, ctx)[0][0]["past"].max == 23
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_profile_passes_the_preflight_when_it_comes_from_the_windows(tmp_path):
         ("language-modeling", {"max_new_tokens": 20}, 20),
     ],
 )
-def test_longest_output_is_what_the_models_generation_config_says(tmp_path, task, own, longest):
+def test_max_output_tokens_come_from_generation_config(tmp_path, task, own, longest):
     (tmp_path / "config.json").write_text('{"max_length": 7}')
     (tmp_path / "generation_config.json").write_text(json.dumps(own))
     assert max_output_tokens(tmp_path, task) == longest

@@ -46,32 +46,32 @@ def constant_of_a_file() -> Any:
         (graphs.cyclic_model, "Add 'one' -> Relu 'two'"),
     ],
 )
-def test_what_is_damaged_is_all_that_is_said(tmp_path: Path, make: Any, expected: str) -> None:
+def test_damaged_file_reports_only_structural_problems(tmp_path: Path, make: Any, expected: str) -> None:
     (tmp_path / "weights.bin").write_bytes(bytes(32))
     ((rule, text),) = found(graphs.save_model(make(), tmp_path / "inside" / "m.onnx"))
     assert rule == "damaged"
     assert expected in text
 
 
-def test_damages_beyond_the_twentieth_are_counted(tmp_path: Path) -> None:
+def test_problems_beyond_twenty_are_counted(tmp_path: Path) -> None:
     model = graphs.one_node_model()
-    for at in range(25):
-        model.graph.initializer.append(graphs.model_with_tensor([4], bytes(at)).graph.initializer[0])
-        model.graph.initializer[-1].name = f"w{at}"
+    for tensor_index in range(25):
+        model.graph.initializer.append(
+            graphs.model_with_tensor([4], bytes(tensor_index)).graph.initializer[0]
+        )
+        model.graph.initializer[-1].name = f"w{tensor_index}"
     texts = [text for _, text in found(graphs.save_model(model, tmp_path / "m.onnx"))]
     assert len(texts) == 21
     assert " 4 " in texts[-1]  # one of them holds what it should
 
 
-def test_the_rules_answer_of_the_process_is_that_of_this_one(tmp_path: Path) -> None:
+def test_subprocess_rule_results_equal_in_process_results(tmp_path: Path) -> None:
     path = graphs.save_model(graphs.one_node_model("Magic", "com.evil"), tmp_path / "m.onnx")
     assert check_onnx_for_tensorrt(path) == subprocess_main([str(path)])
     assert [problem.rule for problem in check_onnx_for_tensorrt(path)] == ["foreign-operator"]
 
 
-def test_a_file_that_takes_much_more_than_its_size_ends_at_the_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_exceeding_memory_limit_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     graphs.write_many_empty_nodes(tmp_path / "m.onnx", 3_000_000)
     monkeypatch.setattr(module, "validation_limits", lambda path: ProcessLimits(400_000_000, 12.0))
     (problem,) = check_onnx_for_tensorrt(tmp_path / "m.onnx")
@@ -80,7 +80,7 @@ def test_a_file_that_takes_much_more_than_its_size_ends_at_the_limit(
     assert " 0.4 GB " in problem.text or " 12 s " in problem.text
 
 
-def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
+def test_unreadable_file_is_reported(tmp_path: Path) -> None:
     (problem,) = check_onnx_for_tensorrt(tmp_path / "gone.onnx")
     assert (problem.rule, problem.severity) == ("unreadable", "error")
     assert os.strerror(errno.ENOENT) in problem.reason

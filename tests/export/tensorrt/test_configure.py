@@ -40,7 +40,7 @@ class Monitor:
 
 
 def configured(progress_calls: list[Any], **change: Any) -> Config:
-    made = Config()
+    config = Config()
     trt = SimpleNamespace(
         MemoryPoolType=SimpleNamespace(WORKSPACE="workspace"),
         BuilderFlag=SimpleNamespace(**{name: name for name in FLAGS}),
@@ -49,10 +49,10 @@ def configured(progress_calls: list[Any], **change: Any) -> Config:
         ),
         IProgressMonitor=Monitor,
     )
-    builder = SimpleNamespace(create_builder_config=lambda: made)
+    builder = SimpleNamespace(create_builder_config=lambda: config)
     options = BuildOptions(**(DEFAULT | change))
     _configure(trt, builder, options, lambda *progress: progress_calls.append(progress), Path("m.onnx").name)
-    return made
+    return config
 
 
 @pytest.mark.parametrize(
@@ -65,19 +65,19 @@ def configured(progress_calls: list[Any], **change: Any) -> Config:
         ({"weights": "stripped"}, {"TF32", "STRIP_PLAN", "REFIT_IDENTICAL"}),
     ],
 )
-def test_flags_are_those_that_the_settings_ask_for(change: dict[str, Any], flags: set[str]) -> None:
+def test_builder_flags_follow_settings(change: dict[str, Any], flags: set[str]) -> None:
     assert configured([], **change).flags == flags
 
 
-def test_level_workspace_and_compatibility_are_told() -> None:
-    made = configured([], optimization_level=5, workspace_mib=64, hardware_compatibility="same-cc")
-    assert (made.builder_optimization_level, made.pools) == (5, {"workspace": 64 << 20})
-    assert made.hardware_compatibility_level == "same"
+def test_optimization_level_workspace_and_compatibility_are_set() -> None:
+    config = configured([], optimization_level=5, workspace_mib=64, hardware_compatibility="same-cc")
+    assert (config.builder_optimization_level, config.pools) == (5, {"workspace": 64 << 20})
+    assert config.hardware_compatibility_level == "same"
     assert configured([], hardware_compatibility="ampere+").hardware_compatibility_level == "ampere"
     assert configured([]).hardware_compatibility_level is None
 
 
-def test_progress_is_that_of_the_outermost_phase() -> None:
+def test_progress_reports_outermost_phase() -> None:
     progress_calls: list[Any] = []
     monitor = configured(progress_calls).progress_monitor
     monitor.phase_start("Building", None, 2)

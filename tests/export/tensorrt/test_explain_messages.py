@@ -41,11 +41,11 @@ SEEN = [
 
 @pytest.mark.parametrize(("error", "code"), SEEN)
 def test_parser_errors_name_graph_node_and_reason(error: ParserError, code: str) -> None:
-    explained = explain_parser_error(error, "model.onnx")
-    assert (explained.code, explained.severity, explained.file) == (code, "error", "model.onnx")
-    assert explained.message.startswith(f"node '{error.node}' ({error.operator}): ") is bool(error.node)
-    assert f" [{error.code}" in explained.message
-    assert "false" not in explained.message
+    message = explain_parser_error(error, "model.onnx")
+    assert (message.code, message.severity, message.file) == (code, "error", "model.onnx")
+    assert message.message.startswith(f"node '{error.node}' ({error.operator}): ") is bool(error.node)
+    assert f" [{error.code}" in message.message
+    assert "false" not in message.message
 
 
 @pytest.mark.parametrize(
@@ -64,15 +64,15 @@ def test_parser_errors_name_graph_node_and_reason(error: ParserError, code: str)
     ],
 )
 def test_build_errors_come_from_the_log(line: str, code: str) -> None:
-    explained = explain_log(["something before", line], "model.onnx")
-    assert (explained.code, explained.severity, explained.file) == (code, "error", "model.onnx")
-    assert line in explained.message
+    message = explain_log(["something before", line], "model.onnx")
+    assert (message.code, message.severity, message.file) == (code, "error", "model.onnx")
+    assert line in message.message
 
 
-def test_words_of_several_lines_are_quoted_on_one() -> None:
+def test_multiline_messages_are_quoted_on_one_line() -> None:
     error = ParserError("INVALID_NODE", "Invalid Node - dense\nmust have same input types", "dense", "MatMul")
-    explained = explain_parser_error(error, "m.onnx")
-    assert explained.message.endswith("[INVALID_NODE: Invalid Node - dense must have same input types]")
+    message = explain_parser_error(error, "m.onnx")
+    assert message.message.endswith("[INVALID_NODE: Invalid Node - dense must have same input types]")
 
 
 @pytest.mark.parametrize(
@@ -86,11 +86,11 @@ def test_words_of_several_lines_are_quoted_on_one() -> None:
     ],
 )
 def test_warnings_of_the_builder_are_explained_and_quoted(line: str, code: str) -> None:
-    explained = explain_warning(line)
-    assert (explained.code, explained.severity) == (code, "warning")
-    assert explained.message.endswith(f" [builder: {line}]")
+    message = explain_warning(line)
+    assert (message.code, message.severity) == (code, "warning")
+    assert message.message.endswith(f" [builder: {line}]")
     assert explain_warning("something else") == warning("tensorrt-warning", "something else")
 
 
-def test_an_empty_log_is_an_error_too() -> None:
+def test_empty_log_raises_error() -> None:
     assert explain_log([], "m").code == "tensorrt-build-failed"

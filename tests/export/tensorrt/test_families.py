@@ -29,9 +29,11 @@ CASES = matrix.matrix_cells(EVERYDAY, ["fp32", "fp16"], full=both)
 CASES += [(family, "fp32") for family in FAMILIES if family not in EVERYDAY]
 
 
-def test_every_family_of_the_registry_has_its_graphs_and_its_row_in_the_page() -> None:
+def test_every_family_has_graphs_and_documentation_row() -> None:
     page = (ROOT / "docs" / "reference" / "stages" / "tensorrt.md").read_text(encoding="utf-8")
-    embedding = {name for name, known in registry.FAMILIES.items() if embedders.TASK in known.tasks}
+    embedding = {
+        name for name, family_info in registry.FAMILIES.items() if embedders.TASK in family_info.tasks
+    }
     assert set(registry.FAMILIES) | {f"embedder-{name}" for name in embedding - {"bert"}} | {
         "embedder"
     } == set(tensorrt_graphs.GRAPH_COUNTS)
@@ -40,23 +42,25 @@ def test_every_family_of_the_registry_has_its_graphs_and_its_row_in_the_page() -
 
 
 @pytest.mark.parametrize(("family", "dtype"), CASES)
-def test_engines_of_the_family_are_built_in_each_precision(family: str, dtype: str, tmp_path: Path) -> None:
+def test_family_engines_build_in_each_precision(family: str, dtype: str, tmp_path: Path) -> None:
     tensorrt_rig.rig_environment()
-    whole = tensorrt_graphs.exported_folder(family)
-    folder = whole if dtype == "fp32" else tensorrt_graphs.copy_graphs(family, tmp_path / "half", half=True)
+    fp32_folder = tensorrt_graphs.exported_folder(family)
+    folder = (
+        fp32_folder if dtype == "fp32" else tensorrt_graphs.copy_graphs(family, tmp_path / "half", half=True)
+    )
     graphs = tensorrt_graphs.graphs_with_shapes(family, folder)
     assert len(graphs) == tensorrt_graphs.GRAPH_COUNTS[family]
     for path, answer in zip(graphs, tensorrt_rig.build_all(graphs), strict=True):
         assert answer.get("bytes", 0) > weights(path), (path.name, answer)
-        assert not [one for one in answer["warnings"] if "profile" in one["message"]]
-        assert dtype == "fp32" or weights(path) < 0.6 * weights(whole / path.name)
+        assert not [warning for warning in answer["warnings"] if "profile" in warning["message"]]
+        assert dtype == "fp32" or weights(path) < 0.6 * weights(fp32_folder / path.name)
 
 
 def weights(path: Path) -> int:
     """Return the bytes of the floating initializers of a graph."""
     initializers: Any = onnx.load(path).graph.initializer
-    kinds = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16}
-    return sum(len(t.raw_data) for t in initializers if t.data_type in kinds)
+    float_types = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16}
+    return sum(len(t.raw_data) for t in initializers if t.data_type in float_types)
 
 
 # what `onnx: {dtype: ...}` leaves: norms stay float32, and what overflows in float16
@@ -69,7 +73,7 @@ if matrix.is_full_matrix():
 
 
 @pytest.mark.parametrize(("family", "dtype"), KEPT)
-def test_engines_are_built_of_graphs_in_which_norms_stay_float32(family: str, dtype: str) -> None:
+def test_graphs_with_float32_norms_build(family: str, dtype: str) -> None:
     tensorrt_rig.rig_environment()
     graphs = tensorrt_graphs.graphs_with_shapes(
         family, graph_exports.exported_graphs(family, "fp32", "tensorrt", dtype).folder
@@ -86,11 +90,11 @@ TWO = [{"max_batch_size": 1, "lengths": {"opt": 1, "max": 1}}, {"length_percenti
 
 
 @pytest.mark.parametrize("family", ["marian", "llama"] if matrix.is_full_matrix() else ["marian"])
-def test_engines_are_built_with_several_profiles(family: str) -> None:
+def test_engines_build_with_several_profiles(family: str) -> None:
     """Single tokens or texts of one row, and all else: what the sums and shared sizes of each must fit."""
     tensorrt_rig.rig_environment()
     graphs = tensorrt_graphs.graphs_with_shapes(family, tensorrt_graphs.exported_folder(family), profiles=TWO)
     assert all(len(profiles) == 2 for profiles in graphs.values())
     for path, answer in zip(graphs, tensorrt_rig.build_all(graphs), strict=True):
         assert answer.get("bytes", 0) > weights(path), (path.name, answer)
-        assert not [one for one in answer["warnings"] if "profile" in one["message"]]
+        assert not [warning for warning in answer["warnings"] if "profile" in warning["message"]]

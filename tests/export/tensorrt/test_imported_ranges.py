@@ -31,12 +31,12 @@ def image_model() -> Any:
     )
 
 
-def test_axes_of_any_size_get_that_of_the_rows(tmp_path: Path) -> None:
+def test_dynamic_axes_use_sample_sizes(tmp_path: Path) -> None:
     write_signature(tmp_path, graph_signature(image_model()))
-    rows = split_from_arrays(
+    split = split_from_arrays(
         "r.npz", SampleArrays({"x": np.zeros((5, 3, 32, 48), np.float32), "k": np.zeros(2)}, 5)
     )
-    ctx = harness.make_context(tmp_path / "out", "custom", {"calibration": rows})
+    ctx = harness.make_context(tmp_path / "out", "custom", {"calibration": split})
     settings = TensorrtSettings(profiles=[{"max_batch_size": 2}, {"max_batch_size": 16}])  # type: ignore[list-item]
     ranges, limit = imported_ranges(tmp_path, settings, ctx)
     assert limit is None
@@ -52,39 +52,39 @@ def test_axes_of_any_size_get_that_of_the_rows(tmp_path: Path) -> None:
         imported_ranges(tmp_path, settings, harness.make_context(tmp_path / "other", "custom"))
 
 
-def test_the_batch_is_on_the_axis_of_the_rows(tmp_path: Path) -> None:
-    made = graphs.gru_model(["batch", "time", 4], ["layers", "batch", 8], ["layers", "batch", 8])
-    write_signature(tmp_path, graph_signature(made))
+def test_batch_range_is_applied_to_sample_axis(tmp_path: Path) -> None:
+    model = graphs.gru_model(["batch", "time", 4], ["layers", "batch", 8], ["layers", "batch", 8])
+    write_signature(tmp_path, graph_signature(model))
     # as they are read: the axis of the rows first
     arrays = SampleArrays({"x": np.zeros((5, 6, 4), np.float32), "state": np.zeros((5, 1, 8), np.float32)}, 5)
     ctx = harness.make_context(
         tmp_path / "out", "custom", {"calibration": split_from_arrays("r.npz", arrays)}
     )
     [ranges], _ = imported_ranges(tmp_path, TensorrtSettings(max_batch_size=16), ctx)
-    found = imported_shapes(made, ranges, "m.onnx")
-    assert found["x"][2] == (16, 6, 4)
-    assert found["state"][0] == (1, 1, 8)
-    assert found["state"][2] == (1, 16, 8)
+    shapes = imported_shapes(model, ranges, "m.onnx")
+    assert shapes["x"][2] == (16, 6, 4)
+    assert shapes["state"][0] == (1, 1, 8)
+    assert shapes["state"][2] == (1, 16, 8)
 
 
-def test_axes_called_by_a_question_mark_may_have_different_sizes() -> None:
-    made = graphs.make_model([], [graphs.value_info("x", ["?", 3, "?"])], [graphs.value_info("x", [])])
+def test_unnamed_axes_can_have_different_sizes() -> None:
+    model = graphs.make_model([], [graphs.value_info("x", ["?", 3, "?"])], [graphs.value_info("x", [])])
     shapes = {"x": ((1, 3, 7), (1, 3, 7), (8, 3, 7))}
-    assert check_profile(made, shapes, None) == []
-    made.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "n"
-    made.graph.input[0].type.tensor_type.shape.dim[2].dim_param = "n"
-    assert len(check_profile(made, shapes, None)) == 1
+    assert check_profile(model, shapes, None) == []
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "n"
+    model.graph.input[0].type.tensor_type.shape.dim[2].dim_param = "n"
+    assert len(check_profile(model, shapes, None)) == 1
 
 
-def test_of_texts_axis_1_is_the_length() -> None:
+def test_text_inputs_use_axis_1_as_length() -> None:
     model = graphs.make_model(
         [], [graphs.value_info("input_ids", ["s0", "s1"])], [graphs.value_info("input_ids", [])]
     )
     ranges = {"batch": SizeRange(1, 1, 8), "input": SizeRange(1, 20, 64)}
     assert imported_shapes(model, ranges, "m.onnx") == {"input_ids": ((1, 1), (1, 20), (8, 64))}
-    with raises_code("unknown-axis-size", RunError) as caught:
+    with raises_code("unknown-axis-size", RunError) as excinfo:
         imported_shapes(image_model(), ranges, "m.onnx")
-    assert " 2 " in str(caught.value)  # the axis
+    assert " 2 " in str(excinfo.value)  # the axis
 
 
 FOR_ENGINES = {
@@ -94,19 +94,19 @@ FOR_ENGINES = {
 }
 
 
-def test_engines_are_built_of_what_the_stages_make_of_a_graph_of_somebody_else(tmp_path: Path) -> None:
+def test_imported_graphs_build_after_each_stage(tmp_path: Path) -> None:
     tensorrt_rig.rig_environment()
     source, data = (
         graphs.make_artifact(tmp_path / "src", graphs.two_layer_classifier(width=64)),
         {"calibration": graphs.make_split()},
     )
-    planned: dict[Path, Any] = {}
+    profile_by_graph: dict[Path, Any] = {}
     for name, (stage, settings, _) in FOR_ENGINES.items():
         ctx = harness.run_stage(stage, settings, source, tmp_path / name, data=data)
         ranges, limit = imported_ranges(ctx.out, TensorrtSettings(), ctx)
-        planned |= plan_graphs(ctx.out, ranges, limit, ctx.warnings, imported_shapes)
+        profile_by_graph |= plan_graphs(ctx.out, ranges, limit, ctx.warnings, imported_shapes)
         assert ctx.warnings == []
-    answers = tensorrt_rig.build_all(planned)
+    answers = tensorrt_rig.build_all(profile_by_graph)
     for (name, (_, _, kind)), answer in zip(FOR_ENGINES.items(), answers, strict=True):
         assert answer.get("bytes"), (name, answer)
         assert answer["types"].get(kind, 0) >= 2, (name, answer)
@@ -114,7 +114,7 @@ def test_engines_are_built_of_what_the_stages_make_of_a_graph_of_somebody_else(t
     settings = QuantizeOnnxSettings(scheme="int8-static")
     ctx = harness.run_stage(QuantizeOnnx(), settings, source, tmp_path / "cpu", data=data)
     ranges, limit = imported_ranges(ctx.out, TensorrtSettings(), ctx)
-    with raises_code("unsupported-graph", RunError) as caught:
+    with raises_code("unsupported-graph", RunError) as excinfo:
         plan_graphs(ctx.out, ranges, limit, ctx.warnings, imported_shapes)
-    assert {one.file for one in caught.value.found} == {"model.onnx"}
-    assert "tensorrt-unsigned-codes" in message_codes(caught.value.found)
+    assert {error.file for error in excinfo.value.found} == {"model.onnx"}
+    assert "tensorrt-unsigned-codes" in message_codes(excinfo.value.found)

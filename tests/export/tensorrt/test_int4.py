@@ -37,22 +37,22 @@ if matrix.is_full_matrix():
 
 
 @pytest.mark.parametrize(("family", "dtype"), CASES)
-def test_engines_of_a_family_are_built_with_4_bit_codes(family: str, dtype: str) -> None:
+def test_family_engines_build_with_4_bit_weights(family: str, dtype: str) -> None:
     tensorrt_rig.rig_environment()
-    found = graph_exports.exported_graphs(family, "signed", "tensorrt", dtype)
-    graphs = tensorrt_graphs.graphs_with_shapes(family, found.folder)
+    exported = graph_exports.exported_graphs(family, "signed", "tensorrt", dtype)
+    graphs = tensorrt_graphs.graphs_with_shapes(family, exported.folder)
     assert len(graphs) == tensorrt_graphs.GRAPH_COUNTS[family]
-    assert found.details["opset"] == 21
+    assert exported.details["opset"] == 21
     for path, answer in zip(graphs, tensorrt_rig.build_all(graphs), strict=True):
         assert answer.get("bytes"), (path.name, answer)
         assert answer["warnings"] == []
         model = onnx.load(path)
-        kinds = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
+        dtype_by_name = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
         codes = [n for n in model.graph.node if n.op_type == "DequantizeLinear"]
         assert len(codes) > 4
-        assert {kinds[node.input[0]] for node in codes} == {TensorProto.INT4}
+        assert {dtype_by_name[node.input[0]] for node in codes} == {TensorProto.INT4}
         half = {TensorProto.FLOAT16} if dtype == "fp16" else {TensorProto.FLOAT}
-        assert {kinds[node.input[1]] for node in codes} == half
+        assert {dtype_by_name[node.input[1]] for node in codes} == half
         assert answer["types"]["INT4"] == len(codes)
 
 
@@ -63,31 +63,31 @@ def write(path: Path, layers: list[nn.Module], half: bool) -> Path:
     module = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
     module.attentions = ()  # type: ignore[assignment]
     graph = GraphSpec("model", module.eval(), (torch.ones(2, WIDE),), ["x"], ["y"], ({0: "rows"},))
-    made = export_graph(graph, "tensorrt", 21)
-    expand_placeholders(made)
+    model = export_graph(graph, "tensorrt", 21)
+    expand_placeholders(model)
     if half:
-        convert_to_half(made, "model")
-    write_graph(made, path)
+        convert_to_half(model, "model")
+    write_graph(model, path)
     return path
 
 
 @pytest.mark.parametrize(("half", "size"), [(True, 64), (False, 128)])
-def test_an_engine_holds_the_weights_in_4_bits(half: bool, size: int, tmp_path: Path) -> None:
+def test_engine_stores_weights_in_4_bits(half: bool, size: int, tmp_path: Path) -> None:
     tensorrt_rig.rig_environment()
     torch.manual_seed(0)
     options = {"group_size": size, "symmetric": "positive", "accuracy_level": 0}
-    wide = [nn.Linear(WIDE, WIDE) for _ in range(3)]
-    codes = [quantize_module(layer, "int4", options) for layer in wide]
-    graphs = {write(tmp_path / "float.onnx", wide, half): SHAPES}
+    linear_layers = [nn.Linear(WIDE, WIDE) for _ in range(3)]
+    codes = [quantize_module(layer, "int4", options) for layer in linear_layers]
+    graphs = {write(tmp_path / "float.onnx", linear_layers, half): SHAPES}
     graphs[write(tmp_path / "int4.onnx", codes, half)] = SHAPES
-    whole, coded = tensorrt_rig.build_all(graphs)
-    assert whole["types"].get("INT4", 0) == 0
-    assert coded["types"]["INT4"] == 3
+    float_engine, int4_engine = tensorrt_rig.build_all(graphs)
+    assert float_engine["types"].get("INT4", 0) == 0
+    assert int4_engine["types"]["INT4"] == 3
     floats, weights = (2 if half else 4), 3 * WIDE * WIDE
-    assert whole["bytes"] > floats * weights
+    assert float_engine["bytes"] > floats * weights
     # half a byte, and a scale in the type of the product
     expected = weights * (0.5 + floats / size)
-    assert expected < coded["bytes"] < 1.15 * expected + 100_000, (whole, coded, expected)
+    assert expected < int4_engine["bytes"] < 1.15 * expected + 100_000, (float_engine, int4_engine, expected)
 
 
 @pytest.mark.parametrize(
@@ -111,29 +111,31 @@ def test_an_engine_holds_the_weights_in_4_bits(half: bool, size: int, tmp_path: 
         ("int8-groupwise", {}, {}, "unsupported-scheme", [" int8-groupwise: ", " int8-static or int4."]),
     ],
 )
-def test_what_tensorrt_does_not_run_is_refused_with_what_it_does(
+def test_unsupported_options_error_lists_supported_ones(
     scheme: str, options: dict[str, Any], settings: dict[str, Any], code: str, values: list[str]
 ) -> None:
-    fine = {"symmetric": "positive", "accuracy_level": 0} if scheme == "int4" else {}
-    layer = quantize_module(nn.Linear(64, 8), scheme, default_options(find_scheme(scheme)) | fine | options)
-    with raises_code(code, InputError) as caught:
+    supported_options = {"symmetric": "positive", "accuracy_level": 0} if scheme == "int4" else {}
+    layer = quantize_module(
+        nn.Linear(64, 8), scheme, default_options(find_scheme(scheme)) | supported_options | options
+    )
+    with raises_code(code, InputError) as excinfo:
         tolerance_kind(nn.Sequential(layer), OnnxSettings.model_validate({"target": "tensorrt"} | settings))
-    assert [value for value in values if value not in str(caught.value)] == []
+    assert [value for value in values if value not in str(excinfo.value)] == []
 
 
-def test_tensorrt_10_in_onnx_runtime_is_refused_with_what_runs_there() -> None:
+def test_int4_in_ort_tensorrt_is_rejected_with_supported_schemes() -> None:
     layer = quantize_module(
         nn.Linear(64, 8),
         "int4",
         default_options(find_scheme("int4")) | {"symmetric": "positive", "accuracy_level": 0},
     )
-    with raises_code("unsupported-scheme", InputError) as caught:
+    with raises_code("unsupported-scheme", InputError) as excinfo:
         tolerance_kind(nn.Sequential(layer), OnnxSettings(target="ort-tensorrt"))
-    assert str(caught.value).endswith(" int8-static.")
+    assert str(excinfo.value).endswith(" int8-static.")
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_the_tolerance_is_that_of_the_precision_since_nothing_is_rounded(dtype: str) -> None:
+def test_weight_only_quantization_uses_float_tolerance(dtype: str) -> None:
     options = default_options(find_scheme("int4")) | {"symmetric": "positive", "accuracy_level": 0}
     layer = quantize_module(nn.Linear(64, 8), "int4", options)
     assert tolerance_kind(nn.Sequential(layer), OnnxSettings(target="tensorrt", dtype=dtype)) == dtype

@@ -27,7 +27,7 @@ FAMILIES = CODED if matrix.is_full_matrix() else ["bert", "llama"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_engines_of_a_family_are_built_with_int8_products(family: str) -> None:
+def test_family_engines_build_with_int8_matmuls(family: str) -> None:
     tensorrt_rig.rig_environment()
     folder = graph_exports.exported_graphs(family, "static", "tensorrt").folder
     graphs = tensorrt_graphs.graphs_with_shapes(family, folder)
@@ -39,17 +39,19 @@ def test_engines_of_a_family_are_built_with_int8_products(family: str) -> None:
         assert answer["types"].get("INT8", 0) >= 2 * pairs > 5
 
 
-def test_an_engine_holds_the_weights_as_bytes(tmp_path: Path) -> None:
+def test_engine_stores_weights_as_int8(tmp_path: Path) -> None:
     tensorrt_rig.rig_environment()
-    wide = [nn.Linear(WIDE, WIDE) for _ in range(3)]
-    graphs = {write(tmp_path / "float.onnx", wide): SHAPES}
-    graphs[write(tmp_path / "int8.onnx", [schemes.with_activation_range(m, "int8-static") for m in wide])] = (
-        SHAPES
-    )
-    whole, codes = tensorrt_rig.build_all(graphs)
-    assert whole["types"].get("INT8", 0) == 0
-    saved = whole["bytes"] - codes["bytes"]
-    assert saved > 0.8 * 3 * 3 * WIDE * WIDE, (whole, codes)  # 3 bytes less of each weight
+    linear_layers = [nn.Linear(WIDE, WIDE) for _ in range(3)]
+    graphs = {write(tmp_path / "float.onnx", linear_layers): SHAPES}
+    graphs[
+        write(
+            tmp_path / "int8.onnx", [schemes.with_activation_range(m, "int8-static") for m in linear_layers]
+        )
+    ] = SHAPES
+    float_engine, codes = tensorrt_rig.build_all(graphs)
+    assert float_engine["types"].get("INT8", 0) == 0
+    saved_bytes = float_engine["bytes"] - codes["bytes"]
+    assert saved_bytes > 0.8 * 3 * 3 * WIDE * WIDE, (float_engine, codes)  # 3 bytes less of each weight
 
 
 SHAPES = {"x": ((1, WIDE), (8, WIDE), (16, WIDE))}
@@ -59,7 +61,7 @@ def write(path: Path, layers: list[nn.Module]) -> Path:
     module = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
     module.attentions = ()  # type: ignore[assignment]
     graph = GraphSpec("model", module.eval(), (torch.ones(2, WIDE),), ["x"], ["y"], ({0: "rows"},))
-    made = export_graph(graph, "tensorrt", 20)
-    expand_placeholders(made)
-    write_graph(made, path)
+    model = export_graph(graph, "tensorrt", 20)
+    expand_placeholders(model)
+    write_graph(model, path)
     return path

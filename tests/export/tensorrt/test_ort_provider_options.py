@@ -41,7 +41,7 @@ def said_of(options: dict[str, str]) -> str:
 
 
 @pytest.mark.skipif(TENSORRT not in onnxruntime.get_available_providers(), reason="not in this ONNX Runtime")
-def test_onnx_runtime_takes_each_option_and_its_value(tmp_path: Path) -> None:
+def test_onnx_runtime_accepts_each_option(tmp_path: Path) -> None:
     for dtype in ("fp32", "fp16", "bf16"):
         options = with_cache_options(tensorrt_options(ALL, dtype, True, SHAPES), tmp_path, "model")
         assert said_of(options) == ""
@@ -51,44 +51,42 @@ def test_onnx_runtime_takes_each_option_and_its_value(tmp_path: Path) -> None:
     assert said_of(options | {"trt_builder_optimization_level": "much"}) != ""
 
 
-def test_what_is_written_is_just_what_is_passed_on_when_it_is_read() -> None:
+def test_provider_options_round_trip() -> None:
     assert tensorrt_options(ALL, "fp16", True, SHAPES).keys() == ALLOWED_OPTIONS
 
 
-def test_precision_follows_the_graph_and_sizes_the_profile() -> None:
-    found = {
+def test_options_contain_graph_precision_and_profile_sizes() -> None:
+    precision_options = {
         dtype: [
             name.split("_")[1] for name, value in tensorrt_options(ALL, dtype, False, SHAPES).items()
             if value == "True" and name.split("_")[1] in ("fp16", "bf16", "int8", "layer")
         ]
         for dtype in ("fp32", "fp16", "bf16")
     }  # fmt: skip
-    assert found == {"fp32": [], "fp16": ["fp16", "layer"], "bf16": ["bf16"]}
+    assert precision_options == {"fp32": [], "fp16": ["fp16", "layer"], "bf16": ["bf16"]}
     options = tensorrt_options(ALL, "fp32", True, SHAPES)
     assert options["trt_int8_enable"] == options["trt_engine_hw_compatible"] == "True"
     assert options["trt_max_workspace_size"] == str(2048 * 2**20)
-    for at, end in enumerate(("min", "opt", "max")):
-        read = parse_shapes(options[f"trt_profile_{end}_shapes"])
-        assert read == {name: sizes[at] for name, sizes in SHAPES.items()}
+    for bound_index, end in enumerate(("min", "opt", "max")):
+        parsed_shapes = parse_shapes(options[f"trt_profile_{end}_shapes"])
+        assert parsed_shapes == {name: sizes[bound_index] for name, sizes in SHAPES.items()}
 
 
-def test_caches_are_this_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_options_are_machine_specific(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options = tensorrt_options(ProviderSettings(), "fp32", False, SHAPES)
-    kept = with_cache_options(options, tmp_path / "e", "decoder")
-    assert {name: value for name, value in kept.items() if name not in options} == {
+    cache_options = with_cache_options(options, tmp_path / "e", "decoder")
+    assert {name: value for name, value in cache_options.items() if name not in options} == {
         "trt_engine_cache_enable": "True", "trt_engine_cache_path": str(tmp_path / "e"),
         "trt_engine_cache_prefix": "decoder", "trt_timing_cache_path": str(engine_cache_root()),
     }  # fmt: skip
-    without = tensorrt_options(ProviderSettings(timing_cache=False), "fp32", False, SHAPES)
-    assert "trt_timing_cache_path" not in with_cache_options(without, tmp_path, "g")
+    uncached_options = tensorrt_options(ProviderSettings(timing_cache=False), "fp32", False, SHAPES)
+    assert "trt_timing_cache_path" not in with_cache_options(uncached_options, tmp_path, "g")
     assert with_cache_options(options, None, "g") == options  # a cache that cannot be written
 
 
 @pytest.mark.parametrize("family", ["marian", "llama"])
-def test_the_file_holds_the_profile_that_an_engine_of_the_graph_is_built_for(
-    family: str, tmp_path: Path
-) -> None:
+def test_options_file_contains_engine_profile(family: str, tmp_path: Path) -> None:
     folder = tensorrt_graphs.copy_graphs(family, tmp_path / "g")
     settings = ProviderSettings(max_batch_size=4, max_new_tokens=12)
     ctx = graph_exports.make_context(folder, graph_exports.FAMILIES[family][1])
@@ -103,26 +101,26 @@ def test_the_file_holds_the_profile_that_an_engine_of_the_graph_is_built_for(
         assert options[path.stem].max_shapes == {name: sizes[2] for name, sizes in shapes.items()}
 
 
-def test_what_is_said_of_lengths_names_the_settings_of_the_step(tmp_path: Path) -> None:
+def test_missing_lengths_error_names_onnx_engine_setting(tmp_path: Path) -> None:
     folder = tensorrt_graphs.copy_graphs("marian", tmp_path / "g")
     ctx = graph_exports.make_context(folder, "translation")
-    with raises_code("missing-data", InputError) as caught:
+    with raises_code("missing-data", InputError) as excinfo:
         export_provider_options("fp32", ProviderSettings(), folder, replace(ctx, data={}))
-    assert "onnx: {engine: {lengths: {opt: 32, max: 128}}}" in str(caught.value)
+    assert "onnx: {engine: {lengths: {opt: 32, max: 128}}}" in str(excinfo.value)
     settings = ProviderSettings(max_batch_size=4, max_new_tokens=12, length_percentile=50)
     export_provider_options("fp32", settings, folder, ctx)
     assert message_codes(ctx.warnings) == ["longer-than-engine"]
     assert "onnx: {engine: {length_percentile, lengths}}" in ctx.warnings[0].message
 
 
-def test_sizes_that_the_model_has_no_positions_for_are_refused(tmp_path: Path) -> None:
+def test_sizes_beyond_position_limit_are_rejected(tmp_path: Path) -> None:
     folder = tensorrt_graphs.copy_graphs("roberta", tmp_path / "g")
     settings = ProviderSettings.model_validate({"lengths": {"opt": 8, "max": 4000}})
     ctx = graph_exports.make_context(folder, "text-classification")
-    with raises_code("does-not-fit-model", RunError) as caught:
+    with raises_code("does-not-fit-model", RunError) as excinfo:
         export_provider_options("fp32", settings, folder, ctx)
-    assert caught.value.file == "model.onnx"
-    assert set(message_codes(caught.value.found)) == {"tensorrt-profile-too-long"}
+    assert excinfo.value.file == "model.onnx"
+    assert set(message_codes(excinfo.value.found)) == {"tensorrt-profile-too-long"}
 
 
 @pytest.mark.parametrize(
@@ -134,6 +132,6 @@ def test_sizes_that_the_model_has_no_positions_for_are_refused(tmp_path: Path) -
         ({"target": "ort-tensorrt", "autotune": True}, "unused-setting"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(settings: dict[str, object], code: str) -> None:
+def test_incompatible_settings_are_rejected(settings: dict[str, object], code: str) -> None:
     with raises_setting_codes(code):
         OnnxSettings.model_validate(settings)

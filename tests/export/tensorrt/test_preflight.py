@@ -36,22 +36,22 @@ def check(model: Any, folder: Path) -> tuple[list[TensorrtProblem], list[Tensorr
     """Return the errors and the warnings."""
     path = folder / "model.onnx"
     onnx.save(model, path)
-    found = preflight(load_graph(path), path)
-    return [p for p in found if p.severity == "error"], [p for p in found if p.severity == "warning"]
+    problems = preflight(load_graph(path), path)
+    return [p for p in problems if p.severity == "error"], [p for p in problems if p.severity == "warning"]
 
 
 W = np.ones((4, 4), np.float32)
 
 
 @pytest.mark.parametrize(("opset", "passes"), [(8, False), (9, True), (25, True), (26, False)])
-def test_opset_outside_of_9_to_25_is_refused(tmp_path: Path, opset: int, passes: bool) -> None:
+def test_opset_outside_of_9_to_25_is_rejected(tmp_path: Path, opset: int, passes: bool) -> None:
     errors, _ = check(graph([matmul()], {"w": W}, opset), tmp_path)
     assert (errors == []) is passes
     if not passes:
         assert (errors[0].rule, errors[0].location) == ("opset", f"opset {opset}")
 
 
-def test_quantize_without_a_zero_point_gives_uint8_unless_it_says_otherwise(tmp_path: Path) -> None:
+def test_quantize_without_zero_point_defaults_to_uint8(tmp_path: Path) -> None:
     def model(**attributes: int) -> Any:
         nodes = [
             helper.make_node("QuantizeLinear", ["x", "s"], ["q"], name="q", **attributes),
@@ -117,19 +117,19 @@ def test_shapes_follow_the_names_of_dimensions() -> None:
     assert check_profile(decoder(), shapes, 128) == []
 
 
-def test_dynamic_size_has_an_entry_also_where_it_is_one_size_only() -> None:
-    one = {"batch": SizeRange(1, 1, 1), "input": SizeRange(1, 1, 1), "past": SizeRange(0, 7, 127)}
-    shapes = profile_shapes(decoder(), one, "decoder")
+def test_dynamic_size_with_single_value_has_profile_entry() -> None:
+    unit_ranges = {"batch": SizeRange(1, 1, 1), "input": SizeRange(1, 1, 1), "past": SizeRange(0, 7, 127)}
+    shapes = profile_shapes(decoder(), unit_ranges, "decoder")
     assert shapes["encoder_attention_mask"] == ((1, 1), (1, 1), (1, 1))
     assert check_profile(decoder(), shapes, 128) == []
 
 
-def test_a_dimension_without_a_known_name_is_refused() -> None:
+def test_dimension_without_known_name_is_rejected() -> None:
     model = decoder()
     model.graph.input[1].type.tensor_type.shape.dim[1].dim_param = "encoder_lenght"
-    with raises_code("unknown-axis-size", RunError) as caught:
+    with raises_code("unknown-axis-size", RunError) as excinfo:
         profile_shapes(model, RANGES, "decoder")
-    assert "'encoder_length'" in str(caught.value)
+    assert "'encoder_length'" in str(excinfo.value)
 
 
 def test_profile_errors_that_tensorrt_would_build_are_found() -> None:
@@ -139,8 +139,8 @@ def test_profile_errors_that_tensorrt_would_build_are_found() -> None:
     assert problem.rule == "profile-too-long"
     for value in ("'past_key_values.0.decoder.key'", " 128 ", " 127 ", "tensorrt: {lengths: ...}"):
         assert value in problem.text
-    least, usual, _ = shapes["past_key_values.0.encoder.key"]
-    other = shapes | {"past_key_values.0.encoder.key": (least, usual, (8, 2, 64, 16))}
+    min_shape, opt_shape, _ = shapes["past_key_values.0.encoder.key"]
+    other = shapes | {"past_key_values.0.encoder.key": (min_shape, opt_shape, (8, 2, 64, 16))}
     (problem,) = check_profile(decoder(), other, None)
     assert problem.rule == "profile-conflict"
     assert "'encoder_length'" in problem.text

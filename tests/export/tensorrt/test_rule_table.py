@@ -77,8 +77,10 @@ def four_bits(shape: Any, scales: Any, kind: int = TensorProto.INT4, **more: Any
     weights: dict[str, Any] = {"c": nibbles(shape, kind), "s": scale}
     if "zero" in more:
         weights["z"] = nibbles(scales, kind, more["zero"])
-    cut = {"block_size": -(-shape[axis] // scales[axis])} if len(scales) == len(shape) else {}
-    nodes = [node("DequantizeLinear", "c s z" if "zero" in more else "c s", "w", axis=axis, **cut)]
+    block_attributes = {"block_size": -(-shape[axis] // scales[axis])} if len(scales) == len(shape) else {}
+    nodes = [
+        node("DequantizeLinear", "c s z" if "zero" in more else "c s", "w", axis=axis, **block_attributes)
+    ]
     float_kind = HALF if floats is np.float16 else FLOAT
     inputs = [value("x", float_kind, [*shape[:-2], "batch", shape[-2]])]
     return graph([*nodes, node("MatMul", "x w")], weights, float_kind, inputs=inputs)
@@ -87,8 +89,8 @@ def four_bits(shape: Any, scales: Any, kind: int = TensorProto.INT4, **more: Any
 def sizes(model: Any) -> Any:
     """Return the shapes to build a graph of FINE for: batches of 1, 2 and 8."""
     (x,) = model.graph.input
-    rest = [dim.dim_value for dim in x.type.tensor_type.shape.dim][1:]
-    return {"x": tuple((rows, *rest) for rows in (1, 2, 8))}
+    other_dims = [dim.dim_value for dim in x.type.tensor_type.shape.dim][1:]
+    return {"x": tuple((batch_size, *other_dims) for batch_size in (1, 2, 8))}
 
 
 def pair(zero: Any = ZERO, scale: float = 0.1, **more: Any) -> Any:
@@ -295,19 +297,19 @@ def found(model: Any, folder: Path) -> list[Any]:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", [*CASES, *SILENT])
-def test_rule_names_the_place_the_reason_and_what_to_do(name: str, tmp_path: Path) -> None:
+def test_rule_reports_location_reason_and_hint(name: str, tmp_path: Path) -> None:
     rule, values, model = (CASES.get(name) or SILENT[name])[:3]
     problems = found(model, tmp_path)
     matching = [problem for problem in problems if problem.rule == rule]
-    named = [all(value in problem.text for value in values) for problem in matching]
-    assert any(named), [problem.text for problem in problems]
+    has_values = [all(value in problem.text for value in values) for problem in matching]
+    assert any(has_values), [problem.text for problem in problems]
     assert {problem.as_message().code for problem in matching} == {f"tensorrt-{rule}"}
     assert all(problem.graph == "model.onnx" and problem.location for problem in matching)
     assert all(problem.hint for problem in matching) or rule == "mask"
 
 
 @pytest.mark.parametrize("name", FINE)
-def test_what_tensorrt_takes_passes(name: str, tmp_path: Path) -> None:
+def test_supported_graph_passes(name: str, tmp_path: Path) -> None:
     assert found(FINE[name], tmp_path) == []
 
 
@@ -320,9 +322,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the builder made of each graph: all in one process."""
     folder = tmp_path_factory.mktemp("rules")
     graphs = {}
-    for at, (model, shapes) in enumerate(_PARTS.values()):
-        onnx.save(model, folder / f"{at}.onnx")
-        graphs[folder / f"{at}.onnx"] = shapes
+    for case_index, (model, shapes) in enumerate(_PARTS.values()):
+        onnx.save(model, folder / f"{case_index}.onnx")
+        graphs[folder / f"{case_index}.onnx"] = shapes
     return dict(zip(_PARTS, tensorrt_rig.build_all(graphs), strict=True))
 
 
@@ -331,12 +333,12 @@ LENIENT = {"a negative scale of 4 bits"}
 
 
 @pytest.mark.parametrize("name", sorted({*CASES, *FINE} - LENIENT))
-def test_the_builder_does_what_the_table_says(name: str, built: dict[str, Any]) -> None:
-    rejected = name in CASES and OUTCOMES[CASES[name][0]] == "rejected"
-    assert ("error" in built[name]) is rejected, built[name]
+def test_builder_outcome_equals_rule_table(name: str, built: dict[str, Any]) -> None:
+    is_rejected = name in CASES and OUTCOMES[CASES[name][0]] == "rejected"
+    assert ("error" in built[name]) is is_rejected, built[name]
 
 
-def test_operators_that_the_parser_has_not_are_those_of_the_table() -> None:
+def test_unsupported_operators_equal_rule_table() -> None:
     code = (
         "import json, onnx.defs, tensorrt as t\n"
         "log = t.Logger(t.Logger.ERROR); parser = t.OnnxParser(t.Builder(log).create_network(0), log)\n"
@@ -355,7 +357,7 @@ def test_operators_that_the_parser_has_not_are_those_of_the_table() -> None:
 
 
 @pytest.mark.parametrize("location", ["../weights", "/etc/passwd"])
-def test_weights_outside_of_the_folder_are_never_read(location: str, tmp_path: Path) -> None:
+def test_weights_outside_of_the_folder_are_not_read(location: str, tmp_path: Path) -> None:
     (tmp_path / "weights").write_bytes(W.tobytes())
     (tmp_path / "in").mkdir()
     model = graph(node("MatMul", "x w"), {"w": W})
@@ -372,6 +374,6 @@ def test_weights_outside_of_the_folder_are_never_read(location: str, tmp_path: P
 def test_constant_that_does_not_fill_its_shape_is_named(tmp_path: Path) -> None:
     model = graph(node("MatMul", "x w"), {"w": W})
     model.graph.initializer[0].dims[0] = 1 << 40
-    with raises_code("damaged-weights", RunError) as caught:
+    with raises_code("damaged-weights", RunError) as excinfo:
         found(model, tmp_path)
-    assert "'w'" in str(caught.value)
+    assert "'w'" in str(excinfo.value)

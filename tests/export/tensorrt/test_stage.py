@@ -69,9 +69,9 @@ def artifact(folder: Path, target: str = "tensorrt") -> Artifact:
 
 
 def context(out: Path, words: list[int]) -> Context:
-    rows = tuple(Example("word " * n, label=0) for n in words)
+    examples = tuple(Example("word " * n, label=0) for n in words)
     return harness.make_context(
-        out, "text-classification", data={"validation": Split("made", rows)} if rows else {}
+        out, "text-classification", data={"validation": Split("made", examples)} if examples else {}
     )
 
 
@@ -90,43 +90,43 @@ def out(tmp_path: Path) -> Path:
     return folder
 
 
-def test_onnx_for_another_target_is_refused(source: Path, out: Path) -> None:
-    with raises_code("unsupported-target", InputError) as caught:
+def test_onnx_for_other_target_is_rejected(source: Path, out: Path) -> None:
+    with raises_code("unsupported-target", InputError) as excinfo:
         TensorrtStage()(artifact(source, "ort-cpu"), TensorrtSettings(), context(out, [3]))
-    assert "'ort-cpu'" in str(caught.value)
-    assert "onnx: {target: tensorrt}" in str(caught.value)
+    assert "'ort-cpu'" in str(excinfo.value)
+    assert "onnx: {target: tensorrt}" in str(excinfo.value)
 
 
-def test_missing_tensorrt_says_how_to_install_it(
+def test_missing_tensorrt_error_contains_install_command(
     source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensorrt_engine, "TENSORRT_PACKAGES", ("a_package_that_nobody_has",))
-    with raises_code("not-installed", MissingDependencyError) as caught:
+    with raises_code("not-installed", MissingDependencyError) as excinfo:
         TensorrtStage()(artifact(source), TensorrtSettings(), context(out, [3]))
-    assert "pip install tensorrt" in str(caught.value)
-    assert "optional: true" in str(caught.value)
+    assert "pip install tensorrt" in str(excinfo.value)
+    assert "optional: true" in str(excinfo.value)
 
 
-def test_older_tensorrt_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outdated_tensorrt_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tensorrt.py").write_text("__version__ = '10.9.0.34'")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(__import__("sys").modules, "tensorrt", raising=False)
-    with raises_code("outdated-package", InputError) as caught:
+    with raises_code("outdated-package", InputError) as excinfo:
         tensorrt_engine.import_tensorrt()
-    assert "10.9.0.34" in str(caught.value)
+    assert "10.9.0.34" in str(excinfo.value)
     __import__("sys").modules.pop("tensorrt", None)
 
 
 def test_stage_builds_an_engine_per_graph_for_the_lengths_of_the_data(
     source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built: dict[str, tuple[ProfileShapes, BuildOptions]] = {}
+    build_calls: dict[str, tuple[ProfileShapes, BuildOptions]] = {}
 
     def build(
         trt: Any, path: Path, profiles: list[ProfileShapes], options: BuildOptions, progress: Any
     ) -> tuple[bytes, list[Message]]:
         [shapes] = profiles
-        built[path.name] = shapes, options
+        build_calls[path.name] = shapes, options
         return b"plan", [warning("tensorrt-warning", "something to know")]
 
     monkeypatch.setattr(module, "import_tensorrt", FakeTensorrt)
@@ -143,7 +143,7 @@ def test_stage_builds_an_engine_per_graph_for_the_lengths_of_the_data(
     }
     # [CLS] and [SEP] make 3 to 7 tokens; the median is 5, the longest 7, rounded up to 8
     expected = ((1, 1), (1, 5), (4, 8))
-    shapes, options = built["model.onnx"]
+    shapes, options = build_calls["model.onnx"]
     assert shapes == dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), expected)
     assert options == BuildOptions(2048, 3, True, "none", False, None)
     assert ctx.details["profile"] == {"batch": [1, 1, 4], "input": [1, 5, 8]}
@@ -170,22 +170,20 @@ def test_stage_builds_an_engine_per_graph_for_the_lengths_of_the_data(
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """TensorRT replaced: what is asked of the builder, by graph."""
-    asked: dict[str, Any] = {}
+    build_calls: dict[str, Any] = {}
 
     def build(
         trt: Any, path: Path, profiles: Any, options: Any, progress: Any
     ) -> tuple[bytes, list[Message]]:
-        asked[path.name] = profiles, options
+        build_calls[path.name] = profiles, options
         return b"plan", []
 
     monkeypatch.setattr(module, "import_tensorrt", FakeTensorrt)
     monkeypatch.setattr(module, "build_engine", build)
-    return asked
+    return build_calls
 
 
-def test_profiles_are_those_of_the_recipe_and_inherit_what_they_do_not_say(
-    source: Path, out: Path, built: dict[str, Any]
-) -> None:
+def test_profiles_inherit_unset_values_from_step(source: Path, out: Path, built: dict[str, Any]) -> None:
     settings = TensorrtSettings.model_validate(
         {
             "timing_cache": False, "max_batch_size": 4, "opt_batch_size": 2,
@@ -207,25 +205,25 @@ def test_profiles_are_those_of_the_recipe_and_inherit_what_they_do_not_say(
     assert [profile["input_ids"][2] for profile in sidecar.profiles] == [[1, 8], [4, 16], [4, 4]]
 
 
-def test_percentile_of_a_profile_counts_more_than_lengths_of_the_step() -> None:
-    given = {"lengths": {"opt": 3, "max": 4}, "profiles": [{"length_percentile": 60}, {}]}
-    first, second = TensorrtSettings.model_validate(given).each_profile()
+def test_profile_percentile_overrides_step_lengths() -> None:
+    settings_values = {"lengths": {"opt": 3, "max": 4}, "profiles": [{"length_percentile": 60}, {}]}
+    first, second = TensorrtSettings.model_validate(settings_values).each_profile()
     assert (first.lengths, first.length_percentile) == (None, 60)
     assert second.lengths is not None
 
 
-def test_profiles_of_which_none_takes_all_are_refused(source: Path, out: Path) -> None:
+def test_profiles_without_covering_profile_are_rejected(source: Path, out: Path) -> None:
     profiles = [
         {"max_batch_size": 1, "lengths": {"opt": 4, "max": 16}},
         {"max_batch_size": 8, "lengths": {"opt": 4, "max": 8}},
     ]
     settings = TensorrtSettings.model_validate({"profiles": profiles})
-    with raises_code("no-covering-profile", InputError) as caught:
+    with raises_code("no-covering-profile", InputError) as excinfo:
         profile_ranges(source, settings, context(out, [3]))
-    assert "max_batch_size" in str(caught.value)
+    assert "max_batch_size" in str(excinfo.value)
 
 
-def test_weights_outside_bring_the_graph_along(source: Path, out: Path, built: dict[str, Any]) -> None:
+def test_engine_with_stripped_weights_includes_graph(source: Path, out: Path, built: dict[str, Any]) -> None:
     model = onnx.load(source / "model.onnx")
     onnx.save(model, source / "model.onnx", save_as_external_data=True, location="w.data", size_threshold=0)
     settings = TensorrtSettings(timing_cache=False, weights="stripped")
@@ -244,27 +242,29 @@ def test_preflight_errors_stop_the_stage_before_the_builder(
 ) -> None:
     classifier(source, weight=np.inf)
     monkeypatch.setattr(module, "import_tensorrt", FakeTensorrt)
-    with raises_code("unsupported-graph", RunError) as caught:
+    with raises_code("unsupported-graph", RunError) as excinfo:
         TensorrtStage()(artifact(source), TensorrtSettings(timing_cache=False), context(out, [3]))
-    assert [(one.code, one.file) for one in caught.value.found] == [("tensorrt-infinite", "model.onnx")]
-    assert "'table' (float)" in str(caught.value)
-    assert " 12 " in str(caught.value)
+    assert [(error.code, error.file) for error in excinfo.value.found] == [
+        ("tensorrt-infinite", "model.onnx")
+    ]
+    assert "'table' (float)" in str(excinfo.value)
+    assert " 12 " in str(excinfo.value)
     assert list(out.iterdir()) == []
 
 
-def test_lengths_beyond_the_position_table_are_refused(
+def test_lengths_beyond_position_table_are_rejected(
     source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "import_tensorrt", FakeTensorrt)
     settings = TensorrtSettings(timing_cache=False, lengths={"opt": 8, "max": 32})
-    with raises_code("unsupported-graph", RunError) as caught:
+    with raises_code("unsupported-graph", RunError) as excinfo:
         TensorrtStage()(artifact(source), settings, context(out, [3]))
-    assert set(message_codes(caught.value.found)) == {"tensorrt-profile-too-long"}
-    assert " 32 " in str(caught.value)
-    assert " 16 " in str(caught.value)
+    assert set(message_codes(excinfo.value.found)) == {"tensorrt-profile-too-long"}
+    assert " 32 " in str(excinfo.value)
+    assert " 16 " in str(excinfo.value)
 
 
-def test_lengths_are_capped_by_the_positions_and_what_is_cut_is_told(source: Path, out: Path) -> None:
+def test_lengths_are_limited_by_positions_with_warning(source: Path, out: Path) -> None:
     ctx = context(out, [2] * 60 + [40])
     [ranges], limit = profile_ranges(source, TensorrtSettings(length_percentile=100), ctx)
     assert limit == 16
@@ -273,10 +273,10 @@ def test_lengths_are_capped_by_the_positions_and_what_is_cut_is_told(source: Pat
     assert re.findall(r"\d+", ctx.warnings[0].message)[:3] == ["1", "61", "16"]
 
 
-def test_no_data_and_no_lengths_is_refused_but_given_lengths_suffice(source: Path, out: Path) -> None:
-    with raises_code("missing-data", InputError) as caught:
+def test_missing_data_is_rejected_unless_lengths_are_set(source: Path, out: Path) -> None:
+    with raises_code("missing-data", InputError) as excinfo:
         profile_ranges(source, TensorrtSettings(), context(out, []))
-    assert "tensorrt: {lengths" in str(caught.value)
+    assert "tensorrt: {lengths" in str(excinfo.value)
     settings = TensorrtSettings(lengths={"opt": 4, "max": 12})
     assert profile_ranges(source, settings, context(out, []))[0][0]["input"] == SizeRange(1, 4, 12)
 
@@ -293,6 +293,6 @@ def test_no_data_and_no_lengths_is_refused_but_given_lengths_suffice(source: Pat
         ({"profiles": [{"lengths": {"opt": 2, "max": 3}, "length_percentile": 60}]}, "settings-conflict"),
     ],
 )
-def test_settings_refuse_what_tensorrt_11_does_not_have(wrong: dict[str, Any], code: str) -> None:
+def test_settings_unsupported_by_tensorrt_11_are_rejected(wrong: dict[str, Any], code: str) -> None:
     with raises_setting_codes(code):
         TensorrtSettings.model_validate(wrong)

@@ -27,11 +27,11 @@ def family_for(model):
 
 def inputs_and_outputs(model):
     """First input and output of each module in one run, and the logits."""
-    given, result, handles = {}, {}, []
+    module_inputs, result, handles = {}, {}, []
     for name, module in model.named_modules():
 
         def hook(module, args, output, name=name):
-            given[name] = args[0] if args else None
+            module_inputs[name] = args[0] if args else None
             result[name] = output
 
         handles.append(module.register_forward_hook(hook))
@@ -39,28 +39,28 @@ def inputs_and_outputs(model):
         logits = family_models.run_model(model, family_models.example_batch(model)).logits
     for handle in handles:
         handle.remove()
-    return given, result, logits
+    return module_inputs, result, logits
 
 
-def test_the_middle_of_a_feed_forward_part_is_the_function_that_the_config_names(model):
-    given, result, _ = inputs_and_outputs(model)
+def test_feed_forward_activation_equals_config(model):
+    module_inputs, result, _ = inputs_and_outputs(model)
     for block in blocks_of(model):
         parts = block.feed_forward
-        made = {"up": result[parts.up], "gate": result.get(parts.gate)}
+        activations = {"up": result[parts.up], "gate": result.get(parts.gate)}
         if parts.gate == parts.up:
             first, second = result[parts.up].chunk(2, dim=-1)
-            made = {"gate": first, "up": second} if parts.gate_first else {"up": first, "gate": second}
+            activations = {"gate": first, "up": second} if parts.gate_first else {"up": first, "gate": second}
         activated = parts.activated_layer if parts.gate else "up"
         (other,) = {"up", "gate"} - {activated}
-        expected = ACT2FN[getattr(model.config, parts.activation_key)](made[activated])
+        expected = ACT2FN[getattr(model.config, parts.activation_key)](activations[activated])
         if parts.gate:
-            expected = expected * made[other]
-        assert torch.allclose(given[parts.down], expected, atol=1e-6)
+            expected = expected * activations[other]
+        assert torch.allclose(module_inputs[parts.down], expected, atol=1e-6)
 
 
-def test_a_gated_t5_activates_the_first_of_its_two_inputs():
+def test_gated_t5_activates_first_input():
     model = family_models.load("t5", gated=True)
-    test_the_middle_of_a_feed_forward_part_is_the_function_that_the_config_names(model)
+    test_feed_forward_activation_equals_config(model)
     assert blocks_of(model)[0].feed_forward.gate
 
 
@@ -70,7 +70,7 @@ WORDS = [
 
 
 @pytest.mark.parametrize(("name", "word"), WORDS)
-def test_the_config_says_heads_keys_and_their_width_for_all_attentions_at_once(name, word):
+def test_config_keys_set_number_of_heads_in_all_attentions(name, word):
     """A model that is made of a config with half of it has products of half of it, in every attention."""
     more = {"gemma": {"num_key_value_heads": 2}, "qwen2": {"head_dim": 16}}  # what can be halved, and is said
     model, family = family_models.load(name, **more.get(name, {})), FAMILIES[name]
@@ -99,11 +99,11 @@ def test_the_config_says_heads_keys_and_their_width_for_all_attentions_at_once(n
 def heads(model, parts):
     """Queries, keys and width of an attention."""
     family = FAMILIES[model.config.model_type]
-    found = AttentionModule(model.get_submodule(parts.name), parts, family).heads
-    return found.query_heads, found.kv_heads, found.head_dim
+    head_sizes = AttentionModule(model.get_submodule(parts.name), parts, family).heads
+    return head_sizes.query_heads, head_sizes.kv_heads, head_sizes.head_dim
 
 
-def test_the_widths_of_feed_forward_parts_are_what_the_config_says(model):
+def test_config_keys_set_feed_forward_widths(model):
     config = model.config.to_dict()
     values = {
         b.feed_forward.intermediate_size_key: (config[b.feed_forward.intermediate_size_key] or 8) // 2
@@ -119,32 +119,32 @@ def test_the_widths_of_feed_forward_parts_are_what_the_config_says(model):
         )
 
 
-def test_no_token_sees_a_later_one_exactly_where_a_stack_is_causal(model):
+def test_later_tokens_are_visible_only_in_non_causal_stacks(model):
     """Another last token changes the states of those before it in every stack that is not causal."""
     batch = family_models.example_batch(model)
     sides = {"encoder_layers": "input_ids", "layers": "input_ids", "decoder_layers": "decoder_input_ids"}
     for stack in family_for(model).stacks(model.config.to_dict()):
-        word = sides[stack.name]
-        other = batch | {word: batch[word].clone()}
-        other[word][:, -1] += 1
-        before, after = (early_states(model, stack, one) for one in (batch, other))
+        input_name = sides[stack.name]
+        other = batch | {input_name: batch[input_name].clone()}
+        other[input_name][:, -1] += 1
+        before, after = (early_states(model, stack, inputs) for inputs in (batch, other))
         assert torch.allclose(before, after, atol=1e-5) == stack.causal
 
 
 def early_states(model, stack, batch):
     """What the last block of `stack` gives for all tokens but the last."""
-    found = []
-    hook = model.get_submodule(stack.module_path)[-1].register_forward_hook(lambda m, i, o: found.append(o))
+    outputs = []
+    hook = model.get_submodule(stack.module_path)[-1].register_forward_hook(lambda m, i, o: outputs.append(o))
     with torch.no_grad():
         family_models.run_model(model, batch)
     hook.remove()
-    value = found[0][0] if isinstance(found[0], tuple) else found[0]
+    value = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
     return value[:, :-1]
 
 
-def test_scores_before_the_softmax_can_be_read_where_attention_calls_the_interface(model):
+def test_attention_interface_yields_scores_before_softmax(model):
     """Scores times scale, bias and mask make the probabilities that transformers gives: there is no cap."""
-    seen, scales, sizes = {}, {}, {}
+    module_scores, scales, sizes = {}, {}, {}
 
     def read(module, query, key, value, attention_mask, scaling=None, position_bias=None, **more):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -152,9 +152,11 @@ def test_scores_before_the_softmax_can_be_read_where_attention_calls_the_interfa
         scales[module] = scale * (query.norm() / sizes[module] if module in sizes else 1)
         keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         scores = query @ keys.transpose(2, 3) * scale
-        seen[module] = scores + sum(part for part in (position_bias, attention_mask) if part is not None)
+        module_scores[module] = scores + sum(
+            part for part in (position_bias, attention_mask) if part is not None
+        )
         values = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-        mask = None if (attention_mask is None and position_bias is None) else seen[module] - scores
+        mask = None if (attention_mask is None and position_bias is None) else module_scores[module] - scores
         return eager_attention_forward(module, query, keys, values, mask, scaling=scale)
 
     batch = family_models.example_batch(model)
@@ -176,28 +178,30 @@ def test_scores_before_the_softmax_can_be_read_where_attention_calls_the_interfa
             model.set_attn_implementation("eager")
             del ALL_ATTENTION_FUNCTIONS._global_mapping["smelt_read"], masks._global_mapping["smelt_read"]
     attentions = model_attentions(model)
-    assert {model.get_submodule(a.name) for a in attentions if a.uses_attention_interface} == set(seen)
+    assert {model.get_submodule(a.name) for a in attentions if a.uses_attention_interface} == set(
+        module_scores
+    )
     assert torch.allclose(logits, expected.logits, atol=1e-4)
-    if not seen:
+    if not module_scores:
         assert not any(a.uses_attention_interface for a in attentions)
         return
     if model.config.is_encoder_decoder:
         cross = iter(expected.cross_attentions)
-        own = iter((*expected.encoder_attentions, *expected.decoder_attentions))
-        probabilities = [next(cross) if parts.cross else next(own) for parts in attentions]
+        self_attentions = iter((*expected.encoder_attentions, *expected.decoder_attentions))
+        probabilities = [next(cross) if parts.cross else next(self_attentions) for parts in attentions]
     else:
         # a repeated block is seen in its last call
         probabilities = [expected.attentions[block.call_indices[-1]] for block in blocks_of(model)]
     for parts, expected_one in zip(attentions, probabilities, strict=True):
         module = model.get_submodule(parts.name)
-        assert torch.allclose(seen[module].softmax(-1), expected_one, atol=1e-5)
+        assert torch.allclose(module_scores[module].softmax(-1), expected_one, atol=1e-5)
         if parts.scale_attribute not in (None, "width"):
             assert getattr(module, parts.scale_attribute) == pytest.approx(float(scales[module]))
 
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("name", family_models.NAMES)
-def test_the_embeddings_are_the_tables_times_the_scale_that_the_family_says(name, scaled):
+def test_embeddings_equal_tables_times_embedding_scale(name, scaled):
     family = FAMILIES[name]
     if scaled and family.logits_bias is None and name != "m2m_100":
         pytest.skip("the config of the family has no word for a scale")
@@ -216,18 +220,18 @@ def test_the_embeddings_are_the_tables_times_the_scale_that_the_family_says(name
         with torch.no_grad():
             family_models.run_model(model, batch)
         hook.remove()
-        left = given[0] - tables[words][ids] * scale
+        remainder = given[0] - tables[words][ids] * scale
         for table in others:  # what is left are rows of the other tables, the same for each text
-            assert tables[table].shape[1] == left.shape[-1]
-        assert torch.allclose(left, left[:1].expand_as(left), atol=1e-4)
+            assert tables[table].shape[1] == remainder.shape[-1]
+        assert torch.allclose(remainder, remainder[:1].expand_as(remainder), atol=1e-4)
         if not others:
-            assert left.abs().max() < 1e-4
+            assert remainder.abs().max() < 1e-4
         elif len(others) == 1:
-            distances = torch.cdist(left[0], tables[others[0]], compute_mode=EXACT).min(dim=1).values
+            distances = torch.cdist(remainder[0], tables[others[0]], compute_mode=EXACT).min(dim=1).values
             assert distances.max() < 1e-3
 
 
-def test_the_outputs_are_the_head_of_the_last_states_times_the_scale_and_the_bias_that_is_said(model):
+def test_logits_equal_output_layer_times_scale_plus_bias(model):
     family = family_for(model)
     if family.architecture == "encoder":
         pytest.skip("the head of a classifier reads a part of the states, by functions of its own")
@@ -239,28 +243,28 @@ def test_the_outputs_are_the_head_of_the_last_states_times_the_scale_and_the_bia
         with torch.no_grad():
             bias = model.get_buffer(family.logits_bias)
             bias.copy_(torch.randn(bias.shape, generator=torch.Generator().manual_seed(4)))
-    given, _, logits = inputs_and_outputs(model)
+    module_inputs, _, logits = inputs_and_outputs(model)
     stack = family.stacks(model.config.to_dict())[-1]
     _, result, _ = inputs_and_outputs(model)
     last = result[stack.stream.final_norm or stack.module_path + ".1"]
     last = last[0] if isinstance(last, tuple) else last
     (head,) = family.head_modules
-    assert torch.allclose(given[head], last * family.output_scale(model.config.to_dict()), atol=1e-5)
-    expected = nn.functional.linear(given[head], model.get_submodule(head).weight)
+    assert torch.allclose(module_inputs[head], last * family.output_scale(model.config.to_dict()), atol=1e-5)
+    expected = nn.functional.linear(module_inputs[head], model.get_submodule(head).weight)
     if family.logits_bias:
         expected = expected + model.get_buffer(family.logits_bias)
     assert torch.allclose(logits, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_states_of_t5_are_scaled_before_an_output_layer_that_is_the_embedding(tied):
+def test_t5_states_are_scaled_only_with_tied_output_layer(tied):
     model = family_models.load("t5", tie_word_embeddings=tied)
     scale = FAMILIES["t5"].output_scale(model.config.to_dict())
     assert scale == (32**-0.5 if tied else 1.0)
-    test_the_outputs_are_the_head_of_the_last_states_times_the_scale_and_the_bias_that_is_said(model)
+    test_logits_equal_output_layer_times_scale_plus_bias(model)
 
 
-def test_sines_are_computed_where_it_is_said_and_no_file_holds_them(model):
+def test_sinusoidal_positions_are_not_stored(model):
     family = family_for(model)
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     parameters = dict(model.named_parameters())
@@ -271,11 +275,11 @@ def test_sines_are_computed_where_it_is_said_and_no_file_holds_them(model):
 
 
 @pytest.mark.parametrize("name", family_models.NAMES)
-def test_lists_of_a_config_with_an_entry_for_each_block_are_those_that_the_family_names(name):
+def test_per_layer_config_lists_equal_family_keys(name):
     family = FAMILIES[name]
     words = {stack.num_layers_key for stack in family.stacks({})}
     model = family_models.load(name, **dict.fromkeys(words, 3))
     config = model.config.to_dict()
-    lists = {word for word, value in config.items() if isinstance(value, list) and len(value) == 3}
-    assert lists == {word for stack in family.stacks(config) for word in stack.per_layer_keys}
+    lists = {key for key, value in config.items() if isinstance(value, list) and len(value) == 3}
+    assert lists == {key for stack in family.stacks(config) for key in stack.per_layer_keys}
     assert sum(len(block.call_indices) for block in blocks_of(model)) == 3 * len(family.stacks(config))

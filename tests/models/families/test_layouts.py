@@ -21,7 +21,7 @@ DERIVED = sorted(FAMILIES) if matrix.is_full_matrix() else sorted({*every_family
 
 
 @pytest.mark.parametrize("name", DERIVED)
-def test_stored_layout_equals_that_of_a_tiny_model(name):
+def test_stored_layout_equals_tiny_model(name):
     for file, layout in derive_all(name).items():
         stored = json.loads((LAYOUT_FOLDER / f"{file}.json").read_text())
         assert stored == json.loads(json.dumps(layout_to_json(layout))), f"make layouts NAME={name}"
@@ -36,7 +36,7 @@ def test_every_layout_belongs_to_a_family():
     assert {path.stem for path in LAYOUT_FOLDER.glob("*.json")} == names
 
 
-def test_norms_after_the_parts_cannot_be_described():
+def test_family_with_post_part_norms_is_rejected():
     """Gemma 2 has two norms for each part."""
     gemma2 = Family(name="gemma2", tasks=DECODER_TASKS, learning_rate=PublishedLearningRate(2e-5, None))
     with pytest.raises(CannotDescribeError):

@@ -25,26 +25,26 @@ def traced(request):
     model = family_models.load(request.param)
     config = model.config.to_dict()
     attentions = [a for stack in FAMILIES[request.param].stacks(config) for a in stack.attentions]
-    apart = {a.kv_heads_key: config[a.heads_key] for a in attentions if a.kv_heads_key and not a.packed}
-    if apart:
-        model = family_models.load(request.param, **apart)
+    overrides = {a.kv_heads_key: config[a.heads_key] for a in attentions if a.kv_heads_key and not a.packed}
+    if overrides:
+        model = family_models.load(request.param, **overrides)
     return model, family_models.dependency_graph(model)
 
 
 def rows(model, names):
-    found = {(f"{name}.weight", 0) for name in names}
-    return found | {(f"{name}.bias", 0) for name in names if model.get_submodule(name).bias is not None}
+    tensor_axes = {(f"{name}.weight", 0) for name in names}
+    return tensor_axes | {(f"{name}.bias", 0) for name in names if model.get_submodule(name).bias is not None}
 
 
-def test_neurons_own_what_the_dependency_graph_cuts_together(traced):
+def test_neuron_weights_equal_dependency_graph(traced):
     model, graph = traced
     for block in blocks_of(model):
         parts = block.feed_forward
-        ours = rows(model, parts.input_layers) | {(f"{parts.down}.weight", 1)}
-        assert family_models.pruning_group(graph, model, parts.up) == ours
+        expected = rows(model, parts.input_layers) | {(f"{parts.down}.weight", 1)}
+        assert family_models.pruning_group(graph, model, parts.up) == expected
 
 
-def test_heads_own_what_the_dependency_graph_cuts_together(traced):
+def test_head_weights_equal_dependency_graph(traced):
     model, graph = traced
     attentions = model_attentions(model)
     for parts in attentions:
@@ -52,17 +52,17 @@ def test_heads_own_what_the_dependency_graph_cuts_together(traced):
         together = [
             a for a in attentions if parts.relative_bias and not parts.cross and related(parts, a)
         ] or [parts]
-        ours = set()
-        for one in together:
-            ours |= rows(model, one.linear_layers[:-1]) | {(f"{one.out}.weight", 1)}
-            ours |= {(f"{norm}.weight", 0) for norm in one.qk_norms or ()}
+        expected = set()
+        for attention in together:
+            expected |= rows(model, attention.linear_layers[:-1]) | {(f"{attention.out}.weight", 1)}
+            expected |= {(f"{norm}.weight", 0) for norm in attention.qk_norms or ()}
         bias = {n for n, _ in model.named_parameters() if "relative_attention_bias" in n}
-        ours |= {
+        expected |= {
             (n, 1)
             for n in bias
             if parts.relative_bias and not parts.cross and stack_of(n) in (stack_of(parts.name), None)
         }
-        assert family_models.pruning_group(graph, model, parts.value) == ours
+        assert family_models.pruning_group(graph, model, parts.value) == expected
 
 
 def stack_of(name):
@@ -75,7 +75,7 @@ def related(one, other):
     return not other.cross and stack_of(one.name) == stack_of(other.name)
 
 
-def test_a_block_sees_as_many_tokens_as_the_family_says(model):
+def test_block_windows_equal_family(model):
     family, config = FAMILIES[model.config.model_type], model.config.to_dict()
     assert [b.window for b in blocks_of(model)] == [family.window(config, b.index) for b in blocks_of(model)]
 
@@ -83,13 +83,13 @@ def test_a_block_sees_as_many_tokens_as_the_family_says(model):
 @pytest.mark.parametrize(
     ("name", "windows"), [("mistral", [6, 6]), ("modernbert", [None, 3]), ("llama", [None] * 2)]
 )
-def test_windows_are_those_of_the_config(name, windows):
+def test_block_windows_equal_config(name, windows):
     assert [block.window for block in blocks_of(family_models.load(name))] == windows
 
 
 def read_states(model, batch):
     """The states of each stack, read by hooks, and what transformers gives."""
-    found, handles, locations = {}, [], {}
+    states_by_index, handles, locations = {}, [], {}
     for state in hidden_state_locations(model):
         # a repeated block computes one of its states in each call
         locations.setdefault((state.module_path, state.index == 0), []).append(state)
@@ -98,37 +98,39 @@ def read_states(model, batch):
         def hook(module, given, result, states=states):
             if states:
                 state = states.pop(0)
-                found[(state.stack, state.index)] = state.extract(given, result)
+                states_by_index[(state.stack, state.index)] = state.extract(given, result)
 
         handles.append(model.get_submodule(path).register_forward_hook(hook))
     with torch.no_grad():
         result = family_models.run_model(model, batch, output_hidden_states=True)
     for handle in handles:
         handle.remove()
-    return found, result
+    return states_by_index, result
 
 
-def test_hidden_states_are_those_that_transformers_gives(model):
-    found, result = read_states(model, family_models.example_batch(model))
+def test_hidden_states_equal_transformers(model):
+    states_by_index, result = read_states(model, family_models.example_batch(model))
     seq2seq = model.config.is_encoder_decoder
-    theirs = {
+    references = {
         "encoder_layers": result.encoder_hidden_states if seq2seq else None,
         "decoder_layers": result.decoder_hidden_states if seq2seq else None,
         "layers": None if seq2seq else result.hidden_states,
     }
     for stack in FAMILIES[model.config.model_type].stacks(model.config.to_dict()):
-        expected = theirs[stack.name]
-        assert [number for name, number in found if name == stack.name] == list(range(len(expected)))
+        expected = references[stack.name]
+        assert [number for name, number in states_by_index if name == stack.name] == list(
+            range(len(expected))
+        )
         closing = (
             model.get_submodule(stack.stream.final_norm) if stack.stream.final_norm else torch.nn.Identity()
         )
         for number, states in enumerate(expected):
-            ours = found[(stack.name, number)]
+            hidden_state = states_by_index[(stack.name, number)]
             last = number == len(expected) - 1
-            assert torch.equal(closing(ours) if last else ours, states)
+            assert torch.equal(closing(hidden_state) if last else hidden_state, states)
 
 
-def test_states_of_a_block_that_stands_twice_are_read_under_its_first_name():
+def test_states_of_repeated_block_are_read_under_first_name():
     model = family_models.load("llama")
     layers = model.get_submodule("model.layers")
     layers[1] = layers[0]
@@ -139,13 +141,13 @@ def test_states_of_a_block_that_stands_twice_are_read_under_its_first_name():
     ]
 
 
-def test_the_head_is_known_where_there_is_one(model):
+def test_output_modules_are_found_if_present(model):
     family = FAMILIES[model.config.model_type]
     assert output_modules(model) == family.head_modules
     del model._modules[family.head_modules[-1].split(".")[0]]
     assert output_modules(model) == ()
 
 
-def test_a_model_of_an_unknown_family_has_nothing_that_is_known():
+def test_unknown_family_has_no_states_or_output_modules():
     model = torch.nn.Linear(2, 3)
     assert (hidden_state_locations(model), output_modules(model)) == ([], ())

@@ -18,22 +18,26 @@ def is_norm(module):
     return "Norm" in type(module).__name__
 
 
-def test_every_norm_of_a_model_is_there_once(model):
-    there = [name for name, module in model.named_modules() if is_norm(module)]
-    assert sorted(feed.norm for feed in norm_consumers(model)) == sorted(there)
+def test_every_norm_is_listed_once(model):
+    norm_names = [name for name, module in model.named_modules() if is_norm(module)]
+    assert sorted(feed.norm for feed in norm_consumers(model)) == sorted(norm_names)
 
 
-def test_readers_are_those_whose_input_is_the_very_output_of_the_norm(model):
-    given, taken, hooks = {}, {}, []
+def test_consumers_read_exact_output_of_norm(model):
+    norm_outputs, linear_inputs, hooks = {}, {}, []
 
     def remember(name, store, value):  # held, or the next tensor could lie at its address
         store.setdefault(name, []).append(value)
 
     for name, module in model.named_modules():
         if is_norm(module):
-            hooks.append(module.register_forward_hook(lambda m, i, o, name=name: remember(name, given, o)))
+            hooks.append(
+                module.register_forward_hook(lambda m, i, o, name=name: remember(name, norm_outputs, o))
+            )
         elif isinstance(module, nn.Linear):
-            hooks.append(module.register_forward_hook(lambda m, i, o, name=name: remember(name, taken, i[0])))
+            hooks.append(
+                module.register_forward_hook(lambda m, i, o, name=name: remember(name, linear_inputs, i[0]))
+            )
     with torch.no_grad():
         family_models.run_model(model, family_models.example_batch(model))
     for hook in hooks:
@@ -41,14 +45,16 @@ def test_readers_are_those_whose_input_is_the_very_output_of_the_norm(model):
     inside = {norm for block in blocks_of(model) for a in block.attentions for norm in a.qk_norms or ()}
     scale = FAMILIES[model.config.model_type].output_scale(model.config.to_dict())
     for feed in norm_consumers(model):
-        addresses = {output.data_ptr() for output in given[feed.norm]}
-        read = {
-            name for name, inputs in taken.items() if not addresses.isdisjoint(x.data_ptr() for x in inputs)
+        addresses = {output.data_ptr() for output in norm_outputs[feed.norm]}
+        consumers = {
+            name
+            for name, inputs in linear_inputs.items()
+            if not addresses.isdisjoint(x.data_ptr() for x in inputs)
         }
         if scale != 1.0 and feed.consumers == ("lm_head",):
-            assert torch.equal(taken["lm_head"][0], given[feed.norm][0] * scale)
-            read.add("lm_head")
-        assert read == set(feed.consumers)
+            assert torch.equal(linear_inputs["lm_head"][0], norm_outputs[feed.norm][0] * scale)
+            consumers.add("lm_head")
+        assert consumers == set(feed.consumers)
         assert feed.consumers or not feed.is_exclusive
         assert (feed.norm in inside) <= (not feed.consumers)
 
@@ -56,47 +62,47 @@ def test_readers_are_those_whose_input_is_the_very_output_of_the_norm(model):
 def fold(model, feed, scales):
     """Multiply what the norm gives by `scales`, and the columns that read it by their inverse."""
     norm = model.get_submodule(feed.norm)
-    one = 1.0 if FAMILIES[model.config.model_type].rms_norm.adds_one_to_weight else 0.0
+    weight_offset = 1.0 if FAMILIES[model.config.model_type].rms_norm.adds_one_to_weight else 0.0
     with torch.no_grad():
-        norm.weight.copy_((norm.weight + one) * scales - one)
+        norm.weight.copy_((norm.weight + weight_offset) * scales - weight_offset)
         if getattr(norm, "bias", None) is not None:
             norm.bias.mul_(scales)
         for name in feed.consumers:
             model.get_submodule(name).weight.div_(scales)
 
 
-def test_a_scale_can_go_from_a_norm_into_its_readers_exactly_when_it_is_said(model):
+def test_foldable_norms_preserve_outputs_when_rescaled(model):
     batch = family_models.example_batch(model)
     with torch.no_grad():
         before = family_models.run_model(model, batch).logits
         for feed in norm_consumers(model):
             touched = [model.get_submodule(name) for name in (feed.norm, *feed.consumers)]
-            kept = [{n: t.clone() for n, t in module.state_dict().items()} for module in touched]
+            saved_states = [{n: t.clone() for n, t in module.state_dict().items()} for module in touched]
             width = touched[0].weight.shape[0]
             fold(model, feed, torch.rand(width, generator=torch.Generator().manual_seed(3)) + 0.5)
             change = (family_models.run_model(model, batch).logits - before).abs().max() / before.abs().max()
-            for module, values in zip(touched, kept, strict=True):
+            for module, values in zip(touched, saved_states, strict=True):
                 module.load_state_dict(values)
             assert (change < 1e-4) == feed.is_foldable, (feed, change)
             assert feed.is_foldable or change > 1e-3, (feed, change)
 
 
-def test_pre_norm_blocks_fold_and_post_norm_blocks_do_not(model):
-    places = {
+def test_pre_norm_blocks_are_foldable_and_post_norm_blocks_are_not(model):
+    blocks_by_norm = {
         norm: b
         for b in blocks_of(model)
         for norm in (f"{b.module_path}.{n}" for n in b.stack.stream.part_norms)
     }
     last = {b.stack.name: b.module_path for b in blocks_of(model)}
     for feed in norm_consumers(model):
-        block = places.get(feed.norm)
+        block = blocks_by_norm.get(feed.norm)
         if block is not None and not (
             block.module_path == last[block.stack.name] and not block.stack.stream.pre_norm
         ):
             assert feed.is_foldable == block.stack.stream.pre_norm
 
 
-def test_a_norm_whose_readers_are_shared_with_another_block_cannot_take_a_scale():
+def test_norm_with_shared_consumers_is_not_foldable():
     model = family_models.load("llama")
     layers = model.get_submodule("model.layers")
     layers[1].self_attn.q_proj = layers[0].self_attn.q_proj
@@ -107,7 +113,7 @@ def test_a_norm_whose_readers_are_shared_with_another_block_cannot_take_a_scale(
         assert feeds[f"model.layers.{number}.post_attention_layernorm"].is_foldable
 
 
-def test_a_norm_that_stands_in_two_places_is_there_once_with_the_readers_of_both():
+def test_shared_norm_is_listed_once_with_all_consumers():
     model = family_models.load("llama")
     layers = model.get_submodule("model.layers")
     layers[1].input_layernorm = layers[0].input_layernorm
@@ -116,7 +122,7 @@ def test_a_norm_that_stands_in_two_places_is_there_once_with_the_readers_of_both
     assert feed.is_foldable
 
 
-def test_what_a_model_without_its_head_gives_is_read_by_its_caller():
+def test_last_norm_without_head_is_not_exclusive():
     model = family_models.load("bert")
     del model.bert.pooler, model.classifier
     last = norm_consumers(model)[-1]
@@ -127,7 +133,7 @@ def test_what_a_model_without_its_head_gives_is_read_by_its_caller():
     )
 
 
-def test_norms_come_in_the_order_in_which_they_compute():
+def test_norms_are_in_execution_order():
     norms = [feed.norm.removeprefix("model.layers.") for feed in norm_consumers(family_models.load("qwen3"))]
     assert norms[:5] == [
         "0.input_layernorm",
@@ -138,11 +144,11 @@ def test_norms_come_in_the_order_in_which_they_compute():
     ]
 
 
-def test_a_model_of_an_unknown_family_has_no_norms_that_are_known():
+def test_unknown_family_has_no_norms():
     assert norm_consumers(nn.LayerNorm(3)) == []
 
 
-def test_a_product_of_the_head_may_be_a_low_rank_pair():
+def test_output_layer_can_be_low_rank():
     model = family_models.load("modernbert")
     before = norm_consumers(model)
     model.head.dense = LowRankLinear(model.head.dense.in_features, model.head.dense.out_features, 4)

@@ -35,7 +35,7 @@ def test_every_family_has_a_task_and_every_task_a_family():
     assert family_of(nn.Linear(1, 1)) is None
 
 
-def test_the_stacks_are_where_they_are_said_to_be_and_as_many(made):
+def test_stacks_have_expected_path_and_layer_count(made):
     family, model, _ = made
     config = model.config.to_dict()
     for stack in family.stacks(config):
@@ -47,18 +47,18 @@ def test_the_stacks_are_where_they_are_said_to_be_and_as_many(made):
         assert hasattr(model.config, stack.feed_forward.intermediate_size_key)
 
 
-def test_every_linear_layer_of_a_block_is_part_of_its_attention_or_feed_forward(made):
+def test_every_linear_layer_belongs_to_attention_or_feed_forward(made):
     _, model, _ = made
     for block in blocks_of(model):
         options = {name for a in block.attentions for name in (a.query, a.key, a.value, a.out)}
         options |= {*block.feed_forward.input_layers, block.feed_forward.down}
-        there = {
+        linear_names = {
             n for n, m in block.module.named_modules(prefix=block.module_path) if isinstance(m, nn.Linear)
         }
-        assert options == there
+        assert options == linear_names
 
 
-def test_heads_and_widths_fill_the_products(made):
+def test_heads_times_width_equals_layer_sizes(made):
     _, model, _ = made
     for parts in model_attentions(model):
         module, out = model.get_submodule(parts.name), model.get_submodule(parts.out)
@@ -79,7 +79,7 @@ def test_heads_and_widths_fill_the_products(made):
             assert getattr(module, parts.scale_attribute) == pytest.approx(width**-0.5)
 
 
-def test_neurons_are_rows_of_the_inputs_and_columns_of_down(made):
+def test_neurons_are_input_rows_and_down_columns(made):
     _, model, _ = made
     for block in blocks_of(model):
         parts = block.feed_forward
@@ -88,7 +88,7 @@ def test_neurons_are_rows_of_the_inputs_and_columns_of_down(made):
         assert rows == {2 * count if parts.gate == parts.up else count}
 
 
-def test_the_word_embedding_has_the_name_and_the_width_that_are_said(made):
+def test_word_embedding_has_expected_name_and_width(made):
     family, model, folder = made
     shapes = [e["shape"] for _, name, e in weight_tensors(folder) if name.endswith(family.embedding_suffixes)]
     assert shapes
@@ -96,7 +96,7 @@ def test_the_word_embedding_has_the_name_and_the_width_that_are_said(made):
     assert all(shape == [model.config.vocab_size, width] for shape in shapes)
 
 
-def test_a_block_that_stands_in_two_places_is_there_once(made):
+def test_repeated_block_is_listed_once(made):
     _, model, _ = made
     stack = blocks_of(model)[0].stack
     if stack.repeats_block:
@@ -110,7 +110,7 @@ def test_a_block_that_stands_in_two_places_is_there_once(made):
     assert [block.index for block in others] == list(range(2, len(layers)))
 
 
-def test_the_config_of_each_model_is_one_that_smelt_follows(made):
+def test_config_of_each_tiny_model_is_supported(made):
     family, _, folder = made
     assert family.unsupported_config(read_json_object(folder / "config.json")) == []
 
@@ -141,7 +141,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_config_is_refused_when_smelt_cannot_follow_it(name):
+def test_unsupported_config_is_rejected(name):
     family, config = REFUSED[name]
     assert len(FAMILIES[family].unsupported_config(config)) == 1
     plain = {"partial_rotary_factor": 1.0, "rope_parameters": None, "rope_scaling": None}

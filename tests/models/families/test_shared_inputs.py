@@ -14,20 +14,20 @@ RELU = {"t5", "m2m_100", "opt"}  # the tiny T5 has ReLU, as v1.0 has
 
 
 @pytest.mark.parametrize("family", family_models.NAMES)
-def test_every_product_of_the_blocks_reads_one_input(family):
+def test_every_linear_layer_has_one_input(family):
     model = family_models.load(family)
     readers = Counter(name for feed in shared_inputs(model) for name in feed.consumers)
     parts = [part for block in blocks_of(model) for part in (*block.attentions, block.feed_forward)]
     assert readers == Counter({name: 1 for part in parts for name in part.linear_layers})
-    made = {name for feed in shared_inputs(model) if feed.producer for name in feed.consumers}
+    produced = {name for feed in shared_inputs(model) if feed.producer for name in feed.consumers}
     outs = {a.out for block in blocks_of(model) for a in block.attentions}
     downs = {block.feed_forward.down for block in blocks_of(model)}
-    assert made == outs | (downs if family in GATED | RELU else set())
+    assert produced == outs | (downs if family in GATED | RELU else set())
 
 
 @pytest.mark.parametrize("family", family_models.NAMES)
 @torch.no_grad()
-def test_scaled_rows_of_a_maker_and_columns_of_its_reader_change_nothing(family):
+def test_rescaling_producer_and_consumer_preserves_outputs(family):
     model = family_models.load(family)
     batch = family_models.example_batch(model)
     before = family_models.run_model(model, batch).logits

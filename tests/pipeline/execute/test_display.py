@@ -15,7 +15,7 @@ from smelt.pipeline.execute.display import Display
 pytestmark = pytest.mark.quick
 
 
-def test_lines_go_to_the_stream_and_with_their_time_to_the_log(tmp_path):
+def test_printed_lines_go_to_stream_and_log_with_time(tmp_path):
     stream = io.StringIO()
     display = Display(tmp_path / "log.txt", stream=stream)
     display.print_line("prune: \x1b[2Jdone")
@@ -27,7 +27,7 @@ def test_lines_go_to_the_stream_and_with_their_time_to_the_log(tmp_path):
     assert logged.endswith("    only here\n")
 
 
-def test_a_trial_of_a_search_is_shown_briefly_with_its_label(tmp_path, monkeypatch):
+def test_search_trial_prints_brief_lines_with_label(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_PLAIN_LINE_SECONDS", 0.0)
     stream = io.StringIO()
     display = Display(tmp_path / "log.txt", stream=stream, label="trial 3")
@@ -43,7 +43,7 @@ def test_a_trial_of_a_search_is_shown_briefly_with_its_label(tmp_path, monkeypat
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has a disk that is always full")
-def test_a_full_disk_ends_the_log_and_not_the_run():
+def test_full_disk_ends_log_but_not_run():
     stream = io.StringIO()
     display = Display(Path("/dev/full"), stream=stream)
     display.print_line("one")
@@ -54,7 +54,7 @@ def test_a_full_disk_ends_the_log_and_not_the_run():
     assert all(value in warning for value in ("warning: /dev/full: ", "No space left on device"))
 
 
-def test_time_left_counts_from_the_first_finished_unit(monkeypatch):
+def test_remaining_time_starts_at_first_finished_unit(monkeypatch):
     """What comes before it, such as an hour of waiting for a lock, is no measure of the rest."""
     now = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
@@ -89,7 +89,7 @@ def _closed_stream():
     ],
     ids=["none", "closed", "full"],
 )
-def test_lines_that_cannot_be_printed_are_logged(make_stream, monkeypatch, tmp_path):
+def test_unprintable_lines_are_logged(make_stream, monkeypatch, tmp_path):
     monkeypatch.setattr(module, "_PLAIN_LINE_SECONDS", 0.0)
     stream = make_stream()
     monkeypatch.setattr(sys, "stderr", stream)
@@ -129,7 +129,7 @@ def progress(monkeypatch):
     return show
 
 
-def test_a_terminal_shows_a_bar_on_one_line_which_is_removed(progress):
+def test_terminal_progress_bar_uses_one_line_and_is_erased(progress):
     shown = progress(Terminal())
     *drawn, last = (
         re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", part) for part in re.split(r"[\r\n]+", shown.strip())
@@ -152,7 +152,7 @@ def test_a_terminal_shows_a_bar_on_one_line_which_is_removed(progress):
     ],
     ids=["pipe", "CI", "dumb terminal"],
 )
-def test_elsewhere_progress_is_plain_lines(progress, monkeypatch, stream, variables):
+def test_progress_without_terminal_is_plain_lines(progress, monkeypatch, stream, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     lines = progress(stream()).splitlines()
@@ -161,6 +161,6 @@ def test_elsewhere_progress_is_plain_lines(progress, monkeypatch, stream, variab
     assert all("prune" in line and f"{done}/40" in line for done, line in enumerate(lines[:3]))
 
 
-def test_a_color_is_no_part_of_a_bar_for_who_wants_none(progress, monkeypatch):
+def test_no_color_removes_color_from_progress_bar(progress, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     assert not re.search(r"\x1b\[3\d", progress(Terminal()))

@@ -31,7 +31,7 @@ def gate(metric="accuracy", kind="max_drop", limit=1.0, confidence=None):
 def step(**changes):
     row = {"batch_size": 1, "speedup": 2.0, "stable": True, "cause": None, "reason": None}
     row["rounds"] = [{"counted": c, "speedup": r} for c, r in ((1, 1.9), (1, 2.1), (1, 2.0), (0, 0.1))]
-    found = {
+    step_report = {
         "status": "done",
         "cause": None,
         "reason": None,
@@ -41,10 +41,10 @@ def step(**changes):
         "against_baseline": {"accuracy": compare_steps(OF_OWN, OF_BASE)},
         "latency": [{"batch_size": 8, "speedup": 9.0, "stable": True}, row],
     }
-    return {**found, **changes}
+    return {**step_report, **changes}
 
 
-def test_value_is_judged_when_no_confidence_is_asked_for():
+def test_gate_without_confidence_compares_value():
     drop = -compare_steps(OF_OWN, OF_BASE)["difference"]
     assert 0 < drop < 5
     assert judge_gate(gate(limit=drop + 0.01), step(), EVIDENCE)["passed"]
@@ -52,7 +52,7 @@ def test_value_is_judged_when_no_confidence_is_asked_for():
     assert (found["passed"], found["bound"], found["value"]) == (False, None, drop)
 
 
-def test_bound_is_judged_when_confidence_is_asked_for():
+def test_gate_with_confidence_compares_interval_bound():
     drop = -compare_steps(OF_OWN, OF_BASE)["difference"]
     bound = -difference_interval(OF_OWN, OF_BASE, 0.95)[0]
     assert bound == -compare_steps(OF_OWN, OF_BASE)["ci95"][0]
@@ -65,7 +65,7 @@ def test_bound_is_judged_when_confidence_is_asked_for():
 
 @pytest.mark.parametrize(("kind", "limit"), [("max_drop", 100.0), ("min", 0.0), ("max", 100.0)])
 @pytest.mark.parametrize(("n", "confidence", "least"), [(1, 0.95, 6), (5, 0.95, 6), (7, 0.99, 8)])
-def test_few_examples_are_no_evidence_where_confidence_is_asked_for(kind, limit, n, confidence, least):
+def test_gate_with_confidence_is_not_judged_on_few_examples(kind, limit, n, confidence, least):
     texts = [["a man ran"] * n, ["a dog"] * n]
     alone = [score_texts(["bleu"], text, [["a man and a dog run"]] * n)["bleu"] for text in texts]
     own, base = (score.statistics for score in alone)
@@ -86,7 +86,7 @@ def test_few_examples_are_no_evidence_where_confidence_is_asked_for(kind, limit,
 @pytest.mark.parametrize(
     ("metric", "n", "passed"), [("bleu", 8, False), ("rouge1", 8, False), ("bleu", 400, True)]
 )
-def test_outputs_that_did_not_change_pass_only_where_there_are_enough(metric, n, passed):
+def test_unchanged_outputs_pass_confidence_gate_only_with_enough_examples(metric, n, passed):
     """As accuracy does: of 8 equal outputs 32 points may be lost, of 400 one."""
     score = score_texts([metric], ["a man and a dog run"] * n, [["a man and a cat run"]] * n)[metric]
     same = score.statistics
@@ -108,12 +108,12 @@ def test_perplexity_of_equal_windows_is_not_judged_with_confidence():
         quality={"perplexity": score.to_report()}, against_baseline={"perplexity": compare_steps(same, same)}
     )
     evidence = GateStatistics({"perplexity": same.dump()}, {"perplexity": same.dump()})
-    found = judge_gate(gate("perplexity", "max_drop", 1.0, 0.95), step_report, evidence)
-    assert (found["passed"], found["cause"]) == (None, "too-few-differences")
+    verdict = judge_gate(gate("perplexity", "max_drop", 1.0, 0.95), step_report, evidence)
+    assert (verdict["passed"], verdict["cause"]) == (None, "too-few-differences")
     assert judge_gate(gate("perplexity", "max_drop", 1.0), step_report, evidence)["passed"]
 
 
-def test_few_windows_are_no_evidence_however_many_tokens_they_have():
+def test_few_windows_are_not_judged_with_confidence():
     scores = score_windows(["perplexity"], [900.0] * 5, [400] * 5, [1200] * 5, "window:400", ["x"])
     own = scores["perplexity"].statistics
     step_report = step(quality={"perplexity": scores["perplexity"].to_report()}, against_baseline={})
@@ -123,7 +123,7 @@ def test_few_windows_are_no_evidence_however_many_tokens_they_have():
     assert all(value in found["reason"] for value in ("5 windows", "0.95", " 6 "))
 
 
-def test_bound_of_a_score_is_its_lower_end_and_where_less_is_better_its_upper():
+def test_score_bound_is_lower_end_or_upper_if_lower_is_better():
     low, high = metric_interval(OF_OWN, 0.9)
     found = judge_gate(gate(kind="min", limit=low, confidence=0.9), step(), EVIDENCE)
     assert (found["passed"], found["bound"]) == (True, low)
@@ -131,14 +131,14 @@ def test_bound_of_a_score_is_its_lower_end_and_where_less_is_better_its_upper():
     assert judge_gate(gate(kind="max", limit=high, confidence=0.9), step(), EVIDENCE)["bound"] == high
 
 
-def test_a_rise_is_bounded_from_above_where_less_is_better():
+def test_rise_is_bounded_from_above_if_lower_is_better():
     turned = step()
     turned["quality"] = {"accuracy": SCORES[0].to_report() | {"higher_is_better": False}}
     found = judge_gate(gate(limit=9, confidence=0.95), turned, EVIDENCE)
     assert found["bound"] == compare_steps(OF_OWN, OF_BASE)["ci95"][1]
 
 
-def test_bound_of_a_speed_up_is_its_slow_end_over_the_rounds_that_count():
+def test_speedup_bound_is_lower_end_over_counted_rounds():
     from smelt.evaluate.latency.summary import mean_speedup
 
     low = mean_speedup([1.9, 2.1, 2.0], 0.95)[1][0]
@@ -148,13 +148,13 @@ def test_bound_of_a_speed_up_is_its_slow_end_over_the_rounds_that_count():
     assert judge_gate(gate("speedup", "min", low, 0.95), step(), EVIDENCE)["passed"]
 
 
-def test_speed_is_judged_at_the_smallest_batch():
+def test_speed_gate_uses_smallest_batch():
     assert smallest_batch_row(step())["batch_size"] == 1
     assert judge_gate(gate("speedup", "min", 5), step(), EVIDENCE)["value"] == 2.0
     assert smallest_batch_row(step(latency=[])) is None
 
 
-def test_disturbed_times_are_not_judged():
+def test_disturbed_latency_is_not_judged():
     disturbed = step()
     disturbed["latency"][1].update(stable=False, cause="busy", reason="others worked")
     found = judge_gate(gate("speedup", "min", 1.0), disturbed, EVIDENCE)
@@ -162,7 +162,7 @@ def test_disturbed_times_are_not_judged():
     assert "others worked" in found["reason"]
 
 
-def test_processor_time_is_judged_on_a_busy_machine_too():
+def test_cpu_speedup_gate_is_judged_on_busy_machine():
     disturbed = step()
     row = disturbed["latency"][1]
     row.update(stable=False, reason="others worked", cpu_speedup=3.0, cpu_speedup_ci95=[2.5, 3.5])
@@ -179,7 +179,7 @@ def test_processor_time_is_judged_on_a_busy_machine_too():
     assert judge_gate(gate("cpu_speedup", "min", 2.0), disturbed, EVIDENCE)["passed"] is False
 
 
-def test_what_is_missing_fails_and_what_cannot_be_scored_here_is_not_judged():
+def test_missing_score_fails_gate_and_unscorable_step_is_not_judged():
     missing = judge_gate(
         gate("bleu", "min"), step(error={"code": "x", "severity": "error", "message": "it broke"}), EVIDENCE
     )
@@ -191,12 +191,12 @@ def test_what_is_missing_fails_and_what_cannot_be_scored_here_is_not_judged():
     assert judge_gate(gate("size_bytes", "max", 9), step(), EVIDENCE)["passed"] is False
 
 
-def test_the_baseline_itself_has_lost_nothing_and_has_no_bound():
+def test_baseline_drop_is_zero_without_bound():
     found = judge_gate(gate(confidence=0.95), step(against_baseline={}), EVIDENCE)
     assert (found["value"], found["bound"], found["passed"]) == (0.0, None, True)
 
 
-def test_a_drop_is_not_judged_when_the_baseline_was_not_scored():
+def test_drop_is_not_judged_without_baseline_score():
     found = judge_gate(gate(confidence=0.95), step(against_baseline={}), GateStatistics(EVIDENCE.own, {}))
     assert (found["value"], found["passed"]) == (None, None)
     assert found["cause"] == "baseline-not-scored"
@@ -205,13 +205,13 @@ def test_a_drop_is_not_judged_when_the_baseline_was_not_scored():
 NONE = GateStatistics({}, {})
 
 
-def test_n_needed_grows_with_what_is_missing_where_the_interval_is_of_what_was_not_seen():
+def test_n_needed_grows_linearly_if_outputs_are_unchanged():
     found = step(against_baseline={"accuracy": {"difference": 0.0, "ci95": [-1.5, 1.5]}})
     same = GateStatistics(EVIDENCE.own, EVIDENCE.own)
     assert examples_needed(gate(limit=0.75), found, same) == pytest.approx(800, abs=1)
 
 
-def test_n_needed_grows_with_the_square_of_what_is_missing():
+def test_n_needed_grows_with_inverse_square_of_margin():
     half = 1.5
     found = step(against_baseline={"accuracy": {"difference": 0.0, "ci95": [-half, half]}})
     assert examples_needed(gate(limit=half * 1.001), found, NONE) is None
@@ -222,7 +222,7 @@ def test_n_needed_grows_with_the_square_of_what_is_missing():
 
 
 @pytest.mark.parametrize("lower_is_better", [False, True])
-def test_n_is_large_enough_when_the_limit_lies_outside_of_the_interval(lower_is_better):
+def test_n_is_sufficient_if_limit_is_outside_interval(lower_is_better):
     for low, high, enough in ((-33.0, -3.5, True), (-0.5, 33.0, True), (-33.0, 0.5, False)):
         ci95 = [-high, -low] if lower_is_better else [low, high]
         score = {"n": 40, "higher_is_better": not lower_is_better}
@@ -239,14 +239,14 @@ def test_n_is_large_enough_when_the_limit_lies_outside_of_the_interval(lower_is_
         ("max_drop", 1.0, None, True, False),
     ],
 )
-def test_a_drop_whose_interval_crosses_the_limit_is_undecided(kind, limit, ends, passed, undecided):
+def test_drop_interval_crossing_limit_is_undecided(kind, limit, ends, passed, undecided):
     step_report = step()
     step_report["against_baseline"]["accuracy"] = {"difference": -1.0, "ci95": ends, "p_value": 0.3}
     found = judge_gate(gate("accuracy", kind, limit), step_report, EVIDENCE)
     assert (found["passed"], found["undecided"]) == (passed, undecided)
 
 
-def test_a_score_whose_interval_crosses_the_limit_is_undecided():
+def test_score_interval_crossing_limit_is_undecided():
     low, _ = SCORES[0].ci95
     value = SCORES[0].value
     assert judge_gate(gate("accuracy", "min", low), step(), EVIDENCE)["undecided"] is False
@@ -256,7 +256,7 @@ def test_a_score_whose_interval_crosses_the_limit_is_undecided():
     )
 
 
-def test_an_error_beyond_its_limit_never_passes_with_confidence():
+def test_error_above_limit_never_passes_with_confidence():
     same = OF_OWN.model_copy(update={"metric": "relative_error", "rows": [[5.0]] * 8})
     score = {"value": 500.0, "ci95": None, "higher_is_better": False, "n": 8}
     step_report = step(quality={"relative_error": score}, against_baseline={})

@@ -28,17 +28,19 @@ class Silent:
 
 
 def model_in(path: Path) -> OnnxModel:
-    answer = subprocess_main([str(path)])
+    response = subprocess_main([str(path)])
     return OnnxModel(
         path,
-        GraphSignature.model_validate(answer["signature"]),
-        tuple(answer["files"]),
+        GraphSignature.model_validate(response["signature"]),
+        tuple(response["files"]),
         None,
-        answer["details"],
+        response["details"],
     )
 
 
-def test_it_is_a_whole_artifact_and_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_imported_onnx_model_is_complete_artifact_and_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tried: list[Any] = []
     monkeypatch.setattr("smelt.runtimes.onnx_import.trial_run.trial_run", lambda *given: tried.append(given))
     path = graphs.save_model(graphs.two_layer_classifier(batch=4), tmp_path / "m.onnx", "weights.bin")

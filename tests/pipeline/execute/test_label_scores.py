@@ -22,24 +22,24 @@ def outputs(folder, problem):
     labels = {"labels": 1} if problem == REGRESSION else {"labels": 3, "id2label": ID2LABEL}
     classifiers.distilbert(folder, seed=2, problem_type=problem, **labels)
     model = AutoModelForSequenceClassification.from_pretrained(folder)
-    theirs = pipeline("text-classification", model=model, tokenizer=AutoTokenizer.from_pretrained(folder))
+    classify = pipeline("text-classification", model=model, tokenizer=AutoTokenizer.from_pretrained(folder))
     with open_runner(tiny.as_artifact(folder, "text-classification")) as runner:
         logits = class_logits(runner, [Example(text) for text in tiny.SENTENCES])
-        return runner.config, logits, [theirs(text, top_k=None) for text in tiny.SENTENCES]
+        return runner.config, logits, [classify(text, top_k=None) for text in tiny.SENTENCES]
 
 
 def printed(config, logits):
-    return [prediction_text(found) for found in predictions_from_logits(logits, config)]
+    return [prediction_text(prediction) for prediction in predictions_from_logits(logits, config)]
 
 
-def test_one_label_is_printed_with_the_probability_of_the_pipeline(tmp_path):
+def test_single_label_output_equals_transformers_pipeline(tmp_path):
     config, logits, theirs = outputs(tmp_path, SINGLE_LABEL)
     wanted = [f"{row[0]['label']}\t{row[0]['score']:.3f}" for row in theirs]
     assert printed(config, logits) == wanted
     assert len({line.split("\t")[0] for line in wanted}) > 1
 
 
-def test_several_labels_are_those_above_a_half_in_the_order_of_the_outputs(tmp_path):
+def test_multi_label_output_has_labels_above_half_in_output_order(tmp_path):
     config, logits, theirs = outputs(tmp_path, MULTI_LABEL)
     wanted = []
     for row in theirs:
@@ -50,7 +50,7 @@ def test_several_labels_are_those_above_a_half_in_the_order_of_the_outputs(tmp_p
     assert len({line.count("|") for line in wanted}) > 1
 
 
-def test_regression_prints_the_number(tmp_path):
+def test_regression_output_is_number(tmp_path):
     config, logits, theirs = outputs(tmp_path, REGRESSION)
     assert [float(line) for line in printed(config, logits)] == pytest.approx(
         [row[0]["score"] for row in theirs], abs=1e-4
@@ -65,7 +65,7 @@ def test_regression_prints_the_number(tmp_path):
         (REGRESSION, "pearson", lambda p: p),
     ],
 )
-def test_what_was_predicted_scores_a_hundred_as_gold(tmp_path, problem, metric, gold):
+def test_predictions_scored_against_themselves_give_100(tmp_path, problem, metric, gold):
     config, logits, _ = outputs(tmp_path, problem)
     empty = {SINGLE_LABEL: 0, MULTI_LABEL: (), REGRESSION: 0.0}[problem]
     rows = tuple(Example(text, label=empty) for text in tiny.SENTENCES)
@@ -75,7 +75,7 @@ def test_what_was_predicted_scores_a_hundred_as_gold(tmp_path, problem, metric, 
     assert scores[metric].value == pytest.approx(100)
 
 
-def test_a_metric_of_another_problem_type_is_refused(tmp_path):
+def test_metric_of_other_problem_type_is_rejected(tmp_path):
     config, logits, _ = outputs(tmp_path, REGRESSION)
     rows = tuple(Example(text, label=1.0) for text in tiny.SENTENCES)
     with raises_code("unknown-metric", InputError) as caught:

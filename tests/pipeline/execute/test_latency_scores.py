@@ -40,12 +40,12 @@ def _run(home, *arguments):
 
 
 def _loads(fake):
-    found = [folder for op, folder in fake.asked if op == "load"]
+    folders = [folder for op, folder in fake.asked if op == "load"]
     fake.asked.clear()
-    return found
+    return folders
 
 
-def test_what_was_timed_before_ctrl_c_is_shown_and_kept_and_the_next_run_goes_on(home, monkeypatch):
+def test_interrupted_latency_is_reported_cached_and_resumed(home, monkeypatch):
     fake = fake_workers.install(monkeypatch)
     ask = fake.ask
 
@@ -75,7 +75,7 @@ def test_what_was_timed_before_ctrl_c_is_shown_and_kept_and_the_next_run_goes_on
     assert _loads(fake) == []
 
 
-def test_disturbed_times_are_taken_anew_by_the_next_run(home, monkeypatch):
+def test_disturbed_latency_is_measured_again_by_next_run(home, monkeypatch):
     fake = fake_workers.install(monkeypatch)
     noisy = []
     fake.used = staticmethod(lambda folder, number: 0.5 if folder in noisy else 0.99)
@@ -96,7 +96,7 @@ def test_disturbed_times_are_taken_anew_by_the_next_run(home, monkeypatch):
     assert _loads(fake) == []
 
 
-def test_times_taken_in_another_way_are_not_taken_for_these(home, monkeypatch):
+def test_latency_cache_depends_on_version_and_settings(home, monkeypatch):
     import smelt.evaluate.latency as latency
 
     fake = fake_workers.install(monkeypatch)
@@ -112,7 +112,7 @@ def test_times_taken_in_another_way_are_not_taken_for_these(home, monkeypatch):
     assert _loads(fake) == []  # how long all may take is no property of a time
 
 
-def test_a_speed_gate_is_not_judged_when_the_times_were_disturbed(home, monkeypatch):
+def test_speed_gate_is_not_judged_on_disturbed_latency(home, monkeypatch):
     fake = fake_workers.install(monkeypatch)
     fake.used = staticmethod(lambda folder, number: 0.5)
     result, report, steps = _run(home, "--set", "gates={speedup: {min: 0.5, at: one}}")
@@ -134,9 +134,7 @@ def test_a_speed_gate_is_not_judged_when_the_times_were_disturbed(home, monkeypa
         ("[two]", "gates={cpu_speedup: {min: 0.1, at: coded}}", {"model", "two", "coded"}),
     ],
 )
-def test_steps_that_one_would_deploy_are_timed_unless_others_are_named(
-    home, monkeypatch, steps, gates, timed
-):
+def test_deployable_steps_are_timed_by_default(home, monkeypatch, steps, gates, timed):
     fake_workers.install(monkeypatch)
     recipe = home / "recipe.yaml"
     coded = "  - quantize: {scheme: int8-dynamic}\n    name: coded\nscore:"
@@ -149,7 +147,7 @@ def test_steps_that_one_would_deploy_are_timed_unless_others_are_named(
         assert gate["passed"]
 
 
-def test_timing_takes_no_longer_than_the_stages_took_or_the_recipe_says(home, monkeypatch):
+def test_latency_budget_defaults_to_stage_time(home, monkeypatch):
     given = []
     real = measurement.measure_latency
 
@@ -169,7 +167,7 @@ def test_timing_takes_no_longer_than_the_stages_took_or_the_recipe_says(home, mo
     assert given[2] > 0
 
 
-def test_times_that_a_short_budget_cut_are_shown_and_kept_for_nobody(home, monkeypatch):
+def test_latency_cut_by_budget_is_reported_but_not_cached(home, monkeypatch):
     fake = fake_workers.install(monkeypatch)
     monkeypatch.setattr("smelt.pipeline.execute.run._MIN_LATENCY_SECONDS", 1e-9)
     _, _, steps = _run(home, "--set", "score.latency.rounds=9", "--set", "score.latency.max_minutes=0.00001")

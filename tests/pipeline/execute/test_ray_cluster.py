@@ -108,11 +108,12 @@ class Nodes:
 
     def nodes_of(self, process):
         """Return the node that runs a process, in a list; an empty one for another process."""
-        above = {each.pid for each in psutil.Process(process).parents()}
+        above = {parent.pid for parent in psutil.Process(process).parents()}
         return [
             node
             for node in self.cluster.worker_nodes
-            if above & {found.process.pid for each in node.all_processes.values() for found in each}
+            if above
+            & {node_process.process.pid for parent in node.all_processes.values() for node_process in parent}
         ]
 
     def kill_node_of(self, process):
@@ -128,21 +129,21 @@ def nodes(tmp_path_factory):
     from ray.cluster_utils import Cluster
 
     # Ray's tasks are polite by default (nice 15): next to other tests they would get no processor
-    own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"}
-    with patch.dict(os.environ, own):
-        found = Nodes(Cluster(), tmp_path_factory.mktemp("nodes"))
+    environment = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"}
+    with patch.dict(os.environ, environment):
+        cluster_nodes = Nodes(Cluster(), tmp_path_factory.mktemp("nodes"))
         try:
             # the head, where the driver runs, notices a dead node within seconds
             soon = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000}
-            found.add(num_cpus=0, _system_config=soon | {"health_check_failure_threshold": 3})
+            cluster_nodes.add(num_cpus=0, _system_config=soon | {"health_check_failure_threshold": 3})
             for _ in range(2):
-                found.add(num_cpus=1)
-            found.address = f"ray://{found.cluster.address}"
-            open_cluster(found.address)
-            yield found
+                cluster_nodes.add(num_cpus=1)
+            cluster_nodes.address = f"ray://{cluster_nodes.cluster.address}"
+            open_cluster(cluster_nodes.address)
+            yield cluster_nodes
         finally:
             ray.shutdown()
-            found.cluster.shutdown()
+            cluster_nodes.cluster.shutdown()
             open_cluster.cache_clear()
             ray_cluster._remote_function.cache_clear()
 
@@ -182,15 +183,15 @@ def hold(home, nodes):
             time.sleep(0.05)
         return int((home / "process").read_text())
 
-    for made in nodes.folder.glob("node*/*/*"):  # of earlier tests, whose steps are the same
-        if made.parent.name in ("artifacts", "scores", "checked"):
-            shutil.rmtree(made) if made.is_dir() else made.unlink()
+    for old_path in nodes.folder.glob("node*/*/*"):  # of earlier tests, whose steps are the same
+        if old_path.parent.name in ("artifacts", "scores", "checked"):
+            shutil.rmtree(old_path) if old_path.is_dir() else old_path.unlink()
     yield start, process
     for name in ("hold", "held"):
         (home / name).unlink(missing_ok=True)
 
 
-def test_a_node_and_a_driver_that_die_lose_only_the_running_tasks(home, nodes, alone, tmp_path, hold):
+def test_killed_node_and_driver_lose_only_running_tasks(home, nodes, alone, tmp_path, hold):
     """The node dies in a training, which scores validation samples; the driver while its model is scored."""
     start, process = hold
     start("validation")
@@ -238,7 +239,7 @@ def test_a_node_and_a_driver_that_die_lose_only_the_running_tasks(home, nodes, a
     assert list(statuses(again).values()) == ["cached"] * 4
 
 
-def test_trials_of_a_search_run_at_once(home, nodes, tmp_path):
+def test_search_trials_run_concurrently(home, nodes, tmp_path):
     text = RECIPE.split("stages:", maxsplit=1)[0] + (
         "stages:\n  - quantize: {scheme: {search: {choices: [int8-dynamic, int4]}}}\n"
         "score: {quality: [chrf], generation: {max_new_tokens: 6}, latency: false, sqnr_samples: 0}\n"
@@ -283,7 +284,7 @@ def rank_process(nodes, number):
     return None
 
 
-def test_training_in_two_processes_resumes_on_another_node_when_its_node_dies(home, nodes, tmp_path):
+def test_two_process_training_resumes_on_another_node(home, nodes, tmp_path):
     """One task reserves the CPUs of both. The losses and the scores are those of one process."""
     (home / "divided.yaml").write_text(DIVIDED)
     recipe, store = "divided.yaml", tmp_path / "store"
@@ -311,7 +312,7 @@ def test_training_in_two_processes_resumes_on_another_node_when_its_node_dies(ho
     assert [step["quality"] for step in report["steps"]] == [step["quality"] for step in alone["steps"]]
 
 
-def test_more_processes_than_fit_on_one_node_are_refused(home, nodes, tmp_path):
+def test_more_processes_than_a_node_fits_are_rejected(home, nodes, tmp_path):
     plan, store = load_plan(home / "recipe.yaml", ["launch.num_processes=3"]), Store(tmp_path / "store")
     scorer = Scorer(store, plan.recipe.task, ("chrf",), plan.recipe.score.generation, 8, 1)
     runner = StepRunner(store, plan.recipe.task, {}, 0, 1, scorer, Display(quiet=True))
@@ -322,26 +323,26 @@ def test_more_processes_than_fit_on_one_node_are_refused(home, nodes, tmp_path):
 def _measured(job, data, *arguments):
     import ray
 
-    began = time.time()
+    start_time = time.time()
     time.sleep(0.3)
     cpus = ray.get_runtime_context().get_assigned_resources()["CPU"]
-    times = {"began": began, "ended": time.time(), "cpus": cpus}
+    times = {"began": start_time, "ended": time.time(), "cpus": cpus}
     return cluster_run.TaskOutcome(key="k", result=times, node="a node")
 
 
 def test_latency_is_measured_on_marked_nodes_one_at_a_time(home, nodes, tmp_path, monkeypatch):
     from ray import cloudpickle
 
-    plan, heard, found = load_plan(str(home / "recipe.yaml")), [], []
+    plan, messages, measurements = load_plan(str(home / "recipe.yaml")), [], []
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     monkeypatch.setattr(cluster_run, "latency_task", _measured)
     store, recipe, display = Store(tmp_path / "store"), plan.recipe, Display(quiet=True)
     scorer = Scorer(store, recipe.task, ("chrf",), recipe.score.generation, 8, 1)
     runner = StepRunner(store, recipe.task, {}, 0, 1, scorer, display)
-    run = ClusterRun(open_cluster(nodes.address), plan, {}, runner, scorer, display, heard.append, True)
-    measure = lambda: found.append(run.measure_latency({}, "model", False, frozenset(), 1.0))  # noqa: E731
+    run = ClusterRun(open_cluster(nodes.address), plan, {}, runner, scorer, display, messages.append, True)
+    measure = lambda: measurements.append(run.measure_latency({}, "model", False, frozenset(), 1.0))  # noqa: E731
     measure()
-    assert found.pop() is None  # no node is marked, so the driver measures
+    assert measurements.pop() is None  # no node is marked, so the driver measures
     marked = nodes.add(num_cpus=2, resources={"latency": 1})
     try:
         threads = [threading.Thread(target=measure) for _ in range(2)]
@@ -351,22 +352,22 @@ def test_latency_is_measured_on_marked_nodes_one_at_a_time(home, nodes, tmp_path
             thread.join()
     finally:
         nodes.cluster.remove_node(marked, allow_graceful=False)
-    first, second = sorted(found, key=lambda each: each["began"])
+    first, second = sorted(measurements, key=lambda each: each["began"])
     assert first["ended"] <= second["began"]
     assert {first["cpus"], second["cpus"]} == {2.0}  # nothing else runs there meanwhile
-    assert message_codes(heard) == ["latency-on-node"] * 2
+    assert message_codes(messages) == ["latency-on-node"] * 2
 
 
 @pytest.mark.parametrize(
     ("keys", "code"),
     [({"resources": {"cpus": 64}}, "no-node-fits"), ({"resources": {"gpus": 1}}, "no-node-fits")],
 )
-def test_needs_that_no_node_has_are_refused(nodes, keys, code):
+def test_unsatisfiable_resources_are_rejected(nodes, keys, code):
     with raises_code(code, InputError):
         open_cluster(nodes.address).task_needs(ResourceSettings(**keys["resources"]), 1, "auto")
 
 
-def test_nodes_are_checked_before_work(nodes, tmp_path, monkeypatch):
+def test_nodes_are_checked_before_run(nodes, tmp_path, monkeypatch):
     cluster, store = open_cluster(nodes.address), Store(tmp_path / "store")
     cluster.check_nodes(store, [tmp_path])
     with raises_code("missing-on-node", InputError) as caught:
@@ -385,12 +386,12 @@ def test_nodes_are_checked_before_work(nodes, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("executor", ["dask", "ray://", "ray://head", "ray:head:1"])
-def test_an_unknown_executor_is_refused(executor):
+def test_unknown_executor_is_rejected(executor):
     with raises_code("unknown-executor", InputError):
         open_cluster(executor)
 
 
-def test_a_cluster_that_cannot_be_joined_is_refused(monkeypatch):
+def test_unreachable_cluster_is_rejected(monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # nothing listens
         with raises_code("executor-unreachable", InputError):
@@ -400,7 +401,7 @@ def test_a_cluster_that_cannot_be_joined_is_refused(monkeypatch):
         open_cluster("ray")
 
 
-def test_needs_by_the_nodes_resources():
+def test_task_needs_are_counted_by_node_resources():
     needs = TaskNeeds(2, 1, 8_000_000_000)
     assert needs.count_on({"CPU": 8, "GPU": 3, "memory": 20e9}) == 2
     assert needs.count_on({"CPU": 8, "memory": 20e9}) == 0
@@ -408,7 +409,7 @@ def test_needs_by_the_nodes_resources():
     assert needs.options() == {"num_cpus": 2, "num_gpus": 1, "memory": 8_000_000_000}
 
 
-def test_estimated_memory_is_reserved_where_it_fits(monkeypatch):
+def test_estimated_memory_is_reserved_if_it_fits(monkeypatch):
     found = [{"CPU": 0, "memory": 90e9}, {"CPU": 4, "memory": 20e9}, {"CPU": 4, "memory": 8e9}]
     monkeypatch.setattr(ray_cluster.RayCluster, "nodes", lambda self: [{"Resources": each} for each in found])
     cluster, needs = object.__new__(ray_cluster.RayCluster), TaskNeeds(1, 0, None)
@@ -419,7 +420,7 @@ def test_estimated_memory_is_reserved_where_it_fits(monkeypatch):
     assert cluster.node_bytes == 20e9
 
 
-def test_step_reserves_its_estimate_without_a_memory_setting(home):
+def test_step_reserves_estimated_memory_without_memory_setting(home):
     bare = object.__new__(ClusterRun)
     bare._needs, bare._launch_needs, bare._cluster = TaskNeeds(1, 0, None), TaskNeeds(2, 0, None), Mock()
     bare._cluster.with_memory = lambda needs, memory: replace(needs, memory_bytes=memory)

@@ -42,7 +42,7 @@ def home(tmp_path_factory):
     return folder
 
 
-def test_a_step_records_its_cost(home):
+def test_step_records_its_cost(home):
     manifest = read_artifact(home / "runs" / "r" / "artifacts" / "prune").manifest
     record = manifest.record
     assert record is not None
@@ -62,13 +62,13 @@ def test_a_step_records_its_cost(home):
         (("score.quality=[f1]",), {"model", "prune"}),
     ],
 )
-def test_a_plan_finds_what_a_run_would_find(home, overrides, expected):
+def test_stored_steps_equal_those_a_run_would_reuse(home, overrides, expected):
     plan = load_plan(home / "recipe.yaml", overrides)
     found = stored_steps(plan, plan.splits, Store(home / "runs" / ".store"))
     assert found == expected
 
 
-def test_steps_in_the_store_cost_nothing(home, monkeypatch):
+def test_stored_steps_have_no_cost(home, monkeypatch):
     monkeypatch.setattr(run_costs, "machine_speed", lambda *given: harness.MACHINE_SPEED)
     costs = plan_costs(load_plan(home / "recipe.yaml"), home / "runs" / "r")
     steps = {step.name: step for step in costs.steps}
@@ -80,7 +80,7 @@ def test_steps_in_the_store_cost_nothing(home, monkeypatch):
     assert (steps["prune"].seconds, steps["prune"].scoring_seconds) == (0, 0)
 
 
-def test_a_plan_finds_what_a_remote_store_has_and_copies_nothing(home, tmp_path, monkeypatch):
+def test_plan_reads_remote_store_without_copying(home, tmp_path, monkeypatch):
     monkeypatch.setattr(run_costs, "machine_speed", lambda *given: harness.MACHINE_SPEED)
     url = f"file://{home / 'bucket'}"
     filled = Store(home / "runs" / ".store", open_remote_store(url))
@@ -102,7 +102,7 @@ def test_a_plan_finds_what_a_remote_store_has_and_copies_nothing(home, tmp_path,
     assert [[*(local.root / name).iterdir()] for name in ("artifacts", "scores")] == [[], []]
 
 
-def test_a_run_refuses_what_cannot_fit_before_it_writes(home, monkeypatch):
+def test_run_that_cannot_fit_is_rejected_before_writing(home, monkeypatch):
     small = dataclasses.replace(machine_limits(home), memory_bytes=1000)
     monkeypatch.setattr(run_costs, "machine_limits", lambda folder: small)
     plan = load_plan(home / "recipe.yaml", ("prune.keep_ratio=0.25",), until="prune")
@@ -113,7 +113,7 @@ def test_a_run_refuses_what_cannot_fit_before_it_writes(home, monkeypatch):
     assert run_plan(stored, RunOptions(home / "runs" / "r", quiet=True)).exit_code == 0
 
 
-def test_a_machine_that_cannot_be_measured_has_a_plan_without_times(home, monkeypatch):
+def test_plan_has_no_times_if_machine_speed_cannot_be_measured(home, monkeypatch):
     def fail(*given):
         raise RunError("no torch", code="speed-not-measured")
 

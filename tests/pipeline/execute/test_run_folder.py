@@ -77,7 +77,7 @@ def whole(finished, tmp_path):
     return tmp_path / "home", finished[1]
 
 
-def test_other_branches_stay_with_report_and_links_when_a_part_is_run(whole):
+def test_partial_run_keeps_report_and_links_of_other_branches(whole):
     home, before = whole
     output, after, report = _run(home, "--until", "right")
     assert list(after) == ["model", "prune", "left", "left-int8", "right"]  # the recipe's order
@@ -97,7 +97,7 @@ def test_other_branches_stay_with_report_and_links_when_a_part_is_run(whole):
     assert [step["status"] for step in _run(home)[1].values()] == ["cached"] * 5
 
 
-def test_branch_that_the_recipe_does_not_ask_for_any_more_goes(whole):
+def test_branch_with_changed_settings_is_removed(whole):
     home, before = whole
     _, after, _ = _run(home, "--until", "right", "--set", "left.energy=0.4")
     assert list(after) == ["model", "prune", "right"]
@@ -106,14 +106,14 @@ def test_branch_that_the_recipe_does_not_ask_for_any_more_goes(whole):
     assert gone == {before["left"]["key"], before["left-int8"]["key"]}
 
 
-def test_steps_below_a_changed_one_go(whole):
+def test_steps_after_changed_step_are_removed(whole):
     home, _ = whole
     _, after, _ = _run(home, "--until", "prune", "--set", "prune.keep_ratio=0.25")
     assert list(after) == ["model", "prune"]
     assert _links(home) == ["model", "prune"]
 
 
-def test_whole_run_and_a_first_one_keep_nothing_of_the_past(home):
+def test_full_run_and_first_run_keep_no_old_links(home):
     _, steps, _ = _run(home, "--until", "right")
     assert list(steps) == ["model", "prune", "right"]
     link = home / "runs" / "r" / "artifacts" / "of-another-recipe"
@@ -124,7 +124,7 @@ def test_whole_run_and_a_first_one_keep_nothing_of_the_past(home):
     assert _links(home) == ["left", "left-int8", "model", "prune", "right"]
 
 
-def test_artifact_that_is_gone_or_damaged_is_not_kept(whole):
+def test_missing_or_damaged_artifact_is_not_kept(whole):
     home, before = whole
     weights = home / "runs" / ".store" / "artifacts" / before["left"]["key"] / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
@@ -132,7 +132,7 @@ def test_artifact_that_is_gone_or_damaged_is_not_kept(whole):
     assert list(after) == ["model", "prune", "right"]
 
 
-def test_links_stay_when_the_step_below_them_fails(whole, monkeypatch):
+def test_links_are_kept_if_parent_step_fails(whole, monkeypatch):
     home, _ = whole
     from smelt.compress.prune.stage import Prune
 
@@ -145,7 +145,7 @@ def test_links_stay_when_the_step_below_them_fails(whole, monkeypatch):
     assert find_unused(home / "runs" / ".store").artifacts == () or "left" in _links(home)
 
 
-def test_kept_step_is_neither_scored_nor_timed_anew(whole):
+def test_kept_step_is_not_scored_or_timed_again(whole):
     home, before = whole
     _, after, report = _run(home, "--until", "right", "--set", "score.quality=[accuracy]")
     left = after["left"]
@@ -155,7 +155,7 @@ def test_kept_step_is_neither_scored_nor_timed_anew(whole):
     assert report["status"] == "passed"
 
 
-def test_times_of_a_kept_step_come_from_the_store_or_not_at_all(tmp_path, monkeypatch):
+def test_latency_of_kept_step_is_only_read_from_store(tmp_path, monkeypatch):
     """`measure` is stood in for: what is asked of it is what matters here."""
     from smelt.core.store import Store
     from smelt.pipeline.execute.latency_scores import LatencyScores
@@ -189,7 +189,7 @@ def test_times_of_a_kept_step_come_from_the_store_or_not_at_all(tmp_path, monkey
     assert set(found) == {"model", "new", "old"}
 
 
-def test_a_folder_that_is_no_run_s_is_left_alone(tmp_path):
+def test_folder_without_run_is_rejected(tmp_path):
     for there, allowed in (
         ([], True),
         ([".lock", "log.txt"], True),  # a run that was killed before it wrote anything
@@ -209,7 +209,7 @@ def test_a_folder_that_is_no_run_s_is_left_alone(tmp_path):
     require_run_folder(tmp_path / "new")
 
 
-def test_a_store_above_is_found_and_a_new_one_beside_another_is_told(tmp_path, monkeypatch):
+def test_parent_store_is_used_and_new_store_is_noted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert default_store(tmp_path / "runs" / "r") == (tmp_path / "runs" / ".store", "")
     assert default_store(tmp_path / "other" / "r") == (tmp_path / "other" / ".store", "")  # the first of all
@@ -223,7 +223,7 @@ def test_a_store_above_is_found_and_a_new_one_beside_another_is_told(tmp_path, m
     assert default_store(tmp_path / "other" / "r") == (tmp_path / ".store", "")
 
 
-def test_a_run_below_a_store_uses_it(home):
+def test_run_in_subfolder_uses_parent_store(home):
     harness.smelt("run", home / "recipe.yaml", "--out", home / "runs" / "r", "--quiet")
     harness.smelt("run", home / "recipe.yaml", "--out", home / "runs" / "deep" / "er" / "r", "--quiet")
     assert [path.relative_to(home) for path in home.rglob(".store")] == [Path("runs", ".store")]
@@ -232,7 +232,7 @@ def test_a_run_below_a_store_uses_it(home):
     assert find_unused(home / "runs" / ".store").artifacts == ()
 
 
-def test_a_report_of_another_recipe_that_is_replaced_is_told(home):
+def test_replacing_report_of_other_recipe_is_noted(home):
     harness.smelt("run", home / "recipe.yaml", "--out", home / "runs" / "r", "--until", "prune")
     again = harness.smelt("run", home / "recipe.yaml", "--out", home / "runs" / "r", "--until", "prune")
     (home / "other.yaml").write_text(RECIPE)
@@ -253,7 +253,7 @@ stages:
 """
 
 
-def test_recipe_of_a_run_plans_the_same_steps_from_another_folder(home, tmp_path_factory, monkeypatch):
+def test_saved_recipe_plans_same_steps_from_other_folder(home, tmp_path_factory, monkeypatch):
     (home / "m").rename(home / "n")
     (home / "m").symlink_to("n")
     (home / "accelerate.yaml").write_text("distributed_type: 'NO'\nnum_processes: 1\n")
@@ -276,7 +276,7 @@ def _move(home, target):
     return home / target
 
 
-def test_moved_run_is_explained_and_recovers_with_its_store(whole):
+def test_moved_run_is_explained_and_works_with_moved_store(whole):
     home, _ = whole
     moved = _move(home, "far/away")
     artifact = moved / "artifacts" / "right"
@@ -299,7 +299,7 @@ def test_moved_run_is_explained_and_recovers_with_its_store(whole):
     assert removed.code == "removed-artifact"
 
 
-def test_links_of_an_earlier_run_are_kept_until_the_next_one_has_ended(whole, monkeypatch):
+def test_links_of_earlier_run_are_kept_until_next_run_ends(whole, monkeypatch):
     home, before = whole
     from smelt.compress.prune.stage import Prune
 
@@ -324,7 +324,7 @@ def test_links_of_an_earlier_run_are_kept_until_the_next_one_has_ended(whole, mo
     assert _links(home) == ["model"]  # what the report does not describe
 
 
-def test_run_whose_store_was_removed_ends_with_its_code(home, monkeypatch):
+def test_removed_store_during_run_is_reported(home, monkeypatch):
     from smelt.compress.prune.stage import Prune
 
     def remove_store(self, src, settings, ctx):
@@ -337,7 +337,7 @@ def test_run_whose_store_was_removed_ends_with_its_code(home, monkeypatch):
     assert not (home / "runs" / ".store").exists()
 
 
-def test_unusable_run_folder_is_not_reported_as_the_store(tmp_path):
+def test_unusable_run_folder_is_not_reported_as_store(tmp_path):
     (tmp_path / "file").touch()
     with raises_code("unusable-folder", InputError) as caught:
         open_store(None, tmp_path / "file" / "run")

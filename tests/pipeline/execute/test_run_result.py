@@ -11,13 +11,13 @@ from tests.support.standins import sample_report
 @pytest.fixture
 def report():
     """The sample, whose onnx-int8 is accepted by its gate."""
-    found = sample_report.ten_step_report()
-    found["steps"][6]["gates"] = [gate := found["steps"][6]["gates"][0]]
+    ten_steps = sample_report.ten_step_report()
+    ten_steps["steps"][6]["gates"] = [gate := ten_steps["steps"][6]["gates"][0]]
     gate["passed"] = True
-    return sample_report.with_verdict(found)
+    return sample_report.with_verdict(ten_steps)
 
 
-def test_the_end_names_the_commands_that_try_and_ship_it(report, tmp_path, monkeypatch):
+def test_summary_shows_predict_and_package_commands(report, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = Result(report, tmp_path / "runs" / "my run")
     place = shlex.quote("runs/my run/artifacts/onnx-int8")
@@ -39,7 +39,7 @@ def test_the_end_names_the_commands_that_try_and_ship_it(report, tmp_path, monke
         ("custom", "--data FILE.npz", "cp -rL {} NEW"),
     ],
 )
-def test_commands_fit_the_task(report, tmp_path, task, tried, shipped):
+def test_summary_commands_match_task(report, tmp_path, task, tried, shipped):
     for step in report["steps"]:
         step["details"] = {"foreign": True}
     report["recipe"]["task"] = task

@@ -50,7 +50,7 @@ def key(of=None, made=None, ancestors=ANCESTORS):
     return (of or shop()).step_key(made or step(), ancestors)
 
 
-def test_the_key_is_the_same_for_the_same_work():
+def test_step_key_is_equal_for_equal_work():
     assert key() == key()
     assert key(shop(threads=2)) == key()
     assert key(shop(data={"train": ROWS, "test": Split("made", ROWS.examples[:1])})) == key()  # never seen
@@ -67,11 +67,11 @@ def test_the_key_is_the_same_for_the_same_work():
         lambda: key(ancestors=parent("another")),
     ],
 )
-def test_the_key_is_another_one_for_other_work(other):
+def test_step_key_differs_for_different_work(other):
     assert other() != key()
 
 
-def test_float_weights_kept_beside_codes_count_where_a_training_goes_on_from_them():
+def test_step_key_includes_master_weights_only_if_training_resumes_from_them():
     kept, others = (
         parent(**{MASTER_WEIGHTS_FILE: FileRecord(sha256=word * 64, size_bytes=1)}) for word in ("a", "b")
     )
@@ -83,14 +83,14 @@ def test_float_weights_kept_beside_codes_count_where_a_training_goes_on_from_the
     assert key(ancestors=weights) == key()
 
 
-def test_the_key_is_another_one_for_another_version_of_the_stage():
+def test_step_key_depends_on_stage_version():
     class Later(Finetune):
         version = Finetune.version + 1
 
     assert key(made=replace(step(), stage_class=Later)) != key()
 
 
-def test_the_key_says_where_training_went(monkeypatch):
+def test_step_key_depends_on_training_device(monkeypatch):
     before = key(shop(device="auto"))
     graph = key(shop(device="auto"), step(Onnx))
     monkeypatch.setattr(machine, "cuda_missing_reason", lambda: None)
@@ -100,7 +100,7 @@ def test_the_key_says_where_training_went(monkeypatch):
     assert key(shop(device="auto"), step(Onnx)) == graph  # no training, so no matter
 
 
-def test_the_key_says_where_units_were_scored_whichever_rows_were_looked_at(monkeypatch):
+def test_step_key_depends_on_device_of_unit_scoring(monkeypatch):
     monkeypatch.setattr(machine, "cuda_missing_reason", lambda: None)
     scored = {word: replace(step(Prune), needs=frozenset({word})) for word in ("train", "calibration")}
     free = replace(step(Prune, importance="magnitude"), needs=frozenset())
@@ -109,14 +109,14 @@ def test_the_key_says_where_units_were_scored_whichever_rows_were_looked_at(monk
     assert key(shop(device="cuda"), free) == key(shop(device="cpu"), free)
 
 
-def test_the_key_says_whether_the_processor_decided_for_bf16(monkeypatch):
+def test_step_key_depends_on_bf16_support_with_auto_precision(monkeypatch):
     automatic, given = key(), key(made=step(precision="fp32"))
     monkeypatch.setattr(step_runner, "has_bf16_instructions", lambda: not has_bf16_instructions())
     assert key() != automatic
     assert key(made=step(precision="fp32")) == given
 
 
-def test_the_key_says_how_the_metric_that_chooses_a_checkpoint_was_found():
+def test_step_key_depends_on_settings_of_selection_metric():
     def scored(**changes):
         asked = {"batch_size": 8} | changes
         generation = GenerationSettings(max_new_tokens=asked.pop("new"))
@@ -129,7 +129,7 @@ def test_the_key_says_how_the_metric_that_chooses_a_checkpoint_was_found():
     assert key(scored(new=5)) == key(scored(new=50)) == key()  # the loss generates nothing
 
 
-def test_bf16_is_read_from_the_processors_own_words(tmp_path):
+def test_bf16_support_is_read_from_cpu_flags(tmp_path):
     for words, answer in (("fpu avx2 avx512_bf16", True), ("fpu amx_tile", True), ("fpu avx512f", False)):
         (tmp_path / words.replace(" ", "-")).write_text(f"flags : {words}\n")
         assert has_bf16_instructions(tmp_path / words.replace(" ", "-")) == answer
@@ -139,7 +139,7 @@ def test_bf16_is_read_from_the_processors_own_words(tmp_path):
 @pytest.mark.parametrize(("wanted", "lacks", "place"), [
     ("auto", None, "cuda"), ("auto", "no driver", "cpu"), ("cpu", None, "cpu"), ("cuda", None, "cuda"),
 ])  # fmt: skip
-def test_training_goes_where_it_was_asked_for_and_can(wanted, lacks, place, monkeypatch):
+def test_training_device_is_requested_one_if_available(wanted, lacks, place, monkeypatch):
     monkeypatch.setattr(machine, "cuda_missing_reason", lambda: lacks)
     assert training_device(wanted) == place
 
@@ -153,7 +153,7 @@ def test_training_goes_where_it_was_asked_for_and_can(wanted, lacks, place, monk
         ({"autotune": {"batch_size": 8}}, True),
     ],
 )
-def test_what_was_measured_on_a_machine_is_made_anew_on_another(settings, measures):
+def test_step_measured_on_machine_has_machine_key(settings, measures):
     step = SimpleNamespace(needs=frozenset(), settings=OnnxSettings(**settings))
     found = StepRunner._machine_key(SimpleNamespace(device="cpu"), step)
     assert found == ({"machine": machine_id(), "cores": available_cores()} if measures else {})

@@ -17,10 +17,10 @@ pytestmark = pytest.mark.quick
 
 def numbers(text):
     """Return the numbers in a message: of texts, the limit in tokens, and the places of the texts."""
-    return [int(found) for found in re.findall(r"\d+", text)]
+    return [int(digits) for digits in re.findall(r"\d+", text)]
 
 
-def test_pairs_count_together_and_every_split_is_named(tmp_path):
+def test_text_pairs_are_counted_together_in_every_split(tmp_path):
     folder = tiny.write_bert(tmp_path)
     word = "cat "
     rows = [
@@ -41,7 +41,7 @@ def test_pairs_count_together_and_every_split_is_named(tmp_path):
     require_texts_fit(folder, "text-classification", {"test": Split("x", (rows[0], rows[1], rows[3]))})
 
 
-def test_targets_count_and_running_text_does_not(tmp_path):
+def test_long_targets_count_and_running_text_does_not(tmp_path):
     folder = tiny.write_marian(tmp_path)
     rows = (Example("a man", ("ein mann",)), Example("a man", ("ein mann", "ein mann " * 40)))
     with raises_code("texts-too-long", InputError) as caught:

@@ -41,7 +41,7 @@ def write_recipe(folder, names):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", TRACKERS)
-def test_a_missing_package_is_an_error_of_the_plan(tmp_path, monkeypatch, name):
+def test_missing_tracker_package_is_plan_error(tmp_path, monkeypatch, name):
     def missing(package):
         raise system.PackageNotFoundError
 
@@ -58,7 +58,7 @@ def mlflow_runs(store):
 
     client = mlflow.MlflowClient(tracking_uri=store.as_uri())
     [experiment] = [e for e in client.search_experiments() if e.name == "toy"]
-    found = []
+    runs = []
     for run in sorted(client.search_runs([experiment.experiment_id]), key=lambda run: run.info.start_time):
         history = {
             key: [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, key)]
@@ -68,27 +68,27 @@ def mlflow_runs(store):
         report = json.loads(
             (store / experiment.experiment_id / run.info.run_id / "artifacts" / "report.json").read_text()
         )
-        found.append(SimpleNamespace(run=run, history=history, files=files, report=report))
-    return found
+        runs.append(SimpleNamespace(run=run, history=history, files=files, report=report))
+    return runs
 
 
 def expected_history(report):
     """Return metric -> [(update, value)] of a report, from its steps and the details of the training."""
-    found = {}
+    history = {}
     for step in report["steps"]:
-        found[f"{step['name']}/chrf"] = [(0, step["quality"]["chrf"]["value"])]
-        found[f"{step['name']}/size_bytes"] = [(0, step["size_bytes"])]
+        history[f"{step['name']}/chrf"] = [(0, step["quality"]["chrf"]["value"])]
+        history[f"{step['name']}/size_bytes"] = [(0, step["size_bytes"])]
     first, second = report["steps"][1]["details"]["phases"]
     for name in ("train_loss", "learning_rate"):
         points = [*zip(first["curve"]["step"], first["curve"][name], strict=True)]
         points += [(2 + s, v) for s, v in zip(second["curve"]["step"], second["curve"][name], strict=True)]
-        found[f"taught/{name}"] = points
+        history[f"taught/{name}"] = points
     points = [(v["step"], v["loss"]) for v in first["validations"]]
-    found["taught/validation_loss"] = points + [(2 + v["step"], v["loss"]) for v in second["validations"]]
-    return found
+    history["taught/validation_loss"] = points + [(2 + v["step"], v["loss"]) for v in second["validations"]]
+    return history
 
 
-def test_mlflow_and_tensorboard_hold_the_report_also_of_a_cached_run(tmp_path, monkeypatch):
+def test_mlflow_and_tensorboard_equal_report_also_for_cached_run(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     store = tmp_path / "mlruns"
@@ -170,7 +170,7 @@ def fake_trackio():
 
 @pytest.mark.quick
 @pytest.mark.parametrize("fake", [fake_wandb, fake_swanlab, fake_trackio])
-def test_services_get_what_their_documented_functions_take(tmp_path, monkeypatch, fake):
+def test_tracker_services_get_documented_arguments(tmp_path, monkeypatch, fake):
     module = fake()
     name = module.__name__
     monkeypatch.setitem(sys.modules, name, module)
@@ -198,7 +198,7 @@ def test_services_get_what_their_documented_functions_take(tmp_path, monkeypatch
     assert last == ("finish", {})
 
 
-def test_trackers_that_fail_cost_a_warning_and_not_the_run(tmp_path, monkeypatch):
+def test_failing_trackers_warn_without_stopping_run(tmp_path, monkeypatch):
     calls = []
 
     def stand_in(tracker, fails_in):

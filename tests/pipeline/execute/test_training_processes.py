@@ -82,7 +82,7 @@ def rank_process(rank):
     return None
 
 
-def test_a_process_that_is_killed_ends_the_step_and_the_next_run_resumes(home, alone):
+def test_killed_process_ends_step_and_next_run_resumes(home, alone):
     out, store = home / "runs" / "two", home / "two"
     stopped = threading.Event()
 
@@ -112,7 +112,7 @@ def test_a_process_that_is_killed_ends_the_step_and_the_next_run_resumes(home, a
     assert not list((store / "unfinished").rglob("checkpoint.json"))
 
 
-def test_a_process_with_another_step_is_refused(home, alone, tmp_path):
+def test_process_with_different_step_is_rejected(home, alone, tmp_path):
     plan = load_plan(home / "recipe.yaml")
     store = Store(tmp_path / "store")
     runner = recipe_step_runner(plan.recipe, store, plan.read_data(), recipe_scorer(plan.recipe, store), None)
@@ -122,7 +122,7 @@ def test_a_process_with_another_step_is_refused(home, alone, tmp_path):
         training_worker._train_step(runner, plan, job, None, tmp_path)
 
 
-def test_processes_of_torchrun_serve_the_stages_of_process_zero(home, alone):
+def test_torchrun_processes_serve_stages_of_rank_zero(home, alone):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
@@ -164,7 +164,7 @@ def test_processes_of_torchrun_serve_the_stages_of_process_zero(home, alone):
 
 
 @pytest.mark.quick
-def test_other_ranks_are_known_by_the_environment_and_python_runs_are_refused(home, monkeypatch, tmp_path):
+def test_external_ranks_are_read_from_environment_and_python_runs_rejected(home, monkeypatch, tmp_path):
     assert (external_processes(), external_rank()) == (0, 0)
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -197,7 +197,7 @@ def test_other_ranks_are_known_by_the_environment_and_python_runs_are_refused(ho
 
 
 @pytest.mark.quick
-def test_more_processes_than_gpus_are_refused_before_work(home, monkeypatch, tmp_path):
+def test_more_processes_than_gpus_are_rejected_before_run(home, monkeypatch, tmp_path):
     monkeypatch.setattr(processes, "cuda_device_count", lambda: 2)
     options = {"out": tmp_path / "run", "quiet": True}
     with raises_code("too-few-gpus"):
@@ -214,14 +214,14 @@ def test_more_processes_than_gpus_are_refused_before_work(home, monkeypatch, tmp
     [("it is not installed", "seed=1", "not-installed"),
      (None, "finetune.optimizer=adafactor", "not-with-strategy")],
 )  # fmt: skip
-def test_a_strategy_that_cannot_train_is_refused_before_work(home, monkeypatch, lack, setting, code):
+def test_unavailable_strategy_is_rejected_before_run(home, monkeypatch, lack, setting, code):
     monkeypatch.setattr(run_checks, "package_problem", lambda package, oldest: lack)
     with raises_code(code):
         load_plan(home / "recipe.yaml", ["launch={num_processes: 2, strategy: deepspeed}", setting])
 
 
 @pytest.mark.quick
-def test_fp16_without_a_gpu_is_refused_before_work(home, monkeypatch):
+def test_fp16_without_gpu_is_rejected_before_run(home, monkeypatch):
     setting = ["finetune.precision=fp16"]
     with raises_code("no-fp16"):
         load_plan(home / "recipe.yaml", setting)
@@ -230,7 +230,7 @@ def test_fp16_without_a_gpu_is_refused_before_work(home, monkeypatch):
 
 
 @pytest.mark.quick
-def test_failures_of_other_machines_name_the_cause_and_keep_the_output(tmp_path):
+def test_failures_of_other_machines_report_cause_and_output(tmp_path):
     lost = {
         "code": "unexpected",
         "message": "process 2: RuntimeError: closed",
@@ -252,7 +252,9 @@ def test_failures_of_other_machines_name_the_cause_and_keep_the_output(tmp_path)
      ({"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_NODEID": "1", "OMP_NUM_THREADS": "1"}, "4", "1"),
      ({"RANK": "0", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, "2", "5")],
 )  # fmt: skip
-def test_processes_and_threads_of_a_node(monkeypatch, environment, processes, threads):
+def test_processes_and_threads_per_node_are_read_from_environment(
+    monkeypatch, environment, processes, threads
+):
     for name in ("RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -269,7 +271,7 @@ def test_processes_and_threads_of_a_node(monkeypatch, environment, processes, th
 @pytest.mark.parametrize(
     ("code", "kept"), [("unexpected", True), ("out-of-memory", True), ("non-finite-loss", False)]
 )
-def test_checkpoints_survive_failures_of_machines(home, alone, tmp_path, code, kept):
+def test_checkpoints_are_kept_after_machine_failures_only(home, alone, tmp_path, code, kept):
     class Failing:
         def applies_to(self, step):
             return True
@@ -298,7 +300,7 @@ def test_checkpoints_survive_failures_of_machines(home, alone, tmp_path, code, k
         ("LOCAL_WORLD_SIZE", "²"), ("LOCAL_RANK", "²"), ("SLURM_STEP_TASKS_PER_NODE", "4(x²)"),
     ],
 )  # fmt: skip
-def test_invalid_launcher_variables_are_refused(monkeypatch, name, value):
+def test_invalid_launcher_variables_are_rejected(monkeypatch, name, value):
     """A rank beyond the number of processes would be waited for, without a word."""
     variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2", "RANK": "1"}
     for variable, text in (variables | {name: value}).items():

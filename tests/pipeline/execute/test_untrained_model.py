@@ -14,7 +14,7 @@ def home(tmp_path):
     return untrained_recipes.write_config_and_data(tmp_path)
 
 
-def test_a_classifier_is_trained_from_nothing(home):
+def test_classifier_is_trained_from_config(home):
     steps = run_recipe(home, CLASSIFIER)
     assert steps["finetune"]["quality"]["accuracy"]["value"] == 100  # it has learned its ten rows
     assert steps[""]["baseline"] == "finetune"
@@ -29,7 +29,7 @@ def test_a_classifier_is_trained_from_nothing(home):
     assert tokenizer["model"]["type"] == "WordPiece"
 
 
-def test_a_config_that_names_the_class_of_a_classifier_takes_its_outputs_from_the_data(home):
+def test_classifier_config_takes_labels_from_data(home):
     (home / "bert.json").write_text(json.dumps(BERT | {"architectures": ["BertForSequenceClassification"]}))
     rows = "".join(json.dumps({"text": f"word {i}", "label": "abc"[i % 3]}) + "\n" for i in range(6))
     (home / "data.jsonl").write_text(rows)
@@ -38,7 +38,7 @@ def test_a_config_that_names_the_class_of_a_classifier_takes_its_outputs_from_th
     assert config["id2label"] == {"0": "a", "1": "b", "2": "c"}
 
 
-def test_the_same_start_is_taken_from_the_store_and_another_seed_is_another_model(home):
+def test_untrained_model_is_cached_and_depends_on_seed(home):
     until = ("--until", "finetune", "--set", "finetune.max_steps=1")
     first = run_recipe(home, CLASSIFIER, "a", *until)
     again = run_recipe(home, CLASSIFIER, "b", *until)
@@ -47,7 +47,7 @@ def test_the_same_start_is_taken_from_the_store_and_another_seed_is_another_mode
     assert first["model"]["key"] == again["model"]["key"] != other["model"]["key"]
 
 
-def test_a_sequence_model_is_trained_from_nothing(home):
+def test_sequence_model_is_trained_from_config(home):
     (home / "model").mkdir()
     (home / "model" / "config.json").write_text(json.dumps(BART))
     tiny.write_pairs(home / "data.jsonl", 10)
@@ -67,7 +67,7 @@ task: translation
     assert (config["decoder_start_token_id"], config["eos_token_id"], config["pad_token_id"]) == (2, 2, 1)
 
 
-def test_a_tokenizer_can_be_taken_from_a_folder(home):
+def test_tokenizer_of_untrained_model_can_come_from_folder(home):
     tiny.write_bert(home / "other")
     text = CLASSIFIER.replace("{train: wordpiece, vocab_size: 120}", "other")
     steps = run_recipe(home, text, "run", "--set", "finetune.max_steps=1", "--until", "finetune")

@@ -33,7 +33,7 @@ def _rows(width, group, zeros):
 
 
 @pytest.mark.parametrize(("method", "zeros"), [("gptq", False), ("awq", True)])
-def test_bits_of_a_checkpoint_of_codes_are_counted(tmp_path, method, zeros):
+def test_bits_per_weight_of_quantized_checkpoint(tmp_path, method, zeros):
     source = causal.write_model(tmp_path / "float", "llama")
     getattr(quantized_checkpoints, f"write_{method}")(source, tmp_path / "m", group=32)
     details, text = _told(tmp_path)
@@ -47,7 +47,7 @@ def test_bits_of_a_checkpoint_of_codes_are_counted(tmp_path, method, zeros):
     assert f"| {details['bits_per_weight']} |" in text
 
 
-def test_bits_of_an_artifact_of_codes_are_those_of_the_step_that_made_it(tmp_path):
+def test_bits_per_weight_of_quantized_artifact_equal_its_step(tmp_path):
     source = causal.write_model(tmp_path / "float", "llama")
     made = every_family.run_stage(
         Quantize(), QuantizeSettings(scheme="int3"), source, "llama", tmp_path / "m"
@@ -56,7 +56,7 @@ def test_bits_of_an_artifact_of_codes_are_those_of_the_step_that_made_it(tmp_pat
     assert details["bits_per_weight"] == made.details["bits_per_weight"]
 
 
-def test_floats_have_no_bits(tmp_path):
+def test_float_model_has_no_bits_per_weight(tmp_path):
     causal.write_model(tmp_path / "m", "llama")
     details, text = _told(tmp_path)
     assert "bits_per_weight" not in details

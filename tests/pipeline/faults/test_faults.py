@@ -48,8 +48,8 @@ def home(tmp_path_factory):
 
 
 def _run(home, folder, *arguments):
-    place = ("--out", folder / "r", "--store", folder / "s")
-    return harness.smelt("run", home / "recipe.yaml", *place, *arguments, expect_bug=True)
+    options = ("--out", folder / "r", "--store", folder / "s")
+    return harness.smelt("run", home / "recipe.yaml", *options, *arguments, expect_bug=True)
 
 
 def _steps(folder):
@@ -60,9 +60,9 @@ def _steps(folder):
 
 def _require_whole(folder, count):
     """The store holds `count` artifacts, each with the bytes that it says, and no work in progress."""
-    made = list((folder / "s" / "artifacts").iterdir())
-    assert len(made) == count
-    for path in made:
+    artifacts = list((folder / "s" / "artifacts").iterdir())
+    assert len(artifacts) == count
+    for path in artifacts:
         read_artifact(path).verify()
     assert not list((folder / "s" / "tmp").iterdir())
     assert not list((folder / "s" / "locks").iterdir())
@@ -77,7 +77,7 @@ def _breaking(error):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shape mismatch\nlong story"), ValueError()])
-def test_a_bug_in_a_stage_loses_nothing_that_is_finished(home, tmp_path, monkeypatch, error):
+def test_stage_exception_keeps_finished_steps(home, tmp_path, monkeypatch, error):
     monkeypatch.setattr(Finetune, "__call__", _breaking(error))
     result = _run(home, tmp_path)
     assert result.exit_code == 1
@@ -105,7 +105,7 @@ def test_a_bug_in_a_stage_loses_nothing_that_is_finished(home, tmp_path, monkeyp
     ]
 
 
-def test_a_bug_while_scoring_is_an_error_of_its_step(home, tmp_path, monkeypatch):
+def test_exception_while_scoring_is_error_of_its_step(home, tmp_path, monkeypatch):
     from smelt.pipeline.execute.scoring import Scorer
 
     score = Scorer.score
@@ -134,13 +134,13 @@ def test_a_bug_while_scoring_is_an_error_of_its_step(home, tmp_path, monkeypatch
         RuntimeError("[ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : bad allocation"),
     ],
 )  # fmt: skip
-def test_short_memory_is_said_as_such(tmp_path, error):
+def test_out_of_memory_errors_are_recognized(tmp_path, error):
     explained = explain_step_error(error, "finetune", tmp_path, tmp_path / "log.txt")
     assert explained.code == "out-of-memory"
     assert "batch_size" in str(explained)
 
 
-def test_memory_that_torch_really_cannot_get_is_told_apart(tmp_path):
+def test_torch_allocation_failure_is_reported_as_out_of_memory(tmp_path):
     import torch
 
     with pytest.raises(RuntimeError) as caught:
@@ -157,7 +157,7 @@ def test_memory_that_torch_really_cannot_get_is_told_apart(tmp_path):
         RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
     ],
 )
-def test_a_full_disk_names_step_file_and_bytes(home, tmp_path, monkeypatch, error):
+def test_disk_full_error_names_step_file_and_bytes(home, tmp_path, monkeypatch, error):
     monkeypatch.setattr(Finetune, "__call__", _breaking(error))
     assert _run(home, tmp_path).exit_code == 1
     _, steps = _steps(tmp_path)
@@ -170,7 +170,7 @@ def test_a_full_disk_names_step_file_and_bytes(home, tmp_path, monkeypatch, erro
     _require_whole(tmp_path, 3)
 
 
-def test_a_copy_that_meets_a_full_disk_names_what_could_not_be_written(tmp_path):
+def test_disk_full_while_copying_names_target(tmp_path):
     error = OSError(errno.ENOSPC, "No space left on device", tmp_path / "source", None, tmp_path / "target")
     explained = explain_step_error(error, "onnx", tmp_path, tmp_path / "log.txt")
     assert explained.code == "disk-full"
@@ -178,7 +178,7 @@ def test_a_copy_that_meets_a_full_disk_names_what_could_not_be_written(tmp_path)
     assert "source" not in str(explained)
 
 
-def test_a_full_disk_that_names_no_file_names_the_one_that_was_written_last(tmp_path):
+def test_disk_full_without_file_names_last_written_file(tmp_path):
     (tmp_path / "out" / "graphs").mkdir(parents=True)
     for name, at in (("z.bin", 10), ("graphs/last.bin", 30), ("a.bin", 20)):
         (tmp_path / "out" / name).touch()
@@ -202,7 +202,7 @@ def small_disk(tmp_path):
     assert libc.umount2(str(folder).encode(), 2) == 0
 
 
-def test_a_disk_that_is_really_full_loses_no_finished_step(home, tmp_path, small_disk):
+def test_full_disk_keeps_finished_steps(home, tmp_path, small_disk):
     """The untouched model (140 kB) and the first step fit; then a file takes the rest."""
     store = ["--store", small_disk / "s"]
     assert _run(home, tmp_path, "--until", "prune", *store).exit_code == 0
@@ -219,7 +219,7 @@ def test_a_disk_that_is_really_full_loses_no_finished_step(home, tmp_path, small
     assert [s["status"] for s in _steps(tmp_path)[0]["steps"]] == ["cached", "cached", "done"]
 
 
-def test_a_limit_on_the_size_of_files_is_said_as_such(home, tmp_path):
+def test_file_size_limit_is_reported(home, tmp_path):
     """RLIMIT_FSIZE, in a process of its own: the kernel refuses the weights while they are written."""
     code, output = shared_server().run(
         "run", home / "recipe.yaml", "--until", "prune", "--quiet", "--out", tmp_path / "r",
@@ -234,7 +234,7 @@ def test_a_limit_on_the_size_of_files_is_said_as_such(home, tmp_path):
     _require_whole(tmp_path, 0)
 
 
-def test_a_report_that_cannot_be_written_is_an_error_without_a_traceback(home, tmp_path, monkeypatch):
+def test_unwritable_report_is_error_without_traceback(home, tmp_path, monkeypatch):
 
     def full(path, text):
         if path.name.startswith("report"):
@@ -250,7 +250,7 @@ def test_a_report_that_cannot_be_written_is_an_error_without_a_traceback(home, t
     _require_whole(tmp_path, 2)
 
 
-def test_a_folder_that_may_not_be_written_is_explained_to_a_plain_user(home):
+def test_unwritable_folder_is_explained_to_non_root_user(home):
     """As root, who may write everywhere, through a child that becomes nobody.
 
     It imports first: nobody may not be allowed to read this Python.
@@ -302,7 +302,7 @@ def test_a_folder_that_may_not_be_written_is_explained_to_a_plain_user(home):
         assert "data.jsonl: " in errors
 
 
-def test_a_changed_byte_is_noticed_named_and_mended(home, tmp_path):
+def test_changed_byte_is_reported_and_rebuild_repairs_it(home, tmp_path):
     assert _run(home, tmp_path).exit_code == 0
     weights = (tmp_path / "r" / "artifacts" / "prune" / "model.safetensors").resolve()
     data = bytearray(weights.read_bytes())
@@ -327,7 +327,7 @@ def test_a_changed_byte_is_noticed_named_and_mended(home, tmp_path):
     _require_whole(tmp_path, 5)
 
 
-def test_a_changed_byte_of_the_untouched_model_is_named_with_its_step(home, tmp_path):
+def test_changed_byte_of_input_model_is_reported_with_step(home, tmp_path):
     assert _run(home, tmp_path, "--until", "model").exit_code == 0
     (tmp_path / "r" / "artifacts" / "model" / "config.json").resolve().write_text("{}")
     result = _run(home, tmp_path, "--until", "model")
@@ -337,7 +337,7 @@ def test_a_changed_byte_of_the_untouched_model_is_named_with_its_step(home, tmp_
     assert _run(home, tmp_path, "--until", "model", "--rebuild", "model").exit_code == 0
 
 
-def test_a_fresh_step_that_fails_leaves_the_old_one(home, tmp_path, monkeypatch):
+def test_failed_rebuild_keeps_old_artifact(home, tmp_path, monkeypatch):
     assert _run(home, tmp_path, "--until", "prune").exit_code == 0
     monkeypatch.setattr(Prune, "__call__", _breaking(KeyError("x")))
     assert _run(home, tmp_path, "--until", "prune", "--rebuild", "prune").exit_code == 1
@@ -347,7 +347,7 @@ def test_a_fresh_step_that_fails_leaves_the_old_one(home, tmp_path, monkeypatch)
     assert [s["status"] for s in _steps(tmp_path)[0]["steps"]] == ["cached", "cached"]
 
 
-def test_a_report_under_way_says_that_the_run_is_not_at_its_end(home, tmp_path, monkeypatch):
+def test_report_of_running_run_has_status_interrupted(home, tmp_path, monkeypatch):
     seen = []
 
     def look(self, src, settings, ctx):
@@ -360,7 +360,7 @@ def test_a_report_under_way_says_that_the_run_is_not_at_its_end(home, tmp_path, 
 
 
 @pytest.mark.quick
-def test_trace_is_kept_only_of_what_nobody_foresaw():
+def test_traceback_is_kept_only_for_unexpected_errors():
     from smelt.core.errors import InputError, RunError
 
     assert unexpected_traceback(RunError("the loss is not a number")) == ""
@@ -369,7 +369,7 @@ def test_trace_is_kept_only_of_what_nobody_foresaw():
     assert "KeyError: 'x'" in unexpected_traceback(error)
 
 
-def test_errors_name_places_of_the_user_and_not_of_the_store(home, tmp_path, monkeypatch):
+def test_errors_name_user_paths_instead_of_store_paths(home, tmp_path, monkeypatch):
     def broken(self, parent, settings, ctx):
         raise RunError(f"{parent.path / 'config.json'}: wrong", code="made-up")
 

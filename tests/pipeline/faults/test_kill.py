@@ -67,8 +67,8 @@ def _outcome(folder):
 
 
 def _require_no_half_artifact(folder):
-    for made in (folder / "s" / "artifacts").glob("*"):
-        read_artifact(made).verify()
+    for artifact in (folder / "s" / "artifacts").glob("*"):
+        read_artifact(artifact).verify()
 
 
 KILLS = (30, 8) if matrix.is_full_matrix() else (4, 2)
@@ -82,7 +82,7 @@ def server():
 @pytest.mark.parametrize(
     ("kills", "locks"), list(zip(KILLS, (True, False), strict=True)), ids=["kernel", "lease"]
 )
-def test_kills_at_random_moments_change_nothing(tmp_path, server, kills, locks):
+def test_runs_killed_at_random_moments_equal_undisturbed_run(tmp_path, server, kills, locks):
     """Each campaign is a store of its own: killed and begun again until it is through.
 
     The second time on a file system that knows no locks, as some network ones are.

@@ -40,19 +40,19 @@ def artifact(tmp_path):
     return tmp_path / "a"
 
 
-def test_predict_says_it_and_ends_with_1(artifact):
+def test_predict_reports_library_panic_with_exit_code_1(artifact):
     assert harness.smelt("predict", artifact, "a man", code=0)
     assert "error[library-panic]: " in harness.smelt("predict", artifact, TEXT, code=1).output
 
 
-def test_whoever_loaded_the_model_gets_an_error_and_may_go_on(artifact):
+def test_loaded_model_raises_library_panic_and_works_afterwards(artifact):
     with smelt.load(artifact) as model:
         with raises_code("library-panic", RunError):
             model.predict([TEXT])
         assert len(model.predict(["a man"])) == 1
 
 
-def test_a_run_tells_it_in_its_report(tmp_path):
+def test_run_reports_library_panic(tmp_path):
     tiny.write_bert(tmp_path / "m")
     BertTokenizer.from_pretrained(tmp_path / "m").save_pretrained(tmp_path / "m")
     tokenizer_config = (

@@ -57,27 +57,27 @@ def home(tmp_path_factory):
 
 
 def _arguments(home, recipe, out):
-    where = ["--out", str(out / "r"), "--store", str(out / "s")]
-    return ["run", str(home / recipe), "--quiet", *where]
+    options = ["--out", str(out / "r"), "--store", str(out / "s")]
+    return ["run", str(home / recipe), "--quiet", *options]
 
 
 def _require_modes(folder, umask):
     """Require of every file and folder the permissions of a new one; return the files' names."""
-    wrong, names = {}, set()
+    wrong_modes, names = {}, set()
     for path in (folder / "r", folder / "s", *folder.rglob("*")):
         if path.is_symlink():
             continue
         expected = (0o777 if path.is_dir() else 0o666) & ~umask
         if (mode := stat.S_IMODE(path.stat().st_mode)) != expected:
-            wrong[str(path.relative_to(folder))] = f"{mode:o}"
+            wrong_modes[str(path.relative_to(folder))] = f"{mode:o}"
         if path.is_file():
             names.add(path.name)
-    assert wrong == {}
+    assert wrong_modes == {}
     return names
 
 
 @pytest.mark.parametrize(("umask", "recipe"), [(0o077, "short.yaml"), (0o002, "recipe.yaml")])
-def test_everything_that_a_run_writes_follows_the_umask(home, tmp_path, umask, recipe, monkeypatch):
+def test_files_of_run_follow_umask(home, tmp_path, umask, recipe, monkeypatch):
     fake_workers.install(monkeypatch)  # the times are written by the run; who measures them writes nothing
     out = tmp_path / "out"
     before = os.umask(umask)
@@ -101,7 +101,7 @@ def test_everything_that_a_run_writes_follows_the_umask(home, tmp_path, umask, r
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_can_read_a_deployed_artifact(home):
+def test_other_user_can_read_deployed_artifact(home):
     with tempfile.TemporaryDirectory() as name:
         out = Path(name)
         out.chmod(0o755)

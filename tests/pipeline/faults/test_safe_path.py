@@ -83,7 +83,7 @@ def python(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.slow
-def test_no_command_runs_a_python_file_of_the_current_folder(tmp_path: Path) -> None:
+def test_commands_do_not_import_files_of_current_folder(tmp_path: Path) -> None:
     """Nor does one print warnings of torch: pytest catches those of its own process."""
     home = tmp_path / "download"
     tiny.write_marian(home / "m")
@@ -102,7 +102,7 @@ def test_no_command_runs_a_python_file_of_the_current_folder(tmp_path: Path) -> 
     assert [word for word in WARNINGS if word in done.stdout + done.stderr] == []
 
 
-def test_python_m_smelt_imports_nothing_else_of_the_current_folder(tmp_path: Path) -> None:
+def test_python_m_smelt_imports_no_other_file_of_current_folder(tmp_path: Path) -> None:
     """`smelt.py` itself is for Python to find: `python -P -m smelt`, or the command `smelt`."""
     marks = plant(tmp_path, tuple(name for name in NAMES if name != "smelt"))
     done = python(tmp_path, "-m", "smelt", "stages", "prune")
@@ -118,9 +118,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("where", ["current", "own"])
-def test_infer_py_runs_no_file_of_the_current_folder_nor_of_its_own(
-    where: str, expected: str, tmp_path: Path
-) -> None:
+def test_infer_py_imports_no_file_of_current_or_own_folder(where: str, expected: str, tmp_path: Path) -> None:
     package = standalone_package("classifier")
     if where == "own":
         own = tmp_path / "package"

@@ -32,7 +32,7 @@ score:
 """
 
 
-def test_a_worker_that_dies_and_one_that_hangs_are_errors_of_their_steps(tmp_path, monkeypatch):
+def test_dead_and_hanging_timing_workers_are_step_errors(tmp_path, monkeypatch):
     tiny.write_bert(tmp_path / "m")
     tiny.write_labeled(tmp_path / "data.jsonl", 8)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
@@ -81,7 +81,7 @@ def test_a_worker_that_dies_and_one_that_hangs_are_errors_of_their_steps(tmp_pat
     assert sorted(map(str, timed)) == sorted(str(steps[n]["latency"]) for n in ("model", "lives"))
 
 
-def test_times_that_cannot_be_taken_at_all_leave_the_scores(tmp_path, monkeypatch):
+def test_failed_timing_process_keeps_scores(tmp_path, monkeypatch):
     tiny.write_bert(tmp_path / "m")
     tiny.write_labeled(tmp_path / "data.jsonl", 8)
     (tmp_path / "recipe.yaml").write_text(RECIPE)

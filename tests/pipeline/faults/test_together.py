@@ -87,7 +87,7 @@ def _statuses(folder):
     return [step["status"] for step in json.loads((folder / "report.json").read_text())["steps"]]
 
 
-def test_of_two_that_want_the_same_step_one_does_it_and_the_other_takes_it(home, server, tmp_path, slow_run):
+def test_concurrent_runs_of_same_step_compute_it_once(home, server, tmp_path, slow_run):
     """While the slow run is at its step: its folder is refused, another step is not kept waiting."""
     error = command_error(harness.smelt(*_arguments(home, tmp_path / "one", tmp_path / "other"), code=2))
     assert (error.code, error.file) == ("folder-in-use", f"{tmp_path}/one")
@@ -118,7 +118,7 @@ def test_of_two_that_want_the_same_step_one_does_it_and_the_other_takes_it(home,
     assert not list((tmp_path / "s" / "locks").iterdir())
 
 
-def test_the_step_of_a_run_that_was_killed_is_free_for_the_next(home, server, tmp_path, slow_run):
+def test_step_of_killed_run_can_be_run_again(home, server, tmp_path, slow_run):
     os.kill(slow_run, signal.SIGKILL)
     assert server.wait() == -signal.SIGKILL
     result = harness.smelt(*_arguments(home, tmp_path / "two", tmp_path / "s"))
@@ -129,7 +129,7 @@ def test_the_step_of_a_run_that_was_killed_is_free_for_the_next(home, server, tm
     assert not list((tmp_path / "s" / "locks").iterdir())
 
 
-def test_times_are_taken_by_one_run_at_a_time(home, tmp_path, monkeypatch):
+def test_latency_is_measured_by_one_run_at_a_time(home, tmp_path, monkeypatch):
     from smelt.pipeline.execute.latency_scores import LatencyScores
 
     seen = []

@@ -31,14 +31,16 @@ KINDS = [".jsonl", ".json", ".csv", ";.csv", ".tsv", ".parquet", ".jsonl.gz"]
 
 
 def _row(task, at, label):
-    word = f"{tiny.SENTENCES[at % 10]} {tiny.SENTENCES[at // 10 % 10]}"
+    sentence = f"{tiny.SENTENCES[at % 10]} {tiny.SENTENCES[at // 10 % 10]}"
     if task == "text-classification":
-        return {"text": word, "label": label(at)}
+        return {"text": sentence, "label": label(at)}
     if task == embedders.TASK:
-        return {"sentence1": word, "sentence2": word[::-1], "score": at / 7}
+        return {"sentence1": sentence, "sentence2": sentence[::-1], "score": at / 7}
     if task == "text-generation":
-        return {"question": word, "answer": word[::-1]}
-    return {"text": word} if task == "language-modeling" else {"source": word, "target": word[::-1]}
+        return {"question": sentence, "answer": sentence[::-1]}
+    return (
+        {"text": sentence} if task == "language-modeling" else {"source": sentence, "target": sentence[::-1]}
+    )
 
 
 def _write(path, kind, rows):
@@ -70,7 +72,7 @@ WITH_ALL = {"marian", "bare"}
     matrix.matrix_cells(MODELS, LAYOUTS, full=lambda model: model[0] in WITH_ALL),
     ids="-".join,
 )
-def test_what_init_writes_plans_for_every_family_and_layout_of_data(tmp_path, models, model, layout):
+def test_init_recipe_plans_for_every_family_and_data_layout(tmp_path, models, model, layout):
     family, task = model
     folder = tmp_path / "rows"
     folder.mkdir()
@@ -114,7 +116,7 @@ LABELS = [
 @pytest.mark.parametrize(
     ("kind", "labels"), matrix.matrix_cells(KINDS, LABELS, full=lambda kind: kind in (".jsonl", ".csv"))
 )
-def test_what_init_writes_plans_for_every_kind_of_label(tmp_path, models, kind, labels):
+def test_init_recipe_plans_for_every_label_kind(tmp_path, models, kind, labels):
     label, config, metric = labels
     model = models["bare"]
     if config is not None:
@@ -131,7 +133,7 @@ def test_what_init_writes_plans_for_every_kind_of_label(tmp_path, models, kind, 
     }
 
 
-def test_plain_text_in_one_file_is_divided(tmp_path, models):
+def test_single_text_file_is_split(tmp_path, models):
     (tmp_path / "corpus.txt").write_text("\n".join(f"{s} {i}" for i in range(30) for s in tiny.SENTENCES))
     plan = init_models.plan_recipe(models["gpt2"], [tmp_path / "corpus.txt"], tmp_path / "r.yaml")
     assert {name: len(split) for name, split in plan.splits.items()} == {
@@ -141,7 +143,7 @@ def test_plain_text_in_one_file_is_divided(tmp_path, models):
     }
 
 
-def test_data_that_cannot_be_planned_with_are_refused_and_nothing_is_written(tmp_path, models):
+def test_unplannable_data_are_rejected_before_writing(tmp_path, models):
     rows = [{"text": f"a {at}", "label": "x" if at == 2 else at % 2} for at in range(9)]
     _write(tmp_path / "train", ".jsonl", rows)
     with raises_code("unknown-label", InputError) as caught:
@@ -155,13 +157,13 @@ def test_data_that_cannot_be_planned_with_are_refused_and_nothing_is_written(tmp
     assert not (tmp_path / "r.yaml").exists()
 
 
-def test_an_embedder_that_cuts_texts_says_where(tmp_path):
+def test_embedder_max_tokens_is_its_truncation_length(tmp_path):
     assert inspect_model(str(embedders.write_embedder(tmp_path / "short", max_length=17))).max_tokens == 17
     assert inspect_model(str(embedders.write_embedder(tmp_path / "long"))).max_tokens == 32
     assert inspect_model(str(tmp_path / "short"), "text-classification").max_tokens == 32
 
 
-def test_what_was_seen_is_right(models, tmp_path):
+def test_inspected_model_facts_are_correct(models, tmp_path):
     from transformers import AutoModelForSeq2SeqLM
 
     seen = inspect_model(str(models["marian"]))
@@ -190,7 +192,7 @@ def test_what_was_seen_is_right(models, tmp_path):
     config.write_text(json.dumps(values))
 
 
-def test_columns_with_other_names_are_found(tmp_path):
+def test_columns_with_other_names_are_recognized(tmp_path):
     rows = {
         "summarization": (
             {"id": "1", "dialogue": "a b", "summary": "a"},

@@ -18,9 +18,11 @@ from tests.support.graphs import imported_graphs as graphs
 def found(folder: Path, model: Any, **arrays: Any) -> tuple[dict[str, int | None], list[str]]:
     path = graphs.save_model(model, folder / "m.onnx")
     np.savez(folder / "r.npz", allow_pickle=False, **arrays)
-    answer = subprocess_main([str(path)])
-    seen = OnnxModel(path, GraphSignature.model_validate(answer["signature"]), (), None, answer["details"])
-    return infer_batch_axes(seen, folder / "r.npz")
+    response = subprocess_main([str(path)])
+    onnx_model = OnnxModel(
+        path, GraphSignature.model_validate(response["signature"]), (), None, response["details"]
+    )
+    return infer_batch_axes(onnx_model, folder / "r.npz")
 
 
 def layered(x: list[Any], state: list[Any], new: list[Any], order: tuple[str, str] = ("x", "state")) -> Any:
@@ -52,7 +54,7 @@ def arrays(rows: int) -> dict[str, Any]:
     ],
     ids=["batches of 3", "open", "nameless"],
 )
-def test_a_state_whose_names_do_not_say_has_its_rows_where_a_call_has_them(
+def test_state_batch_axis_is_inferred_by_running_graph(
     tmp_path: Path, shapes: tuple[list[Any], ...], order: tuple[str, str], rows: int
 ) -> None:
     axes, without = found(tmp_path, layered(*shapes, order), **arrays(rows))
@@ -65,7 +67,7 @@ def test_a_state_whose_names_do_not_say_has_its_rows_where_a_call_has_them(
     assert without == []
 
 
-def test_an_output_of_a_fixed_batch_without_rows_is_refused(tmp_path: Path) -> None:
+def test_fixed_batch_output_without_batch_axis_is_rejected(tmp_path: Path) -> None:
     model = graphs.two_layer_classifier(batch=4)
     model.graph.node.append(helper.make_node("ReduceMean", ["logits"], ["loss"], keepdims=0))
     model.graph.output.append(graphs.value_info("loss", []))
@@ -74,7 +76,7 @@ def test_an_output_of_a_fixed_batch_without_rows_is_refused(tmp_path: Path) -> N
         found(tmp_path, model, x=x)
 
 
-def test_an_output_of_any_batch_without_rows_is_named(tmp_path: Path) -> None:
+def test_dynamic_batch_output_without_batch_axis_is_named(tmp_path: Path) -> None:
     model = graphs.two_layer_classifier()
     model.graph.node.append(helper.make_node("ReduceMean", ["logits"], ["mean"], axes=[0], keepdims=1))
     model.graph.output.append(graphs.value_info("mean", [None, 4]))

@@ -14,7 +14,7 @@ from tests.support.expected_errors import raises_code
 from tests.support.graphs import imported_graphs as graphs
 
 
-def test_names_that_yaml_does_not_allow_are_written_as_escapes(tmp_path: Path) -> None:
+def test_names_with_control_characters_are_escaped(tmp_path: Path) -> None:
     model = graphs.two_layer_classifier()
     model.producer_name = "by\x1b[31m\nme"
     path = graphs.save_model(model, tmp_path / "m.onnx")
@@ -28,10 +28,10 @@ def layers(*operators: str) -> Any:
     """Return a graph with a node of each of these operators, some of which share their weight."""
     weights = {"conv": np.ones((3, 3, 1, 1), np.float32), "matrix": np.ones((4, 4), np.float32)}
     nodes, last = [], "x"
-    for at, operator in enumerate(operators):
-        more = {"Conv": ["conv"], "MatMul": ["matrix"]}.get(operator, [])
-        nodes.append(helper.make_node(operator, [last, *more], [f"v{at}"], f"n{at}"))
-        last = f"v{at}"
+    for index, operator in enumerate(operators):
+        extra_inputs = {"Conv": ["conv"], "MatMul": ["matrix"]}.get(operator, [])
+        nodes.append(helper.make_node(operator, [last, *extra_inputs], [f"v{index}"], f"n{index}"))
+        last = f"v{index}"
     tensors = [numpy_helper.from_array(value, name) for name, value in weights.items()]
     sizes = ["N", 3, 4, 4]
     return graphs.make_model(
@@ -45,8 +45,8 @@ def written(model: Any, folder: Path, *data: Path) -> Any:
 
 
 def scheme(recipe: Any) -> str | None:
-    found = [stage["quantize-onnx"]["scheme"] for stage in recipe["stages"] if "quantize-onnx" in stage]
-    return found[0] if found else None
+    schemes = [stage["quantize-onnx"]["scheme"] for stage in recipe["stages"] if "quantize-onnx" in stage]
+    return schemes[0] if schemes else None
 
 
 @pytest.mark.parametrize(
@@ -58,13 +58,13 @@ def scheme(recipe: Any) -> str | None:
         (("Relu",), None),
     ],
 )
-def test_the_scheme_is_one_that_does_something_to_the_operators(
+def test_scheme_matches_operators_of_graph(
     operators: tuple[str, ...], expected: str | None, tmp_path: Path
 ) -> None:
     assert scheme(written(layers(*operators), tmp_path)) == expected
 
 
-def test_products_in_a_body_are_quantized_and_convolutions_in_it_are_not(tmp_path: Path) -> None:
+def test_matmul_in_subgraph_is_quantized_and_conv_is_not(tmp_path: Path) -> None:
     for operator, expected in (("MatMul", "int8-dynamic"), ("Conv", None)):
         branch = helper.make_graph(
             [helper.make_node(operator, ["x", "w"], ["y"], "inside")],
@@ -85,7 +85,7 @@ def test_products_in_a_body_are_quantized_and_convolutions_in_it_are_not(tmp_pat
         assert scheme(written(model, tmp_path)) == expected
 
 
-def test_hidden_states_with_a_rule_of_pooling_beside_them_are_an_embedder(tmp_path: Path) -> None:
+def test_hidden_states_with_pooling_config_are_embedder(tmp_path: Path) -> None:
     ids = [graphs.value_info(name, ["N", "L"], TensorProto.INT64) for name in ("input_ids", "attention_mask")]
     nodes = [
         helper.make_node("Gather", ["table", "input_ids"], ["last_hidden_state"], "gather"),
@@ -106,7 +106,7 @@ def test_hidden_states_with_a_rule_of_pooling_beside_them_are_an_embedder(tmp_pa
     assert found["data"] == {"train": "texts.jsonl", "split": {"test": 0.8}}
 
 
-def test_arrays_that_do_not_fit_a_named_batch_get_no_axes(tmp_path: Path) -> None:
+def test_arrays_that_do_not_match_named_batch_get_no_axes(tmp_path: Path) -> None:
     named = graphs.gru_model(["batch", "time", 4], [1, "batch", 8], [1, "batch", 8])
     arrays = graphs.gru_rows(tmp_path / "rows.npz", 40)
     arrays["state"] = arrays["state"][:, :39]
@@ -114,7 +114,7 @@ def test_arrays_that_do_not_fit_a_named_batch_get_no_axes(tmp_path: Path) -> Non
     assert "axes" not in written(named, tmp_path, tmp_path / "rows.npz")["data"]  # which the plan refuses
 
 
-def test_a_file_alone_and_a_folder_with_one_are_divided(tmp_path: Path) -> None:
+def test_single_npz_file_or_folder_is_split(tmp_path: Path) -> None:
     graphs.write_rows(tmp_path / "data.npz", 50)
     (tmp_path / "rows").mkdir()
     graphs.write_rows(tmp_path / "rows/m_test.npz", 50)
@@ -123,7 +123,7 @@ def test_a_file_alone_and_a_folder_with_one_are_divided(tmp_path: Path) -> None:
         assert found == {"train": name, "split": {"test": 0.8}}
 
 
-def test_files_are_told_apart_by_whole_words_of_their_names(tmp_path: Path) -> None:
+def test_file_roles_are_recognized_by_whole_words(tmp_path: Path) -> None:
     for name in ("bigvals_test", "bigvals_calibration"):
         graphs.write_rows(tmp_path / f"{name}.npz")
     found = written(graphs.two_layer_classifier(), tmp_path, tmp_path)["data"]
@@ -133,7 +133,7 @@ def test_files_are_told_apart_by_whole_words_of_their_names(tmp_path: Path) -> N
         written(graphs.two_layer_classifier(), tmp_path, tmp_path / "rows.csv")
 
 
-def test_outputs_without_rows_are_run_one_by_one(tmp_path: Path) -> None:
+def test_outputs_without_batch_axis_use_batch_size_1(tmp_path: Path) -> None:
     model = graphs.two_layer_classifier()
     assert "batch_size" not in written(model, tmp_path)["score"]
     model.graph.output.append(graphs.value_info("w1", [8, 16]))

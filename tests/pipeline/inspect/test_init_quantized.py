@@ -46,7 +46,7 @@ def flat(text):
 
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("kind", ["gptq", "awq"])
-def test_a_recipe_of_what_can_be_done_with_codes_plans(kind, fast, folder, tmp_path, monkeypatch):
+def test_init_recipe_for_quantized_model_plans(kind, fast, folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = Path("r.yaml")
     for machine in (CPU, EVERYTHING):
@@ -70,19 +70,19 @@ def test_a_recipe_of_what_can_be_done_with_codes_plans(kind, fast, folder, tmp_p
     assert load_plan(path).gates[-1].at == ("onnx-tuned",)
 
 
-def test_without_training_rows_the_codes_leave(folder, tmp_path):
+def test_quantized_model_without_training_data_is_only_exported(folder, tmp_path):
     text = written(folder, "gptq", tmp_path / "r.yaml", "test.txt")
     assert [s.name for s in load_plan(tmp_path / "r.yaml").steps if s.name != "openvino"] == ["onnx-codes"]
     assert "speedup: {min: 1.5, at: onnx-codes}" in text
 
 
-def test_rows_of_pairs_may_have_no_scores_to_learn(folder):
+def test_pairs_without_scores_are_not_trained_on(folder):
     seen = replace(inspect_model(str(folder / "gptq")), task="sentence-similarity")
     assert [step.stage for step in quantized_model_steps(seen, CPU, train=True)] == ["onnx"]
 
 
 @pytest.mark.parametrize(("kind", "fast"), [("gptq", False), ("awq", True)])
-def test_what_is_said_of_codes(kind, fast, folder, tmp_path, monkeypatch):
+def test_init_recipe_notes_quantization_method(kind, fast, folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = flat(written(folder, kind, "r.yaml", fast=fast))
     assert f"({kind})" in text.partition("Note: ")[2].partition(". ")[0]
@@ -91,7 +91,7 @@ def test_what_is_said_of_codes(kind, fast, folder, tmp_path, monkeypatch):
     assert "Note: " not in of_floats
 
 
-def test_codes_are_counted_and_not_the_words_that_hold_them(folder):
+def test_quantized_parameters_are_counted_unpacked(folder):
     whole = sum(int(np.prod(entry["shape"])) for _, _, entry in weight_tensors(folder / "float"))
     for kind in ("gptq", "awq"):
         seen = inspect_model(str(folder / kind))
@@ -100,7 +100,7 @@ def test_codes_are_counted_and_not_the_words_that_hold_them(folder):
     assert (seen.parameters, seen.dtype, seen.quantization) == (whole, "float32", None)
 
 
-def test_of_a_hub_id_the_config_says_it(folder, tmp_path, monkeypatch):
+def test_quantization_of_hub_model_is_read_from_config(folder, tmp_path, monkeypatch):
     config = json.loads((folder / "gptq" / "config.json").read_text())
     monkeypatch.setattr("smelt.pipeline.inspect.model_info._config_from_hub", lambda model: tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -111,7 +111,7 @@ def test_of_a_hub_id_the_config_says_it(folder, tmp_path, monkeypatch):
         inspect_model("some/gptq")
 
 
-def test_the_recipe_runs_as_it_is_written(folder, tmp_path):
+def test_init_recipe_for_quantized_model_runs(folder, tmp_path):
     path = tmp_path / "r.yaml"
     written(folder, "gptq", path, "train.txt", "test.txt")
     changes = {"score.latency": False, "threads": 1, "tuned.max_steps": 1}  # only to be quick

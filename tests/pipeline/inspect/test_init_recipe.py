@@ -49,7 +49,7 @@ def stages(plan):
 
 
 @pytest.mark.parametrize(("family", "task"), init_models.FAMILY_TASKS)
-def test_a_recipe_plans_for_every_family_and_task(tmp_path, models, monkeypatch, family, task):
+def test_init_recipe_plans_for_every_family_and_task(tmp_path, models, monkeypatch, family, task):
     data = _data(tmp_path / "rows", task)
     monkeypatch.chdir(tmp_path)
     text, path = init_recipe(str(init_models.model_for(models, family, task)), [data], "r.yaml", task)
@@ -72,7 +72,7 @@ def test_a_recipe_plans_for_every_family_and_task(tmp_path, models, monkeypatch,
 @pytest.mark.parametrize(
     "machine", [MachineInfo(2, False, False), MachineInfo(2, True, False), _GPU], ids=str
 )
-def test_what_init_writes_plans_on_every_machine(tmp_path, models, monkeypatch, machine):
+def test_init_recipe_plans_on_every_machine(tmp_path, models, monkeypatch, machine):
     monkeypatch.setattr("smelt.pipeline.inspect.init_recipe.inspect_machine", lambda: machine)
     plan = init_models.plan_recipe(
         models["bert"], [_data(tmp_path / "rows", "text-classification")], tmp_path / "r.yaml"
@@ -89,7 +89,7 @@ def test_what_init_writes_plans_on_every_machine(tmp_path, models, monkeypatch, 
     ],
 )
 @pytest.mark.parametrize("with_calibration", [False, True])
-def test_without_training_samples_the_model_is_only_quantized(
+def test_model_without_training_samples_is_only_quantized(
     tmp_path, models, family, task, calibrated, with_calibration
 ):
     folder = _data(tmp_path / "rows", task)
@@ -125,7 +125,7 @@ def test_classifier_is_calibrated_on_plain_text(tmp_path, models):
     assert [example.text for example in calibration] == list(tiny.SENTENCES)
 
 
-def test_a_gpu_gets_a_branch_for_tensorrt(tmp_path, models, monkeypatch):
+def test_gpu_adds_tensorrt_branch(tmp_path, models, monkeypatch):
     data = inspect_data([_data(tmp_path / "rows", "translation")], "translation")
     path = tmp_path / "r.yaml"
     path.write_text(recipe_text("m", inspect_model(str(models["t5"])), data, _GPU, tmp_path, path))
@@ -138,7 +138,7 @@ def test_a_gpu_gets_a_branch_for_tensorrt(tmp_path, models, monkeypatch):
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_onnx_runtimes_tensorrt_is_proposed_only_where_it_works(tmp_path, models, works):
+def test_ort_tensorrt_is_proposed_only_if_it_works(tmp_path, models, works):
     data = inspect_data([_data(tmp_path / "rows", "translation")], "translation")
     path = tmp_path / "r.yaml"
     machine = MachineInfo(cores=4, gpu=True, tensorrt=False, ort_tensorrt=works)
@@ -150,7 +150,7 @@ def test_onnx_runtimes_tensorrt_is_proposed_only_where_it_works(tmp_path, models
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_openvino_stands_beside_onnx_runtime_where_it_is_installed(tmp_path, models, there):
+def test_openvino_is_proposed_if_installed(tmp_path, models, there):
     data = inspect_data([_data(tmp_path / "rows", "translation")], "translation")
     path = tmp_path / "r.yaml"
     found = MachineInfo(2, False, False, openvino=there)
@@ -165,7 +165,7 @@ def test_openvino_stands_beside_onnx_runtime_where_it_is_installed(tmp_path, mod
         assert steps["int8"].parent == "small"
 
 
-def test_a_bare_encoder_is_tuned_first_and_taught_by_that(tmp_path):
+def test_bare_encoder_is_finetuned_first_and_is_teacher(tmp_path):
     from transformers import BertConfig, BertModel
 
     folder = tiny.write_bert(tmp_path / "m")
@@ -180,7 +180,7 @@ def test_a_bare_encoder_is_tuned_first_and_taught_by_that(tmp_path):
     assert plan.step("small").stage == "prune"  # of few rows there is nothing to recover
 
 
-def test_from_enough_rows_on_a_pruned_classifier_is_distilled(tmp_path, models):
+def test_pruned_classifier_is_distilled_with_enough_samples(tmp_path, models):
     def rows(count):
         lines = (json.dumps({"text": f"text {i}", "label": i % 2}) for i in range(count))
         (tmp_path / "train.jsonl").write_text("\n".join(lines))
@@ -205,7 +205,7 @@ def test_from_enough_rows_on_a_pruned_classifier_is_distilled(tmp_path, models):
         ({"text": "a"}, "sentence-similarity"),
     ],
 )
-def test_texts_with_labels_make_a_classifier_of_any_encoder(tmp_path, models, row, task):
+def test_labeled_texts_make_any_encoder_a_classifier(tmp_path, models, row, task):
     data = tmp_path / "train.jsonl"
     rows = [row | {"text" if "text" in row else "sentence": f"text {i}"} for i in range(40)]
     if "label" in row and isinstance(row["label"], str):
@@ -219,7 +219,7 @@ def test_texts_with_labels_make_a_classifier_of_any_encoder(tmp_path, models, ro
     assert recipe.task == task
 
 
-def test_places_are_written_as_they_were_given(tmp_path, models, monkeypatch):
+def test_paths_are_written_as_given(tmp_path, models, monkeypatch):
     (tmp_path / "here" / "deep").mkdir(parents=True)
     shutil.copytree(models["marian"], tmp_path / "here" / "m")
     data = tmp_path / "here" / "train.jsonl"
@@ -236,7 +236,7 @@ def test_places_are_written_as_they_were_given(tmp_path, models, monkeypatch):
 @pytest.mark.parametrize(
     "layout", ["{}.jsonl", "data/{}.jsonl", "{}/rows.jsonl", "data/{}-00000-of-00001.jsonl"]
 )
-def test_a_folder_of_data_is_divided_as_its_names_say(tmp_path, models, layout):
+def test_data_folder_is_split_by_file_names(tmp_path, models, layout):
     for split in ("train", "validation", "test"):
         path = tmp_path / "d" / layout.format(split)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -251,12 +251,12 @@ def test_a_folder_of_data_is_divided_as_its_names_say(tmp_path, models, layout):
 @pytest.mark.parametrize(
     "text", ["data/a b.jsonl", "1", "yes: no", "true", "a#b", "[x]", "ü.csv", "null", "-"]
 )
-def test_any_name_is_written_so_that_it_reads_as_itself(text):
+def test_yaml_scalar_round_trips_any_name(text):
     assert parse_yaml(f"x: {_yaml_scalar(text)}", "").value == {"x": text}
     assert parse_yaml(f"x: {{y: {_yaml_scalar(text)}}}", "").value == {"x": {"y": text}}
 
 
-def test_machine_is_looked_at_without_torch(monkeypatch):
+def test_machine_is_inspected_without_torch(monkeypatch):
     from smelt.pipeline.inspect.init_recipe import inspect_machine
 
     monkeypatch.setattr(machine, "has_cuda", lambda: True)
@@ -265,7 +265,7 @@ def test_machine_is_looked_at_without_torch(monkeypatch):
     assert inspect_machine().openvino == (importlib.util.find_spec("openvino") is not None)
 
 
-def test_the_recipe_runs_as_it_is_written(tmp_path, models, monkeypatch):
+def test_init_recipe_runs_unchanged(tmp_path, models, monkeypatch):
     import smelt
 
     monkeypatch.chdir(tmp_path)
@@ -280,7 +280,7 @@ def test_the_recipe_runs_as_it_is_written(tmp_path, models, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["deberta-v2", "gemma3", "mt5", "llava"])
-def test_unknown_family_is_said_without_proposing_another_one(tmp_path, models, kind):
+def test_unknown_family_is_reported_without_suggesting_unrelated_one(tmp_path, models, kind):
     folder = tmp_path / "m"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": kind}))
@@ -294,7 +294,7 @@ def test_unknown_family_is_said_without_proposing_another_one(tmp_path, models, 
     assert not near or near not in text
 
 
-def test_a_bf16_graph_for_a_gpu_is_made_and_not_scored_where_there_is_none(monkeypatch):
+def test_bf16_graph_for_gpu_is_exported_but_not_scored_without_gpu(monkeypatch):
     monkeypatch.setattr(machine, "has_cuda", lambda: False)
     assert "needs ONNX Runtime on CUDA" in machine.unscored_reason("onnx", "ort-cuda", "bf16")
     assert "the engine built from it is scored" in machine.unscored_reason("onnx", "tensorrt", "bf16")

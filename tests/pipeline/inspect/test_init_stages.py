@@ -52,7 +52,7 @@ def fast(model, data, path, task):
 
 
 @pytest.mark.parametrize(("family", "task"), init_models.FAMILY_TASKS)
-def test_a_fast_recipe_plans_for_every_family_and_task(tmp_path, models, monkeypatch, family, task):
+def test_fast_recipe_plans_for_every_family_and_task(tmp_path, models, monkeypatch, family, task):
     monkeypatch.chdir(tmp_path)
     model = init_models.model_for(models, family, task)
     text, path = fast(model, rows(tmp_path / "rows", task), "r.yaml", task)
@@ -91,7 +91,7 @@ def test_a_fast_recipe_plans_for_every_family_and_task(tmp_path, models, monkeyp
 @pytest.mark.parametrize(
     ("rows", "last"), [(MIN_SHORTLIST_ROWS, "shortlist"), (MIN_SHORTLIST_ROWS - 1, "distill")]
 )
-def test_a_list_of_likely_words_is_learned_from_enough_rows_only(models, rows, last):
+def test_shortlist_is_proposed_only_with_enough_samples(models, rows, last):
     seen = inspect_model(str(models["marian"]), "translation")
     found = {
         step.name: step.stage for step in propose_steps(seen, MachineInfo(1, False, False), True, True, rows)
@@ -99,7 +99,7 @@ def test_a_list_of_likely_words_is_learned_from_enough_rows_only(models, rows, l
     assert found["small"] == last
 
 
-def test_rows_are_counted_where_they_decide(tmp_path, models, monkeypatch):
+def test_shortlist_threshold_counts_training_samples(tmp_path, models, monkeypatch):
     monkeypatch.setattr(init_stages, "MIN_SHORTLIST_ROWS", 50)
     monkeypatch.setattr(init_recipe_module, "MIN_SHORTLIST_ROWS", 50)
     for count, stages in ((62, ()), (63, ("shortlist",))):  # of which a fifth is validation and test
@@ -109,7 +109,7 @@ def test_rows_are_counted_where_they_decide(tmp_path, models, monkeypatch):
 
 
 @pytest.mark.parametrize("as_fast_as_it_gets", [True, False])
-def test_recipe_with_training_has_int8_alone(models, as_fast_as_it_gets):
+def test_recipe_with_training_also_quantizes_unpruned_model(models, as_fast_as_it_gets):
     seen = inspect_model(str(models["marian"]), "translation")
     found = {
         step.name: step
@@ -122,7 +122,7 @@ def test_recipe_with_training_has_int8_alone(models, as_fast_as_it_gets):
 @pytest.mark.parametrize(
     ("count", "expected"), [(1, []), (2, [1]), (3, [2]), (5, [4]), (12, [10]), (32, [26])]
 )
-def test_a_language_model_keeps_four_layers_of_five(models, count, expected):
+def test_language_model_keeps_four_of_five_layers(models, count, expected):
     seen = inspect_model(str(models["llama"]), "language-modeling")
     seen = replace(seen, config=seen.config | {"num_hidden_layers": count})
     found = [
@@ -137,9 +137,7 @@ def test_a_language_model_keeps_four_layers_of_five(models, count, expected):
     ("family", "task", "labels"),
     [("llama", "language-modeling", 0), ("t5", "summarization", 0), ("bert", "text-classification", 0.5)],
 )
-def test_a_first_recipe_of_texts_learns_from_the_teacher_alone(
-    tmp_path, models, monkeypatch, family, task, labels
-):
+def test_text_distillation_learns_from_teacher_only(tmp_path, models, monkeypatch, family, task, labels):
     monkeypatch.setattr(init_stages, "_MIN_DISTILL_ROWS", 1)
     model = init_models.model_for(models, family, task)
     _, path = init_recipe(str(model), [rows(tmp_path / "rows", task)], str(tmp_path / "r.yaml"), task)
@@ -151,7 +149,7 @@ def test_a_first_recipe_of_texts_learns_from_the_teacher_alone(
 @pytest.mark.parametrize(
     ("count", "expected"), [(1, None), (2, "{layers: 1}"), (6, "{layers: 3}"), (12, "{layers: 6}")]
 )
-def test_a_classifier_keeps_half_of_its_layers_and_one_of_one(models, count, expected):
+def test_classifier_keeps_half_of_its_layers(models, count, expected):
     seen = inspect_model(str(models["bert"]), "text-classification")
     seen = replace(seen, config=seen.config | {"num_hidden_layers": count})
     found = list(propose_steps(seen, MachineInfo(1, False, False), True, True))
@@ -160,7 +158,7 @@ def test_a_classifier_keeps_half_of_its_layers_and_one_of_one(models, count, exp
     assert [step.stage for step in found[behind:]][: len(NARROW) - 1] == NARROW[1:]
 
 
-def test_images_get_what_classifiers_get_and_convolutions_what_they_get_in_any_case(tmp_path):
+def test_init_stages_for_image_models(tmp_path):
     for kind in ("vit", "resnet"):
         images.write_model(tmp_path / kind, kind)
     images.write_class_folders(tmp_path / "rows" / "train")
@@ -172,7 +170,7 @@ def test_images_get_what_classifiers_get_and_convolutions_what_they_get_in_any_c
     assert found["resnet"] == ["factorize", "distill", "onnx"]
 
 
-def test_without_training_rows_nothing_is_distilled(tmp_path, models):
+def test_nothing_is_distilled_without_training_samples(tmp_path, models):
     tiny.write_pairs(tmp_path / "test.jsonl", 8)
     _, path = fast(models["marian"], tmp_path / "test.jsonl", tmp_path / "r.yaml", "translation")
     assert "distill" not in [step.stage for step in load_plan(path).steps]
@@ -182,7 +180,7 @@ def test_without_training_rows_nothing_is_distilled(tmp_path, models):
     ("family", "task"),
     [("pegasus", "summarization"), ("gpt2", "text-generation")],
 )  # a classifier: test_init_recipe.py
-def test_a_fast_recipe_runs_as_it_is_written(tmp_path, models, monkeypatch, family, task):
+def test_fast_recipe_runs_unchanged(tmp_path, models, monkeypatch, family, task):
     monkeypatch.chdir(tmp_path)
     fast(models[family], rows(tmp_path / "rows", task), "r.yaml", task)
     changes = {"score.latency": False, "threads": 1}  # only to be quick
@@ -194,13 +192,13 @@ def test_a_fast_recipe_runs_as_it_is_written(tmp_path, models, monkeypatch, fami
     assert steps["small"]["parameters"] < steps["model"]["parameters"]
 
 
-def test_a_stack_whose_length_a_config_does_not_say_counts_as_one(models):
+def test_stack_without_layer_count_in_config_counts_as_one(models):
     seen = inspect_model(str(models["llama"]), "language-modeling")
     assert layer_counts(seen) == {"layers": seen.config["num_hidden_layers"]}
     assert layer_counts(replace(seen, config={})) == {"layers": 1}
 
 
-def test_settings_that_are_too_long_for_a_line_mean_the_same_in_several():
+def test_long_settings_are_wrapped_over_several_lines():
     settings = "{student: {decoder_layers: 1}, layer_map: [a, b, {c: 1, d: [2, 3]}], losses: {logits: 1.0}}"
     for why in ("", "a reason"):
         lines = list(step_lines(ProposedStep("distill", settings, why, "x")))

@@ -23,13 +23,13 @@ SPEED = MachineSpeed(
 )  # fmt: skip
 
 
-def test_seconds_add_up_and_speeds_lie_between_the_measured_widths():
+def test_work_seconds_add_up_and_speeds_are_interpolated():
     work = Work.of("forward", 4e9, 256) + Work.of("read", 5e8) + Work.of("seconds", 1.5)
     assert SPEED.seconds(work) == pytest.approx(4e9 / 2e9 + 5 + 1.5)
     assert [SPEED.seconds(Work.of("forward", 4e9, w)) for w in (64, 4096)] == [4.0, 1.0]
 
 
-def test_speeds_are_kept_for_a_day(tmp_path, monkeypatch):
+def test_speeds_are_cached_for_a_day(tmp_path, monkeypatch):
     measured = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(
@@ -49,7 +49,7 @@ def test_speeds_are_kept_for_a_day(tmp_path, monkeypatch):
     assert measured[4:] == [3]
 
 
-def test_disturbed_speeds_are_not_kept(tmp_path, monkeypatch):
+def test_disturbed_speeds_are_not_cached(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     found = iter([replace(SPEED, is_disturbed=True), SPEED])
     monkeypatch.setattr(module, "_measure_in_process", lambda threads, folder: next(found))
@@ -77,9 +77,7 @@ class BusyMachine:
 
 
 @pytest.mark.parametrize(("busy", "measurements"), [(0, 1), (1, 2), (9, 3)])
-def test_disturbed_measurement_is_repeated_and_counts_processor_time(
-    tmp_path, monkeypatch, busy, measurements
-):
+def test_disturbed_measurement_is_repeated_with_cpu_time(tmp_path, monkeypatch, busy, measurements):
     machine = BusyMachine(busy)
     monkeypatch.setattr(module, "WIDTHS", (64,))
     monkeypatch.setattr(summary, "read_counters", machine.read_counters)
@@ -90,7 +88,7 @@ def test_disturbed_measurement_is_repeated_and_counts_processor_time(
     assert found.matrix == 2 * 768**3
 
 
-def test_a_measurement_gives_finite_speeds_and_a_failed_one_an_error(tmp_path, monkeypatch):
+def test_measured_speeds_are_finite_and_failure_is_error(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "WIDTHS", (64,))
     found = measure_speed(1, tmp_path)
     values = [found.matrix, found.solver, found.moved, found.read, found.written, found.calls]

@@ -24,7 +24,7 @@ def _header(path):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_what_safetensors_writes_is_whole(tmp_path, kind):
+def test_safetensors_files_are_not_damaged(tmp_path, kind):
     tensors = {
         "a": torch.zeros(3, 5).to(kind),
         "b": torch.zeros(()).to(kind),
@@ -38,7 +38,7 @@ def test_what_safetensors_writes_is_whole(tmp_path, kind):
 
 
 @pytest.mark.parametrize("shape", [[-3, -5], [3.0, 5], [True, 15]])
-def test_shapes_that_are_none_are_damage(shape):
+def test_invalid_tensor_shapes_are_damage(shape):
     header = {"a": {"dtype": "U8", "shape": shape, "data_offsets": [0, 15]}}
     assert damaged_tensor_problem(header) is not None
 
@@ -75,7 +75,7 @@ def _words(count, added=()):
         ([], "damaged-tokenizer", ("tokenizer.json",)),
     ],
 )
-def test_the_highest_token_must_have_a_row(tmp_path, tokenizer, code, named):
+def test_highest_token_id_must_have_embedding_row(tmp_path, tokenizer, code, named):
     config = _model(tmp_path)
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     problems, warnings = check_file_consistency(tmp_path, config)
@@ -84,7 +84,7 @@ def test_the_highest_token_must_have_a_row(tmp_path, tokenizer, code, named):
     assert all(value in one.message for one in problems for value in named)
 
 
-def test_the_embedding_must_have_the_shape_of_the_config(tmp_path):
+def test_embedding_shape_must_match_config(tmp_path):
     assert check_file_consistency(tmp_path, _model(tmp_path)) == ([], [])
     for rows, width in ((11, 4), (10, 5)):
         [found], _ = check_file_consistency(tmp_path, _model(tmp_path, rows, width))
@@ -93,7 +93,7 @@ def test_the_embedding_must_have_the_shape_of_the_config(tmp_path):
     assert check_file_consistency(tmp_path, _model(tmp_path, 99, vocab_size=None)) == ([], [])
 
 
-def test_a_width_that_the_structure_says_counts(tmp_path):
+def test_pruned_width_in_structure_is_accepted(tmp_path):
     """`prune: {targets: [width]}` leaves the config as wide as it was where other things follow from that."""
     config = _model(tmp_path, 10, 3)
     structure = tmp_path / "structure.json"
@@ -108,7 +108,7 @@ def test_a_width_that_the_structure_says_counts(tmp_path):
         assert "[10, 4]" in found.message
 
 
-def test_a_tokenizer_that_knows_little_is_a_warning(tmp_path):
+def test_tokenizer_much_smaller_than_embedding_warns(tmp_path):
     config = _model(tmp_path)
     (tmp_path / "tokenizer.json").write_text(json.dumps(_words(4)))
     [found] = check_file_consistency(tmp_path, config)[1]

@@ -46,30 +46,30 @@ def bert(tmp_path: Path) -> Path:
 
 def problem(folder: Path, task: str = "translation") -> tuple[str, str]:
     """Return code and text of the one thing that is wrong."""
-    [found] = check_model_folder(folder, task)[0]  # type: ignore[arg-type]
-    return found.code, found.message
+    [error] = check_model_folder(folder, task)[0]  # type: ignore[arg-type]
+    return error.code, error.message
 
 
-def test_whole_folders_are_accepted(marian: Path, bert: Path) -> None:
+def test_complete_model_folders_are_accepted(marian: Path, bert: Path) -> None:
     assert check_model_folder(marian, "translation") == ([], [])
     assert check_model_folder(bert, "text-classification") == ([], [])
 
 
-def test_missing_folder_names_the_nearest(marian: Path) -> None:
+def test_missing_folder_suggests_nearest_name(marian: Path) -> None:
     code, text = problem(marian.parent / "marain")
     assert code == "missing-folder"
     assert "'marian'?" in text
     assert problem(marian / "vocab.json")[0] == "not-a-folder"
 
 
-def test_missing_weights(marian: Path) -> None:
+def test_missing_weights_are_rejected(marian: Path) -> None:
     (marian / "model.safetensors").unlink()
     code, text = problem(marian)
     assert code == "missing-weights"
     assert str(marian) in text
 
 
-def test_a_stray_file_is_neither_the_weights_nor_in_their_way(marian: Path) -> None:
+def test_unrelated_safetensors_file_is_ignored(marian: Path) -> None:
     (marian / "model.fp16.safetensors").write_bytes(b"not even one")
     assert check_model_folder(marian, "translation") == ([], [])
     (marian / "model.safetensors").unlink()
@@ -78,7 +78,7 @@ def test_a_stray_file_is_neither_the_weights_nor_in_their_way(marian: Path) -> N
     assert "model.fp16.safetensors" in text
 
 
-def test_weights_that_are_there_twice_are_a_warning_that_says_which_are_taken(marian: Path) -> None:
+def test_weights_stored_twice_warn_and_name_used_file(marian: Path) -> None:
     """As `save_pretrained` in shards leaves the file that was there before."""
     (marian / "model.safetensors.index.json").write_text('{"weight_map": {"w": "gone.safetensors"}}')
     problems, [found] = check_model_folder(marian, "translation")
@@ -87,7 +87,7 @@ def test_weights_that_are_there_twice_are_a_warning_that_says_which_are_taken(ma
     assert "model.safetensors.index.json" in found.message
 
 
-def test_pickle_weights_are_refused_with_the_way_to_convert(marian: Path) -> None:
+def test_pickled_weights_are_rejected_with_conversion_hint(marian: Path) -> None:
     class Trap:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return pytest.fail, ("it was unpickled",)
@@ -101,7 +101,7 @@ def test_pickle_weights_are_refused_with_the_way_to_convert(marian: Path) -> Non
     )
 
 
-def test_cut_weights_are_noticed(marian: Path) -> None:
+def test_truncated_weights_are_rejected(marian: Path) -> None:
     path = marian / "model.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
@@ -116,7 +116,7 @@ def test_cut_weights_are_noticed(marian: Path) -> None:
     assert "`git lfs pull`" in text
 
 
-def test_shards_must_all_be_there(marian: Path) -> None:
+def test_missing_shards_are_rejected(marian: Path) -> None:
     (marian / "model.safetensors").rename(marian / "model-1.safetensors")
     index = marian / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"w": "model-1.safetensors"}}))
@@ -135,7 +135,7 @@ def test_shards_must_all_be_there(marian: Path) -> None:
     assert problem(marian)[0] == "damaged-file"
 
 
-def test_config_must_be_there_and_readable(marian: Path) -> None:
+def test_config_must_exist_and_be_valid(marian: Path) -> None:
     (marian / "config.json").write_text("{")
     code, text = problem(marian)
     assert code == "invalid-json"
@@ -146,7 +146,7 @@ def test_config_must_be_there_and_readable(marian: Path) -> None:
     assert problem(marian)[0] == "missing-config"
 
 
-def test_tokenizers_must_be_there(marian: Path, bert: Path) -> None:
+def test_tokenizer_files_must_exist(marian: Path, bert: Path) -> None:
     (marian / "target.spm").unlink()
     code, text = problem(marian)
     assert code == "missing-tokenizer"
@@ -159,14 +159,14 @@ def test_tokenizers_must_be_there(marian: Path, bert: Path) -> None:
     assert check_model_folder(bert, "text-classification") == ([], [])
 
 
-def test_family_must_fit_the_task(marian: Path) -> None:
+def test_family_must_support_task(marian: Path) -> None:
     code, text = problem(marian, "text-classification")
     assert code == "unsupported-task"
     encoders = [name for name, family in FAMILIES.items() if "text-classification" in family.tasks]
     assert all(value in text for value in ("marian", *encoders))
 
 
-def test_a_config_that_its_family_cannot_follow_is_refused_for_every_task(bert: Path) -> None:
+def test_config_unsupported_by_its_family_is_rejected(bert: Path) -> None:
     rope = {"full_attention": {"rope_type": "dynamic", "rope_theta": 1e4}}
     named = ["ModernBertForSequenceClassification"]
     config = {"model_type": "modernbert", "architectures": named, "rope_parameters": rope}
@@ -176,14 +176,14 @@ def test_a_config_that_its_family_cannot_follow_is_refused_for_every_task(bert: 
     assert all(value in text for value in ("'dynamic'", "(full_attention)"))
 
 
-def test_encoder_without_classifier_is_warned_about(bert: Path) -> None:
+def test_encoder_without_classifier_warns(bert: Path) -> None:
     (bert / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertModel"]}))
     problems, [warning] = check_model_folder(bert, "text-classification")
     assert problems == []
     assert warning.code == "new-classifier"
 
 
-def test_local_folder_tells_paths_from_hub_ids(tmp_path: Path) -> None:
+def test_local_model_folder_distinguishes_paths_from_hub_ids(tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     assert local_model_folder("Helsinki-NLP/opus-mt-en-de", tmp_path) is None
     assert local_model_folder("models/misspelled", tmp_path) == tmp_path / "models/misspelled"
@@ -198,7 +198,7 @@ def test_fetch_model_checks_local_folders(marian: Path) -> None:
         fetch_model("marian", marian.parent, "translation")
 
 
-def test_fetch_model_asks_the_hub_for_safe_files_only(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetch_model_downloads_only_safe_files(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     asked: list[str] = []
@@ -229,7 +229,7 @@ def test_fetch_model_asks_the_hub_for_safe_files_only(bert: Path, monkeypatch: p
         ("roberta", ["vocab.json"], ["tokenizer.json or vocab.json and merges.txt"]),
     ],
 )
-def test_each_family_of_classifiers_needs_its_own_tokenizer_files(
+def test_classifier_families_require_their_tokenizer_files(
     bert: Path, kind: str, files: list[str], expected: list[str]
 ) -> None:
     (bert / "config.json").write_text(
@@ -243,7 +243,7 @@ def test_each_family_of_classifiers_needs_its_own_tokenizer_files(
     assert all(part in one.message for one, part in zip(found, expected, strict=True))
 
 
-def test_hub_ids_fail_in_seconds_when_there_is_no_network(tmp_path: Path, monkeypatch: Any) -> None:
+def test_hub_ids_fail_within_seconds_without_network(tmp_path: Path, monkeypatch: Any) -> None:
     from huggingface_hub import constants
 
     from smelt.core import hub

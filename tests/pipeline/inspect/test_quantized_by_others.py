@@ -18,7 +18,7 @@ def llama(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["gptq", "awq"])
-def test_a_folder_of_codes_is_accepted(kind, llama, tmp_path):
+def test_quantized_folder_is_accepted(kind, llama, tmp_path):
     folder, _ = getattr(quantized_checkpoints, f"write_{kind}")(llama, tmp_path / kind)
     assert check_model_folder(folder, TASK) == ([], [])
     assert (
@@ -26,7 +26,7 @@ def test_a_folder_of_codes_is_accepted(kind, llama, tmp_path):
     )
 
 
-def test_codes_of_other_groups_than_the_config_says(llama, tmp_path):
+def test_group_size_different_from_config_is_rejected(llama, tmp_path):
     folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq", group=32, group_size=64)
     [problem], _ = check_model_folder(folder, TASK)
     assert problem.code == "shape-mismatch"
@@ -34,28 +34,28 @@ def test_codes_of_other_groups_than_the_config_says(llama, tmp_path):
     assert all(value in problem.message for value in ("groups of 64", "int32 [2, 8]"))
 
 
-def test_a_config_that_speaks_of_codes_that_are_not_there(llama, tmp_path):
+def test_quantization_config_without_quantized_weights_is_rejected(llama, tmp_path):
     folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq")
     quantized_checkpoints.save_tensors(folder, quantized_checkpoints.load_tensors(llama))
     [problem], _ = check_model_folder(folder, TASK)
     assert problem.code == "not-quantized"
 
 
-def test_a_layout_that_is_not_read(llama, tmp_path):
+def test_unsupported_quantization_layout_is_rejected(llama, tmp_path):
     folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq", act_bits=8)
     [problem], _ = check_model_folder(folder, TASK)
     assert problem.code == "quantized-activations"
     assert problem.message.startswith(f"{folder / 'config.json'}: quantization_config: act_bits is 8")
 
 
-def test_damaged_weights_are_said_once(llama, tmp_path):
+def test_damaged_quantized_weights_are_reported_once(llama, tmp_path):
     folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq")
     (folder / "model.safetensors").write_bytes(b"\x00")
     [problem], _ = check_model_folder(folder, TASK)
     assert problem.code == "damaged-weights"
 
 
-def test_a_bare_encoder_of_codes_gets_no_classifier(tmp_path):
+def test_quantized_encoder_without_classifier_is_rejected(tmp_path):
     folder, _ = quantized_checkpoints.write_gptq(tiny.write_bert(tmp_path / "bert"), tmp_path / "gptq")
     path = folder / "config.json"
     config = json.loads(path.read_text()) | {"architectures": ["BertModel"]}
@@ -67,7 +67,7 @@ def test_a_bare_encoder_of_codes_gets_no_classifier(tmp_path):
     assert quantization_problems(folder, config | {"architectures": ["BertModel"]}, None, whole=False) == []
 
 
-def test_codes_that_no_config_speaks_of(llama, tmp_path):
+def test_quantized_weights_without_config_are_rejected(llama, tmp_path):
     folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq")
     path = folder / "config.json"
     config = json.loads(path.read_text())
@@ -78,7 +78,7 @@ def test_codes_that_no_config_speaks_of(llama, tmp_path):
     assert ".qweight'" in problem.message
 
 
-def test_a_bare_encoder_and_decoder_of_codes_gets_no_head(llama, tmp_path):
+def test_quantized_encoder_decoder_without_head_is_rejected(llama, tmp_path):
     folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq")
     config = json.loads((folder / "config.json").read_text())
     for name, refused in (("T5Model", True), ("T5ForConditionalGeneration", False), ("MarianMTModel", False)):
@@ -88,7 +88,7 @@ def test_a_bare_encoder_and_decoder_of_codes_gets_no_head(llama, tmp_path):
         assert [one.code for one in problems] == ["head-on-quantized"] * refused, name
 
 
-def test_codes_are_looked_at_without_torch(llama, tmp_path):
+def test_quantized_folder_is_checked_without_torch(llama, tmp_path):
     folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq", group=24)
     code = (
         "import sys; from pathlib import Path;"

@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_the_schemes_are_told_that_of_most_matrices_first(folder):
+def test_schemes_are_ordered_by_number_of_matrices(folder):
     config = json.loads((folder / "artifact" / "config.json").read_text())
     coded = inspect_quantization(folder / "artifact", config)
     assert coded.description == "int3 and int4"
@@ -61,7 +61,7 @@ def test_the_schemes_are_told_that_of_most_matrices_first(folder):
         ("onnx: {autotune: true}", None, ()),
     ],
 )
-def test_an_artifact_of_codes_is_planned_as_what_it_is(stage, code, named, folder):
+def test_quantized_artifact_is_planned_by_its_schemes(stage, code, named, folder):
     (folder / "r.yaml").write_text(RECIPE.replace("STAGE", stage))
     if code is None:
         assert "nothing-to-tune" not in message_codes(load_plan(folder / "r.yaml").warnings)
@@ -73,7 +73,7 @@ def test_an_artifact_of_codes_is_planned_as_what_it_is(stage, code, named, folde
     assert [value for value in named if value not in found.message] == []
 
 
-def test_init_proposes_what_codes_can_go_through(folder):
+def test_init_proposes_stages_allowed_for_quantized_model(folder):
     seen = inspect_model(str(folder / "artifact"))
     assert (seen.parameters, seen.dtype) == (12_300_000, "int3 and int4")
     text = harness.smelt(

@@ -17,7 +17,7 @@ def slow(monkeypatch):
     monkeypatch.setattr(init_stages, "_operations_per_second", lambda: 1e6 / init_stages._COMPUTE_EFFICIENCY)
 
 
-def test_a_translator_reads_each_row_with_either_half(tmp_path, slow):
+def test_translation_training_time_uses_encoder_and_decoder_lengths(tmp_path, slow):
     """Kaplan et al. 2020: 6 operations a weight and token to train, 2 for a teacher to read it."""
     seen = inspect_model(str(tiny.write_marian(tmp_path / "m")), "translation")
     rows = tmp_path / "train.jsonl"
@@ -43,13 +43,13 @@ def test_a_translator_reads_each_row_with_either_half(tmp_path, slow):
     assert "3 epochs" in training_time_text(seen, data, [ProposedStep("finetune")])
 
 
-def test_lookups_of_a_classifier_are_no_work(tmp_path, slow):
+def test_classifier_embedding_lookups_are_not_counted(tmp_path, slow):
     seen = inspect_model(str(tiny.write_bert(tmp_path / "m")), "text-classification")
     looked_up = seen.config["vocab_size"] * seen.config["hidden_size"]
     assert init_stages._embedding_parameters(seen) == looked_up < seen.parameters
 
 
-def test_running_text_is_told_by_its_lines(tmp_path, slow):
+def test_running_text_training_time_uses_line_lengths(tmp_path, slow):
     seen = inspect_model(str(causal.write_model(tmp_path / "m", "gpt2")), "language-modeling")
     (tmp_path / "train.txt").write_text("\n".join(["some forty letters of a text, all of it."] * 100))
     data = inspect_data([tmp_path / "train.txt"], "language-modeling")
@@ -59,7 +59,7 @@ def test_running_text_is_told_by_its_lines(tmp_path, slow):
     )
 
 
-def test_nothing_is_said_where_nothing_trains(tmp_path, slow):
+def test_no_training_time_without_training_steps(tmp_path, slow):
     seen = inspect_model(str(tiny.write_marian(tmp_path / "m")), "translation")
     data = inspect_data([tiny.write_pairs(tmp_path / "train.jsonl", 10)], "translation")
     assert training_time_text(seen, data, [ProposedStep("prune"), ProposedStep("onnx")]) is None
@@ -73,5 +73,5 @@ def test_nothing_is_said_where_nothing_trains(tmp_path, slow):
     ("seconds", "expected"),
     [(20, "a minute"), (100, "1.7 minutes"), (3000, "50 minutes"), (9000, "2.5 hours"), (2e5, "2.3 days")],
 )
-def test_times_are_told_to_two_digits(seconds, expected):
+def test_durations_are_rounded_to_two_digits(seconds, expected):
     assert init_stages._duration_text(seconds) == expected

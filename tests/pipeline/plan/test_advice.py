@@ -25,7 +25,7 @@ pytest_plugins = ["tests.support.standins.stage_stand_ins"]
         ("[trim-vocabulary: {size: 40}, distill: {student: {config: OTHER}}]", []),
     ],
 )  # fmt: skip
-def test_what_a_student_of_its_own_does_not_go_on_from_is_named(
+def test_external_student_reports_unused_steps(
     translator: Path, tmp_path: Path, stages: str, unused: list[str]
 ) -> None:
     other = tiny.write_marian(tmp_path / "other")

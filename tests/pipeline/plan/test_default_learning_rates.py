@@ -22,8 +22,10 @@ CUT = "student: {encoder_layers: 1, decoder_layers: 1}"
 
 def note(path):
     """Return what the plan of `path` notes on learning rates; empty for nothing."""
-    found = [one.message for one in load_plan(path).notes if one.code == "default-learning-rate"]
-    return found[0].partition(": ")[2] if found else ""
+    messages = [
+        message.message for message in load_plan(path).notes if message.code == "default-learning-rate"
+    ]
+    return messages[0].partition(": ")[2] if messages else ""
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def recipe(tmp_path):
     return write
 
 
-def test_a_plan_tells_the_rates_that_its_run_takes(recipe, tmp_path):
+def test_planned_learning_rates_equal_rates_of_run(recipe, tmp_path):
     """32 wide: 2e-5 of 512 is 3.2e-4; ten times as much would be more than the highest."""
     path = recipe(
         f"finetune: {{{SHORT}}}", "quantize: {scheme: int2, embedding_scheme: int2}",
@@ -86,12 +88,12 @@ def test_a_plan_tells_the_rates_that_its_run_takes(recipe, tmp_path):
         (["distill: {student: {decoder_layers: 2}}"], "distill 0.00032 (weights)"),
     ],
 )  # fmt: skip
-def test_each_is_of_what_trains(recipe, tmp_path, stages, expected):
+def test_default_learning_rate_depends_on_trained_parameters(recipe, tmp_path, stages, expected):
     tiny.write_marian(tmp_path / "other")
     assert note(recipe(*stages)) == expected
 
 
-def test_a_checkpoint_of_codes_and_a_config_alone_have_theirs(tmp_path):
+def test_quantized_checkpoint_and_config_have_default_learning_rate(tmp_path):
     quantized_checkpoints.write_gptq(
         causal.write_model(tmp_path / "float", "llama"), tmp_path / "model", symmetric=False
     )

@@ -32,17 +32,17 @@ def _longest(home, engine, score):
     return load_plan(home / "recipe.yaml").step("tensorrt").settings.max_new_tokens
 
 
-def test_an_engine_takes_the_longest_output_of_the_scoring(home):
+def test_engine_length_is_at_least_longest_scored_output(home):
     assert _longest(home, "{}", "{max_new_tokens: 300}") == 300
     assert _longest(home, "{max_new_tokens: 400}", "{max_new_tokens: 300}") == 400
 
 
-def test_the_stage_asks_the_model_where_nobody_says_it(home):
+def test_engine_length_is_unset_without_settings(home):
     assert _longest(home, "{}", "{}") is None
     assert _longest(home, "{max_new_tokens: 50}", "{}") == 50
 
 
-def test_an_engine_that_is_too_short_for_the_scoring_is_an_error(home):
+def test_engine_shorter_than_scoring_is_rejected(home):
     with raises_code("engine-too-short", InputError) as caught:
         _longest(home, "{max_new_tokens: 50}", "{max_new_tokens: 300}")
     assert message_locations(caught.value.found) == [
@@ -63,7 +63,7 @@ def _longest_of_provider(home, engine, score):
     return engine and engine.max_new_tokens
 
 
-def test_engines_of_onnx_runtime_take_the_longest_output_too(home):
+def test_ort_engine_length_follows_scoring(home):
     assert _longest_of_provider(home, "", "{max_new_tokens: 300}") == 300
     assert _longest_of_provider(home, "{max_batch_size: 2}", "{max_new_tokens: 300}") == 300
     assert _longest_of_provider(home, "{max_new_tokens: 400}", "{max_new_tokens: 300}") == 400
@@ -77,9 +77,7 @@ def test_engines_of_onnx_runtime_take_the_longest_output_too(home):
 
 
 @pytest.mark.parametrize("lack", ["needs TensorRT 10; here is 11: pip install it.", None])
-def test_a_graph_for_onnx_runtime_is_exported_anywhere_and_scored_where_its_provider_works(
-    home, monkeypatch, lack
-):
+def test_ort_provider_graph_is_scored_only_if_provider_works(home, monkeypatch, lack):
     monkeypatch.setattr(machine, "missing_requirement", lambda: lack)
     (home / "recipe.yaml").write_text(
         PROVIDER.format(engine="{target: ort-tensorrt, dtype: fp16}", score="{}")
@@ -95,7 +93,7 @@ def test_a_graph_for_onnx_runtime_is_exported_anywhere_and_scored_where_its_prov
         assert f"not scored: {lack}" in " ".join(str(made).split())
 
 
-def test_what_tensorrt_cannot_run_its_provider_cannot_either(home):
+def test_schemes_unsupported_by_tensorrt_are_rejected_for_ort_tensorrt(home):
     recipe = PROVIDER.replace("  - onnx", "  - quantize: {{scheme: SCHEME}}\n  - onnx").format(
         engine="{target: ort-tensorrt}", score="{}"
     )

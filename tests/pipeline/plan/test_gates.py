@@ -18,7 +18,7 @@ pytest_plugins = ["tests.support.standins.stage_stand_ins"]
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("stand_ins")]
 
 
-def test_gates_are_on_the_last_step_of_each_branch_that_can_run(folder: Path) -> None:
+def test_gates_apply_to_last_runnable_step_of_each_branch(folder: Path) -> None:
     made = plan_stages(folder, STAGE_TREE)
     assert [(g.metric, g.kind, g.limit, g.at) for g in made.gates] == [
         ("bleu", "max_drop", 1.0, ("onnx-int8", "onnx")),
@@ -28,7 +28,7 @@ def test_gates_are_on_the_last_step_of_each_branch_that_can_run(folder: Path) ->
     assert [g.metric for g in made.gates_of("small")] == ["size_bytes"]
 
 
-def test_confidence_of_a_gate_is_planned_and_shown(folder: Path) -> None:
+def test_gate_confidence_is_planned_and_shown(folder: Path) -> None:
     made = plan_stages(folder, "[]\ngates: {bleu: {max_drop: 1, confidence: 0.95}, chrf: {min: 9}}")
     assert [gate.confidence for gate in made.gates] == [0.95, None]
     text = str(made)
@@ -36,11 +36,11 @@ def test_confidence_of_a_gate_is_planned_and_shown(folder: Path) -> None:
     assert "chrf: at least 9 at model" in text
 
 
-def test_without_stages_the_gate_is_on_the_model(folder: Path) -> None:
+def test_gate_without_stages_applies_to_model(folder: Path) -> None:
     assert plan_stages(folder, "[]\ngates: {bleu: {min: 1}}").gates[0].at == ("model",)
 
 
-def test_gate_without_at_is_not_moved_to_another_step_by_until(folder: Path) -> None:
+def test_until_does_not_move_gate_to_another_step(folder: Path) -> None:
     gates = "\ngates: {bleu: {max_drop: 1}, chrf: {max_drop: 1, at: [prune, onnx]}, size_bytes: {max: 9}}"
     stages = "[prune, {quantize: {}, name: small}, onnx, {onnx: {}, from: prune, name: other}]" + gates
     every = plan_stages(folder, stages)
@@ -64,7 +64,7 @@ def test_gate_without_at_is_not_moved_to_another_step_by_until(folder: Path) -> 
     ]
 
 
-def test_drop_is_not_judged_when_the_baseline_is_left_out(folder: Path) -> None:
+def test_drop_is_not_judged_if_baseline_is_excluded(folder: Path) -> None:
     stages = "[prune, {prune: {}, from: model, name: other}]"
     stages += "\nbaseline: prune\ngates: {bleu: {max_drop: 1, min: 2}}"
     made = plan_stages(folder, stages, until="other")
@@ -73,7 +73,7 @@ def test_drop_is_not_judged_when_the_baseline_is_left_out(folder: Path) -> None:
     assert (warning.code, "'prune'" in warning.message) == ("no-comparison", True)
 
 
-def test_gate_on_speed_is_left_out_when_the_command_line_turns_latency_off(folder: Path) -> None:
+def test_speed_gate_is_skipped_if_latency_is_overridden_to_false(folder: Path) -> None:
     stages = "[prune]\ngates: {speedup: {min: 2}, bleu: {min: 1}}"
     made = plan_stages(folder, stages, "score.latency=false")
     assert [g.metric for g in made.gates] == ["bleu"]
@@ -85,7 +85,7 @@ def test_gate_on_speed_is_left_out_when_the_command_line_turns_latency_off(folde
     ]
 
 
-def test_names_of_steps_that_are_timed_are_steps(folder: Path) -> None:
+def test_timed_step_names_must_exist(folder: Path) -> None:
     good = "[prune]\nscore: {latency: {steps: [prune]}}"
     latency = plan_stages(folder, good).recipe.score.latency
     assert latency
@@ -107,7 +107,7 @@ def test_names_of_steps_that_are_timed_are_steps(folder: Path) -> None:
         (5, 1, "validation", False, "validation"),
     ],
 )
-def test_branches_compete_on_validation(rows, branches, chosen, same, found) -> None:
+def test_branches_are_compared_on_validation_split(rows, branches, chosen, same, found) -> None:
     files = {"validation": "v.jsonl", "test": "v.jsonl" if same else "t.jsonl"}
     data = SimpleNamespace(split_files=lambda: files, split_sources=lambda: files)
     recipe = SimpleNamespace(data=data, judged_on=chosen, traits=task_traits("translation"), stages=())

@@ -16,7 +16,7 @@ pytest_plugins = ["tests.support.standins.stage_stand_ins"]
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("stand_ins")]
 
 
-def test_a_tokenizer_that_cannot_split_the_references_is_refused(folder: Path) -> None:
+def test_tokenizer_that_cannot_split_references_is_rejected(folder: Path) -> None:
     rows = [{"source": f"a man {n}", "target": f"一个男人在街上骑自行车{n}。"} for n in range(4)]
     (folder / "test.jsonl").write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
     assert "bleu (zh)" in str(plan_stages(folder, "[prune]", head=RECIPE_HEAD))
@@ -25,7 +25,7 @@ def test_a_tokenizer_that_cannot_split_the_references_is_refused(folder: Path) -
     assert message_locations(found) == [("bleu-tokenizer", "score.quality[0].bleu.tokenize", 4)]
 
 
-def test_parts_of_one_file_are_planned(folder: Path) -> None:
+def test_splits_of_one_file_are_planned(folder: Path) -> None:
     head = (
         "model: model\ntask: translation\ndata: {train: train.jsonl, split: {test: 0.1, validation: 0.05}}\n"
     )
@@ -67,7 +67,7 @@ def test_parts_of_one_file_are_planned(folder: Path) -> None:
         ("{train: few.jsonl, split: {test: 0.1}}", "too-few-texts", "data.train"),
     ],
 )
-def test_splits_that_cannot_be_are_told(folder: Path, data: str, code: str, setting: str) -> None:
+def test_impossible_splits_are_rejected(folder: Path, data: str, code: str, setting: str) -> None:
     (folder / "few.jsonl").write_text('{"source": "a", "target": "b"}\n' * 9)
     found = plan_errors(folder, "[]", head=f"model: model\ntask: translation\ndata: {data}\n")
     assert message_locations(found) == [(code, setting, 3)]
@@ -90,7 +90,7 @@ def test_splits_that_cannot_be_are_told(folder: Path, data: str, code: str, sett
         ("odd.xyz", b"a", "unknown-file-type", "'.xyz'"),
     ],
 )
-def test_data_files_are_checked(
+def test_invalid_data_files_are_rejected(
     folder: Path, name: str, content: bytes | None, code: str, named: str
 ) -> None:
     if content is not None:
@@ -105,13 +105,13 @@ def test_data_files_are_checked(
     ("model", "code", "named"),
     [("modle", "missing-folder", "'model'?"), ("''", "empty-text", ""), ("m.onnx", "missing-file", "m.onnx")],
 )
-def test_models_are_checked(folder: Path, model: str, code: str, named: str) -> None:
+def test_invalid_models_are_rejected(folder: Path, model: str, code: str, named: str) -> None:
     [found] = plan_errors(folder, "[]", head=RECIPE_HEAD.replace("model: model", f"model: {model}"))
     assert message_locations([found]) == [(code, "model", 1)]
     assert named in found.message
 
 
-def test_hub_ids_are_left_to_the_run(folder: Path) -> None:
+def test_hub_ids_are_not_checked_by_plan(folder: Path) -> None:
     made = plan_stages(folder, "[]", "model=someone/something", "data.train=someone/rows")
     assert made.local_model is None
     [note] = made.notes
@@ -122,7 +122,7 @@ def test_hub_ids_are_left_to_the_run(folder: Path) -> None:
     assert list(made.splits) == ["test"]
 
 
-def test_read_data_gives_all_splits_and_limits_them(folder: Path) -> None:
+def test_read_data_returns_all_splits_up_to_limit(folder: Path) -> None:
     splits = plan_stages(folder, "[]").read_data(limit=2)
     assert {name: len(split) for name, split in splits.items()} == {"train": 2, "test": 2}
     assert splits["train"].examples[1].text == "a 60"  # they are spread over the file

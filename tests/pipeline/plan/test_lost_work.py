@@ -12,13 +12,13 @@ def lost_results_of(*steps):
     """What is said of the steps of one branch, in order; each a word, or a word and its settings."""
     done = []
     for number, step in enumerate(steps):
-        word, settings = step if isinstance(step, tuple) else (step, {})
-        stage = load_stage(word)
-        done.append((f"{word}-{number}", stage, stage.settings_type.model_validate(settings)))
+        stage_name, settings = step if isinstance(step, tuple) else (step, {})
+        stage = load_stage(stage_name)
+        done.append((f"{stage_name}-{number}", stage, stage.settings_type.model_validate(settings)))
     return [
-        found
-        for at, step in enumerate(done)
-        for found in lost_results(step, list(reversed(done[:at])), done[at + 1 :])
+        lost_result
+        for index, step in enumerate(done)
+        for lost_result in lost_results(step, list(reversed(done[:index])), done[index + 1 :])
     ]
 
 
@@ -54,7 +54,7 @@ GPTQ = ("quantize", {"scheme": "int4", "method": "gptq"})
         ((GPTQ, "distill"), "codes-lost", "quantize-0"),
     ],
 )
-def test_work_that_is_lost_is_told_once(steps, code, maker):
+def test_lost_work_is_reported_once(steps, code, maker):
     ((found, text),) = lost_results_of(*steps)
     assert found == code
     assert f"'{maker}'" in text
@@ -84,5 +84,5 @@ def test_work_that_is_lost_is_told_once(steps, code, maker):
         (GPTQ, ("finetune", {"lora": {}})),
     ],
 )
-def test_what_is_not_lost_or_made_anew_is_not_told(steps):
+def test_work_not_lost_or_redone_is_not_reported(steps):
     assert lost_results_of(*steps) == []

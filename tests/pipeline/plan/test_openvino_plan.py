@@ -16,7 +16,7 @@ from tests.support.standins.stage_stand_ins import plan_stages
 pytest_plugins = ["tests.support.standins.stage_stand_ins"]
 
 
-def test_a_missing_openvino_is_a_reason_for_its_target_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_openvino_affects_only_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.unavailable_reason(Onnx, "openvino") is None
     monkeypatch.setattr(machine, "find_spec", lambda name: None if name == "openvino" else find_spec(name))
     assert "openvino>=2026" in str(machine.unavailable_reason(Onnx, "openvino"))
@@ -24,9 +24,7 @@ def test_a_missing_openvino_is_a_reason_for_its_target_alone(monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("stand_ins")
-def test_a_missing_openvino_stops_a_run_before_any_work_unless_optional(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_openvino_stops_run_unless_optional(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stages = "\n  - onnx: {target: ort-cpu}\n  - onnx: {target: openvino}\n    from: model\n    name: ov\n"
     monkeypatch.setattr(machine, "find_spec", lambda name: object())
     plan_stages(folder, stages).require_runnable()

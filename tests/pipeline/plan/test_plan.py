@@ -23,7 +23,7 @@ pytest_plugins = ["tests.support.standins.stage_stand_ins"]
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("stand_ins")]
 
 
-def test_steps_form_a_tree_with_unique_names(folder: Path) -> None:
+def test_steps_form_tree_with_unique_names(folder: Path) -> None:
     made = plan_stages(folder, STAGE_TREE)
     assert [(s.name, s.stage, s.parent) for s in made.steps] == [
         ("distill", "distill", "model"),
@@ -42,12 +42,12 @@ def test_steps_form_a_tree_with_unique_names(folder: Path) -> None:
     assert made.warnings == ()
 
 
-def test_automatic_names_keep_clear_of_given_ones(folder: Path) -> None:
+def test_automatic_names_avoid_given_names(folder: Path) -> None:
     made = plan_stages(folder, "[prune, {prune: {}, name: prune-2}, prune]")
     assert [s.name for s in made.steps] == ["prune", "prune-2", "prune-3"]
 
 
-def test_until_keeps_what_the_step_needs(folder: Path) -> None:
+def test_until_keeps_required_steps(folder: Path) -> None:
     made = plan_stages(folder, STAGE_TREE, until="onnx")
     assert [s.name for s in made.steps] == ["distill", "prune", "prune-2", "small", "onnx"]
     assert made.excluded_names == ("quantize", "onnx-int8", "tensorrt")
@@ -59,7 +59,7 @@ def test_until_keeps_what_the_step_needs(folder: Path) -> None:
     assert all(value in found.message for value in ("'onix'", known, "'onnx'?"))
 
 
-def test_a_step_stands_on_the_steps_that_its_settings_name(folder: Path) -> None:
+def test_step_depends_on_steps_named_in_settings(folder: Path) -> None:
     stages = "[{finetune: {}, name: tuned}, {prune: {}, from: model}, {distill: {teacher: tuned}}, onnx]"
     made = plan_stages(folder, stages, until="distill")
     assert [s.name for s in made.steps] == ["tuned", "prune", "distill"]
@@ -67,7 +67,7 @@ def test_a_step_stands_on_the_steps_that_its_settings_name(folder: Path) -> None
     assert made.step("prune").dependencies == ("model",)
 
 
-def test_overrides_are_applied_and_kept_in_the_portable_recipe(folder: Path) -> None:
+def test_overrides_are_applied_and_saved_in_portable_recipe(folder: Path) -> None:
     made = plan_stages(folder, STAGE_TREE, "prune-2.keep_ratio=0.9", "seed=4")
     assert made.step("prune-2").settings.model_dump()["keep_ratio"] == 0.9
     assert made.recipe.seed == 4
@@ -91,7 +91,7 @@ _STEP = st.dictionaries(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(_WORDS, _WORDS, st.lists(_STEP, max_size=4), _WORDS, _WORDS)
-def test_any_plan_is_made_or_is_an_input_error(
+def test_any_recipe_is_planned_or_raises_input_error(
     tmp_path_factory: pytest.TempPathFactory,
     model: str,
     test: str,
@@ -113,7 +113,7 @@ def test_any_plan_is_made_or_is_an_input_error(
         assert load_plan(path, (), until).path == path
 
 
-def test_plan_imports_nothing_heavy(folder: Path) -> None:
+def test_plan_imports_no_heavy_packages(folder: Path) -> None:
     (folder / "recipe.yaml").write_text(RECIPE_HEAD + "stages: []\n")
     code = (
         "import sys; from pathlib import Path; from smelt.pipeline.plan.load_plan import load_plan;"

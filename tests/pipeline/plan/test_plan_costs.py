@@ -65,7 +65,7 @@ def _plan(home, *overrides):
     return plan, estimate_steps(plan, plan.splits)
 
 
-def test_sizes_follow_the_stages(home):
+def test_estimated_sizes_follow_stages(home):
     _, found = _plan(home)
     weights = count_parameters(home / "m")
     tuned, pruned, quantized = (found[name].cost for name in ("finetune", "prune", "quantize"))
@@ -78,7 +78,7 @@ def test_sizes_follow_the_stages(home):
 
 
 @pytest.mark.parametrize("optional", [False, True])
-def test_weights_that_cannot_fit_are_refused(home, optional):
+def test_weights_exceeding_memory_are_rejected(home, optional):
     plan, found = _plan(home, f"finetune.optional={str(optional).lower()}")
     least = found["finetune"].cost.least_bytes
     limits = dataclasses.replace(ROOMY, memory_bytes=least - 1)
@@ -91,7 +91,7 @@ def test_weights_that_cannot_fit_are_refused(home, optional):
     assert lighter["finetune"].cost.least_bytes < least
 
 
-def test_what_may_not_fit_is_a_warning_with_settings_that_would(home):
+def test_insufficient_free_memory_warns_with_fitting_settings(home):
     plan, found = _plan(home, "finetune.batch_size=16")
     likely = found["finetune"].cost.memory_bytes
     limits = dataclasses.replace(ROOMY, free_bytes=560_000_000 + likely - 1000)
@@ -101,7 +101,7 @@ def test_what_may_not_fit_is_a_warning_with_settings_that_would(home):
     assert fitting["batch_size: 8, gradient_accumulation_steps: 2"] <= limits.free_bytes
 
 
-def test_several_processes_that_cannot_fit_get_advice_that_fits(home):
+def test_fitting_settings_for_several_processes_fit(home):
     """By the whole estimate, also where the lower bound is refused."""
     plan, found = _plan(home, "launch.num_processes=9", "finetune.batch_size=1")
     given = found["finetune"].cost
@@ -119,7 +119,7 @@ def test_several_processes_that_cannot_fit_get_advice_that_fits(home):
 @pytest.mark.parametrize(
     ("part", "codes"), [(0.5, ["needs-more-disk"]), (1.0, ["may-need-more-disk"]), (9.0, [])]
 )
-def test_disk(home, part, codes):
+def test_insufficient_disk_space_is_reported(home, part, codes):
     plan, found = _plan(home)
     artifacts = sum(estimate.cost.disk_bytes for estimate in found.values())
     limits = dataclasses.replace(ROOMY, disk_bytes=int(part * artifacts))
@@ -128,7 +128,7 @@ def test_disk(home, part, codes):
     assert check_costs(plan, found, limits, stored=every) == []
 
 
-def test_the_gpu_has_its_own_limit(home):
+def test_gpu_memory_has_own_limit(home):
     plan, found = _plan(home)
     cost = dataclasses.replace(found["finetune"].cost, least_device_bytes=100, device_bytes=200)
     found |= {"finetune": dataclasses.replace(found["finetune"], cost=cost)}
@@ -139,7 +139,7 @@ def test_the_gpu_has_its_own_limit(home):
     assert codes == [["needs-more-memory"], ["may-need-more-memory"], []]
 
 
-def test_earlier_steps_of_the_kind_correct_the_estimate_and_stored_ones_cost_nothing(home):
+def test_earlier_records_correct_estimate_and_stored_steps_are_free(home):
     plan, found = _plan(home)
     speed = harness.MACHINE_SPEED
     plain = {s.name: s for s in predict_costs(plan, found, ROOMY, speed).steps}
@@ -165,7 +165,7 @@ def test_earlier_steps_of_the_kind_correct_the_estimate_and_stored_ones_cost_not
     assert costs.seconds == pytest.approx(sum(s.seconds + s.scoring_seconds for s in costs.steps))
 
 
-def test_records_of_one_launch_predict_the_same_launch(home):
+def test_records_predict_only_same_launch(home):
     divided = "{num_processes: 2, strategy: fsdp"
     launches = [
         "{}",
@@ -183,7 +183,7 @@ def test_records_of_one_launch_predict_the_same_launch(home):
     assert {kind["prune"] for kind in kinds} == {"prune"}  # in one process
 
 
-def test_several_processes_compute_on_the_cores_of_their_threads(home, monkeypatch):
+def test_several_processes_compute_on_cores_of_their_threads(home, monkeypatch):
     monkeypatch.setattr("smelt.pipeline.plan.costs.physical_cores", lambda: 8)
     found = {
         (count, threads): _plan(home, f"launch.num_processes={count}", f"threads={threads}")[1]
@@ -197,7 +197,7 @@ def test_several_processes_compute_on_the_cores_of_their_threads(home, monkeypat
     assert ratios == {(1, 2): 1, (3, 2): 3, (16, 2): 4, (16, "null"): 1}
 
 
-def test_the_command_prints_a_table_and_json(home, monkeypatch, tmp_path):
+def test_plan_command_prints_table_and_json(home, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     printed = harness.smelt("plan", home / "recipe.yaml", code=0).output
     assert max(map(len, printed.splitlines())) <= 80
@@ -210,7 +210,7 @@ def test_the_command_prints_a_table_and_json(home, monkeypatch, tmp_path):
     assert list(Path.cwd().iterdir()) == []  # nothing is written
 
 
-def test_the_command_refuses_what_cannot_fit(home, monkeypatch):
+def test_plan_command_rejects_steps_exceeding_memory(home, monkeypatch):
     small = dataclasses.replace(ROOMY, memory_bytes=1000)
     monkeypatch.setattr("smelt.pipeline.execute.run_costs.machine_limits", lambda folder: small)
     result = harness.smelt("plan", home / "recipe.yaml", code=2)
@@ -218,7 +218,7 @@ def test_the_command_refuses_what_cannot_fit(home, monkeypatch):
 
 
 @pytest.mark.parametrize("config", [LLAMA, BERT, MARIAN], ids=lambda config: config["model_type"])
-def test_every_technique_has_an_estimate_whose_lower_bound_is_one(config):
+def test_every_technique_estimates_consistent_lower_bound(config):
     size = size_from_config(config)
     tasks = {"llama": "language-modeling", "bert": "text-classification", "marian": "translation"}
     task = tasks[config["model_type"]]
@@ -239,7 +239,7 @@ def test_every_technique_has_an_estimate_whose_lower_bound_is_one(config):
                 assert stage.estimate_cost(lighter, inputs).memory_bytes > 0
 
 
-def test_unknown_parts_are_marked_as_unknown(home):
+def test_unknown_costs_are_marked_unknown(home):
     plan, _ = _plan(home)
     found = estimate_steps(plan, {})
     costs = predict_costs(plan, found, ROOMY, harness.MACHINE_SPEED, unread=["train"])
@@ -249,5 +249,5 @@ def test_unknown_parts_are_marked_as_unknown(home):
 
 
 @pytest.mark.parametrize(("count", "text"), [(3_100_000, "3.1 MB"), (99e6, "99.0 MB"), (2.4e10, "24.0 GB")])
-def test_small_sizes_are_not_rounded_to_zero(count, text):
+def test_small_byte_counts_are_not_rounded_to_zero(count, text):
     assert format_bytes(count) == text

@@ -26,7 +26,7 @@ def plan(translator: Path, stages: str) -> Plan:
 
 def advice(made: Plan) -> list[Message]:
     """Return what is said of the steps, not of the few rows of these tests."""
-    return [found for found in made.warnings if found.step is not None]
+    return [warning for warning in made.warnings if warning.step is not None]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def advice(made: Plan) -> list[Message]:
         ("[quantize: {scheme: itn4}]", ("wrong-value", "stages[0].quantize.scheme"), ("'int4'?",)),
     ],
 )
-def test_what_cannot_be_is_said_before_work_starts(translator, stages, place, named):
+def test_impossible_quantized_plans_are_rejected(translator, stages, place, named):
     with raises_code(place[0], InputError) as caught:
         plan(translator, stages)
     [found] = caught.value.found
@@ -169,7 +169,7 @@ def test_what_cannot_be_is_said_before_work_starts(translator, stages, place, na
 
 
 @pytest.mark.parametrize("size", [64, 128])
-def test_tensorrt_runs_4_bits_in_half_precision_too(translator, size):
+def test_tensorrt_accepts_int4_in_half_precision(translator, size):
     codes = f"quantize: {{scheme: int4, group_size: {size}, symmetric: positive, accuracy_level: 0}}"
     made = plan(translator, f"[{codes}, onnx: {{target: tensorrt, dtype: fp16}}]")
     assert [s.stage for s in made.steps] == ["quantize", "onnx"]
@@ -179,19 +179,19 @@ def test_tensorrt_runs_4_bits_in_half_precision_too(translator, size):
     ("word", "scheme"), matrix_cells(["finetune", "distill"], ["int8-dynamic", "int4", "binary"])
 )
 def test_training_may_follow_every_scheme(translator, word, scheme):
-    made = plan(translator, f"[quantize: {{scheme: {scheme}}}, {word}: {{}}, onnx: {{}}]")
-    assert [s.stage for s in made.steps] == ["quantize", word, "onnx"]
-    assert advice(made) == []
+    training_plan = plan(translator, f"[quantize: {{scheme: {scheme}}}, {word}: {{}}, onnx: {{}}]")
+    assert [s.stage for s in training_plan.steps] == ["quantize", word, "onnx"]
+    assert advice(training_plan) == []
 
 
-def test_binary_weights_that_nothing_trains_give_a_warning(translator):
+def test_untrained_binary_weights_warn(translator):
     made = plan(translator, "[quantize: {scheme: binary}, onnx: {}]")
     [found] = advice(made)
     assert (found.code, found.step, found.line) == ("untrained-scheme", "onnx", 4)
     assert all(value in found.message for value in ("binary", "'quantize'"))
 
 
-def test_a_step_that_takes_calibration_rows_asks_for_them(translator):
+def test_step_requiring_calibration_data_is_rejected_without_it(translator):
     path = translator / "untrained.yaml"
     path.write_text(
         "model: model\ntask: translation\ndata: {test: test.jsonl}\n"
@@ -213,9 +213,7 @@ def test_a_step_that_takes_calibration_rows_asks_for_them(translator):
         ("scheme: int4", ""),
     ],
 )
-def test_a_shortlist_goes_with_codes_whose_rows_can_be_gathered(
-    translator: Path, codes: str, graph: str
-) -> None:
+def test_shortlist_works_with_row_gatherable_schemes(translator: Path, codes: str, graph: str) -> None:
     plan(translator, f"[shortlist: {{}}, quantize: {{{codes}}}, onnx: {{{graph}}}]")
 
 
@@ -231,7 +229,7 @@ def test_adapters_may_follow_quantize(translator: Path) -> None:
         ("[finetune: {lora: {rank: 4}}]", "peft", "0.18"),
     ],
 )
-def test_a_package_that_is_too_old_is_told_before_work_by_the_step_that_needs_it(
+def test_outdated_package_is_reported_by_step_that_needs_it(
     translator: Path, monkeypatch: pytest.MonkeyPatch, stages: str, package: str, release: str
 ) -> None:
     monkeypatch.setattr(system, "version", lambda name: "0.17.1")
@@ -265,7 +263,7 @@ def scored_by(translator: Path, metric: str, score: str) -> Plan:
         ("agreement", "score: {quality: [bleu, agreement]}\n", ("'agreement'", "only bleu.")),
     ],
 )
-def test_a_metric_that_the_recipe_does_not_score_is_told_before_work(
+def test_metric_not_scored_by_recipe_is_rejected(
     translator: Path, metric: str, score: str, named: tuple[str, ...]
 ) -> None:
     with raises_code("metric-not-scored", InputError) as caught:
@@ -277,12 +275,12 @@ def test_a_metric_that_the_recipe_does_not_score_is_told_before_work(
     assert [value for value in named if value not in found.message] == []
 
 
-def test_a_metric_that_the_recipe_scores_is_taken(translator: Path) -> None:
+def test_metric_scored_by_recipe_is_accepted(translator: Path) -> None:
     scored_by(translator, "chrf", "score: {quality: [bleu, chrf]}\n")
     scored_by(translator, "chrf", "")
 
 
-def test_the_widths_that_a_plan_names_for_a_target_are_taken_there(translator: Path) -> None:
+def test_suggested_bit_widths_are_accepted_for_target(translator: Path) -> None:
     assert plan(
         translator,
         "[quantize: {mixed_precision: {target_bits: 4.5, bit_widths: [4, 8]}}, onnx: {target: openvino}]",
@@ -311,7 +309,7 @@ def test_the_widths_that_a_plan_names_for_a_target_are_taken_there(translator: P
         ),
     ],
 )
-def test_what_codes_do_not_allow_is_refused_with_the_chain_that_does_it(translator, stages, chain):
+def test_stage_unsupported_after_quantize_is_rejected_with_valid_order(translator, stages, chain):
     with raises_code("behind-quantize", InputError) as caught:  # as the stage refuses it at work
         plan(translator, f"[{stages}]")
     assert f"`{chain}`" in str(caught.value)
@@ -327,7 +325,7 @@ def test_what_codes_do_not_allow_is_refused_with_the_chain_that_does_it(translat
         *((scheme, "sparsify: {}") for scheme in ("int8-dynamic", "int4", "ternary", "bnb-nf4")),
     ],
 )
-def test_units_and_weights_can_go_from_codes(translator, scheme, later):
+def test_units_and_weights_can_be_removed_after_quantize(translator, scheme, later):
     assert plan(
         translator, f"[quantize: {{scheme: {scheme}}}, {later}, onnx: {{generation_graph: false}}]"
     ).steps

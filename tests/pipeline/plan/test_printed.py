@@ -14,7 +14,7 @@ pytest_plugins = ["tests.support.standins.stage_stand_ins"]
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("stand_ins")]
 
 
-def test_describe_plan_shows_the_tree(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_shows_tree(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     plan_stages(folder, STAGE_TREE)
     text = str(load_plan(Path("recipe.yaml")))
@@ -47,14 +47,14 @@ gate        size_bytes: at most 1,000,000 at small"""
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_describe_plan_says_what_cannot_run(folder: Path) -> None:
+def test_plan_shows_steps_that_cannot_run(folder: Path) -> None:
     text = str(plan_stages(folder, "[{onnx: {target: tensorrt}}, tensorrt]", until="tensorrt"))
     assert "CANNOT RUN: TensorRT is not installed" in text
     assert "cannot run on this machine: tensorrt." in " ".join(text.split())
     assert "until       tensorrt; excluded: none" in text
 
 
-def test_command_ends_with_2_when_a_step_cannot_run_here(folder: Path) -> None:
+def test_plan_exits_with_2_if_step_cannot_run(folder: Path) -> None:
     path = folder / "recipe.yaml"
     for optional, code in (("false", 2), ("true", 0)):
         path.write_text(

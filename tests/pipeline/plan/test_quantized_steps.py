@@ -38,20 +38,20 @@ def recipe(folder, *stages, model="gptq"):
 
 def refused(folder, *stages, model="gptq"):
     """Return code and setting of each error that the plan reports."""
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError) as excinfo:
         load_plan(recipe(folder, *stages, model=model))
-    return [(found.code, found.setting) for found in caught.value.found]
+    return [(error.code, error.setting) for error in excinfo.value.found]
 
 
 def text_of(folder, *stages, model="gptq"):
     """Return the text of the one error that the plan reports."""
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError) as excinfo:
         load_plan(recipe(folder, *stages, model=model))
-    [found] = caught.value.found
-    return found.message
+    [error] = excinfo.value.found
+    return error.message
 
 
-def test_stages_that_need_floats_and_targets_without_such_codes_are_refused(folder):
+def test_stages_requiring_floats_and_unsupported_targets_are_rejected(folder):
     with pytest.raises(InputError) as caught:
         load_plan(
             recipe(folder, "factorize: {}", "onnx: {target: tensorrt}", "quantize: {}\n    from: model")
@@ -65,11 +65,11 @@ def test_stages_that_need_floats_and_targets_without_such_codes_are_refused(fold
     assert all(value in graph.message for value in ("int4", "(gptq)", "target: ort-cpu or openvino"))
 
 
-def test_of_a_float_model_nothing_is_said(folder):
+def test_float_model_gives_no_quantization_messages(folder):
     harness.smelt("plan", recipe(folder, "prune: {calibration_samples: 4}", model="float"), code=0)
 
 
-def test_learned_scales_need_codes(folder):
+def test_learned_scales_require_quantized_weights(folder):
     learned = "finetune: {qat: {scales: lsq}}"
     assert refused(folder, learned, "quantize: {}", model="float") == [
         ("not-quantized", "stages[0].finetune")
@@ -83,7 +83,7 @@ def test_learned_scales_need_codes(folder):
     ]
 
 
-def test_scales_that_cannot_be_learned_are_said_before_work(folder):
+def test_unlearnable_scales_are_rejected_by_plan(folder):
     learned = "finetune: {qat: {scales: lsq}}"
     steps = ("quantize: {scheme: bnb-nf4}", "finetune: {}", f"{learned}\n    name: again")
     assert refused(folder, *steps, model="float") == [("scales-not-learned", "stages[2].finetune")]
@@ -101,13 +101,13 @@ def test_scales_that_cannot_be_learned_are_said_before_work(folder):
 
 def test_only_ternary_layers_are_split_and_only_once(folder):
     ternary, split = "quantize: {scheme: ternary}", "finetune: {qat: {weight_splitting: true}}"
-    again = (ternary, split, f"{split}\n    name: again")
-    for stages, model, place, scheme in (
+    twice_split = (ternary, split, f"{split}\n    name: again")
+    for stages, model, setting, scheme in (
         (("quantize: {}", split), "float", "stages[1].finetune", "int8-dynamic"),
-        (again, "float", "stages[2].finetune", "binary"),
+        (twice_split, "float", "stages[2].finetune", "binary"),
         ((split,), "gptq", "stages[0].finetune", "int4"),
     ):
-        assert refused(folder, *stages, model=model) == [("unsupported-scheme", place)]
+        assert refused(folder, *stages, model=model) == [("unsupported-scheme", setting)]
         text = text_of(folder, *stages, model=model)
         assert all(value in text for value in (f"are {scheme}.", "scheme: ternary"))
     harness.smelt("plan", recipe(folder, ternary, "finetune: {}", split, model="float"), code=0)
@@ -121,7 +121,7 @@ def test_only_ternary_layers_are_split_and_only_once(folder):
         ("low_rank_correction: {rank: 0}", None),
     ],
 )
-def test_ternary_layers_that_cannot_be_split_are_said_before_work(folder, more, code):
+def test_unsplittable_ternary_layers_are_rejected_by_plan(folder, more, code):
     ternary, split = f"quantize: {{scheme: ternary, {more}}}", "finetune: {qat: {weight_splitting: true}}"
     if code is None:
         harness.smelt("plan", recipe(folder, ternary, split, model="float"), code=0)
@@ -129,7 +129,7 @@ def test_ternary_layers_that_cannot_be_split_are_said_before_work(folder, more, 
         assert refused(folder, ternary, split, model="float") == [(code, "stages[1].finetune")]
 
 
-def test_adapters_and_halves_of_layers_are_kept_apart(folder):
+def test_adapters_on_split_layers_are_rejected(folder):
     ternary, split = "quantize: {scheme: ternary}", "finetune: {qat: {weight_splitting: true}}"
     lora = "finetune: {lora: {targets: [ffn]}}\n    name: adapters"
     assert refused(folder, ternary, split, lora, model="float") == [
@@ -145,7 +145,7 @@ def test_adapters_and_halves_of_layers_are_kept_apart(folder):
     harness.smelt("plan", recipe(folder, part, split, lora, model="float"), code=0)
 
 
-def test_a_layout_that_is_not_read_is_said_before_work(folder, tmp_path):
+def test_unsupported_layout_is_rejected_by_plan(folder, tmp_path):
     quantized_checkpoints.write_gptq(folder / "float", tmp_path / "gptq", bits=3)
     (tmp_path / "train.txt").write_text((folder / "train.txt").read_text())
     assert refused(tmp_path, "onnx: {}") == [("unsupported-bits", "model")]
@@ -153,7 +153,7 @@ def test_a_layout_that_is_not_read_is_said_before_work(folder, tmp_path):
     assert all(value in text for value in ("gptq", "3 bits", "quantize: {scheme: int4}"))
 
 
-def test_a_training_that_decides_the_codes_anew_is_warned_of(folder):
+def test_requantizing_training_warns(folder):
     def warned(*stages, model="gptq"):
         return message_codes(load_plan(recipe(folder, *stages, model=model)).warnings).count(
             "quantized-weights-lost"
@@ -168,7 +168,7 @@ def test_a_training_that_decides_the_codes_anew_is_warned_of(folder):
     assert warned("distill: {teacher: model, student: {model: float}}") == 0  # goes on with floats
 
 
-def test_codes_that_do_not_fit_their_config_are_said_before_work(folder, tmp_path):
+def test_quantized_weights_not_matching_config_are_rejected_by_plan(folder, tmp_path):
     quantized_checkpoints.write_gptq(folder / "float", tmp_path / "gptq", group=32, group_size=16)
     (tmp_path / "train.txt").write_text((folder / "train.txt").read_text())
     assert refused(tmp_path, "onnx: {}") == [("shape-mismatch", "model")]
@@ -176,7 +176,7 @@ def test_codes_that_do_not_fit_their_config_are_said_before_work(folder, tmp_pat
     assert all(value in output for value in ("96 inputs", "groups of 16", "int32 [6, 8]"))
 
 
-def test_a_run_starts_from_codes_and_says_so(folder):
+def test_run_from_quantized_model_warns(folder):
     result = smelt.run(recipe(folder, "onnx: {generation_graph: false}"), out=folder / "run")
     steps = {step["name"]: step for step in result.report["steps"]}
     [taken] = [one for one in steps["model"]["warnings"] if one["code"] == "already-quantized"]
@@ -185,7 +185,7 @@ def test_a_run_starts_from_codes_and_says_so(folder):
 
 
 @pytest.mark.parametrize("setting", ["learned_masks: {keep_ratio: 0.5}", "sparsify: {sparsity: 0.5}"])
-def test_zeros_of_a_training_are_of_floats(folder, setting):
+def test_zeroing_settings_are_rejected_for_quantized_training(folder, setting):
     assert refused(folder, f"finetune: {{{setting}}}") == [("behind-quantize", "stages[0].finetune")]
     output = text_of(folder, f"finetune: {{{setting}}}")
     assert all(value in output for value in (setting.split(":")[0], "gptq"))
@@ -197,10 +197,10 @@ TUNED = "onnx: {autotune: true}"
 def autotune_warnings(folder, *stages, model="float"):
     """Return the warnings of the plan on `autotune`."""
     plan = load_plan(recipe(folder, *stages, model=model))
-    return [one for one in plan.warnings if one.setting == "autotune"]
+    return [warning for warning in plan.warnings if warning.setting == "autotune"]
 
 
-def test_float_products_have_one_operator(folder):
+def test_autotune_without_quantized_layers_warns(folder):
     (found,) = autotune_warnings(folder, "prune: {targets: [ffn], importance: magnitude}", TUNED)
     assert (found.code, found.line, found.step) == ("nothing-quantized", 6, "onnx")
     assert autotune_warnings(folder, "onnx: {}") == []
@@ -218,13 +218,13 @@ def test_float_products_have_one_operator(folder):
         ("{mixed_precision: {target_bits: 4.5}}", True),
     ],
 )
-def test_codes_that_leave_as_one_operator_alone(folder, scheme, chooses):
+def test_autotune_of_single_operator_scheme_warns(folder, scheme, chooses):
     found = autotune_warnings(folder, f"quantize: {scheme}", "finetune: {}", TUNED)
     assert message_codes(found) == ([] if chooses else ["nothing-to-tune"])
     assert all("'quantize'" in one.message for one in found)
 
 
-def test_of_a_model_that_nobody_has_looked_at_nothing_is_said(folder):
+def test_unknown_model_gives_no_autotune_warning(folder):
     assert autotune_warnings(folder, TUNED, model="somebody/model") == []
     (folder / "artifact").mkdir()
     for path in (folder / "float").iterdir():
@@ -234,7 +234,7 @@ def test_of_a_model_that_nobody_has_looked_at_nothing_is_said(folder):
     assert autotune_warnings(folder, "onnx: {autotune: true}", model="artifact") == []
 
 
-def test_codes_of_a_checkpoint_count_and_those_of_another_student_do_not(folder):
+def test_autotune_considers_checkpoint_but_not_replaced_by_student(folder):
     assert autotune_warnings(folder, TUNED, model="gptq") == []
     other = "distill: {student: {model: float}}"
     assert message_codes(autotune_warnings(folder, "quantize: {scheme: int4}", other, TUNED)) == [

@@ -27,12 +27,12 @@ def _plan(folder, length):
     return load_plan(folder / "recipe.yaml")
 
 
-def test_windows_longer_than_the_model_are_an_error_of_the_recipe(tmp_path):
+def test_windows_longer_than_model_positions_are_rejected(tmp_path):
     with raises_code("window-too-long", InputError) as caught:
         _plan(tmp_path, 257)
     assert message_locations(caught.value.found) == [("window-too-long", "data.windows.length", 6)]
     assert all(number in str(caught.value) for number in ("257", "256"))
 
 
-def test_windows_as_long_as_the_model_are_none(tmp_path):
+def test_windows_as_long_as_model_positions_are_accepted(tmp_path):
     assert _plan(tmp_path, 256).recipe.data.windows.length == 256

@@ -15,7 +15,7 @@ pytest_plugins = ["tests.support.standins.stage_stand_ins"]
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("stand_ins")]
 
 
-def test_names_that_only_an_unreadable_step_may_have_are_not_blamed(folder: Path) -> None:
+def test_names_of_unreadable_steps_give_no_further_errors(folder: Path) -> None:
     found = plan_errors(folder, "\n  - {onxn: {}, name: gone}\n  - {prune: {}, from: gone}\nbaseline: gone")
     assert message_locations(found) == [("unknown-stage", "stages[0].onxn", 5)]
     found = plan_errors(
@@ -27,7 +27,7 @@ def test_names_that_only_an_unreadable_step_may_have_are_not_blamed(folder: Path
     ]
 
 
-def test_wrong_setting_does_not_speak_for_others(folder: Path) -> None:
+def test_invalid_setting_causes_no_further_errors(folder: Path) -> None:
     """A setting that is wrong has its default while the rest is checked; nothing is concluded from that."""
     assert message_codes(plan_errors(folder, "[{onnx: {target: tensort}}, tensorrt]")) == ["wrong-value"]
     found = plan_errors(folder, "[{prune: {}, name: a}, {distill: {teacher: b, keep_ratio: 7, x: 1}}]")
@@ -131,7 +131,7 @@ def test_wrong_setting_does_not_speak_for_others(folder: Path) -> None:
         ),
     ],
 )
-def test_one_error_gives_one_message(
+def test_one_mistake_gives_one_message(
     folder: Path, stages: str, place: tuple[str, str, int], named: tuple[str, ...]
 ) -> None:
     """With the values that were read, and those that would do."""
@@ -140,7 +140,7 @@ def test_one_error_gives_one_message(
     assert [value for value in named if value not in found.message] == []
 
 
-def test_stages_need_their_data_and_their_task(folder: Path) -> None:
+def test_stages_require_data_and_supported_task(folder: Path) -> None:
     head = "model: model\ntask: text-classification\ndata: {test: labels.csv}\n"
     (folder / "model/config.json").write_text(json.dumps({"model_type": "bert"}))
     (folder / "model/vocab.txt").touch()
@@ -151,7 +151,7 @@ def test_stages_need_their_data_and_their_task(folder: Path) -> None:
     ]
 
 
-def test_errors_of_all_kinds_come_together(folder: Path) -> None:
+def test_errors_of_all_kinds_are_reported_together(folder: Path) -> None:
     (folder / "model/model.safetensors").unlink()
     (folder / "train.jsonl").write_text('{"source": "a", "target": "b"}\n{"source": \n')
     (folder / "test.jsonl").write_text('{"sorce": "a", "target": "b"}\n')
@@ -168,12 +168,12 @@ def test_errors_of_all_kinds_come_together(folder: Path) -> None:
     assert all(name in found[2].message for name in ("test.jsonl:1: ", "'source'", "'sorce'?"))
 
 
-def test_a_step_after_an_unreadable_one_is_not_blamed(folder: Path) -> None:
+def test_step_after_unreadable_step_gives_no_error(folder: Path) -> None:
     found = plan_errors(folder, "\n  - onxn: {}\n  - tensorrt")
     assert message_locations(found) == [("unknown-stage", "stages[0].onxn", 5)]
 
 
-def test_poor_orders_are_warned_about(folder: Path) -> None:
+def test_poor_stage_orders_warn(folder: Path) -> None:
     def warned(stages: str) -> list[tuple[str, str | None, int | None]]:
         return [(one.code, one.step, one.line) for one in plan_stages(folder, stages).warnings]
 

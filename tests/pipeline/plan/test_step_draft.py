@@ -47,7 +47,7 @@ WRONG = [
     ],
 )
 @pytest.mark.parametrize(("settings", "place", "named"), WRONG)
-def test_an_error_in_quantize_is_one_error(
+def test_invalid_quantize_setting_gives_one_error(
     translator: Path, settings: str, place: tuple[str, str, int], named: str, later: str
 ) -> None:
     [found] = plan_errors(translator, f"[quantize: {settings}, {later}]")
@@ -55,7 +55,7 @@ def test_an_error_in_quantize_is_one_error(
     assert named in found.message
 
 
-def test_what_holds_for_all_codes_is_still_said(translator: Path) -> None:
+def test_errors_true_for_all_schemes_are_reported_despite_invalid_settings(translator: Path) -> None:
     for settings, place, _ in WRONG:
         found = plan_errors(translator, f"[quantize: {settings}, onnx: {{target: ort-cuda}}]")
         assert message_locations(found) == [place, ("unsupported-scheme", "stages[1].onnx.target", 4)]
@@ -70,7 +70,7 @@ def test_what_holds_for_all_codes_is_still_said(translator: Path) -> None:
     assert "int4" in found[1].message
 
 
-def test_a_shortlist_is_not_told_of_codes_that_nobody_knows(translator: Path) -> None:
+def test_shortlist_is_not_checked_against_unknown_scheme(translator: Path) -> None:
     one, two = "[shortlist: {}, quantize: {scheme: bnb-nf4", "}, onnx: {}]"
     found = plan_errors(translator, f"{one}{two}")
     assert message_locations(found) == [("unsupported-scheme", "stages[2].onnx", 4)]
@@ -78,7 +78,7 @@ def test_a_shortlist_is_not_told_of_codes_that_nobody_knows(translator: Path) ->
     assert message_locations(found) == [("wrong-value", "stages[1].quantize.embedding_scheme", 4)]
 
 
-def test_other_steps_are_judged_by_codes_that_are_known(translator: Path) -> None:
+def test_invalid_quantize_does_not_hide_errors_of_other_steps(translator: Path) -> None:
     """An error in one `quantize` hides nothing of another."""
     again = "{quantize: {}, name: second, from: model}, finetune: {qat: {weight_splitting: true}}"
     found = plan_errors(translator, f"[quantize: {{scheme: itn4}}, {again}]")

@@ -18,9 +18,7 @@ OPENVINO = ["int8-static", "int8-groupwise", "int4"]
 
 
 @pytest.mark.parametrize("scheme", OPENVINO)
-def test_of_a_vocabulary_that_a_target_does_not_run_its_scheme_alone_is_to_change(
-    translator: Path, scheme: str
-) -> None:
+def test_unsupported_embedding_scheme_suggests_changing_only_it(translator: Path, scheme: str) -> None:
     stages = f"[quantize: {{scheme: {scheme}, embedding_scheme: WORD}}, onnx: {{target: openvino}}]"
     [found] = plan_errors(translator, stages.replace("WORD", "int8-dynamic"))
     assert message_locations([found]) == [("unsupported-scheme", "stages[1].onnx.target", 4)]
@@ -45,15 +43,13 @@ def test_of_a_vocabulary_that_a_target_does_not_run_its_scheme_alone_is_to_chang
         ),
     ],
 )
-def test_of_layers_that_a_target_does_not_run_the_scheme_is_to_change(
-    translator: Path, codes: str, way: str
-) -> None:
+def test_unsupported_layer_scheme_suggests_changing_it(translator: Path, codes: str, way: str) -> None:
     [found] = plan_errors(translator, f"[quantize: {{{codes}}}, onnx: {{target: openvino}}]")
     assert message_locations([found]) == [("unsupported-scheme", "stages[1].onnx.target", 4)]
     assert found.message.endswith(way)
 
 
-def test_a_target_without_any_scheme_names_none(translator: Path) -> None:
+def test_target_without_schemes_suggests_no_scheme(translator: Path) -> None:
     [found] = plan_errors(translator, "[quantize: {scheme: int4}, onnx: {target: ort-cuda}]")
     assert message_locations([found]) == [("unsupported-scheme", "stages[1].onnx.target", 4)]
     assert found.message.endswith("target: ort-cpu or tensorrt or openvino.")

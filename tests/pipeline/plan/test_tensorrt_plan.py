@@ -15,7 +15,7 @@ pytest_plugins = ["tests.support.standins.stage_stand_ins"]
 pytestmark = pytest.mark.usefixtures("stand_ins")
 
 
-def test_missing_tensorrt_stops_a_run_before_any_work_unless_optional(folder: Path) -> None:
+def test_missing_tensorrt_stops_run_unless_optional(folder: Path) -> None:
     stages = "\n  - onnx: {target: tensorrt}\n  - tensorrt: {}\n"
     made = plan_stages(folder, stages)
     with raises_code("step-unavailable", MissingDependencyError) as caught:
@@ -28,7 +28,7 @@ def test_missing_tensorrt_stops_a_run_before_any_work_unless_optional(folder: Pa
     plan_stages(folder, stages, until="onnx").require_runnable()
 
 
-def test_tensorrt_needs_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorrt_requires_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "find_spec", lambda name: object())
     monkeypatch.setattr(machine, "has_cuda", lambda: False)
     made = plan_stages(folder, "[{onnx: {target: tensorrt}}, tensorrt]")
@@ -38,7 +38,7 @@ def test_tensorrt_needs_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert plan_stages(folder, "[{onnx: {target: tensorrt}}, tensorrt]").step("tensorrt").unavailable is None
 
 
-def test_tensorrt_that_builds_ahead_of_time_is_planned_but_not_scored(
+def test_tensorrt_built_without_gpu_is_planned_but_not_scored(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "find_spec", lambda name: object())
@@ -58,7 +58,7 @@ def test_tensorrt_that_builds_ahead_of_time_is_planned_but_not_scored(
     made.require_runnable()
 
 
-def test_builder_without_a_gpu_is_tried_in_a_process_of_its_own(
+def test_builder_without_gpu_is_tried_in_separate_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def answer(builder: str) -> bool:

@@ -26,19 +26,19 @@ def rules(tmp_path, task="summarization", data="", kind="t5", params=T5):
     return resolve_text_rules(parse_recipe(text, tmp_path / "r.yaml"), tmp_path)
 
 
-def test_the_model_s_prefix_is_taken_and_said(tmp_path):
+def test_prefix_of_model_is_used_and_noted(tmp_path):
     found, notes = rules(tmp_path)
     assert found == TextRules(prefix="summarize: ")
     assert len(notes) == 1
     assert "'summarize: '" in notes[0]
 
 
-def test_the_recipe_s_prefix_wins_also_an_empty_one(tmp_path):
+def test_prefix_of_recipe_overrides_model_even_if_empty(tmp_path):
     assert rules(tmp_path, data=', prefix: "tl;dr: "')[0].prefix == "tl;dr: "
     assert rules(tmp_path, data=', prefix: ""')[0].prefix == ""
 
 
-def test_languages_choose_among_the_model_s_prefixes(tmp_path):
+def test_languages_select_prefix_of_model(tmp_path):
     found, _ = rules(tmp_path, "translation", ", source_language: en, target_language: fr")
     assert found.prefix == "translate English to French: "
     none, notes = rules(tmp_path, "translation")
@@ -49,12 +49,12 @@ def test_languages_choose_among_the_model_s_prefixes(tmp_path):
     assert all(name in str(caught.value) for name in ("translation_en_to_xx", "translation_en_to_de"))
 
 
-def test_what_smelt_wrote_beside_a_model_wins_over_its_config(tmp_path):
+def test_saved_text_rules_override_model_config(tmp_path):
     (tmp_path / "text.json").write_text('{"prefix": "kept: "}')
     assert rules(tmp_path)[0].prefix == "kept: "
 
 
-def test_a_multilingual_model_has_to_be_told_its_languages(tmp_path):
+def test_multilingual_model_requires_languages(tmp_path):
     with raises_code("missing-languages", InputError) as caught:
         rules(tmp_path, "translation", kind="mbart", params=None)
     assert "source_language: en_XX" in str(caught.value)
@@ -65,7 +65,7 @@ def test_a_multilingual_model_has_to_be_told_its_languages(tmp_path):
     assert notes == ["languages en_XX to de_DE"]
 
 
-def test_a_language_that_the_tokenizer_does_not_know_is_told_before_any_work(tmp_path):
+def test_language_unknown_to_tokenizer_is_rejected_by_plan(tmp_path):
     words = {"model": {"vocab": {"<s>": 0, "old_XX": 1}}, "added_tokens": [{"content": "eng_Latn", "id": 2}]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(words))
 
@@ -88,16 +88,16 @@ def test_a_language_that_the_tokenizer_does_not_know_is_told_before_any_work(tmp
     assert notes_for("eng_Latn", "deu_Latn") == ["languages eng_Latn to deu_Latn"]
 
 
-def test_marian_s_target_language_becomes_its_prefix(tmp_path):
+def test_target_language_of_marian_becomes_prefix(tmp_path):
     found, _ = rules(tmp_path, "translation", ", target_language: fra", kind="marian", params=None)
     assert found == TextRules(prefix=">>fra<< ")
 
 
-def test_a_model_without_anything_gets_nothing(tmp_path):
+def test_model_without_prefixes_has_no_text_rules(tmp_path):
     assert rules(tmp_path, kind="bart", params=None) == (TextRules(), [])
 
 
-def test_a_prefix_does_not_fit_a_classifier(tmp_path):
+def test_prefix_is_rejected_for_classifier(tmp_path):
     with raises_code("does-not-fit-task", InputError) as caught:
         rules(tmp_path, "text-classification", ', prefix: "x "')
     assert caught.value.setting == "data.prefix"

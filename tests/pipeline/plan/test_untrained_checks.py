@@ -18,7 +18,7 @@ def home(tmp_path):
     return untrained_recipes.write_config_and_data(tmp_path)
 
 
-def test_plan_says_what_it_starts_from(home):
+def test_plan_shows_config_and_tokenizer_of_untrained_model(home):
     (home / "recipe.yaml").write_text(CLASSIFIER)
     text = str(load_plan(home / "recipe.yaml"))
     words = " ".join(text.split())
@@ -39,7 +39,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("change", MISTAKES)
-def test_what_cannot_work_is_said_before_any_work(home, change):
+def test_invalid_untrained_recipes_are_rejected(home, change):
     text = CLASSIFIER
     key = change.split(":")[0]
     if key == "config":
@@ -79,7 +79,7 @@ score: {latency: false}
     ("template", "code"),
     [("'{promt}'", "missing-placeholder"), ("chat", "no-chat-template"), ("'Q: {prompt}'", None)],
 )
-def test_wrong_prompt_template_of_an_untrained_model_is_an_error_of_the_plan(tmp_path, template, code):
+def test_invalid_prompt_template_of_untrained_model_is_rejected(tmp_path, template, code):
     (tmp_path / "gpt2.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 16, "n_head": 2}))
     (tmp_path / "p.jsonl").write_text('{"prompt": "one", "response": "two"}\n' * 4)
     (tmp_path / "recipe.yaml").write_text(PROMPTED.replace("TEMPLATE", template))
@@ -104,7 +104,7 @@ score: {latency: false}
 """
 
 
-def test_a_config_that_its_family_cannot_follow_is_said_before_any_work(home):
+def test_unsupported_config_of_untrained_model_is_rejected(home):
     rope = {"full_attention": {"rope_type": "dynamic", "rope_theta": 1e4}}
     config = {"model_type": "modernbert", "rope_parameters": rope}
     (home / "modern.json").write_text(json.dumps(config))
@@ -125,7 +125,7 @@ def bare(home):
     return home
 
 
-def test_a_classifier_that_is_still_to_be_made_teaches_nobody(bare):
+def test_untrained_classifier_is_rejected_as_teacher(bare):
     (bare / "recipe.yaml").write_text(BARE)
     with raises_code("untrained-teacher", InputError) as caught:
         load_plan(bare / "recipe.yaml")
@@ -139,7 +139,7 @@ def test_a_classifier_that_is_still_to_be_made_teaches_nobody(bare):
     assert "tuned" not in str(caught.value)
 
 
-def test_a_step_that_is_the_baseline_already_is_not_advised(bare):
+def test_baseline_step_is_not_suggested_as_baseline(bare):
     recipe = BARE.replace("distill: {", "distill: {teacher: tuned, ")
     for text, advised in ((recipe, False), (recipe.replace("baseline: tuned\n", ""), True)):
         (bare / "recipe.yaml").write_text(text)
@@ -147,14 +147,14 @@ def test_a_step_that_is_the_baseline_already_is_not_advised(bare):
         assert ("baseline" in warning.message) == advised
 
 
-def test_a_tuned_encoder_teaches(bare):
+def test_finetuned_encoder_is_accepted_as_teacher(bare):
     steps = run_recipe(bare, BARE.replace("distill: {", "distill: {teacher: tuned, "), "run")
     assert steps["distill"]["status"] == "done"
     manifest = json.loads((bare / "run" / "artifacts" / "model" / "manifest.json").read_text())
     assert manifest["details"]["new_head"] is True
 
 
-def test_an_encoder_that_was_fetched_is_noticed_when_the_stage_begins(bare, monkeypatch):
+def test_downloaded_encoder_without_head_is_rejected_at_stage_start(bare, monkeypatch):
     """Nothing is known of a hub's model when the recipe is planned."""
     monkeypatch.setattr("smelt.pipeline.plan.model_checks.local_model_folder", lambda model, base: None)
     monkeypatch.setattr("smelt.pipeline.plan.plan.fetch_model", lambda model, base, task: bare / "m")
@@ -166,7 +166,7 @@ def test_an_encoder_that_was_fetched_is_noticed_when_the_stage_begins(bare, monk
     assert "teacher: tuned" in step["error"]["message"]
 
 
-def test_labels_that_train_never_has_are_known_by_the_plan(home):
+def test_labels_missing_in_train_are_rejected_by_plan(home):
     rows = [json.loads(line) for line in (home / "data.jsonl").read_text().splitlines()]
     other = [row | {"label": "positive"} for row in rows]
     (home / "other.jsonl").write_text("\n".join(map(json.dumps, other)))

@@ -44,12 +44,12 @@ def _said(splits, task="translation", trains=True):
     return data_warnings(_recipe(task), trains, splits)
 
 
-def test_nothing_is_said_of_data_that_are_in_order():
+def test_valid_data_give_no_warnings():
     splits = {name: _pairs(*_many(name)) for name in ("train", "validation", "test")}
     assert _said(splits) == []
 
 
-def test_trainings_without_validation_rows_are_told_that_they_keep_their_last_weights():
+def test_training_without_validation_samples_warns():
     def step(name, **settings):
         return SimpleNamespace(name=name, settings=SimpleNamespace(**settings))
 
@@ -69,7 +69,7 @@ def test_trainings_without_validation_rows_are_told_that_they_keep_their_last_we
     assert last_checkpoint_warnings(chosen, steps) == []
 
 
-def test_texts_that_may_be_several_rows_are_counted():
+def test_unclosed_quotes_in_tsv_warn():
     rows = [*(Example(*row[:1], (row[1],), line=n) for n, row in enumerate(_many("a"), start=2))]
     rows[7] = Example("Hello\thallo\nbye", ("er ruft",), line=10)
     [found] = _said({"test": Split("test.tsv", tuple(rows))})
@@ -79,14 +79,14 @@ def test_texts_that_may_be_several_rows_are_counted():
 
 
 @pytest.mark.parametrize(("rows", "warned"), [(99, True), (100, False)])
-def test_few_test_rows_are_warned_of(rows, warned):
+def test_few_test_samples_warn(rows, warned):
     found = _said({"test": _pairs(*_many("x", rows))})
     assert message_codes(found) == (["few-test-rows"] if warned else [])
     assert all("99" in one.message for one in found)
     assert _said({"test": _pairs(*_many("x", rows))}, "language-modeling") == []
 
 
-def test_test_rows_that_are_in_train_are_counted():
+def test_test_samples_in_train_are_counted():
     train = _pairs(*_many("a"), ("b 1", "other"))
     test = _pairs(*_many("b", 100), *_many("a", 20))
     (found,) = _said({"train": train, "test": test})
@@ -99,7 +99,7 @@ def test_test_rows_that_are_in_train_are_counted():
     assert "validation" in found.message
 
 
-def test_test_rows_that_are_calibrated_on_are_counted():
+def test_test_samples_in_calibration_are_counted():
     def arrays(*starts):
         x = np.concatenate([np.arange(start, start + 60) for start in starts])
         return split_from_arrays("f.npz", SampleArrays({"x": x[:, None], "k": np.float32(2)}, len(x)))
@@ -117,7 +117,7 @@ def test_test_rows_that_are_calibrated_on_are_counted():
     assert re.findall(r"\d+", found.message) == ["1", "120"]
 
 
-def test_a_copy_shares_one_of_several_references():
+def test_copy_shares_one_of_several_references():
     train = Split("f", (Example("a", ("x", "y")),))
     for target, code in (("y", "test-rows-in-other-split"), ("z", "test-texts-in-other-split")):
         test = Split("f", (Example("a", (target, "w")), *(Example(f"{i}", ("t",)) for i in range(ROWS))))
@@ -126,7 +126,7 @@ def test_a_copy_shares_one_of_several_references():
         assert re.findall(r"\d+", found.message) == ["1", "121"]
 
 
-def test_pairs_of_texts_are_copies_when_both_are():
+def test_text_pairs_are_copies_if_both_texts_match():
     rows = [Example("a", text_pair=f"{i}", label="x") for i in range(ROWS)]
     train, test = Split("f", tuple(rows[:60])), Split("f", tuple(rows[60:] * 2))
     assert _said({"train": train, "test": test}, "text-classification") == []
@@ -136,7 +136,7 @@ def test_pairs_of_texts_are_copies_when_both_are():
     assert re.findall(r"\d+", found.message) == ["1", "121"]
 
 
-def test_short_lines_of_running_text_are_no_copies():
+def test_short_lines_of_running_text_are_not_copies():
     long = "This line is long enough that nobody would write it twice by chance, whatever it says."
     train = Split("f", (Example(""), Example(" = Title = "), Example(long)))
     test = Split("f", (Example(""), Example(" = Title = "), Example("x" * 90)))
@@ -147,7 +147,7 @@ def test_short_lines_of_running_text_are_no_copies():
     assert re.findall(r"\d+", found.message) == ["1", "2", "80"]  # copies, rows, characters
 
 
-def test_labels_that_differ_in_case_or_blanks_are_named_with_counts():
+def test_labels_differing_in_case_or_blanks_are_counted():
     labels = ["positive"] * 100 + ["Positive"] * 3 + [" positive"] + ["negative"] * 10
     test = Split("f", tuple(Example(f"{i}", label=label) for i, label in enumerate(labels)))
     [found] = _said({"test": test}, "text-classification")
@@ -173,7 +173,7 @@ def test_labels_that_differ_in_case_or_blanks_are_named_with_counts():
         ({}, "", None),
     ],
 )
-def test_decoding_that_the_model_asks_for_and_does_not_get_is_named(tmp_path, own, more, named):
+def test_unused_generation_config_of_model_warns(tmp_path, own, more, named):
     (tmp_path / "config.json").write_text(json.dumps({"num_beams": 9}))
     (tmp_path / "generation_config.json").write_text(json.dumps(own))
     found = decoding_warnings(_recipe(more=more), tmp_path)
@@ -200,9 +200,9 @@ def report(tmp_path_factory):
     )
     planned = harness.smelt("plan", home / "r.yaml")
     assert planned.exit_code == 0
-    ran = harness.smelt("run", home / "r.yaml", "--out", home / "r", "--limit", "5")
-    assert ran.exit_code == 0, ran.output
-    return planned.output, ran.output, json.loads((home / "r" / "report.json").read_text())
+    result = harness.smelt("run", home / "r.yaml", "--out", home / "r", "--limit", "5")
+    assert result.exit_code == 0, result.output
+    return planned.output, result.output, json.loads((home / "r" / "report.json").read_text())
 
 
 DOUBTS = {
@@ -213,7 +213,7 @@ DOUBTS = {
 
 
 @pytest.mark.parametrize("code", DOUBTS)
-def test_a_doubt_is_said_everywhere(report, code):
+def test_warning_is_shown_in_plan_run_and_reports(report, code):
     planned, ran, found = report
     [doubt] = [one for one in found["warnings"] if one["code"] == code]
     numbers = DOUBTS[code]
@@ -224,7 +224,7 @@ def test_a_doubt_is_said_everywhere(report, code):
     assert not any("severity=" in text for text in drawn)  # its text, and not the object
 
 
-def test_outputs_that_were_cut_are_counted_for_each_step(report):
+def test_truncated_outputs_are_counted_for_each_step(report):
     for step in report[2]["steps"]:
         [found] = [one for one in step["warnings"] if one["code"] == "outputs-not-ended"]
         message = found["message"]
@@ -235,7 +235,7 @@ def test_outputs_that_were_cut_are_counted_for_each_step(report):
     assert "warning: 'model', 'prune': " in text
 
 
-def test_what_only_the_run_reads_is_doubted_by_the_run(tmp_path, monkeypatch):
+def test_data_read_only_by_run_warn_in_run(tmp_path, monkeypatch):
     monkeypatch.setattr("smelt.pipeline.plan.run_checks._EAGER_READ_BYTES", 10)
     monkeypatch.setattr("smelt.pipeline.plan.plan.fetch_model", lambda *a: tmp_path / "m")
     tiny.write_marian(tmp_path / "m")
@@ -255,7 +255,7 @@ def test_what_only_the_run_reads_is_doubted_by_the_run(tmp_path, monkeypatch):
         assert " ".join(ran.output.split()).count(f"warning: {doubt['message']}") == 2
 
 
-def test_sizes_are_not_compared_across_dtypes_without_a_word(tmp_path):
+def test_sizes_across_dtypes_warn(tmp_path):
     from transformers import AutoModelForSequenceClassification
 
     tiny.write_bert(tmp_path / "m")
@@ -292,7 +292,7 @@ def test_sizes_are_not_compared_across_dtypes_without_a_word(tmp_path):
 
 
 @pytest.mark.parametrize(("count", "few"), [(1, True), (99, True), (100, False)])
-def test_few_windows_of_a_text_are_told_once(count, few):
+def test_few_windows_warn_once(count, few):
     rows = {"rows": [[1.0, 2, 3]] * count}
     found = few_windows_warnings({"perplexity": rows, "bits_per_byte": rows}, "test")
     assert message_codes(found) == (["few-windows"] if few else [])

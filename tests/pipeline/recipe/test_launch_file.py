@@ -57,7 +57,7 @@ def accelerate(kind, **more):
 
 
 @pytest.mark.quick
-def test_processes_and_strategy_are_read_from_a_file_of_accelerate(read, tmp_path):
+def test_processes_and_strategy_are_read_from_accelerate_file(read, tmp_path):
     divided = read(accelerate("FSDP", num_processes=4, fsdp_config={"fsdp_offload_params": True}))
     assert (divided.num_processes, divided.strategy, divided.cpu_offload) == (4, "fsdp", True)
     assert read(accelerate("MULTI_CPU", num_processes=2)).strategy == "ddp"
@@ -76,7 +76,7 @@ def test_processes_and_strategy_are_read_from_a_file_of_accelerate(read, tmp_pat
 
 
 @pytest.mark.quick
-def test_zero_is_read_from_a_file_of_deepspeed(read):
+def test_zero_settings_are_read_from_deepspeed_file(read):
     found = read(DEEPSPEED, num_processes=2)
     assert (found.num_processes, found.strategy, found.zero_stage, found.cpu_offload) == (
         2, "deepspeed", 3, True,
@@ -107,7 +107,7 @@ def test_zero_is_read_from_a_file_of_deepspeed(read):
      {"zero_optimization": {"stage": 2, "reduce_bucket_size": True}},
      {"zero_optimization": {"stage": 2, "overlap_comm": 1}}],
 )  # fmt: skip
-def test_what_a_stage_sets_and_what_smelt_does_not_start_is_refused(read, more):
+def test_unsupported_deepspeed_settings_are_rejected(read, more):
     with raises_code("launch-config"):
         read(DEEPSPEED | more)
 
@@ -120,7 +120,7 @@ def test_what_a_stage_sets_and_what_smelt_does_not_start_is_refused(read, more):
      ("FSDP", {"fsdp_config": {"fsdp_reshard_after_forward": "NO_SHARD"}}),
      ("MULTI_GPU", {"gpu_ids": "2,3"}), ("MULTI_GPU", {"dynamo_config": {"dynamo_backend": "INDUCTOR"}})],
 )  # fmt: skip
-def test_settings_of_a_stage_in_a_file_of_accelerate_are_refused(read, kind, more):
+def test_stage_settings_in_accelerate_file_are_rejected(read, kind, more):
     with raises_code("launch-config"):
         read(accelerate(kind, num_processes=2, **more))
 
@@ -135,7 +135,7 @@ def test_settings_of_a_stage_in_a_file_of_accelerate_are_refused(read, kind, mor
         "num_machines: 2",
     ],
 )
-def test_what_has_no_effect_here_is_refused_in_a_file_of_accelerate(line, tmp_path):
+def test_unused_settings_in_accelerate_file_are_rejected(line, tmp_path):
     path, launch = tmp_path / "launch.yaml", LaunchSettings(config_file="launch.yaml")
     path.write_text("distributed_type: FSDP\nnum_processes: 2\nnum_machines: '1'\n")
     assert resolve_launch(launch, tmp_path).strategy == "fsdp"
@@ -145,7 +145,7 @@ def test_what_has_no_effect_here_is_refused_in_a_file_of_accelerate(line, tmp_pa
 
 
 @pytest.mark.quick
-def test_settings_next_to_the_file_take_precedence(read):
+def test_recipe_settings_override_launch_file(read):
     assert read(accelerate("FSDP", num_processes=2), num_processes=4).num_processes == 4
     with raises_code("launch-config"):
         read(accelerate("MULTI_CPU", num_processes=2), cpu_offload=True)
@@ -157,7 +157,7 @@ def test_settings_next_to_the_file_take_precedence(read):
              "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 2",
              "distributed_type: FSDP\nnum_processes: true", '{"zero_optimization": {"stage": 2},}']
 )  # fmt: skip
-def test_other_files_are_refused(tmp_path, text):
+def test_other_launch_files_are_rejected(tmp_path, text):
     (tmp_path / "launch.json").write_text(text)
     with raises_code("launch-config"):
         resolve_launch(LaunchSettings(config_file="launch.json"), tmp_path)
@@ -166,7 +166,7 @@ def test_other_files_are_refused(tmp_path, text):
 
 
 @pytest.mark.quick
-def test_sizes_of_buffers_are_whole_numbers():
+def test_buffer_sizes_must_be_positive_integers():
     for options in ({"reduce_bucket_size": 0}, {"sub_group_size": True}, {"overlap_comm": 2}):
         with raises_setting_codes("wrong-value"):
             LaunchSettings(num_processes=2, strategy="deepspeed", zero_options=options)
@@ -175,7 +175,7 @@ def test_sizes_of_buffers_are_whole_numbers():
 
 
 @pytest.mark.quick
-def test_a_strategy_with_one_process_is_warned_of():
+def test_strategy_with_one_process_warns():
     found = [
         message_codes(launch_warnings(SimpleNamespace(launch=LaunchSettings(strategy=strategy, **more))))
         for strategy, more in (("fsdp", {}), ("deepspeed", {}), ("ddp", {}), ("fsdp", {"num_processes": 2}))

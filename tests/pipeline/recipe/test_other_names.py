@@ -20,7 +20,7 @@ from tests.support.expected_errors import raises_code
         ("distill", "alpha", "losses"),
     ],
 )
-def test_words_of_other_tools_are_told_by_their_names_here(stage: str, word: str, here: str) -> None:
+def test_setting_names_of_other_tools_suggest_own_names(stage: str, word: str, here: str) -> None:
     kind: type[Settings] = load_stage(stage).settings_type
     assert here in kind.model_fields
     errors = RecipeErrors(parse_yaml("a: 1", "r.yaml"))

@@ -24,7 +24,7 @@ def split(*labels, origin="a.csv"):
         (REGRESSION, (0.5, 1.5), (99.0,), []),
     ],
 )
-def test_labels_that_train_never_has_are_named(problem, train, test, strange):
+def test_labels_missing_in_train_are_named(problem, train, test, strange):
     data = {"train": split(*train), "test": split(*test), "validation": split(*train)}
     found = label_errors(NEW, data, problem)
     assert [(name, one.code) for name, one in found] == ([("test", "unknown-label")] if strange else [])
@@ -34,18 +34,18 @@ def test_labels_that_train_never_has_are_named(problem, train, test, strange):
         assert not set(strange) & set(new_class_names(data, problem))
 
 
-def test_stray_labels_are_counted_with_their_first_line():
+def test_stray_labels_are_counted_with_first_line():
     data = {"train": split(*[0, 1] * 20), "test": split(0, 1, 7, 0, 7)}
     [(name, found)] = label_errors(NEW, data, SINGLE_LABEL)
     assert (name, found.code) == ("test", "unknown-label")
     assert "'7' (2 samples, line 4)" in found.message
 
 
-def test_the_labels_of_a_trained_classifier_are_its_own():
+def test_trained_classifier_uses_its_own_labels():
     trained = {"architectures": ["BertForSequenceClassification"], "id2label": {0: "a", 1: "b", 2: "c"}}
     assert label_errors(trained, {"train": split("a", "b"), "test": split("c", "a")}, SINGLE_LABEL) == []
 
 
-def test_without_training_rows_all_splits_name_the_labels():
+def test_labels_without_train_come_from_all_splits():
     assert new_class_names({"test": split("b", "a")}, SINGLE_LABEL) == ["a", "b"]
     assert label_errors(NEW, {"test": split("b", "a")}, SINGLE_LABEL) == []

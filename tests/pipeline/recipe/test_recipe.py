@@ -45,14 +45,14 @@ def read(text: str, *overrides: str) -> ParsedRecipe:
 
 
 def errors(text: str, *overrides: str) -> list[Message]:
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError) as excinfo:
         read(text, *overrides)
-    assert caught.value.exit_code == 2
-    assert str(caught.value).splitlines() == [str(found) for found in caught.value.found]
-    return list(caught.value.found)
+    assert excinfo.value.exit_code == 2
+    assert str(excinfo.value).splitlines() == [str(error) for error in excinfo.value.found]
+    return list(excinfo.value.found)
 
 
-def test_defaults() -> None:
+def test_recipe_defaults() -> None:
     recipe = read(GOOD)
     assert recipe.score.quality == ("bleu", "chrf", "rouge1", "rouge2", "rougeL")
     generation = recipe.score.generation.model_dump()
@@ -65,7 +65,7 @@ def test_defaults() -> None:
     assert recipe.base == Path()
 
 
-def test_a_metric_may_have_settings() -> None:
+def test_metric_settings_are_read_and_checked() -> None:
     recipe = read(GOOD + "\nscore: {quality: [{bleu: {tokenize: zh}}, chrf]}\n")
     assert recipe.score.quality == ("bleu", "chrf")
     assert recipe.metric_settings == {"bleu": {"tokenize": "zh"}}
@@ -80,24 +80,24 @@ def test_a_metric_may_have_settings() -> None:
         assert [(one.code, one.setting) for one in found] == [(code, f"score.quality[0]{setting}")]
 
 
-def test_stages_are_read_with_what_stands_beside_them() -> None:
+def test_stages_are_read_with_name_parent_and_optional() -> None:
     first, second, third = read(GOOD).stages
     assert (first.stage, first.name, first.settings, first.line) == ("prune", "small", {"keep_ratio": 0.5}, 5)
     assert (second.stage, second.name, second.settings, second.optional) == ("onnx", None, {}, False)
     assert (third.parent, third.optional) == ("small", True)
 
 
-def test_latency_false_turns_it_off() -> None:
+def test_latency_false_disables_latency() -> None:
     assert read(GOOD + "score: {latency: false}").score.latency is None
 
 
-def test_the_metrics_of_a_classifier_wait_for_its_model_and_data() -> None:
+def test_classifier_metrics_are_unset_until_model_is_known() -> None:
     recipe = read("model: m\ntask: text-classification\ndata: {test: t}\nstages: []\n")
     assert recipe.score.quality == ()
     assert "mse" in METRICS_BY_TASK["text-classification"]
 
 
-def test_files_without_a_name_are_told_so() -> None:
+def test_empty_file_names_are_rejected() -> None:
     splits = ("train", "unlabeled", "validation", "calibration", "test")
     data = ", ".join(f"{name}: ''" for name in splits)
     text = f"model: {{config: ''}}\ntask: language-modeling\ndata: {{{data}}}\nstages: []\n"
@@ -107,7 +107,7 @@ def test_files_without_a_name_are_told_so() -> None:
     ]
 
 
-def test_a_metric_of_the_user_is_refused_where_no_text_is_written() -> None:
+def test_custom_metric_is_rejected_for_task_without_outputs() -> None:
     text = "model: m\ntask: TASK\ndata: {train: t, test: t}\nstages: []\nscore: {quality: ['own:metric']}\n"
     [found] = errors(text.replace("TASK", "language-modeling"))
     assert found.code == "does-not-fit-task"
@@ -115,7 +115,7 @@ def test_a_metric_of_the_user_is_refused_where_no_text_is_written() -> None:
     assert read(text.replace("TASK", "text-classification")).score.quality == ("own:metric",)
 
 
-def test_several_errors_are_reported_together_in_the_order_of_their_lines() -> None:
+def test_errors_are_reported_together_in_line_order() -> None:
     text = """\
 model: m
 taks: translation
@@ -224,14 +224,14 @@ threads: 0
         ("seed: 1\nseed: 2", "duplicate-key", "seed", ("line 11",)),
     ],
 )
-def test_wrong_values_are_explained(line: str, code: str, setting: str, named: tuple[str, ...]) -> None:
+def test_invalid_values_are_explained(line: str, code: str, setting: str, named: tuple[str, ...]) -> None:
     number = 11 + line.count("\n")
     [found] = errors(GOOD + line)
     assert message_locations([found]) == [(code, setting, number)]
     assert [value for value in named if value not in found.message] == []
 
 
-def test_gates_need_what_they_judge_to_be_measured() -> None:
+def test_gates_require_measured_metrics() -> None:
     text = "score: {quality: [bleu], latency: false}\ngates:\n  speedup: {min: 3}\n  chrf: {min: 1}\n"
     found = errors(GOOD + text)
     assert message_locations(found) == [
@@ -255,14 +255,14 @@ def test_gates_need_what_they_judge_to_be_measured() -> None:
         ("{prune: {}, name: model}", "reserved-name", "stages[0].name", "'model'"),
     ],
 )
-def test_wrong_stages_are_explained(stage: str, code: str, setting: str, read: str) -> None:
+def test_invalid_stages_are_explained(stage: str, code: str, setting: str, read: str) -> None:
     text = f"model: m\ntask: translation\ndata: {{test: t}}\nstages:\n  - {stage}\n"
     [found] = errors(text)
     assert message_locations([found]) == [(code, setting, 5)]
     assert read in found.message
 
 
-def test_tasks_that_are_not_supported() -> None:
+def test_unsupported_task_is_rejected() -> None:
     [found] = errors(GOOD.replace("translation", "translatoin"))
     assert message_locations([found]) == [("unknown-task", "task", 2)]
     for value in ("'translatoin'", ", ".join(ALL_TASKS), "'translation'?"):
@@ -270,7 +270,7 @@ def test_tasks_that_are_not_supported() -> None:
 
 
 @pytest.mark.parametrize(("text", "shown"), [("", "an empty file"), ("- a", '["a"]'), ("hello", "'hello'")])
-def test_what_is_no_mapping_is_no_recipe(text: str, shown: str) -> None:
+def test_non_mapping_recipe_is_rejected(text: str, shown: str) -> None:
     with raises_code("not-a-recipe", InputError) as caught:
         read(text)
     assert (caught.value.file, caught.value.line) == ("recipe.yaml", 1)
@@ -278,12 +278,12 @@ def test_what_is_no_mapping_is_no_recipe(text: str, shown: str) -> None:
 
 
 def test_missing_keys_are_named() -> None:
-    assert [(one.code, one.setting) for one in errors("seed: 1")] == [
+    assert [(message.code, message.setting) for message in errors("seed: 1")] == [
         ("missing-setting", name) for name in ("model", "task", "data", "stages")
     ]
 
 
-def test_set_changes_settings_of_steps_and_keys() -> None:
+def test_set_changes_step_settings_and_keys() -> None:
     recipe = read(
         GOOD,
         "small.keep_ratio=0.9",
@@ -301,7 +301,7 @@ def test_set_changes_settings_of_steps_and_keys() -> None:
     assert recipe.document["stages"][0]["prune"] == {"keep_ratio": 0.9}
 
 
-def test_set_latency_false_and_back() -> None:
+def test_set_disables_and_enables_latency() -> None:
     assert read(GOOD, "score.latency=false").score.latency is None
     latency = read(GOOD + "score: {latency: false}", "score.latency.rounds=7").score.latency
     assert latency is not None
@@ -320,14 +320,14 @@ def test_set_latency_false_and_back() -> None:
         ("small.optional=3", "wrong-value", "stages[0].optional"),
     ],
 )
-def test_wrong_overrides_are_explained(override: str, code: str, setting: str) -> None:
+def test_invalid_overrides_are_explained(override: str, code: str, setting: str) -> None:
     [found] = errors(GOOD, override)
     assert message_locations([found]) == [(code, setting, None)]
     assert found.message.startswith(f"--set {override}:")
 
 
 @pytest.mark.parametrize("written", [".nan", ".inf", "-.inf", "1e999"])
-def test_a_number_that_is_none_is_said_once(written: str) -> None:
+def test_non_finite_number_is_reported_once(written: str) -> None:
     """What stands in its place (0) is not what was written, and may be wrong too."""
     text = GOOD + f"score: {{latency: {{rounds: {written}}}}}"
     code = "number-too-large" if written == "1e999" else "not-finite"
@@ -341,11 +341,11 @@ def test_a_number_that_is_none_is_said_once(written: str) -> None:
     ]
 
 
-def test_set_names_the_nearest_step() -> None:
+def test_set_suggests_nearest_step() -> None:
     assert "'small'?" in errors(GOOD, "smal.keep_ratio=1")[0].message
 
 
-def test_find_recipe_names_the_nearest_file(tmp_path: Path) -> None:
+def test_find_recipe_suggests_nearest_file(tmp_path: Path) -> None:
     (tmp_path / "translate.yaml").touch()
     assert find_recipe(str(tmp_path / "translate.yaml")) == tmp_path / "translate.yaml"
     with raises_code("unknown-recipe", InputError) as caught:
@@ -353,7 +353,7 @@ def test_find_recipe_names_the_nearest_file(tmp_path: Path) -> None:
     assert "'translate.yaml'?" in str(caught.value)
 
 
-def test_a_folder_is_no_recipe_and_one_with_a_model_gets_one(tmp_path: Path) -> None:
+def test_folder_is_rejected_as_recipe_and_init_is_suggested_for_model(tmp_path: Path) -> None:
     with raises_code("not-a-recipe", InputError) as caught:
         find_recipe(str(tmp_path))
     assert "smelt init" not in str(caught.value)
@@ -381,7 +381,7 @@ _SETS = st.lists(st.tuples(st.lists(_WORDS, min_size=1, max_size=3), _WORDS), ma
 
 @settings(FUZZ)
 @given(st.dictionaries(_WORDS, _VALUES, max_size=6), _SETS)
-def test_any_structure_is_a_recipe_or_an_input_error(
+def test_any_structure_is_recipe_or_raises_input_error(
     value: dict[str, object], sets: list[tuple[list[str], str]]
 ) -> None:
     from smelt.pipeline.recipe.yaml_file import dump_yaml

@@ -47,7 +47,7 @@ def home(tmp_path_factory):
     return folder
 
 
-def test_the_recipe_itself_is_a_plan(home):
+def test_unchanged_recipe_is_planned(home):
     assert [step.name for step in load_plan(home / "recipe.yaml").steps] == [
         "small",
         "distill",
@@ -62,7 +62,7 @@ def test_the_recipe_itself_is_a_plan(home):
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(st.lists(CHANGE, min_size=1, max_size=4), st.lists(st.tuples(ADDRESS, PIECE), max_size=1))
-def test_a_changed_recipe_is_a_plan_or_an_input_error(home, changes, overrides):
+def test_mutated_recipe_is_planned_or_raises_input_error(home, changes, overrides):
     text = TEXT_RECIPE
     for place, removed, piece in changes:
         text = text[:place] + piece + text[place + removed :]

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize("word", STAGE_CLASSES)
-def test_every_row_is_a_stage(word: str) -> None:
+def test_every_table_entry_is_valid_stage(word: str) -> None:
     stage = load_stage(word)
     assert issubclass(stage, Stage)
     assert stage.name == word
@@ -66,7 +66,7 @@ REPORTED_SETTINGS = [
 
 
 @pytest.mark.parametrize(("word", "given"), REPORTED_SETTINGS, ids=str)
-def test_reported_settings_are_a_recipe_with_the_same_meaning(word: str, given: dict[str, Any]) -> None:
+def test_reported_settings_round_trip(word: str, given: dict[str, Any]) -> None:
     settings = load_stage(word).settings_type.model_validate(given)
     again = type(settings).model_validate(settings.to_report())
     assert again.to_report() == settings.to_report()
@@ -74,24 +74,24 @@ def test_reported_settings_are_a_recipe_with_the_same_meaning(word: str, given: 
         assert again == settings
 
 
-def test_a_report_of_embeddings_does_not_limit_the_samples_that_default_to_all() -> None:
+def test_embedding_report_does_not_limit_calibration_samples() -> None:
     settings = load_stage("factorize").settings_type
     given = {"targets": "embeddings", "rank": 8}
     assert "calibration_samples" not in settings.model_validate(given).to_report()
     assert settings.model_validate(given | {"calibration_samples": 9}).to_report()["calibration_samples"] == 9
 
 
-def test_stages_lists_all_in_the_order_of_the_table() -> None:
+def test_all_stages_follow_table_order() -> None:
     assert list(all_stages()) == list(STAGE_CLASSES)
 
 
-def test_unknown_stage_names_the_nearest() -> None:
+def test_unknown_stage_suggests_nearest() -> None:
     with raises_code("unknown-stage", InputError) as caught:
         load_stage("distil")
     assert all(value in str(caught.value) for value in ("'distil'", ", ".join(STAGE_CLASSES), "'distill'?"))
 
 
-def test_loading_the_stages_imports_nothing_heavy() -> None:
+def test_loading_stages_imports_no_heavy_packages() -> None:
     code = (
         "import sys; from smelt.pipeline.recipe.stages import all_stages; all_stages();"
         "sys.exit(' '.join({'torch', 'transformers', 'onnx', 'onnxruntime', 'tensorrt'} & set(sys.modules)))"

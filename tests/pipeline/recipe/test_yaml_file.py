@@ -17,7 +17,7 @@ from tests.support.expected_errors import raises_code
 pytestmark = pytest.mark.quick
 
 
-def test_parse_yaml_knows_the_line_of_every_part() -> None:
+def test_parse_yaml_records_line_of_every_node() -> None:
     document = parse_yaml("a: 1\nb:\n  - x: 2\n    y: 3\n  - 4\n", "r.yaml")
     assert document.value == {"a": 1, "b": [{"x": 2, "y": 3}, 4]}
     assert document.lines[("a",)] == 1
@@ -49,13 +49,13 @@ def test_parse_yaml_knows_the_line_of_every_part() -> None:
         ("rougeL", "rougeL"),
     ],
 )
-def test_scalars_follow_the_core_schema(text: str, expected: object) -> None:
+def test_scalars_follow_core_schema(text: str, expected: object) -> None:
     value = parse_yaml(f"a: {text}", "r").value["a"]
     assert value == expected
     assert type(value) is type(expected)
 
 
-def test_duplicate_key_is_an_error_with_both_lines() -> None:
+def test_duplicate_key_is_error_with_both_lines() -> None:
     document = parse_yaml("seed: 1\nmodel: m\nseed: 2\n", "r")
     [(place, text, line, code)] = document.errors
     assert (place, line, code) == (("seed",), 3, "duplicate-key")
@@ -75,7 +75,7 @@ def test_duplicate_key_is_an_error_with_both_lines() -> None:
         ('a: "\\ud800"', "lone-surrogate", ""),
     ],
 )
-def test_odd_values_are_errors(text: str, code: str, read: str) -> None:
+def test_unsupported_yaml_values_are_errors(text: str, code: str, read: str) -> None:
     [(_, found, line, kind)] = parse_yaml(text, "r").errors
     assert (kind, line) == (code, 1)
     assert read in found
@@ -104,14 +104,14 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("x" * (MAX_BYTES + 1), "recipe-too-large", None, "1,000,000"),
     ],
 )
-def test_what_is_no_yaml_is_refused(text: str, code: str, line: int | None, named: str) -> None:
+def test_invalid_yaml_is_rejected(text: str, code: str, line: int | None, named: str) -> None:
     with raises_code(code, InputError) as caught:
         parse_yaml(text, "r")
     assert (caught.value.file, caught.value.line) == ("r", line)
     assert named in str(caught.value)
 
 
-def test_read_yaml_says_what_is_wrong_with_the_file(tmp_path: Path) -> None:
+def test_read_yaml_reports_unreadable_file(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     with raises_code("unreadable-file", InputError) as caught:
         read_yaml(path)
@@ -129,7 +129,7 @@ def test_read_yaml_says_what_is_wrong_with_the_file(tmp_path: Path) -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(st.text())
-def test_any_text_gives_a_document_or_an_input_error(text: str) -> None:
+def test_any_text_is_parsed_or_raises_input_error(text: str) -> None:
     # anything but an InputError ends the test
     with contextlib.suppress(InputError):
         assert parse_yaml(text, "r").text == text
@@ -146,7 +146,7 @@ _PLAIN = st.recursive(
 
 @settings(max_examples=80, deadline=None)
 @given(_PLAIN)
-def test_written_yaml_reads_back_equal_here_and_with_ruamel(value: object) -> None:
+def test_dumped_yaml_is_read_equally_by_ruamel(value: object) -> None:
     text = dump_yaml(value)
     document = parse_yaml(text, "r")
     assert document.value == YAML(typ="safe").load(text) == value

@@ -33,7 +33,7 @@ def formula_for_runs(monkeypatch):
     monkeypatch.setattr(Search, "_measure", lambda self, trial: formula(trial.params))
 
 
-def test_an_interruption_while_the_front_is_scored_ends_the_scoring(space, tmp_path, monkeypatch):
+def test_interruption_stops_scoring_of_front(space, tmp_path, monkeypatch):
     job, asked = search(space, tmp_path), []
     job.run()
     monkeypatch.setattr(Search, "front", lambda self: self.finished_trials()[:2])
@@ -48,9 +48,7 @@ def test_an_interruption_while_the_front_is_scored_ends_the_scoring(space, tmp_p
     assert [trial["name"] for trial in report["trials"] if trial["name"] not in page] == []
 
 
-def test_a_winner_that_cannot_be_scored_on_test_does_not_keep_the_others_from_it(
-    space, tmp_path, monkeypatch
-):
+def test_failed_test_score_does_not_stop_other_winners(space, tmp_path, monkeypatch):
     job = search(space, tmp_path)
     job.run()
     monkeypatch.setattr(Search, "front", lambda self: self.finished_trials()[:3])
@@ -113,7 +111,7 @@ def test_winners_are_scored_by_one_worker_at_a_time(space, tmp_path, monkeypatch
     assert order == [True, False]
 
 
-def test_settings_of_absent_stages_have_no_importance(tmp_path, monkeypatch):
+def test_settings_of_absent_stages_have_zero_importance(tmp_path, monkeypatch):
     """The best trials are without the stage: the values that its setting has in them mean nothing."""
     space = size_space(tmp_path, sampler="random", optional=True)
 
@@ -130,7 +128,7 @@ def test_settings_of_absent_stages_have_no_importance(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("objectives", [("size",), ("size", "bleu"), ("latency", "size", "bleu")])
-def test_page_has_figures_of_the_measured_trials_without_links(space, tmp_path, monkeypatch, objectives):
+def test_search_page_has_figures_without_external_links(space, tmp_path, monkeypatch, objectives):
     """A trial that failed has no values, and one without a stage has no value of its settings."""
 
     numbers = iter(range(4))
@@ -161,7 +159,7 @@ def test_page_has_figures_of_the_measured_trials_without_links(space, tmp_path, 
 
 
 @pytest.mark.parametrize("step", [", step: 0.2", ""])
-def test_search_that_time_ended_reports_what_it_has_not_tried(tmp_path, monkeypatch, step):
+def test_search_ended_by_time_reports_untried_points(tmp_path, monkeypatch, step):
     space = size_space(tmp_path, f"{{low: 0.5, high: 0.9{step}}}")
     monkeypatch.setattr(Search, "front", lambda self: [])
     first = search(space, tmp_path / "out", trials=2)

@@ -38,14 +38,14 @@ from tests.support.search_recipes import QUICKSTART
         ("under 1.5GB", "bytes", 1.5e9),
     ],
 )
-def test_targets(text, kind, value):
+def test_target_is_parsed(text, kind, value):
     found = parse_target(text)
     assert (found.kind, found.value) == (kind, value)
     assert isinstance(found, Target)
 
 
 @pytest.mark.quick
-def test_what_is_no_target_or_loss_is_refused():
+def test_invalid_target_or_max_drop_is_rejected():
     for text in ("faster", "1x faster", "0.5x smaller", "at most 0 MB", "2x better", ""):
         with raises_code("wrong-value"):
             parse_target(text)
@@ -69,7 +69,7 @@ def names(stages):
         ("resnet", "image-classification", ["factorize", "distill", "onnx"]),
     ],
 )
-def test_the_space_follows_from_task_samples_and_time(tmp_path, family, task, expected):
+def test_space_depends_on_task_samples_and_time(tmp_path, family, task, expected):
     make_model(tmp_path / "m", family)
     info = inspect_model(str(tmp_path / "m"), task)
     stages, told = _space_stages(info, Measured(1000, "x", 500, 0.1), updates=300, minutes=10)
@@ -87,7 +87,7 @@ def test_the_space_follows_from_task_samples_and_time(tmp_path, family, task, ex
     assert len(told) >= len(stages)
 
 
-def test_a_new_classifier_is_trained_first_and_is_the_baseline(tmp_path):
+def test_new_classifier_is_finetuned_first_and_is_baseline(tmp_path):
     bare = init_models.make_models()["bare"]
     classifiers.write_labeled_rows(tmp_path / "train.jsonl", "single_label_classification")
     lines = []
@@ -104,7 +104,7 @@ def test_a_new_classifier_is_trained_first_and_is_the_baseline(tmp_path):
     assert not list(tmp_path.glob("*shrink*"))
 
 
-def test_a_metric_without_a_range_needs_a_limit(tmp_path):
+def test_unbounded_metric_requires_max_drop(tmp_path):
     causal.write_model(tmp_path / "m", "gpt2")
     (tmp_path / "text.txt").write_text("the man and the dog run over the green grass.\n" * 400)
     options = ShrinkOptions(("2x faster",), minutes=1)
@@ -119,16 +119,16 @@ def test_a_metric_without_a_range_needs_a_limit(tmp_path):
 @pytest.fixture(scope="module")
 def shrunk(tmp_path_factory):
     out = tmp_path_factory.mktemp("shrink") / "out"
-    given = [QUICKSTART / "model", "--data", QUICKSTART / "data", "--budget", "4s", "--out", out]
+    arguments = [QUICKSTART / "model", "--data", QUICKSTART / "data", "--budget", "4s", "--out", out]
     with pytest.MonkeyPatch.context() as patch:
         # half of the time, and tested elsewhere
         patch.setattr("smelt.pipeline.search.shrink._LATENCY", False)
         patch.setattr("smelt.pipeline.search.shrink._TIMED_UPDATES", (1, 2, 3))
-        result = harness.smelt("shrink", *given, "--target", "1.1x smaller", code=0)
-    return out, given, result
+        result = harness.smelt("shrink", *arguments, "--target", "1.1x smaller", code=0)
+    return out, arguments, result
 
 
-def test_the_winner_has_a_recipe_a_report_and_an_artifact(shrunk):
+def test_winner_has_recipe_report_and_artifact(shrunk):
     out, _, result = shrunk
     report = json.loads((out / "search.json").read_text())
     [best] = report["front"]
@@ -142,7 +142,7 @@ def test_the_winner_has_a_recipe_a_report_and_an_artifact(shrunk):
     assert best["name"] in target_text(report, ["1.1x smaller"])
 
 
-def test_the_same_arguments_go_on_with_the_search(shrunk):
+def test_same_arguments_resume_search(shrunk):
     out, given, _ = shrunk
     options = ShrinkOptions(("1.1x smaller",), minutes=4 / 60, out=out)
     job = _Shrink(str(given[0]), [given[2]], options)
@@ -152,7 +152,7 @@ def test_the_same_arguments_go_on_with_the_search(shrunk):
     assert len(search.open_study().get_trials()) == len(search.finished_trials())
 
 
-def test_other_arguments_do_not_go_on_with_the_search(shrunk, monkeypatch):
+def test_different_arguments_do_not_resume_search(shrunk, monkeypatch):
     _, given, _ = shrunk
     monkeypatch.setattr(_Shrink, "_measure", lambda *_: Measured(1_000_000, "bleu", 300, 0.1))
     error = command_error(harness.smelt("shrink", *given, "--target", "9x smaller", code=2))
@@ -160,7 +160,7 @@ def test_other_arguments_do_not_go_on_with_the_search(shrunk, monkeypatch):
 
 
 @pytest.mark.quick
-def test_a_target_that_cannot_be_met_names_the_nearest():
+def test_unreachable_target_reports_nearest_trial():
     nearest = {"name": "trial-0003", "violations": {"size_bytes": 500.0, "bleu": -0.2}}
     text = target_text({"front": [], "nearest": nearest}, ["9x smaller"])
     assert [word in text for word in ("9x smaller", "trial-0003", "size_bytes", "500", "bleu")] == [
@@ -169,7 +169,7 @@ def test_a_target_that_cannot_be_met_names_the_nearest():
     assert "9x smaller" in target_text({"front": [], "nearest": None}, ["9x smaller"])
 
 
-def test_an_onnx_file_is_refused(tmp_path):
+def test_onnx_file_is_rejected(tmp_path):
     (tmp_path / "m.onnx").write_bytes(b"x")
     error = command_error(harness.smelt("shrink", tmp_path / "m.onnx", "--data", tmp_path, code=2))
     assert error.code == "does-not-fit-model"

@@ -20,7 +20,7 @@ def space(tmp_path_factory):
     return read_space(write(tmp_path_factory.mktemp("space"), text))
 
 
-def test_parameters_and_goals_are_those_of_the_recipe(space):
+def test_parameters_and_objectives_are_read_from_recipe(space):
     found = {each.name: (each.kind, each.labels or (each.low, each.high)) for each in space.parameters}
     assert found == {
         "prune": ("used", (True, False)),
@@ -36,7 +36,7 @@ def test_parameters_and_goals_are_those_of_the_recipe(space):
     assert len(str(last).splitlines()) == len(str(space).splitlines()) + 1  # it cannot be deployed
 
 
-def test_a_point_is_a_recipe_without_search(space, tmp_path):
+def test_recipe_at_point_has_no_search_keys(space, tmp_path):
     point = space.defaults() | {"prune.keep_ratio": 0.7, "cut": '["drop-layers", "prune"]'}
     value = space.recipe_at(point).value
     assert [next(iter(item)) for item in value["stages"]] == ["drop-layers", "prune", "quantize", "onnx"]
@@ -52,7 +52,7 @@ def test_a_point_is_a_recipe_without_search(space, tmp_path):
     assert planned == {step.name: step.settings for step in space.plan_at(point).steps}
 
 
-def test_relative_paths_of_a_point_are_absolute(tmp_path):
+def test_relative_paths_are_absolute_in_recipe_of_point(tmp_path):
     (tmp_path / "q").symlink_to(QUICKSTART)
     space = read_space(write(tmp_path, small().replace(str(QUICKSTART), "q")))
     value = YAML(typ="safe").load(space.plan_at(space.defaults()).portable_recipe())
@@ -60,7 +60,7 @@ def test_relative_paths_of_a_point_are_absolute(tmp_path):
     assert all(Path(path).is_absolute() for path in (value["model"], *value["data"].values()))
 
 
-def test_written_recipe_of_a_point_has_its_custom_metrics_next_to_it(tmp_path):
+def test_written_recipe_of_point_includes_custom_metrics(tmp_path):
     (tmp_path / "own_of_point.py").write_text("def f(p, r, s): return [0.5] * len(p)\n")
     text = small(**{"[bleu, chrf]": "[bleu, 'own_of_point:f']"})
     space = read_space(write(tmp_path, text))
@@ -70,7 +70,7 @@ def test_written_recipe_of_a_point_has_its_custom_metrics_next_to_it(tmp_path):
     assert load_plan(moved).recipe.score.quality == ("bleu", "own_of_point:f")
 
 
-def test_another_space_or_goal_has_another_identity(tmp_path):
+def test_changed_space_or_objective_changes_identity(tmp_path):
     base = read_space(write(tmp_path, small()))
     assert base.identity == read_space(write(tmp_path, small())).identity
     for old, new in (
@@ -111,13 +111,13 @@ def test_another_space_or_goal_has_another_identity(tmp_path):
         (f"  validation: {QUICKSTART}/data/validation.jsonl.gz\n", "", ["missing-data"]),
     ],
 )  # fmt: skip
-def test_errors_are_named_before_any_work(tmp_path, old, new, codes):
+def test_invalid_search_spaces_are_rejected(tmp_path, old, new, codes):
     with pytest.raises(InputError) as raised:
         read_space(write(tmp_path, small().replace(old, new)))
     assert error_codes(raised.value) == codes
 
 
-def test_all_errors_are_named_together_once_each_where_they_are_in_the_file(tmp_path):
+def test_all_search_errors_are_reported_together_with_lines(tmp_path):
     text = small()
     for old, new in (
         ("[0.5, 0.9]", "[0.9, 0.5]"),
@@ -143,7 +143,7 @@ def test_all_errors_are_named_together_once_each_where_they_are_in_the_file(tmp_
     assert "blue" in lines[found["search.subject_to.blue"].line - 1]
 
 
-def test_a_users_custom_metric_is_minimized_where_lower_is_better(tmp_path, monkeypatch):
+def test_custom_metric_with_lower_is_better_is_minimized(tmp_path, monkeypatch):
     (tmp_path / "own_loss.py").write_text("def loss(prediction, references):\n    return 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     text = small().replace("chrf]", '"own_loss:loss": {greater_is_better: false}]')
@@ -151,7 +151,7 @@ def test_a_users_custom_metric_is_minimized_where_lower_is_better(tmp_path, monk
     assert [each.name for each in read_space(write(tmp_path, text)).objectives][1] == "own_loss:loss"
 
 
-def test_the_upper_bound_is_one_that_the_steps_reach(tmp_path):
+def test_upper_bound_is_highest_reachable_step(tmp_path):
     text = small().replace("[0.5, 0.9]", "{low: 0.5, high: 1.05, step: 0.2}")  # 1.05 would be refused
     keep = read_space(write(tmp_path, text)).parameters[0]
     assert keep.corner_values() == (0.5, pytest.approx(0.9))
@@ -159,7 +159,7 @@ def test_the_upper_bound_is_one_that_the_steps_reach(tmp_path):
     assert max(point[keep.name] for point in grid_points([floating])) == 0.7
 
 
-def test_a_recipe_without_ranges_has_nothing_to_search(tmp_path):
+def test_recipe_without_ranges_is_rejected(tmp_path):
     text = (
         small()
         .replace("{search: [0.5, 0.9]}", "0.5")
@@ -170,7 +170,7 @@ def test_a_recipe_without_ranges_has_nothing_to_search(tmp_path):
     assert error_codes(raised.value) == ["empty-search-space"]
 
 
-def test_a_refused_value_is_named_with_the_line_of_the_file(tmp_path):
+def test_rejected_value_is_reported_with_line(tmp_path):
     path = write(tmp_path, small().replace("[0.5, 0.9]", "[0.5, 1.5]"))
     with pytest.raises(InputError) as raised:
         read_space(path)

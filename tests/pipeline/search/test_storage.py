@@ -50,7 +50,7 @@ def points(job):
     return [tuple(sorted(trial.parameters.items())) for trial in job.finished_trials()]
 
 
-def test_workers_with_folders_of_their_own_do_not_repeat_a_running_trial(space, tmp_path, monkeypatch, url):
+def test_workers_with_separate_folders_do_not_repeat_running_trial(space, tmp_path, monkeypatch, url):
     second, asked = [], []
 
     def measure(self, trial):
@@ -80,7 +80,7 @@ def _age_heartbeats(tmp_path):
 
 
 @pytest.mark.parametrize("stale", [False, True])
-def test_trial_of_another_machine_is_repeated_only_without_heartbeat(space, tmp_path, monkeypatch, stale):
+def test_trial_of_other_machine_is_repeated_only_without_heartbeat(space, tmp_path, monkeypatch, stale):
     url = f"sqlite:///{tmp_path}/study.db"
     with monkeypatch.context() as patch:
         patch.setattr(storage_module, "current_owner", _elsewhere)
@@ -99,7 +99,7 @@ def test_trial_of_another_machine_is_repeated_only_without_heartbeat(space, tmp_
         assert points(job)[0] == tuple(sorted(job.open_study().trials[0].params.items()))
 
 
-def test_worker_whose_trial_was_taken_over_continues_with_the_next(space, tmp_path, monkeypatch, warned):
+def test_worker_continues_after_its_trial_was_taken_over(space, tmp_path, monkeypatch, warned):
     url, seen = f"sqlite:///{tmp_path}/study.db", []
 
     def measure(self, trial):
@@ -117,7 +117,7 @@ def test_worker_whose_trial_was_taken_over_continues_with_the_next(space, tmp_pa
     assert len(set(points(job))) == 3
 
 
-def test_heartbeat_is_recorded_until_the_trial_ends(space, tmp_path, monkeypatch):
+def test_heartbeat_is_recorded_until_trial_ends(space, tmp_path, monkeypatch):
     monkeypatch.setattr(storage_module, "HEARTBEAT_S", 0.01)
     database, recorded = f"sqlite:///{tmp_path}/study.db", []
     import optuna
@@ -142,7 +142,7 @@ def test_heartbeat_is_recorded_until_the_trial_ends(space, tmp_path, monkeypatch
         time.sleep(0.01)
 
 
-def test_result_is_stored_after_the_server_has_restarted_or_been_away(space, tmp_path, monkeypatch, warned):
+def test_result_is_stored_after_server_restart(space, tmp_path, monkeypatch, warned):
     with postgres_server() as server:
 
         def measure(self, trial):
@@ -173,7 +173,7 @@ def test_result_is_stored_after_the_server_has_restarted_or_been_away(space, tmp
         server.start()
 
 
-def test_outage_while_a_trial_is_asked_for_loses_no_point(space, tmp_path, monkeypatch, warned):
+def test_storage_outage_while_claiming_trial_loses_no_point(space, tmp_path, monkeypatch, warned):
     claim, asked = StudyStorage.claim, []
 
     def fail_first(self, study, trial, stack):
@@ -205,7 +205,7 @@ def _goes_on_or_is_an_error(space, folder, **options):
     return code
 
 
-def test_changed_database_is_an_error_or_does_no_harm(space, tmp_path):
+def test_changed_database_is_error_or_harmless(space, tmp_path):
     path, draw, codes = tmp_path / "study.db", random.Random(0), set()
     url = f"sqlite:///{path}"
     search(space, tmp_path / "out", trials=3, storage=url).run()
@@ -231,7 +231,7 @@ def test_changed_database_is_an_error_or_does_no_harm(space, tmp_path):
 
 
 @pytest.mark.parametrize("part", ["result", "parameter", "constraint"])
-def test_trial_that_was_changed_is_refused_by_its_hash(space, tmp_path, part):
+def test_changed_trial_is_rejected_by_its_hash(space, tmp_path, part):
     """A changed value would otherwise be reported as measured."""
     job = search(space, tmp_path, trials=2)
     job.run()
@@ -250,7 +250,7 @@ def test_trial_that_was_changed_is_refused_by_its_hash(space, tmp_path, part):
             attempt(search(space, tmp_path, trials=2))
 
 
-def test_braces_in_the_path_of_a_search_are_kept_and_a_question_mark_is_refused(space, tmp_path):
+def test_braces_in_search_path_are_kept_and_question_mark_is_rejected(space, tmp_path):
     """Optuna fills templates in URLs, and a question mark ends the path of a URL."""
     folder = tmp_path / "{SCHEMA_VERSION} 100%{}"
     search(space, folder, trials=1).run()
@@ -260,7 +260,7 @@ def test_braces_in_the_path_of_a_search_are_kept_and_a_question_mark_is_refused(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_storage_in_a_folder_without_write_rights_is_refused(tmp_path):
+def test_storage_in_read_only_folder_is_rejected(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     storage = StudyStorage(f"sqlite:///{folder}/study.db", tmp_path, "study", print)

@@ -40,7 +40,7 @@ def history(job):
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "nsga2", "random"])
-def test_one_seed_gives_the_same_trials(space, tmp_path, sampler):
+def test_equal_seed_gives_equal_trials(space, tmp_path, sampler):
     jobs = [search(space, tmp_path / name, sampler=sampler) for name in ("one", "two")]
     assert [job.run() for job in jobs] == ["trials", "trials"]
     assert history(jobs[0]) == history(jobs[1])
@@ -48,7 +48,7 @@ def test_one_seed_gives_the_same_trials(space, tmp_path, sampler):
     assert history(jobs[0])[0] != history(jobs[0])[1]
 
 
-def test_the_best_point_meets_the_constraint(space, tmp_path):
+def test_best_point_meets_constraint(space, tmp_path):
     job = search(space, tmp_path, trials=40)
     job.run()
     [best] = job.front()
@@ -63,7 +63,7 @@ def test_the_best_point_meets_the_constraint(space, tmp_path):
     assert sum(shares.values()) == pytest.approx(1)
 
 
-def test_without_a_feasible_point_the_nearest_is_named(space, tmp_path, monkeypatch):
+def test_nearest_trial_is_named_without_feasible_point(space, tmp_path, monkeypatch):
     low = lambda self, trial: TrialResult("infeasible", {}, {"bleu": 2 - trial.params["prune.keep_ratio"]})  # noqa: E731
     monkeypatch.setattr(Search, "_measure", low)
     job = search(space, tmp_path)
@@ -73,7 +73,7 @@ def test_without_a_feasible_point_the_nearest_is_named(space, tmp_path, monkeypa
     assert job.nearest() == highest
 
 
-def test_killed_searches_go_on_to_the_same_trials(space, tmp_path, monkeypatch):
+def test_killed_searches_resume_with_same_trials(space, tmp_path, monkeypatch):
     undisturbed = search(space, tmp_path / "undisturbed")
     undisturbed.run()
     monkeypatch.setattr(Search, "_measure", lambda self, trial: time.sleep(0.02) or formula(trial.params))
@@ -106,7 +106,7 @@ def forked(work):
 
 
 @pytest.mark.parametrize("moment", ["while parameters are drawn", "before the trial is finished"])
-def test_a_search_killed_between_two_writes_goes_on_to_the_same_trials(space, tmp_path, monkeypatch, moment):
+def test_search_killed_between_writes_resumes_with_same_trials(space, tmp_path, monkeypatch, moment):
     undisturbed = search(space, tmp_path / "undisturbed")
     undisturbed.run()
     search(space, tmp_path / "killed", trials=5).run()
@@ -135,9 +135,7 @@ def storage(request, tmp_path):
         yield url
 
 
-def test_workers_share_a_study_do_no_trial_twice_and_one_that_dies_loses_its_trial(
-    space, tmp_path, monkeypatch, storage
-):
+def test_workers_share_study_without_repeating_trials_of_dead_worker(space, tmp_path, monkeypatch, storage):
     options = {"storage": storage, "trials": 12}
     stuck = lambda self, trial: (tmp_path / "stuck").touch() or time.sleep(60)  # noqa: E731
     with monkeypatch.context() as patch:
@@ -160,7 +158,7 @@ def test_workers_share_a_study_do_no_trial_twice_and_one_that_dies_loses_its_tri
     assert f"process {dying}," in job.warnings()[0].message
 
 
-def test_an_interrupted_trial_is_done_first_by_the_next_search(space, tmp_path, monkeypatch):
+def test_interrupted_trial_is_repeated_first(space, tmp_path, monkeypatch):
     asked = []
 
     def interrupt(self, trial):
@@ -175,7 +173,7 @@ def test_an_interrupted_trial_is_done_first_by_the_next_search(space, tmp_path, 
     assert job.finished_trials()[0].parameters == asked[0]
 
 
-def test_a_grid_has_every_point_once(tmp_path):
+def test_grid_has_every_point_once(tmp_path):
     job = search(stepped(tmp_path), tmp_path / "out", trials=100)
     assert job.run() == "exhausted"
     points = {
@@ -187,7 +185,7 @@ def test_a_grid_has_every_point_once(tmp_path):
         search(size_space(tmp_path, sampler="grid"), tmp_path / "other").run()
 
 
-def test_a_stage_that_is_not_used_makes_its_settings_irrelevant(tmp_path):
+def test_settings_of_unused_stage_are_ignored(tmp_path):
     space = size_space(tmp_path, "{low: 0.5, high: 0.9, step: 0.4}", "random", optional=True)
     job = search(space, tmp_path / "out", trials=100)
     assert job.run() == "exhausted"
@@ -195,7 +193,7 @@ def test_a_stage_that_is_not_used_makes_its_settings_irrelevant(tmp_path):
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "nsga2"])
-def test_a_sampler_that_repeats_itself_does_not_end_before_the_space(space, tmp_path, monkeypatch, sampler):
+def test_repeating_sampler_still_explores_whole_space(space, tmp_path, monkeypatch, sampler):
     """It always draws the same point; the others of the space are found all the same, and its end."""
     steps = size_space(tmp_path, "{low: 0.5, high: 0.9, step: 0.1}")
     same = {"prune.keep_ratio": 0.7, "quantize.scheme": "int4"}
@@ -225,7 +223,7 @@ def test_a_sampler_that_repeats_itself_does_not_end_before_the_space(space, tmp_
     assert job.run() == "trials"
 
 
-def test_a_trial_is_shown_in_mb_without_settings_of_absent_stages(tmp_path):
+def test_trial_text_shows_megabytes_and_no_settings_of_absent_stages(tmp_path):
     job = search(size_space(tmp_path, optional=True), tmp_path / "out")
     point = {"prune": False, "prune.keep_ratio": 0.7, "quantize.scheme": "int4"}
     result = TrialResult("feasible", {"latency": 0.25, "size": 3_518_000.0, "bleu": 98.91})
@@ -235,14 +233,14 @@ def test_a_trial_is_shown_in_mb_without_settings_of_absent_stages(tmp_path):
     assert "prune.keep_ratio=0.7" in job.trial_text(Trial(3, point | {"prune": True}, result))
 
 
-def test_a_study_of_few_samples_is_not_continued_on_all(space, tmp_path):
+def test_limited_study_is_not_resumed_without_limit(space, tmp_path):
     search(space, tmp_path, trials=1, limit=100).run()
     search(space, tmp_path, trials=2, limit=100).run()
     with raises_code("other-study", InputError):
         search(space, tmp_path, trials=2).run()
 
 
-def test_another_recipe_cannot_use_the_study(space, tmp_path):
+def test_study_of_other_recipe_is_rejected(space, tmp_path):
     search(space, tmp_path / "out", trials=1).run()
     other = size_space(tmp_path, "[0.5, 0.8]")
     renamed = replace(space, path=tmp_path / "renamed.yaml")
@@ -253,7 +251,7 @@ def test_another_recipe_cannot_use_the_study(space, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Heartbeat of storage")
-def test_a_trial_that_another_worker_finishes_meanwhile_is_not_queued_again(space, tmp_path, monkeypatch):
+def test_trial_finished_by_other_worker_is_not_requeued(space, tmp_path, monkeypatch):
     job = search(space, tmp_path)
     job._prepare()
     study = job.open_study()
@@ -270,7 +268,7 @@ def test_a_trial_that_another_worker_finishes_meanwhile_is_not_queued_again(spac
     assert [each.state.name for each in study.trials] == ["COMPLETE"]
 
 
-def test_another_limit_cannot_use_the_study(space, tmp_path):
+def test_study_with_other_limit_is_rejected(space, tmp_path):
     search(space, tmp_path, trials=1, limit=100).run()
     with raises_code("other-study", InputError):
         search(space, tmp_path).run()
@@ -282,7 +280,7 @@ def stepped(folder):
 
 
 @pytest.mark.parametrize(("method", "calls"), [("set_user_attr", 0), *(("enqueue_trial", n) for n in (2, 6))])
-def test_a_worker_may_die_while_it_writes_the_study(tmp_path, monkeypatch, method, calls):
+def test_worker_killed_while_writing_study_does_not_break_it(tmp_path, monkeypatch, method, calls):
     """It dies before it sets the identity, between two points of the grid, or before an interrupted one."""
 
     class Killed(BaseException):
@@ -312,14 +310,14 @@ def test_a_worker_may_die_while_it_writes_the_study(tmp_path, monkeypatch, metho
     assert len(job.finished_trials()) == 6
 
 
-def test_another_sampler_may_go_on_as_a_grid(tmp_path):
+def test_grid_sampler_can_resume_random_study(tmp_path):
     search(stepped(tmp_path), tmp_path / "out", trials=2, sampler="random").run()
     job = search(stepped(tmp_path), tmp_path / "out", trials=100)
     job.run()
     assert len(job.finished_trials()) == 6
 
 
-def test_a_grid_goes_on_after_many_points_without_a_stage(tmp_path, monkeypatch):
+def test_grid_continues_after_many_points_without_stage(tmp_path, monkeypatch):
     """The settings of a stage that is not used give many points of the same recipe in a row."""
     cut = "  - drop-layers: {decoder_layers: {search: [1, 2]}}\n  - quantize:"
     text = (
@@ -338,7 +336,7 @@ def test_a_grid_goes_on_after_many_points_without_a_stage(tmp_path, monkeypatch)
     assert len(job.finished_trials()) == 2 * (4 + 1)
 
 
-def test_a_storage_that_cannot_be_opened_is_named_without_its_password(space, tmp_path):
+def test_unreachable_storage_is_reported_without_password(space, tmp_path):
     for url in ("sqlite:////nowhere/at/all/study.db", "no-such-database://user:secret@host/name"):
         for attempt in (Search.run, Search.check):
             with pytest.raises(InputError) as raised:
@@ -347,13 +345,13 @@ def test_a_storage_that_cannot_be_opened_is_named_without_its_password(space, tm
             assert "secret" not in str(raised.value)
 
 
-def test_the_check_of_a_search_writes_nothing(space, tmp_path):
+def test_search_check_writes_nothing(space, tmp_path):
     for url in (None, f"sqlite:///{tmp_path}/study.db"):
         search(space, tmp_path / "out", storage=url).check()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_failed_trials_are_kept_with_their_code_and_end_a_hopeless_search(space, tmp_path, monkeypatch):
+def test_failed_trials_are_recorded_and_repeated_failures_end_search(space, tmp_path, monkeypatch):
     def fail(self, trial):
         raise RunError("The disk is full.", code="disk-full")
 
@@ -385,7 +383,7 @@ def report_of(rows, drop, size=10.0, spread=0.5):
         (0.2, "feasible", [None, 39, 156, 625]),
     ],
 )
-def test_quality_is_scored_on_growing_parts(space, tmp_path, monkeypatch, drop, status, scored):
+def test_quality_is_scored_on_growing_samples(space, tmp_path, monkeypatch, drop, status, scored):
     monkeypatch.undo()
     asked = []
 
@@ -409,9 +407,7 @@ def test_quality_is_scored_on_growing_parts(space, tmp_path, monkeypatch, drop, 
         ([{"metric": "speedup", "value": 1.5}], "feasible"),  # by the clock, which was disturbed, it is not
     ],
 )
-def test_constraints_must_be_measured_and_a_disturbed_clock_does_not_decide(
-    tmp_path, monkeypatch, gates, status
-):
+def test_unmeasured_or_disturbed_constraints_are_not_satisfied(tmp_path, monkeypatch, gates, status):
     monkeypatch.undo()
     text = small().replace("[latency, size]\n  maximize: quality", "latency")
     text = text.replace("{bleu: {max_drop: 1.0}}", "{speedup: {min: 2}}")
@@ -429,14 +425,14 @@ def test_constraints_must_be_measured_and_a_disturbed_clock_does_not_decide(
         assert (trial.result.values, trial.result.violations) == ({"latency": 0.4}, {"speedup": -0.5})
 
 
-def test_parts_are_quarters_of_the_validation_samples(space, tmp_path):
+def test_rungs_are_quarters_of_validation_samples(space, tmp_path):
     rows = len(space.plan.splits["validation"])
     assert search(space, tmp_path)._rungs() == [rows // 4]  # a sixteenth would be too few
     assert search(space, tmp_path, limit=200)._rungs() == [50]
     assert search(space, tmp_path, limit=100)._rungs() == []
 
 
-def test_a_trial_that_is_too_large_is_not_scored(tmp_path, monkeypatch):
+def test_too_large_trial_is_not_scored(tmp_path, monkeypatch):
     monkeypatch.undo()
     space, asked = size_space(tmp_path, **{"{bleu: {max_drop: 1.0}}": "{size_bytes: {max: 5}}"}), []
     monkeypatch.setattr(
@@ -449,7 +445,7 @@ def test_a_trial_that_is_too_large_is_not_scored(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("maximize", "expected"), [((False, False), [0, 1, 4, 3]), ((True, False), [3])])
-def test_front_has_the_feasible_trials_that_none_dominates(space, tmp_path, monkeypatch, maximize, expected):
+def test_front_has_feasible_non_dominated_trials(space, tmp_path, monkeypatch, maximize, expected):
     values = [(1, 5), (2, 3), (3, 4), (4, 1), (2, 3), (0, 0), (9, 0)]
 
     def measure(self, trial):
@@ -465,18 +461,18 @@ def test_front_has_the_feasible_trials_that_none_dominates(space, tmp_path, monk
     assert [trial.number for trial in job.front()] == expected
 
 
-def test_more_trials_than_the_front_may_have_are_spread_evenly():
+def test_spread_selects_evenly_spaced_trials():
     assert spread(range(5), 3) == [0, 2, 4]
 
 
-def test_times_are_read_with_their_unit():
+def test_durations_are_read_with_unit():
     assert [minutes_of(text, "--budget") for text in ("90s", "30m", "2h", "1.5 h")] == [1.5, 30, 120, 90]
     for wrong in ("30", "0m", "later"):
         with raises_code("wrong-value"):
             minutes_of(wrong, "--budget")
 
 
-def test_a_point_that_another_worker_is_running_is_not_run_again(tmp_path, monkeypatch):
+def test_point_running_in_other_worker_is_not_repeated(tmp_path, monkeypatch):
     space = size_space(tmp_path, "{choices: [0.5, 0.9]}", "random")
     job = search(space, tmp_path / "out", trials=100)
     asked = []
@@ -492,7 +488,7 @@ def test_a_point_that_another_worker_is_running_is_not_run_again(tmp_path, monke
     assert len(asked) == len(set(asked)) == len(job.finished_trials()) == 4
 
 
-def test_the_nearest_trial_was_measured_whole(space, tmp_path, monkeypatch):
+def test_nearest_trial_was_scored_on_all_samples(space, tmp_path, monkeypatch):
     whole = TrialResult("infeasible", {}, {"bleu": 0.2})
     stopped = TrialResult("stopped", {}, {"bleu": 0.05}, samples=32)
     unscored = TrialResult("infeasible", {}, {"size_bytes": 0.1})
@@ -506,7 +502,7 @@ def test_the_nearest_trial_was_measured_whole(space, tmp_path, monkeypatch):
 
 
 @pytest.mark.quick
-def test_a_database_in_memory_is_refused_and_passwords_are_hidden(tmp_path):
+def test_in_memory_database_is_rejected_and_passwords_are_hidden(tmp_path):
     for url in ("sqlite://", "sqlite:///:memory:"):
         with raises_code("storage-unreachable", InputError):
             StudyStorage(url, tmp_path, "study", print).check("identity", print)

@@ -67,7 +67,7 @@ def _link(folder):
         (_structure('{"edits": 7}'), "damaged-file", ""),
     ],
 )  # fmt: skip
-def test_artifacts_that_are_none(finished, tmp_path, change, code, named):
+def test_invalid_artifacts_are_rejected(finished, tmp_path, change, code, named):
     folder = tmp_path / "a"
     shutil.copytree(finished, folder)
     change(folder)
@@ -76,7 +76,7 @@ def test_artifacts_that_are_none(finished, tmp_path, change, code, named):
     assert named in str(error)
 
 
-def test_what_is_no_folder_is_no_artifact(template, tmp_path):
+def test_missing_folder_is_not_an_artifact(template, tmp_path):
     given = ("--data", template / "data.jsonl")
     assert command_error(harness.smelt("eval", tmp_path / "x", *given)).code == "missing-folder"
     assert command_error(harness.smelt("predict", tmp_path / "x", "a")).code == "missing-folder"

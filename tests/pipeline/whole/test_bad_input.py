@@ -34,7 +34,7 @@ pytest_plugins = ["tests.support.standins.invalid_recipes"]
         ('{"text": "a", "label": "\\u202eevil"}', "unknown-label", "data.jsonl:1", ("'\\u202eevil'",)),
     ],
 )  # fmt: skip
-def test_rows_that_are_none(home, rows, code, place, named):
+def test_invalid_rows_are_rejected(home, rows, code, place, named):
     (home / "data.jsonl").write_text(rows)
     message = str(assert_refused(home, None, code, code))  # of train and of test
     assert f"{place}: " in message
@@ -43,7 +43,7 @@ def test_rows_that_are_none(home, rows, code, place, named):
     assert not set(shown) & {"\x1b", "\u202e", "\0"}
 
 
-def test_files_that_are_no_text(home):
+def test_non_text_files_are_rejected(home):
     (home / "data.jsonl").write_bytes(b'{"text": "\xff\xfe", "label": 0}')
     assert "byte 10" in str(assert_refused(home, None, "not-utf8", "not-utf8"))
     (home / "data.csv").write_text("text,label\na,0\nb\n")
@@ -56,13 +56,13 @@ def test_files_that_are_no_text(home):
     ['{"source": "a", "target": ""}', '{"source": "a", "target": " \\n"}', '{"source": "a", "targets": []}',
      '{"source": "a", "targets": ["b", ""]}'],
 )  # fmt: skip
-def test_an_empty_target_is_refused_with_its_line(home, row):
+def test_empty_target_is_rejected_with_line(home, row):
     with (home / "pairs.jsonl").open("a") as stream:
         stream.write(row + "\n")
     assert "pairs.jsonl:9: " in str(assert_refused(home, TRANSLATION_RECIPE, "empty-text", "empty-text"))
 
 
-def test_references_in_the_wrong_type_are_refused(home):
+def test_references_of_wrong_type_are_rejected(home):
     (home / "pairs.jsonl").write_text('{"source": "a", "targets": "b"}\n')
     message = str(assert_refused(home, TRANSLATION_RECIPE, "wrong-column-type", "wrong-column-type"))
     assert all(value in message for value in ("pairs.jsonl:1: ", "'targets'", "'b'"))
@@ -71,7 +71,7 @@ def test_references_in_the_wrong_type_are_refused(home):
     assert all(value in message for value in ("pairs.jsonl:1: ", "'source'", "['a']"))
 
 
-def test_texts_beyond_the_limit_are_a_warning_and_with_strict_an_error(home):
+def test_too_long_texts_warn_or_fail_with_truncation_error(home):
     long = json.dumps({"text": "a man " * 40, "label": 1}) + "\n"
     with (home / "data.jsonl").open("a") as stream:
         stream.write(long)
@@ -90,7 +90,7 @@ def test_texts_beyond_the_limit_are_a_warning_and_with_strict_an_error(home):
     assert all(value in test for value in ("data.jsonl (test): ", " 1 "))
 
 
-def test_a_target_beyond_the_limit_is_too_long_under_strict_too(home):
+def test_too_long_target_fails_with_truncation_error(home):
     with (home / "pairs.jsonl").open("a") as stream:
         stream.write(json.dumps({"source": "a man", "target": "ein mann " * 40}) + "\n")
     codes = ("texts-too-long", "texts-too-long")
@@ -98,7 +98,7 @@ def test_a_target_beyond_the_limit_is_too_long_under_strict_too(home):
     assert all(value in error.found[0].message for value in ("(train): ", " 1 ", "40 tokens", "line 9."))
 
 
-def test_controls_and_right_to_left_text_pass_through_and_are_shown_escaped(home):
+def test_control_characters_in_data_are_accepted_and_shown_escaped(home):
     """Data may hold anything that is text; only what is shown is escaped."""
     odd = ["\x1b[31mred", "a\x00b\r\u2028", "\u202eright to left\u202c", "مرحبا بالعالم", "שלום", "\ufeff"]
     lines = [json.dumps({"text": text, "label": i % 2}) for i, text in enumerate(odd)]

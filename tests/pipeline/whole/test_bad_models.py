@@ -82,26 +82,26 @@ def _no_offsets(header):
          "tokenizer-mismatch", ("up to 899,",)),
     ],
 )  # fmt: skip
-def test_model_folders_that_are_none(home, change, code, named):
+def test_invalid_model_folders_are_rejected(home, change, code, named):
     change(home)
     error = assert_refused(home, None, code)
     assert message_locations(error.found) == [(code, "model", 1)]
     assert [value for value in named if value not in str(error)] == []
 
 
-def test_a_config_with_another_vocabulary_fits_neither_weights_nor_tokenizer(home):
+def test_config_with_other_vocab_size_is_rejected(home):
     _config(vocab_size=20)(home)
     assert "[20, 32]" in str(assert_refused(home, None, "shape-mismatch", "tokenizer-mismatch"))
 
 
-def test_a_marian_whose_vocabulary_is_larger_than_its_embedding_is_refused(home):
+def test_marian_vocabulary_larger_than_embedding_is_rejected(home):
     path = home / "t" / "vocab.json"
     words = json.loads(path.read_text())
     path.write_text(json.dumps(words | {"one-more": len(words)}))
     assert f"up to {len(words)}," in str(assert_refused(home, TRANSLATION_RECIPE, "tokenizer-mismatch"))
 
 
-def test_a_tokenizer_that_knows_few_of_the_tokens_is_warned_about(home):
+def test_tokenizer_with_few_tokens_warns(home):
     (home / "m" / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\n")
     (home / "m" / "tokenizer.json").unlink(missing_ok=True)
     [found] = [
@@ -110,7 +110,7 @@ def test_a_tokenizer_that_knows_few_of_the_tokens_is_warned_about(home):
     assert "6 tokens" in found.message
 
 
-def test_a_shape_deep_inside_is_named_before_any_stage_works(home):
+def test_wrong_tensor_shape_is_reported_before_any_stage(home):
     from safetensors.numpy import load_file, save_file
 
     path = home / "m" / "model.safetensors"
@@ -139,7 +139,7 @@ LANGUAGE = "model: l\ntask: language-modeling\ndata: {train: t.txt, test: t.txt}
         ),
     ],
 )
-def test_weights_that_are_no_numbers_are_named_in_the_users_own_folder(home, folder, recipe, name):
+def test_non_finite_weights_are_reported_in_user_folder(home, folder, recipe, name):
     from safetensors.torch import load_file, save_file
 
     causal.write_model(home / "l", "llama")
@@ -162,7 +162,7 @@ def test_weights_that_are_no_numbers_are_named_in_the_users_own_folder(home, fol
         ("student: other", "bert.encoder.layer.1.intermediate.dense.weight", True),
     ],
 )
-def test_a_teacher_or_student_that_is_no_numbers_is_named_before_any_step(home, setting, tensor, new_head):
+def test_non_finite_teacher_or_student_is_reported_before_any_step(home, setting, tensor, new_head):
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(home / "m", home / "other")
@@ -192,7 +192,7 @@ def _distilled(setting):
 
 
 @pytest.mark.parametrize("setting", ["teacher: {model: other}", "student: {model: other}"])
-def test_a_folder_that_is_no_torch_model_is_refused_by_the_plan_under_the_name_that_was_given(home, setting):
+def test_invalid_teacher_folder_is_rejected_by_plan_under_given_name(home, setting):
     shutil.copytree(home / "m", home / "stored")
     (home / "other").symlink_to(home / "stored")  # as a run's artifacts lie in its store
     assert harness.smelt("plan", _written(home, _distilled(setting))).exit_code == 0
@@ -209,7 +209,7 @@ def test_a_folder_that_is_no_torch_model_is_refused_by_the_plan_under_the_name_t
     assert "hub" not in message  # from where only `model:` is fetched
 
 
-def test_a_folder_in_the_place_of_a_step_is_told_how_to_name_it(home):
+def test_folder_used_as_step_name_suggests_model_key(home):
     for teacher, place in (("m", ""), ("[model, m]", "[1]")):
         error = assert_refused(home, _distilled(f"teacher: {teacher}"), "unknown-step")
         assert [one.setting for one in error.found] == [f"stages[1].distill.teacher{place}"]
@@ -229,12 +229,12 @@ def _written(home, recipe):
 
 
 @pytest.mark.parametrize("values", [{"num_attention_heads": 5}, {"hidden_size": "wide"}])
-def test_configs_that_transformers_makes_nothing_of(home, values):
+def test_configs_rejected_by_transformers_are_reported(home, values):
     _config(**values)(home)
     assert "config.json" in str(assert_refused(home, None, "wrong-config", command="run"))
 
 
-def test_a_config_that_names_no_class_of_models_is_refused(home):
+def test_config_with_unknown_architecture_is_rejected(home):
     path = home / "t" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["pipeline"]}))
     error = assert_refused(home, TRANSLATION_RECIPE, "unknown-architecture", command="run")

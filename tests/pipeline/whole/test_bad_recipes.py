@@ -46,7 +46,7 @@ pytest_plugins = ["tests.support.standins.invalid_recipes"]
         ),
     ],
 )
-def test_stages_that_cannot_be_or_do_not_fit_the_model(home, stages, code, setting, named):
+def test_invalid_stages_are_rejected(home, stages, code, setting, named):
     error = assert_refused(home, f"{RECIPE_HEAD}stages: {stages}\n", code)
     assert message_locations(error.found) == [(code, setting, 4)]
     assert [value for value in named if value not in str(error)] == []
@@ -72,7 +72,7 @@ def test_stages_that_cannot_be_or_do_not_fit_the_model(home, stages, code, setti
         ),
     ],
 )
-def test_stages_that_do_not_fit_the_family(home, family, stages, code, setting, named):
+def test_stages_unsupported_by_family_are_rejected(home, family, stages, code, setting, named):
     shutil.copytree(every_family.model_with_layers(family, 1 if family == "bert" else 2), home / "other")
     recipe = f"{RECIPE_HEAD}stages: {stages}\n".replace("model: m", "model: other")
     error = assert_refused(home, recipe, code)
@@ -160,7 +160,7 @@ ITS_MISTAKES = [
 ]
 
 
-def test_all_errors_of_a_recipe_come_at_once_and_nothing_else(home):
+def test_all_recipe_errors_are_reported_at_once(home):
     """One error of every kind. Whoever mends what is said here has a recipe that plans."""
     (home / "train.csv").write_text("text;label\na;0\nb;seven\n")
     (home / "validation.jsonl").write_text('{"text": "a", "label": 0}\n{"text": 7, "label": 1}\n{"text": \n')
@@ -198,7 +198,7 @@ def test_all_errors_of_a_recipe_come_at_once_and_nothing_else(home):
         ),
     ],
 )
-def test_settings_that_contradict_each_other_or_the_teacher_are_one_message(home, stage, code, named):
+def test_conflicting_settings_give_one_message(home, stage, code, named):
     config = json.loads((home / "m" / "config.json").read_text())
     (home / "thin.json").write_text(json.dumps(config | {"hidden_size": 16}))
     error = assert_refused(home, RECIPE.replace("prune: {keep_ratio: 0.5}", stage), code)
@@ -207,7 +207,7 @@ def test_settings_that_contradict_each_other_or_the_teacher_are_one_message(home
     assert [value for value in named if value not in found.message] == []
 
 
-def test_broken_parts_do_not_hide_each_other(home):
+def test_errors_of_different_parts_do_not_hide_each_other(home):
     (home / "data.jsonl").write_text('{"text": "a", "label": 0}\n{"text": \n')
     (home / "m" / "model.safetensors").unlink()
     assert_refused(

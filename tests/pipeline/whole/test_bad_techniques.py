@@ -33,7 +33,7 @@ AT_WORK = {
 }
 
 
-def test_what_only_the_work_can_tell_is_told_of_each_step_and_others_go_on(home):
+def test_runtime_errors_fail_only_their_step(home):
     shutil.copytree(home / "m", home / "other")
     words = (home / "other" / "vocab.txt").read_text().splitlines()
     (home / "other" / "vocab.txt").write_text("\n".join([*words[:-2], words[-1], words[-2]]) + "\n")
@@ -63,7 +63,7 @@ def test_what_only_the_work_can_tell_is_told_of_each_step_and_others_go_on(home)
         ("quantize: {scheme: bnb-nf4}", "bitsandbytes", "0.41.0"),
     ],
 )
-def test_an_older_package_is_named_before_any_work(home, monkeypatch, stage, package, there):
+def test_outdated_package_is_reported_before_run(home, monkeypatch, stage, package, there):
     found = system.version
     monkeypatch.setattr(system, "version", lambda name: there if name == package else found(name))
     (home / "recipe.yaml").write_text(f"{RECIPE_HEAD}stages: [{{{stage}}}]\n")
@@ -75,7 +75,7 @@ def test_an_older_package_is_named_before_any_work(home, monkeypatch, stage, pac
 
 @pytest.mark.parametrize("word", ["lora", "learned_masks", "sparsify"])
 @pytest.mark.parametrize(("stage", "settings"), [(Finetune, FinetuneSettings), (Distill, DistillSettings)])
-def test_what_trains_in_blocks_is_refused_of_a_model_that_has_none(stage, settings, word):
+def test_block_wise_training_is_rejected_for_model_without_blocks(stage, settings, word):
     asked = settings.model_validate({word: {}})
     (found,), _ = stage.check_model(asked, {"model_type": "resnet"})
     assert (found.code, found.setting) == ("does-not-fit-model", word)

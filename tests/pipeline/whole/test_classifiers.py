@@ -77,7 +77,7 @@ def chain(request, tmp_path_factory):
     return folder, problem
 
 
-def test_a_classifier_goes_all_the_way_with_the_metrics_of_its_problem(chain):
+def test_classifier_pipeline_reports_metrics_of_problem_type(chain):
     folder, problem = chain
     steps = steps_of(folder)
     assert [s["status"] for s in steps.values()] == ["done"] * 6
@@ -96,7 +96,7 @@ def test_a_classifier_goes_all_the_way_with_the_metrics_of_its_problem(chain):
     assert config.get("problem_type") in ((problem,) if problem != SINGLE_LABEL else (SINGLE_LABEL, None))
 
 
-def test_a_classifier_has_the_scores_of_each_class_in_the_report(chain):
+def test_report_has_scores_of_each_class(chain):
     folder, problem = chain
     for step in steps_of(folder).values():
         found = step["classes"]
@@ -114,7 +114,7 @@ def test_a_classifier_has_the_scores_of_each_class_in_the_report(chain):
         assert step["quality"]["recall"]["value"] == pytest.approx(glad["recall"])
 
 
-def test_the_int8_graph_computes_what_torch_computes_on_rows_it_has_not_seen(chain):
+def test_int8_graph_equals_torch_on_unseen_texts(chain):
     import numpy as np
     import onnxruntime
 
@@ -144,7 +144,7 @@ def test_the_int8_graph_computes_what_torch_computes_on_rows_it_has_not_seen(cha
     assert not operators.keys() & {"MatMul", "Gemm"}
 
 
-def test_eval_gives_the_scores_of_the_report(chain):
+def test_eval_equals_report_scores(chain):
     folder, problem = chain
     found = harness.smelt(
         "eval", folder / "run" / "artifacts" / "onnx", "--data", folder / "data.jsonl", "--json"
@@ -153,7 +153,7 @@ def test_eval_gives_the_scores_of_the_report(chain):
     assert json.loads(found.output) == {name: quality[name] for name in DEFAULTS_BY_PROBLEM[problem]}
 
 
-def test_predict_takes_pairs_with_a_tab_and_says_what_transformers_says(chain):
+def test_predict_accepts_tab_separated_pairs_and_equals_transformers(chain):
     folder, problem = chain
     first, second = "a man walks", "she sings a song"
     untouched = folder / "run" / "artifacts" / "model"
@@ -177,7 +177,7 @@ def test_predict_takes_pairs_with_a_tab_and_says_what_transformers_says(chain):
         assert printed == {name: f"{chances[name]:.3f}" for name in wanted}
 
 
-def test_a_gate_on_an_error_limits_its_rise(tmp_path):
+def test_gate_on_error_metric_limits_its_rise(tmp_path):
     """mse falls from the model to the step that was trained: no drop; a lower limit of its fall fails."""
     tail = """
 stages:
@@ -199,7 +199,7 @@ score: {latency: false, quality: [mse]}
     assert run(folder).exit_code == 3
 
 
-def test_a_bare_encoder_gets_the_outputs_that_the_labels_ask_for(tmp_path):
+def test_bare_encoder_gets_outputs_for_labels(tmp_path):
     """The names of all splits, in CSV with bars between them."""
     from transformers import BertModel
 
@@ -216,7 +216,7 @@ def test_a_bare_encoder_gets_the_outputs_that_the_labels_ask_for(tmp_path):
     assert "3 labels" in added["message"]
 
 
-def test_numbers_make_a_bare_encoder_a_regressor(tmp_path):
+def test_numeric_labels_make_bare_encoder_a_regressor(tmp_path):
     from transformers import DistilBertModel
 
     folder = home(tmp_path, "distilbert", REGRESSION, SHORT)
@@ -226,7 +226,7 @@ def test_numbers_make_a_bare_encoder_a_regressor(tmp_path):
     assert tuple(steps_of(folder)["quantize"]["quality"]) == DEFAULTS_BY_PROBLEM[REGRESSION]
 
 
-def test_a_new_classifier_needs_two_labels(tmp_path):
+def test_new_classifier_requires_two_labels(tmp_path):
     from transformers import BertModel
 
     folder = home(tmp_path, "bert", SINGLE_LABEL, SHORT)
@@ -286,7 +286,7 @@ def test_a_new_classifier_needs_two_labels(tmp_path):
         (["0"], {"problem_type": "regression"}, "", "too-many-outputs", "model", ("regression", "3 ")),
     ],
 )
-def test_labels_and_metrics_that_do_not_fit_are_told_before_any_work(
+def test_labels_and_metrics_that_do_not_match_are_rejected_by_plan(
     tmp_path, labels, config, score, code, setting, named
 ):
     recipe = SHORT
@@ -303,7 +303,7 @@ def test_labels_and_metrics_that_do_not_fit_are_told_before_any_work(
     assert [value for value in named if value not in found.message] == []
 
 
-def test_what_the_plan_could_not_see_is_told_by_the_run_with_the_same_words(tmp_path, monkeypatch):
+def test_run_rejects_same_errors_in_data_too_large_for_plan(tmp_path, monkeypatch):
     """Large files are read only by the run; its labels and metrics are checked before the first step."""
     monkeypatch.setattr("smelt.pipeline.plan.run_checks._EAGER_READ_BYTES", 10)
     folder = home(
@@ -319,7 +319,7 @@ def test_what_the_plan_could_not_see_is_told_by_the_run_with_the_same_words(tmp_
     assert tuple(steps_of(folder)["model"]["quality"]) == DEFAULTS_BY_PROBLEM[MULTI_LABEL]
 
 
-def test_eval_refuses_a_metric_and_labels_that_do_not_fit(chain, tmp_path):
+def test_eval_rejects_mismatched_metric_and_labels(chain, tmp_path):
     folder, problem = chain
     artifact = folder / "run" / "artifacts" / "model"
     wrong = "mse" if problem != REGRESSION else "accuracy"
@@ -340,7 +340,7 @@ UNLABELED = SHORT.replace("{latency: false}", "{latency: false, quality: [agreem
 
 
 @pytest.mark.parametrize(("family", "problem"), [("distilbert", SINGLE_LABEL), ("bert", MULTI_LABEL)])
-def test_samples_without_labels_are_scored_by_agreement_with_the_baseline(tmp_path, family, problem):
+def test_unlabeled_samples_are_scored_by_agreement(tmp_path, family, problem):
     folder = home(tmp_path, family, problem, UNLABELED, problem_type=problem)
     rows = [{"text": text} for text in tiny.SENTENCES]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -366,12 +366,12 @@ def test_samples_without_labels_are_scored_by_agreement_with_the_baseline(tmp_pa
     assert command_error(harness.smelt(*arguments)).code == "missing-baseline"
 
 
-def test_numbers_have_no_agreement(tmp_path):
+def test_regression_has_no_agreement(tmp_path):
     folder = home(tmp_path, "bert", REGRESSION, UNLABELED)
     assert command_error(harness.smelt("plan", folder / "recipe.yaml")).code == "does-not-fit-labels"
 
 
-def test_a_metric_and_the_same_metric_of_single_classes_are_all_reported(tmp_path):
+def test_metric_and_its_per_class_variants_are_all_reported(tmp_path):
     """Alone it keeps its name; without accuracy the confusions come from it, too."""
     from sklearn.metrics import f1_score, recall_score
 

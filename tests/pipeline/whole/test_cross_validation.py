@@ -30,7 +30,7 @@ score: {{folds: 3, latency: false, quality: [accuracy, f1]}}
 """
 
 
-def test_parts_are_those_of_scikit_learn_and_equal_texts_stay_together():
+def test_folds_equal_scikit_learn_and_keep_equal_texts_together():
     texts = [f"text {i % 50}" for i in range(60)]
     labels = [i % 50 % 3 for i in range(60)]
     split = Split("t", tuple(Example(text, label=label) for text, label in zip(texts, labels, strict=True)))
@@ -55,8 +55,8 @@ def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("folds")
     classifiers.MAKERS["bert"](folder / "m", labels=3, id2label=dict(enumerate(classifiers.CLASS_NAMES)))
     rows = [
-        {"text": f"{word} {i}", "label": classifiers.CLASS_NAMES[i % 3]}
-        for i, word in enumerate(["the man", "a dog", "two boys", "one girl"] * 9)
+        {"text": f"{phrase} {i}", "label": classifiers.CLASS_NAMES[i % 3]}
+        for i, phrase in enumerate(["the man", "a dog", "two boys", "one girl"] * 9)
     ]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "recipe.yaml").write_text(RECIPE)
@@ -64,7 +64,7 @@ def home(tmp_path_factory):
     return folder
 
 
-def test_every_training_sample_is_scored_once_by_models_that_have_not_seen_it(home):
+def test_each_training_sample_is_scored_once_by_model_not_trained_on_it(home):
     report = json.loads((home / "run" / "report.json").read_text())
     steps = {step["name"]: step for step in report["steps"]}
     folds = [json.loads((home / "run" / "folds" / str(k) / "report.json").read_text()) for k in (1, 2, 3)]
@@ -88,7 +88,7 @@ def test_every_training_sample_is_scored_once_by_models_that_have_not_seen_it(ho
         assert "Cross-validation" in (home / "run" / page).read_text()
 
 
-def test_differences_are_paired_over_the_samples_of_all_folds():
+def test_differences_are_paired_over_samples_of_all_folds():
     from smelt.evaluate.quality import score_labels
     from smelt.evaluate.significance import summarize_folds
 
@@ -121,7 +121,7 @@ def test_differences_are_paired_over_the_samples_of_all_folds():
         ({"folds: 3": "folds: 1"}, "wrong-value"),
     ],
 )
-def test_folds_without_training_are_refused(home, changes, code):
+def test_folds_without_training_are_rejected(home, changes, code):
     text = RECIPE
     for old, new in changes.items():
         assert old in text
@@ -131,7 +131,7 @@ def test_folds_without_training_are_refused(home, changes, code):
     assert [(found.code, found.setting) for found in error.found] == [(code, "score.folds")]
 
 
-def test_more_folds_than_texts_are_refused():
+def test_more_folds_than_texts_are_rejected():
     split = Split("t", tuple(Example("same", label=i % 2) for i in range(9)))
     with raises_code("too-few-samples"):
         divide_folds(split, 3, seed=0)

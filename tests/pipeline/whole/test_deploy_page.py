@@ -19,7 +19,7 @@ COMMANDS = re.findall(r"^curl .*", PAGE, flags=re.M)
 
 
 @pytest.mark.parametrize("kind", ["translator", "vit"])
-def test_its_commands_are_answered(kind, tmp_path):
+def test_commands_of_page_work(kind, tmp_path):
     images.make_image(1).save(tmp_path / "photo.jpg")
     mine = [line for line in COMMANDS if ("photo.jpg" in line) == (kind == "vit")]
     with run_service("serve.py", "--port", "0", folder=standalone_package(kind)) as service:
@@ -36,7 +36,7 @@ def test_its_commands_are_answered(kind, tmp_path):
     assert len(mine) == (1 if kind == "vit" else 4)
 
 
-def test_its_table_has_every_option_and_path(monkeypatch, tmp_path):
+def test_table_of_page_has_every_option_and_path(monkeypatch, tmp_path):
     (tmp_path / "infer.json").write_text('{"task": "translation"}')
     monkeypatch.setattr(serve, "MODEL_FOLDER", tmp_path)
     seen = []

@@ -44,7 +44,7 @@ def recipe(folder: Path, stages: str = "[]", latency: str = "false", **changes: 
     return folder / "r.yaml"
 
 
-def test_an_untouched_graph_is_run_scored_timed_and_used(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_imported_graph_is_run_scored_timed_and_packaged(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forked_workers.install(monkeypatch)
     done = harness.smelt("run", recipe(here, latency=QUICK), code=0)
     assert "runs/r/report.html" in done.output
@@ -85,7 +85,7 @@ def test_an_untouched_graph_is_run_scored_timed_and_used(here: Path, monkeypatch
         assert (error.code, named in str(error)) == (code, True)
 
 
-def test_a_fixed_batch_is_kept_when_scoring_and_timing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fixed_batch_is_used_for_scoring_and_timing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forked_workers.install(monkeypatch)
     graphs.save_model(graphs.two_layer_classifier(batch=4), here / "m.onnx")
     quick = QUICK.replace("batch_sizes: [1], ", "")
@@ -96,7 +96,7 @@ def test_a_fixed_batch_is_kept_when_scoring_and_timing(here: Path, monkeypatch: 
     assert (error.code, bool(re.search(r"\b4\b", error.found[0].message))) == ("fixed-batch-size", True)
 
 
-def test_init_writes_a_recipe_that_can_be_planned(here: Path) -> None:
+def test_init_recipe_can_be_planned(here: Path) -> None:
     harness.smelt("init", "m.onnx", "--data", "test.npz", "--data", "calibration.npz", code=0)
     assert "m.yaml: custom" in harness.smelt("plan", "m.yaml", code=0).output
     assert max(map(len, (here / "m.yaml").read_text().splitlines())) <= 88
@@ -113,7 +113,7 @@ def test_init_writes_a_recipe_that_can_be_planned(here: Path) -> None:
         ({"model: m.onnx": "model: n.onnx"}, "missing-file", "model", ("n.onnx", "'m.onnx'?")),
     ],
 )
-def test_errors_of_recipes_are_said_with_their_line(
+def test_recipe_errors_have_lines(
     here: Path, changes: dict[str, str], code: str, setting: str, named: tuple[str, ...]
 ) -> None:
     with raises_code(code, InputError) as caught:
@@ -124,7 +124,7 @@ def test_errors_of_recipes_are_said_with_their_line(
     assert [value for value in named if value not in found.message] == []
 
 
-def test_all_errors_are_said_at_once(here: Path) -> None:
+def test_all_errors_are_reported_together(here: Path) -> None:
     graphs.save_model(graphs.cyclic_model(), here / "m.onnx")
     changes = {"test: test.npz": "test: gone.npz", "stages: []": "stages: [prune: {}]", "seed": "seed"}
     error = command_error(harness.smelt("plan", recipe(here, **changes), code=2))
@@ -134,7 +134,7 @@ def test_all_errors_are_said_at_once(here: Path) -> None:
     }
 
 
-def test_a_file_without_an_input_is_one_error(here: Path) -> None:
+def test_missing_input_in_file_is_one_error(here: Path) -> None:
     np.savez("test.npz", wrong=np.ones((4, 8), np.float32))
     (here / "r.yaml").write_text(RECIPE.replace("STAGES", "[simplify: {}]").replace("LATENCY", "false"))
     with pytest.raises(InputError) as refused:
@@ -142,14 +142,14 @@ def test_a_file_without_an_input_is_one_error(here: Path) -> None:
     assert str(refused.value).count("data.test") == 1
 
 
-def test_a_graph_that_asks_for_too_much_when_it_is_run_leaves_nothing(here: Path) -> None:
+def test_graph_exceeding_memory_at_run_leaves_no_artifact(here: Path) -> None:
     graphs.save_model(graphs.huge_constant_model(), here / "m.onnx")
     assert isinstance(harness.smelt("run", recipe(here), code=2).error, InputError)
     assert not list((here / "runs/.store/artifacts").glob("*"))
 
 
 @pytest.mark.parametrize("kind", ["codes", "float16"])
-def test_a_file_that_is_narrow_already_is_told_by_plan_and_init(here: Path, kind: str) -> None:
+def test_quantized_or_fp16_file_is_recognized_by_plan_and_init(here: Path, kind: str) -> None:
     harness.smelt("run", recipe(here, "[{quantize: {}}]" if kind == "codes" else "[{fp16: {}}]"), code=0)
     made = next((here / "runs/r/artifacts").glob("quantize*" if kind == "codes" else "fp16*"))
     (here / "m.onnx").write_bytes((made / "model.onnx").read_bytes())
@@ -164,7 +164,7 @@ def test_a_file_that_is_narrow_already_is_told_by_plan_and_init(here: Path, kind
     harness.smelt("plan", here / "m.yaml", code=0)
 
 
-def test_a_file_of_float64_weights_is_scored_and_not_quantized(here: Path) -> None:
+def test_float64_file_is_scored_and_not_quantized(here: Path) -> None:
     model = graphs.two_layer_classifier()
     for tensor in model.graph.initializer:
         tensor.CopyFrom(
@@ -178,7 +178,7 @@ def test_a_file_of_float64_weights_is_scored_and_not_quantized(here: Path) -> No
     harness.smelt("run", recipe(here, "[simplify]"), code=0)
 
 
-def test_the_plan_names_nodes_that_draw_random_numbers(here: Path) -> None:
+def test_plan_warns_about_random_nodes(here: Path) -> None:
     model = graphs.two_layer_classifier()
     model.graph.node.append(helper.make_node("RandomNormalLike", ["logits"], ["noise"], "noisy"))
     model.graph.output.append(graphs.value_info("noise", ["N", 4]))
@@ -187,7 +187,7 @@ def test_the_plan_names_nodes_that_draw_random_numbers(here: Path) -> None:
     assert "'noisy'" in found.message
 
 
-def test_one_file_is_divided_into_what_is_calibrated_on_and_what_is_scored(here: Path) -> None:
+def test_single_file_is_split_into_calibration_and_test(here: Path) -> None:
     harness.smelt("init", "m.onnx", "--data", "test.npz", code=0)
     splits = load_plan(here / "m.yaml").splits
     assert {name: len(split) for name, split in splits.items()} == {"train": 8, "test": 32}

@@ -39,7 +39,7 @@ def recipe(axes: str = "", latency: str = "false") -> str:
 
 
 @pytest.mark.parametrize("shapes", [NAMED, NAMELESS], ids=["named", "nameless"])
-def test_a_state_is_scored_timed_and_used_on_its_axis(
+def test_state_is_scored_timed_and_used_on_its_batch_axis(
     here: Path, shapes: tuple[list[object], ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forked_workers.install(monkeypatch)
@@ -65,7 +65,7 @@ def test_a_state_is_scored_timed_and_used_on_its_axis(
     harness.smelt("eval", place, "--data", "test.npz", "--baseline", place, code=0)
 
 
-def test_axes_that_are_not_clear_or_wrong_are_told_by_the_plan(here: Path) -> None:
+def test_unclear_or_wrong_axes_are_rejected_by_plan(here: Path) -> None:
     graphs.save_model(graphs.gru_model([None, None, 4], [2, None, 8], [2, None, 8]), here / "m.onnx")
     with pytest.raises(InputError) as raised:
         load_plan(recipe())
@@ -80,13 +80,13 @@ def test_axes_that_are_not_clear_or_wrong_are_told_by_the_plan(here: Path) -> No
         assert expected in " ".join(harness.smelt("plan", recipe(axes), code=2).output.split())
 
 
-def test_init_finds_the_axis_by_the_sizes_of_the_arrays(here: Path) -> None:
+def test_init_infers_batch_axis_from_array_sizes(here: Path) -> None:
     graphs.save_model(graphs.gru_model(*NAMELESS), here / "m.onnx")
     harness.smelt("init", "m.onnx", "--data", "test.npz", "--data", "calibration.npz", code=0)
     assert load_plan("m.yaml").recipe.data.axes == {"x": 0, "state": 1}
 
 
-def test_an_array_that_is_the_same_in_every_call_has_no_axis(here: Path) -> None:
+def test_constant_array_has_no_batch_axis(here: Path) -> None:
     model = graphs.two_layer_classifier()
     model.graph.initializer.remove(next(t for t in model.graph.initializer if t.name == "w2"))
     model.graph.input.append(graphs.value_info("w2", [16, 4]))

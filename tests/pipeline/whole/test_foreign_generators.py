@@ -57,7 +57,7 @@ def generated(folder: Path | str) -> list[str]:
 
 
 @pytest.mark.parametrize(("kind", "task"), [("translator", "translation"), ("gpt2", "language-modeling")])
-def test_it_writes_what_the_artifact_wrote_and_is_scored_and_made_smaller(
+def test_imported_generator_equals_artifact_and_is_compressed(
     kind: str, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -96,7 +96,7 @@ def test_it_writes_what_the_artifact_wrote_and_is_scored_and_made_smaller(
         ((), "text-classification", "generator-graphs", ""),
     ],
 )
-def test_what_is_missing_is_said_before_any_work(
+def test_missing_generator_files_are_rejected_by_plan(
     remove: tuple[str, ...], task: str, code: str, named: str, tmp_path: Path
 ) -> None:
     recipe = write(tmp_path, "translator", "translation")
@@ -109,7 +109,7 @@ def test_what_is_missing_is_said_before_any_work(
     assert named in found[0].message
 
 
-def test_one_graph_of_several_is_no_model(tmp_path: Path) -> None:
+def test_single_graph_of_generator_is_rejected(tmp_path: Path) -> None:
     recipe = write(tmp_path, "translator", "translation")
     recipe.write_text(recipe.read_text().replace("model: p", "model: p/encoder_model.onnx"))
     error = command_error(harness.smelt("plan", recipe, code=2))
@@ -117,13 +117,15 @@ def test_one_graph_of_several_is_no_model(tmp_path: Path) -> None:
     assert f"model: {tmp_path / 'p'}." in str(error)
 
 
-def test_no_engine_is_promised(tmp_path: Path) -> None:
+def test_tensorrt_is_rejected_for_imported_generator(tmp_path: Path) -> None:
     recipe = write(tmp_path, "translator", "translation", "[simplify, tensorrt]")
     error = command_error(harness.smelt("plan", recipe, code=2))
     assert [(one.code, one.setting) for one in error.found] == [("unsupported-graph", "stages[1].tensorrt")]
 
 
-def test_hidden_states_are_pooled_as_the_recipe_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_states_are_pooled_as_recipe_specifies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Optimum's feature extraction gives no vectors; smelt's package for it gives both."""
     monkeypatch.chdir(tmp_path)
     source = exported_artifacts.exported_artifact("embedder")

@@ -30,9 +30,9 @@ SHAPES: dict[str, list[Any]] = {"map": ["N", 5, 8, 8], "y": ["N", 5]}
 def write_recipe(folder: Path, outputs: list[str], more: str = "") -> Path:
     """Write a recipe of a graph: a convolution, whose map or mean over the map is an output."""
     weight = numpy_helper.from_array(np.ones((5, 3, 3, 3), np.float32), "w")
-    ends = [graphs.value_info(name, SHAPES[name]) for name in outputs]
+    output_infos = [graphs.value_info(name, SHAPES[name]) for name in outputs]
     nodes = [*HEAT_MAP, *(POOLED if "y" in outputs else [])]
-    model = graphs.make_model(nodes, [graphs.value_info("x", ["N", 3, 8, 8])], ends, [weight])
+    model = graphs.make_model(nodes, [graphs.value_info("x", ["N", 3, 8, 8])], output_infos, [weight])
     graphs.save_model(model, folder / "m.onnx")
     np.savez(folder / "test.npz", x=np.zeros((8, 3, 8, 8), np.float32))
     (folder / "r.yaml").write_text(RECIPE.replace("latency: false", f"latency: false{more}"))
@@ -60,6 +60,6 @@ def test_listed_metrics_keep_their_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("more", [", quality: [agreement, top1]", "}\ngates: {top1: {min: 99}"])
-def test_top1_that_is_asked_of_a_heat_map_is_refused(tmp_path: Path, more: str) -> None:
+def test_top1_of_heat_map_is_rejected(tmp_path: Path, more: str) -> None:
     with raises_code("does-not-fit-model", InputError):
         load_plan(write_recipe(tmp_path, ["map"], more))

@@ -62,11 +62,11 @@ def torch_logits(folder: Path) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     with torch.no_grad():
-        found = [model(**tokenizer(text, return_tensors="pt", truncation=True)).logits[0] for text in TEXTS]
-    return torch.stack(found).softmax(-1).numpy()
+        logits = [model(**tokenizer(text, return_tensors="pt", truncation=True)).logits[0] for text in TEXTS]
+    return torch.stack(logits).softmax(-1).numpy()
 
 
-def test_a_classifier_of_torch_is_scored_quantized_and_answers_as_the_model(here: Path) -> None:
+def test_torch_exported_classifier_is_scored_quantized_and_equals_model(here: Path) -> None:
     stages = "[simplify, quantize, {fp16: {}, from: simplify}]"
     recipe = write(here, "exported.onnx\ntokenizer: hub", stages)
     harness.smelt("run", recipe, code=0)
@@ -81,7 +81,7 @@ def test_a_classifier_of_torch_is_scored_quantized_and_answers_as_the_model(here
     assert any("Integer" in n.op_type or "Quant" in n.op_type for n in nodes)
 
 
-def test_ranges_are_found_on_padded_texts_of_different_lengths(here: Path) -> None:
+def test_static_ranges_are_calibrated_on_padded_texts(here: Path) -> None:
     recipe = write(
         here,
         "exported.onnx\ntokenizer: hub",
@@ -95,7 +95,7 @@ def test_ranges_are_found_on_padded_texts_of_different_lengths(here: Path) -> No
     assert 0 < step["details"]["parity"]["error"] < 0.3
 
 
-def test_a_folder_in_the_layout_of_optimum_needs_no_more_words(here: Path) -> None:
+def test_optimum_folder_requires_no_further_settings(here: Path) -> None:
     """config.json and the tokenizer are next to model.onnx."""
     shutil.copytree(here / "hub", here / "optimum")
     (here / "optimum/model.safetensors").unlink()
@@ -109,12 +109,12 @@ def test_a_folder_in_the_layout_of_optimum_needs_no_more_words(here: Path) -> No
 @pytest.mark.parametrize(
     ("model", "setting"), [("exported.onnx", "model"), ("exported.onnx\ntokenizer: nowhere", "tokenizer")]
 )
-def test_what_is_missing_is_said(here: Path, model: str, setting: str) -> None:
+def test_missing_config_is_rejected(here: Path, model: str, setting: str) -> None:
     error = command_error(harness.smelt("plan", write(here, model), code=2))
     assert ("missing-config", setting) in [(one.code, one.setting) for one in error.found]
 
 
-def test_graphs_of_another_kind_are_refused_with_the_way_out(here: Path) -> None:
+def test_graph_of_other_task_is_rejected(here: Path) -> None:
     recipe = write(here, "exported.onnx\ntokenizer: hub")
     recipe.write_text(recipe.read_text().replace("text-classification", "language-modeling"))
     error = command_error(harness.smelt("plan", recipe, code=2))

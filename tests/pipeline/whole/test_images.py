@@ -42,7 +42,7 @@ def finished(path: Path) -> dict:
     return {step["name"]: step for step in steps}
 
 
-def test_a_vision_transformer_is_cut_coded_and_exported(tmp_path):
+def test_vision_transformer_is_pruned_quantized_and_exported(tmp_path):
     coded = "quantize: {scheme: int8-dynamic}"
     steps = finished(recipe(tmp_path, [*CUT, coded, "onnx: {target: ort-cpu}"]))
     sizes = [steps[name]["parameters"] for name in ("model", "drop-layers", "prune", "distill", "factorize")]
@@ -66,7 +66,7 @@ def test_a_vision_transformer_is_cut_coded_and_exported(tmp_path):
 
 
 @pytest.mark.parametrize("target", ["ort-cpu", "tensorrt"])  # openvino: test_matrix.py
-def test_a_residual_network_is_trained_and_exported(target, tmp_path):
+def test_resnet_is_trained_and_exported(target, tmp_path):
     dtype = ", dtype: fp16" if target == "tensorrt" else ""
     path = recipe(tmp_path, [f"finetune: {{{TRAIN}}}", f"onnx: {{target: {target}{dtype}}}"], "resnet")
     onnx = finished(path)["onnx"]
@@ -78,7 +78,7 @@ def test_a_residual_network_is_trained_and_exported(target, tmp_path):
         assert [graph["problems"] for graph in json.loads(checked)] == [[]]
 
 
-def test_an_untrained_model_learns_and_says_how_large_its_images_are(tmp_path, monkeypatch):
+def test_untrained_image_model_learns_and_records_image_size(tmp_path, monkeypatch):
     forked_workers.install(monkeypatch)
     path = recipe(
         tmp_path,
@@ -123,16 +123,16 @@ def refusal(path: Path, at: int) -> list[tuple[str, str | None]]:
     """Return code and place of what the plan has against the step `at`."""
     error = command_error(harness.smelt("plan", path, code=2))
     start = f"stages[{at}]."
-    return [(one.code, (one.setting or "").removeprefix(start)) for one in error.found]
+    return [(message.code, (message.setting or "").removeprefix(start)) for message in error.found]
 
 
 @REFUSED
-def test_what_convolutions_cannot_do_is_refused_before_any_work(stage, code, setting, tmp_path):
+def test_stages_unsupported_for_convolutions_are_rejected_by_plan(stage, code, setting, tmp_path):
     assert (code, setting) in refusal(recipe(tmp_path, [stage], "resnet"), 0)
 
 
 @REFUSED
-def test_what_convolutions_cannot_do_is_refused_of_a_model_without_weights(stage, code, setting, tmp_path):
+def test_stages_unsupported_for_untrained_convolutions_are_rejected_by_plan(stage, code, setting, tmp_path):
     path = recipe(tmp_path, [f"finetune: {{{TRAIN}}}", stage], "resnet")
     config = tmp_path / "small.json"
     config.write_text(json.dumps({"model_type": "resnet"} | images.CONFIGS["resnet"]))

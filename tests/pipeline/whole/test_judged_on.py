@@ -60,7 +60,7 @@ def _report(home, on, out, code, monkeypatch):
     return report, {step["name"]: step for step in report["steps"]}
 
 
-def test_validation_judges_and_what_is_chosen_is_scored_on_test(home, tmp_path, monkeypatch):
+def test_validation_judges_gates_and_selected_step_is_scored_on_test(home, tmp_path, monkeypatch):
     report, steps = _report(home, "validation", tmp_path / "v", 0, monkeypatch)
     assert report["judged_on"] == "validation"
     assert {step["quality"]["chrf"]["n"] for step in steps.values()} == {6}
@@ -89,7 +89,7 @@ def test_validation_judges_and_what_is_chosen_is_scored_on_test(home, tmp_path, 
     assert validate_report(report).judged_on == "validation"
 
 
-def test_on_test_the_same_limit_fails(home, tmp_path, monkeypatch):
+def test_gate_judged_on_test_fails(home, tmp_path, monkeypatch):
     report, steps = _report(home, "test", tmp_path / "t", 3, monkeypatch)
     assert report["judged_on"] == "test"
     assert {step["quality"]["chrf"]["n"] for step in steps.values()} == {8}
@@ -97,7 +97,7 @@ def test_on_test_the_same_limit_fails(home, tmp_path, monkeypatch):
     assert steps["whole"]["gates"][0]["passed"] is False
 
 
-def test_a_package_tells_what_the_chosen_step_scores_on_test(home, tmp_path, monkeypatch):
+def test_package_readme_has_test_score_of_selected_step(home, tmp_path, monkeypatch):
     _, steps = _report(home, "validation", tmp_path / "v", 0, monkeypatch)
     for name, split in (("small", "test"), ("whole", "validation")):
         out = tmp_path / name
@@ -110,7 +110,7 @@ def test_a_package_tells_what_the_chosen_step_scores_on_test(home, tmp_path, mon
         assert ("gate-not-kept-on-test" in codes) == (split == "test")  # only small was scored on test
 
 
-def test_a_package_of_a_step_that_fails_its_gate_says_so(home, tmp_path, monkeypatch):
+def test_package_of_step_with_failed_gate_warns(home, tmp_path, monkeypatch):
     _report(home, "test", tmp_path / "t", 3, monkeypatch)
     output = harness.smelt("package", tmp_path / "t/artifacts/whole", "--out", tmp_path / "p")
     assert "gate chrF min 30.00 is failed" in output.output
@@ -131,7 +131,7 @@ def test_a_package_of_a_step_that_fails_its_gate_says_so(home, tmp_path, monkeyp
     assert "A trial on 4 samples" in output.output
 
 
-def test_what_cannot_be_scored_on_test_is_said_on_its_step(home, tmp_path, monkeypatch):
+def test_failed_test_score_is_reported_on_its_step(home, tmp_path, monkeypatch):
     """The others keep what they have, and the report says that not all is there."""
     own = run._PlanRunner._score
 
@@ -150,7 +150,7 @@ def test_what_cannot_be_scored_on_test_is_said_on_its_step(home, tmp_path, monke
     assert [step["error"] for name, step in steps.items() if name != "small"] == [None] * 3
 
 
-def test_what_scoring_on_test_says_is_a_warning_of_the_step(home, tmp_path, monkeypatch):
+def test_warnings_of_test_score_are_warnings_of_step(home, tmp_path, monkeypatch):
     own = run._PlanRunner._score
 
     def score_with_warning(self, name, artifact, on_test=False):

@@ -48,12 +48,12 @@ def report(home):
     return json.loads((home / "run" / "report.json").read_text())
 
 
-def test_few_windows_are_warned_of(report):
+def test_few_windows_warn(report):
     [few] = [one["message"] for one in report["warnings"] if one["code"] == "few-windows"]
     assert re.search(r"\b\d\d windows", few)
 
 
-def test_report_holds_perplexity_and_tokens_per_second_when_a_run_is_over(report):
+def test_report_has_perplexity_and_tokens_per_second(report):
     assert report["status"] == "gate-failed"
     for step in report["steps"]:
         score = step["quality"]["perplexity"]
@@ -71,13 +71,13 @@ def test_report_holds_perplexity_and_tokens_per_second_when_a_run_is_over(report
     )
 
 
-def test_plan_speaks_of_a_rise_when_less_is_better(home):
+def test_plan_shows_max_drop_of_perplexity_as_rise(home):
     output = harness.smelt("plan", home / "recipe.yaml").output
     assert "perplexity: rise at most 1,000,000 at onnx" in output
     assert "perplexity, bits_per_byte" in output
 
 
-def test_gate_limits_a_rise_when_less_is_better(report):
+def test_gate_limits_rise_if_lower_is_better(report):
     gates = {(g["metric"], g["kind"]): g for g in report["steps"][-1]["gates"]}
     rise = report["steps"][-1]["against_baseline"]["perplexity"]["difference"]
     assert gates["perplexity", "max_drop"]["value"] == rise
@@ -86,14 +86,14 @@ def test_gate_limits_a_rise_when_less_is_better(report):
     assert report["steps"][0]["gates"][0]["passed"]  # the baseline has not risen against itself
 
 
-def test_random_weights_are_never_worth_having(report):
+def test_random_weights_are_not_pareto_optimal(report):
     for step in report["steps"]:
         score = step["quality"]["perplexity"]
         assert score["ci95"][1] >= score["chance"]  # the number of tokens, as of a uniform model
     assert report["pareto_front"] == []
 
 
-def test_pages_say_that_less_is_better(home, report):
+def test_pages_show_lower_is_better(home, report):
     page = (home / "run" / "report.html").read_text()
     assert "Perplexity (lower is better)" in page
     assert "tokens/s" in page
@@ -113,7 +113,7 @@ def test_eval_and_predict_work_on_every_format(home, report):
         assert lines[0].startswith("The old house")
 
 
-def test_eval_scores_as_the_run_did_unless_it_is_told_otherwise(home, report):
+def test_eval_uses_windows_of_run_by_default(home, report):
     for step in report["steps"]:
         folder = home / "run" / step["artifact"]
         result = harness.smelt("eval", folder, "--data", home / "t.txt", "--json")
@@ -127,7 +127,7 @@ def test_eval_scores_as_the_run_did_unless_it_is_told_otherwise(home, report):
     assert "window:32|stride:4" in part.output
 
 
-def test_artifact_of_other_windows_is_another_artifact(home, report, tmp_path):
+def test_artifact_key_depends_on_windows(home, report, tmp_path):
     """Or the second run would find the windows of the first in what it takes from the store."""
     more = ["--until", "model", "--set", "data.windows={length: 16}", "--set", "score.latency=false"]
     result = harness.smelt(
@@ -138,7 +138,7 @@ def test_artifact_of_other_windows_is_another_artifact(home, report, tmp_path):
     assert "window:16|stride:16" in again.output
 
 
-def test_eval_cuts_the_text_as_it_is_told(home, report):
+def test_eval_window_options_change_windows(home, report):
     def score(*options):
         result = harness.smelt("eval", folder, *rows, "--metric", "perplexity", "--json", *options)
         return json.loads(result.stdout)["perplexity"]
@@ -164,7 +164,7 @@ def test_eval_cuts_the_text_as_it_is_told(home, report):
         ({"metric": "bleu"}, "does-not-fit-task", "score.quality[0]", ("'bleu'",)),
     ],
 )
-def test_recipe_is_refused_when_it_does_not_fit(home, change, code, setting, named):
+def test_recipe_not_matching_task_is_rejected(home, change, code, setting, named):
     text = RECIPE.replace("length: 32, stride: 16", change.get("windows", "length: 32"))
     text = text.replace("language-modeling", change.get("task", "language-modeling"))
     text = text.replace("max: 1.5", change.get("limit", "max: 1.5"))
@@ -178,7 +178,7 @@ def test_recipe_is_refused_when_it_does_not_fit(home, change, code, setting, nam
     assert [value for value in named if value not in found[0].message] == []
 
 
-def test_model_is_refused_when_its_config_asks_for_more_than_smelt_does(home, tmp_path):
+def test_unsupported_model_config_is_rejected(home, tmp_path):
     causal.write_model(tmp_path / "m", "llama", num_hidden_layers=1)
     path = tmp_path / "m" / "config.json"
     config = json.loads(path.read_text())

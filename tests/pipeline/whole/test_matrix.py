@@ -71,7 +71,7 @@ FAST = {
 def _is_possible(model, row):
     """Whether each technique of a row can do something with a model, and can follow those before it."""
     techniques = [TECHNIQUES[name] for name in ROWS[row]]
-    pairs = [(first, second) for at, second in enumerate(techniques) for first in techniques[:at]]
+    pairs = [(first, second) for index, second in enumerate(techniques) for first in techniques[:index]]
     prerequisites = [TECHNIQUES[t.applied_after] for t in techniques if t.applied_after]
     return all(is_applicable(ALL_MODELS[model], technique) for technique in techniques) and all(
         first in prerequisites or can_follow(first, second) for first, second in pairs
@@ -97,8 +97,8 @@ CELLS_PROVIDER = [cell for cell in CELLS_PROVIDER if cell != ("resnet", "int8-pl
 
 def _schemes(row):
     """The quantization schemes that the techniques of a row name."""
-    named = (TECHNIQUES[name].settings.get("scheme") for name in ROWS[row])
-    return [scheme for scheme in named if scheme is not None]
+    schemes = (TECHNIQUES[name].settings.get("scheme") for name in ROWS[row])
+    return [scheme for scheme in schemes if scheme is not None]
 
 
 def _has_shared_int8_matrices(family, row):
@@ -109,7 +109,7 @@ def _has_shared_int8_matrices(family, row):
 
 
 @pytest.mark.parametrize(("family", "row"), CELLS)
-def test_a_family_goes_through_techniques_and_its_graph_agrees(family, row, tmp_path):
+def test_family_passes_techniques_and_graph_equals_parent(family, row, tmp_path):
     if HAS_NO_VNNI and _has_shared_int8_matrices(family, row):
         pytest.skip("without VNNI ONNX Runtime opens no graph in which two int8 products share a matrix")
     exported = not any(unsupported_reason(SCHEMES[scheme], "ort-cpu") for scheme in _schemes(row))
@@ -117,7 +117,7 @@ def test_a_family_goes_through_techniques_and_its_graph_agrees(family, row, tmp_
 
 
 @pytest.mark.parametrize(("family", "row"), CELLS_OPENVINO)
-def test_a_family_goes_through_techniques_and_openvino_runs_its_graph(family, row, tmp_path):
+def test_family_passes_techniques_and_openvino_runs_graph(family, row, tmp_path):
     pytest.importorskip("openvino")
     if HAS_NO_VNNI and row.startswith("int8"):
         pytest.skip("without VNNI OpenVINO adds pairs of int8 products in 16 bits")
@@ -125,7 +125,7 @@ def test_a_family_goes_through_techniques_and_openvino_runs_its_graph(family, ro
 
 
 @pytest.mark.parametrize(("family", "row"), CELLS_PROVIDER)
-def test_a_family_goes_through_techniques_and_tensorrts_provider_gets_its_sizes(family, row, tmp_path):
+def test_family_passes_techniques_and_ort_tensorrt_gets_shapes(family, row, tmp_path):
     """Without a GPU the step is made and not scored; its graph agrees with its parent in any case."""
     last = _check(family, row, "ort-tensorrt", tmp_path)
     folder = tmp_path / "run" / last["artifact"]

@@ -36,13 +36,13 @@ def home(folder, task, setting):
 @pytest.mark.parametrize(
     ("task", "setting"), matrix_cells(list(TASKS), ["teacher: {model: other}", "student: {model: other}"])
 )
-def test_a_model_of_a_folder_teaches_and_learns(task, setting, tmp_path):
+def test_teacher_or_student_folder_works(task, setting, tmp_path):
     report = smelt.run(home(tmp_path, task, setting), out=tmp_path / "run").report
     assert [step["status"] for step in report["steps"]] == ["done", "done"], report["steps"][-1]["error"]
 
 
 @pytest.mark.parametrize("setting", ["teacher: {model: other}", "student: {model: other}"])
-def test_of_models_of_images_nobody_asks_for_a_processor_but_of_the_first(setting, tmp_path):
+def test_only_first_image_model_requires_processor(setting, tmp_path):
     recipe = home(tmp_path, "image-classification", setting)
     (tmp_path / "other" / "preprocessor_config.json").unlink()
     assert harness.smelt("plan", recipe).exit_code == 0
@@ -50,14 +50,14 @@ def test_of_models_of_images_nobody_asks_for_a_processor_but_of_the_first(settin
     assert result.exit_code == 0, result.output
 
 
-def test_a_teacher_of_vectors_makes_them_as_its_own_folder_says(tmp_path):
+def test_embedding_teacher_uses_pooling_of_its_own_folder(tmp_path):
     recipe = home(tmp_path, "sentence-similarity", "teacher: {model: other}")
     shutil.rmtree(tmp_path / "other")
     embedders.write_embedder(tmp_path / "other", rules=False)  # then as the model's
     assert smelt.run(recipe, out=tmp_path / "run").exit_code == 0
 
 
-def test_a_bare_encoder_teaches_no_classifier(tmp_path):
+def test_bare_encoder_is_rejected_as_teacher_of_classifier(tmp_path):
     recipe = home(tmp_path, "text-classification", "teacher: {model: other}")
     config = tmp_path / "other" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": ["BertModel"]}))
@@ -66,7 +66,7 @@ def test_a_bare_encoder_teaches_no_classifier(tmp_path):
     assert str(tmp_path / "other") in str(error)
 
 
-def test_a_student_of_another_family_is_refused_once(tmp_path):
+def test_student_of_other_family_is_rejected_once(tmp_path):
     recipe = home(tmp_path, "text-classification", "student: {model: other}")
     shutil.rmtree(tmp_path / "other")
     tiny.write_marian(tmp_path / "other")
@@ -82,13 +82,13 @@ def test_a_student_of_another_family_is_refused_once(tmp_path):
         ("teacher: {folder: other}", "missing-setting", "teacher.model"),
     ],
 )
-def test_a_name_that_names_nothing_is_no_folder(setting, code, place, tmp_path):
+def test_unknown_name_is_not_a_folder(setting, code, place, tmp_path):
     error = command_error(harness.smelt("plan", home(tmp_path, "translation", setting), code=2))
     assert (code, f"stages[0].distill.{place}") in [(one.code, one.setting) for one in error.found]
 
 
 @pytest.mark.parametrize("place", ["teacher: {model: ~/other}", "student: {model: ~/other}"])
-def test_a_folder_may_lie_in_the_home_of_the_user(place, tmp_path, monkeypatch):
+def test_folder_below_home_directory_is_accepted(place, tmp_path, monkeypatch):
     recipe = home(tmp_path / "recipes", "text-classification", place)
     (tmp_path / "recipes" / "other").rename(tmp_path / "other")
     (tmp_path / "recipes" / "data.jsonl").rename(tmp_path / "data.jsonl")
@@ -104,7 +104,7 @@ def changed(folder, **values):
 
 
 @pytest.mark.parametrize(("who", "place"), [("teacher", "teacher"), ("student", "student.model")])
-def test_models_that_take_other_images_are_refused_before_any_work(who, place, tmp_path):
+def test_models_with_other_image_size_are_rejected_by_plan(who, place, tmp_path):
     recipe = home(tmp_path, "image-classification", f"{who}: {{model: other}}")
     changed(tmp_path / "other", image_size=64)
     error = command_error(harness.smelt("plan", recipe, code=2))
@@ -114,7 +114,7 @@ def test_models_that_take_other_images_are_refused_before_any_work(who, place, t
     assert "64 pixels" in str(error)
 
 
-def test_a_teacher_of_fewer_positions_wants_texts_that_are_cut(tmp_path):
+def test_teacher_with_fewer_positions_requires_max_length(tmp_path):
     recipe = home(tmp_path, "text-classification", "teacher: {model: other}")
     shutil.rmtree(tmp_path / "other")
     tiny.write_bert(tmp_path / "other", max_position_embeddings=8)
@@ -128,7 +128,7 @@ def test_a_teacher_of_fewer_positions_wants_texts_that_are_cut(tmp_path):
 
 
 @pytest.mark.parametrize("who", ["teacher", "student"])
-def test_weights_that_do_not_fit_are_told_under_the_name_that_was_given(who, tmp_path):
+def test_mismatched_weights_are_reported_under_given_name(who, tmp_path):
     recipe = home(tmp_path, "image-classification", f"{who}: {{model: other}}")
     path = tmp_path / "other" / "model.safetensors"
     tensors = load_file(path)
@@ -157,6 +157,6 @@ LONG = "x" * 300
         ("teacher: ''", "unknown-step", "teacher"),
     ],
 )
-def test_names_that_no_folder_can_have_are_told_with_their_place(setting, code, place, tmp_path):
+def test_invalid_folder_names_are_reported_with_setting(setting, code, place, tmp_path):
     error = command_error(harness.smelt("plan", home(tmp_path, "translation", setting), code=2))
     assert message_locations(error.found) == [(code, f"stages[0].distill.{place}", 4)]

@@ -39,7 +39,7 @@ def home(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["plan", "run"])
-def test_words_of_another_width_than_the_states_are_refused_with_both_numbers(home, command):
+def test_embedding_width_different_from_hidden_size_is_rejected(home, command):
     every_family.write_model(home / "m", "opt")
     path = home / "m" / "config.json"
     path.write_text(json.dumps(read_json_object(path) | {"word_embed_proj_dim": 32}))
@@ -50,7 +50,7 @@ def test_words_of_another_width_than_the_states_are_refused_with_both_numbers(ho
 
 
 @pytest.mark.parametrize("name", WITHOUT)
-def test_a_model_without_a_part_that_may_be_left_out_goes_through_all_kinds_of_stages(name, home):
+def test_opt_without_optional_parts_passes_all_stages(name, home):
     every_family.write_model(home / "m", "opt", **WITHOUT[name])
     content = read_json_object(home / "m" / "config.json")
     assert content | WITHOUT[name] == content
@@ -62,7 +62,7 @@ def test_a_model_without_a_part_that_may_be_left_out_goes_through_all_kinds_of_s
     assert graph == pytest.approx(parent, rel=0.01)
 
 
-def test_transformers_opens_what_training_and_a_pruned_feed_forward_part_leave(home):
+def test_transformers_loads_trained_and_pruned_opt(home):
     every_family.write_model(home / "m", "opt")
     stages = (
         "stages:\n  - prune: {targets: [ffn], keep_ratio: 0.5, calibration_samples: 4}\n"

@@ -22,23 +22,23 @@ SMALL = "bert"
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
     """A bench for a model, made once; a cell comes after others of its model."""
-    made = {}
+    benches = {}
 
     def bench(model):
-        if model not in made:
-            made.clear()
-            made[model] = PairRunner(model, tmp_path_factory.mktemp(model))
-        return made[model]
+        if model not in benches:
+            benches.clear()
+            benches[model] = PairRunner(model, tmp_path_factory.mktemp(model))
+        return benches[model]
 
     return bench
 
 
 @pytest.mark.parametrize(("model", "first", "second"), covering_pairs())
-def test_two_techniques_follow_each_other_and_both_keep_what_they_promise(bench, model, first, second):
+def test_two_techniques_in_sequence_keep_their_properties(bench, model, first, second):
     bench(model).run(first, second)
 
 
-def test_what_the_plan_refuses_it_refuses_in_words_and_nothing_else(bench):
+def test_impossible_pairs_are_rejected_by_plan_only(bench):
     """Of every third pair, and the first of each technique, on one model; `make matrix` asks all of them."""
     never = sorted(set(impossible_pairs()))
     first_of = {pair[at]: pair for at in (0, 1) for pair in reversed(never)}
@@ -53,7 +53,7 @@ def test_what_the_plan_refuses_it_refuses_in_words_and_nothing_else(bench):
         assert plan_errors(bench(SMALL), first, second) == []
 
 
-def test_the_command_takes_all_models_where_none_is_named_and_names_those_that_it_knows(capsys):
+def test_pairs_command_defaults_to_all_models_and_lists_known_ones(capsys):
     assert run_all_pairs.parse_arguments([]).models == list(MODELS)
     assert run_all_pairs.parse_arguments(["bert", "t5"]).models == ["bert", "t5"]
     with pytest.raises(SystemExit):
@@ -61,13 +61,13 @@ def test_the_command_takes_all_models_where_none_is_named_and_names_those_that_i
     assert all(name in capsys.readouterr().err for name in ("'brt'",))
 
 
-def test_each_stage_and_each_family_has_a_row():
+def test_each_stage_and_family_has_entry():
     torch = {word for word, stage in all_stages().items() if stage.produces == "torch"}
     assert torch == {technique.stage for technique in TECHNIQUES.values()}
     assert set(FAMILIES) == {model.kind for model in MODELS.values()}
 
 
-def test_what_is_lost_on_the_way_is_seen(bench, monkeypatch):
+def test_lost_files_and_edits_are_detected(bench, monkeypatch):
     """A later stage that forgets what is next to the weights, or what a layer keeps, does not pass."""
     from smelt.models import checkpoint
 

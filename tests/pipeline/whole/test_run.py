@@ -48,7 +48,7 @@ def _report(folder):
     return report
 
 
-def test_a_run_writes_reports_and_artifacts_and_the_second_takes_all_from_the_store(home, tmp_path):
+def test_run_writes_reports_and_artifacts_and_second_run_is_cached(home, tmp_path):
     first = _run(home, "--out", tmp_path / "one", "--store", tmp_path / "s")
     assert first.exit_code == 0, first.output
     report = _report(tmp_path / "one")
@@ -90,7 +90,7 @@ def test_a_run_writes_reports_and_artifacts_and_the_second_takes_all_from_the_st
         assert row["source"] == tiny.SENTENCES[at % len(tiny.SENTENCES)]
 
 
-def test_until_set_and_limit_change_what_is_done(home, tmp_path):
+def test_until_set_and_limit_change_run(home, tmp_path):
     result = _run(
         home,
         "--out",
@@ -111,7 +111,7 @@ def test_until_set_and_limit_change_what_is_done(home, tmp_path):
     assert report["steps"][0]["quality"]["bleu"]["n"] == 3
 
 
-def test_until_may_stop_before_the_baseline(home, tmp_path):
+def test_until_may_stop_before_baseline(home, tmp_path):
     places = ("--out", tmp_path / "r", "--store", tmp_path / "s", "--set", "baseline=quantize")
     result = _run(home, *places, "--until", "prune")
     assert result.exit_code == 0, result.output
@@ -133,7 +133,7 @@ def test_until_may_stop_before_the_baseline(home, tmp_path):
     assert smallest["p_value_holm"] == pytest.approx(min(1.0, len(tests) * smallest["p_value"]))
 
 
-def test_a_teacher_of_another_branch_is_used_and_is_part_of_the_key(home, tmp_path):
+def test_teacher_of_other_branch_is_used_and_is_part_of_key(home, tmp_path):
     """The step that a setting names counts by what it is: neither its name nor its branch matters."""
     train = "max_steps: 1, batch_size: 4, num_evals: 1"
     head = (
@@ -168,7 +168,7 @@ def test_a_teacher_of_another_branch_is_used_and_is_part_of_the_key(home, tmp_pa
     assert keys[0] == keys[1] != keys[2]
 
 
-def test_a_missed_gate_gives_exit_code_3_and_says_so(home, tmp_path):
+def test_failed_gate_gives_exit_code_3(home, tmp_path):
     result = _run(
         home,
         "--out",
@@ -187,7 +187,7 @@ def test_a_missed_gate_gives_exit_code_3_and_says_so(home, tmp_path):
     assert (gate["limit"], gate["passed"]) == (101, False)
 
 
-def test_training_takes_denormal_numbers_for_zero(home, tmp_path, monkeypatch):
+def test_training_flushes_denormals_to_zero(home, tmp_path, monkeypatch):
     from smelt.compress.finetune import Finetune
 
     seen = []
@@ -219,13 +219,13 @@ def test_ctrl_c_keeps_finished_steps_and_gives_exit_code_130(home, tmp_path, mon
     assert [s["status"] for s in report["steps"]] == ["done", "done", "not-reached", "not-reached"]
 
 
-def test_unknown_fresh_step_is_refused_before_any_work(home, tmp_path):
+def test_unknown_rebuild_step_is_rejected_before_run(home, tmp_path):
     result = _run(home, "--out", tmp_path / "r", "--store", tmp_path / "s", "--rebuild", "nothing")
     assert result.exit_code == 2
     assert not (tmp_path / "s").exists()
 
 
-def test_machines_share_a_remote_store(home, tmp_path, monkeypatch):
+def test_machines_share_remote_store(home, tmp_path, monkeypatch):
     url = f"file://{tmp_path / 'bucket'}"
     refused = _run(home, "--out", tmp_path / "no" / "run", "--store", "s4://bucket")
     assert (refused.exit_code, refused.error.code) == (2, "unknown-protocol")

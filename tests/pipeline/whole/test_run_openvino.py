@@ -45,7 +45,7 @@ def home(tmp_path_factory):
     return folder
 
 
-def test_the_report_has_quality_size_and_times_of_both_runtimes(home):
+def test_report_has_quality_size_and_latency_of_both_runtimes(home):
     report = json.loads((home / "run" / "report.json").read_text())
     validate_report(report)
     steps = {step["name"]: step for step in report["steps"]}
@@ -59,7 +59,7 @@ def test_the_report_has_quality_size_and_times_of_both_runtimes(home):
     assert "openvino" in report["environment"]["versions"]
 
 
-def test_an_artifact_opens_in_the_precision_that_it_was_exported_for(home):
+def test_artifact_is_loaded_in_exported_dtype(home):
     found = {}
     for name, dtype in (("ov", "fp32"), ("ov-bf16", "bf16")):
         folder = home / "run" / "artifacts" / name
@@ -71,7 +71,7 @@ def test_an_artifact_opens_in_the_precision_that_it_was_exported_for(home):
     assert len(found["ov"]) == 2
 
 
-def test_predict_eval_and_bench_take_such_an_artifact(home):
+def test_predict_eval_and_bench_accept_openvino_artifact(home):
     folder = home / "run" / "artifacts" / "ov"
     assert harness.smelt("predict", folder, "a b c", code=0).output.strip()
     assert "accuracy" in harness.smelt("eval", folder, "--data", home / "data.jsonl", code=0).output

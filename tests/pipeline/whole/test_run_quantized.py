@@ -21,7 +21,7 @@ score: {quality: [bleu], generation: {max_new_tokens: 4}, latency: false}
 """
 
 
-def test_training_after_quantize_starts_from_the_weights_that_were_quantized(tmp_path):
+def test_training_after_quantize_starts_from_master_weights(tmp_path):
     tiny.write_marian(tmp_path / "m")
     tiny.write_pairs(tmp_path / "data.jsonl", 8)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
@@ -70,7 +70,7 @@ score: {quality: [bleu], generation: {max_new_tokens: 4}, latency: false}
 """
 
 
-def test_what_was_quantized_is_pruned_trained_and_exported(tmp_path):
+def test_quantized_model_is_pruned_trained_and_exported(tmp_path):
     tiny.write_marian(tmp_path / "m")
     tiny.write_pairs(tmp_path / "data.jsonl", 8)
     (tmp_path / "recipe.yaml").write_text(PRUNED)

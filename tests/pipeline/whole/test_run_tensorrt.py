@@ -73,7 +73,7 @@ def done(home, smelt):
     return result, home / "r", {step["name"]: step for step in report["steps"]}, report
 
 
-def test_engines_are_built_and_kept_with_all_that_a_runner_needs(done):
+def test_engine_artifact_has_all_files_for_runner(done):
     result, folder, steps, _ = done
     engine = steps["engine"]
     assert (engine["status"], engine["error"]) == ("done", None), result.stdout
@@ -89,14 +89,14 @@ def test_engines_are_built_and_kept_with_all_that_a_runner_needs(done):
     assert artifact.manifest.details["profile"] == {"batch": [1, 1, 4], "input": [1, 8, 16]}
 
 
-def test_engines_follow_the_umask(done):
+def test_engine_files_follow_umask(done):
     _, folder, _, _ = done
     files = list((folder / "artifacts" / "engine").resolve().iterdir())
     assert "model.plan" in {path.name for path in files}
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o666 & ~UMASK}
 
 
-def test_report_says_of_the_engine_that_a_gpu_is_needed(done):
+def test_report_states_that_engine_requires_gpu(done):
     result, folder, steps, report = done
     engine = steps["engine"]
     assert engine["cause"] == "cannot-run-here"
@@ -110,7 +110,7 @@ def test_report_says_of_the_engine_that_a_gpu_is_needed(done):
     assert "'engine' is not scored: scoring needs a CUDA GPU" in " ".join(result.stdout.split())
 
 
-def test_gate_on_such_a_step_says_why_it_cannot_be_judged(done):
+def test_gate_on_unscored_engine_is_not_judged(done):
     result, _, steps, report = done
     judged = {(gate["metric"]): gate for gate in steps["engine"]["gates"]}
     assert judged["accuracy"]["passed"] is None
@@ -122,7 +122,7 @@ def test_gate_on_such_a_step_says_why_it_cannot_be_judged(done):
     assert "gate not judged at 'engine': Accuracy min 0.00\n" in result.stdout
 
 
-def test_second_run_takes_the_engine_from_the_store_and_an_optional_step_does_not_fail(home, smelt, done):
+def test_cached_optional_engine_does_not_fail_run(home, smelt, done):
     again = home / "again"
     result = smelt(
         "run", home / "recipe.yaml", "--out", again, "--store", home / "s",
@@ -134,13 +134,13 @@ def test_second_run_takes_the_engine_from_the_store_and_an_optional_step_does_no
     assert report["steps"][2]["cause"] == "cannot-run-here"
 
 
-def test_plan_says_what_is_built_and_not_scored(home, smelt):
+def test_plan_shows_engine_as_built_and_not_scored(home, smelt):
     result = smelt("plan", home / "recipe.yaml")
     assert result.returncode == 0, result.stdout
     assert "built, not scored (needs a CUDA GPU)" in " ".join(result.stdout.split())
 
 
-def test_lengths_beyond_the_positions_fail_the_step_with_its_remedy(home, smelt, done):
+def test_lengths_beyond_positions_fail_step_with_hint(home, smelt, done):
     result = smelt(
         "run", home / "recipe.yaml", "--out", home / "long", "--store", home / "s",
         "--set", "engine.lengths={opt: 8, max: 400}", "--set", "score.latency=false",

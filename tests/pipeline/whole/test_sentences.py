@@ -60,7 +60,7 @@ def chain(tmp_path_factory):
     return folder
 
 
-def test_every_step_is_scored_beside_the_baseline(chain):
+def test_every_step_is_compared_with_baseline(chain):
     steps = steps_of(chain)
     assert [s["status"] for s in steps.values()] == ["done"] * 6
     for step in steps.values():
@@ -75,7 +75,7 @@ def test_every_step_is_scored_beside_the_baseline(chain):
         assert set(steps["onnx"][other]["agreement"]) == {"difference", "ci95", "p_value", "n"} | own
 
 
-def test_eval_gives_the_scores_of_the_report(chain):
+def test_eval_equals_report_scores(chain):
     artifacts = chain / "run" / "artifacts"
     arguments = ("--data", chain / "data.jsonl", "--json")
     found = harness.smelt("eval", artifacts / "onnx", *arguments, "--baseline", artifacts / "model")
@@ -92,7 +92,7 @@ def test_eval_gives_the_scores_of_the_report(chain):
         assert (error.code, named in str(error)) == (code, True)
 
 
-def test_load_embeds_texts_in_their_order(chain):
+def test_load_embeds_texts_in_order(chain):
     texts = [*tiny.SENTENCES, " ".join(tiny.SENTENCES * 2)]
     with smelt.load(chain / "run" / "artifacts" / "model") as model:
         with pytest.warns(smelt.TruncationWarning) as warned:
@@ -112,7 +112,7 @@ def test_load_embeds_texts_in_their_order(chain):
         assert caught.value.setting == "texts[0]"
 
 
-def test_predict_prints_the_vector_of_a_text_and_the_cosine_of_a_pair(chain):
+def test_predict_prints_vector_of_text_and_cosine_of_pair(chain):
     artifact = chain / "run" / "artifacts" / "model"
     first, second = "a man walks", "she sings a song"
     a, b = embedders.expected_vectors(artifact, [first, second])
@@ -129,7 +129,7 @@ def test_predict_prints_the_vector_of_a_text_and_the_cosine_of_a_pair(chain):
     assert all(-1 <= float(row) <= 1 for row in rows)
 
 
-def test_times_are_taken_from_text_to_vector(chain, monkeypatch):
+def test_bench_measures_from_text_to_vector(chain, monkeypatch):
     forked_workers.install(monkeypatch)
     artifacts = chain / "run" / "artifacts"
     found = harness.smelt(
@@ -146,7 +146,7 @@ def test_times_are_taken_from_text_to_vector(chain, monkeypatch):
 
 
 @pytest.mark.parametrize("paired", [True, False])
-def test_a_run_without_scores_tells_agreement_alone(paired, tmp_path):
+def test_run_without_scores_reports_agreement_only(paired, tmp_path):
     folder = home(tmp_path, SHORT.replace("  - onnx: {}\n", ""), scores=False, paired=paired)
     result = harness.smelt("run", folder / "recipe.yaml", "--out", folder / "run", "--quiet")
     assert result.exit_code == 0, result.output
@@ -155,7 +155,7 @@ def test_a_run_without_scores_tells_agreement_alone(paired, tmp_path):
         assert step["quality"]["agreement"]["n"] == 16 if paired else 8
 
 
-def test_steps_before_the_baseline_are_compared_with_it_once_it_is_there(tmp_path):
+def test_steps_before_baseline_are_compared_with_it(tmp_path):
     recipe = CHAIN.split("  - prune", maxsplit=1)[0] + "score: {latency: false}\nbaseline: distill\n"
     folder = home(tmp_path, recipe, scores=False)
     assert harness.smelt("run", folder / "recipe.yaml", "--out", folder / "run", "--quiet").exit_code == 0
@@ -177,7 +177,7 @@ def test_steps_before_the_baseline_are_compared_with_it_once_it_is_there(tmp_pat
     )
 
 
-def test_a_plain_encoder_makes_vectors_as_the_recipe_says(tmp_path):
+def test_plain_encoder_uses_pooling_of_recipe(tmp_path):
     recipe = SHORT + "embedding: {pooling: cls, normalize: false, max_length: 9}\n"
     folder = home(tmp_path, recipe, rules=False)
     plan = harness.smelt("plan", folder / "recipe.yaml")
@@ -193,7 +193,7 @@ def test_a_plain_encoder_makes_vectors_as_the_recipe_says(tmp_path):
         assert np.abs(model.embed(["a man " * 20]) - expected).max() < 1e-4
 
 
-def test_a_plain_encoder_without_a_word_is_pooled_by_the_mean_and_the_plan_warns(tmp_path):
+def test_plain_encoder_defaults_to_mean_pooling_with_warning(tmp_path):
     folder = home(tmp_path, SHORT, rules=False)
     [found] = [one for one in load_plan(folder / "recipe.yaml").warnings if one.code == "pooling-assumed"]
     assert found.setting == "embedding.pooling"
@@ -201,7 +201,7 @@ def test_a_plain_encoder_without_a_word_is_pooled_by_the_mean_and_the_plan_warns
     assert found.message in words(harness.smelt("plan", folder / "recipe.yaml"))
 
 
-def test_init_writes_a_recipe_that_runs(tmp_path):
+def test_init_recipe_runs(tmp_path):
     folder = home(tmp_path, SHORT)
     embedders.write_rows(folder / "train.jsonl", count=40, scores=False)
     made = harness.smelt(
@@ -273,7 +273,7 @@ def test_init_writes_a_recipe_that_runs(tmp_path):
         ),
     ],
 )
-def test_an_error_is_named_before_any_work(change, code, setting, named, tmp_path):
+def test_errors_are_reported_by_plan(change, code, setting, named, tmp_path):
     folder = home(tmp_path, **change)
     error = command_error(harness.smelt("plan", folder / "recipe.yaml", code=2))
     found = [one for one in error.found if (one.code, one.setting) == (code, setting)]
@@ -281,7 +281,7 @@ def test_an_error_is_named_before_any_work(change, code, setting, named, tmp_pat
     assert [value for value in named if value not in found[0].message] == []
 
 
-def test_a_classifier_is_refused_before_its_head_is_lost(tmp_path):
+def test_classifier_is_rejected_as_embedder(tmp_path):
     folder = home(tmp_path, SHORT)
     tiny.write_bert(folder / "m")
     error = command_error(harness.smelt("plan", folder / "recipe.yaml", code=2))
@@ -289,7 +289,7 @@ def test_a_classifier_is_refused_before_its_head_is_lost(tmp_path):
     assert "['BertForSequenceClassification']" in str(error)
 
 
-def test_rows_are_all_of_one_kind(tmp_path):
+def test_mixed_row_kinds_are_rejected(tmp_path):
     folder = home(tmp_path, SHORT)
     rows = (folder / "data.jsonl").read_text()
     for line, code, named in (
@@ -304,7 +304,7 @@ def test_rows_are_all_of_one_kind(tmp_path):
         assert [value for value in named if value not in str(error)] == []
 
 
-def test_a_prompt_that_stands_before_every_text_has_to_be_said(tmp_path):
+def test_default_prompt_of_model_must_be_in_recipe(tmp_path):
     folder = home(tmp_path, SHORT)
     options = {"prompts": {"q": "a red "}, "default_prompt_name": "q"}
     (folder / "m" / "config_sentence_transformers.json").write_text(json.dumps(options))
@@ -318,7 +318,7 @@ def test_a_prompt_that_stands_before_every_text_has_to_be_said(tmp_path):
         assert np.abs(model.embed(["man"]) - embedders.expected_vectors(artifact, ["a red man"])).max() < 2e-6
 
 
-def test_texts_are_lowercased_where_the_model_says_so(tmp_path):
+def test_texts_are_lowercased_if_model_requires_it(tmp_path):
     """RoBERTa's tokenizer distinguishes capitals."""
     folder = home(tmp_path, SHORT, family="roberta", lower=True)
     assert harness.smelt("run", folder / "recipe.yaml", "--out", folder / "run", "--quiet").exit_code == 0
@@ -328,7 +328,7 @@ def test_texts_are_lowercased_where_the_model_says_so(tmp_path):
             assert np.array_equal(found[0], found[1])
 
 
-def test_agreement_with_a_baseline_that_is_left_out_is_not_judged_and_kept_scores_stay(tmp_path):
+def test_agreement_with_excluded_baseline_is_not_judged_and_scores_are_kept(tmp_path):
     recipe = SHORT.replace("  - onnx: {}", "  - onnx: {}\n    name: whole\n    from: model")
     recipe += "baseline: quantize\ngates: {agreement: {min: 10, at: [whole, quantize]}}\n"
     folder = home(tmp_path, recipe)

@@ -18,16 +18,16 @@ PAGE = (Path(__file__).resolve().parents[3] / "docs" / "how-to" / "serve.md").re
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("service")
-    shutil.copy(standalone_package("translator") / "serve.py", made)
+    package = tmp_path_factory.mktemp("service")
+    shutil.copy(standalone_package("translator") / "serve.py", package)
     [code] = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
-    (made / "infer.py").write_text(code)
+    (package / "infer.py").write_text(code)
     [settings] = re.findall(r"^echo '(.*)' > infer.json$", PAGE, flags=re.M)
-    (made / "infer.json").write_text(settings)
-    return made
+    (package / "infer.json").write_text(settings)
+    return package
 
 
-def test_requests_at_once_get_what_they_would_get_alone(folder):
+def test_concurrent_requests_equal_single_requests(folder):
     requests = [[tiny.SENTENCES[i % len(tiny.SENTENCES)]] * (1 + i % 2) for i in range(24)]
     artifact = exported_artifacts.exported_artifact("translator")
     with smelt.load(artifact, threads=1) as model:

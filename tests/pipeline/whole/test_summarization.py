@@ -58,14 +58,14 @@ def test_every_step_is_scored_by_rouge(home):
     assert steps[0]["details"]["prefix"] == seq2seq.PREFIX
 
 
-def test_the_plan_says_which_prefix_is_taken(home):
+def test_plan_shows_prefix_and_its_origin(home):
     result = harness.smelt("plan", home / "recipe.yaml")
     assert f"prefix '{seq2seq.PREFIX}' (from the model" in result.output
     other = harness.smelt("plan", home / "recipe.yaml", "--set", 'data.prefix=""')
     assert "prefix '' (" in other.output
 
 
-def test_predict_puts_the_prefix_before_the_words(home):
+def test_predict_prepends_prefix(home):
     """The same words with the prefix written out, on a copy that has none, give the same."""
     from smelt.core.artifact import read_artifact
     from smelt.generation.config import GenerationSettings
@@ -88,7 +88,7 @@ def test_predict_puts_the_prefix_before_the_words(home):
     assert output
 
 
-def test_what_is_timed_is_read_behind_the_prefix(home):
+def test_latency_inputs_include_prefix(home):
     from smelt.evaluate.latency.worker import TimingWorker
     from smelt.models.checkpoint import load_tokenizer
 
@@ -101,7 +101,7 @@ def test_what_is_timed_is_read_behind_the_prefix(home):
     assert answer["input_tokens"] == len(load_tokenizer(folder)(seq2seq.PREFIX + text)["input_ids"])
 
 
-def test_missing_columns_name_those_that_often_hold_them(home):
+def test_missing_columns_suggest_common_names(home):
     plain = RECIPE.replace("  columns: {source: dialogue, target: summary}\n", "")
     (home / "plain.yaml").write_text(plain)
     result = harness.smelt("plan", home / "plain.yaml")
@@ -109,7 +109,7 @@ def test_missing_columns_name_those_that_often_hold_them(home):
     assert "{source: dialogue, target: summary}" in result.output
 
 
-def test_texts_without_summaries_are_scored_by_agreement_with_the_baseline(home):
+def test_texts_without_summaries_are_scored_by_agreement(home):
     from sacrebleu.metrics.chrf import CHRF
 
     rows = "".join(json.dumps({"dialogue": text}) + "\n" for text in tiny.SENTENCES)

@@ -54,9 +54,9 @@ def _rows(family):
         rows = [{"instruction": q, "input": "", "output": a} for q, a in PAIRS]
     else:
         rows = [{"prompt": q} for q, a in PAIRS]  # the response is the right choice
-    answers = [answer for _, answer in PAIRS]
-    choices = [[answers[at - 2], answers[at], answers[at - 1]] for at in range(len(PAIRS))]
-    return [row | {"choices": found, "answer": 1} for row, found in zip(rows, choices, strict=True)]
+    answers = [response for _, response in PAIRS]
+    choices = [[answers[index - 2], answers[index], answers[index - 1]] for index in range(len(PAIRS))]
+    return [row | {"choices": options, "answer": 1} for row, options in zip(rows, choices, strict=True)]
 
 
 def _write_rows(path, rows):
@@ -71,14 +71,14 @@ def _write_model(folder, family):
     causal.write_model(folder, family, **{positions: 96})
     if family != "qwen2":
         return
-    words = AutoTokenizer.from_pretrained(folder)
-    words.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    words.chat_template = chat_templates.CHATML
-    words.model_max_length = 96
-    words.save_pretrained(folder)
+    loaded_tokenizer = AutoTokenizer.from_pretrained(folder)
+    loaded_tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    loaded_tokenizer.chat_template = chat_templates.CHATML
+    loaded_tokenizer.model_max_length = 96
+    loaded_tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    model.resize_token_embeddings(len(words))
+    model.resize_token_embeddings(len(loaded_tokenizer))
     model.save_pretrained(folder)
 
 
@@ -112,7 +112,7 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2"])
-def test_scores_are_those_of_what_predict_prints(run, family):
+def test_report_scores_equal_scores_of_predict_output(run, family):
     from rouge_score.rouge_scorer import RougeScorer
     from sacrebleu.metrics.bleu import BLEU
     from sacrebleu.metrics.chrf import CHRF
@@ -145,7 +145,7 @@ def test_scores_are_those_of_what_predict_prints(run, family):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2"])
-def test_models_learn_to_answer_and_to_end(run, family):
+def test_models_learn_to_answer_and_to_stop(run, family):
     _, report = run(family)
     before, after = report["steps"][0]["quality"], report["steps"][1]["quality"]
     assert after["exact_match"]["value"] >= 80 > 20 >= before["exact_match"]["value"]
@@ -161,14 +161,14 @@ def _log_likelihood(folder, family, question, row, text, end=(), space=""):
 
     from smelt.models.checkpoint import load_model, load_tokenizer
 
-    model, words = load_model(folder)[0], load_tokenizer(folder)
+    model, loaded_tokenizer = load_model(folder)[0], load_tokenizer(folder)
     if family == "qwen2":
-        prompt = words.apply_chat_template(
+        prompt = loaded_tokenizer.apply_chat_template(
             row["messages"][:-1], add_generation_prompt=True, return_dict=False
         )
     else:
-        prompt = words(f"Q: {question}\nA:{space}" if family == "llama" else question)["input_ids"]
-    rest = [*words(text, add_special_tokens=False)["input_ids"], *end]
+        prompt = loaded_tokenizer(f"Q: {question}\nA:{space}" if family == "llama" else question)["input_ids"]
+    rest = [*loaded_tokenizer(text, add_special_tokens=False)["input_ids"], *end]
     ids = torch.tensor([prompt + rest])
     with torch.no_grad():
         logp = model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
@@ -176,7 +176,7 @@ def _log_likelihood(folder, family, question, row, text, end=(), space=""):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2"])
-def test_perplexity_is_that_of_transformers(run, family):
+def test_response_perplexity_equals_transformers(run, family):
     import math
 
     home, report = run(family)
@@ -191,7 +191,7 @@ def test_perplexity_is_that_of_transformers(run, family):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2"])
-def test_choices_are_ranked_by_their_likelihood(run, family):
+def test_choices_are_ranked_by_likelihood(run, family):
     home, report = run(family)
     rows = {}
     for step in report["steps"]:
@@ -213,7 +213,7 @@ def test_choices_are_ranked_by_their_likelihood(run, family):
     assert rows["onnx"] == rows["quantize"]  # the graph has the same weights
 
 
-def test_every_step_keeps_template_and_tokens(run):
+def test_every_step_keeps_prompt_template_and_stop_tokens(run):
     home, report = run("qwen2")
     for step in report["steps"]:
         folder = home / "run" / step["artifact"]
@@ -222,7 +222,7 @@ def test_every_step_keeps_template_and_tokens(run):
         assert len(json.loads((folder / "generation_config.json").read_text())["eos_token_id"]) == 2
 
 
-def test_conversations_are_prompts_of_predict(run):
+def test_predict_accepts_conversations(run):
     home, report = run("qwen2")
     prompt = json.dumps(_rows("qwen2")[0]["messages"][:-1])
     folder = home / "run" / report["steps"][1]["artifact"]
@@ -232,7 +232,7 @@ def test_conversations_are_prompts_of_predict(run):
     assert command_error(harness.smelt("predict", folder, wrong, code=2)).code == "no-user-turn"
 
 
-def test_latency_counts_tokens_of_the_responses(run):
+def test_latency_counts_response_tokens(run):
     _, report = run("gpt2")
     for step in report["steps"]:
         (row,) = step["latency"]
@@ -241,7 +241,7 @@ def test_latency_counts_tokens_of_the_responses(run):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen2"])
-def test_packaged_program_answers_as_the_artifact(run, family, tmp_path):
+def test_standalone_package_equals_artifact(run, family, tmp_path):
     import subprocess
     import sys
 
@@ -260,7 +260,7 @@ def test_packaged_program_answers_as_the_artifact(run, family, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_one_file_and_triton_answer_as_the_artifact(run, family, tmp_path, monkeypatch):
+def test_single_file_and_triton_packages_equal_artifact(run, family, tmp_path, monkeypatch):
     """Llama with a text as prompt template, Qwen2 with a chat template and a conversation."""
     home, report = run(family)
     folder = home / "run" / report["steps"][-1]["artifact"]
@@ -288,7 +288,7 @@ def test_one_file_and_triton_answer_as_the_artifact(run, family, tmp_path, monke
     assert words.decode(sequence, skip_special_tokens=True) == expected[0]
 
 
-def test_a_prompt_template_is_in_the_graph_at_each_place():
+def test_prompt_template_is_rendered_in_graph():
     """A template may repeat the prompt; ONNX Runtime renders it as `str.replace` does."""
     for template in ("{prompt}", "Q: {prompt}\nA:", "{prompt} {prompt}!", "a{prompt}{prompt}"):
         b = GraphBuilder()
@@ -318,7 +318,7 @@ def test_a_prompt_template_is_in_the_graph_at_each_place():
         ("", [{"text": "a"}], "missing-column"),
     ],
 )  # fmt: skip
-def test_prompts_that_do_not_fit_are_found_by_the_plan(tmp_path, data, rows, code):
+def test_prompts_not_matching_template_are_rejected_by_plan(tmp_path, data, rows, code):
     causal.write_model(tmp_path / "m", "gpt2")
     _write_rows(tmp_path / "train.jsonl", rows)
     _write_rows(tmp_path / "test.jsonl", rows)
@@ -327,7 +327,7 @@ def test_prompts_that_do_not_fit_are_found_by_the_plan(tmp_path, data, rows, cod
     assert code in error_codes(command_error(found))
 
 
-def test_other_tasks_have_no_prompt_template(tmp_path):
+def test_prompt_template_is_rejected_for_other_tasks(tmp_path):
     causal.write_model(tmp_path / "m", "gpt2")
     causal.write_lines(tmp_path / "t.txt", 1)
     (tmp_path / "recipe.yaml").write_text(
@@ -337,7 +337,7 @@ def test_other_tasks_have_no_prompt_template(tmp_path):
     assert "does-not-fit-task" in error_codes(command_error(found))
 
 
-def test_sequence_level_distillation_uses_the_teachers_answers(run, tmp_path):
+def test_sequence_level_distillation_uses_teacher_answers(run, tmp_path):
     home, _ = run("gpt2")
     (home / "sequence.yaml").write_text(
         "model: run/artifacts/distill\ntask: text-generation\n"
@@ -355,7 +355,7 @@ def test_sequence_level_distillation_uses_the_teachers_answers(run, tmp_path):
     assert trimmed["quality"]["rougeL"]["value"] == pytest.approx(student["quality"]["rougeL"]["value"])
 
 
-def test_init_proposes_the_task_for_prompts(tmp_path):
+def test_init_proposes_text_generation_for_prompts(tmp_path):
     causal.write_model(tmp_path / "m", "gpt2")
     _write_rows(tmp_path / "train.jsonl", [{"question": q, "answer": a} for q, a in PAIRS * 4])
     out = tmp_path / "r.yaml"

@@ -40,21 +40,23 @@ def stage_version(case: Case) -> str:
     """Return the versions of the stages that make the case's result, the first one first."""
     from smelt.pipeline.recipe.stages import load_stage
 
-    words = [*(word for word, _ in case.preceding_stages), case.stage]
-    return " + ".join(f"{word} {load_stage(word).version}" for word in words)
+    stages = [*(stage_name for stage_name, _ in case.preceding_stages), case.stage]
+    return " + ".join(f"{stage_name} {load_stage(stage_name).version}" for stage_name in stages)
 
 
 def fingerprint(case: Case) -> dict[str, Any]:
     """Run the case; return what is exact of its result and what is not."""
-    with tempfile.TemporaryDirectory() as made:
-        source, out = run_case(case, Path(made))
+    with tempfile.TemporaryDirectory() as folder:
+        source, out = run_case(case, Path(folder))
         if case.family == THIRD_PARTY_GRAPH or case.stage == "onnx":
             return _graphs_fingerprint(out)
-        found = _model_fingerprint(out, source if case.settings.get("max_steps") else None)
+        fingerprint_values = _model_fingerprint(out, source if case.settings.get("max_steps") else None)
         if case.stage == "quantize":
             outputs = _projections({"outputs": _float_outputs(out)})
-            found["numbers"] = outputs if case.outputs_only else found["numbers"] | outputs
-        return found
+            fingerprint_values["numbers"] = (
+                outputs if case.outputs_only else fingerprint_values["numbers"] | outputs
+            )
+        return fingerprint_values
 
 
 def run_case(case: Case, folder: Path) -> tuple[Path, Path]:
@@ -68,8 +70,8 @@ def run_case(case: Case, folder: Path) -> tuple[Path, Path]:
     if case.stage == "distill":  # a student is not its own teacher
         source = make(folder / "student")
         _set_integer_weights(source, 2)
-    for number, (word, settings) in enumerate(case.preceding_stages):
-        source = _run_stage(word, settings, source, task, teacher, folder / str(number))
+    for number, (stage_name, settings) in enumerate(case.preceding_stages):
+        source = _run_stage(stage_name, settings, source, task, teacher, folder / str(number))
     return source, _run_stage(case.stage, case.settings, source, task, teacher, folder / "out")
 
 
@@ -150,8 +152,8 @@ def _load_arrays(path: Path) -> dict[str, Any]:
     import torch
     from safetensors.torch import load_file
 
-    found = load_file(path)
-    return {n: (t.float() if t.dtype == torch.float8_e8m0fnu else t).numpy() for n, t in found.items()}
+    tensors = load_file(path)
+    return {n: (t.float() if t.dtype == torch.float8_e8m0fnu else t).numpy() for n, t in tensors.items()}
 
 
 def _model_fingerprint(out: Path, trained_from: Path | None) -> dict[str, Any]:
@@ -255,7 +257,7 @@ def _projections(values: dict[str, Any], prefix: str = "") -> dict[str, list[flo
 
     Each is about 1 by chance: sum(sign * x) / (sqrt(n) * rms), over all tensors of the kind.
     """
-    found: dict[str, list[tuple[float, float, float, float]]] = defaultdict(list)
+    projections: dict[str, list[tuple[float, float, float, float]]] = defaultdict(list)
     for number, (name, tensor) in enumerate(sorted(values.items())):
         x = np.asarray(tensor, dtype=np.float64).ravel()
         x = np.where(np.isfinite(x), x, 0.0)  # a token that never comes has a score of minus infinity
@@ -263,13 +265,13 @@ def _projections(values: dict[str, Any], prefix: str = "") -> dict[str, list[flo
             1.0 - 2.0 * (_random_bits(x.size, 77 + 2 * number + k) & np.uint64(1)).astype(np.float64)
             for k in (0, 1)
         ]
-        kind = ".".join(part for part in name.split(".")[-2:] if not part.isdigit())
-        found[f"{prefix} {kind}".strip()].append(
+        kind = ".".join(component for component in name.split(".")[-2:] if not component.isdigit())
+        projections[f"{prefix} {kind}".strip()].append(
             (x.size, float((x * x).sum()), *(float(s @ x) for s in signs))
         )
     result = {}
-    for kind, parts in found.items():
-        size, squares, *sums = (sum(part[i] for part in parts) for i in range(4))
+    for kind, rows in projections.items():
+        size, squares, *sums = (sum(component[i] for component in rows) for i in range(4))
         rms = float(np.sqrt(squares / size))
         result[kind] = [float(f"{v:.6g}") for v in (rms, *(s / (np.sqrt(size) * rms or 1.0) for s in sums))]
     return result
@@ -293,49 +295,52 @@ def fingerprint_differences(golden: dict[str, Any], now: dict[str, Any], allowed
         now: of the same case.
         allowed: how far projections may be off; root mean squares by at most 0.01, or a fifth of it.
     """
-    found = []
+    differences = []
     for name in sorted(golden["exact"].keys() | now["exact"].keys()):
         old, new = golden["exact"].get(name), now["exact"].get(name)
         if old != new:
-            found.append(f"{name}: {old} became {new}")
+            differences.append(f"{name}: {old} became {new}")
     for kind in sorted(golden["numbers"].keys() | now["numbers"].keys()):
         old, new = (f["numbers"].get(kind, [0.0, 0.0, 0.0]) for f in (golden, now))
         size = abs(old[0] - new[0]) / (abs(old[0]) or 1.0)
         off = max(abs(a - b) for a, b in zip(old[1:], new[1:], strict=True))
         if size > min(allowed, max(0.01, allowed / 5)) or off > allowed:
-            found.append(f"{kind}: {old} became {new}")
-    return found
+            differences.append(f"{kind}: {old} became {new}")
+    return differences
 
 
 def read_golden() -> dict[str, Any]:
     """Return golden.json: case -> {"versions": ..., "libraries": {...: fingerprint}}."""
-    found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
-    return found
+    entries: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
+    return entries
 
 
 def write_golden(names: list[str]) -> int:
     """Bring golden.json up to date; return 1 where a result changed under its version."""
-    kept, here, refused = read_golden(), libraries(), 0
+    entries, library_versions, num_refused = read_golden(), libraries(), 0
     for name in names:
         case = CASES[name]
         now, versions = fingerprint(case), stage_version(case)
-        old = kept.get(name, {"versions": versions, "libraries": {}})
-        if old["versions"] == versions and here in old["libraries"]:
-            changed = fingerprint_differences(old["libraries"][here], now, case.tolerance)
+        old = entries.get(name, {"versions": versions, "libraries": {}})
+        if old["versions"] == versions and library_versions in old["libraries"]:
+            changed = fingerprint_differences(old["libraries"][library_versions], now, case.tolerance)
             if changed:
-                refused = 1
+                num_refused = 1
                 print(f"{name}: the result is another one under {versions}; raise the version of the stage:")
                 print(*(f"  {line}" for line in changed[:6]), sep="\n")
             continue
         same = old["versions"] == versions
-        kept[name] = {"versions": versions, "libraries": {**(old["libraries"] if same else {}), here: now}}
+        entries[name] = {
+            "versions": versions,
+            "libraries": {**(old["libraries"] if same else {}), library_versions: now},
+        }
         print(f"{name}: written for {versions}")
-    text = json.dumps({n: kept[n] for n in CASES if n in kept}, indent=1)
+    text = json.dumps({n: entries[n] for n in CASES if n in entries}, indent=1)
     text = re.sub(
         r"\[\s+([^\[\]]*?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text
     )  # a list a line
     FILE.write_text(text + "\n", encoding="utf-8")
-    return refused
+    return num_refused
 
 
 if __name__ == "__main__":

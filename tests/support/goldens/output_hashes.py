@@ -40,8 +40,8 @@ def output_hashes(name: str) -> dict[str, str]:
     """Return the sha256 of each file that a case or a tokenizer's training writes."""
     from smelt.core.files import sha256_of
 
-    with tempfile.TemporaryDirectory() as made:
-        out = Path(made)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder)
         if name in TOKENIZERS:
             _train_tokenizer(name, out)
         else:

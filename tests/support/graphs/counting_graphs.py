@@ -97,14 +97,14 @@ def language_model(folder: Path, caches: Any) -> Path:
             helper.make_node("Cast", ["s"], ["f"], to=FLOAT),
             helper.make_node("Constant", [], ["last"], value_ints=[2]),
             helper.make_node("Unsqueeze", ["f", "last"], ["logits"]),
-            *(helper.make_node("Identity", [taken], [left]) for taken, left in caches),
+            *(helper.make_node("Identity", [past], [present]) for past, present in caches),
         ],
         [
             *((n, INT, ["batch", "length"]) for n in ("input_ids", "position_ids")),
             ("attention_mask", INT, ["batch", "total"]),
-            *((taken, FLOAT, cache) for taken, _ in caches),
+            *((past, FLOAT, cache) for past, _ in caches),
         ],
-        [("logits", FLOAT, ["batch", "length", 1]), *((left, FLOAT, cache) for _, left in caches)],
+        [("logits", FLOAT, ["batch", "length", 1]), *((present, FLOAT, cache) for _, present in caches)],
     )
     return folder
 
@@ -112,20 +112,20 @@ def language_model(folder: Path, caches: Any) -> Path:
 def assert_explains_broken_graph(folder: Path, opened: Callable[[Path], Any], runtime: str) -> None:
     """Expect `opened` to say what is wrong with a decoder that is cut off, missing, or another graph."""
     decoder = folder / "decoder_with_past_model.onnx"
-    good = decoder.read_bytes()
-    decoder.write_bytes(good[: len(good) // 2])
-    with raises_code("unopened-graph", InputError) as caught:
+    content = decoder.read_bytes()
+    decoder.write_bytes(content[: len(content) // 2])
+    with raises_code("unopened-graph", InputError) as excinfo:
         opened(folder)
-    assert all(part in str(caught.value) for part in ("decoder_with_past_model.onnx", runtime))
+    assert all(part in str(excinfo.value) for part in ("decoder_with_past_model.onnx", runtime))
     decoder.unlink()
-    with raises_code("missing-graph", InputError) as caught:
+    with raises_code("missing-graph", InputError) as excinfo:
         opened(folder)
-    assert "decoder_with_past_model.onnx" in str(caught.value)
+    assert "decoder_with_past_model.onnx" in str(excinfo.value)
     value = ("x", FLOAT, [1])
     write(decoder, [helper.make_node("Identity", ["x"], ["y"])], [value], [("y", FLOAT, [1])])
-    with raises_code("missing-graph-tensors", InputError) as caught:
+    with raises_code("missing-graph-tensors", InputError) as excinfo:
         opened(folder)
-    assert "encoder_attention_mask, input_ids, logits" in str(caught.value)
+    assert "encoder_attention_mask, input_ids, logits" in str(excinfo.value)
 
 
 def assert_rejects_other_encoder(folder: Path, opened: Callable[[Path], Any]) -> None:
@@ -135,9 +135,9 @@ def assert_rejects_other_encoder(folder: Path, opened: Callable[[Path], Any]) ->
     node = helper.make_node("Mul", ["input_ids", "attention_mask"], ["last_hidden_state"])
     out = ("last_hidden_state", INT, ["batch", "encoder_length"])
     write(folder / "encoder_model.onnx", [node], [ids, mask], [out])
-    with raises_code("mismatched-graphs", InputError) as caught:
+    with raises_code("mismatched-graphs", InputError) as excinfo:
         opened(folder)
-    assert "past_key_values.0.encoder.key" in str(caught.value)
+    assert "past_key_values.0.encoder.key" in str(excinfo.value)
 
 
 def assert_reorders_rows(folder: Path, opened: Callable[[Path], Any]) -> None:

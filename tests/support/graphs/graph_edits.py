@@ -27,16 +27,16 @@ def mutation(change: Callable[[Any], None]) -> Callable[[Any], None]:
 
 def find_nodes(model: Any, *kinds: str) -> list[Any]:
     """Return the nodes of these kinds, of which there must be one."""
-    found = [node for node in model.graph.node if node.op_type in kinds]
-    if not found:
+    nodes = [node for node in model.graph.node if node.op_type in kinds]
+    if not nodes:
         raise NotApplicable(", ".join(kinds))
-    return found
+    return nodes
 
 
 def find_constant(model: Any, *words: str) -> Any:
     """Return the first constant whose name holds all `words`."""
-    found = (t for t in model.graph.initializer if all(word in t.name for word in words))
-    if (tensor := next(found, None)) is None:
+    tensors = (t for t in model.graph.initializer if all(fragment in t.name for fragment in words))
+    if (tensor := next(tensors, None)) is None:
         raise NotApplicable(" ".join(words))
     return tensor
 
@@ -51,16 +51,16 @@ def rewire(model: Any, old: str, new: str, after: Any = None) -> None:
     """Let every node (and output) that reads `old` read `new`; `after` keeps what it reads."""
     for node in model.graph.node:
         if node is not after:
-            for place, name in enumerate(node.input):
+            for index, name in enumerate(node.input):
                 if name == old:
-                    node.input[place] = new
+                    node.input[index] = new
     if any(output.name == old for output in model.graph.output):
-        maker = next(n for n in model.graph.node if old in n.output)
-        maker.output[list(maker.output).index(old)] = f"{old}.before"
+        producer = next(n for n in model.graph.node if old in n.output)
+        producer.output[list(producer.output).index(old)] = f"{old}.before"
         for node in model.graph.node:
-            for place, name in enumerate(node.input):
+            for index, name in enumerate(node.input):
                 if name == old:
-                    node.input[place] = f"{old}.before"
+                    node.input[index] = f"{old}.before"
         model.graph.node.append(helper.make_node("Identity", [new], [old]))
 
 
@@ -91,13 +91,13 @@ def insert_after_value(model: Any, value: str, at: int, kind: str, *more: Any, *
 def residual_additions(model: Any) -> Iterator[Any]:
     """Yield the additions of a sublayer to what went into it."""
     constants = {t.name for t in model.graph.initializer}
-    makers = {name: n for n in model.graph.node for name in n.output}
+    producers = {name: n for n in model.graph.node for name in n.output}
     kinds = [n for n in model.graph.node if n.op_type in MATRIX_OPERATORS]
     products = {n.output[0] for n in kinds if n.input[1] in constants or n.op_type == "MatMulNBits"}
     for node in model.graph.node:
         if node.op_type == "Add" and not constants & set(node.input):
-            made = [makers[n] for n in node.input if n in makers]
-            biased = [n for m in made if m.op_type in ("Add", "Reshape") for n in m.input]
+            inputs = [producers[n] for n in node.input if n in producers]
+            biased = [n for m in inputs if m.op_type in ("Add", "Reshape") for n in m.input]
             if products & {*node.input, *biased}:
                 yield node
 
@@ -115,10 +115,10 @@ def head_width(model: Any, node: Any, heads: int) -> int:
 
 def scale_initializers(model: Any, node: Any) -> Any:
     dims = {t.name: list(t.dims) for t in model.graph.initializer}
-    makers = {name: n for n in model.graph.node for name in n.output}
+    producers = {name: n for n in model.graph.node for name in n.output}
     name = node.input[2]
-    while name in makers:
-        name = makers[name].input[0]
+    while name in producers:
+        name = producers[name].input[0]
     return dims[name]
 
 

@@ -91,8 +91,8 @@ def exported_graphs(family: str, scheme: str, target: str = "ort-cpu", dtype: st
     def make(folder: Path) -> None:
         traced.append(export_graphs(folder, family, scheme, target, dtype))
         (folder / "details.json").write_text(json.dumps(traced[0].details))
-        kept = {name: sorted(modules) for name, modules in traced[0].subject.fp32_modules.items()}
-        (folder / "float32.json").write_text(json.dumps(kept))
+        fp32_modules = {name: sorted(modules) for name, modules in traced[0].subject.fp32_modules.items()}
+        (folder / "float32.json").write_text(json.dumps(fp32_modules))
 
     folder = make_once(f"graphs-{family}-{scheme}-{target}-{dtype}", make)
     return traced[0] if traced else reopen_graphs(folder, family, target, dtype)
@@ -144,14 +144,14 @@ def reopen_graphs(folder: Path, family: str, target: str, dtype: str) -> Exporte
     settings = OnnxSettings(target=target, dtype=dtype, generation_graph=False)
     with tempfile.TemporaryDirectory() as out, pytest.MonkeyPatch.context() as patch:
         patch.setattr(onnx_stage, "_write_graph", take)
-        kept = json.loads((folder / "float32.json").read_text())
-        patch.setattr(half_graphs, "convert_graphs_to_half", lambda *_: kept)
+        fp32_modules = json.loads((folder / "float32.json").read_text())
+        patch.setattr(half_graphs, "convert_graphs_to_half", lambda *_: fp32_modules)
         patch.setattr(check_parity, "check_exported_graphs", lambda *_: details["parity"])
-        found = capture_comparison(
+        comparison = capture_comparison(
             exported_model_folder(folder), settings, make_context(Path(out) / "onnx", FAMILIES[family][1])
         )
-    subject = replace(found[0], folder=folder / "onnx")
-    return ExportedGraphs(subject.folder, subject, drop_exact_reference(found[1], dtype), details)
+    subject = replace(comparison[0], folder=folder / "onnx")
+    return ExportedGraphs(subject.folder, subject, drop_exact_reference(comparison[1], dtype), details)
 
 
 def capture_comparison(source: Path, settings: Any, ctx: Context) -> tuple[Any, Any]:
@@ -159,17 +159,17 @@ def capture_comparison(source: Path, settings: Any, ctx: Context) -> tuple[Any, 
     from smelt.export.onnx_stage import Onnx
     from smelt.export.parity import check_parity
 
-    seen: list[Any] = []
+    comparisons: list[Any] = []
     real = check_parity.check_exported_graphs
 
     def spy(subject: Any, reference: Any) -> Any:
-        seen.extend([subject, reference])
+        comparisons.extend([subject, reference])
         return real(subject, reference)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(check_parity, "check_exported_graphs", spy)
         Onnx()(tiny.as_artifact(source, ctx.task), settings, ctx)
-    return seen[0], seen[1]
+    return comparisons[0], comparisons[1]
 
 
 def randomize_biases(folder: Path) -> None:

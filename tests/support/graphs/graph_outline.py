@@ -21,8 +21,8 @@ def ordered_constants(graph: Any) -> dict[str, Any]:
     ordered = [name for name in users if name in tensors]
     ordered += sorted(tensors.keys() - users.keys())
     return {
-        f"{place:05}.{name if '.' in name else users.get(name, name)}": tensors[name]
-        for place, name in enumerate(ordered)
+        f"{index:05}.{name if '.' in name else users.get(name, name)}": tensors[name]
+        for index, name in enumerate(ordered)
         if tensors[name].dtype.kind in "fiu"
     }
 
@@ -30,12 +30,12 @@ def ordered_constants(graph: Any) -> dict[str, Any]:
 def outline_lines(model: Any) -> Iterator[str]:
     """Describe inputs, outputs, constants and nodes; values have numbers instead of names."""
 
-    places: dict[str, int] = {"": -1}
+    numbers: dict[str, int] = {"": -1}
     for value in (*model.graph.input, *model.graph.output):
         sizes = [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim]
         yield f"{value.name} {value.type.tensor_type.elem_type} {sizes}"
-        places.setdefault(value.name, len(places))
-    yield from _node_lines(model.graph, places, {})
+        numbers.setdefault(value.name, len(numbers))
+    yield from _node_lines(model.graph, numbers, {})
 
 
 def _node_lines(graph: Any, places: dict[str, int], shapes: dict[str, str]) -> Iterator[str]:
@@ -43,13 +43,13 @@ def _node_lines(graph: Any, places: dict[str, int], shapes: dict[str, str]) -> I
     import onnx
 
     shapes = shapes | {t.name: f"{t.data_type} {list(t.dims)}" for t in graph.initializer}
-    apart = (onnx.AttributeProto.TENSOR, onnx.AttributeProto.GRAPH)
+    nested_types = (onnx.AttributeProto.TENSOR, onnx.AttributeProto.GRAPH)
     for node in graph.node:
         inputs = [shapes.get(n) or places.setdefault(n, len(places)) for n in node.input]
         attributes = sorted(
             f"{a.name}={_rounded_value(onnx.helper.get_attribute_value(a))}"
             for a in node.attribute
-            if a.type not in apart
+            if a.type not in nested_types
         )
         outputs = [places.setdefault(n, len(places)) for n in node.output]
         yield f"{node.domain}::{node.op_type} {inputs} {attributes} {outputs}"

@@ -43,12 +43,12 @@ def two_layer_classifier(batch: Any = "N", width: int = 16, seed: int = 0) -> An
 
 def classifier_with_integer_output() -> Any:
     """Return `two_layer_classifier` with its logits also in hundredths: integers, which rounding changes."""
-    made = two_layer_classifier(width=64)
-    made.graph.initializer.append(numpy_helper.from_array(np.float32(100), "hundred"))
-    made.graph.node.append(helper.make_node("Mul", ["logits", "hundred"], ["more"]))
-    made.graph.node.append(helper.make_node("Cast", ["more"], ["cents"], to=TensorProto.INT64))
-    made.graph.output.append(value_info("cents", ["N", 4], TensorProto.INT64))
-    return made
+    model = two_layer_classifier(width=64)
+    model.graph.initializer.append(numpy_helper.from_array(np.float32(100), "hundred"))
+    model.graph.node.append(helper.make_node("Mul", ["logits", "hundred"], ["more"]))
+    model.graph.node.append(helper.make_node("Cast", ["more"], ["cents"], to=TensorProto.INT64))
+    model.graph.output.append(value_info("cents", ["N", 4], TensorProto.INT64))
+    return model
 
 
 def gru_model(x: Sequence[Any], state: Sequence[Any], new_state: Sequence[Any]) -> Any:
@@ -76,12 +76,12 @@ def gru_model(x: Sequence[Any], state: Sequence[Any], new_state: Sequence[Any]) 
 def gru_rows(path: Path, count: int = 40, seed: int = 1) -> dict[str, Any]:
     """Write rows for `recurrent`, those of the state on axis 1; return them."""
     random = np.random.default_rng(seed)
-    made = {
+    arrays = {
         "x": random.normal(size=(count, 6, 4)).astype(np.float32),
         "state": random.normal(size=(1, count, 8)).astype(np.float32),
     }
-    np.savez(path, allow_pickle=False, **made)
-    return made
+    np.savez(path, allow_pickle=False, **arrays)
+    return arrays
 
 
 def run_directly(path: Path, feeds: Any) -> dict[str, Any]:
@@ -140,32 +140,32 @@ def cyclic_model() -> Any:
 
 def one_node_model(operator: str = "Relu", domain: str = "", opset: int = 17, **attributes: Any) -> Any:
     node = helper.make_node(operator, ["x"], ["y"], "node", domain=domain, **attributes)
-    made = make_model([node], [value_info("x", ["N", 8])], [value_info("y", ["N", 8])], opset=opset)
+    model = make_model([node], [value_info("x", ["N", 8])], [value_info("y", ["N", 8])], opset=opset)
     if domain:
-        made.opset_import.append(helper.make_opsetid(domain, 1))
-    return made
+        model.opset_import.append(helper.make_opsetid(domain, 1))
+    return model
 
 
 def model_with_tensor(dims: Sequence[int], content: bytes) -> Any:
     """Return a model whose weight says that it has the shape `dims`, and holds these bytes."""
-    made = make_model(
+    model = make_model(
         [helper.make_node("Add", ["x", "w"], ["y"], "add")],
         [value_info("x", ["N", 8])],
         [value_info("y", ["N", 8])],
     )
-    made.graph.initializer.append(TensorProto(name="w", data_type=FLOAT, dims=dims, raw_data=content))
-    return made
+    model.graph.initializer.append(TensorProto(name="w", data_type=FLOAT, dims=dims, raw_data=content))
+    return model
 
 
 def model_with_external_data(location: str, **options: str) -> Any:
     """Return a model whose weight of 32 bytes is said to lie in the file `location`."""
-    made = model_with_tensor([8], b"")
-    tensor = made.graph.initializer[0]
+    model = model_with_tensor([8], b"")
+    tensor = model.graph.initializer[0]
     tensor.ClearField("raw_data")
     tensor.data_location = TensorProto.EXTERNAL
     for key, text in {"location": location, **options}.items():
         tensor.external_data.add(key=key, value=text)
-    return made
+    return model
 
 
 def make_artifact(folder: Path, model: Any, **details: Any) -> Any:

@@ -44,9 +44,9 @@ def drop_bias(model: Any) -> None:
     """A product is no longer followed by its bias."""
     constants = {t.name for t in model.graph.initializer}
     for node in model.graph.node:
-        places = {"DynamicQuantizeMatMul": 4, "MatMulIntegerToFloat": 6, "MatMulNBits": 5, "Gemm": 2}
-        if (place := places.get(node.op_type)) is not None and len(node.input) > place:
-            del node.input[place]
+        bias_inputs = {"DynamicQuantizeMatMul": 4, "MatMulIntegerToFloat": 6, "MatMulNBits": 5, "Gemm": 2}
+        if (bias_index := bias_inputs.get(node.op_type)) is not None and len(node.input) > bias_index:
+            del node.input[bias_index]
             return
         biases = [n for n in node.input if n in constants and n.endswith("bias")]
         if node.op_type == "Add" and biases:
@@ -72,7 +72,7 @@ def _drop(model: Any, count: int) -> None:
     chosen = list(residual_additions(model))[:count]
     if len(chosen) < count:
         raise NotApplicable("residual")
-    order = {name: at for at, n in enumerate(model.graph.node) for name in n.output}
+    order = {name: order_index for order_index, n in enumerate(model.graph.node) for name in n.output}
     for node in chosen:
         before = min(node.input, key=lambda name: order.get(name, -1))
         rewire(model, node.output[0], before, node)
@@ -119,10 +119,10 @@ def swap_parts_of_the_packed_product(model: Any) -> None:
     heads = {a.name: a.i for a in node.attribute}
     if heads["num_heads"] != heads["kv_num_heads"]:
         raise NotApplicable("equal heads")
-    maker = next(n for n in model.graph.node if node.input[0] in n.output)
+    producer = next(n for n in model.graph.node if node.input[0] in n.output)
     size = head_width(model, node, heads["num_heads"]) * heads["num_heads"]
     order = np.arange(3 * size).reshape(3, size)[[1, 0, 2]].flatten()
-    insert_after_node(model, maker, "Gather", order, axis=2)
+    insert_after_node(model, producer, "Gather", order, axis=2)
 
 
 @mutation
@@ -142,8 +142,8 @@ def swap_outputs(model: Any) -> None:
         raise NotApplicable("cross-attention")
     other = dict(zip(names, reversed(names), strict=True))
     for node in model.graph.node:
-        for place, name in enumerate(node.output):
-            node.output[place] = other.get(name, name)
+        for index, name in enumerate(node.output):
+            node.output[index] = other.get(name, name)
 
 
 @mutation

@@ -21,9 +21,9 @@ from tests.support.graphs.graph_edits import (
 def drop_padding_mask(model: Any) -> None:
     """The first attention that has a mask, or a bias of padding, forgets it."""
     for node in find_nodes(model, *ATTENTION_OPERATORS):
-        place = 4 if node.op_type == "MultiHeadAttention" else 10
-        if len(node.input) > place and node.input[place]:
-            node.input[place] = ""
+        mask_input = 4 if node.op_type == "MultiHeadAttention" else 10
+        if len(node.input) > mask_input and node.input[mask_input]:
+            node.input[mask_input] = ""
             return
     raise NotApplicable("mask")
 
@@ -50,11 +50,11 @@ def shift_the_mask(model: Any) -> None:
     model.graph.initializer.append(numpy_helper.from_array(np.array([1]), "one"))
     model.graph.initializer.append(numpy_helper.from_array(np.array([2**31]), "end"))
     rewire(model, name, "mask.shifted")
-    made = [
+    slice_nodes = [
         helper.make_node("Slice", [name, "one", "end", "one"], ["mask.cut"]),
         helper.make_node("Pad", ["mask.cut", "pads.four"], ["mask.shifted"]),
     ]
     model.graph.initializer.append(numpy_helper.from_array(np.array([0, 0, 0, 1]), "pads.four"))
-    rest = [*made, *model.graph.node]
+    rest = [*slice_nodes, *model.graph.node]
     del model.graph.node[:]
     model.graph.node.extend(rest)

@@ -24,7 +24,7 @@ _TABLES = ("embed_positions", "position_embeddings", "wpe")
 def position_off_by_one(model: Any) -> None:
     """The table of positions is read one place too far."""
     for node in find_nodes(model, "Gather"):
-        if any(word in node.input[0] for word in _TABLES):
+        if any(table_name in node.input[0] for table_name in _TABLES):
             _add(model, node, 1)
             return
     raise NotApplicable("positions")
@@ -42,10 +42,10 @@ def relative_position_off_by_one(model: Any) -> None:
 
 def _add(model: Any, node: Any, number: int) -> None:
     model.graph.initializer.append(numpy_helper.from_array(np.array(number, np.int64), "one.mutation"))
-    at = list(model.graph.node).index(node)
+    index = list(model.graph.node).index(node)
     new = helper.make_node("Add", [node.input[1], "one.mutation"], ["places.mutation"])
     node.input[1] = "places.mutation"
-    rest = [*list(model.graph.node)[:at], new, *list(model.graph.node)[at:]]
+    rest = [*list(model.graph.node)[:index], new, *list(model.graph.node)[index:]]
     del model.graph.node[:]
     model.graph.node.extend(rest)
 
@@ -117,8 +117,8 @@ def forget_embed_scale(model: Any) -> None:
             before, sources = producing_nodes(model, rest)
             kinds = [n.op_type for n in before]
             # 4-bit codes are taken apart by factors too: all of the lookup must lie before this one
-            whole = kinds[-1:] in (["Gather"], ["Mul"], ["Reshape"]) and "Gather" in kinds
-            if "input_ids" in sources and whole and not set(kinds) & set(MATRIX_OPERATORS):
+            is_scaled = kinds[-1:] in (["Gather"], ["Mul"], ["Reshape"]) and "Gather" in kinds
+            if "input_ids" in sources and is_scaled and not set(kinds) & set(MATRIX_OPERATORS):
                 rewire(model, node.output[0], rest[0], node)
                 return
     raise NotApplicable("embed_scale")

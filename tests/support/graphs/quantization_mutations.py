@@ -60,15 +60,17 @@ def _scales(model: Any) -> Any:
 @mutation
 def change_one_scale_of_the_lookup(model: Any) -> None:
     """The scale of one row of the embedding, of a word that no text holds, is twice as large."""
-    words = ".matrix.lookup" if any(".matrix.lookup" in t.name for t in model.graph.initializer) else None
-    if words is None:
+    lookup_name = (
+        ".matrix.lookup" if any(".matrix.lookup" in t.name for t in model.graph.initializer) else None
+    )
+    if lookup_name is None:
         raise NotApplicable("lookup")
 
     def doubled(values: Any) -> Any:
         values[3] *= 2
         return values
 
-    replace_values(find_constant(model, words), doubled)
+    replace_values(find_constant(model, lookup_name), doubled)
 
 
 @mutation

@@ -19,28 +19,32 @@ _WIDTHS = (8, 4, 16, 6, 1)
 def write_blocks(w: GraphWriter, kind: str) -> Ends:
     """Write inputs, blocks of `kind` and outputs; return (name, type, shape) of the outputs."""
     value, shape = _INPUT_WRITERS[kind](w)
-    seen = [(value, shape)]
+    values = [(value, shape)]
     for _ in range(w.one_of((1, 2, 3))):
-        blocks = _BLOCKS_BY_RANK[len(shape)] if seen[1:] or kind not in _FIRST_BLOCKS else _FIRST_BLOCKS[kind]
+        blocks = (
+            _BLOCKS_BY_RANK[len(shape)] if values[1:] or kind not in _FIRST_BLOCKS else _FIRST_BLOCKS[kind]
+        )
         value, shape = _write_block(w, w.one_of(blocks), value, shape)
-        seen.append((value, shape))
+        values.append((value, shape))
     if w.chance():
         value, shape = _write_block(w, w.one_of((dense, gemm)), *flat(w, value, shape))
-        seen.append((value, shape))
-    ends: Ends = [(_name_output(w, value), _FLOAT, [w.batch, *shape])]
+        values.append((value, shape))
+    outputs: Ends = [(_name_output(w, value), _FLOAT, [w.batch, *shape])]
     if w.chance(4):
-        inner, sizes = w.one_of(seen)
-        ends.append((_name_output(w, inner), _FLOAT, [w.batch, *sizes]))
+        inner, sizes = w.one_of(values)
+        outputs.append((_name_output(w, inner), _FLOAT, [w.batch, *sizes]))
     if w.chance(5):
-        ends.append((w.node("ArgMax", [value], axis=len(shape), keepdims=0), _INT64, [w.batch, *shape[:-1]]))
+        outputs.append(
+            (w.node("ArgMax", [value], axis=len(shape), keepdims=0), _INT64, [w.batch, *shape[:-1]])
+        )
     if w.chance(8):
-        nothing = w.input("float32", (0,), "nothing")
-        ends.append((w.node("Relu", [nothing]), _FLOAT, [w.batch, 0]))
+        empty = w.input("float32", (0,), "nothing")
+        outputs.append((w.node("Relu", [empty]), _FLOAT, [w.batch, 0]))
     if w.chance(10):
-        ends.append((w.constant(np.float32([1, 2])), _FLOAT, [2]))
+        outputs.append((w.constant(np.float32([1, 2])), _FLOAT, [2]))
         if w.nodes[-1].op_type != "Constant":
-            ends[-1] = (w.node("Identity", [ends[-1][0]]), _FLOAT, [2])
-    return ends
+            outputs[-1] = (w.node("Identity", [outputs[-1][0]]), _FLOAT, [2])
+    return outputs
 
 
 def _write_block(w: GraphWriter, block: Block, value: str, shape: Shape) -> tuple[str, Shape]:
@@ -69,29 +73,29 @@ def dense(w: GraphWriter, value: str, shape: Shape) -> tuple[str, Shape]:
     """MatMul and maybe a bias; of more axes at times a matrix with a 1 before it."""
     width = w.one_of(_WIDTHS)
     sizes = (1, shape[-1], width) if len(shape) > 1 and w.chance(3) else (shape[-1], width)
-    found = w.node("MatMul", [value, w.matrix(*sizes, fan_in=shape[-1])])
+    product = w.node("MatMul", [value, w.matrix(*sizes, fan_in=shape[-1])])
     if w.chance():
-        order = [found, w.bias(*w.one_of(((width,), (1, width), (1,))))]
-        found = w.node("Add", order[:: w.one_of((1, -1))])
-    return found, (*shape[:-1], width)
+        order = [product, w.bias(*w.one_of(((width,), (1, width), (1,))))]
+        product = w.node("Add", order[:: w.one_of((1, -1))])
+    return product, (*shape[:-1], width)
 
 
 def gemm(w: GraphWriter, value: str, shape: Shape) -> tuple[str, Shape]:
     value, shape = flat(w, value, shape)
-    width, more = w.one_of(_WIDTHS), {}
+    width, attributes = w.one_of(_WIDTHS), {}
     if w.chance(3):
-        value, more["transA"] = w.node("Transpose", [value], perm=[1, 0]), 1
+        value, attributes["transA"] = w.node("Transpose", [value], perm=[1, 0]), 1
     turned = w.chance()
     sizes = (width, shape[0]) if turned else (shape[0], width)
     inputs = [value, w.matrix(*sizes, fan_in=shape[0])]
     if turned or w.chance(4):
-        more["transB"] = int(turned)
+        attributes["transB"] = int(turned)
     if w.opset < 11 or not w.chance(3):
         inputs.append(w.bias(*w.one_of(((width,), (1, width), (1,), ()))))
     for name in ("alpha", "beta"):
         if w.chance(3):
-            more[name] = w.one_of((0.5, 2.0, 0.0, -1.0))
-    return w.node("Gemm", inputs, **more), (width,)
+            attributes[name] = w.one_of((0.5, 2.0, 0.0, -1.0))
+    return w.node("Gemm", inputs, **attributes), (width,)
 
 
 def function(w: GraphWriter, value: str, shape: Shape) -> tuple[str, Shape]:
@@ -112,8 +116,8 @@ def function(w: GraphWriter, value: str, shape: Shape) -> tuple[str, Shape]:
 
 
 def residual(w: GraphWriter, value: str, shape: Shape) -> tuple[str, Shape]:
-    found = w.node("MatMul", [value, w.matrix(shape[-1], shape[-1])])
-    return w.node("Add", [found, value]), shape
+    product = w.node("MatMul", [value, w.matrix(shape[-1], shape[-1])])
+    return w.node("Add", [product, value]), shape
 
 
 def nothing(w: GraphWriter, value: str, shape: Shape) -> tuple[str, Shape]:
@@ -135,8 +139,8 @@ def activation(w: GraphWriter, value: str, shape: Shape) -> tuple[str, Shape]:
     if name == "Clip":
         if w.opset < 11:
             return w.node("Clip", [value], min=-1.0, max=1.0), shape
-        ends = [w.constant(np.float32(-1)), w.constant(np.float32(1))]
-        return w.node("Clip", [value, *w.one_of((ends, ["", ends[1]], ends[:1]))]), shape
+        bounds = [w.constant(np.float32(-1)), w.constant(np.float32(1))]
+        return w.node("Clip", [value, *w.one_of((bounds, ["", bounds[1]], bounds[:1]))]), shape
     if name == "PRelu":
         return w.node("PRelu", [value, w.bias(*w.one_of(((1,), (shape[-1],))))]), shape
     if name == "Softmax":
@@ -161,8 +165,8 @@ def norm(w: GraphWriter, value: str, shape: Shape) -> tuple[str, Shape]:
     square = w.node("Pow", [off, w.constant(np.float32(2))]) if w.chance() else w.node("Mul", [off, off])
     spread = w.axes("ReduceMean", square, [axis], 18, keepdims=1)
     spread = w.node("Sqrt", [w.node("Add", [spread, w.constant(np.float32(1e-5))])])
-    found = w.node("Mul", [w.node("Div", [off, spread]), scale])
-    return w.node("Add", [found, shift]), shape
+    normalized = w.node("Mul", [w.node("Div", [off, spread]), scale])
+    return w.node("Add", [normalized, shift]), shape
 
 
 def parts(w: GraphWriter, value: str, shape: Shape) -> tuple[str, Shape]:
@@ -171,12 +175,12 @@ def parts(w: GraphWriter, value: str, shape: Shape) -> tuple[str, Shape]:
     if not half or shape[-1] % 2:
         return activation(w, value, shape)
     if w.opset < 13:
-        found = w.node("Split", [value], 2, axis=axis, split=[half, half])
+        halves = w.node("Split", [value], 2, axis=axis, split=[half, half])
     elif w.opset < 18 or w.chance():
-        found = w.node("Split", [value, w.ints(half, half)], 2, axis=axis)
+        halves = w.node("Split", [value, w.ints(half, half)], 2, axis=axis)
     else:
-        found = w.node("Split", [value], 2, axis=axis, num_outputs=2)
-    return w.node("Concat", found[::-1], axis=axis), shape
+        halves = w.node("Split", [value], 2, axis=axis, num_outputs=2)
+    return w.node("Concat", halves[::-1], axis=axis), shape
 
 
 # --- graphs inside of nodes
@@ -209,20 +213,22 @@ def loop(w: GraphWriter, value: str, shape: Shape) -> tuple[str, Shape]:
     inner, width = w.body(), shape[-1]
     step, go, state = (inner.name(name) for name in ("i", "go", "state"))
     outside = w.matrix(width, width)
-    found = inner.node("MatMul", [state, outside if w.chance() else inner.matrix(width, width)])
-    found = inner.node("Tanh", [found])
+    product = inner.node("MatMul", [state, outside if w.chance() else inner.matrix(width, width)])
+    product = inner.node("Tanh", [product])
     still = inner.node("Identity", [go])
     sizes = [w.batch, *shape]
-    each = w.chance(3)
-    ends = [(still, _BOOL, []), (found, _FLOAT, sizes)]
-    if each:
-        ends.append((inner.node("Identity", [found]), _FLOAT, sizes))
-    body = _graph(inner, [(step, _INT64, []), (go, _BOOL, []), (state, _FLOAT, sizes)], ends)
+    has_scan_output = w.chance(3)
+    body_outputs = [(still, _BOOL, []), (product, _FLOAT, sizes)]
+    if has_scan_output:
+        body_outputs.append((inner.node("Identity", [product]), _FLOAT, sizes))
+    body = _graph(inner, [(step, _INT64, []), (go, _BOOL, []), (state, _FLOAT, sizes)], body_outputs)
     trips = w.input("int64", None, "trips", max_value=4) if w.chance(3) else w.constant(np.int64(2))
-    made = w.node("Loop", [trips, w.constant(np.bool_(True)), value], 2 if each else 1, body=body)
-    if not each:
-        return made, shape
-    return w.node("Add", [made[0], w.axes("ReduceSum", made[1], [0], 13, keepdims=0)]), shape
+    results = w.node(
+        "Loop", [trips, w.constant(np.bool_(True)), value], 2 if has_scan_output else 1, body=body
+    )
+    if not has_scan_output:
+        return results, shape
+    return w.node("Add", [results[0], w.axes("ReduceSum", results[1], [0], 13, keepdims=0)]), shape
 
 
 def scan(w: GraphWriter, value: str, shape: Shape) -> tuple[str, Shape]:
@@ -233,28 +239,28 @@ def scan(w: GraphWriter, value: str, shape: Shape) -> tuple[str, Shape]:
     hidden = w.one_of((4, 8))
     inner = w.body()
     state, item = inner.name("state"), inner.name("item")
-    found = inner.node(
+    product = inner.node(
         "MatMul", [item, w.matrix(width, hidden) if w.chance() else inner.matrix(width, hidden)]
     )
-    found = inner.node("Add", [found, inner.node("MatMul", [state, inner.matrix(hidden, hidden)])])
-    found = inner.node("Tanh", [found])
+    product = inner.node("Add", [product, inner.node("MatMul", [state, inner.matrix(hidden, hidden)])])
+    product = inner.node("Tanh", [product])
     sizes = [w.batch, hidden]
     body = _graph(
         inner, [(state, _FLOAT, sizes), (item, _FLOAT, [w.batch, width])],
-        [(found, _FLOAT, sizes), (inner.node("Identity", [found]), _FLOAT, sizes)],
+        [(product, _FLOAT, sizes), (inner.node("Identity", [product]), _FLOAT, sizes)],
     )  # fmt: skip
     start = w.node("MatMul", [w.axes("ReduceMean", value, [1], 18, keepdims=0), w.matrix(width, hidden)])
     turned = w.node("Transpose", [value], perm=[1, 0, 2])
-    last, each = w.node("Scan", [start, turned], 2, body=body, num_scan_inputs=1)
+    last, scan_output = w.node("Scan", [start, turned], 2, body=body, num_scan_inputs=1)
     if w.chance():
         return last, (hidden,)
-    return w.node("Transpose", [each], perm=[1, 0, 2]), (steps, hidden)
+    return w.node("Transpose", [scan_output], perm=[1, 0, 2]), (steps, hidden)
 
 
 def _graph(inner: GraphWriter, inputs: Ends, outputs: Ends) -> Any:
     info = helper.make_tensor_value_info
-    ends = [[info(*value) for value in values] for values in (inputs, outputs)]
-    return helper.make_graph(inner.nodes, "body", *ends, inner.weights)
+    infos = [[info(*value) for value in values] for values in (inputs, outputs)]
+    return helper.make_graph(inner.nodes, "body", *infos, inner.weights)
 
 
 # --- sequences
@@ -275,35 +281,41 @@ def attention(w: GraphWriter, value: str, shape: Shape) -> tuple[str, Shape]:
         )
     if w.opset >= 23 and w.chance():
         inputs = [*three, *([] if mask == "none" else [mask])]
-        found = w.node("Attention", inputs, q_num_heads=heads, kv_num_heads=heads)
+        attended = w.node("Attention", inputs, q_num_heads=heads, kv_num_heads=heads)
     else:
         split = w.one_of(((0, steps, heads, size), (0, 0, heads, size)))
-        queries, keys, values = (w.node("Reshape", [one, w.ints(*split)]) for one in three)
-        queries, values = (w.node("Transpose", [one], perm=[0, 2, 1, 3]) for one in (queries, values))
+        queries, keys, values = (w.node("Reshape", [projected, w.ints(*split)]) for projected in three)
+        queries, values = (
+            w.node("Transpose", [projected], perm=[0, 2, 1, 3]) for projected in (queries, values)
+        )
         keys = w.node("Transpose", [keys], perm=[0, 2, 3, 1])
         scores = w.node("MatMul", [queries, keys])
         scores = w.node("Div", [scores, w.constant(np.float32(np.sqrt(size)))])
         if mask != "none":
             scores = w.node("Add", [scores, mask])
-        found = w.node("MatMul", [w.node("Softmax", [scores], axis=3), values])
-        found = w.node("Transpose", [found], perm=[0, 2, 1, 3])
-        found = w.node("Reshape", [found, w.ints(0, steps, width)])
-    found = _projected(w, found, width)
-    return (w.node("Add", [value, found]) if w.chance() else found), shape
+        attended = w.node("MatMul", [w.node("Softmax", [scores], axis=3), values])
+        attended = w.node("Transpose", [attended], perm=[0, 2, 1, 3])
+        attended = w.node("Reshape", [attended, w.ints(0, steps, width)])
+    attended = _projected(w, attended, width)
+    return (w.node("Add", [value, attended]) if w.chance() else attended), shape
 
 
 def _projected(w: GraphWriter, value: str, width: int) -> str:
     sizes = (1, width, width) if w.chance(5) else (width, width)
-    found = w.node("MatMul", [value, w.matrix(*sizes, fan_in=width)])
-    return w.node("Add", [found, w.bias(width)]) if w.chance() else found
+    product = w.node("MatMul", [value, w.matrix(*sizes, fan_in=width)])
+    return w.node("Add", [product, w.bias(width)]) if w.chance() else product
 
 
 def _mask(w: GraphWriter, steps: int) -> str:
     """Return what is added to the scores: [batch, 1, 1, steps]."""
     dtype = w.one_of(("int64", "int32", "float32"))
-    given = [one.name for one in w.inputs if one.values == "mask" and one.dtype == dtype]
-    most = {} if dtype == "float32" else {"most": 2}
-    mask = given[0] if given else w.input(dtype, (steps,), "mask", values="mask", **most)
+    masks = [
+        graph_input.name
+        for graph_input in w.inputs
+        if graph_input.values == "mask" and graph_input.dtype == dtype
+    ]
+    mask_options = {} if dtype == "float32" else {"most": 2}
+    mask = masks[0] if masks else w.input(dtype, (steps,), "mask", values="mask", **mask_options)
     mask = w.axes("Unsqueeze", w.axes("Unsqueeze", mask, [1], 13), [2], 13)
     if dtype != "float32":
         mask = w.node("Cast", [mask], to=_FLOAT)
@@ -328,17 +340,19 @@ def recurrent(w: GraphWriter, value: str, shape: Shape) -> tuple[str, Shape]:
         if w.batch in (1, 2) and w.chance():
             inputs += [w.constant(np.full((ways, w.batch, hidden), 0.1, np.float32)) for _ in range(states)]
         else:
-            given = [w.input("float32", (ways, hidden), "state", values="normal") for _ in range(states)]
-            inputs += [w.node("Transpose", [one], perm=[1, 0, 2]) for one in given]
+            initial_states = [
+                w.input("float32", (ways, hidden), "state", values="normal") for _ in range(states)
+            ]
+            inputs += [w.node("Transpose", [state], perm=[1, 0, 2]) for state in initial_states]
     while not inputs[-1]:
         inputs.pop()
-    more: dict[str, Any] = {"linear_before_reset": 1} if operator == "GRU" and w.chance() else {}
-    each, last = w.node(operator, inputs, 2, hidden_size=hidden, direction=direction, **more)
+    attributes: dict[str, Any] = {"linear_before_reset": 1} if operator == "GRU" and w.chance() else {}
+    sequence, last = w.node(operator, inputs, 2, hidden_size=hidden, direction=direction, **attributes)
     if w.chance():
         last = w.node("Transpose", [last], perm=[1, 0, 2])
         return w.node("Reshape", [last, w.ints(-1, ways * hidden)]), (ways * hidden,)
-    each = w.node("Transpose", [each], perm=[2, 0, 1, 3])
-    return w.node("Reshape", [each, w.ints(0, steps, ways * hidden)]), (steps, ways * hidden)
+    sequence = w.node("Transpose", [sequence], perm=[2, 0, 1, 3])
+    return w.node("Reshape", [sequence, w.ints(0, steps, ways * hidden)]), (steps, ways * hidden)
 
 
 def mean(w: GraphWriter, value: str, shape: Shape) -> tuple[str, Shape]:
@@ -364,19 +378,19 @@ def conv(w: GraphWriter, value: str, shape: Shape) -> tuple[str, Shape]:
     inputs.append(w.matrix(*sizes, fan_in=channels // group * size * size))
     if w.chance():
         inputs.append(w.bias(out))
-    more: dict[str, Any] = {"strides": [stride, stride], "group": group}
+    attributes: dict[str, Any] = {"strides": [stride, stride], "group": group}
     if w.chance(3):
-        more["kernel_shape"] = [size, size]
+        attributes["kernel_shape"] = [size, size]
     if turned:
-        more["strides"] = [1, 1]
-        found = w.node("ConvTranspose", inputs, **more)
-        return found, (out, height + size - 1, width + size - 1)
+        attributes["strides"] = [1, 1]
+        convolved = w.node("ConvTranspose", inputs, **attributes)
+        return convolved, (out, height + size - 1, width + size - 1)
     pad = size // 2
     if w.chance(3):
-        more["auto_pad"] = w.one_of(("SAME_UPPER", "SAME_LOWER"))
+        attributes["auto_pad"] = w.one_of(("SAME_UPPER", "SAME_LOWER"))
     else:
-        more["pads"] = [pad] * 4
-    return w.node("Conv", inputs, **more), (out, -(-height // stride), -(-width // stride))
+        attributes["pads"] = [pad] * 4
+    return w.node("Conv", inputs, **attributes), (out, -(-height // stride), -(-width // stride))
 
 
 def batch_norm(w: GraphWriter, value: str, shape: Shape) -> tuple[str, Shape]:
@@ -390,18 +404,18 @@ def pool(w: GraphWriter, value: str, shape: Shape) -> tuple[str, Shape]:
     channels, height, width = shape
     if min(height, width) < 2:
         return w.node("GlobalAveragePool", [value]), (channels, 1, 1)
-    found = w.node(w.one_of(("MaxPool", "AveragePool")), [value], kernel_shape=[2, 2], strides=[2, 2])
-    return found, (channels, height // 2, width // 2)
+    pooled = w.node(w.one_of(("MaxPool", "AveragePool")), [value], kernel_shape=[2, 2], strides=[2, 2])
+    return pooled, (channels, height // 2, width // 2)
 
 
 def skip(w: GraphWriter, value: str, shape: Shape) -> tuple[str, Shape]:
     """Two convolutions of one weight, and what went in."""
     matrix = w.matrix(shape[0], shape[0], 3, 3, fan_in=9 * shape[0])
-    found = value
+    current = value
     for _ in range(2):
         bias = [w.bias(shape[0])] if w.chance() else []
-        found = w.node("Relu", [w.node("Conv", [found, matrix, *bias], pads=[1, 1, 1, 1])])
-    return w.node("Add", [found, value]), shape
+        current = w.node("Relu", [w.node("Conv", [current, matrix, *bias], pads=[1, 1, 1, 1])])
+    return w.node("Add", [current, value]), shape
 
 
 def squeeze(w: GraphWriter, value: str, shape: Shape) -> tuple[str, Shape]:

@@ -84,12 +84,12 @@ class GraphInput:
             return np.asarray(
                 random.integers(1 if self.max_value > 2 else 0, self.max_value, sizes), self.dtype
             )
-        found = random.normal(size=sizes)
+        values = random.normal(size=sizes)
         if self.values == "mask":
-            return np.asarray(found > 0, self.dtype)
-        found = {"positive": np.abs(found), "large": 1e4 * found, "tiny": 1e-6 * found,
-                 "constant": np.full(sizes, 0.5)}.get(self.values, found)  # fmt: skip
-        return np.asarray(found, self.dtype)
+            return np.asarray(values > 0, self.dtype)
+        values = {"positive": np.abs(values), "large": 1e4 * values, "tiny": 1e-6 * values,
+                 "constant": np.full(sizes, 0.5)}.get(self.values, values)  # fmt: skip
+        return np.asarray(values, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,11 @@ class RandomGraph:
     def rows(self, count: int, seed: int) -> dict[str, NDArray[Any]]:
         """Return rows for all inputs; attention masks begin with a one."""
         random = np.random.default_rng(seed)
-        found = {one.name: one.rows(count, random) for one in self.inputs}
-        for one in self.inputs:
-            if one.values == "mask":
-                found[one.name][:, 0] = 1
-        return found
+        arrays = {graph_input.name: graph_input.rows(count, random) for graph_input in self.inputs}
+        for graph_input in self.inputs:
+            if graph_input.values == "mask":
+                arrays[graph_input.name][:, 0] = 1
+        return arrays
 
     def __repr__(self) -> str:
         version = self.model.opset_import[0].version
@@ -151,15 +151,15 @@ class GraphWriter:
 
     def name(self, hint: str) -> str:
         """Return a name that nothing has, odd at times."""
-        found = hint
+        unique_name = hint
         if self.chance(6):
-            found = self.one_of(_ODD_NAMES)
+            unique_name = self.one_of(_ODD_NAMES)
         elif self.used_names and self.chance(8):
-            found = self.one_of(sorted(self.used_names)) + self.one_of(_NAME_ENDINGS)
-        while found in self.used_names:
-            found += str(len(self.used_names))
-        self.used_names.add(found)
-        return found
+            unique_name = self.one_of(sorted(self.used_names)) + self.one_of(_NAME_ENDINGS)
+        while unique_name in self.used_names:
+            unique_name += str(len(self.used_names))
+        self.used_names.add(unique_name)
+        return unique_name
 
     def node(self, operator: str, inputs: Sequence[str], count: int = 1, **attributes: Any) -> Any:
         """Add a node; return its output, or their list where `count` says how many."""
@@ -179,10 +179,10 @@ class GraphWriter:
         if not in_body and not self.chance(3):
             self.weights.append(numpy_helper.from_array(value, name))
             return name
-        word = {"f": "value_float", "i": "value_int"}.get(value.dtype.kind, "")
+        attribute = {"f": "value_float", "i": "value_int"}.get(value.dtype.kind, "")
         plain = value.dtype in (np.float32, np.int64) and value.ndim < 2 and value.size
         if self.opset >= 12 and plain and self.chance():
-            options = {word + "s" * value.ndim: value.tolist()}
+            options = {attribute + "s" * value.ndim: value.tolist()}
         else:
             options = {"value": numpy_helper.from_array(value, self.one_of(("", name)))}
         self.nodes.append(helper.make_node("Constant", [], [name], "", **options))
@@ -190,16 +190,16 @@ class GraphWriter:
 
     def matrix(self, *sizes: int, fan_in: int | None = None) -> str:
         """Add float32 weights, or return some of this shape that another node reads."""
-        known = self.matrices.setdefault(sizes, [])
-        if known and self.chance(3):
-            return str(self.one_of(known))
+        candidates = self.matrices.setdefault(sizes, [])
+        if candidates and self.chance(3):
+            return str(self.one_of(candidates))
         values = self.random.normal(size=sizes) / np.sqrt(max(1, fan_in or sizes[0]))
         style = self.one_of(_WEIGHT_STYLES)
         if style == "outlier" and values.size and values.ndim:
             values[..., -1] *= 50
         values *= {"zero": 0.0, "tiny": 1e-7, "large": 300.0}.get(style, 1.0)
-        known.append(self.constant(values.astype(np.float32), "w"))
-        return known[-1]
+        candidates.append(self.constant(values.astype(np.float32), "w"))
+        return candidates[-1]
 
     def bias(self, *sizes: int) -> str:
         """Add a float32 bias, or return one of this shape that another node reads."""
@@ -234,8 +234,8 @@ def random_graphs(draw: Draw, kinds: Sequence[str] = KINDS) -> RandomGraph:
     w = GraphWriter(draw, opset, ir, batch, np.random.default_rng(draw(st.integers(0, 1000))))
     kind = w.one_of(list(kinds))
     w.blocks.append(kind)
-    ends = random_graph_blocks.write_blocks(w, kind)
-    return RandomGraph(_model(w, ends), tuple(w.inputs), _BATCH_SIZES[batch], tuple(w.blocks))
+    outputs = random_graph_blocks.write_blocks(w, kind)
+    return RandomGraph(_model(w, outputs), tuple(w.inputs), _BATCH_SIZES[batch], tuple(w.blocks))
 
 
 def _model(w: GraphWriter, ends: list[tuple[str, int, Sequence[Any] | None]]) -> Any:

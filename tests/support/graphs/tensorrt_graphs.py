@@ -63,5 +63,5 @@ def graphs_with_shapes(family: str, folder: Path, **more: Any) -> dict[Path, Any
     profiles, limit = profile_ranges(folder, settings, ctx)
     shapes = plan_graphs(folder, profiles, limit, ctx.warnings)
     # `copy` narrows the norms too, which no export does
-    assert [one for one in ctx.warnings if one.code != "tensorrt-norm-in-half"] == []
+    assert [warning for warning in ctx.warnings if warning.code != "tensorrt-norm-in-half"] == []
     return shapes

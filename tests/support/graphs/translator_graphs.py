@@ -16,16 +16,16 @@ def open_session(model: Any) -> Any:
     """Open a path, or an onnx.ModelProto that holds its weights."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 3, 1
-    given = model if isinstance(model, str) else model.SerializeToString()
-    return onnxruntime.InferenceSession(given, options)
+    source = model if isinstance(model, str) else model.SerializeToString()
+    return onnxruntime.InferenceSession(source, options)
 
 
 def run_session(opened: Any, feeds: dict[str, Any]) -> dict[str, Any]:
     """Return the outputs by name; all inputs that are read have to be in `feeds`."""
     names = [o.name for o in opened.get_outputs()]
-    wanted = {i.name for i in opened.get_inputs()}
-    found = opened.run(names, {n: v for n, v in feeds.items() if n in wanted})
-    return dict(zip(names, found, strict=True))
+    input_names = {i.name for i in opened.get_inputs()}
+    outputs = opened.run(names, {n: v for n, v in feeds.items() if n in input_names})
+    return dict(zip(names, outputs, strict=True))
 
 
 def cache_inputs(found: dict[str, Any]) -> dict[str, Any]:
@@ -43,9 +43,9 @@ def run_smelt_graphs(encoder: Any, decoder: Any) -> list[Any]:
         feeds[i.name] = np.zeros((2, i.shape[1], 0, i.shape[3]), np.float32)
     logits = []
     for token in TOKENS:
-        found = run_session(decoder, feeds | {"input_ids": token, "encoder_attention_mask": MASK})
-        feeds |= cache_inputs(found)
-        logits.append(found["logits"])
+        outputs = run_session(decoder, feeds | {"input_ids": token, "encoder_attention_mask": MASK})
+        feeds |= cache_inputs(outputs)
+        logits.append(outputs["logits"])
     return logits
 
 
@@ -54,12 +54,12 @@ def run_optimum_graphs(encoder: Any, first: Any, following: Any) -> list[Any]:
     encoder, first, following = open_session(encoder), open_session(first), open_session(following)
     states = run_session(encoder, {"input_ids": IDS, "attention_mask": MASK})["last_hidden_state"]
     always = {"encoder_attention_mask": MASK, "encoder_hidden_states": states}
-    found = run_session(first, always | {"input_ids": TOKENS[0]})
-    logits, feeds = [found["logits"]], cache_inputs(found)
+    outputs = run_session(first, always | {"input_ids": TOKENS[0]})
+    logits, feeds = [outputs["logits"]], cache_inputs(outputs)
     for token in TOKENS[1:]:
-        found = run_session(following, always | feeds | {"input_ids": token})
-        feeds |= cache_inputs(found)
-        logits.append(found["logits"])
+        outputs = run_session(following, always | feeds | {"input_ids": token})
+        feeds |= cache_inputs(outputs)
+        logits.append(outputs["logits"])
     return logits
 
 
@@ -73,10 +73,10 @@ def run_merged_graph(
     caches = [i for i in decoder.get_inputs() if i.name.startswith("past_")]
     feeds = {i.name: np.zeros((2, heads or i.shape[1], 0, width or i.shape[3]), np.float32) for i in caches}
     logits = []
-    for at, token in enumerate(TOKENS):
-        found = run_session(
-            decoder, always | feeds | {"input_ids": token, "use_cache_branch": np.array([at > 0])}
+    for index, token in enumerate(TOKENS):
+        outputs = run_session(
+            decoder, always | feeds | {"input_ids": token, "use_cache_branch": np.array([index > 0])}
         )
-        feeds |= cache_inputs(found)
-        logits.append(found["logits"])
+        feeds |= cache_inputs(outputs)
+        logits.append(outputs["logits"])
     return logits

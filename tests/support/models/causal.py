@@ -27,10 +27,13 @@ def write_lines(path: Path, times: int = 6) -> Path:
 
 def write_prompts(path: Path, rows: int = 8) -> Path:
     """Write prompts with their responses, which are all different."""
-    words = TEXT.split()
+    tokens = TEXT.split()
     pairs = [
-        {"prompt": f"What follows number {at}?", "response": f"{words[at % len(words)]} and {at}"}
-        for at in range(rows)
+        {
+            "prompt": f"What follows number {number}?",
+            "response": f"{tokens[number % len(tokens)]} and {number}",
+        }
+        for number in range(rows)
     ]
     path.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs), encoding="utf-8")
     return path
@@ -41,18 +44,18 @@ def write_tokenizer(folder: Path, begin: bool = False) -> Any:
     from tokenizers import ByteLevelBPETokenizer, processors
     from transformers import PreTrainedTokenizerFast
 
-    made = ByteLevelBPETokenizer()
-    made.train_from_iterator(TEXT.splitlines(), vocab_size=320, special_tokens=[_END], show_progress=False)
-    inner = made._tokenizer
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(TEXT.splitlines(), vocab_size=320, special_tokens=[_END], show_progress=False)
+    inner = trained._tokenizer
     if begin:
         inner.post_processor = processors.TemplateProcessing(
             single=f"{_END} $A", pair=f"{_END} $A {_END} $B", special_tokens=[(_END, inner.token_to_id(_END))]
         )
-    found = PreTrainedTokenizerFast(
+    wrapped = PreTrainedTokenizerFast(
         tokenizer_object=inner, bos_token=_END, eos_token=_END, model_max_length=64
     )
-    found.save_pretrained(folder)
-    return found
+    wrapped.save_pretrained(folder)
+    return wrapped
 
 
 def write_metaspace_tokenizer(folder: Path) -> Any:
@@ -72,11 +75,11 @@ def write_metaspace_tokenizer(folder: Path) -> Any:
     inner.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
     )
-    found = PreTrainedTokenizerFast(
+    wrapped = PreTrainedTokenizerFast(
         tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>", model_max_length=64
     )
-    found.save_pretrained(folder)
-    return found
+    wrapped.save_pretrained(folder)
+    return wrapped
 
 
 @written_once
@@ -90,8 +93,8 @@ def write_model(folder: Path, family: str, seed: int = 0, **config: Any) -> Path
     import transformers
 
     folder.mkdir(parents=True, exist_ok=True)
-    words = write_tokenizer(folder, begin=family == "llama")
-    common = {"vocab_size": len(words), "bos_token_id": 0, "eos_token_id": 0}
+    trained_tokenizer = write_tokenizer(folder, begin=family == "llama")
+    common = {"vocab_size": len(trained_tokenizer), "bos_token_id": 0, "eos_token_id": 0}
     gated = {
         "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 64,
@@ -106,16 +109,16 @@ def write_model(folder: Path, family: str, seed: int = 0, **config: Any) -> Path
         "llama": ("Llama", "LlamaForCausalLM"),
         "qwen2": ("Qwen2", "Qwen2ForCausalLM"),
     }
-    short, long = kinds[family]
-    made = getattr(transformers, f"{short}Config")(**(common | values[family] | config))
+    config_name, class_name = kinds[family]
+    model_config = getattr(transformers, f"{config_name}Config")(**(common | values[family] | config))
     torch.manual_seed(seed)
-    found = getattr(transformers, long)(made)
+    model = getattr(transformers, class_name)(model_config)
     with torch.no_grad():
-        for name, parameter in found.named_parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.2)
             elif name.endswith("bias"):
                 parameter.normal_(0, 0.1)  # random ones, so that a bias left out is noticed
-    found.generation_config.pad_token_id = 0
-    found.save_pretrained(folder)
+    model.generation_config.pad_token_id = 0
+    model.save_pretrained(folder)
     return folder

@@ -18,8 +18,8 @@ def distilbert(folder: Path, seed: int = 0, labels: int = 2, **config: Any) -> P
     from transformers import DistilBertConfig, DistilBertForSequenceClassification
 
     folder.mkdir(parents=True, exist_ok=True)
-    words = sorted({w for s in SENTENCES for w in s.split()})
-    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
+    tokens = sorted({w for s in SENTENCES for w in s.split()})
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *tokens]
     (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n")
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "DistilBertTokenizer", "model_max_length": 32, "do_lower_case": True})

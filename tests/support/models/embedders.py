@@ -29,16 +29,16 @@ def write_embedder(folder: Path, family: str = "bert", rules: bool = True, **opt
     from smelt.models.import_model import configure_embedder
     from smelt.models.text_rules import SentenceRules
 
-    own = {name: options.pop(name) for name in list(options) if name in SentenceRules.model_fields}
-    whole = folder.with_name(f"{folder.name}-whole")
-    every_family.make_model(whole, family, **options)
+    rule_options = {name: options.pop(name) for name in list(options) if name in SentenceRules.model_fields}
+    full_folder = folder.with_name(f"{folder.name}-whole")
+    every_family.make_model(full_folder, family, **options)
     with silence_transformers():
-        model = AutoModel.from_pretrained(whole)
-        shutil.copytree(whole, folder, dirs_exist_ok=True)
+        model = AutoModel.from_pretrained(full_folder)
+        shutil.copytree(full_folder, folder, dirs_exist_ok=True)
         model.save_pretrained(folder)
-    shutil.rmtree(whole)
+    shutil.rmtree(full_folder)
     if rules:
-        configure_embedder(folder, SentenceRules(**own))
+        configure_embedder(folder, SentenceRules(**rule_options))
     return folder
 
 
@@ -68,12 +68,12 @@ def expected_vectors(folder: Path, texts: list[str], pooling: str = "mean", norm
     with silence_transformers():
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
-    found = []
+    vectors = []
     for text in texts:
         limit = max_input_length(tokenizer, model.config.to_dict())
         batch = tokenizer(text, return_tensors="pt", truncation=True, max_length=limit)
         with torch.inference_mode():
             states = model(**batch).last_hidden_state[0].double().numpy()
         vector = {"mean": states.mean(0), "cls": states[0], "max": states.max(0)}[pooling]
-        found.append(vector / np.linalg.norm(vector) if normalize else vector)
-    return np.stack(found)
+        vectors.append(vector / np.linalg.norm(vector) if normalize else vector)
+    return np.stack(vectors)

@@ -117,8 +117,8 @@ SEPARATE_BLOCKS = [
 
 def make_model(folder: Path, family: str, **config: Any) -> Path:
     """Write the tiny model of any family with its tokenizer into `folder`; return it."""
-    maker = MODELS[family].maker
-    return maker(folder, **config) if maker else write_model(folder, family, **config)
+    make = MODELS[family].maker
+    return make(folder, **config) if make else write_model(folder, family, **config)
 
 
 def model_with_layers(family: str, layers: int) -> Path:
@@ -144,8 +144,8 @@ def write_model(folder: Path, family: str, task: Task | None = None, **config: A
     """Write a random model of `family` with its tokenizer into `folder`; return it."""
     if config:
         return _write_model(folder, family, task, **config)
-    made = make_once(f"{family}-{task}", lambda new: _write_model(new, family, task))
-    shutil.copytree(made, folder, dirs_exist_ok=True)
+    model_folder = make_once(f"{family}-{task}", lambda new: _write_model(new, family, task))
+    shutil.copytree(model_folder, folder, dirs_exist_ok=True)
     return folder
 
 
@@ -155,15 +155,15 @@ def _write_model(folder: Path, family: str, task: Task | None, **config: Any) ->
     from smelt.models.checkpoint import load_model, load_tokenizer, save_model
     from smelt.models.new_model import create_model
 
-    known = FAMILIES[family]
-    words = folder / "tokenizer"
-    words.mkdir(parents=True)
-    _write_tokenizer(words, family)
+    model_family = FAMILIES[family]
+    tokenizer_folder = folder / "tokenizer"
+    tokenizer_folder.mkdir(parents=True)
+    _write_tokenizer(tokenizer_folder, family)
     values = {"model_type": family} | CONFIGS[family] | config
-    chosen = task or known.tasks[0]
+    chosen = task or model_family.tasks[0]
     labels = LABELS if chosen == "text-classification" else ()
-    create_model(values, words, folder, task=chosen, seed=0, exact=True, labels=labels)
-    shutil.rmtree(words)
+    create_model(values, tokenizer_folder, folder, task=chosen, seed=0, exact=True, labels=labels)
+    shutil.rmtree(tokenizer_folder)
     model, edits = load_model(folder)
     torch.manual_seed(0)
     with torch.no_grad():  # widely; as they are drawn, every output is the same
@@ -173,13 +173,13 @@ def _write_model(folder: Path, family: str, task: Task | None, **config: Any) ->
         for name, parameter in model.named_parameters():
             if name.endswith(("out_proj.weight", "fc2.weight")):
                 parameter.mul_(3)  # or the last token alone says what comes next
-        if known.language_selection == "codes":  # or it says nothing but codes, which no text shows
+        if model_family.language_selection == "codes":  # or it says nothing but codes, which no text shows
             model.get_input_embeddings().weight[list(load_tokenizer(folder).all_special_ids)] *= 0.2
-    drawn = folder / "drawn"
-    drawn.mkdir()
-    save_model(model, edits, drawn, folder)
-    shutil.copytree(drawn, folder, dirs_exist_ok=True)
-    shutil.rmtree(drawn)
+    random_folder = folder / "drawn"
+    random_folder.mkdir()
+    save_model(model, edits, random_folder, folder)
+    shutil.copytree(random_folder, folder, dirs_exist_ok=True)
+    shutil.rmtree(random_folder)
     return folder
 
 

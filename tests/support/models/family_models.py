@@ -83,21 +83,21 @@ def pruning_group(dependencies: Any, model: Any, root: str) -> set[tuple[str, in
 
     layer = model.get_submodule(root)
     rows = list(range(layer.out_features))
-    found: set[tuple[str, int]] = set()
+    pruned: set[tuple[str, int]] = set()
     for dependency, _ in dependencies.get_pruning_group(layer, torch_pruning.prune_linear_out_channels, rows):
         module = dependency.target.module
         if isinstance(module, torch.nn.Parameter):
-            found.add((first_parameter_name(model, module), module.dim() - 1))
+            pruned.add((first_parameter_name(model, module), module.dim() - 1))
             continue
         tensors = [getattr(module, name, None) for name in ("weight", "bias")]
         weight, bias = (t if isinstance(t, torch.nn.Parameter) else None for t in tensors)
         gives = dependencies.is_out_channel_pruning_fn(dependency.handler)
         if weight is not None:
             across = isinstance(module, torch.nn.Embedding) or not gives
-            found.add((first_parameter_name(model, weight), 1 if across and weight.dim() == 2 else 0))
+            pruned.add((first_parameter_name(model, weight), 1 if across and weight.dim() == 2 else 0))
         if bias is not None and gives:
-            found.add((first_parameter_name(model, bias), 0))
-    return found
+            pruned.add((first_parameter_name(model, bias), 0))
+    return pruned
 
 
 def first_parameter_name(model: Any, tensor: Tensor) -> str:

@@ -114,7 +114,11 @@ def random_settings(draw: random.Random) -> tuple[dict[str, Any], dict[str, Any]
         "suppress_tokens": tokens(3),
         "begin_suppress_tokens": tokens(3),
     }
-    beside = {"eos_token_id": [1, *tokens(4)], "renormalize_logits": True, "remove_invalid_values": True}
+    extra_settings = {
+        "eos_token_id": [1, *tokens(4)],
+        "renormalize_logits": True,
+        "remove_invalid_values": True,
+    }
     wishes = {"max_new_tokens": draw.randint(1, 20)}
     wishes |= {name: value for name, value in optional.items() if draw.random() < 0.25}
     if draw.random() < 0.6:
@@ -124,7 +128,7 @@ def random_settings(draw: random.Random) -> tuple[dict[str, Any], dict[str, Any]
         }
         wishes["num_beams"] = draw.randint(2, 5)
         wishes |= {name: value for name, value in of_beams.items() if draw.random() < 0.6}
-    return wishes, {name: value for name, value in beside.items() if draw.random() < 0.35}
+    return wishes, {name: value for name, value in extra_settings.items() if draw.random() < 0.35}
 
 
 def make_model(kind: str, seed: int = 0) -> Any:
@@ -133,13 +137,13 @@ def make_model(kind: str, seed: int = 0) -> Any:
 
     torch.manual_seed(seed)
     cls, config = _model_classes()[kind]
-    made = cls(config).eval()
+    model = cls(config).eval()
     spread = {"t5": 0.6, "gpt2": 0.5}.get(kind, 0.7)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in model.parameters():
             if parameter.requires_grad and parameter.dim() > 1:
                 parameter.normal_(0, spread)
-    return made
+    return model
 
 
 def write_model(kind: str, path: Path, seed: int = 0) -> Path:
@@ -155,8 +159,8 @@ def random_batch(rows: int, seed: int, left: bool = False) -> Batch:
     ids = np.full((rows, max(lengths)), PAD, dtype=np.int64)
     mask = np.zeros_like(ids)
     for row, length in enumerate(lengths):
-        place = slice(-length, None) if left else slice(0, length)
-        ids[row, place], mask[row, place] = random.integers(4, VOCABULARY, length), 1
+        span = slice(-length, None) if left else slice(0, length)
+        ids[row, span], mask[row, span] = random.integers(4, VOCABULARY, length), 1
     return Batch(ids, mask)
 
 
@@ -222,8 +226,8 @@ def transformers_tokens(model: Any, batch: Batch, **wishes: Any) -> list[list[in
     eos = eos if isinstance(eos, list) else [eos]
     rows = []
     for row in out[:, prompt:].tolist():
-        ends = [i for i, token in enumerate(row) if token in eos]
-        rows.append(row[: ends[0] + 1] if ends else row)
+        end_indices = [i for i, token in enumerate(row) if token in eos]
+        rows.append(row[: end_indices[0] + 1] if end_indices else row)
     return rows
 
 
@@ -243,10 +247,10 @@ def compare_tokens(
 
     before = dict(runner.generation_config)
     runner.generation_config.update(config)
-    asked: dict[str, Any] = {"max_new_tokens": 12, **settings}
-    decoding = resolve_generation(GenerationSettings.model_validate(asked), runner)
-    ours = runner.generator(runner, batch, decoding)
+    options: dict[str, Any] = {"max_new_tokens": 12, **settings}
+    decoding = resolve_generation(GenerationSettings.model_validate(options), runner)
+    tokens = runner.generator(runner, batch, decoding)
     runner.generation_config.clear()
     runner.generation_config.update(before)
-    asked.setdefault("num_beams", 1)
-    return ours, transformers_tokens(torch_model, batch, do_sample=False, **asked, **config)
+    options.setdefault("num_beams", 1)
+    return tokens, transformers_tokens(torch_model, batch, do_sample=False, **options, **config)

@@ -35,16 +35,16 @@ def write_model(folder: Path, family: str = "vit", **config: Any) -> Path:
     from smelt.models.new_model import create_model
     from smelt.runtimes.images import PROCESSOR_FILE, default_processor_config
 
-    drawn = folder.with_name(f"{folder.name}-drawn")
-    for new in (folder, drawn):
+    random_folder = folder.with_name(f"{folder.name}-drawn")
+    for new in (folder, random_folder):
         new.mkdir(parents=True, exist_ok=True)
     write_json(folder / PROCESSOR_FILE, default_processor_config(IMAGE_SIZE))
     values = {"model_type": family} | CONFIGS[family] | config
-    create_model(values, folder, drawn, task=TASK, seed=0, labels=LABELS)
-    made, edits = load_model(drawn)
+    create_model(values, folder, random_folder, task=TASK, seed=0, labels=LABELS)
+    model, edits = load_model(random_folder)
     torch.manual_seed(0)
     with torch.no_grad():
-        for name, tensor in made.state_dict().items():
+        for name, tensor in model.state_dict().items():
             if tensor.dim() > 1:
                 tensor.normal_(0, 0.3)
             elif name.endswith(("running_mean", "normalization.bias")):
@@ -52,8 +52,8 @@ def write_model(folder: Path, family: str = "vit", **config: Any) -> Path:
             elif name.endswith(("running_var", "normalization.weight")):
                 tensor.uniform_(0.5, 1.5)
     (folder / PROCESSOR_FILE).unlink()
-    save_model(made, edits, folder, drawn)
-    shutil.rmtree(drawn)
+    save_model(model, edits, folder, random_folder)
+    shutil.rmtree(random_folder)
     return folder
 
 
@@ -81,9 +81,9 @@ def write_rows(path: Path, count: int = 8, columns: Sequence[str] = ("image", "l
 def write_class_folders(folder: Path, count: int = 8) -> Path:
     """Write `count` images into `folder`, one folder for each label; return it."""
     for number in range(count):
-        place = folder / LABELS[number % 2]
-        place.mkdir(parents=True, exist_ok=True)
-        make_image(number).save(place / f"{number}.png")
+        class_folder = folder / LABELS[number % 2]
+        class_folder.mkdir(parents=True, exist_ok=True)
+        make_image(number).save(class_folder / f"{number}.png")
     return folder
 
 
@@ -91,14 +91,14 @@ def write_archive(path: Path, count: int = 8) -> Path:
     """Write `count` images into an archive as `shared/data/cifar10_jpeg` has it; return it."""
     import io
 
-    parts = []
+    contents = []
     for number in range(count):
         stream = io.BytesIO()
         make_image(number).save(stream, "JPEG")
-        parts.append(stream.getvalue())
-    offsets = np.cumsum([0, *map(len, parts)])
+        contents.append(stream.getvalue())
+    offsets = np.cumsum([0, *map(len, contents)])
     labels = np.arange(count, dtype=np.uint8) % 2
-    np.savez(path, jpeg=np.frombuffer(b"".join(parts), np.uint8), offsets=offsets, label=labels)
+    np.savez(path, jpeg=np.frombuffer(b"".join(contents), np.uint8), offsets=offsets, label=labels)
     return path
 
 

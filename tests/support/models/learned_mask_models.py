@@ -20,12 +20,12 @@ MASK_TARGETS = ("heads", "ffn", "width")
 def masks_of_model(source: Path, **settings: Any) -> tuple[LearnedMasks, Any, list[Edit]]:
     """Return the masks of the model in `source`, the model, and its edits."""
     model, edits = load_model(source)
-    found = LearnedMasks(model, LearnedMasksSettings(**{"targets": MASK_TARGETS} | settings), edits)
+    masks = LearnedMasks(model, LearnedMasksSettings(**{"targets": MASK_TARGETS} | settings), edits)
     torch.manual_seed(0)
     with torch.no_grad():
-        for log_alpha in [*found.units.values(), *found.parts.values(), found.hidden.log_alpha]:
+        for log_alpha in [*masks.units.values(), *masks.parts.values(), masks.hidden.log_alpha]:
             log_alpha.copy_(torch.randn(len(log_alpha)) * 1.5)  # many between 0 and 1
-    return found, model, edits
+    return masks, model, edits
 
 
 def masks_of_family(family: str, **settings: Any) -> tuple[LearnedMasks, Any, list[Edit]]:

@@ -24,17 +24,17 @@ def _write_config(folder: Path, family: str, kind: str, **settings: Any) -> Path
 def _write_wordpiece(folder: Path, texts: Texts, size: int, lowercase: bool) -> None:
     from tokenizers import BertWordPieceTokenizer
 
-    made = BertWordPieceTokenizer(lowercase=lowercase)
-    made.train_from_iterator(texts, vocab_size=size, min_frequency=1, show_progress=False)
-    made.save_model(str(folder))
+    wordpiece = BertWordPieceTokenizer(lowercase=lowercase)
+    wordpiece.train_from_iterator(texts, vocab_size=size, min_frequency=1, show_progress=False)
+    wordpiece.save_model(str(folder))
 
 
 def _write_byte_bpe(folder: Path, texts: Texts, size: int, special: list[str]) -> None:
     from tokenizers import ByteLevelBPETokenizer
 
-    made = ByteLevelBPETokenizer()
-    made.train_from_iterator(texts, vocab_size=256 + size, special_tokens=special, show_progress=False)
-    made.save_model(str(folder))
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(texts, vocab_size=256 + size, special_tokens=special, show_progress=False)
+    bpe.save_model(str(folder))
 
 
 def _write_sentencepiece(path: Path, texts: Texts, size: int, kind: str = "unigram", **settings: Any) -> None:
@@ -82,21 +82,23 @@ def gpt2(folder: Path, texts: Texts, size: int) -> Path:
 def opt(folder: Path, texts: Texts, size: int) -> Path:
     """GPT-2's pieces with a first token before each text, which is the last one too."""
     _write_byte_bpe(folder, texts, size, _ROBERTA_TOKENS[:4])
-    ends = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "</s>")
-    return _write_config(folder, "opt", "GPT2Tokenizer", add_bos_token=True, pad_token="<pad>", **ends)
+    special_tokens = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "</s>")
+    return _write_config(
+        folder, "opt", "GPT2Tokenizer", add_bos_token=True, pad_token="<pad>", **special_tokens
+    )
 
 
 def qwen2(folder: Path, texts: Texts, size: int) -> Path:
     _write_byte_bpe(folder, texts, size, [])
-    known = len(json.loads((folder / "vocab.json").read_text()))
-    more = {"<|endoftext|>": known, "<|im_start|>": known + 1, "<|im_end|>": known + 2}
+    vocab_size = len(json.loads((folder / "vocab.json").read_text()))
+    chat_tokens = {"<|endoftext|>": vocab_size, "<|im_start|>": vocab_size + 1, "<|im_end|>": vocab_size + 2}
     added = {
         str(i): {"content": token, "special": True, "normalized": False, "lstrip": False, "rstrip": False,
                  "single_word": False}
-        for token, i in more.items()
+        for token, i in chat_tokens.items()
     }  # fmt: skip
-    ends = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "bos_token": None}
-    return _write_config(folder, "qwen2", "Qwen2Tokenizer", added_tokens_decoder=added, **ends)
+    special_tokens = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "bos_token": None}
+    return _write_config(folder, "qwen2", "Qwen2Tokenizer", added_tokens_decoder=added, **special_tokens)
 
 
 def t5(folder: Path, texts: Texts, size: int) -> Path:
@@ -129,17 +131,17 @@ def llama3(folder: Path, texts: Texts, size: int) -> Path:
     from transformers import PreTrainedTokenizerFast
 
     marks = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
-    made = ByteLevelBPETokenizer()
-    made.train_from_iterator(texts, vocab_size=256 + size, special_tokens=marks, show_progress=False)
-    inner = made._tokenizer
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(texts, vocab_size=256 + size, special_tokens=marks, show_progress=False)
+    inner = bpe._tokenizer
     inner.post_processor = processors.TemplateProcessing(
         single=f"{marks[0]} $A", pair=f"{marks[0]} $A {marks[0]} $B", special_tokens=[(marks[0], 0)]
     )
-    words = PreTrainedTokenizerFast(
+    wrapped = PreTrainedTokenizerFast(
         tokenizer_object=inner, bos_token=marks[0], eos_token=marks[1], model_max_length=64,
         clean_up_tokenization_spaces=True,
     )  # fmt: skip
-    words.save_pretrained(folder)
+    wrapped.save_pretrained(folder)
     (folder / "config.json").write_text('{"model_type": "llama"}')
     return folder
 
@@ -149,14 +151,14 @@ def marian(folder: Path, texts: Texts, size: int) -> Path:
     import sentencepiece
 
     half = len(texts) // 2
-    words = {"</s>": 0, "<unk>": 1, ">>deu<<": 2, ">>fra<<": 3}
-    for name, part in (("source.spm", texts[:half]), ("target.spm", texts[half:])):
-        _write_sentencepiece(folder / name, part, size, pad_id=-1, bos_id=-1)
+    vocabulary = {"</s>": 0, "<unk>": 1, ">>deu<<": 2, ">>fra<<": 3}
+    for name, split_texts in (("source.spm", texts[:half]), ("target.spm", texts[half:])):
+        _write_sentencepiece(folder / name, split_texts, size, pad_id=-1, bos_id=-1)
         model = sentencepiece.SentencePieceProcessor(model_file=str(folder / name))
         for i in range(len(model)):
-            words.setdefault(model.id_to_piece(i), len(words))
-    words.setdefault("\U0001f642", len(words))  # no piece of either model, yet a word
-    (folder / "vocab.json").write_text(json.dumps({**words, "<pad>": len(words)}))
+            vocabulary.setdefault(model.id_to_piece(i), len(vocabulary))
+    vocabulary.setdefault("\U0001f642", len(vocabulary))  # no piece of either model, yet a word
+    (folder / "vocab.json").write_text(json.dumps({**vocabulary, "<pad>": len(vocabulary)}))
     return _write_config(folder, "marian", "MarianTokenizer", source_lang="eng", target_lang="mul")
 
 

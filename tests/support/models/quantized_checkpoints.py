@@ -22,16 +22,16 @@ def quantize_groups(weight: Any, group: int, symmetric: bool) -> tuple[Any, Any,
     codes = np.zeros((rows, width), np.int64)
     zeros = np.full((rows, count), 8)
     scales = np.zeros((rows, count), np.float16)
-    for at in range(count):
-        part = weight[:, at * group : (at + 1) * group]
-        low, high = np.minimum(part.min(1), 0), np.maximum(part.max(1), 0)
+    for index in range(count):
+        columns = weight[:, index * group : (index + 1) * group]
+        low, high = np.minimum(columns.min(1), 0), np.maximum(columns.max(1), 0)
         if symmetric:
-            scales[:, at] = np.maximum(-low, high) / 7.5
+            scales[:, index] = np.maximum(-low, high) / 7.5
         else:
-            scales[:, at] = (high - low) / 15
-            zeros[:, at] = np.clip(np.round(-low / scales[:, at].astype(np.float32)), 1, 15)
-        steps = np.round(part / scales[:, at, None].astype(np.float32))
-        codes[:, at * group : (at + 1) * group] = np.clip(steps + zeros[:, at, None], 0, 15)
+            scales[:, index] = (high - low) / 15
+            zeros[:, index] = np.clip(np.round(-low / scales[:, index].astype(np.float32)), 1, 15)
+        steps = np.round(columns / scales[:, index, None].astype(np.float32))
+        codes[:, index * group : (index + 1) * group] = np.clip(steps + zeros[:, index, None], 0, 15)
     return codes, zeros, scales
 
 
@@ -82,11 +82,11 @@ def write_awq(source: Path, folder: Path, group: int = 32, **options: Any) -> tu
     def packed(codes: Any, zeros: Any, scales: Any, size: int) -> dict[str, Any]:
         # AutoAWQ, modules/linear/gemm.py, from_linear
         def columns(values: Any) -> Any:
-            found = np.zeros((len(values), values.shape[1] // 8), np.uint32)
-            for column in range(found.shape[1]):
+            packed_columns = np.zeros((len(values), values.shape[1] // 8), np.uint32)
+            for column in range(packed_columns.shape[1]):
                 for i in range(8):
-                    found[:, column] |= values[:, column * 8 + AWQ_ORDER[i]] << np.uint32(i * 4)
-            return found
+                    packed_columns[:, column] |= values[:, column * 8 + AWQ_ORDER[i]] << np.uint32(i * 4)
+            return packed_columns
 
         qweight, qzeros = columns(codes.T.astype(np.uint32)), columns(zeros.T.astype(np.uint32))
         return {"qweight": qweight, "qzeros": qzeros, "scales": scales.T}
@@ -111,12 +111,12 @@ def _write_checkpoint(
         layer = name.removesuffix(".weight")
         size = tensor.shape[1] if group == -1 else group
         codes, zeros, scales = quantize_groups(tensor.astype(np.float32), size, symmetric)
-        own = np.arange(tensor.shape[1]) // size
-        values[layer] = (codes - zeros[:, own]) * scales[:, own].astype(np.float32)
-        parts = packed(codes, zeros, scales, size)
-        for part, array in parts.items():
+        group_index = np.arange(tensor.shape[1]) // size
+        values[layer] = (codes - zeros[:, group_index]) * scales[:, group_index].astype(np.float32)
+        packed_tensors = packed(codes, zeros, scales, size)
+        for name_suffix, array in packed_tensors.items():
             as_stored = array.view(np.int32) if array.dtype == np.uint32 else array
-            tensors[f"{layer}.{part}"] = np.ascontiguousarray(as_stored)
+            tensors[f"{layer}.{name_suffix}"] = np.ascontiguousarray(as_stored)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))

@@ -93,8 +93,8 @@ def write_bart(folder: Path, seed: int = 0, kind: str = "bart", **config: Any) -
     }
     torch.manual_seed(seed)
     name = "Bart" if kind == "bart" else "MBart"
-    made = getattr(transformers, f"{name}Config")(**(values | config))
-    model = getattr(transformers, f"{name}ForConditionalGeneration")(made)
+    model_config = getattr(transformers, f"{name}Config")(**(values | config))
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(model_config)
     _randomize_weights(model, 0.3)
     model.save_pretrained(folder)
     forced = {"forced_bos_token_id": 0} if kind == "bart" else {}
@@ -131,9 +131,9 @@ def _write_mbart_tokenizer(folder: Path) -> int:
     """Write an mBART-50 tokenizer, which knows languages by their codes; return its size."""
     from transformers import MBart50Tokenizer
 
-    words = sorted({w for s in SENTENCES for w in s.split()})
+    tokens = sorted({w for s in SENTENCES for w in s.split()})
     vocabulary = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
-    vocabulary += [(f"▁{word}", -3.0) for word in words]
+    vocabulary += [(f"▁{token}", -3.0) for token in tokens]
     tokenizer = MBart50Tokenizer(vocab=vocabulary, src_lang="en_XX", tgt_lang="de_DE", model_max_length=40)
     tokenizer.save_pretrained(folder)
     return len(tokenizer)

@@ -42,14 +42,14 @@ def write_marian(folder: Path, seed: int = 0, **config: Any) -> Path:
         bos_id=-1,
     )
     pieces = sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
-    words = ["</s>", "<unk>"]
-    words += [
+    tokens = ["</s>", "<unk>"]
+    tokens += [
         w for i in range(pieces.get_piece_size()) if (w := pieces.id_to_piece(i)) not in ("<unk>", "</s>")
     ]
-    words.append("<pad>")
+    tokens.append("<pad>")
     for name in ("source.spm", "target.spm"):
         (folder / name).write_bytes(written.getvalue())
-    (folder / "vocab.json").write_text(json.dumps({w: i for i, w in enumerate(words)}))
+    (folder / "vocab.json").write_text(json.dumps({w: i for i, w in enumerate(tokens)}))
     (folder / "tokenizer_config.json").write_text(
         json.dumps(
             {
@@ -60,10 +60,10 @@ def write_marian(folder: Path, seed: int = 0, **config: Any) -> Path:
             }
         )
     )
-    pad = len(words) - 1
+    pad = len(tokens) - 1
     values = {
-        "vocab_size": len(words),
-        "decoder_vocab_size": len(words),
+        "vocab_size": len(tokens),
+        "decoder_vocab_size": len(tokens),
         "d_model": 32,
         "encoder_layers": 2,
         "decoder_layers": 2,
@@ -106,8 +106,8 @@ def write_bert(folder: Path, seed: int = 0, labels: int = 2, **config: Any) -> P
     from transformers import BertConfig, BertForSequenceClassification
 
     folder.mkdir(parents=True, exist_ok=True)
-    words = sorted({w for s in SENTENCES for w in s.split()})
-    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
+    tokens = sorted({w for s in SENTENCES for w in s.split()})
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *tokens]
     (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n")
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "BertTokenizer", "model_max_length": 32, "do_lower_case": True})

@@ -31,9 +31,9 @@ def matrix_cells(
     both = [(row, column) for row in rows for column in columns]
     if is_full_matrix():
         return both
-    kept, least = [], max(len(rows), len(columns))
-    diagonal = {(i % len(rows), i % len(columns)) for i in range(least)}
-    for place, (row, column) in enumerate(both):
-        if full(row) or divmod(place, len(columns)) in diagonal:
-            kept.append((row, column))
-    return kept
+    cells, num_cells = [], max(len(rows), len(columns))
+    diagonal = {(i % len(rows), i % len(columns)) for i in range(num_cells)}
+    for index, (row, column) in enumerate(both):
+        if full(row) or divmod(index, len(columns)) in diagonal:
+            cells.append((row, column))
+    return cells

@@ -62,11 +62,15 @@ def all_pairs() -> list[PairCase]:
         name: [other for other, second in TECHNIQUES.items() if can_follow(first, second)]
         for name, first in TECHNIQUES.items()
     }
-    found = []
+    pairs = []
     for name, model in MODELS.items():
-        possible = [word for word, technique in TECHNIQUES.items() if is_applicable(model, technique)]
-        found += [(name, a, b) for a in possible for b in behind[a] if b in possible]
-    return found
+        possible = [
+            name_of_technique
+            for name_of_technique, technique in TECHNIQUES.items()
+            if is_applicable(model, technique)
+        ]
+        pairs += [(name, a, b) for a in possible for b in behind[a] if b in possible]
+    return pairs
 
 
 def covering_pairs() -> list[PairCase]:
@@ -76,20 +80,22 @@ def covering_pairs() -> list[PairCase]:
     order that nobody chose.
     """
     cells = sorted(all_pairs(), key=lambda cell: crc32(" ".join(cell).encode()))
-    places: dict[tuple[str, str], int] = {}
+    bit_positions: dict[tuple[str, str], int] = {}
     bits = {}
     for cell in cells:
         name, first, second = cell
-        model, words = MODELS[name], {TECHNIQUES[first].stage, TECHNIQUES[second].stage}
-        met = {(kind, word) for kind in (model.kind, model.task) for word in words}
+        model, stage_names = MODELS[name], {TECHNIQUES[first].stage, TECHNIQUES[second].stage}
+        met = {(kind, stage_name) for kind in (model.kind, model.task) for stage_name in stage_names}
         met |= {("first", first), ("second", second)}
-        bits[cell] = sum(1 << places.setdefault(what, len(places)) for what in met)
-    missing, found = (1 << len(places)) - 1, []
+        bits[cell] = sum(
+            1 << bit_positions.setdefault(requirement, len(bit_positions)) for requirement in met
+        )
+    missing, pairs = (1 << len(bit_positions)) - 1, []
     while missing:
         best = max(cells, key=lambda cell: (missing & bits[cell]).bit_count())
-        found.append(best)
+        pairs.append(best)
         missing &= ~bits[best]
-    return sorted(found)
+    return sorted(pairs)
 
 
 def is_exported(cell: PairCase, part: int) -> bool:
@@ -107,22 +113,22 @@ def impossible_pairs() -> Iterator[tuple[str, str]]:
 
 def _schemes_after(technique: Technique) -> list[Scheme]:
     """Return the schemes of the codes that a technique leaves, that of the linear layers first."""
-    made = TECHNIQUES[technique.applied_after] if technique.applied_after else technique
-    if made.stage != "quantize":
+    applied = TECHNIQUES[technique.applied_after] if technique.applied_after else technique
+    if applied.stage != "quantize":
         return []
-    settings = QuantizeSettings.model_validate(dict(made.settings))
+    settings = QuantizeSettings.model_validate(dict(applied.settings))
     return [SCHEMES[name] for name in settings.used_schemes()]
 
 
 def _quantization_before(first: Technique, schemes: list[Scheme]) -> QuantizedInput:
     """Return the codes of the linear layers behind a technique, as stages ask for them."""
-    made = TECHNIQUES[first.applied_after] if first.applied_after else first
-    mixed = "mixed_precision" in made.settings
+    applied = TECHNIQUES[first.applied_after] if first.applied_after else first
+    mixed = "mixed_precision" in applied.settings
     codes = first.settings.get("qat", {})
     halved = [SCHEMES[schemes[0].split_scheme]] if codes.get("weight_splitting") else schemes[:1]
     return QuantizedInput(
         tuple(scheme.name for scheme in (schemes if mixed else halved)),
-        has_corrections="low_rank_correction" in made.settings or "lora" in first.settings,
+        has_corrections="low_rank_correction" in applied.settings or "lora" in first.settings,
         is_split=bool(codes.get("weight_splitting")),
     )
 

@@ -51,21 +51,23 @@ class PairRunner:
         export: to ONNX besides, which compares each graph with the model.
         """
         plan = self.plan(*stages, target="ort-cpu" if export else None)
-        made = {"model": self._import_model(plan)}
-        found, whole = [], with_prerequisite(*stages)
-        for step, stage in zip(plan.steps, [*whole, *["onnx"] * export], strict=True):
-            above = {name: made[name] for name in plan.ancestor_names(step)}
-            made[step.name] = new = self._run_step(step, above)
-            found.append(new)
+        artifacts = {"model": self._import_model(plan)}
+        results, techniques = [], with_prerequisite(*stages)
+        for step, stage in zip(plan.steps, [*techniques, *["onnx"] * export], strict=True):
+            above = {name: artifacts[name] for name in plan.ancestor_names(step)}
+            artifacts[step.name] = new = self._run_step(step, above)
+            results.append(new)
             if stage in TECHNIQUES:
-                lost = message_codes(found for found in plan.warnings if found.line == step.line)
-                technique_checks.check_result(TECHNIQUES[stage], made[step.parent], new, self._counts, lost)
-        return found[len(whole) - len(stages) :]
+                lost_codes = message_codes(results for results in plan.warnings if results.line == step.line)
+                technique_checks.check_result(
+                    TECHNIQUES[stage], artifacts[step.parent], new, self._counts, lost_codes
+                )
+        return results[len(techniques) - len(stages) :]
 
     def plan_warnings(self, *stages: str) -> list[str]:
         """Return what the plan says of the last of these techniques: a poor order, work that is lost."""
         plan = self.plan(*stages)
-        return [str(found) for found in plan.warnings if found.line == plan.steps[-1].line]
+        return [str(warning) for warning in plan.warnings if warning.line == plan.steps[-1].line]
 
     def remove(self, *artifacts: Artifact) -> None:
         """Remove what was made."""
@@ -100,12 +102,12 @@ class PairRunner:
     def _run_step(self, step: PlanStep, above: Mapping[str, Artifact]) -> Artifact:
         assert step.unavailable is None, step.unavailable
         with harness.saved_models(lambda model: technique_checks.outputs_of(model.eval())) as saved:
-            made, cached = self._step_runner.run_step(step, above, False)
-        artifact: Artifact = made
+            new_artifact, cached = self._step_runner.run_step(step, above, False)
+        artifact: Artifact = new_artifact
         if step.stage_class.produces == "torch" and not cached:
             assert len(saved) == 1, "one model is saved, by save_model"
-            self._counts[artifact.key] = seen = technique_checks.count_model(artifact.path)
-            off = (seen.outputs - saved[0]).abs().max() / saved[0].abs().max()
+            self._counts[artifact.key] = counts = technique_checks.count_model(artifact.path)
+            off = (counts.outputs - saved[0]).abs().max() / saved[0].abs().max()
             assert off <= technique_checks.OUTPUT_TOLERANCE, (
                 f"the model in its folder is another one than that in memory: {off}"
             )

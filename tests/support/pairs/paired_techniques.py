@@ -79,17 +79,17 @@ class Technique:
         A student's layers are called otherwise where there are two stacks, of models of images nothing inside
         is compared, and an embedder gives vectors.
         """
-        found = dict(self.settings)
-        if "student" in found and model.is_encoder_decoder:
+        options = dict(self.settings)
+        if "student" in options and model.is_encoder_decoder:
             # of layers whose parts are removed with equal losses, the first loses its parts
-            found["student"] = {"decoder_layers": found["student"]["layers"], "layer_selection": "last"}
+            options["student"] = {"decoder_layers": options["student"]["layers"], "layer_selection": "last"}
         if model.task == "image-classification":
-            found.pop("losses", None)
-        if model.task == "sentence-similarity" and "losses" in found:
-            found["losses"] = {"sentence_embedding": 1, **INTERMEDIATE_LOSSES}
-        elif "losses" in found:
-            found["losses"] = {"logits": 1, **INTERMEDIATE_LOSSES}
-        return found
+            options.pop("losses", None)
+        if model.task == "sentence-similarity" and "losses" in options:
+            options["losses"] = {"sentence_embedding": 1, **INTERMEDIATE_LOSSES}
+        elif "losses" in options:
+            options["losses"] = {"logits": 1, **INTERMEDIATE_LOSSES}
+        return options
 
 
 TRAINING_SETTINGS: dict[str, Any] = {"max_steps": 2, "batch_size": 4, "num_evals": 0, "precision": "fp32"}

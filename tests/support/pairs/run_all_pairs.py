@@ -36,12 +36,12 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     # no `choices`: argparse would look for the default list, as a whole, among them
     parser.add_argument("models", nargs="*", help=", ".join(MODELS))
-    for place in ("first", "second"):
-        parser.add_argument(f"--{place}", action="append", choices=list(TECHNIQUES))
+    for position in ("first", "second"):
+        parser.add_argument(f"--{position}", action="append", choices=list(TECHNIQUES))
     parser.add_argument("--rebuild", action="store_true")
     options = parser.parse_args(arguments)
-    if odd := sorted(set(options.models) - MODELS.keys()):
-        parser.error(f"no model '{odd[0]}'; known: {', '.join(MODELS)}")
+    if unknown_models := sorted(set(options.models) - MODELS.keys()):
+        parser.error(f"no model '{unknown_models[0]}'; known: {', '.join(MODELS)}")
     options.models = options.models or list(MODELS)
     return options
 
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
     LOG_FILE.parent.mkdir(parents=True, exist_ok=True)
     if options.rebuild:
         LOG_FILE.unlink(missing_ok=True)
-    known = _read_log()
+    records = _read_log()
     possible = set(all_pairs())
     broken = 0
     for model in options.models:
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
             (model, first, second)
             for first in options.first or TECHNIQUES
             for second in options.second or TECHNIQUES
-            if known.get((model, first, second), {}).get("broke", True)
+            if records.get((model, first, second), {}).get("broke", True)
         ]
         if cells:
             broken += _run_model(model, cells, possible)
@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
 
 def _run_model(model: str, cells: list[PairCase], possible: set[PairCase]) -> int:
     folder = Path(tempfile.mkdtemp(prefix="smelt-matrix-"))
-    began, broken = time.process_time(), 0
+    start_time, broken = time.process_time(), 0
     bench = PairRunner(model, folder / "bench")
     gc.collect()
     gc.freeze()  # what libraries made stays, and each training would look through it again
@@ -81,8 +81,8 @@ def _run_model(model: str, cells: list[PairCase], possible: set[PairCase]) -> in
             print(f"{' '.join(cell)}: {line['broke']}", flush=True)
         with LOG_FILE.open("a", encoding="utf-8") as log:
             log.write(json.dumps({"cell": cell, **line}) + "\n")
-    took = time.process_time() - began
-    print(f"{model}: {len(cells)} pairs, {broken} broke, {took:.0f} s of processor time", flush=True)
+    cpu_seconds = time.process_time() - start_time
+    print(f"{model}: {len(cells)} pairs, {broken} broke, {cpu_seconds:.0f} s of processor time", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     return broken
 
@@ -90,10 +90,13 @@ def _run_model(model: str, cells: list[PairCase], possible: set[PairCase]) -> in
 def _try_pair(bench: PairRunner, cell: PairCase, possible: bool) -> dict[str, Any]:
     """Try a pair; return its line of the log."""
     _, first, second = cell
-    began = time.process_time()
+    start_time = time.process_time()
     record: dict[str, Any] = {}
     try:
-        against = [str(found).replace(f"{bench.folder}/", "") for found in plan_errors(bench, first, second)]
+        against = [
+            str(plan_error).replace(f"{bench.folder}/", "")
+            for plan_error in plan_errors(bench, first, second)
+        ]
         if against:
             record["refused"] = "\n".join(against)
             assert not possible, f"the plan refuses what the stages take: {record['refused']}"
@@ -103,7 +106,7 @@ def _try_pair(bench: PairRunner, cell: PairCase, possible: bool) -> dict[str, An
     except Exception as error:
         record["broke"] = f"{type(error).__name__}: {error}"[:600]
         record["traceback"] = traceback.format_exc()[-3000:]
-    return {**record, "seconds": round(time.process_time() - began, 3)}
+    return {**record, "seconds": round(time.process_time() - start_time, 3)}
 
 
 def _run_pair(bench: PairRunner, cell: PairCase, record: dict[str, Any]) -> None:
@@ -111,24 +114,24 @@ def _run_pair(bench: PairRunner, cell: PairCase, record: dict[str, Any]) -> None
     foretold = bench.plan_warnings(first, second)
     record["graph"] = is_exported(cell, EXPORT_INTERVAL) and second != "bnb-int8" and first != "bnb-int8"
     try:
-        made = bench.run(first, second, export=record["graph"])
+        artifacts = bench.run(first, second, export=record["graph"])
     except InputError as error:
         if not foretold:
             raise
         record["foretold"] = [*foretold, str(error)]
         return
     record["warned"] = foretold
-    bench.remove(*made[1:])
+    bench.remove(*artifacts[1:])
 
 
 def _read_log() -> dict[PairCase, dict[str, Any]]:
-    found: dict[PairCase, dict[str, Any]] = {}
+    records: dict[PairCase, dict[str, Any]] = {}
     for text in LOG_FILE.read_text(encoding="utf-8").splitlines() if LOG_FILE.exists() else ():
         with contextlib.suppress(ValueError):  # the last line of a run that was killed
             line = json.loads(text)
             model, first, second = line.pop("cell")
-            found[model, first, second] = {"broke": False, **line}
-    return found
+            records[model, first, second] = {"broke": False, **line}
+    return records
 
 
 if __name__ == "__main__":

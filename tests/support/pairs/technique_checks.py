@@ -68,9 +68,9 @@ def outputs_of(model: Any) -> Any:
         if hasattr(config, "num_channels"):
             return model(torch.rand(2, config.num_channels, 16, 16, generator=draw)).logits
         ids = torch.randint(5, 18, (2, 9), generator=draw)
-        more = {"decoder_input_ids": ids[:, :5]} if config.is_encoder_decoder else {}
-        found = model(ids, **more)
-    return found.logits if hasattr(found, "logits") else found.sentence_embedding
+        decoder_inputs = {"decoder_input_ids": ids[:, :5]} if config.is_encoder_decoder else {}
+        outputs = model(ids, **decoder_inputs)
+    return outputs.logits if hasattr(outputs, "logits") else outputs.sentence_embedding
 
 
 def count_model(folder: Path) -> ModelCounts:
@@ -87,29 +87,29 @@ def count_model(folder: Path) -> ModelCounts:
     model, _ = load_model(folder)
     config, blocks = model.config, blocks_of(model)
     units: dict[str, int] = {}
-    places = []
+    block_units = []
     for block in blocks:
-        for part in block.attentions:
-            units[part.out] = int(model.get_submodule(part.out).in_features)
-            places += part.linear_layers
+        for attention in block.attentions:
+            units[attention.out] = int(model.get_submodule(attention.out).in_features)
+            block_units += attention.linear_layers
         if (feed := block.feed_forward) is not None:  # else `depth` took it out
             units[feed.down] = int(model.get_submodule(feed.down).in_features)
-            places += feed.linear_layers
-    modules = [model.get_submodule(name) for name in places]
-    whole = [matrix for module in modules for matrix in component_layers(module).values()]
-    inside = [half for m in whole for half in ((m.first, m.second) if isinstance(m, SplitLinear) else (m,))]
+            block_units += feed.linear_layers
+    modules = [model.get_submodule(name) for name in block_units]
+    weights = [matrix for module in modules for matrix in component_layers(module).values()]
+    inside = [half for m in weights for half in ((m.first, m.second) if isinstance(m, SplitLinear) else (m,))]
     matrices = [m.linear if isinstance(m, ScaledLinear) else m for m in inside]
-    held = [m for m in matrices if is_masked(m)]
-    zeroed = [m.matrix.dequantize() if is_quantized(m) else m.weight.detach() for m in held]
+    masked = [m for m in matrices if is_masked(m)]
+    zeroed = [m.matrix.dequantize() if is_quantized(m) else m.weight.detach() for m in masked]
     empty = [float((w == 0).float().mean()) for w in zeroed]
-    words = getattr(config, "vocab_size", None)
-    if words is not None:
-        assert _tokenizer_size(folder) <= words, "the tokenizer knows more words than the model"
+    vocab_size = getattr(config, "vocab_size", None)
+    if vocab_size is not None:
+        assert _tokenizer_size(folder) <= vocab_size, "the tokenizer knows more words than the model"
     values = vars(config)
     return ModelCounts(
         parameters=count_parameters(folder),
         bytes=weight_files_size(folder),
-        vocabulary_size=words,
+        vocabulary_size=vocab_size,
         layers={s.name: len(model.get_submodule(s.module_path)) for s in family_of(model).stacks(values)},
         units=units,
         quantized_fraction=_fraction(
@@ -162,27 +162,35 @@ def check_technique(
     import torch
 
     assert torch.isfinite(after.outputs).all(), "it gives no numbers"
-    word, settings = technique.stage, technique.settings
-    size = (after.bytes, before.bytes) if word == "quantize" else (after.parameters, before.parameters)
+    stage_name, settings = technique.stage, technique.settings
+    size = (after.bytes, before.bytes) if stage_name == "quantize" else (after.parameters, before.parameters)
     fewer = sum(after.layers.values()) < sum(before.layers.values())
     empty = fewer and len(after.units) == len(before.units)  # what went had no parts any more
     thin = "student" in settings and 1 in before.layers.values()  # as it is to be
-    shared = word == "drop-layers" and before.distinct_fraction < 1  # what goes may still be used elsewhere
+    shared = (
+        stage_name == "drop-layers" and before.distinct_fraction < 1
+    )  # what goes may still be used elsewhere
     if technique.shrinks and NO_CHANGE_CODES.isdisjoint(warned):
         grown = size[0] > size[1] if thin or empty or shared else size[0] >= size[1]
         assert not grown, f"{size[1]:,} became {size[0]:,}"
-    if word in ("finetune", "distill") and "learned_masks" not in settings and "student" not in settings:
+    if (
+        stage_name in ("finetune", "distill")
+        and "learned_masks" not in settings
+        and "student" not in settings
+    ):
         assert (after.layers, after.units) == (before.layers, before.units)
         # a student that is its teacher's equal has nothing to learn
-        assert word == "distill" or not torch.equal(after.outputs, before.outputs), "nothing was learned"
-    if word == "quantize":
+        assert stage_name == "distill" or not torch.equal(after.outputs, before.outputs), (
+            "nothing was learned"
+        )
+    if stage_name == "quantize":
         assert after.quantized_fraction == 1 or not after.units
         assert not torch.equal(after.outputs, before.outputs)
-    if word == "sparsify" or "sparsify" in settings:
+    if stage_name == "sparsify" or "sparsify" in settings:
         assert after.sparse_fraction > 0
         assert after.min_sparsity >= 0.45
         assert after.is_two_of_four or "pattern" not in settings
-    if word == "shortlist":
+    if stage_name == "shortlist":
         assert after.has_shortlist
         assert torch.equal(after.outputs, before.outputs)
 

@@ -34,8 +34,8 @@ def run_at_once(code, count, *arguments):
     for process in processes:
         process.stdin.write("go\n")
         process.stdin.flush()
-    ended = [process.communicate(timeout=120)[0] for process in processes]
-    return list(zip(ended, [process.returncode for process in processes], strict=True))
+    results = [process.communicate(timeout=120)[0] for process in processes]
+    return list(zip(results, [process.returncode for process in processes], strict=True))
 
 
 def disable_file_locks(monkeypatch):

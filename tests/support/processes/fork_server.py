@@ -132,15 +132,15 @@ def _serve() -> None:
     while line := sys.stdin.readline():
         request = json.loads(line)
         if request == "runs":
-            ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            answer: Any = ended is None
+            child_status = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            response: Any = child_status is None
         elif request == "wait":
-            answer = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            response = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         else:
-            child = answer = os.fork()
+            child = response = os.fork()
             if not child:
                 _run(main, request)
-        print(json.dumps(answer), file=answers, flush=True)
+        print(json.dumps(response), file=answers, flush=True)
 
 
 def _run(main: Any, request: dict[str, Any]) -> NoReturn:

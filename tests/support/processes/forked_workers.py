@@ -92,9 +92,9 @@ class ForkedWorker:
         self, arguments: Sequence[str], stdin: int, stdout: int, stderr: IO[bytes], env: Mapping[str, str]
     ) -> None:
         assert list(arguments[1:]) == ["-P", "-m", "smelt.evaluate.latency.worker"]
-        (read, asks), (answers, write) = os.pipe(), os.pipe()
-        self.pid = int(_server("timing").ask({"start": dict(env)}, [read, write, stderr.fileno()]))
-        os.close(read)
+        (request_read, asks), (answers, write) = os.pipe(), os.pipe()
+        self.pid = int(_server("timing").ask({"start": dict(env)}, [request_read, write, stderr.fileno()]))
+        os.close(request_read)
         os.close(write)
         self.stdin, self.stdout = os.fdopen(asks, "wb"), os.fdopen(answers, "rb")
         self.returncode: int | None = None
@@ -121,20 +121,20 @@ class _Server:
     """The process that forks those of a kind, "timing" or "isolated"; one request at a time."""
 
     def __init__(self, kind: str) -> None:
-        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._ours, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         single = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-        with theirs:
+        with server_end:
             self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).resolve()), str(theirs.fileno()), kind],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, str(Path(__file__).resolve()), str(server_end.fileno()), kind],
+                pass_fds=[server_end.fileno()],
                 env={**os.environ, **single, "TOKENIZERS_PARALLELISM": "false"},
             )
 
     def ask(self, request: Any, descriptors: Sequence[int] = ()) -> Any:
         socket.send_fds(self._ours, [json.dumps(request).encode()], descriptors)
-        answer = self._ours.recv(_MAX_MESSAGE_BYTES)
-        assert answer, "the process that forks has ended"
-        return json.loads(answer)
+        response = self._ours.recv(_MAX_MESSAGE_BYTES)
+        assert response, "the process that forks has ended"
+        return json.loads(response)
 
     def end(self) -> None:
         self._ours.close()
@@ -157,25 +157,25 @@ def _serve(requests: socket.socket, kind: str) -> None:
         torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
-    while (found := socket.recv_fds(requests, _MAX_MESSAGE_BYTES, 3))[0]:
-        request, descriptors = json.loads(found[0]), found[1]
+    while (message := socket.recv_fds(requests, _MAX_MESSAGE_BYTES, 3))[0]:
+        request, descriptors = json.loads(message[0]), message[1]
         if "start" in request:
-            answer: Any = os.fork()
-            if not answer:
+            child: Any = os.fork()
+            if not child:
                 requests.close()
                 _run_child(request, descriptors)
             for descriptor in descriptors:
                 os.close(descriptor)
         else:
-            ended, status = os.waitpid(request["wait"], request["how"])
-            answer = os.waitstatus_to_exitcode(status) if ended else None
-        requests.send(json.dumps(answer).encode())
+            ended_pid, status = os.waitpid(request["wait"], request["how"])
+            child = os.waitstatus_to_exitcode(status) if ended_pid else None
+        requests.send(json.dumps(child).encode())
 
 
 def _run_child(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
     """Be the child: answer until the pipe closes, or run one isolated request."""
-    for at, descriptor in enumerate(descriptors):
-        os.dup2(descriptor, at)
+    for target, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, target)
         os.close(descriptor)
     os.environ.update(request["start"])
     code = 0

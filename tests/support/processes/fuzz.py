@@ -105,9 +105,9 @@ def fuzz(kind: str, draws: int, home: Path, first: int = 0) -> Iterator[str]:
                 path = work / path.relative_to(home)
             path.write_bytes(mutate(draw, name, path.read_bytes()))
             _update_manifest(path)
-            for words in KINDS[kind].commands:
-                if (end := _run_command(words, work)) is not None:
-                    yield f"{kind} {number}: {name}: smelt {' '.join(words)}: {end}"
+            for command in KINDS[kind].commands:
+                if (end := _run_command(command, work)) is not None:
+                    yield f"{kind} {number}: {name}: smelt {' '.join(command)}: {end}"
         finally:
             shutil.rmtree(work)
 
@@ -119,23 +119,25 @@ def mutate(draw: random.Random, name: str, content: bytes) -> bytes:
         for _ in range(draw.randint(1, 3)):
             value = _mutate_value(draw, value)
         return json.dumps(value).encode("utf-8", "surrogatepass")
-    found = bytearray(content)
+    mutated = bytearray(content)
     for _ in range(draw.randint(1, 3)):
-        at = draw.randrange(len(found) + 1)
-        found[at : at + draw.choice([0, 1, 1, 8, 200])] = draw.choice([*ODD_BYTES, draw.randbytes(4)])
-    return bytes(found[: draw.randrange(len(found) + 1)] if draw.random() < 0.1 else found)
+        offset = draw.randrange(len(mutated) + 1)
+        mutated[offset : offset + draw.choice([0, 1, 1, 8, 200])] = draw.choice(
+            [*ODD_BYTES, draw.randbytes(4)]
+        )
+    return bytes(mutated[: draw.randrange(len(mutated) + 1)] if draw.random() < 0.1 else mutated)
 
 
 def _mutate_value(draw: random.Random, value: Any) -> Any:
     """Return a JSON value in which one value, near the top rather than deep inside, is another or gone."""
     if not isinstance(value, dict | list) or not value or draw.random() < 0.1:
         return draw.choice(ODD_VALUES)
-    at = draw.choice(list(value) if isinstance(value, dict) else range(len(value)))
+    key = draw.choice(list(value) if isinstance(value, dict) else range(len(value)))
     if draw.random() < 0.15:
         if isinstance(value, dict):
-            return {name: inner for name, inner in value.items() if name != at}
-        return value[:at] + value[at + 1 :]
-    value[at] = _mutate_value(draw, value[at])
+            return {name: inner for name, inner in value.items() if name != key}
+        return value[:key] + value[key + 1 :]
+    value[key] = _mutate_value(draw, value[key])
     return value
 
 
@@ -246,7 +248,7 @@ def main(kind: str, draws: int, home: Path, first: int = 0) -> int:
     """Print what ended as it must not; return how many, 100 at most. For a process of its own."""
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, resource.RLIM_INFINITY))
     with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
-        found = list(fuzz(kind, draws, home, first))
-    print("\n".join(found))
+        failures = list(fuzz(kind, draws, home, first))
+    print("\n".join(failures))
     print(f"{kind}: {dict(OUTCOMES)}", file=sys.stderr)
-    return min(100, len(found))
+    return min(100, len(failures))

@@ -23,10 +23,10 @@ def answer(folder, kind, texts, merged=None, generation=None):
     if kind in ("seq2seq", "causal"):
         rows.pop("token_type_ids", None)
         name = "ORTModelForSeq2SeqLM" if kind == "seq2seq" else "ORTModelForCausalLM"
-        more = {} if merged is None else {"use_merged": merged}
-        model = getattr(optimum, name).from_pretrained(folder, **more)
-        found = model.generate(**rows, **(generation or {}))
-        return tokenizer.batch_decode(found, skip_special_tokens=True)
+        options = {} if merged is None else {"use_merged": merged}
+        model = getattr(optimum, name).from_pretrained(folder, **options)
+        tokens = model.generate(**rows, **(generation or {}))
+        return tokenizer.batch_decode(tokens, skip_special_tokens=True)
     if kind == "classifier":
         model = optimum.ORTModelForSequenceClassification.from_pretrained(folder)
         return model(**rows).logits.softmax(-1).tolist()

@@ -171,18 +171,18 @@ def main() -> None:
     children = fork_ranks(int(os.environ["WORLD_SIZE"]))
     join_processes("cpu", "deepspeed" if any("/zero" in name for name in names) else "ddp")
     for name in names:
-        case, strategy, what = (*name.split("/"), "", "")[:3]
+        case, strategy, suffix = (*name.split("/"), "", "")[:3]
         launch = launch_of(strategy)
-        unfinished = Path(work) / f"unfinished-{strategy}" if what else None
-        place = Path(work) / (name.replace("/", "-"))
+        unfinished = Path(work) / f"unfinished-{strategy}" if suffix else None
+        case_folder = Path(work) / (name.replace("/", "-"))
         with contextlib.ExitStack() as stack:
-            if what == "stopped":
+            if suffix == "stopped":
                 stack.enter_context(contextlib.suppress(StopError))
                 stack.enter_context(stop_before(3))
-            ctx = train(Path(folder), place, case, launch, unfinished)
+            ctx = train(Path(folder), case_folder, case, launch, unfinished)
             if process_rank() == 0:
                 details_file(Path(work), name).write_text(json.dumps(ctx.details))
-        if what == "stopped" and process_rank() == 0:
+        if suffix == "stopped" and process_rank() == 0:
             shutil.copytree(Path(work) / f"unfinished-{strategy}", Path(work) / f"stopped-{strategy}")
     leave_processes()
     assert [os.waitpid(child, 0)[1] for child in children] == [0] * len(children)

@@ -110,21 +110,21 @@ def _run_request(command: list[str], request: dict[str, Any], environment: dict[
 
 
 def _require(name: str, fetch: Callable[[Path], str | None], version: str) -> Path:
-    found = _make_folder(name, fetch, version)
-    if isinstance(found, str):
-        pytest.skip(f"{name} cannot be fetched: {found}")
-    return found
+    tool_folder = _make_folder(name, fetch, version)
+    if isinstance(tool_folder, str):
+        pytest.skip(f"{name} cannot be fetched: {tool_folder}")
+    return tool_folder
 
 
 @functools.cache
 def _make_folder(name: str, fetch: Callable[[Path], str | None], version: str) -> Path | str:
     """Return the finished folder, or why there is none; the answer holds for the whole test run."""
-    place = _BASE / name / version
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{place}.lock"):
-        if place.is_dir():
-            return place
-        with tempfile.TemporaryDirectory(dir=place.parent) as space:
+    tool_folder = _BASE / name / version
+    tool_folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{tool_folder}.lock"):
+        if tool_folder.is_dir():
+            return tool_folder
+        with tempfile.TemporaryDirectory(dir=tool_folder.parent) as space:
             half = Path(space) / "half"
             half.mkdir()
             try:
@@ -132,8 +132,8 @@ def _make_folder(name: str, fetch: Callable[[Path], str | None], version: str) -
             except subprocess.SubprocessError as error:
                 return str(error)
             if problem is None:
-                half.rename(place)
-            return problem or place
+                half.rename(tool_folder)
+            return problem or tool_folder
 
 
 def _fetch_optimum(folder: Path) -> str | None:

@@ -56,11 +56,11 @@ def postgres_server() -> Iterator[PostgresServer]:
     try:
         if identity:
             shutil.chown(home, **identity)
-        made = subprocess.run(
+        initdb = subprocess.run(
             [tools / "initdb", "-D", home / "data", "-U", "smelt", "--auth=trust", "--no-sync"],
             capture_output=True, text=True, cwd=home, check=False, **identity,
         )  # fmt: skip
-        assert made.returncode == 0, made.stderr
+        assert initdb.returncode == 0, initdb.stderr
         server = PostgresServer(tools, home, identity)
         server.start()
         try:

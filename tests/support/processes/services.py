@@ -36,16 +36,16 @@ class Service:
         try:
             sent = body.encode() if isinstance(body, str) else body
             connection.request(method, path, sent, headers or {})
-            answer = connection.getresponse()
-            return answer.status, answer.headers, answer.read()
+            response = connection.getresponse()
+            return response.status, response.headers, response.read()
         finally:
             connection.close()
 
     def predict(self, *inputs: Any) -> tuple[int, Any]:
         """Return status and outputs, or the error, of inputs that are sent as JSON."""
         body = json.dumps({"inputs": inputs}, ensure_ascii=False)
-        status, _, found = self.request("POST", "/predict", body, {"Content-Type": "application/json"})
-        content = json.loads(found)
+        status, _, body_bytes = self.request("POST", "/predict", body, {"Content-Type": "application/json"})
+        content = json.loads(body_bytes)
         return status, content["outputs"] if status == 200 else content["error"]
 
     def metric(self, name: str) -> float:
@@ -84,12 +84,12 @@ def run_service(
             assert process.stdout is not None
             assert process.stderr is not None
             line = process.stdout.readline()
-            found = re.fullmatch(r"listening on http://.*:(\d+)\n", line)
-            assert found, line + stop_and_read_stderr(process)
+            match = re.fullmatch(r"listening on http://.*:(\d+)\n", line)
+            assert match, line + stop_and_read_stderr(process)
             if ready:
                 line = process.stdout.readline()
                 assert line == "ready\n", line + stop_and_read_stderr(process)
-            yield Service(int(found[1]), process)
+            yield Service(int(match[1]), process)
         finally:
             process.kill()
 
@@ -114,9 +114,9 @@ def read_dockerfile(path: Path) -> Dockerfile:
     """Read the Dockerfile `path`; another instruction than those of packages is an error."""
     dockerfile = Dockerfile()
     for line in path.read_text(encoding="utf-8").splitlines():
-        word, rest = line.split(" ", 1)
-        dockerfile.order.append(word)
-        match word:
+        instruction, rest = line.split(" ", 1)
+        dockerfile.order.append(instruction)
+        match instruction:
             case "FROM":
                 dockerfile.base = rest
             case "WORKDIR":
@@ -128,7 +128,7 @@ def read_dockerfile(path: Path) -> Dockerfile:
             case "COPY":
                 dockerfile.copies.append(rest.split())
             case "ENV":
-                dockerfile.environment |= dict(one.split("=", 1) for one in shlex.split(rest))
+                dockerfile.environment |= dict(assignment.split("=", 1) for assignment in shlex.split(rest))
             case "RUN":
                 dockerfile.commands.append(rest)
             case "HEALTHCHECK":
@@ -164,5 +164,5 @@ def container(package: Path, root: Path, **environment: str) -> Iterator[tuple[S
     folder, dockerfile = copy_package(package, root)
     assert dockerfile.start[0] == "python"
     variables = {**dockerfile.environment, "PORT": "0", "PYTHONPATH": str(root / "absent"), **environment}
-    with run_service(*dockerfile.start[1:], folder=folder, environment=variables) as found:
-        yield found, dockerfile, folder
+    with run_service(*dockerfile.start[1:], folder=folder, environment=variables) as service:
+        yield service, dockerfile, folder

@@ -64,27 +64,27 @@ def find_faults(
     A stage that crashes once more with its native parts in processes of their own, as a user has them, is
     wrong; else those are part of the process that is watched here, which takes a tenth of the time.
     """
-    ends, left = [], list(stages)
-    faults: list[str] = []
-    while left:
+    outcomes, remaining = [], list(stages)
+    problems: list[str] = []
+    while remaining:
         lines, signalled = _run_forked(
-            lambda tell, some=left: _run_stages(graph, folder, some, True, tell), folder
+            lambda tell, some=remaining: _run_stages(graph, folder, some, True, tell), folder
         )
-        for stage, end, fault in lines:
-            ends.append(f"{stage}: {end}")
-            faults += [f"{stage}: {fault}"] if fault else []
-        left = left[len(lines) :]
-        if left and left[0] in stages and signalled:
-            [stage, *left] = left
+        for stage, end, problem in lines:
+            outcomes.append(f"{stage}: {end}")
+            problems += [f"{stage}: {problem}"] if problem else []
+        remaining = remaining[len(lines) :]
+        if remaining and remaining[0] in stages and signalled:
+            [stage, *remaining] = remaining
             lines, signalled = _run_forked(
                 lambda tell, one=stage: _run_stages(graph, folder, [one], False, tell), folder
             )
-            end, fault = lines[0][1:] if lines else ("crashed", f"ended by signal {signalled}")
-            ends.append(f"{stage}: {end}")
-            faults += [f"{stage}: {fault}"] if fault else []
-        elif not signalled and left:
-            return [*faults, f"{left[0]}: the process ended early"], ends
-    return faults, ends
+            end, problem = lines[0][1:] if lines else ("crashed", f"ended by signal {signalled}")
+            outcomes.append(f"{stage}: {end}")
+            problems += [f"{stage}: {problem}"] if problem else []
+        elif not signalled and remaining:
+            return [*problems, f"{remaining[0]}: the process ended early"], outcomes
+    return problems, outcomes
 
 
 def _run_forked(work: Callable[[Callable[[Any], None]], None], folder: Path) -> tuple[list[Any], int]:
@@ -130,10 +130,10 @@ def _run_stages(
     shutil.rmtree(folder, ignore_errors=True)
     source = imported_graphs.make_artifact(folder / "source", graph.model)
     data = {"calibration": split_from_arrays("rows.npz", SampleArrays(graph.rows(ROWS, 1), ROWS))}
-    wanted = _run_graph(folder / "source" / "model.onnx", graph, 1)
+    expected = _run_graph(folder / "source" / "model.onnx", graph, 1)
     for stage in stages:
-        end, fault = _run_stage(stage, source, data, graph, wanted, folder / stage)
-        tell((stage, end, fault))
+        end, problem = _run_stage(stage, source, data, graph, expected, folder / stage)
+        tell((stage, end, problem))
 
 
 def _run_requests_inline() -> None:
@@ -162,14 +162,14 @@ def _run_stage(
     try:
         ctx = harness.run_stage(stage, chosen, source, out, data=data)
     except SmeltError as error:
-        words = re.sub(r"\S*draw/\S*", "FILE", " ".join(str(error).split()))
-        end = f"refused {error.code}" + (f" {words[:300]}" if "SMELT_DRAWS_SHOWN" in os.environ else "")
-        return end, None if error.code else f"an error without a code: {words[:300]}"
+        message = re.sub(r"\S*draw/\S*", "FILE", " ".join(str(error).split()))
+        end = f"refused {error.code}" + (f" {message[:300]}" if "SMELT_DRAWS_SHOWN" in os.environ else "")
+        return end, None if error.code else f"an error without a code: {message[:300]}"
     except Exception as error:  # whatever a stage does not foresee
-        place = traceback.extract_tb(error.__traceback__)[-1]
+        frame = traceback.extract_tb(error.__traceback__)[-1]
         return (
             "raised",
-            f"{type(error).__name__}: {str(error)[:300]} ({Path(place.filename).name}:{place.lineno})",
+            f"{type(error).__name__}: {str(error)[:300]} ({Path(frame.filename).name}:{frame.lineno})",
         )
     path = out / "model.onnx"
     try:
@@ -178,10 +178,10 @@ def _run_stage(
         return "invalid", f"onnx.checker: {' '.join(str(error).split())[:300]}"
     for threads in (1, 2):
         try:
-            got = _run_graph(path, graph, threads)
+            outputs = _run_graph(path, graph, threads)
         except Exception as error:
             return "invalid", f"ONNX Runtime, {threads} threads: {' '.join(str(error).split())[:300]}"
-        if (off := _worst_difference(got, wanted)) > TOLERANCES[name] and not ctx.warnings:
+        if (off := _worst_difference(outputs, wanted)) > TOLERANCES[name] and not ctx.warnings:
             return (
                 "far",
                 f"{off:.3g} off with {threads} threads, parity {ctx.details.get('parity')}, no warning",
@@ -214,13 +214,17 @@ def _run_graph(path: Path, graph: RandomGraph, threads: int) -> list[Any]:
     options.log_severity_level = 4
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     rows, size = graph.rows(ROWS, 1), graph.batch or 5
-    read = {one.name for one in session.get_inputs()}
+    input_names = {graph_input.name for graph_input in session.get_inputs()}
     return [
         session.run(
             None,
-            {name: v if v.ndim == 0 else v[::-1][at : at + size] for name, v in rows.items() if name in read},
+            {
+                name: v if v.ndim == 0 else v[::-1][start : start + size]
+                for name, v in rows.items()
+                if name in input_names
+            },
         )
-        for at in range(0, ROWS, size)
+        for start in range(0, ROWS, size)
     ]
 
 
@@ -231,14 +235,14 @@ def _worst_difference(got: list[Any], wanted: list[Any]) -> float:
         for a, b in zip(*outputs, strict=True):
             if a.shape != b.shape or a.dtype != b.dtype:
                 return float("inf")
-        a, b = (np.concatenate([np.ravel(part) for part in parts]) for parts in outputs)
+        a, b = (np.concatenate([np.ravel(array) for array in output_arrays]) for output_arrays in outputs)
         if b.dtype.kind != "f":
             worst = max(worst, float(np.mean(a != b)) if b.size else 0.0)
             continue
-        there = np.isfinite(b)
-        if not np.array_equal(there, np.isfinite(a)):
+        is_finite = np.isfinite(b)
+        if not np.array_equal(is_finite, np.isfinite(a)):
             return float("inf")
-        a, b = a[there].astype(np.float64), b[there].astype(np.float64)
+        a, b = a[is_finite].astype(np.float64), b[is_finite].astype(np.float64)
         size = float(np.sqrt(np.mean(b**2))) if b.size else 0.0
         if b.size:
             worst = max(worst, float(np.sqrt(np.mean((a - b) ** 2))) / (size or 1.0))
@@ -276,24 +280,24 @@ def main(draws: int, home: Path, number: int | None = None) -> int:
 
     onnxruntime.set_default_logger_severity(4)
     home.mkdir(parents=True, exist_ok=True)
-    ends, found = Counter[str](), 0
+    outcomes, found = Counter[str](), 0
 
     def see(at: int, graph: RandomGraph) -> None:
         nonlocal found
         if (problem := unsupported_reason(graph, home / "draw")) is not None:
-            ends["not valid by itself"] += 1
-            ends[f"  {problem[:150]}"] += "SMELT_DRAWS_SHOWN" in os.environ
+            outcomes["not valid by itself"] += 1
+            outcomes[f"  {problem[:150]}"] += "SMELT_DRAWS_SHOWN" in os.environ
             return
-        faults, ended = find_faults(graph, home / "draw")
-        ends.update(ended)
-        for fault in faults:
-            print(f"{at}: {graph}: {fault}", flush=True)
+        problems, results = find_faults(graph, home / "draw")
+        outcomes.update(results)
+        for fault_text in problems:
+            print(f"{at}: {graph}: {fault_text}", flush=True)
             (home / f"{at}.onnx").write_bytes(graph.model.SerializeToString())
             (home / f"{at}.json").write_text(json.dumps([[vars(i) for i in graph.inputs], graph.batch]))
-        found += len(faults)
+        found += len(problems)
 
     draw_graphs(draws, number, see)
-    for end, count in sorted(ends.items()):
+    for end, count in sorted(outcomes.items()):
         print(f"{count:5} {end}", file=sys.stderr)
     print(f"drawn: {draws}", file=sys.stderr)
     return found

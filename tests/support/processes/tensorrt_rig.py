@@ -58,18 +58,18 @@ def environment() -> dict[str, str]:
     Raises:
         NoRigError: no Linux, no C compiler, or pip cannot fetch the packages.
     """
-    place = os.environ.get("SMELT_TENSORRT_RIG")
-    if place == "off":
+    rig_path = os.environ.get("SMELT_TENSORRT_RIG")
+    if rig_path == "off":
         raise NoRigError("SMELT_TENSORRT_RIG is off")
-    base = Path(place) if place else Path(__file__).resolve().parents[3] / "build" / "rig"
-    found = _make_rig(base.resolve())
-    if isinstance(found, NoRigError):
-        raise found
-    libraries = [str(found), str(found / "site" / LIBRARIES), os.environ.get("LD_LIBRARY_PATH", "")]
+    base = Path(rig_path) if rig_path else Path(__file__).resolve().parents[3] / "build" / "rig"
+    rig = _make_rig(base.resolve())
+    if isinstance(rig, NoRigError):
+        raise rig
+    libraries = [str(rig), str(rig / "site" / LIBRARIES), os.environ.get("LD_LIBRARY_PATH", "")]
     # one thread each: tests run in parallel with others
     return os.environ | {
         "LD_LIBRARY_PATH": os.pathsep.join(filter(None, libraries)),
-        "PYTHONPATH": str(found / "python"),
+        "PYTHONPATH": str(rig / "python"),
         "OMP_NUM_THREADS": "1",
     }
 
@@ -130,11 +130,11 @@ def assemble(folder: Path, compiler: str) -> None:
     Raises:
         NoRigError: a package does not hold what it should.
     """
-    for wanted, pattern in LINKS.items():
+    for link_name, pattern in LINKS.items():
         library = next((folder / "site" / LIBRARIES).glob(pattern), None)
         if library is None:
             raise NoRigError(f"no {pattern} in {PACKAGES[1]}")
-        (folder / wanted).symlink_to(library.relative_to(folder))
+        (folder / link_name).symlink_to(library.relative_to(folder))
     source = folder / "stub.c"
     source.write_text(STUB)
     stub = folder / "libnvinfer_plugin.so.11"
@@ -214,7 +214,7 @@ def _layer_counts(trt: Any, path: str) -> dict[str, int]:
     logger = trt.Logger(trt.Logger.ERROR)
     network = trt.Builder(logger).create_network(0)
     trt.OnnxParser(network, logger).parse_from_file(path)
-    outputs = [network.get_layer(at).get_output(0) for at in range(network.num_layers)]
+    outputs = [network.get_layer(index).get_output(0) for index in range(network.num_layers)]
     return Counter(out.dtype.name for out in outputs if out is not None)
 
 

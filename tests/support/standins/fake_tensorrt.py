@@ -131,8 +131,8 @@ class Engine:
         return [tuple(shape) for shape in self.profiles[profile_index][name]]
 
     def create_execution_context(self) -> Any:
-        answer = self.module.answers.get("create_execution_context", ...)
-        return Context(self) if answer is ... else answer
+        response = self.module.answers.get("create_execution_context", ...)
+        return Context(self) if response is ... else response
 
 
 class Context:
@@ -147,10 +147,10 @@ class Context:
 
     def _answer(self, method: str, *arguments: Any) -> Any:
         self.module.calls.append((method, *arguments))
-        answer = self.module.answers.get(method, True)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        response = self.module.answers.get(method, True)
+        if isinstance(response, Exception):
+            raise response
+        return response
 
     def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
         self.profile = profile_index
@@ -160,8 +160,8 @@ class Context:
         allowed = self._answer("set_input_shape", name, shape)
         limits = self.engine.profiles[self.profile].get(name)
         if limits is not None and shape:  # of a scalar they are of its value
-            least, _, most = limits
-            inside = [low <= n <= high for low, n, high in zip(least, shape, most, strict=True)]
+            minimum, _, maximum = limits
+            inside = [low <= n <= high for low, n, high in zip(minimum, shape, maximum, strict=True)]
             allowed = allowed and all(inside)
         self.shapes[name] = shape
         return bool(allowed)
@@ -172,17 +172,17 @@ class Context:
         return bool(self._answer("set_tensor_address", name))
 
     def infer_shapes(self) -> list[str]:
-        answer = self._answer("infer_shapes")
+        response = self._answer("infer_shapes")
         profile = self.engine.profiles[self.profile]
         for name in (n for n, shape in self.shapes.items() if not shape and n in profile):
-            (least,), _, (most,) = profile[name]
-            assert least <= self._read(name) <= most, f"{name} is outside of its profile"
+            (minimum,), _, (maximum,) = profile[name]
+            assert minimum <= self._read(name) <= maximum, f"{name} is outside of its profile"
         self._compute()  # ONNX Runtime tells shapes only by computing
-        return [] if answer is True else list(answer)
+        return [] if response is True else list(response)
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
-        answer = self._answer("get_tensor_shape", name)
-        return tuple(self.outputs[name].shape) if answer is True else tuple(answer)
+        response = self._answer("get_tensor_shape", name)
+        return tuple(self.outputs[name].shape) if response is True else tuple(response)
 
     def execute_async_v3(self, stream_handle: int) -> bool:
         if not self._answer("execute_async_v3", stream_handle):

@@ -41,7 +41,7 @@ def assert_refused(home, recipe, *codes, command="plan"):
     """Expect exit code 2 and errors with `codes`, in the order of their lines; return the error."""
     if recipe is not None:
         (home / "recipe.yaml").write_text(recipe)
-    more = ["--out", home / "r", "--quiet"] if command == "run" else []
-    error = command_error(harness.smelt(command, home / "recipe.yaml", *more, code=2))
+    options = ["--out", home / "r", "--quiet"] if command == "run" else []
+    error = command_error(harness.smelt(command, home / "recipe.yaml", *options, code=2))
     assert error_codes(error) == list(codes), str(error)
     return error

@@ -69,22 +69,24 @@ class _Operators(TorchDispatchMode):
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, given = func._schema.name.removeprefix("aten::"), _tensors((args, kwargs))
-        gpu = [_on_gpu(tensor) for tensor in given]
+        name, tensors = func._schema.name.removeprefix("aten::"), _tensors((args, kwargs))
+        gpu = [_on_gpu(tensor) for tensor in tensors]
         if name == "copy_" or name == "set_":
             return _place(func(*args, **kwargs or {}), gpu[0])
         if name in _INDEXING and any(gpu) and not gpu[0]:
             raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor")
         if name not in _INDEXING | _BETWEEN and any(gpu):
-            alone = [tuple(t.shape) for t, there in zip(given, gpu, strict=True) if not there and t.dim()]
-            if alone:
-                raise RuntimeError(f"{func}: operands on cuda:0 and on the CPU, of shapes {alone}")
-        found = func(*args, **kwargs or {})
+            cpu_shapes = [
+                tuple(t.shape) for t, on_gpu in zip(tensors, gpu, strict=True) if not on_gpu and t.dim()
+            ]
+            if cpu_shapes:
+                raise RuntimeError(f"{func}: operands on cuda:0 and on the CPU, of shapes {cpu_shapes}")
+        result = func(*args, **kwargs or {})
         if any(gpu):
             self.counts[name] += 1
-            for tensor in _tensors(found):
+            for tensor in _tensors(result):
                 _place(tensor, True)
-        return found
+        return result
 
 
 class _Devices(TorchFunctionMode):
@@ -92,8 +94,8 @@ class _Devices(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        asked = {"device": GPU, "is_cuda": True, "is_cpu": False}
-        for name, value in asked.items():
+        attributes = {"device": GPU, "is_cuda": True, "is_cpu": False}
+        for name, value in attributes.items():
             if func == getattr(Tensor, name).__get__ and _on_gpu(args[0]):
                 return value
         if func in (Tensor.numpy, Tensor.__array__) and _on_gpu(args[0]):
@@ -107,10 +109,10 @@ class _Devices(TorchFunctionMode):
         device = kwargs.get("device")
         if device is None or torch.device(device).type == "meta":
             return func(*args, **kwargs)
-        found = func(*args, **kwargs | {"device": _CPU})
-        for tensor in _tensors(found):
+        result = func(*args, **kwargs | {"device": _CPU})
+        for tensor in _tensors(result):
             _place(tensor, torch.device(device).type == "cuda")
-        return found
+        return result
 
     def _to(self, tensor: Tensor, *rest: Any, **named: Any) -> Tensor:
         like = next((x for x in (*rest, named.get("other")) if isinstance(x, Tensor)), None)
@@ -121,8 +123,8 @@ class _Devices(TorchFunctionMode):
         if like is not None:
             kind, device = like.dtype, GPU if _on_gpu(like) else _CPU
         copy = {"copy": True} if named.get("copy") else {}
-        found = tensor.to(kind or tensor.dtype, **copy)
-        return found if device is None else _move(found, torch.device(device).type == "cuda")
+        converted = tensor.to(kind or tensor.dtype, **copy)
+        return converted if device is None else _move(converted, torch.device(device).type == "cuda")
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ STEPS = [
 def ten_step_report():
     """A report.json of ten steps."""
     steps = [make_step(*row) for row in STEPS]
-    by_name = {one["name"]: one for one in steps}
+    by_name = {entry["name"]: entry for entry in steps}
     by_name["engine"].update(
         status="skipped", reason="TensorRT is not installed. pip install tensorrt adds it."
     )
@@ -77,14 +77,14 @@ def make_message(text, code="made-up", severity="warning"):
 
 def make_step(name, stage, parent, kind, target, bleu, p50, size, parameters):
     measured = bleu is not None
-    lost = bleu - STEPS[0][5] if measured else 0
+    loss = bleu - STEPS[0][5] if measured else 0
     difference = {
         "bleu": {
-            "difference": lost,
-            "ci95": [lost - 0.35, lost + 0.35],
-            "p_value": 0.002 if abs(lost) > 0.4 else 0.21,
+            "difference": loss,
+            "ci95": [loss - 0.35, loss + 0.35],
+            "p_value": 0.002 if abs(loss) > 0.4 else 0.21,
         },
-        "chrf": {"difference": lost * 0.8, "ci95": [lost * 0.8 - 0.3, lost * 0.8 + 0.3], "p_value": 0.04},
+        "chrf": {"difference": loss * 0.8, "ci95": [loss * 0.8 - 0.3, loss * 0.8 + 0.3], "p_value": 0.04},
     }
     return {
         "name": name,
@@ -190,11 +190,11 @@ def mark_disturbed(row):
 def report_with_unscored_step():
     """The sample with an engine that was built where nothing can run it."""
     report = ten_step_report()
-    why = "scoring needs a CUDA GPU that torch can use, and there is none here"
+    reason = "scoring needs a CUDA GPU that torch can use, and there is none here"
     engine = report["steps"][8]
-    engine.update(status="done", reason=why, format="tensorrt", target="tensorrt", size_bytes=40_000_000)
+    engine.update(status="done", reason=reason, format="tensorrt", target="tensorrt", size_bytes=40_000_000)
     engine["gates"] = [
-        {"metric": "bleu", "kind": "max_drop", "limit": 1.0, "value": None, "passed": None, "reason": why},
+        {"metric": "bleu", "kind": "max_drop", "limit": 1.0, "value": None, "passed": None, "reason": reason},
         {"metric": "size_bytes", "kind": "max", "limit": 90e6, "value": 40e6, "passed": True, "reason": None},
     ]
     return report

@@ -76,7 +76,7 @@ def _stand_in_stage(word: str) -> Any:
 
 def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every stage be a stand-in, and nothing be installed that is optional."""
-    table = {word: _stand_in_stage(word) for word in stage_table.STAGE_CLASSES}
+    table = {stage_name: _stand_in_stage(stage_name) for stage_name in stage_table.STAGE_CLASSES}
     monkeypatch.setattr(stage_table, "load_stage", table.__getitem__)
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
 
@@ -110,10 +110,10 @@ def plan_stages(
 
 def plan_errors(folder: Path, stages: str, *overrides: str, **more: Any) -> list[Message]:
     """Return what the plan of a recipe is refused for."""
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError) as excinfo:
         plan_stages(folder, stages, *overrides, **more)
-    assert caught.value.exit_code == 2
-    return list(caught.value.found)
+    assert excinfo.value.exit_code == 2
+    return list(excinfo.value.found)
 
 
 STAGE_TREE = """

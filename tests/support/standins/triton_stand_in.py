@@ -41,19 +41,21 @@ def parse_model_config(text: str) -> Any:
         text_format.ParseError: a field or a word of an enum that the schema has not.
     """
     file = descriptor_pb2.FileDescriptorProto(name="model_config.proto", package="inference", syntax="proto3")
-    for name, words in ENUMS.items():
+    for name, definitions in ENUMS.items():
         values = file.enum_type.add(name=name).value
-        for number, word in enumerate(words.split()):
-            values.add(name=word, number=number)
+        for number, definition in enumerate(definitions.split()):
+            values.add(name=definition, number=number)
     for name, fields in SCHEMA.items():
         message = file.message_type.add(name=name)
         for field in fields.split(","):
-            number, word, kind = field.split()
+            number, definition, kind = field.split()
             plain = kind.removeprefix("*")
-            made = message.field.add(name=word, number=int(number), label=3 if kind != plain else 1)
-            made.type = _SCALARS.get(plain) or (_ENUM if plain in ENUMS else _MESSAGE)
+            new_field = message.field.add(
+                name=definition, number=int(number), label=3 if kind != plain else 1
+            )
+            new_field.type = _SCALARS.get(plain) or (_ENUM if plain in ENUMS else _MESSAGE)
             if plain not in _SCALARS:
-                made.type_name = f".inference.{plain}"
+                new_field.type_name = f".inference.{plain}"
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     kind = message_factory.GetMessageClass(pool.FindMessageTypeByName("inference.ModelConfig"))
@@ -76,10 +78,10 @@ class TritonStandIn(ModuleType):
         return SimpleNamespace(name=name, as_numpy=lambda: values)
 
     def get_input_tensor_by_name(self, request: Any, name: str) -> Any:
-        return next(one for one in request if one.name == name)
+        return next(tensor for tensor in request if tensor.name == name)
 
     def get_output_tensor_by_name(self, response: Any, name: str) -> Any:
-        return next(one for one in response.tensors if one.name == name)
+        return next(tensor for tensor in response.tensors if tensor.name == name)
 
     def InferenceResponse(self, output_tensors: list[Any], error: Any = None) -> Any:  # noqa: N802
         return SimpleNamespace(
@@ -90,17 +92,17 @@ class TritonStandIn(ModuleType):
         self, model_name: str, requested_output_names: list[str], inputs: list[Any]
     ) -> Any:
         config = parse_model_config((self.repository / model_name / "config.pbtxt").read_text())
-        assert sorted(one.name for one in inputs) == sorted(one.name for one in config.input)
-        assert set(requested_output_names) <= {one.name for one in config.output}
+        assert sorted(tensor.name for tensor in inputs) == sorted(tensor.name for tensor in config.input)
+        assert set(requested_output_names) <= {tensor.name for tensor in config.output}
 
         def run() -> Any:
             if self.broken:
                 return self.InferenceResponse([], self.TritonError(self.broken))
             graph = str(self.repository / model_name / "1" / "model.onnx")
-            feeds = {one.name: one.as_numpy() for one in inputs}
+            feeds = {tensor.name: tensor.as_numpy() for tensor in inputs}
             self.batches.append(len(feeds["input_ids"]))
-            found = onnxruntime.InferenceSession(graph).run(requested_output_names, feeds)
-            pairs = zip(requested_output_names, found, strict=True)
+            outputs = onnxruntime.InferenceSession(graph).run(requested_output_names, feeds)
+            pairs = zip(requested_output_names, outputs, strict=True)
             return self.InferenceResponse([self.Tensor(*pair) for pair in pairs])
 
         return SimpleNamespace(exec=run)
@@ -118,7 +120,7 @@ def ask_text_model(repository: Path, texts: list[str], monkeypatch: Any, broken:
     model = module.TritonPythonModel()
     model.initialize({"model_repository": str(repository / "text"), "model_version": "1"})
     requests = []
-    for at in range(0, len(texts), 2):
-        rows = np.array([[text.encode()] for text in texts[at : at + 2]], dtype=object)
+    for start in range(0, len(texts), 2):
+        rows = np.array([[text.encode()] for text in texts[start : start + 2]], dtype=object)
         requests.append([triton.Tensor("TEXT", rows)])
     return model.execute(requests), triton

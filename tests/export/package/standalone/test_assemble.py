@@ -28,30 +28,30 @@ def imported(text):
 
 
 @pytest.mark.parametrize(("main", "instead"), VARIANTS)
-def test_it_imports_the_runtime_numpy_and_one_tokenizer(main, instead):
+def test_script_imports_runtime_numpy_and_one_tokenizer(main, instead):
     tops = {name.split(".")[0] for name in imported(assemble_script(main, instead))}
     templates = {"jinja2"} if main == "text_generation" else set()
     assert tops <= ALLOWED | templates
     assert len(tops & READERS) == 1
 
 
-def test_service_imports_the_http_server_and_the_standard_library():
+def test_service_imports_http_server_and_standard_library():
     tops = {name.split(".")[0] for name in imported(assemble_script(*SERVE))}
     assert tops - set(sys.stdlib_module_names) == {"prometheus_client", "starlette", "uvicorn"}
 
 
-def test_they_are_formatted_and_nothing_in_them_is_idle_or_missing(tmp_path):
-    for number, (main, instead) in enumerate([*VARIANTS, SERVE]):
-        (tmp_path / f"infer{number}.py").write_text(assemble_script(main, instead))
+def test_scripts_pass_lint_and_format_checks(tmp_path):
+    for variant_index, (main, replaced) in enumerate([*VARIANTS, SERVE]):
+        (tmp_path / f"infer{variant_index}.py").write_text(assemble_script(main, replaced))
     settings = ["--isolated", "--line-length", "110", "--target-version", "py311"]
-    for what in (["check", "--select", "E,F,I,B,UP,D101,D102,D103"], ["format", "--check"]):
-        command = [sys.executable, "-m", "ruff", *what, *settings, tmp_path]
+    for ruff_args in (["check", "--select", "E,F,I,B,UP,D101,D102,D103"], ["format", "--check"]):
+        command = [sys.executable, "-m", "ruff", *ruff_args, *settings, tmp_path]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_part_goes_into_some_file():
-    texts = [assemble_script(main, instead) for main, instead in [*VARIANTS, SERVE]]
+def test_every_module_is_used_in_a_script():
+    texts = [assemble_script(main, replaced) for main, replaced in [*VARIANTS, SERVE]]
     for path in PARTS_FOLDER.glob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]

@@ -29,7 +29,7 @@ def smelt_says(kind, call):
         return call(model)
 
 
-def test_it_is_a_service_of_a_user_without_rights_that_listens_on_all_addresses():
+def test_container_runs_unprivileged_and_listens_on_all_addresses():
     package = standalone_package("translator")
     dockerfile = read_dockerfile(package / "Dockerfile")
     assert re.fullmatch(r"python:3\.\d+-slim", dockerfile.base)
@@ -40,28 +40,30 @@ def test_it_is_a_service_of_a_user_without_rights_that_listens_on_all_addresses(
     assert int(dockerfile.user) > 0  # a number: Kubernetes has to see that it is not root
     assert any(f"--uid {dockerfile.user} " in command for command in dockerfile.commands)
     assert dockerfile.order.index("USER") > max(
-        at for at, word in enumerate(dockerfile.order) if word in ("RUN", "COPY")
+        position for position, instruction in enumerate(dockerfile.order) if instruction in ("RUN", "COPY")
     )
     assert all((package / source).exists() for *sources, _ in dockerfile.copies for source in sources)
 
 
 @pytest.fixture(scope="module")
 def translator(tmp_path_factory):
-    with container(standalone_package("translator"), tmp_path_factory.mktemp("c"), WORKERS="2") as found:
-        yield found
+    with container(
+        standalone_package("translator"), tmp_path_factory.mktemp("c"), WORKERS="2"
+    ) as container_info:
+        yield container_info
 
 
 @pytest.mark.filterwarnings("ignore::smelt.core.errors.TruncationWarning")
-def test_many_callers_at_once_get_what_smelt_says(translator):
+def test_concurrent_requests_return_smelt_predictions(translator):
     service, _, folder = translator
-    before = files(folder)
+    files_before = files(folder)
     expected = smelt_says("translator", lambda m: [m.generate([t], max_new_tokens=4) for t in TEXTS])
     with ThreadPoolExecutor(8) as callers:
-        found = list(callers.map(service.predict, TEXTS * 4))
-    assert found == [(200, answer) for answer in expected * 4]
+        responses = list(callers.map(service.predict, TEXTS * 4))
+    assert responses == [(200, answer) for answer in expected * 4]
     assert service.metric("smelt_inputs_total") == 4 * len(TEXTS)
     assert service.metric("smelt_inputs_cut_total") == 4
-    assert files(folder) == before  # it runs where nothing may be written
+    assert files(folder) == files_before  # it runs where nothing may be written
 
 
 def test_health_check_of_the_dockerfile_exits_with_the_state_of_the_service(translator):
@@ -74,7 +76,7 @@ def test_health_check_of_the_dockerfile_exits_with_the_state_of_the_service(tran
         assert done.returncode == code
 
 
-def test_the_command_that_its_readme_has_works(translator):
+def test_readme_command_works(translator):
     service, _, _ = translator
     [line] = re.findall(r"^curl .*", (standalone_package("translator") / "README.md").read_text(), flags=re.M)
     done = subprocess.run(
@@ -85,18 +87,18 @@ def test_the_command_that_its_readme_has_works(translator):
     assert list(json.loads(done.stdout)) == ["outputs"]
 
 
-def test_classes_of_texts_and_pairs(tmp_path):
+def test_container_classifies_texts_and_pairs(tmp_path):
     expected = smelt_says("classifier", lambda m: m.predict(LABELLED))
     with container(standalone_package("classifier"), tmp_path) as (service, _, _):
-        status, found = service.predict(*LABELLED)
+        status, answers = service.predict(*LABELLED)
         assert status == 200
-        assert [one["label"] for one in found] == [one.label for one in expected]
-        for one, other in zip(found, expected, strict=True):
-            assert one["probabilities"] == pytest.approx(dict(other.probabilities), abs=1e-6)
+        assert [answer["label"] for answer in answers] == [answer.label for answer in expected]
+        for answer, other in zip(answers, expected, strict=True):
+            assert answer["probabilities"] == pytest.approx(dict(other.probabilities), abs=1e-6)
         assert [service.predict(["a"] * n)[0] for n in (1, 3)] == [422, 422]
 
 
-def test_vectors_and_texts_that_go_on(tmp_path):
+def test_container_returns_embeddings_and_generated_texts(tmp_path):
     vectors = smelt_says("embedder", lambda m: m.embed(TEXTS[:3]))
     with container(standalone_package("embedder"), tmp_path / "e") as (service, _, _):
         assert service.predict(*TEXTS[:3])[1] == [pytest.approx(v.tolist(), abs=1e-6) for v in vectors]
@@ -112,21 +114,27 @@ def picture(number, format, **more):
 
 
 @pytest.mark.parametrize("family", ["vit", "resnet"])
-def test_images_as_bodies_and_in_base64(family, tmp_path):
+def test_container_accepts_images_as_body_and_base64(family, tmp_path):
     sent = [picture(0, "PNG"), picture(1, "JPEG", size=(40, 20)), picture(2, "WEBP", mode="RGBA")]
-    for number, data in enumerate(sent):
-        (tmp_path / f"{number}.png").write_bytes(data)
+    for image_index, data in enumerate(sent):
+        (tmp_path / f"{image_index}.png").write_bytes(data)
     expected = smelt_says(family, lambda m: m.classify([tmp_path / f"{n}.png" for n in range(3)]))
     with container(standalone_package(family), tmp_path / "root") as (service, _, _):
-        coded = [base64.b64encode(data).decode() for data in sent]
-        status, found = service.predict(*coded)
+        encoded = [base64.b64encode(data).decode() for data in sent]
+        status, answers = service.predict(*encoded)
         bodies = [service.request("POST", "/predict", data, {"Content-Type": "image/png"}) for data in sent]
-        assert [status, *(one[0] for one in bodies)] == [200] * 4
-        alone = [json.loads(body)["outputs"][0] for _, _, body in bodies]
-        for one, other, wanted in zip(found, alone, expected, strict=True):
-            assert one["label"] == other["label"] == wanted.label
-            assert one["probabilities"] == pytest.approx(dict(wanted.probabilities), abs=1e-6)
-        for wrong in ("no base64!", f"*{coded[0]}", base64.b64encode(b"no image").decode(), coded[0][:40], 3):
-            assert service.predict(coded[0], wrong)[0] == 422
+        assert [status, *(answer[0] for answer in bodies)] == [200] * 4
+        single_answers = [json.loads(body)["outputs"][0] for _, _, body in bodies]
+        for answer, other, reference in zip(answers, single_answers, expected, strict=True):
+            assert answer["label"] == other["label"] == reference.label
+            assert answer["probabilities"] == pytest.approx(dict(reference.probabilities), abs=1e-6)
+        for wrong in (
+            "no base64!",
+            f"*{encoded[0]}",
+            base64.b64encode(b"no image").decode(),
+            encoded[0][:40],
+            3,
+        ):
+            assert service.predict(encoded[0], wrong)[0] == 422
         assert service.request("POST", "/predict", sent[1][:-30], {"Content-Type": "image/jpeg"})[0] == 422
         assert service.request("POST", "/predict", b"a", {"Content-Type": "text/plain"})[0] == 415

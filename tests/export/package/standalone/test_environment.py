@@ -44,8 +44,8 @@ def make(home):
     files = [standalone_package(kind) / "requirements.txt" for kind in KINDS]
     files.append(standalone_package(KINDS[0]) / "requirements-serve.txt")
     lines = {line for path in files for line in path.read_text().splitlines()}
-    needed = {line for line in lines if not line.startswith("-r ")}
-    (home / "requirements.txt").write_text("\n".join(sorted(needed)) + "\n")
+    requirements = {line for line in lines if not line.startswith("-r ")}
+    (home / "requirements.txt").write_text("\n".join(sorted(requirements)) + "\n")
     command = [
         *INSTALL_COMMAND.split(),
         "--quiet",
@@ -69,13 +69,15 @@ def python():
 
 
 def site(python):
-    found = run(python.parent, python, "-c", "import site; print(site.getsitepackages()[0])").stdout.strip()
-    return Path(found)
+    site_path = run(
+        python.parent, python, "-c", "import site; print(site.getsitepackages()[0])"
+    ).stdout.strip()
+    return Path(site_path)
 
 
 @pytest.mark.peers
 @pytest.mark.parametrize("kind", KINDS[:-1])
-def test_infer_py_answers_as_smelt_does(kind, python, tmp_path):
+def test_infer_script_equals_smelt_predictions(kind, python, tmp_path):
     folder = standalone_package(
         kind, GENERATION_SETTINGS["rules"] if kind in ("translator", "t5", "gpt2") else None
     )
@@ -93,7 +95,7 @@ def test_infer_py_answers_as_smelt_does(kind, python, tmp_path):
 
 
 @pytest.mark.peers
-def test_images_are_read_and_served_there(python, tmp_path):
+def test_images_are_classified_in_minimal_environment(python, tmp_path):
     images.make_image(1).save(tmp_path / "a.png")
     with smelt.load(exported_artifacts.exported_artifact("vit")) as model:
         [expected] = model.classify([tmp_path / "a.png"])
@@ -107,21 +109,25 @@ def test_images_are_read_and_served_there(python, tmp_path):
 
 
 @pytest.mark.peers
-def test_there_is_neither_torch_nor_transformers_and_little_else(python):
+def test_environment_has_no_torch_or_transformers_and_is_small(python):
     for name in ("torch", "transformers", "smelt", "onnx"):
         done = run(python.parent, python, "-c", f"import {name}")
         assert "ModuleNotFoundError" in done.stderr
     not_counted = ("pip", "setuptools", "pkg_resources", "_distutils_hack", *PILLOW)
     size = 0
     for path in site(python).rglob("*"):
-        inside = path.relative_to(site(python)).parts
-        if path.is_file() and "__pycache__" not in inside and inside[0].split("-")[0] not in not_counted:
+        relative_parts = path.relative_to(site(python)).parts
+        if (
+            path.is_file()
+            and "__pycache__" not in relative_parts
+            and relative_parts[0].split("-")[0] not in not_counted
+        ):
             size += path.stat().st_size
     assert size < 145e6  # both tokenizers; docs/how-to/deploy.md has the size with one of them
 
 
 @pytest.mark.peers
-def test_what_the_dockerfile_removes_is_not_missed(python, tmp_path):
+def test_packages_removed_by_dockerfile_are_not_needed(python, tmp_path):
     import shutil
 
     copy = tmp_path / "site"

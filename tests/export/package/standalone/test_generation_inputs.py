@@ -45,23 +45,23 @@ CASES = {
 
 @pytest.mark.parametrize("prompt", [1, 4, 20])
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_fed_does_what_smelt_feeds(case, prompt):
+def test_generation_inputs_equal_smelt_inputs(case, prompt):
     decoding = GenerationConfig(**({"eos": [2], "pad": 1, "start": 0 if prompt == 1 else None} | CASES[case]))
     expected = generation_feeds(decoding, prompt, VOCABULARY)
     settings = standalone_format.search_settings(decoding, VOCABULARY)
-    got = generation_inputs(settings, prompt, decoding.max_total_length(prompt) - prompt)
-    assert {name for name in got if name in expected} == set(expected)
+    inputs = generation_inputs(settings, prompt, decoding.max_total_length(prompt) - prompt)
+    assert {name for name in inputs if name in expected} == set(expected)
     for name in set(expected) - {"step_rules", "rule_biases", "forced_tokens"}:
-        assert got[name].dtype == expected[name].dtype, name
-        np.testing.assert_array_equal(got[name], expected[name], err_msg=name)
+        assert inputs[name].dtype == expected[name].dtype, name
+        np.testing.assert_array_equal(inputs[name], expected[name], err_msg=name)
     for name in ("rule_biases", "forced_tokens"):
-        assert got[name].dtype == expected[name].dtype, name
+        assert inputs[name].dtype == expected[name].dtype, name
         np.testing.assert_array_equal(
-            got[name][got["step_rules"]], expected[name][expected["step_rules"]], err_msg=name
+            inputs[name][inputs["step_rules"]], expected[name][expected["step_rules"]], err_msg=name
         )
 
 
-def test_an_encoder_decoder_knows_its_longest_output():
+def test_encoder_decoder_inputs_have_output_limit():
     settings = standalone_format.search_settings(
         GenerationConfig(max_new_tokens=50, positions=8, start=0, eos=[2]), VOCABULARY
     )
@@ -73,7 +73,7 @@ def test_an_encoder_decoder_knows_its_longest_output():
     )
 
 
-def test_a_text_ends_with_the_first_token_that_ends_it():
+def test_sequence_ends_at_first_eos_token():
     row = np.array([0, 5, 2, 2, 6])
     for eos in ([2], [6, 2], [], [9]):
         assert new_tokens(row, 1, eos) == trim_at_eos(row, 1, eos)
@@ -81,11 +81,11 @@ def test_a_text_ends_with_the_first_token_that_ends_it():
 
 @pytest.mark.parametrize("prompt", [1, 4, 20])
 @pytest.mark.parametrize("case", CASES)
-def test_a_shipped_writer_has_the_limits_of_smelt(case, prompt):
+def test_packaged_writer_limits_equal_smelt(case, prompt):
     decoding = GenerationConfig(**({"eos": [2], "pad": 1} | CASES[case]))
     writer = object.__new__(Writer)
     writer.generation = standalone_format.search_settings(decoding, VOCABULARY)
-    most, least, forced = decoding.prompt_limits(prompt)
+    max_new, min_new, is_forced = decoding.prompt_limits(prompt)
     if writer.generation["min_new_tokens"] is not None:  # the same for all prompts
-        least = writer.limits(prompt)[1]
-    assert writer.limits(prompt) == (most, least, forced)
+        min_new = writer.limits(prompt)[1]
+    assert writer.limits(prompt) == (max_new, min_new, is_forced)

@@ -91,11 +91,11 @@ def wait_for(condition):
 
 
 def receive_all(connection):
-    received = b""
+    response = b""
     with suppress(ConnectionResetError):  # closed before the service has read all
         while part := connection.recv(4096):
-            received += part
-    return received
+            response += part
+    return response
 
 
 @pytest.fixture(scope="module")

@@ -54,14 +54,14 @@ FILES = {
 
 @pytest.mark.parametrize("kind", PROCESSORS)
 @pytest.mark.parametrize("file", FILES)
-def test_pixels_are_those_of_smelt(kind, file, tmp_path):
+def test_pixels_equal_smelt_preprocessing(kind, file, tmp_path):
     processor = parse_processor(PROCESSORS[kind], Path("preprocessor_config.json"))
     (tmp_path / "a").write_bytes(FILES[file])
     expected = pixels_in_smelt(str(tmp_path / "a"), processor, "row 1")
     for source in (FILES[file], tmp_path / "a"):
-        found = preprocess_image(source, asdict(processor))
-        assert found.dtype == np.float32
-        np.testing.assert_array_equal(found, expected)
+        pixels = preprocess_image(source, asdict(processor))
+        assert pixels.dtype == np.float32
+        np.testing.assert_array_equal(pixels, expected)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_pixels_are_those_of_smelt(kind, file, tmp_path):
         b"%!PS-Adobe-3.0 EPSF-3.0\n",
     ],
 )
-def test_what_is_no_image_is_a_value_error(data, tmp_path):
+def test_invalid_image_raises_value_error(data, tmp_path):
     processor = asdict(parse_processor(PROCESSORS["both sides"], Path("p.json")))
     (tmp_path / "a").write_bytes(data)
     for source in (data, tmp_path / "a", tmp_path / "none"):
@@ -84,7 +84,7 @@ def test_what_is_no_image_is_a_value_error(data, tmp_path):
 
 
 @pytest.mark.parametrize("limit", ["MAX_FILE_BYTES", "MAX_PIXELS"])
-def test_images_that_are_too_large_are_not_decoded(limit, monkeypatch):
+def test_oversized_images_are_rejected_before_decoding(limit, monkeypatch):
     monkeypatch.setattr(image_classification, limit, 80)
     monkeypatch.setattr(image_classification, "upright_rgb", lambda image: pytest.fail("it is decoded"))
     with pytest.raises(ValueError, check=lambda error: type(error) is ValueError):

@@ -59,26 +59,26 @@ def serving(folder, *words, ready=True, **environment):
     with run_service(
         "serve.py", "--port", "0", "--workers", "1", *words,
         folder=write(folder), environment=environment, ready=ready,
-    ) as found:  # fmt: skip
-        yield found
+    ) as running_service:  # fmt: skip
+        yield running_service
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("stub"), MAX_BODY="100000", MAX_WAITING="8") as found:
-        yield found
+    with serving(tmp_path_factory.mktemp("stub"), MAX_BODY="100000", MAX_WAITING="8") as running_service:
+        yield running_service
 
 
 def let_wait(service, folder, pool):
     """Let the only worker wait for the file `go`; return the answer to come."""
     for name in ("go", "called"):
         (folder / name).unlink(missing_ok=True)
-    found = pool.submit(service.predict, "wait")
+    future = pool.submit(service.predict, "wait")
     end = time.monotonic() + 60
     while not (folder / "called").exists():
         assert time.monotonic() < end
         time.sleep(0.005)
-    return found
+    return future
 
 
 @contextmanager
@@ -86,12 +86,12 @@ def waiting(service, folder, *texts):
     """Let the only worker wait, and a request of each of `texts` behind it; yield their answers to come."""
     with ThreadPoolExecutor(len(texts) + 1) as pool:
         first = let_wait(service, folder, pool)
-        found = []
-        for number, text in enumerate(texts, 1):
-            found.append(pool.submit(service.predict, text))
-            service.wait_until("smelt_inputs_waiting", number)
+        futures = []
+        for count, text in enumerate(texts, 1):
+            futures.append(pool.submit(service.predict, text))
+            service.wait_until("smelt_inputs_waiting", count)
         try:
-            yield found
+            yield futures
         finally:
             (folder / "go").touch()
         assert first.result() == (200, ["wait|1"])
@@ -127,8 +127,8 @@ def waiting(service, folder, *texts):
     ],
 )  # fmt: skip
 def test_invalid_request_returns_its_status_and_error(service, method, path, headers, body, status):
-    found, headers_received, answer = service.request(method, path, body, headers)
-    assert found == status
+    response_status, headers_received, answer = service.request(method, path, body, headers)
+    assert response_status == status
     assert headers_received["Content-Type"] == "application/json"
     assert json.loads(answer).keys() == {"error"}
     assert b"Traceback" not in answer
@@ -141,9 +141,11 @@ def test_texts_of_every_script_are_utf_8(service):
     answer = [f"{text}|4" for text in texts]
     assert service.predict(*texts) == (200, answer)
     body = json.dumps({"inputs": texts})  # in ASCII, with escapes
-    found = service.request("POST", "/predict", body, {"Content-Type": "Application/JSON; charset=utf-8"})[2]
-    assert json.loads(found.decode()) == {"outputs": answer}
-    assert "\u732b" in found.decode()
+    response = service.request("POST", "/predict", body, {"Content-Type": "Application/JSON; charset=utf-8"})[
+        2
+    ]
+    assert json.loads(response.decode()) == {"outputs": answer}
+    assert "\u732b" in response.decode()
     assert service.predict() == (200, [])
 
 
@@ -181,12 +183,12 @@ def test_100_continue_is_sent_only_if_the_body_is_read(service, length, expected
 
 def test_waiting_requests_share_a_call_and_a_failing_input_fails_alone(tmp_path):
     with serving(tmp_path) as service:
-        with waiting(service, tmp_path, "a", "b", "c") as found:
+        with waiting(service, tmp_path, "a", "b", "c") as futures:
             pass
-        assert [one.result() for one in found] == [(200, [f"{text}|3"]) for text in "abc"]
-        with waiting(service, tmp_path, "a", "bad", "c") as found:
+        assert [future.result() for future in futures] == [(200, [f"{text}|3"]) for text in "abc"]
+        with waiting(service, tmp_path, "a", "bad", "c") as futures:
             pass
-        answers = [one.result() for one in found]
+        answers = [future.result() for future in futures]
         assert [answers[0], answers[2]] == [(200, ["a|1"]), (200, ["c|1"])]
         assert answers[1][0] == 500
         assert "secret" not in answers[1][1]
@@ -200,18 +202,18 @@ def test_waiting_requests_share_a_call_and_a_failing_input_fails_alone(tmp_path)
 
 def test_batch_has_at_most_max_batch_inputs(tmp_path):
     with serving(tmp_path, "--max-batch", "2") as service:
-        with waiting(service, tmp_path, "a", "b", "c") as found:
+        with waiting(service, tmp_path, "a", "b", "c") as futures:
             pass
-        assert [one.result()[1] for one in found] == [["a|2"], ["b|2"], ["c|1"]]
+        assert [future.result()[1] for future in futures] == [["a|2"], ["b|2"], ["c|1"]]
 
 
 def test_request_above_max_waiting_returns_503(tmp_path):
-    with serving(tmp_path, MAX_WAITING="2") as service, waiting(service, tmp_path, "a", "b") as found:
+    with serving(tmp_path, MAX_WAITING="2") as service, waiting(service, tmp_path, "a", "b") as futures:
         status, headers, body = service.request("POST", "/predict", '{"inputs": ["c"]}', JSON)
         assert (status, int(headers["Retry-After"]) > 0) == (503, True)
         assert json.loads(body)["error"]
         assert service.request("GET", "/health")[0] == 200
-    assert [one.result()[0] for one in found] == [200, 200]
+    assert [future.result()[0] for future in futures] == [200, 200]
 
 
 def test_expired_request_returns_503_without_inference(tmp_path):
@@ -254,7 +256,7 @@ def test_sigterm_answers_requests_in_flight_and_closes_other_connections(tmp_pat
         idle.request("GET", "/health")
         idle.getresponse().read()
         with ThreadPoolExecutor() as pool:
-            found = let_wait(service, tmp_path, pool)
+            future = let_wait(service, tmp_path, pool)
             service.process.terminate()
             assert idle.sock.recv(4096) == b""
             with pytest.raises(OSError):  # noqa: PT011 (of several kinds)
@@ -262,17 +264,17 @@ def test_sigterm_answers_requests_in_flight_and_closes_other_connections(tmp_pat
             with pytest.raises(subprocess.TimeoutExpired):
                 service.process.wait(0.5)
             (tmp_path / "go").touch()
-            assert found.result() == (200, ["wait|1"])
+            assert future.result() == (200, ["wait|1"])
         assert service.process.wait(60) == 0
         idle.close()
 
 
 def test_sigterm_waits_at_most_grace_seconds(tmp_path):
     with serving(tmp_path, "--grace", "0") as service, ThreadPoolExecutor() as pool:
-        found = let_wait(service, tmp_path, pool)
+        future = let_wait(service, tmp_path, pool)
         service.process.terminate()
         assert service.process.wait(60) == 0
-        assert found.exception() is not None
+        assert future.exception() is not None
 
 
 @pytest.mark.parametrize(
@@ -286,9 +288,9 @@ def test_invalid_options_exit_with_an_error(tmp_path, words, environment, monkey
     monkeypatch.setattr(serve, "MODEL_FOLDER", write(tmp_path))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit) as excinfo:
         serve.parse_options(words)
-    assert caught.value.code == 2
+    assert excinfo.value.code == 2
     assert "error: " in capsys.readouterr().err
 
 

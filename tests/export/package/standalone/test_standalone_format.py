@@ -78,7 +78,7 @@ def loaded(kind, call):
     ("kind", "wishes"),
     matrix.matrix_cells(GENERATING, list(GENERATION_SETTINGS), full=lambda kind: kind == "translator"),
 )
-def test_texts_are_those_of_smelt(kind, wishes, request):
+def test_texts_equal_smelt_generation(kind, wishes, request):
     generation = GENERATION_SETTINGS[wishes]
     expected = loaded(kind, lambda model: model.generate(TEXTS, **generation))
     small = loaded(kind, lambda model: model.generate(TEXTS, batch_size=3, **generation))
@@ -94,59 +94,63 @@ def test_texts_are_those_of_smelt(kind, wishes, request):
 @pytest.mark.parametrize(
     ("kind", "wishes"), [("mbart", "greedy"), ("mbart", "beams"), ("m2m_100", "rules"), ("pegasus", "beams")]
 )
-def test_other_families_say_what_smelt_says_in_the_language_that_was_asked(kind, wishes, request):
+def test_other_families_equal_smelt_in_requested_language(kind, wishes, request):
     generation = GENERATION_SETTINGS[wishes]
     expected = loaded(kind, lambda model: model.generate(TEXTS, **generation))
     folder = standalone_package(kind, generation)
-    forced = json.loads((folder / "infer.json").read_text())["generation"]["forced_bos"]
-    words = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
-    names = {word["id"]: word["content"] for word in words}
+    forced_tokens = json.loads((folder / "infer.json").read_text())["generation"]["forced_bos"]
+    added_tokens = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    names = {added_token["id"]: added_token["content"] for added_token in added_tokens}
     language = {"mbart": ["de_DE"], "m2m_100": ["deu_Latn"], "pegasus": []}[kind]
-    assert [names[token] for token in forced] == language
+    assert [names[token] for token in forced_tokens] == language
     model = request.getfixturevalue("opened")(folder)
     assert model(TEXTS) == expected
     assert len(set(expected)) > 3
-    if forced:
+    if forced_tokens:
         model.search["forced_tokens"][:] = -1  # nothing is forced, so the texts are others
         model.search["rule_biases"][:] = 0
         assert model(TEXTS) != expected
 
 
 @pytest.mark.parametrize("kind", ["classifier", "roberta"])
-def test_classes_are_those_of_smelt(kind, request):
+def test_classes_equal_smelt_predictions(kind, request):
     long = " ".join(tiny.SENTENCES * 3)
-    given = [*TEXTS, ("a man", "two dogs run"), (long, "two dogs"), ("a cat", long), (long, long + " a")]
-    expected = loaded(kind, lambda model: model.predict(given))
+    inputs = [*TEXTS, ("a man", "two dogs run"), (long, "two dogs"), ("a cat", long), (long, long + " a")]
+    expected = loaded(kind, lambda model: model.predict(inputs))
     folder = standalone_package(kind)
     model = request.getfixturevalue("opened")(folder)
-    found = model(given)
-    assert [label for label, _ in found] == [one.label for one in expected]
-    for (_, chances), one in zip(found, expected, strict=True):
-        assert chances == pytest.approx(dict(one.probabilities), abs=1e-12)
+    predictions = model(inputs)
+    assert [label for label, _ in predictions] == [prediction.label for prediction in expected]
+    for (_, probabilities), prediction in zip(predictions, expected, strict=True):
+        assert probabilities == pytest.approx(dict(prediction.probabilities), abs=1e-12)
     assert model.cut == 4
     assert model([]) == []
 
 
 @pytest.mark.parametrize("family", ["vit", "resnet"])
-def test_images_are_those_of_smelt(family, tmp_path, request):
-    files = [tmp_path / f"{number}.png" for number in range(5)]
-    for number, file in enumerate(files):
-        images.make_image(number, size=(20 + number, 30), mode=("RGB", "L", "RGBA")[number % 3]).save(file)
+def test_image_classes_equal_smelt_predictions(family, tmp_path, request):
+    files = [tmp_path / f"{image_index}.png" for image_index in range(5)]
+    for image_index, file in enumerate(files):
+        images.make_image(
+            image_index, size=(20 + image_index, 30), mode=("RGB", "L", "RGBA")[image_index % 3]
+        ).save(file)
     with smelt.load(exported_artifacts.exported_artifact(family)) as model:
         expected = model.classify(files, batch_size=2)
     folder = standalone_package(family)
     model = request.getfixturevalue("opened")(folder)
-    found = model(files, batch_size=2)
-    assert [label for label, _ in found] == [one.label for one in expected]
-    for (_, chances), one in zip(found, expected, strict=True):
-        assert chances == pytest.approx(dict(one.probabilities), abs=1e-12)
+    predictions = model(files, batch_size=2)
+    assert [label for label, _ in predictions] == [prediction.label for prediction in expected]
+    for (_, probabilities), prediction in zip(predictions, expected, strict=True):
+        assert probabilities == pytest.approx(dict(prediction.probabilities), abs=1e-12)
     data = files[0].read_bytes()
-    for (label, chances), wanted in zip(model([data, model.pixels(data)]), found[:1] * 2, strict=True):
-        assert (label, chances) == (wanted[0], pytest.approx(wanted[1], abs=1e-6))
+    for (label, probabilities), expected_answer in zip(
+        model([data, model.pixels(data)]), predictions[:1] * 2, strict=True
+    ):
+        assert (label, probabilities) == (expected_answer[0], pytest.approx(expected_answer[1], abs=1e-6))
     assert model([]) == []
 
 
-def test_the_command_line_of_images_prints_what_smelt_predict_prints(tmp_path):
+def test_image_command_line_equals_smelt_predict(tmp_path):
     images.make_image(1).save(tmp_path / "a.png")
     (tmp_path / "b.png").write_bytes(b"no image")
     name, folder = str(tmp_path / "a.png"), standalone_package("vit")
@@ -156,12 +160,12 @@ def test_the_command_line_of_images_prints_what_smelt_predict_prints(tmp_path):
     assert command(folder, name) == (expected, "")
     assert command(folder, lines=f"{name}\n".encode()) == (expected, "")
     for wrong in (str(tmp_path / "b.png"), str(tmp_path / "none.png"), str(tmp_path)):
-        found, errors = command(folder, name, wrong, code=2)
-        assert (found, "Traceback" in errors) == ([], False)
+        output_lines, errors = command(folder, name, wrong, code=2)
+        assert (output_lines, "Traceback" in errors) == ([], False)
 
 
 @pytest.mark.parametrize("kind", ["classifier", "embedder"])
-def test_outputs_that_are_no_numbers_are_an_error(kind, tmp_path):
+def test_non_finite_outputs_raise_error(kind, tmp_path):
     folder = tmp_path / "p"
     shutil.copytree(standalone_package(kind), folder)
     model = onnx.load(folder / "model.onnx")
@@ -186,12 +190,12 @@ def test_outputs_that_are_no_numbers_are_an_error(kind, tmp_path):
         ("\u06cc\u200c\u0627", "\u06cc\u200c\u0627"),
     ],  # and Persian, with a joiner
 )
-def test_names_of_labels_move_no_cursor(name, shown):
+def test_control_characters_in_labels_are_escaped(name, shown):
     assert prediction_line(name, {name: 0.5}) == f"{shown}\t0.500"
     assert prediction_text(ClassPrediction(name, {name: 0.5})) == f"{shown}\t0.500"
 
 
-def test_vectors_are_those_of_smelt(request):
+def test_embeddings_equal_smelt(request):
     expected = loaded("embedder", lambda model: model.embed(TEXTS))
     folder = standalone_package("embedder")
     model = request.getfixturevalue("opened")(folder)
@@ -208,16 +212,18 @@ def test_vectors_are_those_of_smelt(request):
         ("regression", [2.25, 0, 0], 2.25),
     ],
 )
-def test_answers_of_every_kind_of_classifier(problem, logits, expected):
-    label, chances = predict_class(np.array(logits, dtype=np.float32), ["a", "b", "c"], problem)
+def test_predict_class_supports_every_problem_type(problem, logits, expected):
+    label, probabilities = predict_class(np.array(logits, dtype=np.float32), ["a", "b", "c"], problem)
     assert label == expected
     assert type(label) is type(expected)
     if problem == "regression":
-        assert chances == {}
+        assert probabilities == {}
     elif problem == "multi_label_classification":
-        assert chances == pytest.approx(dict(zip("abc", 1 / (1 + np.exp(-np.array(logits))), strict=True)))
+        assert probabilities == pytest.approx(
+            dict(zip("abc", 1 / (1 + np.exp(-np.array(logits))), strict=True))
+        )
     else:
-        assert sum(chances.values()) == pytest.approx(1)
+        assert sum(probabilities.values()) == pytest.approx(1)
 
 
 def command(folder, *words, lines=None, code=0):
@@ -238,33 +244,36 @@ def command(folder, *words, lines=None, code=0):
 
 
 @pytest.mark.parametrize("kind", ["translator", "classifier", "embedder", "writer"])
-def test_the_command_line_prints_what_smelt_predict_prints(kind):
+def test_command_line_equals_smelt_predict(kind):
     folder = standalone_package(kind)
     texts = ["a man in a red hat", "two dogs\trun", " ".join(tiny.SENTENCES * 3)]
-    more = ["--max-new-tokens", 4] if kind in GENERATING else []
+    extra_arguments = ["--max-new-tokens", 4] if kind in GENERATING else []
     expected = harness.smelt(
-        "predict", exported_artifacts.exported_artifact(kind), *texts, *more, code=0
+        "predict", exported_artifacts.exported_artifact(kind), *texts, *extra_arguments, code=0
     ).stdout.splitlines()
-    found, errors = command(folder, *texts)
-    assert found == expected
+    output_lines, errors = command(folder, *texts)
+    assert output_lines == expected
     assert errors == "warning: texts longer than the model takes, which were cut: 1\n"
     lines = ("\ufeff" + "\r\n".join(texts[:2]) + "\n").encode()
-    assert command(folder, lines=lines) == (expected_of_lines(kind, texts[:2], more), "")
+    assert command(folder, lines=lines) == (expected_of_lines(kind, texts[:2], extra_arguments), "")
 
 
-def test_help_is_no_text():
-    found, errors = command(standalone_package("classifier"), "--help")
-    assert (found[0], errors) == ("usage: infer.py [-h] [text ...]", "")
-    assert any("standard input" in line for line in found)
+def test_help_option_is_not_treated_as_text():
+    output_lines, errors = command(standalone_package("classifier"), "--help")
+    assert (output_lines[0], errors) == ("usage: infer.py [-h] [text ...]", "")
+    assert any("standard input" in line for line in output_lines)
 
 
-def test_words_with_a_dash_are_texts_behind_two_dashes_and_unknown_options_are_none():
+def test_dashed_texts_need_separator_and_unknown_options_are_rejected():
     folder = standalone_package("translator")
-    words = ["--help", "-5 dogs run"]
-    assert command(folder, "--", *words) == (expected_of_lines("translator", words, LESS), "")
-    assert command(folder, words[1]) == (expected_of_lines("translator", words[1:], LESS), "")
-    found, errors = command(folder, "--num-beams", "4", code=2)
-    assert (found, errors.splitlines()[-1]) == ([], "infer.py: error: unrecognized arguments: --num-beams")
+    texts = ["--help", "-5 dogs run"]
+    assert command(folder, "--", *texts) == (expected_of_lines("translator", texts, LESS), "")
+    assert command(folder, texts[1]) == (expected_of_lines("translator", texts[1:], LESS), "")
+    output_lines, errors = command(folder, "--num-beams", "4", code=2)
+    assert (output_lines, errors.splitlines()[-1]) == (
+        [],
+        "infer.py: error: unrecognized arguments: --num-beams",
+    )
 
 
 @pytest.mark.parametrize(
@@ -274,10 +283,10 @@ def test_words_with_a_dash_are_texts_behind_two_dashes_and_unknown_options_are_n
         ((b"two dogs", b"a \xff man"), None, r"'a \udcff man'"),
     ],
 )
-def test_bytes_that_are_no_text_are_told_without_a_traceback(words, lines, expected):
-    found, errors = command(standalone_package("translator"), *words, lines=lines, code=2)
+def test_invalid_utf_8_is_reported_without_traceback(words, lines, expected):
+    output_lines, errors = command(standalone_package("translator"), *words, lines=lines, code=2)
     last = errors.splitlines()[-1]
-    assert found == []
+    assert output_lines == []
     assert last.startswith("infer.py: error: ")
     assert "UTF-8" in last
     assert last.endswith(f": {expected}")
@@ -289,7 +298,7 @@ def expected_of_lines(kind, texts, more):
     ).stdout.splitlines()
 
 
-def test_the_package_is_an_artifact_that_smelt_takes(tmp_path):
+def test_package_is_loadable_as_artifact(tmp_path):
     folder = standalone_package("translator")
     assert harness.smelt("predict", folder, "two dogs", code=0).output
     data = tiny.write_pairs(tmp_path / "rows.jsonl", 4)
@@ -298,7 +307,7 @@ def test_the_package_is_an_artifact_that_smelt_takes(tmp_path):
         assert model.generate(TEXTS[:3]) == other.generate(TEXTS[:3])
 
 
-def test_who_edits_infer_py_breaks_nothing(tmp_path):
+def test_edited_infer_script_does_not_invalidate_package(tmp_path):
     folder = tmp_path / "p"
     shutil.copytree(standalone_package("classifier"), folder)
     for name in (
@@ -309,7 +318,7 @@ def test_who_edits_infer_py_breaks_nothing(tmp_path):
     harness.smelt("predict", folder, "two dogs", code=0)
 
 
-def test_what_is_beside_infer_py():
+def test_package_contains_expected_files():
     folder = standalone_package("translator")
     first, *lines = (folder / "requirements.txt").read_text().splitlines()
     assert first == "# pip install --no-deps -r requirements.txt"
@@ -329,8 +338,8 @@ def test_requirements_of_the_service_include_their_dependencies():
         "-r requirements.txt",
     )
     requirements = [Requirement(line) for line in lines]
-    assert all(str(one.specifier) == f"=={version(one.name)}" for one in requirements)
-    names = {canonicalize_name(one.name) for one in requirements}
+    assert all(str(requirement.specifier) == f"=={version(requirement.name)}" for requirement in requirements)
+    names = {canonicalize_name(requirement.name) for requirement in requirements}
     assert names > {"starlette", "uvicorn", "prometheus-client"}
     environment = {"extra": "", "python_version": "3.11"}  # no extras
     for name in names:
@@ -339,60 +348,58 @@ def test_requirements_of_the_service_include_their_dependencies():
                 assert canonicalize_name(dependency.name) in names
 
 
-def test_texts_that_transformers_reads_are_refused(tmp_path):
+def test_transformers_only_tokenizer_is_rejected(tmp_path):
     folder = tmp_path / "a"
     shutil.copytree(exported_artifacts.exported_artifact("classifier"), folder)
     artifact = read_artifact(folder)
     StandaloneFormat().check(artifact)
     (folder / "tokenizing.json").unlink()
-    with raises_code("unsupported-tokenizer", InputError) as caught:
+    with raises_code("unsupported-tokenizer", InputError) as excinfo:
         StandaloneFormat().check(artifact)
-    assert "tokenizing.json" in str(caught.value)
+    assert "tokenizing.json" in str(excinfo.value)
 
 
-def test_an_export_without_the_loop_is_refused(tmp_path):
+def test_export_without_generation_graph_is_rejected(tmp_path):
     folder = tmp_path / "a"
     shutil.copytree(exported_artifacts.exported_artifact("translator"), folder)
     (folder / "generate_beams.onnx").unlink()
-    with raises_code("missing-graph", InputError) as caught:
+    with raises_code("missing-graph", InputError) as excinfo:
         StandaloneFormat().check(read_artifact(folder))
-    assert caught.value.file == "generate_beams.onnx"
-    assert "generation_graph: true" in str(caught.value)
+    assert excinfo.value.file == "generate_beams.onnx"
+    assert "generation_graph: true" in str(excinfo.value)
 
 
-def test_what_no_graph_does_is_refused_and_nothing_is_left(tmp_path):
+def test_unsupported_generation_setting_is_rejected_and_folder_removed(tmp_path):
     artifact = read_artifact(exported_artifacts.exported_artifact("translator"))
-    wishes = PackageOrigin(generation={"bad_words_ids": [[3, 4]]})
+    origin = PackageOrigin(generation={"bad_words_ids": [[3, 4]]})
     with raises_code("unsupported-generation-setting", InputError):
-        write_package(StandaloneFormat(), artifact, wishes, tmp_path / "p")
+        write_package(StandaloneFormat(), artifact, origin, tmp_path / "p")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sampled_texts_are_told(tmp_path):
+def test_sampling_is_reported(tmp_path):
     artifact = read_artifact(exported_artifacts.exported_artifact("writer"))
-    wishes = PackageOrigin(generation={"do_sample": True, "temperature": 0.7, "max_new_tokens": 4})
-    package = write_package(StandaloneFormat(), artifact, wishes, tmp_path / "p")
+    origin = PackageOrigin(generation={"do_sample": True, "temperature": 0.7, "max_new_tokens": 4})
+    package = write_package(StandaloneFormat(), artifact, origin, tmp_path / "p")
     assert "draws tokens at random" in (package.folder / "README.md").read_text()
     assert json.loads((package.folder / "infer.json").read_text())["generation"]["graph"] == "generate.onnx"
 
 
-def test_threads_are_those_of_the_caller_else_those_that_the_artifact_names(
-    monkeypatch, tmp_path, classifier, opened
-):
+def test_threads_default_to_artifact_setting(monkeypatch, tmp_path, classifier, opened):
     import onnxruntime
 
     folder = tmp_path / "p"
     shutil.copytree(classifier, folder)
     content = json.loads((folder / "infer.json").read_text())
     (folder / "infer.json").write_text(json.dumps(content | {"threads": 3}))
-    seen = []
-    real = onnxruntime.InferenceSession
+    thread_counts = []
+    original = onnxruntime.InferenceSession
 
     def spy(path, options, **more):
-        seen.append(options.intra_op_num_threads)
-        return real(path, options, **more)
+        thread_counts.append(options.intra_op_num_threads)
+        return original(path, options, **more)
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", spy)
     type(opened(folder))(folder, threads=2)
     opened(classifier)
-    assert seen == [3, 2, 0]
+    assert thread_counts == [3, 2, 0]

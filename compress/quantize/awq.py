@@ -106,13 +106,9 @@ def search_scales(products: Sequence[LayerToScale], magnitudes: Tensor, moment: 
         if bool(candidate.isfinite().all()):
             alphas.append(step / ALPHA_STEPS)
             scales.append(candidate)
-            errors.append(sum(_output_error(layer, candidate, moment) for layer in products))
-    best_index, unscaled_error = first_within_tolerance(errors), errors[0]  # with alpha 0 all scales are 1
-    return ScaleSearchResult(
-        scales[best_index],
-        alphas[best_index],
-        errors[best_index] / unscaled_error if unscaled_error > 0 else 1.0,
-    )
+            errors.append(sum(_output_error(product, candidate, moment) for product in products))
+    best, plain = first_within_tolerance(errors), errors[0]  # with alpha 0 all scales are 1
+    return ScaleSearchResult(scales[best], alphas[best], errors[best] / plain if plain > 0 else 1.0)
 
 
 def _output_error(product: LayerToScale, scales: Tensor, moment: Tensor) -> float:
@@ -141,30 +137,26 @@ def clip_and_quantize(product: LayerToScale, moment: Tensor) -> UnpackedWeights:
     groups = split_into_groups(weight, size)
     pad = groups.shape[1] * size - width
     blocks = F.pad(moment, (0, pad, 0, pad)).reshape(groups.shape[1], size, groups.shape[1], size)
-    moments = torch.stack([blocks[index, :, index] for index in range(groups.shape[1])])  # [G, g, g]
-    limits = groups.abs().amax(dim=-1, keepdim=True)
-    best_grid = dict(scheme.compute_qparams(groups, width, options))
-    least_errors = _group_errors(groups, best_grid, moments, scheme, options)
+    own = torch.stack([blocks[at, :, at] for at in range(groups.shape[1])])  # [G, g, g]
+    ends = groups.abs().amax(dim=-1, keepdim=True)
+    best = dict(scheme.compute_qparams(groups, width, options))
+    least = _group_errors(groups, best, own, scheme, options)
     for step in range(1, int(_MIN_SHRINK * ALPHA_STEPS)):
-        end = limits * (1 - step / ALPHA_STEPS)
+        end = ends * (1 - step / ALPHA_STEPS)
         grid = scheme.compute_qparams(groups.clamp(-end, end), width, options)
-        errors = _group_errors(groups, grid, moments, scheme, options)
-        better = is_better(errors, least_errors)
-        least_errors = torch.where(better, errors, least_errors)
-        best_grid = {
-            name: select_per_group(better, grid[name], current) for name, current in best_grid.items()
-        }
-    return UnpackedWeights(scheme.quantize(groups, best_grid, options), best_grid)
+        errors = _group_errors(groups, grid, own, scheme, options)
+        better = is_better(errors, least)
+        least = torch.where(better, errors, least)
+        best = {name: select_per_group(better, grid[name], kept) for name, kept in best.items()}
+    return UnpackedWeights(scheme.quantize(groups, best, options), best)
 
 
 def _group_errors(
     groups: Tensor, grid: QuantParams, own: Tensor, scheme: Scheme, options: SchemeOptions
 ) -> Tensor:
     """Return |(Q(W) - W) X|^2 over all weights that share a scale, [N, G]."""
-    difference = scheme.dequantize(scheme.quantize(groups, grid, options), grid, options) - groups
-    return pool_errors(
-        (torch.einsum("ngi,gij->ngj", difference, own) * difference).sum(dim=-1), scheme, options
-    )
+    off = scheme.dequantize(scheme.quantize(groups, grid, options), grid, options) - groups
+    return pool_errors((torch.einsum("ngi,gij->ngj", off, own) * off).sum(dim=-1), scheme, options)
 
 
 @dataclass
@@ -588,19 +580,16 @@ def percentile_grid(
         options: options of the scheme.
     """
     size = groups.shape[1] * groups.shape[2]
-    original, per_tensor = groups, scheme.is_per_tensor(options)
-    groups = groups.reshape(1, 1, -1) if per_tensor else groups
+    given, whole = groups, scheme.is_per_tensor(options)
+    groups = groups.reshape(1, 1, -1) if whole else groups
     ordered = groups.abs().sort(dim=-1, descending=True).values  # padding comes last
     counts = torch.full(groups.shape[1:2], groups.shape[2])
-    counts[-1] -= (size - width) * (len(original) if per_tensor else 1)
-    positions = ((counts - 1) * (1 - percentile / 100)).to(ordered)  # counted from the largest
-    lower = positions.floor().long()
-    pair = [
-        ordered.gather(-1, indices.expand(len(groups), -1)[..., None])
-        for indices in (lower, positions.ceil().long())
-    ]
-    limits = pair[0] + (pair[1] - pair[0]) * (positions - lower)[:, None]
-    return scheme.compute_qparams(original.clamp(-limits, limits), width, options)
+    counts[-1] -= (size - width) * (len(given) if whole else 1)
+    place = ((counts - 1) * (1 - percentile / 100)).to(ordered)  # counted from the largest
+    low = place.floor().long()
+    pair = [ordered.gather(-1, at.expand(len(groups), -1)[..., None]) for at in (low, place.ceil().long())]
+    ends = pair[0] + (pair[1] - pair[0]) * (place - low)[:, None]
+    return scheme.compute_qparams(given.clamp(-ends, ends), width, options)
 
 
 def _grid_errors(groups: Tensor, grid: QuantParams, scheme: Scheme, options: SchemeOptions) -> Tensor:

@@ -72,11 +72,11 @@ def describe_stage(name: str) -> str:
     stage = table[name]
     tasks = ", ".join(sorted(stage.tasks))
     needs = ", ".join(sorted(stage.needs | stage.may_need)) or "nothing else"
-    verb = "may need" if stage.may_need else "needs"
-    paragraphs = [
+    may = "may need" if stage.may_need else "needs"
+    parts = [
         _fill_paragraphs(f"{name}: {inspect.cleandoc(stage.__doc__ or '')}"),
         textwrap.fill(
-            f"input: {', '.join(sorted(stage.accepts))}; output: {stage.produces}; {verb} {needs}; tasks:"
+            f"input: {', '.join(sorted(stage.accepts))}; output: {stage.produces}; {may} {needs}; tasks:"
             f" {tasks}",
             _WIDTH,
             break_on_hyphens=False,
@@ -84,12 +84,10 @@ def describe_stage(name: str) -> str:
         textwrap.fill(f"source: {stage.source}", _WIDTH),
     ]
     if any(info.description is None for info in stage.settings_type.model_fields.values()):
-        paragraphs.append(_fill_paragraphs(inspect.cleandoc(stage.settings_type.__doc__ or "")))
-    if extra := stage.extra_help():
-        paragraphs.insert(1, _fill_paragraphs(extra))
-    return (
-        "\n\n".join([*paragraphs, "settings:"]) + "\n" + "\n".join(_settings_lines(stage.settings_type, "  "))
-    )
+        parts.append(_fill_paragraphs(inspect.cleandoc(stage.settings_type.__doc__ or "")))
+    if more := stage.extra_help():
+        parts.insert(1, _fill_paragraphs(more))
+    return "\n\n".join([*parts, "settings:"]) + "\n" + "\n".join(_settings_lines(stage.settings_type, "  "))
 
 
 def _fill_paragraphs(text: str) -> str:
@@ -135,11 +133,9 @@ def settings_of(model: type[BaseModel]) -> Iterator[Setting]:
     for name, info in model.model_fields.items():
         required = info.is_required()
         default = None if required else info.get_default(call_default_factory=True, validated_data={})
-        default_text = "" if default is None or isinstance(default, BaseModel) else _recipe_text(default)
+        plain = "" if default is None or isinstance(default, BaseModel) else _recipe_text(default)
         inner = tuple(dict.fromkeys(_models(info.annotation)))
-        yield Setting(
-            name, _type_text(info.annotation), default_text, required, info.description or "", inner
-        )
+        yield Setting(name, _type_text(info.annotation), plain, required, info.description or "", inner)
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -315,18 +315,12 @@ class QuantizedActivation(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map float32 [B, S, h, w] to `inner` of its quantized values; gradients are straight-through."""
         if emit.export_target() is not None:
-            fake_quantized = emit.quantize_dequantize(x, self.scale, self.signed)
+            seen = emit.quantize_dequantize(x, self.scale, self.signed)
         else:
             with torch.no_grad():
-                fake_quantized = (
-                    x.div(self.scale).round_().clamp_(*_INPUT_RANGES[self.signed]).mul_(self.scale)
-                )
-            fake_quantized = (
-                x + (fake_quantized - x).detach()
-                if torch.is_grad_enabled() and x.requires_grad
-                else fake_quantized
-            )
-        out: Tensor = self.inner(fake_quantized)
+                seen = x.div(self.scale).round_().clamp_(*_INPUT_RANGES[self.signed]).mul_(self.scale)
+            seen = x + (seen - x).detach() if torch.is_grad_enabled() and x.requires_grad else seen
+        out: Tensor = self.inner(seen)
         return out
 
     def forward_float(self, x: Tensor) -> Tensor:

@@ -45,53 +45,41 @@ def judge_gate(gate: PlannedGate, step: StepRecord, statistics: GateStatistics) 
     if step["status"] == "skipped":
         return None
     value = _gated_value(gate, step, statistics)
-    result = {"metric": gate.metric, "kind": gate.kind, "limit": gate.limit, "value": value}
-    result |= {"confidence": gate.confidence, "bound": None, "n_needed": None, "passed": None}
-    result |= {"undecided": False, "cause": None, "reason": None}
+    found = {"metric": gate.metric, "kind": gate.kind, "limit": gate.limit, "value": value}
+    found |= {"confidence": gate.confidence, "bound": None, "n_needed": None, "passed": None}
+    found |= {"undecided": False, "cause": None, "reason": None}
     if value is None:
-        is_passed, cause, reason = _explain_missing_value(gate, step)
-        return result | {"passed": is_passed, "cause": cause, "reason": reason}
-    if (
-        gate.metric == "speedup"
-        and (latency_row := smallest_batch_row(step))
-        and not latency_row.get("stable", True)
-    ):
-        return result | {
-            "cause": latency_row["cause"],
-            "reason": f"measurement disturbed: {latency_row['reason']}",
-        }
+        passed, cause, reason = _explain_missing_value(gate, step)
+        return found | {"passed": passed, "cause": cause, "reason": reason}
+    if gate.metric == "speedup" and (row := smallest_batch_row(step)) and not row.get("stable", True):
+        return found | {"cause": row["cause"], "reason": f"measurement disturbed: {row['reason']}"}
     if gate.confidence is not None and (
-        missing_reason := _missing_interval_reason(gate, step, statistics, gate.confidence)
+        lacking := _missing_interval_reason(gate, step, statistics, gate.confidence)
     ):
         # without an interval, a value beyond the limit still fails
         if not _is_within_limit(gate, value):
-            return result | {"passed": False}
-        return result | {"cause": missing_reason[0], "reason": missing_reason[1]}
+            return found | {"passed": False}
+        return found | {"cause": lacking[0], "reason": lacking[1]}
     bound = None if gate.confidence is None else _gated_bound(gate, step, statistics, gate.confidence)
-    is_passed = _is_within_limit(gate, value if bound is None else bound)
-    is_undecided = is_passed and gate.confidence is None and not _is_interval_within_limit(gate, step)
-    return result | {
+    passed = _is_within_limit(gate, value if bound is None else bound)
+    undecided = passed and gate.confidence is None and not _is_interval_within_limit(gate, step)
+    return found | {
         "bound": bound,
         "n_needed": examples_needed(gate, step, statistics),
-        "passed": is_passed,
-        "undecided": is_undecided,
+        "passed": passed,
+        "undecided": undecided,
     }
 
 
 def _explain_missing_value(gate: PlannedGate, step: StepRecord) -> tuple[bool | None, str, str]:
     """Return whether a gate without a value passes (None: not judged), and the reason's code and text."""
-    is_finished = step["status"] in ("done", "cached")
-    if is_finished and gate.kind == "max_drop" and gate.metric in step["quality"]:
+    done = step["status"] in ("done", "cached")
+    if done and gate.kind == "max_drop" and gate.metric in step["quality"]:
         return None, "baseline-not-scored", "the baseline was not scored"
     if step["reason"]:
-        return None if is_finished else False, step["cause"], step["reason"]
-    latency_row = smallest_batch_row(step)
-    if (
-        is_finished
-        and gate.metric == "cpu_speedup"
-        and latency_row is not None
-        and latency_row["speedup"] is not None
-    ):
+        return None if done else False, step["cause"], step["reason"]
+    row = smallest_batch_row(step)
+    if done and gate.metric == "cpu_speedup" and row is not None and row["speedup"] is not None:
         return None, "gpu-work-not-counted", "CPU time does not include work on the GPU"
     if step["error"]:
         return False, step["error"]["code"], step["error"]["message"]
@@ -144,16 +132,10 @@ def examples_needed(gate: PlannedGate, step: StepRecord, statistics: GateStatist
     if half <= gate.limit or not low <= at_limit <= high:
         return None
     n: int = score["n"]
-    side_values = [
-        step_statistics[gate.metric]
-        for step_statistics in (statistics.own, statistics.baseline)
-        if gate.metric in step_statistics
-    ]
-    both_statistics = [Statistics.model_validate(values) for values in side_values]
-    is_sparse = len(both_statistics) == 2 and changed_examples(*both_statistics) < min_examples(
-        gate.metric, 0.95
-    )
-    return math.ceil(n * (half / gate.limit) ** (1 if is_sparse else 2))
+    sides = [each[gate.metric] for each in (statistics.own, statistics.baseline) if gate.metric in each]
+    pair = [Statistics.model_validate(side) for side in sides]
+    few = len(pair) == 2 and changed_examples(*pair) < min_examples(gate.metric, 0.95)
+    return math.ceil(n * (half / gate.limit) ** (1 if few else 2))
 
 
 def _missing_interval_reason(

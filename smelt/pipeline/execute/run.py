@@ -329,12 +329,8 @@ class _PlanRunner:
 
     def _step_turn(self) -> AbstractContextManager[None]:
         """Return a context in which no other worker of this machine measures latency."""
-        measurement_lock = self.options.turns
-        return (
-            nullcontext()
-            if measurement_lock is None
-            else measurement_lock.step(self._report_waiting("next step"))
-        )
+        turns = self.options.turns
+        return nullcontext() if turns is None else turns.step(self._report_waiting("next step"))
 
     def _explain_error(self, error: Exception, step: str) -> SmeltError:
         """Return an error with a message for the user; log the traceback of unexpected errors."""
@@ -357,18 +353,14 @@ class _PlanRunner:
             CANNOT_RUN_HERE: self._unscored_reason(name, artifact),
             "scoring-disabled": None if self._is_scored(name) else _SCORING_DISABLED,
         }
-        if skip_reason := next(((code, reason) for code, reason in reasons.items() if reason), None):
+        if why := next(((code, reason) for code, reason in reasons.items() if reason), None):
             self.artifacts[name] = artifact
-            self.report.add_unscored_step(name, artifact, skip_reason, cached)
-            duration_text = "from the store" if cached else duration(seconds)
+            self.report.add_unscored_step(name, artifact, why, cached)
+            took = "from the store" if cached else duration(seconds)
             # a search scores after all steps are built
-            skip_note = (
-                ""
-                if self.options.label and skip_reason[0] == "scoring-disabled"
-                else f"; not scored: {skip_reason[1]}"
-            )
+            note = "" if self.options.label and why[0] == "scoring-disabled" else f"; not scored: {why[1]}"
             self.display.print_line(
-                f"{name}: {duration_text}; {artifact.size_bytes / 1e6:.1f} MB{skip_note}", brief=not cached
+                f"{name}: {took}; {artifact.size_bytes / 1e6:.1f} MB{note}", brief=not cached
             )
             return
         if name == (
@@ -382,14 +374,14 @@ class _PlanRunner:
         if name == self.plan.recipe.baseline and self.options.limit is None:
             self.add_warnings(few_windows_warnings(score["statistics"], self.plan.judged_on))
         if name == self.plan.recipe.baseline and self.scorer.needs_reference:
-            for scored_name in [n for n in self.report.statistics if n != name]:  # scored before the baseline
-                completed = self._score(scored_name, self.artifacts[scored_name])
-                self.report.update_scores(scored_name, self.artifacts[scored_name], completed)
-                self.run_folder.write_scores(scored_name, completed)
-        duration_text = "from the store" if cached else duration(seconds)
-        score_text = "".join(f"{metric} {s['value']:.2f}, " for metric, s in [*score["quality"].items()][:1])
+            for other in [n for n in self.report.statistics if n != name]:  # scored before the baseline
+                completed = self._score(other, self.artifacts[other])
+                self.report.update_scores(other, self.artifacts[other], completed)
+                self.run_folder.write_scores(other, completed)
+        took = "from the store" if cached else duration(seconds)
+        first = "".join(f"{metric} {s['value']:.2f}, " for metric, s in [*score["quality"].items()][:1])
         self.display.print_line(
-            f"{name}: {duration_text}; {score_text}{artifact.size_bytes / 1e6:.1f} MB", brief=not cached
+            f"{name}: {took}; {first}{artifact.size_bytes / 1e6:.1f} MB", brief=not cached
         )
 
     def _unscored_reason(self, name: str, artifact: Artifact) -> str | None:
@@ -416,25 +408,21 @@ class _PlanRunner:
         """Score the steps that were chosen on validation, and the baseline, on test."""
         if self.plan.judged_on == "test":
             return
-        all_artifacts = self.artifacts | self.previous_artifacts
-        selected = self.options.only
-        step_names = (
-            self.report.shortlisted_steps() if selected is None else [self.plan.recipe.baseline, *selected]
-        )
-        for name in (name for name in step_names if name in self.report.statistics):
+        every = self.artifacts | self.previous_artifacts
+        only = self.options.only
+        chosen = self.report.shortlisted_steps() if only is None else [self.plan.recipe.baseline, *only]
+        for name in (name for name in chosen if name in self.report.statistics):
             try:
                 with rust_panics_as_errors(), self._step_turn():
-                    score = self._score(name, all_artifacts[name], on_test=True)
+                    score = self._score(name, every[name], on_test=True)
             except Exception as error:
                 failure = self._explain_error(error, name)
                 self.report.add_test_failure(name, failure)
                 self.display.print_line(f"{name}: on test: {_log_text(failure)}")
                 continue
             self.report.add_test_scores(name, score)
-            score_text = "".join(
-                f"{metric} {s['value']:.2f}" for metric, s in [*score["quality"].items()][:1]
-            )
-            self.display.print_line(f"{name}: on test {score_text}")
+            first = "".join(f"{metric} {s['value']:.2f}" for metric, s in [*score["quality"].items()][:1])
+            self.display.print_line(f"{name}: on test {first}")
         self.report.judge_test_gates()
 
     def _cross_validate(self, count: int) -> None:
@@ -542,40 +530,30 @@ class _PlanRunner:
 
     def _measure_latency(self) -> None:
         settings = self.plan.recipe.score.latency
-        all_artifacts = self.artifacts | self.previous_artifacts
-        scored_artifacts = {name: a for name, a in all_artifacts.items() if name in self.report.statistics}
-        if not settings or self.plan.recipe.baseline not in scored_artifacts:
+        every = self.artifacts | self.previous_artifacts
+        scored = {name: a for name, a in every.items() if name in self.report.statistics}
+        if not settings or self.plan.recipe.baseline not in scored:
             return
-        timed_artifacts = {name: a for name, a in scored_artifacts.items() if self._is_timed(name, settings)}
+        timed = {name: a for name, a in scored.items() if self._is_timed(name, settings)}
         self.display.start_work("latency")
         scores = LatencyScores(self.store, self.plan.recipe, self.data["test"])
-        is_rebuilt, previous_names = self._is_rebuilt("*"), frozenset(self.previous_artifacts)
+        fresh, known_alone = self._is_rebuilt("*"), frozenset(self.previous_artifacts)
         seconds = max(_MIN_LATENCY_SECONDS, sum(a.manifest.seconds for a in self.artifacts.values()))
-        baseline, measurement_lock, run = self.plan.recipe.baseline, self.options.turns, self.cluster_run
+        baseline, turns, run = self.plan.recipe.baseline, self.options.turns, self.cluster_run
         try:
             if run is not None and (
-                latencies := run.measure_latency(
-                    timed_artifacts, baseline, is_rebuilt, previous_names, seconds
-                )
+                found := run.measure_latency(timed, baseline, fresh, known_alone, seconds)
             ):
-                self._report_latency(latencies)
+                self._report_latency(found)
                 return
-            measurement_lock = run.turns if run is not None else measurement_lock
+            turns = run.turns if run is not None else turns
             # concurrent measurements disturb each other, and so does other work
             with ExitStack() as stack:
                 stack.enter_context(self.store.lock("latency", self._report_waiting("latency")))
-                if measurement_lock is not None:
-                    stack.enter_context(
-                        measurement_lock.measurement(partial(self.display.print_line, brief=True))
-                    )
+                if turns is not None:
+                    stack.enter_context(turns.measurement(partial(self.display.print_line, brief=True)))
                 scores.measure(
-                    timed_artifacts,
-                    baseline,
-                    self.display.progress,
-                    is_rebuilt,
-                    previous_names,
-                    self._report_latency,
-                    seconds,
+                    timed, baseline, self.display.progress, fresh, known_alone, self._report_latency, seconds
                 )
         except Exception as error:
             failure = self._explain_error(error, "latency")

@@ -450,11 +450,7 @@ def _run_record(store: Path, folder: Path) -> Path:
 
 def damaged_run_records(store: Path) -> list[Path]:
     """Return the records of runs that cannot be read, so that the folders of these runs are unknown."""
-    return [
-        record_path
-        for record_path in sorted((store / "runs").glob("*.json"))
-        if read_hashed_json(record_path) is None
-    ]
+    return [note for note in sorted((store / "runs").glob("*.json")) if read_hashed_json(note) is None]
 
 
 def linked_keys(store: Path, folder: Path) -> dict[str, str]:

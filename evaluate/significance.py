@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import statistics as numbers
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -162,7 +163,9 @@ def _unlimited_interval(value: float, half: float, limits: Interval) -> Interval
         return max(low, value - half), min(high, value + half)
     below = value - low
     if high == math.inf:
-        return low + below * math.exp(-half / below), low + below * math.exp(half / below)
+        width = min(700.0, half / below)  # exp(710) is beyond float64, and so may the product be
+        most = min(low + below * math.exp(width), sys.float_info.max)
+        return low + below * math.exp(-width), most
     odds, width = below / (high - value), half * (high - low) / (below * (high - value))
     least, most = (odds * math.exp(min(700.0, max(-700.0, side * width))) for side in (-1, 1))
     return low + (high - low) * least / (1 + least), low + (high - low) * most / (1 + most)

@@ -186,13 +186,13 @@ def test_keep_ratio_within_five_percent_does_not_warn(kept, codes, tmp_path, mon
 
 
 def test_unknown_family_is_rejected_for_learned_masks():
-    from transformers import AlbertConfig, AlbertForSequenceClassification
+    from transformers import ConvBertConfig, ConvBertForSequenceClassification
 
-    config = AlbertConfig(
+    config = ConvBertConfig(
         hidden_size=16, embedding_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
         vocab_size=50,
     )  # fmt: skip
     with raises_code("unsupported-family", InputError) as caught:
-        LearnedMasks(AlbertForSequenceClassification(config), LearnedMasksSettings(), [])
+        LearnedMasks(ConvBertForSequenceClassification(config), LearnedMasksSettings(), [])
     assert caught.value.setting == "learned_masks"
     assert str(caught.value).startswith("learned_masks: ")

@@ -1,6 +1,7 @@
 """The rows that parity is asked on differ in length, whatever the data is like."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tests.support.models import causal, classifiers, seq2seq, tiny
 
 pytestmark = pytest.mark.quick
 
+classifier_batch = partial(parity_batch, task="text-classification")
 WORDS = [w for s in tiny.SENTENCES for w in s.split()]
 
 
@@ -20,7 +22,7 @@ def bert(tmp_path_factory):
     return classifiers.write_bert(tmp_path_factory.mktemp("bert") / "m")
 
 
-def asked(folder, texts, choose=parity_batch, limit=100, pairs=None, **config):
+def asked(folder, texts, choose=classifier_batch, limit=100, pairs=None, **config):
     """Return the batch for rows of these texts, and whether it is real."""
     samples = tuple(Example(t, text_pair=pairs and pairs[i]) for i, t in enumerate(texts))
     data = {"validation": Split("made", samples)} if samples else {}

@@ -171,6 +171,11 @@ def _match_layer(graph: str, model: Any, module: nn.Module, node: Any) -> _Quant
     ]
     if found is not None and len({layer for layer, _ in parts}) > 1:
         layer, found = _layer_with_equal_tensors(module, parts) or (layer, found)
+    # layers with equal weights share one constant, and may have different biases
+    for name in weight_names:
+        owner = _linear_of_layer(module, name.removesuffix(".bias")) if name.endswith(".bias") else None
+        if owner is not None and found is not None and _have_equal_tensors(owner, found, parts):
+            layer, found = name.removesuffix(".bias"), owner
     if layer is None or found is None:
         known = f"'{node.input[1]}', which belongs to no quantized layer"
         raise ParityError(
@@ -216,6 +221,16 @@ def _layer_with_equal_tensors(
         ):
             return name, layer
     return None
+
+
+def _have_equal_tensors(a: QuantizedLinear, b: QuantizedLinear, parts: list[tuple[str, str]]) -> bool:
+    """Return whether the matrices of two layers have the same tensors; parts: as above."""
+    return all(
+        a.matrix.has(part)
+        and b.matrix.has(part)
+        and torch.equal(a.matrix.tensor(part), b.matrix.tensor(part))
+        for _, part in parts
+    )
 
 
 def _linear_of_layer(module: nn.Module, name: str) -> QuantizedLinear | None:

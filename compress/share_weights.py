@@ -186,7 +186,7 @@ def share_layers(
             f"share-weights: {'; '.join(error.message for error in errors)}.",
             code=errors[0].code,
             setting=errors[0].setting,
-            found=errors,
+            messages=errors,
         )
     stacks: dict[str, list[Block]] = {}
     for block in blocks_of(model):

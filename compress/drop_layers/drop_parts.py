@@ -241,7 +241,7 @@ def drop_parts(
         raise InputError(
             "drop-layers: " + " ".join(f"{error.setting}: {error.message}" for error in errors),
             code=errors[0].code,
-            found=errors,
+            messages=errors,
         )
     parts = layer_parts(model)
     stacks: dict[str, list[LayerPart]] = {}

@@ -189,7 +189,7 @@ def _stacks_to_shorten(model: Any, settings: DropLayersSettings) -> list[Stack]:
         raise InputError(
             "drop-layers: " + " ".join(f"{error.setting or ''}: {error.message}" for error in errors),
             code=errors[0].code,
-            found=errors,
+            messages=errors,
         )
     return list(family.stacks(config))
 

@@ -115,7 +115,7 @@ class TrimVocabulary(Stage[TrimVocabularySettings]):
             raise InputError(
                 f"trim-vocabulary: {' '.join(error.message for error in errors)}",
                 code=errors[0].code,
-                found=errors,
+                messages=errors,
             )
         vocabulary, size = open_vocabulary(src.path, model.config), int(model.config.vocab_size)
         tokenizer = load_tokenizer(src.path)

@@ -8,7 +8,6 @@ counts, so others cannot hide it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import singledispatch
 from typing import Any
 
 import numpy as np
@@ -51,12 +50,16 @@ class Agreement(Metric[ComparedOutputs | ComparedVectors | ComparedArrays]):
         return self.limits if "cosine" in signature else (0.0, 100.0)
 
 
-@singledispatch
-def _similarities(samples: Any) -> Similarities:
-    raise NotImplementedError(type(samples))
+def _similarities(samples: ComparedOutputs | ComparedVectors | ComparedArrays) -> Similarities:
+    if isinstance(samples, ComparedOutputs):
+        return _of_outputs(samples)
+    if isinstance(samples, ComparedVectors):
+        return paired_cosines(samples.vectors, samples.expected).tolist(), "mean cosine|x100", None
+    pairs = zip(samples.outputs, samples.expected, strict=True)
+    how = "lowest cosine of a row's outputs, of one number its likeness|mean|x100"
+    return [_min_cosine(*pair) for pair in pairs], f"outputs:{','.join(samples.expected[0])}|{how}", None
 
 
-@_similarities.register
 def _of_outputs(samples: ComparedOutputs) -> Similarities:
     """Return chrF of texts, or whether classes are equal."""
     pairs = list(zip(samples.outputs, samples.expected, strict=True))
@@ -69,18 +72,6 @@ def _of_outputs(samples: ComparedOutputs) -> Similarities:
     # sacrebleu's score of two empty texts is 0
     values = [1.0 if str(a) == str(b) else score for (a, b), score in zip(pairs, scores, strict=True)]
     return values, f"mean sentence chrF|{scorer.get_signature()}|x100", "chrF"
-
-
-@_similarities.register
-def _of_vectors(samples: ComparedVectors) -> Similarities:
-    return paired_cosines(samples.vectors, samples.expected).tolist(), "mean cosine|x100", None
-
-
-@_similarities.register
-def _of_arrays(samples: ComparedArrays) -> Similarities:
-    pairs = zip(samples.outputs, samples.expected, strict=True)
-    how = "lowest cosine of a row's outputs, of one number its likeness|mean|x100"
-    return [_min_cosine(*pair) for pair in pairs], f"outputs:{','.join(samples.expected[0])}|{how}", None
 
 
 class Top1(Metric[ComparedArrays]):

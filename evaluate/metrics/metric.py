@@ -216,8 +216,11 @@ class Metric(Generic[SamplesT]):
     example_metric: str | None = None
 
     def example_rows(self, samples: SamplesT, settings: Mapping[str, Any]) -> ExampleRows | None:
-        """Return the row of each example, and the signature; None if the samples cannot be scored by it."""
-        raise NotImplementedError
+        """Return the row of each example, and the signature; None if the samples cannot be scored by it.
+
+        A user's function has its rows computed elsewhere (`smelt.evaluate.custom_metric`).
+        """
+        raise NotImplementedError(f"{self.name}: its rows are computed elsewhere")
 
     def value(self, rows: Array, weights: Array) -> Array:
         """Return the value on each resample: [n, K], [R, n] -> [R]."""
@@ -226,7 +229,7 @@ class Metric(Generic[SamplesT]):
             return np.asarray(100 * (weights @ hits) / weights.sum(1))
         if self.kind == "mean":
             return np.asarray(self.scale * (weights @ rows)[:, 0] / weights.sum(1))
-        raise NotImplementedError(self.name)
+        raise NotImplementedError(f"{self.name}: a metric of kind {self.kind} computes its own value")
 
     def example_values(self, rows: Array) -> Array | None:
         """Return the value on each example alone, [n]; None for a metric that has none, as a correlation."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,12 +11,12 @@ from smelt.evaluate.metrics.metric import BOOTSTRAP_SEED, RESAMPLES, ExampleRows
 SACREBLEU_LIBRARIES = ("sacrebleu", "mecab-python3", "mecab-ko")
 
 
-class SacrebleuMetric(TextMetric):
+class SacrebleuMetric(TextMetric, ABC):
     """A metric whose rows are the segment statistics of sacrebleu's `scorer`."""
 
+    @abstractmethod
     def scorer(self, samples: TextSamples, settings: Mapping[str, Any]) -> Any:
         """Return sacrebleu's metric."""
-        raise NotImplementedError
 
     def example_rows(self, samples: TextSamples, settings: Mapping[str, Any]) -> ExampleRows:
         """Return sacrebleu's statistics per segment, and its signature."""

@@ -567,7 +567,8 @@ def read_report(run: Path) -> dict[str, Any]:
     except ValueError as error:
         raise InputError(f"{path}: invalid JSON: {error}", code="damaged-file", file=str(path)) from error
     except InputError as error:
-        raise InputError(f"{path}: {error}", code=error.code, file=str(path), found=error.found) from error
+        text = f"{path}: {error}"
+        raise InputError(text, code=error.code, file=str(path), messages=error.messages) from error
     return report
 
 
@@ -585,7 +586,7 @@ def validate_report(report: Mapping[str, Any]) -> ReportData:
         raise InputError(
             "This report.json does not match schema 3 of this version of smelt:\n" + "\n".join(lines),
             code="invalid-report",
-            found=wrong,
+            messages=wrong,
         ) from error
 
 

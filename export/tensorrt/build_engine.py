@@ -462,7 +462,7 @@ def _rejected_error(found: Sequence[Message]) -> RunError:
     """Return the error for TensorRT's messages about a graph; its code is theirs if all have the same."""
     kinds = {problem.code for problem in found}
     code = kinds.pop() if len(kinds) == 1 else "several-errors"
-    return RunError("\n".join(map(str, found)), code=code, file=found[0].file, found=found)
+    return RunError("\n".join(map(str, found)), code=code, file=found[0].file, messages=found)
 
 
 def _read_parser_error(error: Any) -> ParserError:

@@ -163,7 +163,7 @@ def plan_graphs(
         raise RunError(
             "TensorRT does not support this graph:\n  " + "\n  ".join(shown),
             code="unsupported-graph",
-            found=errors,
+            messages=errors,
         )
     return graphs
 
@@ -499,7 +499,7 @@ def export_provider_options(
             text = f"{path.name}: TensorRT in ONNX Runtime does not support these sizes:\n  " + "\n  ".join(
                 map(str, wrong)
             )
-            raise RunError(text, code="does-not-fit-model", file=path.name, found=wrong)
+            raise RunError(text, code="does-not-fit-model", file=path.name, messages=wrong)
         coded = any(node.op_type in _QDQ_OPS for node in model.graph.node)
         options[path.stem] = ProviderOptions(
             graph_hash(path), tensorrt_options(settings, dtype, coded, shapes)

@@ -238,13 +238,13 @@ def apply_stage(
 
 def _as_argument_error(error: InputError, stage: str, has_test: bool) -> InputError:
     """Return an error about the generated recipe as one about the arguments of the call."""
-    if not error.found:
+    if not error.messages:
         return error
     recipe_files = (f"{stage}.yaml", str(Path.cwd() / f"{stage}.yaml"))
     settings = f"stages[0].{stage}"
     messages = []
-    for message in error.found:
-        if message.setting == "data.test" and not has_test and len(error.found) > 1:
+    for message in error.messages:
+        if message.setting == "data.test" and not has_test and len(error.messages) > 1:
             continue  # already reported for the file that replaces the test split
         text = (
             message.message.removeprefix(f"{message.file}:{message.line}: ")

@@ -26,7 +26,7 @@ class SmeltError(Exception):
         code: a slug that names the kind of error, such as `unknown-label`. Code and tests compare it,
             never the message.
         setting, file, line: the place, if known.
-        found: the single errors, if the error reports several.
+        messages: the single errors, if the error reports several.
     """
 
     exit_code: ClassVar[int] = 1
@@ -39,13 +39,13 @@ class SmeltError(Exception):
         setting: str | None = None,
         file: str | None = None,
         line: int | None = None,
-        found: Iterable[Message] = (),
+        messages: Iterable[Message] = (),
     ) -> None:
         text = _shorten(str(message))
         super().__init__(text)
         self.code = code
         self.setting, self.file, self.line = setting, file, line
-        self.found = tuple(found)
+        self.messages = tuple(messages)
 
     def with_location(self, place: str) -> Self:
         """Set file and line from `place` if it is ``FILE:LINE``, and return the error."""
@@ -96,7 +96,7 @@ def combined_error(errors: Iterable[Message], error_class: type[InputError] = In
     messages = tuple(errors)
     kinds = {message.code for message in messages}
     code = kinds.pop() if len(kinds) == 1 else "several-errors"
-    error = error_class("\n".join(map(str, messages)), code=code, found=messages)
+    error = error_class("\n".join(map(str, messages)), code=code, messages=messages)
     if len(messages) == 1:
         [single_message] = messages
         error.setting, error.file, error.line = (

@@ -136,7 +136,7 @@ def _combined_errors(errors: Sequence[InputError]) -> InputError:
         code=kinds.pop() if len(kinds) == 1 else "several-errors",
         file=first.file,
         line=first.line,
-        found=[error.as_message() for error in errors],
+        messages=[error.as_message() for error in errors],
     )
 
 

@@ -1,7 +1,7 @@
 """The interface of a task: all that is particular to one, as attributes and methods with defaults.
 
-A task's file has what differs. Its traits (`smelt.data.tasks`) are known to every package. Files of this
-folder import torch inside of functions only.
+A task's file has what differs; `parse_row` and `encode` are abstract for all but arrays. Its traits
+(`smelt.data.tasks`) are known to every package. Files of this folder import torch inside of functions only.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class TaskSpec:
         Raises:
             InputError: a column is missing, has another type or is empty.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.name}: its samples are no rows, and are not encoded")
 
     def lacks_target(self, row: Mapping[str, Any], columns: Columns) -> bool:
         """Return whether a row has no expected output."""
@@ -159,7 +159,7 @@ class TaskSpec:
         Raises:
             InputError: a label that is not in the model's config.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.name}: its samples are no rows, and are not encoded")
 
     def run(
         self,

@@ -43,7 +43,7 @@ def test_cuda_without_gpu_is_not_blamed_on_libraries(monkeypatch: pytest.MonkeyP
     assert (finding.ok, finding.detail) == (False, "no NVIDIA GPU with a working driver")
 
 
-def test_ort_tensorrt_probe_reports_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ort_tensorrt_probe_reports_missing_requirement(monkeypatch: pytest.MonkeyPatch) -> None:
     module = "smelt.runtimes.ort_tensorrt_provider"
     monkeypatch.setattr("smelt.pipeline.inspect.machine.has_cuda", lambda: False)
     monkeypatch.setattr(f"{module}.missing_package", lambda: "pip install it")

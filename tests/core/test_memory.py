@@ -33,7 +33,7 @@ def test_container_limit_counts_with_reclaimable_cache(tmp_path):
     assert available_bytes(tmp_path) > 500_000
 
 
-def test_require_memory_rejects_what_cannot_fit():
+def test_require_memory_rejects_more_than_is_available():
     require_memory(10, "x", "y", free_bytes=10)
     with raises_code("out-of-memory", RunError) as caught:
         require_memory(20_000_000_000, "finetune", "Try less.", free_bytes=10_000_000_000)

@@ -42,7 +42,7 @@ class Machines:
         remote.check()
         messages = []
         store = Store(self.folder / name, remote, messages.append)
-        store.found = messages
+        store.messages = messages
         return store
 
 
@@ -81,7 +81,7 @@ def test_artifacts_and_scores_are_copied_between_machines(machines):
     assert {name.rpartition("/")[2] for name in machines.fs.find(f"{machines.root}/files")} == hashes
     _commit(first, "changed", replace=True)  # --rebuild
     assert _text(machines.store("three").find(KEY)) == "changed"
-    assert first.found == two.found == []
+    assert first.messages == two.messages == []
 
 
 def test_two_writers_of_one_key_are_harmless(machines, monkeypatch):
@@ -114,8 +114,8 @@ def test_interrupted_push_is_absent_and_repeated(machines, monkeypatch, at):
     with monkeypatch.context() as patch:
         patch.setattr(one.remote, "_write", broken)
         made = _commit(one)
-    assert (message_codes(one.found), _text(made)) == (["push-failed"], "hello")
-    assert (two.find(KEY), two.found) == (None, [])
+    assert (message_codes(one.messages), _text(made)) == (["push-failed"], "hello")
+    assert (two.find(KEY), two.messages) == (None, [])
     assert one.find(KEY) == made  # the next run in this store
     assert _text(two.find(KEY)) == "hello"
 
@@ -132,11 +132,11 @@ def test_damaged_remote_files_are_absent_and_written_again(machines, damage):
     else:
         machines.fs.pipe_file(f"{machines.root}/artifacts/{KEY}.json", b'{"key"')
     assert two.find(KEY) is None
-    assert message_codes(two.found) == ["damaged-remote-file"]
+    assert message_codes(two.messages) == ["damaged-remote-file"]
     assert not (two.root / "artifacts" / KEY).exists()
     _commit(two)
     three = machines.store("three")
-    assert (_text(three.find(KEY)), three.found) == ("hello", [])
+    assert (_text(three.find(KEY)), three.messages) == ("hello", [])
 
 
 @pytest.mark.parametrize("name", ["../../x.json", "run.py"])
@@ -147,7 +147,7 @@ def test_remote_manifest_with_unknown_files_is_rejected(machines, name):
     manifest["files"][name] = manifest["files"]["deep/b.json"]
     machines.fs.pipe_file(f"{machines.root}/artifacts/{KEY}.json", json.dumps(manifest).encode())
     two = machines.store("two")
-    assert (two.find(KEY), message_codes(two.found)) == (None, ["damaged-remote-file"])
+    assert (two.find(KEY), message_codes(two.messages)) == (None, ["damaged-remote-file"])
 
 
 def test_failing_remote_store_is_retried_after_pause(tmp_path, monkeypatch):
@@ -162,7 +162,7 @@ def test_failing_remote_store_is_retried_after_pause(tmp_path, monkeypatch):
     monkeypatch.setattr(one.remote, "_read", fail)
     assert [one.read_score(str(number)) for number in range(5)] == [None] * 5
     assert len(asked) == 3
-    assert message_codes(one.found) == ["pull-failed"] * 3 + ["remote-store-paused"]
+    assert message_codes(one.messages) == ["pull-failed"] * 3 + ["remote-store-paused"]
     assert one.find(_commit(one).key)
     for seconds, attempts in ((61, 4), (61, 4), (61, 5)):  # the second pause is twice as long
         now[0] += seconds
@@ -183,7 +183,7 @@ def test_results_of_outage_are_pushed_at_end_or_counted(machines, monkeypatch):
         for number in range(4):
             one.write_score(str(number), {"n": number})
         assert one.push_pending() == 5
-        assert message_codes(one.found)[-1] == "not-in-remote-store"
+        assert message_codes(one.messages)[-1] == "not-in-remote-store"
     assert one.push_pending() == 0
     two = machines.store("two")
     assert two.find(KEY) is not None
@@ -239,7 +239,7 @@ def test_file_larger_than_in_manifest_is_not_copied(machines, monkeypatch):
 
     monkeypatch.setattr(type(two.remote._fs), "get_file", count)
     assert two.find(KEY) is None
-    assert message_codes(two.found) == ["damaged-remote-file"]
+    assert message_codes(two.messages) == ["damaged-remote-file"]
     assert not [path for path in copied if path.endswith(hashlib.sha256(b"hello").hexdigest())]
 
 
@@ -252,7 +252,7 @@ def test_remote_manifest_with_invalid_hash_is_rejected(machines, digits):
     manifest["files"]["deep/b.json"]["sha256"] = digits
     machines.fs.pipe_file(f"{machines.root}/artifacts/{KEY}.json", json.dumps(manifest).encode())
     two = machines.store("two")
-    assert (two.find(KEY), message_codes(two.found)) == (None, ["damaged-remote-file"])
+    assert (two.find(KEY), message_codes(two.messages)) == (None, ["damaged-remote-file"])
 
 
 def test_missing_bucket_or_credentials_are_rejected():
@@ -289,10 +289,10 @@ def test_damaged_remote_score_is_absent_and_written_again(machines):
     place = f"{machines.root}/scores/s.json"
     machines.fs.pipe_file(place, machines.fs.cat_file(place).replace(b"93.63", b"99.99"))
     assert two.read_score("s") is None
-    assert message_codes(two.found) == ["damaged-remote-file"]
+    assert message_codes(two.messages) == ["damaged-remote-file"]
     two.write_score("s", {"bleu": 93.63})
     three = machines.store("three")
-    assert (three.read_score("s"), three.found) == ({"bleu": 93.63}, [])
+    assert (three.read_score("s"), three.messages) == ({"bleu": 93.63}, [])
 
 
 def test_changed_remote_manifest_is_absent(machines):
@@ -301,7 +301,7 @@ def test_changed_remote_manifest_is_absent(machines):
     place = f"{machines.root}/artifacts/{KEY}.json"
     machines.fs.pipe_file(place, machines.fs.cat_file(place).replace(b'"seed": 0', b'"seed": 1'))
     assert two.find(KEY) is None
-    assert message_codes(two.found) == ["damaged-remote-file"]
+    assert message_codes(two.messages) == ["damaged-remote-file"]
 
 
 def _save_checkpoint(checkpoints, step):
@@ -328,7 +328,7 @@ def test_checkpoint_of_lost_machine_is_resumed_on_another(machines):
     there.remove()
     assert not machines.fs.find(f"{machines.root}/unfinished")
     there.remove()  # twice, as by two machines
-    assert one.found == two.found == []
+    assert one.messages == two.messages == []
 
 
 def test_failed_checkpoint_push_warns(machines, monkeypatch):
@@ -336,4 +336,4 @@ def test_failed_checkpoint_push_warns(machines, monkeypatch):
     one.pushes_checkpoints = True
     monkeypatch.setattr(one.remote, "_write", _lose_connection)
     assert _save_checkpoint(StepCheckpoints(one, "k"), 3).is_dir()
-    assert message_codes(one.found) == ["push-failed"]
+    assert message_codes(one.messages) == ["push-failed"]

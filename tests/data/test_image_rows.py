@@ -76,7 +76,7 @@ def test_invalid_images_are_reported_with_row(tmp_path):
     path = wrong_rows(tmp_path)
     with raises_code("several-errors", InputError) as error:
         images.read_rows(path)
-    kinds = [(one.code, one.file, one.line) for one in error.value.found]
+    kinds = [(one.code, one.file, one.line) for one in error.value.messages]
     assert kinds == [
         ("not-an-image", str(path), 2),
         ("missing-file", str(path), 3),

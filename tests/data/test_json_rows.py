@@ -49,7 +49,7 @@ def test_chunk_may_end_anywhere(tmp_path, monkeypatch, window):
         assert [row for _, row in read_json_rows(_file(tmp_path, text))] == rows
 
 
-def test_rows_have_line_where_they_begin(tmp_path):
+def test_row_over_several_lines_has_its_first_line(tmp_path):
     path = _file(tmp_path, '[\n {"a": 1},\n\n {"a":\n 2}, {"a": 3}\n]')
     assert [where for where, _ in read_json_rows(path)] == [f"{path}:{line}" for line in (2, 4, 5)]
     pandas = _file(tmp_path, '[{"a": 1},{"a": 2},\n{"a": 3},{"a": 4}]', "pandas.json")

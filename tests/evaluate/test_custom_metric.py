@@ -256,6 +256,6 @@ def test_run_scores_selects_and_gates_by_custom_metric(tmp_path):
     assert "t.jsonl:1" in str(error)
     (tmp_path / "own_run.py").write_text("")
     error = command_error(harness.smelt("plan", tmp_path / "r.yaml", code=2))
-    assert [(error_entry.code, error_entry.setting) for error_entry in error.found] == [
+    assert [(error_entry.code, error_entry.setting) for error_entry in error.messages] == [
         ("no-such-function", "score.quality[1]")
     ]

@@ -180,7 +180,7 @@ def test_float_layers_of_quantized_checkpoint_are_kept_float(llama, tmp_path):
     np.testing.assert_array_equal(model.get_submodule(other).matrix.dequantize().numpy(), values[other])
 
 
-def test_oversized_group_equals_whole_row(llama, tmp_path):
+def test_group_size_beyond_row_equals_one_group_per_row(llama, tmp_path):
     folder, values = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq", group=-1, group_size=10**30)
     model, _ = taken(folder, tmp_path / "out")
     np.testing.assert_array_equal(model.get_submodule(GATE).matrix.dequantize().numpy(), values[GATE])

@@ -68,7 +68,7 @@ def test_list_used_twice_is_written_without_anchor(home: Path) -> None:
 def test_recipe_errors_are_reported_together(home: Path) -> None:
     with raises_code("several-errors", smelt.InputError) as caught:
         recipe(home, task="sentiment", stages=[{"quantise": {}}])
-    assert [one.setting for one in caught.value.found] == ["task", "stages[0].quantise"]
+    assert [one.setting for one in caught.value.messages] == ["task", "stages[0].quantise"]
 
 
 def test_single_error_has_setting_file_and_line(home: Path) -> None:
@@ -246,14 +246,14 @@ def test_rejected_apply_writes_nothing(home: Path, tmp_path: Path) -> None:
 def test_apply_errors_name_arguments(home: Path, tmp_path: Path) -> None:
     with raises_code("several-errors", smelt.InputError) as caught:
         smelt.apply("quantize", home / "m", out=tmp_path / "q", schema="int4", seed=-1)
-    assert message_locations(caught.value.found) == [
+    assert message_locations(caught.value.messages) == [
         ("wrong-value", "seed", None),
         ("unknown-setting", "schema", None),
     ]
     assert "yaml" not in str(caught.value)
     with raises_code("missing-file", smelt.InputError) as caught:
         smelt.apply("quantize", home / "m", out=tmp_path / "q", data=tmp_path / "none.jsonl")
-    assert [one.setting for one in caught.value.found] == ["data.calibration"]
+    assert [one.setting for one in caught.value.messages] == ["data.calibration"]
     with raises_code("wrong-value", smelt.InputError) as caught:
         smelt.apply("quantize", home / "m", out=tmp_path / "q", data=["rows.jsonl"])  # type: ignore[arg-type]
     with raises_code("wrong-value", smelt.InputError) as caught:

@@ -187,7 +187,7 @@ def test_a_recipe_that_asks_for_cuda_is_refused_where_there_is_none(tmp_path, mo
     )
     with raises_code("no-gpu", InputError) as caught:
         load_plan(recipe)
-    assert [(one.setting, one.line) for one in caught.value.found] == [("device", 5)]
+    assert [(one.setting, one.line) for one in caught.value.messages] == [("device", 5)]
 
 
 @pytest.mark.quick

@@ -46,7 +46,7 @@ def command_error(result: Any) -> SmeltError:
 
 def error_codes(error: SmeltError) -> list[str]:
     """Return the code of each error that `error` reports, in their order."""
-    return [message.code for message in error.found] or [error.code]
+    return [message.code for message in error.messages] or [error.code]
 
 
 def message_locations(found: Iterable[Message]) -> list[tuple[str, str | None, int | None]]:

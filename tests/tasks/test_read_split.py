@@ -209,7 +209,7 @@ def test_invalid_rows_of_file_are_reported_together(tmp_path):
     lines = ['{"source": "a", "target": "b"}', *['{"source": 1, "target": "b"}'] * 8, '{"source": ']
     with raises_code("several-errors", InputError) as raised:
         _read(_write(tmp_path / "a.jsonl", "\n".join(lines)))
-    kinds = [(one.code, one.line) for one in raised.value.found]
+    kinds = [(one.code, one.line) for one in raised.value.messages]
     assert kinds == [*(("wrong-column-type", line) for line in range(2, 10)), ("invalid-json", 10)]
     message = str(raised.value).splitlines()
     assert [line.split(": ")[0].rpartition(":")[2] for line in message[:5]] == ["2", "3", "4", "5", "6"]

@@ -188,7 +188,7 @@ def test_plan_rejects_unscored_metric(tmp_path, task, metric, known):
     recipe.write_text(RECIPE.format(task=task, metric=metric))
     with raises_code("metric-not-scored", InputError) as caught:
         load_plan(recipe)
-    (error,) = caught.value.found
+    (error,) = caught.value.messages
     assert error.setting == "stages[0].finetune.metric_for_best_model"
     assert f"'{metric}'" in error.message
     assert known in error.message

@@ -203,7 +203,7 @@ def _require_valid_plan(text: str, path: Path) -> None:
         raise InputError(
             f"No recipe was written, because it would not be valid:\n{error}",
             code=error.code,
-            found=error.found,
+            messages=error.messages,
         ) from error
 
 

@@ -258,7 +258,7 @@ class Plan:
                 try:
                     splits |= read_split_source(self.recipe, name)
                 except InputError as error:
-                    problems += error.found or [error.as_message()]
+                    problems += error.messages or [error.as_message()]
         if problems:
             raise combined_error(problems)
         return {name: limit_split(splits[name], limit) for name in self.recipe.data.split_sources()}

@@ -41,9 +41,9 @@ def read_data(context: CheckContext) -> Iterator[Finding]:
             if readable or not path.exists():
                 splits |= read_split_source(recipe, name)
         except InputError as error:
-            if error.found:
+            if error.messages:
                 yield from error_findings(("data", name), error)
-            for line in str(error).splitlines() if not error.found else ():
+            for line in str(error).splitlines() if not error.messages else ():
                 yield ("data", name), error_message(error.code, line)
         except (OSError, RuntimeError, ValueError) as error:  # such as an invalid file name
             yield ("data", name), error_message("unreadable-file", f"cannot be read: {error}.")

@@ -158,7 +158,7 @@ Finding = tuple[KeyPath, Message]
 
 def error_findings(path: KeyPath, error: SmeltError) -> Iterator[Finding]:
     """Yield the messages of `error` about the value at `path`."""
-    for message in error.found or (error.as_message(),):
+    for message in error.messages or (error.as_message(),):
         yield path, message
 
 
@@ -202,7 +202,7 @@ class RecipeErrors:
 
     def add_error(self, path: KeyPath, error: SmeltError) -> None:
         """Add the messages of `error` about the value at `path`."""
-        for message in error.found or (error.as_message(),):
+        for message in error.messages or (error.as_message(),):
             self.add_message(path, message)
 
     def add_found(self, found: Iterable[Message]) -> None:

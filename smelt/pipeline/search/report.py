@@ -109,7 +109,7 @@ def _write_report(search: Search, ended: str) -> dict[str, Any]:
             except KeyboardInterrupt:
                 report["ended"] = "interrupted"
             except SmeltError as failure:
-                error = messages_to_json(failure.found or [failure.as_message()])[0]
+                error = messages_to_json(failure.messages or [failure.as_message()])[0]
         report["front"].append(_point_entry(search, trial, scored, error))
     for name, text in zip(
         _REPORT_FILES,

@@ -351,7 +351,7 @@ def _check_corners(space: SearchSpace, refused: Sequence[KeyPath], errors: Recip
             return space.plan_at(point), []
         except InputError as error:
             messages = [
-                message for message in error.found or (error.as_message(),) if message not in reported
+                message for message in error.messages or (error.as_message(),) if message not in reported
             ]
             reported.update(messages)
             return None, [

@@ -351,7 +351,7 @@ class Search:
         try:
             result = self._measure(trial)
         except SmeltError as error:
-            message = error.found[0] if error.found else error.as_message()
+            message = error.messages[0] if error.messages else error.as_message()
             result = TrialResult("failed", error={"code": message.code, "message": message.message})
         return replace(result, seconds=time.monotonic() - start_time)
 

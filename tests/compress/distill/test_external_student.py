@@ -124,6 +124,6 @@ def test_student_config_path_is_relative_and_its_content_is_in_key(tmp_path):
     recipe.write_text(recipe.read_text().replace("small.json", "smal.json"))
     with raises_code("missing-file", InputError) as caught:
         load_plan(recipe)
-    (error,) = caught.value.found
+    (error,) = caught.value.messages
     assert error.setting == "stages[0].distill.student.config"
     assert "smal.json" in error.message

@@ -171,6 +171,6 @@ def test_onnx_teacher_can_generate_targets(tmp_path, monkeypatch):
     recipe.write_text(recipe.read_text().replace("generator: fast", "generator: fats"))
     with raises_code("unknown-step", InputError) as caught:
         load_plan(recipe)
-    (error,) = caught.value.found
+    (error,) = caught.value.messages
     assert error.setting == "stages[1].distill.sequence_level.generator"
     assert all(words in error.message for words in ("'fats'", "model, fast"))

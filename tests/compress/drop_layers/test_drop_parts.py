@@ -139,7 +139,7 @@ def test_invalid_part_settings_are_rejected(settings, code):
 def test_invalid_part_counts_are_rejected(settings, code, tmp_path):
     with raises_code(code, InputError) as caught:
         run(settings, tmp_path / "out")
-    assert [error.setting for error in caught.value.found] == ["layers"]
+    assert [error.setting for error in caught.value.messages] == ["layers"]
 
 
 def test_removing_last_part_of_a_kind_is_rejected(tmp_path):

@@ -22,7 +22,7 @@ def counted(parts, on, threads):
 
 
 @pytest.mark.parametrize("family", ["bert", "marian", "llama", "gpt2"])
-def test_each_layer_is_timed_as_often_as_it_is_computed(family, monkeypatch, tmp_path):
+def test_layer_time_is_multiplied_by_its_steps_per_text(family, monkeypatch, tmp_path):
     monkeypatch.setattr(latency_costs, "time_parts", counted)
     model, _ = load_model(every_family.model_with_layers(family, 3))
     groups = [group for kind in find_groups(model) for group in kind]

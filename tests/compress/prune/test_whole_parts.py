@@ -96,7 +96,7 @@ def test_removed_parts_compute_masked_outputs(family, tmp_path):
     torch.testing.assert_close(harness.logits(reloaded), masked, **near)
 
 
-def test_part_masks_without_unit_masks_remove_whole_parts():
+def test_closed_part_masks_skip_their_sublayers():
     masks, model, edits = masks_of("t5", targets=[], parts=["attention", "cross-attention"])
     assert not masks.units
     close(masks, "encoder_layers 0 attention", "decoder_layers 2 cross-attention")

@@ -106,7 +106,7 @@ def test_per_tensor_mse_scale_minimizes_error_of_all_weights():
     assert best[1] < 0.999 * np.abs(w).max() / 127  # else nothing was compared
 
 
-def test_per_tensor_percentile_uses_whole_matrix():
+def test_per_tensor_percentile_is_of_all_values():
     weight, scheme, options = drawn(6, 40), find_scheme("int8-dynamic"), {"granularity": "tensor"}
     scales = round_on_grid(partial(percentile_grid, 97.0), weight, scheme, options).qparams["scales"]
     assert scales.unique().numel() == 1

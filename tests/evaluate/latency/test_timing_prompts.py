@@ -19,7 +19,7 @@ def test_short_samples_are_joined_into_prompts():
         prompt_texts(["", " "], 2)
 
 
-def test_prompts_contain_as_many_whole_words_as_fit(tmp_path):
+def test_prompts_end_before_the_word_that_exceeds_the_length(tmp_path):
     causal.write_model(tmp_path, "gpt2")
     tokenizer = causal.write_tokenizer(tmp_path)
     runner = SimpleNamespace(text=TextTools(tmp_path, {"max_position_embeddings": 64}, {}))

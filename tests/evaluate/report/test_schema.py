@@ -77,7 +77,7 @@ def test_schema_reports_every_error(report, change, code, place, read):
     change(report)
     with raises_code("invalid-report", InputError) as excinfo:
         validate_report(report)
-    [schema_error] = excinfo.value.found
+    [schema_error] = excinfo.value.messages
     assert (schema_error.code, schema_error.setting) == (code, place)
     assert read in schema_error.message
     assert (place or "report") in str(excinfo.value)
@@ -88,7 +88,7 @@ def test_all_errors_are_reported_together(report):
     report["steps"][0]["stage"] = 3
     with raises_code("invalid-report", InputError) as excinfo:
         validate_report(report)
-    assert {schema_error.setting for schema_error in excinfo.value.found} == {"status", "steps.0.stage"}
+    assert {schema_error.setting for schema_error in excinfo.value.messages} == {"status", "steps.0.stage"}
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_unjudged_gate_requires_reason(unscored):
     unscored["steps"][8]["gates"][0]["reason"] = None
     with raises_code("invalid-report", InputError) as excinfo:
         validate_report(unscored)
-    assert message_locations(excinfo.value.found) == [("missing-reason", "steps.8.gates.0", None)]
+    assert message_locations(excinfo.value.messages) == [("missing-reason", "steps.8.gates.0", None)]
 
 
 def test_docs_list_every_schema_key():
@@ -126,4 +126,4 @@ def test_unstable_times_require_reason(report):
     report["steps"][6]["latency"][0]["stable"] = False
     with raises_code("invalid-report", InputError) as excinfo:
         validate_report(report)
-    assert message_locations(excinfo.value.found) == [("missing-reason", "steps.6.latency.0", None)]
+    assert message_locations(excinfo.value.messages) == [("missing-reason", "steps.6.latency.0", None)]

@@ -116,5 +116,5 @@ def test_imported_graphs_build_after_each_stage(tmp_path: Path) -> None:
     ranges, limit = imported_ranges(ctx.out, TensorrtSettings(), ctx)
     with raises_code("unsupported-graph", RunError) as excinfo:
         plan_graphs(ctx.out, ranges, limit, ctx.warnings, imported_shapes)
-    assert {error.file for error in excinfo.value.found} == {"model.onnx"}
-    assert "tensorrt-unsigned-codes" in message_codes(excinfo.value.found)
+    assert {error.file for error in excinfo.value.messages} == {"model.onnx"}
+    assert "tensorrt-unsigned-codes" in message_codes(excinfo.value.messages)

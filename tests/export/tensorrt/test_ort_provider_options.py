@@ -120,7 +120,7 @@ def test_sizes_beyond_position_limit_are_rejected(tmp_path: Path) -> None:
     with raises_code("does-not-fit-model", RunError) as excinfo:
         export_provider_options("fp32", settings, folder, ctx)
     assert excinfo.value.file == "model.onnx"
-    assert set(message_codes(excinfo.value.found)) == {"tensorrt-profile-too-long"}
+    assert set(message_codes(excinfo.value.messages)) == {"tensorrt-profile-too-long"}
 
 
 @pytest.mark.parametrize(

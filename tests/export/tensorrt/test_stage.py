@@ -244,7 +244,7 @@ def test_preflight_errors_stop_the_stage_before_the_builder(
     monkeypatch.setattr(module, "import_tensorrt", FakeTensorrt)
     with raises_code("unsupported-graph", RunError) as excinfo:
         TensorrtStage()(artifact(source), TensorrtSettings(timing_cache=False), context(out, [3]))
-    assert [(error.code, error.file) for error in excinfo.value.found] == [
+    assert [(error.code, error.file) for error in excinfo.value.messages] == [
         ("tensorrt-infinite", "model.onnx")
     ]
     assert "'table' (float)" in str(excinfo.value)
@@ -259,7 +259,7 @@ def test_lengths_beyond_position_table_are_rejected(
     settings = TensorrtSettings(timing_cache=False, lengths={"opt": 8, "max": 32})
     with raises_code("unsupported-graph", RunError) as excinfo:
         TensorrtStage()(artifact(source), settings, context(out, [3]))
-    assert set(message_codes(excinfo.value.found)) == {"tensorrt-profile-too-long"}
+    assert set(message_codes(excinfo.value.messages)) == {"tensorrt-profile-too-long"}
     assert " 32 " in str(excinfo.value)
     assert " 16 " in str(excinfo.value)
 

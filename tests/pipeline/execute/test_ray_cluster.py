@@ -372,7 +372,7 @@ def test_nodes_are_checked_before_run(nodes, tmp_path, monkeypatch):
     cluster.check_nodes(store, [tmp_path])
     with raises_code("missing-on-node", InputError) as caught:
         cluster.check_nodes(store, [tmp_path / "teacher"])
-    assert len(caught.value.found) == len(cluster.nodes())
+    assert len(caught.value.messages) == len(cluster.nodes())
     found = cluster._ask_nodes(NodeRequest(tmp_path / "other", None, tmp_path / "token", ()))
     problems = [each for name, answer in found.items() for each in ray_cluster._node_problems(name, answer)]
     assert set(message_codes(problems)) == {"store-not-shared"}
@@ -382,7 +382,7 @@ def test_nodes_are_checked_before_run(nodes, tmp_path, monkeypatch):
     monkeypatch.setattr(ray_cluster, "_versions", lambda: here | {"torch": "1.0", "onnx": "0"})
     with raises_code("cluster-versions-differ", InputError) as caught:
         cluster.check_nodes(store, [tmp_path, tmp_path])
-    assert set(message_codes(caught.value.found)) == {"cluster-versions-differ"}
+    assert set(message_codes(caught.value.messages)) == {"cluster-versions-differ"}
 
 
 @pytest.mark.parametrize("executor", ["dask", "ray://", "ray://head", "ray:head:1"])

@@ -62,7 +62,7 @@ def test_step_records_its_cost(home):
         (("score.quality=[f1]",), {"model", "prune"}),
     ],
 )
-def test_stored_steps_equal_those_a_run_would_reuse(home, overrides, expected):
+def test_stored_steps_exclude_what_an_override_changes(home, overrides, expected):
     plan = load_plan(home / "recipe.yaml", overrides)
     found = stored_steps(plan, plan.splits, Store(home / "runs" / ".store"))
     assert found == expected

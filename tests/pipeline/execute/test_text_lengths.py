@@ -35,7 +35,7 @@ def test_text_pairs_are_counted_together_in_every_split(tmp_path):
     cut = encode_texts([e.text for e in rows], load_tokenizer(folder), 32, pairs).truncated
     with raises_code("texts-too-long", InputError) as caught:
         require_texts_fit(folder, "text-classification", {"train": split, "test": split})
-    first, second = (found.message for found in caught.value.found)
+    first, second = (found.message for found in caught.value.messages)
     assert (numbers(first), "train" in first, "test" in second) == ([cut, 32, 3, 5], True, True)
     assert numbers(second) == numbers(first)
     require_texts_fit(folder, "text-classification", {"test": Split("x", (rows[0], rows[1], rows[3]))})

@@ -148,7 +148,7 @@ def test_unplannable_data_are_rejected_before_writing(tmp_path, models):
     _write(tmp_path / "train", ".jsonl", rows)
     with raises_code("unknown-label", InputError) as caught:
         init_recipe(str(models["bert"]), [tmp_path / "train.jsonl"], str(tmp_path / "r.yaml"))
-    [found] = caught.value.found
+    [found] = caught.value.messages
     assert found.setting == "data.train"
     assert all(value in found.message for value in ("train.jsonl:3: ", "'x'"))
     _write(tmp_path / "train", ".jsonl", rows[:2])

@@ -123,7 +123,7 @@ def test_single_npz_file_or_folder_is_split(tmp_path: Path) -> None:
         assert found == {"train": name, "split": {"test": 0.8}}
 
 
-def test_file_roles_are_recognized_by_whole_words(tmp_path: Path) -> None:
+def test_file_role_needs_a_full_word_of_the_name(tmp_path: Path) -> None:
     for name in ("bigvals_test", "bigvals_calibration"):
         graphs.write_rows(tmp_path / f"{name}.npz")
     found = written(graphs.two_layer_classifier(), tmp_path, tmp_path)["data"]

@@ -68,7 +68,7 @@ def test_quantized_artifact_is_planned_by_its_schemes(stage, code, named, folder
         return
     with raises_code(code, InputError) as caught:
         load_plan(folder / "r.yaml")
-    [found] = caught.value.found
+    [found] = caught.value.messages
     assert found.setting == f"stages[0].{stage.partition(':')[0]}"
     assert [value for value in named if value not in found.message] == []
 

@@ -45,7 +45,7 @@ def test_engine_length_is_unset_without_settings(home):
 def test_engine_shorter_than_scoring_is_rejected(home):
     with raises_code("engine-too-short", InputError) as caught:
         _longest(home, "{max_new_tokens: 50}", "{max_new_tokens: 300}")
-    assert message_locations(caught.value.found) == [
+    assert message_locations(caught.value.messages) == [
         ("engine-too-short", "stages[1].tensorrt.max_new_tokens", 7)
     ]
     assert all(number in str(caught.value) for number in ("50", "300"))
@@ -70,7 +70,7 @@ def test_ort_engine_length_follows_scoring(home):
     assert _longest_of_provider(home, "", "{}") is None
     with raises_code("engine-too-short", InputError) as caught:
         _longest_of_provider(home, "{max_new_tokens: 50}", "{max_new_tokens: 300}")
-    assert message_locations(caught.value.found) == [
+    assert message_locations(caught.value.messages) == [
         ("engine-too-short", "stages[0].onnx.engine.max_new_tokens", 6)
     ]
     assert all(number in str(caught.value) for number in ("50", "300"))
@@ -100,7 +100,7 @@ def test_schemes_unsupported_by_tensorrt_are_rejected_for_ort_tensorrt(home):
     (home / "recipe.yaml").write_text(recipe.replace("SCHEME", "int8-dynamic"))
     with raises_code("unsupported-scheme", InputError) as caught:
         load_plan(home / "recipe.yaml")
-    assert [one.setting for one in caught.value.found] == ["stages[1].onnx.target"]
+    assert [one.setting for one in caught.value.messages] == ["stages[1].onnx.target"]
     static = recipe.replace("SCHEME", "int8-static").replace(
         "validation:", "calibration: data.jsonl, validation:"
     )

@@ -32,6 +32,6 @@ def test_missing_openvino_stops_run_unless_optional(folder: Path, monkeypatch: p
     made = plan_stages(folder, stages)
     with raises_code("step-unavailable", MissingDependencyError) as caught:
         made.require_runnable()
-    assert [one.line for one in caught.value.found] == [6]
+    assert [one.line for one in caught.value.messages] == [6]
     assert f"'ov' cannot run on this machine: {made.step('ov').unavailable}" in str(caught.value)
     plan_stages(folder, stages, "ov.optional=true").require_runnable()

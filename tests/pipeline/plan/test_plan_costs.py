@@ -214,7 +214,7 @@ def test_plan_command_rejects_steps_exceeding_memory(home, monkeypatch):
     small = dataclasses.replace(ROOMY, memory_bytes=1000)
     monkeypatch.setattr("smelt.pipeline.execute.run_costs.machine_limits", lambda folder: small)
     result = harness.smelt("plan", home / "recipe.yaml", code=2)
-    assert "needs-more-memory" in {message.code for message in result.error.found}
+    assert "needs-more-memory" in {message.code for message in result.error.messages}
 
 
 @pytest.mark.parametrize("config", [LLAMA, BERT, MARIAN], ids=lambda config: config["model_type"])

@@ -163,7 +163,7 @@ def advice(made: Plan) -> list[Message]:
 def test_impossible_quantized_plans_are_rejected(translator, stages, place, named):
     with raises_code(place[0], InputError) as caught:
         plan(translator, stages)
-    [found] = caught.value.found
+    [found] = caught.value.messages
     assert message_locations([found]) == [(*place, 4)]
     assert [value for value in named if value not in found.message] == []
 
@@ -199,7 +199,7 @@ def test_step_requiring_calibration_data_is_rejected_without_it(translator):
     )
     with raises_code("missing-data", InputError) as caught:
         load_plan(path)
-    assert message_locations(caught.value.found) == [("missing-data", "stages[0].quantize", 4)]
+    assert message_locations(caught.value.messages) == [("missing-data", "stages[0].quantize", 4)]
     assert "calibration or train" in str(caught.value)
     assert "data: {calibration: FILE}" in str(caught.value)
 
@@ -268,7 +268,7 @@ def test_metric_not_scored_by_recipe_is_rejected(
 ) -> None:
     with raises_code("metric-not-scored", InputError) as caught:
         scored_by(translator, metric, score)
-    [found] = caught.value.found
+    [found] = caught.value.messages
     assert message_locations([found]) == [
         ("metric-not-scored", "stages[0].quantize.mixed_precision.metric", 5)
     ]

@@ -40,14 +40,14 @@ def refused(folder, *stages, model="gptq"):
     """Return code and setting of each error that the plan reports."""
     with pytest.raises(InputError) as excinfo:
         load_plan(recipe(folder, *stages, model=model))
-    return [(error.code, error.setting) for error in excinfo.value.found]
+    return [(error.code, error.setting) for error in excinfo.value.messages]
 
 
 def text_of(folder, *stages, model="gptq"):
     """Return the text of the one error that the plan reports."""
     with pytest.raises(InputError) as excinfo:
         load_plan(recipe(folder, *stages, model=model))
-    [error] = excinfo.value.found
+    [error] = excinfo.value.messages
     return error.message
 
 
@@ -56,12 +56,12 @@ def test_stages_requiring_floats_and_unsupported_targets_are_rejected(folder):
         load_plan(
             recipe(folder, "factorize: {}", "onnx: {target: tensorrt}", "quantize: {}\n    from: model")
         )
-    assert message_locations(caught.value.found) == [
+    assert message_locations(caught.value.messages) == [
         ("already-quantized", "stages[0].factorize", 5),
         ("unsupported-scheme", "stages[1].onnx", 6),
         ("already-quantized", "stages[2].quantize", 7),
     ]
-    _, graph, _ = caught.value.found
+    _, graph, _ = caught.value.messages
     assert all(value in graph.message for value in ("int4", "(gptq)", "target: ort-cpu or openvino"))
 
 

@@ -30,7 +30,7 @@ def _plan(folder, length):
 def test_windows_longer_than_model_positions_are_rejected(tmp_path):
     with raises_code("window-too-long", InputError) as caught:
         _plan(tmp_path, 257)
-    assert message_locations(caught.value.found) == [("window-too-long", "data.windows.length", 6)]
+    assert message_locations(caught.value.messages) == [("window-too-long", "data.windows.length", 6)]
     assert all(number in str(caught.value) for number in ("257", "256"))
 
 

@@ -21,7 +21,7 @@ def test_missing_tensorrt_stops_run_unless_optional(folder: Path) -> None:
     with raises_code("step-unavailable", MissingDependencyError) as caught:
         made.require_runnable()
     assert caught.value.exit_code == 2
-    [found] = caught.value.found
+    [found] = caught.value.messages
     assert (found.file, found.line) == (str(folder / "recipe.yaml"), 6)
     assert f"'tensorrt' cannot run on this machine: {made.step('tensorrt').unavailable}" in found.message
     plan_stages(folder, stages, "tensorrt.optional=true").require_runnable()

@@ -61,7 +61,7 @@ def test_invalid_untrained_recipes_are_rejected(home, change):
     code, setting, named = MISTAKES[change]
     with pytest.raises(InputError) as caught:
         load_plan(home / "recipe.yaml")
-    found = [one for one in caught.value.found if (one.code, one.setting) == (code, setting)]
+    found = [one for one in caught.value.messages if (one.code, one.setting) == (code, setting)]
     assert len(found) == 1, str(caught.value)
     assert named in found[0].message
 
@@ -88,7 +88,7 @@ def test_invalid_prompt_template_of_untrained_model_is_rejected(tmp_path, templa
         return
     with pytest.raises(InputError) as caught:
         load_plan(tmp_path / "recipe.yaml")
-    assert [(one.code, one.line) for one in caught.value.found] == [(code, 4)]
+    assert [(one.code, one.line) for one in caught.value.messages] == [(code, 4)]
 
 
 BARE = """
@@ -111,7 +111,7 @@ def test_unsupported_config_of_untrained_model_is_rejected(home):
     (home / "recipe.yaml").write_text(CLASSIFIER.replace("config: bert.json", "config: modern.json"))
     with raises_code("unsupported-config", InputError) as caught:
         load_plan(home / "recipe.yaml")
-    assert [one.setting for one in caught.value.found] == ["model.config"]
+    assert [one.setting for one in caught.value.messages] == ["model.config"]
     assert "'dynamic'" in str(caught.value)
 
 
@@ -129,7 +129,7 @@ def test_untrained_classifier_is_rejected_as_teacher(bare):
     (bare / "recipe.yaml").write_text(BARE)
     with raises_code("untrained-teacher", InputError) as caught:
         load_plan(bare / "recipe.yaml")
-    [found] = caught.value.found
+    [found] = caught.value.messages
     assert found.line == 8
     assert all(value in found.message for value in ("distill: teacher: ", "BertModel", "(teacher: tuned)"))
     first = BARE.replace("  - finetune: {max_steps: 1, precision: fp32}\n    name: tuned\n", "")
@@ -173,5 +173,5 @@ def test_labels_missing_in_train_are_rejected_by_plan(home):
     (home / "recipe.yaml").write_text(CLASSIFIER.replace("test: data.jsonl", "test: other.jsonl"))
     with raises_code("unknown-label", InputError) as caught:
         load_plan(home / "recipe.yaml")
-    assert [one.setting for one in caught.value.found] == ["data.test"]
+    assert [one.setting for one in caught.value.messages] == ["data.test"]
     assert "'positive'" in str(caught.value)

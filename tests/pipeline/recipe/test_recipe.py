@@ -48,8 +48,8 @@ def errors(text: str, *overrides: str) -> list[Message]:
     with pytest.raises(InputError) as excinfo:
         read(text, *overrides)
     assert excinfo.value.exit_code == 2
-    assert str(excinfo.value).splitlines() == [str(error) for error in excinfo.value.found]
-    return list(excinfo.value.found)
+    assert str(excinfo.value).splitlines() == [str(error) for error in excinfo.value.messages]
+    return list(excinfo.value.messages)
 
 
 def test_recipe_defaults() -> None:

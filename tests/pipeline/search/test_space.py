@@ -130,7 +130,7 @@ def test_all_search_errors_are_reported_together_with_lines(tmp_path):
     path = write(tmp_path, text)
     with pytest.raises(InputError) as raised:
         read_space(path)
-    found = {each.setting: each for each in raised.value.found}
+    found = {each.setting: each for each in raised.value.messages}
     assert {setting: each.code for setting, each in found.items()} == {
         "stages[0].prune.keep_ratio.search": "wrong-search-range",
         "quantize.scheme": "wrong-value",
@@ -138,7 +138,7 @@ def test_all_search_errors_are_reported_together_with_lines(tmp_path):
         "search.minimize[1]": "metric-not-scored",
         "search.subject_to.blue": "unknown-metric",
     }
-    assert len(raised.value.found) == 5
+    assert len(raised.value.messages) == 5
     lines = path.read_text().splitlines()
     assert "blue" in lines[found["search.subject_to.blue"].line - 1]
 

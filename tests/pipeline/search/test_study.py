@@ -193,7 +193,7 @@ def test_settings_of_unused_stage_are_ignored(tmp_path):
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "nsga2"])
-def test_repeating_sampler_still_explores_whole_space(space, tmp_path, monkeypatch, sampler):
+def test_repeating_sampler_still_visits_every_point(space, tmp_path, monkeypatch, sampler):
     """It always draws the same point; the others of the space are found all the same, and its end."""
     steps = size_space(tmp_path, "{low: 0.5, high: 0.9, step: 0.1}")
     same = {"prune.keep_ratio": 0.7, "quantize.scheme": "int4"}

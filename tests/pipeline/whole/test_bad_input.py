@@ -85,7 +85,7 @@ def test_too_long_texts_warn_or_fail_with_truncation_error(home):
     error = assert_refused(
         home, RECIPE + "truncation: error\n", "texts-too-long", "texts-too-long", command="run"
     )
-    train, test = (one.message for one in error.found)
+    train, test = (one.message for one in error.messages)
     assert all(value in train for value in ("data.jsonl (train): ", " 1 ", "32 tokens", "line 9."))
     assert all(value in test for value in ("data.jsonl (test): ", " 1 "))
 
@@ -95,7 +95,7 @@ def test_too_long_target_fails_with_truncation_error(home):
         stream.write(json.dumps({"source": "a man", "target": "ein mann " * 40}) + "\n")
     codes = ("texts-too-long", "texts-too-long")
     error = assert_refused(home, TRANSLATION_RECIPE + "truncation: error\n", *codes, command="run")
-    assert all(value in error.found[0].message for value in ("(train): ", " 1 ", "40 tokens", "line 9."))
+    assert all(value in error.messages[0].message for value in ("(train): ", " 1 ", "40 tokens", "line 9."))
 
 
 def test_control_characters_in_data_are_accepted_and_shown_escaped(home):

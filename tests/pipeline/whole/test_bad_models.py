@@ -85,7 +85,7 @@ def _no_offsets(header):
 def test_invalid_model_folders_are_rejected(home, change, code, named):
     change(home)
     error = assert_refused(home, None, code)
-    assert message_locations(error.found) == [(code, "model", 1)]
+    assert message_locations(error.messages) == [(code, "model", 1)]
     assert [value for value in named if value not in str(error)] == []
 
 
@@ -212,7 +212,7 @@ def test_invalid_teacher_folder_is_rejected_by_plan_under_given_name(home, setti
 def test_folder_used_as_step_name_suggests_model_key(home):
     for teacher, place in (("m", ""), ("[model, m]", "[1]")):
         error = assert_refused(home, _distilled(f"teacher: {teacher}"), "unknown-step")
-        assert [one.setting for one in error.found] == [f"stages[1].distill.teacher{place}"]
+        assert [one.setting for one in error.messages] == [f"stages[1].distill.teacher{place}"]
         assert "`{model: m}`" in str(error)
     (home / "graphs").mkdir()  # an artifact without weights for torch, which teaches nobody
     (home / "graphs" / "config.json").write_text((home / "m" / "config.json").read_text())

@@ -48,7 +48,7 @@ pytest_plugins = ["tests.support.standins.invalid_recipes"]
 )
 def test_invalid_stages_are_rejected(home, stages, code, setting, named):
     error = assert_refused(home, f"{RECIPE_HEAD}stages: {stages}\n", code)
-    assert message_locations(error.found) == [(code, setting, 4)]
+    assert message_locations(error.messages) == [(code, setting, 4)]
     assert [value for value in named if value not in str(error)] == []
 
 
@@ -76,7 +76,7 @@ def test_stages_unsupported_by_family_are_rejected(home, family, stages, code, s
     shutil.copytree(every_family.model_with_layers(family, 1 if family == "bert" else 2), home / "other")
     recipe = f"{RECIPE_HEAD}stages: {stages}\n".replace("model: m", "model: other")
     error = assert_refused(home, recipe, code)
-    assert message_locations(error.found) == [(code, setting, 4)]
+    assert message_locations(error.messages) == [(code, setting, 4)]
     assert [value for value in named if value not in str(error)] == []
 
 
@@ -172,11 +172,11 @@ def test_all_recipe_errors_are_reported_at_once(home):
     )  # fmt: skip
     error = command_error(result)
     assert (result.exit_code, error.code) == (2, "several-errors")
-    assert sorted(message_locations(error.found), key=str) == sorted(ITS_MISTAKES, key=str)
-    lines = [line for _, _, line in message_locations(error.found) if line is not None]
+    assert sorted(message_locations(error.messages), key=str) == sorted(ITS_MISTAKES, key=str)
+    lines = [line for _, _, line in message_locations(error.messages) if line is not None]
     assert lines == sorted(lines)
     output = result.output.removeprefix("error[several-errors]: ").splitlines()
-    assert output == [str(found) for found in error.found]
+    assert output == [str(found) for found in error.messages]
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_conflicting_settings_give_one_message(home, stage, code, named):
     config = json.loads((home / "m" / "config.json").read_text())
     (home / "thin.json").write_text(json.dumps(config | {"hidden_size": 16}))
     error = assert_refused(home, RECIPE.replace("prune: {keep_ratio: 0.5}", stage), code)
-    [found] = error.found
+    [found] = error.messages
     assert found.line == 4
     assert [value for value in named if value not in found.message] == []
 

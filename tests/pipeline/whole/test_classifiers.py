@@ -298,7 +298,7 @@ def test_labels_and_metrics_that_do_not_match_are_rejected_by_plan(
     lines = [json.dumps({"text": "a man"})[:-1] + f', "label": {label}}}' for label in labels]
     (folder / "data.jsonl").write_text("\n".join(lines))
     error = command_error(harness.smelt("plan", folder / "recipe.yaml", code=2))
-    [found] = [one for one in error.found if one.code == code]
+    [found] = [one for one in error.messages if one.code == code]
     assert found.setting == setting
     assert [value for value in named if value not in found.message] == []
 

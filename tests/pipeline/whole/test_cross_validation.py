@@ -128,7 +128,7 @@ def test_folds_without_training_are_rejected(home, changes, code):
         text = text.replace(old, new)
     (home / "wrong.yaml").write_text(text)
     error = command_error(harness.smelt("plan", home / "wrong.yaml", code=2))
-    assert [(found.code, found.setting) for found in error.found] == [(code, "score.folds")]
+    assert [(found.code, found.setting) for found in error.messages] == [(code, "score.folds")]
 
 
 def test_more_folds_than_texts_are_rejected():

@@ -93,7 +93,7 @@ def test_fixed_batch_is_used_for_scoring_and_timing(here: Path, monkeypatch: pyt
     step = json.loads((here / "runs/r/report.json").read_text())["steps"][0]
     assert [row["batch_size"] for row in step["latency"]] == [4]
     error = command_error(harness.smelt("plan", recipe(here, latency=QUICK), code=2))
-    assert (error.code, bool(re.search(r"\b4\b", error.found[0].message))) == ("fixed-batch-size", True)
+    assert (error.code, bool(re.search(r"\b4\b", error.messages[0].message))) == ("fixed-batch-size", True)
 
 
 def test_init_recipe_can_be_planned(here: Path) -> None:
@@ -118,7 +118,7 @@ def test_recipe_errors_have_lines(
 ) -> None:
     with raises_code(code, InputError) as caught:
         load_plan(recipe(here, **changes))
-    [found] = caught.value.found
+    [found] = caught.value.messages
     assert found.setting == setting
     assert found.line is not None
     assert [value for value in named if value not in found.message] == []
@@ -128,7 +128,7 @@ def test_all_errors_are_reported_together(here: Path) -> None:
     graphs.save_model(graphs.cyclic_model(), here / "m.onnx")
     changes = {"test: test.npz": "test: gone.npz", "stages: []": "stages: [prune: {}]", "seed": "seed"}
     error = command_error(harness.smelt("plan", recipe(here, **changes), code=2))
-    assert {(one.code, one.setting) for one in error.found} >= {
+    assert {(one.code, one.setting) for one in error.messages} >= {
         ("unsupported-graph", "model"),
         ("wrong-model-format", "stages[0].prune"),
     }

@@ -104,7 +104,7 @@ def test_missing_generator_files_are_rejected_by_plan(
         (tmp_path / "p" / name).unlink()
     recipe.write_text(recipe.read_text().replace("task: translation", f"task: {task}"))
     error = command_error(harness.smelt("plan", recipe, code=2))
-    found = [one for one in error.found if one.code == code]
+    found = [one for one in error.messages if one.code == code]
     assert len(found) == 1, str(error)
     assert named in found[0].message
 
@@ -113,14 +113,16 @@ def test_single_graph_of_generator_is_rejected(tmp_path: Path) -> None:
     recipe = write(tmp_path, "translator", "translation")
     recipe.write_text(recipe.read_text().replace("model: p", "model: p/encoder_model.onnx"))
     error = command_error(harness.smelt("plan", recipe, code=2))
-    assert "part-of-generator" in message_codes(error.found)
+    assert "part-of-generator" in message_codes(error.messages)
     assert f"model: {tmp_path / 'p'}." in str(error)
 
 
 def test_tensorrt_is_rejected_for_imported_generator(tmp_path: Path) -> None:
     recipe = write(tmp_path, "translator", "translation", "[simplify, tensorrt]")
     error = command_error(harness.smelt("plan", recipe, code=2))
-    assert [(one.code, one.setting) for one in error.found] == [("unsupported-graph", "stages[1].tensorrt")]
+    assert [(one.code, one.setting) for one in error.messages] == [
+        ("unsupported-graph", "stages[1].tensorrt")
+    ]
 
 
 def test_hidden_states_are_pooled_as_recipe_specifies(

@@ -111,11 +111,11 @@ def test_optimum_folder_requires_no_further_settings(here: Path) -> None:
 )
 def test_missing_config_is_rejected(here: Path, model: str, setting: str) -> None:
     error = command_error(harness.smelt("plan", write(here, model), code=2))
-    assert ("missing-config", setting) in [(one.code, one.setting) for one in error.found]
+    assert ("missing-config", setting) in [(one.code, one.setting) for one in error.messages]
 
 
 def test_graph_of_other_task_is_rejected(here: Path) -> None:
     recipe = write(here, "exported.onnx\ntokenizer: hub")
     recipe.write_text(recipe.read_text().replace("text-classification", "language-modeling"))
     error = command_error(harness.smelt("plan", recipe, code=2))
-    assert {one.code for one in error.found} >= {"unsupported-graph", "unsupported-task"}
+    assert {one.code for one in error.messages} >= {"unsupported-graph", "unsupported-task"}

@@ -90,7 +90,7 @@ def test_untrained_image_model_learns_and_records_image_size(tmp_path, monkeypat
     text = path.read_text()
     path.write_text(text.replace('model: "model"', "model: {config: small.json}"))
     error = command_error(harness.smelt("plan", path, code=2))
-    assert message_locations(error.found) == [("missing-setting", "model.image_size", 1)]
+    assert message_locations(error.messages) == [("missing-setting", "model.image_size", 1)]
     path.write_text(text.replace('model: "model"', "model: {config: small.json, image_size: 16}"))
     steps = finished(path)
     row = steps["finetune"]["latency"][0]
@@ -123,7 +123,7 @@ def refusal(path: Path, at: int) -> list[tuple[str, str | None]]:
     """Return code and place of what the plan has against the step `at`."""
     error = command_error(harness.smelt("plan", path, code=2))
     start = f"stages[{at}]."
-    return [(message.code, (message.setting or "").removeprefix(start)) for message in error.found]
+    return [(message.code, (message.setting or "").removeprefix(start)) for message in error.messages]
 
 
 @REFUSED

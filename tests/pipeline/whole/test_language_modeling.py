@@ -173,7 +173,7 @@ def test_recipe_not_matching_task_is_rejected(home, change, code, setting, named
     path = home / "bad.yaml"
     path.write_text(text)
     error = command_error(harness.smelt("plan", path, code=2))
-    found = [one for one in error.found if (one.code, one.setting) == (code, setting)]
+    found = [one for one in error.messages if (one.code, one.setting) == (code, setting)]
     assert len(found) == 1, str(error)
     assert [value for value in named if value not in found[0].message] == []
 
@@ -191,5 +191,5 @@ def test_unsupported_model_config_is_rejected(home, tmp_path):
     causal.write_lines(tmp_path / "t.txt", 1)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     error = command_error(harness.smelt("plan", tmp_path / "recipe.yaml", code=2))
-    assert {one.code for one in error.found} >= {"unsupported-config", "unsupported-architecture"}
+    assert {one.code for one in error.messages} >= {"unsupported-config", "unsupported-architecture"}
     assert "'yarn'" in str(error)

@@ -276,8 +276,8 @@ def test_init_recipe_runs(tmp_path):
 def test_errors_are_reported_by_plan(change, code, setting, named, tmp_path):
     folder = home(tmp_path, **change)
     error = command_error(harness.smelt("plan", folder / "recipe.yaml", code=2))
-    found = [one for one in error.found if (one.code, one.setting) == (code, setting)]
-    assert len(found) == 1, [(one.code, one.setting) for one in error.found]
+    found = [one for one in error.messages if (one.code, one.setting) == (code, setting)]
+    assert len(found) == 1, [(one.code, one.setting) for one in error.messages]
     assert [value for value in named if value not in found[0].message] == []
 
 

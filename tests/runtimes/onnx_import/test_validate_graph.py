@@ -374,7 +374,7 @@ def test_an_axis_called_by_a_question_mark_has_no_name(tmp_path: Path) -> None:
     assert subprocess_main([str(path)])["signature"]["inputs"][0]["shape"] == [None, 8]
 
 
-def test_several_errors_are_said_together(tmp_path: Path) -> None:
+def test_several_errors_are_reported_together(tmp_path: Path) -> None:
     model = graphs.cyclic_model()
     model.opset_import[0].version = 99
     model.graph.node[0].op_type = "Nothing"

@@ -119,5 +119,5 @@ def plan_errors(bench: PairRunner, *stages: str) -> list[Message]:
     try:
         bench.plan(*stages)
     except InputError as error:
-        return list(error.found)
+        return list(error.messages)
     return []

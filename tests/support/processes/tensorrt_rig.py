@@ -195,7 +195,7 @@ def _run_request(request: dict[str, Any]) -> dict[str, Any]:
     try:
         plan, warnings = build_engine(import_tensorrt(), Path(request["onnx"]), profiles, options, progress)
     except RunError as error:
-        return {"error": str(error), "codes": message_codes(error.found) or [error.code]}
+        return {"error": str(error), "codes": message_codes(error.messages) or [error.code]}
     if "plan" in request:
         Path(request["plan"]).write_bytes(plan)
     types = _layer_counts(import_tensorrt(), request["onnx"])

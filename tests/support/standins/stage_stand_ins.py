@@ -113,7 +113,7 @@ def plan_errors(folder: Path, stages: str, *overrides: str, **more: Any) -> list
     with pytest.raises(InputError) as excinfo:
         plan_stages(folder, stages, *overrides, **more)
     assert excinfo.value.exit_code == 2
-    return list(excinfo.value.found)
+    return list(excinfo.value.messages)
 
 
 STAGE_TREE = """

@@ -24,10 +24,10 @@ from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context, Need, Stage
 from smelt.data.splits import Split, missing_labels_errors
 from smelt.data.tasks import Task, task_names, task_traits
-from smelt.models.costs import CostInputs, SampleLengths, StepCost
 from smelt.models.families.registry import find_family, no_blocks_reason
 from smelt.models.model_size import ModelSize
-from smelt.training.settings import TrainingSettings, lighter_trainings, needed_by_training, training_cost
+from smelt.models.step_size import SizeInputs, StepSize
+from smelt.training.settings import TrainingSettings, lighter_trainings, needed_by_training, training_size
 from smelt.training.train import train
 
 if TYPE_CHECKING:
@@ -71,23 +71,23 @@ class TechniqueTrainingSettings(TrainingSettings):
 
 def estimate_training(
     settings: TechniqueTrainingSettings,
-    inputs: CostInputs,
+    inputs: SizeInputs,
     *,
     teachers: Sequence[ModelSize] = (),
-    samples: SampleLengths | None = None,
-) -> StepCost:
-    """Return the estimated cost of a training with its techniques (see `training_cost`).
+    samples: int | None = None,
+) -> StepSize:
+    """Return the estimated sizes of a training with its techniques (see `training_size`).
 
     A quantized model is trained through float weights, which each update rounds; sparsity and masks keep
     scores of the linear layers' weights.
     """
     is_quantized = inputs.source.bytes_per_weight < _HALF_BYTES
     copies = 2.0 * (is_quantized and settings.lora is None) + 2.0 * (settings.sparsify is not None)
-    cost = training_cost(settings, inputs, teachers=teachers, samples=samples, layer_copies=copies)
+    size = training_size(settings, inputs, teachers=teachers, samples=samples, layer_copies=copies)
     if not is_quantized or settings.lora is not None:
-        return cost
+        return size
     has_master_weights = settings.qat is None or settings.qat.save_master_weights
-    return replace(cost, disk_bytes=cost.disk_bytes + has_master_weights * inputs.result.float_bytes)
+    return replace(size, disk_bytes=size.disk_bytes + has_master_weights * inputs.result.float_bytes)
 
 
 def provided_by_training(settings: TechniqueTrainingSettings) -> frozenset[str]:
@@ -270,8 +270,8 @@ class Finetune(Stage[FinetuneSettings]):
         )
 
     @classmethod
-    def estimate_cost(cls, settings: FinetuneSettings, inputs: CostInputs) -> StepCost:
-        """Return the estimated cost of the step."""
+    def estimate_size(cls, settings: FinetuneSettings, inputs: SizeInputs) -> StepSize:
+        """Return the estimated sizes of the step."""
         return estimate_training(settings, inputs)
 
     @classmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,8 +22,8 @@ from smelt.core.system import require_memory
 from smelt.data.splits import Split
 from smelt.data.tasks import Task, task_traits
 from smelt.export.settings import OnnxSettings, ProviderSettings, unsupported_model, unsupported_task
-from smelt.models.costs import CostInputs, StepCost, Work, certain_bytes, load_work, save_work
 from smelt.models.families.registry import QUANTIZED_CONVOLUTIONS_KEY
+from smelt.models.step_size import SizeInputs, StepSize, certain_bytes
 from smelt.quantization.scheme import CONV_UNSUPPORTED_TARGETS
 from smelt.runtimes.images import ImageBatch
 
@@ -136,44 +136,25 @@ def _require_precision(schemes: list[Scheme], settings: OnnxSettings) -> None:
 
 BF16_OPSET = 22
 _CACHED_BYTES = 2**30  # of dequantized weights, which the parity checks use a few times
-# Of tracing, simplifying and comparing a graph: for each graph, and for each block in it, on a processor of
-# 300,000 torch calls a second.
-_CALLS_PER_GRAPH, _CALLS_PER_BLOCK = 9e5, 3e5
-# Modules of torch.onnx, onnx, onnxscript and ONNX Runtime.
-_MODULE_BYTES = 250e6
-# Times that the weights of a graph are read or written: serialized, simplified, checked, compared.
-_PASSES = 10
-# Copies of the weights at a time, besides the model: the traced graph, its file, the simplified graph; the
-# session that is compared.
-_COPIES = 3.0
 
 
-def graph_count(settings: OnnxSettings, inputs: CostInputs) -> int:
-    """Return the number of graphs that are exported."""
-    loops = 2 if settings.generation_graph and settings.target == "ort-cpu" and inputs.source.generates else 0
-    return (2 if inputs.source.is_encoder_decoder else 1) + loops
-
-
-def export_cost(settings: OnnxSettings, inputs: CostInputs) -> StepCost:
-    """Return the estimated cost of an export."""
-    size, graphs = inputs.source, graph_count(settings, inputs)
+def export_size(settings: OnnxSettings, inputs: SizeInputs) -> StepSize:
+    """Return the estimated sizes of an export: the model, and its weights once more in the graph."""
+    size = inputs.source
     each = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0}[file_dtype(settings)]
     stored = size.stored_as(
         min(size.bytes_per_weight, each) if size.bytes_per_weight < 2 else each,
         min(size.table_bytes_per_weight, each) if size.table_bytes_per_weight < 2 else each,
     )
-    work = load_work(size) + save_work(stored)
-    work += Work.of("calls", graphs * _CALLS_PER_GRAPH + graphs * size.layers * _CALLS_PER_BLOCK)
-    work += Work.of("moved", _PASSES * size.float_bytes)
     # quantized weights stay as they are
     held = stored.stored_bytes if size.bytes_per_weight < 2 else size.float_bytes
-    return StepCost(
-        work=work,
-        memory_bytes=round(held + _COPIES * stored.stored_bytes + _MODULE_BYTES),
-        least_bytes=certain_bytes(size),
+    return StepSize(
+        memory_bytes=held + stored.stored_bytes,
+        least_bytes=min(certain_bytes(size), held),
         result=stored,
         disk_bytes=stored.stored_bytes,
         temporary_bytes=stored.stored_bytes,
+        work=float(size.parameters),
     )
 
 
@@ -391,15 +372,9 @@ class Onnx(Stage[OnnxSettings]):
         return found, config
 
     @classmethod
-    def estimate_cost(cls, settings: OnnxSettings, inputs: CostInputs) -> StepCost:
-        """Return the estimated cost of the step."""
-        return export_cost(settings, inputs)
-
-    @classmethod
-    def lighter_settings(cls, settings: OnnxSettings) -> Iterator[tuple[str, OnnxSettings]]:
-        """Yield settings that need less memory, with their text."""
-        if settings.simplify:
-            yield "simplify: false", settings.model_copy(update={"simplify": False})
+    def estimate_size(cls, settings: OnnxSettings, inputs: SizeInputs) -> StepSize:
+        """Return the estimated sizes of the step."""
+        return export_size(settings, inputs)
 
     def __call__(self, src: Artifact, settings: OnnxSettings, ctx: Context) -> None:
         """Export `src` into `ctx.out`."""

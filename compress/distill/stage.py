@@ -42,7 +42,7 @@ from smelt.data.bleu_tokenizer import bleu_tokenizer
 from smelt.data.labels import MULTI_LABEL, REGRESSION, problem_type
 from smelt.data.splits import Example, Label, Split
 from smelt.data.tasks import Task, task_traits
-from smelt.models.costs import CostInputs, StepCost, Work, generation_over, passes_over, total
+from smelt.models.step_size import SizeInputs, StepSize
 from smelt.models.text_rules import read_text_rules
 from smelt.tasks.read_split import UNLABELED, UNLABELED_TASKS
 from smelt.training.settings import TrainingSettings, lighter_trainings, needed_by_training
@@ -205,27 +205,21 @@ class Distill(Stage[DistillSettings]):
         return errors
 
     @classmethod
-    def estimate_cost(cls, settings: DistillSettings, inputs: CostInputs) -> StepCost:
-        """Return the estimated cost of the step: generated targets, the teacher's outputs, every phase."""
+    def estimate_size(cls, settings: DistillSettings, inputs: SizeInputs) -> StepSize:
+        """Return the estimated sizes of the step: those of the phase that holds most."""
         settings = settings.resolve_for_task(inputs.task)
         teachers = [size for setting, size in inputs.named.items() if setting.startswith("teacher")]
         teachers = teachers or [inputs.source]
-        parts = [samples for name in _split_names(settings) if (samples := inputs.samples.get(name))]
-        samples = parts[0] if len(parts) == 1 else None
-        extra_work, sequences = Work(), settings.sequence_level
-        if sequences is not None and samples is not None:
-            generator = inputs.named.get("sequence_level.generator", teachers[0])
-            extra_work += generation_over(samples, generator, sequences.batch_size, sequences.num_beams)
-        if settings.cache_logits is not None and samples is not None:
-            extra_work += total([passes_over(samples, teacher, inputs.task) for teacher in teachers])
-        costs = []
-        for training in (phase.without_default_dropout() for phase in settings.phase_settings()):
+        counts = [count for name in _split_names(settings) if (count := inputs.samples.get(name))]
+        samples = counts[0] if len(counts) == 1 else None
+        sizes = []
+        for training in settings.phase_settings():
             cached = settings.cache_logits is not None and training.needs_only_outputs(inputs.task)
-            active_teachers = teachers if training.losses.uses_teacher() and not cached else []
-            costs.append(estimate_training(training, inputs, teachers=active_teachers, samples=samples))
-        largest = max(costs, key=lambda cost: cost.memory_bytes)
-        works = [cost.work for cost in costs if cost.work is not None]
-        return replace(largest, work=total([extra_work, *works]) if len(works) == len(costs) else None)
+            present = teachers if training.losses.uses_teacher() and not cached else []
+            sizes.append(estimate_training(training, inputs, teachers=present, samples=samples))
+        works = [size.work for size in sizes if size.work is not None]
+        largest = max(sizes, key=lambda size: size.memory_bytes)
+        return replace(largest, work=sum(works) if len(works) == len(sizes) else None)
 
     @classmethod
     def lighter_settings(cls, settings: DistillSettings) -> Iterator[tuple[str, TrainingSettings]]:

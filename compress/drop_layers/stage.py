@@ -20,16 +20,9 @@ from smelt.core.messages import Message, warning
 from smelt.core.stage import Context, Need, Stage
 from smelt.data.splits import Split, missing_labels_errors
 from smelt.data.tasks import Task
-from smelt.models.costs import (
-    CostInputs,
-    StepCost,
-    calibration_batches,
-    forward_work,
-    one_shot_cost,
-    total,
-)
 from smelt.models.families.family import STACK_NAMES
 from smelt.models.families.registry import FAMILIES, family_of
+from smelt.models.step_size import SizeInputs, StepSize, one_shot_size
 
 if TYPE_CHECKING:
     from smelt.models.families.family import Stack
@@ -113,15 +106,12 @@ class DropLayers(Stage[DropLayersSettings]):
         return check_layer_counts(settings, config)
 
     @classmethod
-    def estimate_cost(cls, settings: DropLayersSettings, inputs: CostInputs) -> StepCost:
-        """Return the estimated cost of the step; `loss` tries every layer for each that is removed."""
-        size, result = inputs.source, inputs.result
-        batches = calibration_batches(inputs, settings.calibration_samples)
-        one_pass = total([forward_work(size, batch, inputs.task) for batch in batches])
-        removed = size.layers - result.layers if not settings.parts else size.layers / 2
-        passes = {"loss": removed * size.layers / 2, "block-influence": 1.0}.get(settings.importance, 0.0)
+    def estimate_size(cls, settings: DropLayersSettings, inputs: SizeInputs) -> StepSize:
+        """Return the estimated sizes of the step; `loss` tries every layer for each that is removed."""
+        samples = settings.calibration_samples if settings.importance in _CALIBRATED else 1
+        tried = inputs.source.layers if settings.importance == "loss" else 1
         by_block = settings.importance != "loss" and not inputs.is_gpu
-        return one_shot_cost(inputs, work=one_pass * passes, streamed=by_block)
+        return one_shot_size(inputs, streamed=by_block, samples=samples * tried)
 
     @classmethod
     def lighter_settings(cls, settings: DropLayersSettings) -> Iterator[tuple[str, DropLayersSettings]]:

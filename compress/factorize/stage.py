@@ -14,18 +14,7 @@ from smelt.core.messages import Message, error_message, with_article
 from smelt.core.stage import Context, Need, Stage
 from smelt.data.splits import Split, missing_labels_errors
 from smelt.data.tasks import Task
-from smelt.models.costs import (
-    CostInputs,
-    StepCost,
-    Work,
-    calibration_batches,
-    forward_work,
-    is_streamed,
-    moment_bytes,
-    moment_work,
-    one_shot_cost,
-    total,
-)
+from smelt.models.step_size import SizeInputs, StepSize, one_shot_size
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,9 +24,6 @@ if TYPE_CHECKING:
 
 # About the part of the weights that `energy` or a rank keeps; layers that gain nothing are kept whole.
 _USUAL_RATIO = 0.85
-# Operations of a symmetric eigenvalue decomposition, for each cube of the width (LAPACK's dsyevd: 4/3 for the
-# tridiagonal form, twice that and more for the vectors), in float64, which counts twice.
-_DECOMPOSITION_FLOPS = 2 * 9.0
 
 
 class Factorize(Stage[FactorizeSettings]):
@@ -127,28 +113,13 @@ class Factorize(Stage[FactorizeSettings]):
         return [], config
 
     @classmethod
-    def estimate_cost(cls, settings: FactorizeSettings, inputs: CostInputs) -> StepCost:
-        """Return the estimated cost of the step: second moments on samples, a decomposition a layer."""
-        size = inputs.source
-        matrices = [list(stack.matrices) for stack in size.stacks]
-        sides = [min(matrix) for stack in size.stacks for matrix in stack.matrices * stack.layers]
-        work = Work.of("solver", sum(_DECOMPOSITION_FLOPS * side**3 for side in sides))
+    def estimate_size(cls, settings: FactorizeSettings, inputs: SizeInputs) -> StepSize:
+        """Return the estimated sizes of the step."""
         streamed = settings.targets == "layers" and settings.parameter_budget is None and not inputs.is_gpu
         streamed = streamed and settings.method in ("svd", "whitened-svd", "asvd")
-        extra_bytes = 0.0
-        if settings.targets == "embeddings":
-            side = min(size.width, size.vocabulary)
-            work = Work.of("solver", _DECOMPOSITION_FLOPS * side**3)
-            work += Work.of("matrix", 2 * size.table_weights * side)
-        elif settings.needs_calibration:
-            batches = calibration_batches(inputs, settings.calibration_samples)
-            times = 2 if settings.parameter_budget is None else 3
-            work += total([forward_work(size, batch, inputs.task) for batch in batches]) * times
-            work += moment_work(size, batches, matrices)
-            extra_bytes = moment_bytes(size, matrices, streamed and is_streamed(size))
         ratio = settings.keep_ratio or settings.parameter_budget or _USUAL_RATIO
         result = inputs.result if settings.targets == "embeddings" else inputs.result.scaled_blocks(ratio)
-        return one_shot_cost(inputs, result=result, work=work, more_bytes=extra_bytes, streamed=streamed)
+        return one_shot_size(inputs, result=result, streamed=streamed)
 
     def __call__(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:
         """Factorize the layers of `src` that gain from it and write the model to `ctx.out`."""

@@ -21,19 +21,8 @@ from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context, Need, QuantizedInput, Stage
 from smelt.data.splits import Split, missing_labels_errors
 from smelt.data.tasks import Task, task_traits
-from smelt.models.costs import (
-    CostInputs,
-    StepCost,
-    Work,
-    activation_bytes,
-    calibration_batches,
-    forward_work,
-    moment_bytes,
-    moment_work,
-    one_shot_cost,
-    total,
-)
 from smelt.models.model_size import FLOAT_BYTES
+from smelt.models.step_size import SizeInputs, StepSize, one_shot_size
 from smelt.quantization.schemes.registry import STATIC_SCHEME
 
 if TYPE_CHECKING:
@@ -44,9 +33,6 @@ if TYPE_CHECKING:
     from smelt.compress.prune.reconstruct import UnitSelection
     from smelt.compress.prune.units import AttentionGroup, FeedForwardGroup
     from smelt.models.streamed_model import StreamedModel
-
-# Of a latency budget: the timings of layers of several widths.
-_TIMING_SECONDS = 60.0
 
 
 class Prune(Stage[PruneSettings]):
@@ -143,32 +129,18 @@ class Prune(Stage[PruneSettings]):
         return errors, config if errors else narrowed_config(settings, config)
 
     @classmethod
-    def estimate_cost(cls, settings: PruneSettings, inputs: CostInputs) -> StepCost:
-        """Return the estimated cost of the step: gradients or inputs on samples, and the refit of layers."""
-        size, needs = inputs.source, IMPORTANCES[settings.importance].needs
-        fits_all = settings.scope == "global" or settings.budget is not None
-        streamed = IMPORTANCES[settings.importance].is_local and not fits_all and not inputs.is_gpu
-        batches = calibration_batches(inputs, settings.calibration_samples)
-        graded = [] if needs != "labels" else calibration_batches(inputs, settings.calibration_samples, 4096)
-        work = total([forward_work(size, batch, inputs.task, "training") for batch in graded])
-        extra_bytes = float(FLOAT_BYTES * size.parameters * bool(graded))  # gradients
-        extra_bytes += max((activation_bytes(size, batch, False) for batch in graded), default=0)
-        if needs == "samples":
-            work += total([forward_work(size, batch, inputs.task) for batch in batches])
-        if settings.reconstruct and "channels" not in settings.targets:
-            output_matrices = [
-                [stack.matrices[0][::-1]] for stack in size.stacks
-            ]  # of the layers after the units
-            work += total([forward_work(size, batch, inputs.task) for batch in batches]) * 2
-            work += moment_work(size, batches, output_matrices)
-            extra_bytes = max(extra_bytes, moment_bytes(size, output_matrices, by_block=True))
-        if settings.budget is not None and settings.budget.latency is not None:
-            work += Work.of("seconds", _TIMING_SECONDS)
-        keep_ratios = {target: settings.keep_ratio_of(target) for target in settings.targets}
-        result = inputs.result.with_units(keep_ratios.get("heads", 1.0), keep_ratios.get("ffn", 1.0))
+    def estimate_size(cls, settings: PruneSettings, inputs: SizeInputs) -> StepSize:
+        """Return the estimated sizes of the step: gradients of all weights, if the importance needs them."""
+        method = IMPORTANCES[settings.importance]
+        scores_all = settings.scope == "global" or settings.budget is not None
+        streamed = method.is_local and not scores_all and not inputs.is_gpu
+        samples = settings.calibration_samples if method.needs != "weights" or settings.reconstruct else 1
+        kept = {target: settings.keep_ratio_of(target) for target in settings.targets}
+        result = inputs.result.with_units(kept.get("heads", 1.0), kept.get("ffn", 1.0))
         if settings.budget is not None and settings.budget.measure == "parameters":
             result = inputs.result.scaled_blocks(settings.budget.keep_ratio)
-        return one_shot_cost(inputs, result=result, work=work, more_bytes=extra_bytes, streamed=streamed)
+        gradients = FLOAT_BYTES * inputs.source.parameters * (method.needs == "labels")
+        return one_shot_size(inputs, result=result, more_bytes=gradients, streamed=streamed, samples=samples)
 
     @classmethod
     def lighter_settings(cls, settings: PruneSettings) -> Iterator[tuple[str, PruneSettings]]:

@@ -1,10 +1,9 @@
-"""The stage `quantize`: one scheme for linear layers, one for embeddings and the output layer; its cost."""
+"""The stage `quantize`: one scheme for linear layers, one for embeddings and the output layer; its sizes."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,22 +12,9 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message, warning
 from smelt.core.stage import Context, Need, Settings, Stage
-from smelt.models.costs import (
-    Batch,
-    CostInputs,
-    StepCost,
-    Work,
-    calibration_batches,
-    cubic_solver_work,
-    forward_work,
-    is_streamed,
-    num_tokens,
-    one_shot_cost,
-    pass_bytes,
-    total,
-)
 from smelt.models.families.registry import QUANTIZED_CONVOLUTIONS_KEY, no_blocks_reason
-from smelt.models.model_size import FLOAT_BYTES, ModelSize
+from smelt.models.model_size import ModelSize
+from smelt.models.step_size import SizeInputs, StepSize, is_streamed, one_shot_size
 from smelt.quantization.scheme import OptionValue, Scheme
 from smelt.quantization.schemes.registry import (
     SCHEMES,
@@ -130,9 +116,9 @@ class Quantize(Stage[QuantizeSettings]):
         return errors, config if errors else {**config, QUANTIZED_CONVOLUTIONS_KEY: True}
 
     @classmethod
-    def estimate_cost(cls, settings: QuantizeSettings, inputs: CostInputs) -> StepCost:
-        """Return the estimated cost of the step."""
-        return quantize_cost(settings, inputs)
+    def estimate_size(cls, settings: QuantizeSettings, inputs: SizeInputs) -> StepSize:
+        """Return the estimated sizes of the step."""
+        return quantize_size(settings, inputs)
 
     @classmethod
     def lighter_settings(cls, settings: QuantizeSettings) -> Iterator[tuple[str, QuantizeSettings]]:
@@ -399,18 +385,6 @@ def _wrap_row(cells: list[str]) -> list[str]:
     ]
 
 
-_HESSIAN_BYTES = 8  # float64
-_MOMENT_COPIES = 3  # of the largest second moment, while its factor is computed
-_GPTQ_COLUMNS = 128  # that GPTQ updates at once
-_CALLS_PER_COLUMN = 60
-_STRIDE_FACTOR = 4  # of reading and writing columns, which are not contiguous
-_PASSES_PER_WEIGHT = 70  # of reading and writing, to find a grid and to round
-_CLIP_PASSES = 200  # to search clipping
-_SCALE_CANDIDATES = 20  # of AWQ, for each norm
-_HQQ_PASSES = 20 * 6
-_STATE_BYTES = 2**30  # of hidden states that are kept in memory
-
-
 def quantized_size(settings: QuantizeSettings, size: ModelSize) -> ModelSize:
     """Return the size of the quantized model in files: weights, scales and zero points of each matrix."""
     if settings.mixed_precision is not None:
@@ -452,64 +426,17 @@ def _bytes(scheme: str, options: Mapping[str, OptionValue], columns: int) -> flo
     return bits_per_weight(SCHEMES[scheme], options, columns) / 8
 
 
-def works_by_block(settings: QuantizeSettings, inputs: CostInputs) -> bool:
+def works_by_block(settings: QuantizeSettings, inputs: SizeInputs) -> bool:
     """Return whether a large model is quantized block by block (see `open_large_model`)."""
     moves_scales = settings.scales_inputs or settings.smoothquant_alpha is not None
     needs_whole = settings.loads_whole_model or (moves_scales and inputs.source.is_encoder_decoder)
     return not needs_whole and not (settings.needs_calibration and inputs.is_gpu)
 
 
-def quantize_cost(settings: QuantizeSettings, inputs: CostInputs) -> StepCost:
-    """Return the cost of `quantize` with these settings."""
-    size, streamed = inputs.source, works_by_block(settings, inputs)
-    result = quantized_size(settings, inputs.result)
-    passes = _PASSES_PER_WEIGHT + (_CLIP_PASSES if settings.clip != "none" else 0)
-    passes += _HQQ_PASSES if settings.method == "hqq" else 0
-    work = Work.of("moved", passes * FLOAT_BYTES * size.parameters)
-    by_block = streamed and is_streamed(size)
-    # a float copy of the largest matrix, instead of a block's, or next to the quantized weights of all
-    extra_bytes = float(FLOAT_BYTES * size.largest_matrix + 2 * (0 if by_block else result.stored_bytes))
-    extra_bytes = max(0.0, extra_bytes - 2 * FLOAT_BYTES * size.largest_block) if by_block else extra_bytes
-    if not settings.needs_calibration:
-        return one_shot_cost(inputs, result=result, work=work, more_bytes=extra_bytes, streamed=streamed)
-    batches = calibration_batches(inputs, settings.calibration_samples)
-    one_pass = total([forward_work(size, batch, inputs.task) for batch in batches])
-    extra_bytes = max(extra_bytes, max((pass_bytes(size, batch) for batch in batches), default=0))
-    if settings.compensates_rounding:
-        solving, gptq_bytes = _gptq(size, batches, by_block=by_block)
-        work, extra_bytes = work + solving + one_pass * 2, extra_bytes + gptq_bytes
-    if settings.scales_inputs:
-        work += one_pass * _SCALE_CANDIDATES
-    if settings.needs_activation_ranges or settings.smoothquant_alpha is not None:
-        work += one_pass * 2
-    if settings.mixed_precision is not None or AUTO in settings.exclude:
-        sensitivity_batches = calibration_batches(inputs, settings.sensitivity_samples)
-        layers = sum(stack.layers * len(stack.matrices) for stack in size.stacks)
-        # each layer is quantized alone, and the model runs from its block on
-        work += total([forward_work(size, batch, inputs.task) for batch in sensitivity_batches]) * (
-            layers / 2
-        )
-    cost = one_shot_cost(inputs, result=result, work=work, more_bytes=extra_bytes, streamed=streamed)
-    return cost if batches else replace(cost, work=None)
-
-
-def _gptq(size: ModelSize, batches: list[Batch], by_block: bool) -> tuple[Work, float]:
-    """Return the work and the memory of second moments, their factors, and the columns of all layers."""
-    tokens, work = num_tokens(batches), Work()
-    largest, moments = 0.0, 0.0
-    for stack in size.stacks:
-        flops = sum(2 * tokens * columns**2 + rows * columns**2 for rows, columns in stack.matrices)
-        column_bytes = FLOAT_BYTES * (3 * _GPTQ_COLUMNS / 2 + 8) * _STRIDE_FACTOR
-        moved_bytes = sum(columns * rows * column_bytes for rows, columns in stack.matrices)
-        stack_work = (
-            Work.of("matrix", flops)
-            + Work.of("moved", moved_bytes)
-            + Work.of("calls", sum(columns * _CALLS_PER_COLUMN for _, columns in stack.matrices))
-            + cubic_solver_work([columns for _, columns in stack.matrices]) * 2  # float64
-        )
-        work += stack_work * stack.layers
-        moments = max(moments, sum(_HESSIAN_BYTES * columns**2 for _, columns in stack.matrices))
-        largest = max([largest, *(_HESSIAN_BYTES * columns**2 for _, columns in stack.matrices)])
-    states = min(_STATE_BYTES, FLOAT_BYTES * tokens * size.width)
-    codes = 0 if by_block else size.block_weights  # one byte a weight until they are packed
-    return work, moments + _MOMENT_COPIES * largest + states + codes
+def quantize_size(settings: QuantizeSettings, inputs: SizeInputs) -> StepSize:
+    """Return the sizes of `quantize` with these settings: the float weights, and the quantized ones."""
+    result, streamed = quantized_size(settings, inputs.result), works_by_block(settings, inputs)
+    by_block = streamed and is_streamed(inputs.source)
+    samples = settings.calibration_samples if settings.needs_calibration else 1
+    more = 0 if by_block else result.stored_bytes
+    return one_shot_size(inputs, result=result, more_bytes=more, streamed=streamed, samples=samples)

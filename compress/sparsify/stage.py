@@ -14,18 +14,8 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context, Need, QuantizedInput, Settings, Stage, StoredDtype
-from smelt.models.costs import (
-    CostInputs,
-    StepCost,
-    Work,
-    calibration_batches,
-    forward_work,
-    moment_bytes,
-    moment_work,
-    one_shot_cost,
-    total,
-)
 from smelt.models.families.registry import FAMILIES, find_family, no_blocks_reason
+from smelt.models.step_size import SizeInputs, StepSize, one_shot_size
 
 if TYPE_CHECKING:
     from smelt.calibration.samples import CalibrationSamples
@@ -149,19 +139,10 @@ class Sparsify(Stage[SparsifySettings]):
         ], config
 
     @classmethod
-    def estimate_cost(cls, settings: SparsifySettings, inputs: CostInputs) -> StepCost:
-        """Return the estimated cost of the step: inputs on samples, second moments with compensation."""
-        size, extra_bytes, work = inputs.source, 0.0, Work()
-        if settings.needs_calibration:
-            batches = calibration_batches(inputs, settings.calibration_samples)
-            work += total([forward_work(size, batch, inputs.task) for batch in batches]) * 2
-            if SPARSITY_METHODS[settings.method].needs == "moments":
-                matrices = [list(stack.matrices) for stack in size.stacks]
-                work, extra_bytes = (
-                    work + moment_work(size, batches, matrices),
-                    moment_bytes(size, matrices, by_block=True),
-                )
-        return one_shot_cost(inputs, work=work, more_bytes=extra_bytes, streamed=not inputs.is_gpu)
+    def estimate_size(cls, settings: SparsifySettings, inputs: SizeInputs) -> StepSize:
+        """Return the estimated sizes of the step."""
+        samples = settings.calibration_samples if settings.needs_calibration else 1
+        return one_shot_size(inputs, streamed=not inputs.is_gpu, samples=samples)
 
     def __call__(self, src: Artifact, settings: SparsifySettings, ctx: Context) -> None:
         """Make the model of `src` sparse and write it to `ctx.out`."""

@@ -36,7 +36,7 @@ from smelt.export.onnx_models.output_comparison import (
     restore_passthrough_outputs,
 )
 from smelt.export.onnx_models.prepare_for_quantizer import PER_CHANNEL_OPSET, prepare_for_quantizer
-from smelt.models.costs import CostInputs, StepCost, one_shot_cost
+from smelt.models.step_size import SizeInputs, StepSize, one_shot_size
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME, STATIC_SCHEME
 from smelt.runtimes.graph_walk import all_nodes, node_inputs, subgraphs
 
@@ -171,10 +171,10 @@ class QuantizeOnnx(Stage[QuantizeOnnxSettings]):
         return frozenset({"calibration"})
 
     @classmethod
-    def estimate_cost(cls, settings: QuantizeOnnxSettings, inputs: CostInputs) -> StepCost:
-        """Return the estimated cost of the step; its time is unknown."""
+    def estimate_size(cls, settings: QuantizeOnnxSettings, inputs: SizeInputs) -> StepSize:
+        """Return the estimated sizes of the step."""
         result = inputs.source.stored_as(_QUANTIZED_BYTES, _QUANTIZED_BYTES)
-        return one_shot_cost(inputs, result=result, more_bytes=inputs.source.stored_bytes)
+        return one_shot_size(inputs, result=result, more_bytes=inputs.source.stored_bytes)
 
     def __call__(self, src: Artifact, settings: QuantizeOnnxSettings, ctx: Context) -> None:
         """Write the quantized graph into `ctx.out`.

@@ -21,7 +21,7 @@ from smelt.core.stage import Context, Settings, Stage
 from smelt.core.system import IsolatedProcessError, ProcessLimits, available_bytes, run_isolated
 from smelt.data.tasks import ALL_TASKS, Task
 from smelt.export.onnx_models.normalize_graph import copy_graphs, copy_model_files, ordered_graphs
-from smelt.models.costs import CostInputs, StepCost, one_shot_cost
+from smelt.models.step_size import SizeInputs, StepSize, one_shot_size
 
 _MAX_NAMED_NODES = 3
 # RMS difference in standard deviations of an output; float16 rounding gives 0.0005.
@@ -78,9 +78,9 @@ class Fp16(Stage[Fp16Settings]):
     tasks: ClassVar[frozenset[Task]] = frozenset(ALL_TASKS)
 
     @classmethod
-    def estimate_cost(cls, settings: Fp16Settings, inputs: CostInputs) -> StepCost:
-        """Return the estimated cost of the step; its time is unknown."""
-        return one_shot_cost(
+    def estimate_size(cls, settings: Fp16Settings, inputs: SizeInputs) -> StepSize:
+        """Return the estimated sizes of the step."""
+        return one_shot_size(
             inputs, result=inputs.source.stored_as(2.0, 2.0), more_bytes=inputs.source.stored_bytes
         )
 

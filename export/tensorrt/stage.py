@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -37,7 +36,7 @@ from smelt.export.tensorrt.build_engine import (
     timing_cache_path,
 )
 from smelt.export.tensorrt.preflight import TensorrtProblem, check_profile, load_graph, preflight
-from smelt.models.costs import CostInputs, StepCost, one_shot_cost
+from smelt.models.step_size import SizeInputs, StepSize, one_shot_size
 from smelt.runtimes.tensorrt_engine import (
     EngineSidecar,
     current_gpu,
@@ -79,9 +78,9 @@ class TensorrtStage(Stage[TensorrtSettings]):
     tasks: ClassVar[frozenset[Task]] = frozenset(ALL_TASKS)
 
     @classmethod
-    def estimate_cost(cls, settings: TensorrtSettings, inputs: CostInputs) -> StepCost:
-        """Return the estimated cost of the step: the graph and the engine; the time is unknown."""
-        return replace(one_shot_cost(inputs, more_bytes=inputs.source.stored_bytes), work=None)
+    def estimate_size(cls, settings: TensorrtSettings, inputs: SizeInputs) -> StepSize:
+        """Return the estimated sizes of the step: the graph and the engine."""
+        return one_shot_size(inputs, more_bytes=inputs.source.stored_bytes)
 
     def __call__(self, src: Artifact, settings: TensorrtSettings, ctx: Context) -> None:
         """Write `NAME.plan` for every `NAME.onnx` of `src`, with config and tokenizer.

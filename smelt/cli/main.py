@@ -365,7 +365,6 @@ def run(
 @_override_options
 @click.option("--out", type=FOLDER_TYPE, help="The folder of the run (default: runs/NAME).")
 @store_option
-@click.option("--measure", is_flag=True, help="Measure the speed of this machine again.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def plan(
     recipe: str,
@@ -377,7 +376,7 @@ def plan(
 ) -> None:
     """Check RECIPE and show its plan with predicted costs, without running it.
 
-    Time, memory and disk of each step are predicted for this machine, whose speed is measured once a day.
+    Memory and disk of each step are shown, and the time if an earlier run on this machine measured one.
 
     Exits with 2 if the recipe has errors, or if a step cannot run on this machine or cannot fit.
     """

@@ -60,11 +60,11 @@ class FileRecord(BaseModel):
 
 
 class StepRecord(BaseModel):
-    """The measured cost of a step, with its estimate, by which other steps of the kind are predicted.
+    """The measured time and memory of a step, by which other steps of the kind are predicted.
 
     kind: the stage, and its method or target. machine, threads: where it ran. memory_bytes: the peak of the
-    process; None: not measured. estimated_memory_bytes: without the interpreter. work: the estimated amounts
-    of work, by unit and width (`forward:256`).
+    process; None: not measured. estimated_memory_bytes: of weights, gradients and optimizer states, without
+    the interpreter. work: what the time is proportional to (`smelt.models.step_size.StepSize`).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -74,7 +74,7 @@ class StepRecord(BaseModel):
     seconds: float
     memory_bytes: int | None
     estimated_memory_bytes: int
-    work: dict[str, float]
+    work: float = Field(gt=0)
 
 
 class Manifest(BaseModel):

@@ -423,10 +423,10 @@ class Stage(ABC, Generic[SettingsT]):
         return None
 
     @classmethod
-    def estimate_cost(cls, settings: SettingsT, inputs: Any) -> Any:
-        """Return the step's cost (`smelt.models.costs.StepCost`); None: the model is held and written once.
+    def estimate_size(cls, settings: SettingsT, inputs: Any) -> Any:
+        """Return the sizes of a step, a `smelt.models.step_size.StepSize`; None: those of the model.
 
-        Called for every step with its `smelt.models.costs.CostInputs`.
+        Called for every step with its `smelt.models.step_size.SizeInputs`.
         """
         return None
 

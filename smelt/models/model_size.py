@@ -6,7 +6,6 @@ lacks (norms, biases, tables of positions) is the difference to the headers, if 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 
 FLOAT_BYTES = 4  # of a weight in memory, whatever its file holds
 _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-# The side of a patch of an image model without that config key.
-_PATCH = 16
 
 
 @dataclass(frozen=True)
@@ -33,20 +30,13 @@ class StackSize:
     """One stack of equal blocks.
 
     matrices: rows and columns of each linear layer of a block: `feed_forward` of them (the last is the one
-    after the units), then query, key, value and output of each attention. attention_width: heads times their
-    width, of all attentions of a block. hidden_units: activations of a token between the feed-forward layers.
-    kv_width: numbers per token in the key-value cache of a block.
+    after the units), then query, key, value and output of each attention.
     """
 
     name: str
     layers: int
     matrices: tuple[tuple[int, int], ...]
     feed_forward: int
-    attention_width: int
-    attention_heads: int
-    hidden_units: int
-    kv_width: int
-    causal: bool
 
     @property
     def block_weights(self) -> int:
@@ -63,34 +53,24 @@ class StackSize:
                 (round(n * out_features), round(m * columns))
                 for (n, m), (out_features, columns) in zip(self.matrices, scales, strict=False)
             ),
-            attention_width=round(heads * self.attention_width),
-            attention_heads=round(heads * self.attention_heads),
-            hidden_units=round(neurons * self.hidden_units),
-            kv_width=round(heads * self.kv_width),
         )
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The numbers of a model that its cost depends on.
+    """The numbers of weights of a model, and their bytes.
 
-    vocabulary: rows of the token embedding; 0 for images. table_weights: of token embeddings, each once.
-    head_weights: of an output layer that is not tied. other_weights: norms, biases, positions, classifiers.
-    output_width: outputs per token or sample. bytes_per_weight: stored, of the linear layers in blocks;
-    table_bytes_per_weight: of all others. kept_ratio: part of the linear layers' weights that earlier steps
-    left, where the config does not show it; 1 / layers if one block is called for every layer.
+    table_weights: of token embeddings, each once. head_weights: of an output layer that is not tied.
+    other_weights: norms, biases, positions, classifiers. bytes_per_weight: stored, of the linear layers in
+    blocks; table_bytes_per_weight: of all others. kept_ratio: part of the linear layers' weights that earlier
+    steps left, where the config does not show it; 1 / layers if one block is called for every layer.
     """
 
-    family: str
     width: int
-    vocabulary: int
     stacks: tuple[StackSize, ...]
     table_weights: int
     head_weights: int
     other_weights: int = 0
-    output_width: int = 0
-    generates: bool = False
-    image_tokens: int = 0
     bytes_per_weight: float = FLOAT_BYTES
     table_bytes_per_weight: float = FLOAT_BYTES
     kept_ratio: float = 1.0
@@ -120,12 +100,6 @@ class ModelSize:
     def largest_block(self) -> int:
         """Weights of the largest block."""
         return max((stack.block_weights for stack in self.stacks), default=self.parameters)
-
-    @property
-    def largest_matrix(self) -> int:
-        """Weights of the largest matrix, embeddings included."""
-        matrices = [num_rows * columns for stack in self.stacks for num_rows, columns in stack.matrices]
-        return max([self.table_weights, self.head_weights, *matrices])
 
     @property
     def outside_bytes(self) -> int:
@@ -178,30 +152,24 @@ def size_from_config(config: Mapping[str, Any]) -> ModelSize | None:
     ]
     if not stacks:
         return None
-    images = family.input_kind == "images"
-    vocabulary = 0 if images else _number(config.get("vocab_size")) or 0
+    vocabulary = 0 if family.input_kind == "images" else _number(config.get("vocab_size")) or 0
     table_width = family.embedding_size(config) or width
     generates = family.architecture != "encoder"
     is_tied = bool(config.get("tie_word_embeddings", True))
     separate = config.get("share_encoder_decoder_embeddings") is False  # Marian's option
     repeated = any(stack.repeats_block for stack in family.stacks(config))
     return ModelSize(
-        family=family.name,
         width=width,
-        vocabulary=vocabulary,
         stacks=tuple(stacks),
         table_weights=vocabulary * table_width * (2 if separate else 1),
         head_weights=0 if not generates or is_tied else vocabulary * table_width,
-        output_width=vocabulary if generates else 0,
-        generates=generates,
-        image_tokens=_image_tokens(config) if images else 0,
         kept_ratio=1 / stacks[0].layers if repeated else 1.0,
     )
 
 
-def sum_of_weights(family: str, weights: int) -> ModelSize:
+def sum_of_weights(weights: int) -> ModelSize:
     """Return the size of a model without blocks, such as a graph or a convolutional network."""
-    return ModelSize(family, 0, 0, (), 0, 0, other_weights=weights)
+    return ModelSize(0, (), 0, 0, other_weights=weights)
 
 
 def read_model_size(folder: Path, config: Mapping[str, Any]) -> ModelSize | None:
@@ -213,7 +181,7 @@ def read_model_size(folder: Path, config: Mapping[str, Any]) -> ModelSize | None
     size = size_from_config(config)
     if not has_weights(folder) or find_family(config) is None:
         return size
-    size = size or sum_of_weights(str(config.get("model_type")), 0)
+    size = size or sum_of_weights(0)
     count = stored_bytes = 0
     is_float = True
     for _, _, entry in weight_tensors(folder):
@@ -243,25 +211,15 @@ def _stack_size(family: Family, stack: Stack, config: Mapping[str, Any], width: 
     feed = stack.feed_forward
     is_fused = feed.gate is not None and feed.gate == feed.up
     matrices = [(2 * units if is_fused else units, width) for _ in feed.input_layers] + [(width, units)]
-    attention_width = attention_heads = kv_width = 0
     for attention in stack.attentions:
         heads, key_heads, head = _heads(attention, config, width)
         matrices += [(heads * head, width), (key_heads * head, width), (key_heads * head, width)]
         matrices.append((width, heads * head))
-        attention_width += heads * head
-        attention_heads += heads
-        kv_width += 2 * key_heads * head
-    gates = 1 if feed.gate is None else 3  # gate, up, and their product
     return StackSize(
         name=stack.name,
         layers=layers,
         matrices=tuple(matrices),
         feed_forward=len(feed.input_layers) + 1,
-        attention_width=attention_width,
-        attention_heads=attention_heads,
-        hidden_units=units * (gates + 1),
-        kv_width=kv_width,
-        causal=stack.causal,
     )
 
 
@@ -275,14 +233,6 @@ def _heads(attention: Attention, config: Mapping[str, Any], width: int) -> tuple
 
 def _number(value: Any) -> int | None:
     return value if isinstance(value, int) and value > 0 else None
-
-
-def _image_tokens(config: Mapping[str, Any]) -> int:
-    """Return the patches of an image and its class token."""
-    image_size, patch = config.get("image_size", 224), config.get("patch_size", _PATCH)
-    if not isinstance(image_size, int) or not isinstance(patch, int) or not patch:
-        return 1
-    return math.ceil(image_size / patch) ** 2 + 1
 
 
 def count_parameters(folder: Path) -> int:

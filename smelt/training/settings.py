@@ -1,7 +1,6 @@
-"""Settings and cost of the training loop; without torch, so that the table of stages loads quickly.
+"""Settings and sizes of the training loop; without torch, so that the table of stages loads quickly.
 
-They include the default learning rates: by family, width, and what is trained. The cost is
-estimated: updates, validations, optimizer and activations.
+They include the default learning rates: by family, width, and what is trained.
 
 A weight that AdamW trains takes 16 bytes: itself, its gradient and two moments in float32 (Rajbhandari et al.
 2020, ZeRO, arXiv:1910.02054, section 3.1, without the copy of mixed precision).
@@ -21,23 +20,9 @@ from smelt.core.errors import SettingError
 from smelt.core.files import read_json_object
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context, Need, Settings, StoredDtype
-from smelt.models.costs import (
-    INTERPRETER_BYTES,
-    Batch,
-    CostInputs,
-    SampleLengths,
-    StepCost,
-    Work,
-    activation_bytes,
-    forward_work,
-    generated,
-    generation_over,
-    load_work,
-    save_work,
-    total,
-)
 from smelt.models.families.registry import find_family
 from smelt.models.model_size import FLOAT_BYTES, ModelSize
+from smelt.models.step_size import INTERPRETER_BYTES, SizeInputs, StepSize
 
 LOSS_METRIC = "loss"  # the default of `metric_for_best_model`
 PEFT_VERSION = "0.18"  # the oldest supported release
@@ -309,17 +294,6 @@ def _untouched_config(src: Artifact | None, ctx: Context) -> Mapping[str, Any]:
 
 
 _GRADIENT_BYTES = 4
-# Bytes that AdamW, the norm of the gradients and their clipping read and write for each weight.
-_UPDATE_BYTES = 44
-# Freed memory is kept for the next update (`freed_memory_retained`), in pieces that do not fit all of them.
-_FRAGMENTATION = 1.25
-# Of torch operations that take as long as Trainer's imports and start, and as tokenizing a text.
-_START_CALLS, _TEXT_CALLS = 1.2e6, 25
-# The same of the launcher of several processes, and of the start of each with torch, transformers and plan.
-_LAUNCHER_CALLS, _PROCESS_CALLS = 6e5, 3e6
-# Training through rounded weights and activations: element-wise passes over all weights in an update, and how
-# much longer the layers take.
-_ROUNDING_PASSES, _ROUNDING_FACTOR = 150, 3.5
 
 
 def fp16_error(precision: str, device: str) -> Message | None:
@@ -361,65 +335,71 @@ def weight_state_bytes(settings: TrainingSettings, size: ModelSize, validates: b
     )
 
 
-def training_cost(
+def training_size(
     settings: TrainingSettings,
-    inputs: CostInputs,
+    inputs: SizeInputs,
     *,
     teachers: Sequence[ModelSize] = (),
-    samples: SampleLengths | None = None,
+    samples: int | None = None,
     layer_copies: float = 0.0,
-) -> StepCost:
-    """Return the cost of a training.
+) -> StepSize:
+    """Return the sizes of a training, without activations.
 
     Args:
         settings: of the training.
         inputs: of its step; `result` is the trained model.
         teachers: models that run on every batch, without gradients.
-        samples: of the training; None: the split `train`.
+        samples: number of the training; None: those of the split `train`.
         layer_copies: of the linear layers' weights, that each update makes of rounded or masked ones.
     """
     size = inputs.result
-    samples = samples or inputs.samples.get("train")
-    state_bytes, trained = weight_state_bytes(settings, size), trained_weights(settings, size)
-    work, active = None, 0
-    if samples is not None:
-        batches = _training_batches(settings, samples)
-        active = _batch_bytes(settings, size, batches, len(teachers)) // inputs.processes
-        work = _training_work(settings, inputs, samples, batches, teachers, layer_copies > 0)
-        work += load_work(inputs.source) + save_work(size) + total([load_work(t) for t in teachers])
-    process_bytes = partial(_own_bytes, inputs, trained, OPTIMIZERS[settings.optimizer])
-    memory = process_bytes(state_bytes) + active + round(layer_copies * FLOAT_BYTES * size.block_weights)
+    held, trained = weight_state_bytes(settings, size), trained_weights(settings, size)
+    own = partial(_own_bytes, inputs, trained, OPTIMIZERS[settings.optimizer])
+    memory = own(held) + round(layer_copies * FLOAT_BYTES * size.block_weights)
     memory += sum(teacher.float_bytes for teacher in teachers)
-    certain_state = weight_state_bytes(settings, size, "validation" in inputs.samples)
+    certain = weight_state_bytes(settings, size, "validation" in inputs.samples)
     if settings.lora is not None:  # the weights may be quantized
-        certain_state += inputs.source.held_bytes - size.float_bytes
-    least_bytes, on_device, least_on_device = process_bytes(certain_state), 0, 0
+        certain += inputs.source.held_bytes - size.float_bytes
+    least, on_device, least_on_device = min(own(certain), memory), 0, 0
     if inputs.is_gpu:  # the CPU keeps the copies of the weights, and the model before and after
         on_device = memory - bool(settings.num_evals) * FLOAT_BYTES * trained
         # paged states move to the CPU when the GPU is full
         states = 0 if settings.optimizer.startswith("paged_") else OPTIMIZERS[settings.optimizer]
-        least_on_device = process_bytes(size.float_bytes + trained * (_GRADIENT_BYTES + states))
+        least_on_device = own(size.float_bytes + trained * (_GRADIENT_BYTES + states))
         if inputs.offloaded:
             least_on_device = 0 if inputs.zero_stage == 3 else size.float_bytes
-            on_device = active + max(least_on_device, FLOAT_BYTES * 2 * size.largest_block)
+            on_device = max(least_on_device, FLOAT_BYTES * 2 * size.largest_block)
         if inputs.by_deepspeed:  # it moves the whole model before it divides it
             on_device, least_on_device = (max(n, size.float_bytes) for n in (on_device, least_on_device))
-        memory, least_bytes = 2 * size.float_bytes + sum(t.float_bytes for t in teachers), size.float_bytes
-    local_processes = math.ceil(inputs.processes / inputs.machines)
-    interpreters = INTERPRETER_BYTES * local_processes * (local_processes > 1)
-    return StepCost(
-        work=work,
-        memory_bytes=memory * local_processes + interpreters,
-        least_bytes=least_bytes * (inputs.processes // inputs.machines),
+        memory, least = 2 * size.float_bytes + sum(t.float_bytes for t in teachers), size.float_bytes
+    here = math.ceil(inputs.processes / inputs.machines)
+    interpreters = INTERPRETER_BYTES * here * (here > 1)
+    passes = trained_samples(settings, inputs.samples.get("train") if samples is None else samples)
+    weights = 3 * size.parameters + sum(teacher.parameters for teacher in teachers)  # backward: two passes
+    return StepSize(
+        memory_bytes=memory * here + interpreters,
+        least_bytes=least * (inputs.processes // inputs.machines),
         result=size,
         disk_bytes=size.stored_bytes,
-        temporary_bytes=state_bytes - _GRADIENT_BYTES * trained,
+        temporary_bytes=held - _GRADIENT_BYTES * trained,
         device_bytes=on_device,
         least_device_bytes=least_on_device,
+        work=None if passes is None else float(weights * passes),
     )
 
 
-def _own_bytes(inputs: CostInputs, trained: int, state_bytes: int, held: int) -> int:
+def trained_samples(settings: TrainingSettings, samples: int | None) -> float | None:
+    """Return the number of samples that a training reads, of a split of `samples`; None: unknown.
+
+    With `max_tokens_per_batch` and `max_steps` it is the number of tokens.
+    """
+    if settings.max_steps:
+        each = settings.max_tokens_per_batch or settings.batch_size
+        return settings.max_steps * settings.gradient_accumulation_steps * each
+    return None if samples is None else settings.epochs * samples
+
+
+def _own_bytes(inputs: SizeInputs, trained: int, state_bytes: int, held: int) -> int:
     """Return one process's part of `held` bytes of weights, gradients, optimizer states and copies."""
     has_copies = inputs.by_deepspeed and (
         inputs.zero_stage < 3 or inputs.offloaded
@@ -433,99 +413,8 @@ def _own_bytes(inputs: CostInputs, trained: int, state_bytes: int, held: int) ->
     return held - divided_bytes + divided_bytes // inputs.processes + copies
 
 
-def _batch_bytes(settings: TrainingSettings, size: ModelSize, batches: Sequence[Batch], teachers: int) -> int:
-    """Return the bytes of activations and logits for the largest batch."""
-    largest = max(batches, key=lambda batch: activation_bytes(size, batch, False))
-    batch_bytes = activation_bytes(size, largest, settings.dropout != 0, settings.gradient_checkpointing)
-    tokens = largest.target if size.is_encoder_decoder else largest.source + largest.target
-    batch_bytes += teachers * FLOAT_BYTES * largest.samples * tokens * size.output_width
-    return round(batch_bytes * _FRAGMENTATION)
-
-
-def _training_batches(settings: TrainingSettings, samples: SampleLengths) -> list[Batch]:
-    if settings.max_length is not None:
-        samples = samples.limited(settings.max_length)
-    if settings.packing:
-        length = settings.max_length or max(samples.source, default=1)
-        count = max(1, math.ceil(sum(samples.source) / length))
-        samples = SampleLengths((length,) * count, (0,) * count, count)
-    return samples.batches(settings.batch_size, settings.max_tokens_per_batch) or [Batch(1, 1, 1)]
-
-
-def _training_work(
-    settings: TrainingSettings,
-    inputs: CostInputs,
-    samples: SampleLengths,
-    batches: Sequence[Batch],
-    teachers: Sequence[ModelSize],
-    rounds: bool,
-) -> Work:
-    size, task = inputs.result, inputs.task
-    per_epoch = len(batches) * samples.count / max(1, len(samples.source))
-    accumulated = settings.gradient_accumulation_steps
-    count = settings.max_steps * accumulated if settings.max_steps else settings.epochs * per_epoch
-    batches_work = total([forward_work(size, batch, task, "training") for batch in batches])
-    for teacher in teachers:
-        batches_work += total([forward_work(teacher, batch, task) for batch in batches])
-    if settings.gradient_checkpointing:
-        batches_work += total([forward_work(size, batch, task) for batch in batches])
-    updates = Work.of("moved", _UPDATE_BYTES * trained_weights(settings, size)) * (count / accumulated)
-    if inputs.zero_stage:  # each process updates its part
-        updates *= 1 / inputs.processes
-    if rounds:
-        batches_work *= _ROUNDING_FACTOR
-        updates += Work.of("moved", _ROUNDING_PASSES * FLOAT_BYTES * size.parameters) * count
-    texts = samples.count * (2 if any(samples.target) else 1)
-    started = Work.of("calls", _START_CALLS + _TEXT_CALLS * texts) + _start_work(inputs)
-    training_work = (
-        started + _shared_work(batches_work * (count / len(batches)), inputs) + updates * inputs.turns
-    )
-    validation = inputs.samples.get("validation")
-    if settings.num_evals and validation is not None:
-        validation_lengths = validation.first(settings.max_validation_samples)
-        scoring_work = total(
-            [forward_work(size, batch, task) for batch in _training_batches(settings, validation_lengths)]
-        )
-        scoring_work = _shared_work(scoring_work, inputs)
-        if settings.metric_for_best_model != LOSS_METRIC and generated(task):
-            scoring_work += generation_over(validation_lengths, size, 32, 1)  # by process 0
-        training_work += scoring_work * (settings.num_evals + 1)  # the initial weights are scored too
-    return training_work
-
-
-def _shared_work(work: Work, inputs: CostInputs) -> Work:
-    """Return the work on batches of which each process computes a part: it makes all calls for its part."""
-    parts = {
-        (unit, width): amount * (inputs.turns if unit == "calls" else 1 / inputs.concurrent)
-        for (unit, width), amount in work.amounts.items()
-    }
-    return Work(parts)
-
-
-def _start_work(inputs: CostInputs) -> Work:
-    """Return the work of starting several processes, which share the cores of their machine; else none."""
-    if inputs.processes == 1:
-        return Work()
-    local_processes = math.ceil(inputs.processes / inputs.machines)
-    process_turns = max(1.0, local_processes / inputs.cores)
-    return Work.of("calls", _LAUNCHER_CALLS + _PROCESS_CALLS * process_turns) + load_work(inputs.source) * (
-        process_turns - 1
-    )
-
-
 def lighter_trainings(settings: TrainingSettings) -> Iterator[tuple[str, TrainingSettings]]:
-    """Yield settings that need less memory for the same updates, or for another training, with their text."""
-    if settings.max_tokens_per_batch is None:
-        for parts in (2, 4, 8, 16, 32):
-            if settings.batch_size >= parts:
-                size, times = settings.batch_size // parts, settings.gradient_accumulation_steps * parts
-                text = f"batch_size: {size}, gradient_accumulation_steps: {times}"
-                yield (
-                    text,
-                    settings.model_copy(update={"batch_size": size, "gradient_accumulation_steps": times}),
-                )
-    if not settings.gradient_checkpointing:
-        yield "gradient_checkpointing: true", settings.model_copy(update={"gradient_checkpointing": True})
+    """Yield settings that need less memory, with their text."""
     if OPTIMIZERS[settings.optimizer] > OPTIMIZERS["adafactor"]:
         yield "optimizer: adafactor", settings.model_copy(update={"optimizer": "adafactor"})
     if settings.lora is None:

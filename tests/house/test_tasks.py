@@ -22,7 +22,6 @@ EXCEPTIONS = {
     "evaluate/metrics/": "each metric lists the tasks that it scores",
     "export/package/standalone/packaged_model.py": "is copied into packages, where smelt is not installed",
     "smelt/data/csv_rows.py": "a column of data sets on the Hub",
-    "smelt/models/costs.py": "an argument of the estimate of a decoding step",
     "smelt/pipeline/recipe/validation_errors.py": "another word for a task, suggested for it",
 }
 

@@ -62,5 +62,5 @@ def test_float_weights_not_in_config_are_counted(tmp_path):
 
 def test_invalid_config_values_give_no_size():
     config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    assert size_from_config(config | {"vocab_size": "x"}).vocabulary == 0
+    assert size_from_config(config | {"vocab_size": "x"}).table_weights == 0
     assert size_from_config(config | {"num_hidden_layers": -1}) is None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +20,6 @@ from smelt.core.artifact import Artifact
 from smelt.core.stage import Context
 from smelt.data.splits import Split
 from smelt.data.tasks import Task
-from smelt.pipeline.inspect.machine import MachineSpeed
 from tests.support.models import tiny
 
 
@@ -81,13 +80,6 @@ def logits(model: Any, texts: int = 2) -> Any:
         return model(ids, **decoder_inputs).logits
 
 
-MACHINE_SPEED = MachineSpeed(
-    forward={"128": 5e10}, training={"128": 5e10}, decode={"128": 1e10}, matrix=8e10, solver=4e10, moved=1e10,
-    read=2e8, written=2e8, calls=3e5, base_bytes=500_000_000,
-)  # fmt: skip
-"""The speed of an ordinary processor, in the commands that would measure it."""
-
-
 def smelt(
     *arguments: Any, code: int | None = None, stdin: str | None = None, expect_bug: bool = False
 ) -> Any:
@@ -121,9 +113,7 @@ def smelt(
             errors.append(error)
             raise
 
-    # measuring the machine takes seconds
-    speed_patch = patch("smelt.pipeline.execute.run_costs.machine_speed", return_value=MACHINE_SPEED)
-    with patch.object(Group, "invoke", listen), speed_patch if "plan" in arguments[:1] else nullcontext():
+    with patch.object(Group, "invoke", listen):
         result: Any = CliRunner().invoke(main, [*map(str, arguments)], input=stdin)
     result.error = errors[0] if errors else None
     if result.exception is not None and not isinstance(result.exception, SystemExit):

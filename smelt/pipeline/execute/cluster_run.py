@@ -21,7 +21,7 @@ from smelt.core.files import json_hash, resolve_path
 from smelt.core.messages import Message, info
 from smelt.data.splits import Split
 from smelt.evaluate.metrics.registry import is_custom_metric
-from smelt.models.costs import INTERPRETER_BYTES
+from smelt.models.step_size import INTERPRETER_BYTES
 from smelt.pipeline.execute.cluster_tasks import (
     ClusterJob,
     TaskOutcome,
@@ -226,14 +226,14 @@ class ClusterRun:
         is_launched = self._launch.applies_to(step) or self._launch.scores
         needs = self._launch_needs if is_launched else self._needs
         estimate, resources = self._estimates.get(step.name), self._plan.recipe.resources
-        if resources.memory_gb is not None or estimate is None or estimate.cost is None:
+        if resources.memory_gb is not None or estimate is None or estimate.memory_bytes is None:
             return needs
         if step.trains and needs.gpus and not estimate.is_gpu:
             return needs
-        memory = estimate.cost.memory_bytes + INTERPRETER_BYTES
-        if estimate.score is not None:
+        memory = estimate.memory_bytes
+        if estimate.scoring_bytes is not None:
             scoring = self._count if self._launch.scores else 1
-            memory = max(memory, scoring * (estimate.score.memory_bytes + INTERPRETER_BYTES))
+            memory = max(memory, scoring * (estimate.scoring_bytes + INTERPRETER_BYTES))
         return self._cluster.with_memory(needs, memory)
 
     def _submit(

@@ -2,27 +2,22 @@
 
 The keys of steps are computed as a run computes them,
 without torch, so that `smelt plan` finds what a run would find.
-
-Estimates (`smelt/pipeline/plan/costs.py`) become seconds by the speeds of this machine. Where the store has
-artifacts of the same kind of step that this machine made, the estimate is multiplied by their median ratio of
-measured to estimated.
 """
 
 from __future__ import annotations
 
 import shutil
-import statistics
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from smelt.core.artifact import Artifact, StepRecord
-from smelt.core.errors import RunError, SmeltError
+from smelt.core.errors import SmeltError
 from smelt.core.files import MANIFEST, read_hashed_json
 from smelt.core.messages import Message, messages_to_json, warning
 from smelt.core.remote_store import RemoteStore, open_remote_store
@@ -30,12 +25,11 @@ from smelt.core.store import Store
 from smelt.core.system import available_bytes, memory_limit_bytes
 from smelt.data.splits import Split
 from smelt.evaluate.environment import default_threads, machine_id
-from smelt.models.costs import INTERPRETER_BYTES, Work
 from smelt.pipeline.execute.display import Display
 from smelt.pipeline.execute.run_folder import StorePlace, default_store, moved_run_text
 from smelt.pipeline.execute.sources import import_onnx_model, import_user_model, make_untrained_model
 from smelt.pipeline.execute.step_runner import StepRunner, recipe_scorer, recipe_step_runner, resolve_task
-from smelt.pipeline.inspect.machine import MachineSpeed, gpu_memory_bytes, machine_speed
+from smelt.pipeline.inspect.machine import gpu_memory_bytes
 from smelt.pipeline.plan.costs import (
     MachineLimits,
     StepEstimate,
@@ -49,26 +43,25 @@ from smelt.pipeline.recipe.stages import MODEL_STEP
 
 # Files of an artifact besides the weights: tokenizer, config, manifest.
 _SMALL_FILES_BYTES = 3_000_000
-_WORKER_SECONDS = 5.0  # the start of a timing process
 
 
 @dataclass(frozen=True)
 class StepPrediction:
     """The prediction for one step; None: unknown.
 
-    source: measured (by the ratio in earlier runs), estimated, stored (the artifact is in the store and costs
-    nothing), or unknown. memory_bytes: with the interpreter. scoring_*: of scoring its artifact.
+    source: stored (the artifact is in the store and costs nothing), measured (seconds by an earlier step of
+    this machine), or unknown (no seconds). measured_seconds: of that earlier step, before they were scaled to
+    this one's work. memory_bytes: with the interpreter; without activations, unless measured.
     """
 
     name: str
     source: str
     seconds: float | None = None
+    measured_seconds: float | None = None
     memory_bytes: int | None = None
     disk_bytes: int | None = None
     temporary_bytes: int = 0
     device_bytes: int = 0
-    scoring_seconds: float | None = None
-    scoring_memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -77,24 +70,20 @@ class PlanCosts:
 
     steps: tuple[StepPrediction, ...]
     limits: MachineLimits
-    latency_seconds: float | None = None
     messages: tuple[Message, ...] = ()
-    unread: tuple[str, ...] = field(default=())
+    unread: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of the run; None if a part is unknown."""
-        durations = [self.latency_seconds or 0.0]
-        for step in self.steps:
-            if step.seconds is None or step.scoring_seconds is None:
-                return None
-            durations += [step.seconds, step.scoring_seconds]
-        return sum(durations)
+        """Seconds of the steps, without the import of the model and scores; None if a part is unknown."""
+        times = [step.seconds for step in self.steps if step.name != MODEL_STEP]
+        known = [seconds for seconds in times if seconds is not None]
+        return sum(known) if len(known) == len(times) else None
 
     @property
     def memory_bytes(self) -> int:
-        """The largest memory of a step or of its scoring."""
-        return max((max(s.memory_bytes or 0, s.scoring_memory_bytes or 0) for s in self.steps), default=0)
+        """The largest memory of a step."""
+        return max((step.memory_bytes or 0 for step in self.steps), default=0)
 
     @property
     def disk_bytes(self) -> int:
@@ -109,111 +98,32 @@ class PlanCosts:
 
     def to_json(self) -> dict[str, Any]:
         """Return the predictions as JSON values."""
-        names = StepPrediction.__dataclass_fields__
         return {
-            "steps": [{name: getattr(step, name) for name in names} for step in self.steps],
+            "steps": [asdict(step) for step in self.steps],
             "seconds": self.seconds,
-            "latency_seconds": self.latency_seconds,
             "memory_bytes": self.memory_bytes,
             "disk_bytes": self.disk_bytes,
-            "limits": {name: getattr(self.limits, name) for name in MachineLimits.__dataclass_fields__},
+            "limits": asdict(self.limits),
             "unread": list(self.unread),
         }
 
 
-def predict_costs(
-    plan: Plan,
-    estimates: Mapping[str, StepEstimate],
-    limits: MachineLimits,
-    speed: MachineSpeed | None,
-    *,
-    stored: Collection[str] = (),
-    records: Sequence[StepRecord] = (),
-    unread: Collection[str] = (),
-) -> PlanCosts:
-    """Return the predictions of all steps.
-
-    Args:
-        plan: the plan.
-        estimates: of its steps.
-        limits: of this machine.
-        speed: of this machine; None: no times.
-        stored: names of steps whose artifacts are in the store; `NAME:score` for their scores.
-        records: of earlier steps on this machine with the same threads, newest first.
-        unread: the splits that were not read.
-    """
-    base = INTERPRETER_BYTES if speed is None else speed.base_bytes
-    steps = tuple(
-        _predict(estimate, base, speed, stored, [r for r in records if r.kind == estimate.kind])
-        for estimate in estimates.values()
-    )
-    costs = PlanCosts(
-        steps, limits, messages=tuple(check_costs(plan, estimates, limits, stored)), unread=tuple(unread)
-    )
-    return replace(costs, latency_seconds=None if speed is None else _latency_seconds(plan, costs))
-
-
-_MAX_RECORDS = 5  # of the same kind of step
-
-
-def _predict(
-    estimate: StepEstimate,
-    base: int,
-    speed: MachineSpeed | None,
-    stored: Collection[str],
-    records: Sequence[StepRecord],
-) -> StepPrediction:
-    cost, score = estimate.cost, estimate.score
-    scoring: dict[str, Any] = {}
-    if f"{estimate.name}:score" in stored:
-        scoring = {"scoring_seconds": 0.0, "scoring_memory_bytes": 0}
-    elif score is not None:
-        can_estimate = score.work is not None and speed is not None
-        scoring = {
-            "scoring_seconds": speed.seconds(score.work) if can_estimate and speed and score.work else None,
-            "scoring_memory_bytes": score.memory_bytes + base,
-        }
+def _predict(estimate: StepEstimate, stored: Collection[str]) -> StepPrediction:
+    size = estimate.size
     if estimate.name in stored:
-        return StepPrediction(estimate.name, "stored", 0.0, 0, 0, **scoring)
-    if cost is None:
-        return StepPrediction(estimate.name, "unknown", **scoring)
-    times, memories, source = list[float](), list[float](), "estimated"
-    for record in records[:_MAX_RECORDS] if speed is not None else ():
-        source = "measured"
-        if expected := speed.seconds(Work.from_json(record.work)) if speed else 0.0:
-            times.append(record.seconds / expected)
-        if record.memory_bytes is not None:
-            memories.append(record.memory_bytes / (record.estimated_memory_bytes + base))
-    seconds = None
-    if cost.work is not None and speed is not None and (times or not estimate.is_gpu):
-        seconds = speed.seconds(cost.work) * (statistics.median(times) if times else 1.0)
-    memory = (cost.memory_bytes + base) * (statistics.median(memories) if memories else 1.0)
+        return StepPrediction(estimate.name, "stored", 0.0, None, 0, 0)
+    if size is None:
+        return StepPrediction(estimate.name, "unknown")
     return StepPrediction(
         estimate.name,
-        source,
-        seconds,
-        round(memory),
-        cost.disk_bytes + _SMALL_FILES_BYTES,
-        cost.temporary_bytes,
-        cost.device_bytes,
-        **scoring,
+        "unknown" if estimate.seconds is None else "measured",
+        estimate.seconds,
+        None if estimate.record is None else estimate.record.seconds,
+        estimate.memory_bytes,
+        size.disk_bytes + _SMALL_FILES_BYTES,
+        size.temporary_bytes,
+        size.device_bytes,
     )
-
-
-def _latency_seconds(plan: Plan, costs: PlanCosts) -> float | None:
-    """Return the seconds of the latency measurements: rounds of each artifact, up to the time limits."""
-    settings = plan.recipe.score.latency
-    if not settings:
-        return 0.0
-    formats = {step.name: step.format for step in plan.steps if not step.unscored}
-    timed_names = [name for name, kind in formats.items() if settings.is_timed(name, kind != "torch")]
-    timed_names += [plan.recipe.baseline] if plan.recipe.baseline not in timed_names else []
-    artifact_seconds = 2 * settings.rounds * settings.min_round_ms / 1000
-    total_seconds = len(timed_names) * (
-        _WORKER_SECONDS + len(settings.batch_sizes) * min(artifact_seconds, settings.seconds)
-    )
-    stages = [step.seconds or 0.0 for step in costs.steps]
-    return min(total_seconds, settings.max_minutes * 60 if settings.max_minutes else max(60.0, sum(stages)))
 
 
 def plan_json(plan: Plan, costs: PlanCosts) -> dict[str, Any]:
@@ -239,23 +149,19 @@ def plan_json(plan: Plan, costs: PlanCosts) -> dict[str, Any]:
     }
 
 
-_COLUMNS = "{:<28.28} {:>9} {:>8} {:>8} {:>9}  {}"
+_COLUMNS = "{:<22.22} {:>7} {:>9} {:>9}  {}"
+_SAME_TIME = 0.05  # times that differ less are shown as equal
 
 
 def cost_lines(costs: PlanCosts) -> list[str]:
     """Return the table of predictions, at most 80 columns."""
-    rows = [("step", "time", "memory", "disk", "scoring", "")]
+    rows = [("step", "time", "memory", "disk", "")]
     for step in costs.steps:
-        source_text = "" if step.source == "estimated" else step.source
-        rows.append(
-            (step.name, _time(step.seconds), _size(step.memory_bytes), _size(step.disk_bytes),
-             _time(step.scoring_seconds), source_text)
-        )  # fmt: skip
-    if costs.latency_seconds:
-        rows.append(("latency", _time(costs.latency_seconds), "", "", "", ""))
-    rows.append(("total", _time(costs.seconds), _size(costs.memory_bytes), _size(costs.disk_bytes), "", ""))
+        seconds = "" if step.name == MODEL_STEP else _time(step.seconds)
+        rows.append((step.name, seconds, _size(step.memory_bytes), _size(step.disk_bytes), _note(step)))
+    rows.append(("total", _time(costs.seconds), _size(costs.memory_bytes), _size(costs.disk_bytes), ""))
     rows.append(
-        ("this machine, free", "", _size(costs.limits.free_bytes), _size(costs.limits.disk_bytes), "", "")
+        ("this machine, free", "", _size(costs.limits.free_bytes), _size(costs.limits.disk_bytes), "")
     )
     lines = [_COLUMNS.format(*row).rstrip() for row in rows]
     for message in costs.messages:
@@ -267,6 +173,18 @@ def cost_lines(costs: PlanCosts) -> list[str]:
     if costs.unread:
         lines.append(f"times that depend on {', '.join(costs.unread)} are unknown: not read for a plan")
     return lines
+
+
+def _note(step: StepPrediction) -> str:
+    """Return where the time of a step is known from."""
+    if step.source == "stored":
+        return "in the store"
+    if step.seconds is None or step.measured_seconds is None:
+        return ""
+    is_scaled = abs(step.seconds - step.measured_seconds) > _SAME_TIME * step.measured_seconds
+    return (
+        f"scaled from {_time(step.measured_seconds)} measured" if is_scaled else "measured in an earlier run"
+    )
 
 
 def _time(seconds: float | None) -> str:
@@ -300,7 +218,7 @@ class _NotStoredError(Exception):
 
 
 class _PlannedStore(Store):
-    """A store in which a plan looks things up: manifests and scores of a remote one; nothing is copied."""
+    """A store in which a plan looks things up, also in the manifests of a remote one; nothing is copied."""
 
     def find(self, key: str, hint: str = "") -> Artifact | None:
         """Return the artifact with this key; one of the remote store has no files here."""
@@ -309,15 +227,6 @@ class _PlannedStore(Store):
         with self._using_remote() as remote:
             manifest = None if remote is None else remote.read_manifest(key)
             return None if manifest is None else Artifact(self.root / "artifacts" / key, manifest)
-        return None
-
-    def read_score(self, key: str) -> dict[str, Any] | None:
-        """Return the score stored under `key`, or None."""
-        value = read_hashed_json(self.root / "scores" / f"{key}.json")
-        if value is not None:
-            return value
-        with self._using_remote() as remote:
-            return None if remote is None else remote.read_score(key)
         return None
 
     def _pull(self, key: str) -> bool:
@@ -341,7 +250,7 @@ class _Lookup(StepRunner):
 
 
 def stored_steps(plan: Plan, data: Mapping[str, Split], store: Store) -> set[str]:
-    """Return the names of the steps whose artifacts are in the store, with `NAME:score` if it is scored.
+    """Return the names of the steps whose artifacts are in the store.
 
     Args:
         plan: a checked recipe.
@@ -373,14 +282,7 @@ def stored_steps(plan: Plan, data: Mapping[str, Split], store: Store) -> set[str
             with suppress(_NotStoredError, SmeltError):
                 ancestors = {name: artifacts[name] for name in plan.ancestor_names(step)}
                 artifacts[step.name] = lookup.run_step(step, ancestors, False)[0]
-    scorer = replace(scorer, reference=artifacts.get(recipe.baseline)) if scorer.needs_reference else scorer
-    score_split = data.get(plan.judged_on)
-    scored = {
-        f"{name}:score"
-        for name, artifact in artifacts.items()
-        if score_split is not None and scorer.cached_score(artifact, score_split) is not None
-    }
-    return {*artifacts, *scored}
+    return {*artifacts}
 
 
 def step_records(root: Path, threads: int | None) -> list[StepRecord]:
@@ -401,20 +303,16 @@ def _manifests(root: Path) -> Iterator[tuple[float, Path]]:
             yield file.stat().st_mtime, file
 
 
-def plan_costs(
-    plan: Plan, out: Path | None = None, store: StorePlace | None = None, measure: bool = False
-) -> PlanCosts:
+def plan_costs(plan: Plan, out: Path | None = None, store: StorePlace | None = None) -> PlanCosts:
     """Return the predicted costs of a run of `plan` on this machine.
 
     Args:
         plan: a checked recipe.
         out: the run's folder; None: the default.
         store: a folder, or the URL of a remote store, from which nothing is copied; None: the default.
-        measure: whether the speeds of this machine are measured in any case.
 
     Raises:
         InputError: a weight file is missing or damaged, or the remote store cannot be used.
-        RunError: `measure` is set, and the speeds could not be measured.
     """
     folder = (out or Path("runs") / plan.path.stem).resolve()
     remote = open_remote_store(store) if isinstance(store, str) else None
@@ -430,28 +328,13 @@ def plan_costs(
             data, unread_splits = plan.read_data(), []
             local_root = root if has_artifacts else Path(stack.enter_context(TemporaryDirectory()))
             stored = stored_steps(plan, data, _PlannedStore(local_root, remote, failures.append))
-    estimates, limits = estimate_steps(plan, data), machine_limits(root)
-    path = next(path for path in (root, *root.absolute().parents) if path.is_dir())
-    try:
-        speed = machine_speed(plan.recipe.threads, path, measure)
-        if speed.is_disturbed:
-            text = (
-                "Other work ran while the speed of this machine was measured, so predicted times may be too"
-                " long. The next plan measures again."
-            )
-            failures.append(warning("disturbed-measurement", text))
-    except RunError as error:
-        if measure:
-            raise
-        speed = None
-        failures.append(warning("speed-not-measured", str(error)))
+    estimates = estimate_steps(plan, data, step_records(root, plan.recipe.threads))
+    limits = machine_limits(root)
     if text := moved_run_text(folder, root):
         failures.append(warning("moved-run", text))
-    records = step_records(root, plan.recipe.threads)
-    costs = predict_costs(
-        plan, estimates, limits, speed, stored=stored, records=records, unread=unread_splits
-    )
-    return replace(costs, messages=(*costs.messages, *failures))
+    messages = (*check_costs(plan, estimates, limits, stored), *failures)
+    steps = tuple(_predict(estimate, stored) for estimate in estimates.values())
+    return PlanCosts(steps, limits, messages, tuple(unread_splits))
 
 
 def estimate_run(
@@ -470,7 +353,8 @@ def estimate_run(
     Raises:
         InputError: a step cannot fit into memory or disk (`needs-more-memory`, `needs-more-disk`).
     """
-    estimates, limits = estimate_steps(plan, data), machine_limits(store.root)
+    estimates = estimate_steps(plan, data, step_records(store.root, plan.recipe.threads))
+    limits = machine_limits(store.root)
     if node_bytes is not None:
         limits = replace(limits, memory_bytes=sys.maxsize, free_bytes=node_bytes, device_bytes=None)
     messages = check_costs(plan, estimates, limits, file=str(plan.path))

@@ -106,7 +106,7 @@ class StepRunner:
     validation_scorer: scores on validation data. windows: the recipe's window settings for language models,
     stored in the artifacts so that `smelt eval` uses the same. log_metrics: receives a step's training
     curve: step, metrics, update. launch: of training stages in several processes. estimates: of the steps'
-    costs by name, which are recorded with the measured ones.
+    sizes by name, which are recorded with the measured ones.
     """
 
     store: Store
@@ -280,9 +280,9 @@ class StepRunner:
         )
 
     def _record(self, name: str, seconds: float, peak: int | None) -> StepRecord | None:
-        """Return the measured and estimated cost of a step; None without an estimate."""
+        """Return the measured time and memory of a step; None if its work is not known."""
         estimate = self.estimates.get(name)
-        if estimate is None or estimate.cost is None or estimate.cost.work is None:
+        if estimate is None or estimate.size is None or not estimate.size.work:
             return None
         return StepRecord(
             kind=estimate.kind,
@@ -290,8 +290,8 @@ class StepRunner:
             threads=self.threads or default_threads(),
             seconds=seconds,
             memory_bytes=peak,
-            estimated_memory_bytes=estimate.cost.memory_bytes,
-            work=estimate.cost.work.to_json(),
+            estimated_memory_bytes=estimate.size.memory_bytes,
+            work=estimate.size.work,
         )
 
     def context(

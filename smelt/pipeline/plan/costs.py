@@ -1,43 +1,26 @@
-"""The estimated memory, disk and work of every step of a plan, and the refusal of what cannot fit.
+"""The sizes of every step of a plan, its time by earlier steps, and the refusal of what cannot fit.
 
-Sizes follow the model's config through the tree of steps; each stage estimates its cost
-(`Stage.estimate_cost`), in units of work that `smelt.pipeline.execute.run_costs` turns into seconds.
-Lengths of samples are estimated from their characters and the tokens of a few of them: the libraries
-tokenizers and sentencepiece, which load in milliseconds, read the tokenizer's files; without such a file a
-token has four bytes, as in English text.
+Sizes follow the model's config through the tree of steps, with the sizes of each stage
+(`Stage.estimate_size`). Times and the memory of activations are those that a record of an earlier step on
+this machine measured; without one they are unknown.
 
 A refusal is certain: it compares the weights that a step must hold with all memory of the machine or its
-container, and the artifacts with the free disk. The whole estimate gives warnings only.
+container, and the artifacts with the free disk. What else a step holds gives warnings only.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smelt.core.errors import combined_error, rust_panics_as_errors
+from smelt.core.artifact import StepRecord
+from smelt.core.errors import combined_error
 from smelt.core.messages import Message, error_message, warning
 from smelt.core.stage import Settings
-from smelt.data.splits import Example, Split
-from smelt.data.tasks import Task, task_traits
-from smelt.evaluate.environment import physical_cores
-from smelt.models.costs import (
-    INTERPRETER_BYTES,
-    Batch,
-    CostInputs,
-    SampleLengths,
-    StepCost,
-    Work,
-    generated,
-    generation_over,
-    load_work,
-    one_shot_cost,
-    pass_bytes,
-    passes_over,
-)
+from smelt.data.splits import Split
 from smelt.models.model_size import (
     FLOAT_BYTES,
     ModelSize,
@@ -45,13 +28,12 @@ from smelt.models.model_size import (
     size_from_config,
     sum_of_weights,
 )
-from smelt.models.text_rules import DEFAULT_WINDOW_LENGTH, position_limit
+from smelt.models.step_size import INTERPRETER_BYTES, SizeInputs, StepSize, one_shot_size
 from smelt.pipeline.inspect.machine import training_device
 from smelt.pipeline.inspect.model_folder import read_config
 from smelt.pipeline.plan.untrained_checks import config_file, read_untrained_config
 from smelt.pipeline.recipe.model_and_data import UntrainedModel
 from smelt.pipeline.recipe.stages import MODEL_STEP
-from smelt.runtimes.device import cuda_device_count
 from smelt.training.processes import (
     LaunchSettings,
     external_machines,
@@ -62,123 +44,6 @@ from smelt.training.settings import TrainingSettings
 
 if TYPE_CHECKING:
     from smelt.pipeline.plan.plan import Plan, PlanStep
-
-
-_BYTES_PER_TOKEN = 4.0
-_MAX_SAMPLES = 20_000  # that are measured
-_TOKENIZED, _CHARACTERS = 64, 2000  # texts that are tokenized, and characters of each
-_SENTENCEPIECE = (("source.spm", "target.spm"), ("spiece.model",) * 2, ("sentencepiece.bpe.model",) * 2)
-
-
-@dataclass(frozen=True)
-class TokenRate:
-    """Tokens of a text: `added` to each, and some for each byte of UTF-8."""
-
-    per_byte: float = 1 / _BYTES_PER_TOKEN
-    added: int = 1
-
-    def tokens(self, text: str) -> int:
-        """Return the estimated tokens of `text`."""
-        return self.added + round(self.per_byte * len(text.encode()))
-
-
-def _fit_rate(texts: Sequence[str], count: Callable[[str], int] | None) -> TokenRate:
-    """Return the rate of a tokenizer on some of `texts`."""
-    if count is None or not texts:
-        return TokenRate()
-    step = max(1, len(texts) // _TOKENIZED)
-    samples = [text[:_CHARACTERS] for text in texts[::step][:_TOKENIZED]]
-    size = sum(len(text.encode()) for text in samples)
-    try:
-        with rust_panics_as_errors():
-            added = count("")
-            tokens = sum(count(text) - added for text in samples)
-    except Exception:  # of a tokenizer or text that the step itself will report
-        return TokenRate()
-    return TokenRate(tokens / max(1, size), max(added, 1))
-
-
-def token_counters(folder: Path | None) -> tuple[Callable[[str], int] | None, Callable[[str], int] | None]:
-    """Return functions that count the tokens of sources and targets; None without a known tokenizer file."""
-    if folder is None:
-        return None, None
-    try:
-        if (folder / "tokenizer.json").is_file():
-            from tokenizers import Tokenizer
-
-            with rust_panics_as_errors():
-                tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
-            tokenizer.no_truncation()
-            tokenizer.no_padding()
-            return (lambda text: len(tokenizer.encode(text).ids),) * 2
-        for names in _SENTENCEPIECE:
-            if all((folder / name).is_file() for name in names):
-                from sentencepiece import SentencePieceProcessor
-
-                processors: list[Any] = [
-                    SentencePieceProcessor(model_file=str(folder / name)) for name in names
-                ]
-                return tuple((lambda text, p=p: len(p.encode(text)) + 1) for p in processors)  # type: ignore[return-value]
-    except (
-        Exception
-    ):  # a damaged file is reported when the tokenizer is loaded; the libraries raise many types
-        pass
-    return None, None
-
-
-def measure_lengths(
-    splits: Mapping[str, Split], task: Task, folder: Path | None, config: Mapping[str, Any]
-) -> dict[str, SampleLengths]:
-    """Return the lengths of the samples of each split; empty for arrays.
-
-    Args:
-        splits: those that were read.
-        task: of the recipe.
-        folder: of the tokenizer; None: not available.
-        config: of the model; limits the lengths.
-    """
-    if task_traits(task).modality == "arrays":
-        return {}
-    if task_traits(task).modality == "image":
-        return {
-            name: SampleLengths((0,) * min(len(s), _MAX_SAMPLES), (0,) * min(len(s), _MAX_SAMPLES), len(s))
-            for name, s in splits.items()
-        }
-    counters = token_counters(folder)
-    limit = position_limit(config) or DEFAULT_WINDOW_LENGTH
-    return {name: _lengths(split, task, counters, limit) for name, split in splits.items() if len(split)}
-
-
-def _lengths(split: Split, task: Task, counters: tuple[Any, Any], limit: int) -> SampleLengths:
-    step = max(1, len(split) // _MAX_SAMPLES)
-    examples = split.examples[::step]
-    if task_traits(task).samples == "running-text":
-        return _windows(split, examples, counters[0], limit)
-    pairs = [(text, target) for example in examples for text, target in _texts(example, task)]
-    rates = [_fit_rate([pair[column] for pair in pairs], counters[column]) for column in (0, 1)]
-    has_target = task_traits(task).has_target_text
-    source = tuple(min(limit, rates[0].tokens(text)) for text, _ in pairs)
-    target = tuple(min(limit, rates[1].tokens(text)) if has_target else 0 for _, text in pairs)
-    return SampleLengths(source, target, round(len(pairs) * len(split) / max(1, len(examples))))
-
-
-def _texts(example: Example, task: Task) -> list[tuple[str, str]]:
-    """Return the texts of a sample: the inputs of the first stack, and of the second one or the target."""
-    if task_traits(task).output == "embedding":
-        return [(example.text, example.text_pair or "")]
-    if example.references:
-        return [(example.text, reference) for reference in example.references]
-    pair = example.text_pair
-    return [(example.text if pair is None else f"{example.text} {pair}", "")]
-
-
-def _windows(split: Split, examples: Sequence[Example], count: Any, limit: int) -> SampleLengths:
-    rate = _fit_rate([example.text for example in examples if example.text], count)
-    size = sum(len(example.text.encode()) + 1 for example in examples) * len(split) / max(1, len(examples))
-    length = min((split.windows.length if split.windows else None) or DEFAULT_WINDOW_LENGTH, limit)
-    number = max(1, round(rate.per_byte * size / length))
-    num_sampled = min(number, _MAX_SAMPLES)
-    return SampleLengths((length,) * num_sampled, (0,) * num_sampled, number)
 
 
 # Of the estimated size of the artifacts, what is certainly needed: some layers may become smaller.
@@ -196,43 +61,63 @@ class MachineLimits:
 
 
 @dataclass(frozen=True)
-class ScoreCost:
-    """The work and the memory of scoring an artifact; work None: unknown."""
-
-    work: Work | None
-    memory_bytes: int
-
-
-@dataclass(frozen=True)
 class StepEstimate:
-    """The estimates of one step: of its stage, and of scoring its artifact; None: unknown.
+    """The estimates of one step.
 
-    kind: what records of earlier steps are compared by.
+    kind: what records of earlier steps are compared by. size: None: unknown. scoring_bytes: of the weights
+    while its artifact is scored. record: the earlier step of the kind with the most similar work.
     """
 
     name: str
     kind: str
-    cost: StepCost | None
-    score: ScoreCost | None
+    size: StepSize | None
+    scoring_bytes: int | None = None
     is_gpu: bool = False
+    record: StepRecord | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """The time of the record, in proportion to the work; None: unknown."""
+        if self.size is None or self.size.work is None or self.record is None:
+            return None
+        return self.record.seconds * self.size.work / self.record.work
+
+    @property
+    def memory_factor(self) -> float:
+        """What the record's step took, as a multiple of what was estimated for it; 1 without one."""
+        if self.record is None or self.record.memory_bytes is None:
+            return 1.0
+        return self.record.memory_bytes / (self.record.estimated_memory_bytes + INTERPRETER_BYTES)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Memory of the step with its interpreter: as the record's step took, or at least; None: unknown."""
+        if self.size is None:
+            return None
+        return round(max(1.0, self.memory_factor) * (self.size.memory_bytes + INTERPRETER_BYTES))
 
 
-def estimate_steps(plan: Plan, splits: Mapping[str, Split]) -> dict[str, StepEstimate]:
+_MAX_WORK_RATIO = 4.0  # of a step to that of a record: start and imports do not grow with the work
+
+
+def estimate_steps(
+    plan: Plan, splits: Mapping[str, Split], records: Sequence[StepRecord] = ()
+) -> dict[str, StepEstimate]:
     """Return the estimates of the original model and of all steps that this machine can run, by name.
 
     Args:
         plan: a checked recipe.
         splits: the samples that were read; work on others is unknown.
+        records: of earlier steps on this machine with as many threads, newest first.
 
     Raises:
         InputError: a weight file of the model is missing or damaged.
     """
-    recipe, config = plan.recipe, _start_config(plan)
-    folder = plan.local_model
+    config = _start_config(plan)
     size = _start_size(plan, config)
-    lengths = measure_lengths(splits, recipe.task, folder, config or {})
-    start = None if size is None else _import_cost(size)
-    estimates = {MODEL_STEP: StepEstimate(MODEL_STEP, MODEL_STEP, start, _score_cost(plan, size, lengths))}
+    samples = {name: len(split) for name, split in splits.items() if len(split)}
+    start = None if size is None else StepSize(size.stored_bytes, 0, size, size.stored_bytes)
+    estimates = {MODEL_STEP: StepEstimate(MODEL_STEP, MODEL_STEP, start, _scoring_bytes(size))}
     configs, sizes = {MODEL_STEP: config}, {MODEL_STEP: size}
     for step in plan.steps:
         if step.unavailable:
@@ -241,15 +126,38 @@ def estimate_steps(plan: Plan, splits: Mapping[str, Split]) -> dict[str, StepEst
         step_config = (
             None if parent_config is None else step.stage_class.check_model(step.settings, parent_config)[1]
         )
-        inputs = _cost_inputs(plan, step, sizes, parent_config, step_config, lengths)
+        inputs = _size_inputs(plan, step, sizes, parent_config, step_config, samples)
         can_estimate = inputs is not None and (bool(inputs.source.stacks) or not step.trains)
-        cost = _estimate(step, step.settings, inputs) if inputs is not None and can_estimate else None
-        result = None if cost is None else cost.result
+        made = _estimate(step, step.settings, inputs) if inputs is not None and can_estimate else None
+        result = None if made is None else made.result
         configs[step.name], sizes[step.name] = step_config, result
-        score = None if step.unscored else _score_cost(plan, result, lengths, step.format == "onnx")
         is_gpu = inputs is not None and inputs.is_gpu
-        estimates[step.name] = StepEstimate(step.name, step_kind(plan, step), cost, score, is_gpu)
+        kind = step_kind(plan, step) + (" on a GPU" if is_gpu else "")
+        scoring = None if step.unscored else _scoring_bytes(result, step.format == "onnx")
+        record = None if made is None else _nearest_record(kind, made, records)
+        estimates[step.name] = StepEstimate(step.name, kind, made, scoring, is_gpu, record)
     return estimates
+
+
+def _nearest_record(kind: str, size: StepSize, records: Sequence[StepRecord]) -> StepRecord | None:
+    """Return the record of the kind whose work is the most similar, the newest of equal ones."""
+    if not size.work:
+        return None
+    ratios = [(abs(math.log(size.work / each.work)), each) for each in records if each.kind == kind]
+    ratio, record = min(ratios, key=lambda pair: pair[0], default=(math.inf, None))
+    return record if ratio <= math.log(_MAX_WORK_RATIO) else None
+
+
+def _scoring_bytes(size: ModelSize | None, is_graph: bool = False) -> int | None:
+    """Return the bytes of the weights while a model is scored; None if its size is not known.
+
+    A quantized matrix is kept as it is and dequantized; a session of ONNX Runtime packs its weights again.
+    """
+    if size is None:
+        return None
+    if is_graph:
+        return 2 * size.stored_bytes
+    return size.float_bytes + (size.stored_bytes if size.bytes_per_weight < 2 else 0)
 
 
 def _processes_of(plan: Plan, step: PlanStep) -> tuple[int, int]:
@@ -268,7 +176,15 @@ def step_kind(plan: Plan, step: PlanStep) -> str:
     terms = [step.stage, *(str(getattr(settings, n)) for n in ("method", "target") if hasattr(settings, n))]
     terms += [
         n
-        for n in ("lora", "qat", "sparsify", "learned_masks", "sequence_level")
+        for n in (
+            "lora",
+            "qat",
+            "sparsify",
+            "learned_masks",
+            "sequence_level",
+            "max_steps",
+            "max_tokens_per_batch",
+        )
         if getattr(settings, n, None)
     ]
     processes, machines = _processes_of(plan, step)
@@ -291,20 +207,20 @@ def _start_size(plan: Plan, config: Mapping[str, Any] | None) -> ModelSize | Non
         graph = plan.onnx_model
         files = [*(graph.graphs.values() or [graph.file])]
         files += [graph.file.parent / name for name in graph.weight_files]
-        return sum_of_weights("graph", sum(file.stat().st_size for file in files) // FLOAT_BYTES)
+        return sum_of_weights(sum(file.stat().st_size for file in files) // FLOAT_BYTES)
     if plan.local_model is None or isinstance(plan.recipe.model, UntrainedModel):
         return None if config is None else size_from_config(config)
     return None if config is None else read_model_size(plan.local_model, config)
 
 
-def _cost_inputs(
+def _size_inputs(
     plan: Plan,
     step: PlanStep,
     sizes: Mapping[str, ModelSize | None],
     before: Mapping[str, Any] | None,
     after: Mapping[str, Any] | None,
-    lengths: Mapping[str, SampleLengths],
-) -> CostInputs | None:
+    samples: Mapping[str, int],
+) -> SizeInputs | None:
     """Return the inputs of a step's estimate; None if the size of its input is unknown."""
     source = sizes.get(step.parent)
     if source is None:
@@ -323,28 +239,23 @@ def _cost_inputs(
     launch = plan.recipe.launch
     processes, machines = _processes_of(plan, step)
     is_gpu = bool(step.needs & {"train", "unlabeled"}) and training_device(plan.recipe.device) == "cuda"
-    cores = physical_cores()
-    # each of several processes has a GPU, or threads; without `threads` they share all cores
-    at_once = cuda_device_count() if is_gpu else cores // (plan.recipe.threads or cores)
-    referenced_sizes = {
+    named = {
         setting: size
         for setting, name in step.settings.step_references().items()
         if (size := sizes.get(name)) is not None
     }
-    return CostInputs(
+    return SizeInputs(
         source=source,
         result=result,
         task=plan.recipe.task,
-        samples=lengths,
-        named=referenced_sizes,
+        samples=samples,
+        named=named,
         is_gpu=is_gpu,
         processes=processes,
         zero_stage=launch.divides if processes > 1 else 0,
         offloaded=processes > 1 and launch.cpu_offload,
         by_deepspeed=processes > 1 and launch.strategy == "deepspeed",
         machines=machines,
-        cores=cores,
-        concurrent=min(processes, machines * max(1, at_once)),
     )
 
 
@@ -358,55 +269,12 @@ def _kept_ratio(size: ModelSize, config: Mapping[str, Any] | None) -> float:
     )
 
 
-def _estimate(step: PlanStep, settings: Settings, inputs: CostInputs) -> StepCost:
-    """Return the estimate of a step with these settings; without blocks the operations are not known."""
-    estimated: StepCost = step.stage_class.estimate_cost(settings, inputs) or replace(
-        one_shot_cost(inputs), least_bytes=0
+def _estimate(step: PlanStep, settings: Settings, inputs: SizeInputs) -> StepSize:
+    """Return the sizes of a step with these settings."""
+    size: StepSize = step.stage_class.estimate_size(settings, inputs) or replace(
+        one_shot_size(inputs), least_bytes=0
     )
-    estimated = (
-        estimated if inputs.source.stacks else replace(estimated, least_bytes=0)
-    )  # a graph may be mapped
-    return estimated if inputs.source.stacks else replace(estimated, work=None)
-
-
-def _import_cost(size: ModelSize) -> StepCost:
-    """Return the cost of the first artifact: every value of the model's files is read, checked and copied."""
-    work = load_work(size) + Work.of("written", size.stored_bytes) + Work.of("moved", 3 * size.float_bytes)
-    memory_bytes = size.stored_bytes + 2 * FLOAT_BYTES * size.largest_matrix
-    return StepCost(work, memory_bytes, 0, size, size.stored_bytes)
-
-
-def _score_cost(
-    plan: Plan, size: ModelSize | None, lengths: Mapping[str, SampleLengths], is_graph: bool = False
-) -> ScoreCost | None:
-    """Return the cost of scoring a model of `size`; None if it is not known."""
-    recipe, samples = plan.recipe, lengths.get(plan.judged_on)
-    if size is None or not size.stacks or samples is None or recipe.traits.modality == "arrays":
-        return None
-    score, work = recipe.score, load_work(size)
-    largest = max(samples.batches(score.batch_size), key=lambda b: b.samples * (b.source + b.target))
-    # a quantized matrix is kept as it is and dequantized; a session of ONNX Runtime packs its weights again
-    memory_bytes = size.stored_bytes + (size.stored_bytes if is_graph else size.float_bytes)
-    memory_bytes -= 0 if is_graph or size.bytes_per_weight < 2 else size.stored_bytes
-    if generated(recipe.task):
-        beams = score.generation.num_beams
-        work += generation_over(samples, size, score.batch_size, beams)
-        memory_bytes += _generation_bytes(size, largest, beams)
-    else:
-        stride = recipe.data.windows.stride
-        times = samples.source[0] / stride if recipe.traits.samples == "running-text" and stride else 1.0
-        work += passes_over(samples, size, recipe.task, score.batch_size) * times
-        memory_bytes += pass_bytes(size, largest)
-    on_gpu = training_device(recipe.device) == "cuda"
-    return ScoreCost(None if on_gpu else work, round(memory_bytes))
-
-
-def _generation_bytes(size: ModelSize, batch: Batch, beams: int) -> int:
-    """Return the bytes of caches and logits while a batch is generated; caches exist twice when reordered."""
-    num_sequences, stack = batch.samples * beams, size.stacks[-1]
-    cache = 2 * FLOAT_BYTES * num_sequences * (batch.source + batch.target) * stack.layers * stack.kv_width
-    prompt = pass_bytes(replace(size, stacks=size.stacks[:1]), replace(batch, target=1))
-    return round(max(cache, prompt) + 4 * FLOAT_BYTES * num_sequences * size.output_width)
+    return size if inputs.source.stacks else replace(size, least_bytes=0)  # a graph may be mapped
 
 
 def check_costs(
@@ -427,17 +295,17 @@ def check_costs(
     """
     messages: list[Message] = []
     for step in plan.steps:
-        cost = estimates[step.name].cost if step.name in estimates else None
-        if cost is None or step.name in stored:
+        estimate = estimates.get(step.name)
+        if estimate is None or (size := estimate.size) is None or step.name in stored:
             continue
         location: Any = {"file": file, "line": step.line}
-        total = cost.memory_bytes + INTERPRETER_BYTES
+        total = estimate.memory_bytes or 0
         for kind, minimum, expected_bytes, capacity, free in (
-            ("memory", cost.least_bytes, total, limits.memory_bytes, limits.free_bytes),
+            ("memory", size.least_bytes, total, limits.memory_bytes, limits.free_bytes),
             (
                 "GPU memory",
-                cost.least_device_bytes,
-                cost.device_bytes,
+                size.least_device_bytes,
+                size.device_bytes,
                 limits.device_bytes,
                 limits.device_bytes,
             ),
@@ -471,11 +339,11 @@ def _disk_messages(
     stored: Collection[str],
     file: str | None,
 ) -> Iterator[Message]:
-    new_costs = {n: e.cost for n, e in estimates.items() if e.cost is not None and n not in stored}
+    new_costs = {n: e.size for n, e in estimates.items() if e.size is not None and n not in stored}
     optional = {step.name for step in plan.steps if step.optional}
-    costs, artifacts = [*new_costs.values()], sum(cost.disk_bytes for cost in new_costs.values())
-    minimum = _CERTAIN_DISK * sum(cost.disk_bytes for name, cost in new_costs.items() if name not in optional)
-    total = artifacts + max((cost.temporary_bytes for cost in costs), default=0)
+    artifacts = sum(size.disk_bytes for size in new_costs.values())
+    minimum = _CERTAIN_DISK * sum(size.disk_bytes for name, size in new_costs.items() if name not in optional)
+    total = artifacts + max((size.temporary_bytes for size in new_costs.values()), default=0)
     advice = "Remove unused artifacts with `smelt store clean`, or use a store on another disk (--store)."
     if minimum > limits.disk_bytes:
         text = (
@@ -498,20 +366,18 @@ def fitting_settings(
 
     By the same estimate; of changes of one setting the first that fits.
     """
-    step_cost = estimates[step.name].cost
-    sizes = {name: None if e.cost is None else e.cost.result for name, e in estimates.items()}
-    lengths = measure_lengths(plan.splits, plan.recipe.task, plan.local_model, _start_config(plan) or {})
+    step_cost, factor = estimates[step.name].size, max(1.0, estimates[step.name].memory_factor)
+    sizes = {name: None if e.size is None else e.size.result for name, e in estimates.items()}
     if step_cost is None or sizes.get(step.parent) is None:
         return {}
 
     def needed(launch: LaunchSettings, settings: Settings) -> int:
         changed_plan = replace(plan, recipe=plan.recipe.model_copy(update={"launch": launch}))
-        inputs = _cost_inputs(changed_plan, step, sizes, None, None, lengths)
+        samples = {name: len(split) for name, split in plan.splits.items()}
+        inputs = _size_inputs(changed_plan, step, sizes, None, None, samples)
         assert inputs is not None
-        return (
-            _estimate(step, settings, replace(inputs, result=step_cost.result)).memory_bytes
-            + INTERPRETER_BYTES
-        )
+        size = _estimate(step, settings, replace(inputs, result=step_cost.result))
+        return round(factor * (size.memory_bytes + INTERPRETER_BYTES))
 
     launch, alternatives = plan.recipe.launch, dict[str, int]()
     for change, settings in step.stage_class.lighter_settings(step.settings):

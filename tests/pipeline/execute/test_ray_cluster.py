@@ -430,5 +430,5 @@ def test_step_reserves_estimated_memory_without_memory_setting(home):
         reserved = {step.name: bare._step_needs(step) for step in plan.steps}
         assert [reserved[name].cpus for name in ("finetune", "quantize")] == [2, 1]
         for name, needs in reserved.items():
-            estimate = bare._estimates[name].cost.memory_bytes + 560_000_000
+            estimate = bare._estimates[name].size.memory_bytes + 560_000_000
             assert needs.memory_bytes is None if settings else needs.memory_bytes >= estimate

@@ -10,9 +10,8 @@ import pytest
 
 from smelt.core.artifact import StepRecord
 from smelt.core.errors import InputError
-from smelt.models.costs import CostInputs, SampleLengths, one_shot_cost
 from smelt.models.model_size import count_parameters, size_from_config
-from smelt.pipeline.execute.run_costs import cost_lines, predict_costs
+from smelt.models.step_size import SizeInputs, one_shot_size
 from smelt.pipeline.plan.costs import (
     MachineLimits,
     check_costs,
@@ -68,19 +67,18 @@ def _plan(home, *overrides):
 def test_estimated_sizes_follow_stages(home):
     _, found = _plan(home)
     weights = count_parameters(home / "m")
-    tuned, pruned, quantized = (found[name].cost for name in ("finetune", "prune", "quantize"))
+    tuned, pruned, quantized = (found[name].size for name in ("finetune", "prune", "quantize"))
     assert tuned.least_bytes == 16 * weights
     assert tuned.result.parameters == weights
     [before], [after] = tuned.result.stacks, pruned.result.stacks
     assert after.matrices[0] == (before.matrices[0][0] // 2, before.matrices[0][1])
     assert quantized.disk_bytes < 0.5 * pruned.disk_bytes
-    assert all(estimate.cost.work is not None for estimate in found.values())
 
 
 @pytest.mark.parametrize("optional", [False, True])
 def test_weights_exceeding_memory_are_rejected(home, optional):
     plan, found = _plan(home, f"finetune.optional={str(optional).lower()}")
-    least = found["finetune"].cost.least_bytes
+    least = found["finetune"].size.least_bytes
     limits = dataclasses.replace(ROOMY, memory_bytes=least - 1)
     messages = check_costs(plan, found, limits)
     assert [m.code for m in messages] == ([] if optional else ["needs-more-memory"])
@@ -88,23 +86,22 @@ def test_weights_exceeding_memory_are_rejected(home, optional):
         with raises_code("needs-more-memory", InputError):
             require_fitting(messages)
     _, lighter = _plan(home, "finetune.optimizer=adafactor")
-    assert lighter["finetune"].cost.least_bytes < least
+    assert lighter["finetune"].size.least_bytes < least
 
 
 def test_insufficient_free_memory_warns_with_fitting_settings(home):
-    plan, found = _plan(home, "finetune.batch_size=16")
-    likely = found["finetune"].cost.memory_bytes
-    limits = dataclasses.replace(ROOMY, free_bytes=560_000_000 + likely - 1000)
+    plan, found = _plan(home)
+    limits = dataclasses.replace(ROOMY, free_bytes=560_000_000 + found["finetune"].size.memory_bytes - 1000)
     [message] = [m for m in check_costs(plan, found, limits) if m.step == "finetune"]
     assert (message.code, message.severity) == ("may-need-more-memory", "warning")
     fitting = fitting_settings(plan, plan.steps[0], found, limits.free_bytes)
-    assert fitting["batch_size: 8, gradient_accumulation_steps: 2"] <= limits.free_bytes
+    assert fitting["optimizer: adafactor"] <= limits.free_bytes
 
 
 def test_fitting_settings_for_several_processes_fit(home):
     """By the whole estimate, also where the lower bound is refused."""
     plan, found = _plan(home, "launch.num_processes=9", "finetune.batch_size=1")
-    given = found["finetune"].cost
+    given = found["finetune"].size
     for most in (given.least_bytes - 1, (given.memory_bytes + 560_000_000) // 2):
         fitting = fitting_settings(plan, plan.steps[0], found, most)
         for change, needed in fitting.items():
@@ -112,7 +109,7 @@ def test_fitting_settings_for_several_processes_fit(home):
             _, other = _plan(
                 home, "launch.num_processes=9", "finetune.batch_size=1", part.replace(": ", "=", 1)
             )
-            assert needed == other["finetune"].cost.memory_bytes + 560_000_000 <= most
+            assert needed == other["finetune"].size.memory_bytes + 560_000_000 <= most
     assert "launch: {num_processes: 4}" in fitting
 
 
@@ -121,7 +118,7 @@ def test_fitting_settings_for_several_processes_fit(home):
 )
 def test_insufficient_disk_space_is_reported(home, part, codes):
     plan, found = _plan(home)
-    artifacts = sum(estimate.cost.disk_bytes for estimate in found.values())
+    artifacts = sum(estimate.size.disk_bytes for estimate in found.values())
     limits = dataclasses.replace(ROOMY, disk_bytes=int(part * artifacts))
     assert [m.code for m in check_costs(plan, found, limits)] == codes
     every = [*found]
@@ -130,39 +127,62 @@ def test_insufficient_disk_space_is_reported(home, part, codes):
 
 def test_gpu_memory_has_own_limit(home):
     plan, found = _plan(home)
-    cost = dataclasses.replace(found["finetune"].cost, least_device_bytes=100, device_bytes=200)
-    found |= {"finetune": dataclasses.replace(found["finetune"], cost=cost)}
+    size = dataclasses.replace(found["finetune"].size, least_device_bytes=100, device_bytes=200)
+    found |= {"finetune": dataclasses.replace(found["finetune"], size=size)}
     codes = [
-        [m.code for m in check_costs(plan, found, dataclasses.replace(ROOMY, device_bytes=size))]
-        for size in (99, 150, 250)
+        [m.code for m in check_costs(plan, found, dataclasses.replace(ROOMY, device_bytes=device))]
+        for device in (99, 150, 250)
     ]
     assert codes == [["needs-more-memory"], ["may-need-more-memory"], []]
 
 
-def test_earlier_records_correct_estimate_and_stored_steps_are_free(home):
+def _record(estimate, work_ratio=1.0, seconds=10.0, memory_ratio=1.0, **changes):
+    size = estimate.size
+    values = {
+        "kind": estimate.kind,
+        "machine": "m",
+        "threads": 1,
+        "seconds": seconds,
+        "memory_bytes": round(memory_ratio * (size.memory_bytes + 560_000_000)),
+        "estimated_memory_bytes": size.memory_bytes,
+        "work": work_ratio * size.work,
+    }
+    return StepRecord(**values | changes)
+
+
+@pytest.mark.parametrize(
+    ("works", "seconds"),
+    [
+        ([], None),
+        ([0.5], 20.0),
+        ([4.0, 0.5, 2.0, 0.3], 20.0),  # the nearest, the newest of equally near ones
+        ([0.2], None),
+        ([5.0], None),
+    ],
+)
+def test_predicted_time_scales_nearest_record_by_work(home, works, seconds):
     plan, found = _plan(home)
-    speed = harness.MACHINE_SPEED
-    plain = {s.name: s for s in predict_costs(plan, found, ROOMY, speed).steps}
-    cost = found["prune"].cost
-    record = StepRecord(
-        kind=found["prune"].kind, machine="m", threads=1, seconds=3 * speed.seconds(cost.work),
-        memory_bytes=2 * (cost.memory_bytes + speed.base_bytes), estimated_memory_bytes=cost.memory_bytes,
-        work=cost.work.to_json(),
-    )  # fmt: skip
-    stored = {"finetune", "model", "model:score"}
-    costs = predict_costs(plan, found, ROOMY, speed, stored=stored, records=[record])
-    steps = {step.name: step for step in costs.steps}
-    assert steps["prune"].seconds == pytest.approx(3 * plain["prune"].seconds)
-    assert steps["prune"].memory_bytes == pytest.approx(2 * plain["prune"].memory_bytes, rel=1e-6)
-    sources = {"model": "stored", "finetune": "stored", "prune": "measured", "quantize": "estimated"}
-    assert {name: steps[name].source for name in sources} == sources
-    assert (steps["finetune"].seconds, steps["finetune"].disk_bytes, steps["model"].scoring_seconds) == (
-        0,
-        0,
-        0,
-    )
-    assert steps["finetune"].scoring_seconds == plain["finetune"].scoring_seconds > 0
-    assert costs.seconds == pytest.approx(sum(s.seconds + s.scoring_seconds for s in costs.steps))
+    records = [_record(found["prune"], work) for work in works]
+    records += [_record(found["prune"], 1.0, kind="other", seconds=1.0)]
+    predicted = estimate_steps(plan, plan.splits, records)
+    assert predicted["prune"].seconds == (None if seconds is None else pytest.approx(seconds))
+    assert predicted["quantize"].seconds is None
+
+
+@pytest.mark.parametrize(("ratio", "expected"), [(3.0, 3.0), (0.5, 1.0), (None, 1.0)])
+def test_predicted_memory_is_maximum_of_estimate_and_record(home, ratio, expected):
+    plan, found = _plan(home)
+    changes = {"memory_bytes": None} if ratio is None else {}
+    record = _record(found["finetune"], memory_ratio=ratio or 1.0, **changes)
+    estimates = estimate_steps(plan, plan.splits, [record])
+    plain = found["finetune"].memory_bytes
+    assert estimates["finetune"].memory_bytes == pytest.approx(expected * plain)
+    limits = dataclasses.replace(ROOMY, free_bytes=round(2 * plain))
+    codes = [m.code for m in check_costs(plan, estimates, limits) if m.step == "finetune"]
+    assert codes == (["may-need-more-memory"] if expected == 3.0 else [])
+    fitting = fitting_settings(plan, plan.steps[0], estimates, round(expected * plain) - 1)
+    lighter = fitting_settings(plan, plan.steps[0], found, plain - 1)
+    assert {change: pytest.approx(expected * count) for change, count in lighter.items()} == fitting
 
 
 def test_records_predict_only_same_launch(home):
@@ -179,22 +199,8 @@ def test_records_predict_only_same_launch(home):
         for launch in launches
     ]
     assert len({kind["finetune"] for kind in kinds}) == len(launches)
-    assert kinds[0]["finetune"] == "finetune"
+    assert kinds[0]["finetune"] == "finetune max_steps"
     assert {kind["prune"] for kind in kinds} == {"prune"}  # in one process
-
-
-def test_several_processes_compute_on_cores_of_their_threads(home, monkeypatch):
-    monkeypatch.setattr("smelt.pipeline.plan.costs.physical_cores", lambda: 8)
-    found = {
-        (count, threads): _plan(home, f"launch.num_processes={count}", f"threads={threads}")[1]
-        for count, threads in ((1, 2), (3, 2), (16, 2), (16, "null"))
-    }
-    flops = {
-        of: next(n for (unit, _), n in e["finetune"].cost.work.amounts.items() if unit == "training")
-        for of, e in found.items()
-    }
-    ratios = {of: round(flops[1, 2] / n, 3) for of, n in flops.items()}
-    assert ratios == {(1, 2): 1, (3, 2): 3, (16, 2): 4, (16, "null"): 1}
 
 
 def test_plan_command_prints_table_and_json(home, monkeypatch, tmp_path):
@@ -222,30 +228,18 @@ def test_every_technique_estimates_consistent_lower_bound(config):
     size = size_from_config(config)
     tasks = {"llama": "language-modeling", "bert": "text-classification", "marian": "translation"}
     task = tasks[config["model_type"]]
-    targets = (5, 6, 7) if task == "translation" else (0, 0, 0)
-    samples = {name: SampleLengths((8, 9, 10), targets, 3) for name in ("train", "validation", "unlabeled")}
+    samples = dict.fromkeys(("train", "validation", "unlabeled"), 3)
     for technique in TECHNIQUES.values():
         stage = load_stage(technique.stage)
         settings = stage.settings_type.model_validate(technique.settings)
         for known in (samples, {}):
-            inputs = CostInputs(size, size, task, known, {"teacher": size})
-            estimate = stage.estimate_cost(settings, inputs)
-            cost = estimate or one_shot_cost(inputs)
-            assert 0 < cost.least_bytes <= cost.memory_bytes
-            assert cost.disk_bytes > 0
-            if estimate and cost.work is not None and known:
-                assert 0 < harness.MACHINE_SPEED.seconds(cost.work) < 3600
+            inputs = SizeInputs(size, size, task, known, {"teacher": size})
+            estimate = stage.estimate_size(settings, inputs) or one_shot_size(inputs)
+            assert 0 < estimate.least_bytes <= estimate.memory_bytes
+            assert estimate.disk_bytes > 0
+            assert estimate.work is None or estimate.work > 0
             for _, lighter in stage.lighter_settings(settings):
-                assert stage.estimate_cost(lighter, inputs).memory_bytes > 0
-
-
-def test_unknown_costs_are_marked_unknown(home):
-    plan, _ = _plan(home)
-    found = estimate_steps(plan, {})
-    costs = predict_costs(plan, found, ROOMY, harness.MACHINE_SPEED, unread=["train"])
-    assert costs.seconds is None
-    assert {s.name: s.seconds for s in costs.steps}["finetune"] is None
-    assert any("train" in line for line in cost_lines(costs)[-2:])
+                assert stage.estimate_size(lighter, inputs).memory_bytes > 0
 
 
 @pytest.mark.parametrize(("count", "text"), [(3_100_000, "3.1 MB"), (99e6, "99.0 MB"), (2.4e10, "24.0 GB")])

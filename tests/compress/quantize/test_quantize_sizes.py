@@ -7,10 +7,10 @@ import json
 import pytest
 
 from smelt.compress.quantize.settings import QuantizeSettings
-from smelt.compress.quantize.stage import Quantize, quantize_cost
-from smelt.export.onnx_stage import OnnxSettings, export_cost
-from smelt.models.costs import CostInputs
+from smelt.compress.quantize.stage import Quantize, quantize_size
+from smelt.export.onnx_stage import OnnxSettings, export_size
 from smelt.models.model_size import read_model_size, size_from_config
+from smelt.models.step_size import SizeInputs
 from smelt.models.weight_files import LARGE_BYTES, weight_files_size
 from tests.support.models import every_family
 
@@ -27,10 +27,10 @@ def test_predicted_size_equals_artifact_size(tmp_path, settings):
     folder, chosen = every_family.model_with_layers("llama", 3), QuantizeSettings(**settings)
     size = read_model_size(folder, json.loads((folder / "config.json").read_text()))
     ctx = every_family.run_stage(Quantize(), chosen, folder, "llama", tmp_path / "out")
-    cost = quantize_cost(chosen, CostInputs(size, size, "language-modeling", {}))
+    planned = quantize_size(chosen, SizeInputs(size, size, "language-modeling", {}))
     header = 12_000  # names and shapes in the file's header
-    assert weight_files_size(ctx.out) == pytest.approx(cost.disk_bytes, rel=0.03, abs=header)
-    assert cost.disk_bytes < 0.7 * size.stored_bytes
+    assert weight_files_size(ctx.out) == pytest.approx(planned.disk_bytes, rel=0.03, abs=header)
+    assert planned.disk_bytes < 0.7 * size.stored_bytes
 
 
 LARGE = size_from_config(
@@ -44,21 +44,21 @@ LARGE = size_from_config(
 def test_large_model_needs_memory_of_one_block_if_layers_are_independent():
     size = LARGE
     assert size.stored_bytes > LARGE_BYTES
-    inputs = CostInputs(size, size, "language-modeling", {})
+    inputs = SizeInputs(size, size, "language-modeling", {})
     block, scaled, in_memory = (
-        quantize_cost(QuantizeSettings(scheme="int4", **options), inputs)
+        quantize_size(QuantizeSettings(scheme="int4", **options), inputs)
         for options in ({}, {"method": "awq-gptq"}, {"low_rank_correction": {"rank": 8}})
     )
     assert block.least_bytes == scaled.least_bytes == 4 * size.largest_block
     assert block.memory_bytes < 0.2 * size.float_bytes < size.float_bytes < in_memory.memory_bytes
     static = QuantizeSettings(scheme="int8-static")
     lighter = dict(Quantize.lighter_settings(static))["sensitivity_samples: 0"]
-    light, heavy = (quantize_cost(settings, inputs).memory_bytes for settings in (lighter, static))
+    light, heavy = (quantize_size(settings, inputs).memory_bytes for settings in (lighter, static))
     assert light < 0.2 * size.float_bytes < size.float_bytes < heavy
 
 
 def test_export_of_quantized_weights_needs_no_float_copy():
     quantized = LARGE.stored_as(0.6, 2.0)
-    inputs = CostInputs(quantized, quantized, "language-modeling", {})
-    cost = export_cost(OnnxSettings(target="ort-cpu"), inputs)
-    assert cost.memory_bytes < quantized.float_bytes
+    inputs = SizeInputs(quantized, quantized, "language-modeling", {})
+    planned = export_size(OnnxSettings(target="ort-cpu"), inputs)
+    assert planned.memory_bytes < quantized.float_bytes

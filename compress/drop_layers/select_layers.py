@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -106,14 +107,12 @@ def run_streamed(
     ctx: Context,
     see: Callable[[Block, Tensor, Any], None] | None = None,
 ) -> list[Block]:
-    """Run the model block by block; return the blocks. see: see `run_blocks`."""
-    load, free = streamed.load_block, streamed.free_block
-    return [
-        step.block
-        for step in run_blocks(
-            streamed.model, samples, ctx, stage="drop-layers", enter=load, leave=free, see_states=see
-        )
-    ]
+    """Run the model block by block; return the blocks. see: gets the block, its input and its output."""
+    blocks = []
+    for step in run_blocks(streamed.model, samples, ctx, stage="drop-layers", offloaded=streamed, save=False):
+        step.run(None if see is None else partial(see, step.block))
+        blocks.append(step.block)
+    return blocks
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from smelt.calibration.samples import load_calibration_samples
-from smelt.calibration.sequential import RunningBlock, run_blocks
+from smelt.calibration.sequential import RunningBlock, run_blocks, visit_blocks
 from smelt.calibration.statistics import InputStatistics, StatisticsCollector, input_width
 from smelt.compress.factorize.ranks import choose_layer_rank
 from smelt.compress.factorize.settings import FactorizeSettings
@@ -77,22 +77,15 @@ def factorize_blocks(
             "rows": samples.num_samples,
             "tokens": samples.tokens,
         }
-        for step in run_blocks(
-            streamed.model,
-            samples,
-            ctx,
-            stage="factorize",
-            enter=streamed.load_block,
-            leave=state.factorize_block,
-        ):
+        for step in run_blocks(streamed.model, samples, ctx, stage="factorize", offloaded=streamed):
             state.collect_statistics(step)
             require_finite_inputs(state.inputs, samples)
+            step.run()
+            state.factorize_block(step.block)
         warn_of_few_tokens(state.few_tokens, samples, ctx)
     else:
-        for done, block in enumerate(blocks := blocks_of(streamed.model), start=1):
-            streamed.load_block(block)
+        for block in visit_blocks(streamed.model, ctx, streamed):
             state.factorize_block(block)
-            ctx.progress(done, len(blocks), block.module_path)
     ctx.details.update(ranks=state.factorized, relative_error=state.errors)
     return state.ranks, state.uncalibrated
 
@@ -152,7 +145,7 @@ class _BlockwiseState:
         self.few_tokens |= layers_with_few_tokens(self.inputs)
 
     def factorize_block(self, block: Block) -> None:
-        """Factorize the layers of `block`, which is not run any more, write it and free its memory."""
+        """Factorize the layers of `block`, which is not run any more."""
         for name, layer in self._layers(block).items():
             metrics = LayerMetrics(self.settings, inputs={name: self.inputs[name]} if self.inputs else {})
             if metrics.uncalibrated:
@@ -162,7 +155,6 @@ class _BlockwiseState:
             if rank < self.limits[name]:
                 self._factorize_layer(name, layer, rank, metrics)
         self.inputs = {}
-        self.streamed.save_block(block)
 
     def _factorize_layer(self, name: str, layer: nn.Linear, rank: int, metrics: LayerMetrics) -> None:
         decomposition = metrics.decompose(name, layer)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from smelt.calibration.samples import CalibrationSamples, load_calibration_samples
-from smelt.calibration.sequential import RunningBlock, ignore_block, run_blocks
+from smelt.calibration.sequential import RunningBlock, run_blocks, visit_blocks
 from smelt.calibration.statistics import InputStatistics, empty_statistics, few_tokens_text
 from smelt.compress.prune.settings import PruneSettings
 from smelt.compress.prune.units import (
@@ -41,7 +41,7 @@ from smelt.core.artifact import Artifact
 from smelt.core.near_ties import first_within_tolerance
 from smelt.core.stage import Context
 from smelt.models.edits import Edit, is_masked
-from smelt.models.families.registry import Block, blocks_of
+from smelt.models.families.registry import Block
 from smelt.models.layers import LowRankLinear
 from smelt.models.streamed_model import StreamedModel
 
@@ -84,17 +84,14 @@ def cut_units(
     Returns:
         The results of `refit_layer` by layer name, rounded.
     """
-    enter, leave = (streamed.load_block, streamed.save_block) if streamed else (ignore_block, ignore_block)
     if samples is None:
-        for block in blocks_of(model):
-            enter(block)
+        for block in visit_blocks(model, ctx, streamed):
             for group, select in _selection_in_block(block, selection):
                 _cut_group(model, edits, group, select())
-            leave(block)
         return {}
     error_ratios: dict[str, float] = {}
     token_counts: list[tuple[int, int]] = []
-    for step in run_blocks(model, samples, ctx, stage="prune", enter=enter, leave=leave):
+    for step in run_blocks(model, samples, ctx, stage="prune", offloaded=streamed):
         for group, select in _selection_in_block(step.block, selection):
             name = group.structure.linear_layers[-1]
             statistics, old_weight = (

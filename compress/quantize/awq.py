@@ -44,13 +44,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from smelt.calibration.samples import CalibrationSamples
-from smelt.calibration.sequential import ObserveInputs
+from smelt.calibration.sequential import ModelPart
 from smelt.calibration.statistics import (
     InputStatistics,
-    StatisticsCollector,
-    collect_statistics,
     few_tokens_text,
-    input_width,
 )
 from smelt.compress.quantize.hqq import pool_errors, select_per_group
 from smelt.compress.quantize.plan_layers import PlannedLayer, output_layer, round_to_nearest
@@ -326,23 +323,8 @@ def _output_layer(module: nn.Module) -> nn.Module:
     return module.up if isinstance(module, LowRankLinear) else module
 
 
-class AwqResult(NamedTuple):
-    """Result of AWQ: layers, some renamed; edits; quantized weights by `PlannedLayer.weight_id`."""
-
-    layers: list[PlannedLayer]
-    edits: list[Edit]
-    codes: dict[int, UnpackedWeights]
-
-
-def apply_awq(
-    model: Any,
-    layers: Sequence[PlannedLayer],
-    samples: CalibrationSamples,
-    clip: bool,
-    dtype_of: DtypeOf,
-    ctx: Context,
-) -> AwqResult:
-    """Scale the linear layers among `layers` and the producers of their inputs.
+class AwqRunner:
+    """State of an AWQ run, of all scale targets at once or of one block after another.
 
     Args:
         model: float32, in eval mode, on the CPU; changed in place with the same outputs.
@@ -352,20 +334,10 @@ def apply_awq(
         dtype_of: returns the stored dtype of a tensor from its names.
         ctx: gets the details and warnings.
 
-    Raises:
-        InputError: inputs of a linear layer are not finite.
-    """
-    runner = AwqRunner(model, layers, samples, clip, dtype_of, ctx)
-    with collect_statistics(model, samples, runner.observed_layers(runner.targets), ctx) as statistics:
-        runner.scale(runner.targets, statistics)
-    runner.report()
-    return AwqResult(runner.renamed(layers), runner.edits, runner.codes)
-
-
-class AwqRunner:
-    """State of an AWQ run, of all scale targets at once or of one block after another.
-
-    targets: all scale targets. edits: of the model. codes: quantized weights by `PlannedLayer.weight_id`.
+    Attributes:
+        targets: all scale targets.
+        edits: edits of the model.
+        codes: quantized weights by `PlannedLayer.weight_id`.
     """
 
     def __init__(
@@ -380,51 +352,40 @@ class AwqRunner:
         self.targets, self._unscaled = find_scale_targets(model, layers)
         self.edits: list[Edit] = []
         self.codes: dict[int, UnpackedWeights] = {}
-        self._model, self._samples, self._dtype_of, self._ctx = model, samples, dtype_of, ctx
+        self.model, self._samples, self._dtype_of, self._ctx = model, samples, dtype_of, ctx
         self._clip, self._unclipped = clip, _attention_score_layers(model) if clip else set()
         self._order = [layer.name for layer in layers]
         self._names = {id(target): target.layers[0].name for target in self.targets}
         self._found: dict[str, ScaleSearchResult] = {}
         self._token_counts: dict[str, tuple[int, int]] = {}
 
-    def observe(
-        self, targets: Sequence[ScaleTarget], observe: ObserveInputs
-    ) -> Mapping[str, InputStatistics]:
-        """Return the statistics of the inputs of `targets`, by the names of their layers."""
-        observed = self.observed_layers(targets)
-        collector = StatisticsCollector({name: input_width(layers[0]) for name, layers in observed.items()})
-        if observed:
-            observe(observed, collector.update)
-        return collector.statistics
+    def calibrate(self, targets: Sequence[ScaleTarget], part: ModelPart, *, apply: bool = True) -> None:
+        """Find the scales of `targets`, and run `part` before any is applied.
 
-    def observed_layers(self, targets: Sequence[ScaleTarget]) -> dict[str, list[nn.Module]]:
-        """Return a layer that reads the input of each target, by its name."""
-        return {self._names[id(target)]: [target.layers[0].module] for target in targets}
-
-    def scale(self, targets: Sequence[ScaleTarget], seen: Mapping[str, InputStatistics]) -> None:
-        """Scale `targets`, which no other target's scales change, by the statistics of their inputs.
+        Args:
+            targets: the targets in `part`, which no other target's scales change.
+            part: the part of the model to run.
+            apply: whether to apply the scales, and to clip ranges; otherwise the caller applies them later.
 
         Raises:
             InputError: inputs of a linear layer are not finite.
         """
-        self.search(targets, seen)  # all of them before any is applied, which changes the rows of producers
-        scales = self.apply(targets)
-        for target in targets:
-            name = self._names[id(target)]
-            if self._clip and name in self._found:
-                clipped = [
-                    layer
-                    for layer in target.layers
-                    if layer.name.removesuffix(".linear") not in self._unclipped
-                ]
-                self.codes |= _clip_layers(clipped, _second_moment(seen[name]), scales.get(name))
+        layers = {self._names[id(target)]: [target.layers[0].module] for target in targets}
+        with part.collect(layers) as seen:
+            part.run()
+            self._search(targets, seen)  # all of them first: scales change the rows of producers
+            scales = self.apply(targets) if apply else {}
+            for target in targets if apply and self._clip else ():
+                name = self._names[id(target)]
+                if name in self._found:
+                    clipped = [
+                        layer
+                        for layer in target.layers
+                        if layer.name.removesuffix(".linear") not in self._unclipped
+                    ]
+                    self.codes |= _clip_layers(clipped, _second_moment(seen[name]), scales.get(name))
 
-    def search(self, targets: Sequence[ScaleTarget], seen: Mapping[str, InputStatistics]) -> None:
-        """Find the scales of `targets`, whose weights are loaded, by the statistics of their inputs.
-
-        Raises:
-            InputError: inputs of a linear layer are not finite.
-        """
+    def _search(self, targets: Sequence[ScaleTarget], seen: Mapping[str, InputStatistics]) -> None:
         _require_finite(self._order, seen, self._samples)
         for target in targets:
             name = self._names[id(target)]
@@ -437,7 +398,7 @@ class AwqRunner:
         """Apply the found scales to `targets`; return those of the changed ones by name, float32 [K]."""
         by_name = {self._names[id(target)]: target for target in targets}
         return {
-            name: target.apply(self._model, self._found[name].scales, self._dtype_of, self.edits)
+            name: target.apply(self.model, self._found[name].scales, self._dtype_of, self.edits)
             for name, target in by_name.items()
             if name in self._found and self._found[name].alpha > 0
         }

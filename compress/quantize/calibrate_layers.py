@@ -1,4 +1,4 @@
-"""Calibration before layers are quantized: selection of layers, ranges, weights and corrections.
+"""The parts of calibration that compare layers or correct weights, ranges of convolutions, and warnings.
 
 A quantized convolution rounds its inputs. So that a runtime can pass integers from one to the next, residual
 sums and inputs of max pools are rounded too (`smelt/quantization/layers.py`). Batch norms are folded
@@ -8,27 +8,24 @@ before, because the folded kernels are quantized.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from smelt.calibration.samples import CalibrationSamples, load_calibration_samples, observe_inputs
-from smelt.compress.quantize.gptq import apply_gptq
+from smelt.calibration.samples import CalibrationSamples, ObserveInputs
 from smelt.compress.quantize.plan_layers import (
     GridFinder,
     PlannedLayer,
     WeightQuantizer,
-    require_finite_layers,
     round_on_grid,
     scheme_grid,
 )
 from smelt.compress.quantize.ranges import (
     MIN_CALIBRATION_TOKENS,
     ObservedRange,
-    calibrate_ranges,
     observe_ranges,
 )
 from smelt.compress.quantize.settings import AUTO, MaxExcluded, QuantizeSettings
@@ -55,120 +52,6 @@ _CORRECTION_TEXT = "The error metric of low-rank corrections was"
 _COMPARED = {_SENSITIVITY_TEXT: "layers", _CORRECTION_TEXT: "inputs"}
 
 
-@dataclass
-class CalibrationResult:
-    """The layers to quantize, and their calibration results by `PlannedLayer.weight_id`.
-
-    ranges: activation ranges. codes: quantized weights that are not rounded to nearest. corrections: low-rank
-    corrections with their quantized weights. edits: edits of the model. rounding_ranges: observed ranges of
-    the activations that are rounded before a module, by its name.
-    """
-
-    layers: list[PlannedLayer]
-    ranges: dict[int, float] = field(default_factory=dict)
-    codes: dict[int, UnpackedWeights] = field(default_factory=dict)
-    corrections: dict[int, CorrectedWeight] = field(default_factory=dict)
-    edits: list[dict[str, Any]] = field(default_factory=list)
-    rounding_ranges: dict[str, ObservedRange] = field(default_factory=dict)
-
-
-def calibrate_layers(
-    model: Any, layers: list[PlannedLayer], src: Artifact, settings: QuantizeSettings, ctx: Context
-) -> CalibrationResult:
-    """Calibrate `layers` on samples as far as `settings` need it, and return the results.
-
-    If weights were quantized on samples, the weights of `model` become the dequantized ones, or nearly.
-    """
-    if settings.needs_calibration and layers:
-        return _calibrate_on_samples(model, layers, src, settings, ctx)
-    result = CalibrationResult(layers)
-    if settings.correction is not None:
-        result.corrections = _find_corrections(model, result, None, src, settings, ctx)
-    return result
-
-
-def _calibrate_on_samples(
-    model: Any, layers: list[PlannedLayer], src: Artifact, settings: QuantizeSettings, ctx: Context
-) -> CalibrationResult:
-    """Calibrate `layers` by running `model` on samples."""
-    require_finite_layers(layers)
-    samples = load_calibration_samples(model, src, settings.calibration_samples, ctx, "quantize")
-    ctx.details["calibration"] = {
-        "origin": samples.origin,
-        "rows": samples.num_samples,
-        "tokens": samples.tokens,
-    }
-    if settings.calibrates_correction:
-        _warn_of_few_tokens(samples, _CORRECTION_TEXT, "calibration_samples", ctx)
-    result = CalibrationResult(layers)
-    if (
-        settings.mixed_precision is not None
-    ):  # first, because scales and clipping are searched for the chosen widths
-        _choose_bit_widths(model, result, samples, src, settings, ctx)
-    _move_scales(model, result, samples, src, settings, ctx)
-    if settings.needs_activation_ranges:
-        _calibrate_activations(model, result, samples, settings, ctx)
-    if AUTO in settings.exclude or settings.needs_activation_ranges or settings.smoothquant_alpha is not None:
-        _measure_sensitivity(model, result, samples, settings, ctx)
-    if settings.compensates_rounding:
-        find_grid = grid_finder(settings)
-        result.codes, result.corrections = apply_gptq(
-            model, result.layers, samples, find_grid, ctx, settings.correction
-        )
-        ctx.warnings[:] = dict.fromkeys(ctx.warnings)  # both methods warn about too few samples
-    elif settings.correction is not None:
-        result.corrections = _find_corrections(model, result, samples, src, settings, ctx)
-    return result
-
-
-def _move_scales(
-    model: Any,
-    result: CalibrationResult,
-    samples: CalibrationSamples,
-    src: Artifact,
-    settings: QuantizeSettings,
-    ctx: Context,
-) -> None:
-    """Move channel scales between the producers of the layers' inputs and their columns."""
-    warn_of_few_activations(samples, settings, ctx)
-    kind = stored_dtypes(src.path).dtype_for
-    if settings.smoothquant_alpha is not None:
-        from smelt.compress.quantize.smoothquant import apply_smoothquant
-
-        apply_smoothquant(model, result.layers, samples, settings.smoothquant_alpha, kind, ctx)
-    if settings.scales_inputs:
-        from smelt.compress.quantize.awq import apply_awq
-
-        clips = settings.clip == "awq"
-        result.layers, result.edits, result.codes = apply_awq(model, result.layers, samples, clips, kind, ctx)
-
-
-def _calibrate_activations(
-    model: Any,
-    result: CalibrationResult,
-    samples: CalibrationSamples,
-    settings: QuantizeSettings,
-    ctx: Context,
-) -> None:
-    """Calibrate activation ranges; layers that no sample reaches stay float."""
-    linear_layers = [layer for layer in result.layers if not isinstance(layer.module, nn.Conv2d)]
-    observe = partial(observe_inputs, model, samples, ctx=ctx)
-    ranges = calibrate_ranges(linear_layers, samples, settings, observe)
-    result.layers, result.ranges, result.rounding_ranges = calibrate_convolutions(
-        model, result.layers, ranges, samples, settings, ctx
-    )
-    result.layers, without_range = divide_by_range(result.layers, result.ranges)
-    warn_of_missing_ranges(without_range, ctx)
-
-
-def divide_by_range(
-    layers: Sequence[PlannedLayer], ranges: Mapping[int, float]
-) -> tuple[list[PlannedLayer], list[str]]:
-    """Return the layers that have the range that they need, or need none, and the names of the others."""
-    without_range = [layer.name for layer in layers if layer.needs_range and layer.weight_id not in ranges]
-    return [layer for layer in layers if layer.name not in without_range], without_range
-
-
 def warn_of_missing_ranges(unseen: Sequence[str], ctx: Context) -> None:
     """Warn about layers that no sample reaches, by their names; they stay float."""
     if unseen:
@@ -179,50 +62,57 @@ def warn_of_missing_ranges(unseen: Sequence[str], ctx: Context) -> None:
         )
 
 
-def _choose_bit_widths(
+def choose_layer_widths(
     model: Any,
-    result: CalibrationResult,
+    layers: Sequence[PlannedLayer],
     samples: CalibrationSamples,
     src: Artifact,
     settings: QuantizeSettings,
     ctx: Context,
-) -> None:
-    """Choose the bits of each layer."""
+) -> list[PlannedLayer]:
+    """Return `layers` with the bits that mixed precision chooses for each."""
     from smelt.compress.quantize.mixed_precision import choose_bit_widths
 
-    subset, quantizer_of = samples.subset(settings.sensitivity_samples), quantizer_factory(settings, {})
-    _warn_of_few_tokens(subset, _SENSITIVITY_TEXT, "sensitivity_samples and calibration_samples", ctx)
-    result.layers = choose_bit_widths(model, result.layers, subset, src, settings, quantizer_of, ctx)
+    few = _sensitivity_samples(samples, settings, ctx)
+    return choose_bit_widths(model, layers, few, src, settings, quantizer_for(settings, {}), ctx)
 
 
-def _measure_sensitivity(
+def exclude_sensitive(
     model: Any,
-    result: CalibrationResult,
+    layers: Sequence[PlannedLayer],
+    ranges: Mapping[int, float],
     samples: CalibrationSamples,
     settings: QuantizeSettings,
     ctx: Context,
-) -> None:
-    """Measure the sensitivity of each layer, and remove the most sensitive ones from the result."""
+) -> list[PlannedLayer]:
+    """Measure the sensitivities of layers; return `layers`, with `exclude: auto` less the most sensitive."""
     from smelt.compress.quantize.mixed_precision import measure_layer_sensitivities, select_sensitive
 
-    if not settings.sensitivity_samples:
-        return
-    subset = samples.subset(settings.sensitivity_samples)
-    _warn_of_few_tokens(subset, _SENSITIVITY_TEXT, "sensitivity_samples and calibration_samples", ctx)
-    sensitivities = measure_layer_sensitivities(model, result.layers, result.ranges, subset, ctx)
+    automatic = AUTO in settings.exclude
+    measured = automatic or settings.needs_activation_ranges or settings.smoothquant_alpha is not None
+    if not measured or not settings.sensitivity_samples:
+        return list(layers)
+    few = _sensitivity_samples(samples, settings, ctx)
+    sensitivities = measure_layer_sensitivities(model, layers, ranges, few, ctx)
     ctx.details["sensitivity"] = {name: float(f"{value:.3g}") for name, value in sensitivities.items()}
-    ctx.details["sensitivity_samples"] = subset.num_samples
-    excluded = (
-        select_sensitive(sensitivities, settings.max_excluded or MaxExcluded())
-        if AUTO in settings.exclude
-        else []
-    )
-    result.layers = [layer for layer in result.layers if layer.name not in excluded]
+    ctx.details["sensitivity_samples"] = few.num_samples
+    if not automatic:
+        return list(layers)
+    excluded = select_sensitive(sensitivities, settings.max_excluded or MaxExcluded())
+    return [layer for layer in layers if layer.name not in excluded]
 
 
-def _find_corrections(
+def _sensitivity_samples(
+    samples: CalibrationSamples, settings: QuantizeSettings, ctx: Context
+) -> CalibrationSamples:
+    few = samples.subset(settings.sensitivity_samples)
+    _warn_of_few_tokens(few, _SENSITIVITY_TEXT, "sensitivity_samples and calibration_samples", ctx)
+    return few
+
+
+def correct_layers(
     model: Any,
-    result: CalibrationResult,
+    layers: Sequence[PlannedLayer],
     samples: CalibrationSamples | None,
     src: Artifact,
     settings: QuantizeSettings,
@@ -231,25 +121,25 @@ def _find_corrections(
     """Return the low-rank corrections with their quantized weights, by `PlannedLayer.weight_id`."""
     from smelt.compress.quantize.low_rank_correction import find_corrections
 
-    coder = partial(round_on_grid, grid_finder(settings))
-    return find_corrections(model, result.layers, settings, coder, samples, src, ctx)
+    quantizer = partial(round_on_grid, grid_finder(settings))
+    return find_corrections(model, layers, settings, quantizer, samples, src, ctx)
 
 
 def report_corrections(
-    result: CalibrationResult, src: Artifact, settings: QuantizeSettings, ctx: Context
+    layers: Sequence[PlannedLayer],
+    corrections: Mapping[int, CorrectedWeight],
+    src: Artifact,
+    settings: QuantizeSettings,
+    ctx: Context,
 ) -> None:
     """Write the low-rank corrections to the details and warnings of `ctx`."""
     from smelt.compress.quantize.low_rank_correction import correction_details, oversized_correction_warnings
 
     assert settings.correction is not None
-    ctx.details["low_rank_correction"] = correction_details(
-        result.layers, result.corrections, settings.correction.rank
-    )
+    ctx.details["low_rank_correction"] = correction_details(layers, corrections, settings.correction.rank)
     stored_bits = 8 * stored_dtypes(src.path).default.itemsize
-    quantized_bits = bits_per_weight(SCHEMES[settings.scheme], settings.scheme_options(settings.scheme))
-    ctx.warnings.extend(
-        oversized_correction_warnings(result.layers, result.corrections, quantized_bits, stored_bits)
-    )
+    quantized = bits_per_weight(SCHEMES[settings.scheme], settings.scheme_options(settings.scheme))
+    ctx.warnings.extend(oversized_correction_warnings(layers, corrections, quantized, stored_bits))
 
 
 def grid_finder(settings: QuantizeSettings) -> GridFinder:
@@ -264,21 +154,17 @@ def grid_finder(settings: QuantizeSettings) -> GridFinder:
     return mse_grid if settings.clip == "mse" else scheme_grid
 
 
-def quantizer_factory(
-    settings: QuantizeSettings, codes: Mapping[int, UnpackedWeights]
+def quantizer_for(
+    settings: QuantizeSettings, precomputed: Mapping[int, UnpackedWeights]
 ) -> Callable[[PlannedLayer], WeightQuantizer]:
-    """Return a function from layer to quantizer: the calibrated weights `codes`, else rounding to nearest."""
+    """Return a function from layer to quantizer: the weights in `precomputed`, else rounding to nearest."""
     find_grid = grid_finder(settings)
 
-    def quantizer_of(layer: PlannedLayer) -> WeightQuantizer:
-        precomputed = codes.get(layer.weight_id)
-        return (
-            partial(round_on_grid, find_grid)
-            if precomputed is None
-            else lambda weight, scheme, options: precomputed
-        )
+    def quantizer(layer: PlannedLayer) -> WeightQuantizer:
+        weights = precomputed.get(layer.weight_id)
+        return partial(round_on_grid, find_grid) if weights is None else lambda *_: weights
 
-    return quantizer_of
+    return quantizer
 
 
 def _warn_of_few_tokens(samples: CalibrationSamples, what: str, which: str, ctx: Context) -> None:
@@ -293,19 +179,21 @@ def _warn_of_few_tokens(samples: CalibrationSamples, what: str, which: str, ctx:
         )
 
 
-def warn_of_few_activations(samples: CalibrationSamples, settings: QuantizeSettings, ctx: Context) -> None:
-    """Warn if the extremes of activations are measured on too few tokens."""
-    min_tokens = _MIN_CALIBRATION_IMAGES if "pixel_values" in samples.batches[0] else MIN_CALIBRATION_TOKENS
+def warn_of_few_samples(samples: CalibrationSamples, settings: QuantizeSettings, ctx: Context) -> None:
+    """Warn if the extremes of activations, or the metric of corrections, are measured on too few tokens."""
+    if settings.calibrates_correction:
+        _warn_of_few_tokens(samples, _CORRECTION_TEXT, "calibration_samples", ctx)
+    enough = _MIN_CALIBRATION_IMAGES if "pixel_values" in samples.batches[0] else MIN_CALIBRATION_TOKENS
     measured = settings.needs_activation_ranges or settings.smoothquant_alpha is not None
-    if not measured or samples.tokens >= min_tokens:
+    if not measured or samples.tokens >= enough:
         return
-    quantity, effect = "activation ranges", "larger values in other samples will be clipped"
+    what, why = "activation ranges", "larger values in other samples will be clipped"
     if not settings.needs_activation_ranges:
-        quantity, effect = "largest activations of each channel", "other samples may have larger values"
+        what, why = "largest activations of each channel", "other samples may have larger values"
     ctx.warn(
         "few-calibration-tokens",
         f"Only {with_count(samples.tokens, 'calibration token')}"
-        f" ({with_count(samples.num_samples, 'sample')} of {samples.origin}) for the {quantity}; {effect}."
+        f" ({with_count(samples.num_samples, 'sample')} of {samples.origin}) for the {what}; {why}."
         f" Use {MIN_CALIBRATION_TOKENS:,} tokens or more: increase calibration_samples, or add data:"
         " {calibration: FILE}.",
     )
@@ -362,42 +250,29 @@ def _max_pools(model: Any) -> list[RoundingPoint]:
 def calibrate_convolutions(
     model: Any,
     layers: Sequence[PlannedLayer],
-    ranges: Mapping[int, float],
     samples: CalibrationSamples,
     settings: QuantizeSettings,
-    ctx: Context,
+    observe: ObserveInputs,
 ) -> tuple[list[PlannedLayer], dict[int, float], dict[str, ObservedRange]]:
     """Calibrate the input ranges of convolutions and rounding points.
 
     Returns:
-        The layers, unsigned if no input is negative; `ranges` with those of the layers; and the observed
-        ranges of the rounding points by name.
+        The layers, unsigned if no input is negative; the ranges of the convolutions; and the observed ranges
+        of the rounding points by name.
     """
     convolutions = {layer.name: layer for layer in layers if isinstance(layer.module, nn.Conv2d)}
     if not convolutions:
-        return list(layers), dict(ranges), {}
+        return list(layers), {}, {}
     points = [point for point in rounding_points(model) if point.convolution in convolutions]
-    point_modules = {
+    modules = {name: [layer.module] for name, layer in convolutions.items()} | {
         p.name: [model.get_submodule(p.name)] for p in points if p.range_source not in convolutions
     }
-    conv_modules = {name: [layer.module] for name, layer in convolutions.items()}
-    observe = partial(observe_inputs, model, samples, ctx=ctx)
-    observed = observe_ranges(
-        conv_modules | point_modules,
-        {name: name for name in conv_modules | point_modules},
-        samples,
-        settings,
-        observe,
-    )
-    signed = {name: measured.signed for name, measured in observed.items()}
+    observed = observe_ranges(modules, {name: name for name in modules}, samples, settings, observe)
+    signed = {name: observed_range.signed for name, observed_range in observed.items()}
     updated = [replace(layer, signed=signed.get(layer.name, True)) for layer in layers]
-    measured = {
-        convolutions[name].weight_id: observed[name].largest for name in conv_modules if name in observed
-    }
-    rounding_ranges = {
-        p.name: observed[p.range_source if p.range_source in convolutions else p.name] for p in points
-    }
-    return updated, dict(ranges) | measured, rounding_ranges
+    ranges = {layer.weight_id: observed[n].largest for n, layer in convolutions.items() if n in observed}
+    sources = {p.name: p.range_source if p.range_source in convolutions else p.name for p in points}
+    return updated, ranges, {name: observed[source] for name, source in sources.items()}
 
 
 def insert_rounding(model: Any, ranges: Mapping[str, ObservedRange]) -> list[Edit]:

@@ -15,28 +15,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from smelt.calibration.samples import CalibrationSamples
-from smelt.calibration.sequential import ObserveInputs, run_blocks
+from smelt.calibration.sequential import ModelPart
 from smelt.calibration.statistics import (
     HESSIAN_DAMPING,
     InputStatistics,
     NotInvertibleError,
-    StatisticsCollector,
-    collect_statistics,
     few_tokens_text,
-    input_width,
     inverse_cholesky,
 )
 from smelt.compress.quantize import plan_layers
 from smelt.compress.quantize.low_rank_correction import (
     CorrectedWeight,
     correction_metric,
-    layers_to_correct,
     quantize_with_correction,
 )
 from smelt.compress.quantize.plan_layers import (
@@ -112,57 +107,18 @@ def _group_slice(tensor: Tensor, group: int) -> Tensor:
     return tensor[:, group : group + 1] if tensor.dim() > 1 and tensor.shape[1] > 1 else tensor
 
 
-def apply_gptq(
-    model: Any,
-    layers: Sequence[PlannedLayer],
-    rows: CalibrationSamples,
-    fit: GridFinder,
-    ctx: Context,
-    low_rank: LowRankCorrection | None = None,
-) -> tuple[dict[int, UnpackedWeights], dict[int, CorrectedWeight]]:
-    """Quantize the linear layers among `layers` with GPTQ; set the weights of `model` to the results.
-
-    Matrices that are also embeddings are left out, because the compensation between columns does not apply to
-    embedding lookups.
-
-    Args:
-        model: float32, in eval mode, on the CPU; its weights change.
-        layers: its planned layers.
-        rows: calibration samples.
-        fit: finds grids.
-        ctx: gets the details of each layer and warnings.
-        low_rank: settings of low-rank corrections; the effective weight is then the sum of both.
-
-    Returns:
-        Quantized weights by `PlannedLayer.weight_id`, and the corrections with their quantized weights.
-
-    Raises:
-        InputError: inputs of a layer are not finite, or its Hessian cannot be inverted with any damping.
-    """
-    tables = {layer.weight_id for layer in layers if not layer.multiplies}
-    runner = GptqRunner(rows, fit, ctx)
-    if low_rank is not None:
-        runner.corrections = {layer.weight_id: low_rank for layer in layers_to_correct(model, layers)}
-    pending = {
-        id(layer.module): layer for layer in layers if layer.multiplies and layer.weight_id not in tables
-    }
-    for step in run_blocks(model, rows, ctx, stage="quantize"):
-        runner.calibrate(
-            [pending.pop(id(m)) for m in step.module.modules() if id(m) in pending], step.observe
-        )
-    if remaining := runner.not_yet_quantized(list(pending.values())):  # heads and poolers, after the blocks
-        with collect_statistics(
-            model, rows, {layer.name: [layer.module] for layer in remaining}, ctx
-        ) as statistics:
-            runner.quantize(remaining, statistics)
-    runner.report()
-    return runner.codes, runner.pairs
-
-
 class GptqRunner:
     """State of a GPTQ run.
 
-    codes: quantized weights by `PlannedLayer.weight_id`; pairs: low-rank corrections of layers that have one.
+    Args:
+        rows: calibration samples.
+        fit: finds grids.
+        ctx: gets the details of each layer and warnings.
+
+    Attributes:
+        codes: quantized weights by `PlannedLayer.weight_id`.
+        corrections: settings of low-rank corrections by weight; the effective weight is the sum of both.
+        pairs: the corrections with their quantized weights.
     """
 
     def __init__(self, rows: CalibrationSamples, fit: GridFinder, ctx: Context) -> None:
@@ -176,27 +132,15 @@ class GptqRunner:
         self.unreached: list[str] = []
         self.token_counts: list[tuple[int, int]] = []
 
-    def not_yet_quantized(self, layers: Sequence[PlannedLayer]) -> list[PlannedLayer]:
-        """Return the first layer of each weight that is not quantized yet."""
-        return list(
-            {
-                layer.weight_id: layer for layer in reversed(layers) if layer.weight_id not in self.codes
-            }.values()
-        )
+    def calibrate(self, layers: Sequence[PlannedLayer], part: ModelPart) -> None:
+        """Quantize `layers` in `part` on their inputs, each weight once; set their weights to the results.
 
-    def calibrate(self, layers: Sequence[PlannedLayer], observe: ObserveInputs) -> None:
-        """Quantize `layers` on the inputs that `observe` collects."""
-        layers = self.not_yet_quantized(layers)
-        if not layers:
-            return
-        device = layers[0].module.weight.device.type  # the device of the model while its blocks run
-        collector = StatisticsCollector(
-            {layer.name: input_width(layer.module) for layer in layers}, device=device
-        )
-        observe({layer.name: [layer.module] for layer in layers}, collector.update)
-        self.quantize(
-            layers, {name: collector.statistics.pop(name).to("cpu") for name in list(collector.statistics)}
-        )
+        Raises:
+            InputError: inputs of a layer are not finite, or its Hessian cannot be inverted with any damping.
+        """
+        first = {layer.weight_id: layer for layer in reversed(layers) if layer.weight_id not in self.codes}
+        with part.collect({layer.name: [layer.module] for layer in first.values()}) as found:
+            self.quantize(list(first.values()), found)
 
     @torch.no_grad()
     def quantize(self, layers: Sequence[PlannedLayer], found: dict[str, InputStatistics]) -> None:

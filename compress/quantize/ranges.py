@@ -25,8 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from smelt.calibration.samples import CalibrationSamples
-from smelt.calibration.sequential import ObserveInputs
+from smelt.calibration.samples import CalibrationSamples, ObserveInputs
 from smelt.compress.quantize.plan_layers import PlannedLayer
 from smelt.compress.quantize.settings import CalibrationMethod, QuantizeSettings
 from smelt.core.errors import InputError

@@ -18,16 +18,15 @@ Shapes: K = channels of a norm, N = outputs of a linear layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from smelt.calibration.samples import CalibrationSamples, observe_inputs
-from smelt.calibration.sequential import ObserveInputs
+from smelt.calibration.samples import CalibrationSamples, ObserveInputs
+from smelt.calibration.sequential import ModelPart
 from smelt.compress.quantize.plan_layers import PlannedLayer
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
@@ -56,40 +55,22 @@ class NormGroup:
         return [model.get_submodule(self.norm), *self.linear_layers]
 
 
-def apply_smoothquant(
-    model: Any,
-    layers: Collection[PlannedLayer],
-    samples: CalibrationSamples,
-    alpha: float,
-    dtype_of: DtypeOf,
-    ctx: Context,
-) -> None:
-    """Smooth every norm of `model` whose layers will be quantized with one scale for their activations.
+class SmoothQuantRunner:
+    """State of SmoothQuant, of all norms at once or of one block after another.
 
     `ctx.details["smoothed"]` has, by norm, the ratio of the largest to the median channel before and after;
     `ctx.warnings` lists the unchanged norms.
 
     Args:
         model: in eval mode; norms and linear layers are changed in place.
-        layers: its layers that will be quantized.
+        layers: its layers that will be quantized; those with one scale for their activations are smoothed.
         samples: calibration samples.
         alpha: strength of the migration into the weights, 0 to 1.
         dtype_of: returns the stored dtype of a norm's weight.
-        ctx: reports progress; gets details and warnings.
+        ctx: gets details and warnings.
 
-    Raises:
-        InputError: activations are not finite.
-    """
-    runner = SmoothQuantRunner(model, layers, samples, alpha, dtype_of, ctx)
-    observe = partial(observe_inputs, model, samples, ctx=ctx)
-    runner.scale(runner.targets, runner.observe(runner.targets, observe))
-    runner.report()
-
-
-class SmoothQuantRunner:
-    """State of SmoothQuant, of all norms at once or of one block after another.
-
-    targets: the norms that can be smoothed, with their layers. Arguments are those of `apply_smoothquant`.
+    Attributes:
+        targets: the norms that can be smoothed, with their layers.
     """
 
     def __init__(
@@ -104,28 +85,33 @@ class SmoothQuantRunner:
         self._feeds, self.targets = smoothing_targets(model, layers)
         self._rounded = _rounded_modules(layers)
         self._names = module_names(model)
-        self._model, self._samples, self._alpha, self._ctx = model, samples, alpha, ctx
+        self.model, self._samples, self._alpha, self._ctx = model, samples, alpha, ctx
         self._dtype_of = dtype_of
         self._found: dict[str, tuple[Tensor, Tensor]] = {}
         self._details: dict[str, dict[str, float]] = {}
 
-    def observe(self, targets: Sequence[NormGroup], observe: ObserveInputs) -> Mapping[str, Tensor]:
-        """Return the channel maxima, float32 [K], by norm; norms that no sample reaches are left out.
+    def calibrate(self, targets: Sequence[NormGroup], part: ModelPart, *, apply: bool = True) -> None:
+        """Find the scales of `targets`, and run `part` before any is applied.
+
+        Args:
+            targets: the norms in `part`.
+            part: the part of the model to run.
+            apply: whether to apply the scales; otherwise the caller applies them later.
 
         Raises:
             InputError: activations are not finite.
         """
-        return _channel_maxima(self._samples, targets, observe) if targets else {}
-
-    def search(self, targets: Sequence[NormGroup], seen: Mapping[str, Tensor]) -> None:
-        """Find the scales of `targets`, whose weights are loaded, by the maxima of their channels."""
+        seen = _channel_maxima(self._samples, targets, part.observe) if targets else {}
+        part.run()
         for group in targets:
             if group.norm not in seen:
                 continue
-            quantized_weights = [p.weight.detach() for p in group.linear_layers if p in self._rounded]
-            weights = torch.stack([weight.abs().amax(dim=0) for weight in quantized_weights]).amax(dim=0)
-            maxima = seen[group.norm]
-            self._found[group.norm] = (maxima, smoothquant_scales(maxima, weights, self._alpha))
+            coded = [p.weight.detach() for p in group.linear_layers if p in self._rounded]
+            weights = torch.stack([weight.abs().amax(dim=0) for weight in coded]).amax(dim=0)
+            found = seen[group.norm]
+            self._found[group.norm] = (found, smoothquant_scales(found, weights, self._alpha))
+        if apply:
+            self.apply(targets)
 
     def apply(self, targets: Sequence[NormGroup]) -> None:
         """Apply the found scales to `targets`."""
@@ -133,18 +119,13 @@ class SmoothQuantRunner:
             if group.norm not in self._found:
                 continue
             maxima, scales = self._found[group.norm]
-            names = self._names[self._model.get_submodule(group.norm)]
+            names = self._names[self.model.get_submodule(group.norm)]
             dtype = self._dtype_of([f"{name}.weight" for name in names])
-            divisors = divide_norm(self._model, group, scales, dtype)
+            divisors = divide_norm(self.model, group, scales, dtype)
             self._details[group.norm] = {
                 "outliers_before": _outlier_ratio(maxima),
                 "outliers_after": _outlier_ratio(maxima / divisors),
             }
-
-    def scale(self, targets: Sequence[NormGroup], seen: Mapping[str, Tensor]) -> None:
-        """Smooth `targets` by the maxima of their channels."""
-        self.search(targets, seen)
-        self.apply(targets)
 
     def report(self) -> None:
         """Write the results to the details and warnings of the context."""

@@ -25,8 +25,7 @@ from smelt.quantization.schemes.registry import (
 )
 
 if TYPE_CHECKING:
-    from smelt.compress.quantize.plan_layers import PlannedLayer
-    from smelt.models.edits import Edit
+    pass
 
 
 _MAX_LISTED = 3  # layers that a warning lists
@@ -138,6 +137,7 @@ class Quantize(Stage[QuantizeSettings]):
             plan_layers,
             unused_patterns,
         )
+        from smelt.compress.quantize.sequential import SequentialQuantizer, open_large_model
         from smelt.models.checkpoint import load_model, save_model
         from smelt.models.edits import fold_batch_norms
         from smelt.models.empty_model import stored_dtypes
@@ -146,8 +146,6 @@ class Quantize(Stage[QuantizeSettings]):
 
         streamed = None
         if is_large(src.path):
-            from smelt.compress.quantize.block_by_block import open_large_model, quantize_blocks
-
             streamed = open_large_model(src, settings, ctx)
         model, edits = (streamed.model, streamed.edits) if streamed else load_model(src.path)
         for error in self.check_model(settings, model.config.to_dict())[0]:
@@ -169,11 +167,7 @@ class Quantize(Stage[QuantizeSettings]):
                 )
         layers = plan_layers(model, settings)
         with torch_threads(ctx.threads):
-            quantize_edits = (
-                quantize_blocks(streamed, layers, src, settings, ctx)
-                if streamed
-                else _quantize_whole(model, layers, src, settings, ctx)
-            )
+            quantize_edits = SequentialQuantizer(model, layers, src, settings, ctx, streamed).quantize()
         if not any(edit["op"] == "quantize" for edit in quantize_edits):
             raise InputError(
                 f"quantize: exclude {settings.exclude} excludes all layers, so there is nothing to"
@@ -198,34 +192,6 @@ class Quantize(Stage[QuantizeSettings]):
         )
         ctx.warnings.extend(written)
         ctx.details["bytes_after"] = weight_files_size(ctx.out)
-
-
-def _quantize_whole(
-    model: Any, layers: list[PlannedLayer], src: Artifact, settings: QuantizeSettings, ctx: Context
-) -> list[Edit]:
-    """Quantize `layers` of a model in memory; return the edits."""
-    from smelt.compress.quantize.calibrate_layers import (
-        calibrate_layers,
-        insert_rounding,
-        quantizer_factory,
-        report_corrections,
-    )
-    from smelt.compress.quantize.plan_layers import quantize_layers, scale_underflow_warnings, small_weights
-
-    small = small_weights(layers)
-    calibration = calibrate_layers(model, layers, src, settings, ctx)
-    ctx.warnings.extend(scale_underflow_warnings(calibration.layers, small))
-    codes = calibration.codes | {weight: pair.codes for weight, pair in calibration.corrections.items()}
-    corrections = {weight: (pair.up, pair.down) for weight, pair in calibration.corrections.items()}
-    quantize_edits = quantize_layers(
-        model, calibration.layers, calibration.ranges, quantizer_factory(settings, codes), corrections
-    )
-    if calibration.corrections:
-        report_corrections(calibration, src, settings, ctx)
-    rounding_edits = (
-        insert_rounding(model, calibration.rounding_ranges) if calibration.rounding_ranges else []
-    )
-    return calibration.edits + quantize_edits + rounding_edits
 
 
 def convolution_setting_errors(settings: QuantizeSettings, lack: str) -> list[Message]:

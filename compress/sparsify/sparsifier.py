@@ -10,8 +10,7 @@ from collections.abc import Collection
 import torch
 from torch import Generator, nn
 
-from smelt.calibration.samples import CalibrationSamples
-from smelt.calibration.sequential import ObserveInputs
+from smelt.calibration.samples import CalibrationSamples, ObserveInputs
 from smelt.calibration.statistics import (
     InputStatistics,
     StatisticsCollector,

@@ -202,20 +202,16 @@ def _sparsify_blocks(
     """Sparsify the blocks of `model` in place; report to `ctx`."""
     import torch
 
-    from smelt.calibration.sequential import ignore_block, run_blocks
+    from smelt.calibration.sequential import run_blocks, visit_blocks
     from smelt.compress.sparsify.sparsifier import Sparsifier, linear_layers
-    from smelt.models.families.registry import blocks_of
 
     generator = torch.Generator().manual_seed(ctx.seed)
     method = SPARSITY_METHODS[settings.method]
     sparsifier = Sparsifier(model, method, settings.sparsity_pattern, generator)
-    enter, leave = (streamed.load_block, streamed.save_block) if streamed else (ignore_block, ignore_block)
     if samples is None:
-        for block in blocks_of(model):
-            enter(block)
+        for block in visit_blocks(model, ctx, streamed):
             sparsifier.sparsify(linear_layers(model, block, settings.targets), None)
-            leave(block)
     else:
-        for step in run_blocks(model, samples, ctx, stage="sparsify", enter=enter, leave=leave):
+        for step in run_blocks(model, samples, ctx, stage="sparsify", offloaded=streamed):
             sparsifier.sparsify(linear_layers(model, step.block, settings.targets), step.observe)
     sparsifier.report(samples, ctx)

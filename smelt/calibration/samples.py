@@ -181,6 +181,8 @@ def model_outputs(model: Any, batches: Iterable[Mapping[str, Any]]) -> Iterator[
 
 LayersByKey = Mapping[str, Sequence[nn.Module]]
 InputCallback = Callable[[str, Tensor], None]
+# Calls back with the inputs of layers on all samples (see `observe_inputs`).
+ObserveInputs = Callable[[LayersByKey, InputCallback], None]
 
 
 def observe_inputs(

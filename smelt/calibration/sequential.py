@@ -17,10 +17,10 @@ Shapes: B = batch, S = tokens of a sequence, D = width of the model, V = outputs
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from itertools import cycle
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -36,12 +36,14 @@ from smelt.calibration.samples import (
     LayersByKey,
     input_hooks,
     model_outputs,
+    observe_inputs,
 )
-from smelt.calibration.statistics import batches_on_device
+from smelt.calibration.statistics import InputStatistics, batches_on_device, collect_statistics
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.models.families.family import Stack
 from smelt.models.families.registry import FAMILIES, Block, blocks_of, family_of
+from smelt.models.streamed_model import StreamedModel
 from smelt.runtimes.device import torch_device, torch_threads
 from smelt.tasks.samples import TensorBatch
 
@@ -293,79 +295,50 @@ def forward_restorer(module: Any) -> Callable[[], None]:
     return restore
 
 
-# Called with a block before its first run and after its last run.
-BlockCallback = Callable[[Block], None]
-# Calls back with the inputs of layers on all samples (see `observe_inputs`).
-ObserveInputs = Callable[[LayersByKey, InputCallback], None]
+class ModelPart:
+    """A part of a model that is calibrated at once: here the whole model, which is in memory."""
+
+    def __init__(self, model: Any, samples: CalibrationSamples, ctx: Context) -> None:
+        self.model, self.samples, self.ctx = model, samples, ctx
+
+    def observe(self, layers: LayersByKey, see: InputCallback) -> None:
+        """Run the part on all samples, on the CPU, and call `see(key, x)` with the inputs of `layers`."""
+        observe_inputs(self.model, self.samples, layers, see, self.ctx)
+
+    def collect(self, layers: LayersByKey) -> AbstractContextManager[dict[str, InputStatistics]]:
+        """Return a context with the statistics of the inputs of `layers` (see `collect_statistics`)."""
+        return collect_statistics(self.model, self.samples, layers, self.ctx)
+
+    def run(self) -> None:
+        """Run the part as it is now, for the inputs of the next one; later changes do not affect these."""
 
 
-def ignore_block(block: Block) -> None:
-    """Do nothing."""
+class PartAfterBlocks(ModelPart):
+    """The layers after all blocks, such as the output layer; no block runs for them."""
 
+    def __init__(
+        self, model: Any, samples: CalibrationSamples, ctx: Context, runner: SequentialRunner
+    ) -> None:
+        super().__init__(model, samples, ctx)
+        self._runner = runner
 
-def run_blocks(
-    model: Any,
-    rows: CalibrationSamples,
-    ctx: Context,
-    *,
-    stage: str = "calibration",
-    enter: BlockCallback = ignore_block,
-    leave: BlockCallback = ignore_block,
-    after_blocks: Callable[[ObserveInputs], None] | None = None,
-    see_states: Callable[[Block, Tensor, BlockOutput], None] | None = None,
-    limit_bytes: int = STATES_MEMORY_BYTES,
-) -> Iterator[RunningBlock]:
-    """Yield each block of `model` once, in order, to be observed and changed in place.
+    def observe(self, layers: LayersByKey, see: InputCallback) -> None:
+        """Call `see(key, x)` with the inputs of `layers`, which need not be loaded."""
+        self._runner.observe_after_blocks(layers, see)
 
-    A repeated block is yielded at its first position. A changed block runs when the next one is requested, so
-    the loop must run to its end.
-
-    Args:
-        model: of a supported family, float32, in eval mode, on the CPU.
-        rows: calibration samples.
-        ctx: device, threads, progress; a temporary folder next to `ctx.out` if memory is short.
-        stage: the name of the stage, for messages.
-        enter: called with a block before its first run.
-        leave: called with a block after its last run; only for models whose blocks share no layer.
-        after_blocks: called after the last block with a function that observes the layers after the blocks,
-            such as the output layer; no block runs for that.
-        see_states: called for each block and batch with the hidden states before the changed block, float
-            [B, S, D], and its output.
-        limit_bytes: memory for the states between two blocks; beyond it they are stored on disk.
-
-    Raises:
-        InputError: the family of the model is not supported.
-    """
-    if family_of(model) is None:
-        raise InputError(
-            f"{stage}: {model.config.model_type} models are not supported. Supported: {', '.join(FAMILIES)}.",
-            code="unsupported-family",
+    def collect(self, layers: LayersByKey) -> AbstractContextManager[dict[str, InputStatistics]]:
+        """Return a context with the statistics of the inputs of `layers`, in memory."""
+        return collect_statistics(
+            self.model, self.samples, layers, self.ctx, limit_bytes=sys.maxsize, observe=self.observe
         )
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="states-", dir=ctx.out.parent)))
-        stack.enter_context(torch_threads(ctx.threads))
-        device = torch_device(ctx.device)
-        if device != "cpu":
-            stack.callback(model.to, "cpu")
-            model.to(device)
-        runner = SequentialRunner(model, batches_on_device(rows, device), folder, limit_bytes)
-        blocks = blocks_of(model)
-        for num_done, block in enumerate(blocks, start=1):
-            runner.run_before(block)
-            enter(block)
-            yield RunningBlock(block, runner)
-            runner.run_block(block, None if see_states is None else partial(see_states, block))
-            leave(block)
-            ctx.progress(num_done, len(blocks), block.module_path)
-        if after_blocks is not None:
-            after_blocks(runner.observe_after_blocks)
 
 
-class RunningBlock:
+class RunningBlock(PartAfterBlocks):
     """One block of a model in process, with its inputs."""
 
-    def __init__(self, block: Block, walk: SequentialRunner) -> None:
-        self.block, self._walk = block, walk
+    def __init__(self, block: Block, *context: Any) -> None:
+        super().__init__(*context)
+        self.block = block
 
     @property
     def module(self) -> nn.Module:
@@ -379,7 +352,96 @@ class RunningBlock:
         If later blocks also use one of `layers`, all blocks up to the last of them run, unchanged, and all
         uses are observed (see `observe_inputs`).
         """
-        self._walk.observe(self.block, layers, see)
+        self._runner.observe(self.block, layers, see)
+
+    def run(self, see: StatesCallback | None = None) -> None:
+        """Run the block as it is now and store its outputs, once; call `see` with its inputs and outputs."""
+        self._runner.run_block(self.block, see)
+
+
+def run_parts(
+    model: Any,
+    samples: CalibrationSamples,
+    ctx: Context,
+    *,
+    stage: str = "calibration",
+    offloaded: StreamedModel | None = None,
+    save: bool = True,
+    limit_bytes: int = STATES_MEMORY_BYTES,
+) -> Iterator[PartAfterBlocks]:
+    """Yield each block of `model` as in `run_blocks`, and the layers after the blocks at the end."""
+    if family_of(model) is None:
+        raise InputError(
+            f"{stage}: {model.config.model_type} models are not supported. Supported: {', '.join(FAMILIES)}.",
+            code="unsupported-family",
+        )
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="states-", dir=ctx.out.parent)))
+        stack.enter_context(torch_threads(ctx.threads))
+        device = torch_device(ctx.device)
+        if device != "cpu":
+            stack.callback(model.to, "cpu")
+            model.to(device)
+        runner = SequentialRunner(model, batches_on_device(samples, device), folder, limit_bytes)
+        for block in visit_blocks(model, ctx, offloaded, save):
+            runner.run_before(block)
+            step = RunningBlock(block, model, samples, ctx, runner)
+            yield step
+            step.run()
+        yield PartAfterBlocks(model, samples, ctx, runner)
+
+
+def run_blocks(
+    model: Any,
+    samples: CalibrationSamples,
+    ctx: Context,
+    *,
+    stage: str = "calibration",
+    offloaded: StreamedModel | None = None,
+    save: bool = True,
+    limit_bytes: int = STATES_MEMORY_BYTES,
+) -> Iterator[RunningBlock]:
+    """Yield each block of `model` once, in order, to be observed and changed in place.
+
+    A repeated block is yielded at its first position. A changed block runs when its `run` is called, else
+    when the next one is requested, so the loop must run to its end.
+
+    Args:
+        model: of a supported family, float32, in eval mode, on the CPU.
+        samples: calibration samples.
+        ctx: device, threads, progress; a temporary folder next to `ctx.out` if memory is short.
+        stage: the name of the stage, for messages.
+        offloaded: see `visit_blocks`.
+        save: see `visit_blocks`.
+        limit_bytes: memory for the states between two blocks; beyond it they are stored on disk.
+
+    Raises:
+        InputError: the family of the model is not supported.
+    """
+    parts = run_parts(
+        model, samples, ctx, stage=stage, offloaded=offloaded, save=save, limit_bytes=limit_bytes
+    )
+    return (part for part in parts if isinstance(part, RunningBlock))
+
+
+def visit_blocks(
+    model: Any, ctx: Context, offloaded: StreamedModel | None = None, save: bool = True
+) -> Iterator[Block]:
+    """Yield each block of `model` once, in order.
+
+    Args:
+        model: in memory, or that of `offloaded`.
+        ctx: reports progress.
+        offloaded: a model of which only the yielded block is in memory; its blocks share no layer.
+        save: whether a block of `offloaded` is written afterwards, or only freed.
+    """
+    for done, block in enumerate(blocks := blocks_of(model), start=1):
+        if offloaded is not None:
+            offloaded.load_block(block)
+        yield block
+        if offloaded is not None:
+            (offloaded.save_block if save else offloaded.free_block)(block)
+        ctx.progress(done, len(blocks), block.module_path)
 
 
 # Computes a result from a model and a batch, such as a loss.

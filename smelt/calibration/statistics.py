@@ -30,7 +30,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from smelt.calibration.samples import CalibrationSamples, LayersByKey, observe_inputs
+from smelt.calibration.samples import CalibrationSamples, LayersByKey, ObserveInputs, observe_inputs
 from smelt.core.errors import RunError
 from smelt.core.files import json_hash
 from smelt.core.stage import Context
@@ -197,6 +197,7 @@ def collect_statistics(
     *,
     second: bool = True,
     limit_bytes: int = STATISTICS_MEMORY_BYTES,
+    observe: ObserveInputs | None = None,
 ) -> Iterator[dict[str, InputStatistics]]:
     """Run `model` over `samples` once and yield the statistics of the inputs of its `layers`, by key.
 
@@ -210,6 +211,7 @@ def collect_statistics(
         second: whether to collect second moments, at the cost of a matrix multiplication [K, tokens] by
             [tokens, K].
         limit_bytes: memory for the second moments; beyond it they are on disk until the context ends.
+        observe: runs a part of the model instead, which is on `ctx.device` already.
     """
     device = torch_device(ctx.device)
     widths = {key: input_width(modules[0]) for key, modules in layers.items()}
@@ -217,14 +219,16 @@ def collect_statistics(
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="moments-", dir=ctx.out.parent))
         stack.enter_context(torch_threads(ctx.threads))
         collector = StatisticsCollector(widths, second, device, Path(folder), limit_bytes)
-        device_samples = CalibrationSamples(
-            samples.origin, batches_on_device(samples, device), samples.num_samples, samples.tokens
-        )
-        try:
-            observe_inputs(model.to(device), device_samples, layers, collector.update, ctx)
-        finally:
-            model.to("cpu")
-        yield {key: modules.to("cpu") for key, modules in collector.statistics.items()}
+        if layers and observe is not None:
+            observe(layers, collector.update)
+        elif layers:
+            try:
+                device_samples = replace(samples, batches=batches_on_device(samples, device))
+                observe_inputs(model.to(device), device_samples, layers, collector.update, ctx)
+            finally:
+                model.to("cpu")
+        statistics = collector.statistics  # the caller may pop what it no longer needs
+        yield {key: statistics.pop(key).to("cpu") for key in list(statistics)}
 
 
 def batches_on_device(samples: CalibrationSamples, device: str) -> list[dict[str, Tensor]]:

@@ -1,11 +1,14 @@
 """AWQ in the stage: a float model that stays what it was, less error than nearest, and graphs that agree."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from smelt.calibration.samples import CalibrationSamples, load_calibration_samples
+from smelt.calibration.sequential import ModelPart
 from smelt.calibration.statistics import collect_statistics
-from smelt.compress.quantize.awq import ScaleTarget, apply_awq
+from smelt.compress.quantize.awq import AwqRunner, ScaleTarget
 from smelt.compress.quantize.plan_layers import output_layer, plan_layers
 from smelt.compress.quantize.qat import convert_qat, load_trainable
 from smelt.compress.quantize.settings import QuantizeSettings
@@ -30,7 +33,15 @@ def scaled(model, tmp_path, kind=torch.float32, **settings):
     rows = CalibrationSamples("made", [batch], 2, batch["input_ids"].numel())
     ctx = harness.make_context(tmp_path / "out")
     layers = plan_layers(model, QuantizeSettings(**(AWQ | settings)))
-    return apply_awq(model, layers, rows, False, lambda names: kind, ctx), ctx
+    return apply_awq(model, layers, rows, ctx, kind=kind), ctx
+
+
+def apply_awq(model, layers, rows, ctx, *, clip=False, kind=torch.float32):
+    """Scale a model in memory; return the runner, and the layers with their new names."""
+    runner = AwqRunner(model, layers, rows, clip, lambda names: kind, ctx)
+    runner.calibrate(runner.targets, ModelPart(model, rows, ctx))
+    runner.report()
+    return SimpleNamespace(layers=runner.renamed(layers), edits=runner.edits, codes=runner.codes)
 
 
 @pytest.mark.parametrize("family", every_family.DISTINCT_FAMILIES)
@@ -228,9 +239,7 @@ def test_awq_clips_all_layers_except_queries_and_keys(family, pair, tmp_path):
     batch = family_models.example_batch(model)
     rows = CalibrationSamples("made", [batch], 2, batch["input_ids"].numel())
     layers = plan_layers(model, QuantizeSettings(**AWQ, clip="awq"))
-    scaled_layers = apply_awq(
-        model, layers, rows, True, lambda names: torch.float32, harness.make_context(tmp_path / "out")
-    )
+    scaled_layers = apply_awq(model, layers, rows, harness.make_context(tmp_path / "out"), clip=True)
     uncut = {
         n.name.removesuffix(".linear")
         for n in scaled_layers.layers

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from smelt.compress.quantize.calibrate_layers import calibrate_layers
 from smelt.compress.quantize.plan_layers import plan_layers
+from smelt.compress.quantize.sequential import SequentialQuantizer
 from smelt.compress.quantize.settings import LowRankCorrection, QuantizeSettings
 from smelt.core.errors import InputError
 from smelt.data.splits import Columns
@@ -26,10 +26,10 @@ def decided(tmp_path, change, **settings):
     )
     ctx = harness.make_context(tmp_path / "out", "text-classification", rows)
     settings_model = QuantizeSettings(**settings)
-    calibration = calibrate_layers(
-        model, plan_layers(model, settings_model), tiny.as_artifact(source, ctx.task), settings_model, ctx
-    )
-    return calibration, ctx
+    artifact = tiny.as_artifact(source, ctx.task)
+    quantizer = SequentialQuantizer(model, plan_layers(model, settings_model), artifact, settings_model, ctx)
+    quantizer.calibrate()
+    return quantizer, ctx
 
 
 def put_to_sleep(part):

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from smelt.calibration.samples import CalibrationSamples, load_calibration_samples, model_outputs
+from smelt.calibration.sequential import ModelPart
 from smelt.compress.quantize import mixed_precision
-from smelt.compress.quantize.awq import apply_awq
+from smelt.compress.quantize.awq import AwqRunner
 from smelt.compress.quantize.mixed_precision import measure_matrix_sensitivities, weight_matrices
 from smelt.compress.quantize.plan_layers import plan_layers, quantize_layers
 from smelt.compress.quantize.settings import QuantizeSettings
@@ -150,7 +151,9 @@ def test_awq_searches_scales_for_chosen_bit_widths(tmp_path, clip):
         layer for unit in units for layer in unit.layers_with_bits(details[unit.name], quantize_settings)
     ]
     alone = harness.make_context(tmp_path / "alone")
-    apply_awq(model, chosen_layers, rows, False, lambda names: torch.float32, alone)
+    runner = AwqRunner(model, chosen_layers, rows, False, lambda names: torch.float32, alone)
+    runner.calibrate(runner.targets, ModelPart(model, rows, alone))
+    runner.report()
     assert ctx.details["awq_alpha"] == alone.details["awq_alpha"]
     assert ctx.details["awq_error"] == alone.details["awq_error"]
 

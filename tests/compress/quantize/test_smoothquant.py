@@ -5,9 +5,10 @@ import torch
 from torch import nn
 
 from smelt.calibration.samples import CalibrationSamples
+from smelt.calibration.sequential import ModelPart
 from smelt.compress.quantize.plan_layers import plan_layers
 from smelt.compress.quantize.settings import QuantizeSettings
-from smelt.compress.quantize.smoothquant import apply_smoothquant, smoothquant_scales
+from smelt.compress.quantize.smoothquant import SmoothQuantRunner, smoothquant_scales
 from smelt.core.messages import message_codes
 from smelt.models.families.registry import FAMILIES, norm_consumers
 from tests.support import harness
@@ -34,10 +35,14 @@ def smoothed(model, tmp_path, alpha=0.5, kind=torch.float32, **settings):
     """Smooth `model` by its own batch; return what the stage would tell."""
     ctx = context(tmp_path)
     layers = plan_layers(model, QuantizeSettings(**(STATIC | {"smoothquant_alpha": alpha} | settings)))
-    apply_smoothquant(
-        model, layers, rows_of(family_models.example_batch(model)), alpha, lambda names: kind, ctx
-    )
+    smooth(model, layers, rows_of(family_models.example_batch(model)), ctx, alpha, kind)
     return ctx
+
+
+def smooth(model, layers, rows, ctx, alpha=0.5, kind=torch.float32):
+    runner = SmoothQuantRunner(model, layers, rows, alpha, lambda names: kind, ctx)
+    runner.calibrate(runner.targets, ModelPart(model, rows, ctx))
+    runner.report()
 
 
 def first_norms(model):
@@ -207,7 +212,7 @@ def test_non_finite_activations_are_rejected(tmp_path):
 
 def test_model_without_known_norms_warns(tmp_path):
     ctx = context(tmp_path)
-    apply_smoothquant(nn.LayerNorm(3), [], rows_of(), 0.5, lambda names: torch.float32, ctx)
+    smooth(nn.LayerNorm(3), [], rows_of(), ctx)
     assert message_codes(ctx.warnings) == ["nothing-smoothed"]
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from smelt.compress.quantize import block_by_block
-from smelt.compress.quantize.block_by_block import open_large_model
+from smelt.compress.quantize import sequential
+from smelt.compress.quantize.sequential import open_large_model
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.core.errors import InputError
@@ -128,7 +128,7 @@ def test_methods_comparing_layers_load_full_model(family, settings, tmp_path, la
         opened.append(open_large_model(*args))
         raise InterruptedError  # what follows is as ever
 
-    monkeypatch.setattr(block_by_block, "open_large_model", open_it)
+    monkeypatch.setattr(sequential, "open_large_model", open_it)
     with pytest.raises(InterruptedError):
         every_family.run_stage(Quantize(), QuantizeSettings(**settings), source, family, tmp_path / "out")
     assert opened == [None]

@@ -1,0 +1,334 @@
+"""Calibrate and quantize the layers of a model in memory, or of an offloaded one block by block.
+
+Each method passes over the samples once, in this order: SmoothQuant, AWQ, activation ranges, GPTQ. GPTQ goes
+block by block; for the other methods a model in memory is one part. The blocks of an offloaded model are read
+in each pass. SmoothQuant and AWQ calibrate the float model, so each block is run with its original weights,
+and scaled when it is not run any more, or loaded again. It is quantized and written in the last pass: the
+result equals that of the model in memory. Memory holds one block, its inputs, the embedding, and at the end
+the output layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from smelt.calibration.samples import CalibrationSamples, load_calibration_samples
+from smelt.calibration.sequential import ModelPart, RunningBlock, run_parts, visit_blocks
+from smelt.compress.quantize.awq import AwqRunner, ScaleTarget, find_scale_targets
+from smelt.compress.quantize.calibrate_layers import (
+    calibrate_convolutions,
+    choose_layer_widths,
+    correct_layers,
+    exclude_sensitive,
+    grid_finder,
+    insert_rounding,
+    quantizer_for,
+    report_corrections,
+    warn_of_few_samples,
+    warn_of_missing_ranges,
+)
+from smelt.compress.quantize.gptq import GptqRunner
+from smelt.compress.quantize.low_rank_correction import CorrectedWeight, layers_to_correct
+from smelt.compress.quantize.plan_layers import (
+    PlannedLayer,
+    output_layer,
+    plan_layers,
+    quantize_layers,
+    require_finite_layers,
+    scale_underflow_warnings,
+    small_weights,
+)
+from smelt.compress.quantize.ranges import ObservedRange, calibrate_ranges
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.smoothquant import NormGroup, SmoothQuantRunner, smoothing_targets
+from smelt.core.artifact import Artifact
+from smelt.core.stage import Context
+from smelt.models.edits import Edit
+from smelt.models.empty_model import stored_dtypes
+from smelt.models.families.registry import Block, blocks_of
+from smelt.models.streamed_model import StreamedModel, open_streamed
+from smelt.quantization.scheme import UnpackedWeights
+from smelt.runtimes.device import torch_device
+
+
+def open_large_model(src: Artifact, settings: QuantizeSettings, ctx: Context) -> StreamedModel | None:
+    """Return a large model to be quantized block by block; None if it has to be loaded whole.
+
+    It has to be loaded whole for some settings (`QuantizeSettings.loads_whole_model`), or if scales move
+    between blocks (the last norm of an encoder is read by all blocks of the decoder); and where samples are
+    used, on a GPU, or if linear layers other than the output layer are outside of all blocks.
+    """
+    on_samples = settings.needs_calibration
+    if settings.loads_whole_model or (on_samples and torch_device(ctx.device) != "cpu"):
+        return None
+    offloaded = open_streamed(src.path, ctx.out)
+    if offloaded is None or not on_samples:
+        return offloaded
+    model, layers = offloaded.model, plan_layers(offloaded.model, settings)
+    inside, head = _block_by_module(model), output_layer(model)
+    outside = [layer for layer in layers if layer.multiplies and layer.module not in inside]
+    if any(layer.module is not head for layer in outside):
+        return None
+    targets: Sequence[ScaleTarget | NormGroup] = []
+    if settings.scales_inputs:
+        targets = find_scale_targets(model, layers)[0]
+    elif settings.smoothquant_alpha is not None:
+        targets = smoothing_targets(model, layers)[1]
+    paths = ({inside.get(module) for module in target.modules(model)} for target in targets)
+    return None if any(len(blocks) > 1 for blocks in paths) else offloaded
+
+
+def _block_by_module(model: Any) -> dict[nn.Module, str]:
+    """Return the path of the first block with each module."""
+    blocks = reversed(blocks_of(model))
+    return {module: block.module_path for block in blocks for module in block.module.modules()}
+
+
+class SequentialQuantizer:
+    """Calibrates and quantizes the planned layers of a model.
+
+    Args:
+        model: float32, in eval mode, on the CPU; changed in place.
+        layers: its planned layers.
+        src: the artifact of the model.
+        settings: those of `open_large_model` for an offloaded model.
+        ctx: data; receives details and warnings.
+        offloaded: the model, if its blocks are in a file; every block is written, but not the rest.
+
+    Attributes:
+        layers: the layers to quantize.
+        ranges: activation ranges by `PlannedLayer.weight_id`.
+        codes: quantized weights that are not rounded to nearest, by `PlannedLayer.weight_id`.
+        corrections: low-rank corrections with their quantized weights, by `PlannedLayer.weight_id`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        layers: Sequence[PlannedLayer],
+        src: Artifact,
+        settings: QuantizeSettings,
+        ctx: Context,
+        offloaded: StreamedModel | None = None,
+    ) -> None:
+        self.layers = list(layers)
+        self.ranges: dict[int, float] = {}
+        self.codes: dict[int, UnpackedWeights] = {}
+        self.corrections: dict[int, CorrectedWeight] = {}
+        self._model, self._src, self._settings, self._ctx = model, src, settings, ctx
+        self._offloaded, self._block_of = offloaded, _block_by_module(model)
+        self._num_passes, self._pass = 0, -1
+        self._scalers: list[AwqRunner | SmoothQuantRunner] = []
+        self._small_weights: dict[str, Tensor] = {}
+        self._rounding_ranges: dict[str, ObservedRange] = {}
+        self._edits: list[Edit] = []
+
+    def quantize(self) -> list[Edit]:
+        """Calibrate and quantize the layers; return the edits: of scales, layers, and inserted rounding.
+
+        Raises:
+            InputError: weights or activations are not finite, there are no samples, or GPTQ cannot invert a
+                Hessian.
+        """
+        self.calibrate()
+        if self._offloaded is None:
+            self._quantize(self.layers)
+        if self.corrections:
+            report_corrections(self.layers, self.corrections, self._src, self._settings, self._ctx)
+        order = {layer.name: number for number, layer in enumerate(self._renamed(self.layers))}
+        edits = sorted(self._edits, key=lambda edit: order[str(edit["module"]).removesuffix(".matrix")])
+        scales = [e for s in self._scalers if isinstance(s, AwqRunner) for e in s.ordered_edits()]
+        return [*scales, *edits, *insert_rounding(self._model, self._rounding_ranges)]
+
+    def calibrate(self) -> None:
+        """Calibrate the layers on samples as far as the settings need it; quantize an offloaded model.
+
+        If weights were quantized on samples, the weights of a model in memory become the dequantized ones, or
+        nearly.
+        """
+        settings = self._settings
+        if self._offloaded is None:
+            self._check_weights(self.layers)
+        if settings.needs_calibration and self.layers:
+            self._calibrate_on_samples()
+        elif settings.correction is not None:
+            self.corrections = correct_layers(self._model, self.layers, None, self._src, settings, self._ctx)
+        if self._offloaded is not None and not self._num_passes:
+            for block in visit_blocks(self._model, self._ctx, self._offloaded):
+                self._load(block)
+                self._finish(block)
+            self._load(None)
+            self._finish(None)
+
+    def _calibrate_on_samples(self) -> None:
+        settings, ctx = self._settings, self._ctx
+        samples = load_calibration_samples(
+            self._model, self._src, settings.calibration_samples, ctx, "quantize"
+        )
+        ctx.details["calibration"] = {
+            "origin": samples.origin, "rows": samples.num_samples, "tokens": samples.tokens
+        }  # fmt: skip
+        context = samples, self._src, settings, ctx
+        if settings.mixed_precision is not None:  # first: scales and clipping depend on the widths
+            self.layers = choose_layer_widths(self._model, self.layers, *context)
+        warn_of_few_samples(samples, settings, ctx)
+        self._scalers = self._make_scalers(samples)
+        self._num_passes = len(self._scalers)
+        self._num_passes += settings.needs_activation_ranges + settings.compensates_rounding
+        for scaler in self._scalers:
+            self._move_scales(scaler, samples)
+        if settings.needs_activation_ranges:
+            self._calibrate_ranges(samples)
+        self.layers = exclude_sensitive(self._model, self.layers, self.ranges, samples, settings, ctx)
+        gptq = self._run_gptq(samples) if settings.compensates_rounding else None
+        if gptq is None and settings.correction is not None:
+            self.corrections = correct_layers(self._model, self.layers, *context)
+        for runner in (*self._scalers, gptq):
+            if runner is not None:
+                runner.report()
+        ctx.warnings[:] = dict.fromkeys(ctx.warnings)  # several methods warn about too few samples
+
+    def _make_scalers(self, samples: CalibrationSamples) -> list[AwqRunner | SmoothQuantRunner]:
+        """Return the methods that move scales between channels."""
+        settings, dtype_of = self._settings, stored_dtypes(self._src.path).dtype_for
+        scalers: list[AwqRunner | SmoothQuantRunner] = []
+        if (alpha := settings.smoothquant_alpha) is not None:
+            scalers.append(SmoothQuantRunner(self._model, self.layers, samples, alpha, dtype_of, self._ctx))
+        if settings.scales_inputs:
+            clip = settings.clip == "awq"
+            scalers.append(AwqRunner(self._model, self.layers, samples, clip, dtype_of, self._ctx))
+        return scalers
+
+    def _parts(
+        self, samples: CalibrationSamples, by_block: bool = False
+    ) -> Iterator[tuple[ModelPart, list[PlannedLayer]]]:
+        """Yield the parts of the model with their layers, for one pass.
+
+        by_block: whether a model in memory is divided, too.
+        """
+        model, ctx = self._model, self._ctx
+        self._pass += 1
+        if self._offloaded is None and not by_block:
+            yield ModelPart(model, samples, ctx), self._renamed(self.layers)
+            return
+        for part in run_parts(
+            model, samples, ctx, stage="quantize", offloaded=self._offloaded, save=self._is_last_pass
+        ):
+            block = part.block if isinstance(part, RunningBlock) else None
+            self._load(block)
+            # layers outside of blocks may also be before them; in an offloaded model they are not
+            outside = self._offloaded is None and block is None
+            yield ModelPart(model, samples, ctx) if outside else part, self._renamed(self._layers_in(block))
+            part.run()
+            self._finish(block)
+
+    def _load(self, block: Block | None) -> None:
+        """Apply the scales of earlier passes to a loaded block; None: load the output layer before."""
+        if self._offloaded is None:
+            return
+        if block is None:
+            self._offloaded.load_head()
+        layers = self._layers_in(block)
+        if self._pass <= 0:
+            self._check_weights(layers)
+        for scaler in self._scalers[: max(0, self._pass)]:
+            scaler.apply(_targets_of(scaler, layers))
+
+    def _finish(self, block: Block | None) -> None:
+        """Quantize an offloaded block in the last pass; None: the layers outside of blocks."""
+        if self._offloaded is None:
+            return
+        layers = self._layers_in(block)
+        if self._is_last_pass:
+            self._quantize(layers)
+        if block is None:
+            for target in [target for scaler in self._scalers for target in _targets_of(scaler, layers)]:
+                self._offloaded.changed |= set(target.modules(self._model))
+            if not self._is_last_pass:
+                self._offloaded.free_head()
+
+    def _move_scales(self, scaler: AwqRunner | SmoothQuantRunner, samples: CalibrationSamples) -> None:
+        """Move channel scales between the producers of the layers' inputs and their columns."""
+        if isinstance(scaler, AwqRunner):
+            self.codes = scaler.codes
+        for part, layers in self._parts(samples):
+            is_loaded_again = self._offloaded is not None and not self._is_last_pass
+            scaler.calibrate(_targets_of(scaler, layers), part, apply=not is_loaded_again)
+        self.layers = self._renamed(self.layers)
+
+    def _calibrate_ranges(self, samples: CalibrationSamples) -> None:
+        """Calibrate activation ranges; layers that no sample reaches are kept in float."""
+        settings, missing = self._settings, []
+        for part, layers in self._parts(samples):
+            plain = [layer for layer in layers if not isinstance(layer.module, nn.Conv2d)]
+            self.ranges |= calibrate_ranges(plain, samples, settings, part.observe)
+            calibrated, ranges, self._rounding_ranges = calibrate_convolutions(
+                self._model, layers, samples, settings, part.observe
+            )
+            self.ranges |= ranges
+            unseen = [n.name for n in calibrated if n.needs_range and n.weight_id not in self.ranges]
+            missing += unseen
+            changed = {layer.module: None if layer.name in unseen else layer for layer in calibrated}
+            self.layers = [new for layer in self.layers if (new := changed.get(layer.module, layer))]
+        warn_of_missing_ranges(missing, self._ctx)
+
+    def _run_gptq(self, samples: CalibrationSamples) -> GptqRunner:
+        """Quantize the linear layers with GPTQ, except matrices that are also embeddings.
+
+        The compensation between columns does not apply to embedding lookups.
+        """
+        gptq = GptqRunner(samples, grid_finder(self._settings), self._ctx)
+        if (correction := self._settings.correction) is not None:
+            corrected = layers_to_correct(self._model, self.layers)
+            gptq.corrections = {layer.weight_id: correction for layer in corrected}
+        self.codes, self.corrections = gptq.codes, gptq.pairs
+        for part, layers in self._parts(samples, by_block=True):
+            tables = {layer.weight_id for layer in self.layers if not layer.multiplies}
+            linear = [layer for layer in layers if layer.multiplies and layer.weight_id not in tables]
+            gptq.calibrate(linear, part)
+        return gptq
+
+    def _quantize(self, layers: Sequence[PlannedLayer]) -> None:
+        """Quantize `layers`, whose weights are loaded; those of an offloaded model are released."""
+        layers = self._renamed(layers)
+        codes = self.codes | {weight: pair.codes for weight, pair in self.corrections.items()}
+        corrections = {weight: (pair.up, pair.down) for weight, pair in self.corrections.items()}
+        self._ctx.warnings.extend(scale_underflow_warnings(layers, self._small_weights))
+        self._edits += quantize_layers(
+            self._model, layers, self.ranges, quantizer_for(self._settings, codes), corrections
+        )
+        if self._offloaded is not None:
+            for layer in layers:  # the plan holds references to the float weights
+                layer.module.to("meta")
+            self.codes.clear()  # keys are ids of weights, which new tensors may reuse
+            self.ranges.clear()
+
+    def _check_weights(self, layers: Sequence[PlannedLayer]) -> None:
+        """Check that the unchanged weights of `layers` are finite, and store small ones."""
+        if self._settings.needs_calibration:
+            require_finite_layers(layers)
+        self._small_weights |= small_weights(layers)
+
+    def _layers_in(self, block: Block | None) -> list[PlannedLayer]:
+        """Return the layers in `block`, or outside of all blocks."""
+        path = None if block is None else block.module_path
+        return [layer for layer in self.layers if self._block_of.get(layer.module) == path]
+
+    def _renamed(self, layers: Sequence[PlannedLayer]) -> list[PlannedLayer]:
+        """Return `layers` with their names after scaling."""
+        for scaler in self._scalers:
+            layers = scaler.renamed(layers) if isinstance(scaler, AwqRunner) else layers
+        return list(layers)
+
+    @property
+    def _is_last_pass(self) -> bool:
+        return self._pass == self._num_passes - 1
+
+
+def _targets_of(scaler: AwqRunner | SmoothQuantRunner, layers: Sequence[PlannedLayer]) -> list[Any]:
+    """Return the scaler's targets with some of `layers`."""
+    modules = {layer.module for layer in layers}
+    return [t for t in scaler.targets if not modules.isdisjoint(t.modules(scaler.model))]

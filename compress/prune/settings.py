@@ -113,7 +113,7 @@ class PruneSettings(Settings):
     batch_size: int = Field(
         default=16,
         ge=1,
-        description=f"for {' and '.join(n for n, known in IMPORTANCES.items() if known.needs == 'labels')}",
+        description=f"for {', '.join(n for n, known in IMPORTANCES.items() if known.needs == 'labels')}",
     )
     reconstruct: bool = Field(
         default=True,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
-from smelt.data.labels import CLASSIFIER_SUFFIXES
+from smelt.data.labels import HEAD_SUFFIXES
 from smelt.models.empty_model import quantized_bytes
 from smelt.models.families.registry import family_of, token_lookup_modules
 from smelt.quantization.groupwise import split_into_groups
@@ -223,7 +223,7 @@ def output_layer(model: Any) -> Any:
     head = model.get_output_embeddings()
     if isinstance(head, LowRankLinear) and any(head.up.weight is m.weight for m in token_embeddings(model)):
         head = head.up  # the part that is tied to the embedding
-    if head is None and type(model).__name__.endswith(CLASSIFIER_SUFFIXES):
+    if head is None and type(model).__name__.endswith(HEAD_SUFFIXES):
         linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
         head = next((m for m in reversed(linears) if m.out_features == model.config.num_labels), None)
     return head

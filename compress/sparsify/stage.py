@@ -49,7 +49,7 @@ class SparsifySettings(Settings):
     calibration_samples: int = Field(
         default=128,
         ge=1,
-        description=f"for {' and '.join(_CALIBRATED)}; from calibration data, else train",
+        description=f"for {', '.join(_CALIBRATED)}; from calibration data, else train",
     )
     dtype: StoredDtype = "keep"
 

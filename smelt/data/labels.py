@@ -30,6 +30,12 @@ REGRESSION: ProblemType = "regression"
 CLASSIFIER_SUFFIXES = tuple(
     str(TASK_TRAITS[task].auto_class).removeprefix("AutoModel") for task in tasks_with(output="labels")
 )
+# Those of encoders with any head of classes: for a sample, or for each of its tokens.
+HEAD_SUFFIXES = tuple(
+    suffix
+    for task in tasks_with(architecture="encoder")
+    if (suffix := str(TASK_TRAITS[task].auto_class).removeprefix("AutoModel"))
+)
 # Separates the names of several labels in one field, in files without lists (CSV).
 LABEL_SEPARATOR = "|"
 # "007" is a name: leading zeros are significant.

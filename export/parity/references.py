@@ -424,7 +424,7 @@ def _dequantize_nodes(node: Any) -> list[Any]:
     from onnx import helper
 
     codes, scales = node.input[:2]
-    whole = f"{node.name}.float"
+    whole = f"{node.output[0]}.float"  # nodes may have no name
     return [
         helper.make_node("Cast", [codes], [whole], to=TensorProto.FLOAT),
         helper.make_node("Mul", [whole, scales], node.output, node.name),

@@ -100,7 +100,7 @@ def compare(artifact: Path, texts: Sequence[str], settings: Any, new_tokens: int
     from smelt.evaluate.latency.summary import spread_over_lengths
     from smelt.evaluate.latency.worker import batch_by_length
     from smelt.generation.config import GenerationSettings
-    from smelt.runtimes.runner import TextTools
+    from smelt.generation.runner import TextTools
 
     task: Any = read_artifact(artifact).manifest.task
     (size,) = settings.batch_sizes

@@ -14,8 +14,8 @@ from smelt.compress.distill.logit_cache import CachedTeacher, TeacherCall, TopKL
 from smelt.compress.distill.settings import DistillSettings
 from smelt.core.errors import InputError
 from smelt.core.messages import with_article
-from smelt.core.stage import Context
 from smelt.models.text_rules import is_sentence_model
+from smelt.stage import Context
 from smelt.training.extension import LossTerm, Objective
 from smelt.training.losses import batch_sentence_vectors, classification_loss, cosent_loss, model_logits
 

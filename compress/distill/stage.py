@@ -37,13 +37,13 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.files import json_hash
 from smelt.core.messages import Message, error_message
-from smelt.core.stage import Context, Need, Stage
 from smelt.data.bleu_tokenizer import bleu_tokenizer
 from smelt.data.labels import MULTI_LABEL, REGRESSION, problem_type
 from smelt.data.splits import Example, Label, Split
 from smelt.data.tasks import Task, task_traits
 from smelt.models.step_size import SizeInputs, StepSize
 from smelt.models.text_rules import read_text_rules
+from smelt.stage import Context, Need, Stage
 from smelt.tasks.read_split import UNLABELED, UNLABELED_TASKS
 from smelt.training.settings import TrainingSettings, lighter_trainings, needed_by_training
 

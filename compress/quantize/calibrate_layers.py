@@ -31,7 +31,6 @@ from smelt.compress.quantize.ranges import (
 from smelt.compress.quantize.settings import AUTO, MaxExcluded, QuantizeSettings
 from smelt.core.artifact import Artifact
 from smelt.core.messages import with_count
-from smelt.core.stage import Context
 from smelt.models.edits import Edit, replace_module
 from smelt.models.empty_model import stored_dtypes
 from smelt.models.families.registry import family_of
@@ -39,6 +38,7 @@ from smelt.models.layers import conv_end_names
 from smelt.quantization.layers import QuantizedActivation
 from smelt.quantization.scheme import UnpackedWeights
 from smelt.quantization.schemes.registry import SCHEMES, bits_per_weight
+from smelt.stage import Context
 
 if TYPE_CHECKING:
     from smelt.compress.quantize.low_rank_correction import CorrectedWeight

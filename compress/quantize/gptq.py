@@ -43,11 +43,11 @@ from smelt.compress.quantize.plan_layers import (
 )
 from smelt.compress.quantize.settings import LowRankCorrection
 from smelt.core.errors import InputError
-from smelt.core.stage import Context
 from smelt.models.edits import is_masked
 from smelt.quantization.groupwise import split_into_groups
 from smelt.quantization.scheme import Scheme, SchemeOptions, UnpackedWeights
 from smelt.quantization.schemes.registry import find_scheme
+from smelt.stage import Context
 
 _BLOCK_COLUMNS = 128  # columns per block of lazy updates
 

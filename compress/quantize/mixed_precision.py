@@ -37,10 +37,10 @@ from smelt.compress.quantize.settings import MaxExcluded, MixedPrecision, Quanti
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.near_ties import round_significant
-from smelt.core.stage import Context, candidate_artifact
 from smelt.models.edits import replace_layer
 from smelt.models.families.registry import blocks_of
 from smelt.quantization.schemes.registry import SCHEMES_BY_BITS, stored_bytes
+from smelt.stage import Context, candidate_artifact
 
 UnitT = TypeVar("UnitT")  # a unit that is changed as a whole
 

@@ -23,9 +23,9 @@ from smelt.core.messages import Message, warning
 from smelt.data.labels import CLASSIFIER_SUFFIXES
 from smelt.models.empty_model import quantized_bytes
 from smelt.models.families.registry import family_of, token_lookup_modules
+from smelt.models.layers import LowRankCorrectedLinear, with_low_rank_correction
 from smelt.quantization.groupwise import split_into_groups
 from smelt.quantization.layers import (
-    LowRankCorrectedLinear,
     QuantizedConv2d,
     QuantizedEmbedding,
     QuantizedLayer,
@@ -33,7 +33,6 @@ from smelt.quantization.layers import (
     empty_quantized,
     is_embedding_table,
     is_quantized,
-    with_low_rank_correction,
 )
 from smelt.quantization.scheme import OptionValue, QuantParams, Scheme, SchemeOptions, UnpackedWeights
 from smelt.quantization.schemes.registry import SCHEMES, default_options, find_scheme, is_row_independent

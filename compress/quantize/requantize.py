@@ -38,7 +38,6 @@ from smelt.compress.quantize.qat import find_master_weights, write_master_weight
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
-from smelt.core.stage import Context, QuantizedInput
 from smelt.models.edits import (
     Edit,
     is_masked,
@@ -49,10 +48,9 @@ from smelt.models.edits import (
     replace_module,
 )
 from smelt.models.families.registry import blocks_of
-from smelt.models.layers import ScaledLinear
+from smelt.models.layers import LowRankCorrectedLinear, ScaledLinear, with_low_rank_correction
 from smelt.quantization.groupwise import split_into_groups
 from smelt.quantization.layers import (
-    LowRankCorrectedLinear,
     QuantizedEmbedding,
     QuantizedLinear,
     QuantizedMatrix,
@@ -60,9 +58,9 @@ from smelt.quantization.layers import (
     copy_embed_scale,
     empty_quantized,
     is_quantized,
-    with_low_rank_correction,
 )
 from smelt.quantization.scheme import QuantParams, UnpackedWeights
+from smelt.stage import Context, QuantizedInput
 
 # Rounds weights, float [N, k], of a layer with `InputStatistics`; returns the dequantized values.
 RoundWeights: TypeAlias = Callable[[Tensor, InputStatistics], Tensor]

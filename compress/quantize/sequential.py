@@ -45,13 +45,13 @@ from smelt.compress.quantize.ranges import ObservedRange, calibrate_ranges
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.smoothquant import NormGroup, SmoothQuantRunner, smoothing_targets
 from smelt.core.artifact import Artifact
-from smelt.core.stage import Context
 from smelt.models.edits import Edit
 from smelt.models.empty_model import stored_dtypes
 from smelt.models.families.registry import Block, blocks_of
 from smelt.models.streamed_model import StreamedModel, open_streamed
 from smelt.quantization.scheme import UnpackedWeights
 from smelt.runtimes.device import torch_device
+from smelt.stage import Context
 
 
 def open_large_model(src: Artifact, settings: QuantizeSettings, ctx: Context) -> StreamedModel | None:

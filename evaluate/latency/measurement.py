@@ -28,7 +28,6 @@ from typing import Any, Self
 from smelt.core.artifact import default_threads, read_manifest
 from smelt.core.errors import InputError, RunError
 from smelt.core.messages import Message
-from smelt.core.stage import Progress, no_progress
 from smelt.core.system import child_environment, python_command
 from smelt.data.tasks import Task, task_traits
 from smelt.evaluate.latency.settings import LatencySettings, prompt_texts
@@ -46,6 +45,7 @@ from smelt.evaluate.latency.summary import (
     summarize_rounds,
 )
 from smelt.generation.config import GenerationSettings
+from smelt.stage import Progress, no_progress
 from smelt.tasks.registry import task_spec
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")

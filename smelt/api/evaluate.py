@@ -15,7 +15,6 @@ from smelt.api.scored_run import generation_with, scored_generation
 from smelt.core.artifact import Artifact, read_artifact
 from smelt.core.errors import InputError, combined_error, did_you_mean
 from smelt.core.messages import messages_to_json
-from smelt.core.stage import Progress, no_progress
 from smelt.core.store import Store
 from smelt.data.column_hints import column_options
 from smelt.data.labels import problem_type
@@ -39,6 +38,7 @@ from smelt.pipeline.execute.scoring import Scorer
 from smelt.pipeline.inspect.data_files import parse_columns
 from smelt.pipeline.recipe.model_and_data import metric_errors
 from smelt.runtimes.onnx_import.trial_run import require_safe_artifact
+from smelt.stage import Progress, no_progress
 from smelt.tasks.read_split import read_split
 from smelt.tasks.registry import task_spec
 

@@ -6,6 +6,7 @@ similarity) give 2 B texts in a batch of B.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -233,3 +234,50 @@ def pad_lists(lists: Sequence[Sequence[int]], value: int) -> Tensor:
     for row, values in zip(out, lists, strict=True):
         row[: len(values)] = torch.tensor(values, dtype=torch.int64)
     return out
+
+
+def group_by_length(
+    samples: Sequence[EncodedSample], batch_size: int, tokens: int | None, shuffle: random.Random | None
+) -> list[list[int]]:
+    """Return batches of indices into `samples`; samples of similar length share one.
+
+    With `tokens`, a batch has at most that many padded source plus target tokens (a longer sample is a
+    batch of its own). With `shuffle`, samples are sorted only within pools of 50 batches and the
+    order of the batches is random, so that batches differ between epochs.
+    """
+    order = list(range(len(samples)))
+    pool = len(order)
+    if shuffle is not None:
+        shuffle.shuffle(order)
+        mean = sum(sum(r.token_counts) for r in samples) / max(1, len(samples))
+        pool = 50 * (batch_size if tokens is None else max(1, int(tokens / mean)))
+    batches: list[list[int]] = []
+    for start in range(0, len(order), max(1, pool)):
+        batches += _fill_batches(
+            sorted(order[start : start + pool], key=lambda i: samples[i].token_counts),
+            samples,
+            batch_size,
+            tokens,
+        )
+    if shuffle is not None:
+        shuffle.shuffle(batches)
+    return batches
+
+
+def _fill_batches(
+    order: list[int], samples: Sequence[EncodedSample], batch_size: int, tokens: int | None
+) -> list[list[int]]:
+    if tokens is None:
+        return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    batches: list[list[int]] = []
+    batch: list[int] = []
+    longest = (0, 0)
+    for i in order:
+        source, target = samples[i].token_counts
+        widened = (max(longest[0], source), max(longest[1], target))
+        if batch and sum(widened) * (len(batch) + 1) > tokens:
+            batches.append(batch)
+            batch, widened = [], (source, target)
+        batch.append(i)
+        longest = widened
+    return [*batches, batch] if batch else batches

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from smelt.generation.config import GenerationSettings
+from smelt.generation.runner import TextTools
 from smelt.models.text_rules import NO_LIMIT
 from smelt.runtimes import runner as runner_module
-from smelt.runtimes.runner import TextTools
 
 pytestmark = pytest.mark.quick
 

@@ -15,13 +15,13 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import combined_error
 from smelt.core.files import json_hash
 from smelt.core.messages import error_message, messages_to_json, with_count
-from smelt.core.stage import Progress
 from smelt.core.store import Store
 from smelt.core.system import package_versions
 from smelt.core.workspaces import temporary_workspace
 from smelt.data.splits import Split
 from smelt.data.tasks import Task, task_traits
 from smelt.pipeline.inspect.machine import artifact_device
+from smelt.stage import Progress
 from smelt.tasks.registry import task_spec
 
 if TYPE_CHECKING:

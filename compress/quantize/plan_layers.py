@@ -130,7 +130,8 @@ def quantize_layers(
     model: Any,
     layers: Collection[PlannedLayer],
     ranges: Mapping[int, float],
-    quantizer_of: Callable[[PlannedLayer], WeightQuantizer | None] = lambda layer: None,
+    quantizer: WeightQuantizer | None = None,
+    codes: Mapping[int, UnpackedWeights] = MappingProxyType({}),
     corrections: Mapping[int, tuple[Tensor, Tensor]] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """Quantize `layers` of `model` in place; return the edits.
@@ -139,7 +140,8 @@ def quantize_layers(
         model: changed in place.
         layers: its planned layers.
         ranges: the largest magnitude of the activations by `PlannedLayer.weight_id`, for layers that need it.
-        quantizer_of: returns the quantizer of a layer; None to round to nearest.
+        quantizer: chooses the quantized weights; None: rounds to nearest.
+        codes: quantized weights that are already chosen, by `PlannedLayer.weight_id`.
         corrections: low-rank corrections by `PlannedLayer.weight_id`: float32 [N, r] and [r, K].
 
     Raises:
@@ -153,7 +155,7 @@ def quantize_layers(
     for layer in layers:
         weight = layer.weight_id  # taken before the module is replaced: a freed id may be reused
         shared_matrix = quantized[weight][1].matrix if weight in quantized else None
-        new_layer = quantize_planned(layer, ranges, quantizer_of(layer), shared_matrix)
+        new_layer = quantize_planned(layer, ranges, quantizer, codes.get(weight), shared_matrix)
         first_name, first_layer = quantized.setdefault(weight, (layer.name, new_layer))
         options = dict(layer.options)
         edit = {"op": "quantize", "module": layer.name, "scheme": layer.scheme, **options}
@@ -188,17 +190,17 @@ def require_finite_layers(layers: Collection[PlannedLayer]) -> None:
 def quantize_planned(
     layer: PlannedLayer,
     ranges: Mapping[int, float],
-    coder: WeightQuantizer | None = None,
+    quantizer: WeightQuantizer | None = None,
+    codes: UnpackedWeights | None = None,
     matrix: QuantizedMatrix | None = None,
 ) -> Any:
     """Return the quantized layer for `layer`; arguments and errors as in `quantize_layers`.
 
-    matrix: the quantized matrix of another layer with the same weight.
+    codes: of the layer, if already chosen. matrix: that of another layer with the same weight.
     """
+    chosen = (quantizer or round_to_nearest) if codes is None else lambda *_: codes
     try:
-        quantized = quantize_module(
-            layer.module, layer.scheme, layer.options, coder or round_to_nearest, matrix
-        )
+        quantized = quantize_module(layer.module, layer.scheme, layer.options, chosen, matrix)
     except InputError as error:
         raise InputError(f"quantize: {layer.name}: {error}", code=error.code) from error
     if layer.needs_range:

@@ -322,7 +322,7 @@ def _train_phases(
     cached_teacher: CachedTeacher | None,
 ) -> None:
     """Train `model` in place, phase by phase; `cached_teacher` serves phases that use only outputs."""
-    from smelt.compress.distill.objective import distill_objective, make_inner_losses
+    from smelt.compress.distill.objective import DistillObjective, make_inner_losses
     from smelt.training.extension import TrainingExtension
 
     phase_details: list[Any] = []
@@ -333,7 +333,7 @@ def _train_phases(
     ]  # raise before training
     for training, inner in zip(trainings, inners, strict=True):
         phase_cache = cached_teacher if training.needs_only_outputs(ctx.task) else None
-        objective = distill_objective(teacher, training, inner, phase_cache)
+        objective = DistillObjective(teacher, training, inner, phase_cache)
         num_warnings = len(ctx.warnings)
         extension = (
             TrainingExtension(modules=inner.modules, training_context=inner.capture)

@@ -64,11 +64,10 @@ def train(
     """
     from smelt.data.splits import spread_indices
     from smelt.tasks.encode_split import encode_split
-    from smelt.tasks.samples import load_processor
+    from smelt.tasks.samples import load_processor, pack_samples
     from smelt.training.checkpoints import CheckpointScorer, RoundingCheck
     from smelt.training.extension import TrainingExtension, combine_extensions
     from smelt.training.losses import label_objective
-    from smelt.training.samples import pack_samples
     from smelt.training.trainer import run_training
 
     _require_samples(settings, ctx, stage, scores=objective is None)

@@ -164,9 +164,8 @@ class DistillObjective:
             self._inner.clear()
         student_outputs, teacher_outputs = self._run_model(model, batch), None
         if self._cached_teacher is not None:
-            return student_outputs, self._cached_teacher.outputs(
-                batch
-            ) if self._uses_teacher_outputs else None
+            cached = self._cached_teacher.outputs(batch) if self._uses_teacher_outputs else None
+            return student_outputs, cached
         if self._uses_teacher_outputs or self._inner is not None:
             with torch.no_grad():
                 teacher_outputs = self._run_model(self._teacher.to(batch["labels"].device), batch)

@@ -1,4 +1,4 @@
-"""The verdict of a report: the step to deploy, what it loses and gains, and how to ship it; or why none; Pareto-optimal steps.
+"""The Pareto-optimal steps of a report, and its verdict: the step to deploy, its loss and gain; or why none.
 
 `decide` is the one place where a step is recommended. The result is the field `verdict` of report.json,
 which the terminal, report.md and report.html show.

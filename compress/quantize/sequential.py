@@ -10,7 +10,7 @@ the output layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -173,7 +173,7 @@ class SequentialQuantizer:
         if self.corrections:
             _report_corrections(self.layers, self.corrections, self._src, self._settings, self._ctx)
         order = {layer.name: number for number, layer in enumerate(self._renamed(self.layers))}
-        edits = sorted(self._edits, key=lambda edit: order[str(edit["module"]).removesuffix(".matrix")])
+        edits = sorted(self._edits, key=lambda edit: order[_planned_name(edit, order)])
         scales = [e for s in self._scalers if isinstance(s, AwqRunner) for e in s.ordered_edits()]
         return [*scales, *edits, *insert_rounding(self._model, self._rounding_ranges)]
 
@@ -360,6 +360,12 @@ class SequentialQuantizer:
     @property
     def _is_last_pass(self) -> bool:
         return self._pass == self._num_passes - 1
+
+
+def _planned_name(edit: Edit, names: Collection[str]) -> str:
+    """Return the planned layer of `edit`: a layer that several blocks share is planned under one name."""
+    name = str(edit["module"]).removesuffix(".matrix")
+    return name if name in names else str(edit["with"])
 
 
 def _targets_of(scaler: AwqRunner | SmoothQuantRunner, layers: Sequence[PlannedLayer]) -> list[Any]:

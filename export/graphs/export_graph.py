@@ -63,7 +63,7 @@ from smelt.quantization import emit
 from smelt.quantization.layers import QuantizedEmbedding, QuantizedLinear, is_quantized
 from smelt.runtimes.graph_walk import node_inputs
 from smelt.runtimes.images import PIXEL_VALUES
-from smelt.runtimes.runner import EMBEDDING_OUTPUT
+from smelt.runtimes.runners import EMBEDDING_OUTPUT
 
 _SIGNATURES: dict[Any, Any] = {}
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import Artifact
-from smelt.core.stage import Context
 from smelt.export.graph_files import read_graph
 from smelt.runtimes.graph_walk import all_nodes, subgraphs
+from smelt.stage import Context
 
 _LISTED = 4  # since this IR version an initializer need not be an input
 _MATRIX = 2  # dimensions

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 import pytest
 
-from smelt.core.stage import Settings
+from smelt.stage import Settings
 from tools import settings_tables
 
 ROOT = Path(__file__).resolve().parents[2]

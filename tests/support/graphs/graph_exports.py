@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from smelt.core.stage import Context
 from smelt.data.splits import Example, Split
 from smelt.models.families.registry import FAMILIES as REGISTERED
+from smelt.stage import Context
 from tests.support import harness
 from tests.support.models import causal, classifiers, embedders, every_family, images, seq2seq, tiny
 from tests.support.shared_folders import make_once

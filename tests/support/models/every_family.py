@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from smelt.core.stage import Context
 from smelt.data.splits import Columns
 from smelt.data.tasks import Task
 from smelt.models.families.registry import FAMILIES
+from smelt.stage import Context
 from smelt.tasks.read_split import read_split
 from tests.support import harness
 from tests.support.models import causal, classifiers, images, seq2seq, tiny

@@ -140,7 +140,8 @@ class TrainingExtension:
         its incoming quantized weights, which differ from those of its float master weights.
     before_step, after_step: called with the number of the update, from 1, and the number of updates; the
         latter after the weights are updated, and before they are averaged or validated. Parameters may be
-        divided over processes then (FSDP): only a forward pass and `as_stored` have whole ones.
+        divided over processes then (FSDP, ZeRO 3): only a forward pass and `as_stored` have whole ones, and
+        a technique that needs others is in its settings' `needs_whole_parameters`.
     supports_resume: whether an interrupted training can resume with it: all its state is in parameters and
         buffers. None: if it has no calls in each step.
     may_be_best: whether the weights after this update (0: before the first) may be selected: while weights

@@ -124,8 +124,10 @@ def strategy_conflicts(launch: LaunchSettings, settings: Any) -> list[str]:
     conflicts = ["precision: fp16"] if launch.divides and settings.precision == "fp16" else []
     if launch.divides == 3:
         conflicts += settings.needs_whole_parameters
-    if launch.strategy == "deepspeed" and "checkpoint_interval_minutes" in settings.model_fields_set:
-        conflicts += [f"checkpoint_interval_minutes: {settings.checkpoint_interval_minutes}"]
+    minutes = settings.checkpoint_interval_minutes
+    is_set = minutes is not None and "checkpoint_interval_minutes" in settings.model_fields_set
+    if launch.strategy == "deepspeed" and is_set:
+        conflicts.append(f"checkpoint_interval_minutes: {minutes:g}")
     if launch.strategy == "deepspeed" and settings.optimizer not in _ZERO_OPTIMIZERS:
         conflicts.append(f"optimizer: {settings.optimizer}")
     return conflicts

@@ -61,13 +61,13 @@ class ZeroWeights(DividedWeights):
     supports_resume = False
 
     def __init__(self, module: nn.Module, launch: LaunchSettings, device: torch.device) -> None:
+        import deepspeed
+
         super().__init__(module)
-        self.is_divided = launch.zero_stage == 3
+        self.is_divided, self._gathered = launch.zero_stage == 3, deepspeed.zero.GatheredParameters
         # one for every exchange: torch 2.13 renames the functions that DeepSpeed calls
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
         if device.type == "cpu":
-            import deepspeed.ops
-
             # otherwise it compiles a C++ extension for all-reduce in shared memory
             vars(deepspeed.ops)["__compatible_ops__"] = {}
 
@@ -87,9 +87,7 @@ class ZeroWeights(DividedWeights):
         if not self._divides(tensor):
             super().write(tensor, part)
             return
-        from deepspeed.zero import GatheredParameters
-
-        with GatheredParameters([tensor], modifier_rank=0):
+        with self._gathered([tensor], modifier_rank=0):
             if process_rank() == 0:
                 super().write(tensor, part)
 
@@ -97,9 +95,7 @@ class ZeroWeights(DividedWeights):
         """Return a whole tensor on the CPU, which shares no memory with `tensor`."""
         if not self._divides(tensor):
             return super().read(tensor)
-        from deepspeed.zero import GatheredParameters
-
-        with GatheredParameters([tensor]):
+        with self._gathered([tensor]):
             return super().read(tensor)
 
     def restore(self) -> None:

@@ -74,6 +74,9 @@ def test_unsupported_strategy_settings_are_rejected(launch, more, shape):
         require_trainable(model, FinetuneSettings(**more), LaunchSettings(num_processes=2, **launch))
     for other in (None, LaunchSettings(num_processes=2)):
         require_trainable(model, FinetuneSettings(**more), other)
+    without_checkpoints = FinetuneSettings(checkpoint_interval_minutes=None)
+    for settings in (FinetuneSettings(), without_checkpoints):
+        require_trainable(torch.nn.Linear(1, 1), settings, LaunchSettings(num_processes=2, **ZERO_2))
 
 
 @pytest.fixture

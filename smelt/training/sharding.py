@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain
@@ -41,7 +41,7 @@ def fsdp_config(model: nn.Module, launch: LaunchSettings) -> dict[str, Any]:
 def _layer_class_names(model: nn.Module) -> list[str]:
     """Return the classes of the repeated layers of a model: the members of its outermost module lists.
 
-    Classes with a layer that shares a parameter with another module are left out, since FSDP would divide it
+    Classes with a module that shares a parameter with another one are left out, since FSDP would divide it
     twice, and the modules of techniques, which compute outside of their `forward`.
     """
     attached = attached_modules(model)
@@ -53,14 +53,17 @@ def _layer_class_names(model: nn.Module) -> list[str]:
                 layer_list += list(child) if isinstance(child, nn.ModuleList) else members(child)
         return layer_list
 
-    layers = list(dict.fromkeys(members(model)))
-    layer_modules = {submodule for layer in layers for submodule in layer.modules()}
-    users = Counter(id(p) for layer in layers for p in layer.parameters())
-    users.update(
-        id(p) for m in model.modules() if m not in layer_modules for p in m.parameters(recurse=False)
-    )
-    shares = {type(layer) for layer in layers if any(users[id(p)] > 1 for p in layer.parameters())}
-    return sorted({layer.__class__.__name__ for layer in layers if type(layer) not in shares})
+    names = {type(layer).__name__ for layer in members(model)}
+    owners: dict[int, set[nn.Module]] = defaultdict(set)
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)].add(module)
+    for module in model.modules():
+        if (name := type(module).__name__) in names:
+            submodules = set(module.modules())
+            if any(not owners[id(parameter)] <= submodules for parameter in module.parameters()):
+                names.remove(name)
+    return sorted(names)
 
 
 def local_part(tensor: Tensor) -> Tensor:

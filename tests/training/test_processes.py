@@ -123,9 +123,10 @@ def test_layers_that_share_parameters_are_not_divided_by_themselves():
     )
     launch = LaunchSettings(num_processes=2, strategy="fsdp")
     assert fsdp_config(model, launch)["transformer_layer_cls_to_wrap"] == ["Bilinear", "Linear"]
-    model[0][1].weight = model[0][0].weight
+    model.append(torch.nn.Linear(2, 2))
+    model[2].weight = model[0][0].weight
     assert fsdp_config(model, launch)["transformer_layer_cls_to_wrap"] == ["Bilinear"]
-    assert fsdp_config(model[0], launch)["auto_wrap_policy"] == "NO_WRAP"
+    assert fsdp_config(model[2], launch)["auto_wrap_policy"] == "NO_WRAP"
 
 
 @pytest.mark.quick

@@ -233,24 +233,25 @@ def modules_attached(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iter
     try:
         yield
     finally:
-        del model._modules[_MODULES_NAME]
+        delattr(model, _MODULES_NAME)
 
 
 def attached_modules(model: nn.Module) -> nn.Module:
     """Return the modules that `modules_attached` has attached; an empty module without any."""
-    modules = model._modules.get(_MODULES_NAME)
-    return nn.Module() if modules is None else modules
+    return dict(model.named_children()).get(_MODULES_NAME, nn.Module())
 
 
 @contextlib.contextmanager
 def modules_detached(model: nn.Module) -> Iterator[None]:
     """Detach the attached modules from `model` inside the context, as it will be stored."""
-    attached = model._modules.pop(_MODULES_NAME, None)
+    attached = dict(model.named_children()).get(_MODULES_NAME)
+    if attached is not None:
+        delattr(model, _MODULES_NAME)
     try:
         yield
     finally:
         if attached is not None:
-            model._modules[_MODULES_NAME] = attached
+            model.add_module(_MODULES_NAME, attached)
 
 
 def split_parameter_groups(

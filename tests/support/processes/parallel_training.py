@@ -64,7 +64,7 @@ SELECTED = {"metric_for_best_model": "chrf"}
 DIVIDED: dict[str, tuple[Any, dict[str, Any], str]] = {
     **{name: CASES[name] for name in ("finetune", "distill", "lora", "qat")},
     "gradual zeros": (Finetune, ZEROS | SELECTED, "model"),
-    "movement": (Finetune, {"sparsify": {"start": 0.0, "end": 0.5}}, "model"),
+    "scores": (Finetune, {"sparsify": {"method": "soft-movement", "start": 0.0, "end": 0.5}}, "model"),
     "qlora": (Finetune, {"lora": {"rank": 2}} | SELECTED, "kmeans"),
     "sparse": (Finetune, {}, "sparse"),
     "phases": (Distill, PHASES, "model"),

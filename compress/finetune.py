@@ -51,6 +51,12 @@ class TechniqueTrainingSettings(TrainingSettings):
     )
     qat: QatSettings | None = Field(default=None, description="quantization-aware training, after `quantize`")
 
+    @property
+    def needs_whole_parameters(self) -> tuple[str, ...]:
+        """Learned masks and step sizes, which are read between updates."""
+        masks = ("learned_masks",) if self.learned_masks is not None else ()
+        return (*masks, "qat.scales: lsq") if self.qat is not None and self.qat.scales == "lsq" else masks
+
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
         if self.lora is not None and self.qat is not None:

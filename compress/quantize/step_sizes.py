@@ -79,7 +79,7 @@ class ActivationStepSize(nn.Module):
         super().__init__()
         self.low, self.high = low, high
         self.register_buffer("first", first.detach().clone())
-        self.log = nn.Parameter(torch.zeros(1))  # FSDP divides no scalar
+        self.log = nn.Parameter(torch.zeros(1))
 
     def scale(self) -> Tensor:
         """Return the present step, float32 [1]."""

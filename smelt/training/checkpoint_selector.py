@@ -12,13 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from smelt.quantization.schemes.bitsandbytes import silence_bitsandbytes
 from smelt.stage import Progress
 from smelt.training.extension import TOTAL_LOSS, TrainingExtension
-from smelt.training.sharding import local_part
+from smelt.training.sharding import ModelWeights
 
 # transformers imports peft with its Trainer, and peft imports bitsandbytes, if they are installed
 with silence_bitsandbytes():
@@ -48,9 +47,9 @@ class Validation:
         return (0.0 if self.score is None else self.score, -self.loss)
 
 
-def running_statistics(model: nn.Module) -> dict[str, Any]:
-    """Return the running means and variances of batch norms by name; they are part of the weights to keep."""
-    return {
+def trained_tensors(model: nn.Module) -> dict[str, Any]:
+    """Return the weights to keep by name: trained parameters, running means and variances of batch norms."""
+    return {n: p for n, p in model.named_parameters() if p.requires_grad} | {
         f"{name}.{attribute}": getattr(module, attribute)
         for name, module in model.named_modules()
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
@@ -89,9 +88,10 @@ class CheckpointSelector(TrainerCallback):  # type: ignore[misc]
         progress: Progress,
         extension: TrainingExtension | None = None,
         log_metrics: LogMetrics = lambda metrics, step: None,
+        weights: ModelWeights | None = None,
     ) -> None:
-        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.parameters |= running_statistics(model)
+        self.model, self.weights = model, weights or ModelWeights(model)
+        self.parameters = trained_tensors(model)
         self.evaluate: Callable[[], float] | None = None
         self.score: Callable[[], float] | None = None
         self.probe: Callable[[], Mapping[str, float]] | None = None
@@ -111,6 +111,8 @@ class CheckpointSelector(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Validate the initial weights; log the curve before an interruption again."""
+        self.weights.begin()
+        self.parameters = trained_tensors(self.model)  # FSDP has replaced them
         log_training_curve(self._history(), self._log_metrics)
         if self.evals and not self.validations:  # a resumed training has done it
             self._validate(0)
@@ -255,6 +257,7 @@ class CheckpointSelector(TrainerCallback):  # type: ignore[misc]
         with contextlib.nullcontext() if step else self.extension.as_incoming():
             score = self.score() if self.score else None
             validation = Validation(step, self.evaluate(), score, self.probe() if self.probe else {})
+        self.weights.reshard()
         self.validations.append(validation)
         self._log_metrics({"validation_loss": validation.loss}, step)
         if self.extension.may_be_best(step) and validation.beats(self.best):
@@ -267,12 +270,11 @@ class CheckpointSelector(TrainerCallback):  # type: ignore[misc]
             return
         decay = min(self.ema or 0.0, (1 + step) / (10 + step))  # the first weights decay quickly
         for name, value in self.parameters.items():
-            self.average[name].lerp_(local_part(value).detach().to(self.average[name].device), 1 - decay)
+            self.average[name].lerp_(self.weights.read(value), 1 - decay)
 
     def _copy_weights(self) -> dict[str, Tensor]:
-        return {n: local_part(p).detach().to("cpu", copy=True) for n, p in self.parameters.items()}
+        return {n: self.weights.read(p) for n, p in self.parameters.items()}
 
     def _load_weights(self, values: dict[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, value in values.items():
-                local_part(self.parameters[name]).copy_(value)
+        for name, value in values.items():
+            self.weights.write(self.parameters[name], value)

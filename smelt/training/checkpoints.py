@@ -57,8 +57,7 @@ from smelt.quantization.layers import MasterWeightLayer
 from smelt.stage import Context, candidate_artifact
 from smelt.training.checkpoint_selector import CheckpointSelector
 from smelt.training.settings import TrainingSettings
-from smelt.training.sharding import ShardedModel, divided_like, in_first, local_part, whole_tensor
-from smelt.training.zero import ZeroModel
+from smelt.training.sharding import divided_like, local_part, whole_tensor
 
 _METADATA_KEY = "training"  # the header's key of the JSON
 _WEIGHT, _BEST, _AVERAGE, _MOMENT, _RANDOM = "weight/", "best/", "average/", "moment/", "random/"
@@ -169,7 +168,6 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
         identity: str,
         minutes: float | None,
         log: Callable[[str], None],
-        zero: ZeroModel | None = None,
         on_saved: Callable[[Path], None] = lambda folder: None,
     ) -> None:
         """Read the last checkpoint, if any, and load it into `model` and `keeper`.
@@ -181,17 +179,13 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
             identity: see `read_checkpoint`.
             minutes: between two checkpoints; 0: after each update; None: none are written.
             log: writes a line to the log.
-            zero: has the optimizer's state if DeepSpeed divides it.
             on_saved: called with `folder` after each checkpoint.
         """
-        self.zero, self._on_saved = zero, on_saved
+        self._on_saved = on_saved
         self.model, self.keeper, self.folder, self.identity = model, keeper, folder, identity
         self.minutes, self._log = minutes, log
         self._began = self._last = time.monotonic()
         self._random_pending = False
-        self._is_sharded = zero is not None or any(
-            hasattr(p, "full_tensor") for p in keeper.parameters.values()
-        )
         self.saved = None if folder is None else read_checkpoint(folder, identity, log)
         if self.saved is not None:
             self._restore(self.saved)
@@ -215,7 +209,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
         weights = saved.tensors_of(_WEIGHT)
         with torch.no_grad():
             for name, tensor in self._trained_tensors().items():
-                tensor.copy_(divided_like(weights[name], tensor))
+                tensor.copy_(weights[name])
         if saved.details is None:
             self.keeper.load_state(saved.state["keeper"])
 
@@ -226,17 +220,14 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
         }
 
     def _whole(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {
-            name: in_first(whole_tensor(moment, self.keeper.parameters[name]))
-            for name, moment in parts.items()
-        }
+        return {name: whole_tensor(part, self.keeper.parameters[name]) for name, part in parts.items()}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore the best and the averaged weights, the state of optimizer and schedule, and the step."""
         self._last = time.monotonic()
         if self.saved is None:
             return
-        # only now: DeepSpeed divides the parameters when the training begins
+        # only now: FSDP divides the parameters when the training begins
         self.keeper.best_weights = self._own_parts(self.saved.tensors_of(_BEST))
         self.keeper.average = self._own_parts(self.saved.tensors_of(_AVERAGE))
         moments: dict[int, dict[str, Tensor]] = {}
@@ -252,9 +243,6 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
     def _load_optimizer_state(
         self, optimizer: Any, moments: dict[int, dict[str, Tensor]], groups: list[dict[str, Any]]
     ) -> None:
-        if self.zero is not None:
-            self.zero.load_optimizer_state(moments, groups)
-            return
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         for index, state_of_one in moments.items():
             for moment_name, tensor in state_of_one.items():
@@ -279,7 +267,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
         is_due = is_ending or (
             self.minutes is not None and time.monotonic() - self._last >= 60 * self.minutes
         )
-        if self._is_sharded:  # all take part
+        if self.keeper.weights.is_divided:  # all take part
             is_due, is_ending = from_first(lambda: (is_due, is_ending))
         elif process_rank():  # all have the same weights and optimizer states
             is_due = is_ending = False
@@ -298,8 +286,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
         return termination_deferred() if self.can_save else contextlib.nullcontext()
 
     def _save(self, state: Any, wrapped_optimizer: Any, scheduler: Any) -> None:
-        optimizer_state = wrapped_optimizer.state_dict if self.zero is None else self.zero.optimizer_state
-        optimizer = optimizer_state()
+        optimizer = wrapped_optimizer.state_dict()
         random_tensors, random_told = _random_state()
         tensors = {
             **self._prefixed(_WEIGHT, self._trained_tensors()),
@@ -322,7 +309,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
         """Save the weights of a finished long training: the rest of the step may still be interrupted."""
         is_long = self.minutes is not None and time.monotonic() - self._began >= 60 * self.minutes
         is_long |= self.can_save and is_termination_requested()
-        if self._is_sharded:
+        if self.keeper.weights.is_divided:
             is_long = from_first(lambda: is_long)
         if self.folder is not None and (is_long or self.saved is not None):
             metadata = {"total": step, "details": dict(details), "warnings": messages_to_json(warnings)}
@@ -368,13 +355,12 @@ def make_checkpoint_callback(
     precision: str,
     settings: TrainingSettings,
     ctx: Context,
-    divided: ShardedModel | ZeroModel | None,
 ) -> CheckpointCallback:
     """Return the callback that saves and resumes this training; it does nothing if it cannot resume."""
-    folder = ctx.next_checkpoint_folder() if selector.extension.can_resume else None
+    can_resume = selector.extension.can_resume and selector.weights.supports_resume
+    folder = ctx.next_checkpoint_folder() if can_resume else None
     shapes = {name: list(tensor.shape) for name, tensor in selector.parameters.items()}
     identity = json_hash({"plan": plan, "precision": precision, "shapes": shapes, "seed": ctx.seed})
-    zero = divided if isinstance(divided, ZeroModel) else None
     return CheckpointCallback(
         model,
         selector,
@@ -382,7 +368,6 @@ def make_checkpoint_callback(
         identity,
         settings.checkpoint_interval_minutes,
         ctx.log,
-        zero,
         ctx.checkpoint_saved,
     )
 

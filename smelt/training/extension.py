@@ -140,7 +140,8 @@ class TrainingExtension:
         its incoming quantized weights, which differ from those of its float master weights.
     before_step, after_step: called with the number of the update, from 1, and the number of updates; the
         latter after the weights are updated, and before they are averaged or validated. Parameters may be
-        divided over processes then (FSDP): only a forward pass and `as_stored` have whole ones.
+        divided over processes then (FSDP, ZeRO 3): only a forward pass and `as_stored` have whole ones, and
+        a technique that needs others is in its settings' `needs_whole_parameters`.
     supports_resume: whether an interrupted training can resume with it: all its state is in parameters and
         buffers. None: if it has no calls in each step.
     may_be_best: whether the weights after this update (0: before the first) may be selected: while weights
@@ -232,24 +233,25 @@ def modules_attached(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iter
     try:
         yield
     finally:
-        del model._modules[_MODULES_NAME]
+        delattr(model, _MODULES_NAME)
 
 
 def attached_modules(model: nn.Module) -> nn.Module:
     """Return the modules that `modules_attached` has attached; an empty module without any."""
-    modules = model._modules.get(_MODULES_NAME)
-    return nn.Module() if modules is None else modules
+    return dict(model.named_children()).get(_MODULES_NAME, nn.Module())
 
 
 @contextlib.contextmanager
 def modules_detached(model: nn.Module) -> Iterator[None]:
     """Detach the attached modules from `model` inside the context, as it will be stored."""
-    attached = model._modules.pop(_MODULES_NAME, None)
+    attached = dict(model.named_children()).get(_MODULES_NAME)
+    if attached is not None:
+        delattr(model, _MODULES_NAME)
     try:
         yield
     finally:
         if attached is not None:
-            model._modules[_MODULES_NAME] = attached
+            model.add_module(_MODULES_NAME, attached)
 
 
 def split_parameter_groups(

@@ -119,9 +119,15 @@ _ZERO_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "rmsprop", "sgd")
 def strategy_conflicts(launch: LaunchSettings, settings: Any) -> list[str]:
     """Return the settings of a training that the strategy does not support.
 
-    No strategy that divides gradients scales the loss.
+    No strategy that divides gradients scales the loss. DeepSpeed's checkpoints are pickled.
     """
     conflicts = ["precision: fp16"] if launch.divides and settings.precision == "fp16" else []
+    if launch.divides == 3:
+        conflicts += settings.needs_whole_parameters
+    minutes = settings.checkpoint_interval_minutes
+    is_set = minutes is not None and "checkpoint_interval_minutes" in settings.model_fields_set
+    if launch.strategy == "deepspeed" and is_set:
+        conflicts.append(f"checkpoint_interval_minutes: {minutes:g}")
     if launch.strategy == "deepspeed" and settings.optimizer not in _ZERO_OPTIMIZERS:
         conflicts.append(f"optimizer: {settings.optimizer}")
     return conflicts

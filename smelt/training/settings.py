@@ -148,6 +148,11 @@ class TrainingSettings(Settings):
     )
 
     @property
+    def needs_whole_parameters(self) -> tuple[str, ...]:
+        """The settings that cannot be trained with parameters that are divided over processes."""
+        return ()
+
+    @property
     def changes_quantized_weights(self) -> bool:
         """Whether training changes the quantized weights; adapters do not."""
         return self.lora is None

@@ -11,12 +11,12 @@ import contextlib
 import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import transformers
+from accelerate import DistributedType, ParallelismConfig
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -35,7 +35,6 @@ from smelt.training.extension import (
     Objective,
     TrainingExtension,
     as_loss_terms,
-    attached_modules,
     count_batch_items,
     mean_loss,
     modules_attached,
@@ -45,7 +44,7 @@ from smelt.training.extension import (
 )
 from smelt.training.processes import LaunchSettings, strategy_conflicts
 from smelt.training.settings import TrainingSettings, with_learning_rate
-from smelt.training.sharding import ShardedModel, local_part, sharded
+from smelt.training.sharding import FsdpWeights, ModelWeights, fsdp_config
 from smelt.training.training_state import (
     autocast,
     freed_memory_retained,
@@ -54,7 +53,7 @@ from smelt.training.training_state import (
     require_training_memory,
     training_state,
 )
-from smelt.training.zero import ZeroModel, deepspeed_unused, divided_by_zero, prepare_accelerate, zero_config
+from smelt.training.zero import ZeroWeights, zero_config
 
 _LR_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
 
@@ -87,17 +86,6 @@ class _ObjectiveModule(nn.Module):
         return sum(parts[1:], parts[0])
 
 
-class _Wrapped(nn.Module):
-    """A model that needs no wrapper of accelerate."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any) -> Any:
-        return self.module(*args)
-
-
 class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
     """Trainer with a planned list of batches and an objective of smelt.
 
@@ -119,30 +107,18 @@ class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
         *,
         plan: list[list[int]],
         keeper: CheckpointSelector,
-        divided: ShardedModel | ZeroModel | None,
     ) -> None:
-        self.measured, self.divided = measured, divided
+        self.measured = measured
         pack = partial(_collate_part, config=measured.config)
         super().__init__(
             model=self.measured,
             args=args,
             train_dataset=_SamplesOrNone(rows),
-            callbacks=[divided, keeper] if isinstance(divided, ZeroModel) else [keeper],
+            callbacks=[keeper],
             data_collator=pack,
         )
         self.remove_callback(transformers.trainer_callback.PrinterCallback)
         self.plan, self.keeper = plan, keeper
-
-    def _move_model_to_device(self, model: Any, device: Any) -> None:
-        """Move the model; a divided one is where it belongs already (on the CPU with cpu_offload)."""
-        if not isinstance(self.divided, ShardedModel):
-            super()._move_model_to_device(model, device)
-
-    def _wrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return a divided model as wrapped already; accelerate wraps others for several processes."""
-        if isinstance(self.divided, ShardedModel):
-            return _Wrapped(model)
-        return super()._wrap_model(model, *args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
         """Return the planned batches; accelerate distributes their parts to processes."""
@@ -155,13 +131,10 @@ class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
         if self.optimizer is not None:
             return self.optimizer  # with DeepSpeed, Trainer calls this twice
         optimizer = super().create_optimizer(model)
-        groups = self.keeper.extension.groups
-        if groups and self.divided is not None:
-            groups = self.divided.groups(groups)
-        # DeepSpeed drops empty groups, and checkpoints are the same for all strategies
-        optimizer.param_groups[:] = split_parameter_groups(optimizer.param_groups, groups)
-        if isinstance(self.divided, ZeroModel):
-            self.divided.set_optimizer(optimizer)
+        # without empty groups, which DeepSpeed drops
+        optimizer.param_groups[:] = split_parameter_groups(
+            optimizer.param_groups, self.keeper.extension.groups
+        )
         return optimizer
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
@@ -300,13 +273,11 @@ def run_training(
             stack.enter_context(gradient_checkpointing(model))
         stack.enter_context(extension.training_context())
         measured = _ObjectiveModule(model, objective, precision)
-        divided_model = _divide(stack, measured, launch, args.device)
-        if divided_model is not None:
-            extension = replace(extension, may_be_best=_with_whole_modules(divided_model, model, extension))
-        keeper = CheckpointSelector(model, settings.ema_decay, ctx.progress, extension, ctx.log_metrics)
-        checkpoint_callback = make_checkpoint_callback(
-            model, keeper, plan, precision, settings, ctx, divided_model
+        weights = _weights_of(measured, launch, args.device)
+        keeper = CheckpointSelector(
+            model, settings.ema_decay, ctx.progress, extension, ctx.log_metrics, weights
         )
+        checkpoint_callback = make_checkpoint_callback(model, keeper, plan, precision, settings, ctx)
         if checkpoint_callback.saved is not None and checkpoint_callback.saved.details is not None:
             ctx.details["training"] = checkpoint_callback.saved.details
             log_training_curve(checkpoint_callback.saved.details, ctx.log_metrics)
@@ -317,24 +288,18 @@ def run_training(
                 plan[checkpoint_callback.step * settings.gradient_accumulation_steps :],
                 checkpoint_callback.total,
             )
-        loop = PlannedTrainer(measured, args, samples, plan=plan, keeper=keeper, divided=divided_model)
+        loop = PlannedTrainer(measured, args, samples, plan=plan, keeper=keeper)
         loop.add_callback(checkpoint_callback)
         if validation:
             groups = group_by_length(validation, settings.batch_size, settings.max_tokens_per_batch, None)
-            own_groups = (
-                groups if _is_computed_together(divided_model) else groups[process_rank() :: process_count()]
-            )
+            own_groups = groups if weights.is_divided else groups[process_rank() :: process_count()]
             batches = [collate([validation[i] for i in group], model.config) for group in own_groups]
             keeper.evaluate = partial(
                 mean_loss, measured, batches, nn.Module.__call__, precision, args.device
             )
             keeper.evals, keeper.patience = settings.num_evals, settings.patience
-            keeper.score = (
-                None if score is None else partial(_as_stored, model, extension, divided_model, score)
-            )
-            keeper.probe = (
-                None if probe is None else partial(_as_stored, model, extension, divided_model, probe)
-            )
+            keeper.score = None if score is None else partial(_as_stored, model, extension, weights, score)
+            keeper.probe = None if probe is None else partial(_as_stored, model, extension, weights, probe)
             keeper.sign = -1 if settings.metric_for_best_model in ctx.negated_metrics else 1
         require_training_memory(
             model,
@@ -367,6 +332,7 @@ def run_training(
         }
         ctx.warnings.extend(warnings := [warning(code, text) for code, text in texts.items() if text])
         checkpoint_callback.finish(steps, ctx.details["training"], warnings)
+        weights.restore()
 
 
 def require_trainable(model: nn.Module, settings: TrainingSettings, launch: LaunchSettings | None) -> None:
@@ -389,24 +355,13 @@ def require_trainable(model: nn.Module, settings: TrainingSettings, launch: Laun
         )
 
 
-def _divide(
-    stack: contextlib.ExitStack,
-    measured: _ObjectiveModule,
-    launch: LaunchSettings | None,
-    device: torch.device,
-) -> ShardedModel | ZeroModel | None:
-    """Divide the training of `measured` until `stack` closes, if the strategy of several processes does."""
-    if launch is not None and launch.strategy == "deepspeed":
-        return stack.enter_context(divided_by_zero(measured, launch, device))
-    stack.enter_context(deepspeed_unused())
+def _weights_of(
+    measured: _ObjectiveModule, launch: LaunchSettings | None, device: torch.device
+) -> ModelWeights:
+    """Return the weights of `measured` as the strategy holds them; launch: None for one process."""
     if launch is None or launch.strategy == "ddp":
-        return None
-    return stack.enter_context(sharded(measured, measured.model, launch, device))
-
-
-def _is_computed_together(divided: ShardedModel | ZeroModel | None) -> bool:
-    """Return whether every pass through the model gathers its parameters, so that all must take part."""
-    return divided is not None and divided.divides_parameters
+        return ModelWeights(measured)
+    return FsdpWeights(measured) if launch.strategy == "fsdp" else ZeroWeights(measured, launch, device)
 
 
 def metric_disagreement_text(selector: CheckpointSelector, rows: int, ctx: Context) -> str | None:
@@ -434,27 +389,14 @@ def metric_disagreement_text(selector: CheckpointSelector, rows: int, ctx: Conte
     )
 
 
-def _with_whole_modules(
-    divided: ShardedModel | ZeroModel, model: nn.Module, extension: TrainingExtension
-) -> Callable[[int], bool]:
-    """Return `extension.may_be_best`, which reads the parameters of the extension's modules."""
-
-    def may_be_best(step: int) -> bool:
-        with divided.whole(attached_modules(model)):
-            return extension.may_be_best(step)
-
-    return may_be_best
-
-
 def _as_stored(
     model: nn.Module,
     extension: TrainingExtension,
-    divided: ShardedModel | ZeroModel | None,
+    weights: ModelWeights,
     score: Callable[[], ResultT],
 ) -> ResultT:
     """Return the score of the weights as they will be stored; the processes compute it together."""
-    whole_modules = contextlib.nullcontext() if divided is None else divided.whole()
-    with whole_modules, modules_detached(model), extension.as_stored():
+    with weights.whole(), modules_detached(model), extension.as_stored():
         score_value = score()
         return from_first(lambda: score_value)
 
@@ -466,13 +408,23 @@ def _require_finite(model: nn.Module, selector: CheckpointSelector) -> None:
         RunError: a weight is infinite or NaN.
     """
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not bool(torch.isfinite(local_part(parameter)).all()):
+        if parameter.requires_grad and not bool(torch.isfinite(selector.weights.read(parameter)).all()):
             raise RunError(
                 f"After the last training update, '{name}' is infinite or NaN."
                 f" {selector.last_good_text()} Lower learning_rate, raise warmup, or set"
                 " precision: fp32.",
                 code="non-finite-weights",
             )
+
+
+def _strategy_arguments(launch: LaunchSettings | None, model: nn.Module) -> dict[str, Any]:
+    """Return the arguments of Trainer for the strategy of several processes; None: one process."""
+    if launch is None or launch.strategy == "ddp":
+        return {}
+    if launch.strategy == "deepspeed":
+        return {"deepspeed": zero_config(launch, model)}
+    parallelism = ParallelismConfig(dp_shard_size=process_count())  # on the stage's device
+    return {"fsdp": True, "fsdp_config": fsdp_config(model, launch), "parallelism_config": parallelism}
 
 
 def _training_arguments(
@@ -484,10 +436,6 @@ def _training_arguments(
     launch: LaunchSettings | None,
     model: nn.Module,
 ) -> Any:
-    zero = None if launch is None or launch.strategy != "deepspeed" else zero_config(launch, model)
-    is_prepared = zero is not None and device.type == "cpu"
-    if is_prepared:
-        prepare_accelerate()
     args = transformers.TrainingArguments(
         output_dir=folder,
         num_train_epochs=1,  # the plan of batches covers all epochs
@@ -500,9 +448,8 @@ def _training_arguments(
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
         seed=ctx.seed,
-        # otherwise accelerate divides no batches without a GPU; with it, it does not start DeepSpeed
-        use_cpu=device.type == "cpu" and zero is None,
-        deepspeed=zero,
+        use_cpu=device.type == "cpu",
+        **_strategy_arguments(launch, model),
         save_strategy="no",
         eval_strategy="no",
         logging_strategy="no",
@@ -510,10 +457,13 @@ def _training_arguments(
         disable_tqdm=True,
         remove_unused_columns=False,
         dataloader_pin_memory=False,
-        accelerator_config={"even_batches": False, "use_configured_state": is_prepared},
+        accelerator_config={"even_batches": False},
         ddp_find_unused_parameters=not settings.gradient_checkpointing,
         ddp_timeout=24 * 3600,
     )
+    if device.type == "cpu" and args.fsdp:
+        # accelerate starts FSDP on GPUs only
+        args.distributed_state.distributed_type = DistributedType.MULTI_GPU
     # With several visible GPUs Trainer would wrap the model in DataParallel, which splits batches whose items
     # were counted as a whole.
     args._n_gpu = min(1, args.n_gpu)

@@ -235,7 +235,7 @@ def require_training_memory(
     """Require memory for the gradients and the optimizer state of a training.
 
     Args:
-        model: float32, on the CPU; a divided one is on its device already.
+        model: float32, on the CPU, not divided yet.
         device: the training device.
         optimizer: its name.
         keeps_best: whether a copy of the best weights is kept (validation).
@@ -262,9 +262,11 @@ def require_training_memory(
     on_cpu = gradients + states
     if device.type == "cuda":
         weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-        on_gpu = (0 if divides == 3 else weight_bytes) + (0 if offloaded else on_cpu)
+        if divides == 3:
+            weight_bytes = 0 if offloaded else weight_bytes // parts
+        on_gpu = weight_bytes + (0 if offloaded else on_cpu)
         if zero and divides == 3:  # DeepSpeed moves the model before it divides it
-            on_gpu = max(weight_bytes, 0 if offloaded else on_gpu + weight_bytes // parts)
+            on_gpu = max(on_gpu, sum(p.numel() * p.element_size() for p in model.parameters()))
         free_bytes = torch.cuda.mem_get_info(device)[0]
         require_memory(on_gpu, "Training on the GPU", remedy, free_bytes=free_bytes)
         on_cpu = on_cpu if offloaded else 0

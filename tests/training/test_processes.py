@@ -4,14 +4,17 @@ import json
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from smelt.compress.finetune import FinetuneSettings
 from smelt.training.processes import LaunchSettings
-from smelt.training.sharding import sharded
+from smelt.training.sharding import FsdpWeights, fsdp_config
 from smelt.training.trainer import divide_batch, require_trainable
 from tests.support.expected_errors import raises_code, raises_setting_codes
 from tests.support.processes import parallel_training
-from tests.support.processes.parallel_training import CASES, DIVIDED, SHORT
+from tests.support.processes.parallel_training import CASES, DIVIDED, MASKS, SHORT
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +64,9 @@ ZERO_2, ZERO_3 = ({"strategy": "deepspeed", "zero_stage": stage} for stage in (2
 @pytest.mark.parametrize(
     ("launch", "more", "shape"),
     [({"strategy": "fsdp"}, {"precision": "fp16"}, (1,)), ({"strategy": "fsdp"}, {}, ()), (ZERO_3, {}, ()),
-     (ZERO_2, {"precision": "fp16"}, (1,)), (ZERO_2, {"optimizer": "adafactor"}, (1,))],
+     (ZERO_2, {"precision": "fp16"}, (1,)), (ZERO_2, {"optimizer": "adafactor"}, (1,)),
+     (ZERO_2, {"checkpoint_interval_minutes": 1}, (1,)),
+     ({"strategy": "fsdp"}, MASKS, (1,)), (ZERO_3, {"qat": {"scales": "lsq"}}, (1,))],
 )  # fmt: skip
 def test_unsupported_strategy_settings_are_rejected(launch, more, shape):
     model = torch.nn.ParameterDict({"scale": torch.nn.Parameter(torch.ones(shape))})
@@ -69,6 +74,9 @@ def test_unsupported_strategy_settings_are_rejected(launch, more, shape):
         require_trainable(model, FinetuneSettings(**more), LaunchSettings(num_processes=2, **launch))
     for other in (None, LaunchSettings(num_processes=2)):
         require_trainable(model, FinetuneSettings(**more), other)
+    without_checkpoints = FinetuneSettings(checkpoint_interval_minutes=None)
+    for settings in (FinetuneSettings(), without_checkpoints):
+        require_trainable(torch.nn.Linear(1, 1), settings, LaunchSettings(num_processes=2, **ZERO_2))
 
 
 @pytest.fixture
@@ -79,27 +87,46 @@ def alone_in_a_group():
 
 
 @pytest.mark.quick
-def test_sharded_model_is_full_between_updates_and_afterwards(alone_in_a_group):
-    """Layers that share a parameter are not divided by themselves; the parameters stay the same objects."""
-    model = torch.nn.Sequential(torch.nn.ModuleList(torch.nn.Linear(2, 2, bias=False) for _ in range(3)))
-    model[0][1].weight = model[0][0].weight
+def test_divided_model_is_full_between_updates_and_afterwards(alone_in_a_group):
+    """Afterwards it is an ordinary model, which can be divided again; handles still remove their hooks."""
+    model = torch.nn.Sequential(torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(2)))
     outer = torch.nn.Sequential(model)
+    handle = model[0][0].register_forward_hook(lambda *_: None)
     before = [(type(m), set(vars(m)), len(m._forward_pre_hooks)) for m in outer.modules()]
-    parameters, values = list(outer.parameters()), [p.detach().clone() for p in outer.parameters()]
+    values = [p.detach().clone() for p in outer.parameters()]
     for _ in range(2):
-        with sharded(outer, model, alone_in_a_group, torch.device("cpu")) as divided:
-            assert [hasattr(layer, "unshard") for layer in model[0]] == [False, False, True]
-            assert all(hasattr(p, "full_tensor") for p in outer.parameters())
-            with torch.no_grad():
-                for p in outer.parameters():
-                    p.add_(1.0)
-            with divided.whole(model[0][2]):
-                assert [hasattr(layer.weight, "full_tensor") for layer in model[0]] == [True, True, False]
-                torch.testing.assert_close(model[0][2].weight.detach(), values[1] + 1)
+        weights = FsdpWeights(torch.nn.Sequential(outer))
+        for module in (*model[0], weights.module):
+            fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        assert all(isinstance(p, DTensor) for p in outer.parameters())
+        with torch.no_grad():
+            for p in outer.parameters():
+                p.add_(1.0)
         values = [value + 1 for value in values]
-        assert all(p is q for p, q in zip(outer.parameters(), parameters, strict=True))
+        divided = list(outer.parameters())
+        with weights.whole():
+            torch.testing.assert_close([p.detach() for p in outer.parameters()], values)
+            outer[0][0][0].weight.data.zero_()
+        assert all(p is q for p, q in zip(outer.parameters(), divided, strict=True))
+        weights.restore()
         assert [(type(m), set(vars(m)), len(m._forward_pre_hooks)) for m in outer.modules()] == before
-        torch.testing.assert_close([p.detach() for p in parameters], values)
+        torch.testing.assert_close([p.detach() for p in outer.parameters()], values)
+    handle.remove()
+    assert not model[0][0]._forward_hooks
+
+
+@pytest.mark.quick
+def test_layers_that_share_parameters_are_not_divided_by_themselves():
+    model = torch.nn.Sequential(
+        torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(2)),
+        torch.nn.ModuleList(torch.nn.Bilinear(2, 2, 2) for _ in range(2)),
+    )
+    launch = LaunchSettings(num_processes=2, strategy="fsdp")
+    assert fsdp_config(model, launch)["transformer_layer_cls_to_wrap"] == ["Bilinear", "Linear"]
+    model.append(torch.nn.Linear(2, 2))
+    model[2].weight = model[0][0].weight
+    assert fsdp_config(model, launch)["transformer_layer_cls_to_wrap"] == ["Bilinear"]
+    assert fsdp_config(model[2], launch)["auto_wrap_policy"] == "NO_WRAP"
 
 
 @pytest.mark.quick

@@ -85,8 +85,10 @@ def check_launch(context: CheckContext) -> Iterator[Finding]:
                 f"strategy: {launch.strategy} cannot train with {name}. Remove it, or set launch: {{strategy:"
                 " ddp}."
             )
-            path = (*context.setting_path(step.name), name.split(": ")[0])
-            yield path, error_message("not-with-strategy", text)
+            yield (
+                context.setting_path(step.name, name.split(": ")[0]),
+                error_message("not-with-strategy", text),
+            )
 
 
 @skip_if_invalid("trackers")

@@ -26,7 +26,7 @@ from smelt.pipeline.search.study import Search
 from smelt.training import processes
 from smelt.training.processes import external_machines, external_processes, external_rank
 from tests.support import harness
-from tests.support.expected_errors import raises_code
+from tests.support.expected_errors import error_codes, raises_code
 from tests.support.models import tiny
 
 RECIPE = """
@@ -210,14 +210,17 @@ def test_more_processes_than_gpus_are_rejected_before_run(home, monkeypatch, tmp
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("lack", "setting", "code"),
-    [("it is not installed", "seed=1", "not-installed"),
-     (None, "finetune.optimizer=adafactor", "not-with-strategy")],
+    ("lack", "strategy", "setting", "code"),
+    [("it is not installed", "deepspeed", "seed=1", "not-installed"),
+     (None, "deepspeed", "finetune.optimizer=adafactor", "not-with-strategy"),
+     (None, "deepspeed", "seed=1", "not-with-strategy"),  # the recipe wants checkpoints
+     (None, "fsdp", "finetune.learned_masks={keep_ratio: 0.5}", "not-with-strategy"),
+     (None, "fsdp", "finetune.qat={scales: lsq}", "not-with-strategy")],
 )  # fmt: skip
-def test_unavailable_strategy_is_rejected_before_run(home, monkeypatch, lack, setting, code):
+def test_unavailable_strategy_is_rejected_before_run(home, monkeypatch, lack, strategy, setting, code):
     monkeypatch.setattr(run_checks, "package_problem", lambda package, oldest: lack)
-    with raises_code(code):
-        load_plan(home / "recipe.yaml", ["launch={num_processes: 2, strategy: deepspeed}", setting])
+    launch = ("--num-processes", 2, "--set", f"launch.strategy={strategy}", "--set", setting)
+    assert code in error_codes(harness.smelt("plan", home / "recipe.yaml", *launch, code=2).error)
 
 
 @pytest.mark.quick

@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from smelt.compress.distill.stage import Distill
 from smelt.compress.finetune import Finetune
@@ -29,6 +30,7 @@ from smelt.core.store import Store
 from smelt.pipeline.execute.training_worker import SharedStageCache
 from smelt.training.checkpoint_selector import CheckpointSelector
 from smelt.training.processes import LaunchSettings, join_processes, leave_processes
+from smelt.training.sharding import FsdpWeights
 from tests.support import harness
 from tests.support.models import tiny
 
@@ -58,13 +60,12 @@ CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "teacher texts": (Distill, TEACHER_TEXTS, "model"),
 }
 SELECTED = {"metric_for_best_model": "chrf"}
-# with weights that are whole between updates, parameters of techniques, integers, frozen zeros, twice divided
+# with weights that are whole between updates, scores of a technique, integers, frozen zeros, twice divided
 DIVIDED: dict[str, tuple[Any, dict[str, Any], str]] = {
     **{name: CASES[name] for name in ("finetune", "distill", "lora", "qat")},
-    "selected masks": (Finetune, MASKS | SELECTED, "model"),
     "gradual zeros": (Finetune, ZEROS | SELECTED, "model"),
+    "scores": (Finetune, {"sparsify": {"method": "soft-movement", "start": 0.0, "end": 0.5}}, "model"),
     "qlora": (Finetune, {"lora": {"rank": 2}} | SELECTED, "kmeans"),
-    "lsq": (Finetune, {"qat": {"scales": "lsq"}} | SELECTED, "static"),
     "sparse": (Finetune, {}, "sparse"),
     "phases": (Distill, PHASES, "model"),
 }
@@ -121,6 +122,17 @@ def stop_before(step: int) -> Any:
     return patch.object(CheckpointSelector, "on_step_begin", stop)
 
 
+def require_division() -> Any:
+    """Return a patch that requires that Trainer has divided every parameter before the first pass."""
+    begin = FsdpWeights.begin
+
+    def require(self: Any) -> None:
+        assert all(isinstance(p, DTensor) for p in self.module.parameters())
+        begin(self)
+
+    return patch.object(FsdpWeights, "begin", require)
+
+
 def write_models(folder: Path) -> None:
     """Write the model and the quantized one that the cases train."""
     tiny.write_marian(folder / "model")
@@ -128,7 +140,6 @@ def write_models(folder: Path) -> None:
     for name, stage, settings in (
         ("quantized", Quantize(), QuantizeSettings(scheme="int4", group_size=16)),
         ("kmeans", Quantize(), QuantizeSettings(scheme="kmeans4")),  # no activations are rounded
-        ("static", Quantize(), QuantizeSettings(scheme="int8-static")),
         ("sparse", Sparsify(), SparsifySettings(method="magnitude", sparsity=0.5)),
     ):
         splits = {"calibration": rows}
@@ -179,6 +190,7 @@ def main() -> None:
             if suffix == "stopped":
                 stack.enter_context(contextlib.suppress(StopError))
                 stack.enter_context(stop_before(3))
+            stack.enter_context(require_division())
             ctx = train(Path(folder), case_folder, case, launch, unfinished)
             if process_rank() == 0:
                 details_file(Path(work), name).write_text(json.dumps(ctx.details))

@@ -30,11 +30,11 @@ pytestmark = pytest.mark.quick
     ],
 )
 def test_invalid_texts_are_rejected(function, given, code, place, values):
-    with raises_code(code, InputError) as caught:
+    with raises_code(code, InputError) as excinfo:
         function(given)
-    assert caught.value.setting == place
-    assert str(caught.value).startswith(f"{place}: " if place else "")
-    assert [value for value in values if value not in str(caught.value)] == []
+    assert excinfo.value.setting == place
+    assert str(excinfo.value).startswith(f"{place}: " if place else "")
+    assert [value for value in values if value not in str(excinfo.value)] == []
 
 
 @pytest.mark.parametrize(
@@ -47,25 +47,25 @@ def test_invalid_texts_are_rejected(function, given, code, place, values):
     ],
 )
 def test_pairs_are_only_for_classifiers_and_have_two_texts(function, given, code, place):
-    with raises_code(code, InputError) as caught:
+    with raises_code(code, InputError) as excinfo:
         function(given)
-    assert caught.value.setting == place
+    assert excinfo.value.setting == place
     assert as_texts_or_pairs(["a", ("b", "c")]) == ["a", ("b", "c")]
 
 
 @pytest.mark.parametrize("given", [["a", "b"], ("a", "b"), iter(["a", "b"]), np.array(["a", "b"])])
 def test_any_sequence_of_texts_is_accepted(given):
-    found = as_texts(given)
-    assert found == ["a", "b"]
-    assert {type(text) for text in found} == {str}
+    texts = as_texts(given)
+    assert texts == ["a", "b"]
+    assert {type(text) for text in texts} == {str}
 
 
 @pytest.mark.parametrize("given", [0, -1, True, 2.0, "8", None])
 def test_counts_are_positive_integers(given):
-    with raises_code("wrong-value", InputError) as caught:
+    with raises_code("wrong-value", InputError) as excinfo:
         as_count(given, "batch_size")
-    assert caught.value.setting == "batch_size"
-    assert repr(given) in str(caught.value)
+    assert excinfo.value.setting == "batch_size"
+    assert repr(given) in str(excinfo.value)
 
 
 @pytest.mark.parametrize("given", [1, 8, np.int64(8)])

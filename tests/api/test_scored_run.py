@@ -53,7 +53,7 @@ def test_predict_and_eval_equal_outputs_and_scores_of_run(artifact, tmp_path):
     with smelt.load(artifact) as model:
         beams = model.generate(tiny.SENTENCES, **BEAMS)
     predicted = Predictor(artifact, {}).run(as_examples(tiny.SENTENCES, "translation"))
-    assert [each.output for each in predicted] == beams
+    assert [answer.output for answer in predicted] == beams
     tiny.write_pairs(tmp_path / "test.jsonl", 4)
     notes = []
     scores = evaluate_artifact(artifact, str(tmp_path / "test.jsonl"), ["bleu"], report=notes.append)

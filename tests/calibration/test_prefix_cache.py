@@ -41,7 +41,7 @@ def equal(found, wanted):
 
 
 @pytest.mark.parametrize("family", DISTINCT_FAMILIES)
-def test_it_gives_what_whole_runs_give_wherever_something_changes(family, tmp_path):
+def test_cached_outputs_equal_full_forward_wherever_a_layer_changes(family, tmp_path):
     model = tiny_model(family)
     rows, blocks = rows_for(model), blocks_of(model)
     retried, plain = PrefixCachedModel(model, rows.batches, tmp_path), whole(model, rows)
@@ -50,16 +50,16 @@ def test_it_gives_what_whole_runs_give_wherever_something_changes(family, tmp_pa
         retried.start_at(block.stack.name, block.index)
         for by in (2.0, 3.0):
             scaled(model, block, by)
-            found = list(retried.outputs())
-            assert equal(found, whole(model, rows))
-            assert not equal(found, plain)
+            outputs = list(retried.outputs())
+            assert equal(outputs, whole(model, rows))
+            assert not equal(outputs, plain)
             scaled(model, block, 1 / by)
         model.load_state_dict(load_model(every_family.model_with_layers(family, 3))[0].state_dict())
         assert equal(list(retried.outputs()), plain)
 
 
 @pytest.mark.parametrize("family", ["marian", "llama"])
-def test_what_stands_before_is_not_run_again(family, tmp_path):
+def test_unchanged_prefix_is_not_run_again(family, tmp_path):
     model = tiny_model(family)
     rows, blocks, ran = rows_for(model), blocks_of(model), []
     for at, block in enumerate(blocks):
@@ -73,7 +73,7 @@ def test_what_stands_before_is_not_run_again(family, tmp_path):
         assert sorted(ran) == sorted([*range(at, len(blocks))] * len(rows.batches))
 
 
-def test_a_model_that_repeats_a_block_is_run_whole(tmp_path):
+def test_model_with_repeated_block_is_run_in_full(tmp_path):
     model = tiny_model("bert")
     layers = model.get_submodule(blocks_of(model)[0].stack.module_path)
     layers[2] = layers[0]

@@ -107,7 +107,9 @@ def test_scheme_table_has_row_for_each_scheme() -> None:
 
 def test_scheme_table_notes_options_for_int4_in_tensorrt() -> None:
     text = " ".join(describe_stage("quantize").split())
-    sentence = next(one for one in text.split(". ") if "int4" in one and "accuracy_level" in one)
+    sentence = next(
+        candidate for candidate in text.split(". ") if "int4" in candidate and "accuracy_level" in candidate
+    )
     assert all(value in sentence for value in ("64 or 128", "symmetric: positive", "accuracy_level: 0"))
 
 
@@ -127,9 +129,9 @@ def test_each_scheme_is_explained_with_its_requirements(name: str) -> None:
 
 
 def test_unknown_stage_suggests_nearest() -> None:
-    with raises_code("unknown-stage", InputError) as caught:
+    with raises_code("unknown-stage", InputError) as excinfo:
         describe_stage("prnue")
-    assert "'prune'?" in str(caught.value)
+    assert "'prune'?" in str(excinfo.value)
 
 
 def test_setting_with_scalar_and_mapping_form_shows_both() -> None:

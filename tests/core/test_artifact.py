@@ -64,9 +64,9 @@ def test_file_missing_in_manifest_is_rejected(made, name):
     path = made.path / name
     path.parent.mkdir(exist_ok=True)
     path.write_text("x")
-    with raises_code("unknown-file", InputError) as caught:
+    with raises_code("unknown-file", InputError) as excinfo:
         read_artifact(made.path)
-    assert str(caught.value).startswith(f"{path}: ")
+    assert str(excinfo.value).startswith(f"{path}: ")
     with raises_code("unknown-file", InputError):
         Store(made.path.parents[1]).find(made.key)
     path.unlink()
@@ -94,10 +94,10 @@ def test_files_of_systems_and_readers_are_ignored(made, name):
     path = made.path / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("x")
-    found = read_artifact(made.path)
-    assert found == made
-    found.verify()
-    assert found.size_bytes == len("model.safetensors")
+    artifact = read_artifact(made.path)
+    assert artifact == made
+    artifact.verify()
+    assert artifact.size_bytes == len("model.safetensors")
 
 
 def test_empty_folder_is_ignored(made):
@@ -109,12 +109,12 @@ def test_run_folder_lists_its_artifacts(tmp_path):
     for name in ("onnx-int8", "model"):
         (tmp_path / "artifacts" / name).mkdir(parents=True)
         (tmp_path / "artifacts" / name / "manifest.json").write_text("{}")
-    with raises_code("not-an-artifact", InputError) as caught:
+    with raises_code("not-an-artifact", InputError) as excinfo:
         read_manifest(tmp_path)
-    assert "model, onnx-int8" in str(caught.value)
-    with raises_code("not-an-artifact", InputError) as caught:
+    assert "model, onnx-int8" in str(excinfo.value)
+    with raises_code("not-an-artifact", InputError) as excinfo:
         read_manifest(tmp_path / "artifacts")
-    assert str(caught.value).count("onnx-int8") == 0
+    assert str(excinfo.value).count("onnx-int8") == 0
 
 
 def test_master_weights_do_not_count_in_model_size(made):
@@ -123,16 +123,16 @@ def test_master_weights_do_not_count_in_model_size(made):
     with_them = replace(made, manifest=made.manifest.model_copy(update={"files": files}))
     assert with_them.size_bytes == made.size_bytes == len("model.safetensors")
     assert with_them.model_files == made.manifest.files
-    with raises_code("missing-file", InputError) as caught:
+    with raises_code("missing-file", InputError) as excinfo:
         with_them.verify()
-    assert MASTER_WEIGHTS_FILE in str(caught.value)
+    assert MASTER_WEIGHTS_FILE in str(excinfo.value)
 
 
 def test_model_folder_suggests_init(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    with raises_code("not-an-artifact", InputError) as caught:
+    with raises_code("not-an-artifact", InputError) as excinfo:
         read_manifest(tmp_path)
-    assert f"smelt init {tmp_path}" in str(caught.value)
+    assert f"smelt init {tmp_path}" in str(excinfo.value)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ pytestmark = pytest.mark.quick
 @pytest.mark.parametrize("text", ["x" * 100_000, "\n".join(f"line {i}" for i in range(1000)), "short"])
 def test_long_message_keeps_both_ends_when_wrapped_again(text):
     message = str(InputError(f"what is wrong: {text}"))
-    again = str(InputError(f"{message} how to mend it"))
-    assert len(again) < 4_000
-    assert again.startswith("what is wrong: ")
-    assert again.endswith(f"{text[-8:]} how to mend it")
-    assert str(InputError(again)) == again
+    wrapped = str(InputError(f"{message} how to mend it"))
+    assert len(wrapped) < 4_000
+    assert wrapped.startswith("what is wrong: ")
+    assert wrapped.endswith(f"{text[-8:]} how to mend it")
+    assert str(InputError(wrapped)) == wrapped
 
 
 @pytest.mark.parametrize(

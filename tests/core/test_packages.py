@@ -31,7 +31,7 @@ def test_recent_release_is_accepted(installed, release):
 @pytest.mark.parametrize(("release", "found"), [("0.47.9", " 0.47.9 "), (None, "")])
 def test_missing_or_outdated_package_is_reported_with_install_command(installed, release, found):
     installed(release)
-    with raises_code("not-installed", MissingDependencyError) as caught:
+    with raises_code("not-installed", MissingDependencyError) as excinfo:
         require_package("thing", "0.48", "work")
-    parts = ("work: thing 0.48", found, "pip install 'thing>=0.48'")
-    assert all(part in str(caught.value) for part in parts)
+    fragments = ("work: thing 0.48", found, "pip install 'thing>=0.48'")
+    assert all(part in str(excinfo.value) for part in fragments)

@@ -88,7 +88,7 @@ def test_baseline_without_comparison_is_judged_by_its_load():
     assert not judge_rounds([RoundPair(a_round(10, used=0.6), None)] * 3, ONE, ONE).stable
 
 
-def test_speedup_is_students_interval_over_logarithms():
+def test_speedup_interval_is_student_t_over_logarithms():
     from scipy import stats
 
     ratios = [2.0, 2.2, 2.4, 2.5, 5.0]

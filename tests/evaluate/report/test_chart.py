@@ -182,7 +182,7 @@ def test_chart_without_speedup_shows_quality_and_size_only(report):
 
 
 @pytest.mark.parametrize(("backend", "kept"), [("no-such-backend", False), ("pdf", True)])
-def test_figures_are_rendered_with_any_value_of_mplbackend(backend, kept):
+def test_figures_are_rendered_with_any_mplbackend(backend, kept):
     """Jupyter sets `MPLBACKEND` for all processes to a backend that exists only in its own environment."""
     code = (
         "import os; from smelt.evaluate.report.drawing import figure_bytes, new_figure, PALETTES\n"

@@ -56,8 +56,8 @@ def listed(family, folder):
 
 def exported(family, scheme):
     """Return the graphs of `listed` in a scheme, and the model that they are made of; made once."""
-    made = make_once(f"listed-{family}-{scheme}", lambda folder: _export(family, scheme, folder))
-    return made / "graphs", made / ("codes" if scheme else "model")
+    root = make_once(f"listed-{family}-{scheme}", lambda folder: _export(family, scheme, folder))
+    return root / "graphs", root / ("codes" if scheme else "model")
 
 
 def _export(family, scheme, space):

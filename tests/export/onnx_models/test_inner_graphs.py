@@ -53,12 +53,12 @@ def branches(name: str = "if") -> Any:
     """A choice by the data whose branches use the same names, each for its own values."""
     branch_bodies = [
         body(
-            [NODE("MatMul", ["h", "w"], ["t"], "inside"), NODE(last, ["t"], ["z"])],
+            [NODE("MatMul", ["h", "w"], ["t"], "inside"), NODE(activation, ["t"], ["z"])],
             (),
             [unshaped("z")],
             [tensor("w", 8, 4, scale=scale)],
         )
-        for last, scale in (("Tanh", 0.2), ("Relu", 0.5))
+        for activation, scale in (("Tanh", 0.2), ("Relu", 0.5))
     ]
     return NODE("If", ["c"], ["y"], name, then_branch=branch_bodies[0], else_branch=branch_bodies[1])
 

@@ -26,11 +26,11 @@ def compared(
     """Compare arrays [n, ...], as outputs of some calls."""
     comparison = OutputComparison()
     masks = [None] * calls if mask is None else np.array_split(mask, calls)
-    for output, other, seen in zip(
+    for output, expected, seen in zip(
         np.array_split(got, calls), np.array_split(wanted, calls), masks, strict=True
     ):
         feeds = {"x": output} if seen is None else {"attention_mask": seen}
-        comparison.add(feeds, {name: output}, {name: other})
+        comparison.add(feeds, {name: output}, {name: expected})
     return comparison
 
 

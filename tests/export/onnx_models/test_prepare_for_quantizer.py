@@ -106,7 +106,7 @@ def quantized(model: Any, rows: Any, folder: Path, **settings: Any) -> tuple[Any
 
 
 @pytest.mark.parametrize("opset", [12, 17])
-def test_weights_in_constant_nodes_are_quantized_by_output(opset: int, tmp_path: Path) -> None:
+def test_weights_in_constant_nodes_are_quantized_per_output(opset: int, tmp_path: Path) -> None:
     samples = np.random.default_rng(1).normal(size=(16, 3, 8, 8)).astype(np.float32)
     ctx, graph = quantized(constants(opset), samples, tmp_path)
     sizes = {tensor.name: list(tensor.dims) for tensor in graph.initializer}

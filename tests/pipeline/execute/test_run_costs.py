@@ -107,8 +107,8 @@ def test_plan_reads_remote_store_without_copying(home, tmp_path):
 
 
 def test_run_that_cannot_fit_is_rejected_before_writing(home, monkeypatch):
-    small = dataclasses.replace(machine_limits(home), memory_bytes=1000)
-    monkeypatch.setattr(run_costs, "machine_limits", lambda folder: small)
+    small_limits = dataclasses.replace(machine_limits(home), memory_bytes=1000)
+    monkeypatch.setattr(run_costs, "machine_limits", lambda folder: small_limits)
     plan = load_plan(home / "recipe.yaml", ("prune.keep_ratio=0.25",), until="prune")
     with raises_code("needs-more-memory", InputError):
         run_plan(plan, RunOptions(home / "runs" / "other", quiet=True))

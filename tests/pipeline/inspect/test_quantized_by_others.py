@@ -81,11 +81,15 @@ def test_quantized_weights_without_config_are_rejected(llama, tmp_path):
 def test_quantized_encoder_decoder_without_head_is_rejected(llama, tmp_path):
     folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq")
     config = json.loads((folder / "config.json").read_text())
-    for name, refused in (("T5Model", True), ("T5ForConditionalGeneration", False), ("MarianMTModel", False)):
+    for name, is_rejected in (
+        ("T5Model", True),
+        ("T5ForConditionalGeneration", False),
+        ("MarianMTModel", False),
+    ):
         problems = quantization_problems(
             folder, config | {"architectures": [name], "is_encoder_decoder": True}, "translation", whole=True
         )
-        assert [one.code for one in problems] == ["head-on-quantized"] * refused, name
+        assert [problem.code for problem in problems] == ["head-on-quantized"] * is_rejected, name
 
 
 def test_quantized_folder_is_checked_without_torch(llama, tmp_path):

@@ -25,6 +25,6 @@ def test_setting_names_of_other_tools_suggest_own_names(stage: str, word: str, h
     assert here in kind.model_fields
     errors = RecipeErrors(parse_yaml("a: 1", "r.yaml"))
     validate_settings(kind, {word: 0.5}, (), errors)
-    with raises_code("unknown-setting") as caught:
+    with raises_code("unknown-setting") as excinfo:
         errors.raise_if_any()
-    assert f"'{here}'" in str(caught.value)
+    assert f"'{here}'" in str(excinfo.value)

@@ -71,7 +71,7 @@ def test_student_of_other_family_is_rejected_once(tmp_path):
     shutil.rmtree(tmp_path / "other")
     tiny.write_marian(tmp_path / "other")
     error = command_error(harness.smelt("plan", recipe, code=2))
-    assert [one.line for one in error.messages] == [4]
+    assert [message.line for message in error.messages] == [4]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,9 @@ def test_student_of_other_family_is_rejected_once(tmp_path):
 )
 def test_unknown_name_is_not_a_folder(setting, code, place, tmp_path):
     error = command_error(harness.smelt("plan", home(tmp_path, "translation", setting), code=2))
-    assert (code, f"stages[0].distill.{place}") in [(one.code, one.setting) for one in error.messages]
+    assert (code, f"stages[0].distill.{place}") in [
+        (message.code, message.setting) for message in error.messages
+    ]
 
 
 @pytest.mark.parametrize("place", ["teacher: {model: ~/other}", "student: {model: ~/other}"])
@@ -108,7 +110,7 @@ def test_models_with_other_image_size_are_rejected_by_plan(who, place, tmp_path)
     recipe = home(tmp_path, "image-classification", f"{who}: {{model: other}}")
     changed(tmp_path / "other", image_size=64)
     error = command_error(harness.smelt("plan", recipe, code=2))
-    assert [(one.code, one.setting) for one in error.messages] == [
+    assert [(message.code, message.setting) for message in error.messages] == [
         ("image-size-mismatch", f"stages[0].distill.{place}")
     ]
     assert "64 pixels" in str(error)
@@ -119,7 +121,7 @@ def test_teacher_with_fewer_positions_requires_max_length(tmp_path):
     shutil.rmtree(tmp_path / "other")
     tiny.write_bert(tmp_path / "other", max_position_embeddings=8)
     error = command_error(harness.smelt("plan", recipe, code=2))
-    assert [(one.code, one.setting) for one in error.messages] == [
+    assert [(message.code, message.setting) for message in error.messages] == [
         ("longer-than-model", "stages[0].distill.teacher")
     ]
     assert "8 positions" in str(error)

@@ -280,10 +280,10 @@ def main(draws: int, home: Path, number: int | None = None) -> int:
 
     onnxruntime.set_default_logger_severity(4)
     home.mkdir(parents=True, exist_ok=True)
-    outcomes, found = Counter[str](), 0
+    outcomes, num_faults = Counter[str](), 0
 
     def see(at: int, graph: RandomGraph) -> None:
-        nonlocal found
+        nonlocal num_faults
         if (problem := unsupported_reason(graph, home / "draw")) is not None:
             outcomes["not valid by itself"] += 1
             outcomes[f"  {problem[:150]}"] += "SMELT_DRAWS_SHOWN" in os.environ
@@ -294,13 +294,13 @@ def main(draws: int, home: Path, number: int | None = None) -> int:
             print(f"{at}: {graph}: {fault_text}", flush=True)
             (home / f"{at}.onnx").write_bytes(graph.model.SerializeToString())
             (home / f"{at}.json").write_text(json.dumps([[vars(i) for i in graph.inputs], graph.batch]))
-        found += len(problems)
+        num_faults += len(problems)
 
     draw_graphs(draws, number, see)
     for end, count in sorted(outcomes.items()):
         print(f"{count:5} {end}", file=sys.stderr)
     print(f"drawn: {draws}", file=sys.stderr)
-    return found
+    return num_faults
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def test_concurrent_requests_return_smelt_predictions(translator):
     assert files(folder) == files_before  # it runs where nothing may be written
 
 
-def test_health_check_of_the_dockerfile_exits_with_the_state_of_the_service(translator):
+def test_health_check_of_the_dockerfile_exits_with_the_service_state(translator):
     service, dockerfile, folder = translator
     for port, code in ((service.port, 0), (1, 1)):
         environment = {**dockerfile.environment, "PORT": str(port), "PATH": os.environ["PATH"]}
@@ -93,8 +93,8 @@ def test_container_classifies_texts_and_pairs(tmp_path):
         status, answers = service.predict(*LABELLED)
         assert status == 200
         assert [answer["label"] for answer in answers] == [answer.label for answer in expected]
-        for answer, other in zip(answers, expected, strict=True):
-            assert answer["probabilities"] == pytest.approx(dict(other.probabilities), abs=1e-6)
+        for answer, reference in zip(answers, expected, strict=True):
+            assert answer["probabilities"] == pytest.approx(dict(reference.probabilities), abs=1e-6)
         assert [service.predict(["a"] * n)[0] for n in (1, 3)] == [422, 422]
 
 

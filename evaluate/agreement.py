@@ -117,14 +117,14 @@ def compare_outputs(score: Mapping[str, Any], baseline: Mapping[str, Any]) -> di
     return agreement
 
 
-def _text_agreement(own: Sequence[str], base: Sequence[str]) -> dict[str, Any]:
+def _text_agreement(step_texts: Sequence[str], base: Sequence[str]) -> dict[str, Any]:
     """Return corpus BLEU and chrF of sacrebleu, with the baseline's outputs as the references."""
     from sacrebleu.metrics.bleu import BLEU
     from sacrebleu.metrics.chrf import CHRF
 
     scores: dict[str, Any] = {"signatures": {}}
     for name, scorer in (("bleu", BLEU(tokenize=bleu_tokenizer(base))), ("chrf", CHRF())):
-        scores[name] = float(scorer.corpus_score(own, [base]).score)
+        scores[name] = float(scorer.corpus_score(step_texts, [base]).score)
         scores["signatures"][name] = str(scorer.get_signature())
     return scores
 

@@ -285,8 +285,8 @@ def _failing_example(
     for prediction, reference, source, location in zip(predictions, references, sources, places, strict=True):
         try:
             metric.function([prediction], [reference], [source])
-        except (Exception, SystemExit) as found:
-            return f" at {location} (output {repr(prediction)[:80]})", found
+        except (Exception, SystemExit) as failure:
+            return f" at {location} (output {repr(prediction)[:80]})", failure
     return " on all examples together, but on none of them alone", error
 
 

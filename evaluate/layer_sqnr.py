@@ -71,8 +71,8 @@ class _Ratio:
     signal: float = 0.0
     noise: float = 0.0
 
-    def add(self, expected: Tensor, found: Tensor) -> None:
-        y, x = expected.double(), found.double()
+    def add(self, expected: Tensor, actual: Tensor) -> None:
+        y, x = expected.double(), actual.double()
         self.signal += float(y.square().sum())
         self.noise += float((y - x).square().sum())
 
@@ -133,12 +133,12 @@ class LayerComparison:
         self.model, _ = load_model(baseline.path)
         self._rows = source.encode(self.model, baseline.path)
 
-    def compare(self, step: Artifact, kept: BlockPositions) -> dict[str, Any]:
+    def compare(self, step: Artifact, kept_blocks: BlockPositions) -> dict[str, Any]:
         """Return the ratios of the layers of `step`, as `layer_sqnr` of a step in report.json.
 
         Args:
             step: a torch artifact.
-            kept: by stack, the baseline's blocks that the step has, where it has fewer.
+            kept_blocks: by stack, the baseline's blocks that the step has, where it has fewer.
         """
         comparison = not_compared(None)
         try:
@@ -150,7 +150,7 @@ class LayerComparison:
             pairs = self._batch_pairs(model, step.path, device)
             comparison["samples"] = sum(len(next(iter(batch.values()))) for batch, _ in pairs)
             comparison["output_sqnr_db"] = output_sqnr(self.model, model, pairs)
-            comparison["layers"] = block_sqnr(self.model, model, pairs, kept)
+            comparison["layers"] = block_sqnr(self.model, model, pairs, kept_blocks)
         except NotComparableError as error:
             comparison["reason"] = str(error)
         return comparison
@@ -214,7 +214,7 @@ def block_sqnr(
     baseline: Any,
     model: Any,
     pairs: Sequence[tuple[TensorBatch, TensorBatch]],
-    kept: BlockPositions,
+    kept_blocks: BlockPositions,
 ) -> list[dict[str, Any]]:
     """Return the SQNR of each layer of `model` on the inputs of the baseline's, in the order of the model.
 
@@ -226,7 +226,7 @@ def block_sqnr(
         baseline: the model to compare with.
         model: the changed model.
         pairs: the same batches for both.
-        kept: see `LayerComparison.compare`.
+        kept_blocks: see `LayerComparison.compare`.
 
     Returns:
         `name` (the baseline's), `part`, `sqnr_db` (None: equal outputs) and `removed` of each; empty for
@@ -236,7 +236,7 @@ def block_sqnr(
         NotComparableError: the blocks or the hidden states do not match.
     """
     stacks = {block.stack.name: block.stack for block in blocks_of(baseline)}
-    positions = _block_positions(baseline, model, stacks, kept)
+    positions = _block_positions(baseline, model, stacks, kept_blocks)
     ratios: dict[_Place, _Ratio] = {}
     present: set[_Place] = set()
     for expected_batch, batch in pairs if stacks else ():
@@ -252,7 +252,9 @@ def block_sqnr(
         step.compare_removed()
     heads = output_modules(baseline)
     entries = []
-    for block_key in sorted(ratios, key=lambda at: (list(stacks).index(at[0]), at[1], _PARTS.index(at[2]))):
+    for block_key in sorted(
+        ratios, key=lambda key: (list(stacks).index(key[0]), key[1], _PARTS.index(key[2]))
+    ):
         stack, index, part = block_key
         name = f"{stacks[stack].module_path}.{index}"
         if part == _EMBEDDINGS:
@@ -265,7 +267,7 @@ def block_sqnr(
 
 
 def _block_positions(
-    baseline: Any, model: Any, stacks: Mapping[str, Stack], kept: BlockPositions
+    baseline: Any, model: Any, stacks: Mapping[str, Stack], kept_blocks: BlockPositions
 ) -> dict[str, Sequence[int]]:
     """Return the baseline's block for each block of `model`, by stack.
 
@@ -279,7 +281,7 @@ def _block_positions(
     for name, stack in stacks.items():
         count = len(stack.modules(baseline))
         present = len(step_stacks[name].modules(model))
-        positions[name] = kept.get(name, range(count))
+        positions[name] = kept_blocks.get(name, range(count))
         if len(positions[name]) != present or not all(0 <= position < count for position in positions[name]):
             raise NotComparableError("it has another number of blocks, and which ones were kept is not known")
     return positions
@@ -307,16 +309,16 @@ def observe_blocks(model: Any, on_start: BlockStart, on_end: BlockEnd) -> Iterat
     running: list[str] = []  # the stack; two stacks may share a part
 
     def start(stack: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        def hook(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
             calls[stack] = calls.get(stack, -1) + 1
             running[:] = [stack]
-            states = on_start(stack, calls[stack], given[0])
-            return None if states is None else (states, *given[1:])
+            states = on_start(stack, calls[stack], inputs[0])
+            return None if states is None else (states, *inputs[1:])
 
         return hook
 
     def end(stack: str, length: int) -> Callable[..., Any]:
-        def hook(module: nn.Module, given: tuple[Any, ...], result: Any) -> Any:
+        def hook(module: nn.Module, inputs: tuple[Any, ...], result: Any) -> Any:
             other_outputs = result[1:] if isinstance(result, tuple) else None
             output = result if other_outputs is None else result[0]
             block_index = calls[stack]
@@ -326,7 +328,7 @@ def observe_blocks(model: Any, on_start: BlockStart, on_end: BlockEnd) -> Iterat
         return hook
 
     def part_end(stack: str, part: str) -> Callable[..., None]:
-        def hook(module: nn.Module, given: tuple[Any, ...], output: Tensor) -> None:
+        def hook(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
             if running == [stack]:
                 on_end((stack, calls[stack], part), output, False)
 
@@ -366,8 +368,8 @@ class _BaselineStates:
     def start(self, stack: str, index: int, states: Tensor) -> None:
         self.inputs.setdefault(stack, []).append(states)
 
-    def finish(self, place: _Place, output: Tensor, is_last: bool) -> None:
-        self.outputs[place] = output
+    def finish(self, block_key: _Place, output: Tensor, is_last: bool) -> None:
+        self.outputs[block_key] = output
 
 
 class _StepStates:
@@ -390,16 +392,16 @@ class _StepStates:
             self.compare((stack, 0, _EMBEDDINGS), self.base.inputs[stack][0], states)
         return expected
 
-    def finish(self, place: _Place, output: Tensor, is_last: bool) -> Tensor | None:
-        stack, index, part = place
+    def finish(self, block_key: _Place, output: Tensor, is_last: bool) -> Tensor | None:
+        stack, index, part = block_key
         of_baseline = (stack, self.positions[stack][index], part)
         self.compare(of_baseline, self.base.outputs.get(of_baseline), output)
         return self.base.outputs[stack, len(self.base.inputs[stack]) - 1, _BLOCK] if is_last else None
 
-    def compare(self, place: _Place, expected: Tensor | None, output: Tensor) -> None:
-        self.present.add(place)
+    def compare(self, block_key: _Place, expected: Tensor | None, output: Tensor) -> None:
+        self.present.add(block_key)
         if expected is not None and expected.shape == output.shape:
-            self.ratios.setdefault(place, _Ratio()).add(expected, output)
+            self.ratios.setdefault(block_key, _Ratio()).add(expected, output)
 
     def compare_removed(self) -> None:
         """Compare the layers of the baseline that the step lacks, without parts of removed blocks."""

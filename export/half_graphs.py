@@ -162,21 +162,21 @@ def _add_measurements(graph: Any, floats: set[str], opset: int, inside: str = ""
     return measured_outputs
 
 
-def _measure_branches(node: Any, given: Sequence[Sequence[str]]) -> list[str]:
+def _measure_branches(node: Any, names_by_branch: Sequence[Sequence[str]]) -> list[str]:
     """Make an If return the measurements of each branch, and 0 for the branch that is not executed."""
     from onnx import TensorProto, helper
 
-    for body, body_names in zip(subgraphs(node), given, strict=True):
-        for name in (name for names in given for name in names):
+    for body, body_names in zip(subgraphs(node), names_by_branch, strict=True):
+        for name in (name for names in names_by_branch for name in names):
             if name not in body_names:
                 body.node.append(helper.make_node("Constant", [], [name], value=_zero_node(name, [])))
             body.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, []))
-    outer = [name.removesuffix(_SUBGRAPH_MARK) for names in given for name in names]
+    outer = [name.removesuffix(_SUBGRAPH_MARK) for names in names_by_branch for name in names]
     node.output.extend(outer)
     return outer
 
 
-def _measure_loop(graph: Any, node: Any, given: Sequence[str]) -> list[str]:
+def _measure_loop(graph: Any, node: Any, output_names: Sequence[str]) -> list[str]:
     """Make a Loop or Scan return the measurements of its body: the maximum of all iterations, or 0."""
     from onnx import TensorProto, helper
 
@@ -184,7 +184,7 @@ def _measure_loop(graph: Any, node: Any, given: Sequence[str]) -> list[str]:
     num_unnamed = len(body.output) - (node.op_type == "Loop") - len(node.output)
     node.output.extend([""] * num_unnamed)
     outer = []
-    for name in given:
+    for name in output_names:
         result = name.removesuffix(_SUBGRAPH_MARK)
         body.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, []))
         node.output.append(f"{result}.rounds")

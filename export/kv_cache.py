@@ -107,11 +107,14 @@ def check_int8_caches(
 
 
 def _read_attention(
-    found: tuple[Any, str, str], scales: Mapping[str, AnyArray], constants: Mapping[str, Any], folder: Path
+    node_and_outputs: tuple[Any, str, str],
+    scales: Mapping[str, AnyArray],
+    constants: Mapping[str, Any],
+    folder: Path,
 ) -> _AttentionNode:
     from onnx import helper, numpy_helper
 
-    node, *outputs = found
+    node, *outputs = node_and_outputs
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     tables = None
     if attributes.get("do_rotary"):
@@ -131,7 +134,7 @@ def _checked_values(asked: list[_AttentionNode]) -> list[str]:
 
 
 def _compare(
-    graph: str, attention: _AttentionNode, values: TensorsByName, real: AnyArray, found: dict[str, Any]
+    graph: str, attention: _AttentionNode, values: TensorsByName, real: AnyArray, counts: dict[str, Any]
 ) -> None:
     """Compare one call of one attention; real: bool [B, S], false at padding."""
     node = f"{graph}: node '{attention.node.name}' ({attention.node.op_type})"
@@ -157,8 +160,8 @@ def _compare(
                 code="cache-mismatch",
                 file=f"{graph}.onnx",
             )
-        found["codes"] += off.size
-        found["rounded_otherwise"] += int(off.sum())
+        counts["codes"] += off.size
+        counts["rounded_otherwise"] += int(off.sum())
     floats = [cached_codes * scale for cached_codes, scale in zip(codes, attention.scales, strict=True)]
     expected = _reference_attention(
         q, floats[0], floats[1], values[attention.node.input[10]], attention.attributes
@@ -173,7 +176,7 @@ def _compare(
             code="attention-mismatch",
             file=f"{graph}.onnx",
         )
-    found["attention"] = max(found["attention"], off)
+    counts["attention"] = max(counts["attention"], off)
 
 
 def _split_heads(attention: _AttentionNode, values: TensorsByName) -> tuple[AnyArray, AnyArray, AnyArray]:

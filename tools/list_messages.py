@@ -47,17 +47,17 @@ def messages_in(path: Path) -> Iterator[Found]:
         if not isinstance(node, ast.Call):
             continue
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        place = f"{path.relative_to(ROOT)}:{node.lineno}"
-        keywords = {word.arg: word.value for word in node.keywords}
+        location = f"{path.relative_to(ROOT)}:{node.lineno}"
+        keywords = {keyword.arg: keyword.value for keyword in node.keywords}
         code = keywords.get("code")
         if name in MAKERS and len(node.args) >= 2:
-            kind, at, of_text = MAKERS[name]
-            yield Found(place, kind, _code(node.args[at]), texts.of(node.args[of_text]))
+            kind, code_index, of_text = MAKERS[name]
+            yield Found(location, kind, _code(node.args[code_index]), texts.of(node.args[of_text]))
         elif name in ERRORS and node.args:
-            yield Found(place, name, _code(code), texts.of(node.args[0]))
+            yield Found(location, name, _code(code), texts.of(node.args[0]))
         elif name in COLLECTORS and _owner(node) == "errors" and node.args:
             text = node.args[1] if name == "add" and len(node.args) > 1 else node.args[0]
-            yield Found(place, "error", _code(code), texts.of(text))
+            yield Found(location, "error", _code(code), texts.of(text))
 
 
 def _owner(call: ast.Call) -> str:

@@ -63,9 +63,9 @@ class NpyFile:
         self._start = self._stream.tell()
         self._row_bytes = self.dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
 
-    def write(self, at: int, rows: NDArray[Any]) -> None:
-        """Write `rows`, [n, ...], starting at row `at`."""
-        self._stream.seek(self._start + at * self._row_bytes)
+    def write(self, first_row: int, rows: NDArray[Any]) -> None:
+        """Write `rows`, [n, ...], starting at row `first_row`."""
+        self._stream.seek(self._start + first_row * self._row_bytes)
         self._stream.write(np.ascontiguousarray(rows, dtype=self.dtype).tobytes())
 
     def __enter__(self) -> Self:

@@ -86,20 +86,22 @@ def cp_kernel(factors: list[Tensor]) -> Tensor:
     return torch.einsum("tr,sr,dr,er->tsde", *factors)
 
 
-def _initial_factor(whole: Tensor, axis: int, rank: int, draw: torch.Generator) -> Tensor:
+def _initial_factor(weight: Tensor, axis: int, rank: int, draw: torch.Generator) -> Tensor:
     """Return initial vectors: the leading ones of the axis, then random ones."""
-    matrix = whole.transpose(0, axis).flatten(1)
+    matrix = weight.transpose(0, axis).flatten(1)
     vectors = torch.linalg.svd(matrix, full_matrices=False).U[:, :rank]
     missing = rank - vectors.shape[1]
-    random_vectors = torch.randn(len(matrix), missing, generator=draw, dtype=whole.dtype)
+    random_vectors = torch.randn(len(matrix), missing, generator=draw, dtype=weight.dtype)
     return torch.cat([vectors, random_vectors / len(matrix) ** 0.5], dim=1)
 
 
-def _project(whole: Tensor, factors: list[Tensor], axis: int) -> Tensor:
+def _project(weight: Tensor, factors: list[Tensor], axis: int) -> Tensor:
     """Return the kernel times the vectors of all other axes, [n, R]."""
     letters = [f"{letter}r" for index, letter in enumerate(_AXIS_LETTERS) if index != axis]
     other_factors = [factor for index, factor in enumerate(factors) if index != axis]
-    return torch.einsum(f"{_AXIS_LETTERS},{','.join(letters)}->{_AXIS_LETTERS[axis]}r", whole, *other_factors)
+    return torch.einsum(
+        f"{_AXIS_LETTERS},{','.join(letters)}->{_AXIS_LETTERS[axis]}r", weight, *other_factors
+    )
 
 
 def _solve(wanted: Tensor, other_factors: list[Tensor]) -> Tensor:

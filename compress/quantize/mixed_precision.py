@@ -469,32 +469,32 @@ class _ModelScorer:
 
 
 def _within_drop(
-    found: Sequence[WidthChoice],
+    choices: Sequence[WidthChoice],
     widths: Sequence[int],
     total: int,
     asked: MixedPrecision,
-    whole: float,
+    float_score: float,
     trial: _ModelScorer,
     ctx: Context,
 ) -> WidthChoice:
-    """Return the cheapest scored choice of `found` that loses at most `asked.max_drop`, by bisection."""
+    """Return the cheapest scored choice of `choices` that loses at most `asked.max_drop`, by bisection."""
     assert asked.max_drop is not None
-    limit = whole - asked.max_drop
+    limit = float_score - asked.max_drop
 
-    def good(at: int) -> bool:
-        candidate = found[at]
+    def good(index: int) -> bool:
+        candidate = choices[index]
         return trial.score([widths[pick] for pick in candidate.choices], candidate.cost / total) >= limit
 
-    low, high = -1, len(found) - 1
+    low, high = -1, len(choices) - 1
     if not good(high):
         ctx.warn(
             "max-drop-exceeded",
-            f"mixed_precision: even with the most bits ({found[high].cost / total:.3g} per weight),"
+            f"mixed_precision: even with the most bits ({choices[high].cost / total:.3g} per weight),"
             f" the drop is larger than max_drop {asked.max_drop:g} of {trial.metric} on validation"
             " data; this choice is used. Increase max_drop, or add larger bit_widths.",
         )
-        return found[high]
-    while high - low > 1 and found[high].cost - found[max(low, 0)].cost > _FINE_DROP * total:
+        return choices[high]
+    while high - low > 1 and choices[high].cost - choices[max(low, 0)].cost > _FINE_DROP * total:
         middle = (low + high) // 2 if low >= 0 else 0
         low, high = (low, middle) if good(middle) else (middle, high)
-    return found[high]
+    return choices[high]

@@ -312,12 +312,12 @@ def _piece_rank(proto: Any) -> Any:
     return rank_by_scores({p.piece: p.score for p in proto.pieces if p.type == _NORMAL})
 
 
-def _remove_pieces(proto: Any, gone: Iterable[str]) -> bytes:
-    """Return the serialized model without its pieces `gone`."""
-    gone, result = set(gone), type(proto)()
+def _remove_pieces(proto: Any, removed: Iterable[str]) -> bytes:
+    """Return the serialized model without its pieces `removed`."""
+    removed, result = set(removed), type(proto)()
     result.CopyFrom(proto)
     del result.pieces[:]
-    result.pieces.extend(p for p in proto.pieces if p.type != _NORMAL or p.piece not in gone)
+    result.pieces.extend(p for p in proto.pieces if p.type != _NORMAL or p.piece not in removed)
     result.trainer_spec.vocab_size = len(result.pieces)
     serialized: bytes = result.SerializeToString()
     return serialized
@@ -401,7 +401,7 @@ def select_kept_tokens(
     )
 
 
-def trim_shortlist(folder: Path, new_ids: Mapping[int, int], kept: list[int], size: int) -> None:
+def trim_shortlist(folder: Path, new_ids: Mapping[int, int], kept_ids: list[int], size: int) -> None:
     """Reduce the shortlist in `folder`, if there is one, to the kept tokens.
 
     A removed candidate of a source token is replaced by a token that is always allowed.
@@ -415,5 +415,5 @@ def trim_shortlist(folder: Path, new_ids: Mapping[int, int], kept: list[int], si
         [new_ids[token_id] for token_id in shortlist.always.tolist() if token_id in new_ids], dtype=np.int64
     )
     new_by_old = np.full(size, always[0], dtype=np.int64)
-    new_by_old[kept] = np.arange(len(kept))
-    write_shortlist(make_shortlist(new_by_old[shortlist.table[kept]], always, len(kept)), folder)
+    new_by_old[kept_ids] = np.arange(len(kept_ids))
+    write_shortlist(make_shortlist(new_by_old[shortlist.table[kept_ids]], always, len(kept_ids)), folder)

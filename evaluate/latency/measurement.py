@@ -267,16 +267,16 @@ class TimingJob:
         self,
         size: int,
         pairs: Sequence[RoundPair],
-        own: ComputeResources,
+        resources: ComputeResources,
         baseline: ComputeResources,
         lengths: MeanTokenCounts,
     ) -> LatencyRow:
         """Summarize one batch size."""
         unit = task_spec(self.task).rate_unit
-        timings = summarize_rounds(pairs, own, baseline, lengths)
+        timings = summarize_rounds(pairs, resources, baseline, lengths)
         if task_traits(self.task).architecture == "decoder":
             unit, timings["throughput"] = "tokens/s", timings["throughput"] * lengths.output_tokens
-        fixed = {"batch_size": size, "threads": own.threads, "texts": self.text_counts[size]}
+        fixed = {"batch_size": size, "threads": resources.threads, "texts": self.text_counts[size]}
         return fixed | timings | {"unit": unit}
 
 

@@ -100,9 +100,9 @@ def prompt_texts(texts: Sequence[str], tokens: int) -> list[str]:
     prompts: list[str] = []
     current_words: list[str] = []
     num_characters = 0
-    for word in words:
-        current_words.append(word)
-        num_characters += len(word) + 1
+    for token in words:
+        current_words.append(token)
+        num_characters += len(token) + 1
         if num_characters >= _CHARS_PER_TOKEN * tokens:
             prompts.append(" ".join(current_words))
             current_words, num_characters = [], 0

@@ -73,7 +73,7 @@ class MachineLoad:
         """Return a JSON-able dict."""
         return asdict(self)
 
-    def lost_share(self, place: ComputeResources) -> float:
+    def lost_share(self, resources: ComputeResources) -> float:
         """Return the share of the time, 0 to 1, in which other work kept the process from running.
 
         With one thread on the processor it is all the time in which the thread did not run: nothing else
@@ -81,13 +81,15 @@ class MachineLoad:
         run queue, or, since spinning threads are never counted as waiting, the demand of all threads beyond
         the available processors. On a GPU only the latter is used.
         """
-        num_threads = min(place.threads, place.processors)  # more threads than processors disturb each other
-        excess_load = max(0.0, self.others + self.stolen + num_threads - place.processors) / num_threads
-        if place.device != "cpu":
+        num_threads = min(
+            resources.threads, resources.processors
+        )  # more threads than processors disturb each other
+        excess_load = max(0.0, self.others + self.stolen + num_threads - resources.processors) / num_threads
+        if resources.device != "cpu":
             return min(1.0, excess_load)
-        if place.threads == 1:
+        if resources.threads == 1:
             cpu_share = self.processor_ms / self.wall_ms
-            return min(1.0, max(0.0, 1 - cpu_share, self.stolen / place.processors))
+            return min(1.0, max(0.0, 1 - cpu_share, self.stolen / resources.processors))
         return min(1.0, max(excess_load, (self.waited_ms or 0.0) / self.wall_ms))
 
 
@@ -194,9 +196,9 @@ class TimingRound:
         """Return the mean processor time of a call, all threads together."""
         return self.load.processor_ms / len(self.times_ms)
 
-    def lost_share(self, place: ComputeResources) -> float:
+    def lost_share(self, resources: ComputeResources) -> float:
         """Return `MachineLoad.lost_share` of the round."""
-        return self.load.lost_share(place)
+        return self.load.lost_share(resources)
 
 
 @dataclass(frozen=True)
@@ -206,9 +208,11 @@ class RoundPair:
     own: TimingRound
     baseline: TimingRound | None
 
-    def lost_share(self, own: ComputeResources, baseline: ComputeResources) -> float:
+    def lost_share(self, resources: ComputeResources, baseline: ComputeResources) -> float:
         """Return the larger share of the time that either of the two lost to other work."""
-        return max(self.own.lost_share(own), self.baseline.lost_share(baseline) if self.baseline else 0.0)
+        return max(
+            self.own.lost_share(resources), self.baseline.lost_share(baseline) if self.baseline else 0.0
+        )
 
     @property
     def speedup(self) -> float | None:
@@ -243,17 +247,20 @@ class RoundsVerdict:
 
 
 def judge_rounds(
-    pairs: Sequence[RoundPair], own: ComputeResources, baseline: ComputeResources, wanted: int = MIN_ROUNDS
+    pairs: Sequence[RoundPair],
+    resources: ComputeResources,
+    baseline: ComputeResources,
+    wanted: int = MIN_ROUNDS,
 ) -> RoundsVerdict:
     """Return which of `pairs` count, and whether a speed may be claimed from them.
 
     Args:
         pairs: at least one.
-        own: resources of the artifact's process.
+        resources: resources of the artifact's process.
         baseline: resources of the baseline's.
         wanted: number of undisturbed rounds that are requested.
     """
-    lost_shares = [pair.lost_share(own, baseline) for pair in pairs]
+    lost_shares = [pair.lost_share(resources, baseline) for pair in pairs]
     calm = tuple(
         round_index for round_index, share in enumerate(lost_shares) if share <= MAX_ROUND_LOST_SHARE
     )
@@ -306,7 +313,10 @@ class MeanTokenCounts:
 
 
 def summarize_rounds(
-    pairs: Sequence[RoundPair], own: ComputeResources, baseline: ComputeResources, lengths: MeanTokenCounts
+    pairs: Sequence[RoundPair],
+    resources: ComputeResources,
+    baseline: ComputeResources,
+    lengths: MeanTokenCounts,
 ) -> LatencyRow:
     """Return percentiles in ms over all calls of the rounds that count, their parts, and the speed-up.
 
@@ -314,14 +324,14 @@ def summarize_rounds(
     its interval are None where there was no paired baseline; cpu_speedup is the same for processor time, also
     on a GPU, whose work is not part of it. baseline_p50_ms: the baseline's median call in the same rounds.
     """
-    verdict = judge_rounds(pairs, own, baseline)
+    verdict = judge_rounds(pairs, resources, baseline)
     counted_pairs = [pairs[round_index] for round_index in verdict.counted_rounds]
     rounds = [pair.own for pair in counted_pairs]
     calls = np.concatenate([np.asarray(r.times_ms) for r in rounds])
     p50, p90, p99 = (float(p) for p in np.percentile(calls, [50, 90, 99]))
     baseline_rounds = [pair.baseline for pair in counted_pairs if pair.baseline is not None]
     ratio, interval = _mean_ratio(pair.speedup for pair in counted_pairs)
-    on_cpu = own.device == baseline.device == "cpu"
+    on_cpu = resources.device == baseline.device == "cpu"
     cpu_ratio, cpu_interval = _mean_ratio(pair.cpu_speedup if on_cpu else None for pair in counted_pairs)
     return {
         "input_tokens": round(lengths.input_tokens, 2) or None,  # images have none
@@ -344,7 +354,7 @@ def summarize_rounds(
         "parts": median_call_parts(calls, [part for r in rounds for part in r.parts], p50),
         "rounds_ms": [pair.own.median_ms for pair in pairs],
         "rounds": [
-            _round_details(pair, own, baseline, round_index in verdict.counted_rounds)
+            _round_details(pair, resources, baseline, round_index in verdict.counted_rounds)
             for round_index, pair in enumerate(pairs)
         ],
     }
@@ -357,7 +367,7 @@ def _mean_ratio(ratios: Iterable[float | None]) -> tuple[float | None, list[floa
 
 
 def _round_details(
-    pair: RoundPair, own: ComputeResources, baseline: ComputeResources, counted: bool
+    pair: RoundPair, resources: ComputeResources, baseline: ComputeResources, counted: bool
 ) -> LatencyRow:
     """Return the report's entry of a pair of rounds; the load by other work is the larger of the two."""
     loads = [pair.own.load] + ([pair.baseline.load] if pair.baseline else [])
@@ -365,11 +375,11 @@ def _round_details(
     return {
         "counted": counted,
         "speedup": pair.speedup,
-        "cpu_speedup": pair.cpu_speedup if own.device == baseline.device == "cpu" else None,
+        "cpu_speedup": pair.cpu_speedup if resources.device == baseline.device == "cpu" else None,
         "baseline_ms": pair.baseline.median_ms if pair.baseline else None,
         "processor_share": loads[0].processor_ms / loads[0].wall_ms,
         "baseline_processor_share": loads[1].processor_ms / loads[1].wall_ms if pair.baseline else None,
-        "lost_share": pair.lost_share(own, baseline),
+        "lost_share": pair.lost_share(resources, baseline),
         "other_processors": max(load.others for load in loads),
         "cpu_steal": max(load.stolen for load in loads),
         "pressure": max(pressures, default=None),

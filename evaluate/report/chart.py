@@ -537,7 +537,7 @@ def _draw_names(axes: Any, points: Sequence[ChartPoint], size: ChartSize, colors
         name = shorten(point.name, size.name_letters)
         x, y = to_pixels((point.x, point.y))
         dx, dy, side, box = min(
-            _name_places(x, y, name), key=lambda found: _overlap(found[3], occupied, limits)
+            _name_places(x, y, name), key=lambda placement: _overlap(placement[3], occupied, limits)
         )
         occupied.append((box, 4.0))
         axes.annotate(

@@ -144,12 +144,12 @@ def compare_runs(runs: Sequence[FinishedRun]) -> dict[str, Any]:
     }
 
 
-def _paired(metric: str, own: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    if metric not in own or metric not in base:
+def _paired(metric: str, run_statistics: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    if metric not in run_statistics or metric not in base:
         return {"reason": "no-statistics"}
     try:
         difference = compare_steps(
-            Statistics.model_validate(own[metric]), Statistics.model_validate(base[metric])
+            Statistics.model_validate(run_statistics[metric]), Statistics.model_validate(base[metric])
         )
     except InputError as error:
         return {"reason": error.code}

@@ -67,9 +67,11 @@ def _changed_examples(
     metric, values = value_pairs
     sign = 1 if find_metric(metric).higher_is_better else -1
     gains = sign * (values[0] - values[1])
-    order = sorted(range(len(gains)), key=lambda at: float(gains[at]))
-    worse_indices = [at for at in order if gains[at] < 0]
-    better_indices = sorted((at for at in order if gains[at] > 0), key=lambda at: -float(gains[at]))
+    order = sorted(range(len(gains)), key=lambda index: float(gains[index]))
+    worse_indices = [index for index in order if gains[index] < 0]
+    better_indices = sorted(
+        (index for index in order if gains[index] > 0), key=lambda index: -float(gains[index])
+    )
     num_worse_shown = max(limit - limit // 2, limit - len(better_indices))
     indices_by_kind = {
         "worse": worse_indices[:num_worse_shown],
@@ -77,19 +79,21 @@ def _changed_examples(
     }
     labels = score.get("labels")
 
-    def describe(at: int) -> dict[str, Any]:
+    def describe(index: int) -> dict[str, Any]:
         return {
-            **_example_texts(split.examples[at], labels, split.images),
-            "output": _output_text(step_outputs[at]),
-            "baseline_output": _output_text(base[at]),
-            "value": float(values[0][at]),
-            "baseline_value": float(values[1][at]),
+            **_example_texts(split.examples[index], labels, split.images),
+            "output": _output_text(step_outputs[index]),
+            "baseline_output": _output_text(base[index]),
+            "value": float(values[0][index]),
+            "baseline_value": float(values[1][index]),
         }
 
     entries = {
         kind: [
-            ChangedExample(row=split.examples[at].row or at + 1, **_cut_texts(describe(at))).model_dump()
-            for at in rows
+            ChangedExample(
+                row=split.examples[index].row or index + 1, **_cut_texts(describe(index))
+            ).model_dump()
+            for index in rows
         ]
         for kind, rows in indices_by_kind.items()
     }
@@ -103,13 +107,13 @@ def _changed_examples(
 
 
 def _value_pairs(
-    own: Mapping[str, Any], base: Mapping[str, Any], n: int
+    step_statistics: Mapping[str, Any], base: Mapping[str, Any], n: int
 ) -> tuple[str, tuple[Any, Any]] | None:
     """Return the first metric with a value on single examples, and its values of step and baseline, [n]."""
     from smelt.evaluate.significance import Statistics, example_values
 
-    for metric in own:
-        pair = [Statistics.model_validate(side[metric]) for side in (own, base) if metric in side]
+    for metric in step_statistics:
+        pair = [Statistics.model_validate(side[metric]) for side in (step_statistics, base) if metric in side]
         if len(pair) < 2 or any(len(paired_statistics.rows) != n for paired_statistics in pair):
             continue
         first, second = map(example_values, pair)
@@ -195,7 +199,7 @@ def _confusion(
         return Confusion(labels=list(labels), counts=counts.tolist()).model_dump()
     wrong = counts.copy()
     wrong[range(len(labels)), range(len(labels))] = 0
-    largest = sorted(zip(*wrong.nonzero(), strict=True), key=lambda at: -wrong[at])[:_MAX_CONFUSIONS]
+    largest = sorted(zip(*wrong.nonzero(), strict=True), key=lambda index: -wrong[index])[:_MAX_CONFUSIONS]
     return {
         "labels": [],
         "counts": [],

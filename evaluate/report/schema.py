@@ -590,11 +590,11 @@ def validate_report(report: Mapping[str, Any]) -> ReportData:
         ) from error
 
 
-def _schema_error(found: ErrorDetails) -> Message:
+def _schema_error(detail: ErrorDetails) -> Message:
     """Return a deviation from the schema: pydantic's finding, or one of our own checks."""
-    refused = found.get("ctx", {}).get("error")
-    code = refused.code if isinstance(refused, SettingError) else found["type"].replace("_", "-")
-    input_text = repr(found["input"])
+    refused = detail.get("ctx", {}).get("error")
+    code = refused.code if isinstance(refused, SettingError) else detail["type"].replace("_", "-")
+    input_text = repr(detail["input"])
     input_text = input_text if len(input_text) <= 80 else f"{input_text[:77]}..."
-    location = ".".join(map(str, found["loc"]))
-    return error_message(code, f"{found['msg']}; got {input_text}", setting=location or None)
+    location = ".".join(map(str, detail["loc"]))
+    return error_message(code, f"{detail['msg']}; got {input_text}", setting=location or None)

@@ -48,11 +48,11 @@ class LayerTable:
         changed_rows = [row for row in self.rows if not row.is_part and row.lowest < float("inf")]
         return sorted(changed_rows, key=lambda row: row.lowest)[:NUM_WORST]
 
-    def weakest_part(self, row: LayerRow, at: int) -> LayerRow | None:
-        """Return the part of the block `row` with the lowest ratio in step `at`; None if there is none."""
+    def weakest_part(self, row: LayerRow, step_index: int) -> LayerRow | None:
+        """Return the part of the block `row` with the lowest ratio in a step; None if there is none."""
 
         def ratio(other: LayerRow) -> float:
-            layer_ratio = other.ratios[at]
+            layer_ratio = other.ratios[step_index]
             return float("inf") if layer_ratio is None or layer_ratio.sqnr_db is None else layer_ratio.sqnr_db
 
         parts = [other for other in self.rows if other.is_part and other.name == row.name]

@@ -152,9 +152,9 @@ def sample_text(report: ReportData) -> str:
     return f"n = {count_text(*size)}{split_text}" if size else ""
 
 
-def count_text(number: int, word: str) -> str:
+def count_text(number: int, noun: str) -> str:
     """Return `1 sample`, `1,000 samples`."""
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def signatures(report: ReportData) -> list[tuple[str, str]]:
@@ -273,28 +273,32 @@ def signed_text(value: float | None, digits: int = 2) -> str:
     return f"+{text}" if value is not None and value > 0 and text.strip("0.") else text
 
 
-def difference_digits(found: ScoreDifference, metric: str | None) -> int:
+def difference_digits(difference: ScoreDifference, metric: str | None) -> int:
     """Return the number of digits of a difference: more where a significant one would be shown as zero.
 
     The same holds for an end of its interval, which would then seem to contain zero.
     """
     digits = metric_digits(metric)
-    values = [value for value in (found.difference, *(found.ci95 or ())) if value]
-    while is_significant(found) and digits < MAX_DIGITS and not all(round(value, digits) for value in values):
+    values = [value for value in (difference.difference, *(difference.ci95 or ())) if value]
+    while (
+        is_significant(difference)
+        and digits < MAX_DIGITS
+        and not all(round(value, digits) for value in values)
+    ):
         digits += 1
     return digits
 
 
-def difference_text(found: ScoreDifference | None, metric: str | None) -> str:
+def difference_text(difference: ScoreDifference | None, metric: str | None) -> str:
     """Return a difference with its sign."""
-    if found is None:
+    if difference is None:
         return MISSING_TEXT
-    return signed_text(found.difference, difference_digits(found, metric))
+    return signed_text(difference.difference, difference_digits(difference, metric))
 
 
-def difference_interval_text(found: ScoreDifference, metric: str | None) -> str:
+def difference_interval_text(difference: ScoreDifference, metric: str | None) -> str:
     """Return the 95 % interval of a difference, or an empty text."""
-    return interval_text(found.ci95, difference_digits(found, metric))
+    return interval_text(difference.ci95, difference_digits(difference, metric))
 
 
 def interval_text(pair: tuple[float, float] | None, digits: int = 2) -> str:
@@ -416,7 +420,7 @@ _TRUNCATED_CODE = "truncated-texts"
 
 def sort_warnings(warnings: Iterable[Message]) -> list[Message]:
     """Return warnings with those about truncated texts last, since the others matter more."""
-    return sorted(warnings, key=lambda found: found.code == _TRUNCATED_CODE)
+    return sorted(warnings, key=lambda message: message.code == _TRUNCATED_CODE)
 
 
 def report_notes(report: ReportData) -> list[tuple[str, str, str]]:

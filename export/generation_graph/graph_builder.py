@@ -62,10 +62,10 @@ class GraphBuilder:
         self._count = 0
         self._constants: dict[tuple[Any, ...], str] = {}
 
-    def new_name(self, word: str) -> str:
-        """Return a new name that begins with `word`."""
+    def new_name(self, prefix: str) -> str:
+        """Return a new name that begins with `prefix`."""
         self._root._count += 1
-        return f"{self._first}{word}_{self._root._count}"
+        return f"{self._first}{prefix}_{self._root._count}"
 
     def op(self, kind: str, *inputs: str, **attributes: Any) -> str:
         """Append a node of ONNX's own domain; return its output. An empty input is omitted."""
@@ -95,11 +95,11 @@ class GraphBuilder:
 
         return helper.make_graph(self.nodes, name, list(inputs), list(outputs), self.initializers)
 
-    def loop(self, word: str, trips: str, carried: Sequence[LoopCarried], body: LoopBody) -> list[str]:
+    def loop(self, prefix: str, trips: str, carried: Sequence[LoopCarried], body: LoopBody) -> list[str]:
         """Append a Loop that runs at least once; return the carried values after its last step.
 
         Args:
-            word: part of its name.
+            prefix: part of its name.
             trips: int64 scalar, the maximum number of steps.
             carried: the values passed from step to step.
             body: adds the nodes of a step; called with a builder of the step's graph, the number of the step
@@ -120,7 +120,7 @@ class GraphBuilder:
             results.append(name if is_new_output else body_builder.op("Identity", name))
         result_types = [(np.bool_, ()), *((value.dtype, value.shape) for value in carried)]
         graph = body_builder.graph(
-            word,
+            prefix,
             [value_info(count, np.int64, ()), value_info(condition, np.bool_, ())]
             + [
                 value_info(name, value.dtype, value.shape) for name, value in zip(names, carried, strict=True)

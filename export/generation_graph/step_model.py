@@ -368,10 +368,12 @@ class EncoderDecoderModel:
         )
         return StepOutputs(logits, [value_names[name] for name in self._own], [])
 
-    def _shortlist_logits(self, levels: Sequence[GraphLevel], at: int, hidden: str, beams: bool) -> str:
-        """Return float32 [R, C]: the logits of the batch's shortlist, plus `hidden` [B, C] of level `at`."""
+    def _shortlist_logits(
+        self, levels: Sequence[GraphLevel], level_index: int, hidden: str, beams: bool
+    ) -> str:
+        """Return float32 [R, C]: the logits of the batch's shortlist, plus `hidden` [B, C] of a level."""
         assert self._head is not None
-        outer, b = levels[at].builder, levels[-1].builder
+        outer, b = levels[level_index].builder, levels[-1].builder
         logits = self._head.shortlist_logits(b, names_at(levels)[self._head.states])
         if not beams:
             return b.op("Add", logits, hidden)

@@ -453,9 +453,9 @@ def _self_attention(
     return _output_projection(attention, attention_output)
 
 
-def _output_projection(attention: AttentionModule, found: Tensor) -> Tensor:
+def _output_projection(attention: AttentionModule, output: Tensor) -> Tensor:
     out = attention.projection(attention.parts.out)
-    result: Tensor = found if out is None else out(found)
+    result: Tensor = output if out is None else out(output)
     return result
 
 

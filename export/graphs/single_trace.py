@@ -236,12 +236,12 @@ def _size_product(factors: list[Any]) -> Any:
     return functools.reduce(lambda a, b: _NewNode(operator.mul, (a, b), {}), other_factors)
 
 
-def _size_argument(size: Any, sizes: SizeNodes, given: Any = -1) -> Any:
-    """Return a size as an argument: a number, its node, or `given` if no node is known."""
+def _size_argument(size: Any, sizes: SizeNodes, default: Any = -1) -> Any:
+    """Return a size as an argument: a number, its node, or `default` if no node is known."""
     expression = _size_expression(size)
     if isinstance(expression, int) or expression.is_Integer:
         return int(expression)
-    size_node = sizes.get(expression, given)
+    size_node = sizes.get(expression, default)
     if not isinstance(size_node, Node | _NewNode):
         raise _UnsupportedNodeError
     return size_node

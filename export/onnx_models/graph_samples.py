@@ -164,7 +164,7 @@ def _feeds_from_batch(batch: Batch) -> Feeds:
     }
 
 
-def require_imported(src: Artifact, word: str) -> None:
+def require_imported(src: Artifact, stage: str) -> None:
     """Require that `src` is a third-party graph; smelt's own exports have other stages.
 
     Raises:
@@ -172,7 +172,7 @@ def require_imported(src: Artifact, word: str) -> None:
     """
     if not src.manifest.details.get("foreign"):
         raise InputError(
-            f"{src.path}: {word} is only for recipes that start from a third-party ONNX model. Exports of"
+            f"{src.path}: {stage} is only for recipes that start from a third-party ONNX model. Exports of"
             " smelt are already simplified; to quantize, put quantize before onnx; for fp16, set onnx:"
             " {dtype: fp16}.",
             code="needs-onnx-model",

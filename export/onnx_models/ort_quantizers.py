@@ -409,26 +409,28 @@ def _per_tensor_overrides(model: Any, settings: QuantizeOnnxSettings) -> dict[st
     return {name: [{"quant_type": QuantType.QInt8}] for name in sorted(names)}
 
 
-def _name_float_nodes(graph: Any, kept: Mapping[int, str], ctx: Context) -> list[str]:
-    """Return the names of the nodes at the indices `kept`, giving them unique names; warn about them."""
-    if not kept:
+def _name_float_nodes(graph: Any, reasons: Mapping[int, str], ctx: Context) -> list[str]:
+    """Return the names of the nodes at the indices `reasons`, giving them unique names; warn about them."""
+    if not reasons:
         return []
     times = Counter(node.name for node in graph.node)
-    for node_index in kept:
+    for node_index in reasons:
         if times[graph.node[node_index].name] > 1 or not graph.node[node_index].name:
             name = f"{graph.node[node_index].op_type}_{node_index}"
             while name in times:
                 name += "_"
             graph.node[node_index].name = name
             times[name] += 1
-    node_names = [graph.node[node_index].name for node_index in kept]
+    node_names = [graph.node[node_index].name for node_index in reasons]
     node_texts = ", ".join(
-        f"{graph.node[node_index].name} ({reason})" for node_index, reason in list(kept.items())[:_MAX_NAMED]
+        f"{graph.node[node_index].name} ({reason})"
+        for node_index, reason in list(reasons.items())[:_MAX_NAMED]
     )
-    more_text = f" and {len(kept) - _MAX_NAMED:,} more" if len(kept) > _MAX_NAMED else ""
+    more_text = f" and {len(reasons) - _MAX_NAMED:,} more" if len(reasons) > _MAX_NAMED else ""
     ctx.warn(
         "nodes-kept-float",
-        f"{len(kept):,} node{'s remain' if len(kept) > 1 else ' remains'} float: {node_texts}{more_text}.",
+        f"{len(reasons):,} node{'s remain' if len(reasons) > 1 else ' remains'} float: "
+        f"{node_texts}{more_text}.",
     )
     return node_names
 

@@ -400,11 +400,11 @@ def _gemm_factor(node: Any, name: str) -> float:
     return next((float(attribute.f) for attribute in node.attribute if attribute.name == name), 1.0)
 
 
-def _scale_input(graph: Any, node: Any, place: int, factor: float, tensors: dict[str, Any]) -> None:
+def _scale_input(graph: Any, node: Any, input_index: int, factor: float, tensors: dict[str, Any]) -> None:
     """Multiply an input of a node: in its constant, else with a node before it."""
     from onnx import helper, numpy_helper
 
-    name = node.input[place]
+    name = node.input[input_index]
     if factor == 1:
         return
     if name in tensors:
@@ -415,7 +415,7 @@ def _scale_input(graph: Any, node: Any, place: int, factor: float, tensors: dict
     used_names = {value_name for other in graph.node for value_name in (*other.input, *other.output)} | set(
         tensors
     )
-    new = [f"{name}.{suffix}{place}" for suffix in ("factor", "scaled")]
+    new = [f"{name}.{suffix}{input_index}" for suffix in ("factor", "scaled")]
     while used_names & set(new):
         new = [f"{suffix}_" for suffix in new]
     tensors[new[0]] = graph.initializer.add()
@@ -426,7 +426,7 @@ def _scale_input(graph: Any, node: Any, place: int, factor: float, tensors: dict
         if candidate is node or candidate.output[0] == node.output[0]
     )
     graph.node.insert(node_index, helper.make_node("Mul", [name, new[0]], [new[1]], f"{new[1]}.mul"))
-    graph.node[node_index + 1].input[place] = new[1]
+    graph.node[node_index + 1].input[input_index] = new[1]
 
 
 def _gemm_dtype(graph: Any, node: Any, tensors: dict[str, Any]) -> Any:

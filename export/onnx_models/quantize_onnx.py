@@ -232,30 +232,36 @@ class QuantizeOnnx(Stage[QuantizeOnnxSettings]):
 
     @staticmethod
     def _require_accuracy(
-        found: OutputComparison, paths: list[Path], feeds: Any, settings: QuantizeOnnxSettings, ctx: Context
+        comparison: OutputComparison,
+        paths: list[Path],
+        feeds: Any,
+        settings: QuantizeOnnxSettings,
+        ctx: Context,
     ) -> None:
         """Require that outputs are close to the float graph's, unless that graph is random itself."""
         judge_classes = settings.max_difference is None
         noise = None
-        if any(found.exceeding(settings.difference_limit, judge_classes)):
-            noise = OutputComparison(found.axes)
+        if any(comparison.exceeding(settings.difference_limit, judge_classes)):
+            noise = OutputComparison(comparison.axes)
             for path in paths:
                 _measure_noise(noise, path, feeds[path.stem], ctx)
-        require_close(found, settings.difference_limit, judge_classes, _advice(settings), ctx, noise)
+        require_close(comparison, settings.difference_limit, judge_classes, _advice(settings), ctx, noise)
 
 
-def _compare_graphs(found: OutputComparison, new: Path, old: Path, feeds: list[Any], ctx: Context) -> None:
+def _compare_graphs(
+    comparison: OutputComparison, new: Path, old: Path, feeds: list[Any], ctx: Context
+) -> None:
     """Run both graphs on up to `_MAX_COMPARED` samples, spread over `feeds`."""
     from smelt.export.onnx_models.graph_samples import iter_graph_outputs
 
-    samples = _select_samples(feeds, found.axes)
+    samples = _select_samples(feeds, comparison.axes)
     pairs = zip(
         iter_graph_outputs(new, samples, ctx.threads),
         iter_graph_outputs(old, samples, ctx.threads),
         strict=True,
     )
     for inputs, (quantized_outputs, float_outputs) in zip(samples, pairs, strict=True):
-        found.add(inputs, quantized_outputs, float_outputs)
+        comparison.add(inputs, quantized_outputs, float_outputs)
 
 
 def _measure_noise(noise: OutputComparison, path: Path, feeds: list[Any], ctx: Context) -> None:

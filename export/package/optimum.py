@@ -411,13 +411,13 @@ def _empty_cache(cache: Any) -> tuple[list[Any], Any]:
 def _sort_caches(values: Iterable[Any]) -> list[Any]:
     """Return `values` with the caches last, by layer, the decoder's before the encoder's."""
 
-    def place(value: Any) -> tuple[int, int]:
+    def cache_order(value: Any) -> tuple[int, int]:
         if not value.name.startswith(("past_key_values.", "present.")):
             return -1, 0
         layer, kind = value.name.split(".")[1:3]
         return int(layer), int(kind == "encoder")
 
-    return sorted(values, key=place)
+    return sorted(values, key=cache_order)
 
 
 def _is_cache(name: str, kind: str) -> bool:

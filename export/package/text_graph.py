@@ -241,8 +241,8 @@ def _random_text(words: Sequence[str], random: np.random.Generator) -> str:
     return "".join(parts[:-1]) + _ENDINGS[int(random.integers(len(_ENDINGS)))]
 
 
-def _random_case(word: str, drawn: float) -> str:
-    return word.upper() if drawn < 0.05 else word.capitalize() if drawn < 0.2 else word
+def _random_case(text: str, drawn: float) -> str:
+    return text.upper() if drawn < 0.05 else text.capitalize() if drawn < 0.2 else text
 
 
 COMPARED_TEXTS = 10_000

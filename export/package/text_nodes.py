@@ -62,12 +62,16 @@ def normalization_table(normal: dict[str, Any]) -> tuple[dict[str, str], str]:
     return table, "[" + "".join(f"\\x{{{a:x}}}-\\x{{{b:x}}}" for a, b in _code_point_ranges(removed)) + "]"
 
 
-def normalize_text(b: GraphBuilder, text: str, table: dict[str, str], gone: str) -> str:
+def normalize_text(b: GraphBuilder, text: str, table: dict[str, str], removed: str) -> str:
     """Return string [1]: the text of string [1] with each character replaced by `table`."""
     lines = "\n".join(f"{character}\t{becomes}" for character, becomes in table.items())
     any_character = string_constant(b, "(?s)(.)")
     filtered = b.op(
-        "StringRegexReplace", text, string_constant(b, gone), string_constant(b, ""), domain=EXTENSIONS_DOMAIN
+        "StringRegexReplace",
+        text,
+        string_constant(b, removed),
+        string_constant(b, ""),
+        domain=EXTENSIONS_DOMAIN,
     )
     characters = b.ops(
         "StringRegexSplitWithOffsets",
@@ -196,10 +200,10 @@ def pad_rows(b: GraphBuilder, flat: str, starts: str, rows: RowLayout) -> tuple[
     return b.op("Where", is_token, ids, b.const(rows.pad)), b.cast(is_token, np.int64)
 
 
-def _edge_tokens(b: GraphBuilder, place: str, tokens: tuple[int, ...], rows: RowLayout) -> str:
+def _edge_tokens(b: GraphBuilder, position: str, tokens: tuple[int, ...], rows: RowLayout) -> str:
     """Return the special token at each position; an arbitrary one where there is none."""
     table = b.const([*tokens, rows.pad])
-    return b.op("Gather", table, b.op("Min", b.op("Max", place, b.const(0)), b.const(len(tokens))))
+    return b.op("Gather", table, b.op("Min", b.op("Max", position, b.const(0)), b.const(len(tokens))))
 
 
 def _sentencepiece_nodes(folder: Path, details: TokenizerInfo) -> TokenizerNodes:
@@ -376,8 +380,8 @@ def regex_replace(b: GraphBuilder, text: str, pattern: str, by: str) -> str:
     )
 
 
-def _make_token_texts(found: dict[int, bytes], hidden: set[int], size: int, strip: bool) -> TokenTexts:
-    table = [b"" if i in hidden else found.get(i, b"") for i in range(size)]
+def _make_token_texts(token_bytes: dict[int, bytes], hidden: set[int], size: int, strip: bool) -> TokenTexts:
+    table = [b"" if i in hidden else token_bytes.get(i, b"") for i in range(size)]
     return TokenTexts((*table, b""), strip)  # the last one is not a token
 
 

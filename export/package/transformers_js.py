@@ -337,12 +337,12 @@ def _vocabulary_tokens(source: Path, details: TokenizerInfo) -> list[str]:
     return [token_by_id[token_id] for token_id in range(len(token_by_id))]
 
 
-def _added_token_score(word: str) -> float:
-    return _ALONE if len(word) == 1 else _TOGETHER * len(word)
+def _added_token_score(token: str) -> float:
+    return _ALONE if len(token) == 1 else _TOGETHER * len(token)
 
 
-def _is_language_token(word: str) -> bool:
-    return word.startswith(">>") and word.endswith("<<")
+def _is_language_token(token: str) -> bool:
+    return token.startswith(">>") and token.endswith("<<")
 
 
 def compare_marian_tokenizers(source: Path, folder: Path, details: TokenizerInfo) -> str | None:

@@ -141,11 +141,11 @@ def _layer_outputs(model: Any, reference: TorchReference, wanted: dict[int, str]
     return outputs
 
 
-def _differs(whole: Any, got: Any, call: GraphCall) -> bool:
-    expected = whole[:, call.positions] if whole.ndim == 3 else whole
+def _differs(full_output: Any, got: Any, call: GraphCall) -> bool:
+    expected = full_output[:, call.positions] if full_output.ndim == 3 else full_output
     if expected.size != got.size:
         return False  # of another part of the computation
-    token_selector = call.token_mask if whole.ndim == 3 and call.token_mask is not None else slice(None)
+    token_selector = call.token_mask if full_output.ndim == 3 and call.token_mask is not None else slice(None)
     expected, got = expected[token_selector], got.reshape(expected.shape)[token_selector]
     std = float(np.std(expected, dtype=np.float64)) or 1.0
     largest = LOGITS_TOLERANCES["fp32"].max_difference or 0.0

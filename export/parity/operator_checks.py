@@ -117,11 +117,11 @@ def check_operators(graph: str, model: Any, module: nn.Module, path: Path, threa
     return len(quantized_nodes)
 
 
-def _parts(found: Iterable[_QuantizedNode]) -> Iterator[list[_QuantizedNode]]:
+def _parts(operators: Iterable[_QuantizedNode]) -> Iterator[list[_QuantizedNode]]:
     """Yield the operators in parts of about `_WEIGHTS_AT_ONCE` weights, which one session holds."""
     part: list[_QuantizedNode] = []
     size = 0
-    for operator in found:
+    for operator in operators:
         count = operator.layer.in_features * operator.layer.out_features
         if part and size + count > _WEIGHTS_AT_ONCE:
             yield part
@@ -140,11 +140,11 @@ def _quantized_nodes(model: Any) -> Iterator[Any]:
             yield node
 
 
-def _test_inputs(found: Iterable[_QuantizedNode]) -> dict[tuple[int, float], str]:
+def _test_inputs(operators: Iterable[_QuantizedNode]) -> dict[tuple[int, float], str]:
     """Return the inputs of the operators (`_QuantizedNode.test_input`) and their names."""
     return {
         test_input: f"x{input_index}"
-        for input_index, test_input in enumerate(sorted({operator.test_input for operator in found}))
+        for input_index, test_input in enumerate(sorted({operator.test_input for operator in operators}))
     }
 
 
@@ -280,15 +280,15 @@ def _binary_rows(size: int, value: float) -> NDArray[np.float32]:
     return np.concatenate([binary, 1 - binary]).astype(np.float32) * np.float32(value)
 
 
-def _write_operator_graph(model: Any, found: list[_QuantizedNode], file: Path) -> None:
+def _write_operator_graph(model: Any, operators: list[_QuantizedNode], file: Path) -> None:
     """Write a graph of only the operators, each with its own output, with shared inputs."""
     from onnx import TensorProto, helper
 
     nodes: list[Any] = []
     outputs = []
     constants: set[str] = set()
-    names = _test_inputs(found)
-    for operator_index, operator in enumerate(found):
+    names = _test_inputs(operators)
+    for operator_index, operator in enumerate(operators):
         nodes += [n for n in operator.constant_nodes if n.output[0] not in constants]
         constants.update(n.output[0] for n in operator.constant_nodes)
         nodes += _rename_chain(

@@ -327,14 +327,14 @@ def _torch_attention(model: nn.Module) -> Iterator[None]:
             config._attn_implementation = name
 
 
-def round_weights_(model: nn.Module, dtype: str = "fp16", kept: Sequence[Tensor] = ()) -> None:
-    """Round the weights of `model`, except `kept`, to fp16 or bf16, in place.
+def round_weights_(model: nn.Module, dtype: str = "fp16", excluded: Sequence[Tensor] = ()) -> None:
+    """Round the weights of `model`, except `excluded`, to fp16 or bf16, in place.
 
     The sines and cosines of rotary positions are rounded too: the graph holds them as tables, rounded like
     weights. The effect of that rounding on large attention scores is not an error of the graph.
     """
     kind = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
-    fp32_ids = set(map(id, kept))
+    fp32_ids = set(map(id, excluded))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point() and id(parameter) not in fp32_ids:
@@ -345,10 +345,10 @@ def round_weights_(model: nn.Module, dtype: str = "fp16", kept: Sequence[Tensor]
 
 
 def _round_rotary(
-    kind: torch.dtype, module: nn.Module, given: Any, found: tuple[Tensor, ...]
+    kind: torch.dtype, module: nn.Module, inputs: Any, tables: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
     """Return cosines and sines of a rotary embedding, rounded as in a half-precision file."""
-    return tuple(table.to(kind).to(table.dtype) for table in found)
+    return tuple(table.to(kind).to(table.dtype) for table in tables)
 
 
 _HALF_TYPES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
@@ -531,9 +531,9 @@ def check_constants(graph: str, model: Any, module: nn.Module, folder: Path) -> 
     return num_compared
 
 
-def _raise_size_mismatch(graph: str, name: str, expected: list[int], found: list[int]) -> None:
+def _raise_size_mismatch(graph: str, name: str, expected: list[int], actual: list[int]) -> None:
     raise ParityError(
-        f"{graph}: the constant '{name}' has the shape {found}, but its tensor in the model has"
+        f"{graph}: the constant '{name}' has the shape {actual}, but its tensor in the model has"
         f" {expected}: the numbers of values differ.",
         code="shape-mismatch",
         file=f"{graph}.onnx",

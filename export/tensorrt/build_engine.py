@@ -462,11 +462,11 @@ def parse_onnx(trt: Any, network: Any, logger: Any, path: Path) -> None:
     raise _rejected_error([*dict.fromkeys(explain_parser_error(error, path.name) for error in errors)])
 
 
-def _rejected_error(found: Sequence[Message]) -> RunError:
+def _rejected_error(problems: Sequence[Message]) -> RunError:
     """Return the error for TensorRT's messages about a graph; its code is theirs if all have the same."""
-    codes = {problem.code for problem in found}
+    codes = {problem.code for problem in problems}
     code = codes.pop() if len(codes) == 1 else "several-errors"
-    return RunError("\n".join(map(str, found)), code=code, file=found[0].file, messages=found)
+    return RunError("\n".join(map(str, problems)), code=code, file=problems[0].file, messages=problems)
 
 
 def _read_parser_error(error: Any) -> ParserError:

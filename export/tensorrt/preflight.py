@@ -266,21 +266,21 @@ def check_tensorrt_graphs(source: Path) -> list[GraphCheck]:
     return [_check_graph(path) for path in _onnx_files(source)]
 
 
-def _onnx_files(given: Path) -> list[Path]:
-    if given.is_file():
-        return [given]
-    if not given.is_dir():
+def _onnx_files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
         raise InputError(
-            f"{given}: no such file or folder. Expected an ONNX file, or an artifact of the onnx stage.",
+            f"{path}: no such file or folder. Expected an ONNX file, or an artifact of the onnx stage.",
             code="missing-file",
-            file=str(given),
+            file=str(path),
         )
-    paths = sorted(given.glob("*.onnx")) or sorted(given.glob("onnx/*.onnx"))
+    paths = sorted(path.glob("*.onnx")) or sorted(path.glob("onnx/*.onnx"))
     if not paths:
         raise InputError(
-            f"{given}: no .onnx file in this folder. Export the model first: onnx: {{target: tensorrt}}.",
+            f"{path}: no .onnx file in this folder. Export the model first: onnx: {{target: tensorrt}}.",
             code="missing-graph",
-            file=str(given),
+            file=str(path),
         )
     return paths
 

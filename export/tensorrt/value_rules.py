@@ -154,9 +154,9 @@ def node_attribute(node: Any, name: str) -> Any:
     return next((helper.get_attribute_value(a) for a in node.attribute if a.name == name), None)
 
 
-def input_name(node: Any, place: int) -> str:
+def input_name(node: Any, index: int) -> str:
     """Return the name of an input of a node; empty if it is omitted."""
-    return str(node.input[place]) if len(node.input) > place else ""
+    return str(node.input[index]) if len(node.input) > index else ""
 
 
 def type_name(kind: int) -> str:

@@ -150,10 +150,10 @@ def _package_scores(report: ReportData, step: str) -> list[OriginScore]:
         else _baseline_scores(report.baseline_step, report_step).quality
     )
 
-    def text(metric: str, found: Quality) -> str:
+    def text(metric: str, quality: Quality) -> str:
         n = metric_digits(metric)
-        interval_text = f" [{found.ci95[0]:.{n}f}, {found.ci95[1]:.{n}f}]" if found.ci95 else ""
-        return f"{found.value:.{n}f}{interval_text}"
+        interval_text = f" [{quality.ci95[0]:.{n}f}, {quality.ci95[1]:.{n}f}]" if quality.ci95 else ""
+        return f"{quality.value:.{n}f}{interval_text}"
 
     return [
         OriginScore(
@@ -169,9 +169,9 @@ def _package_scores(report: ReportData, step: str) -> list[OriginScore]:
     ]
 
 
-def _baseline_scores(base: ReportStep, found: ReportStep) -> ReportStep | ScoresOnTest:
-    """Return the baseline's scores on the same split as those of `found`."""
-    return base.test if found.test is not None and base.test is not None else base
+def _baseline_scores(base: ReportStep, scored_step: ReportStep) -> ReportStep | ScoresOnTest:
+    """Return the baseline's scores on the same split as those of `scored_step`."""
+    return base.test if scored_step.test is not None and base.test is not None else base
 
 
 def _scored_data(report: ReportData, split: str) -> str | None:

@@ -543,9 +543,9 @@ class MarianTokenizer:
         text: str = self._pieces.decode_pieces(pieces)
         return text.replace(_SPACE, " ").strip()
 
-    def _token_text(self, place: int) -> str:
-        name = self._names.get(place)
-        return self._pieces.id_to_piece(place) if name is None else name
+    def _token_text(self, token_id: int) -> str:
+        name = self._names.get(token_id)
+        return self._pieces.id_to_piece(token_id) if name is None else name
 
 
 def _open_sentencepiece(path: Path) -> Any:

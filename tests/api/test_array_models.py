@@ -14,7 +14,7 @@ from tests.support.graphs import imported_graphs as graphs
 
 
 @pytest.mark.parametrize(
-    ("given", "code"),
+    ("inputs", "code"),
     [
         ({"x": np.ones((0, 8), np.float32)}, "unequal-rows"),
         ({"x": [[1.0, 2.0], [3.0]]}, "wrong-type"),
@@ -23,10 +23,10 @@ from tests.support.graphs import imported_graphs as graphs
         ({"x": np.array([None])}, "does-not-fit-graph"),
     ],
 )
-def test_invalid_arrays_are_rejected(tmp_path: Path, given: dict[str, Any], code: str) -> None:
+def test_invalid_arrays_are_rejected(tmp_path: Path, inputs: dict[str, Any], code: str) -> None:
     graphs.make_artifact(tmp_path / "a", graphs.two_layer_classifier())
     with smelt.load(str(tmp_path / "a")) as model, raises_code(code, InputError) as excinfo:
-        model.run(given)
+        model.run(inputs)
     if code == "does-not-fit-graph":
         assert "x float32" in str(excinfo.value)
 

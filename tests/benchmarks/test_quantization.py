@@ -44,7 +44,7 @@ def test_only_available_runtimes_are_timed_each_separately(tmp_path, monkeypatch
     asked = []
 
     def bench(command, **_):
-        names = [word.rpartition("/")[2] for word in command if str(artifacts) in word]
+        names = [argument.rpartition("/")[2] for argument in command if str(artifacts) in argument]
         asked.append(names)
         output = json.dumps({"artifacts": {name: timed(1.0, [1.0, 1.0]) for name in names}})
         return subprocess.CompletedProcess(command, 0, stdout=output)

@@ -16,7 +16,7 @@ from tests.support.models import embedders, every_family, tiny
 
 
 @pytest.fixture
-def given(tmp_path):
+def model_and_samples(tmp_path):
     """A classifier, its rows with labels, and a context."""
     source = every_family.model_with_layers("bert", 1)
     task = "text-classification"
@@ -27,8 +27,8 @@ def given(tmp_path):
     return model, load_calibration_samples(model, artifact, 6, ctx, "test", labels=True), ctx
 
 
-def test_squared_gradients_are_averaged_over_rows(given):
-    model, rows, ctx = given
+def test_squared_gradients_are_averaged_over_rows(model_and_samples):
+    model, rows, ctx = model_and_samples
     weight = model.bert.encoder.layer[0].output.dense.weight
     expected, count = torch.zeros_like(weight), 0
     for batch in rows.batches:
@@ -45,13 +45,13 @@ def test_squared_gradients_are_averaged_over_rows(given):
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
 
-def test_non_finite_gradient_is_reported(given):
-    model, rows, ctx = given
+def test_non_finite_gradient_is_reported(model_and_samples):
+    model, rows, ctx = model_and_samples
     with torch.no_grad():
         model.classifier.weight[0, 0] = float("nan")
     with raises_code("non-finite-gradients", RunError) as caught:
         squared_gradients(model, rows, {"pooler": model.bert.pooler.dense.weight}, label_objective(), ctx)
-    assert all(word in str(caught.value) for word in ("pooler", "rows.jsonl"))
+    assert all(fragment in str(caught.value) for fragment in ("pooler", "rows.jsonl"))
 
 
 def test_pairs_with_contrastive_loss_are_not_split(tmp_path):

@@ -36,8 +36,8 @@ def scaled(model, block, by):
         model.get_submodule(block.parts[-1].linear_layers[-1]).weight.mul_(by)
 
 
-def equal(found, wanted):
-    return len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+def equal(actual, wanted):
+    return len(actual) == len(wanted) and all(torch.equal(a, b) for a, b in zip(actual, wanted, strict=True))
 
 
 @pytest.mark.parametrize("family", DISTINCT_FAMILIES)
@@ -62,15 +62,15 @@ def test_cached_outputs_equal_full_forward_wherever_a_layer_changes(family, tmp_
 def test_unchanged_prefix_is_not_run_again(family, tmp_path):
     model = tiny_model(family)
     rows, blocks, ran = rows_for(model), blocks_of(model), []
-    for at, block in enumerate(blocks):
+    for index, block in enumerate(blocks):
         product = model.get_submodule(block.parts[-1].linear_layers[-1])
-        product.register_forward_pre_hook(lambda *_, at=at: ran.append(at))
+        product.register_forward_pre_hook(lambda *_, index=index: ran.append(index))
     retried = PrefixCachedModel(model, rows.batches, tmp_path)
-    for at, block in enumerate(blocks):
+    for index, block in enumerate(blocks):
         retried.start_at(block.stack.name, block.index)
         ran.clear()
         list(retried.outputs())
-        assert sorted(ran) == sorted([*range(at, len(blocks))] * len(rows.batches))
+        assert sorted(ran) == sorted([*range(index, len(blocks))] * len(rows.batches))
 
 
 def test_model_with_repeated_block_is_run_in_full(tmp_path):

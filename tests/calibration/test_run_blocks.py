@@ -30,10 +30,12 @@ def rows_for(model, lengths=((2, 9), (3, 7))):
 
 def fed(model, rows, names):
     """What the modules `names` are fed in whole runs, float [..., K], by name and batch."""
-    found = {name: [] for name in names}
+    inputs_by_layer = {name: [] for name in names}
     modules = [model.get_submodule(name) for name in names]
     hooks = [
-        module.register_forward_pre_hook(lambda m, inputs, n=name: found[n].append(inputs[0].clone()))
+        module.register_forward_pre_hook(
+            lambda m, inputs, n=name: inputs_by_layer[n].append(inputs[0].clone())
+        )
         for name, module in zip(names, modules, strict=True)
     ]
     with torch.no_grad():
@@ -41,7 +43,7 @@ def fed(model, rows, names):
             model(**batch)
     for hook in hooks:
         hook.remove()
-    return found
+    return inputs_by_layer
 
 
 def outs_of(model):
@@ -53,16 +55,16 @@ def outs_of(model):
     ]
 
 
-def seen(model, rows, tmp_path, change=lambda step: None, found=None, **settings):
+def seen(model, rows, tmp_path, change=lambda step: None, inputs=None, **settings):
     """What the last products of each block are fed when it comes, [tokens, K] by name and batch."""
-    found = {} if found is None else found
+    inputs = {} if inputs is None else inputs
     for step in run_blocks(model, rows, harness.make_context(tmp_path / "out"), **settings):
         parts = (*step.block.attentions, step.block.feed_forward)
         names = [part.linear_layers[-1] for part in parts]
         layers = {name: [model.get_submodule(name)] for name in names}
-        step.observe(layers, lambda name, x: found.setdefault(name, []).append(x.clone()))
+        step.observe(layers, lambda name, x: inputs.setdefault(name, []).append(x.clone()))
         change(step)
-    return found
+    return inputs
 
 
 @pytest.mark.parametrize("family", DISTINCT_FAMILIES)

@@ -129,11 +129,11 @@ def test_layers_of_one_key_share_a_sum_and_second_moments_are_optional(model, ro
 @pytest.mark.quick
 def test_sum_of_many_small_values_is_accurate(tmp_path):
     """In float32 the last thousand tokens would change nothing compared with 10^8."""
-    found = empty_statistics(1, second=True)
-    found.update(torch.full((1, 1), 1e4))
+    statistics = empty_statistics(1, second=True)
+    statistics.update(torch.full((1, 1), 1e4))
     for _ in range(1000):
-        found.update(torch.ones(1, 1))
-    assert float(found.second_moment) == 1e8 + 1000
+        statistics.update(torch.ones(1, 1))
+    assert float(statistics.second_moment) == 1e8 + 1000
 
 
 def test_threads_of_the_context_are_used(model, rows, tmp_path, monkeypatch):

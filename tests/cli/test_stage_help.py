@@ -47,22 +47,22 @@ def test_settings_are_printed_in_recipe_syntax() -> None:
     ]
 
 
-@pytest.mark.parametrize("word", STAGE_CLASSES)
-def test_each_stage_is_explained_within_80_columns(word: str) -> None:
-    text = describe_stage(word)
-    assert text.startswith(f"{word}: ")
+@pytest.mark.parametrize("stage_name", STAGE_CLASSES)
+def test_each_stage_is_explained_within_80_columns(stage_name: str) -> None:
+    text = describe_stage(stage_name)
+    assert text.startswith(f"{stage_name}: ")
     for line in text.splitlines():
         assert len(line) <= 80, line
     for internal_name in ("typing.", "smelt.", "Literal[", "NoneType", "PydanticUndefined"):
         assert internal_name not in text
 
 
-@pytest.mark.parametrize("word", STAGE_CLASSES)
-def test_each_example_is_valid_recipe_step(word: str) -> None:
-    paragraphs = describe_stage(word).split("\n\n")
+@pytest.mark.parametrize("stage_name", STAGE_CLASSES)
+def test_each_example_is_valid_recipe_step(stage_name: str) -> None:
+    paragraphs = describe_stage(stage_name).split("\n\n")
     [examples] = [text for text in paragraphs if text.startswith("    - ")]
     steps = YAML(typ="safe").load(examples)
-    assert word in {key for step in steps for key in step}
+    assert stage_name in {key for step in steps for key in step}
     for step in steps:
         [(stage, settings)] = [pair for pair in step.items() if pair[0] in STAGE_CLASSES]
         load_stage(stage).settings_type.model_validate(settings)

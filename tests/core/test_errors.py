@@ -18,7 +18,7 @@ def test_long_message_keeps_both_ends_when_wrapped_again(text):
 
 
 @pytest.mark.parametrize(
-    ("word", "known", "meant"),
+    ("typo", "known", "meant"),
     [
         ("prnue", ["quantize", "prune"], "prune"),
         ("kep", ["keep"], "keep"),
@@ -35,12 +35,12 @@ def test_long_message_keeps_both_ends_when_wrapped_again(text):
         ("x" * 10_000, ["x" * 10_000 + "y"], "x" * 10_000 + "y"),
     ],
 )
-def test_mistyped_word_gets_suggestion(word, known, meant):
-    assert did_you_mean(word, known) == f" Did you mean '{meant}'?"
+def test_mistyped_word_gets_suggestion(typo, known, meant):
+    assert did_you_mean(typo, known) == f" Did you mean '{meant}'?"
 
 
 @pytest.mark.parametrize(
-    ("word", "known"),
+    ("typo", "known"),
     [
         ("modernbert", ["bert", "roberta", "distilbert"]),
         ("negative", ["positive"]),
@@ -54,5 +54,5 @@ def test_mistyped_word_gets_suggestion(word, known, meant):
         ("rows", ["rows"]),  # it is there, and not what was wanted
     ],
 )
-def test_different_word_gets_no_suggestion(word, known):
-    assert not did_you_mean(word, known)
+def test_different_word_gets_no_suggestion(typo, known):
+    assert not did_you_mean(typo, known)

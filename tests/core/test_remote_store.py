@@ -88,10 +88,10 @@ def test_two_writers_of_one_key_are_harmless(machines, monkeypatch):
     first, two = machines.store("one"), machines.store("two")
     write = first.remote._write
 
-    def between(place, file):
-        if place.startswith("artifacts/"):  # the other writer ends before the manifest of this one
+    def between(key, file):
+        if key.startswith("artifacts/"):  # the other writer ends before the manifest of this one
             _commit(two, "second")
-        write(place, file)
+        write(key, file)
 
     monkeypatch.setattr(first.remote, "_write", between)
     _commit(first, "first")
@@ -101,15 +101,15 @@ def test_two_writers_of_one_key_are_harmless(machines, monkeypatch):
     assert [_text(store.find(KEY)) for store in (first, two)] == ["first", "second"]
 
 
-@pytest.mark.parametrize("at", ["files/", "artifacts/"])
-def test_interrupted_push_is_absent_and_repeated(machines, monkeypatch, at):
+@pytest.mark.parametrize("failing_key", ["files/", "artifacts/"])
+def test_interrupted_push_is_absent_and_repeated(machines, monkeypatch, failing_key):
     first, two = machines.store("one"), machines.store("two")
     write = first.remote._write
 
-    def broken(place, file):
-        if place.startswith(at):
+    def broken(key, file):
+        if key.startswith(failing_key):
             raise OSError("connection lost")
-        write(place, file)
+        write(key, file)
 
     with monkeypatch.context() as patch:
         patch.setattr(first.remote, "_write", broken)
@@ -155,8 +155,8 @@ def test_failing_remote_store_is_retried_after_pause(tmp_path, monkeypatch):
     first, requests, now = machines.store("one"), [], [0.0]
     monkeypatch.setattr(remote_store.time, "monotonic", lambda: now[0])
 
-    def fail(place):
-        requests.append(place)
+    def fail(key):
+        requests.append(key)
         raise TimeoutError
 
     monkeypatch.setattr(first.remote, "_read", fail)

@@ -53,8 +53,8 @@ def test_row_over_several_lines_has_its_first_line(tmp_path):
     path = _file(tmp_path, '[\n {"a": 1},\n\n {"a":\n 2}, {"a": 3}\n]')
     assert [where for where, _ in read_json_rows(path)] == [f"{path}:{line}" for line in (2, 4, 5)]
     pandas = _file(tmp_path, '[{"a": 1},{"a": 2},\n{"a": 3},{"a": 4}]', "pandas.json")
-    found = [f"{pandas}:1", f"{pandas} row 2", f"{pandas}:2", f"{pandas} row 4"]
-    assert [where for where, _ in read_json_rows(pandas)] == found
+    locations = [f"{pandas}:1", f"{pandas} row 2", f"{pandas}:2", f"{pandas} row 4"]
+    assert [where for where, _ in read_json_rows(pandas)] == locations
     one = _file(tmp_path, '{"text": "a", "targets": ["b", "c"]}', "one.json")
     assert list(read_json_rows(one)) == [(f"{one}:1", {"text": "a", "targets": ["b", "c"]})]
 

@@ -78,7 +78,7 @@ def test_names_in_data_without_id2label_are_explained():
 
 @pytest.mark.parametrize("label", [1, 1.0, "1", "1.0", " 1", "+1"])
 @pytest.mark.parametrize(
-    ("names", "place"),
+    ("names", "class_index"),
     [
         (["1", "2", "3"], 0),
         (["3", "2", "1"], 2),
@@ -91,10 +91,10 @@ def test_names_in_data_without_id2label_are_explained():
         (["1 star", "2 stars"], 1),
     ],
 )
-def test_numeric_label_is_equal_in_any_notation(label, names, place):
-    assert class_targets(rows(label), names) == [place]
+def test_numeric_label_is_equal_in_any_notation(label, names, class_index):
+    assert class_targets(rows(label), names) == [class_index]
     assert multi_label_targets(rows((label,) if not isinstance(label, float) else (int(label),)), names) == [
-        (place,)
+        (class_index,)
     ]
 
 

@@ -54,9 +54,9 @@ def ruin(layer, scale=1.0):
     layer.weight += scale * layer.weight.std() * noise
 
 
-def changed(found):
+def changed(entries):
     """The ratios by layer, without those of rounding errors."""
-    changed_entries = [entry for entry in found if entry["sqnr_db"] is not None and entry["sqnr_db"] < 100]
+    changed_entries = [entry for entry in entries if entry["sqnr_db"] is not None and entry["sqnr_db"] < 100]
     return {(entry["name"], entry["part"]): entry["sqnr_db"] for entry in changed_entries}
 
 
@@ -153,13 +153,13 @@ def home(tmp_path_factory):
     return folder
 
 
-def compared(home, out, stage, settings, kept=None):
+def compared(home, out, stage, settings, kept_blocks_of=None):
     split = tiny.read_pairs(home)
     ctx = harness.run_stage(stage, settings, home / "m", out, data=split)
     baseline = tiny.as_artifact(home / "m")
     comparison = LayerComparison(baseline, SampleSource(split, "translation", 4, 0), "cpu")
     step = Artifact(ctx.out, baseline.manifest)
-    return comparison.compare(step, kept(ctx) if kept else {})
+    return comparison.compare(step, kept_blocks_of(ctx) if kept_blocks_of else {})
 
 
 def unlabeled():

@@ -417,7 +417,7 @@ def test_accuracy_interval_inverts_score_test(gained, lost, n):
     low, high = tango_interval(gained, lost, n, 0.9)
     middle, z = (gained - lost) / n, norm.ppf(0.95)
     expected_ends = [
-        100 * brentq(lambda d, at=bound: score_test(gained, lost, n, d) - at, *ends)
+        100 * brentq(lambda d, target=bound: score_test(gained, lost, n, d) - target, *ends)
         for bound, ends in ((z, (-0.9, middle)), (-z, (middle, 0.9)))
     ]
     assert [low, high] == pytest.approx(expected_ends, abs=1e-3)

@@ -13,8 +13,10 @@ CONFIG = {"is_encoder_decoder": True, "decoder_start_token_id": 3, "eos_token_id
 CONFIG |= {"vocab_size": 20}
 
 
-def runner(own=None, **config):
-    return SimpleNamespace(folder=Path("m"), config={**CONFIG, **config}, generation_config=own or {})
+def runner(model_config=None, **config):
+    return SimpleNamespace(
+        folder=Path("m"), config={**CONFIG, **config}, generation_config=model_config or {}
+    )
 
 
 BART = {
@@ -69,7 +71,7 @@ def test_missing_generation_config_falls_back_to_the_model_config():
 
 
 @pytest.mark.parametrize(
-    ("own", "config", "prompt", "expected"),
+    ("model_config", "config", "prompt", "expected"),
     [
         ({}, {}, 1, 129),
         ({"max_length": 50}, {}, 1, 50),
@@ -80,9 +82,10 @@ def test_missing_generation_config_falls_back_to_the_model_config():
         ({}, {"model_type": "gpt2", "n_positions": 64}, 64, 65),
     ],
 )
-def test_maximum_text_length(own, config, prompt, expected):
+def test_maximum_text_length(model_config, config, prompt, expected):
     assert (
-        resolve_generation(GenerationSettings(), runner(own, **config)).max_total_length(prompt) == expected
+        resolve_generation(GenerationSettings(), runner(model_config, **config)).max_total_length(prompt)
+        == expected
     )
 
 
@@ -102,7 +105,7 @@ def test_begin_and_end_tokens():
 
 
 @pytest.mark.parametrize(
-    ("own", "wishes", "code", "values"),
+    ("model_config", "wishes", "code", "values"),
     [
         ({"encoder_no_repeat_ngram_size": 3}, {}, UNSUPPORTED, ("encoder_no_repeat_ngram_size", " 3", " 0.")),
         ({"sequence_bias": [[[1], 2.0]]}, {}, UNSUPPORTED, ("sequence_bias", "null")),
@@ -117,14 +120,14 @@ def test_begin_and_end_tokens():
         ({}, {"forced_bos_token_id": 20}, "token-outside-vocabulary", ("forced_bos_token_id", " 20")),
     ],
 )
-def test_unsupported_setting_is_reported(own, wishes, code, values):
+def test_unsupported_setting_is_reported(model_config, wishes, code, values):
     with raises_code(code, InputError) as caught:
-        resolve_generation(GenerationSettings(**wishes), runner(own))
+        resolve_generation(GenerationSettings(**wishes), runner(model_config))
     assert all(value in str(caught.value) for value in values)
 
 
 @pytest.mark.parametrize(
-    ("own", "wishes"),
+    ("model_config", "wishes"),
     [
         ({"num_beam_groups": 2, "diversity_penalty": 0.5}, {"num_beams": 4}),
         ({"diversity_penalty": 0.5}, {}),
@@ -138,9 +141,9 @@ def test_unsupported_setting_is_reported(own, wishes, code, values):
     ],
     ids=str,
 )
-def test_setting_that_changes_outputs_is_refused(own, wishes):
+def test_setting_that_changes_outputs_is_refused(model_config, wishes):
     with raises_code(UNSUPPORTED, InputError):
-        resolve_generation(GenerationSettings(**wishes), runner(own))
+        resolve_generation(GenerationSettings(**wishes), runner(model_config))
 
 
 @pytest.mark.parametrize("search", [{}, {"num_beams": 2}, {"do_sample": True}], ids=str)
@@ -165,7 +168,7 @@ def test_sampling_settings_do_not_affect_other_searches():
 
 
 @pytest.mark.parametrize(
-    ("own", "wishes", "expected"),
+    ("model_config", "wishes", "expected"),
     [
         ({}, {}, "gen:greedy|max_new_tokens:128"),
         ({"max_length": 64}, {}, "gen:greedy|max_length:64"),
@@ -182,8 +185,8 @@ def test_sampling_settings_do_not_affect_other_searches():
         ),
     ],
 )
-def test_signature_contains_the_effective_settings(own, wishes, expected):
-    assert resolve_generation(GenerationSettings(**wishes), runner(own)).describe() == expected
+def test_signature_contains_the_effective_settings(model_config, wishes, expected):
+    assert resolve_generation(GenerationSettings(**wishes), runner(model_config)).describe() == expected
 
 
 @pytest.mark.parametrize(

@@ -85,9 +85,9 @@ def test_text_is_cut_after_its_end_token():
 class Noting:
     """A runner that notes what its graphs are asked."""
 
-    def __init__(self, whole=("generate", "generate_beams"), promised=True):
+    def __init__(self, graphs=("generate", "generate_beams"), promised=True):
         self.backend = SimpleNamespace(
-            generation_graphs=whole, acquire_graph=lambda graph: nullcontext(promised)
+            generation_graphs=graphs, acquire_graph=lambda graph: nullcontext(promised)
         )
         self.config, self.generation_cache = {"vocab_size": 12}, {}
         self.asked = []
@@ -108,16 +108,16 @@ def test_beam_and_greedy_search_have_separate_graphs():
 
 
 @pytest.mark.parametrize(
-    ("whole", "promised", "more"),
+    ("graphs", "promised", "more"),
     [
         (("generate",), True, {"num_beams": 2}),
         (("generate",), True, {"do_sample": True}),
         (("generate",), False, {}),
     ],
 )
-def test_python_loop_is_used_for_settings_unsupported_by_graphs(monkeypatch, whole, promised, more):
-    monkeypatch.setattr(search, "generate_resolved", lambda *given: ("python", given[-1]))
-    runner = Noting(whole, promised)
+def test_python_loop_is_used_for_settings_unsupported_by_graphs(monkeypatch, graphs, promised, more):
+    monkeypatch.setattr(search, "generate_resolved", lambda *args: ("python", args[-1]))
+    runner = Noting(graphs, promised)
     assert generate_in_graph(runner, BATCH, GenerationConfig(**WISHES, **more)) == (
         "python",
         not more.get("do_sample"),
@@ -130,7 +130,7 @@ def test_python_loop_is_used_for_settings_unsupported_by_graphs(monkeypatch, who
     (256, True, {"num_beams": 2}, True), (256, True, {"start": 3}, True),
 ])  # fmt: skip
 def test_long_prompts_use_single_steps_if_faster(monkeypatch, length, faster, more, graph):
-    monkeypatch.setattr(search, "generate_resolved", lambda *given: "python")
+    monkeypatch.setattr(search, "generate_resolved", lambda *args: "python")
     runner, ones = Noting(), np.ones((1, length), np.int64)
     runner.backend.prefers_stepwise = faster
     decoding = GenerationConfig(

@@ -195,7 +195,7 @@ def test_continuation_is_decoded_alone_if_the_prompt_would_change():
 
 
 @pytest.mark.parametrize(
-    ("wishes", "own"),
+    ("wishes", "config"),
     [
         ({"max_new_tokens": 50}, {}),
         ({"max_new_tokens": 50, "num_beams": 3}, {}),
@@ -204,12 +204,12 @@ def test_continuation_is_decoded_alone_if_the_prompt_would_change():
     ],
     ids=str,
 )
-def test_prompt_has_the_same_continuation_alone_and_with_longer_ones(folder, tmp_path, wishes, own):
+def test_prompt_has_the_same_continuation_alone_and_with_longer_ones(folder, tmp_path, wishes, config):
     """64 positions: batched with a prompt of 32 tokens, one of 10 may still have 50 new ones, as alone."""
     texts = [_prompt(folder, tokens)[0] for tokens in (32, 10, 24)]
     folder = Path(shutil.copytree(folder, tmp_path / "model"))
     path = folder / "generation_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
     with open_runner(tiny.as_artifact(folder, "language-modeling")) as runner:
         together = generate_texts(runner, texts, GenerationSettings(**wishes))
         alone = [generate_texts(runner, [text], GenerationSettings(**wishes))[0] for text in texts]

@@ -76,16 +76,16 @@ def mappings(text: str) -> Iterator[tuple[str, Any]]:
             continue
 
 
-def unknown(given: Any, models: list[type[BaseModel]]) -> Iterator[str]:
-    """Keys in `given` that no model of `models` has; nested ones too."""
-    if isinstance(given, list):
-        for item in given:
+def unknown(settings: Any, models: list[type[BaseModel]]) -> Iterator[str]:
+    """Keys in `settings` that no model of `models` has; nested ones too."""
+    if isinstance(settings, list):
+        for item in settings:
             yield from unknown(item, models)
-    if not isinstance(given, dict) or not models or set(given) == {"search"}:
+    if not isinstance(settings, dict) or not models or set(settings) == {"search"}:
         return
-    for key, value in given.items():
+    for key, value in settings.items():
         fields = [model.model_fields[key] for model in models if key in model.model_fields]
-        if not fields and all(isinstance(k, str) for k in given):
+        if not fields and all(isinstance(k, str) for k in settings):
             yield str(key)
         yield from unknown(value, [item for info in fields for item in models_in(info.annotation)])
 

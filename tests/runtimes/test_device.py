@@ -69,8 +69,8 @@ def test_device_count_is_that_of_the_driver(monkeypatch, init, asked, expected):
         def cuInit(self, flags):  # noqa: N802
             return init
 
-        def cuDeviceGetCount(self, place):  # noqa: N802
-            place._obj.value = 2
+        def cuDeviceGetCount(self, pointer):  # noqa: N802
+            pointer._obj.value = 2
             return asked
 
     monkeypatch.setattr(places.sys, "platform", "linux")

@@ -39,10 +39,10 @@ def test_artifact_opens_in_its_runtime(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("named", "given", "expected"),
+    ("named", "threads", "expected"),
     [(2, None, 2), (2, 1, 1), (None, None, None), ("two", None, None), (0, None, None)],
 )
-def test_threads_are_those_of_the_user_then_of_the_artifact(monkeypatch, named, given, expected):
+def test_threads_are_those_of_the_user_then_of_the_artifact(monkeypatch, named, threads, expected):
     """Of the manifest alone: nothing is opened."""
     from smelt.runtimes import registry as code
 
@@ -50,7 +50,7 @@ def test_threads_are_those_of_the_user_then_of_the_artifact(monkeypatch, named, 
     monkeypatch.setattr(code, "open_folder", lambda *arguments, **more: thread_counts.append(arguments[3]))
     artifact = tiny.as_artifact("/nowhere", "translation")
     artifact.manifest.details["threads"] = named
-    open_runner(artifact, given)
+    open_runner(artifact, threads)
     assert thread_counts == [expected]
 
 

@@ -165,9 +165,9 @@ def test_concurrent_threads_get_the_same_outputs_as_alone():
         alone = [generate(runner, batch, settings) for batch in batches]
         outputs: dict[tuple[int, int], object] = {}
 
-        def work(at):
+        def work(index):
             for repetition in range(3):
-                outputs[at, repetition] = generate(runner, batches[at], settings)
+                outputs[index, repetition] = generate(runner, batches[index], settings)
 
         threads = [threading.Thread(target=work, args=(index,)) for index in range(len(batches))]
         for thread in threads:

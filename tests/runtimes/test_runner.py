@@ -34,15 +34,15 @@ def test_properties_come_from_the_backend_and_close_is_forwarded(tmp_path):
     assert closed == [1]
 
 
-@pytest.mark.parametrize(("family", "word"), [("gpt2", "n_positions"), ("llama", "max_position_embeddings")])
-def test_supported_tasks_are_named_as_in_the_model_family(tmp_path, family, word):
+@pytest.mark.parametrize(("family", "key"), [("gpt2", "n_positions"), ("llama", "max_position_embeddings")])
+def test_supported_tasks_are_named_as_in_the_model_family(tmp_path, family, key):
     """Prompts are cut, and outputs end, by that number; GPT-2 calls it otherwise than most."""
     for rows, in_all, expected in ((64, 20, 20), (64, 99, 64)):
-        (tmp_path / "config.json").write_text(f'{{"model_type": "{family}", "{word}": {rows}}}')
+        (tmp_path / "config.json").write_text(f'{{"model_type": "{family}", "{key}": {rows}}}')
         backend = SimpleNamespace(max_tokens_per_call=8, max_total_tokens=in_all)
         runner = DecoderOnlyRunner(read_model_files(tmp_path), backend, generate_resolved)
         assert position_limit(runner.config) == expected
-        assert runner.config[word] == expected
+        assert runner.config[key] == expected
 
 
 @pytest.mark.parametrize("watched", [False, True])
@@ -50,12 +50,12 @@ def test_texts_come_from_the_generator_of_the_runner(tmp_path, watched):
     """A loop inside a graph takes the place of the one in Python; who watches the runner is handed on."""
     calls = []
 
-    def whole(runner, batch, decoding, part=0):
+    def generate(runner, batch, decoding, part=0):
         calls.append((runner, len(batch.input_ids), decoding.max_new_tokens, part))
         return [[5, 6, 0]] * len(batch.input_ids)
 
     with open_runner(tiny.as_artifact(tiny.write_marian(tmp_path))) as runner:
-        runner.generator = whole
+        runner.generator = generate
         watched_runner = TimedRunner(runner) if watched else runner
         texts = generate_texts(
             watched_runner, tiny.SENTENCES[:3], GenerationSettings(max_new_tokens=4), batch_size=2

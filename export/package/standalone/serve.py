@@ -38,19 +38,19 @@ def available_cores() -> int:
 def int_option(least: int, most: int = 10**9) -> Any:
     """Return a parser for an integer option."""
 
-    def number(word: str) -> int:
-        if least <= int(word) <= most:
-            return int(word)
-        raise argparse.ArgumentTypeError(f"expected {least} or more, got {word}")
+    def number(text: str) -> int:
+        if least <= int(text) <= most:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"expected {least} or more, got {text}")
 
     return number
 
 
-def parse_seconds(word: str) -> float:
+def parse_seconds(text: str) -> float:
     """Parse an option in seconds."""
-    if 0 <= float(word) < float("inf"):
-        return float(word)
-    raise argparse.ArgumentTypeError(f"expected seconds, got {word}")
+    if 0 <= float(text) < float("inf"):
+        return float(text)
+    raise argparse.ArgumentTypeError(f"expected seconds, got {text}")
 
 
 def parse_options(words: list[str] | None = None) -> argparse.Namespace:

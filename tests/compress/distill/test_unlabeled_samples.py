@@ -56,7 +56,7 @@ def test_embedder_trains_on_single_texts_and_pairs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "task", "place", "code", "value"),
+    ("options", "task", "setting", "code", "value"),
     [
         ({"losses": {"labels": 0.5}}, "text-classification", "losses.labels", "missing-labels", "0.5"),
         (
@@ -77,11 +77,11 @@ def test_embedder_trains_on_single_texts_and_pairs(tmp_path):
         ({"losses": {"labels": 0}}, "translation", "train_on", "does-not-fit-task", "translation"),
     ],
 )
-def test_loss_needing_labels_is_rejected_before_training(options, task, place, code, value):
+def test_loss_needing_labels_is_rejected_before_training(options, task, setting, code, value):
     settings = DistillSettings.model_validate({"train_on": "both"} | options)
     errors = {error.setting: error for error in Distill.check_rows(settings, task, {"unlabeled": TEXTS})}
-    assert errors[place].code == code
-    assert value in errors[place].message
+    assert errors[setting].code == code
+    assert value in errors[setting].message
 
 
 def test_required_splits_follow_train_on():

@@ -130,11 +130,11 @@ def _rows(model, family, task, ctx, space):
     return load_calibration_samples(model, source, 64, ctx, "prune", padded=True)
 
 
-def _error(whole, model, rows):
+def _error(original, model, rows):
     """Return the squared distance of the last states' products, at tokens."""
     from smelt.calibration.samples import model_outputs
 
     total = 0.0
-    for a, b in zip(model_outputs(whole, rows.batches), model_outputs(model, rows.batches), strict=True):
+    for a, b in zip(model_outputs(original, rows.batches), model_outputs(model, rows.batches), strict=True):
         total += float((a - b).square().mean())
     return total

@@ -111,9 +111,11 @@ def fake(monkeypatch):
 SETTINGS = LatencySettings(batch_sizes=(1,), rounds=4)
 
 
-def _measure(*names, **kept):
+def _measure(*names, **options):
     folders = {name: Path("/nowhere") / name for name in names}
-    return measure_latency(folders, "base", TEXTS, kept.pop("settings", SETTINGS), "translation", **kept)
+    return measure_latency(
+        folders, "base", TEXTS, options.pop("settings", SETTINGS), "translation", **options
+    )
 
 
 def test_double_speed_is_reported_on_idle_machine(fake):
@@ -126,11 +128,11 @@ def test_double_speed_is_reported_on_idle_machine(fake):
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"), [(None, {"base": 1, "twice": 3}), (2, {"base": 2, "twice": 2})]
+    ("threads", "expected"), [(None, {"base": 1, "twice": 3}), (2, {"base": 2, "twice": 2})]
 )
-def test_artifact_is_timed_with_its_own_thread_count(fake, monkeypatch, given, expected):
+def test_artifact_is_timed_with_its_own_thread_count(fake, monkeypatch, threads, expected):
     monkeypatch.setattr(worker_process, "_stored_threads", lambda path: 3 if path.name == "twice" else None)
-    settings = SETTINGS.model_copy(update={"threads": given})
+    settings = SETTINGS.model_copy(update={"threads": threads})
     result = _measure("base", "twice", settings=settings)
     assert {name: latency_rows[0]["threads"] for name, latency_rows in result.rows.items()} == expected
 

@@ -25,12 +25,12 @@ def load(used=0.99, waited=0.0, others=0.0, stolen=0.0, wall=200.0):
     return MachineLoad(wall, used * wall, waited * wall, others, stolen, None)
 
 
-def a_round(ms, **kept):
-    return TimingRound([ms, ms * 1.01, ms * 0.99], [], 3, load(**kept))
+def a_round(ms, **loads):
+    return TimingRound([ms, ms * 1.01, ms * 0.99], [], 3, load(**loads))
 
 
-def pairs(ratios, own=None, base=None):
-    return [RoundPair(a_round(10.0, **(own or {})), a_round(10.0 * r, **(base or {}))) for r in ratios]
+def pairs(ratios, step_load=None, base=None):
+    return [RoundPair(a_round(10.0, **(step_load or {})), a_round(10.0 * r, **(base or {}))) for r in ratios]
 
 
 def test_single_thread_without_cpu_is_disturbed():

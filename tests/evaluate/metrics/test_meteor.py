@@ -11,8 +11,8 @@ from tests.support.expected_errors import raises_code
 class SmallWordNet:
     """Synonyms without the files of WordNet."""
 
-    def synsets(self, word):
-        names = {"kitten": ["cat", "kitty"]}.get(word, [])
+    def synsets(self, token):
+        names = {"kitten": ["cat", "kitty"]}.get(token, [])
         return [type("Synset", (), {"lemmas": lambda self: [_Lemma(name) for name in names]})()]
 
 

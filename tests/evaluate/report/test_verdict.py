@@ -355,7 +355,7 @@ def test_verdict_supports_lower_is_better_metrics(report):
 
 
 @pytest.mark.parametrize(
-    ("differences", "kept"),
+    ("differences", "is_accepted"),
     [
         ({"agreement": -0.3}, True),
         ({"agreement": -1.2}, False),
@@ -366,7 +366,7 @@ def test_verdict_supports_lower_is_better_metrics(report):
         ({"accuracy": -0.3}, False),  # the baseline is not right by definition
     ],
 )
-def test_small_agreement_loss_is_accepted(differences, kept):
+def test_small_agreement_loss_is_accepted(differences, is_accepted):
     report = _without_times(("int8", 3, 99.0, -0.3, 0.001), task="custom")
     score = make_scores(99.0)["bleu"]
     for step in report["steps"]:
@@ -375,8 +375,10 @@ def test_small_agreement_loss_is_accepted(differences, kept):
         metric: {"difference": value, "ci95": None, "p_value": 0.001} for metric, value in differences.items()
     }
     verdict = _decide(report)
-    assert (verdict.step, verdict.reason) == (("int8", "smallest") if kept else (None, "significantly-worse"))
-    if kept:
+    assert (verdict.step, verdict.reason) == (
+        ("int8", "smallest") if is_accepted else (None, "significantly-worse")
+    )
+    if is_accepted:
         assert verdict.command == "cp -rL artifacts/int8 NEW"
         assert message_codes(verdict.warnings) == ["accepted-loss"]
     report["steps"][1]["gates"] = [gate("agreement", passed=False)]

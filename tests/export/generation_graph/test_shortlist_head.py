@@ -87,7 +87,7 @@ def test_generation_graph_equals_python_loop(family, scheme):
         vocabulary_size, vocabulary = vocabulary_sizes(runner.config)
         calls = []
         original = runner.generate_sequences
-        runner.generate_sequences = lambda *given: calls.append(given) or original(*given)
+        runner.generate_sequences = lambda *args: calls.append(args) or original(*args)
         for batch_size in (1, 6):
             inputs = batch(batch_size, vocabulary_size, batch_size)
             allowed = runner.shortlist.allowed_tokens(inputs, vocabulary)

@@ -43,7 +43,7 @@ def test_imported_onnx_model_is_complete_artifact_and_cached(
 ) -> None:
     trial_runs: list[Any] = []
     monkeypatch.setattr(
-        "smelt.runtimes.onnx_import.trial_run.trial_run", lambda *given: trial_runs.append(given)
+        "smelt.runtimes.onnx_import.trial_run.trial_run", lambda *args: trial_runs.append(args)
     )
     path = graphs.save_model(graphs.two_layer_classifier(batch=4), tmp_path / "m.onnx", "weights.bin")
     rows = read_split(str(graphs.write_rows(tmp_path / "test.npz")), "custom", Columns(), tmp_path)

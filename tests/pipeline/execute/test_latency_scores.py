@@ -153,9 +153,9 @@ def test_latency_budget_defaults_to_stage_time(home, monkeypatch):
     budgets = []
     real = measurement.measure_latency
 
-    def measure(*args, **kept):
-        budgets.append(kept["seconds"])
-        return real(*args, **kept)
+    def measure(*args, **options):
+        budgets.append(options["seconds"])
+        return real(*args, **options)
 
     monkeypatch.setattr("smelt.evaluate.latency.measure_latency", measure)
     fake_workers.install(monkeypatch)

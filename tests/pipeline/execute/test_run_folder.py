@@ -70,15 +70,15 @@ def finished(tmp_path_factory):
 
 
 @pytest.fixture
-def whole(finished, tmp_path):
+def finished_run(finished, tmp_path):
     """A copy of the whole run, to be worked on."""
     shutil.copytree(finished[0], tmp_path / "home", symlinks=True)
     shutil.rmtree(tmp_path / "home" / "runs" / ".store" / "runs")  # its notes name the folder that was copied
     return tmp_path / "home", finished[1]
 
 
-def test_partial_run_keeps_report_and_links_of_other_branches(whole):
-    home, before = whole
+def test_partial_run_keeps_report_and_links_of_other_branches(finished_run):
+    home, before = finished_run
     output, after, report = _run(home, "--until", "right")
     assert list(after) == ["model", "prune", "left", "left-int8", "right"]  # the recipe's order
     assert _links(home) == ["left", "left-int8", "model", "prune", "right"]
@@ -97,8 +97,8 @@ def test_partial_run_keeps_report_and_links_of_other_branches(whole):
     assert [step["status"] for step in _run(home)[1].values()] == ["cached"] * 5
 
 
-def test_branch_with_changed_settings_is_removed(whole):
-    home, before = whole
+def test_branch_with_changed_settings_is_removed(finished_run):
+    home, before = finished_run
     _, after, _ = _run(home, "--until", "right", "--set", "left.energy=0.4")
     assert list(after) == ["model", "prune", "right"]
     assert _links(home) == ["model", "prune", "right"]  # left-int8 stood on what went
@@ -106,8 +106,8 @@ def test_branch_with_changed_settings_is_removed(whole):
     assert unused_keys == {before["left"]["key"], before["left-int8"]["key"]}
 
 
-def test_steps_after_changed_step_are_removed(whole):
-    home, _ = whole
+def test_steps_after_changed_step_are_removed(finished_run):
+    home, _ = finished_run
     _, after, _ = _run(home, "--until", "prune", "--set", "prune.keep_ratio=0.25")
     assert list(after) == ["model", "prune"]
     assert _links(home) == ["model", "prune"]
@@ -124,16 +124,16 @@ def test_full_run_and_first_run_keep_no_old_links(home):
     assert _links(home) == ["left", "left-int8", "model", "prune", "right"]
 
 
-def test_missing_or_damaged_artifact_is_not_kept(whole):
-    home, before = whole
+def test_missing_or_damaged_artifact_is_not_kept(finished_run):
+    home, before = finished_run
     weights = home / "runs" / ".store" / "artifacts" / before["left"]["key"] / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     _, after, _ = _run(home, "--until", "right")
     assert list(after) == ["model", "prune", "right"]
 
 
-def test_links_are_kept_if_parent_step_fails(whole, monkeypatch):
-    home, _ = whole
+def test_links_are_kept_if_parent_step_fails(finished_run, monkeypatch):
+    home, _ = finished_run
     from smelt.compress.prune.stage import Prune
 
     def fail(self, src, settings, ctx):
@@ -145,8 +145,8 @@ def test_links_are_kept_if_parent_step_fails(whole, monkeypatch):
     assert find_unused(home / "runs" / ".store").artifacts == () or "left" in _links(home)
 
 
-def test_kept_step_is_not_scored_or_timed_again(whole):
-    home, before = whole
+def test_kept_step_is_not_scored_or_timed_again(finished_run):
+    home, before = finished_run
     _, after, report = _run(home, "--until", "right", "--set", "score.quality=[accuracy]")
     left_step = after["left"]
     assert (left_step["quality"], left_step["cause"]) == ({}, "not-scored-before")
@@ -278,8 +278,8 @@ def _move(home, target):
     return home / target
 
 
-def test_moved_run_is_explained_and_works_with_moved_store(whole):
-    home, _ = whole
+def test_moved_run_is_explained_and_works_with_moved_store(finished_run):
+    home, _ = finished_run
     moved = _move(home, "far/away")
     artifact = moved / "artifacts" / "right"
     error = command_error(harness.smelt("predict", artifact, "a text", code=2))
@@ -301,8 +301,8 @@ def test_moved_run_is_explained_and_works_with_moved_store(whole):
     assert removed.code == "removed-artifact"
 
 
-def test_links_of_earlier_run_are_kept_until_next_run_ends(whole, monkeypatch):
-    home, before = whole
+def test_links_of_earlier_run_are_kept_until_next_run_ends(finished_run, monkeypatch):
+    home, before = finished_run
     from smelt.compress.prune.stage import Prune
 
     links_during_run = []

@@ -46,8 +46,8 @@ def step(stage=Finetune, **settings):
     )
 
 
-def key(of=None, made=None, ancestors=ANCESTORS):
-    return (of or shop()).step_key(made or step(), ancestors)
+def key(of=None, step_draft=None, ancestors=ANCESTORS):
+    return (of or shop()).step_key(step_draft or step(), ancestors)
 
 
 def test_step_key_is_equal_for_equal_work():
@@ -62,8 +62,8 @@ def test_step_key_is_equal_for_equal_work():
         lambda: key(shop(seed=1)),
         lambda: key(shop(data={"train": Split("made", ROWS.examples[:1])})),
         lambda: key(shop(versions={"torch": "2.14"})),
-        lambda: key(made=step(learning_rate=0.5)),
-        lambda: key(made=step(Onnx)),
+        lambda: key(step_draft=step(learning_rate=0.5)),
+        lambda: key(step_draft=step(Onnx)),
         lambda: key(ancestors=parent("another")),
     ],
 )
@@ -77,8 +77,8 @@ def test_step_key_includes_master_weights_only_if_training_resumes_from_them():
     )
     assert len({key(), key(ancestors=parents), key(ancestors=others)}) == 3
     lora_step, graph = step(lora={"rank": 2}), step(Onnx)
-    assert key(made=lora_step, ancestors=parents) == key(made=lora_step)  # codes stay as they are
-    assert key(made=graph, ancestors=parents) == key(made=graph)
+    assert key(step_draft=lora_step, ancestors=parents) == key(step_draft=lora_step)  # codes stay as they are
+    assert key(step_draft=graph, ancestors=parents) == key(step_draft=graph)
     weights = parent(**{"model.safetensors": FileRecord(sha256="a" * 64, size_bytes=1)})
     assert key(ancestors=weights) == key()
 
@@ -87,7 +87,7 @@ def test_step_key_depends_on_stage_version():
     class Later(Finetune):
         version = Finetune.version + 1
 
-    assert key(made=replace(step(), stage_class=Later)) != key()
+    assert key(step_draft=replace(step(), stage_class=Later)) != key()
 
 
 def test_step_key_depends_on_training_device(monkeypatch):
@@ -110,10 +110,10 @@ def test_step_key_depends_on_device_of_unit_scoring(monkeypatch):
 
 
 def test_step_key_depends_on_bf16_support_with_auto_precision(monkeypatch):
-    automatic, fp32_key = key(), key(made=step(precision="fp32"))
+    automatic, fp32_key = key(), key(step_draft=step(precision="fp32"))
     monkeypatch.setattr(step_runner, "has_bf16_instructions", lambda: not has_bf16_instructions())
     assert key() != automatic
-    assert key(made=step(precision="fp32")) == fp32_key
+    assert key(step_draft=step(precision="fp32")) == fp32_key
 
 
 def test_step_key_depends_on_settings_of_selection_metric():
@@ -138,12 +138,12 @@ def test_bf16_support_is_read_from_cpu_flags(tmp_path):
     assert not has_bf16_instructions(tmp_path / "nothing")
 
 
-@pytest.mark.parametrize(("wanted", "lacks", "place"), [
+@pytest.mark.parametrize(("wanted", "lacks", "expected_device"), [
     ("auto", None, "cuda"), ("auto", "no driver", "cpu"), ("cpu", None, "cpu"), ("cuda", None, "cuda"),
 ])  # fmt: skip
-def test_training_device_is_requested_one_if_available(wanted, lacks, place, monkeypatch):
+def test_training_device_is_requested_one_if_available(wanted, lacks, expected_device, monkeypatch):
     monkeypatch.setattr(machine, "cuda_missing_reason", lambda: lacks)
-    assert training_device(wanted) == place
+    assert training_device(wanted) == expected_device
 
 
 @pytest.mark.parametrize(

@@ -272,9 +272,9 @@ def test_processes_and_threads_per_node_are_read_from_environment(
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("code", "kept"), [("unexpected", True), ("out-of-memory", True), ("non-finite-loss", False)]
+    ("code", "is_kept"), [("unexpected", True), ("out-of-memory", True), ("non-finite-loss", False)]
 )
-def test_checkpoints_are_kept_after_machine_failures_only(home, alone, tmp_path, code, kept):
+def test_checkpoints_are_kept_after_machine_failures_only(home, alone, tmp_path, code, is_kept):
     class Failing:
         def applies_to(self, step):
             return True
@@ -292,7 +292,7 @@ def test_checkpoints_are_kept_after_machine_failures_only(home, alone, tmp_path,
     checkpoint.mkdir(parents=True)
     with raises_code(code):
         runner.run_step(step, {"model": model}, fresh=False)
-    assert checkpoint.exists() == kept
+    assert checkpoint.exists() == is_kept
 
 
 @pytest.mark.quick

@@ -30,12 +30,12 @@ LAYOUTS = [
 KINDS = [".jsonl", ".json", ".csv", ";.csv", ".tsv", ".parquet", ".jsonl.gz"]
 
 
-def _row(task, at, label):
-    sentence = f"{tiny.SENTENCES[at % 10]} {tiny.SENTENCES[at // 10 % 10]}"
+def _row(task, index, label):
+    sentence = f"{tiny.SENTENCES[index % 10]} {tiny.SENTENCES[index // 10 % 10]}"
     if task == "text-classification":
-        return {"text": sentence, "label": label(at)}
+        return {"text": sentence, "label": label(index)}
     if task == embedders.TASK:
-        return {"sentence1": sentence, "sentence2": sentence[::-1], "score": at / 7}
+        return {"sentence1": sentence, "sentence2": sentence[::-1], "score": index / 7}
     if task == "text-generation":
         return {"question": sentence, "answer": sentence[::-1]}
     return (
@@ -78,7 +78,7 @@ def test_init_recipe_plans_for_every_family_and_data_layout(tmp_path, models, mo
     folder.mkdir()
     # every kind of file comes with every layout, not with every family
     kind = KINDS[(LAYOUTS.index(layout) + len(family)) % len(KINDS)]
-    rows = [_row(task, row_number, lambda at: at % 2) for row_number in range(30)]
+    rows = [_row(task, row_number, lambda index: index % 2) for row_number in range(30)]
     files = [_write(folder / name, kind, rows) for name in layout]
     untrained = family == "bare" and "train" not in layout and layout != ("reviews",)
     # so does a folder, and files one by one
@@ -102,13 +102,13 @@ def test_init_recipe_plans_for_every_family_and_data_layout(tmp_path, models, mo
 
 
 LABELS = [
-    (lambda at: at % 2, {}, "accuracy"),
-    (lambda at: float(at % 2), {}, "accuracy"),
-    (lambda at: f"class {at % 3}", None, "accuracy"),
-    (lambda at: at % 3 + 1, None, "accuracy"),
-    (lambda at: at / 7, None, "pearson"),
-    (lambda at: "a|b" if at % 2 else "b", None, "f1_micro"),
-    (lambda at: at / 7, {"problem_type": "regression", "id2label": {0: "amount"}}, "pearson"),
+    (lambda index: index % 2, {}, "accuracy"),
+    (lambda index: float(index % 2), {}, "accuracy"),
+    (lambda index: f"class {index % 3}", None, "accuracy"),
+    (lambda index: index % 3 + 1, None, "accuracy"),
+    (lambda index: index / 7, None, "pearson"),
+    (lambda index: "a|b" if index % 2 else "b", None, "f1_micro"),
+    (lambda index: index / 7, {"problem_type": "regression", "id2label": {0: "amount"}}, "pearson"),
 ]
 
 

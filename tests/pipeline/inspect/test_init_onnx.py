@@ -126,8 +126,8 @@ def test_single_npz_file_or_folder_is_split(tmp_path: Path) -> None:
 def test_file_role_needs_a_full_word_of_the_name(tmp_path: Path) -> None:
     for name in ("bigvals_test", "bigvals_calibration"):
         graphs.write_rows(tmp_path / f"{name}.npz")
-    found = written(graphs.two_layer_classifier(), tmp_path, tmp_path)["data"]
-    assert found == {"test": "bigvals_test.npz", "calibration": "bigvals_calibration.npz"}
+    splits = written(graphs.two_layer_classifier(), tmp_path, tmp_path)["data"]
+    assert splits == {"test": "bigvals_test.npz", "calibration": "bigvals_calibration.npz"}
     (tmp_path / "rows.csv").write_text("x")
     with pytest.raises(InputError):
         written(graphs.two_layer_classifier(), tmp_path, tmp_path / "rows.csv")

@@ -96,7 +96,7 @@ def test_timed_step_names_must_exist(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "branches", "chosen", "same", "found"),
+    ("rows", "branches", "chosen", "same", "expected"),
     [
         (100, 2, None, False, "validation"),
         (99, 2, None, False, "test"),  # too few to choose by
@@ -107,7 +107,7 @@ def test_timed_step_names_must_exist(folder: Path) -> None:
         (5, 1, "validation", False, "validation"),
     ],
 )
-def test_branches_are_compared_on_validation_split(rows, branches, chosen, same, found) -> None:
+def test_branches_are_compared_on_validation_split(rows, branches, chosen, same, expected) -> None:
     files = {"validation": "v.jsonl", "test": "v.jsonl" if same else "t.jsonl"}
     data = SimpleNamespace(split_files=lambda: files, split_sources=lambda: files)
     recipe = SimpleNamespace(data=data, judged_on=chosen, traits=task_traits("translation"), stages=())
@@ -116,4 +116,4 @@ def test_branches_are_compared_on_validation_split(rows, branches, chosen, same,
     ]
     context = CheckContext(recipe, None, set(), drafts={step.name: step for step in steps})
     context.splits = {} if rows is None else {"validation": range(rows)}
-    assert choose_judging_split(context) == found
+    assert choose_judging_split(context) == expected

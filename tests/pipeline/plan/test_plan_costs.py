@@ -163,9 +163,9 @@ def _record(estimate, work_ratio=1.0, seconds=10.0, memory_ratio=1.0, **changes)
     ],
 )
 def test_predicted_time_scales_nearest_record_by_work(home, works, seconds):
-    plan, found = _plan(home)
-    records = [_record(found["prune"], work) for work in works]
-    records += [_record(found["prune"], 1.0, kind="other", seconds=1.0)]
+    plan, costs = _plan(home)
+    records = [_record(costs["prune"], work) for work in works]
+    records += [_record(costs["prune"], 1.0, kind="other", seconds=1.0)]
     predicted = estimate_steps(plan, plan.splits, records)
     assert predicted["prune"].seconds == (None if seconds is None else pytest.approx(seconds))
     assert predicted["quantize"].seconds is None
@@ -173,17 +173,17 @@ def test_predicted_time_scales_nearest_record_by_work(home, works, seconds):
 
 @pytest.mark.parametrize(("ratio", "expected"), [(3.0, 3.0), (0.5, 1.0), (None, 1.0)])
 def test_predicted_memory_is_maximum_of_estimate_and_record(home, ratio, expected):
-    plan, found = _plan(home)
+    plan, costs = _plan(home)
     changes = {"memory_bytes": None} if ratio is None else {}
-    record = _record(found["finetune"], memory_ratio=ratio or 1.0, **changes)
+    record = _record(costs["finetune"], memory_ratio=ratio or 1.0, **changes)
     estimates = estimate_steps(plan, plan.splits, [record])
-    plain = found["finetune"].memory_bytes
+    plain = costs["finetune"].memory_bytes
     assert estimates["finetune"].memory_bytes == pytest.approx(expected * plain)
     limits = dataclasses.replace(ROOMY, free_bytes=round(2 * plain))
     codes = [m.code for m in check_costs(plan, estimates, limits) if m.step == "finetune"]
     assert codes == (["may-need-more-memory"] if expected == 3.0 else [])
     fitting = fitting_settings(plan, plan.steps[0], estimates, round(expected * plain) - 1)
-    lighter = fitting_settings(plan, plan.steps[0], found, plain - 1)
+    lighter = fitting_settings(plan, plan.steps[0], costs, plain - 1)
     assert {change: pytest.approx(expected * count) for change, count in lighter.items()} == fitting
 
 

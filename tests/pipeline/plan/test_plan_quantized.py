@@ -24,13 +24,13 @@ def plan(translator: Path, stages: str) -> Plan:
     return load_plan(path)
 
 
-def advice(made: Plan) -> list[Message]:
+def advice(loaded_plan: Plan) -> list[Message]:
     """Return what is said of the steps, not of the few rows of these tests."""
-    return [warning for warning in made.warnings if warning.step is not None]
+    return [warning for warning in loaded_plan.warnings if warning.step is not None]
 
 
 @pytest.mark.parametrize(
-    ("stages", "place", "named"),
+    ("stages", "location", "named"),
     [
         (
             "[quantize: {scheme: int4}, onnx: {target: tensorrt}]",
@@ -160,11 +160,11 @@ def advice(made: Plan) -> list[Message]:
         ("[quantize: {scheme: itn4}]", ("wrong-value", "stages[0].quantize.scheme"), ("'int4'?",)),
     ],
 )
-def test_impossible_quantized_plans_are_rejected(translator, stages, place, named):
-    with raises_code(place[0], InputError) as excinfo:
+def test_impossible_quantized_plans_are_rejected(translator, stages, location, named):
+    with raises_code(location[0], InputError) as excinfo:
         plan(translator, stages)
     [error] = excinfo.value.messages
-    assert message_locations([error]) == [(*place, 4)]
+    assert message_locations([error]) == [(*location, 4)]
     assert [value for value in named if value not in error.message] == []
 
 
@@ -176,11 +176,11 @@ def test_tensorrt_accepts_int4_in_half_precision(translator, size):
 
 
 @pytest.mark.parametrize(
-    ("word", "scheme"), matrix_cells(["finetune", "distill"], ["int8-dynamic", "int4", "binary"])
+    ("stage_name", "scheme"), matrix_cells(["finetune", "distill"], ["int8-dynamic", "int4", "binary"])
 )
-def test_training_may_follow_every_scheme(translator, word, scheme):
-    training_plan = plan(translator, f"[quantize: {{scheme: {scheme}}}, {word}: {{}}, onnx: {{}}]")
-    assert [s.stage for s in training_plan.steps] == ["quantize", word, "onnx"]
+def test_training_may_follow_every_scheme(translator, stage_name, scheme):
+    training_plan = plan(translator, f"[quantize: {{scheme: {scheme}}}, {stage_name}: {{}}, onnx: {{}}]")
+    assert [s.stage for s in training_plan.steps] == ["quantize", stage_name, "onnx"]
     assert advice(training_plan) == []
 
 

@@ -41,7 +41,7 @@ def test_invalid_setting_causes_no_further_errors(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "place", "named"),
+    ("stages", "location", "named"),
     [
         (
             "[{onnx: {}, name: onnx-int8}, distill]",
@@ -132,11 +132,11 @@ def test_invalid_setting_causes_no_further_errors(folder: Path) -> None:
     ],
 )
 def test_one_mistake_gives_one_message(
-    folder: Path, stages: str, place: tuple[str, str, int], named: tuple[str, ...]
+    folder: Path, stages: str, location: tuple[str, str, int], named: tuple[str, ...]
 ) -> None:
     """With the values that were read, and those that would do."""
     [error] = plan_errors(folder, stages)
-    assert message_locations([error]) == [place]
+    assert message_locations([error]) == [location]
     assert [value for value in named if value not in error.message] == []
 
 

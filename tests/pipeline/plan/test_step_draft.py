@@ -46,12 +46,12 @@ WRONG = [
         "finetune: {qat: {weight_splitting: true}}",
     ],
 )
-@pytest.mark.parametrize(("settings", "place", "named"), WRONG)
+@pytest.mark.parametrize(("settings", "location", "named"), WRONG)
 def test_invalid_quantize_setting_gives_one_error(
-    translator: Path, settings: str, place: tuple[str, str, int], named: str, later: str
+    translator: Path, settings: str, location: tuple[str, str, int], named: str, later: str
 ) -> None:
     [error] = plan_errors(translator, f"[quantize: {settings}, {later}]")
-    assert message_locations([error]) == [place]
+    assert message_locations([error]) == [location]
     assert named in error.message
 
 

@@ -164,7 +164,7 @@ def test_labels_differing_in_case_or_blanks_are_counted():
 
 
 @pytest.mark.parametrize(
-    ("own", "more", "named"),
+    ("model_config", "more", "named"),
     [
         ({"num_beams": 4}, "", "4 beams"),
         ({"num_beams": 4}, "score: {generation: {max_new_tokens: 9}}", "4 beams"),
@@ -177,9 +177,9 @@ def test_labels_differing_in_case_or_blanks_are_counted():
         ({}, "", None),
     ],
 )
-def test_unused_generation_config_of_model_warns(tmp_path, own, more, named):
+def test_unused_generation_config_of_model_warns(tmp_path, model_config, more, named):
     (tmp_path / "config.json").write_text(json.dumps({"num_beams": 9}))
-    (tmp_path / "generation_config.json").write_text(json.dumps(own))
+    (tmp_path / "generation_config.json").write_text(json.dumps(model_config))
     warnings = decoding_warnings(_recipe(more=more), tmp_path)
     assert message_codes(warnings) == (["generation-config-differs"] if named else [])
     assert all(named in warning.message for warning in warnings)

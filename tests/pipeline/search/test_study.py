@@ -120,7 +120,7 @@ def test_search_killed_between_writes_resumes_with_same_trials(space, tmp_path, 
 
             patch.setattr(optuna.samplers.TPESampler, "sample_independent", die)
         else:
-            patch.setattr("optuna.study.Study.tell", lambda *given, **more: os._exit(9))
+            patch.setattr("optuna.study.Study.tell", lambda *args, **more: os._exit(9))
         _, status = os.waitpid(forked(search(space, tmp_path / "killed").run), 0)
         assert os.waitstatus_to_exitcode(status) == 9
     job = search(space, tmp_path / "killed")

@@ -13,7 +13,7 @@ pytest_plugins = ["tests.support.standins.invalid_recipes"]
 
 
 @pytest.mark.parametrize(
-    ("rows", "code", "place", "named"),
+    ("rows", "code", "location", "named"),
     [
         ("", "empty-data", "data.jsonl", ()),
         ('{"text": "a", "label": 0}\n{"text": "a" "label": 0}', "invalid-json", "data.jsonl:2", ()),
@@ -34,10 +34,10 @@ pytest_plugins = ["tests.support.standins.invalid_recipes"]
         ('{"text": "a", "label": "\\u202eevil"}', "unknown-label", "data.jsonl:1", ("'\\u202eevil'",)),
     ],
 )  # fmt: skip
-def test_invalid_rows_are_rejected(home, rows, code, place, named):
+def test_invalid_rows_are_rejected(home, rows, code, location, named):
     (home / "data.jsonl").write_text(rows)
     message = str(assert_refused(home, None, code, code))  # of train and of test
-    assert f"{place}: " in message
+    assert f"{location}: " in message
     output = harness.smelt("plan", home / "recipe.yaml").output
     assert [value for value in named if value not in output] == []
     assert not set(output) & {"\x1b", "\u202e", "\0"}

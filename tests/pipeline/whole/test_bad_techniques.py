@@ -73,11 +73,11 @@ def test_outdated_package_is_reported_before_run(home, monkeypatch, stage, packa
     assert not (home / "run").exists()
 
 
-@pytest.mark.parametrize("word", ["lora", "learned_masks", "sparsify"])
+@pytest.mark.parametrize("setting", ["lora", "learned_masks", "sparsify"])
 @pytest.mark.parametrize(("stage", "settings"), [(Finetune, FinetuneSettings), (Distill, DistillSettings)])
-def test_block_wise_training_is_rejected_for_model_without_blocks(stage, settings, word):
-    parsed = settings.model_validate({word: {}})
+def test_block_wise_training_is_rejected_for_model_without_blocks(stage, settings, setting):
+    parsed = settings.model_validate({setting: {}})
     (error,), _ = stage.check_model(parsed, {"model_type": "resnet"})
-    assert (error.code, error.setting) == ("does-not-fit-model", word)
+    assert (error.code, error.setting) == ("does-not-fit-model", setting)
     assert "resnet" in error.message
     assert stage.check_model(parsed, {"model_type": "bert"})[0] == []

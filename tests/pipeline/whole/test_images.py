@@ -119,10 +119,10 @@ REFUSED = pytest.mark.parametrize(
 )
 
 
-def refusal(path: Path, at: int) -> list[tuple[str, str | None]]:
-    """Return code and place of what the plan has against the step `at`."""
+def refusal(path: Path, step_index: int) -> list[tuple[str, str | None]]:
+    """Return code and place of what the plan has against the step `step_index`."""
     error = command_error(harness.smelt("plan", path, code=2))
-    start = f"stages[{at}]."
+    start = f"stages[{step_index}]."
     return [(message.code, (message.setting or "").removeprefix(start)) for message in error.messages]
 
 

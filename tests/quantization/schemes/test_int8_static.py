@@ -20,11 +20,11 @@ def layer(outputs: int = 40, inputs: int = 48, largest: float = 2.5) -> Quantize
     return module
 
 
-def constants(found: QuantizedLinear, zero: np.ndarray) -> list:
-    matrix = found.matrix
+def constants(quantized_layer: QuantizedLinear, zero: np.ndarray) -> list:
+    matrix = quantized_layer.matrix
     values = {
         "columns": np.ascontiguousarray(matrix.codes.numpy().T), "scales": matrix.scales.numpy(),
-        "scale": matrix.input_scale.numpy(), "zero": zero, "bias": found.bias.detach().numpy(),
+        "scale": matrix.input_scale.numpy(), "zero": zero, "bias": quantized_layer.bias.detach().numpy(),
     }  # fmt: skip
     return [numpy_helper.from_array(value, name) for name, value in values.items()]
 

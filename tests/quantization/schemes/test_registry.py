@@ -25,10 +25,10 @@ def test_default_scheme_quantizes_everything_without_training():
     assert not SCHEMES[DEFAULT_SCHEME].requires_training
 
 
-@pytest.mark.parametrize("word", ["itn4", "int5", 7, None, [], {}])
-def test_unknown_scheme_error_lists_the_schemes(word):
+@pytest.mark.parametrize("scheme_name", ["itn4", "int5", 7, None, [], {}])
+def test_unknown_scheme_error_lists_the_schemes(scheme_name):
     with raises_code("unknown-scheme", InputError) as caught:
-        find_scheme(word)
+        find_scheme(scheme_name)
     assert all(name in str(caught.value) for name in SCHEMES)
 
 

@@ -14,8 +14,8 @@ def signature(inputs: dict[str, Any], outputs: dict[str, Any] | None = None) -> 
     )
 
 
-def axes(found: GraphSignature) -> dict[str, int | None]:
-    return {value.name: value.axis for value in (*found.inputs, *found.outputs)}
+def axes(signature: GraphSignature) -> dict[str, int | None]:
+    return {value.name: value.axis for value in (*signature.inputs, *signature.outputs)}
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_batch_is_the_axis_of_that_name(inputs: Any, outputs: Any, expected: Any
 
 
 @pytest.mark.parametrize(
-    ("inputs", "expected", "given"),
+    ("inputs", "expected", "user_axes"),
     [
         ({"x": (None, None, 4), "state": (2, None, 8)}, "{state: 1}", {"state": 1}),
         ({"x": (4, 16), "state": (2, 4, 16)}, "{x: 0, state: 1}", {"x": 0, "state": 1}),
@@ -58,14 +58,14 @@ def test_batch_is_the_axis_of_that_name(inputs: Any, outputs: Any, expected: Any
         ({"x": ("T", "B", 8), "state": ("L", "B", 16)}, "{x: 1, state: 1}", {"x": 1, "state": 1}),
     ],
 )
-def test_conflicting_first_axes_require_a_setting(inputs: Any, expected: str, given: Any) -> None:
+def test_conflicting_first_axes_require_a_setting(inputs: Any, expected: str, user_axes: Any) -> None:
     resolved = signature(inputs).with_batch_axes({})
     problems = list(resolved.ambiguous_axes({}))
     assert len(problems) == 1
     assert expected in problems[0]
-    with_axes = resolved.with_batch_axes(given)
-    assert list(with_axes.ambiguous_axes(given)) == []
-    assert axes(with_axes) == {**axes(resolved), **given}
+    with_axes = resolved.with_batch_axes(user_axes)
+    assert list(with_axes.ambiguous_axes(user_axes)) == []
+    assert axes(with_axes) == {**axes(resolved), **user_axes}
 
 
 def test_user_axes_take_precedence_and_others_follow_their_name() -> None:

@@ -108,7 +108,7 @@ def test_links_of_a_cache_to_the_folder_of_the_graph_are_followed(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("place", "code", "values"),
+    ("location", "code", "values"),
     [
         ({"offset": "8"}, "external-data-truncated", ["weights.bin", "32 bytes", "40"]),
         ({"offset": "-8"}, "external-data-not-a-number", ["offset", "weights.bin", "'-8'"]),
@@ -117,10 +117,10 @@ def test_links_of_a_cache_to_the_folder_of_the_graph_are_followed(tmp_path: Path
     ],
 )
 def test_missing_range_of_a_file_is_reported(
-    tmp_path: Path, place: dict[str, str], code: str, values: list[str]
+    tmp_path: Path, location: dict[str, str], code: str, values: list[str]
 ) -> None:
     (tmp_path / "weights.bin").write_bytes(bytes(32))
-    model = graphs.model_with_external_data("weights.bin", **place)
+    model = graphs.model_with_external_data("weights.bin", **location)
     messages = problems(graphs.save_model(model, tmp_path / "m.onnx"))
     assert list(messages) == [code]
     assert [value for value in values if value not in messages[code]] == []

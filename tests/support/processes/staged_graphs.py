@@ -282,7 +282,7 @@ def main(draws: int, home: Path, number: int | None = None) -> int:
     home.mkdir(parents=True, exist_ok=True)
     outcomes, num_faults = Counter[str](), 0
 
-    def see(at: int, graph: RandomGraph) -> None:
+    def see(index: int, graph: RandomGraph) -> None:
         nonlocal num_faults
         if (problem := unsupported_reason(graph, home / "draw")) is not None:
             outcomes["not valid by itself"] += 1
@@ -291,9 +291,9 @@ def main(draws: int, home: Path, number: int | None = None) -> int:
         problems, results = find_faults(graph, home / "draw")
         outcomes.update(results)
         for fault_text in problems:
-            print(f"{at}: {graph}: {fault_text}", flush=True)
-            (home / f"{at}.onnx").write_bytes(graph.model.SerializeToString())
-            (home / f"{at}.json").write_text(json.dumps([[vars(i) for i in graph.inputs], graph.batch]))
+            print(f"{index}: {graph}: {fault_text}", flush=True)
+            (home / f"{index}.onnx").write_bytes(graph.model.SerializeToString())
+            (home / f"{index}.json").write_text(json.dumps([[vars(i) for i in graph.inputs], graph.batch]))
         num_faults += len(problems)
 
     draw_graphs(draws, number, see)

@@ -271,13 +271,13 @@ def cache_calibration_rows(split: Split, tokenizer: Any, limit: int) -> list[Tok
 
 
 def max_cache_magnitudes(
-    session: Any, rows: Sequence[Tokens], rotated: Collection[str], name: str
+    session: Any, token_rows: Sequence[Tokens], rotated: Collection[str], name: str
 ) -> dict[str, Float32Array]:
-    """Run a decoder's float32 graph on `rows`; return the largest magnitudes [K, d] of each of its caches.
+    """Run a decoder's float32 graph on `token_rows`; return the largest magnitudes [K, d] of each cache.
 
     Args:
         session: of ONNX Runtime, for the graph.
-        rows: token ids, int64 [S].
+        token_rows: token ids, int64 [S].
         rotated: outputs whose two halves of a head are rotated into each other: both numbers of a pair get
             the largest length of the pair.
         name: of the split, for the message.
@@ -289,7 +289,7 @@ def max_cache_magnitudes(
     caches = [input_value for input_value in session.get_inputs() if input_value.name.startswith(PAST_PREFIX)]
     empty = {cache.name: np.zeros((1, cache.shape[1], 0, cache.shape[3]), np.float32) for cache in caches}
     magnitudes: dict[str, Float32Array] = {}
-    for ids in rows:
+    for ids in token_rows:
         feeds = {"input_ids": ids[None], "attention_mask": np.ones((1, len(ids)), np.int64), **empty}
         feeds |= {"position_ids": np.arange(len(ids))[None], NUM_LOGITS_INPUT: np.array(1, np.int64)}
         for output, cache_value in zip(outputs, session.run(outputs, feeds), strict=True):

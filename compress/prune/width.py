@@ -96,10 +96,10 @@ class _WidthRefit:
     """State of the refit of a narrow model to the original one."""
 
     def __init__(
-        self, original_model: Any, cut: Any, keep: Tensor, rows: CalibrationSamples, ctx: Context
+        self, original_model: Any, cut: Any, keep: Tensor, samples: CalibrationSamples, ctx: Context
     ) -> None:
-        self.models, self.keep, self.rows, self.ctx = (original_model, cut), keep, rows, ctx
-        self.stride = max(1, -(-rows.tokens // MAX_REFIT_TOKENS))
+        self.models, self.keep, self.rows, self.ctx = (original_model, cut), keep, samples, ctx
+        self.stride = max(1, -(-samples.tokens // MAX_REFIT_TOKENS))
         self.left: dict[str, float] = {}
         self.done: set[nn.Module] = set()
         self.tables = {id(p) for m in cut.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}

@@ -121,8 +121,8 @@ class GptqRunner:
         pairs: the corrections with their quantized weights.
     """
 
-    def __init__(self, rows: CalibrationSamples, find_grid: GridFinder, ctx: Context) -> None:
-        self.rows, self.fit, self.ctx = rows, find_grid, ctx
+    def __init__(self, samples: CalibrationSamples, find_grid: GridFinder, ctx: Context) -> None:
+        self.rows, self.fit, self.ctx = samples, find_grid, ctx
         self.codes: dict[int, UnpackedWeights] = {}
         self.corrections: dict[int, LowRankCorrection] = {}
         self.pairs: dict[int, CorrectedWeight] = {}

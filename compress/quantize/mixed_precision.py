@@ -294,7 +294,7 @@ def weight_matrices(
 def measure_matrix_sensitivities(
     model: Any,
     units: Sequence[WeightMatrix],
-    rows: CalibrationSamples,
+    samples: CalibrationSamples,
     settings: QuantizeSettings,
     coder_of: Callable[[PlannedLayer], WeightQuantizer | None],
     ctx: Context,
@@ -306,7 +306,7 @@ def measure_matrix_sensitivities(
     Args:
         model: not changed.
         units: its matrices; `sensitivities` is filled in.
-        rows: calibration samples.
+        samples: calibration samples.
         settings: settings with the scheme options.
         coder_of: returns the quantizer of a layer.
         ctx: reports progress.
@@ -314,12 +314,12 @@ def measure_matrix_sensitivities(
     Raises:
         InputError: the model's outputs are not finite.
     """
-    reference_outputs = [out.clone() for out in model_outputs(model, rows.batches)]
-    spread = output_variance(reference_outputs, rows) * sum(out.numel() for out in reference_outputs)
+    reference_outputs = [out.clone() for out in model_outputs(model, samples.batches)]
+    spread = output_variance(reference_outputs, samples) * sum(out.numel() for out in reference_outputs)
     total = sum(len(unit.costs) for unit in units)
     done = 0
     for unit, measure_error in output_changes(
-        model, units, lambda unit: unit.layers, rows, reference_outputs, ctx
+        model, units, lambda unit: unit.layers, samples, reference_outputs, ctx
     ):
         for bits in unit.costs:
             layers = unit.layers_with_bits(bits, settings)

@@ -131,9 +131,9 @@ def tokenize_split(split: Split, tokenizer: Any, task: Task) -> list[list[int]]:
     return token_ids
 
 
-def count_tokens(rows: Sequence[Sequence[int]], vocabulary_size: int) -> TokenCounts:
-    """Return the number of occurrences of each id in `rows`, int64 [vocabulary_size]."""
-    ids = np.fromiter((token_id for row in rows for token_id in row), dtype=np.int64)
+def count_tokens(token_rows: Sequence[Sequence[int]], vocabulary_size: int) -> TokenCounts:
+    """Return the number of occurrences of each id in `token_rows`, int64 [vocabulary_size]."""
+    ids = np.fromiter((token_id for row in token_rows for token_id in row), dtype=np.int64)
     return np.bincount(ids, minlength=vocabulary_size)
 
 

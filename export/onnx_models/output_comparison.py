@@ -323,7 +323,7 @@ _DYNAMIC_QUANTIZE_PREFIX = "DynamicQuantize"  # rounding in these depends on all
 
 
 def batch_dependence_warnings(
-    graph: Path, signature: GraphSignature, rows: SampleArrays, details: Mapping[str, Any]
+    graph: Path, signature: GraphSignature, samples: SampleArrays, details: Mapping[str, Any]
 ) -> list[Message]:
     """Return a warning of the outputs of a sample that depend on the other samples of its call.
 
@@ -333,7 +333,7 @@ def batch_dependence_warnings(
     Args:
         graph: its file.
         signature: its inputs and outputs, with the axes of the samples.
-        rows: samples, of which the first are run together and one by one.
+        samples: samples, of which the first are run together and one by one.
         details: of the graph: its operators, those that draw random numbers.
     """
     operators = [*details.get("operators", {}), *details.get("inner_operators", {})]
@@ -342,11 +342,11 @@ def batch_dependence_warnings(
         signature.fixed_batch_size is not None
         or details.get("random")
         or rounds_by_call
-        or rows.num_samples < 2
+        or samples.num_samples < 2
     ):
         return []
     differences = _compare_isolated(
-        graph, signature, signature.make_feeds(rows, 0, min(COMPARED_SAMPLES, rows.num_samples))
+        graph, signature, signature.make_feeds(samples, 0, min(COMPARED_SAMPLES, samples.num_samples))
     )
     if not differences:
         return []
@@ -355,7 +355,7 @@ def batch_dependence_warnings(
         warning(
             "outputs-depend-on-batch",
             "Outputs of a sample depend on the other samples of the batch, so scores and predictions do"
-            f" too: {names}, comparing {min(COMPARED_SAMPLES, rows.num_samples)} samples run together and"
+            f" too: {names}, comparing {min(COMPARED_SAMPLES, samples.num_samples)} samples run together and"
             " one by one. Set batch size 1 (score: {batch_size: 1} in a recipe, --batch-size 1 of a"
             " command), or export the model in inference mode (model.eval()).",
         )

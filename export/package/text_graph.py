@@ -347,11 +347,11 @@ def _tokenize_one(session: Any, text: str) -> list[int] | None:
 
 
 def _require_equal_decoding(
-    plan: TextPlan, tokenizer: TextTokenizer, rows: list[list[int]], vocabulary: int, eos: list[int]
+    plan: TextPlan, tokenizer: TextTokenizer, token_rows: list[list[int]], vocabulary: int, eos: list[int]
 ) -> None:
     assert plan.token_texts is not None
     session = open_extensions_session(detokenizer_graph(plan.token_texts, eos).SerializeToString())
-    clean_rows = [[token for token in row if token not in eos] for row in rows]
+    clean_rows = [[token for token in row if token not in eos] for row in token_rows]
     if plan.token_texts.strip:  # random bytes are not characters
         usable = np.setdiff1d(np.arange(vocabulary), eos)
         clean_rows += np.random.default_rng(0).choice(usable, (_RANDOM_ROWS, 12)).tolist()

@@ -166,43 +166,45 @@ def special_tokens_around(tokenizer: TextTokenizer) -> tuple[tuple[int, ...], tu
     )
 
 
-def pad_rows(b: GraphBuilder, flat: str, starts: str, rows: RowLayout) -> tuple[str, str]:
+def pad_rows(b: GraphBuilder, flat: str, starts: str, layout: RowLayout) -> tuple[str, str]:
     """Return `input_ids` and `attention_mask`, int64 [B, L], of tokenized texts."""
     zero, one_constant = b.const(0), b.const(1)
     column = b.const([1])
     first = b.op("Unsqueeze", b.op("Slice", starts, b.const([0]), b.const([-1])), column)
     ends = b.op("Unsqueeze", b.op("Slice", starts, b.const([1]), b.const([2**31 - 1])), column)
     token_counts = b.op("Sub", ends, first)
-    kept_counts = b.op("Min", token_counts, b.const(max(0, rows.max_text_tokens)))
-    if rows.keep_end:
+    kept_counts = b.op("Min", token_counts, b.const(max(0, layout.max_text_tokens)))
+    if layout.keep_end:
         first = b.op("Sub", ends, kept_counts)
-    visible_counts = kept_counts if rows.empty_token is None else b.op("Max", kept_counts, one_constant)
-    total = b.op("Add", visible_counts, b.const(len(rows.prefix_tokens) + len(rows.suffix_tokens)))
+    visible_counts = kept_counts if layout.empty_token is None else b.op("Max", kept_counts, one_constant)
+    total = b.op("Add", visible_counts, b.const(len(layout.prefix_tokens) + len(layout.suffix_tokens)))
     length = b.op("Max", b.op("ReduceMax", total, keepdims=0), one_constant)
     positions = b.op("Unsqueeze", b.op("Range", zero, length, one_constant), b.const([0]))
-    if rows.pad_left:
+    if layout.pad_left:
         positions = b.op("Sub", positions, b.op("Sub", length, total))
-    inner = b.op("Sub", positions, b.const(len(rows.prefix_tokens)))
-    tokens = b.op("Concat", flat, b.const([rows.pad]), axis=0)
+    inner = b.op("Sub", positions, b.const(len(layout.prefix_tokens)))
+    tokens = b.op("Concat", flat, b.const([layout.pad]), axis=0)
     last = b.op("Sub", b.dimension(tokens, 0), one_constant)
     source_index = b.op("Min", b.op("Max", b.op("Add", first, inner), zero), last)
     ids = b.op("Gather", tokens, source_index)
-    if rows.empty_token is not None:
-        ids = b.op("Where", b.op("Equal", kept_counts, zero), b.const(rows.empty_token), ids)
+    if layout.empty_token is not None:
+        ids = b.op("Where", b.op("Equal", kept_counts, zero), b.const(layout.empty_token), ids)
     ids = b.op(
         "Where",
         b.op("Less", inner, visible_counts),
         ids,
-        _edge_tokens(b, b.op("Sub", inner, visible_counts), rows.suffix_tokens, rows),
+        _edge_tokens(b, b.op("Sub", inner, visible_counts), layout.suffix_tokens, layout),
     )
-    ids = b.op("Where", b.op("Less", inner, zero), _edge_tokens(b, positions, rows.prefix_tokens, rows), ids)
+    ids = b.op(
+        "Where", b.op("Less", inner, zero), _edge_tokens(b, positions, layout.prefix_tokens, layout), ids
+    )
     is_token = b.op("And", b.op("GreaterOrEqual", positions, zero), b.op("Less", positions, total))
-    return b.op("Where", is_token, ids, b.const(rows.pad)), b.cast(is_token, np.int64)
+    return b.op("Where", is_token, ids, b.const(layout.pad)), b.cast(is_token, np.int64)
 
 
-def _edge_tokens(b: GraphBuilder, position: str, tokens: tuple[int, ...], rows: RowLayout) -> str:
+def _edge_tokens(b: GraphBuilder, position: str, tokens: tuple[int, ...], layout: RowLayout) -> str:
     """Return the special token at each position; an arbitrary one where there is none."""
-    table = b.const([*tokens, rows.pad])
+    table = b.const([*tokens, layout.pad])
     return b.op("Gather", table, b.op("Min", b.op("Max", position, b.const(0)), b.const(len(tokens))))
 
 

@@ -113,12 +113,12 @@ class TritonPythonModel:
         )
         return [*prefix_tokens, *inner, *suffix_tokens] or [settings["empty"]]
 
-    def pad_batch(self, rows: list[list[int]]) -> tuple[Any, Any]:
+    def pad_batch(self, token_rows: list[list[int]]) -> tuple[Any, Any]:
         """Return ids and mask, int64 [B, L]; prompts are padded on the left."""
-        length = max(map(len, rows))
-        ids = np.full((len(rows), length), self.settings["pad"], dtype=np.int64)
+        length = max(map(len, token_rows))
+        ids = np.full((len(token_rows), length), self.settings["pad"], dtype=np.int64)
         mask = np.zeros_like(ids)
-        for row_index, row in enumerate(rows):
+        for row_index, row in enumerate(token_rows):
             row_slice = slice(length - len(row), length) if self.settings["causal"] else slice(len(row))
             ids[row_index, row_slice], mask[row_index, row_slice] = row, 1
         return ids, mask

@@ -157,10 +157,10 @@ def _truncate(row: Sequence[int], length: int) -> list[int]:
     return [*row[: length - 1], row[-1]]
 
 
-def _fill_to_length(length: int, rows: list[list[int]]) -> list[int]:
-    """Return a row of `length` tokens from those of `rows`."""
-    tokens = [token for row in reversed(rows) for token in row[:-1]] or rows[-1]
-    return [*np.resize(tokens, max(1, length - 1)).tolist(), rows[-1][-1]]
+def _fill_to_length(length: int, token_rows: list[list[int]]) -> list[int]:
+    """Return a row of `length` tokens from those of `token_rows`."""
+    tokens = [token for row in reversed(token_rows) for token in row[:-1]] or token_rows[-1]
+    return [*np.resize(tokens, max(1, length - 1)).tolist(), token_rows[-1][-1]]
 
 
 def _with_token_types(batch: Batch, config: Mapping[str, Any]) -> Batch:

@@ -246,10 +246,10 @@ def _read_images(path: Path, task: str, column_args: Sequence[str]) -> list[Exam
     return _require_rows(examples, path)
 
 
-def _require_rows(rows: list[Example], path: Path) -> list[Example]:
-    if not rows:
+def _require_rows(examples: list[Example], path: Path) -> list[Example]:
+    if not examples:
         raise InputError(f"{path}: the file contains no samples.", code="empty-data", file=str(path))
-    return rows
+    return examples
 
 
 def _has_column_names(columns: Sequence[str]) -> bool:

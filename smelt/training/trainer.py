@@ -116,7 +116,7 @@ class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
         self,
         measured: _ObjectiveModule,
         args: Any,
-        rows: Sequence[EncodedSample],
+        samples: Sequence[EncodedSample],
         *,
         plan: list[list[int]],
         keeper: CheckpointSelector,
@@ -127,7 +127,7 @@ class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
         super().__init__(
             model=self.measured,
             args=args,
-            train_dataset=_SamplesOrNone(rows),
+            train_dataset=_SamplesOrNone(samples),
             callbacks=[divided, keeper] if isinstance(divided, ZeroModel) else [keeper],
             data_collator=pack,
         )

@@ -123,7 +123,7 @@ def import_onnx_model(
     return step_runner.get_or_make("model", key, rebuild, make)
 
 
-def _import_graph(model: OnnxModel, rows: Split, out: Path) -> list[Message]:
+def _import_graph(model: OnnxModel, split: Split, out: Path) -> list[Message]:
     """Copy the graph into `out` and run it on the first samples; return warnings about its outputs."""
     from smelt.export.onnx_models.output_comparison import batch_dependence_warnings
     from smelt.runtimes.onnx_import.import_graph import import_graph
@@ -132,12 +132,12 @@ def _import_graph(model: OnnxModel, rows: Split, out: Path) -> list[Message]:
 
     graph = import_graph(model.file, out, outside=bool(model.weight_files))
     size = model.signature.fixed_batch_size or 1
-    if rows.arrays is None:
+    if split.arrays is None:
         trial_run(graph, _ones_inputs(model.signature, size), str(model.file))
         return []
     write_signature(out, model.signature)
-    trial_run(graph, model.signature.make_feeds(rows.arrays.padded_to(size), 0, size), str(model.file))
-    return batch_dependence_warnings(graph, model.signature, rows.arrays, model.details)
+    trial_run(graph, model.signature.make_feeds(split.arrays.padded_to(size), 0, size), str(model.file))
+    return batch_dependence_warnings(graph, model.signature, split.arrays, model.details)
 
 
 def _import_generation_graphs(model: OnnxModel, out: Path) -> None:

@@ -34,8 +34,8 @@ def make(tmp_path):
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps({"model_type": family}))
         manifest = Manifest(
-            key="0" * 64, format=model_format, task=task, stage="onnx", settings={}, seed=0, parent=None, versions={},
-            details={"target": target} if target else {},
+            key="0" * 64, format=model_format, task=task, stage="onnx", settings={}, seed=0, parent=None,
+            versions={}, details={"target": target} if target else {},
         )  # fmt: skip
         return Artifact(folder, manifest)
 

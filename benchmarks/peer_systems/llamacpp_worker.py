@@ -74,7 +74,7 @@ def _convert(model: Path, out: Path) -> None:
 
 
 def _interleaved(weight: Any, heads: int) -> Any:
-    """Put the halves that transformers rotates side by side, as llama.cpp rotates neighbours."""
+    """Put the halves that transformers rotates side by side, as llama.cpp rotates neighbors."""
     rows, width = weight.shape
     halves = weight.reshape(heads, 2, rows // heads // 2, width)
     return halves.swapaxes(1, 2).reshape(rows, width)

@@ -255,7 +255,7 @@ def _tau(x: NDArray[np.float64], alpha: float) -> NDArray[np.float64]:
     return root
 
 
-_COLOUR_CHANNELS = 3
+_COLOR_CHANNELS = 3
 
 ConvolutionRanks = tuple[int, ...]
 
@@ -334,13 +334,13 @@ def convolution_candidates(model: Any, settings: FactorizeSettings) -> Iterator[
 def convolution_ranks(conv: nn.Conv2d, settings: FactorizeSettings) -> ConvolutionRanks:
     """Return the ranks of `conv` by the settings.
 
-    Tucker-2 has one for input and one for output channels. A layer with colour inputs, or a 1 x 1 kernel,
+    Tucker-2 has one for input and one for output channels. A layer with color inputs, or a 1 x 1 kernel,
     has only that of the output channels: three channels cannot be reduced with gain, and a matrix has one
     rank. CP has one, at least the larger of the two.
     """
     if settings.method == "cp":
         return (_cp_rank(conv, settings),)
-    one_sided = conv.in_channels <= _COLOUR_CHANNELS or max(conv.kernel_size) == 1
+    one_sided = conv.in_channels <= _COLOR_CHANNELS or max(conv.kernel_size) == 1
     if settings.keep_ratio is not None:
         return _ranks_for_ratio(conv, settings.keep_ratio, one_sided)
     output_rank, input_rank = (_channel_rank(conv, mode, settings) for mode in (0, 1))

@@ -4,7 +4,7 @@ A linear layer y = W x + b loses the inputs of the pruned heads or neurons. The 
 x_k and the bias b' minimize the output error on calibration samples (He et al. 2017, Channel pruning,
 arXiv:1707.06168, section 3.1: reconstruction with the kept channels; the ridge follows SparseGPT):
 
-    minimise  sum |W x + b - W' x_k - b'|^2 + e |W' - W_k|^2
+    minimize  sum |W x + b - W' x_k - b'|^2 + e |W' - W_k|^2
     W' = W_k + W_c M_ck (M_kk + e I)^-1          c: the pruned inputs, M = X X^T
     b' = b + W m - W' m_k                         where there is a bias: M around the means m of the inputs
 
@@ -160,7 +160,7 @@ def refit_layer(
         The squared output error relative to that of the plain cut, 0 to 1; 1 for a layer without inputs.
     """
     layer, owner = linear_with_inputs(model, name), bias_owner(model.get_submodule(name))
-    moment = statistics.second_moment if owner.bias is None else statistics.centred_second_moment()
+    moment = statistics.second_moment if owner.bias is None else statistics.centered_second_moment()
     assert moment is not None
     removed = torch.ones(statistics.width, dtype=torch.bool)
     removed[kept_indices] = False

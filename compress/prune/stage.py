@@ -76,7 +76,7 @@ class Prune(Stage[PruneSettings]):
     @classmethod
     def invalidates(cls, settings: PruneSettings) -> Mapping[str, str]:
         """Return the results of earlier steps that this step destroys: n:m sparsity patterns."""
-        text = "removing inputs shifts their neighbours, and the n:m pattern of '{step}' no longer holds"
+        text = "removing inputs shifts their neighbors, and the n:m pattern of '{step}' no longer holds"
         return {"pattern": f"{text}; prune before '{{step}}'"}
 
     @classmethod

@@ -4,7 +4,7 @@ For the refit, the narrow model runs block by block in parallel with the origina
 encoder first. A linear layer W x + b that read the states x now reads the narrow states x', after all earlier
 fits; this is a least-squares problem:
 
-    minimise  sum |W x + b - W' x' - b'|^2 + e |W' - W_k|^2
+    minimize  sum |W x + b - W' x' - b'|^2 + e |W' - W_k|^2
     W' = W_k + (W M_xx' - W_k M_x'x') (M_x'x' + e I)^-1
 
 M are second moments, around the means if there is a bias; k are the kept channels; e is 1 % of the mean of

@@ -4,7 +4,7 @@ Texts whose tokens are all kept must be tokenized as before, and no text may get
 other tokens that requires depends on the algorithm:
 
 - WordPiece takes the longest match, Unigram the likeliest segmentation: removing others changes neither.
-- BPE merges neighbours, so the intermediate merges of a kept token are kept.
+- BPE merges neighbors, so the intermediate merges of a kept token are kept.
 - In each, single characters (bytes, in byte-level models) are kept, and tokens that they cannot spell.
 
 Marian's tokenizer has two SentencePiece models, and vocab.json with the ids. A model's other file with token
@@ -33,7 +33,7 @@ from smelt.compress.trim_vocabulary.select_tokens import (
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object, write_json
 
-# The rank of a pair of neighbours (the smallest is merged first), None if they are not merged.
+# The rank of a pair of neighbors (the smallest is merged first), None if they are not merged.
 MergeRank = Callable[[str, str], float | None]
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -44,7 +44,7 @@ def is_byte_token(token: str) -> bool:
 
 
 def apply_bpe(text: str, rank: MergeRank) -> tuple[list[str], set[str]]:
-    """Tokenize `text` by BPE: merge the neighbours of the smallest rank, from the left, until none is left.
+    """Tokenize `text` by BPE: merge the neighbors of the smallest rank, from the left, until none is left.
 
     Returns:
         The pieces, and all intermediate pieces. Source: Sennrich et al. 2016, arXiv:1508.07909.
@@ -64,7 +64,7 @@ def apply_bpe(text: str, rank: MergeRank) -> tuple[list[str], set[str]]:
 def merge_ancestors(token: str, rank: MergeRank) -> frozenset[str]:
     """Return the tokens that BPE merges into `token`; empty if it is not merged.
 
-    Within a text a token is merged as in isolation: if a neighbour outside had been merged with a part of
+    Within a text a token is merged as in isolation: if a neighbor outside had been merged with a part of
     it, the token would not occur.
     """
     pieces, produced = apply_bpe(token, rank)

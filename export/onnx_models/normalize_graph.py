@@ -245,7 +245,7 @@ _COPIED_DETAILS = (
     "parameters",
     "scheme",
     "tokenizer",
-    "licence",
+    "license",
 )
 
 

@@ -35,7 +35,7 @@ _CARD = " (its model card)"
 
 
 def card_front_matter(task: str, origin: PackageOrigin, library: str) -> str:
-    """Return YAML: licence, library, task and scores.
+    """Return YAML: license, library, task and scores.
 
     Args:
         task: as in a recipe.
@@ -46,7 +46,7 @@ def card_front_matter(task: str, origin: PackageOrigin, library: str) -> str:
 
     tag = task_spec(task).hub_tag or task
     front: dict[str, Any] = {"library_name": library, "pipeline_tag": tag, "tags": ["smelt"]}
-    front |= _hub_licence(origin.licence)
+    front |= _hub_license(origin.license)
     scores = [score for score in origin.scores if score.value is not None]
     if scores:
         data = origin.data or origin.split
@@ -63,8 +63,8 @@ def card_front_matter(task: str, origin: PackageOrigin, library: str) -> str:
     return f"{ModelCardData(**front).to_yaml()}\n"
 
 
-def _hub_licence(text: str | None) -> dict[str, str]:
-    """Return the licence in the Hub's terms; `other` with a name if it is not one of them."""
+def _hub_license(text: str | None) -> dict[str, str]:
+    """Return the license in the Hub's terms; `other` with a name if it is not one of them."""
     if text is None:
         return {}
     license_id = text.removesuffix(_CARD)

@@ -71,9 +71,9 @@ def make_readme(
         _scores(origin),
     ]
     parts += [_sizes(artifact, folder), _usage_section(usage), _notes(usage)]
-    licence = escape_markdown(origin.licence or "not stated")
+    license = escape_markdown(origin.license or "not stated")
     parts += [
-        f"## Licence\n\nLicence of the model that this was made from: {licence}.",
+        f"## License\n\nLicense of the model that this was made from: {license}.",
         f"## Files\n\n`{CHECKSUMS_FILE}` lists the SHA-256 of every file; check them with `sha256sum -c"
         f" {CHECKSUMS_FILE}`.",
     ]

@@ -56,18 +56,18 @@ def package_origin(artifact: Artifact, run: Path | None, step: str) -> PackageOr
     from smelt.export.package.package_format import PackageOrigin
 
     if run is None:
-        return PackageOrigin(licence=_licence(artifact.manifest.details))
+        return PackageOrigin(license=_license(artifact.manifest.details))
     try:
         report = validate_report(load_json(run / REPORT_FILE))
     except (InputError, OSError, ValueError, RecursionError):
-        return PackageOrigin(licence=_licence(artifact.manifest.details))
+        return PackageOrigin(license=_license(artifact.manifest.details))
     root = run_artifacts(run).get(_MODEL_STEP)
     has_test_scores = any(entry.test for entry in report.steps if entry.name == step)
     split = "test" if has_test_scores else report.judged_on
     return PackageOrigin(
         run=str(report.recipe.get("name") or run.name),
         model=model_name(report),
-        licence=None if root is None else _licence(root.manifest.details),
+        license=None if root is None else _license(root.manifest.details),
         steps=tuple(_package_steps(report, step)),
         scores=tuple(_package_scores(report, step)),
         latencies=tuple(_latency_lines(report, step)),
@@ -105,9 +105,9 @@ def _gate_warnings(report: ReportData, step: str) -> Iterator[Message]:
         yield warning("scored-on-few-rows", trial)
 
 
-def _licence(details: Mapping[str, Any]) -> str | None:
-    licence = details.get("licence")
-    return licence if isinstance(licence, str) else None
+def _license(details: Mapping[str, Any]) -> str | None:
+    license = details.get("license")
+    return license if isinstance(license, str) else None
 
 
 def _package_steps(report: ReportData, step: str) -> list[OriginStep]:

@@ -74,7 +74,7 @@ class InputStatistics:
         """|X_j|, the L2 norm of each input over all tokens, float64 [K]."""
         return self.squares.sqrt()
 
-    def centred_second_moment(self) -> Tensor:
+    def centered_second_moment(self) -> Tensor:
         """Return the second moment around the means, X X^T - n m m^T, float64 [K, K].
 
         Raises:

@@ -67,7 +67,7 @@ def test_package_origin_has_settings_license_and_latency(run, tmp_path):
         shutil.copytree(run / "artifacts" / name, tmp_path / "artifacts" / name)
     path = tmp_path / "artifacts" / "model" / "manifest.json"
     manifest = json.loads(path.read_text())
-    manifest["details"]["licence"] = "mit (its model card)"
+    manifest["details"]["license"] = "mit (its model card)"
     write_hashed_json(path, manifest)
     report = json.loads((run / "report.json").read_text())
     report["recipe"]["stages"] = [{"onnx": {"opset": 20}, "name": "onnx"}]
@@ -77,7 +77,7 @@ def test_package_origin_has_settings_license_and_latency(run, tmp_path):
     report["steps"][1]["latency"] = [row | interval, disturbed_row | interval]
     (tmp_path / "report.json").write_text(json.dumps(report))
     origin = package_origin(None, tmp_path, "onnx")
-    assert origin.licence == "mit (its model card)"
+    assert origin.license == "mit (its model card)"
     assert dict(origin.steps[1].settings) == {"opset": 20}
     first, second = origin.latencies
     assert first.startswith(

@@ -110,8 +110,8 @@ def test_run_returns_report_of_its_folder(translator):
     assert result.artifact("quantize") == home / "run" / "artifacts" / "quantize"
     assert repr(result) == f"Result('recipe', 'passed', '{home / 'run'}')"
     with raises_code("no-artifact", smelt.InputError) as excinfo:
-        result.artifact("quantise")
-    assert all(name in str(excinfo.value) for name in ("'quantise'", "'quantize'?"))
+        result.artifact("quantze")
+    assert all(name in str(excinfo.value) for name in ("'quantze'", "'quantize'?"))
 
 
 def test_run_accepts_command_line_options(classifier, tmp_path):

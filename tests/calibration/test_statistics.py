@@ -76,7 +76,7 @@ def test_statistics_equal_the_formulas(limit, model, rows, tmp_path):
             assert (entry.tokens, entry.width) == x.shape == (39, x.shape[1])
             np.testing.assert_allclose(entry.second_moment, x.T @ x, rtol=1e-5, atol=1e-5)
             np.testing.assert_allclose(
-                entry.centred_second_moment(), np.cov(x.T, bias=True) * len(x), rtol=1e-4, atol=1e-4
+                entry.centered_second_moment(), np.cov(x.T, bias=True) * len(x), rtol=1e-4, atol=1e-4
             )
             np.testing.assert_allclose(entry.sums, x.sum(0), rtol=1e-6, atol=1e-6)
             np.testing.assert_allclose(entry.magnitudes, abs(x).sum(0), rtol=1e-6)
@@ -123,7 +123,7 @@ def test_layers_of_one_key_share_a_sum_and_second_moments_are_optional(model, ro
         assert both["both"].second_moment is None
         torch.testing.assert_close(both["both"].squares, apart["a"].squares + apart["b"].squares)
         with pytest.raises(ValueError):  # noqa: PT011  (it raises no other)
-            both["both"].centred_second_moment()
+            both["both"].centered_second_moment()
 
 
 @pytest.mark.quick

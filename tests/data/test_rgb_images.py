@@ -1,4 +1,4 @@
-"""Images are turned as their EXIF says, greys of 16 bits keep their shades, other depths are refused."""
+"""Images are turned as their EXIF says, grays of 16 bits keep their shades, other depths are refused."""
 
 import io
 

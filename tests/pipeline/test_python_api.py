@@ -67,8 +67,8 @@ def test_list_used_twice_is_written_without_anchor(home: Path) -> None:
 
 def test_recipe_errors_are_reported_together(home: Path) -> None:
     with raises_code("several-errors", smelt.InputError) as excinfo:
-        recipe(home, task="sentiment", stages=[{"quantise": {}}])
-    assert [error.setting for error in excinfo.value.messages] == ["task", "stages[0].quantise"]
+        recipe(home, task="sentiment", stages=[{"quantze": {}}])
+    assert [error.setting for error in excinfo.value.messages] == ["task", "stages[0].quantze"]
 
 
 def test_single_error_has_setting_file_and_line(home: Path) -> None:
@@ -200,7 +200,7 @@ def test_report_repr_shows_name_and_status(result: Any) -> None:
     assert repr(result.report) == "Report('api', 'passed')"
 
 
-@pytest.mark.parametrize("step", ["", "..", "quantise"])
+@pytest.mark.parametrize("step", ["", "..", "quantze"])
 def test_unknown_step_has_no_artifact(result: Any, step: str) -> None:
     with raises_code("no-artifact", smelt.InputError):
         result.artifact(step)
@@ -239,7 +239,7 @@ def test_rejected_apply_writes_nothing(home: Path, tmp_path: Path) -> None:
     with raises_code("unknown-setting", smelt.InputError):
         smelt.apply("quantize", home / "m", out=tmp_path / "q", schema="int4")
     with pytest.raises(smelt.InputError):
-        smelt.apply("quantise", home / "m", out=tmp_path / "q")
+        smelt.apply("quantze", home / "m", out=tmp_path / "q")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     with raises_code("out-exists", smelt.InputError):

@@ -53,7 +53,7 @@ def preprocess_image(source: str | Path | bytes, settings: dict[str, Any]) -> An
 
 
 def upright_rgb(image: Any) -> Any:
-    """Return `image` in RGB, rotated by its EXIF; of 16-bit greyscale the upper 8 bits."""
+    """Return `image` in RGB, rotated by its EXIF; of 16-bit grayscale the upper 8 bits."""
     if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")):
         raise ValueError("the image has 32-bit channels. Save it with 8 or 16 bits per channel")
     image.load()

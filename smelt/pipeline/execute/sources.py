@@ -268,10 +268,10 @@ def import_user_model(
 
 
 def _model_details(source: Path, out: Path, quantized: bool) -> dict[str, Any]:
-    """Return details of the model in `source`, copied to `out`: parameters, bits per weight, licence."""
+    """Return details of the model in `source`, copied to `out`: parameters, bits per weight, license."""
     from smelt.compress.quantize.plan_layers import quantized_weight_bits
     from smelt.models.empty_model import empty_model, stored_dtypes
-    from smelt.models.import_model import read_licence
+    from smelt.models.import_model import read_license
     from smelt.models.model_size import count_parameters
 
     details: dict[str, Any] = {"parameters": count_parameters(out)}
@@ -279,8 +279,8 @@ def _model_details(source: Path, out: Path, quantized: bool) -> dict[str, Any]:
         details["bits_per_weight"] = quantized_weight_bits(
             empty_model(out)[0], stored_dtypes(out).default.itemsize
         )
-    if (licence := read_licence(source)) is not None:
-        details["licence"] = licence  # for `smelt package`
+    if (license := read_license(source)) is not None:
+        details["license"] = license  # for `smelt package`
     return details
 
 

@@ -120,7 +120,7 @@ def scheme_text(draft: StepDraft) -> str:
 
 
 def _are_settings_valid(quantized: StepDraft, names: set[str]) -> bool:
-    """Return whether the settings `names` of a step are valid: no errors, and no misspelt setting."""
+    """Return whether the settings `names` of a step are valid: no errors, and no misspelled setting."""
     settings = quantized.settings
     if settings is None or quantized.invalid_settings & names:
         return False

@@ -70,7 +70,7 @@ class SearchSettings(Settings):
         default_factory=dict, description="constraints on the last step, as in `gates`"
     )
     order: dict[str, tuple[str, ...]] = Field(
-        default_factory=dict, description="groups of neighbouring steps whose order is searched"
+        default_factory=dict, description="groups of neighboring steps whose order is searched"
     )
     sampler: Sampler | None = Field(
         default=None, description="default: tpe for one or two objectives, nsga2 for more"

@@ -25,7 +25,7 @@ def _loaded(family, layers=3):
 
 
 def _of_states(states):
-    """Return 1 - mean cos of neighbours, by the definition in the paper."""
+    """Return 1 - mean cos of neighbors, by the definition in the paper."""
     return [
         1 - (normalize(a.double(), dim=-1) * normalize(b.double(), dim=-1)).sum(-1).mean().item()
         for a, b in pairwise(states)

@@ -50,7 +50,7 @@ def test_schema_round_trips_sample_report(report):
     [
         (lambda r: r.update(schema=1), "literal-error", "schema", "1"),
         (lambda r: r.update(status="fine"), "literal-error", "status", "'fine'"),
-        (lambda r: r["steps"][1].update(colour="red"), "extra-forbidden", "steps.1.colour", "'red'"),
+        (lambda r: r["steps"][1].update(color="red"), "extra-forbidden", "steps.1.color", "'red'"),
         (lambda r: r["steps"][1].update(name="model"), "duplicate-step", None, "'model'"),
         (lambda r: r["steps"][1].update(parent="engine"), "unknown-parent", None, "'engine'"),
         (lambda r: r.update(pareto_front=["nobody"]), "unknown-step", None, "'nobody'"),

@@ -88,10 +88,10 @@ def _set_integer_weights(folder: Path, seed: int) -> None:
                 np.float64
             )
             values = (values / 2**23 - 1).astype(np.float32).reshape(parameter.shape)
-            scale, centre = (
+            scale, center = (
                 (0.5, 0.0) if parameter.dim() > 1 else (0.125, 1.0 if "norm" in name.lower() else 0.0)
             )
-            parameter.copy_(torch.from_numpy(values) * scale + centre)
+            parameter.copy_(torch.from_numpy(values) * scale + center)
     other = folder.with_name(f"{folder.name}-settled")
     other.mkdir()
     save_model(model, edits, other, folder)

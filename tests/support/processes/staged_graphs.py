@@ -67,22 +67,22 @@ def find_faults(
     outcomes, remaining = [], list(stages)
     problems: list[str] = []
     while remaining:
-        lines, signalled = _run_forked(
+        lines, signaled = _run_forked(
             lambda tell, some=remaining: _run_stages(graph, folder, some, True, tell), folder
         )
         for stage, end, problem in lines:
             outcomes.append(f"{stage}: {end}")
             problems += [f"{stage}: {problem}"] if problem else []
         remaining = remaining[len(lines) :]
-        if remaining and remaining[0] in stages and signalled:
+        if remaining and remaining[0] in stages and signaled:
             [stage, *remaining] = remaining
-            lines, signalled = _run_forked(
+            lines, signaled = _run_forked(
                 lambda tell, one=stage: _run_stages(graph, folder, [one], False, tell), folder
             )
-            end, problem = lines[0][1:] if lines else ("crashed", f"ended by signal {signalled}")
+            end, problem = lines[0][1:] if lines else ("crashed", f"ended by signal {signaled}")
             outcomes.append(f"{stage}: {end}")
             problems += [f"{stage}: {problem}"] if problem else []
-        elif not signalled and remaining:
+        elif not signaled and remaining:
             return [*problems, f"{remaining[0]}: the process ended early"], outcomes
     return problems, outcomes
 
@@ -266,8 +266,8 @@ def unsupported_reason(graph: RandomGraph, folder: Path) -> str | None:
             return
         tell(None)
 
-    lines, signalled = _run_forked(look, folder)
-    return f"signal {signalled}" if not lines else lines[0]
+    lines, signaled = _run_forked(look, folder)
+    return f"signal {signaled}" if not lines else lines[0]
 
 
 def main(draws: int, home: Path, number: int | None = None) -> int:

@@ -17,7 +17,7 @@ from tests.support.graphs.standalone_packages import TEXTS, standalone_package
 from tests.support.models import images, tiny
 from tests.support.processes.services import container, read_dockerfile
 
-LABELLED = [*tiny.SENTENCES, "\u732b \U0001f680", ("a man", "two dogs run")]
+LABELED = [*tiny.SENTENCES, "\u732b \U0001f680", ("a man", "two dogs run")]
 
 
 def files(folder):
@@ -88,9 +88,9 @@ def test_readme_command_works(translator):
 
 
 def test_container_classifies_texts_and_pairs(tmp_path):
-    expected = smelt_says("classifier", lambda m: m.predict(LABELLED))
+    expected = smelt_says("classifier", lambda m: m.predict(LABELED))
     with container(standalone_package("classifier"), tmp_path) as (service, _, _):
-        status, answers = service.predict(*LABELLED)
+        status, answers = service.predict(*LABELED)
         assert status == 200
         assert [answer["label"] for answer in answers] == [answer.label for answer in expected]
         for answer, reference in zip(answers, expected, strict=True):

@@ -151,7 +151,7 @@ def test_two_columns_for_one_text_are_rejected(tmp_path):
         assert all(f"--column {column}" in str(excinfo.value) for column in columns)
 
 
-def test_missing_image_error_says_image(tmp_path):
+def test_missing_image_error_names_image(tmp_path):
     with raises_code("missing-file", InputError) as excinfo:
         as_examples([str(tmp_path / "photo.jpg")], "image-classification")
     assert str(excinfo.value).startswith(f"image 1: {tmp_path / 'photo.jpg'}: ")

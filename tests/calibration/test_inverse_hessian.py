@@ -25,7 +25,7 @@ class Held(TorchDispatchMode):
         return result
 
 
-def test_at_most_two_matrices_are_allocated_besides_the_second_moment():
+def test_at_most_two_matrices_are_allocated_in_addition_to_the_second_moment():
     statistics = empty_statistics(200, second=True)
     statistics.update(torch.randn(1000, 200, generator=torch.Generator().manual_seed(0)))
     with Held() as tracker:

@@ -68,7 +68,7 @@ def seen(model, rows, tmp_path, change=lambda step: None, inputs=None, **setting
 
 
 @pytest.mark.parametrize("family", DISTINCT_FAMILIES)
-def test_block_inputs_equal_those_of_the_full_model(family, tmp_path):
+def test_block_inputs_equal_full_model_inputs(family, tmp_path):
     model, _ = load_model(every_family.model_with_layers(family, 3))
     rows = rows_for(model)
     expected = fed(model, rows, outs_of(model))

@@ -85,7 +85,7 @@ def test_statistics_equal_the_formulas(limit, model, rows, tmp_path):
 
 
 @torch.no_grad()
-def test_statistics_of_a_padded_opt_batch_equal_those_of_single_texts(tmp_path):
+def test_padded_opt_batch_has_the_statistics_of_single_texts(tmp_path):
     """Its blocks flatten their states to [B L, K] before fc1 and give them their shape again behind fc2."""
     model, _ = load_model(every_family.model_with_layers("opt", 2))
     ids = torch.randint(5, 20, (3, 8), generator=torch.Generator().manual_seed(3))

@@ -56,7 +56,7 @@ LEFT = Batch(np.array([[7, 8, 9], [0, 3, 4]]), np.array([[1, 1, 1], [0, 1, 1]]))
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_prompt_fed_with_or_without_its_last_token_gives_the_same_output(at_once):
+def test_prefill_with_or_without_last_token_gives_the_same_output(at_once):
     model = runner()
     state, logits = prefill(model, LEFT, LEFT.input_ids[:, -1], at_once)
     assert logits[:, 0].tolist() == [24, 7]
@@ -68,14 +68,14 @@ def test_prompt_fed_with_or_without_its_last_token_gives_the_same_output(at_once
 
 
 @pytest.mark.parametrize("beams", [1, 2])
-def test_both_searches_feed_prompts_as_configured(beams):
+def test_both_searches_prefill_prompts_as_configured(beams):
     for at_once, first in ((True, (2, 3)), (False, (2, 2))):
         model = runner()
         generate_resolved(model, LEFT, GenerationConfig(num_beams=beams, max_new_tokens=3), 0, at_once)
         assert np.shape(model.backend.fed[0]["input_ids"]) == first
 
 
-def test_prompt_without_last_token_is_fed_first_and_positions_follow_the_mask():
+def test_prefill_excludes_last_token_and_positions_follow_the_mask():
     model = runner()
     state = model.encode(LEFT)
     assert model.backend.fed == [
@@ -116,7 +116,7 @@ def test_one_token_prompt_has_no_prefill():
         (4, 3, [(4, 0), (4, 0), (3, 3)]),
     ],
 )
-def test_long_text_is_fed_in_chunks(at_once, last, wanted, gives_all):
+def test_long_text_is_processed_in_chunks(at_once, last, wanted, gives_all):
     model = runner(at_once=at_once, gives_all=gives_all)
     ids = np.arange(1, 12)[None]
     logits = model.extend(model.start(1), ids, np.ones_like(ids), last)
@@ -126,7 +126,7 @@ def test_long_text_is_fed_in_chunks(at_once, last, wanted, gives_all):
     assert logits[0, :, 0].tolist() == np.cumsum(ids[0])[-last:].tolist()
 
 
-def test_long_prompt_is_fed_in_chunks():
+def test_long_prompt_is_prefilled_in_chunks():
     model = runner(at_once=2)
     ids = np.arange(1, 7)[None]
     state = model.encode(Batch(ids, np.ones_like(ids)))

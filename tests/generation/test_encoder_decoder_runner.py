@@ -71,7 +71,7 @@ def test_state_shared_by_beams_is_reordered_only_if_sentences_move(model):
     assert state.batch_rows.tolist() == [1, 1]
 
 
-def test_encoder_outputs_equal_those_of_its_graph(model):
+def test_encoder_outputs_equal_graph_outputs(model):
     assert model.encoder_outputs(BATCH)["last_hidden_state"] is BATCH.input_ids
     assert model.backend.asked == [("encoder_model", ["attention_mask", "input_ids"])]
 

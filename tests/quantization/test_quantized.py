@@ -74,7 +74,7 @@ def test_graph_constants_are_in_a_fixed_order(first):
     assert [name for name, _ in matrix.named_buffers()] == ["columns", "lookup"]
 
 
-def test_file_dtypes_are_those_of_the_scheme():
+def test_file_dtypes_equal_scheme_dtypes():
     model = nn.ModuleDict(
         {name: schemes.rounded_matrix(name, torch.randn(4, 128)) for name in ("int8-dynamic", "int4")}
     )

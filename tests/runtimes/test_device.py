@@ -61,7 +61,7 @@ def test_cuda_graphs_run_on_the_cpu_if_the_driver_has_no_device(gpu, monkeypatch
 
 
 @pytest.mark.parametrize(("init", "asked", "expected"), [(0, 0, 2), (100, 0, 0), (0, 3, 0)])
-def test_device_count_is_that_of_the_driver(monkeypatch, init, asked, expected):
+def test_device_count_equals_driver_count(monkeypatch, init, asked, expected):
     class Driver:
         def __init__(self, name):
             assert name == "libcuda.so.1"

@@ -45,7 +45,7 @@ def test_caches_are_passed_between_steps_and_two_states_do_not_mix(counting):
     assert sums[0].flags.writeable
 
 
-def test_reorder_moves_rows_but_not_what_beams_share(counting):
+def test_reorder_moves_rows_but_not_shared_values(counting):
     assert_reorders_rows(counting, opened)
 
 

@@ -42,7 +42,7 @@ def test_artifact_opens_in_its_runtime(tmp_path):
     ("named", "threads", "expected"),
     [(2, None, 2), (2, 1, 1), (None, None, None), ("two", None, None), (0, None, None)],
 )
-def test_threads_are_those_of_the_user_then_of_the_artifact(monkeypatch, named, threads, expected):
+def test_user_threads_override_artifact_threads(monkeypatch, named, threads, expected):
     """Of the manifest alone: nothing is opened."""
     from smelt.runtimes import registry as code
 

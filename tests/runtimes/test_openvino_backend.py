@@ -149,7 +149,7 @@ def test_caches_are_passed_between_steps_and_two_states_do_not_mix(counting):
     assert sums[0].flags.writeable
 
 
-def test_reorder_moves_rows_but_not_what_beams_share(counting):
+def test_reorder_moves_rows_but_not_shared_values(counting):
     with opened(counting) as runner:
         state = runner.reorder_cache(runner.encode(BATCH), np.array([0, 1, 1]))  # before anything was fed
         assert runner.decode_step(state, np.array([1, 2, 3])).tolist() == [[1, 6], [2, 9], [3, 9]]

@@ -161,7 +161,7 @@ def test_disturbed_rounds_are_repeated_until_enough_are_valid(fake):
     assert [r["counted"] for r in result.rows["base"][0]["rounds"]] == [False] * 3 + [True] * 4
 
 
-def test_measurement_that_stays_disturbed_is_flagged_unstable(fake):
+def test_permanently_disturbed_measurement_is_flagged_unstable(fake):
     fake.used = staticmethod(lambda folder, number: 0.5)
     progress_calls = []
     result = _measure("base", "twice", progress=lambda d, t, note="": progress_calls.append((d, t, note)))

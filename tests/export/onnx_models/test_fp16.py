@@ -284,7 +284,7 @@ def test_new_node_names_do_not_collide(tmp_path: Path, name: str) -> None:
     assert ctx.details["parity"]["relative"] < 0.01
 
 
-def test_single_row_graph_is_fed_one_row(tmp_path: Path) -> None:
+def test_single_row_graph_gets_one_row_per_call(tmp_path: Path) -> None:
     """Its batch has a name, and a Reshape inside has its size."""
     model = graphs.two_layer_classifier()
     model.graph.initializer.append(numpy_helper.from_array(np.array([1, 8]), "shape"))

@@ -67,7 +67,7 @@ def test_step_records_its_cost(home):
         (("seed=1",), set()),
     ],
 )
-def test_stored_steps_exclude_what_an_override_changes(home, overrides, expected):
+def test_stored_steps_exclude_overridden_steps(home, overrides, expected):
     plan = load_plan(home / "recipe.yaml", overrides)
     stored = stored_steps(plan, plan.splits, Store(home / "runs" / ".store"))
     assert stored == expected

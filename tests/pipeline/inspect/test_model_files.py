@@ -38,7 +38,7 @@ def test_safetensors_files_are_not_damaged(tmp_path, kind):
 
 
 @pytest.mark.parametrize("shape", [[-3, -5], [3.0, 5], [True, 15]])
-def test_invalid_tensor_shapes_are_damage(shape):
+def test_invalid_tensor_shapes_raise_damaged_file(shape):
     header = {"a": {"dtype": "U8", "shape": shape, "data_offsets": [0, 15]}}
     assert damaged_tensor_problem(header) is not None
 

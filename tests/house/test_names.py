@@ -141,11 +141,11 @@ def test_functions_bind_no_banned_names() -> None:
 
 def test_test_names_are_condition_and_result() -> None:
     assert [
-        f"{path.relative_to(ROOT)}: {name}: {word} -> {BANNED_IN_TEST_NAMES[word]}"
+        f"{path.relative_to(ROOT)}: {name}: {part} -> {BANNED_IN_TEST_NAMES[part]}"
         for path, text in texts_of(".py").items()
         for name in re.findall(r"^\s*(?:async )?def (test_\w+)", text, re.MULTILINE)
-        for word in name.split("_")
-        if word in BANNED_IN_TEST_NAMES
+        for part in name.split("_")
+        if part in BANNED_IN_TEST_NAMES
     ] == []
 
 

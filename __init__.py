@@ -16,9 +16,9 @@ def _installed() -> ModuleSpec | None:
     """Return where the package is, as Python would find it if the checkout were not on its way."""
     elsewhere = [path for path in sys.path if os.path.realpath(os.path.join(path, "smelt")) != _HERE]
     for finder in sys.meta_path:
-        found = finder.find_spec("smelt", elsewhere if finder is PathFinder else None)
-        if found is not None and found.loader is not None and found.has_location:
-            return found
+        spec = finder.find_spec("smelt", elsewhere if finder is PathFinder else None)
+        if spec is not None and spec.loader is not None and spec.has_location:
+            return spec
     return None
 
 

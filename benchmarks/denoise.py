@@ -36,7 +36,7 @@ def text_pieces(text: str, least: int) -> Iterator[str]:
 def delete_words(text: str, share: float, draw: random.Random) -> str:
     """Return `text` without about `share` of its words; at least one stays."""
     words = text.split()
-    return " ".join([word for word in words if draw.random() >= share] or words[:1])
+    return " ".join([token for token in words if draw.random() >= share] or words[:1])
 
 
 @click.command()

@@ -62,12 +62,12 @@ class Part:
     @property
     def environment(self) -> dict[str, str]:
         """Return the variables of its process."""
-        found = os.environ | {"COLUMNS": "110"}
+        variables = os.environ | {"COLUMNS": "110"}
         first = os.environ.get(self.libraries, "") if self.libraries else ""
         if first:
             rest = os.environ.get("LD_LIBRARY_PATH", "")
-            found["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, (first, rest)))
-        return found
+            variables["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, (first, rest)))
+        return variables
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def describe_parts(parts_to_run: Sequence[Part]) -> str:
 def command_text(part: Part) -> str:
     """Return the command as one types it; a script is not printed out."""
     words = ["python", *part.command[1:]]
-    return " ".join("'...'" if "\n" in word else word for word in words)
+    return " ".join("'...'" if "\n" in argument else argument for argument in words)
 
 
 def run(part: Part, seconds: float) -> Outcome:
@@ -228,20 +228,20 @@ def main(arguments: Sequence[str] | None = None, known: Sequence[Part] | None = 
     parser.add_argument("--only", nargs="+", choices=[p.name for p in known], metavar="PART")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "measurements" / "gpu.md")
-    given = parser.parse_args(arguments)
-    chosen = [part for part in known if given.only is None or part.name in given.only]
-    if given.say:
+    options = parser.parse_args(arguments)
+    chosen = [part for part in known if options.only is None or part.name in options.only]
+    if options.say:
         print(describe_parts(chosen))
         return 0
-    until, here = time.monotonic() + 60 * given.minutes, machine_text()
+    until, here = time.monotonic() + 60 * options.minutes, machine_text()
     outcomes: list[Outcome] = []
-    for at, part in enumerate(chosen):
+    for index, part in enumerate(chosen):
         print(f"{part.name}: {part.description} ...", flush=True)
         outcomes.append(run(part, until - time.monotonic()))
         print(f"  {outcome_text(outcomes[-1])}, {outcomes[-1].seconds:.0f} s", flush=True)
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(render_page(outcomes, here, chosen[at + 1 :]), encoding="utf-8")
-    print(f"written: {given.out}")
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(render_page(outcomes, here, chosen[index + 1 :]), encoding="utf-8")
+    print(f"written: {options.out}")
     return int(any(outcome.code != 0 for outcome in outcomes))
 
 

@@ -124,9 +124,9 @@ def simulate(population: str, n: int, samples: int, seed: int = 0) -> tuple[floa
     """
     metric, make = POPULATIONS[population]
     draw = np.random.default_rng(seed)
-    own, theirs = make(draw)
-    swapped = draw.random(len(own)) < 0.5
-    pair = [np.where(swapped[:, None], *sides) for sides in ((own, theirs), (theirs, own))]
+    ours, theirs = make(draw)
+    swapped = draw.random(len(ours)) < 0.5
+    pair = [np.where(swapped[:, None], *sides) for sides in ((ours, theirs), (theirs, ours))]
 
     def statistics(rows: Rows) -> Statistics:
         return Statistics(metric=metric, signature="s", examples="e", rows=rows.tolist())
@@ -134,7 +134,7 @@ def simulate(population: str, n: int, samples: int, seed: int = 0) -> tuple[floa
     truth, other = (metric_value(statistics(rows)) for rows in pair)
     covered, held, rejected = 0, 0, 0
     for _ in range(samples):
-        drawn = draw.integers(0, len(own), n)
+        drawn = draw.integers(0, len(ours), n)
         step, baseline = (statistics(rows[drawn]) for rows in pair)
         interval, compared = metric_interval(step), compare_steps(step, baseline)
         ends = compared["ci95"]

@@ -141,24 +141,24 @@ def _page_lines() -> list[str]:
     return [line for page in pages for line in page.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
-def _status_bytes(pid: int | str, word: str) -> int:
+def _status_bytes(pid: int | str, field: str) -> int:
     """Return a value of /proc/PID/status, bytes; 0 if the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     except OSError:
         return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{word}:")), 0)
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)
 
 
 def _descendants(pid: int | str) -> list[int]:
     """Return the children of a process, and theirs."""
-    found = []
+    children = []
     for threads in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
-            found += [int(word) for word in threads.read_text(encoding="ascii").split()]
+            children += [int(child_id) for child_id in threads.read_text(encoding="ascii").split()]
         except OSError:
             continue
-    return found + [other for child in found for other in _descendants(child)]
+    return children + [other for child in children for other in _descendants(child)]
 
 
 class ChildPeaks:
@@ -230,8 +230,8 @@ def run_stage(source: Path, stage: str, out: Path, threads: int, lines: int = SC
             device="cpu", progress=progress,
         )  # fmt: skip
         cls()(artifact, cls.settings_type.model_validate(spec["settings"]), ctx)
-        kept = {key: ctx.details[key] for key in ("target", "dtype") if key in ctx.details}
-        (out / "details.json").write_text(json.dumps(kept))
+        kept_details = {key: ctx.details[key] for key in ("target", "dtype") if key in ctx.details}
+        (out / "details.json").write_text(json.dumps(kept_details))
         result["warnings"] = sorted({warning.code for warning in ctx.warnings})
     return result | {
         "cpu_s": round(_cpu_seconds() - cpu, 2),
@@ -257,8 +257,8 @@ def score(artifact: Any, split: Any, threads: int, out: Path) -> float:
 
 
 def _cpu_seconds() -> float:
-    found = os.times()
-    return found.user + found.system + found.children_user + found.children_system
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def measure(name: str, stage: str, folder: Path, threads: int, lines: int = SCORED_LINES) -> dict[str, Any]:
@@ -275,8 +275,8 @@ def measure(name: str, stage: str, folder: Path, threads: int, lines: int = SCOR
     environment = os.environ | {"OMP_NUM_THREADS": f"{threads}"}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False)
     printed = done.stdout.splitlines()
-    found = json.loads(printed[-1]) if done.returncode == 0 else {"failed": done.returncode}
-    row = {"model": name, "stage": stage, "threads": threads, **model_sizes(model), **found}
+    result = json.loads(printed[-1]) if done.returncode == 0 else {"failed": done.returncode}
+    row = {"model": name, "stage": stage, "threads": threads, **model_sizes(model), **result}
     shape = SHAPES[name.partition("/")[0]]
     missing = shape["num_hidden_layers"] - model_shape(name)["num_hidden_layers"]
     if "cpu_s" in row:

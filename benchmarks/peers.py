@@ -58,14 +58,14 @@ class Bench:
 
     def model(self, work: str) -> Path:
         """Return the folder of a work's model; random ones are made at the first call."""
-        given: Path = self.shared / "models" / "marian-small-en-de"
+        translator: Path = self.shared / "models" / "marian-small-en-de"
         if work == "marian":
-            return given
+            return translator
         if work == "sst2":
             return Path(self.options.sst2).resolve()
         folder: Path = self.models / work
         if not (folder / "config.json").exists():
-            other = self.shared / "data" / "wikitext2" / "train.txt.gz" if work == "llama" else given
+            other = self.shared / "data" / "wikitext2" / "train.txt.gz" if work == "llama" else translator
             command = [sys.executable, "-P", "-m", "peer_systems.models", work, str(folder), str(other)]
             subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(BENCHMARKS)})
         return folder
@@ -105,8 +105,8 @@ class Bench:
 
     def is_selected(self, name: str, kinds: list[str]) -> bool:
         """Say whether --only asks for `name`: none of its words is of this kind, or one is in the name."""
-        words = [word for word in self.options.only if any(word in other for other in kinds)]
-        return not words or any(word in name for word in words)
+        words = [part for part in self.options.only if any(part in other for other in kinds)]
+        return not words or any(part in name for part in words)
 
     def result_path(self, case: Case, system: str) -> Path:
         """Return the file of a result."""
@@ -174,8 +174,8 @@ def _rounds(bench: Bench, case: Case, workers: dict[str, Worker], results: dict[
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
     for number in range(bench.options.rounds + 1):
         order = list(workers)
-        at = number % max(1, len(order))
-        for name in order[at:] + order[:at]:
+        offset = number % max(1, len(order))
+        for name in order[offset:] + order[:offset]:
             _run_or_record_failure(
                 results, name, lambda one=name: answers[one].append(workers[one].ask(case_request(case), fed))
             )
@@ -185,12 +185,12 @@ def _rounds(bench: Bench, case: Case, workers: dict[str, Worker], results: dict[
         print(f"  round {number} of {bench.options.rounds}", flush=True)
     ours = [name for name in answers if results[name].ours]
     expected = _expected_outputs(bench, case, answers)
-    for name, found in answers.items():
-        for number, one in enumerate(found[1:], start=1):
+    for name, system_answers in answers.items():
+        for number, one in enumerate(system_answers[1:], start=1):
             beside = {other: answers[other][number]["cpu_s"] for other in ours}
             results[name].rounds.append({"cpu_s": one["cpu_s"], "wall_s": one["wall_s"], "ours": beside})
         results[name].version = workers[name].version
-        results[name].quality = quality(case, found[-1]["results"], expected, targets)
+        results[name].quality = quality(case, system_answers[-1]["results"], expected, targets)
 
 
 def _round_inputs(bench: Bench, case: Case) -> tuple[list[list[Any]], list[Any]]:
@@ -225,12 +225,12 @@ def table(bench: Bench) -> str:
         for case in cases_of(work, bench.options.sentences):
             known = [one.name for one in systems_of(work, bench.options.artifact)]
             there = [path.stem for path in sorted((bench.results / case.name).glob("*.json"))]
-            found = [
+            results = [
                 bench.load_result(case, name)
                 for name in sorted(there, key=lambda name: _index_or_end(name, known))
             ]
-            if found:
-                cases[case.title] = [one for one in found if one is not None]
+            if results:
+                cases[case.title] = [one for one in results if one is not None]
                 rows = max(one.texts for one in cases[case.title])
                 notes[case.title] = (
                     f"{rows} rows a round; times are of one {case.unit}, median [lowest, highest]."

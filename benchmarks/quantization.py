@@ -147,7 +147,9 @@ def recipe_of(name: str, model: Path, arms: list[str], updates: int, seed: int =
 
 def selected_arms(only: list[str] | None) -> list[str]:
     """Return the arms that the command line asks for, fp32 apart."""
-    return [arm for arm in (*ARMS, *TRAINED) if not only or any(fnmatch.fnmatch(arm, word) for word in only)]
+    return [
+        arm for arm in (*ARMS, *TRAINED) if not only or any(fnmatch.fnmatch(arm, pattern) for pattern in only)
+    ]
 
 
 def run(name: str, model: Path, arms: list[str], updates: int, seed: int, out: Path) -> int:
@@ -166,7 +168,7 @@ def data_of(name: str, split: str) -> Path:
 
 def time_artifacts(name: str, out: Path) -> int:
     """Time the artifacts of one task's run in each runtime, into out/NAME/latency.json; return the status."""
-    found: dict[str, Any] = {}
+    latencies: dict[str, Any] = {}
     folder = out / name / "artifacts"
     for runtime, ending in RUNTIMES.items():
         how = "gptq" if name == "language-modeling" else "trained"
@@ -177,13 +179,13 @@ def time_artifacts(name: str, out: Path) -> int:
             continue
         command = [sys.executable, "-m", "smelt", "bench", *map(str, there.values()), "--json"]
         command += ["--data", str(data_of(name, "test")), "--threads", "1", "--texts", "32"]
-        command += [word for size in BATCHES for word in ("--batch-size", str(size))]
+        command += [argument for size in BATCHES for argument in ("--batch-size", str(size))]
         completed = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
         if completed.returncode:
             return completed.returncode
         measured = json.loads(completed.stdout)["artifacts"]
-        found[runtime] = {arm: measured[path.name] for arm, path in there.items()}
-        (out / name / "latency.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+        latencies[runtime] = {arm: measured[path.name] for arm, path in there.items()}
+        (out / name / "latency.json").write_text(json.dumps(latencies, indent=1), encoding="utf-8")
     return 0
 
 
@@ -205,13 +207,13 @@ def quality_table(report: dict[str, Any], metric: str) -> list[str]:
     return lines
 
 
-def latency_table(found: dict[str, Any]) -> list[str]:
+def latency_table(latencies: dict[str, Any]) -> list[str]:
     """Return the lines of one task's table of times: milliseconds a call, and against float32."""
-    heads = [f"{runtime}, {size}" for runtime in found for size in BATCHES]
+    heads = [f"{runtime}, {size}" for runtime in latencies for size in BATCHES]
     lines = ["| arm | " + " | ".join(heads) + " |", "|:--" + "|--:" * len(heads) + "|"]
     for arm in TIMED:
-        if any(arm in of for of in found.values()):
-            cells = [_time_cell(of.get(arm), size) for of in found.values() for size in BATCHES]
+        if any(arm in of for of in latencies.values()):
+            cells = [_time_cell(of.get(arm), size) for of in latencies.values() for size in BATCHES]
             lines.append("| " + " | ".join([arm, *cells]) + " |")
     return lines
 

@@ -74,24 +74,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--updates", type=int, default=8)
     parser.add_argument("--arm", choices=("retained", "returned"))
-    given = parser.parse_args()
-    if given.arm:
-        print(json.dumps(measure(given.model, given.data, given.updates, given.arm == "retained")))
+    parsed = parser.parse_args()
+    if parsed.arm:
+        print(json.dumps(measure(parsed.model, parsed.data, parsed.updates, parsed.arm == "retained")))
         return
-    found: dict[str, list[dict[str, float]]] = {"returned": [], "retained": []}
-    for _ in range(given.rounds):
-        for arm, rounds in found.items():
-            options = [given.model, given.data, "--updates", given.updates, "--arm", arm]
+    results: dict[str, list[dict[str, float]]] = {"returned": [], "retained": []}
+    for _ in range(parsed.rounds):
+        for arm, rounds in results.items():
+            options = [parsed.model, parsed.data, "--updates", parsed.updates, "--arm", arm]
             process = subprocess.run(
                 [sys.executable, __file__, *map(str, options)], check=True, capture_output=True, text=True
             )
             rounds.append(json.loads(process.stdout.splitlines()[-1]))
             print(time.strftime("%H:%M:%S"), arm, rounds[-1], flush=True)
-    for arm, rounds in found.items():
+    for arm, rounds in results.items():
         for kind in ("user", "system"):
             values = [one[kind] for one in rounds]
             print(f"{arm} {kind}: {statistics.median(values):.3f} s [{min(values):.3f}, {max(values):.3f}]")
-    ratios = [sum(a.values()) / sum(b.values()) for a, b in zip(*found.values(), strict=True)]
+    ratios = [sum(a.values()) / sum(b.values()) for a, b in zip(*results.values(), strict=True)]
     print(f"returned / retained: {statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]")
 
 

@@ -57,15 +57,15 @@ def _olive_search(job: dict[str, Any]) -> None:
 
     def register(name: str, rows: list[Any], length: int) -> dict[str, Any]:
         def load(data_dir: Any = None, **_: Any) -> Any:
-            made = []
+            samples = []
             for row, label in rows:
                 ids = torch.tensor(row)
                 mask = torch.ones_like(ids)
                 if length:  # ONNX Runtime's calibrators need samples of one length
                     pad = (0, max(0, length - len(row)))
                     ids, mask = (torch.nn.functional.pad(x[:length], pad) for x in (ids, mask))
-                made.append((dict(zip(_NAMES, (ids, mask, torch.zeros_like(ids)), strict=True)), label))
-            return BaseDataset(made)
+                samples.append((dict(zip(_NAMES, (ids, mask, torch.zeros_like(ids)), strict=True)), label))
+            return BaseDataset(samples)
 
         Registry.register_dataset(name)(load)
         done = {"post_process_data_config": {"type": "text_classification_post_process"}}
@@ -147,15 +147,15 @@ def _graph_labels(graph: Path, tokenizer: Any) -> Callable[[str], int]:
 
 def _rounds(systems: dict[str, Callable[[str], int]], texts: list[str], count: int) -> dict[str, list[float]]:
     """Return the processor time per text, ms, of each system in each of `count` alternating rounds."""
-    found: dict[str, list[float]] = {name: [] for name in systems}
-    for at in range(count + 1):
+    times_ms: dict[str, list[float]] = {name: [] for name in systems}
+    for round_index in range(count + 1):
         for name, label in systems.items():
             began = time.process_time()
             for text in texts:
                 label(text)
-            if at:  # the first round warms up
-                found[name].append(1000 * (time.process_time() - began) / len(texts))
-    return found
+            if round_index:  # the first round warms up
+                times_ms[name].append(1000 * (time.process_time() - began) / len(texts))
+    return times_ms
 
 
 def _compare(out: Path, data: Path, model: Path) -> None:

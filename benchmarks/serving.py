@@ -50,7 +50,7 @@ def print_memory(artifact: Path) -> None:
     def show(name: str) -> None:
         rollup = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8")
         rss, anonymous = (
-            int(re.findall(rf"{word}: +(\d+) kB", rollup)[0]) / 1e3 for word in ("Rss", "Anonymous")
+            int(re.findall(rf"{field}: +(\d+) kB", rollup)[0]) / 1e3 for field in ("Rss", "Anonymous")
         )
         print(f"{name:10} resident {rss:5.0f} MB, anonymous {anonymous:5.0f} MB")
 
@@ -85,15 +85,15 @@ def main() -> None:
         texts = [json.loads(line)["source"] for line in itertools.islice(stream, options.requests)]
     models = {count: smelt.load(options.artifact, threads=count) for count in options.threads}
     settings = list(itertools.product(options.threads, options.callers))
-    found: dict[tuple[int, int], list[tuple[float, ...]]] = {setting: [] for setting in settings}
+    results: dict[tuple[int, int], list[tuple[float, ...]]] = {setting: [] for setting in settings}
     for number in range(options.rounds + 1):  # the first one warms up
         for threads, callers in settings:
             values = measure(models[threads], callers, texts)
             if number:
-                found[threads, callers].append(values)
+                results[threads, callers].append(values)
     print(f"{os.cpu_count()} cores, {len(texts)} requests of one text, medians of {options.rounds} rounds")
     print("threads  callers  requests/s  p50 ms  p95 ms  processor ms")
-    for (threads, callers), rounds in found.items():
+    for (threads, callers), rounds in results.items():
         rate, middle, late, cpu = (statistics.median(column) for column in zip(*rounds, strict=True))
         print(f"{threads:7}  {callers:7}  {rate:10.1f}  {middle:6.1f}  {late:6.1f}  {cpu:12.1f}")
     for model in models.values():

@@ -174,8 +174,10 @@ def _compare_with_stopwatch(graphs: Path, data: Path, batch_size: int) -> bool:
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if not done.stdout:
         raise RuntimeError(done.stderr)
-    found = json.loads(done.stdout)
-    ratios = ", ".join(f"{name.removesuffix('_ms')} {ratio:.3f}" for name, ratio in found["ratio"].items())
+    comparison = json.loads(done.stdout)
+    ratios = ", ".join(
+        f"{name.removesuffix('_ms')} {ratio:.3f}" for name, ratio in comparison["ratio"].items()
+    )
     verdict = "ok" if done.returncode == 0 else "DIFFERENT"
     title = f"the stopwatch comparison, batch {batch_size}: report / stopwatch"
     click.echo(f"{title:58} {ratios}  (promised: one within 10 %)  {verdict}")

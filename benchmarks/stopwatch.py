@@ -114,7 +114,7 @@ def compare(artifact: Path, texts: Sequence[str], settings: Any, new_tokens: int
         used, new = truncate_prompts(stretches, runner, lengths)
         generation = {"min_new_tokens": new, "max_new_tokens": new}
     count = size * max(2, -(-settings.texts // size))
-    groups = batch_by_length([used[at] for at in spread_over_lengths(used, count)], None, size)
+    groups = batch_by_length([used[index] for index in spread_over_lengths(used, count)], None, size)
     watch = Stopwatch(
         {
             "artifact": str(artifact),
@@ -189,15 +189,15 @@ def main(
     )
     task = read_artifact(artifact).manifest.task
     chosen = read_texts(data, task) if data else list(STANDARD_TEXTS)
-    found = compare(artifact.resolve(), chosen, settings, max_new_tokens)
+    comparison = compare(artifact.resolve(), chosen, settings, max_new_tokens)
     if as_json:
-        click.echo(json.dumps(found))
+        click.echo(json.dumps(comparison))
     else:
         for name, (one, two) in {
-            n: (found["report"][n], found["stopwatch"][n]) for n in found["ratio"]
+            n: (comparison["report"][n], comparison["stopwatch"][n]) for n in comparison["ratio"]
         }.items():
             click.echo(f"{name:13} report {one:9.3f}   stopwatch {two:9.3f}   ratio {one / two:.3f}")
-    sys.exit(0 if any(abs(ratio - 1) <= AGREEMENT_TOLERANCE for ratio in found["ratio"].values()) else 1)
+    sys.exit(0 if any(abs(ratio - 1) <= AGREEMENT_TOLERANCE for ratio in comparison["ratio"].values()) else 1)
 
 
 if __name__ == "__main__":

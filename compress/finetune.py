@@ -114,7 +114,7 @@ def invalidated_by_training(settings: TechniqueTrainingSettings) -> Mapping[str,
     if settings.lora is not None:  # next to quantized weights, which are not changed
         return {}
     units = {
-        "pattern": "removed inputs shift their neighbours, and the n:m pattern of '{step}' is lost;"
+        "pattern": "removed inputs shift their neighbors, and the n:m pattern of '{step}' is lost;"
         " remove units before '{step}'"
     }
     return (units if settings.learned_masks is not None and settings.learned_masks.targets else {}) | {

@@ -1,4 +1,4 @@
-"""The stage `share-weights` and its settings: neighbouring layers share matrices, which are stored once."""
+"""The stage `share-weights` and its settings: neighboring layers share matrices, which are stored once."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class ShareWeightsSettings(Settings):
     groups: int | None = Field(
         default=None,
         ge=1,
-        description="groups of neighbouring layers per stack",
+        description="groups of neighboring layers per stack",
     )
-    group_size: int | None = Field(default=None, ge=2, description="neighbouring layers in a group")
+    group_size: int | None = Field(default=None, ge=2, description="neighboring layers in a group")
     exclude_first_and_last: bool = Field(
         default=False, description="the first and last layer of each stack keep their weights"
     )
@@ -73,7 +73,7 @@ _DEFAULT_GROUP_SIZE = 2
 
 
 class ShareWeights(Stage[ShareWeightsSettings]):
-    """Share the weights of linear layers between neighbouring layers of a stack.
+    """Share the weights of linear layers between neighboring layers of a stack.
 
     Saves size, not time: as many layers are computed as before. Shared weights are stored once, in
     files and in graphs, and are trained, pruned, factorized and quantized once. Norms are not shared.
@@ -88,7 +88,7 @@ class ShareWeights(Stage[ShareWeightsSettings]):
 
     name: ClassVar[str] = "share-weights"
     source: ClassVar[str] = (
-        "neighbouring layers: Takase & Kiyono 2021, arXiv:2104.06022 (SEQUENCE); exclude_first_and_last:"
+        "neighboring layers: Takase & Kiyono 2021, arXiv:2104.06022 (SEQUENCE); exclude_first_and_last:"
         " Subformer, Reid"
         " et al. 2021, arXiv:2101.00234; attention or feed-forward: ALBERT, Lan et al. 2020,"
         " arXiv:1909.11942; low_rank_delta: Relaxed Recursive Transformers, Bae et al. 2024, arXiv:2410.20672"
@@ -224,7 +224,7 @@ def share_layers(
 
 
 def group_layers(layers: int, settings: ShareWeightsSettings) -> list[list[int]]:
-    """Return the indices of `layers` layers in groups of neighbours; a single layer is a group."""
+    """Return the indices of `layers` layers in groups of neighbors; a single layer is a group."""
     group_size = settings.group_size or _DEFAULT_GROUP_SIZE
     start = 1 if settings.exclude_first_and_last else 0
     inner = range(start, layers - start)

@@ -55,22 +55,22 @@ def count_word_pairs(row: TokenPair) -> int:
 
 
 def fit_ibm_model1(
-    rows: Sequence[TokenPair],
+    pairs: Sequence[TokenPair],
     num_sources: int,
     num_targets: int,
     iterations: int,
     progress: Progress = no_progress,
 ) -> TranslationTable:
-    """Return the translation table of Model 1 for `rows` (source ids, target ids); empty targets are skipped.
+    """Return Model 1's translation table for `pairs` (source ids, target ids); empty targets are skipped.
 
     Args:
-        rows: token ids of samples.
+        pairs: token ids of samples.
         num_sources: S, the size of the source vocabulary.
         num_targets: V, the size of the target vocabulary.
         iterations: of expectation maximization; the first starts with all pairs equally likely.
         progress: called with the number of finished iterations.
     """
-    chunks, keys = _chunk_pairs(rows, num_sources, num_targets)
+    chunks, keys = _chunk_pairs(pairs, num_sources, num_targets)
     source, target = keys // num_targets, keys % num_targets
     chance = np.ones(len(keys))
     for iteration in range(iterations):
@@ -94,19 +94,21 @@ def top_targets(table: TranslationTable, num_sources: int, top_k: int, excluded:
     return [target[start : min(end, start + top_k)] for start, end in pairwise(boundaries)]
 
 
-def _chunk_pairs(rows: Sequence[TokenPair], sources: int, targets: int) -> tuple[list[Any], IntArray]:
+def _chunk_pairs(pairs: Sequence[TokenPair], sources: int, targets: int) -> tuple[list[Any], IntArray]:
     """Return the pairs of each chunk of samples with their target positions, int32 each, and keys int64 [U].
 
     A pair is the number of its key, source * targets + target; the source of NULL is `sources`.
     """
     parts, keys = [], np.zeros(0, dtype=np.int64)
     index = 0
-    while index < len(rows):
+    while index < len(pairs):
         size, start = 0, index
-        while index < len(rows) and (index == start or size + count_word_pairs(rows[index]) <= _CHUNK_PAIRS):
-            size += count_word_pairs(rows[index])
+        while index < len(pairs) and (
+            index == start or size + count_word_pairs(pairs[index]) <= _CHUNK_PAIRS
+        ):
+            size += count_word_pairs(pairs[index])
             index += 1
-        pair_keys, positions = _pair_keys(rows[start:index], sources, targets)
+        pair_keys, positions = _pair_keys(pairs[start:index], sources, targets)
         unique_keys, inverse = np.unique(pair_keys, return_inverse=True)
         parts.append((unique_keys, inverse.astype(np.int32), positions))
         keys = np.union1d(keys, unique_keys)
@@ -116,18 +118,18 @@ def _chunk_pairs(rows: Sequence[TokenPair], sources: int, targets: int) -> tuple
     ], keys
 
 
-def _pair_keys(rows: Sequence[TokenPair], sources: int, targets: int) -> tuple[IntArray, NDArray[np.int32]]:
+def _pair_keys(pairs: Sequence[TokenPair], sources: int, targets: int) -> tuple[IntArray, NDArray[np.int32]]:
     """Return the keys of all pairs, int64 [P], and the target position of each, int32 [P]."""
-    source_ids = np.concatenate([[*source, sources] for source, _ in rows]).astype(np.int64)
-    lengths = np.array([len(source) + 1 for source, _ in rows])
+    source_ids = np.concatenate([[*source, sources] for source, _ in pairs]).astype(np.int64)
+    lengths = np.array([len(source) + 1 for source, _ in pairs])
     starts = np.cumsum(lengths) - lengths
-    owner = np.repeat(np.arange(len(rows)), [len(target) for _, target in rows])  # [T]
+    owner = np.repeat(np.arange(len(pairs)), [len(target) for _, target in pairs])  # [T]
     source_lengths = lengths[owner]
     positions = np.repeat(np.arange(len(owner), dtype=np.int32), source_lengths)
     offsets = np.arange(len(positions)) - np.repeat(
         np.cumsum(source_lengths) - source_lengths, source_lengths
     )
-    token_ids = np.concatenate([np.asarray(target, dtype=np.int64) for _, target in rows])
+    token_ids = np.concatenate([np.asarray(target, dtype=np.int64) for _, target in pairs])
     return source_ids[starts[owner][positions] + offsets] * targets + token_ids[positions], positions
 
 
@@ -235,16 +237,16 @@ class ShortlistStage(Stage[ShortlistSettings]):
 
 
 def learn_shortlist(
-    rows: Sequence[TokenPair],
+    pairs: Sequence[TokenPair],
     config: dict[str, Any],
     required_tokens: Sequence[int] | IntArray,
     settings: ShortlistSettings,
     progress: Progress = no_progress,
 ) -> Shortlist:
-    """Return the shortlist learned from `rows` of token ids (source, target).
+    """Return the shortlist learned from `pairs` of token ids (source, target).
 
     Args:
-        rows: the training samples.
+        pairs: the training samples.
         config: the model's, config.json.
         required_tokens: tokens that generation itself may need, in addition to the frequent ones.
         settings: of the stage.
@@ -253,10 +255,10 @@ def learn_shortlist(
     from smelt.generation.config import make_shortlist, vocabulary_sizes
 
     sources, targets = vocabulary_sizes(config)
-    counts = np.bincount(np.concatenate([target for _, target in rows]), minlength=targets)
+    counts = np.bincount(np.concatenate([target for _, target in pairs]), minlength=targets)
     frequent = np.argsort(-counts, kind="stable")[: settings.frequent_tokens]
     always = np.unique([*required_tokens, *frequent])
-    likely = fit_ibm_model1(rows, sources, targets, settings.iterations, progress)
+    likely = fit_ibm_model1(pairs, sources, targets, settings.iterations, progress)
     lists = top_targets(likely, sources, settings.candidates_per_token, always)
     if config.get("share_encoder_decoder_embeddings", True) and sources == targets:
         # names and numbers are copied, so the source token itself is always allowed
@@ -270,9 +272,9 @@ def learn_shortlist(
 
 
 def shortlist_coverage(
-    shortlist: Shortlist, rows: Sequence[TokenPair], config: dict[str, Any]
+    shortlist: Shortlist, pairs: Sequence[TokenPair], config: dict[str, Any]
 ) -> dict[str, float]:
-    """Return the coverage of `rows` by a shortlist as fractions, and its mean length.
+    """Return the coverage of `pairs` by a shortlist as fractions, and its mean length.
 
     covered: fraction of reference tokens on the list of their sample. whole: fraction of samples with all
     reference tokens on the list. words: mean number of allowed tokens per sample.
@@ -282,7 +284,7 @@ def shortlist_coverage(
 
     _, targets = vocabulary_sizes(config)
     hits = num_tokens = num_covered = num_allowed = 0
-    for source, target in rows:
+    for source, target in pairs:
         ids = np.array([source], dtype=np.int64)
         [allowed] = shortlist.allowed_tokens(Batch(ids, np.ones_like(ids)), targets)
         num_hits = int(allowed[list(target)].sum())
@@ -292,7 +294,7 @@ def shortlist_coverage(
             num_covered + (num_hits == len(target)),
         )
         num_allowed += int(allowed.sum())
-    count = max(1, len(rows))
+    count = max(1, len(pairs))
     return {
         "covered": round(hits / max(1, num_tokens), 5),
         "whole": round(num_covered / count, 5),

@@ -55,8 +55,11 @@ def score_agreement(
 
 def pack_logits(logits: Logits) -> dict[str, Any]:
     """Return logits, float32 [n, C], as JSON values; only the first examples if there are too many."""
-    kept = logits[: max(1, _MAX_STORED_LOGITS // logits.shape[1])].astype("<f4")
-    return {"shape": list(kept.shape), "float32": base64.b64encode(kept.tobytes()).decode("ascii")}
+    stored_logits = logits[: max(1, _MAX_STORED_LOGITS // logits.shape[1])].astype("<f4")
+    return {
+        "shape": list(stored_logits.shape),
+        "float32": base64.b64encode(stored_logits.tobytes()).decode("ascii"),
+    }
 
 
 def unpack_logits(packed: Mapping[str, Any]) -> Logits:
@@ -75,13 +78,13 @@ def kl_divergence(logits: Logits, expected: Logits, multi_label: bool = False) -
     """
     from scipy.special import log_expit, log_softmax
 
-    own, base = logits.astype(np.float64), expected.astype(np.float64)
+    step_logits, baseline_logits = logits.astype(np.float64), expected.astype(np.float64)
     if multi_label:
-        pairs = [(log_expit(sign * base), log_expit(sign * own)) for sign in (1, -1)]
+        pairs = [(log_expit(sign * baseline_logits), log_expit(sign * step_logits)) for sign in (1, -1)]
     else:
-        pairs = [(log_softmax(base, axis=1), log_softmax(own, axis=1))]
+        pairs = [(log_softmax(baseline_logits, axis=1), log_softmax(step_logits, axis=1))]
     total = sum(float((np.exp(p) * (p - q)).sum()) for p, q in pairs)
-    return max(0.0, total / len(own))  # rounding errors may be negative
+    return max(0.0, total / len(step_logits))  # rounding errors may be negative
 
 
 def compare_outputs(score: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -94,30 +97,36 @@ def compare_outputs(score: Mapping[str, Any], baseline: Mapping[str, Any]) -> di
             `logits` (see `pack_logits`).
         baseline: likewise, of the baseline on the same examples.
     """
-    own, base = score.get("predictions") or [], baseline.get("predictions") or []
-    if not own or len(own) != len(base) or not isinstance(own[0], str | list):
+    step_predictions, base = score.get("predictions") or [], baseline.get("predictions") or []
+    if (
+        not step_predictions
+        or len(step_predictions) != len(base)
+        or not isinstance(step_predictions[0], str | list)
+    ):
         return None
-    equal = 100 * sum(a == b for a, b in zip(own, base, strict=True)) / len(own)
-    found: dict[str, Any] = {"n": len(own), "equal": equal}
+    equal = 100 * sum(a == b for a, b in zip(step_predictions, base, strict=True)) / len(step_predictions)
+    agreement: dict[str, Any] = {"n": len(step_predictions), "equal": equal}
     if "labels" not in score:
-        return found | _text_agreement(own, base)
+        return agreement | _text_agreement(step_predictions, base)
     if "logits" in score and "logits" in baseline and score["labels"] == baseline["labels"]:
-        pair = [unpack_logits(each["logits"]) for each in (score, baseline)]
-        found["kl_divergence"] = kl_divergence(pair[0], pair[1], multi_label=isinstance(own[0], list))
-        found["kl_n"] = len(pair[0])
-    return found
+        pair = [unpack_logits(side_score["logits"]) for side_score in (score, baseline)]
+        agreement["kl_divergence"] = kl_divergence(
+            pair[0], pair[1], multi_label=isinstance(step_predictions[0], list)
+        )
+        agreement["kl_n"] = len(pair[0])
+    return agreement
 
 
-def _text_agreement(own: Sequence[str], base: Sequence[str]) -> dict[str, Any]:
+def _text_agreement(step_texts: Sequence[str], base: Sequence[str]) -> dict[str, Any]:
     """Return corpus BLEU and chrF of sacrebleu, with the baseline's outputs as the references."""
     from sacrebleu.metrics.bleu import BLEU
     from sacrebleu.metrics.chrf import CHRF
 
-    found: dict[str, Any] = {"signatures": {}}
+    scores: dict[str, Any] = {"signatures": {}}
     for name, scorer in (("bleu", BLEU(tokenize=bleu_tokenizer(base))), ("chrf", CHRF())):
-        found[name] = float(scorer.corpus_score(own, [base]).score)
-        found["signatures"][name] = str(scorer.get_signature())
-    return found
+        scores[name] = float(scorer.corpus_score(step_texts, [base]).score)
+        scores["signatures"][name] = str(scorer.get_signature())
+    return scores
 
 
 def cached_agreement(
@@ -129,12 +138,12 @@ def cached_agreement(
     sides = [{part: side.get(part) for part in _OUTPUT_PARTS} for side in (score, baseline)]
     libraries = {"sacrebleu": version("sacrebleu")}
     key = json_hash({"agreement": AGREEMENT_VERSION, "outputs": sides, "libraries": libraries})
-    kept = store.read_score(key)
-    if kept is None:
-        kept = {"artifact": score["artifact"], "agreement": compare_outputs(score, baseline)}
-        store.write_score(key, kept)
-    found: dict[str, Any] | None = kept["agreement"]
-    return found
+    stored = store.read_score(key)
+    if stored is None:
+        stored = {"artifact": score["artifact"], "agreement": compare_outputs(score, baseline)}
+        store.write_score(key, stored)
+    agreement: dict[str, Any] | None = stored["agreement"]
+    return agreement
 
 
 _OUTPUT_PARTS = ("predictions", "labels", "logits")

@@ -74,11 +74,15 @@ def load_custom_metric(name: str, folder: Path) -> CustomMetric:
             ) from error
     function = getattr(module, attribute, None)
     if not callable(function):
-        found = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        what = f"has no '{attribute}'" if function is None else f"has '{attribute}', which cannot be called"
+        functions = [
+            key for key, value in vars(module).items() if callable(value) and not key.startswith("_")
+        ]
+        problem_text = (
+            f"has no '{attribute}'" if function is None else f"has '{attribute}', which cannot be called"
+        )
         raise InputError(
-            f"'{name}': {module_name} {what}. Functions in it: {', '.join(found[:20]) or 'none'}."
-            f"{did_you_mean(attribute, found)}",
+            f"'{name}': {module_name} {problem_text}. Functions in it: {', '.join(functions[:20]) or 'none'}."
+            f"{did_you_mean(attribute, functions)}",
             code="no-such-function",
         )
     file = getattr(module, "__file__", None)
@@ -89,7 +93,11 @@ def load_custom_metric(name: str, folder: Path) -> CustomMetric:
             return function(*values)
 
     files = custom_metric_files([name], folder) or ({path.name: path} if path else {})
-    source_hash = json_hash({relative: sha256_of(each) for relative, each in files.items()}) if files else ""
+    source_hash = (
+        json_hash({relative: sha256_of(source_path) for relative, source_path in files.items()})
+        if files
+        else ""
+    )
     return CustomMetric(name, call, source_hash, path)
 
 
@@ -115,12 +123,12 @@ def _import_current(name: str, folder: Path) -> Any:
     importlib.invalidate_caches()
     modules = _folder_modules([name], folder)
     states = {module: (folder, sha256_of(file)) for module, file in modules.items()}
-    moved = {module for module, (earlier, _) in _imported.items() if earlier != folder}
-    moved |= {module for module, file in modules.items() if _is_loaded_elsewhere(module, file)}
+    outdated = {module for module, (previous_folder, _) in _imported.items() if previous_folder != folder}
+    outdated |= {module for module, file in modules.items() if _is_loaded_elsewhere(module, file)}
     edited = any(_imported.get(module, state) != state for module, state in states.items())
     for module in [*sys.modules]:
         parents = {module[:end] for end in range(1, len(module)) if module[end] == "."}
-        if moved & {module, *parents} or (edited and module in modules):
+        if outdated & {module, *parents} or (edited and module in modules):
             del sys.modules[module]
             _imported.pop(module, None)
     loaded = importlib.import_module(name)
@@ -149,21 +157,21 @@ def _folder_modules(names: Iterable[str], folder: Path) -> dict[str, Path]:
     They are found in the source, so those that a function imports when it is called are included.
     """
     files: dict[str, Path] = {}
-    waiting = [*names]
-    packages = {name.partition(".")[0] for name in waiting}
-    while waiting:
-        parts = waiting.pop().split(".")
+    pending = [*names]
+    packages = {name.partition(".")[0] for name in pending}
+    while pending:
+        parts = pending.pop().split(".")
         for count in range(1, len(parts) + 1):
             module = ".".join(parts[:count])
             path = folder.absolute().joinpath(*parts[:count])
             candidates = (path / "__init__.py", path.with_name(f"{path.name}.py"))
-            file = next((each for each in candidates if each.is_file()), None)
+            file = next((candidate for candidate in candidates if candidate.is_file()), None)
             if file is None or module in files or parts[0] in sys.builtin_module_names:
                 continue
             if parts[0] not in packages and _is_in_use(module, file):
                 continue
             files[module] = file
-            waiting += _imported_names(file, module)
+            pending += _imported_names(file, module)
     return files
 
 
@@ -232,18 +240,19 @@ def score_custom_metric(
     try:
         result = metric.function(list(predictions), list(references), list(sources))
     except (Exception, SystemExit) as error:  # whatever the user's function does
-        where, cause = _failing_example(metric, predictions, references, sources, places, error)
+        location_text, cause = _failing_example(metric, predictions, references, sources, places, error)
         raise InputError(
-            f"The metric '{metric.name}' failed{where}: {type(cause).__name__}: {cause}. Mend the function;"
+            f"The metric '{metric.name}' failed{location_text}: {type(cause).__name__}: {cause}. Mend "
+            "the function;"
             f" it is called as {_PROTOCOL}.",
             code="metric-failed",
         ) from error
     values = _as_numbers(metric.name, result, len(predictions))
-    for value, place in zip(values, places, strict=False):
+    for value, example_location in zip(values, places, strict=False):
         if not math.isfinite(value):
-            where = f" for {place}" if len(values) == len(places) else ""
+            location_text = f" for {example_location}" if len(values) == len(places) else ""
             raise InputError(
-                f"The metric '{metric.name}' returned {value}{where}. Return finite numbers.",
+                f"The metric '{metric.name}' returned {value}{location_text}. Return finite numbers.",
                 code="metric-not-finite",
             )
         if abs(value) > _MAX_MAGNITUDE:
@@ -273,11 +282,11 @@ def _failing_example(
     error: BaseException,
 ) -> tuple[str, BaseException]:
     """Return where the function fails when called with one example, and the error that it raises there."""
-    for prediction, reference, source, place in zip(predictions, references, sources, places, strict=True):
+    for prediction, reference, source, location in zip(predictions, references, sources, places, strict=True):
         try:
             metric.function([prediction], [reference], [source])
-        except (Exception, SystemExit) as found:
-            return f" at {place} (output {repr(prediction)[:80]})", found
+        except (Exception, SystemExit) as failure:
+            return f" at {location} (output {repr(prediction)[:80]})", failure
     return " on all examples together, but on none of them alone", error
 
 
@@ -289,22 +298,22 @@ def _as_numbers(name: str, result: Any, count: int) -> list[float]:
     """
     if hasattr(result, "tolist"):  # an array or a tensor
         result = result.tolist()
-    found = list(result) if isinstance(result, list | tuple) else [result]
-    numbers = [value.item() if hasattr(value, "item") else value for value in found]
-    wrong = next((value for value in numbers if not isinstance(value, int | float)), None)
-    if wrong is not None or not numbers:
-        got = repr(result) if wrong is None else repr(wrong)
+    items = list(result) if isinstance(result, list | tuple) else [result]
+    converted = [value.item() if hasattr(value, "item") else value for value in items]
+    wrong = next((value for value in converted if not isinstance(value, int | float)), None)
+    if wrong is not None or not converted:
+        value_text = repr(result) if wrong is None else repr(wrong)
         raise InputError(
-            f"The metric '{name}' returned {got[:80]}, which is not a number. Expected {_PROTOCOL}.",
+            f"The metric '{name}' returned {value_text[:80]}, which is not a number. Expected {_PROTOCOL}.",
             code="wrong-metric-result",
         )
-    if isinstance(result, list | tuple) and len(numbers) != count:
+    if isinstance(result, list | tuple) and len(converted) != count:
         raise InputError(
-            f"The metric '{name}' returned {len(numbers)} values for {count} examples. Return one for each,"
+            f"The metric '{name}' returned {len(converted)} values for {count} examples. Return one for each,"
             " or a single number.",
             code="wrong-metric-result",
         )
-    return [_as_float(value) for value in numbers]
+    return [_as_float(value) for value in converted]
 
 
 def _as_float(value: int | float) -> float:

@@ -39,12 +39,12 @@ class OutputCounts(BaseModel):
 
     def text(self) -> str:
         """Return the counts as text, without those that are 0."""
-        kinds = {
+        count_by_kind = {
             "repeat themselves": self.repetitive,
             "did not end within the limit": self.not_ended,
             "are the same text": self.same,
         }
-        parts = [f"{count:,} {kind}" for kind, count in kinds.items() if count]
+        parts = [f"{count:,} {kind}" for kind, count in count_by_kind.items() if count]
         return f"of {self.n:,} outputs {', '.join(parts) or 'none is degenerate'}"
 
 
@@ -60,12 +60,12 @@ def count_degenerate(
     """
     pairs = list(zip(outputs, references, strict=True))
     [(frequent, _)] = Counter(outputs).most_common(1)
-    same = sum(output == frequent and frequent not in texts for output, texts in pairs)
+    num_identical = sum(output == frequent and frequent not in texts for output, texts in pairs)
     return OutputCounts(
         n=len(outputs),
         repetitive=sum(is_repetitive(o) and not any(map(is_repetitive, texts)) for o, texts in pairs),
         not_ended=not_ended,
-        same=same if same > 1 else 0,
+        same=num_identical if num_identical > 1 else 0,
     )
 
 
@@ -75,15 +75,15 @@ def is_repetitive(text: str) -> bool:
     The unit is 1 to 8 words, at least three times (`to the the the`), or as many characters, at least eight
     times (`!!!!!!!!`).
     """
-    words = text.lower().split()
-    return _repeats(words, _MIN_WORD_REPEATS) or _repeats(list("".join(words)), _MIN_CHARACTER_REPEATS)
+    tokens = text.lower().split()
+    return _repeats(tokens, _MIN_WORD_REPEATS) or _repeats(list("".join(tokens)), _MIN_CHARACTER_REPEATS)
 
 
 def _repeats(items: Sequence[str], least: int) -> bool:
     for unit in range(1, _MAX_UNIT + 1):
         longest = length = 0
-        for before, after in zip(items, items[unit:], strict=False):
-            length = length + 1 if before == after else 0
+        for previous, current in zip(items, items[unit:], strict=False):
+            length = length + 1 if previous == current else 0
             longest = max(longest, length)
         span = longest + unit
         if span >= least * unit and 2 * span >= len(items):

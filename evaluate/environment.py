@@ -77,8 +77,8 @@ def cpu_model() -> str:
         fields = {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in first.splitlines())}
         name = fields.get("model name") or fields.get("Model") or fields.get("CPU part")
         if name:
-            numbers = [fields[k] for k in ("cpu family", "model", "stepping") if k in fields]
-            return f"{name} ({'/'.join(numbers)})" if numbers else name
+            model_numbers = [fields[k] for k in ("cpu family", "model", "stepping") if k in fields]
+            return f"{name} ({'/'.join(model_numbers)})" if model_numbers else name
     if platform.system() == "Darwin":
         name = _command_output(["sysctl", "-n", "machdep.cpu.brand_string"])
         if name:

@@ -114,7 +114,7 @@ def class_scores(
         present: int64 [K], how often it occurs.
         names: K names.
     """
-    precision, recall = (100 * hits / np.maximum(1, below) for below in (predicted, present))
+    precision, recall = (100 * hits / np.maximum(1, denominators) for denominators in (predicted, present))
     f1 = 100 * 2 * hits / np.maximum(1, predicted + present)
     return [
         {
@@ -132,8 +132,8 @@ def class_scores(
 def _multi_hot(sets: Sequence[Sequence[int]], labels: int) -> np.ndarray:
     """Return int64 [n, K], 1 where the label is in the set."""
     out = np.zeros((len(sets), labels), dtype=np.int64)
-    for row, found in zip(out, sets, strict=True):
-        row[list(found)] = 1
+    for row, class_indices in zip(out, sets, strict=True):
+        row[list(class_indices)] = 1
     return out
 
 
@@ -209,22 +209,30 @@ def score_classifier(
     names, problem = class_names(config), problem_type(config)
     scores: dict[str, MetricScore] = {}
     if problem == REGRESSION:
-        numbers = [float(row[0]) for row in logits]
+        predicted_values = [float(row[0]) for row in logits]
         if metrics:
-            scores = score_regression(metrics, numbers, regression_targets(split.examples, split.origin))
-        return scores, numbers
+            scores = score_regression(
+                metrics, predicted_values, regression_targets(split.examples, split.origin)
+            )
+        return scores, predicted_values
     if problem == MULTI_LABEL:
-        found = [[int(i) for i in row.nonzero()[0]] for row in logits > 0]  # a probability above 0.5
+        predicted_sets = [[int(i) for i in row.nonzero()[0]] for row in logits > 0]  # a probability above 0.5
         if metrics:
             gold = multi_label_targets(split.examples, names, split.origin)
-            scores = score_label_sets(metrics, found, gold, len(names), logits)
-        return scores, [[names[i] for i in row] for row in found]
+            scores = score_label_sets(metrics, predicted_sets, gold, len(names), logits)
+        return scores, [[names[i] for i in row] for row in predicted_sets]
     predicted = [int(row.argmax()) for row in logits]
     if metrics:
-        wanted = class_targets(split.examples, names, split.origin)
-        labels = {name: given["label"] for name, given in (settings or {}).items() if "label" in given}
-        chosen = class_targets([Example("", label=x) for x in labels.values()], names, "")
-        scores = score_labels(metrics, predicted, wanted, logits, dict(zip(labels, chosen, strict=True)))
+        gold_classes = class_targets(split.examples, names, split.origin)
+        labels = {
+            name: metric_settings["label"]
+            for name, metric_settings in (settings or {}).items()
+            if "label" in metric_settings
+        }
+        label_classes = class_targets([Example("", label=x) for x in labels.values()], names, "")
+        scores = score_labels(
+            metrics, predicted, gold_classes, logits, dict(zip(labels, label_classes, strict=True))
+        )
     return scores, [names[i] for i in predicted]
 
 
@@ -241,9 +249,14 @@ def class_counts(
         return None
     check_finite_outputs(logits)
     if problem == MULTI_LABEL:
-        truth = _multi_hot(multi_label_targets(split.examples, names, split.origin), len(names))
-        guess = (logits > 0).astype(np.int64)
-        return class_scores((guess & truth).sum(axis=0), guess.sum(axis=0), truth.sum(axis=0), names)
+        gold_matrix = _multi_hot(multi_label_targets(split.examples, names, split.origin), len(names))
+        predicted_matrix = (logits > 0).astype(np.int64)
+        return class_scores(
+            (predicted_matrix & gold_matrix).sum(axis=0),
+            predicted_matrix.sum(axis=0),
+            gold_matrix.sum(axis=0),
+            names,
+        )
     counts = confusion_matrix(
         logits.argmax(axis=1).tolist(), class_targets(split.examples, names, split.origin), len(names)
     )
@@ -260,6 +273,6 @@ def gold_outputs(config: Mapping[str, Any], split: Split) -> list[Any]:
     if problem == REGRESSION:
         return [float(value) for value in regression_targets(split.examples, split.origin)]
     if problem == MULTI_LABEL:
-        found = multi_label_targets(split.examples, names, split.origin)
-        return [[names[i] for i in sorted(row)] for row in found]
+        label_sets = multi_label_targets(split.examples, names, split.origin)
+        return [[names[i] for i in sorted(row)] for row in label_sets]
     return [names[i] for i in class_targets(split.examples, names, split.origin)]

@@ -71,8 +71,8 @@ class _Ratio:
     signal: float = 0.0
     noise: float = 0.0
 
-    def add(self, expected: Tensor, found: Tensor) -> None:
-        y, x = expected.double(), found.double()
+    def add(self, expected: Tensor, actual: Tensor) -> None:
+        y, x = expected.double(), actual.double()
         self.signal += float(y.square().sum())
         self.noise += float((y - x).square().sum())
 
@@ -116,8 +116,8 @@ class SampleSource:
             split = replace(split, examples=tuple(e for e in split.examples if e.references))
         if not len(split):
             raise NotComparableError("the samples have no targets")
-        rows = draw_samples(split, model, load_processor(folder), self.count, ctx, "score")
-        return split_pairs(rows)
+        sample_rows = draw_samples(split, model, load_processor(folder), self.count, ctx, "score")
+        return split_pairs(sample_rows)
 
 
 class LayerComparison:
@@ -133,48 +133,57 @@ class LayerComparison:
         self.model, _ = load_model(baseline.path)
         self._rows = source.encode(self.model, baseline.path)
 
-    def compare(self, step: Artifact, kept: BlockPositions) -> dict[str, Any]:
+    def compare(self, step: Artifact, kept_blocks: BlockPositions) -> dict[str, Any]:
         """Return the ratios of the layers of `step`, as `layer_sqnr` of a step in report.json.
 
         Args:
             step: a torch artifact.
-            kept: by stack, the baseline's blocks that the step has, where it has fewer.
+            kept_blocks: by stack, the baseline's blocks that the step has, where it has fewer.
         """
-        found = not_compared(None)
+        comparison = not_compared(None)
         try:
             self._require_memory(step)
             model, edits = load_model(step.path)
             device = "cpu" if any(e["op"] == "quantize" for e in edits) else torch_device(self.device)
-            for each in (self.model, model):
-                each.to(device)
+            for compared_model in (self.model, model):
+                compared_model.to(device)
             pairs = self._batch_pairs(model, step.path, device)
-            found["samples"] = sum(len(next(iter(batch.values()))) for batch, _ in pairs)
-            found["output_sqnr_db"] = output_sqnr(self.model, model, pairs)
-            found["layers"] = block_sqnr(self.model, model, pairs, kept)
+            comparison["samples"] = sum(len(next(iter(batch.values()))) for batch, _ in pairs)
+            comparison["output_sqnr_db"] = output_sqnr(self.model, model, pairs)
+            comparison["layers"] = block_sqnr(self.model, model, pairs, kept_blocks)
         except NotComparableError as error:
-            found["reason"] = str(error)
-        return found
+            comparison["reason"] = str(error)
+        return comparison
 
     def _require_memory(self, artifact: Artifact) -> None:
-        needed = 4 * int(artifact.manifest.details.get("parameters") or 0)
-        if needed > _MEMORY_SHARE * available_bytes():
+        required_bytes = 4 * int(artifact.manifest.details.get("parameters") or 0)
+        if required_bytes > _MEMORY_SHARE * available_bytes():
             raise NotComparableError("not enough memory for the model and the baseline")
 
     def _batch_pairs(self, model: Any, folder: Path, device: str) -> list[tuple[TensorBatch, TensorBatch]]:
         """Return the batches of the samples that both tokenizers encode into equally many tokens."""
-        vocabularies = [each.config.to_dict().get("vocab_size") for each in (self.model, model)]
+        vocabularies = [
+            compared_model.config.to_dict().get("vocab_size") for compared_model in (self.model, model)
+        ]
         if task_traits(self.source.task).samples == "running-text" and vocabularies[0] != vocabularies[1]:
             raise NotComparableError("another tokenizer cuts the text into other windows")
-        own = self.source.encode(model, folder)
-        if len(own) != len(self._rows):
+        step_rows = self.source.encode(model, folder)
+        if len(step_rows) != len(self._rows):
             raise NotComparableError("its tokenizer gives another number of samples")
-        alike = [at for at, row in enumerate(own) if row.token_counts == self._rows[at].token_counts]
-        if not alike:
+        common_indices = [
+            row_index
+            for row_index, row in enumerate(step_rows)
+            if row.token_counts == self._rows[row_index].token_counts
+        ]
+        if not common_indices:
             raise NotComparableError("no sample has as many tokens as for the baseline")
-        both = ((self._rows, self.model), (own, model))
-        sides = [list(make_batches([rows[at] for at in alike], side.config)) for rows, side in both]
-        placed = [[{n: v.to(device) for n, v in b.items()} for b in batches] for batches in sides]
-        return list(zip(*placed, strict=True))
+        row_models = ((self._rows, self.model), (step_rows, model))
+        sides = [
+            list(make_batches([encoded_rows[row_index] for row_index in common_indices], side.config))
+            for encoded_rows, side in row_models
+        ]
+        device_batches = [[{n: v.to(device) for n, v in b.items()} for b in batches] for batches in sides]
+        return list(zip(*device_batches, strict=True))
 
 
 @torch.inference_mode()
@@ -205,7 +214,7 @@ def block_sqnr(
     baseline: Any,
     model: Any,
     pairs: Sequence[tuple[TensorBatch, TensorBatch]],
-    kept: BlockPositions,
+    kept_blocks: BlockPositions,
 ) -> list[dict[str, Any]]:
     """Return the SQNR of each layer of `model` on the inputs of the baseline's, in the order of the model.
 
@@ -217,7 +226,7 @@ def block_sqnr(
         baseline: the model to compare with.
         model: the changed model.
         pairs: the same batches for both.
-        kept: see `LayerComparison.compare`.
+        kept_blocks: see `LayerComparison.compare`.
 
     Returns:
         `name` (the baseline's), `part`, `sqnr_db` (None: equal outputs) and `removed` of each; empty for
@@ -227,7 +236,7 @@ def block_sqnr(
         NotComparableError: the blocks or the hidden states do not match.
     """
     stacks = {block.stack.name: block.stack for block in blocks_of(baseline)}
-    positions = _block_positions(baseline, model, stacks, kept)
+    positions = _block_positions(baseline, model, stacks, kept_blocks)
     ratios: dict[_Place, _Ratio] = {}
     present: set[_Place] = set()
     for expected_batch, batch in pairs if stacks else ():
@@ -242,38 +251,40 @@ def block_sqnr(
             step.compare((last, len(states.inputs[last]), _OUTPUT), expected, output)
         step.compare_removed()
     heads = output_modules(baseline)
-    found = []
-    for place in sorted(ratios, key=lambda at: (list(stacks).index(at[0]), at[1], _PARTS.index(at[2]))):
-        stack, index, part = place
+    entries = []
+    for block_key in sorted(
+        ratios, key=lambda key: (list(stacks).index(key[0]), key[1], _PARTS.index(key[2]))
+    ):
+        stack, index, part = block_key
         name = f"{stacks[stack].module_path}.{index}"
         if part == _EMBEDDINGS:
             name = next(iter(stacks[stack].stream.embeddings), _EMBEDDINGS).removesuffix(".weight")
         elif part == _OUTPUT:
             name = heads[-1] if heads else _OUTPUT
-        removed = place not in present
-        found.append({"name": name, "part": part, "sqnr_db": ratios[place].db, "removed": removed})
-    return found
+        removed = block_key not in present
+        entries.append({"name": name, "part": part, "sqnr_db": ratios[block_key].db, "removed": removed})
+    return entries
 
 
 def _block_positions(
-    baseline: Any, model: Any, stacks: Mapping[str, Stack], kept: BlockPositions
+    baseline: Any, model: Any, stacks: Mapping[str, Stack], kept_blocks: BlockPositions
 ) -> dict[str, Sequence[int]]:
     """Return the baseline's block for each block of `model`, by stack.
 
     Raises:
         NotComparableError: they are not known.
     """
-    own = {block.stack.name: block.stack for block in blocks_of(model)}
-    if own.keys() != stacks.keys():
+    step_stacks = {block.stack.name: block.stack for block in blocks_of(model)}
+    if step_stacks.keys() != stacks.keys():
         raise NotComparableError("it is a model of another kind")
-    found: dict[str, Sequence[int]] = {}
+    positions: dict[str, Sequence[int]] = {}
     for name, stack in stacks.items():
         count = len(stack.modules(baseline))
-        present = len(own[name].modules(model))
-        found[name] = kept.get(name, range(count))
-        if len(found[name]) != present or not all(0 <= at < count for at in found[name]):
+        present = len(step_stacks[name].modules(model))
+        positions[name] = kept_blocks.get(name, range(count))
+        if len(positions[name]) != present or not all(0 <= position < count for position in positions[name]):
             raise NotComparableError("it has another number of blocks, and which ones were kept is not known")
-    return found
+    return positions
 
 
 # Called with the place and the input of a block; returns the states that it gets instead, or None.
@@ -298,26 +309,26 @@ def observe_blocks(model: Any, on_start: BlockStart, on_end: BlockEnd) -> Iterat
     running: list[str] = []  # the stack; two stacks may share a part
 
     def start(stack: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        def hook(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
             calls[stack] = calls.get(stack, -1) + 1
             running[:] = [stack]
-            states = on_start(stack, calls[stack], given[0])
-            return None if states is None else (states, *given[1:])
+            states = on_start(stack, calls[stack], inputs[0])
+            return None if states is None else (states, *inputs[1:])
 
         return hook
 
     def end(stack: str, length: int) -> Callable[..., Any]:
-        def hook(module: nn.Module, given: tuple[Any, ...], result: Any) -> Any:
-            more = result[1:] if isinstance(result, tuple) else None
-            output = result if more is None else result[0]
-            at = calls[stack]
-            states = on_end((stack, at, _BLOCK), output, at == length - 1)
-            return None if states is None else states if more is None else (states, *more)
+        def hook(module: nn.Module, inputs: tuple[Any, ...], result: Any) -> Any:
+            other_outputs = result[1:] if isinstance(result, tuple) else None
+            output = result if other_outputs is None else result[0]
+            block_index = calls[stack]
+            states = on_end((stack, block_index, _BLOCK), output, block_index == length - 1)
+            return None if states is None else states if other_outputs is None else (states, *other_outputs)
 
         return hook
 
     def part_end(stack: str, part: str) -> Callable[..., None]:
-        def hook(module: nn.Module, given: tuple[Any, ...], output: Tensor) -> None:
+        def hook(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
             if running == [stack]:
                 on_end((stack, calls[stack], part), output, False)
 
@@ -357,8 +368,8 @@ class _BaselineStates:
     def start(self, stack: str, index: int, states: Tensor) -> None:
         self.inputs.setdefault(stack, []).append(states)
 
-    def finish(self, place: _Place, output: Tensor, is_last: bool) -> None:
-        self.outputs[place] = output
+    def finish(self, block_key: _Place, output: Tensor, is_last: bool) -> None:
+        self.outputs[block_key] = output
 
 
 class _StepStates:
@@ -381,27 +392,27 @@ class _StepStates:
             self.compare((stack, 0, _EMBEDDINGS), self.base.inputs[stack][0], states)
         return expected
 
-    def finish(self, place: _Place, output: Tensor, is_last: bool) -> Tensor | None:
-        stack, index, part = place
+    def finish(self, block_key: _Place, output: Tensor, is_last: bool) -> Tensor | None:
+        stack, index, part = block_key
         of_baseline = (stack, self.positions[stack][index], part)
         self.compare(of_baseline, self.base.outputs.get(of_baseline), output)
         return self.base.outputs[stack, len(self.base.inputs[stack]) - 1, _BLOCK] if is_last else None
 
-    def compare(self, place: _Place, expected: Tensor | None, output: Tensor) -> None:
-        self.present.add(place)
+    def compare(self, block_key: _Place, expected: Tensor | None, output: Tensor) -> None:
+        self.present.add(block_key)
         if expected is not None and expected.shape == output.shape:
-            self.ratios.setdefault(place, _Ratio()).add(expected, output)
+            self.ratios.setdefault(block_key, _Ratio()).add(expected, output)
 
     def compare_removed(self) -> None:
         """Compare the layers of the baseline that the step lacks, without parts of removed blocks."""
-        for place, expected in self.base.outputs.items():
-            stack, index, part = place
-            if place in self.present:
+        for block_key, expected in self.base.outputs.items():
+            stack, index, part = block_key
+            if block_key in self.present:
                 continue
             if part == _BLOCK:
-                self.ratios.setdefault(place, _Ratio()).add(expected, self.base.inputs[stack][index])
+                self.ratios.setdefault(block_key, _Ratio()).add(expected, self.base.inputs[stack][index])
             elif (stack, index, _BLOCK) in self.present:
-                self.ratios.setdefault(place, _Ratio()).add(expected, torch.zeros_like(expected))
+                self.ratios.setdefault(block_key, _Ratio()).add(expected, torch.zeros_like(expected))
 
 
 # Raised whenever the same models and samples would give another result.
@@ -444,17 +455,25 @@ class TokenComparison:
         longest = max(1, _MAX_LOGITS_BYTES // (4 * vocabulary * len(texts)))
         self._outputs = []
         for part, (_, batch) in enumerate(self._batches(baseline, self.decoding)):
-            rows = baseline.generator(baseline, batch, self.decoding, part)
-            tokens = np.full((len(rows), max(1, *map(len, rows))), self.decoding.pad, dtype=np.int64)
-            for row, new in zip(tokens, rows, strict=True):
+            generated = baseline.generator(baseline, batch, self.decoding, part)
+            tokens = np.full(
+                (len(generated), max(1, *map(len, generated))), self.decoding.pad, dtype=np.int64
+            )
+            for row, new in zip(tokens, generated, strict=True):
                 row[: len(new)] = new
             # a forced first token is not a prediction
             first = int(self.decoding.forced_bos_token_id is not None and self.decoding.start is not None)
-            places, counts = np.arange(tokens.shape[1]), np.array([min(len(new), longest) for new in rows])
-            is_compared = (places >= first) & (places < counts[:, None])
+            token_positions, counts = (
+                np.arange(tokens.shape[1]),
+                np.array([min(len(new), longest) for new in generated]),
+            )
+            is_compared = (token_positions >= first) & (token_positions < counts[:, None])
             logits = _compared_logits(baseline, batch, self.decoding, tokens, is_compared)
             self._outputs.append(_Outputs(batch, tokens, is_compared, logits))
-        self._texts = [baseline.text.tokenizer.decode_batch(each.tokens.tolist()) for each in self._outputs]
+        self._texts = [
+            baseline.text.tokenizer.decode_batch(compared_output.tokens.tolist())
+            for compared_output in self._outputs
+        ]
 
     def _batches(self, runner: Runner, decoding: GenerationConfig) -> Sequence[tuple[list[int], Batch]]:
         return generation_batches(runner, self.texts, decoding, self.batch_size)
@@ -468,10 +487,10 @@ class TokenComparison:
             total = self._total_divergence(step)
         except NotComparableError as error:
             return tokens_not_compared(str(error))
-        count = sum(len(each.logits) for each in self._outputs)
+        count = sum(len(compared_output.logits) for compared_output in self._outputs)
         return {
             "kl_divergence": max(0.0, total / count),  # rounding errors may be negative
-            "kl_n": sum(len(each.tokens) for each in self._outputs),
+            "kl_n": sum(len(compared_output.tokens) for compared_output in self._outputs),
             "kl_tokens": count,
             "kl_reason": None,
         }
@@ -482,19 +501,21 @@ class TokenComparison:
         Raises:
             NotComparableError: other tokens, or outputs without a finite divergence.
         """
-        if not any(len(each.logits) for each in self._outputs):
+        if not any(len(compared_output.logits) for compared_output in self._outputs):
             raise NotComparableError("the baseline writes no tokens")
         batches = [batch for _, batch in self._batches(step, self.decoding)]
         total = 0.0
-        for each, texts, own in zip(self._outputs, self._texts, batches, strict=True):
-            if not np.array_equal(each.batch.input_ids, own.input_ids):
+        for compared_output, texts, step_batch in zip(self._outputs, self._texts, batches, strict=True):
+            if not np.array_equal(compared_output.batch.input_ids, step_batch.input_ids):
                 raise NotComparableError("its tokenizer gives other tokens for the samples")
-            if step.text.tokenizer.decode_batch(each.tokens.tolist()) != texts:
+            if step.text.tokenizer.decode_batch(compared_output.tokens.tolist()) != texts:
                 raise NotComparableError("its tokenizer has other tokens")
-            logits = _compared_logits(step, own, self.decoding, each.tokens, each.is_compared)
-            if logits.shape != each.logits.shape:
+            logits = _compared_logits(
+                step, step_batch, self.decoding, compared_output.tokens, compared_output.is_compared
+            )
+            if logits.shape != compared_output.logits.shape:
                 raise NotComparableError("its vocabulary has another size")
-            total += summed_divergence(logits, each.logits)
+            total += summed_divergence(logits, compared_output.logits)
         if np.isposinf(total):
             raise NotComparableError(
                 "it excludes tokens to which the baseline gives a probability, as a shortlist does; the"
@@ -511,7 +532,7 @@ def _compared_logits(
     """Return the logits of the compared tokens, float32 [N, V], in the order of their positions."""
     last = int(np.flatnonzero(is_compared.any(axis=0)).max(initial=0))
     steps = forced_logits(runner, batch, decoding, tokens[:, : last + 1])
-    return np.concatenate([logits[is_compared[:, at]] for at, logits in enumerate(steps)])
+    return np.concatenate([logits[is_compared[:, step_index]] for step_index, logits in enumerate(steps)])
 
 
 def summed_divergence(logits: Logits, expected: Logits) -> float:
@@ -522,10 +543,10 @@ def summed_divergence(logits: Logits, expected: Logits) -> float:
         expected: of the baseline, likewise.
     """
     total = 0.0
-    for own, base in zip(
+    for step_row, base in zip(
         torch.from_numpy(logits).split(64), torch.from_numpy(expected).split(64), strict=True
     ):
-        p, q = base.double().log_softmax(dim=-1), own.double().log_softmax(dim=-1)
+        p, q = base.double().log_softmax(dim=-1), step_row.double().log_softmax(dim=-1)
         terms = p.exp() * (p - q)
         total += float(terms.masked_fill(p.isneginf(), 0.0).sum())  # 0 log 0 = 0
     return total

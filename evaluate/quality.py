@@ -64,17 +64,22 @@ def score_metrics(
     scores = {}
     for name in metrics:
         metric = find_metric(name)
-        fitting = next((each for each in samples if isinstance(each, metric.samples)), None)
-        if fitting is None:
+        matching_samples = next(
+            (candidate for candidate in samples if isinstance(candidate, metric.samples)), None
+        )
+        if matching_samples is None:
             continue
-        scored = metric.example_rows(fitting, (settings or {}).get(name, {}))
-        if scored is None:
+        metric_rows = metric.example_rows(matching_samples, (settings or {}).get(name, {}))
+        if metric_rows is None:
             continue
         statistics = Statistics(
-            metric=name, signature=scored.signature, examples=fitting.examples, rows=scored.rows
+            metric=name,
+            signature=metric_rows.signature,
+            examples=matching_samples.examples,
+            rows=metric_rows.rows,
         )
-        score = metric_score(statistics, scored.value)
-        changes = {"chance": scored.chance, "unit": scored.unit, "n": scored.count}
+        score = metric_score(statistics, metric_rows.value)
+        changes = {"chance": metric_rows.chance, "unit": metric_rows.unit, "n": metric_rows.count}
         scores[name] = score.model_copy(
             update={field: value for field, value in changes.items() if value is not None}
         )
@@ -231,7 +236,7 @@ def score_choices(
         RunError: `non-finite-outputs`: argmin of NaN would be a choice.
     """
     check_inputs(metrics, metrics_of(ChoiceSamples), len(losses), len(choices))
-    check_finite_outputs(np.asarray([sum(each) for each in losses], dtype=np.float64))
+    check_finite_outputs(np.asarray([sum(choice_losses) for choice_losses in losses], dtype=np.float64))
     return score_metrics(metrics, ChoiceSamples(json_hash(examples), losses, choices, answers))
 
 

@@ -110,8 +110,8 @@ def student_interval(statistics: Statistics, confidence: float = 0.95) -> Interv
     half = _half_width(_resampled_values(statistics), n, degrees, confidence)
     ends = _unlimited_interval(value, half, limits)
     [(_, equal)] = Counter(map(tuple, statistics.rows)).most_common(1)
-    varies = half > _POINT_TOLERANCE
-    if varies and (not _is_bounded(limits) or n - equal + 1 >= min_examples(metric, confidence)):
+    has_variance = half > _POINT_TOLERANCE
+    if has_variance and (not _is_bounded(limits) or n - equal + 1 >= min_examples(metric, confidence)):
         return ends
     return _widen_for_unseen(ends, n, statistics, value, confidence, limits)
 
@@ -129,17 +129,17 @@ def difference_interval(step: Statistics, other: Statistics, confidence: float =
     _check_pair(step, other)
     if find_metric(step.metric).kind == "proportion":
         return tango_interval(*_discordant(step, other), len(step.rows), confidence)
-    n, changed, least = (
+    n, num_changed, min_changed = (
         _common_example_count(step, other),
         changed_examples(step, other),
         min_examples(step.metric, confidence),
     )
-    if n < least:
+    if n < min_changed:
         return None
     middle = metric_value(step) - metric_value(other)
-    half = _half_width(_resampled_differences(step, other), n, max(changed, least) - 1, confidence)
+    half = _half_width(_resampled_differences(step, other), n, max(num_changed, min_changed) - 1, confidence)
     ends = (middle - half, middle + half)
-    if changed >= least and half > _POINT_TOLERANCE:
+    if num_changed >= min_changed and half > _POINT_TOLERANCE:
         return ends
     return _widen_for_unseen(ends, n, step, metric_value(other), confidence)
 
@@ -161,14 +161,14 @@ def _unlimited_interval(value: float, half: float, limits: Interval) -> Interval
     low, high = limits
     if not low < value < high or half == 0 or low == -math.inf:
         return max(low, value - half), min(high, value + half)
-    below = value - low
+    distance_to_low = value - low
     if high == math.inf:
-        width = min(700.0, half / below)  # exp(710) is beyond float64, and so may the product be
-        most = min(low + below * math.exp(width), sys.float_info.max)
-        return low + below * math.exp(-width), most
-    odds, width = below / (high - value), half * (high - low) / (below * (high - value))
-    least, most = (odds * math.exp(min(700.0, max(-700.0, side * width))) for side in (-1, 1))
-    return low + (high - low) * least / (1 + least), low + (high - low) * most / (1 + most)
+        width = min(700.0, half / distance_to_low)  # exp(710) is beyond float64, and so may the product be
+        high_odds = min(low + distance_to_low * math.exp(width), sys.float_info.max)
+        return low + distance_to_low * math.exp(-width), high_odds
+    odds, width = distance_to_low / (high - value), half * (high - low) / (distance_to_low * (high - value))
+    low_odds, high_odds = (odds * math.exp(min(700.0, max(-700.0, side * width))) for side in (-1, 1))
+    return low + (high - low) * low_odds / (1 + low_odds), low + (high - low) * high_odds / (1 + high_odds)
 
 
 def min_examples(metric: str, confidence: float = 0.95) -> int:
@@ -188,7 +188,7 @@ def changed_examples(step: Statistics, other: Statistics) -> int:
     """Return in how many examples the two differ; all of them where windows cannot be paired."""
     if _have_different_windows(step, other):
         return _common_example_count(step, other)
-    return sum(before != after for before, after in zip(step.rows, other.rows, strict=True))
+    return sum(step_row != other_row for step_row, other_row in zip(step.rows, other.rows, strict=True))
 
 
 def _have_different_windows(step: Statistics, other: Statistics) -> bool:
@@ -221,26 +221,29 @@ def _widen_for_unseen(
     that may change.
     """
     metric = find_metric(statistics.metric)
-    least, greatest = possible_range = _limits(statistics)
+    lowest, greatest = possible_range = _limits(statistics)
     if not _is_bounded(possible_range):
         return None
     share = wilson_interval(0, n, confidence)[1] / 100
-    lost, gained = share * (value - least), share * (greatest - value)
+    max_loss, max_gain = share * (value - lowest), share * (greatest - value)
     if metric.kind == "corpus":
-        lost = gained = share * (greatest - least)
-        changed = metric.changed_values(np.asarray(statistics.rows, dtype=np.float64))
-        if changed is not None:
+        max_loss = max_gain = share * (greatest - lowest)
+        changed_values = metric.changed_values(np.asarray(statistics.rows, dtype=np.float64))
+        if changed_values is not None:
             base = metric_value(statistics)
-            lost, gained = max(lost, base - float(changed.min())), max(gained, float(changed.max()) - base)
-    return max(ends[0] - lost, limits[0]), min(ends[1] + gained, limits[1])
+            max_loss, max_gain = (
+                max(max_loss, base - float(changed_values.min())),
+                max(max_gain, float(changed_values.max()) - base),
+            )
+    return max(ends[0] - max_loss, limits[0]), min(ends[1] + max_gain, limits[1])
 
 
 def wilson_interval(correct: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
     """Return the Wilson score interval of `correct` out of `n`, in percent (Wilson 1927)."""
     from scipy.stats import binomtest
 
-    found = binomtest(correct, n).proportion_ci(confidence, method="wilson")
-    return 100 * float(found.low), 100 * float(found.high)
+    interval = binomtest(correct, n).proportion_ci(confidence, method="wilson")
+    return 100 * float(interval.low), 100 * float(interval.high)
 
 
 def tango_interval(gained: int, lost: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
@@ -264,8 +267,8 @@ def tango_interval(gained: int, lost: int, n: int, confidence: float = 0.95) -> 
         c = -lost * difference * (1 - difference)
         share = (math.sqrt(max(0.0, b * b - 8 * n * c)) - b) / (4 * n)  # most likely P(lost), given it
         variance = n * (2 * share + difference * (1 - difference))
-        above = gained - lost - n * difference
-        return above / math.sqrt(variance) if variance > 0 else math.copysign(math.inf, above)
+        excess = gained - lost - n * difference
+        return excess / math.sqrt(variance) if variance > 0 else math.copysign(math.inf, excess)
 
     middle = (gained - lost) / n
     return 100 * _bisect_crossing(distance, z, -1.0, middle), 100 * _bisect_crossing(
@@ -319,21 +322,23 @@ def randomization_p_value(step: Statistics, other: Statistics) -> float:
 
     The same text in other windows has no pairs: all windows are divided between the two.
     """
-    rows = np.concatenate([np.asarray(each.rows, dtype=np.float64) for each in (step, other)])
+    rows = np.concatenate([np.asarray(statistics.rows, dtype=np.float64) for statistics in (step, other)])
     unchanged = np.arange(len(rows)) < len(step.rows)
     observed = abs(float(_swapped_differences(step.metric, rows, unchanged[None])[0]))
-    count, assignments, least = _assignments(step, other, unchanged)
-    drawn = np.abs(np.concatenate([_swapped_differences(step.metric, rows, block) for block in assignments]))
+    count, assignments, min_p_value = _assignments(step, other, unchanged)
+    resampled = np.abs(
+        np.concatenate([_swapped_differences(step.metric, rows, block) for block in assignments])
+    )
     # the order of additions changes the last digits
-    tail = int(np.count_nonzero(drawn >= observed * (1 - 1e-9) - _POINT_TOLERANCE))
+    tail = int(np.count_nonzero(resampled >= observed * (1 - 1e-9) - _POINT_TOLERANCE))
     if count is not None:
         return tail / count
-    share = (tail + 1) / (len(drawn) + 1)
-    deviation = math.sqrt(float(np.square(drawn).mean()))
+    share = (tail + 1) / (len(resampled) + 1)
+    deviation = math.sqrt(float(np.square(resampled).mean()))
     if tail >= _MIN_TAIL or deviation == 0:
         return share
     # erfc is accurate in the tail, where 1 - cdf is 0
-    return max(least, min(share, math.erfc(observed / deviation / math.sqrt(2))))
+    return max(min_p_value, min(share, math.erfc(observed / deviation / math.sqrt(2))))
 
 
 def _swapped_differences(metric: str, rows: Array, assignments: NDArray[np.bool_]) -> Array:
@@ -342,8 +347,8 @@ def _swapped_differences(metric: str, rows: Array, assignments: NDArray[np.bool_
     rows: [n, K], of both steps. assignments: [A, n], whether an example is the first step's.
     """
     first, second = assignments.astype(np.float64), (~assignments).astype(np.float64)
-    known = find_metric(metric)
-    return known.value(rows, first) - known.value(rows, second)
+    metric_definition = find_metric(metric)
+    return metric_definition.value(rows, first) - metric_definition.value(rows, second)
 
 
 def _assignments(
@@ -360,21 +365,24 @@ def _assignments(
         total = len(unchanged)
         blocks = (generator.permuted(block, axis=1) for block in _repeat_blocks(unchanged))
         return None, blocks, min(1.0, 2 / math.comb(total, n))
-    changed = np.flatnonzero([own != theirs for own, theirs in zip(step.rows, other.rows, strict=True)])
+    changed_indices = np.flatnonzero(
+        [step_row != other_row for step_row, other_row in zip(step.rows, other.rows, strict=True)]
+    )
 
     def swap(block: NDArray[np.bool_], swapped: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        block[:, changed], block[:, n + changed] = ~swapped, swapped
+        block[:, changed_indices], block[:, n + changed_indices] = ~swapped, swapped
         return block
 
-    if len(changed) <= _MAX_EXACT:
+    if len(changed_indices) <= _MAX_EXACT:
         # the first differing example is not swapped: the others' swaps give each difference but for its sign
-        count = 2 ** max(0, len(changed) - 1)
-        bits = (np.arange(count)[:, None] >> np.arange(len(changed))) & 1 == 1
+        count = 2 ** max(0, len(changed_indices) - 1)
+        bits = (np.arange(count)[:, None] >> np.arange(len(changed_indices))) & 1 == 1
         return count, iter([swap(np.tile(unchanged, (count, 1)), bits)]), 1 / count
     blocks = (
-        swap(block, generator.random((len(block), len(changed))) < 0.5) for block in _repeat_blocks(unchanged)
+        swap(block, generator.random((len(block), len(changed_indices))) < 0.5)
+        for block in _repeat_blocks(unchanged)
     )
-    return None, blocks, 2.0 ** (1 - len(changed))
+    return None, blocks, 2.0 ** (1 - len(changed_indices))
 
 
 def _repeat_blocks(row: NDArray[np.bool_]) -> Iterator[NDArray[np.bool_]]:
@@ -386,13 +394,14 @@ def _repeat_blocks(row: NDArray[np.bool_]) -> Iterator[NDArray[np.bool_]]:
 
 
 def _check_pair(step: Statistics, other: Statistics) -> None:
-    for what in ("metric", "signature", "examples"):
-        own, theirs = getattr(step, what), getattr(other, what)
-        if own != theirs:
+    for attribute in ("metric", "signature", "examples"):
+        step_value, other_value = getattr(step, attribute), getattr(other, attribute)
+        if step_value != other_value:
             raise InputError(
-                f"These scores cannot be compared in pairs: their {what} differ, {own!r} and {theirs!r}."
+                f"These scores cannot be compared in pairs: their {attribute} differ, {step_value!r} "
+                f"and {other_value!r}."
                 " Score both steps on the same data with the same settings.",
-                code=f"other-{what}",
+                code=f"other-{attribute}",
             )
     if len(step.rows) != len(other.rows) and step.metric not in WINDOW_METRICS:
         raise InputError(
@@ -404,10 +413,13 @@ def _check_pair(step: Statistics, other: Statistics) -> None:
 
 def _resampled_differences(step: Statistics, other: Statistics) -> Array:
     """Return the difference on each of the resamples, [R]: paired where the examples are the same."""
-    own, theirs = _resampled_values(step), _resampled_values(other)  # one seed: both draw the same examples
+    step_values, other_values = (
+        _resampled_values(step),
+        _resampled_values(other),
+    )  # one seed: both draw the same examples
     if _have_different_windows(step, other):
-        theirs = np.roll(theirs, 1)  # independent draws
-    return own - theirs
+        other_values = np.roll(other_values, 1)  # independent draws
+    return step_values - other_values
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -419,9 +431,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
     """
     corrected = [0.0] * len(p_values)
     largest = 0.0
-    for rank, at in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[at]))
-        corrected[at] = largest
+    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        corrected[index] = largest
     return corrected
 
 
@@ -454,10 +466,10 @@ def _resample_weights(n: int) -> Iterable[Array]:
 
 @lru_cache(maxsize=1)  # all metrics and steps of a run have the same n
 def _kept_weights(n: int) -> tuple[Array, ...]:
-    found = tuple(_draw_weights(n))
-    for block in found:
+    weights = tuple(_draw_weights(n))
+    for block in weights:
         block.flags.writeable = False
-    return found
+    return weights
 
 
 def _draw_weights(n: int) -> Iterator[Array]:
@@ -465,8 +477,8 @@ def _draw_weights(n: int) -> Iterator[Array]:
     block_size = max(1, min(RESAMPLES, _MAX_CELLS // n))
     for start in range(0, RESAMPLES, block_size):
         count = min(block_size, RESAMPLES - start)
-        drawn = generator.integers(0, n, size=(count, n)) + np.arange(count)[:, None] * n
-        yield np.bincount(drawn.ravel(), minlength=count * n).reshape(count, n).astype(np.float64)
+        indices = generator.integers(0, n, size=(count, n)) + np.arange(count)[:, None] * n
+        yield np.bincount(indices.ravel(), minlength=count * n).reshape(count, n).astype(np.float64)
 
 
 def summarize_folds(
@@ -482,25 +494,25 @@ def summarize_folds(
         folds: `Statistics` as plain values, by step and metric, of each fold.
         baseline: the step that others are compared with.
     """
-    found: dict[str, dict[str, Any]] = {}
+    summary: dict[str, dict[str, Any]] = {}
     for step in folds[0]:
         if not all(step in fold for fold in folds):
             continue
-        found[step] = {}
+        summary[step] = {}
         for metric in folds[0][step]:
             parts = [_fold_statistics(fold[step], metric) for fold in folds]
             values = [metric_value(part) for part in parts]
-            compared = None
+            comparison = None
             if step != baseline and all(baseline in fold for fold in folds):
-                others = [_fold_statistics(fold[baseline], metric) for fold in folds]
-                compared = compare_steps(_join_folds(parts), _join_folds(others))
-            found[step][metric] = {
+                baseline_parts = [_fold_statistics(fold[baseline], metric) for fold in folds]
+                comparison = compare_steps(_join_folds(parts), _join_folds(baseline_parts))
+            summary[step][metric] = {
                 "values": values,
                 "mean": numbers.fmean(values),
                 "std": numbers.stdev(values),
-                "against_baseline": compared,
+                "against_baseline": comparison,
             }
-    return found
+    return summary
 
 
 def _fold_statistics(scores: Mapping[str, Any], metric: str) -> Statistics:

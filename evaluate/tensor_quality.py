@@ -65,11 +65,12 @@ def require_finite_outputs(
     Raises:
         RunError: `non-finite-outputs`.
     """
-    odd = set().union(*_non_finite_rows(arrays).values())
+    non_finite_rows = set().union(*_non_finite_rows(arrays).values())
     wrong = [
-        at
-        for at, (outputs, reference) in enumerate(zip(got, expected, strict=True))
-        if at not in odd and any(_has_new_nan(outputs[name], value) for name, value in reference.items())
+        row_index
+        for row_index, (outputs, reference) in enumerate(zip(got, expected, strict=True))
+        if row_index not in non_finite_rows
+        and any(_has_new_nan(outputs[name], value) for name, value in reference.items())
     ]
     if wrong:
         raise RunError(
@@ -89,11 +90,11 @@ def _has_new_nan(got: NDArray[Any], expected: NDArray[Any]) -> bool:
 def _non_finite_rows(arrays: Mapping[str, NDArray[Any]]) -> dict[str, list[int]]:
     """Return the samples of each array that contain non-finite values, for arrays that have some."""
     float_arrays = {name: array for name, array in arrays.items() if array.ndim and array.dtype.kind == "f"}
-    odd = {
-        n: [at for at in range(len(array)) if not np.isfinite(array[at]).all()]
+    rows_by_name = {
+        n: [row_index for row_index in range(len(array)) if not np.isfinite(array[row_index]).all()]
         for n, array in float_arrays.items()
     }
-    return {name: rows for name, rows in odd.items() if rows}
+    return {name: rows for name, rows in rows_by_name.items() if rows}
 
 
 def low_agreement_reason(
@@ -107,20 +108,23 @@ def low_agreement_reason(
         arrays: the inputs, by name; axis 0 is the sample.
     """
     off = [
-        at
-        for at, (outputs, reference) in enumerate(zip(got, expected, strict=True))
+        row_index
+        for row_index, (outputs, reference) in enumerate(zip(got, expected, strict=True))
         if _differs_in_finiteness(outputs, reference)
     ]
     if not off:
         return None
-    found = {name: [at for at in rows if at in off] for name, rows in _non_finite_rows(arrays).items()}
-    odd = {name: rows for name, rows in found.items() if rows}
-    named = ", ".join(f"{name}[{_rows_text(rows)}]" for name, rows in odd.items())
-    why = f"; the data is not finite in {named}" if odd else ""
+    rows_by_name = {
+        name: [row_index for row_index in rows if row_index in off]
+        for name, rows in _non_finite_rows(arrays).items()
+    }
+    non_finite = {name: rows for name, rows in rows_by_name.items() if rows}
+    location_text = ", ".join(f"{name}[{_rows_text(rows)}]" for name, rows in non_finite.items())
+    cause_text = f"; the data is not finite in {location_text}" if non_finite else ""
     rows = "1 sample has" if len(off) == 1 else f"{len(off):,} samples have"
     return (
         f"{AGREEMENT_METRIC}: {rows} no agreement (of {len(got):,}; [{_rows_text(off)}], counted from 0),"
-        f" because one graph's outputs are NaN or infinite where the other's are finite{why}"
+        f" because one graph's outputs are NaN or infinite where the other's are finite{cause_text}"
     )
 
 
@@ -135,5 +139,5 @@ def _differs_in_finiteness(got: Outputs, expected: Outputs) -> bool:
 
 
 def _rows_text(rows: Sequence[int]) -> str:
-    shown = ", ".join(map(str, rows[:_MAX_NAMED_ROWS]))
-    return shown + (f" and {len(rows) - _MAX_NAMED_ROWS:,} more" if len(rows) > _MAX_NAMED_ROWS else "")
+    row_text = ", ".join(map(str, rows[:_MAX_NAMED_ROWS]))
+    return row_text + (f" and {len(rows) - _MAX_NAMED_ROWS:,} more" if len(rows) > _MAX_NAMED_ROWS else "")

@@ -140,9 +140,9 @@ def quantized_layers(module: Any) -> Iterator[tuple[str, QuantizedLinear]]:
         if attention.parts.cross
     )
     unused |= {id(first) for pack in packs for first in pack.firsts} - crossed
-    for name, found in module.named_modules():
-        if isinstance(found, QuantizedLinear) and id(found) not in unused:
-            yield name, found
+    for name, module_layer in module.named_modules():
+        if isinstance(module_layer, QuantizedLinear) and id(module_layer) not in unused:
+            yield name, module_layer
 
 
 def _layer_ids(layers: Iterable[nn.Module | None]) -> set[int]:
@@ -161,29 +161,32 @@ def _measure_matrix(product: MeasuredMatrix, threads: int) -> dict[str, float]:
     matrix, total = product.matrix, dict.fromkeys(product.variants, 0.0)
     for rows in product.row_counts:
         options = tuple(matrix.options.items())
-        found = measure_variants(matrix.scheme.name, options, matrix.width, len(matrix.codes), rows, threads)
-        for form, us in found.items():
+        times = measure_variants(matrix.scheme.name, options, matrix.width, len(matrix.codes), rows, threads)
+        for form, us in times.items():
             total[form] += us
     return total
 
 
 def _measure_by_graph(product: MeasuredMatrix, threads: int) -> dict[str, tuple[float, float]]:
     """Return microseconds by graph: with the chosen operator, and with the first of int8-dynamic."""
-    matrix, usual = product.matrix, default_options(find_scheme(DEFAULT_SCHEME))
-    first, plain = find_scheme(DEFAULT_SCHEME).operator_variants(usual)[0], tuple(usual.items())
+    matrix, default_form_options = product.matrix, default_options(find_scheme(DEFAULT_SCHEME))
+    first, option_items = (
+        find_scheme(DEFAULT_SCHEME).operator_variants(default_form_options)[0],
+        tuple(default_form_options.items()),
+    )
     shape, options = (matrix.width, len(matrix.codes)), tuple(matrix.options.items())
-    found: dict[str, tuple[float, float]] = {}
+    microseconds: dict[str, tuple[float, float]] = {}
     for name, rows in zip(product.names, product.row_counts, strict=True):
         graph = name.partition(": ")[0]
-        own = measure_variants(matrix.scheme.name, options, *shape, rows, threads)
+        layer_times = measure_variants(matrix.scheme.name, options, *shape, rows, threads)
         as_int8 = (
-            own
+            layer_times
             if matrix.scheme.name == DEFAULT_SCHEME
-            else measure_variants(DEFAULT_SCHEME, plain, *shape, rows, threads)
+            else measure_variants(DEFAULT_SCHEME, option_items, *shape, rows, threads)
         )
-        before = found.get(graph, (0.0, 0.0))
-        found[graph] = (before[0] + own[matrix.variant], before[1] + as_int8[first])
-    return found
+        previous = microseconds.get(graph, (0.0, 0.0))
+        microseconds[graph] = (previous[0] + layer_times[matrix.variant], previous[1] + as_int8[first])
+    return microseconds
 
 
 @cache
@@ -195,21 +198,21 @@ def measure_variants(
     sessions = {form: _timing_session(scheme, options, width, outputs, form, threads) for form in forms}
     x = np.random.default_rng(0).standard_normal((rows, width), np.float32)
     clock = time.process_time if threads == 1 else time.perf_counter
-    found: dict[str, list[float]] = {form: [] for form in sessions}
-    for at in range(_OPERATOR_ROUNDS + 1):  # the first round is a warm-up
+    times_by_form: dict[str, list[float]] = {form: [] for form in sessions}
+    for round_index in range(_OPERATOR_ROUNDS + 1):  # the first round is a warm-up
         for form, session in sessions.items():
             binding = session.io_binding()
             binding.bind_cpu_input("x", x)
             names = [out.name for out in session.get_outputs()]
             for name in names:
                 binding.bind_output(name, "cpu")
-            count, took, began = 0, 0.0, clock()
-            while took < _OPERATOR_ROUND_SECONDS or not count:
+            count, elapsed, start = 0, 0.0, clock()
+            while elapsed < _OPERATOR_ROUND_SECONDS or not count:
                 session.run_with_iobinding(binding)
-                count, took = count + len(names), clock() - began
-            if at:
-                found[form].append(1e6 * took / count)
-    return {form: median(times) for form, times in found.items()}
+                count, elapsed = count + len(names), clock() - start
+            if round_index:
+                times_by_form[form].append(1e6 * elapsed / count)
+    return {form: median(times) for form, times in times_by_form.items()}
 
 
 def _timing_session(
@@ -220,15 +223,15 @@ def _timing_session(
     from onnx import TensorProto, helper, numpy_helper
 
     nodes, constants, names = [], [], []
-    numbers = torch.Generator().manual_seed(0)
-    for at in range(max(1, min(_MAX_COPIES, _MAX_BYTES // (width * outputs)))):
+    generator = torch.Generator().manual_seed(0)
+    for copy_index in range(max(1, min(_MAX_COPIES, _MAX_BYTES // (width * outputs)))):
         matrix = QuantizedMatrix(find_scheme(scheme), outputs, width, dict(options))
         if matrix.codes.dtype == torch.int8:
-            matrix.codes.data.random_(-127, 128, generator=numbers)
+            matrix.codes.data.random_(-127, 128, generator=generator)
         matrix.select_variant(form)
-        node, tensors = matrix.scheme.variant_node(matrix, "x", f"y{at}")
+        node, tensors = matrix.scheme.variant_node(matrix, "x", f"y{copy_index}")
         nodes.append(node)
-        names.append(f"y{at}")
+        names.append(f"y{copy_index}")
         constants += [numpy_helper.from_array(t.detach().numpy(), name) for name, t in tensors.items()]
     value = helper.make_tensor_value_info
     graph = helper.make_graph(
@@ -253,24 +256,24 @@ def _report_details(products: Iterable[MeasuredMatrix]) -> dict[str, Any]:
     A shape that several schemes have is listed once per scheme.
     """
     products = list(products)
-    kinds = {(product.shape, product.matrix.scheme.name) for product in products}
-    shapes = Counter(shape for shape, _ in kinds)
+    shape_schemes = {(product.shape, product.matrix.scheme.name) for product in products}
+    shapes = Counter(shape for shape, _ in shape_schemes)
     layers: dict[str, list[str]] = {}
     us: dict[str, dict[str, Any]] = {}
     graphs: dict[str, dict[str, float]] = {}
     for product in products:
         layers.setdefault(product.matrix.variant, []).extend(product.names)
-        times = {form: round(took, 2) for form, took in product.microseconds.items()}
+        times = {form: round(duration, 2) for form, duration in product.microseconds.items()}
         scheme = product.matrix.scheme.name
         key = product.shape if shapes[product.shape] == 1 else f"{product.shape}, {scheme}"
         us[key] = times | {"chosen": product.matrix.variant}
         if scheme != DEFAULT_SCHEME:
             us[key][DEFAULT_SCHEME] = round(product.int8_microseconds, 2)
-        for graph, (own, as_int8) in product.by_graph.items():
-            whole = graphs.setdefault(graph, {"chosen": 0.0, DEFAULT_SCHEME: 0.0})
-            whole["chosen"] += own
-            whole[DEFAULT_SCHEME] += as_int8
-    by_graph = {graph: {n: round(t, 1) for n, t in whole.items()} for graph, whole in graphs.items()}
+        for graph, (chosen_us, as_int8) in product.by_graph.items():
+            totals = graphs.setdefault(graph, {"chosen": 0.0, DEFAULT_SCHEME: 0.0})
+            totals["chosen"] += chosen_us
+            totals[DEFAULT_SCHEME] += as_int8
+    by_graph = {graph: {n: round(t, 1) for n, t in totals.items()} for graph, totals in graphs.items()}
     return {"layers": layers, "microseconds": us, "microseconds_by_graph": by_graph}
 
 
@@ -285,8 +288,8 @@ _SETTLE_SECONDS = 0.02
 
 def available_cores() -> int:
     """Return the number of cores that this process may use."""
-    found = getattr(os, "sched_getaffinity", None)
-    return len(found(0)) if found else os.cpu_count() or 1
+    get_affinity = getattr(os, "sched_getaffinity", None)
+    return len(get_affinity(0)) if get_affinity else os.cpu_count() or 1
 
 
 def measure_threads(
@@ -306,18 +309,18 @@ def measure_threads(
 
     rows = np.resize(np.arange(len(batch.input_ids)), size)
     types = None if batch.token_type_ids is None else batch.token_type_ids[rows]
-    used = Batch(batch.input_ids[rows], batch.attention_mask[rows], types)
+    resized_batch = Batch(batch.input_ids[rows], batch.attention_mask[rows], types)
     with ExitStack() as stack:
         calls = {}
         for count in thread_counts(available_cores()):
             runner = stack.enter_context(open_folder(folder, "onnx", target, count, dtype=dtype))
-            calls[count] = partial(_run_once, runner, used, generates)
+            calls[count] = partial(_run_once, runner, resized_batch, generates)
         return fewest_threads(_time_calls(calls))
 
 
 def thread_counts(most: int) -> list[int]:
     """Return 1, 2, 4 and so on, and `most`; each count needs a runner with its own weights and threads."""
-    return [n for n in (2**at for at in range(most.bit_length())) if n < most] + [most]
+    return [n for n in (2**exponent for exponent in range(most.bit_length())) if n < most] + [most]
 
 
 def _run_once(runner: Any, batch: Batch, generates: bool) -> None:
@@ -333,26 +336,26 @@ def _run_once(runner: Any, batch: Batch, generates: bool) -> None:
 
 def _time_calls(calls: Mapping[int, Callable[[], None]]) -> dict[int, float]:
     """Return the median ms of a call by thread count, measured in rounds over all counts."""
-    found: dict[int, list[float]] = {count: [] for count in calls}
-    for at in range(_THREAD_ROUNDS + 1):  # the first round is a warm-up
+    times_by_count: dict[int, list[float]] = {count: [] for count in calls}
+    for round_index in range(_THREAD_ROUNDS + 1):  # the first round is a warm-up
         for count, call in calls.items():
             time.sleep(_SETTLE_SECONDS)
             times: list[float] = []
-            began = time.perf_counter()
-            while time.perf_counter() - began < _THREAD_ROUND_SECONDS or not times:
+            round_start = time.perf_counter()
+            while time.perf_counter() - round_start < _THREAD_ROUND_SECONDS or not times:
                 start = time.perf_counter()
                 call()
                 times.append(1000 * (time.perf_counter() - start))
-            if at:
-                found[count].append(median(times))
-    return {count: median(times) for count, times in found.items()}
+            if round_index:
+                times_by_count[count].append(median(times))
+    return {count: median(times) for count, times in times_by_count.items()}
 
 
 def fewest_threads(times_ms: dict[int, float]) -> tuple[int, dict[str, float]]:
     """Return the fewest threads that are within the margin of the fastest, and the times for the report."""
     best = min(times_ms.values())
-    count = min(n for n, took in times_ms.items() if took * (1 - THREADS_MARGIN) <= best)
-    return count, {f"{n} thread{'s' * (n != 1)}": round(took, 3) for n, took in times_ms.items()}
+    count = min(n for n, duration in times_ms.items() if duration * (1 - THREADS_MARGIN) <= best)
+    return count, {f"{n} thread{'s' * (n != 1)}": round(duration, 3) for n, duration in times_ms.items()}
 
 
 def choose_layer_operators(
@@ -379,23 +382,23 @@ def choose_layer_operators(
     size = autotune.batch_size
     length = round(float(reference.batch.attention_mask.sum(axis=1).mean()))
     steps = graphs[-1].name if reference.tokens is not None else ""  # a step has one token of each text
-    each = size * autotune.num_beams
-    rows = {graph.name: each if graph.name == steps else size * length for graph in graphs}
-    found = choose_variants(graphs, rows, threads, [m.matrix for m in fixed_layers if hasattr(m, "matrix")])
-    forms = [times.keys() - {"chosen", DEFAULT_SCHEME} for times in found["microseconds"].values()]
+    step_rows = size * autotune.num_beams
+    rows = {graph.name: step_rows if graph.name == steps else size * length for graph in graphs}
+    choices = choose_variants(graphs, rows, threads, [m.matrix for m in fixed_layers if hasattr(m, "matrix")])
+    forms = [times.keys() - {"chosen", DEFAULT_SCHEME} for times in choices["microseconds"].values()]
     if not any(len(names) > 1 for names in forms):
         ctx.warn(
             "nothing-to-tune",
             "autotune: each layer of this model has only one possible operator. Remove autotune.",
         )
-    _warn_if_slower(found["microseconds_by_graph"], steps, autotune, ctx)
+    _warn_if_slower(choices["microseconds_by_graph"], steps, autotune, ctx)
     details = {
         "batch_size": size,
         "num_beams": autotune.num_beams,
         "input_tokens": length,
         "threads": threads,
     }
-    ctx.details["autotune"] = details | found
+    ctx.details["autotune"] = details | choices
     return rerun_reference(parent, reference)
 
 
@@ -407,19 +410,25 @@ def _warn_if_slower(
     steps: the graph that runs once per token; "" if there is none.
     """
     slower = [
-        f"{took['chosen'] / took[DEFAULT_SCHEME]:.2f} times in {graph} ({took['chosen']:.0f} vs."
-        f" {took[DEFAULT_SCHEME]:.0f} µs)"
-        for graph, took in by_graph.items()
-        if took["chosen"] * (1 - OPERATOR_MARGIN) > took[DEFAULT_SCHEME] > 0
+        f"{durations['chosen'] / durations[DEFAULT_SCHEME]:.2f} times in {graph} "
+        f"({durations['chosen']:.0f} vs."
+        f" {durations[DEFAULT_SCHEME]:.0f} µs)"
+        for graph, durations in by_graph.items()
+        if durations["chosen"] * (1 - OPERATOR_MARGIN) > durations[DEFAULT_SCHEME] > 0
     ]
     if slower:
         beams = f" and {autotune.num_beams} beams" if autotune.num_beams > 1 else ""
-        once = " and ".join(graph for graph in by_graph if graph != steps)
-        often = f". For each text {steps} runs once per token, {once} once" if steps and once else ""
+        other_graphs = " and ".join(graph for graph in by_graph if graph != steps)
+        frequency_note = (
+            f". For each text {steps} runs once per token, {other_graphs} once"
+            if steps and other_graphs
+            else ""
+        )
         ctx.warn(
             "slower-than-default",
             f"autotune: with batches of {autotune.batch_size}{beams} these quantized layers are slower on"
-            f" this machine than with {DEFAULT_SCHEME}: {', '.join(slower)}{often}. Compare with a branch"
+            f" this machine than with {DEFAULT_SCHEME}: {', '.join(slower)}{frequency_note}. Compare "
+            "with a branch"
             f" that uses scheme: {DEFAULT_SCHEME}.",
         )
 

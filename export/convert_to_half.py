@@ -93,8 +93,8 @@ class _HalfConversion:
                 self.wide.add(node.input[0])  # a Constant, which is converted as a node
         defaults = {tensor.name for tensor in graph.initializer}
         for value in [*graph.input, *graph.output]:
-            stays = value.name in self.outside or value.name in defaults
-            if value.type.tensor_type.elem_type == TensorProto.FLOAT and not stays:
+            keeps_float = value.name in self.outside or value.name in defaults
+            if value.type.tensor_type.elem_type == TensorProto.FLOAT and not keeps_float:
                 value.type.tensor_type.elem_type = self.kind
         ends = {v.name: v.type.tensor_type.elem_type for v in graph.output if v.name in self.floats}
         self.types.update(
@@ -126,12 +126,12 @@ class _HalfConversion:
 
     def _convert_graph(self, graph: Any, ends: Mapping[str, int]) -> None:
         """Convert the nodes of a graph whose outputs `ends` have the given types."""
-        around, self.nodes = self.nodes, []
+        outer_nodes, self.nodes = self.nodes, []
         self.casts = self.casts.new_child()
         for node in list(graph.node):
             self._convert_node(node, ends)
         self.casts = self.casts.parents
-        nodes, self.nodes = self.nodes, around
+        nodes, self.nodes = self.nodes, outer_nodes
         del graph.node[:]
         graph.node.extend(nodes)
         del graph.value_info[:]
@@ -148,8 +148,8 @@ class _HalfConversion:
 
         if node.op_type == "Cast":
             # an integer, Boolean or double of a constant must not change; those of other values follow them
-            exact = node.input[0] in self.constants and not _casts_to_float(node)
-            return [TensorProto.FLOAT if exact else None]
+            is_constant = node.input[0] in self.constants and not _casts_to_float(node)
+            return [TensorProto.FLOAT if is_constant else None]
         slots = node_types(node, self.opsets)
         if self._stays_fp32(node) or slots is None:
             return [TensorProto.FLOAT if self._stays_fp32(node) else self.kind] * len(node.input)
@@ -163,14 +163,14 @@ class _HalfConversion:
         slots = node_types(node, self.opsets)
         if not floats or self._stays_fp32(node) or slots is None:
             return dict.fromkeys(floats, TensorProto.FLOAT if self._stays_fp32(node) else self.kind)
-        found = output_types(node, slots, self.types, self.opsets)
-        return {name: found.get(name, TensorProto.FLOAT) for name in floats}
+        type_by_output = output_types(node, slots, self.types, self.opsets)
+        return {name: type_by_output.get(name, TensorProto.FLOAT) for name in floats}
 
     def _convert_node(self, node: Any, ends: Mapping[str, int]) -> None:
         from onnx import TensorProto, helper
 
-        for place, (name, kind) in enumerate(zip(node.input, self._input_types(node), strict=True)):
-            node.input[place] = self._cast_input(name, kind)
+        for index, (name, kind) in enumerate(zip(node.input, self._input_types(node), strict=True)):
+            node.input[index] = self._cast_input(name, kind)
         for body in subgraphs(node):
             self.depth += 1
             self._convert_graph(
@@ -179,13 +179,13 @@ class _HalfConversion:
             self.depth -= 1
         if not self._stays_fp32(node):
             self._convert_attributes(node)
-        given = self._output_types(node)
-        self.types.update(given)
+        output_kinds = self._output_types(node)
+        self.types.update(output_kinds)
         self.nodes.append(node)
-        for place, name in enumerate(node.output):
-            if name in given and ends.get(name, given[name]) != given[name]:
-                self.inner[name] = node.output[place] = inner = self._unused_name(f"{name}_inner")
-                self.types[inner] = given[name]
+        for index, name in enumerate(node.output):
+            if name in output_kinds and ends.get(name, output_kinds[name]) != output_kinds[name]:
+                self.inner[name] = node.output[index] = inner = self._unused_name(f"{name}_inner")
+                self.types[inner] = output_kinds[name]
                 self.nodes.append(helper.make_node("Cast", [inner], [name], f"{name}.cast", to=ends[name]))
 
     def _convert_attributes(self, node: Any) -> None:
@@ -196,8 +196,8 @@ class _HalfConversion:
             if attribute.HasField("t"):
                 self._convert_tensor(attribute.t)
             elif node.op_type == "Constant" and attribute.name in ("value_float", "value_floats"):
-                numbers = attribute.f if attribute.name == "value_float" else list(attribute.floats)
-                tensor = numpy_helper.from_array(np.asarray(numbers, np.float32), node_key(node))
+                floats = attribute.f if attribute.name == "value_float" else list(attribute.floats)
+                tensor = numpy_helper.from_array(np.asarray(floats, np.float32), node_key(node))
                 self._convert_tensor(tensor)
                 attribute.Clear()
                 attribute.name, attribute.type = "value", attribute.TENSOR
@@ -213,10 +213,10 @@ class _HalfConversion:
         if kind is None or name not in self.floats or self.types[name] == kind:
             return source
         if (name, kind) not in self.casts:
-            word = helper.tensor_dtype_to_string(kind).rpartition(".")[2].lower()
+            dtype_name = helper.tensor_dtype_to_string(kind).rpartition(".")[2].lower()
             # names in one graph may not be those of an outer graph, whose Cast may come later
             self.made += self.depth > 0
-            cast_name = self._unused_name(f"{name}.{word}" + (f".{self.made}" if self.depth else ""))
+            cast_name = self._unused_name(f"{name}.{dtype_name}" + (f".{self.made}" if self.depth else ""))
             self.casts[name, kind] = cast_name
             self.types[cast_name] = kind
             self.nodes.append(helper.make_node("Cast", [source], [cast_name], f"{cast_name}.cast", to=kind))
@@ -273,5 +273,5 @@ def _to_half(values: Any, dtype: str) -> Any:
 def _raw_bytes(narrowed: Any) -> bytes:
     import torch
 
-    found: bytes = narrowed.view(torch.int16).numpy().astype("<i2").tobytes()
-    return found
+    raw: bytes = narrowed.view(torch.int16).numpy().astype("<i2").tobytes()
+    return raw

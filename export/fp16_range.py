@@ -83,7 +83,10 @@ def nodes_outside_fp16(model: Any) -> set[str]:
         tiny, huge = _underflowing_inputs(node, graph.constants), _overflowing_inputs(node, graph.constants)
         if tiny or huge or _has_extreme_attribute(node):
             constants = (graph.makers.get(node.input[index]) for index in (*tiny, *huge))
-            float32_nodes |= {node_key(node), *(node_key(maker) for maker in constants if maker is not None)}
+            float32_nodes |= {
+                node_key(node),
+                *(node_key(producer) for producer in constants if producer is not None),
+            }
         for name in _sensitive_inputs(node, graph.constants):
             float32_nodes |= {node_key(node), *_computing_nodes(name, graph)}
             if node.op_type == "Div":  # a ratio of two small sums
@@ -146,12 +149,12 @@ def _constant_outputs(node: Any, constants: Mapping[str, ConstantRange]) -> dict
         ranges = [constants[name] for name in inputs]  # whose extremes its output may have
     else:
         return {}
-    known = [values for values in ranges if values.largest]
-    merged = _NO_RANGE
-    if known:
-        smallest, largest, lowest = zip(*known, strict=True)
-        merged = ConstantRange(min(smallest), max(largest), min(lowest))
-    return dict.fromkeys(node.output, merged)
+    non_empty = [values for values in ranges if values.largest]
+    merged_range = _NO_RANGE
+    if non_empty:
+        smallest, largest, lowest = zip(*non_empty, strict=True)
+        merged_range = ConstantRange(min(smallest), max(largest), min(lowest))
+    return dict.fromkeys(node.output, merged_range)
 
 
 def _attribute_range(attribute: Any) -> ConstantRange:
@@ -198,8 +201,8 @@ def _has_extreme_attribute(node: Any) -> bool:
     for attribute in node.attribute:
         sizes = np.abs(np.asarray([attribute.f, *attribute.floats], np.float64))
         # the epsilon of a norm is no value of the graph; it must only be more than nothing
-        least = _FP16_ZERO if attribute.name == "epsilon" else FP16_MIN_NORMAL
-        if ((sizes > 0) & (sizes < least)).any():
+        minimum = _FP16_ZERO if attribute.name == "epsilon" else FP16_MIN_NORMAL
+        if ((sizes > 0) & (sizes < minimum)).any():
             return True
         if node.op_type != "Clip" and (sizes > FP16_MAX).any():  # an infinite bound is none
             return True
@@ -232,12 +235,12 @@ def _returns_reciprocals(node: Any, constants: Mapping[str, ConstantRange]) -> b
 def _reading_nodes(node: Any, graph: _Graph, passing: Collection[str]) -> set[str]:
     """Return the nodes that read the outputs of `node`, directly or through nodes of the types `passing`."""
     readers: set[str] = set()
-    waiting = [*node.output]
-    while waiting:
-        for reader in graph.readers.get(waiting.pop(), ()):
+    pending = [*node.output]
+    while pending:
+        for reader in graph.readers.get(pending.pop(), ()):
             if node_key(reader) not in readers:
                 readers.add(node_key(reader))
-                waiting += reader.output if reader.op_type in passing else ()
+                pending += reader.output if reader.op_type in passing else ()
     return readers
 
 
@@ -255,9 +258,9 @@ def _computing_nodes(name: str, graph: _Graph, sums_only: bool = False) -> set[s
     """
     nodes: set[str] = set()
     visited: set[tuple[str, bool, bool]] = set()
-    waiting = [(name, sums_only, False)]
-    while waiting:
-        visit = value, sums_only, squared = waiting.pop()
+    pending = [(name, sums_only, False)]
+    while pending:
+        visit = value, sums_only, squared = pending.pop()
         if visit in visited:
             continue
         visited.add(visit)
@@ -270,7 +273,7 @@ def _computing_nodes(name: str, graph: _Graph, sums_only: bool = False) -> set[s
         is_product = not squared and _is_sum_of_products(node, graph)
         if not (is_product or _keeps_small_values(node)):
             continue
-        nodes |= {node_key(each) for each in path}
+        nodes |= {node_key(path_node) for path_node in path}
         if node.op_type in _EXPONENTIAL_OPS:
             continue
         squared = squared or _is_square(node)
@@ -278,7 +281,7 @@ def _computing_nodes(name: str, graph: _Graph, sums_only: bool = False) -> set[s
         if _is_reduction(node):  # of products
             terms = [term for operand in operands for term in _maker(operand, graph)]
             nodes |= {node_key(term) for term in terms if term.op_type == "Mul"}
-        waiting += [(operand, sums_only, squared) for operand in operands]
+        pending += [(operand, sums_only, squared) for operand in operands]
     return nodes
 
 
@@ -297,10 +300,10 @@ def _path_to_sum(value: str, graph: _Graph, squared: bool) -> list[Any]:
     for node in _maker(value, graph):
         path.append(node)
         while path[-1].op_type in _RESHAPING_OPS:
-            makers = [*_maker(path[-1].input[0], graph)]
-            if not makers:
+            producers = [*_maker(path[-1].input[0], graph)]
+            if not producers:
                 return []
-            path += makers
+            path += producers
     if not path or _is_reduction(path[-1]) or _is_square(path[-1]):
         return path
     return path if not squared and _is_sum_of_products(path[-1], graph) else []
@@ -330,8 +333,8 @@ def _is_square(node: Any) -> bool:
 
 def _keeps_small_values(node: Any) -> bool:
     """Return whether small values of an output follow from those of inputs, or from an exponential."""
-    known = _RESHAPING_OPS | _UNARY_OPS | _BINARY_OPS | _EXPONENTIAL_OPS
-    return bool(node.op_type in known) or _is_reduction(node)
+    supported_ops = _RESHAPING_OPS | _UNARY_OPS | _BINARY_OPS | _EXPONENTIAL_OPS
+    return bool(node.op_type in supported_ops) or _is_reduction(node)
 
 
 def _operands(node: Any, graph: _Graph) -> set[str]:

@@ -145,29 +145,29 @@ def deduplicate_matrices(model: Any) -> int:
     # not onnx_ir 1.1's DeduplicateInitializersPass: it also merges vectors, such as biases that happen to be
     # zero and change in a refit, takes 7 times as long (0.068 s for 48 MB) and copies every weight
     graph = model.graph
-    outside = {value.name for value in (*graph.input, *graph.output)}
-    firsts: dict[tuple[Any, ...], list[Any]] = {}
+    boundary_names = {value.name for value in (*graph.input, *graph.output)}
+    tensors_by_probe: dict[tuple[Any, ...], list[Any]] = {}
     renamed: dict[str, str] = {}
     for tensor in graph.initializer:
-        if len(tensor.dims) < 2 or tensor.name in outside:
+        if len(tensor.dims) < 2 or tensor.name in boundary_names:
             continue
         values = tensor.raw_data  # a copy, which protobuf creates at each access
         if not values:
             continue
         probe = (tensor.data_type, *tensor.dims, values[:_PROBE_ELEMENTS], values[-_PROBE_ELEMENTS:])
-        alike = firsts.setdefault(probe, [])
-        same = next((first for first in alike if first.raw_data == values), None)
-        if same is None:
-            alike.append(tensor)
+        candidates = tensors_by_probe.setdefault(probe, [])
+        duplicate = next((first for first in candidates if first.raw_data == values), None)
+        if duplicate is None:
+            candidates.append(tensor)
         else:
-            renamed[tensor.name] = same.name
+            renamed[tensor.name] = duplicate.name
     if renamed:
         for node in graph.node:
-            for place, name in enumerate(node.input):
-                node.input[place] = renamed.get(name, name)
-        for place in reversed(range(len(graph.initializer))):
-            if graph.initializer[place].name in renamed:
-                del graph.initializer[place]
+            for index, name in enumerate(node.input):
+                node.input[index] = renamed.get(name, name)
+        for index in reversed(range(len(graph.initializer))):
+            if graph.initializer[index].name in renamed:
+                del graph.initializer[index]
     return len(renamed)
 
 
@@ -202,13 +202,13 @@ def share_weights(paths: Sequence[Path], name: str = SHARED_WEIGHTS_FILE, weight
 
 def _gather_weights(paths: Sequence[Path], merged: Path, name: str, weights: Path) -> tuple[list[Any], int]:
     """Write all weights to `merged`; return the graphs, which refer to them as `name`, and its bytes."""
-    places: dict[bytes, int] = {}
+    offsets: dict[bytes, int] = {}
     models = []
     with merged.open("wb") as out:
         for path in paths:
             models.append(model := read_graph(path, values=False))
             for tensor in iter_initializers(model.graph):
-                _move_tensor(tensor, weights, out, places, name)
+                _move_tensor(tensor, weights, out, offsets, name)
         return models, out.tell()
 
 
@@ -242,6 +242,6 @@ def _tensor_bytes(tensor: Any, folder: Path) -> Any:
         return tensor.raw_data
     info = ExternalDataInfo(tensor)
     with (folder / info.location).open("rb") as stream:
-        whole = memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
+        mapped = memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
     begin = info.offset or 0
-    return whole[begin : begin + info.length] if info.length else whole[begin:]
+    return mapped[begin : begin + info.length] if info.length else mapped[begin:]

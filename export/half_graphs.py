@@ -57,16 +57,20 @@ class ValueRanges(NamedTuple):
 
     def update(self, outputs: Mapping[str, Any]) -> None:
         """Add the outputs of a call of `open_with_measurements`; NaN counts as infinite."""
-        for mark, into in ((MAX_OUTPUT_PREFIX, self.values), (SUM_PREFIX, self.sums)):
-            for output in (o for o in outputs if o.startswith(mark)):
-                name, value = output[len(mark) :], float(outputs[output])
-                into[name] = max(into.get(name, 0.0), float("inf") if np.isnan(value) else value)
+        for output_prefix, target_values in ((MAX_OUTPUT_PREFIX, self.values), (SUM_PREFIX, self.sums)):
+            for output in (o for o in outputs if o.startswith(output_prefix)):
+                name, value = output[len(output_prefix) :], float(outputs[output])
+                target_values[name] = max(
+                    target_values.get(name, 0.0), float("inf") if np.isnan(value) else value
+                )
 
     def overflows(self, node: Any) -> list[float]:
         """Return the inputs, outputs and sums of a node that are close to or above float16's maximum."""
         names = (*node.input, *node.output)
-        found = [self.values[name] for name in names if not self.values.get(name, 0.0) <= FP16_SAFE_MAX]
-        return found + [self.sums[name] for name in node.output if not self.sums.get(name, 0.0) <= FP16_MAX]
+        overflowing = [self.values[name] for name in names if not self.values.get(name, 0.0) <= FP16_SAFE_MAX]
+        return overflowing + [
+            self.sums[name] for name in node.output if not self.sums.get(name, 0.0) <= FP16_MAX
+        ]
 
 
 def measure_ranges(
@@ -81,28 +85,28 @@ def measure_ranges(
         threads: of ONNX Runtime.
     """
     model = read_graph(folder / f"{name}.onnx")
-    found = ValueRanges(weight_magnitudes(model), {})
+    ranges = ValueRanges(weight_magnitudes(model), {})
     session = open_with_measurements(model, folder, name, threads)
     for reference in references:
-        for _, got in run_graph_calls(session, folder, name, reference):
-            found.update(got)
-    return found
+        for _, call_outputs in run_graph_calls(session, folder, name, reference):
+            ranges.update(call_outputs)
+    return ranges
 
 
 def split_batch(batch: Batch | ImageBatch) -> Iterator[Batch | ImageBatch]:
     """Yield a few rows of `batch` at a time, without columns that are padding in all of them."""
     if isinstance(batch, ImageBatch):
-        for at in range(0, len(batch.pixel_values), _BATCH_SIZE):
-            yield ImageBatch(batch.pixel_values[at : at + _BATCH_SIZE])
+        for start in range(0, len(batch.pixel_values), _BATCH_SIZE):
+            yield ImageBatch(batch.pixel_values[start : start + _BATCH_SIZE])
         return
-    for at in range(0, len(batch.input_ids), _BATCH_SIZE):
-        rows = slice(at, at + _BATCH_SIZE)
-        kept = batch.attention_mask[rows].any(axis=0)
+    for start in range(0, len(batch.input_ids), _BATCH_SIZE):
+        row_slice = slice(start, start + _BATCH_SIZE)
+        used_columns = batch.attention_mask[row_slice].any(axis=0)
         types = batch.token_type_ids
         yield Batch(
-            batch.input_ids[rows][:, kept],
-            batch.attention_mask[rows][:, kept],
-            None if types is None else types[rows][:, kept],
+            batch.input_ids[row_slice][:, used_columns],
+            batch.attention_mask[row_slice][:, used_columns],
+            None if types is None else types[row_slice][:, used_columns],
         )
 
 
@@ -119,8 +123,8 @@ def open_with_measurements(model: Any, folder: Path, name: str, threads: int | N
     """Open `model` with an additional output for every floating value of its nodes."""
     floats = values_of_type(model)
     model = read_graph(folder / f"{name}.onnx", values=False)
-    numbers = _add_measurements(model.graph, floats, opset_versions(model)[""])
-    return open_with_outputs(model, folder, name, numbers, threads, optimized=False)
+    measured_outputs = _add_measurements(model.graph, floats, opset_versions(model)[""])
+    return open_with_outputs(model, folder, name, measured_outputs, threads, optimized=False)
 
 
 def _add_measurements(graph: Any, floats: set[str], opset: int, inside: str = "") -> list[str]:
@@ -135,46 +139,52 @@ def _add_measurements(graph: Any, floats: set[str], opset: int, inside: str = ""
     Returns:
         The names of these numbers, float32 scalars of the graph.
     """
-    found: list[str] = []
+    measured_outputs: list[str] = []
     for node in list(graph.node):
         outputs = [value for value in node.output if value in floats]
         if is_control_flow(node):
             bodies = subgraphs(node)
-            given = [_add_measurements(body, floats, opset, f"{inside}{_SUBGRAPH_MARK}") for body in bodies]
-            found += (
-                _measure_branches(node, given)
+            body_outputs = [
+                _add_measurements(body, floats, opset, f"{inside}{_SUBGRAPH_MARK}") for body in bodies
+            ]
+            measured_outputs += (
+                _measure_branches(node, body_outputs)
                 if node.op_type == "If"
-                else _measure_loop(graph, node, given[0])
+                else _measure_loop(graph, node, body_outputs[0])
             )
-        found += [_max_magnitude(graph, value, f"{MAX_OUTPUT_PREFIX}{value}{inside}") for value in outputs]
+        measured_outputs += [
+            _max_magnitude(graph, value, f"{MAX_OUTPUT_PREFIX}{value}{inside}") for value in outputs
+        ]
         if node.op_type in _SUMMING_OPS and not normalized_domain(node.domain) and node.input[0] in floats:
-            found.append(_sum_magnitudes(graph, node, opset, f"{SUM_PREFIX}{node_key(node)}{inside}"))
-    return found
+            measured_outputs.append(
+                _sum_magnitudes(graph, node, opset, f"{SUM_PREFIX}{node_key(node)}{inside}")
+            )
+    return measured_outputs
 
 
-def _measure_branches(node: Any, given: Sequence[Sequence[str]]) -> list[str]:
+def _measure_branches(node: Any, names_by_branch: Sequence[Sequence[str]]) -> list[str]:
     """Make an If return the measurements of each branch, and 0 for the branch that is not executed."""
     from onnx import TensorProto, helper
 
-    for body, own in zip(subgraphs(node), given, strict=True):
-        for name in (name for names in given for name in names):
-            if name not in own:
+    for body, body_names in zip(subgraphs(node), names_by_branch, strict=True):
+        for name in (name for names in names_by_branch for name in names):
+            if name not in body_names:
                 body.node.append(helper.make_node("Constant", [], [name], value=_zero_node(name, [])))
             body.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, []))
-    outer = [name.removesuffix(_SUBGRAPH_MARK) for names in given for name in names]
+    outer = [name.removesuffix(_SUBGRAPH_MARK) for names in names_by_branch for name in names]
     node.output.extend(outer)
     return outer
 
 
-def _measure_loop(graph: Any, node: Any, given: Sequence[str]) -> list[str]:
+def _measure_loop(graph: Any, node: Any, output_names: Sequence[str]) -> list[str]:
     """Make a Loop or Scan return the measurements of its body: the maximum of all iterations, or 0."""
     from onnx import TensorProto, helper
 
     body = subgraphs(node)[0]
-    unnamed = len(body.output) - (node.op_type == "Loop") - len(node.output)
-    node.output.extend([""] * unnamed)
+    num_unnamed = len(body.output) - (node.op_type == "Loop") - len(node.output)
+    node.output.extend([""] * num_unnamed)
     outer = []
-    for name in given:
+    for name in output_names:
         result = name.removesuffix(_SUBGRAPH_MARK)
         body.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, []))
         node.output.append(f"{result}.rounds")
@@ -219,22 +229,26 @@ def _sum_magnitudes(graph: Any, node: Any, opset: int, output: str) -> str:
     """Add the same node for the magnitudes of the terms; a mean as the sum before its division."""
     from onnx import NodeProto, helper
 
-    bound = NodeProto()
-    bound.CopyFrom(node)
-    bound.op_type = {"ReduceMean": "ReduceSum", "ReduceL2": "ReduceSumSquare"}.get(node.op_type, node.op_type)
+    magnitude_node = NodeProto()
+    magnitude_node.CopyFrom(node)
+    magnitude_node.op_type = {"ReduceMean": "ReduceSum", "ReduceL2": "ReduceSumSquare"}.get(
+        node.op_type, node.op_type
+    )
     if node.op_type == "ReduceMean" and opset >= _SUM_AXES:
-        _axes_to_input(graph, bound, f"{output}.axes")
-    bound.name, bound.output[0] = output, f"{output}.bound"
+        _axes_to_input(graph, magnitude_node, f"{output}.axes")
+    magnitude_node.name, magnitude_node.output[0] = output, f"{output}.bound"
     summed = (
         len(node.input) if node.op_type in ("MatMul", "Gemm", "Conv") else 1
     )  # the second input of a sum are its axes
-    for place in range(summed):
-        if not node.input[place]:  # an optional bias
+    for input_index in range(summed):
+        if not node.input[input_index]:  # an optional bias
             continue
-        bound.input[place] = f"{output}.{place}"
-        graph.node.append(helper.make_node("Abs", [node.input[place]], [bound.input[place]]))
-    graph.node.append(bound)
-    return _max_magnitude(graph, bound.output[0], output)
+        magnitude_node.input[input_index] = f"{output}.{input_index}"
+        graph.node.append(
+            helper.make_node("Abs", [node.input[input_index]], [magnitude_node.input[input_index]])
+        )
+    graph.node.append(magnitude_node)
+    return _max_magnitude(graph, magnitude_node.output[0], output)
 
 
 _NORM_OPS = ("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization")
@@ -260,18 +274,21 @@ def module_of_nodes(model: Any, module: nn.Module) -> dict[str, str]:
 
     It is found by the names of the node and of its outputs: simplifying preserves only these.
     """
-    homes: dict[str, str] = {}
+    module_by_node: dict[str, str] = {}
     for node in model.graph.node:
         scopes = next((entry.value for entry in node.metadata_props if entry.key == _SCOPES_KEY), "[]")
-        home = ""
+        module_name = ""
         for scope in re.findall(r"'([^']*)'", scopes):
             name = ".".join(part for part in scope.split(".") if not part.startswith("slice("))
             # calls of a replaced forward are named after the caller
-            inside = (place for place in (name, f"{home}.{name}") if name)
-            home = next((place for place in inside if _submodule(module, place) is not None), home)
-        if home:
-            homes.update(dict.fromkeys((node.name, *node.output), home))
-    return homes
+            candidate_names = (candidate for candidate in (name, f"{module_name}.{name}") if name)
+            module_name = next(
+                (candidate for candidate in candidate_names if _submodule(module, candidate) is not None),
+                module_name,
+            )
+        if module_name:
+            module_by_node.update(dict.fromkeys((node.name, *node.output), module_name))
+    return module_by_node
 
 
 def select_fp32(
@@ -285,23 +302,23 @@ def select_fp32(
         homes: the module of each node, by `module_of_nodes`.
         ranges: of its values; None if the other precision has the range of float32.
     """
-    wide = Fp32Selection()
+    selection = Fp32Selection()
     values = {} if ranges is None else ranges.values
-    wide.values = {name for name, value in values.items() if not value <= FP16_SAFE_MAX}
-    above: dict[str, str] = {}
+    selection.values = {name for name, value in values.items() if not value <= FP16_SAFE_MAX}
+    block_by_value: dict[str, str] = {}
     for node in model.graph.node:
         block = homes.get(node.name) or homes.get(node.output[0]) or ""
         if node.op_type in _NORM_OPS or is_norm_module(module, block):
-            wide.nodes.add(node.output[0])
-            wide.norms.add(block)
+            selection.nodes.add(node.output[0])
+            selection.norms.add(block)
         # an optimizer's own nodes are assigned to the module of their inputs
-        block = block or next((above[name] for name in node.input if name in above), "")
-        above.update(dict.fromkeys(node.output, block))
+        block = block or next((block_by_value[name] for name in node.input if name in block_by_value), "")
+        block_by_value.update(dict.fromkeys(node.output, block))
         largest = [] if ranges is None else ranges.overflows(node)
-        if largest and node.output[0] not in wide.nodes:
-            wide.nodes.add(node.output[0])
-            wide.blocks[block] = max(*largest, wide.blocks.get(block, 0.0))
-    return wide
+        if largest and node.output[0] not in selection.nodes:
+            selection.nodes.add(node.output[0])
+            selection.blocks[block] = max(*largest, selection.blocks.get(block, 0.0))
+    return selection
 
 
 def is_norm_module(module: nn.Module, block: str) -> bool:
@@ -334,14 +351,14 @@ def overflow_samples(parent: Any, folder: Path, ctx: Context) -> list[TorchRefer
     from smelt.export.parity.parity_samples import parity_samples
     from smelt.export.parity.references import run_as_deployed
 
-    batch, real = parity_samples(parent, folder, ctx.data, ctx.task, OVERFLOW_ROWS, OVERFLOW_LENGTH)
-    if not real:
+    batch, is_real = parity_samples(parent, folder, ctx.data, ctx.task, OVERFLOW_ROWS, OVERFLOW_LENGTH)
+    if not is_real:
         ctx.warn(
             "made-up-inputs",
             "fp16 overflow was checked on random token ids, where activations may be smaller than on real"
             " texts. Add data: {calibration: FILE}.",
         )
-    return [run_as_deployed(parent, piece) for piece in split_batch(batch)]
+    return [run_as_deployed(parent, sub_batch) for sub_batch in split_batch(batch)]
 
 
 # Operators of the exported graphs without a bfloat16 kernel in ONNX Runtime's CUDA provider:
@@ -371,34 +388,36 @@ def convert_graphs_to_half(
         By graph the modules that remain float32.
     """
     ranges = _collect_ranges(ctx.out, graphs, references, ctx.threads) if dtype == "fp16" else {}
-    chosen: dict[str, Fp32Selection] = {}
+    selections: dict[str, Fp32Selection] = {}
     for graph in graphs:
         path = ctx.out / f"{graph.name}.onnx"
         model = read_graph(path)
-        wide = select_fp32(model, graph.module, homes[graph.name], ranges.get(graph.name))
+        selection = select_fp32(model, graph.module, homes[graph.name], ranges.get(graph.name))
         # ONNX Runtime's caches are numpy arrays, which have no bf16
         all_caches = dtype == "bf16" and target in ("ort-cuda", "ort-tensorrt")
-        lacking = NO_BF16_ON_CUDA if dtype == "bf16" and target == "ort-cuda" else frozenset[str]()
-        nodes = {*wide.nodes, *(n.output[0] for n in model.graph.node if n.op_type in lacking)}
+        unsupported_ops = NO_BF16_ON_CUDA if dtype == "bf16" and target == "ort-cuda" else frozenset[str]()
+        nodes = {*selection.nodes, *(n.output[0] for n in model.graph.node if n.op_type in unsupported_ops)}
         nodes |= nodes_outside_fp16(model) if dtype == "fp16" else set()
-        convert_to_half(model, graph.name, dtype, nodes, _fp32_inputs_outputs(model, wide, all_caches))
+        convert_to_half(model, graph.name, dtype, nodes, _fp32_inputs_outputs(model, selection, all_caches))
         write_graph(model, path)
-        chosen[graph.name] = wide
-    ctx.details["float32"] = _manifest_details(chosen)
-    if (text := overflow_warning(chosen)) is not None:
+        selections[graph.name] = selection
+    ctx.details["float32"] = _manifest_details(selections)
+    if (text := overflow_warning(selections)) is not None:
         ctx.warn("kept-float32", text)
-    return {name: {*wide.norms, *wide.blocks} for name, wide in chosen.items()}
+    return {name: {*selection.norms, *selection.blocks} for name, selection in selections.items()}
 
 
 def _collect_ranges(
     folder: Path, graphs: Sequence[GraphSpec], references: Sequence[TorchReference], threads: int | None
 ) -> dict[str, ValueRanges]:
-    found = {graph.name: measure_ranges(folder, graph.name, references, threads) for graph in graphs}
-    left = [(name, value) for r in found.values() for name, value in r.values.items()]
-    caches = {_PAST + name[len(_PRESENT) :]: value for name, value in left if name.startswith(_PRESENT)}
-    for ranges in found.values():
+    ranges_by_graph = {
+        graph.name: measure_ranges(folder, graph.name, references, threads) for graph in graphs
+    }
+    all_values = [(name, value) for r in ranges_by_graph.values() for name, value in r.values.items()]
+    caches = {_PAST + name[len(_PRESENT) :]: value for name, value in all_values if name.startswith(_PRESENT)}
+    for ranges in ranges_by_graph.values():
         ranges.values.update(caches)  # the output caches of one call are the inputs of the next
-    return found
+    return ranges_by_graph
 
 
 def _fp32_inputs_outputs(model: Any, wide: Fp32Selection, all_caches: bool) -> set[str]:
@@ -412,26 +431,28 @@ def _manifest_details(chosen: Mapping[str, Fp32Selection]) -> dict[str, Any]:
     """Return the manifest's details: by graph the blocks with their maxima, and the number of norms."""
     return {
         name: {
-            "blocks": {block: float(f"{value:.4g}") for block, value in wide.blocks.items()},
-            "norms": len(wide.norms),
+            "blocks": {block: float(f"{value:.4g}") for block, value in selection.blocks.items()},
+            "norms": len(selection.norms),
         }
-        for name, wide in chosen.items()
+        for name, selection in chosen.items()
     }
 
 
 def overflow_warning(chosen: Mapping[str, Fp32Selection]) -> str | None:
     """Return a sentence about the blocks that would overflow in float16, or None."""
     largest: dict[str, float] = {}
-    for wide in chosen.values():
-        for block, value in wide.blocks.items():
+    for selection in chosen.values():
+        for block, value in selection.blocks.items():
             largest[block] = max(value, largest.get(block, 0.0))
     if not largest:
         return None
     worst = sorted(largest, key=lambda block: -largest[block])
-    words = ", ".join(f"{block or 'the whole model'} ({largest[block]:,.0f})" for block in worst[:_MAX_NAMED])
-    more = f" and {len(worst) - _MAX_NAMED} more" if len(worst) > _MAX_NAMED else ""
+    block_texts = ", ".join(
+        f"{block or 'the whole model'} ({largest[block]:,.0f})" for block in worst[:_MAX_NAMED]
+    )
+    more_text = f" and {len(worst) - _MAX_NAMED} more" if len(worst) > _MAX_NAMED else ""
     blocks = "1 block remains" if len(worst) == 1 else f"{len(worst)} blocks remain"
     return (
         f"fp16: {blocks} float32, because values or sums are close to or above float16's maximum (65,504;"
-        f" limit {FP16_SAFE_MAX:,.0f}): {words}{more}."
+        f" limit {FP16_SAFE_MAX:,.0f}): {block_texts}{more_text}."
     )

@@ -87,34 +87,40 @@ def check_int8_caches(
     """
     model = read_graph(folder / f"{name}.onnx", values=False)
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
-    asked = [_read_attention(node, scales, constants, folder) for node in nodes]
-    session = open_with_outputs(model, folder, name, _checked_values(asked))
-    found = {"codes": 0, "rounded_otherwise": 0, "attention": 0.0}
-    for call, got in run_graph_calls(session, folder, name, reference):
-        values = {**call.feeds, **got}
+    attention_nodes = [_read_attention(node, scales, constants, folder) for node in nodes]
+    session = open_with_outputs(model, folder, name, _checked_values(attention_nodes))
+    counts = {"codes": 0, "rounded_otherwise": 0, "attention": 0.0}
+    for call, call_outputs in run_graph_calls(session, folder, name, reference):
+        values = {**call.feeds, **call_outputs}
         assert call.token_mask is not None
-        for attention in asked:
-            _compare(name, attention, values, call.token_mask, found)
-    if found["rounded_otherwise"] > 1 + _MAX_ROUNDING_SHARE * found["codes"]:
+        for attention in attention_nodes:
+            _compare(name, attention, values, call.token_mask, counts)
+    if counts["rounded_otherwise"] > 1 + _MAX_ROUNDING_SHARE * counts["codes"]:
         raise ParityError(
-            f"{name}: {found['rounded_otherwise']} of {found['codes']} int8 values of the KV cache differ by"
+            f"{name}: {counts['rounded_otherwise']} of {counts['codes']} int8 values of the KV cache "
+            "differ by"
             f" 1 from numpy's; the limit is a fraction of {_MAX_ROUNDING_SHARE:g}. Set kv_cache: float.",
             code="rounding-mismatch",
             file=f"{name}.onnx",
         )
-    return found
+    return counts
 
 
 def _read_attention(
-    found: tuple[Any, str, str], scales: Mapping[str, AnyArray], constants: Mapping[str, Any], folder: Path
+    node_and_outputs: tuple[Any, str, str],
+    scales: Mapping[str, AnyArray],
+    constants: Mapping[str, Any],
+    folder: Path,
 ) -> _AttentionNode:
     from onnx import helper, numpy_helper
 
-    node, *outputs = found
+    node, *outputs = node_and_outputs
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     tables = None
     if attributes.get("do_rotary"):
-        cos, sin = (numpy_helper.to_array(constants[node.input[at]], str(folder)) for at in (7, 8))
+        cos, sin = (
+            numpy_helper.to_array(constants[node.input[input_index]], str(folder)) for input_index in (7, 8)
+        )
         tables = (cos, sin)
     return _AttentionNode(
         node, attributes, tables, (scales[outputs[0]], scales[outputs[1]]), (outputs[0], outputs[1])
@@ -128,7 +134,7 @@ def _checked_values(asked: list[_AttentionNode]) -> list[str]:
 
 
 def _compare(
-    graph: str, attention: _AttentionNode, values: TensorsByName, real: AnyArray, found: dict[str, Any]
+    graph: str, attention: _AttentionNode, values: TensorsByName, real: AnyArray, counts: dict[str, Any]
 ) -> None:
     """Compare one call of one attention; real: bool [B, S], false at padding."""
     node = f"{graph}: node '{attention.node.name}' ({attention.node.op_type})"
@@ -140,25 +146,29 @@ def _compare(
         cos, sin = (table[past : past + length] for table in attention.tables)
         q, k = _apply_rotary(q, cos, sin), _apply_rotary(k, cos, sin)
     text = np.broadcast_to(real[:, None], k.shape[:3])
-    for output, new, kept, scale in zip(attention.outputs, (k, v), codes, attention.scales, strict=True):
+    for output, new, cached_codes, scale in zip(
+        attention.outputs, (k, v), codes, attention.scales, strict=True
+    ):
         expected = np.clip(np.rint(new / scale), -128, 127).astype(np.int16)
-        off = np.abs(expected - kept[:, :, past:])[text]
-        if off.max(initial=0) > 1 or not np.array_equal(kept[:, :, :past], values[past_input_name(output)]):
+        off = np.abs(expected - cached_codes[:, :, past:])[text]
+        if off.max(initial=0) > 1 or not np.array_equal(
+            cached_codes[:, :, :past], values[past_input_name(output)]
+        ):
             raise ParityError(
                 f"{node}: int8 values of {output} differ from numpy's by up to {int(off.max())}. Set"
                 " kv_cache: float.",
                 code="cache-mismatch",
                 file=f"{graph}.onnx",
             )
-        found["codes"] += off.size
-        found["rounded_otherwise"] += int(off.sum())
-    floats = [kept * scale for kept, scale in zip(codes, attention.scales, strict=True)]
+        counts["codes"] += off.size
+        counts["rounded_otherwise"] += int(off.sum())
+    floats = [cached_codes * scale for cached_codes, scale in zip(codes, attention.scales, strict=True)]
     expected = _reference_attention(
         q, floats[0], floats[1], values[attention.node.input[10]], attention.attributes
     )
-    got = values[attention.node.output[0]]
-    spread = float(np.std(expected[real])) or 1.0
-    off = float(np.abs(expected - got)[real].max(initial=0.0)) / spread
+    actual = values[attention.node.output[0]]
+    std = float(np.std(expected[real])) or 1.0
+    off = float(np.abs(expected - actual)[real].max(initial=0.0)) / std
     if not off <= _TOLERANCE:
         raise ParityError(
             f"{node} differs from attention over its dequantized KV cache by {off:.3g} standard deviations of"
@@ -166,17 +176,17 @@ def _compare(
             code="attention-mismatch",
             file=f"{graph}.onnx",
         )
-    found["attention"] = max(found["attention"], off)
+    counts["attention"] = max(counts["attention"], off)
 
 
 def _split_heads(attention: _AttentionNode, values: TensorsByName) -> tuple[AnyArray, AnyArray, AnyArray]:
     """Return queries float32 [B, H, S, d], and keys and values [B, K, S, d], from the node's inputs."""
-    given = [values[name] for name in attention.node.input[:3] if name]
+    projections = [values[name] for name in attention.node.input[:3] if name]
     queries, keys = attention.attributes["num_heads"], attention.attributes["kv_num_heads"]
     width = attention.scales[0].shape[2]
-    if len(given) == 1:
-        given = np.split(given[0], [queries * width, (queries + keys) * width], axis=2)
-    q, k, v = (x.reshape(*x.shape[:2], -1, width).swapaxes(1, 2) for x in given)
+    if len(projections) == 1:
+        projections = np.split(projections[0], [queries * width, (queries + keys) * width], axis=2)
+    q, k, v = (x.reshape(*x.shape[:2], -1, width).swapaxes(1, 2) for x in projections)
     return q, k, v
 
 
@@ -213,14 +223,14 @@ def cache_calibration_split(data: Mapping[str, Split]) -> str:
     Raises:
         InputError: neither exists.
     """
-    found = next((name for name in ("calibration", "train") if name in data and len(data[name])), None)
-    if found is None:
+    split_name = next((name for name in ("calibration", "train") if name in data and len(data[name])), None)
+    if split_name is None:
         raise InputError(
             "onnx: kv_cache: int8 needs calibration or train data for its scales. Add data:"
             " {calibration: FILE}, or set kv_cache: float.",
             code="no-calibration-data",
         )
-    return found
+    return split_name
 
 
 def cache_calibration_rows(split: Split, tokenizer: Any, limit: int) -> list[Tokens]:
@@ -238,36 +248,36 @@ def cache_calibration_rows(split: Split, tokenizer: Any, limit: int) -> list[Tok
     """
     examples = split.examples
     separator = split.windows.separator if split.windows is not None else None
-    most = min(CACHE_CALIBRATION_LENGTH, limit)
-    found = []
-    for place in dict.fromkeys(
+    max_tokens = min(CACHE_CALIBRATION_LENGTH, limit)
+    samples = []
+    for index in dict.fromkeys(
         np.linspace(0, len(examples) - 1, CACHE_CALIBRATION_ROWS).astype(int).tolist()
     ):
-        text = examples[place].text
-        for other in examples[place + 1 :]:
-            if len(text) >= most * _CHARACTERS_PER_TOKEN:
+        text = examples[index].text
+        for other in examples[index + 1 :]:
+            if len(text) >= max_tokens * _CHARACTERS_PER_TOKEN:
                 break
             text += ("\n\n" if separator is None else separator) + other.text
-        ids = tokenizer(text[: most * _CHARACTERS_PER_TOKEN], verbose=False)["input_ids"][:most]
+        ids = tokenizer(text[: max_tokens * _CHARACTERS_PER_TOKEN], verbose=False)["input_ids"][:max_tokens]
         if ids:
-            found.append(np.asarray(ids, dtype=np.int64))
-    if not found:
+            samples.append(np.asarray(ids, dtype=np.int64))
+    if not samples:
         raise InputError(
             f"{split.origin}: onnx: kv_cache: int8: the samples contain no tokens to calibrate scales on."
             f" Use another file.",
             code="empty-text",
         )
-    return found
+    return samples
 
 
 def max_cache_magnitudes(
-    session: Any, rows: Sequence[Tokens], rotated: Collection[str], name: str
+    session: Any, token_rows: Sequence[Tokens], rotated: Collection[str], name: str
 ) -> dict[str, Float32Array]:
-    """Run a decoder's float32 graph on `rows`; return the largest magnitudes [K, d] of each of its caches.
+    """Run a decoder's float32 graph on `token_rows`; return the largest magnitudes [K, d] of each cache.
 
     Args:
         session: of ONNX Runtime, for the graph.
-        rows: token ids, int64 [S].
+        token_rows: token ids, int64 [S].
         rotated: outputs whose two halves of a head are rotated into each other: both numbers of a pair get
             the largest length of the pair.
         name: of the split, for the message.
@@ -278,12 +288,12 @@ def max_cache_magnitudes(
     outputs = [output.name for output in session.get_outputs() if output.name.startswith(PRESENT_PREFIX)]
     caches = [input_value for input_value in session.get_inputs() if input_value.name.startswith(PAST_PREFIX)]
     empty = {cache.name: np.zeros((1, cache.shape[1], 0, cache.shape[3]), np.float32) for cache in caches}
-    found: dict[str, Float32Array] = {}
-    for ids in rows:
+    magnitudes: dict[str, Float32Array] = {}
+    for ids in token_rows:
         feeds = {"input_ids": ids[None], "attention_mask": np.ones((1, len(ids)), np.int64), **empty}
         feeds |= {"position_ids": np.arange(len(ids))[None], NUM_LOGITS_INPUT: np.array(1, np.int64)}
-        for output, kept in zip(outputs, session.run(outputs, feeds), strict=True):
-            values = np.abs(kept[0])  # [K, S, d]
+        for output, cache_value in zip(outputs, session.run(outputs, feeds), strict=True):
+            values = np.abs(cache_value[0])  # [K, S, d]
             if output in rotated:
                 length = np.hypot(*np.split(values, 2, axis=2))
                 values = np.concatenate([length, length], axis=2)
@@ -295,8 +305,8 @@ def max_cache_magnitudes(
                     " export the model anyway.",
                     code="non-finite-outputs",
                 )
-            found[output] = np.maximum(found.get(output, largest), largest)
-    return found
+            magnitudes[output] = np.maximum(magnitudes.get(output, largest), largest)
+    return magnitudes
 
 
 def cache_scales(largest: Float32Array) -> Float32Array:
@@ -307,8 +317,8 @@ def cache_scales(largest: Float32Array) -> Float32Array:
     """
     scales = (largest / np.float32(_MAX_CODE)).astype(np.float32)
     usable = scales >= np.finfo(np.float32).tiny  # smaller values cannot be divisors
-    instead = scales[usable].max(initial=0.0) or 1.0 / _MAX_CODE
-    return np.where(usable, scales, np.float32(instead))[:, None]
+    fallback_scale = scales[usable].max(initial=0.0) or 1.0 / _MAX_CODE
+    return np.where(usable, scales, np.float32(fallback_scale))[:, None]
 
 
 ATTENTION_OP = "GroupQueryAttention"
@@ -324,27 +334,31 @@ def cached_attentions(model: Any) -> Iterator[tuple[Any, str, str]]:
         RunError: caches are connected in an unsupported way, or a cache does not belong to such an operator.
     """
     ends = {value.name for value in (*model.graph.input, *model.graph.output)}
-    left = {value.name for value in model.graph.output if value.name.startswith(PRESENT_PREFIX)}
+    unmatched = {value.name for value in model.graph.output if value.name.startswith(PRESENT_PREFIX)}
     for node in model.graph.node:
         if node.op_type != ATTENTION_OP:
             continue
-        given, outputs = [node.input[at] for at in _PAST_INPUTS], [node.output[at] for at in _PRESENT_OUTPUTS]
+        past_inputs, outputs = (
+            [node.input[slot] for slot in _PAST_INPUTS],
+            [node.output[slot] for slot in _PRESENT_OUTPUTS],
+        )
         if (
-            not ends.issuperset(given)
+            not ends.issuperset(past_inputs)
             or not ends.issuperset(outputs)
-            or given != [past_input_name(n) for n in outputs]
+            or past_inputs != [past_input_name(n) for n in outputs]
         ):
             raise RunError(
-                f"onnx: kv_cache: int8: the caches {', '.join(given)} and {', '.join(outputs)} of node"
+                f"onnx: kv_cache: int8: the caches {', '.join(past_inputs)} and {', '.join(outputs)} of node"
                 f" '{node.name}' do not match the graph's inputs and outputs one to one. Set kv_cache:"
                 " float.",
                 code="crossed-caches",
             )
-        left -= set(outputs)
+        unmatched -= set(outputs)
         yield node, outputs[0], outputs[1]
-    if left:
+    if unmatched:
         raise RunError(
-            f"onnx: kv_cache: int8: the caches {', '.join(sorted(left))} do not belong to any {ATTENTION_OP}"
+            f"onnx: kv_cache: int8: the caches {', '.join(sorted(unmatched))} do not belong to any "
+            f"{ATTENTION_OP}"
             f" node. Set kv_cache: float.",
             code="unsupported-cache",
         )
@@ -378,7 +392,7 @@ def quantize_kv_cache(model: Any, scales: Mapping[str, Float32Array]) -> None:
         node.input.extend([""] * (_SCALE_INPUTS[0] - len(node.input)))
         node.input.extend(names)
         attributes = {"k_quant_type": _PER_CHANNEL, "v_quant_type": _PER_CHANNEL, "kv_cache_bit_width": _BITS}
-        node.attribute.extend(helper.make_attribute(word, value) for word, value in attributes.items())
+        node.attribute.extend(helper.make_attribute(key, value) for key, value in attributes.items())
     for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
         if value.name.startswith((PAST_PREFIX, PRESENT_PREFIX)):
             value.type.tensor_type.elem_type = TensorProto.INT8
@@ -407,10 +421,10 @@ def require_int8_caches(attentions: Any, config: Any, ctx: Context) -> None:
         InputError: the task, the heads or the data do not fit.
     """
     widths = [(attention.heads.head_dim, attention.parts.rotary) for attention in attentions]
-    found = unsupported_task(ctx.task) or unsupported_model(config)
-    if why := found or next(filter(None, (unsupported_head_dim(*head) for head in widths)), None):
+    unsupported = unsupported_task(ctx.task) or unsupported_model(config)
+    if reason := unsupported or next(filter(None, (unsupported_head_dim(*head) for head in widths)), None):
         code = "unsupported-task" if unsupported_task(ctx.task) else "unsupported-cache"
-        raise InputError(f"onnx: kv_cache: int8: {why}", code=code, setting="kv_cache")
+        raise InputError(f"onnx: kv_cache: int8: {reason}", code=code, setting="kv_cache")
     cache_calibration_split(ctx.data)
 
 
@@ -432,24 +446,28 @@ def export_int8_cache(subject: ExportedModel, reference: TorchReference, source:
     name = subject.graphs[-1].name
     path = subject.folder / f"{name}.onnx"
     scales = _cache_scales(path, source, ctx)
-    before = _graph_logits(subject, reference)
+    float_logits = _graph_logits(subject, reference)
     model = read_graph(path, values=False)
     quantize_kv_cache(model, scales)
     write_graph(model, path)
     try:
-        found = check_int8_caches(subject.folder, name, list(cached_attentions(model)), scales, reference)
+        check_counts = check_int8_caches(
+            subject.folder, name, list(cached_attentions(model)), scales, reference
+        )
     except InputError as error:
         raise RunError(
             f"onnx: kv_cache: int8: {error} Tested with ONNX Runtime 1.31 and newer. Update onnxruntime, or"
             " set kv_cache: float.",
             code="unsupported-operator",
         ) from error
-    moved = check_output(name, "logits", before, _graph_logits(subject, reference), "int8-caches")
-    numbers = sum(scale.size for scale in scales.values())
+    logits_difference = check_output(
+        name, "logits", float_logits, _graph_logits(subject, reference), "int8-caches"
+    )
+    num_scales = sum(scale.size for scale in scales.values())
     ctx.details["kv_cache"] |= {
-        "bytes_per_token": {"float32": 4 * numbers, INT8_CACHE: numbers},
-        "against_float": moved,
-        **found,
+        "bytes_per_token": {"float32": 4 * num_scales, INT8_CACHE: num_scales},
+        "against_float": logits_difference,
+        **check_counts,
     }
 
 
@@ -461,14 +479,14 @@ def _cache_scales(path: Path, source: Path, ctx: Context) -> dict[str, Float32Ar
 
     split, tokenizer = cache_calibration_split(ctx.data), load_tokenizer(source)
     limit = max_input_length(tokenizer, read_json_object(source / "config.json"))
-    rows = cache_calibration_rows(ctx.data[split], tokenizer, limit)
+    token_rows = cache_calibration_rows(ctx.data[split], tokenizer, limit)
     rotated = rotated_keys(read_graph(path, values=False))
-    largest = max_cache_magnitudes(open_onnx_session(path, ctx.threads), rows, rotated, split)
+    largest = max_cache_magnitudes(open_onnx_session(path, ctx.threads), token_rows, rotated, split)
     ctx.details["kv_cache"] = {
         "dtype": INT8_CACHE,
         "split": split,
-        "rows": len(rows),
-        "tokens": sum(map(len, rows)),
+        "rows": len(token_rows),
+        "tokens": sum(map(len, token_rows)),
     }
     return {output: cache_scales(values) for output, values in largest.items()}
 

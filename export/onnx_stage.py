@@ -82,8 +82,8 @@ def tolerance_kind(model: Any, settings: OnnxSettings) -> str:
     from smelt.quantization.layers import QuantizedConv2d, QuantizedLinear, layer_scheme
     from smelt.quantization.schemes.registry import SCHEMES
 
-    found = {layer_scheme(m) for m in model.modules()}
-    schemes = [s for name, s in SCHEMES.items() if name in found]
+    used_schemes = {layer_scheme(m) for m in model.modules()}
+    schemes = [s for name, s in SCHEMES.items() if name in used_schemes]
     _require_target(schemes, settings.target)
     _require_scheme_options(model, settings.target)
     _require_precision(schemes, settings)
@@ -105,9 +105,10 @@ def _require_scheme_options(model: Any, target: str) -> None:
     from smelt.quantization.schemes.registry import unsupported_scheme_options
 
     for matrix in (module.matrix for module in model.modules() if is_quantized(module)):
-        if wanted := unsupported_scheme_options(matrix.scheme, matrix.options, target):
+        if required_options := unsupported_scheme_options(matrix.scheme, matrix.options, target):
             raise InputError(
-                f"onnx: target {target} runs scheme {matrix.scheme.name} only with {' and '.join(wanted)},"
+                f"onnx: target {target} runs scheme {matrix.scheme.name} only with "
+                f"{' and '.join(required_options)},"
                 f" and layers of this model were quantized with {dict(matrix.options)}. Quantize with these"
                 " options, or set another target.",
                 code="unsupported-scheme-options",
@@ -123,12 +124,12 @@ def _require_precision(schemes: list[Scheme], settings: OnnxSettings) -> None:
     """
     from smelt.quantization.schemes.registry import supported_dtypes
 
-    filed, fit = file_dtype(settings), supported_dtypes(schemes, settings.target)
-    if filed not in fit:
+    graph_dtype, allowed_dtypes = file_dtype(settings), supported_dtypes(schemes, settings.target)
+    if graph_dtype not in allowed_dtypes:
         raise InputError(
-            f"onnx: dtype {filed} is not supported for target {settings.target} with"
+            f"onnx: dtype {graph_dtype} is not supported for target {settings.target} with"
             f" {' and '.join(s.name for s in schemes)} weights, because scales would lose precision. Set"
-            f" dtype: {' or '.join(fit)}; the quantized weights do not change.",
+            f" dtype: {' or '.join(allowed_dtypes)}; the quantized weights do not change.",
             code="unsupported-dtype",
             setting="dtype",
         )
@@ -166,8 +167,8 @@ def required_opset(settings: OnnxSettings, model: Any) -> int:
     from smelt.quantization.layers import layer_scheme
     from smelt.quantization.schemes.registry import SCHEMES
 
-    found = {layer_scheme(module) for module in model.modules()}
-    names = [name for name in SCHEMES if name in found]
+    used_schemes = {layer_scheme(module) for module in model.modules()}
+    names = [name for name in SCHEMES if name in used_schemes]
     of_dtype = BF16_OPSET if file_dtype(settings) == "bf16" else 0
     return max(
         [settings.opset, of_dtype, *(SCHEMES[n].min_opset.get(settings.graph_target, 0) for n in names)]
@@ -193,15 +194,17 @@ def _require_target(schemes: list[Scheme], target: str) -> None:
     )
 
     refused = {
-        scheme.name: why for scheme in schemes if (why := unsupported_reason(scheme, target)) is not None
+        scheme.name: reason
+        for scheme in schemes
+        if (reason := unsupported_reason(scheme, target)) is not None
     }
     if refused:
-        fit = supported_targets(schemes)
-        names, why = " and ".join(sorted(refused)), next(iter(refused.values()))
-        why = f"onnx: target {target} cannot run a model quantized with scheme {names}: {why}"
-        ways = ["Branch before the quantize step with `from: NAME`"]
-        ways += [f"set target: {' or '.join(fit)}"] if fit else []
-        ways += (
+        targets = supported_targets(schemes)
+        names, reason = " and ".join(sorted(refused)), next(iter(refused.values()))
+        reason = f"onnx: target {target} cannot run a model quantized with scheme {names}: {reason}"
+        suggestions = ["Branch before the quantize step with `from: NAME`"]
+        suggestions += [f"set target: {' or '.join(targets)}"] if targets else []
+        suggestions += (
             [f"quantize with {' or '.join(schemes_of_target)}"]
             if (schemes_of_target := schemes_for_target(target))
             else []
@@ -210,9 +213,13 @@ def _require_target(schemes: list[Scheme], target: str) -> None:
             width for width, scheme in SCHEMES_BY_BITS.items() if not unsupported_reason(scheme, target)
         )
         mixed = sum(scheme.bits > 0 for scheme in schemes) > 1 and len(runs) > 1
-        ways += [f"mixed precision with `mixed_precision: {{bit_widths: {runs}}}`"] if mixed else []
-        alone = f"; only {' and '.join(fit)} can" if fit else ""
-        raise InputError(f"{why}{alone}. {', or '.join(ways)}.", code="unsupported-scheme", setting="target")
+        suggestions += [f"mixed precision with `mixed_precision: {{bit_widths: {runs}}}`"] if mixed else []
+        targets_text = f"; only {' and '.join(targets)} can" if targets else ""
+        raise InputError(
+            f"{reason}{targets_text}. {', or '.join(suggestions)}.",
+            code="unsupported-scheme",
+            setting="target",
+        )
 
 
 def write_graphs(
@@ -222,11 +229,11 @@ def write_graphs(
     batch = reference.batch
     tokens = None if isinstance(batch, ImageBatch) else batch.input_ids[batch.attention_mask == 1]
     details: dict[str, dict[str, Any]] = {}
-    homes: dict[str, dict[str, str]] = {}
-    for at, graph in enumerate(graphs):
-        ctx.progress(at, len(graphs) + 1, graph.name)
-        details[graph.name] = _write_graph(graph, settings, tokens, ctx, homes)
-    return details, homes
+    modules_by_graph: dict[str, dict[str, str]] = {}
+    for graph_index, graph in enumerate(graphs):
+        ctx.progress(graph_index, len(graphs) + 1, graph.name)
+        details[graph.name] = _write_graph(graph, settings, tokens, ctx, modules_by_graph)
+    return details, modules_by_graph
 
 
 def _write_graph(
@@ -249,7 +256,7 @@ def _write_graph(
     from smelt.export.graphs.export_graph import export_graph, fuse_biases_in_file
     from smelt.export.simplify_graph import expand_placeholders_in_file, simplify_file
 
-    began = time.perf_counter()
+    start = time.perf_counter()
     path = ctx.out / f"{graph.name}.onnx"
     model = export_graph(graph, settings.graph_target, ctx.details["opset"])
     exported = time.perf_counter()
@@ -269,7 +276,7 @@ def _write_graph(
         "openvino",
     ):  # it treats a default as a constant
         set_input_defaults(path, graph.input_defaults)
-    return {"export_seconds": round(exported - began, 3), "seconds": round(time.perf_counter() - began, 3)}
+    return {"export_seconds": round(exported - start, 3), "seconds": round(time.perf_counter() - start, 3)}
 
 
 def warn_about_tensorrt(target: str, graphs: Iterable[str], ctx: Context) -> None:
@@ -339,16 +346,16 @@ class Onnx(Stage[OnnxSettings]):
     def check_rows(cls, settings: OnnxSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
         """Return the settings that do not fit the task, as messages."""
         measured = {"autotune": bool(settings.autotune), "threads": settings.threads == "autotune"}
-        why = f"not supported for {task}, because it is measured on texts. Remove it."
-        found = [
-            error_message("unsupported-task", why, setting=name)
-            for name, asked in measured.items()
-            if asked and task_traits(task).modality == "image"
+        image_reason = f"not supported for {task}, because it is measured on texts. Remove it."
+        errors = [
+            error_message("unsupported-task", image_reason, setting=name)
+            for name, is_set in measured.items()
+            if is_set and task_traits(task).modality == "image"
         ]
-        lack = unsupported_task(task) if settings.kv_cache == "int8" else None
-        if lack is not None:
-            found.append(error_message("unsupported-task", lack, setting="kv_cache"))
-        return found
+        unsupported = unsupported_task(task) if settings.kv_cache == "int8" else None
+        if unsupported is not None:
+            errors.append(error_message("unsupported-task", unsupported, setting="kv_cache"))
+        return errors
 
     @classmethod
     def needs_with(cls, settings: OnnxSettings, available: Collection[str] = ()) -> frozenset[Need]:
@@ -362,14 +369,18 @@ class Onnx(Stage[OnnxSettings]):
         cls, settings: OnnxSettings, config: Mapping[str, Any]
     ) -> tuple[list[Message], Mapping[str, Any]]:
         """Return the settings that do not fit a model of this config, and the config of the result."""
-        lack = unsupported_model(config) if settings.kv_cache == "int8" else None
-        found = [] if lack is None else [error_message("does-not-fit-model", lack, setting="kv_cache")]
+        unsupported = unsupported_model(config) if settings.kv_cache == "int8" else None
+        errors = (
+            []
+            if unsupported is None
+            else [error_message("does-not-fit-model", unsupported, setting="kv_cache")]
+        )
         if QUANTIZED_CONVOLUTIONS_KEY in config and (
-            why := CONV_UNSUPPORTED_TARGETS.get(settings.graph_target)
+            reason := CONV_UNSUPPORTED_TARGETS.get(settings.graph_target)
         ):
-            text = f"{why}. Branch before the quantize step with `from: NAME`."
-            found.append(error_message("unsupported-target", text, setting="target"))
-        return found, config
+            text = f"{reason}. Branch before the quantize step with `from: NAME`."
+            errors.append(error_message("unsupported-target", text, setting="target"))
+        return errors, config
 
     @classmethod
     def estimate_size(cls, settings: OnnxSettings, inputs: SizeInputs) -> StepSize:
@@ -408,9 +419,9 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
     from smelt.models.text_rules import MODULES_FILE
 
     model = parent.backend.model
-    listed = getattr(parent, "shortlist", None) is not None
+    has_shortlist = getattr(parent, "shortlist", None) is not None
     parent.shortlist = None  # the graphs of a step return all logits
-    kind, filed = tolerance_kind(model, settings), file_dtype(settings)
+    kind, graph_dtype = tolerance_kind(model, settings), file_dtype(settings)
     ctx.details.update(
         target=settings.target,
         dtype=settings.dtype,
@@ -418,24 +429,30 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
         **({"tf32": True} if settings.tf32 else {}),
     )
     reference = run_reference(parent, _parity_batch(parent, source, ctx))
-    looked_at = overflow_samples(parent, source, ctx) if filed == "fp16" else []
+    overflow_batches = overflow_samples(parent, source, ctx) if graph_dtype == "fp16" else []
     graphs = model_graphs(model, reference.batch.size if ctx.traits.modality == "image" else None)
     int8 = settings.kv_cache == "int8"
     if int8:
         require_int8_caches(graphs[0].module.attentions, parent.config, ctx)
     if settings.autotune:
         count = settings.threads if isinstance(settings.threads, int) else 1
-        stay = [model.get_output_embeddings()] if listed else []  # its matrix rows are gathered
+        float_modules = (
+            [model.get_output_embeddings()] if has_shortlist else []
+        )  # its matrix rows are gathered
         reference = choose_layer_operators(
-            parent, graphs, reference, settings.autotune_settings, count, stay, ctx
+            parent, graphs, reference, settings.autotune_settings, count, float_modules, ctx
         )
     if is_causal(parent.config) and (
         warning := unfused_heads_warning(graphs[0].module.attentions, settings.target)
     ):
         ctx.warnings.append(warning)
     require_export_memory(model, settings)
-    details, homes = write_graphs(graphs, settings, reference, ctx)
-    kept = convert_graphs_to_half(graphs, homes, settings.target, filed, looked_at, ctx) if homes else {}
+    details, node_modules = write_graphs(graphs, settings, reference, ctx)
+    fp32_modules = (
+        convert_graphs_to_half(graphs, node_modules, settings.target, graph_dtype, overflow_batches, ctx)
+        if node_modules
+        else {}
+    )
     warn_about_tensorrt(settings.graph_target, details, ctx)
     ctx.details["graphs"] = {
         n: {**check_onnx_file(ctx.out / f"{n}.onnx"), **values} for n, values in details.items()
@@ -444,18 +461,20 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
     for name in ("config.json", "generation_config.json", MODULES_FILE):
         if (source / name).is_file():
             shutil.copyfile(source / name, ctx.out / name)
-    subject = ExportedModel(ctx.out, graphs, model, kind, settings.target, ctx.threads, settings.dtype, kept)
-    ctx.details["parity"] = check_exported_graphs(subject, reference)
-    finish = partial(export_int8_cache, subject, reference, source, ctx) if int8 else None
+    exported_model = ExportedModel(
+        ctx.out, graphs, model, kind, settings.target, ctx.threads, settings.dtype, fp32_modules
+    )
+    ctx.details["parity"] = check_exported_graphs(exported_model, reference)
+    export_caches = partial(export_int8_cache, exported_model, reference, source, ctx) if int8 else None
     if settings.generation_graph and settings.target == "ort-cpu" and reference.tokens is not None:
-        add_generation_graphs(ctx, subject, reference.batch, source, finish)
-    elif finish is not None:
-        finish()
+        add_generation_graphs(ctx, exported_model, reference.batch, source, export_caches)
+    elif export_caches is not None:
+        export_caches()
     if settings.target == "ort-tensorrt":
         from smelt.export.tensorrt.stage import export_provider_options
 
         engine = settings.engine or ProviderSettings()
-        ctx.details["profile"] = export_provider_options(filed, engine, source, ctx)
+        ctx.details["profile"] = export_provider_options(graph_dtype, engine, source, ctx)
     if settings.threads is not None:
         size = settings.autotune_settings.batch_size
         record_threads(settings.threads, settings.target, settings.dtype, reference, size, ctx)
@@ -465,12 +484,13 @@ def _parity_batch(parent: Any, folder: Path, ctx: Context) -> Batch | ImageBatch
     """Return the samples of the parity check; warn if they are random."""
     from smelt.export.parity.parity_samples import parity_samples
 
-    batch, real = parity_samples(parent, folder, ctx.data, ctx.task)
-    if not real:
-        what = "images" if ctx.traits.modality == "image" else "token ids"
+    batch, is_real = parity_samples(parent, folder, ctx.data, ctx.task)
+    if not is_real:
+        input_kind = "images" if ctx.traits.modality == "image" else "token ids"
         ctx.warn(
             "made-up-inputs",
-            f"Parity was checked on random {what}, because the recipe has no train or validation data. Add"
+            f"Parity was checked on random {input_kind}, because the recipe has no train or "
+            "validation data. Add"
             " data: {validation: FILE}.",
         )
     return batch

@@ -301,8 +301,8 @@ def unsupported_model(config: Mapping[str, Any]) -> str | None:
                 and isinstance(hidden_size, int)
             ):
                 width = hidden_size // heads
-            if isinstance(width, int) and (why := unsupported_head_dim(width, attention.rotary)):
-                return why
+            if isinstance(width, int) and (reason := unsupported_head_dim(width, attention.rotary)):
+                return reason
     return None
 
 

@@ -61,18 +61,18 @@ def _expand_blocks(graph: QuantizedGraph, node: Any) -> list[Any]:
     attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
     bits, size = attributes["bits"], attributes["block_size"]
     codes, scales, *zeros = node.input
-    rows, groups = graph.shapes[scales]
+    num_rows, groups = graph.shapes[scales]
     kind = TensorProto.UINT4 if bits == 4 else TensorProto.UINT8
-    graph.reinterpret_constant(codes, f"{result}.codes", kind, (rows, groups * size))
+    graph.reinterpret_constant(codes, f"{result}.codes", kind, (num_rows, groups * size))
     if zeros:
-        graph.reinterpret_constant(zeros[0], f"{result}.zeros", kind, (rows, groups))
+        graph.reinterpret_constant(zeros[0], f"{result}.zeros", kind, (num_rows, groups))
     else:
-        middle = bytes([_ZERO_BYTES[bits]]) * -(-rows * groups * bits // 8)
-        graph.add_tensor(helper.make_tensor(f"{result}.zeros", kind, (rows, groups), middle, raw=True))
-    wide = f"{result}.scales"
-    inputs = [f"{result}.codes", wide, f"{result}.zeros"]
+        middle = bytes([_ZERO_BYTES[bits]]) * -(-num_rows * groups * bits // 8)
+        graph.add_tensor(helper.make_tensor(f"{result}.zeros", kind, (num_rows, groups), middle, raw=True))
+    scale_name = f"{result}.scales"
+    inputs = [f"{result}.codes", scale_name, f"{result}.zeros"]
     return [
-        helper.make_node("Cast", [scales], [wide], f"{result}.cast", to=TensorProto.FLOAT),
+        helper.make_node("Cast", [scales], [scale_name], f"{result}.cast", to=TensorProto.FLOAT),
         helper.make_node(
             "DequantizeLinear", inputs, [result], f"{result}.dequantize", axis=1, block_size=size
         ),
@@ -81,10 +81,14 @@ def _expand_blocks(graph: QuantizedGraph, node: Any) -> list[Any]:
 
 def drop_unused_constants(graph: Any, names: set[str]) -> None:
     """Remove the constants `names` from a graph if none of its nodes reads them."""
-    read = {name for node in graph.node for name in node.input} | {output.name for output in graph.output}
-    kept = [tensor for tensor in graph.initializer if tensor.name not in names or tensor.name in read]
+    used_names = {name for node in graph.node for name in node.input} | {
+        output.name for output in graph.output
+    }
+    used_tensors = [
+        tensor for tensor in graph.initializer if tensor.name not in names or tensor.name in used_names
+    ]
     del graph.initializer[:]
-    graph.initializer.extend(kept)
+    graph.initializer.extend(used_tensors)
 
 
 def _expand_signed_blocks(graph: QuantizedGraph, node: Any) -> list[Any]:
@@ -109,14 +113,15 @@ def _record_rounding(model: Any, node: Any) -> None:
     """
     attributes = {attribute.name: attribute.i for attribute in node.attribute}
     blocks = attributes["block_size"] if attributes["rounds"] else 0
-    known = {entry.key: entry.value for entry in model.metadata_props}
-    before = known.get(ACTIVATION_BLOCKS)
-    if before is None:
+    metadata = {entry.key: entry.value for entry in model.metadata_props}
+    previous_blocks = metadata.get(ACTIVATION_BLOCKS)
+    if previous_blocks is None:
         model.metadata_props.add(key=ACTIVATION_BLOCKS, value=str(blocks))
-    elif before != str(blocks):
+    elif previous_blocks != str(blocks):
         raise InputError(
             "onnx: target openvino: OpenVINO quantizes all activations of a graph in the same way, but layers"
-            f" of this model need {_element_name(before)} and {_element_name(str(blocks))}. Quantize all"
+            f" of this model need {_element_name(previous_blocks)} and {_element_name(str(blocks))}. "
+            "Quantize all"
             " layers with the same group_size and accuracy_level.",
             code="mixed-group-sizes",
         )
@@ -177,11 +182,11 @@ def _write_simplified(path: Path, candidate: Path) -> Message | None:
     """
     from smelt.export.graph_files import write_graph
 
-    after = _run_on_structure(path, candidate.parent)
-    if isinstance(after, Message):
-        return after
-    expand_placeholders(after)  # they can be simplified around, but not run
-    write_graph(after, candidate)
+    simplified = _run_on_structure(path, candidate.parent)
+    if isinstance(simplified, Message):
+        return simplified
+    expand_placeholders(simplified)  # they can be simplified around, but not run
+    write_graph(simplified, candidate)
     return None
 
 
@@ -226,16 +231,16 @@ def _run_on_structure(path: Path, folder: Path) -> Any:
     model.graph.initializer.extend(small)
     names = {tensor.name for tensor in large}
     model.graph.input.extend(helper.make_tensor_value_info(t.name, t.data_type, list(t.dims)) for t in large)
-    after = _simplify(model)
-    if isinstance(after, Message):
-        return after
-    inputs = [value for value in after.graph.input if value.name not in names]
-    del after.graph.input[:]
-    after.graph.input.extend(inputs)
-    after.graph.initializer.extend(large)
-    drop_unused_constants(after.graph, names)
-    link_external_data(after, path.parent, folder)
-    return after
+    simplified = _simplify(model)
+    if isinstance(simplified, Message):
+        return simplified
+    inputs = [value for value in simplified.graph.input if value.name not in names]
+    del simplified.graph.input[:]
+    simplified.graph.input.extend(inputs)
+    simplified.graph.initializer.extend(large)
+    drop_unused_constants(simplified.graph, names)
+    link_external_data(simplified, path.parent, folder)
+    return simplified
 
 
 def _simplify(source: Any, **more: Any) -> Any:
@@ -243,10 +248,10 @@ def _simplify(source: Any, **more: Any) -> Any:
     import onnxsim
 
     try:
-        after, good = onnxsim.simplify(source, skipped_optimizers=list(_SKIPPED_PASSES), **more)
+        simplified, is_valid = onnxsim.simplify(source, skipped_optimizers=list(_SKIPPED_PASSES), **more)
     except Exception as error:  # a C++ extension: whatever it raises, the unsimplified graph is valid
         return warning("onnxsim-failed", f"onnxsim failed: {error}")
-    return after if good else warning("onnxsim-check-failed", "onnxsim's check of its result failed")
+    return simplified if is_valid else warning("onnxsim-check-failed", "onnxsim's check of its result failed")
 
 
 def run_onnxsim(path: Path, folder: Path) -> Any:
@@ -257,20 +262,23 @@ def run_onnxsim(path: Path, folder: Path) -> Any:
     from smelt.core.system import available_bytes
     from smelt.export.graph_files import has_external_data, read_graph
 
-    before = read_graph(path, values=False)
-    if not (outside := has_external_data(before)):
-        source, more = before, {}
+    structure = read_graph(path, values=False)
+    if not (is_external := has_external_data(structure)):
+        source, options = structure, {}
     elif "output_path" not in inspect.signature(onnxsim.simplify).parameters:
         text = "the installed onnxsim does not support external weights. Install version 0.8 or newer"
         return warning("outdated-package", text)
-    elif (needed := _COPIES_OUTSIDE * _file_size(path)) > (free := available_bytes()):
-        text = f"onnxsim needs about {needed / 1e9:.1f} GB of memory, but {free / 1e9:.1f} GB are free"
+    elif (needed_bytes := _COPIES_OUTSIDE * _file_size(path)) > (free_bytes := available_bytes()):
+        text = (
+            f"onnxsim needs about {needed_bytes / 1e9:.1f} GB of memory, but "
+            f"{free_bytes / 1e9:.1f} GB are free"
+        )
         return warning("out-of-memory", text)
     else:
-        source, more = str(path), {"output_path": str(folder / "onnxsim.onnx")}
-    after = _simplify(source, **more)
-    if isinstance(after, Message) or not outside:
-        return after
+        source, options = str(path), {"output_path": str(folder / "onnxsim.onnx")}
+    simplified = _simplify(source, **options)
+    if isinstance(simplified, Message) or not is_external:
+        return simplified
     try:
         return read_graph(folder / "onnxsim.onnx")
     except RunError as error:
@@ -293,11 +301,11 @@ def _float_difference(first: Path, second: Path, tokens: NDArray[np.int64] | Non
     ):
         return difference
     with ExitStack() as stack:
-        one, other = (
+        first_tokens, other = (
             stack.enter_context(make_dequantized_copy(path.parent, [path.stem], widen=False)) / path.name
             for path in (first, second)
         )
-        return _max_difference(one, other, tokens)
+        return _max_difference(first_tokens, other, tokens)
 
 
 def _rounding_signature(path: Path) -> list[tuple[str, ...]]:
@@ -309,7 +317,7 @@ def _rounding_signature(path: Path) -> list[tuple[str, ...]]:
     graph = read_graph(path, values=False).graph
     view = QuantizedGraph(graph)
     values = {tensor.name: tensor for tensor in graph.initializer}
-    found, folder = [], str(path.parent)
+    signatures, folder = [], str(path.parent)
     for node in graph.node:
         parts = [str(attribute) for attribute in node.attribute]
         if node.op_type == "QuantizeLinear" or replace_with_float_nodes(node, view) is not None:
@@ -317,8 +325,8 @@ def _rounding_signature(path: Path) -> list[tuple[str, ...]]:
             parts += [
                 str(numpy_helper.to_array(values[name], folder).tolist()) for name in grid if name in values
             ]
-            found.append((node.op_type, *sorted(parts)))
-    return sorted(found)
+            signatures.append((node.op_type, *sorted(parts)))
+    return sorted(signatures)
 
 
 def _max_difference(first: Path, second: Path, tokens: NDArray[np.int64] | None) -> float:
@@ -346,8 +354,8 @@ def _max_difference(first: Path, second: Path, tokens: NDArray[np.int64] | None)
     try:
         expected = list(outputs(first))  # one session after the other: each holds the weights
         for (name, a, feeds), (_, b, _) in zip(expected, outputs(second), strict=True):
-            real = without_padding(name, a, feeds), without_padding(name, b, feeds)
-            worst = max(worst, _relative_difference(*real))
+            unpadded = without_padding(name, a, feeds), without_padding(name, b, feeds)
+            worst = max(worst, _relative_difference(*unpadded))
     except Exception:  # it does not load or has other inputs; ONNX Runtime's errors share no other base class
         return float("inf")
     return worst
@@ -357,8 +365,8 @@ def _relative_difference(a: NDArray[Any], b: NDArray[Any]) -> float:
     """Return the largest difference of two outputs of one graph, infinite if they are not comparable."""
     if a.shape != b.shape or not (np.isfinite(a).all() and np.isfinite(b).all()):
         return float("inf")
-    spread = float(np.std(a, dtype=np.float64)) or 1.0
-    scale = max(spread, _MAX_VALUE_FACTOR * float(np.abs(a).max(initial=0.0)))
+    std = float(np.std(a, dtype=np.float64)) or 1.0
+    scale = max(std, _MAX_VALUE_FACTOR * float(np.abs(a).max(initial=0.0)))
     return float(np.abs(a.astype(np.float64) - b).max(initial=0.0)) / scale
 
 
@@ -378,8 +386,8 @@ def expand_placeholders(model: Any) -> int:
     expanded: dict[tuple[str, ...], str] = {}  # a constant is widened once for all its readers
     renamed: dict[str, str] = {}
     for node in graph.node:
-        for place, name in enumerate(node.input):
-            node.input[place] = renamed.get(name, name)
+        for input_index, name in enumerate(node.input):
+            node.input[input_index] = renamed.get(name, name)
         if node.domain != LOAD_TIME_DOMAIN:
             nodes.append(node)
             if node.op_type == "BitwiseOr" and node.input[0] in view.shapes:  # the packed parts are separate
@@ -393,16 +401,16 @@ def expand_placeholders(model: Any) -> int:
         if node.op_type == BLOCKWISE_OP:
             _record_rounding(model, node)
         nodes += expansions[node.op_type](view, node)
-    found = len(expanded) + len(renamed)
-    if not found:
+    num_placeholders = len(expanded) + len(renamed)
+    if not num_placeholders:
         return 0
     del graph.node[:]
     graph.node.extend(nodes)
     drop_unused_constants(graph, {name for _, *names in expanded for name in names})
-    kept = [item for item in model.opset_import if item.domain != LOAD_TIME_DOMAIN]
+    opset_imports = [item for item in model.opset_import if item.domain != LOAD_TIME_DOMAIN]
     del model.opset_import[:]
-    model.opset_import.extend(kept)
-    return found
+    model.opset_import.extend(opset_imports)
+    return num_placeholders
 
 
 def _all_expansions() -> dict[str, Expansion]:

@@ -81,8 +81,10 @@ def read_tokenizer_facts(hub: Any) -> TokenizerInfo:
         "clean_up": bool(hub.clean_up_tokenization_spaces),
     }
     if hub.is_fast:
-        kept = type(hub.backend_tokenizer.model).__name__ == "BPE" and getattr(hub, _BPE_FLAG, True) is False
-        clean = common["clean_up"] and not kept
+        keeps_spaces = (
+            type(hub.backend_tokenizer.model).__name__ == "BPE" and getattr(hub, _BPE_FLAG, True) is False
+        )
+        clean = common["clean_up"] and not keeps_spaces
         types = "token_type_ids" in hub.model_input_names
         return TokenizerInfo(reader="tokenizers", types=types, **(common | {"clean_up": clean}))
     if type(hub).__name__ != "MarianTokenizer":
@@ -96,7 +98,7 @@ def read_tokenizer_facts(hub: Any) -> TokenizerInfo:
         return _transformers_only("an added token strips spaces around it")
     return TokenizerInfo(
         reader="sentencepiece",
-        added={str(token): place for place, token in tokens.items()},
+        added={str(token): token_id for token_id, token in tokens.items()},
         special=sorted(set(hub.all_special_ids)),
         unknown=hub.unk_token_id,
         **common,
@@ -130,13 +132,18 @@ def make_tokenizer_sample(hub: Any, data: Mapping[str, Split]) -> TokenizerSampl
     splits = (data[name].examples for name in ("calibration", "validation", "train") if name in data)
     examples: Sequence[Example] = next(splits, ())[:COMPARED_ROWS]
     texts = [text for e in examples for text in (e.text, *e.references)]
-    marks = [str(token) for token in hub.all_special_tokens][:12]
-    awkward = EDGE_CASE_TEXTS + marks + [f"a{m}b {m} c" for m in marks] + [m.upper() for m in marks]
+    special_tokens = [str(token) for token in hub.all_special_tokens][:12]
+    awkward = (
+        EDGE_CASE_TEXTS
+        + special_tokens
+        + [f"a{m}b {m} c" for m in special_tokens]
+        + [m.upper() for m in special_tokens]
+    )
     pairs = [(e.text, e.text_pair) for e in examples if e.text_pair is not None]
     pairs += list(zip(awkward, reversed(awkward), strict=True))
     random = np.random.default_rng(0)
-    rows = random.integers(0, len(hub), (64, 12)).tolist()
-    return TokenizerSample(texts + awkward, pairs, rows)
+    token_rows = random.integers(0, len(hub), (64, 12)).tolist()
+    return TokenizerSample(texts + awkward, pairs, token_rows)
 
 
 class TokenizerDifference(NamedTuple):
@@ -157,42 +164,46 @@ def compare_tokenizers(
     light = open_light_tokenizer(out, details)
     assert light is not None
     for other, name in ((HubTokenizer(load_tokenizer(out)), "the exported tokenizer"), (light, light.reader)):
-        found = _first_difference(reference, other, sample, details.reader == "tokenizers")
-        if found is not None:
-            return found._replace(text=f"{name} differs from transformers' tokenizer: {found.text}")
+        difference = _first_difference(reference, other, sample, details.reader == "tokenizers")
+        if difference is not None:
+            return difference._replace(text=f"{name} differs from transformers' tokenizer: {difference.text}")
     return None
 
 
 def _first_difference(
     one: TextTokenizer, other: TextTokenizer, sample: TokenizerSample, paired: bool
 ) -> TokenizerDifference | None:
-    rows = list(sample.rows)
-    for length, most in ((NO_LIMIT, NO_LIMIT), (_TRUNCATED_LENGTH, _MAX_SAMPLE_CHARACTERS)):
-        texts = [text for text in sample.texts if len(text) <= most]
-        expected, got = one.encode_batch(texts, length), other.encode_batch(texts, length)
-        rows += expected.ids if length == NO_LIMIT else []
-        for text, a, b in zip(texts, expected.ids, got.ids, strict=True):
+    token_rows = list(sample.rows)
+    for length, max_characters in ((NO_LIMIT, NO_LIMIT), (_TRUNCATED_LENGTH, _MAX_SAMPLE_CHARACTERS)):
+        texts = [text for text in sample.texts if len(text) <= max_characters]
+        expected, actual = one.encode_batch(texts, length), other.encode_batch(texts, length)
+        token_rows += expected.ids if length == NO_LIMIT else []
+        for text, a, b in zip(texts, expected.ids, actual.ids, strict=True):
             if a != b:
                 return TokenizerDifference("ids", f"ids of {text[:40]!r}")
-        if (expected.types, expected.truncated) != (got.types, got.truncated):
+        if (expected.types, expected.truncated) != (actual.types, actual.truncated):
             return TokenizerDifference("types", "token types, or which texts are truncated")
         if paired:
-            pairs = [pair for pair in sample.pairs if max(map(len, pair)) <= most]
-            firsts, seconds = [a for a, _ in pairs], [b for _, b in pairs]
-            if one.encode_batch(firsts, length, seconds) != other.encode_batch(firsts, length, seconds):
+            pairs = [pair for pair in sample.pairs if max(map(len, pair)) <= max_characters]
+            first_texts, seconds = [a for a, _ in pairs], [b for _, b in pairs]
+            if one.encode_batch(first_texts, length, seconds) != other.encode_batch(
+                first_texts, length, seconds
+            ):
                 return TokenizerDifference("pairs", "pairs of texts")
-    for row, decoded, read in zip(rows, one.decode_batch(rows), other.decode_batch(rows), strict=True):
-        if decoded != read:
+    for row, expected_text, actual_text in zip(
+        token_rows, one.decode_batch(token_rows), other.decode_batch(token_rows), strict=True
+    ):
+        if expected_text != actual_text:
             return TokenizerDifference("texts", f"the text of the ids {row[:8]}")
     return None
 
 
 def add_tokenizer(folder: Path, ctx: Context) -> None:
     """Write a tokenizer that works without transformers, if it is exact."""
-    found = export_tokenizer(load_tokenizer(folder), folder, ctx.out, ctx.data)
-    ctx.details["tokenizer"] = found.reader
-    if found.reason:
+    tokenizer_info = export_tokenizer(load_tokenizer(folder), folder, ctx.out, ctx.data)
+    ctx.details["tokenizer"] = tokenizer_info.reader
+    if tokenizer_info.reason:
         ctx.warn(
             "slow-tokenizer",
-            f"Texts are tokenized by transformers, which takes seconds to import: {found.reason}",
+            f"Texts are tokenized by transformers, which takes seconds to import: {tokenizer_info.reason}",
         )

@@ -45,7 +45,8 @@ class NodeTypes(NamedTuple):
     def all_tensors(self) -> bool:
         """Whether all inputs and outputs are tensors; else there are sequences, maps or optional values."""
         return all(
-            any(word.startswith(_TENSOR) for word in slot.allowed) for slot in (*self.inputs, *self.outputs)
+            any(type_name.startswith(_TENSOR) for type_name in slot.allowed)
+            for slot in (*self.inputs, *self.outputs)
         )
 
 
@@ -90,12 +91,12 @@ class _OpParameter(NamedTuple):
 
 def _expand_parameters(parameters: Sequence[_OpParameter], count: int) -> tuple[TypeSlot, ...]:
     """Return the slots of `count` inputs or outputs: the last parameter may be variadic."""
-    found = [parameter.slot for parameter in parameters[:count]]
+    slots = [parameter.slot for parameter in parameters[:count]]
     last = parameters[-1] if parameters else None
-    while last is not None and last.variadic and len(found) < count:
-        word = last.slot.type_variable if last.alike else f"{last.slot.type_variable}{len(found)}"
-        found.append(TypeSlot(word, last.slot.allowed))
-    return tuple(found)
+    while last is not None and last.variadic and len(slots) < count:
+        type_variable = last.slot.type_variable if last.alike else f"{last.slot.type_variable}{len(slots)}"
+        slots.append(TypeSlot(type_variable, last.slot.allowed))
+    return tuple(slots)
 
 
 @cache
@@ -107,11 +108,11 @@ def _op_schema(domain: str, name: str, version: int) -> tuple[tuple[_OpParameter
         schema = defs.get_schema(name, version, domain)
     except defs.SchemaError:
         return _runtime_op_schema(domain, name, version)
-    kinds = {c.type_param_str: frozenset(c.allowed_type_strs) for c in schema.type_constraints}
+    allowed_types = {c.type_param_str: frozenset(c.allowed_type_strs) for c in schema.type_constraints}
     return tuple(
         tuple(
             _OpParameter(
-                TypeSlot(p.type_str, kinds.get(p.type_str, frozenset({p.type_str}))),
+                TypeSlot(p.type_str, allowed_types.get(p.type_str, frozenset({p.type_str}))),
                 p.option == defs.OpSchema.FormalParameterOption.Variadic,
                 p.is_homogeneous,
             )
@@ -129,11 +130,11 @@ def _runtime_op_schema(domain: str, name: str, version: int) -> tuple[tuple[_OpP
     if not schemas:
         return None
     newest = max(schemas, key=lambda schema: schema.since_version)
-    kinds = {c.type_param_str: frozenset(c.allowed_type_strs) for c in newest.type_constraints}
+    allowed_types = {c.type_param_str: frozenset(c.allowed_type_strs) for c in newest.type_constraints}
     return tuple(
         tuple(
             _OpParameter(
-                TypeSlot(p.typeStr, kinds.get(p.typeStr, frozenset({p.typeStr}))),
+                TypeSlot(p.typeStr, allowed_types.get(p.typeStr, frozenset({p.typeStr}))),
                 str(p.option).endswith("Variadic"),
                 p.isHomogeneous,
             )
@@ -147,10 +148,10 @@ def _runtime_op_schema(domain: str, name: str, version: int) -> tuple[tuple[_OpP
 def _runtime_schemas() -> dict[tuple[str, str], list[Any]]:
     from onnxruntime.capi import onnxruntime_pybind11_state as runtime
 
-    found: dict[tuple[str, str], list[Any]] = {}
+    schemas: dict[tuple[str, str], list[Any]] = {}
     for schema in runtime.get_all_operator_schema():
-        found.setdefault((normalized_domain(schema.domain), schema.name), []).append(schema)
-    return found
+        schemas.setdefault((normalized_domain(schema.domain), schema.name), []).append(schema)
+    return schemas
 
 
 def value_types(model: Any) -> dict[str, int]:
@@ -164,8 +165,8 @@ def value_types(model: Any) -> dict[str, int]:
     input_names = {value.name for value in graph.input}
     inputs = [*graph.input, *(value for value in weights if value.name not in input_names)]
     light = helper.make_graph(graph.node, "types", inputs, graph.output, value_info=graph.value_info)
-    bare = helper.make_model(light, opset_imports=model.opset_import, ir_version=model.ir_version)
-    inferred = onnx.shape_inference.infer_shapes(bare).graph
+    light_model = helper.make_model(light, opset_imports=model.opset_import, ir_version=model.ir_version)
+    inferred = onnx.shape_inference.infer_shapes(light_model).graph
     types: dict[str, int] = {}
     _record_types(types, (*inferred.input, *inferred.value_info, *inferred.output))
     _infer_graph(
@@ -179,7 +180,7 @@ def values_of_type(model: Any, kind: int | None = None) -> set[str]:
     from onnx import TensorProto
 
     kind = TensorProto.FLOAT if kind is None else kind
-    return {name for name, found in value_types(model).items() if found == kind}
+    return {name for name, value_type in value_types(model).items() if value_type == kind}
 
 
 def _record_types(types: dict[str, int], values: Sequence[Any]) -> None:
@@ -194,19 +195,21 @@ def _infer_graph(graph: Any, types: dict[str, int], opsets: Mapping[str, int]) -
     for node in graph.node:
         bodies = subgraphs(node)
         for body in bodies:
-            given = {"Loop": ["", "", *node.input[2:]], "Scan": list(node.input)}.get(node.op_type, [])
-            for value, name in zip(body.input, given, strict=False):
+            body_inputs = {"Loop": ["", "", *node.input[2:]], "Scan": list(node.input)}.get(node.op_type, [])
+            for value, name in zip(body.input, body_inputs, strict=False):
                 if name in types and not value.type.tensor_type.elem_type:
                     types[value.name] = types[name]
             _infer_graph(body, types, opsets)
         if bodies and is_control_flow(node):
             ends = [value.name for value in bodies[0].output][node.op_type == "Loop" :]
-            found = {name: types[end] for name, end in zip(node.output, ends, strict=False) if end in types}
+            output_kinds = {
+                name: types[end] for name, end in zip(node.output, ends, strict=False) if end in types
+            }
         elif any(name and name not in types for name in node.output):
-            found = output_types(node, node_types(node, opsets), types, opsets)
+            output_kinds = output_types(node, node_types(node, opsets), types, opsets)
         else:
             continue
-        types.update((name, kind) for name, kind in found.items() if name and name not in types)
+        types.update((name, kind) for name, kind in output_kinds.items() if name and name not in types)
     # declared types of an inner graph's outputs, if nothing else is known
     _record_types(types, [value for value in graph.output if value.name not in types])
 
@@ -219,19 +222,19 @@ def output_types(
         return {}
     from onnx import TensorProto
 
-    numbers = {tensor_type_name(kind): kind for kind in TensorProto.DataType.values() if kind}
-    bound = {
+    type_ids = {tensor_type_name(kind): kind for kind in TensorProto.DataType.values() if kind}
+    type_variables = {
         slot.type_variable: types[name]
         for name, slot in zip(node.input, slots.inputs, strict=False)
         if name in types
     }
-    found, left = {}, False
+    result, has_unknown = {}, False
     for name, slot in zip(node.output, slots.outputs, strict=False):
-        kind = numbers.get(slot.type_variable) if slot.is_fixed else bound.get(slot.type_variable)
+        kind = type_ids.get(slot.type_variable) if slot.is_fixed else type_variables.get(slot.type_variable)
         if kind is not None:
-            found[name] = kind
-        left |= bool(name) and kind is None
-    return _infer_node(node, types, opsets) | found if left else found
+            result[name] = kind
+        has_unknown |= bool(name) and kind is None
+    return _infer_node(node, types, opsets) | result if has_unknown else result
 
 
 def _infer_node(node: Any, types: Mapping[str, int], opsets: Mapping[str, int]) -> dict[str, int]:
@@ -240,12 +243,16 @@ def _infer_node(node: Any, types: Mapping[str, int], opsets: Mapping[str, int]) 
     from onnx import helper
 
     domain = normalized_domain(node.domain)
-    known = {name: helper.make_tensor_type_proto(types[name], None) for name in node.input if name in types}
+    input_types = {
+        name: helper.make_tensor_type_proto(types[name], None) for name in node.input if name in types
+    }
     try:
         schema = onnx.defs.get_schema(node.op_type, opsets.get(domain, 1), domain)
-        found = onnx.shape_inference.infer_node_outputs(
-            schema, node, known, opset_imports=[helper.make_opsetid(d, v) for d, v in opsets.items()]
+        inferred = onnx.shape_inference.infer_node_outputs(
+            schema, node, input_types, opset_imports=[helper.make_opsetid(d, v) for d, v in opsets.items()]
         )
     except (onnx.defs.SchemaError, onnx.shape_inference.InferenceError, KeyError, RuntimeError):
         return {}
-    return {name: value.tensor_type.elem_type for name, value in found.items() if value.tensor_type.elem_type}
+    return {
+        name: value.tensor_type.elem_type for name, value in inferred.items() if value.tensor_type.elem_type
+    }

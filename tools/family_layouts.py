@@ -66,13 +66,13 @@ def derive_layout(family: Family, more: Mapping[str, Any]) -> Layout:
     """Return the layout of a tiny model of `family` with `more` keys of its config."""
     trace = Trace(_tiny_config(family.name, more), family)
     attentions = [_attention(trace, n) for n in trace.nodes[::-1] if n.name() == "SoftmaxBackward0"]
-    order = {name: at for at, name in reversed(list(enumerate(trace.calls)))}
+    order = {name: index for index, name in reversed(list(enumerate(trace.calls)))}
     attentions = list({a.query + a.key: a for a in sorted(attentions, key=lambda a: order[a.query])}.values())
     stacks = _stacks(trace, attentions)
     keys = _config_keys(trace, stacks, more)
     stacks = tuple(keys.complete(stack) for stack in stacks)
     inside = tuple(f"{stack.module_path}." for stack in stacks)
-    last = max((at for at, name in enumerate(trace.calls) if name.startswith(inside)), default=-1)
+    last = max((index for index, name in enumerate(trace.calls) if name.startswith(inside)), default=-1)
     closing = {stack.stream.final_norm for stack in stacks}
     head = [name for name in trace.calls[last + 1 :] if stacks or is_linear(trace.module(name))]
     biases = [n for n, b in trace.model.named_buffers() if b.shape == (1, 64)]
@@ -182,7 +182,7 @@ def _stack(
     length = len(trace.module(path))
     block = f"{path}.{length - 1}"  # the first may lack a norm (ModernBERT)
     members = [a for a in attentions if a.query.startswith(f"{block}.")]
-    inside = [at for at, name in enumerate(trace.calls) if name.startswith(f"{path}.")]
+    inside = [index for index, name in enumerate(trace.calls) if name.startswith(f"{path}.")]
     before = list(dict.fromkeys(trace.calls[start : inside[0]]))
     block_modules = list(dict.fromkeys(name for name in trace.calls if name.startswith(f"{block}.")))
     special = {norm for a in members for norm in a.qk_norms or ()}

@@ -82,9 +82,9 @@ _MARKED_MEMBERS = re.compile(r"(<!-- members: (\S+) -->\n).*?(<!-- end of member
 def fill(page: Path) -> str:
     """Return the text of a page with updated tables."""
     text = page.read_text(encoding="utf-8")
-    text = _STAGES.sub(lambda found: f"{found[1]}\n{_stage_table(page)}\n\n{found[2]}", text)
-    text = _MARKED.sub(lambda found: f"{found[1]}\n{_table(found[2], page)}\n\n{found[3]}", text)
-    return _MARKED_MEMBERS.sub(lambda found: f"{found[1]}\n{_member_table(found[2])}\n\n{found[3]}", text)
+    text = _STAGES.sub(lambda match: f"{match[1]}\n{_stage_table(page)}\n\n{match[2]}", text)
+    text = _MARKED.sub(lambda match: f"{match[1]}\n{_table(match[2], page)}\n\n{match[3]}", text)
+    return _MARKED_MEMBERS.sub(lambda match: f"{match[1]}\n{_member_table(match[2])}\n\n{match[3]}", text)
 
 
 def _stage_table(page: Path) -> str:
@@ -99,14 +99,14 @@ def _stage_table(page: Path) -> str:
 @cache
 def places() -> dict[str, str]:
     """Return the link of each table: its page, relative to docs/, with the heading as anchor."""
-    found = {}
+    links = {}
     for page in sorted(DOCS.rglob("*.md")):
         text = page.read_text(encoding="utf-8")
         for marked in _MARKED.finditer(text):
             headings = re.findall(r"^##+ (.*)$", text[: marked.start()], flags=re.M)
             anchor = f"#{headings[-1].lower().replace(' ', '-')}" if headings else ""
-            found[marked[2]] = f"{page.relative_to(DOCS)}{anchor}"
-    return found
+            links[marked[2]] = f"{page.relative_to(DOCS)}{anchor}"
+    return links
 
 
 def rows(name: str) -> Iterator[tuple[str, Setting, Model]]:
@@ -141,8 +141,8 @@ def inherited(name: str) -> tuple[str, Model] | None:
 def _table(name: str, page: Path) -> str:
     lines = ["|setting|type|default|description|", "|---|---|---|---|"]
     for path, setting, _ in rows(name):
-        own = [table for table, model in RECIPE_TABLES.items() if model in setting.inner]
-        label = _link(f"`{path}`", own[0], page) if own else f"`{path}`"
+        tables = [table for table, model in RECIPE_TABLES.items() if model in setting.inner]
+        label = _link(f"`{path}`", tables[0], page) if tables else f"`{path}`"
         default = "required" if setting.required else setting.default
         cells = (label, setting.kind.replace(" | ", ", "), default, setting.description)
         lines.append("|" + "".join(cell.replace("|", r"\|") + "|" for cell in cells))

@@ -37,13 +37,13 @@ def serve(job: Job) -> Opened:
     pieces = {number: piece for piece, number in tokens.items()}
 
     def run(rows: Rows, case: Case) -> Rows:
-        found = translator.translate_batch(
+        results = translator.translate_batch(
             [[pieces[token] for token in row] for row in rows],
             beam_size=case["beams"],
             min_decoding_length=case["new_tokens"],
             max_decoding_length=case["new_tokens"],
         )
-        return [[tokens[piece] for piece in one.hypotheses[0]] for one in found]
+        return [[tokens[piece] for piece in one.hypotheses[0]] for one in results]
 
     return run, version
 
@@ -56,10 +56,10 @@ def _texts(folder: str, translator: Any) -> Run:
 
     def translate(texts: Rows, case: Case) -> Rows:
         pieces = [[*source.encode(text, out_type=str), "</s>"] for text in texts]
-        found = translator.translate_batch(
+        results = translator.translate_batch(
             pieces, beam_size=case["beams"], max_decoding_length=case["new_tokens"]
         )
-        return [target.decode(one.hypotheses[0]) for one in found]
+        return [target.decode(one.hypotheses[0]) for one in results]
 
     return translate
 

@@ -42,7 +42,7 @@ def serve(job: Job) -> Opened:
         generator.append_tokens(np.array(rows, dtype=np.int32))
         while not generator.is_done():
             generator.generate_next_token()
-        return [generator.get_sequence(at)[prompt:].tolist() for at in range(len(rows))]
+        return [generator.get_sequence(index)[prompt:].tolist() for index in range(len(rows))]
 
     return run, f"onnxruntime-genai {onnxruntime_genai.__version__}"
 

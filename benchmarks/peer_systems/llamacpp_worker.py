@@ -74,7 +74,7 @@ def _convert(model: Path, out: Path) -> None:
 
 
 def _interleaved(weight: Any, heads: int) -> Any:
-    """Put the halves that transformers rotates side by side, as llama.cpp rotates neighbours."""
+    """Put the halves that transformers rotates side by side, as llama.cpp rotates neighbors."""
     rows, width = weight.shape
     halves = weight.reshape(heads, 2, rows // heads // 2, width)
     return halves.swapaxes(1, 2).reshape(rows, width)
@@ -92,12 +92,12 @@ def serve(job: Job) -> Opened:
     )
 
     def run(rows: Rows, case: Case) -> Rows:
-        found = []
+        outputs = []
         for row in rows:
             model.reset()
             tokens = model.generate(row, temp=0.0, top_k=1, repeat_penalty=1.0)
-            found.append([next(tokens) for _ in range(case["new_tokens"])])
-        return found
+            outputs.append([next(tokens) for _ in range(case["new_tokens"])])
+        return outputs
 
     return run, f"llama-cpp-python {llama_cpp.__version__}"
 

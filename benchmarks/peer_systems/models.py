@@ -22,8 +22,10 @@ OPUS_VOCABULARY, BERT_VOCABULARY, LLAMA_VOCABULARY = 58_101, 30_522, 32_000
 
 def token_rows(count: int, length: int, words: int, seed: int = SEED) -> list[list[int]]:
     """Return random rows of token ids, without the first thousand, where special tokens lie."""
-    found: list[list[int]] = np.random.default_rng(seed).integers(1000, words - 1, (count, length)).tolist()
-    return found
+    token_ids: list[list[int]] = (
+        np.random.default_rng(seed).integers(1000, words - 1, (count, length)).tolist()
+    )
+    return token_ids
 
 
 def opus(folder: Path, tokenizer: Path) -> None:
@@ -117,8 +119,8 @@ def llama(folder: Path, texts: Path) -> None:
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=LLAMA_VOCABULARY, special_tokens=["<s>", "</s>"])
     with gzip.open(texts, "rt", encoding="utf-8") as lines:
         reader.train_from_iterator(lines, trainer)
-    kept: Any = PreTrainedTokenizerFast(tokenizer_object=reader, bos_token="<s>", eos_token="</s>")
-    kept.save_pretrained(folder)
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=reader, bos_token="<s>", eos_token="</s>")
+    tokenizer.save_pretrained(folder)
 
 
 def main(work: str, folder: str, other: str) -> None:

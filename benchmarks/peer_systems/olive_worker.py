@@ -21,10 +21,10 @@ def make(job: Job) -> None:
     files = Path(job["files"])
     config = _workflow(job)
     run(config)
-    (made,) = sorted((files / "out").rglob("*.onnx"))
-    for path in made.parent.iterdir():
+    (model_path,) = sorted((files / "out").rglob("*.onnx"))
+    for path in model_path.parent.iterdir():
         if path.suffix in (".onnx", ".data"):
-            shutil.move(path, files / (NAME if path == made else path.name))
+            shutil.move(path, files / (NAME if path == model_path else path.name))
     for name in ("out", "cache"):
         shutil.rmtree(files / name, ignore_errors=True)
 
@@ -75,12 +75,12 @@ def _register(rows: list[list[int]]) -> None:
     from olive.data.registry import Registry
 
     def rows_of_peers(data_dir: Any = None, **_: Any) -> Any:
-        made = []
+        samples = []
         for row in rows:
             ids = torch.tensor(row)
-            given = {"attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
-            made.append(({"input_ids": ids, **given}, 0))
-        return BaseDataset(made)
+            inputs = {"attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
+            samples.append(({"input_ids": ids, **inputs}, 0))
+        return BaseDataset(samples)
 
     Registry.register_dataset("rows_of_peers")(rows_of_peers)
 

@@ -82,9 +82,9 @@ def _static(source: Path, out: Path, rows: list[list[int]]) -> None:
             row = next(self.rows, None)
             if row is None:
                 return None
-            given = feeds([row])
-            del given["token_type_ids"]  # the plain export takes none
-            return given
+            inputs = feeds([row])
+            del inputs["token_type_ids"]  # the plain export takes none
+            return inputs
 
     quantize_static(
         source,
@@ -119,9 +119,9 @@ def serve_graph(path: Path, threads: int) -> Opened:
     types = {one.name: np.int32 if "int32" in one.type else np.int64 for one in session.get_inputs()}
 
     def run(rows: Rows, case: Case) -> Rows:
-        given = feeds(rows)
+        inputs = feeds(rows)
         return list(
-            session.run(None, {name: given[name].astype(kind) for name, kind in types.items()})[0].tolist()
+            session.run(None, {name: inputs[name].astype(kind) for name, kind in types.items()})[0].tolist()
         )
 
     return run, f"ONNX Runtime {onnxruntime.__version__}"

@@ -51,12 +51,12 @@ def serve(job: Job) -> Opened:
 
 def _classify(model: Any, rows: Rows) -> Rows:
     ids = torch.tensor(rows)
-    given = {
+    inputs = {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
         "token_type_ids": torch.zeros_like(ids),
     }
-    return list(model(**given).logits.tolist())
+    return list(model(**inputs).logits.tolist())
 
 
 def _translate(model: Any, tokenizer: Any, texts: Rows, case: Case) -> Rows:

@@ -68,9 +68,9 @@ def create_environment(envs: Path, environment: str, minutes: float) -> None:
 
 def environment_of(threads: int) -> dict[str, str]:
     """Return a worker's environment: its threads, and no way to fetch anything."""
-    own = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    variables = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     offline = {"HF_HUB_OFFLINE": "1", "OLIVE_DISABLE_TELEMETRY": "1", "PYTHONPATH": str(BENCHMARKS)}
-    return {**os.environ, **own, **offline}
+    return {**os.environ, **variables, **offline}
 
 
 def command_of(envs: Path, system: System, what: str, job: dict[str, Any]) -> list[str]:

@@ -121,11 +121,11 @@ def systems_of(work: str, artifacts: Sequence[str] = ()) -> list[System]:
         work: marian, opus, bert, sst2 or llama.
         artifacts: further ones of smelt, each WORK:NAME:PRECISION:FOLDER.
     """
-    given = [entry.split(":", 3) for entry in artifacts]
+    entries = [entry.split(":", 3) for entry in artifacts]
     more = [
         System(work, f"smelt-{name}", "smelt", "smelt_worker", name, kind, artifact=Path(folder).resolve())
-        for at, name, kind, folder in given
-        if at == work
+        for work_name, name, kind, folder in entries
+        if work_name == work
     ]
     theirs = {
         "marian": lambda: _torch(work) + _ctranslate2(work) + _optimum(work),

@@ -66,9 +66,9 @@ def fastest_text(results: Sequence[Result]) -> str:
     """Return a sentence on the fastest of the peers and of smelt, by precision and altogether."""
     sentences = []
     for kind in ("fp32", "int8", "int4", "any"):
-        found = [one for one in results if one.rounds and kind in (one.precision, "any")]
-        ours = [one for one in found if one.ours]
-        theirs = [one for one in found if not one.ours]
+        candidates = [one for one in results if one.rounds and kind in (one.precision, "any")]
+        ours = [one for one in candidates if one.ours]
+        theirs = [one for one in candidates if not one.ours]
         if not ours or not theirs:
             continue
         us, them = (min(side, key=lambda one: one.ms()) for side in (ours, theirs))
@@ -108,5 +108,5 @@ def draw_tables(cases: Mapping[str, Sequence[Result]], note: Mapping[str, str]) 
 
 def version_list(cases: Mapping[str, Sequence[Result]]) -> str:
     """Return a list of what ran, a line for each system."""
-    found = {one.system: one.version for results in cases.values() for one in results if one.version}
-    return "\n".join(f"- {name}: {version}" for name, version in found.items()) + "\n"
+    versions = {one.system: one.version for results in cases.values() for one in results if one.version}
+    return "\n".join(f"- {name}: {version}" for name, version in versions.items()) + "\n"

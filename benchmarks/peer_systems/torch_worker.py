@@ -20,8 +20,8 @@ CLASSES = {
 def serve(job: Job) -> Opened:
     """Load the model in float32, or with int8 weights and activations quantized as they come."""
     torch.set_num_threads(job["threads"])
-    found = getattr(transformers, CLASSES[job["work"]])
-    model = found.from_pretrained(job["model"], dtype=torch.float32).eval()
+    model_class = getattr(transformers, CLASSES[job["work"]])
+    model = model_class.from_pretrained(job["model"], dtype=torch.float32).eval()
     if job["variant"] == "int8":
         model = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
     version = f"torch {torch.__version__}, transformers {transformers.__version__}"

@@ -31,14 +31,14 @@ Opened = tuple[Run, str]
 
 def run_request(run: Run, request: Case) -> dict[str, Any]:
     """Run the request's batches; return processor and wall seconds of all, and the results."""
-    found: Rows = []
+    outputs: Rows = []
     processor, wall = time.process_time(), time.perf_counter()
     for batch in request["batches"]:
-        found += run(batch, request)
+        outputs += run(batch, request)
     return {
         "cpu_s": time.process_time() - processor,
         "wall_s": time.perf_counter() - wall,
-        "results": [row if isinstance(row, str) else list(row) for row in found],
+        "results": [row if isinstance(row, str) else list(row) for row in outputs],
     }
 
 

@@ -95,7 +95,7 @@ def batches(case: Case, texts: Sequence[Any]) -> list[list[Any]]:
         rows = token_rows(case.rows, case.length, words)
     if case.work == "opus":
         rows = [[*row[:-1], 0] for row in rows]  # a text ends with </s>
-    return [rows[at : at + case.batch] for at in range(0, len(rows), case.batch)]
+    return [rows[start : start + case.batch] for start in range(0, len(rows), case.batch)]
 
 
 def calibration(work: str) -> list[list[int]]:
@@ -112,35 +112,35 @@ def read_tokens(path: Path, model: Path) -> list[list[int]]:
     return [tokenizer.encode(row["text"]).ids for row in read_rows(path)]
 
 
-def quality(case: Case, found: list[Any], expected: list[Any] | None, targets: list[Any]) -> str:
+def quality(case: Case, outputs: list[Any], expected: list[Any] | None, targets: list[Any]) -> str:
     """Return the quality of what a system made, in words.
 
     Args:
         case: of what.
-        found: a text, tokens or logits for each row.
+        outputs: a text, tokens or logits for each row.
         expected: what PyTorch's float32 model made; None where it did not run.
         targets: the translations of marian's texts, the labels of sst2's, in the order of `batches`.
     """
     if case.work == "marian":
         import sacrebleu
 
-        return f"BLEU {sacrebleu.corpus_bleu(found, [targets]).score:.2f}"
+        return f"BLEU {sacrebleu.corpus_bleu(outputs, [targets]).score:.2f}"
     if case.work == "sst2":
-        right = sum(int(np.argmax(row)) == label for row, label in zip(found, targets, strict=True))
-        return f"{100 * right / len(found):.1f} % right"
+        right = sum(int(np.argmax(row)) == label for row, label in zip(outputs, targets, strict=True))
+        return f"{100 * right / len(outputs):.1f} % right"
     if expected is None:
         return "not compared"
     if case.work == "bert":
-        ours, theirs = np.array(found), np.array(expected)
+        ours, theirs = np.array(outputs), np.array(expected)
         same = int((ours.argmax(1) == theirs.argmax(1)).sum())
         error = float(np.sqrt(((ours - theirs) ** 2).mean()) / theirs.std())
-        return f"{same} of {len(found)} labels, logits off by {100 * error:.1f} %"
-    begun = [_common_prefix_length(ours, theirs) for ours, theirs in zip(found, expected, strict=True)]
+        return f"{same} of {len(outputs)} labels, logits off by {100 * error:.1f} %"
+    begun = [_common_prefix_length(ours, theirs) for ours, theirs in zip(outputs, expected, strict=True)]
     return f"{sum(begun) / len(begun):.1f} of {case.new_tokens} tokens before the first other one"
 
 
 def _common_prefix_length(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    differ = [at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b]
+    differ = [index for index, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b]
     return differ[0] if differ else min(len(ours), len(theirs))
 
 

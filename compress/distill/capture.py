@@ -121,11 +121,11 @@ def _capture_states(
         block, first = blocks[state.module_path], state.index == 0
 
         def keep(
-            _: Any, given: Any, result: Any, state: HiddenStateLocation, block: Block, first: bool
+            _: Any, inputs: Any, result: Any, state: HiddenStateLocation, block: Block, first: bool
         ) -> None:
             key = (block.stack.name, 0) if first else _current_key(block, read)
             if key in wanted.states and key not in read.states:
-                read.states[key] = state.extract(given, result)
+                read.states[key] = state.extract(inputs, result)
 
         hook = partial(keep, state=state, block=block, first=first)
         undo.callback(block.module.register_forward_hook(hook).remove)
@@ -133,11 +133,11 @@ def _capture_states(
         if stack.stream.final_norm is None:
             continue
 
-        def close(_: Any, given: Any, result: Any, place: StateKey) -> None:
-            if place in wanted.states:
-                read.states[place] = result
+        def close(_: Any, inputs: Any, result: Any, state_key: StateKey) -> None:
+            if state_key in wanted.states:
+                read.states[state_key] = result
 
-        hook = partial(close, place=(stack.name, last_index[stack.name]))
+        hook = partial(close, state_key=(stack.name, last_index[stack.name]))
         undo.callback(model.get_submodule(stack.stream.final_norm).register_forward_hook(hook).remove)
 
 
@@ -148,7 +148,7 @@ def _capture_projections(
     names = {"query": self_attention.query, "key": self_attention.key, "value": self_attention.value}
     for name in dict.fromkeys(names.values()):
 
-        def keep(_: Any, given: Any, result: Tensor, name: str) -> None:
+        def keep(_: Any, inputs: Any, result: Tensor, name: str) -> None:
             if read.current_block != id(
                 block.module
             ):  # blocks may share a linear layer, which computes for one of them at a time
@@ -165,13 +165,13 @@ def _capture_projections(
         undo.callback(model.get_submodule(name).register_forward_hook(partial(keep, name=name)).remove)
 
 
-def _split_packed(model: Any, own: Attention, packed: Tensor) -> dict[str, Tensor]:
+def _split_packed(model: Any, attention: Attention, packed: Tensor) -> dict[str, Tensor]:
     """Split the output of a packed linear layer into queries, keys and values."""
     kinds = ("query", "key", "value")
-    if own.packed == "equal":
+    if attention.packed == "equal":
         return dict(zip(kinds, packed.chunk(3, dim=-1), strict=True))
-    module = model.get_submodule(own.name)
-    keys = getattr(module, own.kv_heads_attribute or "") * getattr(module, own.head_dim_attribute)
+    module = model.get_submodule(attention.name)
+    keys = getattr(module, attention.kv_heads_attribute or "") * getattr(module, attention.head_dim_attribute)
     queries = packed.shape[-1] - 2 * keys
     return dict(zip(kinds, packed.split([queries, keys, keys], dim=-1), strict=True))
 

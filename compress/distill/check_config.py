@@ -82,12 +82,12 @@ def _are_padding(folder: str, *sizes: int) -> bool:
     return tokens.keys() > set(tokenizer.all_special_tokens) and max(tokens.values()) < min(sizes)
 
 
-def _incompatibility(own: Mapping[str, Any], config: Mapping[str, Any]) -> Message | None:
-    """Return why a model of the config `own` cannot be trained by one of `config`, None if it can."""
-    family, teacher_family = find_family(own), find_family(config)
+def _incompatibility(student_config: Mapping[str, Any], config: Mapping[str, Any]) -> Message | None:
+    """Return why a teacher with `config` cannot train a student with `student_config`; None if it can."""
+    family, teacher_family = find_family(student_config), find_family(config)
     if family is None:
         supported = ", ".join(FAMILIES)
-        text = f"'{own.get('model_type')}' is not a supported family; supported are {supported}."
+        text = f"'{student_config.get('model_type')}' is not a supported family; supported are {supported}."
         return error_message("unsupported-family", text)
     if teacher_family is not None and (family.architecture, family.input_kind) != (
         teacher_family.architecture,
@@ -98,13 +98,13 @@ def _incompatibility(own: Mapping[str, Any], config: Mapping[str, Any]) -> Messa
             " the same kind."
         )
         return error_message("different-kind", text)
-    sizes = image_size_difference(own, config)
+    sizes = image_size_difference(student_config, config)
     return None if sizes is None else error_message("image-size-mismatch", sizes)
 
 
-def image_size_difference(own: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+def image_size_difference(student_config: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
     """Return the error text if the student's image size differs from the model's, else None."""
-    student_size, teacher_size = own.get("image_size"), config.get("image_size")
+    student_size, teacher_size = student_config.get("image_size"), config.get("image_size")
     if None in (student_size, teacher_size) or student_size == teacher_size:
         return None
     return f"the image size is {student_size} pixels, but the model's is {teacher_size}; they must be equal."
@@ -153,22 +153,22 @@ def make_external_student(
     ctx.warnings.extend(note.with_prefix("distill: student: ") for note in notes)
 
 
-def require_same_tokens(own: Path, other: Path, whose: str) -> None:
+def require_same_tokens(folder: Path, other: Path, whose: str) -> None:
     """Require that the tokenizers of two folders have the same ids for the same tokens.
 
     If the vocabulary of `other` was trimmed, a teacher may have more tokens; the kept ones must have the
     ids that they had before (see `smelt.compress.trim_vocabulary.select_tokens`).
 
-    whose: role of the model in `own`, for the message; `other` is the step's input.
+    whose: role of the model in `folder`, for the message; `other` is the step's input.
 
     Raises:
         InputError: the tokenizers differ.
     """
     from smelt.models.checkpoint import load_tokenizer
 
-    own_ids, other_ids = load_tokenizer(own).get_vocab(), load_tokenizer(other).get_vocab()
+    own_ids, other_ids = load_tokenizer(folder).get_vocab(), load_tokenizer(other).get_vocab()
     kept_tokens = read_kept_tokens(other)
-    if whose == "teacher" and kept_tokens is not None and read_kept_tokens(own) != kept_tokens:
+    if whose == "teacher" and kept_tokens is not None and read_kept_tokens(folder) != kept_tokens:
         original_ids = {
             token: kept_tokens.ids[token_id]
             for token, token_id in other_ids.items()
@@ -180,7 +180,7 @@ def require_same_tokens(own: Path, other: Path, whose: str) -> None:
     if mismatches or len(own_ids) != len(other_ids):
         token = mismatches[0] if mismatches else next(token for token in other_ids if token not in own_ids)
         raise InputError(
-            f"distill: the tokenizer of the {whose} {own} differs from the model's: the id of '{token}'"
+            f"distill: the tokenizer of the {whose} {folder} differs from the model's: the id of '{token}'"
             f" is {own_ids.get(token)} instead of {other_ids.get(token)}. Both models must have the same"
             " tokenizer.",
             code="tokenizer-mismatch",

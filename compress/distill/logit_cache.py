@@ -62,10 +62,10 @@ class NpyFile:
         self._start = self._stream.tell()
         self._row_bytes = self.dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
 
-    def write(self, at: int, rows: NDArray[Any]) -> None:
-        """Write `rows`, [n, ...], starting at row `at`."""
-        self._stream.seek(self._start + at * self._row_bytes)
-        self._stream.write(np.ascontiguousarray(rows, dtype=self.dtype).tobytes())
+    def write(self, first_row: int, values: NDArray[Any]) -> None:
+        """Write `values`, [n, ...], starting at row `first_row`."""
+        self._stream.seek(self._start + first_row * self._row_bytes)
+        self._stream.write(np.ascontiguousarray(values, dtype=self.dtype).tobytes())
 
     def __enter__(self) -> Self:
         return self
@@ -168,9 +168,9 @@ def top_k_loss(
     k = teacher.ids.shape[-1]
     teacher_logits, ids = teacher.logits.detach().reshape(-1, k + 1), teacher.ids.reshape(-1, k)
 
-    def of_rows(z: Tensor, rows: slice, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def of_rows(z: Tensor, selection: slice, mask: Tensor) -> tuple[Tensor, Tensor]:
         values, slope = _weighted_divergences(
-            z / temperature, teacher_logits[rows].float().log_softmax(dim=1), ids[rows], weights
+            z / temperature, teacher_logits[selection].float().log_softmax(dim=1), ids[selection], weights
         )
         return temperature**2 * values[mask].double().sum(dim=0), slope.mul_(temperature)
 
@@ -228,9 +228,9 @@ class LogitCacheWriter:
     """
 
     def __init__(
-        self, folder: Path, rows: Sequence[EncodedSample], words: int | None, top: int, temperature: float
+        self, folder: Path, samples: Sequence[EncodedSample], words: int | None, top: int, temperature: float
     ) -> None:
-        self.folder, self.starts = folder, row_offsets(rows)
+        self.folder, self.starts = folder, row_offsets(samples)
         self.words, self.top, self.temperature = words, top, temperature
         self.files: dict[str, NpyFile] = {}
         self._stack = ExitStack()
@@ -306,8 +306,8 @@ class LogitCacheWriter:
 class LogitCache:
     """Cached outputs in `folder`; memory-mapped, read from the disk on access."""
 
-    def __init__(self, folder: Path, rows: Sequence[EncodedSample], temperature: float) -> None:
-        self.starts, self.temperature = row_offsets(rows), temperature
+    def __init__(self, folder: Path, samples: Sequence[EncodedSample], temperature: float) -> None:
+        self.starts, self.temperature = row_offsets(samples), temperature
         self.values = open_mapped(folder / _VALUES_FILE)
         self.ids = open_mapped(folder / _IDS_FILE) if (folder / _IDS_FILE).is_file() else None
         self.rest = open_mapped(folder / _REST_FILE) if (folder / _REST_FILE).is_file() else None
@@ -386,12 +386,12 @@ class CachedTeacher:
         self._asked = self._run = 0
 
     def prepare_samples(
-        self, rows: Sequence[EncodedSample], validation: Sequence[EncodedSample] | None
+        self, samples: Sequence[EncodedSample], validation: Sequence[EncodedSample] | None
     ) -> tuple[list[EncodedSample], list[EncodedSample] | None]:
         """Return the samples with cache indices; runs the teacher on samples that are not cached."""
         self._parts.clear()
-        train_samples = self._open_cache(rows, 0)
-        return train_samples, None if validation is None else self._open_cache(validation, len(rows))
+        train_samples = self._open_cache(samples, 0)
+        return train_samples, None if validation is None else self._open_cache(validation, len(samples))
 
     def outputs(self, batch: Mapping[str, Tensor]) -> Tensor | TopKLogits:
         """Return the teacher's outputs for the samples of `batch`."""
@@ -425,12 +425,12 @@ class CachedTeacher:
         self._parts.clear()
         self._stack.close()
 
-    def _open_cache(self, rows: Sequence[EncodedSample], first: int) -> list[EncodedSample]:
-        key = teacher_inputs_fingerprint(rows)
+    def _open_cache(self, samples: Sequence[EncodedSample], first: int) -> list[EncodedSample]:
+        key = teacher_inputs_fingerprint(samples)
         if key not in self._open:
             is_top_k = self.words is not None and self.top < self.words
             cache_key = {
-                "what": f"teacher outputs for {len(rows):,} samples",
+                "what": f"teacher outputs for {len(samples):,} samples",
                 "version": LOGITS_VERSION,
                 "rows": key,
                 "top_k": self.top if is_top_k else None,
@@ -440,12 +440,12 @@ class CachedTeacher:
                 **self.who,
             }
             folder, cached = self._stack.enter_context(
-                self.ctx.cached_files(cache_key, lambda to: self._run_teacher(rows, to))
+                self.ctx.cached_files(cache_key, lambda to: self._run_teacher(samples, to))
             )
-            self._run += 0 if cached else len(rows)
-            self._open[key] = LogitCache(folder, rows, self.settings.temperature)
+            self._run += 0 if cached else len(samples)
+            self._open[key] = LogitCache(folder, samples, self.settings.temperature)
         self._parts.append((first, self._open[key]))
-        return [replace(row, cache_index=first + index) for index, row in enumerate(rows)]
+        return [replace(row, cache_index=first + index) for index, row in enumerate(samples)]
 
     @property
     def _device(self) -> torch.device:
@@ -455,9 +455,9 @@ class CachedTeacher:
     def _precision(self) -> str:
         return pick_precision(self.settings.precision, self._device)
 
-    def _run_teacher(self, rows: Sequence[EncodedSample], folder: Any) -> None:
-        """Run the teacher on `rows`; write its outputs into `folder`. Processes divide the batches."""
-        groups = group_by_length(rows, len(rows), _MAX_BATCH_TOKENS, None)
+    def _run_teacher(self, samples: Sequence[EncodedSample], folder: Any) -> None:
+        """Run the teacher on `samples`; write its outputs into `folder`. Processes divide the batches."""
+        groups = group_by_length(samples, len(samples), _MAX_BATCH_TOKENS, None)
         with ExitStack() as stack:
             stack.enter_context(torch_threads(self.ctx.threads))
             stack.enter_context(torch.inference_mode())
@@ -465,11 +465,11 @@ class CachedTeacher:
             stack.callback(self.teacher.to, "cpu")
             self.teacher.to(self._device)
             writer = stack.enter_context(
-                LogitCacheWriter(folder, rows, self.words, self.top, self.settings.temperature)
+                LogitCacheWriter(folder, samples, self.words, self.top, self.settings.temperature)
             )
             rank_groups = groups[process_rank() :: process_count()]
             for done, group in enumerate(rank_groups, start=1):
-                batch = collate([rows[i] for i in group], self.config)
+                batch = collate([samples[i] for i in group], self.config)
                 on_device = {name: value.to(self._device) for name, value in batch.items()}
                 writer.write(group, self.ask(self.teacher, on_device).float())
                 self.ctx.progress(done, len(rank_groups), "running the teacher")

@@ -174,20 +174,20 @@ class DistillObjective:
 
 def _output_loss(
     model: Any,
-    found: Tensor,
+    logits: Tensor,
     wanted: Any,
     labels: Tensor,
     settings: DistillSettings,
     terms: dict[str, Tensor],
 ) -> Tensor:
-    """Return the loss of the logits `found` against the teacher's (all or the top k) and the labels."""
+    """Return the loss of the logits `logits` against the teacher's (all or the top k) and the labels."""
     weights = settings.losses
     reverse = weights.reverse_kl or 0.0
     buckets, targets = (wanted, None) if isinstance(wanted, TopKLogits) else (None, wanted)
     loss: Tensor | None = None
     if buckets is None or weights.labels:
         loss = classification_loss(
-            getattr(model, "module", model).config, found, labels, targets, temperature=settings.temperature,
+            getattr(model, "module", model).config, logits, labels, targets, temperature=settings.temperature,
             logits_weight=0.0 if buckets else weights.logits, labels_weight=weights.labels or 0.0,
             reverse_weight=0.0 if buckets else reverse,
             smoothing=settings.label_smoothing if model.training else 0.0, terms=terms,
@@ -196,7 +196,7 @@ def _output_loss(
         assert loss is not None
         return loss
     bucket_loss = top_k_loss(
-        found, labels, buckets, temperature=settings.temperature,
+        logits, labels, buckets, temperature=settings.temperature,
         logits_weight=weights.logits, reverse_weight=reverse, terms=terms,
     )  # fmt: skip
     return bucket_loss if loss is None else loss + bucket_loss

@@ -120,7 +120,7 @@ def make_ensemble(models: Sequence[Any], names: Sequence[str], student: Any, tem
     """
     config = models[0].config
     if any(model.can_generate() for model in models):
-        return Ensemble(models, lambda found: average_logits(found, temperature), config)
+        return Ensemble(models, lambda logits: average_logits(logits, temperature), config)
     labels = [_label_names(model.config) for model in models]
     kinds = [model_problem_type(model.config) for model in models]
     union = list(dict.fromkeys(label for model_labels in labels for label in model_labels))
@@ -134,18 +134,20 @@ def make_ensemble(models: Sequence[Any], names: Sequence[str], student: Any, tem
                 code="problem-type-mismatch",
                 setting="teacher",
             )
-        return Ensemble(models, lambda found: torch.stack([z.float() for z in found]).mean(dim=0), config)
+        return Ensemble(models, lambda logits: torch.stack([z.float() for z in logits]).mean(dim=0), config)
     same_labels = all(set(model_labels) == set(union) for model_labels in labels) and len(set(kinds)) == 1
     if same_labels and kinds[0] != MULTI_LABEL:
         columns = [[model_labels.index(label) for label in order] for model_labels in labels]
         return Ensemble(
             models,
-            lambda found: average_logits([z[:, c] for z, c in zip(found, columns, strict=True)], temperature),
+            lambda logits: average_logits(
+                [z[:, c] for z, c in zip(logits, columns, strict=True)], temperature
+            ),
             _config_with_labels(config, order, kinds[0]),
         )
     return Ensemble(
         models,
-        lambda found: combine_label_logits(found, label_indices, len(order), kinds, temperature),
+        lambda logits: combine_label_logits(logits, label_indices, len(order), kinds, temperature),
         _config_with_labels(config, order, MULTI_LABEL),
     )
 
@@ -252,10 +254,10 @@ def _select_tokens(teacher: Any, places: Sequence[int]) -> None:
     """Map the ids that `teacher` reads by `places`, and select the logits of these tokens."""
     table = torch.tensor(places)
 
-    def read(module: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, Any]:
-        return given, {n: table.to(v.device)[v] if n in _TOKEN_ID_INPUTS else v for n, v in named.items()}
+    def read(module: Any, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, Any]:
+        return inputs, {n: table.to(v.device)[v] if n in _TOKEN_ID_INPUTS else v for n, v in named.items()}
 
-    def map_outputs(module: Any, given: tuple[Any, ...], result: Any) -> Any:
+    def map_outputs(module: Any, inputs: tuple[Any, ...], result: Any) -> Any:
         result.logits = result.logits.index_select(-1, table.to(result.logits.device))
         return result
 
@@ -272,7 +274,7 @@ _ABSENT_LOGIT_MARGIN = 1000.0
 def _resize_logits(teacher: Any, words: int) -> None:
     """Drop logits of `teacher` from row `words` on, or add those of rows that it lacks."""
 
-    def resize(module: Any, given: tuple[Any, ...], result: Any) -> Any:
+    def resize(module: Any, inputs: tuple[Any, ...], result: Any) -> Any:
         logits = result.logits[..., :words]
         num_missing = words - logits.shape[-1]
         if num_missing:

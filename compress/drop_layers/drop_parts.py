@@ -155,26 +155,26 @@ def _part_hooks(model: Any, parts: Sequence[LayerPart], callback: PartCallback) 
     state: dict[str, Any] = {}
 
     def begin(part: LayerPart) -> Callable[..., None]:
-        def hook(_: Any, given: tuple[Any, ...]) -> None:
-            state["part"], state["x"] = part, given[0]
+        def hook(_: Any, inputs: tuple[Any, ...]) -> None:
+            state["part"], state["x"] = part, inputs[0]
 
         return hook
 
-    def end(_: Any, given: Any, result: Any) -> Any:
+    def end(_: Any, inputs: Any, result: Any) -> Any:
         if "part" not in state:
             return None
         replacement = callback(state.pop("part"), state.pop("x"), result)
         return None if replacement is None else replacement.expand_as(result)
 
-    def keep(_: Any, given: Any, result: Any) -> None:
+    def keep(_: Any, inputs: Any, result: Any) -> None:
         state["added"] = result
 
     def summed(part: LayerPart) -> Callable[..., Any]:
-        def hook(_: Any, given: tuple[Any, ...]) -> Any:
+        def hook(_: Any, inputs: tuple[Any, ...]) -> Any:
             added = state.pop("added")
-            x = given[0] - added
+            x = inputs[0] - added
             replacement = callback(part, x, added)
-            return None if replacement is None else (x + replacement, *given[1:])
+            return None if replacement is None else (x + replacement, *inputs[1:])
 
         return hook
 
@@ -213,11 +213,11 @@ class _PartRequest:
         """The number of parts in the stacks of `num_kept`."""
         return {name: len(self.stacks[name]) for name in self.num_kept}
 
-    def is_last(self, unit: UnitId, gone: Collection[UnitId]) -> bool:
+    def is_last(self, unit: UnitId, removed_units: Collection[UnitId]) -> bool:
         """Return whether the part is the last of its kind in its stack."""
         stack = self.stacks[unit[0]]
         same_kind = [index for index, part in enumerate(stack) if part.kind == stack[unit[1]].kind]
-        return all((unit[0], index) in gone for index in same_kind if index != unit[1])
+        return all((unit[0], index) in removed_units for index in same_kind if index != unit[1])
 
 
 def drop_parts(
@@ -336,7 +336,7 @@ def _select_parts(
         }
     removed: list[UnitId] = []
     for name, count in num_kept.items():
-        for index in sorted(range(num_present[name]), key=lambda at: scores[name][at]):
+        for index in sorted(range(num_present[name]), key=lambda index: scores[name][index]):
             if num_present[name] - sum(stack == name for stack, _ in removed) > count and not asked.is_last(
                 (name, index), removed
             ):
@@ -364,9 +364,9 @@ def _select_by_loss(
         model, src, settings.calibration_samples, ctx, "drop-layers", labels=True, padded=True
     ).batches
 
-    def without(gone: Collection[UnitId]) -> AbstractContextManager[None]:
+    def without(removed_units: Collection[UnitId]) -> AbstractContextManager[None]:
         return without_parts(
-            model, asked.parts, {*asked.named, *(stacks[name][index] for name, index in gone)}
+            model, asked.parts, {*asked.named, *(stacks[name][index] for name, index in removed_units)}
         )
 
     def layer_of(part: UnitId) -> UnitId:

@@ -37,21 +37,21 @@ _PUBLISHED_LAYERS: dict[int, dict[int, list[int]]] = {
 }
 
 
-def layers_to_copy(kept: int, layers: int, selection: str = "uniform") -> list[int]:
-    """Return the indices of the `kept` of `layers` layers that a student copies; 1 <= `kept` <= `layers`.
+def layers_to_copy(num_copied: int, layers: int, selection: str = "uniform") -> list[int]:
+    """Return the indices of the layers that a student copies; 1 <= `num_copied` <= `layers`.
 
     `uniform` returns the published choice for 6, 12 and 16 layers (12 to 6 gives 0, 2, 4, 7, 9, 11), and for
     other numbers the first, the last and evenly spaced ones between; a single one is the first.
     `first` and `last` return the layers at that end.
     """
     if selection == "first":
-        return list(range(kept))
+        return list(range(num_copied))
     if selection == "last":
-        return list(range(layers - kept, layers))
-    published = _PUBLISHED_LAYERS.get(layers, {}).get(kept)
+        return list(range(layers - num_copied, layers))
+    published = _PUBLISHED_LAYERS.get(layers, {}).get(num_copied)
     if published is not None:
         return list(published)
-    return [round(i * (layers - 1) / (kept - 1)) for i in range(kept)] if kept > 1 else [0]
+    return [round(i * (layers - 1) / (num_copied - 1)) for i in range(num_copied)] if num_copied > 1 else [0]
 
 
 def keep_layers(
@@ -167,16 +167,19 @@ def _require_parts(stack: Stack, layers: list[Any], location: str) -> None:
             )
 
 
-def _renumber_edits(edits: list[Edit], place: str, kept: list[int]) -> list[Edit]:
+def _renumber_edits(edits: list[Edit], stack_path: str, kept_layers: list[int]) -> list[Edit]:
     """Return `edits` without those of dropped layers, with the new numbers of the kept layers.
 
     A module that a dropped layer owned and shared becomes owned by the first kept layer that shares it.
     """
-    names = {f"{place}.{old_index}": f"{place}.{new_index}" for new_index, old_index in enumerate(kept)}
-    depth = place.count(".") + 2
+    names = {
+        f"{stack_path}.{old_index}": f"{stack_path}.{new_index}"
+        for new_index, old_index in enumerate(kept_layers)
+    }
+    depth = stack_path.count(".") + 2
 
     def rename(module: str) -> str | None:
-        if not module.startswith(place + "."):
+        if not module.startswith(stack_path + "."):
             return module
         parts = module.split(".")
         head = names.get(".".join(parts[:depth]))

@@ -161,7 +161,7 @@ def drop_units_by_loss(
     num_present: dict[str, int],
     fixed: Collection[UnitId],
     loss_without: Callable[[frozenset[UnitId], UnitId], float],
-    is_last: Callable[[UnitId, Collection[UnitId]], bool] = lambda layer, gone: False,
+    is_last: Callable[[UnitId, Collection[UnitId]], bool] = lambda layer, removed: False,
 ) -> tuple[list[UnitId], list[float]]:
     """Remove layers one by one, each time the one with the smallest loss without it.
 
@@ -229,8 +229,8 @@ def _layer_hook(
 ) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
     calls = cycle(numbers)
 
-    def hook(module: nn.Module, given: tuple[Any, ...], result: Any) -> None:
-        callback(next(calls), given[0], result)
+    def hook(module: nn.Module, inputs: tuple[Any, ...], result: Any) -> None:
+        callback(next(calls), inputs[0], result)
 
     return hook
 
@@ -262,9 +262,9 @@ class AblationLosses:
     progress: Callable[[float], None]
     already_removed: frozenset[UnitId] = field(default=frozenset())
 
-    def __call__(self, gone: frozenset[UnitId], tried: UnitId | None = None) -> float:
-        """Return the loss without `gone`, of which `tried` is on trial; None: no unit is on trial."""
-        removed_before = gone - {tried}
+    def __call__(self, removed_units: frozenset[UnitId], tried: UnitId | None = None) -> float:
+        """Return the loss without `removed_units`; `tried`: the one that is being evaluated, or None."""
+        removed_before = removed_units - {tried}
         if tried is None or removed_before != self.already_removed:
             self.prefix_model.reset()
         self.already_removed = removed_before
@@ -272,7 +272,7 @@ class AblationLosses:
             with self.without(removed_before):
                 self.prefix_model.start_at(*self.layer_of(tried))
         objective = self.prefix_model.resume_each(label_objective())
-        with self.without(gone):
+        with self.without(removed_units):
             loss = mean_loss(
                 self.prefix_model.model, self.prefix_model.batches, objective, "fp32", self.device
             )
@@ -368,7 +368,7 @@ def select_by_influence(
 def select_by_loss(
     model: Any,
     stacks: list[Stack],
-    kept: dict[str, list[int]],
+    kept_layers: dict[str, list[int]],
     num_kept: dict[str, int],
     src: Artifact,
     settings: DropLayersSettings,
@@ -376,7 +376,7 @@ def select_by_loss(
 ) -> dict[str, list[int]]:
     """Return the layers to keep by stack after removing one by one the layer with the smallest loss without.
 
-    kept: by stack, the layers that settings keep by index; the others of these stacks are removed first.
+    kept_layers: by stack, the layers that settings keep by index; the others are removed first.
 
     Raises:
         InputError: there are no samples, or the pairs of a sentence embedder have no scores.
@@ -391,15 +391,18 @@ def select_by_loss(
     counts = {stack.name: len(stack.modules(model)) for stack in stacks}
     plain_modules: set[torch.nn.Module] = set()
     removed: set[UnitId] = {
-        (n, at) for n, kept_indices in kept.items() for at in range(counts[n]) if at not in kept_indices
+        (n, index)
+        for n, kept_indices in kept_layers.items()
+        for index in range(counts[n])
+        if index not in kept_indices
     }
     batches = load_calibration_samples(
         model, src, settings.calibration_samples, ctx, "drop-layers", labels=True, padded=True
     ).batches
     is_last = _last_part_test(model, stacks, removed)
 
-    def without_more(gone: Collection[UnitId]) -> AbstractContextManager[None]:
-        return without_layers(model, stacks, {*gone, *removed}, plain_modules)
+    def without_more(removed_units: Collection[UnitId]) -> AbstractContextManager[None]:
+        return without_layers(model, stacks, {*removed_units, *removed}, plain_modules)
 
     with ablation_losses(model, batches, without_more, ctx, max_trials(num_kept, counts)) as loss_without:
         ctx.details["loss_before"] = round(loss_without(frozenset()), 6)
@@ -411,7 +414,9 @@ def select_by_loss(
         {"stack": name, "layer": layer_index, "loss": round(loss, 6)}
         for (name, layer_index), loss in zip(dropped, losses, strict=True)
     ]
-    return {name: [at for at in range(counts[name]) if (name, at) not in dropped] for name in num_kept}
+    return {
+        name: [index for index in range(counts[name]) if (name, index) not in dropped] for name in num_kept
+    }
 
 
 def _last_part_test(
@@ -430,9 +435,9 @@ def _last_part_test(
         for stack in stacks
     }
 
-    def is_last(layer: UnitId, gone: Collection[UnitId]) -> bool:
+    def is_last(layer: UnitId, removed_units: Collection[UnitId]) -> bool:
         name, layer_index = layer
-        all_removed = {*gone, *removed, layer}
+        all_removed = {*removed_units, *removed, layer}
         other_parts = [
             parts for index, parts in enumerate(present_parts[name]) if (name, index) not in all_removed
         ]

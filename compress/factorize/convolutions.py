@@ -86,20 +86,22 @@ def cp_kernel(factors: list[Tensor]) -> Tensor:
     return torch.einsum("tr,sr,dr,er->tsde", *factors)
 
 
-def _initial_factor(whole: Tensor, axis: int, rank: int, draw: torch.Generator) -> Tensor:
+def _initial_factor(weight: Tensor, axis: int, rank: int, draw: torch.Generator) -> Tensor:
     """Return initial vectors: the leading ones of the axis, then random ones."""
-    matrix = whole.transpose(0, axis).flatten(1)
+    matrix = weight.transpose(0, axis).flatten(1)
     vectors = torch.linalg.svd(matrix, full_matrices=False).U[:, :rank]
     missing = rank - vectors.shape[1]
-    random_vectors = torch.randn(len(matrix), missing, generator=draw, dtype=whole.dtype)
+    random_vectors = torch.randn(len(matrix), missing, generator=draw, dtype=weight.dtype)
     return torch.cat([vectors, random_vectors / len(matrix) ** 0.5], dim=1)
 
 
-def _project(whole: Tensor, factors: list[Tensor], axis: int) -> Tensor:
+def _project(weight: Tensor, factors: list[Tensor], axis: int) -> Tensor:
     """Return the kernel times the vectors of all other axes, [n, R]."""
     letters = [f"{letter}r" for index, letter in enumerate(_AXIS_LETTERS) if index != axis]
     other_factors = [factor for index, factor in enumerate(factors) if index != axis]
-    return torch.einsum(f"{_AXIS_LETTERS},{','.join(letters)}->{_AXIS_LETTERS[axis]}r", whole, *other_factors)
+    return torch.einsum(
+        f"{_AXIS_LETTERS},{','.join(letters)}->{_AXIS_LETTERS[axis]}r", weight, *other_factors
+    )
 
 
 def _solve(wanted: Tensor, other_factors: list[Tensor]) -> Tensor:
@@ -253,7 +255,7 @@ def _tau(x: NDArray[np.float64], alpha: float) -> NDArray[np.float64]:
     return root
 
 
-_COLOUR_CHANNELS = 3
+_COLOR_CHANNELS = 3
 
 ConvolutionRanks = tuple[int, ...]
 
@@ -332,13 +334,13 @@ def convolution_candidates(model: Any, settings: FactorizeSettings) -> Iterator[
 def convolution_ranks(conv: nn.Conv2d, settings: FactorizeSettings) -> ConvolutionRanks:
     """Return the ranks of `conv` by the settings.
 
-    Tucker-2 has one for input and one for output channels. A layer with colour inputs, or a 1 x 1 kernel,
+    Tucker-2 has one for input and one for output channels. A layer with color inputs, or a 1 x 1 kernel,
     has only that of the output channels: three channels cannot be reduced with gain, and a matrix has one
     rank. CP has one, at least the larger of the two.
     """
     if settings.method == "cp":
         return (_cp_rank(conv, settings),)
-    one_sided = conv.in_channels <= _COLOUR_CHANNELS or max(conv.kernel_size) == 1
+    one_sided = conv.in_channels <= _COLOR_CHANNELS or max(conv.kernel_size) == 1
     if settings.keep_ratio is not None:
         return _ranks_for_ratio(conv, settings.keep_ratio, one_sided)
     output_rank, input_rank = (_channel_rank(conv, mode, settings) for mode in (0, 1))

@@ -92,8 +92,8 @@ def _group_choices(scores: Tensor, cost: Tensor, step: int) -> _GroupChoices:
 def _choose_at_price(choices: Mapping[str, _GroupChoices], room: float) -> dict[str, int]:
     """Return the index of each group's choice at the lowest price at which all fit into `room`."""
 
-    def spent(at: Mapping[str, int]) -> float:
-        return sum(float(choice.costs[at[name]]) for name, choice in choices.items())
+    def spent(units: Mapping[str, int]) -> float:
+        return sum(float(choice.costs[units[name]]) for name, choice in choices.items())
 
     low, high = 0.0, 1.0
     best_indices = dict.fromkeys(choices, 0)
@@ -110,15 +110,15 @@ def _choose_at_price(choices: Mapping[str, _GroupChoices], room: float) -> dict[
     return best_indices
 
 
-def _fill_budget(choices: Mapping[str, _GroupChoices], at: dict[str, int], room: float) -> None:
-    """Keep more units while they fit into `room`, best value per cost first; changes `at`."""
-    remaining = room - sum(float(choice.costs[at[name]]) for name, choice in choices.items())
+def _fill_budget(choices: Mapping[str, _GroupChoices], choice_indices: dict[str, int], room: float) -> None:
+    """Keep more units while they fit into `room`, best value per cost first; changes `choice_indices`."""
+    remaining = room - sum(float(choice.costs[choice_indices[name]]) for name, choice in choices.items())
     while True:
         options: list[tuple[float, str, int, float]] = []
         for name, choice in choices.items():
-            for index in range(at[name] + 1, len(choice.counts)):
-                extra_cost = float(choice.costs[index] - choice.costs[at[name]])
-                gain = float(choice.scores[index] - choice.scores[at[name]])
+            for index in range(choice_indices[name] + 1, len(choice.counts)):
+                extra_cost = float(choice.costs[index] - choice.costs[choice_indices[name]])
+                gain = float(choice.scores[index] - choice.scores[choice_indices[name]])
                 if extra_cost > remaining:
                     break
                 if gain > 0:
@@ -128,15 +128,16 @@ def _fill_budget(choices: Mapping[str, _GroupChoices], at: dict[str, int], room:
         if not options:
             return
         _, name, index, extra_cost = max(options)
-        at[name] = index
+        choice_indices[name] = index
         remaining -= extra_cost
 
 
-def _budget_too_small_text(costs: UnitCosts, least: float, share: float, word: str) -> str:
+def _budget_too_small_text(costs: UnitCosts, least: float, share: float, setting: str) -> str:
     minimum = math.ceil(1000 * (costs.fixed + least) / costs.total) / 1000
     percent = 100 * costs.fixed / costs.total
     return (
-        f"prune: budget: {word}: {share:g} of the model's {costs.unit} cannot be reached: with one head and"
+        f"prune: budget: {setting}: {share:g} of the model's {costs.unit} cannot be reached: with one "
+        "head and"
         f" one multiple of neurons in each layer, {minimum:g} of them remain ({percent:.0f} % are in parts"
         f" that are not pruned). Set at least {minimum:g}, or remove more: targets, layers (drop-layers)"
         " or tokens (trim-vocabulary)."

@@ -75,25 +75,25 @@ def find_channels(model: Any) -> list[ChannelGroup]:
     return groups
 
 
-def cut_channels(model: Any, edits: list[Edit], group: ChannelGroup, kept: Tensor) -> None:
-    """Keep the channels `kept` (int64, ascending) of `group`, in both convolutions and the norm."""
+def cut_channels(model: Any, edits: list[Edit], group: ChannelGroup, kept_channels: Tensor) -> None:
+    """Keep the channels `kept_channels` (int64, ascending) of `group`, in both convolutions and the norm."""
     for path, dim in (
         (conv_end_names(model, group.first)[1], 0),
         (conv_end_names(model, group.second)[0], 1),
     ):
         old = find_convolution(model, path)
-        weight = old.weight.detach().index_select(dim, kept)
+        weight = old.weight.detach().index_select(dim, kept_channels)
         new = resize_conv(old, weight.shape[1], weight.shape[0])
         new.weight = nn.Parameter(weight)
         if old.bias is not None:
             bias = old.bias.detach()
-            new.bias = nn.Parameter(bias[kept] if dim == 0 else bias.clone())
+            new.bias = nn.Parameter(bias[kept_channels] if dim == 0 else bias.clone())
         sizes = {"in_channels": new.in_channels, "out_channels": new.out_channels}
         replace_layer(model, edits, path, new.train(old.training), {"op": "conv", "module": path, **sizes})
     norm: Any = model.get_submodule(group.norm)
-    smaller = nn.BatchNorm2d(len(kept), norm.eps, norm.momentum)
-    smaller.load_state_dict({n: t[kept] if t.dim() else t for n, t in norm.state_dict().items()})
-    edit = {"op": "batch_norm", "module": group.norm, "num_features": len(kept)}
+    smaller = nn.BatchNorm2d(len(kept_channels), norm.eps, norm.momentum)
+    smaller.load_state_dict({n: t[kept_channels] if t.dim() else t for n, t in norm.state_dict().items()})
+    edit = {"op": "batch_norm", "module": group.norm, "num_features": len(kept_channels)}
     replace_layer(model, edits, group.norm, smaller.train(norm.training), edit)
 
 
@@ -108,10 +108,10 @@ def _kept_counts(
 
 
 def _rounding_warnings(
-    model: Any, groups: Sequence[ChannelGroup], kept: Mapping[str, int], settings: PruneSettings
+    model: Any, groups: Sequence[ChannelGroup], num_kept: Mapping[str, int], settings: PruneSettings
 ) -> list[Message]:
     """Return a warning about layers that keep all channels because of rounding."""
-    unchanged = [g.count(model) for g in groups if kept[g.name] == g.count(model)]
+    unchanged = [g.count(model) for g in groups if num_kept[g.name] == g.count(model)]
     if settings.scope == "global" or settings.keep_ratio_of("channels") == 1 or not unchanged:
         return []
     sizes = " or ".join(map(str, sorted(set(unchanged))))

@@ -202,12 +202,14 @@ def resolve_sequence_length(model: Any, sequence_length: int | None) -> int:
     return sequence_length
 
 
-def _units_total(model: Any, group: UnitGroup, word: str) -> int:
-    """Return the decrease of the attribute `word`, summed over a group's layers, without any units."""
+def _units_total(model: Any, group: UnitGroup, attribute: str) -> int:
+    """Return the decrease of the attribute `attribute`, summed over a group's layers, without any units."""
     all_layers, empty_layers = (
         group_shapes(model, group, units).linear_layers for units in (group.count(model), 0)
     )
-    difference: int = sum(getattr(p, word) for p in all_layers) - sum(getattr(p, word) for p in empty_layers)
+    difference: int = sum(getattr(p, attribute) for p in all_layers) - sum(
+        getattr(p, attribute) for p in empty_layers
+    )
     return difference
 
 

@@ -140,13 +140,13 @@ class _TorchPart:
                 return outputs
             return self._last(self._attention(outputs) if self._part.heads else self._activation(outputs))
 
-    def _attention(self, found: list[Any]) -> Any:
+    def _attention(self, outputs: list[Any]) -> Any:
         from torch.nn.functional import scaled_dot_product_attention
 
         heads, tokens = self._part.heads, self._part.tokens
         assert heads is not None
         query_width, key_width = heads.keys * heads.queries * heads.width, heads.keys * heads.width
-        projected = torch.cat(found, dim=1)
+        projected = torch.cat(outputs, dim=1)
         query = projected[:, :query_width].view(1, tokens, -1, heads.width).transpose(1, 2)
         key: Any = self._seen
         value = key
@@ -158,13 +158,13 @@ class _TorchPart:
         out = scaled_dot_product_attention(query, key, value, enable_gqa=heads.queries > 1)
         return out.transpose(1, 2).reshape(tokens, query_width)
 
-    def _activation(self, found: list[Any]) -> Any:
+    def _activation(self, outputs: list[Any]) -> Any:
         from torch.nn import functional
 
         function: Any = getattr(functional, self._part.activation)
         if not self._part.gated:
-            return function(found[0])
-        up, gate = found if len(found) > 1 else found[0].chunk(2, dim=1)
+            return function(outputs[0])
+        up, gate = outputs if len(outputs) > 1 else outputs[0].chunk(2, dim=1)
         return function(up) * gate
 
 

@@ -212,10 +212,10 @@ def most_open(log_alpha: Tensor, multiple_of: int = 1) -> Tensor:
     return indices
 
 
-def deterministic_mask_at(log_alpha: Tensor, kept: Tensor) -> Tensor:
-    """Return deterministic masks that are 0 outside the indices `kept`."""
-    soft, kept = deterministic_mask(log_alpha), kept.to(log_alpha.device)
-    return torch.zeros_like(soft).index_copy(0, kept, soft[kept])
+def deterministic_mask_at(log_alpha: Tensor, kept_indices: Tensor) -> Tensor:
+    """Return deterministic masks that are 0 outside the indices `kept_indices`."""
+    soft, kept_indices = deterministic_mask(log_alpha), kept_indices.to(log_alpha.device)
+    return torch.zeros_like(soft).index_copy(0, kept_indices, soft[kept_indices])
 
 
 class HiddenWidthMask:
@@ -334,8 +334,8 @@ class HiddenWidthMask:
         # the norm then only uses open channels
         self._grow = (self.width / self._open.sum().clamp(min=1)).sqrt()
 
-    def _mask_output(self, soft: bool, _: nn.Module, __: Any, given: Tensor) -> Tensor:
-        return given * (self._mask if soft else self._open).to(given.dtype)
+    def _mask_output(self, soft: bool, _: nn.Module, __: Any, states: Tensor) -> Tensor:
+        return states * (self._mask if soft else self._open).to(states.dtype)
 
     def _mask_input(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (inputs[0] * self._mask.to(inputs[0].dtype), *inputs[1:])
@@ -347,9 +347,9 @@ class HiddenWidthMask:
             x = (x - mean.to(x.dtype)) * self._open.to(x.dtype)
         return (x * self._grow, *inputs[1:])
 
-    def _norm_output(self, norm: nn.Module, _: Any, given: Tensor) -> Tensor:
+    def _norm_output(self, norm: nn.Module, _: Any, states: Tensor) -> Tensor:
         bias = getattr(norm, "bias", None)
-        scaled = given / self._grow if bias is None else (given - bias) / self._grow + bias
+        scaled = states / self._grow if bias is None else (states - bias) / self._grow + bias
         return scaled * self._mask.to(scaled.dtype)
 
     def _producers(self) -> Iterable[nn.Module]:

@@ -4,7 +4,7 @@ A linear layer y = W x + b loses the inputs of the pruned heads or neurons. The 
 x_k and the bias b' minimize the output error on calibration samples (He et al. 2017, Channel pruning,
 arXiv:1707.06168, section 3.1: reconstruction with the kept channels; the ridge follows SparseGPT):
 
-    minimise  sum |W x + b - W' x_k - b'|^2 + e |W' - W_k|^2
+    minimize  sum |W x + b - W' x_k - b'|^2 + e |W' - W_k|^2
     W' = W_k + W_c M_ck (M_kk + e I)^-1          c: the pruned inputs, M = X X^T
     b' = b + W m - W' m_k                         where there is a bias: M around the means m of the inputs
 
@@ -120,12 +120,12 @@ def _selection_in_block(block: Block, chosen: UnitSelection) -> UnitSelection:
 
 
 def _cut_group(
-    model: Any, edits: list[Edit], group: AttentionGroup | FeedForwardGroup, kept: Tensor
+    model: Any, edits: list[Edit], group: AttentionGroup | FeedForwardGroup, kept_indices: Tensor
 ) -> Tensor:
     """Cut one group; return the kept inputs of its last linear layer."""
     if isinstance(group, AttentionGroup):
-        return cut_heads(model, edits, group, kept)
-    return cut_neurons(model, edits, group, kept)
+        return cut_heads(model, edits, group, kept_indices)
+    return cut_neurons(model, edits, group, kept_indices)
 
 
 def layer_input_statistics(step: RunningBlock, model: nn.Module, name: str) -> InputStatistics:
@@ -141,17 +141,17 @@ def refit_layer(
     model: Any,
     name: str,
     old_weight: Tensor,
-    kept: Tensor,
+    kept_indices: Tensor,
     statistics: InputStatistics,
     round_weights: RoundWeights | None = None,
 ) -> float:
-    """Refit the weights and the bias of the layer `name` after its inputs were cut to `kept`.
+    """Refit the weights and the bias of the layer `name` after its inputs were cut to `kept_indices`.
 
     Args:
         model: changed in place.
         name: a linear or factorized layer.
         old_weight: the weight before the cut, float [N, K]; of a factorized layer that of `down`.
-        kept: the indices of the kept inputs, int64 [k], ascending.
+        kept_indices: the indices of the kept inputs, int64 [k], ascending.
         statistics: the input statistics before the cut, with the second moment [K, K].
         round_weights: rounds the weights of a quantized layer. With few bits, rounding a refit may cost more
             than the refit gains; then the weights of the plain cut are used and only the bias is fitted.
@@ -160,31 +160,33 @@ def refit_layer(
         The squared output error relative to that of the plain cut, 0 to 1; 1 for a layer without inputs.
     """
     layer, owner = linear_with_inputs(model, name), bias_owner(model.get_submodule(name))
-    moment = statistics.second_moment if owner.bias is None else statistics.centred_second_moment()
+    moment = statistics.second_moment if owner.bias is None else statistics.centered_second_moment()
     assert moment is not None
     removed = torch.ones(statistics.width, dtype=torch.bool)
-    removed[kept] = False
+    removed[kept_indices] = False
     old = old_weight.detach().double().cpu()
     if is_masked(layer):
-        fitted = solve_least_squares_with_zeros(old, moment, kept, removed)
+        fitted = solve_least_squares_with_zeros(old, moment, kept_indices, removed)
     else:
-        fitted = solve_least_squares(old, moment, kept, removed)
+        fitted = solve_least_squares(old, moment, kept_indices, removed)
     removed_error = _squared_error(old[:, removed], moment[removed][:, removed])
 
     def error_of(weight: Tensor) -> float:
         difference = old.clone()
-        difference[:, kept] -= weight
+        difference[:, kept_indices] -= weight
         return _squared_error(difference, moment)
 
     if round_weights is not None:
-        kept_statistics = _select_inputs(statistics, kept)
-        rounded = [round_weights(weight, kept_statistics).double() for weight in (old[:, kept], fitted)]
+        kept_statistics = _select_inputs(statistics, kept_indices)
+        rounded = [
+            round_weights(weight, kept_statistics).double() for weight in (old[:, kept_indices], fitted)
+        ]
         fitted = rounded[first_within_tolerance([error_of(weight) for weight in rounded])]
     error = error_of(fitted)
     layer.weight.copy_(fitted)
     if owner.bias is not None:
         mean = statistics.sums / max(1, statistics.tokens)
-        shift = old @ mean - fitted @ mean[kept]
+        shift = old @ mean - fitted @ mean[kept_indices]
         if owner is not layer:
             shift = owner.weight.double().cpu() @ shift
         owner.bias.add_(shift.to(owner.bias))
@@ -203,27 +205,29 @@ def _select_inputs(statistics: InputStatistics, places: Tensor) -> InputStatisti
     )
 
 
-def solve_least_squares(weight: Tensor, moment: Tensor, kept: Tensor, removed: Tensor) -> Tensor:
+def solve_least_squares(weight: Tensor, moment: Tensor, kept_indices: Tensor, removed: Tensor) -> Tensor:
     """Return W', float64 [N, k], from W [N, K], M [K, K], the kept indices and the mask of removed inputs."""
-    matrix, target = _normal_equations(weight, moment, kept, removed)
+    matrix, target = _normal_equations(weight, moment, kept_indices, removed)
     if not float(matrix.diagonal().max()) > 0:  # no sample reached it
-        return weight[:, kept]
+        return weight[:, kept_indices]
     solved: Tensor = torch.linalg.solve(matrix, target.t())
-    return weight[:, kept] + solved.t()
+    return weight[:, kept_indices] + solved.t()
 
 
-def solve_least_squares_with_zeros(weight: Tensor, moment: Tensor, kept: Tensor, removed: Tensor) -> Tensor:
+def solve_least_squares_with_zeros(
+    weight: Tensor, moment: Tensor, kept_indices: Tensor, removed: Tensor
+) -> Tensor:
     """Return W' like `solve_least_squares`, but keep the zeros of each row of W [N, K].
 
     Each row has its own equations. All are solved together by conjugate gradients (Hestenes & Stiefel
     1952), scaled by the diagonal, on the nonzero positions. The iteration starts at the plain cut and
     improves with each step, so the result is never worse.
     """
-    matrix, target = _normal_equations(weight, moment, kept, removed)
+    matrix, target = _normal_equations(weight, moment, kept_indices, removed)
     diagonal = matrix.diagonal()
     if not float(diagonal.max()) > 0:
-        return weight[:, kept]
-    mask = weight[:, kept] != 0
+        return weight[:, kept_indices]
+    mask = weight[:, kept_indices] != 0
     change, residual = torch.zeros_like(target), target * mask
     scaled = residual / diagonal
     along, size = scaled.clone(), (residual * scaled).sum(dim=1, keepdim=True)
@@ -238,14 +242,16 @@ def solve_least_squares_with_zeros(weight: Tensor, moment: Tensor, kept: Tensor,
         scaled = residual / diagonal
         previous_size, size = size, (residual * scaled).sum(dim=1, keepdim=True)
         along = scaled + size / previous_size.clamp(min=1e-300) * along
-    return weight[:, kept] + change
+    return weight[:, kept_indices] + change
 
 
-def _normal_equations(weight: Tensor, moment: Tensor, kept: Tensor, gone: Tensor) -> tuple[Tensor, Tensor]:
+def _normal_equations(
+    weight: Tensor, moment: Tensor, kept_indices: Tensor, removed: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return M_kk + e I, float64 [k, k], and W_c M_ck [N, k]."""
-    matrix = moment[kept][:, kept]
+    matrix = moment[kept_indices][:, kept_indices]
     matrix.diagonal().add_(RECONSTRUCTION_DAMPING * float(matrix.diagonal().mean()))
-    return matrix, weight[:, gone] @ moment[gone][:, kept]
+    return matrix, weight[:, removed] @ moment[removed][:, kept_indices]
 
 
 def _squared_error(weight: Tensor, moment: Tensor) -> float:

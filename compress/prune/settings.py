@@ -135,22 +135,22 @@ class PruneSettings(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _by_targets(cls, given: Any) -> Any:
+    def _by_targets(cls, value: Any) -> Any:
         """Choose the targets that keep_ratio or a budget means, and the importance that they need."""
-        if not isinstance(given, dict):
-            return given
-        ratio = given.get("keep_ratio")
-        if "targets" not in given and isinstance(ratio, dict) and ratio:
-            given = given | {"targets": list(ratio)}
-        if "targets" not in given and given.get("budget") is not None:
-            given = given | {"targets": ["heads", "ffn"]}
-        if "importance" in given:
-            return given
-        if given.get("budget") is not None:
-            return given | {"importance": "fisher"}
-        targets = given.get("targets")
+        if not isinstance(value, dict):
+            return value
+        ratio = value.get("keep_ratio")
+        if "targets" not in value and isinstance(ratio, dict) and ratio:
+            value = value | {"targets": list(ratio)}
+        if "targets" not in value and value.get("budget") is not None:
+            value = value | {"targets": ["heads", "ffn"]}
+        if "importance" in value:
+            return value
+        if value.get("budget") is not None:
+            return value | {"importance": "fisher"}
+        targets = value.get("targets")
         narrows = isinstance(targets, list | tuple | set) and set(map(str, targets)) == {"width"}
-        return given | {"importance": "activation"} if narrows else given
+        return value | {"importance": "activation"} if narrows else value
 
     @model_validator(mode="after")
     def _ratio_of_each(self) -> Self:

@@ -76,7 +76,7 @@ class Prune(Stage[PruneSettings]):
     @classmethod
     def invalidates(cls, settings: PruneSettings) -> Mapping[str, str]:
         """Return the results of earlier steps that this step destroys: n:m sparsity patterns."""
-        text = "removing inputs shifts their neighbours, and the n:m pattern of '{step}' no longer holds"
+        text = "removing inputs shifts their neighbors, and the n:m pattern of '{step}' no longer holds"
         return {"pattern": f"{text}; prune before '{{step}}'"}
 
     @classmethod
@@ -135,8 +135,8 @@ class Prune(Stage[PruneSettings]):
         scores_all = settings.scope == "global" or settings.budget is not None
         streamed = method.is_local and not scores_all and not inputs.is_gpu
         samples = settings.calibration_samples if method.needs != "weights" or settings.reconstruct else 1
-        kept = {target: settings.keep_ratio_of(target) for target in settings.targets}
-        result = inputs.result.with_units(kept.get("heads", 1.0), kept.get("ffn", 1.0))
+        keep_ratios = {target: settings.keep_ratio_of(target) for target in settings.targets}
+        result = inputs.result.with_units(keep_ratios.get("heads", 1.0), keep_ratios.get("ffn", 1.0))
         if settings.budget is not None and settings.budget.measure == "parameters":
             result = inputs.result.scaled_blocks(settings.budget.keep_ratio)
         gradients = FLOAT_BYTES * inputs.source.parameters * (method.needs == "labels")
@@ -222,7 +222,7 @@ def _select_units(
     blocks: list[FeedForwardGroup],
     scores: UnitScores | None,
     score: Callable[[Groups], UnitScores],
-    kept: Mapping[str, int],
+    num_kept: Mapping[str, int],
 ) -> UnitSelection:
     """Return each group that loses units, with a function that returns its kept units.
 
@@ -232,16 +232,16 @@ def _select_units(
 
     def kept_heads(group: AttentionGroup) -> Tensor:
         group_scores = (scores or score(([group], []))).heads[group.name]
-        return group_scores.topk(kept[group.name]).indices.sort().values
+        return group_scores.topk(num_kept[group.name]).indices.sort().values
 
     def kept_neurons(block: FeedForwardGroup) -> Tensor:
         group_scores = (scores or score(([], [block]))).neurons[block.name]
-        return group_scores.topk(kept[block.name]).indices.sort().values
+        return group_scores.topk(num_kept[block.name]).indices.sort().values
 
     selection: list[tuple[AttentionGroup | FeedForwardGroup, Callable[[], Tensor]]] = []
     selection += [(group, partial(kept_heads, group)) for group in attentions]
     selection += [(block, partial(kept_neurons, block)) for block in blocks]
-    return [(group, select) for group, select in selection if kept[group.name] < group.count(model)]
+    return [(group, select) for group, select in selection if num_kept[group.name] < group.count(model)]
 
 
 def _open_streamed(src: Artifact, settings: PruneSettings, ctx: Context) -> StreamedModel | None:

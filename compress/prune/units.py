@@ -201,17 +201,17 @@ def _find_half(module: nn.Module, half: str, name: str) -> nn.Linear:
     return layer
 
 
-def cut_heads(model: Any, edits: list[Edit], group: AttentionGroup, kept: Tensor) -> Tensor:
-    """Keep the heads `kept` (int64, ascending) of an attention; return the kept inputs of `out`."""
+def cut_heads(model: Any, edits: list[Edit], group: AttentionGroup, kept_heads: Tensor) -> Tensor:
+    """Keep the heads `kept_heads` (int64, ascending) of an attention; return the kept inputs of `out`."""
     width = group.head_dim(model)
     bias = _relative_bias(model) if group.structure.relative_bias else None
     if bias is not None:
         bias.make_all_independent(model, edits)
-    columns = (kept.unsqueeze(1) * width + torch.arange(width)).flatten()
-    for name, indices in group.row_indices(model, kept).items():
+    columns = (kept_heads.unsqueeze(1) * width + torch.arange(width)).flatten()
+    for name, indices in group.row_indices(model, kept_heads).items():
         _cut_linear(model, edits, name, indices, dim=0)
     _cut_linear(model, edits, group.structure.out, columns, dim=1)
-    values = {group.structure.heads_attribute: len(kept)} if group.structure.heads_attribute else {}
+    values = {group.structure.heads_attribute: len(kept_heads)} if group.structure.heads_attribute else {}
     values |= (
         {group.structure.all_head_size_attribute: len(columns)}
         if group.structure.all_head_size_attribute
@@ -222,16 +222,16 @@ def cut_heads(model: Any, edits: list[Edit], group: AttentionGroup, kept: Tensor
             setattr(model.get_submodule(name), attribute, value)
             edits.append({"op": "set", "module": name, "attribute": attribute, "value": value})
         if bias is not None:
-            bias.prune_bias_heads(model, edits, name, kept)
+            bias.prune_bias_heads(model, edits, name, kept_heads)
     return columns
 
 
-def cut_neurons(model: Any, edits: list[Edit], block: FeedForwardGroup, kept: Tensor) -> Tensor:
-    """Keep the neurons `kept` (int64, ascending) of a feed-forward part; return the kept inputs of `down`."""
-    for name, indices in block.row_indices(model, kept).items():
+def cut_neurons(model: Any, edits: list[Edit], block: FeedForwardGroup, kept_neurons: Tensor) -> Tensor:
+    """Keep `kept_neurons` (int64, ascending) of a feed-forward part; return the kept inputs of `down`."""
+    for name, indices in block.row_indices(model, kept_neurons).items():
         _cut_linear(model, edits, name, indices, dim=0)
-    _cut_linear(model, edits, block.structure.down, kept, dim=1)
-    return kept
+    _cut_linear(model, edits, block.structure.down, kept_neurons, dim=1)
+    return kept_neurons
 
 
 def update_config(model: Any, edits: list[Edit]) -> list[Edit]:
@@ -305,10 +305,10 @@ def rounding_warnings(
         if kind not in settings.targets:
             continue
         ratio = settings.keep_ratio_of(kind)
-        unchanged = sorted({count for count, kept in counts if kept == count})
+        unchanged = sorted({count for count, num_kept in counts if num_kept == count})
         unit = {"heads": "heads", "ffn": "neurons"}[kind]
         step = 1 if kind == "heads" else settings.multiple_of
-        at_minimum = [count for count, kept in counts if 2 * count * ratio <= kept < count]
+        at_minimum = [count for count, num_kept in counts if 2 * count * ratio <= num_kept < count]
         if at_minimum:
             messages.append(
                 warning(
@@ -332,7 +332,8 @@ def rounding_warnings(
             warning(
                 "nothing-to-remove",
                 f"keep_ratio {ratio:g} of {text} {unit}, rounded to a multiple of {step}, keeps all of them:"
-                f" nothing is removed in {sum(kept == count for count, kept in counts)} of {len(counts)}"
+                f" nothing is removed in {sum(num_kept == count for count, num_kept in counts)} of "
+                f"{len(counts)}"
                 f" layers.{hint}",
                 setting="keep_ratio",
             )

@@ -4,7 +4,7 @@ For the refit, the narrow model runs block by block in parallel with the origina
 encoder first. A linear layer W x + b that read the states x now reads the narrow states x', after all earlier
 fits; this is a least-squares problem:
 
-    minimise  sum |W x + b - W' x' - b'|^2 + e |W' - W_k|^2
+    minimize  sum |W x + b - W' x' - b'|^2 + e |W' - W_k|^2
     W' = W_k + (W M_xx' - W_k M_x'x') (M_x'x' + e I)^-1
 
 M are second moments, around the means if there is a bias; k are the kept channels; e is 1 % of the mean of
@@ -95,9 +95,11 @@ def refit_width(
 class _WidthRefit:
     """State of the refit of a narrow model to the original one."""
 
-    def __init__(self, whole: Any, cut: Any, keep: Tensor, rows: CalibrationSamples, ctx: Context) -> None:
-        self.models, self.keep, self.rows, self.ctx = (whole, cut), keep, rows, ctx
-        self.stride = max(1, -(-rows.tokens // MAX_REFIT_TOKENS))
+    def __init__(
+        self, original_model: Any, cut: Any, keep: Tensor, samples: CalibrationSamples, ctx: Context
+    ) -> None:
+        self.models, self.keep, self.rows, self.ctx = (original_model, cut), keep, samples, ctx
+        self.stride = max(1, -(-samples.tokens // MAX_REFIT_TOKENS))
         self.left: dict[str, float] = {}
         self.done: set[nn.Module] = set()
         self.tables = {id(p) for m in cut.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
@@ -148,12 +150,12 @@ class _WidthRefit:
         inputs = self._observe(1, [point], run)[point]
         return fit_norm(module, wanted[:, self.keep], inputs, family.rms_norm.adds_one_to_weight)
 
-    def refit_layers(self, point: RefitLayers, wanted: Tensor, found: Tensor) -> None:
-        """Fit linear layers that read `found` where those of the original model read `wanted`."""
+    def refit_layers(self, point: RefitLayers, wanted: Tensor, narrow_inputs: Tensor) -> None:
+        """Fit linear layers that read `narrow_inputs` where those of the original model read `wanted`."""
         for name in point.names:
             if self._can_be_fitted(name):
                 old_weight = linear_with_inputs(self.models[0], name).weight.detach()
-                self.left[name] = refit_narrow_layer(self.models[1], name, old_weight, wanted, found)
+                self.left[name] = refit_narrow_layer(self.models[1], name, old_weight, wanted, narrow_inputs)
                 self.done.add(self.models[1].get_submodule(name))
 
     def _can_be_fitted(self, name: str) -> bool:

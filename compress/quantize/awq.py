@@ -134,26 +134,26 @@ def clip_and_quantize(product: LayerToScale, moment: Tensor) -> UnpackedWeights:
     groups = split_into_groups(weight, size)
     pad = groups.shape[1] * size - width
     blocks = F.pad(moment, (0, pad, 0, pad)).reshape(groups.shape[1], size, groups.shape[1], size)
-    own = torch.stack([blocks[at, :, at] for at in range(groups.shape[1])])  # [G, g, g]
+    group_moments = torch.stack([blocks[index, :, index] for index in range(groups.shape[1])])  # [G, g, g]
     ends = groups.abs().amax(dim=-1, keepdim=True)
     best = dict(scheme.compute_qparams(groups, width, options))
-    least = _group_errors(groups, best, own, scheme, options)
+    least = _group_errors(groups, best, group_moments, scheme, options)
     for step in range(1, int(_MIN_SHRINK * ALPHA_STEPS)):
         end = ends * (1 - step / ALPHA_STEPS)
         grid = scheme.compute_qparams(groups.clamp(-end, end), width, options)
-        errors = _group_errors(groups, grid, own, scheme, options)
+        errors = _group_errors(groups, grid, group_moments, scheme, options)
         better = is_better(errors, least)
         least = torch.where(better, errors, least)
-        best = {name: select_per_group(better, grid[name], kept) for name, kept in best.items()}
+        best = {name: select_per_group(better, grid[name], is_kept) for name, is_kept in best.items()}
     return UnpackedWeights(scheme.quantize(groups, best, options), best)
 
 
 def _group_errors(
-    groups: Tensor, grid: QuantParams, own: Tensor, scheme: Scheme, options: SchemeOptions
+    groups: Tensor, grid: QuantParams, group_moments: Tensor, scheme: Scheme, options: SchemeOptions
 ) -> Tensor:
     """Return |(Q(W) - W) X|^2 over all weights that share a scale, [N, G]."""
     off = scheme.dequantize(scheme.quantize(groups, grid, options), grid, options) - groups
-    return pool_errors((torch.einsum("ngi,gij->ngj", off, own) * off).sum(dim=-1), scheme, options)
+    return pool_errors((torch.einsum("ngi,gij->ngj", off, group_moments) * off).sum(dim=-1), scheme, options)
 
 
 @dataclass
@@ -442,10 +442,10 @@ def _require_finite(
             )
 
 
-def _search_target(place: ScaleTarget, statistics: InputStatistics) -> ScaleSearchResult:
-    magnitudes = place.pool((statistics.magnitudes / statistics.tokens).float())
+def _search_target(target: ScaleTarget, statistics: InputStatistics) -> ScaleSearchResult:
+    magnitudes = target.pool((statistics.magnitudes / statistics.tokens).float())
     return search_scales(
-        [_layer_to_scale(layer) for layer in place.layers], magnitudes, _second_moment(statistics)
+        [_layer_to_scale(layer) for layer in target.layers], magnitudes, _second_moment(statistics)
     )
 
 
@@ -474,14 +474,14 @@ def _attention_score_layers(model: Any) -> set[str]:
 
 
 def _report_scales(
-    places: Sequence[ScaleTarget], names: Sequence[str], found: dict[str, ScaleSearchResult], ctx: Context
+    places: Sequence[ScaleTarget], names: Sequence[str], searches: dict[str, ScaleSearchResult], ctx: Context
 ) -> None:
     """Write alpha, relative error and scale target of each input to the details of `ctx`."""
-    ctx.details["awq_error"] = {name: float(f"{search.error_ratio:.3g}") for name, search in found.items()}
-    ctx.details["awq_alpha"] = {name: search.alpha for name, search in found.items()}
+    ctx.details["awq_error"] = {name: float(f"{search.error_ratio:.3g}") for name, search in searches.items()}
+    ctx.details["awq_alpha"] = {name: search.alpha for name, search in searches.items()}
     counts: dict[str, int] = {"norm": 0, "product": 0, "factor": 0}
     for name, target in zip(names, places, strict=True):
-        if name in found and found[name].alpha > 0:
+        if name in searches and searches[name].alpha > 0:
             counts[target.kind] += 1
     ctx.details["awq_scales_in"] = counts
 
@@ -541,16 +541,19 @@ def percentile_grid(
         options: options of the scheme.
     """
     size = groups.shape[1] * groups.shape[2]
-    given, whole = groups, scheme.is_per_tensor(options)
-    groups = groups.reshape(1, 1, -1) if whole else groups
+    original_groups, is_per_tensor = groups, scheme.is_per_tensor(options)
+    groups = groups.reshape(1, 1, -1) if is_per_tensor else groups
     ordered = groups.abs().sort(dim=-1, descending=True).values  # padding comes last
     counts = torch.full(groups.shape[1:2], groups.shape[2])
-    counts[-1] -= (size - width) * (len(given) if whole else 1)
-    place = ((counts - 1) * (1 - percentile / 100)).to(ordered)  # counted from the largest
-    low = place.floor().long()
-    pair = [ordered.gather(-1, at.expand(len(groups), -1)[..., None]) for at in (low, place.ceil().long())]
-    ends = pair[0] + (pair[1] - pair[0]) * (place - low)[:, None]
-    return scheme.compute_qparams(given.clamp(-ends, ends), width, options)
+    counts[-1] -= (size - width) * (len(original_groups) if is_per_tensor else 1)
+    position = ((counts - 1) * (1 - percentile / 100)).to(ordered)  # counted from the largest
+    low = position.floor().long()
+    pair = [
+        ordered.gather(-1, indices.expand(len(groups), -1)[..., None])
+        for indices in (low, position.ceil().long())
+    ]
+    ends = pair[0] + (pair[1] - pair[0]) * (position - low)[:, None]
+    return scheme.compute_qparams(original_groups.clamp(-ends, ends), width, options)
 
 
 def _grid_errors(groups: Tensor, grid: QuantParams, scheme: Scheme, options: SchemeOptions) -> Tensor:

@@ -139,14 +139,16 @@ class GptqRunner:
             InputError: inputs of a layer are not finite, or its Hessian cannot be inverted with any damping.
         """
         first = {layer.weight_id: layer for layer in reversed(layers) if layer.weight_id not in self.codes}
-        with part.collect({layer.name: [layer.module] for layer in first.values()}) as found:
-            self.quantize(list(first.values()), found)
+        with part.collect({layer.name: [layer.module] for layer in first.values()}) as statistics:
+            self.quantize(list(first.values()), statistics)
 
     @torch.no_grad()
-    def quantize(self, layers: Sequence[PlannedLayer], found: dict[str, InputStatistics]) -> None:
-        """Quantize `layers`, and set their weights to the results; `found` is consumed."""
+    def quantize(
+        self, layers: Sequence[PlannedLayer], statistics_by_layer: dict[str, InputStatistics]
+    ) -> None:
+        """Quantize `layers`, and set their weights to the results; `statistics_by_layer` is consumed."""
         for layer in layers:
-            statistics = found.pop(layer.name)
+            statistics = statistics_by_layer.pop(layer.name)
             if not statistics.tokens:
                 self.unreached.append(layer.name)
                 continue

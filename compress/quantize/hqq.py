@@ -91,7 +91,7 @@ def hqq_grid(groups: Tensor, width: int, scheme: Scheme, options: SchemeOptions)
 
 
 def shrink(x: Tensor, beta: float, norm: float = NORM) -> Tensor:
-    """Return the proximal operator of |x|^norm, in the generalised form of the published code."""
+    """Return the proximal operator of |x|^norm, in the generalized form of the published code."""
     large = x.abs()
     return x.sign() * (large - large.clamp(min=1e-30) ** (norm - 1) / beta).clamp(min=0)
 

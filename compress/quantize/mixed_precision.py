@@ -294,7 +294,7 @@ def weight_matrices(
 def measure_matrix_sensitivities(
     model: Any,
     units: Sequence[WeightMatrix],
-    rows: CalibrationSamples,
+    samples: CalibrationSamples,
     settings: QuantizeSettings,
     quantizer: WeightQuantizer,
     ctx: Context,
@@ -306,7 +306,7 @@ def measure_matrix_sensitivities(
     Args:
         model: not changed.
         units: its matrices; `sensitivities` is filled in.
-        rows: calibration samples.
+        samples: calibration samples.
         settings: settings with the scheme options.
         quantizer: chooses the quantized weights.
         ctx: reports progress.
@@ -314,12 +314,12 @@ def measure_matrix_sensitivities(
     Raises:
         InputError: the model's outputs are not finite.
     """
-    reference_outputs = [out.clone() for out in model_outputs(model, rows.batches)]
-    spread = output_variance(reference_outputs, rows) * sum(out.numel() for out in reference_outputs)
+    reference_outputs = [out.clone() for out in model_outputs(model, samples.batches)]
+    spread = output_variance(reference_outputs, samples) * sum(out.numel() for out in reference_outputs)
     total = sum(len(unit.costs) for unit in units)
     done = 0
     for unit, measure_error in output_changes(
-        model, units, lambda unit: unit.layers, rows, reference_outputs, ctx
+        model, units, lambda unit: unit.layers, samples, reference_outputs, ctx
     ):
         for bits in unit.costs:
             layers = unit.layers_with_bits(bits, settings)
@@ -469,32 +469,32 @@ class _ModelScorer:
 
 
 def _within_drop(
-    found: Sequence[WidthChoice],
+    choices: Sequence[WidthChoice],
     widths: Sequence[int],
     total: int,
     asked: MixedPrecision,
-    whole: float,
+    float_score: float,
     trial: _ModelScorer,
     ctx: Context,
 ) -> WidthChoice:
-    """Return the cheapest scored choice of `found` that loses at most `asked.max_drop`, by bisection."""
+    """Return the cheapest scored choice of `choices` that loses at most `asked.max_drop`, by bisection."""
     assert asked.max_drop is not None
-    limit = whole - asked.max_drop
+    limit = float_score - asked.max_drop
 
-    def good(at: int) -> bool:
-        candidate = found[at]
+    def good(index: int) -> bool:
+        candidate = choices[index]
         return trial.score([widths[pick] for pick in candidate.choices], candidate.cost / total) >= limit
 
-    low, high = -1, len(found) - 1
+    low, high = -1, len(choices) - 1
     if not good(high):
         ctx.warn(
             "max-drop-exceeded",
-            f"mixed_precision: even with the most bits ({found[high].cost / total:.3g} per weight),"
+            f"mixed_precision: even with the most bits ({choices[high].cost / total:.3g} per weight),"
             f" the drop is larger than max_drop {asked.max_drop:g} of {trial.metric} on validation"
             " data; this choice is used. Increase max_drop, or add larger bit_widths.",
         )
-        return found[high]
-    while high - low > 1 and found[high].cost - found[max(low, 0)].cost > _FINE_DROP * total:
+        return choices[high]
+    while high - low > 1 and choices[high].cost - choices[max(low, 0)].cost > _FINE_DROP * total:
         middle = (low + high) // 2 if low >= 0 else 0
         low, high = (low, middle) if good(middle) else (middle, high)
-    return found[high]
+    return choices[high]

@@ -215,10 +215,10 @@ class Requantizer:
         names |= {f"{layer.name}{end}" for layer in self._layers for end in (".coded", ".linear.coded")}
         first_index = next((i for i, edit in enumerate(edits) if edit["op"] in _QUANTIZE_OPS), len(edits))
 
-        def is_quantization_edit(place: int, edit: Edit) -> bool:
+        def is_quantization_edit(index: int, edit: Edit) -> bool:
             if edit["op"] in _QUANTIZE_OPS:
                 return edit["module"] in names
-            return edit["op"] == "share" and place > first_index and edit["with"] in names
+            return edit["op"] == "share" and index > first_index and edit["with"] in names
 
         return [edit for index, edit in enumerate(edits) if not is_quantization_edit(index, edit)]
 
@@ -375,21 +375,23 @@ def _group_origins(columns: Tensor, old: int, new: int) -> tuple[Tensor, Tensor]
     return padded[:, 0], (padded == padded[:, :1]).all(dim=1)
 
 
-def _cut_grid(grid: QuantParams, rows: int, groups: int, kept: Tensor, origin: Tensor) -> dict[str, Tensor]:
-    """Return the grid of the rows `kept` and the groups at `origin` of a grid of `rows` and `groups`."""
+def _cut_grid(
+    grid: QuantParams, rows: int, groups: int, kept_rows: Tensor, origin: Tensor
+) -> dict[str, Tensor]:
+    """Return the grid of the rows `kept_rows` and the groups at `origin` of a grid of `rows` and `groups`."""
     result = {}
     for name, tensor in grid.items():
-        selected = tensor[kept] if tensor.shape[0] == rows else tensor
+        selected = tensor[kept_rows] if tensor.shape[0] == rows else tensor
         if selected.dim() > 1 and selected.shape[1] == groups:
             selected = selected.index_select(1, origin)
         result[name] = selected.contiguous()
     return result
 
 
-def _merged(old: Tensor, new: Tensor, whole: Tensor) -> Tensor:
-    """Return `old` for the groups that are `whole`, bool [G], and `new` for all others."""
-    shape = (1, len(whole), *[1] * (new.dim() - 2))
-    return old.where(whole.view(shape), new.to(old.dtype))
+def _merged(old: Tensor, new: Tensor, unchanged: Tensor) -> Tensor:
+    """Return `old` for the groups that are `unchanged`, bool [G], and `new` for all others."""
+    shape = (1, len(unchanged), *[1] * (new.dim() - 2))
+    return old.where(unchanged.view(shape), new.to(old.dtype))
 
 
 def _with_pair_and_factors(layer: _DequantizedLayer, values: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

@@ -107,13 +107,13 @@ def _default_tables() -> str:
 EMBEDDING_SCHEME = f"scheme of embeddings and output layer; default {_default_tables()}, else the scheme"
 
 
-def _option_field(found: list[tuple[Scheme, SchemeOption]]) -> tuple[Any, Any]:
+def _option_field(options: list[tuple[Scheme, SchemeOption]]) -> tuple[Any, Any]:
     """Return type and field of an option of these schemes; None is each scheme's default."""
-    option = found[0][1]
-    values = {value: None for _, spec in found for value in spec.allowed}
+    option = options[0][1]
+    values = {value: None for _, spec in options for value in spec.allowed}
     kind: Any = bool if all(isinstance(value, bool) for value in values) else Literal[tuple(values)]
     takes: dict[str, list[str]] = {}
-    for scheme, spec in found:
+    for scheme, spec in options:
         allowed = (
             ""
             if set(spec.allowed) == set(values)

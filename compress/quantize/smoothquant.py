@@ -108,8 +108,8 @@ class SmoothQuantRunner:
                 continue
             coded = [p.weight.detach() for p in group.linear_layers if p in self._rounded]
             weights = torch.stack([weight.abs().amax(dim=0) for weight in coded]).amax(dim=0)
-            found = seen[group.norm]
-            self._found[group.norm] = (found, smoothquant_scales(found, weights, self._alpha))
+            statistics = seen[group.norm]
+            self._found[group.norm] = (statistics, smoothquant_scales(statistics, weights, self._alpha))
         if apply:
             self.apply(targets)
 

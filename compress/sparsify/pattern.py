@@ -25,7 +25,7 @@ ComparisonScope = Literal["matrix", "row"]
 class SparsityPattern:
     """The fraction of weights to set to zero.
 
-    sparsity: the fraction. kept, group: `kept` of each `group` neighbouring inputs in a row are kept; they
+    sparsity: the fraction. kept, group: `kept` of each `group` neighboring inputs in a row are kept; they
     determine `sparsity`.
     """
 

@@ -28,7 +28,7 @@ class GradualSparsitySettings(Settings):
     sparsity: float = Field(default=0.5, gt=0, lt=1, description="final fraction of zeros in each layer")
     pattern: str | None = Field(
         default=None,
-        description='instead of sparsity: "2:4" keeps 2 of each 4 neighbouring inputs',
+        description='instead of sparsity: "2:4" keeps 2 of each 4 neighboring inputs',
     )
     targets: tuple[Literal["attention", "ffn"], ...] = Field(
         default=("attention", "ffn"),

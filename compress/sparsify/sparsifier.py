@@ -106,7 +106,7 @@ class Sparsifier:
                 )
         return {name: statistics.to("cpu") for name, statistics in collector.statistics.items()}
 
-    def report(self, rows: CalibrationSamples | None, ctx: Context) -> None:
+    def report(self, samples: CalibrationSamples | None, ctx: Context) -> None:
         """Report results in the details and warnings of `ctx`.
 
         Raises:
@@ -144,9 +144,9 @@ class Sparsifier:
                 " unchanged. Add calibration samples that use them.",
             )
         if (
-            rows is not None
+            samples is not None
             and self._method.needs == "moments"
-            and (text := few_tokens_text(self._fed, rows))
+            and (text := few_tokens_text(self._fed, samples))
         ):
             ctx.warn(
                 "few-calibration-tokens",

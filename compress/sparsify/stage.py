@@ -39,7 +39,7 @@ class SparsifySettings(Settings):
         description="fraction of zeros in each layer; default 0.5 without pattern",
     )
     pattern: str | None = Field(
-        default=None, description='"2:4" keeps 2 of each 4 neighbouring inputs of an output'
+        default=None, description='"2:4" keeps 2 of each 4 neighboring inputs of an output'
     )
     targets: list[Literal["attention", "ffn"]] = Field(
         default=["attention", "ffn"],

@@ -76,8 +76,12 @@ def renumber_config(config: Any, new_ids: Mapping[int, int], size: int) -> None:
         size: of the vocabulary before.
     """
 
-    def renumber(at: Any) -> Any:
-        return new_ids[at] if isinstance(at, int) and not isinstance(at, bool) and 0 <= at < size else at
+    def renumber(value: Any) -> Any:
+        return (
+            new_ids[value]
+            if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < size
+            else value
+        )
 
     for key in TOKEN_ID_KEYS:
         value = getattr(config, key, None)
@@ -164,26 +168,28 @@ def _wanted_ids(
     return [token_id for token_id in order[:count] if counts[token_id]]
 
 
-def _add_with_dependencies(kept: set[int], ids: Iterable[int], vocabulary: TrimmableVocabulary) -> None:
-    """Add `ids` and their dependencies to `kept`."""
+def _add_with_dependencies(kept_ids: set[int], ids: Iterable[int], vocabulary: TrimmableVocabulary) -> None:
+    """Add `ids` and their dependencies to `kept_ids`."""
     for token_id in ids:
-        kept.add(token_id)
-        kept |= vocabulary.dependencies(token_id)
+        kept_ids.add(token_id)
+        kept_ids |= vocabulary.dependencies(token_id)
 
 
-def _fill_up(kept: set[int], order: Sequence[int], vocabulary: TrimmableVocabulary, size: int) -> set[int]:
-    """Add the ids in `order` with their dependencies to `kept`, up to `size` in all."""
+def _fill_up(
+    kept_ids: set[int], order: Sequence[int], vocabulary: TrimmableVocabulary, size: int
+) -> set[int]:
+    """Add the ids in `order` with their dependencies to `kept_ids`, up to `size` in all."""
     grown = True
-    while len(kept) < size and grown:
+    while len(kept_ids) < size and grown:
         grown = False
         for token_id in order:
-            if token_id in kept:
+            if token_id in kept_ids:
                 continue
-            new_ids = {token_id, *vocabulary.dependencies(token_id)} - kept
-            if len(kept) + len(new_ids) <= size:
-                kept |= new_ids
+            new_ids = {token_id, *vocabulary.dependencies(token_id)} - kept_ids
+            if len(kept_ids) + len(new_ids) <= size:
+                kept_ids |= new_ids
                 grown = True
-    return kept
+    return kept_ids
 
 
 VOCABULARY_FILE = "vocabulary.json"
@@ -223,9 +229,9 @@ def read_kept_tokens(folder: Path) -> KeptTokens | None:
     return KeptTokens(original_size, ids)
 
 
-def write_kept_tokens(kept: KeptTokens, folder: Path) -> None:
-    """Store `kept` in `folder`."""
-    write_json(folder / VOCABULARY_FILE, {"schema": 1, "words": kept.original_size, "kept": kept.ids})
+def write_kept_tokens(tokens: KeptTokens, folder: Path) -> None:
+    """Store `tokens` in `folder`."""
+    write_json(folder / VOCABULARY_FILE, {"schema": 1, "words": tokens.original_size, "kept": tokens.ids})
 
 
 def compose_kept_tokens(before: KeptTokens | None, ids: list[int], vocabulary_size: int) -> KeptTokens:

@@ -4,7 +4,7 @@ Texts whose tokens are all kept must be tokenized as before, and no text may get
 other tokens that requires depends on the algorithm:
 
 - WordPiece takes the longest match, Unigram the likeliest segmentation: removing others changes neither.
-- BPE merges neighbours, so the intermediate merges of a kept token are kept.
+- BPE merges neighbors, so the intermediate merges of a kept token are kept.
 - In each, single characters (bytes, in byte-level models) are kept, and tokens that they cannot spell.
 
 Marian's tokenizer has two SentencePiece models, and vocab.json with the ids. A model's other file with token
@@ -33,7 +33,7 @@ from smelt.compress.trim_vocabulary.select_tokens import (
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object, write_json
 
-# The rank of a pair of neighbours (the smallest is merged first), None if they are not merged.
+# The rank of a pair of neighbors (the smallest is merged first), None if they are not merged.
 MergeRank = Callable[[str, str], float | None]
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -44,7 +44,7 @@ def is_byte_token(token: str) -> bool:
 
 
 def apply_bpe(text: str, rank: MergeRank) -> tuple[list[str], set[str]]:
-    """Tokenize `text` by BPE: merge the neighbours of the smallest rank, from the left, until none is left.
+    """Tokenize `text` by BPE: merge the neighbors of the smallest rank, from the left, until none is left.
 
     Returns:
         The pieces, and all intermediate pieces. Source: Sennrich et al. 2016, arXiv:1508.07909.
@@ -64,7 +64,7 @@ def apply_bpe(text: str, rank: MergeRank) -> tuple[list[str], set[str]]:
 def merge_ancestors(token: str, rank: MergeRank) -> frozenset[str]:
     """Return the tokens that BPE merges into `token`; empty if it is not merged.
 
-    Within a text a token is merged as in isolation: if a neighbour outside had been merged with a part of
+    Within a text a token is merged as in isolation: if a neighbor outside had been merged with a part of
     it, the token would not occur.
     """
     pieces, produced = apply_bpe(token, rank)
@@ -312,12 +312,12 @@ def _piece_rank(proto: Any) -> Any:
     return rank_by_scores({p.piece: p.score for p in proto.pieces if p.type == _NORMAL})
 
 
-def _remove_pieces(proto: Any, gone: Iterable[str]) -> bytes:
-    """Return the serialized model without its pieces `gone`."""
-    gone, result = set(gone), type(proto)()
+def _remove_pieces(proto: Any, removed: Iterable[str]) -> bytes:
+    """Return the serialized model without its pieces `removed`."""
+    removed, result = set(removed), type(proto)()
     result.CopyFrom(proto)
     del result.pieces[:]
-    result.pieces.extend(p for p in proto.pieces if p.type != _NORMAL or p.piece not in gone)
+    result.pieces.extend(p for p in proto.pieces if p.type != _NORMAL or p.piece not in removed)
     result.trainer_spec.vocab_size = len(result.pieces)
     serialized: bytes = result.SerializeToString()
     return serialized
@@ -401,7 +401,7 @@ def select_kept_tokens(
     )
 
 
-def trim_shortlist(folder: Path, new_ids: Mapping[int, int], kept: list[int], size: int) -> None:
+def trim_shortlist(folder: Path, new_ids: Mapping[int, int], kept_ids: list[int], size: int) -> None:
     """Reduce the shortlist in `folder`, if there is one, to the kept tokens.
 
     A removed candidate of a source token is replaced by a token that is always allowed.
@@ -415,5 +415,5 @@ def trim_shortlist(folder: Path, new_ids: Mapping[int, int], kept: list[int], si
         [new_ids[token_id] for token_id in shortlist.always.tolist() if token_id in new_ids], dtype=np.int64
     )
     new_by_old = np.full(size, always[0], dtype=np.int64)
-    new_by_old[kept] = np.arange(len(kept))
-    write_shortlist(make_shortlist(new_by_old[shortlist.table[kept]], always, len(kept)), folder)
+    new_by_old[kept_ids] = np.arange(len(kept_ids))
+    write_shortlist(make_shortlist(new_by_old[shortlist.table[kept_ids]], always, len(kept_ids)), folder)

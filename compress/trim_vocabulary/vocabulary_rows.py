@@ -26,8 +26,8 @@ from smelt.models.tokenizer import encode_texts
 from smelt.tasks.samples import encode_targets
 
 
-def keep_vocabulary_rows(model: Any, kept: list[int]) -> None:
-    """Keep the rows `kept` of every matrix of `model` with a row for each token, in place.
+def keep_vocabulary_rows(model: Any, kept_ids: list[int]) -> None:
+    """Keep the rows `kept_ids` of every matrix of `model` with a row for each token, in place.
 
     Tied matrices stay tied. The config gets the new vocabulary size; its token ids are unchanged (see
     `renumber_config`).
@@ -42,7 +42,7 @@ def keep_vocabulary_rows(model: Any, kept: list[int]) -> None:
             f" Supported: {', '.join(FAMILIES)}.",
             code="unsupported-family",
         )
-    size, indices = int(model.config.vocab_size), torch.tensor(kept)
+    size, indices = int(model.config.vocab_size), torch.tensor(kept_ids)
     matrices: dict[int, nn.Parameter] = {}  # by the original matrix
     modules = _vocabulary_modules(model, family)
     for name, module in modules.items():
@@ -65,7 +65,7 @@ def keep_vocabulary_rows(model: Any, kept: list[int]) -> None:
         setattr(model, family.logits_bias, matrix.index_select(1, indices))  # [1, V]
     for key in ("vocab_size", "decoder_vocab_size"):
         if getattr(model.config, key, None) is not None:
-            setattr(model.config, key, len(kept))
+            setattr(model.config, key, len(kept_ids))
 
 
 def _vocabulary_modules(model: Any, family: Family) -> dict[str, Any]:
@@ -131,9 +131,9 @@ def tokenize_split(split: Split, tokenizer: Any, task: Task) -> list[list[int]]:
     return token_ids
 
 
-def count_tokens(rows: Sequence[Sequence[int]], vocabulary_size: int) -> TokenCounts:
-    """Return the number of occurrences of each id in `rows`, int64 [vocabulary_size]."""
-    ids = np.fromiter((token_id for row in rows for token_id in row), dtype=np.int64)
+def count_tokens(token_rows: Sequence[Sequence[int]], vocabulary_size: int) -> TokenCounts:
+    """Return the number of occurrences of each id in `token_rows`, int64 [vocabulary_size]."""
+    ids = np.fromiter((token_id for row in token_rows for token_id in row), dtype=np.int64)
     return np.bincount(ids, minlength=vocabulary_size)
 
 

@@ -1,1 +1,1 @@
-"""The example that ships with smelt: a small English-German model and the data it learnt from."""
+"""The example that ships with smelt: a small English-German model and the data it learned from."""

@@ -83,7 +83,7 @@ def write_vocabulary(out: Path) -> None:
 
 
 def new_model(pad: int) -> MarianMTModel:
-    """An untrained model, initialised so that post-norm layers learn from the first steps."""
+    """An untrained model, initialized so that post-norm layers learn from the first steps."""
     config = MarianConfig(
         vocab_size=pad + 1,
         d_model=256,

@@ -204,15 +204,17 @@ class TimingJob:
         )  # fmt: skip
         if task_traits(self.task).samples == "running-text" and not self._prompts_cut:
             self._cut_prompts(worker)
-        place = ComputeResources(threads, os.cpu_count() or 1, answer["device"])
-        return LoadedWorker(worker, answer["runner"], place)
+        resources = ComputeResources(threads, os.cpu_count() or 1, answer["device"])
+        return LoadedWorker(worker, answer["runner"], resources)
 
     def _cut_prompts(self, worker: WorkerProcess) -> None:
         """Cut the prompts for all workers with the token counts of the first model that can be loaded."""
         tokens = self.settings.prompt_tokens
         texts = prompt_texts(self.texts, tokens)
-        chosen = texts[:: max(1, len(texts) // 1000)]  # more than are timed
-        answer = worker.ask(op="cut", texts=chosen, prompt_tokens=tokens, new_tokens=self.settings.new_tokens)
+        sampled_texts = texts[:: max(1, len(texts) // 1000)]  # more than are timed
+        answer = worker.ask(
+            op="cut", texts=sampled_texts, prompt_tokens=tokens, new_tokens=self.settings.new_tokens
+        )
         self.texts, self.pairs, self._prompts_cut = answer["texts"], None, True
         new = answer["new_tokens"]
         # overrides other length settings: each text is continued by exactly this many tokens
@@ -228,25 +230,27 @@ class TimingJob:
         limit_ms = 1000 * self.settings.seconds
         if size not in self.text_counts:
             # the first, the baseline, decides for all how many texts the time allows
-            wanted = size * max(2, -(-self.settings.texts // size))
-            answer = self._ask_prepare(timed, size, wanted, limit_ms / 4)
+            num_texts = size * max(2, -(-self.settings.texts // size))
+            answer = self._ask_prepare(timed, size, num_texts, limit_ms / 4)
             calls = limit_ms / (self.settings.rounds * answer["call_ms"])
-            count = min(wanted, max(1, int(calls)) * size)
+            count = min(num_texts, max(1, int(calls)) * size)
             self.text_counts = {**self.text_counts, size: count}
-            longer = calls * (self.requested_seconds or self.settings.seconds) / self.settings.seconds
-            self.reduced |= count < min(wanted, max(1, int(longer)) * size)
-            if count == wanted and answer["whole"]:
+            requested_calls = (
+                calls * (self.requested_seconds or self.settings.seconds) / self.settings.seconds
+            )
+            self.reduced |= count < min(num_texts, max(1, int(requested_calls)) * size)
+            if count == num_texts and answer["whole"]:
                 return MeanTokenCounts(answer["input_tokens"], answer["output_tokens"])
         answer = self._ask_prepare(timed, size, self.text_counts[size], limit_ms)
         return MeanTokenCounts(answer["input_tokens"], answer["output_tokens"])
 
     def _ask_prepare(self, timed: LoadedWorker, size: int, wanted: int, limit_ms: float) -> dict[str, Any]:
-        chosen = spread_over_lengths(self.texts, wanted)
+        indices = spread_over_lengths(self.texts, wanted)
         return timed.worker.ask(
             op="prepare",
             batch_size=size,
-            texts=[self.texts[i] for i in chosen],
-            pairs=None if self.pairs is None else [self.pairs[i] for i in chosen],
+            texts=[self.texts[i] for i in indices],
+            pairs=None if self.pairs is None else [self.pairs[i] for i in indices],
             generation=self.generation.model_dump(),
             limit_ms=limit_ms,
         )
@@ -267,17 +271,17 @@ class TimingJob:
         self,
         size: int,
         pairs: Sequence[RoundPair],
-        own: ComputeResources,
+        resources: ComputeResources,
         baseline: ComputeResources,
         lengths: MeanTokenCounts,
     ) -> LatencyRow:
         """Summarize one batch size."""
         unit = task_spec(self.task).rate_unit
-        found = summarize_rounds(pairs, own, baseline, lengths)
+        timings = summarize_rounds(pairs, resources, baseline, lengths)
         if task_traits(self.task).architecture == "decoder":
-            unit, found["throughput"] = "tokens/s", found["throughput"] * lengths.output_tokens
-        fixed = {"batch_size": size, "threads": own.threads, "texts": self.text_counts[size]}
-        return fixed | found | {"unit": unit}
+            unit, timings["throughput"] = "tokens/s", timings["throughput"] * lengths.output_tokens
+        fixed = {"batch_size": size, "threads": resources.threads, "texts": self.text_counts[size]}
+        return fixed | timings | {"unit": unit}
 
 
 def _stored_threads(path: Path) -> int | None:
@@ -344,18 +348,18 @@ def measure_latency(
     if baseline not in artifacts:
         names = ", ".join(artifacts) or "no artifacts"
         raise InputError(f"Latency: unknown baseline '{baseline}'; known: {names}.", code="unknown-step")
-    compared = [name for name in artifacts if name != baseline]
+    other_names = [name for name in artifacts if name != baseline]
     settings = job.settings
-    parts = max(1, len(compared)) * len(settings.batch_sizes)
+    parts = max(1, len(other_names)) * len(settings.batch_sizes)
     if seconds is not None:  # so few samples that the requested rounds, and the baseline's, fit into a share
         settings = settings.model_copy(update={"seconds": min(settings.seconds, seconds / parts / 2)})
-    asked, job = job.settings.seconds, replace(job, settings=settings)
-    job.requested_seconds = asked
+    requested_seconds, job = job.settings.seconds, replace(job, settings=settings)
+    job.requested_seconds = requested_seconds
     with ExitStack() as stack:
         measurement = _Measurement(job, baseline, progress, parts, _TimeBudget(seconds))
         measurement.start_baseline(stack, artifacts[baseline])
-        for place, name in enumerate(compared):
-            measurement.time_artifact(name, artifacts[name], len(compared) - place)
+        for artifact_index, name in enumerate(other_names):
+            measurement.time_artifact(name, artifacts[name], len(other_names) - artifact_index)
             if on_measured is not None:
                 on_measured(measurement.result, name)
         return measurement.finish()
@@ -370,8 +374,8 @@ class _TimeBudget:
 
     def start_part(self, left: int) -> None:
         """Start the next of `left` parts."""
-        now = time.monotonic()
-        self._until = now + (self._end - now) / max(1, left)
+        current_time = time.monotonic()
+        self._until = current_time + (self._end - current_time) / max(1, left)
 
     @property
     def is_over(self) -> bool:
@@ -402,23 +406,23 @@ class _Measurement:
 
     def time_artifact(self, name: str, path: Path, left: int) -> None:
         """Time one of `left` artifacts at every batch size; its process ends before the next one starts."""
-        rows: list[LatencyRow] = []
+        latency_rows: list[LatencyRow] = []
         parts = left * len(self._job.settings.batch_sizes)
         self._budget.start_part(parts)  # includes the start of the process
         with ExitStack() as stack:
             try:
                 timed = self._job.start_worker(stack, path)
                 self.result.runners[name] = timed.runner
-                for at, size in enumerate(self._job.settings.batch_sizes):
-                    if at:
-                        self._budget.start_part(parts - at)
-                    rows.append(self._time_batches(timed, name, size))
+                for size_index, size in enumerate(self._job.settings.batch_sizes):
+                    if size_index:
+                        self._budget.start_part(parts - size_index)
+                    latency_rows.append(self._time_batches(timed, name, size))
             except RunError as error:
                 self.result.errors[name] = error.as_message()
             else:
                 self._record_memory(timed, name)
-        if rows:
-            self.result.rows[name] = rows
+        if latency_rows:
+            self.result.rows[name] = latency_rows
         self.result.reduced = self._job.reduced
         self._summarize_baseline()
 
@@ -434,24 +438,24 @@ class _Measurement:
 
     def _measure_pairs(self, timed: LoadedWorker, against_baseline: bool, note: str) -> list[RoundPair]:
         """Measure pairs of rounds until enough undisturbed ones agree, or the limit is reached."""
-        wanted = self._job.settings.rounds
+        num_rounds = self._job.settings.rounds
         pairs: list[RoundPair] = []
         while True:
             first = self._round_baseline() if against_baseline and len(pairs) % 2 else None
-            own = self._job.run_round(timed)
+            timing_round = self._job.run_round(timed)
             other = first or (self._round_baseline() if against_baseline else None)
             if against_baseline and other is None:  # it failed: the artifact is timed alone
                 against_baseline, pairs = False, [RoundPair(pair.own, None) for pair in pairs]
-            pairs.append(RoundPair(own, other))
-            self._advance_progress(note, len(pairs) > wanted)
+            pairs.append(RoundPair(timing_round, other))
+            self._advance_progress(note, len(pairs) > num_rounds)
             if len(pairs) >= MIN_ROUNDS and self._budget.is_over:
-                self._total -= max(0, wanted - len(pairs))
+                self._total -= max(0, num_rounds - len(pairs))
                 return pairs
-            if len(pairs) >= wanted:
+            if len(pairs) >= num_rounds:
                 base = self._baseline_worker.resources if self._baseline_worker else timed.resources
                 if (
-                    len(pairs) >= MAX_ROUND_FACTOR * wanted
-                    or judge_rounds(pairs, timed.resources, base, wanted).is_sufficient
+                    len(pairs) >= MAX_ROUND_FACTOR * num_rounds
+                    or judge_rounds(pairs, timed.resources, base, num_rounds).is_sufficient
                 ):
                     return pairs
 
@@ -460,8 +464,8 @@ class _Measurement:
         if not self._baseline_pairs and self._baseline_worker is not None:
             base = self._baseline_worker
             try:
-                for at, size in enumerate(self._job.settings.batch_sizes):
-                    self._budget.start_part(len(self._job.settings.batch_sizes) - at)
+                for size_index, size in enumerate(self._job.settings.batch_sizes):
+                    self._budget.start_part(len(self._job.settings.batch_sizes) - size_index)
                     self._lengths[size] = self._job.prepare(base, size)
                     self._baseline_pairs[size] = self._measure_pairs(
                         base, False, f"{self._baseline_name}, batch {size}"
@@ -472,18 +476,20 @@ class _Measurement:
         return self.result
 
     def _summarize_baseline(self) -> None:
-        place = self._baseline_worker.resources if self._baseline_worker else None
-        rows = [
-            self._job.summary_row(size, pairs, place, place, self._lengths[size])
+        resources = self._baseline_worker.resources if self._baseline_worker else None
+        baseline_rows = [
+            self._job.summary_row(size, pairs, resources, resources, self._lengths[size])
             for size, pairs in self._baseline_pairs.items()
-            if place is not None
+            if resources is not None
         ]
-        if rows:
+        if baseline_rows:
             unit_speedup = {"speedup": 1.0, "speedup_ci95": [1.0, 1.0]}
             unit_speedup |= {
-                f"cpu_{key}": value for key, value in unit_speedup.items() if place and place.device == "cpu"
+                f"cpu_{key}": value
+                for key, value in unit_speedup.items()
+                if resources and resources.device == "cpu"
             }
-            self.result.rows[self._baseline_name] = [row | unit_speedup for row in rows]
+            self.result.rows[self._baseline_name] = [row | unit_speedup for row in baseline_rows]
         if self._baseline_worker is not None and self._baseline_worker.worker.alive:
             self._record_memory(self._baseline_worker, self._baseline_name)
 
@@ -518,5 +524,5 @@ class _Measurement:
     def _advance_progress(self, note: str, repeated: bool) -> None:
         self._done += 1
         self._total += repeated
-        again = ", again" if repeated else ""
-        self._progress(min(self._done, self._total), self._total, note + again)
+        repeat_note = ", again" if repeated else ""
+        self._progress(min(self._done, self._total), self._total, note + repeat_note)

@@ -97,20 +97,20 @@ def prompt_texts(texts: Sequence[str], tokens: int) -> list[str]:
         InputError: there is only white space.
     """
     words = " ".join(texts).split()
-    found: list[str] = []
-    stretch: list[str] = []
-    letters = 0
-    for word in words:
-        stretch.append(word)
-        letters += len(word) + 1
-        if letters >= _CHARS_PER_TOKEN * tokens:
-            found.append(" ".join(stretch))
-            stretch, letters = [], 0
-    if not found and not stretch:
+    prompts: list[str] = []
+    current_words: list[str] = []
+    num_characters = 0
+    for token in words:
+        current_words.append(token)
+        num_characters += len(token) + 1
+        if num_characters >= _CHARS_PER_TOKEN * tokens:
+            prompts.append(" ".join(current_words))
+            current_words, num_characters = [], 0
+    if not prompts and not current_words:
         raise InputError(
             "Latency: the test samples contain no text for prompts. Check the test data.", code="empty-data"
         )
-    return found or [" ".join(stretch)]
+    return prompts or [" ".join(current_words)]
 
 
 def truncate_prompts(texts: Sequence[str], runner: Any, lengths: tuple[int, int]) -> tuple[list[str], int]:
@@ -122,9 +122,9 @@ def truncate_prompts(texts: Sequence[str], runner: Any, lengths: tuple[int, int]
         lengths: tokens of a prompt, and tokens to generate; fewer where the model has fewer positions.
     """
     tokenizer, limit = runner.text.tokenizer, runner.text.max_input_length
-    most = max(1, min(lengths[0], limit // 2))
-    found = [_truncate_words(text.split(), tokenizer, most) for text in texts]
-    return found, max(1, min(lengths[1], limit - most))
+    max_prompt_tokens = max(1, min(lengths[0], limit // 2))
+    prompts = [_truncate_words(text.split(), tokenizer, max_prompt_tokens) for text in texts]
+    return prompts, max(1, min(lengths[1], limit - max_prompt_tokens))
 
 
 def _truncate_words(words: Sequence[str], tokenizer: Any, max_tokens: int) -> str:

@@ -73,7 +73,7 @@ class MachineLoad:
         """Return a JSON-able dict."""
         return asdict(self)
 
-    def lost_share(self, place: ComputeResources) -> float:
+    def lost_share(self, resources: ComputeResources) -> float:
         """Return the share of the time, 0 to 1, in which other work kept the process from running.
 
         With one thread on the processor it is all the time in which the thread did not run: nothing else
@@ -81,14 +81,16 @@ class MachineLoad:
         run queue, or, since spinning threads are never counted as waiting, the demand of all threads beyond
         the available processors. On a GPU only the latter is used.
         """
-        num_threads = min(place.threads, place.processors)  # more threads than processors disturb each other
-        crowded = max(0.0, self.others + self.stolen + num_threads - place.processors) / num_threads
-        if place.device != "cpu":
-            return min(1.0, crowded)
-        if place.threads == 1:
-            used = self.processor_ms / self.wall_ms
-            return min(1.0, max(0.0, 1 - used, self.stolen / place.processors))
-        return min(1.0, max(crowded, (self.waited_ms or 0.0) / self.wall_ms))
+        num_threads = min(
+            resources.threads, resources.processors
+        )  # more threads than processors disturb each other
+        excess_load = max(0.0, self.others + self.stolen + num_threads - resources.processors) / num_threads
+        if resources.device != "cpu":
+            return min(1.0, excess_load)
+        if resources.threads == 1:
+            cpu_share = self.processor_ms / self.wall_ms
+            return min(1.0, max(0.0, 1 - cpu_share, self.stolen / resources.processors))
+        return min(1.0, max(excess_load, (self.waited_ms or 0.0) / self.wall_ms))
 
 
 def read_counters() -> CounterSnapshot:
@@ -111,16 +113,16 @@ def read_counters() -> CounterSnapshot:
 def load_between(before: CounterSnapshot, after: CounterSnapshot) -> MachineLoad:
     """Return the load between two snapshots of one process."""
     wall, processor = after.wall - before.wall, after.processor - before.processor
-    waited = None
+    waited_ms = None
     if before.waited is not None and after.waited is not None:
-        waited = 1000 * max(0.0, after.waited - before.waited)  # the counts of an ended thread are lost
+        waited_ms = 1000 * max(0.0, after.waited - before.waited)  # the counts of an ended thread are lost
     pressure = None
     if before.pressure is not None and after.pressure is not None:
         pressure = min(1.0, (after.pressure - before.pressure) / wall)
     return MachineLoad(
         wall_ms=1000 * wall,
         processor_ms=1000 * processor,
-        waited_ms=waited,
+        waited_ms=waited_ms,
         others=max(0.0, (after.busy - before.busy - processor) / wall),
         stolen=max(0.0, (after.stolen - before.stolen) / wall),
         pressure=pressure,
@@ -129,23 +131,23 @@ def load_between(before: CounterSnapshot, after: CounterSnapshot) -> MachineLoad
 
 def _run_queue_seconds(tasks: Path) -> float | None:
     """Return the seconds that the threads in `tasks` have waited in the run queue."""
-    found = None
+    total_ns = None
     try:
         for task in tasks.iterdir():
             try:
-                found = (found or 0) + int((task / "schedstat").read_text(encoding="ascii").split()[1])
+                total_ns = (total_ns or 0) + int((task / "schedstat").read_text(encoding="ascii").split()[1])
             except (OSError, IndexError, ValueError):
                 continue  # a thread that has just ended, or a kernel without these counts
     except OSError:
         return None
-    return None if found is None else found / 1e9
+    return None if total_ns is None else total_ns / 1e9
 
 
 def _cpu_pressure_seconds(file: Path) -> float | None:
     """Return the seconds since boot in which some task waited for a processor."""
     try:
-        some = file.read_text(encoding="ascii").splitlines()[0]
-        return int(some.rsplit("total=", 1)[1]) / 1e6
+        some_line = file.read_text(encoding="ascii").splitlines()[0]
+        return int(some_line.rsplit("total=", 1)[1]) / 1e6
     except (OSError, IndexError, ValueError):
         return None
 
@@ -194,9 +196,9 @@ class TimingRound:
         """Return the mean processor time of a call, all threads together."""
         return self.load.processor_ms / len(self.times_ms)
 
-    def lost_share(self, place: ComputeResources) -> float:
+    def lost_share(self, resources: ComputeResources) -> float:
         """Return `MachineLoad.lost_share` of the round."""
-        return self.load.lost_share(place)
+        return self.load.lost_share(resources)
 
 
 @dataclass(frozen=True)
@@ -206,9 +208,11 @@ class RoundPair:
     own: TimingRound
     baseline: TimingRound | None
 
-    def lost_share(self, own: ComputeResources, baseline: ComputeResources) -> float:
+    def lost_share(self, resources: ComputeResources, baseline: ComputeResources) -> float:
         """Return the larger share of the time that either of the two lost to other work."""
-        return max(self.own.lost_share(own), self.baseline.lost_share(baseline) if self.baseline else 0.0)
+        return max(
+            self.own.lost_share(resources), self.baseline.lost_share(baseline) if self.baseline else 0.0
+        )
 
     @property
     def speedup(self) -> float | None:
@@ -243,33 +247,39 @@ class RoundsVerdict:
 
 
 def judge_rounds(
-    pairs: Sequence[RoundPair], own: ComputeResources, baseline: ComputeResources, wanted: int = MIN_ROUNDS
+    pairs: Sequence[RoundPair],
+    resources: ComputeResources,
+    baseline: ComputeResources,
+    wanted: int = MIN_ROUNDS,
 ) -> RoundsVerdict:
     """Return which of `pairs` count, and whether a speed may be claimed from them.
 
     Args:
         pairs: at least one.
-        own: resources of the artifact's process.
+        resources: resources of the artifact's process.
         baseline: resources of the baseline's.
         wanted: number of undisturbed rounds that are requested.
     """
-    lost = [pair.lost_share(own, baseline) for pair in pairs]
-    calm = tuple(at for at, share in enumerate(lost) if share <= MAX_ROUND_LOST_SHARE)
+    lost_shares = [pair.lost_share(resources, baseline) for pair in pairs]
+    calm = tuple(
+        round_index for round_index, share in enumerate(lost_shares) if share <= MAX_ROUND_LOST_SHARE
+    )
     if len(calm) < MIN_ROUNDS:
-        many = sum(share > MAX_ROUND_LOST_SHARE for share in lost)
+        num_disturbed = sum(share > MAX_ROUND_LOST_SHARE for share in lost_shares)
         reason = (
-            f"other processes used the CPU in {many} of {len(pairs)} rounds, up to {100 * max(lost):.0f} % of"
+            f"other processes used the CPU in {num_disturbed} of {len(pairs)} rounds, up to "
+            f"{100 * max(lost_shares):.0f} % of"
             " the time"
         )
         return RoundsVerdict(tuple(range(len(pairs))), False, "busy", reason)
-    ratios = [ratio for at in calm if (ratio := pairs[at].speedup) is not None]
-    enough = len(calm) >= wanted
+    ratios = [ratio for round_index in calm if (ratio := pairs[round_index].speedup) is not None]
+    is_stable = len(calm) >= wanted
     if len(ratios) >= MIN_ROUNDS:
         value, (_, high) = mean_speedup(ratios)
         if high > value * (1 + MAX_INTERVAL_SHARE):
             reason = f"the rounds disagree: from {min(ratios):.2f}× to {max(ratios):.2f}×"
             return RoundsVerdict(calm, False, "disagree", reason)
-    return RoundsVerdict(calm, enough)
+    return RoundsVerdict(calm, is_stable)
 
 
 def mean_speedup(ratios: Sequence[float], confidence: float = 0.95) -> tuple[float, list[float]]:
@@ -303,7 +313,10 @@ class MeanTokenCounts:
 
 
 def summarize_rounds(
-    pairs: Sequence[RoundPair], own: ComputeResources, baseline: ComputeResources, lengths: MeanTokenCounts
+    pairs: Sequence[RoundPair],
+    resources: ComputeResources,
+    baseline: ComputeResources,
+    lengths: MeanTokenCounts,
 ) -> LatencyRow:
     """Return percentiles in ms over all calls of the rounds that count, their parts, and the speed-up.
 
@@ -311,15 +324,15 @@ def summarize_rounds(
     its interval are None where there was no paired baseline; cpu_speedup is the same for processor time, also
     on a GPU, whose work is not part of it. baseline_p50_ms: the baseline's median call in the same rounds.
     """
-    verdict = judge_rounds(pairs, own, baseline)
-    counted = [pairs[at] for at in verdict.counted_rounds]
-    rounds = [pair.own for pair in counted]
+    verdict = judge_rounds(pairs, resources, baseline)
+    counted_pairs = [pairs[round_index] for round_index in verdict.counted_rounds]
+    rounds = [pair.own for pair in counted_pairs]
     calls = np.concatenate([np.asarray(r.times_ms) for r in rounds])
     p50, p90, p99 = (float(p) for p in np.percentile(calls, [50, 90, 99]))
-    baseline_rounds = [pair.baseline for pair in counted if pair.baseline is not None]
-    ratio, interval = _mean_ratio(pair.speedup for pair in counted)
-    on_cpu = own.device == baseline.device == "cpu"
-    cpu_ratio, cpu_interval = _mean_ratio(pair.cpu_speedup if on_cpu else None for pair in counted)
+    baseline_rounds = [pair.baseline for pair in counted_pairs if pair.baseline is not None]
+    ratio, interval = _mean_ratio(pair.speedup for pair in counted_pairs)
+    on_cpu = resources.device == baseline.device == "cpu"
+    cpu_ratio, cpu_interval = _mean_ratio(pair.cpu_speedup if on_cpu else None for pair in counted_pairs)
     return {
         "input_tokens": round(lengths.input_tokens, 2) or None,  # images have none
         "output_tokens": round(lengths.output_tokens, 2) or None,
@@ -341,19 +354,20 @@ def summarize_rounds(
         "parts": median_call_parts(calls, [part for r in rounds for part in r.parts], p50),
         "rounds_ms": [pair.own.median_ms for pair in pairs],
         "rounds": [
-            _round_details(pair, own, baseline, at in verdict.counted_rounds) for at, pair in enumerate(pairs)
+            _round_details(pair, resources, baseline, round_index in verdict.counted_rounds)
+            for round_index, pair in enumerate(pairs)
         ],
     }
 
 
 def _mean_ratio(ratios: Iterable[float | None]) -> tuple[float | None, list[float] | None]:
     """Return the mean of the ratios of paired rounds and its interval; None for fewer than two."""
-    found = [ratio for ratio in ratios if ratio is not None]
-    return mean_speedup(found) if len(found) > 1 else (None, None)
+    measured_ratios = [ratio for ratio in ratios if ratio is not None]
+    return mean_speedup(measured_ratios) if len(measured_ratios) > 1 else (None, None)
 
 
 def _round_details(
-    pair: RoundPair, own: ComputeResources, baseline: ComputeResources, counted: bool
+    pair: RoundPair, resources: ComputeResources, baseline: ComputeResources, counted: bool
 ) -> LatencyRow:
     """Return the report's entry of a pair of rounds; the load by other work is the larger of the two."""
     loads = [pair.own.load] + ([pair.baseline.load] if pair.baseline else [])
@@ -361,11 +375,11 @@ def _round_details(
     return {
         "counted": counted,
         "speedup": pair.speedup,
-        "cpu_speedup": pair.cpu_speedup if own.device == baseline.device == "cpu" else None,
+        "cpu_speedup": pair.cpu_speedup if resources.device == baseline.device == "cpu" else None,
         "baseline_ms": pair.baseline.median_ms if pair.baseline else None,
         "processor_share": loads[0].processor_ms / loads[0].wall_ms,
         "baseline_processor_share": loads[1].processor_ms / loads[1].wall_ms if pair.baseline else None,
-        "lost_share": pair.lost_share(own, baseline),
+        "lost_share": pair.lost_share(resources, baseline),
         "other_processors": max(load.others for load in loads),
         "cpu_steal": max(load.stolen for load in loads),
         "pressure": max(pressures, default=None),
@@ -386,31 +400,33 @@ def median_call_parts(calls: NDArray[np.float64], parts: list[list[float]], p50:
     if not parts or len(parts) != len(calls):
         return None
     distance = np.abs(calls - p50)
-    near = np.flatnonzero(distance <= MEDIAN_TOLERANCE * p50)
-    if not len(near):  # the median of an even number is between two calls
-        near = np.argsort(distance, kind="stable")[:2]
-    kind = len(parts[near[distance[near].argmin()]])
-    means = np.asarray([parts[at] for at in near if len(parts[at]) == kind]).mean(axis=0)
-    if len(means) == 3:
-        return dict(zip(("tokenizing_ms", "model_ms", "rest_ms"), map(float, means), strict=True))
-    if len(means) == 5:
-        before, whole, tokens, after, first = map(float, means)
+    median_calls = np.flatnonzero(distance <= MEDIAN_TOLERANCE * p50)
+    if not len(median_calls):  # the median of an even number is between two calls
+        median_calls = np.argsort(distance, kind="stable")[:2]
+    kind = len(parts[median_calls[distance[median_calls].argmin()]])
+    mean_parts = np.asarray(
+        [parts[call_index] for call_index in median_calls if len(parts[call_index]) == kind]
+    ).mean(axis=0)
+    if len(mean_parts) == 3:
+        return dict(zip(("tokenizing_ms", "model_ms", "rest_ms"), map(float, mean_parts), strict=True))
+    if len(mean_parts) == 5:
+        tokenizing, generating, tokens, detokenizing, first = map(float, mean_parts)
         return {
-            "tokenizing_ms": before,
+            "tokenizing_ms": tokenizing,
             "encoding_ms": None,
-            "time_to_first_token_ms": before + first,
-            "time_per_output_token_ms": (whole - first) / tokens if tokens else None,
+            "time_to_first_token_ms": tokenizing + first,
+            "time_per_output_token_ms": (generating - first) / tokens if tokens else None,
             "further_tokens": tokens,
-            "detokenizing_ms": after,
+            "detokenizing_ms": detokenizing,
         }
-    before, encoding, first, further, tokens, after = map(float, means)
+    tokenizing, encoding, first, remaining, tokens, detokenizing = map(float, mean_parts)
     return {
-        "tokenizing_ms": before,
+        "tokenizing_ms": tokenizing,
         "encoding_ms": encoding,
-        "time_to_first_token_ms": before + encoding + first,
-        "time_per_output_token_ms": further / tokens if tokens else None,
+        "time_to_first_token_ms": tokenizing + encoding + first,
+        "time_per_output_token_ms": remaining / tokens if tokens else None,
         "further_tokens": tokens,
-        "detokenizing_ms": after,
+        "detokenizing_ms": detokenizing,
     }
 
 
@@ -421,4 +437,4 @@ def spread_over_lengths(texts: Sequence[str], count: int) -> list[int]:
     `count` equal shares of the texts sorted by length.
     """
     order = sorted(range(len(texts)), key=lambda i: (len(texts[i].encode()), i))
-    return [order[(2 * at + 1) * len(order) // (2 * count)] for at in range(count)]
+    return [order[(2 * position + 1) * len(order) // (2 * count)] for position in range(count)]

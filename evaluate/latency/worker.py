@@ -120,24 +120,24 @@ class TimingWorker:
         self._graph_calls = []
         if task_traits(self._task).modality == "arrays":
             self._prepare_arrays()
-        read = written = texts = 0
+        input_tokens = output_tokens = texts = 0
         timed: list[float] = []
         begin = time.perf_counter()
         for group in self._groups:
-            at = time.perf_counter()
+            call_start = time.perf_counter()
             self._run_batch(group)
-            timed.append(1000 * (time.perf_counter() - at))
+            timed.append(1000 * (time.perf_counter() - call_start))
             if isinstance(self._timed_runner.batch, Batch):  # images and arrays have no tokens
-                read += int(self._timed_runner.batch.attention_mask.sum())
-            written += self._output_token_count(len(group))
+                input_tokens += int(self._timed_runner.batch.attention_mask.sum())
+            output_tokens += self._output_token_count(len(group))
             texts += len(group)
             if 1000 * (time.perf_counter() - begin) > request["limit_ms"]:
                 break
         return {
             # the first call also builds kernels and buffers
             "call_ms": statistics.median(timed[1:] or timed),
-            "input_tokens": read / texts,
-            "output_tokens": written / texts,
+            "input_tokens": input_tokens / texts,
+            "output_tokens": output_tokens / texts,
             "whole": len(timed) == len(self._groups),
         }
 
@@ -146,8 +146,8 @@ class TimingWorker:
         assert self._timed_runner is not None
         signature = self._timed_runner.signature
         for group in self._groups:
-            rows = self._arrays.select([int(example.text) for example in group])
-            self._array_inputs[id(group)] = signature.make_feeds(rows, 0, rows.num_samples)
+            group_arrays = self._arrays.select([int(example.text) for example in group])
+            self._array_inputs[id(group)] = signature.make_feeds(group_arrays, 0, group_arrays.num_samples)
 
     def _run_batch(self, group: Sequence[Example]) -> None:
         """Run one batch as `generate`, `predict`, `embed` and `run` of `smelt.load` do."""
@@ -174,11 +174,11 @@ class TimingWorker:
     def _time_round(self, request: dict[str, Any]) -> WorkerAnswer:
         """Time whole passes over the batches until `min_ms` have passed."""
         assert self._timed_runner is not None
-        watch, run, clock = self._timed_runner, self._run_batch, time.perf_counter_ns
+        timed_runner, run, clock = self._timed_runner, self._run_batch, time.perf_counter_ns
         gc.collect()
         collects = gc.isenabled()
         gc.disable()  # a collection inside a call would count as its time
-        watch.start_call()
+        timed_runner.start_call()
         try:
             run(
                 self._groups[-1]
@@ -186,19 +186,19 @@ class TimingWorker:
             times: list[float] = []
             parts: list[list[float]] = []
             passes = 0
-            firsts = self._first_token_times()
-            before = read_counters()
+            first_token_times = self._first_token_times()
+            counters_before = read_counters()
             begin = clock()
             while clock() - begin < request["min_ms"] * 1e6:
-                for group, first in zip(self._groups, firsts, strict=True):
-                    at = watch.start_call()
+                for group, first in zip(self._groups, first_token_times, strict=True):
+                    call_start = timed_runner.start_call()
                     run(group)
                     end = clock()
-                    times.append((end - at) / 1e6)
-                    if (found := watch.call_parts(at, end)) is not None:
-                        parts.append(found if first is None else add_first_token_time(found, first))
+                    times.append((end - call_start) / 1e6)
+                    if (call_parts := timed_runner.call_parts(call_start, end)) is not None:
+                        parts.append(call_parts if first is None else add_first_token_time(call_parts, first))
                 passes += 1
-            after = read_counters()
+            counters_after = read_counters()
         finally:
             if collects:
                 gc.enable()
@@ -206,7 +206,7 @@ class TimingWorker:
             "times_ms": times,
             "parts": parts,
             "texts": passes * sum(map(len, self._groups)),
-            "load": load_between(before, after).dump(),
+            "load": load_between(counters_before, counters_after).dump(),
         }
 
     def _first_token_times(self) -> list[float | None]:
@@ -216,15 +216,15 @@ class TimingWorker:
         Long prompts do without the graph's loop: None for their groups. It is called a few times, since a
         single time is affected by any disturbance.
         """
-        watch = self._timed_runner
-        assert watch is not None
-        if watch.last_graph_call is None:  # by the warm-up call
+        timed_runner = self._timed_runner
+        assert timed_runner is not None
+        if timed_runner.last_graph_call is None:  # by the warm-up call
             return [None] * len(self._groups)
         while len(self._graph_calls) < len(self._groups):
-            watch.start_call()
+            timed_runner.start_call()
             self._run_batch(self._groups[len(self._graph_calls)])
-            self._graph_calls.append(watch.last_graph_call)
-        first_token = watch.first_token_ms
+            self._graph_calls.append(timed_runner.last_graph_call)
+        first_token = timed_runner.first_token_ms
         return [
             call and statistics.median(first_token(call) for _ in range(_FIRST_TOKEN_REPEATS))
             for call in self._graph_calls
@@ -240,8 +240,8 @@ def add_first_token_time(parts: list[float], first: float) -> list[float]:
     It was timed separately, so it may exceed the graph's part of the call; it equals that part where no
     other token was generated.
     """
-    _, whole, further, _ = parts
-    return [*parts, min(first, whole) if further else whole]
+    _, total, later_tokens, _ = parts
+    return [*parts, min(first, total) if later_tokens else total]
 
 
 def batch_by_length(
@@ -253,7 +253,7 @@ def batch_by_length(
     """
     order = sorted(range(len(texts)), key=lambda i: (-len(texts[i].encode()), i))
     examples = [Example(texts[i], text_pair=pairs[i] if pairs else None) for i in order]
-    return [examples[at : at + size] for at in range(0, len(examples), size)]
+    return [examples[start : start + size] for start in range(0, len(examples), size)]
 
 
 def main() -> None:
@@ -320,11 +320,11 @@ class TimedRunner:
         """Call the runner's `generate_sequences`."""
         self.batch, self._graph_call = batch, (graph, feeds)
         self._timestamps.append(_clock_ns())
-        found: Tokens = self._runner.generate_sequences(graph, batch, feeds)
+        sequences: Tokens = self._runner.generate_sequences(graph, batch, feeds)
         self._timestamps.append(_clock_ns())
         prompt = batch.input_ids.shape[1] if self._runner.chunked_prefill else 1
-        self._steps = found.shape[1] - prompt
-        return found
+        self._steps = sequences.shape[1] - prompt
+        return sequences
 
     def start_call(self) -> int:
         """Reset the times of the previous call; return the time, ns."""
@@ -360,16 +360,16 @@ class TimedRunner:
         """
         if len(self._timestamps) != 2:
             return None
-        asked, answered = self._timestamps
+        call_start, call_end = self._timestamps
         if self._graph_call is not None:
             steps = float(self._steps - 1)
-            return [_ms(asked - begin), _ms(answered - asked), steps, _ms(end - answered)]
+            return [_ms(call_start - begin), _ms(call_end - call_start), steps, _ms(end - call_end)]
         if not self._steps:
-            return [_ms(asked - begin), _ms(answered - asked), _ms(end - answered)]
+            return [_ms(call_start - begin), _ms(call_end - call_start), _ms(end - call_end)]
         return [
-            _ms(asked - begin),
-            _ms(answered - asked),
-            _ms(self._first - answered),
+            _ms(call_start - begin),
+            _ms(call_end - call_start),
+            _ms(self._first - call_end),
             _ms(self._last - self._first),
             float(self._steps - 1),
             _ms(end - self._last),

@@ -41,9 +41,11 @@ class Agreement(Metric[ComparedOutputs | ComparedVectors | ComparedArrays]):
         self, samples: ComparedOutputs | ComparedVectors | ComparedArrays, settings: Mapping[str, Any]
     ) -> ExampleRows:
         """Return the similarity of each output with the baseline's."""
-        values, how, unit = _similarities(samples)
+        values, definition, unit = _similarities(samples)
         rows: Rows = [[value] for value in values]
-        return ExampleRows(rows, f"{how}|reference:{samples.key[:12]}|{BOOTSTRAP_SIGNATURE}", unit=unit)
+        return ExampleRows(
+            rows, f"{definition}|reference:{samples.key[:12]}|{BOOTSTRAP_SIGNATURE}", unit=unit
+        )
 
     def value_limits(self, signature: str) -> tuple[float, float]:
         """Return the limits: agreement of texts and classes is no cosine and is not below 0."""
@@ -87,8 +89,8 @@ class Top1(Metric[ComparedArrays]):
             return None
         pairs = zip(samples.outputs, samples.expected, strict=True)
         rows: Rows = [[int(_is_top1_equal(*pair, axes)), 1] for pair in pairs]
-        how = f"argmax of {axes}|reference:{samples.key[:12]}|ci:wilson"
-        return ExampleRows(rows, f"outputs:{','.join(first)}|{how}")
+        definition = f"argmax of {axes}|reference:{samples.key[:12]}|ci:wilson"
+        return ExampleRows(rows, f"outputs:{','.join(first)}|{definition}")
 
 
 class RelativeError(Metric[ComparedArrays]):
@@ -100,8 +102,10 @@ class RelativeError(Metric[ComparedArrays]):
         """Return the largest relative error of each sample."""
         pairs = zip(samples.outputs, samples.expected, strict=True)
         rows: Rows = [[_max_relative_error(*pair)] for pair in pairs]
-        how = f"largest difference/largest value|mean|x100|reference:{samples.key[:12]}"
-        return ExampleRows(rows, f"outputs:{','.join(samples.expected[0])}|{how}|{BOOTSTRAP_SIGNATURE}")
+        definition = f"largest difference/largest value|mean|x100|reference:{samples.key[:12]}"
+        return ExampleRows(
+            rows, f"outputs:{','.join(samples.expected[0])}|{definition}|{BOOTSTRAP_SIGNATURE}"
+        )
 
 
 def _min_cosine(got: Outputs, expected: Outputs) -> float:

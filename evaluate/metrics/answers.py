@@ -16,8 +16,8 @@ _PUNCTUATION = frozenset(string.punctuation)
 
 def normalize_answer(text: str) -> str:
     """Return `text` in lower case, without ASCII punctuation and English articles, with single spaces."""
-    plain = "".join(letter for letter in text.lower() if letter not in _PUNCTUATION)
-    return " ".join(_ARTICLE.sub(" ", plain).split())
+    cleaned = "".join(character for character in text.lower() if character not in _PUNCTUATION)
+    return " ".join(_ARTICLE.sub(" ", cleaned).split())
 
 
 class ExactMatch(TextMetric):
@@ -28,7 +28,9 @@ class ExactMatch(TextMetric):
         rows: Rows = []
         for text, references in zip(samples.predictions, samples.references, strict=True):
             answer = normalize_answer(text)
-            rows.append([int(any(answer == normalize_answer(each) for each in references)), 1])
+            rows.append(
+                [int(any(answer == normalize_answer(reference_text) for reference_text in references)), 1]
+            )
         return ExampleRows(rows, "norm:squad v1.1|refs:best|ci:wilson")
 
 
@@ -38,14 +40,17 @@ class TokenF1(TextMetric):
     def example_rows(self, samples: TextSamples, settings: Mapping[str, Any]) -> ExampleRows:
         """Return the F1 of the words of each response, with the best reference."""
         pairs = zip(samples.predictions, samples.references, strict=True)
-        rows: Rows = [[max(_token_f1(text, each) for each in references)] for text, references in pairs]
+        rows: Rows = [
+            [max(_token_f1(text, reference_text) for reference_text in references)]
+            for text, references in pairs
+        ]
         return ExampleRows(rows, f"norm:squad v1.1|refs:best|{BOOTSTRAP_SIGNATURE}")
 
 
 def _token_f1(prediction: str, reference: str) -> float:
-    words, gold = normalize_answer(prediction).split(), normalize_answer(reference).split()
-    same = sum((Counter(words) & Counter(gold)).values())
-    return 2 * same / (len(words) + len(gold)) if same else 0.0
+    tokens, gold = normalize_answer(prediction).split(), normalize_answer(reference).split()
+    num_common = sum((Counter(tokens) & Counter(gold)).values())
+    return 2 * num_common / (len(tokens) + len(gold)) if num_common else 0.0
 
 
 TOKEN_F1 = TokenF1(

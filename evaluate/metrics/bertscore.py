@@ -129,27 +129,29 @@ def bertscore_rows(
 
     folder = check_encoder(settings, base)
     try:
-        words = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model = AutoModel.from_pretrained(folder, local_files_only=True, use_safetensors=True)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(
             f"{folder}: cannot be loaded as an encoder: {error}", code="damaged-file", file=str(folder)
         ) from error
     model = model.to(torch_device(device)).eval()
-    encode = partial(_encode, model, words, settings["layer"])
+    encode = partial(_encode, model, tokenizer, settings["layer"])
     pairs = [
-        (at, prediction, reference)
-        for at, (prediction, texts) in enumerate(zip(predictions, references, strict=True))
+        (example_index, prediction, reference)
+        for example_index, (prediction, texts) in enumerate(zip(predictions, references, strict=True))
         for reference in texts
     ]
     pairs.sort(key=lambda pair: len(pair[1]) + len(pair[2]))
     best = [0.0] * len(predictions)
     with torch.inference_mode():
         for start in range(0, len(pairs), _BATCH_SIZE):
-            places, ours, theirs = zip(*pairs[start : start + _BATCH_SIZE], strict=True)
-            values = _greedy_f1(encode(ours), encode(theirs))
-            for at, value in zip(places, values.tolist(), strict=True):
-                best[at] = max(best[at], value)
+            example_indices, predicted_texts, reference_texts = zip(
+                *pairs[start : start + _BATCH_SIZE], strict=True
+            )
+            values = _greedy_f1(encode(predicted_texts), encode(reference_texts))
+            for example_index, value in zip(example_indices, values.tolist(), strict=True):
+                best[example_index] = max(best[example_index], value)
     return [[value] for value in best]
 
 
@@ -183,12 +185,12 @@ def _greedy_f1(prediction: EncodedTokens, reference: EncodedTokens) -> torch.Ten
     similarity = prediction[0] @ reference[0].transpose(1, 2)  # [B, P, R]
     absent = ~(prediction[1][:, :, None] & reference[1][:, None, :])
     similarity = similarity.masked_fill(absent, -1.0)
-    own, other = prediction[2].float(), reference[2].float()
-    precision = (similarity.amax(dim=2) * own).sum(1) / own.sum(1).clamp(min=1)
+    prediction_mask, other = prediction[2].float(), reference[2].float()
+    precision = (similarity.amax(dim=2) * prediction_mask).sum(1) / prediction_mask.sum(1).clamp(min=1)
     recall = (similarity.amax(dim=1) * other).sum(1) / other.sum(1).clamp(min=1)
     total = precision + recall
     f1 = 2 * precision * recall / total.where(total != 0, 1)
-    return f1 * ((own.sum(1) > 0) & (other.sum(1) > 0))
+    return f1 * ((prediction_mask.sum(1) > 0) & (other.sum(1) > 0))
 
 
 BERTSCORE = BertScore(

@@ -47,6 +47,12 @@ class Bleu(SacrebleuMetric):
         texts = (text for references in samples.references for text in references)
         return BLEU(tokenize=bleu_tokenizer(texts, settings.get("tokenize"), samples.language))
 
+    def segment_statistics(self, scorer: Any, prediction: str, references: Sequence[str]) -> list[float]:
+        """Return the lengths and the counts of each order."""
+        # `sentence_score` would warn once per segment that its order is not the effective one
+        score = scorer.corpus_score([prediction], [[text] for text in references])
+        return [score.sys_len, score.ref_len, *score.counts, *score.totals]
+
     def value(self, rows: Array, weights: Array) -> Array:
         """Return corpus BLEU with exponential smoothing."""
         return _combine(weights @ rows)

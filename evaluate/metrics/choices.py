@@ -25,9 +25,11 @@ class ChoiceAccuracy(Metric[ChoiceSamples]):
         for losses, texts, answer in zip(samples.losses, samples.choices, samples.answers, strict=True):
             per_size = np.divide(losses, [self._size(text) for text in texts])
             rows.append([int(np.argmin(per_size)), int(answer)])
-        chance = 100 * float(np.mean([1 / len(each) for each in samples.choices]))
+        chance_accuracy = 100 * float(
+            np.mean([1 / len(answer_choices) for answer_choices in samples.choices])
+        )
         signature = f"choices:log-likelihood|normalized:{self.normalized_by}|ci:wilson"
-        return ExampleRows(rows, signature, chance=chance)
+        return ExampleRows(rows, signature, chance=chance_accuracy)
 
     def _size(self, text: str) -> int:
         return 1

@@ -44,9 +44,9 @@ class ClassMetric(Metric[ClassSamples]):
     def example_rows(self, samples: ClassSamples, settings: Mapping[str, Any]) -> ExampleRows:
         """Return the classes of each example; settings: `label`, the number of the only class."""
         label = settings.get("label")
-        only = [] if label is None else [label]
+        label_columns = [] if label is None else [label]
         pairs = zip(samples.predicted, samples.gold, strict=True)
-        rows: Rows = [[int(predicted), int(gold), *only] for predicted, gold in pairs]
+        rows: Rows = [[int(predicted), int(gold), *label_columns] for predicted, gold in pairs]
         return ExampleRows(rows, self._signature(label), self._library_value(samples, label))
 
     def _signature(self, label: int | None) -> str:
@@ -94,21 +94,21 @@ def _class_counts(rows: Array, weights: Array) -> ClassCounts:
     classes, codes = np.unique(rows[:, :2].astype(np.int64), return_inverse=True)
     predicted, gold = codes.reshape(len(rows), 2).T
     hit = predicted == gold
-    found = np.empty((3, len(weights), len(classes)))
+    class_counts = np.empty((3, len(weights), len(classes)))
     for index, weight in enumerate(weights):
-        found[0, index] = np.bincount(gold[hit], weights=weight[hit], minlength=len(classes))
-        found[1, index] = np.bincount(predicted, weights=weight, minlength=len(classes))
-        found[2, index] = np.bincount(gold, weights=weight, minlength=len(classes))
+        class_counts[0, index] = np.bincount(gold[hit], weights=weight[hit], minlength=len(classes))
+        class_counts[1, index] = np.bincount(predicted, weights=weight, minlength=len(classes))
+        class_counts[2, index] = np.bincount(gold, weights=weight, minlength=len(classes))
     if rows.shape[1] == 3:
-        found = found[:, :, classes == rows[0, 2]]
-    matched, guessed, present = found
-    return matched, guessed, present
+        class_counts = class_counts[:, :, classes == rows[0, 2]]
+    true_positives, guessed, present = class_counts
+    return true_positives, guessed, present
 
 
 def _mean_of_seen(values: Array, counts: ClassCounts) -> Array:
     """Return the mean over the classes that a resample predicts or contains: [R, C] -> [R], 0 for none."""
-    seen = counts[1] + counts[2] > 0
-    return np.asarray(np.where(seen, values, 0).sum(1) / np.maximum(1, seen.sum(1)))
+    is_present = counts[1] + counts[2] > 0
+    return np.asarray(np.where(is_present, values, 0).sum(1) / np.maximum(1, is_present.sum(1)))
 
 
 class F1(ClassMetric):
@@ -116,8 +116,8 @@ class F1(ClassMetric):
 
     def value(self, rows: Array, weights: Array) -> Array:
         """Return macro F1, or that of one class: [R]."""
-        matched, predicted, gold = counts = _class_counts(rows, weights)
-        return _mean_of_seen(safe_ratio(2 * matched, predicted + gold), counts)
+        true_positives, predicted, gold = counts = _class_counts(rows, weights)
+        return _mean_of_seen(safe_ratio(2 * true_positives, predicted + gold), counts)
 
     def _library_value(self, samples: ClassSamples, label: int | None) -> float | None:
         from sklearn.metrics import f1_score
@@ -136,8 +136,8 @@ class Precision(ClassMetric):
 
     def value(self, rows: Array, weights: Array) -> Array:
         """Return macro precision, or that of one class: [R]."""
-        matched, predicted, _ = counts = _class_counts(rows, weights)
-        return _mean_of_seen(safe_ratio(matched, predicted), counts)
+        true_positives, predicted, _ = counts = _class_counts(rows, weights)
+        return _mean_of_seen(safe_ratio(true_positives, predicted), counts)
 
 
 class Recall(ClassMetric):
@@ -145,8 +145,8 @@ class Recall(ClassMetric):
 
     def value(self, rows: Array, weights: Array) -> Array:
         """Return macro recall, or that of one class: [R]."""
-        matched, _, gold = counts = _class_counts(rows, weights)
-        return _mean_of_seen(safe_ratio(matched, gold), counts)
+        true_positives, _, gold = counts = _class_counts(rows, weights)
+        return _mean_of_seen(safe_ratio(true_positives, gold), counts)
 
 
 class Matthews(ClassMetric):
@@ -157,11 +157,11 @@ class Matthews(ClassMetric):
 
     def value(self, rows: Array, weights: Array) -> Array:
         """Return the correlation: [R]."""
-        matched, predicted, gold = _class_counts(rows, weights)
+        true_positives, predicted, gold = _class_counts(rows, weights)
         total = weights.sum(1)
-        together = matched.sum(1) * total - (predicted * gold).sum(1)
-        spread = (total**2 - (predicted**2).sum(1)) * (total**2 - (gold**2).sum(1))
-        return safe_ratio(together, np.sqrt(np.maximum(0, spread)))
+        together = true_positives.sum(1) * total - (predicted * gold).sum(1)
+        variance_product = (total**2 - (predicted**2).sum(1)) * (total**2 - (gold**2).sum(1))
+        return safe_ratio(together, np.sqrt(np.maximum(0, variance_product)))
 
     def _signature(self, label: int | None) -> str:
         return f"x100|constant:0|{BOOTSTRAP_SIGNATURE}|formula:{_library()}"
@@ -172,15 +172,15 @@ def _changed_classes(rows: Array) -> tuple[Array, Array]:
 
     A right prediction becomes the most frequent other class, a wrong one becomes right.
     """
-    kinds, counts = np.unique(rows, axis=0, return_counts=True)
+    unique_rows, counts = np.unique(rows, axis=0, return_counts=True)
     classes, frequency = np.unique(rows[:, 0], return_counts=True)
     frequent = classes[np.argsort(-frequency, kind="stable")]
-    changed = kinds.copy()
-    for row in changed:
+    changed_rows = unique_rows.copy()
+    for row in changed_rows:
         other = next((label for label in frequent if label != row[1]), rows[:, :2].max() + 1)
         row[0] = other if row[0] == row[1] else row[1]
-    unit = np.eye(len(kinds))
-    return np.concatenate([kinds, changed]), np.concatenate([counts - unit, unit], axis=1)
+    unit = np.eye(len(unique_rows))
+    return np.concatenate([unique_rows, changed_rows]), np.concatenate([counts - unit, unit], axis=1)
 
 
 _SINGLE = (SINGLE_LABEL,)

@@ -38,12 +38,12 @@ class CrossEntropy(Metric[ClassSamples | LabelSetSamples]):
         assert samples.logits is not None
         logits = check_finite_outputs(samples.logits).astype(np.float64)
         of_sets = isinstance(samples, LabelSetSamples)
-        losses, chance = (
+        losses, chance_loss = (
             _label_losses(logits, samples.gold) if of_sets else _class_losses(logits, samples.gold)
         )
         average = "labels:mean|average:mean" if of_sets else "average:mean"
         rows: Rows = [[float(loss)] for loss in losses]
-        return ExampleRows(rows, f"logits:float32|{average}|{BOOTSTRAP_SIGNATURE}", chance=chance)
+        return ExampleRows(rows, f"logits:float32|{average}|{BOOTSTRAP_SIGNATURE}", chance=chance_loss)
 
 
 def _class_losses(logits: NDArray[np.float64], gold: Any) -> tuple[NDArray[np.float64], float]:

@@ -56,17 +56,21 @@ class LabelSetMetric(Metric[LabelSetSamples]):
     def _combine(self, counts: LabelCounts) -> Array:
         """Return the statistic from counts by label, [R, C] -> [R]."""
         together = self.average == "micro"
-        matched, guessed, present = (each.sum(1, keepdims=True) for each in counts) if together else counts
-        below = {"f1": (guessed + present) / 2, "precision": guessed, "recall": present}[self.statistic]
-        return np.asarray(safe_ratio(matched, below).mean(axis=1))
+        true_positives, guessed, present = (
+            (label_counts.sum(1, keepdims=True) for label_counts in counts) if together else counts
+        )
+        denominators = {"f1": (guessed + present) / 2, "precision": guessed, "recall": present}[
+            self.statistic
+        ]
+        return np.asarray(safe_ratio(true_positives, denominators).mean(axis=1))
 
     def example_values(self, rows: Array) -> Array | None:
         """Return F1 of each example's own labels, 100 where it neither has nor gets any."""
         if self.statistic != "f1":
             return None
         predicted, gold = np.split(rows, 2, axis=1)
-        either = (predicted + gold).sum(1)
-        return np.where(either > 0, safe_ratio(2 * (predicted * gold).sum(1), either), 100.0)
+        total_labels = (predicted + gold).sum(1)
+        return np.where(total_labels > 0, safe_ratio(2 * (predicted * gold).sum(1), total_labels), 100.0)
 
     def changed_values(self, rows: Array) -> Array:
         """Return the values after one label of an example changed."""
@@ -85,22 +89,24 @@ class SubsetAccuracy(Metric[LabelSetSamples]):
     def example_rows(self, samples: LabelSetSamples, settings: Mapping[str, Any]) -> ExampleRows:
         """Return whether each set is right."""
         hits = (samples.predicted == samples.gold).all(axis=1)
-        [(_, most)] = Counter(map(tuple, samples.gold.tolist())).most_common(1)
-        return ExampleRows([[int(hit), 1] for hit in hits], "ci:wilson", chance=100 * most / len(hits))
+        [(_, max_frequency)] = Counter(map(tuple, samples.gold.tolist())).most_common(1)
+        return ExampleRows(
+            [[int(hit), 1] for hit in hits], "ci:wilson", chance=100 * max_frequency / len(hits)
+        )
 
 
 def _changed_label_counts(rows: Array) -> LabelCounts:
     """Return the counts by label after one prediction of one label changed, each [changes, K]."""
     predicted, gold = np.split(rows, 2, axis=1)
-    matched, guessed, present = (predicted * gold).sum(0), predicted.sum(0), gold.sum(0)
-    unit = np.eye(len(matched))
+    true_positives, guessed, present = (predicted * gold).sum(0), predicted.sum(0), gold.sum(0)
+    unit = np.eye(len(true_positives))
     changes = (
-        (matched > 0, -unit, -unit),  # a right label is missing
-        (present > matched, unit, unit),  # a missing label is right
-        (guessed > matched, 0 * unit, -unit),  # an extra label is left out
-        (len(rows) - guessed - present + matched > 0, 0 * unit, unit),  # an extra label
+        (true_positives > 0, -unit, -unit),  # a right label is missing
+        (present > true_positives, unit, unit),  # a missing label is right
+        (guessed > true_positives, 0 * unit, -unit),  # an extra label is left out
+        (len(rows) - guessed - present + true_positives > 0, 0 * unit, unit),  # an extra label
     )
-    hits = np.concatenate([matched + change[possible] for possible, change, _ in changes])
+    hits = np.concatenate([true_positives + change[possible] for possible, change, _ in changes])
     guesses = np.concatenate([guessed + change[possible] for possible, _, change in changes])
     return hits, guesses, np.broadcast_to(present, hits.shape)
 

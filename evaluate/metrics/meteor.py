@@ -67,15 +67,17 @@ class Meteor(TextMetric):
         (sentences, parameters), tokenizer = sentence_tokenizer(), NLTKWordTokenizer()
 
         def words(text: str) -> list[str]:
-            return [word for sentence in sentences.tokenize(text) for word in tokenizer.tokenize(sentence)]
+            return [token for sentence in sentences.tokenize(text) for token in tokenizer.tokenize(sentence)]
 
         rows: Rows = [
             [float(meteor_score([words(text) for text in texts], words(prediction)))]
             for prediction, texts in zip(samples.predictions, samples.references, strict=True)
         ]
-        words_of = f"tok:nltk|sentences:punkt {parameters}|refs:best"
+        tokenizer_signature = f"tok:nltk|sentences:punkt {parameters}|refs:best"
         library = f"version:nltk {version('nltk')}"
-        return ExampleRows(rows, f"alpha:0.9|beta:3|gamma:0.5|{words_of}|{BOOTSTRAP_SIGNATURE}|{library}")
+        return ExampleRows(
+            rows, f"alpha:0.9|beta:3|gamma:0.5|{tokenizer_signature}|{BOOTSTRAP_SIGNATURE}|{library}"
+        )
 
     def check(self, settings: Mapping[str, Any], base: Path, splits: Mapping[str, Split]) -> None:
         """Check that WordNet is installed."""

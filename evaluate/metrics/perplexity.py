@@ -35,8 +35,8 @@ class LossMetric(Metric[LossSamples]):
     def example_rows(self, samples: LossSamples, settings: Mapping[str, Any]) -> ExampleRows:
         """Return the loss of each example; chance: of a uniform model."""
         rows: Rows = [list(row) for row in zip(samples.losses, samples.tokens, samples.sizes, strict=True)]
-        chance = self._uniform_value(samples, samples.vocabulary) if samples.vocabulary else None
-        return ExampleRows(rows, f"{samples.settings}|{BOOTSTRAP_SIGNATURE}", chance=chance)
+        uniform_value = self._uniform_value(samples, samples.vocabulary) if samples.vocabulary else None
+        return ExampleRows(rows, f"{samples.settings}|{BOOTSTRAP_SIGNATURE}", chance=uniform_value)
 
     def _uniform_value(self, samples: LossSamples, vocabulary: int) -> float:
         return float(vocabulary)
@@ -72,8 +72,8 @@ class Perplexity(LossMetric):
             for loss, tokens, size in zip(samples.losses, samples.tokens, samples.sizes, strict=True)
         ]
         signature = f"{samples.settings}|ci:t, bootstrap over windows|bs:{RESAMPLES}|seed:{BOOTSTRAP_SEED}"
-        chance = self._uniform_value(samples, samples.vocabulary) if samples.vocabulary else None
-        return ExampleRows(rows, signature, chance=chance, count=sum(samples.tokens))
+        uniform_value = self._uniform_value(samples, samples.vocabulary) if samples.vocabulary else None
+        return ExampleRows(rows, signature, chance=uniform_value, count=sum(samples.tokens))
 
 
 class BitsPerByte(Perplexity):

@@ -108,9 +108,11 @@ def find_metric(name: str) -> Metric[Any]:
         return replace(_CUSTOM_METRIC, name=base, title=base)
     if base not in METRICS:
         raise KeyError(f"'{name}' is not a metric")
-    known = METRICS[base]
+    base_definition = METRICS[base]
     return (
-        known if base == name else replace(known, name=name, title=f"{known.title} {name.removeprefix(base)}")
+        base_definition
+        if base == name
+        else replace(base_definition, name=name, title=f"{base_definition.title} {name.removeprefix(base)}")
     )
 
 
@@ -122,8 +124,8 @@ def variant_name(metric: str, settings: Mapping[str, Any]) -> str:
 def base_metric(name: str) -> str:
     """Return the metric of `variant_name`, `f1` for `f1(positive)`; other names are returned as they are."""
     base, bracket, _ = name.partition("(")
-    found = METRICS.get(base) if bracket and name.endswith(")") else None
-    return base if found is not None and found.has_variants else name
+    variant_base = METRICS.get(base) if bracket and name.endswith(")") else None
+    return base if variant_base is not None and variant_base.has_variants else name
 
 
 def absent_metric_hint(name: str) -> str:
@@ -159,16 +161,16 @@ def is_lower_better(name: str, settings: MetricSettingValues) -> bool:
     """Return whether lower values of the metric `name` are better; False for an unknown one."""
     if is_custom_metric(name):
         return not settings.get(name, {}).get("greater_is_better", True)
-    known = METRICS.get(base_metric(name))
-    return known is not None and not known.higher_is_better
+    definition = METRICS.get(base_metric(name))
+    return definition is not None and not definition.higher_is_better
 
 
 def fitting_metrics(*groups: str) -> tuple[str, ...]:
     """Return the metrics of tasks or problem types: by default scored ones first, of these the main one."""
-    found: list[str] = []
+    names: list[str] = []
     for part in ("main", "tasks", "optional"):
-        found += [name for name, metric in METRICS.items() if {*groups} & {*getattr(metric, part)}]
-    return tuple(dict.fromkeys(found))
+        names += [name for name, metric in METRICS.items() if {*groups} & {*getattr(metric, part)}]
+    return tuple(dict.fromkeys(names))
 
 
 def default_metrics(group: str) -> tuple[str, ...]:

@@ -47,18 +47,18 @@ class Rouge(TextMetric):
         score: Callable[[Sequence[str], str], dict[str, Any]] = scorer.score_multi
         rows: Rows = []
         for texts, prediction in zip(samples.references, samples.predictions, strict=True):
-            found = score([_sentence_lines(text) for text in texts], _sentence_lines(prediction))
-            rows.append([float(found[self.name].fmeasure)])
+            rouge_scores = score([_sentence_lines(text) for text in texts], _sentence_lines(prediction))
+            rows.append([float(rouge_scores[self.name].fmeasure)])
         return ExampleRows(rows, self._signature(samples.references))
 
     def _signature(self, references: Sequence[Sequence[str]]) -> str:
         counts = {len(texts) for texts in references}
-        number = str(counts.pop()) if len(counts) == 1 else "var"
+        num_references = str(counts.pop()) if len(counts) == 1 else "var"
         settings = "case:lower|tok:smelt-unicode-words-2|stem:no|refs:best F1|average:mean"
         if self.name == "rougeLsum":
             settings += "|sentences:line ends and .!?"
         library = f"version:rouge-score {version('rouge-score')}"
-        return f"nrefs:{number}|{settings}|{BOOTSTRAP_SIGNATURE}|{library}"
+        return f"nrefs:{num_references}|{settings}|{BOOTSTRAP_SIGNATURE}|{library}"
 
 
 def _sentence_lines(text: str) -> str:

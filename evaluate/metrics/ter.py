@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,11 @@ class Ter(SacrebleuMetric):
         from sacrebleu.metrics import ter
 
         return ter.TER()
+
+    def segment_statistics(self, scorer: Any, prediction: str, references: Sequence[str]) -> list[float]:
+        """Return the edits and the mean length of the references."""
+        score = scorer.sentence_score(prediction, references)
+        return [score.num_edits, score.ref_length]
 
     def value(self, rows: Array, weights: Array) -> Array:
         """Return 100 times edits / length, 100 for edits of empty references: [R]."""

@@ -66,7 +66,11 @@ class Waterfall:
     @property
     def panels(self) -> list[int]:
         """The quantities that change anywhere in the chain."""
-        return [at for at in range(3) if sum(row.changes[at] is not None for row in self.rows) > 1]
+        return [
+            panel_index
+            for panel_index in range(3)
+            if sum(row.changes[panel_index] is not None for row in self.rows) > 1
+        ]
 
 
 def find_waterfall(report: ReportData) -> Waterfall | None:
@@ -74,21 +78,23 @@ def find_waterfall(report: ReportData) -> Waterfall | None:
 
     Changes of quality have a `*` where the paired test against the step before gives p < 0.05.
     """
-    named = (report.verdict.step or report.verdict.closest) if report.verdict else None
+    selected_name = (report.verdict.step or report.verdict.closest) if report.verdict else None
     chains = [_chain(report, step) for step in report.steps if step.status in ("done", "cached")]
-    chain = max(chains, key=lambda chain: (bool(chain) and chain[-1].name == named, len(chain)), default=[])
+    chain = max(
+        chains, key=lambda chain: (bool(chain) and chain[-1].name == selected_name, len(chain)), default=[]
+    )
     metric, sizes = next(iter(view.metric_names(report)), None), view.batch_sizes(report)
     timed = [step.latency_at(sizes[0]) if sizes else None for step in chain]
     paired = zip(chain, timed, strict=True)
     measure = _latency_measure([row for step, row in paired if row and step.name != report.baseline])
-    what = "CPU time" if measure == "cpu_speedup" else "Latency"
-    latency = f"{what} at batch {sizes[0]}, % of {report.baseline}" if sizes else what
+    time_label = "CPU time" if measure == "cpu_speedup" else "Latency"
+    latency = f"{time_label} at batch {sizes[0]}, % of {report.baseline}" if sizes else time_label
     titles = (view.metric_label(metric) if metric else "Quality", latency, "Size, MB")
     rows: list[WaterfallRow] = []
     for step, row in zip(chain, timed, strict=True):
         last = [
-            next((c.after for done in reversed(rows) if (c := done.changes[at]) is not None), None)
-            for at in range(3)
+            next((c.after for done in reversed(rows) if (c := done.changes[panel_index]) is not None), None)
+            for panel_index in range(3)
         ]
         changes = (
             _quality_change(step, metric, last[0]) if metric else None,
@@ -96,16 +102,16 @@ def find_waterfall(report: ReportData) -> Waterfall | None:
             _change(step.size_bytes and step.size_bytes / 1e6, last[2], view.significant_digits),
         )
         rows.append(WaterfallRow(step, changes))
-    found = Waterfall(titles, rows)
-    return found if found.panels else None
+    waterfall = Waterfall(titles, rows)
+    return waterfall if waterfall.panels else None
 
 
 def _chain(report: ReportData, step: StepReport) -> list[StepReport]:
     """Return the steps from the original model to `step`."""
-    named = {step.name: step for step in report.steps}
+    steps_by_name = {step.name: step for step in report.steps}
     chain = [step]
     while chain[0].parent is not None:
-        chain.insert(0, named[chain[0].parent])
+        chain.insert(0, steps_by_name[chain[0].parent])
     return chain
 
 
@@ -130,10 +136,12 @@ def _quality_change(step: StepReport, metric: str, before: float | None) -> Chan
     paired = step.against_parent.get(metric)
     significant = paired is not None and view.is_significant(paired)
     digits = view.difference_digits(paired, metric) if paired and significant else view.metric_digits(metric)
-    found = _change(
+    change = _change(
         score.value, before, lambda value: view.number_text(value, digits), score.higher_is_better
     )
-    return replace(found, text=f"{found.text}*") if found and before is not None and significant else found
+    return (
+        replace(change, text=f"{change.text}*") if change and before is not None and significant else change
+    )
 
 
 def _latency_measure(rows: Sequence[LatencyReport]) -> str:
@@ -146,10 +154,10 @@ def _latency_change(
     row: LatencyReport | None, measure: str, before: float | None, is_baseline: bool
 ) -> Change | None:
     ratio = 1.0 if is_baseline and row else row and getattr(row, measure)
-    found = _change(100 / ratio if ratio else None, before, lambda value: f"{value:.0f} %")
-    if found and row and row.stable is False and measure == "speedup" and not is_baseline:
-        return replace(found, text=f"{found.text} {view.DISTURBED_MARK}")
-    return found
+    change = _change(100 / ratio if ratio else None, before, lambda value: f"{value:.0f} %")
+    if change and row and row.stable is False and measure == "speedup" and not is_baseline:
+        return replace(change, text=f"{change.text} {view.DISTURBED_MARK}")
+    return change
 
 
 @dataclass(frozen=True)
@@ -190,17 +198,19 @@ def draw_waterfall(
     width, height = layout.width, layout.height(waterfall)
     figure = new_figure(width, height, colors)
     count = len(waterfall.panels)
-    for place, at in enumerate(waterfall.panels):
+    for position, panel_index in enumerate(waterfall.panels):
         width_share, height_share = (1, count) if layout.stacked else (count, 1)
-        each, panel = (width - layout.left - 8) / width_share, height / height_share
-        left = layout.left + (0 if layout.stacked else each * place + layout.gap / 2)
-        bottom = panel * (height_share - 1 - place) + 26 if layout.stacked else 26
-        size = ((each - layout.gap) / width, (panel - layout.top - 26) / height)
-        box = (left / width, bottom / height, *size)
+        panel_width, panel = (width - layout.left - 8) / width_share, height / height_share
+        panel_left = layout.left + (0 if layout.stacked else panel_width * position + layout.gap / 2)
+        bottom = panel * (height_share - 1 - position) + 26 if layout.stacked else 26
+        size = ((panel_width - layout.gap) / width, (panel - layout.top - 26) / height)
+        box = (panel_left / width, bottom / height, *size)
         axes = figure.add_axes(box, facecolor=colors["card"])
-        _draw_panel(axes, waterfall.titles[at], [row.changes[at] for row in waterfall.rows], colors)
-        named = layout.stacked or place == 0
-        names = [shorten(row.step.name, layout.name_letters) if named else "" for row in waterfall.rows]
+        _draw_panel(
+            axes, waterfall.titles[panel_index], [row.changes[panel_index] for row in waterfall.rows], colors
+        )
+        shows_names = layout.stacked or position == 0
+        names = [shorten(row.step.name, layout.name_letters) if shows_names else "" for row in waterfall.rows]
         axes.set_yticks(range(len(names)), names)
         for label in axes.get_yticklabels():
             label.set_color(colors["ink"])
@@ -220,22 +230,22 @@ def _draw_panel(axes: Any, title: str, changes: Sequence[Change | None], colors:
     axes.ticklabel_format(axis="x", useOffset=False, scilimits=(-4, 7))
     axes.set_title(shorten(title, 44), loc="left", fontsize=12, color=colors["soft"])
     last: tuple[int, float] | None = None
-    for at, change in enumerate(changes):
+    for row_index, change in enumerate(changes):
         if change is None:
             continue
         color = colors["soft"] if change.is_better is None else colors["good" if change.is_better else "bad"]
         if last is not None:  # from the bar before, also across steps without a value
-            axes.plot([last[1]] * 2, [last[0], at], color=colors["soft"], linewidth=1, zorder=1)
+            axes.plot([last[1]] * 2, [last[0], row_index], color=colors["soft"], linewidth=1, zorder=1)
         if change.before is not None:
             begin, width = min(change.before, change.after), abs(change.after - change.before)
-            axes.barh(at, width, left=begin, height=0.5, color=color, zorder=2)
-        axes.plot(change.after, at, "o", markersize=5, color=color, zorder=3)
+            axes.barh(row_index, width, left=begin, height=0.5, color=color, zorder=2)
+        axes.plot(change.after, row_index, "o", markersize=5, color=color, zorder=3)
         right = max(change.after, change.after if change.before is None else change.before)
         axes.annotate(
-            change.text, (right, at), (8, 0), textcoords="offset points", va="center", fontsize=12,
+            change.text, (right, row_index), (8, 0), textcoords="offset points", va="center", fontsize=12,
             color=colors["ink"], zorder=4,
         )  # fmt: skip
-        last = (at, change.after)
+        last = (row_index, change.after)
 
 
 _LOG_SCALE_RATIO = 4.0  # the speed axis is logarithmic from this ratio of the fastest to the slowest
@@ -329,15 +339,15 @@ def scatter_chart(report: ReportData) -> Chart | None:
     if metric is None or not sizes:
         return None
     timed = [(step, step.latency_at(sizes[0])) for step in report.steps if metric in step.quality]
-    drawn = [(step, row) for step, row in timed if row and row.speedup]
+    plotted = [(step, row) for step, row in timed if row and row.speedup]
     # a chance-level score would stretch the axis, and such a step is not useful
-    drawn = [(step, row) for step, row in drawn if not step.quality[metric].at_chance] or drawn
-    if not drawn:
+    plotted = [(step, row) for step, row in plotted if not step.quality[metric].at_chance] or plotted
+    if not plotted:
         return None
-    better = drawn[0][0].quality[metric].higher_is_better
-    points = [_chart_point(step, row, metric, report) for step, row in drawn]
+    higher_is_better = plotted[0][0].quality[metric].higher_is_better
+    points = [_chart_point(step, row, metric, report) for step, row in plotted]
     legend = list(dict.fromkeys((point.shape, point.shape, point.color) for point in points))
-    return Chart(quality_label(metric, better), f"speed-up at batch {sizes[0]}", points, legend)
+    return Chart(quality_label(metric, higher_is_better), f"speed-up at batch {sizes[0]}", points, legend)
 
 
 def quality_label(metric: str, higher_is_better: bool) -> str:
@@ -376,7 +386,7 @@ def _chart_point(step: StepReport, row: LatencyReport, metric: str, report: Repo
 
 def page_figure(chart: Chart, size: ChartSize, label: str) -> PageFigure:
     """Return the chart for a page; `label` describes it to screen readers."""
-    titles = {f"point-{at}": point.title for at, point in enumerate(chart.points)}
+    titles = {f"point-{point_index}": point.title for point_index, point in enumerate(chart.points)}
     return PageFigure(partial(_draw, chart, size), size.name, size.width, size.height, label, titles)
 
 
@@ -388,8 +398,8 @@ def chart_file(chart: Chart, colors: Mapping[str, str], kind: str) -> bytes:
 def chart_files(report: ReportData) -> dict[str, bytes]:
     """Return the content of `CHART_FILES` by name; without those of a chart that there is not."""
     scatter, waterfall = scatter_chart(report), find_waterfall(report)
-    found = draw_theme_files(partial(_draw, scatter, _FILE), "report") if scatter else {}
-    return found | (draw_theme_files(partial(draw_waterfall, waterfall), "waterfall") if waterfall else {})
+    files = draw_theme_files(partial(_draw, scatter, _FILE), "report") if scatter else {}
+    return files | (draw_theme_files(partial(draw_waterfall, waterfall), "waterfall") if waterfall else {})
 
 
 def _draw(chart: Chart, size: ChartSize, colors: Mapping[str, str]) -> Any:
@@ -398,20 +408,22 @@ def _draw(chart: Chart, size: ChartSize, colors: Mapping[str, str]) -> Any:
     # a layout engine would draw everything several times to measure it
     axes = figure.add_axes(size.axes_box(), facecolor=colors["card"])
     for path in chart.paths:
-        ends = [(chart.points[at].x, chart.points[at].y) for at in path]
+        ends = [(chart.points[point_index].x, chart.points[point_index].y) for point_index in path]
         axes.plot(*zip(*ends, strict=True), color=colors["line"], linewidth=2, zorder=1)
-    for at, point in enumerate(chart.points):
-        pale, color = 1.0 if point.competes else _PALE, colors[point.color]
-        across, along = ([[value - low], [high - value]] for value, low, high in _spans(point))
-        bars: dict[str, Any] = {"ecolor": colors["soft"], "elinewidth": 1.2, "alpha": 0.75 * pale}
-        axes.errorbar(point.x, point.y, along, across, fmt="none", zorder=2, **bars)
+    for point_index, point in enumerate(chart.points):
+        opacity, color = 1.0 if point.competes else _PALE, colors[point.color]
+        across, x_error = ([[value - low], [high - value]] for value, low, high in _spans(point))
+        bars: dict[str, Any] = {"ecolor": colors["soft"], "elinewidth": 1.2, "alpha": 0.75 * opacity}
+        axes.errorbar(point.x, point.y, x_error, across, fmt="none", zorder=2, **bars)
         marker: dict[str, Any] = {
             "marker": _MARKERS.get(point.shape, "o"),
             "markersize": 11,
             "color": color,
-            "alpha": pale,
+            "alpha": opacity,
         }
-        axes.plot(point.x, point.y, **marker, markeredgecolor=colors["card"], zorder=4, gid=f"point-{at}")
+        axes.plot(
+            point.x, point.y, **marker, markeredgecolor=colors["card"], zorder=4, gid=f"point-{point_index}"
+        )
         if point.baseline:
             axes.plot(point.x, point.y, **_ring(colors), zorder=3)
     if front := _front(chart.points):
@@ -425,8 +437,8 @@ def _draw(chart: Chart, size: ChartSize, colors: Mapping[str, str]) -> Any:
 
 def _spans(point: ChartPoint) -> list[tuple[float, float, float]]:
     """Return (value, low, high) of both axes; no bar is negative where an interval misses its value."""
-    found = [(point.x, point.x_low, point.x_high), (point.y, point.y_low, point.y_high)]
-    return [(value, min(low, value), max(high, value)) for value, low, high in found]
+    spans = [(point.x, point.x_low, point.x_high), (point.y, point.y_low, point.y_high)]
+    return [(value, min(low, value), max(high, value)) for value, low, high in spans]
 
 
 def _front(points: Sequence[ChartPoint]) -> list[tuple[float, float]]:
@@ -463,9 +475,9 @@ def _draw_axes(axes: Any, chart: Chart, colors: Mapping[str, str]) -> None:
     axes.ticklabel_format(axis="y", useOffset=False, scilimits=(-4, 7))
     axes.yaxis.get_offset_text().set_color(colors["soft"])
     scale = " (log scale)" if chart.logarithmic else ""
-    words = {"fontsize": 12.5, "color": colors["soft"]}
-    axes.set_xlabel(f"{chart.quantity}{scale} · {chart.faster}", labelpad=8, **words)
-    axes.set_ylabel(escape_controls(chart.metric), rotation_mode="anchor", **words)
+    text_style = {"fontsize": 12.5, "color": colors["soft"]}
+    axes.set_xlabel(f"{chart.quantity}{scale} · {chart.faster}", labelpad=8, **text_style)
+    axes.set_ylabel(escape_controls(chart.metric), rotation_mode="anchor", **text_style)
     style_axes(axes, colors)
 
 
@@ -474,8 +486,8 @@ def _log_ticks(low: float, high: float) -> list[float]:
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks: list[float] = []
     for digits in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)):
-        marks = [digit * 10.0**power for power in powers for digit in digits]
-        ticks = [mark for mark in marks if low <= mark <= high]
+        candidates = [digit * 10.0**power for power in powers for digit in digits]
+        ticks = [tick for tick in candidates if low <= tick <= high]
         if len(ticks) >= 4:
             break
     return ticks
@@ -507,23 +519,27 @@ def _draw_names(axes: Any, points: Sequence[ChartPoint], size: ChartSize, colors
 
     Boxes are (left, bottom, right, top) in points.
     """
-    place: Callable[[tuple[float, float]], Any] = axes.transData.transform
-    taken: list[tuple[Box, float]] = []
+    to_pixels: Callable[[tuple[float, float]], Any] = axes.transData.transform
+    occupied: list[tuple[Box, float]] = []
     for point in points:
-        (x, y), (x_low, y_low), (x_high, y_high) = (place(at) for at in zip(*_spans(point), strict=True))
-        taken.append(((x - 7, y - 7, x + 7, y + 7), 3.0))
-        taken.append(((x - 2, y_low, x + 2, y_high), 1.0))
-        taken.append(((x_low, y - 2, x_high, y + 2), 1.0))
-    front = [place(at) for at in _front(points)]
+        (x, y), (x_low, y_low), (x_high, y_high) = (
+            to_pixels(corner) for corner in zip(*_spans(point), strict=True)
+        )
+        occupied.append(((x - 7, y - 7, x + 7, y + 7), 3.0))
+        occupied.append(((x - 2, y_low, x + 2, y_high), 1.0))
+        occupied.append(((x_low, y - 2, x_high, y + 2), 1.0))
+    front = [to_pixels(corner) for corner in _front(points)]
     for (x, _), (right, y) in pairwise(front):
-        taken.append(((x, y - 2, right, y + 2), 1.0))
-    room = axes.get_window_extent().bounds
-    limits = (room[0] + 2, room[1], float(size.width), room[1] + room[3])
+        occupied.append(((x, y - 2, right, y + 2), 1.0))
+    bounds = axes.get_window_extent().bounds
+    limits = (bounds[0] + 2, bounds[1], float(size.width), bounds[1] + bounds[3])
     for point in sorted((point for point in points if point.name), key=lambda point: -point.y):
         name = shorten(point.name, size.name_letters)
-        x, y = place((point.x, point.y))
-        dx, dy, side, box = min(_name_places(x, y, name), key=lambda found: _overlap(found[3], taken, limits))
-        taken.append((box, 4.0))
+        x, y = to_pixels((point.x, point.y))
+        dx, dy, side, box = min(
+            _name_places(x, y, name), key=lambda placement: _overlap(placement[3], occupied, limits)
+        )
+        occupied.append((box, 4.0))
         axes.annotate(
             name, (point.x, point.y), (dx, dy), textcoords="offset points", ha=side, va="baseline",
             fontsize=12, fontweight="bold" if point.front else "normal", color=colors["ink"],
@@ -534,22 +550,22 @@ def _draw_names(axes: Any, points: Sequence[ChartPoint], size: ChartSize, colors
 def _name_places(x: float, y: float, name: str) -> list[tuple[float, float, str, Box]]:
     """Return (dx, dy of the baseline, alignment, box) of the possible places, the preferred first."""
     length = len(name) * _CHAR_WIDTH
-    found = []
-    for far in (0.0, 9.0, 20.0, 34.0):
+    placements = []
+    for offset in (0.0, 9.0, 20.0, 34.0):
         for right, up in ((1, 1), (1, -1), (-1, 1), (-1, -1), (1, 0), (-1, 0), (0, 1), (0, -1)):
-            dx, dy = right * 10.0, up * (13 + far) - 4
+            dx, dy = right * 10.0, up * (13 + offset) - 4
             start = x + dx - {1: 0.0, -1: length, 0: length / 2}[right]
             side = {1: "left", -1: "right", 0: "center"}[right]
-            found.append((dx, dy, side, (start, y + dy - 3, start + length, y + dy + _LINE_HEIGHT - 3)))
-    return found
+            placements.append((dx, dy, side, (start, y + dy - 3, start + length, y + dy + _LINE_HEIGHT - 3)))
+    return placements
 
 
 def _overlap(box: Box, taken: Sequence[tuple[Box, float]], limits: Box) -> float:
     left, bottom, right, top = box
-    outside = max(0, limits[0] - left) + max(0, right - limits[2])
-    outside += max(0, limits[1] - bottom) + max(0, top - limits[3])
+    overflow = max(0, limits[0] - left) + max(0, right - limits[2])
+    overflow += max(0, limits[1] - bottom) + max(0, top - limits[3])
     covered = sum(
         weight * max(0, min(right, b[2]) - max(left, b[0])) * max(0, min(top, b[3]) - max(bottom, b[1]))
         for b, weight in taken
     )
-    return covered + 100 * outside
+    return covered + 100 * overflow

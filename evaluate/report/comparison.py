@@ -62,14 +62,14 @@ class FinishedRun:
         if not path.is_file():
             return {}
         try:
-            found: Mapping[str, Any] = json.loads(gzip.decompress(path.read_bytes()))["statistics"]
+            statistics: Mapping[str, Any] = json.loads(gzip.decompress(path.read_bytes()))["statistics"]
         except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
             raise InputError(
                 f"{path}: the scores of this step cannot be read: {error}. Run the recipe again.",
                 code="damaged-file",
                 file=str(path),
             ) from error
-        return found
+        return statistics
 
 
 def read_runs(folders: Sequence[Path]) -> list[FinishedRun]:
@@ -87,7 +87,7 @@ def read_runs(folders: Sequence[Path]) -> list[FinishedRun]:
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
     reports = [validate_report(read_report(folder)) for folder in folders]
-    runs = [FinishedRun(*each) for each in zip(names, folders, reports, strict=True)]
+    runs = [FinishedRun(*run_fields) for run_fields in zip(names, folders, reports, strict=True)]
     tasks = {run.name: str(run.report.recipe.get("task")) for run in runs}
     if len(set(tasks.values())) > 1:
         raise InputError(
@@ -123,10 +123,10 @@ def compare_runs(runs: Sequence[FinishedRun]) -> dict[str, Any]:
             if step is None or step.status not in ("done", "cached"):
                 entries.append(None)
                 continue
-            own = base if run is first else run.statistics(name)
+            statistics = base if run is first else run.statistics(name)
             quality: dict[str, dict[str, Any]] = {
                 metric: score.model_dump(mode="json", include=_SCORE_KEYS)
-                | ({} if run is first else _paired(metric, own, base))
+                | ({} if run is first else _paired(metric, statistics, base))
                 for metric, score in step.quality.items()
             }
             differences += [score["difference"] for score in quality.values() if "difference" in score]
@@ -144,14 +144,16 @@ def compare_runs(runs: Sequence[FinishedRun]) -> dict[str, Any]:
     }
 
 
-def _paired(metric: str, own: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    if metric not in own or metric not in base:
+def _paired(metric: str, run_statistics: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    if metric not in run_statistics or metric not in base:
         return {"reason": "no-statistics"}
     try:
-        found = compare_steps(Statistics.model_validate(own[metric]), Statistics.model_validate(base[metric]))
+        difference = compare_steps(
+            Statistics.model_validate(run_statistics[metric]), Statistics.model_validate(base[metric])
+        )
     except InputError as error:
         return {"reason": error.code}
-    return {"difference": dict(found)}
+    return {"difference": dict(difference)}
 
 
 def _cost(step: StepReport, report: ReportData) -> dict[str, Any]:
@@ -180,8 +182,8 @@ def comparison_rows(comparison: Mapping[str, Any]) -> tuple[list[str], list[list
     head += ["p50 ms", "speed-up"] if timed else []
     rows = []
     for step in comparison["steps"]:
-        for run, named in zip(step["runs"], comparison["runs"], strict=True):
-            cells = [step["step"], named["name"]]
+        for run, run_info in zip(step["runs"], comparison["runs"], strict=True):
+            cells = [step["step"], run_info["name"]]
             if run is None:
                 rows.append([*cells, *[view.MISSING_TEXT] * (len(head) - 2)])
                 continue
@@ -189,9 +191,11 @@ def comparison_rows(comparison: Mapping[str, Any]) -> tuple[list[str], list[list
                 cells += _score_cells(run["quality"].get(metric), metric)
             cells.append(view.megabytes(run["size_bytes"]))
             if timed:
-                mark = view.DISTURBED_MARK if run["stable"] is False else ""
-                cells.append(view.significant_digits(run["latency_ms"]) + mark)
-                cells.append(f"{run['speedup']:.2f}×{mark}" if run["speedup"] else view.MISSING_TEXT)
+                disturbed_mark = view.DISTURBED_MARK if run["stable"] is False else ""
+                cells.append(view.significant_digits(run["latency_ms"]) + disturbed_mark)
+                cells.append(
+                    f"{run['speedup']:.2f}×{disturbed_mark}" if run["speedup"] else view.MISSING_TEXT
+                )
             rows.append(cells)
     return head, rows
 
@@ -202,8 +206,11 @@ def _score_cells(score: Mapping[str, Any] | None, metric: str) -> list[str]:
     value = view.number_text(score["value"], view.metric_digits(metric))
     if "difference" not in score:
         return [value, view.MISSING_TEXT]
-    found = ScoreDifference.model_validate(score["difference"])
-    return [value, view.difference_text(found, metric) + ("*" if view.is_significant(found) else " ")]
+    difference = ScoreDifference.model_validate(score["difference"])
+    return [
+        value,
+        view.difference_text(difference, metric) + ("*" if view.is_significant(difference) else " "),
+    ]
 
 
 PAIR_REASONS = {
@@ -228,8 +235,10 @@ def comparison_notes(comparison: Mapping[str, Any]) -> list[str]:
         for reason, which in sorted(missing.items())
     ]
     if any(run and run["latency_ms"] for step in comparison["steps"] for run in step["runs"]):
-        where = "" if comparison["same_machine"] else " on different machines"
-        notes.append(f"Times were measured in separate runs{where}: compare speed-ups, or use smelt bench.")
+        machine_note = "" if comparison["same_machine"] else " on different machines"
+        notes.append(
+            f"Times were measured in separate runs{machine_note}: compare speed-ups, or use smelt bench."
+        )
     if any(run and run["stable"] is False for step in comparison["steps"] for run in step["runs"]):
         notes.append(f"{view.DISTURBED_MARK} unreliable speed: other work disturbed the times.")
     return notes
@@ -238,14 +247,14 @@ def comparison_notes(comparison: Mapping[str, Any]) -> list[str]:
 def comparison_text(comparison: Mapping[str, Any], width: int = 80) -> str:
     """Return the comparison for a terminal: a table of the first metric, and the notes."""
     head, rows = comparison_rows(_first_metric(comparison))
-    widths = [max(len(row[at]) for row in [head, *rows]) for at in range(len(head))]
-    room = max(8, width - sum(widths[2:]) - 2 * (len(head) - 1))  # of the two names
-    widths[1] = min(widths[1], max(4, room - widths[0], room // 2))
-    widths[0] = min(widths[0], max(4, room - widths[1]))
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    name_width = max(8, width - sum(widths[2:]) - 2 * (len(head) - 1))  # of the two names
+    widths[1] = min(widths[1], max(4, name_width - widths[0], name_width // 2))
+    widths[0] = min(widths[0], max(4, name_width - widths[1]))
     lines = [
         "  ".join(
-            _cut(cell, size).ljust(size) if at < 2 else cell.rjust(size)
-            for at, (cell, size) in enumerate(zip(row, widths, strict=True))
+            _cut(cell, size).ljust(size) if column < 2 else cell.rjust(size)
+            for column, (cell, size) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in [head, *rows]
     ]
@@ -285,31 +294,32 @@ def comparison_chart(comparison: Mapping[str, Any]) -> Chart | None:
     latency.
     """
     entries = [
-        (step["step"], at, run)
+        (step["step"], run_index, run)
         for step in comparison["steps"]
-        for at, run in enumerate(step["runs"])
+        for run_index, run in enumerate(step["runs"])
         if run and run["quality"]
     ]
     timed = [entry for entry in entries if entry[2]["latency_ms"]]
-    drawn = timed or [entry for entry in entries if entry[2]["size_bytes"]]
-    metric = next((metric for _, _, run in drawn for metric in run["quality"]), None)
-    drawn = [entry for entry in drawn if metric in entry[2]["quality"]]
+    plotted = timed or [entry for entry in entries if entry[2]["size_bytes"]]
+    metric = next((metric for _, _, run in plotted for metric in run["quality"]), None)
+    plotted = [entry for entry in plotted if metric in entry[2]["quality"]]
     if metric is None:
         return None
     paths: dict[str, list[int]] = {}
-    for place, (name, _, _) in enumerate(drawn):
-        paths.setdefault(name, []).append(place)
-    named = {path[-1] for path in paths.values()}  # each name is written once
+    for point_index, (name, _, _) in enumerate(plotted):
+        paths.setdefault(name, []).append(point_index)
+    labeled_points = {path[-1] for path in paths.values()}  # each name is written once
     points = [
-        _comparison_point(entry, metric, bool(timed), place in named) for place, entry in enumerate(drawn)
+        _comparison_point(entry, metric, bool(timed), point_index in labeled_points)
+        for point_index, entry in enumerate(plotted)
     ]
     size = min((run["batch_size"] for _, _, run in timed), default=None)
-    runs = sorted({at for _, at, _ in drawn})
+    runs = sorted({run_index for _, run_index, _ in plotted})
     return Chart(
-        quality_label(metric, drawn[0][2]["quality"][metric]["higher_is_better"]),
+        quality_label(metric, plotted[0][2]["quality"][metric]["higher_is_better"]),
         f"latency at batch {size}" if timed else "size",
         points,
-        [(comparison["runs"][at]["name"], "", _run_color(at)) for at in runs],
+        [(comparison["runs"][run_index]["name"], "", _run_color(run_index)) for run_index in runs],
         unit=" ms" if timed else " MB",
         faster="← faster" if timed else "← smaller",
         paths=list(paths.values()),
@@ -323,7 +333,7 @@ def _run_color(run: int) -> str:
 def _comparison_point(
     entry: tuple[str, int, Mapping[str, Any]], metric: str, timed: bool, named: bool
 ) -> ChartPoint:
-    name, at, run = entry
+    name, run_index, run = entry
     score = run["quality"][metric]
     low, high = score["ci95"] or (score["value"], score["value"])
     x = run["latency_ms"] if timed else run["size_bytes"] / 1e6
@@ -332,7 +342,7 @@ def _comparison_point(
     return ChartPoint(
         name=name if named else "",
         shape=run["format"] or "other",
-        color=_run_color(at),
+        color=_run_color(run_index),
         x=x,
         y=score["value"],
         x_low=x,

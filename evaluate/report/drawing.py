@@ -86,7 +86,7 @@ def page_svg(figure: PageFigure) -> str:
     )
     text = re.sub(r"\s*\n\s*", " ", text).replace("xlink:href", "href")
     titles = {gid: f"<title>{escape(escape_controls(title))}</title>" for gid, title in figure.titles.items()}
-    text = re.sub(r'<g id="([^"]*)">', lambda found: "<g>" + titles.get(found[1], ""), text)
+    text = re.sub(r'<g id="([^"]*)">', lambda match: "<g>" + titles.get(match[1], ""), text)
     return (
         f'<svg class="{figure.css_class}" viewBox="0 0 {figure.width} {figure.height}" role="img"'
         f' aria-label="{escape(escape_controls(figure.label))}">{text}'

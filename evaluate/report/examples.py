@@ -48,63 +48,73 @@ def compare_examples(
         limit: how many examples; 0 for none.
     """
     labels = score.get("labels")
-    confusion = None if labels is None else _confusion(score, baseline, labels)
-    return {"confusion": confusion, "examples": baseline and _changed_examples(score, baseline, split, limit)}
+    confusion_entry = None if labels is None else _confusion(score, baseline, labels)
+    return {
+        "confusion": confusion_entry,
+        "examples": baseline and _changed_examples(score, baseline, split, limit),
+    }
 
 
 def _changed_examples(
     score: Mapping[str, Any], baseline: Mapping[str, Any], split: Split, limit: int
 ) -> dict[str, Any] | None:
-    own, base = score.get("predictions") or [], baseline.get("predictions") or []
-    if not limit or len(own) != len(base) or len(own) != len(split):
+    step_outputs, base = score.get("predictions") or [], baseline.get("predictions") or []
+    if not limit or len(step_outputs) != len(base) or len(step_outputs) != len(split):
         return None
-    found = _value_pairs(score["statistics"], baseline["statistics"], len(own))
-    if found is None:
+    value_pairs = _value_pairs(score["statistics"], baseline["statistics"], len(step_outputs))
+    if value_pairs is None:
         return None
-    metric, values = found
+    metric, values = value_pairs
     sign = 1 if find_metric(metric).higher_is_better else -1
     gains = sign * (values[0] - values[1])
-    order = sorted(range(len(gains)), key=lambda at: float(gains[at]))
-    worse = [at for at in order if gains[at] < 0]
-    better = sorted((at for at in order if gains[at] > 0), key=lambda at: -float(gains[at]))
-    shown = max(limit - limit // 2, limit - len(better))
-    chosen = {"worse": worse[:shown], "better": better[: limit - len(worse[:shown])]}
+    order = sorted(range(len(gains)), key=lambda index: float(gains[index]))
+    worse_indices = [index for index in order if gains[index] < 0]
+    better_indices = sorted(
+        (index for index in order if gains[index] > 0), key=lambda index: -float(gains[index])
+    )
+    num_worse_shown = max(limit - limit // 2, limit - len(better_indices))
+    indices_by_kind = {
+        "worse": worse_indices[:num_worse_shown],
+        "better": better_indices[: limit - len(worse_indices[:num_worse_shown])],
+    }
     labels = score.get("labels")
 
-    def describe(at: int) -> dict[str, Any]:
+    def describe(index: int) -> dict[str, Any]:
         return {
-            **_example_texts(split.examples[at], labels, split.images),
-            "output": _output_text(own[at]),
-            "baseline_output": _output_text(base[at]),
-            "value": float(values[0][at]),
-            "baseline_value": float(values[1][at]),
+            **_example_texts(split.examples[index], labels, split.images),
+            "output": _output_text(step_outputs[index]),
+            "baseline_output": _output_text(base[index]),
+            "value": float(values[0][index]),
+            "baseline_value": float(values[1][index]),
         }
 
     entries = {
         kind: [
-            ChangedExample(row=split.examples[at].row or at + 1, **_cut_texts(describe(at))).model_dump()
-            for at in rows
+            ChangedExample(
+                row=split.examples[index].row or index + 1, **_cut_texts(describe(index))
+            ).model_dump()
+            for index in rows
         ]
-        for kind, rows in chosen.items()
+        for kind, rows in indices_by_kind.items()
     }
     return {
         "metric": find_metric(metric).example_metric or metric,
-        "n": len(own),
-        "num_worse": len(worse),
-        "num_better": len(better),
+        "n": len(step_outputs),
+        "num_worse": len(worse_indices),
+        "num_better": len(better_indices),
         **entries,
     }
 
 
 def _value_pairs(
-    own: Mapping[str, Any], base: Mapping[str, Any], n: int
+    step_statistics: Mapping[str, Any], base: Mapping[str, Any], n: int
 ) -> tuple[str, tuple[Any, Any]] | None:
     """Return the first metric with a value on single examples, and its values of step and baseline, [n]."""
     from smelt.evaluate.significance import Statistics, example_values
 
-    for metric in own:
-        pair = [Statistics.model_validate(side[metric]) for side in (own, base) if metric in side]
-        if len(pair) < 2 or any(len(each.rows) != n for each in pair):
+    for metric in step_statistics:
+        pair = [Statistics.model_validate(side[metric]) for side in (step_statistics, base) if metric in side]
+        if len(pair) < 2 or any(len(paired_statistics.rows) != n for paired_statistics in pair):
             continue
         first, second = map(example_values, pair)
         if first is not None and second is not None:
@@ -129,10 +139,10 @@ def _example_texts(example: Example, labels: Sequence[str] | None, images: bool)
 def _label_text(example: Example, labels: Sequence[str]) -> str:
     """Return the names of an example's labels; the label as written where it is not a class."""
     try:
-        [found] = multi_label_targets([example], labels)
+        [label_indices] = multi_label_targets([example], labels)
     except InputError:
         return str(example.label)
-    return ", ".join(labels[at] for at in found)
+    return ", ".join(labels[label_index] for label_index in label_indices)
 
 
 def _output_text(output: Any) -> str:
@@ -144,28 +154,32 @@ def _output_text(output: Any) -> str:
 
 def _cut_texts(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return an example with long texts cut; outputs from shortly before their first difference."""
-    own, base = str(entry["output"]), str(entry["baseline_output"])
+    step_output, base = str(entry["output"]), str(entry["baseline_output"])
     start = 0
-    if max(len(own), len(base)) > MAX_CHARACTERS:
-        shorter = min(len(own), len(base))
-        same = next((at for at in range(shorter) if own[at] != base[at]), shorter)
-        start = max(0, min(same - _CONTEXT, max(len(own), len(base)) - MAX_CHARACTERS))
-        start = (own.find(" ", start, same) + 1 or start) if start else 0  # a whole word, if spaces part them
-    whole = {
+    if max(len(step_output), len(base)) > MAX_CHARACTERS:
+        min_length = min(len(step_output), len(base))
+        common_length = next(
+            (index for index in range(min_length) if step_output[index] != base[index]), min_length
+        )
+        start = max(0, min(common_length - _CONTEXT, max(len(step_output), len(base)) - MAX_CHARACTERS))
+        start = (
+            (step_output.find(" ", start, common_length) + 1 or start) if start else 0
+        )  # a whole word, if spaces part them
+    full_texts = {
         "source": entry["source"],
         "text_pair": entry["text_pair"],
         "references": entry["references"],
-        "output": own,
+        "output": step_output,
         "baseline_output": base,
     }
-    cut = {
+    cut_texts = {
         "source": _cut(entry["source"]),
         "text_pair": entry["text_pair"] and _cut(entry["text_pair"]),
         "references": [_cut(text) for text in entry["references"]],
-        "output": _cut(own, start),
+        "output": _cut(step_output, start),
         "baseline_output": _cut(base, start),
     }
-    return {**entry, **cut, "cut": cut != whole}
+    return {**entry, **cut_texts, "cut": cut_texts != full_texts}
 
 
 def _cut(text: str, start: int = 0) -> str:
@@ -185,7 +199,7 @@ def _confusion(
         return Confusion(labels=list(labels), counts=counts.tolist()).model_dump()
     wrong = counts.copy()
     wrong[range(len(labels)), range(len(labels))] = 0
-    largest = sorted(zip(*wrong.nonzero(), strict=True), key=lambda at: -wrong[at])[:_MAX_CONFUSIONS]
+    largest = sorted(zip(*wrong.nonzero(), strict=True), key=lambda index: -wrong[index])[:_MAX_CONFUSIONS]
     return {
         "labels": [],
         "counts": [],
@@ -206,8 +220,12 @@ def _count_predictions(score: Mapping[str, Any], labels: int) -> Any:
     import numpy as np
 
     statistics = score["statistics"]
-    scored = (each["rows"] for name, each in statistics.items() if isinstance(find_metric(name), ClassMetric))
-    rows = next(scored, None)
+    class_rows = (
+        metric_statistics["rows"]
+        for name, metric_statistics in statistics.items()
+        if isinstance(find_metric(name), ClassMetric)
+    )
+    rows = next(class_rows, None)
     if rows is None:
         return None
     counts = np.zeros((labels, labels), dtype=np.int64)
@@ -241,14 +259,14 @@ def mark_differences(one: str, other: str) -> tuple[Marked, Marked]:
 
 def _join_marks(parts: Marked) -> Marked:
     """Return the parts, with a space or one letter between two differences as a part of them."""
-    joined: list[tuple[bool, str]] = []
-    for at, (changed, text) in enumerate(parts):
-        differs = changed or (0 < at < len(parts) - 1 and len(text) == 1)
-        if joined and joined[-1][0] == differs:
-            joined[-1] = (differs, joined[-1][1] + text)
+    merged: list[tuple[bool, str]] = []
+    for part_index, (is_changed, text) in enumerate(parts):
+        differs = is_changed or (0 < part_index < len(parts) - 1 and len(text) == 1)
+        if merged and merged[-1][0] == differs:
+            merged[-1] = (differs, merged[-1][1] + text)
         else:
-            joined.append((differs, text))
-    return joined
+            merged.append((differs, text))
+    return merged
 
 
 _AGREEMENT_NOTE = (
@@ -301,16 +319,16 @@ def has_changed_examples(report: ReportData) -> bool:
 
 def step_shown_first(report: ReportData) -> StepReport | None:
     """Return the step whose examples are open in the page: the verdict's, else the first with examples."""
-    shown = steps_with_examples(report)
-    named = (report.verdict.step, report.verdict.closest) if report.verdict else ()
-    ranked = [step for name in named for step in shown if step.name == name]
-    return next(iter([*ranked, *(step for step in shown if step.examples), *shown]), None)
+    candidates = steps_with_examples(report)
+    verdict_names = (report.verdict.step, report.verdict.closest) if report.verdict else ()
+    ranked = [step for name in verdict_names for step in candidates if step.name == name]
+    return next(iter([*ranked, *(step for step in candidates if step.examples), *candidates]), None)
 
 
 def agreement_columns(report: ReportData) -> list[tuple[str, str]]:
     """Return (field, title) of the values of `Agreement` that a step of the report has."""
-    found = [step.agreement for step in report.steps if step.agreement]
-    per_token = " per token" if any(each.bleu is not None for each in found) else ""
+    agreements = [step.agreement for step in report.steps if step.agreement]
+    per_token = " per token" if any(agreement.bleu is not None for agreement in agreements) else ""
     titles = {
         "equal": "Same output, %",
         "bleu": "BLEU",
@@ -320,14 +338,17 @@ def agreement_columns(report: ReportData) -> list[tuple[str, str]]:
     return [
         (name, title)
         for name, title in titles.items()
-        if any(getattr(each, name) is not None for each in found)
+        if any(getattr(agreement, name) is not None for agreement in agreements)
     ]
 
 
 def agreement_notes(report: ReportData) -> list[str]:
     """Return what the agreement means, and why a KL divergence is missing."""
-    known = [(step.name, step.agreement.kl_reason) for step in report.steps if step.agreement]
-    return [_AGREEMENT_NOTE, *(f"No KL divergence of {name}: {reason}." for name, reason in known if reason)]
+    kl_reasons = [(step.name, step.agreement.kl_reason) for step in report.steps if step.agreement]
+    return [
+        _AGREEMENT_NOTE,
+        *(f"No KL divergence of {name}: {reason}." for name, reason in kl_reasons if reason),
+    ]
 
 
 def agreement_text(step: StepReport, name: str) -> str:
@@ -345,10 +366,13 @@ def same_outputs_text(step: StepReport) -> str:
 
 def counts_text(step: StepReport) -> str:
     """Return `12 worse, 5 better of 1,000 examples`."""
-    found = step.examples
-    if found is None:
+    examples = step.examples
+    if examples is None:
         return ""
-    return f"{found.num_worse:,} worse, {found.num_better:,} better of {view.count_text(found.n, 'example')}"
+    return (
+        f"{examples.num_worse:,} worse, {examples.num_better:,} better of "
+        f"{view.count_text(examples.n, 'example')}"
+    )
 
 
 def change_text(metric: str, example: ChangedExample) -> str:
@@ -363,33 +387,33 @@ def confusion_rows(
     step: StepReport, baseline: StepReport | None
 ) -> list[tuple[str, list[tuple[int, int | None]]]]:
     """Return the rows of a confusion matrix: the label, then (count, difference from the baseline's)."""
-    own = step.confusion
-    if own is None:
+    step_confusion = step.confusion
+    if step_confusion is None:
         return []
     base = baseline.confusion if baseline and baseline is not step else None
-    same = base is not None and base.labels == own.labels
+    same_labels = base is not None and base.labels == step_confusion.labels
     return [
         (
             label,
             [
-                (count, count - base.counts[at][to] if base and same else None)
-                for to, count in enumerate(own.counts[at])
+                (count, count - base.counts[label_index][predicted_index] if base and same_labels else None)
+                for predicted_index, count in enumerate(step_confusion.counts[label_index])
             ],
         )
-        for at, label in enumerate(own.labels)
+        for label_index, label in enumerate(step_confusion.labels)
     ]
 
 
 def largest_confusions(step: StepReport, limit: int) -> list[tuple[str, str, int]]:
     """Return the most frequent wrong predictions of a step: label, predicted class, count."""
-    found = step.confusion
-    if found is None:
+    confusion = step.confusion
+    if confusion is None:
         return []
-    pairs = [(each.label, each.predicted, each.count) for each in found.largest]
+    pairs = [(entry.label, entry.predicted, entry.count) for entry in confusion.largest]
     pairs += [
-        (label, found.labels[to], count)
-        for at, label in enumerate(found.labels)
-        for to, count in enumerate(found.counts[at])
-        if to != at and count
+        (label, confusion.labels[predicted_index], count)
+        for label_index, label in enumerate(confusion.labels)
+        for predicted_index, count in enumerate(confusion.counts[label_index])
+        if predicted_index != label_index and count
     ]
     return sorted(pairs, key=lambda pair: -pair[2])[:limit]

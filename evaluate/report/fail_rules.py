@@ -72,7 +72,7 @@ def check_rules(comparison: Mapping[str, Any], rules: Sequence[str]) -> list[Reg
         InputError: a rule that cannot be read (`wrong-rule`), or that nothing of the runs can be checked by
             (`nothing-to-compare`).
     """
-    return [found for rule in rules for found in _check(comparison, rule.strip())]
+    return [finding for rule in rules for finding in _check(comparison, rule.strip())]
 
 
 def _check(comparison: Mapping[str, Any], rule: str) -> list[Regression | NotJudged]:
@@ -80,9 +80,9 @@ def _check(comparison: Mapping[str, Any], rule: str) -> list[Regression | NotJud
     limit, sign = float(parts["limit"]), -1 if parts["change"] == "drops" else 1
     findings: list[Regression | NotJudged] = []
     pairs = list(_pairs(comparison, parts["what"], parts["step"]))
-    for step, run, before, entry in pairs:
-        reason = _unjudged_reason(before, entry, parts["what"], comparison["same_machine"])
-        reference = _quantity(before, parts["what"])
+    for step, run, first_entry, entry in pairs:
+        reason = _unjudged_reason(first_entry, entry, parts["what"], comparison["same_machine"])
+        reference = _quantity(first_entry, parts["what"])
         if parts["percent"] and not reference:
             reason = reason or "zero-reference"
         if reason:
@@ -104,13 +104,13 @@ def _check(comparison: Mapping[str, Any], rule: str) -> list[Regression | NotJud
 def _parse(comparison: Mapping[str, Any], rule: str) -> re.Match[str]:
     parts = _RULE.fullmatch(rule)
     entries = [entry for step in comparison["steps"] for entry in step["runs"] if entry]
-    scored = dict.fromkeys(metric for entry in entries for metric in entry["quality"])
-    known = [*scored, *_FIELDS]
-    if parts is None or parts["what"] not in (*known, *METRICS):
-        hint = did_you_mean(parts["what"], known) if parts else ""
+    scored_metrics = dict.fromkeys(metric for entry in entries for metric in entry["quality"])
+    quantities = [*scored_metrics, *_FIELDS]
+    if parts is None or parts["what"] not in (*quantities, *METRICS):
+        hint = did_you_mean(parts["what"], quantities) if parts else ""
         raise InputError(
             f"--fail-if: cannot read {rule!r}. Expected QUANTITY drops|rises NUMBER[%] [at STEP], such as"
-            f" 'bleu drops 0.5' or 'size rises 5% at onnx-int8'. Quantities: {', '.join(known)}.{hint}",
+            f" 'bleu drops 0.5' or 'size rises 5% at onnx-int8'. Quantities: {', '.join(quantities)}.{hint}",
             code="wrong-rule",
         )
     return parts
@@ -122,11 +122,11 @@ def _pairs(
     """Yield step, later run, the first run's entry with the quantity, and the later run's entry."""
     names = [run["name"] for run in comparison["runs"]]
     for step in comparison["steps"]:
-        before, *later = step["runs"]
-        if before is None or step_name not in (None, step["step"]) or _quantity(before, what) is None:
+        first_run, *later_runs = step["runs"]
+        if first_run is None or step_name not in (None, step["step"]) or _quantity(first_run, what) is None:
             continue
-        for name, entry in zip(names[1:], later, strict=True):
-            yield step["step"], name, before, entry
+        for name, entry in zip(names[1:], later_runs, strict=True):
+            yield step["step"], name, first_run, entry
 
 
 def _quantity(entry: Mapping[str, Any] | None, what: str) -> Any:

@@ -58,8 +58,11 @@ def render_markdown(report: Mapping[str, Any]) -> str:
     if examples.agreement_columns(checked):
         title = f"Agreement with the outputs of {checked.baseline}"
         parts += [_heading(title), _agreement_section(checked)]
-    if shown := examples.steps_with_examples(checked):
-        parts += [_heading("Examples"), *(_step_examples(step, str(checked.baseline)) for step in shown)]
+    if example_steps := examples.steps_with_examples(checked):
+        parts += [
+            _heading("Examples"),
+            *(_step_examples(step, str(checked.baseline)) for step in example_steps),
+        ]
     if notes := view.report_notes(checked):
         lines = [Markdown("- **{}** {}: {}").format(*note) for note in notes]
         parts += [_heading("Notes"), _join_lines(lines)]
@@ -69,9 +72,9 @@ def render_markdown(report: Mapping[str, Any]) -> str:
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Markdown:
     """Return a table of GitHub's Markdown; the first `left` columns are aligned left. Cells are escaped."""
-    marks = [":--" if i < left else "--:" for i in range(len(head))]
+    alignments = [":--" if i < left else "--:" for i in range(len(head))]
     return _join_lines(
-        Markdown("| {} |").format(Markdown(" | ").join(cells)) for cells in [head, marks, *rows]
+        Markdown("| {} |").format(Markdown(" | ").join(cells)) for cells in [head, alignments, *rows]
     )
 
 
@@ -156,8 +159,8 @@ def _score_cell(step: StepReport | ScoresOnTest, metric: str) -> str:
     score = step.quality.get(metric)
     if score is None:
         return view.MISSING_TEXT
-    shown = view.metric_digits(metric)
-    return f"{view.number_text(score.value, shown)} {view.interval_text(score.ci95, shown)}".rstrip()
+    digits = view.metric_digits(metric)
+    return f"{view.number_text(score.value, digits)} {view.interval_text(score.ci95, digits)}".rstrip()
 
 
 def _difference_cell(step: StepReport | ScoresOnTest, metric: str) -> str:
@@ -227,9 +230,10 @@ def _latency_section(report: ReportData) -> Markdown:
         for row in view.tree_rows(report)
         for entry in row.step.latency
     ]
-    what = view.find_task(report).call_includes
+    part_text = view.find_task(report).call_includes
     intro = (
-        f"From {view.latency_scope(report)}: {what} part of it; a call is one batch. The baseline's p50 is"
+        f"From {view.latency_scope(report)}: {part_text} part of it; a call is one batch. The "
+        "baseline's p50 is"
         " from the same rounds. The speed-up by CPU time is also reliable on a busy machine."
     )
     return _join_paragraphs([intro, markdown_table(head, rows), *_timings_table(report)])
@@ -255,12 +259,16 @@ def _timings_table(report: ReportData) -> list[Markdown]:
 
 def _waterfall_section(losses: chart.Waterfall) -> Markdown:
     """Return how each stage of one chain changed quality, latency and size."""
-    rows_of_panels = [(row, [row.changes[at] for at in losses.panels]) for row in losses.rows]
+    rows_of_panels = [
+        (row, [row.changes[panel_index] for panel_index in losses.panels]) for row in losses.rows
+    ]
     rows = [
         [row.step.name, row.step.stage, *(c.text if c else view.MISSING_TEXT for c in changes)]
         for row, changes in rows_of_panels
     ]
-    return markdown_table(["step", "stage", *(losses.titles[at] for at in losses.panels)], rows, left=2)
+    return markdown_table(
+        ["step", "stage", *(losses.titles[panel_index] for panel_index in losses.panels)], rows, left=2
+    )
 
 
 def _gates_section(report: ReportData) -> Markdown:
@@ -269,7 +277,9 @@ def _gates_section(report: ReportData) -> Markdown:
             _step_name_cell(row),
             view.metric_label(gate.metric),
             gate.kind if gate.confidence is None else f"{gate.kind}, confidence {gate.confidence:g}",
-            word if (word := view.gate_verdict(gate)) == "passed" else Markdown("**{}**").format(word),
+            verdict_text
+            if (verdict_text := view.gate_verdict(gate)) == "passed"
+            else Markdown("**{}**").format(verdict_text),
             view.gate_value_text(gate),
             view.gate_quantity_text(gate.metric, gate.limit),
         ]
@@ -296,17 +306,21 @@ def _step_examples(step: StepReport, baseline: str) -> Markdown:
     lines = [
         Markdown("**{}**: {}").format(step.name, counts) if counts else Markdown("**{}**").format(step.name)
     ]
-    confused = ", ".join(
+    confusion_text = ", ".join(
         f"{label} → {predicted} {count:,}"
         for label, predicted, count in examples.largest_confusions(step, _NUM_CONFUSIONS)
     )
-    lines += [Markdown("- most confused (label → prediction): {}").format(confused)] if confused else []
-    shown = step.examples
-    for example in (*shown.worse[:1], *shown.better[:1]) if shown else ():
+    lines += (
+        [Markdown("- most confused (label → prediction): {}").format(confusion_text)]
+        if confusion_text
+        else []
+    )
+    step_examples = step.examples
+    for example in (*step_examples.worse[:1], *step_examples.better[:1]) if step_examples else ():
         pair = examples.mark_differences(example.baseline_output, example.output)
         texts = [("source", example.source), ("second text", example.text_pair)]
         texts += [("reference", text) for text in example.references]
-        change = examples.change_text(shown.metric, example) if shown else ""
+        change = examples.change_text(step_examples.metric, example) if step_examples else ""
         lines.append(Markdown("- row {:,}, {}").format(example.row, change))
         lines += [Markdown("  - {}: {}").format(name, text) for name, text in texts if text]
         lines += [

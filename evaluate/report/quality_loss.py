@@ -180,15 +180,17 @@ def quality_warnings(
 
 def _worse_warning(step: StepReport, scored: Scored, metric: str, main: str, baseline: str) -> Message:
     change = f"{view.metric_label(metric)} {change_text(scored.against_baseline[metric], metric)}"
-    worse = f"{step.name} is significantly worse than {baseline}"
+    loss_text = f"{step.name} is significantly worse than {baseline}"
     if passes_gates(step, metric):
-        return warning("accepted-loss", f"{worse}. Its gate allows that.")
+        return warning("accepted-loss", f"{loss_text}. Its gate allows that.")
     if is_negligible_loss(scored, metric):
-        return warning("accepted-loss", f"{worse}. Losses up to {NEGLIGIBLE_POINTS:g} point are accepted.")
+        return warning(
+            "accepted-loss", f"{loss_text}. Losses up to {NEGLIGIBLE_POINTS:g} point are accepted."
+        )
     if scored is not step and not is_worse(step, metric):
         text = f"{step.name} is worse than {baseline} on test: {change}. On validation, where it was chosen,"
         return warning("significantly-worse", f"{text} it is not.")
-    text = f"{worse}: {change}. Only {view.metric_label(main)} has a gate."
+    text = f"{loss_text}: {change}. Only {view.metric_label(main)} has a gate."
     return warning("loss-without-gate", f"{text} Set one on {metric} too.")
 
 

@@ -114,8 +114,8 @@ def _significance_class(difference: ScoreDifference | None, higher_is_better: bo
 def _size_bars(report: ReportData) -> list[tuple[StepReport, float]]:
     """Return the steps that have a size, with the length of their bar in percent of the largest."""
     sized = [row.step for row in view.tree_rows(report) if row.step.size_bytes]
-    most = max((step.size_bytes or 0 for step in sized), default=0)
-    return [(step, round(100 * (step.size_bytes or 0) / most, 2)) for step in sized]
+    max_bytes = max((step.size_bytes or 0 for step in sized), default=0)
+    return [(step, round(100 * (step.size_bytes or 0) / max_bytes, 2)) for step in sized]
 
 
 _MIN_NAME_WIDTH = 10
@@ -151,18 +151,20 @@ def render_table(report: Mapping[str, Any], width: int = 80) -> str:
         ("same %", any(step.agreement for step in checked.steps), examples.same_outputs_text),
         ("bits", view.has_quantized_weights(checked), lambda step: view.bits_per_weight_text(step, checked)),
     ]
-    for name, known, cell_text in optional:
+    for name, has_values, cell_text in optional:
         wider = [(row, [*cells, cell_text(row.step)] if cells else []) for row, cells in lines]
         # no name is truncated for these, the report contains them too
-        if known and longest <= width - _columns_width([*head, name], wider):
+        if has_values and longest <= width - _columns_width([*head, name], wider):
             head, lines = [*head, name], wider
     widths = _column_widths(head, lines)
-    room = min(max(_MIN_NAME_WIDTH, width - _columns_width(head, lines)), longest)
-    title = _table_line("step", room, head, widths)
+    name_width = min(max(_MIN_NAME_WIDTH, width - _columns_width(head, lines)), longest)
+    title = _table_line("step", name_width, head, widths)
     text = [*_wrapped_verdict(checked, width), title, "─" * len(title)]
     for name, (row, cells) in zip(names, lines, strict=True):
         text.append(
-            _table_line(name, room, cells, widths) if cells else _unmeasured_line(name, row.step, room, width)
+            _table_line(name, name_width, cells, widths)
+            if cells
+            else _unmeasured_line(name, row.step, name_width, width)
         )
     text += ["", *_legend_lines(checked, metric, sizes, head, width)]
     return "\n".join(line.rstrip() for line in text)
@@ -185,20 +187,20 @@ def _step_cells(step: StepReport, metric: str | None, sizes: list[int]) -> list[
     score = step.quality.get(metric) if metric else None
     difference = step.against_baseline.get(metric) if metric else None
     latency = step.latency_at(sizes[0]) if sizes else None
-    mark = "" if difference is None else "*" if view.is_significant(difference) else " "
+    significance_mark = "" if difference is None else "*" if view.is_significant(difference) else " "
     return [
         view.number_text(score.value if score else None, view.metric_digits(metric)),
-        view.difference_text(difference, metric) + mark,
+        view.difference_text(difference, metric) + significance_mark,
         *([view.median_text(latency), view.speedup_text(latency)] if sizes else []),
         view.megabytes(step.size_bytes),
     ]
 
 
 def _wrapped_verdict(report: ReportData, width: int) -> list[str]:
-    found = [
+    wrapped_lines = [
         line for text in verdict_lines(report) for line in textwrap.wrap(text, width, break_on_hyphens=False)
     ]
-    return [*found, ""] if found else []
+    return [*wrapped_lines, ""] if wrapped_lines else []
 
 
 def _table_line(name: str, room: int, cells: list[str], widths: list[int]) -> str:
@@ -208,8 +210,8 @@ def _table_line(name: str, room: int, cells: list[str], widths: list[int]) -> st
 
 
 def _unmeasured_line(name: str, step: StepReport, room: int, width: int) -> str:
-    words = " ".join([step.status + ":", *next(iter(step.failure_texts), "").split()])
-    return f"{_truncate(name, room).ljust(room)}  {_truncate(words.rstrip(':'), width - room - 2)}"
+    status_text = " ".join([step.status + ":", *next(iter(step.failure_texts), "").split()])
+    return f"{_truncate(name, room).ljust(room)}  {_truncate(status_text.rstrip(':'), width - room - 2)}"
 
 
 def _truncate(text: str, room: int) -> str:
@@ -221,28 +223,35 @@ def _warning_lines(report: ReportData) -> list[str]:
 
     Warnings about truncated texts come last.
     """
-    about: dict[Message, list[str]] = {}
+    steps_by_message: dict[Message, list[str]] = {}
     for step in report.steps:
-        for found in step.warnings:
-            about.setdefault(found, []).append(f"'{step.name}'")
-    ordered = view.sort_warnings(about)
-    lines = [f"{found.severity}: {', '.join(about[found])}: {found}" for found in ordered]
-    left = dict.fromkeys(name for found in ordered[_MAX_WARNINGS:] for name in about[found])
-    more = len(lines) - _MAX_WARNINGS
+        for message in step.warnings:
+            steps_by_message.setdefault(message, []).append(f"'{step.name}'")
+    ordered = view.sort_warnings(steps_by_message)
+    lines = [f"{message.severity}: {', '.join(steps_by_message[message])}: {message}" for message in ordered]
+    remaining_steps = dict.fromkeys(
+        name for message in ordered[_MAX_WARNINGS:] for name in steps_by_message[message]
+    )
+    num_remaining = len(lines) - _MAX_WARNINGS
     return lines[:_MAX_WARNINGS] + (
-        [f"the report has {more} more warning{'s' * (more > 1)}, about {', '.join(left)}"] if left else []
+        [
+            f"the report has {num_remaining} more warning{'s' * (num_remaining > 1)}, about "
+            f"{', '.join(remaining_steps)}"
+        ]
+        if remaining_steps
+        else []
     )
 
 
 def _unscored_lines(report: ReportData) -> list[str]:
     """Return the steps that are not scored, each reason once."""
-    about: dict[str, list[str]] = {}
+    names_by_reason: dict[str, list[str]] = {}
     for step in report.steps:
         if step.unscored:
-            about.setdefault(step.unscored, []).append(f"'{step.name}'")
+            names_by_reason.setdefault(step.unscored, []).append(f"'{step.name}'")
     return [
-        f"{', '.join(names)} {'are' if len(names) > 1 else 'is'} not scored: {why}"
-        for why, names in about.items()
+        f"{', '.join(names)} {'are' if len(names) > 1 else 'is'} not scored: {reason}"
+        for reason, names in names_by_reason.items()
     ]
 
 
@@ -275,15 +284,19 @@ def _legend_lines(
         for gate in step.gates
         if not gate.passed or gate.undecided
     ]
-    few = [(gate, step) for step in report.steps for gate in step.gates if gate.n_needed is not None]
-    failed += [f"'{step.name}': {view.too_few_examples_text(gate, step)}" for gate, step in few]
+    small_sample_gates = [
+        (gate, step) for step in report.steps for gate in step.gates if gate.n_needed is not None
+    ]
+    failed += [
+        f"'{step.name}': {view.too_few_examples_text(gate, step)}" for gate, step in small_sample_gates
+    ]
     failed += [view.test_scores_text(report), *view.failed_on_test_texts(report)]
     failed += _unscored_lines(report)
     # a finished step can still have failed to be timed
     untimed = [step for step in report.steps if step.error and step.status != "error"]
     failed += [f"'{step.name}': {step.error.message}" for step in untimed if step.error]
-    if earlier := [step.name for step in report.steps if step.from_previous_run]:
-        failed.append(f"kept from an earlier run in this folder: {', '.join(earlier)}")
+    if previous_steps := [step.name for step in report.steps if step.from_previous_run]:
+        failed.append(f"kept from an earlier run in this folder: {', '.join(previous_steps)}")
     failed += [f"{message.severity}: {message}" for message in report.warnings]
     failed += _warning_lines(report)
     for text in failed:

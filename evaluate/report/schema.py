@@ -498,8 +498,8 @@ class ReportData(_ReportModel):
         if not isinstance((recipe.get("score") or {}).get("generation") or {}, dict):
             raise SettingError("'score.generation' must be a dict", code="wrong-recipe")
         for entry in recipe.get("stages") or ():
-            inside = [v for k, v in entry.items() if k not in STEP_KEYS] if isinstance(entry, dict) else []
-            if not isinstance(entry, str | dict) or not all(isinstance(v or {}, dict) for v in inside):
+            values = [v for k, v in entry.items() if k not in STEP_KEYS] if isinstance(entry, dict) else []
+            if not isinstance(entry, str | dict) or not all(isinstance(v or {}, dict) for v in values):
                 raise SettingError(
                     "'stages' must contain stage names, or mappings of a stage name to settings",
                     code="wrong-recipe",
@@ -508,29 +508,29 @@ class ReportData(_ReportModel):
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
-        seen: set[str] = set()
+        earlier_names: set[str] = set()
         for step in self.steps:
-            if step.name in seen:
+            if step.name in earlier_names:
                 raise SettingError(f"two steps are named '{step.name}'", code="duplicate-step")
-            if step.parent is not None and step.parent not in seen:
+            if step.parent is not None and step.parent not in earlier_names:
                 raise SettingError(
                     f"the parent '{step.parent}' of step '{step.name}' is not an earlier step",
                     code="unknown-parent",
                 )
-            seen.add(step.name)
-        named = [("baseline", self.baseline), *(("pareto_front", name) for name in self.pareto_front)]
+            earlier_names.add(step.name)
+        references = [("baseline", self.baseline), *(("pareto_front", name) for name in self.pareto_front)]
         if self.verdict:
-            named += [("verdict", self.verdict.step), ("verdict", self.verdict.closest)]
-        for where, name in named:
-            if name is not None and name not in seen:
-                raise SettingError(f"'{where}' refers to '{name}', which is not a step", code="unknown-step")
+            references += [("verdict", self.verdict.step), ("verdict", self.verdict.closest)]
+        for field, name in references:
+            if name is not None and name not in earlier_names:
+                raise SettingError(f"'{field}' refers to '{name}', which is not a step", code="unknown-step")
         return self
 
     @model_validator(mode="after")
     def _mark_random(self) -> Self:
         for step in self.steps if self.is_random else ():
-            compared = [step.against_baseline, step.against_parent]
-            for differences in [*compared, *([step.test.against_baseline] if step.test else [])]:
+            comparisons = [step.against_baseline, step.against_parent]
+            for differences in [*comparisons, *([step.test.against_baseline] if step.test else [])]:
                 for difference in differences.values():
                     difference.mark_random()
         return self
@@ -581,8 +581,8 @@ def validate_report(report: Mapping[str, Any]) -> ReportData:
     try:
         return ReportData.model_validate(report)
     except ValidationError as error:
-        wrong = [_schema_error(found) for found in error.errors()]
-        lines = [f"  {found.setting or 'report'}: {found.message}" for found in wrong]
+        wrong = [_schema_error(schema_error) for schema_error in error.errors()]
+        lines = [f"  {schema_error.setting or 'report'}: {schema_error.message}" for schema_error in wrong]
         raise InputError(
             "This report.json does not match schema 3 of this version of smelt:\n" + "\n".join(lines),
             code="invalid-report",
@@ -590,11 +590,11 @@ def validate_report(report: Mapping[str, Any]) -> ReportData:
         ) from error
 
 
-def _schema_error(found: ErrorDetails) -> Message:
+def _schema_error(detail: ErrorDetails) -> Message:
     """Return a deviation from the schema: pydantic's finding, or one of our own checks."""
-    refused = found.get("ctx", {}).get("error")
-    code = refused.code if isinstance(refused, SettingError) else found["type"].replace("_", "-")
-    read = repr(found["input"])
-    read = read if len(read) <= 80 else f"{read[:77]}..."
-    where = ".".join(map(str, found["loc"]))
-    return error_message(code, f"{found['msg']}; got {read}", setting=where or None)
+    refused = detail.get("ctx", {}).get("error")
+    code = refused.code if isinstance(refused, SettingError) else detail["type"].replace("_", "-")
+    input_text = repr(detail["input"])
+    input_text = input_text if len(input_text) <= 80 else f"{input_text[:77]}..."
+    location = ".".join(map(str, detail["loc"]))
+    return error_message(code, f"{detail['msg']}; got {input_text}", setting=location or None)

@@ -31,8 +31,8 @@ class LayerRow:
     @property
     def lowest(self) -> float:
         """The lowest ratio of all steps, dB."""
-        known = [r.sqnr_db for r in self.ratios if r is not None and r.sqnr_db is not None]
-        return min(known, default=float("inf"))
+        ratios_db = [r.sqnr_db for r in self.ratios if r is not None and r.sqnr_db is not None]
+        return min(ratios_db, default=float("inf"))
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ class LayerTable:
     @property
     def worst(self) -> list[LayerRow]:
         """The rows of whole blocks, embeddings and the output layer with the lowest ratios, lowest first."""
-        changed = [row for row in self.rows if not row.is_part and row.lowest < float("inf")]
-        return sorted(changed, key=lambda row: row.lowest)[:NUM_WORST]
+        changed_rows = [row for row in self.rows if not row.is_part and row.lowest < float("inf")]
+        return sorted(changed_rows, key=lambda row: row.lowest)[:NUM_WORST]
 
-    def weakest_part(self, row: LayerRow, at: int) -> LayerRow | None:
-        """Return the part of the block `row` with the lowest ratio in step `at`; None if there is none."""
+    def weakest_part(self, row: LayerRow, step_index: int) -> LayerRow | None:
+        """Return the part of the block `row` with the lowest ratio in a step; None if there is none."""
 
         def ratio(other: LayerRow) -> float:
-            found = other.ratios[at]
-            return float("inf") if found is None or found.sqnr_db is None else found.sqnr_db
+            layer_ratio = other.ratios[step_index]
+            return float("inf") if layer_ratio is None or layer_ratio.sqnr_db is None else layer_ratio.sqnr_db
 
         parts = [other for other in self.rows if other.is_part and other.name == row.name]
         lowest = min(parts, key=ratio, default=None)
@@ -65,13 +65,13 @@ def find_layer_table(report: ReportData) -> LayerTable | None:
     steps = [row.step for row in view.tree_rows(report) if row.step.layer_sqnr is not None]
     if not steps:
         return None
-    found: dict[tuple[str, str], dict[str, LayerRatio]] = {}
+    ratios_by_block: dict[tuple[str, str], dict[str, LayerRatio]] = {}
     for step in steps:
         for ratio in step.layer_sqnr.layers if step.layer_sqnr else ():
-            found.setdefault((ratio.name, ratio.part), {})[step.name] = ratio
+            ratios_by_block.setdefault((ratio.name, ratio.part), {})[step.name] = ratio
     rows = [
         LayerRow(name, part, tuple(by_step.get(step.name) for step in steps))
-        for (name, part), by_step in found.items()
+        for (name, part), by_step in ratios_by_block.items()
     ]
     return LayerTable(steps, rows)
 
@@ -86,12 +86,12 @@ def ratio_text(ratio: LayerRatio | None) -> str:
 
 def output_text(step: StepReport) -> str:
     """Return the ratio of a step's outputs, or why it is not known."""
-    found = step.layer_sqnr
-    if found is None:
+    layer_sqnr = step.layer_sqnr
+    if layer_sqnr is None:
         return view.MISSING_TEXT
-    if found.output_sqnr_db is None:
-        return view.MISSING_TEXT if found.reason else "equal"
-    return view.number_text(found.output_sqnr_db, 1)
+    if layer_sqnr.output_sqnr_db is None:
+        return view.MISSING_TEXT if layer_sqnr.reason else "equal"
+    return view.number_text(layer_sqnr.output_sqnr_db, 1)
 
 
 def shade(ratio: LayerRatio | None) -> int:
@@ -113,18 +113,18 @@ def reason_texts(table: LayerTable) -> list[str]:
 def summary_rows(table: LayerTable, num_layers: int = 3) -> tuple[Sequence[str], list[list[str]]]:
     """Return head and rows of a table with a row for each step, its outputs, and its worst blocks."""
     rows = []
-    for at, step in enumerate(table.steps):
+    for step_index, step in enumerate(table.steps):
         blocks = [
             (ratio, row)
             for row in table.rows
-            if (ratio := row.ratios[at]) and ratio.sqnr_db is not None and not row.is_part
+            if (ratio := row.ratios[step_index]) and ratio.sqnr_db is not None and not row.is_part
         ]
         worst = sorted(blocks, key=lambda pair: pair[0].sqnr_db or 0.0)[:num_layers]
         texts = [f"{row.name} {ratio_text(ratio)}" for ratio, row in worst]
-        compared = any(row.ratios[at] for row in table.rows)
+        is_compared = any(row.ratios[step_index] for row in table.rows)
         reason = step.layer_sqnr.reason if step.layer_sqnr else None
-        without = reason or ("all equal" if compared else view.MISSING_TEXT)
-        rows.append([step.name, output_text(step), ", ".join(texts) or without])
+        missing_text = reason or ("all equal" if is_compared else view.MISSING_TEXT)
+        rows.append([step.name, output_text(step), ", ".join(texts) or missing_text])
     return ("step", "outputs, dB", "worst layers, dB"), rows
 
 

@@ -106,12 +106,12 @@ def decide(report: ReportData) -> Verdict:
     if not steps:
         return _none("no-deployable-step", "no step can be deployed. Add a stage that exports, such as onnx.")
     metric = metrics[0] if metrics else ""
-    compared = [step for step in steps if metric in step.quality and metric in step.against_baseline]
-    if not compared:
+    compared_steps = [step for step in steps if metric in step.quality and metric in step.against_baseline]
+    if not compared_steps:
         return _none("not-scored", "the quality of no step was compared with the baseline's.")
-    useful = [step for step in compared if not step.quality[metric].at_chance]
+    useful = [step for step in compared_steps if not step.quality[metric].at_chance]
     if not useful:
-        best = max(compared, key=lambda step: signed_value(step, metric))
+        best = max(compared_steps, key=lambda step: signed_value(step, metric))
         return _none("at-chance", _chance_text(best, metric))
     rules: dict[str, Callable[[StepReport], bool]] = {
         "gates-failed": lambda step: all(gate.passed is not False for gate in step.gates),
@@ -133,14 +133,14 @@ def shortlisted(report: ReportData) -> list[str]:
     They are the baseline, the Pareto-optimal steps and the step that the verdict names; where it names none,
     the smallest graph for ONNX Runtime that fails no gate.
     """
-    found = decide(report)
-    named = [report.baseline, *report.pareto_front, found.step, found.closest]
-    if not (found.step or found.closest):
-        able = [step for step in report.steps if step.artifact and _is_cpu_graph(step)]
-        able = [step for step in able if all(gate.passed is not False for gate in step.gates)]
-        named += [step.name for step in sorted(able, key=lambda step: step.size_bytes or 0)[:1]]
-    scored = {step.name for step in report.steps if step.quality}
-    return [name for name in dict.fromkeys(named) if name in scored]
+    verdict = decide(report)
+    selected_names = [report.baseline, *report.pareto_front, verdict.step, verdict.closest]
+    if not (verdict.step or verdict.closest):
+        eligible = [step for step in report.steps if step.artifact and _is_cpu_graph(step)]
+        eligible = [step for step in eligible if all(gate.passed is not False for gate in step.gates)]
+        selected_names += [step.name for step in sorted(eligible, key=lambda step: step.size_bytes or 0)[:1]]
+    scored_names = {step.name for step in report.steps if step.quality}
+    return [name for name in dict.fromkeys(selected_names) if name in scored_names]
 
 
 def _none(reason: Any, text: str) -> Verdict:
@@ -201,9 +201,9 @@ def _choose(steps: Sequence[StepReport], metric: str, report: ReportData) -> _Pi
     if not smaller:
         return None
     graphs = [step for step in smaller if _is_cpu_graph(step)] or smaller
-    least = min(graphs, key=lambda step: step.size_bytes or 0)
-    times = next((row for step, row in timed if step is least), None)
-    return _Pick(least, times, doubt=fastest.doubt if fastest else None)
+    smallest = min(graphs, key=lambda step: step.size_bytes or 0)
+    times = next((row for step, row in timed if step is smallest), None)
+    return _Pick(smallest, times, doubt=fastest.doubt if fastest else None)
 
 
 def _fastest(timed: Sequence[tuple[StepReport, LatencyReport]], metric: str) -> _Pick | None:
@@ -215,22 +215,24 @@ def _fastest(timed: Sequence[tuple[StepReport, LatencyReport]], metric: str) -> 
     rivals = [(s, r) for s, r in timed if r.stable is False and (not calm or _may_be_faster(r, row))]
     if not rivals:
         low = min(row.speedup or 0.0, *(row.speedup_ci95 or ()))
-        alike = [(s, r) for s, r in calm or timed if max(r.speedup or 0.0, *(r.speedup_ci95 or ())) >= low]
-        gains = [(s, r) for s, r in alike if _is_gain(r.speedup or 0.0, r.speedup_ci95)]
+        equally_fast = [
+            (s, r) for s, r in calm or timed if max(r.speedup or 0.0, *(r.speedup_ci95 or ())) >= low
+        ]
+        gains = [(s, r) for s, r in equally_fast if _is_gain(r.speedup or 0.0, r.speedup_ci95)]
         return _Pick(*_best_of_equally_fast(gains or [(step, row)], metric))
-    doubt = _disturbed_text(rivals)
+    disturbance = _disturbed_text(rivals)
     best = _fastest_by_cpu_time([(s, r) for s, r in timed if r.cpu_speedup is not None], metric)
-    return _Pick(*best, by_cpu_time=True, doubt=doubt) if best else _Pick(step, None, doubt=doubt)
+    return _Pick(*best, by_cpu_time=True, doubt=disturbance) if best else _Pick(step, None, doubt=disturbance)
 
 
 def _may_be_faster(disturbed: LatencyReport, fastest: LatencyReport) -> bool:
     """Return whether any round of a disturbed step reached the interval of the fastest other step."""
-    reached = [
+    round_speedups = [
         timing_round.speedup for timing_round in disturbed.rounds or [] if timing_round.speedup is not None
     ]
-    if not reached or not fastest.speedup_ci95:
+    if not round_speedups or not fastest.speedup_ci95:
         return True
-    return max(reached) >= fastest.speedup_ci95[0]
+    return max(round_speedups) >= fastest.speedup_ci95[0]
 
 
 def _fastest_by_cpu_time(
@@ -242,12 +244,12 @@ def _fastest_by_cpu_time(
     _, fastest = max(timed, key=lambda pair: pair[1].cpu_speedup or 0.0)
     ratio = fastest.cpu_speedup or 0.0
     low = min(ratio * (1 - _MIN_CPU_DIFFERENCE), *(fastest.cpu_speedup_ci95 or (ratio,)))
-    alike = [
+    equally_fast = [
         (step, row)
         for step, row in timed
         if max(row.cpu_speedup or 0.0, *(row.cpu_speedup_ci95 or (0.0,))) >= low
     ]
-    return _best_of_equally_fast(alike, metric)
+    return _best_of_equally_fast(equally_fast, metric)
 
 
 def _best_of_equally_fast(
@@ -260,8 +262,8 @@ def _best_of_equally_fast(
     best, _ = max(alike, key=lambda pair: signed_difference(pair[0], metric))
     ends = best.against_baseline[metric].ci95
     error = (ends[1] - ends[0]) / (2 * 1.96) if ends else 0.0
-    least = signed_difference(best, metric) - error
-    as_good = [pair for pair in alike if signed_difference(pair[0], metric) >= least]
+    min_difference = signed_difference(best, metric) - error
+    as_good = [pair for pair in alike if signed_difference(pair[0], metric) >= min_difference]
     return min(as_good, key=lambda pair: (pair[0].size_bytes or 0, -signed_difference(pair[0], metric)))
 
 
@@ -274,12 +276,15 @@ def ship_command(report: ReportData, step: StepReport, folder: str) -> str:
 
     `smelt package` for graphs of ONNX Runtime; other artifacts, and graphs of the task custom, are copied.
     """
-    place, task = shlex.quote(folder), report.recipe.get("task")
+    quoted_folder, task = shlex.quote(folder), report.recipe.get("task")
     if task in tasks_with(modality="arrays") or not _is_cpu_graph(step):
-        return f"cp -rL {place} NEW"
+        return f"cp -rL {quoted_folder} NEW"
     # third-party graphs that generate have no graph with the loop, which the other formats need
     generates = task in tasks_with(generates=True)
-    return f"smelt package {place}{' --format optimum' * bool(generates and step.details.get('foreign'))}"
+    return (
+        "smelt package "
+        f"{quoted_folder}{' --format optimum' * bool(generates and step.details.get('foreign'))}"
+    )
 
 
 def _recommend(pick: _Pick | None, metrics: Sequence[str], report: ReportData, num_worse: int) -> Verdict:
@@ -291,8 +296,8 @@ def _recommend(pick: _Pick | None, metrics: Sequence[str], report: ReportData, n
     fastest = pick.is_faster
     kind = "fastest" if fastest else "smallest"
     by_cpu = " by CPU time" * pick.by_cpu_time
-    scored = step.test if step.test and metric in step.test.against_baseline else step
-    parts = [_score_text(step, scored, metric, report)]
+    scores = step.test if step.test and metric in step.test.against_baseline else step
+    parts = [_score_text(step, scores, metric, report)]
     if pick.speedup is not None and pick.times:
         fast = (
             view.significant_digits(pick.speedup, 2) if pick.by_cpu_time else view.number_text(pick.speedup)
@@ -302,22 +307,22 @@ def _recommend(pick: _Pick | None, metrics: Sequence[str], report: ReportData, n
     share = view.size_ratio(step, report.baseline_step)
     of_base = f" ({100 * share:.0f} %)" if share is not None else ""
     parts.append(f"{view.megabytes(step.size_bytes)} MB{of_base}")
-    why = f"the {kind} step{by_cpu * fastest} {_reason_text(step, metrics)}"
-    text = f"Ship {step.name}, {why}. Compared with {report.baseline}: {'; '.join(parts)}."
+    reason = f"the {kind} step{by_cpu * fastest} {_reason_text(step, metrics)}"
+    text = f"Ship {step.name}, {reason}. Compared with {report.baseline}: {'; '.join(parts)}."
     return Verdict(
         step=step.name,
         reason=("fastest-by-cpu-time" if pick.by_cpu_time else "fastest") if fastest else "smallest",
         text=text,
         folder=step.artifact,
         command=ship_command(report, step, step.artifact or ""),
-        **_loss_fields(scored, metric),
+        **_loss_fields(scores, metric),
         batch_size=pick.times.batch_size if pick.times and pick.speedup is not None else None,
         speedup=pick.speedup,
         speedup_ci95=pick.speedup_ci95,
         size_bytes=step.size_bytes,
         size_ratio=share,
         warnings=[
-            *quality_warnings(step, scored, metrics, report.baseline or "", num_worse),
+            *quality_warnings(step, scores, metrics, report.baseline or "", num_worse),
             *_step_warnings(pick, report),
         ],
     )
@@ -367,13 +372,13 @@ def _loss_fields(scored: Scored, metric: str) -> dict[str, Any]:
 
 def _score_text(step: StepReport, scored: Scored, metric: str, report: ReportData) -> str:
     """Return the score of a step and its difference from the baseline."""
-    found = scored.against_baseline[metric]
-    on = (
+    difference = scored.against_baseline[metric]
+    split_text = (
         "" if report.judged_on == "test" else " on test" if scored is step.test else f" on {report.judged_on}"
     )
     value = view.number_text(scored.quality[metric].value, view.metric_digits(metric))
-    change = f"{change_text(found, metric)}, {view.p_value_text(found.p_value)}"
-    return f"{view.metric_label(metric)}{on} {value} ({change})"
+    change = f"{change_text(difference, metric)}, {view.p_value_text(difference.p_value)}"
+    return f"{view.metric_label(metric)}{split_text} {value} ({change})"
 
 
 def _chance_text(step: StepReport, metric: str) -> str:
@@ -398,16 +403,16 @@ def trial_text(report: ReportData) -> str | None:
     limit, rows = report.recipe.get("limit"), report.recipe.get("rows")
     if not isinstance(limit, int):
         return None
-    used = rows if isinstance(rows, Mapping) else {}
-    if used and all(isinstance(n, int) and n < limit for n in used.values()):
+    used_rows = rows if isinstance(rows, Mapping) else {}
+    if used_rows and all(isinstance(n, int) and n < limit for n in used_rows.values()):
         return None
-    return f"A trial on {view.count_text(used.get(report.judged_on, limit), 'sample')}, not a result."
+    return f"A trial on {view.count_text(used_rows.get(report.judged_on, limit), 'sample')}, not a result."
 
 
 def verdict_lines(report: ReportData) -> list[str]:
     """Return the verdict as sentences, for a terminal and for Markdown: trial, verdict and its cautions."""
-    found = report.verdict
-    lines = [trial_text(report), *((found.text, *map(str, found.warnings)) if found else ())]
+    verdict = report.verdict
+    lines = [trial_text(report), *((verdict.text, *map(str, verdict.warnings)) if verdict else ())]
     return [line for line in lines if line]
 
 

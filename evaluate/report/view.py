@@ -52,9 +52,9 @@ def tree_rows(report: ReportData) -> list[TreeRow]:
     ordered = []
     stack = _tree_branches(children.get(None, []), "", root=True)
     while stack:
-        step, own, below = stack.pop()
-        ordered.append(TreeRow(step, own))
-        stack += _tree_branches(children.get(step.name, []), below)
+        step, row_indent, child_indent = stack.pop()
+        ordered.append(TreeRow(step, row_indent))
+        stack += _tree_branches(children.get(step.name, []), child_indent)
     return ordered
 
 
@@ -64,9 +64,9 @@ def _tree_branches(
     """Return (step, text before it, text before its descendants), the last one first."""
     if root or len(steps) == 1:
         return [(step, indent, indent) for step in reversed(steps)]
-    drawn = [(step, indent + "├─ ", indent + "│  ") for step in steps[:-1]]
-    drawn += [(step, indent + "└─ ", indent + "   ") for step in steps[-1:]]
-    return drawn[::-1]
+    branches = [(step, indent + "├─ ", indent + "│  ") for step in steps[:-1]]
+    branches += [(step, indent + "└─ ", indent + "   ") for step in steps[-1:]]
+    return branches[::-1]
 
 
 def metric_names(report: ReportData) -> list[str]:
@@ -86,8 +86,8 @@ def metric_label(metric: str) -> str:
 
 def metric_digits(metric: str | None) -> int:
     """Return the number of decimal places of a value of `metric`."""
-    known = metric is not None and (base_metric(metric) in METRICS or is_custom_metric(metric))
-    return find_metric(metric).digits if metric is not None and known else 2
+    is_known = metric is not None and (base_metric(metric) in METRICS or is_custom_metric(metric))
+    return find_metric(metric).digits if metric is not None and is_known else 2
 
 
 def report_title(report: ReportData) -> str:
@@ -106,11 +106,11 @@ def model_name(report: ReportData) -> str:
 def hardware(report: ReportData) -> str:
     """Return the processor and accelerator of the environment as text."""
     cpu, cores = report.environment.get("cpu"), report.environment.get("cores")
-    found = [str(cpu)] if cpu else []
-    found += [f"{cores} core{'' if cores == 1 else 's'}"] if cores else []
+    parts = [str(cpu)] if cpu else []
+    parts += [f"{cores} core{'' if cores == 1 else 's'}"] if cores else []
     gpus = report.environment.get("gpus") or []
-    found += [str(gpu.get("name") if isinstance(gpu, Mapping) else gpu) for gpu in gpus]
-    return ", ".join(found) or MISSING_TEXT
+    parts += [str(gpu.get("name") if isinstance(gpu, Mapping) else gpu) for gpu in gpus]
+    return ", ".join(parts) or MISSING_TEXT
 
 
 def _value_text(value: Any) -> str:
@@ -123,21 +123,21 @@ def _value_text(value: Any) -> str:
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     """Return nested settings as (dotted name, text) pairs."""
-    found: list[tuple[str, str]] = []
+    entries: list[tuple[str, str]] = []
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
-            found += flatten(value, f"{prefix}{name}.")
+            entries += flatten(value, f"{prefix}{name}.")
         else:
-            found.append((f"{prefix}{name}", MISSING_TEXT if value is None else _value_text(value)))
-    return found
+            entries.append((f"{prefix}{name}", MISSING_TEXT if value is None else _value_text(value)))
+    return entries
 
 
 def sample_size(report: ReportData) -> tuple[int, str] | None:
     """Return the number and unit of what the first metric was computed on: examples, or tokens."""
-    found = (
+    sizes = (
         (score.n, sample_unit(metric)) for step in report.steps for metric, score in step.quality.items()
     )
-    return next(found, None)
+    return next(sizes, None)
 
 
 def sample_unit(metric: str) -> str:
@@ -147,14 +147,14 @@ def sample_unit(metric: str) -> str:
 
 def sample_text(report: ReportData) -> str:
     """Return `n = 1,000 examples`; empty where nothing was scored."""
-    found = sample_size(report)
-    of = "" if report.judged_on == "test" else f" of {report.judged_on}"
-    return f"n = {count_text(*found)}{of}" if found else ""
+    size = sample_size(report)
+    split_text = "" if report.judged_on == "test" else f" of {report.judged_on}"
+    return f"n = {count_text(*size)}{split_text}" if size else ""
 
 
-def count_text(number: int, word: str) -> str:
+def count_text(number: int, noun: str) -> str:
     """Return `1 sample`, `1,000 samples`."""
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def signatures(report: ReportData) -> list[tuple[str, str]]:
@@ -193,9 +193,9 @@ def disturbance_text(rows: Iterable[LatencyReport]) -> str:
 
 def _cause_text(cause: str, rows: Sequence[LatencyReport]) -> str:
     """Return one cause as text; with the figures of all its rows."""
-    lost = [timing_round.lost_share for row in rows for timing_round in row.rounds or []]
-    if cause == "busy" and len(rows) > 1 and lost:
-        return f"other processes used the CPU for up to {100 * max(lost):.0f} % of a round"
+    lost_shares = [timing_round.lost_share for row in rows for timing_round in row.rounds or []]
+    if cause == "busy" and len(rows) > 1 and lost_shares:
+        return f"other processes used the CPU for up to {100 * max(lost_shares):.0f} % of a round"
     if cause == "disagree" and len(rows) > 1:
         return "the rounds disagree"
     return rows[0].reason or cause
@@ -212,8 +212,8 @@ def timing_parts(
 ) -> list[tuple[str, float | None]]:
     """Return (name, ms) of the parts of a call, in their order."""
     if isinstance(timings, ClassifierTimings):
-        before = find_task(report).preprocessing
-        return [(before, timings.tokenizing_ms), ("model", timings.model_ms), ("labels", timings.rest_ms)]
+        first_part = find_task(report).preprocessing
+        return [(first_part, timings.tokenizing_ms), ("model", timings.model_ms), ("labels", timings.rest_ms)]
     first = "prefill" if report.recipe.get("task") in tasks_with(architecture="decoder") else "encoder"
     return [
         ("tokenizing", timings.tokenizing_ms),
@@ -273,28 +273,32 @@ def signed_text(value: float | None, digits: int = 2) -> str:
     return f"+{text}" if value is not None and value > 0 and text.strip("0.") else text
 
 
-def difference_digits(found: ScoreDifference, metric: str | None) -> int:
+def difference_digits(difference: ScoreDifference, metric: str | None) -> int:
     """Return the number of digits of a difference: more where a significant one would be shown as zero.
 
     The same holds for an end of its interval, which would then seem to contain zero.
     """
-    places = metric_digits(metric)
-    values = [value for value in (found.difference, *(found.ci95 or ())) if value]
-    while is_significant(found) and places < MAX_DIGITS and not all(round(value, places) for value in values):
-        places += 1
-    return places
+    digits = metric_digits(metric)
+    values = [value for value in (difference.difference, *(difference.ci95 or ())) if value]
+    while (
+        is_significant(difference)
+        and digits < MAX_DIGITS
+        and not all(round(value, digits) for value in values)
+    ):
+        digits += 1
+    return digits
 
 
-def difference_text(found: ScoreDifference | None, metric: str | None) -> str:
+def difference_text(difference: ScoreDifference | None, metric: str | None) -> str:
     """Return a difference with its sign."""
-    if found is None:
+    if difference is None:
         return MISSING_TEXT
-    return signed_text(found.difference, difference_digits(found, metric))
+    return signed_text(difference.difference, difference_digits(difference, metric))
 
 
-def difference_interval_text(found: ScoreDifference, metric: str | None) -> str:
+def difference_interval_text(difference: ScoreDifference, metric: str | None) -> str:
     """Return the 95 % interval of a difference, or an empty text."""
-    return interval_text(found.ci95, difference_digits(found, metric))
+    return interval_text(difference.ci95, difference_digits(difference, metric))
 
 
 def interval_text(pair: tuple[float, float] | None, digits: int = 2) -> str:
@@ -306,8 +310,8 @@ def significant_digits(value: float | None, digits: int = 3) -> str:
     """Return `value` to three significant digits, with all digits before the point: 1.23, 12.3, 1,234."""
     if value is None:
         return MISSING_TEXT
-    before = len(str(int(abs(value)))) if abs(value) >= 1 else 1
-    return number_text(value, max(0, digits - before))
+    integer_digits = len(str(int(abs(value)))) if abs(value) >= 1 else 1
+    return number_text(value, max(0, digits - integer_digits))
 
 
 def megabytes(size_bytes: int | None) -> str:
@@ -322,10 +326,10 @@ def p_value_text(p_value: float) -> str:
     """
     if p_value < 0.001:
         return "p < 0.001"
-    places = 3
-    while is_significant_p_value(p_value) != is_significant_p_value(round(p_value, places)):
-        places += 1
-    return f"p = {p_value:.{places}f}"
+    digits = 3
+    while is_significant_p_value(p_value) != is_significant_p_value(round(p_value, digits)):
+        digits += 1
+    return f"p = {p_value:.{digits}f}"
 
 
 def gate_quantity_text(metric: str, value: float | None) -> str:
@@ -348,10 +352,10 @@ def has_quantized_weights(report: ReportData) -> bool:
 def bits_per_weight_text(step: StepReport, report: ReportData) -> str:
     """Return the bits per quantized weight, with scales and zero points, inherited by the following steps."""
     steps = {other.name: other for other in report.steps}
-    at: StepReport | None = step
-    while at is not None and "bits_per_weight" not in at.details:
-        at = steps.get(at.parent or "")
-    return MISSING_TEXT if at is None else _value_text(at.details["bits_per_weight"])
+    ancestor: StepReport | None = step
+    while ancestor is not None and "bits_per_weight" not in ancestor.details:
+        ancestor = steps.get(ancestor.parent or "")
+    return MISSING_TEXT if ancestor is None else _value_text(ancestor.details["bits_per_weight"])
 
 
 def size_ratio(step: StepReport, base: StepReport | None) -> float | None:
@@ -398,12 +402,12 @@ def fold_table(report: ReportData) -> tuple[list[str], list[list[str]]] | None:
     for step in steps:
         cells = [step.name]
         for name in names:
-            found, digits = step.folds.get(name), metric_digits(name)
-            spread = MISSING_TEXT
-            if found is not None:
-                spread = f"{number_text(found.mean, digits)} ± {number_text(found.std, digits)}"
-            cells += [spread, MISSING_TEXT]
-            if found is not None and (change := found.against_baseline) is not None:
+            fold_score, digits = step.folds.get(name), metric_digits(name)
+            score_text = MISSING_TEXT
+            if fold_score is not None:
+                score_text = f"{number_text(fold_score.mean, digits)} ± {number_text(fold_score.std, digits)}"
+            cells += [score_text, MISSING_TEXT]
+            if fold_score is not None and (change := fold_score.against_baseline) is not None:
                 interval = difference_interval_text(change, name)
                 cells[-1] = f"{difference_text(change, name)} {interval}".rstrip()
         rows.append(cells)
@@ -416,7 +420,7 @@ _TRUNCATED_CODE = "truncated-texts"
 
 def sort_warnings(warnings: Iterable[Message]) -> list[Message]:
     """Return warnings with those about truncated texts last, since the others matter more."""
-    return sorted(warnings, key=lambda found: found.code == _TRUNCATED_CODE)
+    return sorted(warnings, key=lambda message: message.code == _TRUNCATED_CODE)
 
 
 def report_notes(report: ReportData) -> list[tuple[str, str, str]]:
@@ -424,31 +428,31 @@ def report_notes(report: ReportData) -> list[tuple[str, str, str]]:
 
     Notes of the whole run come first, under the step name `run`.
     """
-    found: list[tuple[str, str, str]] = [
+    entries: list[tuple[str, str, str]] = [
         ("run", message.severity, str(message)) for message in report.warnings
     ]
-    found += [("run", "warning", text) for text in failed_on_test_texts(report)]
-    found += [("run", "disturbed", text) for text in disturbed_texts(report)]
+    entries += [("run", "warning", text) for text in failed_on_test_texts(report)]
+    entries += [("run", "disturbed", text) for text in disturbed_texts(report)]
     for step in report.steps:
         notes = (
             ("error", step.error and step.error.message),
             ("not scored" if step.unscored else step.status, step.reason),
         )
-        found += [(step.name, kind, text) for kind, text in notes if text]
-        found += [
+        entries += [(step.name, kind, text) for kind, text in notes if text]
+        entries += [
             (step.name, gate_verdict(gate), f"gate {gate_text(gate)}: {gate.reason}")
             for gate in step.gates
             if gate.reason and (gate.passed is None or gate.reason not in step.failure_texts)
         ]
-        found += [
+        entries += [
             (step.name, "warning", too_few_examples_text(gate, step))
             for gate in step.gates
             if gate.n_needed is not None
         ]
-        found += [(step.name, warning.severity, str(warning)) for warning in sort_warnings(step.warnings)]
+        entries += [(step.name, warning.severity, str(warning)) for warning in sort_warnings(step.warnings)]
         if step.from_previous_run:
-            found.append((step.name, "kept", "from an earlier run in this folder; not part of this run"))
-    return found
+            entries.append((step.name, "kept", "from an earlier run in this folder; not part of this run"))
+    return entries
 
 
 def disturbed_texts(report: ReportData) -> list[str]:
@@ -459,12 +463,12 @@ def disturbed_texts(report: ReportData) -> list[str]:
             if row.stable is False:
                 causes.setdefault(row.cause or row.reason or "", []).append((step, row))
     texts = []
-    for found in causes.values():
+    for step_rows in causes.values():
         sizes: dict[str, list[str]] = {}
-        for step, row in found:
+        for step, row in step_rows:
             sizes.setdefault(step.name, []).append(str(row.batch_size))
         names = ", ".join(f"{name} (batch {', '.join(batches)})" for name, batches in sizes.items())
-        texts.append(f"the speed of {names} is unreliable: {disturbance_text(row for _, row in found)}")
+        texts.append(f"the speed of {names} is unreliable: {disturbance_text(row for _, row in step_rows)}")
     return texts
 
 
@@ -479,23 +483,25 @@ def gate_verdict(gate: GateReport) -> str:
 
 def gate_text(gate: GateReport) -> str:
     """Return a gate as `BLEU max_drop 1.00`."""
-    sure = "" if gate.confidence is None else f", confidence {gate.confidence:g}"
+    confidence_text = "" if gate.confidence is None else f", confidence {gate.confidence:g}"
     limit = gate_quantity_text(gate.metric, gate.limit)
-    return f"{metric_label(gate.metric)} {gate.kind} {limit}{sure}"
+    return f"{metric_label(gate.metric)} {gate.kind} {limit}{confidence_text}"
 
 
 def test_scores_text(report: ReportData) -> str:
     """Return the test scores of the steps that were chosen on validation, by the first metric."""
     metric = next(iter(metric_names(report)), "")
-    found = []
+    score_texts = []
     for step in report.steps:
         if step.test and (score := step.test.quality.get(metric)):
-            lost = step.test.against_baseline.get(metric)
+            difference = step.test.against_baseline.get(metric)
             change = (
-                f" ({difference_text(lost, metric)}{'*' if is_significant(lost) else ''})" if lost else ""
+                f" ({difference_text(difference, metric)}{'*' if is_significant(difference) else ''})"
+                if difference
+                else ""
             )
-            found.append(f"{step.name} {number_text(score.value, metric_digits(metric))}{change}")
-    return f"{metric_label(metric)} on test: {', '.join(found)}" if found else ""
+            score_texts.append(f"{step.name} {number_text(score.value, metric_digits(metric))}{change}")
+    return f"{metric_label(metric)} on test: {', '.join(score_texts)}" if score_texts else ""
 
 
 def failed_on_test_texts(report: ReportData) -> list[str]:
@@ -514,10 +520,10 @@ def too_few_examples_text(gate: GateReport, step: StepReport) -> str:
     score, difference = step.quality.get(gate.metric), step.against_baseline.get(gate.metric)
     n = f"n = {count_text(score.n, sample_unit(gate.metric))}" if score else "n"
     low, high = (difference and difference.ci95) or (0.0, 0.0)
-    shown = metric_digits(gate.metric)
+    digits = metric_digits(gate.metric)
     return (
         f"gate {gate_text(gate)}: {n} is too small to decide it; the difference is known to"
-        f" ±{number_text((high - low) / 2, shown)}. Use about {_round_up(gate.n_needed or 0):,}."
+        f" ±{number_text((high - low) / 2, digits)}. Use about {_round_up(gate.n_needed or 0):,}."
     )
 
 

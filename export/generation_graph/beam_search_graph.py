@@ -97,62 +97,73 @@ class BeamStep:
         def by_words(inside: GraphBuilder) -> str:
             # in the first step R = B: all beams are equal, so the first is used for all
             rows = inside.row_count(logits)
-            each = inside.op("Div", rows, batch.size)
-            texts = inside.op("Slice", now.texts, inside.const([0]), each, inside.const([1]))
+            rows_per_text = inside.op("Div", rows, batch.size)
+            texts = inside.op("Slice", now.texts, inside.const([0]), rows_per_text, inside.const([1]))
             table = inside.op("Concat", rows, inside.op("Shape", texts, start=2), axis=0)
             flat = inside.op("Reshape", texts, table)
             if search.token_ids is None:
                 return inside.op("Add", apply_history_rules(inside, scores, flat, mask), rule.biases)
             every = scatter_to_vocabulary(inside, scores, search.token_ids, search.vocabulary)
-            found = inside.op(
+            processed_scores = inside.op(
                 "Gather", apply_history_rules(inside, every, flat, mask), search.token_ids, axis=1
             )
-            return inside.op("Add", found, rule.biases)
+            return inside.op("Add", processed_scores, rule.biases)
 
-        ruled = b.if_else(
+        processed = b.if_else(
             "text_rules", by_words, lambda i: i.op("Add", scores, rule.biases), np.float32, (None, None)
         )
         # each branch computes the sum itself: a value passed through a branch would be copied
-        before = b.op("Unsqueeze", now.scores, b.const([2]))
+        previous_scores = b.op("Unsqueeze", now.scores, b.const([2]))
 
         def added(inside: GraphBuilder, scores: str) -> str:
-            return inside.op("Add", inside.op("Reshape", scores, batch.per_beam_shape), before)
+            return inside.op("Add", inside.op("Reshape", scores, batch.per_beam_shape), previous_scores)
 
         def as_ruled(inside: GraphBuilder) -> str:
             return inside.if_else(
-                "renormalize_logits", lambda i: added(i, i.op("LogSoftmax", ruled, axis=-1)),
-                lambda i: added(i, ruled), np.float32, (None, None, None),
+                "renormalize_logits", lambda i: added(i, i.op("LogSoftmax", processed, axis=-1)),
+                lambda i: added(i, processed), np.float32, (None, None, None),
             )  # fmt: skip
 
         forced = b.op("GreaterOrEqual", rule.forced_token(b), b.const(0))
         sums = b.if_else(
-            forced, lambda i: i.op("Add", rule.biases, before), as_ruled, np.float32, (None, None, None)
+            forced,
+            lambda i: i.op("Add", rule.biases, previous_scores),
+            as_ruled,
+            np.float32,
+            (None, None, None),
         )
         return b.op("Reshape", sums, batch.flat_shape)
 
     def select_candidates(self, totals: str, now: BeamValues, logits: str) -> tuple[str, list[str], str, str]:
         """Return whether all end, the parts of the next `Beams`, ids [R, 1], and each row's source row."""
         b, search, batch = self.b, self.search, self.batch
-        scores, places = b.ops("TopK", totals, search.num_candidates, outputs=2, axis=1)
+        scores, indices = b.ops("TopK", totals, search.num_candidates, outputs=2, axis=1)
         v = b.dimension(search.token_ids, 0) if search.token_ids else b.const(search.vocabulary)
-        came, tokens = b.op("Div", places, v), b.op("Mod", places, v)
+        source_beams, tokens = b.op("Div", indices, v), b.op("Mod", indices, v)
         tokens = b.op("Gather", search.token_ids, tokens, axis=0) if search.token_ids else tokens
         candidates = b.op(
-            "Concat", self._gather_texts(now.texts, came), b.op("Unsqueeze", tokens, b.const([2])), axis=2
+            "Concat",
+            self._gather_texts(now.texts, source_beams),
+            b.op("Unsqueeze", tokens, b.const([2])),
+            axis=2,
         )
         last = b.op("Equal", self.new, "max_new_tokens")
         stop = b.op("Or", is_eos(b, search.rules, tokens), last)
         # the best candidates that did not end continue
-        going, order = b.ops("TopK", self._exclude(scores, stop), search.num_beams, outputs=2, axis=1)
+        running_scores, order = b.ops(
+            "TopK", self._exclude(scores, stop), search.num_beams, outputs=2, axis=1
+        )
         texts = self._gather_texts(candidates, order)
-        chosen = b.op("GatherElements", came, order, axis=1)
+        parent_beams = b.op("GatherElements", source_beams, order, axis=1)
         finished = self._finished(now, candidates, scores, stop)
-        improvable = b.op("And", now.improvable, self._could_improve(going, finished))
+        improvable = b.op("And", now.improvable, self._could_improve(running_scores, finished))
         ids = b.op("Reshape", b.op("GatherElements", tokens, order, axis=1), b.const([-1, 1]))
-        each = b.op("Div", b.row_count(logits), batch.size)
-        own = b.op("Min", chosen, b.op("Sub", each, b.const([1])))
-        old = b.op("Reshape", b.op("Add", b.op("Mul", batch.places, each), own), b.const([-1]))
-        return b.all_of(stop), [texts, going, *finished, improvable], ids, old
+        rows_per_text = b.op("Div", b.row_count(logits), batch.size)
+        source_rows = b.op("Min", parent_beams, b.op("Sub", rows_per_text, b.const([1])))
+        old = b.op(
+            "Reshape", b.op("Add", b.op("Mul", batch.places, rows_per_text), source_rows), b.const([-1])
+        )
+        return b.all_of(stop), [texts, running_scores, *finished, improvable], ids, old
 
     def _gather_texts(self, texts: str, places: str) -> str:
         """Return [B, K, T]: the texts of [B, N, T] at the indices [B, K]."""
@@ -166,12 +177,12 @@ class BeamStep:
         """Insert candidates that have just ended into the finished texts if they are better."""
         b, search, batch = self.b, self.search, self.batch
         not_ended = b.op("Or", b.op("Not", stop), search.is_reserve)
-        worth = b.op("Div", scores, self._penalty(self.new))
+        penalized = b.op("Div", scores, self._penalty(self.new))
         full = b.op("And", "early_stopping", b.all_of(now.ended, [1], keep=True))
-        for lost in (full, b.op("Not", now.improvable), not_ended):
-            worth = self._exclude(worth, lost)
-        merged = b.op("Concat", now.finished_scores, worth, axis=1)
-        best, order = b.ops("TopK", merged, search.num_beams, outputs=2, axis=1)
+        for invalid in (full, b.op("Not", now.improvable), not_ended):
+            penalized = self._exclude(penalized, invalid)
+        all_scores = b.op("Concat", now.finished_scores, penalized, axis=1)
+        best, order = b.ops("TopK", all_scores, search.num_beams, outputs=2, axis=1)
         texts = b.op("Concat", b.op("Concat", now.finished, batch.padding, axis=2), candidates, axis=1)
         ended = b.op("Concat", now.ended, b.op("Not", not_ended), axis=1)
         return [self._gather_texts(texts, order), best, b.op("GatherElements", ended, order, axis=1)]
@@ -224,7 +235,7 @@ def add_beam_search(root: GraphLevel, source: StepModel, vocabulary: int) -> str
     search = _search_values(b, source, vocabulary)
     parts = _initial_beams(b, source.prompt)
     count = b.op("Squeeze", b.row_count("input_ids"), b.const([0]))
-    carried = [
+    loop_values = [
         LoopCarried("steps_done", b.const(0), np.int64, ()),
         LoopCarried("all_texts", source.prompt, np.int64, (None, None)),
         LoopCarried("places", b.op("Range", b.const(0), count, b.const(1)), np.int64, (None,)),
@@ -236,27 +247,33 @@ def add_beam_search(root: GraphLevel, source: StepModel, vocabulary: int) -> str
     ]
 
     def phase(b: GraphBuilder, unused: str, names: list[str]) -> tuple[str, list[str]]:
-        before, all_texts, places, *rest = names
-        texts, rest = rest[: len(parts)], rest[len(parts) :]
-        shared, state = rest[: len(source.shared)], rest[len(source.shared) :]
-        inner = _BeamPhase([root, GraphLevel(b)], source, search, before, shared)
-        over, texts, state = inner.add_loop([*parts, *carried[-len(state) :]], texts, state)
-        now = BeamValues(*texts)
-        taken = b.op("Sub", b.dimension(now.texts, 2), b.dimension(all_texts, 1))
-        all_texts = _write_finished(b, all_texts, places, now.finished, taken)
-        kept = b.op("Squeeze", b.op("NonZero", b.op("Not", settled_sentences(b, now))), b.const([0]))
-        left = [b.op("Gather", name, kept, axis=0) for name in (places, *texts, *shared)]
-        rows = b.op(
-            "Add", b.op("Mul", b.op("Unsqueeze", kept, b.const([1])), search.num_beams), search.beam_indices
+        num_steps, all_texts, text_indices, *carried_values = names
+        texts, carried_values = carried_values[: len(parts)], carried_values[len(parts) :]
+        shared, state = carried_values[: len(source.shared)], carried_values[len(source.shared) :]
+        inner = _BeamPhase([root, GraphLevel(b)], source, search, num_steps, shared)
+        is_done, texts, state = inner.add_loop([*parts, *loop_values[-len(state) :]], texts, state)
+        beam_values = BeamValues(*texts)
+        steps_taken = b.op("Sub", b.dimension(beam_values.texts, 2), b.dimension(all_texts, 1))
+        all_texts = _write_finished(b, all_texts, text_indices, beam_values.finished, steps_taken)
+        unfinished = b.op(
+            "Squeeze", b.op("NonZero", b.op("Not", settled_sentences(b, beam_values))), b.const([0])
         )
-        rows = b.op("Reshape", rows, b.const([-1]))
-        left += [b.op("Gather", name, rows, axis=0) for name in state]
-        again = b.op("And", b.op("Greater", b.dimension(kept, 0), b.const(0)), b.op("Not", over))
-        return again, [b.op("Add", before, taken), all_texts, *left]
+        next_values = [b.op("Gather", name, unfinished, axis=0) for name in (text_indices, *texts, *shared)]
+        beam_rows = b.op(
+            "Add",
+            b.op("Mul", b.op("Unsqueeze", unfinished, b.const([1])), search.num_beams),
+            search.beam_indices,
+        )
+        beam_rows = b.op("Reshape", beam_rows, b.const([-1]))
+        next_values += [b.op("Gather", name, beam_rows, axis=0) for name in state]
+        should_continue = b.op(
+            "And", b.op("Greater", b.dimension(unfinished, 0), b.const(0)), b.op("Not", is_done)
+        )
+        return should_continue, [b.op("Add", num_steps, steps_taken), all_texts, *next_values]
 
     # attention and reshapes fail on a batch without rows, so it runs no step
-    trips = b.op("Mul", "max_new_tokens", b.op("Min", count, b.const(1)))
-    return b.loop("phases", trips, carried, phase)[1]
+    max_trips = b.op("Mul", "max_new_tokens", b.op("Min", count, b.const(1)))
+    return b.loop("phases", max_trips, loop_values, phase)[1]
 
 
 @dataclass(frozen=True)
@@ -285,63 +302,72 @@ class _BeamPhase:
         source, b = self.source, self.levels[-1].builder
         batch = _batch_values(b, self.search, texts[0])
         # when this many sentences are finished, they are removed
-        enough = b.op("Max", b.op("Div", batch.size, b.const([8])), b.const([1]))
-        enough = b.op("Squeeze", enough, b.const([0]))
-        firsts = [
+        min_finished = b.op("Max", b.op("Div", batch.size, b.const([8])), b.const([1]))
+        min_finished = b.op("Squeeze", min_finished, b.const([0]))
+        initial_values = [
             replace(state_value, initial=name)
             for state_value, name in zip(carried, (*texts, *state), strict=True)
         ]
 
         def body(b: GraphBuilder, count: str, names: list[str]) -> tuple[str, list[str]]:
-            now, (_, ids, *rest) = BeamValues(*names[: len(texts)]), names[len(texts) :]
-            caches, extra = rest[: len(source.caches)], rest[len(source.caches) :]
-            found = source.add_step(
-                [*self.levels, GraphLevel(b)], ids, caches, extra, (1, self.shared), beams=True
+            beam_values, (_, ids, *carried_values) = BeamValues(*names[: len(texts)]), names[len(texts) :]
+            caches, extra_state = carried_values[: len(source.caches)], carried_values[len(source.caches) :]
+            step_outputs = source.add_step(
+                [*self.levels, GraphLevel(b)], ids, caches, extra_state, (1, self.shared), beams=True
             )
-            mask = extra[0] if source.mask else None
+            mask = extra_state[0] if source.mask else None
             step = BeamStep(b, b.op("Add", count, self.before), self.search, batch)
-            totals = step.candidate_scores(found.logits, now, mask)
-            over, after, ids, old = step.select_candidates(totals, now, found.logits)
-            moved = [b.op("Gather", name, old, axis=0) for name in (*found.caches, *found.extra_state)]
-            gone = b.op("ReduceSum", b.cast(settled_sentences(b, BeamValues(*after)), np.int64), keepdims=0)
-            again = b.op("And", b.op("Less", gone, enough), b.op("Not", over))
-            return again, [*after, over, ids, *moved]
+            totals = step.candidate_scores(step_outputs.logits, beam_values, mask)
+            is_done, next_values, ids, old = step.select_candidates(totals, beam_values, step_outputs.logits)
+            reordered = [
+                b.op("Gather", name, old, axis=0)
+                for name in (*step_outputs.caches, *step_outputs.extra_state)
+            ]
+            num_finished = b.op(
+                "ReduceSum", b.cast(settled_sentences(b, BeamValues(*next_values)), np.int64), keepdims=0
+            )
+            should_continue = b.op("And", b.op("Less", num_finished, min_finished), b.op("Not", is_done))
+            return should_continue, [*next_values, is_done, ids, *reordered]
 
-        over = LoopCarried("over", b.const(False, np.bool_), np.bool_, ())
-        whole = [*firsts[: len(texts)], over, *firsts[len(texts) :]]
-        trips = b.op("Sub", "max_new_tokens", self.before)
-        found = b.loop("beams", trips, whole, body)
-        return found[len(texts)], found[: len(texts)], found[len(texts) + 1 :]
+        is_done = LoopCarried("over", b.const(False, np.bool_), np.bool_, ())
+        loop_inputs = [*initial_values[: len(texts)], is_done, *initial_values[len(texts) :]]
+        max_trips = b.op("Sub", "max_new_tokens", self.before)
+        loop_outputs = b.loop("beams", max_trips, loop_inputs, body)
+        return loop_outputs[len(texts)], loop_outputs[: len(texts)], loop_outputs[len(texts) + 1 :]
 
 
 def _write_finished(b: GraphBuilder, all_texts: str, places: str, finished: str, taken: str) -> str:
     """Return int64 [all, T]: `all_texts`, `taken` tokens longer, with the best finished ones at `places`."""
     block = b.op("Concat", b.row_count(all_texts), b.op("Unsqueeze", taken, b.const([0])), axis=0)
-    wide = b.op("Concat", all_texts, b.op("Expand", "pad_token_id", block), axis=1)
+    padded = b.op("Concat", all_texts, b.op("Expand", "pad_token_id", block), axis=1)
     best = b.op("Gather", finished, b.const(0), axis=1)
-    return b.op("ScatterND", wide, b.op("Unsqueeze", places, b.const([1])), best)
+    return b.op("ScatterND", padded, b.op("Unsqueeze", places, b.const([1])), best)
 
 
 def _search_values(b: GraphBuilder, source: StepModel, vocabulary: int) -> BeamSearchValues:
-    words, one = source.shortlist_ids, b.const(1)
+    token_ids, one_constant = source.shortlist_ids, b.const(1)
     n = b.op("Unsqueeze", "num_beams", b.const([0]))
     # enough that N remain even if all others end
-    each = b.op("Max", b.op("Add", b.row_count("eos_token_ids"), b.const([1])), b.const([2]))
-    kept = b.op("Mul", n, b.op("Min", each, b.row_count(words) if words else b.const([vocabulary])))
-    place = b.op("Range", b.const(0), b.op("Squeeze", kept, b.const([0])), one)
+    candidates_per_beam = b.op("Max", b.op("Add", b.row_count("eos_token_ids"), b.const([1])), b.const([2]))
+    num_candidates = b.op(
+        "Mul",
+        n,
+        b.op("Min", candidates_per_beam, b.row_count(token_ids) if token_ids else b.const([vocabulary])),
+    )
+    candidate_index = b.op("Range", b.const(0), b.op("Squeeze", num_candidates, b.const([0])), one_constant)
     return BeamSearchValues(
-        vocabulary, words, prepare_rules(b, vocabulary),
-        b.op("Gather", "rule_biases", words, axis=1) if words else "rule_biases", n, kept,
-        beam_indices=b.op("Range", b.const(0), "num_beams", one),
-        is_reserve=b.op("GreaterOrEqual", place, n),
+        vocabulary, token_ids, prepare_rules(b, vocabulary),
+        b.op("Gather", "rule_biases", token_ids, axis=1) if token_ids else "rule_biases", n, num_candidates,
+        beam_indices=b.op("Range", b.const(0), "num_beams", one_constant),
+        is_reserve=b.op("GreaterOrEqual", candidate_index, n),
     )  # fmt: skip
 
 
 def _batch_values(b: GraphBuilder, search: BeamSearchValues, texts: str) -> BeamBatchValues:
-    size, words = b.row_count(texts), search.token_ids
+    size, token_ids = b.row_count(texts), search.token_ids
     count = b.op("Range", b.const(0), b.op("Squeeze", size, b.const([0])), b.const(1))
     # [-1, C]
-    scores = [b.const([-1]), b.row_count(words)] if words else [b.const([-1, search.vocabulary])]
+    scores = [b.const([-1]), b.row_count(token_ids)] if token_ids else [b.const([-1, search.vocabulary])]
     return BeamBatchValues(
         size,
         places=b.op("Unsqueeze", count, b.const([1])),
@@ -362,12 +388,12 @@ def _initial_beams(b: GraphBuilder, prompt: str) -> list[LoopCarried]:
     out, zero = b.const(EXCLUDED_SCORE, np.float32), b.const(0, np.float32)
     scores = b.op("Expand", b.op("Where", later_beams, out, zero), table)
     none = b.op("Expand", b.const(False, np.bool_), table)
-    all_may = b.op("Expand", b.const([[True]], np.bool_), b.op("Concat", batch, b.const([1]), axis=0))
+    all_improvable = b.op("Expand", b.const([[True]], np.bool_), b.op("Concat", batch, b.const([1]), axis=0))
     return [
         LoopCarried("running", texts, np.int64, (None, None, None)),
         LoopCarried("scores", scores, np.float32, (None, None)),
         LoopCarried("finished", texts, np.int64, (None, None, None)),
         LoopCarried("finished_scores", b.op("Expand", out, table), np.float32, (None, None)),
         LoopCarried("ended", none, np.bool_, (None, None)),
-        LoopCarried("improvable", all_may, np.bool_, (None, 1)),
+        LoopCarried("improvable", all_improvable, np.bool_, (None, 1)),
     ]

@@ -62,10 +62,10 @@ class GraphBuilder:
         self._count = 0
         self._constants: dict[tuple[Any, ...], str] = {}
 
-    def new_name(self, word: str) -> str:
-        """Return a new name that begins with `word`."""
+    def new_name(self, prefix: str) -> str:
+        """Return a new name that begins with `prefix`."""
         self._root._count += 1
-        return f"{self._first}{word}_{self._root._count}"
+        return f"{self._first}{prefix}_{self._root._count}"
 
     def op(self, kind: str, *inputs: str, **attributes: Any) -> str:
         """Append a node of ONNX's own domain; return its output. An empty input is omitted."""
@@ -95,38 +95,46 @@ class GraphBuilder:
 
         return helper.make_graph(self.nodes, name, list(inputs), list(outputs), self.initializers)
 
-    def loop(self, word: str, trips: str, carried: Sequence[LoopCarried], body: LoopBody) -> list[str]:
+    def loop(self, prefix: str, trips: str, carried: Sequence[LoopCarried], body: LoopBody) -> list[str]:
         """Append a Loop that runs at least once; return the carried values after its last step.
 
         Args:
-            word: part of its name.
+            prefix: part of its name.
             trips: int64 scalar, the maximum number of steps.
             carried: the values passed from step to step.
             body: adds the nodes of a step; called with a builder of the step's graph, the number of the step
                 (int64 scalar) and the names of the carried values.
         """
-        inside = GraphBuilder(self)
-        count, go_on = inside.new_name("step"), inside.new_name("going")
-        names = [inside.new_name(value.name) for value in carried]
-        again, after = body(inside, count, names)
-        given = {*names, count, go_on}
-        node_outputs = {name for node in inside.nodes for name in node.output}
+        body_builder = GraphBuilder(self)
+        count, condition = body_builder.new_name("step"), body_builder.new_name("going")
+        names = [body_builder.new_name(value.name) for value in carried]
+        next_condition, body_outputs = body(body_builder, count, names)
+        input_names = {*names, count, condition}
+        node_outputs = {name for node in body_builder.nodes for name in node.output}
         results: list[str] = []
-        for name in (again, *after):  # each must be a value of the graph itself, without duplicates
-            fresh = name in node_outputs and name not in results and name not in given
-            results.append(name if fresh else inside.op("Identity", name))
-        kinds = [(np.bool_, ()), *((value.dtype, value.shape) for value in carried)]
-        graph = inside.graph(
-            word,
-            [value_info(count, np.int64, ()), value_info(go_on, np.bool_, ())]
+        for name in (
+            next_condition,
+            *body_outputs,
+        ):  # each must be a value of the graph itself, without duplicates
+            is_new_output = name in node_outputs and name not in results and name not in input_names
+            results.append(name if is_new_output else body_builder.op("Identity", name))
+        result_types = [(np.bool_, ()), *((value.dtype, value.shape) for value in carried)]
+        graph = body_builder.graph(
+            prefix,
+            [value_info(count, np.int64, ()), value_info(condition, np.bool_, ())]
             + [
                 value_info(name, value.dtype, value.shape) for name, value in zip(names, carried, strict=True)
             ],
-            [value_info(name, dtype, shape) for name, (dtype, shape) in zip(results, kinds, strict=True)],
+            [
+                value_info(name, dtype, shape)
+                for name, (dtype, shape) in zip(results, result_types, strict=True)
+            ],
         )
-        firsts = [value.initial for value in carried]
-        true = self.const(True, np.bool_)
-        return self.ops("Loop", trips, true, *firsts, outputs=len(firsts), body=graph)
+        initial_values = [value.initial for value in carried]
+        true_constant = self.const(True, np.bool_)
+        return self.ops(
+            "Loop", trips, true_constant, *initial_values, outputs=len(initial_values), body=graph
+        )
 
     def if_else(
         self, condition: str, then: Callable[[GraphBuilder], str], other: Callable[[GraphBuilder], str],
@@ -134,10 +142,10 @@ class GraphBuilder:
     ) -> str:  # fmt: skip
         """Append an If: the value of `then` where `condition` (bool scalar) is true, else of `other`."""
         branches = {}
-        for key, make in (("then_branch", then), ("else_branch", other)):
-            inside = GraphBuilder(self)
-            value = make(inside)
-            branches[key] = inside.graph(key, [], [value_info(value, dtype, shape)])
+        for key, make_value in (("then_branch", then), ("else_branch", other)):
+            branch_builder = GraphBuilder(self)
+            value = make_value(branch_builder)
+            branches[key] = branch_builder.graph(key, [], [value_info(value, dtype, shape)])
         return self.op("If", condition, **branches)
 
     # frequent operations
@@ -159,10 +167,10 @@ class GraphBuilder:
         return self._reduced("ReduceMin", name, axes, keep)
 
     def _reduced(self, kind: str, name: str, axes: Sequence[int], keep: bool) -> str:
-        over = (self.const(list(axes)),) if axes else ()
+        axes_input = (self.const(list(axes)),) if axes else ()
         if self._opset >= 20:
-            return self.op(kind, name, *over, keepdims=int(keep))
-        return self.cast(self.op(kind, self.cast(name, np.int32), *over, keepdims=int(keep)), np.bool_)
+            return self.op(kind, name, *axes_input, keepdims=int(keep))
+        return self.cast(self.op(kind, self.cast(name, np.int32), *axes_input, keepdims=int(keep)), np.bool_)
 
     def cast(self, name: str, dtype: Any) -> str:
         """Return the value in another type."""
@@ -194,16 +202,16 @@ def add_to_logits(b: GraphBuilder, logits: str, row: str) -> str:
     node = producers.get(logits)
     while node is not None and node.op_type in {"Squeeze", "Reshape", "Add"}:
         node = producers.get(node.input[0])
-    place = _BIAS_INPUT.get(node.op_type) if node is not None else None
-    if node is None or place is None:
+    bias_index = _BIAS_INPUT.get(node.op_type) if node is not None else None
+    if node is None or bias_index is None:
         return b.op("Add", logits, row)
-    at = b.nodes.index(node)
-    later_nodes = b.nodes[at:]
-    del b.nodes[at:]
-    given = node.input[place] if len(node.input) > place else ""
-    bias = b.op("Add", given, row) if given else row
-    node.input.extend([""] * (place + 1 - len(node.input)))
-    node.input[place] = bias
+    node_index = b.nodes.index(node)
+    later_nodes = b.nodes[node_index:]
+    del b.nodes[node_index:]
+    existing_bias = node.input[bias_index] if len(node.input) > bias_index else ""
+    bias = b.op("Add", existing_bias, row) if existing_bias else row
+    node.input.extend([""] * (bias_index + 1 - len(node.input)))
+    node.input[bias_index] = bias
     b.nodes.extend(later_nodes)
     return logits
 
@@ -231,8 +239,8 @@ def blocked_argmax(b: GraphBuilder, scores: str, vocabulary: int) -> str:
         return argmax(b, scores)
     blocks = b.op("Reshape", scores, b.const([-1, vocabulary // width, width]))
     best = b.op("ArgMax", b.op("ReduceMax", blocks, b.const([2]), keepdims=0), axis=1, keepdims=1)
-    inside = b.op("ArgMax", b.op("GatherND", blocks, best, batch_dims=1), axis=1, keepdims=1)
-    return b.op("Add", b.op("Mul", best, b.const(width)), inside)
+    index_in_block = b.op("ArgMax", b.op("GatherND", blocks, best, batch_dims=1), axis=1, keepdims=1)
+    return b.op("Add", b.op("Mul", best, b.const(width)), index_in_block)
 
 
 def _block_width(vocabulary: int) -> int | None:
@@ -248,8 +256,8 @@ def scatter_to_vocabulary(b: GraphBuilder, scores: str, words: str, vocabulary: 
 
     nothing = numpy_helper.from_array(np.array([-np.inf], dtype=np.float32))
     shape = b.op("Concat", b.row_count(scores), b.const([vocabulary]), axis=0)
-    places = b.op("Expand", words, b.op("Shape", scores))
-    return b.op("ScatterElements", b.op("ConstantOfShape", shape, value=nothing), places, scores, axis=1)
+    indices = b.op("Expand", words, b.op("Shape", scores))
+    return b.op("ScatterElements", b.op("ConstantOfShape", shape, value=nothing), indices, scores, axis=1)
 
 
 # inputs of the graph, with dtype and shape
@@ -298,24 +306,28 @@ def prepare_rules(b: GraphBuilder, vocabulary: int) -> RuleTables:
         "ConstantOfShape", b.const([vocabulary + 1]), value=numpy_helper.from_array(np.zeros(1, bool))
     )
     # -1, and other ids outside of the vocabulary, map to the place after the last token
-    places = b.op("Where", b.op("Less", "eos_token_ids", b.const(vocabulary)), "eos_token_ids", b.const(-1))
-    true = b.op("Expand", b.const(True, np.bool_), b.op("Shape", places))
-    ends = b.op("ScatterElements", none, places, true, axis=0)
+    eos_indices = b.op(
+        "Where", b.op("Less", "eos_token_ids", b.const(vocabulary)), "eos_token_ids", b.const(-1)
+    )
+    true_values = b.op("Expand", b.const(True, np.bool_), b.op("Shape", eos_indices))
+    ends = b.op("ScatterElements", none, eos_indices, true_values, axis=0)
     return RuleTables(b.op("Sub", b.dimension("step_rules", 0), b.const(1)), ends)
 
 
 def step_rule(b: GraphBuilder, rules: RuleTables, step: str, rows: str = "rule_biases") -> StepRule:
     """Return the rule of step `step` (int64 scalar, 0 for the first new token) from the rows of `rows`."""
-    number = b.op("Gather", "step_rules", b.op("Min", step, rules.last_rule), axis=0)
-    return StepRule(number, b.op("Gather", rows, number, axis=0))
+    rule_index = b.op("Gather", "step_rules", b.op("Min", step, rules.last_rule), axis=0)
+    return StepRule(rule_index, b.op("Gather", rows, rule_index, axis=0))
 
 
 def biases_with_forced_tokens(b: GraphBuilder, vocabulary: int) -> str:
     """Return `rule_biases` in which a row with a forced token excludes all others."""
-    forced = b.op("Unsqueeze", "forced_tokens", b.const([1]))
-    other = b.op("Not", b.op("Equal", b.op("Range", b.const(0), b.const(vocabulary), b.const(1)), forced))
+    forced_column = b.op("Unsqueeze", "forced_tokens", b.const([1]))
+    other = b.op(
+        "Not", b.op("Equal", b.op("Range", b.const(0), b.const(vocabulary), b.const(1)), forced_column)
+    )
     hidden = b.op("Where", other, b.const(-np.inf, np.float32), b.const(0, np.float32))
-    return b.op("Where", b.op("GreaterOrEqual", forced, b.const(0)), hidden, "rule_biases")
+    return b.op("Where", b.op("GreaterOrEqual", forced_column, b.const(0)), hidden, "rule_biases")
 
 
 def apply_history_rules(b: GraphBuilder, scores: str, texts: str, mask: str | None) -> str:
@@ -327,8 +339,8 @@ def apply_history_rules(b: GraphBuilder, scores: str, texts: str, mask: str | No
         texts: int64 [R, T], the tokens so far.
         mask: int64 [R, T], 0 where a text's prompt is padded; None if it never is.
     """
-    seen = texts if mask is None else _without_padding(b, texts, mask)
-    return _no_repeat_ngrams(b, _repetition_penalty(b, scores, seen), texts)
+    history = texts if mask is None else _without_padding(b, texts, mask)
+    return _no_repeat_ngrams(b, _repetition_penalty(b, scores, history), texts)
 
 
 def is_eos(b: GraphBuilder, rules: RuleTables, tokens: str) -> str:
@@ -344,37 +356,37 @@ def _without_padding(b: GraphBuilder, texts: str, mask: str) -> str:
 
 def _repetition_penalty(b: GraphBuilder, scores: str, texts: str) -> str:
     """Make every token of the texts less likely, once (Keskar et al. 2019, arXiv:1909.05858)."""
-    found = b.op("GatherElements", scores, texts, axis=1)
-    negative = b.op("Less", found, b.const(0, np.float32))
-    less = b.op(
+    token_scores = b.op("GatherElements", scores, texts, axis=1)
+    negative = b.op("Less", token_scores, b.const(0, np.float32))
+    penalized = b.op(
         "Where",
         negative,
-        b.op("Mul", found, "repetition_penalty"),
-        b.op("Div", found, "repetition_penalty"),
+        b.op("Mul", token_scores, "repetition_penalty"),
+        b.op("Div", token_scores, "repetition_penalty"),
     )
-    return b.op("ScatterElements", scores, texts, less, axis=1)
+    return b.op("ScatterElements", scores, texts, penalized, axis=1)
 
 
 def _no_repeat_ngrams(b: GraphBuilder, scores: str, texts: str) -> str:
     """Forbid every token that would repeat an n-gram; n = 0 forbids nothing."""
-    zero, one = b.const(0), b.const(1)
-    asked = b.op("Greater", "no_repeat_ngram_size", zero)
+    zero, one_constant = b.const(0), b.const(1)
+    is_enabled = b.op("Greater", "no_repeat_ngram_size", zero)
     length = b.dimension(texts, 1)
-    size = b.op("Where", asked, "no_repeat_ngram_size", b.op("Add", length, one))
-    before = b.op("Sub", size, one)
-    windows = b.op("Max", b.op("Sub", length, before), zero)
-    starts = b.op("Unsqueeze", b.op("Range", zero, windows, one), b.const([1]))
-    places = b.op("Add", starts, b.op("Range", zero, before, one))  # [W, n - 1]
-    heads = b.op("Gather", texts, places, axis=1)  # [R, W, n - 1]
+    size = b.op("Where", is_enabled, "no_repeat_ngram_size", b.op("Add", length, one_constant))
+    prefix_length = b.op("Sub", size, one_constant)
+    windows = b.op("Max", b.op("Sub", length, prefix_length), zero)
+    starts = b.op("Unsqueeze", b.op("Range", zero, windows, one_constant), b.const([1]))
+    window_indices = b.op("Add", starts, b.op("Range", zero, prefix_length, one_constant))  # [W, n - 1]
+    heads = b.op("Gather", texts, window_indices, axis=1)  # [R, W, n - 1]
     # the last n - 1 tokens; if there are fewer, there is no window to compare with
-    end = b.op("Max", b.op("Range", b.op("Sub", length, before), length, one), b.const([0]))
+    end = b.op("Max", b.op("Range", b.op("Sub", length, prefix_length), length, one_constant), b.const([0]))
     tail = b.op("Unsqueeze", b.op("Gather", texts, end, axis=1), b.const([1]))
     other = b.cast(b.op("Not", b.op("Equal", heads, tail)), np.int64)
-    same = b.op("Equal", b.op("ReduceSum", other, b.const([2]), keepdims=0), zero)  # [R, W]
-    first = b.op("Unsqueeze", b.op("Min", before, length), b.const([0]))
-    completes = b.op("Slice", texts, first, b.const([2**31]), b.const([1]))
-    lost = b.op("Where", same, b.const(-np.inf, np.float32), b.const(0, np.float32))
-    return b.op("ScatterElements", scores, completes, lost, axis=1, reduction="add")
+    is_repeated = b.op("Equal", b.op("ReduceSum", other, b.const([2]), keepdims=0), zero)  # [R, W]
+    first = b.op("Unsqueeze", b.op("Min", prefix_length, length), b.const([0]))
+    banned_tokens = b.op("Slice", texts, first, b.const([2**31]), b.const([1]))
+    penalties = b.op("Where", is_repeated, b.const(-np.inf, np.float32), b.const(0, np.float32))
+    return b.op("ScatterElements", scores, banned_tokens, penalties, axis=1, reduction="add")
 
 
 @dataclass
@@ -411,8 +423,8 @@ class GraphConstants:
             level.builder.initializers.append(tensor)
             return tensor.name
         node = self._made[name]
-        for read in filter(None, node.input):
-            self.copy_to(read, level, prefix)
+        for input_name in filter(None, node.input):
+            self.copy_to(input_name, level, prefix)
         _copy_node(node, level, level.names, prefix)
         return level.names[name]
 
@@ -422,11 +434,11 @@ class GraphConstants:
 
     def transpose_of(self, name: str) -> str | None:
         """Return the name of a matrix's transpose if there is one; the matrix may be computed from it."""
-        maker = self._made.get(name)
-        if maker is not None and maker.op_type == "Transpose":
-            return str(maker.input[0])
-        found = (n for n in self._made.values() if n.op_type == "Transpose" and n.input[0] == name)
-        return next((node.output[0] for node in found), None)
+        producer = self._made.get(name)
+        if producer is not None and producer.op_type == "Transpose":
+            return str(producer.input[0])
+        transposes = (n for n in self._made.values() if n.op_type == "Transpose" and n.input[0] == name)
+        return next((node.output[0] for node in transposes), None)
 
 
 def hoist_nodes(graph: Any, levels: Sequence[GraphLevel], prefix: str) -> None:
@@ -451,11 +463,15 @@ def hoist_nodes(graph: Any, levels: Sequence[GraphLevel], prefix: str) -> None:
             )
         if all(name in constants or name in excluded for name in node.output if name):
             continue
-        read = [name for name in node.input if name]
-        needed = {name for name in read if name not in constants}
-        depth = next(at for at in range(len(levels)) if names_at(levels[: at + 1]).keys() >= needed)
-        for name in read:
-            if name not in needed:
+        input_names = [name for name in node.input if name]
+        outer_names = {name for name in input_names if name not in constants}
+        depth = next(
+            level_index
+            for level_index in range(len(levels))
+            if names_at(levels[: level_index + 1]).keys() >= outer_names
+        )
+        for name in input_names:
+            if name not in outer_names:
                 constants.copy_to(name, levels[depth], f"{prefix}{depth}.")
         _copy_node(node, levels[depth], names_at(levels[: depth + 1]), prefix)
 

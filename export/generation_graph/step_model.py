@@ -63,33 +63,35 @@ def gather_shortlist(b: GraphBuilder, folder: Path, vocabulary: int) -> Shortlis
 
     b.initializers += [_external_tensor(folder, TABLE_TENSOR), _external_tensor(folder, ALWAYS_TENSOR)]
     zero = b.op("Slice", ALWAYS_TENSOR, b.const([0]), b.const([1]))
-    brought = b.cast(b.op("Gather", TABLE_TENSOR, "input_ids", axis=0), np.int64)  # [B, L, n]
+    candidates = b.cast(b.op("Gather", TABLE_TENSOR, "input_ids", axis=0), np.int64)  # [B, L, n]
     padded = b.op("Unsqueeze", b.op("Equal", "attention_mask", b.const(0)), b.const([2]))
     batch = b.row_count("input_ids")
-    wide = b.op(
+    candidate_length = b.op(
         "Unsqueeze", b.op("Mul", b.dimension("input_ids", 1), b.dimension(TABLE_TENSOR, 1)), b.const([0])
     )
-    flat = b.op("Concat", batch, wide, axis=0)
-    brought = b.op("Reshape", b.op("Where", padded, zero, brought), flat)  # [B, L * n]
-    each = b.op("Expand", ALWAYS_TENSOR, b.op("Concat", batch, b.row_count(ALWAYS_TENSOR), axis=0))
-    own = b.op("Concat", brought, each, axis=1)
+    flat = b.op("Concat", batch, candidate_length, axis=0)
+    candidates = b.op("Reshape", b.op("Where", padded, zero, candidates), flat)  # [B, L * n]
+    frequent_tokens = b.op("Expand", ALWAYS_TENSOR, b.op("Concat", batch, b.row_count(ALWAYS_TENSOR), axis=0))
+    text_tokens = b.op("Concat", candidates, frequent_tokens, axis=1)
     # a forced token need not be on any list
-    forced = b.op("Where", b.op("Less", "forced_tokens", b.const(0)), zero, "forced_tokens")
-    asked = b.op("Concat", b.op("Reshape", own, b.const([-1])), forced, axis=0)
+    forced_tokens = b.op("Where", b.op("Less", "forced_tokens", b.const(0)), zero, "forced_tokens")
+    requested_tokens = b.op("Concat", b.op("Reshape", text_tokens, b.const([-1])), forced_tokens, axis=0)
 
     def filled(shape: str, value: Any) -> str:
         return b.op("ConstantOfShape", shape, value=numpy_helper.from_array(np.array([value])))
 
-    all_words = b.const([vocabulary])
-    true = b.op("Expand", b.const(True, np.bool_), b.op("Shape", asked))
-    seen = b.op("ScatterElements", filled(all_words, False), asked, true, axis=0)
-    words = b.op("Squeeze", b.op("NonZero", seen), b.const([0]))
-    count = b.op("Range", b.const(0), b.dimension(words, 0), b.const(1))
-    place = b.op("ScatterElements", filled(all_words, np.int64(0)), words, count, axis=0)
-    none = filled(b.op("Concat", batch, b.row_count(words), axis=0), np.float32(-np.inf))
-    open_ = b.op("Expand", b.const(0, np.float32), b.op("Shape", own))
-    hidden = b.op("ScatterElements", none, b.op("Gather", place, own, axis=0), open_, axis=1)
-    return ShortlistTokens(words, hidden)
+    vocabulary_shape = b.const([vocabulary])
+    true_values = b.op("Expand", b.const(True, np.bool_), b.op("Shape", requested_tokens))
+    is_candidate = b.op(
+        "ScatterElements", filled(vocabulary_shape, False), requested_tokens, true_values, axis=0
+    )
+    token_ids = b.op("Squeeze", b.op("NonZero", is_candidate), b.const([0]))
+    count = b.op("Range", b.const(0), b.dimension(token_ids, 0), b.const(1))
+    index_of_token = b.op("ScatterElements", filled(vocabulary_shape, np.int64(0)), token_ids, count, axis=0)
+    none = filled(b.op("Concat", batch, b.row_count(token_ids), axis=0), np.float32(-np.inf))
+    open_ = b.op("Expand", b.const(0, np.float32), b.op("Shape", text_tokens))
+    hidden = b.op("ScatterElements", none, b.op("Gather", index_of_token, text_tokens, axis=0), open_, axis=1)
+    return ShortlistTokens(token_ids, hidden)
 
 
 def _external_tensor(folder: Path, name: str) -> Any:
@@ -150,9 +152,9 @@ class ShortlistHead:
         if node.op_type == "Gemm" and not _attributes(node).get("transB"):
             axes[1] = 1
         self._inputs = {
-            at: self._gather_constant(root, name, words, axes.get(at))
-            for at, name in enumerate(node.input)
-            if name and at and name in self._constants
+            input_index: self._gather_constant(root, name, words, axes.get(input_index))
+            for input_index, name in enumerate(node.input)
+            if name and input_index and name in self._constants
         }
         if node.op_type == "MatMulNBits":
             self._inputs[1] = self._dequantize(root.builder)
@@ -167,7 +169,13 @@ class ShortlistHead:
                 "Gemm", _rounded_activations(b, states, _attributes(node)), self._inputs[1], *bias, transB=1
             )
         else:
-            inputs = [states, *(self._inputs.get(at, node.input[at]) for at in range(1, len(node.input)))]
+            inputs = [
+                states,
+                *(
+                    self._inputs.get(input_index, node.input[input_index])
+                    for input_index in range(1, len(node.input))
+                ),
+            ]
             logits = b.op(node.op_type, *inputs, domain=node.domain, **_attributes(node))
         return b.op("Add", logits, self._bias) if self._bias else logits
 
@@ -175,24 +183,24 @@ class ShortlistHead:
         """Return a constant; if it has a vocabulary axis, only the entries of `words`."""
         b = root.builder
         if axis != 1:
-            known = self._constants.copy_to(name, root, _PREFIX)
+            constant = self._constants.copy_to(name, root, _PREFIX)
             return (
-                known
+                constant
                 if axis is None or self._constants.is_scalar(name)
-                else b.op("Gather", known, words, axis=0)
+                else b.op("Gather", constant, words, axis=0)
             )
         # gathering whole rows is many times as fast as gathering scattered elements
-        turned = self._constants.transpose_of(name)
-        if turned is not None:
-            rows = self._constants.copy_to(turned, root, _PREFIX)
+        transposed = self._constants.transpose_of(name)
+        if transposed is not None:
+            rows = self._constants.copy_to(transposed, root, _PREFIX)
         else:
             rows = b.op("Transpose", self._constants.copy_to(name, root, _PREFIX), perm=[1, 0])
         return b.op("Transpose", b.op("Gather", rows, words, axis=0), perm=[1, 0])
 
     def _dequantize(self, b: GraphBuilder) -> str:
         """Return the dequantized gathered weights of a MatMulNBits, float32 [C, K]."""
-        asked = _attributes(self._product)
-        bits, size = asked["bits"], asked["block_size"]
+        attributes = _attributes(self._product)
+        bits, size = attributes["bits"], attributes["block_size"]
         codes = _unpack_bits(b, self._inputs[1], bits, size)  # [C, G, g]
         if 3 in self._inputs:
             packed = b.op("Unsqueeze", self._inputs[3], b.const([1]))
@@ -203,17 +211,17 @@ class ShortlistHead:
         scales = b.op("Unsqueeze", self._inputs[2], b.const([2]))
         values = b.op("Mul", b.op("Sub", codes, zeros), scales)
         rows = b.op("Reshape", values, b.op("Concat", b.row_count(codes), b.const([-1]), axis=0))
-        return b.op("Slice", rows, b.const([0]), b.const([asked["K"]]), b.const([1]))
+        return b.op("Slice", rows, b.const([0]), b.const([attributes["K"]]), b.const([1]))
 
 
 def _unpack_bits(b: GraphBuilder, packed: str, bits: int, most: int | str) -> str:
     """Unpack uint8 [C, G, n], the first value in the lowest bits, to float32 [C, G, most]."""
     parts = []
     for shift in range(0, 8, bits):
-        moved = b.op("BitShift", packed, b.const(shift, np.uint8), direction="RIGHT") if shift else packed
-        parts.append(b.op("BitwiseAnd", moved, b.const(2**bits - 1, np.uint8)))
-    both = b.op("Concat", *(b.op("Unsqueeze", part, b.const([3])) for part in parts), axis=3)
-    flat = b.op("Reshape", both, b.const([0, 0, -1]))
+        shifted = b.op("BitShift", packed, b.const(shift, np.uint8), direction="RIGHT") if shift else packed
+        parts.append(b.op("BitwiseAnd", shifted, b.const(2**bits - 1, np.uint8)))
+    unpacked = b.op("Concat", *(b.op("Unsqueeze", part, b.const([3])) for part in parts), axis=3)
+    flat = b.op("Reshape", unpacked, b.const([0, 0, -1]))
     end = b.const([most]) if isinstance(most, int) else most
     return b.cast(b.op("Slice", flat, b.const([0]), end, b.const([2])), np.float32)
 
@@ -226,15 +234,15 @@ def _rounded_activations(b: GraphBuilder, states: str, asked: Mapping[str, Any])
     if asked.get("accuracy_level", 0) != 4:
         return states
     width, size = asked["K"], asked["block_size"]
-    odd = -width % size
-    padded = b.op("Pad", states, b.const([0, 0, 0, odd])) if odd else states
+    padding = -width % size
+    padded = b.op("Pad", states, b.const([0, 0, 0, padding])) if padding else states
     blocks = b.op("Reshape", padded, b.const([0, -1, size]))
     largest = b.op("ReduceMax", b.op("Abs", blocks), b.const([2]), keepdims=1)
     # a block of zeros is not changed
     scales = b.op("Max", b.op("Mul", largest, b.const(1 / 127, np.float32)), b.const(_TINY, np.float32))
     codes = b.op("Round", b.op("Mul", blocks, b.op("Reciprocal", scales)))
-    left = b.op("Reshape", b.op("Mul", codes, scales), b.const([0, -1]))
-    return b.op("Slice", left, b.const([0]), b.const([width]), b.const([1])) if odd else left
+    rounded = b.op("Reshape", b.op("Mul", codes, scales), b.const([0, -1]))
+    return b.op("Slice", rounded, b.const([0]), b.const([width]), b.const([1])) if padding else rounded
 
 
 def _attributes(node: Any) -> dict[str, Any]:
@@ -247,9 +255,9 @@ def _remove_nodes(graph: Any, nodes: set[int]) -> Any:
     """Return a copy of a graph without the nodes whose `id` is in `nodes`."""
     import onnx
 
-    kept = [node for node in graph.node if id(node) not in nodes]
+    kept_nodes = [node for node in graph.node if id(node) not in nodes]
     copy = onnx.GraphProto(name=graph.name, input=graph.input, initializer=graph.initializer)
-    copy.node.extend(kept)
+    copy.node.extend(kept_nodes)
     return copy
 
 
@@ -309,16 +317,16 @@ class EncoderDecoderModel:
         level = GraphLevel(root, {"input_ids": "input_ids", "attention_mask": "attention_mask"})
         hoist_nodes(encoder, [level], "encoder.")
         inputs = {i.name: i for i in decoder.input}
-        own = [o.name for o in decoder.output if o.name != "logits"]
+        self_names = [o.name for o in decoder.output if o.name != "logits"]
         cross = [o.name for o in encoder.output if o.name != "last_hidden_state"]
-        self._own, self._cross = own, [_past(name) for name in cross]
+        self._own, self._cross = self_names, [_past(name) for name in cross]
         batch = root.row_count("input_ids")
         self.ids = self.prompt = root.op(
             "Expand",
             root.op("Reshape", start, root.const([1, 1])),
             root.op("Concat", batch, root.const([1]), axis=0),
         )
-        self.caches = [_empty_cache(root, batch, inputs[_past(name)]) for name in own]
+        self.caches = [_empty_cache(root, batch, inputs[_past(name)]) for name in self_names]
         self.shared = [
             LoopCarried("cross", level.names[name], *_input_type(inputs[_past(name)])) for name in cross
         ]
@@ -331,46 +339,50 @@ class EncoderDecoderModel:
             RunError: an unsupported operator computes the graph's logits.
         """
         self._head = ShortlistHead(self._decoder)
-        found = gather_shortlist(root.builder, folder, vocabulary)
-        self._head.gather_weights(root, found.token_ids)
-        self._decoder, self.shortlist_ids = self._head.rest, found.token_ids
-        self.shared.append(LoopCarried("hidden", found.excluded, np.float32, (None, None)))
+        shortlist = gather_shortlist(root.builder, folder, vocabulary)
+        self._head.gather_weights(root, shortlist.token_ids)
+        self._decoder, self.shortlist_ids = self._head.rest, shortlist.token_ids
+        self.shared.append(LoopCarried("hidden", shortlist.excluded, np.float32, (None, None)))
 
     def add_step(
         self, levels: Sequence[GraphLevel], ids: str, caches: Sequence[str], extra: Sequence[str],
         shared: tuple[int, Sequence[str]], beams: bool,
     ) -> StepOutputs:  # fmt: skip
         """Add one step; see `StepModel.add_step`."""
-        at, values = shared
+        level_index, values = shared
         names = [*self._cross, "encoder_attention_mask"]
-        levels[at].names |= dict(zip(names, values[: len(names)], strict=True))
+        levels[level_index].names |= dict(zip(names, values[: len(names)], strict=True))
         inner = levels[-1]
         inner.names |= {"input_ids": ids} | {_past(n): c for n, c in zip(self._own, caches, strict=True)}
         hoist_nodes(self._decoder, levels, "decoder.")
         if beams:
             widths = [_width(value) for value in self.shared[: len(self._cross)]]
-            outer = levels[at].builder
+            outer = levels[level_index].builder
             _share_attention_keys(
                 outer, inner.builder, outer.row_count(values[0]), dict(zip(values, widths, strict=False))
             )
-        known = names_at(levels)
+        value_names = names_at(levels)
         logits = (
-            known["logits"] if self._head is None else self._shortlist_logits(levels, at, values[-1], beams)
+            value_names["logits"]
+            if self._head is None
+            else self._shortlist_logits(levels, level_index, values[-1], beams)
         )
-        return StepOutputs(logits, [known[name] for name in self._own], [])
+        return StepOutputs(logits, [value_names[name] for name in self._own], [])
 
-    def _shortlist_logits(self, levels: Sequence[GraphLevel], at: int, hidden: str, beams: bool) -> str:
-        """Return float32 [R, C]: the logits of the batch's shortlist, plus `hidden` [B, C] of level `at`."""
+    def _shortlist_logits(
+        self, levels: Sequence[GraphLevel], level_index: int, hidden: str, beams: bool
+    ) -> str:
+        """Return float32 [R, C]: the logits of the batch's shortlist, plus `hidden` [B, C] of a level."""
         assert self._head is not None
-        outer, b = levels[at].builder, levels[-1].builder
+        outer, b = levels[level_index].builder, levels[-1].builder
         logits = self._head.shortlist_logits(b, names_at(levels)[self._head.states])
         if not beams:
             return b.op("Add", logits, hidden)
         width = outer.op("Shape", hidden, start=1)
         by_sentence = outer.op("Concat", outer.row_count(hidden), outer.const([-1]), width, axis=0)
         together = b.op("Reshape", logits, by_sentence)
-        alone = b.op("Add", together, outer.op("Unsqueeze", hidden, outer.const([1])))
-        return b.op("Reshape", alone, outer.op("Concat", outer.const([-1]), width, axis=0))
+        logits_by_sentence = b.op("Add", together, outer.op("Unsqueeze", hidden, outer.const([1])))
+        return b.op("Reshape", logits_by_sentence, outer.op("Concat", outer.const([-1]), width, axis=0))
 
 
 class DecoderOnlyModel:
@@ -388,11 +400,11 @@ class DecoderOnlyModel:
         batch = root.row_count("input_ids")
         self.caches = [_empty_cache(root, batch, inputs[name]) for name in self._past]
         zero = root.const(0)
-        counted = root.op("Sub", root.op("CumSum", "attention_mask", root.const(1)), root.const(1))
-        places = root.op("Where", root.op("Equal", "attention_mask", zero), zero, counted)
+        token_counts = root.op("Sub", root.op("CumSum", "attention_mask", root.const(1)), root.const(1))
+        positions = root.op("Where", root.op("Equal", "attention_mask", zero), zero, token_counts)
         self.extra_state = [
             LoopCarried("mask", "attention_mask", np.int64, (None, None)),
-            LoopCarried("places", places, np.int64, (None, None)),
+            LoopCarried("places", positions, np.int64, (None, None)),
         ]
 
     def add_step(
@@ -400,22 +412,22 @@ class DecoderOnlyModel:
         shared: tuple[int, Sequence[str]], beams: bool,
     ) -> StepOutputs:  # fmt: skip
         """Add one step; see `StepModel.add_step`."""
-        inner, inside = levels[-1], levels[-1].builder
-        mask, places = extra
-        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": places}
+        inner, builder = levels[-1], levels[-1].builder
+        mask, positions = extra
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
         inner.names |= inputs | dict(zip(self._past, caches, strict=True))
-        inner.names["num_logits_to_keep"] = inside.const(1)
+        inner.names["num_logits_to_keep"] = builder.const(1)
         hoist_nodes(self._decoder, levels, "decoder.")
-        known = names_at(levels)
-        shape = inside.op("Concat", inside.row_count(mask), inside.const([1]), axis=0)
-        seen = inside.op("Expand", inside.const([[1]]), shape)
-        last = inside.op("Slice", places, inside.const([-1]), inside.const([2**31]), inside.const([1]))
-        after = [
-            inside.op("Concat", mask, seen, axis=1),
-            inside.op("Add", last, inside.const(1)),
+        value_names = names_at(levels)
+        shape = builder.op("Concat", builder.row_count(mask), builder.const([1]), axis=0)
+        new_mask = builder.op("Expand", builder.const([[1]]), shape)
+        last = builder.op("Slice", positions, builder.const([-1]), builder.const([2**31]), builder.const([1]))
+        next_state = [
+            builder.op("Concat", mask, new_mask, axis=1),
+            builder.op("Add", last, builder.const(1)),
         ]
-        logits = inside.op("Squeeze", known["logits"], inside.const([1]))
-        return StepOutputs(logits, [known[_present(name)] for name in self._past], after)
+        logits = builder.op("Squeeze", value_names["logits"], builder.const([1]))
+        return StepOutputs(logits, [value_names[_present(name)] for name in self._past], next_state)
 
 
 def _share_attention_keys(
@@ -430,10 +442,10 @@ def _share_attention_keys(
 
     widths = dict.fromkeys(keys.values())
     together = {width: outer.op("Concat", batch, outer.const([-1, width]), axis=0) for width in widths}
-    before, nodes = list(inside.nodes), inside.nodes
+    original_nodes, nodes = list(inside.nodes), inside.nodes
     nodes.clear()
     shapes = {width: inside.const([-1, 1, width]) for width in widths}
-    for node in before:
+    for node in original_nodes:
         width = keys.get(node.input[1]) if node.op_type == "MultiHeadAttention" else None
         if width is None:
             nodes.append(node)

@@ -59,40 +59,46 @@ def add_greedy_search(root: GraphLevel, source: StepModel, vocabulary: int) -> s
     composition of the batch.
     """
     b = root.builder
-    rules, words = prepare_rules(b, vocabulary), source.shortlist_ids
-    rows = b.op("Gather", "rule_biases", words, axis=1) if words else biases_with_forced_tokens(b, vocabulary)
+    rules, token_ids = prepare_rules(b, vocabulary), source.shortlist_ids
+    rule_rows = (
+        b.op("Gather", "rule_biases", token_ids, axis=1)
+        if token_ids
+        else biases_with_forced_tokens(b, vocabulary)
+    )
     count = b.op("Squeeze", b.row_count("input_ids"), b.const([0]))
-    places = b.op("Range", b.const(0), count, b.const(1))
-    own = [*source.caches, *source.extra_state]
-    carried = [
+    text_indices = b.op("Range", b.const(0), count, b.const(1))
+    state_values = [*source.caches, *source.extra_state]
+    loop_values = [
         LoopCarried("step", b.const(0), np.int64, ()),
         LoopCarried("all_texts", source.prompt, np.int64, (None, None)),
-        LoopCarried("places", places, np.int64, (None,)),
+        LoopCarried("places", text_indices, np.int64, (None,)),
         LoopCarried("texts", source.prompt, np.int64, (None, None)),
         LoopCarried("ids", source.ids, np.int64, (None, None)),
         *source.shared,
-        *own,
+        *state_values,
     ]
 
     def phase(b: GraphBuilder, unused: str, names: list[str]) -> tuple[str, list[str]]:
-        step, all_texts, places, texts, ids, *rest = names
-        shared, state = rest[: len(source.shared)], rest[len(source.shared) :]
+        step, all_texts, text_indices, texts, ids, *carried_values = names
+        shared, state = carried_values[: len(source.shared)], carried_values[len(source.shared) :]
         levels = [root, GraphLevel(b)]
-        search = _GreedySearchValues(levels, source, vocabulary, rules, rows)
-        after, texts, ids, done, state = _add_inner_loop(search, step, texts, ids, shared, state)
-        grown = b.op("Sub", b.dimension(texts, 1), b.dimension(all_texts, 1))
-        block = b.op("Concat", b.row_count(all_texts), b.op("Unsqueeze", grown, b.const([0])), axis=0)
-        wide = b.op("Concat", all_texts, b.op("Expand", "pad_token_id", block), axis=1)
-        all_texts = b.op("ScatterND", wide, b.op("Unsqueeze", places, b.const([1])), texts)
-        kept = b.op("Squeeze", b.op("NonZero", b.op("Not", done)), b.const([0]))
-        left = [b.op("Gather", name, kept, axis=0) for name in (places, texts, ids, *shared, *state)]
-        some = b.op("Greater", b.op("Squeeze", b.row_count(kept), b.const([0])), b.const(0))
-        again = b.op("And", some, b.op("Less", after, "max_new_tokens"))
-        return again, [after, all_texts, *left]
+        search = _GreedySearchValues(levels, source, vocabulary, rules, rule_rows)
+        next_step, texts, ids, done, state = _add_inner_loop(search, step, texts, ids, shared, state)
+        new_tokens = b.op("Sub", b.dimension(texts, 1), b.dimension(all_texts, 1))
+        block = b.op("Concat", b.row_count(all_texts), b.op("Unsqueeze", new_tokens, b.const([0])), axis=0)
+        padded = b.op("Concat", all_texts, b.op("Expand", "pad_token_id", block), axis=1)
+        all_texts = b.op("ScatterND", padded, b.op("Unsqueeze", text_indices, b.const([1])), texts)
+        unfinished = b.op("Squeeze", b.op("NonZero", b.op("Not", done)), b.const([0]))
+        next_values = [
+            b.op("Gather", name, unfinished, axis=0) for name in (text_indices, texts, ids, *shared, *state)
+        ]
+        any_unfinished = b.op("Greater", b.op("Squeeze", b.row_count(unfinished), b.const([0])), b.const(0))
+        should_continue = b.op("And", any_unfinished, b.op("Less", next_step, "max_new_tokens"))
+        return should_continue, [next_step, all_texts, *next_values]
 
     # attention and reshapes fail on a batch without rows, so it runs no step
-    trips = b.op("Mul", "max_new_tokens", b.op("Min", count, b.const(1)))
-    return b.loop("phases", trips, carried, phase)[1]
+    max_trips = b.op("Mul", "max_new_tokens", b.op("Min", count, b.const(1)))
+    return b.loop("phases", max_trips, loop_values, phase)[1]
 
 
 @dataclass(frozen=True)
@@ -115,14 +121,14 @@ def _add_inner_loop(
     """Append the inner loop; return the number of the next step, texts, ids, which rows ended, and state."""
     levels, source = search.levels, search.source
     b = levels[-1].builder
-    rows = b.row_count(texts)
-    none = b.op("Expand", b.const([[False]], np.bool_), b.op("Concat", rows, b.const([1]), axis=0))
+    batch_size = b.row_count(texts)
+    none = b.op("Expand", b.const([[False]], np.bool_), b.op("Concat", batch_size, b.const([1]), axis=0))
     # when only this many rows remain, the others are removed
-    quarter = b.op("Max", b.op("Div", rows, b.const([4])), b.const([1]))
-    enough = b.op("Squeeze", quarter, b.const([0]))
-    many = use_blocks(b, rows, search.vocabulary)
-    plain = b.op("Not", b.op("Or", "text_rules", many))
-    carried = [
+    quarter = b.op("Max", b.op("Div", batch_size, b.const([4])), b.const([1]))
+    min_finished = b.op("Squeeze", quarter, b.const([0]))
+    is_large_batch = use_blocks(b, batch_size, search.vocabulary)
+    is_plain_search = b.op("Not", b.op("Or", "text_rules", is_large_batch))
+    loop_values = [
         LoopCarried("texts", texts, np.int64, (None, None)),
         LoopCarried("ids", ids, np.int64, (None, None)),
         LoopCarried("done", none, np.bool_, (None, 1)),
@@ -133,29 +139,37 @@ def _add_inner_loop(
     ]
 
     def body(b: GraphBuilder, count: str, names: list[str]) -> tuple[str, list[str]]:
-        texts, ids, done, *rest = names
-        caches, extra = rest[: len(source.caches)], rest[len(source.caches) :]
+        texts, ids, done, *carried_values = names
+        caches, extra_state = carried_values[: len(source.caches)], carried_values[len(source.caches) :]
         rule = step_rule(b, search.rules, b.op("Add", count, step), search.rule_biases)
-        found = source.add_step([*levels, GraphLevel(b)], ids, caches, extra, (1, shared), beams=False)
-        scores = add_to_logits(b, found.logits, rule.biases)
-        mask = extra[0] if source.mask else None
+        step_outputs = source.add_step(
+            [*levels, GraphLevel(b)], ids, caches, extra_state, (1, shared), beams=False
+        )
+        scores = add_to_logits(b, step_outputs.logits, rule.biases)
+        mask = extra_state[0] if source.mask else None
         if source.shortlist_ids:
             best = _next_tokens_from_shortlist(b, search, scores, texts, rule)
         else:
             best = b.if_else(
-                plain, lambda i: argmax(i, scores),
+                is_plain_search, lambda i: argmax(i, scores),
                 lambda i: _next_tokens_by_rules(i, search, scores, texts, mask, rule), np.int64, (None, 1),
             )  # fmt: skip
         ids = b.op("Where", done, "pad_token_id", best)
         done = b.op("Or", done, is_eos(b, search.rules, best))
-        gone = b.op("ReduceSum", b.cast(done, np.int64), keepdims=0)
-        again = b.op("Less", gone, enough)
-        return again, [b.op("Concat", texts, ids, axis=1), ids, done, *found.caches, *found.extra_state]
+        num_finished = b.op("ReduceSum", b.cast(done, np.int64), keepdims=0)
+        should_continue = b.op("Less", num_finished, min_finished)
+        return should_continue, [
+            b.op("Concat", texts, ids, axis=1),
+            ids,
+            done,
+            *step_outputs.caches,
+            *step_outputs.extra_state,
+        ]
 
-    trips = b.op("Sub", "max_new_tokens", step)
-    texts_after, ids, done, *after = b.loop("steps", trips, carried, body)
-    taken = b.op("Sub", b.dimension(texts_after, 1), b.dimension(texts, 1))
-    return b.op("Add", step, taken), texts_after, ids, b.op("Squeeze", done, b.const([1])), after
+    max_trips = b.op("Sub", "max_new_tokens", step)
+    texts_after, ids, done, *final_state = b.loop("steps", max_trips, loop_values, body)
+    steps_taken = b.op("Sub", b.dimension(texts_after, 1), b.dimension(texts, 1))
+    return b.op("Add", step, steps_taken), texts_after, ids, b.op("Squeeze", done, b.const([1])), final_state
 
 
 def _next_tokens_by_rules(
@@ -165,8 +179,8 @@ def _next_tokens_by_rules(
 
     def ruled(inside: GraphBuilder) -> str:
         best = blocked_argmax(inside, apply_history_rules(inside, scores, texts, mask), search.vocabulary)
-        forced = rule.forced_token(inside)
-        return inside.op("Where", inside.op("Less", forced, inside.const(0)), best, forced)
+        forced_token = rule.forced_token(inside)
+        return inside.op("Where", inside.op("Less", forced_token, inside.const(0)), best, forced_token)
 
     return b.if_else(
         "text_rules", ruled, lambda i: blocked_argmax(i, scores, search.vocabulary), np.int64, (None, 1)
@@ -177,18 +191,22 @@ def _next_tokens_from_shortlist(
     b: GraphBuilder, search: _GreedySearchValues, scores: str, texts: str, rule: StepRule
 ) -> str:
     """Return int64 [R, 1]: the next tokens, from scores [R, C] of the shortlist's tokens only."""
-    words = search.source.shortlist_ids
-    assert words is not None
+    token_ids = search.source.shortlist_ids
+    assert token_ids is not None
 
     def ruled(inside: GraphBuilder) -> str:
-        every = scatter_to_vocabulary(inside, scores, words, search.vocabulary)
+        every = scatter_to_vocabulary(inside, scores, token_ids, search.vocabulary)
         return blocked_argmax(inside, apply_history_rules(inside, every, texts, None), search.vocabulary)
 
     best = b.if_else(
-        "text_rules", ruled, lambda i: i.op("Gather", words, argmax(i, scores), axis=0), np.int64, (None, 1)
+        "text_rules",
+        ruled,
+        lambda i: i.op("Gather", token_ids, argmax(i, scores), axis=0),
+        np.int64,
+        (None, 1),
     )
-    forced = rule.forced_token(b)
-    return b.op("Where", b.op("Less", forced, b.const(0)), best, forced)
+    forced_token = rule.forced_token(b)
+    return b.op("Where", b.op("Less", forced_token, b.const(0)), best, forced_token)
 
 
 START_TOKEN_INPUT = "decoder_start_token_id"
@@ -228,15 +246,17 @@ def compose_generation_graph(
         source = translator = EncoderDecoderModel(b, encoder.graph, decoder.graph, START_TOKEN_INPUT)
         if shortlist is not None:
             translator.use_shortlist(root, shortlist, vocabulary)
-    found = (
+    sequences = (
         add_beam_search(root, source, vocabulary) if beams else add_greedy_search(root, source, vocabulary)
     )
-    b.nodes.append(helper.make_node("Identity", [found], ["sequences"], "sequences"))
-    outside = [value_info(name, np.int64, ("batch", "length")) for name in ("input_ids", "attention_mask")]
+    b.nodes.append(helper.make_node("Identity", [sequences], ["sequences"], "sequences"))
+    graph_inputs = [
+        value_info(name, np.int64, ("batch", "length")) for name in ("input_ids", "attention_mask")
+    ]
     for name, (dtype, shape) in inputs.items():
-        outside.append(value_info(name, dtype, shape))
+        graph_inputs.append(value_info(name, dtype, shape))
         b.initializers.append(numpy_helper.from_array(np.asarray(defaults[name], dtype=dtype), name))
-    graph = b.graph("generate", outside, [value_info("sequences", np.int64, ("batch", "tokens"))])
+    graph = b.graph("generate", graph_inputs, [value_info("sequences", np.int64, ("batch", "tokens"))])
     return helper.make_model(
         graph, opset_imports=list(versions.values()), ir_version=decoder.ir_version, producer_name="smelt"
     )
@@ -312,8 +332,8 @@ def _generate_by_graph(runner: Any, batch: Batch, decoding: GenerationConfig) ->
 
 def default_num_beams(model: Any) -> int:
     """Return the number of beams in the model's generation config, or a common number."""
-    asked = int(model.generation_config.get("num_beams") or 1)
-    return asked if asked > 1 else _DEFAULT_BEAMS
+    num_beams = int(model.generation_config.get("num_beams") or 1)
+    return num_beams if num_beams > 1 else _DEFAULT_BEAMS
 
 
 def verify_generation_graphs(runner: Any, batch: Batch) -> None:
@@ -333,15 +353,23 @@ def verify_generation_graphs(runner: Any, batch: Batch) -> None:
             GenerationSettings(num_beams=beams, max_new_tokens=_COMPARED_TOKENS), runner
         )
         expected = generate_resolved(runner, batch, decoding)
-        found = _generate_by_graph(runner, batch, decoding)
-        for row, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-            if ours != theirs and not _equally_likely(runner, batch, row, (ours, theirs), decoding):
-                at = next(
-                    (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(ours)
+        generated = _generate_by_graph(runner, batch, decoding)
+        for row, (graph_tokens, expected_tokens) in enumerate(zip(generated, expected, strict=True)):
+            if graph_tokens != expected_tokens and not _equally_likely(
+                runner, batch, row, (graph_tokens, expected_tokens), decoding
+            ):
+                first_difference = next(
+                    (
+                        i
+                        for i, (a, b) in enumerate(zip(graph_tokens, expected_tokens, strict=False))
+                        if a != b
+                    ),
+                    len(graph_tokens),
                 )
                 raise ParityError(
-                    f"{name}: row {row}: token {at + 1} is {ours[at : at + 1]}, but the Python generation"
-                    f" loop returned {theirs[at : at + 1]}.",
+                    f"{name}: row {row}: token {first_difference + 1} is "
+                    f"{graph_tokens[first_difference : first_difference + 1]}, but the Python generation"
+                    f" loop returned {expected_tokens[first_difference : first_difference + 1]}.",
                     code="parity-failed",
                     file=f"{name}.onnx",
                 )
@@ -354,14 +382,19 @@ def _equally_likely(
 
     Greedy search differs at one token, whose score counts; beam search scores whole texts by length.
     """
-    ours, theirs = texts
+    graph_tokens, expected_tokens = texts
     if decoding.num_beams == 1:
-        same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
-        if same is None:  # one continues where the other has ended
+        common_length = next(
+            (i for i, (a, b) in enumerate(zip(graph_tokens, expected_tokens, strict=False)) if a != b), None
+        )
+        if common_length is None:  # one continues where the other has ended
             return False
-        ours, theirs = ours[: same + 1], theirs[: same + 1]
+        graph_tokens, expected_tokens = (
+            graph_tokens[: common_length + 1],
+            expected_tokens[: common_length + 1],
+        )
     scores = []
-    for tokens in (ours, theirs):
+    for tokens in (graph_tokens, expected_tokens):
         total = _log_likelihood(runner, batch, row, tokens, decoding)
         scores.append(total / len(tokens) ** (decoding.length_penalty if decoding.num_beams > 1 else 0))
     return bool(abs(scores[0] - scores[1]) < _TOLERANCE)
@@ -371,15 +404,15 @@ def _log_likelihood(
     runner: Any, batch: Batch, row: int, tokens: Sequence[int], decoding: GenerationConfig
 ) -> float:
     """Return the log-likelihood of `tokens` after a row of the batch, in nats."""
-    real = batch.attention_mask[row] == 1
-    single = Batch(batch.input_ids[row][real][None], np.ones((1, int(real.sum())), dtype=np.int64))
+    is_token = batch.attention_mask[row] == 1
+    single = Batch(batch.input_ids[row][is_token][None], np.ones((1, int(is_token.sum())), dtype=np.int64))
     state = runner.encode(single)
-    before = int(single.input_ids[0, -1]) if decoding.start is None else decoding.start
+    previous_token = int(single.input_ids[0, -1]) if decoding.start is None else decoding.start
     total = 0.0
     for token in tokens:
-        logits = runner.decode_step(state, np.array([before]))[0].astype(np.float64)
+        logits = runner.decode_step(state, np.array([previous_token]))[0].astype(np.float64)
         total += float(logits[token] - logits.max() - np.log(np.exp(logits - logits.max()).sum()))
-        before = token
+        previous_token = token
     return total
 
 

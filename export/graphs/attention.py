@@ -146,19 +146,19 @@ class PackedLinear(nn.Module):
         self.sizes = [_out_features(m) for m in linears]
         self.parts = nn.ModuleList(linears)
         self.firsts = [m.down if isinstance(m, LowRankLinear) else m for m in linears]
-        direct = self.firsts == list(linears)
+        is_direct = self.firsts == list(linears)
         self.factors, self.firsts = _shared_factors(self.firsts)
         self._widths = [_out_features(m) for m in self.firsts]
         self.packed = _pack_linears(self.firsts)
-        self.is_whole = self.packed is not None and direct
+        self.is_whole = self.packed is not None and is_direct
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Map [..., K] to one [..., N] for each layer."""
         if self.packed is None:
             return tuple(m(x) for m in self.parts)
-        found = torch.split(self.packed_output(x), self._widths, dim=-1)
+        outputs = torch.split(self.packed_output(x), self._widths, dim=-1)
         return tuple(
-            m.up(y) if isinstance(m, LowRankLinear) else y for m, y in zip(self.parts, found, strict=True)
+            m.up(y) if isinstance(m, LowRankLinear) else y for m, y in zip(self.parts, outputs, strict=True)
         )
 
     def packed_output(self, x: Tensor) -> Tensor:
@@ -277,8 +277,12 @@ class AttentionModule:
 
     def projection(self, name: str) -> Any:
         """Return the projection `name` of the model; None if the module itself does not compute it."""
-        inside = f"{self.parts.name}."
-        return self.module.get_submodule(name.removeprefix(inside)) if name.startswith(inside) else None
+        module_prefix = f"{self.parts.name}."
+        return (
+            self.module.get_submodule(name.removeprefix(module_prefix))
+            if name.startswith(module_prefix)
+            else None
+        )
 
     @property
     def heads(self) -> AttentionHeads:
@@ -301,7 +305,7 @@ class AttentionModule:
     def project_qkv(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys and values of [B, S, D], each [B, S, its heads * d]."""
         if not self.parts.packed:
-            three: tuple[Tensor, ...] = self.module.pack(x)
+            projections: tuple[Tensor, ...] = self.module.pack(x)
         else:
             heads = self.heads
             sizes = [
@@ -309,8 +313,8 @@ class AttentionModule:
                 heads.kv_heads * heads.head_dim,
                 heads.kv_heads * heads.head_dim,
             ]
-            three = torch.split(self.projection(self.parts.query)(x), sizes, dim=-1)
-        return three
+            projections = torch.split(self.projection(self.parts.query)(x), sizes, dim=-1)
+        return projections
 
 
 def attention_modules(
@@ -350,14 +354,14 @@ def pack_projections(attentions: Sequence[AttentionModule]) -> None:
     for attention in attentions:
         module, parts = attention.module, attention.parts
         if parts.relative_bias and attention.family.relative_bias and not hasattr(module, "bias_by_distance"):
-            found = attention.family.relative_bias().bias_by_distance(module)
-            if found is not None:
-                module.bias_by_distance = nn.Buffer(found[0], persistent=False)
+            relative_bias = attention.family.relative_bias().bias_by_distance(module)
+            if relative_bias is not None:
+                module.bias_by_distance = nn.Buffer(relative_bias[0], persistent=False)
         if not hasattr(module, "pack") and not parts.packed:
-            three = tuple(attention.projection(name) for name in (parts.query, parts.key, parts.value))
-            if three not in packs:
-                packs[three] = PackedLinear(three)
-            module.pack = packs[three]
+            projections = tuple(attention.projection(name) for name in (parts.query, parts.key, parts.value))
+            if projections not in packs:
+                packs[projections] = PackedLinear(projections)
+            module.pack = packs[projections]
 
 
 @contextmanager
@@ -378,10 +382,10 @@ def _replaced_forward(
 ) -> tuple[Tensor | None, ...]:
     """Compute an attention module, with its `residual_norm`, in its own form of arguments and results."""
     forward = _FORWARDS[attention.parts.relative_bias]
-    output, *others = forward(attention, scope, hidden_states, *args, **kwargs)
+    output, *other_outputs = forward(attention, scope, hidden_states, *args, **kwargs)
     if attention.parts.residual_norm is not None:
         output = attention.projection(attention.parts.residual_norm)(hidden_states + output)
-    return output, *others
+    return output, *other_outputs
 
 
 def _attend(
@@ -441,17 +445,17 @@ def _self_attention(
         return _output_projection(
             attention, full_attention(query, key, value, scope.mask, heads.query_heads, heads.scale, bias)
         )
-    place = attention.module.layer_idx
-    found, *present = cached_step_attention(
-        query, key, value, scope.past[place], heads.query_heads, heads.scale, bias
+    layer_index = attention.module.layer_idx
+    attention_output, *present = cached_step_attention(
+        query, key, value, scope.past[layer_index], heads.query_heads, heads.scale, bias
     )
-    scope.present[place] = (present[0], present[1])
-    return _output_projection(attention, found)
+    scope.present[layer_index] = (present[0], present[1])
+    return _output_projection(attention, attention_output)
 
 
-def _output_projection(attention: AttentionModule, found: Tensor) -> Tensor:
+def _output_projection(attention: AttentionModule, output: Tensor) -> Tensor:
     out = attention.projection(attention.parts.out)
-    result: Tensor = found if out is None else out(found)
+    result: Tensor = output if out is None else out(output)
     return result
 
 
@@ -466,16 +470,16 @@ def _apply_rotary(x: Tensor, width: int, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate [B, S, H * d]; cosines and sines are [1, S, d], each twice (arXiv:2104.09864)."""
     heads = x.unflatten(2, (-1, width))
     first, second = heads.chunk(2, dim=-1)
-    turned = torch.cat([-second, first], dim=-1)
-    out: Tensor = (heads * cos[:, :, None] + turned * sin[:, :, None]).flatten(2)
+    rotated = torch.cat([-second, first], dim=-1)
+    out: Tensor = (heads * cos[:, :, None] + rotated * sin[:, :, None]).flatten(2)
     return out
 
 
 def _window_bias(window: int, query: Tensor) -> Tensor:
     """Return a bias [1, 1, S, S] that masks tokens further away than `window` on either side."""
-    places = torch.arange(query.shape[1])
-    far = (places[:, None] - places[None, :]).abs() > window
-    return (far.to(query.dtype) * MASK_VALUE)[None, None]
+    positions = torch.arange(query.shape[1])
+    is_outside = (positions[:, None] - positions[None, :]).abs() > window
+    return (is_outside.to(query.dtype) * MASK_VALUE)[None, None]
 
 
 def _relative_bias(by_distance: Tensor, length: int, total: int) -> Tensor:
@@ -483,26 +487,26 @@ def _relative_bias(by_distance: Tensor, length: int, total: int) -> Tensor:
     heads, farthest = by_distance.shape[0], by_distance.shape[1] // 2
     keys = torch.arange(total)
     distances = keys[None, :] - keys[total - length :, None]
-    places = distances.clamp(-farthest, farthest) + farthest
-    values: Tensor = by_distance.index_select(1, places.flatten())
+    bucket_indices = distances.clamp(-farthest, farthest) + farthest
+    values: Tensor = by_distance.index_select(1, bucket_indices.flatten())
     return values.reshape(1, heads, length, total)
 
 
 @contextmanager
 def exportable_norms(model: nn.Module, kind: RmsNormForm) -> Iterator[None]:
     """Replace RMS norms of this kind and tanh-GELUs in `model` for the export."""
-    changed = []
+    changed_modules = []
     for module in model.modules():
         if hasattr(module, kind.epsilon_attribute) and not isinstance(module, nn.LayerNorm):
             module.forward = partial(rms_norm, module, kind)
-            changed.append(module)
+            changed_modules.append(module)
         elif type(module).__name__ == "NewGELUActivation":  # expanded there, one operator in ONNX
             module.forward = partial(F.gelu, approximate="tanh")
-            changed.append(module)
+            changed_modules.append(module)
     try:
         yield
     finally:
-        for module in changed:
+        for module in changed_modules:
             del module.forward
 
 

@@ -87,12 +87,12 @@ def make_causal_scope(mask: Tensor, positions: Tensor, past: list[KeyValue]) -> 
     kind = past[0][0].dtype
     hidden = ((1 - mask) * int(MASK_VALUE)).to(kind)[:, None, None, :]
     last = torch.ones_like(mask).sum(dim=1).to(torch.int32) - 1
-    places = SequencePositions(last, last.amax(dim=0) + 1, hidden.expand(batch, 1, length, total))
+    sequence_positions = SequencePositions(last, last.amax(dim=0) + 1, hidden.expand(batch, 1, length, total))
     keys = torch.arange(total, device=mask.device)
     queries = torch.arange(length, device=mask.device) + past[0][0].shape[2]
     future = (keys[None, :] > queries[:, None]).to(kind) * MASK_VALUE
     bias = _clamp_bias(hidden + future)
-    return CausalScope(positions, past, places, bias, queries[:, None] - keys[None, :])
+    return CausalScope(positions, past, sequence_positions, bias, queries[:, None] - keys[None, :])
 
 
 def _clamp_bias(bias: Tensor) -> Tensor:
@@ -105,8 +105,8 @@ class RotaryTables(nn.Module):
 
     def __init__(self, rotary: Any, limit: int) -> None:
         super().__init__()
-        places = torch.arange(limit)[None]
-        cos, sin = rotary(torch.zeros(1, dtype=torch.float32), position_ids=places)
+        position_range = torch.arange(limit)[None]
+        cos, sin = rotary(torch.zeros(1, dtype=torch.float32), position_ids=position_range)
         half = cos.shape[-1] // 2
         self.cos = nn.Buffer(cos[0, :, :half].contiguous())
         self.sin = nn.Buffer(sin[0, :, :half].contiguous())
@@ -126,19 +126,21 @@ def exportable_causal_model(
 ) -> Iterator[None]:
     """Replace attention, norms and activations of `model` for the export, within the block."""
     body = model.base_model
-    changed: list[tuple[nn.Module, Callable[..., Any]]] = []
+    replacements: list[tuple[nn.Module, Callable[..., Any]]] = []
     rotary = (body.tables.cos, body.tables.sin) if hasattr(body, "tables") else None
     for attention in attentions:
-        changed.append((attention.module, partial(_attend, attention, scope, rotary)))
+        replacements.append((attention.module, partial(_attend, attention, scope, rotary)))
     if rotary is not None:
-        changed.append((body.rotary_emb, lambda *unused, **also_unused: (scope.positions, scope.positions)))
-    for module, forward in changed:
+        replacements.append(
+            (body.rotary_emb, lambda *unused, **also_unused: (scope.positions, scope.positions))
+        )
+    for module, forward in replacements:
         module.forward = forward
     try:
         with exportable_norms(model, attentions[0].family.rms_norm):
             yield
     finally:
-        for module, _ in changed:
+        for module, _ in replacements:
             del module.forward
 
 
@@ -147,8 +149,8 @@ def _attend(
     *unused: Any, **more: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Replace the forward of an attention module; masks and caches come from `scope`."""
-    heads, place = attention.heads, attention.module.layer_idx
-    past = scope.past[place]
+    heads, layer_index = attention.heads, attention.module.layer_idx
+    past = scope.past[layer_index]
     if emit.export_target() == "ort-cpu" and supports_gqa(heads.head_dim, rotary is not None):
         packed = _project_qkv(attention, hidden_states)
         out, *present = group_query_attention(
@@ -166,7 +168,7 @@ def _attend(
             rotary=rotary,
             positions=scope.positions,
         )
-    scope.present[place] = (present[0], present[1])
+    scope.present[layer_index] = (present[0], present[1])
     return attention.projection(attention.parts.out)(out), None
 
 
@@ -258,14 +260,14 @@ class DecoderOnlyStep(nn.Module):
                 use_cache=True,
             ).last_hidden_state
         batch, length = input_ids.shape
-        kept = torch.where(keep == 0, length, keep).item()
-        torch._check(kept >= 1)
-        torch._check(kept <= length)
-        hidden = hidden.narrow(1, length - kept, kept)
+        num_kept = torch.where(keep == 0, length, keep).item()
+        torch._check(num_kept >= 1)
+        torch._check(num_kept <= length)
+        hidden = hidden.narrow(1, length - num_kept, num_kept)
         # 2-D, so that the layer uses the embedding's own matrix if both are tied
         logits = self.model.get_output_embeddings()(hidden.flatten(0, 1))
         caches = [t for i in range(len(scope.present)) for t in scope.present[i]]
-        return logits.float().reshape(batch, kept, logits.shape[-1]), *caches
+        return logits.float().reshape(batch, num_kept, logits.shape[-1]), *caches
 
 
 class _CacheLength:
@@ -287,12 +289,12 @@ def decoder_only_graph(
     step = DecoderOnlyStep(model)
     kind = model.get_input_embeddings()
     dtype = next((p.dtype for p in kind.parameters() if p.is_floating_point()), torch.float32)
-    batch, length, before = 2, 3, 5
+    batch, length, past_length = 2, 3, 5
     ids = torch.ones(batch, length, dtype=torch.int64)
-    mask = torch.ones(batch, before + length, dtype=torch.int64)
-    places = torch.arange(before, before + length).expand(batch, length).contiguous()
+    mask = torch.ones(batch, past_length + length, dtype=torch.int64)
+    positions = torch.arange(past_length, past_length + length).expand(batch, length).contiguous()
     heads = [attention.heads for attention in step.attentions]
-    past = [torch.zeros(batch, h.kv_heads, before, h.head_dim, dtype=dtype) for h in heads for _ in "kv"]
+    past = [torch.zeros(batch, h.kv_heads, past_length, h.head_dim, dtype=dtype) for h in heads for _ in "kv"]
     names = [f"{i}.{part}" for i in range(len(heads)) for part in ("key", "value")]
     axes = (
         {0: "batch", 1: "sequence_length"},
@@ -305,7 +307,7 @@ def decoder_only_graph(
     inputs.append(NUM_LOGITS_INPUT)
     return (
         step,
-        (ids, mask, places, past, torch.tensor(0)),
+        (ids, mask, positions, past, torch.tensor(0)),
         inputs,
         ["logits", *(f"present.{n}" for n in names)],
         axes,

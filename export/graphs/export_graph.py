@@ -127,13 +127,15 @@ def _cached_torch_registry() -> Iterator[None]:
 @functools.cache
 def _memoized_copy(read: Callable[..., Any]) -> Callable[..., Any]:
     """Return `read` with a cache: the same arguments get a copy of the first result."""
-    kept = functools.cache(read)
+    cached_read = functools.cache(read)
 
     @functools.wraps(read)
     def answer(*args: Any, **kwargs: Any) -> Any:
-        table = copy.copy(kept(*args, **kwargs))
+        table = copy.copy(cached_read(*args, **kwargs))
         # custom operators are added to the caller's copy
-        table.functions = {operator: list(ways) for operator, ways in table.functions.items()}
+        table.functions = {
+            operator: list(decompositions) for operator, decompositions in table.functions.items()
+        }
         return table
 
     return answer
@@ -149,13 +151,16 @@ class Seq2SeqEncoder(nn.Module):
         self.rms_norm = self.attentions[0].family.rms_norm
         crosses = attention_modules(model, "decoder_layers", cross=True)
         self.heads = [attention.heads.kv_heads for attention in crosses]
-        both = [
+        projections = [
             attention.projection(n)
             for attention in crosses
             for n in (attention.parts.key, attention.parts.value)
         ]
-        once = list(dict.fromkeys(both))  # decoder layers may share them
-        self.pack, self.places = PackedLinear(once), [once.index(product) for product in both]
+        unique_projections = list(dict.fromkeys(projections))  # decoder layers may share them
+        self.pack, self.places = (
+            PackedLinear(unique_projections),
+            [unique_projections.index(product) for product in projections],
+        )
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
         """Return the hidden states and each decoder layer's cross-attention keys and values."""
@@ -164,7 +169,10 @@ class Seq2SeqEncoder(nn.Module):
             hidden = self.encoder(input_ids, attention_mask=attention_mask).last_hidden_state
         heads = [h for h in self.heads for _ in "kv"]
         packed = self.pack(hidden)
-        caches = [split_heads(packed[at], h).contiguous() for at, h in zip(self.places, heads, strict=True)]
+        caches = [
+            split_heads(packed[pack_index], h).contiguous()
+            for pack_index, h in zip(self.places, heads, strict=True)
+        ]
         return hidden, *caches
 
 
@@ -251,13 +259,13 @@ def seq2seq_graphs(model: Any) -> list[GraphSpec]:
     """Return the two graphs of `model`, with small example inputs."""
     attentions, crosses = (attention_modules(model, "decoder_layers", cross) for cross in (False, True))
     ids, mask, token = (torch.ones(2, n, dtype=torch.int64) for n in (7, 7, 1))
-    two = {0: "batch", 1: "encoder_length"}
+    encoder_axes = {0: "batch", 1: "encoder_length"}
     # one of each per layer, unless the layer was skipped
     cross = [f"{i}.encoder.{kind}" for i in range(len(crosses)) for kind in ("key", "value")]
-    own = [f"{i}.decoder.{kind}" for i in range(len(attentions)) for kind in ("key", "value")]
+    self_names = [f"{i}.decoder.{kind}" for i in range(len(attentions)) for kind in ("key", "value")]
     encoder = GraphSpec(
         "encoder_model", Seq2SeqEncoder(model), (ids, mask), ["input_ids", "attention_mask"],
-        ["last_hidden_state", *(f"present.{n}" for n in cross)], (two, two),
+        ["last_hidden_state", *(f"present.{n}" for n in cross)], (encoder_axes, encoder_axes),
     )  # fmt: skip
 
     def caches(modules: list[AttentionModule], length: int) -> list[Tensor]:
@@ -267,11 +275,12 @@ def seq2seq_graphs(model: Any) -> list[GraphSpec]:
     decoder = GraphSpec(
         "decoder_with_past_model", Seq2SeqDecoderStep(model),
         (token, mask, caches(attentions, 5), caches(crosses, 7)),
-        ["input_ids", "encoder_attention_mask", *(f"past_key_values.{n}" for n in [*own, *cross])],
-        ["logits", *(f"present.{n}" for n in own)],
+        ["input_ids", "encoder_attention_mask", *(f"past_key_values.{n}" for n in [*self_names, *cross])],
+        ["logits", *(f"present.{n}" for n in self_names)],
         (
-            {0: "batch"}, two,
-            [{0: "batch", 2: "past_length"}] * len(own), [{0: "batch", 2: "encoder_length"}] * len(cross),
+            {0: "batch"}, encoder_axes,
+            [{0: "batch", 2: "past_length"}] * len(self_names),
+            [{0: "batch", 2: "encoder_length"}] * len(cross),
         ),
     )  # fmt: skip
     return [encoder, decoder]
@@ -319,8 +328,8 @@ class SinglePassImageModel(nn.Module):
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Return logits."""
         with exportable_attention(self.attentions, self.scope):
-            found: Tensor = self.model(pixel_values).logits.float()
-        return found
+            logits: Tensor = self.model(pixel_values).logits.float()
+        return logits
 
 
 def model_graphs(model: Any, image_size: tuple[int, int] | None = None) -> list[GraphSpec]:
@@ -353,9 +362,10 @@ def model_graphs(model: Any, image_size: tuple[int, int] | None = None) -> list[
     if kind == "encoder" and type(model).__name__.endswith(HEAD_SUFFIXES):
         types = ["token_type_ids"] if uses_token_types(model.config.to_dict()) else []
         return [_encoder_graph(model, ["input_ids", "attention_mask", *types], "logits")]
-    known = "; ".join(f"{task}: {', '.join(names)}" for task, names in FAMILIES_BY_TASK.items())
+    supported_families = "; ".join(f"{task}: {', '.join(names)}" for task, names in FAMILIES_BY_TASK.items())
     raise InputError(
-        f"{with_article(type(model).__name__)} cannot be exported to ONNX yet. Supported families: {known}.",
+        f"{with_article(type(model).__name__)} cannot be exported to ONNX yet. Supported families: "
+        f"{supported_families}.",
         code="unsupported-family",
     )
 
@@ -472,20 +482,20 @@ def fuse_biases(model: Any) -> int:
     if not pairs:
         return 0
     sums = {add.output[0] for add, _ in pairs.values()}
-    rows = _FlatValues(graph)
+    flat_values = _FlatValues(graph)
     for node in graph.node:
         name = node.output[0]
         if name in sums:
             continue
         if name in pairs:
-            rows.append_gemm(node, *pairs[name])
-        elif node.op_type in _ELEMENTWISE and rows.is_flat(node.input[0]):
-            rows.append_flat(node)
+            flat_values.append_gemm(node, *pairs[name])
+        elif node.op_type in _ELEMENTWISE and flat_values.is_flat(node.input[0]):
+            flat_values.append_flat(node)
         else:
-            rows.append(node)
-    rows.restore_shapes([output.name for output in graph.output])
+            flat_values.append(node)
+    flat_values.restore_shapes([output.name for output in graph.output])
     del graph.node[:]
-    graph.node.extend(rows.nodes)
+    graph.node.extend(flat_values.nodes)
     return len(pairs)
 
 
@@ -513,8 +523,8 @@ class _FlatValues:
             self._flat[source] = (f"{source}.flat", k)
             self._reshape(source, f"{source}.flat", [-1, k])
         flat = f"{add.output[0]}.flat"
-        read = [self._flat[source][0], matrix, bias]
-        self.nodes.append(helper.make_node("Gemm", read, [flat], f"{product.name}.gemm"))
+        gemm_inputs = [self._flat[source][0], matrix, bias]
+        self.nodes.append(helper.make_node("Gemm", gemm_inputs, [flat], f"{product.name}.gemm"))
         self._flat[add.output[0]] = (flat, n)
         self._waiting.add(add.output[0])
 
@@ -554,28 +564,28 @@ def _matmul_add_pairs(graph: Any) -> dict[str, tuple[Any, str]]:
 
     floats = {t.name: list(t.dims) for t in graph.initializer if t.data_type == TensorProto.FLOAT}
     shapes = {v.name: v.type.tensor_type.shape.dim for v in (*graph.value_info, *graph.input, *graph.output)}
-    readers, outside = _readers(graph), {output.name for output in graph.output}
+    readers, output_names = _readers(graph), {output.name for output in graph.output}
     adds = {node.output[0]: node for node in graph.node if node.op_type == "Add"}
-    found = {}
+    pairs = {}
     for node in graph.node:
         if node.op_type != "MatMul" or len(floats.get(node.input[1], ())) != 2:
             continue
         shape, name = shapes.get(node.input[0], ()), node.output[0]
         one_token = len(shape) == 3 and shape[1].dim_value == 1
         add = adds.get(next(iter(readers[name]), "")) if len(readers[name]) == 1 else None
-        if one_token and add is not None and name not in outside:
+        if one_token and add is not None and name not in output_names:
             # a longer one would broadcast the sum, which Gemm does not support
             sizes = ([1], floats[node.input[1]][1:])
-            bias = next((read for read in add.input if floats.get(read) in sizes), None)
+            bias = next((input_name for input_name in add.input if floats.get(input_name) in sizes), None)
             if bias is not None:
-                found[name] = (add, bias)
-    return found
+                pairs[name] = (add, bias)
+    return pairs
 
 
 def _readers(graph: Any) -> dict[str, set[str]]:
     """Return by value name the first outputs of the nodes that read it."""
-    found: dict[str, set[str]] = {name: set() for node in graph.node for name in node.output}
+    readers: dict[str, set[str]] = {name: set() for node in graph.node for name in node.output}
     for node in graph.node:
         for name in node_inputs(node):
-            found.setdefault(name, set()).add(node.output[0])
-    return found
+            readers.setdefault(name, set()).add(node.output[0])
+    return readers

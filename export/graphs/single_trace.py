@@ -68,19 +68,19 @@ def single_trace() -> Iterator[None]:
         yield
         return
     passes: Any = _fx_passes
-    again = getattr(passes, "decompose_with_registry", None)
-    if again is None:
+    decompose_program = getattr(passes, "decompose_with_registry", None)
+    if decompose_program is None:
         yield
         return
 
     def decompose(program: Any, registry: Any) -> Any:
-        return program if replace_unsupported_ops(program) else again(program, registry)
+        return program if replace_unsupported_ops(program) else decompose_program(program, registry)
 
     passes.decompose_with_registry = decompose
     try:
         yield
     finally:
-        passes.decompose_with_registry = again
+        passes.decompose_with_registry = decompose_program
 
 
 def replace_unsupported_ops(program: Any) -> bool:
@@ -146,11 +146,11 @@ def _dropout(node: Node, sizes: SizeNodes) -> OpCall:
 
 def _to_dtype(node: Node, sizes: SizeNodes) -> OpCall:
     """Replace a conversion to another type; devices do not matter in a graph."""
-    before, after = node.args[0].meta["val"].dtype, node.meta["val"].dtype  # type: ignore[union-attr]
+    source_dtype, target_dtype = node.args[0].meta["val"].dtype, node.meta["val"].dtype  # type: ignore[union-attr]
     return (
         _identity(node, sizes)
-        if before == after
-        else (_ATEN._to_copy.default, node.args[:1], {"dtype": after})
+        if source_dtype == target_dtype
+        else (_ATEN._to_copy.default, node.args[:1], {"dtype": target_dtype})
     )
 
 
@@ -166,11 +166,15 @@ def _rsub(node: Node, sizes: SizeNodes) -> OpCall:
 
 def _inplace_add(node: Node, sizes: SizeNodes) -> OpCall:
     """Replace an in-place addition to a tensor without other readers by an ordinary one."""
-    changed: Any = node.args[0]
-    own = str(changed.target) in _CONVERTIBLE_OPS and not any(
-        value.alias_info for value in changed.target._schema.returns
+    updated_node: Any = node.args[0]
+    is_convertible = str(updated_node.target) in _CONVERTIBLE_OPS and not any(
+        value.alias_info for value in updated_node.target._schema.returns
     )
-    if not own or len(changed.users) > 1 or changed.meta["val"].dtype != node.meta["val"].dtype:
+    if (
+        not is_convertible
+        or len(updated_node.users) > 1
+        or updated_node.meta["val"].dtype != node.meta["val"].dtype
+    ):
         raise _UnsupportedNodeError
     return _rename_target(_ATEN.add.Tensor, node, sizes)
 
@@ -182,30 +186,31 @@ def _narrow(node: Node, sizes: SizeNodes) -> OpCall:
 
 
 def _chunk(node: Node, sizes: SizeNodes) -> OpCall:
-    given: Any = node.args
-    tensor, parts, dim = given if len(given) == 3 else (*given, 0)
+    arguments: Any = node.args
+    tensor, parts, dim = arguments if len(arguments) == 3 else (*arguments, 0)
     return _ATEN.chunk.default, (tensor, parts, dim % tensor.meta["val"].dim()), {}
 
 
 def _flatten(node: Node, sizes: SizeNodes) -> OpCall:
-    tensor, *places = node.args
+    tensor, *dims = node.args
     shape = tensor.meta["val"].shape  # type: ignore[union-attr]
-    given: Any = (*places, *(0, -1)[len(places) :])
-    first, last = (int(place) % len(shape) for place in given)
+    dim_range: Any = (*dims, *(0, -1)[len(dims) :])
+    first, last = (int(dim) % len(shape) for dim in dim_range)
     if first == last:
         return _identity(node, sizes)
-    known = [_size_argument(size, sizes) for size in shape]
-    joined = _size_product(known[first : last + 1])
-    if isinstance(joined, _NewNode):
-        sizes.setdefault(_size_expression(node.meta["val"].shape[first]), joined)
-    return _view(node, [*known[:first], joined, *known[last + 1 :]])
+    size_arguments = [_size_argument(size, sizes) for size in shape]
+    flat_size = _size_product(size_arguments[first : last + 1])
+    if isinstance(flat_size, _NewNode):
+        sizes.setdefault(_size_expression(node.meta["val"].shape[first]), flat_size)
+    return _view(node, [*size_arguments[:first], flat_size, *size_arguments[last + 1 :]])
 
 
 def _reshape(node: Node, sizes: SizeNodes) -> OpCall:
-    given: Any = node.args[1]
+    size_arguments: Any = node.args[1]
     shape = node.meta["val"].shape
     return _view(
-        node, [_size_argument(size, sizes, argument) for size, argument in zip(shape, given, strict=True)]
+        node,
+        [_size_argument(size, sizes, argument) for size, argument in zip(shape, size_arguments, strict=True)],
     )
 
 
@@ -215,27 +220,31 @@ def _unflatten(node: Node, sizes: SizeNodes) -> OpCall:
 
 def _view(node: Node, shape: list[Any]) -> OpCall:
     """Return a view of the shape; its tensor is made contiguous (no operation in ONNX), as torch requires."""
-    kept = {"memory_format": torch.contiguous_format}
-    return _ATEN._unsafe_view.default, (_NewNode(_ATEN.clone.default, (node.args[0],), kept), shape), {}
+    clone_options = {"memory_format": torch.contiguous_format}
+    return (
+        _ATEN._unsafe_view.default,
+        (_NewNode(_ATEN.clone.default, (node.args[0],), clone_options), shape),
+        {},
+    )
 
 
 def _size_product(factors: list[Any]) -> Any:
     """Return a size that is the product of others."""
     if all(isinstance(factor, int) for factor in factors):
         return math.prod(factors)
-    rest = [factor for factor in factors if factor != 1]
-    return functools.reduce(lambda a, b: _NewNode(operator.mul, (a, b), {}), rest)
+    other_factors = [factor for factor in factors if factor != 1]
+    return functools.reduce(lambda a, b: _NewNode(operator.mul, (a, b), {}), other_factors)
 
 
-def _size_argument(size: Any, sizes: SizeNodes, given: Any = -1) -> Any:
-    """Return a size as an argument: a number, its node, or `given` if no node is known."""
+def _size_argument(size: Any, sizes: SizeNodes, default: Any = -1) -> Any:
+    """Return a size as an argument: a number, its node, or `default` if no node is known."""
     expression = _size_expression(size)
     if isinstance(expression, int) or expression.is_Integer:
         return int(expression)
-    found = sizes.get(expression, given)
-    if not isinstance(found, Node | _NewNode):
+    size_node = sizes.get(expression, default)
+    if not isinstance(size_node, Node | _NewNode):
         raise _UnsupportedNodeError
-    return found
+    return size_node
 
 
 def _size_expression(size: Any) -> Any:
@@ -307,15 +316,15 @@ def _skip_stack_traces() -> Iterator[None]:
     from torch.fx import config
 
     settings: Any = config
-    before = getattr(settings, "do_not_emit_stack_traces", None)
-    if before is None:
+    previous_setting = getattr(settings, "do_not_emit_stack_traces", None)
+    if previous_setting is None:
         yield
         return
     settings.do_not_emit_stack_traces = True
     try:
         yield
     finally:
-        settings.do_not_emit_stack_traces = before
+        settings.do_not_emit_stack_traces = previous_setting
 
 
 @contextmanager

@@ -53,8 +53,8 @@ def collect_samples(
     with open_runner(src, ctx.threads, "cpu") as runner:
         if task_traits(src.manifest.task).modality == "arrays":
             assert isinstance(runner, GraphRunner)
-            feeds, real = _array_samples(runner, ctx, count, batch_size)
-            return {MODEL_GRAPH: feeds}, real
+            feeds, is_real = _array_samples(runner, ctx, count, batch_size)
+            return {MODEL_GRAPH: feeds}, is_real
         return _text_samples(runner, ctx, count, batch_size)
 
 
@@ -67,11 +67,11 @@ def resized_batch(src: Artifact, feeds: Feeds) -> list[Feeds]:
     if signature is not None and signature.fixed_batch_size is not None:
         return []
     axes = read_batch_axes(src.path)
-    rows = batch_size_of(feeds, axes)
-    places = list(range(rows - 1) if rows > 1 else (0, 0))
+    batch_size = batch_size_of(feeds, axes)
+    row_indices = list(range(batch_size - 1) if batch_size > 1 else (0, 0))
     return [
         {
-            name: np.take(value, places, axis)
+            name: np.take(value, row_indices, axis)
             if value.ndim and (axis := axes.get(name, 0)) is not None
             else value
             for name, value in feeds.items()
@@ -84,8 +84,8 @@ def batch_size_of(feeds: Feeds, axes: SampleAxes = NO_SAMPLE_AXES) -> int:
 
     axes: the sample axis of an input, if it is not the first; None if it has none.
     """
-    places = {name: axes.get(name, 0) for name in feeds}
-    return next((v.shape[a] for n, v in feeds.items() if v.ndim and (a := places[n]) is not None), 1)
+    batch_axes = {name: axes.get(name, 0) for name in feeds}
+    return next((v.shape[a] for n, v in feeds.items() if v.ndim and (a := batch_axes[n]) is not None), 1)
 
 
 def _array_samples(
@@ -93,23 +93,25 @@ def _array_samples(
 ) -> tuple[list[Feeds], bool]:
     signature = runner.signature
     size = signature.fixed_batch_size or batch_size
-    rows = next((ctx.data[place].arrays for place in SPLIT_ORDER if place in ctx.data), None)
-    if rows is None:
+    arrays = next((ctx.data[split_name].arrays for split_name in SPLIT_ORDER if split_name in ctx.data), None)
+    if arrays is None:
         random = np.random.default_rng(0)
         return [{v.name: _random_input(v, size, random) for v in signature.inputs}], False
     if signature.fixed_batch_size is not None:
-        rows = rows.padded_to(size)
+        arrays = arrays.padded_to(size)
     last = (
-        min(rows.num_samples, count)
+        min(arrays.num_samples, count)
         if signature.fixed_batch_size is None
-        else max(size, min(rows.num_samples, count) // size * size)
+        else max(size, min(arrays.num_samples, count) // size * size)
     )
     if signature.fixed_batch_size is None and min(size, last) > 1:
         try:
-            runner.run(signature.make_feeds(rows, 0, min(size, last)))
+            runner.run(signature.make_feeds(arrays, 0, min(size, last)))
         except RunError:  # its batch is dynamic in name only; sample by sample it may run
             size = 1
-    return [signature.make_feeds(rows, at, min(at + size, last)) for at in range(0, last, size)], True
+    return [
+        signature.make_feeds(arrays, start, min(start + size, last)) for start in range(0, last, size)
+    ], True
 
 
 def _random_input(value: TensorSpec, rows: int, random: np.random.Generator) -> NDArray[Any]:
@@ -134,7 +136,7 @@ def _text_samples(
     from smelt.models.tokenizer import encode_texts
     from smelt.runtimes.predict_texts import pad_batch
 
-    split = next((ctx.data[place] for place in SPLIT_ORDER if place in ctx.data), None)
+    split = next((ctx.data[split_name] for split_name in SPLIT_ORDER if split_name in ctx.data), None)
     texts, pairs = (
         (list(_EXAMPLE_TEXTS), None) if split is None else input_texts(split.examples[:count], ctx.task)
     )
@@ -142,16 +144,16 @@ def _text_samples(
     if is_causal(runner.config):
         batch_size = 1  # a prompt is padded on the left, these rows are not
     encoded = encode_texts(texts, runner.text.tokenizer, runner.text.max_input_length, pairs)
-    found: dict[str, list[Feeds]] = {}
-    pad, places = runner.text.tokenizer.pad_token_id or 0, range(len(texts))
-    for at in places[::batch_size]:  # in their order, not by length, so that they are padded
-        batch = pad_batch(encoded, places[at : at + batch_size], pad)
+    feeds_by_graph: dict[str, list[Feeds]] = {}
+    pad, text_indices = runner.text.tokenizer.pad_token_id or 0, range(len(texts))
+    for start in text_indices[::batch_size]:  # in their order, not by length, so that they are padded
+        batch = pad_batch(encoded, text_indices[start : start + batch_size], pad)
         recorded = (
             record_generation_feeds(runner, batch) if generates else {MODEL_GRAPH: [_feeds_from_batch(batch)]}
         )
         for name, feeds in recorded.items():
-            found.setdefault(name, []).extend(feeds)
-    return found, split is not None
+            feeds_by_graph.setdefault(name, []).extend(feeds)
+    return feeds_by_graph, split is not None
 
 
 def _feeds_from_batch(batch: Batch) -> Feeds:
@@ -163,7 +165,7 @@ def _feeds_from_batch(batch: Batch) -> Feeds:
     }
 
 
-def require_imported(src: Artifact, word: str) -> None:
+def require_imported(src: Artifact, stage: str) -> None:
     """Require that `src` is a third-party graph; smelt's own exports have other stages.
 
     Raises:
@@ -171,7 +173,7 @@ def require_imported(src: Artifact, word: str) -> None:
     """
     if not src.manifest.details.get("foreign"):
         raise InputError(
-            f"{src.path}: {word} is only for recipes that start from a third-party ONNX model. Exports of"
+            f"{src.path}: {stage} is only for recipes that start from a third-party ONNX model. Exports of"
             " smelt are already simplified; to quantize, put quantize before onnx; for fp16, set onnx:"
             " {dtype: fp16}.",
             code="needs-onnx-model",
@@ -197,14 +199,14 @@ def iter_graph_outputs(path: Path, feeds: list[Feeds], threads: int | None) -> I
 
     try:
         session = open_onnx_session(path, threads or 1)
-        kinds = {item.name: item.type for item in session.get_inputs()}
+        input_types = {item.name: item.type for item in session.get_inputs()}
         names = [output.name for output in session.get_outputs()]
         for inputs in feeds:
-            yield dict(zip(names, session.run(names, cast_feeds(inputs, kinds)), strict=True))
+            yield dict(zip(names, session.run(names, cast_feeds(inputs, input_types)), strict=True))
     except Exception as error:  # its error classes share no other base class
-        words = " ".join(str(error.__cause__ or error).split())[:400]
+        error_text = " ".join(str(error.__cause__ or error).split())[:400]
         raise RunError(
-            f"{path.name}: ONNX Runtime cannot run the converted graph: {words}", code="unopened-graph"
+            f"{path.name}: ONNX Runtime cannot run the converted graph: {error_text}", code="unopened-graph"
         ) from error
 
 
@@ -221,15 +223,15 @@ def require_runnable(path: Path, feeds: list[Feeds]) -> None:
 
     graph = read_graph(path, values=False).graph
     weights = {tensor.name for tensor in graph.initializer}
-    whole = {TensorProto.INT32: "tensor(int32)", TensorProto.INT64: "tensor(int64)"}
-    kinds = {
-        value.name: whole.get(value.type.tensor_type.elem_type, "")
+    integer_types = {TensorProto.INT32: "tensor(int32)", TensorProto.INT64: "tensor(int64)"}
+    input_types = {
+        value.name: integer_types.get(value.type.tensor_type.elem_type, "")
         for value in graph.input
         if value.name not in weights
     }
     for inputs in feeds[:_MAX_TRIAL_CALLS]:
         try:
-            trial_run(path, cast_feeds(inputs, kinds), path.name)
+            trial_run(path, cast_feeds(inputs, input_types), path.name)
         except InputError as error:
             message = (
                 f"the converted graph fails in ONNX Runtime: {error} Exclude operators (op_types, exclude,"
@@ -256,9 +258,9 @@ def max_output_difference(got: list[Feeds], expected: list[Feeds], exact: bool =
     """
     worst = 0.0
     for outputs, other in zip(got, expected, strict=True):
-        for name, wanted in other.items():
-            if exact or wanted.dtype.kind == "f" or outputs[name].shape != wanted.shape:
-                worst = max(worst, _relative_difference(outputs[name], wanted))
+        for name, expected_value in other.items():
+            if exact or expected_value.dtype.kind == "f" or outputs[name].shape != expected_value.shape:
+                worst = max(worst, _relative_difference(outputs[name], expected_value))
     return worst
 
 
@@ -266,10 +268,10 @@ def count_changed(got: list[Feeds], expected: list[Feeds]) -> tuple[int, int]:
     """Return the number of integers, bools and strings that differ, and their total."""
     off = total = 0
     for outputs, other in zip(got, expected, strict=True):
-        for name, wanted in other.items():
-            if wanted.dtype.kind != "f" and outputs[name].shape == wanted.shape:
-                off += int(np.count_nonzero(outputs[name] != wanted))
-                total += wanted.size
+        for name, expected_value in other.items():
+            if expected_value.dtype.kind != "f" and outputs[name].shape == expected_value.shape:
+                off += int(np.count_nonzero(outputs[name] != expected_value))
+                total += expected_value.size
     return off, total
 
 
@@ -299,8 +301,8 @@ def _relative_difference(got: NDArray[Any], wanted: NDArray[Any]) -> float:
     ):
         return float("inf")
     a, b = got[finite].astype(np.float64), wanted[finite].astype(np.float64)
-    spread = float(b.std()) if b.size > 1 else 0.0
-    return float(np.abs(a - b).max(initial=0.0)) / (spread or float(np.abs(b).max(initial=0.0)) or 1.0)
+    std = float(b.std()) if b.size > 1 else 0.0
+    return float(np.abs(a - b).max(initial=0.0)) / (std or float(np.abs(b).max(initial=0.0)) or 1.0)
 
 
 _STEPS = 4  # tokens generated for a batch
@@ -320,38 +322,40 @@ def record_generation_feeds(runner: Any, batch: Batch) -> dict[str, list[Feeds]]
 
 def _encoder_decoder_feeds(runner: Any, batch: Batch, source: Feeds) -> Iterator[Feeds]:
     cross = runner.backend.call(ENCODER_GRAPH, source)
-    held = {past_input_name(name): value for name, value in cross.items() if name.startswith(PRESENT_PREFIX)}
-    rows = len(batch.input_ids)
-    held |= _empty_caches(runner.folder / f"{DECODER_GRAPH}.onnx", rows, set(held))
+    cache_feeds = {
+        past_input_name(name): value for name, value in cross.items() if name.startswith(PRESENT_PREFIX)
+    }
+    batch_size = len(batch.input_ids)
+    cache_feeds |= _empty_caches(runner.folder / f"{DECODER_GRAPH}.onnx", batch_size, set(cache_feeds))
     configs = (runner.generation_config, runner.config)
     start = next(
         (s["decoder_start_token_id"] for s in configs if s.get("decoder_start_token_id") is not None), 0
     )
-    tokens = np.full((rows, 1), start, dtype=np.int64)
+    tokens = np.full((batch_size, 1), start, dtype=np.int64)
     for _ in range(_STEPS):
-        feeds = {"input_ids": tokens, "encoder_attention_mask": batch.attention_mask} | held
+        feeds = {"input_ids": tokens, "encoder_attention_mask": batch.attention_mask} | cache_feeds
         yield feeds
-        found = runner.backend.call(DECODER_GRAPH, feeds)
-        tokens = found["logits"].argmax(-1).reshape(rows, 1)
-        held |= {
-            past_input_name(name): value for name, value in found.items() if name.startswith(PRESENT_PREFIX)
+        outputs = runner.backend.call(DECODER_GRAPH, feeds)
+        tokens = outputs["logits"].argmax(-1).reshape(batch_size, 1)
+        cache_feeds |= {
+            past_input_name(name): value for name, value in outputs.items() if name.startswith(PRESENT_PREFIX)
         }
 
 
 def _decoder_feeds(runner: Any, batch: Batch) -> Iterator[Feeds]:
-    most = max(1, runner.text.max_input_length - _STEPS)  # generated tokens need positions too
-    tokens, mask = batch.input_ids[:, :most], batch.attention_mask[:, :most]
-    rows = len(tokens)
-    held = _empty_caches(runner.folder / f"{MODEL_GRAPH}.onnx", rows, set())
+    max_length = max(1, runner.text.max_input_length - _STEPS)  # generated tokens need positions too
+    tokens, mask = batch.input_ids[:, :max_length], batch.attention_mask[:, :max_length]
+    batch_size = len(tokens)
+    cache_feeds = _empty_caches(runner.folder / f"{MODEL_GRAPH}.onnx", batch_size, set())
     for _ in range(_STEPS):
-        places = position_ids(mask)[:, -tokens.shape[1] :]
-        feeds = {"input_ids": tokens, "attention_mask": mask, "position_ids": places} | held
+        positions = position_ids(mask)[:, -tokens.shape[1] :]
+        feeds = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions} | cache_feeds
         yield feeds
-        found = runner.backend.call(MODEL_GRAPH, feeds)
-        tokens = found["logits"][:, -1:].argmax(-1).reshape(rows, 1)
+        outputs = runner.backend.call(MODEL_GRAPH, feeds)
+        tokens = outputs["logits"][:, -1:].argmax(-1).reshape(batch_size, 1)
         mask = np.concatenate([mask, np.ones_like(tokens)], axis=1)
-        held = {
-            past_input_name(name): value for name, value in found.items() if name.startswith(PRESENT_PREFIX)
+        cache_feeds = {
+            past_input_name(name): value for name, value in outputs.items() if name.startswith(PRESENT_PREFIX)
         }
 
 
@@ -359,12 +363,12 @@ def _empty_caches(path: Path, rows: int, present: set[str]) -> Feeds:
     """Return empty caches [R, H, 0, d] for the inputs of the graph in `path` that are not `present`."""
     from smelt.export.graph_files import read_graph
 
-    found = {}
+    caches = {}
     for value in read_graph(path, values=False).graph.input:
         if value.name.startswith(PAST_PREFIX) and value.name not in present:
             kind = value.type.tensor_type
             _, heads, _, width = (size.dim_value for size in kind.shape.dim)
-            found[value.name] = np.zeros(
+            caches[value.name] = np.zeros(
                 (rows, heads, 0, width), _NUMPY_DTYPES.get(kind.elem_type, np.float32)
             )
-    return found
+    return caches

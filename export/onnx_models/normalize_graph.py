@@ -34,10 +34,10 @@ def normalize_graph(path: Path) -> Any:
     model = inline_functions(path)
     remove_weight_inputs(model)
     graph = model.graph
-    taken = _defined_names(graph)
+    used_names = _defined_names(graph)
     for node in graph.node:
         for body in subgraphs(node):
-            _rename_shadowing(body, {}, taken)
+            _rename_shadowing(body, {}, used_names)
             _hoist_matrices(body, graph)
     return model
 
@@ -45,11 +45,11 @@ def normalize_graph(path: Path) -> Any:
 def is_normalized(model: Any) -> bool:
     """Return whether `normalize_graph` would not change a model, which may be read without values."""
     graph = model.graph
-    listed = {value.name for value in graph.input} & {
+    listed_initializers = {value.name for value in graph.input} & {
         tensor.name for tensor in graph.initializer if len(tensor.dims) >= _MATRIX
     }
     inner = any(subgraphs(node) for node in graph.node)
-    return not (model.functions or listed or inner or model.ir_version < _LISTED)
+    return not (model.functions or listed_initializers or inner or model.ir_version < _LISTED)
 
 
 def iter_model_nodes(model: Any) -> Iterator[Any]:
@@ -64,13 +64,13 @@ def inline_functions(path: Path) -> Any:
     from onnx import inliner
     from onnx.external_data_helper import load_external_data_for_model
 
-    bare = read_graph(path, values=False)
-    if not bare.functions:
+    structure = read_graph(path, values=False)
+    if not structure.functions:
         return read_graph(path)
     try:
-        model = inliner.inline_local_functions(bare, convert_version=True)
+        model = inliner.inline_local_functions(structure, convert_version=True)
     except Exception:  # from C++: if no converter handles a function's opset
-        model = inliner.inline_local_functions(bare)
+        model = inliner.inline_local_functions(structure)
     load_external_data_for_model(model, str(path.parent))
     return model
 
@@ -99,10 +99,10 @@ def _rename_shadowing(graph: Any, around: Mapping[str, str], taken: set[str]) ->
     """
     names = {name: new for name, new in around.items() if name not in _defined_names(graph)}
     for name in sorted(_defined_names(graph)):
-        new, number = name, 0
+        new, suffix = name, 0
         while new in taken:
-            number += 1
-            new = f"{name}.{number}"
+            suffix += 1
+            new = f"{name}.{suffix}"
         taken.add(new)
         names[name] = new
     tensors = [*graph.initializer, *(sparse.values for sparse in graph.sparse_initializer)]
@@ -126,14 +126,16 @@ def _hoist_matrices(body: Any, outermost: Any) -> None:
             body.initializer.remove(tensor)
     for node in list(body.node):
         is_constant = node.op_type == "Constant" and node.output[0] not in ends
-        held = [a.t for a in node.attribute if a.name == "value" and a.HasField("t")] if is_constant else []
-        for tensor in held:
+        constant_tensors = (
+            [a.t for a in node.attribute if a.name == "value" and a.HasField("t")] if is_constant else []
+        )
+        for tensor in constant_tensors:
             if tensor.data_type == TensorProto.FLOAT and len(tensor.dims) >= _MATRIX:
                 tensor.name = node.output[0]
                 outermost.initializer.append(tensor)
                 body.node.remove(node)
-        for inside in subgraphs(node):
-            _hoist_matrices(inside, outermost)
+        for subgraph in subgraphs(node):
+            _hoist_matrices(subgraph, outermost)
 
 
 def rename_reserved(path: Path, folder: Path, keep: Iterable[str] = ()) -> tuple[Path, dict[str, str]]:
@@ -146,26 +148,27 @@ def rename_reserved(path: Path, folder: Path, keep: Iterable[str] = ()) -> tuple
     """
     from smelt.export.graph_files import write_graph
 
-    bare = read_graph(path, values=False).graph
-    values, nodes = _value_names(bare), _node_names(bare)
-    taken = values | nodes
+    structure = read_graph(path, values=False).graph
+    values, nodes = _value_names(structure), _node_names(structure)
+    used_names = values | nodes
     clashing = sorted(
-        {prefix for name in taken for prefix in _conflicting_prefixes(name) if prefix in values}
+        {prefix for name in used_names for prefix in _conflicting_prefixes(name) if prefix in values}
     )
     nodes_too = sorted(
-        {name for name in nodes if any(prefix in taken for prefix in _conflicting_prefixes(name))} - {*keep}
+        {name for name in nodes if any(prefix in used_names for prefix in _conflicting_prefixes(name))}
+        - {*keep}
     )
-    nested = any(subgraphs(node) for node in bare.node)
+    nested = any(subgraphs(node) for node in structure.node)
     if not clashing and not nodes_too and not nested:
         return path, {}
-    new = {name: _unused_name(name, taken) for name in clashing}
+    new = {name: _unused_name(name, used_names) for name in clashing}
     model = read_graph(path)
     _rename_values(model.graph, new)
-    _rename_nodes(model.graph, {name: _unused_name(name, taken) for name in nodes_too})
+    _rename_nodes(model.graph, {name: _unused_name(name, used_names) for name in nodes_too})
     if nested:
-        _make_node_names_unique(model.graph, {*keep}, taken)
+        _make_node_names_unique(model.graph, {*keep}, used_names)
     write_graph(model, folder / path.name)
-    return folder / path.name, {after: before for before, after in new.items()}
+    return folder / path.name, {replacement: original for original, replacement in new.items()}
 
 
 def restore_names(model: Any, names: Mapping[str, str]) -> None:
@@ -176,17 +179,17 @@ def restore_names(model: Any, names: Mapping[str, str]) -> None:
 
 def _conflicting_prefixes(name: str) -> list[str]:
     """Return the names for which the quantizers could create `name`; they append no numbers."""
-    places = (at for at, letter in enumerate(name) if letter == "_")
-    return [name[:at] for at in places if at and not name[at + 1 :].isdigit()]
+    underscores = (position for position, character in enumerate(name) if character == "_")
+    return [name[:position] for position in underscores if position and not name[position + 1 :].isdigit()]
 
 
 def _unused_name(name: str, taken: set[str]) -> str:
     """Return an unused name that is not a prefix of another one, and add it to `taken`."""
-    number = 0
-    while any(other.startswith(f"{name}.{number}") for other in taken):
-        number += 1
-    taken.add(f"{name}.{number}")
-    return f"{name}.{number}"
+    suffix = 0
+    while any(other.startswith(f"{name}.{suffix}") for other in taken):
+        suffix += 1
+    taken.add(f"{name}.{suffix}")
+    return f"{name}.{suffix}"
 
 
 def _value_names(graph: Any) -> set[str]:
@@ -194,14 +197,14 @@ def _value_names(graph: Any) -> set[str]:
     names |= {sparse.values.name for sparse in graph.sparse_initializer}
     for node in graph.node:
         names.update(name for name in node.output if name)
-        for inside in subgraphs(node):
-            names |= _value_names(inside)
+        for subgraph in subgraphs(node):
+            names |= _value_names(subgraph)
     return names
 
 
 def _node_names(graph: Any) -> set[str]:
     names = {node.name for node in graph.node if node.name}
-    return names.union(*(_node_names(inside) for node in graph.node for inside in subgraphs(node)))
+    return names.union(*(_node_names(subgraph) for node in graph.node for subgraph in subgraphs(node)))
 
 
 def _rename_values(graph: Any, names: Mapping[str, str]) -> None:
@@ -211,25 +214,25 @@ def _rename_values(graph: Any, names: Mapping[str, str]) -> None:
     for node in graph.node:
         node.input[:] = [names.get(name, name) for name in node.input]
         node.output[:] = [names.get(name, name) for name in node.output]
-        for inside in subgraphs(node):
-            _rename_values(inside, names)
+        for subgraph in subgraphs(node):
+            _rename_values(subgraph, names)
 
 
 def _rename_nodes(graph: Any, names: Mapping[str, str]) -> None:
     for node in graph.node:
         node.name = names.get(node.name, node.name)
-        for inside in subgraphs(node):
-            _rename_nodes(inside, names)
+        for subgraph in subgraphs(node):
+            _rename_nodes(subgraph, names)
 
 
 def _make_node_names_unique(graph: Any, keep: set[str], taken: set[str]) -> None:
     """Give unused names to nodes without a name, and to all but the first node with the same name."""
-    seen, begin = set(keep), _unused_name("node", taken)
-    for number, node in enumerate(all_nodes(graph.node)):
+    used_names, begin = set(keep), _unused_name("node", taken)
+    for node_index, node in enumerate(all_nodes(graph.node)):
         if node.name not in keep:
-            if not node.name or node.name in seen:
-                node.name = f"{begin}.{node.op_type}.{number}"
-            seen.add(node.name)
+            if not node.name or node.name in used_names:
+                node.name = f"{begin}.{node.op_type}.{node_index}"
+            used_names.add(node.name)
 
 
 _GRAPH_SUFFIXES = (".onnx", ".onnx_data")
@@ -242,7 +245,7 @@ _COPIED_DETAILS = (
     "parameters",
     "scheme",
     "tokenizer",
-    "licence",
+    "license",
 )
 
 
@@ -261,7 +264,7 @@ def copy_model_files(src: Artifact, ctx: Context) -> None:
             (ctx.out / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(src.path / name, ctx.out / name)
     ctx.details.update(
-        {word: src.manifest.details[word] for word in _COPIED_DETAILS if word in src.manifest.details}
+        {key: src.manifest.details[key] for key in _COPIED_DETAILS if key in src.manifest.details}
     )
 
 

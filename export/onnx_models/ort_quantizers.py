@@ -95,13 +95,15 @@ def calibrate_activations(
     collector.histogram_dict = {
         name: (*histogram, *ends[name][:2], ends[name][2]) for name, histogram in histograms.items()
     }
-    found: dict[str, Any] = {}
+    computed_ranges: dict[str, Any] = {}
     if histograms:
         with redirect_stdout(StringIO()):
-            found = collector.compute_collection_result()
+            computed_ranges = collector.compute_collection_result()
     # constant values, and values too close to each other for bins, keep their minimum and maximum
-    known = {name: found.get(name, (*pair, np.zeros(1), np.zeros(1))) for name, pair in pairs.items()}
-    return ActivationCalibration(TensorsData(kind, known), huge)
+    range_by_value = {
+        name: computed_ranges.get(name, (*pair, np.zeros(1), np.zeros(1))) for name, pair in pairs.items()
+    }
+    return ActivationCalibration(TensorsData(kind, range_by_value), huge)
 
 
 class _ActivationReader:
@@ -126,9 +128,9 @@ class _ActivationReader:
     def __iter__(self) -> Iterator[tuple[str, NDArray[Any]]]:
         from smelt.export.onnx_models.graph_samples import cast_feeds
 
-        kinds = {item.name: item.type for item in self._session.get_inputs()}
+        input_types = {item.name: item.type for item in self._session.get_inputs()}
         for feeds in self._feeds if self.names else ():
-            inputs = cast_feeds(feeds, kinds)
+            inputs = cast_feeds(feeds, input_types)
             for name, value in zip(self.names, self._session.run(self.names, inputs), strict=True):
                 yield name, value.ravel()
 
@@ -137,10 +139,10 @@ def _merge_ranges(before: tuple[Any, Any, Any] | None, values: NDArray[Any]) -> 
     """Return the minimum, the maximum and the smallest magnitude; NaN is ignored."""
     if np.isnan(values).all():
         return before or (np.float32(0),) * 3
-    low, high, least = np.nanmin(values), np.nanmax(values), np.nanmin(np.abs(values))
+    low, high, smallest = np.nanmin(values), np.nanmax(values), np.nanmin(np.abs(values))
     return (
-        (low, high, least) if before is None
-        else (min(before[0], low), max(before[1], high), min(before[2], least))
+        (low, high, smallest) if before is None
+        else (min(before[0], low), max(before[1], high), min(before[2], smallest))
     )  # fmt: skip
 
 
@@ -152,24 +154,29 @@ def _histograms(
     huge: Collection[str],
 ) -> dict[str, tuple[NDArray[Any], NDArray[Any]]]:
     """Return counts and edges of the bins of each value, or of its magnitudes if `absolute`."""
-    found: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {}
+    histograms: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {}
     narrow: set[str] = set()
     for name, values in calls:
         if name in huge or name in narrow or name not in ends:
             continue
-        low, high, least = ends[name]
-        most = max(abs(low), abs(high))
-        seen = values[~np.isnan(values)]
+        low, high, smallest = ends[name]
+        max_magnitude = max(abs(low), abs(high))
+        valid = values[~np.isnan(values)]
         try:
             counts, edges = np.histogram(
-                np.abs(seen) if absolute else seen, bins, range=(least, most) if absolute else (-most, most)
+                np.abs(valid) if absolute else valid,
+                bins,
+                range=(smallest, max_magnitude) if absolute else (-max_magnitude, max_magnitude),
             )
         except ValueError:  # numpy: too many bins for the range, so nearly all values are equal
             narrow.add(name)
-            found.pop(name, None)
+            histograms.pop(name, None)
             continue
-        found[name] = (counts + found[name][0] if name in found else counts, edges.astype(np.float32))
-    return found
+        histograms[name] = (
+            counts + histograms[name][0] if name in histograms else counts,
+            edges.astype(np.float32),
+        )
+    return histograms
 
 
 if TYPE_CHECKING:
@@ -281,15 +288,15 @@ def run_ort_quantizer(
 
     size = sum(file.stat().st_size for file in (source, external_data_path(source)) if file.is_file())
     model = update_opset_version(load_model_with_shape_infer(source), QuantType.QInt8)
-    kinds = _value_types(model.graph)
-    kept = float_only_nodes(model, kinds, settings.quantized_op_types)
+    value_kinds = _value_types(model.graph)
+    float_nodes = float_only_nodes(model, value_kinds, settings.quantized_op_types)
     bodies = list(iter_graphs(model.graph))[1:]
     if settings.uses_calibration:
-        kept = unfused_activations(model.graph, settings.quantized_op_types) | kept
-        found = _calibrate(source, model, kinds, settings, feeds, target.parent)
-        for at, node in enumerate(model.graph.node):
-            if node.op_type in settings.quantized_op_types and found.huge & {*node.input, *node.output}:
-                kept.setdefault(at, "unbounded values on the calibration samples")
+        float_nodes = unfused_activations(model.graph, settings.quantized_op_types) | float_nodes
+        calibration = _calibrate(source, model, value_kinds, settings, feeds, target.parent)
+        for node_index, node in enumerate(model.graph.node):
+            if node.op_type in settings.quantized_op_types and calibration.huge & {*node.input, *node.output}:
+                float_nodes.setdefault(node_index, "unbounded values on the calibration samples")
         _warn_about_subgraphs(model.graph, bodies, settings, ctx)
         single = _per_tensor_overrides(model, settings) if settings.per_channel else {}
         if single:
@@ -299,24 +306,26 @@ def run_ort_quantizer(
                 " per channel, because ONNX Runtime does not support per-channel scales for batched"
                 " matrices, constant first operands and grouped ConvTranspose with a bias.",
             )
-        names = [*settings.exclude, *_name_float_nodes(model.graph, kept, ctx)]
-        quantizer = _qdq_quantizer(model, found.ranges, names, settings)
+        names = [*settings.exclude, *_name_float_nodes(model.graph, float_nodes, ctx)]
+        quantizer = _qdq_quantizer(model, calibration.ranges, names, settings)
         quantizer.quantize_model()
         quantizer.model.save_model_to_file(target, size > MAX_INLINE_BYTES)
         return
     vectors = {tensor.name for tensor in iter_initializers(model.graph) if len(tensor.dims) == 1}
-    kept |= _vector_products(model.graph, vectors, settings)
-    names = [*settings.exclude, *_name_float_nodes(model.graph, kept, ctx)]
+    float_nodes |= _vector_products(model.graph, vectors, settings)
+    names = [*settings.exclude, *_name_float_nodes(model.graph, float_nodes, ctx)]
     for body in bodies:
-        unfit = unquantizable_nodes(body, kinds, settings.quantized_op_types)
-        unfit |= _vector_products(body, vectors, settings)
+        unquantizable = unquantizable_nodes(body, value_kinds, settings.quantized_op_types)
+        unquantizable |= _vector_products(body, vectors, settings)
         # the quantizer does not find weights of an LSTM in an outer graph
-        unfit |= {
-            at: "inside If, Loop or Scan" for at, node in enumerate(body.node) if node.op_type == "LSTM"
+        unquantizable |= {
+            node_index: "inside If, Loop or Scan"
+            for node_index, node in enumerate(body.node)
+            if node.op_type == "LSTM"
         }
-        names += _name_float_nodes(body, unfit, ctx)
+        names += _name_float_nodes(body, unquantizable, ctx)
     quantize_dynamic(
-        model if kept or bodies else source, target, op_types_to_quantize=settings.quantized_op_types,
+        model if float_nodes or bodies else source, target, op_types_to_quantize=settings.quantized_op_types,
         per_channel=settings.per_channel,
         # Without VNNI int8 weights need x64quantprecision, which ONNX Runtime does not apply in inner graphs
         weight_type=QuantType.QUInt8 if bodies else QuantType.QInt8,
@@ -340,8 +349,8 @@ def _vector_products(graph: Any, vectors: Collection[str], settings: QuantizeOnn
 def _value_types(graph: Any) -> dict[str, int]:
     """Return the type of each value whose type is known, as an onnx.TensorProto number."""
     values = (*graph.value_info, *graph.input, *graph.output)
-    kinds = {value.name: value.type.tensor_type.elem_type for value in values}
-    return kinds | {tensor.name: tensor.data_type for tensor in graph.initializer}
+    value_kinds = {value.name: value.type.tensor_type.elem_type for value in values}
+    return value_kinds | {tensor.name: tensor.data_type for tensor in graph.initializer}
 
 
 def _calibrate(
@@ -350,9 +359,9 @@ def _calibrate(
 ) -> ActivationCalibration:  # fmt: skip
     from onnx import TensorProto
 
-    wide = {name for name, kind in kinds.items() if kind != TensorProto.FLOAT}
+    non_float = {name for name, kind in kinds.items() if kind != TensorProto.FLOAT}
     with TemporaryDirectory(dir=folder) as temporary:
-        but = masked_values(model.graph) | wide
+        but = masked_values(model.graph) | non_float
         return calibrate_activations(
             source, settings.quantized_op_types, settings.calibration_method, feeds, but, Path(temporary)
         )
@@ -364,12 +373,13 @@ def _warn_about_subgraphs(
     """Warn about weights of inner graphs, which static quantization leaves in float."""
     sizes = {tensor.name: 4 * math.prod(tensor.dims) for tensor in graph.initializer}
     nodes = (node for body in bodies for node in body.node if node.op_type in settings.quantized_op_types)
-    read = {name for node in nodes for name in node.input if name in sizes}
-    if read:
-        total = sum(sizes[name] for name in read) / 1e6
+    float_weights = {name for node in nodes for name in node.input if name in sizes}
+    if float_weights:
+        total = sum(sizes[name] for name in float_weights) / 1e6
         ctx.warn(
             "weights-kept-float",
-            f"{len(read):,} weight{'s remain' if len(read) > 1 else ' remains'} float ({total:.2g} MB): they"
+            f"{len(float_weights):,} weight{'s remain' if len(float_weights) > 1 else ' remains'} "
+            f"float ({total:.2g} MB): they"
             " are used inside If, Loop or Scan, where activations cannot be calibrated. Use scheme:"
             f" {DEFAULT_SCHEME} to quantize them.",
         )
@@ -399,26 +409,30 @@ def _per_tensor_overrides(model: Any, settings: QuantizeOnnxSettings) -> dict[st
     return {name: [{"quant_type": QuantType.QInt8}] for name in sorted(names)}
 
 
-def _name_float_nodes(graph: Any, kept: Mapping[int, str], ctx: Context) -> list[str]:
-    """Return the names of the nodes at the indices `kept`, giving them unique names; warn about them."""
-    if not kept:
+def _name_float_nodes(graph: Any, reasons: Mapping[int, str], ctx: Context) -> list[str]:
+    """Return the names of the nodes at the indices `reasons`, giving them unique names; warn about them."""
+    if not reasons:
         return []
     times = Counter(node.name for node in graph.node)
-    for at in kept:
-        if times[graph.node[at].name] > 1 or not graph.node[at].name:
-            name = f"{graph.node[at].op_type}_{at}"
+    for node_index in reasons:
+        if times[graph.node[node_index].name] > 1 or not graph.node[node_index].name:
+            name = f"{graph.node[node_index].op_type}_{node_index}"
             while name in times:
                 name += "_"
-            graph.node[at].name = name
+            graph.node[node_index].name = name
             times[name] += 1
-    found = [graph.node[at].name for at in kept]
-    listed = ", ".join(f"{graph.node[at].name} ({why})" for at, why in list(kept.items())[:_MAX_NAMED])
-    more = f" and {len(kept) - _MAX_NAMED:,} more" if len(kept) > _MAX_NAMED else ""
+    node_names = [graph.node[node_index].name for node_index in reasons]
+    node_texts = ", ".join(
+        f"{graph.node[node_index].name} ({reason})"
+        for node_index, reason in list(reasons.items())[:_MAX_NAMED]
+    )
+    more_text = f" and {len(reasons) - _MAX_NAMED:,} more" if len(reasons) > _MAX_NAMED else ""
     ctx.warn(
         "nodes-kept-float",
-        f"{len(kept):,} node{'s remain' if len(kept) > 1 else ' remains'} float: {listed}{more}.",
+        f"{len(reasons):,} node{'s remain' if len(reasons) > 1 else ' remains'} float: "
+        f"{node_texts}{more_text}.",
     )
-    return found
+    return node_names
 
 
 def _qdq_quantizer(model: Any, ranges: Any, exclude: list[str], settings: QuantizeOnnxSettings) -> Any:

@@ -93,9 +93,12 @@ class OutputDifference:
         """
         if self.top1_agreement is None:
             return False
-        chance = sum((times / self.chosen) ** 2 for times in self.classes.values())
-        floor = chance + _MIN_KAPPA * (1 - chance)
-        return chance < _MAX_CLASS_SHARE and _wilson_upper(self.near / self.chosen, self.chosen) < floor
+        chance_agreement = sum((times / self.chosen) ** 2 for times in self.classes.values())
+        floor = chance_agreement + _MIN_KAPPA * (1 - chance_agreement)
+        return (
+            chance_agreement < _MAX_CLASS_SHARE
+            and _wilson_upper(self.near / self.chosen, self.chosen) < floor
+        )
 
     def _integers_not_classes(self) -> bool:
         return len(self.classes) > max(2, _MANY_CLASSES * self.chosen) and not self.count
@@ -113,10 +116,12 @@ class OutputDifference:
             self._add_classes(got.argmax(-1).ravel(), wanted.argmax(-1).ravel())
             self.near += _count_near_max(wanted, got.argmax(-1))
         got_finite, wanted_finite = np.isfinite(got), np.isfinite(wanted)
-        both = got_finite & wanted_finite
-        same = ~got_finite & ~wanted_finite & ((got == wanted) | (np.isnan(got) & np.isnan(wanted)))
-        self.mismatches += int((~both & ~same).sum())
-        a, b = got[both].astype(np.float64), wanted[both].astype(np.float64)
+        both_finite = got_finite & wanted_finite
+        same_non_finite = (
+            ~got_finite & ~wanted_finite & ((got == wanted) | (np.isnan(got) & np.isnan(wanted)))
+        )
+        self.mismatches += int((~both_finite & ~same_non_finite).sum())
+        a, b = got[both_finite].astype(np.float64), wanted[both_finite].astype(np.float64)
         self.count += a.size
         self.squares += float(((a - b) ** 2).sum())
         self.total += float(b.sum())
@@ -146,8 +151,8 @@ class OutputComparison:
         self.rows += batch_size_of(feeds, self.axes)
         got, wanted = _without_padding(feeds, got, wanted)
         self._largest = max(self._largest, max_output_difference([got], [wanted], exact=False))
-        changed, whole = count_changed([got], [wanted])
-        self._changed, self._whole = self._changed + changed, self._whole + whole
+        num_changed, num_compared = count_changed([got], [wanted])
+        self._changed, self._whole = self._changed + num_changed, self._whole + num_compared
         for name, value in wanted.items():
             classes = (
                 value.ndim == 2 or name in _CLASS_OUTPUT_NAMES
@@ -217,11 +222,13 @@ def require_close(
             )
     if not wrong:
         return
-    listed = "; ".join(f"output '{name}': {how}" for name, how in list(wrong.items())[:3])
-    more = f", and {len(wrong) - 3} more outputs" if len(wrong) > 3 else ""
+    difference_texts = "; ".join(
+        f"output '{name}': {difference}" for name, difference in list(wrong.items())[:3]
+    )
+    more_text = f", and {len(wrong) - 3} more outputs" if len(wrong) > 3 else ""
     raise ParityError(
         f"The quantized graph differs too much from the float one on {comparison.rows} samples:"
-        f" {listed}{more}. {advice} To accept this difference, increase max_difference.",
+        f" {difference_texts}{more_text}. {advice} To accept this difference, increase max_difference.",
         code="quantization-error",
     )
 
@@ -229,30 +236,30 @@ def require_close(
 def _without_padding(feeds: Feeds, *outputs: Feeds) -> Iterator[Feeds]:
     """Yield outputs without the values at padding, which are not used: [R, T, ...] -> [1, n, ...]."""
     mask = feeds.get("attention_mask")
-    for found in outputs:
+    for call_outputs in outputs:
         if mask is None or mask.ndim != 2:
-            yield found
+            yield call_outputs
             continue
         yield {
             name: value[mask == 1][None] if value.ndim > 2 and value.shape[:2] == mask.shape else value
-            for name, value in found.items()
+            for name, value in call_outputs.items()
         }
 
 
 def _count_near_max(values: NDArray[Any], chosen: NDArray[Any]) -> int:
     """Return in how many rows the value at index `chosen` is the largest of the last axis, or nearly."""
-    most, least = values.max(-1), values.min(-1)
+    highest, lowest = values.max(-1), values.min(-1)
     value = np.take_along_axis(values, chosen[..., None], -1)[..., 0]
-    same = chosen == values.argmax(-1)  # also if the range is infinite
+    is_argmax = chosen == values.argmax(-1)  # also if the range is infinite
     with np.errstate(invalid="ignore"):
-        return int((same | (value >= most - _TIE * (most - least))).sum())
+        return int((is_argmax | (value >= highest - _TIE * (highest - lowest))).sum())
 
 
 def _wilson_upper(share: float, n: int) -> float:
     """Return the upper end of the 95 % Wilson score interval (Wilson 1927)."""
-    spread = _Z_95**2 / n
-    half = _Z_95 * sqrt(share * (1 - share) / n + spread / (4 * n))
-    return (share + spread / 2 + half) / (1 + spread)
+    z_term = _Z_95**2 / n
+    half = _Z_95 * sqrt(share * (1 - share) / n + z_term / (4 * n))
+    return (share + z_term / 2 + half) / (1 + z_term)
 
 
 PassthroughOutputs = list[tuple[int, Any]]
@@ -268,19 +275,25 @@ def remove_passthrough_outputs(path: Path, folder: Path) -> tuple[Path, Passthro
     from smelt.export.graph_files import read_graph, write_graph
 
     def passed_in(model: Any) -> PassthroughOutputs:
-        given = {value.name for value in model.graph.input}
-        return [(at, value) for at, value in enumerate(model.graph.output) if value.name in given]
+        input_names = {value.name for value in model.graph.input}
+        return [
+            (output_index, value)
+            for output_index, value in enumerate(model.graph.output)
+            if value.name in input_names
+        ]
 
-    bare = read_graph(path, values=False)
-    if not passed_in(bare) or len(passed_in(bare)) == len(bare.graph.output):
+    structure = read_graph(path, values=False)
+    if not passed_in(structure) or len(passed_in(structure)) == len(structure.graph.output):
         return path, []
     model = read_graph(path)
     passed = passed_in(model)
-    kept = [value for value in model.graph.output if value.name not in {output.name for _, output in passed}]
-    passed = [(at, _copy_value(value)) for at, value in passed]
-    kept = [_copy_value(value) for value in kept]
+    kept_outputs = [
+        value for value in model.graph.output if value.name not in {output.name for _, output in passed}
+    ]
+    passed = [(output_index, _copy_value(value)) for output_index, value in passed]
+    kept_outputs = [_copy_value(value) for value in kept_outputs]
     del model.graph.output[:]
-    model.graph.output.extend(kept)
+    model.graph.output.extend(kept_outputs)
     folder.mkdir(exist_ok=True)
     write_graph(model, folder / path.name)
     return folder / path.name, passed
@@ -288,8 +301,8 @@ def remove_passthrough_outputs(path: Path, folder: Path) -> tuple[Path, Passthro
 
 def restore_passthrough_outputs(model: Any, passed: PassthroughOutputs) -> Any:
     """Return the model with the removed outputs at their original indices."""
-    for at, value in passed:
-        model.graph.output.insert(at, value)
+    for output_index, value in passed:
+        model.graph.output.insert(output_index, value)
     return model
 
 
@@ -310,7 +323,7 @@ _DYNAMIC_QUANTIZE_PREFIX = "DynamicQuantize"  # rounding in these depends on all
 
 
 def batch_dependence_warnings(
-    graph: Path, signature: GraphSignature, rows: SampleArrays, details: Mapping[str, Any]
+    graph: Path, signature: GraphSignature, samples: SampleArrays, details: Mapping[str, Any]
 ) -> list[Message]:
     """Return a warning of the outputs of a sample that depend on the other samples of its call.
 
@@ -320,7 +333,7 @@ def batch_dependence_warnings(
     Args:
         graph: its file.
         signature: its inputs and outputs, with the axes of the samples.
-        rows: samples, of which the first are run together and one by one.
+        samples: samples, of which the first are run together and one by one.
         details: of the graph: its operators, those that draw random numbers.
     """
     operators = [*details.get("operators", {}), *details.get("inner_operators", {})]
@@ -329,20 +342,20 @@ def batch_dependence_warnings(
         signature.fixed_batch_size is not None
         or details.get("random")
         or rounds_by_call
-        or rows.num_samples < 2
+        or samples.num_samples < 2
     ):
         return []
-    found = _compare_isolated(
-        graph, signature, signature.make_feeds(rows, 0, min(COMPARED_SAMPLES, rows.num_samples))
+    differences = _compare_isolated(
+        graph, signature, signature.make_feeds(samples, 0, min(COMPARED_SAMPLES, samples.num_samples))
     )
-    if not found:
+    if not differences:
         return []
-    names = ", ".join(f"'{name}' ({how})" for name, how in found.items())
+    names = ", ".join(f"'{name}' ({difference})" for name, difference in differences.items())
     return [
         warning(
             "outputs-depend-on-batch",
             "Outputs of a sample depend on the other samples of the batch, so scores and predictions do"
-            f" too: {names}, comparing {min(COMPARED_SAMPLES, rows.num_samples)} samples run together and"
+            f" too: {names}, comparing {min(COMPARED_SAMPLES, samples.num_samples)} samples run together and"
             " one by one. Set batch size 1 (score: {batch_size: 1} in a recipe, --batch-size 1 of a"
             " command), or export the model in inference mode (model.eval()).",
         )
@@ -356,10 +369,10 @@ def _compare_isolated(
         axes = {value.name: value.axis for value in (*signature.inputs, *signature.outputs)}
         arguments = [str(graph), *write_feeds(Path(folder), feeds), json.dumps(axes)]
         try:
-            found: dict[str, str] = run_isolated(__name__, arguments, trial_limits(graph, dict(feeds)))
+            differences: dict[str, str] = run_isolated(__name__, arguments, trial_limits(graph, dict(feeds)))
         except IsolatedProcessError:  # resource needs of several samples do not matter in this first check
             return {}
-    return found
+    return differences
 
 
 def subprocess_main(arguments: Sequence[str]) -> dict[str, str]:
@@ -375,23 +388,24 @@ def subprocess_main(arguments: Sequence[str]) -> dict[str, str]:
         session = open_onnx_session(Path(arguments[0]), threads=1)
         outputs = [output.name for output in session.get_outputs()]
         together = dict(zip(outputs, session.run(None, feeds), strict=True))
-        alone = []
-        for at in range(count):
+        isolated_outputs = []
+        for row_index in range(count):
             sample = {
-                n: v if axes[n] is None or not v.ndim else v.take([at], axes[n]) for n, v in feeds.items()
+                n: v if axes[n] is None or not v.ndim else v.take([row_index], axes[n])
+                for n, v in feeds.items()
             }
-            alone.append(dict(zip(outputs, session.run(None, sample), strict=True)))
+            isolated_outputs.append(dict(zip(outputs, session.run(None, sample), strict=True)))
     except MemoryError:
         raise
     except Exception:  # ONNX Runtime's share no other base class; a failure is reported elsewhere
         return {}
-    found = {
+    differences = {
         name: _difference_message(
-            together[name], [outputs_alone[name] for outputs_alone in alone], axes.get(name)
+            together[name], [outputs_alone[name] for outputs_alone in isolated_outputs], axes.get(name)
         )
         for name in outputs
     }
-    return {name: how for name, how in found.items() if how is not None}
+    return {name: difference for name, difference in differences.items() if difference is not None}
 
 
 def _difference_message(
@@ -413,14 +427,14 @@ def _difference_message(
 
 
 def _relative_difference(together: NDArray[Any], separate: NDArray[Any]) -> str | None:
-    both = np.isfinite(together) & np.isfinite(separate)
-    odd = float(np.mean(np.isfinite(together) != np.isfinite(separate)))
-    if odd >= _OTHERS:
-        return f"{100 * odd:.0f} % of its values are finite in only one of the two"
-    if not both.any():
+    both_finite = np.isfinite(together) & np.isfinite(separate)
+    mismatch_share = float(np.mean(np.isfinite(together) != np.isfinite(separate)))
+    if mismatch_share >= _OTHERS:
+        return f"{100 * mismatch_share:.0f} % of its values are finite in only one of the two"
+    if not both_finite.any():
         return None
-    a, b = together[both], separate[both]
-    off, size, spread = (float(np.sqrt(np.mean(v**2))) for v in (a - b, b, b - b.mean()))
-    if off <= max(_WARN_DIFFERENCE * spread, _ROUNDING_DIFFERENCE * size):
+    a, b = together[both_finite], separate[both_finite]
+    off, size, std = (float(np.sqrt(np.mean(v**2))) for v in (a - b, b, b - b.mean()))
+    if off <= max(_WARN_DIFFERENCE * std, _ROUNDING_DIFFERENCE * size):
         return None
-    return f"{off / (spread or size or 1.0):.2g} of its standard deviation"
+    return f"{off / (std or size or 1.0):.2g} of its standard deviation"

@@ -51,10 +51,10 @@ def prepare_for_quantizer(path: Path, folder: Path) -> tuple[Path, int]:
     from smelt.export.graph_files import read_graph, write_graph
     from smelt.export.onnx_models.normalize_graph import is_normalized, normalize_graph
 
-    bare = read_graph(path, values=False)
-    graph = bare.graph
+    structure = read_graph(path, values=False)
+    graph = structure.graph
     wrong = (
-        _constant_nodes(bare)
+        _constant_nodes(structure)
         or _shared_weights(graph)
         or gemms_with_factors(graph)
         or gemms_with_matrix_bias(graph)
@@ -62,11 +62,11 @@ def prepare_for_quantizer(path: Path, folder: Path) -> tuple[Path, int]:
     wrong = wrong or _weight_value_infos(graph)
     if (
         not wrong
-        and not _has_custom_operators(bare)
-        and is_normalized(bare)
-        and _onnx_opset(bare) >= PER_CHANNEL_OPSET
+        and not _has_custom_operators(structure)
+        and is_normalized(structure)
+        and _onnx_opset(structure) >= PER_CHANNEL_OPSET
     ):
-        return path, _onnx_opset(bare)
+        return path, _onnx_opset(structure)
     model = normalize_graph(path)
     for value in _weight_value_infos(model.graph):
         model.graph.value_info.remove(value)
@@ -95,10 +95,10 @@ def _annotate_types(model: Any) -> None:
 
     graph = model.graph
     typed = {value.name for value in (*graph.input, *graph.output, *graph.value_info)}
-    kinds = value_types(model)
+    types_by_name = value_types(model)
     for name in (name for node in graph.node for name in node.output if name not in typed):
-        if name in kinds:
-            graph.value_info.append(helper.make_tensor_value_info(name, kinds[name], None))
+        if name in types_by_name:
+            graph.value_info.append(helper.make_tensor_value_info(name, types_by_name[name], None))
 
 
 def _onnx_opset(model: Any) -> int:
@@ -107,18 +107,18 @@ def _onnx_opset(model: Any) -> int:
 
 def _constant_nodes(model: Any) -> list[Any]:
     """Return the Constant nodes of the graph itself that hold a dense tensor or numbers."""
-    held = {"value", "value_float", "value_floats", "value_int", "value_ints"}
+    value_attributes = {"value", "value_float", "value_floats", "value_int", "value_ints"}
     nodes = (node for node in model.graph.node if node.op_type == "Constant" and not node.domain)
-    return [node for node in nodes if held & {attribute.name for attribute in node.attribute}]
+    return [node for node in nodes if value_attributes & {attribute.name for attribute in node.attribute}]
 
 
 def constants_to_initializers(model: Any) -> None:
     """Convert the Constant nodes of the graph itself to initializers."""
     from onnx import helper, numpy_helper
 
-    lifted = _constant_nodes(model)
+    constant_nodes = _constant_nodes(model)
     ends = {value.name for value in model.graph.output}
-    for node in lifted:
+    for node in constant_nodes:
         if node.output[0] in ends:  # some tools do not accept a graph output that is an initializer
             continue
         attribute = node.attribute[0]
@@ -132,7 +132,7 @@ def constants_to_initializers(model: Any) -> None:
             tensor.CopyFrom(numpy_helper.from_array(np.asarray(value, kind)))
         tensor.name = node.output[0]
         model.graph.node.remove(node)
-    if lifted:
+    if constant_nodes:
         model.ir_version = max(4, model.ir_version)  # before IR version 4 each initializer was an input too
 
 
@@ -149,27 +149,31 @@ def _shared_weights(graph: Any) -> list[tuple[Any, int]]:
     readers = Counter(name for node in nodes for name in node.input)
     readers.update(value.name for value in graph.output)
     return [
-        (node, place)
+        (node, input_index)
         for node in nodes
-        for place in _MODIFIED_INPUTS.get(node.op_type, ())
-        if len(node.input) > place and node.input[place] in weights and readers[node.input[place]] > 1
+        for input_index in _MODIFIED_INPUTS.get(node.op_type, ())
+        if len(node.input) > input_index
+        and node.input[input_index] in weights
+        and readers[node.input[input_index]] > 1
     ]
 
 
 def _duplicate_shared(graph: Any) -> None:
     """Give each node that shares a matrix or a bias its own copy, under an unused name."""
     tensors = {tensor.name: tensor for tensor in graph.initializer}
-    taken = {name for node in all_nodes(graph.node) for name in (*node.input, *node.output)} | set(tensors)
-    for number, (node, place) in enumerate(_shared_weights(graph)):
-        name = f"{node.input[place]}.own{number}"
-        while name in taken:
+    used_names = {name for node in all_nodes(graph.node) for name in (*node.input, *node.output)} | set(
+        tensors
+    )
+    for copy_index, (node, input_index) in enumerate(_shared_weights(graph)):
+        name = f"{node.input[input_index]}.own{copy_index}"
+        while name in used_names:
             name += "_"
         new = graph.initializer.add()
-        new.CopyFrom(tensors[node.input[place]])
-        new.name = node.input[place] = name
-        taken.add(name)
-    read = {value.name for value in graph.output}.union(*(node_inputs(node) for node in graph.node))
-    for tensor in [tensor for tensor in graph.initializer if tensor.name not in read]:
+        new.CopyFrom(tensors[node.input[input_index]])
+        new.name = node.input[input_index] = name
+        used_names.add(name)
+    read_names = {value.name for value in graph.output}.union(*(node_inputs(node) for node in graph.node))
+    for tensor in [tensor for tensor in graph.initializer if tensor.name not in read_names]:
         graph.initializer.remove(tensor)
 
 
@@ -180,11 +184,11 @@ def _convert_opset(model: Any) -> Any:
     if _onnx_opset(model) >= PER_CHANNEL_OPSET:
         return model
     try:
-        found = version_converter.convert_version(model, PER_CHANNEL_OPSET)
-        checker.check_model(found)
+        converted = version_converter.convert_version(model, PER_CHANNEL_OPSET)
+        checker.check_model(converted)
     except Exception:  # the converter does not support an operator, or it is not a standard one
         return model
-    return found
+    return converted
 
 
 # A constant below this is the fill value of a mask: BERT's is -10000, others' -65504, -1e9 and -3.4e38.
@@ -211,28 +215,28 @@ def float_only_nodes(model: Any, kinds: Mapping[str, int], operators: Collection
         operators: operator types that would be quantized.
     """
     masked = masked_values(model.graph)
-    found = unquantizable_nodes(model.graph, kinds, operators)
-    for at, node in enumerate(model.graph.node):
+    reasons = unquantizable_nodes(model.graph, kinds, operators)
+    for node_index, node in enumerate(model.graph.node):
         if node.op_type in operators and masked & {*node.input, *node.output}:
-            found[at] = "a mask"
-    return found
+            reasons[node_index] = "a mask"
+    return reasons
 
 
 def unquantizable_nodes(graph: Any, kinds: Mapping[str, int], operators: Collection[str]) -> dict[int, str]:
     """Return the indices of the nodes of a graph that the quantizers do not support, each with the reason."""
     # for a sum over nothing ONNX Runtime's int8 operators return uninitialized memory
     empty = {tensor.name for tensor in graph.initializer if 0 in tensor.dims}
-    nodes = ((at, node) for at, node in enumerate(graph.node) if node.op_type in operators)
+    nodes = ((node_index, node) for node_index, node in enumerate(graph.node) if node.op_type in operators)
     reasons = (
         (
-            at,
+            node_index,
             "an empty weight"
             if empty & {*node.input}
             else _unquantizable_type(node, kinds) or _foreign_domain(node),
         )
-        for at, node in nodes
+        for node_index, node in nodes
     )
-    return {at: reason for at, reason in reasons if reason}
+    return {node_index: reason for node_index, reason in reasons if reason}
 
 
 def unfused_activations(graph: Any, operators: Collection[str]) -> dict[int, str]:
@@ -245,19 +249,19 @@ def unfused_activations(graph: Any, operators: Collection[str]) -> dict[int, str
     quantization/base_quantizer.py, adjust_tensor_ranges, which counts only nodes as readers).
     """
     outputs = {value.name for value in graph.output}
-    inside = {name for node in graph.node if subgraphs(node) for name in node_inputs(node)}
+    subgraph_inputs = {name for node in graph.node if subgraphs(node) for name in node_inputs(node)}
     constants = {name: value for name, value in _float_constants(graph) if value.size == 1}
-    found = {}
-    for at, node in enumerate(graph.node):
+    reasons = {}
+    for node_index, node in enumerate(graph.node):
         if node.op_type not in ("Relu", "Clip") or node.op_type not in operators:
             continue
-        if inside & {node.input[0], node.output[0]}:
-            found[at] = "used in If, Loop or Scan"
+        if subgraph_inputs & {node.input[0], node.output[0]}:
+            reasons[node_index] = "used in If, Loop or Scan"
         elif node.input[0] in outputs:
-            found[at] = "its input is an output of the graph"
+            reasons[node_index] = "its input is an output of the graph"
         elif node.op_type == "Clip" and not _clips_around_zero(node, constants):
-            found[at] = "bounds are computed or do not include 0"
-    return found
+            reasons[node_index] = "bounds are computed or do not include 0"
+    return reasons
 
 
 def _clips_around_zero(node: Any, constants: Mapping[str, NDArray[Any]]) -> bool:
@@ -266,9 +270,9 @@ def _clips_around_zero(node: Any, constants: Mapping[str, NDArray[Any]]) -> bool
     if any(name and name not in constants for name in (low, high)):
         return False
     attributes = {attribute.name: attribute.f for attribute in node.attribute}  # before opset 11
-    least = float(constants[low].item()) if low else attributes.get("min", -np.inf)
-    most = float(constants[high].item()) if high else attributes.get("max", np.inf)
-    return least <= 0 <= most
+    lower_bound = float(constants[low].item()) if low else attributes.get("min", -np.inf)
+    upper_bound = float(constants[high].item()) if high else attributes.get("max", np.inf)
+    return lower_bound <= 0 <= upper_bound
 
 
 def masked_values(graph: Any) -> set[str]:
@@ -284,32 +288,32 @@ def has_huge_values(values: NDArray[Any]) -> bool:
 def _unquantizable_type(node: Any, kinds: Mapping[str, int]) -> str | None:
     from onnx import TensorProto
 
-    words: dict[int, str] = {
+    type_texts: dict[int, str] = {
         TensorProto.FLOAT16: "float16",
         TensorProto.BFLOAT16: "bfloat16",
         TensorProto.DOUBLE: "float64",
     }
-    return next((words[kinds[name]] for name in node.input if kinds.get(name) in words), None)
+    return next((type_texts[kinds[name]] for name in node.input if kinds.get(name) in type_texts), None)
 
 
 def _foreign_domain(node: Any) -> str | None:
     """Return the node's own domain if the quantizer, which compares only names, assumes another one."""
-    meant = _RUNTIME if node.op_type in _OF_RUNTIME else ""
+    expected_domain = _RUNTIME if node.op_type in _OF_RUNTIME else ""
     domain = normalized_domain(node.domain)
-    return None if domain == meant else f"{node.op_type} of {domain or 'ONNX'}"
+    return None if domain == expected_domain else f"{node.op_type} of {domain or 'ONNX'}"
 
 
 def _mask_constants(graph: Any) -> set[str]:
     """Return the values that are computed from a constant which is the fill value of a mask."""
     constants = dict(_float_constants(graph))
-    found = {name for name, value in constants.items() if _is_mask_fill(value)}
+    mask_values = {name for name, value in constants.items() if _is_mask_fill(value)}
     for node in graph.node:
         if node.op_type not in _MASK_CHAIN_OPS:
             continue
         bounds = constants if node.op_type in _CLIP_OPS else ()
-        if any(name in found and name not in bounds for name in node.input):
-            found.update(node.output)
-    return found - set(constants)
+        if any(name in mask_values and name not in bounds for name in node.input):
+            mask_values.update(node.output)
+    return mask_values - set(constants)
 
 
 def _float_constants(graph: Any) -> Iterator[tuple[str, NDArray[Any]]]:
@@ -343,20 +347,22 @@ def _between_mask_and_softmax(graph: Any) -> set[str]:
     a value is masked if two non-constant values were combined before it.
     """
     constants = {name for name, _ in _float_constants(graph)} | {tensor.name for tensor in graph.initializer}
-    makers = {name: node for node in graph.node for name in node.output}
-    waiting = [node.input[0] for node in graph.node if node.op_type in _SOFTMAX]
-    above: set[str] = set()
-    while waiting:
-        name = waiting.pop()
-        if name not in above and name in makers and makers[name].op_type in _MASK_CHAIN_OPS:
-            above.add(name)
-            waiting += makers[name].input
-    order = {name: at for at, node in enumerate(graph.node) for name in node.output}
+    producers = {name: node for node in graph.node for name in node.output}
+    pending = [node.input[0] for node in graph.node if node.op_type in _SOFTMAX]
+    chain_values: set[str] = set()
+    while pending:
+        name = pending.pop()
+        if name not in chain_values and name in producers and producers[name].op_type in _MASK_CHAIN_OPS:
+            chain_values.add(name)
+            pending += producers[name].input
+    order = {name: node_index for node_index, node in enumerate(graph.node) for name in node.output}
     masked: set[str] = set()
-    for name in sorted(above, key=order.__getitem__):
-        node = makers[name]
-        free = [each for each in node.input if each and each not in constants]
-        combines = node.op_type in _COMBINE_OPS and len(free) > 1
+    for name in sorted(chain_values, key=order.__getitem__):
+        node = producers[name]
+        variable_inputs = [
+            input_name for input_name in node.input if input_name and input_name not in constants
+        ]
+        combines = node.op_type in _COMBINE_OPS and len(variable_inputs) > 1
         if combines or masked & set(node.input):
             masked.add(name)
     return masked
@@ -383,20 +389,22 @@ def fold_gemm_factors(graph: Any) -> None:
         _scale_input(graph, node, _MATRIX if node.input[_MATRIX] in tensors else _INPUT, alpha, tensors)
         if len(node.input) > _BIAS and node.input[_BIAS]:
             _scale_input(graph, node, _BIAS, beta, tensors)
-        kept = [attribute for attribute in node.attribute if attribute.name not in ("alpha", "beta")]
+        kept_attributes = [
+            attribute for attribute in node.attribute if attribute.name not in ("alpha", "beta")
+        ]
         del node.attribute[:]
-        node.attribute.extend(kept)
+        node.attribute.extend(kept_attributes)
 
 
 def _gemm_factor(node: Any, name: str) -> float:
     return next((float(attribute.f) for attribute in node.attribute if attribute.name == name), 1.0)
 
 
-def _scale_input(graph: Any, node: Any, place: int, factor: float, tensors: dict[str, Any]) -> None:
+def _scale_input(graph: Any, node: Any, input_index: int, factor: float, tensors: dict[str, Any]) -> None:
     """Multiply an input of a node: in its constant, else with a node before it."""
     from onnx import helper, numpy_helper
 
-    name = node.input[place]
+    name = node.input[input_index]
     if factor == 1:
         return
     if name in tensors:
@@ -404,33 +412,35 @@ def _scale_input(graph: Any, node: Any, place: int, factor: float, tensors: dict
         tensors[name].CopyFrom(numpy_helper.from_array((value * factor).astype(value.dtype), name))
         return
     kind = _gemm_dtype(graph, node, tensors)
-    taken = {each for other in graph.node for each in (*other.input, *other.output)} | set(tensors)
-    new = [f"{name}.{word}{place}" for word in ("factor", "scaled")]
-    while taken & set(new):
-        new = [f"{word}_" for word in new]
+    used_names = {value_name for other in graph.node for value_name in (*other.input, *other.output)} | set(
+        tensors
+    )
+    new = [f"{name}.{suffix}{input_index}" for suffix in ("factor", "scaled")]
+    while used_names & set(new):
+        new = [f"{suffix}_" for suffix in new]
     tensors[new[0]] = graph.initializer.add()
     tensors[new[0]].CopyFrom(numpy_helper.from_array(np.asarray(factor, kind), new[0]))
-    at = next(
-        at
-        for at, candidate in enumerate(graph.node)
+    node_index = next(
+        node_index
+        for node_index, candidate in enumerate(graph.node)
         if candidate is node or candidate.output[0] == node.output[0]
     )
-    graph.node.insert(at, helper.make_node("Mul", [name, new[0]], [new[1]], f"{new[1]}.mul"))
-    graph.node[at + 1].input[place] = new[1]
+    graph.node.insert(node_index, helper.make_node("Mul", [name, new[0]], [new[1]], f"{new[1]}.mul"))
+    graph.node[node_index + 1].input[input_index] = new[1]
 
 
 def _gemm_dtype(graph: Any, node: Any, tensors: dict[str, Any]) -> Any:
     """Return the numpy type of a Gemm node's values, float32 if unknown."""
     from onnx import helper
 
-    kinds = {
+    types_by_name = {
         value.name: value.type.tensor_type.elem_type
         for value in (*graph.input, *graph.value_info, *graph.output)
     }
-    kinds |= {name: tensor.data_type for name, tensor in tensors.items()}
-    known = (kinds[name] for name in (*node.input, *node.output) if kinds.get(name))
-    found = next(known, None)
-    return np.float32 if found is None else helper.tensor_dtype_to_np_dtype(found)
+    types_by_name |= {name: tensor.data_type for name, tensor in tensors.items()}
+    known_types = (types_by_name[name] for name in (*node.input, *node.output) if types_by_name.get(name))
+    element_type = next(known_types, None)
+    return np.float32 if element_type is None else helper.tensor_dtype_to_np_dtype(element_type)
 
 
 def gemms_with_matrix_bias(graph: Any) -> list[Any]:
@@ -461,21 +471,25 @@ def expand_gemm_biases(graph: Any) -> None:
         bias, outputs = tensors[node.input[_BIAS]], _output_size(node, sizes)
         value = numpy_helper.to_array(bias)
         if value.ndim < 2 or len(value) == 1:
-            spread = np.broadcast_to(value.ravel(), (outputs,))
-            bias.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(spread), bias.name))
+            expanded = np.broadcast_to(value.ravel(), (outputs,))
+            bias.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(expanded), bias.name))
             continue
-        taken = {name for node in graph.node for name in (*node.input, *node.output)} | set(tensors)
+        used_names = {name for node in graph.node for name in (*node.input, *node.output)} | set(tensors)
         product = f"{node.output[0]}.product"
-        while product in taken:
+        while product in used_names:
             product += "_"
-        at = next(at for at, candidate in enumerate(graph.node) if candidate.output[:] == node.output[:])
+        node_index = next(
+            node_index
+            for node_index, candidate in enumerate(graph.node)
+            if candidate.output[:] == node.output[:]
+        )
         added = helper.make_node("Add", [product, bias.name], [node.output[0]], f"{product}.add")
-        graph.node.insert(at + 1, added)
-        graph.node[at].output[0] = product
-        del graph.node[at].input[_BIAS]
+        graph.node.insert(node_index + 1, added)
+        graph.node[node_index].output[0] = product
+        del graph.node[node_index].input[_BIAS]
 
 
 def _output_size(node: Any, sizes: dict[str, tuple[int, ...]]) -> int:
-    turned = any(attribute.name == "transB" and attribute.i for attribute in node.attribute)
+    is_transposed = any(attribute.name == "transB" and attribute.i for attribute in node.attribute)
     matrix = sizes[node.input[_MATRIX]]
-    return matrix[0 if turned else -1]
+    return matrix[0 if is_transposed else -1]

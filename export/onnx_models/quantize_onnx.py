@@ -72,26 +72,30 @@ def finalize_quantized(quantized: Path, source: Path) -> Any:
 def _sort_topologically(graph: Any) -> None:
     """Sort nodes topologically and otherwise keep their order; also in inner graphs."""
     # not onnx_ir 1.1's TopologicalSortPass: reading a graph, onnx_ir drops its sparse initializers
-    producers = {name: at for at, node in enumerate(graph.node) for name in node.output if name}
+    producers = {
+        name: node_index for node_index, node in enumerate(graph.node) for name in node.output if name
+    }
     nodes = list(graph.node)
-    before = [sorted({producers[name] for name in node_inputs(node) if name in producers}) for node in nodes]
+    dependencies = [
+        sorted({producers[name] for name in node_inputs(node) if name in producers}) for node in nodes
+    ]
     done: set[int] = set()
     order: list[int] = []
     for first in range(len(nodes)):
-        waiting = [first]
-        while waiting:
-            at = waiting[-1]
-            open_ends = [source for source in before[at] if source not in done]
-            if at in done or not open_ends:
-                waiting.pop()
-                if at not in done:
-                    done.add(at)
-                    order.append(at)
+        stack = [first]
+        while stack:
+            node_index = stack[-1]
+            open_ends = [source for source in dependencies[node_index] if source not in done]
+            if node_index in done or not open_ends:
+                stack.pop()
+                if node_index not in done:
+                    done.add(node_index)
+                    order.append(node_index)
             else:
-                waiting += open_ends[::-1]
+                stack += open_ends[::-1]
     if order != sorted(order):
         del graph.node[:]
-        graph.node.extend([nodes[at] for at in order])
+        graph.node.extend([nodes[node_index] for node_index in order])
     for node in graph.node:
         for body in subgraphs(node):
             _sort_topologically(body)
@@ -196,26 +200,28 @@ class QuantizeOnnx(Stage[QuantizeOnnxSettings]):
         copy_model_files(src, ctx)
         paths = ordered_graphs(src)
         _require_quantizable(paths, settings)
-        before = [read_graph(path, values=False) for path in paths]
+        original_models = [read_graph(path, values=False) for path in paths]
         products = {*WEIGHTED_OPS, *settings.op_types}
-        if not any(node.op_type in products for model in before for node in iter_model_nodes(model)):
+        if not any(node.op_type in products for model in original_models for node in iter_model_nodes(model)):
             copy_graphs(src, ctx)  # decision trees, linear classifiers
-            _report(before, settings, ctx)
+            _report(original_models, settings, ctx)
             return
         # samples of arrays have one shape, so several per call would only need more memory
-        alone = settings.uses_calibration and task_traits(src.manifest.task).modality == "arrays"
-        feeds, real = collect_samples(src, ctx, settings.calibration_samples, batch_size=1 if alone else 4)
+        single_sample = settings.uses_calibration and task_traits(src.manifest.task).modality == "arrays"
+        feeds, is_real = collect_samples(
+            src, ctx, settings.calibration_samples, batch_size=1 if single_sample else 4
+        )
         axes = read_batch_axes(src.path)
-        found = OutputComparison(axes)
+        comparison = OutputComparison(axes)
         for path in paths:
             graph_feeds = feeds[path.stem]
             _write_quantized(path, settings, graph_feeds, ctx)
             require_runnable(ctx.out / path.name, graph_feeds)
-            _compare_graphs(found, ctx.out / path.name, path, graph_feeds, ctx)
+            _compare_graphs(comparison, ctx.out / path.name, path, graph_feeds, ctx)
         _report([read_graph(ctx.out / path.name, values=False) for path in paths], settings, ctx)
-        found.record(ctx)
-        if real:
-            self._require_accuracy(found, paths, feeds, settings, ctx)
+        comparison.record(ctx)
+        if is_real:
+            self._require_accuracy(comparison, paths, feeds, settings, ctx)
         else:
             ctx.warn(
                 "made-up-inputs",
@@ -226,40 +232,48 @@ class QuantizeOnnx(Stage[QuantizeOnnxSettings]):
 
     @staticmethod
     def _require_accuracy(
-        found: OutputComparison, paths: list[Path], feeds: Any, settings: QuantizeOnnxSettings, ctx: Context
+        comparison: OutputComparison,
+        paths: list[Path],
+        feeds: Any,
+        settings: QuantizeOnnxSettings,
+        ctx: Context,
     ) -> None:
         """Require that outputs are close to the float graph's, unless that graph is random itself."""
         judge_classes = settings.max_difference is None
         noise = None
-        if any(found.exceeding(settings.difference_limit, judge_classes)):
-            noise = OutputComparison(found.axes)
+        if any(comparison.exceeding(settings.difference_limit, judge_classes)):
+            noise = OutputComparison(comparison.axes)
             for path in paths:
                 _measure_noise(noise, path, feeds[path.stem], ctx)
-        require_close(found, settings.difference_limit, judge_classes, _advice(settings), ctx, noise)
+        require_close(comparison, settings.difference_limit, judge_classes, _advice(settings), ctx, noise)
 
 
-def _compare_graphs(found: OutputComparison, new: Path, old: Path, feeds: list[Any], ctx: Context) -> None:
+def _compare_graphs(
+    comparison: OutputComparison, new: Path, old: Path, feeds: list[Any], ctx: Context
+) -> None:
     """Run both graphs on up to `_MAX_COMPARED` samples, spread over `feeds`."""
     from smelt.export.onnx_models.graph_samples import iter_graph_outputs
 
-    some = _select_samples(feeds, found.axes)
+    samples = _select_samples(feeds, comparison.axes)
     pairs = zip(
-        iter_graph_outputs(new, some, ctx.threads), iter_graph_outputs(old, some, ctx.threads), strict=True
+        iter_graph_outputs(new, samples, ctx.threads),
+        iter_graph_outputs(old, samples, ctx.threads),
+        strict=True,
     )
-    for inputs, (got, wanted) in zip(some, pairs, strict=True):
-        found.add(inputs, got, wanted)
+    for inputs, (quantized_outputs, float_outputs) in zip(samples, pairs, strict=True):
+        comparison.add(inputs, quantized_outputs, float_outputs)
 
 
 def _measure_noise(noise: OutputComparison, path: Path, feeds: list[Any], ctx: Context) -> None:
     """Run the float graph twice on the samples of `_compare_graphs`; outputs that are random differ."""
     from smelt.export.onnx_models.graph_samples import iter_graph_outputs
 
-    some = _select_samples(feeds, noise.axes)
-    found = iter_graph_outputs(
-        path, [repeated for inputs in some for repeated in (inputs, inputs)], ctx.threads
+    samples = _select_samples(feeds, noise.axes)
+    repeated_outputs = iter_graph_outputs(
+        path, [repeated for inputs in samples for repeated in (inputs, inputs)], ctx.threads
     )
-    for inputs in some:
-        noise.add(inputs, next(found), next(found))
+    for inputs in samples:
+        noise.add(inputs, next(repeated_outputs), next(repeated_outputs))
 
 
 def _select_samples(feeds: list[Any], axes: SampleAxes) -> list[Any]:
@@ -271,22 +285,24 @@ def _select_samples(feeds: list[Any], axes: SampleAxes) -> list[Any]:
 
 def _advice(settings: QuantizeOnnxSettings) -> str:
     """Return what a user can change to reduce the error."""
-    ways = ["add nodes that need float32 to `exclude`"]
+    suggestions = ["add nodes that need float32 to `exclude`"]
     if not settings.per_channel:
-        ways.append("set per_channel: true")
+        suggestions.append("set per_channel: true")
     if settings.op_types:
-        ways.append("remove `op_types`, so that only matrix multiplications and convolutions are quantized")
+        suggestions.append(
+            "remove `op_types`, so that only matrix multiplications and convolutions are quantized"
+        )
     if settings.uses_calibration:
         alternatives = [
             name for name in ("minmax", "percentile", "entropy") if name != settings.calibration_method
         ]
-        ways += [
+        suggestions += [
             f"try calibration_method: {alternatives[0]}",
             "use more calibration samples, similar to the model's inputs",
         ]
         if settings.target == "ort-cpu":
-            ways.append(f"set scheme: {DEFAULT_SCHEME}")
-    return f"Options: {'; '.join(ways)}."
+            suggestions.append(f"set scheme: {DEFAULT_SCHEME}")
+    return f"Options: {'; '.join(suggestions)}."
 
 
 def _write_quantized(path: Path, settings: QuantizeOnnxSettings, feeds: list[Any], ctx: Context) -> None:
@@ -313,16 +329,20 @@ def _write_quantized(path: Path, settings: QuantizeOnnxSettings, feeds: list[Any
             source, passed = remove_passthrough_outputs(path, Path(folder, "passed"))
             ready, opset = prepare_for_quantizer(source, ready_in)
             ready, names = rename_reserved(ready, named_in, settings.exclude)
-            renamed = {before: after for after, before in names.items()}
-            named = [{renamed.get(name, name): value for name, value in inputs.items()} for inputs in feeds]
+            renamed = {original_name: safe_name for safe_name, original_name in names.items()}
+            renamed_feeds = [
+                {renamed.get(name, name): value for name, value in inputs.items()} for inputs in feeds
+            ]
             with silence_onnxruntime():
-                run_ort_quantizer(ready, quantized, _per_tensor_settings(opset, settings, ctx), named, ctx)
+                run_ort_quantizer(
+                    ready, quantized, _per_tensor_settings(opset, settings, ctx), renamed_feeds, ctx
+                )
             model = finalize_quantized(quantized, ready)
             restore_names(model, names)
         except Exception as error:  # a library with many classes of errors; no graph is written
-            words = " ".join(str(error).split())[:400]
+            error_text = " ".join(str(error).split())[:400]
             raise RunError(
-                f"onnxruntime.quantization failed on {path.name}: {words}", code="quantizer-failed"
+                f"onnxruntime.quantization failed on {path.name}: {error_text}", code="quantizer-failed"
             ) from error
         finally:
             logging.disable(disabled)
@@ -360,15 +380,16 @@ def _report(models: list[Any], settings: QuantizeOnnxSettings, ctx: Context) -> 
     operators = Counter(node.op_type for model in models for node in iter_model_nodes(model))
     ctx.details.update(nodes=operators.total(), operators=dict(operators.most_common()))
     if _QUANTIZED_OPS & set(operators):
-        left = None if settings.uses_calibration else float_matrices_message(models)
-        if left is not None:
+        float_message = None if settings.uses_calibration else float_matrices_message(models)
+        if float_message is not None:
             ctx.warn(
                 "matrices-kept-float",
-                f"{left}. ONNX Runtime does not quantize their operators, or weights inside If, Loop and"
+                f"{float_message}. ONNX Runtime does not quantize their operators, or weights inside "
+                "If, Loop and"
                 " Scan.",
             )
         return
-    more = (
+    advice = (
         f"Set scheme: {STATIC_SCHEME}, which quantizes Conv."
         if "Conv" in operators and not settings.uses_calibration
         else "Remove this step."
@@ -376,7 +397,7 @@ def _report(models: list[Any], settings: QuantizeOnnxSettings, ctx: Context) -> 
     ctx.warn(
         "nothing-quantized",
         f"Nothing was quantized: {settings.scheme} does not support the operators of this graph"
-        f" ({', '.join(list(operators)[:6])}), or none has constant weights as its second input. {more}",
+        f" ({', '.join(list(operators)[:6])}), or none has constant weights as its second input. {advice}",
     )
 
 
@@ -407,12 +428,12 @@ def float_matrices_message(models: Sequence[Any]) -> str | None:
     if not large:
         return None
     worst = sorted(large, key=lambda name: -large[name])
-    listed = ", ".join(
+    matrix_texts = ", ".join(
         f"'{name[:80]}' of {readers[name]} ({_megabytes(large[name])})" for name in worst[:_MAX_NAMED]
     )
-    more = f" and {len(worst) - _MAX_NAMED:,} more" if len(worst) > _MAX_NAMED else ""
-    what = "1 matrix is" if len(large) == 1 else f"{len(large):,} matrices are"
-    return f"{what} still float, {_megabytes(sum(large.values()))}: {listed}{more}"
+    more_text = f" and {len(worst) - _MAX_NAMED:,} more" if len(worst) > _MAX_NAMED else ""
+    count_text = "1 matrix is" if len(large) == 1 else f"{len(large):,} matrices are"
+    return f"{count_text} still float, {_megabytes(sum(large.values()))}: {matrix_texts}{more_text}"
 
 
 def _megabytes(size_bytes: int) -> str:

@@ -109,27 +109,27 @@ class Fp16(Stage[Fp16Settings]):
         require_imported(src, self.name)
         models = {path: normalize_graph(path) for path in ordered_graphs(src)}
         copy_model_files(src, ctx)
-        feeds, real = collect_samples(src, ctx, settings.calibration_samples)
-        if not real:
+        feeds, is_real = collect_samples(src, ctx, settings.calibration_samples)
+        if not is_real:
             ctx.warn(
                 "made-up-inputs",
                 "Value ranges were measured on random inputs, because the recipe has only test data. Add"
                 " data: {calibration: FILE}.",
             )
-        kept, got, wanted, inputs = 0, [], [], []
+        num_float32, half_outputs, float_outputs, inputs = 0, [], [], []
         for path, model in models.items():
             constants_to_initializers(model)
-            wide = float32_nodes(model, settings.keep_fp32)
+            float_nodes = float32_nodes(model, settings.keep_fp32)
             large = nodes_outside_fp16(model) | _overflowing_nodes(model, path.name, feeds[path.stem], ctx)
             ends = {value.name for value in (*model.graph.input, *model.graph.output)}
-            convert_to_half(model, path.name, "fp16", wide | large, ends)
+            convert_to_half(model, path.name, "fp16", float_nodes | large, ends)
             write_graph(model, ctx.out / path.name)
-            kept += len(large)
+            num_float32 += len(large)
             inputs += feeds[path.stem]
             require_runnable(ctx.out / path.name, feeds[path.stem])
-            got += run_onnx_graph(ctx.out / path.name, feeds[path.stem], ctx.threads)
-            wanted += run_onnx_graph(path, feeds[path.stem], ctx.threads)
-        if not np.isfinite(max_output_difference(got, wanted, exact=False)):
+            half_outputs += run_onnx_graph(ctx.out / path.name, feeds[path.stem], ctx.threads)
+            float_outputs += run_onnx_graph(path, feeds[path.stem], ctx.threads)
+        if not np.isfinite(max_output_difference(half_outputs, float_outputs, exact=False)):
             where = _first_non_finite_node([ctx.out / path.name for path in models], feeds, ctx.threads)
             raise ParityError(
                 "fp16: an output is no longer finite, or its shape has changed"
@@ -137,25 +137,28 @@ class Fp16(Stage[Fp16Settings]):
                 " compute it to keep_fp32, or remove this step.",
                 code="non-finite-outputs",
             )
-        found = OutputComparison(read_batch_axes(src.path))
-        for call in zip(inputs, got, wanted, strict=True):
-            found.add(*call)
-        found.record(ctx)
-        if max_output_difference(got, wanted, exact=False) > _RANDOM and _is_random(models, feeds, ctx):
+        comparison = OutputComparison(read_batch_axes(src.path))
+        for call in zip(inputs, half_outputs, float_outputs, strict=True):
+            comparison.add(*call)
+        comparison.record(ctx)
+        if max_output_difference(half_outputs, float_outputs, exact=False) > _RANDOM and _is_random(
+            models, feeds, ctx
+        ):
             ctx.warn(
                 "random-outputs",
                 "The float32 graph returns different outputs in each call, so the float16 error cannot be"
                 " measured. Remove its random nodes, or score outputs that do not depend on them.",
             )
         else:
-            for name, how in found.exceeding(_WARN_DIFFERENCE, judge_classes=False):
+            for name, difference in comparison.exceeding(_WARN_DIFFERENCE, judge_classes=False):
                 ctx.warn(
                     "outputs-changed",
-                    f"Output '{name}' differs from the float32 graph by {how}. float16 loses precision below"
+                    f"Output '{name}' differs from the float32 graph by {difference}. float16 loses "
+                    "precision below"
                     " 6e-5: add the operators that compute such values to keep_fp32.",
                 )
         count = sum(len(model.graph.node) for model in models.values())
-        ctx.details.update(dtype="fp16", kept_float32=kept, nodes=count)
+        ctx.details.update(dtype="fp16", kept_float32=num_float32, nodes=count)
 
 
 def _first_non_finite_node(
@@ -175,14 +178,16 @@ def _first_non_finite_node(
         floats = values_of_type(model) | values_of_type(model, TensorProto.FLOAT16)
         names = [name for node in model.graph.node for name in node.output if name in floats]
         session = open_with_outputs(model, path.parent, path.stem, names, threads, optimized=False)
-        kinds = {item.name: item.type for item in session.get_inputs()}
+        input_types = {item.name: item.type for item in session.get_inputs()}
         outputs = [output.name for output in session.get_outputs()]
         for call in feeds[path.stem]:
-            values = dict(zip(outputs, session.run(outputs, cast_feeds(call, kinds)), strict=True)) | call
+            values = (
+                dict(zip(outputs, session.run(outputs, cast_feeds(call, input_types)), strict=True)) | call
+            )
             floating = {name: value for name, value in values.items() if value.dtype.kind == "f"}
-            odd = {name for name, value in floating.items() if not np.isfinite(value).all()}
+            non_finite = {name for name, value in floating.items() if not np.isfinite(value).all()}
             for node in model.graph.node:
-                if odd & {*node.output} and not odd & {*node.input}:
+                if non_finite & {*node.output} and not non_finite & {*node.input}:
                     return node_label(node)
     return None
 
@@ -192,9 +197,9 @@ def _is_random(models: Iterable[Path], feeds: Mapping[str, Any], ctx: Context) -
     from smelt.export.onnx_models.graph_samples import max_output_difference, run_onnx_graph
 
     for path in models:
-        found = run_onnx_graph(path, feeds[path.stem] * 2, ctx.threads)
-        half = len(found) // 2
-        if max_output_difference(found[half:], found[:half], exact=False) > _RANDOM:
+        repeated_outputs = run_onnx_graph(path, feeds[path.stem] * 2, ctx.threads)
+        half = len(repeated_outputs) // 2
+        if max_output_difference(repeated_outputs[half:], repeated_outputs[:half], exact=False) > _RANDOM:
             return True
     return False
 
@@ -213,8 +218,10 @@ def float32_nodes(model: Any, keep: Collection[str] = ()) -> set[str]:
 
     always, opsets = {*DEFAULT_OP_BLOCK_LIST, *_FP32_OPS, *keep}, opset_versions(model)
     nodes = list(all_nodes(model.graph.node))
-    found = {node_key(node) for node in nodes if node.op_type in always or node_types(node, opsets) is None}
-    return found | _crashing_transposes(nodes)
+    node_keys = {
+        node_key(node) for node in nodes if node.op_type in always or node_types(node, opsets) is None
+    }
+    return node_keys | _crashing_transposes(nodes)
 
 
 def _crashing_transposes(nodes: list[Any]) -> set[str]:
@@ -225,13 +232,13 @@ def _crashing_transposes(nodes: list[Any]) -> set[str]:
     1.31, MatmulTransposeFusion). If the Transpose is float32, our Cast is between the two.
     """
     multiplied = {name for node in nodes if node.op_type == "MatMul" for name in node.input}
-    found = set()
+    transposes = set()
     for node in nodes:
         if node.op_type == "Transpose" and multiplied & set(node.output):
             order = next((list(a.ints) for a in node.attribute if a.name == "perm"), [])
             if len(order) != 2 and order[:1] != [0]:
-                found.add(node.output[0])
-    return found
+                transposes.add(node.output[0])
+    return transposes
 
 
 def _overflowing_nodes(model: Any, name: str, feeds: list[Any], ctx: Context) -> set[str]:
@@ -248,25 +255,28 @@ def _overflowing_nodes(model: Any, name: str, feeds: list[Any], ctx: Context) ->
         write_graph(model, Path(folder, name))
         load_external_data_for_model(model, folder)  # weights that did not fit into the file were moved out
         session = open_with_measurements(model, Path(folder), Path(name).stem, ctx.threads)
-        kinds = {item.name: item.type for item in session.get_inputs()}
+        input_types = {item.name: item.type for item in session.get_inputs()}
         outputs = [output.name for output in session.get_outputs()]
         ranges = ValueRanges(weight_magnitudes(model), {})
         for inputs in feeds:
-            got = session.run(outputs, cast_feeds(inputs, kinds))
-            ranges.update(dict(zip(outputs, got, strict=True)))
+            output_values = session.run(outputs, cast_feeds(inputs, input_types))
+            ranges.update(dict(zip(outputs, output_values, strict=True)))
     nodes = [node for node in all_nodes(model.graph.node) if not subgraphs(node)]
-    found = {node_key(node): max(sizes) for node in nodes if (sizes := ranges.overflows(node))}
-    if found:
+    overflow_sizes = {node_key(node): max(sizes) for node in nodes if (sizes := ranges.overflows(node))}
+    if overflow_sizes:
         calls = {node_key(node): node.name or node_key(node) for node in nodes}
-        worst = sorted(found, key=lambda name: -found[name])
-        listed = ", ".join(f"{calls[name]} ({found[name]:,.0f})" for name in worst[:_MAX_NAMED_NODES])
-        more = f" and {len(worst) - _MAX_NAMED_NODES} more" if len(worst) > _MAX_NAMED_NODES else ""
+        worst = sorted(overflow_sizes, key=lambda name: -overflow_sizes[name])
+        node_texts = ", ".join(
+            f"{calls[name]} ({overflow_sizes[name]:,.0f})" for name in worst[:_MAX_NAMED_NODES]
+        )
+        more_text = f" and {len(worst) - _MAX_NAMED_NODES} more" if len(worst) > _MAX_NAMED_NODES else ""
         ctx.warn(
             "kept-float32",
-            f"{len(found)} node{'s remain' if len(found) > 1 else ' remains'} float32, because their values"
-            f" are close to or above float16's maximum (65,504): {listed}{more}.",
+            f"{len(overflow_sizes)} node{'s remain' if len(overflow_sizes) > 1 else ' remains'} "
+            "float32, because their values"
+            f" are close to or above float16's maximum (65,504): {node_texts}{more_text}.",
         )
-    return set(found)
+    return set(overflow_sizes)
 
 
 _TOLERANCE = 1e-4  # largest difference, of an output's standard deviation
@@ -330,11 +340,11 @@ class Simplify(Stage[SimplifySettings]):
             if reason is not None:
                 which = f"{path.stem}: " if len(paths) > 1 else ""
                 ctx.warnings.append(reason.with_prefix(f"{which}not simplified: "))
-        before, after = (
+        nodes_before, nodes_after = (
             sum(len(read_graph(folder / path.name, values=False).graph.node) for path in paths)
             for folder in (src.path, ctx.out)
         )
-        ctx.details.update(nodes=after, nodes_before=before)
+        ctx.details.update(nodes=nodes_after, nodes_before=nodes_before)
 
 
 class SampleFeeds:
@@ -349,8 +359,8 @@ class SampleFeeds:
         from smelt.export.onnx_models.graph_samples import collect_samples, resized_batch
 
         if not self._rows:
-            self._rows, real = collect_samples(self.src, self.ctx, _COMPARED_SAMPLES)
-            if not real:
+            self._rows, is_real = collect_samples(self.src, self.ctx, _COMPARED_SAMPLES)
+            if not is_real:
                 self.ctx.warn(
                     "made-up-inputs",
                     "The simplified graph was compared on random inputs, because the recipe has only test"
@@ -361,8 +371,8 @@ class SampleFeeds:
 
 def _simplify_isolated(path: Path, candidate: Path, settings: SimplifySettings) -> Message | None:
     """Write the graph simplified by onnxsim as `candidate`; return a warning if there is none."""
-    free = max(_MIN_MEMORY_BYTES, int(_MEMORY_FRACTION * available_bytes()))
-    memory = free if settings.memory_gb is None else int(settings.memory_gb * 1e9)
+    free_bytes = max(_MIN_MEMORY_BYTES, int(_MEMORY_FRACTION * available_bytes()))
+    memory = free_bytes if settings.memory_gb is None else int(settings.memory_gb * 1e9)
     try:
         answer = run_isolated(__name__, [str(path), str(candidate)], ProcessLimits(memory, settings.seconds))
     except IsolatedProcessError as error:
@@ -377,24 +387,27 @@ def subprocess_main(arguments: Sequence[str]) -> dict[str, Any] | None:
     from smelt.export.simplify_graph import run_onnxsim
 
     source, target = map(Path, arguments)
-    bare = read_graph(source, values=False)
-    unknown = [v.name for v in bare.graph.input if not v.type.tensor_type.HasField("shape")]
-    if unknown:
+    structure = read_graph(source, values=False)
+    unranked_inputs = [v.name for v in structure.graph.input if not v.type.tensor_type.HasField("shape")]
+    if unranked_inputs:
         text = (
-            f"the input '{unknown[0][:80]}' has an unknown number of dimensions, which onnxsim requires."
+            f"the input '{unranked_inputs[0][:80]}' has an unknown number of dimensions, which "
+            "onnxsim requires."
             " Export the model with a known number of dimensions"
         )
         return messages_to_json([warning("missing-shape", text)])[0]
     with TemporaryDirectory(dir=target.parent) as folder:
-        if bare.functions or any(not v.type.tensor_type.HasField("shape") for v in bare.graph.output):
+        if structure.functions or any(
+            not v.type.tensor_type.HasField("shape") for v in structure.graph.output
+        ):
             model = inline_functions(source)
             _annotate_output_shapes(model)
             source = Path(folder, source.name)
             write_graph(model, source)
-        after = run_onnxsim(source, Path(folder))
-        if isinstance(after, Message):
-            return messages_to_json([after])[0]
-        write_graph(after, target)
+        simplified = run_onnxsim(source, Path(folder))
+        if isinstance(simplified, Message):
+            return messages_to_json([simplified])[0]
+        write_graph(simplified, target)
     return None
 
 
@@ -402,13 +415,15 @@ def _annotate_output_shapes(model: Any) -> None:
     """Record known shapes of outputs that have none, because onnxsim requires them."""
     import onnx
 
-    bare = onnx.ModelProto()
-    bare.CopyFrom(model)
-    del bare.graph.output[:]
-    known = {value.name: value for value in onnx.shape_inference.infer_shapes(bare).graph.value_info}
+    unshaped_model = onnx.ModelProto()
+    unshaped_model.CopyFrom(model)
+    del unshaped_model.graph.output[:]
+    inferred_values = {
+        value.name: value for value in onnx.shape_inference.infer_shapes(unshaped_model).graph.value_info
+    }
     for value in model.graph.output:
-        if not value.type.tensor_type.HasField("shape") and value.name in known:
-            value.CopyFrom(known[value.name])
+        if not value.type.tensor_type.HasField("shape") and value.name in inferred_values:
+            value.CopyFrom(inferred_values[value.name])
 
 
 def _rejection(path: Path, candidate: Path, samples: SampleFeeds) -> Message | None:
@@ -432,16 +447,18 @@ def _rejection(path: Path, candidate: Path, samples: SampleFeeds) -> Message | N
     feeds, ctx = samples.for_graph(path.stem), samples.ctx
     try:
         require_runnable(candidate, feeds)
-        got, wanted = (run_onnx_graph(graph, feeds, ctx.threads) for graph in (candidate, path))
-        off = max_output_difference(got, wanted)
-        wrong = _first_mismatch(got, wanted)
+        simplified_outputs, original_outputs = (
+            run_onnx_graph(graph, feeds, ctx.threads) for graph in (candidate, path)
+        )
+        off = max_output_difference(simplified_outputs, original_outputs)
+        wrong = _first_mismatch(simplified_outputs, original_outputs)
     except (RunError, KeyError) as error:
         return warning("graph-failed", f"the simplified graph does not run: {error}")
     if wrong is not None:
         return warning("outputs-changed", f"the outputs of the simplified graph differ ({wrong})")
-    before = ctx.details.get("parity", {"rows": 0, "relative": 0.0})
-    rows = before["rows"] + sum(batch_size_of(call, read_batch_axes(ctx.out)) for call in feeds)
-    ctx.details["parity"] = {"rows": rows, "relative": max(off, before["relative"])}
+    previous_parity = ctx.details.get("parity", {"rows": 0, "relative": 0.0})
+    num_rows = previous_parity["rows"] + sum(batch_size_of(call, read_batch_axes(ctx.out)) for call in feeds)
+    ctx.details["parity"] = {"rows": num_rows, "relative": max(off, previous_parity["relative"])}
     return None
 
 

@@ -119,8 +119,8 @@ class GenaiFormat:
 
         config = read_json_object(artifact.path / "config.json")
         decoding = _generation_config(artifact.path, origin.generation)
-        before, after = special_tokens_around(open_tokenizer(artifact.path))
-        if after:
+        prefix_tokens, suffix_tokens = special_tokens_around(open_tokenizer(artifact.path))
+        if suffix_tokens:
             raise InputError(
                 "its tokenizer adds a token after each text; onnxruntime-genai's does not.",
                 code="unsupported-tokenizer",
@@ -138,8 +138,8 @@ class GenaiFormat:
         )
         longest = settings["model"]["context_length"]
         template = read_prompt_template(artifact.path)
-        numbers = {"longest": longest, "new": decoding.requested_new_tokens(1)}
-        program = _program(template, list(before), numbers)
+        lengths = {"longest": longest, "new": decoding.requested_new_tokens(1)}
+        program = _program(template, list(prefix_tokens), lengths)
         (folder / "answer.py").write_text(program, encoding="utf-8")
         is_chat = template is not None and template.is_chat
         if template is not None and is_chat:
@@ -245,14 +245,14 @@ def _generation_config(source: Path, generation: Any) -> GenerationConfig:
     from smelt.generation.runner import read_model_files
 
     model: Any = read_model_files(source)
-    found = resolve_generation(GenerationSettings(**generation), model)
-    if found.bad_words_ids or found.no_repeat_ngram_size:
+    decoding = resolve_generation(GenerationSettings(**generation), model)
+    if decoding.bad_words_ids or decoding.no_repeat_ngram_size:
         raise InputError(
             "its generation settings contain bad_words_ids or no_repeat_ngram_size, which this format does"
             " not support.",
             code="unsupported-generation-setting",
         )
-    return found
+    return decoding
 
 
 def _cache_shapes(source: Path) -> tuple[int, int, int]:

@@ -85,13 +85,16 @@ def copy_tokenizer_files(source: Path, folder: Path) -> None:
 
 def portable_tokenizer_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return tokenizer_config.json with keys that all versions support."""
-    kept = {word: value for word, value in config.items() if word not in _DROPPED}
-    extra = kept.get("extra_special_tokens")
-    if isinstance(extra, list):
-        del kept["extra_special_tokens"]
-        if extra:
-            kept[ADDITIONAL_TOKENS_KEY] = [*kept.get(ADDITIONAL_TOKENS_KEY, []), *extra]
-    return kept
+    portable_config = {key: value for key, value in config.items() if key not in _DROPPED}
+    extra_tokens = portable_config.get("extra_special_tokens")
+    if isinstance(extra_tokens, list):
+        del portable_config["extra_special_tokens"]
+        if extra_tokens:
+            portable_config[ADDITIONAL_TOKENS_KEY] = [
+                *portable_config.get(ADDITIONAL_TOKENS_KEY, []),
+                *extra_tokens,
+            ]
+    return portable_config
 
 
 def preprocessing_notes(source: Path) -> tuple[str, ...]:
@@ -105,13 +108,13 @@ def preprocessing_notes(source: Path) -> tuple[str, ...]:
     if rules.prefix:
         notes.append(f"Add the prefix {rules.prefix!r} to every text: smelt adds it, other libraries do not.")
     if rules.prompt_template is not None:
-        how = (
+        rule_text = (
             "Apply the tokenizer's chat template (`apply_chat_template` with add_generation_prompt=True and"
             " enable_thinking=False)"
             if rules.prompt_template == CHAT
             else f"Replace {PROMPT_FIELD} in {rules.prompt_template!r} by each prompt"
         )
-        notes.append(f"{how}: smelt does this before the tokenizer, other libraries do not.")
+        notes.append(f"{rule_text}: smelt does this before the tokenizer, other libraries do not.")
     return tuple(notes)
 
 
@@ -139,15 +142,15 @@ def _special_tokens(source: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     from smelt.models.checkpoint import load_tokenizer
 
     hub = load_tokenizer(source)
-    found: dict[str, Any] = {}
+    special_tokens: dict[str, Any] = {}
     for role in _ROLES:
         token = getattr(hub, f"{role}_token", None)
         if token is not None:
-            found[f"{role}_token"] = str(token)
-    additional = [str(t) for t in hub.all_special_tokens if str(t) not in found.values()]
+            special_tokens[f"{role}_token"] = str(token)
+    additional = [str(t) for t in hub.all_special_tokens if str(t) not in special_tokens.values()]
     if additional or ADDITIONAL_TOKENS_KEY in config:
-        found[ADDITIONAL_TOKENS_KEY] = additional
-    return found
+        special_tokens[ADDITIONAL_TOKENS_KEY] = additional
+    return special_tokens
 
 
 def _slow_tokenizer_files(source: Path) -> list[str]:
@@ -179,30 +182,30 @@ def accept_any_empty_cache(model: Any, config: Mapping[str, Any]) -> int:
     from onnx import helper
 
     heads, width = _first_setting(config, _HEADS_KEYS), _first_setting(config, _WIDTH_KEYS)
-    usual = (heads, width // heads) if heads and width else None
+    cache_dims = (heads, width // heads) if heads and width else None
     done = any("caches.rows" in node.output for node in model.graph.node)  # a package that was read again
-    odd = [
+    unusual_caches = [
         v
         for v in model.graph.input
-        if not done and _is_self_attention_cache(v.name) and _cache_shape(v) != usual
+        if not done and _is_self_attention_cache(v.name) and _cache_shape(v) != cache_dims
     ]
     nodes: list[Any] = []
-    for value in odd:
+    for value in unusual_caches:
         nodes += _reshape_nodes(model, value)
-    if odd:
+    if unusual_caches:
         old = [*model.graph.node]
-        names = {value.name: f"{value.name}.shaped" for value in odd}
+        names = {value.name: f"{value.name}.shaped" for value in unusual_caches}
         for node in old:
-            for place, name in enumerate(node.input):
-                node.input[place] = names.get(name, name)
+            for index, name in enumerate(node.input):
+                node.input[index] = names.get(name, name)
         ids = "input_ids"
-        rows = helper.make_node("Shape", [ids], ["caches.rows"], "caches.rows", start=0, end=1)
+        rows_node = helper.make_node("Shape", [ids], ["caches.rows"], "caches.rows", start=0, end=1)
         del model.graph.node[:]
-        model.graph.node.extend([rows, *nodes, *old])
+        model.graph.node.extend([rows_node, *nodes, *old])
     for value in model.graph.input:
-        if value.name.startswith("past_key_values.") and _cache_shape(value) != usual:
+        if value.name.startswith("past_key_values.") and _cache_shape(value) != cache_dims:
             _make_dynamic(value)
-    return len(odd)
+    return len(unusual_caches)
 
 
 def _is_self_attention_cache(name: str) -> bool:
@@ -216,14 +219,14 @@ def _reshape_nodes(model: Any, value: Any) -> list[Any]:
     from onnx import helper, numpy_helper
 
     name, (heads, width) = value.name, _cache_shape(value)
-    for part, number in (("heads", heads), ("width", width)):
-        constant = numpy_helper.from_array(np.array([number], np.int64), f"{name}.{part}")
+    for part, dim_value in (("heads", heads), ("width", width)):
+        constant = numpy_helper.from_array(np.array([dim_value], np.int64), f"{name}.{part}")
         model.graph.initializer.append(constant)
-    places, shape = f"{name}.places", f"{name}.shape"
+    length_name, shape = f"{name}.places", f"{name}.shape"
     return [
-        helper.make_node("Shape", [name], [places], places, start=2, end=3),
+        helper.make_node("Shape", [name], [length_name], length_name, start=2, end=3),
         helper.make_node(
-            "Concat", ["caches.rows", f"{name}.heads", places, f"{name}.width"], [shape], shape, axis=0
+            "Concat", ["caches.rows", f"{name}.heads", length_name, f"{name}.width"], [shape], shape, axis=0
         ),
         helper.make_node("Reshape", [name, shape], [f"{name}.shaped"], f"{name}.shaped", allowzero=1),
     ]
@@ -238,8 +241,8 @@ def _cache_shape(value: Any) -> tuple[int, int]:
 def _make_dynamic(value: Any) -> None:
     """Make heads and width of `value` dynamic."""
     dims = value.type.tensor_type.shape.dim
-    for place, what in ((1, "heads"), (3, "width")):
-        dims[place].dim_param = f"{what}_of_{value.name}"
+    for axis, dim_name in ((1, "heads"), (3, "width")):
+        dims[axis].dim_param = f"{dim_name}_of_{value.name}"
 
 
 def require_cache_per_layer(source: Path, graph: str, tool: str) -> None:
@@ -259,11 +262,11 @@ def require_cache_per_layer(source: Path, graph: str, tool: str) -> None:
     if not counts or counts[0] is None or not path.is_file():
         return
     names = [i.name.split(".") for i in read_graph(path, values=False).graph.input]
-    kinds = Counter(".".join(n[2:]) for n in names if n[0] == "past_key_values")
-    for kind, found in sorted(kinds.items()):
-        if found != counts[0]:
+    layer_counts = Counter(".".join(n[2:]) for n in names if n[0] == "past_key_values")
+    for kind, num_caches in sorted(layer_counts.items()):
+        if num_caches != counts[0]:
             raise InputError(
-                f"its decoder has caches ({kind}) for only {found} of {counts[0]} layers, because"
+                f"its decoder has caches ({kind}) for only {num_caches} of {counts[0]} layers, because"
                 f" 'drop-layers' removed attention blocks, and {tool} creates one for each layer of"
                 " config.json.",
                 code="unsupported-structure",
@@ -291,11 +294,17 @@ def require_float_caches(source: Path, graph: str, tool: str) -> None:
 
 
 def _first_setting(config: Mapping[str, Any], words: tuple[str, ...]) -> int | None:
-    return next((config[word] for word in words if isinstance(config.get(word), int)), None)
+    return next((config[key] for key in words if isinstance(config.get(key), int)), None)
 
 
 def generate_arguments(origin: PackageOrigin) -> str:
     """Return the generation settings of the scores as arguments of `generate`, with a leading comma."""
-    known = {"num_beams", "max_new_tokens", "min_new_tokens", "length_penalty", "no_repeat_ngram_size"}
-    arguments = {k: v for k, v in origin.generation.items() if k in known}
-    return "".join(f", {word}={value!r}" for word, value in arguments.items())
+    supported_arguments = {
+        "num_beams",
+        "max_new_tokens",
+        "min_new_tokens",
+        "length_penalty",
+        "no_repeat_ngram_size",
+    }
+    arguments = {k: v for k, v in origin.generation.items() if k in supported_arguments}
+    return "".join(f", {argument_name}={value!r}" for argument_name, value in arguments.items())

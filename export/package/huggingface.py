@@ -35,7 +35,7 @@ _CARD = " (its model card)"
 
 
 def card_front_matter(task: str, origin: PackageOrigin, library: str) -> str:
-    """Return YAML: licence, library, task and scores.
+    """Return YAML: license, library, task and scores.
 
     Args:
         task: as in a recipe.
@@ -46,31 +46,31 @@ def card_front_matter(task: str, origin: PackageOrigin, library: str) -> str:
 
     tag = task_spec(task).hub_tag or task
     front: dict[str, Any] = {"library_name": library, "pipeline_tag": tag, "tags": ["smelt"]}
-    front |= _hub_licence(origin.licence)
+    front |= _hub_license(origin.license)
     scores = [score for score in origin.scores if score.value is not None]
     if scores:
         data = origin.data or origin.split
-        found = [
+        metric_results = [
             {"type": s.key, "value": s.value, "name": f"{s.metric} {s.text} of {s.n:,}", "args": s.signature}
             for s in scores
         ]
         result = {
             "task": {"type": tag, "name": task},
             "dataset": {"type": _slug(data), "name": data, "split": origin.split},
-            "metrics": [metric | {"args": {"signature": metric["args"]}} for metric in found],
+            "metrics": [metric | {"args": {"signature": metric["args"]}} for metric in metric_results],
         }
         front["model-index"] = [{"name": origin.run or "model", "results": [result]}]
     return f"{ModelCardData(**front).to_yaml()}\n"
 
 
-def _hub_licence(text: str | None) -> dict[str, str]:
-    """Return the licence in the Hub's terms; `other` with a name if it is not one of them."""
+def _hub_license(text: str | None) -> dict[str, str]:
+    """Return the license in the Hub's terms; `other` with a name if it is not one of them."""
     if text is None:
         return {}
-    word = text.removesuffix(_CARD)
-    if re.fullmatch(r"[a-z0-9][a-z0-9.\-]*", word):
-        return {"license": word}
-    return {"license": "other", "license_name": _slug(word)}
+    license_id = text.removesuffix(_CARD)
+    if re.fullmatch(r"[a-z0-9][a-z0-9.\-]*", license_id):
+        return {"license": license_id}
+    return {"license": "other", "license_name": _slug(license_id)}
 
 
 def _slug(text: str) -> str:
@@ -110,9 +110,9 @@ class HuggingFaceFormat:
             InputError: it has layers that transformers would create differently; names them and the stage.
         """
         # masks only affect later training
-        found = Counter(str(e.get("op")) for e in read_edits(artifact.path) if e.get("op") != "mask")
-        if found:
-            parts = [_describe_edit(op, count) for op, count in found.items()]
+        edit_counts = Counter(str(e.get("op")) for e in read_edits(artifact.path) if e.get("op") != "mask")
+        if edit_counts:
+            parts = [_describe_edit(op, count) for op, count in edit_counts.items()]
             raise InputError(
                 f"config.json of transformers cannot describe {'; '.join(parts)}. Package an earlier step,"
                 " or export the model (`- onnx: {target: ort-cpu}`) for a format of ONNX graphs, such as"
@@ -148,8 +148,8 @@ class HuggingFaceFormat:
 
 
 def _describe_edit(op: str, count: int) -> str:
-    what, stage = _EDIT_DESCRIPTIONS.get(op, (f"edits of the kind {op!r}", "a stage"))
-    return f"{what} ({count}, made by {stage})"
+    description, stage = _EDIT_DESCRIPTIONS.get(op, (f"edits of the kind {op!r}", "a stage"))
+    return f"{description} ({count}, made by {stage})"
 
 
 def _example_code(task: str, source: Path, origin: PackageOrigin) -> str:

@@ -115,12 +115,14 @@ def write_usage_examples(
         why: the reason why there is no graph with string inputs; None if there is one.
         edge_cases: texts that it tokenizes differently from the model's tokenizer.
     """
-    strings, numbers = answers
-    node = _IN_NODE.format(file=NUMBERS_FILE, answer=numbers)
+    strings, numeric_output = answers
+    node = _IN_NODE.format(file=NUMBERS_FILE, answer=numeric_output)
     (folder / _NODE_FILE).write_text(node, encoding="utf-8")
-    plain = f"`{NUMBERS_FILE}` takes `input_ids` and returns `{numbers}`. It needs only ONNX Runtime."
+    numeric_note = (
+        f"`{NUMBERS_FILE}` takes `input_ids` and returns `{numeric_output}`. It needs only ONNX Runtime."
+    )
     program = _FROM_NUMBERS if why is not None else _FROM_STRINGS
-    file, answer = (NUMBERS_FILE, numbers) if why is not None else (STRINGS_FILE, strings)
+    file, answer = (NUMBERS_FILE, numeric_output) if why is not None else (STRINGS_FILE, strings)
     python = program.format(file=file, answer=answer)
     (folder / _PYTHON_FILE).write_text(python, encoding="utf-8")
     in_node = f"{_INSTALL_IN_NODE}\nnode {_NODE_FILE} 5 6 7"
@@ -130,19 +132,19 @@ def write_usage_examples(
         ("javascript", f"// {_NODE_FILE}\n{node}"),
     )
     if why is not None:
-        note = (plain, f"There is no file with string inputs: {why}.")
+        note = (numeric_note, f"There is no file with string inputs: {why}.")
         return UsageNotes("pip install onnxruntime numpy", f"python {_PYTHON_FILE} 5 6 7", load, note)
     notes = [
         f"`{STRINGS_FILE}` takes `texts` and returns `{strings}`: `python {_PYTHON_FILE} TEXT...`. Its"
         " tokenizer consists of operators of onnxruntime-extensions. Python and C# can load them"
         " (`RegisterOrtExtensions()` in C#, not tested here); onnxruntime-node and onnxruntime-web cannot.",
-        f"{plain} `{_NODE_FILE}` runs it in Node. Each file is complete: copy the one you need.",
+        f"{numeric_note} `{_NODE_FILE}` runs it in Node. Each file is complete: copy the one you need.",
         "Its tokenizer gives the same tokens as the model's own on 10,000 texts generated from its"
         " vocabulary.",
     ]
     if edge_cases:
-        shown = ", ".join(json.dumps(text[:_MAX_SHOWN], ensure_ascii=True) for text in edge_cases)
-        notes.append(f"Edge-case texts that are tokenized differently, or not at all: {shown}.")
+        example_texts = ", ".join(json.dumps(text[:_MAX_SHOWN], ensure_ascii=True) for text in edge_cases)
+        notes.append(f"Edge-case texts that are tokenized differently, or not at all: {example_texts}.")
     needs = "pip install onnxruntime 'onnxruntime-extensions>=0.15' numpy"
     return UsageNotes(needs, f'python {_PYTHON_FILE} "TEXT"', load, tuple(notes))
 
@@ -197,12 +199,12 @@ class OneFileFormat:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(artifact.path / name, folder / name)
         awkward: list[str] = []
-        why = None
+        unsupported_reason = None
         try:
             awkward = _write_text_graph(artifact.path, model, decoding, vocabulary, folder / STRINGS_FILE)
         except InputError as error:
-            why = str(error)
-        return write_usage_examples(folder, answer_outputs(task, config), why, awkward)
+            unsupported_reason = str(error)
+        return write_usage_examples(folder, answer_outputs(task, config), unsupported_reason, awkward)
 
 
 def _write_text_graph(
@@ -258,20 +260,25 @@ def make_text_plan(source: Path, decoding: GenerationConfig | None, vocabulary: 
         )
     template = None if tokenizer.prompts is None else tokenizer.prompts.template
     limit, causal = max_input_length(tokenizer, config), is_causal(config)
-    cutter, (before, after) = tokenizer_nodes(source, details), special_tokens_around(tokenizer)
+    cutter, (prefix_tokens, suffix_tokens) = (
+        tokenizer_nodes(source, details),
+        special_tokens_around(tokenizer),
+    )
     empty = None
     if causal and decoding is not None:
         limit = max(1, limit // 2, limit + 1 - (decoding.max_new_tokens or MAX_NEW_TOKENS))
         begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-        empty = None if before or after else begin
+        empty = None if prefix_tokens or suffix_tokens else begin
     pad = padding_token(tokenizer) if causal else tokenizer.pad_token_id or 0
     ends = causal or details.truncation_side == "left"
-    room = limit - len(before) - len(after)
-    rows = RowLayout(before, after, room, pad, pad_left=causal, keep_end=ends, empty_token=empty)
+    max_text_tokens = limit - len(prefix_tokens) - len(suffix_tokens)
+    row_layout = RowLayout(
+        prefix_tokens, suffix_tokens, max_text_tokens, pad, pad_left=causal, keep_end=ends, empty_token=empty
+    )
     surfaces = None if decoding is None else token_texts(source, details, vocabulary)
     classifies = surfaces is None and problem_type(config) == SINGLE_LABEL and "id2label" in config
     labels = tuple(class_names(config)) if classifies else ()
-    return TextPlan(cutter, rows, tokenizer.prefix, tokenizer.lower, surfaces, labels, template)
+    return TextPlan(cutter, row_layout, tokenizer.prefix, tokenizer.lower, surfaces, labels, template)
 
 
 # Protobuf's limit for one message is 2 GiB; the rest is for nodes and tokenizer
@@ -342,8 +349,8 @@ def self_contained_graph(path: Path, decoding: GenerationConfig | None, vocabula
         defaults = generation_feeds(decoding, 1, vocabulary)
         for tensor in model.graph.initializer:
             if tensor.name in defaults:
-                held = numpy_helper.to_array(tensor)
-                value = defaults[tensor.name].astype(held.dtype)
+                initializer_values = numpy_helper.to_array(tensor)
+                value = defaults[tensor.name].astype(initializer_values.dtype)
                 tensor.CopyFrom(numpy_helper.from_array(value, tensor.name))
     return model
 
@@ -353,5 +360,5 @@ def _graph_bytes(path: Path) -> int:
     from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
     model = read_graph(path, values=False)
-    outside = [tensor for tensor in iter_initializers(model.graph) if uses_external_data(tensor)]
-    return path.stat().st_size + sum(ExternalDataInfo(tensor).length or 0 for tensor in outside)
+    external_tensors = [tensor for tensor in iter_initializers(model.graph) if uses_external_data(tensor)]
+    return path.stat().st_size + sum(ExternalDataInfo(tensor).length or 0 for tensor in external_tensors)

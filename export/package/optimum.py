@@ -202,12 +202,12 @@ def _notes(kind: str, source: Path) -> list[str]:
 
 def _loading_code(kind: str, folder: str) -> list[str]:
     name = _CLASSES[kind]
-    merged = ", use_merged=False" if kind == "seq2seq" else ""
+    merged_option = ", use_merged=False" if kind == "seq2seq" else ""
     return [
         f"from optimum.onnxruntime import {name}",
         "from transformers import AutoTokenizer",
         f"tokenizer = AutoTokenizer.from_pretrained({folder!r})",
-        f"model = {name}.from_pretrained({folder!r}{merged})",
+        f"model = {name}.from_pretrained({folder!r}{merged_option})",
     ]
 
 
@@ -216,8 +216,8 @@ def _inference_code(kind: str, text: str, generation: str = "") -> list[str]:
     if kind in ("seq2seq", "causal"):
         lines.append(f"found = model.generate(**inputs{generation})")
         return [*lines, "print(tokenizer.batch_decode(found, skip_special_tokens=True))"]
-    what = "last_hidden_state" if kind == "sentence" else "logits"
-    return [*lines, f"print(model(**inputs).{what})"]
+    output_field = "last_hidden_state" if kind == "sentence" else "logits"
+    return [*lines, f"print(model(**inputs).{output_field})"]
 
 
 def _shell_command(kind: str, source: Path, origin: PackageOrigin) -> str:
@@ -280,11 +280,11 @@ def optimum_graphs(encoder: Any, decoder: Any) -> OptimumGraphs:
 def _extract_cross_attention(graph: Any) -> CrossAttentionNodes:
     """Remove the nodes that compute the keys and values from the encoder's `graph`; return copies of them."""
     outputs = [o for o in graph.output if o.name != LAST_HIDDEN_STATE]
-    found = nodes_for_outputs(graph.node, [o.name for o in outputs], stop=LAST_HIDDEN_STATE)
+    cross_nodes = nodes_for_outputs(graph.node, [o.name for o in outputs], stop=LAST_HIDDEN_STATE)
     renamed = {LAST_HIDDEN_STATE: ENCODER_HIDDEN_STATES, "attention_mask": ENCODER_ATTENTION_MASK}
     renamed["input_ids"] = ENCODER_ATTENTION_MASK  # the mask has the shape of the ids
     renamed |= {o.name: o.name for o in outputs}
-    for node in found:
+    for node in cross_nodes:
         if "input_ids" in node.input and node.op_type != "Shape":
             raise RunError(
                 f"encoder_model.onnx: node '{node.name}' ({node.op_type}) computes keys or values of"
@@ -293,8 +293,8 @@ def _extract_cross_attention(graph: Any) -> CrossAttentionNodes:
                 code="unsupported-graph",
                 file="encoder_model.onnx",
             )
-    nodes = rename_values(found, lambda name: renamed.get(name, _CROSS_PREFIX + name), _CROSS_PREFIX)
-    weights = [with_name(w, _CROSS_PREFIX + w.name) for w in used_tensors(graph.initializer, found)]
+    nodes = rename_values(cross_nodes, lambda name: renamed.get(name, _CROSS_PREFIX + name), _CROSS_PREFIX)
+    weights = [with_name(w, _CROSS_PREFIX + w.name) for w in used_tensors(graph.initializer, cross_nodes)]
     return CrossAttentionNodes(nodes, weights, [copy_message(o) for o in outputs])
 
 
@@ -311,10 +311,10 @@ def _first_decoder(decoder: Any, cross: CrossAttentionNodes, states: Any) -> Any
     from onnx import helper
 
     graph = decoder.graph
-    own = [i for i in graph.input if _is_cache(i.name, "decoder")]
+    self_caches = [i for i in graph.input if _is_cache(i.name, "decoder")]
     start = [helper.make_node("Shape", ["input_ids"], ["first.batch"], "first.batch", start=0, end=1)]
     weights = [*cross.weights]
-    for cache in own:
+    for cache in self_caches:
         nodes, sizes = _empty_cache(cache)
         start += nodes
         weights.append(sizes)
@@ -339,15 +339,17 @@ def _merged_decoder(decoder: Any, cross: CrossAttentionNodes, states: Any) -> An
     graph = decoder.graph
     names = [o.name for o in cross.outputs]
     # the outputs of both branches have different names
-    here = rename_values(cross.nodes, lambda name: f"made.{name}" if name in names else name, "")
+    computed_nodes = rename_values(cross.nodes, lambda name: f"made.{name}" if name in names else name, "")
     outputs = [with_name(o, f"made.{o.name}") for o in cross.outputs]
-    given = [with_name(o, f"given.{o.name}") for o in cross.outputs]
+    given_outputs = [with_name(o, f"given.{o.name}") for o in cross.outputs]
     pasts = [past_input_name(name) for name in names]
-    take = [helper.make_node("Identity", [p], [g.name], g.name) for p, g in zip(pasts, given, strict=True)]
+    take = [
+        helper.make_node("Identity", [p], [g.name], g.name) for p, g in zip(pasts, given_outputs, strict=True)
+    ]
     choice = helper.make_node(
         "If", [USE_CACHE_BRANCH], names, "cross_attention",
-        then_branch=helper.make_graph(take, "given", [], given),
-        else_branch=helper.make_graph(here, "made", [], outputs),
+        then_branch=helper.make_graph(take, "given", [], given_outputs),
+        else_branch=helper.make_graph(computed_nodes, "made", [], outputs),
     )  # fmt: skip
     branch = helper.make_tensor_value_info(USE_CACHE_BRANCH, TensorProto.BOOL, [1])
     inputs = [*_sort_caches(graph.input), states, branch]
@@ -370,19 +372,19 @@ def _add_token_axis(nodes: list[Any], graph: Any) -> Any:
     from onnx import helper
 
     described = copy_message(next(o for o in graph.output if o.name == "logits"))
-    known = {name for node in nodes for name in (node.name, *node.output)}
-    word = "logits"
-    while known & {f"{word}.of_token", f"{word}.axis"}:  # a package that was read again
-        word += "_"
-    inner, by = f"{word}.of_token", f"{word}.axis"
+    used_names = {name for node in nodes for name in (node.name, *node.output)}
+    base_name = "logits"
+    while used_names & {f"{base_name}.of_token", f"{base_name}.axis"}:  # a package that was read again
+        base_name += "_"
+    inner, axis_name = f"{base_name}.of_token", f"{base_name}.axis"
     nodes[:] = rename_values(nodes, lambda name: inner if name == "logits" else name, "")
-    axis = helper.make_node("Constant", [], [by], by, value_ints=[1])
-    nodes += [axis, helper.make_node("Unsqueeze", [inner, by], ["logits"], word)]
+    axis = helper.make_node("Constant", [], [axis_name], axis_name, value_ints=[1])
+    nodes += [axis, helper.make_node("Unsqueeze", [inner, axis_name], ["logits"], base_name)]
     dims = described.type.tensor_type.shape.dim
-    batch, words = copy_message(dims[0]), copy_message(dims[1])
+    batch, token_dim = copy_message(dims[0]), copy_message(dims[1])
     del dims[:]
     token_axis = type(batch)(dim_value=1)
-    dims.extend([batch, token_axis, words])
+    dims.extend([batch, token_axis, token_dim])
     return described
 
 
@@ -410,13 +412,13 @@ def _empty_cache(cache: Any) -> tuple[list[Any], Any]:
 def _sort_caches(values: Iterable[Any]) -> list[Any]:
     """Return `values` with the caches last, by layer, the decoder's before the encoder's."""
 
-    def place(value: Any) -> tuple[int, int]:
+    def cache_order(value: Any) -> tuple[int, int]:
         if not value.name.startswith(("past_key_values.", "present.")):
             return -1, 0
         layer, kind = value.name.split(".")[1:3]
         return int(layer), int(kind == "encoder")
 
-    return sorted(values, key=place)
+    return sorted(values, key=cache_order)
 
 
 def _is_cache(name: str, kind: str) -> bool:
@@ -472,12 +474,16 @@ def add_hidden_states_output(model: Any) -> None:
     width = (
         next(o for o in graph.output if o.name == EMBEDDING_OUTPUT).type.tensor_type.shape.dim[-1].dim_value
     )
-    rows = graph.input[0].type.tensor_type.shape.dim
+    input_dims = graph.input[0].type.tensor_type.shape.dim
     name = last.output[0]
     for node in graph.node:
         for names in (node.input, node.output):
-            for place, candidate in enumerate(names):
+            for index, candidate in enumerate(names):
                 if candidate == name:
-                    names[place] = LAST_HIDDEN_STATE
-    shape = [rows[0].dim_param or rows[0].dim_value, rows[1].dim_param or rows[1].dim_value, width]
+                    names[index] = LAST_HIDDEN_STATE
+    shape = [
+        input_dims[0].dim_param or input_dims[0].dim_value,
+        input_dims[1].dim_param or input_dims[1].dim_value,
+        width,
+    ]
     graph.output.append(helper.make_tensor_value_info(LAST_HIDDEN_STATE, TensorProto.FLOAT, shape))

@@ -72,7 +72,7 @@ class PackageOrigin:
     """The origin of an artifact: information from the run that produced it.
 
     run: the recipe's name; None if the run is unknown (an artifact that was copied), and then the rest is
-    empty. model: the recipe's model, licence: from its folder. steps: from the model to the artifact.
+    empty. model: the recipe's model, license: from its folder. steps: from the model to the artifact.
     data: the data of the scores, split: test or validation. generation: the recipe's `score.generation` of
     the scores. latencies: lines about latency. warnings: limits of the recipe that the step violates, and
     whether only a part of the samples was scored.
@@ -80,7 +80,7 @@ class PackageOrigin:
 
     run: str | None = None
     model: str | None = None
-    licence: str | None = None
+    license: str | None = None
     steps: tuple[OriginStep, ...] = ()
     scores: tuple[OriginScore, ...] = ()
     latencies: tuple[str, ...] = ()

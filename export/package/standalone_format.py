@@ -59,10 +59,10 @@ class StandaloneFormat:
         if task_traits(artifact.manifest.task).modality == "image":
             image_settings(artifact)
             return
-        found = read_tokenizer_info(artifact.path)
-        if found.reader == "transformers":
+        tokenizer_info = read_tokenizer_info(artifact.path)
+        if tokenizer_info.reader == "transformers":
             raise InputError(
-                f"its tokenizer needs transformers ({found.reason}), which infer.py does not use.",
+                f"its tokenizer needs transformers ({tokenizer_info.reason}), which infer.py does not use.",
                 code="unsupported-tokenizer",
             )
         lacks = [name for name in GENERATION_GRAPHS if not (artifact.path / f"{name}.onnx").is_file()]
@@ -86,18 +86,18 @@ class StandaloneFormat:
         copy_artifact(artifact, folder)
         package = task_spec(task).package
         assert package is not None  # of a task in `supported`
-        instead = {"tokenizers_reader": "sentencepiece_reader"} if reader == "sentencepiece" else {}
-        (folder / INFER_FILE).write_text(assemble_script(package.script, instead), encoding="utf-8")
+        replaced_modules = {"tokenizers_reader": "sentencepiece_reader"} if reader == "sentencepiece" else {}
+        (folder / INFER_FILE).write_text(assemble_script(package.script, replaced_modules), encoding="utf-8")
         (folder / SERVE_FILE).write_text(assemble_script("serve", {}), encoding="utf-8")
         write_json(folder / INFER_SETTINGS_FILE, settings)
-        more = ("jinja2", "markupsafe") if task_traits(task).samples == "prompts" else ()
-        (folder / REQUIREMENTS_FILE).write_text(requirements_file(reader, *more), encoding="utf-8")
+        extra_packages = ("jinja2", "markupsafe") if task_traits(task).samples == "prompts" else ()
+        (folder / REQUIREMENTS_FILE).write_text(requirements_file(reader, *extra_packages), encoding="utf-8")
         (folder / SERVE_REQUIREMENTS_FILE).write_text(serve_requirements_file(), encoding="utf-8")
         (folder / "Dockerfile").write_text(dockerfile(), encoding="utf-8")
-        given = "photo.jpg" if task_traits(task).modality == "image" else '"TEXT"'
+        example_argument = "photo.jpg" if task_traits(task).modality == "image" else '"TEXT"'
         return UsageNotes(
             install=INSTALL_COMMAND,
-            run=f"python {INFER_FILE} {given}",
+            run=f"python {INFER_FILE} {example_argument}",
             examples=(
                 ("bash", f"python {INFER_FILE} < lines.txt"),
                 ("python", f"from infer import {package.name}\n\n{package.usage}"),
@@ -153,8 +153,8 @@ def _collect(
             imports.setdefault(str(node.module), set()).update(alias.name for alias in node.names)
         elif isinstance(node, ast.Import):
             for alias in node.names:
-                whole = f"{alias.name} as {alias.asname}" if alias.asname else alias.name
-                imports.setdefault(whole, set()).add("")
+                import_text = f"{alias.name} as {alias.asname}" if alias.asname else alias.name
+                imports.setdefault(import_text, set()).add("")
         else:
             continue
         last = node.end_lineno or last
@@ -171,8 +171,8 @@ def _import_lines(imports: Mapping[str, set[str]]) -> str:
             continue  # only annotations need it
         group = groups[0 if top in sys.stdlib_module_names else 1]
         group += [f"import {module}"] if "" in names else []
-        wanted = sorted(names - {""}, key=lambda name: (not name.isupper(), name))
-        group += [f"from {module} import {', '.join(wanted)}"] if wanted else []
+        imported_names = sorted(names - {""}, key=lambda name: (not name.isupper(), name))
+        group += [f"from {module} import {', '.join(imported_names)}"] if imported_names else []
     ordered = (sorted(group, key=lambda line: line.startswith("from")) for group in groups)
     return "\n\n".join("\n".join(group) for group in ordered if group)
 
@@ -338,20 +338,20 @@ def _tokenizer_settings(artifact: Artifact, config: dict[str, Any]) -> tuple[int
     from smelt.models.tokenizer import CLEANUP_REPLACEMENTS, open_tokenizer, read_tokenizer_info
 
     info, rules = read_tokenizer_info(artifact.path), read_text_rules(artifact.path)
-    words = open_tokenizer(artifact.path)
-    limit: int | None = max_input_length(words, config)
+    tokenizer = open_tokenizer(artifact.path)
+    limit: int | None = max_input_length(tokenizer, config)
     limit = None if limit is None or limit >= NO_LIMIT else limit
-    left = (
+    pads_left = (
         not config.get("is_encoder_decoder") and task_traits(artifact.manifest.task).architecture == "decoder"
     )
-    pad = padding_token(words) if left else words.pad_token_id or 0
-    kept = info.model_dump(exclude={"reason", "longest", "clean_up"})
-    more = {
+    pad = padding_token(tokenizer) if pads_left else tokenizer.pad_token_id or 0
+    tokenizer_fields = info.model_dump(exclude={"reason", "longest", "clean_up"})
+    task_fields = {
         "replace": CLEANUP_REPLACEMENTS if info.clean_up else [],
         "prefix": rules.prefix,
         "lower": rules.lower,
     }
-    return limit, {**kept, "pad": pad, "limit": limit, **more}
+    return limit, {**tokenizer_fields, "pad": pad, "limit": limit, **task_fields}
 
 
 def _generation_settings(
@@ -384,15 +384,24 @@ def search_settings(decoding: GenerationConfig, vocabulary: int) -> dict[str, An
 
     feeds = generation_feeds(decoding, 1, vocabulary)
     single_token_prompt = decoding.start is not None  # so the longest output is known
-    kept = ("max_new_tokens", "max_length", "min_new_tokens", "min_length", "positions", "repetition_penalty")
+    copied_fields = (
+        "max_new_tokens",
+        "max_length",
+        "min_new_tokens",
+        "min_length",
+        "positions",
+        "repetition_penalty",
+    )
     first = decoding.forced_bos_token_id
     return {
         "graph": f"{BEAM_SEARCH_GRAPH if decoding.num_beams > 1 else GREEDY_GRAPH}.onnx",
-        **{name: getattr(decoding, name) for name in kept},
+        **{name: getattr(decoding, name) for name in copied_fields},
         **({"max_new_tokens": decoding.max_total_length(1) - 1} if single_token_prompt else {}),
         "eos": decoding.eos,
         # as in the rules, an end token is not a bad word
-        "bad_words": [word[0] for word in decoding.bad_words_ids if word[0] not in decoding.eos],
+        "bad_words": [
+            token_ids[0] for token_ids in decoding.bad_words_ids if token_ids[0] not in decoding.eos
+        ],
         "suppressed": decoding.suppress_tokens,
         "suppressed_first": decoding.begin_suppress_tokens,
         "forced_bos": [] if first is None else [first],

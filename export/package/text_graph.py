@@ -91,14 +91,14 @@ def text_graph(model: Any, plan: TextPlan, decoding: GenerationConfig | None, ca
     graph = model.graph
     b = GraphBuilder(first=_NAME_PREFIX)
     ids, mask = _add_tokenizer(b, plan)
-    before = {"input_ids": ids, "attention_mask": mask, "token_type_ids": b.op("Sub", ids, ids)}
+    computed_inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": b.op("Sub", ids, ids)}
     if causal and decoding is not None and decoding.max_new_tokens is None:
-        before["max_new_tokens"] = _max_new_tokens(b, b.dimension(ids, 1), decoding)
+        computed_inputs["max_new_tokens"] = _max_new_tokens(b, b.dimension(ids, 1), decoding)
         _remove_named(graph.initializer, "max_new_tokens")
-    inputs = [value for value in graph.input if value.name not in before]
-    bound = [value.name for value in graph.input if value.name in before]
-    for name in bound:
-        b.nodes.append(_identity_node(before[name], name))
+    inputs = [value for value in graph.input if value.name not in computed_inputs]
+    bound_names = [value.name for value in graph.input if value.name in computed_inputs]
+    for name in bound_names:
+        b.nodes.append(_identity_node(computed_inputs[name], name))
     first = list(b.nodes)
     b.nodes.clear()
     outputs = _add_detokenizer(b, plan, decoding, ids if causal else None)
@@ -106,9 +106,9 @@ def text_graph(model: Any, plan: TextPlan, decoding: GenerationConfig | None, ca
     for field, values in (("node", nodes), ("input", [_string_value_info(TEXTS_INPUT), *inputs])):
         graph.ClearField(field)
         getattr(graph, field).extend(values)
-    kept = list(graph.output)
+    original_outputs = list(graph.output)
     graph.ClearField("output")
-    graph.output.extend([*outputs, *kept])
+    graph.output.extend([*outputs, *original_outputs])
     graph.initializer.extend(b.initializers)
     model.opset_import.add(domain=EXTENSIONS_DOMAIN, version=_CONTRIB)
     return model
@@ -125,10 +125,10 @@ def _add_tokenizer(b: GraphBuilder, plan: TextPlan) -> tuple[str, str]:
 
 def _render(b: GraphBuilder, template: str) -> str:
     """Return the texts in the place of each `{prompt}` of a template."""
-    first, *others = template.split(PROMPT_FIELD)
+    first, *remaining_parts = template.split(PROMPT_FIELD)
     rendered = b.op("StringConcat", string_constant(b, first), TEXTS_INPUT) if first else TEXTS_INPUT
-    for number, part in enumerate(others):
-        rendered = b.op("StringConcat", rendered, TEXTS_INPUT) if number else rendered
+    for field_index, part in enumerate(remaining_parts):
+        rendered = b.op("StringConcat", rendered, TEXTS_INPUT) if field_index else rendered
         rendered = b.op("StringConcat", rendered, string_constant(b, part)) if part else rendered
     return rendered
 
@@ -156,13 +156,15 @@ def _add_detokenizer(
 
 def _max_new_tokens(b: GraphBuilder, length: str, decoding: GenerationConfig) -> str:
     """Return the number of new tokens after a prompt of `length` tokens, as `GenerationConfig` does."""
-    asked = b.const(MAX_NEW_TOKENS)
+    max_new_tokens = b.const(MAX_NEW_TOKENS)
     if decoding.max_length is not None:
-        rest = b.op("Sub", b.const(decoding.max_length), length)
-        asked = b.op("Where", b.op("Greater", rest, b.const(0)), rest, asked)
+        remaining_length = b.op("Sub", b.const(decoding.max_length), length)
+        max_new_tokens = b.op(
+            "Where", b.op("Greater", remaining_length, b.const(0)), remaining_length, max_new_tokens
+        )
     if decoding.positions is not None:
-        asked = b.op("Min", asked, b.op("Sub", b.const(decoding.positions + 1), length))
-    return b.op("Max", asked, b.const(1))
+        max_new_tokens = b.op("Min", max_new_tokens, b.op("Sub", b.const(decoding.positions + 1), length))
+    return b.op("Max", max_new_tokens, b.const(1))
 
 
 def _string_value_info(name: str) -> Any:
@@ -178,9 +180,9 @@ def _identity_node(value: str, name: str) -> Any:
 
 
 def _remove_named(tensors: Any, name: str) -> None:
-    for at, tensor in enumerate(tensors):
+    for index, tensor in enumerate(tensors):
         if tensor.name == name:
-            del tensors[at]
+            del tensors[index]
             return
 
 
@@ -209,8 +211,16 @@ SCRIPT_SAMPLES = (
 
 def vocabulary_words(tokenizer: TextTokenizer, size: int) -> list[str]:
     """Return the texts of the tokens 0 .. `size` - 1, without special ones and incomplete characters."""
-    found = (text.replace("##", "").strip() for text in tokenizer.decode_batch([[i] for i in range(size)]))
-    return sorted({text for text in found if text and not any(mark in text for mark in _SPECIAL_MARKS)})
+    word_texts = (
+        text.replace("##", "").strip() for text in tokenizer.decode_batch([[i] for i in range(size)])
+    )
+    return sorted(
+        {
+            text
+            for text in word_texts
+            if text and not any(special_mark in text for special_mark in _SPECIAL_MARKS)
+        }
+    )
 
 
 def synthetic_texts(words: Sequence[str], count: int, seed: int = 0) -> list[str]:
@@ -225,14 +235,14 @@ def synthetic_texts(words: Sequence[str], count: int, seed: int = 0) -> list[str
 def _random_text(words: Sequence[str], random: np.random.Generator) -> str:
     parts = [" "] if random.random() < 0.02 else []
     for _ in range(int(random.integers(1, 31))):
-        chosen = _EXTRA_WORDS if random.random() < 0.06 or not words else words
-        parts += [_random_case(chosen[int(random.integers(len(chosen)))], random.random())]
+        word_list = _EXTRA_WORDS if random.random() < 0.06 or not words else words
+        parts += [_random_case(word_list[int(random.integers(len(word_list)))], random.random())]
         parts += [_SEPARATORS[int(random.integers(len(_SEPARATORS)))]]
     return "".join(parts[:-1]) + _ENDINGS[int(random.integers(len(_ENDINGS)))]
 
 
-def _random_case(word: str, drawn: float) -> str:
-    return word.upper() if drawn < 0.05 else word.capitalize() if drawn < 0.2 else word
+def _random_case(text: str, drawn: float) -> str:
+    return text.upper() if drawn < 0.05 else text.capitalize() if drawn < 0.2 else text
 
 
 COMPARED_TEXTS = 10_000
@@ -283,19 +293,25 @@ def require_equal_tokens(
     session = open_extensions_session(tokenizer_graph(plan).SerializeToString())
     texts = synthetic_texts(vocabulary_words(tokenizer, vocabulary), COMPARED_TEXTS)
     expected = _reference_rows(texts, tokenizer, plan, limit, causal)
-    found = _tokenize(session, texts)
-    for text, ours, theirs in zip(texts, found, expected, strict=True):
-        if ours != theirs:
+    graph_tokens = _tokenize(session, texts)
+    for text, actual_row, expected_row in zip(texts, graph_tokens, expected, strict=True):
+        if actual_row != expected_row:
             raise InputError(
                 f"the operators of onnxruntime-extensions tokenize {text[:60]!r} differently",
                 code="tokenizer-differs",
             )
     if eos is not None and plan.token_texts is not None:
-        whole = encode_texts(texts, tokenizer, NO_LIMIT).ids  # a truncated text may end inside a character
-        _require_equal_decoding(plan, tokenizer, whole, vocabulary, eos)
+        full_rows = encode_texts(
+            texts, tokenizer, NO_LIMIT
+        ).ids  # a truncated text may end inside a character
+        _require_equal_decoding(plan, tokenizer, full_rows, vocabulary, eos)
     edge_cases = [*EDGE_CASE_TEXTS, *SCRIPT_SAMPLES]
-    wanted = _reference_rows(edge_cases, tokenizer, plan, limit, causal)
-    return [text for text, row in zip(edge_cases, wanted, strict=True) if _tokenize_one(session, text) != row]
+    reference_rows = _reference_rows(edge_cases, tokenizer, plan, limit, causal)
+    return [
+        text
+        for text, row in zip(edge_cases, reference_rows, strict=True)
+        if _tokenize_one(session, text) != row
+    ]
 
 
 def _reference_rows(
@@ -303,24 +319,24 @@ def _reference_rows(
 ) -> list[list[int]]:
     if not causal:
         return encode_texts(texts, tokenizer, limit).ids
-    most = plan.rows.max_text_tokens + len(plan.rows.prefix_tokens)
-    whole = encode_prompts(texts, tokenizer, NO_LIMIT)
-    return [truncate_prompt(ids, most, tokenizer.bos_token_id) for ids in whole]
+    max_tokens = plan.rows.max_text_tokens + len(plan.rows.prefix_tokens)
+    full_prompts = encode_prompts(texts, tokenizer, NO_LIMIT)
+    return [truncate_prompt(ids, max_tokens, tokenizer.bos_token_id) for ids in full_prompts]
 
 
 def _tokenize(session: Any, texts: Sequence[str]) -> list[list[int]]:
     """Return the tokens of each text; none for a batch that the operators reject."""
-    rows: list[list[int]] = []
-    for at in range(0, len(texts), _BATCH_SIZE):
-        part = texts[at : at + _BATCH_SIZE]
+    token_rows: list[list[int]] = []
+    for start in range(0, len(texts), _BATCH_SIZE):
+        part = texts[start : start + _BATCH_SIZE]
         try:
             ids, mask = session.run(None, {"texts": np.array(part, dtype=object)})
         except Exception as error:  # ONNX Runtime's errors share no other base class
             raise InputError(
                 f"the operators of onnxruntime-extensions fail: {error}", code="tokenizer-failed"
             ) from error
-        rows += [row[kept == 1].tolist() for row, kept in zip(ids, mask, strict=True)]
-    return rows
+        token_rows += [row[row_mask == 1].tolist() for row, row_mask in zip(ids, mask, strict=True)]
+    return token_rows
 
 
 def _tokenize_one(session: Any, text: str) -> list[int] | None:
@@ -331,28 +347,28 @@ def _tokenize_one(session: Any, text: str) -> list[int] | None:
 
 
 def _require_equal_decoding(
-    plan: TextPlan, tokenizer: TextTokenizer, rows: list[list[int]], vocabulary: int, eos: list[int]
+    plan: TextPlan, tokenizer: TextTokenizer, token_rows: list[list[int]], vocabulary: int, eos: list[int]
 ) -> None:
     assert plan.token_texts is not None
     session = open_extensions_session(detokenizer_graph(plan.token_texts, eos).SerializeToString())
-    given = [[token for token in row if token not in eos] for row in rows]
+    clean_rows = [[token for token in row if token not in eos] for row in token_rows]
     if plan.token_texts.strip:  # random bytes are not characters
         usable = np.setdiff1d(np.arange(vocabulary), eos)
-        given += np.random.default_rng(0).choice(usable, (_RANDOM_ROWS, 12)).tolist()
-    expected = tokenizer.decode_batch(given)
+        clean_rows += np.random.default_rng(0).choice(usable, (_RANDOM_ROWS, 12)).tolist()
+    expected = tokenizer.decode_batch(clean_rows)
     end = eos[0] if eos else 0
-    for at in range(0, len(given), _BATCH_SIZE):
-        part = given[at : at + _BATCH_SIZE]
+    for start in range(0, len(clean_rows), _BATCH_SIZE):
+        part = clean_rows[start : start + _BATCH_SIZE]
         if eos:
             tokens = np.full((len(part), max(map(len, part)) + 1), end, dtype=np.int64)
             for row, ids in zip(tokens, part, strict=True):
                 row[: len(ids)] = ids
-            found = session.run(None, {"sequences": tokens})[0].tolist()
+            decoded = session.run(None, {"sequences": tokens})[0].tolist()
         else:
-            found = [session.run(None, {"sequences": np.array([ids])})[0][0] for ids in part]
-        for ours, theirs in zip(found, expected[at : at + _BATCH_SIZE], strict=True):
-            if ours != theirs:
+            decoded = [session.run(None, {"sequences": np.array([ids])})[0][0] for ids in part]
+        for actual_text, expected_text in zip(decoded, expected[start : start + _BATCH_SIZE], strict=True):
+            if actual_text != expected_text:
                 raise InputError(
-                    f"its tokens would be decoded as {ours[:60]!r} instead of {theirs[:60]!r}",
+                    f"its tokens would be decoded as {actual_text[:60]!r} instead of {expected_text[:60]!r}",
                     code="decoding-differs",
                 )

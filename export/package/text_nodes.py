@@ -49,28 +49,39 @@ def normalization_table(normal: dict[str, Any]) -> tuple[dict[str, str], str]:
     names = ("clean_text", "handle_chinese_chars", "strip_accents", "lowercase")
     bert = normalizers.BertNormalizer(**{name: normal[name] for name in names})
     table: dict[str, str] = {}
-    gone: list[int] = []
-    for place in _CODE_POINTS:
-        letter = chr(place)
-        if letter in _KEPT_CONTROLS:
+    removed: list[int] = []
+    for code_point in _CODE_POINTS:
+        character = chr(code_point)
+        if character in _KEPT_CONTROLS:
             continue
-        becomes = bert.normalize_str(letter)
+        becomes = bert.normalize_str(character)
         if not becomes:
-            gone.append(place)
-        elif becomes.strip() != letter:  # the operator itself adds spaces around ideographs
-            table[letter] = becomes if becomes.strip() else " "
-    return table, "[" + "".join(f"\\x{{{a:x}}}-\\x{{{b:x}}}" for a, b in _code_point_ranges(gone)) + "]"
+            removed.append(code_point)
+        elif becomes.strip() != character:  # the operator itself adds spaces around ideographs
+            table[character] = becomes if becomes.strip() else " "
+    return table, "[" + "".join(f"\\x{{{a:x}}}-\\x{{{b:x}}}" for a, b in _code_point_ranges(removed)) + "]"
 
 
-def normalize_text(b: GraphBuilder, text: str, table: dict[str, str], gone: str) -> str:
+def normalize_text(b: GraphBuilder, text: str, table: dict[str, str], removed: str) -> str:
     """Return string [1]: the text of string [1] with each character replaced by `table`."""
-    lines = "\n".join(f"{letter}\t{becomes}" for letter, becomes in table.items())
-    each = string_constant(b, "(?s)(.)")
-    kept = b.op(
-        "StringRegexReplace", text, string_constant(b, gone), string_constant(b, ""), domain=EXTENSIONS_DOMAIN
+    lines = "\n".join(f"{character}\t{becomes}" for character, becomes in table.items())
+    any_character = string_constant(b, "(?s)(.)")
+    filtered = b.op(
+        "StringRegexReplace",
+        text,
+        string_constant(b, removed),
+        string_constant(b, ""),
+        domain=EXTENSIONS_DOMAIN,
     )
-    letters = b.ops("StringRegexSplitWithOffsets", kept, each, each, outputs=4, domain=EXTENSIONS_DOMAIN)[0]
-    mapped = b.op("StringMapping", letters, domain=EXTENSIONS_DOMAIN, map=lines)
+    characters = b.ops(
+        "StringRegexSplitWithOffsets",
+        filtered,
+        any_character,
+        any_character,
+        outputs=4,
+        domain=EXTENSIONS_DOMAIN,
+    )[0]
+    mapped = b.op("StringMapping", characters, domain=EXTENSIONS_DOMAIN, map=lines)
     return b.op(
         "StringJoin", mapped, string_constant(b, ""), b.const([0], np.int64), domain=EXTENSIONS_DOMAIN
     )
@@ -87,13 +98,13 @@ def string_constant(b: GraphBuilder, *texts: str) -> str:
 
 
 def _code_point_ranges(places: Iterable[int]) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
-    for place in places:
-        if found and found[-1][1] == place - 1:
-            found[-1] = (found[-1][0], place)
+    ranges: list[tuple[int, int]] = []
+    for code_point in places:
+        if ranges and ranges[-1][1] == code_point - 1:
+            ranges[-1] = (ranges[-1][0], code_point)
         else:
-            found.append((place, place))
-    return found
+            ranges.append((code_point, code_point))
+    return ranges
 
 
 # called with a builder and the name of string [B]; returns int64 [N] and int64 [B + 1]
@@ -142,77 +153,82 @@ def tokenizer_nodes(folder: Path, details: TokenizerInfo) -> TokenizerNodes:
 
 def special_tokens_around(tokenizer: TextTokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the special tokens that `tokenizer` adds before and after a text."""
-    alone, word = tokenizer.encode_batch(["", "a"], 10**6).ids
-    for first in range(len(alone) + 1):
-        if word[:first] == alone[:first] and word[len(word) - len(alone) + first :] == alone[first:]:
-            return tuple(alone[:first]), tuple(alone[first:])
+    empty_row, word_row = tokenizer.encode_batch(["", "a"], 10**6).ids
+    for first in range(len(empty_row) + 1):
+        if (
+            word_row[:first] == empty_row[:first]
+            and word_row[len(word_row) - len(empty_row) + first :] == empty_row[first:]
+        ):
+            return tuple(empty_row[:first]), tuple(empty_row[first:])
     raise InputError(
         "its tokenizer adds different special tokens to an empty text than to a word",
         code="unsupported-tokenizer",
     )
 
 
-def pad_rows(b: GraphBuilder, flat: str, starts: str, rows: RowLayout) -> tuple[str, str]:
+def pad_rows(b: GraphBuilder, flat: str, starts: str, layout: RowLayout) -> tuple[str, str]:
     """Return `input_ids` and `attention_mask`, int64 [B, L], of tokenized texts."""
-    zero, one = b.const(0), b.const(1)
+    zero, one_constant = b.const(0), b.const(1)
     column = b.const([1])
     first = b.op("Unsqueeze", b.op("Slice", starts, b.const([0]), b.const([-1])), column)
     ends = b.op("Unsqueeze", b.op("Slice", starts, b.const([1]), b.const([2**31 - 1])), column)
-    found = b.op("Sub", ends, first)
-    kept = b.op("Min", found, b.const(max(0, rows.max_text_tokens)))
-    if rows.keep_end:
-        first = b.op("Sub", ends, kept)
-    shown = kept if rows.empty_token is None else b.op("Max", kept, one)
-    total = b.op("Add", shown, b.const(len(rows.prefix_tokens) + len(rows.suffix_tokens)))
-    length = b.op("Max", b.op("ReduceMax", total, keepdims=0), one)
-    place = b.op("Unsqueeze", b.op("Range", zero, length, one), b.const([0]))
-    if rows.pad_left:
-        place = b.op("Sub", place, b.op("Sub", length, total))
-    inner = b.op("Sub", place, b.const(len(rows.prefix_tokens)))
-    tokens = b.op("Concat", flat, b.const([rows.pad]), axis=0)
-    last = b.op("Sub", b.dimension(tokens, 0), one)
-    at = b.op("Min", b.op("Max", b.op("Add", first, inner), zero), last)
-    ids = b.op("Gather", tokens, at)
-    if rows.empty_token is not None:
-        ids = b.op("Where", b.op("Equal", kept, zero), b.const(rows.empty_token), ids)
+    token_counts = b.op("Sub", ends, first)
+    kept_counts = b.op("Min", token_counts, b.const(max(0, layout.max_text_tokens)))
+    if layout.keep_end:
+        first = b.op("Sub", ends, kept_counts)
+    visible_counts = kept_counts if layout.empty_token is None else b.op("Max", kept_counts, one_constant)
+    total = b.op("Add", visible_counts, b.const(len(layout.prefix_tokens) + len(layout.suffix_tokens)))
+    length = b.op("Max", b.op("ReduceMax", total, keepdims=0), one_constant)
+    positions = b.op("Unsqueeze", b.op("Range", zero, length, one_constant), b.const([0]))
+    if layout.pad_left:
+        positions = b.op("Sub", positions, b.op("Sub", length, total))
+    inner = b.op("Sub", positions, b.const(len(layout.prefix_tokens)))
+    tokens = b.op("Concat", flat, b.const([layout.pad]), axis=0)
+    last = b.op("Sub", b.dimension(tokens, 0), one_constant)
+    source_index = b.op("Min", b.op("Max", b.op("Add", first, inner), zero), last)
+    ids = b.op("Gather", tokens, source_index)
+    if layout.empty_token is not None:
+        ids = b.op("Where", b.op("Equal", kept_counts, zero), b.const(layout.empty_token), ids)
     ids = b.op(
         "Where",
-        b.op("Less", inner, shown),
+        b.op("Less", inner, visible_counts),
         ids,
-        _edge_tokens(b, b.op("Sub", inner, shown), rows.suffix_tokens, rows),
+        _edge_tokens(b, b.op("Sub", inner, visible_counts), layout.suffix_tokens, layout),
     )
-    ids = b.op("Where", b.op("Less", inner, zero), _edge_tokens(b, place, rows.prefix_tokens, rows), ids)
-    inside = b.op("And", b.op("GreaterOrEqual", place, zero), b.op("Less", place, total))
-    return b.op("Where", inside, ids, b.const(rows.pad)), b.cast(inside, np.int64)
+    ids = b.op(
+        "Where", b.op("Less", inner, zero), _edge_tokens(b, positions, layout.prefix_tokens, layout), ids
+    )
+    is_token = b.op("And", b.op("GreaterOrEqual", positions, zero), b.op("Less", positions, total))
+    return b.op("Where", is_token, ids, b.const(layout.pad)), b.cast(is_token, np.int64)
 
 
-def _edge_tokens(b: GraphBuilder, place: str, tokens: tuple[int, ...], rows: RowLayout) -> str:
+def _edge_tokens(b: GraphBuilder, position: str, tokens: tuple[int, ...], layout: RowLayout) -> str:
     """Return the special token at each position; an arbitrary one where there is none."""
-    table = b.const([*tokens, rows.pad])
-    return b.op("Gather", table, b.op("Min", b.op("Max", place, b.const(0)), b.const(len(tokens))))
+    table = b.const([*tokens, layout.pad])
+    return b.op("Gather", table, b.op("Min", b.op("Max", position, b.const(0)), b.const(len(tokens))))
 
 
 def _sentencepiece_nodes(folder: Path, details: TokenizerInfo) -> TokenizerNodes:
     """Tokenize as Marian: pieces of source.spm, mapped to the ids of vocab.json."""
     import sentencepiece
 
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / SENTENCEPIECE_FILE))
-    words = read_json_object(folder / MARIAN_VOCAB_FILE) | details.added
-    if any(word.startswith(">>") and word.endswith("<<") for word in words):
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / SENTENCEPIECE_FILE))
+    token_ids = read_json_object(folder / MARIAN_VOCAB_FILE) | details.added
+    if any(token.startswith(">>") and token.endswith("<<") for token in token_ids):
         raise InputError(
             "its texts begin with a language code (>>deu<<), which no operator supports",
             code="unsupported-tokenizer",
         )
-    numbers = [words.get(pieces.id_to_piece(i), details.unknown) for i in range(len(pieces))]
+    id_by_piece = [token_ids.get(processor.id_to_piece(i), details.unknown) for i in range(len(processor))]
     model = (folder / SENTENCEPIECE_FILE).read_bytes()
 
     def add_nodes(b: GraphBuilder, texts: str) -> tuple[str, str]:
         none, zero = b.const([False], np.bool_), b.const([0])
         inputs = (texts, zero, b.const([0.0], np.float32), none, none, none)
-        found, starts = b.ops(
+        piece_ids, starts = b.ops(
             "SentencepieceTokenizer", *inputs, outputs=2, domain=EXTENSIONS_DOMAIN, model=model
         )
-        return b.op("Gather", b.const(numbers), b.cast(found, np.int64)), b.cast(starts, np.int64)
+        return b.op("Gather", b.const(id_by_piece), b.cast(piece_ids, np.int64)), b.cast(starts, np.int64)
 
     return add_nodes
 
@@ -225,12 +241,12 @@ def _wordpiece_nodes(content: dict[str, Any]) -> TokenizerNodes:
         raise InputError(
             "its WordPiece tokenizer does not normalize texts as BERT does", code="unsupported-tokenizer"
         )
-    table, gone = normalization_table(normal)
-    words = sorted(model["vocab"], key=model["vocab"].get)
-    if [model["vocab"][word] for word in words] != list(range(len(words))):
+    table, removed_characters = normalization_table(normal)
+    vocabulary = sorted(model["vocab"], key=model["vocab"].get)
+    if [model["vocab"][vocabulary_token] for vocabulary_token in vocabulary] != list(range(len(vocabulary))):
         raise InputError("the ids of its vocabulary have gaps", code="vocabulary-gaps")
     settings = {
-        "vocab_file": "\n".join(words),
+        "vocab_file": "\n".join(vocabulary),
         "do_lower_case": 0,
         "strip_accents": 0,
         "tokenize_chinese_chars": int(normal["handle_chinese_chars"]),
@@ -238,24 +254,29 @@ def _wordpiece_nodes(content: dict[str, Any]) -> TokenizerNodes:
         "suffix_indicator": model["continuing_subword_prefix"],
     }
     # the operator always adds two special tokens around a text; they are removed
-    settings |= {"cls_token": words[0], "sep_token": words[0], "pad_token": words[0], "mask_token": words[0]}
+    settings |= {
+        "cls_token": vocabulary[0],
+        "sep_token": vocabulary[0],
+        "pad_token": vocabulary[0],
+        "mask_token": vocabulary[0],
+    }
 
     def add_nodes(b: GraphBuilder, texts: str) -> tuple[str, str]:
         def step(inside: GraphBuilder, number: str, carried: list[str]) -> tuple[str, list[str]]:
             text = inside.op("Unsqueeze", inside.op("Gather", texts, number), inside.const([0]))
-            text = normalize_text(inside, text, table, gone)
-            found = inside.ops("BertTokenizer", text, outputs=3, domain=EXTENSIONS_DOMAIN, **settings)[0]
-            tokens = inside.op("Slice", found, inside.const([1]), inside.const([-1]))
+            text = normalize_text(inside, text, table, removed_characters)
+            token_ids = inside.ops("BertTokenizer", text, outputs=3, domain=EXTENSIONS_DOMAIN, **settings)[0]
+            tokens = inside.op("Slice", token_ids, inside.const([1]), inside.const([-1]))
             flat = inside.op("Concat", carried[0], tokens, axis=0)
             ends = inside.op("Concat", carried[1], inside.row_count(flat), axis=0)
             return inside.const(True, np.bool_), [flat, ends]
 
         nothing = b.const(np.zeros(0, dtype=np.int64))
-        carried = (
+        loop_values = (
             LoopCarried("tokens", nothing, np.int64, (None,)),
             LoopCarried("ends", b.const([0]), np.int64, (None,)),
         )
-        flat, ends = b.loop("texts", b.dimension(texts, 0), carried, step)
+        flat, ends = b.loop("texts", b.dimension(texts, 0), loop_values, step)
         return flat, ends
 
     return add_nodes
@@ -264,8 +285,13 @@ def _wordpiece_nodes(content: dict[str, Any]) -> TokenizerNodes:
 def _byte_level_nodes(content: dict[str, Any]) -> TokenizerNodes:
     """Tokenize with byte-level BPE and GPT-2's pre-tokenizer."""
     cuts, model = content.get("pre_tokenizer") or {}, content["model"]
-    usual = cuts.get("type") == "ByteLevel" and cuts.get("use_regex", True)
-    if not usual or cuts.get("add_prefix_space") or content.get("normalizer") or model.get("ignore_merges"):
+    is_standard = cuts.get("type") == "ByteLevel" and cuts.get("use_regex", True)
+    if (
+        not is_standard
+        or cuts.get("add_prefix_space")
+        or content.get("normalizer")
+        or model.get("ignore_merges")
+    ):
         raise InputError(
             "its BPE tokenizer does not split texts into words as GPT-2's does", code="unsupported-tokenizer"
         )
@@ -273,12 +299,14 @@ def _byte_level_nodes(content: dict[str, Any]) -> TokenizerNodes:
     settings = {"vocab": json.dumps(model["vocab"]), "merges": merges}
 
     def add_nodes(b: GraphBuilder, texts: str) -> tuple[str, str]:
-        found, mask = b.ops("GPT2Tokenizer", texts, outputs=2, domain=EXTENSIONS_DOMAIN, **settings)
+        token_ids, mask = b.ops("GPT2Tokenizer", texts, outputs=2, domain=EXTENSIONS_DOMAIN, **settings)
         lengths = b.op("ReduceSum", mask, b.const([1]), keepdims=0)
         starts = b.op("Concat", b.const([0]), b.op("CumSum", lengths, b.const(0)), axis=0)
-        whole = b.op("Reshape", found, b.const([-1]))
-        kept = b.op("Compress", whole, b.cast(b.op("Reshape", mask, b.const([-1])), np.bool_), axis=0)
-        return kept, starts
+        flat_ids = b.op("Reshape", token_ids, b.const([-1]))
+        unpadded_ids = b.op(
+            "Compress", flat_ids, b.cast(b.op("Reshape", mask, b.const([-1])), np.bool_), axis=0
+        )
+        return unpadded_ids, starts
 
     return add_nodes
 
@@ -305,17 +333,19 @@ def token_texts(folder: Path, details: TokenizerInfo, size: int) -> TokenTexts:
     if details.clean_up:
         raise InputError("its tokenizer removes spaces before punctuation", code="unsupported-tokenizer")
     if details.reader == "sentencepiece":
-        words = read_json_object(folder / MARIAN_VOCAB_FILE) | details.added
-        found = {i: word.replace(_SPACE_MARK, " ").encode() for word, i in words.items()}
-        return _make_token_texts(found, set(details.special), size, strip=True)
+        token_ids = read_json_object(folder / MARIAN_VOCAB_FILE) | details.added
+        text_by_id = {i: token_text.replace(_SPACE_MARK, " ").encode() for token_text, i in token_ids.items()}
+        return _make_token_texts(text_by_id, set(details.special), size, strip=True)
     content = read_json_object(folder / JSON)
     if (content.get("decoder") or {}).get("type") != "ByteLevel":
         raise InputError("its tokenizer does not use a byte-level decoder", code="unsupported-tokenizer")
-    letters = _byte_level_alphabet()
-    found = {i: bytes(letters[c] for c in w if c in letters) for w, i in content["model"]["vocab"].items()}
-    found |= {token["id"]: token["content"].encode() for token in content["added_tokens"]}
+    alphabet = _byte_level_alphabet()
+    text_by_id = {
+        i: bytes(alphabet[c] for c in w if c in alphabet) for w, i in content["model"]["vocab"].items()
+    }
+    text_by_id |= {token["id"]: token["content"].encode() for token in content["added_tokens"]}
     return _make_token_texts(
-        found, {token["id"] for token in content["added_tokens"] if token["special"]}, size, strip=False
+        text_by_id, {token["id"] for token in content["added_tokens"] if token["special"]}, size, strip=False
     )
 
 
@@ -327,10 +357,10 @@ def detokenize(b: GraphBuilder, tokens: str, surfaces: TokenTexts, eos: list[int
     tensor = onnx.helper.make_tensor(table, onnx.TensorProto.STRING, [len(values)], values)
     b.initializers.append(tensor)
     ends = b.op("Equal", b.op("Unsqueeze", tokens, b.const([2])), b.const(eos or [-1]))
-    over = b.op("CumSum", b.cast(b.any_of(ends, [2]), np.int64), b.const(1), exclusive=1)
+    num_ended = b.op("CumSum", b.cast(b.any_of(ends, [2]), np.int64), b.const(1), exclusive=1)
     nothing = surfaces.table.index(b"")
-    shown = b.op("Where", b.op("Greater", over, b.const(0)), b.const(nothing), tokens)
-    parts = b.op("Gather", table, shown)
+    visible_tokens = b.op("Where", b.op("Greater", num_ended, b.const(0)), b.const(nothing), tokens)
+    parts = b.op("Gather", table, visible_tokens)
     text = b.op("StringJoin", parts, string_constant(b, ""), b.const([1]), domain=EXTENSIONS_DOMAIN)
     if surfaces.strip:  # StringStrip does not change a text of spaces only
         return regex_replace(b, text, "^ +| +$", "")
@@ -352,13 +382,13 @@ def regex_replace(b: GraphBuilder, text: str, pattern: str, by: str) -> str:
     )
 
 
-def _make_token_texts(found: dict[int, bytes], hidden: set[int], size: int, strip: bool) -> TokenTexts:
-    table = [b"" if i in hidden else found.get(i, b"") for i in range(size)]
+def _make_token_texts(token_bytes: dict[int, bytes], hidden: set[int], size: int, strip: bool) -> TokenTexts:
+    table = [b"" if i in hidden else token_bytes.get(i, b"") for i in range(size)]
     return TokenTexts((*table, b""), strip)  # the last one is not a token
 
 
 def _byte_level_alphabet() -> dict[str, int]:
     """Return the byte of each character of a byte-level vocabulary (GPT-2's `bytes_to_unicode`)."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    remaining = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(remaining)}
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    remaining = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(remaining)}

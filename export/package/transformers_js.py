@@ -105,10 +105,10 @@ class TransformersJsFormat:
         _write_tokenizer(source, folder)
         graphs = _named_graphs(source, kind)
         dtype = transformers_js_dtype(graphs.values())
-        outside = _write_graphs(graphs, folder / ONNX_FOLDER, _SUFFIX[dtype])
+        has_external_data = _write_graphs(graphs, folder / ONNX_FOLDER, _SUFFIX[dtype])
         config = read_json_object(source / "config.json")
         config["transformers.js_config"] = {"dtype": dtype} | (
-            {"use_external_data_format": True} if outside else {}
+            {"use_external_data_format": True} if has_external_data else {}
         )
         write_json(folder / "config.json", config)
         if generation := read_json_object(source / "generation_config.json"):
@@ -130,18 +130,18 @@ def transformers_js_dtype(graphs: Any) -> str:
     from smelt.quantization.placeholders import QuantizedGraph
     from smelt.quantization.schemes.registry import owner_of_operator
 
-    found = set()
+    dtypes = set()
     for model in graphs:
         graph = QuantizedGraph(model.graph)
         for node in model.graph.node:
             if node.op_type == "MatMulNBits":
                 bits = next((a for a in node.attribute if a.name == "bits"), None)
-                found.add("q4" if bits is not None and helper.get_attribute_value(bits) < 8 else "q8")
+                dtypes.add("q4" if bits is not None and helper.get_attribute_value(bits) < 8 else "q8")
             elif node.op_type == "MatMulBnb4":
-                found.add("bnb4")
+                dtypes.add("bnb4")
             elif owner_of_operator(node, graph) is not None:
-                found.add("q8")
-    return "q8" if "q8" in found else next(iter(found), "fp32")
+                dtypes.add("q8")
+    return "q8" if "q8" in dtypes else next(iter(dtypes), "fp32")
 
 
 def _named_graphs(source: Path, kind: str) -> dict[str, Any]:
@@ -188,14 +188,14 @@ def _write_tokenizer(source: Path, folder: Path) -> None:
         return
 
     write_marian_tokenizer_json(source, folder)
-    words = {place: word for word, place in details.added.items()}
+    token_by_id = {token_id: token for token, token_id in details.added.items()}
     roles = {"eos_token": details.eos, "pad_token": details.pad, "unk_token": details.unknown}
     config = {
         "tokenizer_class": FAST_TOKENIZER_CLASS,
         "model_max_length": details.longest,
         "clean_up_tokenization_spaces": False,
     }
-    config |= {role: words[place] for role, place in roles.items() if place in words}
+    config |= {role: token_by_id[token_id] for role, token_id in roles.items() if token_id in token_by_id}
     write_json(folder / TOKENIZER_CONFIG_FILE, config)
 
 
@@ -239,8 +239,8 @@ def _example_code(kind: str, source: Path, end: str) -> str:
         lines.append("const found = await model.generate(inputs)")
         lines.append("console.log(tokenizer.batch_decode(found, { skip_special_tokens: true }))")
     else:
-        what = "sentence_embedding" if kind == "sentence" else "logits"
-        lines.append(f"console.log((await model(inputs)).{what}.tolist())")
+        output_name = "sentence_embedding" if kind == "sentence" else "logits"
+        lines.append(f"console.log((await model(inputs)).{output_name}.tolist())")
     return end.join(lines)
 
 
@@ -287,28 +287,32 @@ def _make_unigram(source: Path, details: TokenizerInfo) -> Any:
             code="unsupported-tokenizer",
             file=str(source / SENTENCEPIECE_FILE),
         )
-    words = _vocabulary_tokens(source, details)
-    scores = {piece.piece: piece.score for piece in proto.pieces if piece.type == _NORMAL_PIECE}
-    vocabulary = [(word, scores.get(word, _added_token_score(word))) for word in words]
+    tokens = _vocabulary_tokens(source, details)
+    scores = {
+        model_piece.piece: model_piece.score
+        for model_piece in proto.pieces
+        if model_piece.type == _NORMAL_PIECE
+    }
+    vocabulary = [(token, scores.get(token, _added_token_score(token))) for token in tokens]
     tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=details.unknown))
     chars = proto.normalizer_spec.precompiled_charsmap
     steps: list[Any] = [normalizers.Precompiled(chars)] if chars else []
     steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Strip()]
     tokenizer.normalizer = normalizers.Sequence(steps)
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
-    joined = decoders.Metaspace(prepend_scheme="always", split=False)
+    metaspace = decoders.Metaspace(prepend_scheme="always", split=False)
     # decoders.Strip panics on an empty text
     ends = decoders.Replace(Regex("^ +| +$"), "")
-    tokenizer.decoder = decoders.Sequence([joined, decoders.Fuse(), ends])
+    tokenizer.decoder = decoders.Sequence([metaspace, decoders.Fuse(), ends])
     special = set(details.special)
-    added = [word for word in words if word in details.added or _is_language_token(word)]
+    added = [token for token in tokens if token in details.added or _is_language_token(token)]
     tokenizer.add_special_tokens(
-        [AddedToken(word, normalized=False) for word in added if details.added.get(word) in special]
+        [AddedToken(token, normalized=False) for token in added if details.added.get(token) in special]
     )
     tokenizer.add_tokens(
-        [AddedToken(word, normalized=False) for word in added if details.added.get(word) not in special]
+        [AddedToken(token, normalized=False) for token in added if details.added.get(token) not in special]
     )
-    end = words[details.eos or 0]
+    end = tokens[details.eos or 0]
     tokenizer.post_processor = TemplateProcessing(
         single=f"$A {end}", special_tokens=[(end, details.eos or 0)]
     )
@@ -322,91 +326,100 @@ def _vocabulary_tokens(source: Path, details: TokenizerInfo) -> list[str]:
         InputError: an id has no token.
     """
     ids: Mapping[str, int] = read_json_object(source / MARIAN_VOCAB_FILE) | details.added
-    words = {place: word for word, place in ids.items()}
-    if sorted(words) != list(range(len(ids))):
+    token_by_id = {token_id: token for token, token_id in ids.items()}
+    if sorted(token_by_id) != list(range(len(ids))):
         raise InputError(
             f"{source / MARIAN_VOCAB_FILE}: its ids have gaps or duplicates; tokenizer.json requires"
             f" consecutive ids.",
             code="vocabulary-gaps",
             file=str(source / MARIAN_VOCAB_FILE),
         )
-    return [words[place] for place in range(len(words))]
+    return [token_by_id[token_id] for token_id in range(len(token_by_id))]
 
 
-def _added_token_score(word: str) -> float:
-    return _ALONE if len(word) == 1 else _TOGETHER * len(word)
+def _added_token_score(token: str) -> float:
+    return _ALONE if len(token) == 1 else _TOGETHER * len(token)
 
 
-def _is_language_token(word: str) -> bool:
-    return word.startswith(">>") and word.endswith("<<")
+def _is_language_token(token: str) -> bool:
+    return token.startswith(">>") and token.endswith("<<")
 
 
 def compare_marian_tokenizers(source: Path, folder: Path, details: TokenizerInfo) -> str | None:
     """Return the first difference between tokenizer.json in `folder` and Marian's own, or None."""
-    own, converted = MarianTokenizer(source, details), RustTokenizer(folder, details)
+    marian, converted = MarianTokenizer(source, details), RustTokenizer(folder, details)
     texts = comparison_texts(source, details)
-    wanted = own.encode_batch(texts, NO_LIMIT).ids
-    for text, expected, found in zip(texts, wanted, converted.encode_batch(texts, NO_LIMIT).ids, strict=True):
-        if expected != found:
-            return f"ids of {text[:60]!r}: {found[:12]} instead of {expected[:12]}"
-    for row, original, read in zip(
-        wanted, own.decode_batch(wanted), converted.decode_batch(wanted), strict=True
+    expected_ids = marian.encode_batch(texts, NO_LIMIT).ids
+    for text, expected, actual_ids in zip(
+        texts, expected_ids, converted.encode_batch(texts, NO_LIMIT).ids, strict=True
     ):
-        if original != read:
-            return f"the text of {row[:12]}: {read[:60]!r} instead of {original[:60]!r}"
+        if expected != actual_ids:
+            return f"ids of {text[:60]!r}: {actual_ids[:12]} instead of {expected[:12]}"
+    for row, original, decoded_text in zip(
+        expected_ids, marian.decode_batch(expected_ids), converted.decode_batch(expected_ids), strict=True
+    ):
+        if original != decoded_text:
+            return f"the text of {row[:12]}: {decoded_text[:60]!r} instead of {original[:60]!r}"
     return None
 
 
 def comparison_texts(source: Path, details: TokenizerInfo, count: int = COMPARED_TEXTS) -> list[str]:
     """Return `count` texts that the two are compared on, the same ones each time for a vocabulary."""
-    words = _vocabulary_tokens(source, details)
-    plain = [w for w in words if w not in details.added and not _is_language_token(w)]
-    known = {
-        letter
+    tokens = _vocabulary_tokens(source, details)
+    plain_tokens = [w for w in tokens if w not in details.added and not _is_language_token(w)]
+    known_characters = {
+        character
         for p in _read_sentencepiece(source / SENTENCEPIECE_FILE).pieces
         if p.type == _NORMAL_PIECE
-        for letter in p.piece
+        for character in p.piece
     }
-    alone = {word for word in words if len(word) == 1} - known
-    drawn = random.Random(0)
+    single_characters = {token for token in tokens if len(token) == 1} - known_characters
+    generator = random.Random(0)
     texts = [t for t in EDGE_CASE_TEXTS if not t.startswith(">>")]
-    texts += [f"{w} {drawn.choice(plain)}" for w in words if _is_language_token(w)][:200]
+    texts += [f"{w} {generator.choice(plain_tokens)}" for w in tokens if _is_language_token(w)][:200]
     while len(texts) < count:
-        text = _random_text(drawn, plain, len(texts) % 4)
-        if not text.lstrip().startswith(">>") and not _has_adjacent_unknown(text, known, alone):
+        text = _random_text(generator, plain_tokens, len(texts) % 4)
+        if not text.lstrip().startswith(">>") and not _has_adjacent_unknown(
+            text, known_characters, single_characters
+        ):
             texts.append(text)
     return texts
 
 
 def _random_text(drawn: random.Random, plain: Sequence[str], kind: int) -> str:
     """Return a text: pieces joined, as title-case words, after other letters, or in capitals."""
-    pieces = drawn.choices(plain, k=drawn.randint(1, 12))
+    sampled = drawn.choices(plain, k=drawn.randint(1, 12))
     if kind == 0:
-        return "".join(pieces).replace(_SPACE, " ")
+        return "".join(sampled).replace(_SPACE, " ")
     if kind == 1:
-        return " ".join(piece.strip(_SPACE) for piece in pieces).title()
+        return " ".join(token.strip(_SPACE) for token in sampled).title()
     if kind == 2:
         low, high = drawn.choice(_BLOCKS)
-        letters = "".join(chr(drawn.randint(low, high - 1)) for _ in range(drawn.randint(1, 6)))
-        return f"{_strip_combining_marks(letters)} {pieces[0].strip(_SPACE)}"
-    return "".join(pieces[:3]).replace(_SPACE, " ").upper() + drawn.choice(".,!?;: \n\t")
+        characters = "".join(chr(drawn.randint(low, high - 1)) for _ in range(drawn.randint(1, 6)))
+        return f"{_strip_combining_marks(characters)} {sampled[0].strip(_SPACE)}"
+    return "".join(sampled[:3]).replace(_SPACE, " ").upper() + drawn.choice(".,!?;: \n\t")
 
 
 def _has_adjacent_unknown(text: str, known: Set[str], alone: Set[str]) -> bool:
     """Return whether two adjacent characters are unknown to the source, and the target knows one of them."""
-    letters = unicodedata.normalize("NFKC", text)
-    strange = {letter for letter in letters if letter not in known and not letter.isspace()}
-    return any({a, b} <= strange and not alone.isdisjoint((a, b)) for a, b in itertools.pairwise(letters))
+    normalized = unicodedata.normalize("NFKC", text)
+    unknown_characters = {
+        character for character in normalized if character not in known and not character.isspace()
+    }
+    return any(
+        {a, b} <= unknown_characters and not alone.isdisjoint((a, b))
+        for a, b in itertools.pairwise(normalized)
+    )
 
 
 def _strip_combining_marks(text: str) -> str:
     """Return `text` without combining marks after characters that NFKC changes."""
-    kept = ""
-    for letter in text:
-        before = kept[-1:]
-        if unicodedata.category(letter)[0] != "M" or unicodedata.normalize("NFKC", before) == before:
-            kept += letter
-    return kept
+    result = ""
+    for character in text:
+        previous = result[-1:]
+        if unicodedata.category(character)[0] != "M" or unicodedata.normalize("NFKC", previous) == previous:
+            result += character
+    return result
 
 
 def _read_sentencepiece(path: Path) -> Any:

@@ -91,8 +91,10 @@ def _lines(message: Mapping[str, Any], deep: int) -> list[str]:
             if isinstance(item, Mapping):
                 lines += [f"{'  ' * deep}{field} {{\n", *_lines(item, deep + 1), f"{'  ' * deep}}}\n"]
             else:
-                shown = item.name if isinstance(item, EnumValue) else json.dumps(item, ensure_ascii=False)
-                lines.append(f"{'  ' * deep}{field}: {shown}\n")
+                value_text = (
+                    item.name if isinstance(item, EnumValue) else json.dumps(item, ensure_ascii=False)
+                )
+                lines.append(f"{'  ' * deep}{field}: {value_text}\n")
     return lines
 
 
@@ -189,8 +191,12 @@ class TritonFormat:
 
         generates = task_traits(artifact.manifest.task).generates
         decoding = generation_config_of(artifact.path, origin.generation) if generates else None
-        inputs, output, most = _write_graph(artifact, decoding, folder / REPOSITORY_FOLDER / GRAPH_MODEL)
-        _write_text(artifact, decoding, inputs, output, most, folder / REPOSITORY_FOLDER / TEXT_MODEL)
+        inputs, output, max_batch_size = _write_graph(
+            artifact, decoding, folder / REPOSITORY_FOLDER / GRAPH_MODEL
+        )
+        _write_text(
+            artifact, decoding, inputs, output, max_batch_size, folder / REPOSITORY_FOLDER / TEXT_MODEL
+        )
         (folder / "client.py").write_text(_CLIENT, encoding="utf-8")
         run = 'tritonserver --model-repository "$PWD/model_repository"'
         reader = "tokenizers" if list(folder.rglob("tokenizer.json")) else "sentencepiece"
@@ -225,21 +231,21 @@ def _write_graph(
         names = ["input_ids", "attention_mask", *(["token_type_ids"] if uses_token_types(config) else [])]
         backend, device = "tensorrt", "KIND_GPU"
         largest, profiles = artifact.manifest.details["profile"], artifact.manifest.details.get("profiles")
-        most, profile = int(largest["batch"][2]), profiles.index(largest) if profiles else None
+        max_batch_size, profile = int(largest["batch"][2]), profiles.index(largest) if profiles else None
     else:
         vocabulary = int(config.get("decoder_vocab_size") or config["vocab_size"])
         model = self_contained_graph(select_graph(artifact.path, decoding), decoding, vocabulary)
         onnx.save(model, folder / "1" / "model.onnx")
         defaults = {tensor.name for tensor in model.graph.initializer}
         names = [value.name for value in model.graph.input if value.name not in defaults]
-        backend, device, most = "onnxruntime", "KIND_CPU", _LARGEST_BATCH
+        backend, device, max_batch_size = "onnxruntime", "KIND_CPU", _LARGEST_BATCH
     output = _output_tensor(artifact, config)
     inputs = [TritonTensor(name, "TYPE_INT64", (-1,)) for name in names]
     content = model_config(
-        GRAPH_MODEL, backend, inputs, [output], most, _DELAY_US, device=device, profile=profile
+        GRAPH_MODEL, backend, inputs, [output], max_batch_size, _DELAY_US, device=device, profile=profile
     )
     (folder / "config.pbtxt").write_text(content, encoding="utf-8")
-    return names, output, most
+    return names, output, max_batch_size
 
 
 def _output_tensor(artifact: Artifact, config: dict[str, Any]) -> TritonTensor:
@@ -294,7 +300,7 @@ def text_model_settings(
 
     config, details = read_json_object(source / "config.json"), read_tokenizer_info(source)
     tokenizer = open_tokenizer(source)
-    before, after = special_tokens_around(tokenizer)
+    prefix_tokens, suffix_tokens = special_tokens_around(tokenizer)
     limit, causal = max_input_length(tokenizer, config), is_causal(config)
     if causal and decoding is not None:
         limit = max(1, limit // 2, limit + 1 - (decoding.max_new_tokens or MAX_NEW_TOKENS))
@@ -306,9 +312,9 @@ def text_model_settings(
         "causal": causal,
         "prefix": tokenizer.prefix,
         "lower": tokenizer.lower,
-        "before": list(before),
-        "after": list(after),
-        "room": limit - len(before) - len(after),
+        "before": list(prefix_tokens),
+        "after": list(suffix_tokens),
+        "room": limit - len(prefix_tokens) - len(suffix_tokens),
         "keeps_end": causal or details.truncation_side == "left",
         "pad": padding_token(tokenizer) if causal else tokenizer.pad_token_id or 0,
         "empty": first,

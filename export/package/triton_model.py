@@ -44,30 +44,30 @@ class TritonPythonModel:
 
             self.pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "source.spm"))
             self.words = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
-            self.names = {number: word for word, number in self.words.items()}
+            self.names = {token_id: token for token, token_id in self.words.items()}
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Answer all requests with one call of the graph."""
         triton = self.triton
-        given = [triton.get_input_tensor_by_name(request, "TEXT").as_numpy() for request in requests]
-        texts = [text.decode("utf-8") for array in given for text in array.reshape(-1)]
+        text_arrays = [triton.get_input_tensor_by_name(request, "TEXT").as_numpy() for request in requests]
+        texts = [text.decode("utf-8") for array in text_arrays for text in array.reshape(-1)]
         try:
-            found = self.answers(texts)
+            results = self.answers(texts)
         except triton.TritonModelException as error:
             failure = triton.TritonError(str(error))
             return [triton.InferenceResponse(output_tensors=[], error=failure) for _ in requests]
-        responses, at = [], 0
-        for array in given:
-            part = found[at : at + array.size]
-            at += array.size
+        responses, start = [], 0
+        for array in text_arrays:
+            part = results[start : start + array.size]
+            start += array.size
             responses.append(triton.InferenceResponse(output_tensors=[triton.Tensor("ANSWER", part)]))
         return responses
 
     def answers(self, texts: list[str]) -> Any:
         """Return an array with a row for each of `texts`."""
         settings, triton = self.settings, self.triton
-        rows = [self.encode(settings["prefix"] + text) for text in texts]
-        ids, mask = self.pad_batch(rows)
+        token_rows = [self.encode(settings["prefix"] + text) for text in texts]
+        ids, mask = self.pad_batch(token_rows)
         inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
         request = triton.InferenceRequest(
             model_name=settings["graph"],
@@ -92,31 +92,35 @@ class TritonPythonModel:
         if self.rendering is not None:  # a rendered chat contains its special tokens
             text = self.rendering.render_chat(self.chat, text, self.template["special_tokens"])
             ids = self.tokenizer.encode(text, add_special_tokens=False).ids
-            most = settings["room"] + len(settings["before"]) + len(settings["after"])
-            lead = ids[:1] if len(ids) > most > 1 and ids[0] == settings["bos"] else []
-            return lead + ids[max(0, len(ids) - most + len(lead)) :] or [settings["empty"]]
+            max_tokens = settings["room"] + len(settings["before"]) + len(settings["after"])
+            lead = ids[:1] if len(ids) > max_tokens > 1 and ids[0] == settings["bos"] else []
+            return lead + ids[max(0, len(ids) - max_tokens + len(lead)) :] or [settings["empty"]]
         if self.template is not None:
             text = self.template["template"].replace("{prompt}", text)
         text = text.lower() if settings["lower"] else text
-        before, after = settings["before"], settings["after"]
+        prefix_tokens, suffix_tokens = settings["before"], settings["after"]
         if self.tokenizer is not None:
             inner = self.tokenizer.encode(text).ids
-            inner = inner[len(before) : len(inner) - len(after)]
+            inner = inner[len(prefix_tokens) : len(inner) - len(suffix_tokens)]
         else:
-            pieces = self.pieces.encode(text, out_type=str)
-            inner = [self.words.get(piece, settings["unknown"]) for piece in pieces]
-        room = settings["room"]
-        inner = inner[max(0, len(inner) - room) :] if settings["keeps_end"] else inner[:room]
-        return [*before, *inner, *after] or [settings["empty"]]
+            subwords = self.pieces.encode(text, out_type=str)
+            inner = [self.words.get(subword, settings["unknown"]) for subword in subwords]
+        max_text_tokens = settings["room"]
+        inner = (
+            inner[max(0, len(inner) - max_text_tokens) :]
+            if settings["keeps_end"]
+            else inner[:max_text_tokens]
+        )
+        return [*prefix_tokens, *inner, *suffix_tokens] or [settings["empty"]]
 
-    def pad_batch(self, rows: list[list[int]]) -> tuple[Any, Any]:
+    def pad_batch(self, token_rows: list[list[int]]) -> tuple[Any, Any]:
         """Return ids and mask, int64 [B, L]; prompts are padded on the left."""
-        length = max(map(len, rows))
-        ids = np.full((len(rows), length), self.settings["pad"], dtype=np.int64)
+        length = max(map(len, token_rows))
+        ids = np.full((len(token_rows), length), self.settings["pad"], dtype=np.int64)
         mask = np.zeros_like(ids)
-        for at, row in enumerate(rows):
-            place = slice(length - len(row), length) if self.settings["causal"] else slice(len(row))
-            ids[at, place], mask[at, place] = row, 1
+        for row_index, row in enumerate(token_rows):
+            row_slice = slice(length - len(row), length) if self.settings["causal"] else slice(len(row))
+            ids[row_index, row_slice], mask[row_index, row_slice] = row, 1
         return ids, mask
 
     def decode(self, tokens: list[int]) -> str:
@@ -125,5 +129,5 @@ class TritonPythonModel:
         tokens = tokens[:end]
         if self.tokenizer is not None:
             return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
-        shown = [self.names[token] for token in tokens if token not in self.settings["special"]]
-        return str(self.pieces.decode_pieces(shown)).replace("\u2581", " ").strip()
+        visible_tokens = [self.names[token] for token in tokens if token not in self.settings["special"]]
+        return str(self.pieces.decode_pieces(visible_tokens)).replace("\u2581", " ").strip()

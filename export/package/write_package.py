@@ -71,9 +71,9 @@ def make_readme(
         _scores(origin),
     ]
     parts += [_sizes(artifact, folder), _usage_section(usage), _notes(usage)]
-    licence = escape_markdown(origin.licence or "not stated")
+    license = escape_markdown(origin.license or "not stated")
     parts += [
-        f"## Licence\n\nLicence of the model that this was made from: {licence}.",
+        f"## License\n\nLicense of the model that this was made from: {license}.",
         f"## Files\n\n`{CHECKSUMS_FILE}` lists the SHA-256 of every file; check them with `sha256sum -c"
         f" {CHECKSUMS_FILE}`.",
     ]
@@ -83,7 +83,7 @@ def make_readme(
 
 def _introduction(form: PackageFormat, artifact: Artifact, origin: PackageOrigin) -> str:
     details = artifact.manifest.details
-    words = (
+    introduction = (
         f"A model for {escape_markdown(artifact.manifest.task)}, packaged by smelt as `{form.name}`:"
         f" {form.summary}."
     )
@@ -93,7 +93,7 @@ def _introduction(form: PackageFormat, artifact: Artifact, origin: PackageOrigin
     lines += [f"| format | {artifact.format}{target} |"]
     lines += [f"| parameters | {details['parameters']:,} |"] if details.get("parameters") else []
     lines += [f"| artifact | {markdown_code(artifact.key)} |"]
-    return f"{words}\n\n" + "\n".join(lines)
+    return f"{introduction}\n\n" + "\n".join(lines)
 
 
 def _steps(origin: PackageOrigin) -> str:
@@ -108,17 +108,19 @@ def _steps(origin: PackageOrigin) -> str:
 
 
 def _settings(values: Mapping[str, Any]) -> str:
-    shown = (textwrap.shorten(json.dumps(v, ensure_ascii=False), _MAX_LENGTH) for v in values.values())
+    value_texts = (textwrap.shorten(json.dumps(v, ensure_ascii=False), _MAX_LENGTH) for v in values.values())
     return (
-        ", ".join(f"{escape_markdown(k)}: {escape_markdown(v)}" for k, v in zip(values, shown, strict=True))
+        ", ".join(
+            f"{escape_markdown(k)}: {escape_markdown(v)}" for k, v in zip(values, value_texts, strict=True)
+        )
         or "–"
     )
 
 
 def _scores(origin: PackageOrigin) -> str:
     if not origin.scores:
-        where = "of this run" if origin.run else "of an artifact without its run"
-        return f"## Scores\n\nThe scores {where} are unknown. Run `smelt eval` to score it on your data."
+        run_text = "of this run" if origin.run else "of an artifact without its run"
+        return f"## Scores\n\nThe scores {run_text} are unknown. Run `smelt eval` to score it on your data."
     lines = [
         "## Scores",
         "",
@@ -136,7 +138,7 @@ def _scores(origin: PackageOrigin) -> str:
             "Scored on the samples among which this step was chosen; the score on new samples may be lower.",
         ]
     lines += (
-        ["", *(f"- **{escape_markdown(doubt.message)}**" for doubt in origin.warnings)]
+        ["", *(f"- **{escape_markdown(score_warning.message)}**" for score_warning in origin.warnings)]
         if origin.warnings
         else []
     )
@@ -146,9 +148,10 @@ def _scores(origin: PackageOrigin) -> str:
 
 
 def _sizes(artifact: Artifact, folder: Path) -> str:
-    deployed, whole = artifact.size_bytes, folder_size(folder)
+    artifact_bytes, folder_bytes = artifact.size_bytes, folder_size(folder)
     return (
-        f"## Size\n\nGraphs and weights of the artifact: {deployed:,} bytes. This folder: {whole:,} bytes,"
+        f"## Size\n\nGraphs and weights of the artifact: {artifact_bytes:,} bytes. This folder: "
+        f"{folder_bytes:,} bytes,"
         " without README.md and the checksums."
     )
 
@@ -196,13 +199,14 @@ def require_empty_destination(out: Path) -> None:
                 code="current-folder",
                 file=str(out),
             )
-        above = next(path for path in out.absolute().parents if path.exists() or path.is_symlink())
-        if not above.is_dir():
+        existing_parent = next(path for path in out.absolute().parents if path.exists() or path.is_symlink())
+        if not existing_parent.is_dir():
             raise InputError(
-                f"{above}: this is a file, but {out} needs a folder there. Set another --out, or move the"
+                f"{existing_parent}: this is a file, but {out} needs a folder there. Set another "
+                "--out, or move the"
                 " file.",
                 code="parent-not-a-folder",
-                file=str(above),
+                file=str(existing_parent),
             )
 
 
@@ -245,10 +249,10 @@ def atomic_folder(out: Path) -> Iterator[Path]:
 def _remove_stale(out: Path) -> None:
     """Remove unfinished packages of dead processes for `out`."""
     name = re.compile(rf"\.{re.escape(out.name[:_MAX_NAME_LENGTH])}\.[0-9a-f]{{8}}{re.escape(_PART_SUFFIX)}")
-    for found in [
+    for stale_path in [
         path for path in out.parent.iterdir() if name.fullmatch(path.name.removesuffix(_OWNER_SUFFIX))
     ]:
-        part = found.with_name(found.name.removesuffix(_OWNER_SUFFIX))
+        part = stale_path.with_name(stale_path.name.removesuffix(_OWNER_SUFFIX))
         marker = part.with_name(part.name + _OWNER_SUFFIX)
         at_work = is_active(marker) if marker.exists() else seconds_since_written(part) < STALE_AFTER_S
         if not at_work:
@@ -269,17 +273,17 @@ def translate_os_errors(out: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in _DISK_FULL_ERRORS:
             raise _disk_full_error(out) from error
-        where = Path(os.fsdecode(error.filename) if error.filename else out)
+        failed_path = Path(os.fsdecode(error.filename) if error.filename else out)
         # the temporary folder has a name that the user does not know
-        where = out.parent if where.name.endswith((_PART_SUFFIX, _OWNER_SUFFIX)) else where
-        why = error.strerror or str(error)
+        failed_path = out.parent if failed_path.name.endswith((_PART_SUFFIX, _OWNER_SUFFIX)) else failed_path
+        reason = error.strerror or str(error)
         raise InputError(
-            f"{where}: {why}. Nothing was written to {out}. Set another --out.",
+            f"{failed_path}: {reason}. Nothing was written to {out}. Set another --out.",
             code="unwritable-path",
-            file=str(where),
+            file=str(failed_path),
         ) from error
     except Exception as error:
-        if not any(words in str(error).lower() for words in _DISK_FULL_MESSAGES):
+        if not any(disk_full_message in str(error).lower() for disk_full_message in _DISK_FULL_MESSAGES):
             raise
         raise _disk_full_error(out) from error
 
@@ -344,14 +348,14 @@ def write_package(
         RunError: the disk is full, or the result is not correct.
     """
     with atomic_folder(out) as folder:
-        how = package_format.write(artifact, origin, folder)
-        text = make_readme(package_format, artifact, origin, how, folder, out.absolute().name)
+        usage_notes = package_format.write(artifact, origin, folder)
+        text = make_readme(package_format, artifact, origin, usage_notes, folder, out.absolute().name)
         (folder / README_FILE).write_text(text, encoding="utf-8")
         if package_format.is_artifact:
             _write_manifest(artifact, folder)
         _write_checksums(folder)
         size = folder_size(folder)
-    return WrittenPackage(out, how, size, origin.warnings)
+    return WrittenPackage(out, usage_notes, size, origin.warnings)
 
 
 def copy_artifact(artifact: Artifact, folder: Path) -> None:
@@ -371,10 +375,10 @@ def _write_manifest(artifact: Artifact, folder: Path) -> None:
 
     Files that a user may edit (README.md, infer.py) are not listed, so that changes to them are allowed.
     """
-    inside = {path.relative_to(folder): path for path in _package_files(folder)}
+    relative_paths = {path.relative_to(folder): path for path in _package_files(folder)}
     files = {
         name.as_posix(): FileRecord(sha256=sha256_of(path), size_bytes=path.stat().st_size)
-        for name, path in inside.items()
+        for name, path in relative_paths.items()
         if not is_ignorable_file(name)
     }
     write_manifest(folder, artifact.manifest.model_copy(update={"files": files}))
@@ -402,23 +406,23 @@ def unsupported_format(package_format: PackageFormat, artifact: Artifact) -> Uns
 
     Properties that no export changes are checked first, so that no useless step is suggested.
     """
-    takes, manifest = package_format.supported, artifact.manifest
+    supported_inputs, manifest = package_format.supported, artifact.manifest
     artifact_format, target = artifact.format, manifest.details.get("target")
-    if takes.tasks is not None and manifest.task not in takes.tasks:
+    if supported_inputs.tasks is not None and manifest.task not in supported_inputs.tasks:
         return UnsupportedFormat(
             "unsupported-task",
-            f"its task is {manifest.task}; this format supports {_join_words(takes.tasks)}.",
+            f"its task is {manifest.task}; this format supports {_join_words(supported_inputs.tasks)}.",
         )
     family = read_json_object(artifact.path / "config.json").get("model_type")
-    if takes.families is not None and family not in takes.families:
-        text = f"its model family is {family}; this format supports {_join_words(takes.families)}."
+    if supported_inputs.families is not None and family not in supported_inputs.families:
+        text = f"its model family is {family}; this format supports {_join_words(supported_inputs.families)}."
         return UnsupportedFormat("unsupported-family", text)
-    if artifact_format not in takes.formats:
-        supported = _join_words(takes.formats)
+    if artifact_format not in supported_inputs.formats:
+        supported = _join_words(supported_inputs.formats)
         text = f"it is {with_article(artifact_format)} artifact; this format supports {supported}."
         return UnsupportedFormat("unsupported-format", text, needs_export=True)
-    if takes.targets is not None and target not in takes.targets:
-        text = f"it was exported for {target}; this format supports {_join_words(takes.targets)}."
+    if supported_inputs.targets is not None and target not in supported_inputs.targets:
+        text = f"it was exported for {target}; this format supports {_join_words(supported_inputs.targets)}."
         return UnsupportedFormat("unsupported-target", text, needs_export=True)
     try:
         package_format.check(artifact)
@@ -447,10 +451,10 @@ def require_supported(
         InputError: it does not; names artifacts of this run that fit, and the formats that support the
             artifact.
     """
-    why = unsupported_format(package_format, artifact)
-    if why is None:
+    unsupported = unsupported_format(package_format, artifact)
+    if unsupported is None:
         return
-    sentences = [f"{name} cannot be packaged as '{package_format.name}': {why.text.strip()}"]
+    sentences = [f"{name} cannot be packaged as '{package_format.name}': {unsupported.text.strip()}"]
     if supported_steps := [
         step for step, other in run.items() if unsupported_format(package_format, other) is None
     ]:
@@ -458,14 +462,14 @@ def require_supported(
         sentences.append(
             f"This format supports the {steps} of the same run (artifacts/{supported_steps[0]})."
         )
-    elif why.needs_export and package_format.supported.hint:
+    elif unsupported.needs_export and package_format.supported.hint:
         sentences.append(package_format.supported.hint)
-    if fitting := [other.name for other in forms if unsupported_format(other, artifact) is None]:
-        sentences.append(f"Formats that support this artifact: {', '.join(fitting)} (--format).")
-    raise InputError(" ".join(sentences), code=why.code)
+    if alternatives := [other.name for other in forms if unsupported_format(other, artifact) is None]:
+        sentences.append(f"Formats that support this artifact: {', '.join(alternatives)} (--format).")
+    raise InputError(" ".join(sentences), code=unsupported.code)
 
 
 def _join_words(words: Iterable[str]) -> str:
     """Return "a", "a and b", or "a, b and c"; a set in alphabetical order."""
-    found = sorted(words) if isinstance(words, frozenset) else list(words)
-    return " and ".join([", ".join(found[:-1]), found[-1]]) if len(found) > 1 else "".join(found)
+    items = sorted(words) if isinstance(words, frozenset) else list(words)
+    return " and ".join([", ".join(items[:-1]), items[-1]]) if len(items) > 1 else "".join(items)

@@ -66,14 +66,14 @@ def locate_first_mismatch(
     """
     name = graph.name
     graph_model = read_graph(folder / f"{name}.onnx", values=False)
-    places = _layer_outputs_in_graph(graph_model, graph.module)
-    expected = _layer_outputs(model, reference, {id(graph.module.get_submodule(p)): p for p in places})
+    layer_nodes = _layer_outputs_in_graph(graph_model, graph.module)
+    expected = _layer_outputs(model, reference, {id(graph.module.get_submodule(p)): p for p in layer_nodes})
     try:
-        session = open_with_outputs(graph_model, folder, name, [value for _, value in places.values()])
-        for call, got in run_graph_calls(session, folder, name, reference):
-            for path, whole in expected.items():
-                node, value = places[path]
-                if value in got and _differs(whole, got[value], call):
+        session = open_with_outputs(graph_model, folder, name, [value for _, value in layer_nodes.values()])
+        for call, actual_outputs in run_graph_calls(session, folder, name, reference):
+            for path, expected_output in expected.items():
+                node, value = layer_nodes[path]
+                if value in actual_outputs and _differs(expected_output, actual_outputs[value], call):
                     return LayerLocation(path, node)
     except Exception:  # the graph with exposed values cannot be run; the layer is not reported
         return None
@@ -88,19 +88,19 @@ def _layer_outputs_in_graph(model: Any, module: nn.Module) -> dict[str, tuple[st
     constants = {tensor.name for tensor in model.graph.initializer}
     readers = Counter(name for node in model.graph.node for name in node.input)
     layers = {name for name, layer in module.named_modules() if _is_layer(layer)}
-    found: dict[str, tuple[str, str]] = {}
-    below: dict[str, list[str]] = {name: [name] for name in constants}  # the constants of a value
+    layer_outputs: dict[str, tuple[str, str]] = {}
+    constant_sources: dict[str, list[str]] = {name: [name] for name in constants}  # the constants of a value
     for node in model.graph.node:
-        given = [name for name in node.input if name]
-        sources = [source for name in given for source in below.get(name, ())]
-        if given and all(name in below for name in given):
-            below.update(dict.fromkeys(node.output, sources))
+        input_names = [name for name in node.input if name]
+        sources = [source for name in input_names for source in constant_sources.get(name, ())]
+        if input_names and all(name in constant_sources for name in input_names):
+            constant_sources.update(dict.fromkeys(node.output, sources))
             continue
         for source in sources:
             path = _owning_layer(source, layers)
             if path is not None and readers[source] == 1:
-                found[path] = (node.name, node.output[0])
-    return found
+                layer_outputs[path] = (node.name, node.output[0])
+    return layer_outputs
 
 
 def _owning_layer(constant: str, layers: set[str]) -> str | None:
@@ -127,8 +127,8 @@ def _layer_outputs(model: Any, reference: TorchReference, wanted: dict[int, str]
         def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
             if path not in outputs:  # the first call covers all texts
                 flat = output.dim() == 2 and len(output) > texts
-                whole = output.unflatten(0, (texts, -1)) if flat else output
-                outputs[path] = whole.detach().numpy()
+                unflattened = output.unflatten(0, (texts, -1)) if flat else output
+                outputs[path] = unflattened.detach().numpy()
 
         return hook
 
@@ -141,15 +141,15 @@ def _layer_outputs(model: Any, reference: TorchReference, wanted: dict[int, str]
     return outputs
 
 
-def _differs(whole: Any, got: Any, call: GraphCall) -> bool:
-    expected = whole[:, call.positions] if whole.ndim == 3 else whole
+def _differs(full_output: Any, got: Any, call: GraphCall) -> bool:
+    expected = full_output[:, call.positions] if full_output.ndim == 3 else full_output
     if expected.size != got.size:
         return False  # of another part of the computation
-    real = call.token_mask if whole.ndim == 3 and call.token_mask is not None else slice(None)
-    expected, got = expected[real], got.reshape(expected.shape)[real]
-    spread = float(np.std(expected, dtype=np.float64)) or 1.0
+    token_selector = call.token_mask if full_output.ndim == 3 and call.token_mask is not None else slice(None)
+    expected, got = expected[token_selector], got.reshape(expected.shape)[token_selector]
+    std = float(np.std(expected, dtype=np.float64)) or 1.0
     largest = LOGITS_TOLERANCES["fp32"].max_difference or 0.0
-    return bool(np.abs(expected - got).max(initial=0.0) > largest * spread)
+    return bool(np.abs(expected - got).max(initial=0.0) > largest * std)
 
 
 DifferencesByGraph = dict[str, dict[str, float]]
@@ -191,8 +191,8 @@ def check_exported_graphs(subject: ExportedModel, reference: TorchReference) -> 
     graphs with dequantized weights with torch, at the tolerance of fp32, and finally the graphs as deployed.
 
     Returns:
-        For each graph the differences as deployed (largest, mean, agreement); under `exact` those with
-        dequantized weights, under `constants` and `operators` how many were compared.
+        For each graph the differences as deployed (largest, mean, agreement); under `exact_differences` those
+        with dequantized weights, under `constants` and `operators` how many were compared.
 
     Raises:
         ParityError: graph, output and, if known, node and layer.
@@ -209,38 +209,46 @@ def check_exported_graphs(subject: ExportedModel, reference: TorchReference) -> 
     if subject.is_half_precision:
         for graph in subject.graphs:
             _require_opens(subject.folder / f"{graph.name}.onnx", subject.target)
-    exact = _check_exactly(subject, reference)
+    exact_differences = _check_exactly(subject, reference)
     is_exact = subject.tolerance == subject.dtype == "fp32"
-    deployed = exact if is_exact else _check_as_deployed(subject, reference)
+    deployed_differences = exact_differences if is_exact else _check_as_deployed(subject, reference)
     for name, counts in details.items():
-        inner = {word: exact[name][word] for word in ("largest", "mean")}
-        details[name] = {**deployed[name], "exact": inner, **counts}
+        inner = {statistic: exact_differences[name][statistic] for statistic in ("largest", "mean")}
+        details[name] = {**deployed_differences[name], "exact": inner, **counts}
     return details
 
 
 def _check_exactly(subject: ExportedModel, reference: TorchReference) -> DifferencesByGraph:
     """Compare the graphs, on their own constants in float32, with the dequantized parent."""
-    exact = run_exact(subject.model, reference)
-    _require_unchanged(subject, reference, exact)
+    exact_reference = run_exact(subject.model, reference)
+    _require_unchanged(subject, reference, exact_reference)
     if subject.is_half_precision:
         round_weights_(subject.model, subject.tolerance, _fp32_weights(subject))
-        exact = run_exact(subject.model, reference)
+        exact_reference = run_exact(subject.model, reference)
     kind = {"fp16": "rounded", "bf16": "rounded-bf16"}.get(subject.tolerance, "fp32")
     with _float32_copy(subject) as folder:
         try:
             with _open_runner(subject, folder, "fp32") as runner:
-                return _compare(runner, subject.output_name, reference, exact, kind)
+                return _compare(runner, subject.output_name, reference, exact_reference, kind)
         except ParityError as error:
             differing = next((g for g in subject.graphs if error.file == f"{g.name}.onnx"), None)
-            place = differing and locate_first_mismatch(folder, differing, subject.model, reference)
-            where = f" The first layer that differs is {place.layer} (node '{place.node}')." if place else ""
-            raise ParityError(f"{error}{where}", code=error.code, file=error.file) from error
+            mismatch = differing and locate_first_mismatch(folder, differing, subject.model, reference)
+            mismatch_text = (
+                f" The first layer that differs is {mismatch.layer} (node '{mismatch.node}')."
+                if mismatch
+                else ""
+            )
+            raise ParityError(f"{error}{mismatch_text}", code=error.code, file=error.file) from error
 
 
 def _fp32_weights(subject: ExportedModel) -> list[Tensor]:
     """Return the weights that are float32 in files of fp16 or bf16."""
-    named = [(g.module, name) for g in subject.graphs for name in subject.fp32_modules.get(g.name, ())]
-    return [w for module, name in named for w in module.get_submodule(name).parameters(recurse=False)]
+    module_parameters = [
+        (g.module, name) for g in subject.graphs for name in subject.fp32_modules.get(g.name, ())
+    ]
+    return [
+        w for module, name in module_parameters for w in module.get_submodule(name).parameters(recurse=False)
+    ]
 
 
 def _require_unchanged(subject: ExportedModel, reference: TorchReference, exact: ExactReference) -> None:
@@ -279,25 +287,29 @@ def _compare(
     runner: Any, result: str, reference: TorchReference, exact: ExactReference, kind: str
 ) -> DifferencesByGraph:
     """Compare all outputs with `exact`. result: the last output."""
-    found: DifferencesByGraph = {}
+    differences: DifferencesByGraph = {}
     batch = reference.batch
     if exact.encoder_states is not None:
-        name, real = "encoder_model", batch.attention_mask == 1
-        got = runner.encoder_outputs(batch)
-        states = got["last_hidden_state"]
-        found[name] = check_output(name, "last_hidden_state", exact.encoder_states[real], states[real], kind)
-        del found[name]["agreement"]
+        name, is_token = "encoder_model", batch.attention_mask == 1
+        encoder_outputs = runner.encoder_outputs(batch)
+        states = encoder_outputs["last_hidden_state"]
+        differences[name] = check_output(
+            name, "last_hidden_state", exact.encoder_states[is_token], states[is_token], kind
+        )
+        del differences[name]["agreement"]
         for output, expected in exact.cross_caches.items():
-            keys = [np.moveaxis(t, 1, 2)[real] for t in (expected, got[output])]  # [tokens, H, d]
+            keys = [
+                np.moveaxis(t, 1, 2)[is_token] for t in (expected, encoder_outputs[output])
+            ]  # [tokens, H, d]
             check_output(name, output, keys[0], keys[1], kind)
     name = "model" if exact.encoder_states is None else "decoder_with_past_model"
     if exact.all_logits is not None:
-        whole = np.concatenate([exact.all_logits, exact.all_logits[-1:]])
-        check_output(name, "logits", whole, _logits_in_two_calls(runner, batch.input_ids[-1:]), kind)
-    found[name] = check_output(name, result, exact.logits, logits_for(runner, reference), kind)
+        logits_twice = np.concatenate([exact.all_logits, exact.all_logits[-1:]])
+        check_output(name, "logits", logits_twice, _logits_in_two_calls(runner, batch.input_ids[-1:]), kind)
+    differences[name] = check_output(name, result, exact.logits, logits_for(runner, reference), kind)
     if result != "logits":  # the argmax of a vector is not a class
-        del found[name]["agreement"]
-    return found
+        del differences[name]["agreement"]
+    return differences
 
 
 def _logits_in_two_calls(runner: Any, ids: Any) -> Any:
@@ -305,18 +317,20 @@ def _logits_in_two_calls(runner: Any, ids: Any) -> Any:
     state = runner.start(1)
     half = ids.shape[1] // 2
     parts = [ids[:, :half], ids[:, half:]]
-    found = [runner.extend(state, np.ascontiguousarray(p), np.ones_like(p))[0] for p in parts if p.size]
-    found.append(runner.extend(runner.start(1), ids, np.ones_like(ids), last=1)[0])
-    return np.concatenate(found)
+    logits_parts = [
+        runner.extend(state, np.ascontiguousarray(p), np.ones_like(p))[0] for p in parts if p.size
+    ]
+    logits_parts.append(runner.extend(runner.start(1), ids, np.ones_like(ids), last=1)[0])
+    return np.concatenate(logits_parts)
 
 
 def _check_as_deployed(subject: ExportedModel, reference: TorchReference) -> DifferencesByGraph:
-    exact = ExactReference(reference.logits, reference.encoder_states)
+    exact_reference = ExactReference(reference.logits, reference.encoder_states)
     dtype = "fp32" if subject.is_half_precision else subject.dtype
     with _rounding_copy(subject) as folder, _open_runner(subject, folder, dtype) as runner:
-        kinds = [kind for kind in (subject.tolerance, subject.dtype) if kind in LOGITS_TOLERANCES]
-        kind = max(kinds, key=lambda kind: LOGITS_TOLERANCES[kind].mean_difference)
-        return _compare(runner, subject.output_name, reference, exact, kind)
+        tolerance_kinds = [kind for kind in (subject.tolerance, subject.dtype) if kind in LOGITS_TOLERANCES]
+        kind = max(tolerance_kinds, key=lambda kind: LOGITS_TOLERANCES[kind].mean_difference)
+        return _compare(runner, subject.output_name, reference, exact_reference, kind)
 
 
 @contextmanager

@@ -89,20 +89,20 @@ def check_operators(graph: str, model: Any, module: nn.Module, path: Path, threa
     """
     from smelt.runtimes.onnx_backend import open_onnx_session
 
-    found = [_match_layer(graph, model, module, node) for node in _quantized_nodes(model)]
-    if not found:
+    quantized_nodes = [_match_layer(graph, model, module, node) for node in _quantized_nodes(model)]
+    if not quantized_nodes:
         return 0
     file = path.with_name(f".{path.stem}-operators.onnx")
     try:
-        for part in _parts(found):
+        for part in _parts(quantized_nodes):
             names = _test_inputs(part)
             _write_operator_graph(model, part, file)
             session: Any = open_onnx_session(file, threads)
             for sign in (1, -1):
                 inputs = {test_input: sign * _binary_rows(*test_input) for test_input in names}
                 results = session.run(None, {name: inputs[test_input] for test_input, name in names.items()})
-                for operator, got in zip(part, results, strict=True):
-                    _compare(graph, operator, inputs[operator.test_input], got)
+                for operator, actual in zip(part, results, strict=True):
+                    _compare(graph, operator, inputs[operator.test_input], actual)
             del session  # it holds the weights
     except ParityError:
         raise
@@ -114,14 +114,14 @@ def check_operators(graph: str, model: Any, module: nn.Module, path: Path, threa
         ) from error
     finally:
         file.unlink(missing_ok=True)
-    return len(found)
+    return len(quantized_nodes)
 
 
-def _parts(found: Iterable[_QuantizedNode]) -> Iterator[list[_QuantizedNode]]:
+def _parts(operators: Iterable[_QuantizedNode]) -> Iterator[list[_QuantizedNode]]:
     """Yield the operators in parts of about `_WEIGHTS_AT_ONCE` weights, which one session holds."""
     part: list[_QuantizedNode] = []
     size = 0
-    for operator in found:
+    for operator in operators:
         count = operator.layer.in_features * operator.layer.out_features
         if part and size + count > _WEIGHTS_AT_ONCE:
             yield part
@@ -140,60 +140,68 @@ def _quantized_nodes(model: Any) -> Iterator[Any]:
             yield node
 
 
-def _test_inputs(found: Iterable[_QuantizedNode]) -> dict[tuple[int, float], str]:
+def _test_inputs(operators: Iterable[_QuantizedNode]) -> dict[tuple[int, float], str]:
     """Return the inputs of the operators (`_QuantizedNode.test_input`) and their names."""
     return {
-        test_input: f"x{at}"
-        for at, test_input in enumerate(sorted({operator.test_input for operator in found}))
+        test_input: f"x{input_index}"
+        for input_index, test_input in enumerate(sorted({operator.test_input for operator in operators}))
     }
 
 
 def _activation_path(model: Any, node: Any) -> list[Any]:
     """Return the nodes that convert float32 activations to the inputs of `node`, in order."""
-    makers = {other.output[0]: other for other in model.graph.node if other.op_type in QDQ_OPS}
-    found: list[Any] = []
+    producers = {other.output[0]: other for other in model.graph.node if other.op_type in QDQ_OPS}
+    path_nodes: list[Any] = []
     name = node.input[0]
-    while name in makers:
-        found.insert(0, makers[name])
-        name = makers[name].input[0]
-    return found
+    while name in producers:
+        path_nodes.insert(0, producers[name])
+        name = producers[name].input[0]
+    return path_nodes
 
 
 def _match_layer(graph: str, model: Any, module: nn.Module, node: Any) -> _QuantizedNode:
     """Return a node with its layer, found by the name of its quantized weights in the scheme."""
-    before, weight_names = producing_nodes(model, node.input[1:])
+    weight_nodes, weight_names = producing_nodes(model, node.input[1:])
     _, names = producing_nodes(model, node.input[1:2])
     layers = (n.rpartition(".matrix.")[0] for n in names if ".matrix." in n)
     layer = next(layers, None)
-    found = _linear_of_layer(module, layer) if layer else None
+    linear = _linear_of_layer(module, layer) if layer else None
     parts = [
-        (layer, part) for name in weight_names for layer, at, part in [name.rpartition(".matrix.")] if at
+        (layer, part)
+        for name in weight_names
+        for layer, separator, part in [name.rpartition(".matrix.")]
+        if separator
     ]
-    if found is not None and len({layer for layer, _ in parts}) > 1:
-        layer, found = _layer_with_equal_tensors(module, parts) or (layer, found)
+    if linear is not None and len({layer for layer, _ in parts}) > 1:
+        layer, linear = _layer_with_equal_tensors(module, parts) or (layer, linear)
     # layers with equal weights share one constant, and may have different biases
     for name in weight_names:
         owner = _linear_of_layer(module, name.removesuffix(".bias")) if name.endswith(".bias") else None
-        if owner is not None and found is not None and _have_equal_tensors(owner, found, parts):
-            layer, found = name.removesuffix(".bias"), owner
-    if layer is None or found is None:
-        known = f"'{node.input[1]}', which belongs to no quantized layer"
+        if owner is not None and linear is not None and _have_equal_tensors(owner, linear, parts):
+            layer, linear = name.removesuffix(".bias"), owner
+    if layer is None or linear is None:
+        weight_text = f"'{node.input[1]}', which belongs to no quantized layer"
         raise ParityError(
-            f"{graph}: node '{node.name}' ({node.op_type}) uses the weight {known} of its parent.",
+            f"{graph}: node '{node.name}' ({node.op_type}) uses the weight {weight_text} of its parent.",
             code="unmatched-operator",
             file=f"{graph}.onnx",
         )
     return _QuantizedNode(
-        node, before, layer, found, _activation_path(model, node), _input_width(model, node, before, found)
+        node,
+        weight_nodes,
+        layer,
+        linear,
+        _activation_path(model, node),
+        _input_width(model, node, weight_nodes, linear),
     )
 
 
 def _input_width(model: Any, node: Any, before: list[Any], layer: QuantizedLinear) -> int:
     """Return the number of a node's inputs, from its attribute or from the columns of its weights [K, N]."""
     width = next((attribute.i for attribute in node.attribute if attribute.name == "K"), None)
-    makers = [other.input[0] for other in before if other.output[0] == node.input[1]]
-    if width is None and node.op_type == "MatMul" and makers:
-        width = next((t.dims[0] for t in model.graph.initializer if t.name == makers[0]), None)
+    producer_inputs = [other.input[0] for other in before if other.output[0] == node.input[1]]
+    if width is None and node.op_type == "MatMul" and producer_inputs:
+        width = next((t.dims[0] for t in model.graph.initializer if t.name == producer_inputs[0]), None)
     return layer.in_features if width is None else width
 
 
@@ -208,16 +216,16 @@ def _layer_with_equal_tensors(
         module: with all of these layers.
         parts: by the name of a layer that of one of its matrix's tensors.
     """
-    wanted = {}
+    part_tensors = {}
     for name, part in parts:
         owner = _linear_of_layer(module, name)
         if owner is None or not owner.matrix.has(part):
             return None
-        wanted[part] = owner.matrix.tensor(part)
+        part_tensors[part] = owner.matrix.tensor(part)
     for name, layer in module.named_modules():
         if isinstance(layer, QuantizedLinear) and all(
             layer.matrix.has(part) and torch.equal(layer.matrix.tensor(part), tensor)
-            for part, tensor in wanted.items()
+            for part, tensor in part_tensors.items()
         ):
             return name, layer
     return None
@@ -236,68 +244,72 @@ def _have_equal_tensors(a: QuantizedLinear, b: QuantizedLinear, parts: list[tupl
 def _linear_of_layer(module: nn.Module, name: str) -> QuantizedLinear | None:
     """Return the layer `name`; for an embedding the layer that multiplies with its matrix."""
     try:
-        found = module.get_submodule(name)
+        submodule = module.get_submodule(name)
     except AttributeError:
         return None
-    if isinstance(found, QuantizedEmbedding):
-        layers = (m for m in module.modules() if isinstance(m, QuantizedLinear) and m.matrix is found.matrix)
+    if isinstance(submodule, QuantizedEmbedding):
+        layers = (
+            m for m in module.modules() if isinstance(m, QuantizedLinear) and m.matrix is submodule.matrix
+        )
         return next(layers, None)
-    return found if isinstance(found, QuantizedLinear) else None
+    return submodule if isinstance(submodule, QuantizedLinear) else None
 
 
 def producing_nodes(model: Any, names: Iterable[str]) -> tuple[list[Any], list[str]]:
     """Return the nodes that compute the values `names`, in the graph's order, and their input names."""
-    makers = {name: at for at, other in enumerate(model.graph.node) for name in other.output}
+    producer_indices = {
+        name: node_index for node_index, other in enumerate(model.graph.node) for name in other.output
+    }
     nodes: set[int] = set()
     sources: list[str] = []
     todo = list(names)
     while todo:
         name = todo.pop(0)
-        at = makers.get(name)
-        if at is None:
+        node_index = producer_indices.get(name)
+        if node_index is None:
             sources.append(name)
-        elif at not in nodes:
-            nodes.add(at)
-            todo += model.graph.node[at].input
-    return [model.graph.node[at] for at in sorted(nodes)], sources
+        elif node_index not in nodes:
+            nodes.add(node_index)
+            todo += model.graph.node[node_index].input
+    return [model.graph.node[node_index] for node_index in sorted(nodes)], sources
 
 
 def _binary_rows(size: int, value: float) -> NDArray[np.float32]:
     """Return float32 [_ROWS, size]: random rows and their complements, with `value` instead of 1."""
-    rows = np.random.default_rng(size).integers(0, 2, (_TEST_ROWS // 2, size))
-    return np.concatenate([rows, 1 - rows]).astype(np.float32) * np.float32(value)
+    binary = np.random.default_rng(size).integers(0, 2, (_TEST_ROWS // 2, size))
+    return np.concatenate([binary, 1 - binary]).astype(np.float32) * np.float32(value)
 
 
-def _write_operator_graph(model: Any, found: list[_QuantizedNode], file: Path) -> None:
+def _write_operator_graph(model: Any, operators: list[_QuantizedNode], file: Path) -> None:
     """Write a graph of only the operators, each with its own output, with shared inputs."""
     from onnx import TensorProto, helper
 
     nodes: list[Any] = []
     outputs = []
     constants: set[str] = set()
-    names = _test_inputs(found)
-    for number, operator in enumerate(found):
+    names = _test_inputs(operators)
+    for operator_index, operator in enumerate(operators):
         nodes += [n for n in operator.constant_nodes if n.output[0] not in constants]
         constants.update(n.output[0] for n in operator.constant_nodes)
         nodes += _rename_chain(
-            [*operator.activation_nodes, operator.node], names[operator.test_input], f"y{number}"
+            [*operator.activation_nodes, operator.node], names[operator.test_input], f"y{operator_index}"
         )
-        outputs.append(helper.make_tensor_value_info(f"y{number}", TensorProto.FLOAT, None))
+        outputs.append(helper.make_tensor_value_info(f"y{operator_index}", TensorProto.FLOAT, None))
     inputs = [
         helper.make_tensor_value_info(x, TensorProto.FLOAT, [_TEST_ROWS, n]) for (n, _), x in names.items()
     ]
-    used = {name for node in nodes for name in node.input}
-    alone = type(model)()
-    alone.ir_version = model.ir_version
-    alone.opset_import.extend(model.opset_import)
-    alone.graph.CopyFrom(helper.make_graph(nodes, "operators", inputs, outputs))
+    used_names = {name for node in nodes for name in node.input}
+    operator_model = type(model)()
+    operator_model.ir_version = model.ir_version
+    operator_model.opset_import.extend(model.opset_import)
+    operator_model.graph.CopyFrom(helper.make_graph(nodes, "operators", inputs, outputs))
     for tensor in model.graph.initializer:
-        if tensor.name in used:
-            alone.graph.initializer.add().CopyFrom(tensor)
-    _widen(alone, file.parent)
+        if tensor.name in used_names:
+            operator_model.graph.initializer.add().CopyFrom(tensor)
+    _widen(operator_model, file.parent)
     import onnx
 
-    onnx.save(alone, file)
+    onnx.save(operator_model, file)
 
 
 def _widen(alone: Any, folder: Path) -> None:
@@ -319,12 +331,12 @@ def _widen(alone: Any, folder: Path) -> None:
 def _rename_chain(path: list[Any], first: str, last: str) -> list[Any]:
     """Return copies of consecutive nodes; the first one reads `first`, the last one outputs `last`."""
     nodes = []
-    for at, node in enumerate(path):
+    for index, node in enumerate(path):
         copy = type(node)()
         copy.CopyFrom(node)
         copy.name = f"{node.name}.{last}"  # several operators may share a quantizing node
         copy.input[0] = first
-        first = copy.output[0] = last if at == len(path) - 1 else f"{last}.{at}"
+        first = copy.output[0] = last if index == len(path) - 1 else f"{last}.{index}"
         nodes.append(copy)
     return nodes
 
@@ -332,11 +344,11 @@ def _rename_chain(path: list[Any], first: str, last: str) -> list[Any]:
 def _compare(graph: str, operator: _QuantizedNode, x: NDArray[np.float32], got: NDArray[np.float32]) -> None:
     layer = operator.layer
     with torch.inference_mode():  # the inputs are not changed by quantization
-        given = torch.from_numpy(x)[:, : layer.in_features]  # padding of a group is ignored
+        inputs = torch.from_numpy(x)[:, : layer.in_features]  # padding of a group is ignored
         weight = layer.matrix.dequantize()
-        expected = F.linear(given, weight, operator.bias).numpy()
+        expected = F.linear(inputs, weight, operator.bias).numpy()
         # a sum of canceling terms is only as exact as its terms
-        terms = _ROUNDING_TOLERANCE * F.linear(given.abs(), weight.abs_()).numpy()
+        terms = _ROUNDING_TOLERANCE * F.linear(inputs.abs(), weight.abs_()).numpy()
     node = f"{graph}: node '{operator.node.name}' ({operator.node.op_type})"
     if expected.shape != got.shape:
         raise ParityError(
@@ -344,9 +356,9 @@ def _compare(graph: str, operator: _QuantizedNode, x: NDArray[np.float32], got: 
             code="shape-mismatch",
             file=f"{graph}.onnx",
         )
-    reach = np.abs(expected).max(axis=0) + 1e-6 * float(np.abs(expected).max())
+    magnitudes = np.abs(expected).max(axis=0) + 1e-6 * float(np.abs(expected).max())
     wrong = np.clip(np.abs(expected - got) - terms, 0.0, None).max(axis=0)
-    off = wrong / np.where(reach > 0, reach, 1.0)
+    off = wrong / np.where(magnitudes > 0, magnitudes, 1.0)
     if not (largest := float(off.max())) <= _TOLERANCE:
         raise ParityError(
             f"{node} and its layer {operator.name} return different outputs for the same inputs: output"
@@ -395,8 +407,10 @@ def open_with_outputs(
     from smelt.runtimes.onnx_backend import open_onnx_session
 
     graph = model.graph
-    known = {"", *(value.name for value in (*graph.input, *graph.output, *graph.initializer))}
-    graph.output.extend(ValueInfoProto(name=value) for value in dict.fromkeys(values) if value not in known)
+    existing_names = {"", *(value.name for value in (*graph.input, *graph.output, *graph.initializer))}
+    graph.output.extend(
+        ValueInfoProto(name=value) for value in dict.fromkeys(values) if value not in existing_names
+    )
     with TemporaryDirectory(dir=folder) as temporary:
         link_external_data(model, folder, Path(temporary))
         write_graph(model, path := Path(temporary, f"{name}.onnx"))
@@ -421,24 +435,27 @@ def run_graph_calls(
         call = GraphCall({PIXEL_VALUES: batch.pixel_values}, slice(None), None)
         yield call, _run(session, call.feeds)
         return
-    real = batch.attention_mask == 1
+    is_token = batch.attention_mask == 1
     ids = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
     if name == "encoder_model" or reference.tokens is None:
         types = np.zeros_like(batch.input_ids) if batch.token_type_ids is None else batch.token_type_ids
-        call = GraphCall({**ids, "token_type_ids": types}, slice(None), real)
+        call = GraphCall({**ids, "token_type_ids": types}, slice(None), is_token)
         yield call, _run(session, call.feeds)
         return
-    state = _empty_caches(session, len(real))
+    state = _empty_caches(session, len(is_token))
     if name == "model":
         yield from _causal_calls(session, state, reference)
         return
     encoder: Any = open_onnx_session(folder / "encoder_model.onnx")
     state |= _as_past_inputs(_run(encoder, ids))
-    for at, tokens in enumerate(reference.tokens):
+    for step_index, tokens in enumerate(reference.tokens):
         feeds = {"input_ids": tokens[:, None], "encoder_attention_mask": batch.attention_mask, **state}
-        got = _run(session, feeds)
-        yield GraphCall(feeds, slice(at, at + 1), np.ones((len(real), 1), dtype=bool)), got
-        state |= _as_past_inputs(got)
+        call_outputs = _run(session, feeds)
+        yield (
+            GraphCall(feeds, slice(step_index, step_index + 1), np.ones((len(is_token), 1), dtype=bool)),
+            call_outputs,
+        )
+        state |= _as_past_inputs(call_outputs)
 
 
 def _causal_calls(
@@ -449,15 +466,19 @@ def _causal_calls(
     ids = np.concatenate([batch.input_ids, reference.tokens[1:].T], axis=1)
     mask = np.concatenate([batch.attention_mask, np.ones_like(reference.tokens[1:].T)], axis=1)
     prompt, total = batch.input_ids.shape[1] - 1, ids.shape[1]
-    stretches = [(0, prompt), *((at, at + 1) for at in range(prompt, total))]
+    stretches = [(0, prompt), *((position, position + 1) for position in range(prompt, total))]
     for begin, end in stretches:
         if end > begin:
-            places = position_ids(mask[:, :end])[:, begin:]
-            feeds = {"input_ids": ids[:, begin:end], "attention_mask": mask[:, :end], "position_ids": places}
+            positions = position_ids(mask[:, :end])[:, begin:]
+            feeds = {
+                "input_ids": ids[:, begin:end],
+                "attention_mask": mask[:, :end],
+                "position_ids": positions,
+            }
             feeds |= {"num_logits_to_keep": np.array(0, dtype=np.int64), **state}
-            got = _run(session, feeds)
-            yield GraphCall(feeds, slice(begin, end), mask[:, begin:end] == 1), got
-            state = _as_past_inputs(got)
+            call_outputs = _run(session, feeds)
+            yield GraphCall(feeds, slice(begin, end), mask[:, begin:end] == 1), call_outputs
+            state = _as_past_inputs(call_outputs)
 
 
 def _run(session: Any, feeds: TensorsByName) -> TensorsByName:
@@ -468,12 +489,14 @@ def _run(session: Any, feeds: TensorsByName) -> TensorsByName:
 
 def _empty_caches(session: Any, rows: int) -> TensorsByName:
     caches = [i for i in session.get_inputs() if i.name.startswith("past_key_values.")]
-    own = [i for i in caches if ".encoder." not in i.name]
-    kinds = {i.name: np.int8 if i.type == "tensor(int8)" else np.float32 for i in own}
-    return {i.name: np.zeros((rows, i.shape[1], 0, i.shape[3]), dtype=kinds[i.name]) for i in own}
+    self_caches = [i for i in caches if ".encoder." not in i.name]
+    cache_dtypes = {i.name: np.int8 if i.type == "tensor(int8)" else np.float32 for i in self_caches}
+    return {
+        i.name: np.zeros((rows, i.shape[1], 0, i.shape[3]), dtype=cache_dtypes[i.name]) for i in self_caches
+    }
 
 
 def _as_past_inputs(outputs: TensorsByName) -> TensorsByName:
     """Return the caches among `outputs` under the names of the next call's inputs."""
-    mark = "present."
-    return {f"past_key_values.{n[len(mark) :]}": v for n, v in outputs.items() if n.startswith(mark)}
+    prefix = "present."
+    return {f"past_key_values.{n[len(prefix) :]}": v for n, v in outputs.items() if n.startswith(prefix)}

@@ -68,10 +68,10 @@ def _image_samples(parent: Any, data: Mapping[str, Split], rows: int) -> tuple[I
     split = _select_split(data)
     if split is None:
         height, width = parent.processor.shape or (224, 224)
-        drawn = np.random.default_rng(0).normal(size=(rows, 3, height, width))
-        return ImageBatch(drawn.astype(np.float32)), False
-    few = split.select(np.linspace(0, len(split) - 1, min(rows, len(split))).astype(int).tolist())
-    return ImageBatch(stack_image_inputs(split_images(few, parent.processor))), True
+        random_values = np.random.default_rng(0).normal(size=(rows, 3, height, width))
+        return ImageBatch(random_values.astype(np.float32)), False
+    subset = split.select(np.linspace(0, len(split) - 1, min(rows, len(split))).astype(int).tolist())
+    return ImageBatch(stack_image_inputs(split_images(subset, parent.processor))), True
 
 
 def parity_batch(
@@ -99,20 +99,22 @@ def parity_batch(
         rows: number of samples.
         length: maximum length, except of a row for all distances.
     """
-    reach = int(config.get("relative_attention_max_distance") or 0)
+    max_distance = int(config.get("relative_attention_max_distance") or 0)
     encoded = _encode_split(data, tokenizer, min(length, limit), task)
-    real = encoded is not None and max(map(len, encoded.ids)) > 1
-    if encoded is None or not real:
+    is_real = encoded is not None and max(map(len, encoded.ids)) > 1
+    if encoded is None or not is_real:
         ids = np.linspace(0, int(config["vocab_size"]) - 1, rows * 12).astype(np.int64).reshape(rows, 12)
         encoded = EncodedTexts(ids[:, : max(2, min(12, limit))].tolist(), None, 0)
-    encoded = _vary_lengths(_select_rows(encoded, _MIN_LENGTHS if reach and rows == PARITY_ROWS else rows))
-    if reach:
-        encoded.ids[-1] = _fill_to_length(min(limit, reach + PARITY_STEPS), encoded.ids)
+    encoded = _vary_lengths(
+        _select_rows(encoded, _MIN_LENGTHS if max_distance and rows == PARITY_ROWS else rows)
+    )
+    if max_distance:
+        encoded.ids[-1] = _fill_to_length(min(limit, max_distance + PARITY_STEPS), encoded.ids)
     pad = tokenizer.pad_token_id
     batch = pad_batch(encoded, range(len(encoded.ids)), 0 if pad is None else pad)
     if task_traits(task).output == "embedding":  # its texts are encoded separately
-        return Batch(batch.input_ids, batch.attention_mask), real
-    return _with_token_types(batch, config), real
+        return Batch(batch.input_ids, batch.attention_mask), is_real
+    return _with_token_types(batch, config), is_real
 
 
 def _encode_split(data: Mapping[str, Split], tokenizer: Any, most: int, task: Task) -> EncodedTexts | None:
@@ -124,16 +126,16 @@ def _encode_split(data: Mapping[str, Split], tokenizer: Any, most: int, task: Ta
 
 
 def _select_split(data: Mapping[str, Split]) -> Split | None:
-    found = (data[n] for n in ("calibration", "validation", "train") if n in data)
-    return next((split for split in found if len(split)), None)
+    splits = (data[n] for n in ("calibration", "validation", "train") if n in data)
+    return next((split for split in splits if len(split)), None)
 
 
 def _select_rows(encoded: EncodedTexts, rows: int) -> EncodedTexts:
     """Return `rows` rows, the shortest first, the longest last; if there are fewer, rows repeat."""
     order = sorted(range(len(encoded.ids)), key=lambda i: len(encoded.ids[i]))
-    places = [order[at] for at in np.linspace(0, len(order) - 1, rows).round().astype(int)]
-    types = None if encoded.types is None else [encoded.types[i] for i in places]
-    return EncodedTexts([list(encoded.ids[i]) for i in places], types, 0)
+    indices = [order[position] for position in np.linspace(0, len(order) - 1, rows).round().astype(int)]
+    types = None if encoded.types is None else [encoded.types[i] for i in indices]
+    return EncodedTexts([list(encoded.ids[i]) for i in indices], types, 0)
 
 
 def _vary_lengths(encoded: EncodedTexts) -> EncodedTexts:
@@ -141,8 +143,8 @@ def _vary_lengths(encoded: EncodedTexts) -> EncodedTexts:
     lengths = [len(ids) for ids in encoded.ids]
     if 4 * min(lengths) <= 3 * max(lengths):
         return encoded
-    rows = len(lengths)
-    keep = [max(1, length * (at + 1) // rows) for at, length in enumerate(lengths)]
+    num_rows = len(lengths)
+    keep = [max(1, length * (row_index + 1) // num_rows) for row_index, length in enumerate(lengths)]
     types = encoded.types
     return EncodedTexts(
         [_truncate(ids, n) for ids, n in zip(encoded.ids, keep, strict=True)],
@@ -155,10 +157,10 @@ def _truncate(row: Sequence[int], length: int) -> list[int]:
     return [*row[: length - 1], row[-1]]
 
 
-def _fill_to_length(length: int, rows: list[list[int]]) -> list[int]:
-    """Return a row of `length` tokens from those of `rows`."""
-    tokens = [token for row in reversed(rows) for token in row[:-1]] or rows[-1]
-    return [*np.resize(tokens, max(1, length - 1)).tolist(), rows[-1][-1]]
+def _fill_to_length(length: int, token_rows: list[list[int]]) -> list[int]:
+    """Return a row of `length` tokens from those of `token_rows`."""
+    tokens = [token for row in reversed(token_rows) for token in row[:-1]] or token_rows[-1]
+    return [*np.resize(tokens, max(1, length - 1)).tolist(), token_rows[-1][-1]]
 
 
 def _with_token_types(batch: Batch, config: Mapping[str, Any]) -> Batch:
@@ -185,18 +187,21 @@ def causal_batch(
     from smelt.generation.prompt_batches import pad_left, padding_token
     from smelt.models.text_rules import join_texts
 
-    most = max(2, min(length, limit - PARITY_STEPS))
+    max_tokens = max(2, min(length, limit - PARITY_STEPS))
     split = _select_split(data)
     ids: list[int] = []
     if split is not None:
         text = join_texts(Split(split.origin, split.examples[: 50 * rows], split.windows))
-        ids = tokenizer(text[: 20 * rows * most], verbose=False)["input_ids"]
-    real = len(ids) >= 2 * rows
-    if not real:
-        ids = np.linspace(0, int(config["vocab_size"]) - 1, rows * most).astype(np.int64).tolist()
-    size = min(most, len(ids) // rows)
-    prompts = [ids[at * size : (at + 1) * size][: max(1, size * (at + 1) // rows)] for at in range(rows)]
-    return pad_left(prompts, padding_token(tokenizer)), real
+        ids = tokenizer(text[: 20 * rows * max_tokens], verbose=False)["input_ids"]
+    is_real = len(ids) >= 2 * rows
+    if not is_real:
+        ids = np.linspace(0, int(config["vocab_size"]) - 1, rows * max_tokens).astype(np.int64).tolist()
+    size = min(max_tokens, len(ids) // rows)
+    prompts = [
+        ids[row_index * size : (row_index + 1) * size][: max(1, size * (row_index + 1) // rows)]
+        for row_index in range(rows)
+    ]
+    return pad_left(prompts, padding_token(tokenizer)), is_real
 
 
 def _prompt_batch(split: Split, tokenizer: Any, limit: int, rows: int, length: int) -> Batch:
@@ -207,12 +212,14 @@ def _prompt_batch(split: Split, tokenizer: Any, limit: int, rows: int, length: i
     from smelt.generation.prompt_batches import pad_left, padding_token
     from smelt.models.tokenizer import encode_prompts
 
-    most = max(2, min(length, limit - PARITY_STEPS))
-    found = encode_prompts([e.text for e in split.examples[:_MAX_CANDIDATES]], tokenizer, most)
-    chosen = _select_rows(EncodedTexts(found, None, 0), rows).ids
-    if 4 * min(map(len, chosen)) > 3 * max(map(len, chosen)):
-        chosen = [ids[-max(1, len(ids) * (at + 1) // rows) :] for at, ids in enumerate(chosen)]
-    return pad_left(chosen, padding_token(tokenizer))
+    max_tokens = max(2, min(length, limit - PARITY_STEPS))
+    prompts = encode_prompts([e.text for e in split.examples[:_MAX_CANDIDATES]], tokenizer, max_tokens)
+    selected = _select_rows(EncodedTexts(prompts, None, 0), rows).ids
+    if 4 * min(map(len, selected)) > 3 * max(map(len, selected)):
+        selected = [
+            ids[-max(1, len(ids) * (row_index + 1) // rows) :] for row_index, ids in enumerate(selected)
+        ]
+    return pad_left(selected, padding_token(tokenizer))
 
 
 EXAMPLE_LENGTHS = (12, 8, 5)  # of the rows
@@ -243,22 +250,22 @@ def example_feeds(
     if tokens is None:
         return [_feeds(session, {}, {"batch": len(lengths)})]
     names = {i.name for i in session.get_inputs()}
-    length, rows = max(lengths), len(lengths)
-    ids = np.resize(tokens, (rows, length)).astype(np.int64)
+    length, num_rows = max(lengths), len(lengths)
+    ids = np.resize(tokens, (num_rows, length)).astype(np.int64)
     mask = (np.arange(length) < np.array(lengths)[:, None]).astype(np.int64)
     values: Feeds = {"input_ids": ids, "attention_mask": mask, "encoder_attention_mask": mask}
     # the second half of a row is another text
     values["token_type_ids"] = (np.arange(length) * 2 >= np.array(lengths)[:, None]).astype(np.int64) * mask
     values["num_logits_to_keep"] = np.array(0, dtype=np.int64)
-    sizes = {"batch": rows, "length": length, "encoder_length": length, "past_length": _PAST_LENGTH}
+    sizes = {"batch": num_rows, "length": length, "encoder_length": length, "past_length": _PAST_LENGTH}
     if "encoder_attention_mask" in names:
         values["input_ids"] = ids[:, :1]
     if "position_ids" not in names:
         return [_feeds(session, values, sizes)]
     values["attention_mask"] = mask = mask[:, ::-1].copy()
-    values["position_ids"] = places = np.where(mask == 0, 0, mask.cumsum(axis=1) - 1)
+    values["position_ids"] = positions = np.where(mask == 0, 0, mask.cumsum(axis=1) - 1)
     prompt = _feeds(session, values, sizes | {"past_sequence_length": 0})
-    last = {name: value[:, -1:] for name, value in (("input_ids", ids), ("position_ids", places))}
+    last = {name: value[:, -1:] for name, value in (("input_ids", ids), ("position_ids", positions))}
     step = _feeds(session, values | last, sizes | {"past_sequence_length": length - 1})
     if "num_logits_to_keep" not in names:
         return [prompt, step]
@@ -275,15 +282,15 @@ def without_padding(name: str, output: NDArray[Any], feeds: Feeds) -> NDArray[An
         return output
     text = feeds["attention_mask"] == 1
     if name == "logits":
-        kept: NDArray[Any] = output[text[:, -output.shape[1] :]]
-        return kept
+        real_values: NDArray[Any] = output[text[:, -output.shape[1] :]]
+        return real_values
     caches: NDArray[Any] = np.moveaxis(output, 1, 2)[text]  # [B, K, T, d]
     return caches
 
 
 def _feeds(session: Any, values: Feeds, sizes: dict[str, int]) -> Feeds:
     """Return the `values` that are inputs of the session, and random caches."""
-    numbers = np.random.default_rng(0)
+    generator = np.random.default_rng(0)
     feeds: Feeds = {}
     for item in session.get_inputs():
         kind = _NUMPY_DTYPES.get(item.type)
@@ -291,5 +298,5 @@ def _feeds(session: Any, values: Feeds, sizes: dict[str, int]) -> Feeds:
             feeds[item.name] = np.asarray(values[item.name], order="C")
         else:
             shape = [size if isinstance(size, int) else sizes[size] for size in item.shape]
-            feeds[item.name] = numbers.normal(size=shape).astype(kind)
+            feeds[item.name] = generator.normal(size=shape).astype(kind)
     return feeds

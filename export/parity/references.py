@@ -129,19 +129,20 @@ def check_output(
             code="non-finite-outputs",
             file=f"{graph}.onnx",
         )
-    spread = float(np.std(expected, dtype=np.float64)) or 1.0
-    off = np.abs(expected.astype(np.float64) - got) / spread
-    found = {"largest": float(off.max()), "mean": float(off.mean())}
+    std = float(np.std(expected, dtype=np.float64)) or 1.0
+    off = np.abs(expected.astype(np.float64) - got) / std
+    differences = {"largest": float(off.max()), "mean": float(off.mean())}
     tolerance = (VECTOR_TOLERANCES if output == EMBEDDING_OUTPUT else LOGITS_TOLERANCES)[kind]
     for name, limit in (("largest", tolerance.max_difference), ("mean", tolerance.mean_difference)):
-        if limit is not None and found[name] > limit:
+        if limit is not None and differences[name] > limit:
             raise ParityError(
-                f"{graph}: {output} differs from its parent's: {name} difference {found[name]:.3g} standard"
+                f"{graph}: {output} differs from its parent's: {name} difference "
+                f"{differences[name]:.3g} standard"
                 f" deviations of the output, limit {limit:g} ({_KIND_DESCRIPTIONS.get(kind, kind)}).",
                 code="parity-failed",
                 file=f"{graph}.onnx",
             )
-    return {**found, "agreement": float((expected.argmax(-1) == got.argmax(-1)).mean())}
+    return {**differences, "agreement": float((expected.argmax(-1) == got.argmax(-1)).mean())}
 
 
 @dataclass(frozen=True)
@@ -256,10 +257,10 @@ def _run_encoder_decoder(model: Any, batch: Batch, tokens: Tokens) -> ExactRefer
     ids, mask = _tensors(batch)
     hidden = model.get_encoder()(ids, attention_mask=mask).last_hidden_state
     cross = {}
-    for at, attention in enumerate(attention_modules(model, "decoder_layers", cross=True)):
-        for word, name in (("key", attention.parts.key), ("value", attention.parts.value)):
+    for layer_index, attention in enumerate(attention_modules(model, "decoder_layers", cross=True)):
+        for cache_kind, name in (("key", attention.parts.key), ("value", attention.parts.value)):
             projected = split_heads(attention.projection(name)(hidden), attention.heads.kv_heads)
-            cross[f"present.{at}.encoder.{word}"] = projected.numpy()
+            cross[f"present.{layer_index}.encoder.{cache_kind}"] = projected.numpy()
     out = model(
         encoder_outputs=BaseModelOutput(last_hidden_state=hidden), attention_mask=mask,
         decoder_input_ids=torch.from_numpy(np.ascontiguousarray(tokens.T)), use_cache=False,
@@ -293,11 +294,13 @@ def _tensors(batch: Batch) -> tuple[Tensor, Tensor]:
 @contextmanager
 def _float_matmuls(model: nn.Module) -> Iterator[None]:
     """Make quantized layers multiply float32 activations with dequantized weights, within the block."""
-    kinds = QuantizedLinear | QuantizedConv2d | QuantizedActivation
-    layers = [module for module in model.modules() if isinstance(module, kinds)]
+    layer_types = QuantizedLinear | QuantizedConv2d | QuantizedActivation
+    layers = [module for module in model.modules() if isinstance(module, layer_types)]
     for layer in layers:
-        whole = partial(_float_linear, layer) if isinstance(layer, QuantizedLinear) else layer.forward_float
-        layer.forward = whole  # type: ignore[method-assign]
+        float_forward = (
+            partial(_float_linear, layer) if isinstance(layer, QuantizedLinear) else layer.forward_float
+        )
+        layer.forward = float_forward  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -314,27 +317,27 @@ def _torch_attention(model: nn.Module) -> Iterator[None]:
     """Enable torch's own attention within the block, also in a model prepared for export."""
     modules: list[Any] = [module for module in model.modules() if hasattr(module, "config")]
     configs = {id(module.config): module.config for module in modules}
-    before = [(config, config._attn_implementation) for config in configs.values()]
-    for config, _ in before:
+    previous_settings = [(config, config._attn_implementation) for config in configs.values()]
+    for config, _ in previous_settings:
         config._attn_implementation = "eager"
     try:
         yield
     finally:
-        for config, name in before:
+        for config, name in previous_settings:
             config._attn_implementation = name
 
 
-def round_weights_(model: nn.Module, dtype: str = "fp16", kept: Sequence[Tensor] = ()) -> None:
-    """Round the weights of `model`, except `kept`, to fp16 or bf16, in place.
+def round_weights_(model: nn.Module, dtype: str = "fp16", excluded: Sequence[Tensor] = ()) -> None:
+    """Round the weights of `model`, except `excluded`, to fp16 or bf16, in place.
 
     The sines and cosines of rotary positions are rounded too: the graph holds them as tables, rounded like
     weights. The effect of that rounding on large attention scores is not an error of the graph.
     """
     kind = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
-    whole = set(map(id, kept))
+    fp32_ids = set(map(id, excluded))
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.is_floating_point() and id(parameter) not in whole:
+            if parameter.is_floating_point() and id(parameter) not in fp32_ids:
                 parameter.copy_(parameter.to(kind).float())
     for module in model.modules():
         if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)):
@@ -342,10 +345,10 @@ def round_weights_(model: nn.Module, dtype: str = "fp16", kept: Sequence[Tensor]
 
 
 def _round_rotary(
-    kind: torch.dtype, module: nn.Module, given: Any, found: tuple[Tensor, ...]
+    kind: torch.dtype, module: nn.Module, inputs: Any, tables: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
     """Return cosines and sines of a rotary embedding, rounded as in a half-precision file."""
-    return tuple(table.to(kind).to(table.dtype) for table in found)
+    return tuple(table.to(kind).to(table.dtype) for table in tables)
 
 
 _HALF_TYPES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
@@ -390,28 +393,33 @@ def dequantize_graph(model: Any) -> int:
     nodes: list[Any] = []
     codes: set[str] = set()  # of activations
     multiplied = {node.input[1] for node in model.graph.node if node.op_type == "MatMul"}
-    found = 0
+    num_converted = 0
     graph = QuantizedGraph(model.graph)
     for node in model.graph.node:
-        exact = replace_with_float_nodes(node, graph)
-        back = node.op_type == "DequantizeLinear" and node.input[0] in codes
-        if back or node.op_type == "QuantizeLinear":
-            exact = [_cache_node(node)]
+        float_nodes = replace_with_float_nodes(node, graph)
+        is_dequantize = node.op_type == "DequantizeLinear" and node.input[0] in codes
+        if is_dequantize or node.op_type == "QuantizeLinear":
+            float_nodes = [_cache_node(node)]
             codes.add(node.output[0])
         elif node.op_type == "DequantizeLinear" and node.output[0] in multiplied and not _is_blockwise(node):
-            exact = _dequantize_nodes(node)
-        found += exact is not None and node.op_type not in ("QuantizeLinear", "DequantizeLinear")
-        found += back
-        nodes += [node] if exact is None else exact
-    if found:
+            float_nodes = _dequantize_nodes(node)
+        num_converted += float_nodes is not None and node.op_type not in (
+            "QuantizeLinear",
+            "DequantizeLinear",
+        )
+        num_converted += is_dequantize
+        nodes += [node] if float_nodes is None else float_nodes
+    if num_converted:
         del model.graph.node[:]
         model.graph.node.extend(nodes)
     for entry in [entry for entry in model.metadata_props if entry.key == ACTIVATION_BLOCKS]:
         model.metadata_props.remove(entry)  # so that OpenVINO does not round activations
-    kept = [value for value in model.graph.value_info if value.name not in codes]  # others are floats now
+    value_infos = [
+        value for value in model.graph.value_info if value.name not in codes
+    ]  # others are floats now
     del model.graph.value_info[:]
-    model.graph.value_info.extend(kept)
-    return found
+    model.graph.value_info.extend(value_infos)
+    return num_converted
 
 
 def _is_blockwise(node: Any) -> bool:
@@ -424,10 +432,10 @@ def _dequantize_nodes(node: Any) -> list[Any]:
     from onnx import helper
 
     codes, scales = node.input[:2]
-    whole = f"{node.output[0]}.float"  # nodes may have no name
+    float_name = f"{node.output[0]}.float"  # nodes may have no name
     return [
-        helper.make_node("Cast", [codes], [whole], to=TensorProto.FLOAT),
-        helper.make_node("Mul", [whole, scales], node.output, node.name),
+        helper.make_node("Cast", [codes], [float_name], to=TensorProto.FLOAT),
+        helper.make_node("Mul", [float_name, scales], node.output, node.name),
     ]
 
 
@@ -443,7 +451,7 @@ def widen_to_float32(model: Any, rounding: bool = False) -> None:
     With `rounding`, half-precision outputs of nodes are rounded to that precision and back.
     """
     graph = model.graph
-    before = {kind: values_of_type(model, kind) for kind in _HALF_TYPES} if rounding else {}
+    half_values = {kind: values_of_type(model, kind) for kind in _HALF_TYPES} if rounding else {}
     for tensor in graph.initializer:
         _widen_tensor(tensor)
     for node in graph.node:
@@ -456,7 +464,7 @@ def widen_to_float32(model: Any, rounding: bool = False) -> None:
         if value.type.tensor_type.elem_type in _HALF_TYPES:
             value.type.tensor_type.elem_type = TensorProto.FLOAT
     del graph.value_info[:]
-    for kind, names in before.items():
+    for kind, names in half_values.items():
         _insert_rounding(graph, names, kind)
 
 
@@ -466,10 +474,10 @@ def _insert_rounding(graph: Any, names: set[str], kind: int) -> None:
     nodes: list[Any] = []
     for node in graph.node:
         nodes.append(node)
-        for place, name in enumerate(node.output):
+        for output_index, name in enumerate(node.output):
             if name in names:
-                node.output[place] = whole = f"{name}.whole"
-                nodes.append(helper.make_node("Cast", [whole], [f"{name}.rounded"], to=kind))
+                node.output[output_index] = unrounded_name = f"{name}.whole"
+                nodes.append(helper.make_node("Cast", [unrounded_name], [f"{name}.rounded"], to=kind))
                 nodes.append(helper.make_node("Cast", [f"{name}.rounded"], [name], to=TensorProto.FLOAT))
     del graph.node[:]
     graph.node.extend(nodes)
@@ -504,7 +512,7 @@ def check_constants(graph: str, model: Any, module: nn.Module, folder: Path) -> 
 
     tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     tensors |= dict(module.named_buffers(remove_duplicate=False))
-    compared = 0
+    num_compared = 0
     for constant in model.graph.initializer:
         tensor = tensors.get(constant.name)
         if tensor is None:
@@ -517,15 +525,15 @@ def check_constants(graph: str, model: Any, module: nn.Module, folder: Path) -> 
             _raise_size_mismatch(graph, constant.name, list(expected.shape), list(values.shape))
         if expected.shape != values.shape or expected.dtype != values.dtype:
             continue  # an optimizer changed its layout
-        compared += 1
+        num_compared += 1
         if not np.array_equal(expected, values):
             _raise_value_mismatch(graph, model, constant.name, int((expected != values).sum()), values.size)
-    return compared
+    return num_compared
 
 
-def _raise_size_mismatch(graph: str, name: str, expected: list[int], found: list[int]) -> None:
+def _raise_size_mismatch(graph: str, name: str, expected: list[int], actual: list[int]) -> None:
     raise ParityError(
-        f"{graph}: the constant '{name}' has the shape {found}, but its tensor in the model has"
+        f"{graph}: the constant '{name}' has the shape {actual}, but its tensor in the model has"
         f" {expected}: the numbers of values differ.",
         code="shape-mismatch",
         file=f"{graph}.onnx",
@@ -533,11 +541,11 @@ def _raise_size_mismatch(graph: str, name: str, expected: list[int], found: list
 
 
 def _raise_value_mismatch(graph: str, model: Any, name: str, differ: int, size: int) -> None:
-    layer, _, word = name.rpartition(".")
+    layer, _, part_name = name.rpartition(".")
     readers = [f"'{node.name}' ({node.op_type})" for node in model.graph.node if name in node.input]
     raise ParityError(
         f"{graph}: the constant '{name}' of node {', '.join(readers[:3]) or '(none)'} differs from"
-        f" {word or name} of its layer{f' {layer}' if layer else ''} in {differ:,} of {size:,} values.",
+        f" {part_name or name} of its layer{f' {layer}' if layer else ''} in {differ:,} of {size:,} values.",
         code="constant-mismatch",
         file=f"{graph}.onnx",
     )

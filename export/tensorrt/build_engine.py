@@ -201,7 +201,7 @@ class ParserError:
 
 def explain_parser_error(error: ParserError, graph: str) -> Message:
     """Return a message for a parser error: the node, the cause and what to do."""
-    place = f"node '{error.node}' ({error.operator}): " if error.node or error.operator else ""
+    node_text = f"node '{error.node}' ({error.operator}): " if error.node or error.operator else ""
     meaning = (
         _explanation_for_text(error.description)
         or _BY_CODE.get((error.code, error.operator))
@@ -209,18 +209,18 @@ def explain_parser_error(error: ParserError, graph: str) -> Message:
         or _PARSER_FAILED
     )
     return _rejection_message(
-        meaning.code, f"{place}{meaning.text}{_quote(error.code, error.description)}", graph
+        meaning.code, f"{node_text}{meaning.text}{_quote(error.code, error.description)}", graph
     )
 
 
 def explain_log(lines: Iterable[str], graph: str) -> Message:
     """Return the explanation of the log's errors, or the lines themselves if none is known."""
-    kept = list(dict.fromkeys(line for line in lines if line))
-    for line in kept:
+    unique_lines = list(dict.fromkeys(line for line in lines if line))
+    for line in unique_lines:
         meaning = _explanation_for_text(line)
         if meaning is not None:
             return _rejection_message(meaning.code, f"{meaning.text}{_quote('builder', line)}", graph)
-    log = " / ".join(kept[:3]) or "(empty log)"
+    log = " / ".join(unique_lines[:3]) or "(empty log)"
     text = f"TensorRT could not build an engine. Its log: {log}"
     return _rejection_message("tensorrt-build-failed", text, graph)
 
@@ -238,8 +238,8 @@ def _rejection_message(code: str, text: str, graph: str) -> Message:
 
 
 def _explanation_for_text(text: str) -> Explanation | None:
-    lowered = text.lower()
-    return next((meaning for part, meaning in _BY_TEXT if part.lower() in lowered), None)
+    lower_text = text.lower()
+    return next((meaning for part, meaning in _BY_TEXT if part.lower() in lower_text), None)
 
 
 def _quote(code: str, text: str) -> str:
@@ -317,11 +317,15 @@ def causal_ranges(
         usual_prompt: number of input tokens at opt.
     """
     longest_input, longest = max(1, min(prompt, limit)), max(1, min(longest_prompt or prompt, limit))
-    before = max(1, min(limit, longest + max_new_tokens) - 1)
+    max_past = max(1, min(limit, longest + max_new_tokens) - 1)
     opt = min(usual_prompt, longest_input)
-    usual = max(1, before // 2) if opt == 1 else 0
-    total = SizeRange(1, usual + opt, longest_input + before)
-    return {"input": SizeRange(1, opt, longest_input), "past": SizeRange(0, usual, before), "total": total}
+    typical_past = max(1, max_past // 2) if opt == 1 else 0
+    total = SizeRange(1, typical_past + opt, longest_input + max_past)
+    return {
+        "input": SizeRange(1, opt, longest_input),
+        "past": SizeRange(0, typical_past, max_past),
+        "total": total,
+    }
 
 
 def profile_shapes(model: Any, ranges: Mapping[str, SizeRange], graph: str) -> ProfileShapes:
@@ -330,7 +334,7 @@ def profile_shapes(model: Any, ranges: Mapping[str, SizeRange], graph: str) -> P
     Raises:
         RunError: a dynamic dimension has no name, or one that is not in `DIMENSION_NAMES`.
     """
-    known = {
+    size_ranges = {
         alias: ranges[name]
         for name, aliases in DIMENSION_NAMES.items()
         if name in ranges
@@ -345,7 +349,7 @@ def profile_shapes(model: Any, ranges: Mapping[str, SizeRange], graph: str) -> P
             shapes[value.name] = (0,), (1,), (longest.max,)
             continue
         axes = value.type.tensor_type.shape.dim
-        dimensions = [_dimension_range(d, value.name, known, graph) for d in axes]
+        dimensions = [_dimension_range(d, value.name, size_ranges, graph) for d in axes]
         # also if a profile has a single size: the dimension is dynamic in the graph
         if any(not d.HasField("dim_value") for d in axes):
             shapes[value.name] = (
@@ -414,9 +418,9 @@ def build_engine(
     config = _configure(trt, builder, options, progress, path.name)
     for shapes in (shapes for shapes in profiles if shapes):
         profile = builder.create_optimization_profile()
-        for name, (least, usual, most) in shapes.items():
+        for name, (min_shape, opt_shape, max_shape) in shapes.items():
             set_range = profile.set_shape_input if name in VALUE_INPUTS else profile.set_shape
-            set_range(name, least, usual, most)
+            set_range(name, min_shape, opt_shape, max_shape)
         config.add_optimization_profile(profile)
     cache = _attach_timing_cache(config, options.timing_cache)
     plan = builder.build_serialized_network(network, config)
@@ -458,11 +462,11 @@ def parse_onnx(trt: Any, network: Any, logger: Any, path: Path) -> None:
     raise _rejected_error([*dict.fromkeys(explain_parser_error(error, path.name) for error in errors)])
 
 
-def _rejected_error(found: Sequence[Message]) -> RunError:
+def _rejected_error(problems: Sequence[Message]) -> RunError:
     """Return the error for TensorRT's messages about a graph; its code is theirs if all have the same."""
-    kinds = {problem.code for problem in found}
-    code = kinds.pop() if len(kinds) == 1 else "several-errors"
-    return RunError("\n".join(map(str, found)), code=code, file=found[0].file, messages=found)
+    codes = {problem.code for problem in problems}
+    code = codes.pop() if len(codes) == 1 else "several-errors"
+    return RunError("\n".join(map(str, problems)), code=code, file=problems[0].file, messages=problems)
 
 
 def _read_parser_error(error: Any) -> ParserError:
@@ -529,10 +533,10 @@ def _attach_timing_cache(config: Any, path: Path | None) -> Any:
     if path is None:
         return None
     try:
-        kept = path.read_bytes()
+        cached_bytes = path.read_bytes()
     except OSError:
-        kept = b""
-    cache = config.create_timing_cache(kept)
+        cached_bytes = b""
+    cache = config.create_timing_cache(cached_bytes)
     if not config.set_timing_cache(cache, ignore_mismatch=False):
         # the stored cache is of another device or version, or damaged
         cache = config.create_timing_cache(b"")

@@ -64,8 +64,11 @@ def unsupported_opset(graph: CheckedGraph) -> Iterator[RuleFinding]:
 def cycles(graph: CheckedGraph) -> Iterator[RuleFinding]:
     """Find cycles, in which no order of the nodes computes the graph."""
     nodes = list(graph.model.graph.node)
-    makers = {name: at for at, node in enumerate(nodes) for name in node.output if name}
-    waits = {at: {makers[name] for name in node.input if name in makers} for at, node in enumerate(nodes)}
+    producers = {name: node_index for node_index, node in enumerate(nodes) for name in node.output if name}
+    waits = {
+        node_index: {producers[name] for name in node.input if name in producers}
+        for node_index, node in enumerate(nodes)
+    }
     try:
         TopologicalSorter(waits).prepare()
     except CycleError as error:
@@ -152,10 +155,10 @@ def unsupported_attributes(graph: CheckedGraph) -> Iterator[RuleFinding]:
                 "Set antialias: 0.",
             )
         if mode not in _RESIZE_MODES:
-            known = ", ".join(sorted(_RESIZE_MODES))
+            supported_modes = ", ".join(sorted(_RESIZE_MODES))
             yield RuleFinding(
                 node_location(node),
-                f"the mode {mode} is not supported; TensorRT supports {known}.",
+                f"the mode {mode} is not supported; TensorRT supports {supported_modes}.",
                 "Use one of these.",
             )
     for node in graph.nodes_of_type("MaxPool"):
@@ -173,9 +176,9 @@ def unsupported_attributes(graph: CheckedGraph) -> Iterator[RuleFinding]:
                 node_location(node), f"it has {spaces} spatial axes; TensorRT supports 1 to 3.", "Split it."
             )
     for node in graph.nodes_of_type("TopK"):
-        most = graph.constant_value(input_name(node, 1))
-        if most is not None and most.size and int(most.max()) > _MAX_TOP_K:
-            yield RuleFinding(node_location(node), f"K is {int(most.max())}; TensorRT supports at most"
+        top_k = graph.constant_value(input_name(node, 1))
+        if top_k is not None and top_k.size and int(top_k.max()) > _MAX_TOP_K:
+            yield RuleFinding(node_location(node), f"K is {int(top_k.max())}; TensorRT supports at most"
             f" {_MAX_TOP_K}.",
                         "Lower K, or compute it outside of the graph.")  # fmt: skip
 
@@ -259,9 +262,9 @@ def non_positive_scales(graph: CheckedGraph) -> Iterator[RuleFinding]:
 def unsupported_blocks(graph: CheckedGraph) -> Iterator[RuleFinding]:
     """Find blocks along an axis before the last two, or that do not fill their axis."""
     for node in graph.nodes_of_type("DequantizeLinear"):
-        if not (cut := _block_layout(node, graph)):
+        if not (layout := _block_layout(node, graph)):
             continue
-        axis, count, sizes = cut
+        axis, count, sizes = layout
         if axis < len(sizes) - 2:
             yield RuleFinding(
                 node_location(node),
@@ -281,8 +284,8 @@ def undocumented_blocks(graph: CheckedGraph) -> Iterator[RuleFinding]:
     from onnx import TensorProto
 
     for node in graph.nodes_of_type("DequantizeLinear"):
-        kind, cut = _quantized_type(node, graph), _block_layout(node, graph)
-        if kind == TensorProto.INT8 and cut:
+        kind, layout = _quantized_type(node, graph), _block_layout(node, graph)
+        if kind == TensorProto.INT8 and layout:
             yield RuleFinding(
                 node_location(node),
                 "int8 values with one scale per block; TensorRT documents blocks only for 4-bit values.",
@@ -294,11 +297,11 @@ def undocumented_blocks(graph: CheckedGraph) -> Iterator[RuleFinding]:
                 "4-bit activations; TensorRT documents 4-bit values only for weights.",
                 "Keep activations in float, or use int8.",
             )
-        elif kind == TensorProto.INT4 and _block_size(cut) not in _BLOCK_SIZES:
-            found = f"in blocks of {_block_size(cut)}" if cut else "without blocks"
+        elif kind == TensorProto.INT4 and _block_size(layout) not in _BLOCK_SIZES:
+            block_text = f"in blocks of {_block_size(layout)}" if layout else "without blocks"
             yield RuleFinding(
                 node_location(node),
-                f"4-bit values {found}; TensorRT documents blocks of 64 and of 128.",
+                f"4-bit values {block_text}; TensorRT documents blocks of 64 and of 128.",
                 "Quantize with group_size: 64 or 128.",
             )
 
@@ -312,8 +315,8 @@ def constants_without_scale(graph: CheckedGraph) -> Iterator[RuleFinding]:
             continue
         for name in node.input:
             tensor = graph.constants.get(name)
-            kinds = (TensorProto.INT8, TensorProto.INT4)
-            if tensor is not None and tensor.data_type in kinds and len(tensor.dims):
+            quantized_types = (TensorProto.INT8, TensorProto.INT4)
+            if tensor is not None and tensor.data_type in quantized_types and len(tensor.dims):
                 yield RuleFinding(
                     node_location(node),
                     f"it reads the {type_name(tensor.data_type)} constant '{name}'; TensorRT supports such"
@@ -335,7 +338,7 @@ def _quantized_type(node: Any, graph: CheckedGraph) -> int:
 
 def _block_layout(node: Any, graph: CheckedGraph) -> tuple[int, int, list[int]] | None:
     """Return axis, number of blocks and sizes of a constant with one scale per block."""
-    codes, scales = (graph.constants.get(input_name(node, place)) for place in (0, 1))
+    codes, scales = (graph.constants.get(input_name(node, input_index)) for input_index in (0, 1))
     if codes is None or scales is None or not len(codes.dims) == len(scales.dims) > 1:
         return None
     axis = node_attribute(node, "axis")
@@ -406,7 +409,7 @@ OUTCOMES: dict[str, RuleOutcome] = {rule.name: rule.outcome for rule in RULES}
 def run_rules(graph: CheckedGraph) -> Iterator[TensorrtProblem]:
     """Yield the findings of all rules in a graph, in the order of the table."""
     for rule in RULES:
-        for found in rule.check(graph):
+        for finding in rule.check(graph):
             yield TensorrtProblem(
-                rule.severity, found.reason, found.location, found.hint, rule.name, graph.path.name
+                rule.severity, finding.reason, finding.location, finding.hint, rule.name, graph.path.name
             )

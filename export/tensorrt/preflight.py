@@ -52,19 +52,22 @@ def load_graph(path: Path) -> Any:
         ) from error
     if not model.HasField("graph"):  # protobuf parses an empty file, and others, as a model without graph
         size = path.stat().st_size
-        what = f"its {size:,} bytes contain no graph: not an ONNX model" if size else "the file is empty"
+        problem_text = (
+            f"its {size:,} bytes contain no graph: not an ONNX model" if size else "the file is empty"
+        )
         code = "wrong-format" if size else "empty-file"
-        text = f"{path}: {what}. Copy it again, or export the model again."
+        text = f"{path}: {problem_text}. Copy it again, or export the model again."
         raise RunError(text, code=code, file=str(path))
     return model
 
 
 def preflight(model: Any, path: Path) -> list[TensorrtProblem]:
     """Return everything in the graph that TensorRT 11 would reject or compute differently."""
-    lost = list(missing_external_data(model, path))
-    if lost:  # rules cannot check values that are missing
+    missing_files = list(missing_external_data(model, path))
+    if missing_files:  # rules cannot check values that are missing
         return [
-            TensorrtProblem("error", f.reason, f.location, f.hint, "external-data", path.name) for f in lost
+            TensorrtProblem("error", f.reason, f.location, f.hint, "external-data", path.name)
+            for f in missing_files
         ]
     return list(run_rules(read_checked_graph(model, path)))
 
@@ -80,28 +83,31 @@ def check_profile(model: Any, shapes: ProfileShapes, position_limit: int | None)
     problems: list[TensorrtProblem] = []
     inputs = {value.name: value.type.tensor_type.shape.dim for value in model.graph.input}
     for name in shapes.keys() - inputs.keys():
-        known = ", ".join(inputs)
-        text = f"the profile contains an input '{name}' that the graph does not have; its inputs are {known}"
+        input_names = ", ".join(inputs)
+        text = (
+            f"the profile contains an input '{name}' that the graph does not have; its inputs are "
+            f"{input_names}"
+        )
         problems.append(TensorrtProblem("error", text, rule="profile-unknown-input"))
-    seen: dict[str, tuple[str, tuple[int, ...]]] = {}
+    sizes_by_dimension: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, dimensions in inputs.items():
         # dimensions called `?` are unrelated
-        dynamic = [at for at, d in enumerate(dimensions) if d.dim_param not in UNNAMED_DIMENSIONS]
+        dynamic = [axis for axis, d in enumerate(dimensions) if d.dim_param not in UNNAMED_DIMENSIONS]
         if dynamic and name not in shapes:
             text = f"the dynamic input '{name}' is missing from the profile"
             problems.append(TensorrtProblem("error", text, rule="profile-missing-input"))
             continue
-        for at in dynamic:
-            word = dimensions[at].dim_param
-            sizes = tuple(shape[at] for shape in shapes[name])
-            other, expected = seen.setdefault(word, (name, sizes))
+        for axis in dynamic:
+            dimension = dimensions[axis].dim_param
+            sizes = tuple(shape[axis] for shape in shapes[name])
+            other, expected = sizes_by_dimension.setdefault(dimension, (name, sizes))
             if sizes != expected:
                 text = (
-                    f"'{name}' and '{other}' share the dimension '{word}' but have sizes {sizes} and"
+                    f"'{name}' and '{other}' share the dimension '{dimension}' but have sizes {sizes} and"
                     f" {expected}"
                 )
                 problems.append(TensorrtProblem("error", text, rule="profile-conflict"))
-    return problems + list(_position_problems(seen, position_limit))
+    return problems + list(_position_problems(sizes_by_dimension, position_limit))
 
 
 def _position_problems(
@@ -109,12 +115,12 @@ def _position_problems(
 ) -> Iterator[TensorrtProblem]:
     if limit is None:
         return
-    for word, (name, sizes) in seen.items():
+    for dimension, (name, sizes) in seen.items():
         longest = sizes[-1] + (
-            word in DIMENSION_NAMES["past"]
+            dimension in DIMENSION_NAMES["past"]
         )  # the cache, and the token that is appended to it
         # the sum of cache and tokens is not used as an index
-        if word not in (*DIMENSION_NAMES["batch"], *DIMENSION_NAMES["total"]) and longest > limit:
+        if dimension not in (*DIMENSION_NAMES["batch"], *DIMENSION_NAMES["total"]) and longest > limit:
             yield TensorrtProblem(
                 "error",
                 f"the profile allows {longest} tokens for '{name}', but the model has {limit} positions;"
@@ -144,12 +150,14 @@ def subprocess_main(arguments: Sequence[str]) -> list[TensorrtProblem]:
     path = Path(arguments[0])
     try:
         model = load_graph(path)
-        broken = list(dict.fromkeys(_structural_problems(model, path)))
-        if broken:  # rules cannot check values that are missing
-            more = [f"and {len(broken) - _MAX_PROBLEMS} more"] * (len(broken) > _MAX_PROBLEMS)
+        structural_problems = list(dict.fromkeys(_structural_problems(model, path)))
+        if structural_problems:  # rules cannot check values that are missing
+            more_text = [f"and {len(structural_problems) - _MAX_PROBLEMS} more"] * (
+                len(structural_problems) > _MAX_PROBLEMS
+            )
             return [
                 TensorrtProblem("error", f"{text}.", "", _REEXPORT_HINT, "damaged", path.name)
-                for text in [*map(str, broken[:_MAX_PROBLEMS]), *more]
+                for text in [*map(str, structural_problems[:_MAX_PROBLEMS]), *more_text]
             ]
         return preflight(model, path)
     except RunError as error:
@@ -223,12 +231,12 @@ def _parse_here(path: Path) -> ParserResult:
         builder = make_builder(trt, logger, path.name)
     except SmeltError as error:
         return ParserResult(None, why=f"no builder can be created here. {error}")
-    asked = f"{trt.__name__} {trt.__version__}"
+    parser_version = f"{trt.__name__} {trt.__version__}"
     try:
         parse_onnx(trt, builder.create_network(0), logger, path)
     except SmeltError as error:
-        return ParserResult(asked, tuple(str(error).splitlines()))
-    return ParserResult(asked)
+        return ParserResult(parser_version, tuple(str(error).splitlines()))
+    return ParserResult(parser_version)
 
 
 _MAX_SHOWN = 3
@@ -258,23 +266,23 @@ def check_tensorrt_graphs(source: Path) -> list[GraphCheck]:
     return [_check_graph(path) for path in _onnx_files(source)]
 
 
-def _onnx_files(given: Path) -> list[Path]:
-    if given.is_file():
-        return [given]
-    if not given.is_dir():
+def _onnx_files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
         raise InputError(
-            f"{given}: no such file or folder. Expected an ONNX file, or an artifact of the onnx stage.",
+            f"{path}: no such file or folder. Expected an ONNX file, or an artifact of the onnx stage.",
             code="missing-file",
-            file=str(given),
+            file=str(path),
         )
-    found = sorted(given.glob("*.onnx")) or sorted(given.glob("onnx/*.onnx"))
-    if not found:
+    paths = sorted(path.glob("*.onnx")) or sorted(path.glob("onnx/*.onnx"))
+    if not paths:
         raise InputError(
-            f"{given}: no .onnx file in this folder. Export the model first: onnx: {{target: tensorrt}}.",
+            f"{path}: no .onnx file in this folder. Export the model first: onnx: {{target: tensorrt}}.",
             code="missing-graph",
-            file=str(given),
+            file=str(path),
         )
-    return found
+    return paths
 
 
 def _check_graph(path: Path) -> GraphCheck:
@@ -292,15 +300,15 @@ def describe_checks(checks: list[GraphCheck]) -> str:
 def _problem_lines(checked: GraphCheck) -> Iterator[str]:
     from smelt.export.tensorrt.operator_rules import OUTCOMES
 
-    kinds: dict[tuple[str, str, str], list[str]] = {}
+    locations_by_problem: dict[tuple[str, str, str], list[str]] = {}
     for problem in checked.problems:
         kind = OUTCOMES.get(problem.rule, "rejected")
-        kinds.setdefault((kind, problem.reason, problem.hint), []).append(problem.location)
+        locations_by_problem.setdefault((kind, problem.reason, problem.hint), []).append(problem.location)
     yield f"{checked.path}: {_summary_line(checked)}"
-    for (outcome, reason, hint), places in kinds.items():
-        named = ", ".join(place for place in places[:_MAX_SHOWN] if place)
-        more = f" and {len(places) - _MAX_SHOWN} more" if len(places) > _MAX_SHOWN else ""
-        yield f"  {outcome}: {named}{more}{': ' if named else ''}{reason}"
+    for (problem_kind, reason, hint), locations in locations_by_problem.items():
+        location_text = ", ".join(location for location in locations[:_MAX_SHOWN] if location)
+        more_text = f" and {len(locations) - _MAX_SHOWN} more" if len(locations) > _MAX_SHOWN else ""
+        yield f"  {problem_kind}: {location_text}{more_text}{': ' if location_text else ''}{reason}"
         if hint:
             yield f"    -> {hint}"
     yield from _verdict_lines(checked.verdict)

@@ -90,8 +90,8 @@ class TensorrtStage(Stage[TensorrtSettings]):
             MissingDependencyError: TensorRT is not installed.
             RunError: the preflight found an error, or TensorRT rejected the graph (with node and hint).
         """
-        target, foreign = (src.manifest.details.get(word) for word in ("target", "foreign"))
-        if target != "tensorrt" and not foreign:
+        target, is_imported = (src.manifest.details.get(detail_key) for detail_key in ("target", "foreign"))
+        if target != "tensorrt" and not is_imported:
             raise InputError(
                 f"{src.path}: this ONNX model was exported for '{target}', but tensorrt needs target"
                 " tensorrt. Put `- onnx: {target: tensorrt}` before this step, with `from:` set to the"
@@ -99,9 +99,9 @@ class TensorrtStage(Stage[TensorrtSettings]):
                 code="unsupported-target",
             )
         trt = import_tensorrt()
-        profiles, limit = (imported_ranges if foreign else profile_ranges)(src.path, settings, ctx)
+        profiles, limit = (imported_ranges if is_imported else profile_ranges)(src.path, settings, ctx)
         graphs = plan_graphs(
-            src.path, profiles, limit, ctx.warnings, imported_shapes if foreign else profile_shapes
+            src.path, profiles, limit, ctx.warnings, imported_shapes if is_imported else profile_shapes
         )
         options = _build_options(trt, settings)
         for path, shapes in graphs.items():
@@ -115,8 +115,8 @@ class TensorrtStage(Stage[TensorrtSettings]):
             if options.weights == "stripped":
                 copy_graph(path, ctx.out)
         _copy_other_files(src.path, ctx.out)
-        kept = ("parameters", "dtype", "scheme", "foreign")
-        ctx.details.update({k: src.manifest.details[k] for k in kept if k in src.manifest.details})
+        copied_details = ("parameters", "dtype", "scheme", "foreign")
+        ctx.details.update({k: src.manifest.details[k] for k in copied_details if k in src.manifest.details})
         ctx.details.update(
             target="tensorrt",
             tensorrt=f"{trt.__name__} {trt.__version__}",
@@ -146,21 +146,23 @@ def plan_graphs(
         model = load_graph(path)
         problems += preflight(model, path)
         graphs[path] = [shapes_for(model, ranges, path.name) for ranges in profiles]
-        unfit = [problem for shapes in graphs[path] for problem in check_profile(model, shapes, limit)]
-        problems += [problem._replace(graph=path.name) for problem in dict.fromkeys(unfit)]
+        profile_problems = [
+            problem for shapes in graphs[path] for problem in check_profile(model, shapes, limit)
+        ]
+        problems += [problem._replace(graph=path.name) for problem in dict.fromkeys(profile_problems)]
     if not graphs:
         raise RunError(
             f"{folder}: no .onnx file in this folder. Put an onnx step before tensorrt.",
             code="missing-graph",
             file=str(folder),
         )
-    found = [problem.as_message() for problem in problems]
-    warnings.extend(problem for problem in found if problem.severity == "warning")
-    errors = [problem for problem in found if problem.severity == "error"]
+    messages = [problem.as_message() for problem in problems]
+    warnings.extend(problem for problem in messages if problem.severity == "warning")
+    errors = [problem for problem in messages if problem.severity == "error"]
     if errors:
-        shown = [*map(str, errors[:20])] + [f"... and {len(errors) - 20} more"] * (len(errors) > 20)
+        error_lines = [*map(str, errors[:20])] + [f"... and {len(errors) - 20} more"] * (len(errors) > 20)
         raise RunError(
-            "TensorRT does not support this graph:\n  " + "\n  ".join(shown),
+            "TensorRT does not support this graph:\n  " + "\n  ".join(error_lines),
             code="unsupported-graph",
             messages=errors,
         )
@@ -198,7 +200,8 @@ def _engine_sidecar(
         hardware_compatibility=options.hardware_compatibility,
         flags={"tf32": options.tf32, "optimization_level": options.optimization_level},
         profiles=[
-            {name: [list(sizes) for sizes in of] for name, of in shapes.items()} for shapes in profiles
+            {name: [list(sizes) for sizes in input_shapes] for name, input_shapes in shapes.items()}
+            for shapes in profiles
         ],
     )
 
@@ -265,14 +268,15 @@ def largest_profile(profiles: Sequence[Mapping[str, SizeRange]]) -> int:
     Raises:
         InputError: none does, so that a large batch of long texts would not fit any profile.
     """
-    for at, profile in enumerate(profiles):
+    for profile_index, profile in enumerate(profiles):
         if all(profile[name].max >= other[name].max for other in profiles for name in profile):
-            return at
-    listed = "; ".join(
+            return profile_index
+    profile_texts = "; ".join(
         ", ".join(f"{name} up to {size.max}" for name, size in profile.items()) for profile in profiles
     )
     raise InputError(
-        f"tensorrt: no profile covers all others ({listed}), so a large batch of long texts would not fit"
+        f"tensorrt: no profile covers all others ({profile_texts}), so a large batch of long texts "
+        "would not fit"
         " any. Add one with the largest max_batch_size and the longest lengths.",
         code="no-covering-profile",
         setting="profiles",
@@ -288,11 +292,11 @@ def _decoder_only_ranges(
 ) -> list[DimensionRanges]:
     """Return the ranges of a decoder-only graph; the cache is as long in each as the longest text."""
     prompts = [_max_prompt_length(folder, config, part, ctx) for part in parts]
-    usual = [part.lengths.opt if part.lengths is not None and len(parts) > 1 else 1 for part in parts]
+    opt_lengths = [part.lengths.opt if part.lengths is not None and len(parts) > 1 else 1 for part in parts]
     longest = parts[0].max_new_tokens or max_output_tokens(folder, ctx.task)
     return [
         {"batch": _batch_range(part)} | causal_ranges(prompt, longest, limit, max(prompts), opt)
-        for part, prompt, opt in zip(parts, prompts, usual, strict=True)
+        for part, prompt, opt in zip(parts, prompts, opt_lengths, strict=True)
     ]
 
 
@@ -315,20 +319,23 @@ def _text_ranges(
             longest = part.max_new_tokens or max_output_tokens(folder, ctx.task)
             ranges["past"] = past_range(outputs or lengths or [2], longest, limit)
         profiles.append(ranges)
-    most = max(ranges["input"].max for ranges in profiles)
-    longer = sum(n > most for n in lengths)
-    if longer:
-        are = "is" if longer == 1 else "are"
+    max_length = max(ranges["input"].max for ranges in profiles)
+    num_longer = sum(n > max_length for n in lengths)
+    if num_longer:
+        verb = "is" if num_longer == 1 else "are"
         ctx.warn(
             "longer-than-engine",
-            f"{longer:,} of {len(lengths):,} texts {are} longer than the {most} tokens of the engine and"
+            f"{num_longer:,} of {len(lengths):,} texts {verb} longer than the {max_length} tokens of "
+            "the engine and"
             f" would be truncated. Increase {under % 'length_percentile, lengths'}.",
         )
     return profiles
 
 
 def _sample_examples(ctx: Context) -> list[Example]:
-    examples = [e for place in _SPLIT_ORDER if place in ctx.data for e in ctx.data[place].examples]
+    examples = [
+        e for split_name in _SPLIT_ORDER if split_name in ctx.data for e in ctx.data[split_name].examples
+    ]
     return examples[:: max(1, len(examples) // _MAX_EXAMPLES)]
 
 
@@ -347,11 +354,15 @@ def max_output_tokens(folder: Path, task: Task) -> int:
     from smelt.generation.config import MAX_NEW_TOKENS, GenerationConfig
 
     files = (folder / "generation_config.json", folder / "config.json")
-    own = json.loads(next(path for path in files if path.is_file()).read_text(encoding="utf-8"))
-    limits = {n: own[n] for n in ("max_new_tokens", "max_length") if isinstance(own.get(n), int)}
+    generation_config = json.loads(next(path for path in files if path.is_file()).read_text(encoding="utf-8"))
+    limits = {
+        n: generation_config[n]
+        for n in ("max_new_tokens", "max_length")
+        if isinstance(generation_config.get(n), int)
+    }
     longest = GenerationConfig.model_validate(limits).max_total_length(1) - 1
-    prompted = task_traits(task).architecture == "decoder" and "max_new_tokens" not in limits
-    return max(longest, MAX_NEW_TOKENS) if prompted else longest
+    has_prompt = task_traits(task).architecture == "decoder" and "max_new_tokens" not in limits
+    return max(longest, MAX_NEW_TOKENS) if has_prompt else longest
 
 
 def _max_prompt_length(folder: Path, config: dict[str, Any], settings: TensorrtSettings, ctx: Context) -> int:
@@ -406,7 +417,10 @@ def imported_ranges(
         return profile_ranges(folder, settings, ctx)
     from smelt.runtimes.onnx_import.signature import read_signature
 
-    rows = next((ctx.data[place].arrays for place in _THIRD_PARTY_SPLIT_ORDER if place in ctx.data), None)
+    arrays = next(
+        (ctx.data[array_axis].arrays for array_axis in _THIRD_PARTY_SPLIT_ORDER if array_axis in ctx.data),
+        None,
+    )
     sizes: DimensionRanges = {}
     batches: list[str] = []
     for value in read_signature(folder).inputs:
@@ -416,15 +430,15 @@ def imported_ranges(
             if axis == value.axis:
                 batches += [f"{value.name}.{axis}"] if axis else []  # axis 0 is the batch for texts too
                 continue
-            if rows is None:
+            if arrays is None:
                 raise InputError(
                     f"tensorrt: the input '{value.name}' has dynamic axes, and there are no calibration"
                     " samples to take their sizes from. Add data: {calibration: FILE.npz}.",
                     code="no-calibration-data",
                 )
             # there the axis of the samples is the first
-            place = axis if value.axis is None or axis > value.axis else axis + 1
-            size = int(rows.values[value.name].shape[place])
+            array_axis = axis if value.axis is None or axis > value.axis else axis + 1
+            size = int(arrays.values[value.name].shape[array_axis])
             sizes[f"{value.name}.{axis}"] = SizeRange(size, size, size)
     profiles: list[DimensionRanges] = []
     for part in settings.each_profile():
@@ -456,16 +470,16 @@ def imported_shapes(model: Any, ranges: Mapping[str, SizeRange], graph: str) -> 
 def _axis_range(name: str, axis: int, size: Any, ranges: Mapping[str, SizeRange], graph: str) -> SizeRange:
     if size.dim_value > 0:
         return SizeRange(size.dim_value, size.dim_value, size.dim_value)
-    known = ranges.get(f"{name}.{axis}") or (ranges.get("batch") if axis == 0 else None)
-    known = known or (ranges.get("input") if axis == 1 else None)
-    if known is None:
+    size_range = ranges.get(f"{name}.{axis}") or (ranges.get("batch") if axis == 0 else None)
+    size_range = size_range or (ranges.get("input") if axis == 1 else None)
+    if size_range is None:
         raise RunError(
             f"{graph}: axis {axis} of input '{name}' is dynamic, and no size is known for it. Export the"
             " graph with a fixed size.",
             code="unknown-axis-size",
             file=graph,
         )
-    return known
+    return size_range
 
 
 _QDQ_OPS = frozenset({"QuantizeLinear", "DequantizeLinear"})
@@ -499,9 +513,9 @@ def export_provider_options(
                 map(str, wrong)
             )
             raise RunError(text, code="does-not-fit-model", file=path.name, messages=wrong)
-        coded = any(node.op_type in _QDQ_OPS for node in model.graph.node)
+        has_quantization = any(node.op_type in _QDQ_OPS for node in model.graph.node)
         options[path.stem] = ProviderOptions(
-            graph_hash(path), tensorrt_options(settings, dtype, coded, shapes)
+            graph_hash(path), tensorrt_options(settings, dtype, has_quantization, shapes)
         )
     write_provider_options(ctx.out, options)
     return {name: [r.min, r.opt, r.max] for name, r in ranges.items()}
@@ -534,8 +548,10 @@ def tensorrt_options(
         "trt_engine_hw_compatible": _bool_option(settings.hardware_compatibility == "ampere+"),
         "trt_context_memory_sharing_enable": _bool_option(settings.context_memory == "shared"),
         **{
-            f"trt_profile_{end}_shapes": format_shapes({name: sizes[at] for name, sizes in shapes.items()})
-            for at, end in enumerate(("min", "opt", "max"))
+            f"trt_profile_{end}_shapes": format_shapes(
+                {name: sizes[bound_index] for name, sizes in shapes.items()}
+            )
+            for bound_index, end in enumerate(("min", "opt", "max"))
         },
     }
 

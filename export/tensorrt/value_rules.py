@@ -42,11 +42,11 @@ class TensorrtProblem(NamedTuple):
 
     def as_message(self) -> Message:
         """Return the finding as a message for the report."""
-        place = f"{self.location}: " if self.location else ""
+        location_text = f"{self.location}: " if self.location else ""
         return Message(
             code=f"tensorrt-{self.rule}",
             severity=self.severity,
-            message=f"{place}{self.reason}{' ' if self.hint else ''}{self.hint}",
+            message=f"{location_text}{self.reason}{' ' if self.hint else ''}{self.hint}",
             file=self.graph or None,
         )
 
@@ -113,14 +113,14 @@ class CheckedGraph:
         """Name, type and values (float32) of each constant with infinite or NaN values."""
         import numpy as np
 
-        found = []
+        non_finite = []
         for name, tensor in self.constants.items():
             if type_name(tensor.data_type) in _FLOATS:
                 with np.errstate(over="ignore"):  # a double that is too large is counted as infinite
                     values = self.constant_value(name).astype(np.float32)
                 if not np.isfinite(values).all():
-                    found.append((name, type_name(tensor.data_type), values))
-        return found
+                    non_finite.append((name, type_name(tensor.data_type), values))
+        return non_finite
 
     @cached_property
     def quantized_values(self) -> frozenset[str]:
@@ -154,17 +154,17 @@ def node_attribute(node: Any, name: str) -> Any:
     return next((helper.get_attribute_value(a) for a in node.attribute if a.name == name), None)
 
 
-def input_name(node: Any, place: int) -> str:
+def input_name(node: Any, index: int) -> str:
     """Return the name of an input of a node; empty if it is omitted."""
-    return str(node.input[place]) if len(node.input) > place else ""
+    return str(node.input[index]) if len(node.input) > index else ""
 
 
 def type_name(kind: int) -> str:
     """Return the name of an element type: float, float16, int8."""
     from onnx import TensorProto
 
-    known = TensorProto.DataType.values()
-    return str(TensorProto.DataType.Name(kind)).lower() if kind in known else f"type {kind}"
+    known_types = TensorProto.DataType.values()
+    return str(TensorProto.DataType.Name(kind)).lower() if kind in known_types else f"type {kind}"
 
 
 def node_location(node: Any) -> str:
@@ -179,13 +179,13 @@ def _subgraphs(node: Any) -> Iterator[Any]:
 
 
 def _constants(model: Any, nodes: Iterable[Any]) -> dict[str, Any]:
-    found = {tensor.name: tensor for tensor in model.graph.initializer}
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
     for node in nodes:
         for inner in _subgraphs(node):
-            found |= {tensor.name: tensor for tensor in inner.initializer}
+            constants |= {tensor.name: tensor for tensor in inner.initializer}
         if node.op_type == "Constant":
-            found.update((node.output[0], entry.t) for entry in node.attribute if entry.name == "value")
-    return found
+            constants.update((node.output[0], entry.t) for entry in node.attribute if entry.name == "value")
+    return constants
 
 
 def _producers(nodes: Iterable[Any]) -> dict[str, Any]:
@@ -285,11 +285,11 @@ def norms_in_fp16(graph: CheckedGraph) -> Iterator[RuleFinding]:
     from onnx import TensorProto
 
     for node in graph.nodes_of_type("ReduceMean"):
-        maker = graph.producers.get(input_name(node, 0))
-        if maker is None or graph.element_type(node.input[0]) != TensorProto.FLOAT16:
+        producer = graph.producers.get(input_name(node, 0))
+        if producer is None or graph.element_type(node.input[0]) != TensorProto.FLOAT16:
             continue
-        squares = maker.op_type == "Mul" and len(set(maker.input)) == 1
-        if maker.op_type == "Pow" or squares:
+        squares = producer.op_type == "Mul" and len(set(producer.input)) == 1
+        if producer.op_type == "Pow" or squares:
             yield RuleFinding(
                 node_location(node),
                 "the mean of squares of a norm in float16 overflows: the square of 256 is infinite.",
@@ -314,12 +314,14 @@ def unnamed_sizes(graph: CheckedGraph) -> Iterator[RuleFinding]:
         kind = value.type.tensor_type
         if value.name in graph.constants:
             continue
-        unknown = [at for at, d in enumerate(kind.shape.dim) if not (d.dim_param or d.HasField("dim_value"))]
-        if unknown or not kind.HasField("shape"):
-            what = f"the sizes at {unknown} have no name" if unknown else "it has no shape"
+        unnamed_axes = [
+            axis for axis, d in enumerate(kind.shape.dim) if not (d.dim_param or d.HasField("dim_value"))
+        ]
+        if unnamed_axes or not kind.HasField("shape"):
+            problem_text = f"the sizes at {unnamed_axes} have no name" if unnamed_axes else "it has no shape"
             yield RuleFinding(
                 f"the input '{value.name}'",
-                f"{what}, so no lengths can be set for them.",
+                f"{problem_text}, so no lengths can be set for them.",
                 "Name dynamic axes at export, or fix their sizes.",
             )
 
@@ -364,9 +366,9 @@ _CAST_HINT = "TensorRT's networks are strongly typed: add a Cast, or export agai
 
 def unsupported_types(graph: CheckedGraph) -> Iterator[RuleFinding]:
     """Find element types that TensorRT does not support, in inputs, constants, casts and quantized values."""
-    for place, kind in _declared_types(graph):
+    for location, kind in _declared_types(graph):
         if kind and (type_name(kind) in _UNSUPPORTED_TYPES or type_name(kind).startswith("type ")):
-            yield RuleFinding(place, f"the type {type_name(kind)}, which TensorRT does not support.",
+            yield RuleFinding(location, f"the type {type_name(kind)}, which TensorRT does not support.",
                         "Cast to float, int32 or int64 before the graph, or in the model.")  # fmt: skip
 
 
@@ -384,16 +386,16 @@ def _declared_types(graph: CheckedGraph) -> Iterator[tuple[str, int]]:
 def mixed_types(graph: CheckedGraph) -> Iterator[RuleFinding]:
     """Find operators whose inputs have two types."""
     for node in graph.nodes_of_type(*_SAME_TYPE_INPUTS):
-        places = _SAME_TYPE_INPUTS[node.op_type] or range(len(node.input))
-        named = [
+        input_indices = _SAME_TYPE_INPUTS[node.op_type] or range(len(node.input))
+        typed_inputs = [
             (node.input[i], _type_as_read(graph.element_type(node.input[i])))
-            for i in places
+            for i in input_indices
             if i < len(node.input)
         ]
-        known = {kind: name for name, kind in named if name and kind}
-        if len(known) > 1:
-            words = " and ".join(f"{type_name(kind)} ('{name}')" for kind, name in known.items())
-            yield RuleFinding(node_location(node), f"inputs of different types: {words}.", _CAST_HINT)
+        name_by_type = {kind: name for name, kind in typed_inputs if name and kind}
+        if len(name_by_type) > 1:
+            types_text = " and ".join(f"{type_name(kind)} ('{name}')" for kind, name in name_by_type.items())
+            yield RuleFinding(node_location(node), f"inputs of different types: {types_text}.", _CAST_HINT)
 
 
 def _type_as_read(kind: int) -> int:

@@ -113,22 +113,22 @@ def _concatenate(name: str, parts: Sequence[NDArray[Any]], axes: Sequence[int | 
     return np.stack(parts) if axis is None else np.concatenate(parts, axis)
 
 
-def as_arrays(given: Any, signature: GraphSignature) -> SampleArrays:
+def as_arrays(samples: Any, signature: GraphSignature) -> SampleArrays:
     """Return the arrays of a Python call as samples of the graph's inputs.
 
     Raises:
-        InputError: `given` is not a mapping of names to arrays, or does not fit the graph.
+        InputError: `samples` is not a mapping of names to arrays, or does not fit the graph.
     """
     import numpy as np
 
-    if not isinstance(given, Mapping):
+    if not isinstance(samples, Mapping):
         names = ", ".join(f"'{value.name}'" for value in signature.inputs)
         raise InputError(
-            f"expected a mapping of input names ({names}) to arrays, got {type(given).__name__}.",
+            f"expected a mapping of input names ({names}) to arrays, got {type(samples).__name__}.",
             code="wrong-value",
         )
     try:
-        values = {str(name): np.asarray(value) for name, value in given.items()}
+        values = {str(name): np.asarray(value) for name, value in samples.items()}
     except ValueError as error:  # nested lists of different lengths
         raise InputError(f"an input cannot be converted to an array: {error}", code="wrong-type") from error
     shapes = {name: ArrayHeader(dtype_name(value.dtype), value.shape) for name, value in values.items()}

@@ -339,7 +339,7 @@ STANDARD_TEXTS = (
     "The museum, which was built more than a hundred years ago by a merchant who loved paintings, shows works"
     " of young artists from all over the country in the summer months.",
     "When the wind turned in the night, the fishermen pulled their boats up the beach, tied them to the posts"
-    " behind the harbour wall, and waited in the small café until the first light let them see how high"
+    " behind the harbor wall, and waited in the small café until the first light let them see how high"
     " the waves had become.",
 )
 

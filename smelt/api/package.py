@@ -57,18 +57,18 @@ def package_origin(artifact: Artifact, run: Path | None, step: str) -> PackageOr
     from smelt.export.package.package_format import PackageOrigin
 
     if run is None:
-        return PackageOrigin(licence=_licence(artifact.manifest.details))
+        return PackageOrigin(license=_license(artifact.manifest.details))
     try:
         report = validate_report(load_json(run / REPORT_FILE))
     except (InputError, OSError, ValueError, RecursionError):
-        return PackageOrigin(licence=_licence(artifact.manifest.details))
+        return PackageOrigin(license=_license(artifact.manifest.details))
     root = run_artifacts(run).get(_MODEL_STEP)
     has_test_scores = any(entry.test for entry in report.steps if entry.name == step)
     split = "test" if has_test_scores else report.judged_on
     return PackageOrigin(
         run=str(report.recipe.get("name") or run.name),
         model=model_name(report),
-        licence=None if root is None else _licence(root.manifest.details),
+        license=None if root is None else _license(root.manifest.details),
         steps=tuple(_package_steps(report, step)),
         scores=tuple(_package_scores(report, step)),
         latencies=tuple(_latency_lines(report, step)),
@@ -106,9 +106,9 @@ def _gate_warnings(report: ReportData, step: str) -> Iterator[Message]:
         yield warning("scored-on-few-rows", trial)
 
 
-def _licence(details: Mapping[str, Any]) -> str | None:
-    licence = details.get("licence")
-    return licence if isinstance(licence, str) else None
+def _license(details: Mapping[str, Any]) -> str | None:
+    license = details.get("license")
+    return license if isinstance(license, str) else None
 
 
 def _package_steps(report: ReportData, step: str) -> list[OriginStep]:
@@ -151,10 +151,10 @@ def _package_scores(report: ReportData, step: str) -> list[OriginScore]:
         else _baseline_scores(report.baseline_step, report_step).quality
     )
 
-    def text(metric: str, found: Quality) -> str:
+    def text(metric: str, quality: Quality) -> str:
         n = metric_digits(metric)
-        interval_text = f" [{found.ci95[0]:.{n}f}, {found.ci95[1]:.{n}f}]" if found.ci95 else ""
-        return f"{found.value:.{n}f}{interval_text}"
+        interval_text = f" [{quality.ci95[0]:.{n}f}, {quality.ci95[1]:.{n}f}]" if quality.ci95 else ""
+        return f"{quality.value:.{n}f}{interval_text}"
 
     return [
         OriginScore(
@@ -170,9 +170,9 @@ def _package_scores(report: ReportData, step: str) -> list[OriginScore]:
     ]
 
 
-def _baseline_scores(base: ReportStep, found: ReportStep) -> ReportStep | ScoresOnTest:
-    """Return the baseline's scores on the same split as those of `found`."""
-    return base.test if found.test is not None and base.test is not None else base
+def _baseline_scores(base: ReportStep, scored_step: ReportStep) -> ReportStep | ScoresOnTest:
+    """Return the baseline's scores on the same split as those of `scored_step`."""
+    return base.test if scored_step.test is not None and base.test is not None else base
 
 
 def _scored_data(report: ReportData, split: str) -> str | None:

@@ -171,44 +171,44 @@ def _split_pair(text: str) -> Example:
     return Example(first_text, text_pair=second_text if tab else None)
 
 
-def read_examples(path: Path, task: str, given: Sequence[str]) -> list[Example]:
+def read_examples(path: Path, task: str, columns: Sequence[str]) -> list[Example]:
     """Read the samples in `path`: a table, or a .txt file with one text per line.
 
     Args:
         path: a file in any format for data, or .txt.
         task: the artifact's task.
-        given: columns: NAME for the text, or ROLE=NAME with the role source, text, text_pair or prompt. For
+        columns: columns: NAME for the text, or ROLE=NAME with the role source, text, text_pair or prompt. For
             text generation none are needed for a row with a prompt, an instruction or messages.
 
     Raises:
         InputError: the file cannot be read, is empty, or lacks a column.
     """
     if task_traits(task).modality == "image":
-        return _read_images(path, task, given)
+        return _read_images(path, task, columns)
     if not path.is_file():
         code, problem = (
             ("not-a-file", "a folder, expected a file") if path.is_dir() else ("missing-file", "no such file")
         )
         raise InputError(f"--data {path}: {problem}.", code=code, file=str(path))
     if data_suffix(path) == ".txt":
-        if given:
+        if columns:
             raise InputError(
-                f"--column {given[0]}: {path} is plain text and has no columns. Remove --column.",
+                f"--column {columns[0]}: {path} is plain text and has no columns. Remove --column.",
                 code="no-columns",
                 file=str(path),
             )
         lines = strip_lines(io.StringIO(read_text_file(path), newline=None))
         return _require_rows(as_examples(lines, task), path)
-    if task_traits(task).samples == "prompts" and not given:
+    if task_traits(task).samples == "prompts" and not columns:
         with column_options("prompt"):
             examples = [
                 replace(parse_prompt(row, location, Columns()), line=None)
                 for location, row in read_file_rows(path)
             ]
         return _require_rows(examples, path)
-    text, pair = _column_names(given, task)
+    text, pair = _column_names(columns, task)
     # a column for pairs is required only if it was named
-    required_columns = {text: "text"} | ({pair: "text_pair"} if pair and _has_column_names(given) else {})
+    required_columns = {text: "text"} | ({pair: "text_pair"} if pair and _has_column_names(columns) else {})
     examples = []
     for location, row in read_file_rows(path):
         if missing := [name for name in required_columns if name not in row]:
@@ -219,12 +219,12 @@ def read_examples(path: Path, task: str, given: Sequence[str]) -> list[Example]:
     return _require_rows(examples, path)
 
 
-def _read_images(path: Path, task: str, given: Sequence[str]) -> list[Example]:
+def _read_images(path: Path, task: str, column_args: Sequence[str]) -> list[Example]:
     """Read the images of `path`: any format for data (labels are optional), or a list of files (.txt)."""
-    columns = Columns(image=given[0].removeprefix("image=")) if given else Columns()
-    if len(given) > 1:
+    columns = Columns(image=column_args[0].removeprefix("image=")) if column_args else Columns()
+    if len(column_args) > 1:
         raise InputError(
-            f"--column {given[1]}: expected only one column, the image column.", code="wrong-value"
+            f"--column {column_args[1]}: expected only one column, the image column.", code="wrong-value"
         )
     if not path.exists():
         raise InputError(f"--data {path}: no such file or folder.", code="missing-file", file=str(path))
@@ -246,17 +246,17 @@ def _read_images(path: Path, task: str, given: Sequence[str]) -> list[Example]:
     return _require_rows(examples, path)
 
 
-def _require_rows(rows: list[Example], path: Path) -> list[Example]:
-    if not rows:
+def _require_rows(examples: list[Example], path: Path) -> list[Example]:
+    if not examples:
         raise InputError(f"{path}: the file contains no samples.", code="empty-data", file=str(path))
-    return rows
+    return examples
 
 
-def _has_column_names(given: Sequence[str]) -> bool:
-    return any(item.startswith("text_pair=") for item in given)
+def _has_column_names(columns: Sequence[str]) -> bool:
+    return any(item.startswith("text_pair=") for item in columns)
 
 
-def _column_names(given: Sequence[str], task: str) -> tuple[str, str | None]:
+def _column_names(columns: Sequence[str], task: str) -> tuple[str, str | None]:
     """Return the columns of the text and, for tasks with pairs, of the second text."""
     default_columns = Columns()
     text = (
@@ -266,7 +266,7 @@ def _column_names(given: Sequence[str], task: str) -> tuple[str, str | None]:
     )
     pair = default_columns.text_pair if task_traits(task).text_pair else None
     column_by_role: dict[bool, str] = {}
-    for item in given:
+    for item in columns:
         role, sep, name = item.partition("=")
         is_pair = bool(sep) and role == "text_pair"
         if (previous := column_by_role.setdefault(is_pair, item)) != item:

@@ -264,12 +264,12 @@ def _as_argument_error(error: InputError, stage: str, has_test: bool) -> InputEr
     return combined_error(messages, type(error))
 
 
-def _infer_task(source: Path, place: str) -> Task:
+def _infer_task(source: Path, model_folder: str) -> Task:
     """Return the task of a model, from an artifact's manifest or a checkpoint's config."""
     if (source / MANIFEST).is_file():
         return read_artifact(source).manifest.task  # type: ignore[return-value]
     (arrays,) = tasks_with(modality="arrays")
-    return arrays if is_onnx(place, Path.cwd()) else inspect_model(place).task
+    return arrays if is_onnx(model_folder, Path.cwd()) else inspect_model(model_folder).task
 
 
 def _data_settings(data: str | PathLike[str] | Mapping[str, Any] | None, alone: str) -> dict[str, Any]:
@@ -287,13 +287,15 @@ def _data_settings(data: str | PathLike[str] | Mapping[str, Any] | None, alone: 
     }
 
 
-def _write_placeholder_rows(task: Task, place: str, folder: Path) -> Path:
+def _write_placeholder_rows(task: Task, model_folder: str, folder: Path) -> Path:
     """Write one placeholder sample as the test split, which is read but not scored; return its path.
 
     Raises:
         InputError: the task needs real samples.
     """
-    config = load_json(Path(place, "config.json")) if Path(place, "config.json").is_file() else {}
+    config = (
+        load_json(Path(model_folder, "config.json")) if Path(model_folder, "config.json").is_file() else {}
+    )
     sample = task_spec(task).placeholder_row(_PLACEHOLDER_TEXT, config)
     if sample is None:
         raise InputError(

@@ -13,14 +13,14 @@ from smelt.data.tasks import task_traits
 REPORT_FILE = "report.json"
 
 
-def find_run(given: Path, artifact: Artifact) -> tuple[Path, str] | None:
+def find_run(model_path: Path, artifact: Artifact) -> tuple[Path, str] | None:
     """Return the folder of the run that made `artifact` and the step's name; None if unknown.
 
     Args:
-        given: path from the user: a link in a run's `artifacts`, a folder of the store, or a copy.
+        model_path: path from the user: a link in a run's `artifacts`, a folder of the store, or a copy.
         artifact: the artifact at this path.
     """
-    path = given.absolute()
+    path = model_path.absolute()
     if _step_keys(path.parent.parent).get(path.name) == artifact.key:
         return path.parent.parent, path.name
     store = artifact.path.parent.parent
@@ -44,16 +44,16 @@ def _step_keys(run: Path) -> dict[str, str]:
         return {}
 
 
-def scored_generation(given: Path, artifact: Artifact) -> dict[str, Any]:
+def scored_generation(path: Path, artifact: Artifact) -> dict[str, Any]:
     """Return `score.generation` of the run that made `artifact`; empty if unknown, or nothing is generated.
 
     Args:
-        given: path from the user, as in `find_run`.
+        path: path from the user, as in `find_run`.
         artifact: the artifact at this path.
     """
     if not task_traits(artifact.manifest.task).generates:
         return {}
-    run = find_run(given, artifact)
+    run = find_run(path, artifact)
     if run is None:
         return {}
     try:
@@ -63,14 +63,14 @@ def scored_generation(given: Path, artifact: Artifact) -> dict[str, Any]:
         return {}
 
 
-def generation_with(scored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings `scored`, replaced by those of `given` that are set.
+def generation_with(scored: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings `scored`, replaced by those of `options` that are set.
 
-    If `given` chooses a search (`num_beams`, `do_sample`), nothing of another search is kept.
+    If `options` chooses a search (`num_beams`, `do_sample`), nothing of another search is kept.
     """
     from smelt.generation.config import SEARCH_SETTINGS
 
-    overrides = {name: value for name, value in given.items() if value is not None and value is not False}
+    overrides = {name: value for name, value in options.items() if value is not None and value is not False}
     replaces_search = {"num_beams", "do_sample"} & overrides.keys()
     settings = {name: v for name, v in scored.items() if not (replaces_search and name in SEARCH_SETTINGS)}
     return settings | overrides

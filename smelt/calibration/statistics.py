@@ -73,7 +73,7 @@ class InputStatistics:
         """|X_j|, the L2 norm of each input over all tokens, float64 [K]."""
         return self.squares.sqrt()
 
-    def centred_second_moment(self) -> Tensor:
+    def centered_second_moment(self) -> Tensor:
         """Return the second moment around the means, X X^T - n m m^T, float64 [K, K].
 
         Raises:
@@ -309,9 +309,9 @@ def batches_fingerprint(samples: CalibrationSamples) -> str:
     return digest.hexdigest()
 
 
-def _write_statistics(found: dict[str, InputStatistics], path: Path) -> None:
+def _write_statistics(statistics: dict[str, InputStatistics], path: Path) -> None:
     tensors: dict[str, Tensor] = {}
-    for key, layer_statistics in found.items():
+    for key, layer_statistics in statistics.items():
         parts = {name: getattr(layer_statistics, name) for name in _STORED_SUMS}
         parts["tokens"] = torch.tensor(layer_statistics.tokens)
         if layer_statistics.second_moment is not None:

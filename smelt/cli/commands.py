@@ -261,7 +261,7 @@ def shrink(
     quiet: bool,
     source_language: str | None,
     target_language: str | None,
-    **given: Any,
+    **flags: Any,
 ) -> None:
     """Make MODEL (a folder or a hub id) smaller or faster, within a loss of quality and a time.
 
@@ -277,7 +277,7 @@ def shrink(
     column_names = parse_columns(columns).model_dump(exclude_unset=True)
     languages = (source_language, target_language)
     options = ShrinkOptions(
-        minutes=minutes_of(budget, "--budget"), task=task, columns=column_names, languages=languages, **given
+        minutes=minutes_of(budget, "--budget"), task=task, columns=column_names, languages=languages, **flags
     )
 
     explain = None if quiet else print_summary

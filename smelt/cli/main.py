@@ -417,7 +417,7 @@ def plan(
 @click.option("--plan", "only_plan", is_flag=True, help="Check the space and show it, without running it.")
 @click.option("--quiet", is_flag=True, help="Print only the result.")
 def search(
-    recipe: str, overrides: tuple[str, ...], timeout: str | None, only_plan: bool, quiet: bool, **given: Any
+    recipe: str, overrides: tuple[str, ...], timeout: str | None, only_plan: bool, quiet: bool, **flags: Any
 ) -> None:
     """Search the space of RECIPE: a recipe with `{search: ...}` in its settings and a key `search`.
 
@@ -429,7 +429,7 @@ def search(
     from smelt.pipeline.search.study import Search, SearchOptions
 
     limit = None if timeout is None else minutes_of(timeout, "--timeout")
-    job = Search(read_space(recipe, overrides), SearchOptions(max_minutes=limit, **given))
+    job = Search(read_space(recipe, overrides), SearchOptions(max_minutes=limit, **flags))
     job.check()
     if only_plan:
         print_untrusted(str(job.space))

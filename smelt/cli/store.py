@@ -284,9 +284,9 @@ def _runs_by_artifact(runs: list[StoreRun]) -> dict[str, list[str]]:
     return users
 
 
-def _has_live_sources(found: CachedFiles, used_keys: set[str]) -> bool:
+def _has_live_sources(cached: CachedFiles, used_keys: set[str]) -> bool:
     """Return whether all artifacts that cached files were computed from are used; False if damaged."""
-    return found.note is not None and used_keys.issuperset(found.note.artifacts)
+    return cached.note is not None and used_keys.issuperset(cached.note.artifacts)
 
 
 def _is_orphan(path: Path, used_keys: set[str]) -> bool:
@@ -328,8 +328,8 @@ def _megabytes(size: int) -> str:
     return f"{size / 1e6:,.1f}"
 
 
-def _pluralize(number: int, word: str) -> str:
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
+def _pluralize(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _wrap_lines(text: str, indent: int) -> list[str]:

@@ -47,9 +47,9 @@ class SmeltError(Exception):
         self.setting, self.file, self.line = setting, file, line
         self.messages = tuple(messages)
 
-    def with_location(self, place: str) -> Self:
-        """Set file and line from `place` if it is ``FILE:LINE``, and return the error."""
-        file, _, line = place.rpartition(":")
+    def with_location(self, location: str) -> Self:
+        """Set file and line from `location` if it is ``FILE:LINE``, and return the error."""
+        file, _, line = location.rpartition(":")
         if file and line.isdecimal():
             self.file, self.line = file, int(line)
         return self
@@ -178,16 +178,16 @@ class PlanWarning(UserWarning):
         super().__init__(str(message))
 
 
-def did_you_mean(word: str, candidates: Iterable[str]) -> str:
-    """Return ``" Did you mean 'x'?"`` for the known name that `word` is a typo of, else "".
+def did_you_mean(typed_name: str, candidates: Iterable[str]) -> str:
+    """Return ``" Did you mean 'x'?"`` for the known name that `typed_name` is a typo of, else "".
 
     A typo is at least 80 percent similar by `difflib` (less up to five letters; ignoring case), or is a whole
     prefix or suffix between hyphens: `int8` for `int8-dynamic`. Names that differ in digits only, such as
     `rouge3` and `rouge1`, and names that are merely similar, such as `negative` and `positive`, are not
     suggested.
     """
-    folded_word = word.casefold()[:_MAX_WORD_LENGTH]
-    names = {name.casefold()[:_MAX_WORD_LENGTH]: name for name in candidates if name != word}
+    folded_word = typed_name.casefold()[:_MAX_WORD_LENGTH]
+    names = {name.casefold()[:_MAX_WORD_LENGTH]: name for name in candidates if name != typed_name}
     if len(folded_word) >= _MIN_AFFIX_LENGTH:
         prefixed = [name for name in names if name.startswith((f"{folded_word}-", f"{folded_word}_"))]
         suffixed = [name for name in names if name.endswith((f"-{folded_word}", f"_{folded_word}"))]

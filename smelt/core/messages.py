@@ -134,14 +134,14 @@ def _escape(character: str) -> str:
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
 
 
-def with_article(word: object) -> str:
-    """Return `word` with its article, by pronunciation: "an onnx", "an mpnet", "a roberta"."""
-    return f"an {word}" if _TAKES_AN.match(str(word)) else f"a {word}"
+def with_article(name: object) -> str:
+    """Return `name` with its article, by pronunciation: "an onnx", "an mpnet", "a roberta"."""
+    return f"an {name}" if _TAKES_AN.match(str(name)) else f"a {name}"
 
 
-def with_count(number: int, word: str) -> str:
+def with_count(number: int, noun: str) -> str:
     """Return "1 text", "2 texts"."""
-    return f"{number:,} {word}{'s' * (number != 1)}"
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def hide_password(url: str) -> str:

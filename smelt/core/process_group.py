@@ -73,9 +73,9 @@ def own_batches(batches: Iterable[ValueT]) -> list[tuple[int, ValueT]]:
     return [(number, batch) for number, batch in enumerate(batches) if number % count == rank]
 
 
-def merge_shares(found: Mapping[int, ValueT]) -> list[ValueT]:
+def merge_shares(parts_by_index: Mapping[int, ValueT]) -> list[ValueT]:
     """Return the results of all processes in the order of their indices, which are 0 to n - 1."""
-    parts = gather_parts(dict(found))
+    parts = gather_parts(dict(parts_by_index))
     merged = {index: value for results in parts for index, value in results.items()}
     return [merged[index] for index in range(len(merged))]
 

@@ -221,19 +221,19 @@ class RemoteStore:
             self._write(remote_path, file)
         self._known.add(f"scores/{key}")
 
-    def push_checkpoint(self, place: str, folder: Path, note: str) -> None:
+    def push_checkpoint(self, key: str, folder: Path, note: str) -> None:
         """Write a checkpoint's files below ``unfinished/PLACE``, its `note` last; remove earlier ones."""
         names = sorted((path.name for path in folder.iterdir()), key=note.__eq__)
         for name in names:
-            self._write(f"unfinished/{place}/{name}", folder / name)
-        for path in self._fs.ls(f"{self._root}/unfinished/{place}", detail=False, refresh=True):
+            self._write(f"unfinished/{key}/{name}", folder / name)
+        for path in self._fs.ls(f"{self._root}/unfinished/{key}", detail=False, refresh=True):
             if path.rpartition("/")[2] not in names:
                 self._fs.rm_file(path)
 
-    def pull_checkpoint(self, place: str, folder: Path, note: str) -> None:
+    def pull_checkpoint(self, key: str, folder: Path, note: str) -> None:
         """Copy the files of a checkpoint to `folder`, its `note` last; nothing if there is none."""
-        prefix = f"{self._root}/unfinished/{place}"
-        if self._size_of(f"unfinished/{place}/{note}") is None:
+        prefix = f"{self._root}/unfinished/{key}"
+        if self._size_of(f"unfinished/{key}/{note}") is None:
             return
         folder.mkdir(parents=True, exist_ok=True)
         names = [path.rpartition("/")[2] for path in self._fs.ls(prefix, detail=False, refresh=True)]
@@ -252,22 +252,22 @@ class RemoteStore:
         self._damaged.add(key)
         return DamagedFileError(text)
 
-    def _size_of(self, place: str) -> int | None:
+    def _size_of(self, key: str) -> int | None:
         """Return the bytes of a file; None if there is none."""
         try:
-            return int(self._fs.info(f"{self._root}/{place}")["size"])
+            return int(self._fs.info(f"{self._root}/{key}")["size"])
         except FileNotFoundError:
             return None
 
-    def _read(self, place: str) -> bytes | None:
+    def _read(self, key: str) -> bytes | None:
         try:
-            return bytes(self._fs.cat_file(f"{self._root}/{place}"))
+            return bytes(self._fs.cat_file(f"{self._root}/{key}"))
         except FileNotFoundError:
             return None
 
-    def _write(self, place: str, file: Path) -> None:
+    def _write(self, key: str, file: Path) -> None:
         """Write a file; readers see all of it or nothing."""
-        target = f"{self._root}/{place}"
+        target = f"{self._root}/{key}"
         if not self._fs.async_impl:
             self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
         if self._fs.async_impl:  # an object store: an object appears when all of it has been written
@@ -346,22 +346,22 @@ def _invalid_url(url: str, text: str) -> InputError:
     return InputError(f"{hide_password(url)}: {text}.", code="invalid-store-url")
 
 
-def _access_error(place: str, error: BaseException) -> InputError:
+def _access_error(url: str, error: BaseException) -> InputError:
     """Return the error about a store that cannot be used."""
     text = describe_driver_error(error)
     if isinstance(error, FileNotFoundError):
         return InputError(
-            f"{place}: no such bucket or folder ({text}). Create it, or correct the URL.",
+            f"{url}: no such bucket or folder ({text}). Create it, or correct the URL.",
             code="missing-bucket",
         )
     if isinstance(error, PermissionError | NotImplementedError) or "Credentials" in type(error).__name__:
         return InputError(
-            f"{place}: no right to write and read there ({text}). Check the credentials, for S3 those of"
+            f"{url}: no right to write and read there ({text}). Check the credentials, for S3 those of"
             " `aws configure` or AWS_ACCESS_KEY_ID, and the bucket's policy.",
             code="no-store-rights",
         )
     return InputError(
-        f"{place}: cannot be reached: {text}. Check address and network, for other servers than Amazon's"
+        f"{url}: cannot be reached: {text}. Check address and network, for other servers than Amazon's"
         " AWS_ENDPOINT_URL.",
         code="store-unreachable",
     )

@@ -147,16 +147,16 @@ def detect_delimiter(path: Path) -> str:
     return max(ranks, key=ranks.__getitem__, default=default_delimiter)
 
 
-def _try_delimiter(sample: str, delimiter: str, whole: bool) -> tuple[int, bool]:
+def _try_delimiter(sample: str, delimiter: str, is_complete: bool) -> tuple[int, bool]:
     """Return the number of names in the header with `delimiter`, and whether all sampled rows match."""
     reader = csv.reader(io.StringIO(sample, newline=""), delimiter=delimiter, strict=True)
     sizes: list[int] = []
     try:
         sizes += (len(record) for record in itertools.islice(reader, _SAMPLE_RECORDS) if record)
     except csv.Error:
-        if whole or not sizes:
+        if is_complete or not sizes:
             return (sizes or [0])[0], False
-    if not whole and len(sizes) > 1 and len(sizes) < _SAMPLE_RECORDS:
+    if not is_complete and len(sizes) > 1 and len(sizes) < _SAMPLE_RECORDS:
         sizes.pop()  # it is cut at the end of the sample
     return (sizes or [0])[0], len(set(sizes)) == 1
 

@@ -31,10 +31,10 @@ _16_BIT_FORMATS = ("PNG", "PPM")  # formats that Pillow reads with 32 bits if th
 
 
 def upright_rgb(image: Image) -> Image:
-    """Return `image` in RGB, rotated by its EXIF orientation; of 16-bit greys the upper 8 bits.
+    """Return `image` in RGB, rotated by its EXIF orientation; of 16-bit grays the upper 8 bits.
 
-    Viewers, `datasets` and transformers' pipelines rotate it in the same way. Pillow alone clips 16-bit greys
-    above 255; of 16-bit colours it uses the upper 8 bits, as is done here. Transparency is ignored.
+    Viewers, `datasets` and transformers' pipelines rotate it in the same way. Pillow alone clips 16-bit grays
+    above 255; of 16-bit colors it uses the upper 8 bits, as is done here. Transparency is ignored.
 
     Raises:
         InputError: its values have 32 bits; see `reject_32_bit_image`.

@@ -315,9 +315,9 @@ class _JsonScanner:
             raise self._syntax_error(f"expected '{character}'", self.at)
         self._advance(self.at + 1)
 
-    def _syntax_error(self, what: str, at: int, code: str = "invalid-json") -> InputError:
-        line = self.line + self.text.count("\n", self.at, at)
-        upcoming = self.text[at : at + 40]
+    def _syntax_error(self, what: str, position: int, code: str = "invalid-json") -> InputError:
+        line = self.line + self.text.count("\n", self.at, position)
+        upcoming = self.text[position : position + 40]
         actual = f"got {upcoming!r}" if upcoming else "got the end of the file"
         return InputError(
             f"{self.path}:{line}: invalid JSON: {what}, {actual}.",

@@ -188,11 +188,11 @@ def _is_message(value: Any) -> bool:
     )
 
 
-def _check_roles(messages: Sequence[ChatMessage], place: str) -> None:
+def _check_roles(messages: Sequence[ChatMessage], location: str) -> None:
     for number, message in enumerate(messages, 1):
         if message["role"] not in ROLES:
             raise InputError(
-                f"{place}: message {number} has the role {message['role'][:40]!r}; supported roles:"
+                f"{location}: message {number} has the role {message['role'][:40]!r}; supported roles:"
                 f" {', '.join(ROLES)}. Rename the role, or remove the message.",
                 code="unknown-role",
             )

@@ -314,11 +314,12 @@ def _max_positions(generation: GenerationSettings, model: HasModelConfig, decode
     return built if table is None else min(table, built)
 
 
-def _refuse_unsupported(own: dict[str, Any], do_sample: bool) -> None:
+def _refuse_unsupported(model_config: dict[str, Any], do_sample: bool) -> None:
     for name, allowed_values in (_UNSUPPORTED | (_UNSUPPORTED_IN_SAMPLING if do_sample else {})).items():
-        if own.get(name) not in (None, [], {}, *allowed_values):
+        if model_config.get(name) not in (None, [], {}, *allowed_values):
             raise InputError(
-                f"generation_config.json: {name} is {repr(own[name])[:80]}, which smelt's generation does not"
+                f"generation_config.json: {name} is {repr(model_config[name])[:80]}, which smelt's "
+                "generation does not"
                 f" support; set it to {json.dumps(allowed_values[0]) if allowed_values else 'null'}.",
                 code="unsupported-generation-setting",
             )

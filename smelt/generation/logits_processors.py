@@ -84,7 +84,7 @@ class LogitsProcessors:
         if decoding.no_repeat_ngram_size:
             yield lambda scores, texts: ban_repeated_ngrams(scores, texts, decoding.no_repeat_ngram_size)
         for banned_ids in (w for w in decoding.bad_words_ids if len(w) > 1):
-            yield partial(ban_sequence, word=banned_ids)
+            yield partial(ban_sequence, sequence=banned_ids)
 
     def _bad_word_processors(self) -> Iterator[LogitsProcessor]:
         """Yield the rule of banned tokens."""
@@ -161,12 +161,12 @@ def ban_repeated_ngrams(scores: Logits, texts: Tokens, size: int) -> None:
     scores[row_indices, windows[row_indices, starts, -1]] = -np.inf
 
 
-def ban_sequence(scores: Logits, texts: Tokens, word: list[int]) -> None:
-    """Forbid the last token of `word` after the others."""
-    head = word[:-1]
+def ban_sequence(scores: Logits, texts: Tokens, sequence: list[int]) -> None:
+    """Forbid the last token of `sequence` after the others."""
+    head = sequence[:-1]
     if len(head) <= texts.shape[1]:
         matches = (texts[:, texts.shape[1] - len(head) :] == head).all(axis=1)
-        scores[matches, word[-1]] = -np.inf
+        scores[matches, sequence[-1]] = -np.inf
 
 
 def _ban_tokens(tokens: list[int]) -> LogitsProcessor:

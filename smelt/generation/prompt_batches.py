@@ -192,7 +192,7 @@ def batch_prompts(
 ) -> list[tuple[list[int], Batch]]:
     """Return batches of prompts of similar length, longest first, each with the indices of its rows.
 
-    Prompts of one batch have equal limits, so that none gets fewer new tokens because of its neighbour.
+    Prompts of one batch have equal limits, so that none gets fewer new tokens because of its neighbor.
     """
     order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
     batches = []

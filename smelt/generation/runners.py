@@ -113,17 +113,17 @@ def window_nll(
 
 def last_tokens_nll(
     runner: Any,
-    rows: Sequence[Sequence[int] | Tokens],
+    token_rows: Sequence[Sequence[int] | Tokens],
     counts: Sequence[int],
     batch_size: int = 32,
     progress: Progress = no_progress,
 ) -> list[float]:
-    """Return for each of `rows`, token ids, the summed loss of its last `counts` tokens, nats.
+    """Return for each of `token_rows`, token ids, the summed loss of its last `counts` tokens, nats.
 
     A batch contains rows of one length only, so nothing is padded.
     """
     groups: dict[int, list[int]] = {}
-    for index, ids in enumerate(rows):
+    for index, ids in enumerate(token_rows):
         groups.setdefault(len(ids), []).append(index)
     sums: dict[int, float] = {}
     batches = [
@@ -132,10 +132,12 @@ def last_tokens_nll(
         for start in range(0, len(indices), batch_size)
     ]
     for _, batch_indices in own_batches(batches):
-        losses = token_nll(runner, np.stack([np.asarray(rows[i], dtype=np.int64) for i in batch_indices]))
+        losses = token_nll(
+            runner, np.stack([np.asarray(token_rows[i], dtype=np.int64) for i in batch_indices])
+        )
         for i, row in zip(batch_indices, losses, strict=True):
             sums[i] = float(row[-counts[i] :].sum(dtype=np.float64))
-        progress(min(len(rows), len(sums) * process_count()), len(rows), "windows")
+        progress(min(len(token_rows), len(sums) * process_count()), len(token_rows), "windows")
     return merge_shares(sums)
 
 

@@ -154,7 +154,7 @@ def add_model_prefix(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor
     family = family_of(model)
     tensors = {
         rename_tensor(
-            re.sub(r"LayerNorm\.(gamma|beta)$", lambda found: _NORMS[found[1]], n),
+            re.sub(r"LayerNorm\.(gamma|beta)$", lambda match: _NORMS[match[1]], n),
             family.renamed_tensors if family else (),
         ): t
         for n, t in tensors.items()
@@ -326,7 +326,7 @@ def _widen_on_use(model: Any) -> None:
         if half_precision and type(module) is nn.Linear:
             module.forward = partial(_widened_linear, module)  # type: ignore[method-assign]
         elif half_precision and type(module) is nn.Embedding:
-            module.register_forward_hook(lambda embedding, given, rows: rows.float())
+            module.register_forward_hook(lambda embedding, args, rows: rows.float())
         else:
             for parameter in half_precision:
                 parameter.data = parameter.data.float()

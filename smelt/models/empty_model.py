@@ -269,9 +269,9 @@ def stored_dtypes(folder: Path, wanted: StoredDtype = "keep") -> StoredDtypes:
     return StoredDtypes(names, dtype_counts.most_common(1)[0][0] if dtype_counts else torch.float32)
 
 
-def _current_norm_name(found: re.Match[str]) -> str:
+def _current_norm_name(match: re.Match[str]) -> str:
     """Return the current name of a norm's `gamma` or `beta`, in files of the first BERTs."""
-    return {"gamma": "weight", "beta": "bias"}[found[0]]
+    return {"gamma": "weight", "beta": "bias"}[match[0]]
 
 
 def cast_to_stored(

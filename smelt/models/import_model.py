@@ -1,6 +1,6 @@
-"""Import a user's model as the first artifact of a run, with its licence.
+"""Import a user's model as the first artifact of a run, with its license.
 
-The licence is read from the front matter of the model card, or from a licence file.
+The license is read from the front matter of the model card, or from a license file.
 
 A GPTQ or AWQ checkpoint is imported as scheme int4, with exactly its weights, scales and zero points. A
 group of the checkpoint becomes one group, or several with the same scale where smelt has no group that
@@ -416,12 +416,12 @@ _MAX_BYTES = 1_000_000  # bytes that are read
 _MAX_LINE_LENGTH = 100
 
 
-def read_licence(folder: Path) -> str | None:
-    """Return the licence of the model in `folder` in one line; None where it is not stated."""
-    return _licence_from_card(folder / _CARD) or _licence_from_file(folder)
+def read_license(folder: Path) -> str | None:
+    """Return the license of the model in `folder` in one line; None where it is not stated."""
+    return _license_from_card(folder / _CARD) or _license_from_file(folder)
 
 
-def _licence_from_card(path: Path) -> str | None:
+def _license_from_card(path: Path) -> str | None:
     """Return the `license` of a model card, with its name or link where it is `other`."""
     front_matter = re.match(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", _read(path), flags=re.S)
     if front_matter is None:
@@ -439,8 +439,8 @@ def _licence_from_card(path: Path) -> str | None:
     return _single_line(f"{', '.join(licenses)} (its model card)") if licenses else None
 
 
-def _licence_from_file(folder: Path) -> str | None:
-    """Return the first words of a licence file, which are its name."""
+def _license_from_file(folder: Path) -> str | None:
+    """Return the first words of a license file, which are its name."""
     try:
         names = sorted(path for path in folder.iterdir() if _FILES.fullmatch(path.name) and path.is_file())
     except OSError:

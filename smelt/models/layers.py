@@ -330,20 +330,20 @@ class SkippedSublayer(nn.Module):
         super().__init__()
         self.results = results
 
-    def forward(self, hidden_states: Tensor, *unused: Any, **given: Any) -> Any:
+    def forward(self, hidden_states: Tensor, *unused: Any, **kwargs: Any) -> Any:
         """Return the zero; for an attention a tuple that begins with it."""
         zero = hidden_states.new_zeros(())
         if self.results == 1:
             return zero
-        return (zero, None) if self.results == 2 else (zero, given.get("position_bias"), None)
+        return (zero, None) if self.results == 2 else (zero, kwargs.get("position_bias"), None)
 
     def extra_repr(self) -> str:
         """Return the number of outputs, for printing."""
         return f"results={self.results}"
 
 
-def skip_sublayer(model: Any, place: str, part: int) -> dict[str, Any]:
-    """Remove a part from the block at `place` of `model`, in place; return the edit.
+def skip_sublayer(model: Any, block_path: str, part: int) -> dict[str, Any]:
+    """Remove a part from the block at `block_path` of `model`, in place; return the edit.
 
     The parts of a block are numbered: its attentions in order, then the feed-forward part. Where norms come
     first, the norm that only this part read is removed too; where they come after the sum, norm(x + f(x))
@@ -357,15 +357,15 @@ def skip_sublayer(model: Any, place: str, part: int) -> dict[str, Any]:
         LookupError: there is no such block.
         ValueError: there is no such part, or it was already removed.
     """
-    family, stack = _find_stack(model, place)
-    block = model.get_submodule(place)
+    family, stack = _find_stack(model, block_path)
+    block = model.get_submodule(block_path)
     skipped = skipped_parts(block)
     if type(part) is not int or not 0 <= part <= len(stack.attentions) or part in skipped:
-        raise ValueError(f"the block {place} has no part {part!r} to remove")
+        raise ValueError(f"the block {block_path} has no part {part!r} to remove")
     blocks = list(dict.fromkeys(stack.modules(model)))
     if not any(part not in skipped_parts(other_block) for other_block in blocks if other_block is not block):
         raise InputError(
-            f"{place}: {with_article(sublayer_name(stack, part))} of the {stack.name} must be kept,"
+            f"{block_path}: {with_article(sublayer_name(stack, part))} of the {stack.name} must be kept,"
             " because it is the last one.",
             code="last-layer",
         )
@@ -374,7 +374,7 @@ def skip_sublayer(model: Any, place: str, part: int) -> dict[str, Any]:
     _remove(block, stack, part)
     setattr(block, SKIPPED_PARTS_ATTRIBUTE, skipped | {part})
     renumber_caches(model, stack)
-    return {"op": "skip", "module": place, "part": part}
+    return {"op": "skip", "module": block_path, "part": part}
 
 
 def sublayer_name(stack: Stack, part: int) -> str:
@@ -397,14 +397,14 @@ def renumber_caches(model: Any, stack: Stack) -> None:
                     module.layer_idx = number
 
 
-def _find_stack(model: Any, place: str) -> tuple[Family, Stack]:
+def _find_stack(model: Any, block_path: str) -> tuple[Family, Stack]:
     family = family_of(model)
     for stack in family.stacks(model.config.to_dict()) if family else ():
-        if family and place in {
+        if family and block_path in {
             f"{stack.module_path}.{index}" for index in range(len(model.get_submodule(stack.module_path)))
         }:
             return family, stack
-    raise LookupError(f"the model has no block {place}")
+    raise LookupError(f"the model has no block {block_path}")
 
 
 def _move_relative_bias(family: Family, stack: Stack, blocks: list[Any], block: Any, part: int) -> None:

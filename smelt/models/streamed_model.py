@@ -239,7 +239,7 @@ def _map_embeddings(model: Any, names: dict[str, str], places: dict[str, Path]) 
         tensor = _read(places, source_name)
         if tensor.dtype in (torch.bfloat16, torch.float16):
             mapped[source_name] = nn.Parameter(tensor, requires_grad=False)
-            module.register_forward_hook(lambda module, given, rows: rows.float())
+            module.register_forward_hook(lambda module, args, rows: rows.float())
     mapped_names = {name for name, source_name in names.items() if source_name in mapped}
     for name in mapped_names:
         parent_name, _, last = name.rpartition(".")

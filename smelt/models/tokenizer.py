@@ -70,7 +70,7 @@ class TextTokenizer(Protocol):
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenize `texts` without adding special tokens; those that are in a text are single tokens."""
 
-    def decode_batch(self, rows: Sequence[Sequence[int]]) -> list[str]:
+    def decode_batch(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each row of ids, without its special tokens."""
 
 
@@ -194,9 +194,9 @@ class RustTokenizer:
                 code="tokenizer-failed",
             ) from error
 
-    def decode_batch(self, rows: Sequence[Sequence[int]]) -> list[str]:
+    def decode_batch(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each row of ids, without its special tokens."""
-        texts = [self._inner.decode(row, skip_special_tokens=True) for row in rows]
+        texts = [self._inner.decode(row, skip_special_tokens=True) for row in token_ids]
         return [clean_up_tokenization(text) for text in texts] if self._facts.clean_up else texts
 
 
@@ -298,12 +298,14 @@ class HubTokenizer:
             )["input_ids"]
         return token_ids
 
-    def decode_batch(self, rows: Sequence[Sequence[int]]) -> list[str]:
+    def decode_batch(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each row of ids, without its special tokens."""
-        if not rows:
+        if not token_ids:
             return []
         with self._lock:
-            texts: list[str] = self.inner.batch_decode([list(row) for row in rows], skip_special_tokens=True)
+            texts: list[str] = self.inner.batch_decode(
+                [list(row) for row in token_ids], skip_special_tokens=True
+            )
         return texts
 
 
@@ -507,9 +509,9 @@ class MarianTokenizer:
         """Tokenize `texts` without adding the final token."""
         return [self._encode(text) for text in texts]
 
-    def decode_batch(self, rows: Sequence[Sequence[int]]) -> list[str]:
+    def decode_batch(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each row of ids, without its special tokens."""
-        texts = [self._decode(row) for row in rows]
+        texts = [self._decode(row) for row in token_ids]
         return [clean_up_tokenization(text) for text in texts] if self._facts.clean_up else texts
 
     def _encode(self, text: str) -> list[int]:
@@ -543,9 +545,9 @@ class MarianTokenizer:
         text: str = self._pieces.decode_pieces(pieces)
         return text.replace(_SPACE, " ").strip()
 
-    def _token_text(self, place: int) -> str:
-        name = self._names.get(place)
-        return self._pieces.id_to_piece(place) if name is None else name
+    def _token_text(self, token_id: int) -> str:
+        name = self._names.get(token_id)
+        return self._pieces.id_to_piece(token_id) if name is None else name
 
 
 def _open_sentencepiece(path: Path) -> Any:

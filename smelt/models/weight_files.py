@@ -54,14 +54,14 @@ class WeightFiles:
         """Return whether `tensor` is to be read from the file `path`, one of `files`."""
         return self.tensor_files.get(tensor, path.name) == path.name
 
-    def require_complete(self, path: Path, found: Mapping[str, Any]) -> None:
-        """Require that the tensors `found` in `path` are all that the index lists for it.
+    def require_complete(self, path: Path, tensors: Mapping[str, Any]) -> None:
+        """Require that the tensors `tensors` in `path` are all that the index lists for it.
 
         Raises:
             InputError: one is missing.
         """
         missing = [
-            name for name, file in self.tensor_files.items() if file == path.name and name not in found
+            name for name, file in self.tensor_files.items() if file == path.name and name not in tensors
         ]
         if missing:
             extra = f", nor {len(missing) - 1:,} others" if len(missing) > 1 else ""

@@ -152,18 +152,18 @@ def matmul_bnb4(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, l
     return out if bias is None else out + bias
 
 
-def expand_by_table(word: str, codes: Tensor, times: int) -> Tensor:
+def expand_by_table(name: str, codes: Tensor, times: int) -> Tensor:
     """Emit a placeholder that replaces each byte of a constant by a row of a table when the graph is loaded.
 
     Args:
-        word: of the table, uint8 [256, times], among the scheme's `unpacking_tables`.
+        name: of the table, uint8 [256, times], among the scheme's `unpacking_tables`.
         codes: uint8 [..., n].
         times: how many bytes replace each byte.
 
     Returns:
         uint8 [..., times * n].
     """
-    return _load_time_op(word, codes, (*codes.shape[:-1], times * codes.shape[-1]), torch.uint8)
+    return _load_time_op(name, codes, (*codes.shape[:-1], times * codes.shape[-1]), torch.uint8)
 
 
 def widen_scales(scales: Tensor) -> Tensor:
@@ -198,14 +198,14 @@ def transpose_at_load(columns: Tensor) -> Tensor:
     return _load_time_op("Transposed", columns, (columns.shape[1], columns.shape[0]), torch.int8)
 
 
-def _load_time_op(word: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _load_time_op(name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Emit a placeholder that export/simplify_graph.py replaces by standard operators.
 
     Constants that the graph's optimizers could compute would be stored in their larger form; an
     unknown operator is not changed.
     """
     out: Tensor = torch.onnx.ops.symbolic(
-        f"{LOAD_TIME_DOMAIN}::{word}", [value], dtype=dtype, shape=shape, version=1
+        f"{LOAD_TIME_DOMAIN}::{name}", [value], dtype=dtype, shape=shape, version=1
     )
     return out
 
@@ -356,10 +356,10 @@ def signed_block_weight(codes: Tensor, scales: Tensor, size: int) -> Tensor:
 
 
 def _signed_placeholder(
-    word: str, codes: Tensor, scales: Tensor, size: int, shape: tuple[int, int]
+    name: str, codes: Tensor, scales: Tensor, size: int, shape: tuple[int, int]
 ) -> Tensor:
     out: Tensor = torch.onnx.ops.symbolic(
-        f"{LOAD_TIME_DOMAIN}::{word}",
+        f"{LOAD_TIME_DOMAIN}::{name}",
         [codes, scales],
         {"block_size": size},
         dtype=torch.float32,
@@ -445,10 +445,10 @@ def _quantize(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     return out
 
 
-def _dequantize_placeholder(word: str, codes: Tensor, scales: Tensor) -> Tensor:
+def _dequantize_placeholder(name: str, codes: Tensor, scales: Tensor) -> Tensor:
     """Emit a placeholder that becomes a DequantizeLinear: optimizers would store the floats."""
     out: Tensor = torch.onnx.ops.symbolic(
-        f"{LOAD_TIME_DOMAIN}::{word}",
+        f"{LOAD_TIME_DOMAIN}::{name}",
         [codes, scales],
         dtype=torch.float32,
         shape=tuple(codes.shape),

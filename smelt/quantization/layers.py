@@ -132,12 +132,12 @@ class QuantizedMatrix(nn.Module):
         """Return `dequantized()` where layers of the scheme cache it, else `dequantize()` without caching."""
         return self.dequantized() if "values" in self._kept else self.dequantize()
 
-    def cached(self, word: str, make: Callable[[], Tensor]) -> Tensor:
+    def cached(self, key: str, make: Callable[[], Tensor]) -> Tensor:
         """Return the result of `make`, computed once for the same memory of the parameters."""
         addresses = [p.data_ptr() for p in self._parameters.values() if p is not None]
-        entry = self._kept.get(word)
+        entry = self._kept.get(key)
         if entry is None or entry[0] != addresses:
-            entry = self._kept[word] = (addresses, make())
+            entry = self._kept[key] = (addresses, make())
         return entry[1]
 
     def is_row_independent(self) -> bool:
@@ -190,7 +190,7 @@ class _MatrixRows:
         value = self._matrix.tensor(name)
         return value[self._rows] if name in self._per_row else value
 
-    def cached(self, word: str, make: Callable[[], Tensor]) -> Tensor:
+    def cached(self, key: str, make: Callable[[], Tensor]) -> Tensor:
         """Return the result of `make`."""
         return make()
 

@@ -114,7 +114,7 @@ class PackedMatrix(Protocol):
     def tensor(self, name: str) -> Tensor:
         """Return a tensor, stored or in the graph's form."""
 
-    def cached(self, word: str, make: Callable[[], Tensor]) -> Tensor:
+    def cached(self, key: str, make: Callable[[], Tensor]) -> Tensor:
         """Return the result of `make`, computed once for the same memory of the stored tensors."""
 
     def dequantized(self) -> Tensor:

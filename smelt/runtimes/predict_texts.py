@@ -33,13 +33,13 @@ from smelt.runtimes.images import image_logits
 from smelt.stage import Progress, no_progress
 
 
-def pad_batch(encoded: EncodedTexts, rows: Sequence[int], pad: int) -> Batch:
+def pad_batch(encoded: EncodedTexts, indices: Sequence[int], pad: int) -> Batch:
     """Pad the given rows on the right into one batch."""
-    length = max(1, *(len(encoded.ids[i]) for i in rows)) if rows else 1
-    ids = np.full((len(rows), length), pad, dtype=np.int64)
+    length = max(1, *(len(encoded.ids[i]) for i in indices)) if indices else 1
+    ids = np.full((len(indices), length), pad, dtype=np.int64)
     mask = np.zeros_like(ids)
     types = None if encoded.types is None else np.zeros_like(ids)
-    for row_number, i in enumerate(rows):
+    for row_number, i in enumerate(indices):
         n = len(encoded.ids[i])
         ids[row_number, :n], mask[row_number, :n] = encoded.ids[i], 1
         if types is not None and encoded.types is not None:
@@ -54,7 +54,7 @@ def make_batches(
     max_length: int,
     pairs: Sequence[str | None] | None = None,
 ) -> list[tuple[list[int], Batch]]:
-    """Return batches of similar lengths, longest first, each with the indices of its rows in `texts`.
+    """Return batches of similar indices, longest first, each with the indices of its rows in `texts`.
 
     The batches depend on texts, tokenizer and `batch_size` only, so that every step of a run is
     scored on the same batches (dynamic quantization depends on the other rows of a batch).

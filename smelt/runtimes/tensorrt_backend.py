@@ -178,12 +178,12 @@ class TensorrtEngine:
             )
         return _TORCH_DTYPES[dtype]
 
-    def max_dimension(self, name: str, place: int) -> int:
+    def max_dimension(self, name: str, axis: int) -> int:
         """Return the largest size that the profile allows for a dimension of an input."""
         shape = tuple(self.engine.get_tensor_shape(name))
-        if shape[place] != -1:
-            return int(shape[place])
-        return self._profiles[-1].limits[name][1][place]
+        if shape[axis] != -1:
+            return int(shape[axis])
+        return self._profiles[-1].limits[name][1][axis]
 
     def __call__(self, feeds: dict[str, Tensor]) -> dict[str, Tensor]:
         """Run once on the engine's stream; inputs and outputs are CUDA tensors. The outputs are new tensors.

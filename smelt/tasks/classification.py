@@ -48,16 +48,16 @@ class Classification(TaskSpec):
 _CONTROL_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
 
 
-def prediction_text(found: ClassPrediction) -> str:
+def prediction_text(prediction: ClassPrediction) -> str:
     """Return the output line of `smelt predict` for a prediction.
 
     Single label: name, tab, probability. Multiple labels: the names above 0.5 joined by `|` (as in CSV data),
     tab, their probabilities joined by `|`; both are empty if there is none. Regression: the number.
     """
-    if isinstance(found.label, float):
-        return f"{found.label:.4f}"
-    names = [found.label] if isinstance(found.label, str) else list(found.label)
-    chances = (f"{found.probabilities[name]:.3f}" for name in names)
+    if isinstance(prediction.label, float):
+        return f"{prediction.label:.4f}"
+    names = [prediction.label] if isinstance(prediction.label, str) else list(prediction.label)
+    chances = (f"{prediction.probabilities[name]:.3f}" for name in names)
     return (
         LABEL_SEPARATOR.join(name.translate(_CONTROL_ESCAPES) for name in names)
         + "\t"

@@ -213,10 +213,10 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
         if saved.details is None:
             self.keeper.load_state(saved.state["keeper"])
 
-    def _own_parts(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _own_parts(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {
             name: local_part(divided_like(tensor, self.keeper.parameters[name])).cpu()
-            for name, tensor in whole.items()
+            for name, tensor in parameters.items()
         }
 
     def _whole(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:

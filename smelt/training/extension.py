@@ -52,14 +52,14 @@ LossTerms: TypeAlias = Mapping[str, LossTerm]
 Objective: TypeAlias = Callable[[nn.Module, Mapping[str, Tensor]], Tensor | LossTerms]
 
 
-def as_loss_terms(found: Tensor | LossTerms) -> LossTerms:
+def as_loss_terms(loss: Tensor | LossTerms) -> LossTerms:
     """Return the result of an objective as terms by name."""
-    return {TOTAL_LOSS: LossTerm(found)} if isinstance(found, Tensor) else found
+    return {TOTAL_LOSS: LossTerm(loss)} if isinstance(loss, Tensor) else loss
 
 
-def total_loss(found: Tensor | LossTerms) -> Tensor:
+def total_loss(loss: Tensor | LossTerms) -> Tensor:
     """Return the sum of the terms of an objective, a scalar."""
-    terms = list(as_loss_terms(found).values())
+    terms = list(as_loss_terms(loss).values())
     total = terms[0].value
     for term in terms[1:]:
         total = total + term.value

@@ -236,13 +236,16 @@ def default_learning_rate(config: Mapping[str, Any], trained: TrainedPart = "wei
     return max(full_rate, min(highest, times * rate))
 
 
-def has_fewer_layers(config: Mapping[str, Any], whole: Mapping[str, Any]) -> bool:
+def has_fewer_layers(config: Mapping[str, Any], original_config: Mapping[str, Any]) -> bool:
     """Return whether a model has fewer layers than the original one, by their configs."""
     family = find_family(config)
-    if family is None or family.name != whole.get("model_type") or family.stacks is None:
+    if family is None or family.name != original_config.get("model_type") or family.stacks is None:
         return False
     counts = {stack.name: stack.num_layers(config) or 0 for stack in family.stacks(config)}
-    return any(counts.get(stack.name, 0) < (stack.num_layers(whole) or 0) for stack in family.stacks(whole))
+    return any(
+        counts.get(stack.name, 0) < (stack.num_layers(original_config) or 0)
+        for stack in family.stacks(original_config)
+    )
 
 
 def is_mostly_low_bit(model: Any) -> bool:
@@ -359,18 +362,18 @@ def training_size(
     """
     size = inputs.result
     held, trained = weight_state_bytes(settings, size), trained_weights(settings, size)
-    own = partial(_own_bytes, inputs, trained, OPTIMIZERS[settings.optimizer])
-    memory = own(held) + round(layer_copies * FLOAT_BYTES * size.block_weights)
+    bytes_of_share = partial(_own_bytes, inputs, trained, OPTIMIZERS[settings.optimizer])
+    memory = bytes_of_share(held) + round(layer_copies * FLOAT_BYTES * size.block_weights)
     memory += sum(teacher.float_bytes for teacher in teachers)
     certain = weight_state_bytes(settings, size, "validation" in inputs.samples)
     if settings.lora is not None:  # the weights may be quantized
         certain += inputs.source.held_bytes - size.float_bytes
-    least, on_device, least_on_device = min(own(certain), memory), 0, 0
+    least, on_device, least_on_device = min(bytes_of_share(certain), memory), 0, 0
     if inputs.is_gpu:  # the CPU keeps the copies of the weights, and the model before and after
         on_device = memory - bool(settings.num_evals) * FLOAT_BYTES * trained
         # paged states move to the CPU when the GPU is full
         states = 0 if settings.optimizer.startswith("paged_") else OPTIMIZERS[settings.optimizer]
-        least_on_device = own(size.float_bytes + trained * (_GRADIENT_BYTES + states))
+        least_on_device = bytes_of_share(size.float_bytes + trained * (_GRADIENT_BYTES + states))
         if inputs.offloaded:
             least_on_device = 0 if inputs.zero_stage == 3 else size.float_bytes
             on_device = max(least_on_device, FLOAT_BYTES * 2 * size.largest_block)

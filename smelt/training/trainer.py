@@ -103,7 +103,7 @@ class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
         self,
         measured: _ObjectiveModule,
         args: Any,
-        rows: Sequence[EncodedSample],
+        samples: Sequence[EncodedSample],
         *,
         plan: list[list[int]],
         keeper: CheckpointSelector,
@@ -113,7 +113,7 @@ class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
         super().__init__(
             model=self.measured,
             args=args,
-            train_dataset=_SamplesOrNone(rows),
+            train_dataset=_SamplesOrNone(samples),
             callbacks=[keeper],
             data_collator=pack,
         )
@@ -200,9 +200,9 @@ def divide_batch(batch: Sequence[int], processes: int) -> list[list[int]]:
     return [list(batch[number::processes]) or [-1 - batch[0]] for number in range(processes)]
 
 
-def _collate_part(found: Sequence[tuple[EncodedSample, bool]], config: Any) -> TensorBatch:
-    batch = collate([sample for sample, _ in found], config)
-    return batch if all(is_real for _, is_real in found) else batch | {_NO_SAMPLES: torch.ones(1)}
+def _collate_part(samples: Sequence[tuple[EncodedSample, bool]], config: Any) -> TensorBatch:
+    batch = collate([sample for sample, _ in samples], config)
+    return batch if all(is_real for _, is_real in samples) else batch | {_NO_SAMPLES: torch.ones(1)}
 
 
 def _count_part(batch: TensorBatch) -> dict[AveragedOver, int]:
@@ -377,7 +377,7 @@ def metric_disagreement_text(selector: CheckpointSelector, rows: int, ctx: Conte
     if selector.best is None or not selector.best.other_metrics or not rows:
         return None
     metric, score = next(iter(selector.best.other_metrics.items()))
-    best = max(candidates, key=lambda found: found.other_metrics[metric])
+    best = max(candidates, key=lambda item: item.other_metrics[metric])
     if best.other_metrics[metric] - score <= 2 * 100 * math.sqrt(0.125 / rows):
         return None
     sign = -1 if metric in ctx.negated_metrics else 1

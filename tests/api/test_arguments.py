@@ -12,7 +12,7 @@ pytestmark = pytest.mark.quick
 
 @pytest.mark.parametrize("function", [as_texts, as_texts_or_pairs])
 @pytest.mark.parametrize(
-    ("given", "code", "place", "values"),
+    ("value", "code", "setting", "values"),
     [
         (None, "not-a-list", None, ["None."]),
         ("a man", "not-a-list", None, ["[TEXT]"]),
@@ -29,16 +29,16 @@ pytestmark = pytest.mark.quick
         (["x" * 500, ["y" * 500]], "not-a-text", "texts[1]", [" ['" + "y" * 55 + "... (list)."]),
     ],
 )
-def test_invalid_texts_are_rejected(function, given, code, place, values):
-    with raises_code(code, InputError) as caught:
-        function(given)
-    assert caught.value.setting == place
-    assert str(caught.value).startswith(f"{place}: " if place else "")
-    assert [value for value in values if value not in str(caught.value)] == []
+def test_invalid_texts_are_rejected(function, value, code, setting, values):
+    with raises_code(code, InputError) as excinfo:
+        function(value)
+    assert excinfo.value.setting == setting
+    assert str(excinfo.value).startswith(f"{setting}: " if setting else "")
+    assert [fragment for fragment in values if fragment not in str(excinfo.value)] == []
 
 
 @pytest.mark.parametrize(
-    ("function", "given", "code", "place"),
+    ("function", "value", "code", "setting"),
     [
         (as_texts, [("a", "b")], "pairs-not-taken", "texts[0]"),
         (as_texts_or_pairs, [["a", "b"]], "not-a-text", "texts[0]"),
@@ -46,29 +46,29 @@ def test_invalid_texts_are_rejected(function, given, code, place, values):
         (as_texts_or_pairs, ["a", ("b", None)], "not-a-text", "texts[1][1]"),
     ],
 )
-def test_pairs_are_only_for_classifiers_and_have_two_texts(function, given, code, place):
-    with raises_code(code, InputError) as caught:
-        function(given)
-    assert caught.value.setting == place
+def test_pairs_are_only_for_classifiers_and_have_two_texts(function, value, code, setting):
+    with raises_code(code, InputError) as excinfo:
+        function(value)
+    assert excinfo.value.setting == setting
     assert as_texts_or_pairs(["a", ("b", "c")]) == ["a", ("b", "c")]
 
 
-@pytest.mark.parametrize("given", [["a", "b"], ("a", "b"), iter(["a", "b"]), np.array(["a", "b"])])
-def test_any_sequence_of_texts_is_accepted(given):
-    found = as_texts(given)
-    assert found == ["a", "b"]
-    assert {type(text) for text in found} == {str}
+@pytest.mark.parametrize("value", [["a", "b"], ("a", "b"), iter(["a", "b"]), np.array(["a", "b"])])
+def test_any_sequence_of_texts_is_accepted(value):
+    texts = as_texts(value)
+    assert texts == ["a", "b"]
+    assert {type(text) for text in texts} == {str}
 
 
-@pytest.mark.parametrize("given", [0, -1, True, 2.0, "8", None])
-def test_counts_are_positive_integers(given):
-    with raises_code("wrong-value", InputError) as caught:
-        as_count(given, "batch_size")
-    assert caught.value.setting == "batch_size"
-    assert repr(given) in str(caught.value)
+@pytest.mark.parametrize("value", [0, -1, True, 2.0, "8", None])
+def test_counts_are_positive_integers(value):
+    with raises_code("wrong-value", InputError) as excinfo:
+        as_count(value, "batch_size")
+    assert excinfo.value.setting == "batch_size"
+    assert repr(value) in str(excinfo.value)
 
 
-@pytest.mark.parametrize("given", [1, 8, np.int64(8)])
-def test_integers_of_any_type_are_accepted(given):
-    assert as_count(given, "batch_size") == given
-    assert type(as_count(given, "batch_size")) is int
+@pytest.mark.parametrize("value", [1, 8, np.int64(8)])
+def test_integers_of_any_type_are_accepted(value):
+    assert as_count(value, "batch_size") == value
+    assert type(as_count(value, "batch_size")) is int

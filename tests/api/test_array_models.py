@@ -14,7 +14,7 @@ from tests.support.graphs import imported_graphs as graphs
 
 
 @pytest.mark.parametrize(
-    ("given", "code"),
+    ("inputs", "code"),
     [
         ({"x": np.ones((0, 8), np.float32)}, "unequal-rows"),
         ({"x": [[1.0, 2.0], [3.0]]}, "wrong-type"),
@@ -23,12 +23,12 @@ from tests.support.graphs import imported_graphs as graphs
         ({"x": np.array([None])}, "does-not-fit-graph"),
     ],
 )
-def test_invalid_arrays_are_rejected(tmp_path: Path, given: dict[str, Any], code: str) -> None:
+def test_invalid_arrays_are_rejected(tmp_path: Path, inputs: dict[str, Any], code: str) -> None:
     graphs.make_artifact(tmp_path / "a", graphs.two_layer_classifier())
-    with smelt.load(str(tmp_path / "a")) as model, raises_code(code, InputError) as caught:
-        model.run(given)
+    with smelt.load(str(tmp_path / "a")) as model, raises_code(code, InputError) as excinfo:
+        model.run(inputs)
     if code == "does-not-fit-graph":
-        assert "x float32" in str(caught.value)
+        assert "x float32" in str(excinfo.value)
 
 
 def test_output_shapes_depending_on_batch_are_rejected(tmp_path: Path) -> None:
@@ -42,6 +42,6 @@ def test_output_shapes_depending_on_batch_are_rejected(tmp_path: Path) -> None:
     x[2:] = 1
     with smelt.load(str(tmp_path / "a")) as model:
         assert model.run({"x": x})["boxes"].shape == (2, 18)
-        with raises_code("shape-mismatch", RunError) as caught:
+        with raises_code("shape-mismatch", RunError) as excinfo:
             model.run({"x": x}, batch_size=2)
-        assert all(value in str(caught.value) for value in ("'boxes'", "[2, 2]", "[2, 16]"))
+        assert all(value in str(excinfo.value) for value in ("'boxes'", "[2, 2]", "[2, 16]"))

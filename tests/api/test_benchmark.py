@@ -108,10 +108,10 @@ def test_texts_are_read_from_lines_or_column(tmp_path):
     assert read_texts(tmp_path / "c.csv", "text-classification") == ["good film"]
     assert read_texts(tmp_path / "d.jsonl", "translation") == ["a"]
     assert read_texts(tmp_path / "d.jsonl", "translation", "de") == ["b"]
-    with raises_code("missing-column", InputError) as caught:
+    with raises_code("missing-column", InputError) as excinfo:
         read_texts(tmp_path / "d.jsonl", "translation", "dee")
-    assert (caught.value.file, caught.value.line) == (str(tmp_path / "d.jsonl"), 1)
-    assert all(name in str(caught.value) for name in ("'dee'", "'de'?"))
+    assert (excinfo.value.file, excinfo.value.line) == (str(tmp_path / "d.jsonl"), 1)
+    assert all(name in str(excinfo.value) for name in ("'dee'", "'de'?"))
     (tmp_path / "e.txt").write_text("\n")
     with raises_code("empty-data", InputError):
         read_texts(tmp_path / "e.txt", "translation")
@@ -162,6 +162,6 @@ def test_timing_table_fits_80_columns():
     text = " ".join(table.split())
     assert text.count("the rounds disagree: from 1.00× to 200.00×") == 1  # what doubts two alike is said once
     assert "8 of 12 texts (standard)" in text
-    (parts,) = (line for line in table.splitlines() if line.startswith("y") and "0.12" in line)
-    assert parts.split()[1:] == ["0.12", "12,346", "1.00", "–", "2.00"]
+    (row_line,) = (line for line in table.splitlines() if line.startswith("y") and "0.12" in line)
+    assert row_line.split()[1:] == ["0.12", "12,346", "1.00", "–", "2.00"]
     assert "1.23" in table

@@ -41,18 +41,18 @@ def test_closing_waits_for_active_calls():
 
 
 def test_calls_to_single_threaded_runtime_are_sequential():
-    calls, inside, seen = ActiveCalls("closed", most=1), [], []
+    calls, inside, active_counts = ActiveCalls("closed", most=1), [], []
 
     def work(number):
         with calls:
             inside.append(number)
             time.sleep(0.002)
-            seen.append(len(inside))
+            active_counts.append(len(inside))
             inside.remove(number)
 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(work, range(30)))
-    assert seen == [1] * 30
+    assert active_counts == [1] * 30
 
 
 def test_waiting_call_raises_when_model_is_closed():

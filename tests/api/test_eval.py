@@ -66,23 +66,23 @@ def test_other_generation_settings_give_other_scores_and_latency(home):
 
 def test_eval_and_predict_accept_beam_options(home):
     artifact = home / "run" / "artifacts" / "model"
-    words = ("--max-new-tokens", 6, "--num-beams", 3)
-    arguments = ["eval", artifact, "--data", home / "data.jsonl", "--metric", "bleu", "--json", *words]
+    options = ("--max-new-tokens", 6, "--num-beams", 3)
+    arguments = ["eval", artifact, "--data", home / "data.jsonl", "--metric", "bleu", "--json", *options]
     result = harness.smelt(*arguments)
     scores = json.loads(result.stdout)
     assert all(value in result.stderr for value in ("warning: 8 of 8 outputs", "6 tokens"))
     assert "gen:beam 3|length_penalty:1|early_stopping:false|max_new_tokens:6" in scores["bleu"]["signature"]
     with smelt.load(artifact) as model:
         expected = model.generate(tiny.SENTENCES[:2], num_beams=3, max_new_tokens=6)
-    assert _said("predict", artifact, *tiny.SENTENCES[:2], *words).splitlines() == expected
+    assert _said("predict", artifact, *tiny.SENTENCES[:2], *options).splitlines() == expected
 
 
 def test_predict_samples_reproducibly_with_seed(home):
     artifact = home / "run" / "artifacts" / "model"
-    words = ("--sample", "--temperature", 2.0, "--top-k", 20, "--top-p", 0.95)
-    first = _said("predict", artifact, *tiny.SENTENCES, *words, "--seed", 1)
-    assert _said("predict", artifact, *tiny.SENTENCES, *words, "--seed", 1) == first
-    assert _said("predict", artifact, *tiny.SENTENCES, *words, "--seed", 2) != first
+    options = ("--sample", "--temperature", 2.0, "--top-k", 20, "--top-p", 0.95)
+    first = _said("predict", artifact, *tiny.SENTENCES, *options, "--seed", 1)
+    assert _said("predict", artifact, *tiny.SENTENCES, *options, "--seed", 1) == first
+    assert _said("predict", artifact, *tiny.SENTENCES, *options, "--seed", 2) != first
 
 
 @pytest.mark.parametrize(

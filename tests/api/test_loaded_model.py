@@ -101,14 +101,14 @@ def test_concurrent_requests_equal_single_requests(kind, step):
         crowd.start()
         try:
             with ThreadPoolExecutor(6) as pool:
-                found = list(pool.map(lambda request: _use(model, request), requests))
+                outputs = list(pool.map(lambda request: _use(model, request), requests))
         finally:
             stop.set()
             crowd.join()
-        assert found == [expected[tuple(r)] for r in requests]
+        assert outputs == [expected[tuple(r)] for r in requests]
         assert model.truncated - before == sum(request.count(LONG) for request in requests) > 6
     assert opened
-    assert all(one == opened[0] for one in opened)
+    assert all(output == opened[0] for output in opened)
 
 
 @pytest.mark.parametrize(("kind", "step"), [("translator", "model"), ("classifier", "onnx")])
@@ -118,10 +118,10 @@ def test_closed_model_raises(kind, step):
     model.close()
     model.close()
     for texts in (["a man"], []):
-        with raises_code("model-closed", smelt.InputError) as caught:
+        with raises_code("model-closed", smelt.InputError) as excinfo:
             _use(model, texts)
         # the folder that was opened, which a run links to one of the store
-        assert str(caught.value).startswith(f"{folder}: ")
+        assert str(excinfo.value).startswith(f"{folder}: ")
 
 
 def test_wrong_method_error_names_folder_and_right_method():
@@ -130,30 +130,30 @@ def test_wrong_method_error_names_folder_and_right_method():
         ("classifier", "generate", "text-classification", "predict"),
     ):
         folder = exported_artifacts.exported_artifact(kind)
-        with smelt.load(folder) as model, raises_code("does-not-fit-task", smelt.InputError) as caught:
+        with smelt.load(folder) as model, raises_code("does-not-fit-task", smelt.InputError) as excinfo:
             getattr(model, use)(["a man"])
-        assert str(caught.value).startswith(f"{folder}: ")
-        message = str(caught.value).removeprefix(f"{folder}: ")
+        assert str(excinfo.value).startswith(f"{folder}: ")
+        message = str(excinfo.value).removeprefix(f"{folder}: ")
         assert re.findall(rf"\b(?:predict|generate|{task})\b", message) == [use, task, fitting]
 
 
 @pytest.mark.parametrize("folder", [None, b"runs"])
 def test_folder_of_wrong_type_is_rejected(folder):
-    with raises_code("wrong-value", smelt.InputError) as caught:
+    with raises_code("wrong-value", smelt.InputError) as excinfo:
         smelt.load(folder)
-    assert caught.value.setting == "artifact"
-    assert repr(folder) in str(caught.value)
+    assert excinfo.value.setting == "artifact"
+    assert repr(folder) in str(excinfo.value)
 
 
 def test_only_unknown_setting_lists_known_ones():
-    with raises_code("unknown-setting", smelt.InputError) as caught:
+    with raises_code("unknown-setting", smelt.InputError) as excinfo:
         parse_generation({"max_new_token": 3})
-    assert caught.value.setting == "max_new_token"
-    assert all(name in str(caught.value) for name in ("beams, ", "'max_new_tokens'?"))
-    with raises_code("wrong-value", smelt.InputError) as caught:
+    assert excinfo.value.setting == "max_new_token"
+    assert all(name in str(excinfo.value) for name in ("beams, ", "'max_new_tokens'?"))
+    with raises_code("wrong-value", smelt.InputError) as excinfo:
         parse_generation({"max_new_tokens": 0})
-    assert caught.value.setting == "max_new_tokens"
-    assert "beams" not in str(caught.value)
+    assert excinfo.value.setting == "max_new_tokens"
+    assert "beams" not in str(excinfo.value)
 
 
 @pytest.mark.parametrize("step", ["model", "onnx"])
@@ -222,9 +222,9 @@ def test_failed_call_does_not_keep_model_open():
 @pytest.mark.parametrize(("kind", "limit"), [("translator", 40), ("classifier", 32), ("writer", 64)], ids=str)
 def test_truncated_texts_are_counted_and_warned(kind, limit):
     with smelt.load(exported_artifacts.exported_artifact(kind)) as model:
-        with pytest.warns(smelt.TruncationWarning) as caught:
+        with pytest.warns(smelt.TruncationWarning) as warning_records:
             _use(model, ["a man", LONG, LONG])
-        (warning,) = caught
+        (warning,) = warning_records
         assert (warning.message.count, warning.message.limit, model.truncated) == (2, limit, 2)
         lines, first = inspect.getsourcelines(_use)  # what called predict or generate, and not its caller
         assert os.path.samefile(warning.filename, __file__)
@@ -244,10 +244,10 @@ def test_truncation_warning_uses_singular():
 def test_invalid_batch_size_is_rejected(kind, use):
     with (
         smelt.load(exported_artifacts.exported_artifact(kind)) as model,
-        raises_code("wrong-value", smelt.InputError) as caught,
+        raises_code("wrong-value", smelt.InputError) as excinfo,
     ):
         getattr(model, use)(["a man"], batch_size=0)
-    assert caught.value.setting == "batch_size"
+    assert excinfo.value.setting == "batch_size"
 
 
 @pytest.mark.parametrize(("kind", "step"), [("translator", "onnx"), ("writer", "model")])
@@ -267,6 +267,6 @@ def test_invalid_texts_are_rejected(texts):
 
 @pytest.mark.parametrize("threads", [0, "2"])
 def test_invalid_threads_are_rejected(threads):
-    with raises_code("wrong-value", smelt.InputError) as caught:
+    with raises_code("wrong-value", smelt.InputError) as excinfo:
         smelt.load(exported_artifacts.exported_artifact("translator"), threads=threads)
-    assert caught.value.setting == "threads"
+    assert excinfo.value.setting == "threads"

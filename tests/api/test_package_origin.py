@@ -35,10 +35,10 @@ def test_copied_artifact_has_no_run(run, tmp_path):
 
 
 def test_run_of_other_artifact_with_same_name_is_ignored(run, tmp_path):
-    place = tmp_path / "run" / "artifacts" / "onnx"
-    shutil.copytree(run / "artifacts" / "model", place)
+    artifact_path = tmp_path / "run" / "artifacts" / "onnx"
+    shutil.copytree(run / "artifacts" / "model", artifact_path)
     shutil.copy(run / "report.json", tmp_path / "run")
-    assert find_run(place, read_artifact(place)) is None
+    assert find_run(artifact_path, read_artifact(artifact_path)) is None
 
 
 def test_package_origin_has_run_steps_and_scores(run):
@@ -67,17 +67,17 @@ def test_package_origin_has_settings_license_and_latency(run, tmp_path):
         shutil.copytree(run / "artifacts" / name, tmp_path / "artifacts" / name)
     path = tmp_path / "artifacts" / "model" / "manifest.json"
     manifest = json.loads(path.read_text())
-    manifest["details"]["licence"] = "mit (its model card)"
+    manifest["details"]["license"] = "mit (its model card)"
     write_hashed_json(path, manifest)
     report = json.loads((run / "report.json").read_text())
     report["recipe"]["stages"] = [{"onnx": {"opset": 20}, "name": "onnx"}]
     row = {"batch_size": 2, "threads": 1, "p50_ms": 3.456, "stable": True, "speedup": 2.0}
-    disturbed = {"batch_size": 4, "p50_ms": 30.0, "stable": False, "reason": "busy", "speedup": 9.0}
-    more = {"speedup_ci95": [1.5, 2.5]}
-    report["steps"][1]["latency"] = [row | more, disturbed | more]
+    disturbed_row = {"batch_size": 4, "p50_ms": 30.0, "stable": False, "reason": "busy", "speedup": 9.0}
+    interval = {"speedup_ci95": [1.5, 2.5]}
+    report["steps"][1]["latency"] = [row | interval, disturbed_row | interval]
     (tmp_path / "report.json").write_text(json.dumps(report))
     origin = package_origin(None, tmp_path, "onnx")
-    assert origin.licence == "mit (its model card)"
+    assert origin.license == "mit (its model card)"
     assert dict(origin.steps[1].settings) == {"opset": 20}
     first, second = origin.latencies
     assert first.startswith(
@@ -110,6 +110,6 @@ def test_package_of_unfinished_run_warns_about_gates(run, tmp_path, gates):
     for step in report["steps"]:
         step["gates"] = []
     (tmp_path / "report.json").write_text(json.dumps(report))
-    found = package_origin(None, tmp_path, "onnx").warnings
-    assert message_codes(found)[:1] == ["run-not-finished"]
-    assert all(name in str(found[0]) for name in gates)
+    warnings = package_origin(None, tmp_path, "onnx").warnings
+    assert message_codes(warnings)[:1] == ["run-not-finished"]
+    assert all(name in str(warnings[0]) for name in gates)

@@ -33,8 +33,8 @@ def test_copied_artifact_is_packaged_without_scores(run, tmp_path, monkeypatch):
     shutil.copytree(run / "artifacts" / "onnx", "copied")
     package = smelt.package("copied", "standalone", "out/p")
     assert "Accuracy" not in (package.folder / "README.md").read_text()
-    again = smelt.package(package.folder)  # a package is an artifact
-    assert str(again.folder) == "p-standalone"
+    repackaged = smelt.package(package.folder)  # a package is an artifact
+    assert str(repackaged.folder) == "p-standalone"
 
 
 def test_folder_named_by_key_gets_short_package_name(run, tmp_path, monkeypatch):
@@ -45,9 +45,9 @@ def test_folder_named_by_key_gets_short_package_name(run, tmp_path, monkeypatch)
 
 
 def test_torch_artifact_error_names_packageable_artifacts(run, tmp_path):
-    with raises_code("unsupported-format", InputError) as caught:
+    with raises_code("unsupported-format", InputError) as excinfo:
         smelt.package(run / "artifacts" / "model", out=tmp_path / "p")
-    assert all(value in str(caught.value) for value in ("torch", "artifacts/onnx"))
+    assert all(value in str(excinfo.value) for value in ("torch", "artifacts/onnx"))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -23,8 +23,8 @@ def rows(path, *values):
 
 def test_tab_separates_text_pair_only_for_classifier():
     texts = ["a", "a\tb", "a\t"]
-    found = as_examples(texts, CLASSIFIER)
-    assert found == [Example("a"), Example("a", text_pair="b"), Example("a", text_pair="")]
+    examples = as_examples(texts, CLASSIFIER)
+    assert examples == [Example("a"), Example("a", text_pair="b"), Example("a", text_pair="")]
     assert as_examples(texts, TRANSLATOR) == [Example(text) for text in texts]
 
 
@@ -62,8 +62,8 @@ def test_classifier_reads_second_text_if_present(tmp_path):
     )
     assert read_examples(path, CLASSIFIER, ()) == [Example("a", text_pair="b"), Example("c"), Example("d")]
     assert read_examples(path, "language-modeling", ()) == [Example("a"), Example("c"), Example("d")]
-    named = rows(tmp_path / "n.jsonl", {"text": "a", "second": "b"})
-    assert read_examples(named, CLASSIFIER, ("text_pair=second",)) == [Example("a", text_pair="b")]
+    named_path = rows(tmp_path / "n.jsonl", {"text": "a", "second": "b"})
+    assert read_examples(named_path, CLASSIFIER, ("text_pair=second",)) == [Example("a", text_pair="b")]
 
 
 def test_csv_and_parquet_are_read(tmp_path):
@@ -90,27 +90,27 @@ def test_csv_and_parquet_are_read(tmp_path):
 )
 def test_unreadable_rows_are_reported(tmp_path, value, task, columns, code, named):
     path = rows(tmp_path / "d.jsonl", value)
-    with raises_code(code, InputError) as caught:
+    with raises_code(code, InputError) as excinfo:
         read_examples(path, task, columns)
-    assert [one for one in named if one not in str(caught.value)] == []
+    assert [fragment for fragment in named if fragment not in str(excinfo.value)] == []
     if code != "does-not-fit-task":
-        assert (caught.value.file, caught.value.line) == (str(path), 1)
+        assert (excinfo.value.file, excinfo.value.line) == (str(path), 1)
 
 
 def test_missing_file_and_folder_are_reported(tmp_path):
     with raises_code("missing-file", InputError):
         read_examples(tmp_path / "nowhere.jsonl", TRANSLATOR, ())
-    with raises_code("not-a-file", InputError) as caught:
+    with raises_code("not-a-file", InputError) as excinfo:
         read_examples(tmp_path, TRANSLATOR, ())
-    assert f"--data {tmp_path}: " in str(caught.value)
+    assert f"--data {tmp_path}: " in str(excinfo.value)
 
 
 @pytest.mark.parametrize(("name", "text"), [("d.jsonl", "\n"), ("d.csv", "source\n"), ("d.txt", "")])
 def test_file_without_rows_is_rejected(tmp_path, name, text):
     (tmp_path / name).write_text(text)
-    with raises_code("empty-data", InputError) as caught:
+    with raises_code("empty-data", InputError) as excinfo:
         read_examples(tmp_path / name, TRANSLATOR, ())
-    assert caught.value.file == str(tmp_path / name)
+    assert excinfo.value.file == str(tmp_path / name)
 
 
 LINES = {
@@ -137,24 +137,24 @@ def test_lines_of_file_and_standard_input_are_equal(tmp_path, text):
 @pytest.mark.parametrize("task", [TRANSLATOR, CLASSIFIER])
 def test_bytes_that_are_not_text_are_rejected(task):
     broken = b"M\xe4rz".decode("utf-8", "surrogateescape")
-    with raises_code("not-utf8", InputError) as caught:
+    with raises_code("not-utf8", InputError) as excinfo:
         as_examples(["a man", broken], task, "standard input, line")
-    assert str(caught.value).startswith("standard input, line 2: ")
-    assert "'M\\udce4rz'" in str(caught.value)
+    assert str(excinfo.value).startswith("standard input, line 2: ")
+    assert "'M\\udce4rz'" in str(excinfo.value)
 
 
 def test_two_columns_for_one_text_are_rejected(tmp_path):
     path = rows(tmp_path / "d.jsonl", {"a": "x", "b": "y"})
-    for given in (("a", "b"), ("a", "text=b"), ("text_pair=a", "text_pair=b")):
-        with raises_code("settings-conflict", InputError) as caught:
-            read_examples(path, CLASSIFIER, given)
-        assert all(f"--column {column}" in str(caught.value) for column in given)
+    for columns in (("a", "b"), ("a", "text=b"), ("text_pair=a", "text_pair=b")):
+        with raises_code("settings-conflict", InputError) as excinfo:
+            read_examples(path, CLASSIFIER, columns)
+        assert all(f"--column {column}" in str(excinfo.value) for column in columns)
 
 
-def test_missing_image_error_says_image(tmp_path):
-    with raises_code("missing-file", InputError) as caught:
+def test_missing_image_error_names_image(tmp_path):
+    with raises_code("missing-file", InputError) as excinfo:
         as_examples([str(tmp_path / "photo.jpg")], "image-classification")
-    assert str(caught.value).startswith(f"image 1: {tmp_path / 'photo.jpg'}: ")
-    with raises_code("not-a-file", InputError) as caught:
+    assert str(excinfo.value).startswith(f"image 1: {tmp_path / 'photo.jpg'}: ")
+    with raises_code("not-a-file", InputError) as excinfo:
         as_examples([str(tmp_path)], "image-classification", "photos.txt line")
-    assert str(caught.value).startswith(f"photos.txt line 1: {tmp_path}: ")
+    assert str(excinfo.value).startswith(f"photos.txt line 1: {tmp_path}: ")

@@ -31,18 +31,18 @@ def _lines(artifact, examples, **wishes):
 
 
 def test_answers_are_in_order_for_any_chunk_size(translator, monkeypatch):
-    whole = _lines(translator, TEXTS, max_new_tokens=6)
+    expected = _lines(translator, TEXTS, max_new_tokens=6)
     monkeypatch.setattr(predicting, "_CHUNK_SIZE", 3)
-    assert _lines(translator, TEXTS, max_new_tokens=6) == whole
-    assert len(set(whole)) > 3
+    assert _lines(translator, TEXTS, max_new_tokens=6) == expected
+    assert len(set(expected)) > 3
 
 
 def test_samples_differ_between_chunks(translator, monkeypatch):
     monkeypatch.setattr(predicting, "_CHUNK_SIZE", 4)
     same = [TEXTS[0]] * 8
     predictor = Predictor(translator, {"do_sample": True, "seed": 1, "max_new_tokens": 12}, batch_size=4)
-    found = [answer.line for answer in predictor.run(same)]
-    assert found[:4] != found[4:]
+    lines = [answer.line for answer in predictor.run(same)]
+    assert lines[:4] != lines[4:]
 
 
 def test_json_record_has_text_and_output(translator, classifier):
@@ -66,9 +66,9 @@ def test_truncated_texts_warn_once_for_all_chunks(translator, monkeypatch):
     monkeypatch.setattr(predicting, "_CHUNK_SIZE", 2)
     predictor = Predictor(translator, {"max_new_tokens": 2})
     assert len(list(predictor.run([LONG, TEXTS[0], LONG]))) == 3
-    [found] = predictor.warnings
-    assert found.code == "truncated-texts"
-    assert all(value in found.message for value in ("2 of 3 texts", "(40 tokens)"))
+    [warning] = predictor.warnings
+    assert warning.code == "truncated-texts"
+    assert all(value in warning.message for value in ("2 of 3 texts", "(40 tokens)"))
     quiet = Predictor(translator, {"max_new_tokens": 2})
     list(quiet.run(TEXTS))
     assert quiet.warnings == []
@@ -87,9 +87,9 @@ def test_cpu_graph_warns_if_gpu_was_requested(translator, monkeypatch):
 def test_texts_truncated_by_classifier_warn(classifier):
     predictor = Predictor(classifier, {})
     assert len(list(predictor.run([LONG, TEXTS[0]]))) == 2
-    [found] = predictor.warnings
-    assert found.code == "truncated-texts"
-    assert all(value in found.message for value in ("1 of 2 texts", "(32 tokens)"))
+    [warning] = predictor.warnings
+    assert warning.code == "truncated-texts"
+    assert all(value in warning.message for value in ("1 of 2 texts", "(32 tokens)"))
 
 
 def test_no_texts_open_no_runner(translator, monkeypatch):

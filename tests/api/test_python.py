@@ -50,25 +50,25 @@ def _command(*arguments):
 @pytest.mark.parametrize("limit", [2.5, np.int64(0)])
 def test_invalid_limit_is_rejected_before_writing(limit, translator, tmp_path):
     home, _ = translator
-    with raises_code("wrong-value", smelt.InputError) as caught:
+    with raises_code("wrong-value", smelt.InputError) as excinfo:
         smelt.run(home / "recipe.yaml", out=tmp_path / "run", limit=limit, quiet=True)
-    assert caught.value.setting == "limit"
-    assert repr(limit) in str(caught.value)
+    assert excinfo.value.setting == "limit"
+    assert repr(limit) in str(excinfo.value)
     assert not (tmp_path / "run").exists()
 
 
 def test_report_exists_while_first_step_runs(translator, tmp_path, monkeypatch):
     """So that a run which is killed in a long training tells what was done."""
     home, _ = translator
-    whole, seen = StepRunner.run_step, []
+    original, reports = StepRunner.run_step, []
 
     def looked_at(self, *args):
-        seen.append(json.loads((tmp_path / "run" / "report.json").read_text()))
-        return whole(self, *args)
+        reports.append(json.loads((tmp_path / "run" / "report.json").read_text()))
+        return original(self, *args)
 
     monkeypatch.setattr(StepRunner, "run_step", looked_at)
     smelt.run(home / "recipe.yaml", out=tmp_path / "run", quiet=True)
-    (report,) = seen
+    (report,) = reports
     assert (report["status"], report["verdict"]["reason"]) == ("interrupted", "not-finished")
     assert [step["status"] for step in report["steps"]] == ["done", "not-reached"]
     assert report["steps"][0]["quality"]
@@ -84,11 +84,15 @@ def test_single_sample_is_scored_and_packaged_without_interval(translator, tmp_p
     assert step["quality"]["bleu"]["ci95"] is step["against_baseline"]["bleu"]["ci95"] is None
     assert step["against_baseline"]["bleu"]["p_value"] == 1.0
     assert step["gates"][0]["cause"] == "too-few-examples"
-    ends = " ".join(summary_lines(result))
-    assert "Ship it" not in ends  # random weights are no better than empty outputs
-    assert step["gates"][0]["reason"] in " ".join(ends.split())
-    made = smelt.package(tmp_path / "run" / "artifacts" / "onnx", out=tmp_path / "package")
-    (line,) = [one for one in (made.folder / "README.md").read_text().splitlines() if "| BLEU" in one]
+    summary = " ".join(summary_lines(result))
+    assert "Ship it" not in summary  # random weights are no better than empty outputs
+    assert step["gates"][0]["reason"] in " ".join(summary.split())
+    package = smelt.package(tmp_path / "run" / "artifacts" / "onnx", out=tmp_path / "package")
+    (line,) = [
+        row_line
+        for row_line in (package.folder / "README.md").read_text().splitlines()
+        if "| BLEU" in row_line
+    ]
     assert "[" not in line
     assert "None" not in line
     scored = "\n".join(
@@ -105,9 +109,9 @@ def test_run_returns_report_of_its_folder(translator):
     assert [s["status"] for s in result.report["steps"]] == ["done"] * 2
     assert result.artifact("quantize") == home / "run" / "artifacts" / "quantize"
     assert repr(result) == f"Result('recipe', 'passed', '{home / 'run'}')"
-    with raises_code("no-artifact", smelt.InputError) as caught:
-        result.artifact("quantise")
-    assert all(name in str(caught.value) for name in ("'quantise'", "'quantize'?"))
+    with raises_code("no-artifact", smelt.InputError) as excinfo:
+        result.artifact("quantze")
+    assert all(name in str(excinfo.value) for name in ("'quantze'", "'quantize'?"))
 
 
 def test_run_accepts_command_line_options(classifier, tmp_path):
@@ -128,9 +132,9 @@ def test_run_accepts_command_line_options(classifier, tmp_path):
     assert list(steps["model"]["quality"]) == ["f1"]
     assert result.report["recipe"]["seed"] == 3
     assert steps["quantize"]["status"] == "done"
-    place = {"out": tmp_path / "r", "store": home / ".store"}
-    again = smelt.run(home / "recipe.yaml", overrides=["seed=3"], until="quantize", **place)
-    assert [s["status"] for s in again.report["steps"]] == ["cached", "cached"]
+    options = {"out": tmp_path / "r", "store": home / ".store"}
+    second_result = smelt.run(home / "recipe.yaml", overrides=["seed=3"], until="quantize", **options)
+    assert [s["status"] for s in second_result.report["steps"]] == ["cached", "cached"]
     anew = smelt.run(
         home / "recipe.yaml", rebuild=True, out=tmp_path / "r", store=home / ".store", quiet=True
     )
@@ -142,9 +146,9 @@ def test_failed_gate_is_result_and_error_is_raised(classifier, tmp_path):
     arguments = {"out": tmp_path / "run", "store": home / ".store", "quiet": True}
     result = smelt.run(home / "recipe.yaml", overrides={"gates": {"accuracy": {"min": 101}}}, **arguments)
     assert (result.exit_code, result.report["status"]) == (3, "gate-failed")
-    with raises_code("unknown-setting", smelt.InputError) as caught:
+    with raises_code("unknown-setting", smelt.InputError) as excinfo:
         smelt.run(home / "recipe.yaml", overrides={"seeed": 1}, **arguments)
-    assert "'seeed'" in str(caught.value)
+    assert "'seeed'" in str(excinfo.value)
     with raises_code("unreadable-file", smelt.InputError):
         smelt.run(home / "nowhere.yaml", **arguments)
 
@@ -157,9 +161,9 @@ def test_generate_equals_predict_command(translator, step):
         assert model.task == "translation"
         assert model.device == "cpu"
         assert model.config["model_type"] == "marian"
-        made = model.generate(texts, max_new_tokens=6)
+        outputs = model.generate(texts, max_new_tokens=6)
         assert model.generate([]) == []
-    assert made == _command("predict", result.artifact(step), *texts, "--max-new-tokens", 6)
+    assert outputs == _command("predict", result.artifact(step), *texts, "--max-new-tokens", 6)
 
 
 @pytest.mark.parametrize("step", ["model", "onnx"])
@@ -167,41 +171,41 @@ def test_predict_returns_labels_and_probabilities(classifier, step):
     _, result = classifier
     texts = tiny.SENTENCES[:3]
     with smelt.load(str(result.artifact(step))) as model:
-        made = model.predict(texts)
+        predictions = model.predict(texts)
         pair = model.predict([(texts[0], texts[1])])
         assert model.predict([]) == []
-    assert len(made) == 3
-    assert pair[0].probabilities != made[0].probabilities
-    for found in made:
-        assert set(found.probabilities) == {"LABEL_0", "LABEL_1"}
-        assert sum(found.probabilities.values()) == pytest.approx(1)
-        assert found.probabilities[found.label] == max(found.probabilities.values())
-    lines = [f"{p.label}\t{p.probabilities[p.label]:.3f}" for p in made]
+    assert len(predictions) == 3
+    assert pair[0].probabilities != predictions[0].probabilities
+    for prediction in predictions:
+        assert set(prediction.probabilities) == {"LABEL_0", "LABEL_1"}
+        assert sum(prediction.probabilities.values()) == pytest.approx(1)
+        assert prediction.probabilities[prediction.label] == max(prediction.probabilities.values())
+    lines = [f"{p.label}\t{p.probabilities[p.label]:.3f}" for p in predictions]
     assert lines == _command("predict", result.artifact(step), *texts)
 
 
 def test_invalid_calls_are_explained(translator, classifier, tmp_path):
     with smelt.load(translator[1].artifact("model")) as model:
-        with raises_code("does-not-fit-task", smelt.InputError) as caught:
+        with raises_code("does-not-fit-task", smelt.InputError) as excinfo:
             model.predict(["x"])
-        assert all(value in str(caught.value) for value in ("translation", "generate"))
-        with raises_code("unknown-setting", smelt.InputError) as caught:
+        assert all(value in str(excinfo.value) for value in ("translation", "generate"))
+        with raises_code("unknown-setting", smelt.InputError) as excinfo:
             model.generate(["x"], max_new_token=3)
-        assert caught.value.setting == "max_new_token"
-        assert "'max_new_tokens'?" in str(caught.value)
+        assert excinfo.value.setting == "max_new_token"
+        assert "'max_new_tokens'?" in str(excinfo.value)
         with raises_code("not-a-list", smelt.InputError):
             model.generate("x")
     with (
         smelt.load(classifier[1].artifact("onnx")) as model,
-        raises_code("does-not-fit-task", smelt.InputError) as caught,
+        raises_code("does-not-fit-task", smelt.InputError) as excinfo,
     ):
         model.generate(["x"])
-    assert "predict" in str(caught.value)
+    assert "predict" in str(excinfo.value)
     with raises_code("missing-folder", smelt.InputError):
         smelt.load(tmp_path / "nowhere")
-    with raises_code("wrong-value", smelt.InputError) as caught:
+    with raises_code("wrong-value", smelt.InputError) as excinfo:
         smelt.load(translator[1].artifact("model"), device="gpu")
-    assert caught.value.setting == "device"
+    assert excinfo.value.setting == "device"
 
 
 def test_importing_smelt_loads_no_heavy_packages():

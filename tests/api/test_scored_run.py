@@ -37,7 +37,7 @@ def test_artifact_has_generation_settings_of_its_run(artifact, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("options", "expected"),
     [
         ({"num_beams": None, "max_new_tokens": None, "do_sample": False}, BEAMS),
         ({"max_new_tokens": 9}, BEAMS | {"max_new_tokens": 9}),
@@ -45,15 +45,15 @@ def test_artifact_has_generation_settings_of_its_run(artifact, tmp_path):
         ({"do_sample": True, "seed": 0}, {"do_sample": True, "seed": 0, "max_new_tokens": 4}),
     ],
 )
-def test_search_options_replace_settings_of_run(given, expected):
-    assert generation_with(BEAMS, given) == expected
+def test_search_options_replace_settings_of_run(options, expected):
+    assert generation_with(BEAMS, options) == expected
 
 
 def test_predict_and_eval_equal_outputs_and_scores_of_run(artifact, tmp_path):
     with smelt.load(artifact) as model:
         beams = model.generate(tiny.SENTENCES, **BEAMS)
     predicted = Predictor(artifact, {}).run(as_examples(tiny.SENTENCES, "translation"))
-    assert [each.output for each in predicted] == beams
+    assert [answer.output for answer in predicted] == beams
     tiny.write_pairs(tmp_path / "test.jsonl", 4)
     notes = []
     scores = evaluate_artifact(

@@ -13,7 +13,7 @@ from tests.support.parsed_recipes import parse_recipe
 
 @pytest.mark.parametrize("task", engines.TASKS)
 @pytest.mark.parametrize("build", [False, True])
-def test_every_arm_is_a_branch_that_ends_in_an_engine(task, build, tmp_path):
+def test_every_variant_is_a_branch_ending_in_an_engine(task, build, tmp_path):
     written = tmp_path / "recipe.yaml"
     written.write_text(dump_yaml(engines.recipe_of(task, tmp_path, build)))
     recipe = parse_recipe(written.read_text(), written)
@@ -23,7 +23,7 @@ def test_every_arm_is_a_branch_that_ends_in_an_engine(task, build, tmp_path):
     assert recipe.device == ("cpu" if build else "cuda")
 
 
-def test_plan_takes_the_codes_and_precisions_of_every_arm(tmp_path, monkeypatch):
+def test_plan_has_quantization_and_precision_of_every_variant(tmp_path, monkeypatch):
     """What TensorRT does not run is refused here, not on a machine with a GPU."""
     tiny.write_marian(tmp_path / "model")
     for split in ("train", "validation", "test"):
@@ -41,7 +41,7 @@ def test_plan_takes_the_codes_and_precisions_of_every_arm(tmp_path, monkeypatch)
         load_plan(written)
 
 
-def test_float32_engine_is_what_the_others_are_timed_against():
+def test_float32_engine_is_the_timing_baseline():
     recipe = engines.recipe_of("translation", engines.Path("model"))
     base = next(stage for stage in recipe["stages"] if stage["name"] == recipe["baseline"])
     assert base["tensorrt"]["tf32"] is False

@@ -8,12 +8,12 @@ SAMPLES = 500  # of one seed; all 4,000: python benchmarks/interval_coverage.py
 
 @pytest.mark.parametrize("population", ["perplexity", "rougeL near 100"])
 @pytest.mark.parametrize("n", [6, 12])
-def test_few_examples_are_covered_in_95_percent_and_rejected_in_at_most_6(population, n):
+def test_interval_of_few_examples_has_95_percent_coverage(population, n):
     score, difference, rejected = interval_coverage.simulate(population, n, SAMPLES)
     assert 0.93 <= score <= 0.97
     assert difference >= 0.93
     assert rejected <= 0.06
 
 
-def test_five_examples_are_not_judged():
+def test_five_examples_are_not_tested():
     assert interval_coverage.simulate("rougeL", 5, 1) is None

@@ -16,7 +16,7 @@ from tests.support.models import embedders, every_family, tiny
 
 
 @pytest.fixture
-def given(tmp_path):
+def model_and_samples(tmp_path):
     """A classifier, its rows with labels, and a context."""
     source = every_family.model_with_layers("bert", 1)
     task = "text-classification"
@@ -27,34 +27,34 @@ def given(tmp_path):
     return model, load_calibration_samples(model, artifact, 6, ctx, "test", labels=True), ctx
 
 
-def test_they_are_the_mean_of_each_rows_squared_gradient(given):
-    model, rows, ctx = given
+def test_squared_gradients_are_averaged_over_rows(model_and_samples):
+    model, rows, ctx = model_and_samples
     weight = model.bert.encoder.layer[0].output.dense.weight
-    wanted, count = torch.zeros_like(weight), 0
+    expected, count = torch.zeros_like(weight), 0
     for batch in rows.batches:
         for ids, label in zip(batch["input_ids"], batch["labels"], strict=True):
             model.zero_grad()
             loss = torch.nn.functional.cross_entropy(model(ids[None]).logits, label[None])
             loss.backward()
-            wanted += weight.grad**2
+            expected += weight.grad**2
             count += 1
     model.zero_grad()
-    found = squared_gradients(model, rows, {"fc2": weight}, label_objective(), ctx)
+    gradients = squared_gradients(model, rows, {"fc2": weight}, label_objective(), ctx)
     assert count == rows.num_samples == 6
-    torch.testing.assert_close(found["fc2"], wanted / count, rtol=1e-4, atol=1e-9)
+    torch.testing.assert_close(gradients["fc2"], expected / count, rtol=1e-4, atol=1e-9)
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
 
-def test_a_gradient_that_is_no_number_is_said(given):
-    model, rows, ctx = given
+def test_non_finite_gradient_is_reported(model_and_samples):
+    model, rows, ctx = model_and_samples
     with torch.no_grad():
         model.classifier.weight[0, 0] = float("nan")
     with raises_code("non-finite-gradients", RunError) as caught:
         squared_gradients(model, rows, {"pooler": model.bert.pooler.dense.weight}, label_objective(), ctx)
-    assert all(word in str(caught.value) for word in ("pooler", "rows.jsonl"))
+    assert all(fragment in str(caught.value) for fragment in ("pooler", "rows.jsonl"))
 
 
-def test_pairs_whose_loss_compares_them_stay_together(tmp_path):
+def test_pairs_with_contrastive_loss_are_not_split(tmp_path):
     source = embedders.write_embedder(tmp_path / "model")
     task = "sentence-similarity"
     split = read_split(str(embedders.write_rows(tmp_path / "rows.jsonl")), task, Columns(), tmp_path)
@@ -64,8 +64,8 @@ def test_pairs_whose_loss_compares_them_stay_together(tmp_path):
     assert [len(batch["labels"]) for batch in rows.batches] == [8]
     weight = model.bert.encoder.layer[0].output.dense.weight
     label_objective()(model, rows.batches[0]).backward()
-    wanted = weight.grad**2
+    expected = weight.grad**2
     model.zero_grad()
-    found = squared_gradients(model, rows, {"fc2": weight}, label_objective(), ctx)
-    assert float(wanted.max()) > 0
-    torch.testing.assert_close(found["fc2"], wanted)
+    gradients = squared_gradients(model, rows, {"fc2": weight}, label_objective(), ctx)
+    assert float(expected.max()) > 0
+    torch.testing.assert_close(gradients["fc2"], expected)

@@ -20,15 +20,15 @@ class Held(TorchDispatchMode):
         for tensor in result if isinstance(result, tuple | list) else [result]:
             if isinstance(tensor, torch.Tensor):
                 self.made[tensor.untyped_storage().data_ptr()] = weakref.ref(tensor), tensor.numel()
-        held = [count for tensor, count in self.made.values() if tensor() is not None]
-        self.most = max(self.most, sum(held))
+        live_counts = [count for tensor, count in self.made.values() if tensor() is not None]
+        self.most = max(self.most, sum(live_counts))
         return result
 
 
-def test_beside_the_second_moment_two_matrices_are_in_memory_at_most():
-    found = empty_statistics(200, second=True)
-    found.update(torch.randn(1000, 200, generator=torch.Generator().manual_seed(0)))
-    with Held() as held:
-        factor, _ = inverse_cholesky(found)
+def test_at_most_two_matrices_are_allocated_in_addition_to_the_second_moment():
+    statistics = empty_statistics(200, second=True)
+    statistics.update(torch.randn(1000, 200, generator=torch.Generator().manual_seed(0)))
+    with Held() as tracker:
+        factor, _ = inverse_cholesky(statistics)
     assert factor.shape == (200, 200)
-    assert 2 * 200**2 <= held.most < 2.2 * 200**2
+    assert 2 * 200**2 <= tracker.most < 2.2 * 200**2

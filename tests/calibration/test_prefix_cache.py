@@ -36,12 +36,12 @@ def scaled(model, block, by):
         model.get_submodule(block.parts[-1].linear_layers[-1]).weight.mul_(by)
 
 
-def equal(found, wanted):
-    return len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+def equal(actual, wanted):
+    return len(actual) == len(wanted) and all(torch.equal(a, b) for a, b in zip(actual, wanted, strict=True))
 
 
 @pytest.mark.parametrize("family", DISTINCT_FAMILIES)
-def test_it_gives_what_whole_runs_give_wherever_something_changes(family, tmp_path):
+def test_cached_outputs_equal_full_forward_wherever_a_layer_changes(family, tmp_path):
     model = tiny_model(family)
     rows, blocks = rows_for(model), blocks_of(model)
     retried, plain = PrefixCachedModel(model, rows.batches, tmp_path), whole(model, rows)
@@ -50,30 +50,30 @@ def test_it_gives_what_whole_runs_give_wherever_something_changes(family, tmp_pa
         retried.start_at(block.stack.name, block.index)
         for by in (2.0, 3.0):
             scaled(model, block, by)
-            found = list(retried.outputs())
-            assert equal(found, whole(model, rows))
-            assert not equal(found, plain)
+            outputs = list(retried.outputs())
+            assert equal(outputs, whole(model, rows))
+            assert not equal(outputs, plain)
             scaled(model, block, 1 / by)
         model.load_state_dict(load_model(every_family.model_with_layers(family, 3))[0].state_dict())
         assert equal(list(retried.outputs()), plain)
 
 
 @pytest.mark.parametrize("family", ["marian", "llama"])
-def test_what_stands_before_is_not_run_again(family, tmp_path):
+def test_unchanged_prefix_is_not_run_again(family, tmp_path):
     model = tiny_model(family)
     rows, blocks, ran = rows_for(model), blocks_of(model), []
-    for at, block in enumerate(blocks):
+    for index, block in enumerate(blocks):
         product = model.get_submodule(block.parts[-1].linear_layers[-1])
-        product.register_forward_pre_hook(lambda *_, at=at: ran.append(at))
+        product.register_forward_pre_hook(lambda *_, index=index: ran.append(index))
     retried = PrefixCachedModel(model, rows.batches, tmp_path)
-    for at, block in enumerate(blocks):
+    for index, block in enumerate(blocks):
         retried.start_at(block.stack.name, block.index)
         ran.clear()
         list(retried.outputs())
-        assert sorted(ran) == sorted([*range(at, len(blocks))] * len(rows.batches))
+        assert sorted(ran) == sorted([*range(index, len(blocks))] * len(rows.batches))
 
 
-def test_a_model_that_repeats_a_block_is_run_whole(tmp_path):
+def test_model_with_repeated_block_is_run_in_full(tmp_path):
     model = tiny_model("bert")
     layers = model.get_submodule(blocks_of(model)[0].stack.module_path)
     layers[2] = layers[0]

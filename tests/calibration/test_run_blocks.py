@@ -30,10 +30,12 @@ def rows_for(model, lengths=((2, 9), (3, 7))):
 
 def fed(model, rows, names):
     """What the modules `names` are fed in whole runs, float [..., K], by name and batch."""
-    found = {name: [] for name in names}
+    inputs_by_layer = {name: [] for name in names}
     modules = [model.get_submodule(name) for name in names]
     hooks = [
-        module.register_forward_pre_hook(lambda m, inputs, n=name: found[n].append(inputs[0].clone()))
+        module.register_forward_pre_hook(
+            lambda m, inputs, n=name: inputs_by_layer[n].append(inputs[0].clone())
+        )
         for name, module in zip(names, modules, strict=True)
     ]
     with torch.no_grad():
@@ -41,7 +43,7 @@ def fed(model, rows, names):
             model(**batch)
     for hook in hooks:
         hook.remove()
-    return found
+    return inputs_by_layer
 
 
 def outs_of(model):
@@ -53,95 +55,95 @@ def outs_of(model):
     ]
 
 
-def seen(model, rows, tmp_path, change=lambda step: None, found=None, **settings):
+def seen(model, rows, tmp_path, change=lambda step: None, inputs=None, **settings):
     """What the last products of each block are fed when it comes, [tokens, K] by name and batch."""
-    found = {} if found is None else found
+    inputs = {} if inputs is None else inputs
     for step in run_blocks(model, rows, harness.make_context(tmp_path / "out"), **settings):
         parts = (*step.block.attentions, step.block.feed_forward)
         names = [part.linear_layers[-1] for part in parts]
         layers = {name: [model.get_submodule(name)] for name in names}
-        step.observe(layers, lambda name, x: found.setdefault(name, []).append(x.clone()))
+        step.observe(layers, lambda name, x: inputs.setdefault(name, []).append(x.clone()))
         change(step)
-    return found
+    return inputs
 
 
 @pytest.mark.parametrize("family", DISTINCT_FAMILIES)
-def test_blocks_are_fed_what_they_are_fed_in_the_whole_model(family, tmp_path):
+def test_block_inputs_equal_full_model_inputs(family, tmp_path):
     model, _ = load_model(every_family.model_with_layers(family, 3))
     rows = rows_for(model)
-    wanted = fed(model, rows, outs_of(model))
-    found = seen(model, rows, tmp_path)
-    assert list(found) == list(wanted)
-    for name, values in wanted.items():
-        for whole, part in zip(values, found[name], strict=True):
-            assert torch.equal(whole.flatten(0, -2), part), name
+    expected = fed(model, rows, outs_of(model))
+    inputs = seen(model, rows, tmp_path)
+    assert list(inputs) == list(expected)
+    for name, values in expected.items():
+        for reference, actual in zip(values, inputs[name], strict=True):
+            assert torch.equal(reference.flatten(0, -2), actual), name
     assert not any("forward" in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize("family", ["bart", "llama"])
-def test_later_blocks_are_fed_what_changed_ones_give(family, tmp_path):
+def test_later_blocks_receive_outputs_of_changed_blocks(family, tmp_path):
     model, _ = load_model(every_family.model_with_layers(family, 2))
     rows = rows_for(model)
 
     def compare_and_halve(step):
         names = [part.linear_layers[-1] for part in (*step.block.attentions, step.block.feed_forward)]
         for name, values in fed(model, rows, names).items():  # of the model as it is at the moment
-            assert all(torch.equal(a.flatten(0, -2), b) for a, b in zip(values, found[name], strict=True))
+            assert all(torch.equal(a.flatten(0, -2), b) for a, b in zip(values, inputs[name], strict=True))
         with torch.no_grad():
             for parameter in step.module.parameters():
                 parameter.mul_(0.5)
 
-    found = {}
+    inputs = {}
     before = fed(model, rows, outs_of(model))
-    seen(model, rows, tmp_path, compare_and_halve, found)
+    seen(model, rows, tmp_path, compare_and_halve, inputs)
     last = outs_of(model)[-1]
-    assert not torch.equal(before[last][0].flatten(0, -2), found[last][0])
+    assert not torch.equal(before[last][0].flatten(0, -2), inputs[last][0])
 
 
-def test_states_that_lie_on_disk_are_the_same(tmp_path):
+def test_offloaded_states_equal_states_in_memory(tmp_path):
     model, _ = load_model(every_family.model_with_layers("t5", 2))  # whose blocks hand a bias on besides
     rows = rows_for(model)
-    held, stored = seen(model, rows, tmp_path), seen(model, rows, tmp_path, limit_bytes=0)
-    assert all(torch.equal(a, b) for n in held for a, b in zip(held[n], stored[n], strict=True))
+    in_memory, stored = seen(model, rows, tmp_path), seen(model, rows, tmp_path, limit_bytes=0)
+    assert all(torch.equal(a, b) for n in in_memory for a, b in zip(in_memory[n], stored[n], strict=True))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_layer_that_stands_in_several_blocks_is_seen_in_all_of_them(tmp_path):
+def test_layer_shared_by_blocks_is_observed_in_all_of_them(tmp_path):
     model, edits = load_model(every_family.model_with_layers("bert", 3))
     share_layers(model, edits, ShareWeightsSettings(group_size=3))
     rows = rows_for(model, ((2, 9),))
     names = [block.feed_forward.down for block in blocks_of(model)]
-    wanted = fed(model, rows, [names[0]])[names[0]]
-    found = []
+    expected = fed(model, rows, [names[0]])[names[0]]
+    inputs = []
     for step in run_blocks(model, rows, harness.make_context(tmp_path / "out")):
         if step.block.index == 0:
-            step.observe({"down": [model.get_submodule(names[0])]}, lambda _, x: found.append(x.clone()))
-    assert len(found) == len(wanted) == 3
-    assert all(torch.equal(a.flatten(0, -2), b) for a, b in zip(wanted, found, strict=True))
+            step.observe({"down": [model.get_submodule(names[0])]}, lambda _, x: inputs.append(x.clone()))
+    assert len(inputs) == len(expected) == 3
+    assert all(torch.equal(a.flatten(0, -2), b) for a, b in zip(expected, inputs, strict=True))
 
 
-def test_a_block_that_stands_in_several_places_comes_once_and_is_run_in_all(tmp_path):
+def test_block_used_in_several_places_is_yielded_once_and_run_in_all(tmp_path):
     model, _ = load_model(every_family.model_with_layers("marian", 3))
     layers = model.model.encoder.layers
     layers[2] = layers[0]
     rows = rows_for(model)
-    wanted = fed(model, rows, ["model.decoder.layers.0.encoder_attn.k_proj"])
-    found = []
+    expected = fed(model, rows, ["model.decoder.layers.0.encoder_attn.k_proj"])
+    inputs = []
     places = []
     for step in run_blocks(model, rows, harness.make_context(tmp_path / "out")):
         places.append(step.block.module_path)
         if step.block.module_path == "model.decoder.layers.0":
             crossed = {"k": [step.module.encoder_attn.k_proj]}
-            step.observe(crossed, lambda _, x: found.append(x.clone()))
+            step.observe(crossed, lambda _, x: inputs.append(x.clone()))
     assert places == [
         "model.encoder.layers.0", "model.encoder.layers.1",
         *(f"model.decoder.layers.{n}" for n in range(3)),
     ]  # fmt: skip
-    for whole, part in zip(wanted["model.decoder.layers.0.encoder_attn.k_proj"], found, strict=True):
-        assert torch.equal(whole.flatten(0, -2), part)
+    for reference, actual in zip(expected["model.decoder.layers.0.encoder_attn.k_proj"], inputs, strict=True):
+        assert torch.equal(reference.flatten(0, -2), actual)
 
 
-def test_padding_is_seen_by_no_one(tmp_path):
+def test_padding_is_not_observed(tmp_path):
     model, _ = load_model(every_family.model_with_layers("marian", 1))
     ids = torch.randint(5, 20, (2, 6), generator=torch.Generator().manual_seed(0))
     mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
@@ -160,7 +162,7 @@ def test_padding_is_seen_by_no_one(tmp_path):
     assert counts["decoder_layers", "encoder_attn.k_proj"] == 10
 
 
-def test_a_model_of_an_unknown_family_is_refused(tmp_path):
+def test_unknown_model_family_is_refused(tmp_path):
     model, _ = load_model(every_family.model_with_layers("bert", 1))
     model.config.model_type = "perceiver"
     with raises_code("unsupported-family", InputError) as caught:

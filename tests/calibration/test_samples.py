@@ -26,9 +26,9 @@ def rows_of(*sizes):
         ((3, 1, 4), 64, list(range(8))),
     ],
 )
-def test_some_rows_are_as_many_as_are_asked_for(sizes, wanted, numbers):
-    found = rows_of(*sizes).subset(wanted)
-    assert len(found.batches) == found.num_samples == min(wanted, sum(sizes))
-    assert all(len(batch["input_ids"]) == 1 for batch in found.batches)
-    assert found.tokens == 4 * found.num_samples
-    assert [int(batch["input_ids"][0, 0]) for batch in found.batches] == numbers
+def test_requested_number_of_samples_is_returned(sizes, wanted, numbers):
+    subset = rows_of(*sizes).subset(wanted)
+    assert len(subset.batches) == subset.num_samples == min(wanted, sum(sizes))
+    assert all(len(batch["input_ids"]) == 1 for batch in subset.batches)
+    assert subset.tokens == 4 * subset.num_samples
+    assert [int(batch["input_ids"][0, 0]) for batch in subset.batches] == numbers

@@ -37,7 +37,7 @@ def rows():
         ([(5, 1024), (255, 256)], "900 1,024"),
     ],
 )
-def test_the_worst_layers_with_fewer_tokens_than_inputs_are_told(fed, expected):
+def test_warns_of_layers_with_fewer_tokens_than_inputs(fed, expected):
     text = few_tokens_text(fed, CalibrationSamples("rows.jsonl", [], 5, 900))
     assert bool(text) == bool(expected)
     assert {*expected.split()} <= {*text.split()}
@@ -51,41 +51,41 @@ def layers_of(model):
 
 
 def inputs_of(model, rows, layers, tmp_path):
-    found = {}
+    inputs = {}
     observe_inputs(
         model,
         rows,
         layers,
-        lambda k, x: found.setdefault(k, []).append(x.numpy().copy()),
+        lambda k, x: inputs.setdefault(k, []).append(x.numpy().copy()),
         harness.make_context(tmp_path),
     )
-    return {key: np.concatenate(parts).astype(np.float64) for key, parts in found.items()}
+    return {key: np.concatenate(parts).astype(np.float64) for key, parts in inputs.items()}
 
 
 @pytest.mark.parametrize("limit", [2**30, 0])
-def test_statistics_are_the_sums_of_the_formulas(limit, model, rows, tmp_path):
+def test_statistics_equal_the_formulas(limit, model, rows, tmp_path):
     layers = layers_of(model)
-    wanted = inputs_of(model, rows, layers, tmp_path / "out")
+    expected = inputs_of(model, rows, layers, tmp_path / "out")
     with collect_statistics(
         model, rows, layers, harness.make_context(tmp_path / "out"), limit_bytes=limit
-    ) as found:
+    ) as statistics:
         files = len(list(tmp_path.rglob("*.moment")))
         assert files == (0 if limit else 2)
-        for key, x in wanted.items():
-            mine = found[key]
-            assert (mine.tokens, mine.width) == x.shape == (39, x.shape[1])
-            np.testing.assert_allclose(mine.second_moment, x.T @ x, rtol=1e-5, atol=1e-5)
+        for key, x in expected.items():
+            entry = statistics[key]
+            assert (entry.tokens, entry.width) == x.shape == (39, x.shape[1])
+            np.testing.assert_allclose(entry.second_moment, x.T @ x, rtol=1e-5, atol=1e-5)
             np.testing.assert_allclose(
-                mine.centred_second_moment(), np.cov(x.T, bias=True) * len(x), rtol=1e-4, atol=1e-4
+                entry.centered_second_moment(), np.cov(x.T, bias=True) * len(x), rtol=1e-4, atol=1e-4
             )
-            np.testing.assert_allclose(mine.sums, x.sum(0), rtol=1e-6, atol=1e-6)
-            np.testing.assert_allclose(mine.magnitudes, abs(x).sum(0), rtol=1e-6)
-            np.testing.assert_allclose(mine.l2_norms, np.linalg.norm(x, axis=0), rtol=1e-9)
+            np.testing.assert_allclose(entry.sums, x.sum(0), rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose(entry.magnitudes, abs(x).sum(0), rtol=1e-6)
+            np.testing.assert_allclose(entry.l2_norms, np.linalg.norm(x, axis=0), rtol=1e-9)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @torch.no_grad()
-def test_statistics_of_a_padded_batch_of_opt_are_those_of_its_texts_one_by_one(tmp_path):
+def test_padded_opt_batch_has_the_statistics_of_single_texts(tmp_path):
     """Its blocks flatten their states to [B L, K] before fc1 and give them their shape again behind fc2."""
     model, _ = load_model(every_family.model_with_layers("opt", 2))
     ids = torch.randint(5, 20, (3, 8), generator=torch.Generator().manual_seed(3))
@@ -98,17 +98,21 @@ def test_statistics_of_a_padded_batch_of_opt_are_those_of_its_texts_one_by_one(t
     block.fc2.register_forward_pre_hook(lambda m, x: shapes.add(tuple(x[0].shape)))
     padded = CalibrationSamples("made", [{"input_ids": ids, "attention_mask": mask}], 3, sum(sizes))
     ctx = harness.make_context(tmp_path / "out")
-    with collect_statistics(model, padded, layers, ctx) as found:
+    with collect_statistics(model, padded, layers, ctx) as statistics:
         assert shapes == {(24, 96)}
-    with collect_statistics(model, CalibrationSamples("made", texts, 3, sum(sizes)), layers, ctx) as alone:
+    with collect_statistics(
+        model, CalibrationSamples("made", texts, 3, sum(sizes)), layers, ctx
+    ) as single_texts:
         for name in layers:
-            mine, theirs = found[name], alone[name]
-            assert mine.tokens == theirs.tokens == sum(sizes)
+            padded_statistics, single_statistics = statistics[name], single_texts[name]
+            assert padded_statistics.tokens == single_statistics.tokens == sum(sizes)
             for part in ("magnitudes", "sums", "squares", "second_moment"):
-                torch.testing.assert_close(getattr(mine, part), getattr(theirs, part), rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(
+                    getattr(padded_statistics, part), getattr(single_statistics, part), rtol=1e-4, atol=1e-4
+                )
 
 
-def test_layers_of_one_key_are_one_sum_and_second_moments_can_be_left_out(model, rows, tmp_path):
+def test_layers_of_one_key_share_a_sum_and_second_moments_are_optional(model, rows, tmp_path):
     one, other = (model.bert.encoder.layer[n].output.dense for n in (0, 1))
     ctx = harness.make_context(tmp_path / "out")
     with (
@@ -119,24 +123,26 @@ def test_layers_of_one_key_are_one_sum_and_second_moments_can_be_left_out(model,
         assert both["both"].second_moment is None
         torch.testing.assert_close(both["both"].squares, apart["a"].squares + apart["b"].squares)
         with pytest.raises(ValueError):  # noqa: PT011  (it raises no other)
-            both["both"].centred_second_moment()
+            both["both"].centered_second_moment()
 
 
 @pytest.mark.quick
-def test_a_sum_of_many_small_values_keeps_them(tmp_path):
+def test_sum_of_many_small_values_is_accurate(tmp_path):
     """In float32 the last thousand tokens would change nothing compared with 10^8."""
-    found = empty_statistics(1, second=True)
-    found.update(torch.full((1, 1), 1e4))
+    statistics = empty_statistics(1, second=True)
+    statistics.update(torch.full((1, 1), 1e4))
     for _ in range(1000):
-        found.update(torch.ones(1, 1))
-    assert float(found.second_moment) == 1e8 + 1000
+        statistics.update(torch.ones(1, 1))
+    assert float(statistics.second_moment) == 1e8 + 1000
 
 
-def test_threads_of_the_context_are_taken(model, rows, tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr(statistics, "observe_inputs", lambda *_: seen.append(torch.get_num_threads()))
+def test_threads_of_the_context_are_used(model, rows, tmp_path, monkeypatch):
+    thread_counts = []
+    monkeypatch.setattr(
+        statistics, "observe_inputs", lambda *_: thread_counts.append(torch.get_num_threads())
+    )
     before = torch.get_num_threads()
     with collect_statistics(model, rows, layers_of(model), harness.make_context(tmp_path / "out", threads=3)):
         pass
-    assert seen == [3]
+    assert thread_counts == [3]
     assert torch.get_num_threads() == before

@@ -22,9 +22,9 @@ from tests.support.models import every_family, tiny
 @pytest.fixture
 def passes(monkeypatch):
     """How often a model is run over rows."""
-    found, observe = [], statistics.observe_inputs
-    monkeypatch.setattr(statistics, "observe_inputs", lambda *a: (found.append(1), observe(*a)))
-    return found
+    calls, observe = [], statistics.observe_inputs
+    monkeypatch.setattr(statistics, "observe_inputs", lambda *a: (calls.append(1), observe(*a)))
+    return calls
 
 
 @pytest.fixture
@@ -41,41 +41,41 @@ def rows_of(*sizes):
 
 
 @pytest.mark.parametrize("second", [True, False])
-def test_what_is_read_again_is_what_was_summed(tmp_path, passes, shop, second):
+def test_loaded_statistics_equal_computed_ones(tmp_path, passes, shop, second):
     model = load_model(every_family.model_with_layers("bert", 2))[0]
     layers = {"fc2": [model.bert.encoder.layer[0].output.dense]}
-    found = []
+    results = []
     for name in ("a", "b"):
         ctx = harness.make_context(tmp_path / name / "out", cached_files=shop.cached_files)
         with cached_statistics(
             model, rows_of((2, 9), (3, 7)), layers, ctx, artifact_key="k", second=second
-        ) as seen:
-            found.append(seen["fc2"])
+        ) as cached:
+            results.append(cached["fc2"])
     assert passes == [1]
     ctx = harness.make_context(tmp_path / "c" / "out")
-    with statistics.collect_statistics(model, rows_of((2, 9), (3, 7)), layers, ctx, second=second) as seen:
-        alone = seen["fc2"]
-    for one in found:
-        assert one.tokens == alone.tokens == 39
+    with statistics.collect_statistics(model, rows_of((2, 9), (3, 7)), layers, ctx, second=second) as cached:
+        alone = cached["fc2"]
+    for result in results:
+        assert result.tokens == alone.tokens == 39
         for name in ("sums", "squares", "magnitudes"):
-            assert torch.equal(getattr(one, name), getattr(alone, name))
-        assert (one.second_moment is None) == (not second)
-        assert not second or torch.equal(one.second_moment, alone.second_moment)
+            assert torch.equal(getattr(result, name), getattr(alone, name))
+        assert (result.second_moment is None) == (not second)
+        assert not second or torch.equal(result.second_moment, alone.second_moment)
 
 
-def test_other_rows_another_model_and_other_layers_are_looked_at_anew(tmp_path, passes, shop):
+def test_changed_rows_model_or_layers_are_computed_again(tmp_path, passes, shop):
     model = load_model(every_family.model_with_layers("bert", 2))[0]
     fc2, query = model.bert.encoder.layer[0].output.dense, model.bert.encoder.layer[1].attention.self.query
     rows = rows_of((2, 9))
-    asked = [
+    requests = [
         (rows, {"fc2": [fc2]}, "k"), (rows_of((2, 8)), {"fc2": [fc2]}, "k"), (rows, {"fc2": [fc2]}, "other"),
         (rows, {"q": [query]}, "k"), (rows, {"fc2": [fc2]}, "k"),
     ]  # fmt: skip
-    for given, layers, of in asked:
+    for samples, layers, of in requests:
         ctx = harness.make_context(tmp_path / "out", cached_files=shop.cached_files)
-        with cached_statistics(model, given, layers, ctx, artifact_key=of):
+        with cached_statistics(model, samples, layers, ctx, artifact_key=of):
             pass
-    assert len(passes) == len(asked) - 1
+    assert len(passes) == len(requests) - 1
     assert (
         batches_fingerprint(rows_of((2, 9)))
         == batches_fingerprint(rows)
@@ -84,7 +84,7 @@ def test_other_rows_another_model_and_other_layers_are_looked_at_anew(tmp_path, 
 
 
 @pytest.mark.parametrize("why", ["limit", "disk"])
-def test_what_is_too_large_is_not_kept(tmp_path, passes, shop, monkeypatch, why):
+def test_oversized_statistics_are_not_cached(tmp_path, passes, shop, monkeypatch, why):
     model = load_model(every_family.model_with_layers("bert", 2))[0]
     layers = {"fc2": [model.bert.encoder.layer[0].output.dense]}
     usage = shutil.disk_usage(tmp_path)._replace(free=100)
@@ -92,13 +92,15 @@ def test_what_is_too_large_is_not_kept(tmp_path, passes, shop, monkeypatch, why)
         monkeypatch.setattr(statistics_cache.shutil, "disk_usage", lambda path: usage)
     ctx = harness.make_context(tmp_path / "out", cached_files=shop.cached_files)
     limit = 100 if why == "limit" else 2**30
-    with cached_statistics(model, rows_of((2, 9)), layers, ctx, artifact_key="k", limit_bytes=limit) as seen:
-        assert seen["fc2"].tokens == 18
+    with cached_statistics(
+        model, rows_of((2, 9)), layers, ctx, artifact_key="k", limit_bytes=limit
+    ) as cached:
+        assert cached["fc2"].tokens == 18
     assert passes == [1]
     assert not list((tmp_path / "store").glob("kept/*"))
 
 
-def test_a_second_rank_makes_no_second_pass_and_the_same_pairs(tmp_path, passes, shop):
+def test_second_rank_reuses_the_pass_and_gets_the_same_pairs(tmp_path, passes, shop):
     rows = tiny.read_pairs(tmp_path)
     source = tiny.write_marian(tmp_path / "m")
 

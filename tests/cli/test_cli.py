@@ -84,9 +84,9 @@ def test_run_continues_without_terminal_and_report_fails(classifier, monkeypatch
         for name in ("stdout", "stderr"):
             monkeypatch.setattr(sys, name, os.fdopen(os.open("/dev/full", os.O_WRONLY), "w"))
         open_standard_streams()
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_info:
             main(arguments)
-        assert ended.value.code == code
+        assert exit_info.value.code == code
         assert json.loads((classifier / "run3" / "report.json").read_text())["status"] == "passed"
 
 
@@ -197,9 +197,9 @@ def test_module_runs_as_command():
 
 def test_version_of_checkout_names_commit(tmp_path):
     def git(*words):
-        named = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
         return subprocess.run(
-            ["git", *named, *words], cwd=tmp_path, capture_output=True, text=True, check=True
+            ["git", *identity, *words], cwd=tmp_path, capture_output=True, text=True, check=True
         ).stdout.strip()
 
     assert _checkout_commit(tmp_path) is None
@@ -212,9 +212,9 @@ def test_version_of_checkout_names_commit(tmp_path):
 
 
 def test_help_describes_every_command_within_80_columns():
-    listed = harness.smelt("--help").output.split("Commands:")[1].strip().splitlines()
-    assert {line.split()[0] for line in listed} == set(main.commands)
-    assert all(line.endswith(".") and not line.endswith("...") and len(line) <= 80 for line in listed)
+    lines = harness.smelt("--help").output.split("Commands:")[1].strip().splitlines()
+    assert {line.split()[0] for line in lines} == set(main.commands)
+    assert all(line.endswith(".") and not line.endswith("...") and len(line) <= 80 for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ def test_runtimes_without_target_are_not_listed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(everywhere, lambda names: dict.fromkeys(names, "1.0"))
     monkeypatch.setattr(doctor, "_test_bf16", lambda: "")  # it takes seconds
     findings = run_checks()
-    named = {f.name for f in findings if f.group == "runtimes"}
-    assert named == {
+    runtime_names = {f.name for f in findings if f.group == "runtimes"}
+    assert runtime_names == {
         "torch cpu",
         "torch cpu bf16",
         "torch cuda",

@@ -68,9 +68,9 @@ def test_init_writes_recipe_and_never_overwrites(tmp_path, models, monkeypatch):
     assert smelt("--force").exit_code == 0
     assert (tmp_path / "m.yaml").read_text() == text
     assert smelt("--out", "-").output == text.replace("m.yaml", "RECIPE.yaml")
-    with raises_code("missing-file", InputError) as caught:  # the only thing that is missing
+    with raises_code("missing-file", InputError) as excinfo:  # the only thing that is missing
         load_plan(tmp_path / "m.yaml")
-    assert "train.jsonl: " in str(caught.value)
+    assert "train.jsonl: " in str(excinfo.value)
 
 
 def test_init_names_recipe_after_step_of_artifact(tmp_path, models, monkeypatch):
@@ -96,9 +96,9 @@ def test_init_names_recipe_after_step_of_artifact(tmp_path, models, monkeypatch)
 def test_invalid_init_arguments_are_explained(tmp_path, models, monkeypatch, arguments, code, named):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nowhere").mkdir() if arguments == ["nowhere/m"] else None
-    places = {"{bert}": models["bert"], "{mbart}": models["bert"]}
+    model_paths = {"{bert}": models["bert"], "{mbart}": models["bert"]}
     if "{mbart}" in arguments:
-        places["{mbart}"] = seq2seq.write_bart(tmp_path / "mbart", kind="mbart")
-    error = command_error(harness.smelt("init", *(places.get(a, a) for a in arguments), code=2))
+        model_paths["{mbart}"] = seq2seq.write_bart(tmp_path / "mbart", kind="mbart")
+    error = command_error(harness.smelt("init", *(model_paths.get(a, a) for a in arguments), code=2))
     assert error.code == code
     assert named in str(error)

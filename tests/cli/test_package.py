@@ -44,8 +44,8 @@ def test_errors_have_exit_code_2(tmp_path):
     assert (error.code, "'x'" in str(error)) == ("unknown-package-format", True)
     assert refused(tmp_path / "none").code == "missing-folder"
     (tmp_path / "mine").touch()
-    for nothing in ("", "  "):
-        assert refused(artifact, "--out", nothing).code == "empty-text"
+    for empty_path in ("", "  "):
+        assert refused(artifact, "--out", empty_path).code == "empty-text"
     error = refused(artifact, "--out", tmp_path / "mine" / "x")
     assert (error.code, str(tmp_path / "mine") in str(error)) == ("parent-not-a-folder", True)
     assert refused(artifact, "--out", tmp_path).code == "folder-not-empty"
@@ -76,10 +76,10 @@ def test_unwritable_folder_is_rejected(tmp_path):
 def test_damaged_package_error_names_file_and_remedy(command, tmp_path):
     folder = shutil.copytree(standalone_packages.standalone_package("translator"), tmp_path / "p")
     data = tiny.write_pairs(tmp_path / "rows.jsonl", 2)
-    more = {"predict": ["two dogs"], "bench": [], "eval": ["--data", data]}[command]
+    arguments = {"predict": ["two dogs"], "bench": [], "eval": ["--data", data]}[command]
     (folder / "generate.onnx").write_bytes(b"")
     for code in ("changed-file", "missing-file"):
-        error = command_error(harness.smelt(command, folder, *more, code=2))
+        error = command_error(harness.smelt(command, folder, *arguments, code=2))
         assert error.code == code
         assert str(folder / "generate.onnx") in str(error)
         assert "package" in str(error)  # to be copied again, where an artifact is made again

@@ -35,16 +35,16 @@ def expected(artifact):
 
 
 def test_arguments_lines_and_files_give_equal_outputs(artifact, expected, tmp_path):
-    most = ("--max-new-tokens", 5)
-    assert _predict(artifact, *tiny.SENTENCES, *most).stdout.splitlines() == expected
-    given = "".join(f"{text}\n" for text in tiny.SENTENCES)
-    assert _predict(artifact, *most, lines=given).stdout.splitlines() == expected
-    (tmp_path / "t.txt").write_text(given)
-    assert _predict(artifact, "--data", tmp_path / "t.txt", *most).stdout.splitlines() == expected
-    (tmp_path / "d.csv").write_text("text\n" + given)
-    found = _predict(artifact, "--data", tmp_path / "d.csv", "--column", "text", *most)
-    assert found.stdout.splitlines() == expected
-    assert found.stderr == ""
+    options = ("--max-new-tokens", 5)
+    assert _predict(artifact, *tiny.SENTENCES, *options).stdout.splitlines() == expected
+    text_lines = "".join(f"{text}\n" for text in tiny.SENTENCES)
+    assert _predict(artifact, *options, lines=text_lines).stdout.splitlines() == expected
+    (tmp_path / "t.txt").write_text(text_lines)
+    assert _predict(artifact, "--data", tmp_path / "t.txt", *options).stdout.splitlines() == expected
+    (tmp_path / "d.csv").write_text("text\n" + text_lines)
+    result = _predict(artifact, "--data", tmp_path / "d.csv", "--column", "text", *options)
+    assert result.stdout.splitlines() == expected
+    assert result.stderr == ""
 
 
 def test_json_output_is_one_line_per_text(artifact, expected):
@@ -55,11 +55,11 @@ def test_json_output_is_one_line_per_text(artifact, expected):
 
 
 def test_truncated_texts_warn_on_standard_error(artifact):
-    found = _predict(artifact, LONG, "a man", "--max-new-tokens", 2)
-    assert found.stderr.startswith("warning: 1 of 2 texts ")
-    assert "(40 tokens)" in found.stderr
-    assert found.stderr.count("\n") == 1
-    assert len(found.stdout.splitlines()) == 2
+    result = _predict(artifact, LONG, "a man", "--max-new-tokens", 2)
+    assert result.stderr.startswith("warning: 1 of 2 texts ")
+    assert "(40 tokens)" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert len(result.stdout.splitlines()) == 2
 
 
 @pytest.mark.parametrize(
@@ -125,5 +125,5 @@ def test_closed_standard_input_is_rejected():
 def test_text_starting_with_dash_suggests_separator(artifact):
     result = _predict(artifact, "-5 degrees", code=2)
     assert "-- TEXT" in " ".join(result.output.split())
-    found = _predict(artifact, "--max-new-tokens", 5, "--", "-5 degrees")
-    assert len(found.stdout.splitlines()) == 1
+    separated = _predict(artifact, "--max-new-tokens", 5, "--", "-5 degrees")
+    assert len(separated.stdout.splitlines()) == 1

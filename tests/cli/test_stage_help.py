@@ -47,22 +47,22 @@ def test_settings_are_printed_in_recipe_syntax() -> None:
     ]
 
 
-@pytest.mark.parametrize("word", STAGE_CLASSES)
-def test_each_stage_is_explained_within_80_columns(word: str) -> None:
-    text = describe_stage(word)
-    assert text.startswith(f"{word}: ")
+@pytest.mark.parametrize("stage_name", STAGE_CLASSES)
+def test_each_stage_is_explained_within_80_columns(stage_name: str) -> None:
+    text = describe_stage(stage_name)
+    assert text.startswith(f"{stage_name}: ")
     for line in text.splitlines():
         assert len(line) <= 80, line
     for internal_name in ("typing.", "smelt.", "Literal[", "NoneType", "PydanticUndefined"):
         assert internal_name not in text
 
 
-@pytest.mark.parametrize("word", STAGE_CLASSES)
-def test_each_example_is_valid_recipe_step(word: str) -> None:
-    paragraphs = describe_stage(word).split("\n\n")
+@pytest.mark.parametrize("stage_name", STAGE_CLASSES)
+def test_each_example_is_valid_recipe_step(stage_name: str) -> None:
+    paragraphs = describe_stage(stage_name).split("\n\n")
     [examples] = [text for text in paragraphs if text.startswith("    - ")]
     steps = YAML(typ="safe").load(examples)
-    assert word in {key for step in steps for key in step}
+    assert stage_name in {key for step in steps for key in step}
     for step in steps:
         [(stage, settings)] = [pair for pair in step.items() if pair[0] in STAGE_CLASSES]
         load_stage(stage).settings_type.model_validate(settings)
@@ -107,7 +107,9 @@ def test_scheme_table_has_row_for_each_scheme() -> None:
 
 def test_scheme_table_notes_options_for_int4_in_tensorrt() -> None:
     text = " ".join(describe_stage("quantize").split())
-    sentence = next(one for one in text.split(". ") if "int4" in one and "accuracy_level" in one)
+    sentence = next(
+        candidate for candidate in text.split(". ") if "int4" in candidate and "accuracy_level" in candidate
+    )
     assert all(value in sentence for value in ("64 or 128", "symmetric: positive", "accuracy_level: 0"))
 
 
@@ -127,9 +129,9 @@ def test_each_scheme_is_explained_with_its_requirements(name: str) -> None:
 
 
 def test_unknown_stage_suggests_nearest() -> None:
-    with raises_code("unknown-stage", InputError) as caught:
+    with raises_code("unknown-stage", InputError) as excinfo:
         describe_stage("prnue")
-    assert "'prune'?" in str(caught.value)
+    assert "'prune'?" in str(excinfo.value)
 
 
 def test_setting_with_scalar_and_mapping_form_shows_both() -> None:

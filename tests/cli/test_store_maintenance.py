@@ -59,26 +59,26 @@ def home(finished, tmp_path):
 
 
 def test_list_shows_stages_sizes_and_runs(home):
-    kept = stored_artifacts(home / "runs" / ".store")
-    assert [entry.stage for entry in kept] == ["model", "prune", "factorize", "prune"]
-    model, prune, factorize, other = kept
+    artifacts = stored_artifacts(home / "runs" / ".store")
+    assert [artifact.stage for artifact in artifacts] == ["model", "prune", "factorize", "prune"]
+    model, prune, factorize, other = artifacts
     assert model.used_by == ("one/model", "two/model")
     assert factorize.used_by == ("one/factorize",)
     assert (prune.parent, factorize.parent, other.parent) == (model.key, prune.key, model.key)
-    for entry in kept:
-        folder = home / "runs" / ".store" / "artifacts" / entry.key
-        assert entry.size_bytes == sum(p.stat().st_size for p in folder.iterdir())
-    shown = harness.smelt("store", "list", "--store", home / "runs").output
-    assert max(map(len, shown.splitlines())) <= 80
-    assert f"{factorize.key[:12]}  factorize" in shown
+    for artifact in artifacts:
+        folder = home / "runs" / ".store" / "artifacts" / artifact.key
+        assert artifact.size_bytes == sum(p.stat().st_size for p in folder.iterdir())
+    output = harness.smelt("store", "list", "--store", home / "runs").output
+    assert max(map(len, output.splitlines())) <= 80
+    assert f"{factorize.key[:12]}  factorize" in output
     content = json.loads(harness.smelt("store", "list", "--store", home / "runs" / ".store", "--json").output)
-    assert [a["key"] for a in content["artifacts"]] == [entry.key for entry in kept]
+    assert [a["key"] for a in content["artifacts"]] == [artifact.key for artifact in artifacts]
 
 
 def test_clean_removes_only_unused_artifacts_and_only_with_yes(home):
     shutil.rmtree(home / "runs" / "two")
     before = find_unused(home / "runs" / ".store")
-    assert [entry.stage for entry in before.artifacts] == ["prune"]
+    assert [artifact.stage for artifact in before.artifacts] == ["prune"]
     dry = harness.smelt("store", "clean", "--store", home / "runs")
     assert "Remove with --yes" in dry.output
     assert len(stored_artifacts(home / "runs" / ".store")) == 4
@@ -126,10 +126,10 @@ def test_clean_is_rejected_while_run_of_other_machine_may_be_active(home, locks,
     write_owner(descriptor, record)
     os.close(descriptor)
     shutil.rmtree(home / "runs" / "two")
-    refused = harness.smelt("store", "clean", "--store", home / "runs", "--yes")
-    assert refused.exit_code == 2
-    assert command_error(refused).code == "store-in-use"
-    assert f"{far}." in str(command_error(refused))
+    result = harness.smelt("store", "clean", "--store", home / "runs", "--yes")
+    assert result.exit_code == 2
+    assert command_error(result).code == "store-in-use"
+    assert f"{far}." in str(command_error(result))
     os.utime(marker, (time.time() - STALE_AFTER_S - 60,) * 2)
     assert harness.smelt("store", "clean", "--store", home / "runs", "--yes").exit_code == 0
 
@@ -146,32 +146,32 @@ def test_clean_detects_active_run_without_file_locks(home, monkeypatch):
 
 def test_run_started_during_clean_waits(home):
     """Else it could take an artifact that is just being removed."""
-    store, began = home / "runs" / ".store", []
+    store, start_times = home / "runs" / ".store", []
 
     def begin():
         with register_run(store, home / "far"):
-            began.append(time.monotonic())
+            start_times.append(time.monotonic())
 
     with cleaning_lock(store):
         other = threading.Thread(target=begin)
         other.start()
         time.sleep(0.5)
-        ended = time.monotonic()
-        assert began == []
+        end_time = time.monotonic()
+        assert start_times == []
     other.join(20)
-    assert began[0] >= ended
+    assert start_times[0] >= end_time
 
 
 def test_artifact_with_extra_file_is_listed_and_reported_damaged(home):
     store = home / "runs" / ".store"
-    entry = stored_artifacts(store)[0]
-    (store / "artifacts" / entry.key / "extra.json").touch()
-    assert stored_artifacts(store)[0].stage == entry.stage == "model"
-    (store / "artifacts" / entry.key / "config.json").write_text("{}")
+    artifact = stored_artifacts(store)[0]
+    (store / "artifacts" / artifact.key / "extra.json").touch()
+    assert stored_artifacts(store)[0].stage == artifact.stage == "model"
+    (store / "artifacts" / artifact.key / "config.json").write_text("{}")
     extra, changed = find_damaged_files(store)
-    assert extra.path == store / "artifacts" / entry.key / "extra.json"
+    assert extra.path == store / "artifacts" / artifact.key / "extra.json"
     assert "manifest.json" in extra.problem
-    assert changed.path == store / "artifacts" / entry.key / "config.json"
+    assert changed.path == store / "artifacts" / artifact.key / "config.json"
 
 
 def test_clean_is_rejected_while_run_is_active(home):
@@ -186,9 +186,9 @@ def test_clean_is_rejected_while_run_is_active(home):
     try:
         assert process.stdout.readline().strip() == "here"
         shutil.rmtree(home / "runs" / "two")
-        refused = harness.smelt("store", "clean", "--store", home / "runs", "--yes")
-        assert refused.exit_code == 2
-        assert command_error(refused).code == "store-in-use"
+        result = harness.smelt("store", "clean", "--store", home / "runs", "--yes")
+        assert result.exit_code == 2
+        assert command_error(result).code == "store-in-use"
     finally:
         process.kill()
         process.wait()
@@ -235,8 +235,8 @@ def test_clean_is_rejected_while_run_record_is_damaged(home):
     with register_run(store, far):
         [record] = (store / "runs").glob("*.json")
     record.write_text(record.read_text().replace("far", "fat"))
-    refused = harness.smelt("store", "clean", "--store", home / "runs", "--yes", code=2)
-    assert command_error(refused).code == "damaged-run-record"
+    result = harness.smelt("store", "clean", "--store", home / "runs", "--yes", code=2)
+    assert command_error(result).code == "damaged-run-record"
     with register_run(store, far):  # the run mends it
         pass
     harness.smelt("store", "clean", "--store", home / "runs", "--yes", code=0)
@@ -246,29 +246,29 @@ def test_cached_files_are_listed_checked_and_removed_with_their_artifact(home):
     root = home / "runs" / ".store"
     store = Store(root)
     model = stored_artifacts(root)[0].key
-    for key, of in (("a" * 64, model), ("b" * 64, "f" * 64)):
+    for key, source_key in (("a" * 64, model), ("b" * 64, "f" * 64)):
         with store.workspace() as space:
             (space / "out").mkdir()
             (space / "out" / "values.npy").write_bytes(b"1234")
-            commit_cached_files(store, space / "out", key, f"the logits of {of[0]}", [of])
-    shown = harness.smelt("store", "list", "--store", home / "runs", code=0).output
-    assert f"the logits of {model[0]}" in shown
-    assert "the logits of f" in shown
+            commit_cached_files(store, space / "out", key, f"the logits of {source_key[0]}", [source_key])
+    output = harness.smelt("store", "list", "--store", home / "runs", code=0).output
+    assert f"the logits of {model[0]}" in output
+    assert "the logits of f" in output
     harness.smelt("store", "check", "--store", home / "runs", code=0)
     (root / "kept" / ("a" * 64) / "values.npy").write_bytes(b"1235")
     check = harness.smelt("store", "check", "--store", home / "runs", code=1).output
     assert str(root / "kept" / ("a" * 64) / "values.npy") in check
     assert "1 folder" in harness.smelt("store", "clean", "--store", home / "runs").output
     harness.smelt("store", "clean", "--store", home / "runs", "--yes", code=0)
-    left = {path.name for path in (root / "kept").iterdir()}
-    assert "a" * 64 in left
-    assert "b" * 64 not in left
+    remaining = {path.name for path in (root / "kept").iterdir()}
+    assert "a" * 64 in remaining
+    assert "b" * 64 not in remaining
 
 
 def test_missing_store_and_mistyped_command_are_explained(tmp_path):
     with expected("missing-store", InputError):
         find_store(tmp_path)
     assert harness.smelt("store", "list", "--store", tmp_path).exit_code == 2
-    wrong = harness.smelt("store", "lst")
-    assert wrong.exit_code == 2
-    assert "'list'?" in wrong.output
+    result = harness.smelt("store", "lst")
+    assert result.exit_code == 2
+    assert "'list'?" in result.output

@@ -64,11 +64,11 @@ def test_findings_of_folder_have_node_reason_and_hint(tmp_path):
 def test_locations_of_finding_are_limited_to_three(tmp_path):
     weights = np.full((4, 4), 1e39)  # of doubles, rounded to float: one finding a constant
     model = onnx.load(save(tmp_path / "m.onnx", GOOD))
-    model.graph.initializer.extend(numpy_helper.from_array(weights, f"c{at}") for at in range(5))
+    model.graph.initializer.extend(numpy_helper.from_array(weights, f"c{index}") for index in range(5))
     onnx.save(model, tmp_path / "m.onnx")
     text = harness.smelt("tensorrt-check", tmp_path / "m.onnx", code=1).stdout
-    named = "the constant 'c0', the constant 'c1', the constant 'c2' and 2 more: double; TensorRT rounds"
-    assert f"built otherwise: {named}" in text
+    expected = "the constant 'c0', the constant 'c1', the constant 'c2' and 2 more: double; TensorRT rounds"
+    assert f"built otherwise: {expected}" in text
 
 
 def test_json_has_rule_outcome_location_message_and_hint(tmp_path):
@@ -86,9 +86,9 @@ def test_json_has_rule_outcome_location_message_and_hint(tmp_path):
 def test_damaged_file_is_finding_and_others_are_checked(tmp_path):
     (tmp_path / "a.onnx").write_bytes(b"\xff\xff\xff")
     save(tmp_path / "b.onnx", GOOD)
-    damaged, good = json.loads(harness.smelt("tensorrt-check", tmp_path, "--json", code=1).stdout)
+    damaged, valid = json.loads(harness.smelt("tensorrt-check", tmp_path, "--json", code=1).stdout)
     assert [problem["rule"] for problem in damaged["problems"]] == ["unreadable"]
-    assert (good["file"], good["problems"]) == (str(tmp_path / "b.onnx"), [])
+    assert (valid["file"], valid["problems"]) == (str(tmp_path / "b.onnx"), [])
 
 
 @pytest.mark.parametrize("content", [b"", b"\x08\x07"])
@@ -130,8 +130,8 @@ def ask(path):
 
 
 def test_installed_parser_is_used_if_builder_can_be_created(tmp_path):
-    good = ask(save(tmp_path / "good.onnx", GOOD))
-    assert (good["asked"][:12], good["errors"], good["why"]) == ("tensorrt 11.", [], "")
+    valid = ask(save(tmp_path / "good.onnx", GOOD))
+    assert (valid["asked"][:12], valid["errors"], valid["why"]) == ("tensorrt 11.", [], "")
     (error,) = ask(save(tmp_path / "mixed.onnx", MIXED))["errors"]
     assert "mixed.onnx: node 'm0' (MatMul): two data types meet in one operator" in error
 

@@ -33,9 +33,9 @@ def source(tmp_path_factory):
     return tiny.as_artifact(folder, embedders.TASK)
 
 
-def context(folder, source, teacher=None, **made):
+def context(folder, source, teacher=None, **options):
     split = read_split(
-        str(embedders.write_rows(folder / "rows.jsonl", **made)), embedders.TASK, Columns(), folder
+        str(embedders.write_rows(folder / "rows.jsonl", **options)), embedders.TASK, Columns(), folder
     )
     return harness.make_context(folder / "out", embedders.TASK, split, ancestors={"model": teacher or source})
 

@@ -87,13 +87,13 @@ def test_pruned_model_equals_model_with_silenced_units(folder, tmp_path):
     assert ctx.details["parameters_after"] < ctx.details["parameters_before"]
 
 
-def silence(whole, pruned, first, second):
-    """In `whole`, zero what comes out of the units that `pruned` no longer has."""
-    old, new = (m.get_submodule(first).weight.detach() for m in (whole, pruned))
+def silence(original, pruned, first, second):
+    """In `original`, zero what comes out of the units that `pruned` no longer has."""
+    old, new = (m.get_submodule(first).weight.detach() for m in (original, pruned))
     is_kept = (old[:, None] == new[None]).all(-1).any(1)
     assert 0 < int(is_kept.sum()) == len(new) < len(old)
     with torch.no_grad():
-        whole.get_submodule(second).weight[:, ~is_kept] = 0
+        original.get_submodule(second).weight[:, ~is_kept] = 0
 
 
 def test_t5_layers_can_lose_different_heads_in_two_prunings(t5, tmp_path):
@@ -117,25 +117,28 @@ def test_t5_layers_can_lose_different_heads_in_two_prunings(t5, tmp_path):
     )
 
 
-@pytest.mark.parametrize("kept", [[1], [0], [0, 1]])
-def test_t5_student_keeps_position_bias_of_first_block(t5, tmp_path, kept):
+@pytest.mark.parametrize("expected_layers", [[1], [0], [0, 1]])
+def test_t5_student_keeps_position_bias_of_first_block(t5, tmp_path, expected_layers):
     model, edits = load_model(t5)
     for stack in ("encoder_layers", "decoder_layers"):
         edits, kept_layers = keep_layers(
-            model, edits, stack, kept, "uniform", stage="distill", prefix="student."
+            model, edits, stack, expected_layers, "uniform", stage="distill", prefix="student."
         )
-        assert kept_layers == kept
+        assert kept_layers == expected_layers
     save_model(model, edits, tmp_path, t5)
     original, student = theirs(t5), theirs(tmp_path)
     for side in ("encoder", "decoder"):
         table = original.get_submodule(side).block[0].layer[0].SelfAttention.relative_attention_bias
         blocks = original.get_submodule(side).block
-        if kept == [1]:
+        if expected_layers == [1]:
             blocks[1].layer[0].SelfAttention.relative_attention_bias = table
             blocks[1].layer[0].SelfAttention.has_relative_attention_bias = True
-        original.get_submodule(side).block = torch.nn.ModuleList([blocks[i] for i in kept])
+        original.get_submodule(side).block = torch.nn.ModuleList([blocks[i] for i in expected_layers])
     torch.testing.assert_close(teacher_forced(student, tmp_path), teacher_forced(original, t5))
-    assert (student.config.num_layers, student.config.num_decoder_layers) == (len(kept), len(kept))
+    assert (student.config.num_layers, student.config.num_decoder_layers) == (
+        len(expected_layers),
+        len(expected_layers),
+    )
 
 
 def test_finetuning_applies_and_stores_prefix(folder, tmp_path):

@@ -58,7 +58,7 @@ def test_coverage_equals_manual_count():
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def shortlisted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shortlist")
     source = tiny.write_marian(folder / "model")
     split = read_split(str(tiny.write_pairs(folder / "rows.jsonl", 20)), "translation", Columns(), folder)
@@ -67,18 +67,18 @@ def made(tmp_path_factory):
     )
 
 
-def test_model_is_unchanged_and_details_report_coverage(made):
+def test_model_is_unchanged_and_details_report_coverage(shortlisted):
     import torch
 
-    before, _ = load_model(made.out.parent / "model")
-    after, edits = load_model(made.out)
+    before, _ = load_model(shortlisted.out.parent / "model")
+    after, edits = load_model(shortlisted.out)
     assert edits == []
     assert torch.equal(harness.logits(after), harness.logits(before))
     config = after.config.to_dict()
-    shortlist = read_shortlist(made.out, config)
-    tokenizer = load_tokenizer(made.out)
+    shortlist = read_shortlist(shortlisted.out, config)
+    tokenizer = load_tokenizer(shortlisted.out)
     assert {tokenizer.eos_token_id, tokenizer.unk_token_id} <= set(shortlist.always.tolist())
-    details = made.details
+    details = shortlisted.details
     assert details["rows"] == 20
     assert details["always"] == len(shortlist.always)
     assert details["size_bytes"] == shortlist.table.nbytes + shortlist.always.nbytes
@@ -87,9 +87,9 @@ def test_model_is_unchanged_and_details_report_coverage(made):
     assert details["validation"]["words"] < details["vocabulary"] == 62
 
 
-def test_later_stages_keep_shortlist(made, tmp_path):
+def test_later_stages_keep_shortlist(shortlisted, tmp_path):
     training = FinetuneSettings(max_steps=1, batch_size=4, num_evals=0, precision="fp32")
-    folder = made.out
+    folder = shortlisted.out
     for stage, settings in (
         (Finetune(), training),
         (Prune(), PruneSettings(keep_ratio=0.5, importance="magnitude")),
@@ -97,12 +97,14 @@ def test_later_stages_keep_shortlist(made, tmp_path):
         (Onnx(), OnnxSettings(generation_graph=False)),
     ):
         folder = every_family.run_stage(stage, settings, folder, "marian", tmp_path / stage.name).out
-        assert (folder / SHORTLIST_FILE).read_bytes() == (made.out / SHORTLIST_FILE).read_bytes(), stage.name
+        assert (folder / SHORTLIST_FILE).read_bytes() == (shortlisted.out / SHORTLIST_FILE).read_bytes(), (
+            stage.name
+        )
 
 
-def test_shortlist_supports_quantized_model(made, tmp_path):
+def test_shortlist_supports_quantized_model(shortlisted, tmp_path):
     codes = every_family.run_stage(
-        Quantize(), QuantizeSettings(), made.out.parent / "model", "marian", tmp_path / "q"
+        Quantize(), QuantizeSettings(), shortlisted.out.parent / "model", "marian", tmp_path / "q"
     )
     shortlist_ctx = every_family.run_stage(
         ShortlistStage(), ShortlistSettings(), codes.out, "marian", tmp_path / "s"
@@ -111,12 +113,12 @@ def test_shortlist_supports_quantized_model(made, tmp_path):
     assert (shortlist_ctx.out / "structure.json").read_text() == (codes.out / "structure.json").read_text()
 
 
-def test_few_samples_and_low_coverage_warn(made, tmp_path):
+def test_few_samples_and_low_coverage_warn(shortlisted, tmp_path):
     train = Split("made", tuple(Example(s, references=(s,)) for s in tiny.SENTENCES[:2]))
     other = Split("made", tuple(Example(s, references=(tiny.SENTENCES[5],)) for s in tiny.SENTENCES[6:]))
     data = {"train": train, "validation": other}
     settings = ShortlistSettings(candidates_per_token=1, frequent_tokens=2)
-    ctx = harness.run_stage(ShortlistStage(), settings, made.out.parent / "model", tmp_path, data=data)
+    ctx = harness.run_stage(ShortlistStage(), settings, shortlisted.out.parent / "model", tmp_path, data=data)
     covered = ctx.details["validation"]["covered"]
     assert covered < 0.9
     limited, uncovered = ctx.warnings
@@ -124,14 +126,14 @@ def test_few_samples_and_low_coverage_warn(made, tmp_path):
     assert " 2 " in limited.message
     assert f"{1 - covered:.1%}" in uncovered.message
     blind = harness.run_stage(
-        ShortlistStage(), settings, made.out.parent / "model", tmp_path / "b", data={"train": train}
+        ShortlistStage(), settings, shortlisted.out.parent / "model", tmp_path / "b", data={"train": train}
     )
     assert blind.warnings[1].code == "no-validation-data"
 
 
-def test_max_train_samples_limits_samples(made, tmp_path, monkeypatch):
-    data = made.data
-    source = made.out.parent / "model"
+def test_max_train_samples_limits_samples(shortlisted, tmp_path, monkeypatch):
+    data = shortlisted.data
+    source = shortlisted.out.parent / "model"
     some = harness.run_stage(
         ShortlistStage(), ShortlistSettings(max_train_samples=5), source, tmp_path / "some", data=data
     )

@@ -61,11 +61,11 @@ def test_shipped_rows_are_distinct_and_of_their_split(split: generator.Split) ->
 
 
 @pytest.mark.parametrize(("split", "count"), [("train", 1_000), ("validation", 50), ("test", 50)])
-def test_shipped_rows_are_what_the_generator_makes(split: generator.Split, count: int) -> None:
+def test_shipped_rows_equal_generator_output(split: generator.Split, count: int) -> None:
     assert generator.distinct_rows(split, count, SHIPPED_SEED) == _shipped(split)[:count]
 
 
-def test_shipped_rows_say_what_babel_says() -> None:
+def test_shipped_rows_equal_babel_formatting() -> None:
     """Pairs built from Babel's formats alone occur, clause for clause, in the shipped rows."""
     clauses: set[tuple[str, str]] = set()
     for row in _shipped("train"):

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.fixture
-def made(tmp_path):
+def written_artifact(tmp_path):
     store = Store(tmp_path)
     with store.workspace() as space:
         out = space / "out"
@@ -60,17 +60,17 @@ def made(tmp_path):
         "deep/__init__.py",
     ],
 )
-def test_file_missing_in_manifest_is_rejected(made, name):
-    path = made.path / name
+def test_file_missing_in_manifest_is_rejected(written_artifact, name):
+    path = written_artifact.path / name
     path.parent.mkdir(exist_ok=True)
     path.write_text("x")
-    with raises_code("unknown-file", InputError) as caught:
-        read_artifact(made.path)
-    assert str(caught.value).startswith(f"{path}: ")
+    with raises_code("unknown-file", InputError) as excinfo:
+        read_artifact(written_artifact.path)
+    assert str(excinfo.value).startswith(f"{path}: ")
     with raises_code("unknown-file", InputError):
-        Store(made.path.parents[1]).find(made.key)
+        Store(written_artifact.path.parents[1]).find(written_artifact.key)
     path.unlink()
-    assert read_artifact(made.path) == made
+    assert read_artifact(written_artifact.path) == written_artifact
 
 
 @pytest.mark.parametrize(
@@ -90,49 +90,53 @@ def test_file_missing_in_manifest_is_rejected(made, name):
         "deep/NOTICE",
     ],
 )
-def test_files_of_systems_and_readers_are_ignored(made, name):
-    path = made.path / name
+def test_files_of_systems_and_readers_are_ignored(written_artifact, name):
+    path = written_artifact.path / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("x")
-    found = read_artifact(made.path)
-    assert found == made
-    found.verify()
-    assert found.size_bytes == len("model.safetensors")
+    artifact = read_artifact(written_artifact.path)
+    assert artifact == written_artifact
+    artifact.verify()
+    assert artifact.size_bytes == len("model.safetensors")
 
 
-def test_empty_folder_is_ignored(made):
-    (made.path / "empty").mkdir()
-    assert read_artifact(made.path) == made
+def test_empty_folder_is_ignored(written_artifact):
+    (written_artifact.path / "empty").mkdir()
+    assert read_artifact(written_artifact.path) == written_artifact
 
 
 def test_run_folder_lists_its_artifacts(tmp_path):
     for name in ("onnx-int8", "model"):
         (tmp_path / "artifacts" / name).mkdir(parents=True)
         (tmp_path / "artifacts" / name / "manifest.json").write_text("{}")
-    with raises_code("not-an-artifact", InputError) as caught:
+    with raises_code("not-an-artifact", InputError) as excinfo:
         read_manifest(tmp_path)
-    assert "model, onnx-int8" in str(caught.value)
-    with raises_code("not-an-artifact", InputError) as caught:
+    assert "model, onnx-int8" in str(excinfo.value)
+    with raises_code("not-an-artifact", InputError) as excinfo:
         read_manifest(tmp_path / "artifacts")
-    assert str(caught.value).count("onnx-int8") == 0
+    assert str(excinfo.value).count("onnx-int8") == 0
 
 
-def test_master_weights_do_not_count_in_model_size(made):
+def test_master_weights_do_not_count_in_model_size(written_artifact):
     """They lie in the artifact, whose hashes hold them, and count in no size."""
-    files = made.manifest.files | {MASTER_WEIGHTS_FILE: FileRecord(sha256="0" * 64, size_bytes=1000)}
-    with_them = replace(made, manifest=made.manifest.model_copy(update={"files": files}))
-    assert with_them.size_bytes == made.size_bytes == len("model.safetensors")
-    assert with_them.model_files == made.manifest.files
-    with raises_code("missing-file", InputError) as caught:
+    files = written_artifact.manifest.files | {
+        MASTER_WEIGHTS_FILE: FileRecord(sha256="0" * 64, size_bytes=1000)
+    }
+    with_them = replace(
+        written_artifact, manifest=written_artifact.manifest.model_copy(update={"files": files})
+    )
+    assert with_them.size_bytes == written_artifact.size_bytes == len("model.safetensors")
+    assert with_them.model_files == written_artifact.manifest.files
+    with raises_code("missing-file", InputError) as excinfo:
         with_them.verify()
-    assert MASTER_WEIGHTS_FILE in str(caught.value)
+    assert MASTER_WEIGHTS_FILE in str(excinfo.value)
 
 
 def test_model_folder_suggests_init(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    with raises_code("not-an-artifact", InputError) as caught:
+    with raises_code("not-an-artifact", InputError) as excinfo:
         read_manifest(tmp_path)
-    assert f"smelt init {tmp_path}" in str(caught.value)
+    assert f"smelt init {tmp_path}" in str(excinfo.value)
 
 
 @pytest.mark.parametrize(
@@ -151,12 +155,12 @@ def test_model_folder_suggests_init(tmp_path):
         *("CON.json", "aux.onnx", "\u202eexe.json", "a\x85.json", ".git/config.json", "-rf.json"),
     ],
 )
-def test_listed_file_of_unknown_kind_is_rejected(made, name):
-    path = made.path / name
+def test_listed_file_of_unknown_kind_is_rejected(written_artifact, name):
+    path = written_artifact.path / name
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"x")
-    manifest = json.loads((made.path / "manifest.json").read_text())
+    manifest = json.loads((written_artifact.path / "manifest.json").read_text())
     manifest["files"][name] = {"sha256": hashlib.sha256(b"x").hexdigest(), "size_bytes": 1}
-    write_hashed_json(made.path / "manifest.json", manifest)
+    write_hashed_json(written_artifact.path / "manifest.json", manifest)
     with raises_code("unknown-file", InputError):
-        read_artifact(made.path)
+        read_artifact(written_artifact.path)

@@ -96,6 +96,6 @@ def test_odd_bytes_are_rejected(folder, content):
 @given(st.data())
 def test_mutated_manifest_is_read_or_rejected(folder, manifest, data):
     content = bytearray(json.dumps(manifest).encode())
-    for place in data.draw(st.lists(st.integers(0, len(content) - 1), max_size=4)):
-        content[place] = data.draw(st.integers(0, 255))
+    for index in data.draw(st.lists(st.integers(0, len(content) - 1), max_size=4)):
+        content[index] = data.draw(st.integers(0, 255))
     _read(folder, bytes(content[: data.draw(st.integers(0, len(content)))]))

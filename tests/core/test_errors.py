@@ -10,15 +10,15 @@ pytestmark = pytest.mark.quick
 @pytest.mark.parametrize("text", ["x" * 100_000, "\n".join(f"line {i}" for i in range(1000)), "short"])
 def test_long_message_keeps_both_ends_when_wrapped_again(text):
     message = str(InputError(f"what is wrong: {text}"))
-    again = str(InputError(f"{message} how to mend it"))
-    assert len(again) < 4_000
-    assert again.startswith("what is wrong: ")
-    assert again.endswith(f"{text[-8:]} how to mend it")
-    assert str(InputError(again)) == again
+    wrapped = str(InputError(f"{message} how to mend it"))
+    assert len(wrapped) < 4_000
+    assert wrapped.startswith("what is wrong: ")
+    assert wrapped.endswith(f"{text[-8:]} how to mend it")
+    assert str(InputError(wrapped)) == wrapped
 
 
 @pytest.mark.parametrize(
-    ("word", "known", "meant"),
+    ("typo", "known", "meant"),
     [
         ("prnue", ["quantize", "prune"], "prune"),
         ("kep", ["keep"], "keep"),
@@ -35,12 +35,12 @@ def test_long_message_keeps_both_ends_when_wrapped_again(text):
         ("x" * 10_000, ["x" * 10_000 + "y"], "x" * 10_000 + "y"),
     ],
 )
-def test_mistyped_word_gets_suggestion(word, known, meant):
-    assert did_you_mean(word, known) == f" Did you mean '{meant}'?"
+def test_mistyped_word_gets_suggestion(typo, known, meant):
+    assert did_you_mean(typo, known) == f" Did you mean '{meant}'?"
 
 
 @pytest.mark.parametrize(
-    ("word", "known"),
+    ("typo", "known"),
     [
         ("modernbert", ["bert", "roberta", "distilbert"]),
         ("negative", ["positive"]),
@@ -54,5 +54,5 @@ def test_mistyped_word_gets_suggestion(word, known, meant):
         ("rows", ["rows"]),  # it is there, and not what was wanted
     ],
 )
-def test_different_word_gets_no_suggestion(word, known):
-    assert not did_you_mean(word, known)
+def test_different_word_gets_no_suggestion(typo, known):
+    assert not did_you_mean(typo, known)

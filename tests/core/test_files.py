@@ -126,8 +126,8 @@ def test_partial_file_of_killed_writer_is_recognized_by_name(tmp_path):
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == -9
     (tmp_path / ".hidden").touch()
     (tmp_path / "y.part").touch()
-    [left] = partial_files(tmp_path)
-    assert left.name.startswith(".x.json.")
+    [partial_file] = partial_files(tmp_path)
+    assert partial_file.name.startswith(".x.json.")
     assert not list(partial_files(tmp_path / "nothing"))
 
 
@@ -190,6 +190,6 @@ def test_read_json_object_returns_object_or_empty(tmp_path, text, expected):
 @pytest.mark.parametrize("raw", [b"{", b"\xff", b"[" * 100_000])
 def test_invalid_json_error_names_file(tmp_path, raw):
     (tmp_path / "x.json").write_bytes(raw)
-    with raises_code("invalid-json", InputError) as caught:
+    with raises_code("invalid-json", InputError) as excinfo:
         read_json_object(tmp_path / "x.json")
-    assert "x.json" in str(caught.value)
+    assert "x.json" in str(excinfo.value)

@@ -90,9 +90,9 @@ def test_silent_process_of_this_machine_is_active_while_alive(tmp_path, worker, 
 
 
 def test_reused_process_id_is_not_the_recorded_process(tmp_path):
-    me = current_owner()
+    owner = current_owner()
     assert is_active(_mark(tmp_path / "same"))
-    assert not is_active(_mark(tmp_path / "reused", started=me.started - 30))
+    assert not is_active(_mark(tmp_path / "reused", started=owner.started - 30))
     assert not is_active(_mark(tmp_path / "ended", process=_ended()))
 
 

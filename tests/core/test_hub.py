@@ -64,23 +64,23 @@ def test_proxy_is_connected_if_configured(monkeypatch, server, closed):
 
 
 def test_unresponsive_name_server_times_out(monkeypatch):
-    never = threading.Event()
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: never.wait(60))
+    release = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: release.wait(60))
     monkeypatch.setattr(hub, "CONNECT_TIMEOUT_S", 0.2)
     reason = hub_unreachable_reason()
     assert reason
     monkeypatch.setattr(hub, "_connection_error", lambda *a: pytest.fail("asked again"))
     assert hub_unreachable_reason() == reason
-    never.set()
+    release.set()
 
 
 def test_unreachable_address_does_not_hide_reachable_one(monkeypatch, server, closed):
-    known = socket.AF_INET, socket.SOCK_STREAM, 0, ""
-    both = [(*known, ("127.0.0.1", closed)), (*known, ("127.0.0.1", server))]
+    address_info = socket.AF_INET, socket.SOCK_STREAM, 0, ""
+    both = [(*address_info, ("127.0.0.1", closed)), (*address_info, ("127.0.0.1", server))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: both)
     assert hub_unreachable_reason() is None
     monkeypatch.setattr(hub, "_cached_results", {})
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: [(9999, *known[1:], ("x", 1)), both[1]])
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: [(9999, *address_info[1:], ("x", 1)), both[1]])
     assert hub_unreachable_reason() is None
 
 

@@ -25,27 +25,27 @@ def _record(process):
 
 
 def test_current_process_is_alive_with_start_time():
-    me = current_owner()
-    assert me.process == os.getpid()
-    assert me.is_alive() is True
-    assert me.started is not None
-    assert str(me) == f"process {os.getpid()}"
+    owner = current_owner()
+    assert owner.process == os.getpid()
+    assert owner.is_alive() is True
+    assert owner.started is not None
+    assert str(owner) == f"process {os.getpid()}"
 
 
 def test_ended_process_is_dead_even_as_zombie(child):
-    it = _record(child.pid)
-    assert it.is_alive() is True
+    owner = _record(child.pid)
+    assert owner.is_alive() is True
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays as a zombie
-    assert it.is_alive() is False
+    assert owner.is_alive() is False
     child.wait()
-    assert it.is_alive() is False
+    assert owner.is_alive() is False
 
 
 def test_process_with_reused_id_is_not_alive(child):
-    it = _record(child.pid)
-    assert replace(it, started=it.started - 30).is_alive() is False
-    assert replace(it, started=None).is_alive() is True
+    owner = _record(child.pid)
+    assert replace(owner, started=owner.started - 30).is_alive() is False
+    assert replace(owner, started=None).is_alive() is True
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not count from their start")
@@ -53,20 +53,20 @@ def test_changed_clock_does_not_change_process_identity(child, monkeypatch):
     """The kernel tells its start in seconds since 1970, and moves it when the clock is set."""
     import psutil
 
-    it = _record(child.pid)
+    owner = _record(child.pid)
     boot = psutil.boot_time()
     module = sys.modules["psutil._pslinux"]
     monkeypatch.setattr(module, "boot_time", lambda: boot + 7200)
     monkeypatch.setattr(psutil, "boot_time", lambda: boot + 7200)
     assert abs(psutil.Process(child.pid).create_time() - time.time()) > 3600
-    assert it.is_alive() is True
+    assert owner.is_alive() is True
 
 
 @pytest.mark.parametrize("elsewhere", [{"kernel": "another"}, {"namespace": 1}])
 def test_process_of_other_machine_has_unknown_state(elsewhere):
-    it = replace(current_owner(), host="node2", process=7, **elsewhere)
-    assert it.is_alive() is None
-    assert str(it) == "process 7 on node2"
+    owner = replace(current_owner(), host="node2", process=7, **elsewhere)
+    assert owner.is_alive() is None
+    assert str(owner) == "process 7 on node2"
 
 
 def test_is_alive_sends_no_signal(child, monkeypatch):
@@ -75,17 +75,17 @@ def test_is_alive_sends_no_signal(child, monkeypatch):
     def kill(process, number):
         raise AssertionError("a signal was sent")
 
-    it = _record(child.pid)
+    owner = _record(child.pid)
     monkeypatch.setattr(os, "kill", kill)
-    assert it.is_alive() is True
-    assert replace(it, process=2**22 + 1, started=None).is_alive() is False
+    assert owner.is_alive() is True
+    assert replace(owner, process=2**22 + 1, started=None).is_alive() is False
 
 
 def test_shorter_record_replaces_longer_one(tmp_path):
     path = tmp_path / "x"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
-    long = replace(current_owner(), host="h" * 200, locked=True)
-    for record in (long, current_owner()):
+    long_record = replace(current_owner(), host="h" * 200, locked=True)
+    for record in (long_record, current_owner()):
         write_owner(descriptor, record)
         assert read_owner(path) == record
     os.close(descriptor)

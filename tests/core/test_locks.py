@@ -64,10 +64,10 @@ def held(tmp_path):
 def test_concurrent_processes_hold_lock_one_at_a_time(tmp_path, where):
     """Four processes, ready before any begins, count 24 pieces of work; none is lost, none overlaps."""
     (tmp_path / "count").write_text("0")
-    ended = run_at_once(where + COUNTER, 4, tmp_path, 6)
-    assert [status for _, status in ended] == [0] * 4
+    results = run_at_once(where + COUNTER, 4, tmp_path, 6)
+    assert [status for _, status in results] == [0] * 4
     assert (tmp_path / "count").read_text() == "24"
-    assert sum(int(waited) for waited, _ in ended) > 0, "nobody met anybody"
+    assert sum(int(waited) for waited, _ in results) > 0, "nobody met anybody"
     assert {path.name for path in tmp_path.iterdir()} == {"count"}
 
 
@@ -219,9 +219,9 @@ def test_lease_of_other_machine_is_taken_after_silence(tmp_path, monkeypatch):
     _marker_of_another_machine(lease, 2.0)
     messages, before = [], time.monotonic()
     with file_lock(tmp_path / "x.lock", messages.append):
-        took = time.monotonic() - before
+        waited = time.monotonic() - before
     assert messages == ["process 7 on node2"]
-    assert 2.0 <= took < 20
+    assert 2.0 <= waited < 20
     assert not list(tmp_path.iterdir())
 
 
@@ -248,9 +248,9 @@ def test_lease_without_owner_expires(tmp_path, monkeypatch):
     monkeypatch.setattr(locks, "_OWNERLESS_S", 2.0)
     lease, messages = tmp_path / "x.lock.lease", []
     lease.touch()
-    began = time.monotonic()
+    start_time = time.monotonic()
     with file_lock(tmp_path / "x.lock", messages.append):
-        assert 1 < time.monotonic() - began < 30
+        assert 1 < time.monotonic() - start_time < 30
         assert f"pid={os.getpid()}" in lease.read_text()
     assert messages == ["another process"]
     lease.touch()

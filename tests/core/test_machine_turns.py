@@ -10,11 +10,11 @@ from tests.support.search_recipes import small, write
 
 
 def test_measurement_waits_for_steps_and_blocks_new_ones(tmp_path):
-    one, other, order = MachineTurns(tmp_path), MachineTurns(tmp_path), []
+    first, other, order = MachineTurns(tmp_path), MachineTurns(tmp_path), []
     waiting, held_back = Event(), Event()
 
     def next_step():
-        with one.step(lambda holder: held_back.set()):
+        with first.step(lambda holder: held_back.set()):
             order.append("next step")
 
     def measure():
@@ -26,7 +26,7 @@ def test_measurement_waits_for_steps_and_blocks_new_ones(tmp_path):
         thread.join(60)
 
     thread = Thread(target=measure)
-    with one.step(order.append):
+    with first.step(order.append):
         thread.start()
         assert waiting.wait(60)
         order.append("step")
@@ -35,8 +35,8 @@ def test_measurement_waits_for_steps_and_blocks_new_ones(tmp_path):
 
 
 def test_measurement_wait_is_limited_and_ignores_dead_steps(tmp_path):
-    one, other, lines = MachineTurns(tmp_path), MachineTurns(tmp_path, max_wait_s=0), []
-    with one.step(lines.append):
+    first, other, lines = MachineTurns(tmp_path), MachineTurns(tmp_path, max_wait_s=0), []
+    with first.step(lines.append):
         (lock,) = tmp_path.glob("*/*.step.lock")
         record = lock.read_bytes()
         with other.measurement(lines.append):
@@ -47,29 +47,31 @@ def test_measurement_wait_is_limited_and_ignores_dead_steps(tmp_path):
 
 
 def test_trial_takes_turns_for_steps_and_measurements(tmp_path, monkeypatch):
-    taken = []
+    events = []
     for kind in ("step", "measurement"):
 
         @contextmanager
         def recorded(self, report, kind=kind):
-            taken.append(f"{kind} begins")
+            events.append(f"{kind} begins")
             yield
-            taken.append(f"{kind} ends")
+            events.append(f"{kind} ends")
 
         monkeypatch.setattr(MachineTurns, kind, recorded)
-    monkeypatch.setattr(LatencyScores, "measure", lambda self, timed, *more: taken.append(tuple(timed)) or {})
+    monkeypatch.setattr(
+        LatencyScores, "measure", lambda self, timed, *more: events.append(tuple(timed)) or {}
+    )
     text = small(**{"  - onnx\n": "", "  - prune: {targets: [ffn], keep_ratio: {search: [0.5, 0.9]}}\n": ""})
     text = text.replace("[latency, size]\n  maximize: quality", "size").replace(
         "max_drop: 1.0", "max_drop: 90"
     )
     options = ("--trials", 1, "--limit", 2, "--out", tmp_path / "out")
     lines = smelt("search", write(tmp_path, text), *options, code=0).output.splitlines()
-    starts, *steps, score, ends = [line for line in lines if line.startswith("trial 0: ")]
+    starts, *steps, score, end_line = [line for line in lines if line.startswith("trial 0: ")]
     assert starts.endswith(": starts")
     assert [line.split(": ")[1] for line in steps] == ["model", "quantize"]
     assert score.startswith("trial 0: quantize: bleu ")
-    assert "size" in ends
-    measured = taken.index(("model", "quantize"))
-    assert (taken[measured - 1], taken[measured + 1]) == ("measurement begins", "measurement ends")
-    assert taken[: measured - 1] == ["step begins", "step ends"] * ((measured - 1) // 2)
+    assert "size" in end_line
+    measured = events.index(("model", "quantize"))
+    assert (events[measured - 1], events[measured + 1]) == ("measurement begins", "measurement ends")
+    assert events[: measured - 1] == ["step begins", "step ends"] * ((measured - 1) // 2)
     assert measured > 4

@@ -20,8 +20,8 @@ from tests.support.expected_errors import raises_code
 
 
 def test_available_memory_equals_psutil_without_container(tmp_path):
-    seen = psutil.virtual_memory().available + psutil.swap_memory().free
-    assert available_bytes(tmp_path) == pytest.approx(seen, rel=0.2)
+    available = psutil.virtual_memory().available + psutil.swap_memory().free
+    assert available_bytes(tmp_path) == pytest.approx(available, rel=0.2)
 
 
 def test_container_limit_counts_with_reclaimable_cache(tmp_path):
@@ -55,8 +55,8 @@ def test_gc_paused_restores_collector_state(on):
 
 
 def test_memory_limit_is_container_or_machine(tmp_path, monkeypatch):
-    whole = memory_limit_bytes(tmp_path)
-    assert whole == psutil.virtual_memory().total + psutil.swap_memory().total
+    limit = memory_limit_bytes(tmp_path)
+    assert limit == psutil.virtual_memory().total + psutil.swap_memory().total
     (tmp_path / "memory.max").write_text("1000000\n")
     swap = psutil.swap_memory()._replace(total=5000)  # in addition to the container's memory
     monkeypatch.setattr(psutil, "swap_memory", lambda: swap)
@@ -67,8 +67,8 @@ def test_memory_limit_is_container_or_machine(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux resets the peak")
 def test_peak_memory_can_be_reset():
-    held = np.ones(2**25)
+    array = np.ones(2**25)
     highest = peak_memory_bytes()
-    del held
+    del array
     assert reset_peak_memory()
     assert peak_memory_bytes() < highest - 2**27

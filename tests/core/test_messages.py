@@ -27,7 +27,7 @@ def test_message_without_location_is_text() -> None:
 
 def test_single_error_keeps_location_and_combined_error_has_none() -> None:
     first = error_message("few", "too few.", setting="rows", file="r.yaml", line=3)
-    alone = combined_error([first])
-    assert (alone.code, alone.setting, alone.file, alone.line) == ("few", "rows", "r.yaml", 3)
+    single = combined_error([first])
+    assert (single.code, single.setting, single.file, single.line) == ("few", "rows", "r.yaml", 3)
     both = combined_error([first, error_message("few", "too few.", setting="limit", file="r.yaml", line=4)])
     assert (both.code, both.setting, both.file, both.line) == ("few", None, None, None)

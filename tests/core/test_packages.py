@@ -10,7 +10,7 @@ from tests.support.expected_errors import raises_code
 def installed(monkeypatch):
     """Let `thing` be installed at a release."""
 
-    def at(release):
+    def at_release(release):
         def version(name):
             if release is None:
                 raise system.PackageNotFoundError(name)
@@ -18,7 +18,7 @@ def installed(monkeypatch):
 
         monkeypatch.setattr(system, "version", version)
 
-    return at
+    return at_release
 
 
 @pytest.mark.parametrize("release", ["0.48", "0.48.0", "0.50.2", "1.0", "0.48.0.dev0"])
@@ -28,10 +28,10 @@ def test_recent_release_is_accepted(installed, release):
     require_package("thing", "0.48", "work")
 
 
-@pytest.mark.parametrize(("release", "found"), [("0.47.9", " 0.47.9 "), (None, "")])
-def test_missing_or_outdated_package_is_reported_with_install_command(installed, release, found):
+@pytest.mark.parametrize(("release", "version_text"), [("0.47.9", " 0.47.9 "), (None, "")])
+def test_missing_or_outdated_package_is_reported_with_install_command(installed, release, version_text):
     installed(release)
-    with raises_code("not-installed", MissingDependencyError) as caught:
+    with raises_code("not-installed", MissingDependencyError) as excinfo:
         require_package("thing", "0.48", "work")
-    parts = ("work: thing 0.48", found, "pip install 'thing>=0.48'")
-    assert all(part in str(caught.value) for part in parts)
+    fragments = ("work: thing 0.48", version_text, "pip install 'thing>=0.48'")
+    assert all(part in str(excinfo.value) for part in fragments)

@@ -88,10 +88,10 @@ def test_two_writers_of_one_key_are_harmless(machines, monkeypatch):
     first, two = machines.store("one"), machines.store("two")
     write = first.remote._write
 
-    def between(place, file):
-        if place.startswith("artifacts/"):  # the other writer ends before the manifest of this one
+    def between(key, file):
+        if key.startswith("artifacts/"):  # the other writer ends before the manifest of this one
             _commit(two, "second")
-        write(place, file)
+        write(key, file)
 
     monkeypatch.setattr(first.remote, "_write", between)
     _commit(first, "first")
@@ -101,34 +101,34 @@ def test_two_writers_of_one_key_are_harmless(machines, monkeypatch):
     assert [_text(store.find(KEY)) for store in (first, two)] == ["first", "second"]
 
 
-@pytest.mark.parametrize("at", ["files/", "artifacts/"])
-def test_interrupted_push_is_absent_and_repeated(machines, monkeypatch, at):
-    one, two = machines.store("one"), machines.store("two")
-    write = one.remote._write
+@pytest.mark.parametrize("failing_key", ["files/", "artifacts/"])
+def test_interrupted_push_is_absent_and_repeated(machines, monkeypatch, failing_key):
+    first, two = machines.store("one"), machines.store("two")
+    write = first.remote._write
 
-    def broken(place, file):
-        if place.startswith(at):
+    def broken(key, file):
+        if key.startswith(failing_key):
             raise OSError("connection lost")
-        write(place, file)
+        write(key, file)
 
     with monkeypatch.context() as patch:
-        patch.setattr(one.remote, "_write", broken)
-        made = _commit(one)
-    assert (message_codes(one.messages), _text(made)) == (["push-failed"], "hello")
+        patch.setattr(first.remote, "_write", broken)
+        artifact = _commit(first)
+    assert (message_codes(first.messages), _text(artifact)) == (["push-failed"], "hello")
     assert (two.find(KEY), two.messages) == (None, [])
-    assert one.find(KEY) == made  # the next run in this store
+    assert first.find(KEY) == artifact  # the next run in this store
     assert _text(two.find(KEY)) == "hello"
 
 
 @pytest.mark.parametrize("damage", ["bytes", "missing", "manifest"])
 def test_damaged_remote_files_are_absent_and_written_again(machines, damage):
-    one, two = machines.store("one"), machines.store("two")
-    _commit(one)
-    place = f"{machines.root}/files/{hashlib.sha256(b'hello').hexdigest()}"
+    first, two = machines.store("one"), machines.store("two")
+    _commit(first)
+    url = f"{machines.root}/files/{hashlib.sha256(b'hello').hexdigest()}"
     if damage == "bytes":
-        machines.fs.pipe_file(place, b"hellO")
+        machines.fs.pipe_file(url, b"hellO")
     elif damage == "missing":
-        machines.fs.rm_file(place)
+        machines.fs.rm_file(url)
     else:
         machines.fs.pipe_file(f"{machines.root}/artifacts/{KEY}.json", b'{"key"')
     assert two.find(KEY) is None
@@ -141,9 +141,9 @@ def test_damaged_remote_files_are_absent_and_written_again(machines, damage):
 
 @pytest.mark.parametrize("name", ["../../x.json", "run.py"])
 def test_remote_manifest_with_unknown_files_is_rejected(machines, name):
-    one = machines.store("one")
-    _commit(one)
-    manifest = json.loads((one.root / "artifacts" / KEY / "manifest.json").read_text())
+    first = machines.store("one")
+    _commit(first)
+    manifest = json.loads((first.root / "artifacts" / KEY / "manifest.json").read_text())
     manifest["files"][name] = manifest["files"]["deep/b.json"]
     machines.fs.pipe_file(f"{machines.root}/artifacts/{KEY}.json", json.dumps(manifest).encode())
     two = machines.store("two")
@@ -152,39 +152,39 @@ def test_remote_manifest_with_unknown_files_is_rejected(machines, name):
 
 def test_failing_remote_store_is_retried_after_pause(tmp_path, monkeypatch):
     machines = Machines(f"memory://{uuid.uuid4().hex}", tmp_path)
-    one, asked, now = machines.store("one"), [], [0.0]
+    first, requests, now = machines.store("one"), [], [0.0]
     monkeypatch.setattr(remote_store.time, "monotonic", lambda: now[0])
 
-    def fail(place):
-        asked.append(place)
+    def fail(key):
+        requests.append(key)
         raise TimeoutError
 
-    monkeypatch.setattr(one.remote, "_read", fail)
-    assert [one.read_score(str(number)) for number in range(5)] == [None] * 5
-    assert len(asked) == 3
-    assert message_codes(one.messages) == ["pull-failed"] * 3 + ["remote-store-paused"]
-    assert one.find(_commit(one).key)
+    monkeypatch.setattr(first.remote, "_read", fail)
+    assert [first.read_score(str(number)) for number in range(5)] == [None] * 5
+    assert len(requests) == 3
+    assert message_codes(first.messages) == ["pull-failed"] * 3 + ["remote-store-paused"]
+    assert first.find(_commit(first).key)
     for seconds, attempts in ((61, 4), (61, 4), (61, 5)):  # the second pause is twice as long
         now[0] += seconds
-        one.read_score("later")
-        assert len(asked) == attempts
+        first.read_score("later")
+        assert len(requests) == attempts
     monkeypatch.undo()
-    assert one.push_pending() == 0
+    assert first.push_pending() == 0
     assert machines.store("two").find(KEY) is not None
-    assert (one.read_score("later"), one.remote.failures) == (None, 0)
+    assert (first.read_score("later"), first.remote.failures) == (None, 0)
 
 
 def test_results_of_outage_are_pushed_at_end_or_counted(machines, monkeypatch):
-    one = machines.store("one")
+    first = machines.store("one")
     with monkeypatch.context() as outage:
-        outage.setattr(one.remote, "_write", _lose_connection)
-        outage.setattr(one.remote, "_size_of", _lose_connection)
-        _commit(one)
+        outage.setattr(first.remote, "_write", _lose_connection)
+        outage.setattr(first.remote, "_size_of", _lose_connection)
+        _commit(first)
         for number in range(4):
-            one.write_score(str(number), {"n": number})
-        assert one.push_pending() == 5
-        assert message_codes(one.messages)[-1] == "not-in-remote-store"
-    assert one.push_pending() == 0
+            first.write_score(str(number), {"n": number})
+        assert first.push_pending() == 5
+        assert message_codes(first.messages)[-1] == "not-in-remote-store"
+    assert first.push_pending() == 0
     two = machines.store("two")
     assert two.find(KEY) is not None
     assert [two.read_score(str(number)) for number in range(4)] == [{"n": number} for number in range(4)]
@@ -228,8 +228,8 @@ def test_mistyped_urls_are_not_folders(text, expected):
 
 
 def test_file_larger_than_in_manifest_is_not_copied(machines, monkeypatch):
-    one, two = machines.store("one"), machines.store("two")
-    _commit(one)
+    first, two = machines.store("one"), machines.store("two")
+    _commit(first)
     machines.fs.pipe_file(f"{machines.root}/files/{hashlib.sha256(b'hello').hexdigest()}", b"hello" * 1000)
     copied, get_file = [], type(two.remote._fs).get_file
 
@@ -246,9 +246,9 @@ def test_file_larger_than_in_manifest_is_not_copied(machines, monkeypatch):
 @pytest.mark.parametrize("digits", ["../../secret", "AB" * 32, "ab" * 31, "ab" * 32 + "\n"])
 def test_remote_manifest_with_invalid_hash_is_rejected(machines, digits):
     """It is part of the path in the bucket."""
-    one = machines.store("one")
-    _commit(one)
-    manifest = json.loads((one.root / "artifacts" / KEY / "manifest.json").read_text())
+    first = machines.store("one")
+    _commit(first)
+    manifest = json.loads((first.root / "artifacts" / KEY / "manifest.json").read_text())
     manifest["files"]["deep/b.json"]["sha256"] = digits
     machines.fs.pipe_file(f"{machines.root}/artifacts/{KEY}.json", json.dumps(manifest).encode())
     two = machines.store("two")
@@ -275,19 +275,19 @@ def test_missing_package_and_timeout_are_errors(monkeypatch):
         patch.setattr(fsspec.core, "url_to_fs", no_package)
         with raises_code("not-installed", MissingDependencyError):
             open_remote_store("s3://bucket/x")
-    ended = threading.Event()
-    monkeypatch.setattr(RemoteStore, "check", lambda remote: ended.wait(60))
+    release = threading.Event()
+    monkeypatch.setattr(RemoteStore, "check", lambda remote: release.wait(60))
     monkeypatch.setattr(remote_store, "_ANSWER_S", 0.05)
     with raises_code("store-unreachable", InputError):
         open_remote_store(f"memory://{uuid.uuid4().hex}")
-    ended.set()
+    release.set()
 
 
 def test_damaged_remote_score_is_absent_and_written_again(machines):
-    one, two = machines.store("one"), machines.store("two")
-    one.write_score("s", {"bleu": 93.63})
-    place = f"{machines.root}/scores/s.json"
-    machines.fs.pipe_file(place, machines.fs.cat_file(place).replace(b"93.63", b"99.99"))
+    first, two = machines.store("one"), machines.store("two")
+    first.write_score("s", {"bleu": 93.63})
+    url = f"{machines.root}/scores/s.json"
+    machines.fs.pipe_file(url, machines.fs.cat_file(url).replace(b"93.63", b"99.99"))
     assert two.read_score("s") is None
     assert message_codes(two.messages) == ["damaged-remote-file"]
     two.write_score("s", {"bleu": 93.63})
@@ -296,10 +296,10 @@ def test_damaged_remote_score_is_absent_and_written_again(machines):
 
 
 def test_changed_remote_manifest_is_absent(machines):
-    one, two = machines.store("one"), machines.store("two")
-    _commit(one)
-    place = f"{machines.root}/artifacts/{KEY}.json"
-    machines.fs.pipe_file(place, machines.fs.cat_file(place).replace(b'"seed": 0', b'"seed": 1'))
+    first, two = machines.store("one"), machines.store("two")
+    _commit(first)
+    url = f"{machines.root}/artifacts/{KEY}.json"
+    machines.fs.pipe_file(url, machines.fs.cat_file(url).replace(b'"seed": 0', b'"seed": 1'))
     assert two.find(KEY) is None
     assert message_codes(two.messages) == ["damaged-remote-file"]
 
@@ -316,24 +316,24 @@ def _save_checkpoint(checkpoints, step):
 
 
 def test_checkpoint_of_lost_machine_is_resumed_on_another(machines):
-    one, two = machines.store("one"), machines.store("two")
+    first, two = machines.store("one"), machines.store("two")
     assert not StepCheckpoints(two, "k").next_folder().exists()
-    one.pushes_checkpoints = two.pushes_checkpoints = True
+    first.pushes_checkpoints = two.pushes_checkpoints = True
     for step in (3, 5):
-        _save_checkpoint(StepCheckpoints(one, "k"), step)
-    there = StepCheckpoints(two, "k")
-    found = {path.name: path.read_text() for path in there.next_folder().iterdir()}
-    assert found == {"5.safetensors": "weights 5", CHECKPOINT_FILE: "note 5"}
-    assert not there.next_folder().exists()  # of the step's second training
-    there.remove()
+        _save_checkpoint(StepCheckpoints(first, "k"), step)
+    checkpoints = StepCheckpoints(two, "k")
+    contents = {path.name: path.read_text() for path in checkpoints.next_folder().iterdir()}
+    assert contents == {"5.safetensors": "weights 5", CHECKPOINT_FILE: "note 5"}
+    assert not checkpoints.next_folder().exists()  # of the step's second training
+    checkpoints.remove()
     assert not machines.fs.find(f"{machines.root}/unfinished")
-    there.remove()  # twice, as by two machines
-    assert one.messages == two.messages == []
+    checkpoints.remove()  # twice, as by two machines
+    assert first.messages == two.messages == []
 
 
 def test_failed_checkpoint_push_warns(machines, monkeypatch):
-    one = machines.store("one")
-    one.pushes_checkpoints = True
-    monkeypatch.setattr(one.remote, "_write", _lose_connection)
-    assert _save_checkpoint(StepCheckpoints(one, "k"), 3).is_dir()
-    assert message_codes(one.messages) == ["push-failed"]
+    store = machines.store("one")
+    store.pushes_checkpoints = True
+    monkeypatch.setattr(store.remote, "_write", _lose_connection)
+    assert _save_checkpoint(StepCheckpoints(store, "k"), 3).is_dir()
+    assert message_codes(store.messages) == ["push-failed"]

@@ -43,25 +43,25 @@ def _write(store, text="hello"):
 
 def test_committed_artifact_verifies(tmp_path):
     store = Store(tmp_path)
-    made = _write(store)
-    found = store.find(KEY)
-    assert found == made
-    assert set(found.manifest.files) == {"model.safetensors", "deep/b.json"}
-    assert found.size_bytes == 5
-    found.verify()
+    artifact = _write(store)
+    stored = store.find(KEY)
+    assert stored == artifact
+    assert set(stored.manifest.files) == {"model.safetensors", "deep/b.json"}
+    assert stored.size_bytes == 5
+    stored.verify()
     assert not list((tmp_path / "tmp").iterdir())
 
 
 def test_verify_names_changed_or_missing_file(tmp_path):
-    made = _write(Store(tmp_path))
-    (made.path / "model.safetensors").write_text("hellO")
-    with raises_code("changed-file", InputError) as caught:
-        made.verify()
-    assert "model.safetensors" in str(caught.value)
-    (made.path / "model.safetensors").unlink()
-    with raises_code("missing-file", InputError) as caught:
-        made.verify()
-    assert "model.safetensors" in str(caught.value)
+    artifact = _write(Store(tmp_path))
+    (artifact.path / "model.safetensors").write_text("hellO")
+    with raises_code("changed-file", InputError) as excinfo:
+        artifact.verify()
+    assert "model.safetensors" in str(excinfo.value)
+    (artifact.path / "model.safetensors").unlink()
+    with raises_code("missing-file", InputError) as excinfo:
+        artifact.verify()
+    assert "model.safetensors" in str(excinfo.value)
 
 
 @pytest.mark.quick
@@ -146,11 +146,11 @@ def test_workspace_of_other_machine_is_removed_only_after_long_silence(tmp_path,
 def test_workspace_of_reused_process_id_is_removed(tmp_path, monkeypatch):
     disable_file_locks(monkeypatch)
     store = Store(tmp_path)
-    kept = _work_of(store, 0)  # as of this very process
-    gone = _work_of(store, 0, started=current_owner().started - 60)
+    active = _work_of(store, 0)  # as of this very process
+    stale = _work_of(store, 0, started=current_owner().started - 60)
     Store(tmp_path)
-    assert kept.is_dir()
-    assert not gone.exists()
+    assert active.is_dir()
+    assert not stale.exists()
 
 
 def test_folder_without_marker_is_removed_only_after_long_silence(tmp_path):
@@ -165,13 +165,15 @@ def test_folder_without_marker_is_removed_only_after_long_silence(tmp_path):
 @pytest.mark.parametrize("where", ["scores", "checked", "runs"])
 def test_old_partial_files_are_removed(tmp_path, where):
     (Store(tmp_path).root / where).mkdir(exist_ok=True)
-    kept, fresh, old = (tmp_path / where / name for name in ("k.json", ".k.json.1a.part", ".k.json.2b.part"))
-    for path in (kept, fresh, old):
+    complete, fresh, old = (
+        tmp_path / where / name for name in ("k.json", ".k.json.1a.part", ".k.json.2b.part")
+    )
+    for path in (complete, fresh, old):
         path.touch()
-    for path in (kept, old):
+    for path in (complete, old):
         os.utime(path, (0, 0))
     Store(tmp_path)
-    assert sorted((tmp_path / where).iterdir()) == sorted([kept, fresh])
+    assert sorted((tmp_path / where).iterdir()) == sorted([complete, fresh])
 
 
 def test_scores_are_stored_and_broken_score_is_absent(tmp_path):
@@ -202,8 +204,8 @@ def test_outdated_checked_file_does_not_affect_new_artifact(tmp_path, monkeypatc
     with store.workspace() as space:
         (space / "out").mkdir()
         (space / "out" / "model.safetensors").write_text("other")
-        made = store.commit(space / "out", _manifest().model_copy(update={"seconds": 9.0}), replace=True)
-    assert store.find(KEY) == made
+        artifact = store.commit(space / "out", _manifest().model_copy(update={"seconds": 9.0}), replace=True)
+    assert store.find(KEY) == artifact
 
 
 def test_unknown_files_are_not_committed(tmp_path):
@@ -227,20 +229,20 @@ def test_removed_artifact_is_not_found(tmp_path):
 
 
 def test_manifest_with_path_outside_folder_is_rejected(tmp_path):
-    made = _write(Store(tmp_path))
-    file = made.path / "manifest.json"
+    artifact = _write(Store(tmp_path))
+    file = artifact.path / "manifest.json"
     file.write_text(file.read_text().replace("deep/b.json", "../../evil"))
-    with raises_code("path-outside-folder", InputError) as caught:
-        read_artifact(made.path)
-    assert "../../evil" in str(caught.value)
+    with raises_code("path-outside-folder", InputError) as excinfo:
+        read_artifact(artifact.path)
+    assert "../../evil" in str(excinfo.value)
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"key": 3}', "[1]"])
 def test_invalid_manifest_is_explained(tmp_path, content):
     (tmp_path / "manifest.json").write_text(content)
-    with raises_code("damaged-manifest", InputError) as caught:
+    with raises_code("damaged-manifest", InputError) as excinfo:
         read_artifact(tmp_path)
-    assert "manifest.json" in str(caught.value)
+    assert "manifest.json" in str(excinfo.value)
 
 
 def test_folder_without_manifest_is_not_an_artifact(tmp_path):
@@ -251,19 +253,19 @@ def test_folder_without_manifest_is_not_an_artifact(tmp_path):
 
 
 def test_find_detects_changed_byte_and_names_file(tmp_path):
-    made = _write(Store(tmp_path))
-    weights = made.path / "model.safetensors"
+    artifact = _write(Store(tmp_path))
+    weights = artifact.path / "model.safetensors"
     weights.write_text("hellO")
-    with raises_code("changed-file", InputError) as caught:
+    with raises_code("changed-file", InputError) as excinfo:
         Store(tmp_path).find(KEY, "Do this.")
-    assert all(part in str(caught.value) for part in ("model.safetensors", "Do this."))
+    assert all(part in str(excinfo.value) for part in ("model.safetensors", "Do this."))
     weights.write_text("hello")
-    assert Store(tmp_path).find(KEY) == made
+    assert Store(tmp_path).find(KEY) == artifact
 
 
 def test_find_detects_changed_byte_with_old_timestamp(tmp_path):
-    made = _write(Store(tmp_path))
-    weights = made.path / "model.safetensors"
+    artifact = _write(Store(tmp_path))
+    weights = artifact.path / "model.safetensors"
     before = weights.stat()
     weights.write_text("hellO")
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -274,23 +276,23 @@ def test_find_detects_changed_byte_with_old_timestamp(tmp_path):
 def test_find_hashes_only_files_that_may_have_changed(tmp_path, monkeypatch):
     from smelt.core import artifact
 
-    made = _write(Store(tmp_path))
+    stored = _write(Store(tmp_path))
     hashed = []
     original = artifact.sha256_of
     monkeypatch.setattr(artifact, "sha256_of", lambda path: hashed.append(path.name) or original(path))
-    assert Store(tmp_path).find(KEY) == made
+    assert Store(tmp_path).find(KEY) == stored
     assert hashed == []
-    (made.path / "model.safetensors").touch()
-    assert Store(tmp_path).find(KEY) == made
+    (stored.path / "model.safetensors").touch()
+    assert Store(tmp_path).find(KEY) == stored
     assert sorted(hashed) == ["b.json", "model.safetensors"]
-    assert Store(tmp_path).find(KEY) == made
+    assert Store(tmp_path).find(KEY) == stored
     assert len(hashed) == 2
 
 
 def test_find_rejects_manifest_of_other_artifact(tmp_path):
     store = Store(tmp_path)
-    made = _write(store)
-    made.path.rename(made.path.with_name("cd" * 32))
+    artifact = _write(store)
+    artifact.path.rename(artifact.path.with_name("cd" * 32))
     with raises_code("wrong-manifest", InputError):
         store.find("cd" * 32)
 
@@ -331,8 +333,8 @@ def test_nested_file_named_as_manifest_is_hashed(tmp_path):
     with store.workspace() as space:
         (space / "out" / "deep").mkdir(parents=True)
         (space / "out" / "deep" / "manifest.json").write_text("{}")
-        made = store.commit(space / "out", _manifest())
-    assert set(made.manifest.files) == {"deep/manifest.json"}
+        artifact = store.commit(space / "out", _manifest())
+    assert set(artifact.manifest.files) == {"deep/manifest.json"}
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002], ids=oct)
@@ -364,36 +366,36 @@ def _mode(path):
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "..", "a/../../b", "..\\b", "C:\\b", "", ".", "a\0b"])
 def test_file_names_outside_folder_are_rejected(tmp_path, name):
-    made = _write(Store(tmp_path))
-    content = json.loads((made.path / "manifest.json").read_text())
+    artifact = _write(Store(tmp_path))
+    content = json.loads((artifact.path / "manifest.json").read_text())
     content["files"][name] = {"sha256": "0" * 64, "size_bytes": 1}
-    (made.path / "manifest.json").write_text(json.dumps(content))
+    (artifact.path / "manifest.json").write_text(json.dumps(content))
     with raises_code("path-outside-folder", InputError):
-        read_artifact(made.path)
+        read_artifact(artifact.path)
 
 
 @pytest.mark.parametrize("target", ["../../outside", "/etc/hostname", ".loop"])
 def test_links_outside_folder_are_rejected_and_named(tmp_path, target):
-    made = _write(Store(tmp_path))
-    (made.path / "deep" / "model.safetensors").symlink_to("../model.safetensors")
-    with raises_code("unknown-file", InputError) as caught:
-        read_artifact(made.path)
-    assert "deep/model.safetensors" in str(caught.value)
-    (made.path / "deep" / "model.safetensors").unlink()
-    (made.path / "deep" / ".inner").symlink_to("b.json")
-    assert read_artifact(made.path) == made
+    artifact = _write(Store(tmp_path))
+    (artifact.path / "deep" / "model.safetensors").symlink_to("../model.safetensors")
+    with raises_code("unknown-file", InputError) as excinfo:
+        read_artifact(artifact.path)
+    assert "deep/model.safetensors" in str(excinfo.value)
+    (artifact.path / "deep" / "model.safetensors").unlink()
+    (artifact.path / "deep" / ".inner").symlink_to("b.json")
+    assert read_artifact(artifact.path) == artifact
     (tmp_path / "outside").write_text("secret")
-    (made.path / "deep" / ".loop").symlink_to(".loop")
-    (made.path / "deep" / "b.json").unlink()
-    (made.path / "deep" / "b.json").symlink_to(target)
+    (artifact.path / "deep" / ".loop").symlink_to(".loop")
+    (artifact.path / "deep" / "b.json").unlink()
+    (artifact.path / "deep" / "b.json").symlink_to(target)
     if target == ".loop":
-        with raises_code("missing-file", InputError) as caught:
-            read_artifact(made.path).verify()
-        assert "b.json" in str(caught.value)
+        with raises_code("missing-file", InputError) as excinfo:
+            read_artifact(artifact.path).verify()
+        assert "b.json" in str(excinfo.value)
         return
-    with raises_code("path-outside-folder", InputError) as caught:
-        read_artifact(made.path)
-    assert "b.json" in str(caught.value)
+    with raises_code("path-outside-folder", InputError) as excinfo:
+        read_artifact(artifact.path)
+    assert "b.json" in str(excinfo.value)
 
 
 def test_read_only_store_can_be_read(tmp_path):
@@ -413,16 +415,16 @@ def test_read_only_store_can_be_read(tmp_path):
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         store = Store(Path(folder) / "s")
-        made = _write(store)
+        artifact = _write(store)
         store.write_score("k", {"n": 1})
         for path in (store.root, *store.root.iterdir()):
             path.chmod(0o555)
         command = [sys.executable, "-c", code, str(store.root), KEY]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
-        read, warned, *refused = done.stdout.splitlines()
-        assert (read, warned) == (f"{made.path} {{'n': 1}}", "read-only-store"), done.stderr
-        assert refused[0].startswith(f"unusable-store {errno.EACCES} {store.root}: ")
-        assert refused[1].startswith(f"unusable-store {errno.EACCES} {store.root / 'new'}: ")
+        result, warned, *errors = done.stdout.splitlines()
+        assert (result, warned) == (f"{artifact.path} {{'n': 1}}", "read-only-store"), done.stderr
+        assert errors[0].startswith(f"unusable-store {errno.EACCES} {store.root}: ")
+        assert errors[1].startswith(f"unusable-store {errno.EACCES} {store.root / 'new'}: ")
 
 
 def test_removed_store_is_explained_and_not_recreated(tmp_path):
@@ -450,9 +452,9 @@ def test_score_with_any_changed_byte_is_absent(tmp_path):
     store.write_score("k", {"bleu": {"value": 93.63}, "n": 16})
     file = tmp_path / "scores" / "k.json"
     content = file.read_bytes()
-    for place in range(len(content)):
+    for index in range(len(content)):
         changed = bytearray(content)
-        changed[place] ^= 1
+        changed[index] ^= 1
         file.write_bytes(changed)
         assert store.read_score("k") in (None, {"bleu": {"value": 93.63}, "n": 16}), bytes(changed)
     store.write_score("k", {"n": 2})  # it is written again
@@ -467,21 +469,21 @@ def test_json_values_round_trip_in_scores(tmp_path):
 
 def test_changed_checked_file_does_not_affect_verification(tmp_path):
     store = Store(tmp_path)
-    made = _write(store)
+    artifact = _write(store)
     note = tmp_path / "checked" / f"{KEY}.json"
     text = note.read_text()
     for old, new in (("model.safetensors", "model.safetensorz"), ("content_sha256", "content_sha25.")):
         note.write_text(text.replace(old, new))
-        assert store.find(KEY) == made
+        assert store.find(KEY) == artifact
         assert note.read_text() == text
     note.write_text(text)
     note.unlink()  # as on a machine that has just copied the artifact
-    manifest = made.path / MANIFEST
+    manifest = artifact.path / MANIFEST
     manifest.write_text(manifest.read_text().replace('"seed": 0', '"seed": 1'))
     with raises_code("changed-manifest", InputError):
         store.find(KEY)
     with raises_code("changed-manifest", InputError):
-        read_artifact(made.path)
+        read_artifact(artifact.path)
 
 
 @pytest.mark.parametrize("missing", ["model.safetensors", "deep", MANIFEST])

@@ -57,7 +57,7 @@ def test_sigterm_ends_forked_child_without_handler():
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "-15\n"
 
 
-def test_ignored_sigterm_stays_ignored():
+def test_ignored_sigterm_is_still_ignored():
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         with sigterm_as_error():

@@ -42,8 +42,8 @@ def test_temporary_folder_of_other_user_is_not_used(temporary_files, monkeypatch
     with temporary_workspace() as folder:
         parent = folder.parent
     monkeypatch.setattr(workspaces.os, "getuid", lambda: os.stat(parent).st_uid + 1)
-    taken = workspaces._temporary_parent()
-    taken.mkdir()
+    foreign_folder = workspaces._temporary_parent()
+    foreign_folder.mkdir()
     with temporary_workspace() as folder:
         assert (folder.is_dir(), folder.parent) == (True, temporary_files)
 

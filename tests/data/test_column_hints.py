@@ -22,7 +22,7 @@ def test_columns_hint_shows_recipe_setting_or_command_options():
     assert "data: {columns: {text: my text, label: stars}}" in columns_hint(names)
     with column_options():
         options = shlex.split(columns_hint(names).removesuffix("."))
-    values = [options[at + 1] for at, word in enumerate(options) if word == "--column"]
+    values = [options[index + 1] for index, option in enumerate(options) if option == "--column"]
     assert parse_columns(values) == Columns(text="my text", label="stars")
     assert "data: {columns:" in columns_hint(names)
 
@@ -52,9 +52,9 @@ def test_each_reader_names_its_own_setting(rows, read, expected):
 def test_all_missing_columns_are_named_at_once(tmp_path):
     path = tmp_path / "test.jsonl"
     path.write_text(json.dumps({"x": "a", "y": "b"}))
-    with raises_code("missing-column", InputError) as caught:
+    with raises_code("missing-column", InputError) as excinfo:
         inspect_data([path], "translation")
-    assert "--column source=NAME --column target=NAME" in str(caught.value)
-    with raises_code("missing-column", InputError) as caught:
+    assert "--column source=NAME --column target=NAME" in str(excinfo.value)
+    with raises_code("missing-column", InputError) as excinfo:
         read_examples(path, "text-classification", ("text=first", "text_pair=second"))
-    assert all(name in str(caught.value) for name in ("'first'", "'second'"))
+    assert all(name in str(excinfo.value) for name in ("'first'", "'second'"))

@@ -62,18 +62,18 @@ def test_csv_rows_have_line_numbers(tmp_path, mark):
 
 def test_long_field_is_read_and_field_limit_restored(tmp_path):
     before = csv.field_size_limit()
-    long = "word " * 60_000
-    path = _file(tmp_path, f"text,label\n{long},1\n")
+    long_text = "word " * 60_000
+    path = _file(tmp_path, f"text,label\n{long_text},1\n")
     [(_, row)] = read_csv_rows(path)
-    assert row["text"] == long
+    assert row["text"] == long_text
     assert csv.field_size_limit() == before
 
 
 def test_concurrent_readers_do_not_change_field_limit(tmp_path):
     before = csv.field_size_limit()
-    long = "x" * 200_000
-    path = _file(tmp_path, "text,label\n" + f"{long},1\n" * 5)
-    short = _file(tmp_path, "text,label\na,1\n", "short.csv")
+    long_text = "x" * 200_000
+    path = _file(tmp_path, "text,label\n" + f"{long_text},1\n" * 5)
+    short_path = _file(tmp_path, "text,label\na,1\n", "short.csv")
     failures = []
 
     def read(file, rows):
@@ -83,7 +83,7 @@ def test_concurrent_readers_do_not_change_field_limit(tmp_path):
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=read, args=args) for args in [(path, 5), (short, 1)] * 3]
+    threads = [threading.Thread(target=read, args=args) for args in [(path, 5), (short_path, 1)] * 3]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -104,9 +104,9 @@ def test_field_limit_is_restored_if_reader_stops_early(tmp_path):
 def test_too_long_field_suggests_unclosed_quote(tmp_path, monkeypatch):
     monkeypatch.setattr("smelt.data.csv_rows.MAX_FIELD_CHARACTERS", 140_000)
     path = _file(tmp_path, 'text,label\na,1\n"b,2\n' + "c,3\n" * 60_000)
-    with raises_code("field-too-long", InputError) as caught:
+    with raises_code("field-too-long", InputError) as excinfo:
         list(read_csv_rows(path))
-    assert all(part in str(caught.value) for part in ("a.csv:", "140,000"))
+    assert all(part in str(excinfo.value) for part in ("a.csv:", "140,000"))
 
 
 def test_wrong_field_count_error_names_delimiter(tmp_path):

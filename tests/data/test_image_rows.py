@@ -41,21 +41,23 @@ def test_archive_contains_all_images(tmp_path):
 
 
 def test_equal_images_have_equal_fingerprints_in_any_folder(tmp_path):
-    one, other = (images.read_rows(images.write_rows(tmp_path / name / "a.jsonl", 4)) for name in ("x", "y"))
-    assert one.examples[0].text != other.examples[0].text
-    assert one.fingerprint == other.fingerprint != one.take(3).fingerprint
+    split, other = (
+        images.read_rows(images.write_rows(tmp_path / name / "a.jsonl", 4)) for name in ("x", "y")
+    )
+    assert split.examples[0].text != other.examples[0].text
+    assert split.fingerprint == other.fingerprint != split.take(3).fingerprint
     images.make_image(7).save(tmp_path / "y" / "a-images" / "0.png")
-    assert images.read_rows(tmp_path / "y" / "a.jsonl").fingerprint != one.fingerprint
+    assert images.read_rows(tmp_path / "y" / "a.jsonl").fingerprint != split.fingerprint
 
 
 def test_copies_of_image_are_in_one_split(tmp_path):
     folder = images.write_class_folders(tmp_path / "data", 12)
     for number in range(12):
         images.make_image(number).save(folder / images.LABELS[number % 2] / f"copy-{number}.png")
-    parts = divide_split(images.read_rows(folder), {"test": 0.25}, 0)
-    contents = {name: set(part.row_contents) for name, part in parts.items()}
-    assert len(parts["test"]) in (4, 6)
-    assert all(part.images for part in parts.values())
+    splits = divide_split(images.read_rows(folder), {"test": 0.25}, 0)
+    contents = {name: set(split.row_contents) for name, split in splits.items()}
+    assert len(splits["test"]) in (4, 6)
+    assert all(split.images for split in splits.values())
     assert not contents["train"] & contents["test"]
 
 
@@ -76,7 +78,9 @@ def test_invalid_images_are_reported_with_row(tmp_path):
     path = wrong_rows(tmp_path)
     with raises_code("several-errors", InputError) as error:
         images.read_rows(path)
-    kinds = [(one.code, one.file, one.line) for one in error.value.messages]
+    kinds = [
+        (error_message.code, error_message.file, error_message.line) for error_message in error.value.messages
+    ]
     assert kinds == [
         ("not-an-image", str(path), 2),
         ("missing-file", str(path), 3),
@@ -91,22 +95,22 @@ def test_invalid_images_are_reported_with_row(tmp_path):
 def test_images_beyond_limits_are_rejected_unopened(tmp_path, monkeypatch):
     path = images.write_rows(tmp_path / "train.jsonl", 1)
     monkeypatch.setattr(module, "MAX_IMAGE_PIXELS", 255)
-    with raises_code("image-too-large", InputError) as caught:
+    with raises_code("image-too-large", InputError) as excinfo:
         images.read_rows(path)
-    assert all(part in str(caught.value) for part in ("train.jsonl:1:", "0.png", "16 x 16"))
+    assert all(part in str(excinfo.value) for part in ("train.jsonl:1:", "0.png", "16 x 16"))
     monkeypatch.setattr(module, "MAX_IMAGE_BYTES", 10)
-    with raises_code("image-file-too-large", InputError) as caught:
+    with raises_code("image-file-too-large", InputError) as excinfo:
         images.read_rows(path)
-    assert " 10 " in str(caught.value)
+    assert " 10 " in str(excinfo.value)
 
 
 def test_common_column_name_is_suggested(tmp_path):
     path = images.write_rows(tmp_path / "train.jsonl", 1, columns=("file_name", "label"))
-    with raises_code("missing-column", InputError) as caught:
+    with raises_code("missing-column", InputError) as excinfo:
         images.read_rows(path)
-    assert all(part in str(caught.value) for part in ("'image'", "file_name"))
-    named = read_split(str(path), images.TASK, Columns(image="file_name"), tmp_path)
-    assert len(named) == 1
+    assert all(part in str(excinfo.value) for part in ("'image'", "file_name"))
+    split = read_split(str(path), images.TASK, Columns(image="file_name"), tmp_path)
+    assert len(split) == 1
 
 
 @pytest.mark.parametrize(
@@ -122,11 +126,11 @@ def test_invalid_archive_is_rejected(change, code, name, tmp_path):
     values = {"jpeg": np.zeros(9, np.uint8), "offsets": np.array([0, 4, 9]), "label": np.zeros(2, np.uint8)}
     if "label" in change and len(change["label"]) == 2 and change["label"].dtype != object:
         values["offsets"] = np.array([0, 2, 4, 9])
-    kept = {name: value for name, value in (values | change).items() if value is not None}
-    np.savez(tmp_path / "train.npz", allow_pickle=True, **kept)
-    with raises_code(code, InputError) as caught:
+    arrays = {name: value for name, value in (values | change).items() if value is not None}
+    np.savez(tmp_path / "train.npz", allow_pickle=True, **arrays)
+    with raises_code(code, InputError) as excinfo:
         images.read_rows(tmp_path / "train.npz")
-    assert name in str(caught.value)
+    assert name in str(excinfo.value)
 
 
 def test_folders_without_classes_or_images_are_rejected(tmp_path):

@@ -44,8 +44,8 @@ def test_rows_are_read_from_every_json_layout(tmp_path, name, text):
 def test_chunk_may_end_anywhere(tmp_path, monkeypatch, window):
     monkeypatch.setattr("smelt.data.json_rows._CHUNK_CHARACTERS", window)
     rows = [*ROWS, {"t": "\u2028\U0001f600" * 9, "n": 123456789012345, "f": 1.5e-9, "b": None, "c": True}] * 3
-    held = {"n": 1234567890, "t": True, "d": rows}
-    for text in (json.dumps(rows), json.dumps(rows, indent=1, ensure_ascii=False), json.dumps(held)):
+    document = {"n": 1234567890, "t": True, "d": rows}
+    for text in (json.dumps(rows), json.dumps(rows, indent=1, ensure_ascii=False), json.dumps(document)):
         assert [row for _, row in read_json_rows(_file(tmp_path, text))] == rows
 
 
@@ -53,8 +53,8 @@ def test_row_over_several_lines_has_its_first_line(tmp_path):
     path = _file(tmp_path, '[\n {"a": 1},\n\n {"a":\n 2}, {"a": 3}\n]')
     assert [where for where, _ in read_json_rows(path)] == [f"{path}:{line}" for line in (2, 4, 5)]
     pandas = _file(tmp_path, '[{"a": 1},{"a": 2},\n{"a": 3},{"a": 4}]', "pandas.json")
-    found = [f"{pandas}:1", f"{pandas} row 2", f"{pandas}:2", f"{pandas} row 4"]
-    assert [where for where, _ in read_json_rows(pandas)] == found
+    locations = [f"{pandas}:1", f"{pandas} row 2", f"{pandas}:2", f"{pandas} row 4"]
+    assert [where for where, _ in read_json_rows(pandas)] == locations
     one = _file(tmp_path, '{"text": "a", "targets": ["b", "c"]}', "one.json")
     assert list(read_json_rows(one)) == [(f"{one}:1", {"text": "a", "targets": ["b", "c"]})]
 
@@ -80,10 +80,10 @@ def test_row_over_several_lines_has_its_first_line(tmp_path):
 )
 def test_json_without_rows_is_rejected(tmp_path, text, code, line, read):
     path = _file(tmp_path, text)
-    with raises_code(code, InputError) as caught:
+    with raises_code(code, InputError) as excinfo:
         list(read_json_rows(path))
-    assert (caught.value.file, caught.value.line) == (str(path), line)
-    assert read in str(caught.value)
+    assert (excinfo.value.file, excinfo.value.line) == (str(path), line)
+    assert read in str(excinfo.value)
 
 
 def test_rows_with_nested_object_lists_are_rows(tmp_path):

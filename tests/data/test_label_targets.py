@@ -30,8 +30,8 @@ def test_class_targets_accept_names_numbers_and_numeric_text():
 
 def test_multi_label_targets_accept_lists_and_separated_text():
     names = ["calm", "angry", "glad"]
-    found = multi_label_targets(rows(("glad", "calm"), "angry | glad", "", (), "2", 1), names)
-    assert found == [(0, 2), (1, 2), (), (), (2,), (1,)]
+    targets = multi_label_targets(rows(("glad", "calm"), "angry | glad", "", (), "2", 1), names)
+    assert targets == [(0, 2), (1, 2), (), (), (2,), (1,)]
 
 
 def test_regression_targets_accept_numeric_text():
@@ -42,8 +42,8 @@ def test_invalid_labels_are_counted_and_nearest_name_is_suggested():
     labels = rows("good", "goood", *["x"] * 7)
     with raises_code("unknown-label", InputError) as raised:
         class_targets(labels, ["bad", "good"], "train.csv")
-    parts = ("train.csv: row 2:", "'goood'", "bad, good", "'good'", " 3, 4, 5, 6 ", " 3 more")
-    assert all(part in str(raised.value) for part in parts)
+    fragments = ("train.csv: row 2:", "'goood'", "bad, good", "'good'", " 3, 4, 5, 6 ", " 3 more")
+    assert all(fragment in str(raised.value) for fragment in fragments)
 
 
 @pytest.mark.parametrize(
@@ -65,20 +65,20 @@ def test_invalid_labels_are_counted_and_nearest_name_is_suggested():
     ],
 )
 def test_labels_that_do_not_match_problem_are_named(label, problem, code, shown):
-    with raises_code(code, InputError) as caught:
+    with raises_code(code, InputError) as excinfo:
         check_labels(rows(label), ["bad", "good"], problem)
-    assert shown in str(caught.value)
+    assert shown in str(excinfo.value)
 
 
 def test_names_in_data_without_id2label_are_explained():
-    with raises_code("unknown-label", InputError) as caught:
+    with raises_code("unknown-label", InputError) as excinfo:
         class_targets(rows("good"), ["LABEL_0", "LABEL_1"])
-    assert "id2label" in str(caught.value)
+    assert "id2label" in str(excinfo.value)
 
 
 @pytest.mark.parametrize("label", [1, 1.0, "1", "1.0", " 1", "+1"])
 @pytest.mark.parametrize(
-    ("names", "place"),
+    ("names", "class_index"),
     [
         (["1", "2", "3"], 0),
         (["3", "2", "1"], 2),
@@ -91,33 +91,33 @@ def test_names_in_data_without_id2label_are_explained():
         (["1 star", "2 stars"], 1),
     ],
 )
-def test_numeric_label_is_equal_in_any_notation(label, names, place):
-    assert class_targets(rows(label), names) == [place]
+def test_numeric_label_is_equal_in_any_notation(label, names, class_index):
+    assert class_targets(rows(label), names) == [class_index]
     assert multi_label_targets(rows((label,) if not isinstance(label, float) else (int(label),)), names) == [
-        (place,)
+        (class_index,)
     ]
 
 
 @pytest.mark.parametrize("label", [0, "0", 4])
 def test_number_is_not_an_index_if_names_are_numbers(label):
-    with raises_code("unknown-label", InputError) as caught:
+    with raises_code("unknown-label", InputError) as excinfo:
         class_targets(rows(label), ["1", "2", "3"])
-    assert "1, 2, 3" in str(caught.value)
+    assert "1, 2, 3" in str(excinfo.value)
 
 
 def test_invalid_labels_are_named_by_line():
     examples = [Example("a", label=label, line=line) for line, label in ((2, "a"), (7, "x"), (9, "y"))]
-    with raises_code("unknown-label", InputError) as caught:
+    with raises_code("unknown-label", InputError) as excinfo:
         class_targets(examples, ["a", "b"], "d.csv")
-    assert "'x'" in str(caught.value)
-    assert (caught.value.file, caught.value.line) == ("d.csv", 7)
-    assert str(caught.value).endswith(" 9.")
+    assert "'x'" in str(excinfo.value)
+    assert (excinfo.value.file, excinfo.value.line) == ("d.csv", 7)
+    assert str(excinfo.value).endswith(" 9.")
 
 
 def test_invalid_labels_are_named_by_row_without_unique_lines():
     examples = [Example("a", label="a", line=1, row=1)]
     examples += [Example("a", label=label, row=row) for row, label in ((5, "x"), (9, "a"), (30, "y"))]
-    with raises_code("unknown-label", InputError) as caught:
+    with raises_code("unknown-label", InputError) as excinfo:
         class_targets(examples, ["a", "b"], "d.json")
-    assert all(part in str(caught.value) for part in ("d.json: row 5:", "'x'"))
-    assert str(caught.value).endswith(" 30.")
+    assert all(part in str(excinfo.value) for part in ("d.json: row 5:", "'x'"))
+    assert str(excinfo.value).endswith(" 30.")

@@ -21,18 +21,20 @@ def write(path: Path, **values: Any) -> Path:
 
 
 def test_npz_rows_are_axis_0(tmp_path: Path) -> None:
-    found = read_npz(write(tmp_path / "a.npz", x=np.ones((3, 2)), t=np.array(["a", "b", "c"]), k=np.array(1)))
-    assert found.num_samples == 3
-    assert {name: v.shape for name, v in found.values.items()} == {"x": (3, 2), "t": (3,), "k": ()}
+    arrays = read_npz(
+        write(tmp_path / "a.npz", x=np.ones((3, 2)), t=np.array(["a", "b", "c"]), k=np.array(1))
+    )
+    assert arrays.num_samples == 3
+    assert {name: v.shape for name, v in arrays.values.items()} == {"x": (3, 2), "t": (3,), "k": ()}
     assert read_npz_headers(tmp_path / "a.npz")["t"].dtype == "str"
-    assert found.select([2, 0]).values["t"].tolist() == ["c", "a"]
+    assert arrays.select([2, 0]).values["t"].tolist() == ["c", "a"]
 
 
 def test_equal_arrays_have_equal_fingerprints_in_any_file(tmp_path: Path) -> None:
-    one, other = (read_npz(write(tmp_path / n, x=np.ones((3, 2)))) for n in ("a.npz", "b.npz"))
-    assert one.fingerprint == other.fingerprint
-    assert one.select([0, 1]).fingerprint != one.fingerprint
-    assert read_npz(write(tmp_path / "c.npz", x=np.ones((2, 3)))).fingerprint != one.fingerprint
+    first, other = (read_npz(write(tmp_path / n, x=np.ones((3, 2)))) for n in ("a.npz", "b.npz"))
+    assert first.fingerprint == other.fingerprint
+    assert first.select([0, 1]).fingerprint != first.fingerprint
+    assert read_npz(write(tmp_path / "c.npz", x=np.ones((2, 3)))).fingerprint != first.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -48,24 +50,24 @@ def test_files_without_rows_are_rejected(
     tmp_path: Path, values: dict[str, Any], code: str, names: str
 ) -> None:
     path = write(tmp_path / "a.npz", **values)
-    with raises_code(code, InputError) as caught:
+    with raises_code(code, InputError) as excinfo:
         read_npz(path)
-    assert caught.value.file == str(path)
-    assert all(name in str(caught.value) for name in names.split())
+    assert excinfo.value.file == str(path)
+    assert all(name in str(excinfo.value) for name in names.split())
 
 
 def test_invalid_npz_files_are_explained(tmp_path: Path) -> None:
-    whole = write(tmp_path / "a.npz", x=np.ones((30, 20))).read_bytes()
-    (tmp_path / "cut.npz").write_bytes(whole[:500])
+    content = write(tmp_path / "a.npz", x=np.ones((30, 20))).read_bytes()
+    (tmp_path / "cut.npz").write_bytes(content[:500])
     for name, code, nearest in (
         ("cut.npz", "damaged-file", ""),
         ("b.npz", "missing-file", "'a.npz'"),
         ("a.csv", "missing-file", ""),
     ):
-        with raises_code(code, InputError) as caught:
+        with raises_code(code, InputError) as excinfo:
             read_npz(tmp_path / name)
-        assert caught.value.file == str(tmp_path / name)
-        assert nearest in str(caught.value)
+        assert excinfo.value.file == str(tmp_path / name)
+        assert nearest in str(excinfo.value)
     (tmp_path / "rows.csv").write_text("x\n1\n")
     with raises_code("wrong-format", InputError):
         read_npz(tmp_path / "rows.csv")
@@ -118,18 +120,18 @@ def test_damaged_compressed_data_is_damaged_file(tmp_path: Path, packed: int) ->
 def test_huge_npy_header_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with zipfile.ZipFile(tmp_path / "a.npz", "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("x.npy", header(" " * (1 << 20), 3_000_000_000))
-    read: list[int] = []
-    whole = zipfile.ZipExtFile.read
+    sizes: list[int] = []
+    original = zipfile.ZipExtFile.read
 
     def counted(stream: Any, n: int | None = -1) -> bytes:
-        found = whole(stream, n)
-        read.append(len(found))
-        return found
+        content = original(stream, n)
+        sizes.append(len(content))
+        return content
 
     monkeypatch.setattr(zipfile.ZipExtFile, "read", counted)
     with raises_code("damaged-file", InputError):
         read_npz_headers(tmp_path / "a.npz")
-    assert sum(read) <= 1 << 16
+    assert sum(sizes) <= 1 << 16
 
 
 def test_member_without_npy_suffix_is_ignored(tmp_path: Path) -> None:
@@ -147,14 +149,18 @@ def test_sample_axis_is_moved_to_front(tmp_path: Path) -> None:
         "label": np.ones(7),
     }
     axes = {"x": 0, "state": 1, "same": None}
-    found = read_npz(write(tmp_path / "a.npz", **values), axes=axes)
-    assert found.num_samples == 3
-    assert {name: v.shape for name, v in found.values.items()} == {"x": (3, 2), "state": (3, 2), "same": (5,)}
-    some = found.select([2])
+    arrays = read_npz(write(tmp_path / "a.npz", **values), axes=axes)
+    assert arrays.num_samples == 3
+    assert {name: v.shape for name, v in arrays.values.items()} == {
+        "x": (3, 2),
+        "state": (3, 2),
+        "same": (5,),
+    }
+    some = arrays.select([2])
     np.testing.assert_array_equal(some.values["state"], [[2, 5]])
     assert some.values["same"].shape == (5,)
     assert set(some.per_sample) == {"x", "state"}
-    assert found.padded_to(5).values["state"][3:].tolist() == [[2, 5], [2, 5]]
+    assert arrays.padded_to(5).values["state"][3:].tolist() == [[2, 5], [2, 5]]
 
 
 def test_unequal_row_counts_suggest_axes(tmp_path: Path) -> None:
@@ -172,12 +178,12 @@ def test_unequal_row_counts_suggest_axes(tmp_path: Path) -> None:
 def test_arrays_are_written_with_any_name(tmp_path: Path) -> None:
     values = {"file": np.ones((2, 2)), "ein/gabe:0": np.array(["a", "bc"], dtype=object)}
     write_npz(tmp_path / "a.npz", values)
-    found = read_npz(tmp_path / "a.npz").values
-    assert found["file"].tolist() == [[1, 1], [1, 1]]
-    assert found["ein/gabe:0"].tolist() == ["a", "bc"]
+    arrays = read_npz(tmp_path / "a.npz").values
+    assert arrays["file"].tolist() == [[1, 1], [1, 1]]
+    assert arrays["ein/gabe:0"].tolist() == ["a", "bc"]
 
 
 def test_equal_rows_have_equal_hashes(tmp_path: Path) -> None:
-    found = read_npz(write(tmp_path / "a.npz", x=np.array([[1, 2], [3, 4], [1, 2]]), k=np.array(1)))
-    one, other, again = found.sample_hashes
-    assert one == again != other
+    arrays = read_npz(write(tmp_path / "a.npz", x=np.array([[1, 2], [3, 4], [1, 2]]), k=np.array(1)))
+    first, other, third = arrays.sample_hashes
+    assert first == third != other

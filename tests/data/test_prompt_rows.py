@@ -29,8 +29,8 @@ def test_three_layouts_give_prompt_and_references(tmp_path):
         {"instruction": "do", "input": "this", "output": "done"},
         {"messages": [USER, ASSISTANT]},
     ]
-    found = _read(tmp_path, *rows)
-    assert [(e.text, e.references, e.layout, e.line) for e in found] == [
+    examples = _read(tmp_path, *rows)
+    assert [(e.text, e.references, e.layout, e.line) for e in examples] == [
         ("p", ("r",), "prompt", 1),
         ("p", ("r", "s"), "prompt", 2),
         ("do", ("done",), "instruction", 3),
@@ -41,25 +41,25 @@ def test_three_layouts_give_prompt_and_references(tmp_path):
 
 def test_several_turns_or_system_message_form_conversation(tmp_path):
     turns = [SYSTEM, USER, ASSISTANT, USER]
-    [found] = _read(tmp_path, {"messages": [*turns, {**ASSISTANT, "content": "last"}], "prompt": "unread"})
-    assert (json.loads(found.text), found.references) == (turns, ("last",))
-    assert parse_conversation(found.text) == turns
-    ends = [[m["content"] for m in turn] for turn in assistant_turns(found.text, "last")]
-    assert ends == [["s", "u", "a"], ["s", "u", "a", "u", "last"]]
+    [example] = _read(tmp_path, {"messages": [*turns, {**ASSISTANT, "content": "last"}], "prompt": "unread"})
+    assert (json.loads(example.text), example.references) == (turns, ("last",))
+    assert parse_conversation(example.text) == turns
+    contents = [[m["content"] for m in turn] for turn in assistant_turns(example.text, "last")]
+    assert contents == [["s", "u", "a"], ["s", "u", "a", "u", "last"]]
 
 
 def test_named_columns_determine_layout(tmp_path):
     row = {"messages": [USER, ASSISTANT], "question": "q", "answers": ["1", "2"]}
-    [found] = _read(tmp_path, row, prompt="question", responses="answers")
-    assert (found.text, found.references, found.layout) == ("q", ("1", "2"), "prompt")
+    [example] = _read(tmp_path, row, prompt="question", responses="answers")
+    assert (example.text, example.references, example.layout) == ("q", ("1", "2"), "prompt")
 
 
 def test_messages_in_csv_may_be_json(tmp_path):
     path = tmp_path / "rows.csv"
     cell = json.dumps([USER, ASSISTANT]).replace('"', '""')
     path.write_text(f'messages\n"{cell}"\n')
-    [found] = read_split(str(path), "text-generation", Columns(), tmp_path).examples
-    assert (found.text, found.references) == ("u", ("a",))
+    [example] = read_split(str(path), "text-generation", Columns(), tmp_path).examples
+    assert (example.text, example.references) == ("u", ("a",))
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,9 @@ def test_messages_in_csv_may_be_json(tmp_path):
     ],
 )
 def test_invalid_rows_are_rejected_with_line(tmp_path, row, code):
-    with raises_code(code, InputError) as caught:
+    with raises_code(code, InputError) as excinfo:
         _read(tmp_path, {"prompt": "p", "response": "r"}, row)
-    assert caught.value.line == 2
+    assert excinfo.value.line == 2
 
 
 def test_prompt_does_not_require_response():
@@ -139,15 +139,15 @@ def test_correct_choice_is_reference(tmp_path):
         {"messages": [USER, ASSISTANT], "choices": '["0", "2"]', "answer": "0"},  # the text comes first
         {"instruction": "i", "input": "", "choices": [" a", " b"], "answer": 1.0},
     ]
-    found = _read(tmp_path, *rows)
-    assert [(e.choices, e.answer, e.references) for e in found] == [
+    examples = _read(tmp_path, *rows)
+    assert [(e.choices, e.answer, e.references) for e in examples] == [
         ((" a", " b"), 1, (" b",)), ((" a", " b"), 0, ("r",)), (("0", "2"), 0, ("a",)),
         ((" a", " b"), 1, (" b",)),
     ]  # fmt: skip
-    [named] = _read(
+    [example] = _read(
         tmp_path, {"prompt": "p", "options": ["a", "b"], "key": 0}, choices="options", answer="key"
     )
-    assert named.references == ("a",)
+    assert example.references == ("a",)
     [other] = _read(tmp_path, {"prompt": "p", "response": "r", "choices": {"text": ["unread"]}})
     assert other.choices == ()
 
@@ -167,6 +167,6 @@ def test_correct_choice_is_reference(tmp_path):
     ],
 )
 def test_invalid_choice_is_reported_with_line(tmp_path, row, code):
-    with raises_code(code, InputError) as caught:
+    with raises_code(code, InputError) as excinfo:
         _read(tmp_path, CHOICES | {"answer": 0}, {"prompt": "p"} | row)
-    assert code == "partly-missing-column" or ":2:" in str(caught.value)
+    assert code == "partly-missing-column" or ":2:" in str(excinfo.value)

@@ -55,40 +55,40 @@ def test_splits_are_disjoint_complete_and_share_no_text(rows, seed, shares):
 
 
 def test_split_is_stratified_by_class():
-    parts = divide_split(_labeled(a=500, b=300, c=200), SHARES, 0)
-    assert Counter(e.label for e in parts["test"].examples) == {"a": 50, "b": 30, "c": 20}
-    assert Counter(e.label for e in parts["validation"].examples) == {"a": 100, "b": 60, "c": 40}
+    splits = divide_split(_labeled(a=500, b=300, c=200), SHARES, 0)
+    assert Counter(e.label for e in splits["test"].examples) == {"a": 50, "b": 30, "c": 20}
+    assert Counter(e.label for e in splits["validation"].examples) == {"a": 100, "b": 60, "c": 40}
 
 
 def test_rounding_remainders_are_distributed_by_size():
-    parts = divide_split(_labeled(a=46, b=27, c=27), {"test": 0.1}, 0)  # 4.6, 2.7, 2.7
-    assert Counter(e.label for e in parts["test"].examples) == {"a": 4, "b": 3, "c": 3}
+    splits = divide_split(_labeled(a=46, b=27, c=27), {"test": 0.1}, 0)  # 4.6, 2.7, 2.7
+    assert Counter(e.label for e in splits["test"].examples) == {"a": 4, "b": 3, "c": 3}
 
 
 def test_class_with_one_text_is_kept_in_train():
-    parts = divide_split(_labeled(a=60, b=39, rare=1), {"test": 0.5, "validation": 0.4}, 0)
-    assert "rare" in {e.label for e in parts["train"].examples}
-    assert {e.label for e in parts["train"].examples} == {"a", "b", "rare"}
+    splits = divide_split(_labeled(a=60, b=39, rare=1), {"test": 0.5, "validation": 0.4}, 0)
+    assert "rare" in {e.label for e in splits["train"].examples}
+    assert {e.label for e in splits["train"].examples} == {"a", "b", "rare"}
 
 
 def test_no_class_is_drawn_completely():
-    parts = divide_split(_labeled(a=2, b=2), {"test": 0.9}, 0)
-    assert {e.label for e in parts["train"].examples} == {"a", "b"}
+    splits = divide_split(_labeled(a=2, b=2), {"test": 0.9}, 0)
+    assert {e.label for e in splits["train"].examples} == {"a", "b"}
 
 
 def test_equal_numbers_are_one_class_in_any_notation():
     rows = [Example(f"{i}", label=f"1.{'0' * i}") for i in range(40)]
     rows += [Example(f"z{i}", label=0) for i in range(60)]
-    drawn = divide_split(_split(rows), {"test": 0.1}, 0)["test"].examples
-    assert sum(float(e.label) for e in drawn) == 4
+    test_examples = divide_split(_split(rows), {"test": 0.1}, 0)["test"].examples
+    assert sum(float(e.label) for e in test_examples) == 4
 
 
 def test_label_sets_are_classes_and_rare_ones_are_merged():
     rows = [Example(f"{i}", label=("a", "b") if i % 2 else ("b", "a")) for i in range(100)]
     rows += [Example(f"r{i}", label=(f"x{i}",)) for i in range(100)]
-    drawn = divide_split(_split(rows), {"test": 0.1}, 0)["test"].examples
-    assert len(drawn) == 20
-    assert sum(e.label in (("a", "b"), ("b", "a")) for e in drawn) == 10
+    test_examples = divide_split(_split(rows), {"test": 0.1}, 0)["test"].examples
+    assert len(test_examples) == 20
+    assert sum(e.label in (("a", "b"), ("b", "a")) for e in test_examples) == 10
 
 
 def test_regression_labels_are_not_stratified():
@@ -100,51 +100,52 @@ def test_regression_labels_are_not_stratified():
 def test_split_depends_only_on_seed_and_texts():
     """The digest was recorded: other versions and machines must draw the same rows."""
     rows = [Example(f"text {i}", (f"t{i}",)) for i in range(1000)]
-    drawn = [e.text for e in divide_split(_split(rows), SHARES, 7)["test"].examples]
-    assert len(drawn) == 100
-    assert hashlib.sha256("\n".join(drawn).encode()).hexdigest()[:16] == "c470d9cc7584d251"
+    test_texts = [e.text for e in divide_split(_split(rows), SHARES, 7)["test"].examples]
+    assert len(test_texts) == 100
+    assert hashlib.sha256("\n".join(test_texts).encode()).hexdigest()[:16] == "c470d9cc7584d251"
     backwards = divide_split(_split(rows[::-1]), SHARES, 7)["test"]
-    assert sorted(e.text for e in backwards.examples) == sorted(drawn)
+    assert sorted(e.text for e in backwards.examples) == sorted(test_texts)
     other = {e.text for e in divide_split(_split(rows), SHARES, 8)["test"].examples}
-    assert 0 < len(other & set(drawn)) < 30  # 10 by chance
+    assert 0 < len(other & set(test_texts)) < 30  # 10 by chance
 
 
 def test_running_text_is_split_in_contiguous_blocks():
     lines = _split((Example(f"line {i}", line=i) for i in range(5000)), Windows(separator="\n"))
-    parts = divide_split(lines, SHARES, 0)
-    assert {name: len(part) for name, part in parts.items()} == {
+    splits = divide_split(lines, SHARES, 0)
+    assert {name: len(split) for name, split in splits.items()} == {
         "train": 3500,
         "test": 500,
         "validation": 1000,
     }
-    numbers = [e.line for e in parts["test"].examples]
+    numbers = [e.line for e in splits["test"].examples]
     assert all(
-        numbers[at : at + 50] == list(range(numbers[at], numbers[at] + 50)) for at in range(0, 500, 50)
+        numbers[start : start + 50] == list(range(numbers[start], numbers[start] + 50))
+        for start in range(0, 500, 50)
     )
-    assert parts["test"].windows == lines.windows
-    few = _split((Example(f"{i}") for i in range(10)), Windows(separator="\n"))
-    assert len(divide_split(few, {"test": 0.1}, 0)["test"]) == 1
+    assert splits["test"].windows == lines.windows
+    small_split = _split((Example(f"{i}") for i in range(10)), Windows(separator="\n"))
+    assert len(divide_split(small_split, {"test": 0.1}, 0)["test"]) == 1
 
 
 def test_copies_of_document_are_in_one_split():
     rows = [Example(f"{i // 4}") for i in range(400)]
-    parts = divide_split(_split(rows, Windows(separator="\n\n")), {"test": 0.1}, 0)
-    assert len(parts["test"]) == 40
-    assert not {e.text for e in parts["test"].examples} & {e.text for e in parts["train"].examples}
+    splits = divide_split(_split(rows, Windows(separator="\n\n")), {"test": 0.1}, 0)
+    assert len(splits["test"]) == 40
+    assert not {e.text for e in splits["test"].examples} & {e.text for e in splits["train"].examples}
 
 
 def test_array_rows_are_not_called_texts():
     rows = split_from_arrays("a.npz", SampleArrays({"x": np.full((9, 2), np.nan)}, 9))
-    with raises_code("too-few-texts", InputError) as caught:
+    with raises_code("too-few-texts", InputError) as excinfo:
         divide_split(rows, SHARES, 0)
-    assert "text" not in str(caught.value)
+    assert "text" not in str(excinfo.value)
 
 
 def test_too_few_texts_are_rejected():
-    with raises_code("too-few-texts", InputError) as caught:
+    with raises_code("too-few-texts", InputError) as excinfo:
         divide_split(_split([Example("a"), Example("b"), Example("a")]), SHARES, 0)
-    assert "a.csv" in str(caught.value)
-    assert re.findall(r"\d+", str(caught.value)) == ["2", "3"]
+    assert "a.csv" in str(excinfo.value)
+    assert re.findall(r"\d+", str(excinfo.value)) == ["2", "3"]
     assert {n: len(p) for n, p in divide_split(_split([Example(c) for c in "abc"]), SHARES, 0).items()} == {
         "test": 1,
         "validation": 1,
@@ -154,10 +155,10 @@ def test_too_few_texts_are_rejected():
 
 def test_limit_is_spread_over_classes_and_file():
     rows = [Example(f"{label} {i}", label=label) for label in "abcd" for i in range(100)]  # sorted by class
-    few = limit_split(_split(rows), 16)
-    assert Counter(e.label for e in few.examples) == dict.fromkeys("abcd", 4)
-    assert [e.text for e in few.examples[:4]] == ["a 0", "a 25", "a 50", "a 75"]
-    assert limit_split(_split(rows), 16).fingerprint == few.fingerprint
+    limited = limit_split(_split(rows), 16)
+    assert Counter(e.label for e in limited.examples) == dict.fromkeys("abcd", 4)
+    assert [e.text for e in limited.examples[:4]] == ["a 0", "a 25", "a 50", "a 75"]
+    assert limit_split(_split(rows), 16).fingerprint == limited.fingerprint
 
 
 def test_limit_keeps_class_proportions_and_rare_classes():
@@ -176,8 +177,8 @@ def test_limit_without_classes_has_requested_number_of_rows(rows):
     assert len(limit_split(_split(amounts), rows)) == rows
     lines = [Example(f"row {i}") for i in range(1000)]
     chosen = limit_split(_split(lines, Windows(separator="\n")), rows).examples
-    places = [int(e.text.split()[1]) for e in chosen]
-    assert len(set(places)) == rows
-    assert sum(b != a + 1 for a, b in itertools.pairwise(places)) <= 7  # 8 stretches
+    indices = [int(e.text.split()[1]) for e in chosen]
+    assert len(set(indices)) == rows
+    assert sum(b != a + 1 for a, b in itertools.pairwise(indices)) <= 7  # 8 stretches
     if rows == 300:
-        assert places[-1] == 999
+        assert indices[-1] == 999

@@ -138,7 +138,7 @@ def test_unimportable_metric_is_rejected(folder, name, code):
         load_custom_metric(name, folder)
 
 
-def test_module_of_another_folder_with_the_same_name_is_imported(tmp_path):
+def test_module_with_the_same_name_in_another_folder_is_imported(tmp_path):
     """One process may run two recipes, each with its custom metrics."""
     for value in (1, 2):
         (tmp_path / str(value)).mkdir()

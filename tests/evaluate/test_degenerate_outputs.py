@@ -50,10 +50,10 @@ def test_quarter_of_degenerate_outputs_is_flagged():
     assert (constant_counts.same, constant_counts.is_degenerate) == (7, True)
 
 
-def test_outputs_that_equal_their_references_are_not_degenerate():
+def test_outputs_equal_to_references_are_not_degenerate():
     counts = count_degenerate(["positive"] * 8 + ["ha ha ha"], [["positive"]] * 8 + [["ha ha ha"]], 0)
     assert (counts.same, counts.repetitive, counts.is_degenerate) == (0, 0, False)
 
 
-def test_four_outputs_are_too_few_to_call_degenerate():
+def test_four_outputs_are_too_few_to_be_degenerate():
     assert not count_degenerate(["x"] * 4, [["y"]] * 4, 4).is_degenerate

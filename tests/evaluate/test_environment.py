@@ -23,7 +23,7 @@ def test_environment_lists_versions_and_is_serializable() -> None:
     assert json.loads(json.dumps(environment)) == environment
 
 
-def test_machine_id_is_stable_and_names_cpu_and_cores() -> None:
+def test_machine_id_is_stable_and_depends_on_cpu_and_cores() -> None:
     first = machine_id()
     module.cpu_model.cache_clear()
     assert machine_id() == first
@@ -50,7 +50,7 @@ def test_gpus_are_read_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.Monke
         module._gpu_lines.cache_clear()
 
 
-def test_environment_imports_nothing_heavy() -> None:
+def test_environment_imports_no_heavy_packages() -> None:
     code = (
         "import sys; from smelt.evaluate.environment import describe_environment; describe_environment();"
         "print([m for m in ('torch', 'transformers', 'onnx', 'onnxruntime') if m in sys.modules])"

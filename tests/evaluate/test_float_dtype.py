@@ -16,8 +16,8 @@ pytestmark = pytest.mark.quick
 def _artifact(folder, tensors=None, **changes):
     artifact = tiny.as_artifact(folder, **changes.pop("details", {}))
     files = {}
-    for file_index, part in enumerate(tensors or []):
-        save_file(part, folder / f"{file_index}.safetensors")
+    for file_index, arrays in enumerate(tensors or []):
+        save_file(arrays, folder / f"{file_index}.safetensors")
         files[f"{file_index}.safetensors"] = FileRecord(sha256="0" * 64, size_bytes=1)
     return dataclasses.replace(
         artifact, manifest=artifact.manifest.model_copy(update={"files": files, **changes})

@@ -77,7 +77,7 @@ def reference_number(metric, gold, guess):
 
 
 @pytest.mark.parametrize("metric", SKLEARN_SET_METRICS)
-def test_sets_equal_sklearn_on_all_rows_and_on_resamples(metric):
+def test_set_metrics_equal_sklearn_on_all_rows_and_on_resamples(metric):
     score = score_label_sets([metric], sets(GUESS), sets(GOLD), 5)[metric]
     assert score.value == pytest.approx(sklearn_sets(metric, GOLD, GUESS))
     assert (score.n, score.higher_is_better) == (60, True)
@@ -92,7 +92,7 @@ def test_sets_equal_sklearn_on_all_rows_and_on_resamples(metric):
 
 
 @pytest.mark.parametrize("metric", REGRESSION_METRICS)
-def test_numbers_equal_scipy_and_sklearn_on_all_rows_and_on_resamples(metric):
+def test_number_metrics_equal_scipy_and_sklearn_on_all_rows_and_on_resamples(metric):
     score = score_regression([metric], NEAR.tolist(), NUMBERS.tolist())[metric]
     assert score.value == pytest.approx(reference_number(metric, NUMBERS, NEAR))
     assert score.higher_is_better == (metric != "mse")

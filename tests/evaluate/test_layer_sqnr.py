@@ -39,8 +39,8 @@ BATCHES = [
 
 def batches_of(model):
     """The source is also the target, where there is one."""
-    more = ["decoder_input_ids"] if model.config.is_encoder_decoder else []
-    return [(batch, batch) for batch in [b | dict.fromkeys(more, b["input_ids"]) for b in BATCHES]]
+    extra_inputs = ["decoder_input_ids"] if model.config.is_encoder_decoder else []
+    return [(batch, batch) for batch in [b | dict.fromkeys(extra_inputs, b["input_ids"]) for b in BATCHES]]
 
 
 def loaded(family, layers=3):
@@ -54,28 +54,32 @@ def ruin(layer, scale=1.0):
     layer.weight += scale * layer.weight.std() * noise
 
 
-def changed(found):
+def changed(entries):
     """The ratios by layer, without those of rounding errors."""
-    known = [one for one in found if one["sqnr_db"] is not None and one["sqnr_db"] < 100]
-    return {(one["name"], one["part"]): one["sqnr_db"] for one in known}
+    changed_entries = [entry for entry in entries if entry["sqnr_db"] is not None and entry["sqnr_db"] < 100]
+    return {(entry["name"], entry["part"]): entry["sqnr_db"] for entry in changed_entries}
 
 
 @torch.no_grad()
-def test_ratios_are_pytorchs_on_the_hidden_states_of_the_baseline():
+def test_ratios_equal_pytorch_on_hidden_states_of_the_baseline():
     model, step = loaded("bert")
     first, last = step.bert.encoder.layer[0], step.bert.encoder.layer[2]
     ruin(first.intermediate.dense, 0.3)
     ruin(last.attention.output.dense, 0.1)
     ruin(step.classifier, 0.2)
-    found = changed(block_sqnr(model, step, batches_of(model), {}))
+    sqnr_by_block = changed(block_sqnr(model, step, batches_of(model), {}))
     pairs, parts, outputs, heads = {0: [], 2: []}, [], [], []
     for batch in BATCHES:
         base = model(**batch, output_hidden_states=True)
-        for at, layer in ((0, first), (2, last)):
-            pairs[at].append((base.hidden_states[at + 1], layer(base.hidden_states[at])))
-        dense = [each.bert.encoder.layer[2].attention for each in (model, step)]
-        inside = [each.self(base.hidden_states[2])[0] for each in dense]
-        parts.append([each.output.dense(x) for each, x in zip(dense, inside, strict=True)])
+        for block_index, layer in ((0, first), (2, last)):
+            pairs[block_index].append(
+                (base.hidden_states[block_index + 1], layer(base.hidden_states[block_index]))
+            )
+        dense = [bert_model.bert.encoder.layer[2].attention for bert_model in (model, step)]
+        attention_outputs = [bert_model.self(base.hidden_states[2])[0] for bert_model in dense]
+        parts.append(
+            [bert_model.output.dense(x) for bert_model, x in zip(dense, attention_outputs, strict=True)]
+        )
         outputs.append((base.logits, step(**batch).logits))
         pooled = model.bert.pooler(base.hidden_states[-1])
         heads.append((base.logits, step.classifier(pooled)))
@@ -86,56 +90,60 @@ def test_ratios_are_pytorchs_on_the_hidden_states_of_the_baseline():
         )
 
     name = "bert.encoder.layer"
-    assert found[f"{name}.0", "block"] == pytest.approx(ratio(pairs[0]), abs=0.01)
-    assert found[f"{name}.2", "block"] == pytest.approx(ratio(pairs[2]), abs=0.01)
-    assert found[f"{name}.2", "self-attention"] == pytest.approx(ratio(parts), abs=0.01)
-    assert found["classifier", "output"] == pytest.approx(ratio(heads), abs=0.01)
-    assert (f"{name}.1", "block") not in found  # its inputs are the baseline's
+    assert sqnr_by_block[f"{name}.0", "block"] == pytest.approx(ratio(pairs[0]), abs=0.01)
+    assert sqnr_by_block[f"{name}.2", "block"] == pytest.approx(ratio(pairs[2]), abs=0.01)
+    assert sqnr_by_block[f"{name}.2", "self-attention"] == pytest.approx(ratio(parts), abs=0.01)
+    assert sqnr_by_block["classifier", "output"] == pytest.approx(ratio(heads), abs=0.01)
+    assert (f"{name}.1", "block") not in sqnr_by_block  # its inputs are the baseline's
     assert output_sqnr(model, step, batches_of(model)) == pytest.approx(ratio(outputs), abs=0.01)
     assert output_sqnr(model, model, batches_of(model)) is None
 
 
 @pytest.mark.parametrize("family", ["marian", "t5", "opt", "gemma"])
-def test_the_ruined_layer_is_named(family):
+def test_corrupted_layer_is_named(family):
     """In the first block, so that an error that reached the next ones would show there."""
     model, step = loaded(family)
     last = blocks_of(step)[-1]
     block = blocks_of(step)[last.index and -1 - last.index]  # the first one of the last stack
     ruin(step.get_submodule(block.feed_forward.down))
-    found = changed(block_sqnr(model, step, batches_of(model), {}))
-    assert set(found) == {(block.module_path, "block"), (block.module_path, "feed-forward")}
+    sqnr_by_block = changed(block_sqnr(model, step, batches_of(model), {}))
+    assert set(sqnr_by_block) == {(block.module_path, "block"), (block.module_path, "feed-forward")}
     ruin(step.get_submodule(block.feed_forward.down), float("nan"))
     assert changed(block_sqnr(model, step, batches_of(model), {}))[block.module_path, "block"] == LOWEST_DB
 
 
 @torch.no_grad()
-def test_a_removed_block_is_compared_with_its_input():
+def test_removed_block_is_compared_with_its_input():
     model, step = loaded("gpt2")
     del step.transformer.h[1]
     pairs = batches_of(model)
-    found = block_sqnr(model, step, pairs, {"layers": [0, 2]})
-    assert [one["name"] for one in found if one["removed"]] == ["transformer.h.1"]
+    entries = block_sqnr(model, step, pairs, {"layers": [0, 2]})
+    assert [entry["name"] for entry in entries if entry["removed"]] == ["transformer.h.1"]
     states = [model(**batch, output_hidden_states=True).hidden_states[1:3] for batch in BATCHES]
-    before, after = (torch.cat([s.flatten() for s in side]) for side in zip(*states, strict=True))
-    assert changed(found) == {
-        ("transformer.h.1", "block"): pytest.approx(float(compute_sqnr(after, before)), abs=0.01)
+    states_before, states_after = (
+        torch.cat([s.flatten() for s in side]) for side in zip(*states, strict=True)
+    )
+    assert changed(entries) == {
+        ("transformer.h.1", "block"): pytest.approx(
+            float(compute_sqnr(states_after, states_before)), abs=0.01
+        )
     }
-    for kept in ({}, {"layers": [0, 3]}):
+    for kept_indices in ({}, {"layers": [0, 3]}):
         with pytest.raises(NotComparableError):
-            block_sqnr(model, step, pairs, kept)
+            block_sqnr(model, step, pairs, kept_indices)
 
 
-def test_blocks_kept_by_several_steps_are_those_of_the_baseline(tmp_path):
-    made = {
+def test_blocks_kept_by_several_steps_refer_to_the_baseline(tmp_path):
+    details_by_step = {
         "drop": tiny.as_artifact(tmp_path, kept_layers={"encoder_layers": [0, 2, 3], "decoder_layers": [1]}),
         "tune": tiny.as_artifact(tmp_path),
         "student": tiny.as_artifact(tmp_path, kept_encoder_layers=[0, 2]),
     }
     parents = {"model": None, "drop": "model", "tune": "drop", "student": "tune", "other": "model"}
-    kept = kept_blocks("student", "model", parents, made)
-    assert kept == {"encoder_layers": [0, 3], "decoder_layers": [1]}
-    assert kept_blocks("student", "drop", parents, made) == {"encoder_layers": [0, 2]}
-    assert kept_blocks("student", "other", parents, made) == {}
+    kept_positions = kept_blocks("student", "model", parents, details_by_step)
+    assert kept_positions == {"encoder_layers": [0, 3], "decoder_layers": [1]}
+    assert kept_blocks("student", "drop", parents, details_by_step) == {"encoder_layers": [0, 2]}
+    assert kept_blocks("student", "other", parents, details_by_step) == {}
 
 
 @pytest.fixture(scope="module")
@@ -145,39 +153,47 @@ def home(tmp_path_factory):
     return folder
 
 
-def compared(home, out, stage, settings, kept=None):
-    rows = tiny.read_pairs(home)
-    ctx = harness.run_stage(stage, settings, home / "m", out, data=rows)
+def compared(home, out, stage, settings, kept_blocks_of=None):
+    split = tiny.read_pairs(home)
+    ctx = harness.run_stage(stage, settings, home / "m", out, data=split)
     baseline = tiny.as_artifact(home / "m")
-    comparison = LayerComparison(baseline, SampleSource(rows, "translation", 4, 0), "cpu")
+    comparison = LayerComparison(baseline, SampleSource(split, "translation", 4, 0), "cpu")
     step = Artifact(ctx.out, baseline.manifest)
-    return comparison.compare(step, kept(ctx) if kept else {})
+    return comparison.compare(step, kept_blocks_of(ctx) if kept_blocks_of else {})
 
 
 def unlabeled():
     return Split("rows", (Example("a man walks"), Example("two dogs")))
 
 
-def test_samples_of_classifiers_need_no_labels(tmp_path):
+def test_classifier_samples_need_no_labels(tmp_path):
     folder = tiny.write_bert(tmp_path / "m")
     baseline = tiny.as_artifact(folder, "text-classification")
     comparison = LayerComparison(baseline, SampleSource(unlabeled(), "text-classification", 4, 0), "cpu")
-    found = comparison.compare(baseline, {})
-    assert (found["samples"], found["output_sqnr_db"], changed(found["layers"])) == (2, None, {})
-    assert found["layers"]
+    comparison_report = comparison.compare(baseline, {})
+    assert (
+        comparison_report["samples"],
+        comparison_report["output_sqnr_db"],
+        changed(comparison_report["layers"]),
+    ) == (2, None, {})
+    assert comparison_report["layers"]
 
 
 def test_artifacts_of_stages_are_compared_on_samples(home, tmp_path, monkeypatch):
-    found = compared(home, tmp_path / "p", Prune(), PruneSettings(targets=["heads", "ffn"], keep_ratio=0.5))
-    assert (found["samples"], found["reason"]) == (4, None)
-    blocks = {name for name, part in changed(found["layers"]) if part == "block"}
+    comparison_report = compared(
+        home, tmp_path / "p", Prune(), PruneSettings(targets=["heads", "ffn"], keep_ratio=0.5)
+    )
+    assert (comparison_report["samples"], comparison_report["reason"]) == (4, None)
+    blocks = {name for name, kind in changed(comparison_report["layers"]) if kind == "block"}
     assert len(blocks) == 5  # narrower parts have outputs of the same width
-    pruned = found["output_sqnr_db"]
-    found = compared(home, tmp_path / "q", Quantize(), QuantizeSettings(scheme="int8-dynamic"))
-    assert pruned < 10 < 15 < found["output_sqnr_db"] < 60
+    pruned = comparison_report["output_sqnr_db"]
+    comparison_report = compared(home, tmp_path / "q", Quantize(), QuantizeSettings(scheme="int8-dynamic"))
+    assert pruned < 10 < 15 < comparison_report["output_sqnr_db"] < 60
     settings = DropLayersSettings(encoder_layers=2)
-    found = compared(home, tmp_path / "d", DropLayers(), settings, lambda ctx: ctx.details["kept_layers"])
-    assert [one["part"] for one in found["layers"] if one["removed"]] == ["block"]
+    comparison_report = compared(
+        home, tmp_path / "d", DropLayers(), settings, lambda ctx: ctx.details["kept_layers"]
+    )
+    assert [entry["part"] for entry in comparison_report["layers"] if entry["removed"]] == ["block"]
     with pytest.raises(NotComparableError):
         LayerComparison(tiny.as_artifact(home / "m"), SampleSource(unlabeled(), "translation", 4, 0), "cpu")
     monkeypatch.setattr(layer_sqnr, "_MEMORY_SHARE", -1)

@@ -138,9 +138,9 @@ def test_wrong_umlaut_lowers_rouge():
 
 
 SKLEARN_METRICS = {"f1": f1_score, "precision": precision_score, "recall": recall_score}
-LABELLED = np.random.default_rng(7)
-GOLD = LABELLED.integers(0, 4, 80)
-LOGITS = LABELLED.normal(0, 1, (80, 6)).astype(np.float32)
+LABELED = np.random.default_rng(7)
+GOLD = LABELED.integers(0, 4, 80)
+LOGITS = LABELED.normal(0, 1, (80, 6)).astype(np.float32)
 LOGITS[np.arange(80), GOLD] += 1
 LOGITS[:, 5] = -9  # a class that is neither predicted nor present
 GUESS = LOGITS.argmax(axis=1)

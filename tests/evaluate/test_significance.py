@@ -81,7 +81,7 @@ def test_better_step_has_positive_difference_and_small_p(metric):
     assert reversed_result["ci95"] == pytest.approx([-result["ci95"][1], -result["ci95"][0]])
 
 
-def test_step_against_itself_shows_no_difference():
+def test_step_compared_with_itself_has_no_difference():
     for same_statistics in (
         statistics("bleu", GOOD),
         score_labels(["accuracy"], [1, 0], [1, 1])["accuracy"].statistics,
@@ -276,7 +276,7 @@ def test_interval_of_mean_difference_equals_paired_t_test(n):
     assert interval == pytest.approx((expected.low, expected.high), abs=0.05 * width)
 
 
-def test_interval_of_a_score_is_symmetric_on_a_scale_without_limits():
+def test_interval_of_an_unbounded_score_is_symmetric():
     values = np.random.default_rng(1).beta(8, 1, 30)
     interval = metric_interval(means("rougeL", values))
     draws = np.random.default_rng(12345).integers(0, 30, size=(1000, 30))
@@ -289,7 +289,7 @@ def test_interval_of_a_score_is_symmetric_on_a_scale_without_limits():
 
 
 @pytest.mark.parametrize(("metric", "rarest"), [("f1", 2), ("f1", 5), ("recall", 3), ("f1_macro", 2)])
-def test_interval_without_differing_outputs_is_at_least_one_flip_of_the_rarest_class(metric, rarest):
+def test_interval_without_differing_outputs_covers_one_flip_of_the_rarest_class(metric, rarest):
     """Of 2,000 examples Wilson's upper end is 0.2 %, but one of the rarest class may be 3 points."""
     gold = np.repeat([0, 1, 2], [1200, 800 - rarest, rarest])
     flipped = gold.copy()
@@ -417,7 +417,7 @@ def test_accuracy_interval_inverts_score_test(gained, lost, n):
     low, high = tango_interval(gained, lost, n, 0.9)
     middle, z = (gained - lost) / n, norm.ppf(0.95)
     expected_ends = [
-        100 * brentq(lambda d, at=bound: score_test(gained, lost, n, d) - at, *ends)
+        100 * brentq(lambda d, target=bound: score_test(gained, lost, n, d) - target, *ends)
         for bound, ends in ((z, (-0.9, middle)), (-z, (middle, 0.9)))
     ]
     assert [low, high] == pytest.approx(expected_ends, abs=1e-3)

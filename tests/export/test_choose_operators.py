@@ -115,7 +115,7 @@ def test_parity_reference_uses_chosen_operators(coded, tmp_path, monkeypatch):
     calls = []
     original = check_parity.check_exported_graphs
     monkeypatch.setattr(
-        check_parity, "check_exported_graphs", lambda *found: calls.append(found) or original(*found)
+        check_parity, "check_exported_graphs", lambda *args: calls.append(args) or original(*args)
     )
     untuned = export(coded, tmp_path / "plain")
     tuned = export(coded, tmp_path / "tuned", autotune=True)

@@ -120,18 +120,18 @@ def test_values_of_type_works_without_weights():
 
 @pytest.mark.parametrize("kind", [TensorProto.INT64, TensorProto.BOOL, TensorProto.DOUBLE])
 @pytest.mark.parametrize("value", [4097.0, 1e6, 1e-9])
-@pytest.mark.parametrize("place", ["initializer", "node"])
-def test_constant_cast_to_other_type_keeps_value(kind, value, place):
+@pytest.mark.parametrize("storage", ["initializer", "node"])
+def test_constant_cast_to_other_type_keeps_value(kind, value, storage):
     """float16 rounds 4097 to 4096, has no 1e6, and makes 1e-9 false."""
     constant = numpy_helper.from_array(np.array([value], np.float32), "c")
     nodes = [helper.make_node("Cast", ["c"], ["y"], "cast", to=kind)]
     nodes += [helper.make_node("Mul", ["c", "small"], ["z"], "mul")]
-    if place == "node":
+    if storage == "node":
         nodes.insert(0, helper.make_node("Constant", [], ["c"], "constant", value=constant))
     weights = [numpy_helper.from_array(np.array([1e-4], np.float32), "small")]
     graph = helper.make_graph(
         nodes, "g", [], [helper.make_tensor_value_info("y", kind, [1])],
-        [*weights, constant] if place == "initializer" else weights,
+        [*weights, constant] if storage == "initializer" else weights,
     )  # fmt: skip
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
     convert_to_half(model, "model")

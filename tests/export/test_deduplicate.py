@@ -26,10 +26,10 @@ def graph(second, output="y"):
     return helper.make_model(inner_graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
 
 
-def changed(place):
+def changed(position):
     def change(first):
         other = first.copy()
-        other[place] += 1
+        other[position] += 1
         return other
 
     return change

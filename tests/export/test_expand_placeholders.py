@@ -78,15 +78,15 @@ def test_graph_without_placeholders_is_unchanged(tmp_path):
     assert path.read_bytes() == file_bytes
 
 
-@pytest.mark.parametrize(("word", "axis"), [("DequantizedRows", 0), ("DequantizedColumns", 1)])
-def test_int8_matrix_is_used_for_exact_matmuls(word: str, axis: int) -> None:
+@pytest.mark.parametrize(("op_type", "axis"), [("DequantizedRows", 0), ("DequantizedColumns", 1)])
+def test_int8_matrix_is_used_for_exact_matmuls(op_type: str, axis: int) -> None:
     """As on processors without VNNI; without zero points ONNX Runtime 1.31 refuses a scale for each row."""
     import onnxruntime
 
     codes = np.arange(-6, 6, dtype=np.int8).reshape(4, 3)
     scales = np.array([0.5, 1, 2, 4][: codes.shape[axis]], np.float32)
     nodes = [
-        helper.make_node(word, ["codes", "scales"], ["table"], domain=LOAD_TIME_DOMAIN),
+        helper.make_node(op_type, ["codes", "scales"], ["table"], domain=LOAD_TIME_DOMAIN),
         helper.make_node("Gather", ["table", "ids"], ["out"]),
     ]
     graph = helper.make_graph(

@@ -63,8 +63,8 @@ def torch_with_rounded_caches(folder, graphs):
     scales = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer if t.name.endswith("_scale")}
     torch_model = AutoModelForCausalLM.from_pretrained(folder).eval()
 
-    def rounded(x, layer, word):
-        scale = torch.tensor(scales[f"past_key_values.{layer}.{word}_scale"])
+    def rounded(x, layer, cache_kind):
+        scale = torch.tensor(scales[f"past_key_values.{layer}.{cache_kind}_scale"])
         return torch.clamp(torch.round(x / scale), -128, 127) * scale
 
     def attend(module, query, key, value, mask, **more):

@@ -100,7 +100,7 @@ def test_real_texts_are_tokenized_like_transformers(name, tmp_path):
 
 
 @pytest.fixture
-def found(monkeypatch):
+def differences(monkeypatch):
     """The differences that are found while a tokenizer is exported."""
     differences = []
 
@@ -116,7 +116,7 @@ def found(monkeypatch):
     ("update", "what"),
     [({"truncation_side": "left"}, "ids"), ({"types": False}, "types"), ({"clean_up": True}, "texts")],
 )
-def test_differing_tokenizer_falls_back_to_transformers(tmp_path, monkeypatch, found, update, what):
+def test_differing_tokenizer_falls_back_to_transformers(tmp_path, monkeypatch, differences, update, what):
     src = made(tmp_path / "src", "gpt2" if "clean_up" in update else "bert")
     out = copied(src, tmp_path / "out")
     monkeypatch.setattr(
@@ -124,8 +124,8 @@ def test_differing_tokenizer_falls_back_to_transformers(tmp_path, monkeypatch, f
     )
     details = export_tokenizer(load_tokenizer(src), src, out, rows(TEXTS))
     assert details.reader == "transformers"
-    assert [difference.kind for difference in found] == [what]
-    assert details.reason == found[0].text
+    assert [difference.kind for difference in differences] == [what]
+    assert details.reason == differences[0].text
     assert details.reason.startswith("tokenizers ")  # not what transformers reads from the new files
     assert not (out / "tokenizer.json").exists()  # as there was none before
     assert open_tokenizer(out).reader == "transformers"
@@ -135,7 +135,7 @@ def test_differing_tokenizer_falls_back_to_transformers(tmp_path, monkeypatch, f
     ("spoil", "what"),
     [(lambda rows: rows.ids[3].append(5), "ids"), (lambda rows: rows.types[3].__setitem__(0, 1), "types")],
 )
-def test_single_differing_sample_is_detected(tmp_path, monkeypatch, found, spoil, what):
+def test_single_differing_sample_is_detected(tmp_path, monkeypatch, differences, spoil, what):
     src = made(tmp_path / "src", "bert")
     out = copied(src, tmp_path / "out")
     original = RustTokenizer.encode_batch
@@ -148,10 +148,10 @@ def test_single_differing_sample_is_detected(tmp_path, monkeypatch, found, spoil
 
     monkeypatch.setattr(RustTokenizer, "encode_batch", spoiled)
     assert export_tokenizer(load_tokenizer(src), src, out, rows(TEXTS)).reader == "transformers"
-    assert [difference.kind for difference in found] == [what]
+    assert [difference.kind for difference in differences] == [what]
 
 
-def test_differing_pairs_are_detected(tmp_path, monkeypatch, found):
+def test_differing_pairs_are_detected(tmp_path, monkeypatch, differences):
     src = made(tmp_path / "src", "bert")
     out = copied(src, tmp_path / "out")
     original = RustTokenizer.encode_batch
@@ -161,7 +161,7 @@ def test_differing_pairs_are_detected(tmp_path, monkeypatch, found):
         lambda self, texts, most, pairs=None: original(self, pairs or texts, most, texts if pairs else None),
     )
     assert export_tokenizer(load_tokenizer(src), src, out, rows(TEXTS)).reader == "transformers"
-    assert [difference.kind for difference in found] == ["pairs"]
+    assert [difference.kind for difference in differences] == ["pairs"]
 
 
 @pytest.mark.parametrize(

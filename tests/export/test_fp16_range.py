@@ -115,8 +115,8 @@ def make_model(nodes: list[Any], opset: int = 17) -> Any:
     arrays = {name: np.asarray(value, np.float32) for name, value in CONSTANTS.items()}
     arrays |= {name: np.asarray(value, np.int64) for name, value in INTEGERS.items()}
     weights = [numpy_helper.from_array(value, name) for name, value in arrays.items() if name in used_names]
-    ends = [graphs.value_info("x", ["N", 8])], [graphs.value_info("y", None)]
-    return graphs.make_model(nodes, *ends, weights, opset=opset)
+    signature = [graphs.value_info("x", ["N", 8])], [graphs.value_info("y", None)]
+    return graphs.make_model(nodes, *signature, weights, opset=opset)
 
 
 def samples() -> Any:
@@ -158,7 +158,7 @@ def test_values_outside_float16_are_computed_in_float32(name: str) -> None:
         ],
     ],
 )  # fmt: skip
-def test_ordinary_nodes_become_float16(nodes: list[Any]) -> None:
+def test_other_nodes_become_float16(nodes: list[Any]) -> None:
     assert nodes_outside_fp16(make_model(nodes)) == set()
 
 
@@ -186,8 +186,8 @@ def test_small_elements_of_weights_and_biases_become_float16() -> None:
     arrays["w"][0] = 1e-9
     weights = [numpy_helper.from_array(value.astype(np.float32), name) for name, value in arrays.items()]
     nodes = [N("Gemm", ["x", "w", "b"], ["h"]), N("Add", ["h", "c"], ["y"])]
-    ends = [graphs.value_info("x", ["N", 8])], [graphs.value_info("y", ["N", 8])]
-    assert nodes_outside_fp16(graphs.make_model(nodes, *ends, weights)) == set()
+    signature = [graphs.value_info("x", ["N", 8])], [graphs.value_info("y", ["N", 8])]
+    assert nodes_outside_fp16(graphs.make_model(nodes, *signature, weights)) == set()
 
 
 def test_trained_weights_before_a_norm_become_float16() -> None:

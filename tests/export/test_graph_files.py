@@ -200,8 +200,10 @@ def branch(name):
 def test_external_weights_of_subgraphs_are_kept(tmp_path):
     """An If whose branches have their weights in another file."""
     node = helper.make_node("If", ["c"], ["y"], then_branch=branch("yes"), else_branch=branch("no"))
-    ends = [helper.make_tensor_value_info("c", TensorProto.BOOL, [])]
-    outer = helper.make_graph([node], "g", ends, [helper.make_tensor_value_info("y", TensorProto.FLOAT, [])])
+    branch_outputs = [helper.make_tensor_value_info("c", TensorProto.BOOL, [])]
+    outer = helper.make_graph(
+        [node], "g", branch_outputs, [helper.make_tensor_value_info("y", TensorProto.FLOAT, [])]
+    )
     outer_model = helper.make_model(outer, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
     path = tmp_path / "model.onnx"
     weights = external_data_path(path)
@@ -216,7 +218,7 @@ def test_external_weights_of_subgraphs_are_kept(tmp_path):
     assert graph_hash(path) != initial_hash
 
 
-def test_external_weights_are_copied_where_hard_links_fail(tmp_path, monkeypatch):
+def test_external_weights_are_copied_if_hard_links_fail(tmp_path, monkeypatch):
     monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", LIMIT)
     write_graph(model(), tmp_path / "model.onnx")
 

@@ -165,7 +165,7 @@ def test_overflowing_caches_are_kept_float32_in_both_graphs(tmp_path):
     encoder, decoder = (
         onnx.load(ctx.out / f"{name}.onnx").graph for name in ("encoder_model", "decoder_with_past_model")
     )
-    ends = {value.name: value.type.tensor_type.elem_type for value in (*encoder.output, *decoder.input)}
-    float_caches = {name for name, kind in ends.items() if kind == onnx.TensorProto.FLOAT}
+    dtypes = {value.name: value.type.tensor_type.elem_type for value in (*encoder.output, *decoder.input)}
+    float_caches = {name for name, kind in dtypes.items() if kind == onnx.TensorProto.FLOAT}
     assert float_caches == {"present.0.encoder.value", "past_key_values.0.encoder.value"}
     assert np.isfinite(ctx.details["parity"]["decoder_with_past_model"]["largest"])

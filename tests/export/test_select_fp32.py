@@ -38,8 +38,8 @@ def model():
         scoped(helper.make_node("MatMul", ["n", "w"], ["v"], "next"), scope, f"{scope}.up"),
     ]
     value = helper.make_tensor_value_info
-    ends = [value("x", TensorProto.FLOAT, [4])], [value("v", TensorProto.FLOAT, [4])]
-    return helper.make_model(helper.make_graph(nodes, "g", *ends))
+    signature = [value("x", TensorProto.FLOAT, [4])], [value("v", TensorProto.FLOAT, [4])]
+    return helper.make_model(helper.make_graph(nodes, "g", *signature))
 
 
 def test_nodes_are_mapped_to_modules(model, module):

@@ -23,8 +23,8 @@ def write(path, *matrices, outside=False):
         nodes.append(helper.make_node("MatMul", [last, tensor.name], [last := f"{tensor.name}.y"]))
     nodes.append(helper.make_node("Add", [last, "small"], ["y"]))
     tensors.append(numpy_helper.from_array(np.float32([0.5]), "small"))
-    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [None, 32]) for n in "xy"]
-    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], tensors)
+    signature = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [None, 32]) for n in "xy"]
+    graph = helper.make_graph(nodes, "g", signature[:1], signature[1:], tensors)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
     external_options = {
         "save_as_external_data": True,

@@ -36,8 +36,8 @@ class Noting:
             raise RunError("the device failed")
         self.fed.append({name: values.tolist() for name, values in feeds.items()} | {"last": last})
         ids = feeds["input_ids"]
-        seen = ids * feeds["attention_mask"][:, -ids.shape[1] :]
-        sums = held["sums"][:, None] + seen.cumsum(axis=1)
+        tokens = ids * feeds["attention_mask"][:, -ids.shape[1] :]
+        sums = held["sums"][:, None] + tokens.cumsum(axis=1)
         held["sums"] = sums[:, -1]
         logits = np.repeat(sums[:, :, None], VOCABULARY, axis=2).astype(np.float32)
         return logits if self.gives_all else logits[:, ids.shape[1] - max(1, last) :]
@@ -56,11 +56,11 @@ LEFT = Batch(np.array([[7, 8, 9], [0, 3, 4]]), np.array([[1, 1, 1], [0, 1, 1]]))
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_prompt_can_be_fed_with_its_last_token_and_gives_the_same(at_once):
+def test_prefill_with_or_without_last_token_gives_the_same_output(at_once):
     model = runner()
     state, logits = prefill(model, LEFT, LEFT.input_ids[:, -1], at_once)
     assert logits[:, 0].tolist() == [24, 7]
-    assert [(np.shape(fed["input_ids"]), fed["last"]) for fed in model.backend.fed] == (
+    assert [(np.shape(call["input_ids"]), call["last"]) for call in model.backend.fed] == (
         [((2, 3), 1)] if at_once else [((2, 2), 0), ((2, 1), 1)]
     )
     assert state.mask.tolist() == LEFT.attention_mask.tolist()
@@ -68,14 +68,14 @@ def test_a_prompt_can_be_fed_with_its_last_token_and_gives_the_same(at_once):
 
 
 @pytest.mark.parametrize("beams", [1, 2])
-def test_both_searches_feed_prompts_as_they_are_told(beams):
+def test_both_searches_prefill_prompts_as_configured(beams):
     for at_once, first in ((True, (2, 3)), (False, (2, 2))):
         model = runner()
         generate_resolved(model, LEFT, GenerationConfig(num_beams=beams, max_new_tokens=3), 0, at_once)
         assert np.shape(model.backend.fed[0]["input_ids"]) == first
 
 
-def test_prompt_but_its_last_token_is_fed_first_and_places_follow_the_mask():
+def test_prefill_excludes_last_token_and_positions_follow_the_mask():
     model = runner()
     state = model.encode(LEFT)
     assert model.backend.fed == [
@@ -96,7 +96,7 @@ def test_prompt_but_its_last_token_is_fed_first_and_places_follow_the_mask():
     assert logits.tolist() == [[24.0] * VOCABULARY, [7.0] * VOCABULARY]
 
 
-def test_nothing_is_fed_when_a_prompt_is_its_last_token():
+def test_one_token_prompt_has_no_prefill():
     model = runner()
     state = model.encode(Batch(LEFT.input_ids[:, -1:], LEFT.attention_mask[:, -1:]))
     assert model.backend.fed == []
@@ -116,17 +116,17 @@ def test_nothing_is_fed_when_a_prompt_is_its_last_token():
         (4, 3, [(4, 0), (4, 0), (3, 3)]),
     ],
 )
-def test_text_is_fed_in_pieces_when_it_is_longer_than_a_call_takes(at_once, last, wanted, gives_all):
+def test_long_text_is_processed_in_chunks(at_once, last, wanted, gives_all):
     model = runner(at_once=at_once, gives_all=gives_all)
     ids = np.arange(1, 12)[None]
     logits = model.extend(model.start(1), ids, np.ones_like(ids), last)
     assert [(len(call["input_ids"][0]), call["last"]) for call in model.backend.fed] == wanted
     assert [len(call["attention_mask"][0]) for call in model.backend.fed][-1] == 11
-    assert [place for call in model.backend.fed for place in call["position_ids"][0]] == list(range(11))
+    assert [position for call in model.backend.fed for position in call["position_ids"][0]] == list(range(11))
     assert logits[0, :, 0].tolist() == np.cumsum(ids[0])[-last:].tolist()
 
 
-def test_prompt_is_fed_in_pieces_too_when_it_is_longer_than_a_call_takes():
+def test_long_prompt_is_prefilled_in_chunks():
     model = runner(at_once=2)
     ids = np.arange(1, 7)[None]
     state = model.encode(Batch(ids, np.ones_like(ids)))
@@ -134,14 +134,14 @@ def test_prompt_is_fed_in_pieces_too_when_it_is_longer_than_a_call_takes():
     assert model.decode_step(state, np.array([6]))[0, 0] == 21
 
 
-def test_forward_gives_logits_of_all_tokens_when_padded_on_the_right():
+def test_forward_returns_logits_of_all_tokens_with_right_padding():
     model = runner()
     batch = Batch(np.array([[7, 8, 9], [3, 4, 0]]), np.array([[1, 1, 1], [1, 1, 0]]))
     assert model.forward(batch)[:, :, 0].tolist() == [[7, 15, 24], [3, 7, 7]]
     assert model.backend.fed[0]["position_ids"] == [[0, 1, 2], [0, 1, 0]]
 
 
-def test_rows_take_their_mask_along_when_they_move():
+def test_mask_is_reordered_with_the_rows():
     model = runner()
     state = model.encode(LEFT)
     state = model.reorder_cache(state, np.array([1, 1, 0]))
@@ -151,7 +151,7 @@ def test_rows_take_their_mask_along_when_they_move():
     assert logits[:, 0].tolist() == [4, 5, 18]
 
 
-def test_backend_is_not_asked_when_every_row_stays_where_it_is():
+def test_backend_is_not_called_if_no_row_moves():
     model = runner()
     state = model.encode(LEFT)
     assert model.reorder_cache(state, np.arange(2)) is state
@@ -160,7 +160,7 @@ def test_backend_is_not_asked_when_every_row_stays_where_it_is():
     assert model.backend.moved == [([0], True)]
 
 
-def test_state_is_as_before_when_a_call_fails():
+def test_state_is_unchanged_if_a_call_fails():
     model = runner()
     state = model.encode(LEFT)
     model.backend.fails = True
@@ -172,7 +172,7 @@ def test_state_is_as_before_when_a_call_fails():
 
 
 @pytest.mark.parametrize(("in_all", "expected"), [(None, 40), (17, 17), (64, 40)])
-def test_text_may_be_as_long_as_model_and_backend_both_allow(in_all, expected):
+def test_maximum_text_length_is_the_minimum_of_model_and_backend(in_all, expected):
     model = runner(at_once=4, in_all=in_all)
     assert model.config["max_position_embeddings"] == expected
     assert model.text._most > 40  # what is longer than a call takes is fed in pieces, not cut

@@ -49,7 +49,7 @@ def model():
     return EncoderDecoderRunner(ModelFiles(Path("m"), config, {}), Noting(), generate_resolved)
 
 
-def test_source_is_encoded_once_and_every_step_feeds_a_token(model):
+def test_source_is_encoded_once_and_every_step_feeds_one_token(model):
     state = model.encode(BATCH)
     source, mask = [[7, 8, 9], [3, 4, 0]], [[1, 1, 1], [1, 1, 0]]
     feeds = {"input_ids": source, "attention_mask": mask, "encoder_attention_mask": mask}
@@ -58,7 +58,7 @@ def test_source_is_encoded_once_and_every_step_feeds_a_token(model):
     assert model.backend.asked[1] == {"input_ids": [[5], [6]]}
 
 
-def test_what_beams_share_moves_only_when_sentences_do(model):
+def test_state_shared_by_beams_is_reordered_only_if_sentences_move(model):
     state = model.encode(BATCH)
     for rows in ([0, 0, 1, 1], [1, 0, 3, 3], [0, 1, 2, 3], [2, 3], [1, 1], [0, 1]):
         state = model.reorder_cache(state, np.array(rows))
@@ -71,22 +71,22 @@ def test_what_beams_share_moves_only_when_sentences_do(model):
     assert state.batch_rows.tolist() == [1, 1]
 
 
-def test_encoder_outputs_are_those_of_its_graph(model):
+def test_encoder_outputs_equal_graph_outputs(model):
     assert model.encoder_outputs(BATCH)["last_hidden_state"] is BATCH.input_ids
     assert model.backend.asked == [("encoder_model", ["attention_mask", "input_ids"])]
 
 
-def test_source_is_cut_where_a_call_ends_and_output_where_the_model_does(model):
+def test_source_is_truncated_at_the_call_limit_and_output_at_the_model_limit(model):
     assert model.text._most == 16
     assert model.config["max_position_embeddings"] == 40
 
 
-def test_generating_model_is_no_classifier(model):
+def test_generating_model_is_not_a_classifier(model):
     with raises_code("does-not-classify", InputError):
         model.forward(BATCH)
 
 
-def test_words_that_are_not_on_a_rows_list_cannot_come_wherever_the_row_goes(tmp_path):
+def test_tokens_outside_the_shortlist_are_never_generated_after_reordering(tmp_path):
     config = {"vocab_size": 10, "decoder_vocab_size": 5}
     table = np.zeros((10, 1), dtype=np.int64)
     table[[7, 8, 9, 3, 4], 0] = [1, 1, 2, 3, 3]

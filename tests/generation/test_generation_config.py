@@ -13,8 +13,10 @@ CONFIG = {"is_encoder_decoder": True, "decoder_start_token_id": 3, "eos_token_id
 CONFIG |= {"vocab_size": 20}
 
 
-def runner(own=None, **config):
-    return SimpleNamespace(folder=Path("m"), config={**CONFIG, **config}, generation_config=own or {})
+def runner(model_config=None, **config):
+    return SimpleNamespace(
+        folder=Path("m"), config={**CONFIG, **config}, generation_config=model_config or {}
+    )
 
 
 BART = {
@@ -31,27 +33,31 @@ BART = {
 }
 
 
-def test_what_the_recipe_does_not_say_comes_from_the_model_but_not_the_kind_of_search():
-    found = resolve_generation(GenerationSettings(), runner(BART))
-    assert (found.num_beams, found.do_sample) == (1, False)
-    assert (found.no_repeat_ngram_size, found.forced_bos_token_id, found.forced_eos_token_id) == (3, 0, [2])
-    assert (found.max_total_length(1), found.min_total_length(1)) == (142, 56)
+def test_unset_settings_come_from_the_model_except_the_search():
+    generation = resolve_generation(GenerationSettings(), runner(BART))
+    assert (generation.num_beams, generation.do_sample) == (1, False)
+    assert (
+        generation.no_repeat_ngram_size,
+        generation.forced_bos_token_id,
+        generation.forced_eos_token_id,
+    ) == (3, 0, [2])
+    assert (generation.max_total_length(1), generation.min_total_length(1)) == (142, 56)
     beams = resolve_generation(GenerationSettings(num_beams=4), runner(BART))
     assert (beams.length_penalty, beams.early_stopping) == (2.0, True)
 
 
-def test_what_the_recipe_says_wins():
+def test_settings_of_the_recipe_override_the_model():
     wishes = GenerationSettings(
         num_beams=2, length_penalty=0.5, max_new_tokens=10, min_new_tokens=0, no_repeat_ngram_size=0
     )
-    found = resolve_generation(wishes, runner({**BART, "max_new_tokens": 99, "min_new_tokens": 7}))
-    assert (found.length_penalty, found.no_repeat_ngram_size) == (0.5, 0)
-    assert (found.max_total_length(1), found.min_total_length(1)) == (11, 1)
-    found = resolve_generation(GenerationSettings(min_length=4), runner({"min_new_tokens": 9}))
-    assert found.min_total_length(3) == 4
+    generation = resolve_generation(wishes, runner({**BART, "max_new_tokens": 99, "min_new_tokens": 7}))
+    assert (generation.length_penalty, generation.no_repeat_ngram_size) == (0.5, 0)
+    assert (generation.max_total_length(1), generation.min_total_length(1)) == (11, 1)
+    generation = resolve_generation(GenerationSettings(min_length=4), runner({"min_new_tokens": 9}))
+    assert generation.min_total_length(3) == 4
 
 
-def test_without_a_generation_config_the_models_config_is_asked_as_transformers_does():
+def test_missing_generation_config_falls_back_to_the_model_config():
     assert (
         resolve_generation(GenerationSettings(), runner(None, no_repeat_ngram_size=2)).no_repeat_ngram_size
         == 2
@@ -65,7 +71,7 @@ def test_without_a_generation_config_the_models_config_is_asked_as_transformers_
 
 
 @pytest.mark.parametrize(
-    ("own", "config", "prompt", "expected"),
+    ("model_config", "config", "prompt", "expected"),
     [
         ({}, {}, 1, 129),
         ({"max_length": 50}, {}, 1, 50),
@@ -76,16 +82,17 @@ def test_without_a_generation_config_the_models_config_is_asked_as_transformers_
         ({}, {"model_type": "gpt2", "n_positions": 64}, 64, 65),
     ],
 )
-def test_the_longest_text(own, config, prompt, expected):
+def test_maximum_text_length(model_config, config, prompt, expected):
     assert (
-        resolve_generation(GenerationSettings(), runner(own, **config)).max_total_length(prompt) == expected
+        resolve_generation(GenerationSettings(), runner(model_config, **config)).max_total_length(prompt)
+        == expected
     )
 
 
 UNSUPPORTED = "unsupported-generation-setting"
 
 
-def test_tokens_that_begin_and_end_a_text():
+def test_begin_and_end_tokens():
     assert resolve_generation(GenerationSettings(), runner({"eos_token_id": [1, 2]})).eos == [1, 2]
     assert (
         resolve_generation(GenerationSettings(), runner(decoder_start_token_id=None, bos_token_id=7)).start
@@ -98,7 +105,7 @@ def test_tokens_that_begin_and_end_a_text():
 
 
 @pytest.mark.parametrize(
-    ("own", "wishes", "code", "values"),
+    ("model_config", "wishes", "code", "values"),
     [
         ({"encoder_no_repeat_ngram_size": 3}, {}, UNSUPPORTED, ("encoder_no_repeat_ngram_size", " 3", " 0.")),
         ({"sequence_bias": [[[1], 2.0]]}, {}, UNSUPPORTED, ("sequence_bias", "null")),
@@ -113,14 +120,14 @@ def test_tokens_that_begin_and_end_a_text():
         ({}, {"forced_bos_token_id": 20}, "token-outside-vocabulary", ("forced_bos_token_id", " 20")),
     ],
 )
-def test_what_cannot_be_done_is_said(own, wishes, code, values):
+def test_unsupported_setting_is_reported(model_config, wishes, code, values):
     with raises_code(code, InputError) as caught:
-        resolve_generation(GenerationSettings(**wishes), runner(own))
+        resolve_generation(GenerationSettings(**wishes), runner(model_config))
     assert all(value in str(caught.value) for value in values)
 
 
 @pytest.mark.parametrize(
-    ("own", "wishes"),
+    ("model_config", "wishes"),
     [
         ({"num_beam_groups": 2, "diversity_penalty": 0.5}, {"num_beams": 4}),
         ({"diversity_penalty": 0.5}, {}),
@@ -134,13 +141,13 @@ def test_what_cannot_be_done_is_said(own, wishes, code, values):
     ],
     ids=str,
 )
-def test_a_setting_that_would_change_the_outputs_is_refused(own, wishes):
+def test_setting_that_changes_outputs_is_refused(model_config, wishes):
     with raises_code(UNSUPPORTED, InputError):
-        resolve_generation(GenerationSettings(**wishes), runner(own))
+        resolve_generation(GenerationSettings(**wishes), runner(model_config))
 
 
 @pytest.mark.parametrize("search", [{}, {"num_beams": 2}, {"do_sample": True}], ids=str)
-def test_a_setting_that_is_off_is_accepted(search):
+def test_disabled_setting_is_accepted(search):
     """The values for which transformers adds no logits processor."""
     off = {
         "guidance_scale": 1.0, "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
@@ -151,7 +158,7 @@ def test_a_setting_that_is_off_is_accepted(search):
     resolve_generation(GenerationSettings(**search), runner(off))
 
 
-def test_settings_of_sampling_do_not_matter_to_other_searches():
+def test_sampling_settings_do_not_affect_other_searches():
     assert (
         resolve_generation(
             GenerationSettings(), runner({"typical_p": 0.5, "temperature": 0.0, "top_p": 0})
@@ -161,7 +168,7 @@ def test_settings_of_sampling_do_not_matter_to_other_searches():
 
 
 @pytest.mark.parametrize(
-    ("own", "wishes", "expected"),
+    ("model_config", "wishes", "expected"),
     [
         ({}, {}, "gen:greedy|max_new_tokens:128"),
         ({"max_length": 64}, {}, "gen:greedy|max_length:64"),
@@ -178,8 +185,8 @@ def test_settings_of_sampling_do_not_matter_to_other_searches():
         ),
     ],
 )
-def test_the_signature_tells_what_is_in_force(own, wishes, expected):
-    assert resolve_generation(GenerationSettings(**wishes), runner(own)).describe() == expected
+def test_signature_contains_the_effective_settings(model_config, wishes, expected):
+    assert resolve_generation(GenerationSettings(**wishes), runner(model_config)).describe() == expected
 
 
 @pytest.mark.parametrize(
@@ -196,11 +203,11 @@ def test_the_signature_tells_what_is_in_force(own, wishes, expected):
         ({"max_new_tokens": 3, "eos": [2], "forced_eos_token_id": [2]}, [5, 2], False),
     ],
 )
-def test_output_that_was_cut_is_told_from_one_that_ended(settings, new, stops):
+def test_truncated_output_is_distinguished_from_an_ended_one(settings, new, stops):
     assert GenerationConfig(start=1, **settings).hit_length_limit(new) is stops
 
 
-def test_engines_built_for_fewer_tokens_are_the_limit_and_more_is_refused_before_anything_starts():
+def test_engine_limit_caps_new_tokens_and_larger_settings_are_refused_early():
     """Without a number the outputs end where the engines do, and not with an error that loses the batch."""
     model = runner({}, max_position_embeddings=512)
     model.backend = SimpleNamespace(max_total_tokens=32)

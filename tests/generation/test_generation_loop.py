@@ -31,17 +31,17 @@ def theirs_of(runner, batch, **wishes):
     ],
     ids=["plain", "ngrams", "repetition", "words"],
 )
-def test_greedy_of_a_decoder_only_model_equals_generate_and_sees_the_prompt(kind, wishes):
+def test_greedy_decoder_only_output_equals_generate(kind, wishes):
     runner = generation_models.CausalRunner(generation_models.make_model(kind))
-    for rows in (1, 4):
-        batch = generation_models.random_batch(rows, seed=rows, left=True)
-        ours = generate(runner, batch, GenerationSettings(max_new_tokens=12, **wishes))
-        assert ours == generation_models.transformers_tokens(
+    for batch_size in (1, 4):
+        batch = generation_models.random_batch(batch_size, seed=batch_size, left=True)
+        actual = generate(runner, batch, GenerationSettings(max_new_tokens=12, **wishes))
+        assert actual == generation_models.transformers_tokens(
             runner.backend.model, batch, max_new_tokens=12, do_sample=False, **wishes
         )
 
 
-def test_the_models_longest_output_holds_where_none_is_asked_for(folder):
+def test_maximum_length_of_the_model_is_used_by_default(folder):
     with open_runner(tiny.as_artifact(folder)) as runner:
         ((_, batch),) = make_batches(tiny.SENTENCES, load_tokenizer(folder), 32, 40)
         runner.generation_config.update({"max_length": 7, "eos_token_id": 0, "min_new_tokens": 30})
@@ -53,24 +53,24 @@ def test_the_models_longest_output_holds_where_none_is_asked_for(folder):
         } == {48}
 
 
-def test_batches_of_sampled_texts_do_not_repeat_each_others_draws(folder):
+def test_batches_of_sampled_texts_use_different_random_numbers(folder):
     with open_runner(tiny.as_artifact(folder)) as runner:
         wishes = GenerationSettings(do_sample=True, temperature=3.0, max_new_tokens=12)
         texts = generate_texts(runner, [tiny.SENTENCES[0]] * 4, wishes, batch_size=2)
     assert len(set(texts)) == 4
 
 
-def test_batches_keep_every_row_and_pad_on_the_right(folder):
+def test_batches_contain_every_row_with_right_padding(folder):
     tokenizer = load_tokenizer(folder)
     batches = make_batches(tiny.SENTENCES, tokenizer, 4, 40)
     assert sorted(i for rows, _ in batches for i in rows) == list(range(len(tiny.SENTENCES)))
     for rows, batch in batches:
-        for at, i in enumerate(rows):
+        for index, i in enumerate(rows):
             ids = tokenizer(tiny.SENTENCES[i])["input_ids"]
-            assert batch.input_ids[at].tolist() == ids + [tokenizer.pad_token_id] * (
+            assert batch.input_ids[index].tolist() == ids + [tokenizer.pad_token_id] * (
                 batch.input_ids.shape[1] - len(ids)
             )
-            assert batch.attention_mask[at].sum() == len(ids)
+            assert batch.attention_mask[index].sum() == len(ids)
     assert all(np.diff([b.input_ids.shape[1] for _, b in batches]) <= 0)
 
 
@@ -94,8 +94,8 @@ class Scripted:
             assert tokens.tolist() == expected
         self.fed.append(len(tokens))
         scores = np.zeros((len(tokens), 24), dtype=np.float32)
-        for at, i in enumerate(state["rows"]):
-            scores[at, (self.scripts[i] + [9] * 99)[state["step"]]] = 100.0
+        for index, i in enumerate(state["rows"]):
+            scores[index, (self.scripts[i] + [9] * 99)[state["step"]]] = 100.0
         state["step"] += 1
         return scores
 
@@ -116,7 +116,7 @@ SCRIPTS = [[10 + i, *([5] * (end - 2)), 1] if end > 1 else [1] for i, end in enu
     ],
     ids=["greedy", "sampling"],
 )
-def test_rows_that_have_ended_leave_the_batch_and_stay_in_the_result(wishes, fed):
+def test_ended_rows_leave_the_batch_and_are_kept_in_the_result(wishes, fed):
     runner = Scripted(SCRIPTS)
     batch = generation_models.random_batch(len(ENDS), seed=1)
     assert generate(runner, batch, GenerationSettings(max_new_tokens=12, **wishes)) == SCRIPTS
@@ -124,12 +124,12 @@ def test_rows_that_have_ended_leave_the_batch_and_stay_in_the_result(wishes, fed
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_rules_follow_the_rows_that_are_left(kind):
+def test_logits_rules_follow_the_remaining_rows(kind):
     """Prompts are padded on the left by different lengths, and what is padding counts for no rule."""
     runner = generation_models.CausalRunner(generation_models.make_model(kind))
     batch = generation_models.random_batch(9, seed=3, left=True)
     wishes = {"repetition_penalty": 1.7, "max_new_tokens": 14}
     runner.generation_config["eos_token_id"] = eos = [1, 5, 9, 13]
-    ours = generate(runner, batch, GenerationSettings(**wishes))
-    assert ours == theirs_of(runner, batch, eos_token_id=eos, **wishes)
-    assert len({len(row) for row in ours}) > 3
+    actual = generate(runner, batch, GenerationSettings(**wishes))
+    assert actual == theirs_of(runner, batch, eos_token_id=eos, **wishes)
+    assert len({len(row) for row in actual}) > 3

@@ -21,7 +21,7 @@ WISHES = {
 
 
 @pytest.mark.parametrize("prompt", [1, 3])
-def test_the_rule_of_each_step_does_what_the_rules_of_python_do(prompt):
+def test_rule_of_each_step_equals_the_python_rules(prompt):
     decoding = GenerationConfig(**WISHES)
     feeds = generation_feeds(decoding, prompt, 12)
     assert feeds["max_new_tokens"] == 9
@@ -33,8 +33,8 @@ def test_the_rule_of_each_step_does_what_the_rules_of_python_do(prompt):
         expected = scores.copy()
         rules.apply(expected, np.full((2, prompt + step), 5))
         row, forced = feeds["rule_biases"][number], feeds["forced_tokens"][number]
-        found = row + (np.zeros_like(scores) if forced >= 0 else scores)
-        np.testing.assert_array_equal(found, expected)
+        actual = row + (np.zeros_like(scores) if forced >= 0 else scores)
+        np.testing.assert_array_equal(actual, expected)
         if forced >= 0:  # of several that are equally good the first wins
             assert forced == expected[0].argmax()
         kinds.add(int(number))
@@ -42,7 +42,7 @@ def test_the_rule_of_each_step_does_what_the_rules_of_python_do(prompt):
     assert feeds["forced_tokens"][feeds["step_rules"][-1]] == 1
 
 
-def test_several_forced_tokens_share_their_probability_where_scores_are_renormalized():
+def test_several_forced_tokens_share_probability_with_renormalized_scores():
     decoding = GenerationConfig(**WISHES, num_beams=2, renormalize_logits=True)
     feeds = generation_feeds(decoding, 1, 12)
     last = feeds["rule_biases"][feeds["step_rules"][-1]]
@@ -52,15 +52,15 @@ def test_several_forced_tokens_share_their_probability_where_scores_are_renormal
     assert np.isfinite(last).sum() == 2
 
 
-def test_what_no_graph_does_is_known():
+def test_settings_unsupported_by_graphs_are_recognized():
     assert graph_supports(
         GenerationConfig(**WISHES, num_beams=3, repetition_penalty=1.5, no_repeat_ngram_size=2)
     )
-    for more in ({"do_sample": True}, {"bad_words_ids": [[4, 5]]}, {"remove_invalid_values": True}):
-        assert not graph_supports(GenerationConfig(**WISHES | more))
+    for extra in ({"do_sample": True}, {"bad_words_ids": [[4, 5]]}, {"remove_invalid_values": True}):
+        assert not graph_supports(GenerationConfig(**WISHES | extra))
 
 
-def test_a_model_without_an_end_is_told_of_a_token_that_never_comes():
+def test_model_without_end_token_gets_an_unused_token_id():
     assert generation_feeds(GenerationConfig(start=3, max_new_tokens=2), 1, 5)["eos_token_ids"].tolist() == [
         -1
     ]
@@ -70,14 +70,14 @@ def test_a_model_without_an_end_is_told_of_a_token_that_never_comes():
     (True, 1.0, True, False), (False, 1.0, False, False), ("never", 1.0, False, True),
     ("never", 0.0, False, False),
 ])  # fmt: skip
-def test_early_stopping_is_two_questions(early, penalty, full, never):
+def test_early_stopping_becomes_two_inputs(early, penalty, full, never):
     feeds = generation_feeds(
         GenerationConfig(start=3, num_beams=2, early_stopping=early, length_penalty=penalty), 1, 5
     )
     assert (bool(feeds["early_stopping"]), bool(feeds["never_stop_early"])) == (full, never)
 
 
-def test_a_text_is_cut_behind_its_end():
+def test_text_is_cut_after_its_end_token():
     assert trim_at_eos(np.array([3, 5, 2, 0, 0]), 1, [1, 2]) == [5, 2]
     assert trim_at_eos(np.array([3, 5, 6]), 1, [1, 2]) == [5, 6]
 
@@ -85,9 +85,9 @@ def test_a_text_is_cut_behind_its_end():
 class Noting:
     """A runner that notes what its graphs are asked."""
 
-    def __init__(self, whole=("generate", "generate_beams"), promised=True):
+    def __init__(self, graphs=("generate", "generate_beams"), promised=True):
         self.backend = SimpleNamespace(
-            generation_graphs=whole, acquire_graph=lambda graph: nullcontext(promised)
+            generation_graphs=graphs, acquire_graph=lambda graph: nullcontext(promised)
         )
         self.config, self.generation_cache = {"vocab_size": 12}, {}
         self.asked = []
@@ -100,7 +100,7 @@ class Noting:
 BATCH = Batch(np.ones((1, 2), np.int64), np.ones((1, 2), np.int64))
 
 
-def test_beams_and_greedy_search_have_a_graph_each():
+def test_beam_and_greedy_search_have_separate_graphs():
     runner = Noting()
     assert generate_in_graph(runner, BATCH, GenerationConfig(**WISHES)) == [[4, 1]]
     generate_in_graph(runner, BATCH, GenerationConfig(**WISHES, num_beams=2))
@@ -108,16 +108,16 @@ def test_beams_and_greedy_search_have_a_graph_each():
 
 
 @pytest.mark.parametrize(
-    ("whole", "promised", "more"),
+    ("graphs", "promised", "more"),
     [
         (("generate",), True, {"num_beams": 2}),
         (("generate",), True, {"do_sample": True}),
         (("generate",), False, {}),
     ],
 )
-def test_the_loop_in_python_does_what_no_graph_does(monkeypatch, whole, promised, more):
-    monkeypatch.setattr(search, "generate_resolved", lambda *given: ("python", given[-1]))
-    runner = Noting(whole, promised)
+def test_python_loop_is_used_for_settings_unsupported_by_graphs(monkeypatch, graphs, promised, more):
+    monkeypatch.setattr(search, "generate_resolved", lambda *args: ("python", args[-1]))
+    runner = Noting(graphs, promised)
     assert generate_in_graph(runner, BATCH, GenerationConfig(**WISHES, **more)) == (
         "python",
         not more.get("do_sample"),
@@ -129,20 +129,18 @@ def test_the_loop_in_python_does_what_no_graph_does(monkeypatch, whole, promised
     (256, True, {}, False), (255, True, {}, True), (256, False, {}, True),
     (256, True, {"num_beams": 2}, True), (256, True, {"start": 3}, True),
 ])  # fmt: skip
-def test_long_prompts_are_continued_step_by_step_where_that_is_faster(
-    monkeypatch, length, faster, more, graph
-):
-    monkeypatch.setattr(search, "generate_resolved", lambda *given: "python")
+def test_long_prompts_use_single_steps_if_faster(monkeypatch, length, faster, more, graph):
+    monkeypatch.setattr(search, "generate_resolved", lambda *args: "python")
     runner, ones = Noting(), np.ones((1, length), np.int64)
     runner.backend.prefers_stepwise = faster
     decoding = GenerationConfig(
         **WISHES | {"start": None, "bad_words_ids": [], "forced_bos_token_id": None} | more
     )
-    found = generate_in_graph(runner, Batch(ones, ones), decoding)
-    assert (found != "python") == graph
+    outputs = generate_in_graph(runner, Batch(ones, ones), decoding)
+    assert (outputs != "python") == graph
 
 
-def test_the_same_settings_are_worked_out_once_and_others_anew():
+def test_equal_settings_are_resolved_once():
     runner = Noting()
     first, second = GenerationConfig(**WISHES), GenerationConfig(**WISHES | {"max_new_tokens": 5})
     for decoding in (first, first, second):
@@ -152,12 +150,12 @@ def test_the_same_settings_are_worked_out_once_and_others_anew():
     assert feeds[2]["max_new_tokens"] == 5
 
 
-def test_settings_that_lie_where_others_lay_are_not_taken_for_them():
+def test_settings_at_a_reused_address_are_resolved_again():
     runner = Noting()
     generate_in_graph(runner, BATCH, first := GenerationConfig(**WISHES))
-    (kept,) = runner.generation_cache.values()
+    (cached,) = runner.generation_cache.values()
     other = GenerationConfig(**WISHES | {"max_new_tokens": 5})
-    runner.generation_cache[id(other), 1] = kept  # as when `first` were gone and `other` had its address
+    runner.generation_cache[id(other), 1] = cached  # as when `first` were gone and `other` had its address
     generate_in_graph(runner, BATCH, other)
     assert runner.asked[-1][1]["max_new_tokens"] == 5
     assert first.max_new_tokens == 9

@@ -41,7 +41,7 @@ RULES = [
 
 
 @pytest.mark.parametrize(("wishes", "processors"), RULES, ids=[", ".join(w) for w, _ in RULES])
-def test_a_rule_equals_its_processor_at_every_length(wishes, processors):
+def test_rule_equals_its_processor_at_every_length(wishes, processors):
     random = np.random.default_rng(0)
     rules = LogitsProcessors(
         GenerationConfig(max_new_tokens=7, eos=EOS, **wishes), np.zeros((6, 3), dtype=np.int64), None
@@ -69,7 +69,7 @@ def test_invalid_values_are_removed_as_transformers_does():
     np.testing.assert_array_equal(scores, expected.numpy())
 
 
-def test_padding_on_the_left_is_not_a_repetition_also_for_beams():
+def test_left_padding_is_not_a_repetition():
     prompt = np.array([[0, 0, 3], [0, 4, 2]])
     mask = np.array([[0, 0, 1], [1, 1, 1]])
     texts = np.repeat(prompt, 2, axis=0)
@@ -80,7 +80,7 @@ def test_padding_on_the_left_is_not_a_repetition_also_for_beams():
     np.testing.assert_array_equal(scores, expected.numpy())
 
 
-def test_the_first_token_is_suppressed_after_a_forced_one():
+def test_first_token_is_suppressed_after_a_forced_one():
     # as transformers: with a forced first token, "begin" is one token later
     wishes = {"forced_bos_token_id": 2, "begin_suppress_tokens": [3]}
     rules = LogitsProcessors(GenerationConfig(**wishes), np.zeros((1, 1), dtype=np.int64), None)

@@ -40,18 +40,18 @@ def folder(request, tmp_path_factory):
     return causal.write_model(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def test_prompts_end_together_when_they_differ_in_length():
+def test_prompts_of_different_lengths_are_left_padded():
     batch = pad_left([[5, 6, 7], [8]], 0)
     assert batch.input_ids.tolist() == [[5, 6, 7], [0, 0, 8]]
     assert batch.attention_mask.tolist() == [[1, 1, 1], [0, 0, 1]]
 
 
-def test_end_of_a_prompt_stays_when_it_is_too_long(words):
+def test_end_of_a_too_long_prompt_is_kept(words):
     full = words(SENTENCE)["input_ids"]
     assert encode_prompts([SENTENCE], words, 3) == [full[-3:]]
 
 
-def test_first_special_token_stays_when_a_prompt_is_cut(tmp_path):
+def test_first_special_token_of_a_truncated_prompt_is_kept(tmp_path):
     words = causal.write_tokenizer(tmp_path, begin=True)
     full = words(SENTENCE)["input_ids"]
     assert full[0] == words.bos_token_id
@@ -62,7 +62,7 @@ def test_first_special_token_stays_when_a_prompt_is_cut(tmp_path):
     assert truncate_prompt([7, 1], 2, 7) == [7, 1]
 
 
-def test_empty_prompt_begins_with_the_first_token_when_there_is_one(words):
+def test_empty_prompt_starts_with_the_first_token(words):
     assert encode_prompts([""], words, 8) == [[words.bos_token_id]]
     nameless = PreTrainedTokenizerFast(tokenizer_object=words.backend_tokenizer)
     assert (nameless.bos_token_id, nameless.eos_token_id) == (None, None)
@@ -70,7 +70,7 @@ def test_empty_prompt_begins_with_the_first_token_when_there_is_one(words):
         encode_prompts([""], nameless, 8)
 
 
-def test_batches_hold_all_places_once_longest_first(words):
+def test_batches_contain_all_positions_once_longest_first(words):
     texts = ["a", "the cat sleeps", SENTENCE]
     batches = batch_prompts(encode_prompts(texts, words, 64), 2, 0, GenerationConfig())
     assert [rows for rows, _ in batches] == [[2, 1], [0]]
@@ -91,28 +91,28 @@ def test_batches_hold_all_places_once_longest_first(words):
         (500, {"max_new_tokens": 10}, 10**9, 500),
     ],
 )
-def test_a_prompt_is_cut_only_where_the_new_tokens_need_its_room(length, settings, limit, expected):
+def test_prompt_is_truncated_only_if_new_tokens_need_the_space(length, settings, limit, expected):
     assert max_prompt_length(length, GenerationConfig(**settings), limit) == expected
 
 
 def _continued(folder, text, **wishes):
     cuts = []
     with open_runner(tiny.as_artifact(folder, "language-modeling")) as runner:
-        made = generate_texts(
+        generated = generate_texts(
             runner,
             [text],
             GenerationSettings(**wishes),
             on_truncate=lambda count, limit: cuts.append((count, limit)),
         )
-    return made[0].removeprefix(text), cuts
+    return generated[0].removeprefix(text), cuts
 
 
 def _theirs(folder, ids, new):
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     out = model.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False)[0].tolist()
     words = load_tokenizer(folder)
-    both = words.decode(out, skip_special_tokens=True)
-    return both.removeprefix(words.decode(ids, skip_special_tokens=True))
+    full_text = words.decode(out, skip_special_tokens=True)
+    return full_text.removeprefix(words.decode(ids, skip_special_tokens=True))
 
 
 def _prompt(folder, tokens):
@@ -125,7 +125,7 @@ def _prompt(folder, tokens):
     raise AssertionError(f"no prompt of {tokens} tokens")
 
 
-def test_batches_of_sampled_continuations_do_not_repeat_each_others_draws(folder):
+def test_batches_of_sampled_continuations_use_different_random_numbers(folder):
     wishes = GenerationSettings(do_sample=True, temperature=3.0, max_new_tokens=8, seed=1)
     with open_runner(tiny.as_artifact(folder, "language-modeling")) as runner:
         first, again = (generate_texts(runner, [SENTENCE] * 4, wishes, batch_size=2) for _ in range(2))
@@ -135,26 +135,26 @@ def test_batches_of_sampled_continuations_do_not_repeat_each_others_draws(folder
 
 
 @pytest.mark.parametrize("who", ["caller", "model"])
-def test_a_prompt_stays_whole_when_what_is_asked_for_has_room_behind_it(folder, tmp_path, who):
+def test_prompt_is_not_truncated_if_requested_tokens_fit(folder, tmp_path, who):
     text, ids = _prompt(folder, 56)
     path = folder / "generation_config.json"
     before = path.read_text()
     try:
         if who == "model":
             path.write_text(json.dumps(json.loads(before) | {"max_new_tokens": 8}))
-        found, cuts = _continued(folder, text, **({"max_new_tokens": 8} if who == "caller" else {}))
+        output, cuts = _continued(folder, text, **({"max_new_tokens": 8} if who == "caller" else {}))
     finally:
         path.write_text(before)
-    assert (found, cuts) == (_theirs(folder, ids, 8), [])
+    assert (output, cuts) == (_theirs(folder, ids, 8), [])
 
 
-def test_a_prompt_that_leaves_no_room_is_cut_behind_its_first_token_and_counted(folder):
+def test_prompt_without_space_left_is_truncated_after_its_first_token_and_counted(folder):
     text, ids = _prompt(folder, 62)
-    found, cuts = _continued(folder, text)  # 128 new tokens, where nobody says
+    output, cuts = _continued(folder, text)  # 128 new tokens, where nobody says
     begin = ids[:1] if ids[0] == load_tokenizer(folder).bos_token_id else []
-    kept = begin + ids[len(ids) - 32 + len(begin) :]
-    assert len(kept) == 32
-    assert (found, cuts) == (_theirs(folder, kept, 33), [(1, 64)])
+    kept_ids = begin + ids[len(ids) - 32 + len(begin) :]
+    assert len(kept_ids) == 32
+    assert (output, cuts) == (_theirs(folder, kept_ids, 33), [(1, 64)])
 
 
 @pytest.fixture(scope="module", params=["llama", "llama3", "gpt2", "opt"])
@@ -166,17 +166,21 @@ def reader(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("head", ["The old house", "Zwei schöne Hunde laufen über die", "T", ""])
-def test_a_continuation_reads_as_it_does_behind_its_prompt(reader, head):
-    whole = next((t for t in (SENTENCE, *causal.TEXT.splitlines()) if t.startswith(head) and head), SENTENCE)
-    ids, prompt = reader(whole)["input_ids"], reader(head)["input_ids"]
+def test_continuation_is_decoded_as_after_its_prompt(reader, head):
+    full_text = next(
+        (t for t in (SENTENCE, *causal.TEXT.splitlines()) if t.startswith(head) and head), SENTENCE
+    )
+    ids, prompt = reader(full_text)["input_ids"], reader(head)["input_ids"]
     same = next((i for i, (a, b) in enumerate(zip(ids, prompt, strict=False)) if a != b), len(prompt))
-    new = ids[same:]
-    expected = whole.removeprefix(reader.decode(ids[:same], skip_special_tokens=True))
-    assert decode_continuation(reader, ids[:same], new) == expected
-    assert reader.decode(ids, skip_special_tokens=True) == whole  # so that nothing else makes a difference
+    new_ids = ids[same:]
+    expected = full_text.removeprefix(reader.decode(ids[:same], skip_special_tokens=True))
+    assert decode_continuation(reader, ids[:same], new_ids) == expected
+    assert (
+        reader.decode(ids, skip_special_tokens=True) == full_text
+    )  # so that nothing else makes a difference
 
 
-def test_a_continuation_stands_alone_when_the_prompt_reads_otherwise_before_it():
+def test_continuation_is_decoded_alone_if_the_prompt_would_change():
     class Joining:
         """Reads "1" and "2" as "one" and "two", but both together as "twelve"."""
 
@@ -191,7 +195,7 @@ def test_a_continuation_stands_alone_when_the_prompt_reads_otherwise_before_it()
 
 
 @pytest.mark.parametrize(
-    ("wishes", "own"),
+    ("wishes", "config"),
     [
         ({"max_new_tokens": 50}, {}),
         ({"max_new_tokens": 50, "num_beams": 3}, {}),
@@ -200,23 +204,23 @@ def test_a_continuation_stands_alone_when_the_prompt_reads_otherwise_before_it()
     ],
     ids=str,
 )
-def test_a_prompt_gets_the_same_continuation_alone_and_beside_longer_ones(folder, tmp_path, wishes, own):
+def test_prompt_has_the_same_continuation_alone_and_with_longer_ones(folder, tmp_path, wishes, config):
     """64 positions: batched with a prompt of 32 tokens, one of 10 may still have 50 new ones, as alone."""
     texts = [_prompt(folder, tokens)[0] for tokens in (32, 10, 24)]
     folder = Path(shutil.copytree(folder, tmp_path / "model"))
     path = folder / "generation_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
     with open_runner(tiny.as_artifact(folder, "language-modeling")) as runner:
         together = generate_texts(runner, texts, GenerationSettings(**wishes))
         alone = [generate_texts(runner, [text], GenerationSettings(**wishes))[0] for text in texts]
     assert together == alone
     if wishes == {"max_new_tokens": 50}:
-        for tokens, found in zip((32, 10, 24), together, strict=True):
+        for tokens, continuation in zip((32, 10, 24), together, strict=True):
             text, ids = _prompt(folder, tokens)
-            assert found.removeprefix(text) == _theirs(folder, ids, min(50, 64 + 1 - tokens))
+            assert continuation.removeprefix(text) == _theirs(folder, ids, min(50, 64 + 1 - tokens))
 
 
-def test_prompts_of_equal_limits_share_a_batch_and_no_others():
+def test_only_prompts_of_equal_limits_share_a_batch():
     prompts = [[1] * n for n in (60, 40, 12, 10, 3)]
     free = batch_prompts(prompts, 3, 0, GenerationConfig(max_new_tokens=50, positions=64))
     assert [rows for rows, _ in free] == [[0], [1], [2, 3, 4]]

@@ -34,7 +34,7 @@ def warped(scores, temperature, top_k, top_p):
 @pytest.mark.parametrize("temperature", [1.0, 0.3, 2.5])
 @pytest.mark.parametrize("top_k", [0, 1, 5, 1000])
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.5, 1e-6])
-def test_filtered_scores_equal_those_of_the_warpers(temperature, top_k, top_p):
+def test_filtered_scores_equal_the_transformers_warpers(temperature, top_k, top_p):
     scores = np.random.default_rng(0).normal(0, 3, (16, 200)).astype(np.float32)
     scores[3, ::2] = -np.inf
     scores[4, :7] = scores[4, 7]  # ties
@@ -43,17 +43,17 @@ def test_filtered_scores_equal_those_of_the_warpers(temperature, top_k, top_p):
     np.testing.assert_allclose(scores, expected, rtol=1e-6)
 
 
-def test_draws_have_the_probabilities_that_the_scores_stand_for():
-    wanted = np.array([0.5, 0.0, 0.3, 0.15, 0.05])
+def test_samples_have_the_probabilities_of_the_scores():
+    probabilities = np.array([0.5, 0.0, 0.3, 0.15, 0.05])
     with np.errstate(divide="ignore"):
-        scores = np.repeat(np.log(wanted, dtype=np.float32)[None], 40_000, axis=0)
-    drawn = sample_tokens(scores, np.random.default_rng(1))
-    found = np.bincount(drawn, minlength=5) / len(drawn)
-    assert found[1] == 0
-    np.testing.assert_allclose(found, wanted, atol=4 * np.sqrt(0.25 / len(drawn)))
+        scores = np.repeat(np.log(probabilities, dtype=np.float32)[None], 40_000, axis=0)
+    tokens = sample_tokens(scores, np.random.default_rng(1))
+    frequencies = np.bincount(tokens, minlength=5) / len(tokens)
+    assert frequencies[1] == 0
+    np.testing.assert_allclose(frequencies, probabilities, atol=4 * np.sqrt(0.25 / len(tokens)))
 
 
-def test_a_rows_draw_does_not_depend_on_the_other_rows():
+def test_sample_of_a_row_is_independent_of_other_rows():
     scores = np.random.default_rng(0).normal(0, 2, (5, 30)).astype(np.float32)
     other = scores.copy()
     other[1:] = np.roll(other[1:], 3, axis=1)
@@ -61,7 +61,7 @@ def test_a_rows_draw_does_not_depend_on_the_other_rows():
     assert sample_tokens(other, np.random.default_rng(7))[0] == first[0]
 
 
-def test_nothing_to_draw_from_is_an_error():
+def test_empty_distribution_is_an_error():
     with raises_code("no-allowed-token", RunError):
         sample_tokens(np.full((2, 3), -np.inf, dtype=np.float32), np.random.default_rng(0))
 
@@ -71,7 +71,7 @@ def runner():
     return generation_models.CausalRunner(generation_models.make_model("llama"))
 
 
-def test_a_seed_decides_the_text_and_every_batch_draws_anew(runner):
+def test_seed_determines_the_text_and_batches_use_different_random_numbers(runner):
     batch = generation_models.random_batch(4, seed=0, left=True)
     wishes = GenerationSettings(do_sample=True, temperature=1.5, max_new_tokens=10, seed=3)
     first = generate(runner, batch, wishes)
@@ -82,7 +82,7 @@ def test_a_seed_decides_the_text_and_every_batch_draws_anew(runner):
     assert generate(runner, batch, other) != later  # streams of their own, not one that goes on
 
 
-def test_one_most_likely_token_is_greedy_search(runner):
+def test_top_1_sampling_equals_greedy_search(runner):
     batch = generation_models.random_batch(4, seed=1, left=True)
     greedy = generate(runner, batch, GenerationSettings(max_new_tokens=10))
     for wishes in ({"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}):
@@ -90,20 +90,22 @@ def test_one_most_likely_token_is_greedy_search(runner):
         assert generate(runner, batch, sampled) == greedy
 
 
-def test_first_tokens_come_as_often_as_the_model_says(runner):
-    one = generation_models.random_batch(1, seed=2, left=True)
-    many = type(one)(np.repeat(one.input_ids, 4000, axis=0), np.repeat(one.attention_mask, 4000, axis=0))
+def test_first_token_frequencies_equal_model_probabilities(runner):
+    prompt = generation_models.random_batch(1, seed=2, left=True)
+    many = type(prompt)(
+        np.repeat(prompt.input_ids, 4000, axis=0), np.repeat(prompt.attention_mask, 4000, axis=0)
+    )
     with torch.inference_mode():
-        logits = runner.backend.model(torch.from_numpy(one.input_ids)).logits[:, -1].numpy()
-    wanted = torch.softmax(torch.from_numpy(warped(logits, 2.0, 6, 0.95)), dim=-1)[0].numpy()
-    assert (wanted > 0.02).sum() >= 3, "the model is too sure: the test shows nothing"
+        logits = runner.backend.model(torch.from_numpy(prompt.input_ids)).logits[:, -1].numpy()
+    probabilities = torch.softmax(torch.from_numpy(warped(logits, 2.0, 6, 0.95)), dim=-1)[0].numpy()
+    assert (probabilities > 0.02).sum() >= 3, "the model is too sure: the test shows nothing"
     wishes = GenerationSettings(do_sample=True, temperature=2.0, top_k=6, top_p=0.95, max_new_tokens=1)
-    drawn = [row[0] for row in generate(runner, many, wishes)]
-    found = np.bincount(drawn, minlength=len(wanted)) / len(drawn)
-    np.testing.assert_allclose(found, wanted, atol=4 * np.sqrt(0.25 / len(drawn)))
+    first_tokens = [row[0] for row in generate(runner, many, wishes)]
+    frequencies = np.bincount(first_tokens, minlength=len(probabilities)) / len(first_tokens)
+    np.testing.assert_allclose(frequencies, probabilities, atol=4 * np.sqrt(0.25 / len(first_tokens)))
 
 
-def test_settings_that_are_not_said_come_from_the_models_generation_config(runner):
+def test_unset_settings_come_from_the_generation_config(runner):
     batch = generation_models.random_batch(3, seed=1, left=True)
     settings = GenerationSettings(do_sample=True, max_new_tokens=6, temperature=0.7, top_k=4, top_p=0.8)
     expected = generate(runner, batch, settings)

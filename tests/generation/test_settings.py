@@ -18,7 +18,7 @@ pytestmark = pytest.mark.quick
         ({"min_length": 2, "min_new_tokens": 2}, "settings-conflict", "min_length"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(wishes, code, name):
+def test_contradicting_settings_are_refused(wishes, code, name):
     with raises_setting_codes(code) as caught:
         GenerationSettings(**wishes)
     assert name in str(caught.value.errors()[0]["msg"])

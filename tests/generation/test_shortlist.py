@@ -26,31 +26,31 @@ TABLE_OF = np.array([[0, 0], [1, 4], [2, 2], [5, 1]])
 LIST = make_shortlist(TABLE_OF, np.array([3, 0, 3]), 6)
 
 
-def test_a_row_may_say_what_its_words_bring_and_what_always_may_come():
+def test_row_allows_its_candidates_and_the_always_allowed_tokens():
     batch = Batch(np.array([[1, 2], [3, 1]]), np.array([[1, 1], [1, 0]]))  # the last token is padding
     allowed = LIST.allowed_tokens(batch, 6)
     assert [np.flatnonzero(row).tolist() for row in allowed] == [[0, 1, 2, 3, 4], [0, 1, 3, 5]]
 
 
-def test_words_have_the_smallest_type_that_holds_them():
+def test_token_ids_use_the_smallest_sufficient_dtype():
     assert LIST.table.dtype == np.uint16
     assert LIST.always.tolist() == [0, 3]
     assert make_shortlist(TABLE_OF, np.array([0]), 2**16).table.dtype == np.uint16
     assert make_shortlist(TABLE_OF, np.array([0]), 2**16 + 1).table.dtype == np.int32
 
 
-def test_what_was_written_is_read(tmp_path: Path):
+def test_saved_shortlist_is_loaded(tmp_path: Path):
     write_shortlist(LIST, tmp_path)
-    found = read_shortlist(tmp_path, CONFIG)
-    assert found is not None
-    assert np.array_equal(found.table, TABLE_OF)
-    assert found.always.tolist() == [0, 3]
+    shortlist = read_shortlist(tmp_path, CONFIG)
+    assert shortlist is not None
+    assert np.array_equal(shortlist.table, TABLE_OF)
+    assert shortlist.always.tolist() == [0, 3]
 
 
 OTHER = "does-not-fit-model"
 
 
-def test_most_models_have_none(tmp_path: Path):
+def test_models_without_a_shortlist_return_none(tmp_path: Path):
     assert read_shortlist(tmp_path, CONFIG) is None
     assert vocabulary_sizes({"vocab_size": 7}) == (7, 7)
 
@@ -68,14 +68,14 @@ def test_most_models_have_none(tmp_path: Path):
     ({TABLE_TENSOR: TABLE_OF.astype(np.uint16), ALWAYS_TENSOR: np.array([6, 0])}, OTHER, ()),
     ({TABLE_TENSOR: TABLE_OF.astype(np.uint16), ALWAYS_TENSOR: np.array([0])}, OTHER, ()),
 ])  # fmt: skip
-def test_a_list_of_another_model_is_refused(tensors, code, values, tmp_path):
+def test_shortlist_of_another_model_is_refused(tensors, code, values, tmp_path):
     save_file(tensors, tmp_path / SHORTLIST_FILE)
     with raises_code(code, InputError) as caught:
         read_shortlist(tmp_path, CONFIG)
     assert all(value in str(caught.value) for value in values)
 
 
-def test_a_damaged_file_is_an_error_in_words(tmp_path: Path):
+def test_damaged_file_raises_a_readable_error(tmp_path: Path):
     (tmp_path / SHORTLIST_FILE).write_bytes(b"\0" * 20)
     with raises_code("damaged-file", InputError):
         read_shortlist(tmp_path, CONFIG)

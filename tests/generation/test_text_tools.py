@@ -38,32 +38,32 @@ def test_tokenizer_is_opened_once_for_all_threads(tmp_path, monkeypatch):
         return tools.tokenizer
 
     with ThreadPoolExecutor(6) as pool:
-        found = list(pool.map(first, range(6)))
+        tokenizers = list(pool.map(first, range(6)))
     assert opened == [tmp_path]
-    assert all(one is tools.tokenizer for one in found)
+    assert all(tokenizer is tools.tokenizer for tokenizer in tokenizers)
     assert tools.max_input_length == 40
 
 
 @pytest.mark.parametrize("family", ["marian", "t5"])
 @pytest.mark.parametrize(("most", "expected"), [(16, 16), (500, 40), (NO_LIMIT, 40)])
-def test_a_runtime_that_takes_less_sets_the_limit(tmp_path, monkeypatch, family, most, expected):
+def test_runtime_with_a_smaller_limit_sets_the_limit(tmp_path, monkeypatch, family, most, expected):
     """An engine takes so many tokens, also of a T5, which has no table of positions."""
     monkeypatch.setattr(runner_module, "open_tokenizer", lambda folder: SimpleNamespace(model_max_length=40))
     assert TextTools(tmp_path, CONFIG | {"model_type": family}, {}, most).max_input_length == expected
 
 
-def test_settings_are_settled_once_and_not_kept_without_end(tmp_path):
+def test_settings_are_resolved_once_and_cached_with_a_limit(tmp_path):
     tools = _tools(tmp_path)
     runner = SimpleNamespace(
         folder=tmp_path, config=CONFIG | {"is_encoder_decoder": True}, generation_config={"max_new_tokens": 9}
     )
-    found = tools.resolved_generation(GenerationSettings(), runner)
-    assert (found.max_new_tokens, found.start, found.positions) == (9, 3, 48)
-    assert tools.resolved_generation(GenerationSettings(), runner) is found
+    resolved = tools.resolved_generation(GenerationSettings(), runner)
+    assert (resolved.max_new_tokens, resolved.start, resolved.positions) == (9, 3, 48)
+    assert tools.resolved_generation(GenerationSettings(), runner) is resolved
     assert tools.resolved_generation(GenerationSettings(max_new_tokens=4), runner).max_new_tokens == 4
     for most in range(1, 200):
         assert (
             tools.resolved_generation(GenerationSettings(max_new_tokens=most), runner).max_new_tokens == most
         )
     assert len(tools._decodings) == runner_module._MAX_CACHED
-    assert tools.resolved_generation(GenerationSettings(), runner) is found
+    assert tools.resolved_generation(GenerationSettings(), runner) is resolved

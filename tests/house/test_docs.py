@@ -152,9 +152,9 @@ def test_recipe_in_page_is_valid(page: Path, number: int, tmp_path: Path) -> Non
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
         "optional-dependencies"
     ]
-    for entry in recipe.stages:
-        settings_type = load_stage(entry.stage).settings_type
-        settings = settings_type.model_validate_json(json.dumps(entry.settings), strict=True)
+    for stage_entry in recipe.stages:
+        settings_type = load_stage(stage_entry.stage).settings_type
+        settings = settings_type.model_validate_json(json.dumps(stage_entry.settings), strict=True)
         for package in settings.required_packages():
             [extra] = (
                 name for name, needs in extras.items() if name != "dev" and needs[0].startswith(package)
@@ -191,9 +191,9 @@ def test_relative_links_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_to_headings_exist(page: Path) -> None:
-    known = {path: anchors(path.read_text(encoding="utf-8")) for path in PAGES}
+    anchors_by_path = {path: anchors(path.read_text(encoding="utf-8")) for path in PAGES}
     links = anchored_links(page.read_text(encoding="utf-8"), page)
-    assert [(name_of(to), place) for to, place in links if place not in known.get(to, ())] == []
+    assert [(name_of(to), anchor) for to, anchor in links if anchor not in anchors_by_path.get(to, ())] == []
 
 
 def test_pages_and_headings_named_in_sources_exist() -> None:
@@ -201,12 +201,18 @@ def test_pages_and_headings_named_in_sources_exist() -> None:
         path for ending in ("py", "yaml", "txt") for path in ROOT.rglob(f"*.{ending}")
         if not SKIPPED & set(path.relative_to(ROOT).parts)
     ]  # fmt: skip
-    named = {found for path in sources for found in PAGE_IN_SOURCE.findall(path.read_text(encoding="utf-8"))}
-    named -= {("docs/measurements/gpu.md", "")}  # which benchmarks/gpu.sh writes on a machine with a GPU
-    assert {place for _, place in named} > {""}
-    assert [page for page, _ in named if not (ROOT / page).is_file()] == []
+    references = {
+        reference
+        for path in sources
+        for reference in PAGE_IN_SOURCE.findall(path.read_text(encoding="utf-8"))
+    }
+    references -= {("docs/measurements/gpu.md", "")}  # which benchmarks/gpu.sh writes on a machine with a GPU
+    assert {anchor for _, anchor in references} > {""}
+    assert [page for page, _ in references if not (ROOT / page).is_file()] == []
     assert [
-        (page, at) for page, at in named if at and at not in anchors((ROOT / page).read_text("utf-8"))
+        (page, anchor_name)
+        for page, anchor_name in references
+        if anchor_name and anchor_name not in anchors((ROOT / page).read_text("utf-8"))
     ] == []
 
 
@@ -227,11 +233,11 @@ def test_settings_tables_are_up_to_date(page: Path) -> None:
 
 def test_every_settings_class_has_table() -> None:
     assert set(settings_tables.places()) == set(settings_tables.TABLES)
-    listed = {model for name in settings_tables.TABLES for _, _, model in settings_tables.rows(name)}
-    known = {model for model in all_settings(Settings) if model.__module__.startswith("smelt.")}
-    bases = {base for model in known for base in model.__bases__}
-    with_other_defaults = {model for model in known if listed & set(model.__bases__)}
-    assert known - listed - bases - with_other_defaults == set()
+    documented = {model for name in settings_tables.TABLES for _, _, model in settings_tables.rows(name)}
+    models = {model for model in all_settings(Settings) if model.__module__.startswith("smelt.")}
+    bases = {base for model in models for base in model.__bases__}
+    with_other_defaults = {model for model in models if documented & set(model.__bases__)}
+    assert models - documented - bases - with_other_defaults == set()
 
 
 def all_settings(base: type[Settings]) -> Iterator[type[Settings]]:

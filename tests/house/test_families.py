@@ -34,8 +34,8 @@ def named(text: str) -> list[str]:
 
 
 def test_family_names_are_only_in_their_files() -> None:
-    found = {str(path.relative_to(ROOT)): named(path.read_text(encoding="utf-8")) for path in SOURCES}
-    assert {name: lines for name, lines in found.items() if lines} == {}
+    lines_by_name = {str(path.relative_to(ROOT)): named(path.read_text(encoding="utf-8")) for path in SOURCES}
+    assert {name: lines for name, lines in lines_by_name.items() if lines} == {}
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))

@@ -33,16 +33,18 @@ def pinned():
 
 @pytest.mark.parametrize("name", CASES)
 def test_stage_output_equals_golden_values_of_version(name):
-    here = golden.libraries()
-    kept = golden.read_golden()[name]
+    libraries = golden.libraries()
+    entry = golden.read_golden()[name]
     versions = golden.stage_version(CASES[name])
-    assert kept["versions"] == versions, f"golden.json tells of {kept['versions']}: run `make golden`."
-    if here not in kept["libraries"]:
-        assert here != pinned(), f"golden.json knows nothing of {here}: run `make golden`."
-        pytest.skip(f"golden.json knows nothing of {here}")
+    assert entry["versions"] == versions, f"golden.json tells of {entry['versions']}: run `make golden`."
+    if libraries not in entry["libraries"]:
+        assert libraries != pinned(), f"golden.json knows nothing of {libraries}: run `make golden`."
+        pytest.skip(f"golden.json knows nothing of {libraries}")
     now = golden.fingerprint(CASES[name])
-    found = golden.fingerprint_differences(kept["libraries"][here], now, CASES[name].tolerance)
-    assert not found, f"{name}: the result under {versions} became another one. {MEND}\n" + "\n".join(found)
+    differences = golden.fingerprint_differences(entry["libraries"][libraries], now, CASES[name].tolerance)
+    assert not differences, f"{name}: the result under {versions} became another one. {MEND}\n" + "\n".join(
+        differences
+    )
 
 
 # Let this processor compute as an older one does, which adds in another order.
@@ -86,9 +88,9 @@ def test_searches_choose_equally_on_other_processor(name, fingerprints_of_old_pr
 
 
 def test_golden_values_exist_for_pinned_libraries_and_current_cases():
-    kept = golden.read_golden()
-    assert list(kept) == list(CASES)
-    assert all(pinned() in entry["libraries"] for entry in kept.values())
+    golden_entries = golden.read_golden()
+    assert list(golden_entries) == list(CASES)
+    assert all(pinned() in golden_entry["libraries"] for golden_entry in golden_entries.values())
     stages = {case.stage for case in CASES.values()}
     assert stages == set(STAGE_CLASSES) - {"tensorrt"}  # whose engines hold the machine that built them
 
@@ -105,10 +107,10 @@ def test_golden_values_exist_for_pinned_libraries_and_current_cases():
 def test_changed_computation_is_detected(name, settings):
     """Settings stand for what a change of the code would do."""
     case = replace(CASES[name], settings=CASES[name].settings | settings)
-    kept = golden.read_golden()[name]["libraries"].get(golden.libraries())
-    if kept is None:
+    fingerprint = golden.read_golden()[name]["libraries"].get(golden.libraries())
+    if fingerprint is None:
         pytest.skip("golden.json knows nothing of these libraries")
-    assert golden.fingerprint_differences(kept, golden.fingerprint(case), case.tolerance)
+    assert golden.fingerprint_differences(fingerprint, golden.fingerprint(case), case.tolerance)
 
 
 @pytest.fixture
@@ -181,19 +183,19 @@ def test_golden_rewrite_is_rejected_for_unchanged_version(monkeypatch, tmp_path,
     result = {"exact": {"tensors": "1"}, "numbers": {"weight": [1.0, 0.5, -0.5]}}
     file = case_of(monkeypatch, tmp_path, result)
     assert golden.write_golden(["a"]) == 0
-    kept = file.read_text()
+    content = file.read_text()
     result["numbers"]["weight"][1] = 0.501  # within what processors differ by
     assert golden.write_golden(["a"]) == 0
-    assert file.read_text() == kept
+    assert file.read_text() == content
     result["numbers"]["weight"][1] = 0.6
     assert golden.write_golden(["a"]) == 1
-    assert file.read_text() == kept
+    assert file.read_text() == content
     assert "raise the version of the stage" in capsys.readouterr().out
     monkeypatch.setattr(golden, "stage_version", lambda case: "quantize 99")
     assert golden.write_golden(["a"]) == 0
-    entry = json.loads(file.read_text())["a"]
-    assert (entry["versions"], len(entry["libraries"])) == ("quantize 99", 1)
-    assert entry["libraries"][golden.libraries()] == result
+    golden_entry = json.loads(file.read_text())["a"]
+    assert (golden_entry["versions"], len(golden_entry["libraries"])) == ("quantize 99", 1)
+    assert golden_entry["libraries"][golden.libraries()] == result
 
 
 def test_golden_values_of_other_libraries_are_kept(monkeypatch, tmp_path):

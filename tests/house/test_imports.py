@@ -76,8 +76,8 @@ def test_imports_load_no_heavy_packages_and_onnx_loads_only_onnxruntime() -> Non
     assert len(stage_modules()) >= 7
     predict = ["smelt.api.load", "smelt.api.predict", "smelt.runtimes.predict_texts"]
     runtime = ["smelt.runtimes.registry", "smelt.runtimes.onnx_backend"]
-    found = loaded_after(["smelt", "smelt.cli.main", *core], stage_modules(), predict, runtime)
-    assert found == [[], [], [], ["onnxruntime"]]
+    heavy_modules = loaded_after(["smelt", "smelt.cli.main", *core], stage_modules(), predict, runtime)
+    assert heavy_modules == [[], [], [], ["onnxruntime"]]
 
 
 def test_cli_help_does_not_import_pydantic() -> None:
@@ -103,8 +103,10 @@ def repeated_imports(source: str) -> list[str]:
 
 
 def test_functions_do_not_repeat_module_imports() -> None:
-    found = {name: repeated_imports(path.read_text(encoding="utf-8")) for name, path in modules().items()}
-    assert {name: lines for name, lines in found.items() if lines} == {}
+    lines_by_module = {
+        name: repeated_imports(path.read_text(encoding="utf-8")) for name, path in modules().items()
+    }
+    assert {name: lines for name, lines in lines_by_module.items() if lines} == {}
     body = "import a\nfrom b import c\nif a:\n    from b import c, d\ndef f():\n    import a, e\n"
     assert [line.split(",")[0] for line in repeated_imports(body)] == ["4: c", "6: a"]
 
@@ -132,7 +134,7 @@ def test_measuring_imports_no_trainer_and_modules_import_without_extras(tmp_path
 
     Babel, which the recipe of the example model needs, is a tool of the extra "dev" and is there.
     """
-    words, measuring = tiny.write_bert(tmp_path / "words"), [f"smelt.compress.{name}" for name in MEASURING]
+    model, measuring = tiny.write_bert(tmp_path / "words"), [f"smelt.compress.{name}" for name in MEASURING]
     (tmp_path / "out").mkdir()
     names = [name for name in modules() if not name.endswith("__main__")]
     code = (
@@ -147,7 +149,7 @@ def test_measuring_imports_no_trainer_and_modules_import_without_extras(tmp_path
         "from pathlib import Path\n"
         "from smelt.core.files import read_json_object\nfrom smelt.models.new_model import create_model\n"
         f"for name in {measuring!r}: importlib.import_module(name)\n"
-        f"words, out = Path({str(words)!r}), Path({str(tmp_path / 'out')!r})\n"
+        f"words, out = Path({str(model)!r}), Path({str(tmp_path / 'out')!r})\n"
         "config = read_json_object(words / 'config.json')\n"
         "create_model(config, words, out, task='text-classification', seed=1, labels=[], problem=None)\n"
         "trainers = {'peft', 'transformers.trainer', 'transformers.trainer_utils'}\n"

@@ -131,10 +131,10 @@ def test_techniques_import_each_other_without_cycles(trees: dict[Path, ast.AST],
     """The packages and modules of a folder have an order; imports inside of functions count too."""
     imports: dict[str, set[str]] = {}
     for path, tree in trees.items():
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        if parts[0] == folder:
+        components = path.relative_to(ROOT).with_suffix("").parts
+        if components[0] == folder:
             used = {n.split(".")[2] for n in imported(tree) if n.startswith(f"smelt.{folder}.")}
-            imports.setdefault(parts[1], set()).update(used - {parts[1]})
+            imports.setdefault(components[1], set()).update(used - {components[1]})
     list(TopologicalSorter(imports).static_order())  # raises CycleError
 
 

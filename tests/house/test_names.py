@@ -1,5 +1,6 @@
-"""Names are those of the field: pages and recipes use the current ones, and earlier ones are hints alone."""
+"""Names are the field's terms: settings in pages and recipes, locals, test names. American spelling."""
 
+import ast
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -17,6 +18,145 @@ TEXTS = sorted(
     for pattern in ("*.md", "docs/**/*.md", "configs/**/*.yaml", "benchmarks/**/*.yaml", "benchmarks/**/*.md")
     for path in ROOT.glob(pattern)
 )
+
+SOURCES = ("smelt", "compress", "export", "evaluate", "tests", "tools", "benchmarks", "configs")
+
+# what a function must not call its locals and parameters, with the advised names
+BANNED_LOCALS = {
+    "found": "what it holds: matches, layers, scores",
+    "at": "index, position",
+    "place": "path, location, setting",
+    "kept": "kept_heads, num_kept, is_kept",
+    "whole": "full_model, full_output",
+    "word": "token, name, text",
+    "own": "what it belongs to: step_texts, model_config",
+    "given": "inputs, options, paths",
+    "made": "outputs, artifact",
+    "told": "warnings, messages",
+    "gone": "removed",
+    "bad": "invalid_paths",
+    "doubts": "warnings",
+    "fit": "find_grid, dtypes",
+}
+# what no test name contains, with the advised words: a name is condition and result
+BANNED_IN_TEST_NAMES = {
+    **dict.fromkeys(("say", "says", "said", "tell", "tells", "told"), "reports, warns, contains"),
+    **dict.fromkeys(("stay", "stays"), "is kept, is unchanged"),
+    **dict.fromkeys(("goes", "gone"), "is removed"),
+    **dict.fromkeys(("fed", "asked"), "inputs, requested"),
+    **dict.fromkeys(("those", "what", "who", "whose", "whom", "nobody"), "the thing: equal_full_forward"),
+    **dict.fromkeys(("beside", "besides", "behind", "anew"), "next_to, with, after, again"),
+    **dict.fromkeys(("harm", "harms", "hurts", "damage"), "sensitivity, raises_damaged_file"),
+    **dict.fromkeys(("stands", "stood", "lies", "lay"), "is"),
+    **dict.fromkeys(("made", "whole", "twin", "astray"), "outputs, full, reference, diverged"),
+}
+BRITISH = (
+    *(
+        "behaviour",
+        "colour",
+        "favour",
+        "flavour",
+        "harbour",
+        "honour",
+        "humour",
+        "labour",
+        "neighbour",
+        "rumour",
+    ),
+    *("artefact", "centre", "defence", "fibre", "grey", "isation", "judgement", "learnt", "licence", "litre"),
+    *("misspelt", "offence", "theatre", "whilst"),
+    *(f"{stem}l{end}" for stem in ("label", "level", "model", "signal", "travel") for end in ("ed", "ing")),
+    *(
+        f"{stem}s{end}"
+        for end in ("e", "ing")
+        for stem in (
+            *(
+                "analy",
+                "binari",
+                "capitali",
+                "categori",
+                "emphasi",
+                "finali",
+                "generali",
+                "initiali",
+                "lineari",
+            ),
+            *(
+                "locali",
+                "materiali",
+                "maximi",
+                "memori",
+                "minimi",
+                "normali",
+                "optimi",
+                "organi",
+                "paralleli",
+            ),
+            *("penali", "prioriti", "quanti", "randomi", "recogni", "regulari", "seriali", "speciali"),
+            *("standardi", "summari", "synchroni", "tokeni", "utili", "vectori", "visuali"),
+        )
+    ),
+)
+
+
+@cache
+def texts_of(*suffixes: str) -> dict[Path, str]:
+    """The text of every file of the project with one of the suffixes, except this one."""
+    folders = [ROOT / name for name in (*SOURCES, "docs")]
+    paths = [path for folder in folders for path in folder.rglob("*") if path.suffix in suffixes]
+    paths += [path for path in ROOT.iterdir() if path.suffix in suffixes]
+    return {
+        path: path.read_text(encoding="utf-8") for path in sorted(paths) if path != Path(__file__).resolve()
+    }
+
+
+def bound_names(tree: ast.AST) -> Iterator[tuple[int, str | None]]:
+    """The lines and names of parameters, and of what is bound inside of functions."""
+    waiting = [(tree, False)]
+    while waiting:
+        node, is_inside = waiting.pop()
+        if isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif is_inside and isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif is_inside and isinstance(node, ast.FunctionDef | ast.ExceptHandler | ast.MatchAs):
+            yield node.lineno, node.name
+        if isinstance(node, ast.FunctionDef | ast.Lambda | ast.ClassDef):
+            is_inside = not isinstance(node, ast.ClassDef)  # attributes of classes are no locals
+        waiting += [(child, is_inside) for child in ast.iter_child_nodes(node)]
+
+
+def test_functions_bind_no_banned_names() -> None:
+    names = "|".join(BANNED_LOCALS)
+    # parsing every file takes seconds, so only those are parsed that may bind one of the names
+    target = re.compile(rf"(?<![\w.])(?:{names})\s*(?:[:=,)\](]|[-+*/|&]=|in\b)|\b(?:as|def) (?:{names})\b")
+    assert [
+        f"{path.relative_to(ROOT)}:{line}: {name} -> {BANNED_LOCALS[name]}"
+        for path, text in texts_of(".py").items()
+        if target.search(text)
+        for line, name in sorted(set(bound_names(ast.parse(text))))
+        if name in BANNED_LOCALS
+    ] == []
+
+
+def test_test_names_are_condition_and_result() -> None:
+    assert [
+        f"{path.relative_to(ROOT)}: {name}: {part} -> {BANNED_IN_TEST_NAMES[part]}"
+        for path, text in texts_of(".py").items()
+        for name in re.findall(r"^\s*(?:async )?def (test_\w+)", text, re.MULTILINE)
+        for part in name.split("_")
+        if part in BANNED_IN_TEST_NAMES
+    ] == []
+
+
+def test_spelling_is_american() -> None:
+    assert [
+        f"{path.relative_to(ROOT)}: {spelling}"
+        for path, text in texts_of(".py", ".md", ".yaml", ".toml", ".jinja").items()
+        for lower in [text.lower().replace("aria-labelledby", "")]  # HTML's name
+        for spelling in BRITISH
+        if spelling in lower
+    ] == []
 
 
 @cache
@@ -76,16 +216,16 @@ def mappings(text: str) -> Iterator[tuple[str, Any]]:
             continue
 
 
-def unknown(given: Any, models: list[type[BaseModel]]) -> Iterator[str]:
-    """Keys in `given` that no model of `models` has; nested ones too."""
-    if isinstance(given, list):
-        for item in given:
+def unknown(settings: Any, models: list[type[BaseModel]]) -> Iterator[str]:
+    """Keys in `settings` that no model of `models` has; nested ones too."""
+    if isinstance(settings, list):
+        for item in settings:
             yield from unknown(item, models)
-    if not isinstance(given, dict) or not models or set(given) == {"search"}:
+    if not isinstance(settings, dict) or not models or set(settings) == {"search"}:
         return
-    for key, value in given.items():
+    for key, value in settings.items():
         fields = [model.model_fields[key] for model in models if key in model.model_fields]
-        if not fields and all(isinstance(k, str) for k in given):
+        if not fields and all(isinstance(k, str) for k in settings):
             yield str(key)
         yield from unknown(value, [item for info in fields for item in models_in(info.annotation)])
 
@@ -110,18 +250,20 @@ def test_name_hints_refer_to_existing_names() -> None:
     from smelt.data.tasks import ALL_TASKS
     from smelt.pipeline.recipe.validation_errors import OTHER_NAMES
 
-    options = {word for command in main.commands.values() for param in command.params for word in param.opts}
+    options = {
+        option for command in main.commands.values() for param in command.params for option in param.opts
+    }
     infos = [(name, info) for model in every_model() for name, info in model.model_fields.items()]
-    known = {*stage_settings(), *ALL_TASKS, *options, *(name for name, _ in infos)}
-    known |= {value for _, info in infos for value in values_in(info.annotation)}
-    assert {name for names in OTHER_NAMES.values() for name in names} - known == set()
+    known_names = {*stage_settings(), *ALL_TASKS, *options, *(name for name, _ in infos)}
+    known_names |= {value for _, info in infos for value in values_in(info.annotation)}
+    assert {name for names in OTHER_NAMES.values() for name in names} - known_names == set()
 
 
 def test_former_name_suggests_current_name() -> None:
     from smelt.pipeline.recipe.validation_errors import other_name_hint, own_name
 
     settings = stage_settings()
-    for stage, word, name in (
+    for stage, former_name, name in (
         ("prune", "keep", "keep_ratio"),
         ("prune", "what", "targets"),
         ("fp16", "keep", "keep_fp32"),
@@ -132,7 +274,7 @@ def test_former_name_suggests_current_name() -> None:
         ("factorize", "budget", "parameter_budget"),
         ("onnx", "loop", "generation_graph"),
     ):
-        assert word not in settings[stage].model_fields
-        assert own_name(word, settings[stage].model_fields) == name
+        assert former_name not in settings[stage].model_fields
+        assert own_name(former_name, settings[stage].model_fields) == name
     assert other_name_hint("depth", settings) == " 'depth' is called 'drop-layers'."
     assert own_name("keep_ratio", settings["prune"].model_fields) is None

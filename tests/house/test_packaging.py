@@ -48,8 +48,8 @@ def requirement_names(lines: list[str]) -> set[str]:
 
 def test_every_folder_with_python_is_package() -> None:
     files = [path for path in source_files() if path.suffix == ".py"]
-    bare = {folder for path in files for folder in path.parents if ROOT in folder.parents}
-    assert [folder for folder in sorted(bare) if not (folder / "__init__.py").is_file()] == []
+    folders = {folder for path in files for folder in path.parents if ROOT in folder.parents}
+    assert [folder for folder in sorted(folders) if not (folder / "__init__.py").is_file()] == []
 
 
 @pytest.mark.parametrize(

@@ -46,13 +46,15 @@ def rows(page: str, first: str) -> dict[str, list[str]]:
 
 
 def test_scheme_names_are_only_in_their_files() -> None:
-    found = {}
+    names_by_file = {}
     for path in SOURCES:
-        own = {name for name, scheme in SCHEMES.items() if type(scheme).__module__.endswith(f".{path.stem}")}
-        found[name_of(path)] = set(named(path.read_text(encoding="utf-8"))) - (
-            own if path.parent == HOME else set()
+        own_schemes = {
+            name for name, scheme in SCHEMES.items() if type(scheme).__module__.endswith(f".{path.stem}")
+        }
+        names_by_file[name_of(path)] = set(named(path.read_text(encoding="utf-8"))) - (
+            own_schemes if path.parent == HOME else set()
         )
-    assert {name: others for name, others in found.items() if others - TYPES.get(name, set())} == {}
+    assert {name: others for name, others in names_by_file.items() if others - TYPES.get(name, set())} == {}
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -68,8 +70,8 @@ def test_page_has_row_and_section_for_every_scheme(name: str) -> None:
 
 
 def test_option_row_names_its_schemes_and_defaults() -> None:
-    found = {path: setting.description for path, setting, _ in settings_tables.rows("quantize")}
+    descriptions = {path: setting.description for path, setting, _ in settings_tables.rows("quantize")}
     for name, options in schemes_by_option().items():
-        defaults_named = re.findall(r"default (\w+)", found[name])
+        defaults_named = re.findall(r"default (\w+)", descriptions[name])
         assert set(defaults_named) == {format_option_value(option.default) for _, option in options}
-        assert all(scheme.name in found[name] for scheme, _ in options)
+        assert all(scheme.name in descriptions[name] for scheme, _ in options)

@@ -27,9 +27,9 @@ def test_slowest_test_files_exist_and_run_first(pytestconfig: pytest.Config) -> 
 
 def test_harness_rejects_unexpected_exit_codes_and_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nowhere.yaml" in harness.smelt("plan", "nowhere.yaml", code=2).output
-    with pytest.raises(AssertionError) as caught:
+    with pytest.raises(AssertionError) as excinfo:
         harness.smelt("plan", "nowhere.yaml", code=0)
-    assert "nowhere.yaml" in str(caught.value)
+    assert "nowhere.yaml" in str(excinfo.value)
 
     def fail(*_: object) -> None:
         raise ZeroDivisionError("a bug")
@@ -48,9 +48,9 @@ def a_long_failure() -> None:
 
 
 def test_long_failure_is_shortened_to_both_ends() -> None:
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError) as excinfo:
         a_long_failure()
-    lines = pytest_smelt.shorten_failure(caught, ROOT).splitlines()
+    lines = pytest_smelt.shorten_failure(excinfo, ROOT).splitlines()
     assert len(lines) < 40
     assert lines[0] == "RuntimeError: export failed"
     assert {"E   RuntimeError: export failed", "E   row 299", "E   ... 287 lines ..."} <= set(lines)
@@ -61,8 +61,8 @@ def test_files_outside_quick_part_are_not_collected() -> None:
     ignored = [path for path in FILES if pytest_smelt.pytest_ignore_collect(path, config)]
     assert ROOT / "tests" / "pipeline" / "whole" / "test_matrix.py" in ignored
     assert Path(__file__) not in ignored
-    whole = SimpleNamespace(getoption=lambda name: "", rootpath=ROOT)
-    assert not any(pytest_smelt.pytest_ignore_collect(path, whole) for path in FILES)
+    full_config = SimpleNamespace(getoption=lambda name: "", rootpath=ROOT)
+    assert not any(pytest_smelt.pytest_ignore_collect(path, full_config) for path in FILES)
 
 
 def test_sampled_matrix_has_each_row_and_column(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,15 +78,15 @@ def test_sampled_matrix_has_each_row_and_column(monkeypatch: pytest.MonkeyPatch)
 
 def test_make_once_repeats_only_after_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shared_folders, "shared_folder", lambda: tmp_path)
-    made = []
+    folders = []
 
     def make(folder: Path) -> None:
-        made.append(folder)
+        folders.append(folder)
         folder.mkdir()
-        if len(made) == 1:
+        if len(folders) == 1:
             raise OSError("the disk is full")
 
     with pytest.raises(OSError, check=lambda error: error.args == ("the disk is full",)):
         shared_folders.make_once("a b", make)
     assert shared_folders.make_once("a b", make) == shared_folders.make_once("a b", make)
-    assert len(made) == 2
+    assert len(folders) == 2

@@ -36,13 +36,19 @@ def named_tasks(source: str) -> Iterator[str]:
 def test_task_names_are_only_in_task_and_family_files() -> None:
     paths = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
     files = {path.relative_to(ROOT).as_posix(): path for path in paths}
-    found = {
+    problems_by_file = {
         name: problems
         for name, path in files.items()
         if not name.startswith(TASK_FILES) and (problems := list(named_tasks(path.read_text("utf-8"))))
     }
-    assert {name: lines for name, lines in found.items() if not name.startswith(tuple(EXCEPTIONS))} == {}
-    assert [place for place in EXCEPTIONS if not any(name.startswith(place) for name in found)] == []
+    assert {
+        name: lines for name, lines in problems_by_file.items() if not name.startswith(tuple(EXCEPTIONS))
+    } == {}
+    assert [
+        exception
+        for exception in EXCEPTIONS
+        if not any(name.startswith(exception) for name in problems_by_file)
+    ] == []
 
 
 def test_comparison_with_task_name_is_detected() -> None:

@@ -16,7 +16,7 @@ UP = "transformer.h.1.mlp.c_fc.weight"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def model_folders(tmp_path_factory):
     home = tmp_path_factory.mktemp("models")
     return {"gpt2": causal.write_model(home / "gpt2", "gpt2"), "marian": tiny.write_marian(home / "marian")}
 
@@ -32,37 +32,39 @@ def _with(folder: Path, to: Path, **change: float) -> Path:
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-def test_non_finite_weight_is_rejected_with_name(made, value, tmp_path):
-    folder = _with(made["gpt2"], tmp_path / "m", **{UP: float(value)})
+def test_non_finite_weight_is_rejected_with_name(model_folders, value, tmp_path):
+    folder = _with(model_folders["gpt2"], tmp_path / "m", **{UP: float(value)})
     kind = value.strip("-").replace("nan", "NaN")
     with raises_code("non-finite-weights", InputError) as caught:
         require_finite_weights(folder)
     assert all(part in str(caught.value) for part in ("m/model.safetensors", f"'{UP}'", f" {kind} ", "2,048"))
 
 
-def test_other_non_finite_tensors_are_counted(made, tmp_path):
+def test_other_non_finite_tensors_are_counted(model_folders, tmp_path):
     names = [f"transformer.h.{index}.mlp.c_fc.weight" for index in (0, 1)]
-    folder = _with(made["gpt2"], tmp_path / "m", **dict.fromkeys(names, float("nan")))
+    folder = _with(model_folders["gpt2"], tmp_path / "m", **dict.fromkeys(names, float("nan")))
     with raises_code("non-finite-weights", InputError) as caught:
         require_finite_weights(folder)
     assert all(part in str(caught.value) for part in ("2,048", " 1 others"))
 
 
-def test_minus_infinite_logits_bias_is_allowed(made, tmp_path):
-    require_finite_weights(made["marian"])
-    tensors = load_file(made["marian"] / WEIGHTS_FILE)
+def test_minus_infinite_logits_bias_is_allowed(model_folders, tmp_path):
+    require_finite_weights(model_folders["marian"])
+    tensors = load_file(model_folders["marian"] / WEIGHTS_FILE)
     assert "final_logits_bias" in tensors
-    require_finite_weights(_with(made["marian"], tmp_path / "never", final_logits_bias=float("-inf")))
+    require_finite_weights(
+        _with(model_folders["marian"], tmp_path / "never", final_logits_bias=float("-inf"))
+    )
     for value in ("nan", "inf"):  # inf would be a token that is always given
-        folder = _with(made["marian"], tmp_path / value, final_logits_bias=float(value))
+        folder = _with(model_folders["marian"], tmp_path / value, final_logits_bias=float(value))
         with raises_code("non-finite-weights", InputError) as caught:
             require_finite_weights(folder)
         assert "final_logits_bias" in str(caught.value)
         assert value in str(caught.value).casefold()
 
 
-def test_unused_tensors_are_not_checked(made, tmp_path):
-    shutil.copytree(made["gpt2"], tmp_path / "m")
+def test_unused_tensors_are_not_checked(model_folders, tmp_path):
+    shutil.copytree(model_folders["gpt2"], tmp_path / "m")
     tensors = load_file(tmp_path / "m" / WEIGHTS_FILE)
     tensors["transformer.h.0.attn.masked_bias"] = tensors[UP].view(-1)[:1] * float("inf")
     save_file(tensors, tmp_path / "m" / WEIGHTS_FILE, metadata={"format": "pt"})

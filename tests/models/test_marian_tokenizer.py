@@ -48,7 +48,7 @@ def test_ids_equal_transformers(ours, theirs, text):
     assert ours.encode_batch([text], 64).ids == [theirs(text)["input_ids"]]
 
 
-def test_vocabulary_words_that_are_no_pieces_are_known(ours, theirs):
+def test_vocabulary_tokens_without_pieces_are_known(ours, theirs):
     token_id = theirs.encoder[SMILE]
     assert token_id in ours.encode_batch([f"a {SMILE}"], 64).ids[0]
 

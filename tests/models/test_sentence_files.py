@@ -128,7 +128,7 @@ def test_settings_that_may_change_vectors_are_rejected(settings, setting, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("made", "code", "named"),
+    ("options", "code", "named"),
     [
         (
             {"modules": ("Transformer", "Pooling", "Dense", "Normalize")},
@@ -172,9 +172,9 @@ def test_settings_that_may_change_vectors_are_rejected(settings, setting, tmp_pa
         ({"pooling": {"pooling_mode": "cls", "layers": [1, 2]}}, "unsupported-setting", "layers"),
     ],
 )
-def test_unsupported_modules_are_rejected_with_file(made, code, named, tmp_path):
+def test_unsupported_modules_are_rejected_with_file(options, code, named, tmp_path):
     with raises_code(code, InputError) as error:
-        read_sentence_rules(folder(tmp_path, **made))
+        read_sentence_rules(folder(tmp_path, **options))
     assert str(tmp_path) in str(error.value)
     assert named in str(error.value)
 

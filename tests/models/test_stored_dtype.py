@@ -61,12 +61,12 @@ def test_16_bit_model_is_saved_unchanged_and_loads_in_transformers(tmp_path, fam
 
 
 @pytest.mark.parametrize(
-    ("word", "dtype", "stored"),
+    ("dtype_name", "dtype", "stored"),
     [("fp32", torch.float32, HALVES[0]), ("fp16", HALVES[0], torch.float32), ("bf16", HALVES[1], HALVES[0])],
 )
-def test_output_dtype_can_be_set(tmp_path, word, dtype, stored):
+def test_output_dtype_can_be_set(tmp_path, dtype_name, dtype, stored):
     folder = cast(tiny.write_marian(tmp_path / "model"), stored)
-    _, tensors = rewritten(folder, tmp_path / "out", word)
+    _, tensors = rewritten(folder, tmp_path / "out", dtype_name)
     assert {t.dtype for t in tensors.values()} == {dtype}
     assert declared_dtype(tmp_path / "out") == str(dtype).removeprefix("torch.")
 

@@ -12,12 +12,12 @@ from tests.support.expected_errors import raises_code
 @pytest.fixture
 def layer():
     torch.manual_seed(0)
-    found = LowRankCorrectedLinear(quantize_module(nn.Linear(96, 24), "int4"), 3)
-    assert (found.in_features, found.out_features, found.adapter.rank) == (96, 24, 3)
-    return found
+    module = LowRankCorrectedLinear(quantize_module(nn.Linear(96, 24), "int4"), 3)
+    assert (module.in_features, module.out_features, module.adapter.rank) == (96, 24, 3)
+    return module
 
 
-def test_it_is_the_sum_of_codes_and_adapter_with_one_bias(layer):
+def test_output_is_the_sum_of_quantized_layer_and_adapter_with_one_bias(layer):
     x = torch.randn(2, 5, 96)
     weight = layer.adapter.up.weight @ layer.adapter.down.weight
     with torch.inference_mode():
@@ -25,7 +25,7 @@ def test_it_is_the_sum_of_codes_and_adapter_with_one_bias(layer):
     assert [name for name, _ in layer.named_parameters() if "bias" in name] == ["coded.bias"]
 
 
-def test_an_edit_makes_room_for_it_and_a_second_one_another_rank(layer):
+def test_edit_creates_the_adapter_and_a_second_edit_changes_its_rank(layer):
     model = nn.ModuleDict({"a": layer.coded})
     edit = {"op": "adapter", "module": "a", "rank": 3}
     apply_edits(model, [edit, edit | {"rank": 5}])
@@ -41,7 +41,7 @@ def test_an_edit_makes_room_for_it_and_a_second_one_another_rank(layer):
         ("b", 3, TypeError),
     ],
 )
-def test_an_edit_that_cannot_be_is_refused(layer, module, rank, cause):
+def test_invalid_edit_is_refused(layer, module, rank, cause):
     model = nn.ModuleDict({"a": layer.coded, "b": nn.Linear(4, 4)})
     with raises_code("does-not-fit-model", InputError) as caught:
         apply_edits(model, [{"op": "adapter", "module": module, "rank": rank}])

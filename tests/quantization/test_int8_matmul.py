@@ -28,7 +28,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("x", CASES.values(), ids=CASES.keys())
-def test_values_and_grid_are_those_of_the_onnx_operator(x):
+def test_values_and_parameters_equal_the_onnx_operator(x):
     session = ort_session(
         [helper.make_node("DynamicQuantizeLinear", ["x"], ["y", "s", "z"])],
         [("x", TensorProto.FLOAT)],
@@ -44,18 +44,18 @@ def test_values_and_grid_are_those_of_the_onnx_operator(x):
 
 @pytest.mark.parametrize(("rows", "inputs"), [(1, 64), (5, 1024), (33, 3000)])
 @pytest.mark.parametrize("exactly", [True, False])
-def test_sums_of_products_are_exact_for_any_codes(rows, inputs, exactly, monkeypatch):
+def test_sums_are_exact_for_any_quantized_weights(rows, inputs, exactly, monkeypatch):
     if not exactly or not is_int8_matmul_exact():
         monkeypatch.setattr(int8, "is_int8_matmul_exact", lambda: False)
     x = torch.randint(-128, 128, (rows, inputs), dtype=torch.int8, generator=CODES)
     codes = torch.randint(-127, 128, (40, inputs), dtype=torch.int8, generator=CODES)
     x[0], codes[0] = -128, -127  # the largest sum there can be
-    found = int8.int8_matmul(x, codes)
-    assert found.dtype == torch.int32
-    assert torch.equal(found.long(), x.long() @ codes.long().t())
+    sums = int8.int8_matmul(x, codes)
+    assert sums.dtype == torch.int32
+    assert torch.equal(sums.long(), x.long() @ codes.long().t())
 
 
-def test_sums_are_exact_where_torch_has_no_instructions_for_them():
+def test_sums_are_exact_without_int8_instructions():
     """What torch's library does on x86 without VNNI, where it adds pairs of products in 16 bits."""
     code = """
 import torch

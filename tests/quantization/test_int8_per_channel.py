@@ -32,7 +32,7 @@ def layer(scheme="int8-dynamic", outputs=40, seed=0, granularity="tensor", scale
 
 
 @EACH
-def test_codes_and_scale_are_those_of_onnx_runtimes_quantizer(scheme):
+def test_weights_and_scale_equal_the_onnx_runtime_quantizer(scheme):
     torch.manual_seed(0)
     weight = torch.randn(30, 70)
     weight[3] *= 20  # it alone decides the scale
@@ -45,50 +45,50 @@ def test_codes_and_scale_are_those_of_onnx_runtimes_quantizer(scheme):
     assert int(matrix.codes.abs().max(dim=1).values.min()) == 0 < int(matrix.codes[0].abs().max()) < 30
 
 
-def test_a_matrix_of_zeros_has_scale_1():
+def test_zero_matrix_has_scale_1():
     matrix = schemes.rounded_matrix("int8-dynamic", torch.zeros(3, 4), **WHOLE)
     assert matrix.scales.tolist() == [1.0, 1.0, 1.0]
     assert not matrix.codes.any()
 
 
 @EACH
-def test_weights_beyond_a_range_that_was_cut_have_the_outermost_codes(scheme):
+def test_weights_beyond_a_clipped_range_get_the_outermost_levels(scheme):
     codes = find_scheme(scheme).quantize(torch.tensor([[[-200.0, 200.0]]]), {"scales": torch.ones(1, 1)}, {})
     assert codes.tolist() == [[[-127, 127]]]
 
 
 @EACH
-def test_no_row_is_decided_alone_where_all_have_one_scale(scheme):
-    found = find_scheme(scheme)
-    assert not found.is_per_tensor({"granularity": "channel"})
-    assert is_row_independent(found, 48, {"granularity": "channel"})
-    assert not is_row_independent(found, 48, WHOLE)
+def test_rows_are_dependent_if_all_share_one_scale(scheme):
+    definition = find_scheme(scheme)
+    assert not definition.is_per_tensor({"granularity": "channel"})
+    assert is_row_independent(definition, 48, {"granularity": "channel"})
+    assert not is_row_independent(definition, 48, WHOLE)
     assert not schemes.rounded_matrix(scheme, torch.randn(3, 4), **WHOLE).is_row_independent()
 
 
 def scales_in(graph, scheme):
     """The shapes of the scales of all products of a graph."""
-    operator, place = PRODUCTS[scheme]
+    operator, input_index = PRODUCTS[scheme]
     shapes = {tensor.name: list(tensor.dims) for tensor in graph.graph.initializer}
-    return [shapes[node.input[place]] for node in graph.graph.node if node.op_type == operator]
+    return [shapes[node.input[input_index]] for node in graph.graph.node if node.op_type == operator]
 
 
 @needs_vnni
 @EACH
-def test_the_graph_holds_a_scalar_where_all_scales_of_a_product_are_one(scheme):
-    one, other = layer(scheme), layer(scheme, 24, seed=1, scale=3)
-    both, rows = concat_quantized([one, other]), layer(scheme, granularity="channel")
-    same = concat_quantized([one, one])
-    layers, x = [one, both, same, rows], torch.randn(2, 5, 48)
-    assert both.matrix.scales.unique().numel() == 2
+def test_graph_stores_a_scalar_if_all_scales_are_equal(scheme):
+    first, other = layer(scheme), layer(scheme, 24, seed=1, scale=3)
+    joined, rows = concat_quantized([first, other]), layer(scheme, granularity="channel")
+    same = concat_quantized([first, first])
+    layers, x = [first, joined, same, rows], torch.randn(2, 5, 48)
+    assert joined.matrix.scales.unique().numel() == 2
     graph = schemes.export_layers(layers, x)
     assert scales_in(graph, scheme) == [[], [64], [], [40]]
     with torch.inference_mode():
-        for found, got in zip(layers, schemes.run_onnx_runtime(layers, x), strict=True):
-            assert np.abs(found(x).numpy() - got).max() < 1e-5
+        for module, output in zip(layers, schemes.run_onnx_runtime(layers, x), strict=True):
+            assert np.abs(module(x).numpy() - output).max() < 1e-5
 
 
-def test_the_form_of_blocks_repeats_the_scale_and_the_other_node_that_is_timed_has_a_scalar():
+def test_blocked_form_repeats_the_scale_and_the_other_variant_has_a_scalar():
     matrix = layer().matrix
     _, plain = matrix.scheme.variant_node(matrix, "x", "y")
     assert {name: list(tensor.shape) for name, tensor in plain.items()} == {
@@ -119,19 +119,19 @@ class Tied(nn.Module):
 
 @needs_vnni
 @EACH
-def test_a_table_that_is_the_head_too_has_one_scale_in_both_and_an_exact_twin(scheme):
+def test_tied_embedding_has_one_scale_and_an_exact_dequantized_copy(scheme):
     model, ids = Tied(scheme).eval(), torch.tensor([[1, 3, 7]])
     graph = GraphSpec("model", model, (ids,), ["ids"], ["out"], ({1: "length"},))
     with torch.inference_mode():
         expected = model(ids).numpy()
         exact = F.linear(model.words(ids), model.head.matrix.dequantize(), model.head.bias).numpy()
-    made = export_graph(graph, "ort-cpu", 20)
-    expand_placeholders(made)
-    assert scales_in(made, scheme) == [[]]
-    assert [node.op_type for node in made.graph.node].count("Gather") == 1  # of codes, and of no scales
-    assert np.abs(run(made, ids) - expected).max() < 1e-5 * expected.std()
-    assert dequantize_graph(made) == 1
-    assert np.abs(run(made, ids) - exact).max() < 1e-5 * exact.std()
+    onnx_model = export_graph(graph, "ort-cpu", 20)
+    expand_placeholders(onnx_model)
+    assert scales_in(onnx_model, scheme) == [[]]
+    assert [node.op_type for node in onnx_model.graph.node].count("Gather") == 1  # of codes, and of no scales
+    assert np.abs(run(onnx_model, ids) - expected).max() < 1e-5 * expected.std()
+    assert dequantize_graph(onnx_model) == 1
+    assert np.abs(run(onnx_model, ids) - exact).max() < 1e-5 * exact.std()
 
 
 def run(model, ids):
@@ -139,18 +139,18 @@ def run(model, ids):
 
     from smelt.runtimes.onnx_backend import session_options
 
-    given = model.SerializeToString(), session_options()
-    session = onnxruntime.InferenceSession(*given, providers=["CPUExecutionProvider"])
+    session_arguments = model.SerializeToString(), session_options()
+    session = onnxruntime.InferenceSession(*session_arguments, providers=["CPUExecutionProvider"])
     return session.run(None, {"ids": ids.numpy()})[0]
 
 
 @pytest.mark.parametrize("target", ["tensorrt", "openvino"])
-def test_for_others_a_scale_is_said_for_every_channel(target):
+def test_other_targets_get_one_scale_per_channel(target):
     module = nn.Sequential(layer("int8-static"))
     module.attentions = ()
     graph = GraphSpec("model", module, (torch.randn(3, 48),), ["x"], ["y"], ({0: "rows"},))
-    made = export_graph(graph, target, 20)
-    expand_placeholders(made)
-    shapes = {tensor.name: list(tensor.dims) for tensor in made.graph.initializer}
-    given = [n.input[1] for n in made.graph.node if n.op_type == "DequantizeLinear"]
-    assert [40] in [shapes.get(name) for name in given]
+    onnx_model = export_graph(graph, target, 20)
+    expand_placeholders(onnx_model)
+    shapes = {tensor.name: list(tensor.dims) for tensor in onnx_model.graph.initializer}
+    scale_names = [n.input[1] for n in onnx_model.graph.node if n.op_type == "DequantizeLinear"]
+    assert [40] in [shapes.get(name) for name in scale_names]

@@ -18,14 +18,14 @@ from smelt.quantization.groupwise import (
 pytestmark = pytest.mark.quick
 
 
-def test_two_codes_lie_in_a_byte_the_first_in_the_low_half():
+def test_first_of_two_values_is_in_the_low_half_of_a_byte():
     codes = torch.tensor([[1, 2, 15, 0, 7]], dtype=torch.uint8)
     packed = pack_nibbles(codes)
     assert packed.tolist() == [[0x21, 0x0F, 0x07]]
     assert unpack_nibbles(packed)[:, :5].equal(codes)
 
 
-def test_all_codes_survive_packing():
+def test_all_4_bit_values_survive_packing():
     codes = torch.arange(256, dtype=torch.uint8).reshape(16, 16) % 16
     assert unpack_nibbles(pack_nibbles(codes)).equal(codes)
     assert unpack_nibbles_float(pack_nibbles(codes)).equal(codes.float())
@@ -44,7 +44,7 @@ def test_all_bytes_survive_packing():
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
-def test_codes_of_any_width_survive_packing_the_first_in_the_lowest_bits(bits):
+def test_values_of_any_width_survive_packing_with_the_first_in_the_lowest_bits(bits):
     torch.manual_seed(0)
     codes = torch.randint(0, 2**bits, (3, 21), dtype=torch.uint8)
     packed = pack_codes(codes, bits)
@@ -54,7 +54,7 @@ def test_codes_of_any_width_survive_packing_the_first_in_the_lowest_bits(bits):
     assert packed[0, 0] == sum(int(codes[0, i]) << bits * i for i in range(8 // bits))
 
 
-def test_five_ternary_digits_lie_in_a_byte_the_first_the_lowest():
+def test_five_ternary_digits_are_packed_in_a_byte_lowest_first():
     digits = torch.tensor(list(itertools.product(range(3), repeat=5)), dtype=torch.uint8)
     packed = pack_base_n(digits, 3, 5)
     assert sorted(packed.flatten().tolist()) == list(range(243))

@@ -15,7 +15,7 @@ from tests.support.expected_errors import raises_code
 pytestmark = pytest.mark.quick
 
 
-def test_edits_make_room_on_the_meta_device_and_share_codes():
+def test_edits_create_layers_on_the_meta_device_and_share_weights():
     with torch.device("meta"):
         model = nn.ModuleDict(
             {"words": nn.Embedding(10, 8, padding_idx=0), "head": nn.Linear(8, 10, bias=False)}
@@ -40,7 +40,7 @@ def test_unknown_scheme_and_module_are_refused():
     assert "LayerNorm" in str(caught.value)
 
 
-def test_what_was_computed_from_codes_is_forgotten_with_them():
+def test_cached_values_are_cleared_when_weights_are_set():
     matrix = schemes.rounded_matrix("int8-dynamic", torch.rand(3, 4))
     first = matrix.dequantized()
     assert matrix.dequantized() is first
@@ -51,7 +51,7 @@ def test_what_was_computed_from_codes_is_forgotten_with_them():
     assert not matrix.has("columns")
 
 
-def test_codes_that_were_changed_in_place_and_handed_back_are_seen():
+def test_weights_changed_in_place_and_set_again_are_detected():
     matrix = schemes.rounded_matrix("int8-dynamic", torch.rand(3, 4))
     before, decided = matrix.dequantized(), matrix.unpack()
     decided.q_weight.neg_()
@@ -59,7 +59,7 @@ def test_codes_that_were_changed_in_place_and_handed_back_are_seen():
     assert matrix.dequantized().equal(-before)
 
 
-def test_loaded_codes_take_the_place_of_what_was_computed():
+def test_loaded_weights_replace_cached_values():
     matrix, other = (schemes.rounded_matrix("int4", torch.randn(3, 64)) for _ in range(2))
     matrix.dequantized()
     matrix.load_state_dict(other.state_dict(), assign=True)
@@ -67,14 +67,14 @@ def test_loaded_codes_take_the_place_of_what_was_computed():
 
 
 @pytest.mark.parametrize("first", ["product", "lookup"])
-def test_the_graphs_constants_are_in_one_order_whoever_asks_first(first):
+def test_graph_constants_are_in_a_fixed_order(first):
     matrix = schemes.rounded_matrix("int8-dynamic", torch.rand(3, 4))
     for use in (first, "product", "lookup"):
         matrix.prepare_export(use)
     assert [name for name, _ in matrix.named_buffers()] == ["columns", "lookup"]
 
 
-def test_types_in_files_are_those_of_the_scheme():
+def test_file_dtypes_equal_scheme_dtypes():
     model = nn.ModuleDict(
         {name: schemes.rounded_matrix(name, torch.randn(4, 128)) for name in ("int8-dynamic", "int4")}
     )
@@ -87,14 +87,14 @@ def test_types_in_files_are_those_of_the_scheme():
     assert quantized_bytes(model) == 4 * 128 + 4 * 4 + 4 * 64 + 4 * 2 * 2
 
 
-def test_matrices_with_something_that_is_not_by_row_are_joined_where_it_is_equal():
+def test_matrices_with_per_tensor_values_are_joined_only_if_these_are_equal():
     weight = torch.randn(4, 8)
-    one, equal, other = (schemes.per_tensor(w) for w in (weight, weight.flip(0), 2 * weight))
-    assert not one.matrix.is_row_independent()
+    first, equal, other = (schemes.per_tensor(w) for w in (weight, weight.flip(0), 2 * weight))
+    assert not first.matrix.is_row_independent()
     x = torch.randn(3, 8)
-    whole = concat_quantized([one, equal])
-    assert whole(x).allclose(torch.cat([one(x), equal(x)], dim=1), atol=1e-5)
-    assert concat_quantized([one, other]) is None
+    joined = concat_quantized([first, equal])
+    assert joined(x).allclose(torch.cat([first(x), equal(x)], dim=1), atol=1e-5)
+    assert concat_quantized([first, other]) is None
 
 
 def test_layers_of_different_options_or_schemes_are_not_joined():
@@ -108,25 +108,25 @@ def test_layers_of_different_options_or_schemes_are_not_joined():
 
 
 @pytest.mark.parametrize(("scheme", "options"), schemes.SCHEME_CASES, ids=schemes.SCHEME_IDS)
-def test_the_gradient_through_a_product_is_that_of_the_dequantized_layer(scheme, options):
+def test_matmul_gradient_equals_that_of_the_dequantized_layer(scheme, options):
     torch.manual_seed(0)
     layer = schemes.with_activation_range(nn.Linear(200, 24), scheme, options)
-    whole = nn.Linear(200, 24)
-    whole.weight.data, whole.bias.data = layer.matrix.dequantize(), layer.bias.data.clone()
+    linear = nn.Linear(200, 24)
+    linear.weight.data, linear.bias.data = layer.matrix.dequantize(), layer.bias.data.clone()
     layer.bias.requires_grad_(True)
     x, gradient = torch.randn(3, 5, 200), torch.randn(3, 5, 24)
-    ours, theirs = (x.clone().requires_grad_(True) for _ in range(2))
-    out = layer(ours)
+    quantized_input, reference_input = (x.clone().requires_grad_(True) for _ in range(2))
+    out = layer(quantized_input)
     out.backward(gradient)
-    whole(theirs).backward(gradient)
-    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(layer.bias.grad, whole.bias.grad, rtol=1e-5, atol=1e-5)
+    linear(reference_input).backward(gradient)
+    torch.testing.assert_close(quantized_input.grad, reference_input.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer.bias.grad, linear.bias.grad, rtol=1e-5, atol=1e-5)
     with torch.inference_mode():
         assert layer(x).equal(out)  # forwards it computes what it always does
 
 
 @pytest.mark.parametrize("scheme", ["int4", "int8-dynamic", "bnb-nf4", "bnb-int8"])
-def test_a_product_under_autocast_has_a_gradient_in_the_type_of_its_input(scheme):
+def test_gradient_under_autocast_has_the_input_dtype(scheme):
     torch.manual_seed(0)
     layer = schemes.with_activation_range(nn.Linear(128, 24), scheme)
     x = torch.randn(4, 128, dtype=torch.bfloat16).requires_grad_(True)
@@ -139,15 +139,15 @@ def test_a_product_under_autocast_has_a_gradient_in_the_type_of_its_input(scheme
 
 
 @pytest.mark.parametrize("scheme", [name for name, one in SCHEMES.items() if not one.packages])
-def test_large_matrices_in_parts_of_their_rows_equal_the_whole(scheme, monkeypatch):
+def test_large_matrices_processed_in_row_chunks_equal_one_pass(scheme, monkeypatch):
     weight = torch.randn(21, 128, generator=torch.Generator().manual_seed(0))
-    whole = schemes.rounded_matrix(scheme, weight)
+    full = schemes.rounded_matrix(scheme, weight)
     for module, name in ((plan_layers, "_ROUNDED_AT_ONCE"), (layers, "_WEIGHTS_AT_ONCE")):
         monkeypatch.setattr(module, name, 4 * 128)
-    parts = schemes.rounded_matrix(scheme, weight)
-    stored = dict(parts.named_parameters())
-    assert all(torch.equal(tensor, stored[name]) for name, tensor in whole.named_parameters())
-    assert torch.equal(parts.dequantize(), layers._values(whole.scheme, whole, 128))
+    chunked = schemes.rounded_matrix(scheme, weight)
+    stored = dict(chunked.named_parameters())
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in full.named_parameters())
+    assert torch.equal(chunked.dequantize(), layers._values(full.scheme, full, 128))
 
 
 @pytest.mark.parametrize("limit", [0, 4 * 3 * 4])

@@ -35,26 +35,26 @@ def weights(rows=6, width=200):
 
 
 @EACH
-def test_ends_are_the_outermost_values_in_scales(scheme, options):
+def test_code_range_is_the_outermost_values_in_scales(scheme, options):
     """Where a scheme has them, and so can learn its scales: values far out become them, and no others do."""
     matrix = schemes.rounded_matrix(scheme, weights(), **options)
-    found, grid = matrix.scheme, matrix.unpack().qparams
-    ends = found.code_range(grid, matrix.options)
-    assert found.learnable_scales == (ends is not None)
-    if ends is None:
+    definition, grid = matrix.scheme, matrix.unpack().qparams
+    code_range = definition.code_range(grid, matrix.options)
+    assert definition.learnable_scales == (code_range is not None)
+    if code_range is None:
         return
     scales = grid["scales"][..., None]
-    size = found.group_size(matrix.width, matrix.options)
-    far = 1000 * scales.sign() * torch.tensor([-1.0, 1.0]).repeat(size // 2)
-    values = found.dequantize(found.quantize(far, grid, matrix.options), grid, matrix.options)
-    low, high = (torch.as_tensor(end).expand(*scales.shape[:2], 1) for end in ends)
-    there = (scales != 0).expand_as(values)
+    size = definition.group_size(matrix.width, matrix.options)
+    outliers = 1000 * scales.sign() * torch.tensor([-1.0, 1.0]).repeat(size // 2)
+    values = definition.dequantize(definition.quantize(outliers, grid, matrix.options), grid, matrix.options)
+    low, high = (torch.as_tensor(bound).expand(*scales.shape[:2], 1) for bound in code_range)
+    nonzero = (scales != 0).expand_as(values)
     expected = torch.cat([low, high], dim=-1).repeat(1, 1, size // 2) * scales
-    assert values[there].allclose(expected[there])
+    assert values[nonzero].allclose(expected[nonzero])
 
 
 @EACH
-def test_tensors_are_as_the_storage_says(scheme, options):
+def test_tensors_match_the_declared_storage(scheme, options):
     matrix = schemes.rounded_matrix(scheme, weights(), **options)
     storage = SCHEMES[scheme].stored_tensors(6, 200, options)
     assert {n: (tuple(p.shape), str(p.dtype)) for n, p in matrix.named_parameters()} == {
@@ -65,23 +65,24 @@ def test_tensors_are_as_the_storage_says(scheme, options):
 
 
 @EACH
-def test_codes_and_grid_survive_packing(scheme, options):
+def test_quantized_weights_and_parameters_survive_packing(scheme, options):
     decided = round_to_nearest(weights(), SCHEMES[scheme], options)
-    found = schemes.rounded_matrix(scheme, weights(), **options).unpack()
-    assert found.q_weight.equal(decided.q_weight)
-    assert found.q_weight.dtype == decided.q_weight.dtype
+    unpacked = schemes.rounded_matrix(scheme, weights(), **options).unpack()
+    assert unpacked.q_weight.equal(decided.q_weight)
+    assert unpacked.q_weight.dtype == decided.q_weight.dtype
     # what a grid has besides (a threshold) decided codes, and their values can do without it
-    assert {n: t.tolist() for n, t in found.qparams.items()} == {
-        n: decided.qparams[n].tolist() for n in found.qparams
+    assert {n: t.tolist() for n, t in unpacked.qparams.items()} == {
+        n: decided.qparams[n].tolist() for n in unpacked.qparams
     }
     values = [
-        SCHEMES[scheme].dequantize(found.q_weight, grid, options) for grid in (found.qparams, decided.qparams)
+        SCHEMES[scheme].dequantize(unpacked.q_weight, grid, options)
+        for grid in (unpacked.qparams, decided.qparams)
     ]
     assert values[0].equal(values[1])
 
 
 @EACH
-def test_storing_in_the_files_types_loses_nothing(scheme, options):
+def test_storing_in_the_file_dtypes_is_lossless(scheme, options):
     matrix = schemes.rounded_matrix(scheme, weights(), **options)
     for name, stored in SCHEMES[scheme].stored_tensors(6, 200, options).items():
         tensor = matrix.tensor(name)
@@ -90,39 +91,39 @@ def test_storing_in_the_files_types_loses_nothing(scheme, options):
 
 
 @EACH
-def test_values_are_coded_as_themselves(scheme, options):
+def test_dequantized_values_are_quantized_to_themselves(scheme, options):
     """Rounding what codes stand for, on the grid that they stand on, gives the same codes."""
-    found, matrix = SCHEMES[scheme], schemes.rounded_matrix(scheme, weights(), **options)
+    definition, matrix = SCHEMES[scheme], schemes.rounded_matrix(scheme, weights(), **options)
     codes, grid = matrix.unpack()
-    again = found.quantize(found.dequantize(codes, grid, options), grid, options)
-    assert found.dequantize(again, grid, options).equal(found.dequantize(codes, grid, options))
+    again = definition.quantize(definition.dequantize(codes, grid, options), grid, options)
+    assert definition.dequantize(again, grid, options).equal(definition.dequantize(codes, grid, options))
 
 
 @EACH
-def test_a_group_is_fitted_alone_as_among_others(scheme, options):
+def test_group_is_quantized_independently_of_the_others(scheme, options):
     """What methods that go through the columns rely on."""
-    found, weight = SCHEMES[scheme], weights()
-    size = found.group_size(200, options)
-    whole = round_to_nearest(weight, found, options).qparams
-    for at, start in enumerate(range(0, 200, size)):
-        part = round_to_nearest(weight[:, start : start + size], found, options).qparams
-        for name, tensor in part.items():
-            assert tensor.equal(whole[name][:, at : at + 1])
+    definition, weight = SCHEMES[scheme], weights()
+    size = definition.group_size(200, options)
+    full_parameters = round_to_nearest(weight, definition, options).qparams
+    for group, start in enumerate(range(0, 200, size)):
+        group_parameters = round_to_nearest(weight[:, start : start + size], definition, options).qparams
+        for name, tensor in group_parameters.items():
+            assert tensor.equal(full_parameters[name][:, group : group + 1])
 
 
 @EACH
-def test_products_are_those_of_the_values_but_for_rounded_activations(scheme, options):
+def test_matmul_equals_that_of_dequantized_weights_up_to_activation_rounding(scheme, options):
     layer = schemes.with_activation_range(nn.Linear(200, 6), scheme, options)
     x = torch.randn(3, 5, 200)
     with torch.inference_mode():
-        got, exact = layer(x), F.linear(x, layer.matrix.dequantize(), layer.bias)
-    off = (got - exact).abs().mean() / exact.std()
+        actual, exact = layer(x), F.linear(x, layer.matrix.dequantize(), layer.bias)
+    off = (actual - exact).abs().mean() / exact.std()
     assert off < (0.05 if SCHEMES[scheme].quantizes_activations(options) else 1e-6)
-    assert got.shape == (3, 5, 6)
+    assert actual.shape == (3, 5, 6)
 
 
 @pytest.mark.parametrize(("scheme", "options"), TABLES)
-def test_lookups_are_rows_of_the_values(scheme, options):
+def test_embedding_lookups_are_rows_of_the_dequantized_weights(scheme, options):
     table = nn.Embedding(12, 40, padding_idx=3)
     layer = quantize_module(table, scheme, options)
     ids = torch.tensor([[3, 0, 11], [7, 7, 1]])
@@ -131,19 +132,19 @@ def test_lookups_are_rows_of_the_values(scheme, options):
 
 
 @EACH
-def test_a_file_has_the_bits_per_weight_that_are_told(scheme, options):
+def test_file_has_the_documented_bits_per_weight(scheme, options):
     from smelt.models.empty_model import quantized_bytes
 
     width = 1024
     matrix = nn.ModuleList([schemes.rounded_matrix(scheme, weights(4, width), **options)])
     storage = SCHEMES[scheme].stored_tensors(4, width, options).values()
-    once = sum(stored_bytes(stored) for stored in storage if stored.calibrated)
-    found = 8 * (quantized_bytes(matrix) - once)
-    assert found == bits_per_weight(SCHEMES[scheme], options, width) * 4 * width
+    constant_bytes = sum(stored_bytes(stored) for stored in storage if stored.calibrated)
+    bits = 8 * (quantized_bytes(matrix) - constant_bytes)
+    assert bits == bits_per_weight(SCHEMES[scheme], options, width) * 4 * width
 
 
 @EACH
-def test_layers_of_one_input_become_one_product(scheme, options):
+def test_layers_with_the_same_input_become_one_matmul(scheme, options):
     parts = [schemes.with_activation_range(nn.Linear(64, n, bias=n != 8), scheme, options) for n in (8, 12)]
     x = torch.randn(2, 64)
     with torch.inference_mode():
@@ -175,7 +176,7 @@ class Both(nn.Module):
         if t not in ("ort-cuda", *GRAPH_TARGETS)
     ],
 )
-def test_the_graph_computes_what_torch_does_and_its_exact_form_what_the_values_do(scheme, target):
+def test_graph_equals_torch_and_its_dequantized_copy_the_dequantized_weights(scheme, target):
     torch.manual_seed(0)
     only = SCHEMES[scheme].required_options.get(target, {})
     options = default_options(SCHEMES[scheme]) | {name: values[0] for name, values in only.items()}
@@ -185,16 +186,16 @@ def test_the_graph_computes_what_torch_does_and_its_exact_form_what_the_values_d
         rows = model.words(ids)
         expected = model.head(rows).numpy()
         exact = F.linear(rows, model.head.matrix.dequantize(), model.head.bias).numpy()
-    made = export_graph(graph, target, max(20, SCHEMES[scheme].min_opset.get(target, 0)))
-    expand_placeholders(made)
+    onnx_model = export_graph(graph, target, max(20, SCHEMES[scheme].min_opset.get(target, 0)))
+    expand_placeholders(onnx_model)
     explicit = {"QuantizeLinear", "DequantizeLinear"} if target != "ort-cpu" else set()
-    assert {n.op_type for n in made.graph.node} & (explicit or set(SCHEMES[scheme].operators))
+    assert {n.op_type for n in onnx_model.graph.node} & (explicit or set(SCHEMES[scheme].operators))
     # where the runtime rounds activations, as OpenVINO does, its own test shows that it does
-    by_runtime = any(entry.key == ACTIVATION_BLOCKS for entry in made.metadata_props)
+    by_runtime = any(entry.key == ACTIVATION_BLOCKS for entry in onnx_model.metadata_props)
     reference = exact if by_runtime else expected
-    assert np.abs(run(made, ids) - reference).max() < 1e-5 * reference.std()
-    assert dequantize_graph(made) == (0 if by_runtime or "accuracy_level" in only else 1)
-    assert np.abs(run(made, ids) - exact).max() < 1e-5 * exact.std()
+    assert np.abs(run(onnx_model, ids) - reference).max() < 1e-5 * reference.std()
+    assert dequantize_graph(onnx_model) == (0 if by_runtime or "accuracy_level" in only else 1)
+    assert np.abs(run(onnx_model, ids) - exact).max() < 1e-5 * exact.std()
 
 
 def run(model, ids):

@@ -9,7 +9,7 @@ from smelt.quantization.layers import QuantizedLinear, SplitLinear, make_split_l
 from tests.support.expected_errors import raises_code
 
 
-def test_it_adds_up_and_has_one_bias():
+def test_split_layers_sum_to_the_original_with_one_bias():
     torch.manual_seed(0)
     split = make_split_linear(nn.Linear(6, 4))
     assert (split.in_features, split.out_features, split.weight) == (6, 4, None)
@@ -20,7 +20,7 @@ def test_it_adds_up_and_has_one_bias():
     assert make_split_linear(nn.Linear(6, 4, bias=False)).first.bias is None
 
 
-def test_its_edit_makes_room_for_two_layers_that_can_be_coded():
+def test_edit_creates_two_quantizable_layers():
     model = nn.Module()
     with torch.device("meta"):
         model.a, model.b = nn.Linear(32, 8), nn.Embedding(4, 4)

@@ -102,7 +102,7 @@ class ThreeProducts(nn.Module):
         return y @ y.transpose(1, 2)
 
 
-def test_scheme_of_standard_operators_owns_its_product_alone_and_equals_torch(monkeypatch):
+def test_standard_operators_are_matched_to_their_own_matmul_and_equal_torch(monkeypatch):
     import onnxruntime
 
     monkeypatch.setitem(SCHEMES, NAME, Float8())
@@ -110,16 +110,20 @@ def test_scheme_of_standard_operators_owns_its_product_alone_and_equals_torch(mo
     model, x = ThreeProducts().eval(), torch.randn(1, 5, 64)
     with torch.inference_mode():
         expected = model(x).numpy()
-    made = export_graph(GraphSpec("model", model, (x,), ["x"], ["out"], ({1: "length"},)), "ort-cpu", 20)
-    assert expand_placeholders(made) == 2
-    graph = QuantizedGraph(made.graph)
-    owned = [node for node in made.graph.node if owner_of_operator(node, graph)]
+    onnx_model = export_graph(
+        GraphSpec("model", model, (x,), ["x"], ["out"], ({1: "length"},)), "ort-cpu", 20
+    )
+    assert expand_placeholders(onnx_model) == 2
+    graph = QuantizedGraph(onnx_model.graph)
+    owned = [node for node in onnx_model.graph.node if owner_of_operator(node, graph)]
     assert [node.op_type for node in owned] == ["MatMul", "MatMul"]
-    assert sum(node.op_type == "MatMul" for node in made.graph.node) == 3
-    read = {name for node in made.graph.node for name in node.input}
-    assert {tensor.name for tensor in made.graph.initializer} <= read
+    assert sum(node.op_type == "MatMul" for node in onnx_model.graph.node) == 3
+    used_names = {name for node in onnx_model.graph.node for name in node.input}
+    assert {tensor.name for tensor in onnx_model.graph.initializer} <= used_names
     for _ in range(2):
-        session = onnxruntime.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(
+            onnx_model.SerializeToString(), providers=["CPUExecutionProvider"]
+        )
         (out,) = session.run(None, {"x": x.numpy()})
         assert np.abs(out - expected).max() < 1e-5 * expected.std()
-        dequantize_graph(made)
+        dequantize_graph(onnx_model)

@@ -31,7 +31,7 @@ def model():
 
 
 @pytest.mark.parametrize("types", [None, np.array([[0, 1, 1], [0, 1, 0]])])
-def test_texts_are_of_one_type_when_none_is_told(model, types):
+def test_single_texts_have_token_type_zero_by_default(model, types):
     expected = np.zeros_like(IDS) if types is None else types
     np.testing.assert_array_equal(model.forward(Batch(IDS, MASK, types)), [IDS, MASK, expected])
 
@@ -41,6 +41,6 @@ def test_texts_are_of_one_type_when_none_is_told(model, types):
     lambda model: model.decode_step(None, IDS[:, 0]),
     lambda model: model.reorder_cache(None, IDS[:, 0]),
 ])  # fmt: skip
-def test_classifier_generates_no_text(model, ask):
+def test_classifier_does_not_generate_text(model, ask):
     with raises_code("does-not-generate", InputError):
         ask(model)

@@ -36,24 +36,24 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-def test_auto_takes_cuda_where_torch_sees_one(gpu):
+def test_auto_selects_cuda_if_torch_has_it(gpu):
     assert [torch_device(w) for w in ("auto", "cpu", "cuda")] == ["cuda", "cpu", "cuda"]
 
 
-def test_auto_takes_the_cpu_where_there_is_no_gpu_and_cuda_is_refused(no_gpu):
+def test_auto_selects_the_cpu_without_a_gpu_and_cuda_is_refused(no_gpu):
     assert torch_device("auto") == torch_device("cpu") == "cpu"
     with raises_code("no-gpu", InputError):
         torch_device("cuda")
 
 
-def test_only_graphs_for_ort_cuda_leave_the_cpu(gpu):
+def test_only_graphs_for_ort_cuda_run_outside_the_cpu(gpu):
     assert [onnx_device(w, "ort-cuda") for w in ("auto", "cpu", "cuda")] == ["cuda", "cpu", "cuda"]
     assert {onnx_device(w, t) for w in ("auto", "cpu", "cuda") for t in ("ort-cpu", "tensorrt", None)} == {
         "cpu"
     }
 
 
-def test_graphs_for_cuda_stay_on_the_cpu_where_the_driver_sees_no_device(gpu, monkeypatch):
+def test_cuda_graphs_run_on_the_cpu_if_the_driver_has_no_device(gpu, monkeypatch):
     monkeypatch.setattr(places, "cuda_device_count", lambda: 0)
     assert onnx_device("auto", "ort-cuda") == "cpu"
     with raises_code("no-cuda-provider", MissingDependencyError):
@@ -61,7 +61,7 @@ def test_graphs_for_cuda_stay_on_the_cpu_where_the_driver_sees_no_device(gpu, mo
 
 
 @pytest.mark.parametrize(("init", "asked", "expected"), [(0, 0, 2), (100, 0, 0), (0, 3, 0)])
-def test_devices_are_those_that_the_driver_counts(monkeypatch, init, asked, expected):
+def test_device_count_equals_driver_count(monkeypatch, init, asked, expected):
     class Driver:
         def __init__(self, name):
             assert name == "libcuda.so.1"
@@ -69,8 +69,8 @@ def test_devices_are_those_that_the_driver_counts(monkeypatch, init, asked, expe
         def cuInit(self, flags):  # noqa: N802
             return init
 
-        def cuDeviceGetCount(self, place):  # noqa: N802
-            place._obj.value = 2
+        def cuDeviceGetCount(self, pointer):  # noqa: N802
+            pointer._obj.value = 2
             return asked
 
     monkeypatch.setattr(places.sys, "platform", "linux")
@@ -78,7 +78,7 @@ def test_devices_are_those_that_the_driver_counts(monkeypatch, init, asked, expe
     assert places.cuda_device_count() == expected
 
 
-def test_there_is_no_device_where_there_is_no_driver(monkeypatch):
+def test_missing_driver_means_no_device(monkeypatch):
     def missing(name):
         raise OSError(f"{name}: cannot open shared object file")
 
@@ -86,7 +86,7 @@ def test_there_is_no_device_where_there_is_no_driver(monkeypatch):
     assert places.cuda_device_count() == 0
 
 
-def test_a_missing_provider_is_named_with_its_remedy(gpu, monkeypatch):
+def test_missing_provider_error_names_the_remedy(gpu, monkeypatch):
     import onnxruntime
 
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
@@ -95,7 +95,7 @@ def test_a_missing_provider_is_named_with_its_remedy(gpu, monkeypatch):
         onnx_device("cuda", "ort-cuda")
 
 
-def test_a_gpu_without_cuda_libraries_means_the_cpu_and_says_why(gpu, monkeypatch):
+def test_gpu_without_cuda_libraries_falls_back_to_the_cpu_with_a_reason(gpu, monkeypatch):
     monkeypatch.setattr(places, "cuda_provider_loads", lambda: False)
     with pytest.warns(DeviceWarning):
         assert onnx_device("auto", "ort-cuda") == "cpu"
@@ -103,30 +103,30 @@ def test_a_gpu_without_cuda_libraries_means_the_cpu_and_says_why(gpu, monkeypatc
     assert onnx_device("cpu", "ort-cuda") == "cpu"
 
 
-def test_the_cuda_provider_is_tried_on_a_graph():
+def test_cuda_provider_is_tested_on_a_graph():
     """No CUDA here, so the provider that is listed does not load; ONNX Runtime goes on without it."""
     assert places.cuda_provider_loads() is (places.cuda_device_count() > 0)
 
 
 @pytest.mark.parametrize("tf32", [False, True])
-def test_products_are_in_tf32_only_where_that_is_asked_for(monkeypatch, tmp_path, tf32):
+def test_tf32_is_used_only_if_requested(monkeypatch, tmp_path, tf32):
     import onnxruntime
 
-    seen = {}
+    settings = {}
 
     class Session:
         def __init__(self, path, options, providers, **more):
-            seen["providers"] = providers
+            settings["providers"] = providers
 
         def get_providers(self):
             return ["CUDAExecutionProvider"]
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
     open_onnx_session(tmp_path / "model.onnx", device="cuda", **({"tf32": True} if tf32 else {}))
-    assert seen["providers"][0] == ("CUDAExecutionProvider", {"use_tf32": "1" if tf32 else "0"})
+    assert settings["providers"][0] == ("CUDAExecutionProvider", {"use_tf32": "1" if tf32 else "0"})
 
 
-def test_a_session_that_lost_its_provider_is_an_error(monkeypatch, tmp_path):
+def test_session_that_lost_its_provider_is_an_error(monkeypatch, tmp_path):
     """ONNX Runtime goes on without a provider whose libraries do not load; that would be the wrong device."""
     import onnxruntime
 
@@ -163,7 +163,7 @@ def test_torch_moves_model_and_inputs_to_the_device(tmp_path, monkeypatch):
     )
 
 
-def test_int8_layers_stay_on_the_cpu(tmp_path, gpu):
+def test_int8_layers_are_kept_on_the_cpu(tmp_path, gpu):
     from smelt.pipeline.recipe.stages import load_stage
 
     quantize = load_stage("quantize")
@@ -175,7 +175,7 @@ def test_int8_layers_stay_on_the_cpu(tmp_path, gpu):
         assert runner.device == "cpu"
 
 
-def test_a_recipe_that_asks_for_cuda_is_refused_where_there_is_none(tmp_path, monkeypatch):
+def test_recipe_requiring_cuda_is_refused_without_it(tmp_path, monkeypatch):
     from smelt.pipeline.plan.load_plan import load_plan
 
     monkeypatch.setattr(machine, "has_cuda", lambda: False)
@@ -187,11 +187,11 @@ def test_a_recipe_that_asks_for_cuda_is_refused_where_there_is_none(tmp_path, mo
     )
     with raises_code("no-gpu", InputError) as caught:
         load_plan(recipe)
-    assert [(one.setting, one.line) for one in caught.value.messages] == [("device", 5)]
+    assert [(message.setting, message.line) for message in caught.value.messages] == [("device", 5)]
 
 
 @pytest.mark.quick
-def test_a_cpu_build_of_torch_is_named_where_there_is_a_gpu(monkeypatch):
+def test_cpu_build_of_torch_is_reported_on_a_gpu_machine(monkeypatch):
     monkeypatch.setattr(machine, "has_cuda", lambda: True)
     monkeypatch.setattr(machine, "version", lambda name: "2.13.0+cpu")
     assert "2.13.0+cpu" in (machine.cuda_missing_reason() or "")
@@ -199,7 +199,7 @@ def test_a_cpu_build_of_torch_is_named_where_there_is_a_gpu(monkeypatch):
     assert machine.cuda_missing_reason() is None
 
 
-def test_training_is_told_the_device(tmp_path):
+def test_training_gets_the_device(tmp_path):
     from smelt.compress.finetune import Finetune, FinetuneSettings
     from smelt.training.settings import TrainingSettings
     from smelt.training.trainer import _training_arguments
@@ -222,7 +222,7 @@ def test_training_is_told_the_device(tmp_path):
 
 @pytest.mark.parametrize("command", [["predict", "x"], ["eval", "--data", "d.jsonl"], ["bench"]])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_commands_refuse_cuda_where_there_is_none(tmp_path, monkeypatch, command):
+def test_commands_refuse_cuda_without_a_gpu(tmp_path, monkeypatch, command):
 
     from smelt.core.artifact import Manifest
     from smelt.core.store import Store
@@ -239,16 +239,16 @@ def test_commands_refuse_cuda_where_there_is_none(tmp_path, monkeypatch, command
             "settings": {},
             "seed": 0,
         }
-        made = store.commit(folder, Manifest(key="0" * 64, parent=None, versions={}, **values))
-    name, *rest = command
-    done = harness.smelt(name, made.path, *rest, "--device", "cuda")
+        artifact = store.commit(folder, Manifest(key="0" * 64, parent=None, versions={}, **values))
+    name, *arguments = command
+    done = harness.smelt(name, artifact.path, *arguments, "--device", "cuda")
     assert done.exit_code == 2, done.output
     assert "error[no-gpu]: " in done.output
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_computes_what_the_cpu_computes(tmp_path):
+def test_gpu_outputs_equal_cpu_outputs(tmp_path):
     from smelt.generation.config import GenerationSettings
     from smelt.runtimes.predict_texts import generate_texts
 
@@ -264,7 +264,7 @@ def test_a_gpu_computes_what_the_cpu_computes(tmp_path):
 @pytest.mark.parametrize(
     ("code", "out", "gain"), [(0, "1.75\n", 1.75), (-4, "", 0.0), (1, "", 0.0), (0, "odd\n", 0.0)]
 )
-def test_bf16_is_worth_what_a_trial_says(monkeypatch, code, out, gain):
+def test_bf16_is_used_if_a_trial_shows_a_speedup(monkeypatch, code, out, gain):
     """-4: an illegal instruction ended the process."""
     monkeypatch.setattr(
         places.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=code, stdout=out)
@@ -272,14 +272,14 @@ def test_bf16_is_worth_what_a_trial_says(monkeypatch, code, out, gain):
     assert places.bf16_speedup.__wrapped__() == gain
 
 
-def test_the_trial_of_bf16_prints_a_ratio(monkeypatch):
+def test_bf16_trial_prints_a_ratio(monkeypatch):
     """Both in fp32, which all processors support."""
     monkeypatch.setattr(places, "_BF16_PROBE", places._BF16_PROBE.replace("least(True)", "least(False)"))
     assert 0.2 < places.bf16_speedup.__wrapped__() < 5
 
 
 @pytest.mark.quick
-def test_a_numbered_gpu_is_the_only_visible_one(monkeypatch):
+def test_numbered_gpu_is_the_only_visible_one(monkeypatch):
     monkeypatch.setattr(os, "environ", {"CUDA_VISIBLE_DEVICES": "4,6"})
     assert [places.select_gpu(name) for name in ("cpu", "cuda")] == ["cpu", "cuda"]
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,6"
@@ -291,7 +291,7 @@ def test_a_numbered_gpu_is_the_only_visible_one(monkeypatch):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("visible", ["", "-1", "3"])
-def test_a_gpu_that_is_not_visible_is_never_selected(monkeypatch, visible):
+def test_invisible_gpu_is_never_selected(monkeypatch, visible):
     monkeypatch.delenv(places._SELECTED_GPU, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with raises_code("no-gpu"):

@@ -12,7 +12,7 @@ from tests.support.models import embedders
 CLASSIFIER = {"model_type": "bert", "architectures": ["BertForSequenceClassification"]}
 
 
-def test_a_folder_that_says_how_it_makes_vectors_is_an_embedders():
+def test_folder_with_pooling_settings_is_an_embedder():
     assert (
         runner_class_for({"model_type": "bert", "architectures": ["BertModel"]}, embeds=True)
         is EmbedderRunner
@@ -21,7 +21,7 @@ def test_a_folder_that_says_how_it_makes_vectors_is_an_embedders():
     assert runner_class_for(CLASSIFIER, embeds=True) is ClassifierRunner
 
 
-def test_token_types_of_a_batch_change_no_vector(tmp_path):
+def test_token_types_of_a_batch_do_not_change_vectors(tmp_path):
     ids = np.array([[2, 7, 9, 3]])
     with open_folder(embedders.write_embedder(tmp_path / "m"), "torch", None, 1) as runner:
         assert isinstance(runner, EmbedderRunner)

@@ -19,19 +19,19 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def folder(**change: object) -> Path:
-    found = engine_cache_folder(FOR | change)
-    assert found is not None
-    return found
+    path = engine_cache_folder(FOR | change)
+    assert path is not None
+    return path
 
 
-def test_each_graph_version_and_gpu_has_a_folder_of_its_own(home: Path) -> None:
+def test_each_graph_version_and_gpu_has_its_own_folder(home: Path) -> None:
     folders = [folder(), folder(graph_sha256="b"), folder(options={}), folder(gpus=[]), folder()]
     assert folders[0] == folders[-1]
     assert len(set(folders)) == 4
     assert {path.parent for path in folders} == {home}
 
 
-def test_engines_stay_while_they_fit_and_go_where_the_note_says_something_else() -> None:
+def test_engines_are_kept_while_valid_and_deleted_if_the_key_differs() -> None:
     engine = folder() / "model_1_sm89.engine"
     engine.write_bytes(b"engine")
     assert folder() == engine.parent
@@ -43,7 +43,7 @@ def test_engines_stay_while_they_fit_and_go_where_the_note_says_something_else()
         assert [path.name for path in engine.parent.iterdir()] == [ENGINE_KEY_FILE]
 
 
-def test_a_cache_that_cannot_be_written_is_none(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_cache_is_not_used(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home.parent.mkdir()
     home.write_text("a file where the folder would be")
     assert engine_cache_folder(FOR) is None

@@ -22,24 +22,26 @@ def rows_of(folder: Path, model: Any, data: Path, size: int) -> list[dict[str, A
 
 
 @pytest.mark.parametrize("size", [1, 7, 64])
-def test_a_state_with_its_rows_on_axis_1_is_cut_there(size: int, tmp_path: Path) -> None:
+def test_state_with_rows_on_axis_1_is_sliced_there(size: int, tmp_path: Path) -> None:
     """Cut on axis 0, as if each layer were a row, results were off by 0.76."""
-    fed = graphs.gru_rows(tmp_path / "r.npz", 20)
-    found = rows_of(tmp_path / "a", graphs.gru_model(*NAMED), tmp_path / "r.npz", size)
-    wanted = graphs.run_directly(tmp_path / "a/model.onnx", fed)
-    np.testing.assert_allclose(np.stack([row["y"] for row in found]), wanted["y"], atol=1e-5)
-    np.testing.assert_allclose(np.stack([r["new_state"] for r in found], 1), wanted["new_state"], atol=1e-5)
+    feeds = graphs.gru_rows(tmp_path / "r.npz", 20)
+    actual = rows_of(tmp_path / "a", graphs.gru_model(*NAMED), tmp_path / "r.npz", size)
+    expected = graphs.run_directly(tmp_path / "a/model.onnx", feeds)
+    np.testing.assert_allclose(np.stack([row["y"] for row in actual]), expected["y"], atol=1e-5)
+    np.testing.assert_allclose(
+        np.stack([r["new_state"] for r in actual], 1), expected["new_state"], atol=1e-5
+    )
 
 
-def test_a_graph_of_a_fixed_batch_takes_the_last_row_again(tmp_path: Path) -> None:
+def test_graph_of_fixed_batch_size_repeats_the_last_row(tmp_path: Path) -> None:
     graphs.write_rows(tmp_path / "r.npz", 10)
-    found = rows_of(tmp_path / "a", graphs.two_layer_classifier(batch=4), tmp_path / "r.npz", 32)
-    whole = rows_of(tmp_path / "b", graphs.two_layer_classifier(), tmp_path / "r.npz", 32)
-    assert len(found) == 10
-    np.testing.assert_allclose([r["logits"] for r in found], [r["logits"] for r in whole], rtol=1e-5)
+    actual = rows_of(tmp_path / "a", graphs.two_layer_classifier(batch=4), tmp_path / "r.npz", 32)
+    expected = rows_of(tmp_path / "b", graphs.two_layer_classifier(), tmp_path / "r.npz", 32)
+    assert len(actual) == 10
+    np.testing.assert_allclose([r["logits"] for r in actual], [r["logits"] for r in expected], rtol=1e-5)
 
 
-def test_an_output_without_a_part_for_each_row_is_an_error(tmp_path: Path) -> None:
+def test_output_without_an_entry_per_row_is_an_error(tmp_path: Path) -> None:
     model = graphs.two_layer_classifier()
     model.graph.output.append(graphs.value_info("w1", [8, 16]))
     graphs.write_rows(tmp_path / "r.npz", 5)

@@ -21,16 +21,16 @@ def test_graphs_in_both_kinds_of_attributes_are_walked():
     attribute = AttributeProto(name="bodies", type=AttributeProto.GRAPHS)
     attribute.graphs.extend([body("inner", [add]), body("second", [relu])])
     several.attribute.append(attribute)
-    whole = body("whole", [helper.make_node("If", ["c"], ["y"], "if", then_branch=body("then", [several]))])
-    assert [graph.name for graph in iter_graphs(whole)] == ["whole", "then", "inner", "second"]
-    assert {node.name for node in all_nodes(whole.node)} == {"if", "several", "add", "relu"}
+    nested = body("whole", [helper.make_node("If", ["c"], ["y"], "if", then_branch=body("then", [several]))])
+    assert [graph.name for graph in iter_graphs(nested)] == ["whole", "then", "inner", "second"]
+    assert {node.name for node in all_nodes(nested.node)} == {"if", "several", "add", "relu"}
     names = ["w.whole", "w.then", "w.inner", "w.second"]
-    assert [tensor.name for tensor in iter_initializers(whole)] == names
-    assert node_inputs(whole.node[0]) == {"c", "x", "y", "outer", "other"}
+    assert [tensor.name for tensor in iter_initializers(nested)] == names
+    assert node_inputs(nested.node[0]) == {"c", "x", "y", "outer", "other"}
 
 
 @pytest.mark.parametrize("domain", ["", "ai.onnx"])
-def test_both_names_of_the_standard_operators_are_one(domain):
+def test_both_names_of_the_standard_domain_are_equal(domain):
     sets = [helper.make_opsetid("com.microsoft", 1), helper.make_opsetid(domain, 20)]
     model = helper.make_model(body("g", []), opset_imports=sets)
     assert opset_versions(model) == {"": 20, "com.microsoft": 1}

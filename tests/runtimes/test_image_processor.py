@@ -27,50 +27,50 @@ SIZES = [(33, 20), (20, 33), (16, 16), (7, 5)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pixels_are_those_of_transformers(kind, tmp_path):
+def test_pixels_equal_transformers(kind, tmp_path):
     import transformers
 
     name, settings = KINDS[kind]
-    theirs = getattr(transformers, f"{name}Pil")(**settings)
-    theirs.save_pretrained(tmp_path)
-    ours = read_processor(tmp_path)
+    reference = getattr(transformers, f"{name}Pil")(**settings)
+    reference.save_pretrained(tmp_path)
+    processor = read_processor(tmp_path)
     for number, size in enumerate(SIZES):
         image = images.make_image(number, size)
-        expected = theirs(image, return_tensors="np")["pixel_values"][0]
-        found = ours(image)
-        assert found.dtype == np.float32
-        assert found.shape == expected.shape
-        assert ours.shape in (None, found.shape[1:])
-        assert np.abs(found - expected).max() < 1e-5
+        expected = reference(image, return_tensors="np")["pixel_values"][0]
+        pixels = processor(image)
+        assert pixels.dtype == np.float32
+        assert pixels.shape == expected.shape
+        assert processor.shape in (None, pixels.shape[1:])
+        assert np.abs(pixels - expected).max() < 1e-5
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA"])
-def test_other_colours_become_rgb(mode, tmp_path):
+def test_other_color_modes_are_converted_to_rgb(mode, tmp_path):
     (tmp_path / PROCESSOR_FILE).write_text(json.dumps(default_processor_config(16)))
     processor, image = read_processor(tmp_path), images.make_image(1, mode=mode)
     assert np.array_equal(processor(image), processor(image.convert("RGB")))
 
 
-def test_photos_are_turned_as_their_exif_says(tmp_path):
+def test_photos_are_rotated_by_their_exif_orientation(tmp_path):
     (tmp_path / PROCESSOR_FILE).write_text(json.dumps(default_processor_config(16)))
     processor, image = read_processor(tmp_path), images.make_image(1, (20, 10))
-    held = image.transpose(Image.Transpose.ROTATE_90)
-    held.getexif()[0x0112] = 6
-    assert np.array_equal(processor(held), processor(image))
+    rotated = image.transpose(Image.Transpose.ROTATE_90)
+    rotated.getexif()[0x0112] = 6
+    assert np.array_equal(processor(rotated), processor(image))
 
 
 UNSUPPORTED = "unsupported-preprocessing"
 
 
-def test_older_files_say_one_number_and_another_class(tmp_path):
+def test_older_config_files_are_accepted(tmp_path):
     (tmp_path / PROCESSOR_FILE).write_text(
         json.dumps({"feature_extractor_type": "ViTFeatureExtractor", "size": 12})
     )
     assert read_processor(tmp_path).shape == (12, 12)
     convnext = {"feature_extractor_type": "ConvNextFeatureExtractor", "size": 224, "crop_pct": 0.875}
     (tmp_path / PROCESSOR_FILE).write_text(json.dumps(convnext))
-    found = read_processor(tmp_path)
-    assert (found.edge, found.shape) == (256, (224, 224))
+    processor = read_processor(tmp_path)
+    assert (processor.edge, processor.shape) == (256, (224, 224))
 
 
 @pytest.mark.parametrize(
@@ -85,14 +85,14 @@ def test_older_files_say_one_number_and_another_class(tmp_path):
         ({"do_pad": True}, UNSUPPORTED),
     ],
 )
-def test_what_is_not_followed_is_refused_by_name(change, code, tmp_path):
+def test_unsupported_options_are_refused_by_name(change, code, tmp_path):
     (tmp_path / PROCESSOR_FILE).write_text(json.dumps(default_processor_config(16) | change))
     with raises_code(code, InputError) as caught:
         read_processor(tmp_path)
     assert caught.value.setting == next(iter(change))
 
 
-def test_a_missing_file_is_told(tmp_path):
+def test_missing_file_is_reported(tmp_path):
     with raises_code("missing-file", InputError) as caught:
         read_processor(tmp_path)
     assert PROCESSOR_FILE in str(caught.value)

@@ -28,8 +28,8 @@ OLDER = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    home = tmp_path_factory.mktemp("models")
-    return {family: images.write_model(home / family, family) for family in images.CONFIGS}
+    root = tmp_path_factory.mktemp("models")
+    return {family: images.write_model(root / family, family) for family in images.CONFIGS}
 
 
 def older(name):
@@ -38,18 +38,18 @@ def older(name):
     return name
 
 
-def test_tensors_with_the_names_that_they_had_are_read_and_renamed(folders, tmp_path):
+def test_tensors_with_legacy_names_are_renamed(folders, tmp_path):
     old = shutil.copytree(folders["vit"], tmp_path / "old")
     tensors = load_file(old / "model.safetensors")
     save_file({older(name): t for name, t in tensors.items()}, old / "model.safetensors", {"format": "pt"})
     (tmp_path / "new").mkdir()
     import_model(old, tmp_path / "new")
-    found = load_file(tmp_path / "new" / "model.safetensors")
-    assert set(found) == set(tensors)
-    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    state = load_file(tmp_path / "new" / "model.safetensors")
+    assert set(state) == set(tensors)
+    assert all(torch.equal(state[name], tensors[name]) for name in tensors)
 
 
-def test_a_batch_norm_without_its_statistics_is_told(folders, tmp_path):
+def test_batch_norm_without_statistics_is_reported(folders, tmp_path):
     folder = shutil.copytree(folders["resnet"], tmp_path / "m")
     tensors = load_file(folder / "model.safetensors")
     del tensors["resnet.embedder.embedder.normalization.running_mean"]
@@ -59,7 +59,7 @@ def test_a_batch_norm_without_its_statistics_is_told(folders, tmp_path):
     assert "resnet.embedder.embedder.normalization.running_mean" in str(caught.value)
 
 
-def test_the_best_weights_come_back_with_their_statistics(folders):
+def test_best_weights_are_restored_with_their_statistics(folders):
     model, _ = load_model(folders["resnet"])
     keeper = CheckpointSelector(model, None, lambda *_: None)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -72,9 +72,9 @@ def test_the_best_weights_come_back_with_their_statistics(folders):
     assert torch.equal(model.state_dict()[name], before[name])
 
 
-def test_every_axis_as_wide_as_the_states_of_a_vision_transformer_is_known(folders):
+def test_all_axes_of_hidden_size_of_a_vision_transformer_are_known(folders):
     model, _ = load_model(folders["vit"])
-    found = {(axis.name, axis.dim) for axis in hidden_axes(model)}
+    axes = {(axis.name, axis.dim) for axis in hidden_axes(model)}
     width = model.config.hidden_size
     products = {f"{p}_proj" for p in "qkv"}
     expected = {
@@ -86,4 +86,4 @@ def test_every_axis_as_wide_as_the_states_of_a_vision_transformer_is_known(folde
         and not (dim == 0 and any(product in name for product in products))
         and not (dim == 1 and "o_proj" in name)
     }
-    assert found == expected
+    assert axes == expected

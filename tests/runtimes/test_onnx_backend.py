@@ -34,7 +34,7 @@ def counting(tmp_path):
     return graphs.token_sum_decoder(tmp_path)
 
 
-def test_caches_pass_from_step_to_step_and_two_states_do_not_mix(counting):
+def test_caches_are_passed_between_steps_and_two_states_do_not_mix(counting):
     with opened(counting) as runner:
         first, second = runner.encode(BATCH), runner.encode(BATCH)
         sums = [runner.decode_step(first, np.array(t)) for t in ([1, 10], [2, 20], [3, 30])]
@@ -45,11 +45,11 @@ def test_caches_pass_from_step_to_step_and_two_states_do_not_mix(counting):
     assert sums[0].flags.writeable
 
 
-def test_reorder_moves_rows_and_leaves_alone_what_beams_share(counting):
+def test_reorder_moves_rows_but_not_shared_values(counting):
     assert_reorders_rows(counting, opened)
 
 
-def test_reorder_that_changes_nothing_copies_nothing(counting):
+def test_reorder_without_change_copies_nothing(counting):
     with opened(counting) as runner:
         state = runner.encode(BATCH)
         runner.decode_step(state, np.array([1, 10]))
@@ -59,20 +59,20 @@ def test_reorder_that_changes_nothing_copies_nothing(counting):
         assert all(after is value for after, value in zip(state.backend_state.caches, before, strict=True))
 
 
-def test_a_text_generator_does_not_classify(counting):
+def test_text_generator_does_not_classify(counting):
     with opened(counting) as runner, raises_code("does-not-classify", InputError):
         runner.forward(BATCH)
 
 
-def test_corrupt_missing_and_foreign_graphs_are_explained(counting):
+def test_corrupt_missing_and_mismatched_graphs_are_explained(counting):
     assert_explains_broken_graph(counting, opened, "ONNX Runtime")
 
 
-def test_an_encoder_of_another_model_is_refused(counting):
+def test_encoder_of_another_model_is_refused(counting):
     assert_rejects_other_encoder(counting, opened)
 
 
-def test_a_closed_model_says_so(counting):
+def test_closed_model_raises_an_error(counting):
     with opened(counting) as runner:
         state = runner.encode(BATCH)
     with raises_code("closed-model", InputError):
@@ -83,7 +83,7 @@ def test_a_closed_model_says_so(counting):
         runner.encoder_outputs(BATCH)
 
 
-def test_language_model_that_carries_nothing_on_is_refused(tmp_path):
+def test_language_model_without_cache_outputs_is_refused(tmp_path):
     with raises_code("missing-cache", InputError) as caught:
         opened(language_model(tmp_path, []))
     assert "model.onnx" in str(caught.value)
@@ -95,7 +95,7 @@ def test_language_model_that_carries_nothing_on_is_refused(tmp_path):
         assert runner.decode_step(runner.start(2), np.array([5, 6])).tolist() == [[5], [6]]
 
 
-def test_several_tokens_on_a_past_are_refused_for_several_rows(tmp_path):
+def test_several_tokens_with_a_cache_are_refused_for_several_rows(tmp_path):
     folder, ids = language_model(tmp_path, [("past_key_values.0.key", "present.0.key")]), np.ones((2, 2), int)
     with opened(folder) as runner:
         state = runner.start(2)
@@ -127,30 +127,30 @@ def writer():
         yield runner
 
 
-def test_small_models_have_a_graph_open_for_each_search(writer):
+def test_small_models_keep_one_graph_open_per_search(writer):
     for kind in SEARCHES:
         search(writer, kind)
     assert set(writer.backend._sessions) == {"generate", "generate_beams", "model"}
 
 
 @pytest.mark.parametrize("first", SEARCHES)
-def test_large_weights_are_packed_for_one_search_and_for_several_in_the_graphs_of_a_step(first, monkeypatch):
+def test_large_weights_are_packed_once_for_one_search_and_per_step_for_several(first, monkeypatch):
     with opened(exported_artifacts.exported_artifact("writer")) as runner:
         expected = {kind: search(runner, kind) for kind in SEARCHES}
     monkeypatch.setattr(onnx_backend, "_LARGE_GRAPH_BYTES", 1)
     with opened(exported_artifacts.exported_artifact("writer")) as runner:
         assert search(runner, first) == expected[first]
-        one = {"greedy": "generate", "num_beams": "generate_beams", "sampling": "model"}[first]
-        assert list(runner.backend._sessions) == [one]
+        expected_graph = {"greedy": "generate", "num_beams": "generate_beams", "sampling": "model"}[first]
+        assert list(runner.backend._sessions) == [expected_graph]
         for graph in ("generate", "generate_beams"):
             with runner.backend.acquire_graph(graph) as promised:
-                assert promised == (graph == one)
+                assert promised == (graph == expected_graph)
         for kind in (*SEARCHES, first):
             assert search(runner, kind) == expected[kind]
         assert list(runner.backend._sessions) == ["model"]
 
 
-def test_a_graph_of_large_weights_that_is_asked_for_by_name_stays_for_that_call_alone(monkeypatch):
+def test_large_graph_called_by_name_is_open_only_for_that_call(monkeypatch):
     monkeypatch.setattr(onnx_backend, "_LARGE_GRAPH_BYTES", 1)
     with opened(exported_artifacts.exported_artifact("writer")) as runner:
         greedy, ids = search(runner, "greedy"), {"input_ids": PROMPT.input_ids}
@@ -159,8 +159,8 @@ def test_a_graph_of_large_weights_that_is_asked_for_by_name_stays_for_that_call_
             if opens_steps:
                 search(runner, "sampling")
             before = list(runner.backend._sessions)
-            found = {name: runner.backend.call(name, feeds) for name in ("generate", "generate_beams")}
-            assert found["generate"]["sequences"][0, 4:].tolist() == greedy[0]
+            outputs = {name: runner.backend.call(name, feeds) for name in ("generate", "generate_beams")}
+            assert outputs["generate"]["sequences"][0, 4:].tolist() == greedy[0]
             assert list(runner.backend._sessions) == before
 
 
@@ -184,7 +184,7 @@ class Alive:
         return session
 
 
-def test_a_graph_of_large_weights_is_freed_before_those_of_a_step_are_opened(monkeypatch):
+def test_large_graph_is_freed_before_step_graphs_are_opened(monkeypatch):
     monkeypatch.setattr(onnx_backend, "_LARGE_GRAPH_BYTES", 1)
     with opened(exported_artifacts.exported_artifact("writer")) as runner:
         alive = Alive(runner.backend, {})
@@ -195,7 +195,7 @@ def test_a_graph_of_large_weights_is_freed_before_those_of_a_step_are_opened(mon
 
 
 @pytest.mark.parametrize("warm", [False, True])
-def test_threads_that_search_large_weights_in_several_ways_open_no_copy_of_their_own(warm, monkeypatch):
+def test_threads_with_different_searches_open_no_extra_copy_of_large_weights(warm, monkeypatch):
     with opened(exported_artifacts.exported_artifact("writer")) as runner:
         expected = {kind: search(runner, kind) for kind in SEARCHES}
     monkeypatch.setattr(onnx_backend, "_LARGE_GRAPH_BYTES", 1)
@@ -207,15 +207,15 @@ def test_threads_that_search_large_weights_in_several_ways_open_no_copy_of_their
             search(runner, "greedy")
             kinds, first = ["greedy"] * 8, pool.submit(search, runner, "sampling")
             assert alive.begun.wait(60)
-        found = [*pool.map(lambda kind: search(runner, kind), kinds)]
-        assert found == [expected[kind] for kind in kinds]
+        outputs = [*pool.map(lambda kind: search(runner, kind), kinds)]
+        assert outputs == [expected[kind] for kind in kinds]
         assert not warm or first.result() == expected["sampling"]
         assert alive.peak["all"] <= 2  # what was promised ends while the steps are opened
         assert max(alive.opened.values()) == 1
         assert list(runner.backend._sessions) == ["model"]
 
 
-def test_a_graph_that_was_promised_stays_until_its_call_has_ended_and_no_longer(monkeypatch):
+def test_reserved_graph_is_open_until_its_call_ends(monkeypatch):
     monkeypatch.setattr(onnx_backend, "_LARGE_GRAPH_BYTES", 1)
     with opened(exported_artifacts.exported_artifact("writer")) as runner:
         alive = Alive(runner.backend, {})

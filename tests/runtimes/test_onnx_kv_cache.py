@@ -52,7 +52,7 @@ def both(request):
         yield ours, theirs
 
 
-def test_steps_behind_a_padded_prompt_give_the_same_bits_and_stay_where_they_are(both):
+def test_steps_after_a_padded_prompt_are_bitwise_equal_in_place(both):
     states = [runner.encode(Batch(IDS, MASK)) for runner in both]
     lain, rng = [], np.random.default_rng(1)
     for count in range(45):  # more than there is room for at once
@@ -60,28 +60,28 @@ def test_steps_behind_a_padded_prompt_give_the_same_bits_and_stay_where_they_are
             rows = np.array([2, 0, 0, 1]) if count == 5 else np.array([3, 1])
             states = [one.reorder_cache(state, rows) for one, state in zip(both, states, strict=True)]
         tokens = rng.integers(5, 60, len(states[0].mask))
-        ours, theirs = (one.decode_step(state, tokens) for one, state in zip(both, states, strict=True))
-        assert np.array_equal(ours, theirs)
+        actual, expected = (one.decode_step(state, tokens) for one, state in zip(both, states, strict=True))
+        assert np.array_equal(actual, expected)
         lain.append(places(states[0]))
-    for ours, theirs in zip(*(state.backend_state.caches for state in states), strict=True):
-        used = states[0].backend_state.cache_length
-        assert theirs.shape()[2] == used < ours.shape()[2]
-        assert np.array_equal(ours.numpy()[:, :, :used], theirs.numpy())
+    for actual, expected in zip(*(state.backend_state.caches for state in states), strict=True):
+        length = states[0].backend_state.cache_length
+        assert expected.shape()[2] == length < actual.shape()[2]
+        assert np.array_equal(actual.numpy()[:, :, :length], expected.numpy())
     moved = sum(a != b for a, b in pairwise(lain))
     assert moved <= 6  # two changes of rows, and buffers that were full
 
 
-def test_a_long_text_in_stretches_gives_the_same_bits(both):
+def test_long_text_in_chunks_is_bitwise_equal(both):
     states = [runner.start(1) for runner in both]
     for length, last in ((1, 0), (7, 1), (1, 1), (20, 0), (5, 2), (1, 1)):
         ids = np.random.default_rng(length).integers(5, 60, (1, length))
-        ours, theirs = (
+        actual, expected = (
             one.extend(state, ids, np.ones_like(ids), last) for one, state in zip(both, states, strict=True)
         )
-        assert np.array_equal(ours, theirs)
+        assert np.array_equal(actual, expected)
 
 
-def test_attention_that_is_not_fused_is_found_out_and_nothing_is_printed(tmp_path, capfd):
+def test_unfused_attention_is_detected_silently(tmp_path, capfd):
     shape = {"hidden_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
     folder = causal.write_model(tmp_path / "m", "llama", **shape)
     harness.run_stage(Onnx(), OnnxSettings(), folder, tmp_path / "out", "language-modeling")
@@ -93,7 +93,7 @@ def test_attention_that_is_not_fused_is_found_out_and_nothing_is_printed(tmp_pat
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_graph_that_carries_its_caches_on_as_they_are_is_found_out(tmp_path):
+def test_graph_that_returns_its_caches_unchanged_is_detected(tmp_path):
     folder = graphs.language_model(tmp_path, [("past_key_values.0.key", "present.0.key")])
     with open_folder(folder, "onnx", "ort-cpu", 1) as runner:
         assert not runner.backend._in_place
@@ -105,18 +105,18 @@ def test_long_prompts_of_fused_attention_are_continued_in_steps():
             assert runner.backend.prefers_stepwise is faster
 
 
-def test_logits_of_a_step_are_not_those_of_the_next():
+def test_logits_of_a_step_are_not_overwritten_by_the_next():
     with opened(exported_artifacts.exported_artifact("writer"), True) as runner:
         state = runner.encode(Batch(IDS, MASK))
         first = runner.decode_step(state, IDS[:, 0])
-        kept = first.copy()
+        snapshot = first.copy()
         runner.decode_step(state, IDS[:, 1])
-    assert np.array_equal(first, kept)
+    assert np.array_equal(first, snapshot)
 
 
-def test_room_is_for_more_than_is_needed_and_holds_what_was_there():
+def test_cache_buffer_has_spare_capacity_and_keeps_its_contents():
     cache = np.arange(24, dtype=np.float32).reshape(1, 2, 4, 3)
-    made = grow_cache(cache, 3, 400)
-    assert made.shape == (1, 2, 450, 3)
-    assert np.array_equal(made[:, :, :3], cache[:, :, :3])
-    assert not made[:, :, 3:].any()
+    grown = grow_cache(cache, 3, 400)
+    assert grown.shape == (1, 2, 450, 3)
+    assert np.array_equal(grown[:, :, :3], cache[:, :, :3])
+    assert not grown[:, :, 3:].any()

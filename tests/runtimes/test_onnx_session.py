@@ -12,7 +12,7 @@ from smelt.runtimes.onnx_backend import lacks_vnni
         ("asimd", False),
     ],
 )
-def test_exact_int8_kernels_are_asked_for_only_without_vnni(tmp_path, flags, lacking):
+def test_exact_int8_kernels_are_requested_only_without_vnni(tmp_path, flags, lacking):
     (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags\t: {flags}\n")
     assert lacks_vnni(tmp_path / "cpuinfo") is lacking
     assert lacks_vnni(tmp_path / "absent") is False

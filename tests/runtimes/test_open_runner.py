@@ -23,11 +23,11 @@ from tests.support.models import tiny
         ("bert", "BertForSequenceClassification", {}, ClassifierRunner),
     ],
 )
-def test_config_says_how_a_model_is_fed(kind, architecture, more, expected):
+def test_config_determines_the_runner(kind, architecture, more, expected):
     assert runner_class_for({"model_type": kind, "architectures": [architecture], **more}) is expected
 
 
-def test_config_without_a_word_is_a_classifiers():
+def test_config_without_architecture_is_a_classifier():
     assert runner_class_for({}) is ClassifierRunner
 
 
@@ -39,28 +39,28 @@ def test_artifact_opens_in_its_runtime(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("named", "given", "expected"),
+    ("named", "threads", "expected"),
     [(2, None, 2), (2, 1, 1), (None, None, None), ("two", None, None), (0, None, None)],
 )
-def test_threads_are_the_users_then_the_artifacts(monkeypatch, named, given, expected):
+def test_user_threads_override_artifact_threads(monkeypatch, named, threads, expected):
     """Of the manifest alone: nothing is opened."""
     from smelt.runtimes import registry as code
 
-    asked = []
-    monkeypatch.setattr(code, "open_folder", lambda *arguments, **more: asked.append(arguments[3]))
+    thread_counts = []
+    monkeypatch.setattr(code, "open_folder", lambda *arguments, **more: thread_counts.append(arguments[3]))
     artifact = tiny.as_artifact("/nowhere", "translation")
     artifact.manifest.details["threads"] = named
-    open_runner(artifact, given)
-    assert asked == [expected]
+    open_runner(artifact, threads)
+    assert thread_counts == [expected]
 
 
-def test_format_that_nothing_runs_is_told_with_the_folder(tmp_path):
+def test_unsupported_format_error_names_the_folder(tmp_path):
     with raises_code("unknown-format", InputError) as caught:
         open_folder(tmp_path, "gguf")
     assert all(part in str(caught.value) for part in (tmp_path.name, "'gguf'"))
 
 
-def test_config_that_cannot_be_read_is_told_before_anything_is_opened(tmp_path):
+def test_unreadable_config_is_reported_before_anything_is_opened(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "generation_config.json").write_text("{")
     with raises_code("invalid-json", InputError) as caught:

@@ -41,14 +41,19 @@ def counting(tmp_path):
 
 
 @pytest.mark.parametrize(("family", "beams"), matrix.matrix_cells(["marian", "t5", "gpt2", "llama"], [1, 3]))
-def test_tokens_equal_those_of_transformers_and_of_onnx_runtime(family, beams):
-    made = graph_exports.exported_graphs(family, "fp32", "openvino")
-    batch = made.reference.batch
+def test_tokens_equal_transformers_and_onnx_runtime(family, beams):
+    export_result = graph_exports.exported_graphs(family, "fp32", "openvino")
+    batch = export_result.reference.batch
     wishes = {"num_beams": beams, "max_new_tokens": 8}
-    model, _ = load_model(made.folder.parent / "model")  # the one that was exported was changed for that
+    model, _ = load_model(
+        export_result.folder.parent / "model"
+    )  # the one that was exported was changed for that
     expected = generation_models.transformers_tokens(model, batch, do_sample=False, **wishes)
     settings = GenerationSettings(num_beams=beams, max_new_tokens=8)
-    with opened(made.folder) as runner, open_folder(made.folder, "onnx", "tensorrt", 1) as other:
+    with (
+        opened(export_result.folder) as runner,
+        open_folder(export_result.folder, "onnx", "tensorrt", 1) as other,
+    ):
         assert (runner.name, runner.device) == ("openvino", "cpu")
         assert generate(runner, batch, settings) == generate(other, batch, settings) == expected
     if family != "t5":  # with beams the tiny one says the same of all texts
@@ -56,58 +61,69 @@ def test_tokens_equal_those_of_transformers_and_of_onnx_runtime(family, beams):
 
 
 @pytest.mark.parametrize("family", ["roberta", "embedder"])
-def test_classes_and_vectors_equal_those_of_onnx_runtime(family):
-    made = graph_exports.exported_graphs(family, "fp32", "openvino")
-    batch = made.reference.batch
-    with opened(made.folder) as runner, open_folder(made.folder, "onnx", "tensorrt", 1) as other:
-        found = runner.forward(batch)
-        np.testing.assert_allclose(found, other.forward(batch), atol=1e-5)
-        np.testing.assert_allclose(found, made.reference.logits, atol=1e-5)
-    assert np.ptp(found, axis=0).max() > 0.01
+def test_classes_and_vectors_equal_onnx_runtime(family):
+    export_result = graph_exports.exported_graphs(family, "fp32", "openvino")
+    batch = export_result.reference.batch
+    with (
+        opened(export_result.folder) as runner,
+        open_folder(export_result.folder, "onnx", "tensorrt", 1) as other,
+    ):
+        actual = runner.forward(batch)
+        np.testing.assert_allclose(actual, other.forward(batch), atol=1e-5)
+        np.testing.assert_allclose(actual, export_result.reference.logits, atol=1e-5)
+    assert np.ptp(actual, axis=0).max() > 0.01
 
 
-def test_logits_of_a_whole_text_equal_those_of_onnx_runtime():
-    made = graph_exports.exported_graphs("gpt2", "fp32", "openvino")
-    batch = made.reference.batch
-    with opened(made.folder) as runner, open_folder(made.folder, "onnx", "tensorrt", 1) as other:
-        found = runner.forward(batch)
-        np.testing.assert_allclose(found, other.forward(batch), atol=1e-3)
-    assert found.shape[:2] == batch.input_ids.shape
+def test_logits_of_a_complete_text_equal_onnx_runtime():
+    export_result = graph_exports.exported_graphs("gpt2", "fp32", "openvino")
+    batch = export_result.reference.batch
+    with (
+        opened(export_result.folder) as runner,
+        open_folder(export_result.folder, "onnx", "tensorrt", 1) as other,
+    ):
+        actual = runner.forward(batch)
+        np.testing.assert_allclose(actual, other.forward(batch), atol=1e-3)
+    assert actual.shape[:2] == batch.input_ids.shape
 
 
 @pytest.mark.parametrize(("family", "dtype"), matrix.matrix_cells(["marian", "gpt2"], ["fp32", "bf16"]))
-def test_logits_stay_right_while_a_cache_grows_from_nothing(family, dtype):
+def test_logits_are_correct_while_a_cache_grows_from_empty(family, dtype):
     """Attention of OpenVINO's own making is wrong from 16 keys on if its first call had one."""
-    made = graph_exports.exported_graphs(family, "fp32", "openvino")
-    whole = made.reference.batch
-    batch = Batch(whole.input_ids[:, -1:], whole.attention_mask[:, -1:])  # a language model then begins empty
-    batch = batch if family == "gpt2" else whole
-    with opened(made.folder, dtype) as runner, open_folder(made.folder, "onnx", "tensorrt", 1) as other:
-        mine, theirs = runner.encode(batch), other.encode(batch)
+    export_result = graph_exports.exported_graphs(family, "fp32", "openvino")
+    full_batch = export_result.reference.batch
+    batch = Batch(
+        full_batch.input_ids[:, -1:], full_batch.attention_mask[:, -1:]
+    )  # a language model then begins empty
+    batch = batch if family == "gpt2" else full_batch
+    with (
+        opened(export_result.folder, dtype) as runner,
+        open_folder(export_result.folder, "onnx", "tensorrt", 1) as other,
+    ):
+        state, reference_state = runner.encode(batch), other.encode(batch)
         tokens = np.full(len(batch.input_ids), 5)
         for _ in range(20):
-            found, expected = runner.decode_step(mine, tokens), other.decode_step(theirs, tokens)
-            off = np.abs(found - expected).mean() / expected.std()
+            actual, expected = runner.decode_step(state, tokens), other.decode_step(reference_state, tokens)
+            off = np.abs(actual - expected).mean() / expected.std()
             assert off < (0.1 if dtype == "bf16" else 5e-5)
             tokens = expected.argmax(-1)
 
 
-def test_precision_is_what_was_said_and_never_openvinos_default():
-    made = graph_exports.exported_graphs("bert", "fp32", "openvino")
-    batch, found = made.reference.batch, {}
+def test_precision_is_set_explicitly_and_never_openvino_default():
+    export_result = graph_exports.exported_graphs("bert", "fp32", "openvino")
+    batch, results = export_result.reference.batch, {}
     for dtype in (None, "fp32", "bf16"):
-        with opened(made.folder, dtype) as runner:
+        with opened(export_result.folder, dtype) as runner:
             model = runner.backend._models["model"]
             hint = model.get_property("INFERENCE_PRECISION_HINT").get_type_name()
-            found[dtype] = runner.forward(batch)
+            results[dtype] = runner.forward(batch)
             assert hint == ("bf16" if dtype == "bf16" and openvino_backend.has_bf16() else "f32")
-    assert (found[None] == found["fp32"]).all()
+    assert (results[None] == results["fp32"]).all()
     if openvino_backend.has_bf16():
-        off = np.abs(found["bf16"] - found["fp32"]).mean() / found["fp32"].std()
+        off = np.abs(results["bf16"] - results["fp32"]).mean() / results["fp32"].std()
         assert 1e-4 < off < 0.1
 
 
-def test_threads_and_pinning_are_as_asked_and_no_cache_is_written(counting, tmp_path_factory, monkeypatch):
+def test_threads_and_pinning_are_set_and_no_cache_is_written(counting, tmp_path_factory, monkeypatch):
     monkeypatch.chdir(tmp_path_factory.mktemp("here"))
     before = sorted(counting.iterdir())
     for threads in (1, 2):
@@ -120,7 +136,7 @@ def test_threads_and_pinning_are_as_asked_and_no_cache_is_written(counting, tmp_
     assert not list(Path.cwd().iterdir())
 
 
-def test_caches_pass_from_step_to_step_and_two_states_do_not_mix(counting):
+def test_caches_are_passed_between_steps_and_two_states_do_not_mix(counting):
     with opened(counting) as runner:
         first, second = runner.encode(BATCH), runner.encode(BATCH)
         sums, other = [], []
@@ -133,35 +149,37 @@ def test_caches_pass_from_step_to_step_and_two_states_do_not_mix(counting):
     assert sums[0].flags.writeable
 
 
-def test_reorder_moves_rows_and_leaves_alone_what_beams_share(counting):
+def test_reorder_moves_rows_but_not_shared_values(counting):
     with opened(counting) as runner:
         state = runner.reorder_cache(runner.encode(BATCH), np.array([0, 1, 1]))  # before anything was fed
         assert runner.decode_step(state, np.array([1, 2, 3])).tolist() == [[1, 6], [2, 9], [3, 9]]
     assert_reorders_rows(counting, opened)
 
 
-def test_several_threads_get_what_each_would_get_alone():
-    made = graph_exports.exported_graphs("marian", "fp32", "openvino")
+def test_concurrent_threads_get_the_same_outputs_as_alone():
+    export_result = graph_exports.exported_graphs("marian", "fp32", "openvino")
     settings = GenerationSettings(max_new_tokens=8)
-    ids, mask = made.reference.batch.input_ids, made.reference.batch.attention_mask
-    batches = [Batch(ids[at : at + 1], mask[at : at + 1]) for at in range(4)]
-    with opened(made.folder) as runner:
+    ids, mask = export_result.reference.batch.input_ids, export_result.reference.batch.attention_mask
+    batches = [Batch(ids[index : index + 1], mask[index : index + 1]) for index in range(4)]
+    with opened(export_result.folder) as runner:
         alone = [generate(runner, batch, settings) for batch in batches]
-        found: dict[tuple[int, int], object] = {}
+        outputs: dict[tuple[int, int], object] = {}
 
-        def work(at):
-            for again in range(3):
-                found[at, again] = generate(runner, batches[at], settings)
+        def work(index):
+            for repetition in range(3):
+                outputs[index, repetition] = generate(runner, batches[index], settings)
 
-        threads = [threading.Thread(target=work, args=(at,)) for at in range(len(batches))]
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(len(batches))]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    assert found == {(at, again): alone[at] for at in range(len(batches)) for again in range(3)}
+    assert outputs == {
+        (index, repetition): alone[index] for index in range(len(batches)) for repetition in range(3)
+    }
 
 
-def test_a_closed_model_says_so(counting):
+def test_closed_model_raises_an_error(counting):
     with opened(counting) as runner:
         state = runner.encode(BATCH)
     for ask in (
@@ -173,21 +191,21 @@ def test_a_closed_model_says_so(counting):
             ask()
 
 
-def test_corrupt_missing_and_foreign_graphs_are_explained(counting):
+def test_corrupt_missing_and_mismatched_graphs_are_explained(counting):
     assert_explains_broken_graph(counting, opened, "OpenVINO")
 
 
-def test_an_encoder_of_another_model_is_refused(counting):
+def test_encoder_of_another_model_is_refused(counting):
     assert_rejects_other_encoder(counting, opened)
 
 
-def test_language_model_that_carries_nothing_on_is_refused(tmp_path):
+def test_language_model_without_cache_outputs_is_refused(tmp_path):
     with raises_code("missing-cache", InputError) as caught:
         opened(language_model(tmp_path, []))
     assert "model.onnx" in str(caught.value)
 
 
-def test_an_operator_that_openvino_does_not_know_is_named(tmp_path):
+def test_operator_unknown_to_openvino_is_named(tmp_path):
     path = tmp_path / "model.onnx"
     node = helper.make_node("SparseAttention", ["x"], ["y"], domain="com.microsoft")
     write(path, [node], [("x", FLOAT, [1])], [("y", FLOAT, [1])])
@@ -196,7 +214,7 @@ def test_an_operator_that_openvino_does_not_know_is_named(tmp_path):
     assert all(part in str(caught.value) for part in ("model.onnx", "SparseAttention"))
 
 
-def test_a_missing_package_and_an_old_one_say_how_to_get_it(monkeypatch):
+def test_missing_or_old_package_error_names_the_install_command(monkeypatch):
     monkeypatch.setattr(import_openvino(), "__version__", "2025.4.0-1-abc")
     with raises_code("outdated-package", InputError) as caught:
         import_openvino()

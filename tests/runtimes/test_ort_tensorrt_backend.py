@@ -125,7 +125,7 @@ def prompts(runner: Any, rows: int = 3) -> Batch:
 
 @pytest.mark.parametrize("beams", [1, 2])
 @pytest.mark.parametrize(("kind", "rows"), [("translator", 5), ("writer", 3)])
-def test_tokens_equal_onnx_runtimes_though_rows_and_prompts_are_split(
+def test_tokens_equal_onnx_runtime_with_split_rows_and_prompts(
     kind: str, rows: int, beams: int, fed: list[Any], request: pytest.FixtureRequest
 ) -> None:
     folder = request.getfixturevalue(kind)
@@ -141,7 +141,7 @@ def test_tokens_equal_onnx_runtimes_though_rows_and_prompts_are_split(
     assert [shape[0] for name, shape in fed if name == "input_ids"][:2] == [2, 2 if rows == 5 else 1]
 
 
-def test_an_output_longer_than_the_engines_says_which_setting(translator: Path, fed: list[Any]) -> None:
+def test_output_longer_than_the_engine_names_the_setting(translator: Path, fed: list[Any]) -> None:
     with opened(translator) as runner:
         state = runner.encode(batch_of(runner, 1))
         for _ in range(TEXTS["past"].max + 1):
@@ -151,7 +151,7 @@ def test_an_output_longer_than_the_engines_says_which_setting(translator: Path, 
         assert all(part in str(caught.value) for part in ("13", "12", "max_new_tokens"))
 
 
-def test_classes_equal_onnx_runtimes_and_the_limit_is_the_engines(tmp_path: Path, fed: list[Any]) -> None:
+def test_classes_equal_onnx_runtime_and_the_limit_is_the_engines(tmp_path: Path, fed: list[Any]) -> None:
     folder = with_provider_options(
         tensorrt_graphs.copy_graphs("roberta", tmp_path / "g"), TEXTS | {"input": SizeRange(1, 6, 30)}
     )
@@ -162,7 +162,7 @@ def test_classes_equal_onnx_runtimes_and_the_limit_is_the_engines(tmp_path: Path
         assert runner.text.max_input_length == 30
 
 
-def test_on_the_cpu_the_same_graphs_run_without_sizes(
+def test_on_the_cpu_the_same_graphs_run_without_size_limits(
     translator: Path, tmp_path: Path, fed: list[Any]
 ) -> None:
     with opened(translator, "cpu") as runner:
@@ -171,9 +171,7 @@ def test_on_the_cpu_the_same_graphs_run_without_sizes(
     assert fed == []
 
 
-def test_a_file_that_does_not_speak_of_a_graph_is_refused(
-    translator: Path, tmp_path: Path, fed: list[Any]
-) -> None:
+def test_file_without_the_graph_is_refused(translator: Path, tmp_path: Path, fed: list[Any]) -> None:
     folder = tensorrt_graphs.copy_graphs("marian", tmp_path / "g")
     content = json.loads((translator / "provider.json").read_text())
     del content["graphs"]["encoder_model"]
@@ -185,7 +183,7 @@ def test_a_file_that_does_not_speak_of_a_graph_is_refused(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["marian", "llama", "roberta"])
-def test_engines_in_onnx_runtime_give_what_its_cpu_gives(family: str, tmp_path: Path) -> None:
+def test_engines_in_onnx_runtime_equal_its_cpu_provider(family: str, tmp_path: Path) -> None:
     if (why := missing_requirement()) is not None:
         pytest.skip(why)
     folder = tensorrt_graphs.copy_graphs(family, tmp_path / "g")
@@ -197,8 +195,8 @@ def test_engines_in_onnx_runtime_give_what_its_cpu_gives(family: str, tmp_path: 
         open_folder(folder, "onnx", "ort-tensorrt", 1, "cuda") as engine,
     ):
         if family == "roberta":
-            expected, got = (class_logits(runner, tensorrt_graphs.ROWS, 5) for runner in (host, engine))
-            np.testing.assert_allclose(got, expected, atol=0.02)
+            expected, actual = (class_logits(runner, tensorrt_graphs.ROWS, 5) for runner in (host, engine))
+            np.testing.assert_allclose(actual, expected, atol=0.02)
             return
         make = batch_of if family == "marian" else prompts
         settings_of = GenerationSettings(num_beams=2, max_new_tokens=8)

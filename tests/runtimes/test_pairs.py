@@ -28,22 +28,22 @@ def logits_of(folder, examples, batch_size=3):
 
 
 @pytest.mark.parametrize("pairs", [True, False])
-def test_logits_equal_those_of_the_pipeline(folder, pairs):
+def test_logits_equal_the_pipeline(folder, pairs):
     """The pipeline works row by row, so padding and batches must not matter either."""
     model = AutoModelForSequenceClassification.from_pretrained(folder)
-    theirs = pipeline("text-classification", model=model, tokenizer=AutoTokenizer.from_pretrained(folder))
+    reference = pipeline("text-classification", model=model, tokenizer=AutoTokenizer.from_pretrained(folder))
     rows = [{"text": a, "text_pair": b} if pairs else {"text": a} for a, b in zip(FIRST, SECOND, strict=True)]
-    found = [
-        {entry["label"]: entry["score"] for entry in theirs(row, top_k=None, function_to_apply="none")}
+    scores = [
+        {entry["label"]: entry["score"] for entry in reference(row, top_k=None, function_to_apply="none")}
         for row in rows
     ]
-    expected = [[row[f"LABEL_{i}"] for i in range(3)] for row in found]
+    expected = [[row[f"LABEL_{i}"] for i in range(3)] for row in scores]
     examples = [Example(r["text"], text_pair=r.get("text_pair")) for r in rows]
     assert np.allclose(logits_of(folder, examples), expected, atol=1e-5)
     assert np.ptp(expected, axis=0).min() > 0.01  # the rows differ, so a mix-up would show
 
 
-def test_rows_with_and_without_a_second_text_may_stand_side_by_side(folder):
+def test_rows_with_and_without_a_second_text_may_be_mixed(folder):
     pair, alone = Example(FIRST[0], text_pair=SECOND[0]), Example(FIRST[1])
     together = logits_of(folder, [pair, alone, pair])
     assert np.allclose(together[[0]], logits_of(folder, [pair]), atol=1e-5)
@@ -53,7 +53,7 @@ def test_rows_with_and_without_a_second_text_may_stand_side_by_side(folder):
     assert ids == [tokenizer(pair.text, pair.text_pair)["input_ids"], tokenizer(alone.text)["input_ids"]]
 
 
-def test_a_text_of_exactly_the_limit_runs_and_a_longer_one_is_cut(folder, tmp_path):
+def test_text_at_the_limit_runs_and_a_longer_one_is_truncated(folder, tmp_path):
     """RoBERTa's table has two rows more than it has places for tokens; the limit is where it ends."""
     tokenizer = load_tokenizer(folder)
     tokenizer.model_max_length = 10**9  # so that only the position table limits
@@ -72,14 +72,14 @@ def test_a_text_of_exactly_the_limit_runs_and_a_longer_one_is_cut(folder, tmp_pa
         model(torch.cat([ids, ids[:, 1:2]], dim=1))
 
 
-def test_cut_pairs_lose_from_the_longer_text_as_in_transformers(folder):
+def test_truncated_pairs_lose_tokens_of_the_longer_text_as_in_transformers(folder):
     tokenizer = load_tokenizer(folder)
     long, short = " ".join(tiny.SENTENCES), "a man"
-    wanted = tokenizer(long, short, truncation=True, max_length=20)["input_ids"]
-    assert encode_texts([long], tokenizer, 20, [short]).ids == [wanted]
+    expected = tokenizer(long, short, truncation=True, max_length=20)["input_ids"]
+    assert encode_texts([long], tokenizer, 20, [short]).ids == [expected]
 
 
-def test_token_types_of_a_tokenizer_are_left_out_where_the_model_has_none(tmp_path):
+def test_token_types_are_omitted_if_the_model_has_none(tmp_path):
     """Many DistilBERT checkpoints come with BERT's tokenizer, which gives them."""
     folder = classifiers.distilbert(tmp_path / "m", labels=3)
     examples = [Example(a, text_pair=b) for a, b in zip(FIRST, SECOND, strict=True)]
@@ -90,7 +90,7 @@ def test_token_types_of_a_tokenizer_are_left_out_where_the_model_has_none(tmp_pa
     assert np.array_equal(logits_of(folder, examples), expected)
 
 
-def test_a_table_of_sines_loads_as_it_is(tmp_path):
+def test_sinusoidal_position_table_is_loaded_unchanged(tmp_path):
     folder = classifiers.distilbert(tmp_path / "m", sinusoidal_pos_embds=True)
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -98,7 +98,7 @@ def test_a_table_of_sines_loads_as_it_is(tmp_path):
     assert np.allclose(logits_of(folder, [Example(FIRST[0])]), expected, atol=1e-5)
 
 
-def test_the_pooler_that_some_roberta_classifiers_bring_is_left_aside(tmp_path):
+def test_unused_pooler_of_roberta_classifiers_is_ignored(tmp_path):
     import torch
     from safetensors.torch import load_file, save_file
 

@@ -20,7 +20,7 @@ def runner(request, tmp_path_factory):
         yield opened
 
 
-def test_logits_are_those_of_transformers(runner, tmp_path):
+def test_logits_equal_transformers(runner, tmp_path):
     import torch
     import transformers
 
@@ -32,14 +32,14 @@ def test_logits_are_those_of_transformers(runner, tmp_path):
     model = transformers.AutoModelForImageClassification.from_pretrained(runner.folder).eval()
     with torch.no_grad():
         expected = model(**processor([Image.open(p) for p in paths], return_tensors="pt")).logits.numpy()
-    found = class_logits(runner, [Example(path) for path in paths], batch_size=2)
-    assert np.abs(found - expected).max() < 1e-4
+    logits = class_logits(runner, [Example(path) for path in paths], batch_size=2)
+    assert np.abs(logits - expected).max() < 1e-4
     assert np.ptp(expected) > 0.1
     opened = image_logits(runner, [Image.open(path) for path in paths], batch_size=2)
-    assert np.array_equal(opened, found)
+    assert np.array_equal(opened, logits)
 
 
-def test_a_file_that_is_cut_short_is_told_with_its_row(runner, tmp_path):
+def test_truncated_file_is_reported_with_its_row(runner, tmp_path):
     path = tmp_path / "cut.jpg"
     images.make_image(1, (200, 200)).save(path)
     path.write_bytes(path.read_bytes()[:900])
@@ -50,7 +50,7 @@ def test_a_file_that_is_cut_short_is_told_with_its_row(runner, tmp_path):
         image_logits(runner, [])
 
 
-def test_an_opened_image_that_is_cut_short_is_told(runner, tmp_path):
+def test_truncated_opened_image_is_reported(runner, tmp_path):
     path = tmp_path / "short.png"
     images.make_image(1, (60, 60)).save(path)
     path.write_bytes(path.read_bytes()[:2000])

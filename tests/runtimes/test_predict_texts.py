@@ -23,21 +23,21 @@ def ruined(tmp_path):
     return folder
 
 
-def test_a_classifier_with_nan_logits_is_refused(ruined):
+def test_classifier_with_nan_logits_is_refused(ruined):
     with open_folder(ruined, "torch", None) as runner, pytest.raises(RunError) as error:
         class_logits(runner, [Example("a man"), Example("a dog runs")])
     assert error.value.code == "non-finite-outputs"
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_vectors_that_are_not_finite_are_refused(monkeypatch, value):
-    found = np.array([[1.0, 2.0], [3.0, value]], dtype=np.float32)
-    monkeypatch.setattr("smelt.runtimes.predict_texts._forward", lambda *arguments: found)
+def test_non_finite_vectors_are_refused(monkeypatch, value):
+    vectors = np.array([[1.0, 2.0], [3.0, value]], dtype=np.float32)
+    monkeypatch.setattr("smelt.runtimes.predict_texts._forward", lambda *arguments: vectors)
     with raises_code("non-finite-outputs", RunError):
         embed_texts(None, ["a", "b"])
 
 
-def test_images_with_nan_logits_are_refused_by_whoever_asks(tmp_path):
+def test_images_with_nan_logits_are_refused_by_every_caller(tmp_path):
     """`smelt.load(...).classify` asks for the logits itself."""
     folder = images.write_model(tmp_path / "model", "vit")
     weights = load_file(folder / "model.safetensors")

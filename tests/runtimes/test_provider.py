@@ -44,15 +44,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.skipif(ort_tensorrt_provider._WINDOWS, reason="Linux's names of libraries")
-def test_another_tensorrt_than_the_one_that_is_linked_is_named_with_what_to_install(here: Path) -> None:
+def test_mismatched_tensorrt_version_error_names_the_version_to_install(here: Path) -> None:
     missing = missing_requirement()
-    named = (
+    packages = (
         "onnxruntime-gpu 1.31.1",
         "libnvinfer.so.10",
         "tensorrt 11.4.0",
         "pip install 'tensorrt-cu13==10.*'",
     )
-    assert [value for value in named if value not in missing] == []
+    assert [value for value in packages if value not in missing] == []
     (here / NAMES[0]).touch()
     assert missing_requirement() is not None  # the parser is wanted too
     (here / NAMES[1]).touch()
@@ -60,7 +60,7 @@ def test_another_tensorrt_than_the_one_that_is_linked_is_named_with_what_to_inst
     assert [path.name for path in ort_tensorrt_provider.find_tensorrt_libraries(10) or []] == list(NAMES)
 
 
-def test_the_extra_names_the_tensorrt_that_this_onnx_runtime_is_linked_with() -> None:
+def test_extra_requires_the_tensorrt_linked_by_onnx_runtime() -> None:
     """Neither package's metadata has this requirement; the library itself does."""
     library = ort_tensorrt_provider.provider_library()
     if library is None:
@@ -69,15 +69,15 @@ def test_the_extra_names_the_tensorrt_that_this_onnx_runtime_is_linked_with() ->
     assert linked is not None
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     extra = [Requirement(line) for line in project["project"]["optional-dependencies"]["ort-tensorrt"]]
-    wanted = {one.name: one for one in extra}
-    assert str(wanted[f"tensorrt-cu{linked.cuda}"].specifier) == f"=={linked.tensorrt}.*"
+    requirements = {requirement.name: requirement for requirement in extra}
+    assert str(requirements[f"tensorrt-cu{linked.cuda}"].specifier) == f"=={linked.tensorrt}.*"
     assert (
         ort_tensorrt_provider.package_versions(["onnxruntime-gpu"])["onnxruntime-gpu"]
-        in wanted["onnxruntime-gpu"].specifier
+        in requirements["onnxruntime-gpu"].specifier
     )
 
 
-def test_an_onnx_runtime_without_the_provider_is_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onnx_runtime_without_the_provider_is_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ort_tensorrt_provider, "provider_library", lambda: None)
     with raises_code("not-installed", MissingDependencyError) as caught:
         provider_device("cuda", "ort-tensorrt")
@@ -85,8 +85,8 @@ def test_an_onnx_runtime_without_the_provider_is_named(here: Path, monkeypatch: 
     assert all(part in str(caught.value) for part in ("onnxruntime-gpu 1.31.1", "TensorrtExecutionProvider"))
 
 
-def test_the_device_is_asked_for_and_else_the_provider(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [provider_device(wanted, "ort-tensorrt") for wanted in ("auto", "cpu")] == ["cpu", "cpu"]
+def test_device_is_checked_before_the_provider(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [provider_device(device, "ort-tensorrt") for device in ("auto", "cpu")] == ["cpu", "cpu"]
     with raises_code("not-installed", MissingDependencyError) as caught:
         provider_device("cuda", "ort-tensorrt")
     assert "TensorRT 10" in str(caught.value)

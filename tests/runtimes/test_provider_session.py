@@ -21,9 +21,9 @@ from tests.support.expected_errors import raises_code
 def graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, [2]) for n in "xy")
-    made = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "tiny", [x], [y])
+    onnx_graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "tiny", [x], [y])
     path = tmp_path / "model.onnx"
-    onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    onnx.save(helper.make_model(onnx_graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
     return path
 
 
@@ -32,7 +32,7 @@ def provider_options(graph: Path, **options: str) -> ProviderOptions:
 
 
 @pytest.mark.skipif(PROVIDER not in onnxruntime.get_available_providers(), reason="another build")
-def test_a_provider_that_does_not_load_is_an_error_and_not_the_cpu(
+def test_provider_that_fails_to_load_is_an_error_without_cpu_fallback(
     graph: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if ort_tensorrt_backend.list_cuda_gpus():
@@ -43,7 +43,7 @@ def test_a_provider_that_does_not_load_is_an_error_and_not_the_cpu(
     assert "Falling back" not in capsys.readouterr().out  # as ONNX Runtime prints, and goes on
 
 
-def test_another_graph_than_the_one_that_was_told_of_is_refused(graph: Path) -> None:
+def test_changed_graph_is_refused(graph: Path) -> None:
     options = provider_options(graph)
     changed = onnx.load(graph)
     changed.graph.node[0].op_type = "Sub"
@@ -53,32 +53,32 @@ def test_another_graph_than_the_one_that_was_told_of_is_refused(graph: Path) -> 
     assert "provider.json" in str(caught.value)
 
 
-def test_an_engine_depends_on_graph_options_versions_and_gpus(graph: Path, monkeypatch: Any) -> None:
+def test_engine_key_depends_on_graph_options_versions_and_gpus(graph: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(ort_tensorrt_backend, "list_cuda_gpus", lambda: (("NVIDIA L4", "8.9"),))
     monkeypatch.setattr(ort_tensorrt_backend, "tensorrt_packages", lambda: {"tensorrt-cu13": "10.16.1.11"})
     library = Path("/somewhere/libnvinfer.so.10")
     monkeypatch.setattr(ort_tensorrt_backend, "_cuda_libraries", lambda: [library])
-    found = engine_key("abc", {"trt_fp16_enable": "True"})
-    assert found == {
+    key = engine_key("abc", {"trt_fp16_enable": "True"})
+    assert key == {
         "provider": PROVIDER, "graph_sha256": "abc", "options": {"trt_fp16_enable": "True"},
         "onnxruntime": ort_tensorrt_backend.onnxruntime_version(), "library": str(library),
         "tensorrt": {"tensorrt-cu13": "10.16.1.11"}, "gpus": [["NVIDIA L4", "8.9"]],
     }  # fmt: skip
 
 
-def test_providers_come_in_order_with_caches_in_the_users_folder(
+def test_providers_are_ordered_with_caches_in_the_user_folder(
     graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Any] = []
+    sessions: list[Any] = []
 
     def make(path: str, options: Any, providers: Any, enable_fallback: int) -> Any:
-        asked.append((path, providers, enable_fallback))
+        sessions.append((path, providers, enable_fallback))
         return SimpleNamespace(get_providers=lambda: [PROVIDER, "CPUExecutionProvider"])
 
     monkeypatch.setattr(ort_tensorrt_backend.onnxruntime, "InferenceSession", make)
     monkeypatch.setattr(ort_tensorrt_backend.onnxruntime, "get_available_providers", lambda: [PROVIDER])
     open_provider_session(graph, provider_options(graph, trt_timing_cache_enable="True"))
-    ((path, [(name, options), *others], fallback),) = asked
+    ((path, [(name, options), *others], fallback),) = sessions
     assert (path, name, fallback) == (str(graph), PROVIDER, 0)
     assert others == [("CUDAExecutionProvider", {"use_tf32": "0"}), "CPUExecutionProvider"]
     folder = Path(options["trt_engine_cache_path"])

@@ -7,14 +7,14 @@ from smelt.runtimes.registry import RUNTIMES, RuntimeSpec, find_runtime
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES, ids=lambda runtime: runtime.target or runtime.format)
-def test_every_runtime_loads_and_has_what_a_backend_is_asked_for(runtime):
-    found = runtime.load_backend()
-    assert isinstance(found.name, str)
+def test_every_runtime_loads_and_implements_the_backend(runtime):
+    backend = runtime.load_backend()
+    assert isinstance(backend.name, str)
     for method in ("call", "start", "step", "reorder_cache", "close"):
-        assert callable(getattr(found, method)), method
+        assert callable(getattr(backend, method)), method
 
 
-def test_format_decides_and_a_target_where_a_runtime_is_for_it(monkeypatch):
+def test_runtime_is_selected_by_format_and_target(monkeypatch):
     extra = RuntimeSpec("onnx", "x:y", (), "cpu", target="elsewhere")
     monkeypatch.setattr(registry, "RUNTIMES", (extra, *RUNTIMES))
     names = [runtime.backend_class for runtime in RUNTIMES]
@@ -27,7 +27,7 @@ def test_format_decides_and_a_target_where_a_runtime_is_for_it(monkeypatch):
     assert find_runtime("onnx", "elsewhere") is extra
 
 
-def test_an_engine_serves_one_call_at_a_time_and_always_on_the_gpu():
+def test_engine_serves_one_call_at_a_time_on_the_gpu():
     engine, others = find_runtime("tensorrt", None), [find_runtime(f, None) for f in ("torch", "onnx")]
     assert (engine.max_concurrent_calls, engine.device) == (1, "cuda")
     assert [runtime.max_concurrent_calls for runtime in others] == [None, None]

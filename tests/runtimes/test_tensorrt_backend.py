@@ -114,7 +114,7 @@ def batch_of(runner, rows):
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_translations_equal_onnx_runtimes_also_where_a_batch_is_split(trt, translator, beams):
+def test_translations_equal_onnx_runtime_with_split_batches(trt, translator, beams):
     """Five sentences on an engine that takes two rows: three parts, and with beams eight."""
     generation = GenerationSettings(num_beams=beams, max_new_tokens=10)
     with open_folder(translator, "onnx", "tensorrt", 1) as runner:
@@ -129,7 +129,7 @@ def test_translations_equal_onnx_runtimes_also_where_a_batch_is_split(trt, trans
     assert max(rows) == 2
 
 
-def test_each_engine_gets_its_profile_once_and_shapes_before_it_runs(trt, translator):
+def test_each_engine_selects_its_profile_once_and_sets_shapes_before_running(trt, translator):
     with open_runner(artifact(translator, "tensorrt", "translation"), 1) as runner:
         state = runner.encode(batch_of(runner, 2))
         runner.decode_step(state, np.zeros(2, dtype=np.int64))
@@ -143,7 +143,7 @@ def test_each_engine_gets_its_profile_once_and_shapes_before_it_runs(trt, transl
         assert calls[-1] == "set_tensor_address"
 
 
-def test_output_longer_than_the_engine_says_which_setting(trt, translator):
+def test_output_longer_than_the_engine_names_the_setting(trt, translator):
     with open_runner(artifact(translator, "tensorrt", "translation"), 1) as runner:
         state = runner.encode(batch_of(runner, 1))
         for _ in range(RANGES["past"].max + 1):
@@ -153,12 +153,12 @@ def test_output_longer_than_the_engine_says_which_setting(trt, translator):
         assert all(part in str(caught.value) for part in ("decoder_with_past_model.plan", "max_new_tokens"))
 
 
-def test_class_logits_equal_onnx_runtimes(trt, classifier):
+def test_class_logits_equal_onnx_runtime(trt, classifier):
     with open_folder(classifier, "onnx", "tensorrt", 1) as runner:
         expected = class_logits(runner, tensorrt_graphs.ROWS, 5)
     with open_runner(artifact(classifier, "tensorrt", "text-classification"), 1) as runner:
-        got = class_logits(runner, tensorrt_graphs.ROWS, 5)
-        np.testing.assert_allclose(got, expected, atol=1e-6)
+        actual = class_logits(runner, tensorrt_graphs.ROWS, 5)
+        np.testing.assert_allclose(actual, expected, atol=1e-6)
         assert runner.text.max_input_length == 16  # what the engine takes, not the model's 32
         with raises_code("does-not-generate", InputError):
             runner.encode(batch_of(runner, 1))
@@ -183,7 +183,7 @@ def prompts():
 
 
 @pytest.mark.parametrize("beams", [1, 2])
-def test_continuations_equal_onnx_runtimes_though_rows_and_prompts_are_split(trt, writer, beams):
+def test_continuations_equal_onnx_runtime_with_split_rows_and_prompts(trt, writer, beams):
     generation = GenerationSettings(num_beams=beams, max_new_tokens=8)
     with open_folder(writer, "onnx", "tensorrt", 1) as runner:
         expected = generate(runner, prompts(), generation)
@@ -195,18 +195,18 @@ def test_continuations_equal_onnx_runtimes_though_rows_and_prompts_are_split(trt
     assert shapes[:4] == [(2, 4), (1, 4), (2, 1), (1, 1)]  # five tokens of a prompt but the last: 4 + 1
 
 
-def test_logits_of_a_text_longer_than_one_call_equal_onnx_runtimes(trt, writer):
+def test_logits_of_a_text_longer_than_one_call_equal_onnx_runtime(trt, writer):
     ids = np.random.default_rng(1).integers(5, 300, (2, 11))
     batch = Batch(ids, np.ones_like(ids))
     with open_folder(writer, "onnx", "tensorrt", 1) as runner:
         expected = runner.forward(batch)
     with open_runner(artifact(writer, "tensorrt", "language-modeling"), 1) as runner:
-        got = runner.forward(batch)
-    assert got.shape == expected.shape
-    np.testing.assert_allclose(got, expected, atol=1e-4)
+        actual = runner.forward(batch)
+    assert actual.shape == expected.shape
+    np.testing.assert_allclose(actual, expected, atol=1e-4)
 
 
-def test_text_beyond_the_engine_says_which_setting(trt, writer):
+def test_text_beyond_the_engine_names_the_setting(trt, writer):
     with open_runner(artifact(writer, "tensorrt", "language-modeling"), 1) as runner:
         most = CAUSAL["past"].max + 1
         assert runner.config["max_position_embeddings"] == most
@@ -217,7 +217,7 @@ def test_text_beyond_the_engine_says_which_setting(trt, writer):
         assert all(part in str(caught.value) for part in ("model.plan", "max_new_tokens"))
 
 
-def test_closed_language_model_and_an_engine_without_a_cache_are_refused(trt, writer, classifier, tmp_path):
+def test_closed_language_model_and_engine_without_cache_are_refused(trt, writer, classifier, tmp_path):
     with open_runner(artifact(writer, "tensorrt", "language-modeling"), 1) as runner:
         pass
     with raises_code("closed-model", InputError):
@@ -237,7 +237,7 @@ gpu = pytest.mark.skipif(
 
 @pytest.mark.gpu
 @gpu
-def test_real_engines_translate_as_onnx_runtime_does(translator, tmp_path):
+def test_real_engines_translate_as_onnx_runtime(translator, tmp_path):
     settings = TensorrtSettings(max_batch_size=2, max_new_tokens=12, timing_cache=False, tf32=False)
     TensorrtStage()(
         artifact(translator, "onnx", "translation"),
@@ -248,14 +248,14 @@ def test_real_engines_translate_as_onnx_runtime_does(translator, tmp_path):
     with open_folder(translator, "onnx", "tensorrt", 1) as runner:
         expected = generate(runner, batch_of(runner, 5), generation)
     with open_runner(artifact(tmp_path, "tensorrt", "translation")) as runner:
-        got = generate(runner, batch_of(runner, 5), generation)
-    same = sum(a == b for a, b in zip(got, expected, strict=True))
+        actual = generate(runner, batch_of(runner, 5), generation)
+    same = sum(a == b for a, b in zip(actual, expected, strict=True))
     assert same >= 3  # in fp16 two tokens of a random model may be equally likely
 
 
 @pytest.mark.gpu
 @gpu
-def test_real_engine_gives_the_logits_of_onnx_runtime(classifier, tmp_path):
+def test_real_engine_logits_equal_onnx_runtime(classifier, tmp_path):
     settings = TensorrtSettings(max_batch_size=2, timing_cache=False, tf32=False)
     source = artifact(classifier, "onnx", "text-classification")
     TensorrtStage()(source, settings, tensorrt_graphs.make_context(tmp_path, "text-classification"))
@@ -265,7 +265,7 @@ def test_real_engine_gives_the_logits_of_onnx_runtime(classifier, tmp_path):
         np.testing.assert_allclose(class_logits(runner, tensorrt_graphs.ROWS, 5), expected, atol=1e-3)
 
 
-def test_arrays_are_cut_on_the_axis_that_holds_their_rows(trt, tmp_path):
+def test_arrays_are_sliced_along_their_row_axis(trt, tmp_path):
     """Five rows on an engine that takes two, the state's on axis 1, as the output's that is like it."""
     shapes = (["batch", "time", 4], ["layers", "batch", 8], ["layers", "batch", 8])
     source = imported_graphs.make_artifact(tmp_path / "a", imported_graphs.gru_model(*shapes))
@@ -276,10 +276,10 @@ def test_arrays_are_cut_on_the_axis_that_holds_their_rows(trt, tmp_path):
     fake_tensorrt.write_plan(
         path, {n: (least[n], least[n], most[n]) for n in most}, source.path / "model.plan"
     )
-    wanted = imported_graphs.run_directly(path, rows)
+    expected = imported_graphs.run_directly(path, rows)
     with open_runner(artifact(source.path, "tensorrt", "custom"), 1) as runner:
-        found = runner.run(rows)
-    for name, value in wanted.items():
-        np.testing.assert_allclose(found[name], value, atol=1e-5)
-    fed = [call[2] for call in trt.calls if call[:2] == ("set_input_shape", "state")]
-    assert [shape[1] for shape in fed] == [2, 2, 1]
+        actual = runner.run(rows)
+    for name, value in expected.items():
+        np.testing.assert_allclose(actual[name], value, atol=1e-5)
+    inputs = [call[2] for call in trt.calls if call[:2] == ("set_input_shape", "state")]
+    assert [shape[1] for shape in inputs] == [2, 2, 1]

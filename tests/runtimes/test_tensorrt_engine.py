@@ -57,7 +57,7 @@ def stream(calls=None):
     return SimpleNamespace(cuda_stream=fake_tensorrt.STREAM, synchronize=waited)
 
 
-def test_calls_come_in_the_order_that_the_api_wants(trt, tmp_path):
+def test_calls_are_in_the_order_required_by_the_api(trt, tmp_path):
     engine = TensorrtEngine(trt, graph(tmp_path), stream(trt.calls))
     assert trt.calls == [
         ("deserialize_cuda_engine",),
@@ -81,7 +81,7 @@ def test_calls_come_in_the_order_that_the_api_wants(trt, tmp_path):
     assert out["y"].tolist() == [[0.0, 1.0, 2.0], [18.0, 20.0, 22.0]]
 
 
-def test_inputs_take_the_type_and_layout_of_the_engine(trt, tmp_path):
+def test_inputs_are_converted_to_dtype_and_layout_of_the_engine(trt, tmp_path):
     engine = TensorrtEngine(trt, graph(tmp_path, TensorProto.FLOAT16), stream())
     x = torch.tensor([[1.0, 0], [0, 0], [0, 0], [0, 2]], dtype=torch.float64).T  # neither half nor contiguous
     out = engine({"x": x})["y"]
@@ -89,7 +89,7 @@ def test_inputs_take_the_type_and_layout_of_the_engine(trt, tmp_path):
     assert out.tolist() == [[0.0, 1.0, 2.0], [18.0, 20.0, 22.0]]
 
 
-def test_outputs_on_the_host_are_waited_for(trt, tmp_path):
+def test_outputs_on_the_host_are_synchronized(trt, tmp_path):
     trt.answers["location"] = trt.TensorLocation.HOST
     engine = TensorrtEngine(trt, graph(tmp_path), stream(trt.calls))
     trt.calls.clear()
@@ -97,7 +97,7 @@ def test_outputs_on_the_host_are_waited_for(trt, tmp_path):
     assert trt.calls[-2:] == [("execute_async_v3", fake_tensorrt.STREAM), ("synchronize",)]
 
 
-def test_longest_reads_the_profile_and_fixed_sizes(trt, tmp_path):
+def test_maximum_length_reads_the_profile_and_fixed_sizes(trt, tmp_path):
     engine = TensorrtEngine(trt, graph(tmp_path), stream())
     assert (engine.max_dimension("x", 0), engine.max_dimension("x", 1)) == (8, 4)
 
@@ -112,7 +112,7 @@ def test_longest_reads_the_profile_and_fixed_sizes(trt, tmp_path):
         ("execute_async_v3", False, "engine-failed", ("Cuda failure: an illegal",)),
     ],
 )
-def test_each_failing_call_is_a_run_error_with_its_reason(trt, tmp_path, method, answer, code, values):
+def test_each_failing_call_raises_run_error_with_its_reason(trt, tmp_path, method, answer, code, values):
     engine = TensorrtEngine(trt, graph(tmp_path), stream())
     trt.answers[method] = answer
     with raises_code(code, RunError) as caught:
@@ -139,7 +139,7 @@ def test_missing_input_is_named(trt, tmp_path):
     assert all(part in str(caught.value) for part in ("'x'", "input_ids"))
 
 
-def test_plan_that_cannot_be_read_says_why_and_what_to_do(trt, tmp_path):
+def test_unreadable_plan_is_reported_with_reason_and_remedy(trt, tmp_path):
     path = graph(tmp_path)
     path.write_bytes(b"another version's")
     with raises_code("unopened-engine", RunError) as caught:
@@ -154,13 +154,13 @@ def test_plan_that_cannot_be_read_says_why_and_what_to_do(trt, tmp_path):
         ("set_optimization_profile_async", False, "unusable-profile"),
     ],
 )
-def test_context_that_cannot_be_made_is_explained(trt, tmp_path, method, answer, code):
+def test_failed_context_creation_is_explained(trt, tmp_path, method, answer, code):
     trt.answers[method] = answer
     with raises_code(code, RunError):
         TensorrtEngine(trt, graph(tmp_path), stream())
 
 
-def test_type_that_torch_does_not_know_is_refused(trt, tmp_path):
+def test_dtype_unknown_to_torch_is_refused(trt, tmp_path):
     with raises_code("unsupported-dtype", RunError) as caught:
         TensorrtEngine(trt, graph(tmp_path, TensorProto.DOUBLE), stream())
     assert all(part in str(caught.value) for part in ("'x'", "DOUBLE"))
@@ -184,7 +184,7 @@ print(json.dumps({
 """
 
 
-def test_stand_in_has_the_names_and_arguments_of_the_real_bindings():
+def test_fake_has_the_names_and_arguments_of_the_real_bindings():
     """What the tests above call is what the bindings of 11.4 have: every method, every argument's name."""
     methods = {
         cls.__name__: {
@@ -230,7 +230,7 @@ def beside(plan, **other):
     return plan
 
 
-def test_each_call_takes_the_smallest_profile_that_fits(trt, tmp_path):
+def test_each_call_uses_the_smallest_sufficient_profile(trt, tmp_path):
     plan = graph(tmp_path)
     shapes = [
         {"x": [[1, 4], [4, 4], [8, 4]]},
@@ -250,7 +250,7 @@ def test_each_call_takes_the_smallest_profile_that_fits(trt, tmp_path):
     assert all(part in str(caught.value) for part in ("(9, 4)", "(1, 4)", "(8, 4)"))
 
 
-def test_engine_without_weights_takes_them_from_the_graph_beside_it(trt, tmp_path):
+def test_engine_without_weights_is_refitted_from_the_graph_next_to_it(trt, tmp_path):
     plan = beside(graph(tmp_path), weights="stripped")
     TensorrtEngine(trt, plan, stream())
     names = [call[0] for call in trt.calls]
@@ -263,12 +263,12 @@ def test_engine_without_weights_takes_them_from_the_graph_beside_it(trt, tmp_pat
 
 
 @pytest.mark.parametrize("compatible", [True, False])
-def test_runtime_that_a_plan_brings_along_is_allowed_for_such_plans_only(trt, tmp_path, compatible):
+def test_embedded_runtime_is_allowed_only_for_plans_that_have_one(trt, tmp_path, compatible):
     TensorrtEngine(trt, beside(graph(tmp_path), version_compatible=compatible), stream())
     assert trt.runtime.engine_host_code_allowed is compatible
 
 
-def test_engine_of_another_version_is_refused_before_it_is_read(trt, tmp_path):
+def test_engine_of_another_version_is_refused_before_reading(trt, tmp_path):
     plan = beside(graph(tmp_path), version="11.3.0")
     with raises_code("wrong-engine-version", InputError) as caught:
         TensorrtEngine(trt, plan, stream())

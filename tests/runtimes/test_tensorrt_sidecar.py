@@ -40,7 +40,7 @@ def check(plan, package="tensorrt", version="11.4.0.106", gpu=A10):
     check_sidecar(plan, read_sidecar(plan), package, version, gpu)
 
 
-def test_sidecar_is_read_as_it_was_written_and_none_where_there_is_none(tmp_path):
+def test_saved_sidecar_is_loaded_and_a_missing_one_is_none(tmp_path):
     plan = engine(tmp_path)
     assert read_sidecar(plan).profiles == [{"x": [[1], [2], [3]]}]
     check(plan)
@@ -61,7 +61,7 @@ def test_sidecar_is_read_as_it_was_written_and_none_where_there_is_none(tmp_path
         ({"weights": "stripped"}, {}, "missing-file", ("model.onnx",)),
     ],
 )  # fmt: skip
-def test_engine_that_cannot_run_here_says_what_built_it_and_what_to_do(tmp_path, built, here, code, values):
+def test_incompatible_engine_reports_its_build_environment_and_a_remedy(tmp_path, built, here, code, values):
     with raises_code(code, InputError) as caught:
         check(engine(tmp_path, **built), **here)
     assert all(value in str(caught.value) for value in values)
@@ -79,11 +79,11 @@ def test_engine_that_cannot_run_here_says_what_built_it_and_what_to_do(tmp_path,
         ({}, {"gpu": None}),
     ],
 )
-def test_engine_that_can_run_here_passes(tmp_path, built, here):
+def test_compatible_engine_passes(tmp_path, built, here):
     check(engine(tmp_path, **built), **here)
 
 
-def test_another_graph_than_the_engine_was_built_from_is_refused(tmp_path):
+def test_graph_other_than_that_of_the_engine_is_refused(tmp_path):
     from onnx import helper, save
 
     save(helper.make_model(helper.make_graph([], "g", [], [])), tmp_path / "model.onnx")
@@ -110,7 +110,7 @@ def test_damaged_sidecar_is_named(tmp_path, text, code):
     assert "model.plan.json" in str(caught.value)
 
 
-def test_an_engine_from_elsewhere_needs_consent(tmp_path, monkeypatch):
+def test_untrusted_engine_requires_consent(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "artifact"
     folder.mkdir()
@@ -126,15 +126,15 @@ def test_an_engine_from_elsewhere_needs_consent(tmp_path, monkeypatch):
         require_trusted_engines(folder, False)
 
 
-def test_whoever_opens_an_artifact_asks(tmp_path, monkeypatch):
+def test_every_way_to_open_an_artifact_requires_consent(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    asked = []
-    monkeypatch.setattr(trial_run, "require_trusted_engines", lambda folder, trusted: asked.append(trusted))
+    calls = []
+    monkeypatch.setattr(trial_run, "require_trusted_engines", lambda folder, trusted: calls.append(trusted))
     folder = tiny.write_bert(tmp_path / "model")
-    made = tiny.as_artifact(folder, "text-classification")
-    monkeypatch.setattr("smelt.api.load.read_artifact", lambda path: made)
-    monkeypatch.setattr("smelt.api.predict.read_artifact", lambda path: made)
-    monkeypatch.setattr(type(made), "verify", lambda self: None)
+    artifact = tiny.as_artifact(folder, "text-classification")
+    monkeypatch.setattr("smelt.api.load.read_artifact", lambda path: artifact)
+    monkeypatch.setattr("smelt.api.predict.read_artifact", lambda path: artifact)
+    monkeypatch.setattr(type(artifact), "verify", lambda self: None)
     with smelt.load(folder, trust_engine=True):
         Predictor(folder, {})
-    assert asked == [True, False]
+    assert calls == [True, False]

@@ -23,14 +23,14 @@ def steps(runner, batch, rows):
     return scores
 
 
-def test_a_closed_model_says_so(tmp_path):
+def test_closed_model_raises_an_error(tmp_path):
     with open_runner(tiny.as_artifact(generation_models.write_model("marian", tmp_path))) as opened:
         pass
     with raises_code("closed-model", InputError):
         opened.encode(generation_models.random_batch(2, seed=1))
 
 
-def test_reordered_rows_go_on_as_rows_with_their_history_do(runner):
+def test_reordered_rows_equal_rows_with_their_history(runner):
     batch = generation_models.random_batch(2, seed=1)
     state = runner.encode(batch)
     runner.decode_step(state, np.array([3, 3]))

@@ -49,6 +49,6 @@ def error_codes(error: SmeltError) -> list[str]:
     return [message.code for message in error.messages] or [error.code]
 
 
-def message_locations(found: Iterable[Message]) -> list[tuple[str, str | None, int | None]]:
+def message_locations(messages: Iterable[Message]) -> list[tuple[str, str | None, int | None]]:
     """Return code, setting and line of each message, in their order."""
-    return [(message.code, message.setting, message.line) for message in found]
+    return [(message.code, message.setting, message.line) for message in messages]

@@ -176,21 +176,21 @@ def pytest_runtest_makereport(item: Any, call: Any) -> Generator[None, Any, Any]
     return report
 
 
-def shorten_failure(found: Any, root: Path) -> str:
+def shorten_failure(failure: Any, root: Path) -> str:
     """Return a failure without the frames of other packages; long messages lose their middle."""
 
-    def own(excinfo: Any) -> Any:
+    def own_frames(excinfo: Any) -> Any:
         entries = excinfo.traceback.filter(lambda entry: is_project_file(Path(entry.path), root))
         return entries or excinfo.traceback[-1:]
 
-    text = str(found.getrepr(style="short", tbfilter=own, chain=True))
+    text = str(failure.getrepr(style="short", tbfilter=own_frames, chain=True))
     lines: list[str] = []
     for message, block in itertools.groupby(text.splitlines(), lambda line: line.startswith("E ")):
         kept_lines = [line[:MAX_LINE_WIDTH] for line in block if line[1:].strip()]
         lines += drop_middle_lines(kept_lines) if message else kept_lines
     return "\n".join(
         [
-            found.exconly().splitlines()[0],
+            failure.exconly().splitlines()[0],
             *lines,
             "",
             "(frames of other packages are left out; --tb=long shows them)",

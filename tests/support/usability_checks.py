@@ -9,19 +9,19 @@ from tests.support import harness
 from tests.support.models import every_family
 
 
-def check_usable(made: Path, family: str, space: Path) -> None:
-    """Save, load, train, quantize and export the float model in `made`, whose structure may be any.
+def check_usable(folder: Path, family: str, space: Path) -> None:
+    """Save, load, train, quantize and export the float model in `folder`, whose structure may be any.
 
     Args:
-        made: a folder that a stage wrote.
+        folder: a folder that a stage wrote.
         family: its family.
         space: a folder for what is made here.
     """
     space.mkdir(exist_ok=True)
-    check_save_and_load(made, space / "saved")
-    check_training(made, family, space / "trained")
-    check_quantization(made, family, space / "codes")
-    check_export(made, family, space / "graphs")
+    check_save_and_load(folder, space / "saved")
+    check_training(folder, family, space / "trained")
+    check_quantization(folder, family, space / "codes")
+    check_export(folder, family, space / "graphs")
 
 
 def check_save_and_load(folder: Path, out: Path) -> None:

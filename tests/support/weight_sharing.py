@@ -10,7 +10,7 @@ from tests.support.models import every_family
 
 
 def three_layer_model(family: str) -> Path:
-    """Return a model of three layers: the third is no neighbour of the pair that shares, and stays whole."""
+    """Return a model of three layers: the third is no neighbor of the pair that shares, and stays whole."""
     return every_family.model_with_layers(family, 3)
 
 

@@ -138,10 +138,10 @@ def test_truncated_target_keeps_special_tokens(tmp_path, make, before, behind):
     truncated_ids, num_truncated = encode_targets(texts, tokenizer, 9)
     assert num_truncated == 1
     assert truncated_ids[1] == full_ids[1]
-    words = tokenizer.convert_ids_to_tokens(truncated_ids[0])
+    tokens = tokenizer.convert_ids_to_tokens(truncated_ids[0])
     inner = 9 - len(before) - len(behind)
-    assert words[: len(before)] == before
-    assert words[9 - len(behind) :] == behind
+    assert tokens[: len(before)] == before
+    assert tokens[9 - len(behind) :] == behind
     assert truncated_ids[0][len(before) :][:inner] == full_ids[0][len(before) :][:inner]
     assert encode_targets(texts, tokenizer, 500) == (full_ids, 0)
 

@@ -75,9 +75,9 @@ def test_all_references_are_read(tmp_path):
 
 
 def test_equal_rows_have_equal_fingerprints_in_any_file(tmp_path):
-    one = _write(tmp_path / "a.jsonl", json.dumps(ROW))
+    first = _write(tmp_path / "a.jsonl", json.dumps(ROW))
     two = _write(tmp_path / "b.csv", "source,target\na cat,eine Katze\n")
-    assert _read(one).fingerprint == _read(two).fingerprint
+    assert _read(first).fingerprint == _read(two).fingerprint
     assert (
         _read(_write(tmp_path / "c.jsonl", json.dumps({**ROW, "source": "x"}))).fingerprint
         != _read(two).fingerprint
@@ -94,17 +94,17 @@ def test_labels_may_be_lists_or_decimal_numbers(tmp_path):
 def test_second_text_is_optional_unless_its_column_is_named(tmp_path):
     path = _write(tmp_path / "a.csv", "text,text_b,label\na,b,0\na,,1\n")
     assert [e.text_pair for e in _read(path, "text-classification").examples] == ["b", None]
-    with raises_code("missing-column", InputError) as caught:
+    with raises_code("missing-column", InputError) as excinfo:
         _read(path, "text-classification", Columns(text_pair="text_c"))
-    assert all(part in str(caught.value) for part in ("a.csv:2:", "'text_c'", "'text_b'"))
+    assert all(part in str(excinfo.value) for part in ("a.csv:2:", "'text_c'", "'text_b'"))
 
 
 @pytest.mark.parametrize("label", ["null", "true", "[true]", "NaN", "1e999", '{"a": 1}', "[0.5]"])
 def test_invalid_label_is_rejected(tmp_path, label):
     path = _write(tmp_path / "a.jsonl", f'{{"text": "a", "label": {label}}}')
-    with raises_code("wrong-column-type", InputError) as caught:
+    with raises_code("wrong-column-type", InputError) as excinfo:
         _read(path, "text-classification")
-    assert all(part in str(caught.value) for part in ("a.jsonl:1:", "'label'"))
+    assert all(part in str(excinfo.value) for part in ("a.jsonl:1:", "'label'"))
 
 
 @pytest.mark.parametrize(
@@ -136,17 +136,17 @@ def test_invalid_label_is_rejected(tmp_path, label):
 )
 def test_errors_have_file_and_line(tmp_path, name, text, code, line, values):
     path = _write(tmp_path / name, text)
-    with raises_code(code, InputError) as caught:
+    with raises_code(code, InputError) as excinfo:
         _read(path)
-    assert (caught.value.file, caught.value.line) == (str(path), line)
-    assert all(value in str(caught.value) for value in values)
+    assert (excinfo.value.file, excinfo.value.line) == (str(path), line)
+    assert all(value in str(excinfo.value) for value in values)
 
 
 def test_missing_file_suggests_similar_name(tmp_path):
     (tmp_path / "train.jsonl").write_text("x")
-    with raises_code("missing-file", InputError) as caught:
+    with raises_code("missing-file", InputError) as excinfo:
         read_split("trian.jsonl", "translation", Columns(), tmp_path)
-    assert "'train.jsonl'" in str(caught.value)
+    assert "'train.jsonl'" in str(excinfo.value)
 
 
 def test_broken_gzip_and_wrong_encoding_are_explained(tmp_path):
@@ -184,9 +184,11 @@ def test_numeric_labels_are_equal_in_every_file_kind(tmp_path, labels, config, p
 
     for path in _label_files(tmp_path, labels):
         examples = _read(path, "text-classification").examples
-        found = [e.label for e in examples]
-        assert infer_problem_type(None, found) == SINGLE_LABEL
-        assert class_targets(examples, config or infer_label_names(found, SINGLE_LABEL)) == places, path.name
+        label_values = [e.label for e in examples]
+        assert infer_problem_type(None, label_values) == SINGLE_LABEL
+        assert class_targets(examples, config or infer_label_names(label_values, SINGLE_LABEL)) == places, (
+            path.name
+        )
 
 
 def test_single_empty_label_is_reported_with_line(tmp_path):
@@ -197,19 +199,19 @@ def test_single_empty_label_is_reported_with_line(tmp_path):
         ("a.jsonl", '\n{"text": "a", "label": 0}\n{"text": "b", "label": " "}\n{"text": "c", "label": 1}'),
     ):
         split = _read(_write(tmp_path / name, text), "text-classification")
-        found = [e.label for e in split.examples]
-        assert infer_problem_type(None, found) == SINGLE_LABEL
-        assert infer_label_names(found, SINGLE_LABEL) == ["0", "1"]
-        with raises_code("empty-label", InputError) as caught:
+        label_values = [e.label for e in split.examples]
+        assert infer_problem_type(None, label_values) == SINGLE_LABEL
+        assert infer_label_names(label_values, SINGLE_LABEL) == ["0", "1"]
+        with raises_code("empty-label", InputError) as excinfo:
             class_targets(split.examples, ["0", "1"], split.origin)
-        assert (caught.value.file, caught.value.line) == (name, 3)
+        assert (excinfo.value.file, excinfo.value.line) == (name, 3)
 
 
 def test_invalid_rows_of_file_are_reported_together(tmp_path):
     lines = ['{"source": "a", "target": "b"}', *['{"source": 1, "target": "b"}'] * 8, '{"source": ']
     with raises_code("several-errors", InputError) as raised:
         _read(_write(tmp_path / "a.jsonl", "\n".join(lines)))
-    kinds = [(one.code, one.line) for one in raised.value.messages]
+    kinds = [(error_entry.code, error_entry.line) for error_entry in raised.value.messages]
     assert kinds == [*(("wrong-column-type", line) for line in range(2, 10)), ("invalid-json", 10)]
     message = str(raised.value).splitlines()
     assert [line.split(": ")[0].rpartition(":")[2] for line in message[:5]] == ["2", "3", "4", "5", "6"]
@@ -218,10 +220,10 @@ def test_invalid_rows_of_file_are_reported_together(tmp_path):
 
 
 def test_rows_have_lines_that_do_not_affect_equality(tmp_path):
-    one = _read(_write(tmp_path / "a.jsonl", "\n" + json.dumps(ROW)))
+    first = _read(_write(tmp_path / "a.jsonl", "\n" + json.dumps(ROW)))
     two = _read(_write(tmp_path / "b.csv", "source,target\na cat,eine Katze\n"))
-    assert [e.line for e in (*one.examples, *two.examples)] == [2, 2]
-    assert one.examples == (Example("a cat", ("eine Katze",)),)
+    assert [e.line for e in (*first.examples, *two.examples)] == [2, 2]
+    assert first.examples == (Example("a cat", ("eine Katze",)),)
     lines = read_split(
         "b.csv.txt", "language-modeling", Columns(), _write(tmp_path / "b.csv.txt", "a\n\nb").parent
     )
@@ -235,17 +237,17 @@ def test_rows_without_lines_have_row_numbers(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     (tmp_path / "a.json").write_text(json.dumps(rows))
     for name, lines in (("a.parquet", [None] * 4), ("a.json", [1, None, None, None])):
-        read = _read(tmp_path / name)
-        assert [e.line for e in read.examples] == lines
-        assert [e.row for e in read.select([3, 1]).examples] == [4, 2]
+        split = _read(tmp_path / name)
+        assert [e.line for e in split.examples] == lines
+        assert [e.row for e in split.select([3, 1]).examples] == [4, 2]
 
 
 def test_integral_floats_equal_integers_with_equal_fingerprint(tmp_path):
     floats = _write(tmp_path / "a.jsonl", '{"text": "a", "label": 1.0}\n{"text": "b", "label": [2.0, "x"]}')
-    whole = _write(tmp_path / "b.jsonl", '{"text": "a", "label": 1}\n{"text": "b", "label": [2, "x"]}')
-    found = [_read(path, "text-classification") for path in (floats, whole)]
-    assert [repr(e.label) for e in found[0].examples] == ["1", "(2, 'x')"]
-    assert found[0].fingerprint == found[1].fingerprint
+    integers = _write(tmp_path / "b.jsonl", '{"text": "a", "label": 1}\n{"text": "b", "label": [2, "x"]}')
+    splits = [_read(path, "text-classification") for path in (floats, integers)]
+    assert [repr(e.label) for e in splits[0].examples] == ["1", "(2, 'x')"]
+    assert splits[0].fingerprint == splits[1].fingerprint
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])

@@ -55,14 +55,14 @@ def test_plain_prompt_is_followed_by_response_and_end(tokenizer):
 
 
 def test_chat_tokens_equal_transformers(tokenizer):
-    words = tokenizer("chat", chat_templates.CHATML)
-    [[sample]] = encode_responses([("The cat", "sleeps")], words, every_turn=True)
-    prompt = words.apply_chat_template(TALK[:1], add_generation_prompt=True, return_dict=False)
-    full_ids = words.apply_chat_template(TALK, return_dict=False)
+    text_tokenizer = tokenizer("chat", chat_templates.CHATML)
+    [[sample]] = encode_responses([("The cat", "sleeps")], text_tokenizer, every_turn=True)
+    prompt = text_tokenizer.apply_chat_template(TALK[:1], add_generation_prompt=True, return_dict=False)
+    full_ids = text_tokenizer.apply_chat_template(TALK, return_dict=False)
     assert sample.ids == full_ids[: len(sample.ids)]
-    assert sample.ids[-1] == words.convert_tokens_to_ids("<|im_end|>")
+    assert sample.ids[-1] == text_tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert sample.num_last_targets == len(sample.ids) - len(prompt)
-    assert encode_prompts([json.dumps(TALK[:1])], words, 10**6) == [prompt]
+    assert encode_prompts([json.dumps(TALK[:1])], text_tokenizer, 10**6) == [prompt]
 
 
 def _decode_targets(words, sample):
@@ -84,13 +84,15 @@ def test_targets_of_chat_choice_are_its_own_tokens(tokenizer, template, choice):
 
 @pytest.mark.parametrize("with_end", [True, False])
 def test_response_continues_prompt_with_metaspace_tokenizer(tmp_path, with_end):
-    words = causal.write_metaspace_tokenizer(tmp_path)
+    text_tokenizer = causal.write_metaspace_tokenizer(tmp_path)
     (tmp_path / "text.json").write_text('{"prompt_template": "Q: {prompt} A:"}')
-    words = load_tokenizer(tmp_path)
-    [[sample]] = encode_responses([("The cat", " sleeps")], words, every_turn=True, with_end=with_end)
-    joint = words("Q: The cat A: sleeps")["input_ids"]
-    assert sample.ids == joint + ([words.eos_token_id] if with_end else [])
-    assert sample.ids[: -sample.num_last_targets] == words("Q: The cat A:")["input_ids"]
+    text_tokenizer = load_tokenizer(tmp_path)
+    [[sample]] = encode_responses(
+        [("The cat", " sleeps")], text_tokenizer, every_turn=True, with_end=with_end
+    )
+    joint = text_tokenizer("Q: The cat A: sleeps")["input_ids"]
+    assert sample.ids == joint + ([text_tokenizer.eos_token_id] if with_end else [])
+    assert sample.ids[: -sample.num_last_targets] == text_tokenizer("Q: The cat A:")["input_ids"]
 
 
 def test_prompt_tokens_merged_with_choice_are_scored(tokenizer):
@@ -143,11 +145,11 @@ def test_first_token_is_kept_by_truncation():
 
 
 def test_labels_are_response_tokens(tokenizer, tmp_path):
-    words = tokenizer("{prompt}")
+    text_tokenizer = tokenizer("{prompt}")
     rows = (Example("The old house", (" stands",)), Example("A man", (" walks", " in a red hat")))
     ctx = harness.make_context(tmp_path / "out", "text-generation")
     config = type("Config", (), {"to_dict": lambda self: {}, "pad_token_id": None})()
-    samples = encode_split(Split("x", rows), config, words, ctx)
+    samples = encode_split(Split("x", rows), config, text_tokenizer, ctx)
     assert len(samples) == 3
     assert [row.token_counts for row in samples] == [(len(row.input_ids), 0) for row in samples]
     batch = collate(samples, config)
@@ -160,6 +162,6 @@ def test_labels_are_response_tokens(tokenizer, tmp_path):
         assert labels.tolist() == expected + [IGNORE_INDEX] * (len(labels) - len(expected))
     assert torch.equal(batch["attention_mask"].sum(1), torch.tensor([len(r.input_ids) - 1 for r in samples]))
     assert ctx.warnings == []
-    short = encode_split(Split("x", rows), config, words, ctx, max_length=4)
-    assert max(len(row.input_ids) for row in short) == 5
+    truncated = encode_split(Split("x", rows), config, text_tokenizer, ctx, max_length=4)
+    assert max(len(row.input_ids) for row in truncated) == 5
     assert message_codes(ctx.warnings) == ["truncated-texts"]

@@ -18,17 +18,17 @@ def test_score_is_number_or_none(value, expected):
 
 @pytest.mark.parametrize("value", ["high", True, [1], float("nan"), "inf"])
 def test_non_numeric_score_is_reported_with_row(value):
-    with raises_code("wrong-column-type", InputError) as caught:
+    with raises_code("wrong-column-type", InputError) as excinfo:
         parse_score(value, "f:1", "label")
-    assert all(part in str(caught.value) for part in ("f:1:", "'label'"))
+    assert all(part in str(excinfo.value) for part in ("f:1:", "'label'"))
 
 
 def test_partly_missing_scores_are_reported():
     require_all_or_none([True, True], [1, 2], "label", "score")
     require_all_or_none([False], [1], "label", "score")
-    with raises_code("partly-missing-column", InputError) as caught:
+    with raises_code("partly-missing-column", InputError) as excinfo:
         require_all_or_none([False, True], [2, 4], "label", "score")
-    assert re.findall(r"\d+", str(caught.value)) == ["4", "2"]
+    assert re.findall(r"\d+", str(excinfo.value)) == ["4", "2"]
 
 
 def test_csv_pairs_are_read_and_texts_are_encoded_separately(tmp_path):
@@ -44,6 +44,6 @@ def test_csv_pairs_are_read_and_texts_are_encoded_separately(tmp_path):
 def test_column_named_in_recipe_must_exist(tmp_path):
     (tmp_path / "d.csv").write_text("text,text_b\na,b\n")
     assert not read_split("d.csv", "sentence-similarity", Columns(), tmp_path).has_labels
-    with raises_code("missing-column", InputError) as caught:
+    with raises_code("missing-column", InputError) as excinfo:
         read_split("d.csv", "sentence-similarity", Columns(label="similarity"), tmp_path)
-    assert "'similarity'" in str(caught.value)
+    assert "'similarity'" in str(excinfo.value)

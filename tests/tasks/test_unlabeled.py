@@ -30,18 +30,18 @@ def test_columns_named_in_recipe_are_read(tmp_path):
     (tmp_path / "x.jsonl").write_text(json.dumps({"a": "one", "b": "two"}) + "\n")
     (row,) = read_unlabeled("x.jsonl", TASK, Columns(text="a", text_pair="b"), tmp_path).examples
     assert (row.text, row.text_pair) == ("one", "two")
-    with raises_code("missing-column", InputError) as caught:
+    with raises_code("missing-column", InputError) as excinfo:
         read_unlabeled("x.jsonl", TASK, Columns(), tmp_path)
-    assert all(part in str(caught.value) for part in ("x.jsonl:1:", "'text'", "a, b"))
+    assert all(part in str(excinfo.value) for part in ("x.jsonl:1:", "'text'", "a, b"))
 
 
 def test_empty_file_and_task_without_labels_are_rejected(tmp_path):
     (tmp_path / "x.txt").write_text("\n \n")
     with raises_code("empty-data", InputError):
         read_unlabeled("x.txt", TASK, Columns(), tmp_path)
-    with raises_code("unsupported-task", InputError) as caught:
+    with raises_code("unsupported-task", InputError) as excinfo:
         read_unlabeled("x.txt", "translation", Columns(), tmp_path)
-    assert "translation" in str(caught.value)
+    assert "translation" in str(excinfo.value)
 
 
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
@@ -61,10 +61,10 @@ USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "cont
 )
 def test_targets_are_optional_only_if_not_scored(tmp_path, task, without, target):
     (tmp_path / "x.jsonl").write_text(f"{json.dumps(without)}\n{json.dumps(without | target)}\n")
-    named = Columns(target="target", label="label")  # a train split may have them
-    first, second = read_split("x.jsonl", task, named, tmp_path, targets_optional=True).examples
+    columns = Columns(target="target", label="label")  # a train split may have them
+    first, second = read_split("x.jsonl", task, columns, tmp_path, targets_optional=True).examples
     assert (first.references, first.label) == ((), None)
     assert second.references or second.label
     assert first.text == second.text
     with pytest.raises(InputError):
-        read_split("x.jsonl", task, named, tmp_path)
+        read_split("x.jsonl", task, columns, tmp_path)

@@ -170,7 +170,7 @@ def test_checkpoint_selection_uses_reported_metric(tmp_path, monkeypatch, task, 
     assert step["status"] == "done", step["error"]
     manifest = json.loads((tmp_path / "run" / "artifacts" / "finetune" / "manifest.json").read_text())
     training = manifest["details"]["training"]
-    best = max(training["validations"], key=lambda found: (found["score"], -found["loss"]))
+    best = max(training["validations"], key=lambda item: (item["score"], -item["loss"]))
     assert (training["kept_step"], len(training["validations"])) == (best["step"], 3)
     assert scored == [("model", 12), *[("checkpoint", 6)] * 3, ("finetune", 12)]
 

@@ -49,7 +49,7 @@ def die(monkeypatch):
     """Let the process end, as far as the training can tell, before the given update of a training."""
     before = CheckpointSelector.on_step_begin
 
-    def at(step, training=1):
+    def raise_at(step, training=1):
         counts = {"trainings": 0}
 
         def begin(self, args, state, control, **kwargs):
@@ -60,7 +60,7 @@ def die(monkeypatch):
 
         monkeypatch.setattr(CheckpointSelector, "on_step_begin", begin)
 
-    return at
+    return raise_at
 
 
 def weights(folder):
@@ -81,7 +81,7 @@ def go(tmp_path, name, stage, settings, rows, lines=None, key="k"):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def uninterrupted(tmp_path_factory):
     """The training of SHORT that nothing stopped."""
     home = tmp_path_factory.mktemp("whole")
     return go(home, "whole", Finetune(), FinetuneSettings.model_validate(SHORT), tiny.read_pairs(home))
@@ -129,7 +129,7 @@ def test_finished_phase_is_not_repeated(tmp_path, rows, die):
 
 
 @pytest.mark.parametrize("what", ["file", "note", "step"])
-def test_damaged_checkpoint_is_reported_and_training_restarts(tmp_path, rows, die, what, whole):
+def test_damaged_checkpoint_is_reported_and_training_restarts(tmp_path, rows, die, what, uninterrupted):
     settings = FinetuneSettings.model_validate(SHORT)
     die(5)
     with pytest.raises(KilledError):
@@ -143,10 +143,10 @@ def test_damaged_checkpoint_is_reported_and_training_restarts(tmp_path, rows, di
     lines = []
     restarted = go(tmp_path, "again", Finetune(), settings, rows, lines)
     assert any(str(folder) in line for line in lines)
-    assert same(weights(whole.out), weights(restarted.out))
+    assert same(weights(uninterrupted.out), weights(restarted.out))
 
 
-def test_full_disk_skips_checkpoint_and_training_continues(tmp_path, rows, monkeypatch, whole):
+def test_full_disk_skips_checkpoint_and_training_continues(tmp_path, rows, monkeypatch, uninterrupted):
     def full(tensors, path, metadata):
         path.write_bytes(b"some")
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -155,11 +155,11 @@ def test_full_disk_skips_checkpoint_and_training_continues(tmp_path, rows, monke
     monkeypatch.setattr(checkpoints, "save_file", full)
     ctx = go(tmp_path, "full", Finetune(), settings, rows, lines)
     assert "No space left on device" in lines[0]
-    assert same(weights(whole.out), weights(ctx.out))
+    assert same(weights(uninterrupted.out), weights(ctx.out))
     assert not list(tmp_path.glob("unfinished/k/*"))
 
 
-def test_disk_filling_up_later_keeps_previous_checkpoint(tmp_path, rows, monkeypatch, die, whole):
+def test_disk_filling_up_later_keeps_previous_checkpoint(tmp_path, rows, monkeypatch, die, uninterrupted):
     settings, lines, save = FinetuneSettings.model_validate(SHORT), [], checkpoints.save_file
 
     def full_after_two(tensors, path, metadata):
@@ -177,7 +177,7 @@ def test_disk_filling_up_later_keeps_previous_checkpoint(tmp_path, rows, monkeyp
     assert sorted(p.name for p in tmp_path.glob("unfinished/k/*/*")) == ["2.safetensors", CHECKPOINT_FILE]
     resumed = go(tmp_path, "again", Finetune(), settings, rows, lines)
     assert any(re.search(r"step 2\b", line) for line in lines)
-    assert same(weights(whole.out), weights(resumed.out))
+    assert same(weights(uninterrupted.out), weights(resumed.out))
 
 
 def test_short_training_writes_no_checkpoint(tmp_path, rows):

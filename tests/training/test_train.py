@@ -121,7 +121,7 @@ def test_validation_samples_are_spread_over_file_and_seeded(classifier, tmp_path
     assert validations[0] == validations[1]
 
 
-def test_language_model_validation_windows_cover_whole_text(tmp_path, monkeypatch):
+def test_language_model_validation_windows_cover_all_text(tmp_path, monkeypatch):
     text = causal.write_lines(tmp_path / "text.txt", 12)
     split = read_split(str(text), "language-modeling", Columns(), tmp_path)
     source = tiny.as_artifact(causal.write_model(tmp_path / "model", "gpt2"), "language-modeling")

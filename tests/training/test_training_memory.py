@@ -92,7 +92,7 @@ def test_update_with_non_finite_weights_is_rejected(model, tmp_path, monkeypatch
 def test_memory_check_includes_kept_copies(model, tmp_path, monkeypatch):
     requests = []
     monkeypatch.setattr(
-        training_loop, "require_training_memory", lambda model, device, **kept: requests.append(kept)
+        training_loop, "require_training_memory", lambda model, device, **options: requests.append(options)
     )
     _train(model, tmp_path, label_objective(), max_steps=1, num_evals=1, ema_decay=0.9)
     kept_copies = {"keeps_best": True, "keeps_average": True}

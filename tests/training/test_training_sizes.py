@@ -59,10 +59,10 @@ def test_adamw_needs_sixteen_bytes_per_weight():
 
 def test_lighter_settings_need_less_memory():
     settings = TrainingSettings(max_steps=10)
-    given = training_size(settings, _inputs())
+    size_as_given = training_size(settings, _inputs())
     lighter = {text: training_size(other, _inputs()) for text, other in lighter_trainings(settings)}
-    assert all(size.memory_bytes < given.memory_bytes for size in lighter.values())
-    assert lighter["optimizer: adafactor"].least_bytes == given.least_bytes - 8 * SIZE.parameters
+    assert all(size.memory_bytes < size_as_given.memory_bytes for size in lighter.values())
+    assert lighter["optimizer: adafactor"].least_bytes == size_as_given.least_bytes - 8 * SIZE.parameters
 
 
 def test_processes_replicate_weights_unless_sharded():

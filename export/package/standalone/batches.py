@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 
 
-def length_batches(rows: list[list[int]], pad: int, size: int, left: bool = False) -> Iterator[Any]:
+def length_batches(token_rows: list[list[int]], pad: int, size: int, left: bool = False) -> Iterator[Any]:
     """Yield indices, ids and mask (int64 [B, L]) of rows of similar length, the longest first."""
-    order = sorted(range(len(rows)), key=lambda i: (-len(rows[i]), i))
+    order = sorted(range(len(token_rows)), key=lambda i: (-len(token_rows[i]), i))
     for start in range(0, len(order), size):
-        places = order[start : start + size]
-        length = max(1, len(rows[places[0]]))
-        ids = np.full((len(places), length), pad, dtype=np.int64)
+        indices = order[start : start + size]
+        length = max(1, len(token_rows[indices[0]]))
+        ids = np.full((len(indices), length), pad, dtype=np.int64)
         mask = np.zeros_like(ids)
-        for at, row in enumerate(rows[i] for i in places):
+        for batch_index, row in enumerate(token_rows[i] for i in indices):
             part = slice(length - len(row), None) if left else slice(len(row))
-            ids[at, part], mask[at, part] = row, 1
-        yield places, ids, mask
+            ids[batch_index, part], mask[batch_index, part] = row, 1
+        yield indices, ids, mask

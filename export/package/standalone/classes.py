@@ -13,8 +13,8 @@ def predict_class(logits: Any, labels: list[str], problem: str) -> tuple[Any, An
     if problem == "regression":
         return float(values[0]), {}
     if problem == "multi_label_classification":
-        chances = dict(zip(labels, (1 / (1 + np.exp(-values))).tolist(), strict=True))
-        return tuple(name for name, chance in chances.items() if chance > 0.5), chances
+        probabilities = dict(zip(labels, (1 / (1 + np.exp(-values))).tolist(), strict=True))
+        return tuple(name for name, probability in probabilities.items() if probability > 0.5), probabilities
     odds = np.exp(values - values.max())
     return labels[odds.argmax()], dict(zip(labels, (odds / odds.sum()).tolist(), strict=True))
 
@@ -28,5 +28,5 @@ def prediction_line(label: Any, chances: dict[str, float]) -> str:
     if isinstance(label, float):
         return f"{label:.4f}"
     names = [label] if isinstance(label, str) else list(label)
-    shown = (name.translate(CONTROLS) for name in names)
-    return "|".join(shown) + "\t" + "|".join(f"{chances[name]:.3f}" for name in names)
+    safe_names = (name.translate(CONTROLS) for name in names)
+    return "|".join(safe_names) + "\t" + "|".join(f"{chances[name]:.3f}" for name in names)

@@ -39,4 +39,4 @@ def generation_inputs(settings: dict[str, Any], prompt: int, new: int) -> dict[s
 def new_tokens(row: Any, prompt: int, eos: list[int]) -> list[int]:
     """Return the tokens after the prompt of int64 [T], up to the end token."""
     new: list[int] = row[prompt:].tolist()
-    return new[: next((at + 1 for at, token in enumerate(new) if token in eos), len(new))]
+    return new[: next((index + 1 for index, token in enumerate(new) if token in eos), len(new))]

@@ -104,8 +104,8 @@ class ServiceMetrics:
             buckets=LATENCY_BUCKETS,
             registry=registry,
         )
-        about = "Inputs (texts, pairs, images) that were answered."
-        self.inputs = Counter("smelt_inputs", about, registry=registry)
+        description = "Inputs (texts, pairs, images) that were answered."
+        self.inputs = Counter("smelt_inputs", description, registry=registry)
         self.batch_size = Histogram(
             "smelt_batch_size", "Inputs in a call of the model.", buckets=BATCH_BUCKETS, registry=registry
         )
@@ -113,10 +113,10 @@ class ServiceMetrics:
             "smelt_batch_seconds", "Time of a call of the model.", buckets=LATENCY_BUCKETS, registry=registry
         )
         self.failures = Counter("smelt_failures", "Calls of the model that failed.", registry=registry)
-        about = "Requests being read or answered."
-        self.requests_in_flight = Gauge("smelt_requests_in_flight", about, registry=registry)
-        about = "Inputs waiting for a call of the model."
-        self.inputs_waiting = Gauge("smelt_inputs_waiting", about, registry=registry)
+        description = "Requests being read or answered."
+        self.requests_in_flight = Gauge("smelt_requests_in_flight", description, registry=registry)
+        description = "Inputs waiting for a call of the model."
+        self.inputs_waiting = Gauge("smelt_inputs_waiting", description, registry=registry)
         self.ready = Gauge("smelt_ready", "1 if the model is loaded.", registry=registry)
 
 
@@ -216,14 +216,14 @@ class InferenceService:
         try:
             jobs = batcher.submit(inputs)
         except QueueFullError:
-            about = f"{options.max_waiting} inputs are already waiting; retry later"
-            raise HTTPException(503, about, RETRY_HEADERS) from None
+            message = f"{options.max_waiting} inputs are already waiting; retry later"
+            raise HTTPException(503, message, RETRY_HEADERS) from None
         try:
             async with asyncio.timeout(options.timeout):
                 answers = [await asyncio.wrap_future(job.answer) for job in jobs]
         except TimeoutError:
-            about = f"timeout: no answer within {options.timeout:g} s"
-            raise HTTPException(503, about, RETRY_HEADERS) from None
+            message = f"timeout: no answer within {options.timeout:g} s"
+            raise HTTPException(503, message, RETRY_HEADERS) from None
         except Exception:  # `call` has logged it
             raise HTTPException(500, "the model failed on this input; see the service's log") from None
         finally:
@@ -250,8 +250,8 @@ class InferenceService:
         image = kind.startswith("image/") and model.task == IMAGES
         if (kind != "application/json" and not image) or coding != "identity":
             expected = "application/json or image/*" if model.task == IMAGES else "application/json"
-            received = kind if coding == "identity" else f"{kind}, Content-Encoding: {coding}"
-            raise HTTPException(415, f"send Content-Type: {expected}; got {received}")
+            content_type = kind if coding == "identity" else f"{kind}, Content-Encoding: {coding}"
+            raise HTTPException(415, f"send Content-Type: {expected}; got {content_type}")
         await self.read_body(request, body)
         if image:
             return [await self.read("the body", model.image, bytes(body))]
@@ -261,11 +261,13 @@ class InferenceService:
             raise HTTPException(400, f"the body is not JSON in UTF-8: {error}") from None
         if not isinstance(content, dict) or set(content) != {"inputs"}:
             raise HTTPException(422, f'expected {{"inputs": [...]}}, got {describe_value(content)}')
-        values, most = content["inputs"], self.options.max_waiting
+        values, max_inputs = content["inputs"], self.options.max_waiting
         if not isinstance(values, list):
             raise HTTPException(422, f"inputs: expected a list, got {describe_value(values)}")
-        if len(values) > most:
-            raise HTTPException(422, f"at most {most} inputs are allowed in a request, got {len(values)}")
+        if len(values) > max_inputs:
+            raise HTTPException(
+                422, f"at most {max_inputs} inputs are allowed in a request, got {len(values)}"
+            )
         return [await self.read(f"inputs[{i}]", model.read, value) for i, value in enumerate(values)]
 
     async def read(self, name: str, reader: Callable[[Any], Any], value: Any) -> Any:
@@ -283,19 +285,19 @@ class InferenceService:
         if length < 0:
             raise HTTPException(411, "send the body with Content-Length")
         if length > options.max_body:
-            about = f"the body has {length:,} bytes; at most {options.max_body:,} are allowed"
-            raise HTTPException(413, about)
+            message = f"the body has {length:,} bytes; at most {options.max_body:,} are allowed"
+            raise HTTPException(413, message)
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 async for part in request.stream():
                     body += part
                     self.body_bytes += len(part)
                     if self.body_bytes > max(options.max_bodies, options.max_body):
-                        about = "too many bodies at the same time; retry later"
-                        raise HTTPException(503, about, RETRY_HEADERS)
+                        message = "too many bodies at the same time; retry later"
+                        raise HTTPException(503, message, RETRY_HEADERS)
         except (TimeoutError, ClientDisconnect):
-            about = f"{length - len(body):,} bytes of the body were not received in time"
-            raise HTTPException(408, about, {"Connection": "close"}) from None
+            message = f"{length - len(body):,} bytes of the body were not received in time"
+            raise HTTPException(408, message, {"Connection": "close"}) from None
 
 
 def error_response(request: Request, error: Exception) -> Response:

@@ -43,8 +43,8 @@ def preprocess_image(source: str | Path | bytes, settings: dict[str, Any]) -> An
             raise ValueError(f"the file has {len(data):,} bytes; at most {MAX_FILE_BYTES:,} are allowed")
         with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
-                most = f"at most {MAX_PIXELS / 1e6:.0f} megapixels are allowed"
-                raise ValueError(f"the image has {image.width} x {image.height} pixels; {most}")
+                limit_text = f"at most {MAX_PIXELS / 1e6:.0f} megapixels are allowed"
+                raise ValueError(f"the image has {image.width} x {image.height} pixels; {limit_text}")
             return resize_image(upright_rgb(image), settings)
     except UnidentifiedImageError:
         raise ValueError(f"{name}not an image of a supported format ({', '.join(IMAGE_FORMATS)})") from None
@@ -53,16 +53,16 @@ def preprocess_image(source: str | Path | bytes, settings: dict[str, Any]) -> An
 
 
 def upright_rgb(image: Any) -> Any:
-    """Return `image` in RGB, rotated by its EXIF; of 16-bit greyscale the upper 8 bits."""
+    """Return `image` in RGB, rotated by its EXIF; of 16-bit grayscale the upper 8 bits."""
     if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")):
         raise ValueError("the image has 32-bit channels. Save it with 8 or 16 bits per channel")
     image.load()
     try:
-        turned = image.getexif().get(0x0112, 1)
+        orientation = image.getexif().get(0x0112, 1)
     except Exception:  # damaged EXIF is ignored, because the image is complete without it
-        turned = 1
-    ways = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # EXIF orientation -> Pillow's transpose
-    image = image.transpose(Image.Transpose(ways[turned])) if turned in ways else image
+        orientation = 1
+    transposes = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # EXIF orientation -> Pillow's transpose
+    image = image.transpose(Image.Transpose(transposes[orientation])) if orientation in transposes else image
     if not image.mode.startswith("I"):
         return image.convert("RGB")
     values = np.asarray(image).clip(0, 0xFFFF).astype(np.uint16) >> 8
@@ -80,22 +80,22 @@ def resize_image(image: Any, settings: dict[str, Any]) -> Any:
     values: Any = np.moveaxis(np.asarray(image), -1, 0)
     values = center_crop(values, settings["crop"]) if settings["crop"] else values
     values = values.astype(np.float64) * settings["scale"] if settings["scale"] is not None else values
-    found = values.astype(np.float32)
+    pixels = values.astype(np.float32)
     if settings["mean"]:
         mean, std = (np.array(settings[name], dtype=np.float32).reshape(3, 1, 1) for name in ("mean", "std"))
-        found = (found - mean) / std
-    return np.ascontiguousarray(found)
+        pixels = (pixels - mean) / std
+    return np.ascontiguousarray(pixels)
 
 
 def center_crop(values: Any, crop: list[int]) -> Any:
     """Return the center of uint8 [3, H, W] as [3, *crop]; smaller images are padded with zeros."""
-    high, wide = (max(have, want) for have, want in zip(values.shape[1:], crop, strict=True))
-    top, left = (math.ceil((a - b) / 2) for a, b in zip((high, wide), values.shape[1:], strict=True))
-    whole = np.zeros((3, high, wide), dtype=values.dtype)
-    whole[:, top : top + values.shape[1], left : left + values.shape[2]] = values
-    y, x = ((have - want) // 2 for have, want in zip(values.shape[1:], crop, strict=True))
+    high, padded_width = (max(actual, target) for actual, target in zip(values.shape[1:], crop, strict=True))
+    top, left = (math.ceil((a - b) / 2) for a, b in zip((high, padded_width), values.shape[1:], strict=True))
+    padded = np.zeros((3, high, padded_width), dtype=values.dtype)
+    padded[:, top : top + values.shape[1], left : left + values.shape[2]] = values
+    y, x = ((actual - target) // 2 for actual, target in zip(values.shape[1:], crop, strict=True))
     y, x = max(0, y + top), max(0, x + left)
-    return whole[:, y : y + crop[0], x : x + crop[1]]
+    return padded[:, y : y + crop[0], x : x + crop[1]]
 
 
 class ImageClassifier:
@@ -117,12 +117,12 @@ class ImageClassifier:
 
         An image is a file's path, its bytes, or a result of `pixels`.
         """
-        given, answers = list(images), []
-        for start in range(0, len(given), batch_size):
-            part = given[start : start + batch_size]
+        image_list, answers = list(images), []
+        for start in range(0, len(image_list), batch_size):
+            part = image_list[start : start + batch_size]
             batch = np.stack([x if isinstance(x, np.ndarray) else self.pixels(x) for x in part])
-            found = finite_outputs(self.graph.run(["logits"], {"pixel_values": batch})[0])
-            answers += [predict_class(logits, self.labels, self.problem) for logits in found]
+            batch_logits = finite_outputs(self.graph.run(["logits"], {"pixel_values": batch})[0])
+            answers += [predict_class(logits, self.labels, self.problem) for logits in batch_logits]
         return answers
 
     def pixels(self, image: str | Path | bytes) -> Any:
@@ -132,7 +132,7 @@ class ImageClassifier:
 
 def answer_lines(model: ImageClassifier, files: list[str]) -> list[str]:
     """Return a line for each file."""
-    return [prediction_line(*found) for found in model(files)]
+    return [prediction_line(*prediction) for prediction in model(files)]
 
 
 if __name__ == "__main__":

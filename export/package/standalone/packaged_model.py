@@ -85,12 +85,12 @@ class PackagedModel:
 
     def answer(self, inputs: list[Any]) -> list[Any]:
         """Return a JSON answer for each result of `read`."""
-        found = self.model(inputs, batch_size=len(inputs))
+        results = self.model(inputs, batch_size=len(inputs))
         if self.task == VECTORS:
-            return [[round(x, 7) for x in vector.tolist()] for vector in found]
+            return [[round(x, 7) for x in vector.tolist()] for vector in results]
         if self.task in (IMAGES, PAIRS):
-            return [{"label": label, "probabilities": chances} for label, chances in found]
-        return list(found)
+            return [{"label": label, "probabilities": probabilities} for label, probabilities in results]
+        return list(results)
 
     @property
     def cut(self) -> int:
@@ -102,8 +102,8 @@ def describe_value(value: Any) -> str:
     """Return a short form of `value`; for lists and objects, which may be large, only type and size."""
     if isinstance(value, list | dict):
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
-    cut = isinstance(value, str) and len(value) > 60
-    return f"{json.dumps(value[:60])}..." if cut else json.dumps(value)
+    is_truncated = isinstance(value, str) and len(value) > 60
+    return f"{json.dumps(value[:60])}..." if is_truncated else json.dumps(value)
 
 
 @dataclass
@@ -179,8 +179,8 @@ class Batcher:
                 while not self.jobs:
                     self.changed.wait()
                 end = self.jobs[0].since + self.wait_s
-                while 0 < len(self.jobs) < self.size and (left := end - time.monotonic()) > 0:
-                    self.changed.wait(left)
+                while 0 < len(self.jobs) < self.size and (remaining := end - time.monotonic()) > 0:
+                    self.changed.wait(remaining)
                 candidates = self.take_batch()
                 if batch := [job for job in candidates if job.answer.set_running_or_notify_cancel()]:
                     return batch

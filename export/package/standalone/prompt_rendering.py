@@ -49,14 +49,14 @@ def messages_of(prompt: str) -> list[dict[str, str]] | None:
     if not prompt.lstrip().startswith("["):
         return None
     try:
-        found = json.loads(prompt)
+        parsed = json.loads(prompt)
     except (ValueError, RecursionError):
         return None
     keys = {"role", "content"}
-    whole = isinstance(found, list) and all(
-        isinstance(m, dict) and set(m) == keys and all(isinstance(v, str) for v in m.values()) for m in found
+    is_chat = isinstance(parsed, list) and all(
+        isinstance(m, dict) and set(m) == keys and all(isinstance(v, str) for v in m.values()) for m in parsed
     )
-    return found if found and whole else None
+    return parsed if parsed and is_chat else None
 
 
 def render_chat(chat: Any, prompt: str, special_tokens: dict[str, str]) -> str:

@@ -28,23 +28,25 @@ class Embedder:
 
     def __call__(self, texts: Iterable[str], batch_size: int = 32) -> Any:
         """Return the vectors of the texts in their order, float32 [n, D]."""
-        rows = [self.tokenizer.encode(text) for text in texts]
-        vectors = np.zeros((len(rows), self.width), dtype=np.float32)
-        for places, ids, mask in length_batches(rows, self.tokenizer.settings["pad"], batch_size):
+        token_rows = [self.tokenizer.encode(text) for text in texts]
+        vectors = np.zeros((len(token_rows), self.width), dtype=np.float32)
+        for indices, ids, mask in length_batches(token_rows, self.tokenizer.settings["pad"], batch_size):
             feeds = {"input_ids": ids, "attention_mask": mask}
-            vectors[places] = finite_outputs(self.graph.run(["sentence_embedding"], feeds)[0])
+            vectors[indices] = finite_outputs(self.graph.run(["sentence_embedding"], feeds)[0])
         return vectors
 
 
 def answer_lines(model: Embedder, texts: list[str]) -> list[str]:
     """Return the vector of each text as JSON, or for two texts separated by a tab their cosine similarity."""
     pairs = [text.partition("\t") for text in texts]
-    second = [at for at, (_, tab, _) in enumerate(pairs) if tab]
-    found = model([text for text, _, _ in pairs] + [pairs[at][2] for at in second]).astype(np.float64)
-    answers = [json.dumps([round(x, 7) for x in vector.tolist()]) for vector in found[: len(texts)]]
-    for at, other in zip(second, found[len(texts) :], strict=True):
-        lengths = np.linalg.norm(found[at]) * np.linalg.norm(other)
-        answers[at] = f"{np.clip(found[at] @ other / lengths, -1, 1) if lengths else 0:.4f}"
+    second = [index for index, (_, tab, _) in enumerate(pairs) if tab]
+    embeddings = model([text for text, _, _ in pairs] + [pairs[index][2] for index in second]).astype(
+        np.float64
+    )
+    answers = [json.dumps([round(x, 7) for x in vector.tolist()]) for vector in embeddings[: len(texts)]]
+    for index, other in zip(second, embeddings[len(texts) :], strict=True):
+        lengths = np.linalg.norm(embeddings[index]) * np.linalg.norm(other)
+        answers[index] = f"{np.clip(embeddings[index] @ other / lengths, -1, 1) if lengths else 0:.4f}"
     return answers
 
 

@@ -38,19 +38,19 @@ def available_cores() -> int:
 def int_option(least: int, most: int = 10**9) -> Any:
     """Return a parser for an integer option."""
 
-    def number(word: str) -> int:
-        if least <= int(word) <= most:
-            return int(word)
-        raise argparse.ArgumentTypeError(f"expected {least} or more, got {word}")
+    def number(text: str) -> int:
+        if least <= int(text) <= most:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"expected {least} or more, got {text}")
 
     return number
 
 
-def parse_seconds(word: str) -> float:
+def parse_seconds(text: str) -> float:
     """Parse an option in seconds."""
-    if 0 <= float(word) < float("inf"):
-        return float(word)
-    raise argparse.ArgumentTypeError(f"expected seconds, got {word}")
+    if 0 <= float(text) < float("inf"):
+        return float(text)
+    raise argparse.ArgumentTypeError(f"expected seconds, got {text}")
 
 
 def parse_options(words: list[str] | None = None) -> argparse.Namespace:
@@ -59,8 +59,10 @@ def parse_options(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="serve.py", description=__doc__)
 
     def add(name: str, default: Any, kind: Any, about: str) -> None:
-        found = os.environ.get(name.upper().replace("-", "_"), str(default))
-        parser.add_argument(f"--{name}", default=found, type=kind, help=f"{about} (default: {default})")
+        default_text = os.environ.get(name.upper().replace("-", "_"), str(default))
+        parser.add_argument(
+            f"--{name}", default=default_text, type=kind, help=f"{about} (default: {default})"
+        )
 
     add("host", "127.0.0.1", str, "address to listen on; 0.0.0.0: all, as in the container")
     add("port", 8000, int_option(0, 65535), "0: any free port")
@@ -75,10 +77,10 @@ def parse_options(words: list[str] | None = None) -> argparse.Namespace:
     add("max-bodies", 256 * 2**20, int_option(1), "maximum bytes of all requests in flight; more get 503")
     add("timeout", 60, parse_seconds, "seconds until a waiting input gets 503")
     add("grace", 8, int_option(0), "seconds to finish requests in flight after SIGTERM")
-    found = parser.parse_args(words)
-    found.task = config["task"]
-    found.workers = found.workers or max(1, available_cores() // found.threads)
-    return found
+    options = parser.parse_args(words)
+    options.task = config["task"]
+    options.workers = options.workers or max(1, available_cores() // options.threads)
+    return options
 
 
 def load_model(service: InferenceService, server: uvicorn.Server) -> None:
@@ -123,8 +125,8 @@ def main() -> int:
     def stop(*_: Any) -> None:
         server.should_exit = True
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)  # uvicorn raises the signal again when it has stopped
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signal_number, stop)  # uvicorn raises the signal again when it has stopped
     host = f"[{options.host}]" if ":" in options.host else options.host
     print(f"listening on http://{host}:{listener.getsockname()[1]}", flush=True)
     # it prints the second line

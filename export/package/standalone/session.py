@@ -17,8 +17,8 @@ def open_graph(path: Path, threads: int | None) -> Any:
     options = onnxruntime.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 3, threads or 0  # 3: no warnings
     cpu = Path("/proc/cpuinfo")
-    words = set(cpu.read_text(errors="replace").split()) if cpu.is_file() else set()
-    if "avx2" in words and not words & {"avx512_vnni", "avx_vnni", "amx_int8"}:
+    cpu_flags = set(cpu.read_text(errors="replace").split()) if cpu.is_file() else set()
+    if "avx2" in cpu_flags and not cpu_flags & {"avx512_vnni", "avx_vnni", "amx_int8"}:
         options.add_session_config_entry("session.x64quantprecision", "1")  # exact int8 matmuls
     return onnxruntime.InferenceSession(
         str(path), options, providers=["CPUExecutionProvider"], disabled_optimizers=["SkipLayerNormFusion"]
@@ -40,6 +40,6 @@ def run_command_line(
         answers = answer(model, texts)
     except (FloatingPointError, ValueError) as error:  # a ValueError: a file that is not an image
         parser.exit(1 + isinstance(error, ValueError), f"error: {error}\n")
-    sys.stdout.buffer.write("".join(f"{found}\n" for found in answers).encode())
-    if cut := model.cut if hasattr(model, "cut") else model.tokenizer.cut:
-        print(f"warning: texts longer than the model takes, which were cut: {cut}", file=sys.stderr)
+    sys.stdout.buffer.write("".join(f"{answer_line}\n" for answer_line in answers).encode())
+    if num_truncated := model.cut if hasattr(model, "cut") else model.tokenizer.cut:
+        print(f"warning: texts longer than the model takes, which were cut: {num_truncated}", file=sys.stderr)

@@ -42,15 +42,15 @@ class Classifier:
         """Return label and probabilities, a dict by label, for each text or pair, in their order."""
         encoded = [self.encode(text) for text in texts]
         answers: list[tuple[Any, Any]] = [("", {})] * len(encoded)
-        for places, ids, mask in length_batches(
+        for indices, ids, mask in length_batches(
             [row for row, _ in encoded], self.tokenizer_settings["pad"], batch_size
         ):
             types = np.zeros_like(ids)
-            for at, i in enumerate(places):
-                types[at, : len(encoded[i][1])] = encoded[i][1]
+            for batch_index, i in enumerate(indices):
+                types[batch_index, : len(encoded[i][1])] = encoded[i][1]
             feeds = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
             feeds = {name: value for name, value in feeds.items() if name in self.inputs}
-            for i, logits in zip(places, finite_outputs(self.graph.run(["logits"], feeds)[0]), strict=True):
+            for i, logits in zip(indices, finite_outputs(self.graph.run(["logits"], feeds)[0]), strict=True):
                 answers[i] = predict_class(logits, self.labels, self.problem)
         return answers
 
@@ -58,33 +58,37 @@ class Classifier:
         """Return ids and token types; in a pair that is too long the longer text is truncated first."""
         first, second = (text, None) if isinstance(text, str) else text
         first = self.tokenizer_settings["prefix"] + first
-        found = self.tokenizer.encode(first.lower() if self.tokenizer_settings["lower"] else first, second)
-        types = found.type_ids if self.tokenizer_settings["types"] else []
-        limit, owners = self.tokenizer_settings["limit"], found.sequence_ids
+        encoding = self.tokenizer.encode(first.lower() if self.tokenizer_settings["lower"] else first, second)
+        types = encoding.type_ids if self.tokenizer_settings["types"] else []
+        limit, owners = self.tokenizer_settings["limit"], encoding.sequence_ids
         if limit is None or len(owners) <= limit:
-            return list(found.ids), list(types)
+            return list(encoding.ids), list(types)
         self.cut += 1
-        places = [[at for at, owner in enumerate(owners) if owner == which] for which in (0, 1)]
-        room = max(0, limit - owners.count(None))
-        short, long = sorted(map(len, places))
-        long = max(short, room - short)
-        short, long = (short, long) if short + long <= room else (room // 2, room - room // 2)
-        counts = (long, short) if len(places[0]) > len(places[1]) else (short, long)
-        drop: set[int] = set()
-        for part, count in zip(places, counts, strict=True):
-            drop |= set(
+        token_indices = [[index for index, owner in enumerate(owners) if owner == which] for which in (0, 1)]
+        max_tokens = max(0, limit - owners.count(None))
+        short, long = sorted(map(len, token_indices))
+        long = max(short, max_tokens - short)
+        short, long = (
+            (short, long) if short + long <= max_tokens else (max_tokens // 2, max_tokens - max_tokens // 2)
+        )
+        counts = (long, short) if len(token_indices[0]) > len(token_indices[1]) else (short, long)
+        dropped: set[int] = set()
+        for part, count in zip(token_indices, counts, strict=True):
+            dropped |= set(
                 part[: len(part) - count]
                 if self.tokenizer_settings["truncation_side"] == "left"
                 else part[count:]
             )
-        kept = [at for at in range(len(owners)) if at not in drop]
-        return [found.ids[at] for at in kept], [types[at] for at in kept if types]
+        kept_indices = [index for index in range(len(owners)) if index not in dropped]
+        return [encoding.ids[index] for index in kept_indices], [
+            types[index] for index in kept_indices if types
+        ]
 
 
 def answer_lines(model: Classifier, texts: list[str]) -> list[str]:
     """Return a line for each text, or pair of texts separated by a tab."""
     pairs: Any = [tuple(text.split("\t", 1)) if "\t" in text else text for text in texts]
-    return [prediction_line(*found) for found in model(pairs)]
+    return [prediction_line(*prediction) for prediction in model(pairs)]
 
 
 if __name__ == "__main__":

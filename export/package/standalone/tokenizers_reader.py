@@ -20,13 +20,13 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text` with the model's prefix and special tokens."""
         text = self.settings["prefix"] + text
-        found = self.inner.encode(text.lower() if self.settings["lower"] else text)
-        self.cut += bool(found.overflowing)
-        return list(found.ids)
+        encoding = self.inner.encode(text.lower() if self.settings["lower"] else text)
+        self.cut += bool(encoding.overflowing)
+        return list(encoding.ids)
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of `ids` without special tokens."""
         text: str = self.inner.decode(ids, skip_special_tokens=True)
-        for found, wanted in self.settings["replace"]:  # spaces before punctuation
-            text = text.replace(found, wanted)
+        for old, new in self.settings["replace"]:  # spaces before punctuation
+            text = text.replace(old, new)
         return text

@@ -23,11 +23,11 @@ class Translator:
 
     def __call__(self, texts: Iterable[str], batch_size: int = 32) -> list[str]:
         """Return the output text of each text, in their order."""
-        rows = [self.tokenizer.encode(text) for text in texts]
-        answers = [""] * len(rows)
-        for places, ids, mask in length_batches(rows, self.tokenizer.settings["pad"], batch_size):
+        token_rows = [self.tokenizer.encode(text) for text in texts]
+        answers = [""] * len(token_rows)
+        for indices, ids, mask in length_batches(token_rows, self.tokenizer.settings["pad"], batch_size):
             feeds = {"input_ids": ids, "attention_mask": mask} | self.search
-            for i, row in zip(places, self.graph.run(["sequences"], feeds)[0], strict=True):
+            for i, row in zip(indices, self.graph.run(["sequences"], feeds)[0], strict=True):
                 answers[i] = self.tokenizer.decode(new_tokens(row, 1, self.generation["eos"]))
         return answers
 

@@ -24,27 +24,33 @@ class Writer:
     def __call__(self, texts: Iterable[str], batch_size: int = 32) -> list[str]:
         """Return each text with the generated continuation, in their order."""
         answers = list(texts)
-        rows = [self.prompt(text) for text in answers]
-        order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
-        for (new, *_), same in groupby(order, lambda i: self.limits(len(rows[i]))):
-            alike = list(same)
-            for places, ids, mask in length_batches(
-                [rows[i] for i in alike], self.tokenizer.settings["pad"], batch_size, True
+        prompts = [self.prompt(text) for text in answers]
+        order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+        for (new, *_), group in groupby(order, lambda i: self.limits(len(prompts[i]))):
+            group_indices = list(group)
+            for positions, ids, mask in length_batches(
+                [prompts[i] for i in group_indices], self.tokenizer.settings["pad"], batch_size, True
             ):
                 prompt = ids.shape[1]
                 feeds = {"input_ids": ids, "attention_mask": mask} | generation_inputs(
                     self.generation, prompt, new
                 )
-                found = self.graph.run(["sequences"], feeds)[0]
-                for i, row in zip([alike[place] for place in places], found, strict=True):
+                sequences = self.graph.run(["sequences"], feeds)[0]
+                for i, row in zip(
+                    [group_indices[position] for position in positions], sequences, strict=True
+                ):
                     tail = new_tokens(row, prompt, self.generation["eos"])
-                    answers[i] = self.answer(answers[i], rows[i], tail)
+                    answers[i] = self.answer(answers[i], prompts[i], tail)
         return answers
 
     def answer(self, text: str, row: list[int], tail: list[int]) -> str:
         """Return `text`, whose ids are `row`, with its continuation `tail`."""
-        both, before = map(self.tokenizer.decode, (row + tail, row))  # keeps the space
-        return text + (both[len(before) :] if both.startswith(before) else self.tokenizer.decode(tail))
+        full_text, prompt_text = map(self.tokenizer.decode, (row + tail, row))  # keeps the space
+        return text + (
+            full_text[len(prompt_text) :]
+            if full_text.startswith(prompt_text)
+            else self.tokenizer.decode(tail)
+        )
 
     def encode(self, text: str) -> list[int]:
         """Return all ids of `text` with the special tokens."""
@@ -53,9 +59,11 @@ class Writer:
     def limits(self, prompt: int) -> tuple[int, int, bool]:
         """Return the most and fewest new tokens after `prompt` tokens, and whether the first is forced."""
         settings = self.generation
-        most = min(self.requested_new_tokens(prompt), max(1, (settings["positions"] or 10**9) + 1 - prompt))
+        max_new = min(
+            self.requested_new_tokens(prompt), max(1, (settings["positions"] or 10**9) + 1 - prompt)
+        )
         return (
-            most,
+            max_new,
             max(0, (settings["min_length"] or 0) - prompt),
             bool(settings["forced_bos"]) and prompt == 1,
         )
@@ -69,9 +77,9 @@ class Writer:
         """Return the ids of `text` after the start token; a long text is truncated at its start."""
         begin, limit = self.tokenizer.settings["bos"], self.generation["limit"]
         ids = self.encode(text) or [self.tokenizer.settings["eos"] if begin is None else begin]
-        most = (
+        max_prompt_tokens = (
             len(ids) if limit is None else max(1, limit // 2, limit + 1 - self.requested_new_tokens(len(ids)))
         )
-        self.tokenizer.cut += len(ids) > most
-        first = ids[:1] if len(ids) > most > 1 and ids[0] == begin else []
-        return first + ids[max(0, len(ids) - most + len(first)) :]
+        self.tokenizer.cut += len(ids) > max_prompt_tokens
+        first = ids[:1] if len(ids) > max_prompt_tokens > 1 and ids[0] == begin else []
+        return first + ids[max(0, len(ids) - max_prompt_tokens + len(first)) :]

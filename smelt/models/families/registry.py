@@ -209,9 +209,9 @@ class HiddenStateLocation:
     index: int
     module_path: str
 
-    def extract(self, given: tuple[Any, ...], result: Any) -> Any:
+    def extract(self, inputs: tuple[Any, ...], result: Any) -> Any:
         """Return the states, float [B, S, D], from the hook's arguments: positional inputs and output."""
-        value = result if self.index else given
+        value = result if self.index else inputs
         return value[0] if isinstance(value, tuple) else value
 
 
@@ -300,28 +300,28 @@ def hidden_norm_names(model: Any) -> list[str]:
     return [feed.norm for feed in norm_consumers(model) if feed.norm not in excluded]
 
 
-def _collect_stack(found: _NormCollector, stack: Stack, end: list[str]) -> None:
+def _collect_stack(collector: _NormCollector, stack: Stack, end: list[str]) -> None:
     """Follow the hidden states of one stack; `end` uses its output, empty if that is unknown."""
     stream, source = stack.stream, stack.stream.embedding_norm
     if source and stream.embedding_projection:
-        found.add(source, [stream.embedding_projection], only=True)
+        collector.add(source, [stream.embedding_projection], only=True)
         source = None
     elif source:
-        found.add(source, [], only=False)
-    for block in _block_paths(found.model, stack):
+        collector.add(source, [], only=False)
+    for block in _block_paths(collector.model, stack):
         part_inputs = [*map(_state_layers, stack.attentions), stack.feed_forward.input_layers]
-        removed_parts = skipped_parts(found.model.get_submodule(block))
+        removed_parts = skipped_parts(collector.model.get_submodule(block))
         for index, (name, layers) in enumerate(zip(stream.part_norms, part_inputs, strict=True)):
             norm, readers = f"{block}.{name}", [] if index in removed_parts else _join_paths(block, layers)
-            if stream.pre_norm and has_norm_at(found.model, norm):
-                found.add(norm, readers, only=True)
+            if stream.pre_norm and has_norm_at(collector.model, norm):
+                collector.add(norm, readers, only=True)
             elif source:  # the part uses the hidden states directly, and so does the sum after it
-                found.add(source, readers, only=False)
+                collector.add(source, readers, only=False)
             if index < len(stack.attentions) and index not in removed_parts:
-                found.add_qk_norms(block, stack.attentions[index])
+                collector.add_qk_norms(block, stack.attentions[index])
             source = None if stream.pre_norm else norm  # of a sum, in pre-norm models
     if stream.final_norm or source:
-        found.add(stream.final_norm or str(source), end, only=bool(end))
+        collector.add(stream.final_norm or str(source), end, only=bool(end))
 
 
 def has_norm_at(model: Any, name: str) -> bool:

@@ -65,16 +65,16 @@ def make_all_independent(model: Any, edits: list[dict[str, Any]]) -> None:
             edits.append(_own_bias_edit(name, attention.n_heads))
 
 
-def prune_bias_heads(model: Any, edits: list[dict[str, Any]], name: str, kept: Tensor) -> None:
-    """Keep the heads `kept` (int64, rising) of the own bias of the attention `name`."""
+def prune_bias_heads(model: Any, edits: list[dict[str, Any]], name: str, kept_heads: Tensor) -> None:
+    """Keep the heads `kept_heads` (int64, rising) of the own bias of the attention `name`."""
     attention = model.get_submodule(name)
     old = attention.relative_attention_bias.weight.detach() if attention.has_relative_attention_bias else None
-    _make_independent(attention, len(kept), old is not None)
+    _make_independent(attention, len(kept_heads), old is not None)
     if old is not None:
         attention.relative_attention_bias.weight = nn.Parameter(
-            old.index_select(1, kept.to(old.device)).clone()
+            old.index_select(1, kept_heads.to(old.device)).clone()
         )
-    edits.append(_own_bias_edit(name, len(kept)))
+    edits.append(_own_bias_edit(name, len(kept_heads)))
 
 
 def parameters_per_head(attention: Any, name: str) -> int:

@@ -239,14 +239,14 @@ def explain_step_error(error: Exception, step: str, folder: Path, log: Path) -> 
 
 
 def with_user_paths(
-    failure: SmeltError, store: Path, given: Path | None, artifacts: Mapping[str, Artifact]
+    failure: SmeltError, store: Path, model_folder: Path | None, artifacts: Mapping[str, Artifact]
 ) -> SmeltError:
     """Return `failure` with paths in the store replaced by paths that the user knows.
 
     Args:
         failure: the error.
         store: the root of the store.
-        given: the user's model folder, replaces the copy that is being made.
+        model_folder: the user's model folder, replaces the copy that is being made.
         artifacts: artifacts of the run by step; their paths become `artifacts/STEP`.
     """
     text = str(failure)
@@ -254,8 +254,8 @@ def with_user_paths(
         return failure
     for name, artifact in artifacts.items():
         text = text.replace(str(artifact.path), f"artifacts/{name}")
-    if given is not None:
-        text = re.sub(rf"{re.escape(str(store))}/tmp/[^/\s]+/out", lambda _: str(given), text)
+    if model_folder is not None:
+        text = re.sub(rf"{re.escape(str(store))}/tmp/[^/\s]+/out", lambda _: str(model_folder), text)
     changed = type(failure)(
         text, code=failure.code, setting=failure.setting, file=failure.file, line=failure.line
     )

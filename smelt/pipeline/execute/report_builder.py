@@ -45,25 +45,25 @@ def judge_gate(gate: PlannedGate, step: StepRecord, statistics: GateStatistics) 
     if step["status"] == "skipped":
         return None
     value = _gated_value(gate, step, statistics)
-    found = {"metric": gate.metric, "kind": gate.kind, "limit": gate.limit, "value": value}
-    found |= {"confidence": gate.confidence, "bound": None, "n_needed": None, "passed": None}
-    found |= {"undecided": False, "cause": None, "reason": None}
+    result = {"metric": gate.metric, "kind": gate.kind, "limit": gate.limit, "value": value}
+    result |= {"confidence": gate.confidence, "bound": None, "n_needed": None, "passed": None}
+    result |= {"undecided": False, "cause": None, "reason": None}
     if value is None:
         passed, cause, reason = _explain_missing_value(gate, step)
-        return found | {"passed": passed, "cause": cause, "reason": reason}
+        return result | {"passed": passed, "cause": cause, "reason": reason}
     if gate.metric == "speedup" and (row := smallest_batch_row(step)) and not row.get("stable", True):
-        return found | {"cause": row["cause"], "reason": f"measurement disturbed: {row['reason']}"}
+        return result | {"cause": row["cause"], "reason": f"measurement disturbed: {row['reason']}"}
     if gate.confidence is not None and (
         lacking := _missing_interval_reason(gate, step, statistics, gate.confidence)
     ):
         # without an interval, a value beyond the limit still fails
         if not _is_within_limit(gate, value):
-            return found | {"passed": False}
-        return found | {"cause": lacking[0], "reason": lacking[1]}
+            return result | {"passed": False}
+        return result | {"cause": lacking[0], "reason": lacking[1]}
     bound = None if gate.confidence is None else _gated_bound(gate, step, statistics, gate.confidence)
     passed = _is_within_limit(gate, value if bound is None else bound)
     undecided = passed and gate.confidence is None and not _is_interval_within_limit(gate, step)
-    return found | {
+    return result | {
         "bound": bound,
         "n_needed": examples_needed(gate, step, statistics),
         "passed": passed,
@@ -408,22 +408,22 @@ class ReportBuilder:
                 error = value["error"]
                 self._steps[name]["error"] = error | {"message": f"latency: {error['message']}"}
 
-    def add_folds(self, found: Mapping[str, Mapping[str, Any]]) -> None:
+    def add_folds(self, fold_scores: Mapping[str, Mapping[str, Any]]) -> None:
         """Add the scores of cross-validation, by step and metric."""
-        for name, scores in found.items():
+        for name, scores in fold_scores.items():
             self._steps[name]["folds"] = dict(scores)
 
-    def add_layer_sqnr(self, name: str, found: Mapping[str, Any]) -> None:
+    def add_layer_sqnr(self, name: str, layer_sqnr: Mapping[str, Any]) -> None:
         """Add the comparison of a step's layers with the baseline's."""
-        self._steps[name]["layer_sqnr"] = dict(found)
+        self._steps[name]["layer_sqnr"] = dict(layer_sqnr)
 
     def can_compare_tokens(self, name: str) -> bool:
         """Return whether a step is the baseline, or has texts that were compared with the baseline's."""
         return name == self.data["baseline"] or "chrf" in (self._steps[name]["agreement"] or {})
 
-    def add_token_divergence(self, name: str, found: Mapping[str, Any]) -> None:
+    def add_token_divergence(self, name: str, divergence: Mapping[str, Any]) -> None:
         """Add the comparison of a step's next-token distributions with the baseline's to its agreement."""
-        self._steps[name]["agreement"] = {**self._steps[name]["agreement"], **found}
+        self._steps[name]["agreement"] = {**self._steps[name]["agreement"], **divergence}
 
     def mark_finished(self) -> None:
         """Mark the report as complete."""

@@ -176,14 +176,14 @@ class _PlanRunner:
         self,
         plan: Plan,
         options: RunOptions,
-        whole: dict[str, Split],
+        all_data: dict[str, Split],
         data: dict[str, Split],
         folder: Path,
         store: Store,
         display: Display,
         estimates: Mapping[str, StepEstimate] | None = None,
     ) -> None:
-        self.plan, self.options, self.all_data, self.data = plan, options, whole, data
+        self.plan, self.options, self.all_data, self.data = plan, options, all_data, data
         self.folder, self.store, self.display = folder, store, display
         self.run_folder = RunFolder(folder)
         self.scorer = recipe_scorer(plan.recipe, store)
@@ -196,9 +196,9 @@ class _PlanRunner:
         self.previous_artifacts: dict[str, Artifact] = {}
         self.report = ReportBuilder(plan, data, options.limit, partial(cached_agreement, store))
 
-    def add_warnings(self, found: Sequence[Message]) -> None:
+    def add_warnings(self, warnings: Sequence[Message]) -> None:
         """Add warnings to the report, and print those that the plan did not have."""
-        for message in found:
+        for message in warnings:
             if self.report.add_warning(message):
                 self.display.print_line(f"{message.severity}: {message}")
 
@@ -542,9 +542,9 @@ class _PlanRunner:
         baseline, turns, run = self.plan.recipe.baseline, self.options.turns, self.cluster_run
         try:
             if run is not None and (
-                found := run.measure_latency(timed, baseline, fresh, known_alone, seconds)
+                report := run.measure_latency(timed, baseline, fresh, known_alone, seconds)
             ):
-                self._report_latency(found)
+                self._report_latency(report)
                 return
             turns = run.turns if run is not None else turns
             # concurrent measurements disturb each other, and so does other work

@@ -301,23 +301,23 @@ def store_place(text: str | Path) -> StorePlace:
     return text if isinstance(text, str) and is_store_url(text) else Path(text)
 
 
-def check_store(place: StorePlace | None) -> None:
+def check_store(location: StorePlace | None) -> None:
     """Check that a remote store can be used; a folder is not checked.
 
     Raises:
         InputError: it cannot be used; as `open_remote_store`.
     """
-    if isinstance(place, str):
-        open_remote_store(place)
+    if isinstance(location, str):
+        open_remote_store(location)
 
 
 def open_store(
-    place: StorePlace | None, folder: Path, cache: Path | None = None, push_checkpoints: bool = False
+    location: StorePlace | None, folder: Path, cache: Path | None = None, push_checkpoints: bool = False
 ) -> tuple[Store, str]:
     """Return the store of a run in `folder`, and a note if it is a new one, or not that of an earlier run.
 
     Args:
-        place: as given by the user; None: the default.
+        location: as given by the user; None: the default.
         folder: the run's folder.
         cache: local folder of a remote store; None: the default store.
         push_checkpoints: whether checkpoints are copied to the remote store.
@@ -325,16 +325,16 @@ def open_store(
     Raises:
         InputError: it cannot be used, or checkpoints are to be copied without a remote store.
     """
-    if push_checkpoints and not isinstance(place, str):
+    if push_checkpoints and not isinstance(location, str):
         raise InputError(
             "--push-checkpoints: needs a bucket to copy checkpoints to. Set --store URL, such as"
             " s3://bucket/smelt.",
             code="no-remote-store",
         )
-    if isinstance(place, Path):
-        store = Store(place)
+    if isinstance(location, Path):
+        store = Store(location)
         return store, moved_run_text(folder, store.root)
-    remote = None if place is None else open_remote_store(place)
+    remote = None if location is None else open_remote_store(location)
     local_root, store_note = (cache, "") if cache else default_store(folder)
     store = _open_default_store(local_root, remote, folder)
     store.pushes_checkpoints = push_checkpoints
@@ -590,8 +590,8 @@ def _find_artifact(step_runner: StepRunner, key: str) -> Artifact | None:
         return None
 
 
-def _remove(place: Path) -> None:
-    if place.is_dir() and not place.is_symlink():
-        shutil.rmtree(place)
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
     else:
-        place.unlink()
+        path.unlink()

@@ -200,7 +200,7 @@ class Scorer:
             self.generation,
             self.batch_size,
             progress,
-            lambda *found: truncations.append(found),
+            lambda *truncation: truncations.append(truncation),
         )
         references = [e.references for e in split.examples]
         language = read_text_rules(runner.folder).target_language

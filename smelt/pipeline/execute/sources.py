@@ -123,7 +123,7 @@ def import_onnx_model(
     return step_runner.get_or_make("model", key, rebuild, make)
 
 
-def _import_graph(model: OnnxModel, rows: Split, out: Path) -> list[Message]:
+def _import_graph(model: OnnxModel, split: Split, out: Path) -> list[Message]:
     """Copy the graph into `out` and run it on the first samples; return warnings about its outputs."""
     from smelt.export.onnx_models.output_comparison import batch_dependence_warnings
     from smelt.runtimes.onnx_import.import_graph import import_graph
@@ -132,12 +132,12 @@ def _import_graph(model: OnnxModel, rows: Split, out: Path) -> list[Message]:
 
     graph = import_graph(model.file, out, outside=bool(model.weight_files))
     size = model.signature.fixed_batch_size or 1
-    if rows.arrays is None:
+    if split.arrays is None:
         trial_run(graph, _ones_inputs(model.signature, size), str(model.file))
         return []
     write_signature(out, model.signature)
-    trial_run(graph, model.signature.make_feeds(rows.arrays.padded_to(size), 0, size), str(model.file))
-    return batch_dependence_warnings(graph, model.signature, rows.arrays, model.details)
+    trial_run(graph, model.signature.make_feeds(split.arrays.padded_to(size), 0, size), str(model.file))
+    return batch_dependence_warnings(graph, model.signature, split.arrays, model.details)
 
 
 def _import_generation_graphs(model: OnnxModel, out: Path) -> None:
@@ -268,10 +268,10 @@ def import_user_model(
 
 
 def _model_details(source: Path, out: Path, quantized: bool) -> dict[str, Any]:
-    """Return details of the model in `source`, copied to `out`: parameters, bits per weight, licence."""
+    """Return details of the model in `source`, copied to `out`: parameters, bits per weight, license."""
     from smelt.compress.quantize.plan_layers import quantized_weight_bits
     from smelt.models.empty_model import empty_model, stored_dtypes
-    from smelt.models.import_model import read_licence
+    from smelt.models.import_model import read_license
     from smelt.models.model_size import count_parameters
 
     details: dict[str, Any] = {"parameters": count_parameters(out)}
@@ -279,8 +279,8 @@ def _model_details(source: Path, out: Path, quantized: bool) -> dict[str, Any]:
         details["bits_per_weight"] = quantized_weight_bits(
             empty_model(out)[0], stored_dtypes(out).default.itemsize
         )
-    if (licence := read_licence(source)) is not None:
-        details["licence"] = licence  # for `smelt package`
+    if (license := read_license(source)) is not None:
+        details["license"] = license  # for `smelt package`
     return details
 
 

@@ -318,8 +318,8 @@ class StepRunner:
             log=self.display.print_line,
         )
 
-    def _validation_scores(self, artifact: Artifact, rows: Split | None = None) -> Mapping[str, float]:
-        scores = self.validation_scorer.score(artifact, rows or self.data["validation"])["quality"]
+    def _validation_scores(self, artifact: Artifact, split: Split | None = None) -> Mapping[str, float]:
+        scores = self.validation_scorer.score(artifact, split or self.data["validation"])["quality"]
         # stages select the highest value, so metrics where lower is better are negated
         return {n: s["value"] if s["higher_is_better"] else -s["value"] for n, s in scores.items()}
 

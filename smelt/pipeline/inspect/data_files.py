@@ -60,12 +60,12 @@ class DataInfo:
 
 
 def inspect_data(
-    given: Sequence[Path], task: Task, columns: Mapping[str, str] | None = None, trains: bool = True
+    paths: Sequence[Path], task: Task, columns: Mapping[str, str] | None = None, trains: bool = True
 ) -> DataInfo:
-    """Return the splits and columns of the files and folders in `given`.
+    """Return the splits and columns of the files and folders in `paths`.
 
     Args:
-        given: files or folders; a single file without the name of a split is divided.
+        paths: files or folders; a single file without the name of a split is divided.
         task: task of the samples.
         columns: column names from the user by role; the others are inferred.
         trains: whether the model can be trained; if not, most samples of a single file are for test.
@@ -74,7 +74,7 @@ def inspect_data(
         InputError: no such file, no data in a folder, two files for one split, or a required column is
         missing.
     """
-    files, subfolders = _data_files(given, task)
+    files, subfolders = _data_files(paths, task)
     splits = _assign_splits(files, subfolders, task)
     first_path = next((path for name, path in splits.items() if name != "calibration"), files[0])
     renamed_columns = _renamed_columns(first_path, task, columns or {})  # calibration samples may lack labels
@@ -98,11 +98,11 @@ def inspect_data(
     return DataInfo(splits, renamed_columns, shares, tuple(messages))
 
 
-def _data_files(given: Sequence[Path], task: Task) -> tuple[list[Path], set[Path]]:
+def _data_files(paths: Sequence[Path], task: Task) -> tuple[list[Path], set[Path]]:
     """Return the data files, and subfolders of the given folders, which may have the names of splits."""
     files: list[Path] = []
     subfolders: set[Path] = set()
-    for path in given:
+    for path in paths:
         if task_traits(task).modality == "image" and path.is_dir():
             files += _image_splits_in_folder(path, task)
         elif path.is_dir():
@@ -202,14 +202,14 @@ def _image_splits_in_folder(folder: Path, task: Task) -> list[Path]:
     return entries or [folder]
 
 
-def parse_columns(given: Sequence[str]) -> Columns:
+def parse_columns(items: Sequence[str]) -> Columns:
     """Return the columns set by `--column ROLE=NAME`.
 
     Raises:
         InputError: unknown role, or no name.
     """
     values = {}
-    for item in given:
+    for item in items:
         role, sign, name = item.partition("=")
         if not sign or not name or role not in Columns.model_fields:
             role_names = ", ".join(Columns.model_fields)
@@ -254,10 +254,10 @@ def _split_in_name(name: str) -> str | None:
     # whole words first: `intervals_test` is test, not validation
     name_words = re.split("[^a-z]+", name)
     matches = [
-        (word not in name_words, name.find(word), split)
+        (keyword not in name_words, name.find(keyword), split)
         for split, words in _SPLIT_WORDS.items()
-        for word in words
-        if word in name
+        for keyword in words
+        if keyword in name
     ]
     return min(matches)[2] if matches else None
 
@@ -267,7 +267,7 @@ def guess_column(row: Mapping[str, Any], role: str, taken: Set[str] = frozenset(
     return next((name for name in _COLUMN_NAMES[role] if name in row and name not in taken), None)
 
 
-def _renamed_columns(path: Path, task: Task, given: Mapping[str, str]) -> dict[str, str]:
+def _renamed_columns(path: Path, task: Task, columns: Mapping[str, str]) -> dict[str, str]:
     """Return the columns, by role, that do not have smelt's default names in the first sample."""
     if task_traits(task).modality == "arrays" or (
         data_suffix(path) == ".txt" and task_traits(task).samples == "running-text"
@@ -276,15 +276,15 @@ def _renamed_columns(path: Path, task: Task, given: Mapping[str, str]) -> dict[s
     if task_traits(task).modality == "image" and (path.is_dir() or path.suffix == ARCHIVE_SUFFIX):
         return {}
     row = next((row for _, row in read_file_rows(path)), {})
-    if task_traits(task).samples == "prompts" and row_layout(row, Columns(**given)) is not None:
-        return dict(given)
-    return _guess_columns(path, row, task_spec(task), given)
+    if task_traits(task).samples == "prompts" and row_layout(row, Columns(**columns)) is not None:
+        return dict(columns)
+    return _guess_columns(path, row, task_spec(task), columns)
 
 
 def _guess_columns(
-    path: Path, row: Mapping[str, Any], spec: TaskSpec, given: Mapping[str, str]
+    path: Path, row: Mapping[str, Any], spec: TaskSpec, given_columns: Mapping[str, str]
 ) -> dict[str, str]:
-    default_columns, column_names = Columns(), dict(given)
+    default_columns, column_names = Columns(), dict(given_columns)
     missing: list[str] = []
     for role in spec.column_roles:
         several = {"target": default_columns.references, "response": default_columns.responses}.get(role)

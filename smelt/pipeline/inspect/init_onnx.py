@@ -139,7 +139,7 @@ def _data_format_comments(onnx_model: OnnxModel, task: Task) -> list[str]:
     ]
 
 
-def _header_comments(onnx_model: OnnxModel, path: Path, rows: DataInfo | None) -> Iterator[str]:
+def _header_comments(onnx_model: OnnxModel, path: Path, data: DataInfo | None) -> Iterator[str]:
     details, signature = onnx_model.details, onnx_model.signature
     producer = f", produced by {details['producer']}" if details.get("producer") else ""
     nodes = f"{details['nodes']:,} node{'' if details['nodes'] == 1 else 's'}"
@@ -150,9 +150,9 @@ def _header_comments(onnx_model: OnnxModel, path: Path, rows: DataInfo | None) -
     )
     for title, values in (("inputs", signature.inputs), ("outputs", signature.outputs)):
         yield from _comment_lines(f"{title}: {'; '.join(value.describe() for value in values)}")
-    for message in rows.notes if rows else ():
+    for message in data.notes if data else ():
         yield from _comment_lines(f"Note: {message}.")
-    if rows is None:
+    if data is None:
         yield "# Set your files under data, then:"
     yield f"# `smelt plan {path}` checks it; `smelt stages NAME` describes a stage."
 
@@ -170,18 +170,18 @@ def _savez_example(onnx_model: OnnxModel) -> list[str]:
     return _comment_lines(f'numpy.savez("test.npz", {names})')
 
 
-def _data_lines(rows: DataInfo | None, axes: SampleAxes, end: str, base: Path) -> Iterator[str]:
+def _data_lines(data: DataInfo | None, axes: SampleAxes, end: str, base: Path) -> Iterator[str]:
     """Yield the lines under `data`."""
-    if rows is None:
+    if data is None:
         for name in ("calibration", "test"):
             yield f"  {name}: data/{name}{end}"
         return
-    for name, path in rows.splits.items():
+    for name, path in data.splits.items():
         yield f"  {name}: {_relative_path(path, base)}"
-    if rows.fractions:
-        yield f"  split: {{{', '.join(f'{name}: {share}' for name, share in rows.fractions.items())}}}"
-    if rows.columns:
-        columns = ", ".join(f"{role}: {_yaml_quoted(name)}" for role, name in rows.columns.items())
+    if data.fractions:
+        yield f"  split: {{{', '.join(f'{name}: {share}' for name, share in data.fractions.items())}}}"
+    if data.columns:
+        columns = ", ".join(f"{role}: {_yaml_quoted(name)}" for role, name in data.columns.items())
         yield f"  columns: {{{columns}}}"
     if axes:
         entries = (f"{_yaml_quoted(n)}: {'null' if axis is None else axis}" for n, axis in axes.items())

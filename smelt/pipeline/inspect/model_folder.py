@@ -194,7 +194,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def quantization_problems(
-    folder: Path, config: Mapping[str, Any], task: Task | None, whole: bool
+    folder: Path, config: Mapping[str, Any], task: Task | None, has_headers: bool
 ) -> list[Message]:
     """Return errors if the quantized weights declared in the config are not supported.
 
@@ -205,7 +205,7 @@ def quantization_problems(
         folder: the model's folder.
         config: its Hugging Face config; empty if missing.
         task: task of the model; None if unknown.
-        whole: whether the headers of the weights can be read.
+        has_headers: whether the headers of the weights can be read.
     """
     try:
         quantization = parse_quantization_config(config)
@@ -213,8 +213,8 @@ def quantization_problems(
         return [error.as_message().with_prefix(f"{folder / 'config.json'}: ")]
     try:
         if quantization is None:
-            return _undeclared_quantization(folder) if whole else []
-        if whole:
+            return _undeclared_quantization(folder) if has_headers else []
+        if has_headers:
             require_quantized_tensors(folder, quantization)
     except InputError as error:
         return [error.as_message()]
@@ -321,7 +321,7 @@ def check_model_folder(
         return [error_message(code, text)], []
     config, problems = read_config(folder)
     weight_errors = _check_weights(folder)
-    problems += [*weight_errors, *quantization_problems(folder, config, task, whole=not weight_errors)]
+    problems += [*weight_errors, *quantization_problems(folder, config, task, has_headers=not weight_errors)]
     kind = str(config.get("model_type", ""))
     families = FAMILIES_BY_TASK[task] if task else ()
     if config and families and kind not in families:

@@ -246,7 +246,7 @@ def _choose_task(
         return recognized[0]
     params = config.get("task_specific_params")
     matching_tasks = {
-        t for t in tasks for word in (params if isinstance(params, dict) else ()) if word.startswith(t)
+        t for t in tasks for param in (params if isinstance(params, dict) else ()) if param.startswith(t)
     }
     if len(matching_tasks) == 1:
         return matching_tasks.pop()
@@ -264,7 +264,7 @@ def _tokenizer_languages(folder: Path) -> tuple[str | None, str | None]:
     return source, target
 
 
-def _inspect_quantization(place: Path, config: Mapping[str, Any]) -> QuantizedModelInfo | None:
+def _inspect_quantization(folder: Path, config: Mapping[str, Any]) -> QuantizedModelInfo | None:
     """Return the quantized weights of the model; None for floats.
 
     Raises:
@@ -273,8 +273,8 @@ def _inspect_quantization(place: Path, config: Mapping[str, Any]) -> QuantizedMo
     try:
         parse_quantization_config(config)
     except InputError as error:
-        raise InputError(f"{place / 'config.json'}: {error}", code=error.code) from error
-    return inspect_quantization(place, config)
+        raise InputError(f"{folder / 'config.json'}: {error}", code=error.code) from error
+    return inspect_quantization(folder, config)
 
 
 def _weight_count_and_dtype(folder: Path, coded: QuantizedModelInfo | None) -> tuple[int | None, str]:
@@ -441,10 +441,10 @@ def infer_batch_axes(onnx_model: OnnxModel, file: Path) -> tuple[BatchAxes, list
     return _axes_to_write(signature, inputs) | changed, unbatched_outputs
 
 
-def _axes_to_write(signature: GraphSignature, found: BatchAxes) -> BatchAxes:
+def _axes_to_write(signature: GraphSignature, axes: BatchAxes) -> BatchAxes:
     """Return the input axes that differ from the defaults; all axes if that would be ambiguous."""
-    changed = {name: axis for name, axis in found.items() if axis != signature.input_batch_axes[name]}
-    return found if list(signature.with_batch_axes(changed).ambiguous_axes(changed)) else changed
+    changed = {name: axis for name, axis in axes.items() if axis != signature.input_batch_axes[name]}
+    return axes if list(signature.with_batch_axes(changed).ambiguous_axes(changed)) else changed
 
 
 def _candidate_axes(

@@ -128,14 +128,14 @@ def estimate_steps(
         )
         inputs = _size_inputs(plan, step, sizes, parent_config, step_config, samples)
         can_estimate = inputs is not None and (bool(inputs.source.stacks) or not step.trains)
-        made = _estimate(step, step.settings, inputs) if inputs is not None and can_estimate else None
-        result = None if made is None else made.result
+        estimate = _estimate(step, step.settings, inputs) if inputs is not None and can_estimate else None
+        result = None if estimate is None else estimate.result
         configs[step.name], sizes[step.name] = step_config, result
         is_gpu = inputs is not None and inputs.is_gpu
         kind = step_kind(plan, step) + (" on a GPU" if is_gpu else "")
         scoring = None if step.unscored else _scoring_bytes(result, step.format == "onnx")
-        record = None if made is None else _nearest_record(kind, made, records)
-        estimates[step.name] = StepEstimate(step.name, kind, made, scoring, is_gpu, record)
+        record = None if estimate is None else _nearest_record(kind, estimate, records)
+        estimates[step.name] = StepEstimate(step.name, kind, estimate, scoring, is_gpu, record)
     return estimates
 
 

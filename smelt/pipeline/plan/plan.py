@@ -400,8 +400,8 @@ def _model_text(model: str | UntrainedModel) -> str:
     return f"{model.config}, untrained; tokenizer: {tokenizer_text}"
 
 
-def _pluralize(number: int, word: str) -> str:
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
+def _pluralize(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _wrap_lines(text: str, indent: int) -> list[str]:

@@ -263,18 +263,18 @@ def _check_format(context: CheckContext, draft: StepDraft) -> Iterator[Finding]:
         yield draft.entry.path, error_message("needs-onnx-model", text)
 
 
-def _order_advice(context: CheckContext, draft: StepDraft, given: Format) -> str:
+def _order_advice(context: CheckContext, draft: StepDraft, model_format: Format) -> str:
     """Return how to give `draft` a parent whose format it accepts."""
     assert draft.stage_class is not None
     accepted_formats = draft.stage_class.accepts
-    if context.start_format == "onnx" and given == "onnx":
+    if context.start_format == "onnx" and model_format == "onnx":
         for_onnx = [name for name in stages.STAGE_CLASSES if "onnx" in stages.load_stage(name).accepts]
         return (
             f"stages for ONNX models: {', '.join(for_onnx)}. For {draft.entry.stage} start from the"
             " folder with weights that the ONNX model was exported from"
         )
     alternatives = []
-    converted = [d for d in context.ancestors(draft) if d.format == given]
+    converted = [d for d in context.ancestors(draft) if d.format == model_format]
     if converted and converted[-1].parent and context.step_format(converted[-1].parent) in accepted_formats:
         alternatives.append(f"move it before '{converted[-1].name}'")
     other_names = [name for name in context.step_names if name != draft.name]

@@ -120,7 +120,7 @@ def scheme_text(draft: StepDraft) -> str:
 
 
 def _are_settings_valid(quantized: StepDraft, names: set[str]) -> bool:
-    """Return whether the settings `names` of a step are valid: no errors, and no misspelt setting."""
+    """Return whether the settings `names` of a step are valid: no errors, and no misspelled setting."""
     settings = quantized.settings
     if settings is None or quantized.invalid_settings & names:
         return False
@@ -187,9 +187,9 @@ def lost_precision(quantized: StepDraft, settings: Any) -> str | None:
     schemes = quantization_schemes(quantized)
     if schemes is None or settings is None:
         return None
-    fit = supported_dtypes(schemes, settings.target)
+    dtypes = supported_dtypes(schemes, settings.target)
     # OpenVINO converts a file in fp32 to bf16
-    return None if settings.target == "openvino" or settings.dtype in fit else " or ".join(fit)
+    return None if settings.target == "openvino" or settings.dtype in dtypes else " or ".join(dtypes)
 
 
 def to_plan_step(draft: StepDraft) -> PlanStep | None:

@@ -110,22 +110,23 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return mapping
 
 
-def _accelerate(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def _accelerate(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return the settings in a file of `accelerate config`."""
-    kind, count = found.get("distributed_type"), found.get("num_processes", 1)
+    kind, count = config.get("distributed_type"), config.get("num_processes", 1)
     problems = []
     if not isinstance(kind, str) or kind not in _STRATEGIES or type(count) is not int or count < 1:
         problems.append(
             f"distributed_type {kind!r} with num_processes {count!r} is not supported; supported:"
             f" {', '.join(_STRATEGIES)}, with 1 or more processes"
         )
-    if found.get("num_machines", 1) not in (1, "1"):
+    if config.get("num_machines", 1) not in (1, "1"):
         problems.append(
-            f"num_machines {found['num_machines']!r}: for several machines start `smelt run` with torchrun or"
+            f"num_machines {config['num_machines']!r}: for several machines start `smelt run` with "
+            "torchrun or"
             " srun (docs/how-to/several-devices.md)"
         )
     for keys, (setting, free) in _STAGE_KEYS_OF_ACCELERATE.items():
-        value: Any = found
+        value: Any = config
         for key in keys:
             value = _mapping(value).get(key)
         if value not in free:
@@ -133,11 +134,11 @@ def _accelerate(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
                 f"{keys[-1]} {value!r} is a setting of the stage: {setting}; set it there, and here"
                 f" {free[1]!r}"
             )
-    if found.get("gpu_ids") not in (None, "all"):
-        problems.append(f"gpu_ids {found['gpu_ids']!r} is not supported; set CUDA_VISIBLE_DEVICES")
-    unknown = [key for key, value in found.items() if value and key not in _KEYS_OF_ACCELERATE]
+    if config.get("gpu_ids") not in (None, "all"):
+        problems.append(f"gpu_ids {config['gpu_ids']!r} is not supported; set CUDA_VISIBLE_DEVICES")
+    unknown = [key for key, value in config.items() if value and key not in _KEYS_OF_ACCELERATE]
     problems += [f"{key[:80]} is not supported; remove it" for key in unknown]
-    sharding = _mapping(found.get("fsdp_config"))
+    sharding = _mapping(config.get("fsdp_config"))
     for key in ("fsdp_reshard_after_forward", "fsdp_sharding_strategy"):
         if sharding.get(key) not in _WHOLE_SHARDS:
             problems.append(f"{key} {sharding[key]!r} is not supported; supported: FULL_SHARD")
@@ -145,7 +146,7 @@ def _accelerate(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
     if problems:
         raise _refused(path, problems)
     if kind == "DEEPSPEED":
-        deepspeed_config = _mapping(found.get("deepspeed_config"))
+        deepspeed_config = _mapping(config.get("deepspeed_config"))
         if deepspeed_config.get("deepspeed_config_file"):
             deepspeed_path = resolve_path(path.parent, str(deepspeed_config["deepspeed_config_file"]))
             return changed | _deepspeed(_read(deepspeed_path), deepspeed_path)
@@ -158,10 +159,10 @@ def _accelerate(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return changed | ({"cpu_offload": True} if offload else {})
 
 
-def _deepspeed(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def _deepspeed(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return the settings in a file of DeepSpeed."""
     problems = []
-    for name, value in found.items():
+    for name, value in config.items():
         off = value is False or (isinstance(value, dict) and value.get("enabled") in (False, "auto"))
         if name == "zero_optimization" or name in _ONLY_REPORTS or off:
             continue
@@ -171,19 +172,19 @@ def _deepspeed(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
             problems.append(f"'{name}' is a setting of the stage: {_SET_BY_STAGE[name]}; remove this section")
         elif value != "auto":
             problems.append(f"'{name}' is a setting of the stage: {_SET_BY_STAGE[name]}; set it to \"auto\"")
-    zero_config = _mapping(found.get("zero_optimization"))
+    zero_config = _mapping(config.get("zero_optimization"))
     if problems := problems + list(_zero_problems(zero_config)):
         raise _refused(path, problems)
     return {"strategy": "deepspeed"} | _zero(zero_config)
 
 
-def _zero_problems(found: Mapping[str, Any]) -> Iterator[str]:
+def _zero_problems(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield what smelt does not start of DeepSpeed's section `zero_optimization`."""
-    stage = found.get("stage")
+    stage = config.get("stage")
     if isinstance(stage, bool) or stage not in (1, 2, 3):
         yield f"ZeRO stage {stage!r} is not supported; supported: 1, 2, 3"
     for name in _OFFLOADS:
-        value = found.get(name)
+        value = config.get(name)
         if value is not None and not isinstance(value, dict):
             yield f"{name} must be a mapping such as {{device: cpu}}, not {str(value)[:60]!r}"
             continue
@@ -194,23 +195,23 @@ def _zero_problems(found: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} needs stage 3; remove it"
         if device not in ("none", "cpu", None):
             yield f"{name}: device {str(device)[:60]!r} is not supported; supported: none, cpu"
-    for name, value in found.items():
+    for name, value in config.items():
         if name not in _KNOWN:
             yield f"zero_optimization: '{name[:80]}' is not supported; remove it"
         elif name in ZERO_OPTIONS and value != "auto" and (problem := zero_option_problem(name, value)):
             yield f"zero_optimization: {problem}"
 
 
-def _zero(found: Mapping[str, Any]) -> dict[str, Any]:
+def _zero(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings in DeepSpeed's section `zero_optimization`, which has no problems."""
     options = {
         name: value if isinstance(value, bool) else int(value)  # such as 5e8
-        for name, value in found.items()
+        for name, value in config.items()
         if name in ZERO_OPTIONS and value != "auto"
     }
-    offloads = any(_mapping(found.get(name)).get("device") == "cpu" for name in _OFFLOADS)
+    offloads = any(_mapping(config.get(name)).get("device") == "cpu" for name in _OFFLOADS)
     return {
-        "strategy": "deepspeed", "zero_stage": found["stage"], "cpu_offload": offloads,
+        "strategy": "deepspeed", "zero_stage": config["stage"], "cpu_offload": offloads,
         "zero_options": options,
     }  # fmt: skip
 

@@ -217,31 +217,32 @@ _PLACEHOLDERS: dict[str, Any] = {"model": "", "task": ALL_TASKS[0], "data": {}}
 _RECIPE_KEYS = (*RecipeKeys.model_fields, "stages")
 
 
-def find_recipe(word: str) -> Path:
-    """Return the recipe file for `word`: a path, or the name of a recipe included in smelt.
+def find_recipe(name_or_path: str) -> Path:
+    """Return the recipe file for `name_or_path`: a path, or the name of a recipe included in smelt.
 
     Raises:
         InputError: no such recipe; the message suggests the closest name.
     """
     import smelt.configs
 
-    path = Path(word).expanduser()
+    path = Path(name_or_path).expanduser()
     if path.is_file():
         return path
     shipped = {p.stem: p for p in Path(str(smelt.configs.__file__)).parent.glob("*.yaml")}
-    if word in shipped:
-        return shipped[word]
+    if name_or_path in shipped:
+        return shipped[name_or_path]
     if path.is_dir():
         model = (path / "config.json").is_file()
-        hint = f" Create one for the model in it: `smelt init {word}`." if model else ""
+        hint = f" Create one for the model in it: `smelt init {name_or_path}`." if model else ""
         raise InputError(
-            f"{word} is a folder, not a recipe. A recipe is a YAML file.{hint}", code="not-a-recipe"
+            f"{name_or_path} is a folder, not a recipe. A recipe is a YAML file.{hint}", code="not-a-recipe"
         )
     file_names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     names = ", ".join(sorted(shipped)) or "none"
     hint = did_you_mean(path.name, [*file_names, *shipped])
     raise InputError(
-        f"{word}: recipe not found. No such file, and the recipes included in smelt are: {names}.{hint}",
+        f"{name_or_path}: recipe not found. No such file, and the recipes included in smelt are: "
+        f"{names}.{hint}",
         code="unknown-recipe",
     )
 
@@ -383,7 +384,7 @@ def _check_task(values: dict[str, Any], errors: RecipeErrors) -> dict[str, Any]:
     return {"task": ALL_TASKS[0]}
 
 
-def _check_data(keys: RecipeKeys, bad: set[str], errors: RecipeErrors) -> None:
+def _check_data(keys: RecipeKeys, invalid_paths: set[str], errors: RecipeErrors) -> None:
     """Check that there is a test split, each split has one source, and windows and embedding fit the task."""
     data = keys.data
     fractions = data.split.named_fractions()
@@ -394,19 +395,21 @@ def _check_data(keys: RecipeKeys, bad: set[str], errors: RecipeErrors) -> None:
                 f"'{name}' also has its own file (data: {name}). Remove one of the two.",
                 code="settings-conflict",
             )
-    if fractions and data.train is None and not has_error(bad, "data.train"):
+    if fractions and data.train is None and not has_error(invalid_paths, "data.train"):
         errors.add(
             ("data", "split"),
             "takes samples from train, but data: train is missing. Set data: train.",
             code="missing-data",
         )
-    elif "test" not in data.split_sources() and not has_error(bad, "data.test", "data.split", "data.train"):
+    elif "test" not in data.split_sources() and not has_error(
+        invalid_paths, "data.test", "data.split", "data.train"
+    ):
         or_split = " (or `split: {test: 0.1}` to take samples from train)" if data.train is not None else ""
         errors.add(
             ("data", "test"), f"missing. Expected a file or a hub id{or_split}.", code="missing-setting"
         )
     has_windows = task_traits(keys.task).samples != "running-text" and data.windows != Windows()
-    if has_windows and not has_error(bad, "task", "data.windows"):
+    if has_windows and not has_error(invalid_paths, "task", "data.windows"):
         errors.add(
             ("data", "windows"),
             f"only for language-modeling; the task is {keys.task}. Remove it.",
@@ -415,7 +418,7 @@ def _check_data(keys: RecipeKeys, bad: set[str], errors: RecipeErrors) -> None:
     if (
         task_traits(keys.task).output != "embedding"
         and keys.embedding != EmbeddingSettings()
-        and not has_error(bad, "task", "embedding")
+        and not has_error(invalid_paths, "task", "embedding")
     ):
         errors.add(
             ("embedding",),
@@ -424,9 +427,9 @@ def _check_data(keys: RecipeKeys, bad: set[str], errors: RecipeErrors) -> None:
         )
 
 
-def _check_quality(keys: RecipeKeys, bad: set[str], errors: RecipeErrors) -> RecipeKeys:
+def _check_quality(keys: RecipeKeys, invalid_paths: set[str], errors: RecipeErrors) -> RecipeKeys:
     """Check that the metrics fit the task, and fill in the task's defaults if none is named."""
-    if has_error(bad, "task", "score.quality"):
+    if has_error(invalid_paths, "task", "score.quality"):
         return keys
     task_metrics = METRICS_BY_TASK[keys.task]
     if not keys.score.quality:
@@ -441,7 +444,7 @@ def _check_quality(keys: RecipeKeys, bad: set[str], errors: RecipeErrors) -> Rec
         elif is_custom_metric(metric) and takes_custom_metrics(keys.task):
             continue  # a function, which the plan imports
         elif base_metric(metric) not in task_metrics:
-            bad.add("score.quality")
+            invalid_paths.add("score.quality")
             is_other_task = metric in task_by_metric or is_custom_metric(metric)
             owner = task_by_metric.get(
                 metric, ", ".join(sorted((*tasks_with(output="text"), *tasks_with(output="labels"))))
@@ -457,13 +460,15 @@ def _check_quality(keys: RecipeKeys, bad: set[str], errors: RecipeErrors) -> Rec
 
 
 def _check_gates(
-    keys: RecipeKeys, settings: MetricSettingValues, bad: set[str], errors: RecipeErrors
+    keys: RecipeKeys, settings: MetricSettingValues, invalid_paths: set[str], errors: RecipeErrors
 ) -> None:
     """Check that each gate is on a measured quantity and has limits that fit it."""
-    if has_error(bad, "task"):
+    if has_error(invalid_paths, "task"):
         return
     task_metrics = METRICS_BY_TASK[keys.task]
-    measured_metrics = task_metrics if has_error(bad, "score.quality") else keys.score.quality or task_metrics
+    measured_metrics = (
+        task_metrics if has_error(invalid_paths, "score.quality") else keys.score.quality or task_metrics
+    )
     limits: dict[str, tuple[str, ...]] = dict.fromkeys(measured_metrics, ("max_drop", "min"))
     # lower is better for these, so `max_drop` limits an increase
     limits |= {metric: ("max_drop", "max") for metric in limits if is_lower_better(metric, settings)}
@@ -494,7 +499,7 @@ def _check_gates(
                 " this gate.",
                 code="settings-conflict",
             )
-        _check_limits(metric, gate, limits[metric], path, errors, has_error(bad, f"gates.{metric}"))
+        _check_limits(metric, gate, limits[metric], path, errors, has_error(invalid_paths, f"gates.{metric}"))
 
 
 def _check_limits(

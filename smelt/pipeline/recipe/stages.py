@@ -38,15 +38,15 @@ STAGE_CLASSES: dict[str, str] = {
 ONNX_EQUIVALENTS = {"quantize": "quantize-onnx"}
 
 
-def load_stage(word: str) -> type[Stage[Any]]:
-    """Return the class of the stage `word`.
+def load_stage(stage_name: str) -> type[Stage[Any]]:
+    """Return the class of the stage `stage_name`.
 
     Raises:
         InputError: no such stage; the message suggests the closest name.
     """
-    if word not in STAGE_CLASSES:
-        raise InputError(unknown_stage_text(word), code="unknown-stage")
-    module, _, name = STAGE_CLASSES[word].partition(":")
+    if stage_name not in STAGE_CLASSES:
+        raise InputError(unknown_stage_text(stage_name), code="unknown-stage")
+    module, _, name = STAGE_CLASSES[stage_name].partition(":")
     stage: type[Stage[Any]] = getattr(import_module(module), name)
     return stage
 

@@ -126,9 +126,9 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
 }
 
 
-def own_name(word: str, known: Collection[str]) -> str | None:
-    """Return the name in `known` that corresponds to `word` of another tool or version; None without one."""
-    return next((name for name in OTHER_NAMES.get(word, ()) if name in known), None)
+def own_name(former_name: str, known: Collection[str]) -> str | None:
+    """Return the name in `known` for `former_name` of another tool or version; None without one."""
+    return next((name for name in OTHER_NAMES.get(former_name, ()) if name in known), None)
 
 
 # A rename that also has another form.
@@ -139,12 +139,12 @@ _FORMS = {
 }
 
 
-def other_name_hint(word: str, known: Collection[str]) -> str:
+def other_name_hint(name: str, known: Collection[str]) -> str:
     """Return a hint such as " 'depth' is called 'drop-layers'.", or an empty string."""
-    smelt_name = own_name(word, known)
+    smelt_name = own_name(name, known)
     note = " (the fraction to keep, not to remove)" if smelt_name == "keep_ratio" else ""
-    note = "" if word in _FORMS else note
-    return f" '{word}' is called '{_FORMS.get(word, smelt_name)}'{note}." if smelt_name else ""
+    note = "" if name in _FORMS else note
+    return f" '{name}' is called '{_FORMS.get(name, smelt_name)}'{note}." if smelt_name else ""
 
 
 _LAST_LINE = 2**31  # sorts after all lines
@@ -196,18 +196,18 @@ class RecipeErrors:
         if (line, entry) not in self._entries:
             self._entries.append((line, entry))
 
-    def add_message(self, path: KeyPath, found: Message) -> None:
-        """Add the message `found` about the value at `path`."""
-        self.add(path, str(found), code=found.code)
+    def add_message(self, path: KeyPath, message: Message) -> None:
+        """Add the message `message` about the value at `path`."""
+        self.add(path, str(message), code=message.code)
 
     def add_error(self, path: KeyPath, error: SmeltError) -> None:
         """Add the messages of `error` about the value at `path`."""
         for message in error.messages or (error.as_message(),):
             self.add_message(path, message)
 
-    def add_found(self, found: Iterable[Message]) -> None:
+    def add_found(self, messages: Iterable[Message]) -> None:
         """Add messages as they are, in the order of their lines."""
-        for entry in ((message.line or _LAST_LINE, message) for message in found):
+        for entry in ((message.line or _LAST_LINE, message) for message in messages):
             if entry not in self._entries:
                 self._entries.append(entry)
 
@@ -324,13 +324,13 @@ def _drop_paths(
     return out
 
 
-def has_error(bad: Collection[str], *paths: str) -> bool:
-    """Return whether one of the dotted `paths`, a parent or a child of it, is in `bad`."""
+def has_error(invalid_paths: Collection[str], *paths: str) -> bool:
+    """Return whether one of the dotted `paths`, a parent or a child of it, is in `invalid_paths`."""
     return any(
         invalid_path == dotted
         or invalid_path.startswith((f"{dotted}.", f"{dotted}["))
         or dotted.startswith(f"{invalid_path}.")
-        for invalid_path in bad
+        for invalid_path in invalid_paths
         for dotted in paths
     )
 

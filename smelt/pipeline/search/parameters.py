@@ -89,10 +89,10 @@ def _searched(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
             yield from _searched(child, (*path, index))
 
 
-def _parameter(name: str, path: KeyPath, given: Any, errors: RecipeErrors) -> Parameter | None:
+def _parameter(name: str, path: KeyPath, value: Any, errors: RecipeErrors) -> Parameter | None:
     range_path = (*path, SEARCH_KEY)
-    if isinstance(given, dict) and set(given) == {"choices"}:
-        choices = given["choices"]
+    if isinstance(value, dict) and set(value) == {"choices"}:
+        choices = value["choices"]
         if not isinstance(choices, list) or not choices:
             errors.add(
                 (*range_path, "choices"),
@@ -109,18 +109,18 @@ def _parameter(name: str, path: KeyPath, given: Any, errors: RecipeErrors) -> Pa
             )
             return None
         return Parameter(name, "choice", path, choices=tuple(choices))
-    if isinstance(given, list) and len(given) == 2:
-        given = {"low": given[0], "high": given[1]}
-    has_valid_keys = isinstance(given, dict) and {"low", "high"} <= set(given) <= set(_RANGE_KEYS)
-    if not has_valid_keys or not all(_is_number(given[key]) for key in given if key != "log"):
+    if isinstance(value, list) and len(value) == 2:
+        value = {"low": value[0], "high": value[1]}
+    has_valid_keys = isinstance(value, dict) and {"low", "high"} <= set(value) <= set(_RANGE_KEYS)
+    if not has_valid_keys or not all(_is_number(value[key]) for key in value if key != "log"):
         errors.add(
             range_path,
             "expected [LOW, HIGH], {low: ..., high: ..., log: true, step: ...} or {choices: [...]}, got"
-            f" {value_text(given)}.",
+            f" {value_text(value)}.",
             code="wrong-search-range",
         )
         return None
-    low, high, step, log = given["low"], given["high"], given.get("step"), given.get("log", False)
+    low, high, step, log = value["low"], value["high"], value.get("step"), value.get("log", False)
     problem = (
         "low must be less than high"
         if not low < high
@@ -135,7 +135,7 @@ def _parameter(name: str, path: KeyPath, given: Any, errors: RecipeErrors) -> Pa
         else None
     )
     if problem:
-        errors.add(range_path, f"{problem}, got {value_text(given)}.", code="wrong-search-range")
+        errors.add(range_path, f"{problem}, got {value_text(value)}.", code="wrong-search-range")
         return None
     if step is not None:  # the highest value that the steps reach
         high = min(high, low + int((high - low) / step + 1e-9) * step)

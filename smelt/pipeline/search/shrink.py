@@ -222,11 +222,11 @@ class _Shrink:
     def _absolute(self, value: dict[str, Any], base: Path) -> dict[str, Any]:
         """Return the recipe with absolute paths, for another folder."""
 
-        def whole(name: str) -> str:
+        def absolute(name: str) -> str:
             return str((base / Path(name).expanduser()).resolve()) if (base / name).exists() else name
 
-        data = {k: whole(v) if isinstance(v, str) else v for k, v in value["data"].items()}
-        return value | {"model": whole(value["model"]), "data": data}
+        data = {k: absolute(v) if isinstance(v, str) else v for k, v in value["data"].items()}
+        return value | {"model": absolute(value["model"]), "data": data}
 
     def _measure(self, value: dict[str, Any], info: ModelInfo, space: Path) -> Measured:
         """Return the size of the model, and the time of an update, from short trainings."""

@@ -70,7 +70,7 @@ class SearchSettings(Settings):
         default_factory=dict, description="constraints on the last step, as in `gates`"
     )
     order: dict[str, tuple[str, ...]] = Field(
-        default_factory=dict, description="groups of neighbouring steps whose order is searched"
+        default_factory=dict, description="groups of neighboring steps whose order is searched"
     )
     sampler: Sampler | None = Field(
         default=None, description="default: tpe for one or two objectives, nsga2 for more"
@@ -377,14 +377,14 @@ def _check_corners(space: SearchSpace, refused: Sequence[KeyPath], errors: Recip
     return plan
 
 
-def _as_constraint(found: Message, space: SearchSpace) -> Message:
+def _as_constraint(message: Message, space: SearchSpace) -> Message:
     """Return an error in a gate of a point as one in the constraint that it comes from."""
     for metric in space.settings.subject_to:
         gate, constraint = f"gates.{metric}", f"{SEARCH_KEY}.subject_to.{metric}"
-        if found.setting is not None and found.setting.startswith(gate):
-            setting = constraint + found.setting.removeprefix(gate)
-            return replace(found, message=found.message.replace(gate, constraint, 1), setting=setting)
-    return found
+        if message.setting is not None and message.setting.startswith(gate):
+            setting = constraint + message.setting.removeprefix(gate)
+            return replace(message, message=message.message.replace(gate, constraint, 1), setting=setting)
+    return message
 
 
 def _check_validation(data: Any, errors: RecipeErrors) -> None:

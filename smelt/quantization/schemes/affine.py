@@ -120,12 +120,16 @@ def int8_zero_points(zeros: Tensor, middle: int) -> Tensor:
     return zeros + (128 - middle)
 
 
-def nbits_variant_node(matrix: PackedMatrix, own: int, x: str, y: str) -> tuple[Any, dict[str, Tensor]]:
+def nbits_variant_node(matrix: PackedMatrix, variant: int, x: str, y: str) -> tuple[Any, dict[str, Tensor]]:
     """Return the operator of the variant of `matrix` with random codes, for timing, and its constants."""
     import torch
     from onnx import helper
 
-    options, bits, out_features = matrix.options, variant_bits(matrix, own), matrix.tensor("codes").shape[0]
+    options, bits, out_features = (
+        matrix.options,
+        variant_bits(matrix, variant),
+        matrix.tensor("codes").shape[0],
+    )
     size = group_size(options)
     count = num_groups(matrix.width, size)
     numbers = torch.Generator().manual_seed(0)

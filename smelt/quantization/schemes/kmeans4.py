@@ -41,7 +41,7 @@ LLOYD_ITERATIONS = 25
 _LARGEST, _MIDDLE = 127, 128
 _TABLE = "BytesOfNibbles"
 # The density of values of least error is the cube root of the weights' density (Panter and Dite 1951), which
-# is one over the gap between neighbours: so evenly along the sum of gaps^(2/3).
+# is one over the gap between neighbors: so evenly along the sum of gaps^(2/3).
 _GAPS = 2 / 3
 _ROWS = 4096  # rows that are fitted at once, which limits the memory of the fit
 
@@ -171,7 +171,7 @@ def _fit_codebooks(steps: Tensor, counts: Tensor) -> Tensor:
 
 
 def _initial_centroids(rising: Tensor, filling: Tensor, counts: Tensor) -> list[Tensor]:
-    """Return initial centres, each float64 [N, G, 16], rising; arguments as in `_lloyd_iterations`."""
+    """Return initial centers, each float64 [N, G, 16], rising; arguments as in `_lloyd_iterations`."""
     import torch
 
     last = rising.gather(2, counts - 1)
@@ -188,11 +188,11 @@ def _initial_centroids(rising: Tensor, filling: Tensor, counts: Tensor) -> list[
     return [evenly_spaced, symmetric.sort(dim=-1).values, (evenly_spaced + quantiles) / 2, dense]
 
 
-def _lloyd_iterations(centres: Tensor, rising: Tensor, sums: Tensor, counts: Tensor) -> Tensor:
-    """Return the centres after `LLOYD_ITERATIONS`: each weight to the nearest, each centre to its mean.
+def _lloyd_iterations(centers: Tensor, rising: Tensor, sums: Tensor, counts: Tensor) -> Tensor:
+    """Return the centers after `LLOYD_ITERATIONS`: each weight to the nearest, each center to its mean.
 
     Args:
-        centres: float64 [N, G, 16], rising.
+        centers: float64 [N, G, 16], rising.
         rising: the weights, sorted, padded with infinity.
         sums: of the first n weights, float64 [N, G, g + 1].
         counts: of weights, [N, G, 1].
@@ -200,22 +200,22 @@ def _lloyd_iterations(centres: Tensor, rising: Tensor, sums: Tensor, counts: Ten
     import torch
 
     for _ in range(LLOYD_ITERATIONS):
-        midpoints = ((centres[..., 1:] + centres[..., :-1]) / 2).contiguous()
+        midpoints = ((centers[..., 1:] + centers[..., :-1]) / 2).contiguous()
         boundaries = torch.searchsorted(rising, midpoints, right=True)
         boundaries = torch.cat([torch.zeros_like(counts), boundaries, counts], dim=-1)
         cluster_sizes = boundaries.diff(dim=-1)
         means = sums.gather(2, boundaries).diff(dim=-1) / cluster_sizes.clamp(min=1)
-        centres = means.where(cluster_sizes > 0, centres).sort(dim=-1).values
-    return centres
+        centers = means.where(cluster_sizes > 0, centers).sort(dim=-1).values
+    return centers
 
 
-def _round_centroids(centres: Tensor, has_zero: Tensor) -> Tensor:
-    """Return centres as integers; the one nearest to 0 as 0 where the group has a weight of 0."""
+def _round_centroids(centers: Tensor, has_zero: Tensor) -> Tensor:
+    """Return centers as integers; the one nearest to 0 as 0 where the group has a weight of 0."""
     import torch
 
-    integers = centres.round().clamp(-_LARGEST, _LARGEST)
+    integers = centers.round().clamp(-_LARGEST, _LARGEST)
     nearest = integers.abs().argmin(dim=-1, keepdim=True)
-    positions = torch.arange(CODEBOOK_SIZE, device=centres.device)
+    positions = torch.arange(CODEBOOK_SIZE, device=centers.device)
     return integers.masked_fill((positions == nearest) & has_zero, 0)
 
 

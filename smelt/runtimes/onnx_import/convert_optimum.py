@@ -454,8 +454,8 @@ def _make_model(
     return helper.make_model(graph, opset_imports=list(like.opset_import), ir_version=like.ir_version)
 
 
-def _is_cross_cache(name: str, word: str) -> bool:
-    return name.startswith(word) and ".encoder." in name
+def _is_cross_cache(name: str, prefix: str) -> bool:
+    return name.startswith(prefix) and ".encoder." in name
 
 
 def _is_self_cache(name: str) -> bool:

@@ -117,14 +117,14 @@ def _copy_external_data(model: Any, source: Path, data: Path) -> None:
                 tensor.external_data.add(key=key, value=str(value))
 
 
-def _copy_bytes(place: ExternalLocation, target: Any) -> None:
-    remaining = place.length
-    with place.file.open("rb") as stream:
-        stream.seek(place.offset)
+def _copy_bytes(location: ExternalLocation, target: Any) -> None:
+    remaining = location.length
+    with location.file.open("rb") as stream:
+        stream.seek(location.offset)
         while remaining:
             block = stream.read(min(remaining, _BLOCK))
             if not block:
-                raise ValueError(f"{place.file} is truncated")
+                raise ValueError(f"{location.file} is truncated")
             target.write(block)
             remaining -= len(block)
 

@@ -39,7 +39,7 @@ class _GraphValue(Protocol):
 
 
 def batch_axes(
-    inputs: Sequence[_GraphValue], outputs: Sequence[_GraphValue], given: SampleAxes
+    inputs: Sequence[_GraphValue], outputs: Sequence[_GraphValue], user_axes: SampleAxes
 ) -> dict[str, int | None]:
     """Return by name of each input and output the axis of the samples.
 
@@ -49,13 +49,13 @@ def batch_axes(
     Args:
         inputs: of the graph, with their known shapes.
         outputs: likewise.
-        given: axes set by the user, of inputs or outputs.
+        user_axes: axes set by the user, of inputs or outputs.
     """
-    batch = _batch_dimension_names(inputs, outputs, given)
+    batch = _batch_dimension_names(inputs, outputs, user_axes)
     axes_by_name: dict[str, int | None] = {}
     for value in inputs:
         axis_guess = None if value.shape == () else _named_batch_axis(value, batch) or 0
-        axes_by_name[value.name] = given.get(value.name, axis_guess)
+        axes_by_name[value.name] = user_axes.get(value.name, axis_guess)
     # named axes of the inputs that are not the batch: a time, a number of tokens
     other_axes = {
         size
@@ -78,17 +78,19 @@ def batch_axes(
             )
         if axis_guess is None and value.shape != () and not (value.shape and value.shape[0] in other_axes):
             axis_guess = 0
-        axes_by_name[value.name] = given.get(value.name, axis_guess)
+        axes_by_name[value.name] = user_axes.get(value.name, axis_guess)
     return axes_by_name
 
 
-def batch_axis_problems(inputs: Sequence[_GraphValue], axes: SampleAxes, given: SampleAxes) -> Iterator[str]:
+def batch_axis_problems(
+    inputs: Sequence[_GraphValue], axes: SampleAxes, user_axes: SampleAxes
+) -> Iterator[str]:
     """Yield why the sample axes of the inputs are ambiguous.
 
     Args:
         inputs: of the graph.
         axes: the result of `batch_axes`.
-        given: axes set by the user, which are used unchanged.
+        user_axes: axes set by the user, which are used unchanged.
     """
     sizes = {
         value.name: value.shape[axis]
@@ -100,7 +102,7 @@ def batch_axis_problems(inputs: Sequence[_GraphValue], axes: SampleAxes, given: 
     sizes_differ = len(fixed) > 1 or (max(fixed, default=1) > 1 and open_sizes)
     ambiguous = [v for v in inputs if sizes_differ and isinstance(sizes.get(v.name), int)]
     ambiguous += [v for v in inputs if v not in ambiguous and _may_be_other_axis(v, inputs, axes, sizes)]
-    unspecified = [value for value in ambiguous if value.name not in given]
+    unspecified = [value for value in ambiguous if value.name not in user_axes]
     if unspecified:
         dims = "; ".join(value.describe() for value in inputs)
         names = ", ".join(f"'{value.name}'" for value in unspecified)
@@ -113,12 +115,12 @@ def batch_axis_problems(inputs: Sequence[_GraphValue], axes: SampleAxes, given: 
 
 
 def _batch_dimension_names(
-    inputs: Sequence[_GraphValue], outputs: Sequence[_GraphValue], given: SampleAxes
+    inputs: Sequence[_GraphValue], outputs: Sequence[_GraphValue], user_axes: SampleAxes
 ) -> list[str]:
     """Return the names of the batch dimension, the most likely first."""
     values = [*inputs, *outputs]
     given_names = [
-        _dimension_at(value, axis) for value in values if (axis := given.get(value.name)) is not None
+        _dimension_at(value, axis) for value in values if (axis := user_axes.get(value.name)) is not None
     ]
     names = [size for value in values for size in value.shape or () if isinstance(size, str)]
     batch_names = [name for name in names if _BATCH.fullmatch(name)]
@@ -234,22 +236,22 @@ class GraphSignature(BaseModel):
         dim_names = [name for name in names.values() if isinstance(name, str)]
         return frozenset(value for value, name in names.items() if dim_names.count(str(name)) > 1)
 
-    def with_batch_axes(self, given: SampleAxes) -> GraphSignature:
-        """Return the signature with sample axes: `given`, else by the names of dimensions."""
-        axes = batch_axes(self.inputs, self.outputs, given)
+    def with_batch_axes(self, user_axes: SampleAxes) -> GraphSignature:
+        """Return the signature with sample axes: `user_axes`, else by the names of dimensions."""
+        axes = batch_axes(self.inputs, self.outputs, user_axes)
         return GraphSignature(
             inputs=tuple(value.model_copy(update={"axis": axes[value.name]}) for value in self.inputs),
             outputs=tuple(value.model_copy(update={"axis": axes[value.name]}) for value in self.outputs),
         )
 
-    def ambiguous_axes(self, given: SampleAxes) -> Iterator[str]:
+    def ambiguous_axes(self, user_axes: SampleAxes) -> Iterator[str]:
         """Yield why more axes must be given."""
-        yield from batch_axis_problems(self.inputs, self.input_batch_axes, given)
+        yield from batch_axis_problems(self.inputs, self.input_batch_axes, user_axes)
 
-    def invalid_axes(self, given: SampleAxes) -> Iterator[str]:
+    def invalid_axes(self, user_axes: SampleAxes) -> Iterator[str]:
         """Yield what is wrong with axes given by a user."""
         values = {value.name: value for value in (*self.outputs, *self.inputs)}
-        for name, axis in given.items():
+        for name, axis in user_axes.items():
             if name not in values:
                 inputs = ", ".join(values)
                 yield f"'{name[:80]}' is no input of the graph; inputs: {inputs}.{did_you_mean(name, values)}"

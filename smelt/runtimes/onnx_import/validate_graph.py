@@ -408,11 +408,11 @@ def _producers(nodes: Sequence[Any]) -> dict[str, int]:
 
 
 def _duplicate_outputs(
-    nodes: Sequence[Any], producers: Mapping[str, int], given: Collection[str]
+    nodes: Sequence[Any], producers: Mapping[str, int], input_names: Collection[str]
 ) -> Iterator[Message]:
     for index, node in enumerate(nodes):
         for name in node.output:
-            if name and (producers[name] != index or name in given):
+            if name and (producers[name] != index or name in input_names):
                 text = f"the value '{name[:80]}' is defined twice, once by the node {node_label(node)}"
                 yield error_message("duplicate-value", text)
 

@@ -29,11 +29,11 @@ def everything(model):
     return CaptureRequest(frozenset(states), frozenset(positions), frozenset(positions))
 
 
-def outputs_by_stack(model, out, word):
+def outputs_by_stack(model, out, name):
     """What transformers gives of each stack, by our names."""
     if model.config.is_encoder_decoder:
-        return {f"{side}_layers": getattr(out, f"{side}_{word}") for side in ("encoder", "decoder")}
-    return {"layers": getattr(out, word)}
+        return {f"{side}_layers": getattr(out, f"{side}_{name}") for side in ("encoder", "decoder")}
+    return {"layers": getattr(out, name)}
 
 
 def hooks(model):

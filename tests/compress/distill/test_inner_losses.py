@@ -200,7 +200,7 @@ def test_gradient_accumulation_equals_one_large_batch(tmp_path, kind):
         for name, p in model.named_parameters():
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(
-                    lambda p, name=name, kept=gradients: kept.update({name: p.grad.detach().clone()})
+                    lambda p, name=name, store=gradients: store.update({name: p.grad.detach().clone()})
                 )
         inner = make_inner_losses(model, teacher, chosen, 0)
         ctx = harness.make_context(tmp_path / f"{size}" / "out")

@@ -9,7 +9,7 @@ from tests.support import harness
 from tests.support.models import embedders, tiny
 
 TEXTS = Split("texts", tuple(Example(text) for text in tiny.SENTENCES * 4))
-LABELLED = Split("labeled", tuple(Example(text[::-1], label=i % 2) for i, text in enumerate(tiny.SENTENCES)))
+LABELED = Split("labeled", tuple(Example(text[::-1], label=i % 2) for i, text in enumerate(tiny.SENTENCES)))
 SHORT = {
     "batch_size": 5,
     "learning_rate": 1e-2,
@@ -26,7 +26,7 @@ SHORT = {
 def test_classifier_learns_teacher_labels_of_unlabeled_texts(tmp_path, rows, seen):
     losses = {"logits": 1, "labels": 0}
     settings = DistillSettings.model_validate(SHORT | {"train_on": rows, "losses": losses, "teacher": "big"})
-    data = {"train": LABELLED, "unlabeled": TEXTS, "validation": LABELLED}
+    data = {"train": LABELED, "unlabeled": TEXTS, "validation": LABELED}
     teacher = tiny.as_artifact(tiny.write_bert(tmp_path / "big", seed=1), "text-classification")
     student = tiny.write_bert(tmp_path / "m", seed=2)
     ctx = harness.run_stage(
@@ -56,7 +56,7 @@ def test_embedder_trains_on_single_texts_and_pairs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "task", "place", "code", "value"),
+    ("options", "task", "setting", "code", "value"),
     [
         ({"losses": {"labels": 0.5}}, "text-classification", "losses.labels", "missing-labels", "0.5"),
         (
@@ -77,11 +77,11 @@ def test_embedder_trains_on_single_texts_and_pairs(tmp_path):
         ({"losses": {"labels": 0}}, "translation", "train_on", "does-not-fit-task", "translation"),
     ],
 )
-def test_loss_needing_labels_is_rejected_before_training(options, task, place, code, value):
+def test_loss_needing_labels_is_rejected_before_training(options, task, setting, code, value):
     settings = DistillSettings.model_validate({"train_on": "both"} | options)
     errors = {error.setting: error for error in Distill.check_rows(settings, task, {"unlabeled": TEXTS})}
-    assert errors[place].code == code
-    assert value in errors[place].message
+    assert errors[setting].code == code
+    assert value in errors[setting].message
 
 
 def test_required_splits_follow_train_on():

@@ -65,8 +65,8 @@ def test_other_removed_layers_can_change_between_evaluations(tmp_path):
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids + 1}
     first, last = ("layers", 0), ("layers", 2)
 
-    def gone_now(gone):
-        return without_layers(model, stacks, gone)
+    def gone_now(removed):
+        return without_layers(model, stacks, removed)
 
     with ablation_losses(model, [batch], gone_now, harness.make_context(tmp_path / "out"), 2) as loss:
         resumed_losses = [loss(frozenset([last]), last), loss(frozenset([first, last]), last)]

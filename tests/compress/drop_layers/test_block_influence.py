@@ -25,7 +25,7 @@ def _loaded(family, layers=3):
 
 
 def _of_states(states):
-    """Return 1 - mean cos of neighbours, by the definition in the paper."""
+    """Return 1 - mean cos of neighbors, by the definition in the paper."""
     return [
         1 - (normalize(a.double(), dim=-1) * normalize(b.double(), dim=-1)).sum(-1).mean().item()
         for a, b in pairwise(states)
@@ -99,10 +99,10 @@ def test_greedy_selection_recomputes_losses_after_each_removal():
     }  # fmt: skip
     evaluated = []
 
-    def loss_without(gone, tried):
-        assert tried in gone
-        evaluated.append(gone)
-        return losses[tuple(sorted(gone))]
+    def loss_without(removed, tried):
+        assert tried in removed
+        evaluated.append(removed)
+        return losses[tuple(sorted(removed))]
 
     removed, removal_losses = drop_units_by_loss({"a": 2, "b": 1}, {"a": 3, "b": 2}, (), loss_without)
     assert removed == [("a", 1), ("b", 1)]
@@ -117,7 +117,7 @@ def test_equal_losses_drop_first_layer():
 
 
 def test_required_layer_is_not_a_candidate():
-    gone, _ = drop_units_by_loss(
-        {"a": 1}, {"a": 2}, {("a", 0)}, lambda gone, _: 0.0 if ("a", 0) in gone else 1.0
+    removed, _ = drop_units_by_loss(
+        {"a": 1}, {"a": 2}, {("a", 0)}, lambda removed, _: 0.0 if ("a", 0) in removed else 1.0
     )
-    assert gone == [("a", 1)]
+    assert removed == [("a", 1)]

@@ -14,7 +14,7 @@ MODERN = {"model_type": "modernbert", "num_hidden_layers": 4}
 
 
 @pytest.mark.parametrize(
-    ("settings", "kept"),
+    ("settings", "expected_layers"),
     [
         ({}, {"encoder_layers": 3, "decoder_layers": 2}),  # half, and a half of three counts up
         ({"keep_ratio": 0.1}, {"encoder_layers": 1, "decoder_layers": 1}),
@@ -22,8 +22,11 @@ MODERN = {"model_type": "modernbert", "num_hidden_layers": 4}
         ({"keep_ratio": 0.5, "decoder_layers": [0, 2]}, {"encoder_layers": 3, "decoder_layers": [0, 2]}),
     ],
 )
-def test_unnamed_stack_keeps_ratio_or_all_layers(settings, kept):
-    assert kept_layers(DropLayersSettings(**settings), {"encoder_layers": 6, "decoder_layers": 3}) == kept
+def test_unnamed_stack_keeps_ratio_or_all_layers(settings, expected_layers):
+    assert (
+        kept_layers(DropLayersSettings(**settings), {"encoder_layers": 6, "decoder_layers": 3})
+        == expected_layers
+    )
 
 
 def test_resulting_config_has_remaining_layer_counts():
@@ -35,7 +38,7 @@ def test_resulting_config_has_remaining_layer_counts():
 
 
 @pytest.mark.parametrize(
-    ("settings", "config", "place", "code"),
+    ("settings", "config", "setting", "code"),
     [
         ({"layers": 13}, BERT, "layers", "more-than-model-has"),
         ({"layers": [0, 12]}, BERT, "layers", "wrong-layer-numbers"),
@@ -44,13 +47,13 @@ def test_resulting_config_has_remaining_layer_counts():
         ({"layers": [1, 2]}, MODERN, "layers", "first-layer-required"),
     ],
 )
-def test_unknown_layers_are_rejected(settings, config, place, code):
+def test_unknown_layers_are_rejected(settings, config, setting, code):
     (error,) = check_layer_counts(DropLayersSettings(**settings), config)[0]
-    assert (error.setting, error.code) == (place, code)
+    assert (error.setting, error.code) == (setting, code)
 
 
 @pytest.mark.parametrize(
-    ("settings", "place", "code"),
+    ("settings", "setting", "code"),
     [
         ({"targets": ["ffn"], "decoder_layers": 4}, "decoder_layers", "more-than-model-has"),
         (
@@ -62,9 +65,9 @@ def test_unknown_layers_are_rejected(settings, config, place, code):
         ({"targets": ["cross-attention"], "encoder_layers": 2}, "encoder_layers", "unknown-part"),
     ],
 )
-def test_unknown_parts_are_rejected(settings, place, code):
+def test_unknown_parts_are_rejected(settings, setting, code):
     (error,) = check_layer_counts(DropLayersSettings(**settings), MARIAN)[0]
-    assert (error.setting, error.code) == (place, code)
+    assert (error.setting, error.code) == (setting, code)
 
 
 def test_keeping_all_parts_is_allowed():

@@ -98,7 +98,7 @@ MARIAN = {"model_type": "marian", "encoder_layers": 6, "decoder_layers": 3}
 
 
 @pytest.mark.parametrize(
-    ("settings", "config", "place", "code"),
+    ("settings", "config", "setting", "code"),
     [
         (
             {"targets": ["cross-attention"]},
@@ -110,9 +110,9 @@ MARIAN = {"model_type": "marian", "encoder_layers": 6, "decoder_layers": 3}
         ({"targets": ["ffn"], "decoder_layers": [0, 3]}, MARIAN, "decoder_layers", "wrong-layer-numbers"),
     ],
 )
-def test_unknown_part_targets_are_rejected(settings, config, place, code):
+def test_unknown_part_targets_are_rejected(settings, config, setting, code):
     [error], after = check_layer_counts(DropLayersSettings(**settings), config)
-    assert (error.setting, error.code) == (place, code)
+    assert (error.setting, error.code) == (setting, code)
     assert after == config
 
 

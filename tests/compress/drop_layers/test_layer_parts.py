@@ -35,11 +35,11 @@ def _between(model, parts):
         norm, block = model.get_submodule(part.norm), part.block.module
         handles += [
             norm.register_forward_hook(
-                lambda m, given, out, key=part.norm: outputs.update({key: (given[0], out)})
+                lambda m, args, out, key=part.norm: outputs.update({key: (args[0], out)})
             ),
             block.register_forward_hook(
-                lambda m, given, out, key=part.block.module_path: outputs.update(
-                    {key: (given[0], out[0] if isinstance(out, tuple) else out)}
+                lambda m, args, out, key=part.block.module_path: outputs.update(
+                    {key: (args[0], out[0] if isinstance(out, tuple) else out)}
                 )
             ),
         ]

@@ -105,7 +105,7 @@ def test_greedy_layer_losses_equal_models_without_the_layers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "kept"),
+    ("settings", "expected_layers"),
     [
         ({"importance": "first"}, [0, 1]),
         ({"importance": "last"}, [2, 3]),
@@ -113,7 +113,7 @@ def test_greedy_layer_losses_equal_models_without_the_layers(tmp_path):
         ({"layers": [1, 3]}, [1, 3]),
     ],
 )
-def test_positional_importances_select_expected_layers(settings, kept, tmp_path):
+def test_positional_importances_select_expected_layers(settings, expected_layers, tmp_path):
     ctx = harness.run_stage(
         DropLayers(),
         DropLayersSettings(**settings),
@@ -121,9 +121,9 @@ def test_positional_importances_select_expected_layers(settings, kept, tmp_path)
         tmp_path / "out",
         "language-modeling",
     )
-    assert ctx.details["kept_layers"] == {"layers": kept}
+    assert ctx.details["kept_layers"] == {"layers": expected_layers}
     original = load_model(every_family.model_with_layers("gpt2", 4))[0]
-    for new, old in enumerate(kept):
+    for new, old in enumerate(expected_layers):
         assert torch.equal(
             harness.load_output_model(ctx).transformer.h[new].mlp.c_fc.weight,
             original.transformer.h[old].mlp.c_fc.weight,

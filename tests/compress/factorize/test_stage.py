@@ -215,7 +215,7 @@ def test_fwsvd_weights_inputs_by_loss_gradients(marian, rows, tmp_path):
 
 
 @pytest.mark.parametrize("objective", ["error", "sensitivity"])
-def test_ranks_stay_within_parameter_budget(marian, rows, tmp_path, objective):
+def test_ranks_do_not_exceed_parameter_budget(marian, rows, tmp_path, objective):
     ctx = run(marian, rows, tmp_path, parameter_budget=0.5, objective=objective)
     sizes = {n: m.weight for n, m in load_model(marian)[0].named_modules() if isinstance(m, torch.nn.Linear)}
     sizes.pop("lm_head")

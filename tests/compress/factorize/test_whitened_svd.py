@@ -44,7 +44,7 @@ def test_bias_correction_lowers_error(inputs):
     assert errors[0] < 0.9 * errors[1] < 0.8 * errors[2]
 
 
-def test_unused_input_directions_stay_finite_and_are_not_dropped_first():
+def test_unused_input_directions_are_finite_and_not_dropped_first():
     x = torch.randn(200, 32).double()
     x[:, 16:] = 0
     layer = nn.Linear(32, 24, bias=False)

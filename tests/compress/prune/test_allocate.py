@@ -18,8 +18,8 @@ def costs_of(costs, fixed=0.0):
     return UnitCosts("values", fixed + sum(float(cost[-1]) for cost in of.values()), fixed, of)
 
 
-def value(scores, kept):
-    return sum(float(scores[name].topk(count).values.sum()) for name, count in kept.items())
+def value(scores, num_kept):
+    return sum(float(scores[name].topk(count).values.sum()) for name, count in num_kept.items())
 
 
 def best_there_is(scores, costs, share):

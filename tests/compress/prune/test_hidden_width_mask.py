@@ -144,7 +144,7 @@ def test_training_masks_close_same_channels_in_all_states(family):
     states = []
     handles = [
         model.get_submodule(state.module_path).register_forward_hook(
-            lambda m, given, result, state=state: states.append(state.extract(given, result).detach())
+            lambda m, args, result, state=state: states.append(state.extract(args, result).detach())
         )
         for state in hidden_state_locations(model)
         if state.index

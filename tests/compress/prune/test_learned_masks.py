@@ -174,12 +174,12 @@ def test_keeping_fewer_weights_than_requested_warns(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kept", "codes"),
+    ("keep_ratio", "codes"),
     [(0.56, ["more-kept-than-asked"]), (0.54, []), (0.46, []), (0.44, ["fewer-kept-than-asked"])],
 )
-def test_keep_ratio_within_five_percent_does_not_warn(kept, codes, tmp_path, monkeypatch):
+def test_keep_ratio_within_five_percent_does_not_warn(keep_ratio, codes, tmp_path, monkeypatch):
     masks, _model = masks_of("bert", keep_ratio=0.5)
-    monkeypatch.setattr(masks, "final_keep_ratio", lambda: kept)
+    monkeypatch.setattr(masks, "final_keep_ratio", lambda: keep_ratio)
     ctx = harness.make_context(tmp_path / "out")
     masks.finalize(ctx)
     assert message_codes(ctx.warnings) == codes

@@ -40,10 +40,10 @@ def test_refit_layer_equals_ridge_regression(bias):
     before = None if shift is None else shift.detach().clone().double()
     error_ratio = refit_narrow_layer(model, "reader", old, full_inputs, narrow_inputs)
     x, y = narrow_inputs.double().numpy(), (full_inputs.double() @ old.double().t()).numpy()
-    centred = (x - x.mean(0), y - y.mean(0)) if bias else (x, y)
-    e = RECONSTRUCTION_DAMPING * np.trace(centred[0].T @ centred[0]) / 5
-    rows = np.concatenate([centred[0], np.sqrt(e) * np.eye(5)])
-    values = np.concatenate([centred[1], np.sqrt(e) * cut.numpy().T])
+    centered = (x - x.mean(0), y - y.mean(0)) if bias else (x, y)
+    e = RECONSTRUCTION_DAMPING * np.trace(centered[0].T @ centered[0]) / 5
+    rows = np.concatenate([centered[0], np.sqrt(e) * np.eye(5)])
+    values = np.concatenate([centered[1], np.sqrt(e) * cut.numpy().T])
     expected = np.linalg.lstsq(rows, values, rcond=None)[0].T
     np.testing.assert_allclose(model.reader.weight.detach().numpy(), expected, atol=1e-5)
     residual = y - x @ expected.T
@@ -130,11 +130,11 @@ def _rows(model, family, task, ctx, space):
     return load_calibration_samples(model, source, 64, ctx, "prune", padded=True)
 
 
-def _error(whole, model, rows):
+def _error(original, model, rows):
     """Return the squared distance of the last states' products, at tokens."""
     from smelt.calibration.samples import model_outputs
 
     total = 0.0
-    for a, b in zip(model_outputs(whole, rows.batches), model_outputs(model, rows.batches), strict=True):
+    for a, b in zip(model_outputs(original, rows.batches), model_outputs(model, rows.batches), strict=True):
         total += float((a - b).square().mean())
     return total

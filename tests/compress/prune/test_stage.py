@@ -36,9 +36,9 @@ def outputs(model):
         return model(**example_batch(model)).logits
 
 
-def best(scores, kept):
+def best(scores, num_kept):
     """The units with the highest scores, rising."""
-    return scores.topk(kept).indices.sort().values
+    return scores.topk(num_kept).indices.sort().values
 
 
 def mask_units(model, heads, neurons):

@@ -36,12 +36,12 @@ def masks_of(family, **settings):
     return masks, model, edits
 
 
-def close(masks, *gone):
+def close(masks, *removed):
     """Close the parts of these names (`encoder_layers 0 attention`), and leave all others half open."""
     with torch.no_grad():
         for number, log_alpha in masks.parts.items():
             (position,) = masks.masked[int(number)].positions
-            log_alpha.fill_(-3.0 if f"{position.stack} {position.name}" in gone else 0.5)
+            log_alpha.fill_(-3.0 if f"{position.stack} {position.name}" in removed else 0.5)
 
 
 def cdf_qz(x, loga):

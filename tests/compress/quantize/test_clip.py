@@ -55,8 +55,8 @@ def test_mse_grid_error_is_not_above_default_grid(name):
     scheme, weight = find_scheme(name), drawn(8, 256)
     options = default_options(scheme)
 
-    def errors(fit):
-        codes = round_on_grid(fit, weight, scheme, options)
+    def errors(find_grid):
+        codes = round_on_grid(find_grid, weight, scheme, options)
         size = scheme.group_size(256, options)
         values = scheme.dequantize(codes.q_weight, codes.qparams, options)
         return (values - weight.unflatten(1, (-1, size))).abs().pow(2.4).sum(dim=-1)

@@ -36,10 +36,10 @@ def decided(tmp_path_factory):
     return weight, statistics, [dict(np.load(folder / f"{index}.npz")) for index in range(len(CASES))]
 
 
-@pytest.mark.parametrize("at", range(len(CASES)), ids=[str(case) for case in CASES])
-def test_gptq_weights_equal_gptqmodel_on_its_grids(decided, at):
+@pytest.mark.parametrize("case_index", range(len(CASES)), ids=[str(case) for case in CASES])
+def test_gptq_weights_equal_gptqmodel_on_its_grids(decided, case_index):
     weight, statistics, references = decided
-    case, reference = CASES[at], references[at]
+    case, reference = CASES[case_index], references[case_index]
     scheme = SCHEMES_BY_BITS[case["bits"]]
     options = default_options(scheme) | {"group_size": case["group"], "symmetric": case["symmetric"]}
     scales, zeros = torch.from_numpy(reference["scales"]), torch.from_numpy(reference["zeros"]).byte()
@@ -55,10 +55,10 @@ def test_gptq_weights_equal_gptqmodel_on_its_grids(decided, at):
     assert float((rounded == expected).float().mean()) < 0.9  # it is not the nearest that agrees
 
 
-@pytest.mark.parametrize("at", [i for i, case in enumerate(CASES) if not case["symmetric"]])
-def test_zero_point_grids_equal_gptqmodel_in_float16(decided, at):
+@pytest.mark.parametrize("case_index", [i for i, case in enumerate(CASES) if not case["symmetric"]])
+def test_zero_point_grids_equal_gptqmodel_in_float16(decided, case_index):
     weight, _, references = decided
-    case, reference = CASES[at], references[at]
+    case, reference = CASES[case_index], references[case_index]
     scheme = SCHEMES_BY_BITS[case["bits"]]
     options = default_options(scheme) | {"group_size": case["group"], "symmetric": False}
     grid = scheme_grid(weight.view(16, -1, case["group"]), 320, scheme, options)

@@ -113,9 +113,9 @@ def test_row_chunks_give_same_quantized_weights(scheme, options, tmp_path, monke
         sizes.append(len(rows))
         return real(rows, *more)
 
-    def once(found):
-        inverted.append(found)
-        return invert(found)
+    def once(matrix):
+        inverted.append(matrix)
+        return invert(matrix)
 
     full_ctx = run("whole")
     monkeypatch.setattr(plan_layers, "MAX_WEIGHTS_AT_ONCE", 7 * 64)  # seven rows of 64 inputs
@@ -145,10 +145,10 @@ def test_per_tensor_scale_disables_row_chunks(tmp_path, monkeypatch):
 def test_calibration_moments_are_freed_after_each_layer(tmp_path, monkeypatch):
     moments, alive, real = [], [], module.inverse_cholesky
 
-    def counting(found):
-        moments.append(weakref.ref(found.second_moment))
+    def counting(statistics):
+        moments.append(weakref.ref(statistics.second_moment))
         alive.append(sum(moment() is not None for moment in moments))
-        return real(found)
+        return real(statistics)
 
     monkeypatch.setattr(module, "inverse_cholesky", counting)
     stage("llama", tmp_path / "out")

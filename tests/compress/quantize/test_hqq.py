@@ -138,8 +138,8 @@ def test_hqq_error_is_not_above_default_grid(name):
     scheme, weight = find_scheme(name), drawn(8, 200)  # the last group is filled up
     options = default_options(scheme)
 
-    def errors(fit):
-        codes = round_on_grid(fit, weight, scheme, options)
+    def errors(find_grid):
+        codes = round_on_grid(find_grid, weight, scheme, options)
         values = scheme.dequantize(codes.q_weight, codes.qparams, options).flatten(1)[:, :200]
         return (values - weight).abs().sum(dim=1)
 

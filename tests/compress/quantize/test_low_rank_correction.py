@@ -311,10 +311,10 @@ def test_smoothed_model_does_not_use_cached_statistics(tmp_path, monkeypatch):
     """What was kept of the stored model's inputs is not what the smoothed one's layers are fed."""
     from smelt.compress.quantize import low_rank_correction
 
-    def kept(*_, **__):
+    def cached(*_, **__):
         raise AssertionError("statistics of the model before it was smoothed")
 
-    monkeypatch.setattr(low_rank_correction, "cached_statistics", kept)
+    monkeypatch.setattr(low_rank_correction, "cached_statistics", cached)
     settings = QuantizeSettings(
         scheme="int8-dynamic",
         smoothquant_alpha=0.5,

@@ -102,16 +102,16 @@ def test_sensitivity_is_output_change_relative_to_variance(tmp_path, by_layer):
 
 
 @pytest.mark.parametrize(
-    "given", [{"mixed_precision": {"target_bits": 4.5}}, {"exclude": "auto", "scheme": "int4"}]
+    "options", [{"mixed_precision": {"target_bits": 4.5}}, {"exclude": "auto", "scheme": "int4"}]
 )
-def test_non_finite_outputs_are_rejected(tmp_path, given):
+def test_non_finite_outputs_are_rejected(tmp_path, options):
     model, edits = load_model(every_family.model_with_layers("bert", 2))
     with torch.no_grad():
         model.get_submodule("bert.encoder.layer.1.output.LayerNorm").weight.fill_(float("nan"))
     source = tmp_path / "astray"
     source.mkdir()
     save_model(model, edits, source, every_family.model_with_layers("bert", 2))
-    settings = QuantizeSettings(calibration_samples=2, sensitivity_samples=1, **given)
+    settings = QuantizeSettings(calibration_samples=2, sensitivity_samples=1, **options)
     with raises_code("non-finite-outputs", InputError):
         every_family.run_stage(Quantize(), settings, source, "bert", tmp_path / "out")
 
@@ -221,7 +221,7 @@ def test_unscored_metric_is_rejected_before_sensitivity_is_measured(tmp_path, mo
     monkeypatch.setattr(
         mixed_precision,
         "measure_matrix_sensitivities",
-        lambda *given: pytest.fail("the long part was done first"),
+        lambda *options: pytest.fail("the long part was done first"),
     )
     with raises_code("metric-not-scored", InputError) as caught:
         dropped(tmp_path, max_drop=0.5, metric="chrf")
@@ -236,7 +236,7 @@ def test_budget_below_cost_of_padded_groups_is_rejected(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "code", "named"),
+    ("options", "code", "named"),
     [
         ({"mixed_precision": {}}, "settings-conflict", "target_bits"),
         ({"mixed_precision": {"target_bits": 4, "max_drop": 1}}, "settings-conflict", "max_drop"),
@@ -267,9 +267,9 @@ def test_budget_below_cost_of_padded_groups_is_rejected(tmp_path):
         ({"mixed_precision": {"target_bits": 4}, "group_size": 16}, "wrong-value", "16"),
     ],
 )
-def test_invalid_mixed_precision_settings_are_rejected(given, code, named):
+def test_invalid_mixed_precision_settings_are_rejected(options, code, named):
     with raises_setting_codes(code) as caught:
-        QuantizeSettings(**given)
+        QuantizeSettings(**options)
     assert named in caught.value.errors()[0]["msg"]
 
 

@@ -243,24 +243,26 @@ def test_sparsify_keeps_scales_and_nonzero_quantized_weights(name, quantized, da
     assert {edit["op"] for edit in read_edits(ctx.out)[-len(masked) :]} == {"mask"}
 
 
-@pytest.mark.parametrize(("name", "kept"), [("int8-dynamic", True), ("int4, zero points", False)])
-def test_qat_keeps_sparsity(name, kept, quantized, data, tmp_path):
+@pytest.mark.parametrize(("name", "saves_master"), [("int8-dynamic", True), ("int4, zero points", False)])
+def test_qat_keeps_sparsity(name, saves_master, quantized, data, tmp_path):
     first, src = quantized(name)
     ctx = context(tmp_path / "sparse", data, first, src)
     Sparsify()(src, SparsifySettings(method="magnitude", sparsity=0.5), ctx)
-    if not kept:
+    if not saves_master:
         (ctx.out / MASTER_WEIGHTS_FILE).unlink()
     sparse = artifact(ctx.out, "c", "sparsify", parent="b")
     ctx = context(tmp_path / "out", data, first, src)
     settings = FinetuneSettings(max_steps=3, batch_size=4, num_evals=0, precision="fp32", learning_rate=1e-2)
     Finetune()(sparse, settings, ctx)
-    assert ctx.details["latent_weights"] == ("kept" if kept else "codes")
+    assert ctx.details["latent_weights"] == ("kept" if saves_master else "codes")
     before, after = coded(load_model(sparse.path)[0]), coded(load_model(ctx.out)[0])
     for layer, module in before.items():
         if is_masked(module):
             assert is_masked(after[layer])
             zeros = module.matrix.dequantize() == 0
-            assert (after[layer].matrix.dequantize()[zeros] == 0).float().mean() > (0.95 if kept else 0.999)
+            assert (after[layer].matrix.dequantize()[zeros] == 0).float().mean() > (
+                0.95 if saves_master else 0.999
+            )
             assert not torch.equal(after[layer].matrix.dequantize(), module.matrix.dequantize())
 
 

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize(
-    ("given", "table"),
+    ("options", "table"),
     [
         ({}, "int8-dynamic"),
         ({"scheme": "int4"}, "int4"),
@@ -19,14 +19,14 @@ pytestmark = pytest.mark.quick
         ({"scheme": "int4", "embedding_scheme": "int8-dynamic"}, "int8-dynamic"),
     ],
 )
-def test_embedding_scheme_is_explicit_or_derived(given, table):
-    settings = QuantizeSettings(**given)
+def test_embedding_scheme_is_explicit_or_derived(options, table):
+    settings = QuantizeSettings(**options)
     assert settings.resolved_embedding_scheme == table
     assert settings.used_schemes() == tuple(dict.fromkeys((settings.scheme, table)))
 
 
 @pytest.mark.parametrize(
-    ("given", "code", "named"),
+    ("options", "code", "named"),
     [
         ({"group_size": 64}, "unused-setting", "group_size"),
         (
@@ -69,14 +69,14 @@ def test_embedding_scheme_is_explicit_or_derived(given, table):
         ),
     ],
 )
-def test_options_unsupported_by_scheme_are_rejected(given, code, named):
+def test_options_unsupported_by_scheme_are_rejected(options, code, named):
     with raises_setting_codes(code) as caught:
-        QuantizeSettings(**given)
+        QuantizeSettings(**options)
     assert named in caught.value.errors()[0]["msg"]
 
 
 @pytest.mark.parametrize(
-    ("given", "taken"),
+    ("options", "taken"),
     [
         ({}, {"int8-dynamic": "channel"}),
         ({"granularity": "tensor"}, {"int8-dynamic": "tensor"}),
@@ -92,8 +92,8 @@ def test_options_unsupported_by_scheme_are_rejected(given, code, named):
         ),
     ],
 )
-def test_granularity_applies_to_schemes_that_support_it(given, taken):
-    settings = QuantizeSettings(**given)
+def test_granularity_applies_to_schemes_that_support_it(options, taken):
+    settings = QuantizeSettings(**options)
     assert {name: settings.scheme_options(name)["granularity"] for name in taken} == taken
 
 
@@ -124,7 +124,7 @@ def test_reported_settings_are_valid_for_all_scheme_pairs():
 
 
 @pytest.mark.parametrize(
-    ("given", "meant", "idle"),
+    ("options", "meant", "idle"),
     [
         (
             {"scheme": "int8-dynamic"},
@@ -172,8 +172,8 @@ def test_reported_settings_are_valid_for_all_scheme_pairs():
         ({"scheme": "int8-dynamic", "embedding_scheme": "ternary"}, {"group_size": 64}, {"granularity"}),
     ],
 )
-def test_report_contains_used_settings_only(given, meant, idle):
-    settings = QuantizeSettings(**given)
+def test_report_contains_used_settings_only(options, meant, idle):
+    settings = QuantizeSettings(**options)
     reported = settings.to_report()
     assert meant.items() <= reported.items()
     assert not idle & set(reported)

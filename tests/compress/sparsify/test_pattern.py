@@ -24,12 +24,12 @@ def test_sparsity_applies_to_matrix_or_each_row():
     assert SparsityPattern(0.3).zero_mask(SCORES, "row").sum() == 2  # rounded down
 
 
-@pytest.mark.parametrize(("kept", "group"), [(2, 4), (1, 4), (1, 2)])
-def test_n_of_each_m_neighboring_weights_are_kept(kept, group):
+@pytest.mark.parametrize(("num_kept", "group"), [(2, 4), (1, 4), (1, 2)])
+def test_n_of_each_m_neighboring_weights_are_kept(num_kept, group):
     scores = torch.rand(3, 8, generator=torch.Generator().manual_seed(0))
-    removed = SparsityPattern(1 - kept / group, kept, group).zero_mask(scores, "matrix")
+    removed = SparsityPattern(1 - num_kept / group, num_kept, group).zero_mask(scores, "matrix")
     for row, marks in zip(scores.view(-1, group), removed.view(-1, group), strict=True):
-        assert set(row[~marks].tolist()) == set(row.topk(kept).values.tolist())
+        assert set(row[~marks].tolist()) == set(row.topk(num_kept).values.tolist())
 
 
 def test_equal_scores_give_exact_sparsity():

@@ -96,7 +96,7 @@ def test_always_zero_input_loses_its_weights():
     assert (new[:, 3] == 0).all()
 
 
-def test_sparsegpt_error_lies_between_least_squares_and_no_update():
+def test_sparsegpt_error_is_between_least_squares_and_no_update():
     weight, x = drawn(inputs=32, tokens=400)
     plain, values = weight.double().numpy(), x.double().numpy()
 

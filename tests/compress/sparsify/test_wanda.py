@@ -12,7 +12,7 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.fixture
-def given():
+def layer_inputs():
     """A weight [6, 8], and inputs of 20 tokens whose sizes differ."""
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(20, 8, generator=draw) * torch.arange(1.0, 9.0)
@@ -23,8 +23,8 @@ def given():
 
 
 @pytest.mark.parametrize("pattern", [SparsityPattern(0.5), SparsityPattern(0.5, 2, 4)])
-def test_wanda_ranks_weight_times_input_norm_per_row(pattern, given):
-    weight, x, statistics = given
+def test_wanda_ranks_weight_times_input_norm_per_row(pattern, layer_inputs):
+    weight, x, statistics = layer_inputs
     sparse = wanda.sparsify_layer(SparsityInput(weight, statistics), pattern, torch.Generator()).numpy()
     expected = weight.numpy().copy()
     scores = np.abs(expected) * np.sqrt((x.astype(np.float64) ** 2).sum(axis=0))
@@ -39,15 +39,15 @@ def test_wanda_ranks_weight_times_input_norm_per_row(pattern, given):
     )
 
 
-def test_magnitude_removes_smallest_weights_of_layer(given):
-    weight = given[0]
+def test_magnitude_removes_smallest_weights_of_layer(layer_inputs):
+    weight = layer_inputs[0]
     sparse = magnitude.sparsify_layer(SparsityInput(weight), SparsityPattern(0.25), torch.Generator())
     limit = np.sort(np.abs(weight.numpy()).ravel())[12]
     np.testing.assert_array_equal(sparse.numpy() == 0, np.abs(weight.numpy()) < limit)
 
 
-def test_random_zeros_depend_on_seed(given):
-    weight = given[0]
+def test_random_zeros_depend_on_seed(layer_inputs):
+    weight = layer_inputs[0]
     first, repeated, other = (
         random.sparsify_layer(
             SparsityInput(weight), SparsityPattern(0.5), torch.Generator().manual_seed(seed)

@@ -16,12 +16,12 @@ from tests.support.expected_errors import raises_code
 pytestmark = pytest.mark.quick
 
 
-def _folders(tmp_path, **kept):
-    for name, kept_tokens in kept.items():
+def _folders(tmp_path, **kept_by_folder):
+    for name, kept_tokens in kept_by_folder.items():
         (tmp_path / name).mkdir()
         if kept_tokens is not None:
             write_kept_tokens(kept_tokens, tmp_path / name)
-    return [tmp_path / name for name in kept]
+    return [tmp_path / name for name in kept_by_folder]
 
 
 def test_kept_tokens_of_two_trims_refer_to_first_vocabulary():

@@ -131,7 +131,7 @@ def _words(ids, stay=(), parts=None):
     from smelt.compress.trim_vocabulary.select_tokens import TrimmableVocabulary
 
     return TrimmableVocabulary(
-        "X", ids, frozenset(stay), lambda at: frozenset((parts or {}).get(at, ())), lambda *_: None
+        "X", ids, frozenset(stay), lambda index: frozenset((parts or {}).get(index, ())), lambda *_: None
     )
 
 

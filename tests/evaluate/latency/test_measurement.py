@@ -126,11 +126,11 @@ def test_double_speed_is_reported_on_idle_machine(fake):
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"), [(None, {"base": 1, "twice": 3}), (2, {"base": 2, "twice": 2})]
+    ("threads", "expected"), [(None, {"base": 1, "twice": 3}), (2, {"base": 2, "twice": 2})]
 )
-def test_artifact_is_timed_with_its_own_thread_count(fake, monkeypatch, given, expected):
+def test_artifact_is_timed_with_its_own_thread_count(fake, monkeypatch, threads, expected):
     monkeypatch.setattr(worker_process, "_stored_threads", lambda path: 3 if path.name == "twice" else None)
-    settings = SETTINGS.model_copy(update={"threads": given})
+    settings = SETTINGS.model_copy(update={"threads": threads})
     result = _measure("base", "twice", settings=settings)
     assert {name: latency_rows[0]["threads"] for name, latency_rows in result.rows.items()} == expected
 
@@ -159,7 +159,7 @@ def test_disturbed_rounds_are_repeated_until_enough_are_valid(fake):
     assert [r["counted"] for r in result.rows["base"][0]["rounds"]] == [False] * 3 + [True] * 4
 
 
-def test_measurement_that_stays_disturbed_is_flagged_unstable(fake):
+def test_permanently_disturbed_measurement_is_flagged_unstable(fake):
     fake.used = staticmethod(lambda folder, number: 0.5)
     progress_calls = []
     result = _measure("base", "twice", progress=lambda d, t, note="": progress_calls.append((d, t, note)))

@@ -25,12 +25,12 @@ def load(used=0.99, waited=0.0, others=0.0, stolen=0.0, wall=200.0):
     return MachineLoad(wall, used * wall, waited * wall, others, stolen, None)
 
 
-def a_round(ms, **kept):
-    return TimingRound([ms, ms * 1.01, ms * 0.99], [], 3, load(**kept))
+def a_round(ms, **loads):
+    return TimingRound([ms, ms * 1.01, ms * 0.99], [], 3, load(**loads))
 
 
-def pairs(ratios, own=None, base=None):
-    return [RoundPair(a_round(10.0, **(own or {})), a_round(10.0 * r, **(base or {}))) for r in ratios]
+def pairs(ratios, step_load=None, base=None):
+    return [RoundPair(a_round(10.0, **(step_load or {})), a_round(10.0 * r, **(base or {}))) for r in ratios]
 
 
 def test_single_thread_without_cpu_is_disturbed():
@@ -88,7 +88,7 @@ def test_baseline_without_comparison_is_judged_by_its_load():
     assert not judge_rounds([RoundPair(a_round(10, used=0.6), None)] * 3, ONE, ONE).stable
 
 
-def test_speedup_is_students_interval_over_logarithms():
+def test_speedup_interval_is_student_t_over_logarithms():
     from scipy import stats
 
     ratios = [2.0, 2.2, 2.4, 2.5, 5.0]

@@ -24,7 +24,7 @@ def a_round(times, load=CALM, parts=()):
     return TimingRound(list(times), list(parts), 2 * len(times), load)
 
 
-def test_summary_of_known_calls():
+def test_summary_of_constructed_calls():
     pairs = [RoundPair(a_round(times), None) for times in ([1.0, 2.0], [3.0, 4.0], [1.0, 4.0])]
     row = summarize_rounds(pairs, ONE, ONE, MeanTokenCounts(3.0, 2.0))
     assert row["p50_ms"] == 2.5

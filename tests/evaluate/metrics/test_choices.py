@@ -19,9 +19,11 @@ from tests.support.models import causal, tiny
 WORDS = causal.TEXT.split()
 
 
-def _example(at):
-    choices = [" " + " ".join(WORDS[(5 * at + 7 * k) % 40 :][: 1 + (at + k) % 3]) for k in range(3)]
-    return Example(f"What is number {at}?", choices=tuple(choices), answer=at % 3, references=(choices[0],))
+def _example(index):
+    choices = [" " + " ".join(WORDS[(5 * index + 7 * k) % 40 :][: 1 + (index + k) % 3]) for k in range(3)]
+    return Example(
+        f"What is number {index}?", choices=tuple(choices), answer=index % 3, references=(choices[0],)
+    )
 
 
 # lm-eval 0.4.13 on these models and rows: output_type multiple_choice, choices without their first space,
@@ -39,7 +41,7 @@ def test_scores_equal_lm_evaluation_harness(tmp_path, monkeypatch, family):
     losses = []
     monkeypatch.setattr(
         "smelt.evaluate.quality.score_choices",
-        lambda metrics, found, *more: losses.extend(found) or score_choices(metrics, found, *more),
+        lambda metrics, choices, *more: losses.extend(choices) or score_choices(metrics, choices, *more),
     )
     split = Split("x", tuple(map(_example, range(24))))
     with open_runner(tiny.as_artifact(tmp_path, "text-generation")) as runner:
@@ -81,7 +83,7 @@ def test_prompt_and_choice_are_tokenized_like_harness(tmp_path, kind):
         open_runner(tiny.as_artifact(tmp_path, "text-generation")) as runner,
     ):
         patch.setattr(
-            "smelt.evaluate.quality.score_choices", lambda metrics, found, *_: losses.extend(found) or {}
+            "smelt.evaluate.quality.score_choices", lambda metrics, choices, *_: losses.extend(choices) or {}
         )
         scoring._choice_scores(("acc",), runner, split, 8, no_progress)
     assert np.array(losses) == pytest.approx(np.array(expected), abs=1e-3)

@@ -11,8 +11,8 @@ from tests.support.expected_errors import raises_code
 class SmallWordNet:
     """Synonyms without the files of WordNet."""
 
-    def synsets(self, word):
-        names = {"kitten": ["cat", "kitty"]}.get(word, [])
+    def synsets(self, token):
+        names = {"kitten": ["cat", "kitty"]}.get(token, [])
         return [type("Synset", (), {"lemmas": lambda self: [_Lemma(name) for name in names]})()]
 
 
@@ -38,7 +38,7 @@ def test_meteor_follows_the_published_formula(monkeypatch):
     assert score.value == pytest.approx(100 * (1 - penalty) * fmean / 2)
 
 
-def test_meteor_tokenizes_each_sentence_as_word_tokenize_does(monkeypatch):
+def test_meteor_tokenizes_sentences_as_word_tokenize(monkeypatch):
     import nltk.tokenize
     import nltk.translate.meteor_score as theirs
 
@@ -57,7 +57,7 @@ def test_meteor_tokenizes_each_sentence_as_word_tokenize_does(monkeypatch):
     assert nltk.tokenize.word_tokenize(prediction) == prediction_words
 
 
-def test_meteor_uses_the_punkt_parameters_that_are_installed(tmp_path, monkeypatch):
+def test_meteor_uses_installed_punkt_parameters(tmp_path, monkeypatch):
     import nltk
 
     folder = tmp_path / "tokenizers" / "punkt_tab" / "english"

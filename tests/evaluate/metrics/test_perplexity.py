@@ -21,7 +21,7 @@ def _scores(losses=LOSSES, examples=("x",)):
     )
 
 
-def test_values_are_ratios_of_sums_when_windows_differ_in_length():
+def test_values_are_ratios_of_sums_for_windows_of_different_length():
     scores = _scores()
     assert list(scores) == ["bits_per_byte", "perplexity"]
     assert scores["perplexity"].value == pytest.approx(math.exp(93 / 40))

@@ -8,12 +8,12 @@ from smelt.evaluate.metrics.registry import METRICS, METRICS_BY_TASK, find_metri
 pytestmark = pytest.mark.quick
 
 
-def test_each_metric_belongs_to_a_task():
+def test_every_metric_belongs_to_a_task():
     assert sorted(METRICS) == sorted({name for names in METRICS_BY_TASK.values() for name in names})
 
 
 @pytest.mark.parametrize("name", METRICS)
-def test_each_metric_has_samples_a_description_and_a_formula(name):
+def test_every_metric_has_samples_description_and_formula(name):
     metric = METRICS[name]
     assert metric.samples
     assert metric.description

@@ -181,8 +181,8 @@ def test_chart_without_speedup_shows_quality_and_size_only(report):
     assert chart_files(validate_report(report)) == {}
 
 
-@pytest.mark.parametrize(("backend", "kept"), [("no-such-backend", False), ("pdf", True)])
-def test_figures_are_rendered_with_any_value_of_mplbackend(backend, kept):
+@pytest.mark.parametrize(("backend", "is_kept"), [("no-such-backend", False), ("pdf", True)])
+def test_figures_are_rendered_with_any_mplbackend(backend, is_kept):
     """Jupyter sets `MPLBACKEND` for all processes to a backend that exists only in its own environment."""
     code = (
         "import os; from smelt.evaluate.report.drawing import figure_bytes, new_figure, PALETTES\n"
@@ -199,4 +199,4 @@ def test_figures_are_rendered_with_any_value_of_mplbackend(backend, kept):
     )
     assert done.returncode == 0, done.stderr
     is_drawn, variable, used_backend = done.stdout.split()
-    assert (is_drawn, variable, used_backend == backend) == ("True", backend, kept)
+    assert (is_drawn, variable, used_backend == backend) == ("True", backend, is_kept)

@@ -59,8 +59,8 @@ def _runs(tmp_path):
     return old, new, names
 
 
-def entry(found, step):
-    return next(step_entry for step_entry in found["steps"] if step_entry["step"] == step)["runs"]
+def entry(comparison, step):
+    return next(step_entry for step_entry in comparison["steps"] if step_entry["step"] == step)["runs"]
 
 
 def test_differences_use_paired_test_with_holm_correction(runs):

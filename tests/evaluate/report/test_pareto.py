@@ -81,7 +81,7 @@ def scored(value, chance, ci95=None, better=True):
 
 
 @pytest.mark.parametrize(
-    ("step", "found"),
+    ("step", "is_at_chance"),
     [
         (scored(52.67, 50.3, [47.0, 58.2]), True),  # a random classifier of two classes
         (scored(69.3, 50.3, [63.9, 74.3]), False),
@@ -93,5 +93,5 @@ def scored(value, chance, ci95=None, better=True):
         ({"quality": {}}, False),
     ],
 )
-def test_steps_at_chance_are_excluded_from_front(step, found):
-    assert is_step_at_chance(step) is found
+def test_steps_at_chance_are_excluded_from_front(step, is_at_chance):
+    assert is_step_at_chance(step) is is_at_chance

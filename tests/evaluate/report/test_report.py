@@ -20,9 +20,9 @@ def report():
     return ten_step_report()
 
 
-@pytest.mark.parametrize("kept", [0, 1, 2])
-def test_reports_of_failed_runs_are_rendered(report, kept):
-    report["steps"] = report["steps"][:kept]
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_reports_of_failed_runs_are_rendered(report, num_steps):
+    report["steps"] = report["steps"][:num_steps]
     for report_step in report["steps"]:
         report_step.update(
             status="error",
@@ -31,7 +31,7 @@ def test_reports_of_failed_runs_are_rendered(report, kept):
             latency=[],
             size_bytes=None,
         )
-    report.update(status="error", baseline="model" if kept else None, pareto_front=[])
+    report.update(status="error", baseline="model" if num_steps else None, pareto_front=[])
     assert HtmlOutline(render_html(report)).open == []
     assert "error" in render_markdown(report)
     assert "status: error" in render_table(report)

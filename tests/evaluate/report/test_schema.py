@@ -46,11 +46,11 @@ def test_schema_round_trips_sample_report(report):
 
 
 @pytest.mark.parametrize(
-    ("change", "code", "place", "read"),
+    ("change", "code", "setting", "read"),
     [
         (lambda r: r.update(schema=1), "literal-error", "schema", "1"),
         (lambda r: r.update(status="fine"), "literal-error", "status", "'fine'"),
-        (lambda r: r["steps"][1].update(colour="red"), "extra-forbidden", "steps.1.colour", "'red'"),
+        (lambda r: r["steps"][1].update(color="red"), "extra-forbidden", "steps.1.color", "'red'"),
         (lambda r: r["steps"][1].update(name="model"), "duplicate-step", None, "'model'"),
         (lambda r: r["steps"][1].update(parent="engine"), "unknown-parent", None, "'engine'"),
         (lambda r: r.update(pareto_front=["nobody"]), "unknown-step", None, "'nobody'"),
@@ -73,14 +73,14 @@ def test_schema_round_trips_sample_report(report):
         (lambda r: r["steps"][0]["latency"][0].pop("p50_ms"), "missing", "steps.0.latency.0.p50_ms", ""),
     ],
 )
-def test_schema_reports_every_error(report, change, code, place, read):
+def test_schema_reports_every_error(report, change, code, setting, read):
     change(report)
     with raises_code("invalid-report", InputError) as excinfo:
         validate_report(report)
     [schema_error] = excinfo.value.messages
-    assert (schema_error.code, schema_error.setting) == (code, place)
+    assert (schema_error.code, schema_error.setting) == (code, setting)
     assert read in schema_error.message
-    assert (place or "report") in str(excinfo.value)
+    assert (setting or "report") in str(excinfo.value)
 
 
 def test_all_errors_are_reported_together(report):

@@ -103,7 +103,7 @@ def test_no_step_is_recommended_with_fewer_than_six_examples(n, step, reason):
     assert _decide(report).step == "int8"  # the gate decides
 
 
-def test_verdict_claims_no_significant_loss_only_with_enough_examples():
+def test_verdict_reports_no_significant_loss_only_with_enough_examples():
     few_verdict, many_verdict = (
         _decide(_branches(("int8", 3.0, [2.9, 3.1], 25, {"bleu": (-1.0, ends, 0.5)}), metrics=("bleu",)))
         for ends in ([-9.0, 7.0], [-2.0, 0.1])
@@ -112,7 +112,7 @@ def test_verdict_claims_no_significant_loss_only_with_enough_examples():
     assert few_verdict.text.partition(":")[0] != many_verdict.text.partition(":")[0]
 
 
-def test_windows_of_a_text_are_counted_not_its_tokens():
+def test_windows_of_a_text_are_counted_instead_of_tokens():
     loss = {"perplexity": (9.0, None, 0.0625)}
     report = _branches(("int8", 3.0, [2.9, 3.1], 25, loss), metrics=("perplexity",), n=5)
     for step in report["steps"]:
@@ -178,7 +178,7 @@ def test_verdict_warns_of_degenerate_outputs_even_if_baseline_has_them(repetitiv
     assert (verdict.step, message_codes(verdict.warnings)) == ("onnx-fp32", codes)
 
 
-def test_verdict_warns_of_a_metric_that_cannot_be_tested():
+def test_warns_of_a_metric_without_a_test():
     report = _branches(
         ("int8", 3.0, [2.9, 3.1], 25, {"accuracy": SAME, "own:metric": (-30.0, None, 1.0)}),
         metrics=("accuracy", "own:metric"),
@@ -354,7 +354,7 @@ def test_verdict_supports_lower_is_better_metrics(report):
 
 
 @pytest.mark.parametrize(
-    ("differences", "kept"),
+    ("differences", "is_accepted"),
     [
         ({"agreement": -0.3}, True),
         ({"agreement": -1.2}, False),
@@ -365,7 +365,7 @@ def test_verdict_supports_lower_is_better_metrics(report):
         ({"accuracy": -0.3}, False),  # the baseline is not right by definition
     ],
 )
-def test_small_agreement_loss_is_accepted(differences, kept):
+def test_small_agreement_loss_is_accepted(differences, is_accepted):
     report = _without_times(("int8", 3, 99.0, -0.3, 0.001), task="custom")
     score = make_scores(99.0)["bleu"]
     for step in report["steps"]:
@@ -374,8 +374,10 @@ def test_small_agreement_loss_is_accepted(differences, kept):
         metric: {"difference": value, "ci95": None, "p_value": 0.001} for metric, value in differences.items()
     }
     verdict = _decide(report)
-    assert (verdict.step, verdict.reason) == (("int8", "smallest") if kept else (None, "significantly-worse"))
-    if kept:
+    assert (verdict.step, verdict.reason) == (
+        ("int8", "smallest") if is_accepted else (None, "significantly-worse")
+    )
+    if is_accepted:
         assert verdict.command == "cp -rL artifacts/int8 NEW"
         assert message_codes(verdict.warnings) == ["accepted-loss"]
     report["steps"][1]["gates"] = [gate("agreement", passed=False)]

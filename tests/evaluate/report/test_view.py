@@ -27,7 +27,7 @@ def report():
     return ten_step_report()
 
 
-def test_tree_draws_branches_and_keeps_chains_level(report):
+def test_tree_draws_branches_and_does_not_indent_chains(report):
     tree_lines = [row.branch + row.step.name for row in tree_rows(validate_report(report))]
     assert tree_lines == [
         "model",

@@ -57,7 +57,7 @@ def test_generation_graph_equals_generate(runners, kind, settings, monkeypatch):
     model, runner = generation_models.make_model(kind), runners[kind]
     calls = []
     original = runner.generate_sequences
-    monkeypatch.setattr(runner, "generate_sequences", lambda *given: calls.append(given) or original(*given))
+    monkeypatch.setattr(runner, "generate_sequences", lambda *args: calls.append(args) or original(*args))
     ended = differ = 0
     for case_index, (settings_case, config) in enumerate(getattr(generation_models, settings)):
         for batch_size in (1, 6):
@@ -156,7 +156,7 @@ def test_finished_rows_leave_batch_and_keep_output_order(
     """What a row says does not depend on when the others end, and all are where they were."""
     batch, calls = generation_models.random_batch(9, seed=5, left=kind == "gpt2"), []
     runner, config = runners[kind], {"eos_token_id": [1, 5, 9, 11, 13, 15]}
-    monkeypatch.setattr(runner, "generate_sequences", lambda *given: calls.append(given) or original(*given))
+    monkeypatch.setattr(runner, "generate_sequences", lambda *args: calls.append(args) or original(*args))
     original = type(runner).generate_sequences.__get__(runner)
     together, expected_tokens = generation_models.compare_tokens(
         runner, generation_models.make_model(kind), batch, wishes, config
@@ -172,13 +172,13 @@ def test_finished_rows_leave_batch_and_keep_output_order(
     assert steps[-1] <= 3 * each
 
 
-def _rows_of(path, given, operator, folder):
+def _rows_of(path, inputs, operator, folder):
     """Return how many rows each run of an operator has got, by ONNX Runtime's profile."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.enable_profiling, options.profile_file_prefix = True, str(folder / "profile")
     session = onnxruntime.InferenceSession(path, options)
-    session.run(["sequences"], given)
+    session.run(["sequences"], inputs)
     events = json.loads(Path(session.end_profiling()).read_text())
     runs = sorted((e for e in events if e["cat"] == "Node"), key=lambda e: e["ts"])
     shapes = [e["args"]["input_type_shape"] for e in runs if e["args"].get("op_name") == operator]

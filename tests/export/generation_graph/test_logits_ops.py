@@ -17,10 +17,10 @@ from smelt.export.generation_graph.graph_builder import (
 RANDOM = np.random.default_rng(0)
 
 
-def ran(b, found, dtype, feeds):
-    """Run the graph; return its value `found` and the operators that it holds, those of branches too."""
+def ran(b, output, dtype, feeds):
+    """Run the graph; return its value `output` and the operators that it holds, those of branches too."""
     inputs = [value_info(name, array.dtype, [None] * array.ndim) for name, array in feeds.items()]
-    graph = b.graph("logits", inputs, [value_info(found, dtype, [None, None])])
+    graph = b.graph("logits", inputs, [value_info(output, dtype, [None, None])])
     versions = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=versions, ir_version=9).SerializeToString()
     return onnxruntime.InferenceSession(model).run(None, feeds)[0]

@@ -56,8 +56,8 @@ def listed(family, folder):
 
 def exported(family, scheme):
     """Return the graphs of `listed` in a scheme, and the model that they are made of; made once."""
-    made = make_once(f"listed-{family}-{scheme}", lambda folder: _export(family, scheme, folder))
-    return made / "graphs", made / ("codes" if scheme else "model")
+    root = make_once(f"listed-{family}-{scheme}", lambda folder: _export(family, scheme, folder))
+    return root / "graphs", root / ("codes" if scheme else "model")
 
 
 def _export(family, scheme, space):
@@ -87,7 +87,7 @@ def test_generation_graph_equals_python_loop(family, scheme):
         vocabulary_size, vocabulary = vocabulary_sizes(runner.config)
         calls = []
         original = runner.generate_sequences
-        runner.generate_sequences = lambda *given: calls.append(given) or original(*given)
+        runner.generate_sequences = lambda *args: calls.append(args) or original(*args)
         for batch_size in (1, 6):
             inputs = batch(batch_size, vocabulary_size, batch_size)
             allowed = runner.shortlist.allowed_tokens(inputs, vocabulary)

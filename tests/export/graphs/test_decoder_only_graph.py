@@ -49,10 +49,12 @@ def _export(folder, out, **settings):
 def _same(graph, parent, tolerance):
     """Compare all that a runner does with its parent's."""
     close = {"atol": tolerance, "rtol": 0}
-    right = np.ones_like(IDS)
-    right[1, 6:] = 0
-    full = graph.forward(Batch(IDS, right))
-    np.testing.assert_allclose(full[right == 1], parent.forward(Batch(IDS, right))[right == 1], **close)
+    full_mask = np.ones_like(IDS)
+    full_mask[1, 6:] = 0
+    full = graph.forward(Batch(IDS, full_mask))
+    np.testing.assert_allclose(
+        full[full_mask == 1], parent.forward(Batch(IDS, full_mask))[full_mask == 1], **close
+    )
     states = [r.encode(Batch(IDS, MASK)) for r in (graph, parent)]
     row_order = np.array([2, 1, 1])
     for tokens in (IDS[:, -1], IDS[:, 0], None, IDS[:, 1]):
@@ -62,16 +64,16 @@ def _same(graph, parent, tolerance):
         actual, expected = (r.decode_step(s, tokens) for r, s in zip((graph, parent), states, strict=True))
         np.testing.assert_allclose(actual, expected, **close)
     single_states = [r.start(1) for r in (graph, parent)]
-    for part in (slice(0, 4), slice(4, 9)):  # a long text in stretches
+    for chunk in (slice(0, 4), slice(4, 9)):  # a long text in stretches
         actual, expected = (
-            r.extend(s, IDS[:1, part], right[:1, part])
+            r.extend(s, IDS[:1, chunk], full_mask[:1, chunk])
             for r, s in zip((graph, parent), single_states, strict=True)
         )
         np.testing.assert_allclose(actual, expected, **close)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_graph_equals_torch_and_generate_when_it_is_fused(family, tmp_path):
+def test_fused_graph_equals_torch_and_generate(family, tmp_path):
     folder = causal.write_model(tmp_path / family, family, **({"n_embd": 64} if family == "gpt2" else {}))
     ctx, graph = _export(folder, tmp_path / "out", target="ort-cpu")
     assert ctx.details["parity"]["model"]["largest"] < 1e-4

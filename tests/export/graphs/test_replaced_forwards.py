@@ -67,12 +67,12 @@ def real_tokens(model, batch, logits):
     return logits
 
 
-def test_replaced_forwards_compute_the_logits_of_a_model_with_narrow_embeddings():
+def test_replaced_forwards_equal_a_model_with_narrow_embeddings():
     check_replaced_forwards("electra", embedding_size=16)
 
 
 @pytest.mark.parametrize("name", family_models.NAMES)
-def test_replaced_forwards_compute_the_logits_of_the_model(name):
+def test_replaced_forwards_equal_the_model(name):
     check_replaced_forwards(name)
 
 

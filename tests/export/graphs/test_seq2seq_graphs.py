@@ -63,8 +63,8 @@ def theirs(folder, batch):
             torch.from_numpy(batch.input_ids), attention_mask=torch.from_numpy(batch.attention_mask),
             num_beams=1, do_sample=False, max_new_tokens=NEW_TOKENS,
         )[:, 1:].tolist()  # fmt: skip
-    end = model.generation_config.eos_token_id
-    return [row[: row.index(end) + 1] if end in row else row for row in out]
+    eos = model.generation_config.eos_token_id
+    return [row[: row.index(eos) + 1] if eos in row else row for row in out]
 
 
 def test_greedy_in_onnx_and_torch_equals_generate(exported):
@@ -112,7 +112,7 @@ def test_prefix_and_languages_are_exported(exported):
 
 
 @pytest.mark.parametrize("name", ["t5-gated", "mbart"] if matrix.is_full_matrix() else ["mbart"])
-def test_int8_graphs_agree_with_torch_after_pruning(name, tmp_path):
+def test_int8_graphs_equal_torch_after_pruning(name, tmp_path):
     folder = make(name, tmp_path / "model")
     settings = PruneSettings(targets=["heads", "ffn"], keep_ratio=0.5, importance="magnitude")
     pruned = run(Prune(), folder, settings, tmp_path / "pruned").out
@@ -125,7 +125,7 @@ def test_int8_graphs_agree_with_torch_after_pruning(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["t5", "bart"])
-def test_standard_operators_in_half_keep_parity(name, tmp_path):
+def test_fp16_standard_operators_pass_parity(name, tmp_path):
     folder = make(name, tmp_path / "model")
     ctx = run(Onnx(), folder, OnnxSettings(target="tensorrt", dtype="fp16"), tmp_path / "onnx")
     for graph in ("encoder_model", "decoder_with_past_model"):

@@ -14,7 +14,7 @@ SECOND_TRACE = _fx_passes.decompose_with_registry
 class Each(nn.Module):
     """Every operator that is replaced, and sizes that the inputs share."""
 
-    def forward(self, x, mask, kept):
+    def forward(self, x, mask, num_kept):
         """x float32 [B, S, 8]; mask int64 [B, S]; kept int64 []."""
         length = mask.shape[1]
         heads = torch.dropout(x, 0.1, False).unflatten(2, (2, 4)).transpose(1, 2).contiguous()
@@ -23,7 +23,7 @@ class Each(nn.Module):
         bias = (1.0 - mask.to(merged.dtype)).to(x.device, x.dtype)
         index_sums = (torch.arange(length) + torch.arange(length)[:, None]).flatten()
         table = torch.min(index_sums, torch.ones_like(index_sums)).reshape(1, 1, length, length)
-        n = kept.item()
+        n = num_kept.item()
         torch._check(n >= 1)
         torch._check(n <= length)
         last = merged.narrow(1, length - n, n).sum(1)

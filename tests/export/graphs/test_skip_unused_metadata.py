@@ -46,7 +46,7 @@ def without_stacks(model):
 
 
 @pytest.fixture
-def made(monkeypatch):
+def metadata_counts(monkeypatch):
     """How often a stack was looked up for a node, its order in memory, and a program was written as code."""
     counts = {"stacks": 0, "orders": 0, "code": 0}
 
@@ -65,15 +65,15 @@ def made(monkeypatch):
     return counts
 
 
-def test_graph_equals_torch_export_with_less_metadata(made):
-    torchs, unpatched_counts = exported(), dict(made)
-    made.update(stacks=0, orders=0, code=0)
+def test_graph_equals_torch_export_with_less_metadata(metadata_counts):
+    torchs, unpatched_counts = exported(), dict(metadata_counts)
+    metadata_counts.update(stacks=0, orders=0, code=0)
     with skip_unused_metadata():
         trimmed_model = exported()
     assert without_stacks(trimmed_model) == without_stacks(torchs)
-    assert unpatched_counts["stacks"] - made["stacks"] >= 4  # of each operator
-    assert unpatched_counts["orders"] > made["orders"] == 0
-    assert made["code"] * 2 < unpatched_counts["code"]
+    assert unpatched_counts["stacks"] - metadata_counts["stacks"] >= 4  # of each operator
+    assert unpatched_counts["orders"] > metadata_counts["orders"] == 0
+    assert metadata_counts["code"] * 2 < unpatched_counts["code"]
 
 
 def test_exported_program_runs_and_has_code():

@@ -51,8 +51,8 @@ def normed(training: int) -> Any:
     inputs = ["x", "s", "b", "m", "v"]
     outputs = ["y", "mean", "var"] if training else ["y"]
     node = helper.make_node("BatchNormalization", inputs, outputs, training_mode=training)
-    ends = [graphs.value_info("x", ["N", 8])], [graphs.value_info("y", ["N", 8])]
-    return graphs.make_model([node], *ends, ones)
+    signature = [graphs.value_info("x", ["N", 8])], [graphs.value_info("y", ["N", 8])]
+    return graphs.make_model([node], *signature, ones)
 
 
 @pytest.mark.parametrize("model", [branching(), normed(1)], ids=["if", "batch norm that trains"])

@@ -157,7 +157,7 @@ def test_clip_not_represented_by_output_range_is_kept_float(
 @pytest.mark.parametrize("op_type", ["MatMul", "Gemm"])
 def test_empty_reduction_is_kept_float(op_type: str) -> None:
     """ONNX Runtime 1.31 returns uninitialized memory for it in int8."""
-    ends = [graphs.value_info("x", [1, 0])], [graphs.value_info("y", [1, 8])]
+    signature = [graphs.value_info("x", [1, 0])], [graphs.value_info("y", [1, 8])]
     weight = numpy_helper.from_array(np.zeros((0, 8), np.float32), "w")
-    model = graphs.make_model([N(op_type, ["x", "w"], ["y"], "empty")], *ends, [weight])
+    model = graphs.make_model([N(op_type, ["x", "w"], ["y"], "empty")], *signature, [weight])
     assert float_only_nodes(model, {}, ("MatMul", "Gemm")) == {0: "an empty weight"}

@@ -261,13 +261,13 @@ def test_first_non_finite_node_is_named(tmp_path: Path, monkeypatch: pytest.Monk
         NODE("Mul", ["x", "zero"], ["z"], "zeros"), NODE("Add", ["z", "small"], ["s"], "sum"),
         NODE("Div", ["x", "s"], ["r"], "ratio"), NODE("Mul", ["r", "zero"], ["logits"], "last"),
     ]  # fmt: skip
-    ends = [graphs.value_info("x", ["N", 8])], [graphs.value_info("logits", ["N", 8])]
+    signature = [graphs.value_info("x", ["N", 8])], [graphs.value_info("logits", ["N", 8])]
     with raises_code("non-finite-outputs", ParityError) as excinfo:
-        run(tmp_path, graphs.make_model(nodes, *ends, weights))
+        run(tmp_path, graphs.make_model(nodes, *signature, weights))
     assert "ratio" in str(excinfo.value)
 
 
-def test_outputs_that_are_random_are_reported(tmp_path: Path) -> None:
+def test_random_outputs_are_reported(tmp_path: Path) -> None:
     model = graphs.two_layer_classifier()
     model.graph.node[-1].output[0] = "certain"
     model.graph.node.append(NODE("RandomNormalLike", ["certain"], ["noise"], "noise"))
@@ -284,7 +284,7 @@ def test_new_node_names_do_not_collide(tmp_path: Path, name: str) -> None:
     assert ctx.details["parity"]["relative"] < 0.01
 
 
-def test_single_row_graph_is_fed_one_row(tmp_path: Path) -> None:
+def test_single_row_graph_gets_one_row_per_call(tmp_path: Path) -> None:
     """Its batch has a name, and a Reshape inside has its size."""
     model = graphs.two_layer_classifier()
     model.graph.initializer.append(numpy_helper.from_array(np.array([1, 8]), "shape"))
@@ -311,10 +311,10 @@ def test_external_weights_above_file_limit_are_loaded(
         NODE("MatMul", ["x", "w"], ["y"], "product"),
     ],
 )
-def test_sums_of_nodes_without_an_optional_input_are_measured(tmp_path: Path, node: Any) -> None:
+def test_nodes_without_an_optional_input_are_measured(tmp_path: Path, node: Any) -> None:
     weight = numpy_helper.from_array(np.eye(8, dtype=np.float32), "w")
-    ends = [graphs.value_info("x", ["N", 8])], [graphs.value_info("y", ["N", 8])]
-    source = graphs.make_artifact(tmp_path / "src", graphs.make_model([node], *ends, [weight]))
+    signature = [graphs.value_info("x", ["N", 8])], [graphs.value_info("y", ["N", 8])]
+    source = graphs.make_artifact(tmp_path / "src", graphs.make_model([node], *signature, [weight]))
     samples = np.full((4, 8), 3.0, np.float32)
     data = {"calibration": split_from_arrays("rows.npz", SampleArrays({"x": samples}, len(samples)))}
     ctx = harness.run_stage(Fp16(), Fp16Settings(), source, tmp_path / "out", data=data)

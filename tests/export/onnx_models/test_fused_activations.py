@@ -41,8 +41,8 @@ def convolution(nodes: list[Any], outputs: list[str], mean: float) -> Any:
     nodes = [N("Conv", ["x", "w", "b"], ["e"], "first", pads=[1, 1, 1, 1]), *nodes]
     used_names = {name for node in nodes for name in node.input}
     weights = [numpy_helper.from_array(v.astype(np.float32), k) for k, v in arrays.items() if k in used_names]
-    ends = [graphs.value_info(name, ["N", 6, 8, 8]) for name in outputs]
-    return graphs.make_model(nodes, [graphs.value_info("x", ["N", 3, 8, 8])], ends, weights)
+    signature = [graphs.value_info(name, ["N", 6, 8, 8]) for name in outputs]
+    return graphs.make_model(nodes, [graphs.value_info("x", ["N", 3, 8, 8])], signature, weights)
 
 
 def quantize(folder: Path, model: Any, **settings: Any) -> tuple[Any, list[Any], list[Any]]:

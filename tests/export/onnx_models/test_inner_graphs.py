@@ -53,12 +53,12 @@ def branches(name: str = "if") -> Any:
     """A choice by the data whose branches use the same names, each for its own values."""
     branch_bodies = [
         body(
-            [NODE("MatMul", ["h", "w"], ["t"], "inside"), NODE(last, ["t"], ["z"])],
+            [NODE("MatMul", ["h", "w"], ["t"], "inside"), NODE(activation, ["t"], ["z"])],
             (),
             [unshaped("z")],
             [tensor("w", 8, 4, scale=scale)],
         )
-        for last, scale in (("Tanh", 0.2), ("Relu", 0.5))
+        for activation, scale in (("Tanh", 0.2), ("Relu", 0.5))
     ]
     return NODE("If", ["c"], ["y"], name, then_branch=branch_bodies[0], else_branch=branch_bodies[1])
 
@@ -236,11 +236,11 @@ def test_static_quantization_reports_float_weights_of_subgraphs(tmp_path: Path) 
     )
 
 
-@pytest.mark.parametrize(("scale", "kept"), [(0.3, 0), (1e3, 2)])
-def test_overflowing_loop_nodes_are_kept_float32(scale: float, kept: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("scale", "num_float32"), [(0.3, 0), (1e3, 2)])
+def test_overflowing_loop_nodes_are_kept_float32(scale: float, num_float32: int, tmp_path: Path) -> None:
     ctx = run(Fp16(), Fp16Settings(), loop(scale), tmp_path)
-    assert ctx.details["kept_float32"] == kept
-    assert bool(ctx.warnings) == bool(kept)
+    assert ctx.details["kept_float32"] == num_float32
+    assert bool(ctx.warnings) == bool(num_float32)
     expected, actual = (outputs(tmp_path / side / "model.onnx", rows(4)) for side in ("src", "out"))
     assert np.abs(actual[0] - expected[0]).max() < 0.01 * np.abs(expected[0]).max()
 

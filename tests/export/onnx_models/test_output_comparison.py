@@ -26,11 +26,11 @@ def compared(
     """Compare arrays [n, ...], as outputs of some calls."""
     comparison = OutputComparison()
     masks = [None] * calls if mask is None else np.array_split(mask, calls)
-    for output, other, seen in zip(
+    for output, expected, seen in zip(
         np.array_split(got, calls), np.array_split(wanted, calls), masks, strict=True
     ):
         feeds = {"x": output} if seen is None else {"attention_mask": seen}
-        comparison.add(feeds, {name: output}, {name: other})
+        comparison.add(feeds, {name: output}, {name: expected})
     return comparison
 
 
@@ -59,8 +59,8 @@ def test_padding_is_not_compared() -> None:
     assert compared(actual, expected, mask=mask).outputs["y"].relative_rmse == 0
 
 
-@pytest.mark.parametrize(("share", "bad"), [(1.0, False), (0.6, False), (0.3, False), (0.0, True)])
-def test_chance_level_class_agreement_is_rejected(share: float, bad: bool) -> None:
+@pytest.mark.parametrize(("share", "exceeds"), [(1.0, False), (0.6, False), (0.3, False), (0.0, True)])
+def test_chance_level_class_agreement_is_rejected(share: float, exceeds: bool) -> None:
     """Four classes; each graph adds the same large number to one column, so that the error is small."""
     classes = RANDOM.integers(0, 4, size=400)
     predicted_classes = np.where(np.arange(400) < share * 400, classes, RANDOM.permutation(classes))
@@ -69,7 +69,7 @@ def test_chance_level_class_agreement_is_rejected(share: float, bad: bool) -> No
         np.concatenate([np.eye(4, dtype=np.float32)[c] * 301, base], 1) for c in (classes, predicted_classes)
     )
     comparison = compared(actual, expected)
-    assert bool(list(comparison.exceeding(9.0, judge_classes=True))) == bad
+    assert bool(list(comparison.exceeding(9.0, judge_classes=True))) == exceeds
     assert not list(comparison.exceeding(9.0, judge_classes=False))
 
 

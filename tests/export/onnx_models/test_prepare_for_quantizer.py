@@ -106,7 +106,7 @@ def quantized(model: Any, rows: Any, folder: Path, **settings: Any) -> tuple[Any
 
 
 @pytest.mark.parametrize("opset", [12, 17])
-def test_weights_in_constant_nodes_are_quantized_by_output(opset: int, tmp_path: Path) -> None:
+def test_weights_in_constant_nodes_are_quantized_per_output(opset: int, tmp_path: Path) -> None:
     samples = np.random.default_rng(1).normal(size=(16, 3, 8, 8)).astype(np.float32)
     ctx, graph = quantized(constants(opset), samples, tmp_path)
     sizes = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
@@ -174,11 +174,11 @@ def test_graph_that_crashes_onnx_runtime_is_rejected(tmp_path: Path) -> None:
     assert raised.value.code == "graph-crashes"
 
 
-def stack(place: str) -> Any:
+def stack(side: str) -> Any:
     """x and a stack of matrices, or a matrix that is no second operand: [4, 3, 16] times [4, 16, 8]."""
     random = np.random.default_rng(0)
-    shape, out = ((4, 16, 8), [4, 3, 8]) if place == "right" else ((5, 3), [4, 5, 16])
-    inputs = ["x", "w"] if place == "right" else ["w", "x"]
+    shape, out = ((4, 16, 8), [4, 3, 8]) if side == "right" else ((5, 3), [4, 5, 16])
+    inputs = ["x", "w"] if side == "right" else ["w", "x"]
     weight = numpy_helper.from_array(random.normal(size=shape).astype(np.float32), "w")
     sizes = np.array([0.1, 1, 10, 1, 1, 1, 1, 1])[: shape[-1]]  # columns of unlike sizes
     weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight) * sizes.astype(np.float32), "w"))
@@ -187,10 +187,10 @@ def stack(place: str) -> Any:
     return graphs.make_model(nodes, [x], [y], [weight])
 
 
-@pytest.mark.parametrize("place", ["right", "left"])
+@pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("scheme", ["int8-dynamic", "int8-static"])
-def test_stacked_matrices_have_supported_scales(scheme: str, place: str, tmp_path: Path) -> None:
-    source = graphs.make_artifact(tmp_path / "src", stack(place))
+def test_stacked_matrices_have_supported_scales(scheme: str, side: str, tmp_path: Path) -> None:
+    source = graphs.make_artifact(tmp_path / "src", stack(side))
     samples = np.random.default_rng(1).normal(size=(16, 4, 3, 16)).astype(np.float32)
     data = {"calibration": split_from_arrays("rows.npz", SampleArrays({"x": samples}, len(samples)))}
     harness.run_stage(
@@ -203,7 +203,7 @@ def test_stacked_matrices_have_supported_scales(scheme: str, place: str, tmp_pat
     assert np.abs(actual - expected).max() < 0.03 * np.abs(expected).max()
     graph = onnx.load(tmp_path / "out/model.onnx").graph
     sizes = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
-    quantized = scheme == "int8-static" or place == "right"  # MatMulInteger is made of second operands alone
+    quantized = scheme == "int8-static" or side == "right"  # MatMulInteger is made of second operands alone
     assert ("w_quantized" in sizes) == quantized
     if quantized:
         assert sizes["w_scale"] == ([4, 1, 8] if scheme == "int8-dynamic" else [])

@@ -198,7 +198,7 @@ def test_dynamic_product_with_vector_is_kept_float(tmp_path: Path, inside: bool)
 
 
 @pytest.mark.parametrize(("group", "bias"), [(2, True), (2, False), (1, True)])
-def test_grouped_conv_transpose_with_bias_has_one_scale_for_its_weight(
+def test_grouped_conv_transpose_with_bias_has_one_weight_scale(
     tmp_path: Path, group: int, bias: bool
 ) -> None:
     """Its scales per channel are those of one group, and did not fit to the bias of all groups."""
@@ -207,8 +207,8 @@ def test_grouped_conv_transpose_with_bias_has_one_scale_for_its_weight(
     names = ["w", "b"] if bias else ["w"]
     weights = [numpy_helper.from_array(arrays[name].astype(np.float32), name) for name in names]
     node = helper.make_node("ConvTranspose", ["x", *names], ["y"], "up", group=group, strides=[2, 2])
-    ends = [graphs.value_info("x", ["N", 4, 5, 5])], [graphs.value_info("y", ["N", 6, 11, 11])]
-    source = graphs.make_artifact(tmp_path / "src", graphs.make_model([node], *ends, weights))
+    signature = [graphs.value_info("x", ["N", 4, 5, 5])], [graphs.value_info("y", ["N", 6, 11, 11])]
+    source = graphs.make_artifact(tmp_path / "src", graphs.make_model([node], *signature, weights))
     x = random.normal(size=(24, 4, 5, 5)).astype(np.float32)
     data = {"calibration": split_from_arrays("x.npz", SampleArrays({"x": x}, len(x)))}
     settings = QuantizeOnnxSettings(scheme="int8-static", op_types=("ConvTranspose",))

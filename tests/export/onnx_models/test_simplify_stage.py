@@ -67,7 +67,7 @@ def with_its_batch(source: Path, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("made", "code"),
+    ("simplifier", "code"),
     [
         (broken, "outputs-changed"),
         (with_its_batch, "graph-failed"),
@@ -76,9 +76,9 @@ def with_its_batch(source: Path, folder: Path) -> Any:
 )
 @pytest.mark.usefixtures("asked_here")
 def test_simplified_graph_with_different_outputs_is_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Any, code: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, simplifier: Any, code: str
 ) -> None:
-    monkeypatch.setattr("smelt.export.simplify_graph.run_onnxsim", made)
+    monkeypatch.setattr("smelt.export.simplify_graph.run_onnxsim", simplifier)
     source = graphs.make_artifact(tmp_path / "src", graphs.two_layer_classifier())
     data = {"calibration": graphs.make_split()}
     ctx = harness.run_stage(Simplify(), SimplifySettings(), source, tmp_path / "out", data=data)
@@ -92,8 +92,8 @@ def test_killed_simplifier_process_leaves_graph_unchanged(
 ) -> None:
     limits: list[Any] = []
 
-    def stopped(module: str, arguments: Any, given: Any) -> Any:
-        limits.append(given)
+    def stopped(module: str, arguments: Any, limit: Any) -> Any:
+        limits.append(limit)
         raise IsolatedProcessError("it took more than 7 s of processor time", "time-limit")
 
     monkeypatch.setattr(stages, "run_isolated", stopped)
@@ -112,9 +112,9 @@ def test_smelt_exported_graphs_are_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("asked_here")
-@pytest.mark.parametrize(("error", "kept"), [(4.8e-6, True), (4.8e-5, False)])
+@pytest.mark.parametrize(("error", "is_unchanged"), [(4.8e-6, True), (4.8e-5, False)])
 def test_rounding_of_large_softmax_is_no_difference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: float, kept: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: float, is_unchanged: bool
 ) -> None:
     """Its values deviate by 0.01 and its largest is 1, whose digits count."""
     weight = np.random.default_rng(0).normal(0, 4, (8, 6625)).astype(np.float32)
@@ -137,8 +137,8 @@ def test_rounding_of_large_softmax_is_no_difference(
     source = graphs.make_artifact(tmp_path / "src", model)
     data = {"calibration": graphs.make_split()}
     ctx = harness.run_stage(Simplify(), SimplifySettings(), source, tmp_path / "out", data=data)
-    assert ("Mul" in nodes_of(tmp_path / "out")) == kept
-    assert (ctx.warnings == []) == kept
+    assert ("Mul" in nodes_of(tmp_path / "out")) == is_unchanged
+    assert (ctx.warnings == []) == is_unchanged
 
 
 @pytest.mark.usefixtures("asked_here")

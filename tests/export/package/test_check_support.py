@@ -29,17 +29,17 @@ class Made:
 
 @pytest.fixture
 def make(tmp_path):
-    def made(name, made="onnx", target="ort-cpu", task="translation", family="marian"):
+    def make_artifact(name, model_format="onnx", target="ort-cpu", task="translation", family="marian"):
         folder = tmp_path / name
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps({"model_type": family}))
         manifest = Manifest(
-            key="0" * 64, format=made, task=task, stage="onnx", settings={}, seed=0, parent=None, versions={},
-            details={"target": target} if target else {},
+            key="0" * 64, format=model_format, task=task, stage="onnx", settings={}, seed=0, parent=None,
+            versions={}, details={"target": target} if target else {},
         )  # fmt: skip
         return Artifact(folder, manifest)
 
-    return made
+    return make_artifact
 
 
 def test_supported_artifact_is_accepted(make):
@@ -51,9 +51,9 @@ def test_supported_artifact_is_accepted(make):
 
 
 @pytest.mark.parametrize(
-    ("takes", "given", "code", "of_export", "is_one_of"),
+    ("takes", "options", "code", "of_export", "is_one_of"),
     [
-        ({}, {"made": "torch"}, "unsupported-format", True, ("torch", "onnx")),
+        ({}, {"model_format": "torch"}, "unsupported-format", True, ("torch", "onnx")),
         ({"targets": frozenset({"b", "a"})}, {}, "unsupported-target", True, ("ort-cpu", "a and b")),
         ({"tasks": frozenset({"x"})}, {}, "unsupported-task", False, ("translation", "x")),
         (
@@ -65,8 +65,8 @@ def test_supported_artifact_is_accepted(make):
         ),
     ],
 )
-def test_unsupported_artifact_reports_reason(takes, given, code, of_export, is_one_of, make):
-    unsupported = unsupported_format(Made(**takes), make("a", **given))
+def test_unsupported_artifact_reports_reason(takes, options, code, of_export, is_one_of, make):
+    unsupported = unsupported_format(Made(**takes), make("a", **options))
     assert (unsupported.code, unsupported.needs_export) == (code, of_export)
     it_is, one_of = is_one_of
     assert unsupported.text.index(it_is) < unsupported.text.index(f" {one_of}.")

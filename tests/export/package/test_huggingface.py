@@ -30,7 +30,7 @@ SCORE = OriginScore("BLEU", "1.00 [0.50, 2.00]", None, 6, "nrefs:1", "bleu", 1.0
 def package(kind):
     def make(folder):
         origin = PackageOrigin(
-            run="a-run", licence="mit", scores=(SCORE,), data="data.jsonl", generation={"num_beams": 1}
+            run="a-run", license="mit", scores=(SCORE,), data="data.jsonl", generation={"num_beams": 1}
         )
         write_package(
             HuggingFaceFormat(),

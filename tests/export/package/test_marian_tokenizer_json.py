@@ -19,11 +19,11 @@ def source(tmp_path):
     return shutil.copytree(exported_artifacts.exported_artifact("translator"), tmp_path / "source")
 
 
-def with_word(source, word):
+def with_word(source, token):
     """Give `source` one word more, which is not of its SentencePiece model."""
     vocabulary = json.loads((source / "vocab.json").read_text())
     token_id = len(vocabulary)
-    (source / "vocab.json").write_text(json.dumps(vocabulary | {word: token_id}))
+    (source / "vocab.json").write_text(json.dumps(vocabulary | {token: token_id}))
     return token_id
 
 
@@ -102,7 +102,7 @@ def test_language_tokens_are_not_split(source, tmp_path):
 
 
 def test_different_tokenization_is_rejected_without_output(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(transformers_js, "_added_token_score", lambda word: 0.0)
+    monkeypatch.setattr(transformers_js, "_added_token_score", lambda text: 0.0)
     with_word(source, "\u2581t\u2581")
     with_word(source, "og")
     with raises_code("tokenizer-differs", InputError) as excinfo:

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.quick
 
 ORIGIN = PackageOrigin(
     run="translate",
-    licence="apache-2.0 (its model card)",
+    license="apache-2.0 (its model card)",
     data="data/test.jsonl.gz",
     scores=(
         OriginScore("BLEU", "37.41 [36.10, 38.60]", None, 1000, "nrefs:1|gen:greedy", "bleu", 37.4123),
@@ -48,6 +48,6 @@ def test_model_without_scores_has_no_model_index():
 
 def test_custom_license_has_license_name():
     content = YAML(typ="safe").load(
-        card_front_matter("translation", PackageOrigin(licence="Some Licence, v2: own"), "transformers")
+        card_front_matter("translation", PackageOrigin(license="Some License, v2: own"), "transformers")
     )
-    assert (content["license"], content["license_name"]) == ("other", "Some-Licence-v2-own")
+    assert (content["license"], content["license_name"]) == ("other", "Some-License-v2-own")

@@ -28,7 +28,7 @@ HOW = UsageNotes("fetch it", "open it", (("python", "import it"),), ("Mind the g
 ORIGIN = PackageOrigin(
     run="translate",
     model="my-model",
-    licence="apache-2.0 (its model card)",
+    license="apache-2.0 (its model card)",
     steps=(
         OriginStep("model", "model", {}),
         OriginStep("small", "prune", {"targets": ["ffn"], "keep_ratio": 0.5}),
@@ -144,7 +144,7 @@ def test_untrusted_text_is_escaped_in_readme(artifact, tmp_path):
         ORIGIN,
         run=markup,
         model=markup,
-        licence=markup,
+        license=markup,
         steps=(OriginStep(markup, "prune", {"targets": markup}),),
         scores=(OriginScore(markup, "1", markup, 10, markup),),
         latencies=(markup,),

@@ -26,9 +26,9 @@ def graph(module, **other):
     }
     values |= {name.replace("_dot_", "."): value for name, value in other.items()}
     node = helper.make_node("Gemm", ["x", "fc.weight", "fc.bias"], ["y"], "product", transB=1)
-    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in "xy"]
+    signature = [helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in "xy"]
     constants = [numpy_helper.from_array(v, n) for n, v in values.items()]
-    return helper.make_model(helper.make_graph([node], "g", ends[:1], ends[1:], constants))
+    return helper.make_model(helper.make_graph([node], "g", signature[:1], signature[1:], constants))
 
 
 def test_named_constants_are_compared_bitwise(tmp_path):

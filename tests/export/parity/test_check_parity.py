@@ -106,13 +106,13 @@ def exported(family, scheme, dtype):
     return graph_exports.exported_graphs(family, scheme, "tensorrt", "fp16" if dtype == "fp16" else "fp32")
 
 
-def mutated(found, graph, mutation, folder):
+def mutated(export, graph, mutation, folder):
     """Return what to ask about a copy of the graphs of which one is changed."""
-    shutil.copytree(found.folder, folder)
+    shutil.copytree(export.folder, folder)
     model = onnx.load(folder / f"{graph}.onnx")
     mutations.ALL[mutation](model)
     onnx.save(model, folder / f"{graph}.onnx")
-    return replace(found.subject, folder=folder)
+    return replace(export.subject, folder=folder)
 
 
 @pytest.mark.parametrize(("family", "scheme", "dtype", "graph", "mutation"), CASES)

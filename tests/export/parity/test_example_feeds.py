@@ -38,7 +38,7 @@ def test_language_model_feeds_are_left_padded_prompt_and_cached_step():
     assert step["position_ids"][:, 0].tolist() == [n - 1 for n in EXAMPLE_LENGTHS]
 
 
-def test_num_logits_to_keep_is_fed_as_all_and_one():
+def test_num_logits_to_keep_inputs_are_all_and_one():
     exported = graph_exports.exported_graphs("gpt2", "fp32", "tensorrt")
     session = open_onnx_session(exported.folder / "model.onnx", 1)
     feeds = example_feeds(session, TOKENS)

@@ -36,10 +36,10 @@ def asked(family, scheme, graph, folder, change):
     return locate_first_mismatch(folder, differing, exported.subject.model, exported.reference)
 
 
-@pytest.mark.parametrize(("place", "scheme"), matrix_cells(list(PLACES), ["fp32", "int8", "binary"]))
-def test_changed_layer_and_node_are_located(place, scheme, tmp_path):
-    family, graph = place
-    constant = PLACES[place]
+@pytest.mark.parametrize(("case", "scheme"), matrix_cells(list(PLACES), ["fp32", "int8", "binary"]))
+def test_changed_layer_and_node_are_located(case, scheme, tmp_path):
+    family, graph = case
+    constant = PLACES[case]
     names = []
 
     def change(model):

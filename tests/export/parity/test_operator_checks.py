@@ -25,7 +25,7 @@ def asked(scheme, graph=0):
 
 
 @pytest.mark.parametrize("scheme", ["int8", "static", "groupwise", "int4", "binary"])
-def test_operators_and_layers_agree_up_to_the_rounding_of_a_sum(scheme, monkeypatch):
+def test_operators_and_layers_agree_up_to_summation_rounding(scheme, monkeypatch):
     monkeypatch.setattr(operator_checks, "_TOLERANCE", 1e-5)
     monkeypatch.setattr(operator_checks, "_WEIGHTS_AT_ONCE", 20_000)  # several sessions
     for graph in (0, 1):

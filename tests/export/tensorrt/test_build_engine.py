@@ -207,7 +207,7 @@ def test_truncated_file_error_is_explained(answers: dict[str, Any]) -> None:
     assert "m.onnx: " in answers["cut off"]["error"]
 
 
-def test_engine_is_built_with_progress_and_a_timing_cache(tmp_path: Path) -> None:
+def test_engine_is_built_with_progress_and_timing_cache(tmp_path: Path) -> None:
     cache = tmp_path / "cache" / "timings"
     path = Case([MATMUL], {"w": W}, (), ()).save(tmp_path / "m.onnx")
     answer = build(path, SHAPES, timing_cache=cache, plan=tmp_path / "m.plan")
@@ -219,17 +219,17 @@ def test_engine_is_built_with_progress_and_a_timing_cache(tmp_path: Path) -> Non
     assert build(path, SHAPES, timing_cache=cache)["bytes"] > W.nbytes
 
 
-def test_every_profile_reaches_the_builder(tmp_path: Path) -> None:
+def test_every_profile_is_passed_to_the_builder(tmp_path: Path) -> None:
     inputs = CASES["another input's profile"]
     path = inputs.save(tmp_path / "m.onnx")
     valid_shapes = {"ids": ((1, 1), (1, 4), (2, 8)), "mask": ((1, 1), (1, 4), (2, 8))}
-    wrong = valid_shapes | {"mask": ((1, 1), (1, 5), (2, 8))}
+    invalid_shapes = valid_shapes | {"mask": ((1, 1), (1, 5), (2, 8))}
     assert build(path, [valid_shapes, valid_shapes])["bytes"] > 0
-    for profiles in ([wrong, valid_shapes], [valid_shapes, wrong]):
+    for profiles in ([invalid_shapes, valid_shapes], [valid_shapes, invalid_shapes]):
         assert build(path, profiles)["codes"] == ["tensorrt-profile-conflict"]
 
 
-def test_weights_take_four_two_and_one_byte_in_the_engine(tmp_path: Path) -> None:
+def test_weights_use_four_two_or_one_byte_in_the_engine(tmp_path: Path) -> None:
     """fp32, fp16, and int8 as explicit symmetric Q/DQ with weights quantized per output channel."""
     rng = np.random.default_rng(0)
     weight = rng.standard_normal((512, 2048)).astype(np.float32)

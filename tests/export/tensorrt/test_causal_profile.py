@@ -69,7 +69,7 @@ def test_profile_from_text_windows_passes_preflight(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("task", "own", "longest"),
+    ("task", "generation_config", "longest"),
     [
         ("translation", {}, 128),
         ("translation", {"max_length": 512}, 511),  # the start token counts
@@ -79,7 +79,7 @@ def test_profile_from_text_windows_passes_preflight(tmp_path):
         ("language-modeling", {"max_new_tokens": 20}, 20),
     ],
 )
-def test_max_output_tokens_come_from_generation_config(tmp_path, task, own, longest):
+def test_max_output_tokens_come_from_generation_config(tmp_path, task, generation_config, longest):
     (tmp_path / "config.json").write_text('{"max_length": 7}')
-    (tmp_path / "generation_config.json").write_text(json.dumps(own))
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation_config))
     assert max_output_tokens(tmp_path, task) == longest

@@ -63,7 +63,7 @@ def test_parser_errors_name_graph_node_and_reason(error: ParserError, code: str)
         ("a line nobody has seen", "tensorrt-build-failed"),
     ],
 )
-def test_build_errors_come_from_the_log(line: str, code: str) -> None:
+def test_build_errors_are_read_from_the_log(line: str, code: str) -> None:
     message = explain_log(["something before", line], "model.onnx")
     assert (message.code, message.severity, message.file) == (code, "error", "model.onnx")
     assert line in message.message
@@ -85,7 +85,7 @@ def test_multiline_messages_are_quoted_on_one_line() -> None:
         ),
     ],
 )
-def test_warnings_of_the_builder_are_explained_and_quoted(line: str, code: str) -> None:
+def test_builder_warnings_are_explained_and_quoted(line: str, code: str) -> None:
     message = explain_warning(line)
     assert (message.code, message.severity) == (code, "warning")
     assert message.message.endswith(f" [builder: {line}]")

@@ -132,7 +132,7 @@ def test_dimension_without_known_name_is_rejected() -> None:
     assert "'encoder_length'" in str(excinfo.value)
 
 
-def test_profile_errors_that_tensorrt_would_build_are_found() -> None:
+def test_invalid_profiles_accepted_by_tensorrt_are_detected() -> None:
     shapes = profile_shapes(decoder(), RANGES, "decoder")
     assert check_profile(decoder(), shapes, 128) == []
     (problem,) = check_profile(decoder(), shapes, 127)
@@ -150,7 +150,7 @@ def test_profile_errors_that_tensorrt_would_build_are_found() -> None:
     assert "'input_ids'" in problems["profile-missing-input"]
 
 
-def test_ranges_come_from_percentiles_of_the_lengths() -> None:
+def test_ranges_are_percentiles_of_the_lengths() -> None:
     lengths = list(range(1, 101))
     assert input_range(lengths, 99, 512) == SizeRange(1, 50, 104)  # 99.01 rounded up to a multiple of 8
     assert input_range(lengths, 99, 64) == SizeRange(1, 50, 64)

@@ -371,7 +371,7 @@ def test_weights_outside_of_the_folder_are_not_read(location: str, tmp_path: Pat
     assert f" {location}" in problem.text
 
 
-def test_constant_that_does_not_fill_its_shape_is_named(tmp_path: Path) -> None:
+def test_constant_of_wrong_size_is_named(tmp_path: Path) -> None:
     model = graph(node("MatMul", "x w"), {"w": W})
     model.graph.initializer[0].dims[0] = 1 << 40
     with raises_code("damaged-weights", RunError) as excinfo:

@@ -149,7 +149,7 @@ def test_stage_builds_an_engine_per_graph_for_the_lengths_of_the_data(
     assert ctx.details["profile"] == {"batch": [1, 1, 4], "input": [1, 5, 8]}
     assert ctx.details["parameters"] == 12
     assert ctx.details["tensorrt"] == "tensorrt 11.4.0"
-    assert [(one.code, one.file) for one in ctx.warnings] == [("tensorrt-warning", "model.onnx")]
+    assert [(message.code, message.file) for message in ctx.warnings] == [("tensorrt-warning", "model.onnx")]
     assert "something to know" in ctx.warnings[0].message
     sidecar = read_sidecar(out / "model.plan")
     assert sidecar == EngineSidecar(
@@ -237,7 +237,7 @@ def test_engine_with_stripped_weights_includes_graph(source: Path, out: Path, bu
     assert sidecar.graph_sha256 != graph_hash(out / "model.onnx")  # the weights count, not the graph alone
 
 
-def test_preflight_errors_stop_the_stage_before_the_builder(
+def test_preflight_errors_stop_the_stage_before_the_build(
     source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     classifier(source, weight=np.inf)

@@ -64,20 +64,18 @@ def test_gated_t5_activates_first_input():
     assert blocks_of(model)[0].feed_forward.gate
 
 
-WORDS = [
-    (name, word) for name in family_models.NAMES for word in ("heads_key", "kv_heads_key", "head_dim_key")
-]
+WORDS = [(name, key) for name in family_models.NAMES for key in ("heads_key", "kv_heads_key", "head_dim_key")]
 
 
-@pytest.mark.parametrize(("name", "word"), WORDS)
-def test_config_keys_set_number_of_heads_in_all_attentions(name, word):
+@pytest.mark.parametrize(("name", "key"), WORDS)
+def test_config_keys_set_number_of_heads_in_all_attentions(name, key):
     """A model that is made of a config with half of it has products of half of it, in every attention."""
     more = {"gemma": {"num_key_value_heads": 2}}  # what can be halved
     model, family = family_models.load(name, **more.get(name, {})), FAMILIES[name]
     attentions = model_attentions(model)
-    options = {getattr(parts, word) for parts in attentions}
+    options = {getattr(parts, key) for parts in attentions}
     if options == {None}:
-        assert word != "heads_key"
+        assert key != "heads_key"
         return
     config = model.config.to_dict()
     for parts in attentions:  # where a config leaves the width to the other sizes, it is set
@@ -94,7 +92,7 @@ def test_config_keys_set_number_of_heads_in_all_attentions(name, word):
             "heads_key": (0.5, 0.5 if parts.kv_heads_key is None else 1, 1 if parts.head_dim_key else 2),
             "kv_heads_key": (1, 0.5, 1),
             "head_dim_key": (1, 1, 0.5),
-        }[word]
+        }[key]
         assert after == tuple(count * times for count, times in zip(before, expected, strict=True))
     assert family.hidden_size_key not in values
 
@@ -167,7 +165,7 @@ def test_attention_interface_yields_scores_before_softmax(model):
         if parts.packed is None and parts.qk_norms is None:
             module = model.get_submodule(parts.name)
             model.get_submodule(parts.query).register_forward_hook(
-                lambda m, i, made, module=module: sizes.update({module: made.norm()})
+                lambda m, i, outputs, module=module: sizes.update({module: outputs.norm()})
             )
     with torch.no_grad():
         expected = family_models.run_model(model, batch, output_attentions=True)
@@ -217,13 +215,13 @@ def test_embeddings_equal_tables_times_embedding_scale(name, scaled):
         words, *others = stack.stream.embeddings
         ids = batch["decoder_input_ids" if stack.name == "decoder_layers" else "input_ids"]
         first = model.get_submodule(stack.module_path)[0]
-        given = []
+        inputs = []
         before = model.get_submodule(stack.stream.embedding_norm) if stack.stream.embedding_norm else first
-        hook = before.register_forward_pre_hook(lambda m, args, given=given: given.append(args[0]))
+        hook = before.register_forward_pre_hook(lambda m, args, inputs=inputs: inputs.append(args[0]))
         with torch.no_grad():
             family_models.run_model(model, batch)
         hook.remove()
-        remainder = given[0] - tables[words][ids] * scale
+        remainder = inputs[0] - tables[words][ids] * scale
         for table in others:  # what is left are rows of the other tables, the same for each text
             assert tables[table].shape[1] == remainder.shape[-1]
         assert torch.allclose(remainder, remainder[:1].expand_as(remainder), atol=1e-4)

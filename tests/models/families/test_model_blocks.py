@@ -95,10 +95,10 @@ def read_states(model, batch):
         locations.setdefault((state.module_path, state.index == 0), []).append(state)
     for (path, _), states in locations.items():
 
-        def hook(module, given, result, states=states):
+        def hook(module, inputs, result, states=states):
             if states:
                 state = states.pop(0)
-                states_by_index[(state.stack, state.index)] = state.extract(given, result)
+                states_by_index[(state.stack, state.index)] = state.extract(inputs, result)
 
         handles.append(model.get_submodule(path).register_forward_hook(hook))
     with torch.no_grad():

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.fixture(scope="module", params=sorted(TEXT_FAMILIES))
-def made(request, tmp_path_factory):
+def loaded(request, tmp_path_factory):
     folder = every_family.make_model(tmp_path_factory.mktemp("models") / request.param, request.param)
     model, _ = load_model(folder)
     return FAMILIES[request.param], model, folder
@@ -35,8 +35,8 @@ def test_every_family_has_a_task_and_every_task_a_family():
     assert family_of(nn.Linear(1, 1)) is None
 
 
-def test_stacks_have_expected_path_and_layer_count(made):
-    family, model, _ = made
+def test_stacks_have_expected_path_and_layer_count(loaded):
+    family, model, _ = loaded
     config = model.config.to_dict()
     for stack in family.stacks(config):
         assert (
@@ -47,8 +47,8 @@ def test_stacks_have_expected_path_and_layer_count(made):
         assert hasattr(model.config, stack.feed_forward.intermediate_size_key)
 
 
-def test_every_linear_layer_belongs_to_attention_or_feed_forward(made):
-    _, model, _ = made
+def test_every_linear_layer_belongs_to_attention_or_feed_forward(loaded):
+    _, model, _ = loaded
     for block in blocks_of(model):
         options = {name for a in block.attentions for name in (a.query, a.key, a.value, a.out)}
         options |= {*block.feed_forward.input_layers, block.feed_forward.down}
@@ -58,8 +58,8 @@ def test_every_linear_layer_belongs_to_attention_or_feed_forward(made):
         assert options == linear_names
 
 
-def test_heads_times_width_equals_layer_sizes(made):
-    _, model, _ = made
+def test_heads_times_width_equals_layer_sizes(loaded):
+    _, model, _ = loaded
     for parts in model_attentions(model):
         module, out = model.get_submodule(parts.name), model.get_submodule(parts.out)
         width = getattr(module, parts.head_dim_attribute)
@@ -79,8 +79,8 @@ def test_heads_times_width_equals_layer_sizes(made):
             assert getattr(module, parts.scale_attribute) == pytest.approx(width**-0.5)
 
 
-def test_neurons_are_input_rows_and_down_columns(made):
-    _, model, _ = made
+def test_neurons_are_input_rows_and_down_columns(loaded):
+    _, model, _ = loaded
     for block in blocks_of(model):
         parts = block.feed_forward
         count = model.get_submodule(parts.down).in_features
@@ -88,16 +88,16 @@ def test_neurons_are_input_rows_and_down_columns(made):
         assert rows == {2 * count if parts.gate == parts.up else count}
 
 
-def test_word_embedding_has_expected_name_and_width(made):
-    family, model, folder = made
+def test_word_embedding_has_expected_name_and_width(loaded):
+    family, model, folder = loaded
     shapes = [e["shape"] for _, name, e in weight_tensors(folder) if name.endswith(family.embedding_suffixes)]
     assert shapes
     width = family.embedding_size(model.config.to_dict())
     assert all(shape == [model.config.vocab_size, width] for shape in shapes)
 
 
-def test_repeated_block_is_listed_once(made):
-    _, model, _ = made
+def test_repeated_block_is_listed_once(loaded):
+    _, model, _ = loaded
     stack = blocks_of(model)[0].stack
     if stack.repeats_block:
         (block,) = blocks_of(model)
@@ -110,8 +110,8 @@ def test_repeated_block_is_listed_once(made):
     assert [block.index for block in others] == list(range(2, len(layers)))
 
 
-def test_config_of_each_tiny_model_is_supported(made):
-    family, _, folder = made
+def test_config_of_each_tiny_model_is_supported(loaded):
+    family, _, folder = loaded
     assert family.unsupported_config(read_json_object(folder / "config.json")) == []
 
 

@@ -22,9 +22,9 @@ def test_printed_lines_go_to_stream_and_log_with_time(tmp_path):
     display.log_line("only here")
     display.close()
     assert stream.getvalue() == "prune: \\x1b[2Jdone\n"
-    logged = (tmp_path / "log.txt").read_text()
-    assert "prune: \\x1b[2Jdone\n" in logged
-    assert logged.endswith("    only here\n")
+    log = (tmp_path / "log.txt").read_text()
+    assert "prune: \\x1b[2Jdone\n" in log
+    assert log.endswith("    only here\n")
 
 
 def test_search_trial_prints_brief_lines_with_label(tmp_path, monkeypatch):
@@ -67,8 +67,8 @@ def test_remaining_time_starts_at_first_finished_unit(monkeypatch):
     ]:
         now[0] += seconds
         display.progress(*update)
-    found = [re.findall(r", (.*) left", line) for line in stream.getvalue().splitlines()]
-    assert found == [[], [], ["32 min 20 s"], ["31 min 40 s"], [], ["2 min 0 s"]]
+    remaining_times = [re.findall(r", (.*) left", line) for line in stream.getvalue().splitlines()]
+    assert remaining_times == [[], [], ["32 min 20 s"], ["31 min 40 s"], [], ["2 min 0 s"]]
 
 
 def _closed_stream():
@@ -130,17 +130,17 @@ def progress(monkeypatch):
 
 
 def test_terminal_progress_bar_uses_one_line_and_is_erased(progress):
-    shown = progress(Terminal())
-    *drawn, last = (
-        re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", part) for part in re.split(r"[\r\n]+", shown.strip())
+    output = progress(Terminal())
+    *frames, last = (
+        re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", part) for part in re.split(r"[\r\n]+", output.strip())
     )
-    bars = [line for line in drawn if line]
+    bars = [line for line in frames if line]
     assert all(" prune, [b]scoring[/b] " in line and len(line) == 80 for line in bars)
     assert {re.search(r"(\d+)/40", line)[1] for line in bars} == {"0", "1", "2"}
-    assert "\x1b[2J" not in shown
-    assert "\r\x1b[1A\x1b[2K" in shown  # the bar is erased before the line
+    assert "\x1b[2J" not in output
+    assert "\r\x1b[1A\x1b[2K" in output  # the bar is erased before the line
     assert last == "prune: done"
-    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # the cursor is visible again
+    assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")  # the cursor is visible again
 
 
 @pytest.mark.parametrize(

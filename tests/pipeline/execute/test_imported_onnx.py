@@ -41,8 +41,10 @@ def model_in(path: Path) -> OnnxModel:
 def test_imported_onnx_model_is_complete_artifact_and_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried: list[Any] = []
-    monkeypatch.setattr("smelt.runtimes.onnx_import.trial_run.trial_run", lambda *given: tried.append(given))
+    trial_runs: list[Any] = []
+    monkeypatch.setattr(
+        "smelt.runtimes.onnx_import.trial_run.trial_run", lambda *args: trial_runs.append(args)
+    )
     path = graphs.save_model(graphs.two_layer_classifier(batch=4), tmp_path / "m.onnx", "weights.bin")
     rows = read_split(str(graphs.write_rows(tmp_path / "test.npz")), "custom", Columns(), tmp_path)
     shop: Any = StepRunner(
@@ -55,20 +57,20 @@ def test_imported_onnx_model_is_complete_artifact_and_cached(
         Silent(),
         {},  # type: ignore[arg-type]
     )
-    made, cached = sources.import_onnx_model(shop, model_in(path), {"test": rows}, rebuild=False)
+    artifact, cached = sources.import_onnx_model(shop, model_in(path), {"test": rows}, rebuild=False)
     assert not cached
-    assert sorted(made.manifest.files) == ["model.onnx", "model.onnx_data", "signature.json"]
-    assert (made.format, made.manifest.details["foreign"], made.manifest.details["opset"]) == (
+    assert sorted(artifact.manifest.files) == ["model.onnx", "model.onnx_data", "signature.json"]
+    assert (artifact.format, artifact.manifest.details["foreign"], artifact.manifest.details["opset"]) == (
         "onnx",
         True,
         17,
     )
-    assert [feeds["x"].shape for _, feeds, _ in tried] == [(4, 8)]  # as many rows as the graph takes
-    made.verify()
-    again, cached = sources.import_onnx_model(shop, model_in(path), {"test": rows}, rebuild=False)
+    assert [feeds["x"].shape for _, feeds, _ in trial_runs] == [(4, 8)]  # as many rows as the graph takes
+    artifact.verify()
+    second_artifact, cached = sources.import_onnx_model(shop, model_in(path), {"test": rows}, rebuild=False)
     assert cached
-    assert again.key == made.key
+    assert second_artifact.key == artifact.key
     # other weights in the file next to it are another model
     (tmp_path / "weights.bin").write_bytes(bytes((tmp_path / "weights.bin").stat().st_size))
     other, _ = sources.import_onnx_model(shop, model_in(path), {"test": rows}, rebuild=False)
-    assert other.key != made.key
+    assert other.key != artifact.key

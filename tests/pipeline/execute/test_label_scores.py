@@ -33,27 +33,27 @@ def printed(config, logits):
 
 
 def test_single_label_output_equals_transformers_pipeline(tmp_path):
-    config, logits, theirs = outputs(tmp_path, SINGLE_LABEL)
-    wanted = [f"{row[0]['label']}\t{row[0]['score']:.3f}" for row in theirs]
-    assert printed(config, logits) == wanted
-    assert len({line.split("\t")[0] for line in wanted}) > 1
+    config, logits, predictions = outputs(tmp_path, SINGLE_LABEL)
+    expected = [f"{row[0]['label']}\t{row[0]['score']:.3f}" for row in predictions]
+    assert printed(config, logits) == expected
+    assert len({line.split("\t")[0] for line in expected}) > 1
 
 
 def test_multi_label_output_has_labels_above_half_in_output_order(tmp_path):
-    config, logits, theirs = outputs(tmp_path, MULTI_LABEL)
-    wanted = []
-    for row in theirs:
-        chances = {entry["label"]: entry["score"] for entry in row}
-        held = [name for name in NAMES if chances[name] > 0.5]
-        wanted.append("|".join(held) + "\t" + "|".join(f"{chances[name]:.3f}" for name in held))
-    assert printed(config, logits) == wanted
-    assert len({line.count("|") for line in wanted}) > 1
+    config, logits, predictions = outputs(tmp_path, MULTI_LABEL)
+    expected = []
+    for row in predictions:
+        chances = {prediction["label"]: prediction["score"] for prediction in row}
+        labels = [name for name in NAMES if chances[name] > 0.5]
+        expected.append("|".join(labels) + "\t" + "|".join(f"{chances[name]:.3f}" for name in labels))
+    assert printed(config, logits) == expected
+    assert len({line.count("|") for line in expected}) > 1
 
 
 def test_regression_output_is_number(tmp_path):
-    config, logits, theirs = outputs(tmp_path, REGRESSION)
+    config, logits, predictions = outputs(tmp_path, REGRESSION)
     assert [float(line) for line in printed(config, logits)] == pytest.approx(
-        [row[0]["score"] for row in theirs], abs=1e-4
+        [row[0]["score"] for row in predictions], abs=1e-4
     )
 
 
@@ -78,6 +78,6 @@ def test_predictions_scored_against_themselves_give_100(tmp_path, problem, metri
 def test_metric_of_other_problem_type_is_rejected(tmp_path):
     config, logits, _ = outputs(tmp_path, REGRESSION)
     rows = tuple(Example(text, label=1.0) for text in tiny.SENTENCES)
-    with raises_code("unknown-metric", InputError) as caught:
+    with raises_code("unknown-metric", InputError) as excinfo:
         score_classifier(["accuracy"], config, logits, Split("x", rows))
-    assert all(value in str(caught.value) for value in ("'accuracy'", "pearson, spearman, mse"))
+    assert all(value in str(excinfo.value) for value in ("'accuracy'", "pearson, spearman, mse"))

@@ -65,22 +65,22 @@ def test_interrupted_latency_is_reported_cached_and_resumed(home, monkeypatch):
 
     monkeypatch.setattr(fake, "ask", ask)
     fake.ms = {keys["model"]: 9000.0}  # now so slow that it would leave time for fewer texts
-    result, report, again = _run(home)
+    result, report, second_steps = _run(home)
     assert (result.exit_code, report["status"]) == (0, "passed")
     assert _loads(fake) == [keys["model"], keys["two"]]  # the baseline next to what is missing
-    assert again["one"]["latency"] == steps["one"]["latency"]
-    assert again["model"]["latency"] == steps["model"]["latency"]
-    assert again["two"]["latency"][0]["texts"] == steps["one"]["latency"][0]["texts"]
+    assert second_steps["one"]["latency"] == steps["one"]["latency"]
+    assert second_steps["model"]["latency"] == steps["model"]["latency"]
+    assert second_steps["two"]["latency"][0]["texts"] == steps["one"]["latency"][0]["texts"]
     _run(home)
     assert _loads(fake) == []
 
 
 def test_disturbed_latency_is_measured_again_by_next_run(home, monkeypatch):
     fake = fake_workers.install(monkeypatch)
-    noisy = []
-    fake.used = staticmethod(lambda folder, number: 0.5 if folder in noisy else 0.99)
+    noisy_folders = []
+    fake.used = staticmethod(lambda folder, number: 0.5 if folder in noisy_folders else 0.99)
     _, _, steps = _run(home, "--set", "score.latency=false")
-    noisy.append(steps["two"]["key"])
+    noisy_folders.append(steps["two"]["key"])
     result, report, steps = _run(home)
     assert result.exit_code == 0
     assert [steps[n]["latency"][0]["stable"] for n in ("model", "one", "two")] == [True, True, False]
@@ -88,7 +88,7 @@ def test_disturbed_latency_is_measured_again_by_next_run(home, monkeypatch):
     assert steps["two"]["latency"][0]["cause"] == "busy"
     assert steps["two"]["latency"][0]["reason"] in (home / "r" / "report.md").read_text()
     _loads(fake)
-    noisy.clear()
+    noisy_folders.clear()
     _, _, steps = _run(home)
     assert _loads(fake) == [steps["model"]["key"], steps["two"]["key"]]
     assert steps["two"]["latency"][0]["stable"]
@@ -137,34 +137,36 @@ def test_speed_gate_is_not_judged_on_disturbed_latency(home, monkeypatch):
 def test_deployable_steps_are_timed_by_default(home, monkeypatch, steps, gates, timed):
     fake_workers.install(monkeypatch)
     recipe = home / "recipe.yaml"
-    coded = "  - quantize: {scheme: int8-dynamic}\n    name: coded\nscore:"
-    recipe.write_text(RECIPE.replace("score:", coded))
-    sets = [part for text in (f"score.latency.steps={steps}", gates) if text for part in ("--set", text)]
-    _, _, found = _run(home, *sets)
-    assert {name for name, step in found.items() if step["latency"]} == timed
+    quantize_step = "  - quantize: {scheme: int8-dynamic}\n    name: coded\nscore:"
+    recipe.write_text(RECIPE.replace("score:", quantize_step))
+    options = [
+        option for text in (f"score.latency.steps={steps}", gates) if text for option in ("--set", text)
+    ]
+    _, _, steps_by_name = _run(home, *options)
+    assert {name for name, step in steps_by_name.items() if step["latency"]} == timed
     if gates:
-        (gate,) = found["coded"]["gates"]
+        (gate,) = steps_by_name["coded"]["gates"]
         assert gate["passed"]
 
 
 def test_latency_budget_defaults_to_stage_time(home, monkeypatch):
-    given = []
+    budgets = []
     real = measurement.measure_latency
 
-    def measure(*args, **kept):
-        given.append(kept["seconds"])
-        return real(*args, **kept)
+    def measure(*args, **options):
+        budgets.append(options["seconds"])
+        return real(*args, **options)
 
     monkeypatch.setattr("smelt.evaluate.latency.measure_latency", measure)
     fake_workers.install(monkeypatch)
     _run(home)
-    assert given == [60.0]  # the stages took less
+    assert budgets == [60.0]  # the stages took less
     _run(home, "--rebuild", "*", "--set", "score.latency.max_minutes=0.5")
-    assert given[1:] == [30.0]
+    assert budgets[1:] == [30.0]
     monkeypatch.setattr("smelt.pipeline.execute.run._MIN_LATENCY_SECONDS", 0.0)
     _, report, _ = _run(home, "--set", "score.latency.rounds=4")
-    assert given[2] == pytest.approx(sum(step["seconds"] for step in report["steps"]))
-    assert given[2] > 0
+    assert budgets[2] == pytest.approx(sum(step["seconds"] for step in report["steps"]))
+    assert budgets[2] > 0
 
 
 def test_latency_cut_by_budget_is_reported_but_not_cached(home, monkeypatch):

@@ -228,15 +228,15 @@ def test_killed_node_and_driver_lose_only_running_tasks(home, nodes, alone, tmp_
     }  # fmt: skip
     for name in ("quality", "size_bytes", "agreement", "parent", "parameters"):
         assert [step[name] for step in report["steps"]] == [step[name] for step in alone["steps"]], name
-    made = {
+    artifacts = {
         step["name"]: read_artifact(tmp_path / "one" / "run" / step["artifact"]) for step in report["steps"]
     }
-    keys = {each.key for each in made.values()}
+    keys = {artifact.key for artifact in artifacts.values()}
     assert {path.name for path in (tmp_path / "one" / ".store" / "artifacts").iterdir()} == keys
     # each step was built in the store of a node
     assert {path.name for path in nodes.folder.glob("node*/artifacts/*")} >= keys
-    again = run(home, tmp_path / "two" / "run", bucket, "--executor", nodes.address)
-    assert list(statuses(again).values()) == ["cached"] * 4
+    second_report = run(home, tmp_path / "two" / "run", bucket, "--executor", nodes.address)
+    assert list(statuses(second_report).values()) == ["cached"] * 4
 
 
 def test_search_trials_run_concurrently(home, nodes, tmp_path):
@@ -247,17 +247,19 @@ def test_search_trials_run_concurrently(home, nodes, tmp_path):
     )
     (home / "space.yaml").write_text(text)
     space = read_space(home / "space.yaml")
-    found = []
+    trials_by_executor = []
     for name, executor in (("cluster", nodes.address), ("alone", None)):
         options = SearchOptions(tmp_path / name, f"file://{tmp_path}/{name}-bucket", executor=executor)
         lines = []
         assert Search(space, options).run(lines.append) == "exhausted"
         job = Search(space, options)
-        found.append({t.parameters["quantize.scheme"]: t.result.values for t in job.finished_trials()})
+        trials_by_executor.append(
+            {t.parameters["quantize.scheme"]: t.result.values for t in job.finished_trials()}
+        )
         order = [line.endswith(": starts") for line in lines if line.startswith("trial ")]
         assert order[:2] == [True, executor is not None]
-    assert len(found[0]) == 2
-    assert found[0] == found[1]
+    assert len(trials_by_executor[0]) == 2
+    assert trials_by_executor[0] == trials_by_executor[1]
 
 
 DIVIDED = """
@@ -288,11 +290,11 @@ def test_two_process_training_resumes_on_another_node(home, nodes, tmp_path):
     """One task reserves the CPUs of both. The losses and the scores are those of one process."""
     (home / "divided.yaml").write_text(DIVIDED)
     recipe, store = "divided.yaml", tmp_path / "store"
-    alone = run(home, tmp_path / "alone", tmp_path / "alone-store", recipe=recipe)
-    more = ("--executor", nodes.address, "--num-processes", "2", "--set", "launch.scoring=true")
+    single_report = run(home, tmp_path / "alone", tmp_path / "alone-store", recipe=recipe)
+    options = ("--executor", nodes.address, "--num-processes", "2", "--set", "launch.scoring=true")
     nodes.add(num_cpus=2)
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(run, home, tmp_path / "two", store, *more, recipe=recipe)
+        running = pool.submit(run, home, tmp_path / "two", store, *options, recipe=recipe)
         until = time.monotonic() + 300
         while (
             not list(store.glob("unfinished/**/checkpoint.json"))
@@ -304,12 +306,18 @@ def test_two_process_training_resumes_on_another_node(home, nodes, tmp_path):
         nodes.add(num_cpus=2)
         report = running.result()
     assert statuses(report) == {"model": "done", "finetune": "done"}
-    one, two = (each["steps"][-1]["details"]["training"] for each in (alone, report))
+    first_training, two = (
+        run_report["steps"][-1]["details"]["training"] for run_report in (single_report, report)
+    )
     assert two["processes"] == 2
-    assert two["curve"]["train_loss"] == pytest.approx(one["curve"]["train_loss"], abs=1e-5, rel=2e-5)
+    assert two["curve"]["train_loss"] == pytest.approx(
+        first_training["curve"]["train_loss"], abs=1e-5, rel=2e-5
+    )
     log = (tmp_path / "two" / "log.txt").read_text()
     assert ("learning rate" in log, "resuming from step" in log) == (True, True)
-    assert [step["quality"] for step in report["steps"]] == [step["quality"] for step in alone["steps"]]
+    assert [step["quality"] for step in report["steps"]] == [
+        step["quality"] for step in single_report["steps"]
+    ]
 
 
 def test_more_processes_than_a_node_fits_are_rejected(home, nodes, tmp_path):
@@ -370,19 +378,23 @@ def test_unsatisfiable_resources_are_rejected(nodes, keys, code):
 def test_nodes_are_checked_before_run(nodes, tmp_path, monkeypatch):
     cluster, store = open_cluster(nodes.address), Store(tmp_path / "store")
     cluster.check_nodes(store, [tmp_path])
-    with raises_code("missing-on-node", InputError) as caught:
+    with raises_code("missing-on-node", InputError) as excinfo:
         cluster.check_nodes(store, [tmp_path / "teacher"])
-    assert len(caught.value.messages) == len(cluster.nodes())
-    found = cluster._ask_nodes(NodeRequest(tmp_path / "other", None, tmp_path / "token", ()))
-    problems = [each for name, answer in found.items() for each in ray_cluster._node_problems(name, answer)]
+    assert len(excinfo.value.messages) == len(cluster.nodes())
+    answers = cluster._ask_nodes(NodeRequest(tmp_path / "other", None, tmp_path / "token", ()))
+    problems = [
+        problem
+        for name, node_answer in answers.items()
+        for problem in ray_cluster._node_problems(name, node_answer)
+    ]
     assert set(message_codes(problems)) == {"store-not-shared"}
     with raises_code("store-not-shared", InputError):
         cluster.check_nodes(Store(tmp_path / "store", open_remote_store("memory://x")), [tmp_path])
-    here = ray_cluster._versions()
-    monkeypatch.setattr(ray_cluster, "_versions", lambda: here | {"torch": "1.0", "onnx": "0"})
-    with raises_code("cluster-versions-differ", InputError) as caught:
+    versions = ray_cluster._versions()
+    monkeypatch.setattr(ray_cluster, "_versions", lambda: versions | {"torch": "1.0", "onnx": "0"})
+    with raises_code("cluster-versions-differ", InputError) as excinfo:
         cluster.check_nodes(store, [tmp_path, tmp_path])
-    assert set(message_codes(caught.value.messages)) == {"cluster-versions-differ"}
+    assert set(message_codes(excinfo.value.messages)) == {"cluster-versions-differ"}
 
 
 @pytest.mark.parametrize("executor", ["dask", "ray://", "ray://head", "ray:head:1"])
@@ -410,8 +422,10 @@ def test_task_needs_are_counted_by_node_resources():
 
 
 def test_estimated_memory_is_reserved_if_it_fits(monkeypatch):
-    found = [{"CPU": 0, "memory": 90e9}, {"CPU": 4, "memory": 20e9}, {"CPU": 4, "memory": 8e9}]
-    monkeypatch.setattr(ray_cluster.RayCluster, "nodes", lambda self: [{"Resources": each} for each in found])
+    resources = [{"CPU": 0, "memory": 90e9}, {"CPU": 4, "memory": 20e9}, {"CPU": 4, "memory": 8e9}]
+    monkeypatch.setattr(
+        ray_cluster.RayCluster, "nodes", lambda self: [{"Resources": each} for each in resources]
+    )
     cluster, needs = object.__new__(ray_cluster.RayCluster), TaskNeeds(1, 0, None)
     reserved = {
         gigabytes: cluster.with_memory(needs, int(gigabytes * 1e9)).memory_bytes for gigabytes in (6, 30)

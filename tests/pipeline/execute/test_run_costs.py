@@ -67,10 +67,10 @@ def test_step_records_its_cost(home):
         (("seed=1",), set()),
     ],
 )
-def test_stored_steps_exclude_what_an_override_changes(home, overrides, expected):
+def test_stored_steps_exclude_overridden_steps(home, overrides, expected):
     plan = load_plan(home / "recipe.yaml", overrides)
-    found = stored_steps(plan, plan.splits, Store(home / "runs" / ".store"))
-    assert found == expected
+    stored = stored_steps(plan, plan.splits, Store(home / "runs" / ".store"))
+    assert stored == expected
 
 
 def test_stored_steps_cost_nothing_and_other_times_are_measured_or_unknown(home):
@@ -93,9 +93,9 @@ def test_plan_reads_remote_store_without_copying(home, tmp_path):
     filled = Store(home / "runs" / ".store", open_remote_store(url))
     for path in (filled.root / "artifacts").iterdir():
         filled.find(path.name)
-    given = ("plan", home / "recipe.yaml", "--store", url, "--out", tmp_path / "r", "--json")
+    arguments = ("plan", home / "recipe.yaml", "--store", url, "--out", tmp_path / "r", "--json")
     steps = {
-        step["name"]: step for step in json.loads(harness.smelt(*given, code=0).output)["costs"]["steps"]
+        step["name"]: step for step in json.loads(harness.smelt(*arguments, code=0).output)["costs"]["steps"]
     }
     sources = {"model": "stored", "prune": "stored", "factorize": "unknown"}
     assert {name: step["source"] for name, step in steps.items()} == sources
@@ -107,8 +107,8 @@ def test_plan_reads_remote_store_without_copying(home, tmp_path):
 
 
 def test_run_that_cannot_fit_is_rejected_before_writing(home, monkeypatch):
-    small = dataclasses.replace(machine_limits(home), memory_bytes=1000)
-    monkeypatch.setattr(run_costs, "machine_limits", lambda folder: small)
+    small_limits = dataclasses.replace(machine_limits(home), memory_bytes=1000)
+    monkeypatch.setattr(run_costs, "machine_limits", lambda folder: small_limits)
     plan = load_plan(home / "recipe.yaml", ("prune.keep_ratio=0.25",), until="prune")
     with raises_code("needs-more-memory", InputError):
         run_plan(plan, RunOptions(home / "runs" / "other", quiet=True))

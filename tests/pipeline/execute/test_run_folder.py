@@ -70,15 +70,15 @@ def finished(tmp_path_factory):
 
 
 @pytest.fixture
-def whole(finished, tmp_path):
+def finished_run(finished, tmp_path):
     """A copy of the whole run, to be worked on."""
     shutil.copytree(finished[0], tmp_path / "home", symlinks=True)
     shutil.rmtree(tmp_path / "home" / "runs" / ".store" / "runs")  # its notes name the folder that was copied
     return tmp_path / "home", finished[1]
 
 
-def test_partial_run_keeps_report_and_links_of_other_branches(whole):
-    home, before = whole
+def test_partial_run_keeps_report_and_links_of_other_branches(finished_run):
+    home, before = finished_run
     output, after, report = _run(home, "--until", "right")
     assert list(after) == ["model", "prune", "left", "left-int8", "right"]  # the recipe's order
     assert _links(home) == ["left", "left-int8", "model", "prune", "right"]
@@ -97,17 +97,17 @@ def test_partial_run_keeps_report_and_links_of_other_branches(whole):
     assert [step["status"] for step in _run(home)[1].values()] == ["cached"] * 5
 
 
-def test_branch_with_changed_settings_is_removed(whole):
-    home, before = whole
+def test_branch_with_changed_settings_is_removed(finished_run):
+    home, before = finished_run
     _, after, _ = _run(home, "--until", "right", "--set", "left.energy=0.4")
     assert list(after) == ["model", "prune", "right"]
     assert _links(home) == ["model", "prune", "right"]  # left-int8 stood on what went
-    gone = {entry.key for entry in find_unused(home / "runs" / ".store").artifacts}
-    assert gone == {before["left"]["key"], before["left-int8"]["key"]}
+    unused_keys = {artifact.key for artifact in find_unused(home / "runs" / ".store").artifacts}
+    assert unused_keys == {before["left"]["key"], before["left-int8"]["key"]}
 
 
-def test_steps_after_changed_step_are_removed(whole):
-    home, _ = whole
+def test_steps_after_changed_step_are_removed(finished_run):
+    home, _ = finished_run
     _, after, _ = _run(home, "--until", "prune", "--set", "prune.keep_ratio=0.25")
     assert list(after) == ["model", "prune"]
     assert _links(home) == ["model", "prune"]
@@ -124,16 +124,16 @@ def test_full_run_and_first_run_keep_no_old_links(home):
     assert _links(home) == ["left", "left-int8", "model", "prune", "right"]
 
 
-def test_missing_or_damaged_artifact_is_not_kept(whole):
-    home, before = whole
+def test_missing_or_damaged_artifact_is_not_kept(finished_run):
+    home, before = finished_run
     weights = home / "runs" / ".store" / "artifacts" / before["left"]["key"] / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     _, after, _ = _run(home, "--until", "right")
     assert list(after) == ["model", "prune", "right"]
 
 
-def test_links_are_kept_if_parent_step_fails(whole, monkeypatch):
-    home, _ = whole
+def test_links_are_kept_if_parent_step_fails(finished_run, monkeypatch):
+    home, _ = finished_run
     from smelt.compress.prune.stage import Prune
 
     def fail(self, src, settings, ctx):
@@ -145,13 +145,13 @@ def test_links_are_kept_if_parent_step_fails(whole, monkeypatch):
     assert find_unused(home / "runs" / ".store").artifacts == () or "left" in _links(home)
 
 
-def test_kept_step_is_not_scored_or_timed_again(whole):
-    home, before = whole
+def test_kept_step_is_not_scored_or_timed_again(finished_run):
+    home, before = finished_run
     _, after, report = _run(home, "--until", "right", "--set", "score.quality=[accuracy]")
-    left = after["left"]
-    assert (left["quality"], left["cause"]) == ({}, "not-scored-before")
+    left_step = after["left"]
+    assert (left_step["quality"], left_step["cause"]) == ({}, "not-scored-before")
     assert "accuracy" in after["right"]["quality"]
-    assert left["key"] == before["left"]["key"]
+    assert left_step["key"] == before["left"]["key"]
     assert report["status"] == "passed"
 
 
@@ -160,10 +160,10 @@ def test_latency_of_kept_step_is_only_read_from_store(tmp_path, monkeypatch):
     from smelt.core.store import Store
     from smelt.pipeline.execute.latency_scores import LatencyScores
 
-    asked = []
+    measured_folders = []
 
     def measure(folders, baseline, *rest, **more):
-        asked.append(set(folders))
+        measured_folders.append(set(folders))
         rows = {
             name: [{"batch_size": 1, "texts": 1, "stable": True, "rounds": [{"counted": True}] * 5}]
             for name in folders
@@ -179,18 +179,18 @@ def test_latency_of_kept_step_is_only_read_from_store(tmp_path, monkeypatch):
     for number, (name, artifact) in enumerate(artifacts.items()):
         manifest = artifact.manifest.model_copy(update={"key": f"{number:064x}"})
         artifacts[name] = Artifact(tmp_path, manifest)
-    found = scores.measure(artifacts, "model", no_progress, known_alone=frozenset({"old"}))
-    assert asked == [{"model", "new"}]
-    assert set(found) == {"model", "new"}
+    rows_by_step = scores.measure(artifacts, "model", no_progress, known_alone=frozenset({"old"}))
+    assert measured_folders == [{"model", "new"}]
+    assert set(rows_by_step) == {"model", "new"}
     scores.measure(artifacts, "model", no_progress)
-    assert asked[1:] == [{"model", "old"}]
-    found = scores.measure(artifacts, "model", no_progress, fresh=True, known_alone=frozenset({"old"}))
-    assert asked[2:] == [{"model", "new"}]
-    assert set(found) == {"model", "new", "old"}
+    assert measured_folders[1:] == [{"model", "old"}]
+    rows_by_step = scores.measure(artifacts, "model", no_progress, fresh=True, known_alone=frozenset({"old"}))
+    assert measured_folders[2:] == [{"model", "new"}]
+    assert set(rows_by_step) == {"model", "new", "old"}
 
 
 def test_folder_without_run_is_rejected(tmp_path):
-    for there, allowed in (
+    for filenames, allowed in (
         ([], True),
         ([".lock", "log.txt"], True),  # a run that was killed before it wrote anything
         (["log.txt", "recipe.yaml", "artifacts", "report.json"], True),
@@ -199,7 +199,7 @@ def test_folder_without_run_is_rejected(tmp_path):
     ):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
-        for name in there:
+        for name in filenames:
             (folder / name).touch()
         if allowed:
             require_run_folder(folder)
@@ -215,8 +215,8 @@ def test_parent_store_is_used_and_new_store_is_noted(tmp_path, monkeypatch):
     assert default_store(tmp_path / "other" / "r") == (tmp_path / "other" / ".store", "")  # the first of all
     Store(tmp_path / "runs" / ".store")
     assert default_store(tmp_path / "runs" / "sweep" / "a" / "r") == (tmp_path / "runs" / ".store", "")
-    place, note = default_store(tmp_path / "other" / "r")
-    assert place == tmp_path / "other" / ".store"
+    store_path, note = default_store(tmp_path / "other" / "r")
+    assert store_path == tmp_path / "other" / ".store"
     assert str(tmp_path / "runs") in note
     (tmp_path / "other" / ".store").mkdir(parents=True)  # somebody else's folder of that name
     Store(tmp_path / ".store")
@@ -234,10 +234,12 @@ def test_run_in_subfolder_uses_parent_store(home):
 
 def test_replacing_report_of_other_recipe_is_noted(home):
     harness.smelt("run", home / "recipe.yaml", "--out", home / "runs" / "r", "--until", "prune")
-    again = harness.smelt("run", home / "recipe.yaml", "--out", home / "runs" / "r", "--until", "prune")
+    second_result = harness.smelt(
+        "run", home / "recipe.yaml", "--out", home / "runs" / "r", "--until", "prune"
+    )
     (home / "other.yaml").write_text(RECIPE)
     other = harness.smelt("run", home / "other.yaml", "--out", home / "runs" / "r", "--until", "prune")
-    assert ["'recipe'" in result.output for result in (again, other)] == [False, True]
+    assert ["'recipe'" in result.output for result in (second_result, other)] == [False, True]
 
 
 PORTABLE = """
@@ -262,12 +264,12 @@ def test_saved_recipe_plans_same_steps_from_other_folder(home, tmp_path_factory,
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     monkeypatch.chdir(elsewhere)
     RunFolder(elsewhere).prepare(plan, elsewhere / ".store")
-    again = load_plan(elsewhere / "recipe.yaml", until="onnx")
-    assert [(step.name, step.settings) for step in again.steps] == [
+    second_plan = load_plan(elsewhere / "recipe.yaml", until="onnx")
+    assert [(step.name, step.settings) for step in second_plan.steps] == [
         (step.name, step.settings) for step in plan.steps
     ]
-    assert (again.recipe.seed, again.model_folder) == (3, home / "m")  # a link keeps its name
-    assert again.recipe.launch.num_processes == plan.recipe.launch.num_processes
+    assert (second_plan.recipe.seed, second_plan.model_folder) == (3, home / "m")  # a link keeps its name
+    assert second_plan.recipe.launch.num_processes == plan.recipe.launch.num_processes
 
 
 def _move(home, target):
@@ -276,21 +278,21 @@ def _move(home, target):
     return home / target
 
 
-def test_moved_run_is_explained_and_works_with_moved_store(whole):
-    home, _ = whole
+def test_moved_run_is_explained_and_works_with_moved_store(finished_run):
+    home, _ = finished_run
     moved = _move(home, "far/away")
     artifact = moved / "artifacts" / "right"
-    refused = command_error(harness.smelt("predict", artifact, "a text", code=2))
-    assert (refused.code, str(home / "far" / ".store") in str(refused)) == ("moved-run", True)
-    shown = harness.smelt("report", moved, code=0).output
-    assert "--store" in shown
-    assert "smelt predict" not in shown
+    error = command_error(harness.smelt("predict", artifact, "a text", code=2))
+    assert (error.code, str(home / "far" / ".store") in str(error)) == ("moved-run", True)
+    table = harness.smelt("report", moved, code=0).output
+    assert "--store" in table
+    assert "smelt predict" not in table
     plan = ["plan", home / "recipe.yaml", "--out", moved, "--json"]
-    codes = [found["code"] for found in json.loads(harness.smelt(*plan, code=0).output)["warnings"]]
+    codes = [message["code"] for message in json.loads(harness.smelt(*plan, code=0).output)["warnings"]]
     assert "moved-run" in codes
     store = home / "runs" / ".store"
     costs = json.loads(harness.smelt(*plan, "--store", store, code=0).output)
-    assert "moved-run" not in [found["code"] for found in costs["warnings"]]
+    assert "moved-run" not in [message["code"] for message in costs["warnings"]]
     run = harness.smelt("run", home / "recipe.yaml", "--out", moved, "--store", store, code=0)
     assert "note" not in run.output
     assert artifact.resolve().parent == store / "artifacts"
@@ -299,20 +301,20 @@ def test_moved_run_is_explained_and_works_with_moved_store(whole):
     assert removed.code == "removed-artifact"
 
 
-def test_links_of_earlier_run_are_kept_until_next_run_ends(whole, monkeypatch):
-    home, before = whole
+def test_links_of_earlier_run_are_kept_until_next_run_ends(finished_run, monkeypatch):
+    home, before = finished_run
     from smelt.compress.prune.stage import Prune
 
-    seen = []
+    links_during_run = []
 
     def interrupt(self, src, settings, ctx):
-        seen.extend(_links(home))
+        links_during_run.extend(_links(home))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Prune, "__call__", interrupt)
     changed = ("--set", "prune.keep_ratio=0.25")
     _run(home, *changed, code=130)
-    assert seen == _links(home) == ["left", "left-int8", "model", "prune", "right"]
+    assert links_during_run == _links(home) == ["left", "left-int8", "model", "prune", "right"]
     right = home / "runs" / "r" / "artifacts" / "right"
     assert right.resolve().name == before["right"]["key"]
 
@@ -339,9 +341,9 @@ def test_removed_store_during_run_is_reported(home, monkeypatch):
 
 def test_unusable_run_folder_is_not_reported_as_store(tmp_path):
     (tmp_path / "file").touch()
-    with raises_code("unusable-folder", InputError) as caught:
+    with raises_code("unusable-folder", InputError) as excinfo:
         open_store(None, tmp_path / "file" / "run")
-    assert "--out" in str(caught.value)
-    assert "--store" not in str(caught.value)
+    assert "--out" in str(excinfo.value)
+    assert "--store" not in str(excinfo.value)
     with raises_code("unusable-store", InputError):
         open_store(tmp_path / "file" / "store", tmp_path / "run")

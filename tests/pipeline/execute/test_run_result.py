@@ -20,13 +20,13 @@ def report():
 def test_summary_shows_predict_and_package_commands(report, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = Result(report, tmp_path / "runs" / "my run")
-    place = shlex.quote("runs/my run/artifacts/onnx-int8")
+    artifact_path = shlex.quote("runs/my run/artifacts/onnx-int8")
     assert summary_lines(result)[-2:] == [
-        f'Try it: smelt predict {place} "TEXT"',
-        f"Ship it: smelt package {place}",
+        f'Try it: smelt predict {artifact_path} "TEXT"',
+        f"Ship it: smelt package {artifact_path}",
     ]
-    for nothing in (None, report["verdict"] | {"step": None}):
-        assert summary_lines(Result(report | {"verdict": nothing}, result.folder))[-1].startswith("Report: ")
+    for verdict in (None, report["verdict"] | {"step": None}):
+        assert summary_lines(Result(report | {"verdict": verdict}, result.folder))[-1].startswith("Report: ")
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,8 @@ def test_summary_commands_match_task(report, tmp_path, task, tried, shipped):
     for step in report["steps"]:
         step["details"] = {"foreign": True}
     report["recipe"]["task"] = task
-    place = tmp_path / "artifacts" / "onnx-int8"
+    artifact_path = tmp_path / "artifacts" / "onnx-int8"
     assert summary_lines(Result(report, tmp_path))[-2:] == [
-        f"Try it: smelt predict {place} {tried}",
-        f"Ship it: {shipped.format(place)}",
+        f"Try it: smelt predict {artifact_path} {tried}",
+        f"Ship it: {shipped.format(artifact_path)}",
     ]

@@ -46,8 +46,8 @@ def step(stage=Finetune, **settings):
     )
 
 
-def key(of=None, made=None, ancestors=ANCESTORS):
-    return (of or shop()).step_key(made or step(), ancestors)
+def key(of=None, step_draft=None, ancestors=ANCESTORS):
+    return (of or shop()).step_key(step_draft or step(), ancestors)
 
 
 def test_step_key_is_equal_for_equal_work():
@@ -62,8 +62,8 @@ def test_step_key_is_equal_for_equal_work():
         lambda: key(shop(seed=1)),
         lambda: key(shop(data={"train": Split("made", ROWS.examples[:1])})),
         lambda: key(shop(versions={"torch": "2.14"})),
-        lambda: key(made=step(learning_rate=0.5)),
-        lambda: key(made=step(Onnx)),
+        lambda: key(step_draft=step(learning_rate=0.5)),
+        lambda: key(step_draft=step(Onnx)),
         lambda: key(ancestors=parent("another")),
     ],
 )
@@ -72,13 +72,13 @@ def test_step_key_differs_for_different_work(other):
 
 
 def test_step_key_includes_master_weights_only_if_training_resumes_from_them():
-    kept, others = (
-        parent(**{MASTER_WEIGHTS_FILE: FileRecord(sha256=word * 64, size_bytes=1)}) for word in ("a", "b")
+    parents, others = (
+        parent(**{MASTER_WEIGHTS_FILE: FileRecord(sha256=digit * 64, size_bytes=1)}) for digit in ("a", "b")
     )
-    assert len({key(), key(ancestors=kept), key(ancestors=others)}) == 3
-    beside, graph = step(lora={"rank": 2}), step(Onnx)
-    assert key(made=beside, ancestors=kept) == key(made=beside)  # codes stay as they are
-    assert key(made=graph, ancestors=kept) == key(made=graph)
+    assert len({key(), key(ancestors=parents), key(ancestors=others)}) == 3
+    lora_step, graph = step(lora={"rank": 2}), step(Onnx)
+    assert key(step_draft=lora_step, ancestors=parents) == key(step_draft=lora_step)  # codes stay as they are
+    assert key(step_draft=graph, ancestors=parents) == key(step_draft=graph)
     weights = parent(**{"model.safetensors": FileRecord(sha256="a" * 64, size_bytes=1)})
     assert key(ancestors=weights) == key()
 
@@ -87,7 +87,7 @@ def test_step_key_depends_on_stage_version():
     class Later(Finetune):
         version = Finetune.version + 1
 
-    assert key(made=replace(step(), stage_class=Later)) != key()
+    assert key(step_draft=replace(step(), stage_class=Later)) != key()
 
 
 def test_step_key_depends_on_training_device(monkeypatch):
@@ -102,25 +102,27 @@ def test_step_key_depends_on_training_device(monkeypatch):
 
 def test_step_key_depends_on_device_of_unit_scoring(monkeypatch):
     monkeypatch.setattr(machine, "cuda_missing_reason", lambda: None)
-    scored = {word: replace(step(Prune), needs=frozenset({word})) for word in ("train", "calibration")}
+    scored = {need: replace(step(Prune), needs=frozenset({need})) for need in ("train", "calibration")}
     free = replace(step(Prune, importance="magnitude"), needs=frozenset())
-    for made in scored.values():
-        assert key(shop(device="cuda"), made) != key(shop(device="cpu"), made)
+    for prune_step in scored.values():
+        assert key(shop(device="cuda"), prune_step) != key(shop(device="cpu"), prune_step)
     assert key(shop(device="cuda"), free) == key(shop(device="cpu"), free)
 
 
 def test_step_key_depends_on_bf16_support_with_auto_precision(monkeypatch):
-    automatic, given = key(), key(made=step(precision="fp32"))
+    automatic, fp32_key = key(), key(step_draft=step(precision="fp32"))
     monkeypatch.setattr(step_runner, "has_bf16_instructions", lambda: not has_bf16_instructions())
     assert key() != automatic
-    assert key(made=step(precision="fp32")) == given
+    assert key(step_draft=step(precision="fp32")) == fp32_key
 
 
 def test_step_key_depends_on_settings_of_selection_metric():
     def scored(**changes):
-        asked = {"batch_size": 8} | changes
-        generation = GenerationSettings(max_new_tokens=asked.pop("new"))
-        return shop(validation_scorer=Scorer(None, "translation", ("bleu",), generation, threads=1, **asked))
+        scorer_options = {"batch_size": 8} | changes
+        generation = GenerationSettings(max_new_tokens=scorer_options.pop("new"))
+        return shop(
+            validation_scorer=Scorer(None, "translation", ("bleu",), generation, threads=1, **scorer_options)
+        )
 
     chosen = step(metric_for_best_model="bleu")
     assert key(scored(new=5), chosen) == key(scored(new=5), chosen)
@@ -130,18 +132,18 @@ def test_step_key_depends_on_settings_of_selection_metric():
 
 
 def test_bf16_support_is_read_from_cpu_flags(tmp_path):
-    for words, answer in (("fpu avx2 avx512_bf16", True), ("fpu amx_tile", True), ("fpu avx512f", False)):
-        (tmp_path / words.replace(" ", "-")).write_text(f"flags : {words}\n")
-        assert has_bf16_instructions(tmp_path / words.replace(" ", "-")) == answer
+    for flags, expected in (("fpu avx2 avx512_bf16", True), ("fpu amx_tile", True), ("fpu avx512f", False)):
+        (tmp_path / flags.replace(" ", "-")).write_text(f"flags : {flags}\n")
+        assert has_bf16_instructions(tmp_path / flags.replace(" ", "-")) == expected
     assert not has_bf16_instructions(tmp_path / "nothing")
 
 
-@pytest.mark.parametrize(("wanted", "lacks", "place"), [
+@pytest.mark.parametrize(("wanted", "lacks", "expected_device"), [
     ("auto", None, "cuda"), ("auto", "no driver", "cpu"), ("cpu", None, "cpu"), ("cuda", None, "cuda"),
 ])  # fmt: skip
-def test_training_device_is_requested_one_if_available(wanted, lacks, place, monkeypatch):
+def test_training_device_is_requested_one_if_available(wanted, lacks, expected_device, monkeypatch):
     monkeypatch.setattr(machine, "cuda_missing_reason", lambda: lacks)
-    assert training_device(wanted) == place
+    assert training_device(wanted) == expected_device
 
 
 @pytest.mark.parametrize(
@@ -155,5 +157,5 @@ def test_training_device_is_requested_one_if_available(wanted, lacks, place, mon
 )
 def test_step_measured_on_machine_has_machine_key(settings, measures):
     step = SimpleNamespace(needs=frozenset(), settings=OnnxSettings(**settings))
-    found = StepRunner._machine_key(SimpleNamespace(device="cpu"), step)
-    assert found == ({"machine": machine_id(), "cores": available_cores()} if measures else {})
+    machine_key = StepRunner._machine_key(SimpleNamespace(device="cpu"), step)
+    assert machine_key == ({"machine": machine_id(), "cores": available_cores()} if measures else {})

@@ -102,15 +102,15 @@ def test_mlflow_and_tensorboard_equal_report_also_for_cached_run(tmp_path, monke
     assert [step["status"] for step in report["steps"]] == ["cached"] * 3
     assert [p["curve"]["step"] for p in report["steps"][1]["details"]["phases"]] == [[1, 2], [1, 2, 3]]
     expected = expected_history(report)
-    for found in mlflow_runs(store):
-        assert {name: found.history[name] for name in expected} == {
+    for mlflow_run in mlflow_runs(store):
+        assert {name: mlflow_run.history[name] for name in expected} == {
             name: [(step, pytest.approx(value)) for step, value in points]
             for name, points in expected.items()
         }
-        assert found.run.info.status == "FINISHED"
-        assert found.run.data.params["artifacts/prune"] == str(out / "artifacts" / "prune")
-        assert found.files == set(trackers.REPORT_FILES)
-        assert [s["quality"] for s in found.report["steps"]] == [s["quality"] for s in report["steps"]]
+        assert mlflow_run.run.info.status == "FINISHED"
+        assert mlflow_run.run.data.params["artifacts/prune"] == str(out / "artifacts" / "prune")
+        assert mlflow_run.files == set(trackers.REPORT_FILES)
+        assert [s["quality"] for s in mlflow_run.report["steps"]] == [s["quality"] for s in report["steps"]]
     events = EventAccumulator(str(out / trackers.TENSORBOARD_FOLDER)).Reload()
     assert {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in expected} == {
         tag: [(step, pytest.approx(value, rel=1e-6)) for step, value in points]
@@ -182,19 +182,19 @@ def test_tracker_services_get_documented_arguments(tmp_path, monkeypatch, fake):
     tracker.finish([tmp_path / "report.md"], "passed")
     init, *calls, last = module.calls
     assert init == ("init", {"project": "toy", "name": "toy-1", "config": {"seed": "0"}})
-    logged = [values for called, values in calls if called == "log"]
+    log_calls = [values for called, values in calls if called == "log"]
     if name == "wandb":
         assert calls[0] == ("define", {"name": "taught/*", "axis": "taught/update"})
-        assert [v["data"] for v in logged] == [{"taught/train_loss": 2.0, "taught/update": 7}]
+        assert [v["data"] for v in log_calls] == [{"taught/train_loss": 2.0, "taught/update": 7}]
         assert module.summary == {"prune/chrf": 30.0, "status": "passed"}
         assert ("save", {"path": str(tmp_path / "report.md")}) in calls
         assert last == ("finish", {"exit_code": 0})
         return
-    assert logged[:2] == [
+    assert log_calls[:2] == [
         {"data": {"taught/train_loss": 2.0}, "step": 7},
         {"data": {"prune/chrf": 30.0}, "step": 0},
     ]
-    assert "the report" in logged[2]["data"]["report"][0]
+    assert "the report" in log_calls[2]["data"]["report"][0]
     assert last == ("finish", {})
 
 
@@ -220,7 +220,7 @@ def test_failing_trackers_warn_without_stopping_run(tmp_path, monkeypatch):
     harness.smelt("run", recipe, "--out", out, "--until", "taught", code=0)
     report = load_json(out / "report.json")
     assert report["status"] == "passed"
-    failed = [found["message"] for found in report["warnings"] if found["code"] == "tracker-failed"]
+    failed = [message["message"] for message in report["warnings"] if message["code"] == "tracker-failed"]
     # in the order of their failures: at the start, after the step `model`, in training, at the end
     order = ["mlflow", "swanlab", "wandb", "tensorboard"]
     assert [next(name for name in fails if name in text) for text in failed] == order

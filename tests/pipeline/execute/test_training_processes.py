@@ -234,14 +234,14 @@ def test_fp16_without_gpu_is_rejected_before_run(home, monkeypatch):
 
 @pytest.mark.quick
 def test_failures_of_other_machines_report_cause_and_output(tmp_path):
-    lost = {
+    failure = {
         "code": "unexpected",
         "message": "process 2: RuntimeError: closed",
         "setting": None,
         "exit_code": 1,
     }
     failures = {1: {"code": None, "exit": -9, "output": "killed"},
-                2: lost | {"time": 1.0, "exit": 1, "output": "closed"}}  # fmt: skip
+                2: failure | {"time": 1.0, "exit": 1, "output": "closed"}}  # fmt: skip
     training_processes._write_failures(tmp_path, 1, failures)
     error = training_processes._first_error(tmp_path, "finetune")
     assert error.code == "training-process-died"
@@ -264,17 +264,20 @@ def test_processes_and_threads_per_node_are_read_from_environment(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(10)))
     for _ in range(2):  # also once the run has removed torchrun's limit
-        found = training_processes._environment_of_rank({"port": 1}, None)
-        assert (found["LOCAL_WORLD_SIZE"], found["OMP_NUM_THREADS"]) == (processes, threads)
+        environment_of_rank = training_processes._environment_of_rank({"port": 1}, None)
+        assert (environment_of_rank["LOCAL_WORLD_SIZE"], environment_of_rank["OMP_NUM_THREADS"]) == (
+            processes,
+            threads,
+        )
         training_processes.use_all_cores()
     assert ("OMP_NUM_THREADS" in os.environ) == ("SLURM_NODEID" in environment and threads == "1")
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("code", "kept"), [("unexpected", True), ("out-of-memory", True), ("non-finite-loss", False)]
+    ("code", "is_kept"), [("unexpected", True), ("out-of-memory", True), ("non-finite-loss", False)]
 )
-def test_checkpoints_are_kept_after_machine_failures_only(home, alone, tmp_path, code, kept):
+def test_checkpoints_are_kept_after_machine_failures_only(home, alone, tmp_path, code, is_kept):
     class Failing:
         def applies_to(self, step):
             return True
@@ -292,7 +295,7 @@ def test_checkpoints_are_kept_after_machine_failures_only(home, alone, tmp_path,
     checkpoint.mkdir(parents=True)
     with raises_code(code):
         runner.run_step(step, {"model": model}, fresh=False)
-    assert checkpoint.exists() == kept
+    assert checkpoint.exists() == is_kept
 
 
 @pytest.mark.quick

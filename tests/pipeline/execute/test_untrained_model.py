@@ -41,10 +41,10 @@ def test_classifier_config_takes_labels_from_data(home):
 def test_untrained_model_is_cached_and_depends_on_seed(home):
     until = ("--until", "finetune", "--set", "finetune.max_steps=1")
     first = run_recipe(home, CLASSIFIER, "a", *until)
-    again = run_recipe(home, CLASSIFIER, "b", *until)
+    second = run_recipe(home, CLASSIFIER, "b", *until)
     other = run_recipe(home, CLASSIFIER, "c", *until, "--set", "seed=1")
-    assert [first["model"]["status"], again["model"]["status"]] == ["done", "cached"]
-    assert first["model"]["key"] == again["model"]["key"] != other["model"]["key"]
+    assert [first["model"]["status"], second["model"]["status"]] == ["done", "cached"]
+    assert first["model"]["key"] == second["model"]["key"] != other["model"]["key"]
 
 
 def test_sequence_model_is_trained_from_config(home):
@@ -73,8 +73,8 @@ def test_tokenizer_of_untrained_model_can_come_from_folder(home):
     steps = run_recipe(home, text, "run", "--set", "finetune.max_steps=1", "--until", "finetune")
     folder = home / "run" / "artifacts" / "model"
     assert (folder / "vocab.txt").read_text() == (home / "other" / "vocab.txt").read_text()
-    words = len((home / "other" / "vocab.txt").read_text().splitlines())
-    assert json.loads((folder / "config.json").read_text())["vocab_size"] == words
+    num_tokens = len((home / "other" / "vocab.txt").read_text().splitlines())
+    assert json.loads((folder / "config.json").read_text())["vocab_size"] == num_tokens
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["settings"]["tokenizer"] == "other"
     assert steps["model"]["parameters"] == manifest["details"]["parameters"]

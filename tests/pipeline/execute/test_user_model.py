@@ -39,21 +39,21 @@ def test_bits_per_weight_of_quantized_checkpoint(tmp_path, method, zeros):
     details, text = _told(tmp_path)
     # of each block: query and output 64 x 64, key and value 32 x 64, gate and up 96 x 64, down 64 x 96
     narrow = 64 + 64 + 32 + 32 + 96 + 96
-    taken = 8 * (narrow * _rows(64, 32, zeros) + 64 * _rows(96, 32, zeros))
-    wanted = taken / (narrow * 64 + 64 * 96)
-    assert (wanted == 4.5) is not zeros
-    assert details["bits_per_weight"] == pytest.approx(wanted, abs=5e-4)
+    total_bits = 8 * (narrow * _rows(64, 32, zeros) + 64 * _rows(96, 32, zeros))
+    expected_bits = total_bits / (narrow * 64 + 64 * 96)
+    assert (expected_bits == 4.5) is not zeros
+    assert details["bits_per_weight"] == pytest.approx(expected_bits, abs=5e-4)
     assert "| bits per weight |" in text
     assert f"| {details['bits_per_weight']} |" in text
 
 
 def test_bits_per_weight_of_quantized_artifact_equal_its_step(tmp_path):
     source = causal.write_model(tmp_path / "float", "llama")
-    made = every_family.run_stage(
+    artifact = every_family.run_stage(
         Quantize(), QuantizeSettings(scheme="int3"), source, "llama", tmp_path / "m"
     )
     details, _ = _told(tmp_path)
-    assert details["bits_per_weight"] == made.details["bits_per_weight"]
+    assert details["bits_per_weight"] == artifact.details["bits_per_weight"]
 
 
 def test_float_model_has_no_bits_per_weight(tmp_path):

@@ -85,14 +85,16 @@ def test_stage_exception_keeps_finished_steps(home, tmp_path, monkeypatch, error
     assert report["status"] == "error"
     assert [steps[n]["status"] for n in ("model", "prune", "other")] == ["done"] * 3
     assert steps["quantize"]["status"] == "not-reached"
-    found = steps["finetune"]["error"]
+    step_error = steps["finetune"]["error"]
     log = tmp_path / "r" / "log.txt"
-    assert found["code"] == "unforeseen"
-    assert all(value in found["message"] for value in ("finetune: ", f"{type(error).__name__}:", str(log)))
+    assert step_error["code"] == "unforeseen"
+    assert all(
+        value in step_error["message"] for value in ("finetune: ", f"{type(error).__name__}:", str(log))
+    )
     assert "finetune: error[unforeseen]: " in result.output
-    logged = log.read_text()
-    assert "Traceback (most recent call last)" in logged
-    assert "in call" in logged
+    log_text = log.read_text()
+    assert "Traceback (most recent call last)" in log_text
+    assert "in call" in log_text
     _require_whole(tmp_path, 3)
     monkeypatch.undo()
     assert _run(home, tmp_path).exit_code == 0
@@ -143,9 +145,9 @@ def test_out_of_memory_errors_are_recognized(tmp_path, error):
 def test_torch_allocation_failure_is_reported_as_out_of_memory(tmp_path):
     import torch
 
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError) as excinfo:
         torch.empty(2**55, dtype=torch.uint8)
-    explained = explain_step_error(caught.value, "prune", tmp_path, tmp_path / "log.txt")
+    explained = explain_step_error(excinfo.value, "prune", tmp_path, tmp_path / "log.txt")
     assert explained.code == "out-of-memory"
     assert str(2**55) in str(explained)
 
@@ -180,9 +182,9 @@ def test_disk_full_while_copying_names_target(tmp_path):
 
 def test_disk_full_without_file_names_last_written_file(tmp_path):
     (tmp_path / "out" / "graphs").mkdir(parents=True)
-    for name, at in (("z.bin", 10), ("graphs/last.bin", 30), ("a.bin", 20)):
+    for name, mtime in (("z.bin", 10), ("graphs/last.bin", 30), ("a.bin", 20)):
         (tmp_path / "out" / name).touch()
-        os.utime(tmp_path / "out" / name, (at, at))
+        os.utime(tmp_path / "out" / name, (mtime, mtime))
     os.utime(tmp_path / "out" / "graphs", (40, 40))
     explained = explain_step_error(
         RuntimeError("No space left on device"), "onnx", tmp_path, tmp_path / "log"
@@ -209,9 +211,9 @@ def test_full_disk_keeps_finished_steps(home, tmp_path, small_disk):
     (small_disk / "ballast").write_bytes(b"x" * (os.statvfs(small_disk).f_bavail * 4096 - 60_000))
     result = _run(home, tmp_path, "--until", "finetune", *store)
     assert result.exit_code == 1
-    found = _steps(tmp_path)[1]["finetune"]["error"]
-    assert found["code"] == "disk-full"
-    assert str(small_disk / "s" / "tmp") in found["message"]
+    error = _steps(tmp_path)[1]["finetune"]["error"]
+    assert error["code"] == "disk-full"
+    assert str(small_disk / "s" / "tmp") in error["message"]
     assert len(list((small_disk / "s" / "artifacts").iterdir())) == 2
     assert not list((small_disk / "s" / "tmp").iterdir())
     (small_disk / "ballast").unlink()
@@ -348,15 +350,15 @@ def test_failed_rebuild_keeps_old_artifact(home, tmp_path, monkeypatch):
 
 
 def test_report_of_running_run_has_status_interrupted(home, tmp_path, monkeypatch):
-    seen = []
+    statuses = []
 
     def look(self, src, settings, ctx):
-        seen.append(_steps(tmp_path)[0]["status"])
+        statuses.append(_steps(tmp_path)[0]["status"])
         raise KeyError
 
     monkeypatch.setattr(Finetune, "__call__", look)
     _run(home, tmp_path)
-    assert seen == ["interrupted"]
+    assert statuses == ["interrupted"]
 
 
 @pytest.mark.quick
@@ -375,12 +377,12 @@ def test_errors_name_user_paths_instead_of_store_paths(home, tmp_path, monkeypat
 
     monkeypatch.setattr(Prune, "__call__", broken)
     assert _run(home, tmp_path).exit_code == 1
-    found = _steps(tmp_path)[1]["prune"]["error"]
-    assert found["code"] == "made-up"
-    message = found["message"]
+    error = _steps(tmp_path)[1]["prune"]["error"]
+    assert error["code"] == "made-up"
+    message = error["message"]
     assert "artifacts/model/config.json" in message
     store = tmp_path / "s"
     assert str(store) not in message
-    place = store / "tmp" / "ab12" / "out" / "x.json"
-    copied = with_user_paths(RunError(f"{place}: wrong", code="a"), store, home, {})
+    store_path = store / "tmp" / "ab12" / "out" / "x.json"
+    copied = with_user_paths(RunError(f"{store_path}: wrong", code="a"), store, home, {})
     assert (str(copied), copied.code, type(copied)) == (f"{home}/x.json: wrong", "a", RunError)

@@ -32,7 +32,7 @@ def test_fuzzer_detects_panics_and_exceptions(tmp_path, monkeypatch):
     def panics(*_):
         raise Panic
 
-    for wrong in (panics, lambda *_: 1 / 0):
-        monkeypatch.setattr("smelt.pipeline.plan.load_plan.load_plan", wrong)
-        [found] = fuzz.fuzz("recipes", 1, tmp_path / "home")
-        assert found.startswith("recipes 0: recipe.yaml: smelt plan recipe.yaml: ")
+    for failing_load in (panics, lambda *_: 1 / 0):
+        monkeypatch.setattr("smelt.pipeline.plan.load_plan.load_plan", failing_load)
+        [failure] = fuzz.fuzz("recipes", 1, tmp_path / "home")
+        assert failure.startswith("recipes 0: recipe.yaml: smelt plan recipe.yaml: ")

@@ -91,38 +91,40 @@ def test_runs_killed_at_random_moments_equal_undisturbed_run(tmp_path, server, k
     tiny.write_bert(home / "m")
     tiny.write_labeled(home / "data.jsonl", 8)
     (home / "recipe.yaml").write_text(RECIPE)
-    moments = random.Random(7)
+    rng = random.Random(7)
     before = "" if locks else WITHOUT_LOCKS
     started = time.monotonic()
     server.start(*_command(home, tmp_path / "calm"), before=before)
     assert server.wait() == 0
-    whole = time.monotonic() - started
-    calm = _outcome(tmp_path / "calm")
-    assert len(calm[0]) == 7
-    killed, campaign, interrupted = 0, 0, 0
-    while killed < kills:
+    duration = time.monotonic() - started
+    expected_outcome = _outcome(tmp_path / "calm")
+    assert len(expected_outcome[0]) == 7
+    num_killed, campaign, interrupted = 0, 0, 0
+    while num_killed < kills:
         folder = tmp_path / f"stormy-{campaign}"
         campaign += 1
         assert campaign <= kills, "no run lasted long enough to be killed"
-        ended = -signal.SIGKILL
-        while ended == -signal.SIGKILL and killed < kills:
+        exit_code = -signal.SIGKILL
+        while exit_code == -signal.SIGKILL and num_killed < kills:
             process = server.start(*_command(home, folder), before=before)
-            time.sleep(moments.uniform(0, whole / 2))
+            time.sleep(rng.uniform(0, duration / 2))
             os.kill(process, signal.SIGKILL)  # not reaped before `wait`, so it is still the same
-            ended = server.wait()
-            assert ended in (-signal.SIGKILL, 0)
-            killed += ended == -signal.SIGKILL
+            exit_code = server.wait()
+            assert exit_code in (-signal.SIGKILL, 0)
+            num_killed += exit_code == -signal.SIGKILL
             _require_no_half_artifact(folder)
             report = folder / "r" / "report.json"
-            if ended and report.is_file():
+            if exit_code and report.is_file():
                 interrupted += json.loads(report.read_text())["status"] == "interrupted"
-        if ended:
+        if exit_code:
             server.start(*_command(home, folder), before=before)
             assert server.wait() == 0
-        assert _outcome(folder) == calm
+        assert _outcome(folder) == expected_outcome
         # a kill between the making of a marker and its record leaves an empty file for an hour
-        left = [path for path in (folder / "s" / "tmp").iterdir() if path.is_dir() or path.stat().st_size]
-        assert not left
+        leftovers = [
+            path for path in (folder / "s" / "tmp").iterdir() if path.is_dir() or path.stat().st_size
+        ]
+        assert not leftovers
         assert not list(partial_files(folder / "r"))
         assert not list((folder / "s" / "locks").iterdir())
     assert interrupted or not locks, "no kill fell between two steps"

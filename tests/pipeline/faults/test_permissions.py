@@ -112,8 +112,8 @@ def test_other_user_can_read_deployed_artifact(home):
         finally:
             os.umask(before)
         assert result.exit_code == 0, result.output
-        made = [str(path) for path in (out / "r" / "artifacts").iterdir()]
-        assert len(made) == 3
-        command = [sys.executable, "-c", READ, *made]
+        artifacts = [str(path) for path in (out / "r" / "artifacts").iterdir()]
+        assert len(artifacts) == 3
+        command = [sys.executable, "-c", READ, *artifacts]
         done = subprocess.run(command, capture_output=True, text=True, cwd="/", check=False)
         assert done.returncode == 0, done.stderr

@@ -99,7 +99,7 @@ def test_commands_do_not_import_files_of_current_folder(tmp_path: Path) -> None:
     codes = json.loads(done.stdout.splitlines()[-1])
     assert {command: code for command, code in codes.items() if code} == {}, done.stdout + done.stderr
     assert not marks.exists(), marks.read_text()
-    assert [word for word in WARNINGS if word in done.stdout + done.stderr] == []
+    assert [warning for warning in WARNINGS if warning in done.stdout + done.stderr] == []
 
 
 def test_python_m_smelt_imports_no_other_file_of_current_folder(tmp_path: Path) -> None:
@@ -121,13 +121,13 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_infer_py_imports_no_file_of_current_or_own_folder(where: str, expected: str, tmp_path: Path) -> None:
     package = standalone_package("classifier")
     if where == "own":
-        own = tmp_path / "package"
-        own.mkdir()
+        package_copy = tmp_path / "package"
+        package_copy.mkdir()
         for path in package.iterdir():
-            (own / path.name).symlink_to(path)
-        (own / "infer.py").unlink()
-        (own / "infer.py").write_bytes((package / "infer.py").read_bytes())
-        package = own
+            (package_copy / path.name).symlink_to(path)
+        (package_copy / "infer.py").unlink()
+        (package_copy / "infer.py").write_bytes((package / "infer.py").read_bytes())
+        package = package_copy
     marks = plant(package if where == "own" else tmp_path, ("json", "numpy", "tokenizers", "onnxruntime"))
     done = python(tmp_path if where == "current" else package, "-B", package / "infer.py", "dogs")
     assert done.stdout == expected != "", done.stderr

@@ -41,11 +41,11 @@ def test_dead_and_hanging_timing_workers_are_step_errors(tmp_path, monkeypatch):
     def sabotaged(self, **request):
         if request["op"] == "load":
             loaded[self] = read_artifact(Path(request["artifact"])).manifest.settings
-        victim = loaded.get(self, {})
-        if request["op"] == "round" and victim.get("targets") == ["ffn"]:
-            dies = victim["keep_ratio"] == 0.5
-            os.kill(self._process.pid, signal.SIGKILL if dies else signal.SIGSTOP)
-            self._time_limit = self._time_limit if dies else 0.5
+        settings = loaded.get(self, {})
+        if request["op"] == "round" and settings.get("targets") == ["ffn"]:
+            is_killed = settings["keep_ratio"] == 0.5
+            os.kill(self._process.pid, signal.SIGKILL if is_killed else signal.SIGSTOP)
+            self._time_limit = self._time_limit if is_killed else 0.5
         return ask(self, **request)
 
     monkeypatch.setattr(WorkerProcess, "ask", sabotaged)
@@ -58,26 +58,26 @@ def test_dead_and_hanging_timing_workers_are_step_errors(tmp_path, monkeypatch):
     validate_report(report)
     steps = {step["name"]: step for step in report["steps"]}
     assert report["status"] == "error"
-    died, hangs = steps["dies"]["error"], steps["hangs"]["error"]
-    assert (died["code"], hangs["code"]) == ("timing-process-died", "timing-timed-out")
-    assert all(value in died["message"] for value in ("latency: ", "'round'", "signal 9"))
-    assert all(value in hangs["message"] for value in ("latency: ", "'round'", "0.5 s"))
+    dead_error, hanging_error = steps["dies"]["error"], steps["hangs"]["error"]
+    assert (dead_error["code"], hanging_error["code"]) == ("timing-process-died", "timing-timed-out")
+    assert all(value in dead_error["message"] for value in ("latency: ", "'round'", "signal 9"))
+    assert all(value in hanging_error["message"] for value in ("latency: ", "'round'", "0.5 s"))
     assert [steps[n]["status"] for n in ("dies", "hangs", "lives")] == ["done"] * 3
     assert steps["dies"]["latency"] == steps["hangs"]["latency"] == []
     assert steps["lives"]["latency"][0]["speedup"] > 0
     assert steps["model"]["latency"][0]["speedup"] == 1
     assert steps["lives"]["quality"]["accuracy"]["n"] == 8
-    for place in (
+    for directory in (
         result.output,
         (tmp_path / "r/report.md").read_text(),
         (tmp_path / "r/report.html").read_text(),
     ):
-        assert "0.5 s" in place
-        assert "timing-timed-out" not in place  # its text, and not the object
+        assert "0.5 s" in directory
+        assert "timing-timed-out" not in directory  # its text, and not the object
 
     # what failed is not kept, so the next run takes these times again, and only these
-    kept = [json.loads(path.read_text()) for path in (tmp_path / ".store" / "scores").iterdir()]
-    timed = [score["rows"] for score in kept if "rows" in score]
+    stored_scores = [json.loads(path.read_text()) for path in (tmp_path / ".store" / "scores").iterdir()]
+    timed = [score["rows"] for score in stored_scores if "rows" in score]
     assert sorted(map(str, timed)) == sorted(str(steps[n]["latency"]) for n in ("model", "lives"))
 
 

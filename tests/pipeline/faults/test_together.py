@@ -94,9 +94,9 @@ def test_concurrent_runs_of_same_step_compute_it_once(home, server, tmp_path, sl
     assert f"process {slow_run} " in str(error)
 
     arguments = [*_arguments(home, tmp_path / "apart", tmp_path / "s"), "--set", "prune.keep_ratio=0.25"]
-    apart = harness.smelt(*arguments)
-    assert apart.exit_code == 0, apart.output
-    assert "waits for" not in apart.output
+    third_result = harness.smelt(*arguments)
+    assert third_result.exit_code == 0, third_result.output
+    assert "waits for" not in third_result.output
     assert server.is_running()
 
     waits = f"prune: waits for process {slow_run}, which is making the same step"
@@ -113,8 +113,8 @@ def test_concurrent_runs_of_same_step_compute_it_once(home, server, tmp_path, sl
         assert other.result(timeout=120).exit_code == 0
     assert _statuses(tmp_path / "one") == ["done", "done"]
     assert _statuses(tmp_path / "two") == ["cached", "cached"]
-    for made in (tmp_path / "s" / "artifacts").iterdir():
-        read_artifact(made).verify()
+    for artifact in (tmp_path / "s" / "artifacts").iterdir():
+        read_artifact(artifact).verify()
     assert not list((tmp_path / "s" / "locks").iterdir())
 
 
@@ -132,10 +132,10 @@ def test_step_of_killed_run_can_be_run_again(home, server, tmp_path, slow_run):
 def test_latency_is_measured_by_one_run_at_a_time(home, tmp_path, monkeypatch):
     from smelt.pipeline.execute.latency_scores import LatencyScores
 
-    seen = []
+    owners = []
 
     def measure(self, artifacts, *arguments):
-        seen.append(str(read_owner(tmp_path / "s" / "locks" / "latency.lock")))
+        owners.append(str(read_owner(tmp_path / "s" / "locks" / "latency.lock")))
         return {}
 
     monkeypatch.setattr(LatencyScores, "measure", measure)
@@ -143,4 +143,4 @@ def test_latency_is_measured_by_one_run_at_a_time(home, tmp_path, monkeypatch):
     arguments[arguments.index("prune")] = "model"
     result = harness.smelt(*arguments, "--set", "score.latency={}")
     assert result.exit_code == 0, result.output
-    assert seen == [f"process {os.getpid()}"]
+    assert owners == [f"process {os.getpid()}"]

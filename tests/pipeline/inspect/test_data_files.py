@@ -30,12 +30,12 @@ LAYOUTS = [
 KINDS = [".jsonl", ".json", ".csv", ";.csv", ".tsv", ".parquet", ".jsonl.gz"]
 
 
-def _row(task, at, label):
-    sentence = f"{tiny.SENTENCES[at % 10]} {tiny.SENTENCES[at // 10 % 10]}"
+def _row(task, index, label):
+    sentence = f"{tiny.SENTENCES[index % 10]} {tiny.SENTENCES[index // 10 % 10]}"
     if task == "text-classification":
-        return {"text": sentence, "label": label(at)}
+        return {"text": sentence, "label": label(index)}
     if task == embedders.TASK:
-        return {"sentence1": sentence, "sentence2": sentence[::-1], "score": at / 7}
+        return {"sentence1": sentence, "sentence2": sentence[::-1], "score": index / 7}
     if task == "text-generation":
         return {"question": sentence, "answer": sentence[::-1]}
     return (
@@ -78,7 +78,7 @@ def test_init_recipe_plans_for_every_family_and_data_layout(tmp_path, models, mo
     folder.mkdir()
     # every kind of file comes with every layout, not with every family
     kind = KINDS[(LAYOUTS.index(layout) + len(family)) % len(KINDS)]
-    rows = [_row(task, at, lambda at: at % 2) for at in range(30)]
+    rows = [_row(task, row_number, lambda index: index % 2) for row_number in range(30)]
     files = [_write(folder / name, kind, rows) for name in layout]
     untrained = family == "bare" and "train" not in layout and layout != ("reviews",)
     # so does a folder, and files one by one
@@ -102,13 +102,13 @@ def test_init_recipe_plans_for_every_family_and_data_layout(tmp_path, models, mo
 
 
 LABELS = [
-    (lambda at: at % 2, {}, "accuracy"),
-    (lambda at: float(at % 2), {}, "accuracy"),
-    (lambda at: f"class {at % 3}", None, "accuracy"),
-    (lambda at: at % 3 + 1, None, "accuracy"),
-    (lambda at: at / 7, None, "pearson"),
-    (lambda at: "a|b" if at % 2 else "b", None, "f1_micro"),
-    (lambda at: at / 7, {"problem_type": "regression", "id2label": {0: "amount"}}, "pearson"),
+    (lambda index: index % 2, {}, "accuracy"),
+    (lambda index: float(index % 2), {}, "accuracy"),
+    (lambda index: f"class {index % 3}", None, "accuracy"),
+    (lambda index: index % 3 + 1, None, "accuracy"),
+    (lambda index: index / 7, None, "pearson"),
+    (lambda index: "a|b" if index % 2 else "b", None, "f1_micro"),
+    (lambda index: index / 7, {"problem_type": "regression", "id2label": {0: "amount"}}, "pearson"),
 ]
 
 
@@ -123,7 +123,9 @@ def test_init_recipe_plans_for_every_label_kind(tmp_path, models, kind, labels):
         model = shutil.copytree(models["bert"], tmp_path / "m")
         path = model / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | config))
-    file = _write(tmp_path / "reviews", kind, [_row("text-classification", at, label) for at in range(60)])
+    file = _write(
+        tmp_path / "reviews", kind, [_row("text-classification", number, label) for number in range(60)]
+    )
     plan = init_models.plan_recipe(model, [file], tmp_path / "r.yaml")
     assert f"gates: {{{metric}: " in (tmp_path / "r.yaml").read_text()
     assert {name: len(split) for name, split in plan.splits.items()} == {
@@ -144,13 +146,13 @@ def test_single_text_file_is_split(tmp_path, models):
 
 
 def test_unplannable_data_are_rejected_before_writing(tmp_path, models):
-    rows = [{"text": f"a {at}", "label": "x" if at == 2 else at % 2} for at in range(9)]
+    rows = [{"text": f"a {number}", "label": "x" if number == 2 else number % 2} for number in range(9)]
     _write(tmp_path / "train", ".jsonl", rows)
-    with raises_code("unknown-label", InputError) as caught:
+    with raises_code("unknown-label", InputError) as excinfo:
         init_recipe(str(models["bert"]), [tmp_path / "train.jsonl"], str(tmp_path / "r.yaml"))
-    [found] = caught.value.messages
-    assert found.setting == "data.train"
-    assert all(value in found.message for value in ("train.jsonl:3: ", "'x'"))
+    [error] = excinfo.value.messages
+    assert error.setting == "data.train"
+    assert all(value in error.message for value in ("train.jsonl:3: ", "'x'"))
     _write(tmp_path / "train", ".jsonl", rows[:2])
     with raises_code("too-few-texts", InputError):
         init_recipe(str(models["bert"]), [tmp_path / "train.jsonl"], str(tmp_path / "r.yaml"))
@@ -166,18 +168,18 @@ def test_embedder_max_tokens_is_its_truncation_length(tmp_path):
 def test_inspected_model_facts_are_correct(models, tmp_path):
     from transformers import AutoModelForSeq2SeqLM
 
-    seen = inspect_model(str(models["marian"]))
+    info = inspect_model(str(models["marian"]))
     model = AutoModelForSeq2SeqLM.from_pretrained(models["marian"], local_files_only=True)
     fixed = {id(p) for n, p in model.named_parameters() if "embed_positions" in n}
     stored = sum(p.numel() for p in model.parameters() if id(p) not in fixed)
     stored += model.final_logits_bias.numel()  # a buffer that the file holds
-    assert (seen.family, seen.task, seen.dtype, seen.parameters) == (
+    assert (info.family, info.task, info.dtype, info.parameters) == (
         "marian",
         "translation",
         "float32",
         stored,
     )
-    assert seen.max_tokens == 40
+    assert info.max_tokens == 40
     assert inspect_model(str(models["roberta"])).max_tokens == 512 - 2
     half = tmp_path / "half"
     model.half().save_pretrained(half)
@@ -213,7 +215,7 @@ def test_columns_with_other_names_are_recognized(tmp_path):
         (tmp_path / "test.jsonl").write_text(json.dumps(row) + "\n")
         assert inspect_data([tmp_path / "test.jsonl"], task).columns == columns
     (tmp_path / "valid.csv").write_text("review,stars\ngood,5\n")
-    found = inspect_data([tmp_path / "valid.csv"], "text-classification")
-    assert found.columns == {"text": "review", "label": "stars"}
-    assert set(found.splits) == {"validation", "test"}
-    assert "validation is scored" in found.notes[0]
+    data = inspect_data([tmp_path / "valid.csv"], "text-classification")
+    assert data.columns == {"text": "review", "label": "stars"}
+    assert set(data.splits) == {"validation", "test"}
+    assert "validation is scored" in data.notes[0]

@@ -58,12 +58,12 @@ def test_state_batch_axis_is_inferred_by_running_graph(
     tmp_path: Path, shapes: tuple[list[Any], ...], order: tuple[str, str], rows: int
 ) -> None:
     axes, without = found(tmp_path, layered(*shapes, order), **arrays(rows))
-    known = GraphSignature.model_validate(
+    signature = GraphSignature.model_validate(
         subprocess_main([str(tmp_path / "m.onnx")])["signature"]
     ).with_batch_axes(axes)
-    assert known.input_batch_axes == {"x": 0, "state": 1}
-    assert [value.axis for value in known.outputs] == [1]
-    assert not list(known.ambiguous_axes(axes))
+    assert signature.input_batch_axes == {"x": 0, "state": 1}
+    assert [value.axis for value in signature.outputs] == [1]
+    assert not list(signature.ambiguous_axes(axes))
     assert without == []
 
 

@@ -95,39 +95,39 @@ def test_hidden_states_with_pooling_config_are_embedder(tmp_path: Path) -> None:
     model = graphs.make_model(nodes, ids, [graphs.value_info("last_hidden_state", ["N", "L", 4])], [table])
     (tmp_path / "config.json").write_text("{}")
     texts = tmp_path / "texts.jsonl"
-    texts.write_text("".join(f'{{"text": "number {at}"}}\n' for at in range(50)))
+    texts.write_text("".join(f'{{"text": "number {number}"}}\n' for number in range(50)))
     assert written(model, tmp_path)["task"] == "custom"
     with raises_code("wrong-format", InputError):
         written(model, tmp_path, texts)
     (tmp_path / "modules.json").write_text("[]")
-    found = written(model, tmp_path, texts)
-    assert found["task"] == "sentence-similarity"
+    recipe = written(model, tmp_path, texts)
+    assert recipe["task"] == "sentence-similarity"
     # no stage trains a graph, so a tenth would be too few to score and the rest unused
-    assert found["data"] == {"train": "texts.jsonl", "split": {"test": 0.8}}
+    assert recipe["data"] == {"train": "texts.jsonl", "split": {"test": 0.8}}
 
 
 def test_arrays_that_do_not_match_named_batch_get_no_axes(tmp_path: Path) -> None:
-    named = graphs.gru_model(["batch", "time", 4], [1, "batch", 8], [1, "batch", 8])
+    model = graphs.gru_model(["batch", "time", 4], [1, "batch", 8], [1, "batch", 8])
     arrays = graphs.gru_rows(tmp_path / "rows.npz", 40)
     arrays["state"] = arrays["state"][:, :39]
     np.savez(tmp_path / "rows.npz", allow_pickle=False, **arrays)
-    assert "axes" not in written(named, tmp_path, tmp_path / "rows.npz")["data"]  # which the plan refuses
+    assert "axes" not in written(model, tmp_path, tmp_path / "rows.npz")["data"]  # which the plan refuses
 
 
 def test_single_npz_file_or_folder_is_split(tmp_path: Path) -> None:
     graphs.write_rows(tmp_path / "data.npz", 50)
     (tmp_path / "rows").mkdir()
     graphs.write_rows(tmp_path / "rows/m_test.npz", 50)
-    for given, name in ((tmp_path / "data.npz", "data.npz"), (tmp_path / "rows", "rows/m_test.npz")):
-        found = written(graphs.two_layer_classifier(), tmp_path, given)["data"]
-        assert found == {"train": name, "split": {"test": 0.8}}
+    for data_path, name in ((tmp_path / "data.npz", "data.npz"), (tmp_path / "rows", "rows/m_test.npz")):
+        data = written(graphs.two_layer_classifier(), tmp_path, data_path)["data"]
+        assert data == {"train": name, "split": {"test": 0.8}}
 
 
 def test_file_role_needs_a_full_word_of_the_name(tmp_path: Path) -> None:
     for name in ("bigvals_test", "bigvals_calibration"):
         graphs.write_rows(tmp_path / f"{name}.npz")
-    found = written(graphs.two_layer_classifier(), tmp_path, tmp_path)["data"]
-    assert found == {"test": "bigvals_test.npz", "calibration": "bigvals_calibration.npz"}
+    splits = written(graphs.two_layer_classifier(), tmp_path, tmp_path)["data"]
+    assert splits == {"test": "bigvals_test.npz", "calibration": "bigvals_calibration.npz"}
     (tmp_path / "rows.csv").write_text("x")
     with pytest.raises(InputError):
         written(graphs.two_layer_classifier(), tmp_path, tmp_path / "rows.csv")

@@ -56,8 +56,8 @@ def test_init_recipe_for_quantized_model_plans(kind, fast, folder, tmp_path, mon
         text = written(folder, kind, path, "train.txt", "test.txt", fast=fast)
         assert max(len(line) for line in text.splitlines() if not line.startswith("model:")) <= 80
         plan = load_plan(path)
-        found = [step.name for step in plan.steps if step.name != "openvino"]
-        assert found == ["onnx-codes", "tuned", "onnx-tuned"]
+        names = [step.name for step in plan.steps if step.name != "openvino"]
+        assert names == ["onnx-codes", "tuned", "onnx-tuned"]
         assert ("openvino" in [step.name for step in plan.steps]) == (machine is EVERYTHING)
         parents = {step.name: step.parent for step in plan.steps}
         assert parents | {"openvino": "model"} == {
@@ -77,8 +77,8 @@ def test_quantized_model_without_training_data_is_only_exported(folder, tmp_path
 
 
 def test_pairs_without_scores_are_not_trained_on(folder):
-    seen = replace(inspect_model(str(folder / "gptq")), task="sentence-similarity")
-    assert [step.stage for step in quantized_model_steps(seen, CPU, train=True)] == ["onnx"]
+    info = replace(inspect_model(str(folder / "gptq")), task="sentence-similarity")
+    assert [step.stage for step in quantized_model_steps(info, CPU, train=True)] == ["onnx"]
 
 
 @pytest.mark.parametrize(("kind", "fast"), [("gptq", False), ("awq", True)])
@@ -92,12 +92,12 @@ def test_init_recipe_notes_quantization_method(kind, fast, folder, tmp_path, mon
 
 
 def test_quantized_parameters_are_counted_unpacked(folder):
-    whole = sum(int(np.prod(entry["shape"])) for _, _, entry in weight_tensors(folder / "float"))
+    num_parameters = sum(int(np.prod(tensor["shape"])) for _, _, tensor in weight_tensors(folder / "float"))
     for kind in ("gptq", "awq"):
-        seen = inspect_model(str(folder / kind))
-        assert (seen.parameters, seen.dtype) == (whole, "4-bit quantized weights")
-    seen = inspect_model(str(folder / "float"))
-    assert (seen.parameters, seen.dtype, seen.quantization) == (whole, "float32", None)
+        info = inspect_model(str(folder / kind))
+        assert (info.parameters, info.dtype) == (num_parameters, "4-bit quantized weights")
+    info = inspect_model(str(folder / "float"))
+    assert (info.parameters, info.dtype, info.quantization) == (num_parameters, "float32", None)
 
 
 def test_quantization_of_hub_model_is_read_from_config(folder, tmp_path, monkeypatch):

@@ -153,8 +153,8 @@ def test_ort_tensorrt_is_proposed_only_if_it_works(tmp_path, models, works):
 def test_openvino_is_proposed_if_installed(tmp_path, models, there):
     data = inspect_data([_data(tmp_path / "rows", "translation")], "translation")
     path = tmp_path / "r.yaml"
-    found = MachineInfo(2, False, False, openvino=there)
-    path.write_text(recipe_text("m", inspect_model(str(models["marian"])), data, found, tmp_path, path))
+    machine = MachineInfo(2, False, False, openvino=there)
+    path.write_text(recipe_text("m", inspect_model(str(models["marian"])), data, machine, tmp_path, path))
     steps = {step.name: step for step in load_plan(path).steps}
     assert ("openvino" in steps) == there
     text = "on 2 cores without an NVIDIA GPU" + (", with OpenVINO." if there else ".")
@@ -209,10 +209,10 @@ def test_labeled_texts_make_any_encoder_a_classifier(tmp_path, models, row, task
     data = tmp_path / "train.jsonl"
     rows = [row | {"text" if "text" in row else "sentence": f"text {i}"} for i in range(40)]
     if "label" in row and isinstance(row["label"], str):
-        rows = [one | {"label": f"{one['label']} {i % 2}"} for i, one in enumerate(rows)]
+        rows = [row_data | {"label": f"{row_data['label']} {i % 2}"} for i, row_data in enumerate(rows)]
     elif row.get("label") == 1:
-        rows = [one | {"label": i % 2} for i, one in enumerate(rows)]
-    data.write_text("".join(json.dumps(one) + "\n" for one in rows))
+        rows = [row_data | {"label": i % 2} for i, row_data in enumerate(rows)]
+    data.write_text("".join(json.dumps(row_data) + "\n" for row_data in rows))
     model = models["bert-embedder"]
     _, path = init_recipe(str(model), [data], str(tmp_path / "r.yaml"))
     recipe = load_plan(path).recipe

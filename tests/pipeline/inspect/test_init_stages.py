@@ -65,14 +65,14 @@ def test_fast_recipe_plans_for_every_family_and_task(tmp_path, models, monkeypat
     counts = layer_counts(inspect_model(str(model), task))
     if task == "text-classification":
         (count,) = counts.values()
-        found = [step.stage for step in plan.steps if step.name not in ALONE]
-        assert found[-len(NARROW) :] == NARROW if count > 1 else found[-len(NARROW) + 1 :] == NARROW[1:]
+        stages = [step.stage for step in plan.steps if step.name not in ALONE]
+        assert stages[-len(NARROW) :] == NARROW if count > 1 else stages[-len(NARROW) + 1 :] == NARROW[1:]
         assert plan.step("small").settings.losses.labels == 0
         return
     if task in ("language-modeling", "text-generation"):
-        found = [step.stage for step in plan.steps]
+        stages = [step.stage for step in plan.steps]
         (count,) = counts.values()
-        assert found[: found.index("onnx")] == [*["drop-layers"] * (count > 1), "prune", "distill"]
+        assert stages[: stages.index("onnx")] == [*["drop-layers"] * (count > 1), "prune", "distill"]
         return
     shallow = (
         "small" if task in tasks_with(output="text") else "shallow"
@@ -92,11 +92,11 @@ def test_fast_recipe_plans_for_every_family_and_task(tmp_path, models, monkeypat
     ("rows", "last"), [(MIN_SHORTLIST_ROWS, "shortlist"), (MIN_SHORTLIST_ROWS - 1, "distill")]
 )
 def test_shortlist_is_proposed_only_with_enough_samples(models, rows, last):
-    seen = inspect_model(str(models["marian"]), "translation")
-    found = {
-        step.name: step.stage for step in propose_steps(seen, MachineInfo(1, False, False), True, True, rows)
+    info = inspect_model(str(models["marian"]), "translation")
+    stages = {
+        step.name: step.stage for step in propose_steps(info, MachineInfo(1, False, False), True, True, rows)
     }
-    assert found["small"] == last
+    assert stages["small"] == last
 
 
 def test_shortlist_threshold_counts_training_samples(tmp_path, models, monkeypatch):
@@ -110,27 +110,27 @@ def test_shortlist_threshold_counts_training_samples(tmp_path, models, monkeypat
 
 @pytest.mark.parametrize("as_fast_as_it_gets", [True, False])
 def test_recipe_with_training_also_quantizes_unpruned_model(models, as_fast_as_it_gets):
-    seen = inspect_model(str(models["marian"]), "translation")
-    found = {
+    info = inspect_model(str(models["marian"]), "translation")
+    steps = {
         step.name: step
-        for step in propose_steps(seen, MachineInfo(1, False, False), True, as_fast_as_it_gets)
+        for step in propose_steps(info, MachineInfo(1, False, False), True, as_fast_as_it_gets)
     }
-    assert (found["int8-alone"].stage, found["int8-alone"].parent) == ("quantize", "model")
-    assert found["onnx-int8-alone"].stage == "onnx"
+    assert (steps["int8-alone"].stage, steps["int8-alone"].parent) == ("quantize", "model")
+    assert steps["onnx-int8-alone"].stage == "onnx"
 
 
 @pytest.mark.parametrize(
     ("count", "expected"), [(1, []), (2, [1]), (3, [2]), (5, [4]), (12, [10]), (32, [26])]
 )
 def test_language_model_keeps_four_of_five_layers(models, count, expected):
-    seen = inspect_model(str(models["llama"]), "language-modeling")
-    seen = replace(seen, config=seen.config | {"num_hidden_layers": count})
-    found = [
+    info = inspect_model(str(models["llama"]), "language-modeling")
+    info = replace(info, config=info.config | {"num_hidden_layers": count})
+    drop_steps = [
         step
-        for step in propose_steps(seen, MachineInfo(1, False, False), True, True)
+        for step in propose_steps(info, MachineInfo(1, False, False), True, True)
         if step.stage == "drop-layers"
     ]
-    assert [step.settings for step in found] == [f"{{layers: {layers}}}" for layers in expected]
+    assert [step.settings for step in drop_steps] == [f"{{layers: {layers}}}" for layers in expected]
 
 
 @pytest.mark.parametrize(
@@ -150,24 +150,24 @@ def test_text_distillation_learns_from_teacher_only(tmp_path, models, monkeypatc
     ("count", "expected"), [(1, None), (2, "{layers: 1}"), (6, "{layers: 3}"), (12, "{layers: 6}")]
 )
 def test_classifier_keeps_half_of_its_layers(models, count, expected):
-    seen = inspect_model(str(models["bert"]), "text-classification")
-    seen = replace(seen, config=seen.config | {"num_hidden_layers": count})
-    found = list(propose_steps(seen, MachineInfo(1, False, False), True, True))
-    assert next((step.settings for step in found if step.stage == "drop-layers"), None) == expected
-    behind = [step.stage for step in found].index("prune")
-    assert [step.stage for step in found[behind:]][: len(NARROW) - 1] == NARROW[1:]
+    info = inspect_model(str(models["bert"]), "text-classification")
+    info = replace(info, config=info.config | {"num_hidden_layers": count})
+    steps = list(propose_steps(info, MachineInfo(1, False, False), True, True))
+    assert next((step.settings for step in steps if step.stage == "drop-layers"), None) == expected
+    behind = [step.stage for step in steps].index("prune")
+    assert [step.stage for step in steps[behind:]][: len(NARROW) - 1] == NARROW[1:]
 
 
 def test_init_stages_for_image_models(tmp_path):
     for kind in ("vit", "resnet"):
         images.write_model(tmp_path / kind, kind)
     images.write_class_folders(tmp_path / "rows" / "train")
-    found = {}
+    stages = {}
     for kind in ("vit", "resnet"):
         _, path = fast(tmp_path / kind, tmp_path / "rows", tmp_path / f"{kind}.yaml", images.TASK)
-        found[kind] = [step.stage for step in load_plan(path).steps if step.name not in ALONE]
-    assert found["vit"] == NARROW
-    assert found["resnet"] == ["factorize", "distill", "onnx"]
+        stages[kind] = [step.stage for step in load_plan(path).steps if step.name not in ALONE]
+    assert stages["vit"] == NARROW
+    assert stages["resnet"] == ["factorize", "distill", "onnx"]
 
 
 def test_nothing_is_distilled_without_training_samples(tmp_path, models):
@@ -193,15 +193,15 @@ def test_fast_recipe_runs_unchanged(tmp_path, models, monkeypatch, family, task)
 
 
 def test_stack_without_layer_count_in_config_counts_as_one(models):
-    seen = inspect_model(str(models["llama"]), "language-modeling")
-    assert layer_counts(seen) == {"layers": seen.config["num_hidden_layers"]}
-    assert layer_counts(replace(seen, config={})) == {"layers": 1}
+    info = inspect_model(str(models["llama"]), "language-modeling")
+    assert layer_counts(info) == {"layers": info.config["num_hidden_layers"]}
+    assert layer_counts(replace(info, config={})) == {"layers": 1}
 
 
 def test_long_settings_are_wrapped_over_several_lines():
     settings = "{student: {decoder_layers: 1}, layer_map: [a, b, {c: 1, d: [2, 3]}], losses: {logits: 1.0}}"
-    for why in ("", "a reason"):
-        lines = list(step_lines(ProposedStep("distill", settings, why, "x")))
+    for reason in ("", "a reason"):
+        lines = list(step_lines(ProposedStep("distill", settings, reason, "x")))
         (step,) = parse_yaml("stages:\n" + "\n".join(lines), "r").value["stages"]
         assert step == {"distill": parse_yaml(f"a: {settings}", "r").value["a"], "name": "x"}
-        assert len(lines) == 5 + bool(why)
+        assert len(lines) == 5 + bool(reason)

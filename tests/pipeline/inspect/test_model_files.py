@@ -38,7 +38,7 @@ def test_safetensors_files_are_not_damaged(tmp_path, kind):
 
 
 @pytest.mark.parametrize("shape", [[-3, -5], [3.0, 5], [True, 15]])
-def test_invalid_tensor_shapes_are_damage(shape):
+def test_invalid_tensor_shapes_raise_damaged_file(shape):
     header = {"a": {"dtype": "U8", "shape": shape, "data_offsets": [0, 15]}}
     assert damaged_tensor_problem(header) is not None
 
@@ -81,15 +81,15 @@ def test_highest_token_id_must_have_embedding_row(tmp_path, tokenizer, code, nam
     problems, warnings = check_file_consistency(tmp_path, config)
     assert warnings == []
     assert message_codes(problems) == ([] if code is None else [code])
-    assert all(value in one.message for one in problems for value in named)
+    assert all(value in problem.message for problem in problems for value in named)
 
 
 def test_embedding_shape_must_match_config(tmp_path):
     assert check_file_consistency(tmp_path, _model(tmp_path)) == ([], [])
     for rows, width in ((11, 4), (10, 5)):
-        [found], _ = check_file_consistency(tmp_path, _model(tmp_path, rows, width))
-        assert found.code == "shape-mismatch"
-        assert all(shape in found.message for shape in (f"[{rows}, {width}]", "[10, 4]"))
+        [problem], _ = check_file_consistency(tmp_path, _model(tmp_path, rows, width))
+        assert problem.code == "shape-mismatch"
+        assert all(shape in problem.message for shape in (f"[{rows}, {width}]", "[10, 4]"))
     assert check_file_consistency(tmp_path, _model(tmp_path, 99, vocab_size=None)) == ([], [])
 
 
@@ -97,20 +97,20 @@ def test_pruned_width_in_structure_is_accepted(tmp_path):
     """`prune: {targets: [width]}` leaves the config as wide as it was where other things follow from that."""
     config = _model(tmp_path, 10, 3)
     structure = tmp_path / "structure.json"
-    for kept, fits in (([[0, 1, 3]], True), ([[0, 1, 2, 3], [0, 2, 3]], True), ([[0, 1]], False)):
-        edits = [{"op": "width", "module": "", "keep": keep} for keep in kept]
+    for kept_columns, is_valid in (([[0, 1, 3]], True), ([[0, 1, 2, 3], [0, 2, 3]], True), ([[0, 1]], False)):
+        edits = [{"op": "width", "module": "", "keep": keep} for keep in kept_columns]
         structure.write_text(json.dumps({"schema": 1, "edits": edits}))
-        assert (check_file_consistency(tmp_path, config)[0] == []) == fits
+        assert (check_file_consistency(tmp_path, config)[0] == []) == is_valid
     for broken in ("{", "[]", '{"edits": 3}', '{"edits": [{"op": "width", "keep": 3}]}'):
         structure.write_text(broken)
-        [found] = check_file_consistency(tmp_path, config)[0]
-        assert found.code == "shape-mismatch"
-        assert "[10, 4]" in found.message
+        [problem] = check_file_consistency(tmp_path, config)[0]
+        assert problem.code == "shape-mismatch"
+        assert "[10, 4]" in problem.message
 
 
 def test_tokenizer_much_smaller_than_embedding_warns(tmp_path):
     config = _model(tmp_path)
     (tmp_path / "tokenizer.json").write_text(json.dumps(_words(4)))
-    [found] = check_file_consistency(tmp_path, config)[1]
-    assert (found.code, found.severity) == ("tokenizer-much-smaller", "warning")
-    assert all(value in found.message for value in ("4 tokens", "10 rows"))
+    [warning] = check_file_consistency(tmp_path, config)[1]
+    assert (warning.code, warning.severity) == ("tokenizer-much-smaller", "warning")
+    assert all(value in warning.message for value in ("4 tokens", "10 rows"))

@@ -81,10 +81,10 @@ def test_unrelated_safetensors_file_is_ignored(marian: Path) -> None:
 def test_weights_stored_twice_warn_and_name_used_file(marian: Path) -> None:
     """As `save_pretrained` in shards leaves the file that was there before."""
     (marian / "model.safetensors.index.json").write_text('{"weight_map": {"w": "gone.safetensors"}}')
-    problems, [found] = check_model_folder(marian, "translation")
+    problems, [warning] = check_model_folder(marian, "translation")
     assert problems == []
-    assert (found.code, found.severity) == ("weights-stored-twice", "warning")
-    assert "model.safetensors.index.json" in found.message
+    assert (warning.code, warning.severity) == ("weights-stored-twice", "warning")
+    assert "model.safetensors.index.json" in warning.message
 
 
 def test_pickled_weights_are_rejected_with_conversion_hint(marian: Path) -> None:
@@ -103,11 +103,11 @@ def test_pickled_weights_are_rejected_with_conversion_hint(marian: Path) -> None
 
 def test_truncated_weights_are_rejected(marian: Path) -> None:
     path = marian / "model.safetensors"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1])
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
     code, text = problem(marian)
     assert code == "truncated-file"
-    assert f"{len(whole) - 1} of {len(whole)} bytes" in text
+    assert f"{len(content) - 1} of {len(content)} bytes" in text
     path.write_bytes(b"\x00\x01")
     assert problem(marian)[0] == "damaged-weights"
     path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
@@ -168,8 +168,8 @@ def test_family_must_support_task(marian: Path) -> None:
 
 def test_config_unsupported_by_its_family_is_rejected(bert: Path) -> None:
     rope = {"full_attention": {"rope_type": "dynamic", "rope_theta": 1e4}}
-    named = ["ModernBertForSequenceClassification"]
-    config = {"model_type": "modernbert", "architectures": named, "rope_parameters": rope}
+    architectures = ["ModernBertForSequenceClassification"]
+    config = {"model_type": "modernbert", "architectures": architectures, "rope_parameters": rope}
     (bert / "config.json").write_text(json.dumps(config))
     code, text = problem(bert, "text-classification")
     assert code == "unsupported-config"
@@ -201,22 +201,22 @@ def test_fetch_model_checks_local_folders(marian: Path) -> None:
 def test_fetch_model_downloads_only_safe_files(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    asked: list[str] = []
+    requests: list[str] = []
 
     def download(model: str, allow_patterns: list[str]) -> str:
         if model == "a/gone":
             raise OSError("offline")
-        asked.extend([model, *allow_patterns])
+        requests.extend([model, *allow_patterns])
         return str(bert)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.setattr("smelt.pipeline.inspect.model_folder.hub_unreachable_reason", lambda: None)
     assert fetch_model("a/b", bert.parent, "text-classification") == bert
-    assert asked[0] == "a/b"
-    assert not any(pattern.endswith((".bin", ".pt", ".py")) for pattern in asked)
-    with raises_code("not-on-hub", InputError) as caught:
+    assert requests[0] == "a/b"
+    assert not any(pattern.endswith((".bin", ".pt", ".py")) for pattern in requests)
+    with raises_code("not-on-hub", InputError) as excinfo:
         fetch_model("a/gone", bert.parent, "text-classification")
-    assert all(value in str(caught.value) for value in ("a/gone", "offline"))
+    assert all(value in str(excinfo.value) for value in ("a/gone", "offline"))
 
 
 @pytest.mark.parametrize(
@@ -238,9 +238,9 @@ def test_classifier_families_require_their_tokenizer_files(
     (bert / "tokenizer.json").unlink()
     for name in files:
         (bert / name).write_text("{}")
-    found, _ = check_model_folder(bert, "text-classification")
-    assert message_codes(found) == ["missing-tokenizer"] * len(expected)
-    assert all(part in one.message for one, part in zip(found, expected, strict=True))
+    problems, _ = check_model_folder(bert, "text-classification")
+    assert message_codes(problems) == ["missing-tokenizer"] * len(expected)
+    assert all(part in problem.message for problem, part in zip(problems, expected, strict=True))
 
 
 def test_hub_ids_fail_within_seconds_without_network(tmp_path: Path, monkeypatch: Any) -> None:
@@ -252,8 +252,8 @@ def test_hub_ids_fail_within_seconds_without_network(tmp_path: Path, monkeypatch
     from smelt.pipeline.inspect.model_info import inspect_model
     from smelt.tasks.read_split import read_split
 
-    never = threading.Event()
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: never.wait(20))
+    release = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: release.wait(20))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://hub.invalid")
     monkeypatch.setattr(hub, "_cached_results", {})
@@ -263,7 +263,7 @@ def test_hub_ids_fail_within_seconds_without_network(tmp_path: Path, monkeypatch
         (lambda: inspect_model("nobody/nothing", base=tmp_path), "not-in-hub-cache"),
         (lambda: read_split("nobody/nothing", "translation", Columns(), tmp_path), "missing-data"),
     ):
-        with raises_code(code, InputError) as caught:
+        with raises_code(code, InputError) as excinfo:
             ask()
-        assert all(value in str(caught.value) for value in ("nobody/nothing", "hub.invalid"))
-    never.set()
+        assert all(value in str(excinfo.value) for value in ("nobody/nothing", "hub.invalid"))
+    release.set()

@@ -22,7 +22,8 @@ def test_quantized_folder_is_accepted(kind, llama, tmp_path):
     folder, _ = getattr(quantized_checkpoints, f"write_{kind}")(llama, tmp_path / kind)
     assert check_model_folder(folder, TASK) == ([], [])
     assert (
-        quantization_problems(llama, json.loads((llama / "config.json").read_text()), TASK, whole=True) == []
+        quantization_problems(llama, json.loads((llama / "config.json").read_text()), TASK, has_headers=True)
+        == []
     )
 
 
@@ -59,12 +60,15 @@ def test_quantized_encoder_without_classifier_is_rejected(tmp_path):
     folder, _ = quantized_checkpoints.write_gptq(tiny.write_bert(tmp_path / "bert"), tmp_path / "gptq")
     path = folder / "config.json"
     config = json.loads(path.read_text()) | {"architectures": ["BertModel"]}
-    [problem] = quantization_problems(folder, config, "text-classification", whole=False)
+    [problem] = quantization_problems(folder, config, "text-classification", has_headers=False)
     assert problem.code == "head-on-quantized"
     assert problem.message.startswith(f"{folder}: ")
     config["architectures"] = ["BertForSequenceClassification"]
-    assert quantization_problems(folder, config, "text-classification", whole=False) == []
-    assert quantization_problems(folder, config | {"architectures": ["BertModel"]}, None, whole=False) == []
+    assert quantization_problems(folder, config, "text-classification", has_headers=False) == []
+    assert (
+        quantization_problems(folder, config | {"architectures": ["BertModel"]}, None, has_headers=False)
+        == []
+    )
 
 
 def test_quantized_weights_without_config_are_rejected(llama, tmp_path):
@@ -81,11 +85,18 @@ def test_quantized_weights_without_config_are_rejected(llama, tmp_path):
 def test_quantized_encoder_decoder_without_head_is_rejected(llama, tmp_path):
     folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq")
     config = json.loads((folder / "config.json").read_text())
-    for name, refused in (("T5Model", True), ("T5ForConditionalGeneration", False), ("MarianMTModel", False)):
+    for name, is_rejected in (
+        ("T5Model", True),
+        ("T5ForConditionalGeneration", False),
+        ("MarianMTModel", False),
+    ):
         problems = quantization_problems(
-            folder, config | {"architectures": [name], "is_encoder_decoder": True}, "translation", whole=True
+            folder,
+            config | {"architectures": [name], "is_encoder_decoder": True},
+            "translation",
+            has_headers=True,
         )
-        assert [one.code for one in problems] == ["head-on-quantized"] * refused, name
+        assert [problem.code for problem in problems] == ["head-on-quantized"] * is_rejected, name
 
 
 def test_quantized_folder_is_checked_without_torch(llama, tmp_path):

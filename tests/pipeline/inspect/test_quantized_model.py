@@ -37,12 +37,14 @@ def folder(tmp_path_factory):
 
 def test_schemes_are_ordered_by_number_of_matrices(folder):
     config = json.loads((folder / "artifact" / "config.json").read_text())
-    coded = inspect_quantization(folder / "artifact", config)
-    assert coded.description == "int3 and int4"
-    assert coded.schemes["int3"]["group_size"] == 64
-    assert coded.targets == ["ort-cpu"]
-    assert coded.unsupported_by("openvino") == "int3 weights (MatMulNBits)"
-    assert coded.unsupported_by("ort-cuda") == "int3 weights (MatMulNBits) and int4 weights (MatMulNBits)"
+    quantization = inspect_quantization(folder / "artifact", config)
+    assert quantization.description == "int3 and int4"
+    assert quantization.schemes["int3"]["group_size"] == 64
+    assert quantization.targets == ["ort-cpu"]
+    assert quantization.unsupported_by("openvino") == "int3 weights (MatMulNBits)"
+    assert (
+        quantization.unsupported_by("ort-cuda") == "int3 weights (MatMulNBits) and int4 weights (MatMulNBits)"
+    )
     assert inspect_quantization(folder / "float", config) is None
     (folder / "broken").mkdir()
     (folder / "broken" / "structure.json").write_text("{")
@@ -66,16 +68,16 @@ def test_quantized_artifact_is_planned_by_its_schemes(stage, code, named, folder
     if code is None:
         assert "nothing-to-tune" not in message_codes(load_plan(folder / "r.yaml").warnings)
         return
-    with raises_code(code, InputError) as caught:
+    with raises_code(code, InputError) as excinfo:
         load_plan(folder / "r.yaml")
-    [found] = caught.value.messages
-    assert found.setting == f"stages[0].{stage.partition(':')[0]}"
-    assert [value for value in named if value not in found.message] == []
+    [error] = excinfo.value.messages
+    assert error.setting == f"stages[0].{stage.partition(':')[0]}"
+    assert [value for value in named if value not in error.message] == []
 
 
 def test_init_proposes_stages_allowed_for_quantized_model(folder):
-    seen = inspect_model(str(folder / "artifact"))
-    assert (seen.parameters, seen.dtype) == (12_300_000, "int3 and int4")
+    info = inspect_model(str(folder / "artifact"))
+    assert (info.parameters, info.dtype) == (12_300_000, "int3 and int4")
     text = harness.smelt(
         "init", folder / "artifact", "--data", folder / "train.txt", "--out", folder / "new.yaml", "--force"
     )

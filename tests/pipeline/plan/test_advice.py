@@ -29,7 +29,7 @@ def test_external_student_reports_unused_steps(
     translator: Path, tmp_path: Path, stages: str, unused: list[str]
 ) -> None:
     other = tiny.write_marian(tmp_path / "other")
-    made = plan_stages(translator, stages.replace("OTHER", str(other)))
-    found = [one for one in made.warnings if one.code == "unused-steps"]
-    assert [(one.step, one.line) for one in found] == [("distill", 4)] * bool(unused)
-    assert all(re.findall(r"'(\w+)'", one.message) == unused for one in found)
+    plan = plan_stages(translator, stages.replace("OTHER", str(other)))
+    warnings = [warning for warning in plan.warnings if warning.code == "unused-steps"]
+    assert [(warning.step, warning.line) for warning in warnings] == [("distill", 4)] * bool(unused)
+    assert all(re.findall(r"'(\w+)'", warning.message) == unused for warning in warnings)

@@ -53,11 +53,11 @@ def test_planned_learning_rates_equal_rates_of_run(recipe, tmp_path):
     assert text == ("finetune 0.00032 (weights); through 0.001 (few bits); shallow 0.001 (fewer layers)")
     harness.smelt("run", path, "--out", tmp_path / "out", code=0)
     report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
-    took = {
+    learning_rates = {
         step["name"]: step["details"].get("training", {}).get("learning_rate") for step in report["steps"]
     }
-    assert took["finetune"] == pytest.approx(3.2e-4)
-    assert (took["through"], took["shallow"]) == (1e-3, 1e-3)
+    assert learning_rates["finetune"] == pytest.approx(3.2e-4)
+    assert (learning_rates["through"], learning_rates["shallow"]) == (1e-3, 1e-3)
 
 
 @pytest.mark.parametrize(

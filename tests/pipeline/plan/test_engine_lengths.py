@@ -43,12 +43,12 @@ def test_engine_length_is_unset_without_settings(home):
 
 
 def test_engine_shorter_than_scoring_is_rejected(home):
-    with raises_code("engine-too-short", InputError) as caught:
+    with raises_code("engine-too-short", InputError) as excinfo:
         _longest(home, "{max_new_tokens: 50}", "{max_new_tokens: 300}")
-    assert message_locations(caught.value.messages) == [
+    assert message_locations(excinfo.value.messages) == [
         ("engine-too-short", "stages[1].tensorrt.max_new_tokens", 7)
     ]
-    assert all(number in str(caught.value) for number in ("50", "300"))
+    assert all(number in str(excinfo.value) for number in ("50", "300"))
 
 
 PROVIDER = RECIPE.replace("{{target: tensorrt}}", "{engine}").replace(
@@ -68,12 +68,12 @@ def test_ort_engine_length_follows_scoring(home):
     assert _longest_of_provider(home, "{max_batch_size: 2}", "{max_new_tokens: 300}") == 300
     assert _longest_of_provider(home, "{max_new_tokens: 400}", "{max_new_tokens: 300}") == 400
     assert _longest_of_provider(home, "", "{}") is None
-    with raises_code("engine-too-short", InputError) as caught:
+    with raises_code("engine-too-short", InputError) as excinfo:
         _longest_of_provider(home, "{max_new_tokens: 50}", "{max_new_tokens: 300}")
-    assert message_locations(caught.value.messages) == [
+    assert message_locations(excinfo.value.messages) == [
         ("engine-too-short", "stages[0].onnx.engine.max_new_tokens", 6)
     ]
-    assert all(number in str(caught.value) for number in ("50", "300"))
+    assert all(number in str(excinfo.value) for number in ("50", "300"))
 
 
 @pytest.mark.parametrize("lack", ["needs TensorRT 10; here is 11: pip install it.", None])
@@ -82,15 +82,15 @@ def test_ort_provider_graph_is_scored_only_if_provider_works(home, monkeypatch, 
     (home / "recipe.yaml").write_text(
         PROVIDER.format(engine="{target: ort-tensorrt, dtype: fp16}", score="{}")
     )
-    made = load_plan(home / "recipe.yaml")
-    step = made.step("onnx")
+    plan = load_plan(home / "recipe.yaml")
+    step = plan.step("onnx")
     assert step.unavailable is None
-    made.require_runnable()
+    plan.require_runnable()
     if lack is None:
         assert step.unscored is None
     else:
         assert step.unscored.startswith(lack)
-        assert f"not scored: {lack}" in " ".join(str(made).split())
+        assert f"not scored: {lack}" in " ".join(str(plan).split())
 
 
 def test_schemes_unsupported_by_tensorrt_are_rejected_for_ort_tensorrt(home):
@@ -98,9 +98,9 @@ def test_schemes_unsupported_by_tensorrt_are_rejected_for_ort_tensorrt(home):
         engine="{target: ort-tensorrt}", score="{}"
     )
     (home / "recipe.yaml").write_text(recipe.replace("SCHEME", "int8-dynamic"))
-    with raises_code("unsupported-scheme", InputError) as caught:
+    with raises_code("unsupported-scheme", InputError) as excinfo:
         load_plan(home / "recipe.yaml")
-    assert [one.setting for one in caught.value.messages] == ["stages[1].onnx.target"]
+    assert [message.setting for message in excinfo.value.messages] == ["stages[1].onnx.target"]
     static = recipe.replace("SCHEME", "int8-static").replace(
         "validation:", "calibration: data.jsonl, validation:"
     )

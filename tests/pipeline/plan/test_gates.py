@@ -19,19 +19,19 @@ pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("stand_ins")]
 
 
 def test_gates_apply_to_last_runnable_step_of_each_branch(folder: Path) -> None:
-    made = plan_stages(folder, STAGE_TREE)
-    assert [(g.metric, g.kind, g.limit, g.at) for g in made.gates] == [
+    plan = plan_stages(folder, STAGE_TREE)
+    assert [(g.metric, g.kind, g.limit, g.at) for g in plan.gates] == [
         ("bleu", "max_drop", 1.0, ("onnx-int8", "onnx")),
         ("bleu", "min", 20.0, ("onnx-int8", "onnx")),
         ("size_bytes", "max", 1e6, ("small",)),
     ]
-    assert [g.metric for g in made.gates_of("small")] == ["size_bytes"]
+    assert [g.metric for g in plan.gates_of("small")] == ["size_bytes"]
 
 
 def test_gate_confidence_is_planned_and_shown(folder: Path) -> None:
-    made = plan_stages(folder, "[]\ngates: {bleu: {max_drop: 1, confidence: 0.95}, chrf: {min: 9}}")
-    assert [gate.confidence for gate in made.gates] == [0.95, None]
-    text = str(made)
+    plan = plan_stages(folder, "[]\ngates: {bleu: {max_drop: 1, confidence: 0.95}, chrf: {min: 9}}")
+    assert [gate.confidence for gate in plan.gates] == [0.95, None]
+    text = str(plan)
     assert "bleu: drop at most 1, with confidence 0.95 at model" in text
     assert "chrf: at least 9 at model" in text
 
@@ -50,11 +50,11 @@ def test_until_does_not_move_gate_to_another_step(folder: Path) -> None:
         ("size_bytes", ("onnx", "other")),
     ]
     assert every.warnings == ()
-    part = plan_stages(folder, stages, until="small")
-    assert [(g.metric, g.at) for g in part.gates] == [("chrf", ("prune",))]
-    assert message_codes(part.warnings) == ["gate-not-judged"] * 3
-    named = [("bleu", "onnx, other"), ("chrf", "onnx"), ("size_bytes", "onnx, other")]
-    for warning, values in zip(part.warnings, named, strict=True):
+    partial_plan = plan_stages(folder, stages, until="small")
+    assert [(g.metric, g.at) for g in partial_plan.gates] == [("chrf", ("prune",))]
+    assert message_codes(partial_plan.warnings) == ["gate-not-judged"] * 3
+    expected_gates = [("bleu", "onnx, other"), ("chrf", "onnx"), ("size_bytes", "onnx, other")]
+    for warning, values in zip(partial_plan.warnings, expected_gates, strict=True):
         assert all(value in warning.message for value in values)
     branch = plan_stages(folder, stages, until="other")
     assert [(g.metric, g.at) for g in branch.gates] == [
@@ -67,36 +67,36 @@ def test_until_does_not_move_gate_to_another_step(folder: Path) -> None:
 def test_drop_is_not_judged_if_baseline_is_excluded(folder: Path) -> None:
     stages = "[prune, {prune: {}, from: model, name: other}]"
     stages += "\nbaseline: prune\ngates: {bleu: {max_drop: 1, min: 2}}"
-    made = plan_stages(folder, stages, until="other")
-    assert [(g.metric, g.kind) for g in made.gates] == [("bleu", "min")]
-    [warning] = made.warnings
+    plan = plan_stages(folder, stages, until="other")
+    assert [(g.metric, g.kind) for g in plan.gates] == [("bleu", "min")]
+    [warning] = plan.warnings
     assert (warning.code, "'prune'" in warning.message) == ("no-comparison", True)
 
 
 def test_speed_gate_is_skipped_if_latency_is_overridden_to_false(folder: Path) -> None:
     stages = "[prune]\ngates: {speedup: {min: 2}, bleu: {min: 1}}"
-    made = plan_stages(folder, stages, "score.latency=false")
-    assert [g.metric for g in made.gates] == ["bleu"]
-    [warning] = made.warnings
+    plan = plan_stages(folder, stages, "score.latency=false")
+    assert [g.metric for g in plan.gates] == ["bleu"]
+    [warning] = plan.warnings
     assert (warning.code, "speedup" in warning.message) == ("gate-not-judged", True)
-    assert f"warning {warning.message}" in " ".join(str(made).split())
+    assert f"warning {warning.message}" in " ".join(str(plan).split())
     assert message_locations(plan_errors(folder, stages + "\nscore: {latency: false}")) == [
         ("settings-conflict", "gates.speedup", 5)
     ]
 
 
 def test_timed_step_names_must_exist(folder: Path) -> None:
-    good = "[prune]\nscore: {latency: {steps: [prune]}}"
-    latency = plan_stages(folder, good).recipe.score.latency
+    stages = "[prune]\nscore: {latency: {steps: [prune]}}"
+    latency = plan_stages(folder, stages).recipe.score.latency
     assert latency
     assert [latency.is_timed(name, deployable=True) for name in ("prune", "model")] == [True, False]
-    (found,) = plan_errors(folder, good.replace("[prune]}}", "[prun]}}"))
-    assert message_locations([found]) == [("unknown-step", "score.latency.steps", 5)]
-    assert "'prune'?" in found.message
+    (error,) = plan_errors(folder, stages.replace("[prune]}}", "[prun]}}"))
+    assert message_locations([error]) == [("unknown-step", "score.latency.steps", 5)]
+    assert "'prune'?" in error.message
 
 
 @pytest.mark.parametrize(
-    ("rows", "branches", "chosen", "same", "found"),
+    ("rows", "branches", "chosen", "same", "expected"),
     [
         (100, 2, None, False, "validation"),
         (99, 2, None, False, "test"),  # too few to choose by
@@ -107,7 +107,7 @@ def test_timed_step_names_must_exist(folder: Path) -> None:
         (5, 1, "validation", False, "validation"),
     ],
 )
-def test_branches_are_compared_on_validation_split(rows, branches, chosen, same, found) -> None:
+def test_branches_are_compared_on_validation_split(rows, branches, chosen, same, expected) -> None:
     files = {"validation": "v.jsonl", "test": "v.jsonl" if same else "t.jsonl"}
     data = SimpleNamespace(split_files=lambda: files, split_sources=lambda: files)
     recipe = SimpleNamespace(data=data, judged_on=chosen, traits=task_traits("translation"), stages=())
@@ -116,4 +116,4 @@ def test_branches_are_compared_on_validation_split(rows, branches, chosen, same,
     ]
     context = CheckContext(recipe, None, set(), drafts={step.name: step for step in steps})
     context.splits = {} if rows is None else {"validation": range(rows)}
-    assert choose_judging_split(context) == found
+    assert choose_judging_split(context) == expected

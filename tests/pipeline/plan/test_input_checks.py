@@ -21,29 +21,29 @@ def test_tokenizer_that_cannot_split_references_is_rejected(folder: Path) -> Non
     (folder / "test.jsonl").write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
     assert "bleu (zh)" in str(plan_stages(folder, "[prune]", head=RECIPE_HEAD))
     text = RECIPE_HEAD + "score: {quality: [{bleu: {tokenize: 13a}}]}\n"
-    found = plan_errors(folder, "[prune]", head=text)
-    assert message_locations(found) == [("bleu-tokenizer", "score.quality[0].bleu.tokenize", 4)]
+    errors = plan_errors(folder, "[prune]", head=text)
+    assert message_locations(errors) == [("bleu-tokenizer", "score.quality[0].bleu.tokenize", 4)]
 
 
 def test_splits_of_one_file_are_planned(folder: Path) -> None:
     head = (
         "model: model\ntask: translation\ndata: {train: train.jsonl, split: {test: 0.1, validation: 0.05}}\n"
     )
-    made = plan_stages(folder, "[prune]", head=head)
-    assert {name: len(rows) for name, rows in made.splits.items()} == {
+    plan = plan_stages(folder, "[prune]", head=head)
+    assert {name: len(rows) for name, rows in plan.splits.items()} == {
         "train": 102,
         "validation": 6,
         "test": 12,
     }
-    (line,) = [line for line in str(made).splitlines() if line.startswith("test ")]
+    (line,) = [line for line in str(plan).splitlines() if line.startswith("test ")]
     assert re.findall(r"\d+", line) == ["10", "0", "12"]  # per cent of train, seed, samples
-    assert list(made.read_data(5)) == ["train", "validation", "test"]
-    texts = [{e.text for e in rows.examples} for rows in made.splits.values()]
+    assert list(plan.read_data(5)) == ["train", "validation", "test"]
+    texts = [{e.text for e in rows.examples} for rows in plan.splits.values()]
     assert sum(map(len, texts)) == len(set.union(*texts))
-    again = plan_stages(folder, "[]", "seed=1", head=head)
-    assert again.splits["test"].fingerprint != made.splits["test"].fingerprint
+    second_plan = plan_stages(folder, "[]", "seed=1", head=head)
+    assert second_plan.splits["test"].fingerprint != plan.splits["test"].fingerprint
     large = plan_stages(folder, "[prune]", head=head)
-    assert large.read_data()["train"].fingerprint == made.splits["train"].fingerprint
+    assert large.read_data()["train"].fingerprint == plan.splits["train"].fingerprint
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_splits_of_one_file_are_planned(folder: Path) -> None:
 )
 def test_impossible_splits_are_rejected(folder: Path, data: str, code: str, setting: str) -> None:
     (folder / "few.jsonl").write_text('{"source": "a", "target": "b"}\n' * 9)
-    found = plan_errors(folder, "[]", head=f"model: model\ntask: translation\ndata: {data}\n")
-    assert message_locations(found) == [(code, setting, 3)]
+    errors = plan_errors(folder, "[]", head=f"model: model\ntask: translation\ndata: {data}\n")
+    assert message_locations(errors) == [(code, setting, 3)]
 
 
 @pytest.mark.parametrize(
@@ -95,10 +95,10 @@ def test_invalid_data_files_are_rejected(
 ) -> None:
     if content is not None:
         (folder / name).write_bytes(content)
-    [found] = plan_errors(folder, "[]", f"data.test={name}")
-    assert message_locations([found]) == [(code, "data.test", None)]
-    assert found.message.startswith(f"--set data.test={name}: ")
-    assert named in found.message
+    [error] = plan_errors(folder, "[]", f"data.test={name}")
+    assert message_locations([error]) == [(code, "data.test", None)]
+    assert error.message.startswith(f"--set data.test={name}: ")
+    assert named in error.message
 
 
 @pytest.mark.parametrize(
@@ -106,20 +106,20 @@ def test_invalid_data_files_are_rejected(
     [("modle", "missing-folder", "'model'?"), ("''", "empty-text", ""), ("m.onnx", "missing-file", "m.onnx")],
 )
 def test_invalid_models_are_rejected(folder: Path, model: str, code: str, named: str) -> None:
-    [found] = plan_errors(folder, "[]", head=RECIPE_HEAD.replace("model: model", f"model: {model}"))
-    assert message_locations([found]) == [(code, "model", 1)]
-    assert named in found.message
+    [error] = plan_errors(folder, "[]", head=RECIPE_HEAD.replace("model: model", f"model: {model}"))
+    assert message_locations([error]) == [(code, "model", 1)]
+    assert named in error.message
 
 
 def test_hub_ids_are_not_checked_by_plan(folder: Path) -> None:
-    made = plan_stages(folder, "[]", "model=someone/something", "data.train=someone/rows")
-    assert made.local_model is None
-    [note] = made.notes
+    plan = plan_stages(folder, "[]", "model=someone/something", "data.train=someone/rows")
+    assert plan.local_model is None
+    [note] = plan.notes
     assert (note.code, note.severity) == ("from-the-hub", "info")
     assert "'someone/something'" in note.message
-    assert f"note {note.message}" in " ".join(str(made).split())
-    assert made.warnings == ()
-    assert list(made.splits) == ["test"]
+    assert f"note {note.message}" in " ".join(str(plan).split())
+    assert plan.warnings == ()
+    assert list(plan.splits) == ["test"]
 
 
 def test_read_data_returns_all_splits_up_to_limit(folder: Path) -> None:

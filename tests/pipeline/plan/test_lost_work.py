@@ -55,8 +55,8 @@ GPTQ = ("quantize", {"scheme": "int4", "method": "gptq"})
     ],
 )
 def test_lost_work_is_reported_once(steps, code, maker):
-    ((found, text),) = lost_results_of(*steps)
-    assert found == code
+    ((lost_code, text),) = lost_results_of(*steps)
+    assert lost_code == code
     assert f"'{maker}'" in text
 
 

@@ -29,9 +29,9 @@ def test_missing_openvino_stops_run_unless_optional(folder: Path, monkeypatch: p
     monkeypatch.setattr(machine, "find_spec", lambda name: object())
     plan_stages(folder, stages).require_runnable()
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
-    made = plan_stages(folder, stages)
-    with raises_code("step-unavailable", MissingDependencyError) as caught:
-        made.require_runnable()
-    assert [one.line for one in caught.value.messages] == [6]
-    assert f"'ov' cannot run on this machine: {made.step('ov').unavailable}" in str(caught.value)
+    plan = plan_stages(folder, stages)
+    with raises_code("step-unavailable", MissingDependencyError) as excinfo:
+        plan.require_runnable()
+    assert [message.line for message in excinfo.value.messages] == [6]
+    assert f"'ov' cannot run on this machine: {plan.step('ov').unavailable}" in str(excinfo.value)
     plan_stages(folder, stages, "ov.optional=true").require_runnable()

@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("stand_ins")]
 
 
 def test_steps_form_tree_with_unique_names(folder: Path) -> None:
-    made = plan_stages(folder, STAGE_TREE)
-    assert [(s.name, s.stage, s.parent) for s in made.steps] == [
+    plan = plan_stages(folder, STAGE_TREE)
+    assert [(s.name, s.stage, s.parent) for s in plan.steps] == [
         ("distill", "distill", "model"),
         ("prune", "prune", "distill"),
         ("prune-2", "prune", "prune"),
@@ -35,44 +35,44 @@ def test_steps_form_tree_with_unique_names(folder: Path) -> None:
         ("onnx", "onnx", "small"),
         ("tensorrt", "tensorrt", "onnx"),
     ]
-    assert made.step("prune").settings.model_dump()["keep_ratio"] == 0.25
-    assert made.step("onnx").format == "onnx"
-    assert [s.name for s in made.children("small")] == ["quantize", "onnx"]
-    assert made.model_folder == folder / "model"
-    assert made.warnings == ()
+    assert plan.step("prune").settings.model_dump()["keep_ratio"] == 0.25
+    assert plan.step("onnx").format == "onnx"
+    assert [s.name for s in plan.children("small")] == ["quantize", "onnx"]
+    assert plan.model_folder == folder / "model"
+    assert plan.warnings == ()
 
 
 def test_automatic_names_avoid_given_names(folder: Path) -> None:
-    made = plan_stages(folder, "[prune, {prune: {}, name: prune-2}, prune]")
-    assert [s.name for s in made.steps] == ["prune", "prune-2", "prune-3"]
+    plan = plan_stages(folder, "[prune, {prune: {}, name: prune-2}, prune]")
+    assert [s.name for s in plan.steps] == ["prune", "prune-2", "prune-3"]
 
 
 def test_until_keeps_required_steps(folder: Path) -> None:
-    made = plan_stages(folder, STAGE_TREE, until="onnx")
-    assert [s.name for s in made.steps] == ["distill", "prune", "prune-2", "small", "onnx"]
-    assert made.excluded_names == ("quantize", "onnx-int8", "tensorrt")
-    assert made.gates[0].at == ("onnx",)
+    plan = plan_stages(folder, STAGE_TREE, until="onnx")
+    assert [s.name for s in plan.steps] == ["distill", "prune", "prune-2", "small", "onnx"]
+    assert plan.excluded_names == ("quantize", "onnx-int8", "tensorrt")
+    assert plan.gates[0].at == ("onnx",)
     assert plan_stages(folder, STAGE_TREE, until="model").steps == ()
-    [found] = plan_errors(folder, STAGE_TREE, until="onix")
-    assert (found.code, found.setting) == ("unknown-step", "--until")
-    known = "model, distill, prune, prune-2, small, quantize, onnx-int8, onnx, tensorrt"
-    assert all(value in found.message for value in ("'onix'", known, "'onnx'?"))
+    [error] = plan_errors(folder, STAGE_TREE, until="onix")
+    assert (error.code, error.setting) == ("unknown-step", "--until")
+    step_names = "model, distill, prune, prune-2, small, quantize, onnx-int8, onnx, tensorrt"
+    assert all(value in error.message for value in ("'onix'", step_names, "'onnx'?"))
 
 
 def test_step_depends_on_steps_named_in_settings(folder: Path) -> None:
     stages = "[{finetune: {}, name: tuned}, {prune: {}, from: model}, {distill: {teacher: tuned}}, onnx]"
-    made = plan_stages(folder, stages, until="distill")
-    assert [s.name for s in made.steps] == ["tuned", "prune", "distill"]
-    assert made.step("distill").dependencies == ("prune", "tuned")
-    assert made.step("prune").dependencies == ("model",)
+    plan = plan_stages(folder, stages, until="distill")
+    assert [s.name for s in plan.steps] == ["tuned", "prune", "distill"]
+    assert plan.step("distill").dependencies == ("prune", "tuned")
+    assert plan.step("prune").dependencies == ("model",)
 
 
 def test_overrides_are_applied_and_saved_in_portable_recipe(folder: Path) -> None:
-    made = plan_stages(folder, STAGE_TREE, "prune-2.keep_ratio=0.9", "seed=4")
-    assert made.step("prune-2").settings.model_dump()["keep_ratio"] == 0.9
-    assert made.recipe.seed == 4
-    assert made.recipe_dict()["seed"] == 4
-    assert "seed: 4" in made.portable_recipe()
+    plan = plan_stages(folder, STAGE_TREE, "prune-2.keep_ratio=0.9", "seed=4")
+    assert plan.step("prune-2").settings.model_dump()["keep_ratio"] == 0.9
+    assert plan.recipe.seed == 4
+    assert plan.recipe_dict()["seed"] == 4
+    assert "seed: 4" in plan.portable_recipe()
 
 
 _WORDS = st.sampled_from(["model", "test.jsonl", "prune", "onnx", "~nobody/x", "a" * 300, "x\0y", "..", ""])

@@ -65,9 +65,9 @@ def _plan(home, *overrides):
 
 
 def test_estimated_sizes_follow_stages(home):
-    _, found = _plan(home)
+    _, estimates = _plan(home)
     weights = count_parameters(home / "m")
-    tuned, pruned, quantized = (found[name].size for name in ("finetune", "prune", "quantize"))
+    tuned, pruned, quantized = (estimates[name].size for name in ("finetune", "prune", "quantize"))
     assert tuned.least_bytes == 16 * weights
     assert tuned.result.parameters == weights
     [before], [after] = tuned.result.stacks, pruned.result.stacks
@@ -77,39 +77,41 @@ def test_estimated_sizes_follow_stages(home):
 
 @pytest.mark.parametrize("optional", [False, True])
 def test_weights_exceeding_memory_are_rejected(home, optional):
-    plan, found = _plan(home, f"finetune.optional={str(optional).lower()}")
-    least = found["finetune"].size.least_bytes
-    limits = dataclasses.replace(ROOMY, memory_bytes=least - 1)
-    messages = check_costs(plan, found, limits)
+    plan, estimates = _plan(home, f"finetune.optional={str(optional).lower()}")
+    least_bytes = estimates["finetune"].size.least_bytes
+    limits = dataclasses.replace(ROOMY, memory_bytes=least_bytes - 1)
+    messages = check_costs(plan, estimates, limits)
     assert [m.code for m in messages] == ([] if optional else ["needs-more-memory"])
     if not optional:
         with raises_code("needs-more-memory", InputError):
             require_fitting(messages)
     _, lighter = _plan(home, "finetune.optimizer=adafactor")
-    assert lighter["finetune"].size.least_bytes < least
+    assert lighter["finetune"].size.least_bytes < least_bytes
 
 
 def test_insufficient_free_memory_warns_with_fitting_settings(home):
-    plan, found = _plan(home)
-    limits = dataclasses.replace(ROOMY, free_bytes=560_000_000 + found["finetune"].size.memory_bytes - 1000)
-    [message] = [m for m in check_costs(plan, found, limits) if m.step == "finetune"]
+    plan, estimates = _plan(home)
+    limits = dataclasses.replace(
+        ROOMY, free_bytes=560_000_000 + estimates["finetune"].size.memory_bytes - 1000
+    )
+    [message] = [m for m in check_costs(plan, estimates, limits) if m.step == "finetune"]
     assert (message.code, message.severity) == ("may-need-more-memory", "warning")
-    fitting = fitting_settings(plan, plan.steps[0], found, limits.free_bytes)
+    fitting = fitting_settings(plan, plan.steps[0], estimates, limits.free_bytes)
     assert fitting["optimizer: adafactor"] <= limits.free_bytes
 
 
 def test_fitting_settings_for_several_processes_fit(home):
     """By the whole estimate, also where the lower bound is refused."""
-    plan, found = _plan(home, "launch.num_processes=9", "finetune.batch_size=1")
-    given = found["finetune"].size
-    for most in (given.least_bytes - 1, (given.memory_bytes + 560_000_000) // 2):
-        fitting = fitting_settings(plan, plan.steps[0], found, most)
-        for change, needed in fitting.items():
-            part = change if change.startswith("launch") else f"finetune: {{{change}}}"
+    plan, estimates = _plan(home, "launch.num_processes=9", "finetune.batch_size=1")
+    cost = estimates["finetune"].size
+    for max_bytes in (cost.least_bytes - 1, (cost.memory_bytes + 560_000_000) // 2):
+        fitting = fitting_settings(plan, plan.steps[0], estimates, max_bytes)
+        for setting, needed in fitting.items():
+            override = setting if setting.startswith("launch") else f"finetune: {{{setting}}}"
             _, other = _plan(
-                home, "launch.num_processes=9", "finetune.batch_size=1", part.replace(": ", "=", 1)
+                home, "launch.num_processes=9", "finetune.batch_size=1", override.replace(": ", "=", 1)
             )
-            assert needed == other["finetune"].size.memory_bytes + 560_000_000 <= most
+            assert needed == other["finetune"].size.memory_bytes + 560_000_000 <= max_bytes
     assert "launch: {num_processes: 4}" in fitting
 
 
@@ -117,20 +119,20 @@ def test_fitting_settings_for_several_processes_fit(home):
     ("part", "codes"), [(0.5, ["needs-more-disk"]), (1.0, ["may-need-more-disk"]), (9.0, [])]
 )
 def test_insufficient_disk_space_is_reported(home, part, codes):
-    plan, found = _plan(home)
-    artifacts = sum(estimate.size.disk_bytes for estimate in found.values())
+    plan, estimates = _plan(home)
+    artifacts = sum(estimate.size.disk_bytes for estimate in estimates.values())
     limits = dataclasses.replace(ROOMY, disk_bytes=int(part * artifacts))
-    assert [m.code for m in check_costs(plan, found, limits)] == codes
-    every = [*found]
-    assert check_costs(plan, found, limits, stored=every) == []
+    assert [m.code for m in check_costs(plan, estimates, limits)] == codes
+    every = [*estimates]
+    assert check_costs(plan, estimates, limits, stored=every) == []
 
 
 def test_gpu_memory_has_own_limit(home):
-    plan, found = _plan(home)
-    size = dataclasses.replace(found["finetune"].size, least_device_bytes=100, device_bytes=200)
-    found |= {"finetune": dataclasses.replace(found["finetune"], size=size)}
+    plan, estimates = _plan(home)
+    size = dataclasses.replace(estimates["finetune"].size, least_device_bytes=100, device_bytes=200)
+    estimates |= {"finetune": dataclasses.replace(estimates["finetune"], size=size)}
     codes = [
-        [m.code for m in check_costs(plan, found, dataclasses.replace(ROOMY, device_bytes=device))]
+        [m.code for m in check_costs(plan, estimates, dataclasses.replace(ROOMY, device_bytes=device))]
         for device in (99, 150, 250)
     ]
     assert codes == [["needs-more-memory"], ["may-need-more-memory"], []]
@@ -161,9 +163,9 @@ def _record(estimate, work_ratio=1.0, seconds=10.0, memory_ratio=1.0, **changes)
     ],
 )
 def test_predicted_time_scales_nearest_record_by_work(home, works, seconds):
-    plan, found = _plan(home)
-    records = [_record(found["prune"], work) for work in works]
-    records += [_record(found["prune"], 1.0, kind="other", seconds=1.0)]
+    plan, costs = _plan(home)
+    records = [_record(costs["prune"], work) for work in works]
+    records += [_record(costs["prune"], 1.0, kind="other", seconds=1.0)]
     predicted = estimate_steps(plan, plan.splits, records)
     assert predicted["prune"].seconds == (None if seconds is None else pytest.approx(seconds))
     assert predicted["quantize"].seconds is None
@@ -171,17 +173,17 @@ def test_predicted_time_scales_nearest_record_by_work(home, works, seconds):
 
 @pytest.mark.parametrize(("ratio", "expected"), [(3.0, 3.0), (0.5, 1.0), (None, 1.0)])
 def test_predicted_memory_is_maximum_of_estimate_and_record(home, ratio, expected):
-    plan, found = _plan(home)
+    plan, costs = _plan(home)
     changes = {"memory_bytes": None} if ratio is None else {}
-    record = _record(found["finetune"], memory_ratio=ratio or 1.0, **changes)
+    record = _record(costs["finetune"], memory_ratio=ratio or 1.0, **changes)
     estimates = estimate_steps(plan, plan.splits, [record])
-    plain = found["finetune"].memory_bytes
+    plain = costs["finetune"].memory_bytes
     assert estimates["finetune"].memory_bytes == pytest.approx(expected * plain)
     limits = dataclasses.replace(ROOMY, free_bytes=round(2 * plain))
     codes = [m.code for m in check_costs(plan, estimates, limits) if m.step == "finetune"]
     assert codes == (["may-need-more-memory"] if expected == 3.0 else [])
     fitting = fitting_settings(plan, plan.steps[0], estimates, round(expected * plain) - 1)
-    lighter = fitting_settings(plan, plan.steps[0], found, plain - 1)
+    lighter = fitting_settings(plan, plan.steps[0], costs, plain - 1)
     assert {change: pytest.approx(expected * count) for change, count in lighter.items()} == fitting
 
 
@@ -207,18 +209,18 @@ def test_plan_command_prints_table_and_json(home, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     printed = harness.smelt("plan", home / "recipe.yaml", code=0).output
     assert max(map(len, printed.splitlines())) <= 80
-    found = json.loads(harness.smelt("plan", home / "recipe.yaml", "--json", code=0).output)
+    result = json.loads(harness.smelt("plan", home / "recipe.yaml", "--json", code=0).output)
     names = ["model", "finetune", "prune", "quantize", "onnx"]
-    assert [step["name"] for step in found["costs"]["steps"]] == names
-    assert [step["name"] for step in found["steps"]] == names[1:]
-    assert {"seconds", "memory_bytes", "disk_bytes", "source"} <= found["costs"]["steps"][1].keys()
+    assert [step["name"] for step in result["costs"]["steps"]] == names
+    assert [step["name"] for step in result["steps"]] == names[1:]
+    assert {"seconds", "memory_bytes", "disk_bytes", "source"} <= result["costs"]["steps"][1].keys()
     assert all(any(line.startswith(name) for line in printed.splitlines()) for name in [*names, "total"])
     assert list(Path.cwd().iterdir()) == []  # nothing is written
 
 
 def test_plan_command_rejects_steps_exceeding_memory(home, monkeypatch):
-    small = dataclasses.replace(ROOMY, memory_bytes=1000)
-    monkeypatch.setattr("smelt.pipeline.execute.run_costs.machine_limits", lambda folder: small)
+    small_limits = dataclasses.replace(ROOMY, memory_bytes=1000)
+    monkeypatch.setattr("smelt.pipeline.execute.run_costs.machine_limits", lambda folder: small_limits)
     result = harness.smelt("plan", home / "recipe.yaml", code=2)
     assert "needs-more-memory" in {message.code for message in result.error.messages}
 
@@ -232,8 +234,8 @@ def test_every_technique_estimates_consistent_lower_bound(config):
     for technique in TECHNIQUES.values():
         stage = load_stage(technique.stage)
         settings = stage.settings_type.model_validate(technique.settings)
-        for known in (samples, {}):
-            inputs = SizeInputs(size, size, task, known, {"teacher": size})
+        for sample_lengths in (samples, {}):
+            inputs = SizeInputs(size, size, task, sample_lengths, {"teacher": size})
             estimate = stage.estimate_size(settings, inputs) or one_shot_size(inputs)
             assert 0 < estimate.least_bytes <= estimate.memory_bytes
             assert estimate.disk_bytes > 0

@@ -24,13 +24,13 @@ def plan(translator: Path, stages: str) -> Plan:
     return load_plan(path)
 
 
-def advice(made: Plan) -> list[Message]:
+def advice(loaded_plan: Plan) -> list[Message]:
     """Return what is said of the steps, not of the few rows of these tests."""
-    return [warning for warning in made.warnings if warning.step is not None]
+    return [warning for warning in loaded_plan.warnings if warning.step is not None]
 
 
 @pytest.mark.parametrize(
-    ("stages", "place", "named"),
+    ("stages", "location", "named"),
     [
         (
             "[quantize: {scheme: int4}, onnx: {target: tensorrt}]",
@@ -160,35 +160,35 @@ def advice(made: Plan) -> list[Message]:
         ("[quantize: {scheme: itn4}]", ("wrong-value", "stages[0].quantize.scheme"), ("'int4'?",)),
     ],
 )
-def test_impossible_quantized_plans_are_rejected(translator, stages, place, named):
-    with raises_code(place[0], InputError) as caught:
+def test_impossible_quantized_plans_are_rejected(translator, stages, location, named):
+    with raises_code(location[0], InputError) as excinfo:
         plan(translator, stages)
-    [found] = caught.value.messages
-    assert message_locations([found]) == [(*place, 4)]
-    assert [value for value in named if value not in found.message] == []
+    [error] = excinfo.value.messages
+    assert message_locations([error]) == [(*location, 4)]
+    assert [value for value in named if value not in error.message] == []
 
 
 @pytest.mark.parametrize("size", [64, 128])
 def test_tensorrt_accepts_int4_in_half_precision(translator, size):
     codes = f"quantize: {{scheme: int4, group_size: {size}, symmetric: positive, accuracy_level: 0}}"
-    made = plan(translator, f"[{codes}, onnx: {{target: tensorrt, dtype: fp16}}]")
-    assert [s.stage for s in made.steps] == ["quantize", "onnx"]
+    tensorrt_plan = plan(translator, f"[{codes}, onnx: {{target: tensorrt, dtype: fp16}}]")
+    assert [s.stage for s in tensorrt_plan.steps] == ["quantize", "onnx"]
 
 
 @pytest.mark.parametrize(
-    ("word", "scheme"), matrix_cells(["finetune", "distill"], ["int8-dynamic", "int4", "binary"])
+    ("stage_name", "scheme"), matrix_cells(["finetune", "distill"], ["int8-dynamic", "int4", "binary"])
 )
-def test_training_may_follow_every_scheme(translator, word, scheme):
-    training_plan = plan(translator, f"[quantize: {{scheme: {scheme}}}, {word}: {{}}, onnx: {{}}]")
-    assert [s.stage for s in training_plan.steps] == ["quantize", word, "onnx"]
+def test_training_may_follow_every_scheme(translator, stage_name, scheme):
+    training_plan = plan(translator, f"[quantize: {{scheme: {scheme}}}, {stage_name}: {{}}, onnx: {{}}]")
+    assert [s.stage for s in training_plan.steps] == ["quantize", stage_name, "onnx"]
     assert advice(training_plan) == []
 
 
 def test_untrained_binary_weights_warn(translator):
-    made = plan(translator, "[quantize: {scheme: binary}, onnx: {}]")
-    [found] = advice(made)
-    assert (found.code, found.step, found.line) == ("untrained-scheme", "onnx", 4)
-    assert all(value in found.message for value in ("binary", "'quantize'"))
+    binary_plan = plan(translator, "[quantize: {scheme: binary}, onnx: {}]")
+    [warning] = advice(binary_plan)
+    assert (warning.code, warning.step, warning.line) == ("untrained-scheme", "onnx", 4)
+    assert all(value in warning.message for value in ("binary", "'quantize'"))
 
 
 def test_step_requiring_calibration_data_is_rejected_without_it(translator):
@@ -197,11 +197,11 @@ def test_step_requiring_calibration_data_is_rejected_without_it(translator):
         "model: model\ntask: translation\ndata: {test: test.jsonl}\n"
         "stages: [quantize: {scheme: int8-static}]\n"
     )
-    with raises_code("missing-data", InputError) as caught:
+    with raises_code("missing-data", InputError) as excinfo:
         load_plan(path)
-    assert message_locations(caught.value.messages) == [("missing-data", "stages[0].quantize", 4)]
-    assert "calibration or train" in str(caught.value)
-    assert "data: {calibration: FILE}" in str(caught.value)
+    assert message_locations(excinfo.value.messages) == [("missing-data", "stages[0].quantize", 4)]
+    assert "calibration or train" in str(excinfo.value)
+    assert "data: {calibration: FILE}" in str(excinfo.value)
 
 
 @pytest.mark.parametrize(
@@ -233,9 +233,9 @@ def test_outdated_package_is_reported_by_step_that_needs_it(
     translator: Path, monkeypatch: pytest.MonkeyPatch, stages: str, package: str, release: str
 ) -> None:
     monkeypatch.setattr(system, "version", lambda name: "0.17.1")
-    with raises_code("step-unavailable", MissingDependencyError) as caught:
+    with raises_code("step-unavailable", MissingDependencyError) as excinfo:
         plan(translator, stages).require_runnable()
-    message = str(caught.value)
+    message = str(excinfo.value)
     assert all(value in message for value in (f"{package} {release}", "0.17.1"))
     assert f"(pip install '{package}>={release}')" in message
 
@@ -266,13 +266,13 @@ def scored_by(translator: Path, metric: str, score: str) -> Plan:
 def test_metric_not_scored_by_recipe_is_rejected(
     translator: Path, metric: str, score: str, named: tuple[str, ...]
 ) -> None:
-    with raises_code("metric-not-scored", InputError) as caught:
+    with raises_code("metric-not-scored", InputError) as excinfo:
         scored_by(translator, metric, score)
-    [found] = caught.value.messages
-    assert message_locations([found]) == [
+    [error] = excinfo.value.messages
+    assert message_locations([error]) == [
         ("metric-not-scored", "stages[0].quantize.mixed_precision.metric", 5)
     ]
-    assert [value for value in named if value not in found.message] == []
+    assert [value for value in named if value not in error.message] == []
 
 
 def test_metric_scored_by_recipe_is_accepted(translator: Path) -> None:
@@ -310,9 +310,9 @@ def test_suggested_bit_widths_are_accepted_for_target(translator: Path) -> None:
     ],
 )
 def test_stage_unsupported_after_quantize_is_rejected_with_valid_order(translator, stages, chain):
-    with raises_code("behind-quantize", InputError) as caught:  # as the stage refuses it at work
+    with raises_code("behind-quantize", InputError) as excinfo:  # as the stage refuses it at work
         plan(translator, f"[{stages}]")
-    assert f"`{chain}`" in str(caught.value)
+    assert f"`{chain}`" in str(excinfo.value)
 
 
 @pytest.mark.parametrize(

@@ -52,16 +52,16 @@ def text_of(folder, *stages, model="gptq"):
 
 
 def test_stages_requiring_floats_and_unsupported_targets_are_rejected(folder):
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError) as excinfo:
         load_plan(
             recipe(folder, "factorize: {}", "onnx: {target: tensorrt}", "quantize: {}\n    from: model")
         )
-    assert message_locations(caught.value.messages) == [
+    assert message_locations(excinfo.value.messages) == [
         ("already-quantized", "stages[0].factorize", 5),
         ("unsupported-scheme", "stages[1].onnx", 6),
         ("already-quantized", "stages[2].quantize", 7),
     ]
-    _, graph, _ = caught.value.messages
+    _, graph, _ = excinfo.value.messages
     assert all(value in graph.message for value in ("int4", "(gptq)", "target: ort-cpu or openvino"))
 
 
@@ -90,10 +90,13 @@ def test_unlearnable_scales_are_rejected_by_plan(folder):
     assert "bnb-nf4" in text_of(folder, *steps, model="float")
     # of a binary model those of the embeddings
     harness.smelt("plan", recipe(folder, "quantize: {scheme: binary}", learned, model="float"), code=0)
-    alone = "embeddings: false, output_layer: false"
-    binary = (f"quantize: {{scheme: binary, {alone}}}", learned)
+    without_embeddings = "embeddings: false, output_layer: false"
+    binary = (f"quantize: {{scheme: binary, {without_embeddings}}}", learned)
     assert refused(folder, *binary, model="float") == [("scales-not-learned", "stages[1].finetune")]
-    ternary, split = f"quantize: {{scheme: ternary, {alone}}}", "finetune: {qat: {weight_splitting: true}}"
+    ternary, split = (
+        f"quantize: {{scheme: ternary, {without_embeddings}}}",
+        "finetune: {qat: {weight_splitting: true}}",
+    )
     halves = (ternary, split, f"{learned}\n    name: again")
     assert refused(folder, *halves, model="float") == [("scales-not-learned", "stages[2].finetune")]
     assert "binary" in text_of(folder, *halves, model="float")
@@ -139,10 +142,10 @@ def test_adapters_on_split_layers_are_rejected(folder):
         ("adapters-not-splittable", "stages[2].finetune")
     ]
     # what they go on from was not split, or has float layers, which may be those that are meant
-    apart = f"{lora}\n    from: quantize"
-    harness.smelt("plan", recipe(folder, ternary, split, apart, model="float"), code=0)
-    part = 'quantize: {scheme: ternary, exclude: ["*.mlp.*"]}'
-    harness.smelt("plan", recipe(folder, part, split, lora, model="float"), code=0)
+    branched_lora = f"{lora}\n    from: quantize"
+    harness.smelt("plan", recipe(folder, ternary, split, branched_lora, model="float"), code=0)
+    partial = 'quantize: {scheme: ternary, exclude: ["*.mlp.*"]}'
+    harness.smelt("plan", recipe(folder, partial, split, lora, model="float"), code=0)
 
 
 def test_unsupported_layout_is_rejected_by_plan(folder, tmp_path):
@@ -179,8 +182,8 @@ def test_quantized_weights_not_matching_config_are_rejected_by_plan(folder, tmp_
 def test_run_from_quantized_model_warns(folder):
     result = smelt.run(recipe(folder, "onnx: {generation_graph: false}"), out=folder / "run")
     steps = {step["name"]: step for step in result.report["steps"]}
-    [taken] = [one for one in steps["model"]["warnings"] if one["code"] == "already-quantized"]
-    assert "14 layers" in taken["message"]
+    [warning] = [message for message in steps["model"]["warnings"] if message["code"] == "already-quantized"]
+    assert "14 layers" in warning["message"]
     assert steps["onnx"]["status"] == "done"
 
 
@@ -201,8 +204,8 @@ def autotune_warnings(folder, *stages, model="float"):
 
 
 def test_autotune_without_quantized_layers_warns(folder):
-    (found,) = autotune_warnings(folder, "prune: {targets: [ffn], importance: magnitude}", TUNED)
-    assert (found.code, found.line, found.step) == ("nothing-quantized", 6, "onnx")
+    (warning,) = autotune_warnings(folder, "prune: {targets: [ffn], importance: magnitude}", TUNED)
+    assert (warning.code, warning.line, warning.step) == ("nothing-quantized", 6, "onnx")
     assert autotune_warnings(folder, "onnx: {}") == []
 
 
@@ -219,9 +222,9 @@ def test_autotune_without_quantized_layers_warns(folder):
     ],
 )
 def test_autotune_of_single_operator_scheme_warns(folder, scheme, chooses):
-    found = autotune_warnings(folder, f"quantize: {scheme}", "finetune: {}", TUNED)
-    assert message_codes(found) == ([] if chooses else ["nothing-to-tune"])
-    assert all("'quantize'" in one.message for one in found)
+    warnings = autotune_warnings(folder, f"quantize: {scheme}", "finetune: {}", TUNED)
+    assert message_codes(warnings) == ([] if chooses else ["nothing-to-tune"])
+    assert all("'quantize'" in warning.message for warning in warnings)
 
 
 def test_unknown_model_gives_no_autotune_warning(folder):

@@ -28,10 +28,10 @@ def _plan(folder, length):
 
 
 def test_windows_longer_than_model_positions_are_rejected(tmp_path):
-    with raises_code("window-too-long", InputError) as caught:
+    with raises_code("window-too-long", InputError) as excinfo:
         _plan(tmp_path, 257)
-    assert message_locations(caught.value.messages) == [("window-too-long", "data.windows.length", 6)]
-    assert all(number in str(caught.value) for number in ("257", "256"))
+    assert message_locations(excinfo.value.messages) == [("window-too-long", "data.windows.length", 6)]
+    assert all(number in str(excinfo.value) for number in ("257", "256"))
 
 
 def test_windows_as_long_as_model_positions_are_accepted(tmp_path):

@@ -16,12 +16,12 @@ pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("stand_ins")]
 
 
 def test_names_of_unreadable_steps_give_no_further_errors(folder: Path) -> None:
-    found = plan_errors(folder, "\n  - {onxn: {}, name: gone}\n  - {prune: {}, from: gone}\nbaseline: gone")
-    assert message_locations(found) == [("unknown-stage", "stages[0].onxn", 5)]
-    found = plan_errors(
+    errors = plan_errors(folder, "\n  - {onxn: {}, name: gone}\n  - {prune: {}, from: gone}\nbaseline: gone")
+    assert message_locations(errors) == [("unknown-stage", "stages[0].onxn", 5)]
+    errors = plan_errors(
         folder, "\n  - {onxn: {}}\n  - prune\nbaseline: onnx\ngates: {bleu: {min: 1, at: nowhere}}"
     )
-    assert message_locations(found) == [
+    assert message_locations(errors) == [
         ("unknown-stage", "stages[0].onxn", 5),
         ("unknown-step", "gates.bleu.at", 8),
     ]
@@ -30,8 +30,8 @@ def test_names_of_unreadable_steps_give_no_further_errors(folder: Path) -> None:
 def test_invalid_setting_causes_no_further_errors(folder: Path) -> None:
     """A setting that is wrong has its default while the rest is checked; nothing is concluded from that."""
     assert message_codes(plan_errors(folder, "[{onnx: {target: tensort}}, tensorrt]")) == ["wrong-value"]
-    found = plan_errors(folder, "[{prune: {}, name: a}, {distill: {teacher: b, keep_ratio: 7, x: 1}}]")
-    assert message_locations(found) == [
+    errors = plan_errors(folder, "[{prune: {}, name: a}, {distill: {teacher: b, keep_ratio: 7, x: 1}}]")
+    assert message_locations(errors) == [
         ("wrong-value", "stages[1].distill.keep_ratio", 4),
         ("unknown-setting", "stages[1].distill.x", 4),
         ("unknown-step", "stages[1].distill.teacher", 4),
@@ -41,7 +41,7 @@ def test_invalid_setting_causes_no_further_errors(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "place", "named"),
+    ("stages", "location", "named"),
     [
         (
             "[{onnx: {}, name: onnx-int8}, distill]",
@@ -132,12 +132,12 @@ def test_invalid_setting_causes_no_further_errors(folder: Path) -> None:
     ],
 )
 def test_one_mistake_gives_one_message(
-    folder: Path, stages: str, place: tuple[str, str, int], named: tuple[str, ...]
+    folder: Path, stages: str, location: tuple[str, str, int], named: tuple[str, ...]
 ) -> None:
     """With the values that were read, and those that would do."""
-    [found] = plan_errors(folder, stages)
-    assert message_locations([found]) == [place]
-    assert [value for value in named if value not in found.message] == []
+    [error] = plan_errors(folder, stages)
+    assert message_locations([error]) == [location]
+    assert [value for value in named if value not in error.message] == []
 
 
 def test_stages_require_data_and_supported_task(folder: Path) -> None:
@@ -155,8 +155,8 @@ def test_errors_of_all_kinds_are_reported_together(folder: Path) -> None:
     (folder / "model/model.safetensors").unlink()
     (folder / "train.jsonl").write_text('{"source": "a", "target": "b"}\n{"source": \n')
     (folder / "test.jsonl").write_text('{"sorce": "a", "target": "b"}\n')
-    found = plan_errors(folder, "\n  - prune: {keep_ratio: 2}\n  - prnue\n  - onnx\nseed: -1")
-    assert message_locations(found) == [
+    errors = plan_errors(folder, "\n  - prune: {keep_ratio: 2}\n  - prnue\n  - onnx\nseed: -1")
+    assert message_locations(errors) == [
         ("missing-weights", "model", 1),
         ("invalid-json", "data.train", 3),
         ("missing-column", "data.test", 3),
@@ -164,18 +164,20 @@ def test_errors_of_all_kinds_are_reported_together(folder: Path) -> None:
         ("unknown-stage", "stages[1].prnue", 6),
         ("wrong-value", "seed", 8),
     ]
-    assert "train.jsonl:2: " in found[1].message
-    assert all(name in found[2].message for name in ("test.jsonl:1: ", "'source'", "'sorce'?"))
+    assert "train.jsonl:2: " in errors[1].message
+    assert all(name in errors[2].message for name in ("test.jsonl:1: ", "'source'", "'sorce'?"))
 
 
 def test_step_after_unreadable_step_gives_no_error(folder: Path) -> None:
-    found = plan_errors(folder, "\n  - onxn: {}\n  - tensorrt")
-    assert message_locations(found) == [("unknown-stage", "stages[0].onxn", 5)]
+    errors = plan_errors(folder, "\n  - onxn: {}\n  - tensorrt")
+    assert message_locations(errors) == [("unknown-stage", "stages[0].onxn", 5)]
 
 
 def test_poor_stage_orders_warn(folder: Path) -> None:
     def warned(stages: str) -> list[tuple[str, str | None, int | None]]:
-        return [(one.code, one.step, one.line) for one in plan_stages(folder, stages).warnings]
+        return [
+            (warning.code, warning.step, warning.line) for warning in plan_stages(folder, stages).warnings
+        ]
 
     assert warned("[prune, drop-layers]") == [("poor-order", "drop-layers", 4)]
     assert warned("[factorize, prune, {distill: {student: {decoder_layers: 1}}}]") == [

@@ -46,41 +46,41 @@ WRONG = [
         "finetune: {qat: {weight_splitting: true}}",
     ],
 )
-@pytest.mark.parametrize(("settings", "place", "named"), WRONG)
+@pytest.mark.parametrize(("settings", "location", "named"), WRONG)
 def test_invalid_quantize_setting_gives_one_error(
-    translator: Path, settings: str, place: tuple[str, str, int], named: str, later: str
+    translator: Path, settings: str, location: tuple[str, str, int], named: str, later: str
 ) -> None:
-    [found] = plan_errors(translator, f"[quantize: {settings}, {later}]")
-    assert message_locations([found]) == [place]
-    assert named in found.message
+    [error] = plan_errors(translator, f"[quantize: {settings}, {later}]")
+    assert message_locations([error]) == [location]
+    assert named in error.message
 
 
 def test_errors_true_for_all_schemes_are_reported_despite_invalid_settings(translator: Path) -> None:
-    for settings, place, _ in WRONG:
-        found = plan_errors(translator, f"[quantize: {settings}, onnx: {{target: ort-cuda}}]")
-        assert message_locations(found) == [place, ("unsupported-scheme", "stages[1].onnx.target", 4)]
+    for settings, location, _ in WRONG:
+        errors = plan_errors(translator, f"[quantize: {settings}, onnx: {{target: ort-cuda}}]")
+        assert message_locations(errors) == [location, ("unsupported-scheme", "stages[1].onnx.target", 4)]
     later = ("already-quantized", "stages[1].factorize", 4)
     for settings in ("{mixed_precision: 3}", "{scheme: int4, granularity: tensor}", "{scheme: itn4}", "3"):
-        found = plan_errors(translator, f"[quantize: {settings}, factorize: {{}}]")
-        assert message_locations(found)[1:] == [later]
-        assert "int4" not in found[1].message
+        errors = plan_errors(translator, f"[quantize: {settings}, factorize: {{}}]")
+        assert message_locations(errors)[1:] == [later]
+        assert "int4" not in errors[1].message
     # a scheme that is known is named, whatever else is wrong
-    found = plan_errors(translator, "[quantize: {scheme: int4, embedding_scheme: itn4}, factorize: {}]")
-    assert message_locations(found)[1:] == [later]
-    assert "int4" in found[1].message
+    errors = plan_errors(translator, "[quantize: {scheme: int4, embedding_scheme: itn4}, factorize: {}]")
+    assert message_locations(errors)[1:] == [later]
+    assert "int4" in errors[1].message
 
 
 def test_shortlist_is_not_checked_against_unknown_scheme(translator: Path) -> None:
-    one, two = "[shortlist: {}, quantize: {scheme: bnb-nf4", "}, onnx: {}]"
-    found = plan_errors(translator, f"{one}{two}")
-    assert message_locations(found) == [("unsupported-scheme", "stages[2].onnx", 4)]
-    found = plan_errors(translator, f"{one}, embedding_scheme: itn4{two}")
-    assert message_locations(found) == [("wrong-value", "stages[1].quantize.embedding_scheme", 4)]
+    head, two = "[shortlist: {}, quantize: {scheme: bnb-nf4", "}, onnx: {}]"
+    errors = plan_errors(translator, f"{head}{two}")
+    assert message_locations(errors) == [("unsupported-scheme", "stages[2].onnx", 4)]
+    errors = plan_errors(translator, f"{head}, embedding_scheme: itn4{two}")
+    assert message_locations(errors) == [("wrong-value", "stages[1].quantize.embedding_scheme", 4)]
 
 
 def test_invalid_quantize_does_not_hide_errors_of_other_steps(translator: Path) -> None:
     """An error in one `quantize` hides nothing of another."""
-    again = "{quantize: {}, name: second, from: model}, finetune: {qat: {weight_splitting: true}}"
-    found = plan_errors(translator, f"[quantize: {{scheme: itn4}}, {again}]")
-    assert message_locations(found)[1:] == [("unsupported-scheme", "stages[2].finetune", 4)]
-    assert "int8-dynamic" in found[1].message
+    other_steps = "{quantize: {}, name: second, from: model}, finetune: {qat: {weight_splitting: true}}"
+    errors = plan_errors(translator, f"[quantize: {{scheme: itn4}}, {other_steps}]")
+    assert message_locations(errors)[1:] == [("unsupported-scheme", "stages[2].finetune", 4)]
+    assert "int8-dynamic" in errors[1].message

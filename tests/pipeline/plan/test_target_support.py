@@ -20,12 +20,12 @@ OPENVINO = ["int8-static", "int8-groupwise", "int4"]
 @pytest.mark.parametrize("scheme", OPENVINO)
 def test_unsupported_embedding_scheme_suggests_changing_only_it(translator: Path, scheme: str) -> None:
     stages = f"[quantize: {{scheme: {scheme}, embedding_scheme: WORD}}, onnx: {{target: openvino}}]"
-    [found] = plan_errors(translator, stages.replace("WORD", "int8-dynamic"))
-    assert message_locations([found]) == [("unsupported-scheme", "stages[1].onnx.target", 4)]
+    [error] = plan_errors(translator, stages.replace("WORD", "int8-dynamic"))
+    assert message_locations([error]) == [("unsupported-scheme", "stages[1].onnx.target", 4)]
     ways = ("`from: model`", "target: ort-cpu,", "`embedding_scheme: int8-static or int8-groupwise or int4`.")
-    assert [way for way in ways if way not in found.message] == []
-    for word in OPENVINO:  # what it names is taken
-        plan_stages(translator, stages.replace("WORD", word))
+    assert [way for way in ways if way not in error.message] == []
+    for scheme_name in OPENVINO:  # what it names is taken
+        plan_stages(translator, stages.replace("WORD", scheme_name))
     plan_stages(
         translator, stages.replace("WORD", "int8-dynamic, embeddings: false, output_layer: false")
     )  # unused
@@ -44,15 +44,15 @@ def test_unsupported_embedding_scheme_suggests_changing_only_it(translator: Path
     ],
 )
 def test_unsupported_layer_scheme_suggests_changing_it(translator: Path, codes: str, way: str) -> None:
-    [found] = plan_errors(translator, f"[quantize: {{{codes}}}, onnx: {{target: openvino}}]")
-    assert message_locations([found]) == [("unsupported-scheme", "stages[1].onnx.target", 4)]
-    assert found.message.endswith(way)
+    [error] = plan_errors(translator, f"[quantize: {{{codes}}}, onnx: {{target: openvino}}]")
+    assert message_locations([error]) == [("unsupported-scheme", "stages[1].onnx.target", 4)]
+    assert error.message.endswith(way)
 
 
 def test_target_without_schemes_suggests_no_scheme(translator: Path) -> None:
-    [found] = plan_errors(translator, "[quantize: {scheme: int4}, onnx: {target: ort-cuda}]")
-    assert message_locations([found]) == [("unsupported-scheme", "stages[1].onnx.target", 4)]
-    assert found.message.endswith("target: ort-cpu or tensorrt or openvino.")
+    [error] = plan_errors(translator, "[quantize: {scheme: int4}, onnx: {target: ort-cuda}]")
+    assert message_locations([error]) == [("unsupported-scheme", "stages[1].onnx.target", 4)]
+    assert error.message.endswith("target: ort-cpu or tensorrt or openvino.")
 
 
 def test_every_target_has_a_name() -> None:

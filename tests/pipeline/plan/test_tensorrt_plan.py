@@ -17,13 +17,13 @@ pytestmark = pytest.mark.usefixtures("stand_ins")
 
 def test_missing_tensorrt_stops_run_unless_optional(folder: Path) -> None:
     stages = "\n  - onnx: {target: tensorrt}\n  - tensorrt: {}\n"
-    made = plan_stages(folder, stages)
-    with raises_code("step-unavailable", MissingDependencyError) as caught:
-        made.require_runnable()
-    assert caught.value.exit_code == 2
-    [found] = caught.value.messages
-    assert (found.file, found.line) == (str(folder / "recipe.yaml"), 6)
-    assert f"'tensorrt' cannot run on this machine: {made.step('tensorrt').unavailable}" in found.message
+    plan = plan_stages(folder, stages)
+    with raises_code("step-unavailable", MissingDependencyError) as excinfo:
+        plan.require_runnable()
+    assert excinfo.value.exit_code == 2
+    [error] = excinfo.value.messages
+    assert (error.file, error.line) == (str(folder / "recipe.yaml"), 6)
+    assert f"'tensorrt' cannot run on this machine: {plan.step('tensorrt').unavailable}" in error.message
     plan_stages(folder, stages, "tensorrt.optional=true").require_runnable()
     plan_stages(folder, stages, until="onnx").require_runnable()
 
@@ -31,9 +31,9 @@ def test_missing_tensorrt_stops_run_unless_optional(folder: Path) -> None:
 def test_tensorrt_requires_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "find_spec", lambda name: object())
     monkeypatch.setattr(machine, "has_cuda", lambda: False)
-    made = plan_stages(folder, "[{onnx: {target: tensorrt}}, tensorrt]")
-    assert made.step("tensorrt").unavailable is not None
-    assert made.step("tensorrt").unscored is not None
+    plan = plan_stages(folder, "[{onnx: {target: tensorrt}}, tensorrt]")
+    assert plan.step("tensorrt").unavailable is not None
+    assert plan.step("tensorrt").unscored is not None
     monkeypatch.setattr(machine, "has_cuda", lambda: True)
     assert plan_stages(folder, "[{onnx: {target: tensorrt}}, tensorrt]").step("tensorrt").unavailable is None
 
@@ -45,17 +45,17 @@ def test_tensorrt_built_without_gpu_is_planned_but_not_scored(
     monkeypatch.setattr(machine, "has_cuda", lambda: False)
     monkeypatch.setattr(machine, "can_build_without_gpu", lambda: True)
     stages = "[{onnx: {target: tensorrt}}, tensorrt]"
-    made = plan_stages(folder, stages, "gates={bleu: {max_drop: 1}}", "baseline=tensorrt")
-    step = made.step("tensorrt")
+    plan = plan_stages(folder, stages, "gates={bleu: {max_drop: 1}}", "baseline=tensorrt")
+    step = plan.step("tensorrt")
     assert step.unavailable is None
     assert step.unscored is not None
-    assert made.gates[0].at == ("onnx",)  # the last step of the branch that has a score
-    [found] = made.warnings
-    assert found.code == "no-comparison"
-    assert f"'tensorrt': {step.unscored}" in found.message
-    assert "built, not scored (needs a CUDA GPU)" in " ".join(str(made).split())
-    assert made.step("onnx").unscored is None
-    made.require_runnable()
+    assert plan.gates[0].at == ("onnx",)  # the last step of the branch that has a score
+    [warning] = plan.warnings
+    assert warning.code == "no-comparison"
+    assert f"'tensorrt': {step.unscored}" in warning.message
+    assert "built, not scored (needs a CUDA GPU)" in " ".join(str(plan).split())
+    assert plan.step("onnx").unscored is None
+    plan.require_runnable()
 
 
 def test_builder_without_gpu_is_tried_in_separate_process(

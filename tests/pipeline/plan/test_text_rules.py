@@ -27,8 +27,8 @@ def rules(tmp_path, task="summarization", data="", kind="t5", params=T5):
 
 
 def test_prefix_of_model_is_used_and_noted(tmp_path):
-    found, notes = rules(tmp_path)
-    assert found == TextRules(prefix="summarize: ")
+    text_rules, notes = rules(tmp_path)
+    assert text_rules == TextRules(prefix="summarize: ")
     assert len(notes) == 1
     assert "'summarize: '" in notes[0]
 
@@ -39,14 +39,14 @@ def test_prefix_of_recipe_overrides_model_even_if_empty(tmp_path):
 
 
 def test_languages_select_prefix_of_model(tmp_path):
-    found, _ = rules(tmp_path, "translation", ", source_language: en, target_language: fr")
-    assert found.prefix == "translate English to French: "
+    text_rules, _ = rules(tmp_path, "translation", ", source_language: en, target_language: fr")
+    assert text_rules.prefix == "translate English to French: "
     none, notes = rules(tmp_path, "translation")
     assert none == TextRules()
     assert "translation_en_to_de, translation_en_to_fr" in notes[0]
-    with raises_code("unknown-language", InputError) as caught:
+    with raises_code("unknown-language", InputError) as excinfo:
         rules(tmp_path, "translation", ", source_language: en, target_language: xx")
-    assert all(name in str(caught.value) for name in ("translation_en_to_xx", "translation_en_to_de"))
+    assert all(name in str(excinfo.value) for name in ("translation_en_to_xx", "translation_en_to_de"))
 
 
 def test_saved_text_rules_override_model_config(tmp_path):
@@ -55,42 +55,45 @@ def test_saved_text_rules_override_model_config(tmp_path):
 
 
 def test_multilingual_model_requires_languages(tmp_path):
-    with raises_code("missing-languages", InputError) as caught:
+    with raises_code("missing-languages", InputError) as excinfo:
         rules(tmp_path, "translation", kind="mbart", params=None)
-    assert "source_language: en_XX" in str(caught.value)
-    found, notes = rules(
+    assert "source_language: en_XX" in str(excinfo.value)
+    text_rules, notes = rules(
         tmp_path, "translation", ", source_language: en_XX, target_language: de_DE", kind="mbart", params=None
     )
-    assert found == TextRules(source_language="en_XX", target_language="de_DE")
+    assert text_rules == TextRules(source_language="en_XX", target_language="de_DE")
     assert notes == ["languages en_XX to de_DE"]
 
 
 def test_language_unknown_to_tokenizer_is_rejected_by_plan(tmp_path):
-    words = {"model": {"vocab": {"<s>": 0, "old_XX": 1}}, "added_tokens": [{"content": "eng_Latn", "id": 2}]}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(words))
+    tokenizer = {
+        "model": {"vocab": {"<s>": 0, "old_XX": 1}},
+        "added_tokens": [{"content": "eng_Latn", "id": 2}],
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
 
     def notes_for(source, target):
         languages = f", source_language: {source}, target_language: {target}"
         return rules(tmp_path, "translation", languages, kind="m2m_100", params=None)[1]
 
     assert notes_for("eng_Latn", "old_XX") == ["languages eng_Latn to old_XX"]
-    with raises_code("unknown-language", InputError) as caught:
+    with raises_code("unknown-language", InputError) as excinfo:
         notes_for("eng_Latin", "old_XX")
-    assert all(name in str(caught.value) for name in ("'eng_Latin'", "'eng_Latn'?"))
-    with raises_code("unknown-language", InputError) as caught:
+    assert all(name in str(excinfo.value) for name in ("'eng_Latin'", "'eng_Latn'?"))
+    with raises_code("unknown-language", InputError) as excinfo:
         notes_for("eng_Latn", "de_DE")
-    assert "'de_DE'" in str(caught.value)
-    with raises_code("missing-languages", InputError) as caught:
+    assert "'de_DE'" in str(excinfo.value)
+    with raises_code("missing-languages", InputError) as excinfo:
         rules(tmp_path, "translation", kind="m2m_100", params=None)
-    assert "source_language: eng_Latn, target_language: deu_Latn" in str(caught.value)
-    words["model"]["vocab"] = [["<s>", 0.0], ["deu_Latn", -1.0]]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(words))
+    assert "source_language: eng_Latn, target_language: deu_Latn" in str(excinfo.value)
+    tokenizer["model"]["vocab"] = [["<s>", 0.0], ["deu_Latn", -1.0]]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert notes_for("eng_Latn", "deu_Latn") == ["languages eng_Latn to deu_Latn"]
 
 
 def test_target_language_of_marian_becomes_prefix(tmp_path):
-    found, _ = rules(tmp_path, "translation", ", target_language: fra", kind="marian", params=None)
-    assert found == TextRules(prefix=">>fra<< ")
+    text_rules, _ = rules(tmp_path, "translation", ", target_language: fra", kind="marian", params=None)
+    assert text_rules == TextRules(prefix=">>fra<< ")
 
 
 def test_model_without_prefixes_has_no_text_rules(tmp_path):
@@ -98,6 +101,6 @@ def test_model_without_prefixes_has_no_text_rules(tmp_path):
 
 
 def test_prefix_is_rejected_for_classifier(tmp_path):
-    with raises_code("does-not-fit-task", InputError) as caught:
+    with raises_code("does-not-fit-task", InputError) as excinfo:
         rules(tmp_path, "text-classification", ', prefix: "x "')
-    assert caught.value.setting == "data.prefix"
+    assert excinfo.value.setting == "data.prefix"

@@ -21,8 +21,8 @@ def home(tmp_path):
 def test_plan_shows_config_and_tokenizer_of_untrained_model(home):
     (home / "recipe.yaml").write_text(CLASSIFIER)
     text = str(load_plan(home / "recipe.yaml"))
-    words = " ".join(text.split())
-    assert "model bert.json, untrained; tokenizer: wordpiece, at most 120 tokens, from train" in words
+    flat_text = " ".join(text.split())
+    assert "model bert.json, untrained; tokenizer: wordpiece, at most 120 tokens, from train" in flat_text
 
 
 MISTAKES = {
@@ -58,12 +58,12 @@ def test_invalid_untrained_recipes_are_rejected(home, change):
         text += f"{change}\n"
     assert text != CLASSIFIER
     (home / "recipe.yaml").write_text(text)
-    code, setting, named = MISTAKES[change]
-    with pytest.raises(InputError) as caught:
+    code, setting, fragment = MISTAKES[change]
+    with pytest.raises(InputError) as excinfo:
         load_plan(home / "recipe.yaml")
-    found = [one for one in caught.value.messages if (one.code, one.setting) == (code, setting)]
-    assert len(found) == 1, str(caught.value)
-    assert named in found[0].message
+    errors = [error for error in excinfo.value.messages if (error.code, error.setting) == (code, setting)]
+    assert len(errors) == 1, str(excinfo.value)
+    assert fragment in errors[0].message
 
 
 PROMPTED = """
@@ -86,9 +86,9 @@ def test_invalid_prompt_template_of_untrained_model_is_rejected(tmp_path, templa
     if code is None:
         load_plan(tmp_path / "recipe.yaml")
         return
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError) as excinfo:
         load_plan(tmp_path / "recipe.yaml")
-    assert [(one.code, one.line) for one in caught.value.messages] == [(code, 4)]
+    assert [(error.code, error.line) for error in excinfo.value.messages] == [(code, 4)]
 
 
 BARE = """
@@ -109,10 +109,10 @@ def test_unsupported_config_of_untrained_model_is_rejected(home):
     config = {"model_type": "modernbert", "rope_parameters": rope}
     (home / "modern.json").write_text(json.dumps(config))
     (home / "recipe.yaml").write_text(CLASSIFIER.replace("config: bert.json", "config: modern.json"))
-    with raises_code("unsupported-config", InputError) as caught:
+    with raises_code("unsupported-config", InputError) as excinfo:
         load_plan(home / "recipe.yaml")
-    assert [one.setting for one in caught.value.messages] == ["model.config"]
-    assert "'dynamic'" in str(caught.value)
+    assert [error.setting for error in excinfo.value.messages] == ["model.config"]
+    assert "'dynamic'" in str(excinfo.value)
 
 
 @pytest.fixture
@@ -127,23 +127,27 @@ def bare(home):
 
 def test_untrained_classifier_is_rejected_as_teacher(bare):
     (bare / "recipe.yaml").write_text(BARE)
-    with raises_code("untrained-teacher", InputError) as caught:
+    with raises_code("untrained-teacher", InputError) as excinfo:
         load_plan(bare / "recipe.yaml")
-    [found] = caught.value.messages
-    assert found.line == 8
-    assert all(value in found.message for value in ("distill: teacher: ", "BertModel", "(teacher: tuned)"))
+    [error] = excinfo.value.messages
+    assert error.line == 8
+    assert all(value in error.message for value in ("distill: teacher: ", "BertModel", "(teacher: tuned)"))
     first = BARE.replace("  - finetune: {max_steps: 1, precision: fp32}\n    name: tuned\n", "")
     (bare / "recipe.yaml").write_text(first.replace("baseline: tuned\n", ""))
-    with raises_code("untrained-teacher", InputError) as caught:
+    with raises_code("untrained-teacher", InputError) as excinfo:
         load_plan(bare / "recipe.yaml")
-    assert "tuned" not in str(caught.value)
+    assert "tuned" not in str(excinfo.value)
 
 
 def test_baseline_step_is_not_suggested_as_baseline(bare):
     recipe = BARE.replace("distill: {", "distill: {teacher: tuned, ")
     for text, advised in ((recipe, False), (recipe.replace("baseline: tuned\n", ""), True)):
         (bare / "recipe.yaml").write_text(text)
-        (warning,) = [one for one in load_plan(bare / "recipe.yaml").warnings if one.code == "new-classifier"]
+        (warning,) = [
+            message
+            for message in load_plan(bare / "recipe.yaml").warnings
+            if message.code == "new-classifier"
+        ]
         assert ("baseline" in warning.message) == advised
 
 
@@ -171,7 +175,7 @@ def test_labels_missing_in_train_are_rejected_by_plan(home):
     other = [row | {"label": "positive"} for row in rows]
     (home / "other.jsonl").write_text("\n".join(map(json.dumps, other)))
     (home / "recipe.yaml").write_text(CLASSIFIER.replace("test: data.jsonl", "test: other.jsonl"))
-    with raises_code("unknown-label", InputError) as caught:
+    with raises_code("unknown-label", InputError) as excinfo:
         load_plan(home / "recipe.yaml")
-    assert [one.setting for one in caught.value.messages] == ["data.test"]
-    assert "'positive'" in str(caught.value)
+    assert [error.setting for error in excinfo.value.messages] == ["data.test"]
+    assert "'positive'" in str(excinfo.value)

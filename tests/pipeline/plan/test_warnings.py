@@ -58,9 +58,9 @@ def test_training_without_validation_samples_warns():
         step("small", metric_for_best_model="loss"),
         step("tuned", metric_for_best_model="bleu"),
     ]
-    (found,) = last_checkpoint_warnings(_recipe(), steps)
-    assert found.code == "no-validation-data"
-    assert "small, tuned" in found.message
+    (warning,) = last_checkpoint_warnings(_recipe(), steps)
+    assert warning.code == "no-validation-data"
+    assert "small, tuned" in warning.message
     assert last_checkpoint_warnings(_recipe(), steps[:1]) == []
     chosen = parse_recipe(
         "model: m\ntask: translation\ndata: {train: a, test: b, split: {validation: 0.1}}\nstages: []\n",
@@ -72,31 +72,35 @@ def test_training_without_validation_samples_warns():
 def test_unclosed_quotes_in_tsv_warn():
     rows = [*(Example(*row[:1], (row[1],), line=n) for n, row in enumerate(_many("a"), start=2))]
     rows[7] = Example("Hello\thallo\nbye", ("er ruft",), line=10)
-    [found] = _said({"test": Split("test.tsv", tuple(rows))})
-    assert found.code == "unclosed-quote"
-    assert (found.file, found.line) == ("test.tsv", 10)
+    [warning] = _said({"test": Split("test.tsv", tuple(rows))})
+    assert warning.code == "unclosed-quote"
+    assert (warning.file, warning.line) == ("test.tsv", 10)
     assert _said({"test": Split("test.jsonl", tuple(rows))}) == []
 
 
 @pytest.mark.parametrize(("rows", "warned"), [(99, True), (100, False)])
 def test_few_test_samples_warn(rows, warned):
-    found = _said({"test": _pairs(*_many("x", rows))})
-    assert message_codes(found) == (["few-test-rows"] if warned else [])
-    assert all("99" in one.message for one in found)
+    warnings = _said({"test": _pairs(*_many("x", rows))})
+    assert message_codes(warnings) == (["few-test-rows"] if warned else [])
+    assert all("99" in warning.message for warning in warnings)
     assert _said({"test": _pairs(*_many("x", rows))}, "language-modeling") == []
 
 
 def test_test_samples_in_train_are_counted():
     train = _pairs(*_many("a"), ("b 1", "other"))
     test = _pairs(*_many("b", 100), *_many("a", 20))
-    (found,) = _said({"train": train, "test": test})
-    assert found.code == "test-rows-in-other-split"
-    assert re.findall(r"\d+", found.message) == ["20", "120", "1"]  # copies, rows, texts with another target
+    (warning,) = _said({"train": train, "test": test})
+    assert warning.code == "test-rows-in-other-split"
+    assert re.findall(r"\d+", warning.message) == [
+        "20",
+        "120",
+        "1",
+    ]  # copies, rows, texts with another target
     assert _said({"train": train, "test": test}, trains=False) == []
-    (found,) = _said({"validation": train, "test": test})
-    assert found.code == "test-rows-in-other-split"
-    assert re.findall(r"\d+", found.message) == ["20", "120", "1"]
-    assert "validation" in found.message
+    (warning,) = _said({"validation": train, "test": test})
+    assert warning.code == "test-rows-in-other-split"
+    assert re.findall(r"\d+", warning.message) == ["20", "120", "1"]
+    assert "validation" in warning.message
 
 
 def test_test_samples_in_calibration_are_counted():
@@ -107,23 +111,23 @@ def test_test_samples_in_calibration_are_counted():
     test = arrays(0, 60)
     for name in ("calibration", "validation", "train"):
         assert _said({name: arrays(200), "test": test}, "custom", trains=False) == []
-        (found,) = _said({name: arrays(100, 200), "test": test}, "custom", trains=False)
-        assert found.code == "test-rows-in-other-split"
-        assert re.findall(r"\d+", found.message) == ["20", "120"]
-        assert f" in {name}," in found.message
+        (warning,) = _said({name: arrays(100, 200), "test": test}, "custom", trains=False)
+        assert warning.code == "test-rows-in-other-split"
+        assert re.findall(r"\d+", warning.message) == ["20", "120"]
+        assert f" in {name}," in warning.message
     # stages see the first of these that is there
     assert _said({"calibration": arrays(200), "train": test, "test": test}, "custom", trains=False) == []
-    (found,) = _said({"calibration": Split("f", (Example("b 1"),)), "test": _pairs(*_many("b"))})
-    assert re.findall(r"\d+", found.message) == ["1", "120"]
+    (warning,) = _said({"calibration": Split("f", (Example("b 1"),)), "test": _pairs(*_many("b"))})
+    assert re.findall(r"\d+", warning.message) == ["1", "120"]
 
 
 def test_copy_shares_one_of_several_references():
     train = Split("f", (Example("a", ("x", "y")),))
     for target, code in (("y", "test-rows-in-other-split"), ("z", "test-texts-in-other-split")):
         test = Split("f", (Example("a", (target, "w")), *(Example(f"{i}", ("t",)) for i in range(ROWS))))
-        [found] = _said({"train": train, "test": test})
-        assert found.code == code
-        assert re.findall(r"\d+", found.message) == ["1", "121"]
+        [warning] = _said({"train": train, "test": test})
+        assert warning.code == code
+        assert re.findall(r"\d+", warning.message) == ["1", "121"]
 
 
 def test_text_pairs_are_copies_if_both_texts_match():
@@ -131,28 +135,28 @@ def test_text_pairs_are_copies_if_both_texts_match():
     train, test = Split("f", tuple(rows[:60])), Split("f", tuple(rows[60:] * 2))
     assert _said({"train": train, "test": test}, "text-classification") == []
     doubled = Split("f", (*test.examples, rows[0]))
-    [found] = _said({"train": train, "test": doubled}, "text-classification")
-    assert found.code == "test-rows-in-other-split"
-    assert re.findall(r"\d+", found.message) == ["1", "121"]
+    [warning] = _said({"train": train, "test": doubled}, "text-classification")
+    assert warning.code == "test-rows-in-other-split"
+    assert re.findall(r"\d+", warning.message) == ["1", "121"]
 
 
 def test_short_lines_of_running_text_are_not_copies():
-    long = "This line is long enough that nobody would write it twice by chance, whatever it says."
-    train = Split("f", (Example(""), Example(" = Title = "), Example(long)))
+    long_line = "This line is long enough that nobody would write it twice by chance, whatever it says."
+    train = Split("f", (Example(""), Example(" = Title = "), Example(long_line)))
     test = Split("f", (Example(""), Example(" = Title = "), Example("x" * 90)))
     assert _said({"train": train, "test": test}, "language-modeling") == []
-    twice = Split("f", (*test.examples, Example(long)))
-    [found] = _said({"train": train, "test": twice}, "language-modeling")
-    assert found.code == "test-rows-in-other-split"
-    assert re.findall(r"\d+", found.message) == ["1", "2", "80"]  # copies, rows, characters
+    twice = Split("f", (*test.examples, Example(long_line)))
+    [warning] = _said({"train": train, "test": twice}, "language-modeling")
+    assert warning.code == "test-rows-in-other-split"
+    assert re.findall(r"\d+", warning.message) == ["1", "2", "80"]  # copies, rows, characters
 
 
 def test_labels_differing_in_case_or_blanks_are_counted():
     labels = ["positive"] * 100 + ["Positive"] * 3 + [" positive"] + ["negative"] * 10
     test = Split("f", tuple(Example(f"{i}", label=label) for i, label in enumerate(labels)))
-    [found] = _said({"test": test}, "text-classification")
-    assert found.code == "labels-spelled-alike"
-    assert re.findall(r"'(.*?)' \((\d+)", found.message) == [
+    [warning] = _said({"test": test}, "text-classification")
+    assert warning.code == "labels-spelled-alike"
+    assert re.findall(r"'(.*?)' \((\d+)", warning.message) == [
         ("positive", "100"),
         ("Positive", "3"),
         (" positive", "1"),
@@ -160,7 +164,7 @@ def test_labels_differing_in_case_or_blanks_are_counted():
 
 
 @pytest.mark.parametrize(
-    ("own", "more", "named"),
+    ("model_config", "more", "named"),
     [
         ({"num_beams": 4}, "", "4 beams"),
         ({"num_beams": 4}, "score: {generation: {max_new_tokens: 9}}", "4 beams"),
@@ -173,16 +177,16 @@ def test_labels_differing_in_case_or_blanks_are_counted():
         ({}, "", None),
     ],
 )
-def test_unused_generation_config_of_model_warns(tmp_path, own, more, named):
+def test_unused_generation_config_of_model_warns(tmp_path, model_config, more, named):
     (tmp_path / "config.json").write_text(json.dumps({"num_beams": 9}))
-    (tmp_path / "generation_config.json").write_text(json.dumps(own))
-    found = decoding_warnings(_recipe(more=more), tmp_path)
-    assert message_codes(found) == (["generation-config-differs"] if named else [])
-    assert all(named in one.message for one in found)
+    (tmp_path / "generation_config.json").write_text(json.dumps(model_config))
+    warnings = decoding_warnings(_recipe(more=more), tmp_path)
+    assert message_codes(warnings) == (["generation-config-differs"] if named else [])
+    assert all(named in warning.message for warning in warnings)
     assert decoding_warnings(_recipe("text-classification"), tmp_path) == []
     (tmp_path / "generation_config.json").unlink()
-    [found] = decoding_warnings(_recipe(), tmp_path)
-    assert (found.code, "9 beams" in found.message) == ("generation-config-differs", True)
+    [warnings] = decoding_warnings(_recipe(), tmp_path)
+    assert (warnings.code, "9 beams" in warnings.message) == ("generation-config-differs", True)
 
 
 @pytest.fixture(scope="module")
@@ -214,20 +218,20 @@ DOUBTS = {
 
 @pytest.mark.parametrize("code", DOUBTS)
 def test_warning_is_shown_in_plan_run_and_reports(report, code):
-    planned, ran, found = report
-    [doubt] = [one for one in found["warnings"] if one["code"] == code]
+    planned, run_output, content = report
+    [warning] = [entry for entry in content["warnings"] if entry["code"] == code]
     numbers = DOUBTS[code]
-    assert tuple(re.findall(r"\d+", doubt["message"])[: len(numbers)]) == numbers
-    page = html.unescape(render_html(found))
-    drawn = [planned, ran, render_table(found), render_markdown(found).replace("\\", ""), page]
-    assert all(doubt["message"] in " ".join(text.split()) for text in drawn)
-    assert not any("severity=" in text for text in drawn)  # its text, and not the object
+    assert tuple(re.findall(r"\d+", warning["message"])[: len(numbers)]) == numbers
+    page = html.unescape(render_html(content))
+    outputs = [planned, run_output, render_table(content), render_markdown(content).replace("\\", ""), page]
+    assert all(warning["message"] in " ".join(text.split()) for text in outputs)
+    assert not any("severity=" in text for text in outputs)  # its text, and not the object
 
 
 def test_truncated_outputs_are_counted_for_each_step(report):
     for step in report[2]["steps"]:
-        [found] = [one for one in step["warnings"] if one["code"] == "outputs-not-ended"]
-        message = found["message"]
+        [warning] = [entry for entry in step["warnings"] if entry["code"] == "outputs-not-ended"]
+        message = warning["message"]
         count, rows, *_, tokens = re.findall(r"\d+", message)
         assert (int(count) > 0, rows, tokens) == (True, "5", "3")
         assert message in " ".join(render_markdown(report[2]).replace("\\", "").split())
@@ -247,12 +251,15 @@ def test_data_read_only_by_run_warn_in_run(tmp_path, monkeypatch):
     )
     planned = harness.smelt("plan", tmp_path / "r.yaml")
     assert "warning" not in planned.output
-    ran = harness.smelt("run", tmp_path / "r.yaml", "--out", tmp_path / "r")
-    assert ran.exit_code == 0, ran.output
+    result = harness.smelt("run", tmp_path / "r.yaml", "--out", tmp_path / "r")
+    assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "r" / "report.json").read_text())
-    assert [one["code"] for one in report["warnings"]] == ["few-test-rows", "generation-config-differs"]
-    for doubt in report["warnings"]:  # when it was seen, and under the table
-        assert " ".join(ran.output.split()).count(f"warning: {doubt['message']}") == 2
+    assert [warning["code"] for warning in report["warnings"]] == [
+        "few-test-rows",
+        "generation-config-differs",
+    ]
+    for expected_warning in report["warnings"]:  # when it was seen, and under the table
+        assert " ".join(result.output.split()).count(f"warning: {expected_warning['message']}") == 2
 
 
 def test_sizes_across_dtypes_warn(tmp_path):
@@ -268,22 +275,24 @@ def test_sizes_across_dtypes_warn(tmp_path):
         "  - onnx: {target: ort-cuda, dtype: fp16}\n    from: model\n    name: half\n"
         "score: {latency: false}\n"
     )
-    ran = harness.smelt("run", tmp_path / "r.yaml", "--out", tmp_path / "r", "--quiet")
-    assert ran.exit_code == 0, ran.output
-    found = json.loads((tmp_path / "r" / "report.json").read_text())
-    dtypes = {step["name"]: step["float_dtype"] for step in found["steps"]}
+    result = harness.smelt("run", tmp_path / "r.yaml", "--out", tmp_path / "r", "--quiet")
+    assert result.exit_code == 0, result.output
+    content = json.loads((tmp_path / "r" / "report.json").read_text())
+    dtypes = {step["name"]: step["float_dtype"] for step in content["steps"]}
     assert dtypes == {"model": dtypes["model"], "whole": "float32", "half": "float16"}
-    odd = "half" if dtypes["model"] == "float32" else "whole"
-    [warning] = [one["message"] for one in found["warnings"] if one["code"] == "sizes-differ-in-dtype"]
-    assert all(word in warning for word in (dtypes["model"], "'model'", dtypes[odd], odd))
-    assert warning in " ".join(ran.output.split())
-    size = next(line for line in render_markdown(found).splitlines() if line.startswith("|") and odd in line)
-    assert dtypes[odd] in size
-    assert f" %, {dtypes[odd]}</abbr></small>" in render_html(found)
-    [half] = [step for step in found["steps"] if step["name"] == "half"]
+    other_step = "half" if dtypes["model"] == "float32" else "whole"
+    [warning] = [one["message"] for one in content["warnings"] if one["code"] == "sizes-differ-in-dtype"]
+    assert all(value in warning for value in (dtypes["model"], "'model'", dtypes[other_step], other_step))
+    assert warning in " ".join(result.output.split())
+    size = next(
+        line for line in render_markdown(content).splitlines() if line.startswith("|") and other_step in line
+    )
+    assert dtypes[other_step] in size
+    assert f" %, {dtypes[other_step]}</abbr></small>" in render_html(content)
+    [half] = [step for step in content["steps"] if step["name"] == "half"]
     assert half["warnings"][-1]["code"] == "other-device"
     assert not [
-        one for step in found["steps"][:2] for one in step["warnings"] if one["code"] == "other-device"
+        one for step in content["steps"][:2] for one in step["warnings"] if one["code"] == "other-device"
     ]
     folder = tmp_path / "r" / "artifacts" / "half"
     scored = harness.smelt("eval", folder, "--data", tmp_path / "data.jsonl", "--json")
@@ -294,7 +303,7 @@ def test_sizes_across_dtypes_warn(tmp_path):
 @pytest.mark.parametrize(("count", "few"), [(1, True), (99, True), (100, False)])
 def test_few_windows_warn_once(count, few):
     rows = {"rows": [[1.0, 2, 3]] * count}
-    found = few_windows_warnings({"perplexity": rows, "bits_per_byte": rows}, "test")
-    assert message_codes(found) == (["few-windows"] if few else [])
-    assert all(str(count) in one.message for one in found)
+    warnings = few_windows_warnings({"perplexity": rows, "bits_per_byte": rows}, "test")
+    assert message_codes(warnings) == (["few-windows"] if few else [])
+    assert all(str(count) in warning.message for warning in warnings)
     assert few_windows_warnings({"bleu": rows}, "test") == []

@@ -61,31 +61,31 @@ def test_processes_and_strategy_are_read_from_accelerate_file(read, tmp_path):
     divided = read(accelerate("FSDP", num_processes=4, fsdp_config={"fsdp_offload_params": True}))
     assert (divided.num_processes, divided.strategy, divided.cpu_offload) == (4, "fsdp", True)
     assert read(accelerate("MULTI_CPU", num_processes=2)).strategy == "ddp"
-    own = {"zero_stage": 1, "offload_optimizer_device": "cpu", "zero3_init_flag": False}
-    zero = read(accelerate("DEEPSPEED", num_processes=3, deepspeed_config=own))
+    deepspeed_config = {"zero_stage": 1, "offload_optimizer_device": "cpu", "zero3_init_flag": False}
+    zero = read(accelerate("DEEPSPEED", num_processes=3, deepspeed_config=deepspeed_config))
     assert (zero.num_processes, zero.strategy, zero.divides, zero.cpu_offload) == (3, "deepspeed", 1, True)
     (tmp_path / "zero.json").write_text(json.dumps(DEEPSPEED))
-    own = {"deepspeed_config_file": "zero.json"}
-    assert read(accelerate("DEEPSPEED", num_processes=3, deepspeed_config=own)).divides == 3
-    for kind, more in (("MULTI_CPU", {"num_processes": -1}), ("XLA", {"num_processes": 2}),
+    deepspeed_config = {"deepspeed_config_file": "zero.json"}
+    assert read(accelerate("DEEPSPEED", num_processes=3, deepspeed_config=deepspeed_config)).divides == 3
+    for kind, options in (("MULTI_CPU", {"num_processes": -1}), ("XLA", {"num_processes": 2}),
                        ("MULTI_CPU", {"num_processes": 2, "num_machines": 2})):  # fmt: skip
         with raises_code("launch-config"):
-            read(accelerate(kind, **more))
+            read(accelerate(kind, **options))
     with raises_code("unreadable-file"):
         resolve_launch(LaunchSettings(config_file="missing.yaml"), tmp_path)
 
 
 @pytest.mark.quick
 def test_zero_settings_are_read_from_deepspeed_file(read):
-    found = read(DEEPSPEED, num_processes=2)
-    assert (found.num_processes, found.strategy, found.zero_stage, found.cpu_offload) == (
+    settings = read(DEEPSPEED, num_processes=2)
+    assert (settings.num_processes, settings.strategy, settings.zero_stage, settings.cpu_offload) == (
         2, "deepspeed", 3, True,
     )  # fmt: skip
-    assert found.zero_options == {"overlap_comm": True, "sub_group_size": 1_000_000_000}
-    more = read(DEEPSPEED, num_processes=2, strategy="deepspeed", zero_options={"overlap_comm": False})
-    assert more.zero_options == found.zero_options | {"overlap_comm": False}
+    assert settings.zero_options == {"overlap_comm": True, "sub_group_size": 1_000_000_000}
+    overridden = read(DEEPSPEED, num_processes=2, strategy="deepspeed", zero_options={"overlap_comm": False})
+    assert overridden.zero_options == settings.zero_options | {"overlap_comm": False}
     off = {"flops_profiler": {"enabled": False}, "prescale_gradients": False}
-    assert read(DEEPSPEED | off, num_processes=2, zero_stage=2, cpu_offload=False) == found.model_copy(
+    assert read(DEEPSPEED | off, num_processes=2, zero_stage=2, cpu_offload=False) == settings.model_copy(
         update={"zero_stage": 2, "cpu_offload": False}
     )
 
@@ -176,8 +176,13 @@ def test_buffer_sizes_must_be_positive_integers():
 
 @pytest.mark.quick
 def test_strategy_with_one_process_warns():
-    found = [
-        message_codes(launch_warnings(SimpleNamespace(launch=LaunchSettings(strategy=strategy, **more))))
-        for strategy, more in (("fsdp", {}), ("deepspeed", {}), ("ddp", {}), ("fsdp", {"num_processes": 2}))
+    codes = [
+        message_codes(launch_warnings(SimpleNamespace(launch=LaunchSettings(strategy=strategy, **options))))
+        for strategy, options in (
+            ("fsdp", {}),
+            ("deepspeed", {}),
+            ("ddp", {}),
+            ("fsdp", {"num_processes": 2}),
+        )
     ]
-    assert found == [["one-process"], ["one-process"], [], []]
+    assert codes == [["one-process"], ["one-process"], [], []]

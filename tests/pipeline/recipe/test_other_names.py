@@ -10,7 +10,7 @@ from tests.support.expected_errors import raises_code
 
 
 @pytest.mark.parametrize(
-    ("stage", "word", "here"),
+    ("stage", "former_name", "here"),
     [
         ("finetune", "lr", "learning_rate"),
         ("finetune", "num_train_epochs", "epochs"),
@@ -20,11 +20,11 @@ from tests.support.expected_errors import raises_code
         ("distill", "alpha", "losses"),
     ],
 )
-def test_setting_names_of_other_tools_suggest_own_names(stage: str, word: str, here: str) -> None:
+def test_setting_names_of_other_tools_suggest_own_names(stage: str, former_name: str, here: str) -> None:
     kind: type[Settings] = load_stage(stage).settings_type
     assert here in kind.model_fields
     errors = RecipeErrors(parse_yaml("a: 1", "r.yaml"))
-    validate_settings(kind, {word: 0.5}, (), errors)
-    with raises_code("unknown-setting") as caught:
+    validate_settings(kind, {former_name: 0.5}, (), errors)
+    with raises_code("unknown-setting") as excinfo:
         errors.raise_if_any()
-    assert f"'{here}'" in str(caught.value)
+    assert f"'{here}'" in str(excinfo.value)

@@ -26,19 +26,19 @@ def split(*labels, origin="a.csv"):
 )
 def test_labels_missing_in_train_are_named(problem, train, test, strange):
     data = {"train": split(*train), "test": split(*test), "validation": split(*train)}
-    found = label_errors(NEW, data, problem)
-    assert [(name, one.code) for name, one in found] == ([("test", "unknown-label")] if strange else [])
+    errors = label_errors(NEW, data, problem)
+    assert [(name, error.code) for name, error in errors] == ([("test", "unknown-label")] if strange else [])
     for label in strange:
-        assert repr(label) in found[0][1].message
+        assert repr(label) in errors[0][1].message
     if problem != REGRESSION:
         assert not set(strange) & set(new_class_names(data, problem))
 
 
 def test_stray_labels_are_counted_with_first_line():
     data = {"train": split(*[0, 1] * 20), "test": split(0, 1, 7, 0, 7)}
-    [(name, found)] = label_errors(NEW, data, SINGLE_LABEL)
-    assert (name, found.code) == ("test", "unknown-label")
-    assert "'7' (2 samples, line 4)" in found.message
+    [(name, error)] = label_errors(NEW, data, SINGLE_LABEL)
+    assert (name, error.code) == ("test", "unknown-label")
+    assert "'7' (2 samples, line 4)" in error.message
 
 
 def test_trained_classifier_uses_its_own_labels():

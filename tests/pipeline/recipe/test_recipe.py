@@ -70,14 +70,16 @@ def test_metric_settings_are_read_and_checked() -> None:
     assert recipe.score.quality == ("bleu", "chrf")
     assert recipe.metric_settings == {"bleu": {"tokenize": "zh"}}
     assert read(GOOD).metric_settings == {}
-    for entry, code, setting in (
+    for metric, code, setting in (
         ("{bleu: {tokenize: zhh}}", "wrong-value", ".bleu.tokenize"),
         ("{bleu: {lower: true}}", "unknown-setting", ".bleu.lower"),
         ("{chrf: {tokenize: zh}}", "unknown-setting", ".chrf.tokenize"),
         ("{bleu: zh}", "wrong-value", ".bleu"),
     ):
-        found = errors(GOOD + f"\nscore: {{quality: [{entry}]}}\n")
-        assert [(one.code, one.setting) for one in found] == [(code, f"score.quality[0]{setting}")]
+        messages = errors(GOOD + f"\nscore: {{quality: [{metric}]}}\n")
+        assert [(message.code, message.setting) for message in messages] == [
+            (code, f"score.quality[0]{setting}")
+        ]
 
 
 def test_stages_are_read_with_name_parent_and_optional() -> None:
@@ -109,9 +111,9 @@ def test_empty_file_names_are_rejected() -> None:
 
 def test_custom_metric_is_rejected_for_task_without_outputs() -> None:
     text = "model: m\ntask: TASK\ndata: {train: t, test: t}\nstages: []\nscore: {quality: ['own:metric']}\n"
-    [found] = errors(text.replace("TASK", "language-modeling"))
-    assert found.code == "does-not-fit-task"
-    assert "text-generation" in found.message
+    [error] = errors(text.replace("TASK", "language-modeling"))
+    assert error.code == "does-not-fit-task"
+    assert "text-generation" in error.message
     assert read(text.replace("TASK", "text-classification")).score.quality == ("own:metric",)
 
 
@@ -129,8 +131,8 @@ score: {quality: [bleu, accuracy, rogueL]}
 seed: yes
 threads: 0
 """
-    found = errors(text)
-    assert message_locations(found) == [
+    messages = errors(text)
+    assert message_locations(messages) == [
         ("unknown-setting", "taks", 2),
         ("wrong-value", "data.columns.source", 4),
         ("unknown-setting", "data.tets", 4),
@@ -142,22 +144,22 @@ threads: 0
         ("wrong-value", "seed", 10),
         ("wrong-value", "threads", 11),
     ]
-    assert {one.file for one in found} == {"recipe.yaml"}
+    assert {message.file for message in messages} == {"recipe.yaml"}
     # what is known there, and the nearest of it
     keys = (
         "model, task, tokenizer, data, embedding, score, baseline, gates, seed, truncation, threads, device,"
     )
     splits = "train, unlabeled, validation, calibration, test, split, columns, windows, prefix,"
     stages = "finetune, distill, trim-vocabulary, drop-layers, prune, sparsify, factorize, share-weights,"
-    for one, known, nearest in (
-        (found[0], keys, "task"),
-        (found[2], splits, "test"),
-        (found[4], stages, "prune"),
-        (found[5], "name, from, optional", "name"),
-        (found[7], "bleu, chrf, rouge1, rouge2, rougeL", "rougeL"),
+    for message, names, nearest in (
+        (messages[0], keys, "task"),
+        (messages[2], splits, "test"),
+        (messages[4], stages, "prune"),
+        (messages[5], "name, from, optional", "name"),
+        (messages[7], "bleu, chrf, rouge1, rouge2, rougeL", "rougeL"),
     ):
-        assert known in one.message
-        assert f"'{nearest}'?" in one.message
+        assert names in message.message
+        assert f"'{nearest}'?" in message.message
 
 
 @pytest.mark.parametrize(
@@ -226,19 +228,19 @@ threads: 0
 )
 def test_invalid_values_are_explained(line: str, code: str, setting: str, named: tuple[str, ...]) -> None:
     number = 11 + line.count("\n")
-    [found] = errors(GOOD + line)
-    assert message_locations([found]) == [(code, setting, number)]
-    assert [value for value in named if value not in found.message] == []
+    [error] = errors(GOOD + line)
+    assert message_locations([error]) == [(code, setting, number)]
+    assert [value for value in named if value not in error.message] == []
 
 
 def test_gates_require_measured_metrics() -> None:
     text = "score: {quality: [bleu], latency: false}\ngates:\n  speedup: {min: 3}\n  chrf: {min: 1}\n"
-    found = errors(GOOD + text)
-    assert message_locations(found) == [
+    messages = errors(GOOD + text)
+    assert message_locations(messages) == [
         ("settings-conflict", "gates.speedup", 13),
         ("metric-not-scored", "gates.chrf", 14),
     ]
-    assert "bleu, speedup, cpu_speedup, size_bytes" in found[1].message
+    assert "bleu, speedup, cpu_speedup, size_bytes" in messages[1].message
 
 
 @pytest.mark.parametrize(
@@ -257,24 +259,24 @@ def test_gates_require_measured_metrics() -> None:
 )
 def test_invalid_stages_are_explained(stage: str, code: str, setting: str, read: str) -> None:
     text = f"model: m\ntask: translation\ndata: {{test: t}}\nstages:\n  - {stage}\n"
-    [found] = errors(text)
-    assert message_locations([found]) == [(code, setting, 5)]
-    assert read in found.message
+    [error] = errors(text)
+    assert message_locations([error]) == [(code, setting, 5)]
+    assert read in error.message
 
 
 def test_unsupported_task_is_rejected() -> None:
-    [found] = errors(GOOD.replace("translation", "translatoin"))
-    assert message_locations([found]) == [("unknown-task", "task", 2)]
+    [error] = errors(GOOD.replace("translation", "translatoin"))
+    assert message_locations([error]) == [("unknown-task", "task", 2)]
     for value in ("'translatoin'", ", ".join(ALL_TASKS), "'translation'?"):
-        assert value in found.message
+        assert value in error.message
 
 
 @pytest.mark.parametrize(("text", "shown"), [("", "an empty file"), ("- a", '["a"]'), ("hello", "'hello'")])
 def test_non_mapping_recipe_is_rejected(text: str, shown: str) -> None:
-    with raises_code("not-a-recipe", InputError) as caught:
+    with raises_code("not-a-recipe", InputError) as excinfo:
         read(text)
-    assert (caught.value.file, caught.value.line) == ("recipe.yaml", 1)
-    assert shown in str(caught.value)
+    assert (excinfo.value.file, excinfo.value.line) == ("recipe.yaml", 1)
+    assert shown in str(excinfo.value)
 
 
 def test_missing_keys_are_named() -> None:
@@ -321,9 +323,9 @@ def test_set_disables_and_enables_latency() -> None:
     ],
 )
 def test_invalid_overrides_are_explained(override: str, code: str, setting: str) -> None:
-    [found] = errors(GOOD, override)
-    assert message_locations([found]) == [(code, setting, None)]
-    assert found.message.startswith(f"--set {override}:")
+    [error] = errors(GOOD, override)
+    assert message_locations([error]) == [(code, setting, None)]
+    assert error.message.startswith(f"--set {override}:")
 
 
 @pytest.mark.parametrize("written", [".nan", ".inf", "-.inf", "1e999"])
@@ -331,9 +333,9 @@ def test_non_finite_number_is_reported_once(written: str) -> None:
     """What stands in its place (0) is not what was written, and may be wrong too."""
     text = GOOD + f"score: {{latency: {{rounds: {written}}}}}"
     code = "number-too-large" if written == "1e999" else "not-finite"
-    [found] = errors(text)
-    assert message_locations([found]) == [(code, "score.latency.rounds", 11)]
-    assert written in found.message
+    [error] = errors(text)
+    assert message_locations([error]) == [(code, "score.latency.rounds", 11)]
+    assert written in error.message
     # one that is given in its place is judged as any other
     assert message_locations(errors(text, "score.latency.rounds=0")) == [
         (code, "score.latency.rounds", 11),
@@ -348,19 +350,19 @@ def test_set_suggests_nearest_step() -> None:
 def test_find_recipe_suggests_nearest_file(tmp_path: Path) -> None:
     (tmp_path / "translate.yaml").touch()
     assert find_recipe(str(tmp_path / "translate.yaml")) == tmp_path / "translate.yaml"
-    with raises_code("unknown-recipe", InputError) as caught:
+    with raises_code("unknown-recipe", InputError) as excinfo:
         find_recipe(str(tmp_path / "transalte.yaml"))
-    assert "'translate.yaml'?" in str(caught.value)
+    assert "'translate.yaml'?" in str(excinfo.value)
 
 
 def test_folder_is_rejected_as_recipe_and_init_is_suggested_for_model(tmp_path: Path) -> None:
-    with raises_code("not-a-recipe", InputError) as caught:
+    with raises_code("not-a-recipe", InputError) as excinfo:
         find_recipe(str(tmp_path))
-    assert "smelt init" not in str(caught.value)
+    assert "smelt init" not in str(excinfo.value)
     (tmp_path / "config.json").touch()
-    with raises_code("not-a-recipe", InputError) as caught:
+    with raises_code("not-a-recipe", InputError) as excinfo:
         find_recipe(str(tmp_path))
-    assert f"`smelt init {tmp_path}`" in str(caught.value)
+    assert f"`smelt init {tmp_path}`" in str(excinfo.value)
 
 
 _BESIDE = "stages prune onnx name from optional batch_sizes beams bleu speedup keep"
@@ -387,10 +389,10 @@ def test_any_structure_is_recipe_or_raises_input_error(
     from smelt.pipeline.recipe.yaml_file import dump_yaml
 
     base = {"model": "m", "task": "translation", "data": {"test": "t"}, "stages": [{"prune": {}}]}
-    overrides = [f"{'.'.join(address)}={word}" for address, word in sets]
-    found = "recipe.yaml:"
+    overrides = [f"{'.'.join(address)}={value_text}" for address, value_text in sets]
+    message = "recipe.yaml:"
     try:
         read(dump_yaml(base | value), *overrides)
     except InputError as error:
-        found = str(error)
-    assert all(line.startswith(("recipe.yaml:", "--set ")) for line in found.split("\n"))
+        message = str(error)
+    assert all(line.startswith(("recipe.yaml:", "--set ")) for line in message.split("\n"))

@@ -64,8 +64,8 @@ def test_unchanged_recipe_is_planned(home):
 @given(st.lists(CHANGE, min_size=1, max_size=4), st.lists(st.tuples(ADDRESS, PIECE), max_size=1))
 def test_mutated_recipe_is_planned_or_raises_input_error(home, changes, overrides):
     text = TEXT_RECIPE
-    for place, removed, piece in changes:
-        text = text[:place] + piece + text[place + removed :]
+    for offset, removed, inserted in changes:
+        text = text[:offset] + inserted + text[offset + removed :]
     path = home / "changed.yaml"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     # anything but an InputError ends the test

@@ -18,11 +18,11 @@ from tests.support.expected_errors import raises_code
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize("word", STAGE_CLASSES)
-def test_every_table_entry_is_valid_stage(word: str) -> None:
-    stage = load_stage(word)
+@pytest.mark.parametrize("stage_name", STAGE_CLASSES)
+def test_every_table_entry_is_valid_stage(stage_name: str) -> None:
+    stage = load_stage(stage_name)
     assert issubclass(stage, Stage)
-    assert stage.name == word
+    assert stage.name == stage_name
     assert stage.accepts
     assert stage.accepts <= set(get_args(Format))
     assert stage.produces in get_args(Format)
@@ -38,7 +38,7 @@ def test_every_table_entry_is_valid_stage(word: str) -> None:
 
 
 REPORTED_SETTINGS = [
-    *((word, {}) for word in STAGE_CLASSES),
+    *((stage_name, {}) for stage_name in STAGE_CLASSES),
     ("prune", {"targets": ["width"]}),
     ("prune", {"targets": ["channels"]}),
     ("prune", {"targets": ["channels"], "reconstruct": False}),
@@ -65,20 +65,22 @@ REPORTED_SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize(("word", "given"), REPORTED_SETTINGS, ids=str)
-def test_reported_settings_round_trip(word: str, given: dict[str, Any]) -> None:
-    settings = load_stage(word).settings_type.model_validate(given)
-    again = type(settings).model_validate(settings.to_report())
-    assert again.to_report() == settings.to_report()
-    if word != "quantize":  # it reports the options that its schemes resolve
-        assert again == settings
+@pytest.mark.parametrize(("stage_name", "options"), REPORTED_SETTINGS, ids=str)
+def test_reported_settings_round_trip(stage_name: str, options: dict[str, Any]) -> None:
+    settings = load_stage(stage_name).settings_type.model_validate(options)
+    second_settings = type(settings).model_validate(settings.to_report())
+    assert second_settings.to_report() == settings.to_report()
+    if stage_name != "quantize":  # it reports the options that its schemes resolve
+        assert second_settings == settings
 
 
 def test_embedding_report_does_not_limit_calibration_samples() -> None:
     settings = load_stage("factorize").settings_type
-    given = {"targets": "embeddings", "rank": 8}
-    assert "calibration_samples" not in settings.model_validate(given).to_report()
-    assert settings.model_validate(given | {"calibration_samples": 9}).to_report()["calibration_samples"] == 9
+    values = {"targets": "embeddings", "rank": 8}
+    assert "calibration_samples" not in settings.model_validate(values).to_report()
+    assert (
+        settings.model_validate(values | {"calibration_samples": 9}).to_report()["calibration_samples"] == 9
+    )
 
 
 def test_all_stages_follow_table_order() -> None:
@@ -86,9 +88,9 @@ def test_all_stages_follow_table_order() -> None:
 
 
 def test_unknown_stage_suggests_nearest() -> None:
-    with raises_code("unknown-stage", InputError) as caught:
+    with raises_code("unknown-stage", InputError) as excinfo:
         load_stage("distil")
-    assert all(value in str(caught.value) for value in ("'distil'", ", ".join(STAGE_CLASSES), "'distill'?"))
+    assert all(value in str(excinfo.value) for value in ("'distil'", ", ".join(STAGE_CLASSES), "'distill'?"))
 
 
 def test_loading_stages_imports_no_heavy_packages() -> None:

@@ -57,8 +57,8 @@ def test_scalars_follow_core_schema(text: str, expected: object) -> None:
 
 def test_duplicate_key_is_error_with_both_lines() -> None:
     document = parse_yaml("seed: 1\nmodel: m\nseed: 2\n", "r")
-    [(place, text, line, code)] = document.errors
-    assert (place, line, code) == (("seed",), 3, "duplicate-key")
+    [(path, text, line, code)] = document.errors
+    assert (path, line, code) == (("seed",), 3, "duplicate-key")
     assert "line 1" in text
     assert document.value["seed"] == 1
 
@@ -76,9 +76,9 @@ def test_duplicate_key_is_error_with_both_lines() -> None:
     ],
 )
 def test_unsupported_yaml_values_are_errors(text: str, code: str, read: str) -> None:
-    [(_, found, line, kind)] = parse_yaml(text, "r").errors
+    [(_, message, line, kind)] = parse_yaml(text, "r").errors
     assert (kind, line) == (code, 1)
-    assert read in found
+    assert read in message
 
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -105,21 +105,21 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     ],
 )
 def test_invalid_yaml_is_rejected(text: str, code: str, line: int | None, named: str) -> None:
-    with raises_code(code, InputError) as caught:
+    with raises_code(code, InputError) as excinfo:
         parse_yaml(text, "r")
-    assert (caught.value.file, caught.value.line) == ("r", line)
-    assert named in str(caught.value)
+    assert (excinfo.value.file, excinfo.value.line) == ("r", line)
+    assert named in str(excinfo.value)
 
 
 def test_read_yaml_reports_unreadable_file(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
-    with raises_code("unreadable-file", InputError) as caught:
+    with raises_code("unreadable-file", InputError) as excinfo:
         read_yaml(path)
-    assert caught.value.file == str(path)
+    assert excinfo.value.file == str(path)
     path.write_bytes(b"a: 1\nb: \xff\n")
-    with raises_code("not-utf8", InputError) as caught:
+    with raises_code("not-utf8", InputError) as excinfo:
         read_yaml(path)
-    assert (caught.value.file, caught.value.line) == (str(path), 2)
+    assert (excinfo.value.file, excinfo.value.line) == (str(path), 2)
     path.write_bytes(b"#" * (MAX_BYTES + 1))
     with raises_code("recipe-too-large", InputError):
         read_yaml(path)

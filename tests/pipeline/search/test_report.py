@@ -34,15 +34,15 @@ def formula_for_runs(monkeypatch):
 
 
 def test_interruption_stops_scoring_of_front(space, tmp_path, monkeypatch):
-    job, asked = search(space, tmp_path), []
+    job, labels = search(space, tmp_path), []
     job.run()
     monkeypatch.setattr(Search, "front", lambda self: self.finished_trials()[:2])
     interrupted = SimpleNamespace(report={"status": "interrupted", "steps": []})
     monkeypatch.setattr(
-        "smelt.pipeline.search.study.run_plan", lambda plan, options: asked.append(plan) or interrupted
+        "smelt.pipeline.search.study.run_plan", lambda plan, options: labels.append(plan) or interrupted
     )
     report = finish_search(job, "trials")
-    assert (len(asked), report["ended"]) == (1, "interrupted")
+    assert (len(labels), report["ended"]) == (1, "interrupted")
     assert [point["test"] for point in report["front"]] == [None, None]
     page = (tmp_path / "search.md").read_text()
     assert [trial["name"] for trial in report["trials"] if trial["name"] not in page] == []
@@ -56,7 +56,7 @@ def test_failed_test_score_does_not_stop_other_winners(space, tmp_path, monkeypa
     step = {"name": "onnx", "error": None, "latency": [], "format": "onnx", "deployable": True}
     score = {"value": 29.0, "ci95": None, "higher_is_better": True}
     test = {"quality": {"bleu": score}, "against_baseline": {}, "gates": []}
-    asked = iter(
+    results = iter(
         [
             RunError("No memory.", code="out-of-memory"),
             step | {"error": full, "test": None},
@@ -65,10 +65,10 @@ def test_failed_test_score_does_not_stop_other_winners(space, tmp_path, monkeypa
     )
 
     def run(plan, options):
-        found = next(asked)
-        if isinstance(found, Exception):
-            raise found
-        return SimpleNamespace(report={"status": "error", "steps": [found]})
+        result = next(results)
+        if isinstance(result, Exception):
+            raise result
+        return SimpleNamespace(report={"status": "error", "steps": [result]})
 
     monkeypatch.setattr("smelt.pipeline.search.study.run_plan", run)
     report = finish_search(job, "trials")
@@ -81,15 +81,17 @@ def test_failed_test_score_does_not_stop_other_winners(space, tmp_path, monkeypa
     assert exit_code(report) == 0
     assert exit_code(report | {"front": report["front"][:2]}) == 1
     first = report["front"][2]  # was scored
-    for kind, able, shown in (
+    for kind, is_deployable, deployed in (
         ("onnx", True, "smelt package"),
         ("tensorrt", True, "cp -rL"),
         ("torch", False, ""),
     ):
-        text = summary_text(report | {"front": [first | {"format": kind, "deployable": able}]}, job.folder)
+        text = summary_text(
+            report | {"front": [first | {"format": kind, "deployable": is_deployable}]}, job.folder
+        )
         [ships] = [line for line in text if line.startswith("Ship it")] or [""]
-        assert (shown in ships, bool(ships)) == (True, able)
-        assert any("cannot be deployed" in line for line in text) is not able
+        assert (deployed in ships, bool(ships)) == (True, is_deployable)
+        assert any("cannot be deployed" in line for line in text) is not is_deployable
 
 
 def test_winners_are_scored_by_one_worker_at_a_time(space, tmp_path, monkeypatch):
@@ -150,8 +152,8 @@ def test_search_page_has_figures_without_external_links(space, tmp_path, monkeyp
     assert statuses == ["feasible", "failed", "feasible", "infeasible"]
     page = (job.folder / "search.html").read_text()
     expected = ["Trials and front"] * (len(objectives) > 1) + ["History", "Parameters of the trials"]
-    shown = [part.partition('"')[0] for part in page.split('<svg class="')[1:]]
-    assert shown == [f"figure{number}" for number in range(len(expected))]
+    figures = [part.partition('"')[0] for part in page.split('<svg class="')[1:]]
+    assert figures == [f"figure{number}" for number in range(len(expected))]
     assert [title for title in expected if f'aria-label="{title}"' not in page] == []
     assert "quantize.scheme" in page.split("<svg")[-1]
     assert "://" not in page.replace("http://www.w3.org", "")

@@ -39,9 +39,9 @@ from tests.support.search_recipes import QUICKSTART
     ],
 )
 def test_target_is_parsed(text, kind, value):
-    found = parse_target(text)
-    assert (found.kind, found.value) == (kind, value)
-    assert isinstance(found, Target)
+    target = parse_target(text)
+    assert (target.kind, target.value) == (kind, value)
+    assert isinstance(target, Target)
 
 
 @pytest.mark.quick
@@ -72,7 +72,7 @@ def names(stages):
 def test_space_depends_on_task_samples_and_time(tmp_path, family, task, expected):
     make_model(tmp_path / "m", family)
     info = inspect_model(str(tmp_path / "m"), task)
-    stages, told = _space_stages(info, Measured(1000, "x", 500, 0.1), updates=300, minutes=10)
+    stages, notes = _space_stages(info, Measured(1000, "x", 500, 0.1), updates=300, minutes=10)
     assert names(stages) == expected
     assert all(stage.get("optional") == "search" for stage in stages[:-1])
     distill = next(stage["distill"] for stage in stages if "distill" in stage)
@@ -81,18 +81,18 @@ def test_space_depends_on_task_samples_and_time(tmp_path, family, task, expected
     assert names(without) == [name for name in expected if name != "distill"]
     none, _ = _space_stages(info, Measured(1000, "x", 0, None), updates=0, minutes=10)
     assert names(none)[0] == "factorize"
-    many, _ = _space_stages(info, Measured(1000, "x", 10_000, 0.1), updates=300, minutes=30)
-    assert ("shortlist" in names(many)) == (task == "translation")
-    assert ("autotune" in many[-1]["onnx"]) == (family != "resnet")
-    assert len(told) >= len(stages)
+    many_stages, _ = _space_stages(info, Measured(1000, "x", 10_000, 0.1), updates=300, minutes=30)
+    assert ("shortlist" in names(many_stages)) == (task == "translation")
+    assert ("autotune" in many_stages[-1]["onnx"]) == (family != "resnet")
+    assert len(notes) >= len(stages)
 
 
 def test_new_classifier_is_finetuned_first_and_is_baseline(tmp_path):
-    bare = init_models.make_models()["bare"]
+    bare_model = init_models.make_models()["bare"]
     classifiers.write_labeled_rows(tmp_path / "train.jsonl", "single_label_classification")
     lines = []
     space = plan_shrink(
-        str(bare),
+        str(bare_model),
         [tmp_path / "train.jsonl"],
         ShrinkOptions(("2x faster", "3x smaller"), minutes=5, task="text-classification"),
         lines.append,
@@ -143,9 +143,9 @@ def test_winner_has_recipe_report_and_artifact(shrunk):
 
 
 def test_same_arguments_resume_search(shrunk):
-    out, given, _ = shrunk
+    out, arguments, _ = shrunk
     options = ShrinkOptions(("1.1x smaller",), minutes=4 / 60, out=out)
-    job = _Shrink(str(given[0]), [given[2]], options)
+    job = _Shrink(str(arguments[0]), [arguments[2]], options)
     assert job.written_recipe() == out / RECIPE_FILE
     search = Search(read_space(str(out / RECIPE_FILE)), SearchOptions(out=out))
     search.try_first({})
@@ -153,9 +153,9 @@ def test_same_arguments_resume_search(shrunk):
 
 
 def test_different_arguments_do_not_resume_search(shrunk, monkeypatch):
-    _, given, _ = shrunk
+    _, arguments, _ = shrunk
     monkeypatch.setattr(_Shrink, "_measure", lambda *_: Measured(1_000_000, "bleu", 300, 0.1))
-    error = command_error(harness.smelt("shrink", *given, "--target", "9x smaller", code=2))
+    error = command_error(harness.smelt("shrink", *arguments, "--target", "9x smaller", code=2))
     assert error.code == "other-study"
 
 
@@ -163,7 +163,7 @@ def test_different_arguments_do_not_resume_search(shrunk, monkeypatch):
 def test_unreachable_target_reports_nearest_trial():
     nearest = {"name": "trial-0003", "violations": {"size_bytes": 500.0, "bleu": -0.2}}
     text = target_text({"front": [], "nearest": nearest}, ["9x smaller"])
-    assert [word in text for word in ("9x smaller", "trial-0003", "size_bytes", "500", "bleu")] == [
+    assert [fragment in text for fragment in ("9x smaller", "trial-0003", "size_bytes", "500", "bleu")] == [
         True
     ] * 4 + [False]
     assert "9x smaller" in target_text({"front": [], "nearest": None}, ["9x smaller"])

@@ -21,15 +21,18 @@ def space(tmp_path_factory):
 
 
 def test_parameters_and_objectives_are_read_from_recipe(space):
-    found = {each.name: (each.kind, each.labels or (each.low, each.high)) for each in space.parameters}
-    assert found == {
+    parameters = {
+        parameter.name: (parameter.kind, parameter.labels or (parameter.low, parameter.high))
+        for parameter in space.parameters
+    }
+    assert parameters == {
         "prune": ("used", (True, False)),
         "prune.keep_ratio": ("float", (0.5, 0.9)),
         "drop-layers.decoder_layers": ("int", (1, 2)),
         "quantize.scheme": ("choice", ("int8-dynamic", "int4")),
         "cut": ("order", ('["prune", "drop-layers"]', '["drop-layers", "prune"]')),
     }
-    goals = [(each.name, each.maximize) for each in space.objectives]
+    goals = [(parameter.name, parameter.maximize) for parameter in space.objectives]
     assert goals == [("latency", False), ("size", False), ("bleu", True)]
     assert (space.leaf, space.sampler) == ("onnx", "nsga2")
     last = replace(space, plan=replace(space.plan, steps=space.plan.steps[:-1]))  # quantize
@@ -130,8 +133,8 @@ def test_all_search_errors_are_reported_together_with_lines(tmp_path):
     path = write(tmp_path, text)
     with pytest.raises(InputError) as raised:
         read_space(path)
-    found = {each.setting: each for each in raised.value.messages}
-    assert {setting: each.code for setting, each in found.items()} == {
+    errors_by_setting = {error.setting: error for error in raised.value.messages}
+    assert {setting: error.code for setting, error in errors_by_setting.items()} == {
         "stages[0].prune.keep_ratio.search": "wrong-search-range",
         "quantize.scheme": "wrong-value",
         "search.trial": "unknown-setting",
@@ -140,7 +143,7 @@ def test_all_search_errors_are_reported_together_with_lines(tmp_path):
     }
     assert len(raised.value.messages) == 5
     lines = path.read_text().splitlines()
-    assert "blue" in lines[found["search.subject_to.blue"].line - 1]
+    assert "blue" in lines[errors_by_setting["search.subject_to.blue"].line - 1]
 
 
 def test_custom_metric_with_lower_is_better_is_minimized(tmp_path, monkeypatch):
@@ -148,7 +151,9 @@ def test_custom_metric_with_lower_is_better_is_minimized(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     text = small().replace("chrf]", '"own_loss:loss": {greater_is_better: false}]')
     text = text.replace("[latency, size]", "[size, own_loss:loss]")
-    assert [each.name for each in read_space(write(tmp_path, text)).objectives][1] == "own_loss:loss"
+    assert [objective.name for objective in read_space(write(tmp_path, text)).objectives][
+        1
+    ] == "own_loss:loss"
 
 
 def test_upper_bound_is_highest_reachable_step(tmp_path):

@@ -51,10 +51,10 @@ def points(job):
 
 
 def test_workers_with_separate_folders_do_not_repeat_running_trial(space, tmp_path, monkeypatch, url):
-    second, asked = [], []
+    second, trial_numbers = [], []
 
     def measure(self, trial):
-        asked.append(trial.number)
+        trial_numbers.append(trial.number)
         if not second:  # while the first worker's first trial is running
             second.append(search(space, tmp_path / "two", trials=4, storage=url))
             assert second[0].run() == "trials"
@@ -63,7 +63,7 @@ def test_workers_with_separate_folders_do_not_repeat_running_trial(space, tmp_pa
     monkeypatch.setattr(Search, "_measure", measure)
     first = search(space, tmp_path / "one", trials=4, storage=url)
     assert first.run() == "trials"
-    assert asked == [0, 1, 2, 3]
+    assert trial_numbers == [0, 1, 2, 3]
     assert len(set(points(first))) == 4
     assert first.warnings() == []
 
@@ -100,11 +100,11 @@ def test_trial_of_other_machine_is_repeated_only_without_heartbeat(space, tmp_pa
 
 
 def test_worker_continues_after_its_trial_was_taken_over(space, tmp_path, monkeypatch, warned):
-    url, seen = f"sqlite:///{tmp_path}/study.db", []
+    url, trial_numbers = f"sqlite:///{tmp_path}/study.db", []
 
     def measure(self, trial):
-        seen.append(trial.number)
-        if len(seen) == 1:  # suspended for a long time, while another worker asks for its trial
+        trial_numbers.append(trial.number)
+        if len(trial_numbers) == 1:  # suspended for a long time, while another worker asks for its trial
             _age_heartbeats(tmp_path)
             assert search(space, tmp_path / "two", trials=2, storage=url).run() == "trials"
         return formula(trial.params)
@@ -136,9 +136,9 @@ def test_heartbeat_is_recorded_until_trial_ends(space, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Search, "_measure", measure)
     search(space, tmp_path / "out", trials=1, storage=database).run()
-    ends = time.monotonic() + 60
-    while [each for each in threading.enumerate() if each.name == "smelt-trial-heartbeat"]:
-        assert time.monotonic() < ends
+    deadline = time.monotonic() + 60
+    while [thread for thread in threading.enumerate() if thread.name == "smelt-trial-heartbeat"]:
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
@@ -174,11 +174,11 @@ def test_result_is_stored_after_server_restart(space, tmp_path, monkeypatch, war
 
 
 def test_storage_outage_while_claiming_trial_loses_no_point(space, tmp_path, monkeypatch, warned):
-    claim, asked = StudyStorage.claim, []
+    claim, claimed_params = StudyStorage.claim, []
 
     def fail_first(self, study, trial, stack):
-        asked.append(trial.params)
-        if len(asked) == 1:
+        claimed_params.append(trial.params)
+        if len(claimed_params) == 1:
             busy = sqlite3.OperationalError("database is locked")
             busy.sqlite_errorcode = sqlite3.SQLITE_BUSY
             raise OperationalError("UPDATE trials", None, busy)
@@ -188,7 +188,7 @@ def test_storage_outage_while_claiming_trial_loses_no_point(space, tmp_path, mon
     job = search(space, tmp_path, trials=1, storage=f"sqlite:///{tmp_path}/study.db")
     assert job.run() == "trials"
     assert warned == ["storage-unreachable"]
-    assert asked[1] == asked[0] == dict(points(job)[0])
+    assert claimed_params[1] == claimed_params[0] == dict(points(job)[0])
     assert [trial.state.name for trial in job.open_study().trials] == ["FAIL", "COMPLETE"]
 
 
@@ -236,14 +236,14 @@ def test_changed_trial_is_rejected_by_its_hash(space, tmp_path, part):
     job = search(space, tmp_path, trials=2)
     job.run()
     size = job.finished_trials()[0].result.values["size"]
-    change = {
+    queries = {
         "result": "UPDATE trial_user_attributes SET value_json"
         f""" = replace(value_json, '"size": {size}', '"size": 1.5') WHERE key = 'result'""",
         "parameter": "UPDATE trial_params SET param_value = 0.625 WHERE param_name = 'prune.keep_ratio'",
         "constraint": "UPDATE trial_system_attributes SET value_json = '-1.0' WHERE key LIKE 'constraint%'",
     }[part]
     with sqlite3.connect(tmp_path / STUDY_FILE) as database:
-        assert database.execute(change).rowcount > 0
+        assert database.execute(queries).rowcount > 0
     database.close()
     for attempt in (Search.check, Search.run):
         with raises_code("damaged-study", InputError):

@@ -52,15 +52,15 @@ def test_best_point_meets_constraint(space, tmp_path):
     job = search(space, tmp_path, trials=40)
     job.run()
     [best] = job.front()
-    able = [t for t in job.finished_trials() if formula(t.parameters).violations["bleu"] <= 0]
-    assert best.result.values["size"] == min(trial.result.values["size"] for trial in able)
+    feasible = [t for t in job.finished_trials() if formula(t.parameters).violations["bleu"] <= 0]
+    assert best.result.values["size"] == min(trial.result.values["size"] for trial in feasible)
     # the optimum is int4 with 0.775: TPE finds it within a few percent, which 40 random points need not
     assert best.parameters["quantize.scheme"] == "int4"
     assert best.result.values["size"] < 1.05 * 50 * 0.775
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        shares = importances(job)["size"]
-    assert sum(shares.values()) == pytest.approx(1)
+        importance_shares = importances(job)["size"]
+    assert sum(importance_shares.values()) == pytest.approx(1)
 
 
 def test_nearest_trial_is_named_without_feasible_point(space, tmp_path, monkeypatch):
@@ -74,8 +74,8 @@ def test_nearest_trial_is_named_without_feasible_point(space, tmp_path, monkeypa
 
 
 def test_killed_searches_resume_with_same_trials(space, tmp_path, monkeypatch):
-    undisturbed = search(space, tmp_path / "undisturbed")
-    undisturbed.run()
+    expected_job = search(space, tmp_path / "undisturbed")
+    expected_job.run()
     monkeypatch.setattr(Search, "_measure", lambda self, trial: time.sleep(0.02) or formula(trial.params))
     draw = random.Random(0)
     for _ in range(10):
@@ -90,7 +90,7 @@ def test_killed_searches_resume_with_same_trials(space, tmp_path, monkeypatch):
         os.waitpid(child, 0)
     job = search(space, tmp_path / "killed")
     job.run()
-    assert history(job) == history(undisturbed)
+    assert history(job) == history(expected_job)
 
 
 def forked(work):
@@ -107,25 +107,25 @@ def forked(work):
 
 @pytest.mark.parametrize("moment", ["while parameters are drawn", "before the trial is finished"])
 def test_search_killed_between_writes_resumes_with_same_trials(space, tmp_path, monkeypatch, moment):
-    undisturbed = search(space, tmp_path / "undisturbed")
-    undisturbed.run()
+    expected_job = search(space, tmp_path / "undisturbed")
+    expected_job.run()
     search(space, tmp_path / "killed", trials=5).run()
     with monkeypatch.context() as patch:
         if moment == "while parameters are drawn":
-            sample, drawn = optuna.samplers.TPESampler.sample_independent, []
+            sample, sampled = optuna.samplers.TPESampler.sample_independent, []
 
             def die(self, study, trial, name, distribution):
-                drawn.append(name)
-                return sample(self, study, trial, name, distribution) if len(drawn) < 2 else os._exit(9)
+                sampled.append(name)
+                return sample(self, study, trial, name, distribution) if len(sampled) < 2 else os._exit(9)
 
             patch.setattr(optuna.samplers.TPESampler, "sample_independent", die)
         else:
-            patch.setattr("optuna.study.Study.tell", lambda *given, **more: os._exit(9))
+            patch.setattr("optuna.study.Study.tell", lambda *args, **more: os._exit(9))
         _, status = os.waitpid(forked(search(space, tmp_path / "killed").run), 0)
         assert os.waitstatus_to_exitcode(status) == 9
     job = search(space, tmp_path / "killed")
     job.run()
-    assert history(job) == history(undisturbed)
+    assert history(job) == history(expected_job)
 
 
 @pytest.fixture(params=["file", "postgresql"])
@@ -149,20 +149,20 @@ def test_workers_share_study_without_repeating_trials_of_dead_worker(space, tmp_
     children = [forked(search(space, tmp_path / "out", **options).run) for _ in range(2)]
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
     job = search(space, tmp_path / "out", **options)
-    found = [tuple(sorted(trial.parameters.items())) for trial in job.finished_trials()]
-    assert len(found) == len(set(found)) == 12
+    trial_points = [tuple(sorted(trial.parameters.items())) for trial in job.finished_trials()]
+    assert len(trial_points) == len(set(trial_points)) == 12
     study = job.open_study()
-    lost = tuple(sorted(study.trials[0].params.items()))
-    assert (study.trials[0].state.name, lost in found) == ("FAIL", True)
+    lost_point = tuple(sorted(study.trials[0].params.items()))
+    assert (study.trials[0].state.name, lost_point in trial_points) == ("FAIL", True)
     assert message_codes(job.warnings()) == ["worker-died"]
     assert f"process {dying}," in job.warnings()[0].message
 
 
 def test_interrupted_trial_is_repeated_first(space, tmp_path, monkeypatch):
-    asked = []
+    measured_params = []
 
     def interrupt(self, trial):
-        asked.append(trial.params)
+        measured_params.append(trial.params)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -170,7 +170,7 @@ def test_interrupted_trial_is_repeated_first(space, tmp_path, monkeypatch):
         assert search(space, tmp_path).run() == "interrupted"
     job = search(space, tmp_path, trials=2)
     job.run()
-    assert job.finished_trials()[0].parameters == asked[0]
+    assert job.finished_trials()[0].parameters == measured_params[0]
 
 
 def test_grid_has_every_point_once(tmp_path):
@@ -227,9 +227,9 @@ def test_trial_text_shows_megabytes_and_no_settings_of_absent_stages(tmp_path):
     job = search(size_space(tmp_path, optional=True), tmp_path / "out")
     point = {"prune": False, "prune.keep_ratio": 0.7, "quantize.scheme": "int4"}
     result = TrialResult("feasible", {"latency": 0.25, "size": 3_518_000.0, "bleu": 98.91})
-    shown = job.trial_text(Trial(3, point, result))
-    assert "keep_ratio" not in shown
-    assert "latency 0.25, size 3.518 MB" in shown
+    text = job.trial_text(Trial(3, point, result))
+    assert "keep_ratio" not in text
+    assert "latency 0.25, size 3.518 MB" in text
     assert "prune.keep_ratio=0.7" in job.trial_text(Trial(3, point | {"prune": True}, result))
 
 
@@ -244,8 +244,11 @@ def test_study_of_other_recipe_is_rejected(space, tmp_path):
     search(space, tmp_path / "out", trials=1).run()
     other = size_space(tmp_path, "[0.5, 0.8]")
     renamed = replace(space, path=tmp_path / "renamed.yaml")
-    for wrong in (other, renamed):
-        for attempt in (search(wrong, tmp_path / "out").run, search(wrong, tmp_path / "out").check):
+    for other_space in (other, renamed):
+        for attempt in (
+            search(other_space, tmp_path / "out").run,
+            search(other_space, tmp_path / "out").check,
+        ):
             with raises_code("other-study", InputError):
                 attempt()
 
@@ -265,7 +268,7 @@ def test_trial_finished_by_other_worker_is_not_requeued(space, tmp_path, monkeyp
 
     monkeypatch.setattr(StudyStorage, "dead_workers", finish_then_look)
     job.queue.reclaim(study)
-    assert [each.state.name for each in study.trials] == ["COMPLETE"]
+    assert [stored_trial.state.name for stored_trial in study.trials] == ["COMPLETE"]
 
 
 def test_study_with_other_limit_is_rejected(space, tmp_path):
@@ -286,13 +289,13 @@ def test_worker_killed_while_writing_study_does_not_break_it(tmp_path, monkeypat
     class Killed(BaseException):
         pass
 
-    undisturbed, done = getattr(optuna.Study, method), []
+    original, done = getattr(optuna.Study, method), []
 
     def die(self, *args, **kwargs):
         done.append(args)
         if len(done) > calls:
             raise Killed
-        return undisturbed(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
     def interrupt(self, trial):
         if trial.number:
@@ -327,8 +330,8 @@ def test_grid_continues_after_many_points_without_stage(tmp_path, monkeypatch):
         .replace("[latency, size]\n  maximize: quality", "size\n  sampler: grid")
     )
     lines = text.splitlines(keepends=True)  # the range that both values are wanted of comes first
-    at = lines.index("  - drop-layers: {decoder_layers: {search: [1, 2]}}\n")
-    lines.insert(lines.index("stages:\n") + 1, lines.pop(at))
+    index = lines.index("  - drop-layers: {decoder_layers: {search: [1, 2]}}\n")
+    lines.insert(lines.index("stages:\n") + 1, lines.pop(index))
     monkeypatch.setattr("smelt.pipeline.search.trials._MAX_SAMPLER_REPEATS", 3)
     monkeypatch.setattr(Search, "_measure", lambda self, trial: TrialResult("feasible", {"size": 1.0}, {}))
     job = search(read_space(write(tmp_path, "".join(lines))), tmp_path / "out", trials=100)
@@ -385,18 +388,18 @@ def report_of(rows, drop, size=10.0, spread=0.5):
 )
 def test_quality_is_scored_on_growing_samples(space, tmp_path, monkeypatch, drop, status, scored):
     monkeypatch.undo()
-    asked = []
+    limits = []
 
     def run(self, plan, options):
-        asked.append((options.score_limit or 625) if options.scored else None)
+        limits.append((options.score_limit or 625) if options.scored else None)
         assert options.timed is False or not options.scored
-        return report_of(asked[-1], drop)
+        return report_of(limits[-1], drop)
 
     monkeypatch.setattr(Search, "_run", run)
     monkeypatch.setattr(Search, "_rungs", lambda self: [39, 156])
     job = search(space, tmp_path, trials=1)
     job.run()
-    assert asked == scored
+    assert limits == scored
     assert job.finished_trials()[0].result.status == status
 
 
@@ -434,13 +437,13 @@ def test_rungs_are_quarters_of_validation_samples(space, tmp_path):
 
 def test_too_large_trial_is_not_scored(tmp_path, monkeypatch):
     monkeypatch.undo()
-    space, asked = size_space(tmp_path, **{"{bleu: {max_drop: 1.0}}": "{size_bytes: {max: 5}}"}), []
+    space, scored = size_space(tmp_path, **{"{bleu: {max_drop: 1.0}}": "{size_bytes: {max: 5}}"}), []
     monkeypatch.setattr(
-        Search, "_run", lambda self, plan, options: asked.append(options.scored) or report_of(0, 0)
+        Search, "_run", lambda self, plan, options: scored.append(options.scored) or report_of(0, 0)
     )
     job = search(space, tmp_path / "out", trials=1)
     job.run()
-    assert asked == [False]
+    assert scored == [False]
     assert job.finished_trials()[0].result.violations == {"size_bytes": 5.0}
 
 
@@ -449,9 +452,9 @@ def test_front_has_feasible_non_dominated_trials(space, tmp_path, monkeypatch, m
     values = [(1, 5), (2, 3), (3, 4), (4, 1), (2, 3), (0, 0), (9, 0)]
 
     def measure(self, trial):
-        found = dict(zip(("size", "memory"), map(float, values[trial.number]), strict=True))
+        objective_values = dict(zip(("size", "memory"), map(float, values[trial.number]), strict=True))
         return TrialResult(
-            "infeasible" if trial.number > 4 else "feasible", found, {"bleu": trial.number - 4.0}
+            "infeasible" if trial.number > 4 else "feasible", objective_values, {"bleu": trial.number - 4.0}
         )
 
     monkeypatch.setattr(Search, "_measure", measure)
@@ -467,36 +470,36 @@ def test_spread_selects_evenly_spaced_trials():
 
 def test_durations_are_read_with_unit():
     assert [minutes_of(text, "--budget") for text in ("90s", "30m", "2h", "1.5 h")] == [1.5, 30, 120, 90]
-    for wrong in ("30", "0m", "later"):
+    for invalid_text in ("30", "0m", "later"):
         with raises_code("wrong-value"):
-            minutes_of(wrong, "--budget")
+            minutes_of(invalid_text, "--budget")
 
 
 def test_point_running_in_other_worker_is_not_repeated(tmp_path, monkeypatch):
     space = size_space(tmp_path, "{choices: [0.5, 0.9]}", "random")
     job = search(space, tmp_path / "out", trials=100)
-    asked = []
+    measured_params = []
 
     def measure(self, trial):
-        asked.append(tuple(trial.params.values()))
-        if len(asked) == 1:  # a second worker, while this trial is running
+        measured_params.append(tuple(trial.params.values()))
+        if len(measured_params) == 1:  # a second worker, while this trial is running
             assert search(self.space, tmp_path / "out", trials=100).run() == "exhausted"
         return formula(trial.params)
 
     monkeypatch.setattr(Search, "_measure", measure)
     assert job.run() == "exhausted"
-    assert len(asked) == len(set(asked)) == len(job.finished_trials()) == 4
+    assert len(measured_params) == len(set(measured_params)) == len(job.finished_trials()) == 4
 
 
 def test_nearest_trial_was_scored_on_all_samples(space, tmp_path, monkeypatch):
-    whole = TrialResult("infeasible", {}, {"bleu": 0.2})
+    complete = TrialResult("infeasible", {}, {"bleu": 0.2})
     stopped = TrialResult("stopped", {}, {"bleu": 0.05}, samples=32)
     unscored = TrialResult("infeasible", {}, {"size_bytes": 0.1})
-    trials = [Trial(at, {}, result) for at, result in enumerate((unscored, stopped, whole))]
+    trials = [Trial(number, {}, result) for number, result in enumerate((unscored, stopped, complete))]
     job = search(space, tmp_path)
     limits = space.settings.subject_to | {"size_bytes": GateSettings(max=100.0)}
     job.space = replace(space, settings=space.settings.model_copy(update={"subject_to": limits}))
-    measured = replace(whole, violations={"bleu": 0.2, "size_bytes": -1.0})
+    measured = replace(complete, violations={"bleu": 0.2, "size_bytes": -1.0})
     monkeypatch.setattr(Search, "finished_trials", lambda self: [*trials[:2], Trial(2, {}, measured)])
     assert job.nearest().number == 2
 

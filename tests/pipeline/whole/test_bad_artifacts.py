@@ -77,7 +77,7 @@ def test_invalid_artifacts_are_rejected(finished, tmp_path, change, code, named)
 
 
 def test_missing_folder_is_not_an_artifact(template, tmp_path):
-    given = ("--data", template / "data.jsonl")
-    assert command_error(harness.smelt("eval", tmp_path / "x", *given)).code == "missing-folder"
+    options = ("--data", template / "data.jsonl")
+    assert command_error(harness.smelt("eval", tmp_path / "x", *options)).code == "missing-folder"
     assert command_error(harness.smelt("predict", tmp_path / "x", "a")).code == "missing-folder"
     assert command_error(harness.smelt("report", tmp_path / "x")).code == "missing-file"

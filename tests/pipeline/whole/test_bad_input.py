@@ -13,7 +13,7 @@ pytest_plugins = ["tests.support.standins.invalid_recipes"]
 
 
 @pytest.mark.parametrize(
-    ("rows", "code", "place", "named"),
+    ("rows", "code", "location", "named"),
     [
         ("", "empty-data", "data.jsonl", ()),
         ('{"text": "a", "label": 0}\n{"text": "a" "label": 0}', "invalid-json", "data.jsonl:2", ()),
@@ -34,13 +34,13 @@ pytest_plugins = ["tests.support.standins.invalid_recipes"]
         ('{"text": "a", "label": "\\u202eevil"}', "unknown-label", "data.jsonl:1", ("'\\u202eevil'",)),
     ],
 )  # fmt: skip
-def test_invalid_rows_are_rejected(home, rows, code, place, named):
+def test_invalid_rows_are_rejected(home, rows, code, location, named):
     (home / "data.jsonl").write_text(rows)
     message = str(assert_refused(home, None, code, code))  # of train and of test
-    assert f"{place}: " in message
-    shown = harness.smelt("plan", home / "recipe.yaml").output
-    assert [value for value in named if value not in shown] == []
-    assert not set(shown) & {"\x1b", "\u202e", "\0"}
+    assert f"{location}: " in message
+    output = harness.smelt("plan", home / "recipe.yaml").output
+    assert [value for value in named if value not in output] == []
+    assert not set(output) & {"\x1b", "\u202e", "\0"}
 
 
 def test_non_text_files_are_rejected(home):
@@ -72,20 +72,20 @@ def test_references_of_wrong_type_are_rejected(home):
 
 
 def test_too_long_texts_warn_or_fail_with_truncation_error(home):
-    long = json.dumps({"text": "a man " * 40, "label": 1}) + "\n"
+    long_row = json.dumps({"text": "a man " * 40, "label": 1}) + "\n"
     with (home / "data.jsonl").open("a") as stream:
-        stream.write(long)
+        stream.write(long_row)
     result = harness.smelt("run", home / "recipe.yaml", "--until", "model", "--out", home / "r", "--quiet")
     assert result.exit_code == 0, result.output
     report = json.loads((home / "r" / "report.json").read_text())
-    [found] = report["steps"][0]["warnings"]
-    assert found["code"] == "truncated-texts"
-    assert re.findall(r"\d+", found["message"])[:2] == ["1", "9"]
-    assert found["message"] in (home / "r" / "report.html").read_text().replace("&#39;", "'")
+    [warning] = report["steps"][0]["warnings"]
+    assert warning["code"] == "truncated-texts"
+    assert re.findall(r"\d+", warning["message"])[:2] == ["1", "9"]
+    assert warning["message"] in (home / "r" / "report.html").read_text().replace("&#39;", "'")
     error = assert_refused(
         home, RECIPE + "truncation: error\n", "texts-too-long", "texts-too-long", command="run"
     )
-    train, test = (one.message for one in error.messages)
+    train, test = (message.message for message in error.messages)
     assert all(value in train for value in ("data.jsonl (train): ", " 1 ", "32 tokens", "line 9."))
     assert all(value in test for value in ("data.jsonl (test): ", " 1 "))
 
@@ -100,8 +100,8 @@ def test_too_long_target_fails_with_truncation_error(home):
 
 def test_control_characters_in_data_are_accepted_and_shown_escaped(home):
     """Data may hold anything that is text; only what is shown is escaped."""
-    odd = ["\x1b[31mred", "a\x00b\r\u2028", "\u202eright to left\u202c", "مرحبا بالعالم", "שלום", "\ufeff"]
-    lines = [json.dumps({"text": text, "label": i % 2}) for i, text in enumerate(odd)]
+    texts = ["\x1b[31mred", "a\x00b\r\u2028", "\u202eright to left\u202c", "مرحبا بالعالم", "שלום", "\ufeff"]
+    lines = [json.dumps({"text": text, "label": i % 2}) for i, text in enumerate(texts)]
     (home / "data.jsonl").write_text("\n".join(lines))
     result = harness.smelt("run", home / "recipe.yaml", "--out", home / "r")
     assert result.exit_code == 0, result.output
@@ -113,7 +113,7 @@ def test_control_characters_in_data_are_accepted_and_shown_escaped(home):
     path.write_text(json.dumps(report))
     result = harness.smelt("report", home / "r")
     assert result.exit_code == 0, result.output
-    for shown in (result.output, (home / "r/report.md").read_text(), (home / "r/report.html").read_text()):
-        assert not set(shown) & {"\x1b", "\x07", "\u202e"}
-        assert "x1b" in shown
+    for output in (result.output, (home / "r/report.md").read_text(), (home / "r/report.html").read_text()):
+        assert not set(output) & {"\x1b", "\x07", "\u202e"}
+        assert "x1b" in output
     assert "שלום &lt;b&gt;" in (home / "r" / "report.html").read_text()

@@ -96,18 +96,20 @@ def test_config_with_other_vocab_size_is_rejected(home):
 
 def test_marian_vocabulary_larger_than_embedding_is_rejected(home):
     path = home / "t" / "vocab.json"
-    words = json.loads(path.read_text())
-    path.write_text(json.dumps(words | {"one-more": len(words)}))
-    assert f"up to {len(words)}," in str(assert_refused(home, TRANSLATION_RECIPE, "tokenizer-mismatch"))
+    vocabulary = json.loads(path.read_text())
+    path.write_text(json.dumps(vocabulary | {"one-more": len(vocabulary)}))
+    assert f"up to {len(vocabulary)}," in str(assert_refused(home, TRANSLATION_RECIPE, "tokenizer-mismatch"))
 
 
 def test_tokenizer_with_few_tokens_warns(home):
     (home / "m" / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\n")
     (home / "m" / "tokenizer.json").unlink(missing_ok=True)
-    [found] = [
-        one for one in load_plan(home / "recipe.yaml").warnings if one.code == "tokenizer-much-smaller"
+    [warning] = [
+        message
+        for message in load_plan(home / "recipe.yaml").warnings
+        if message.code == "tokenizer-much-smaller"
     ]
-    assert "6 tokens" in found.message
+    assert "6 tokens" in warning.message
 
 
 def test_wrong_tensor_shape_is_reported_before_any_stage(home):
@@ -210,9 +212,9 @@ def test_invalid_teacher_folder_is_rejected_by_plan_under_given_name(home, setti
 
 
 def test_folder_used_as_step_name_suggests_model_key(home):
-    for teacher, place in (("m", ""), ("[model, m]", "[1]")):
+    for teacher, suffix in (("m", ""), ("[model, m]", "[1]")):
         error = assert_refused(home, _distilled(f"teacher: {teacher}"), "unknown-step")
-        assert [one.setting for one in error.messages] == [f"stages[1].distill.teacher{place}"]
+        assert [problem.setting for problem in error.messages] == [f"stages[1].distill.teacher{suffix}"]
         assert "`{model: m}`" in str(error)
     (home / "graphs").mkdir()  # an artifact without weights for torch, which teaches nobody
     (home / "graphs" / "config.json").write_text((home / "m" / "config.json").read_text())

@@ -176,7 +176,7 @@ def test_all_recipe_errors_are_reported_at_once(home):
     lines = [line for _, _, line in message_locations(error.messages) if line is not None]
     assert lines == sorted(lines)
     output = result.output.removeprefix("error[several-errors]: ").splitlines()
-    assert output == [str(found) for found in error.messages]
+    assert output == [str(message) for message in error.messages]
 
 
 @pytest.mark.parametrize(
@@ -202,9 +202,9 @@ def test_conflicting_settings_give_one_message(home, stage, code, named):
     config = json.loads((home / "m" / "config.json").read_text())
     (home / "thin.json").write_text(json.dumps(config | {"hidden_size": 16}))
     error = assert_refused(home, RECIPE.replace("prune: {keep_ratio: 0.5}", stage), code)
-    [found] = error.messages
-    assert found.line == 4
-    assert [value for value in named if value not in found.message] == []
+    [error_message] = error.messages
+    assert error_message.line == 4
+    assert [value for value in named if value not in error_message.message] == []
 
 
 def test_errors_of_different_parts_do_not_hide_each_other(home):

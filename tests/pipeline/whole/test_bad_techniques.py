@@ -35,8 +35,8 @@ AT_WORK = {
 
 def test_runtime_errors_fail_only_their_step(home):
     shutil.copytree(home / "m", home / "other")
-    words = (home / "other" / "vocab.txt").read_text().splitlines()
-    (home / "other" / "vocab.txt").write_text("\n".join([*words[:-2], words[-1], words[-2]]) + "\n")
+    tokens = (home / "other" / "vocab.txt").read_text().splitlines()
+    (home / "other" / "vocab.txt").write_text("\n".join([*tokens[:-2], tokens[-1], tokens[-2]]) + "\n")
     steps = "".join(
         f"  - {stage}\n    name: {name}\n    from: model\n" for name, (stage, *_) in AT_WORK.items()
     )
@@ -50,9 +50,9 @@ def test_runtime_errors_fail_only_their_step(home):
     content = {step["name"]: step for step in json.loads((home / "run" / "report.json").read_text())["steps"]}
     errors = {name: content[name]["error"]["code"] for name in AT_WORK}
     assert errors == {name: code for name, (_, code, _) in AT_WORK.items()}
-    for name, (_, _, named) in AT_WORK.items():
+    for name, (_, _, fragments) in AT_WORK.items():
         assert content[name]["status"] == "error", name
-        assert [value for value in named if value not in content[name]["error"]["message"]] == []
+        assert [value for value in fragments if value not in content[name]["error"]["message"]] == []
     assert content["drop-layers"]["status"] == "done"
 
 
@@ -64,8 +64,8 @@ def test_runtime_errors_fail_only_their_step(home):
     ],
 )
 def test_outdated_package_is_reported_before_run(home, monkeypatch, stage, package, there):
-    found = system.version
-    monkeypatch.setattr(system, "version", lambda name: there if name == package else found(name))
+    original_version = system.version
+    monkeypatch.setattr(system, "version", lambda name: there if name == package else original_version(name))
     (home / "recipe.yaml").write_text(f"{RECIPE_HEAD}stages: [{{{stage}}}]\n")
     error = command_error(harness.smelt("run", home / "recipe.yaml", "--out", home / "run", code=2))
     assert error.code == "step-unavailable"
@@ -73,11 +73,11 @@ def test_outdated_package_is_reported_before_run(home, monkeypatch, stage, packa
     assert not (home / "run").exists()
 
 
-@pytest.mark.parametrize("word", ["lora", "learned_masks", "sparsify"])
+@pytest.mark.parametrize("setting", ["lora", "learned_masks", "sparsify"])
 @pytest.mark.parametrize(("stage", "settings"), [(Finetune, FinetuneSettings), (Distill, DistillSettings)])
-def test_block_wise_training_is_rejected_for_model_without_blocks(stage, settings, word):
-    asked = settings.model_validate({word: {}})
-    (found,), _ = stage.check_model(asked, {"model_type": "resnet"})
-    assert (found.code, found.setting) == ("does-not-fit-model", word)
-    assert "resnet" in found.message
-    assert stage.check_model(asked, {"model_type": "bert"})[0] == []
+def test_block_wise_training_is_rejected_for_model_without_blocks(stage, settings, setting):
+    parsed = settings.model_validate({setting: {}})
+    (error,), _ = stage.check_model(parsed, {"model_type": "resnet"})
+    assert (error.code, error.setting) == ("does-not-fit-model", setting)
+    assert "resnet" in error.message
+    assert stage.check_model(parsed, {"model_type": "bert"})[0] == []

@@ -84,8 +84,8 @@ def test_classifier_pipeline_reports_metrics_of_problem_type(chain):
     for step in steps.values():
         assert tuple(step["quality"]) == (*METRICS_BY_PROBLEM[problem], "own_classes:same")
         if problem != REGRESSION:
-            whole = "accuracy" if problem == SINGLE_LABEL else "subset_accuracy"
-            assert step["quality"]["own_classes:same"]["value"] == step["quality"][whole]["value"]
+            metric = "accuracy" if problem == SINGLE_LABEL else "subset_accuracy"
+            assert step["quality"]["own_classes:same"]["value"] == step["quality"][metric]["value"]
         assert all(score["n"] == 8 for score in step["quality"].values())
     assert steps["onnx"]["against_baseline"].keys() == {*METRICS_BY_PROBLEM[problem], "own_classes:same"}
     assert [m for m, s in steps["onnx"]["quality"].items() if not s["higher_is_better"]] == (
@@ -99,19 +99,19 @@ def test_classifier_pipeline_reports_metrics_of_problem_type(chain):
 def test_report_has_scores_of_each_class(chain):
     folder, problem = chain
     for step in steps_of(folder).values():
-        found = step["classes"]
+        classes = step["classes"]
         if problem == REGRESSION:
-            assert found is None
+            assert classes is None
             continue
         if problem == MULTI_LABEL:
-            mean = sum(entry["f1"] for entry in found) / len(found)
+            mean = sum(class_scores["f1"] for class_scores in classes) / len(classes)
             assert step["quality"]["f1_macro"]["value"] == pytest.approx(mean)
             continue
-        assert sum(entry["n"] for entry in found) == 8
-        hits = sum(entry["correct"] for entry in found)
+        assert sum(class_scores["n"] for class_scores in classes) == 8
+        hits = sum(class_scores["correct"] for class_scores in classes)
         assert step["quality"]["accuracy"]["value"] == 100 * hits / 8
-        glad = next(entry for entry in found if entry["label"] == "glad")
-        assert step["quality"]["recall"]["value"] == pytest.approx(glad["recall"])
+        glad_scores = next(class_scores for class_scores in classes if class_scores["label"] == "glad")
+        assert step["quality"]["recall"]["value"] == pytest.approx(glad_scores["recall"])
 
 
 def test_int8_graph_equals_torch_on_unseen_texts(chain):
@@ -129,11 +129,11 @@ def test_int8_graph_equals_torch_on_unseen_texts(chain):
         Example(a, text_pair=b if i % 2 else None)
         for i, (a, b) in enumerate(zip(texts, texts[::-1], strict=True))
     ]
-    found = []
+    logits = []
     for name in ("quantize", "onnx"):
         with open_runner(read_artifact(folder / "run" / "artifacts" / name), 1) as runner:
-            found.append(class_logits(runner, rows, batch_size=3))
-    assert np.abs(found[0] - found[1]).mean() < 0.05 * found[0].std()
+            logits.append(class_logits(runner, rows, batch_size=3))
+    assert np.abs(logits[0] - logits[1]).mean() < 0.05 * logits[0].std()
     model = folder / "run" / "artifacts" / "onnx" / "model.onnx"
     names = [i.name for i in onnxruntime.InferenceSession(model).get_inputs()]
     family = json.loads((folder / "m" / "config.json").read_text())["model_type"]
@@ -146,11 +146,11 @@ def test_int8_graph_equals_torch_on_unseen_texts(chain):
 
 def test_eval_equals_report_scores(chain):
     folder, problem = chain
-    found = harness.smelt(
+    result = harness.smelt(
         "eval", folder / "run" / "artifacts" / "onnx", "--data", folder / "data.jsonl", "--json"
     )
     quality = steps_of(folder)["onnx"]["quality"]
-    assert json.loads(found.output) == {name: quality[name] for name in DEFAULTS_BY_PROBLEM[problem]}
+    assert json.loads(result.output) == {name: quality[name] for name in DEFAULTS_BY_PROBLEM[problem]}
 
 
 def test_predict_accepts_tab_separated_pairs_and_equals_transformers(chain):
@@ -159,22 +159,24 @@ def test_predict_accepts_tab_separated_pairs_and_equals_transformers(chain):
     untouched = folder / "run" / "artifacts" / "model"
     result = harness.smelt("predict", untouched, f"{first}\t{second}", first)
     assert result.exit_code == 0, result.output
-    pair, alone = result.output.splitlines()
-    assert pair != alone
+    pair, single = result.output.splitlines()
+    assert pair != single
     model = AutoModelForSequenceClassification.from_pretrained(untouched)
-    theirs = pipeline("text-classification", model=model, tokenizer=AutoTokenizer.from_pretrained(untouched))
-    for line, row in ((pair, {"text": first, "text_pair": second}), (alone, {"text": first})):
-        chances = {entry["label"]: entry["score"] for entry in theirs(row, top_k=None)}
+    classify = pipeline(
+        "text-classification", model=model, tokenizer=AutoTokenizer.from_pretrained(untouched)
+    )
+    for line, row in ((pair, {"text": first, "text_pair": second}), (single, {"text": first})):
+        chances = {prediction["label"]: prediction["score"] for prediction in classify(row, top_k=None)}
         if problem == REGRESSION:
             assert float(line) == pytest.approx(chances["LABEL_0"], abs=1e-4)
             continue
         labels, numbers = line.split("\t")
         printed = dict(zip(labels.split("|"), numbers.split("|"), strict=True)) if labels else {}
         best = max(chances, key=chances.get)
-        wanted = (
+        expected = (
             [best] if problem == SINGLE_LABEL else [n for n in classifiers.CLASS_NAMES if chances[n] > 0.5]
         )
-        assert printed == {name: f"{chances[name]:.3f}" for name in wanted}
+        assert printed == {name: f"{chances[name]:.3f}" for name in expected}
 
 
 def test_gate_on_error_metric_limits_its_rise(tmp_path):
@@ -212,7 +214,9 @@ def test_bare_encoder_gets_outputs_for_labels(tmp_path):
     config = json.loads((folder / "run" / "artifacts" / "quantize" / "config.json").read_text())
     assert config["problem_type"] == MULTI_LABEL
     assert config["id2label"] == {"0": "angry", "1": "calm", "2": "glad"}
-    [added] = [one for one in steps_of(folder)["model"]["warnings"] if one["code"] == "new-classifier"]
+    [added] = [
+        warning for warning in steps_of(folder)["model"]["warnings"] if warning["code"] == "new-classifier"
+    ]
     assert "3 labels" in added["message"]
 
 
@@ -298,9 +302,9 @@ def test_labels_and_metrics_that_do_not_match_are_rejected_by_plan(
     lines = [json.dumps({"text": "a man"})[:-1] + f', "label": {label}}}' for label in labels]
     (folder / "data.jsonl").write_text("\n".join(lines))
     error = command_error(harness.smelt("plan", folder / "recipe.yaml", code=2))
-    [found] = [one for one in error.messages if one.code == code]
-    assert found.setting == setting
-    assert [value for value in named if value not in found.message] == []
+    [message] = [entry for entry in error.messages if entry.code == code]
+    assert message.setting == setting
+    assert [value for value in named if value not in message.message] == []
 
 
 def test_run_rejects_same_errors_in_data_too_large_for_plan(tmp_path, monkeypatch):
@@ -322,11 +326,11 @@ def test_run_rejects_same_errors_in_data_too_large_for_plan(tmp_path, monkeypatc
 def test_eval_rejects_mismatched_metric_and_labels(chain, tmp_path):
     folder, problem = chain
     artifact = folder / "run" / "artifacts" / "model"
-    wrong = "mse" if problem != REGRESSION else "accuracy"
-    result = harness.smelt("eval", artifact, "--data", folder / "data.jsonl", "--metric", wrong)
+    wrong_metric = "mse" if problem != REGRESSION else "accuracy"
+    result = harness.smelt("eval", artifact, "--data", folder / "data.jsonl", "--metric", wrong_metric)
     assert result.exit_code == 2
     assert command_error(result).code == "does-not-fit-labels"
-    assert f"'{wrong}'" in str(command_error(result))
+    assert f"'{wrong_metric}'" in str(command_error(result))
     (tmp_path / "x.jsonl").write_text(json.dumps({"text": tiny.SENTENCES[0], "label": "nobody"}))
     result = harness.smelt("eval", artifact, "--data", tmp_path / "x.jsonl")
     assert result.exit_code == 2
@@ -346,23 +350,23 @@ def test_unlabeled_samples_are_scored_by_agreement(tmp_path, family, problem):
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert run(folder).exit_code == 0
     report, steps = json.loads((folder / "run" / "report.json").read_text()), steps_of(folder)
-    assert "agreement-only" in [found["code"] for found in report["warnings"]]
+    assert "agreement-only" in [warning["code"] for warning in report["warnings"]]
     artifacts = folder / "run" / "artifacts"
     lines = [
         harness.smelt("predict", artifacts / name, *tiny.SENTENCES).output.splitlines()
         for name in ("model", "prune")
     ]
-    printed = [[line.split("\t")[0] for line in each] for each in lines]
+    printed = [[line.split("\t")[0] for line in output] for output in lines]
     equal = 100 * sum(map(str.__eq__, *printed)) / len(rows)
     assert 0 < equal < 100
-    found = steps["prune"]["quality"]["agreement"]
-    assert found["value"] == steps["prune"]["agreement"]["equal"] == pytest.approx(equal)
-    assert (found["unit"], steps["model"]["quality"]["agreement"]["value"]) == ("%", 100)
+    warning = steps["prune"]["quality"]["agreement"]
+    assert warning["value"] == steps["prune"]["agreement"]["equal"] == pytest.approx(equal)
+    assert (warning["unit"], steps["model"]["quality"]["agreement"]["value"]) == ("%", 100)
     assert steps["prune"]["agreement"]["kl_divergence"] > 0
     assert steps["prune"]["examples"]["num_worse"] == round(len(rows) * (1 - equal / 100))
     arguments = ("eval", artifacts / "prune", "--data", folder / "data.jsonl", "--metric", "agreement")
     scored = harness.smelt(*arguments, "--baseline", artifacts / "model", "--json")
-    assert json.loads(scored.output)["agreement"] == found
+    assert json.loads(scored.output)["agreement"] == warning
     assert command_error(harness.smelt(*arguments)).code == "missing-baseline"
 
 
@@ -375,10 +379,10 @@ def test_metric_and_its_per_class_variants_are_all_reported(tmp_path):
     """Alone it keeps its name; without accuracy the confusions come from it, too."""
     from sklearn.metrics import f1_score, recall_score
 
-    listed = "quality: [{f1: {label: calm}}, f1, {f1: {label: glad}}, {recall: {label: glad}}]"
+    quality_setting = "quality: [{f1: {label: calm}}, f1, {f1: {label: glad}}, {recall: {label: glad}}]"
     gate = 'gates: {f1(calm): {min: 0}, "f1": {max_drop: 100}}\n'
     folder = home(
-        tmp_path, "bert", SINGLE_LABEL, SHORT.replace("latency: false", f"latency: false, {listed}")
+        tmp_path, "bert", SINGLE_LABEL, SHORT.replace("latency: false", f"latency: false, {quality_setting}")
     )
     (folder / "recipe.yaml").write_text((folder / "recipe.yaml").read_text() + gate)
     assert run(folder).exit_code == 0
@@ -391,14 +395,14 @@ def test_metric_and_its_per_class_variants_are_all_reported(tmp_path):
         f1 = dict(zip(score["labels"], f1_score(gold, score["predictions"], **of_class), strict=True))
         recall = recall_score(gold, score["predictions"], labels=["glad"], average="macro", zero_division=0)
         macro = f1_score(gold, score["predictions"], average="macro")
-        values = [100 * each for each in (f1["calm"], macro, f1["glad"], recall)]
-        assert [found["value"] for found in step["quality"].values()] == pytest.approx(values)
+        values = [100 * fraction for fraction in (f1["calm"], macro, f1["glad"], recall)]
+        assert [metric_score["value"] for metric_score in step["quality"].values()] == pytest.approx(values)
         assert step["confusion"]["counts"]
     assert [gate["metric"] for gate in steps_of(folder)["quantize"]["gates"]] == ["f1(calm)", "f1"]
     assert "F1 (glad)" in (folder / "run" / "report.md").read_text()
     rule = ("--fail-if", "f1(glad) drops 0.5 at quantize")
     harness.smelt("compare", folder / "run", folder / "run", *rule, code=0)
-    same = listed.replace("[{f1", "[{f1: {label: glad}}, {f1", 1)
+    same = quality_setting.replace("[{f1", "[{f1: {label: glad}}, {f1", 1)
     (folder / "recipe.yaml").write_text(SHORT.replace("latency: false", f"latency: false, {same}"))
     assert "duplicate-metric" in error_codes(
         command_error(harness.smelt("plan", folder / "recipe.yaml", code=2))

@@ -34,20 +34,21 @@ def test_folds_equal_scikit_learn_and_keep_equal_texts_together():
     texts = [f"text {i % 50}" for i in range(60)]
     labels = [i % 50 % 3 for i in range(60)]
     split = Split("t", tuple(Example(text, label=label) for text, label in zip(texts, labels, strict=True)))
-    found = divide_folds(split, 5, seed=3)
-    held = [{e.text for e in part.examples} for _, part in found]
-    assert sorted(text for part in held for text in part) == sorted(set(texts))
-    assert all(len(rest) + len(part) == 60 for rest, part in found)
+    folds = divide_folds(split, 5, seed=3)
+    texts_by_fold = [{e.text for e in fold.examples} for _, fold in folds]
+    assert sorted(text for fold in texts_by_fold for text in fold) == sorted(set(texts))
+    assert all(len(rest) + len(fold) == 60 for rest, fold in folds)
     assert all(
-        not {e.text for e in rest.examples} & part for (rest, _), part in zip(found, held, strict=True)
+        not {e.text for e in rest.examples} & fold
+        for (rest, _), fold in zip(folds, texts_by_fold, strict=True)
     )
     numbers = np.unique(texts, return_inverse=True)[1]
-    theirs = StratifiedGroupKFold(5, shuffle=True, random_state=3).split(numbers, labels, numbers)
-    assert sorted(len(part) for _, part in theirs) == sorted(len(part) for _, part in found)
-    for _, part in found:
-        assert max(np.bincount([e.label for e in part.examples])) <= 6
+    expected_folds = StratifiedGroupKFold(5, shuffle=True, random_state=3).split(numbers, labels, numbers)
+    assert sorted(len(fold) for _, fold in expected_folds) == sorted(len(fold) for _, fold in folds)
+    for _, fold in folds:
+        assert max(np.bincount([e.label for e in fold.examples])) <= 6
     numbers = Split("t", tuple(Example(str(i), label=float(i)) for i in range(9)))
-    assert [len(part) for _, part in divide_folds(numbers, 3, seed=0)] == [3, 3, 3]
+    assert [len(fold) for _, fold in divide_folds(numbers, 3, seed=0)] == [3, 3, 3]
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +73,13 @@ def test_each_training_sample_is_scored_once_by_model_not_trained_on_it(home):
     assert all(fold["recipe"]["rows"]["train"] + fold["recipe"]["rows"]["test"] == 36 for fold in folds)
     for name in ("tuned", "int8"):
         scores = steps[name]["folds"]["accuracy"]
-        mine = [
+        accuracies = [
             next(s for s in fold["steps"] if s["name"] == name)["quality"]["accuracy"]["value"]
             for fold in folds
         ]
-        assert scores["values"] == pytest.approx(mine)
-        assert scores["mean"] == pytest.approx(statistics.fmean(mine))
-        assert scores["std"] == pytest.approx(statistics.stdev(mine))
+        assert scores["values"] == pytest.approx(accuracies)
+        assert scores["mean"] == pytest.approx(statistics.fmean(accuracies))
+        assert scores["std"] == pytest.approx(statistics.stdev(accuracies))
     assert steps["tuned"]["folds"]["accuracy"]["against_baseline"] is None
     keys = {next(s for s in fold["steps"] if s["name"] == "tuned")["key"] for fold in folds}
     assert len(keys | {steps["tuned"]["key"]}) == 4
@@ -93,7 +94,7 @@ def test_differences_are_paired_over_samples_of_all_folds():
     from smelt.evaluate.significance import summarize_folds
 
     draw = np.random.default_rng(0)
-    gold, one, other = (draw.integers(0, 2, (3, 40)) for _ in range(3))
+    gold, first_labels, other = (draw.integers(0, 2, (3, 40)) for _ in range(3))
     folds = [
         {
             name: {
@@ -101,14 +102,16 @@ def test_differences_are_paired_over_samples_of_all_folds():
                     "accuracy"
                 ].statistics.dump()
             }
-            for name, guess in (("base", mine), ("step", theirs))
+            for name, guess in (("base", first_guess), ("step", second_guess))
         }
-        for truth, mine, theirs in zip(gold, one, other, strict=True)
+        for truth, first_guess, second_guess in zip(gold, first_labels, other, strict=True)
     ]
-    found = summarize_folds(folds, "base")["step"]["accuracy"]
-    expected = 100 * (accuracy_score(gold.ravel(), other.ravel()) - accuracy_score(gold.ravel(), one.ravel()))
-    assert found["against_baseline"]["difference"] == pytest.approx(expected)
-    assert found["values"] == pytest.approx(
+    summary = summarize_folds(folds, "base")["step"]["accuracy"]
+    expected = 100 * (
+        accuracy_score(gold.ravel(), other.ravel()) - accuracy_score(gold.ravel(), first_labels.ravel())
+    )
+    assert summary["against_baseline"]["difference"] == pytest.approx(expected)
+    assert summary["values"] == pytest.approx(
         [100 * accuracy_score(a, b) for a, b in zip(gold, other, strict=True)]
     )
     assert "step" not in summarize_folds([*folds, {"base": folds[0]["base"]}], "base")
@@ -128,7 +131,7 @@ def test_folds_without_training_are_rejected(home, changes, code):
         text = text.replace(old, new)
     (home / "wrong.yaml").write_text(text)
     error = command_error(harness.smelt("plan", home / "wrong.yaml", code=2))
-    assert [(found.code, found.setting) for found in error.messages] == [(code, "score.folds")]
+    assert [(message.code, message.setting) for message in error.messages] == [(code, "score.folds")]
 
 
 def test_more_folds_than_texts_are_rejected():
@@ -136,4 +139,4 @@ def test_more_folds_than_texts_are_rejected():
     with raises_code("too-few-samples"):
         divide_folds(split, 3, seed=0)
     rare = Split("t", tuple(Example(f"text {i}", label=i % 4) for i in range(8)))
-    assert sorted(len(part) for _, part in divide_folds(rare, 5, seed=0)) == [1, 1, 2, 2, 2]
+    assert sorted(len(fold) for _, fold in divide_folds(rare, 5, seed=0)) == [1, 1, 2, 2, 2]

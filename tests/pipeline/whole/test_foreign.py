@@ -57,32 +57,37 @@ def test_imported_graph_is_run_scored_timed_and_packaged(here: Path, monkeypatch
     assert (step["format"], step["parameters"], step["quality"]["top1"]["n"]) == ("onnx", 212, 40)
     assert step["latency"][0]["unit"] == "rows/s"
     warned = json.loads((here / "runs/r/report.json").read_text())["warnings"]
-    [unread] = [one["message"] for one in warned if one["code"] == "unread-arrays"]
+    [unread] = [message["message"] for message in warned if message["code"] == "unread-arrays"]
     assert "label" in unread
 
-    place = "runs/r/artifacts/model"
-    lines = harness.smelt("predict", place, "--data", "test.npz", code=0).output.splitlines()
+    artifact_path = "runs/r/artifacts/model"
+    lines = harness.smelt("predict", artifact_path, "--data", "test.npz", code=0).output.splitlines()
     x = np.load("test.npz")["x"]
-    with smelt.load(place) as model:
-        found = model.run({"x": x})["logits"]
-        np.testing.assert_allclose(found, [json.loads(line)["logits"] for line in lines], rtol=1e-6)
-        np.testing.assert_allclose(model.run({"x": x}, batch_size=7)["logits"], found, rtol=1e-5)
+    with smelt.load(artifact_path) as model:
+        logits = model.run({"x": x})["logits"]
+        np.testing.assert_allclose(logits, [json.loads(line)["logits"] for line in lines], rtol=1e-6)
+        np.testing.assert_allclose(model.run({"x": x}, batch_size=7)["logits"], logits, rtol=1e-5)
         with raises_code("does-not-fit-task", InputError):
             model.generate(["text"])
-        with raises_code("does-not-fit-graph", InputError) as caught:
+        with raises_code("does-not-fit-graph", InputError) as excinfo:
             model.run({"y": x})
-        assert "'x'" in str(caught.value)
+        assert "'x'" in str(excinfo.value)
         with raises_code("wrong-value", InputError):
             model.run(x)  # type: ignore[arg-type]
-    assert "n=40" in harness.smelt("eval", place, "--data", "test.npz", "--baseline", place, code=0).output
-    for arguments, code, named in (
-        (("eval", place, "--data", "test.npz"), "missing-baseline", "--baseline"),
-        (("package", place), "nothing-to-do", "cp -rL"),
-        (("predict", place, "text"), "missing-data", "--data FILE.npz"),
-        (("bench", place), "missing-data", "FILE.npz"),
+    assert (
+        "n=40"
+        in harness.smelt(
+            "eval", artifact_path, "--data", "test.npz", "--baseline", artifact_path, code=0
+        ).output
+    )
+    for arguments, code, fragment in (
+        (("eval", artifact_path, "--data", "test.npz"), "missing-baseline", "--baseline"),
+        (("package", artifact_path), "nothing-to-do", "cp -rL"),
+        (("predict", artifact_path, "text"), "missing-data", "--data FILE.npz"),
+        (("bench", artifact_path), "missing-data", "FILE.npz"),
     ):
         error = command_error(harness.smelt(*arguments, code=2))
-        assert (error.code, named in str(error)) == (code, True)
+        assert (error.code, fragment in str(error)) == (code, True)
 
 
 def test_fixed_batch_is_used_for_scoring_and_timing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,19 +121,19 @@ def test_init_recipe_can_be_planned(here: Path) -> None:
 def test_recipe_errors_have_lines(
     here: Path, changes: dict[str, str], code: str, setting: str, named: tuple[str, ...]
 ) -> None:
-    with raises_code(code, InputError) as caught:
+    with raises_code(code, InputError) as excinfo:
         load_plan(recipe(here, **changes))
-    [found] = caught.value.messages
-    assert found.setting == setting
-    assert found.line is not None
-    assert [value for value in named if value not in found.message] == []
+    [message] = excinfo.value.messages
+    assert message.setting == setting
+    assert message.line is not None
+    assert [value for value in named if value not in message.message] == []
 
 
 def test_all_errors_are_reported_together(here: Path) -> None:
     graphs.save_model(graphs.cyclic_model(), here / "m.onnx")
     changes = {"test: test.npz": "test: gone.npz", "stages: []": "stages: [prune: {}]", "seed": "seed"}
     error = command_error(harness.smelt("plan", recipe(here, **changes), code=2))
-    assert {(one.code, one.setting) for one in error.messages} >= {
+    assert {(message.code, message.setting) for message in error.messages} >= {
         ("unsupported-graph", "model"),
         ("wrong-model-format", "stages[0].prune"),
     }
@@ -151,8 +156,8 @@ def test_graph_exceeding_memory_at_run_leaves_no_artifact(here: Path) -> None:
 @pytest.mark.parametrize("kind", ["codes", "float16"])
 def test_quantized_or_fp16_file_is_recognized_by_plan_and_init(here: Path, kind: str) -> None:
     harness.smelt("run", recipe(here, "[{quantize: {}}]" if kind == "codes" else "[{fp16: {}}]"), code=0)
-    made = next((here / "runs/r/artifacts").glob("quantize*" if kind == "codes" else "fp16*"))
-    (here / "m.onnx").write_bytes((made / "model.onnx").read_bytes())
+    artifact = next((here / "runs/r/artifacts").glob("quantize*" if kind == "codes" else "fp16*"))
+    (here / "m.onnx").write_bytes((artifact / "model.onnx").read_bytes())
     for stages in ("[{quantize: {}}]", "[simplify, {fp16: {}}]"):
         with raises_code("already-narrow", InputError):
             smelt.run(recipe(here, stages))
@@ -170,8 +175,8 @@ def test_float64_file_is_scored_and_not_quantized(here: Path) -> None:
         tensor.CopyFrom(
             numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float64), tensor.name)
         )
-    for found in (*model.graph.input, *model.graph.output):
-        found.type.tensor_type.elem_type = TensorProto.DOUBLE
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.elem_type = TensorProto.DOUBLE
     graphs.save_model(model, here / "m.onnx")
     with raises_code("already-narrow", InputError):
         smelt.run(recipe(here, "[{quantize: {}}]"))
@@ -183,14 +188,14 @@ def test_plan_warns_about_random_nodes(here: Path) -> None:
     model.graph.node.append(helper.make_node("RandomNormalLike", ["logits"], ["noise"], "noisy"))
     model.graph.output.append(graphs.value_info("noise", ["N", 4]))
     graphs.save_model(model, here / "m.onnx")
-    (found,) = [one for one in load_plan(recipe(here)).warnings if one.code == "random-outputs"]
-    assert "'noisy'" in found.message
+    (message,) = [warning for warning in load_plan(recipe(here)).warnings if warning.code == "random-outputs"]
+    assert "'noisy'" in message.message
 
 
 def test_single_file_is_split_into_calibration_and_test(here: Path) -> None:
     harness.smelt("init", "m.onnx", "--data", "test.npz", code=0)
     splits = load_plan(here / "m.yaml").splits
     assert {name: len(split) for name, split in splits.items()} == {"train": 8, "test": 32}
-    parts = [split.arrays.values["x"] for split in splits.values() if split.arrays is not None]
-    together = np.concatenate(parts)
+    arrays = [split.arrays.values["x"] for split in splits.values() if split.arrays is not None]
+    together = np.concatenate(arrays)
     np.testing.assert_array_equal(np.sort(together, 0), np.sort(np.load("test.npz")["x"], 0))

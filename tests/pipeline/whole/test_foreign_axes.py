@@ -51,18 +51,18 @@ def test_state_is_scored_timed_and_used_on_its_batch_axis(
     assert all(step["quality"]["agreement"]["value"] > 99.9 for step in steps)
     if shapes is NAMED:
         assert {row["batch_size"] for row in steps[0]["latency"]} == {1, 3}
-    place = "runs/r/artifacts/model"
-    harness.smelt("predict", place, "--data", "test.npz", "--out", "p.npz", code=0)
-    with np.load("test.npz") as fed, np.load("p.npz") as got, smelt.load(place) as model:
-        wanted = graphs.run_directly(Path(place, "model.onnx"), fed)
-        for found in (got, model.run(dict(fed), batch_size=11)):
-            for name, value in wanted.items():
-                np.testing.assert_allclose(found[name], value, atol=1e-5)
+    artifact_path = "runs/r/artifacts/model"
+    harness.smelt("predict", artifact_path, "--data", "test.npz", "--out", "p.npz", code=0)
+    with np.load("test.npz") as fed, np.load("p.npz") as predicted, smelt.load(artifact_path) as model:
+        expected = graphs.run_directly(Path(artifact_path, "model.onnx"), fed)
+        for outputs in (predicted, model.run(dict(fed), batch_size=11)):
+            for name, value in expected.items():
+                np.testing.assert_allclose(outputs[name], value, atol=1e-5)
     assert (
         "error[out-exists]"
-        in harness.smelt("predict", place, "--data", "test.npz", "--out", "p.npz", code=2).output
+        in harness.smelt("predict", artifact_path, "--data", "test.npz", "--out", "p.npz", code=2).output
     )
-    harness.smelt("eval", place, "--data", "test.npz", "--baseline", place, code=0)
+    harness.smelt("eval", artifact_path, "--data", "test.npz", "--baseline", artifact_path, code=0)
 
 
 def test_unclear_or_wrong_axes_are_rejected_by_plan(here: Path) -> None:
@@ -97,6 +97,6 @@ def test_constant_array_has_no_batch_axis(here: Path) -> None:
     assert "w2" in harness.smelt("plan", recipe(), code=2).output
     harness.smelt("run", recipe(", axes: {w2: null}"), code=0)
     with np.load("test.npz") as fed, smelt.load("runs/r/artifacts/model") as model:
-        got = model.run(dict(fed), batch_size=3)["logits"]
-        wanted = graphs.run_directly(Path("runs/r/artifacts/model/model.onnx"), fed)["logits"]
-        np.testing.assert_allclose(got, wanted, rtol=1e-5)
+        logits = model.run(dict(fed), batch_size=3)["logits"]
+        expected = graphs.run_directly(Path("runs/r/artifacts/model/model.onnx"), fed)["logits"]
+        np.testing.assert_allclose(logits, expected, rtol=1e-5)

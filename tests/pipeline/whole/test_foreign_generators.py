@@ -72,8 +72,8 @@ def test_imported_generator_equals_artifact_and_is_compressed(
     metric = "perplexity" if task == "language-modeling" else "chrf"
     assert all(metric in step["quality"] for step in steps.values())
     assert steps["quantize"]["size_bytes"] < 0.6 * steps["simplify"]["size_bytes"]
-    wanted = generated(exported_artifacts.exported_artifact(kind))
-    assert generated("runs/r/artifacts/model") == generated("runs/r/artifacts/simplify") == wanted
+    expected = generated(exported_artifacts.exported_artifact(kind))
+    assert generated("runs/r/artifacts/model") == generated("runs/r/artifacts/simplify") == expected
     assert len(generated("runs/r/artifacts/quantize")) == len(TEXTS)
     harness.smelt("package", "runs/r/artifacts/model", "--format", "optimum", "--out", "again", code=0)
     error = command_error(harness.smelt("package", "runs/r/artifacts/model", "--out", "alone", code=2))
@@ -104,9 +104,9 @@ def test_missing_generator_files_are_rejected_by_plan(
         (tmp_path / "p" / name).unlink()
     recipe.write_text(recipe.read_text().replace("task: translation", f"task: {task}"))
     error = command_error(harness.smelt("plan", recipe, code=2))
-    found = [one for one in error.messages if one.code == code]
-    assert len(found) == 1, str(error)
-    assert named in found[0].message
+    messages = [message for message in error.messages if message.code == code]
+    assert len(messages) == 1, str(error)
+    assert named in messages[0].message
 
 
 def test_single_graph_of_generator_is_rejected(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_single_graph_of_generator_is_rejected(tmp_path: Path) -> None:
 def test_tensorrt_is_rejected_for_imported_generator(tmp_path: Path) -> None:
     recipe = write(tmp_path, "translator", "translation", "[simplify, tensorrt]")
     error = command_error(harness.smelt("plan", recipe, code=2))
-    assert [(one.code, one.setting) for one in error.messages] == [
+    assert [(message.code, message.setting) for message in error.messages] == [
         ("unsupported-graph", "stages[1].tensorrt")
     ]
 
@@ -147,5 +147,5 @@ def test_hidden_states_are_pooled_as_recipe_specifies(
     assert "embedding: {pooling: mean | cls | max}" in str(error)
     (tmp_path / "r.yaml").write_text(f"{text}embedding: {{pooling: mean, normalize: true}}\n")
     harness.smelt("run", tmp_path / "r.yaml", code=0)
-    with smelt.load("runs/r/artifacts/model") as one, smelt.load(source) as other:
-        np.testing.assert_allclose(one.embed(TEXTS), other.embed(TEXTS), atol=1e-5)
+    with smelt.load("runs/r/artifacts/model") as imported_model, smelt.load(source) as other:
+        np.testing.assert_allclose(imported_model.embed(TEXTS), other.embed(TEXTS), atol=1e-5)

@@ -75,8 +75,8 @@ def test_torch_exported_classifier_is_scored_quantized_and_equals_model(here: Pa
     assert all(s["quality"]["accuracy"]["n"] == len(TEXTS) for s in steps)
     assert steps[0]["quality"] == steps[1]["quality"]
     with smelt.load("runs/r/artifacts/model") as model:
-        found = [list(p.probabilities.values()) for p in model.predict(TEXTS)]
-    np.testing.assert_allclose(found, torch_logits(here / "hub"), atol=1e-4)
+        probabilities = [list(p.probabilities.values()) for p in model.predict(TEXTS)]
+    np.testing.assert_allclose(probabilities, torch_logits(here / "hub"), atol=1e-4)
     nodes = onnx.load("runs/r/artifacts/quantize/model.onnx").graph.node
     assert any("Integer" in n.op_type or "Quant" in n.op_type for n in nodes)
 
@@ -89,8 +89,8 @@ def test_static_ranges_are_calibrated_on_padded_texts(here: Path) -> None:
     )
     harness.smelt("run", recipe, code=0)
     with smelt.load("runs/r/artifacts/quantize") as model:
-        found = [list(p.probabilities.values()) for p in model.predict(TEXTS)]
-    np.testing.assert_allclose(found, torch_logits(here / "hub"), atol=0.02)
+        probabilities = [list(p.probabilities.values()) for p in model.predict(TEXTS)]
+    np.testing.assert_allclose(probabilities, torch_logits(here / "hub"), atol=0.02)
     step = json.loads((here / "runs/r/report.json").read_text())["steps"][-1]
     assert 0 < step["details"]["parity"]["error"] < 0.3
 
@@ -111,11 +111,11 @@ def test_optimum_folder_requires_no_further_settings(here: Path) -> None:
 )
 def test_missing_config_is_rejected(here: Path, model: str, setting: str) -> None:
     error = command_error(harness.smelt("plan", write(here, model), code=2))
-    assert ("missing-config", setting) in [(one.code, one.setting) for one in error.messages]
+    assert ("missing-config", setting) in [(message.code, message.setting) for message in error.messages]
 
 
 def test_graph_of_other_task_is_rejected(here: Path) -> None:
     recipe = write(here, "exported.onnx\ntokenizer: hub")
     recipe.write_text(recipe.read_text().replace("text-classification", "language-modeling"))
     error = command_error(harness.smelt("plan", recipe, code=2))
-    assert {one.code for one in error.messages} >= {"unsupported-graph", "unsupported-task"}
+    assert {message.code for message in error.messages} >= {"unsupported-graph", "unsupported-task"}

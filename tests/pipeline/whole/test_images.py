@@ -43,8 +43,8 @@ def finished(path: Path) -> dict:
 
 
 def test_vision_transformer_is_pruned_quantized_and_exported(tmp_path):
-    coded = "quantize: {scheme: int8-dynamic}"
-    steps = finished(recipe(tmp_path, [*CUT, coded, "onnx: {target: ort-cpu}"]))
+    quantize_stage = "quantize: {scheme: int8-dynamic}"
+    steps = finished(recipe(tmp_path, [*CUT, quantize_stage, "onnx: {target: ort-cpu}"]))
     sizes = [steps[name]["parameters"] for name in ("model", "drop-layers", "prune", "distill", "factorize")]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > 2 * sizes[-1]
@@ -53,14 +53,14 @@ def test_vision_transformer_is_pruned_quantized_and_exported(tmp_path):
     assert last["details"]["parity"]["model"]["operators"] > 4
     folder, picture = tmp_path / "run" / last["artifact"], tmp_path / "test" / "light" / "1.png"
     with smelt.load(folder) as model:
-        found = model.classify([picture, Image.open(picture)])
-        assert found[0].label in images.LABELS
-        assert found[0].probabilities == pytest.approx(dict(found[1].probabilities))
+        predictions = model.classify([picture, Image.open(picture)])
+        assert predictions[0].label in images.LABELS
+        assert predictions[0].probabilities == pytest.approx(dict(predictions[1].probabilities))
         with raises_code("does-not-fit-task", InputError):
             model.predict(["text"])
     line = json.loads(harness.smelt("predict", folder, picture, "--json", code=0).output)
     assert line["image"] == str(picture)
-    assert line["label"] == found[0].label
+    assert line["label"] == predictions[0].label
     harness.smelt("predict", folder, tmp_path / "nothing.png", code=2)
     harness.smelt("package", folder, "--out", tmp_path / "package", code=0)
 
@@ -119,10 +119,10 @@ REFUSED = pytest.mark.parametrize(
 )
 
 
-def refusal(path: Path, at: int) -> list[tuple[str, str | None]]:
-    """Return code and place of what the plan has against the step `at`."""
+def refusal(path: Path, step_index: int) -> list[tuple[str, str | None]]:
+    """Return code and place of what the plan has against the step `step_index`."""
     error = command_error(harness.smelt("plan", path, code=2))
-    start = f"stages[{at}]."
+    start = f"stages[{step_index}]."
     return [(message.code, (message.setting or "").removeprefix(start)) for message in error.messages]
 
 

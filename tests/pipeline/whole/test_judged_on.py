@@ -72,13 +72,13 @@ def test_validation_judges_gates_and_selected_step_is_scored_on_test(home, tmp_p
                            "--metric", "chrf", "--max-new-tokens", "6")  # fmt: skip
     assert tested["small"]["quality"]["chrf"]["n"] == 8
     assert tested["small"]["quality"]["chrf"]["value"] == json.loads(scored.stdout)["chrf"]["value"]
-    lost = tested["small"]["against_baseline"]["chrf"]["difference"]
+    difference = tested["small"]["against_baseline"]["chrf"]["difference"]
     values = [tested[name]["quality"]["chrf"]["value"] for name in ("small", "model")]
-    assert lost == pytest.approx(values[0] - values[1])
+    assert difference == pytest.approx(values[0] - values[1])
     assert [gate["passed"] for gate in tested["small"]["gates"]] == [False]
     verdict = report["verdict"]
     assert (verdict["step"], verdict["reason"]) == ("small", "smallest")
-    assert verdict["difference"]["difference"] == lost
+    assert verdict["difference"]["difference"] == difference
     assert verdict["command"] == "smelt package artifacts/small"
     text = " ".join(render_table(report).split())
     assert verdict["text"] in text
@@ -106,7 +106,7 @@ def test_package_readme_has_test_score_of_selected_step(home, tmp_path, monkeypa
         score = (steps[name]["test"] or steps[name])["quality"]["chrf"]
         assert f"{score['value']:.2f}" in text
         assert ("among which this step was chosen" in text) == (split == "validation")
-        codes = [found.code for found in package.warnings]
+        codes = [warning.code for warning in package.warnings]
         assert ("gate-not-kept-on-test" in codes) == (split == "test")  # only small was scored on test
 
 
@@ -133,12 +133,12 @@ def test_package_of_step_with_failed_gate_warns(home, tmp_path, monkeypatch):
 
 def test_failed_test_score_is_reported_on_its_step(home, tmp_path, monkeypatch):
     """The others keep what they have, and the report says that not all is there."""
-    own = run._PlanRunner._score
+    original_score = run._PlanRunner._score
 
     def failing(self, name, artifact, on_test=False):
         if on_test and name == "small":
             raise RunError("no score today", code="made-up")
-        return own(self, name, artifact, on_test)
+        return original_score(self, name, artifact, on_test)
 
     monkeypatch.setattr(run._PlanRunner, "_score", failing)
     report, steps = _report(home, "validation", tmp_path / "v", 1, monkeypatch)
@@ -151,11 +151,11 @@ def test_failed_test_score_is_reported_on_its_step(home, tmp_path, monkeypatch):
 
 
 def test_warnings_of_test_score_are_warnings_of_step(home, tmp_path, monkeypatch):
-    own = run._PlanRunner._score
+    original_score = run._PlanRunner._score
 
     def score_with_warning(self, name, artifact, on_test=False):
-        found = own(self, name, artifact, on_test)
-        return found | {"warnings": [make_message("one was cut")]} if on_test else found
+        result = original_score(self, name, artifact, on_test)
+        return result | {"warnings": [make_message("one was cut")]} if on_test else result
 
     monkeypatch.setattr(run._PlanRunner, "_score", score_with_warning)
     _, steps = _report(home, "validation", tmp_path / "v", 0, monkeypatch)

@@ -49,8 +49,8 @@ def report(home):
 
 
 def test_few_windows_warn(report):
-    [few] = [one["message"] for one in report["warnings"] if one["code"] == "few-windows"]
-    assert re.search(r"\b\d\d windows", few)
+    [warning] = [entry["message"] for entry in report["warnings"] if entry["code"] == "few-windows"]
+    assert re.search(r"\b\d\d windows", warning)
 
 
 def test_report_has_perplexity_and_tokens_per_second(report):
@@ -122,20 +122,20 @@ def test_eval_uses_windows_of_run_by_default(home, report):
     other = harness.smelt("eval", folder, "--data", home / "t.txt", "--window", 8)
     assert "window 32" not in other.output
     assert "window:8|stride:8" in other.output
-    part = harness.smelt("eval", folder, "--data", home / "t.txt", "--stride", 4)
-    assert "window 32\n" in part.stderr
-    assert "window:32|stride:4" in part.output
+    partial = harness.smelt("eval", folder, "--data", home / "t.txt", "--stride", 4)
+    assert "window 32\n" in partial.stderr
+    assert "window:32|stride:4" in partial.output
 
 
 def test_artifact_key_depends_on_windows(home, report, tmp_path):
     """Or the second run would find the windows of the first in what it takes from the store."""
-    more = ["--until", "model", "--set", "data.windows={length: 16}", "--set", "score.latency=false"]
+    options = ["--until", "model", "--set", "data.windows={length: 16}", "--set", "score.latency=false"]
     result = harness.smelt(
-        "run", home / "recipe.yaml", "--out", tmp_path / "r", "--store", home / ".store", *more
+        "run", home / "recipe.yaml", "--out", tmp_path / "r", "--store", home / ".store", *options
     )
     assert result.exit_code == 0, result.output
-    again = harness.smelt("eval", tmp_path / "r" / "artifacts" / "model", "--data", home / "t.txt")
-    assert "window:16|stride:16" in again.output
+    eval_result = harness.smelt("eval", tmp_path / "r" / "artifacts" / "model", "--data", home / "t.txt")
+    assert "window:16|stride:16" in eval_result.output
 
 
 def test_eval_window_options_change_windows(home, report):
@@ -144,10 +144,10 @@ def test_eval_window_options_change_windows(home, report):
         return json.loads(result.stdout)["perplexity"]
 
     folder, rows = home / "run" / "artifacts" / "prune", ("--data", home / "t.txt")
-    apart, sliding = score("--window", 16), score("--window", 16, "--stride", 4)
-    assert apart["n"] == sliding["n"]
-    assert apart["value"] != sliding["value"]
-    assert apart["signature"] != sliding["signature"]
+    disjoint, sliding = score("--window", 16), score("--window", 16, "--stride", 4)
+    assert disjoint["n"] == sliding["n"]
+    assert disjoint["value"] != sliding["value"]
+    assert disjoint["signature"] != sliding["signature"]
     result = harness.smelt("eval", folder, *rows, "--window", 4, "--stride", 5)
     assert result.exit_code == 2
     assert command_error(result).code == "settings-conflict"
@@ -173,9 +173,9 @@ def test_recipe_not_matching_task_is_rejected(home, change, code, setting, named
     path = home / "bad.yaml"
     path.write_text(text)
     error = command_error(harness.smelt("plan", path, code=2))
-    found = [one for one in error.messages if (one.code, one.setting) == (code, setting)]
-    assert len(found) == 1, str(error)
-    assert [value for value in named if value not in found[0].message] == []
+    messages = [message for message in error.messages if (message.code, message.setting) == (code, setting)]
+    assert len(messages) == 1, str(error)
+    assert [value for value in named if value not in messages[0].message] == []
 
 
 def test_unsupported_model_config_is_rejected(home, tmp_path):
@@ -191,5 +191,5 @@ def test_unsupported_model_config_is_rejected(home, tmp_path):
     causal.write_lines(tmp_path / "t.txt", 1)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     error = command_error(harness.smelt("plan", tmp_path / "recipe.yaml", code=2))
-    assert {one.code for one in error.messages} >= {"unsupported-config", "unsupported-architecture"}
+    assert {message.code for message in error.messages} >= {"unsupported-config", "unsupported-architecture"}
     assert "'yarn'" in str(error)

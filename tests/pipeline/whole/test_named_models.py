@@ -71,25 +71,27 @@ def test_student_of_other_family_is_rejected_once(tmp_path):
     shutil.rmtree(tmp_path / "other")
     tiny.write_marian(tmp_path / "other")
     error = command_error(harness.smelt("plan", recipe, code=2))
-    assert [one.line for one in error.messages] == [4]
+    assert [message.line for message in error.messages] == [4]
 
 
 @pytest.mark.parametrize(
-    ("setting", "code", "place"),
+    ("setting", "code", "field"),
     [
         ("teacher: {model: ''}", "empty-text", "teacher.model"),
         ("student: {model: ''}", "empty-text", "student.model"),
         ("teacher: {folder: other}", "missing-setting", "teacher.model"),
     ],
 )
-def test_unknown_name_is_not_a_folder(setting, code, place, tmp_path):
+def test_unknown_name_is_not_a_folder(setting, code, field, tmp_path):
     error = command_error(harness.smelt("plan", home(tmp_path, "translation", setting), code=2))
-    assert (code, f"stages[0].distill.{place}") in [(one.code, one.setting) for one in error.messages]
+    assert (code, f"stages[0].distill.{field}") in [
+        (message.code, message.setting) for message in error.messages
+    ]
 
 
-@pytest.mark.parametrize("place", ["teacher: {model: ~/other}", "student: {model: ~/other}"])
-def test_folder_below_home_directory_is_accepted(place, tmp_path, monkeypatch):
-    recipe = home(tmp_path / "recipes", "text-classification", place)
+@pytest.mark.parametrize("field", ["teacher: {model: ~/other}", "student: {model: ~/other}"])
+def test_folder_below_home_directory_is_accepted(field, tmp_path, monkeypatch):
+    recipe = home(tmp_path / "recipes", "text-classification", field)
     (tmp_path / "recipes" / "other").rename(tmp_path / "other")
     (tmp_path / "recipes" / "data.jsonl").rename(tmp_path / "data.jsonl")
     recipe.write_text(recipe.read_text().replace("data.jsonl", "~/data.jsonl"))
@@ -103,13 +105,13 @@ def changed(folder, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-@pytest.mark.parametrize(("who", "place"), [("teacher", "teacher"), ("student", "student.model")])
-def test_models_with_other_image_size_are_rejected_by_plan(who, place, tmp_path):
+@pytest.mark.parametrize(("who", "field"), [("teacher", "teacher"), ("student", "student.model")])
+def test_models_with_other_image_size_are_rejected_by_plan(who, field, tmp_path):
     recipe = home(tmp_path, "image-classification", f"{who}: {{model: other}}")
     changed(tmp_path / "other", image_size=64)
     error = command_error(harness.smelt("plan", recipe, code=2))
-    assert [(one.code, one.setting) for one in error.messages] == [
-        ("image-size-mismatch", f"stages[0].distill.{place}")
+    assert [(message.code, message.setting) for message in error.messages] == [
+        ("image-size-mismatch", f"stages[0].distill.{field}")
     ]
     assert "64 pixels" in str(error)
 
@@ -119,7 +121,7 @@ def test_teacher_with_fewer_positions_requires_max_length(tmp_path):
     shutil.rmtree(tmp_path / "other")
     tiny.write_bert(tmp_path / "other", max_position_embeddings=8)
     error = command_error(harness.smelt("plan", recipe, code=2))
-    assert [(one.code, one.setting) for one in error.messages] == [
+    assert [(message.code, message.setting) for message in error.messages] == [
         ("longer-than-model", "stages[0].distill.teacher")
     ]
     assert "8 positions" in str(error)
@@ -145,7 +147,7 @@ LONG = "x" * 300
 
 
 @pytest.mark.parametrize(
-    ("setting", "code", "place"),
+    ("setting", "code", "field"),
     [
         ("teacher: {model: ~no-such-user/x}", "missing-file", "teacher.model"),
         (f"teacher: {{model: {LONG}}}", "missing-file", "teacher.model"),
@@ -157,6 +159,6 @@ LONG = "x" * 300
         ("teacher: ''", "unknown-step", "teacher"),
     ],
 )
-def test_invalid_folder_names_are_reported_with_setting(setting, code, place, tmp_path):
+def test_invalid_folder_names_are_reported_with_setting(setting, code, field, tmp_path):
     error = command_error(harness.smelt("plan", home(tmp_path, "translation", setting), code=2))
-    assert message_locations(error.messages) == [(code, f"stages[0].distill.{place}", 4)]
+    assert message_locations(error.messages) == [(code, f"stages[0].distill.{field}", 4)]

@@ -71,7 +71,7 @@ def test_transformers_loads_trained_and_pruned_opt(home):
     (home / "recipe.yaml").write_text(HEAD + stages + SCORE)
     step = smelt.run(home / "recipe.yaml", out=home / "run").report["steps"][-1]
     folder = home / "run" / step["artifact"]
-    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
-    assert theirs.config.ffn_dim == 48
-    assert theirs.lm_head.weight is theirs.model.decoder.embed_tokens.weight
-    torch.testing.assert_close(harness.logits(theirs), harness.logits(load_model(folder)[0]))
+    reference = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert reference.config.ffn_dim == 48
+    assert reference.lm_head.weight is reference.model.decoder.embed_tokens.weight
+    torch.testing.assert_close(harness.logits(reference), harness.logits(load_model(folder)[0]))

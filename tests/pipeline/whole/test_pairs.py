@@ -40,16 +40,16 @@ def test_two_techniques_in_sequence_keep_their_properties(bench, model, first, s
 
 def test_impossible_pairs_are_rejected_by_plan_only(bench):
     """Of every third pair, and the first of each technique, on one model; `make matrix` asks all of them."""
-    never = sorted(set(impossible_pairs()))
-    first_of = {pair[at]: pair for at in (0, 1) for pair in reversed(never)}
-    for first, second in sorted({*never[::3], *first_of.values()}):
-        found = plan_errors(bench(SMALL), first, second)
-        assert found, (first, second)
-        steps = tuple(f"stages[{place}]" for place in range(len(with_prerequisite(first, second))))
-        assert any((one.setting or "").startswith(steps) for one in found), found
-        assert DEFAULT_CODE not in message_codes(found)
-    taken = {(a, b) for model, a, b in all_pairs() if model == SMALL}
-    for first, second in sorted(taken)[:: len(taken) // 20]:
+    impossible = sorted(set(impossible_pairs()))
+    first_of = {pair[position]: pair for position in (0, 1) for pair in reversed(impossible)}
+    for first, second in sorted({*impossible[::3], *first_of.values()}):
+        errors = plan_errors(bench(SMALL), first, second)
+        assert errors, (first, second)
+        steps = tuple(f"stages[{index}]" for index in range(len(with_prerequisite(first, second))))
+        assert any((error.setting or "").startswith(steps) for error in errors), errors
+        assert DEFAULT_CODE not in message_codes(errors)
+    possible = {(a, b) for model, a, b in all_pairs() if model == SMALL}
+    for first, second in sorted(possible)[:: len(possible) // 20]:
         assert plan_errors(bench(SMALL), first, second) == []
 
 
@@ -62,7 +62,7 @@ def test_pairs_command_defaults_to_all_models_and_lists_known_ones(capsys):
 
 
 def test_each_stage_and_family_has_entry():
-    torch = {word for word, stage in all_stages().items() if stage.produces == "torch"}
+    torch = {stage_name for stage_name, stage in all_stages().items() if stage.produces == "torch"}
     assert torch == {technique.stage for technique in TECHNIQUES.values()}
     assert set(FAMILIES) == {model.kind for model in MODELS.values()}
 
@@ -80,12 +80,12 @@ def test_lost_files_and_edits_are_detected(bench, monkeypatch):
 
     model.run("shortlist")
     monkeypatch.setattr(checkpoint, "copy_tokenizer", forget)
-    with pytest.raises(AssertionError) as caught:
+    with pytest.raises(AssertionError) as excinfo:
         model.run("shortlist", "depth")
-    assert "the shortlist is gone" in str(caught.value)
+    assert "the shortlist is gone" in str(excinfo.value)
     monkeypatch.undo()
     model.run("sparsify")
     monkeypatch.setattr(checkpoint, "add_mask_edits", lambda model, edits: [])
-    with pytest.raises(AssertionError) as caught:
+    with pytest.raises(AssertionError) as excinfo:
         model.run("sparsify", "vocabulary")
-    assert "zeros may be filled" in str(caught.value)
+    assert "zeros may be filled" in str(excinfo.value)

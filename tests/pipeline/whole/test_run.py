@@ -61,33 +61,34 @@ def test_run_writes_reports_and_artifacts_and_second_run_is_cached(home, tmp_pat
     assert (settings["granularity"], "group_size" in settings) == ("channel", False)
     for step in report["steps"]:
         signatures = [score["signature"] for score in step["quality"].values()]
-        assert all(one.endswith(f"|device:{step['device']}") for one in signatures)
+        assert all(signature.endswith(f"|device:{step['device']}") for signature in signatures)
     for name in ("report.md", "report.html", "log.txt", "recipe.yaml", "artifacts/quantize/manifest.json"):
         assert (tmp_path / "one" / name).is_file(), name
     second = _run(home, "--out", tmp_path / "two", "--store", tmp_path / "s")
     assert second.exit_code == 0
-    again = _report(tmp_path / "two")
-    assert [s["status"] for s in again["steps"]] == ["cached"] * 4
-    for part in ("quality", "agreement", "examples", "layer_sqnr"):
-        assert [s[part] for s in again["steps"]] == [s[part] for s in report["steps"]]
-    kept = [_outputs(tmp_path / name, "quantize") for name in ("one", "two")]
-    assert kept[0] == kept[1]
-    base, found = _outputs(tmp_path / "two", "model"), again["steps"][3]["agreement"]
-    assert found["bleu"] == pytest.approx(BLEU().corpus_score(kept[0], [base]).score)
-    assert found["equal"] == 100 * sum(map(str.__eq__, kept[0], base)) / 8
+    second_report = _report(tmp_path / "two")
+    assert [s["status"] for s in second_report["steps"]] == ["cached"] * 4
+    for field in ("quality", "agreement", "examples", "layer_sqnr"):
+        assert [s[field] for s in second_report["steps"]] == [s[field] for s in report["steps"]]
+    outputs = [_outputs(tmp_path / name, "quantize") for name in ("one", "two")]
+    assert outputs[0] == outputs[1]
+    base, agreement = _outputs(tmp_path / "two", "model"), second_report["steps"][3]["agreement"]
+    assert agreement["bleu"] == pytest.approx(BLEU().corpus_score(outputs[0], [base]).score)
+    assert agreement["equal"] == 100 * sum(map(str.__eq__, outputs[0], base)) / 8
     assert report["steps"][0]["layer_sqnr"] is None
     layers = {
-        (one["name"], one["part"]): one["sqnr_db"] for one in report["steps"][1]["layer_sqnr"]["layers"]
+        (signature["name"], signature["part"]): signature["sqnr_db"]
+        for signature in report["steps"][1]["layer_sqnr"]["layers"]
     }
-    changed_parts = {part for (_, part), ratio in layers.items() if ratio is not None and ratio < 100}
+    changed_parts = {field for (_, field), ratio in layers.items() if ratio is not None and ratio < 100}
     assert changed_parts == {"block", "feed-forward"}  # neurons were pruned
-    changed = again["steps"][1]["examples"]["worse"] + again["steps"][1]["examples"]["better"]
+    changed = second_report["steps"][1]["examples"]["worse"] + second_report["steps"][1]["examples"]["better"]
     assert changed
     for row in changed:
-        at = row["row"] - 1
-        assert row["output"] == _outputs(tmp_path / "two", "prune")[at]
-        assert row["baseline_output"] == base[at]
-        assert row["source"] == tiny.SENTENCES[at % len(tiny.SENTENCES)]
+        index = row["row"] - 1
+        assert row["output"] == _outputs(tmp_path / "two", "prune")[index]
+        assert row["baseline_output"] == base[index]
+        assert row["source"] == tiny.SENTENCES[index % len(tiny.SENTENCES)]
 
 
 def test_until_set_and_limit_change_run(home, tmp_path):
@@ -112,15 +113,15 @@ def test_until_set_and_limit_change_run(home, tmp_path):
 
 
 def test_until_may_stop_before_baseline(home, tmp_path):
-    places = ("--out", tmp_path / "r", "--store", tmp_path / "s", "--set", "baseline=quantize")
-    result = _run(home, *places, "--until", "prune")
+    options = ("--out", tmp_path / "r", "--store", tmp_path / "s", "--set", "baseline=quantize")
+    result = _run(home, *options, "--until", "prune")
     assert result.exit_code == 0, result.output
     report = _report(tmp_path / "r")
     assert report["baseline"] is None
-    [found] = [one for one in report["warnings"] if one["code"] == "no-comparison"]
-    assert "'quantize'" in found["message"]
+    [warning] = [message for message in report["warnings"] if message["code"] == "no-comparison"]
+    assert "'quantize'" in warning["message"]
     assert [s["against_baseline"] for s in report["steps"]] == [{}, {}]
-    assert _run(home, *places).exit_code == 0
+    assert _run(home, *options).exit_code == 0
     report = _report(tmp_path / "r")
     assert report["baseline"] == "quantize"
     compared = [step["agreement"] is not None for step in report["steps"]]  # three were scored before it
@@ -190,18 +191,18 @@ def test_failed_gate_gives_exit_code_3(home, tmp_path):
 def test_training_flushes_denormals_to_zero(home, tmp_path, monkeypatch):
     from smelt.compress.finetune import Finetune
 
-    seen = []
+    denormals = []
     work = Finetune.__call__
 
     def watch(self, src, settings, ctx):
-        seen.append(sys.float_info.min / 2)
+        denormals.append(sys.float_info.min / 2)
         work(self, src, settings, ctx)
 
     monkeypatch.setattr(Finetune, "__call__", watch)
-    places = ("--out", tmp_path / "run", "--store", tmp_path / "store")
-    assert _run(home, *places, "--until", "finetune").exit_code == 0
-    assert seen
-    assert set(seen) == {0.0}
+    options = ("--out", tmp_path / "run", "--store", tmp_path / "store")
+    assert _run(home, *options, "--until", "finetune").exit_code == 0
+    assert denormals
+    assert set(denormals) == {0.0}
     assert sys.float_info.min / 2 > 0
 
 
@@ -227,8 +228,8 @@ def test_unknown_rebuild_step_is_rejected_before_run(home, tmp_path):
 
 def test_machines_share_remote_store(home, tmp_path, monkeypatch):
     url = f"file://{tmp_path / 'bucket'}"
-    refused = _run(home, "--out", tmp_path / "no" / "run", "--store", "s4://bucket")
-    assert (refused.exit_code, refused.error.code) == (2, "unknown-protocol")
+    refusal = _run(home, "--out", tmp_path / "no" / "run", "--store", "s4://bucket")
+    assert (refusal.exit_code, refusal.error.code) == (2, "unknown-protocol")
     assert not (tmp_path / "no").exists()
     reports = []
     for machine in ("one", "two"):
@@ -236,9 +237,14 @@ def test_machines_share_remote_store(home, tmp_path, monkeypatch):
         assert result.exit_code == 0, result.output
         assert (tmp_path / machine / ".store" / "artifacts").is_dir()
         reports.append(_report(tmp_path / machine / "run"))
-    assert [[s["status"] for s in one["steps"]] for one in reports] == [["done"] * 2, ["cached"] * 2]
+    assert [[s["status"] for s in run_report["steps"]] for run_report in reports] == [
+        ["done"] * 2,
+        ["cached"] * 2,
+    ]
     assert reports[0]["steps"][1]["quality"] == reports[1]["steps"][1]["quality"]
-    assert "push-failed" not in {message["code"] for one in reports for message in one["warnings"]}
+    assert "push-failed" not in {
+        message["code"] for run_report in reports for message in run_report["warnings"]
+    }
 
     def lost(remote, artifact, replace=False):
         raise OSError("connection lost")

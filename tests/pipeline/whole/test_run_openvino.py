@@ -60,15 +60,15 @@ def test_report_has_quality_size_and_latency_of_both_runtimes(home):
 
 
 def test_artifact_is_loaded_in_exported_dtype(home):
-    found = {}
+    predictions = {}
     for name, dtype in (("ov", "fp32"), ("ov-bf16", "bf16")):
         folder = home / "run" / "artifacts" / name
         assert read_artifact(folder).manifest.details["dtype"] == dtype
         with smelt.load(folder, threads=1) as model:
             assert model._runner.backend.dtype == dtype
             assert model.device == "cpu"
-            found[name] = model.predict(["a b c", "d"])
-    assert len(found["ov"]) == 2
+            predictions[name] = model.predict(["a b c", "d"])
+    assert len(predictions["ov"]) == 2
 
 
 def test_predict_eval_and_bench_accept_openvino_artifact(home):

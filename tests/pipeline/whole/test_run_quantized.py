@@ -43,14 +43,16 @@ def test_training_after_quantize_starts_from_master_weights(tmp_path):
     assert parameters[1] == parameters[2]
     assert 1 <= parameters[1] / parameters[0] < 1.05
     artifacts = tmp_path / "run" / "artifacts"
-    there = {name: (artifacts / name / MASTER_WEIGHTS_FILE) for name in (*details, "onnx")}
-    assert [name for name, path in there.items() if path.exists()] == ["distill", "again"]
+    master_weights = {name: (artifacts / name / MASTER_WEIGHTS_FILE) for name in (*details, "onnx")}
+    assert [name for name, path in master_weights.items() if path.exists()] == ["distill", "again"]
     assert (
-        details["distill"]["latent_bytes"] == there["distill"].stat().st_size > steps["distill"]["size_bytes"]
+        details["distill"]["latent_bytes"]
+        == master_weights["distill"].stat().st_size
+        > steps["distill"]["size_bytes"]
     )
     assert steps["again"]["size_bytes"] == steps["quantize"]["size_bytes"]
 
-    there["distill"].write_bytes(there["distill"].read_bytes()[:-1])
+    master_weights["distill"].write_bytes(master_weights["distill"].read_bytes()[:-1])
     result = harness.smelt("run", tmp_path / "recipe.yaml", "--out", tmp_path / "run", "--until", "distill")
     assert result.exit_code == 1
     assert MASTER_WEIGHTS_FILE in result.output

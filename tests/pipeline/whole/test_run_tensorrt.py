@@ -112,10 +112,10 @@ def test_report_states_that_engine_requires_gpu(done):
 
 def test_gate_on_unscored_engine_is_not_judged(done):
     result, _, steps, report = done
-    judged = {(gate["metric"]): gate for gate in steps["engine"]["gates"]}
-    assert judged["accuracy"]["passed"] is None
-    assert judged["accuracy"]["cause"] == "cannot-run-here"
-    assert (judged["size_bytes"]["passed"], judged["size_bytes"]["cause"]) == (True, None)
+    gates = {(gate["metric"]): gate for gate in steps["engine"]["gates"]}
+    assert gates["accuracy"]["passed"] is None
+    assert gates["accuracy"]["cause"] == "cannot-run-here"
+    assert (gates["size_bytes"]["passed"], gates["size_bytes"]["cause"]) == (True, None)
     assert [gate["passed"] for gate in steps["graphs"]["gates"]] == [True]
     # the recipe wants this gate and the step is not optional: nobody should deploy on it
     assert (report["status"], result.returncode) == ("gate-failed", 3)
@@ -123,13 +123,13 @@ def test_gate_on_unscored_engine_is_not_judged(done):
 
 
 def test_cached_optional_engine_does_not_fail_run(home, smelt, done):
-    again = home / "again"
+    out = home / "again"
     result = smelt(
-        "run", home / "recipe.yaml", "--out", again, "--store", home / "s",
+        "run", home / "recipe.yaml", "--out", out, "--store", home / "s",
         "--set", "engine.optional=true", "--set", "score.latency=false",
     )  # fmt: skip
     assert result.returncode == 0, result.stdout
-    report = json.loads((again / "report.json").read_text())
+    report = json.loads((out / "report.json").read_text())
     assert [step["status"] for step in report["steps"]] == ["cached"] * 3
     assert report["steps"][2]["cause"] == "cannot-run-here"
 

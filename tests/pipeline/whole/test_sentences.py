@@ -71,45 +71,45 @@ def test_every_step_is_compared_with_baseline(chain):
     assert steps["quantize"]["quality"]["agreement"]["value"] < 99.99
     for other in ("against_baseline", "against_parent"):
         assert set(steps["onnx"][other]) == {"spearman", "pearson", "agreement"}
-        own = {"p_value_holm"} if other == "against_baseline" else set()
-        assert set(steps["onnx"][other]["agreement"]) == {"difference", "ci95", "p_value", "n"} | own
+        extra_keys = {"p_value_holm"} if other == "against_baseline" else set()
+        assert set(steps["onnx"][other]["agreement"]) == {"difference", "ci95", "p_value", "n"} | extra_keys
 
 
 def test_eval_equals_report_scores(chain):
     artifacts = chain / "run" / "artifacts"
     arguments = ("--data", chain / "data.jsonl", "--json")
-    found = harness.smelt("eval", artifacts / "onnx", *arguments, "--baseline", artifacts / "model")
-    assert json.loads(found.stdout) == steps_of(chain)["onnx"]["quality"]
-    alone = json.loads(harness.smelt("eval", artifacts / "onnx", *arguments).stdout)
-    assert list(alone) == ["spearman", "pearson"]
-    for metric, code, named in (
+    result = harness.smelt("eval", artifacts / "onnx", *arguments, "--baseline", artifacts / "model")
+    assert json.loads(result.stdout) == steps_of(chain)["onnx"]["quality"]
+    scores = json.loads(harness.smelt("eval", artifacts / "onnx", *arguments).stdout)
+    assert list(scores) == ["spearman", "pearson"]
+    for metric, code, fragment in (
         ("agreement", "missing-data", "--baseline ARTIFACT"),
         ("accuracy", "unknown-metric", "accuracy"),
     ):
         error = command_error(
             harness.smelt("eval", artifacts / "onnx", *arguments, "--metric", metric, code=2)
         )
-        assert (error.code, named in str(error)) == (code, True)
+        assert (error.code, fragment in str(error)) == (code, True)
 
 
 def test_load_embeds_texts_in_order(chain):
     texts = [*tiny.SENTENCES, " ".join(tiny.SENTENCES * 2)]
     with smelt.load(chain / "run" / "artifacts" / "model") as model:
         with pytest.warns(smelt.TruncationWarning) as warned:
-            found = model.embed(texts, batch_size=2)
-        assert [one.message.count for one in warned] == [1]
+            vectors = model.embed(texts, batch_size=2)
+        assert [warning.message.count for warning in warned] == [1]
         assert f"1 of {len(texts)} texts" in str(warned[0].message)
-        assert (found.dtype, found.shape) == (np.float32, (len(texts), 32))
+        assert (vectors.dtype, vectors.shape) == (np.float32, (len(texts), 32))
         assert model.embed([]).shape == (0, 32)
         expected = embedders.expected_vectors(chain / "run" / "artifacts" / "model", texts)
-        assert np.abs(found - expected).max() < 2e-6
+        assert np.abs(vectors - expected).max() < 2e-6
         with raises_code("does-not-fit-task", smelt.InputError):
             model.generate(texts)
         with raises_code("does-not-fit-task", smelt.InputError):
             model.predict(texts)
-        with raises_code("pairs-not-taken", smelt.InputError) as caught:
+        with raises_code("pairs-not-taken", smelt.InputError) as excinfo:
             model.embed([("a", "b")])
-        assert caught.value.setting == "texts[0]"
+        assert excinfo.value.setting == "texts[0]"
 
 
 def test_predict_prints_vector_of_text_and_cosine_of_pair(chain):
@@ -132,12 +132,12 @@ def test_predict_prints_vector_of_text_and_cosine_of_pair(chain):
 def test_bench_measures_from_text_to_vector(chain, monkeypatch):
     forked_workers.install(monkeypatch)
     artifacts = chain / "run" / "artifacts"
-    found = harness.smelt(
+    bench_result = harness.smelt(
         "bench", artifacts / "model", artifacts / "onnx", "--json", "--batch-size", "2", "--texts", "4",
         "--rounds", "3",
     )  # fmt: skip
-    assert found.exit_code == 0, found.output
-    result = json.loads(found.stdout)
+    assert bench_result.exit_code == 0, bench_result.output
+    result = json.loads(bench_result.stdout)
     for artifact in result["artifacts"].values():
         assert artifact["error"] is None
         [row] = artifact["latency"]
@@ -185,29 +185,31 @@ def test_plain_encoder_uses_pooling_of_recipe(tmp_path):
     assert "has no modules.json" not in words(plan)
     assert harness.smelt("run", folder / "recipe.yaml", "--out", folder / "run", "--quiet").exit_code == 0
     with smelt.load(folder / "run" / "artifacts" / "onnx") as model, pytest.warns(smelt.TruncationWarning):
-        found = model.embed(["a man " * 20])
+        vectors = model.embed(["a man " * 20])
     artifact = folder / "run" / "artifacts" / "model"
     expected = embedders.expected_vectors(artifact, ["a man " * 20], "cls", normalize=False)
-    assert math.isclose(float(np.linalg.norm(found)), float(np.linalg.norm(expected)), rel_tol=0.1)
+    assert math.isclose(float(np.linalg.norm(vectors)), float(np.linalg.norm(expected)), rel_tol=0.1)
     with smelt.load(artifact) as model, pytest.warns(smelt.TruncationWarning):
         assert np.abs(model.embed(["a man " * 20]) - expected).max() < 1e-4
 
 
 def test_plain_encoder_defaults_to_mean_pooling_with_warning(tmp_path):
     folder = home(tmp_path, SHORT, rules=False)
-    [found] = [one for one in load_plan(folder / "recipe.yaml").warnings if one.code == "pooling-assumed"]
-    assert found.setting == "embedding.pooling"
-    assert all(value in found.message for value in ("mean", "mean, cls, max."))
-    assert found.message in words(harness.smelt("plan", folder / "recipe.yaml"))
+    [warning] = [
+        message for message in load_plan(folder / "recipe.yaml").warnings if message.code == "pooling-assumed"
+    ]
+    assert warning.setting == "embedding.pooling"
+    assert all(value in warning.message for value in ("mean", "mean, cls, max."))
+    assert warning.message in words(harness.smelt("plan", folder / "recipe.yaml"))
 
 
 def test_init_recipe_runs(tmp_path):
     folder = home(tmp_path, SHORT)
     embedders.write_rows(folder / "train.jsonl", count=40, scores=False)
-    made = harness.smelt(
+    result = harness.smelt(
         "init", folder / "m", "--data", folder / "train.jsonl", "--out", folder / "made.yaml"
     )
-    assert made.exit_code == 0, made.output
+    assert result.exit_code == 0, result.output
     text = (folder / "made.yaml").read_text()
     assert "task: sentence-similarity" in text
     assert "losses: {sentence_embedding: 1.0, pairwise_similarity: 1.0}" in text
@@ -276,9 +278,9 @@ def test_init_recipe_runs(tmp_path):
 def test_errors_are_reported_by_plan(change, code, setting, named, tmp_path):
     folder = home(tmp_path, **change)
     error = command_error(harness.smelt("plan", folder / "recipe.yaml", code=2))
-    found = [one for one in error.messages if (one.code, one.setting) == (code, setting)]
-    assert len(found) == 1, [(one.code, one.setting) for one in error.messages]
-    assert [value for value in named if value not in found[0].message] == []
+    messages = [message for message in error.messages if (message.code, message.setting) == (code, setting)]
+    assert len(messages) == 1, [(message.code, message.setting) for message in error.messages]
+    assert [value for value in named if value not in messages[0].message] == []
 
 
 def test_classifier_is_rejected_as_embedder(tmp_path):
@@ -292,7 +294,7 @@ def test_classifier_is_rejected_as_embedder(tmp_path):
 def test_mixed_row_kinds_are_rejected(tmp_path):
     folder = home(tmp_path, SHORT)
     rows = (folder / "data.jsonl").read_text()
-    for line, code, named in (
+    for line, code, fragments in (
         ('{"text": "a"}', "partly-missing-column", ("row 1 ", "'text_b'", "row 9 ")),
         ('{"text": "a", "text_b": "b"}', "partly-missing-column", ("row 1 ", "'label'", "row 9 ")),
         ('{"text": "a", "label": 1}', "missing-column", ("data.jsonl:9: ", "'label'")),
@@ -301,7 +303,7 @@ def test_mixed_row_kinds_are_rejected(tmp_path):
         (folder / "data.jsonl").write_text(f"{rows}{line}\n")
         error = command_error(harness.smelt("plan", folder / "recipe.yaml", code=2))
         assert error.code == code
-        assert [value for value in named if value not in str(error)] == []
+        assert [value for value in fragments if value not in str(error)] == []
 
 
 def test_default_prompt_of_model_must_be_in_recipe(tmp_path):
@@ -324,8 +326,8 @@ def test_texts_are_lowercased_if_model_requires_it(tmp_path):
     assert harness.smelt("run", folder / "recipe.yaml", "--out", folder / "run", "--quiet").exit_code == 0
     for name in ("model", "onnx"):
         with smelt.load(folder / "run" / "artifacts" / name) as model:
-            found = model.embed(["A MAN", "a man"], batch_size=1)
-            assert np.array_equal(found[0], found[1])
+            vectors = model.embed(["A MAN", "a man"], batch_size=1)
+            assert np.array_equal(vectors[0], vectors[1])
 
 
 def test_agreement_with_excluded_baseline_is_not_judged_and_scores_are_kept(tmp_path):
@@ -333,11 +335,11 @@ def test_agreement_with_excluded_baseline_is_not_judged_and_scores_are_kept(tmp_
     recipe += "baseline: quantize\ngates: {agreement: {min: 10, at: [whole, quantize]}}\n"
     folder = home(tmp_path, recipe)
     command = ("run", folder / "recipe.yaml", "--out", folder / "run", "--quiet")
-    part = harness.smelt(*command, "--until", "whole")
-    assert part.exit_code == 0, part.output
+    partial = harness.smelt(*command, "--until", "whole")
+    assert partial.exit_code == 0, partial.output
     assert [step["gates"] for step in steps_of(folder).values()] == [[], []]
     assert harness.smelt(*command).exit_code == 0
-    whole = steps_of(folder)["quantize"]["quality"]
+    quality = steps_of(folder)["quantize"]["quality"]
     assert harness.smelt(*command, "--until", "whole").exit_code == 0
-    assert steps_of(folder)["quantize"]["quality"] == whole
-    assert "agreement" in whole
+    assert steps_of(folder)["quantize"]["quality"] == quality
+    assert "agreement" in quality

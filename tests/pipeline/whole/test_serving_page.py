@@ -32,9 +32,9 @@ def test_concurrent_requests_equal_single_requests(folder):
     artifact = exported_artifacts.exported_artifact("translator")
     with smelt.load(artifact, threads=1) as model:
         expected = [(200, model.generate(texts, max_new_tokens=64)) for texts in requests]
-    words = ("serve.py", "--port", "0", "--workers", "2")
+    command = ("serve.py", "--port", "0", "--workers", "2")
     with (
-        run_service(*words, folder=folder, environment={"ARTIFACT": str(artifact)}) as service,
+        run_service(*command, folder=folder, environment={"ARTIFACT": str(artifact)}) as service,
         ThreadPoolExecutor(8) as pool,
     ):
         assert list(pool.map(lambda texts: service.predict(*texts), requests)) == expected

@@ -99,8 +99,8 @@ def test_latency_inputs_include_prefix(home):
     request = {"op": "load", "artifact": str(folder), "threads": 1, "task": "summarization"}
     assert "onnxruntime" in worker.handle_request(request)["runner"]
     request = {"op": "prepare", "texts": [text], "pairs": None, "batch_size": 1, "limit_ms": 1}
-    answer = worker.handle_request({**request, "generation": {"max_new_tokens": 2}})
-    assert answer["input_tokens"] == len(load_tokenizer(folder)(seq2seq.PREFIX + text)["input_ids"])
+    response = worker.handle_request({**request, "generation": {"max_new_tokens": 2}})
+    assert response["input_tokens"] == len(load_tokenizer(folder)(seq2seq.PREFIX + text)["input_ids"])
 
 
 def test_missing_columns_suggest_common_names(home):
@@ -126,7 +126,7 @@ def test_texts_without_summaries_are_scored_by_agreement(home):
         *("--baseline", artifacts / "model", "--column", "source=dialogue", "--max-new-tokens", 6, "--json"),
     )
     assert result.exit_code == 0, result.output
-    each = [100 if a == b else CHRF().sentence_score(a, [b]).score for a, b in zip(*printed, strict=True)]
+    scores = [100 if a == b else CHRF().sentence_score(a, [b]).score for a, b in zip(*printed, strict=True)]
     printed_json = result.output[result.output.index("{") :]  # after a warning
-    assert json.loads(printed_json)["agreement"]["value"] == pytest.approx(sum(each) / len(each))
-    assert min(each) < 100
+    assert json.loads(printed_json)["agreement"]["value"] == pytest.approx(sum(scores) / len(scores))
+    assert min(scores) < 100

@@ -125,17 +125,17 @@ def test_report_scores_equal_scores_of_predict_output(run, family):
             "predict", home / "run" / step["artifact"], "--data", home / "test.jsonl", "--json",
             "--max-new-tokens", 10, code=0,
         )  # fmt: skip
-        said = [json.loads(line)["output"] for line in result.stdout.splitlines()]
+        outputs = [json.loads(line)["output"] for line in result.stdout.splitlines()]
         quality = {name: score["value"] for name, score in step["quality"].items()}
-        assert quality["bleu"] == pytest.approx(BLEU().corpus_score(said, [answers]).score)
-        assert quality["chrf"] == pytest.approx(CHRF().corpus_score(said, [answers]).score)
+        assert quality["bleu"] == pytest.approx(BLEU().corpus_score(outputs, [answers]).score)
+        assert quality["chrf"] == pytest.approx(CHRF().corpus_score(outputs, [answers]).score)
         scorer = RougeScorer(["rougeL"], tokenizer=UnicodeTokenizer())
-        rouge = [scorer.score(a, s)["rougeL"].fmeasure for a, s in zip(answers, said, strict=True)]
+        rouge = [scorer.score(a, s)["rougeL"].fmeasure for a, s in zip(answers, outputs, strict=True)]
         assert quality["rougeL"] == pytest.approx(100 * sum(rouge) / len(rouge))
         hits = sum(
             s.lower().strip(". ").removeprefix("the ").removeprefix("a ").strip()
             == a.lower().strip(". ").removeprefix("the ").removeprefix("a ").strip()
-            for a, s in zip(answers, said, strict=True)
+            for a, s in zip(answers, outputs, strict=True)
         )
         assert quality["exact_match"] == pytest.approx(100 * hits / len(answers))
         assert quality["token_f1"] >= quality["exact_match"]
@@ -182,11 +182,11 @@ def test_response_perplexity_equals_transformers(run, family):
     home, report = run(family)
     folder = home / "run" / report["steps"][1]["artifact"]
     end = [] if family == "qwen2" else [0]
-    found = [
+    likelihoods = [
         _log_likelihood(folder, family, q, row, f"{a}<|im_end|>" if family == "qwen2" else a, end, "\n")
         for (q, a), row in zip(PAIRS, _rows(family), strict=True)
     ]
-    expected = math.exp(-sum(logp for logp, _ in found) / sum(count for _, count in found))
+    expected = math.exp(-sum(logp for logp, _ in likelihoods) / sum(count for _, count in likelihoods))
     assert report["steps"][1]["quality"]["response_perplexity"]["value"] == pytest.approx(expected, rel=1e-4)
 
 
@@ -201,14 +201,14 @@ def test_choices_are_ranked_by_likelihood(run, family):
         assert step["quality"]["acc"]["chance"] == pytest.approx(100 / 3)
     first = report["steps"][0]
     space = "\n" if family == "llama" else ""  # the last letter of its template, which the harness moves
-    for at, (question, row) in enumerate(zip((q for q, _ in PAIRS), _rows(family), strict=True)):
+    for index, (question, row) in enumerate(zip((q for q, _ in PAIRS), _rows(family), strict=True)):
         logp = [
             _log_likelihood(home / "run" / first["artifact"], family, question, row, space + choice)[0]
             for choice in row["choices"]
         ]
         by_length = [value / len(choice) for value, choice in zip(logp, row["choices"], strict=True)]
-        assert rows["model"]["acc"][at] == [logp.index(max(logp)), 1]
-        assert rows["model"]["acc_norm"][at] == [by_length.index(max(by_length)), 1]
+        assert rows["model"]["acc"][index] == [logp.index(max(logp)), 1]
+        assert rows["model"]["acc_norm"][index] == [by_length.index(max(by_length)), 1]
     assert report["steps"][1]["quality"]["acc"]["value"] == 100
     assert rows["onnx"] == rows["quantize"]  # the graph has the same weights
 
@@ -228,8 +228,8 @@ def test_predict_accepts_conversations(run):
     folder = home / "run" / report["steps"][1]["artifact"]
     result = harness.smelt("predict", folder, prompt, "--max-new-tokens", 10, code=0)
     assert result.stdout.splitlines() == [PAIRS[0][1]]
-    wrong = json.dumps(_rows("qwen2")[0]["messages"])
-    assert command_error(harness.smelt("predict", folder, wrong, code=2)).code == "no-user-turn"
+    invalid_prompt = json.dumps(_rows("qwen2")[0]["messages"])
+    assert command_error(harness.smelt("predict", folder, invalid_prompt, code=2)).code == "no-user-turn"
 
 
 def test_latency_counts_response_tokens(run):
@@ -253,10 +253,10 @@ def test_standalone_package_equals_artifact(run, family, tmp_path):
         prompts[0] = json.dumps(_rows(family)[0]["messages"][:-1])
     expected = harness.smelt("predict", folder, *prompts, "--max-new-tokens", 10, code=0).stdout
     # a process of its own, as the user starts it: 1 s
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, tmp_path / "p" / "infer.py", *prompts], capture_output=True, text=True, check=True
     )
-    assert found.stdout.splitlines() == expected.splitlines()
+    assert result.stdout.splitlines() == expected.splitlines()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -272,20 +272,24 @@ def test_single_file_and_triton_packages_equal_artifact(run, family, tmp_path, m
     for form in ("triton", "one-file"):
         harness.smelt("package", folder, "--out", tmp_path / form, "--format", form, code=0)
     responses, _ = ask_text_model(tmp_path / "triton" / "model_repository", prompts, monkeypatch)
-    found = [row for one in responses for tensor in one.tensors for row in tensor.as_numpy()]
-    assert [row[0].decode() for row in found] == expected
+    answers_of_triton = [
+        row for response in responses for tensor in response.tensors for row in tensor.as_numpy()
+    ]
+    assert [row[0].decode() for row in answers_of_triton] == expected
     assert (tmp_path / "one-file" / "model_text.onnx").exists() == (family == "llama")
     if family == "llama":
         session = text_graph.open_extensions_session(str(tmp_path / "one-file" / "model_text.onnx"))
         assert session.run(["generated"], {"texts": np.array(prompts, dtype=object)})[0].tolist() == expected
         return
-    words = load_tokenizer(folder)
+    loaded_tokenizer = load_tokenizer(folder)
     messages = _rows(family)[0]["messages"][:-1]
-    ids = np.array([words.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)])
+    ids = np.array(
+        [loaded_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)]
+    )
     session = onnxruntime.InferenceSession(tmp_path / "one-file" / "model.onnx")
     feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
     sequence = session.run(["sequences"], feeds)[0][0, ids.shape[1] :]
-    assert words.decode(sequence, skip_special_tokens=True) == expected[0]
+    assert loaded_tokenizer.decode(sequence, skip_special_tokens=True) == expected[0]
 
 
 def test_prompt_template_is_rendered_in_graph():
@@ -298,8 +302,8 @@ def test_prompt_template_is_rendered_in_graph():
         model = text_graph._make_model(b.graph("render", values[:1], values[1:]))
         session = text_graph.open_extensions_session(model.SerializeToString())
         texts = ["", "The cat"]
-        found = session.run(None, {"texts": np.array(texts, dtype=object)})[0].tolist()
-        assert found == [template.replace("{prompt}", text) for text in texts]
+        rendered_texts = session.run(None, {"texts": np.array(texts, dtype=object)})[0].tolist()
+        assert rendered_texts == [template.replace("{prompt}", text) for text in texts]
 
 
 @pytest.mark.parametrize(
@@ -323,8 +327,8 @@ def test_prompts_not_matching_template_are_rejected_by_plan(tmp_path, data, rows
     _write_rows(tmp_path / "train.jsonl", rows)
     _write_rows(tmp_path / "test.jsonl", rows)
     (tmp_path / "recipe.yaml").write_text(RECIPE % (data, "finetune", "rougeL", "false"))
-    found = harness.smelt("plan", tmp_path / "recipe.yaml", code=2)
-    assert code in error_codes(command_error(found))
+    result = harness.smelt("plan", tmp_path / "recipe.yaml", code=2)
+    assert code in error_codes(command_error(result))
 
 
 def test_prompt_template_is_rejected_for_other_tasks(tmp_path):
@@ -333,8 +337,8 @@ def test_prompt_template_is_rejected_for_other_tasks(tmp_path):
     (tmp_path / "recipe.yaml").write_text(
         "model: m\ntask: language-modeling\ndata: {test: t.txt, prompt_template: chat}\nstages: []\n"
     )
-    found = harness.smelt("plan", tmp_path / "recipe.yaml", code=2)
-    assert "does-not-fit-task" in error_codes(command_error(found))
+    result = harness.smelt("plan", tmp_path / "recipe.yaml", code=2)
+    assert "does-not-fit-task" in error_codes(command_error(result))
 
 
 def test_sequence_level_distillation_uses_teacher_answers(run, tmp_path):

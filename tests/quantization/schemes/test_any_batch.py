@@ -25,12 +25,12 @@ LENGTHS = (5, 9, 12, 7, 14, 11, 8, 13)  # the first one is the text that is aske
 
 @contextmanager
 def opened(family, scheme, runtime):
-    found = graph_exports.exported_graphs(family, scheme)
+    export_result = graph_exports.exported_graphs(family, scheme)
     if runtime == "onnx":
-        with open_folder(found.folder, "onnx", "ort-cpu", 1) as runner:
+        with open_folder(export_result.folder, "onnx", "ort-cpu", 1) as runner:
             yield runner
     else:
-        parent = graph_exports.exported_model_folder(found.folder.parent)
+        parent = graph_exports.exported_model_folder(export_result.folder.parent)
         with open_runner(tiny.as_artifact(parent, graph_exports.FAMILIES[family][1]), 1, "cpu") as runner:
             yield runner
 
@@ -53,7 +53,7 @@ def translated(runner, rows, beams):
 
 
 @pytest.mark.parametrize(("scheme", "runtime"), matrix.matrix_cells(list(PROMISED), ["onnx", "torch"]))
-def test_a_translation_is_the_same_alone_and_in_any_batch(scheme, runtime):
+def test_translation_is_the_same_alone_and_in_any_batch(scheme, runtime):
     with opened("marian", scheme, runtime) as runner:
         for beams in (1, 3):
             alone = translated(runner, 1, beams)
@@ -63,7 +63,7 @@ def test_a_translation_is_the_same_alone_and_in_any_batch(scheme, runtime):
 
 
 @pytest.mark.parametrize(("scheme", "runtime"), matrix.matrix_cells(list(PROMISED), ["torch", "onnx"]))
-def test_a_class_has_the_same_logits_alone_and_in_any_batch(scheme, runtime):
+def test_class_logits_are_the_same_alone_and_in_any_batch(scheme, runtime):
     with opened("bert", scheme, runtime) as runner:
         alone, *others = (runner.forward(batch(rows))[0] for rows in (1, 3, 8))
         for among in others:

@@ -18,7 +18,7 @@ def random_layer(group, level):
     return schemes.random_quantized_layer("binary", decided, group_size=group, accuracy_level=level)
 
 
-def test_every_layout_leaves_as_what_torch_computes_and_a_session_unpacks_bits_once(tmp_path):
+def test_every_layout_is_exported_as_torch_computes_and_bits_are_unpacked_once(tmp_path):
     layers = [random_layer(group, level) for group in (32, 64, 128) for level in (0, 4)]
     attributes = schemes.fused_matmul_attributes(layers, tmp_path / "optimized.onnx")
     assert {(a["accuracy_level"], a["bits"]) for a in attributes} == {(0, 4), (4, 2)}
@@ -35,7 +35,7 @@ def test_embeddings_and_groups_without_a_kernel_are_refused():
     assert caught.value.setting == "group_size"
 
 
-def test_the_table_spreads_a_byte_into_eight_codes():
+def test_table_expands_a_byte_into_eight_values():
     two, four = Binary().unpacking_tables().values()
     for byte in (0, 1, 0b10010110, 255):
         codes = [int(two[byte, i // 4]) >> (2 * (i % 4)) & 3 for i in range(8)]
@@ -44,7 +44,7 @@ def test_the_table_spreads_a_byte_into_eight_codes():
         assert codes == [9 if byte >> i & 1 else 7 for i in range(8)]
 
 
-def test_signs_and_scales_are_those_of_binary_weight_networks():
+def test_signs_and_scales_equal_binary_weight_networks():
     """arXiv:1603.05279, eq. 6: B = sign(W), alpha = ||W||_1 / n, here for each group."""
     torch.manual_seed(0)
     weight = torch.randn(5, 96)
@@ -58,12 +58,12 @@ def test_signs_and_scales_are_those_of_binary_weight_networks():
             assert np.array_equal(matrix.dequantize()[row, start : start + 32].numpy(), expected)
 
 
-def test_a_group_that_is_filled_up_averages_over_its_own_weights():
+def test_padding_of_a_group_is_excluded_from_its_mean():
     positive, grid = round_to_nearest(torch.full((1, 40), -0.5), Binary(), {"group_size": 32})
     assert grid["scales"].tolist() == [[0.5, 0.5]]
     assert not positive.flatten()[:40].any()
 
 
-def test_a_zero_among_other_weights_counts_as_positive():
+def test_zero_counts_as_positive():
     matrix = schemes.rounded_matrix("binary", torch.tensor([[0.0, -1.0] * 16]), group_size=32)
     assert matrix.dequantize().tolist() == [[0.5, -0.5] * 16]

@@ -24,7 +24,7 @@ def activations():
     return x
 
 
-def test_codes_scales_and_values_are_bitsandbytes_own_to_the_bit():
+def test_weights_and_scales_equal_bitsandbytes_bitwise():
     torch.manual_seed(0)
     weight = torch.randn(24, 192) * 0.02
     weight[2] = 0
@@ -35,7 +35,7 @@ def test_codes_scales_and_values_are_bitsandbytes_own_to_the_bit():
     assert matrix.dequantize().equal(functional.int8_vectorwise_dequant(codes, scales))
 
 
-def test_a_layer_computes_what_bitsandbytes_linear8bitlt_does(caplog):
+def test_layer_equals_bitsandbytes_linear8bitlt(caplog):
     """Both have the same codes: bitsandbytes itself would round the weights to float16 first."""
     torch.manual_seed(0)
     layer, x = quantize_module(nn.Linear(192, 24), "bnb-int8"), activations()
@@ -47,7 +47,7 @@ def test_a_layer_computes_what_bitsandbytes_linear8bitlt_does(caplog):
         assert layer(x).equal(expected)
 
 
-def test_activations_without_outliers_do_not_change_and_are_not_changed():
+def test_activations_without_outliers_are_unchanged():
     layer, x = quantize_module(nn.Linear(192, 24), "bnb-int8"), activations()
     before = x.clone()
     with torch.inference_mode():
@@ -55,7 +55,7 @@ def test_activations_without_outliers_do_not_change_and_are_not_changed():
     assert x.equal(before)
 
 
-def test_no_graph_is_made_of_it():
+def test_export_to_a_graph_is_refused():
     layer = quantize_module(nn.Linear(64, 8), "bnb-int8")
     with (
         exporting_to("ort-cpu"),

@@ -21,7 +21,7 @@ def weights(rows=24, width=192, scale=0.02):
     return weight
 
 
-def test_codes_scales_and_values_are_bitsandbytes_own_to_the_bit():
+def test_weights_and_scales_equal_bitsandbytes_bitwise():
     weight = weights()
     matrix = schemes.rounded_matrix("bnb-nf4", weight)
     codes, state = functional.quantize_4bit(weight, blocksize=NF4_BLOCK_SIZE, quant_type=NF4_QUANT_TYPE)
@@ -30,7 +30,7 @@ def test_codes_scales_and_values_are_bitsandbytes_own_to_the_bit():
     assert matrix.dequantize().equal(functional.dequantize_4bit(codes, state))
 
 
-def test_a_midpoint_goes_to_the_lower_entry():
+def test_midpoint_is_rounded_to_the_lower_entry():
     table = torch.tensor(NF4_TABLE)
     row = torch.cat([(table[1:] + table[:-1]) / 2, torch.tensor([1.0])])
     weight = torch.cat([row, torch.zeros(48)])[None]
@@ -40,7 +40,7 @@ def test_a_midpoint_goes_to_the_lower_entry():
     assert functional.dequantize_4bit(codes, state)[0, :16].equal(table)
 
 
-def test_the_last_block_of_a_row_is_filled_up_as_if_the_matrix_were_wider():
+def test_last_block_of_a_row_is_padded():
     weight = weights(width=200)
     wider = torch.cat([weight, torch.zeros(24, 56)], dim=1)
     codes, state = functional.quantize_4bit(wider, blocksize=NF4_BLOCK_SIZE, quant_type=NF4_QUANT_TYPE)
@@ -49,25 +49,25 @@ def test_the_last_block_of_a_row_is_filled_up_as_if_the_matrix_were_wider():
     assert matrix.dequantize().equal(functional.dequantize_4bit(codes, state)[:, :200])
 
 
-def test_a_layer_leaves_as_what_it_computes_where_its_last_block_is_filled_up():
+def test_layer_with_a_padded_block_is_exported_as_it_computes():
     layer, x = quantize_module(nn.Linear(200, 24), "bnb-nf4").eval(), torch.randn(3, 5, 200)
-    (got,) = schemes.run_onnx_runtime([layer], x)
+    (actual,) = schemes.run_onnx_runtime([layer], x)
     with torch.inference_mode():
-        assert np.abs(layer(x).numpy() - got).max() < 1e-5 * got.std()
+        assert np.abs(layer(x).numpy() - actual).max() < 1e-5 * actual.std()
 
 
 @pytest.mark.parametrize("shape", [(192,), (1, 192), (3, 5, 192)])
-def test_a_layer_computes_what_bitsandbytes_linear4bit_does(shape):
+def test_layer_equals_bitsandbytes_linear4bit(shape):
     torch.manual_seed(0)
-    whole = nn.Linear(192, 24)
-    theirs = bitsandbytes.nn.Linear4bit(192, 24, compress_statistics=False, quant_type=NF4_QUANT_TYPE)
-    theirs.load_state_dict(whole.state_dict())
-    theirs = theirs.to("cpu")
-    theirs.weight.data, theirs.weight.quant_state = functional.quantize_4bit(
-        whole.weight.detach(), blocksize=NF4_BLOCK_SIZE, quant_type=NF4_QUANT_TYPE
+    linear = nn.Linear(192, 24)
+    reference = bitsandbytes.nn.Linear4bit(192, 24, compress_statistics=False, quant_type=NF4_QUANT_TYPE)
+    reference.load_state_dict(linear.state_dict())
+    reference = reference.to("cpu")
+    reference.weight.data, reference.weight.quant_state = functional.quantize_4bit(
+        linear.weight.detach(), blocksize=NF4_BLOCK_SIZE, quant_type=NF4_QUANT_TYPE
     )
-    theirs.weight.bnb_quantized = True
-    theirs.train()  # it then keeps the layout of its weights
+    reference.weight.bnb_quantized = True
+    reference.train()  # it then keeps the layout of its weights
     x = torch.randn(shape)
     with torch.inference_mode():
-        torch.testing.assert_close(quantize_module(whole, "bnb-nf4")(x), theirs(x), rtol=0, atol=1e-6)
+        torch.testing.assert_close(quantize_module(linear, "bnb-nf4")(x), reference(x), rtol=0, atol=1e-6)

@@ -16,20 +16,20 @@ SCHEMES = pytest.mark.parametrize("scheme", ["bnb-nf4", "bnb-int8"])
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_the_oldest_release_is_that_of_the_extra():
+def test_minimum_version_equals_that_of_the_extra():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert extras["bitsandbytes"] == [f"{name}>={oldest}" for name, oldest in BITSANDBYTES_PACKAGES.items()]
 
 
 @SCHEMES
-def test_a_layer_without_the_package_is_refused_before_anything_is_computed(monkeypatch, scheme):
+def test_layer_without_the_package_is_refused_before_computing(monkeypatch, scheme):
     monkeypatch.setattr(system, "version", lambda name: "0.40.1")
     with raises_code("not-installed", MissingDependencyError) as caught:
         quantize_module(nn.Linear(64, 8), scheme)
     assert all(part in str(caught.value) for part in (scheme, "0.48", "0.40.1"))
 
 
-def test_a_package_that_does_not_load_is_told(monkeypatch):
+def test_package_that_fails_to_load_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with raises_code("broken-installation", MissingDependencyError):
         import_bitsandbytes.__wrapped__()
@@ -44,7 +44,7 @@ assert "kernels" not in sys.modules and "bitsandbytes" in sys.modules
 """
 
 
-def test_importing_it_fetches_nothing_and_says_nothing():
+def test_import_downloads_and_prints_nothing():
     """In a process of its own, which has not imported it: a package `kernels` would fetch compiled code."""
     pytest.importorskip("bitsandbytes", reason="the extra bitsandbytes is not installed")
     code = f"import logging\nlogging.basicConfig()\n{FETCHES_NOTHING}"

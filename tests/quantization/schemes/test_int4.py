@@ -46,7 +46,7 @@ def test_layers_equal_matmul_nbits(scheme):
             )
 
 
-def test_onnx_runtime_has_no_three_bit_product():
+def test_onnx_runtime_has_no_three_bit_matmul():
     """When it has, its codes need not be spread."""
     with pytest.raises(Fail, check=lambda error: "2b, 4b and 8b" in str(error)):
         schemes.matmul_nbits(schemes.random_affine("int3"), torch.randn(1, 100), bits=3)
@@ -54,20 +54,20 @@ def test_onnx_runtime_has_no_three_bit_product():
 
 # with rounded activations ONNX Runtime has a fast kernel for 2 bits, with whole ones for 4
 @pytest.mark.parametrize(("scheme", "kernels"), [("int2", {(0, 4), (4, 2)}), ("int3", {(0, 4), (4, 4)})])
-def test_every_layout_leaves_as_what_torch_computes_and_a_session_spreads_codes_once(
-    scheme, kernels, tmp_path
-):
+def test_every_layout_is_exported_as_torch_computes_and_unpacked_once(scheme, kernels, tmp_path):
     layers = [schemes.random_affine(scheme, *layout) for layout in layouts(scheme)]
     attributes = schemes.fused_matmul_attributes(layers, tmp_path / "optimized.onnx")
     assert {(a["accuracy_level"], a["bits"]) for a in attributes} == kernels
 
 
-def test_a_graph_holds_three_bits_a_weight():
+def test_graph_stores_three_bits_per_weight():
     layer = schemes.random_affine("int3", 128, inputs=1024, outputs=512)
-    made = schemes.export_layers([layer], torch.randn(1, 2, 1024))
-    stored = [t for t in made.graph.initializer if list(t.dims)[:1] == [512] and len(t.dims) > 1]
+    model = schemes.export_layers([layer], torch.randn(1, 2, 1024))
+    stored = [t for t in model.graph.initializer if list(t.dims)[:1] == [512] and len(t.dims) > 1]
     assert sum(len(t.raw_data) for t in stored) == 512 * (1024 * 3 // 8 + 8 * 2)
-    assert len(made.SerializeToString()) < 1.1 * 512 * 1024 * 3 / 8  # scales and tables of spreading among it
+    assert (
+        len(model.SerializeToString()) < 1.1 * 512 * 1024 * 3 / 8
+    )  # scales and tables of spreading among it
 
 
 @pytest.mark.parametrize(
@@ -80,11 +80,11 @@ def test_a_graph_holds_three_bits_a_weight():
         ("int8-groupwise", [-4.0, 3.99, 0.0, 0.25], 1 / 32, [0, 255, 128, 136]),
     ],
 )
-def test_symmetric_codes_by_hand(scheme, weights, scale, codes):
+def test_symmetric_weights_equal_manual_values(scheme, weights, scale, codes):
     row = torch.tensor([weights + (32 - len(weights)) * [0.0]])
-    found, scales, zeros = decide(scheme, row, 32, symmetric=True)
+    quantized, scales, zeros = decide(scheme, row, 32, symmetric=True)
     assert (scales.tolist(), zeros) == ([[scale]], None)
-    assert found[0, 0, : len(codes)].tolist() == codes
+    assert quantized[0, 0, : len(codes)].tolist() == codes
 
 
 @pytest.mark.parametrize(
@@ -96,16 +96,16 @@ def test_symmetric_codes_by_hand(scheme, weights, scale, codes):
         ("int8-groupwise", [-1.0, 1.5], 0.0, 2.5 / 255, 102, [0, 255, 102]),
     ],
 )
-def test_asymmetric_codes_by_hand(scheme, weights, rest, scale, zero, codes):
-    found, scales, zeros = decide(
+def test_asymmetric_weights_equal_manual_values(scheme, weights, rest, scale, zero, codes):
+    quantized, scales, zeros = decide(
         scheme, torch.tensor([weights + (32 - len(weights)) * [rest]]), 32, symmetric=False
     )
     assert scales[0, 0] == pytest.approx(scale, rel=1e-3)
     assert zeros.tolist() == [[zero]]
-    assert found[0, 0, : len(codes)].tolist() == codes
+    assert quantized[0, 0, : len(codes)].tolist() == codes
 
 
-def test_two_low_bits_lie_beside_the_high_one():
+def test_int3_stores_two_low_bits_and_one_high_bit_separately():
     matrix = schemes.random_affine("int3", 64, inputs=64).matrix
     codes = matrix.unpack().q_weight[3, 0]
     assert matrix.codes[3, 0, 5] == sum(int(codes[20 + i]) % 4 << 2 * i for i in range(4))
@@ -115,7 +115,7 @@ def test_two_low_bits_lie_beside_the_high_one():
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("scheme", ["int4", "int8-groupwise"])
-def test_codes_and_scales_are_those_of_onnx_runtimes_quantizer(scheme, symmetric):
+def test_weights_and_scales_equal_the_onnx_runtime_quantizer(scheme, symmetric):
     from onnxruntime.capi import _pybind_state
 
     rows, columns, group, halves = 24, 100, 32, 2 if scheme == "int4" else 1
@@ -126,13 +126,13 @@ def test_codes_and_scales_are_those_of_onnx_runtimes_quantizer(scheme, symmetric
     transposed = np.ascontiguousarray(weight.T)
     quantize = getattr(_pybind_state, f"quantize_matmul_{BITS[scheme]}bits")
     quantize(codes, transposed, scales, zeros, group, rows, columns, symmetric)
-    theirs, their_zeros = torch.from_numpy(codes), torch.from_numpy(zeros).view(rows, -1)
+    expected, their_zeros = torch.from_numpy(codes), torch.from_numpy(zeros).view(rows, -1)
     if scheme == "int4":
-        theirs, their_zeros = unpack_nibbles(theirs), unpack_nibbles(their_zeros)
+        expected, their_zeros = unpack_nibbles(expected), unpack_nibbles(their_zeros)
 
-    found, our_scales, our_zeros = decide(scheme, torch.from_numpy(weight), group, symmetric)
+    quantized, our_scales, our_zeros = decide(scheme, torch.from_numpy(weight), group, symmetric)
     # a scale rounded to float16 moves values, and a zero point, that lie near the middle between two codes
-    off = (found.int() - theirs.int()).flatten(1)[:, :columns]
+    off = (quantized.int() - expected.int()).flatten(1)[:, :columns]
     assert off.abs().max() <= 1
     assert (off == 0).float().mean() > (0.995 if scheme == "int4" else 0.95)
     assert np.allclose(our_scales.flatten(), scales, rtol=2**-11)
@@ -143,7 +143,7 @@ def test_codes_and_scales_are_those_of_onnx_runtimes_quantizer(scheme, symmetric
         assert (off == 0).float().mean() > 0.95
 
 
-def test_positive_scales_are_the_largest_magnitude_whatever_its_sign():
+def test_positive_scales_are_the_largest_magnitude_of_either_sign():
     groups = torch.tensor([[[-4.0, 1.0, 2.0, 0.5], [4.0, -3.9, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]]])
     scheme = find_scheme("int4")
     options = default_options(scheme) | {"symmetric": "positive"}
@@ -153,7 +153,7 @@ def test_positive_scales_are_the_largest_magnitude_whatever_its_sign():
     assert values.tolist() == [[[-4.0, 1.0, 2.0, 0.5], [3.5, -4.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]]]
 
 
-def test_only_four_bits_have_positive_scales():
+def test_only_four_bits_support_positive_scales():
     assert QuantizeSettings(scheme="int4", symmetric="positive").symmetric == "positive"
     assert QuantizeSettings(scheme="int4", symmetric=False).symmetric is False
     with raises_setting_codes("wrong-value") as caught:
@@ -161,7 +161,7 @@ def test_only_four_bits_have_positive_scales():
     assert all(part in str(caught.value) for part in ("symmetric", "positive", "int2"))
 
 
-def test_structure_that_no_layer_has_is_refused():
+def test_unsupported_structure_is_refused():
     edit = {"op": "quantize", "module": "0", "scheme": "int4", "symmetric": True, "accuracy_level": 4}
     with raises_code("wrong-value", InputError) as caught:
         apply_edits(nn.Sequential(nn.Linear(8, 8)), [edit | {"group_size": 48}])

@@ -35,7 +35,7 @@ def test_linear_equals_dynamic_quantize_matmul(bias, granularity):
     assert np.abs(layer(x).detach().numpy() - expected).max() < 1e-6
 
 
-def test_weight_codes_are_symmetric_per_row_by_hand():
+def test_quantized_weights_are_symmetric_per_row():
     matrix = schemes.rounded_matrix(
         "int8-dynamic", torch.tensor([[1.27, -0.50], [0.0, 0.0], [-254.0, 127.0]])
     )
@@ -45,7 +45,7 @@ def test_weight_codes_are_symmetric_per_row_by_hand():
 
 @pytest.mark.parametrize("width", [20, 32, 100, 256])
 @pytest.mark.parametrize("rows", [1, 5])
-def test_blocks_are_the_same_weights_and_what_matmul_nbits_computes(width, rows):
+def test_blocked_weights_are_equal_and_match_matmul_nbits(width, rows):
     torch.manual_seed(0)
     layer = quantize_module(nn.Linear(width, 12, bias=False), "int8-dynamic")
     matrix, x = layer.matrix, torch.randn(rows, width)
@@ -55,13 +55,13 @@ def test_blocks_are_the_same_weights_and_what_matmul_nbits_computes(width, rows)
     matrix.prepare_export("product")
     stored = (matrix.tensor("blocks").float() - 128) * matrix.tensor("block_scales")[..., None]
     assert stored.flatten(1)[:, :width].equal(before)
-    got = run_form(matrix, x)
+    actual = run_form(matrix, x)
     with torch.inference_mode():
-        assert np.abs(got - layer(x).numpy()).max() < 1e-5 * got.std()
+        assert np.abs(actual - layer(x).numpy()).max() < 1e-5 * actual.std()
 
 
 @pytest.mark.parametrize("form", ["", "DynamicQuantizeMatMul"])
-def test_the_node_that_is_timed_is_the_product(form):
+def test_timed_node_is_the_matmul(form):
     torch.manual_seed(0)
     layer = quantize_module(nn.Linear(48, 12, bias=False), "int8-dynamic")
     layer.matrix.select_variant(form)
@@ -82,7 +82,7 @@ def run_form(matrix, x):
     return session.run(None, {"x": x.numpy()})[0]
 
 
-def test_blocks_do_not_depend_on_the_other_rows_and_one_range_does():
+def test_blocks_are_independent_of_other_rows_but_one_range_is_not():
     torch.manual_seed(0)
     layer = quantize_module(nn.Linear(256, 12), "int8-dynamic")
     x = torch.randn(4, 256)
@@ -95,7 +95,7 @@ def test_blocks_do_not_depend_on_the_other_rows_and_one_range_does():
     assert moved["MatMulNBits"] < 1e-5 < 0.1 < moved["DynamicQuantizeMatMul"]
 
 
-def test_of_a_symmetric_range_the_largest_value_is_cut_off_at_the_last_code():
+def test_symmetric_range_clips_the_largest_value_to_the_last_level():
     """127.5 steps and a zero point at 127.5 both become 128: code 256, which is 255."""
     torch.manual_seed(0)
     x = torch.linspace(-127.5, 127.5, 64)[None].repeat(3, 1)
@@ -103,5 +103,5 @@ def test_of_a_symmetric_range_the_largest_value_is_cut_off_at_the_last_code():
     scale, zero = dynamic_scale_zero_point(x)
     codes = (x / scale).round().add(zero).clamp(0, 255)
     assert (zero, int(codes.max())) == (128, 255)
-    wanted = (codes - zero) * scale @ matrix.dequantized().T
-    torch.testing.assert_close(matrix.scheme.linear(matrix, x, None), wanted, rtol=1e-4, atol=1e-2)
+    expected = (codes - zero) * scale @ matrix.dequantized().T
+    torch.testing.assert_close(matrix.scheme.linear(matrix, x, None), expected, rtol=1e-4, atol=1e-2)

@@ -14,22 +14,22 @@ from tests.support.graphs.ort_sessions import needs_vnni, ort_session
 
 def layer(outputs: int = 40, inputs: int = 48, largest: float = 2.5) -> QuantizedLinear:
     torch.manual_seed(0)
-    found: QuantizedLinear = schemes.with_activation_range(
+    module: QuantizedLinear = schemes.with_activation_range(
         nn.Linear(inputs, outputs), "int8-static", largest=largest
     )
-    return found
+    return module
 
 
-def constants(found: QuantizedLinear, zero: np.ndarray) -> list:
-    matrix = found.matrix
+def constants(quantized_layer: QuantizedLinear, zero: np.ndarray) -> list:
+    matrix = quantized_layer.matrix
     values = {
         "columns": np.ascontiguousarray(matrix.codes.numpy().T), "scales": matrix.scales.numpy(),
-        "scale": matrix.input_scale.numpy(), "zero": zero, "bias": found.bias.detach().numpy(),
+        "scale": matrix.input_scale.numpy(), "zero": zero, "bias": quantized_layer.bias.detach().numpy(),
     }  # fmt: skip
     return [numpy_helper.from_array(value, name) for name, value in values.items()]
 
 
-def test_activations_are_rounded_half_to_even_and_cut_at_both_ends_by_hand():
+def test_activations_are_rounded_half_to_even_and_clipped_at_both_ends():
     matrix = schemes.rounded_matrix("int8-static", torch.eye(7))
     matrix.set_activation_range_(127.0)  # a scale of 1
     product = QuantizedLinear(7, False, matrix)
@@ -37,7 +37,7 @@ def test_activations_are_rounded_half_to_even_and_cut_at_both_ends_by_hand():
     assert product(x).allclose(torch.tensor([0.0, 2.0, -2.0, 127.0, 127.0, -128.0, -128.0]), atol=1e-4)
 
 
-def test_the_range_is_the_magnitude_of_the_largest_code():
+def test_range_is_the_magnitude_of_the_largest_level():
     matrix = schemes.rounded_matrix("int8-static", torch.ones(2, 3))
     assert float(matrix.input_scale) == 1.0
     matrix.set_activation_range_(3.0)
@@ -46,19 +46,19 @@ def test_the_range_is_the_magnitude_of_the_largest_code():
     assert float(matrix.input_scale) == 1.0
 
 
-def test_new_codes_leave_the_range_as_it_is():
-    found = layer(largest=3.0)
-    found.matrix.set_weight_(
-        UnpackedWeights(found.matrix.unpack().q_weight * 0, found.matrix.unpack().qparams)
+def test_new_weights_keep_the_calibration_range():
+    module = layer(largest=3.0)
+    module.matrix.set_weight_(
+        UnpackedWeights(module.matrix.unpack().q_weight * 0, module.matrix.unpack().qparams)
     )
-    assert float(found.matrix.input_scale) == pytest.approx(3 / 127)
+    assert float(module.matrix.input_scale) == pytest.approx(3 / 127)
 
 
 @needs_vnni
 @pytest.mark.parametrize("form", ["integers", "explicit"])
-def test_a_layer_is_what_onnx_runtime_computes(form):
+def test_layer_equals_onnx_runtime(form):
     """Codes of activations and sums of products exactly; what is scaled, to the rounding of float32."""
-    found = layer()
+    module = layer()
     x = 2 * torch.randn(5, 48)  # some beyond the range
     unsigned = form == "integers"
     zero = np.array(128, np.uint8) if unsigned else np.array(0, np.int8)
@@ -76,23 +76,23 @@ def test_a_layer_is_what_onnx_runtime_computes(form):
     nodes.append(helper.make_node("MatMulInteger", ["codes", "columns", "zero"], ["sums"]))
     kind = TensorProto.UINT8 if unsigned else TensorProto.INT8
     outputs = [("codes", kind), ("sums", TensorProto.INT32), ("y", TensorProto.FLOAT)]
-    session = ort_session(nodes, [("x", TensorProto.FLOAT)], outputs, constants(found, zero))
+    session = ort_session(nodes, [("x", TensorProto.FLOAT)], outputs, constants(module, zero))
     codes, sums, y = session.run(None, {"x": x.numpy()})
-    ours = x.div(found.matrix.input_scale).round().clamp(-128, 127).int().numpy()
-    assert np.array_equal(codes.astype(np.int32) - int(zero), ours)
-    assert {-128, 127} <= set(ours.ravel())
-    assert np.array_equal(sums, ours @ found.matrix.codes.int().numpy().T)
-    assert np.abs(found(x).detach().numpy() - y).max() < 1e-5
+    quantized_inputs = x.div(module.matrix.input_scale).round().clamp(-128, 127).int().numpy()
+    assert np.array_equal(codes.astype(np.int32) - int(zero), quantized_inputs)
+    assert {-128, 127} <= set(quantized_inputs.ravel())
+    assert np.array_equal(sums, quantized_inputs @ module.matrix.codes.int().numpy().T)
+    assert np.abs(module(x).detach().numpy() - y).max() < 1e-5
 
 
-def test_a_row_gives_the_same_whatever_else_is_in_its_batch():
+def test_row_has_the_same_output_in_any_batch():
     """In ONNX Runtime bit for bit."""
     alone, among = products("int8-static")
     assert np.array_equal(alone, among)
 
 
 @pytest.mark.parametrize("scheme", ["int4", "int8-groupwise", "binary"])
-def test_schemes_with_blocks_of_activations_differ_by_the_order_of_a_sum(scheme):
+def test_schemes_with_activation_blocks_differ_only_in_summation_order(scheme):
     alone, among = products(scheme)
     assert np.abs(alone - among).max() < 1e-5
 
@@ -112,10 +112,10 @@ def products(scheme: str) -> tuple[np.ndarray, np.ndarray]:
     x = torch.randn(16, 256)
     x[7] *= 40
     graph = GraphSpec("model", module.eval(), (x,), ["x"], ["y"], ({0: "rows"},))
-    made = export_graph(graph, "ort-cpu", 20)
-    expand_placeholders(made)
+    onnx_model = export_graph(graph, "ort-cpu", 20)
+    expand_placeholders(onnx_model)
     session = onnxruntime.InferenceSession(
-        made.SerializeToString(), session_options(), providers=["CPUExecutionProvider"]
+        onnx_model.SerializeToString(), session_options(), providers=["CPUExecutionProvider"]
     )
-    alone = np.concatenate([session.run(None, {"x": x[at : at + 1].numpy()})[0] for at in (2, 3, 9)])
+    alone = np.concatenate([session.run(None, {"x": x[index : index + 1].numpy()})[0] for index in (2, 3, 9)])
     return alone, session.run(None, {"x": x.numpy()})[0][[2, 3, 9]]

@@ -41,7 +41,7 @@ def weights(kind, rows=12, width=128):
 
 
 @pytest.mark.parametrize(("kind", "most"), [("normal", 1.25), ("heavy", 1.7), ("uniform", 1.12)])
-def test_the_error_is_near_the_least_that_sixteen_values_can_have(kind, most):
+def test_error_is_close_to_the_optimum_of_sixteen_values(kind, most):
     weight = weights(kind, 60)
     off = (
         (schemes.rounded_matrix("kmeans4", weight, **OPTIONS).dequantize() - weight)
@@ -54,27 +54,27 @@ def test_the_error_is_near_the_least_that_sixteen_values_can_have(kind, most):
     assert (off / least).mean() < most
 
 
-def test_sixteen_even_values_are_found_to_half_a_step_of_a_byte():
+def test_sixteen_even_values_are_found_within_half_a_byte_step():
     values = torch.linspace(-1, 1, 16)
-    found = schemes.rounded_matrix("kmeans4", values.repeat(8)[None], **OPTIONS)
-    assert (found.tensor("codebook")[0, 0].int() - 128).tolist() == (values * 127).round().int().tolist()
-    assert found.unpack().q_weight[0, 0].tolist() == 8 * list(range(16))
-    assert (found.dequantize() - values.repeat(8)).abs().max() < 0.51 / 127
+    matrix = schemes.rounded_matrix("kmeans4", values.repeat(8)[None], **OPTIONS)
+    assert (matrix.tensor("codebook")[0, 0].int() - 128).tolist() == (values * 127).round().int().tolist()
+    assert matrix.unpack().q_weight[0, 0].tolist() == 8 * list(range(16))
+    assert (matrix.dequantize() - values.repeat(8)).abs().max() < 0.51 / 127
 
 
-def test_what_lies_in_the_middle_of_two_values_becomes_the_lower_one():
+def test_midpoint_is_rounded_to_the_lower_value():
     grid = {"scales": torch.ones(1, 1), "codebook": (128 + 2 * torch.arange(16)).byte()[None, None]}
     steps = torch.tensor([[[1.0, 1.1, 2.9, 3.0]]])
     assert find_scheme("kmeans4").quantize(steps, grid, {}).tolist() == [[[0, 1, 1, 1]]]
 
 
-def test_zeros_stay_zeros():
+def test_zeros_are_kept():
     weight = weights("normal") + 0.05
     weight[:, ::3] = 0
     assert schemes.rounded_matrix("kmeans4", weight, **OPTIONS).dequantize()[:, ::3].eq(0).all()
 
 
-def test_every_layout_leaves_as_eight_bits_which_a_session_makes_once(tmp_path):
+def test_every_layout_is_exported_as_eight_bits_unpacked_once(tmp_path):
     torch.manual_seed(0)
     layers = [
         quantize_module(nn.Linear(300, 24), "kmeans4", {"group_size": size, "accuracy_level": level})
@@ -88,18 +88,18 @@ def test_every_layout_leaves_as_eight_bits_which_a_session_makes_once(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_graph_holds_four_bits_a_weight_and_the_codebooks():
+def test_graph_stores_four_bits_per_weight_and_the_codebooks():
     layer = quantize_module(nn.Linear(1024, 512), "kmeans4").eval()
-    made = schemes.export_layers([layer], torch.randn(1, 2, 1024))
-    stored = [t for t in made.graph.initializer if list(t.dims)[:1] == [512] and len(t.dims) > 1]
+    onnx_model = schemes.export_layers([layer], torch.randn(1, 2, 1024))
+    stored = [t for t in onnx_model.graph.initializer if list(t.dims)[:1] == [512] and len(t.dims) > 1]
     expected_bytes = 512 * (1024 // 2 + 4 * 16 + 4 * 2)
     assert sum(len(t.raw_data) for t in stored) == expected_bytes
     assert (
-        expected_bytes < len(made.SerializeToString()) < 1.05 * expected_bytes
+        expected_bytes < len(onnx_model.SerializeToString()) < 1.05 * expected_bytes
     )  # tables of spreading among it
 
 
-def test_what_fills_up_the_last_group_is_no_weight_of_zero():
+def test_padding_of_the_last_group_is_not_a_weight_of_zero():
     weight = torch.linspace(0.2, 0.9, 16)[None]  # as many as there are values
     values = schemes.rounded_matrix("kmeans4", weight).dequantized()
     torch.testing.assert_close(values, weight, rtol=0, atol=0.9 / 127 / 2 + 1e-3)

@@ -29,14 +29,14 @@ def drawn(rows=6, width=256, power=3):
 
 
 @pytest.mark.parametrize("power", [1, 3, 9])
-def test_values_are_those_of_the_specification(power):
+def test_values_equal_the_specification(power):
     weight = drawn(power=power)
-    found = schemes.rounded_matrix("mxfp4", weight).dequantize().numpy()
+    values = schemes.rounded_matrix("mxfp4", weight).dequantize().numpy()
     expected = np.concatenate([by_specification(g) for g in weight.reshape(-1, 32).numpy()])
-    assert np.array_equal(found.ravel(), expected)
+    assert np.array_equal(values.ravel(), expected)
 
 
-def test_ties_go_to_the_even_code_and_both_ends_are_6():
+def test_ties_are_rounded_to_even_and_the_range_ends_at_6():
     row = torch.tensor([4.0, 0.25, 0.75, 1.25, -1.75, 2.5, 3.5, 5.0, 7.9, -7.9, 0.2, -0.2, 0.0] + 19 * [0.0])
     codes, grid = round_to_nearest(row[None], Mxfp4(), OPTIONS)
     assert grid["scales"].tolist() == [[1.0]]
@@ -46,21 +46,21 @@ def test_ties_go_to_the_even_code_and_both_ends_are_6():
 @pytest.mark.parametrize(
     ("largest", "exponent"), [(1.0, -2), (1.99, -2), (2.0, -1), (3e38, 125), (1e-30, -102)]
 )
-def test_a_scale_is_two_powers_below_the_largest_magnitude(largest, exponent):
+def test_scale_is_two_powers_below_the_largest_magnitude(largest, exponent):
     group = torch.zeros(1, 1, 32)
     group[0, 0, 5] = -largest
     assert Mxfp4().compute_qparams(group, 32, OPTIONS)["scales"].item() == 2.0**exponent
 
 
-def test_transformers_reads_the_stored_bytes_as_the_same_values():
+def test_transformers_decodes_the_stored_bytes_to_the_same_values():
     """Its decoder of gpt-oss takes bytes of two codes and E8M0 scales, and gives inputs by outputs."""
     matrix = schemes.rounded_matrix("mxfp4", drawn())
     scales = matrix.tensor("scales").to(torch.float8_e8m0fnu).view(torch.uint8)
-    found = convert_moe_packed_tensors(matrix.tensor("codes")[None], scales[None], dtype=torch.float32)
-    assert found[0].T.equal(matrix.dequantize())
+    values = convert_moe_packed_tensors(matrix.tensor("codes")[None], scales[None], dtype=torch.float32)
+    assert values[0].T.equal(matrix.dequantize())
 
 
-def test_every_level_leaves_as_eight_bits_which_a_session_makes_once(tmp_path):
+def test_every_level_is_exported_as_eight_bits_unpacked_once(tmp_path):
     torch.manual_seed(0)
     layers = [
         quantize_module(nn.Linear(width, 24), "mxfp4", {"group_size": 32, "accuracy_level": level}).eval()
@@ -73,23 +73,23 @@ def test_every_level_leaves_as_eight_bits_which_a_session_makes_once(tmp_path):
 
 
 @pytest.mark.parametrize("size", [1e-4, 1e-9])
-def test_small_scales_leave_as_they_are(size):
+def test_small_scales_are_exported_exactly(size):
     """Of 1e-9 they are none that float16 holds."""
     torch.manual_seed(0)
-    whole = nn.Linear(64, 24, bias=False)
-    whole.weight.data *= size
-    layer = quantize_module(whole, "mxfp4").eval()
+    linear = nn.Linear(64, 24, bias=False)
+    linear.weight.data *= size
+    layer = quantize_module(linear, "mxfp4").eval()
     x = torch.randn(2, 3, 64)
-    (got,) = schemes.run_onnx_runtime([layer], x)
+    (actual,) = schemes.run_onnx_runtime([layer], x)
     with torch.inference_mode():
         expected = layer(x)
-    assert (torch.from_numpy(got) - expected).abs().max() < 1e-5 * expected.std()
+    assert (torch.from_numpy(actual) - expected).abs().max() < 1e-5 * expected.std()
 
 
-def test_a_graph_holds_four_bits_a_weight_and_scales_of_two_bytes():
+def test_graph_stores_four_bits_per_weight_and_two_byte_scales():
     layer = quantize_module(nn.Linear(1024, 512), "mxfp4").eval()
-    made = schemes.export_layers([layer], torch.randn(1, 2, 1024))
-    stored = [t for t in made.graph.initializer if list(t.dims)[:1] == [512] and len(t.dims) > 1]
+    onnx_model = schemes.export_layers([layer], torch.randn(1, 2, 1024))
+    stored = [t for t in onnx_model.graph.initializer if list(t.dims)[:1] == [512] and len(t.dims) > 1]
     expected_bytes = 512 * (1024 // 2 + 32 * 2)
     assert sum(len(t.raw_data) for t in stored) == expected_bytes
-    assert expected_bytes < len(made.SerializeToString()) < 1.05 * expected_bytes
+    assert expected_bytes < len(onnx_model.SerializeToString()) < 1.05 * expected_bytes

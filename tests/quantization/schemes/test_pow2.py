@@ -23,33 +23,33 @@ def by_formula(x, scale):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_values_are_those_of_the_formula(size):
+def test_values_equal_the_formula(size):
     torch.manual_seed(0)
     weight = torch.randn(6, 256).pow(3) * 0.01
-    found = schemes.rounded_matrix("pow2", weight, group_size=size).dequantize()
-    for row, mine in zip(weight.tolist(), found.tolist(), strict=True):
+    values = schemes.rounded_matrix("pow2", weight, group_size=size).dequantize()
+    for row, row_values in zip(weight.tolist(), values.tolist(), strict=True):
         for start in range(0, 256, size):
             group = row[start : start + size]
             scale = float(torch.tensor(max(map(abs, group))).half())
             expected = [by_formula(x, scale) for x in group]
-            assert mine[start : start + size] == pytest.approx(expected, rel=1e-6, abs=0)
-    assert len(found.unique()) > 15
+            assert row_values[start : start + size] == pytest.approx(expected, rel=1e-6, abs=0)
+    assert len(values.unique()) > 15
 
 
-def test_small_scales_leave_as_they_are():
+def test_small_scales_are_exported_exactly():
     """A 64th of them would be no whole float16."""
     torch.manual_seed(0)
-    whole = nn.Linear(64, 24, bias=False)
-    whole.weight.data *= 1e-4
-    layer = quantize_module(whole, "pow2").eval()
+    linear = nn.Linear(64, 24, bias=False)
+    linear.weight.data *= 1e-4
+    layer = quantize_module(linear, "pow2").eval()
     x = torch.randn(2, 3, 64)
-    (got,) = schemes.run_onnx_runtime([layer], x)
+    (actual,) = schemes.run_onnx_runtime([layer], x)
     with torch.inference_mode():
         expected = layer(x)
-    assert (torch.from_numpy(got) - expected).abs().max() < 1e-5 * expected.std()
+    assert (torch.from_numpy(actual) - expected).abs().max() < 1e-5 * expected.std()
 
 
-def test_every_layout_leaves_as_eight_bits_which_a_session_makes_once(tmp_path):
+def test_every_layout_is_exported_as_eight_bits_unpacked_once(tmp_path):
     torch.manual_seed(0)
     layers = [
         quantize_module(nn.Linear(300, 24), "pow2", {"group_size": size, "accuracy_level": level}).eval()
@@ -59,10 +59,10 @@ def test_every_layout_leaves_as_eight_bits_which_a_session_makes_once(tmp_path):
     assert {a["bits"] for a in attributes} == {8}
 
 
-def test_a_graph_holds_four_bits_a_weight():
+def test_graph_stores_four_bits_per_weight():
     layer = quantize_module(nn.Linear(1024, 512), "pow2").eval()
-    made = schemes.export_layers([layer], torch.randn(1, 2, 1024))
-    stored = [t for t in made.graph.initializer if list(t.dims)[:1] == [512] and len(t.dims) > 1]
+    onnx_model = schemes.export_layers([layer], torch.randn(1, 2, 1024))
+    stored = [t for t in onnx_model.graph.initializer if list(t.dims)[:1] == [512] and len(t.dims) > 1]
     expected_bytes = 512 * (1024 // 2 + 16 * 2)
     assert sum(len(t.raw_data) for t in stored) == expected_bytes
-    assert expected_bytes < len(made.SerializeToString()) < 1.05 * expected_bytes
+    assert expected_bytes < len(onnx_model.SerializeToString()) < 1.05 * expected_bytes

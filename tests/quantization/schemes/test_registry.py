@@ -20,25 +20,25 @@ from tests.support.expected_errors import raises_code
 pytestmark = pytest.mark.quick
 
 
-def test_the_default_is_a_scheme_that_codes_everything_and_needs_no_training():
+def test_default_scheme_quantizes_everything_without_training():
     assert SCHEMES[DEFAULT_SCHEME].supports_embeddings
     assert not SCHEMES[DEFAULT_SCHEME].requires_training
 
 
-@pytest.mark.parametrize("word", ["itn4", "int5", 7, None, [], {}])
-def test_what_is_no_scheme_is_refused_with_those_that_there_are(word):
+@pytest.mark.parametrize("scheme_name", ["itn4", "int5", 7, None, [], {}])
+def test_unknown_scheme_error_lists_the_schemes(scheme_name):
     with raises_code("unknown-scheme", InputError) as caught:
-        find_scheme(word)
+        find_scheme(scheme_name)
     assert all(name in str(caught.value) for name in SCHEMES)
 
 
 OPTIONS = "unsupported-scheme-options"
 
 
-def test_schemes_that_share_an_option_agree_on_its_default_and_its_words():
-    for found in schemes_by_option().values():
-        assert len({option.description for _, option in found}) == 1
-        assert all(option.allows(option.default) for _, option in found)
+def test_schemes_sharing_an_option_agree_on_its_default_and_description():
+    for group in schemes_by_option().values():
+        assert len({option.description for _, option in group}) == 1
+        assert all(option.allows(option.default) for _, option in group)
 
 
 @pytest.mark.parametrize(
@@ -60,14 +60,14 @@ def test_schemes_that_share_an_option_agree_on_its_default_and_its_words():
         ("bnb-int8", {"granularity": "tensor"}, OPTIONS, ("bnb-int8",)),
     ],
 )
-def test_options_that_no_matrix_has_are_refused(scheme, change, code, values):
+def test_inapplicable_options_are_refused(scheme, change, code, values):
     with raises_code(code, InputError) as caught:
         validate_scheme_options(find_scheme(scheme), default_options(find_scheme(scheme)) | change)
     assert caught.value.setting == (next(iter(change)) if code == "wrong-value" else None)
     assert all(value in str(caught.value) for value in values)
 
 
-def test_an_option_that_is_missing_is_refused():
+def test_missing_option_is_refused():
     with raises_code("unsupported-scheme-options", InputError) as caught:
         validate_scheme_options(find_scheme("int4"), {"group_size": 64})
     assert all(part in str(caught.value) for part in ("int4", "{'group_size': 64}"))
@@ -97,11 +97,11 @@ def test_an_option_that_is_missing_is_refused():
         ("bnb-int8", {}, 8 + 32 / 1024),
     ],
 )
-def test_bits_per_weight_count_scales_and_zero_points(scheme, options, bits):
+def test_bits_per_weight_include_scales_and_zero_points(scheme, options, bits):
     assert bits_per_weight(find_scheme(scheme), options, 1024) == bits
 
 
-def test_several_schemes_run_where_each_of_them_does():
+def test_several_schemes_run_where_each_of_them_runs():
     assert supported_targets([]) == ["ort-cpu", "ort-cuda", "tensorrt", "openvino", *GRAPH_TARGETS]
     assert supported_targets([find_scheme("int4"), find_scheme("binary")]) == ["ort-cpu"]
     assert supported_targets([find_scheme("int8-static")]) == [
@@ -112,12 +112,12 @@ def test_several_schemes_run_where_each_of_them_does():
     ]
 
 
-def test_tensorrt_runs_4_bits_with_some_options_alone():
+def test_tensorrt_runs_4_bits_only_with_some_options():
     int4, fine = find_scheme("int4"), {"group_size": 64, "symmetric": "positive", "accuracy_level": 0}
     assert supported_targets([int4]) == ["ort-cpu", "tensorrt", "openvino"]
-    own, groupwise = int4.unsupported_targets, find_scheme("int8-groupwise")
-    assert "tensorrt" not in own
-    assert unsupported_reason(int4, "ort-tensorrt") == own["ort-tensorrt"]
+    int4_targets, groupwise = int4.unsupported_targets, find_scheme("int8-groupwise")
+    assert "tensorrt" not in int4_targets
+    assert unsupported_reason(int4, "ort-tensorrt") == int4_targets["ort-tensorrt"]
     assert "ort-tensorrt" not in groupwise.unsupported_targets
     assert unsupported_reason(groupwise, "ort-tensorrt") == groupwise.unsupported_targets["tensorrt"]
     assert unsupported_scheme_options(int4, fine, "tensorrt") == []
@@ -139,9 +139,9 @@ def test_tensorrt_runs_4_bits_with_some_options_alone():
     assert supported_dtypes([int4], "openvino") == ["fp32"]
 
 
-def test_a_table_has_one_meaning_in_all_schemes():
+def test_tensor_name_has_one_meaning_in_all_schemes():
     """Place-holders name a table by its word alone."""
-    found = {}
+    tables = {}
     for scheme in SCHEMES.values():
-        for word, table in scheme.unpacking_tables().items():
-            assert (found.setdefault(word, table) == table).all(), f"{scheme.name}: {word}"
+        for name, table in scheme.unpacking_tables().items():
+            assert (tables.setdefault(name, table) == table).all(), f"{scheme.name}: {name}"

@@ -20,14 +20,14 @@ def random_layer(inputs=100, outputs=24, group=32, granularity="group", level=4)
     return schemes.random_quantized_layer("ternary", UnpackedWeights(codes, grid), inputs, **options)
 
 
-def test_every_layout_leaves_as_what_torch_computes_and_a_session_spreads_codes_once(tmp_path):
+def test_every_layout_is_exported_as_torch_computes_and_unpacked_once(tmp_path):
     layers = [random_layer(group=g, granularity=by, level=level) for g, by, level in LAYOUTS]
     attributes = schemes.fused_matmul_attributes(layers, tmp_path / "optimized.onnx")
     assert {(a["accuracy_level"], a["bits"]) for a in attributes} == {(0, 4), (4, 2)}
 
 
 @pytest.mark.parametrize("granularity", ["group", "channel"])
-def test_codes_and_scales_are_those_of_ternary_weight_networks(granularity):
+def test_weights_and_scales_equal_ternary_weight_networks(granularity):
     """arXiv:1605.04711, D = 0.7 E|W|; +1 above D, -1 below -D, else 0; a = E(|W| beyond D)."""
     torch.manual_seed(0)
     weight = torch.randn(5, 96)
@@ -45,12 +45,12 @@ def test_codes_and_scales_are_those_of_ternary_weight_networks(granularity):
             np.testing.assert_allclose(values[row, start : start + len(group)], expected, rtol=2**-10)
 
 
-def test_half_of_a_scale_that_was_learned_is_the_threshold():
+def test_threshold_is_half_of_a_learned_scale():
     weight = torch.tensor([[[0.4, 0.6, -0.4, -0.6]]])
     assert Ternary().quantize(weight, {"scales": torch.ones(1, 1)}, {}).tolist() == [[[1, 2, 1, 0]]]
 
 
-def test_what_fills_up_the_last_group_is_no_weight():
+def test_padding_of_the_last_group_is_no_weight():
     """Mean 0.55, so that 0.1 lies within 0.7 of it; of 32 weights the mean would be 0.1375."""
     last = torch.tensor([[1.0, -1, 1, -1, 0.1, -0.1, 0.1, -0.1]])
     weight = torch.cat([torch.ones(1, 32), last], dim=1)

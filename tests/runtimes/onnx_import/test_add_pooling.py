@@ -45,24 +45,24 @@ def expected(pooling: str, normalize: bool) -> Any:
 
 @pytest.mark.parametrize("opset", [12, 17, 18])
 @pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
-def test_vectors_are_those_of_the_formula(pooling: Any, opset: int, tmp_path: Path) -> None:
+def test_vectors_equal_the_formula(pooling: Any, opset: int, tmp_path: Path) -> None:
     for normalize in (False, True):
         path = graphs.save_model(states(opset), tmp_path / "m.onnx")
         add_pooling(path, SentenceRules(pooling=pooling, normalize=normalize))
         session = open_onnx_session(path, 1)
         assert {i.name for i in session.get_inputs()} == {"input_ids", "attention_mask"}
         assert [(o.name, o.shape) for o in session.get_outputs()] == [("sentence_embedding", ["batch", 5])]
-        (found,) = session.run(None, {"input_ids": IDS, "attention_mask": MASK})
-        np.testing.assert_allclose(found, expected(pooling, normalize), rtol=1e-5, atol=1e-6)
+        (vectors,) = session.run(None, {"input_ids": IDS, "attention_mask": MASK})
+        np.testing.assert_allclose(vectors, expected(pooling, normalize), rtol=1e-5, atol=1e-6)
 
 
-def test_a_graph_that_gives_vectors_keeps_them(tmp_path: Path) -> None:
-    made = states(17)
-    made.graph.node.append(helper.make_node("ReduceSum", ["last_hidden_state"], ["sentence_embedding"]))
-    made.graph.output.append(graphs.value_info("sentence_embedding", None))
-    path = graphs.save_model(made, tmp_path / "m.onnx")
+def test_graph_that_returns_vectors_is_unchanged(tmp_path: Path) -> None:
+    model = states(17)
+    model.graph.node.append(helper.make_node("ReduceSum", ["last_hidden_state"], ["sentence_embedding"]))
+    model.graph.output.append(graphs.value_info("sentence_embedding", None))
+    path = graphs.save_model(model, tmp_path / "m.onnx")
     add_pooling(path, SentenceRules(pooling="cls"))
     session = open_onnx_session(path, 1)
     assert [o.name for o in session.get_outputs()] == ["last_hidden_state", "sentence_embedding"]
-    found = session.run(["sentence_embedding"], {"input_ids": IDS, "attention_mask": MASK})[0]
-    np.testing.assert_allclose(found.ravel(), [(WORDS[IDS] + WORDS[0] * 9).sum()], rtol=1e-5)
+    vectors = session.run(["sentence_embedding"], {"input_ids": IDS, "attention_mask": MASK})[0]
+    np.testing.assert_allclose(vectors.ravel(), [(WORDS[IDS] + WORDS[0] * 9).sum()], rtol=1e-5)

@@ -32,7 +32,7 @@ def _swapped(folder, model):
     return read_artifact(folder)
 
 
-def test_a_graph_that_asks_for_gigabytes_is_refused_by_all_that_would_open_it(tmp_path):
+def test_graph_allocating_gigabytes_is_refused_by_all_commands(tmp_path):
     folder = imported_graphs.make_artifact(tmp_path / "a", imported_graphs.two_layer_classifier()).path
     artifact = _swapped(folder, imported_graphs.huge_constant_model())
     rows = imported_graphs.write_rows(tmp_path / "rows.npz")
@@ -48,26 +48,26 @@ def test_a_graph_that_asks_for_gigabytes_is_refused_by_all_that_would_open_it(tm
         assert error.value.code == "unsafe-graph"
 
 
-def test_a_graph_is_tried_once(tmp_path, monkeypatch):
+def test_graph_is_tried_once(tmp_path, monkeypatch):
     artifact = imported_graphs.make_artifact(tmp_path / "a", imported_graphs.two_layer_classifier())
-    asked = []
-    monkeypatch.setattr(trial_run, "run_isolated", lambda module, arguments, limits: asked.append(arguments))
+    trials = []
+    monkeypatch.setattr(trial_run, "run_isolated", lambda module, arguments, limits: trials.append(arguments))
     require_safe_artifact(artifact)
     require_safe_artifact(artifact)
-    assert asked == [[str(artifact.path / "model.onnx")]]
+    assert trials == [[str(artifact.path / "model.onnx")]]
     other = _swapped(artifact.path, imported_graphs.two_layer_classifier(seed=1))
     require_safe_artifact(other)
-    assert len(asked) == 2
+    assert len(trials) == 2
 
 
-def test_what_was_made_here_is_opened_at_once(tmp_path, monkeypatch):
+def test_own_artifacts_are_opened_without_a_trial(tmp_path, monkeypatch):
     artifact = imported_graphs.make_artifact(tmp_path / "a", imported_graphs.two_layer_classifier())
     monkeypatch.setattr(trial_run, "run_isolated", lambda *_: pytest.fail("it was tried"))
     record_verified_graphs(artifact.manifest.files)
     require_safe_artifact(artifact)
 
 
-def test_weights_that_several_graphs_share_count_for_each(tmp_path):
+def test_shared_weights_count_for_each_graph(tmp_path):
     """Graphs of one artifact may have their weights in one file, which none of them is named like."""
     from smelt.core.artifact import FileRecord
     from smelt.runtimes.onnx_import.trial_run import WEIGHT_COPIES
@@ -77,26 +77,29 @@ def test_weights_that_several_graphs_share_count_for_each(tmp_path):
         graph.write_bytes(b"0")
     files = {g.name: FileRecord(sha256="0" * 64, size_bytes=1) for g in graphs}
     large = files | {"model.onnx_data": FileRecord(sha256="0" * 64, size_bytes=3_000_000_000)}
-    small, limits = (trial_run._trial_limits(graphs, found) for found in (files, large))
+    small, limits = (trial_run._trial_limits(graphs, group) for group in (files, large))
     assert limits.memory_bytes - small.memory_bytes == WEIGHT_COPIES * 3_000_000_000
     assert limits.seconds > small.seconds + 100
 
 
-def test_a_graph_of_large_fixed_inputs_may_use_what_these_need(tmp_path):
+def test_limit_includes_large_fixed_inputs(tmp_path):
     """20 layers of 64 MB each, and all of them in one, for rows that are as large by the graph's own word."""
-    names = ["x", *(f"x{at}" for at in range(20))]
-    nodes = [helper.make_node("Relu", [one], [two]) for one, two in itertools.pairwise(names)]
+    names = ["x", *(f"x{index}" for index in range(20))]
+    nodes = [
+        helper.make_node("Relu", [input_name], [output_name])
+        for input_name, output_name in itertools.pairwise(names)
+    ]
     nodes.append(helper.make_node("Concat", names, ["y"], axis=0))
-    ends = (
+    signature = (
         [imported_graphs.value_info("x", [1, 16_000_000])],
         [imported_graphs.value_info("y", [21, 16_000_000])],
     )
-    artifact = imported_graphs.make_artifact(tmp_path / "a", imported_graphs.make_model(nodes, *ends))
+    artifact = imported_graphs.make_artifact(tmp_path / "a", imported_graphs.make_model(nodes, *signature))
     require_safe_artifact(artifact)
 
 
 @pytest.mark.parametrize("lack", [PermissionError("/root/.cache"), RuntimeError("no home directory")])
-def test_a_home_that_cannot_be_used_is_no_reason_not_to_open(tmp_path, monkeypatch, lack):
+def test_unusable_home_folder_does_not_prevent_opening(tmp_path, monkeypatch, lack):
     def home(*_):
         raise lack
 
@@ -106,12 +109,12 @@ def test_a_home_that_cannot_be_used_is_no_reason_not_to_open(tmp_path, monkeypat
     require_safe_artifact(artifact)
 
 
-def test_without_a_place_to_remember_each_opening_is_tried(tmp_path, monkeypatch):
+def test_without_a_cache_each_opening_is_tried(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     artifact = imported_graphs.make_artifact(tmp_path / "a", imported_graphs.two_layer_classifier())
-    asked = []
-    monkeypatch.setattr(trial_run, "run_isolated", lambda *arguments: asked.append(arguments))
+    trials = []
+    monkeypatch.setattr(trial_run, "run_isolated", lambda *arguments: trials.append(arguments))
     require_safe_artifact(artifact)
     require_safe_artifact(artifact)
-    assert len(asked) == 2
+    assert len(trials) == 2

@@ -14,8 +14,8 @@ def signature(inputs: dict[str, Any], outputs: dict[str, Any] | None = None) -> 
     )
 
 
-def axes(found: GraphSignature) -> dict[str, int | None]:
-    return {value.name: value.axis for value in (*found.inputs, *found.outputs)}
+def axes(signature: GraphSignature) -> dict[str, int | None]:
+    return {value.name: value.axis for value in (*signature.inputs, *signature.outputs)}
 
 
 @pytest.mark.parametrize(
@@ -43,14 +43,14 @@ def axes(found: GraphSignature) -> dict[str, int | None]:
         ({"x": None}, {"y": None}, {"x": 0, "y": 0}),
     ],
 )  # fmt: skip
-def test_the_batch_is_where_its_name_is(inputs: Any, outputs: Any, expected: Any) -> None:
-    found = signature(inputs, outputs).with_batch_axes({})
-    assert axes(found) == expected
-    assert list(found.ambiguous_axes({})) == []
+def test_batch_is_the_axis_of_that_name(inputs: Any, outputs: Any, expected: Any) -> None:
+    resolved = signature(inputs, outputs).with_batch_axes({})
+    assert axes(resolved) == expected
+    assert list(resolved.ambiguous_axes({})) == []
 
 
 @pytest.mark.parametrize(
-    ("inputs", "expected", "given"),
+    ("inputs", "expected", "user_axes"),
     [
         ({"x": (None, None, 4), "state": (2, None, 8)}, "{state: 1}", {"state": 1}),
         ({"x": (4, 16), "state": (2, 4, 16)}, "{x: 0, state: 1}", {"x": 0, "state": 1}),
@@ -58,38 +58,38 @@ def test_the_batch_is_where_its_name_is(inputs: Any, outputs: Any, expected: Any
         ({"x": ("T", "B", 8), "state": ("L", "B", 16)}, "{x: 1, state: 1}", {"x": 1, "state": 1}),
     ],
 )
-def test_first_axes_that_disagree_are_asked_for(inputs: Any, expected: str, given: Any) -> None:
-    found = signature(inputs).with_batch_axes({})
-    problems = list(found.ambiguous_axes({}))
+def test_conflicting_first_axes_require_a_setting(inputs: Any, expected: str, user_axes: Any) -> None:
+    resolved = signature(inputs).with_batch_axes({})
+    problems = list(resolved.ambiguous_axes({}))
     assert len(problems) == 1
     assert expected in problems[0]
-    named = found.with_batch_axes(given)
-    assert list(named.ambiguous_axes(given)) == []
-    assert axes(named) == {**axes(found), **given}
+    with_axes = resolved.with_batch_axes(user_axes)
+    assert list(with_axes.ambiguous_axes(user_axes)) == []
+    assert axes(with_axes) == {**axes(resolved), **user_axes}
 
 
-def test_axes_that_a_user_gives_wins_and_others_follow_their_name() -> None:
-    found = signature({"x": ("T", "B", 8), "state": ("L", "B", 16)}, {"y": ("B", 3)}).with_batch_axes(
+def test_user_axes_take_precedence_and_others_follow_their_name() -> None:
+    resolved = signature({"x": ("T", "B", 8), "state": ("L", "B", 16)}, {"y": ("B", 3)}).with_batch_axes(
         {"x": 1}
     )
-    assert axes(found) == {"x": 1, "state": 1, "y": 0}
+    assert axes(resolved) == {"x": 1, "state": 1, "y": 0}
 
 
-def test_names_and_places_that_are_none_are_wrong() -> None:
-    found = signature({"x": ("N", 4), "k": ()}, {"y": None})
-    assert list(found.invalid_axes({"x": 1, "y": 7})) == []
+def test_invalid_names_and_axes_are_errors() -> None:
+    resolved = signature({"x": ("N", 4), "k": ()}, {"y": None})
+    assert list(resolved.invalid_axes({"x": 1, "y": 7})) == []
     assert "Did you mean 'state'" in next(signature({"state": ("N",)}).invalid_axes({"stat": 0}))
-    assert len(list(found.invalid_axes({"x": 2, "k": 0}))) == 2
+    assert len(list(resolved.invalid_axes({"x": 2, "k": 0}))) == 2
 
 
-def test_an_output_without_names_that_is_like_an_input_has_its_axis() -> None:
-    found = signature({"x": (None, 4), "state": (1, None, 8)}, {"new": (1, None, 8)}).with_batch_axes(
+def test_unnamed_output_shaped_like_an_input_has_its_axis() -> None:
+    resolved = signature({"x": (None, 4), "state": (1, None, 8)}, {"new": (1, None, 8)}).with_batch_axes(
         {"state": 1}
     )
-    assert axes(found)["new"] == 1
+    assert axes(resolved)["new"] == 1
 
 
-def test_the_batch_is_fixed_where_the_axis_of_the_rows_is() -> None:
-    found = signature({"x": ("batch", 4), "state": (2, "batch", 8)})
-    assert found.fixed_batch_size == 2
-    assert found.with_batch_axes({}).fixed_batch_size is None
+def test_batch_size_is_fixed_if_the_row_axis_is() -> None:
+    resolved = signature({"x": ("batch", 4), "state": (2, "batch", 8)})
+    assert resolved.fixed_batch_size == 2
+    assert resolved.with_batch_axes({}).fixed_batch_size is None

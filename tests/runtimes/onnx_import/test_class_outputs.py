@@ -88,8 +88,8 @@ def test_class_outputs_of_a_graph_are_recognized(case: str) -> None:
     assert class_outputs(model) == ({} if axis is None else {output: axis})
 
 
-def test_softmax_of_all_axes_before_opset_13_is_no_choice() -> None:
+def test_softmax_of_all_axes_before_opset_13_is_not_a_class_output() -> None:
     """It normalizes all axes from its axis on together, by default the second."""
-    ends = [graphs.value_info("x", ["N", 3, 4])], [graphs.value_info("y", ["N", 3, 4])]
+    signature = [graphs.value_info("x", ["N", 3, 4])], [graphs.value_info("y", ["N", 3, 4])]
     for opset, axis in ((11, {}), (13, {"y": -1})):
-        assert class_outputs(graphs.make_model([N("Softmax", ["x"], ["y"])], *ends, opset=opset)) == axis
+        assert class_outputs(graphs.make_model([N("Softmax", ["x"], ["y"])], *signature, opset=opset)) == axis

@@ -55,12 +55,12 @@ def package(kind: str, folder: Path) -> Path:
 
 def taken(source: Path, out: Path, without: tuple[str, ...] = ()) -> Path:
     """Take the graphs in `source` but some; return a folder that a runner opens."""
-    there = {path.stem: path for path in source.glob("*.onnx") if path.stem not in without}
-    parts = required_graphs(there)
+    graph_paths = {path.stem: path for path in source.glob("*.onnx") if path.stem not in without}
+    parts = required_graphs(graph_paths)
     assert not isinstance(parts, str), parts
     out.mkdir()
     config = json.loads((source / "config.json").read_text())
-    import_generator({name: there[name] for name in parts[1]}, config, out)
+    import_generator({name: graph_paths[name] for name in parts[1]}, config, out)
     return out
 
 
@@ -80,7 +80,9 @@ def expected(kind: str, beams: int = 1) -> list[str]:
 
 
 @pytest.mark.parametrize("without", [(), ("decoder_model", "decoder_with_past_model")])
-def test_a_translator_of_both_layouts_writes_the_same_texts(without: tuple[str, ...], tmp_path: Path) -> None:
+def test_translator_of_both_layouts_generates_the_same_texts(
+    without: tuple[str, ...], tmp_path: Path
+) -> None:
     folder = taken(package("translator", tmp_path / "p"), tmp_path / "out", without)
     assert {p.name for p in folder.glob("*.onnx")} == {"encoder_model.onnx", "decoder_with_past_model.onnx"}
     for beams in (1, 3):
@@ -89,7 +91,7 @@ def test_a_translator_of_both_layouts_writes_the_same_texts(without: tuple[str, 
         )
 
 
-def test_a_language_model_writes_the_same_texts(tmp_path: Path) -> None:
+def test_language_model_generates_the_same_texts(tmp_path: Path) -> None:
     folder = taken(package("gpt2", tmp_path / "p"), tmp_path / "out")
     assert answers(folder, exported_artifacts.exported_artifact("gpt2")) == expected("gpt2")
 
@@ -102,19 +104,19 @@ def change(path: Path, factor: float) -> None:
     onnx.save(model, path)
 
 
-def test_decoders_of_two_models_are_not_taken_for_one(tmp_path: Path) -> None:
+def test_decoders_of_two_models_are_not_merged(tmp_path: Path) -> None:
     source = package("translator", tmp_path / "p")
     change(source / "decoder_with_past_model.onnx", 1.5)
     with raises_code("parity-failed", InputError):
         taken(source, tmp_path / "out")
 
 
-def test_a_language_model_that_forgets_its_padding_is_refused(tmp_path: Path) -> None:
+def test_language_model_ignoring_its_padding_is_refused(tmp_path: Path) -> None:
     source = package("gpt2", tmp_path / "p")
     model: Any = onnx.load(source / "model.onnx")
     ones = onnx.helper.make_node("Shape", ["attention_mask"], ["mask.shape"])
-    one = onnx.helper.make_tensor("value", onnx.TensorProto.INT64, [1], [1])
-    fill = onnx.helper.make_node("ConstantOfShape", ["mask.shape"], ["mask.of_ones"], value=one)
+    constant = onnx.helper.make_tensor("value", onnx.TensorProto.INT64, [1], [1])
+    fill = onnx.helper.make_node("ConstantOfShape", ["mask.shape"], ["mask.of_ones"], value=constant)
     for node in model.graph.node:
         node.input[:] = ["mask.of_ones" if name == "attention_mask" else name for name in node.input]
     old = list(model.graph.node)
@@ -125,14 +127,14 @@ def test_a_language_model_that_forgets_its_padding_is_refused(tmp_path: Path) ->
         taken(source, tmp_path / "out")
 
 
-def test_a_graph_without_places_gets_such_an_input(tmp_path: Path) -> None:
+def test_graph_without_position_ids_gets_this_input(tmp_path: Path) -> None:
     """Optimum exports OPT and Bloom so; every step feeds them."""
     graph = onnx.helper.make_graph([], "g", [], [])
-    made = generator_import.convert_decoder_only(onnx.helper.make_model(graph))
-    assert [value.name for value in made.graph.input] == ["position_ids"]
+    converted = generator_import.convert_decoder_only(onnx.helper.make_model(graph))
+    assert [value.name for value in converted.graph.input] == ["position_ids"]
 
 
-def test_int8_caches_are_told_with_the_file(tmp_path: Path) -> None:
+def test_int8_cache_error_names_the_file(tmp_path: Path) -> None:
     source = exported_artifacts.exported_artifact("int8-caches") / "model.onnx"
     with raises_code("unsupported-cache", InputError):
         import_generator({"model": source}, {}, tmp_path)

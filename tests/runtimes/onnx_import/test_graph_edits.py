@@ -36,18 +36,20 @@ def choosing() -> Any:
 
 
 @pytest.mark.parametrize(("flag", "expected"), [(True, [7.0, 10.0]), (False, [1.5, 0.75])])
-def test_what_is_left_is_what_the_branch_computes(flag: bool, expected: list[float], tmp_path: Path) -> None:
+def test_extracted_graph_computes_the_branch(flag: bool, expected: list[float], tmp_path: Path) -> None:
     from smelt.runtimes.onnx_backend import open_onnx_session
 
-    whole = choosing()
-    left = resolve_if_branch(whole.graph, "flag", flag)
-    assert [i.name for i in left.input] == ["x"]
-    assert "If" not in {node.op_type for node in left.node}
-    made = helper.make_model(left, opset_imports=list(whole.opset_import), ir_version=whole.ir_version)
+    full_model = choosing()
+    branch = resolve_if_branch(full_model.graph, "flag", flag)
+    assert [i.name for i in branch.input] == ["x"]
+    assert "If" not in {node.op_type for node in branch.node}
+    branch_model = helper.make_model(
+        branch, opset_imports=list(full_model.opset_import), ir_version=full_model.ir_version
+    )
     x = np.array([2.0, 3.0], np.float32)
-    fed = {"x": x, "flag": np.array([flag])}
-    for model in (whole, made):
+    feeds = {"x": x, "flag": np.array([flag])}
+    for model in (full_model, branch_model):
         session = open_onnx_session(graphs.save_model(model, tmp_path / "m.onnx"), 1)
         names = {i.name for i in session.get_inputs()}
-        found = session.run(None, {name: fed[name] for name in names})[0]
-        np.testing.assert_allclose(found, expected)
+        actual = session.run(None, {name: feeds[name] for name in names})[0]
+        np.testing.assert_allclose(actual, expected)

@@ -21,21 +21,21 @@ def outputs(path: Path) -> np.ndarray:
     return onnxruntime.InferenceSession(str(path)).run(None, {"x": X})[0]
 
 
-def test_a_graph_with_its_weights_inside_is_the_same_file(tmp_path: Path) -> None:
+def test_graph_with_embedded_weights_is_copied_unchanged(tmp_path: Path) -> None:
     source = graphs.save_model(graphs.two_layer_classifier(), tmp_path / "any.onnx")
     (tmp_path / "out").mkdir()
     assert import_graph(source, tmp_path / "out", outside=False).read_bytes() == source.read_bytes()
 
 
-def test_weights_of_another_name_are_gathered_in_one_file(tmp_path: Path) -> None:
+def test_weights_of_other_file_names_are_merged_in_one_file(tmp_path: Path) -> None:
     source = graphs.save_model(graphs.two_layer_classifier(), tmp_path / "any.onnx", "manifest.json")
     (tmp_path / "out").mkdir()
-    taken = import_graph(source, tmp_path / "out", outside=True)
+    imported = import_graph(source, tmp_path / "out", outside=True)
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["model.onnx", "model.onnx_data"]
-    np.testing.assert_array_equal(outputs(taken), outputs(source))
+    np.testing.assert_array_equal(outputs(imported), outputs(source))
 
 
-def test_a_stretch_that_two_tensors_share_is_copied_once(tmp_path: Path) -> None:
+def test_range_shared_by_two_tensors_is_copied_once(tmp_path: Path) -> None:
     source = graphs.save_model(graphs.two_layer_classifier(), tmp_path / "any.onnx", "weights.bin")
     model = onnx.load(source, load_external_data=False)
     twin = model.graph.initializer.add()
@@ -44,12 +44,12 @@ def test_a_stretch_that_two_tensors_share_is_copied_once(tmp_path: Path) -> None
     graphs.save_model(model, source)
     (tmp_path / "out").mkdir()
     import_graph(source, tmp_path / "out", outside=True)
-    taken = onnx.load(tmp_path / "out" / "model.onnx", load_external_data=False)
-    places = {t.name: [e.value for e in t.external_data] for t in taken.graph.initializer}
+    imported = onnx.load(tmp_path / "out" / "model.onnx", load_external_data=False)
+    places = {t.name: [e.value for e in t.external_data] for t in imported.graph.initializer}
     assert places["twin"] == places["w1"]
 
 
-def test_weights_that_went_away_are_said(tmp_path: Path) -> None:
+def test_missing_weights_are_reported(tmp_path: Path) -> None:
     source = graphs.save_model(graphs.two_layer_classifier(), tmp_path / "any.onnx", "weights.bin")
     (tmp_path / "weights.bin").unlink()
     (tmp_path / "out").mkdir()

@@ -23,7 +23,7 @@ TWO = ("encoder_model", "decoder_model", "decoder_with_past_model")
         (("model",), "decoder", ("model",)),
     ],
 )
-def test_layouts_of_optimum_are_known(names: tuple[str, ...], kind: str, parts: tuple[str, ...]) -> None:
+def test_optimum_layouts_are_recognized(names: tuple[str, ...], kind: str, parts: tuple[str, ...]) -> None:
     assert required_graphs(names) == (kind, parts)
 
 
@@ -37,7 +37,7 @@ def test_layouts_of_optimum_are_known(names: tuple[str, ...], kind: str, parts: 
         (("classifier",), ("model.onnx", "encoder_model.onnx")),
     ],
 )
-def test_what_makes_no_whole_is_said_with_what_to_do(names: tuple[str, ...], named: tuple[str, ...]) -> None:
+def test_incomplete_layout_is_reported_with_a_remedy(names: tuple[str, ...], named: tuple[str, ...]) -> None:
     message = required_graphs(names)
     assert isinstance(message, str)
     assert [value for value in named if value not in message] == []
@@ -64,7 +64,7 @@ IN, OUT = ("input_ids", "attention_mask", "past_key_values.0.key"), ("logits", "
         ((*IN, "past_key_values.0.value"), OUT, ("past_key_values.0.value", "present.0.value")),
     ],
 )
-def test_a_graph_that_cannot_be_that_part_is_said(
+def test_graph_unsuitable_for_its_part_is_reported(
     inputs: tuple[str, ...], outputs: tuple[str, ...], named: tuple[str, ...]
 ) -> None:
     assert list(layout_problems("model", graph(IN, OUT))) == []
@@ -72,6 +72,6 @@ def test_a_graph_that_cannot_be_that_part_is_said(
     assert [value for value in named if value not in problems] == []
 
 
-def test_a_graph_that_fits_has_nothing_to_say_and_ids_of_32_bits_have() -> None:
+def test_suitable_graph_has_no_error_but_32_bit_ids_have() -> None:
     assert list(layout_problems("model", graph((*IN, "position_ids"), OUT))) == []
     assert "are int32" in " ".join(layout_problems("model", graph(IN, OUT, "int32")))

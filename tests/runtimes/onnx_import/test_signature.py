@@ -37,29 +37,29 @@ MADE = GraphSignature(
         ({"x": ArrayHeader("float32", (5, 3)), "scael": ArrayHeader("float32", ())}, "Did you mean 'scael'?"),
     ],
 )
-def test_what_does_not_fit_is_said(shapes: dict[str, ArrayHeader], expected: str | None) -> None:
-    found = list(MADE.shape_problems(shapes))
-    assert (found == []) if expected is None else (len(found) == 1 and expected in found[0])
+def test_mismatches_are_reported(shapes: dict[str, ArrayHeader], expected: str | None) -> None:
+    problems = list(MADE.shape_problems(shapes))
+    assert (problems == []) if expected is None else (len(problems) == 1 and expected in problems[0])
 
 
-def test_a_fixed_batch_takes_any_number_of_rows() -> None:
+def test_fixed_batch_accepts_any_number_of_rows() -> None:
     fixed = GraphSignature(inputs=(TensorSpec(name="x", dtype="float32", shape=(4, 3)),), outputs=())
     assert fixed.fixed_batch_size == 4
     assert list(fixed.shape_problems({"x": ArrayHeader("float32", (9, 3))})) == []
 
 
-def test_rows_are_cut_and_what_belongs_to_all_stays_whole() -> None:
+def test_rows_are_sliced_and_inputs_shared_by_all_rows_are_not() -> None:
     rows = SampleArrays(
         {"x": np.arange(15.0).reshape(5, 3), "scale": np.array(2.0), "label": np.arange(5)}, 5
     )
-    fed = MADE.make_feeds(rows, 1, 3)
-    assert sorted(fed) == ["scale", "x"]
-    assert fed["x"].dtype == np.float32
-    np.testing.assert_array_equal(fed["x"], np.arange(15.0).reshape(5, 3)[1:3])
-    assert fed["scale"].shape == ()
+    feeds = MADE.make_feeds(rows, 1, 3)
+    assert sorted(feeds) == ["scale", "x"]
+    assert feeds["x"].dtype == np.float32
+    np.testing.assert_array_equal(feeds["x"], np.arange(15.0).reshape(5, 3)[1:3])
+    assert feeds["scale"].shape == ()
 
 
-def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_saved_signature_is_loaded(tmp_path: Path) -> None:
     write_signature(tmp_path, MADE)
     assert read_signature(tmp_path) == MADE
     (tmp_path / "signature.json").write_text('{"inputs": 3}')
@@ -67,7 +67,7 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
         read_signature(tmp_path)
 
 
-def test_rows_that_a_name_counts_are_not_said_to_be_the_same_for_all() -> None:
+def test_rows_counted_by_a_named_axis_are_not_shared() -> None:
     signature = GraphSignature(
         inputs=(
             TensorSpec(name="x", dtype="float32", shape=("batch", 16)),
@@ -78,17 +78,17 @@ def test_rows_that_a_name_counts_are_not_said_to_be_the_same_for_all() -> None:
     )
     assert signature.shared_batch_inputs == {"x", "mask"}
     shapes = {"x": ArrayHeader("float32", (40, 16)), "mask": ArrayHeader("float32", (39, 16))}
-    for more, advised in (
+    for extra, advised in (
         ({}, True),
         ({"by_name": signature.shared_batch_inputs}, False),
         ({"of_artifact": True}, False),
     ):
         with raises_code("unequal-rows", InputError) as caught:
-            count_array_samples(shapes, "r.npz", **more)
+            count_array_samples(shapes, "r.npz", **extra)
         assert ("null" in str(caught.value)) == advised
 
 
-def test_an_artifact_reads_no_recipe_so_none_is_to_be_written() -> None:
+def test_error_for_an_artifact_does_not_suggest_a_recipe_setting() -> None:
     shapes = {"x": ArrayHeader("float32", (40, 16)), "state": ArrayHeader("float32", (1, 40, 8))}
     for of_artifact in (False, True):
         with raises_code("unequal-rows", InputError) as caught:

@@ -12,21 +12,21 @@ from tests.support.expected_errors import raises_code
 from tests.support.graphs import imported_graphs as graphs
 
 
-def test_an_input_may_have_any_name(tmp_path: Path) -> None:
+def test_input_may_have_any_name(tmp_path: Path) -> None:
     """numpy.savez has its own meaning for `file` and for `allow_pickle`."""
     names = ["file", "allow_pickle", "arr_0", "a/../b:0"]
-    made = graphs.make_model(
+    model = graphs.make_model(
         [helper.make_node("Sum", names, ["y"])],
         [graphs.value_info(name, ["N", 2]) for name in names],
         [graphs.value_info("y", ["N", 2])],
     )
     rows = {name: np.ones((3, 2), np.float32) for name in names}
-    trial_run(graphs.save_model(made, tmp_path / "m.onnx"), rows, "m.onnx")
+    trial_run(graphs.save_model(model, tmp_path / "m.onnx"), rows, "m.onnx")
     with raises_code("graph-failed", InputError):
         trial_run(tmp_path / "m.onnx", rows | {"file": np.ones((2, 3, 4), np.float32)}, "m.onnx")
 
 
-def test_texts_come_as_texts_under_their_own_names(tmp_path: Path) -> None:
+def test_string_inputs_are_passed_under_their_own_names(tmp_path: Path) -> None:
     texts, numbers = graphs.value_info("t", ["N"], TensorProto.STRING), graphs.value_info("x", ["N"])
     nodes = [helper.make_node("Identity", ["t"], ["u"]), helper.make_node("Neg", ["x"], ["y"])]
     out = [graphs.value_info("u", ["N"], TensorProto.STRING), graphs.value_info("y", ["N"])]
@@ -37,12 +37,12 @@ def test_texts_come_as_texts_under_their_own_names(tmp_path: Path) -> None:
     assert subprocess_main([str(path), rows, '["x", "t"]']) is not None
 
 
-def test_a_small_graph_gets_little_and_what_it_is_fed_gets_more(tmp_path: Path) -> None:
+def test_limits_grow_with_graph_and_inputs(tmp_path: Path) -> None:
     path = graphs.save_model(graphs.two_layer_classifier(), tmp_path / "m.onnx")
     memory, seconds = trial_limits(path, {"x": np.zeros((1, 8), np.float32)})
     assert memory < 2e9
     assert seconds < 13
     wide = np.lib.stride_tricks.as_strided(np.zeros(1, np.float32), (25_000_000,), (0,))
-    more = trial_limits(path, {"x": wide})
-    assert more.seconds == pytest.approx(seconds + 100, rel=1e-3)
-    assert more.memory_bytes >= memory
+    large_limits = trial_limits(path, {"x": wide})
+    assert large_limits.seconds == pytest.approx(seconds + 100, rel=1e-3)
+    assert large_limits.memory_bytes >= memory

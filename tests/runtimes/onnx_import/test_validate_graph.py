@@ -21,13 +21,13 @@ def problems(path: Path) -> dict[str, str]:
     return {problem["code"]: problem["message"] for problem in subprocess_main([str(path)])["problems"]}
 
 
-def test_a_good_file_tells_inputs_outputs_and_what_it_is(tmp_path: Path) -> None:
-    found = validate_graph(graphs.save_model(graphs.two_layer_classifier(), tmp_path / "m.onnx"))
-    assert found.problems == ()
-    assert found.signature is not None
-    assert [v.describe() for v in found.signature.inputs] == ["x float32 [N, 8]"]
-    assert [v.describe() for v in found.signature.outputs] == ["logits float32 [N, 4]"]
-    assert found.details == {
+def test_valid_file_reports_inputs_outputs_and_type(tmp_path: Path) -> None:
+    result = validate_graph(graphs.save_model(graphs.two_layer_classifier(), tmp_path / "m.onnx"))
+    assert result.problems == ()
+    assert result.signature is not None
+    assert [v.describe() for v in result.signature.inputs] == ["x float32 [N, 8]"]
+    assert [v.describe() for v in result.signature.outputs] == ["logits float32 [N, 4]"]
+    assert result.details == {
         "opset": 17,
         "nodes": 6,
         "parameters": 8 * 16 + 16 + 16 * 4 + 4,
@@ -41,18 +41,18 @@ def test_a_good_file_tells_inputs_outputs_and_what_it_is(tmp_path: Path) -> None
     }
 
 
-def test_weights_beside_the_graph_are_named(tmp_path: Path) -> None:
+def test_external_weights_are_listed(tmp_path: Path) -> None:
     path = graphs.save_model(graphs.two_layer_classifier(), tmp_path / "m.onnx", "weights.bin")
     assert subprocess_main([str(path)])["files"] == ["weights.bin"]
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9, 0.999])
-def test_a_file_that_was_cut_short_is_no_model(tmp_path: Path, share: float) -> None:
-    whole = graphs.save_model(graphs.two_layer_classifier(), tmp_path / "m.onnx").read_bytes()
-    (tmp_path / "m.onnx").write_bytes(whole[: int(share * len(whole))])
-    found = problems(tmp_path / "m.onnx")
-    assert list(found) == ["damaged-file"]
-    assert f"({int(share * len(whole)):,} bytes)" in found["damaged-file"]
+def test_truncated_file_is_refused(tmp_path: Path, share: float) -> None:
+    model_bytes = graphs.save_model(graphs.two_layer_classifier(), tmp_path / "m.onnx").read_bytes()
+    (tmp_path / "m.onnx").write_bytes(model_bytes[: int(share * len(model_bytes))])
+    messages = problems(tmp_path / "m.onnx")
+    assert list(messages) == ["damaged-file"]
+    assert f"({int(share * len(model_bytes)):,} bytes)" in messages["damaged-file"]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_file_that_was_cut_short_is_no_model(tmp_path: Path, share: float) -> 
         (b"\x08\x09", "no-graph"),
     ],
 )
-def test_what_is_no_model_is_said(tmp_path: Path, content: bytes, code: str) -> None:
+def test_invalid_model_is_reported(tmp_path: Path, content: bytes, code: str) -> None:
     (tmp_path / "m.onnx").write_bytes(content)
     assert list(problems(tmp_path / "m.onnx")) == [code]
 
@@ -83,20 +83,20 @@ def test_what_is_no_model_is_said(tmp_path: Path, content: bytes, code: str) -> 
         ("folder", "external-data-not-a-file", " folder"),
     ],
 )
-def test_weights_that_lie_elsewhere_are_never_read(
+def test_weights_outside_of_the_folder_are_never_read(
     tmp_path: Path, location: str, code: str, shown: str
 ) -> None:
     inside = tmp_path / "inside"
     (inside / "folder").mkdir(parents=True)
     (tmp_path / "weights.bin").write_bytes(bytes(32))
     (inside / "link.bin").symlink_to(tmp_path / "weights.bin")
-    found = problems(graphs.save_model(graphs.model_with_external_data(location), inside / "m.onnx"))
-    assert list(found) == [code]
-    assert "'w'" in found[code]
-    assert shown in found[code]
+    messages = problems(graphs.save_model(graphs.model_with_external_data(location), inside / "m.onnx"))
+    assert list(messages) == [code]
+    assert "'w'" in messages[code]
+    assert shown in messages[code]
 
 
-def test_links_of_a_cache_to_where_the_graph_itself_lies_are_followed(tmp_path: Path) -> None:
+def test_links_of_a_cache_to_the_folder_of_the_graph_are_followed(tmp_path: Path) -> None:
     """As huggingface_hub keeps files: names are links into a folder of contents."""
     contents, names = tmp_path / "blobs", tmp_path / "snapshots"
     names.mkdir()
@@ -108,7 +108,7 @@ def test_links_of_a_cache_to_where_the_graph_itself_lies_are_followed(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("place", "code", "values"),
+    ("location", "code", "values"),
     [
         ({"offset": "8"}, "external-data-truncated", ["weights.bin", "32 bytes", "40"]),
         ({"offset": "-8"}, "external-data-not-a-number", ["offset", "weights.bin", "'-8'"]),
@@ -116,14 +116,14 @@ def test_links_of_a_cache_to_where_the_graph_itself_lies_are_followed(tmp_path: 
         ({"length": "64"}, "external-data-wrong-length", ["32 bytes", "64", "weights.bin"]),
     ],
 )
-def test_a_place_in_a_file_that_is_not_there_is_said(
-    tmp_path: Path, place: dict[str, str], code: str, values: list[str]
+def test_missing_range_of_a_file_is_reported(
+    tmp_path: Path, location: dict[str, str], code: str, values: list[str]
 ) -> None:
     (tmp_path / "weights.bin").write_bytes(bytes(32))
-    model = graphs.model_with_external_data("weights.bin", **place)
-    found = problems(graphs.save_model(model, tmp_path / "m.onnx"))
-    assert list(found) == [code]
-    assert [value for value in values if value not in found[code]] == []
+    model = graphs.model_with_external_data("weights.bin", **location)
+    messages = problems(graphs.save_model(model, tmp_path / "m.onnx"))
+    assert list(messages) == [code]
+    assert [value for value in values if value not in messages[code]] == []
 
 
 def outside(location: str, kind: int = TensorProto.FLOAT) -> Any:
@@ -135,8 +135,8 @@ def outside(location: str, kind: int = TensorProto.FLOAT) -> Any:
 
 def sparse_constant(location: str) -> Any:
     """A model with a constant of 8 numbers, 4 of which are said to lie in a file."""
-    where = numpy_helper.from_array(np.arange(4), "places")
-    sparse = SparseTensorProto(values=outside(location), indices=where, dims=[8])
+    indices = numpy_helper.from_array(np.arange(4), "places")
+    sparse = SparseTensorProto(values=outside(location), indices=indices, dims=[8])
     nodes = [
         helper.make_node("Constant", [], ["c"], "sparse", sparse_value=sparse),
         helper.make_node("Add", ["x", "c"], ["y"]),
@@ -152,20 +152,20 @@ def constant_of_a_function(location: str) -> Any:
     opset = helper.make_opsetid("", 17)
     function = helper.make_function("own", "F", ["a"], ["b"], nodes, [opset])
     function.attribute_proto.append(helper.make_attribute("v", outside(location)))
-    made = graphs.make_model(
+    model = graphs.make_model(
         [helper.make_node("F", ["x"], ["y"], domain="own")],
         [graphs.value_info("x", ["N", 4])], [graphs.value_info("y", ["N", 4])], functions=[function],
     )  # fmt: skip
-    made.opset_import.append(helper.make_opsetid("own", 1))
-    return made
+    model.opset_import.append(helper.make_opsetid("own", 1))
+    return model
 
 
 @pytest.mark.parametrize("make", [sparse_constant, constant_of_a_function])
-def test_tensors_in_every_corner_of_a_file_are_looked_at(tmp_path: Path, make: Callable[[str], Any]) -> None:
-    found = problems(graphs.save_model(make("../near.bin"), tmp_path / "m.onnx"))
-    assert list(found) == ["external-data-outside-folder"]
-    assert "'v'" in found["external-data-outside-folder"]
-    assert "'../near.bin'" in found["external-data-outside-folder"]
+def test_tensors_in_every_part_of_a_file_are_checked(tmp_path: Path, make: Callable[[str], Any]) -> None:
+    messages = problems(graphs.save_model(make("../near.bin"), tmp_path / "m.onnx"))
+    assert list(messages) == ["external-data-outside-folder"]
+    assert "'v'" in messages["external-data-outside-folder"]
+    assert "'../near.bin'" in messages["external-data-outside-folder"]
     (tmp_path / "near.bin").write_bytes(np.arange(4, dtype=np.float32).tobytes())
     assert subprocess_main([str(graphs.save_model(make("near.bin"), tmp_path / "m.onnx"))])["files"] == [
         "near.bin"
@@ -202,15 +202,15 @@ def calling(count: int, calls: int = 2) -> Any:
     imports = [helper.make_opsetid("", 17), helper.make_opsetid("own", 1)]
     functions = []
     for number in range(count):
-        names = ["a", *(f"t{at}" for at in range(calls - 1)), "b"]
+        names = ["a", *(f"t{index}" for index in range(calls - 1)), "b"]
         nodes = [helper.make_node(f"F{number + 1}", [a], [b], domain="own") for a, b in pairwise(names)]
         if number == count - 1:
             nodes = [helper.make_node("Relu", ["a"], ["b"])]
         functions.append(helper.make_function("own", f"F{number}", ["a"], ["b"], nodes, imports))
     node = helper.make_node("F0", ["x"], ["y"], domain="own")
-    ends = [graphs.value_info("x", ["N"])], [graphs.value_info("y", ["N"])]
+    signature = [graphs.value_info("x", ["N"])], [graphs.value_info("y", ["N"])]
     return helper.make_model(
-        helper.make_graph([node], "g", *ends), functions=functions, opset_imports=imports, ir_version=9
+        helper.make_graph([node], "g", *signature), functions=functions, opset_imports=imports, ir_version=9
     )
 
 
@@ -240,19 +240,19 @@ def looping(trips: int | None, stops: bool = False) -> Any:
         (lambda: looping(None), "unlimited-trips", ["Loop 'long'"]),
     ],
 )
-def test_what_never_ends_is_said_before_it_is_opened(
+def test_endless_loop_is_reported_before_opening(
     tmp_path: Path, make: Callable[[], Any], code: str, values: list[str]
 ) -> None:
     """In the process with limits: without the check it would be opened, here without end."""
-    (found,) = validate_graph(graphs.save_model(make(), tmp_path / "m.onnx")).problems
-    assert found.code == code
-    assert [value for value in values if value not in found.message] == []
+    (problem,) = validate_graph(graphs.save_model(make(), tmp_path / "m.onnx")).problems
+    assert problem.code == code
+    assert [value for value in values if value not in problem.message] == []
 
 
 @pytest.mark.parametrize(
     "make", [lambda: calling(3), lambda: looping(10), lambda: looping(2**63 - 1, stops=True)]
 )
-def test_functions_and_loops_that_end_are_opened(tmp_path: Path, make: Callable[[], Any]) -> None:
+def test_terminating_functions_and_loops_are_opened(tmp_path: Path, make: Callable[[], Any]) -> None:
     """Exporters give a loop that a condition ends the largest number of trips there is."""
     assert problems(graphs.save_model(make(), tmp_path / "m.onnx")) == {}
 
@@ -276,9 +276,9 @@ def no_output() -> Any:
 
 
 def one_name_twice() -> Any:
-    made = graphs.two_layer_classifier()
-    made.graph.node[1].name = made.graph.node[0].name
-    return made
+    model = graphs.two_layer_classifier()
+    model.graph.node[1].name = model.graph.node[0].name
+    return model
 
 
 def in_bfloat16() -> Any:
@@ -294,9 +294,9 @@ def in_bfloat16() -> Any:
 
 
 def without_inputs() -> Any:
-    made = graphs.two_layer_classifier()
-    made.graph.initializer.append(numpy_helper.from_array(np.ones((1, 8), np.float32), "x"))
-    return made
+    model = graphs.two_layer_classifier()
+    model.graph.initializer.append(numpy_helper.from_array(np.ones((1, 8), np.float32), "x"))
+    return model
 
 
 def a_sequence() -> Any:
@@ -340,25 +340,25 @@ def a_sequence() -> Any:
         (without_inputs, "no-inputs", []),
     ],
 )
-def test_a_graph_that_cannot_be_run_is_said_with_its_place(
+def test_unrunnable_graph_is_reported_with_the_node(
     tmp_path: Path, make: Callable[[], Any], code: str, values: list[str]
 ) -> None:
-    found = problems(graphs.save_model(make(), tmp_path / "m.onnx"))
-    assert code in found
-    assert [value for value in values if value not in found[code]] == []
+    messages = problems(graphs.save_model(make(), tmp_path / "m.onnx"))
+    assert code in messages
+    assert [value for value in values if value not in messages[code]] == []
 
 
 def random_graph(training: bool) -> Any:
     """Return a graph of Dropout, in training or not, and of one that is so by an input."""
-    made = graphs.two_layer_classifier()
+    model = graphs.two_layer_classifier()
     truth = numpy_helper.from_array(np.array(training), "training")
-    made.graph.initializer.append(truth)
-    made.graph.node.append(helper.make_node("Dropout", ["logits", "", "training"], ["out"], "drop"))
-    made.graph.output.append(graphs.value_info("out", ["N", 4]))
-    return made
+    model.graph.initializer.append(truth)
+    model.graph.node.append(helper.make_node("Dropout", ["logits", "", "training"], ["out"], "drop"))
+    model.graph.output.append(graphs.value_info("out", ["N", 4]))
+    return model
 
 
-def test_nodes_that_draw_random_numbers_are_named(tmp_path: Path) -> None:
+def test_random_nodes_are_named(tmp_path: Path) -> None:
     path = graphs.save_model(random_graph(training=True), tmp_path / "m.onnx")
     assert subprocess_main([str(path)])["details"]["random"] == ["Dropout 'drop'"]
     graphs.save_model(random_graph(training=False), path)
@@ -369,7 +369,7 @@ def test_nodes_that_draw_random_numbers_are_named(tmp_path: Path) -> None:
     assert subprocess_main([str(path)])["details"]["random"] == ["RandomNormalLike 'noise'"]
 
 
-def test_an_axis_called_by_a_question_mark_has_no_name(tmp_path: Path) -> None:
+def test_axis_named_by_a_question_mark_has_no_name(tmp_path: Path) -> None:
     path = graphs.save_model(graphs.two_layer_classifier(batch="?"), tmp_path / "m.onnx")
     assert subprocess_main([str(path)])["signature"]["inputs"][0]["shape"] == [None, 8]
 
@@ -378,33 +378,33 @@ def test_several_errors_are_reported_together(tmp_path: Path) -> None:
     model = graphs.cyclic_model()
     model.opset_import[0].version = 99
     model.graph.node[0].op_type = "Nothing"
-    found = problems(graphs.save_model(model, tmp_path / "m.onnx"))
-    assert list(found) == ["unsupported-opset", "cycle", "unknown-operator"]
-    assert "99" in found["unsupported-opset"]
-    assert "Nothing" in found["unknown-operator"]
+    messages = problems(graphs.save_model(model, tmp_path / "m.onnx"))
+    assert list(messages) == ["unsupported-opset", "cycle", "unknown-operator"]
+    assert "99" in messages["unsupported-opset"]
+    assert "Nothing" in messages["unknown-operator"]
 
 
-def test_weights_that_are_all_missing_are_one_problem(tmp_path: Path) -> None:
+def test_weights_that_are_all_missing_are_one_error(tmp_path: Path) -> None:
     model = graphs.model_with_external_data("gone.bin")
     for name in ("second", "third"):
         model.graph.initializer.append(model.graph.initializer[0])
         model.graph.initializer[-1].name = name
-    (found,) = validate_graph(graphs.save_model(model, tmp_path / "m.onnx")).problems
+    (problem,) = validate_graph(graphs.save_model(model, tmp_path / "m.onnx")).problems
     first = model.graph.initializer[0].name
-    assert found.code == "external-data-missing"
-    assert [value for value in (f"'{first}'", " 2 ", "gone.bin") if value not in found.message] == []
+    assert problem.code == "external-data-missing"
+    assert [value for value in (f"'{first}'", " 2 ", "gone.bin") if value not in problem.message] == []
 
 
-def test_what_only_the_runtime_finds_is_its_words(tmp_path: Path) -> None:
+def test_runtime_errors_are_quoted(tmp_path: Path) -> None:
     model = graphs.two_layer_classifier()
     model.graph.initializer[0].dims[:] = [16, 8]  # x has 8 columns
-    found = problems(graphs.save_model(model, tmp_path / "m.onnx"))
-    assert list(found) == ["session-failed"]
-    assert "[ONNXRuntimeError]" in found["session-failed"]
+    messages = problems(graphs.save_model(model, tmp_path / "m.onnx"))
+    assert list(messages) == ["session-failed"]
+    assert "[ONNXRuntimeError]" in messages["session-failed"]
 
 
 @pytest.mark.parametrize("kind", ["swollen", "bomb"])
-def test_a_hostile_file_takes_little_memory_and_time(tmp_path: Path, kind: str) -> None:
+def test_hostile_file_needs_little_memory_and_time(tmp_path: Path, kind: str) -> None:
     """The most that any process below this one holds at a time, and what they compute."""
     path = tmp_path / "m.onnx"
     if kind == "swollen":

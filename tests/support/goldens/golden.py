@@ -88,10 +88,10 @@ def _set_integer_weights(folder: Path, seed: int) -> None:
                 np.float64
             )
             values = (values / 2**23 - 1).astype(np.float32).reshape(parameter.shape)
-            scale, centre = (
+            scale, center = (
                 (0.5, 0.0) if parameter.dim() > 1 else (0.125, 1.0 if "norm" in name.lower() else 0.0)
             )
-            parameter.copy_(torch.from_numpy(values) * scale + centre)
+            parameter.copy_(torch.from_numpy(values) * scale + center)
     other = folder.with_name(f"{folder.name}-settled")
     other.mkdir()
     save_model(model, edits, other, folder)
@@ -108,7 +108,7 @@ def _random_bits(count: int, seed: int) -> Any:
         return z ^ (z >> np.uint64(31))
 
 
-def _run_stage(word: str, settings: Any, source: Path, task: str, teacher: Any, out: Path) -> Path:
+def _run_stage(stage_name: str, settings: Any, source: Path, task: str, teacher: Any, out: Path) -> Path:
     """Run a stage as the pipeline does; return its folder."""
     from smelt.data.splits import Columns, Split
     from smelt.pipeline.recipe.stages import load_stage
@@ -129,7 +129,7 @@ def _run_stage(word: str, settings: Any, source: Path, task: str, teacher: Any, 
         out=out, task=task, data=data, seed=7, ancestors={"model": teacher}, score=lambda a: {}, threads=1,
         device="cpu",
     )  # fmt: skip
-    stage = load_stage(word)
+    stage = load_stage(stage_name)
     stage()(tiny.as_artifact(source, task), stage.settings_type(**settings), ctx)
     return out
 
@@ -337,7 +337,7 @@ def write_golden(names: list[str]) -> int:
         print(f"{name}: written for {versions}")
     text = json.dumps({n: entries[n] for n in CASES if n in entries}, indent=1)
     text = re.sub(
-        r"\[\s+([^\[\]]*?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text
+        r"\[\s+([^\[\]]*?)\s+\]", lambda match: f"[{' '.join(match[1].split())}]", text
     )  # a list a line
     FILE.write_text(text + "\n", encoding="utf-8")
     return num_refused

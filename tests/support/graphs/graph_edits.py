@@ -69,8 +69,10 @@ def insert_after_node(model: Any, node: Any, kind: str, *more: Any, out: int = 0
     insert_after_value(model, node.output[out], list(model.graph.node).index(node), kind, *more, **attributes)
 
 
-def insert_after_value(model: Any, value: str, at: int, kind: str, *more: Any, **attributes: Any) -> None:
-    """Let `kind` change the value `value` for all who read it; `at` is the place of who makes it, or -1."""
+def insert_after_value(
+    model: Any, value: str, node_index: int, kind: str, *more: Any, **attributes: Any
+) -> None:
+    """Insert a node of `kind` after `value`; `node_index`: index of the node that computes it, or -1."""
     names = []
     for number, array in enumerate(more):
         name = f"{value}.mutation.{number}"
@@ -78,12 +80,12 @@ def insert_after_value(model: Any, value: str, at: int, kind: str, *more: Any, *
         names.append(name)
     changed = f"{value}.mutated"
     if any(output.name == value for output in model.graph.output):
-        model.graph.node[at].output[list(model.graph.node[at].output).index(value)] = changed
+        model.graph.node[node_index].output[list(model.graph.node[node_index].output).index(value)] = changed
         model.graph.node.append(helper.make_node(kind, [changed, *names], [value], **attributes))
         return
     rewire(model, value, changed)
     new = helper.make_node(kind, [value, *names], [changed], name=f"mutation.{value}", **attributes)
-    rest = [*list(model.graph.node)[: at + 1], new, *list(model.graph.node)[at + 1 :]]
+    rest = [*list(model.graph.node)[: node_index + 1], new, *list(model.graph.node)[node_index + 1 :]]
     del model.graph.node[:]
     model.graph.node.extend(rest)
 

@@ -199,13 +199,13 @@ def branches(w: GraphWriter, value: str, shape: Shape) -> tuple[str, Shape]:
     def branch() -> Any:
         inner = w.body()
         matrix = outside if w.chance() else inner.matrix(shape[-1], width)
-        found = inner.node("MatMul", [value, matrix])
+        value_name = inner.node("MatMul", [value, matrix])
         if w.chance():
-            found = inner.node("Add", [found, inner.bias(width)])
-        return _graph(inner, [], [(found, _FLOAT, [w.batch, *shape[:-1], width])])
+            value_name = inner.node("Add", [value_name, inner.bias(width)])
+        return _graph(inner, [], [(value_name, _FLOAT, [w.batch, *shape[:-1], width])])
 
-    found = w.node("If", [condition], then_branch=branch(), else_branch=branch())
-    return found, (*shape[:-1], width)
+    value_name = w.node("If", [condition], then_branch=branch(), else_branch=branch())
+    return value_name, (*shape[:-1], width)
 
 
 def loop(w: GraphWriter, value: str, shape: Shape) -> tuple[str, Shape]:

@@ -28,10 +28,10 @@ def run_session(opened: Any, feeds: dict[str, Any]) -> dict[str, Any]:
     return dict(zip(names, outputs, strict=True))
 
 
-def cache_inputs(found: dict[str, Any]) -> dict[str, Any]:
+def cache_inputs(outputs: dict[str, Any]) -> dict[str, Any]:
     """Return what a step left as what the next one takes."""
     return {
-        n.replace("present.", "past_key_values."): v for n, v in found.items() if n.startswith("present.")
+        n.replace("present.", "past_key_values."): v for n, v in outputs.items() if n.startswith("present.")
     }
 
 

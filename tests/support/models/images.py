@@ -58,7 +58,7 @@ def write_model(folder: Path, family: str = "vit", **config: Any) -> Path:
 
 
 def make_image(number: int, size: tuple[int, int] = (IMAGE_SIZE, IMAGE_SIZE), mode: str = "RGB") -> Any:
-    """Return an image of Pillow's `size`, noise around a grey that is dark for even numbers."""
+    """Return an image of Pillow's `size`, noise around a gray that is dark for even numbers."""
     draw = np.random.default_rng(number)
     depth = {"RGB": 3, "RGBA": 4, "L": 1}[mode]
     values = draw.integers(0, 120, (size[1], size[0], depth)) + 130 * (number % 2)

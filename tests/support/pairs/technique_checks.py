@@ -232,16 +232,16 @@ PARAMETER_ADDING_STAGES = {"quantize", "finetune", "distill", "prune"}
 
 
 def check_result(
-    technique: Technique, parent: Artifact, made: Artifact, seen: dict[str, ModelCounts], planned: list[str]
+    technique: Technique, parent: Artifact, result: Artifact, seen: dict[str, ModelCounts], planned: list[str]
 ) -> None:
     """Check what `technique` made of `parent`.
 
     seen: by key, what was counted before; filled. planned: the codes of what the plan said of the step.
     """
-    for artifact in (parent, made):
+    for artifact in (parent, result):
         if artifact.key not in seen:
             seen[artifact.key] = count_model(artifact.path)
-    before, after = seen[parent.key], seen[made.key]
-    warned = message_codes(made.manifest.warnings)
+    before, after = seen[parent.key], seen[result.key]
+    warned = message_codes(result.manifest.warnings)
     check_technique(technique, before, after, warned)
     check_preserved(technique.stage, before, after, [*warned, *planned])

@@ -67,22 +67,22 @@ def find_faults(
     outcomes, remaining = [], list(stages)
     problems: list[str] = []
     while remaining:
-        lines, signalled = _run_forked(
+        lines, signaled = _run_forked(
             lambda tell, some=remaining: _run_stages(graph, folder, some, True, tell), folder
         )
         for stage, end, problem in lines:
             outcomes.append(f"{stage}: {end}")
             problems += [f"{stage}: {problem}"] if problem else []
         remaining = remaining[len(lines) :]
-        if remaining and remaining[0] in stages and signalled:
+        if remaining and remaining[0] in stages and signaled:
             [stage, *remaining] = remaining
-            lines, signalled = _run_forked(
+            lines, signaled = _run_forked(
                 lambda tell, one=stage: _run_stages(graph, folder, [one], False, tell), folder
             )
-            end, problem = lines[0][1:] if lines else ("crashed", f"ended by signal {signalled}")
+            end, problem = lines[0][1:] if lines else ("crashed", f"ended by signal {signaled}")
             outcomes.append(f"{stage}: {end}")
             problems += [f"{stage}: {problem}"] if problem else []
-        elif not signalled and remaining:
+        elif not signaled and remaining:
             return [*problems, f"{remaining[0]}: the process ended early"], outcomes
     return problems, outcomes
 
@@ -266,8 +266,8 @@ def unsupported_reason(graph: RandomGraph, folder: Path) -> str | None:
             return
         tell(None)
 
-    lines, signalled = _run_forked(look, folder)
-    return f"signal {signalled}" if not lines else lines[0]
+    lines, signaled = _run_forked(look, folder)
+    return f"signal {signaled}" if not lines else lines[0]
 
 
 def main(draws: int, home: Path, number: int | None = None) -> int:
@@ -280,10 +280,10 @@ def main(draws: int, home: Path, number: int | None = None) -> int:
 
     onnxruntime.set_default_logger_severity(4)
     home.mkdir(parents=True, exist_ok=True)
-    outcomes, found = Counter[str](), 0
+    outcomes, num_faults = Counter[str](), 0
 
-    def see(at: int, graph: RandomGraph) -> None:
-        nonlocal found
+    def see(index: int, graph: RandomGraph) -> None:
+        nonlocal num_faults
         if (problem := unsupported_reason(graph, home / "draw")) is not None:
             outcomes["not valid by itself"] += 1
             outcomes[f"  {problem[:150]}"] += "SMELT_DRAWS_SHOWN" in os.environ
@@ -291,16 +291,16 @@ def main(draws: int, home: Path, number: int | None = None) -> int:
         problems, results = find_faults(graph, home / "draw")
         outcomes.update(results)
         for fault_text in problems:
-            print(f"{at}: {graph}: {fault_text}", flush=True)
-            (home / f"{at}.onnx").write_bytes(graph.model.SerializeToString())
-            (home / f"{at}.json").write_text(json.dumps([[vars(i) for i in graph.inputs], graph.batch]))
-        found += len(problems)
+            print(f"{index}: {graph}: {fault_text}", flush=True)
+            (home / f"{index}.onnx").write_bytes(graph.model.SerializeToString())
+            (home / f"{index}.json").write_text(json.dumps([[vars(i) for i in graph.inputs], graph.batch]))
+        num_faults += len(problems)
 
     draw_graphs(draws, number, see)
     for end, count in sorted(outcomes.items()):
         print(f"{count:5} {end}", file=sys.stderr)
     print(f"drawn: {draws}", file=sys.stderr)
-    return found
+    return num_faults
 
 
 if __name__ == "__main__":

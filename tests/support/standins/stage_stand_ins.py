@@ -52,22 +52,22 @@ class _QuantizeSettings(_TrainSettings):
         return {}
 
 
-def _stand_in_stage(word: str) -> Any:
+def _stand_in_stage(stage_name: str) -> Any:
     """A class with the contract of a stage, so that these tests are about plans alone."""
-    trains = word in ("finetune", "distill", "prune")
+    trains = stage_name in ("finetune", "distill", "prune")
     settings = {"onnx": _OnnxSettings, "distill": _DistillSettings, "quantize": _QuantizeSettings}
-    real = stage_table.load_stage(word)
+    real = stage_table.load_stage(stage_name)
     return type(
-        word,
+        stage_name,
         (Stage,),
         {
-            "name": word,
-            "accepts": frozenset({"onnx" if word == "tensorrt" else "torch"}),
-            "produces": word if word in ("onnx", "tensorrt") else "torch",
-            "needs": frozenset({"train"} if trains else {"tensorrt"} if word == "tensorrt" else ()),
-            "needs_float": word in ("prune", "factorize", "quantize"),
-            "tasks": frozenset({"translation"}) if word == "factorize" else TASKS,
-            "settings_type": settings.get(word, _TrainSettings),
+            "name": stage_name,
+            "accepts": frozenset({"onnx" if stage_name == "tensorrt" else "torch"}),
+            "produces": stage_name if stage_name in ("onnx", "tensorrt") else "torch",
+            "needs": frozenset({"train"} if trains else {"tensorrt"} if stage_name == "tensorrt" else ()),
+            "needs_float": stage_name in ("prune", "factorize", "quantize"),
+            "tasks": frozenset({"translation"}) if stage_name == "factorize" else TASKS,
+            "settings_type": settings.get(stage_name, _TrainSettings),
             "trains_weights": real.trains_weights,
             "poor_order": real.poor_order,
         },

@@ -17,7 +17,7 @@ from tests.support.graphs.standalone_packages import TEXTS, standalone_package
 from tests.support.models import images, tiny
 from tests.support.processes.services import container, read_dockerfile
 
-LABELLED = [*tiny.SENTENCES, "\u732b \U0001f680", ("a man", "two dogs run")]
+LABELED = [*tiny.SENTENCES, "\u732b \U0001f680", ("a man", "two dogs run")]
 
 
 def files(folder):
@@ -66,7 +66,7 @@ def test_concurrent_requests_return_smelt_predictions(translator):
     assert files(folder) == files_before  # it runs where nothing may be written
 
 
-def test_health_check_of_the_dockerfile_exits_with_the_state_of_the_service(translator):
+def test_health_check_of_the_dockerfile_exits_with_the_service_state(translator):
     service, dockerfile, folder = translator
     for port, code in ((service.port, 0), (1, 1)):
         environment = {**dockerfile.environment, "PORT": str(port), "PATH": os.environ["PATH"]}
@@ -88,13 +88,13 @@ def test_readme_command_works(translator):
 
 
 def test_container_classifies_texts_and_pairs(tmp_path):
-    expected = smelt_says("classifier", lambda m: m.predict(LABELLED))
+    expected = smelt_says("classifier", lambda m: m.predict(LABELED))
     with container(standalone_package("classifier"), tmp_path) as (service, _, _):
-        status, answers = service.predict(*LABELLED)
+        status, answers = service.predict(*LABELED)
         assert status == 200
         assert [answer["label"] for answer in answers] == [answer.label for answer in expected]
-        for answer, other in zip(answers, expected, strict=True):
-            assert answer["probabilities"] == pytest.approx(dict(other.probabilities), abs=1e-6)
+        for answer, reference in zip(answers, expected, strict=True):
+            assert answer["probabilities"] == pytest.approx(dict(reference.probabilities), abs=1e-6)
         assert [service.predict(["a"] * n)[0] for n in (1, 3)] == [422, 422]
 
 

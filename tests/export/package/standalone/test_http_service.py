@@ -93,8 +93,8 @@ def wait_for(condition):
 def receive_all(connection):
     response = b""
     with suppress(ConnectionResetError):  # closed before the service has read all
-        while part := connection.recv(4096):
-            response += part
+        while chunk := connection.recv(4096):
+            response += chunk
     return response
 
 
@@ -116,7 +116,7 @@ def test_predictions_above_limit_return_503_while_health_returns_200(monkeypatch
         assert request(service, "POST", "/predict", b'{"inputs": []}').status == 200
 
 
-def test_bytes_of_all_bodies_are_limited():
+def test_total_size_of_request_bodies_is_limited():
     with serving() as service, sending(service, b" " * 600, 1000) as first:
         for count, status in ((500, 503), (300, 200), (300, 200)):
             assert request(service, "POST", "/predict", b'{"inputs": []}'.ljust(count)).status == status
@@ -136,7 +136,7 @@ def test_body_that_is_not_received_in_time_returns_408(monkeypatch):
         assert service.body_bytes == service.predictions == 0
 
 
-def test_client_that_disconnects_in_its_body_releases_it():
+def test_client_disconnecting_while_sending_its_body_releases_it():
     with serving() as service:
         with sending(service, b'{"inputs"'):
             pass
@@ -145,7 +145,7 @@ def test_client_that_disconnects_in_its_body_releases_it():
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nX: a"])
 @pytest.mark.parametrize("after_response", [False, True])
-def test_connection_closes_when_request_header_is_not_complete_in_time(sent, after_response, monkeypatch):
+def test_incomplete_request_header_closes_the_connection(sent, after_response, monkeypatch):
     with serving() as service:
         if not after_response:
             monkeypatch.setattr(http_service, "HEADER_TIMEOUT_S", 0.05)
@@ -180,7 +180,7 @@ def test_malformed_or_long_header_returns_400(sent, idle_service):
         assert receive_all(connection).startswith(b"HTTP/1.1 400 ")
 
 
-def test_too_many_inputs_return_422_before_one_is_read(monkeypatch):
+def test_too_many_inputs_return_422_before_any_is_decoded(monkeypatch):
     monkeypatch.setattr(Model, "read", lambda self, value: pytest.fail("an input was read"))
     with serving() as service:
         assert request(service, "POST", "/predict", b'{"inputs": [1,2,3,4,5,6,7,8,9]}').status == 422

@@ -41,11 +41,11 @@ def turned(way):
     return saved(images.make_image(3, size=(21, 34)), "JPEG", exif=exif)
 
 
-GREY = Image.fromarray((np.arange(600, dtype=np.uint16) * 100).reshape(20, 30))
+GRAY = Image.fromarray((np.arange(600, dtype=np.uint16) * 100).reshape(20, 30))
 FILES = {
     "wide": saved(images.make_image(0, size=(50, 20)), "PNG"),
-    "grey": saved(images.make_image(1, size=(20, 33), mode="L"), "BMP"),
-    "16 bits": saved(GREY, "PNG"),
+    "gray": saved(images.make_image(1, size=(20, 33), mode="L"), "BMP"),
+    "16 bits": saved(GRAY, "PNG"),
     "transparent": saved(images.make_image(2, size=(22, 30), mode="RGBA"), "WEBP"),
     "palette": saved(images.make_image(4, size=(30, 30)).convert("P"), "GIF"),
     **{f"turned {way}": turned(way) for way in range(10)},

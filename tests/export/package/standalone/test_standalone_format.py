@@ -159,8 +159,8 @@ def test_image_command_line_equals_smelt_predict(tmp_path):
     ).stdout.splitlines()
     assert command(folder, name) == (expected, "")
     assert command(folder, lines=f"{name}\n".encode()) == (expected, "")
-    for wrong in (str(tmp_path / "b.png"), str(tmp_path / "none.png"), str(tmp_path)):
-        output_lines, errors = command(folder, name, wrong, code=2)
+    for invalid in (str(tmp_path / "b.png"), str(tmp_path / "none.png"), str(tmp_path)):
+        output_lines, errors = command(folder, name, invalid, code=2)
         assert (output_lines, "Traceback" in errors) == ([], False)
 
 

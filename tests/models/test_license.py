@@ -1,8 +1,8 @@
-"""What a model's folder says of its licence."""
+"""What a model's folder says of its license."""
 
 import pytest
 
-from smelt.models.import_model import read_licence
+from smelt.models.import_model import read_license
 
 
 @pytest.mark.parametrize(
@@ -25,22 +25,22 @@ from smelt.models.import_model import read_licence
 )
 def test_license_is_read_from_model_card(card, expected, tmp_path):
     (tmp_path / "README.md").write_text(card, newline="")
-    assert read_licence(tmp_path) == expected
+    assert read_license(tmp_path) == expected
 
 
 def test_license_file_is_used_if_card_has_none(tmp_path):
     (tmp_path / "README.md").write_text("# Model\n")
     (tmp_path / "LICENSE.txt").write_text("\n    Apache License\n   Version 2.0\n")
-    assert read_licence(tmp_path) == "Apache License (its file LICENSE.txt)"
+    assert read_license(tmp_path) == "Apache License (its file LICENSE.txt)"
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
-    assert read_licence(tmp_path) == "mit (its model card)"
+    assert read_license(tmp_path) == "mit (its model card)"
 
 
 def test_long_license_is_truncated_and_missing_is_none(tmp_path):
-    assert read_licence(tmp_path) is None
-    assert read_licence(tmp_path / "none") is None
+    assert read_license(tmp_path) is None
+    assert read_license(tmp_path / "none") is None
     (tmp_path / "COPYING").write_text("word " * 100)
-    text = read_licence(tmp_path)
+    text = read_license(tmp_path)
     assert text is not None
     assert len(text) == 100
     assert text.endswith("...")

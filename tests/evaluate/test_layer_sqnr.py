@@ -1,6 +1,7 @@
 """SQNR of layers, against PyTorch's compute_sqnr on hidden states that transformers returns."""
 
 import copy
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -11,18 +12,18 @@ from smelt.compress.prune.settings import PruneSettings
 from smelt.compress.prune.stage import Prune
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
+from smelt.core import system
 from smelt.core.artifact import Artifact
 from smelt.data.splits import Example, Split
-from smelt.evaluate import layer_sqnr
 from smelt.evaluate.layer_sqnr import (
     LOWEST_DB,
     LayerComparison,
     NotComparableError,
     SampleSource,
-    block_sqnr,
-    output_sqnr,
+    compare_layers,
 )
-from smelt.models.checkpoint import load_model
+from smelt.models.blockwise_model import BlockwiseModel
+from smelt.models.checkpoint import load_model, save_model
 from smelt.models.families.registry import blocks_of
 from smelt.pipeline.execute.baseline_comparisons import kept_blocks
 from tests.support import harness
@@ -48,6 +49,16 @@ def loaded(family, layers=3):
     return model, copy.deepcopy(model)
 
 
+def compared_with(model, step, folder, pairs=None, kept=None):
+    """Compare two models in memory: both are written, because a comparison reads their blocks."""
+    sides = []
+    for name, each in (("model", model), ("step", step)):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        save_model(each, [], folder / name, every_family.model_with_layers(each.config.model_type, 3))
+        sides.append(BlockwiseModel(folder / name))
+    return compare_layers(*sides, pairs or batches_of(model), kept or {})
+
+
 @torch.no_grad()
 def ruin(layer, scale=1.0):
     noise = torch.randn(layer.weight.shape, generator=torch.Generator().manual_seed(1))
@@ -61,13 +72,14 @@ def changed(found):
 
 
 @torch.no_grad()
-def test_ratios_are_pytorchs_on_the_hidden_states_of_the_baseline():
+def test_ratios_are_pytorchs_on_the_hidden_states_of_the_baseline(tmp_path):
     model, step = loaded("bert")
     first, last = step.bert.encoder.layer[0], step.bert.encoder.layer[2]
     ruin(first.intermediate.dense, 0.3)
     ruin(last.attention.output.dense, 0.1)
     ruin(step.classifier, 0.2)
-    found = changed(block_sqnr(model, step, batches_of(model), {}))
+    comparison = compared_with(model, step, tmp_path)
+    found = changed(comparison["layers"])
     pairs, parts, outputs, heads = {0: [], 2: []}, [], [], []
     for batch in BATCHES:
         base = model(**batch, output_hidden_states=True)
@@ -80,49 +92,108 @@ def test_ratios_are_pytorchs_on_the_hidden_states_of_the_baseline():
         pooled = model.bert.pooler(base.hidden_states[-1])
         heads.append((base.logits, step.classifier(pooled)))
 
-    def ratio(pairs):
-        return float(
-            compute_sqnr(*(torch.cat([side.flatten() for side in s]) for s in zip(*pairs, strict=True)))
-        )
-
     name = "bert.encoder.layer"
-    assert found[f"{name}.0", "block"] == pytest.approx(ratio(pairs[0]), abs=0.01)
-    assert found[f"{name}.2", "block"] == pytest.approx(ratio(pairs[2]), abs=0.01)
-    assert found[f"{name}.2", "self-attention"] == pytest.approx(ratio(parts), abs=0.01)
-    assert found["classifier", "output"] == pytest.approx(ratio(heads), abs=0.01)
+    assert found[f"{name}.0", "block"] == pytest.approx(torch_sqnr(pairs[0]), abs=0.01)
+    assert found[f"{name}.2", "block"] == pytest.approx(torch_sqnr(pairs[2]), abs=0.01)
+    assert found[f"{name}.2", "self-attention"] == pytest.approx(torch_sqnr(parts), abs=0.01)
+    assert found["classifier", "output"] == pytest.approx(torch_sqnr(heads), abs=0.01)
     assert (f"{name}.1", "block") not in found  # its inputs are the baseline's
-    assert output_sqnr(model, step, batches_of(model)) == pytest.approx(ratio(outputs), abs=0.01)
-    assert output_sqnr(model, model, batches_of(model)) is None
+    assert comparison["output_sqnr_db"] == pytest.approx(torch_sqnr(outputs), abs=0.01)
+    assert compared_with(model, model, tmp_path)["output_sqnr_db"] is None
+
+
+def hidden(output):
+    return output if torch.is_tensor(output) else output[0]
+
+
+def run_hooked(model, batch, before, after):
+    """Call the hooks `before(index, input)` and `after(index, output)` of each block of a whole model."""
+    counts = [0, 0]
+
+    def start(module, given):
+        counts[0] += 1
+        return (before(counts[0] - 1, given[0]), *given[1:])
+
+    def end(module, given, output):
+        counts[1] += 1
+        states = after(counts[1] - 1, hidden(output))
+        return states if torch.is_tensor(output) else (states, *output[1:])
+
+    with ExitStack() as hooks:
+        for block in blocks_of(model):
+            hooks.callback(block.module.register_forward_pre_hook(start).remove)
+            hooks.callback(block.module.register_forward_hook(end).remove)
+        return model(**batch).logits
+
+
+def outputs_on_baseline_states(model, step, batch):
+    """Return the outputs of each block of both models, whole, on the inputs of the baseline's blocks."""
+    inputs, outputs, pairs = [], [], []
+    run_hooked(
+        model, batch, lambda _, states: inputs.append(states) or states, lambda _, y: outputs.append(y) or y
+    )
+    lasts = [len(outputs) - 1, len(outputs) // 2 - 1][: 1 + model.config.is_encoder_decoder]
+
+    def after(index, states):
+        pairs.append((outputs[index], states))
+        return outputs[index] if index in lasts else states
+
+    run_hooked(step, batch, lambda index, _: inputs[index], after)
+    return pairs
+
+
+def torch_sqnr(pairs):
+    """Return PyTorch's ratio of all samples together."""
+    return float(compute_sqnr(*(torch.cat([side.flatten() for side in s]) for s in zip(*pairs, strict=True))))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", every_family.DISTINCT_FAMILIES)
+def test_ratios_equal_those_of_two_whole_models(family, tmp_path):
+    model, step = loaded(family)
+    for block in blocks_of(step):
+        ruin(step.get_submodule(block.feed_forward.down), 0.2)
+    batches = [batch for batch, _ in batches_of(model)]
+    found = compared_with(model, step, tmp_path)
+    by_block = zip(*(outputs_on_baseline_states(model, step, batch) for batch in batches), strict=True)
+    expected = [torch_sqnr(pairs) for pairs in by_block]
+    ratios = [one["sqnr_db"] for one in found["layers"] if one["part"] == "block"]
+    assert ratios == pytest.approx(expected, abs=0.01)
+    assert max(ratios) < 60  # each block was changed
+    outputs = [(model(**batch).logits, step(**batch).logits) for batch in batches]
+    assert found["output_sqnr_db"] == pytest.approx(torch_sqnr(outputs), abs=0.01)
 
 
 @pytest.mark.parametrize("family", ["marian", "t5", "opt", "gemma"])
-def test_the_ruined_layer_is_named(family):
+def test_the_ruined_layer_is_named(family, tmp_path):
     """In the first block, so that an error that reached the next ones would show there."""
     model, step = loaded(family)
     last = blocks_of(step)[-1]
     block = blocks_of(step)[last.index and -1 - last.index]  # the first one of the last stack
     ruin(step.get_submodule(block.feed_forward.down))
-    found = changed(block_sqnr(model, step, batches_of(model), {}))
+    found = changed(compared_with(model, step, tmp_path)["layers"])
     assert set(found) == {(block.module_path, "block"), (block.module_path, "feed-forward")}
     ruin(step.get_submodule(block.feed_forward.down), float("nan"))
-    assert changed(block_sqnr(model, step, batches_of(model), {}))[block.module_path, "block"] == LOWEST_DB
+    found = changed(compared_with(model, step, tmp_path)["layers"])
+    assert found[block.module_path, "block"] == LOWEST_DB
 
 
 @torch.no_grad()
-def test_a_removed_block_is_compared_with_its_input():
+def test_a_removed_block_is_compared_with_its_input(tmp_path):
     model, step = loaded("gpt2")
     del step.transformer.h[1]
+    step.config.n_layer = 2
     pairs = batches_of(model)
-    found = block_sqnr(model, step, pairs, {"layers": [0, 2]})
+    found = compared_with(model, step, tmp_path, pairs, {"layers": [0, 2]})["layers"]
     assert [one["name"] for one in found if one["removed"]] == ["transformer.h.1"]
     states = [model(**batch, output_hidden_states=True).hidden_states[1:3] for batch in BATCHES]
     before, after = (torch.cat([s.flatten() for s in side]) for side in zip(*states, strict=True))
     assert changed(found) == {
         ("transformer.h.1", "block"): pytest.approx(float(compute_sqnr(after, before)), abs=0.01)
     }
-    for kept in ({}, {"layers": [0, 3]}):
+    for kept in ({}, {"layers": [0, 3]}, {"layers": [2, 0]}):
         with pytest.raises(NotComparableError):
-            block_sqnr(model, step, pairs, kept)
+            compared_with(model, step, tmp_path, pairs, kept)
 
 
 def test_blocks_kept_by_several_steps_are_those_of_the_baseline(tmp_path):
@@ -180,7 +251,7 @@ def test_artifacts_of_stages_are_compared_on_samples(home, tmp_path, monkeypatch
     assert [one["part"] for one in found["layers"] if one["removed"]] == ["block"]
     with pytest.raises(NotComparableError):
         LayerComparison(tiny.as_artifact(home / "m"), SampleSource(unlabeled(), "translation", 4, 0), "cpu")
-    monkeypatch.setattr(layer_sqnr, "_MEMORY_SHARE", -1)
+    monkeypatch.setattr(system, "available_bytes", lambda: 1000)
     with pytest.raises(NotComparableError):
         LayerComparison(
             tiny.as_artifact(home / "m"), SampleSource(tiny.read_pairs(home), "translation", 4, 0), "cpu"

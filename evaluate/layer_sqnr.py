@@ -308,7 +308,7 @@ class _Passes:
         baseline, step = self._models
         blocks = _blocks_by_position(baseline.model, stack.name)
         step_blocks = dict(zip(positions, _blocks_by_position(step.model, stack.name), strict=True))
-        first_inputs: list[Tensor] = []  # of the stack, until the step's first block is compared
+        first_inputs: dict[int, Tensor] = {}  # of the stack by batch, until the step's first block runs
         for runner in (self._baseline, self._own, self._forced):
             runner.run_before_index(stack, 0)
         for position, block in enumerate(blocks):
@@ -321,7 +321,7 @@ class _Passes:
                 for number in range(self._count):
                     expected = _run_block(self._baseline, block, number, position)
                     if position == 0:
-                        first_inputs.append(expected.input)
+                        first_inputs[number] = expected.input
                     if step_block is None:
                         removed = (stack.name, position, _BLOCK)
                         self.layers.compare_removed(removed, expected.outputs[_BLOCK], expected.input)
@@ -330,7 +330,8 @@ class _Passes:
                     if own.input.shape != expected.input.shape:
                         raise NotComparableError("its hidden states have another width")
                     if index == 0:
-                        self.layers.compare((stack.name, 0, _EMBEDDINGS), first_inputs[number], own.input)
+                        embeddings = (stack.name, 0, _EMBEDDINGS)
+                        self.layers.compare(embeddings, first_inputs.pop(number), own.input)
                     forced = _run_block(self._forced, step_block, number, index, expected.input)
                     self._compare_block((stack.name, position), expected, forced)
             self._baseline.finish_position(position)

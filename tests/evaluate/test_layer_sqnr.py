@@ -27,7 +27,7 @@ from smelt.models.checkpoint import load_model, save_model
 from smelt.models.families.registry import blocks_of
 from smelt.pipeline.execute.baseline_comparisons import kept_blocks
 from tests.support import harness
-from tests.support.models import every_family, tiny
+from tests.support.models import embedders, every_family, images, tiny
 
 BATCHES = [
     {
@@ -194,6 +194,27 @@ def test_a_removed_block_is_compared_with_its_input(tmp_path):
     for kept in ({}, {"layers": [0, 3]}, {"layers": [2, 0]}):
         with pytest.raises(NotComparableError):
             compared_with(model, step, tmp_path, pairs, kept)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("family", "has_blocks"), [("vit", True), ("resnet", False)])
+def test_image_models_are_compared_also_without_blocks(family, has_blocks, tmp_path):
+    model, step = loaded(family)
+    ruin(next(layer for layer in step.modules() if isinstance(layer, torch.nn.Linear)), 0.3)
+    size = (images.IMAGE_SIZE, images.IMAGE_SIZE)
+    batch = {"pixel_values": torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0))}
+    found = compared_with(model, step, tmp_path, [(batch, batch)])
+    outputs = [(model(**batch).logits, step(**batch).logits)]
+    assert found["output_sqnr_db"] == pytest.approx(torch_sqnr(outputs), abs=0.01)
+    assert (bool(changed(found["layers"])), bool(found["layers"])) == (has_blocks, has_blocks)
+
+
+def test_sentence_embedder_equals_itself(tmp_path):
+    baseline = tiny.as_artifact(embedders.write_embedder(tmp_path / "m"), "sentence-similarity")
+    comparison = LayerComparison(baseline, SampleSource(unlabeled(), "sentence-similarity", 4, 0), "cpu")
+    found = comparison.compare(baseline, {})
+    assert (found["samples"], found["output_sqnr_db"], changed(found["layers"])) == (2, None, {})
+    assert {one["part"] for one in found["layers"]} >= {"embeddings", "block", "output"}
 
 
 def test_blocks_kept_by_several_steps_are_those_of_the_baseline(tmp_path):

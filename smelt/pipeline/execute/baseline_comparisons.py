@@ -319,7 +319,9 @@ class RunComparisons:
         with_texts = {
             name: artifact for name, artifact in artifacts.items() if report.can_compare_tokens(name)
         }
-        messages, skipped, is_measured = list[Message](), list[str](), True
+        messages, skipped = list[Message](), list[str]()
+        planned_layers, planned_tokens = map(set, compared_steps(self.plan))
+        is_measured = planned_layers <= artifacts.keys() and planned_tokens <= with_texts.keys()
         start_time, is_reset = time.monotonic(), reset_peak_memory()
         if len(artifacts) > 1:
             if layers.count:

@@ -138,7 +138,7 @@ def estimate_steps(
         scoring = None if step.unscored else _scoring_bytes(result, step.format == "onnx")
         record = None if made is None else _nearest_record(kind, made, records)
         estimates[step.name] = StepEstimate(step.name, kind, made, scoring, is_gpu, record)
-    comparisons = _estimate_comparisons(plan, estimates, records)
+    comparisons = _estimate_comparisons(plan, estimates, samples, records)
     return estimates if comparisons is None else estimates | {COMPARISONS: comparisons}
 
 
@@ -154,7 +154,10 @@ def compared_steps(plan: Plan) -> tuple[list[str], list[str]]:
 
 
 def _estimate_comparisons(
-    plan: Plan, estimates: Mapping[str, StepEstimate], records: Sequence[StepRecord]
+    plan: Plan,
+    estimates: Mapping[str, StepEstimate],
+    samples: Mapping[str, int],
+    records: Sequence[StepRecord],
 ) -> StepEstimate | None:
     """Return the estimate of the comparisons with the baseline, after the last step; None if there are none.
 
@@ -163,9 +166,9 @@ def _estimate_comparisons(
     """
     baseline = estimates.get(plan.recipe.baseline)
     size = None if baseline is None or baseline.size is None else baseline.size.result
-    samples = plan.recipe.score.compared_samples(None if size is None else size.parameters)
+    counts = plan.recipe.score.compared_samples(None if size is None else size.parameters)
     layer_steps, token_steps = (
-        names if count else [] for names, count in zip(compared_steps(plan), samples, strict=True)
+        names if count else [] for names, count in zip(compared_steps(plan), counts, strict=True)
     )
     if not layer_steps and not token_steps:
         return None
@@ -179,7 +182,13 @@ def _estimate_comparisons(
             held.append(2 * min(one_model, size.float_bytes))
         if token_steps:
             held += [estimates[name].scoring_bytes or 0 for name in token_steps if name in estimates]
-        work = size.parameters * (samples[0] * len(layer_steps) + samples[1] * len(token_steps))
+        layer_samples, token_samples = counts
+        if plan.recipe.traits.samples != "running-text":  # its windows are not counted
+            token_samples = min(token_samples, samples.get(plan.judged_on, token_samples))
+            layer_samples = min(
+                layer_samples, samples.get("validation", samples.get(plan.judged_on, layer_samples))
+            )
+        work = size.parameters * (layer_samples * len(layer_steps) + token_samples * len(token_steps))
         step_size = StepSize(max(held), 0, size, disk_bytes=0, work=float(work))
     record = None if step_size is None else _nearest_record(kind, step_size, records)
     return StepEstimate(COMPARISONS, kind, step_size, record=record)

@@ -69,18 +69,19 @@ def test_plan_predicts_comparisons_by_their_record(home):
     changed = ("score.sqnr_samples=4", "score.kl_samples=8")
     assert comparisons_row(home, *changed).seconds is None
     assert run(home, *changed)[1:] == (True, True)
-    [record] = [r for r in step_records(home / "runs" / ".store", 1) if r.kind.startswith(COMPARISONS)]
+    store = home / "runs" / ".store"
+    [record] = [r for r in step_records(store, 1) if r.kind == f"{COMPARISONS} layers tokens cpu"]
     assert 0 < record.seconds < 600
     row = comparisons_row(home, *changed)
     assert (row.source, row.seconds, row.disk_bytes) == ("stored", 0.0, 0)
-    row = comparisons_row(home, "score.sqnr_samples=8", "score.kl_samples=16")
+    row = comparisons_row(home, "score.sqnr_samples=16", "score.kl_samples=16")  # there are 8
     assert (row.source, row.measured_seconds) == ("measured", record.seconds)
-    assert row.seconds == pytest.approx(2 * record.seconds)
+    assert row.seconds == pytest.approx((8 + 8) / (4 + 8) * record.seconds)
     assert (
         comparisons_row(home, "score.sqnr_samples=0").source == "unknown"
     )  # a record of both is another kind
     run(home, *changed)  # all in the store: no record
-    assert len([r for r in step_records(home / "runs" / ".store", 1) if r.kind == record.kind]) == 1
+    assert len([r for r in step_records(store, 1) if r.kind == record.kind]) == 1
 
 
 def test_plan_warns_about_memory_of_comparisons(home):

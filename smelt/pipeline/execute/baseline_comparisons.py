@@ -277,7 +277,8 @@ def are_comparisons_stored(
     baseline = artifacts.get(plan.recipe.baseline)
     if baseline is None or plan.judged_on not in data:
         return False
-    comparisons = _comparisons(plan, data, baseline_parameters(artifacts, plan.recipe.baseline), {})
+    comparisons: list[BaselineComparison] = []
+    comparisons += _comparisons(plan, data, baseline_parameters(artifacts, plan.recipe.baseline), {})
     keys: list[str] = []
     for comparison, names in zip(comparisons, compared_steps(plan), strict=True):
         if comparison.count and any(name not in artifacts for name in names):

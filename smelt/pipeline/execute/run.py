@@ -130,7 +130,8 @@ def run_plan(plan: Plan, options: RunOptions) -> Result:
     if cluster is not None:
         cluster.check_nodes(store, paths_on_nodes(plan))
     node_bytes = None if cluster is None else cluster.node_bytes
-    estimates, cost_warnings = estimate_run(plan, data, store, bool(options.rebuild), node_bytes)
+    is_compared = options.scored and options.pages
+    estimates, cost_warnings = estimate_run(plan, data, store, bool(options.rebuild), node_bytes, is_compared)
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)

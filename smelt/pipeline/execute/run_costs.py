@@ -343,7 +343,12 @@ def plan_costs(plan: Plan, out: Path | None = None, store: StorePlace | None = N
 
 
 def estimate_run(
-    plan: Plan, data: Mapping[str, Split], store: Store, rebuild: bool, node_bytes: int | None = None
+    plan: Plan,
+    data: Mapping[str, Split],
+    store: Store,
+    rebuild: bool,
+    node_bytes: int | None = None,
+    is_compared: bool = True,
 ) -> tuple[dict[str, StepEstimate], Sequence[Message]]:
     """Return the estimates of a run's steps, and warnings about those that may not fit.
 
@@ -354,11 +359,14 @@ def estimate_run(
         rebuild: whether steps are built again that are in the store.
         node_bytes: memory of the largest node of a cluster that runs the steps; None: this machine does. The
             memory that tasks can reserve is less than the node's, so that no step is refused by it.
+        is_compared: whether the run compares layers and next tokens with the baseline's.
 
     Raises:
         InputError: a step cannot fit into memory or disk (`needs-more-memory`, `needs-more-disk`).
     """
     estimates = estimate_steps(plan, data, step_records(store.root, plan.recipe.threads))
+    if not is_compared:
+        estimates.pop(COMPARISONS, None)
     limits = machine_limits(store.root)
     if node_bytes is not None:
         limits = replace(limits, memory_bytes=sys.maxsize, free_bytes=node_bytes, device_bytes=None)

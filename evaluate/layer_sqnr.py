@@ -1,61 +1,56 @@
-"""How far a step is from its baseline: signal-to-quantization-noise ratio (SQNR) of layers, KL divergence.
+"""How far a step is from its baseline: signal-to-quantization-noise ratio (SQNR) of layers.
 
 Every block of the step gets the hidden states that the same block of the baseline gets, so that the error of
 one block does not reach the next one: a low ratio is the block's own. The ratio is 20 log10(|y| / |y - x|) in
 dB over all samples, y being the output of the baseline and x that of the step. 20 dB is an error of 10 % of
 the output, 40 dB of 1 %.
 
+Both models run block by block: in memory are one block of each, what is outside of their blocks, the hidden
+states between two blocks (on disk beyond a limit), and the outputs of one batch.
+
 Source: PyTorch's Numeric Suite (`torch.ao.ns.fx.utils.compute_sqnr`); Qualcomm AIMET and Intel Neural
 Compressor rank layers for mixed precision by it.
 
-KL divergence is that of the next-token distributions from the baseline's. The baseline writes the outputs of
-some samples. Every model then gets these outputs as its own (teacher forcing), so that both predict the next
-token after the same tokens. It needs no references, and unlike a comparison of texts it does not grow once
-one token differs.
-
-Shapes: B = batch, L = length, D = hidden width, T = tokens of the longest output, N = compared tokens,
-V = vocabulary.
+Shapes: B = batch, L = length, D = hidden width.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from smelt.calibration.samples import draw_samples, make_batches, model_outputs, split_pairs
+from smelt.calibration.sequential import BlockOutput, SequentialRunner
 from smelt.core.artifact import Artifact
-from smelt.core.system import available_bytes
+from smelt.core.errors import RunError
 from smelt.data.splits import Split
 from smelt.data.tasks import Task, task_traits
-from smelt.generation.backend import Batch, Logits, Tokens
-from smelt.generation.config import GenerationConfig, GenerationSettings, vocabulary_sizes
-from smelt.generation.runner import Runner
-from smelt.generation.search import forced_logits
-from smelt.models.checkpoint import load_model
+from smelt.models.blockwise_model import BlockwiseModel
 from smelt.models.families.family import Stack
 from smelt.models.families.registry import Block, blocks_of, output_modules
 from smelt.runtimes.device import torch_device
-from smelt.runtimes.predict_texts import generation_batches
 from smelt.stage import Context
 from smelt.tasks.samples import TensorBatch, load_processor
 
-# Raised whenever the same models and samples would give another result.
-SQNR_VERSION = 1
 # Lower ratios, and outputs that are NaN or infinite, are reported as this; JSON has no infinity.
 LOWEST_DB = -100.0
-# Of the free memory, how much the two models may take.
-_MEMORY_SHARE = 0.8
+# Of the hidden states between two blocks, how much each of three passes holds; the rest is on disk.
+_STATES_BYTES = 2**27
+# Numbers whose squares are summed at a time, in float64: those of all logits need several times their memory.
+_SUMMED_AT_ONCE = 2**20
 
 # Blocks of the baseline by stack: for each block of the step, the index of the baseline's.
 BlockPositions = Mapping[str, Sequence[int]]
+# The same batches as both models encode them: the baseline's, the step's.
+BatchPairs = Sequence[tuple[TensorBatch, TensorBatch]]
 
 
 # A layer: its stack, the index of its block there, and its part of the block (see `_PARTS`).
@@ -71,10 +66,12 @@ class _Ratio:
     signal: float = 0.0
     noise: float = 0.0
 
-    def add(self, expected: Tensor, actual: Tensor) -> None:
-        y, x = expected.double(), actual.double()
-        self.signal += float(y.square().sum())
-        self.noise += float((y - x).square().sum())
+    def add(self, expected: Tensor, found: Tensor) -> None:
+        sides = (side.reshape(-1).split(_SUMMED_AT_ONCE) for side in (expected, found))
+        for y_float, x_float in zip(*sides, strict=True):
+            y, x = y_float.double(), x_float.double()
+            self.signal += float(y.square().sum())
+            self.noise += float((y - x).square().sum())
 
     @property
     def db(self) -> float | None:
@@ -116,238 +113,295 @@ class SampleSource:
             split = replace(split, examples=tuple(e for e in split.examples if e.references))
         if not len(split):
             raise NotComparableError("the samples have no targets")
-        sample_rows = draw_samples(split, model, load_processor(folder), self.count, ctx, "score")
-        return split_pairs(sample_rows)
+        rows = draw_samples(split, model, load_processor(folder), self.count, ctx, "score")
+        return split_pairs(rows)
 
 
 class LayerComparison:
     """Compares the layers of steps with those of one baseline.
 
     Raises:
-        NotComparableError: no memory for the baseline, or samples without targets.
+        NotComparableError: no memory for a block of the baseline, or samples without targets.
     """
 
     def __init__(self, baseline: Artifact, source: SampleSource, device: str) -> None:
         self.source, self.device = source, device
-        self._require_memory(baseline)
-        self.model, _ = load_model(baseline.path)
-        self._rows = source.encode(self.model, baseline.path)
+        self.baseline = _open_blockwise(baseline)
+        self._samples = source.encode(self.baseline.model, baseline.path)
 
-    def compare(self, step: Artifact, kept_blocks: BlockPositions) -> dict[str, Any]:
+    def compare(self, step: Artifact, kept: BlockPositions) -> dict[str, Any]:
         """Return the ratios of the layers of `step`, as `layer_sqnr` of a step in report.json.
 
         Args:
             step: a torch artifact.
-            kept_blocks: by stack, the baseline's blocks that the step has, where it has fewer.
+            kept: by stack, the baseline's blocks that the step has, where it has fewer.
         """
-        comparison = not_compared(None)
+        found = not_compared(None)
         try:
-            self._require_memory(step)
-            model, edits = load_model(step.path)
-            device = "cpu" if any(e["op"] == "quantize" for e in edits) else torch_device(self.device)
-            for compared_model in (self.model, model):
-                compared_model.to(device)
-            pairs = self._batch_pairs(model, step.path, device)
-            comparison["samples"] = sum(len(next(iter(batch.values()))) for batch, _ in pairs)
-            comparison["output_sqnr_db"] = output_sqnr(self.model, model, pairs)
-            comparison["layers"] = block_sqnr(self.model, model, pairs, kept_blocks)
+            model = _open_blockwise(step)
+            is_quantized = any(e["op"] == "quantize" for e in model.edits)
+            device = "cpu" if is_quantized else torch_device(self.device)
+            for each in (self.baseline, model):
+                each.place(device)
+            pairs = self._batch_pairs(model.model, step.path, device)
+            found |= compare_layers(self.baseline, model, pairs, kept)
+            found["samples"] = sum(len(next(iter(batch.values()))) for batch, _ in pairs)
         except NotComparableError as error:
-            comparison["reason"] = str(error)
-        return comparison
-
-    def _require_memory(self, artifact: Artifact) -> None:
-        required_bytes = 4 * int(artifact.manifest.details.get("parameters") or 0)
-        if required_bytes > _MEMORY_SHARE * available_bytes():
-            raise NotComparableError("not enough memory for the model and the baseline")
+            found["reason"] = str(error)
+        return found
 
     def _batch_pairs(self, model: Any, folder: Path, device: str) -> list[tuple[TensorBatch, TensorBatch]]:
         """Return the batches of the samples that both tokenizers encode into equally many tokens."""
-        vocabularies = [
-            compared_model.config.to_dict().get("vocab_size") for compared_model in (self.model, model)
-        ]
+        models = (self.baseline.model, model)
+        vocabularies = [each.config.to_dict().get("vocab_size") for each in models]
         if task_traits(self.source.task).samples == "running-text" and vocabularies[0] != vocabularies[1]:
             raise NotComparableError("another tokenizer cuts the text into other windows")
-        step_rows = self.source.encode(model, folder)
-        if len(step_rows) != len(self._rows):
+        own = self.source.encode(model, folder)
+        if len(own) != len(self._samples):
             raise NotComparableError("its tokenizer gives another number of samples")
-        common_indices = [
-            row_index
-            for row_index, row in enumerate(step_rows)
-            if row.token_counts == self._rows[row_index].token_counts
-        ]
-        if not common_indices:
+        alike = [at for at, row in enumerate(own) if row.token_counts == self._samples[at].token_counts]
+        if not alike:
             raise NotComparableError("no sample has as many tokens as for the baseline")
-        row_models = ((self._rows, self.model), (step_rows, model))
-        sides = [
-            list(make_batches([encoded_rows[row_index] for row_index in common_indices], side.config))
-            for encoded_rows, side in row_models
-        ]
-        device_batches = [[{n: v.to(device) for n, v in b.items()} for b in batches] for batches in sides]
-        return list(zip(*device_batches, strict=True))
+        both = zip((self._samples, own), models, strict=True)
+        sides = [list(make_batches([rows[at] for at in alike], side.config)) for rows, side in both]
+        placed = [[{n: v.to(device) for n, v in b.items()} for b in batches] for batches in sides]
+        return list(zip(*placed, strict=True))
 
 
-@torch.inference_mode()
-def output_sqnr(baseline: Any, model: Any, pairs: Sequence[tuple[TensorBatch, TensorBatch]]) -> float | None:
-    """Return the SQNR of the outputs of `model` (logits, embeddings) in dB, each model on its own.
-
-    None if the outputs are equal.
-
-    Args:
-        baseline: the model to compare with.
-        model: the changed model.
-        pairs: the same batches for both.
+def _open_blockwise(artifact: Artifact) -> BlockwiseModel:
+    """Return the model of a torch artifact.
 
     Raises:
-        NotComparableError: the outputs have other widths (another vocabulary, another embedding).
+        NotComparableError: there is not enough memory.
     """
-    ratio = _Ratio()
-    for expected_batch, batch in pairs:
-        [expected], [output] = model_outputs(baseline, [expected_batch]), model_outputs(model, [batch])
-        if expected.shape != output.shape:
-            raise NotComparableError("its outputs have another width")
-        ratio.add(expected, output)
-    return ratio.db
+    try:
+        return BlockwiseModel(artifact.path)
+    except RunError as error:
+        if error.code != "out-of-memory":
+            raise
+        raise NotComparableError("not enough memory for the model and the baseline") from error
 
 
-@torch.inference_mode()
-def block_sqnr(
-    baseline: Any,
-    model: Any,
-    pairs: Sequence[tuple[TensorBatch, TensorBatch]],
-    kept_blocks: BlockPositions,
-) -> list[dict[str, Any]]:
-    """Return the SQNR of each layer of `model` on the inputs of the baseline's, in the order of the model.
+@dataclass
+class _Layers:
+    """The ratios of layers, and which of the baseline's layers the step has."""
+
+    ratios: dict[_Place, _Ratio] = field(default_factory=dict)
+    present: set[_Place] = field(default_factory=set)
+
+    def compare(self, place: _Place, expected: Tensor | None, output: Tensor) -> None:
+        self.present.add(place)
+        if expected is not None and expected.shape == output.shape:
+            self.ratios.setdefault(place, _Ratio()).add(expected, output)
+
+    def compare_removed(self, place: _Place, expected: Tensor, instead: Tensor) -> None:
+        self.ratios.setdefault(place, _Ratio()).add(expected, instead)
+
+
+def compare_layers(
+    baseline: BlockwiseModel, step: BlockwiseModel, pairs: BatchPairs, kept: BlockPositions
+) -> dict[str, Any]:
+    """Return the SQNR of each layer of `step` on the inputs of the baseline's, and of its outputs.
 
     Layers are the embeddings, the blocks, in them the output of each attention and feed-forward part (whose
     widths no pruning of heads or neurons changes), and the output layer. A removed block is compared as if it
-    returned its input, a removed part as if it returned zeros.
+    returned its input, a removed part as if it returned zeros. The outputs (logits, embeddings) are those of
+    each model on its own.
 
     Args:
         baseline: the model to compare with.
-        model: the changed model.
-        pairs: the same batches for both.
-        kept_blocks: see `LayerComparison.compare`.
+        step: the changed model, on the same device.
+        pairs: the same batches for both, on that device.
+        kept: see `LayerComparison.compare`.
 
     Returns:
-        `name` (the baseline's), `part`, `sqnr_db` (None: equal outputs) and `removed` of each; empty for
-        models without blocks of attention and feed-forward parts.
+        `layers`: `name` (the baseline's), `part`, `sqnr_db` (None: equal outputs) and `removed` of each, in
+        the order of the model; empty for models without blocks of attention and feed-forward parts.
+        `output_sqnr_db`: of the outputs; None if they are equal, or have other widths, which is the `reason`.
 
     Raises:
         NotComparableError: the blocks or the hidden states do not match.
     """
-    stacks = {block.stack.name: block.stack for block in blocks_of(baseline)}
-    positions = _block_positions(baseline, model, stacks, kept_blocks)
-    ratios: dict[_Place, _Ratio] = {}
-    present: set[_Place] = set()
-    for expected_batch, batch in pairs if stacks else ():
-        states = _BaselineStates()
-        with observe_blocks(baseline, states.start, states.finish):
-            [expected] = model_outputs(baseline, [expected_batch])
-        step = _StepStates(states, positions, ratios, present)
-        with observe_blocks(model, step.start, step.finish):
-            [output] = model_outputs(model, [batch])
-        if expected.shape == output.shape:
-            last = list(stacks)[-1]
-            step.compare((last, len(states.inputs[last]), _OUTPUT), expected, output)
-        step.compare_removed()
-    heads = output_modules(baseline)
-    entries = []
-    for block_key in sorted(
-        ratios, key=lambda key: (list(stacks).index(key[0]), key[1], _PARTS.index(key[2]))
-    ):
-        stack, index, part = block_key
-        name = f"{stacks[stack].module_path}.{index}"
+    stacks = {block.stack.name: block.stack for block in blocks_of(baseline.model)}
+    positions = _block_positions(baseline.model, step.model, stacks, kept)
+    with TemporaryDirectory(prefix="states-") as folder:
+        passes = _Passes(baseline, step, pairs, Path(folder))
+        for name, stack in stacks.items():
+            passes.run_stack(stack, positions[name])
+        output_ratio = passes.compare_outputs(list(stacks.values())[-1:])
+    return {
+        "layers": _layer_rows(passes.layers, baseline.model, stacks),
+        "output_sqnr_db": None if output_ratio is None else output_ratio.db,
+        "reason": "its outputs have another width" if output_ratio is None else None,
+    }
+
+
+def _layer_rows(layers: _Layers, baseline: Any, stacks: Mapping[str, Stack]) -> list[dict[str, Any]]:
+    names, heads = list(stacks), output_modules(baseline)
+    found = []
+    for place in sorted(layers.ratios, key=lambda at: (names.index(at[0]), at[1], _PARTS.index(at[2]))):
+        stack_name, index, part = place
+        name = f"{stacks[stack_name].module_path}.{index}"
         if part == _EMBEDDINGS:
-            name = next(iter(stacks[stack].stream.embeddings), _EMBEDDINGS).removesuffix(".weight")
+            name = next(iter(stacks[stack_name].stream.embeddings), _EMBEDDINGS).removesuffix(".weight")
         elif part == _OUTPUT:
             name = heads[-1] if heads else _OUTPUT
-        removed = block_key not in present
-        entries.append({"name": name, "part": part, "sqnr_db": ratios[block_key].db, "removed": removed})
-    return entries
+        removed = place not in layers.present
+        found.append({"name": name, "part": part, "sqnr_db": layers.ratios[place].db, "removed": removed})
+    return found
 
 
 def _block_positions(
-    baseline: Any, model: Any, stacks: Mapping[str, Stack], kept_blocks: BlockPositions
+    baseline: Any, model: Any, stacks: Mapping[str, Stack], kept: BlockPositions
 ) -> dict[str, Sequence[int]]:
-    """Return the baseline's block for each block of `model`, by stack.
+    """Return the baseline's block for each block of `model`, by stack, in increasing order.
 
     Raises:
         NotComparableError: they are not known.
     """
-    step_stacks = {block.stack.name: block.stack for block in blocks_of(model)}
-    if step_stacks.keys() != stacks.keys():
+    own = {block.stack.name: block.stack for block in blocks_of(model)}
+    if own.keys() != stacks.keys():
         raise NotComparableError("it is a model of another kind")
-    positions: dict[str, Sequence[int]] = {}
+    found: dict[str, Sequence[int]] = {}
     for name, stack in stacks.items():
         count = len(stack.modules(baseline))
-        present = len(step_stacks[name].modules(model))
-        positions[name] = kept_blocks.get(name, range(count))
-        if len(positions[name]) != present or not all(0 <= position < count for position in positions[name]):
+        present = len(own[name].modules(model))
+        found[name] = indices = kept.get(name, range(count))
+        is_known = len(indices) == present and list(indices) == sorted(set(indices) & set(range(count)))
+        if not is_known:
             raise NotComparableError("it has another number of blocks, and which ones were kept is not known")
-    return positions
+    return found
 
 
-# Called with the place and the input of a block; returns the states that it gets instead, or None.
-BlockStart = Callable[[str, int, Tensor], Tensor | None]
-# The same for the output of a block, or of a part of it.
-BlockEnd = Callable[[_Place, Tensor, bool], Tensor | None]
+@dataclass
+class _BlockStates:
+    """The input of a block, float [B, L, D], and the outputs of the block and its parts, of one batch."""
+
+    input: Tensor
+    outputs: dict[str, Tensor]
 
 
-@contextmanager
-def observe_blocks(model: Any, on_start: BlockStart, on_end: BlockEnd) -> Iterator[None]:
-    """Call `on_start` before, and `on_end` after each block of one forward pass inside the context.
+class _Passes:
+    """Three passes through all blocks, one block at a time.
 
-    A stack calls its blocks in order, also repeated ones, so the number of calls is the index of the block.
-
-    Args:
-        model: a model with blocks.
-        on_start: called with the stack, the index of the block and its input, float [B, L, D].
-        on_end: called with the place, the output, float [B, L, D], and whether it is the stack's last block;
-            also for parts, whose output is not replaced.
+    baseline: of the baseline. own: of the step. forced: of the step, whose blocks get the inputs of the
+    baseline's.
     """
-    calls: dict[str, int] = {}
-    running: list[str] = []  # the stack; two stacks may share a part
 
-    def start(stack: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            calls[stack] = calls.get(stack, -1) + 1
-            running[:] = [stack]
-            states = on_start(stack, calls[stack], inputs[0])
-            return None if states is None else (states, *inputs[1:])
+    def __init__(
+        self, baseline: BlockwiseModel, step: BlockwiseModel, pairs: BatchPairs, folder: Path
+    ) -> None:
+        self.layers = _Layers()
+        self._models, self._count = (baseline, step), len(pairs)
+        batches = [[pair[side] for pair in pairs] for side in (0, 1)]
+        self._baseline = SequentialRunner(baseline.model, batches[0], folder / "baseline", _STATES_BYTES)
+        self._own = SequentialRunner(step.model, batches[1], folder / "own", _STATES_BYTES)
+        self._forced = SequentialRunner(step.model, batches[1], folder / "forced", _STATES_BYTES)
 
-        return hook
+    def run_stack(self, stack: Stack, positions: Sequence[int]) -> None:
+        """Run a stack of both models and compare its blocks.
 
-    def end(stack: str, length: int) -> Callable[..., Any]:
-        def hook(module: nn.Module, inputs: tuple[Any, ...], result: Any) -> Any:
-            other_outputs = result[1:] if isinstance(result, tuple) else None
-            output = result if other_outputs is None else result[0]
-            block_index = calls[stack]
-            states = on_end((stack, block_index, _BLOCK), output, block_index == length - 1)
-            return None if states is None else states if other_outputs is None else (states, *other_outputs)
+        Args:
+            stack: of the baseline.
+            positions: for each block of the step, the baseline's.
+        """
+        baseline, step = self._models
+        blocks = _blocks_by_position(baseline.model, stack.name)
+        step_blocks = dict(zip(positions, _blocks_by_position(step.model, stack.name), strict=True))
+        first_inputs: dict[int, Tensor] = {}  # of the stack by batch, until the step's first block runs
+        for runner in (self._baseline, self._own, self._forced):
+            runner.run_before_index(stack, 0)
+        for position, block in enumerate(blocks):
+            step_block = step_blocks.get(position)
+            index = positions.index(position) if step_block is not None else 0
+            with ExitStack() as loaded:
+                loaded.enter_context(baseline.loaded(block.module))
+                if step_block is not None:
+                    loaded.enter_context(step.loaded(step_block.module))
+                for number in range(self._count):
+                    expected = _run_block(self._baseline, block, number, position)
+                    if position == 0:
+                        first_inputs[number] = expected.input
+                    if step_block is None:
+                        removed = (stack.name, position, _BLOCK)
+                        self.layers.compare_removed(removed, expected.outputs[_BLOCK], expected.input)
+                        continue
+                    own = _run_block(self._own, step_block, number, index)
+                    if own.input.shape != expected.input.shape:
+                        raise NotComparableError("its hidden states have another width")
+                    if index == 0:
+                        embeddings = (stack.name, 0, _EMBEDDINGS)
+                        self.layers.compare(embeddings, first_inputs.pop(number), own.input)
+                    forced = _run_block(self._forced, step_block, number, index, expected.input)
+                    self._compare_block((stack.name, position), expected, forced)
+            self._baseline.finish_position(position)
+            if step_block is not None:
+                self._own.finish_position(index)
+                self._forced.finish_position(index)
+        for number in range(self._count):  # what follows the stack gets the baseline's states too
+            states = _hidden_states(self._baseline.states.get(number, "cpu"))
+            self._forced.states.put(
+                number, _with_hidden_states(self._forced.states.get(number, "cpu"), states)
+            )
 
-        return hook
+    def _compare_block(self, at: tuple[str, int], expected: _BlockStates, forced: _BlockStates) -> None:
+        for part, output in forced.outputs.items():
+            self.layers.compare((*at, part), expected.outputs.get(part), output)
+        for part in expected.outputs.keys() - forced.outputs.keys():
+            output = expected.outputs[part]
+            self.layers.compare_removed((*at, part), output, torch.zeros_like(output))
 
-    def part_end(stack: str, part: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-            if running == [stack]:
-                on_end((stack, calls[stack], part), output, False)
+    def compare_outputs(self, last_stack: Sequence[Stack]) -> _Ratio | None:
+        """Return the ratio of the outputs, and compare the output layer after `last_stack`, if there is one.
+
+        None if the outputs have other widths (another vocabulary, another embedding).
+        """
+        ratio = _Ratio()
+        for number in range(self._count):
+            expected, output = _output(self._baseline, number), _output(self._own, number)
+            if expected.shape != output.shape:
+                return None
+            ratio.add(expected, output)
+            del output  # logits of a large vocabulary: two of them at a time
+            for stack in last_stack:
+                place = (stack.name, len(stack.modules(self._models[0].model)), _OUTPUT)
+                self.layers.compare(place, expected, _output(self._forced, number))
+        return ratio
+
+
+def _blocks_by_position(model: Any, stack: str) -> list[Block]:
+    """Return the block at each position of a stack; a repeated block has several."""
+    blocks = [block for block in blocks_of(model) if block.stack.name == stack]
+    by_position = {position: block for block in blocks for position in block.call_indices}
+    return [by_position[position] for position in sorted(by_position)]
+
+
+def _run_block(
+    runner: SequentialRunner, block: Block, number: int, position: int, states: Tensor | None = None
+) -> _BlockStates:
+    """Run one position of a model for one batch; `states` replace its input."""
+    inputs: list[Tensor] = []
+    outputs: dict[str, Tensor] = {}
+
+    def see(block_input: Tensor, result: BlockOutput) -> None:
+        inputs.append(block_input)
+        outputs[_BLOCK] = _hidden_states(result)
+
+    def see_part(part: str) -> Callable[..., None]:
+        def hook(module: nn.Module, given: tuple[Any, ...], output: Tensor) -> None:
+            outputs[part] = output
 
         return hook
 
     with ExitStack() as hooks:
-        for block in blocks_of(model):
-            name, length = block.stack.name, len(block.stack.modules(model))
-            handles = [
-                block.module.register_forward_pre_hook(start(name)),
-                block.module.register_forward_hook(end(name, length)),
-                *(
-                    model.get_submodule(layer).register_forward_hook(part_end(name, part))
-                    for part, layer in _part_outputs(block)
-                ),
-            ]
-            for handle in handles:
-                hooks.callback(handle.remove)
-        yield
+        for part, layer in _part_outputs(block):
+            handle = runner.model.get_submodule(layer).register_forward_hook(see_part(part))
+            hooks.callback(handle.remove)
+        if states is not None:
+            handle = block.module.register_forward_pre_hook(lambda module, given: (states, *given[1:]))
+            hooks.callback(handle.remove)
+        runner.run_batch(number, position, see)
+    return _BlockStates(inputs[0], outputs)
 
 
 def _part_outputs(block: Block) -> Iterator[tuple[str, str]]:
@@ -358,195 +412,16 @@ def _part_outputs(block: Block) -> Iterator[tuple[str, str]]:
         yield "feed-forward", block.feed_forward.down
 
 
-class _BaselineStates:
-    """The inputs of the baseline's blocks by stack, and the outputs of its layers, of one batch."""
-
-    def __init__(self) -> None:
-        self.inputs: dict[str, list[Tensor]] = {}
-        self.outputs: dict[_Place, Tensor] = {}
-
-    def start(self, stack: str, index: int, states: Tensor) -> None:
-        self.inputs.setdefault(stack, []).append(states)
-
-    def finish(self, block_key: _Place, output: Tensor, is_last: bool) -> None:
-        self.outputs[block_key] = output
+def _hidden_states(output: BlockOutput) -> Tensor:
+    states: Tensor = output if isinstance(output, Tensor) else output[0]
+    return states
 
 
-class _StepStates:
-    """Compares the layers of a step with those of the baseline, on the baseline's hidden states."""
-
-    def __init__(
-        self,
-        base: _BaselineStates,
-        positions: Mapping[str, Sequence[int]],
-        ratios: dict[_Place, _Ratio],
-        present: set[_Place],
-    ) -> None:
-        self.base, self.positions, self.ratios, self.present = base, positions, ratios, present
-
-    def start(self, stack: str, index: int, states: Tensor) -> Tensor:
-        expected = self.base.inputs[stack][self.positions[stack][index]]
-        if expected.shape != states.shape:
-            raise NotComparableError("its hidden states have another width")
-        if index == 0:
-            self.compare((stack, 0, _EMBEDDINGS), self.base.inputs[stack][0], states)
-        return expected
-
-    def finish(self, block_key: _Place, output: Tensor, is_last: bool) -> Tensor | None:
-        stack, index, part = block_key
-        of_baseline = (stack, self.positions[stack][index], part)
-        self.compare(of_baseline, self.base.outputs.get(of_baseline), output)
-        return self.base.outputs[stack, len(self.base.inputs[stack]) - 1, _BLOCK] if is_last else None
-
-    def compare(self, block_key: _Place, expected: Tensor | None, output: Tensor) -> None:
-        self.present.add(block_key)
-        if expected is not None and expected.shape == output.shape:
-            self.ratios.setdefault(block_key, _Ratio()).add(expected, output)
-
-    def compare_removed(self) -> None:
-        """Compare the layers of the baseline that the step lacks, without parts of removed blocks."""
-        for block_key, expected in self.base.outputs.items():
-            stack, index, part = block_key
-            if block_key in self.present:
-                continue
-            if part == _BLOCK:
-                self.ratios.setdefault(block_key, _Ratio()).add(expected, self.base.inputs[stack][index])
-            elif (stack, index, _BLOCK) in self.present:
-                self.ratios.setdefault(block_key, _Ratio()).add(expected, torch.zeros_like(expected))
+def _with_hidden_states(output: BlockOutput, states: Tensor) -> BlockOutput:
+    return states if isinstance(output, Tensor) else (states, *output[1:])
 
 
-# Raised whenever the same models and samples would give another result.
-TOKEN_DIVERGENCE_VERSION = 1
-# The baseline's logits in memory; of longer outputs only the first tokens are compared.
-_MAX_LOGITS_BYTES = 512 * 2**20
-
-
-@dataclass(frozen=True)
-class _Outputs:
-    """Outputs of the baseline. batch: their sources. tokens: int64 [B, T]. is_compared: bool [B, T].
-
-    logits: of the baseline for the compared tokens, float32 [N, V].
-    """
-
-    batch: Batch
-    tokens: Tokens
-    is_compared: Any
-    logits: Logits
-
-
-def tokens_not_compared(reason: str) -> dict[str, Any]:
-    """Return the fields of `agreement` of a step without a divergence."""
-    return {"kl_divergence": None, "kl_n": None, "kl_tokens": None, "kl_reason": reason}
-
-
-class TokenComparison:
-    """Compares the next-token distributions of steps with those of one baseline.
-
-    baseline: an open runner of a generating model; it may be closed afterwards. texts: the sources or
-    prompts. generation: how the baseline writes. batch_size: sources per call.
-    """
-
-    def __init__(
-        self, baseline: Runner, texts: Sequence[str], generation: GenerationSettings, batch_size: int
-    ) -> None:
-        self.texts, self.generation, self.batch_size = texts, generation, batch_size
-        self.decoding = baseline.text.resolved_generation(generation, baseline)
-        vocabulary = vocabulary_sizes(baseline.config)[1]
-        longest = max(1, _MAX_LOGITS_BYTES // (4 * vocabulary * len(texts)))
-        self._outputs = []
-        for part, (_, batch) in enumerate(self._batches(baseline, self.decoding)):
-            generated = baseline.generator(baseline, batch, self.decoding, part)
-            tokens = np.full(
-                (len(generated), max(1, *map(len, generated))), self.decoding.pad, dtype=np.int64
-            )
-            for row, new in zip(tokens, generated, strict=True):
-                row[: len(new)] = new
-            # a forced first token is not a prediction
-            first = int(self.decoding.forced_bos_token_id is not None and self.decoding.start is not None)
-            token_positions, counts = (
-                np.arange(tokens.shape[1]),
-                np.array([min(len(new), longest) for new in generated]),
-            )
-            is_compared = (token_positions >= first) & (token_positions < counts[:, None])
-            logits = _compared_logits(baseline, batch, self.decoding, tokens, is_compared)
-            self._outputs.append(_Outputs(batch, tokens, is_compared, logits))
-        self._texts = [
-            baseline.text.tokenizer.decode_batch(compared_output.tokens.tolist())
-            for compared_output in self._outputs
-        ]
-
-    def _batches(self, runner: Runner, decoding: GenerationConfig) -> Sequence[tuple[list[int], Batch]]:
-        return generation_batches(runner, self.texts, decoding, self.batch_size)
-
-    def compare(self, step: Runner) -> dict[str, Any]:
-        """Return the mean divergence KL(baseline || step), nats per token, as fields of `agreement`.
-
-        Where the two cannot be compared `kl_reason` says why.
-        """
-        try:
-            total = self._total_divergence(step)
-        except NotComparableError as error:
-            return tokens_not_compared(str(error))
-        count = sum(len(compared_output.logits) for compared_output in self._outputs)
-        return {
-            "kl_divergence": max(0.0, total / count),  # rounding errors may be negative
-            "kl_n": sum(len(compared_output.tokens) for compared_output in self._outputs),
-            "kl_tokens": count,
-            "kl_reason": None,
-        }
-
-    def _total_divergence(self, step: Runner) -> float:
-        """Return the sum over all compared tokens, nats.
-
-        Raises:
-            NotComparableError: other tokens, or outputs without a finite divergence.
-        """
-        if not any(len(compared_output.logits) for compared_output in self._outputs):
-            raise NotComparableError("the baseline writes no tokens")
-        batches = [batch for _, batch in self._batches(step, self.decoding)]
-        total = 0.0
-        for compared_output, texts, step_batch in zip(self._outputs, self._texts, batches, strict=True):
-            if not np.array_equal(compared_output.batch.input_ids, step_batch.input_ids):
-                raise NotComparableError("its tokenizer gives other tokens for the samples")
-            if step.text.tokenizer.decode_batch(compared_output.tokens.tolist()) != texts:
-                raise NotComparableError("its tokenizer has other tokens")
-            logits = _compared_logits(
-                step, step_batch, self.decoding, compared_output.tokens, compared_output.is_compared
-            )
-            if logits.shape != compared_output.logits.shape:
-                raise NotComparableError("its vocabulary has another size")
-            total += summed_divergence(logits, compared_output.logits)
-        if np.isposinf(total):
-            raise NotComparableError(
-                "it excludes tokens to which the baseline gives a probability, as a shortlist does; the"
-                " divergence is infinite"
-            )
-        if not np.isfinite(total):
-            raise NotComparableError("its outputs are not finite")
-        return total
-
-
-def _compared_logits(
-    runner: Runner, batch: Batch, decoding: GenerationConfig, tokens: Tokens, is_compared: Any
-) -> Logits:
-    """Return the logits of the compared tokens, float32 [N, V], in the order of their positions."""
-    last = int(np.flatnonzero(is_compared.any(axis=0)).max(initial=0))
-    steps = forced_logits(runner, batch, decoding, tokens[:, : last + 1])
-    return np.concatenate([logits[is_compared[:, step_index]] for step_index, logits in enumerate(steps)])
-
-
-def summed_divergence(logits: Logits, expected: Logits) -> float:
-    """Return the sum of KL(expected || logits) over rows, nats; infinite where only `logits` exclude a token.
-
-    Args:
-        logits: of the step, float32 [N, V].
-        expected: of the baseline, likewise.
-    """
-    total = 0.0
-    for step_row, base in zip(
-        torch.from_numpy(logits).split(64), torch.from_numpy(expected).split(64), strict=True
-    ):
-        p, q = base.double().log_softmax(dim=-1), step_row.double().log_softmax(dim=-1)
-        terms = p.exp() * (p - q)
-        total += float(terms.masked_fill(p.isneginf(), 0.0).sum())  # 0 log 0 = 0
-    return total
+def _output(runner: SequentialRunner, number: int) -> Tensor:
+    """Return the output of a model for one batch from the states after its last block."""
+    with runner.resume_batch(number):
+        return next(model_outputs(runner.model, [runner.batches[number]]))

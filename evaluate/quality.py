@@ -15,13 +15,21 @@ from smelt.core.files import json_hash
 from smelt.evaluate.metrics.metric import (
     ChoiceSamples,
     ClassSamples,
+    ComparedOutputs,
     MetricSettingValues,
     ResponseSamples,
     Samples,
     TextSamples,
     WindowSamples,
 )
-from smelt.evaluate.metrics.registry import TEXT_METRICS, WINDOW_METRICS, base_metric, find_metric, metrics_of
+from smelt.evaluate.metrics.registry import (
+    AGREEMENT_METRIC,
+    TEXT_METRICS,
+    WINDOW_METRICS,
+    base_metric,
+    find_metric,
+    metrics_of,
+)
 from smelt.evaluate.significance import Statistics, metric_interval, metric_value
 from smelt.generation.backend import check_finite_outputs
 
@@ -268,3 +276,28 @@ def score_windows(
     check_finite_outputs(np.asarray(losses, dtype=np.float64))
     samples = WindowSamples(json_hash(examples), losses, tokens, sizes, windows, vocabulary)
     return score_metrics(metrics, samples)
+
+
+Output = str | Sequence[str]  # a generated text, a class name, or the names of a set of classes
+
+
+def score_agreement(
+    outputs: Sequence[Output], expected: Sequence[Output], classes: bool, key: str, examples: object
+) -> MetricScore:
+    """Score outputs against the baseline's as the metric `agreement`, 0 to 100; 100 for equal outputs.
+
+    Texts: the mean of sacrebleu's sentence-level chrF. Classes: the percentage of equal predictions.
+
+    Args:
+        outputs: n generated texts, class names or lists of class names.
+        expected: likewise, of the baseline.
+        classes: whether the outputs are classes.
+        key: of the baseline's artifact, for the signature.
+        examples: the inputs (JSON-able); only scores on equal ones can be compared in pairs.
+
+    Raises:
+        InputError: no examples, or lengths that differ.
+    """
+    check_inputs((), (), len(outputs), len(expected))
+    samples = ComparedOutputs(json_hash(examples), outputs, expected, classes, key)
+    return score_metrics([AGREEMENT_METRIC], samples)[AGREEMENT_METRIC]

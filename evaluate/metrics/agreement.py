@@ -1,8 +1,8 @@
 """How far outputs changed from the baseline's, without references: agreement, top1, relative error.
 
 They do not measure whether a change is for the better or the worse: a step that corrects a mistake of the
-baseline agrees less with it. Of a graph's outputs, for each sample the output with the largest difference
-counts, so others cannot hide it.
+baseline agrees less with it. (The `agreement` of every step in the report: `smelt.evaluate.step_agreement`.)
+Of a graph's outputs, for each sample the output with the largest difference counts, so others cannot hide it.
 """
 
 from __future__ import annotations

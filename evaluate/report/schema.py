@@ -318,7 +318,7 @@ class LayerSqnr(_ReportModel):
     """Signal-to-quantization-noise ratios of a step against the baseline, on `samples` samples.
 
     output_sqnr_db: of the outputs, each model on its own; None if they are equal, or see `reason`. layers: on
-    the hidden states of the baseline, in the order of the model. reason: why layers are not compared.
+    the hidden states of the baseline, in model order. reason: why layers or outputs are not compared.
     """
 
     samples: int = Field(ge=0)

@@ -157,6 +157,18 @@ class SequentialRunner:
         """Run `block` and store its outputs instead of its inputs; call `see` with both."""
         self._run_to(block.index + 1, see)
 
+    def run_batch(self, number: int, position: int, see: StatesCallback | None = None) -> None:
+        """Run `position` of the current stack for batch `number` only, and store its output.
+
+        The blocks before it must have run. Once it has run for all batches, call `finish_position`.
+        """
+        with torch.inference_mode():
+            self.states.put(number, self._run(number, position, see))
+
+    def finish_position(self, position: int) -> None:
+        """Continue after `position` of the current stack, which `run_batch` ran for all batches."""
+        self._done = position + 1
+
     def observe(self, block: Block, layers: LayersByKey, see: InputCallback) -> None:
         """Run `block` and later blocks that use some of `layers`; call `see` with the inputs of these."""
         observed = {module for layer_modules in layers.values() for module in layer_modules}
@@ -200,10 +212,9 @@ class SequentialRunner:
     def _run_to(self, end: int, see: StatesCallback | None = None) -> None:
         """Run the positions before `end` that have not run yet; `see` gets the states around the last."""
         if end > self._done:
-            with torch.inference_mode():
-                for number in range(len(self.batches)):
-                    self.states.put(number, self._run(number, end - 1, see))
-            self._done = end
+            for number in range(len(self.batches)):
+                self.run_batch(number, end - 1, see)
+            self.finish_position(end - 1)
 
     def _stack_modules(self, stack: Stack) -> list[nn.Module]:
         return stack.modules(self.model)

@@ -275,6 +275,10 @@ class Store:
             write_hashed_json(path, value, indent=None)
         return value
 
+    def has_score(self, key: str) -> bool:
+        """Return whether the folder of the store has a score under `key`; a remote store is not read."""
+        return (self.root / "scores" / f"{key}.json").is_file()
+
     def write_score(self, key: str, value: dict[str, Any]) -> None:
         """Store `value` under `key`, replacing an earlier one; not in a store that cannot be written to."""
         if not self.is_writable:

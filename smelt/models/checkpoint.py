@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -142,11 +142,12 @@ def _is_head_tensor(family: str, name: str) -> bool:
     )
 
 
+_T = TypeVar("_T")
 _NORMS = {"gamma": "LayerNorm.weight", "beta": "LayerNorm.bias"}
 
 
-def add_model_prefix(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return `tensors` with the names of the model.
+def add_model_prefix(model: Any, tensors: dict[str, _T]) -> dict[str, _T]:
+    """Return `tensors`, or other values by names in a checkpoint, with the names of the model.
 
     A checkpoint that was saved without its head (such as the first GPT-2) has names relative to the body; the
     first BERTs call the weight and bias of a norm gamma and beta; a family defines its older names.
@@ -174,7 +175,10 @@ def rename_tensor(name: str, pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def load_weights(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
-    """Assign `tensors`, tie shared weights, and compute the ones that are in no file (fixed positions)."""
+    """Assign `tensors`, tie shared weights, and compute the ones that are in no file (fixed positions).
+
+    Tensors on the meta device are those of weights that are read later.
+    """
     try:
         load_result = model.load_state_dict(tensors, strict=False, assign=True)
     except RuntimeError as error:
@@ -187,12 +191,18 @@ def load_weights(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
     )
     _untie_different_weights(model, tensors)
     _tie_weights(model)
+    read_later = {
+        id(p)
+        for n, p in model.named_parameters(remove_duplicate=False)
+        if n in tensors and tensors[n].is_meta
+    }
     ignorable = set(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
     for module_name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
             means = f"{module_name}.running_mean"
             require_no_missing([means] if means in load_result.missing_keys else [], folder)
-        empty = [n for n, p in module.named_parameters(recurse=False) if p.is_meta]
+        own_parameters = module.named_parameters(recurse=False)
+        empty = [n for n, p in own_parameters if p.is_meta and id(p) not in read_later]
         if not empty:
             continue
         names = [f"{module_name}.{n}".removeprefix(".") for n in empty]

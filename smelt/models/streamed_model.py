@@ -267,10 +267,10 @@ def _free_weights(root: nn.Module, names: Iterable[str]) -> None:
         parent_name, _, last = name.rpartition(".")
         module = root.get_submodule(parent_name)
         setattr(module, last, nn.Parameter(getattr(module, last).detach().to("meta"), requires_grad=False))
-    _trim_memory()
+    trim_memory()
 
 
-def _trim_memory() -> None:
+def trim_memory() -> None:
     """Return freed memory to the system, where the C library is glibc.
 
     It keeps free memory between allocated pieces, which would grow with each block.

@@ -140,6 +140,10 @@ class QuantizedMatrix(nn.Module):
             entry = self._kept[key] = (addresses, make())
         return entry[1]
 
+    def clear_cache(self) -> None:
+        """Free what `cached` holds."""
+        self._kept.clear()
+
     def is_row_independent(self) -> bool:
         """Return whether the quantized weights and scales of a row depend on that row only."""
         return is_row_independent(self.scheme, self.width, self.options)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from smelt.evaluate import layer_sqnr
-from smelt.evaluate.layer_sqnr import TokenComparison, summed_divergence
+from smelt.evaluate import token_divergence
+from smelt.evaluate.token_divergence import TokenComparison, summed_divergence
 from smelt.generation.config import GenerationSettings
 from smelt.models.checkpoint import load_model, load_tokenizer, save_model
 from smelt.runtimes.registry import open_folder
@@ -81,7 +81,7 @@ def test_token_divergence_equals_torch_on_transformers_logits(kind, changed, mon
             comparison_report["kl_reason"],
         ) == (3, len(token_divergences), None)
     # room for the logits of two tokens of each output
-    monkeypatch.setattr(layer_sqnr, "_MAX_LOGITS_BYTES", 3 * 2 * 4 * step_logits.shape[-1])
+    monkeypatch.setattr(token_divergence, "_MAX_LOGITS_BYTES", 3 * 2 * 4 * step_logits.shape[-1])
     with open_folder(changed(kind), "torch") as runner:
         short = TokenComparison(runner, TEXTS, GENERATION, 2).compare(runner)
     assert short["kl_tokens"] == (3 if kind == "mbart" else 6) < len(token_divergences)

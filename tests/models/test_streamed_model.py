@@ -101,7 +101,7 @@ def test_freed_memory_is_returned_to_system():
     pieces = [torch.ones(20_000 if number % 2 else 200) for number in range(4000)]
     resident = _resident_bytes()
     del pieces[1::2]  # 160 MB, each between two that stay
-    streamed_model._trim_memory()
+    streamed_model.trim_memory()
     assert resident - _resident_bytes() > 100e6
     assert len(pieces) == 2000
 

@@ -1,30 +1,50 @@
-"""Compare the steps of a run with the baseline: layers, next tokens. Results are stored and reused."""
+"""Compare the steps of a run with the baseline: layers, next tokens. Results are stored and reused.
+
+The time and memory of comparisons that a run made all at once are stored for later plans.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from smelt.core.artifact import Artifact
-from smelt.core.files import json_hash
+from smelt.core.artifact import Artifact, StepRecord
+from smelt.core.errors import SmeltError, rust_panics_as_errors
+from smelt.core.files import json_hash, read_hashed_json
+from smelt.core.messages import Message, info, warning
 from smelt.core.store import Store
-from smelt.core.system import package_versions
+from smelt.core.system import package_versions, peak_memory_bytes, reset_peak_memory
 from smelt.data.splits import Split
+from smelt.evaluate.environment import default_threads, machine_id
 from smelt.models.families.family import STACK_NAMES
 from smelt.pipeline.inspect.machine import artifact_device
+from smelt.pipeline.plan.costs import compared_steps
+from smelt.pipeline.recipe.recipe import DEFAULT_COMPARED_SAMPLES, MAX_COMPARED_PARAMETERS
 from smelt.runtimes.registry import find_runtime, open_runner
 from smelt.stage import Progress
 
+if TYPE_CHECKING:
+    from smelt.pipeline.execute.display import Display
+    from smelt.pipeline.execute.report_builder import ReportBuilder
+    from smelt.pipeline.plan.costs import StepEstimate
+    from smelt.pipeline.plan.plan import Plan
+
+# Raised whenever the same models and samples would give another result; here, because plans do without torch.
+_SQNR_VERSION = 2
+_TOKEN_DIVERGENCE_VERSION = 1
 # Receives the name of a step and the values of report.json.
 OnCompared = Callable[[str, Mapping[str, Any]], None]
 
 
 class BaselineComparison(Protocol):
-    """One kind of comparison. kind: its name, also the key of a stored result."""
+    """One kind of comparison. kind: its name, also the key of a stored result. work: what is compared."""
 
     kind: ClassVar[str]
+    work: ClassVar[str]
 
     @property
     def recipe(self) -> Any:
@@ -57,25 +77,38 @@ def compare_with_baseline(
     baseline: str,
     progress: Progress,
     on_compared: OnCompared,
-) -> None:
+) -> bool:
     """Compare each artifact of `artifacts`, by step name, with that of the step `baseline`.
 
     progress: called after each step that was not compared yet. on_compared: called with the result of each.
+    Returns whether all were compared now: no result was in the store.
     """
     baseline_artifact = artifacts.get(baseline)
-    if baseline_artifact is None or not comparison.is_compared(baseline_artifact):
-        return
-    kind = comparison.kind
-    steps = [n for n, a in artifacts.items() if comparison.is_compared(a) and a.key != baseline_artifact.key]
-    keys = {name: _result_key(comparison, baseline_artifact, artifacts[name]) for name in steps}
-    stored = {name: score for name in steps if (score := store.read_score(keys[name]))}
+    if baseline_artifact is None:
+        return True
+    keys = _result_keys(comparison, artifacts, baseline_artifact)
+    stored = {name: score for name in keys if (score := store.read_score(keys[name]))}
     for name, score in stored.items():
-        on_compared(name, score[kind])
-    missing_names = [name for name in steps if name not in stored]
+        on_compared(name, score[comparison.kind])
+    missing_names = [name for name in keys if name not in stored]
     for count, (name, result) in enumerate(comparison.results(artifacts, baseline, missing_names), 1):
-        store.write_score(keys[name], {"artifact": artifacts[name].key, kind: result})
+        store.write_score(keys[name], {"artifact": artifacts[name].key, comparison.kind: result})
         on_compared(name, result)
         progress(count, len(missing_names), name)
+    return not stored
+
+
+def _result_keys(
+    comparison: BaselineComparison, artifacts: Mapping[str, Artifact], baseline: Artifact
+) -> dict[str, str]:
+    """Return the key of the result of each step that is compared."""
+    if not comparison.is_compared(baseline):
+        return {}
+    return {
+        name: _result_key(comparison, baseline, artifact)
+        for name, artifact in artifacts.items()
+        if comparison.is_compared(artifact) and artifact.key != baseline.key
+    }
 
 
 def _result_key(comparison: BaselineComparison, base: Artifact, step: Artifact) -> str:
@@ -99,6 +132,7 @@ class LayerComparisons:
     """
 
     kind: ClassVar[str] = "layer_sqnr"
+    work: ClassVar[str] = "layers"
     recipe: Any
     split: Split
     count: int
@@ -110,10 +144,8 @@ class LayerComparisons:
 
     def conditions(self, base: Artifact, step: Artifact) -> dict[str, Any]:
         """Return what a result depends on, apart from artifacts, samples and seed, as JSON values."""
-        from smelt.evaluate.layer_sqnr import SQNR_VERSION
-
         libraries = package_versions(("torch", "transformers", "tokenizers"))
-        return {"version": SQNR_VERSION, "device": self.recipe.device, "libraries": libraries}
+        return {"version": _SQNR_VERSION, "device": self.recipe.device, "libraries": libraries}
 
     def results(
         self, artifacts: Mapping[str, Artifact], baseline: str, missing: Sequence[str]
@@ -139,9 +171,10 @@ class LayerComparisons:
 
 @dataclass(frozen=True)
 class TokenComparisons:
-    """Compares the next-token distributions of steps (see `smelt.evaluate.layer_sqnr`)."""
+    """Compares the next-token distributions of steps (see `smelt.evaluate.token_divergence`)."""
 
     kind: ClassVar[str] = "token_divergence"
+    work: ClassVar[str] = "tokens"
     recipe: Any
     split: Split
     count: int
@@ -152,15 +185,13 @@ class TokenComparisons:
 
     def conditions(self, base: Artifact, step: Artifact) -> dict[str, Any]:
         """Return what a result depends on, apart from artifacts, samples and seed, as JSON values."""
-        from smelt.evaluate.layer_sqnr import TOKEN_DIVERGENCE_VERSION
-
         score, device = self.recipe.score, self.recipe.device
         runtimes = [
             find_runtime(artifact.format, artifact.manifest.details.get("target"))
             for artifact in (base, step)
         ]
         return {
-            "version": TOKEN_DIVERGENCE_VERSION,
+            "version": _TOKEN_DIVERGENCE_VERSION,
             "generation": score.generation.model_dump(),
             "batch_size": score.batch_size,
             "devices": [artifact_device(artifact, device) for artifact in (base, step)],
@@ -172,7 +203,7 @@ class TokenComparisons:
     ) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the name and the result of each step of `missing`."""
         from smelt.data.splits import spread_indices
-        from smelt.evaluate.layer_sqnr import TokenComparison
+        from smelt.evaluate.token_divergence import TokenComparison
 
         if not missing:
             return
@@ -214,3 +245,175 @@ def kept_blocks(
                 else list(kept_indices)
             )
     return blocks_by_stack
+
+
+def baseline_parameters(artifacts: Mapping[str, Artifact], baseline: str) -> int | None:
+    """Return the parameters of the baseline; None: unknown."""
+    artifact = artifacts.get(baseline)
+    return None if artifact is None else artifact.manifest.details.get("parameters")
+
+
+def _comparisons(
+    plan: Plan, data: Mapping[str, Split], parameters: int | None, parents: Mapping[str, str | None]
+) -> tuple[LayerComparisons, TokenComparisons]:
+    """Return the comparisons of a run with a baseline of so many `parameters`; see `LayerComparisons`."""
+    recipe, score_split = plan.recipe, data[plan.judged_on]
+    layer_samples, token_samples = recipe.score.compared_samples(parameters)
+    layers = LayerComparisons(recipe, data.get("validation") or score_split, layer_samples, parents)
+    return layers, TokenComparisons(recipe, score_split, token_samples)
+
+
+def are_comparisons_stored(
+    plan: Plan, data: Mapping[str, Split], store: Store, artifacts: Mapping[str, Artifact]
+) -> bool:
+    """Return whether the folder of the store has the results of all comparisons of a run of `plan`.
+
+    Args:
+        plan: a checked recipe.
+        data: all splits.
+        store: of the run.
+        artifacts: in the store, of steps by their names.
+    """
+    baseline = artifacts.get(plan.recipe.baseline)
+    if baseline is None or plan.judged_on not in data:
+        return False
+    comparisons: list[BaselineComparison] = []
+    comparisons += _comparisons(plan, data, baseline_parameters(artifacts, plan.recipe.baseline), {})
+    keys: list[str] = []
+    for comparison, names in zip(comparisons, compared_steps(plan), strict=True):
+        if comparison.count and any(name not in artifacts for name in names):
+            return False
+        if comparison.count:
+            keys += _result_keys(comparison, {name: artifacts[name] for name in names}, baseline).values()
+    return bool(keys) and all(store.has_score(key) for key in keys)
+
+
+@dataclass(frozen=True)
+class RunComparisons:
+    """The comparisons of one run, after its last step.
+
+    estimate: what the plan estimated for them; None: nothing is recorded. turn: a context in which no other
+    worker of this machine measures latency. explain: returns an error with a message for the user.
+    """
+
+    plan: Plan
+    data: Mapping[str, Split]
+    store: Store
+    display: Display
+    report: ReportBuilder
+    estimate: StepEstimate | None
+    turn: Callable[[], AbstractContextManager[None]]
+    explain: Callable[[Exception, str], SmeltError]
+
+    def compare(self, artifacts: Mapping[str, Artifact]) -> list[Message]:
+        """Compare layers and next tokens of scored steps with the baseline's, and report them.
+
+        A failure only gives a warning.
+
+        Args:
+            artifacts: of the scored steps, by their names.
+        """
+        baseline, report, score = self.plan.recipe.baseline, self.report, self.plan.recipe.score
+        parents = {step["name"]: step["parent"] for step in report.data["steps"]}
+        parameters = baseline_parameters(artifacts, baseline)
+        layers, tokens = _comparisons(self.plan, self.data, parameters, parents)
+        with_texts = {
+            name: artifact for name, artifact in artifacts.items() if report.can_compare_tokens(name)
+        }
+        messages, skipped = list[Message](), list[str]()
+        planned_layers, planned_tokens = map(set, compared_steps(self.plan))
+        is_measured = planned_layers <= artifacts.keys() and planned_tokens <= with_texts.keys()
+        start_time, is_reset = time.monotonic(), reset_peak_memory()
+        if len(artifacts) > 1:
+            if layers.count:
+                is_measured &= self._compare(
+                    layers, "sqnr_samples", artifacts, report.add_layer_sqnr, messages
+                )
+            elif score.sqnr_samples is None:
+                skipped.append("sqnr_samples")
+        if len(with_texts) > 1:
+            if tokens.count:
+                is_measured &= self._compare(
+                    tokens, "kl_samples", with_texts, report.add_token_divergence, messages
+                )
+            elif score.kl_samples is None:
+                skipped.append("kl_samples")
+        if skipped and parameters is not None:
+            messages.append(_skipped_message(baseline, parameters, skipped))
+        if is_measured and self.estimate is not None:
+            peak = peak_memory_bytes() if is_reset else None
+            _store_record(self.store, self.estimate, self.plan.recipe.threads, start_time, peak)
+        return messages
+
+    def _compare(
+        self,
+        comparison: BaselineComparison,
+        setting: str,
+        artifacts: Mapping[str, Artifact],
+        on_compared: OnCompared,
+        messages: list[Message],
+    ) -> bool:
+        """Return whether all steps were compared now; a failure becomes one of `messages`."""
+        work, baseline = comparison.work, self.plan.recipe.baseline
+        self.display.start_work(work)
+        try:
+            with rust_panics_as_errors(), self.turn():
+                return compare_with_baseline(
+                    comparison, self.store, artifacts, baseline, self.display.progress, on_compared
+                )
+        except Exception as error:
+            failure = self.explain(error, work)
+            text = f"{work.title()} were not compared with the baseline's (score: {setting}): {failure}"
+            messages.append(warning("comparison-failed", text))
+            return False
+
+
+def _skipped_message(baseline: str, parameters: int, settings: Sequence[str]) -> Message:
+    what = " and ".join({"sqnr_samples": "layers", "kl_samples": "next tokens"}[name] for name in settings)
+    requested = ", ".join(f"{name}: {DEFAULT_COMPARED_SAMPLES}" for name in settings)
+    return info(
+        "comparisons-skipped",
+        f"The {what} of the steps were not compared with the baseline's: '{baseline}' has {parameters:,}"
+        f" parameters, more than {MAX_COMPARED_PARAMETERS:,}. To compare them, set score: {{{requested}}}.",
+    )
+
+
+_MAX_RECORDS = 20  # the newest that are kept
+
+
+def _records_key(threads: int | None) -> str:
+    return json_hash(
+        {"records": "comparisons", "machine": machine_id(), "threads": threads or default_threads()}
+    )
+
+
+def comparison_records(root: Path, threads: int | None) -> list[StepRecord]:
+    """Return the records of comparisons that this machine made with these threads, newest first.
+
+    Args:
+        root: the folder of the store.
+        threads: of the recipe; None: the default.
+    """
+    stored = read_hashed_json(root / "scores" / f"{_records_key(threads)}.json") or {}
+    return [StepRecord.model_validate(record) for record in stored.get("comparisons", [])]
+
+
+def _store_record(
+    store: Store, estimate: StepEstimate, threads: int | None, start_time: float, peak: int | None
+) -> None:
+    """Store the measured time and memory of comparisons, if their work is known."""
+    if estimate.size is None or not estimate.size.work:
+        return
+    record = StepRecord(
+        kind=estimate.kind,
+        machine=machine_id(),
+        threads=threads or default_threads(),
+        seconds=round(time.monotonic() - start_time, 3),
+        memory_bytes=peak,
+        estimated_memory_bytes=estimate.size.memory_bytes,
+        work=estimate.size.work,
+    )
+    records = [record, *comparison_records(store.root, threads)][:_MAX_RECORDS]
+    store.write_score(
+        _records_key(threads), {"comparisons": [each.model_dump(mode="json") for each in records]}
+    )

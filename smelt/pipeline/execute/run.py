@@ -17,14 +17,8 @@ from smelt.core.messages import Message, warning
 from smelt.core.store import Store
 from smelt.data.split_division import checked_limit, limit_split
 from smelt.data.splits import Split
-from smelt.evaluate.agreement import cached_agreement
-from smelt.pipeline.execute.baseline_comparisons import (
-    BaselineComparison,
-    LayerComparisons,
-    OnCompared,
-    TokenComparisons,
-    compare_with_baseline,
-)
+from smelt.evaluate.step_agreement import cached_agreement
+from smelt.pipeline.execute.baseline_comparisons import RunComparisons
 from smelt.pipeline.execute.cluster_run import ClusterRun, paths_on_nodes
 from smelt.pipeline.execute.display import (
     Display,
@@ -54,6 +48,7 @@ from smelt.pipeline.execute.step_runner import recipe_scorer, recipe_step_runner
 from smelt.pipeline.execute.trackers import RunTrackers
 from smelt.pipeline.execute.training_processes import TrainingLaunch, external_run
 from smelt.pipeline.inspect.machine import unscored_reason
+from smelt.pipeline.plan.costs import COMPARISONS
 from smelt.pipeline.plan.untrained_checks import UNTRAINED_NOT_SCORED
 from smelt.pipeline.plan.warnings import data_warnings, few_windows_warnings
 from smelt.pipeline.recipe.recipe import SPEED_METRICS
@@ -135,7 +130,8 @@ def run_plan(plan: Plan, options: RunOptions) -> Result:
     if cluster is not None:
         cluster.check_nodes(store, paths_on_nodes(plan))
     node_bytes = None if cluster is None else cluster.node_bytes
-    estimates, cost_warnings = estimate_run(plan, data, store, bool(options.rebuild), node_bytes)
+    is_compared = options.scored and options.pages
+    estimates, cost_warnings = estimate_run(plan, data, store, bool(options.rebuild), node_bytes, is_compared)
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -186,6 +182,7 @@ class _PlanRunner:
         self.plan, self.options, self.all_data, self.data = plan, options, all_data, data
         self.folder, self.store, self.display = folder, store, display
         self.run_folder = RunFolder(folder)
+        self.estimates = estimates or {}
         self.scorer = recipe_scorer(plan.recipe, store)
         self.launch = TrainingLaunch(plan, options.limit, options.fold)
         self.step_runner = recipe_step_runner(
@@ -490,43 +487,14 @@ class _PlanRunner:
         return bool(self.options.rebuild & {"*", name})
 
     def _compare_with_baseline(self) -> None:
-        """Compare layers and next tokens of the scored steps with the baseline's.
-
-        A failure only gives a warning.
-        """
-        score, score_split = self.plan.recipe.score, self.data[self.plan.judged_on]
-        all_artifacts = self.artifacts | self.previous_artifacts
-        scored_artifacts = {name: a for name, a in all_artifacts.items() if name in self.report.statistics}
-        parents = {step["name"]: step["parent"] for step in self.report.data["steps"]}
-        text_outputs = {
-            name: scored_artifacts[name] for name in scored_artifacts if self.report.can_compare_tokens(name)
-        }
-        layers = LayerComparisons(
-            self.plan.recipe, self.data.get("validation") or score_split, score.sqnr_samples, parents
-        )
-        tokens = TokenComparisons(self.plan.recipe, score_split, score.kl_samples)
-        comparisons: list[tuple[BaselineComparison, str, str, dict[str, Artifact], OnCompared]] = [
-            (layers, "layers", "sqnr_samples", scored_artifacts, self.report.add_layer_sqnr),
-            (tokens, "tokens", "kl_samples", text_outputs, self.report.add_token_divergence),
-        ]
-        for comparison, work, setting, steps, on_compared in comparisons:
-            if not comparison.count or len(steps) < 2:
-                continue
-            self.display.start_work(work)
-            try:
-                with rust_panics_as_errors(), self._step_turn():
-                    compare_with_baseline(
-                        comparison,
-                        self.store,
-                        steps,
-                        self.plan.recipe.baseline,
-                        self.display.progress,
-                        on_compared,
-                    )
-            except Exception as error:
-                failure = self._explain_error(error, work)
-                text = f"{work.title()} were not compared with the baseline's (score: {setting}): {failure}"
-                self.add_warnings([warning("comparison-failed", text)])
+        """Compare layers and next tokens of the scored steps with the baseline's."""
+        every = self.artifacts | self.previous_artifacts
+        comparisons = RunComparisons(
+            self.plan, self.data, self.store, self.display, self.report, self.estimates.get(COMPARISONS),
+            self._step_turn, self._explain_error,
+        )  # fmt: skip
+        scored = {name: artifact for name, artifact in every.items() if name in self.report.statistics}
+        self.add_warnings(comparisons.compare(scored))
 
     def _measure_latency(self) -> None:
         settings = self.plan.recipe.score.latency

@@ -25,12 +25,14 @@ from smelt.core.store import Store
 from smelt.core.system import available_bytes, memory_limit_bytes
 from smelt.data.splits import Split
 from smelt.evaluate.environment import default_threads, machine_id
+from smelt.pipeline.execute.baseline_comparisons import are_comparisons_stored, comparison_records
 from smelt.pipeline.execute.display import Display
 from smelt.pipeline.execute.run_folder import StorePlace, default_store, moved_run_text
 from smelt.pipeline.execute.sources import import_onnx_model, import_user_model, make_untrained_model
 from smelt.pipeline.execute.step_runner import StepRunner, recipe_scorer, recipe_step_runner, resolve_task
 from smelt.pipeline.inspect.machine import gpu_memory_bytes
 from smelt.pipeline.plan.costs import (
+    COMPARISONS,
     MachineLimits,
     StepEstimate,
     check_costs,
@@ -120,7 +122,7 @@ def _predict(estimate: StepEstimate, stored: Collection[str]) -> StepPrediction:
         estimate.seconds,
         None if estimate.record is None else estimate.record.seconds,
         estimate.memory_bytes,
-        size.disk_bytes + _SMALL_FILES_BYTES,
+        0 if estimate.name == COMPARISONS else size.disk_bytes + _SMALL_FILES_BYTES,
         size.temporary_bytes,
         size.device_bytes,
     )
@@ -250,7 +252,7 @@ class _Lookup(StepRunner):
 
 
 def stored_steps(plan: Plan, data: Mapping[str, Split], store: Store) -> set[str]:
-    """Return the names of the steps whose artifacts are in the store.
+    """Return the names of the steps whose artifacts are in the store, and `COMPARISONS` if these are too.
 
     Args:
         plan: a checked recipe.
@@ -282,11 +284,14 @@ def stored_steps(plan: Plan, data: Mapping[str, Split], store: Store) -> set[str
             with suppress(_NotStoredError, SmeltError):
                 ancestors = {name: artifacts[name] for name in plan.ancestor_names(step)}
                 artifacts[step.name] = lookup.run_step(step, ancestors, False)[0]
-    return {*artifacts}
+    return {*artifacts, *([COMPARISONS] if are_comparisons_stored(plan, data, store, artifacts) else [])}
 
 
 def step_records(root: Path, threads: int | None) -> list[StepRecord]:
-    """Return the records of artifacts in a store that this machine made with these threads, newest first."""
+    """Return the records of artifacts in a store that this machine made with these threads, newest first.
+
+    Then those of comparisons with baselines.
+    """
     manifests = sorted(_manifests(root), reverse=True)[:_MAX_MANIFESTS]
     machine, count, records = machine_id(), threads or default_threads(), list[StepRecord]()
     for _, file in manifests:
@@ -294,7 +299,7 @@ def step_records(root: Path, threads: int | None) -> list[StepRecord]:
             record = (read_hashed_json(file) or {}).get("record")
             if record and record["machine"] == machine and record["threads"] == count:
                 records.append(StepRecord.model_validate(record))
-    return records
+    return [*records, *comparison_records(root, threads)]
 
 
 def _manifests(root: Path) -> Iterator[tuple[float, Path]]:
@@ -338,7 +343,12 @@ def plan_costs(plan: Plan, out: Path | None = None, store: StorePlace | None = N
 
 
 def estimate_run(
-    plan: Plan, data: Mapping[str, Split], store: Store, rebuild: bool, node_bytes: int | None = None
+    plan: Plan,
+    data: Mapping[str, Split],
+    store: Store,
+    rebuild: bool,
+    node_bytes: int | None = None,
+    is_compared: bool = True,
 ) -> tuple[dict[str, StepEstimate], Sequence[Message]]:
     """Return the estimates of a run's steps, and warnings about those that may not fit.
 
@@ -349,11 +359,14 @@ def estimate_run(
         rebuild: whether steps are built again that are in the store.
         node_bytes: memory of the largest node of a cluster that runs the steps; None: this machine does. The
             memory that tasks can reserve is less than the node's, so that no step is refused by it.
+        is_compared: whether the run compares layers and next tokens with the baseline's.
 
     Raises:
         InputError: a step cannot fit into memory or disk (`needs-more-memory`, `needs-more-disk`).
     """
     estimates = estimate_steps(plan, data, step_records(store.root, plan.recipe.threads))
+    if not is_compared:
+        estimates.pop(COMPARISONS, None)
     limits = machine_limits(store.root)
     if node_bytes is not None:
         limits = replace(limits, memory_bytes=sys.maxsize, free_bytes=node_bytes, device_bytes=None)

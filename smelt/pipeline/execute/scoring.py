@@ -90,7 +90,7 @@ class Scorer:
 
         `statistics` are per example, for paired comparisons of artifacts; `predictions` the outputs per
         example. Classifiers also have `labels`, the class names, and `logits` (see
-        `smelt.evaluate.agreement.pack_logits`).
+        `smelt.evaluate.step_agreement.pack_logits`).
 
         Raises:
             InputError: texts are too long with truncation: error, or a label is unknown.
@@ -296,7 +296,7 @@ class Scorer:
         return _split_scores(scores)
 
     def _score_labels(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
-        from smelt.evaluate.agreement import pack_logits
+        from smelt.evaluate.step_agreement import pack_logits
         from smelt.runtimes.predict_texts import class_logits
 
         names, problem = class_names(runner.config), problem_type(runner.config)
@@ -326,7 +326,7 @@ class Scorer:
         """Return the score `agreement` of texts or classes; empty if it is not a metric, or no reference."""
         if AGREEMENT_METRIC not in self.metrics or self.reference is None:
             return {}
-        from smelt.evaluate.agreement import score_agreement
+        from smelt.evaluate.quality import score_agreement
 
         key = json_hash([self.reference.key, split.fingerprint])
         if self.reference.path == runner.folder:

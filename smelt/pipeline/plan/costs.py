@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from smelt.pipeline.plan.plan import Plan, PlanStep
 
 
+# The name of the estimate of the comparisons of layers and next tokens; no step can have it.
+COMPARISONS = "baseline comparisons"
 # Of the estimated size of the artifacts, what is certainly needed: some layers may become smaller.
 _CERTAIN_DISK = 0.7
 
@@ -136,7 +138,60 @@ def estimate_steps(
         scoring = None if step.unscored else _scoring_bytes(result, step.format == "onnx")
         record = None if estimate is None else _nearest_record(kind, estimate, records)
         estimates[step.name] = StepEstimate(step.name, kind, estimate, scoring, is_gpu, record)
-    return estimates
+    comparisons = _estimate_comparisons(plan, estimates, samples, records)
+    return estimates if comparisons is None else estimates | {COMPARISONS: comparisons}
+
+
+def compared_steps(plan: Plan) -> tuple[list[str], list[str]]:
+    """Return the names of the steps whose layers, and of those whose next tokens, may be compared."""
+    formats = {MODEL_STEP: "torch" if plan.onnx_model is None else "onnx"}
+    formats |= {step.name: step.format for step in plan.steps if not (step.unscored or step.unavailable)}
+    baseline = plan.recipe.baseline
+    others = [name for name in formats if name != baseline]
+    is_torch = formats.get(baseline) == "torch"
+    layers = [name for name in others if is_torch and formats[name] == "torch"]
+    return layers, others if plan.recipe.traits.output == "text" and baseline in formats else []
+
+
+def _estimate_comparisons(
+    plan: Plan,
+    estimates: Mapping[str, StepEstimate],
+    samples: Mapping[str, int],
+    records: Sequence[StepRecord],
+) -> StepEstimate | None:
+    """Return the estimate of the comparisons with the baseline, after the last step; None if there are none.
+
+    Of two models that are compared layer by layer, memory has one block and what is outside of blocks; of
+    models whose next tokens are compared, one at a time.
+    """
+    baseline = estimates.get(plan.recipe.baseline)
+    size = None if baseline is None or baseline.size is None else baseline.size.result
+    counts = plan.recipe.score.compared_samples(None if size is None else size.parameters)
+    layer_steps, token_steps = (
+        names if count else [] for names, count in zip(compared_steps(plan), counts, strict=True)
+    )
+    if not layer_steps and not token_steps:
+        return None
+    names = [*["layers"][: len(layer_steps)], *["tokens"][: len(token_steps)]]
+    kind = " ".join([COMPARISONS, *names, training_device(plan.recipe.device)])
+    step_size = None
+    if size is not None:
+        held = [0]
+        if layer_steps:
+            one_model = FLOAT_BYTES * (size.parameters - size.block_weights + size.largest_block)
+            held.append(2 * min(one_model, size.float_bytes))
+        if token_steps:
+            held += [estimates[name].scoring_bytes or 0 for name in token_steps if name in estimates]
+        layer_samples, token_samples = counts
+        if plan.recipe.traits.samples != "running-text":  # its windows are not counted
+            token_samples = min(token_samples, samples.get(plan.judged_on, token_samples))
+            layer_samples = min(
+                layer_samples, samples.get("validation", samples.get(plan.judged_on, layer_samples))
+            )
+        work = size.parameters * (layer_samples * len(layer_steps) + token_samples * len(token_steps))
+        step_size = StepSize(max(held), 0, size, disk_bytes=0, work=float(work))
+    record = None if step_size is None else _nearest_record(kind, step_size, records)
+    return StepEstimate(COMPARISONS, kind, step_size, record=record)
 
 
 def _nearest_record(kind: str, size: StepSize, records: Sequence[StepRecord]) -> StepRecord | None:
@@ -326,6 +381,15 @@ def check_costs(
                     f" {format_bytes(free)} are free. {_advice(alternatives)}"
                 )
                 messages.append(warning("may-need-more-memory", text, step=step.name, **location))
+    comparisons = estimates.get(COMPARISONS)
+    is_new = comparisons is not None and COMPARISONS not in stored
+    if comparisons is not None and is_new and (comparisons.memory_bytes or 0) > limits.free_bytes:
+        text = (
+            f"Comparing layers and next tokens with the baseline needs about"
+            f" {format_bytes(comparisons.memory_bytes or 0)} of memory, and {format_bytes(limits.free_bytes)}"
+            " are free. Set score: {sqnr_samples: 0, kl_samples: 0} to leave it out."
+        )
+        messages.append(warning("may-need-more-memory", text, setting="score.sqnr_samples", file=file))
     return sorted(
         [*messages, *_disk_messages(plan, estimates, limits, stored, file)],
         key=lambda m: m.severity != "error",

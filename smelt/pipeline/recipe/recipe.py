@@ -61,6 +61,15 @@ TRACKER_PACKAGES: dict[TrackerName, tuple[tuple[str, ...], str]] = {
 }
 
 
+# Samples on which layers and next tokens are compared by default, and the largest baseline where they are.
+DEFAULT_COMPARED_SAMPLES = 16
+MAX_COMPARED_PARAMETERS = 500_000_000
+_COMPARED_BY_DEFAULT = (
+    f"default: {DEFAULT_COMPARED_SAMPLES}; if the baseline has more than {MAX_COMPARED_PARAMETERS:,}"
+    " parameters, 0"
+)
+
+
 class ScoreSettings(Settings):
     """What is measured after every step. `latency` is None if the recipe has `latency: false`."""
 
@@ -84,20 +93,32 @@ class ScoreSettings(Settings):
         le=50,
         description="changed samples that the report shows per step, with their texts",
     )
-    sqnr_samples: int = Field(
-        default=16,
+    sqnr_samples: int | None = Field(
+        default=None,
         ge=0,
         le=1024,
         description="validation samples on which each layer of a torch step is compared with the baseline's"
-        " (SQNR); 0: not compared",
+        f" (SQNR); 0: not compared; {_COMPARED_BY_DEFAULT}",
     )
-    kl_samples: int = Field(
-        default=16,
+    kl_samples: int | None = Field(
+        default=None,
         ge=0,
         le=1024,
         description="generated texts: samples on which next-token distributions are compared with the"
-        " baseline's (KL divergence); 0: not compared",
+        f" baseline's (KL divergence); 0: not compared; {_COMPARED_BY_DEFAULT}",
     )
+
+    def compared_samples(self, parameters: int | None) -> tuple[int, int]:
+        """Return the samples on which layers and next tokens are compared.
+
+        Args:
+            parameters: of the baseline; None: unknown.
+        """
+        default = (
+            0 if parameters is not None and parameters > MAX_COMPARED_PARAMETERS else DEFAULT_COMPARED_SAMPLES
+        )
+        layers, tokens = (default if n is None else n for n in (self.sqnr_samples, self.kl_samples))
+        return layers, tokens
 
     @field_validator("latency")
     @classmethod

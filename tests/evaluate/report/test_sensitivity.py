@@ -5,7 +5,7 @@ import json
 import pytest
 
 from smelt.core.errors import RunError
-from smelt.evaluate import layer_sqnr
+from smelt.evaluate import layer_sqnr, token_divergence
 from smelt.evaluate.report import sensitivity
 from smelt.evaluate.report.markdown import render_markdown
 from smelt.evaluate.report.render import render_html
@@ -86,7 +86,7 @@ def test_failed_layer_comparison_does_not_fail_step(tmp_path, monkeypatch):
     assert tokens["kl_divergence"] > 0
     assert "KL divergence, nats per token" in (out / "report.md").read_text()
     monkeypatch.undo()
-    monkeypatch.setattr(layer_sqnr.TokenComparison, "__init__", fail)  # its result is stored
+    monkeypatch.setattr(token_divergence.TokenComparison, "__init__", fail)  # its result is stored
     harness.smelt("run", tmp_path / "r.yaml", "--quiet", "--out", out, "--set", "score.sqnr_samples=0")
     report = json.loads((out / "report.json").read_text())
     assert [step["layer_sqnr"] for step in report["steps"]] == [None, None]

@@ -13,6 +13,7 @@ from smelt.core.errors import InputError
 from smelt.models.model_size import count_parameters, size_from_config
 from smelt.models.step_size import SizeInputs, one_shot_size
 from smelt.pipeline.plan.costs import (
+    COMPARISONS,
     MachineLimits,
     check_costs,
     estimate_steps,
@@ -210,9 +211,10 @@ def test_plan_command_prints_table_and_json(home, monkeypatch, tmp_path):
     printed = harness.smelt("plan", home / "recipe.yaml", code=0).output
     assert max(map(len, printed.splitlines())) <= 80
     result = json.loads(harness.smelt("plan", home / "recipe.yaml", "--json", code=0).output)
-    names = ["model", "finetune", "prune", "quantize", "onnx"]
+    steps = ["finetune", "prune", "quantize", "onnx"]
+    names = ["model", *steps, COMPARISONS]
     assert [step["name"] for step in result["costs"]["steps"]] == names
-    assert [step["name"] for step in result["steps"]] == names[1:]
+    assert [step["name"] for step in result["steps"]] == steps
     assert {"seconds", "memory_bytes", "disk_bytes", "source"} <= result["costs"]["steps"][1].keys()
     assert all(any(line.startswith(name) for line in printed.splitlines()) for name in [*names, "total"])
     assert list(Path.cwd().iterdir()) == []  # nothing is written

@@ -1,4 +1,6 @@
-"""Agreement of a step's outputs with the baseline's: how much they changed, without references.
+"""The `agreement` of a step in report.json: how far its outputs equal the baseline's, without references.
+
+The metric of that name, which recipes choose and gates judge, is in `smelt.evaluate.metrics.agreement`.
 
 It does not tell whether a change is for the better or the worse: a step that corrects an error of the
 baseline agrees less with it.
@@ -19,38 +21,12 @@ from numpy.typing import NDArray
 from smelt.core.files import json_hash
 from smelt.core.store import Store
 from smelt.data.bleu_tokenizer import bleu_tokenizer
-from smelt.evaluate.metrics.metric import ComparedOutputs
-from smelt.evaluate.metrics.registry import AGREEMENT_METRIC
-from smelt.evaluate.quality import MetricScore, check_inputs, score_metrics
 
 # Raised whenever equal outputs would give another result of `compare_outputs`.
 AGREEMENT_VERSION = 1
 # Logits are stored with a score up to this number (16 MB), those of the first examples.
 _MAX_STORED_LOGITS = 4_000_000
 Logits = NDArray[np.float32]
-Output = str | Sequence[str]  # a generated text, a class name, or the names of a set of classes
-
-
-def score_agreement(
-    outputs: Sequence[Output], expected: Sequence[Output], classes: bool, key: str, examples: object
-) -> MetricScore:
-    """Score outputs against the baseline's as the metric `agreement`, 0 to 100; 100 for equal outputs.
-
-    Texts: the mean of sacrebleu's sentence-level chrF. Classes: the percentage of equal predictions.
-
-    Args:
-        outputs: n generated texts, class names or lists of class names.
-        expected: likewise, of the baseline.
-        classes: whether the outputs are classes.
-        key: of the baseline's artifact, for the signature.
-        examples: the inputs (JSON-able); only scores on equal ones can be compared in pairs.
-
-    Raises:
-        InputError: no examples, or lengths that differ.
-    """
-    check_inputs((), (), len(outputs), len(expected))
-    samples = ComparedOutputs(json_hash(examples), outputs, expected, classes, key)
-    return score_metrics([AGREEMENT_METRIC], samples)[AGREEMENT_METRIC]
 
 
 def pack_logits(logits: Logits) -> dict[str, Any]:
@@ -132,9 +108,7 @@ def _text_agreement(step_texts: Sequence[str], base: Sequence[str]) -> dict[str,
 def cached_agreement(
     store: Store, score: Mapping[str, Any], baseline: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Return `smelt.evaluate.agreement.compare_outputs` of two scores; stored by their outputs and reused."""
-    from smelt.evaluate.agreement import AGREEMENT_VERSION, compare_outputs
-
+    """Return `compare_outputs` of two scores; stored by their outputs and reused."""
     sides = [{part: side.get(part) for part in _OUTPUT_PARTS} for side in (score, baseline)]
     libraries = {"sacrebleu": version("sacrebleu")}
     key = json_hash({"agreement": AGREEMENT_VERSION, "outputs": sides, "libraries": libraries})

@@ -6,11 +6,11 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 from sklearn.metrics import f1_score
 
-from smelt.evaluate import agreement
-from smelt.evaluate.agreement import compare_outputs, pack_logits, score_agreement, unpack_logits
+from smelt.evaluate import step_agreement
 from smelt.evaluate.label_quality import score_label_sets
-from smelt.evaluate.quality import score_texts
+from smelt.evaluate.quality import score_agreement, score_texts
 from smelt.evaluate.significance import example_values, wilson_interval
+from smelt.evaluate.step_agreement import compare_outputs, pack_logits, unpack_logits
 
 pytestmark = pytest.mark.quick
 
@@ -64,13 +64,13 @@ def test_class_kl_divergence_equals_torch(multi_label, monkeypatch):
     else:
         p, q = p.log_softmax(-1), q.log_softmax(-1)
     row_divergences = functional.kl_div(q, p, log_target=True, reduction="none").flatten(1).sum(1)
-    result = compare_outputs(score(step_logits), score(base))
-    assert (result["kl_divergence"], result["kl_n"]) == (pytest.approx(float(row_divergences.mean())), 7)
-    assert "bleu" not in result
+    found = compare_outputs(score(step_logits), score(base))
+    assert (found["kl_divergence"], found["kl_n"]) == (pytest.approx(float(row_divergences.mean())), 7)
+    assert "bleu" not in found
     assert np.array_equal(unpack_logits(pack_logits(step_logits)), step_logits)
-    monkeypatch.setattr(agreement, "_MAX_STORED_LOGITS", 3 * 4)
-    result = compare_outputs(score(step_logits), score(base))
-    assert (result["kl_divergence"], result["kl_n"]) == (pytest.approx(float(row_divergences[:3].mean())), 3)
+    monkeypatch.setattr(step_agreement, "_MAX_STORED_LOGITS", 3 * 4)
+    found = compare_outputs(score(step_logits), score(base))
+    assert (found["kl_divergence"], found["kl_n"]) == (pytest.approx(float(row_divergences[:3].mean())), 3)
 
 
 def test_class_agreement_counts_equal_classes_and_skips_numbers():

@@ -66,8 +66,8 @@ class _Ratio:
     signal: float = 0.0
     noise: float = 0.0
 
-    def add(self, expected: Tensor, found: Tensor) -> None:
-        sides = (side.reshape(-1).split(_SUMMED_AT_ONCE) for side in (expected, found))
+    def add(self, expected: Tensor, actual: Tensor) -> None:
+        sides = (side.reshape(-1).split(_SUMMED_AT_ONCE) for side in (expected, actual))
         for y_float, x_float in zip(*sides, strict=True):
             y, x = y_float.double(), x_float.double()
             self.signal += float(y.square().sum())
@@ -129,14 +129,14 @@ class LayerComparison:
         self.baseline = _open_blockwise(baseline)
         self._samples = source.encode(self.baseline.model, baseline.path)
 
-    def compare(self, step: Artifact, kept: BlockPositions) -> dict[str, Any]:
+    def compare(self, step: Artifact, kept_positions: BlockPositions) -> dict[str, Any]:
         """Return the ratios of the layers of `step`, as `layer_sqnr` of a step in report.json.
 
         Args:
             step: a torch artifact.
-            kept: by stack, the baseline's blocks that the step has, where it has fewer.
+            kept_positions: by stack, the baseline's blocks that the step has, where it has fewer.
         """
-        found = not_compared(None)
+        comparison = not_compared(None)
         try:
             model = _open_blockwise(step)
             is_quantized = any(e["op"] == "quantize" for e in model.edits)
@@ -144,11 +144,11 @@ class LayerComparison:
             for each in (self.baseline, model):
                 each.place(device)
             pairs = self._batch_pairs(model.model, step.path, device)
-            found |= compare_layers(self.baseline, model, pairs, kept)
-            found["samples"] = sum(len(next(iter(batch.values()))) for batch, _ in pairs)
+            comparison |= compare_layers(self.baseline, model, pairs, kept_positions)
+            comparison["samples"] = sum(len(next(iter(batch.values()))) for batch, _ in pairs)
         except NotComparableError as error:
-            found["reason"] = str(error)
-        return found
+            comparison["reason"] = str(error)
+        return comparison
 
     def _batch_pairs(self, model: Any, folder: Path, device: str) -> list[tuple[TensorBatch, TensorBatch]]:
         """Return the batches of the samples that both tokenizers encode into equally many tokens."""
@@ -156,14 +156,18 @@ class LayerComparison:
         vocabularies = [each.config.to_dict().get("vocab_size") for each in models]
         if task_traits(self.source.task).samples == "running-text" and vocabularies[0] != vocabularies[1]:
             raise NotComparableError("another tokenizer cuts the text into other windows")
-        own = self.source.encode(model, folder)
-        if len(own) != len(self._samples):
+        step_samples = self.source.encode(model, folder)
+        if len(step_samples) != len(self._samples):
             raise NotComparableError("its tokenizer gives another number of samples")
-        alike = [at for at, row in enumerate(own) if row.token_counts == self._samples[at].token_counts]
+        alike = [
+            index
+            for index, row in enumerate(step_samples)
+            if row.token_counts == self._samples[index].token_counts
+        ]
         if not alike:
             raise NotComparableError("no sample has as many tokens as for the baseline")
-        both = zip((self._samples, own), models, strict=True)
-        sides = [list(make_batches([rows[at] for at in alike], side.config)) for rows, side in both]
+        both = zip((self._samples, step_samples), models, strict=True)
+        sides = [list(make_batches([rows[index] for index in alike], side.config)) for rows, side in both]
         placed = [[{n: v.to(device) for n, v in b.items()} for b in batches] for batches in sides]
         return list(zip(*placed, strict=True))
 
@@ -189,17 +193,17 @@ class _Layers:
     ratios: dict[_Place, _Ratio] = field(default_factory=dict)
     present: set[_Place] = field(default_factory=set)
 
-    def compare(self, place: _Place, expected: Tensor | None, output: Tensor) -> None:
-        self.present.add(place)
+    def compare(self, layer: _Place, expected: Tensor | None, output: Tensor) -> None:
+        self.present.add(layer)
         if expected is not None and expected.shape == output.shape:
-            self.ratios.setdefault(place, _Ratio()).add(expected, output)
+            self.ratios.setdefault(layer, _Ratio()).add(expected, output)
 
-    def compare_removed(self, place: _Place, expected: Tensor, instead: Tensor) -> None:
-        self.ratios.setdefault(place, _Ratio()).add(expected, instead)
+    def compare_removed(self, layer: _Place, expected: Tensor, instead: Tensor) -> None:
+        self.ratios.setdefault(layer, _Ratio()).add(expected, instead)
 
 
 def compare_layers(
-    baseline: BlockwiseModel, step: BlockwiseModel, pairs: BatchPairs, kept: BlockPositions
+    baseline: BlockwiseModel, step: BlockwiseModel, pairs: BatchPairs, kept_positions: BlockPositions
 ) -> dict[str, Any]:
     """Return the SQNR of each layer of `step` on the inputs of the baseline's, and of its outputs.
 
@@ -212,7 +216,7 @@ def compare_layers(
         baseline: the model to compare with.
         step: the changed model, on the same device.
         pairs: the same batches for both, on that device.
-        kept: see `LayerComparison.compare`.
+        kept_positions: see `LayerComparison.compare`.
 
     Returns:
         `layers`: `name` (the baseline's), `part`, `sqnr_db` (None: equal outputs) and `removed` of each, in
@@ -223,7 +227,7 @@ def compare_layers(
         NotComparableError: the blocks or the hidden states do not match.
     """
     stacks = {block.stack.name: block.stack for block in blocks_of(baseline.model)}
-    positions = _block_positions(baseline.model, step.model, stacks, kept)
+    positions = _block_positions(baseline.model, step.model, stacks, kept_positions)
     with TemporaryDirectory(prefix="states-") as folder:
         passes = _Passes(baseline, step, pairs, Path(folder))
         for name, stack in stacks.items():
@@ -238,39 +242,39 @@ def compare_layers(
 
 def _layer_rows(layers: _Layers, baseline: Any, stacks: Mapping[str, Stack]) -> list[dict[str, Any]]:
     names, heads = list(stacks), output_modules(baseline)
-    found = []
-    for place in sorted(layers.ratios, key=lambda at: (names.index(at[0]), at[1], _PARTS.index(at[2]))):
-        stack_name, index, part = place
+    rows = []
+    for layer in sorted(layers.ratios, key=lambda key: (names.index(key[0]), key[1], _PARTS.index(key[2]))):
+        stack_name, index, part = layer
         name = f"{stacks[stack_name].module_path}.{index}"
         if part == _EMBEDDINGS:
             name = next(iter(stacks[stack_name].stream.embeddings), _EMBEDDINGS).removesuffix(".weight")
         elif part == _OUTPUT:
             name = heads[-1] if heads else _OUTPUT
-        removed = place not in layers.present
-        found.append({"name": name, "part": part, "sqnr_db": layers.ratios[place].db, "removed": removed})
-    return found
+        removed = layer not in layers.present
+        rows.append({"name": name, "part": part, "sqnr_db": layers.ratios[layer].db, "removed": removed})
+    return rows
 
 
 def _block_positions(
-    baseline: Any, model: Any, stacks: Mapping[str, Stack], kept: BlockPositions
+    baseline: Any, model: Any, stacks: Mapping[str, Stack], kept_positions: BlockPositions
 ) -> dict[str, Sequence[int]]:
     """Return the baseline's block for each block of `model`, by stack, in increasing order.
 
     Raises:
         NotComparableError: they are not known.
     """
-    own = {block.stack.name: block.stack for block in blocks_of(model)}
-    if own.keys() != stacks.keys():
+    step_stacks = {block.stack.name: block.stack for block in blocks_of(model)}
+    if step_stacks.keys() != stacks.keys():
         raise NotComparableError("it is a model of another kind")
-    found: dict[str, Sequence[int]] = {}
+    positions: dict[str, Sequence[int]] = {}
     for name, stack in stacks.items():
         count = len(stack.modules(baseline))
-        present = len(own[name].modules(model))
-        found[name] = indices = kept.get(name, range(count))
+        present = len(step_stacks[name].modules(model))
+        positions[name] = indices = kept_positions.get(name, range(count))
         is_known = len(indices) == present and list(indices) == sorted(set(indices) & set(range(count)))
         if not is_known:
             raise NotComparableError("it has another number of blocks, and which ones were kept is not known")
-    return found
+    return positions
 
 
 @dataclass
@@ -326,12 +330,12 @@ class _Passes:
                         removed = (stack.name, position, _BLOCK)
                         self.layers.compare_removed(removed, expected.outputs[_BLOCK], expected.input)
                         continue
-                    own = _run_block(self._own, step_block, number, index)
-                    if own.input.shape != expected.input.shape:
+                    step_output = _run_block(self._own, step_block, number, index)
+                    if step_output.input.shape != expected.input.shape:
                         raise NotComparableError("its hidden states have another width")
                     if index == 0:
                         embeddings = (stack.name, 0, _EMBEDDINGS)
-                        self.layers.compare(embeddings, first_inputs.pop(number), own.input)
+                        self.layers.compare(embeddings, first_inputs.pop(number), step_output.input)
                     forced = _run_block(self._forced, step_block, number, index, expected.input)
                     self._compare_block((stack.name, position), expected, forced)
             self._baseline.finish_position(position)
@@ -344,12 +348,14 @@ class _Passes:
                 number, _with_hidden_states(self._forced.states.get(number, "cpu"), states)
             )
 
-    def _compare_block(self, at: tuple[str, int], expected: _BlockStates, forced: _BlockStates) -> None:
+    def _compare_block(
+        self, block_key: tuple[str, int], expected: _BlockStates, forced: _BlockStates
+    ) -> None:
         for part, output in forced.outputs.items():
-            self.layers.compare((*at, part), expected.outputs.get(part), output)
+            self.layers.compare((*block_key, part), expected.outputs.get(part), output)
         for part in expected.outputs.keys() - forced.outputs.keys():
             output = expected.outputs[part]
-            self.layers.compare_removed((*at, part), output, torch.zeros_like(output))
+            self.layers.compare_removed((*block_key, part), output, torch.zeros_like(output))
 
     def compare_outputs(self, last_stack: Sequence[Stack]) -> _Ratio | None:
         """Return the ratio of the outputs, and compare the output layer after `last_stack`, if there is one.
@@ -364,8 +370,8 @@ class _Passes:
             ratio.add(expected, output)
             del output  # logits of a large vocabulary: two of them at a time
             for stack in last_stack:
-                place = (stack.name, len(stack.modules(self._models[0].model)), _OUTPUT)
-                self.layers.compare(place, expected, _output(self._forced, number))
+                output_key = (stack.name, len(stack.modules(self._models[0].model)), _OUTPUT)
+                self.layers.compare(output_key, expected, _output(self._forced, number))
         return ratio
 
 
@@ -388,7 +394,7 @@ def _run_block(
         outputs[_BLOCK] = _hidden_states(result)
 
     def see_part(part: str) -> Callable[..., None]:
-        def hook(module: nn.Module, given: tuple[Any, ...], output: Tensor) -> None:
+        def hook(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
             outputs[part] = output
 
         return hook
@@ -398,7 +404,7 @@ def _run_block(
             handle = runner.model.get_submodule(layer).register_forward_hook(see_part(part))
             hooks.callback(handle.remove)
         if states is not None:
-            handle = block.module.register_forward_pre_hook(lambda module, given: (states, *given[1:]))
+            handle = block.module.register_forward_pre_hook(lambda module, inputs: (states, *inputs[1:]))
             hooks.callback(handle.remove)
         runner.run_batch(number, position, see)
     return _BlockStates(inputs[0], outputs)

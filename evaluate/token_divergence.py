@@ -112,12 +112,12 @@ class TokenComparison:
             raise _NotComparableError("the baseline writes no tokens")
         batches = [batch for _, batch in self._batches(step, self.decoding)]
         total = 0.0
-        for each, texts, own in zip(self._outputs, self._texts, batches, strict=True):
-            if not np.array_equal(each.batch.input_ids, own.input_ids):
+        for each, texts, step_batch in zip(self._outputs, self._texts, batches, strict=True):
+            if not np.array_equal(each.batch.input_ids, step_batch.input_ids):
                 raise _NotComparableError("its tokenizer gives other tokens for the samples")
             if step.text.tokenizer.decode_batch(each.tokens.tolist()) != texts:
                 raise _NotComparableError("its tokenizer has other tokens")
-            step_logits = _compared_logits(step, own, self.decoding, each.tokens, each.is_compared)
+            step_logits = _compared_logits(step, step_batch, self.decoding, each.tokens, each.is_compared)
             for logits, expected in zip(step_logits, each.logits, strict=True):
                 if logits.shape != expected.shape:
                     raise _NotComparableError("its vocabulary has another size")
@@ -149,10 +149,10 @@ def summed_divergence(logits: Logits, expected: Logits) -> float:
         expected: of the baseline, likewise.
     """
     total = 0.0
-    for own, base in zip(
+    for step_logits, base in zip(
         torch.from_numpy(logits).split(64), torch.from_numpy(expected).split(64), strict=True
     ):
-        p, q = base.double().log_softmax(dim=-1), own.double().log_softmax(dim=-1)
+        p, q = base.double().log_softmax(dim=-1), step_logits.double().log_softmax(dim=-1)
         terms = p.exp() * (p - q)
         total += float(terms.masked_fill(p.isneginf(), 0.0).sum())  # 0 log 0 = 0
     return total

@@ -178,12 +178,12 @@ class DividedWeights(ModelWeights):
         ]
         whole_tensors: dict[int, Tensor] = {}  # of shared ones, one
         for submodule, name, tensor in slots:
-            if (whole := whole_tensors.get(id(tensor))) is None:
-                whole = self.gather(tensor)
+            if (gathered := whole_tensors.get(id(tensor))) is None:
+                gathered = self.gather(tensor)
                 if isinstance(tensor, nn.Parameter):
-                    whole = nn.Parameter(whole, tensor.requires_grad)
-                whole_tensors[id(tensor)] = whole
-            setattr(submodule, name, whole)
+                    gathered = nn.Parameter(gathered, tensor.requires_grad)
+                whole_tensors[id(tensor)] = gathered
+            setattr(submodule, name, gathered)
         return slots
 
 

@@ -79,8 +79,8 @@ class ZeroWeights(DividedWeights):
         """Return a copy of a parameter or buffer on the CPU, of a divided one in process 0 alone."""
         if not self._divides(tensor):
             return super().read(tensor)
-        whole = self.gather(tensor)
-        return whole if process_rank() == 0 else whole.new_empty(0)
+        gathered = self.gather(tensor)
+        return gathered if process_rank() == 0 else gathered.new_empty(0)
 
     def write(self, tensor: Tensor, part: Tensor) -> None:
         """Set a parameter or buffer; a divided one to the `part` of process 0."""

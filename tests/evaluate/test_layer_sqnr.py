@@ -49,14 +49,14 @@ def loaded(family, layers=3):
     return model, copy.deepcopy(model)
 
 
-def compared_with(model, step, folder, pairs=None, kept=None):
+def compared_with(model, step, folder, pairs=None, kept_positions=None):
     """Compare two models in memory: both are written, because a comparison reads their blocks."""
     sides = []
     for name, each in (("model", model), ("step", step)):
         (folder / name).mkdir(parents=True, exist_ok=True)
         save_model(each, [], folder / name, every_family.model_with_layers(each.config.model_type, 3))
         sides.append(BlockwiseModel(folder / name))
-    return compare_layers(*sides, pairs or batches_of(model), kept or {})
+    return compare_layers(*sides, pairs or batches_of(model), kept_positions or {})
 
 
 @torch.no_grad()
@@ -65,9 +65,9 @@ def ruin(layer, scale=1.0):
     layer.weight += scale * layer.weight.std() * noise
 
 
-def changed(found):
+def changed(comparison):
     """The ratios by layer, without those of rounding errors."""
-    known = [one for one in found if one["sqnr_db"] is not None and one["sqnr_db"] < 100]
+    known = [one for one in comparison if one["sqnr_db"] is not None and one["sqnr_db"] < 100]
     return {(one["name"], one["part"]): one["sqnr_db"] for one in known}
 
 
@@ -79,12 +79,12 @@ def test_ratios_are_pytorchs_on_the_hidden_states_of_the_baseline(tmp_path):
     ruin(last.attention.output.dense, 0.1)
     ruin(step.classifier, 0.2)
     comparison = compared_with(model, step, tmp_path)
-    found = changed(comparison["layers"])
+    sqnr_by_layer = changed(comparison["layers"])
     pairs, parts, outputs, heads = {0: [], 2: []}, [], [], []
     for batch in BATCHES:
         base = model(**batch, output_hidden_states=True)
-        for at, layer in ((0, first), (2, last)):
-            pairs[at].append((base.hidden_states[at + 1], layer(base.hidden_states[at])))
+        for index, layer in ((0, first), (2, last)):
+            pairs[index].append((base.hidden_states[index + 1], layer(base.hidden_states[index])))
         dense = [each.bert.encoder.layer[2].attention for each in (model, step)]
         inside = [each.self(base.hidden_states[2])[0] for each in dense]
         parts.append([each.output.dense(x) for each, x in zip(dense, inside, strict=True)])
@@ -93,11 +93,11 @@ def test_ratios_are_pytorchs_on_the_hidden_states_of_the_baseline(tmp_path):
         heads.append((base.logits, step.classifier(pooled)))
 
     name = "bert.encoder.layer"
-    assert found[f"{name}.0", "block"] == pytest.approx(torch_sqnr(pairs[0]), abs=0.01)
-    assert found[f"{name}.2", "block"] == pytest.approx(torch_sqnr(pairs[2]), abs=0.01)
-    assert found[f"{name}.2", "self-attention"] == pytest.approx(torch_sqnr(parts), abs=0.01)
-    assert found["classifier", "output"] == pytest.approx(torch_sqnr(heads), abs=0.01)
-    assert (f"{name}.1", "block") not in found  # its inputs are the baseline's
+    assert sqnr_by_layer[f"{name}.0", "block"] == pytest.approx(torch_sqnr(pairs[0]), abs=0.01)
+    assert sqnr_by_layer[f"{name}.2", "block"] == pytest.approx(torch_sqnr(pairs[2]), abs=0.01)
+    assert sqnr_by_layer[f"{name}.2", "self-attention"] == pytest.approx(torch_sqnr(parts), abs=0.01)
+    assert sqnr_by_layer["classifier", "output"] == pytest.approx(torch_sqnr(heads), abs=0.01)
+    assert (f"{name}.1", "block") not in sqnr_by_layer  # its inputs are the baseline's
     assert comparison["output_sqnr_db"] == pytest.approx(torch_sqnr(outputs), abs=0.01)
     assert compared_with(model, model, tmp_path)["output_sqnr_db"] is None
 
@@ -110,11 +110,11 @@ def run_hooked(model, batch, before, after):
     """Call the hooks `before(index, input)` and `after(index, output)` of each block of a whole model."""
     counts = [0, 0]
 
-    def start(module, given):
+    def start(module, inputs):
         counts[0] += 1
-        return (before(counts[0] - 1, given[0]), *given[1:])
+        return (before(counts[0] - 1, inputs[0]), *inputs[1:])
 
-    def end(module, given, output):
+    def end(module, inputs, output):
         counts[1] += 1
         states = after(counts[1] - 1, hidden(output))
         return states if torch.is_tensor(output) else (states, *output[1:])
@@ -149,19 +149,19 @@ def torch_sqnr(pairs):
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", every_family.DISTINCT_FAMILIES)
-def test_ratios_equal_those_of_two_whole_models(family, tmp_path):
+def test_ratios_equal_unstreamed_models(family, tmp_path):
     model, step = loaded(family)
     for block in blocks_of(step):
         ruin(step.get_submodule(block.feed_forward.down), 0.2)
     batches = [batch for batch, _ in batches_of(model)]
-    found = compared_with(model, step, tmp_path)
+    comparison = compared_with(model, step, tmp_path)
     by_block = zip(*(outputs_on_baseline_states(model, step, batch) for batch in batches), strict=True)
     expected = [torch_sqnr(pairs) for pairs in by_block]
-    ratios = [one["sqnr_db"] for one in found["layers"] if one["part"] == "block"]
+    ratios = [one["sqnr_db"] for one in comparison["layers"] if one["part"] == "block"]
     assert ratios == pytest.approx(expected, abs=0.01)
     assert max(ratios) < 60  # each block was changed
     outputs = [(model(**batch).logits, step(**batch).logits) for batch in batches]
-    assert found["output_sqnr_db"] == pytest.approx(torch_sqnr(outputs), abs=0.01)
+    assert comparison["output_sqnr_db"] == pytest.approx(torch_sqnr(outputs), abs=0.01)
 
 
 @pytest.mark.parametrize("family", ["marian", "t5", "opt", "gemma"])
@@ -171,11 +171,11 @@ def test_the_ruined_layer_is_named(family, tmp_path):
     last = blocks_of(step)[-1]
     block = blocks_of(step)[last.index and -1 - last.index]  # the first one of the last stack
     ruin(step.get_submodule(block.feed_forward.down))
-    found = changed(compared_with(model, step, tmp_path)["layers"])
-    assert set(found) == {(block.module_path, "block"), (block.module_path, "feed-forward")}
+    sqnr_by_layer = changed(compared_with(model, step, tmp_path)["layers"])
+    assert set(sqnr_by_layer) == {(block.module_path, "block"), (block.module_path, "feed-forward")}
     ruin(step.get_submodule(block.feed_forward.down), float("nan"))
-    found = changed(compared_with(model, step, tmp_path)["layers"])
-    assert found[block.module_path, "block"] == LOWEST_DB
+    sqnr_by_layer = changed(compared_with(model, step, tmp_path)["layers"])
+    assert sqnr_by_layer[block.module_path, "block"] == LOWEST_DB
 
 
 @torch.no_grad()
@@ -184,16 +184,16 @@ def test_a_removed_block_is_compared_with_its_input(tmp_path):
     del step.transformer.h[1]
     step.config.n_layer = 2
     pairs = batches_of(model)
-    found = compared_with(model, step, tmp_path, pairs, {"layers": [0, 2]})["layers"]
-    assert [one["name"] for one in found if one["removed"]] == ["transformer.h.1"]
+    comparison = compared_with(model, step, tmp_path, pairs, {"layers": [0, 2]})["layers"]
+    assert [one["name"] for one in comparison if one["removed"]] == ["transformer.h.1"]
     states = [model(**batch, output_hidden_states=True).hidden_states[1:3] for batch in BATCHES]
     before, after = (torch.cat([s.flatten() for s in side]) for side in zip(*states, strict=True))
-    assert changed(found) == {
+    assert changed(comparison) == {
         ("transformer.h.1", "block"): pytest.approx(float(compute_sqnr(after, before)), abs=0.01)
     }
-    for kept in ({}, {"layers": [0, 3]}, {"layers": [2, 0]}):
+    for kept_positions in ({}, {"layers": [0, 3]}, {"layers": [2, 0]}):
         with pytest.raises(NotComparableError):
-            compared_with(model, step, tmp_path, pairs, kept)
+            compared_with(model, step, tmp_path, pairs, kept_positions)
 
 
 @torch.no_grad()
@@ -203,31 +203,35 @@ def test_image_models_are_compared_also_without_blocks(family, has_blocks, tmp_p
     ruin(next(layer for layer in step.modules() if isinstance(layer, torch.nn.Linear)), 0.3)
     size = (images.IMAGE_SIZE, images.IMAGE_SIZE)
     batch = {"pixel_values": torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0))}
-    found = compared_with(model, step, tmp_path, [(batch, batch)])
+    comparison = compared_with(model, step, tmp_path, [(batch, batch)])
     outputs = [(model(**batch).logits, step(**batch).logits)]
-    assert found["output_sqnr_db"] == pytest.approx(torch_sqnr(outputs), abs=0.01)
-    assert (bool(changed(found["layers"])), bool(found["layers"])) == (has_blocks, has_blocks)
+    assert comparison["output_sqnr_db"] == pytest.approx(torch_sqnr(outputs), abs=0.01)
+    assert (bool(changed(comparison["layers"])), bool(comparison["layers"])) == (has_blocks, has_blocks)
 
 
 def test_sentence_embedder_equals_itself(tmp_path):
     baseline = tiny.as_artifact(embedders.write_embedder(tmp_path / "m"), "sentence-similarity")
     comparison = LayerComparison(baseline, SampleSource(unlabeled(), "sentence-similarity", 4, 0), "cpu")
-    found = comparison.compare(baseline, {})
-    assert (found["samples"], found["output_sqnr_db"], changed(found["layers"])) == (2, None, {})
-    assert {one["part"] for one in found["layers"]} >= {"embeddings", "block", "output"}
+    unchanged = comparison.compare(baseline, {})
+    assert (unchanged["samples"], unchanged["output_sqnr_db"], changed(unchanged["layers"])) == (
+        2,
+        None,
+        {},
+    )
+    assert {one["part"] for one in unchanged["layers"]} >= {"embeddings", "block", "output"}
 
 
-def test_blocks_kept_by_several_steps_are_those_of_the_baseline(tmp_path):
-    made = {
+def test_blocks_kept_by_several_steps_are_named_after_baseline(tmp_path):
+    edits_by_step = {
         "drop": tiny.as_artifact(tmp_path, kept_layers={"encoder_layers": [0, 2, 3], "decoder_layers": [1]}),
         "tune": tiny.as_artifact(tmp_path),
         "student": tiny.as_artifact(tmp_path, kept_encoder_layers=[0, 2]),
     }
     parents = {"model": None, "drop": "model", "tune": "drop", "student": "tune", "other": "model"}
-    kept = kept_blocks("student", "model", parents, made)
-    assert kept == {"encoder_layers": [0, 3], "decoder_layers": [1]}
-    assert kept_blocks("student", "drop", parents, made) == {"encoder_layers": [0, 2]}
-    assert kept_blocks("student", "other", parents, made) == {}
+    kept_positions = kept_blocks("student", "model", parents, edits_by_step)
+    assert kept_positions == {"encoder_layers": [0, 3], "decoder_layers": [1]}
+    assert kept_blocks("student", "drop", parents, edits_by_step) == {"encoder_layers": [0, 2]}
+    assert kept_blocks("student", "other", parents, edits_by_step) == {}
 
 
 @pytest.fixture(scope="module")
@@ -237,13 +241,13 @@ def home(tmp_path_factory):
     return folder
 
 
-def compared(home, out, stage, settings, kept=None):
+def compared(home, out, stage, settings, kept_positions=None):
     rows = tiny.read_pairs(home)
     ctx = harness.run_stage(stage, settings, home / "m", out, data=rows)
     baseline = tiny.as_artifact(home / "m")
     comparison = LayerComparison(baseline, SampleSource(rows, "translation", 4, 0), "cpu")
     step = Artifact(ctx.out, baseline.manifest)
-    return comparison.compare(step, kept(ctx) if kept else {})
+    return comparison.compare(step, kept_positions(ctx) if kept_positions else {})
 
 
 def unlabeled():
@@ -254,22 +258,30 @@ def test_samples_of_classifiers_need_no_labels(tmp_path):
     folder = tiny.write_bert(tmp_path / "m")
     baseline = tiny.as_artifact(folder, "text-classification")
     comparison = LayerComparison(baseline, SampleSource(unlabeled(), "text-classification", 4, 0), "cpu")
-    found = comparison.compare(baseline, {})
-    assert (found["samples"], found["output_sqnr_db"], changed(found["layers"])) == (2, None, {})
-    assert found["layers"]
+    unchanged = comparison.compare(baseline, {})
+    assert (unchanged["samples"], unchanged["output_sqnr_db"], changed(unchanged["layers"])) == (
+        2,
+        None,
+        {},
+    )
+    assert unchanged["layers"]
 
 
 def test_artifacts_of_stages_are_compared_on_samples(home, tmp_path, monkeypatch):
-    found = compared(home, tmp_path / "p", Prune(), PruneSettings(targets=["heads", "ffn"], keep_ratio=0.5))
-    assert (found["samples"], found["reason"]) == (4, None)
-    blocks = {name for name, part in changed(found["layers"]) if part == "block"}
+    comparison = compared(
+        home, tmp_path / "p", Prune(), PruneSettings(targets=["heads", "ffn"], keep_ratio=0.5)
+    )
+    assert (comparison["samples"], comparison["reason"]) == (4, None)
+    blocks = {name for name, part in changed(comparison["layers"]) if part == "block"}
     assert len(blocks) == 5  # narrower parts have outputs of the same width
-    pruned = found["output_sqnr_db"]
-    found = compared(home, tmp_path / "q", Quantize(), QuantizeSettings(scheme="int8-dynamic"))
-    assert pruned < 10 < 15 < found["output_sqnr_db"] < 60
+    pruned = comparison["output_sqnr_db"]
+    comparison = compared(home, tmp_path / "q", Quantize(), QuantizeSettings(scheme="int8-dynamic"))
+    assert pruned < 10 < 15 < comparison["output_sqnr_db"] < 60
     settings = DropLayersSettings(encoder_layers=2)
-    found = compared(home, tmp_path / "d", DropLayers(), settings, lambda ctx: ctx.details["kept_layers"])
-    assert [one["part"] for one in found["layers"] if one["removed"]] == ["block"]
+    comparison = compared(
+        home, tmp_path / "d", DropLayers(), settings, lambda ctx: ctx.details["kept_layers"]
+    )
+    assert [one["part"] for one in comparison["layers"] if one["removed"]] == ["block"]
     with pytest.raises(NotComparableError):
         LayerComparison(tiny.as_artifact(home / "m"), SampleSource(unlabeled(), "translation", 4, 0), "cpu")
     monkeypatch.setattr(system, "available_bytes", lambda: 1000)

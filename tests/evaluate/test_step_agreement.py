@@ -64,13 +64,19 @@ def test_class_kl_divergence_equals_torch(multi_label, monkeypatch):
     else:
         p, q = p.log_softmax(-1), q.log_softmax(-1)
     row_divergences = functional.kl_div(q, p, log_target=True, reduction="none").flatten(1).sum(1)
-    found = compare_outputs(score(step_logits), score(base))
-    assert (found["kl_divergence"], found["kl_n"]) == (pytest.approx(float(row_divergences.mean())), 7)
-    assert "bleu" not in found
+    agreement = compare_outputs(score(step_logits), score(base))
+    assert (agreement["kl_divergence"], agreement["kl_n"]) == (
+        pytest.approx(float(row_divergences.mean())),
+        7,
+    )
+    assert "bleu" not in agreement
     assert np.array_equal(unpack_logits(pack_logits(step_logits)), step_logits)
     monkeypatch.setattr(step_agreement, "_MAX_STORED_LOGITS", 3 * 4)
-    found = compare_outputs(score(step_logits), score(base))
-    assert (found["kl_divergence"], found["kl_n"]) == (pytest.approx(float(row_divergences[:3].mean())), 3)
+    agreement = compare_outputs(score(step_logits), score(base))
+    assert (agreement["kl_divergence"], agreement["kl_n"]) == (
+        pytest.approx(float(row_divergences[:3].mean())),
+        3,
+    )
 
 
 def test_class_agreement_counts_equal_classes_and_skips_numbers():

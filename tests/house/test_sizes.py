@@ -75,13 +75,15 @@ def trees() -> dict[Path, ast.AST]:
 
 def test_functions_have_few_statements_and_parameters(trees: dict[Path, ast.AST]) -> None:
     api = ROOT / "smelt" / "__init__.py"
-    found = {str(path.relative_to(ROOT)): long_functions(tree, path == api) for path, tree in trees.items()}
-    assert {name: problems for name, problems in found.items() if problems} == {}
+    functions_by_file = {
+        str(path.relative_to(ROOT)): long_functions(tree, path == api) for path, tree in trees.items()
+    }
+    assert {name: problems for name, problems in functions_by_file.items() if problems} == {}
 
 
 def test_closures_are_short_and_named(trees: dict[Path, ast.AST]) -> None:
-    found = {str(path.relative_to(ROOT)): opaque_closures(tree) for path, tree in trees.items()}
-    assert {name: problems for name, problems in found.items() if problems} == {}
+    functions_by_file = {str(path.relative_to(ROOT)): opaque_closures(tree) for path, tree in trees.items()}
+    assert {name: problems for name, problems in functions_by_file.items() if problems} == {}
 
 
 def test_long_functions_and_opaque_closures_are_detected() -> None:

@@ -44,7 +44,7 @@ def require_equal(folder):
 
 
 @pytest.mark.parametrize("family", every_family.DISTINCT_FAMILIES)
-def test_outputs_equal_those_of_the_whole_model(family):
+def test_outputs_equal_loaded_model(family):
     require_equal(every_family.model_with_layers(family, 2))
 
 
@@ -57,7 +57,7 @@ def test_outputs_equal_those_of_the_whole_model(family):
         ("gpt2", Factorize(), FactorizeSettings(energy=0.5)),
     ],
 )
-def test_outputs_of_changed_structures_equal_those_of_the_whole_model(family, stage, settings, tmp_path):
+def test_outputs_of_changed_structures_equal_loaded_model(family, stage, settings, tmp_path):
     source = every_family.model_with_layers(family, 2)
     require_equal(every_family.run_stage(stage, settings, source, family, tmp_path / "out").out)
 

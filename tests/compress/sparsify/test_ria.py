@@ -12,7 +12,7 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.fixture
-def given():
+def sparsity_input():
     """A weight [6, 8], and inputs of 20 tokens whose sizes differ."""
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(20, 8, generator=draw) * torch.arange(1.0, 9.0)
@@ -31,26 +31,26 @@ def written_out_scores(weight, x):
     return scores
 
 
-def test_ria_ranks_relative_importance_times_root_of_input_norm_in_the_layer(given):
-    weight, x, statistics = given
+def test_ria_ranks_relative_importance_times_root_of_input_norm_in_the_layer(sparsity_input):
+    weight, x, statistics = sparsity_input
     sparse = ria.sparsify_layer(SparsityInput(weight, statistics), SparsityPattern(0.5), torch.Generator())
     scores = written_out_scores(weight.numpy(), x)
-    kept = scores >= np.sort(scores.ravel())[24]
-    np.testing.assert_array_equal(sparse.numpy(), np.where(kept, weight.numpy(), 0))
+    mask = scores >= np.sort(scores.ravel())[24]
+    np.testing.assert_array_equal(sparse.numpy(), np.where(mask, weight.numpy(), 0))
 
 
-def test_ria_compares_the_groups_of_a_pattern(given):
-    weight, x, statistics = given
+def test_ria_compares_the_groups_of_a_pattern(sparsity_input):
+    weight, x, statistics = sparsity_input
     sparse = ria.sparsify_layer(
         SparsityInput(weight, statistics), SparsityPattern(0.5, 2, 4), torch.Generator()
     )
     groups = written_out_scores(weight.numpy(), x).reshape(6, 2, 4)
-    kept = (groups >= np.sort(groups, axis=-1)[:, :, 2:3]).reshape(6, 8)
-    np.testing.assert_array_equal(sparse.numpy(), np.where(kept, weight.numpy(), 0))
+    mask = (groups >= np.sort(groups, axis=-1)[:, :, 2:3]).reshape(6, 8)
+    np.testing.assert_array_equal(sparse.numpy(), np.where(mask, weight.numpy(), 0))
 
 
-def test_rows_and_columns_of_zeros_go_first(given):
-    weight, _, statistics = given
+def test_rows_and_columns_of_zeros_go_first(sparsity_input):
+    weight, _, statistics = sparsity_input
     weight[2], weight[:, 5] = 0, 0
     sparse = ria.sparsify_layer(SparsityInput(weight, statistics), SparsityPattern(0.5), torch.Generator())
     assert (sparse == 0).sum() == 24

@@ -6,7 +6,6 @@ The quantizers' graphs are corrected in node order, domains and scales of stacke
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -39,6 +38,7 @@ from smelt.export.onnx_models.prepare_for_quantizer import PER_CHANNEL_OPSET, pr
 from smelt.models.step_size import SizeInputs, StepSize, one_shot_size
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME, STATIC_SCHEME
 from smelt.runtimes.graph_walk import all_nodes, node_inputs, subgraphs
+from smelt.runtimes.onnx_import.validate_graph import float_matrices_message
 
 
 def finalize_quantized(quantized: Path, source: Path) -> Any:
@@ -48,12 +48,13 @@ def finalize_quantized(quantized: Path, source: Path) -> Any:
     - They drop the domain of nodes that contain graphs (com.microsoft.BeamSearch).
     - A stack of matrices has one scale per column of all its matrices; MatMulInteger requires zero points and
       scales of the shape of the stack, with one row.
+    - Nodes that share a weight had a copy each (`prepare_for_quantizer`); equal ones are one tensor again.
 
     Args:
         quantized: the output of a quantizer.
         source: its input.
     """
-    from smelt.export.graph_files import read_graph
+    from smelt.export.graph_files import deduplicate_matrices, read_graph
 
     model = read_graph(quantized)
     domains = {
@@ -66,6 +67,7 @@ def finalize_quantized(quantized: Path, source: Path) -> Any:
             node.domain = domains.get(node.output[0], node.domain)
     _sort_topologically(model.graph)
     _broadcast_scales(model.graph)
+    deduplicate_matrices(model, min_rank=0)
     return model
 
 
@@ -127,11 +129,6 @@ _QUANTIZED_OPS = frozenset(
     }
 )
 _MAX_COMPARED = 64  # samples on which the quantized graph is compared with the float one
-# Bytes of a float by its number in onnx.TensorProto: float, float16, double, bfloat16.
-_BYTES_BY_TYPE = {1: 4, 10: 2, 11: 8, 16: 2}
-_MIN_FLOAT_SHARE = 0.01  # fraction of the bytes of all weights, below which a float matrix is not reported
-_MAX_NAMED = 3
-
 
 # Of a quantized weight: one, and its share of scales.
 _QUANTIZED_BYTES = 1.05
@@ -157,7 +154,7 @@ class QuantizeOnnx(Stage[QuantizeOnnxSettings]):
     source: ClassVar[str] = (
         "onnxruntime.quantization, https://onnxruntime.ai/docs/performance/model-optimizations"
     )
-    version: ClassVar[int] = 7
+    version: ClassVar[int] = 8
     imported_only: ClassVar[bool] = True
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[Settings]] = QuantizeOnnxSettings
@@ -200,7 +197,7 @@ class QuantizeOnnx(Stage[QuantizeOnnxSettings]):
         products = {*WEIGHTED_OPS, *settings.op_types}
         if not any(node.op_type in products for model in before for node in iter_model_nodes(model)):
             copy_graphs(src, ctx)  # decision trees, linear classifiers
-            _report(before, settings, ctx)
+            _report(src, paths, settings, ctx)
             return
         # samples of arrays have one shape, so several per call would only need more memory
         alone = settings.uses_calibration and src.manifest.traits.modality == "arrays"
@@ -212,7 +209,7 @@ class QuantizeOnnx(Stage[QuantizeOnnxSettings]):
             _write_quantized(path, settings, graph_feeds, ctx)
             require_runnable(ctx.out / path.name, graph_feeds)
             _compare_graphs(found, ctx.out / path.name, path, graph_feeds, ctx)
-        _report([read_graph(ctx.out / path.name, values=False) for path in paths], settings, ctx)
+        _report(src, paths, settings, ctx)
         found.record(ctx)
         if real:
             self._require_accuracy(found, paths, feeds, settings, ctx)
@@ -355,65 +352,41 @@ def _require_quantizable(paths: list[Path], settings: QuantizeOnnxSettings) -> N
             )
 
 
-def _report(models: list[Any], settings: QuantizeOnnxSettings, ctx: Context) -> None:
-    """Record what was quantized; warn if nothing was, with the possible reason."""
-    operators = Counter(node.op_type for model in models for node in iter_model_nodes(model))
-    ctx.details.update(nodes=operators.total(), operators=dict(operators.most_common()))
-    if _QUANTIZED_OPS & set(operators):
-        left = None if settings.uses_calibration else float_matrices_message(models)
-        if left is not None:
-            ctx.warn(
-                "matrices-kept-float",
-                f"{left}. ONNX Runtime does not quantize their operators, or weights inside If, Loop and"
-                " Scan.",
-            )
-        return
-    more = (
-        f"Set scheme: {STATIC_SCHEME}, which quantizes Conv."
-        if "Conv" in operators and not settings.uses_calibration
-        else "Remove this step."
-    )
-    ctx.warn(
-        "nothing-quantized",
-        f"Nothing was quantized: {settings.scheme} does not support the operators of this graph"
-        f" ({', '.join(list(operators)[:6])}), or none has constant weights as its second input. {more}",
-    )
+def _report(src: Artifact, paths: list[Path], settings: QuantizeOnnxSettings, ctx: Context) -> None:
+    """Record what was quantized; warn if nothing was, with the possible reason, or if the files grew.
 
-
-def float_matrices_message(models: Sequence[Any]) -> str | None:
-    """Return the end of a warning about float matrices, the largest first; None if there are none.
-
-    Args:
-        models: onnx.ModelProto, with or without the values of their weights.
+    Where nothing was quantized, the graphs of `src` remain as they are.
     """
-    from smelt.runtimes.graph_walk import iter_model_tensors
-    from smelt.runtimes.onnx_import.validate_graph import node_label
+    from smelt.export.graph_files import graph_bytes, read_graph
 
-    readers: dict[str, str] = {}
-    sizes: dict[str, int] = {}
-    total = 0
-    for model in models:
-        for node in all_nodes(model.graph.node):
-            for name in node.input:
-                readers.setdefault(name, node_label(node))
-        for tensor in iter_model_tensors(model):
-            size = math.prod(tensor.dims) * _BYTES_BY_TYPE.get(tensor.data_type, 1)
-            total += size
-            if tensor.data_type in _BYTES_BY_TYPE and sum(length > 1 for length in tensor.dims) > 1:
-                sizes[tensor.name] = sizes.get(tensor.name, 0) + size
-    large = {
-        name: size for name, size in sizes.items() if size >= _MIN_FLOAT_SHARE * total and name in readers
-    }
-    if not large:
-        return None
-    worst = sorted(large, key=lambda name: -large[name])
-    listed = ", ".join(
-        f"'{name[:80]}' of {readers[name]} ({_megabytes(large[name])})" for name in worst[:_MAX_NAMED]
-    )
-    more = f" and {len(worst) - _MAX_NAMED:,} more" if len(worst) > _MAX_NAMED else ""
-    what = "1 matrix is" if len(large) == 1 else f"{len(large):,} matrices are"
-    return f"{what} still float, {_megabytes(sum(large.values()))}: {listed}{more}"
-
-
-def _megabytes(size_bytes: int) -> str:
-    return f"{size_bytes / 1e6:.3g} MB"
+    models = [read_graph(ctx.out / path.name, values=False) for path in paths]
+    operators = Counter(node.op_type for model in models for node in iter_model_nodes(model))
+    if not _QUANTIZED_OPS & set(operators):
+        copy_graphs(src, ctx)
+        models = [read_graph(path, values=False) for path in paths]
+        operators = Counter(node.op_type for model in models for node in iter_model_nodes(model))
+        outside = {node.op_type for model in models for node in model.graph.node}
+        more = (
+            f"Set scheme: {STATIC_SCHEME}, which quantizes Conv."
+            if "Conv" in outside and not settings.uses_calibration
+            else "Remove this step."
+        )
+        ctx.warn(
+            "nothing-quantized",
+            f"Nothing was quantized: {settings.scheme} does not support the operators of this graph"
+            f" ({', '.join(list(operators)[:6])}), or none has constant weights. {more}",
+        )
+    elif not settings.uses_calibration and (left := float_matrices_message(models)) is not None:
+        ctx.warn(
+            "matrices-kept-float",
+            f"{left}. ONNX Runtime does not quantize their operators, or convolutions inside If, Loop and"
+            " Scan.",
+        )
+    ctx.details.update(nodes=operators.total(), operators=dict(operators.most_common()))
+    before, after = (sum(graph_bytes(folder / path.name) for path in paths) for folder in (src.path, ctx.out))
+    if after > before:
+        ctx.warn(
+            "larger-file",
+            f"The quantized file is larger than the float one ({before:,} to {after:,} bytes): its weights"
+            " are small beside the nodes that int8 adds.",
+        )

@@ -104,7 +104,7 @@ def pytest_configure(config: Any) -> None:
     os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # xdist would begin with the files that hold most tests
-        config.option.maxworkerrestart = "0"  # near the end, xdist waits forever for a worker that replaces another
+        config.option.maxworkerrestart = "0"  # xdist waits forever for a late replacement
     trace = logging.getLogger("torch.__trace")
     add = trace.addHandler
     # all of pytest's, the one that writes to os.devnull too: for any handler torch writes each step down

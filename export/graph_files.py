@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from smelt.runtimes.graph_walk import all_nodes, external_locations, iter_graphs, iter_initializers
+from smelt.runtimes.graph_walk import external_locations, iter_initializers
 
 # of weights, in one file with the graph; above it they are external
 MAX_INLINE_BYTES = 1_500_000_000
@@ -142,14 +142,10 @@ def aligned_offset(end: int, size: int) -> int:
 _PROBE_ELEMENTS = 256  # bytes that distinguish most matrices
 
 
-def deduplicate_matrices(model: Any, min_rank: int = 2) -> int:
+def deduplicate_matrices(model: Any) -> int:
     """Merge equal matrices of an onnx.ModelProto, in place; return the number of removed copies.
 
-    Attributes of nodes and weights of inner graphs are not changed.
-
-    Args:
-        model: with its values.
-        min_rank: tensors of fewer dimensions are not changed.
+    Vectors and attributes of nodes are not changed.
     """
     # not onnx_ir 1.1's DeduplicateInitializersPass: it also merges vectors, such as biases that happen to be
     # zero and change in a refit, takes 7 times as long (0.068 s for 48 MB) and copies every weight
@@ -158,7 +154,7 @@ def deduplicate_matrices(model: Any, min_rank: int = 2) -> int:
     firsts: dict[tuple[Any, ...], list[Any]] = {}
     renamed: dict[str, str] = {}
     for tensor in graph.initializer:
-        if len(tensor.dims) < min_rank or tensor.name in outside:
+        if len(tensor.dims) < 2 or tensor.name in outside:
             continue
         values = tensor.raw_data  # a copy, which protobuf creates at each access
         if not values:
@@ -171,12 +167,9 @@ def deduplicate_matrices(model: Any, min_rank: int = 2) -> int:
         else:
             renamed[tensor.name] = same.name
     if renamed:
-        for node in all_nodes(graph.node):
+        for node in graph.node:
             for place, name in enumerate(node.input):
                 node.input[place] = renamed.get(name, name)
-        for body in list(iter_graphs(graph))[1:]:
-            for value in body.output:
-                value.name = renamed.get(value.name, value.name)
         for place in reversed(range(len(graph.initializer))):
             if graph.initializer[place].name in renamed:
                 del graph.initializer[place]

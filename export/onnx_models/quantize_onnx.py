@@ -5,6 +5,7 @@ The quantizers' graphs are corrected in node order, domains and scales of stacke
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -48,13 +49,12 @@ def finalize_quantized(quantized: Path, source: Path) -> Any:
     - They drop the domain of nodes that contain graphs (com.microsoft.BeamSearch).
     - A stack of matrices has one scale per column of all its matrices; MatMulInteger requires zero points and
       scales of the shape of the stack, with one row.
-    - Nodes that share a weight had a copy each (`prepare_for_quantizer`); equal ones are one tensor again.
 
     Args:
         quantized: the output of a quantizer.
         source: its input.
     """
-    from smelt.export.graph_files import deduplicate_matrices, read_graph
+    from smelt.export.graph_files import read_graph
 
     model = read_graph(quantized)
     domains = {
@@ -67,7 +67,6 @@ def finalize_quantized(quantized: Path, source: Path) -> Any:
             node.domain = domains.get(node.output[0], node.domain)
     _sort_topologically(model.graph)
     _broadcast_scales(model.graph)
-    deduplicate_matrices(model, min_rank=0)
     return model
 
 
@@ -128,6 +127,7 @@ _QUANTIZED_OPS = frozenset(
         *("DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "QAttention", "QEmbedLayerNormalization"),
     }
 )
+_MIN_REPEATED = 0.05  # fraction of the bytes of all weights, above which equal ones are stored once
 _MAX_COMPARED = 64  # samples on which the quantized graph is compared with the float one
 
 # Of a quantized weight: one, and its share of scales.
@@ -292,7 +292,12 @@ def _write_quantized(path: Path, settings: QuantizeOnnxSettings, feeds: list[Any
     Raises:
         RunError: the quantizer fails.
     """
-    from smelt.export.graph_files import write_graph
+    from smelt.export.graph_files import (
+        external_data_path,
+        inline_weight_bytes,
+        share_weights,
+        write_graph,
+    )
     from smelt.runtimes.onnx_backend import silence_onnxruntime
 
     with TemporaryDirectory(dir=ctx.out.parent, prefix=".quantize-") as folder:
@@ -323,7 +328,28 @@ def _write_quantized(path: Path, settings: QuantizeOnnxSettings, feeds: list[Any
             ) from error
         finally:
             logging.disable(disabled)
-        write_graph(restore_passthrough_outputs(model, passed), ctx.out / path.name)
+        model = restore_passthrough_outputs(model, passed)
+        shared = _repeated_bytes(model) > _MIN_REPEATED * inline_weight_bytes(model)
+        write_graph(model, ctx.out / path.name)
+        if shared:
+            share_weights([ctx.out / path.name], external_data_path(Path(path.name)).name)
+
+
+def _repeated_bytes(model: Any) -> int:
+    """Return the bytes of the weights that are equal to another one.
+
+    Nodes that share a weight get a copy each (`prepare_for_quantizer`). The copies remain tensors of their
+    own, stored once in the data file: without VNNI, ONNX Runtime 1.31 cannot open a graph in which two nodes
+    read one int8 weight (avx2_weight_s8_to_u8.cc creates a tensor of the same name for each).
+    """
+    seen: set[bytes] = set()
+    repeated = 0
+    for tensor in model.graph.initializer:
+        content = tensor.raw_data
+        key = hashlib.sha256(content).digest()
+        repeated += len(content) if key in seen else 0
+        seen.add(key)
+    return repeated
 
 
 def _per_tensor_settings(opset: int, settings: QuantizeOnnxSettings, ctx: Context) -> QuantizeOnnxSettings:

@@ -79,7 +79,7 @@ layouts: $(DEV_READY)
 # The tests of graphs are named one by one: a family that they leave out is an error, not a pass.
 FAMILY_TESTS := tests/models/families tests/models/test_hidden_axes.py
 GRAPH_TESTS = tests/export/graphs/test_replaced_forwards.py::test_replaced_forwards_compute_the_logits_of_the_model[$(NAME)] \
-  tests/export/graphs/test_every_family.py::test_runners_say_what_transformers_says[$(NAME)]
+  tests/export/graphs/test_every_family.py::test_runners_equal_transformers_outputs[$(NAME)]
 
 family: layouts
 	@test -n '$(NAME)' || { echo 'Name the family: make family NAME=albert' >&2; exit 2; }

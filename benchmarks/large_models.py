@@ -191,10 +191,10 @@ def run_stage(source: Path, stage: str, out: Path, threads: int, lines: int = SC
     import transformers.models.llama.modeling_llama  # noqa: F401 - what is imported is counted apart
 
     from smelt.core.artifact import Artifact, Manifest
-    from smelt.core.stage import Context
     from smelt.data.splits import Columns
     from smelt.models import weight_files
     from smelt.pipeline.recipe.stages import load_stage
+    from smelt.stage import Context
     from smelt.tasks.read_split import read_split
 
     vars(weight_files)["LARGE_BYTES"] = 0

@@ -25,8 +25,8 @@ def measure(model: Path, data: Path, updates: int, retained: bool) -> dict[str, 
     from smelt.compress.distill.settings import DistillSettings
     from smelt.compress.distill.stage import Distill
     from smelt.core.artifact import Artifact, Manifest
-    from smelt.core.stage import Context
     from smelt.data.splits import Columns
+    from smelt.stage import Context
     from smelt.tasks.read_split import read_split
     from smelt.training import trainer
 

@@ -58,9 +58,9 @@ def _artifact(folder: Path) -> Any:
 
 
 def _export(model: Path, data: dict[str, Any], out: Path) -> list[float]:
-    from smelt.core.stage import Context
     from smelt.export.onnx_stage import Onnx
     from smelt.export.settings import OnnxSettings
+    from smelt.stage import Context
 
     start = time.perf_counter()
     source = _artifact(model)

@@ -95,12 +95,12 @@ def run_timed_user() -> None:
 def compare(artifact: Path, texts: Sequence[str], settings: Any, new_tokens: int) -> dict[str, Any]:
     """Return p50 and mean processor time of a call, ms, as the report and as the stopwatch has them."""
     from smelt.core.artifact import read_artifact
-    from smelt.evaluate.latency import measure_latency
+    from smelt.evaluate.latency import TimingJob, measure_latency
     from smelt.evaluate.latency.settings import prompt_texts, truncate_prompts
     from smelt.evaluate.latency.summary import spread_over_lengths
     from smelt.evaluate.latency.worker import batch_by_length
     from smelt.generation.config import GenerationSettings
-    from smelt.runtimes.runner import TextTools
+    from smelt.generation.runner import TextTools
 
     task: Any = read_artifact(artifact).manifest.task
     (size,) = settings.batch_sizes
@@ -127,12 +127,14 @@ def compare(artifact: Path, texts: Sequence[str], settings: Any, new_tokens: int
         result = measure_latency(
             {"it": artifact},
             "it",
-            texts,
-            settings,
-            task,
-            generation=GenerationSettings(max_new_tokens=new_tokens),
+            TimingJob(
+                texts,
+                task,
+                settings,
+                GenerationSettings(max_new_tokens=new_tokens),
+                text_counts={size: count},
+            ),
             progress=lambda done, total, note="": watch.round(),
-            counts={size: count},
         )
     finally:
         watch.close()

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
-from smelt.core.stage import QuantizedInput
 from smelt.quantization.schemes.registry import SCHEMES
+from smelt.stage import QuantizedInput
 
 if TYPE_CHECKING:
     from smelt.models.edits import Edit

@@ -11,8 +11,8 @@ from smelt.compress.model_input import load_float_model
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message, warning, with_article
-from smelt.core.stage import Context, Settings, Stage, StoredDtype
 from smelt.models.families.registry import FAMILIES, family_of, no_blocks_reason
+from smelt.stage import Context, Settings, Stage, StoredDtype
 
 if TYPE_CHECKING:
     from torch import nn

@@ -25,8 +25,8 @@ from pydantic import Field
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import with_article, with_count
-from smelt.core.stage import Context, Need, Progress, Settings, Stage, no_progress
 from smelt.data.tasks import Task, tasks_with
+from smelt.stage import Context, Need, Progress, Settings, Stage, no_progress
 
 if TYPE_CHECKING:
     from smelt.generation.config import Shortlist
@@ -277,8 +277,8 @@ def shortlist_coverage(
     covered: fraction of reference tokens on the list of their sample. whole: fraction of samples with all
     reference tokens on the list. words: mean number of allowed tokens per sample.
     """
+    from smelt.generation.backend import Batch
     from smelt.generation.config import vocabulary_sizes
-    from smelt.runtimes.backend import Batch
 
     _, targets = vocabulary_sizes(config)
     hits = num_tokens = num_covered = num_allowed = 0
@@ -312,8 +312,8 @@ def _shortlist_sizes(shortlist: Shortlist, config: dict[str, Any]) -> dict[str, 
 
 def _encode_pairs(config: Any, tokenizer: Any, ctx: Context, split: str, most: int | None) -> list[TokenPair]:
     """Return source and target ids of at most `most` samples of a split, limited by memory."""
+    from smelt.data.splits import spread_indices
     from smelt.tasks.encode_split import encode_split
-    from smelt.training.samples import spread_indices
 
     full_split = ctx.data[split]
     indices = spread_indices(len(full_split), len(full_split) if most is None else most, ctx.seed)
@@ -340,7 +340,7 @@ def _encode_pairs(config: Any, tokenizer: Any, ctx: Context, split: str, most: i
 def _required_tokens(src: Artifact, tokenizer: Any) -> IntArray:
     """Return the end-of-text, forced beginning and unknown tokens."""
     from smelt.generation.config import GenerationSettings, resolve_generation
-    from smelt.runtimes.runner import read_model_files
+    from smelt.generation.runner import read_model_files
 
     files: Any = read_model_files(src.path)
     decoding = resolve_generation(GenerationSettings(), files)

@@ -34,7 +34,7 @@ from smelt.evaluate.metrics.metric import (
 )
 from smelt.evaluate.metrics.registry import EMBEDDING_METRICS, metrics_of
 from smelt.evaluate.quality import MetricScore, check_inputs, score_labels, score_metrics
-from smelt.runtimes.backend import check_finite_outputs
+from smelt.generation.backend import check_finite_outputs
 from smelt.tasks.sentence_similarity import paired_cosines
 
 

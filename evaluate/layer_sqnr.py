@@ -32,19 +32,19 @@ from torch import Tensor, nn
 
 from smelt.calibration.samples import draw_samples, make_batches, model_outputs, split_pairs
 from smelt.core.artifact import Artifact
-from smelt.core.stage import Context
 from smelt.core.system import available_bytes
 from smelt.data.splits import Split
 from smelt.data.tasks import Task, task_traits
+from smelt.generation.backend import Batch, Logits, Tokens
 from smelt.generation.config import GenerationConfig, GenerationSettings, vocabulary_sizes
+from smelt.generation.runner import Runner
 from smelt.generation.search import forced_logits
 from smelt.models.checkpoint import load_model
 from smelt.models.families.family import Stack
 from smelt.models.families.registry import Block, blocks_of, output_modules
-from smelt.runtimes.backend import Batch, Logits, Tokens
 from smelt.runtimes.device import torch_device
 from smelt.runtimes.predict_texts import generation_batches
-from smelt.runtimes.runner import Runner
+from smelt.stage import Context
 from smelt.tasks.samples import TensorBatch, load_processor
 
 # Raised whenever the same models and samples would give another result.

@@ -23,7 +23,7 @@ from smelt.evaluate.metrics.metric import (
 )
 from smelt.evaluate.metrics.registry import TEXT_METRICS, WINDOW_METRICS, base_metric, find_metric, metrics_of
 from smelt.evaluate.significance import Statistics, metric_interval, metric_value
-from smelt.runtimes.backend import check_finite_outputs
+from smelt.generation.backend import check_finite_outputs
 
 
 class MetricScore(BaseModel):

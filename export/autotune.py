@@ -29,13 +29,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from smelt.core.stage import Context
 from smelt.export.graphs.attention import GraphSpec, PackedLinear, pack_projections
 from smelt.export.parity.references import TorchReference, rerun_reference
 from smelt.export.settings import AutotuneSettings
+from smelt.generation.backend import Batch
 from smelt.quantization.layers import QuantizedLinear, QuantizedMatrix
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME, default_options, find_scheme
-from smelt.runtimes.backend import Batch
+from smelt.stage import Context
 
 # Another operator than the first is chosen only if it is faster by more than this fraction
 OPERATOR_MARGIN = 0.05

@@ -22,7 +22,7 @@ from smelt.export.value_types import (
     output_types,
     value_types,
 )
-from smelt.runtimes.backend import ENCODER_OUTPUTS
+from smelt.generation.backend import ENCODER_OUTPUTS
 from smelt.runtimes.graph_walk import all_nodes, iter_graphs, opset_versions, subgraphs
 
 # names of precisions in messages

@@ -27,13 +27,13 @@ from smelt.export.graph_files import read_graph, write_graph
 from smelt.export.parity.operator_checks import open_with_outputs, run_graph_calls
 from smelt.export.parity.references import TorchReference
 from smelt.export.value_types import is_control_flow, node_key, values_of_type
-from smelt.runtimes.backend import Batch
+from smelt.generation.backend import Batch
 from smelt.runtimes.graph_walk import iter_graphs, normalized_domain, opset_versions, subgraphs
 from smelt.runtimes.images import PIXEL_VALUES, ImageBatch
 
 if TYPE_CHECKING:
-    from smelt.core.stage import Context
     from smelt.export.graphs.attention import GraphSpec
+    from smelt.stage import Context
 
 
 MAX_OUTPUT_PREFIX, SUM_PREFIX = "smelt.largest.", "smelt.sum."

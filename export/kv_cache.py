@@ -31,15 +31,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.errors import InputError, ParityError, RunError
-from smelt.core.stage import Context
 from smelt.data.splits import Split
 from smelt.export.graph_files import read_graph, write_graph
 from smelt.export.parity.check_parity import ExportedModel
 from smelt.export.parity.operator_checks import TensorsByName, open_with_outputs, run_graph_calls
 from smelt.export.parity.references import TorchReference, check_output, logits_for
 from smelt.export.settings import unsupported_head_dim, unsupported_model, unsupported_task
+from smelt.generation.backend import PAST_PREFIX, PRESENT_PREFIX, Tokens, past_input_name
 from smelt.generation.runners import NUM_LOGITS_INPUT
-from smelt.runtimes.backend import PAST_PREFIX, PRESENT_PREFIX, Tokens, past_input_name
+from smelt.stage import Context
 
 AnyArray = NDArray[Any]
 # a quotient near a half may round to either side if a rotation is summed in another order

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError, RunError
 from smelt.core.messages import Message, error_message
-from smelt.core.stage import Context, Need, Settings, Stage
 from smelt.core.system import require_memory
 from smelt.data.splits import Split
 from smelt.data.tasks import Task, task_traits
@@ -26,12 +25,13 @@ from smelt.models.families.registry import QUANTIZED_CONVOLUTIONS_KEY
 from smelt.models.step_size import SizeInputs, StepSize, certain_bytes
 from smelt.quantization.scheme import CONV_UNSUPPORTED_TARGETS
 from smelt.runtimes.images import ImageBatch
+from smelt.stage import Context, Need, Settings, Stage
 
 if TYPE_CHECKING:
     from smelt.export.graphs.attention import GraphSpec
     from smelt.export.parity.references import TorchReference
+    from smelt.generation.backend import Batch, Tokens
     from smelt.quantization.scheme import Scheme
-    from smelt.runtimes.backend import Batch, Tokens
 
 
 def require_runtime(settings: OnnxSettings, ctx: Context) -> None:

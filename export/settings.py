@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
 from pydantic import Field, model_validator
 
 from smelt.core.errors import SettingError
-from smelt.core.stage import Settings
 from smelt.data.tasks import tasks_with
 from smelt.models.families.registry import find_family
 from smelt.quantization.scheme import graph_target
+from smelt.stage import Settings
 
 if TYPE_CHECKING:
     from smelt.quantization.emit import GraphTarget

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from smelt.core.files import load_json
-from smelt.core.stage import Context
 from smelt.data.splits import Example, Split
 from smelt.models.checkpoint import load_tokenizer
 from smelt.models.text_rules import NO_LIMIT
@@ -30,6 +29,7 @@ from smelt.models.tokenizer import (
     write_tokenizer_info,
 )
 from smelt.models.tokenizer import TOKENIZER_FILE as JSON
+from smelt.stage import Context
 
 COMPARED_ROWS = 256  # compared samples of the data
 _TRUNCATED_LENGTH = 8  # tokens, so that short texts are truncated too

@@ -4,7 +4,7 @@
     make layouts NAME=albert    # of one
 
 A layout is what a family's modules are called and which keys of its config their sizes come from, see
-`Layout` in smelt/models/families/layout.py. A tiny random model runs once. Modules are found by their calls,
+`Layout` in smelt/models/families/family.py. A tiny random model runs once. Modules are found by their calls,
 projections by the gradient graph around each softmax: queries and keys are the operands of the product before
 it, values an operand of the product after it. A config key is found by changing it: the key of the heads is
 the one that changes their number. What cannot be described is an error.

@@ -28,7 +28,6 @@ from pydantic import BaseModel, Field, create_model
 
 from smelt.cli.main import Setting, settings_of
 from smelt.compress.sparsify.methods.registry import GRADUAL_METHODS, SPARSITY_METHODS
-from smelt.core.stage import Settings
 from smelt.data.tasks import tasks_with
 from smelt.evaluate.latency import LatencySettings
 from smelt.evaluate.metrics.registry import (
@@ -44,6 +43,7 @@ from smelt.pipeline.recipe.model_and_data import DataSettings
 from smelt.pipeline.recipe.recipe import GateSettings, RecipeKeys, ScoreSettings
 from smelt.pipeline.recipe.stages import all_stages
 from smelt.pipeline.search.space import SearchSettings
+from smelt.stage import Settings
 
 Model = type[BaseModel]
 # A row for each metric that has settings.

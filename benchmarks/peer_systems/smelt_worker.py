@@ -65,8 +65,8 @@ def serve(job: Job) -> Opened:
     """Open the artifact: text to text for marian, tokens in for the rest."""
     import smelt
     from smelt.core.artifact import read_artifact
+    from smelt.generation.backend import Batch
     from smelt.generation.config import GenerationSettings, resolve_generation
-    from smelt.runtimes.backend import Batch
     from smelt.runtimes.registry import open_runner
 
     version = f"smelt, ONNX Runtime {onnxruntime.__version__}"

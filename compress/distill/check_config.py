@@ -16,11 +16,11 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import DEFAULT_CODE, InputError, did_you_mean
 from smelt.core.files import path_exists, read_json_object
 from smelt.core.messages import Message, error_message, with_article
-from smelt.core.stage import Context
 from smelt.data.labels import REGRESSION
 from smelt.models.families.family import STACK_NAMES, Family
 from smelt.models.families.registry import FAMILIES, find_family
 from smelt.models.text_rules import position_limit
+from smelt.stage import Context
 
 # Config keys that define the outputs; the student gets the teacher's.
 _OUTPUT_KEYS = ("id2label", "label2id", "problem_type")

@@ -37,12 +37,11 @@ from torch import Tensor
 from smelt.compress.distill.settings import DistillSettings
 from smelt.core.errors import RunError
 from smelt.core.process_group import process_count, process_rank
-from smelt.core.stage import Context
 from smelt.data.images import image_hash
 from smelt.runtimes.device import torch_device, torch_threads
-from smelt.tasks.samples import CACHE_INDEX_KEY, EncodedSample, collate
+from smelt.stage import Context
+from smelt.tasks.samples import CACHE_INDEX_KEY, EncodedSample, collate, group_by_length
 from smelt.training.losses import blockwise_loss
-from smelt.training.samples import group_by_length
 from smelt.training.training_state import autocast, pick_precision
 
 

@@ -14,9 +14,9 @@ from smelt.compress.distill.logit_cache import CachedTeacher, TeacherCall, TopKL
 from smelt.compress.distill.settings import DistillSettings
 from smelt.core.errors import InputError
 from smelt.core.messages import with_article
-from smelt.core.stage import Context
 from smelt.models.text_rules import is_sentence_model
-from smelt.training.extension import LossTerm, Objective
+from smelt.stage import Context
+from smelt.training.extension import LossTerm
 from smelt.training.losses import batch_sentence_vectors, classification_loss, cosent_loss, model_logits
 
 if TYPE_CHECKING:
@@ -116,57 +116,60 @@ def _teacher_call(teacher: Any) -> TeacherCall:
     return batch_sentence_vectors if is_sentence_model(teacher) else model_logits
 
 
-def distill_objective(
-    teacher: Any,
-    settings: DistillSettings,
-    inner: InnerLosses | None = None,
-    cached_teacher: CachedTeacher | None = None,
-) -> Objective:
-    """Return the weighted losses of `settings` with `teacher` (eval mode) run on the same batch.
+class DistillObjective:
+    """The weighted losses of `settings` with `teacher` run on the same batch: an `Objective`.
 
     Args:
-        teacher: has no gradient.
+        teacher: in eval mode; has no gradient.
         settings: the weights, T, label smoothing.
         inner: captures tensors of both models (`InnerLosses.capture`).
         cached_teacher: provides the teacher's outputs; the teacher itself is not run.
     """
-    weights = settings.losses
-    embeds = is_sentence_model(teacher)
-    reverse = weights.reverse_kl or 0.0
-    parts = weights.vector_weights()
-    compares = bool(
-        parts["sentence_embedding"] or parts["pairwise_similarity"] if embeds else weights.logits or reverse
-    )
-    ask = _teacher_call(teacher)
 
-    def outputs(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Any, Any]:
-        """Run both models; the teacher only if a loss uses its outputs and they are not cached."""
-        if inner is not None:
-            inner.clear()
-        student_outputs, teacher_outputs = ask(model, batch), None
-        if cached_teacher is not None:
-            return student_outputs, cached_teacher.outputs(batch) if compares else None
-        if compares or inner is not None:
-            with torch.no_grad():
-                teacher_outputs = ask(teacher.to(batch["labels"].device), batch)
-        return student_outputs, teacher_outputs if compares else None
+    def __init__(
+        self,
+        teacher: Any,
+        settings: DistillSettings,
+        inner: InnerLosses | None = None,
+        cached_teacher: CachedTeacher | None = None,
+    ) -> None:
+        self._teacher, self._settings = teacher, settings
+        self._inner, self._cached_teacher = inner, cached_teacher
+        self._is_embedder, self._run_model = is_sentence_model(teacher), _teacher_call(teacher)
+        weights, self._vector_weights = settings.losses, settings.losses.vector_weights()
+        self._uses_teacher_outputs = bool(
+            self._vector_weights["sentence_embedding"] or self._vector_weights["pairwise_similarity"]
+            if self._is_embedder
+            else weights.logits or weights.reverse_kl
+        )
 
-    def objective(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, LossTerm]:
-        student_outputs, teacher_outputs = outputs(model, batch)
+    def __call__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, LossTerm]:
+        """Return the terms of the loss of `model` on a batch."""
+        student_outputs, teacher_outputs = self._outputs(model, batch)
+        weights, labels = self._settings.losses, batch["labels"]
         terms: dict[str, LossTerm] = {}
-        if embeds:
-            terms |= vector_loss_terms(student_outputs, teacher_outputs, batch["labels"], parts)
-        elif weights.logits or weights.labels or reverse:
+        if self._is_embedder:
+            terms |= vector_loss_terms(student_outputs, teacher_outputs, labels, self._vector_weights)
+        elif weights.logits or weights.labels or weights.reverse_kl:
             components: dict[str, Tensor] = {}
-            loss = _output_loss(
-                model, student_outputs, teacher_outputs, batch["labels"], settings, components
-            )
+            loss = _output_loss(model, student_outputs, teacher_outputs, labels, self._settings, components)
             terms["outputs"] = LossTerm(loss, components=components)
-        if inner is not None:
-            terms |= inner.loss_terms(batch)
+        if self._inner is not None:
+            terms |= self._inner.loss_terms(batch)
         return terms
 
-    return objective
+    def _outputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Any, Any]:
+        """Run both models; the teacher only if a loss uses its outputs and they are not cached."""
+        if self._inner is not None:
+            self._inner.clear()
+        student_outputs, teacher_outputs = self._run_model(model, batch), None
+        if self._cached_teacher is not None:
+            cached = self._cached_teacher.outputs(batch) if self._uses_teacher_outputs else None
+            return student_outputs, cached
+        if self._uses_teacher_outputs or self._inner is not None:
+            with torch.no_grad():
+                teacher_outputs = self._run_model(self._teacher.to(batch["labels"].device), batch)
+        return student_outputs, teacher_outputs if self._uses_teacher_outputs else None
 
 
 def _output_loss(

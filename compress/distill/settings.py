@@ -13,10 +13,10 @@ from pydantic import Field, field_validator, model_validator
 from smelt.compress.finetune import TechniqueTrainingSettings
 from smelt.core.errors import SettingError
 from smelt.core.messages import Message, error_message
-from smelt.core.stage import ModelFolder, RecipePath, RunnableStep, Settings, StepNames, UnchangedModelFolder
 from smelt.data.bleu_tokenizer import BleuTokenizer
 from smelt.data.tasks import Task, task_traits
 from smelt.models.families.registry import find_family
+from smelt.stage import ModelFolder, RecipePath, RunnableStep, Settings, StepNames, UnchangedModelFolder
 from smelt.training.settings import LOSS_METRIC
 
 # Terms on inner states of both models.

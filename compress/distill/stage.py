@@ -37,13 +37,13 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.files import json_hash
 from smelt.core.messages import Message, error_message
-from smelt.core.stage import Context, Need, Stage
 from smelt.data.bleu_tokenizer import bleu_tokenizer
 from smelt.data.labels import MULTI_LABEL, REGRESSION, problem_type
 from smelt.data.splits import Example, Label, Split
 from smelt.data.tasks import Task, task_traits
 from smelt.models.step_size import SizeInputs, StepSize
 from smelt.models.text_rules import read_text_rules
+from smelt.stage import Context, Need, Stage
 from smelt.tasks.read_split import UNLABELED, UNLABELED_TASKS
 from smelt.training.settings import TrainingSettings, lighter_trainings, needed_by_training
 
@@ -322,7 +322,7 @@ def _train_phases(
     cached_teacher: CachedTeacher | None,
 ) -> None:
     """Train `model` in place, phase by phase; `cached_teacher` serves phases that use only outputs."""
-    from smelt.compress.distill.objective import distill_objective, make_inner_losses
+    from smelt.compress.distill.objective import DistillObjective, make_inner_losses
     from smelt.training.extension import TrainingExtension
 
     phase_details: list[Any] = []
@@ -333,7 +333,7 @@ def _train_phases(
     ]  # raise before training
     for training, inner in zip(trainings, inners, strict=True):
         phase_cache = cached_teacher if training.needs_only_outputs(ctx.task) else None
-        objective = distill_objective(teacher, training, inner, phase_cache)
+        objective = DistillObjective(teacher, training, inner, phase_cache)
         num_warnings = len(ctx.warnings)
         extension = (
             TrainingExtension(modules=inner.modules, training_context=inner.capture)

@@ -27,8 +27,8 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import json_hash, sha256_of
 from smelt.core.messages import with_article
-from smelt.core.stage import Context
 from smelt.data.labels import MULTI_LABEL, REGRESSION, ProblemType
+from smelt.stage import Context
 from smelt.tasks.samples import model_problem_type
 
 

@@ -32,13 +32,13 @@ from smelt.compress.drop_layers.select_layers import (
 from smelt.compress.drop_layers.settings import DropLayersSettings, check_parts, kept_fraction
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
-from smelt.core.stage import Context
 from smelt.data.splits import missing_labels_errors
 from smelt.models.edits import Edit
 from smelt.models.families.family import Attention, FeedForward
 from smelt.models.families.registry import Block, blocks_of, skipped_parts
 from smelt.models.layers import skip_sublayer, sublayer_name
 from smelt.models.streamed_model import StreamedModel
+from smelt.stage import Context
 from smelt.tasks.samples import TensorBatch
 
 

@@ -28,12 +28,12 @@ from smelt.compress.drop_layers.settings import DropLayersSettings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.near_ties import first_within_tolerance
-from smelt.core.stage import Context
 from smelt.data.splits import missing_labels_errors
 from smelt.models.families.family import Stack
 from smelt.models.families.registry import Block, family_of, skipped_parts
 from smelt.models.streamed_model import StreamedModel
 from smelt.runtimes.device import torch_device
+from smelt.stage import Context
 from smelt.tasks.samples import TensorBatch
 from smelt.training.extension import mean_loss
 from smelt.training.losses import label_objective

@@ -17,12 +17,12 @@ from smelt.compress.drop_layers.settings import (
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
-from smelt.core.stage import Context, Need, Stage
 from smelt.data.splits import Split, missing_labels_errors
 from smelt.data.tasks import Task
 from smelt.models.families.family import STACK_NAMES
 from smelt.models.families.registry import FAMILIES, family_of
 from smelt.models.step_size import SizeInputs, StepSize, one_shot_size
+from smelt.stage import Context, Need, Stage
 
 if TYPE_CHECKING:
     from smelt.models.families.family import Stack

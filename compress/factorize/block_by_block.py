@@ -26,10 +26,10 @@ from smelt.compress.factorize.svd import (
     warn_of_few_tokens,
 )
 from smelt.core.artifact import Artifact
-from smelt.core.stage import Context
 from smelt.models.edits import replace_layer
 from smelt.models.families.registry import Block, blocks_of
 from smelt.models.streamed_model import StreamedModel
+from smelt.stage import Context
 
 
 def can_factorize_blockwise(settings: FactorizeSettings) -> bool:

@@ -43,12 +43,12 @@ from smelt.compress.factorize.ranks import (
 )
 from smelt.compress.factorize.settings import DEFAULT_ENERGY, VBMF, FactorizeSettings
 from smelt.core.errors import InputError
-from smelt.core.stage import Context
 from smelt.models.checkpoint import count_stored_parameters
 from smelt.models.edits import module_names, replace_layer
 from smelt.models.layers import LowRankConv, make_conv_steps
 from smelt.models.model_size import count_macs
 from smelt.runtimes.images import DEFAULT_IMAGE_SIZE, ImageProcessor
+from smelt.stage import Context
 
 _CP_MAX_ITERATIONS = 200  # iterations
 _CP_TOLERANCE = 1e-8  # of an iteration, relative to the kernel's norm

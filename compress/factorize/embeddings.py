@@ -24,11 +24,11 @@ from smelt.compress.factorize.settings import DEFAULT_ENERGY, FactorizeSettings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import with_article
-from smelt.core.stage import Context
 from smelt.models.edits import Edit, module_names, replace_layer, replace_module, tie_linear
 from smelt.models.families.registry import token_lookup_modules
 from smelt.models.layers import LowRankEmbedding, LowRankLinear
 from smelt.quantization.layers import copy_embed_scale, is_embedding_table
+from smelt.stage import Context
 from smelt.tasks.samples import IGNORE_INDEX
 
 

@@ -30,10 +30,10 @@ from smelt.compress.factorize.settings import DEFAULT_ENERGY, FactorizeSettings
 from smelt.compress.factorize.svd import LayerMetrics, low_rank_layer
 from smelt.core.errors import InputError
 from smelt.core.near_ties import round_significant
-from smelt.core.stage import Context
 from smelt.models.edits import replace_layer
 from smelt.models.families.registry import blocks_of
 from smelt.models.layers import SharedLinear
+from smelt.stage import Context
 from smelt.tasks.samples import IGNORE_INDEX, TensorBatch
 
 # Overhead of one more linear layer, in weights

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from smelt.core.errors import SettingError
-from smelt.core.stage import Settings, StoredDtype
+from smelt.stage import Settings, StoredDtype
 
 FactorizeMethod = Literal["whitened-svd", "svd", "asvd", "fwsvd", "tucker", "cp"]
 # Methods for convolutions; the others are for linear layers.

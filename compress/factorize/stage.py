@@ -11,10 +11,10 @@ from smelt.compress.model_input import load_float_model
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message, with_article
-from smelt.core.stage import Context, Need, Stage
 from smelt.data.splits import Split, missing_labels_errors
 from smelt.data.tasks import Task
 from smelt.models.step_size import SizeInputs, StepSize, one_shot_size
+from smelt.stage import Context, Need, Stage
 
 if TYPE_CHECKING:
     from torch import nn

@@ -39,8 +39,8 @@ from smelt.calibration.statistics import InputStatistics, cached_statistics, squ
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
-from smelt.core.stage import Context
 from smelt.models.layers import LowRankLinear, SharedLinear
+from smelt.stage import Context
 from smelt.training.losses import label_objective
 
 # Relative to the largest singular value: smaller ones are lost in the squares.

@@ -33,8 +33,8 @@ from smelt.compress.prune.settings import Budget, PruneSettings
 from smelt.compress.prune.units import AttentionGroup, FeedForwardGroup
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
-from smelt.core.stage import Context
 from smelt.models.checkpoint import count_stored_parameters
+from smelt.stage import Context
 
 
 @dataclass(frozen=True)

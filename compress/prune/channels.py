@@ -20,13 +20,13 @@ from smelt.compress.prune.units import ChannelGroup, allocate_globally, find_con
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
-from smelt.core.stage import Context
 from smelt.models.checkpoint import count_stored_parameters
 from smelt.models.edits import Edit, replace_layer
 from smelt.models.families.registry import family_of
 from smelt.models.layers import conv_end_names, resize_conv
 from smelt.models.model_size import count_macs
 from smelt.runtimes.images import DEFAULT_IMAGE_SIZE, read_processor
+from smelt.stage import Context
 
 
 def prune_channels(src: Artifact, settings: PruneSettings, ctx: Context) -> None:

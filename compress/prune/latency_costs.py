@@ -36,10 +36,10 @@ from smelt.compress.prune.costs import (
     resolve_sequence_length,
 )
 from smelt.compress.prune.units import AttentionGroup
-from smelt.core.stage import Context
 from smelt.models.families.registry import Block, output_modules
 from smelt.models.layers import LowRankLinear
 from smelt.runtimes.device import torch_threads
+from smelt.stage import Context
 
 # Parts run in turns, each for a minimum number of runs and seconds. The fastest run of all turns counts,
 # because other load on the machine disturbs it least.

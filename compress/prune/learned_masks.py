@@ -42,9 +42,9 @@ from smelt.compress.prune.masked_parts import (
 from smelt.compress.prune.reconstruct import bias_owner, cut_units
 from smelt.compress.prune.settings import LearnedMasksSettings
 from smelt.compress.prune.units import FeedForwardGroup, linear_with_inputs, update_config
-from smelt.core.stage import Context
 from smelt.models.edits import Edit
 from smelt.models.layers import skip_sublayer
+from smelt.stage import Context
 from smelt.training.extension import (
     LossTerm,
     LossTerms,

@@ -39,11 +39,11 @@ from smelt.compress.prune.units import (
 )
 from smelt.core.artifact import Artifact
 from smelt.core.near_ties import first_within_tolerance
-from smelt.core.stage import Context
 from smelt.models.edits import Edit, is_masked
 from smelt.models.families.registry import Block
 from smelt.models.layers import LowRankLinear
 from smelt.models.streamed_model import StreamedModel
+from smelt.stage import Context
 
 if TYPE_CHECKING:
     from smelt.compress.quantize.requantize import Requantizer, RoundWeights

@@ -11,10 +11,10 @@ from pydantic import Field, model_validator
 from smelt.compress.prune.importances.registry import IMPORTANCES
 from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message, warning, with_article
-from smelt.core.stage import Settings, StoredDtype
 from smelt.data.tasks import Task, task_traits
 from smelt.models.families.registry import FAMILIES, find_family, no_blocks_reason
 from smelt.models.text_rules import position_limit
+from smelt.stage import Settings, StoredDtype
 
 # Settings that a budget replaces.
 _REPLACED_BY_BUDGET = ("keep_ratio", "scope")
@@ -113,7 +113,7 @@ class PruneSettings(Settings):
     batch_size: int = Field(
         default=16,
         ge=1,
-        description=f"for {' and '.join(n for n, known in IMPORTANCES.items() if known.needs == 'labels')}",
+        description=f"for {', '.join(n for n, known in IMPORTANCES.items() if known.needs == 'labels')}",
     )
     reconstruct: bool = Field(
         default=True,

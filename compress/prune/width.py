@@ -37,12 +37,12 @@ from smelt.compress.quantize.requantize import dequantize_model
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object
-from smelt.core.stage import Context
 from smelt.models.checkpoint import count_stored_parameters, load_model, save_model
 from smelt.models.edits import is_masked
 from smelt.models.families.family import Attention, FeedForward
 from smelt.models.families.registry import Block, family_of, has_norm_at, output_modules
 from smelt.models.hidden_width import hidden_width, prune_hidden_width, write_width_to_config
+from smelt.stage import Context
 
 
 @dataclass(frozen=True)

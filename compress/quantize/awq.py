@@ -54,13 +54,13 @@ from smelt.compress.quantize.plan_layers import PlannedLayer, output_layer, roun
 from smelt.compress.quantize.smoothquant import DtypeOf, NormGroup, divide_norm, norm_group
 from smelt.core.errors import InputError
 from smelt.core.near_ties import first_within_tolerance, is_better
-from smelt.core.stage import Context
 from smelt.models.edits import Edit, module_names, replace_layer
 from smelt.models.families.registry import SharedInput, model_attentions, norm_consumers, shared_inputs
 from smelt.models.layers import LowRankLinear, ScaledLinear
 from smelt.quantization.groupwise import split_into_groups
 from smelt.quantization.scheme import QuantParams, Scheme, SchemeOptions, UnpackedWeights
 from smelt.quantization.schemes.registry import find_scheme
+from smelt.stage import Context
 
 ALPHA_STEPS = 20
 _MIN_SCALE = 1e-4

@@ -43,11 +43,11 @@ from smelt.compress.quantize.plan_layers import (
 )
 from smelt.compress.quantize.settings import LowRankCorrection
 from smelt.core.errors import InputError
-from smelt.core.stage import Context
 from smelt.models.edits import is_masked
 from smelt.quantization.groupwise import split_into_groups
 from smelt.quantization.scheme import Scheme, SchemeOptions, UnpackedWeights
 from smelt.quantization.schemes.registry import find_scheme
+from smelt.stage import Context
 
 _BLOCK_COLUMNS = 128  # columns per block of lazy updates
 
@@ -111,8 +111,8 @@ class GptqRunner:
     """State of a GPTQ run.
 
     Args:
-        rows: calibration samples.
-        fit: finds grids.
+        samples: calibration samples.
+        find_grid: finds grids.
         ctx: gets the details of each layer and warnings.
 
     Attributes:
@@ -121,8 +121,8 @@ class GptqRunner:
         pairs: the corrections with their quantized weights.
     """
 
-    def __init__(self, rows: CalibrationSamples, fit: GridFinder, ctx: Context) -> None:
-        self.rows, self.fit, self.ctx = rows, fit, ctx
+    def __init__(self, samples: CalibrationSamples, find_grid: GridFinder, ctx: Context) -> None:
+        self.samples, self.find_grid, self.ctx = samples, find_grid, ctx
         self.codes: dict[int, UnpackedWeights] = {}
         self.corrections: dict[int, LowRankCorrection] = {}
         self.pairs: dict[int, CorrectedWeight] = {}
@@ -207,7 +207,7 @@ class GptqRunner:
         codes, pair = self._quantize_weight(layer, weight, seen, zeros, inverse)
         groups, grid = split_into_groups(weight, codes.q_weight.shape[2]), codes.qparams
         if bool((seen.squares == 0).any()):  # dead inputs count in the grid of rounding to nearest
-            grid = self.fit(groups, weight.shape[1], scheme, layer.options)
+            grid = self.find_grid(groups, weight.shape[1], scheme, layer.options)
         nearest = scheme.quantize(groups, grid, layer.options)
         nearest_values = dequantize_codes(UnpackedWeights(nearest, grid), scheme, layer.options, weight)
         nearest_error = _output_error(nearest_values.sub_(weight), seen)
@@ -219,21 +219,26 @@ class GptqRunner:
         return codes, error, nearest_error
 
     def _quantize_weight(
-        self, layer: PlannedLayer, weight: Tensor, seen: InputStatistics, held: Tensor | None, inverse: Tensor
+        self,
+        layer: PlannedLayer,
+        weight: Tensor,
+        seen: InputStatistics,
+        zeros: Tensor | None,
+        inverse: Tensor,
     ) -> tuple[UnpackedWeights, CorrectedWeight | None]:
         """Return the quantized weights for `weight`, and the low-rank correction if the layer gets one."""
         scheme = find_scheme(layer.scheme)
 
-        def decide(left: Tensor) -> UnpackedWeights:
-            zeros = held if left is weight else None
-            return gptq_quantize(left, seen, scheme, layer.options, self.fit, zeros, inverse)
+        def quantize(remainder: Tensor) -> UnpackedWeights:
+            kept_zeros = zeros if remainder is weight else None  # weights minus a correction have no zeros
+            return gptq_quantize(remainder, seen, scheme, layer.options, self.find_grid, kept_zeros, inverse)
 
         if layer.weight_id not in self.corrections:
-            return decide(weight), None
+            return quantize(weight), None
         low_rank = self.corrections[layer.weight_id]
         metric = correction_metric(low_rank, seen)
         values = partial(dequantize_codes, scheme=scheme, options=layer.options, weight=weight)
-        pair = quantize_with_correction(weight, decide, values, low_rank, metric)
+        pair = quantize_with_correction(weight, quantize, values, low_rank, metric)
         return pair.codes, pair
 
     def report(self) -> None:
@@ -255,7 +260,7 @@ class GptqRunner:
                 f"No calibration sample reaches {', '.join(self.unreached)}; the weights of these"
                 " layers are rounded to nearest. Add calibration samples that use them.",
             )
-        if text := few_tokens_text(self.token_counts, self.rows):
+        if text := few_tokens_text(self.token_counts, self.samples):
             self.ctx.warn(
                 "few-calibration-tokens",
                 f"{text}; results may overfit. Increase calibration_samples, or add data:"

@@ -37,9 +37,9 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
 from smelt.core.near_ties import is_better
-from smelt.core.stage import Context
 from smelt.quantization.scheme import UnpackedWeights
 from smelt.quantization.schemes.registry import find_scheme
+from smelt.stage import Context
 
 _MAX_LISTED = 3  # layers that a warning lists
 

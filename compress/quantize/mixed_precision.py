@@ -37,10 +37,10 @@ from smelt.compress.quantize.settings import MaxExcluded, MixedPrecision, Quanti
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.near_ties import round_significant
-from smelt.core.stage import Context, candidate_artifact
 from smelt.models.edits import replace_layer
 from smelt.models.families.registry import blocks_of
 from smelt.quantization.schemes.registry import SCHEMES_BY_BITS, stored_bytes
+from smelt.stage import Context, candidate_artifact
 
 UnitT = TypeVar("UnitT")  # a unit that is changed as a whole
 
@@ -296,7 +296,7 @@ def measure_matrix_sensitivities(
     units: Sequence[WeightMatrix],
     rows: CalibrationSamples,
     settings: QuantizeSettings,
-    coder_of: Callable[[PlannedLayer], WeightQuantizer | None],
+    quantizer: WeightQuantizer,
     ctx: Context,
 ) -> None:
     """Measure the sensitivity of each matrix at each width, one matrix at a time.
@@ -308,7 +308,7 @@ def measure_matrix_sensitivities(
         units: its matrices; `sensitivities` is filled in.
         rows: calibration samples.
         settings: settings with the scheme options.
-        coder_of: returns the quantizer of a layer.
+        quantizer: chooses the quantized weights.
         ctx: reports progress.
 
     Raises:
@@ -323,7 +323,7 @@ def measure_matrix_sensitivities(
     ):
         for bits in unit.costs:
             layers = unit.layers_with_bits(bits, settings)
-            quantize_layers(model, layers, {}, coder_of)
+            quantize_layers(model, layers, {}, quantizer)
             try:
                 error = measure_error()
             finally:
@@ -344,7 +344,7 @@ def choose_bit_widths(
     samples: CalibrationSamples,
     src: Artifact,
     settings: QuantizeSettings,
-    quantizer_of: Callable[[PlannedLayer], WeightQuantizer | None],
+    quantizer: WeightQuantizer,
     ctx: Context,
 ) -> list[PlannedLayer]:
     """Return `layers` with the bit widths that `settings.mixed_precision` requires; write the details.
@@ -355,7 +355,7 @@ def choose_bit_widths(
         samples: calibration samples for the sensitivities.
         src: the artifact of `model`.
         settings: settings of the stage.
-        quantizer_of: returns the quantizer of a layer for sensitivities and scored models.
+        quantizer: chooses the quantized weights for sensitivities and scored models.
         ctx: gets details and warnings; its `score` is used for `max_drop`.
 
     Raises:
@@ -375,10 +375,10 @@ def choose_bit_widths(
             code="budget-too-small",
             setting="mixed_precision.target_bits",
         )
-    trial = _ModelScorer(src, settings, quantizer_of, ctx)
+    trial = _ModelScorer(src, settings, quantizer, ctx)
     # score the float model first, so that an unknown metric fails before the long part
     float_score = trial.float_score() if precision.target_bits is None else 0.0
-    measure_matrix_sensitivities(model, units, samples, settings, quantizer_of, ctx)
+    measure_matrix_sensitivities(model, units, samples, settings, quantizer, ctx)
     choices = pareto_choices([[(unit.costs[b], unit.sensitivities[b]) for b in widths] for unit in units])
     trial_details: dict[str, Any] = {}
     if precision.target_bits is not None:
@@ -418,10 +418,10 @@ class _ModelScorer:
         self,
         src: Artifact,
         settings: QuantizeSettings,
-        coder_of: Callable[[PlannedLayer], WeightQuantizer | None],
+        quantizer: WeightQuantizer,
         ctx: Context,
     ) -> None:
-        self.src, self.settings, self.coder_of, self.ctx = src, settings, coder_of, ctx
+        self.src, self.settings, self.quantizer, self.ctx = src, settings, quantizer, ctx
         assert settings.mixed_precision is not None
         self.metric = settings.mixed_precision.metric or ""
         self.of_floats: float | None = None
@@ -458,7 +458,7 @@ class _ModelScorer:
             for unit, b in zip(units, picks, strict=True)
             for layer in unit.layers_with_bits(b, self.settings)
         ]
-        new_edits = quantize_layers(model, layers, {}, self.coder_of)
+        new_edits = quantize_layers(model, layers, {}, self.quantizer)
         with tempfile.TemporaryDirectory(prefix="score-", dir=self.ctx.out.parent) as folder:
             save_model(model, edits + new_edits, Path(folder), self.src.path)
             scores = self.ctx.score(candidate_artifact(Path(folder), self.src, self.ctx))

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
-from smelt.data.labels import CLASSIFIER_SUFFIXES
+from smelt.data.labels import HEAD_SUFFIXES
 from smelt.models.empty_model import quantized_bytes
 from smelt.models.families.registry import family_of, token_lookup_modules
+from smelt.models.layers import LowRankCorrectedLinear, with_low_rank_correction
 from smelt.quantization.groupwise import split_into_groups
 from smelt.quantization.layers import (
-    LowRankCorrectedLinear,
     QuantizedConv2d,
     QuantizedEmbedding,
     QuantizedLayer,
@@ -33,7 +33,6 @@ from smelt.quantization.layers import (
     empty_quantized,
     is_embedding_table,
     is_quantized,
-    with_low_rank_correction,
 )
 from smelt.quantization.scheme import OptionValue, QuantParams, Scheme, SchemeOptions, UnpackedWeights
 from smelt.quantization.schemes.registry import SCHEMES, default_options, find_scheme, is_row_independent
@@ -131,7 +130,8 @@ def quantize_layers(
     model: Any,
     layers: Collection[PlannedLayer],
     ranges: Mapping[int, float],
-    quantizer_of: Callable[[PlannedLayer], WeightQuantizer | None] = lambda layer: None,
+    quantizer: WeightQuantizer | None = None,
+    codes: Mapping[int, UnpackedWeights] = MappingProxyType({}),
     corrections: Mapping[int, tuple[Tensor, Tensor]] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """Quantize `layers` of `model` in place; return the edits.
@@ -140,7 +140,8 @@ def quantize_layers(
         model: changed in place.
         layers: its planned layers.
         ranges: the largest magnitude of the activations by `PlannedLayer.weight_id`, for layers that need it.
-        quantizer_of: returns the quantizer of a layer; None to round to nearest.
+        quantizer: chooses the quantized weights; None: rounds to nearest.
+        codes: quantized weights that are already chosen, by `PlannedLayer.weight_id`.
         corrections: low-rank corrections by `PlannedLayer.weight_id`: float32 [N, r] and [r, K].
 
     Raises:
@@ -154,7 +155,7 @@ def quantize_layers(
     for layer in layers:
         weight = layer.weight_id  # taken before the module is replaced: a freed id may be reused
         shared_matrix = quantized[weight][1].matrix if weight in quantized else None
-        new_layer = quantize_planned(layer, ranges, quantizer_of(layer), shared_matrix)
+        new_layer = quantize_planned(layer, ranges, quantizer, codes.get(weight), shared_matrix)
         first_name, first_layer = quantized.setdefault(weight, (layer.name, new_layer))
         options = dict(layer.options)
         edit = {"op": "quantize", "module": layer.name, "scheme": layer.scheme, **options}
@@ -189,17 +190,17 @@ def require_finite_layers(layers: Collection[PlannedLayer]) -> None:
 def quantize_planned(
     layer: PlannedLayer,
     ranges: Mapping[int, float],
-    coder: WeightQuantizer | None = None,
+    quantizer: WeightQuantizer | None = None,
+    codes: UnpackedWeights | None = None,
     matrix: QuantizedMatrix | None = None,
 ) -> Any:
     """Return the quantized layer for `layer`; arguments and errors as in `quantize_layers`.
 
-    matrix: the quantized matrix of another layer with the same weight.
+    codes: of the layer, if already chosen. matrix: that of another layer with the same weight.
     """
+    chosen = (quantizer or round_to_nearest) if codes is None else lambda *_: codes
     try:
-        quantized = quantize_module(
-            layer.module, layer.scheme, layer.options, coder or round_to_nearest, matrix
-        )
+        quantized = quantize_module(layer.module, layer.scheme, layer.options, chosen, matrix)
     except InputError as error:
         raise InputError(f"quantize: {layer.name}: {error}", code=error.code) from error
     if layer.needs_range:
@@ -223,7 +224,7 @@ def output_layer(model: Any) -> Any:
     head = model.get_output_embeddings()
     if isinstance(head, LowRankLinear) and any(head.up.weight is m.weight for m in token_embeddings(model)):
         head = head.up  # the part that is tied to the embedding
-    if head is None and type(model).__name__.endswith(CLASSIFIER_SUFFIXES):
+    if head is None and type(model).__name__.endswith(HEAD_SUFFIXES):
         linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
         head = next((m for m in reversed(linears) if m.out_features == model.config.num_labels), None)
     return head

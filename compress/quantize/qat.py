@@ -51,13 +51,12 @@ from smelt.core.errors import InputError
 from smelt.core.files import sha256_of
 from smelt.core.messages import Message, warning
 from smelt.core.process_group import process_rank
-from smelt.core.stage import Context, StoredDtype
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.edits import Edit, fold_batch_norms, is_masked, mark_masked, replace_module
 from smelt.models.empty_model import stored_dtypes
+from smelt.models.layers import LowRankCorrectedLinear
 from smelt.models.weight_files import WEIGHTS_FILE
 from smelt.quantization.layers import (
-    LowRankCorrectedLinear,
     QuantizedConv2d,
     QuantizedEmbedding,
     QuantizedLayer,
@@ -66,6 +65,7 @@ from smelt.quantization.layers import (
     copy_embed_scale,
     is_quantized,
 )
+from smelt.stage import Context, StoredDtype
 from smelt.training.extension import Objective, TrainingExtension
 
 _MODEL_HASH_KEY = "model"  # in the file's metadata: the hash of the weights that it belongs to

@@ -32,12 +32,12 @@ from smelt.compress.quantize.qat import QatEmbedding, QatLinear, qat_layers
 from smelt.compress.quantize.settings import QatSettings
 from smelt.compress.quantize.step_sizes import ActivationStepSize, StepSizes
 from smelt.core.errors import InputError
-from smelt.core.stage import Context
 from smelt.models.edits import Edit, replace_module
 from smelt.quantization.groupwise import split_into_groups
 from smelt.quantization.layers import QuantizedLinear, QuantizedMatrix, SplitLinear
 from smelt.quantization.scheme import Scheme, UnpackedWeights
 from smelt.quantization.schemes.registry import SCHEMES, find_scheme
+from smelt.stage import Context
 from smelt.training.extension import Objective, ParameterGroup, TrainingExtension
 
 

@@ -13,12 +13,17 @@ batch (`onnxruntime/python/tools/quantization/calibrate.py`: MinMaxCalibrater, H
 values arrive in batches, in two passes: the first finds the extremes, the second fills histogram bins that
 therefore do not depend on the batches. Of thresholds that are equally good but for rounding, the smallest is
 chosen.
+
+A quantized convolution rounds its inputs. So that a runtime can pass integers from one to the next, residual
+sums and inputs of max pools are rounded too (`smelt/quantization/layers.py`). Batch norms are folded
+before, because the folded kernels are quantized.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -30,6 +35,10 @@ from smelt.compress.quantize.plan_layers import PlannedLayer
 from smelt.compress.quantize.settings import CalibrationMethod, QuantizeSettings
 from smelt.core.errors import InputError
 from smelt.core.near_ties import first_within_tolerance
+from smelt.models.edits import Edit, replace_module
+from smelt.models.families.registry import family_of
+from smelt.models.layers import conv_end_names
+from smelt.quantization.layers import QuantizedActivation
 
 BINS = 2048
 _NUM_LEVELS = 128  # quantized bins of a histogram of both signs
@@ -260,3 +269,90 @@ def observe_ranges(
         key: ObservedRange(histogram.range_end(settings.calibration_percentile), signed[key])
         for key, histogram in histograms.items()
     }
+
+
+@dataclass(frozen=True)
+class RoundingPoint:
+    """A point where activations are rounded: before the module `name`.
+
+    convolution: the convolution that must be quantized for the rounding to be useful. range_source: the
+    convolution with the same inputs, whose range is used; None if the point has its own range.
+    """
+
+    name: str
+    convolution: str
+    range_source: str | None = None
+
+
+def rounding_points(model: Any) -> list[RoundingPoint]:
+    """Return the rounding points of a convolutional network with folded batch norms."""
+    family = family_of(model)
+    if family is None or family.conv_and_norm is None or family.conv_chain is None:
+        return []
+    convolution, norm = family.conv_and_norm
+    points: list[RoundingPoint] = []
+    for name, module in model.named_modules():
+        owner, _, attribute = name.rpartition(".")
+        if attribute != family.conv_chain:
+            continue
+        links = [f"{name}.{child}" for child, _ in module.named_children()]
+        input_name, _ = conv_end_names(model, f"{links[0]}.{convolution}")
+        _, output_name = conv_end_names(model, f"{links[-1]}.{convolution}")
+        shortcut = f"{owner}.{family.conv_shortcut}"
+        if isinstance(model.get_submodule(shortcut), nn.Identity):
+            points.append(RoundingPoint(shortcut, input_name, range_source=input_name))
+        else:
+            points.append(
+                RoundingPoint(f"{shortcut}.{norm}", conv_end_names(model, f"{shortcut}.{convolution}")[1])
+            )
+        points.append(RoundingPoint(f"{links[-1]}.{norm}", output_name))
+    return points + list(_max_pools(model))
+
+
+def _max_pools(model: Any) -> list[RoundingPoint]:
+    """Return the max pools between two convolutions, whose outputs are values of their inputs."""
+    modules = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.MaxPool2d | nn.Conv2d)]
+    return [
+        RoundingPoint(name, reader, reader)
+        for (name, module), (reader, next_module) in pairwise(modules)
+        if isinstance(module, nn.MaxPool2d) and isinstance(next_module, nn.Conv2d)
+    ]
+
+
+def calibrate_convolutions(
+    model: Any,
+    layers: Sequence[PlannedLayer],
+    samples: CalibrationSamples,
+    settings: QuantizeSettings,
+    observe: ObserveInputs,
+) -> tuple[list[PlannedLayer], dict[int, float], dict[str, ObservedRange]]:
+    """Calibrate the input ranges of convolutions and rounding points.
+
+    Returns:
+        The layers, unsigned if no input is negative; the ranges of the convolutions; and the observed ranges
+        of the rounding points by name.
+    """
+    convolutions = {layer.name: layer for layer in layers if isinstance(layer.module, nn.Conv2d)}
+    if not convolutions:
+        return list(layers), {}, {}
+    points = [point for point in rounding_points(model) if point.convolution in convolutions]
+    modules = {name: [layer.module] for name, layer in convolutions.items()} | {
+        p.name: [model.get_submodule(p.name)] for p in points if p.range_source not in convolutions
+    }
+    observed = observe_ranges(modules, {name: name for name in modules}, samples, settings, observe)
+    signed = {name: observed_range.signed for name, observed_range in observed.items()}
+    updated = [replace(layer, signed=signed.get(layer.name, True)) for layer in layers]
+    ranges = {layer.weight_id: observed[n].largest for n, layer in convolutions.items() if n in observed}
+    sources = {p.name: p.range_source if p.range_source in convolutions else p.name for p in points}
+    return updated, ranges, {name: observed[source] for name, source in sources.items()}
+
+
+def insert_rounding(model: Any, ranges: Mapping[str, ObservedRange]) -> list[Edit]:
+    """Insert rounding before the modules in `ranges`; return the edits."""
+    edits: list[Edit] = []
+    for name, observed in ranges.items():
+        rounding = QuantizedActivation(model.get_submodule(name), observed.signed)
+        rounding.set_activation_range_(observed.largest)
+        replace_module(model, name, rounding.eval())
+        edits.append({"op": "round", "module": name, "signed": observed.signed})
+    return edits

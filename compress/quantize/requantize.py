@@ -31,14 +31,13 @@ from torch import Tensor, nn
 
 from smelt.calibration.statistics import InputStatistics, NotInvertibleError
 from smelt.compress.model_input import AFTER_QUANTIZE, split_pruning_error
-from smelt.compress.quantize.calibrate_layers import grid_finder
 from smelt.compress.quantize.gptq import gptq_quantize
 from smelt.compress.quantize.plan_layers import GridFinder, round_on_grid, scheme_grid
 from smelt.compress.quantize.qat import find_master_weights, write_master_weights
+from smelt.compress.quantize.sequential import grid_finder
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
-from smelt.core.stage import Context, QuantizedInput
 from smelt.models.edits import (
     Edit,
     is_masked,
@@ -49,10 +48,9 @@ from smelt.models.edits import (
     replace_module,
 )
 from smelt.models.families.registry import blocks_of
-from smelt.models.layers import ScaledLinear
+from smelt.models.layers import LowRankCorrectedLinear, ScaledLinear, with_low_rank_correction
 from smelt.quantization.groupwise import split_into_groups
 from smelt.quantization.layers import (
-    LowRankCorrectedLinear,
     QuantizedEmbedding,
     QuantizedLinear,
     QuantizedMatrix,
@@ -60,9 +58,9 @@ from smelt.quantization.layers import (
     copy_embed_scale,
     empty_quantized,
     is_quantized,
-    with_low_rank_correction,
 )
 from smelt.quantization.scheme import QuantParams, UnpackedWeights
+from smelt.stage import Context, QuantizedInput
 
 # Rounds weights, float [N, k], of a layer with `InputStatistics`; returns the dequantized values.
 RoundWeights: TypeAlias = Callable[[Tensor, InputStatistics], Tensor]
@@ -113,7 +111,7 @@ class Requantizer:
 
     def __init__(self, settings: QuantizeSettings | None, grids_stay: bool, stage: str) -> None:
         self._stage = stage
-        self._fit: GridFinder = scheme_grid if settings is None else grid_finder(settings)
+        self._find_grid: GridFinder = scheme_grid if settings is None else grid_finder(settings)
         self._by_gptq = settings is not None and settings.compensates_rounding
         self._grids_stay = grids_stay
         self._layers: list[_DequantizedLayer] = []
@@ -142,7 +140,7 @@ class Requantizer:
         def rounded(weight: Tensor, seen: InputStatistics) -> Tensor:
             float_weight = weight.detach().float()
             module = model.get_submodule(name)
-            requantized = self._decide_codes(layer, float_weight, module, seen)
+            requantized = self._quantize_weight(layer, float_weight, module, seen)
             values = self._effective_weight(layer, requantized.codes, *self._kept_indices(layer, module))
             layer.cache.append((values, requantized))
             return values
@@ -292,7 +290,7 @@ class Requantizer:
         """Return the quantized weights of the changed layer `module`, and their float source; count them."""
         weight, (rows, columns) = module.weight.detach().float(), self._kept_indices(layer, module)
         previous = next((cached for values, cached in layer.cache if torch.equal(values, weight)), None)
-        codes, floats, is_refit = previous or self._decide_codes(layer, weight, module, None)
+        codes, floats, is_refit = previous or self._quantize_weight(layer, weight, module, None)
         self._again += [layer.name] if is_refit else []
         scheme, options, width = layer.matrix.scheme, layer.matrix.options, len(columns)
         old_weights = layer.matrix.unpack()
@@ -315,7 +313,7 @@ class Requantizer:
         values = scheme.dequantize(codes.q_weight, codes.qparams, options).flatten(1)[:, : len(columns)]
         return _with_pair_and_factors(layer, values, rows, columns)
 
-    def _decide_codes(
+    def _quantize_weight(
         self, layer: _DequantizedLayer, weight: Tensor, module: nn.Module, seen: InputStatistics | None
     ) -> _RequantizedCodes:
         """Return the quantized weights for `weight`, float32 [n, k], of `module`."""
@@ -361,10 +359,10 @@ class Requantizer:
         scheme, options = layer.matrix.scheme, layer.matrix.options
         if self._by_gptq and seen is not None and seen.tokens and layer.factors is None and not layer.pair:
             try:
-                return gptq_quantize(floats, seen, scheme, options, self._fit, held)
+                return gptq_quantize(floats, seen, scheme, options, self._find_grid, held)
             except NotInvertibleError:  # keep the rounding to nearest
                 pass
-        return round_on_grid(self._fit, floats, scheme, options)
+        return round_on_grid(self._find_grid, floats, scheme, options)
 
 
 def _group_origins(columns: Tensor, old: int, new: int) -> tuple[Tensor, Tensor]:

@@ -10,48 +10,68 @@ the output layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from smelt.calibration.samples import CalibrationSamples, load_calibration_samples
 from smelt.calibration.sequential import ModelPart, RunningBlock, run_parts, visit_blocks
-from smelt.compress.quantize.awq import AwqRunner, ScaleTarget, find_scale_targets
-from smelt.compress.quantize.calibrate_layers import (
-    calibrate_convolutions,
-    choose_layer_widths,
-    correct_layers,
-    exclude_sensitive,
-    grid_finder,
-    insert_rounding,
-    quantizer_for,
-    report_corrections,
-    warn_of_few_samples,
-    warn_of_missing_ranges,
-)
+from smelt.compress.quantize.awq import AwqRunner, ScaleTarget, find_scale_targets, mse_grid, percentile_grid
 from smelt.compress.quantize.gptq import GptqRunner
-from smelt.compress.quantize.low_rank_correction import CorrectedWeight, layers_to_correct
+from smelt.compress.quantize.hqq import hqq_grid
+from smelt.compress.quantize.low_rank_correction import (
+    CorrectedWeight,
+    correction_details,
+    find_corrections,
+    layers_to_correct,
+    oversized_correction_warnings,
+)
+from smelt.compress.quantize.mixed_precision import (
+    choose_bit_widths,
+    measure_layer_sensitivities,
+    select_sensitive,
+)
 from smelt.compress.quantize.plan_layers import (
+    GridFinder,
     PlannedLayer,
+    WeightQuantizer,
     output_layer,
     plan_layers,
     quantize_layers,
     require_finite_layers,
+    round_on_grid,
     scale_underflow_warnings,
+    scheme_grid,
     small_weights,
 )
-from smelt.compress.quantize.ranges import ObservedRange, calibrate_ranges
-from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.ranges import (
+    MIN_CALIBRATION_TOKENS,
+    ObservedRange,
+    calibrate_convolutions,
+    calibrate_ranges,
+    insert_rounding,
+)
+from smelt.compress.quantize.settings import AUTO, MaxExcluded, QuantizeSettings
 from smelt.compress.quantize.smoothquant import NormGroup, SmoothQuantRunner, smoothing_targets
 from smelt.core.artifact import Artifact
-from smelt.core.stage import Context
+from smelt.core.messages import with_count
 from smelt.models.edits import Edit
 from smelt.models.empty_model import stored_dtypes
 from smelt.models.families.registry import Block, blocks_of
 from smelt.models.streamed_model import StreamedModel, open_streamed
 from smelt.quantization.scheme import UnpackedWeights
+from smelt.quantization.schemes.registry import SCHEMES, bits_per_weight
 from smelt.runtimes.device import torch_device
+from smelt.stage import Context
+
+_MIN_SENSITIVITY_TOKENS = 32  # fewer do not measure a layer reliably
+_MIN_SENSITIVITY_IMAGES, _MIN_CALIBRATION_IMAGES = 4, 32  # each image has many patches or positions
+_SENSITIVITY_TEXT = "Layer sensitivities were"
+_CORRECTION_TEXT = "The error metric of low-rank corrections was"
+# by measurement: what it compares
+_COMPARED = {_SENSITIVITY_TEXT: "layers", _CORRECTION_TEXT: "inputs"}
 
 
 def open_large_model(src: Artifact, settings: QuantizeSettings, ctx: Context) -> StreamedModel | None:
@@ -85,6 +105,20 @@ def _block_by_module(model: Any) -> dict[nn.Module, str]:
     """Return the path of the first block with each module."""
     blocks = reversed(blocks_of(model))
     return {module: block.module_path for block in blocks for module in block.module.modules()}
+
+
+def grid_finder(settings: QuantizeSettings) -> GridFinder:
+    """Return the function that finds the grids of groups."""
+    if settings.method == "hqq":
+        return hqq_grid
+    if settings.clip == "percentile":
+        return partial(percentile_grid, settings.calibration_percentile)
+    return mse_grid if settings.clip == "mse" else scheme_grid
+
+
+def weight_quantizer(settings: QuantizeSettings) -> WeightQuantizer:
+    """Return the function that rounds weights to nearest on the grid that `settings` choose."""
+    return partial(round_on_grid, grid_finder(settings))
 
 
 class SequentialQuantizer:
@@ -137,9 +171,9 @@ class SequentialQuantizer:
         if self._offloaded is None:
             self._quantize(self.layers)
         if self.corrections:
-            report_corrections(self.layers, self.corrections, self._src, self._settings, self._ctx)
+            _report_corrections(self.layers, self.corrections, self._src, self._settings, self._ctx)
         order = {layer.name: number for number, layer in enumerate(self._renamed(self.layers))}
-        edits = sorted(self._edits, key=lambda edit: order[str(edit["module"]).removesuffix(".matrix")])
+        edits = sorted(self._edits, key=lambda edit: order[_planned_name(edit, order)])
         scales = [e for s in self._scalers if isinstance(s, AwqRunner) for e in s.ordered_edits()]
         return [*scales, *edits, *insert_rounding(self._model, self._rounding_ranges)]
 
@@ -155,7 +189,7 @@ class SequentialQuantizer:
         if settings.needs_calibration and self.layers:
             self._calibrate_on_samples()
         elif settings.correction is not None:
-            self.corrections = correct_layers(self._model, self.layers, None, self._src, settings, self._ctx)
+            self.corrections = _correct_layers(self._model, self.layers, None, self._src, settings, self._ctx)
         if self._offloaded is not None and not self._num_passes:
             for block in visit_blocks(self._model, self._ctx, self._offloaded):
                 self._load(block)
@@ -173,8 +207,8 @@ class SequentialQuantizer:
         }  # fmt: skip
         context = samples, self._src, settings, ctx
         if settings.mixed_precision is not None:  # first: scales and clipping depend on the widths
-            self.layers = choose_layer_widths(self._model, self.layers, *context)
-        warn_of_few_samples(samples, settings, ctx)
+            self.layers = _choose_layer_widths(self._model, self.layers, *context)
+        _warn_of_few_samples(samples, settings, ctx)
         self._scalers = self._make_scalers(samples)
         self._num_passes = len(self._scalers)
         self._num_passes += settings.needs_activation_ranges + settings.compensates_rounding
@@ -182,10 +216,10 @@ class SequentialQuantizer:
             self._move_scales(scaler, samples)
         if settings.needs_activation_ranges:
             self._calibrate_ranges(samples)
-        self.layers = exclude_sensitive(self._model, self.layers, self.ranges, samples, settings, ctx)
+        self.layers = _exclude_sensitive(self._model, self.layers, self.ranges, samples, settings, ctx)
         gptq = self._run_gptq(samples) if settings.compensates_rounding else None
         if gptq is None and settings.correction is not None:
-            self.corrections = correct_layers(self._model, self.layers, *context)
+            self.corrections = _correct_layers(self._model, self.layers, *context)
         for runner in (*self._scalers, gptq):
             if runner is not None:
                 runner.report()
@@ -273,7 +307,7 @@ class SequentialQuantizer:
             missing += unseen
             changed = {layer.module: None if layer.name in unseen else layer for layer in calibrated}
             self.layers = [new for layer in self.layers if (new := changed.get(layer.module, layer))]
-        warn_of_missing_ranges(missing, self._ctx)
+        _warn_of_missing_ranges(missing, self._ctx)
 
     def _run_gptq(self, samples: CalibrationSamples) -> GptqRunner:
         """Quantize the linear layers with GPTQ, except matrices that are also embeddings.
@@ -298,7 +332,7 @@ class SequentialQuantizer:
         corrections = {weight: (pair.up, pair.down) for weight, pair in self.corrections.items()}
         self._ctx.warnings.extend(scale_underflow_warnings(layers, self._small_weights))
         self._edits += quantize_layers(
-            self._model, layers, self.ranges, quantizer_for(self._settings, codes), corrections
+            self._model, layers, self.ranges, weight_quantizer(self._settings), codes, corrections
         )
         if self._offloaded is not None:
             for layer in layers:  # the plan holds references to the float weights
@@ -328,7 +362,126 @@ class SequentialQuantizer:
         return self._pass == self._num_passes - 1
 
 
+def _planned_name(edit: Edit, names: Collection[str]) -> str:
+    """Return the planned layer of `edit`: a layer that several blocks share is planned under one name."""
+    name = str(edit["module"]).removesuffix(".matrix")
+    return name if name in names else str(edit["with"])
+
+
 def _targets_of(scaler: AwqRunner | SmoothQuantRunner, layers: Sequence[PlannedLayer]) -> list[Any]:
     """Return the scaler's targets with some of `layers`."""
     modules = {layer.module for layer in layers}
     return [t for t in scaler.targets if not modules.isdisjoint(t.modules(scaler.model))]
+
+
+def _choose_layer_widths(
+    model: Any,
+    layers: Sequence[PlannedLayer],
+    samples: CalibrationSamples,
+    src: Artifact,
+    settings: QuantizeSettings,
+    ctx: Context,
+) -> list[PlannedLayer]:
+    """Return `layers` with the bits that mixed precision chooses for each."""
+    few = _sensitivity_samples(samples, settings, ctx)
+    return choose_bit_widths(model, layers, few, src, settings, weight_quantizer(settings), ctx)
+
+
+def _exclude_sensitive(
+    model: Any,
+    layers: Sequence[PlannedLayer],
+    ranges: Mapping[int, float],
+    samples: CalibrationSamples,
+    settings: QuantizeSettings,
+    ctx: Context,
+) -> list[PlannedLayer]:
+    """Measure the sensitivities of layers; return `layers`, with `exclude: auto` less the most sensitive."""
+    automatic = AUTO in settings.exclude
+    measured = automatic or settings.needs_activation_ranges or settings.smoothquant_alpha is not None
+    if not measured or not settings.sensitivity_samples:
+        return list(layers)
+    few = _sensitivity_samples(samples, settings, ctx)
+    sensitivities = measure_layer_sensitivities(model, layers, ranges, few, ctx)
+    ctx.details["sensitivity"] = {name: float(f"{value:.3g}") for name, value in sensitivities.items()}
+    ctx.details["sensitivity_samples"] = few.num_samples
+    if not automatic:
+        return list(layers)
+    excluded = select_sensitive(sensitivities, settings.max_excluded or MaxExcluded())
+    return [layer for layer in layers if layer.name not in excluded]
+
+
+def _sensitivity_samples(
+    samples: CalibrationSamples, settings: QuantizeSettings, ctx: Context
+) -> CalibrationSamples:
+    few = samples.subset(settings.sensitivity_samples)
+    _warn_of_few_tokens(few, _SENSITIVITY_TEXT, "sensitivity_samples and calibration_samples", ctx)
+    return few
+
+
+def _correct_layers(
+    model: Any,
+    layers: Sequence[PlannedLayer],
+    samples: CalibrationSamples | None,
+    src: Artifact,
+    settings: QuantizeSettings,
+    ctx: Context,
+) -> dict[int, CorrectedWeight]:
+    """Return the low-rank corrections with their quantized weights, by `PlannedLayer.weight_id`."""
+    return find_corrections(model, layers, settings, weight_quantizer(settings), samples, src, ctx)
+
+
+def _report_corrections(
+    layers: Sequence[PlannedLayer],
+    corrections: Mapping[int, CorrectedWeight],
+    src: Artifact,
+    settings: QuantizeSettings,
+    ctx: Context,
+) -> None:
+    """Write the low-rank corrections to the details and warnings of `ctx`."""
+    assert settings.correction is not None
+    ctx.details["low_rank_correction"] = correction_details(layers, corrections, settings.correction.rank)
+    stored_bits = 8 * stored_dtypes(src.path).default.itemsize
+    quantized = bits_per_weight(SCHEMES[settings.scheme], settings.scheme_options(settings.scheme))
+    ctx.warnings.extend(oversized_correction_warnings(layers, corrections, quantized, stored_bits))
+
+
+def _warn_of_missing_ranges(unseen: Sequence[str], ctx: Context) -> None:
+    """Warn about layers that no sample reaches, by their names; they stay float."""
+    if unseen:
+        ctx.warn(
+            "uncalibrated-layers",
+            f"No calibration sample reaches {', '.join(unseen)}; these layers are kept in float. Add"
+            " calibration samples that use them, or exclude them.",
+        )
+
+
+def _warn_of_few_tokens(samples: CalibrationSamples, what: str, which: str, ctx: Context) -> None:
+    """Warn if `what` is measured on too few tokens; `which` names the settings to increase."""
+    if samples.tokens < (
+        _MIN_SENSITIVITY_IMAGES if "pixel_values" in samples.batches[0] else _MIN_SENSITIVITY_TOKENS
+    ):
+        ctx.warn(
+            "few-sensitivity-tokens" if what == _SENSITIVITY_TEXT else "few-calibration-tokens",
+            f"{what} measured on {with_count(samples.tokens, 'token')} of {samples.origin}, too few to"
+            f" compare {_COMPARED[what]}. Increase {which}, or add data: {{calibration: FILE}}.",
+        )
+
+
+def _warn_of_few_samples(samples: CalibrationSamples, settings: QuantizeSettings, ctx: Context) -> None:
+    """Warn if the extremes of activations, or the metric of corrections, are measured on too few tokens."""
+    if settings.calibrates_correction:
+        _warn_of_few_tokens(samples, _CORRECTION_TEXT, "calibration_samples", ctx)
+    enough = _MIN_CALIBRATION_IMAGES if "pixel_values" in samples.batches[0] else MIN_CALIBRATION_TOKENS
+    measured = settings.needs_activation_ranges or settings.smoothquant_alpha is not None
+    if not measured or samples.tokens >= enough:
+        return
+    what, why = "activation ranges", "larger values in other samples will be clipped"
+    if not settings.needs_activation_ranges:
+        what, why = "largest activations of each channel", "other samples may have larger values"
+    ctx.warn(
+        "few-calibration-tokens",
+        f"Only {with_count(samples.tokens, 'calibration token')}"
+        f" ({with_count(samples.num_samples, 'sample')} of {samples.origin}) for the {what}; {why}."
+        f" Use {MIN_CALIBRATION_TOKENS:,} tokens or more: increase calibration_samples, or add data:"
+        " {calibration: FILE}.",
+    )

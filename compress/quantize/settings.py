@@ -9,7 +9,6 @@ from pydantic import Field, create_model, field_validator, model_validator
 
 from smelt.core.errors import SettingError
 from smelt.core.messages import Message, warning
-from smelt.core.stage import Settings
 from smelt.quantization.scheme import OptionValue, Scheme, SchemeOption
 from smelt.quantization.schemes.registry import (
     DEFAULT_SCHEME,
@@ -19,6 +18,7 @@ from smelt.quantization.schemes.registry import (
     format_option_value,
     schemes_by_option,
 )
+from smelt.stage import Settings
 
 
 def check_scheme_options(names: Sequence[str], settings: Settings, scheme_names: str, mixed: bool) -> None:

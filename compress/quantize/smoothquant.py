@@ -30,11 +30,11 @@ from smelt.calibration.sequential import ModelPart
 from smelt.compress.quantize.plan_layers import PlannedLayer
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
-from smelt.core.stage import Context
 from smelt.models.edits import module_names
 from smelt.models.families.registry import NormConsumers, family_of, norm_consumers
 from smelt.models.layers import LowRankLinear, SharedLinear
 from smelt.quantization.schemes.registry import SCHEMES
+from smelt.stage import Context
 
 # Returns the stored dtype of a weight from all of its names.
 DtypeOf = Callable[[Sequence[str]], torch.dtype]

@@ -11,7 +11,6 @@ from smelt.compress.quantize.settings import AUTO, QuantizeSettings, two_bit_war
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message, warning
-from smelt.core.stage import Context, Need, Settings, Stage
 from smelt.models.families.registry import QUANTIZED_CONVOLUTIONS_KEY, no_blocks_reason
 from smelt.models.model_size import ModelSize
 from smelt.models.step_size import SizeInputs, StepSize, is_streamed, one_shot_size
@@ -23,6 +22,7 @@ from smelt.quantization.schemes.registry import (
     format_option,
     supported_targets,
 )
+from smelt.stage import Context, Need, Settings, Stage
 
 if TYPE_CHECKING:
     pass
@@ -236,12 +236,8 @@ def quantization_details(model: Any, stored: int) -> dict[str, Any]:
     from torch import nn
 
     from smelt.compress.quantize.plan_layers import quantized_weight_bits
-    from smelt.quantization.layers import (
-        LowRankCorrectedLinear,
-        QuantizedConv2d,
-        QuantizedLinear,
-        is_quantized,
-    )
+    from smelt.models.layers import LowRankCorrectedLinear
+    from smelt.quantization.layers import QuantizedConv2d, QuantizedLinear, is_quantized
 
     adapter_modules = {
         id(h) for m in model.modules() if isinstance(m, LowRankCorrectedLinear) for h in m.adapter.modules()

@@ -22,6 +22,7 @@ Shapes: N = outputs (rows), K = inputs, g = inputs that share a scale, G = group
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -156,13 +157,7 @@ class StepSizes(nn.Module):
     def quantizer(self) -> WeightQuantizer:
         """Return the quantizer that rounds to the learned grid."""
         with torch.no_grad():
-            grid = _make_grid(*self._grid(None))
-
-        def decide(weight: Tensor, scheme: Scheme, options: SchemeOptions) -> UnpackedWeights:
-            on_device = {name: tensor.to(weight.device) for name, tensor in grid.items()}
-            return round_on_grid(lambda *_: on_device, weight, scheme, options)
-
-        return decide
+            return partial(_round_on_fixed_grid, _make_grid(*self._grid(None)))
 
     def store_range(self, matrix: QuantizedMatrix) -> None:
         """Store the learned activation range in `matrix`, the one of these steps or a copy."""
@@ -203,3 +198,11 @@ def _make_grid(scales: Tensor, zeros: Tensor | None) -> dict[str, Tensor]:
     """Return a grid in the format of schemes."""
     grid = {"scales": scales.detach()}
     return grid if zeros is None else grid | {"zeros": zeros.detach().byte()}
+
+
+def _round_on_fixed_grid(
+    grid: QuantParams, weight: Tensor, scheme: Scheme, options: SchemeOptions
+) -> UnpackedWeights:
+    """Return `weight` rounded to nearest on `grid`; a `WeightQuantizer`."""
+    on_device = {name: tensor.to(weight.device) for name, tensor in grid.items()}
+    return round_on_grid(lambda *_: on_device, weight, scheme, options)

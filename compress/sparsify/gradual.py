@@ -31,10 +31,10 @@ from smelt.compress.sparsify.pattern import SparsityPattern, parse_pattern
 from smelt.compress.sparsify.settings import GradualSparsitySettings
 from smelt.compress.sparsify.sparsifier import linear_layer_names, linear_layers
 from smelt.core.errors import InputError
-from smelt.core.stage import Context
 from smelt.models.edits import is_masked, mark_masked
 from smelt.models.families.registry import blocks_of
 from smelt.models.layers import LowRankLinear, SharedLinear
+from smelt.stage import Context
 from smelt.training.extension import (
     LossTerm,
     LossTerms,

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from smelt.compress.sparsify.methods.registry import GRADUAL_METHODS
 from smelt.compress.sparsify.pattern import parse_pattern
 from smelt.core.errors import SettingError
-from smelt.core.stage import Settings
+from smelt.stage import Settings
 
 if TYPE_CHECKING:
     pass

@@ -20,10 +20,10 @@ from smelt.calibration.statistics import (
 from smelt.compress.sparsify.methods.registry import SparsityMethod
 from smelt.compress.sparsify.pattern import SparsityInput, SparsityPattern
 from smelt.core.errors import InputError
-from smelt.core.stage import Context
 from smelt.models.edits import is_masked, mark_masked
 from smelt.models.families.registry import Block
 from smelt.models.layers import component_layers
+from smelt.stage import Context
 
 
 def linear_layer_names(block: Block, targets: Collection[str]) -> list[str]:

@@ -13,9 +13,9 @@ from smelt.compress.sparsify.pattern import SparsityPattern, parse_pattern
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message
-from smelt.core.stage import Context, Need, QuantizedInput, Settings, Stage, StoredDtype
 from smelt.models.families.registry import FAMILIES, find_family, no_blocks_reason
 from smelt.models.step_size import SizeInputs, StepSize, one_shot_size
+from smelt.stage import Context, Need, QuantizedInput, Settings, Stage, StoredDtype
 
 if TYPE_CHECKING:
     from smelt.calibration.samples import CalibrationSamples
@@ -49,7 +49,7 @@ class SparsifySettings(Settings):
     calibration_samples: int = Field(
         default=128,
         ge=1,
-        description=f"for {' and '.join(_CALIBRATED)}; from calibration data, else train",
+        description=f"for {', '.join(_CALIBRATED)}; from calibration data, else train",
     )
     dtype: StoredDtype = "keep"
 

@@ -21,7 +21,7 @@ from pydantic import Field, model_validator
 
 from smelt.core.errors import InputError, SettingError
 from smelt.core.files import read_json_object, write_json
-from smelt.core.stage import Settings, StoredDtype
+from smelt.stage import Settings, StoredDtype
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from smelt.compress.trim_vocabulary.select_tokens import (
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message
-from smelt.core.stage import Context, Need, Stage
 from smelt.data.tasks import Task, tasks_with
+from smelt.stage import Context, Need, Stage
 
 if TYPE_CHECKING:
     from smelt.compress.trim_vocabulary.vocabulary_rows import TokenizationChange

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,7 +28,6 @@ from typing import Any, Self
 from smelt.core.artifact import default_threads, read_manifest
 from smelt.core.errors import InputError, RunError
 from smelt.core.messages import Message
-from smelt.core.stage import Progress, no_progress
 from smelt.core.system import child_environment, python_command
 from smelt.data.tasks import Task, task_traits
 from smelt.evaluate.latency.settings import LatencySettings, prompt_texts
@@ -46,6 +45,7 @@ from smelt.evaluate.latency.summary import (
     summarize_rounds,
 )
 from smelt.generation.config import GenerationSettings
+from smelt.stage import Progress, no_progress
 from smelt.tasks.registry import task_spec
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
@@ -169,23 +169,26 @@ class LoadedWorker:
 
 @dataclass
 class TimingJob:
-    """The settings and samples shared by all workers.
+    """What is timed: the settings and samples shared by all artifacts.
 
-    text_counts: samples used, by batch size, once decided. arrays: of `measure_latency`. requested_seconds:
-    what the settings' `seconds` would be without a time limit; cut: whether it reduces the samples.
+    texts: of the test data. task: of the artifacts. generation: the lengths of language models are those of
+    `settings`. pairs: each text's second text, or None where it has none. device: auto, cpu or cuda.
+    text_counts: samples used, by batch size, once decided. arrays: of the task `custom`, the file with the
+    samples; `texts` are their indices in it. requested_seconds: what the settings' `seconds` would be without
+    a time limit; reduced: whether it reduces the samples.
     """
 
-    settings: LatencySettings
-    task: Task
-    generation: GenerationSettings
     texts: Sequence[str]
-    pairs: Sequence[str | None] | None
-    device: str
-    text_counts: dict[int, int] = field(default_factory=dict)
+    task: Task
+    settings: LatencySettings
+    generation: GenerationSettings = field(default_factory=GenerationSettings)
+    pairs: Sequence[str | None] | None = None
+    device: str = "auto"
+    text_counts: Mapping[int, int] = field(default_factory=dict)
     arrays: Path | None = None
-    requested_seconds: float | None = None
-    reduced: bool = False
-    _prompts_cut: bool = False
+    requested_seconds: float | None = field(default=None, init=False)
+    reduced: bool = field(default=False, init=False)
+    _prompts_cut: bool = field(default=False, init=False)
 
     def start_worker(self, stack: ExitStack, path: Path) -> LoadedWorker:
         """Start a process and load an artifact in it.
@@ -228,10 +231,11 @@ class TimingJob:
             wanted = size * max(2, -(-self.settings.texts // size))
             answer = self._ask_prepare(timed, size, wanted, limit_ms / 4)
             calls = limit_ms / (self.settings.rounds * answer["call_ms"])
-            self.text_counts[size] = min(wanted, max(1, int(calls)) * size)
+            count = min(wanted, max(1, int(calls)) * size)
+            self.text_counts = {**self.text_counts, size: count}
             longer = calls * (self.requested_seconds or self.settings.seconds) / self.settings.seconds
-            self.reduced |= self.text_counts[size] < min(wanted, max(1, int(longer)) * size)
-            if self.text_counts[size] == wanted and answer["whole"]:
+            self.reduced |= count < min(wanted, max(1, int(longer)) * size)
+            if count == wanted and answer["whole"]:
                 return MeanTokenCounts(answer["input_tokens"], answer["output_tokens"])
         answer = self._ask_prepare(timed, size, self.text_counts[size], limit_ms)
         return MeanTokenCounts(answer["input_tokens"], answer["output_tokens"])
@@ -310,17 +314,10 @@ class LatencyResults:
 def measure_latency(
     artifacts: Mapping[str, Path],
     baseline: str,
-    texts: Sequence[str],
-    settings: LatencySettings,
-    task: Task,
+    job: TimingJob,
     *,
-    generation: GenerationSettings | None = None,
     progress: Progress = no_progress,
-    pairs: Sequence[str | None] | None = None,
-    device: str = "auto",
-    counts: Mapping[int, int] | None = None,
     on_measured: Callable[[LatencyResults, str], None] | None = None,
-    arrays: Path | None = None,
     seconds: float | None = None,
 ) -> LatencyResults:
     """Time every artifact against `artifacts[baseline]` on the same texts, from text to text.
@@ -333,34 +330,27 @@ def measure_latency(
     Args:
         artifacts: folders, by name.
         baseline: the name of the artifact that the others are compared with.
-        texts: of the test data.
-        settings: of the measurement.
-        task: of the artifacts.
-        generation: generation settings; the lengths of language models are those of `settings`.
+        job: the samples and settings; not changed.
         progress: called for every pair of rounds.
-        pairs: each text's second text, or None where it has none.
-        device: auto, cpu or cuda.
-        counts: how many samples to use, by batch size, where already decided.
         on_measured: called with the results so far and the name of each artifact that has been timed.
-        arrays: of the task `custom`, the file with the samples; `texts` are their indices in it.
         seconds: time limit of the whole measurement, None: no limit. The remaining time is divided equally
             among artifacts and batch sizes; a part that exceeds its share takes only the minimum of rounds.
 
     Raises:
         InputError: no texts, or `baseline` is not among `artifacts`.
     """
-    if not texts:
+    if not job.texts:
         raise InputError("Latency: no samples to measure on. Add test data.", code="empty-data")
     if baseline not in artifacts:
         names = ", ".join(artifacts) or "no artifacts"
         raise InputError(f"Latency: unknown baseline '{baseline}'; known: {names}.", code="unknown-step")
     compared = [name for name in artifacts if name != baseline]
+    settings = job.settings
     parts = max(1, len(compared)) * len(settings.batch_sizes)
-    asked = settings.seconds
     if seconds is not None:  # so few samples that the requested rounds, and the baseline's, fit into a share
         settings = settings.model_copy(update={"seconds": min(settings.seconds, seconds / parts / 2)})
-    generation = generation or GenerationSettings()
-    job = TimingJob(settings, task, generation, texts, pairs, device, dict(counts or {}), arrays, asked)
+    asked, job = job.settings.seconds, replace(job, settings=settings)
+    job.requested_seconds = asked
     with ExitStack() as stack:
         measurement = _Measurement(job, baseline, progress, parts, _TimeBudget(seconds))
         measurement.start_baseline(stack, artifacts[baseline])

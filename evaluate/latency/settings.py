@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from smelt.core.errors import InputError, SettingError
-from smelt.core.stage import Settings
 from smelt.models.text_rules import NO_LIMIT
+from smelt.stage import Settings
 
 DEPLOYABLE_STEPS, ALL_STEPS = "deployable", "all"
 

@@ -34,7 +34,7 @@ from smelt.core.system import peak_memory_bytes
 from smelt.data.splits import Example
 from smelt.data.tasks import task_traits
 from smelt.evaluate.latency.summary import load_between, read_counters
-from smelt.runtimes.backend import Batch, Logits, Tokens
+from smelt.generation.backend import Batch, Logits, Tokens
 from smelt.runtimes.images import ImageBatch
 from smelt.tasks.registry import task_spec
 

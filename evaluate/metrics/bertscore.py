@@ -14,7 +14,6 @@ from pydantic import Field
 
 from smelt.core.errors import InputError
 from smelt.core.files import json_hash, load_json, resolve_path, sha256_of
-from smelt.core.stage import Settings
 from smelt.data.splits import Split
 from smelt.evaluate.metrics.metric import (
     BOOTSTRAP_SIGNATURE,
@@ -24,6 +23,7 @@ from smelt.evaluate.metrics.metric import (
     TextMetric,
     TextSamples,
 )
+from smelt.stage import Settings
 
 if TYPE_CHECKING:
     import torch

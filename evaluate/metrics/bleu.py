@@ -10,11 +10,11 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from smelt.core.errors import InputError, SettingError, did_you_mean
-from smelt.core.stage import Settings
 from smelt.data.bleu_tokenizer import BLEU_TOKENIZERS, bleu_tokenizer
 from smelt.data.splits import Split
 from smelt.evaluate.metrics.metric import Array, TextSamples
 from smelt.evaluate.metrics.sacrebleu_metric import SACREBLEU_LIBRARIES, SacrebleuMetric
+from smelt.stage import Settings
 
 
 class BleuSettings(Settings):

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from smelt.core.stage import Settings
 from smelt.data.labels import SINGLE_LABEL
 from smelt.evaluate.metrics.metric import (
     BOOTSTRAP_SIGNATURE,
@@ -26,6 +25,7 @@ from smelt.evaluate.metrics.metric import (
     safe_ratio,
     value_on_all,
 )
+from smelt.stage import Settings
 
 
 class ClassSettings(Settings):

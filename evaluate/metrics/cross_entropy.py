@@ -19,7 +19,7 @@ from smelt.evaluate.metrics.metric import (
     Metric,
     Rows,
 )
-from smelt.runtimes.backend import check_finite_outputs
+from smelt.generation.backend import check_finite_outputs
 
 
 class CrossEntropy(Metric[ClassSamples | LabelSetSamples]):

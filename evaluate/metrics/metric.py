@@ -19,8 +19,8 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from smelt.core.stage import Settings
 from smelt.data.splits import Split
+from smelt.stage import Settings
 
 RESAMPLES = 1000
 BOOTSTRAP_SEED = 12345  # sacrebleu's default, so that both draw the same examples

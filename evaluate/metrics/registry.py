@@ -9,7 +9,6 @@ from typing import Any
 
 from pydantic import Field
 
-from smelt.core.stage import Settings
 from smelt.data.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL, ProblemType
 from smelt.data.tasks import ALL_TASKS, task_traits, tasks_with
 from smelt.evaluate.metrics.agreement import AGREEMENT, RELATIVE_ERROR, TOP1
@@ -40,6 +39,7 @@ from smelt.evaluate.metrics.perplexity import BITS_PER_BYTE, PERPLEXITY, RESPONS
 from smelt.evaluate.metrics.regression import MSE, PEARSON, SPEARMAN
 from smelt.evaluate.metrics.rouge import ROUGE
 from smelt.evaluate.metrics.ter import TER
+from smelt.stage import Settings
 
 # The order is that of a task's default metrics.
 _ALL_METRICS: tuple[Metric[Any], ...] = (

@@ -34,7 +34,8 @@ from smelt.export.generation_graph.graph_builder import (
     hoist_nodes,
     names_at,
 )
-from smelt.generation.config import ALWAYS_TENSOR, SHORTLIST_FILE, TABLE_TENSOR
+from smelt.generation.config import ALWAYS_TENSOR, TABLE_TENSOR
+from smelt.models.text_rules import SHORTLIST_FILE
 
 # operators that compute logits, and their inputs with a vocabulary axis, with that axis
 _VOCABULARY_AXES: dict[str, dict[int, int]] = {

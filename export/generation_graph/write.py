@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from smelt.core.errors import ParityError
-from smelt.core.stage import Context
 from smelt.export.generation_graph.beam_search_graph import BEAM_SEARCH_INPUTS, add_beam_search
 from smelt.export.generation_graph.graph_builder import (
     GENERATION_INPUTS,
@@ -43,12 +42,13 @@ from smelt.export.generation_graph.step_model import DecoderOnlyModel, EncoderDe
 from smelt.export.graph_files import read_graph, share_weights
 from smelt.export.parity.check_parity import ExportedModel
 from smelt.export.parity.references import make_dequantized_copy
-from smelt.generation.config import SHORTLIST_FILE as SHORTLIST
+from smelt.generation.backend import BEAM_SEARCH_GRAPH, GREEDY_GRAPH, Batch
 from smelt.generation.config import GenerationConfig, GenerationSettings, resolve_generation
+from smelt.generation.runner import read_model_files
 from smelt.generation.search import generate_resolved, generation_feeds, graph_supports, run_generation_graph
-from smelt.runtimes.backend import BEAM_SEARCH_GRAPH, GREEDY_GRAPH, Batch
+from smelt.models.text_rules import SHORTLIST_FILE as SHORTLIST
 from smelt.runtimes.registry import open_folder
-from smelt.runtimes.runner import read_model_files
+from smelt.stage import Context
 
 
 def add_greedy_search(root: GraphLevel, source: StepModel, vocabulary: int) -> str:

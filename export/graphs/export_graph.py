@@ -38,7 +38,7 @@ from transformers import PreTrainedModel
 from smelt.core.errors import InputError, RunError
 from smelt.core.messages import with_article
 from smelt.core.system import gc_paused
-from smelt.data.labels import CLASSIFIER_SUFFIXES
+from smelt.data.labels import HEAD_SUFFIXES
 from smelt.export.graph_files import deduplicate_matrices
 from smelt.export.graphs.attention import (
     AttentionModule,
@@ -63,7 +63,7 @@ from smelt.quantization import emit
 from smelt.quantization.layers import QuantizedEmbedding, QuantizedLinear, is_quantized
 from smelt.runtimes.graph_walk import node_inputs
 from smelt.runtimes.images import PIXEL_VALUES
-from smelt.runtimes.runner import EMBEDDING_OUTPUT
+from smelt.runtimes.runners import EMBEDDING_OUTPUT
 
 _SIGNATURES: dict[Any, Any] = {}
 
@@ -350,7 +350,7 @@ def model_graphs(model: Any, image_size: tuple[int, int] | None = None) -> list[
         return [GraphSpec("model", *decoder_only_graph(model), input_defaults={NUM_LOGITS_INPUT: 0})]
     if kind == "encoder" and is_sentence_model(model):
         return [_encoder_graph(model, ["input_ids", "attention_mask"], EMBEDDING_OUTPUT)]
-    if kind == "encoder" and type(model).__name__.endswith(CLASSIFIER_SUFFIXES):
+    if kind == "encoder" and type(model).__name__.endswith(HEAD_SUFFIXES):
         types = ["token_type_ids"] if uses_token_types(model.config.to_dict()) else []
         return [_encoder_graph(model, ["input_ids", "attention_mask", *types], "logits")]
     known = "; ".join(f"{task}: {', '.join(names)}" for task, names in FAMILIES_BY_TASK.items())

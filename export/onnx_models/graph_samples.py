@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, RunError
-from smelt.core.stage import Context
 from smelt.data.npz_arrays import NO_SAMPLE_AXES, SampleAxes
+from smelt.data.tasks import task_traits
+from smelt.generation.backend import PAST_PREFIX, PRESENT_PREFIX, Batch, past_input_name
 from smelt.generation.runners import DECODER_GRAPH, ENCODER_GRAPH, position_ids
-from smelt.runtimes.backend import PAST_PREFIX, PRESENT_PREFIX, Batch, past_input_name
 from smelt.runtimes.onnx_import.signature import TensorSpec, read_batch_axes, read_signature
-from smelt.runtimes.runner import MODEL_GRAPH, GraphRunner
+from smelt.runtimes.runners import MODEL_GRAPH, GraphRunner
+from smelt.stage import Context
 
 Feeds = dict[str, NDArray[Any]]
 # Samples on which a new graph is tried in a subprocess.
@@ -50,7 +51,7 @@ def collect_samples(
     from smelt.runtimes.registry import open_runner
 
     with open_runner(src, ctx.threads, "cpu") as runner:
-        if src.manifest.traits.modality == "arrays":
+        if task_traits(src.manifest.task).modality == "arrays":
             assert isinstance(runner, GraphRunner)
             feeds, real = _array_samples(runner, ctx, count, batch_size)
             return {MODEL_GRAPH: feeds}, real
@@ -62,7 +63,7 @@ def resized_batch(src: Artifact, feeds: Feeds) -> list[Feeds]:
 
     A simplifier may have fixed the size of one batch in the graph.
     """
-    signature = read_signature(src.path) if src.manifest.traits.modality == "arrays" else None
+    signature = read_signature(src.path) if task_traits(src.manifest.task).modality == "arrays" else None
     if signature is not None and signature.fixed_batch_size is not None:
         return []
     axes = read_batch_axes(src.path)

@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 
 from smelt.core.artifact import Artifact
-from smelt.core.stage import Context
 from smelt.export.graph_files import read_graph
 from smelt.runtimes.graph_walk import all_nodes, iter_graphs, iter_model_tensors, subgraphs
 from smelt.runtimes.onnx_import.graph_files import NON_FLOAT32_DTYPES, dominant_float_type
+from smelt.stage import Context
 
 _LISTED = 4  # since this IR version an initializer need not be an input
 _MATRIX = 2  # dimensions

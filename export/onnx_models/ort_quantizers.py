@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from smelt.core.errors import SettingError
-from smelt.core.stage import Context, Settings
 from smelt.export.onnx_models.graph_samples import Feeds
 from smelt.export.onnx_models.prepare_for_quantizer import (
     float_only_nodes,
@@ -34,6 +33,7 @@ from smelt.export.onnx_models.prepare_for_quantizer import (
 )
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME, GRAPH_SCHEMES, STATIC_SCHEME, find_scheme
 from smelt.runtimes.graph_walk import iter_graphs, iter_initializers
+from smelt.stage import Context, Settings
 
 CalibrationMethodName = Literal["minmax", "entropy", "percentile"]
 # onnxruntime's own defaults (quantization/calibrate.py, create_calibrator).

@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 
 from smelt.core.errors import ParityError
 from smelt.core.messages import Message, warning
-from smelt.core.stage import Context
 from smelt.core.system import IsolatedProcessError, run_isolated
 from smelt.core.workspaces import temporary_workspace
 from smelt.data.npz_arrays import NO_SAMPLE_AXES, SampleArrays, SampleAxes
 from smelt.export.onnx_models.graph_samples import Feeds
 from smelt.runtimes.onnx_import.signature import GraphSignature
 from smelt.runtimes.onnx_import.trial_run import read_feeds, trial_limits, write_feeds
+from smelt.stage import Context
 
 _LARGE_DIFFERENCE = 0.5  # fraction of the limit above which an error is reported as a warning
 _Z_95 = 1.96  # standard errors

@@ -17,9 +17,8 @@ import numpy as np
 
 from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError, RunError
-from smelt.core.stage import Context, Need, Settings, Stage
 from smelt.data.npz_arrays import SampleAxes
-from smelt.data.tasks import ALL_TASKS, Task
+from smelt.data.tasks import ALL_TASKS, Task, task_traits
 from smelt.export.onnx_models.normalize_graph import (
     copy_graphs,
     copy_model_files,
@@ -40,6 +39,7 @@ from smelt.models.step_size import SizeInputs, StepSize, one_shot_size
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME, STATIC_SCHEME
 from smelt.runtimes.graph_walk import all_nodes, node_inputs, subgraphs
 from smelt.runtimes.onnx_import.validate_graph import float_matrices_message
+from smelt.stage import Context, Need, Settings, Stage
 
 
 def finalize_quantized(quantized: Path, source: Path) -> Any:
@@ -200,7 +200,7 @@ class QuantizeOnnx(Stage[QuantizeOnnxSettings]):
             _report(src, paths, settings, ctx)
             return
         # samples of arrays have one shape, so several per call would only need more memory
-        alone = settings.uses_calibration and src.manifest.traits.modality == "arrays"
+        alone = settings.uses_calibration and task_traits(src.manifest.task).modality == "arrays"
         feeds, real = collect_samples(src, ctx, settings.calibration_samples, batch_size=1 if alone else 4)
         axes = read_batch_axes(src.path)
         found = OutputComparison(axes)

@@ -17,11 +17,11 @@ from pydantic import Field
 from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import ParityError, RunError
 from smelt.core.messages import Message, messages_to_json, warning
-from smelt.core.stage import Context, Settings, Stage
 from smelt.core.system import IsolatedProcessError, ProcessLimits, available_bytes, run_isolated
 from smelt.data.tasks import ALL_TASKS, Task
 from smelt.export.onnx_models.normalize_graph import copy_graphs, copy_model_files, ordered_graphs
 from smelt.models.step_size import SizeInputs, StepSize, one_shot_size
+from smelt.stage import Context, Settings, Stage
 
 _MAX_NAMED_NODES = 3
 # RMS difference in standard deviations of an output; float16 rounding gives 0.0005.

@@ -242,7 +242,7 @@ def _generation_config(source: Path, generation: Any) -> GenerationConfig:
         InputError: the config cannot express a rule.
     """
     from smelt.generation.config import GenerationSettings, resolve_generation
-    from smelt.runtimes.runner import read_model_files
+    from smelt.generation.runner import read_model_files
 
     model: Any = read_model_files(source)
     found = resolve_generation(GenerationSettings(**generation), model)

@@ -27,8 +27,8 @@ from smelt.export.package.hub_files import (
 )
 from smelt.export.package.package_format import PackageOrigin, SupportedArtifacts, UsageNotes
 from smelt.export.package.write_package import copy_artifact
-from smelt.generation.config import SHORTLIST_FILE as SHORTLIST
 from smelt.models.edits import read_edits
+from smelt.models.text_rules import SHORTLIST_FILE as SHORTLIST
 from smelt.tasks.registry import task_spec
 
 _CARD = " (its model card)"

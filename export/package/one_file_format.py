@@ -19,11 +19,11 @@ from smelt.data.labels import SINGLE_LABEL, problem_type
 from smelt.data.tasks import task_traits
 from smelt.export.graph_files import read_graph
 from smelt.export.package.package_format import TEXT_GRAPHS, PackageOrigin, SupportedArtifacts, UsageNotes
+from smelt.generation.backend import BEAM_SEARCH_GRAPH, GREEDY_GRAPH
 from smelt.generation.config import GenerationConfig, resolve_generation
+from smelt.generation.runner import read_model_files
 from smelt.generation.search import generation_feeds, graph_supports
-from smelt.runtimes.backend import BEAM_SEARCH_GRAPH, GREEDY_GRAPH
 from smelt.runtimes.graph_walk import iter_initializers
-from smelt.runtimes.runner import read_model_files
 
 if TYPE_CHECKING:
     from smelt.export.package.text_graph import TextPlan
@@ -164,7 +164,9 @@ class OneFileFormat:
         Raises:
             InputError: there is none.
         """
-        decoding = generation_config_of(artifact.path, {}) if artifact.manifest.traits.generates else None
+        decoding = (
+            generation_config_of(artifact.path, {}) if task_traits(artifact.manifest.task).generates else None
+        )
         select_graph(artifact.path, decoding)
 
     def write(self, artifact: Artifact, origin: PackageOrigin, folder: Path) -> UsageNotes:

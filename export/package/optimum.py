@@ -32,6 +32,7 @@ from typing import Any, ClassVar
 from smelt.core.artifact import Artifact
 from smelt.core.errors import RunError
 from smelt.core.files import read_json_object
+from smelt.data.tasks import task_traits
 from smelt.export.package.hub_files import (
     copy_tokenizer_files,
     extra_requirements,
@@ -40,10 +41,10 @@ from smelt.export.package.hub_files import (
     with_prefix,
 )
 from smelt.export.package.package_format import TEXT_GRAPHS, PackageOrigin, SupportedArtifacts, UsageNotes
-from smelt.generation.config import SHORTLIST_FILE as SHORTLIST
+from smelt.generation.backend import past_input_name
 from smelt.generation.runners import is_causal
 from smelt.models.text_rules import SENTENCE_FILES
-from smelt.runtimes.backend import past_input_name
+from smelt.models.text_rules import SHORTLIST_FILE as SHORTLIST
 from smelt.runtimes.onnx_import.convert_optimum import (
     DECODER_WITH_PAST_GRAPH,
     ENCODER_ATTENTION_MASK,
@@ -60,7 +61,7 @@ from smelt.runtimes.onnx_import.convert_optimum import (
     used_tensors,
     with_name,
 )
-from smelt.runtimes.runner import EMBEDDING_OUTPUT
+from smelt.runtimes.runners import EMBEDDING_OUTPUT
 
 _REQUIRES = "pip install 'optimum-onnx[onnxruntime]==0.1.0'"
 _CLASSES = {
@@ -126,7 +127,7 @@ def exported_model_kind(artifact: Artifact) -> str:
         return "seq2seq"
     if is_causal(read_json_object(artifact.path / "config.json")):
         return "causal"
-    return "sentence" if artifact.manifest.traits.output == "embedding" else "classifier"
+    return "sentence" if task_traits(artifact.manifest.task).output == "embedding" else "classifier"
 
 
 def _write_encoder_decoder(source: Path, folder: Path) -> None:

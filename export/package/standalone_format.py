@@ -53,10 +53,10 @@ class StandaloneFormat:
         Raises:
             InputError: it has not.
         """
+        from smelt.generation.backend import GENERATION_GRAPHS
         from smelt.models.tokenizer import read_tokenizer_info
-        from smelt.runtimes.backend import GENERATION_GRAPHS
 
-        if artifact.manifest.traits.modality == "image":
+        if task_traits(artifact.manifest.task).modality == "image":
             image_settings(artifact)
             return
         found = read_tokenizer_info(artifact.path)
@@ -66,7 +66,7 @@ class StandaloneFormat:
                 code="unsupported-tokenizer",
             )
         lacks = [name for name in GENERATION_GRAPHS if not (artifact.path / f"{name}.onnx").is_file()]
-        if artifact.manifest.traits.generates and lacks:
+        if task_traits(artifact.manifest.task).generates and lacks:
             hint = (
                 "Third-party graphs have none; start from the folder with weights."
                 if artifact.manifest.details.get("foreign")
@@ -341,7 +341,9 @@ def _tokenizer_settings(artifact: Artifact, config: dict[str, Any]) -> tuple[int
     words = open_tokenizer(artifact.path)
     limit: int | None = max_input_length(words, config)
     limit = None if limit is None or limit >= NO_LIMIT else limit
-    left = not config.get("is_encoder_decoder") and artifact.manifest.traits.architecture == "decoder"
+    left = (
+        not config.get("is_encoder_decoder") and task_traits(artifact.manifest.task).architecture == "decoder"
+    )
     pad = padding_token(words) if left else words.pad_token_id or 0
     kept = info.model_dump(exclude={"reason", "longest", "clean_up"})
     more = {
@@ -357,8 +359,8 @@ def _generation_settings(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the complete generation settings, and notes about them."""
     from smelt.generation.config import GenerationSettings, resolve_generation
+    from smelt.generation.runner import read_model_files
     from smelt.generation.search import graph_supports
-    from smelt.runtimes.runner import read_model_files
 
     notes = []
     if requested.get("do_sample"):
@@ -377,8 +379,8 @@ def _generation_settings(
 
 def search_settings(decoding: GenerationConfig, vocabulary: int) -> dict[str, Any]:
     """Return the search settings: rules that infer.py builds, and inputs that it passes to the graph."""
+    from smelt.generation.backend import BEAM_SEARCH_GRAPH, GREEDY_GRAPH
     from smelt.generation.search import generation_feeds
-    from smelt.runtimes.backend import BEAM_SEARCH_GRAPH, GREEDY_GRAPH
 
     feeds = generation_feeds(decoding, 1, vocabulary)
     single_token_prompt = decoding.start is not None  # so the longest output is known

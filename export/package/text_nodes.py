@@ -206,7 +206,7 @@ def _sentencepiece_nodes(folder: Path, details: TokenizerInfo) -> TokenizerNodes
     numbers = [words.get(pieces.id_to_piece(i), details.unknown) for i in range(len(pieces))]
     model = (folder / SENTENCEPIECE_FILE).read_bytes()
 
-    def cut(b: GraphBuilder, texts: str) -> tuple[str, str]:
+    def add_nodes(b: GraphBuilder, texts: str) -> tuple[str, str]:
         none, zero = b.const([False], np.bool_), b.const([0])
         inputs = (texts, zero, b.const([0.0], np.float32), none, none, none)
         found, starts = b.ops(
@@ -214,7 +214,7 @@ def _sentencepiece_nodes(folder: Path, details: TokenizerInfo) -> TokenizerNodes
         )
         return b.op("Gather", b.const(numbers), b.cast(found, np.int64)), b.cast(starts, np.int64)
 
-    return cut
+    return add_nodes
 
 
 def _wordpiece_nodes(content: dict[str, Any]) -> TokenizerNodes:
@@ -240,7 +240,7 @@ def _wordpiece_nodes(content: dict[str, Any]) -> TokenizerNodes:
     # the operator always adds two special tokens around a text; they are removed
     settings |= {"cls_token": words[0], "sep_token": words[0], "pad_token": words[0], "mask_token": words[0]}
 
-    def cut(b: GraphBuilder, texts: str) -> tuple[str, str]:
+    def add_nodes(b: GraphBuilder, texts: str) -> tuple[str, str]:
         def step(inside: GraphBuilder, number: str, carried: list[str]) -> tuple[str, list[str]]:
             text = inside.op("Unsqueeze", inside.op("Gather", texts, number), inside.const([0]))
             text = normalize_text(inside, text, table, gone)
@@ -258,7 +258,7 @@ def _wordpiece_nodes(content: dict[str, Any]) -> TokenizerNodes:
         flat, ends = b.loop("texts", b.dimension(texts, 0), carried, step)
         return flat, ends
 
-    return cut
+    return add_nodes
 
 
 def _byte_level_nodes(content: dict[str, Any]) -> TokenizerNodes:
@@ -272,7 +272,7 @@ def _byte_level_nodes(content: dict[str, Any]) -> TokenizerNodes:
     merges = "\n".join(pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"])
     settings = {"vocab": json.dumps(model["vocab"]), "merges": merges}
 
-    def cut(b: GraphBuilder, texts: str) -> tuple[str, str]:
+    def add_nodes(b: GraphBuilder, texts: str) -> tuple[str, str]:
         found, mask = b.ops("GPT2Tokenizer", texts, outputs=2, domain=EXTENSIONS_DOMAIN, **settings)
         lengths = b.op("ReduceSum", mask, b.const([1]), keepdims=0)
         starts = b.op("Concat", b.const([0]), b.op("CumSum", lengths, b.const(0)), axis=0)
@@ -280,7 +280,7 @@ def _byte_level_nodes(content: dict[str, Any]) -> TokenizerNodes:
         kept = b.op("Compress", whole, b.cast(b.op("Reshape", mask, b.const([-1])), np.bool_), axis=0)
         return kept, starts
 
-    return cut
+    return add_nodes
 
 
 _SPACE_MARK = "▁"

@@ -34,8 +34,8 @@ from smelt.export.package.hub_files import (
 )
 from smelt.export.package.optimum import exported_model_kind
 from smelt.export.package.package_format import TEXT_GRAPHS, PackageOrigin, SupportedArtifacts, UsageNotes
-from smelt.generation.config import SHORTLIST_FILE as SHORTLIST
 from smelt.models.text_rules import NO_LIMIT
+from smelt.models.text_rules import SHORTLIST_FILE as SHORTLIST
 from smelt.models.tokenizer import (
     EDGE_CASE_TEXTS,
     MARIAN_VOCAB_FILE,

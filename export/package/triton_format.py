@@ -159,9 +159,13 @@ class TritonFormat:
                 "it is the ONNX model of a TensorRT engine; package the engine.", code="unsupported-target"
             )
         if artifact.format == "onnx":
-            decoding = generation_config_of(artifact.path, {}) if artifact.manifest.traits.generates else None
+            decoding = (
+                generation_config_of(artifact.path, {})
+                if task_traits(artifact.manifest.task).generates
+                else None
+            )
             select_graph(artifact.path, decoding)
-        elif artifact.manifest.traits.generates:
+        elif task_traits(artifact.manifest.task).generates:
             raise InputError(
                 "an engine computes one generation step, and this format has no generation loop for engines.",
                 code="unsupported-task",
@@ -183,7 +187,7 @@ class TritonFormat:
         """
         from smelt.export.package.one_file_format import generation_config_of
 
-        generates = artifact.manifest.traits.generates
+        generates = task_traits(artifact.manifest.task).generates
         decoding = generation_config_of(artifact.path, origin.generation) if generates else None
         inputs, output, most = _write_graph(artifact, decoding, folder / REPOSITORY_FOLDER / GRAPH_MODEL)
         _write_text(artifact, decoding, inputs, output, most, folder / REPOSITORY_FOLDER / TEXT_MODEL)

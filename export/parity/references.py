@@ -39,6 +39,7 @@ from smelt.export.graph_files import link_external_data, read_graph, write_graph
 from smelt.export.graphs.attention import attention_modules, split_heads
 from smelt.export.parity.parity_samples import PARITY_STEPS
 from smelt.export.value_types import values_of_type
+from smelt.generation.backend import Batch, Tokens
 from smelt.generation.runners import is_causal, position_ids
 from smelt.models.sentence_model import encoder_result
 from smelt.models.text_rules import MODULES_FILE
@@ -46,10 +47,9 @@ from smelt.models.tokenizer import uses_token_types
 from smelt.quantization.layers import QuantizedActivation, QuantizedConv2d, QuantizedLinear
 from smelt.quantization.placeholders import QuantizedGraph
 from smelt.quantization.schemes.registry import SCHEMES, replace_with_float_nodes
-from smelt.runtimes.backend import Batch, Tokens
 from smelt.runtimes.images import ImageBatch
 from smelt.runtimes.openvino_backend import ACTIVATION_BLOCKS
-from smelt.runtimes.runner import EMBEDDING_OUTPUT
+from smelt.runtimes.runners import EMBEDDING_OUTPUT
 
 FloatArray = NDArray[np.floating[Any]]
 
@@ -424,7 +424,7 @@ def _dequantize_nodes(node: Any) -> list[Any]:
     from onnx import helper
 
     codes, scales = node.input[:2]
-    whole = f"{node.name}.float"
+    whole = f"{node.output[0]}.float"  # nodes may have no name
     return [
         helper.make_node("Cast", [codes], [whole], to=TensorProto.FLOAT),
         helper.make_node("Mul", [whole, scales], node.output, node.name),

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 from smelt.core.errors import RunError, did_you_mean
 from smelt.core.messages import Message, warning
-from smelt.core.stage import Progress
 from smelt.export.settings import HardwareCompatibility, WeightStorage
 from smelt.runtimes.tensorrt_engine import make_logger
+from smelt.stage import Progress
 
 _ANY_OPERATOR = "*"
 _REEXPORT_HINT = "Export again with onnx: {target: tensorrt}."

@@ -20,7 +20,6 @@ from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError, RunError
 from smelt.core.files import load_json
 from smelt.core.messages import Message
-from smelt.core.stage import Context, Need, Settings, Stage
 from smelt.data.splits import Example, input_texts
 from smelt.data.tasks import ALL_TASKS, Task, task_traits
 from smelt.export.settings import ProviderSettings, TensorrtSettings
@@ -46,6 +45,7 @@ from smelt.runtimes.tensorrt_engine import (
     record_built_engine,
     write_sidecar,
 )
+from smelt.stage import Context, Need, Settings, Stage
 
 
 class TensorrtStage(Stage[TensorrtSettings]):

@@ -6,7 +6,7 @@ import contextlib
 import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,6 @@ from smelt.api.scored_run import generation_with, scored_generation
 from smelt.core.artifact import Artifact, read_artifact
 from smelt.core.errors import InputError, combined_error, did_you_mean
 from smelt.core.messages import messages_to_json
-from smelt.core.stage import Progress, no_progress
 from smelt.core.store import Store
 from smelt.data.column_hints import column_options
 from smelt.data.labels import problem_type
@@ -39,6 +38,7 @@ from smelt.pipeline.execute.scoring import Scorer
 from smelt.pipeline.inspect.data_files import parse_columns
 from smelt.pipeline.recipe.model_and_data import metric_errors
 from smelt.runtimes.onnx_import.trial_run import require_safe_artifact
+from smelt.stage import Progress, no_progress
 from smelt.tasks.read_split import read_split
 from smelt.tasks.registry import task_spec
 
@@ -47,29 +47,11 @@ if TYPE_CHECKING:
     from smelt.generation.config import GenerationSettings
 
 
-def evaluate_artifact(
-    folder: Path,
-    data: str,
-    metrics: Sequence[str] = (),
-    columns: Sequence[str] = (),
-    batch_size: int = 32,
-    num_beams: int | None = None,
-    max_new_tokens: int | None = None,
-    threads: int | None = None,
-    limit: int | None = None,
-    device: str = "auto",
-    window: int | None = None,
-    stride: int | None = None,
-    baseline: Path | None = None,
-    tokenize: str | None = None,
-    trust_engine: bool = False,
-    report: Callable[[str], None] = lambda text: None,
-) -> dict[str, Any]:
-    """Score the artifact in `folder` on `data`; return entries as in `quality` of report.json.
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOptions:
+    """What `evaluate_artifact` scores and how: the options of `smelt eval`.
 
-    Args:
-        folder: an artifact.
-        data: a file or hub id with samples.
+    Attributes:
         metrics: metrics; default those of the task.
         columns: ROLE=NAME for columns with other names.
         batch_size: samples per batch.
@@ -83,6 +65,35 @@ def evaluate_artifact(
         baseline: artifact to compare with: for `agreement`, and for `custom`.
         tokenize: BLEU's tokenizer; default by the references.
         trust_engine: as in `smelt.load`.
+    """
+
+    metrics: Sequence[str] = ()
+    columns: Sequence[str] = ()
+    batch_size: int = 32
+    num_beams: int | None = None
+    max_new_tokens: int | None = None
+    threads: int | None = None
+    limit: int | None = None
+    device: str = "auto"
+    window: int | None = None
+    stride: int | None = None
+    baseline: Path | None = None
+    tokenize: str | None = None
+    trust_engine: bool = False
+
+
+def evaluate_artifact(
+    folder: Path,
+    data: str,
+    options: EvaluationOptions | None = None,
+    report: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Score the artifact in `folder` on `data`; return entries as in `quality` of report.json.
+
+    Args:
+        folder: an artifact.
+        data: a file or hub id with samples.
+        options: what is scored and how; None: the defaults.
         report: called with notes and warnings.
 
     Raises:
@@ -91,9 +102,58 @@ def evaluate_artifact(
     """
     import tempfile
 
+    options = options or EvaluationOptions()
     artifact = _open_artifact(folder)
-    require_safe_artifact(artifact, trust_engine)
+    require_safe_artifact(artifact, options.trust_engine)
     task: Any = artifact.manifest.task
+    _check_metric_names(options.metrics, task)
+    is_classifier, is_embedder = (task_traits(task).output == output for output in ("labels", "embedding"))
+    metrics = _classifier_metrics(artifact, options.metrics) if is_classifier else options.metrics
+    scored = metrics or DEFAULT_METRICS[task]
+    tokenized = [name for name in scored if "tokenize" in metric_settings_type(name).model_fields]
+    if options.tokenize is not None and not tokenized:
+        raise InputError(
+            "--tokenize is only for BLEU, which is not scored. Add --metric bleu.", code="settings-conflict"
+        )
+    _check_baseline(metrics, task, options.baseline)
+    if task_traits(task).modality == "arrays":
+        full_split = read_array_rows(Path(data), artifact)
+    else:
+        unlabeled = scores_agreement_alone(metrics)
+        with column_options():
+            full_split = read_split(
+                data, task, parse_columns(options.columns), Path.cwd(), targets_optional=unlabeled
+            )
+    split = _with_windows(
+        limit_split(full_split, options.limit), artifact, options.window, options.stride, report
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        scorer = Scorer(
+            Store(Path(scratch)),
+            task,
+            _embedder_metrics(metrics, split, options.baseline) if is_embedder else scored,
+            _eval_generation(folder, artifact, options.num_beams, options.max_new_tokens, report),
+            options.batch_size,
+            options.threads,
+            device=options.device,
+            metric_settings={name: {"tokenize": options.tokenize} for name in tokenized}
+            if options.tokenize is not None
+            else {},
+            reference=None if options.baseline is None else _open_artifact(options.baseline),
+        )
+        score = scorer.score(artifact, split)
+    for message in score["warnings"]:
+        report(f"{message['severity']}: {message['message']}")
+    quality: dict[str, Any] = score["quality"]
+    return quality
+
+
+def _check_metric_names(metrics: Sequence[str], task: Any) -> None:
+    """Check that the command line can name each of `metrics` for `task`.
+
+    Raises:
+        InputError: one is not a metric of the task, or needs a setting that only a recipe has.
+    """
     for metric in metrics:
         if metric not in METRICS_BY_TASK[task]:
             supported_metrics = ", ".join(METRICS_BY_TASK[task])
@@ -113,60 +173,33 @@ def evaluate_artifact(
                 f" score: {{quality: [{{{metric}: {{{names}: ...}}}}]}}.",
                 code="missing-setting",
             )
-    metrics = _classifier_metrics(artifact, metrics) if task_traits(task).output == "labels" else metrics
-    scored = metrics or DEFAULT_METRICS[task]
-    tokenized = [name for name in scored if "tokenize" in metric_settings_type(name).model_fields]
-    if tokenize is not None and not tokenized:
-        raise InputError(
-            "--tokenize is only for BLEU, which is not scored. Add --metric bleu.", code="settings-conflict"
-        )
+
+
+def _check_baseline(metrics: Sequence[str], task: Any, baseline: Path | None) -> None:
+    """Check that there is a baseline if the metrics or the task need one, and only then.
+
+    Raises:
+        InputError: it is missing, or not used.
+    """
     has_agreement = AGREEMENT_METRIC in metrics
-    if baseline is not None and not has_agreement and task_traits(task).output not in ("embedding", "arrays"):
+    is_optional = task_traits(task).output in ("embedding", "arrays")
+    if baseline is not None and not has_agreement and not is_optional:
         raise InputError(
             f"--baseline is only used by the metric {AGREEMENT_METRIC}, which is not scored. Add --metric"
             f" {AGREEMENT_METRIC}, or remove --baseline.",
             code="does-not-fit-task",
         )
-    if baseline is None and has_agreement and task_traits(task).output not in ("embedding", "arrays"):
+    if baseline is None and has_agreement and not is_optional:
         raise InputError(
             f"--metric {AGREEMENT_METRIC} needs --baseline ARTIFACT, whose outputs are compared with.",
             code="missing-baseline",
         )
-    if task_traits(task).modality == "arrays":
-        if baseline is None:
-            raise InputError(
-                "--baseline is missing. Set it to the artifact of the original graph"
-                " (runs/NAME/artifacts/model), to compare outputs with.",
-                code="missing-baseline",
-            )
-        full_split = read_array_rows(Path(data), artifact)
-    else:
-        unlabeled = scores_agreement_alone(metrics)
-        with column_options():
-            full_split = read_split(
-                data, task, parse_columns(columns), Path.cwd(), targets_optional=unlabeled
-            )
-    split = limit_split(full_split, limit)
-    split = _with_windows(split, artifact, window, stride, report)
-    with tempfile.TemporaryDirectory() as scratch:
-        scorer = Scorer(
-            Store(Path(scratch)),
-            task,
-            _embedder_metrics(metrics, split, baseline)
-            if task_traits(task).output == "embedding"
-            else scored,
-            _eval_generation(folder, artifact, num_beams, max_new_tokens, report),
-            batch_size,
-            threads,
-            device=device,
-            metric_settings={} if tokenize is None else {name: {"tokenize": tokenize} for name in tokenized},
-            reference=None if baseline is None else _open_artifact(baseline),
+    if baseline is None and task_traits(task).modality == "arrays":
+        raise InputError(
+            "--baseline is missing. Set it to the artifact of the original graph"
+            " (runs/NAME/artifacts/model), to compare outputs with.",
+            code="missing-baseline",
         )
-        score = scorer.score(artifact, split)
-    for message in score["warnings"]:
-        report(f"{message['severity']}: {message['message']}")
-    quality: dict[str, Any] = score["quality"]
-    return quality
 
 
 def _eval_generation(
@@ -342,7 +375,7 @@ def time_artifacts(
     """
     from smelt.api.load import parse_generation
     from smelt.evaluate.environment import describe_environment
-    from smelt.evaluate.latency import LatencySettings, measure_latency
+    from smelt.evaluate.latency import LatencySettings, TimingJob, measure_latency
     from smelt.pipeline.inspect.machine import artifact_device
 
     artifacts = open_artifacts(folders)
@@ -356,13 +389,15 @@ def time_artifacts(
         result = measure_latency(
             {name: artifact.path for name, artifact in artifacts.items()},
             baseline,
-            texts,
-            latency_settings,
-            task,
-            generation=parse_generation(dict(generation or {})),
+            TimingJob(
+                texts,
+                task,
+                latency_settings,
+                parse_generation(dict(generation or {})),
+                device=device,
+                arrays=arrays,
+            ),
             progress=progress,
-            device=device,
-            arrays=arrays,
         )
     errors = {name: messages_to_json([message])[0] for name, message in result.errors.items()}
     return {

@@ -18,6 +18,7 @@ from smelt.core.artifact import Artifact, read_artifact, read_manifest
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import load_json
 from smelt.core.messages import Message, warning
+from smelt.data.tasks import task_traits
 from smelt.export.package.genai import GenaiFormat
 from smelt.export.package.huggingface import HuggingFaceFormat
 from smelt.export.package.one_file_format import OneFileFormat
@@ -219,7 +220,7 @@ def package_artifact(
         raise InputError("--out: empty. Set it to the folder to write, or remove --out.", code="empty-text")
     path, package_format = Path(source).expanduser(), find_package_format(format)
     artifact = read_artifact(path)
-    if artifact.manifest.traits.modality == "arrays":
+    if task_traits(artifact.manifest.task).modality == "arrays":
         raise InputError(
             f"{source}: an artifact for task: {artifact.manifest.task} needs no package; ONNX Runtime opens"
             f" its model.onnx directly. Copy the folder: cp -rL {shlex.quote(str(source))} NEW",

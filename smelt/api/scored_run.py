@@ -8,6 +8,7 @@ from typing import Any
 
 from smelt.core.artifact import Artifact
 from smelt.core.files import load_json
+from smelt.data.tasks import task_traits
 
 REPORT_FILE = "report.json"
 
@@ -50,7 +51,7 @@ def scored_generation(given: Path, artifact: Artifact) -> dict[str, Any]:
         given: path from the user, as in `find_run`.
         artifact: the artifact at this path.
     """
-    if not artifact.manifest.traits.generates:
+    if not task_traits(artifact.manifest.task).generates:
         return {}
     run = find_run(given, artifact)
     if run is None:

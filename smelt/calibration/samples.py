@@ -19,15 +19,21 @@ from torch import Tensor, nn
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
-from smelt.core.stage import Context
 from smelt.data.labels import REGRESSION, class_names, problem_type
-from smelt.data.splits import Split
+from smelt.data.splits import Split, spread_indices
 from smelt.models.edits import module_names
 from smelt.models.families.registry import blocks_of, family_of
 from smelt.models.sentence_model import encoder_result
+from smelt.stage import Context
 from smelt.tasks.encode_split import encode_split
-from smelt.tasks.samples import IGNORE_INDEX, EncodedSample, TensorBatch, collate, load_processor
-from smelt.training.samples import group_by_length, spread_indices
+from smelt.tasks.samples import (
+    IGNORE_INDEX,
+    EncodedSample,
+    TensorBatch,
+    collate,
+    group_by_length,
+    load_processor,
+)
 
 # Tokens of a batch, unless one sample is longer: inputs of a layer of width 4096 take 16 MB then.
 _MAX_BATCH_TOKENS = 1024

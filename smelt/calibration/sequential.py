@@ -40,11 +40,11 @@ from smelt.calibration.samples import (
 )
 from smelt.calibration.statistics import InputStatistics, batches_on_device, collect_statistics
 from smelt.core.errors import InputError
-from smelt.core.stage import Context
 from smelt.models.families.family import Stack
 from smelt.models.families.registry import FAMILIES, Block, blocks_of, family_of
 from smelt.models.streamed_model import StreamedModel
 from smelt.runtimes.device import torch_device, torch_threads
+from smelt.stage import Context
 from smelt.tasks.samples import TensorBatch
 
 # Output of a block: hidden states, or a tuple of these and further outputs (T5's bias; None).

@@ -28,7 +28,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,10 +41,9 @@ from torch import Tensor, nn
 from smelt.calibration.samples import CalibrationSamples, LayersByKey, ObserveInputs, observe_inputs
 from smelt.core.errors import RunError
 from smelt.core.files import json_hash
-from smelt.core.stage import Context
 from smelt.runtimes.device import torch_device, torch_threads
+from smelt.stage import Context
 from smelt.tasks.samples import TensorBatch
-from smelt.training.extension import Objective, total_loss
 
 # Beyond this second moments are stored on disk.
 STATISTICS_MEMORY_BYTES = 2 * 2**30
@@ -381,7 +380,7 @@ def squared_gradients(
     model: Any,
     samples: CalibrationSamples,
     parameters: Mapping[str, Tensor],
-    objective: Objective,
+    loss: Callable[[nn.Module, Mapping[str, Tensor]], Tensor],
     ctx: Context,
 ) -> dict[str, Tensor]:
     """Return the mean over samples of the squared gradient of the loss, float32 in the parameter's shape.
@@ -393,7 +392,7 @@ def squared_gradients(
             afterwards.
         samples: with labels (`load_calibration_samples(..., labels=True)`).
         parameters: of the model, by any key.
-        objective: the training loss of a model and a batch (`label_objective()`).
+        loss: the training loss of a model and a batch, a float32 scalar (`label_objective()`).
         ctx: device, threads, progress.
 
     Raises:
@@ -407,7 +406,7 @@ def squared_gradients(
         for parameter in frozen:  # whose gradients are not needed
             parameter.requires_grad_(False)
         try:
-            sums = _sum_squared_gradients(model.to(device), single, parameters, objective, ctx)
+            sums = _sum_squared_gradients(model.to(device), single, parameters, loss, ctx)
         finally:
             for parameter in frozen:
                 parameter.requires_grad_(True)
@@ -435,13 +434,13 @@ def _sum_squared_gradients(
     model: Any,
     batches: list[TensorBatch],
     parameters: Mapping[str, Tensor],
-    objective: Objective,
+    loss: Callable[[nn.Module, Mapping[str, Tensor]], Tensor],
     ctx: Context,
 ) -> dict[str, Tensor]:
     sums = {key: torch.zeros_like(p, dtype=torch.float32) for key, p in parameters.items()}
     for num_done, batch in enumerate(batches, start=1):
         model.zero_grad(set_to_none=True)
-        total_loss(objective(model, batch)).backward()
+        loss(model, batch).backward()
         for key, parameter in parameters.items():
             if parameter.grad is not None:
                 sums[key].addcmul_(parameter.grad, parameter.grad, value=1 / len(batches))

@@ -490,9 +490,12 @@ def stages(name: str | None) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def evaluate(artifact: Path, as_json: bool, **options: Any) -> None:
     """Score ARTIFACT (such as runs/NAME/artifacts/STEP) on your data."""
-    from smelt.api.evaluate import evaluate_artifact, quality_lines
+    from smelt.api.evaluate import EvaluationOptions, evaluate_artifact, quality_lines
 
-    scores = evaluate_artifact(artifact, **options, report=lambda text: print_untrusted(text, err=True))
+    data = options.pop("data")
+    scores = evaluate_artifact(
+        artifact, data, EvaluationOptions(**options), report=lambda text: print_untrusted(text, err=True)
+    )
     if as_json:
         print_json(json.dumps(scores, indent=1))
     else:

@@ -23,7 +23,6 @@ from smelt.core.files import (
     write_hashed_json,
 )
 from smelt.core.messages import Message, messages_to_json
-from smelt.data.tasks import TaskTraits, task_traits
 
 Format = Literal["torch", "onnx", "tensorrt"]
 # Float master weights of a quantized model that was trained: a later training starts from them
@@ -99,11 +98,6 @@ class Manifest(BaseModel):
     warnings: Annotated[list[Message], PlainSerializer(messages_to_json)] = Field(default_factory=list)
     seconds: float = 0.0
     record: StepRecord | None = None
-
-    @property
-    def traits(self) -> TaskTraits:
-        """The traits of its task."""
-        return task_traits(self.task)
 
 
 @dataclass(frozen=True)

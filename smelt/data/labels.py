@@ -30,6 +30,12 @@ REGRESSION: ProblemType = "regression"
 CLASSIFIER_SUFFIXES = tuple(
     str(TASK_TRAITS[task].auto_class).removeprefix("AutoModel") for task in tasks_with(output="labels")
 )
+# Those of encoders with any head of classes: for a sample, or for each of its tokens.
+HEAD_SUFFIXES = tuple(
+    suffix
+    for task in tasks_with(architecture="encoder")
+    if (suffix := str(TASK_TRAITS[task].auto_class).removeprefix("AutoModel"))
+)
 # Separates the names of several labels in one field, in files without lists (CSV).
 LABEL_SEPARATOR = "|"
 # "007" is a name: leading zeros are significant.
@@ -208,12 +214,12 @@ def multi_label_targets(
     """
     outputs = _output_index(names)
 
-    def of(label: Label | None) -> tuple[int, ...] | None:
+    def class_indices(label: Label | None) -> tuple[int, ...] | None:
         indices = [_class_index(item, outputs) for item in split_labels(label)]
         valid_indices = {index for index in indices if index is not None}
         return None if None in indices or label is None else tuple(sorted(valid_indices))
 
-    return _convert_labels(examples, names, origin, MULTI_LABEL, of)
+    return _convert_labels(examples, names, origin, MULTI_LABEL, class_indices)
 
 
 def regression_targets(examples: Sequence[Example], origin: str = "") -> list[float]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -182,6 +183,19 @@ def split_from_arrays(origin: str, arrays: SampleArrays) -> Split:
     """Return the samples of `arrays` as a split."""
     placeholders = tuple(Example(str(index), row=index + 1) for index in range(arrays.num_samples))
     return Split(origin, placeholders, arrays=arrays)
+
+
+def spread_indices(count: int, num_indices: int, seed: int) -> list[int]:
+    """Return `num_indices` of the indices 0 to `count` - 1 (all if there are fewer), rising.
+
+    One is drawn from each of `num_indices` equal parts, so that a sorted file is covered from end to end.
+    """
+    if num_indices >= count:
+        return list(range(count))
+    draw = random.Random(seed)
+    return [
+        draw.randrange(k * count // num_indices, (k + 1) * count // num_indices) for k in range(num_indices)
+    ]
 
 
 def input_texts(examples: Sequence[Example], task: Task) -> tuple[list[str], list[str | None] | None]:

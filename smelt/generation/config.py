@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from smelt.core.errors import InputError, SettingError
-from smelt.core.stage import Settings
-from smelt.models.text_rules import position_table_size
-from smelt.runtimes.backend import Batch, Tokens
+from smelt.generation.backend import Batch, Tokens
+from smelt.models.text_rules import SHORTLIST_FILE, position_table_size
+from smelt.stage import Settings
 
 TokenId = Annotated[int, Field(ge=0)]
 _OF_BEAMS = ("length_penalty", "early_stopping")
@@ -372,8 +372,7 @@ def _check_token_ids(decoding: GenerationConfig, model: HasModelConfig) -> None:
             )
 
 
-SHORTLIST_FILE = "shortlist.safetensors"
-# the tensors in it
+# the tensors in SHORTLIST_FILE
 TABLE_TENSOR, ALWAYS_TENSOR = "shortlist.table", "shortlist.always"
 _SMALL = 2**16
 

@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.errors import RunError
+from smelt.generation.backend import Logits, Tokens
 from smelt.generation.config import GenerationConfig
-from smelt.runtimes.backend import Logits, Tokens
 
 LogitsProcessor: TypeAlias = Callable[[Logits, Tokens], None]
 BoolArray: TypeAlias = NDArray[np.bool_]

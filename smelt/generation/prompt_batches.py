@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from smelt.core.process_group import gather_parts, merge_shares, own_batches, process_count
-from smelt.core.stage import Progress, no_progress
 from smelt.data.prompt_rows import assistant_turns
+from smelt.generation.backend import Batch
 from smelt.generation.config import GenerationConfig, GenerationSettings
+from smelt.generation.runner import Runner
 from smelt.models.prompt_template import PROMPT_FIELD, PromptTemplate, ResponseParts
 from smelt.models.text_rules import NO_LIMIT
 from smelt.models.tokenizer import (
@@ -25,8 +26,7 @@ from smelt.models.tokenizer import (
     encode_rendered,
     truncate_prompt,
 )
-from smelt.runtimes.backend import Batch
-from smelt.runtimes.runner import Runner
+from smelt.stage import Progress, no_progress
 
 OnTruncate = Callable[[int, int], None]
 """Called with the number of truncated texts of a call, and the token limit."""

@@ -22,11 +22,7 @@ from numpy.typing import NDArray
 
 from smelt.core.errors import RunError
 from smelt.core.process_group import merge_shares, own_batches, process_count
-from smelt.core.stage import Progress, no_progress
-from smelt.generation.config import Shortlist, read_shortlist, vocabulary_sizes
-from smelt.models.families.registry import find_family
-from smelt.models.text_rules import TextWindows
-from smelt.runtimes.backend import (
+from smelt.generation.backend import (
     GENERATION_GRAPHS,
     Backend,
     Batch,
@@ -36,7 +32,11 @@ from smelt.runtimes.backend import (
     ModelGraphs,
     Tokens,
 )
-from smelt.runtimes.runner import ModelFiles, Runner, TokenGenerator
+from smelt.generation.config import Shortlist, read_shortlist, vocabulary_sizes
+from smelt.generation.runner import ModelFiles, Runner, TokenGenerator
+from smelt.models.families.registry import find_family
+from smelt.models.text_rules import TextWindows
+from smelt.stage import Progress, no_progress
 
 # The input with the number of last tokens whose logits are needed, 0 for all; transformers.js' name
 NUM_LOGITS_INPUT = "num_logits_to_keep"

@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from smelt.generation.backend import BEAM_SEARCH_GRAPH, GREEDY_GRAPH, Batch, Logits, Tokens
 from smelt.generation.config import GenerationConfig, GenerationSettings, resolve_generation
 from smelt.generation.logits_processors import BoolArray, LogitsProcessors, filter_logits, sample_tokens
+from smelt.generation.runner import Runner
 from smelt.generation.runners import prefill
-from smelt.runtimes.backend import BEAM_SEARCH_GRAPH, GREEDY_GRAPH, Batch, Logits, Tokens
-from smelt.runtimes.runner import Runner
 
 _EXCLUDED_SCORE = np.float32(-1e9)
 _GROUP = 64

@@ -26,9 +26,7 @@ from transformers import GenerationConfig
 from smelt.core.errors import InputError
 from smelt.core.files import is_artifact_file, read_json_object, write_json
 from smelt.core.messages import Message
-from smelt.core.stage import StoredDtype
 from smelt.core.system import require_memory
-from smelt.generation.config import SHORTLIST_FILE as SHORTLIST
 from smelt.models.edits import Edit, add_mask_edits, write_edits
 from smelt.models.empty_model import (
     cast_to_stored,
@@ -55,6 +53,7 @@ from smelt.models.text_rules import (
     read_prompt_template,
     read_text_rules,
 )
+from smelt.models.text_rules import SHORTLIST_FILE as SHORTLIST
 from smelt.models.weight_files import (
     TOKENIZER_SUFFIXES,
     WEIGHTS_FILE,
@@ -66,6 +65,7 @@ from smelt.models.weight_files import (
     value_count,
     weight_tensors,
 )
+from smelt.stage import StoredDtype
 
 
 def require_no_unexpected(

@@ -391,7 +391,8 @@ def _quantize(model: nn.Module, edit: Edit) -> None:
 
 
 def _adapter(model: nn.Module, edit: Edit) -> None:
-    from smelt.quantization.layers import LowRankCorrectedLinear, QuantizedLinear
+    from smelt.models.layers import LowRankCorrectedLinear
+    from smelt.quantization.layers import QuantizedLinear
 
     old = model.get_submodule(edit["module"])
     quantized = old.coded if isinstance(old, LowRankCorrectedLinear) else old

@@ -32,7 +32,6 @@ from transformers.pytorch_utils import Conv1D
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object
 from smelt.core.messages import Message, warning
-from smelt.core.stage import StoredDtype
 from smelt.data.labels import CLASSIFIER_SUFFIXES
 from smelt.models.edits import Edit, apply_edits, read_edits
 from smelt.models.families.registry import family_of
@@ -40,6 +39,7 @@ from smelt.models.sentence_model import sentence_class
 from smelt.models.text_rules import read_sentence_rules
 from smelt.models.weight_files import has_weights, value_count, weight_tensors
 from smelt.quantization.layers import QuantizedActivation, QuantizedMatrix
+from smelt.stage import StoredDtype
 
 
 def replace_conv1d(model: Any) -> None:

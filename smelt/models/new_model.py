@@ -20,12 +20,12 @@ from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning, with_article
 from smelt.data.labels import ProblemType
 from smelt.data.tasks import Task, task_traits
-from smelt.generation.config import SHORTLIST_FILE as SHORTLIST
 from smelt.models.checkpoint import load_tokenizer, save_model
 from smelt.models.families.family import TokenizerSpec
 from smelt.models.families.registry import FAMILIES, family_of
 from smelt.models.import_model import configure_embedder
 from smelt.models.sentence_model import sentence_class
+from smelt.models.text_rules import SHORTLIST_FILE as SHORTLIST
 from smelt.models.text_rules import SentenceRules
 
 _NOT_SETTINGS = frozenset({"model_type", "architectures", "transformers_version"})

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 from smelt.core.files import write_json
 from smelt.core.messages import Message
-from smelt.core.stage import StoredDtype
 from smelt.models.checkpoint import save_config_files
 from smelt.models.edits import Edit, add_mask_edits
 from smelt.models.empty_model import cast_to_stored, empty_model, quantized_dtypes, stored_dtypes
 from smelt.models.families.registry import Block, blocks_of, family_of, output_modules
 from smelt.models.weight_files import WEIGHTS_INDEX_FILE, is_large, weight_tensors
 from smelt.quantization.layers import is_quantized
+from smelt.stage import StoredDtype
 
 
 class StreamedModel:

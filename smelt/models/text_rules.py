@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from smelt.core.errors import InputError, did_you_mean
@@ -43,7 +44,6 @@ from smelt.data.splits import Split, Windows
 from smelt.models.families.family import PositionEncoding
 from smelt.models.families.registry import find_family
 from smelt.models.prompt_template import PromptTemplate, open_prompt_template
-from smelt.runtimes.backend import Tokens
 
 TEXT_RULES_FILE = "text.json"
 
@@ -142,6 +142,7 @@ def language_token_id(tokenizer: Any, language: str) -> int:
     return language_ids[language]
 
 
+SHORTLIST_FILE = "shortlist.safetensors"  # see smelt/generation/config.py
 MODULES_FILE = "modules.json"
 SENTENCE_CONFIG_FILE = "sentence_bert_config.json"
 POOLING_FOLDER = "1_Pooling"
@@ -459,7 +460,7 @@ class TextWindows:
     None where the tokenizer adds none before a text. signature: the same as text.
     """
 
-    ids: list[Tokens]
+    ids: list[NDArray[np.int64]]
     scored_tokens: list[int]
     scored_bytes: list[int]
     length: int
@@ -556,7 +557,7 @@ def cut_windows(
     )
 
 
-def _utf8_offsets(text: str, ends: list[int]) -> Tokens:
+def _utf8_offsets(text: str, ends: list[int]) -> NDArray[np.int64]:
     """Return for each token how many UTF-8 bytes of `text` are before its end, never falling."""
     encoded = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype=np.uint32)
     sizes = 1 + (encoded >= 0x80).astype(np.int64) + (encoded >= 0x800) + (encoded >= 0x10000)

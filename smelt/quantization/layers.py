@@ -30,7 +30,6 @@ from torch.nn import functional as F
 from smelt.core.errors import InputError
 from smelt.core.messages import with_article
 from smelt.core.system import require_package
-from smelt.models.layers import LowRankLinear
 from smelt.quantization import emit
 from smelt.quantization.scheme import (
     CONV_UNSUPPORTED_TARGETS,
@@ -520,48 +519,6 @@ def concat_quantized(linears: Sequence[nn.Module]) -> QuantizedLinear | None:
         zeros = [torch.zeros(m.out_features) if m.bias is None else m.bias.detach() for m in parts]
         new.bias = nn.Parameter(torch.cat(zeros), requires_grad=False)
     return new
-
-
-class LowRankCorrectedLinear(nn.Module):
-    """y = coded(x) + adapter(x), both [..., K] -> [..., N]; the bias is that of `coded`.
-
-    The correction is a trained adapter (smelt/training/lora.py), or compensates quantization error
-    (compress/quantize/low_rank_correction.py).
-
-    The adapter that training added to quantized weights is kept separate. Merged, the sum would have to be
-    quantized again, with an error as large as the one that the adapter was trained to compensate.
-    """
-
-    weight = None  # T5 reads the type of its layers' weight, and skips layers without one
-
-    def __init__(self, coded: QuantizedLinear, rank: int) -> None:
-        """Add an adapter of a rank, with room for its weights, to `coded`, on the same device."""
-        super().__init__()
-        self.coded = coded
-        low_rank = LowRankLinear(coded.in_features, coded.out_features, rank, bias=False)
-        self.adapter = low_rank.to(coded.matrix.codes.device)
-
-    @property
-    def in_features(self) -> int:
-        """Return K."""
-        return self.coded.in_features
-
-    @property
-    def out_features(self) -> int:
-        """Return N."""
-        return self.coded.out_features
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [..., K] to [..., N]."""
-        out: Tensor = self.coded(x) + self.adapter(x)
-        return out
-
-
-def with_low_rank_correction(quantized: QuantizedLinear, up: Tensor, down: Tensor) -> LowRankCorrectedLinear:
-    """Return `quantized` with the correction `up`, float [N, r], and `down`, float [r, K], in its mode."""
-    new = LowRankCorrectedLinear(quantized, len(down))
-    new.adapter.up.weight.data, new.adapter.down.weight.data = up.detach().clone(), down.detach().clone()
-    return new.train(quantized.training)
 
 
 class SplitLinear(nn.Module):

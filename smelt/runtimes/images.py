@@ -25,11 +25,12 @@ from numpy.typing import NDArray
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object
 from smelt.core.process_group import merge_shares, own_batches
-from smelt.core.stage import Progress, no_progress
 from smelt.data.images import IMAGE_FORMATS, check_image, read_image_bytes, upright_rgb
 from smelt.data.splits import Split
-from smelt.runtimes.backend import GraphInterface, Logits, ModelGraphs, check_finite_outputs
-from smelt.runtimes.runner import MODEL_GRAPH, Runner
+from smelt.generation.backend import GraphInterface, Logits, ModelGraphs, check_finite_outputs
+from smelt.generation.runner import Runner
+from smelt.runtimes.runners import MODEL_GRAPH
+from smelt.stage import Progress, no_progress
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -33,8 +33,7 @@ from numpy.typing import NDArray
 
 from smelt.core.errors import InputError, MissingDependencyError, RunError
 from smelt.core.process_group import is_distributed
-from smelt.generation.runners import NUM_LOGITS_INPUT
-from smelt.runtimes.backend import (
+from smelt.generation.backend import (
     PAST_PREFIX,
     PRESENT_PREFIX,
     Feeds,
@@ -45,6 +44,7 @@ from smelt.runtimes.backend import (
     gather_rows,
     past_input_name,
 )
+from smelt.generation.runners import NUM_LOGITS_INPUT
 from smelt.runtimes.device import NO_ORT_CUDA, onnx_device
 
 REEXPORT_HINT = "Run the onnx stage again to export it."

@@ -24,8 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.errors import InputError, MissingDependencyError
-from smelt.generation.runners import NUM_LOGITS_INPUT
-from smelt.runtimes.backend import (
+from smelt.generation.backend import (
     PAST_PREFIX,
     PRESENT_PREFIX,
     Feeds,
@@ -37,6 +36,7 @@ from smelt.runtimes.backend import (
     gather_rows,
     past_input_name,
 )
+from smelt.generation.runners import NUM_LOGITS_INPUT
 
 OPENVINO_INSTALL = "pip install 'openvino>=2026'"
 _MISSING = (

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from smelt.core.errors import InputError, MissingDependencyError, RunError
 from smelt.core.files import json_hash, load_json, write_atomically
-from smelt.runtimes.backend import Feeds, GraphInterface, Logits, ModelGraphs, NoGenerationGraphs, Tokens
+from smelt.generation.backend import Feeds, GraphInterface, Logits, ModelGraphs, NoGenerationGraphs, Tokens
 from smelt.runtimes.device import list_cuda_gpus
 from smelt.runtimes.onnx_backend import (
     FLOAT_ACTIVATIONS_OPTION,

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from smelt.core.errors import InputError
 from smelt.core.process_group import gather_parts, merge_shares, own_batches, process_count
-from smelt.core.stage import Progress, no_progress
 from smelt.data.splits import Example
+from smelt.generation.backend import Batch, check_finite_outputs
 from smelt.generation.config import GenerationConfig, GenerationSettings
 from smelt.generation.prompt_batches import (
     OnTruncate,
@@ -20,6 +20,7 @@ from smelt.generation.prompt_batches import (
     padding_token,
     truncated_prompts,
 )
+from smelt.generation.runner import Runner, TextTools
 from smelt.generation.runners import is_causal
 from smelt.generation.search import generate_n_best
 from smelt.models.families.registry import reads_images
@@ -28,9 +29,8 @@ from smelt.models.tokenizer import (
     as_text_tokenizer,
     encode_texts,
 )
-from smelt.runtimes.backend import Batch, check_finite_outputs
 from smelt.runtimes.images import image_logits
-from smelt.runtimes.runner import Runner, TextTools
+from smelt.stage import Progress, no_progress
 
 
 def pad_batch(encoded: EncodedTexts, rows: Sequence[int], pad: int) -> Batch:

@@ -26,8 +26,7 @@ from torch import Tensor
 
 from smelt.core.errors import InputError, RunError
 from smelt.data.npz_arrays import NO_SAMPLE_AXES
-from smelt.generation.runners import NUM_LOGITS_INPUT
-from smelt.runtimes.backend import (
+from smelt.generation.backend import (
     PAST_PREFIX,
     PRESENT_PREFIX,
     Feeds,
@@ -37,6 +36,7 @@ from smelt.runtimes.backend import (
     Tokens,
     past_input_name,
 )
+from smelt.generation.runners import NUM_LOGITS_INPUT
 from smelt.runtimes.device import TorchThreads
 from smelt.runtimes.onnx_import.signature import read_batch_axes
 from smelt.runtimes.tensorrt_engine import (

@@ -20,11 +20,11 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from smelt.core.errors import InputError
 from smelt.core.system import available_bytes
+from smelt.generation.backend import Feeds, Logits, ModelGraphs, NoGenerationGraphs, Tokens
 from smelt.models.checkpoint import load_model, widened_bytes
 from smelt.models.sentence_model import encoder_result
 from smelt.models.tokenizer import uses_token_types
 from smelt.quantization.layers import limit_weight_cache
-from smelt.runtimes.backend import Feeds, Logits, ModelGraphs, NoGenerationGraphs, Tokens
 from smelt.runtimes.device import TorchThreads, torch_device
 
 

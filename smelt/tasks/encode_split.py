@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from smelt.core.messages import with_count
-from smelt.core.stage import Context
 from smelt.data.splits import Split
 from smelt.models.text_rules import max_input_length
+from smelt.stage import Context
 from smelt.tasks.registry import task_spec
 from smelt.tasks.samples import EncodedSample
 

@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from smelt.core.stage import Progress
 from smelt.quantization.schemes.bitsandbytes import silence_bitsandbytes
+from smelt.stage import Progress
 from smelt.training.extension import TOTAL_LOSS, TrainingExtension
 from smelt.training.sharding import local_part
 

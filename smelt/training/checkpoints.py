@@ -46,14 +46,15 @@ from smelt.core.files import (
 )
 from smelt.core.messages import Message, messages_to_json
 from smelt.core.process_group import from_first, process_count, process_rank, wait_for_all
-from smelt.core.stage import Context, candidate_artifact
 from smelt.core.store import CHECKPOINT_FILE
 from smelt.core.termination import TerminatedError, is_termination_requested, termination_deferred
 from smelt.data.splits import Split
 from smelt.models.checkpoint import save_model
 from smelt.models.edits import Edit
 from smelt.models.empty_model import stored_dtypes
-from smelt.quantization.layers import LowRankCorrectedLinear, MasterWeightLayer
+from smelt.models.layers import LowRankCorrectedLinear
+from smelt.quantization.layers import MasterWeightLayer
+from smelt.stage import Context, candidate_artifact
 from smelt.training.checkpoint_selector import CheckpointSelector
 from smelt.training.settings import TrainingSettings
 from smelt.training.sharding import ShardedModel, divided_like, in_first, local_part, whole_tensor

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from smelt.core.process_group import gather_parts
-from smelt.core.stage import Context
+from smelt.stage import Context
 from smelt.tasks.samples import IGNORE_INDEX, TOKEN_MASK_KEY, EncodedSample, TensorBatch
 from smelt.training.training_state import autocast
 

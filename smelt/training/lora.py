@@ -25,13 +25,14 @@ from smelt.core.messages import Message, warning
 from smelt.core.system import require_package
 from smelt.models.edits import Edit, is_masked, module_names, replace_layer, replace_module
 from smelt.models.families.registry import blocks_of, output_modules
-from smelt.models.layers import LowRankLinear, ScaledLinear, component_layers
-from smelt.quantization.layers import (
+from smelt.models.layers import (
     LowRankCorrectedLinear,
-    QuantizedLinear,
-    QuantizedMatrix,
+    LowRankLinear,
+    ScaledLinear,
+    component_layers,
     with_low_rank_correction,
 )
+from smelt.quantization.layers import QuantizedLinear, QuantizedMatrix
 from smelt.quantization.schemes.bitsandbytes import silence_bitsandbytes
 from smelt.training.settings import PEFT_VERSION, LoraSettings
 

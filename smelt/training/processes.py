@@ -14,8 +14,8 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from smelt.core.errors import InputError, SettingError
-from smelt.core.stage import RecipePath, Settings
 from smelt.runtimes.device import cuda_device_count
+from smelt.stage import RecipePath, Settings
 
 # Of DeepSpeed's `zero_optimization`: how values are exchanged. The others would change what is kept where.
 _ZERO_FLAGS = frozenset({

@@ -19,10 +19,10 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import SettingError
 from smelt.core.files import read_json_object
 from smelt.core.messages import Message, error_message
-from smelt.core.stage import Context, Need, Settings, StoredDtype
 from smelt.models.families.registry import find_family
 from smelt.models.model_size import FLOAT_BYTES, ModelSize
 from smelt.models.step_size import INTERPRETER_BYTES, SizeInputs, StepSize
+from smelt.stage import Context, Need, Settings, StoredDtype
 
 LOSS_METRIC = "loss"  # the default of `metric_for_best_model`
 PEFT_VERSION = "0.18"  # the oldest supported release

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
-from smelt.core.stage import Context
 from smelt.data.splits import Split, missing_labels_errors
+from smelt.stage import Context
 from smelt.training.settings import LOSS_METRIC, TrainingSettings
 
 if TYPE_CHECKING:
@@ -62,12 +62,12 @@ def train(
             lacks.
         RunError: the loss became infinite or NaN.
     """
+    from smelt.data.splits import spread_indices
     from smelt.tasks.encode_split import encode_split
-    from smelt.tasks.samples import load_processor
+    from smelt.tasks.samples import load_processor, pack_samples
     from smelt.training.checkpoints import CheckpointScorer, RoundingCheck
     from smelt.training.extension import TrainingExtension, combine_extensions
     from smelt.training.losses import label_objective
-    from smelt.training.samples import pack_samples, spread_indices
     from smelt.training.trainer import run_training
 
     _require_samples(settings, ctx, stage, scores=objective is None)

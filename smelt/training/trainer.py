@@ -24,9 +24,9 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, RunError
 from smelt.core.messages import warning
 from smelt.core.process_group import from_first, process_count, process_rank
-from smelt.core.stage import Context
 from smelt.runtimes.device import torch_device, torch_threads
-from smelt.tasks.samples import EncodedSample, TensorBatch, collate
+from smelt.stage import Context
+from smelt.tasks.samples import EncodedSample, TensorBatch, collate, group_by_length, plan_batches
 from smelt.training.checkpoint_selector import CheckpointSelector, log_training_curve
 from smelt.training.checkpoints import make_checkpoint_callback
 from smelt.training.extension import (
@@ -44,7 +44,6 @@ from smelt.training.extension import (
     term_values,
 )
 from smelt.training.processes import LaunchSettings, strategy_conflicts
-from smelt.training.samples import group_by_length, plan_batches
 from smelt.training.settings import TrainingSettings, with_learning_rate
 from smelt.training.sharding import ShardedModel, local_part, sharded
 from smelt.training.training_state import (

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 import smelt
-from smelt.api.evaluate import evaluate_artifact
+from smelt.api.evaluate import EvaluationOptions, evaluate_artifact
 from smelt.api.predict import Predictor, as_examples
 from smelt.api.scored_run import generation_with, scored_generation
 from smelt.core.artifact import read_artifact
@@ -56,8 +56,12 @@ def test_predict_and_eval_equal_outputs_and_scores_of_run(artifact, tmp_path):
     assert [each.output for each in predicted] == beams
     tiny.write_pairs(tmp_path / "test.jsonl", 4)
     notes = []
-    scores = evaluate_artifact(artifact, str(tmp_path / "test.jsonl"), ["bleu"], report=notes.append)
+    scores = evaluate_artifact(
+        artifact, str(tmp_path / "test.jsonl"), EvaluationOptions(metrics=["bleu"]), notes.append
+    )
     assert "|gen:beam 4|length_penalty:2|" in scores["bleu"]["signature"]
     assert sum("beam 4" in note for note in notes) == 1
-    greedy = evaluate_artifact(artifact, str(tmp_path / "test.jsonl"), ["bleu"], num_beams=1)
+    greedy = evaluate_artifact(
+        artifact, str(tmp_path / "test.jsonl"), EvaluationOptions(metrics=["bleu"], num_beams=1)
+    )
     assert greedy["bleu"]["signature"] != scores["bleu"]["signature"]

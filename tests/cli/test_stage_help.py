@@ -8,9 +8,9 @@ from ruamel.yaml import YAML
 
 from smelt.cli.main import _settings_lines, describe_stage
 from smelt.core.errors import InputError
-from smelt.core.stage import Settings, StepName
 from smelt.pipeline.recipe.stages import STAGE_CLASSES, load_stage
 from smelt.quantization.schemes.registry import SCHEMES, bits_per_weight, default_options, supported_targets
+from smelt.stage import Settings, StepName
 from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick

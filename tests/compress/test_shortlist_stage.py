@@ -11,8 +11,9 @@ from smelt.core.errors import InputError
 from smelt.data.splits import Columns, Example, Split
 from smelt.export.onnx_stage import Onnx
 from smelt.export.settings import OnnxSettings
-from smelt.generation.config import SHORTLIST_FILE, make_shortlist, read_shortlist
+from smelt.generation.config import make_shortlist, read_shortlist
 from smelt.models.checkpoint import load_model, load_tokenizer
+from smelt.models.text_rules import SHORTLIST_FILE
 from smelt.pipeline.plan.load_plan import load_plan
 from smelt.tasks.read_split import read_split
 from tests.support import harness

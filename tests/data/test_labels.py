@@ -4,6 +4,8 @@ import pytest
 
 from smelt.core.errors import InputError
 from smelt.data.labels import (
+    CLASSIFIER_SUFFIXES,
+    HEAD_SUFFIXES,
     MULTI_LABEL,
     REGRESSION,
     SINGLE_LABEL,
@@ -91,3 +93,9 @@ def test_labels_differing_in_case_or_blanks_are_counted():
         {"a": 1, "A": 1},
     ]
     assert similar_labels([1, "1", "b", "c"]) == []
+
+
+def test_classes_without_head_of_classes_have_no_suffix_of_one():
+    assert {*CLASSIFIER_SUFFIXES} <= {*HEAD_SUFFIXES}
+    assert "BertForSequenceClassification".endswith(HEAD_SUFFIXES)
+    assert not any(name.endswith(HEAD_SUFFIXES) for name in ("BertModel", "BertForMaskedLM", "MarianMTModel"))

@@ -17,10 +17,10 @@ from smelt.data.splits import Columns
 from smelt.export import kv_cache
 from smelt.export.onnx_stage import Onnx
 from smelt.export.settings import OnnxSettings
+from smelt.generation.backend import Batch
 from smelt.generation.config import GenerationSettings, resolve_generation
 from smelt.generation.runners import token_nll
 from smelt.generation.search import generate, generate_in_graph, generate_resolved
-from smelt.runtimes.backend import Batch
 from smelt.runtimes.registry import open_folder
 from smelt.tasks.read_split import read_split
 from tests.support import harness

@@ -16,10 +16,10 @@ from smelt.data.splits import Example, Split
 from smelt.export.autotune import available_cores
 from smelt.export.onnx_stage import Onnx
 from smelt.export.settings import OnnxSettings
+from smelt.generation.backend import Batch
 from smelt.models.checkpoint import load_model, load_tokenizer, save_model
 from smelt.models.edits import apply_edits, replace_module
 from smelt.models.tokenizer import RustTokenizer, open_tokenizer, read_tokenizer_info
-from smelt.runtimes.backend import Batch
 from smelt.runtimes.graph_walk import iter_initializers
 from smelt.runtimes.registry import open_folder
 from tests.support import harness

@@ -6,7 +6,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from smelt.export.half_graphs import measure_ranges, split_batch
 from smelt.export.parity.references import TorchReference
-from smelt.runtimes.backend import Batch
+from smelt.generation.backend import Batch
 
 IDS = np.array([[3, 1, 0], [2, 5, 4]])
 

@@ -5,9 +5,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from smelt.generation.backend import Batch
 from smelt.generation.config import GenerationSettings
 from smelt.generation.search import _top_k, generate
-from smelt.runtimes.backend import Batch
 from smelt.runtimes.registry import open_runner
 from tests.support.models import generation_models, tiny
 from tests.support.pairs import matrix

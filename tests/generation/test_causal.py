@@ -15,13 +15,13 @@ from smelt.core.errors import RunError
 from smelt.core.store import Store
 from smelt.data.splits import Columns, Windows
 from smelt.generation import runners as code
+from smelt.generation.backend import Batch
 from smelt.generation.config import GenerationSettings
 from smelt.generation.prompt_batches import pad_left
 from smelt.generation.runners import is_causal, nll_from_logits, position_ids, token_nll
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.tokenizer import encode_prompts
 from smelt.pipeline.execute.scoring import Scorer
-from smelt.runtimes.backend import Batch
 from smelt.runtimes.predict_texts import generate_texts
 from smelt.runtimes.registry import open_runner
 from smelt.tasks.read_split import read_split

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from smelt.core.errors import InputError, RunError
+from smelt.generation.backend import Batch
 from smelt.generation.config import GenerationConfig
+from smelt.generation.runner import ModelFiles
 from smelt.generation.runners import DecoderOnlyRunner, prefill
 from smelt.generation.search import generate_resolved
-from smelt.runtimes.backend import Batch
-from smelt.runtimes.runner import ModelFiles
 from tests.support.expected_errors import raises_code
 
 VOCABULARY = 5

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from smelt.core.errors import InputError
+from smelt.generation.backend import Batch
 from smelt.generation.config import make_shortlist, write_shortlist
+from smelt.generation.runner import ModelFiles
 from smelt.generation.runners import EncoderDecoderRunner
 from smelt.generation.search import generate_resolved
-from smelt.runtimes.backend import Batch
-from smelt.runtimes.runner import ModelFiles
 from tests.support.expected_errors import raises_code
 
 BATCH = Batch(np.array([[7, 8, 9], [3, 4, 0]]), np.array([[1, 1, 1], [1, 1, 0]]))

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from smelt.generation import search
+from smelt.generation.backend import Batch
 from smelt.generation.config import GenerationConfig
 from smelt.generation.logits_processors import LogitsProcessors
 from smelt.generation.search import generate_in_graph, generation_feeds, graph_supports, trim_at_eos
-from smelt.runtimes.backend import Batch
 
 WISHES = {
     "start": 3, "eos": [1, 2], "pad": 0, "max_new_tokens": 9, "bad_words_ids": [[7], [1]], "min_length": 4,

@@ -7,16 +7,16 @@ import pytest
 from safetensors.numpy import save_file
 
 from smelt.core.errors import InputError
+from smelt.generation.backend import Batch
 from smelt.generation.config import (
     ALWAYS_TENSOR,
-    SHORTLIST_FILE,
     TABLE_TENSOR,
     make_shortlist,
     read_shortlist,
     vocabulary_sizes,
     write_shortlist,
 )
-from smelt.runtimes.backend import Batch
+from smelt.models.text_rules import SHORTLIST_FILE
 from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick

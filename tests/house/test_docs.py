@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 import pytest
 
-from smelt.core.stage import Settings
+from smelt.stage import Settings
 from tools import settings_tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,6 +24,11 @@ FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", flags=re.M | re.S)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)(?: \"[^\"]*\")?\)")
 # Names with capitals are pages of other projects, such as ONNX Runtime's.
 PAGE_IN_SOURCE = re.compile(r"(?<![\w/])(docs/[a-z0-9/-]+\.md)(?:#([\w-]+))?")
+# Capitals are placeholders, such as NAME.
+FOLDERS = "smelt|compress|export|evaluate|tests|tools"
+FILE_OR_TEST = re.compile(rf"(?<![\w/.])((?:{FOLDERS})/[a-z0-9_/]+\.py)(?:::(\w+))?")
+# the files that docs/dev/technique.md adds
+EXAMPLES = {"compress/prune/magnitude.py", "tests/compress/prune/test_magnitude.py"}
 SHELLS = {"bash", "sh", "console", "shell"}
 
 
@@ -164,6 +169,18 @@ def test_make_targets_exist(page: Path) -> None:
     targets_used = {tokens[1] for tokens in command_lines(text) if tokens[0] == "make" and len(tokens) > 1}
     targets_used |= set(re.findall(r"`make ([a-z]+)`", text))
     assert targets_used - targets == set()
+
+
+@pytest.mark.parametrize("page", [ROOT / "Makefile", *PAGES], ids=name_of)
+def test_named_files_and_tests_exist(page: Path) -> None:
+    named = FILE_OR_TEST.findall(page.read_text(encoding="utf-8"))
+    assert [(path, test) for path, test in named if path not in EXAMPLES and not exists(path, test)] == []
+
+
+def exists(path: str, test: str) -> bool:
+    """Whether a file exists and, where `test` is not empty, has a test of this name."""
+    file = ROOT / path
+    return file.is_file() and (not test or f"def {test}(" in file.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -36,7 +36,7 @@ def stage_modules() -> list[str]:
     names = []
     for name, path in modules().items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef) and name != "smelt.core.stage":
+            if isinstance(node, ast.ClassDef) and name != "smelt.stage":
                 fields = {ast.unparse(f.target) for f in node.body if isinstance(f, ast.AnnAssign)}
                 fields |= {ast.unparse(t) for f in node.body if isinstance(f, ast.Assign) for t in f.targets}
                 if "settings_type" in fields:

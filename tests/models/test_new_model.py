@@ -9,10 +9,10 @@ import transformers
 
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
-from smelt.generation.config import SHORTLIST_FILE as SHORTLIST
 from smelt.generation.config import make_shortlist, write_shortlist
 from smelt.models.checkpoint import load_model, load_tokenizer
 from smelt.models.new_model import config_for_tokenizer, create_model
+from smelt.models.text_rules import SHORTLIST_FILE as SHORTLIST
 from tests.support.expected_errors import raises_code
 from tests.support.models import tiny
 from tests.support.models.untrained_models import CONFIGS, ENCODER, make_untrained

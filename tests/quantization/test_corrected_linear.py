@@ -5,7 +5,7 @@ from torch import nn
 from smelt.compress.quantize.plan_layers import quantize_module
 from smelt.core.errors import InputError
 from smelt.models.edits import apply_edits
-from smelt.quantization.layers import LowRankCorrectedLinear
+from smelt.models.layers import LowRankCorrectedLinear
 from tests.support.expected_errors import raises_code
 
 

@@ -88,16 +88,17 @@ def _expand(graph, node):
     return [helper.make_node("DequantizeLinear", [f"{result}.codes", scales], [result], axis=1)]
 
 
-class TwoProducts(nn.Module):
-    """A quantized layer, and a matrix multiplication of two activations."""
+class ThreeProducts(nn.Module):
+    """Two quantized layers, and a matrix multiplication of two activations."""
 
     def __init__(self):
         super().__init__()
         self.attentions = ()
-        self.layer = quantize_module(nn.Linear(64, 12), NAME)
+        self.first = quantize_module(nn.Linear(64, 32), NAME)
+        self.second = quantize_module(nn.Linear(32, 12), NAME)
 
     def forward(self, x):
-        y = self.layer(x)
+        y = self.second(self.first(x))
         return y @ y.transpose(1, 2)
 
 
@@ -106,15 +107,15 @@ def test_scheme_of_standard_operators_owns_its_product_alone_and_equals_torch(mo
 
     monkeypatch.setitem(SCHEMES, NAME, Float8())
     torch.manual_seed(0)
-    model, x = TwoProducts().eval(), torch.randn(1, 5, 64)
+    model, x = ThreeProducts().eval(), torch.randn(1, 5, 64)
     with torch.inference_mode():
         expected = model(x).numpy()
     made = export_graph(GraphSpec("model", model, (x,), ["x"], ["out"], ({1: "length"},)), "ort-cpu", 20)
-    assert expand_placeholders(made) == 1
+    assert expand_placeholders(made) == 2
     graph = QuantizedGraph(made.graph)
     owned = [node for node in made.graph.node if owner_of_operator(node, graph)]
-    assert [node.op_type for node in owned] == ["MatMul"]
-    assert sum(node.op_type == "MatMul" for node in made.graph.node) == 2
+    assert [node.op_type for node in owned] == ["MatMul", "MatMul"]
+    assert sum(node.op_type == "MatMul" for node in made.graph.node) == 3
     read = {name for node in made.graph.node for name in node.input}
     assert {tensor.name for tensor in made.graph.initializer} <= read
     for _ in range(2):

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from smelt.runtimes.runner import predictions_from_logits
+from smelt.runtimes.runners import predictions_from_logits
 
 pytestmark = pytest.mark.quick
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from smelt.core.errors import DeviceWarning, InputError, MissingDependencyError
+from smelt.generation.backend import Batch
 from smelt.pipeline.inspect import machine
 from smelt.runtimes import device as places
-from smelt.runtimes.backend import Batch
 from smelt.runtimes.device import onnx_device, torch_device
 from smelt.runtimes.onnx_backend import open_onnx_session
 from smelt.runtimes.registry import open_runner

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from smelt.core.errors import InputError
+from smelt.generation.backend import Batch
 from smelt.generation.config import GenerationSettings, resolve_generation
 from smelt.generation.search import run_generation_graph
 from smelt.runtimes import onnx_backend
-from smelt.runtimes.backend import Batch
 from smelt.runtimes.registry import open_folder
 from tests.support.expected_errors import raises_code
 from tests.support.graphs import counting_graphs as graphs

@@ -7,7 +7,7 @@ import pytest
 
 from smelt.export.onnx_stage import Onnx
 from smelt.export.settings import OnnxSettings
-from smelt.runtimes.backend import Batch
+from smelt.generation.backend import Batch
 from smelt.runtimes.onnx_backend import grow_cache
 from smelt.runtimes.registry import open_folder
 from tests.support import harness

@@ -5,7 +5,7 @@ import pytest
 from smelt.core.errors import InputError
 from smelt.generation.runners import DecoderOnlyRunner, EncoderDecoderRunner
 from smelt.runtimes.registry import open_folder, open_runner, runner_class_for
-from smelt.runtimes.runner import ClassifierRunner
+from smelt.runtimes.runners import ClassifierRunner
 from smelt.runtimes.torch_backend import TorchBackend
 from tests.support.expected_errors import raises_code
 from tests.support.models import tiny

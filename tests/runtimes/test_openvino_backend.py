@@ -8,11 +8,11 @@ import pytest
 from onnx import helper
 
 from smelt.core.errors import InputError, MissingDependencyError
+from smelt.generation.backend import Batch
 from smelt.generation.config import GenerationSettings
 from smelt.generation.search import generate
 from smelt.models.checkpoint import load_model
 from smelt.runtimes import openvino_backend
-from smelt.runtimes.backend import Batch
 from smelt.runtimes.openvino_backend import compile_graph, cpu_plugin_options, import_openvino
 from smelt.runtimes.registry import open_folder
 from tests.support.expected_errors import raises_code

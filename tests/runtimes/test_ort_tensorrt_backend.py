@@ -16,11 +16,11 @@ from smelt.export.settings import ProviderSettings
 from smelt.export.tensorrt.build_engine import SizeRange, causal_ranges, profile_shapes
 from smelt.export.tensorrt.preflight import load_graph
 from smelt.export.tensorrt.stage import export_provider_options, tensorrt_options
+from smelt.generation.backend import Batch
 from smelt.generation.config import GenerationSettings
 from smelt.generation.search import generate
 from smelt.models.tokenizer import encode_texts
 from smelt.runtimes import ort_tensorrt_backend
-from smelt.runtimes.backend import Batch
 from smelt.runtimes.onnx_backend import OnnxBackend
 from smelt.runtimes.ort_tensorrt_backend import ProviderOptions, write_provider_options
 from smelt.runtimes.ort_tensorrt_provider import missing_requirement

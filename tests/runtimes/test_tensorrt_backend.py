@@ -15,12 +15,12 @@ from smelt.export.settings import TensorrtSettings
 from smelt.export.tensorrt.build_engine import SizeRange, causal_ranges, profile_shapes
 from smelt.export.tensorrt.preflight import load_graph
 from smelt.export.tensorrt.stage import TensorrtStage
+from smelt.generation.backend import Batch
 from smelt.generation.config import GenerationSettings
 from smelt.generation.search import generate
 from smelt.models.tokenizer import encode_texts
 from smelt.runtimes import tensorrt_backend
 from smelt.runtimes import tensorrt_backend as tensorrt_engine
-from smelt.runtimes.backend import Batch
 from smelt.runtimes.predict_texts import class_logits, pad_batch
 from smelt.runtimes.registry import open_folder, open_runner
 from smelt.runtimes.tensorrt_engine import find_tensorrt

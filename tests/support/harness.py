@@ -17,9 +17,9 @@ from typing import Any
 from unittest.mock import patch
 
 from smelt.core.artifact import Artifact
-from smelt.core.stage import Context
 from smelt.data.splits import Split
 from smelt.data.tasks import Task
+from smelt.stage import Context
 from tests.support.models import tiny
 
 

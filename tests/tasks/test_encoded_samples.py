@@ -15,9 +15,15 @@ from transformers import (
 from transformers.models.marian.modeling_marian import shift_tokens_right
 
 from smelt.core.errors import InputError
-from smelt.data.splits import Example
-from smelt.tasks.samples import EncodedSample, classifier_targets, collate, encode_targets
-from smelt.training.samples import group_by_length, plan_batches, spread_indices
+from smelt.data.splits import Example, spread_indices
+from smelt.tasks.samples import (
+    EncodedSample,
+    classifier_targets,
+    collate,
+    encode_targets,
+    group_by_length,
+    plan_batches,
+)
 from tests.support.expected_errors import raises_code
 from tests.support.models import seq2seq, tiny
 

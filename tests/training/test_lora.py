@@ -19,8 +19,9 @@ from smelt.core.errors import InputError, MissingDependencyError
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model
 from smelt.models.edits import apply_edits, read_edits
+from smelt.models.layers import LowRankCorrectedLinear
 from smelt.models.model_size import count_parameters
-from smelt.quantization.layers import LowRankCorrectedLinear, QuantizedMatrix
+from smelt.quantization.layers import QuantizedMatrix
 from smelt.tasks.read_split import read_split
 from smelt.training.lora import LoraAdapters, QuantizedLoraLinear, find_lora_layers
 from smelt.training.settings import LoraSettings

@@ -14,10 +14,9 @@ from smelt.core.messages import message_codes
 from smelt.data.splits import Example, Split
 from smelt.models.checkpoint import load_model
 from smelt.models.families.registry import FAMILIES_BY_TASK
-from smelt.tasks.samples import IGNORE_INDEX, EncodedSample, collate
+from smelt.tasks.samples import IGNORE_INDEX, EncodedSample, collate, pack_samples
 from smelt.training.extension import count_batch_items
 from smelt.training.losses import label_objective
-from smelt.training.samples import pack_samples
 from tests.support import harness
 from tests.support.expected_errors import setting_codes
 from tests.support.models import causal, every_family

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from smelt.compress.distill.objective import distill_objective
+from smelt.compress.distill.objective import DistillObjective
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.data.labels import MULTI_LABEL, REGRESSION
@@ -106,7 +106,7 @@ def test_gradient_accumulation_equals_one_large_batch(tmp_path, kind, taught):
         with torch.no_grad():
             for parameter in teacher.parameters():
                 parameter.mul_(0.9)
-        objective = distill_objective(teacher, DistillSettings(losses={"logits": 0.7, "labels": 0.4}))
+        objective = DistillObjective(teacher, DistillSettings(losses={"logits": 0.7, "labels": 0.4}))
     if kind == "classes":  # a batch that is smaller than the others
         rows = rows[:-3]
     accumulated, _ = trained(

@@ -17,13 +17,12 @@ from torch.utils.hooks import RemovableHandle
 from smelt.compress.prune.units import AttentionGroup, FeedForwardGroup
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
-from smelt.core.stage import Context
 from smelt.data.splits import missing_labels_errors
 from smelt.models.families.registry import family_of, hidden_norm_names
 from smelt.runtimes.device import torch_device
+from smelt.stage import Context
 from smelt.tasks.encode_split import encode_split
-from smelt.tasks.samples import EncodedSample, collate, load_processor
-from smelt.training.samples import group_by_length
+from smelt.tasks.samples import EncodedSample, collate, group_by_length, load_processor
 
 
 @dataclass(frozen=True)

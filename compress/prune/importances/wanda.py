@@ -8,7 +8,7 @@ from smelt.calibration.samples import CalibrationSamples, load_calibration_sampl
 from smelt.calibration.statistics import collect_statistics
 from smelt.compress.prune.importances.scores import Groups, ScoredModel, UnitScores
 from smelt.compress.prune.units import AttentionGroup, FeedForwardGroup, linear_with_inputs, whole_weight
-from smelt.core.stage import Context
+from smelt.stage import Context
 
 
 def score_units(scored: ScoredModel, groups: Groups) -> UnitScores:

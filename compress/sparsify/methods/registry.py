@@ -51,6 +51,13 @@ SPARSITY_METHODS: Mapping[str, SparsityMethod] = {
             needs="norms",
         ),
         SparsityMethod(
+            "ria",
+            "by weight relative to its row and column, times input norm",
+            "the smallest (|W| / row sum + |W| / column sum) · √‖input‖ of a layer",
+            "Zhang et al. 2024, Plug-and-Play, ICLR",
+            needs="norms",
+        ),
+        SparsityMethod(
             "sparsegpt",
             "also compensates the error",
             "the smallest w² / U², U the Cholesky factor of the inverse second moment of the inputs, in"

@@ -42,6 +42,7 @@ from smelt.models.families import (
     qwen3,
     resnet,
     roberta,
+    starcoder2,
     t5,
     vit,
     xlm_roberta,
@@ -51,7 +52,7 @@ from smelt.models.families.family import Attention, Config, Family, FeedForward,
 _SEQ2SEQ_MODULES = (marian, t5, bart, mbart, pegasus, m2m_100)
 _ENCODER_MODULES = (bert, distilbert, roberta, xlm_roberta, mpnet, modernbert, electra, albert)
 _IMAGE_MODULES = (vit, resnet)
-_DECODER_MODULES = (gpt2, opt, llama, mistral, qwen2, qwen3, gemma, phi3)
+_DECODER_MODULES = (gpt2, opt, llama, mistral, qwen2, qwen3, gemma, phi3, starcoder2)
 FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY
     for module in (*_SEQ2SEQ_MODULES, *_ENCODER_MODULES, *_DECODER_MODULES, *_IMAGE_MODULES)

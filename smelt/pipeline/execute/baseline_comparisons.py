@@ -9,13 +9,13 @@ from typing import Any, ClassVar, Protocol
 
 from smelt.core.artifact import Artifact
 from smelt.core.files import json_hash
-from smelt.core.stage import Progress
 from smelt.core.store import Store
 from smelt.core.system import package_versions
 from smelt.data.splits import Split
 from smelt.models.families.family import STACK_NAMES
 from smelt.pipeline.inspect.machine import artifact_device
 from smelt.runtimes.registry import find_runtime, open_runner
+from smelt.stage import Progress
 
 # Receives the name of a step and the values of report.json.
 OnCompared = Callable[[str, Mapping[str, Any]], None]
@@ -171,8 +171,8 @@ class TokenComparisons:
         self, artifacts: Mapping[str, Artifact], baseline: str, missing: Sequence[str]
     ) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the name and the result of each step of `missing`."""
+        from smelt.data.splits import spread_indices
         from smelt.evaluate.layer_sqnr import TokenComparison
-        from smelt.training.samples import spread_indices
 
         if not missing:
             return

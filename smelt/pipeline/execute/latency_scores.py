@@ -15,13 +15,13 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import combined_error
 from smelt.core.files import json_hash
 from smelt.core.messages import error_message, messages_to_json, with_count
-from smelt.core.stage import Progress
 from smelt.core.store import Store
 from smelt.core.system import package_versions
 from smelt.core.workspaces import temporary_workspace
 from smelt.data.splits import Split
 from smelt.data.tasks import Task, task_traits
 from smelt.pipeline.inspect.machine import artifact_device
+from smelt.stage import Progress
 from smelt.tasks.registry import task_spec
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class LatencyScores:
             on_measured: called with the results so far, at the start and after each artifact.
             seconds: time limit if the recipe sets none; None: no limit.
         """
-        from smelt.evaluate.latency import measure_latency
+        from smelt.evaluate.latency import TimingJob, measure_latency
 
         keys = {name: self._key(artifact, artifacts[baseline]) for name, artifact in artifacts.items()}
         stored_scores = {n: v for n, key in keys.items() if (v := self.store.read_score(key))}
@@ -97,19 +97,22 @@ class LatencyScores:
             on_measured(scores)
 
         with timing_samples(self.split, score.latency) as (split, arrays):
+            job = TimingJob(
+                [e.text for e in split.examples],
+                self.recipe.task,
+                score.latency,
+                score.generation,
+                pairs=[e.text_pair for e in split.examples],
+                device=self.recipe.device,
+                text_counts=_text_counts(scores),
+                arrays=arrays,
+            )
             result = measure_latency(
                 {name: artifacts[name].path for name in {baseline: None, **dict.fromkeys(missing)}},
                 baseline,
-                [e.text for e in split.examples],
-                score.latency,
-                self.recipe.task,
-                generation=score.generation,
+                job,
                 progress=progress,
-                pairs=[e.text_pair for e in split.examples],
-                device=self.recipe.device,
-                counts=_text_counts(scores),
                 on_measured=keep,
-                arrays=arrays,
                 seconds=seconds if score.latency.max_minutes is None else 60 * score.latency.max_minutes,
             )
         for name in missing:

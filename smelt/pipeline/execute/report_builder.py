@@ -431,7 +431,7 @@ class ReportBuilder:
 
     def judge_gates(self) -> None:
         """Evaluate the gates and compute the Pareto front."""
-        from smelt.evaluate.report.pareto import pareto_front
+        from smelt.evaluate.report.verdict import pareto_front
 
         for step in self.data["steps"]:
             gates = self.plan.gates_of(step["name"])

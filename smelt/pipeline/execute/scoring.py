@@ -13,7 +13,6 @@ from smelt.core.errors import InputError
 from smelt.core.files import json_hash
 from smelt.core.messages import Message, messages_to_json, warning, with_count
 from smelt.core.process_group import from_first, process_rank
-from smelt.core.stage import Progress, no_progress
 from smelt.core.store import Store
 from smelt.core.system import package_versions
 from smelt.data.labels import (
@@ -39,6 +38,7 @@ from smelt.models.text_rules import read_text_rules
 from smelt.pipeline.inspect.machine import artifact_device
 from smelt.runtimes.device import NO_PROVIDER, cuda_device_count
 from smelt.runtimes.registry import find_runtime
+from smelt.stage import Progress, no_progress
 from smelt.tasks.registry import task_spec
 
 if TYPE_CHECKING:
@@ -371,7 +371,7 @@ class Scorer:
 
     def _score_arrays(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
         from smelt.evaluate.tensor_quality import low_agreement_reason, require_finite_outputs, score_outputs
-        from smelt.runtimes.runner import outputs_by_sample
+        from smelt.runtimes.runners import outputs_by_sample
 
         assert split.arrays is not None
         assert self.reference is not None  # a run scores the original first, `smelt eval` requires it
@@ -400,7 +400,7 @@ class Scorer:
     def _reference_outputs(self, reference: Artifact, split: Split, progress: Progress) -> Any:
         """Return the outputs of the reference graph on `split`."""
         from smelt.runtimes.registry import open_runner
-        from smelt.runtimes.runner import GraphRunner, outputs_by_sample
+        from smelt.runtimes.runners import GraphRunner, outputs_by_sample
 
         assert split.arrays is not None
         with open_runner(reference, self.threads, self.device) as runner:

@@ -19,7 +19,6 @@ from smelt.core.artifact import MASTER_WEIGHTS_FILE, Artifact, Manifest, StepRec
 from smelt.core.errors import SmeltError, combined_error, rust_panics_as_errors
 from smelt.core.files import json_hash, sha256_of
 from smelt.core.messages import Message
-from smelt.core.stage import Context
 from smelt.core.stage_cache import StageCache
 from smelt.core.store import StepCheckpoints, Store
 from smelt.core.system import package_versions, peak_memory_bytes, reset_peak_memory
@@ -39,6 +38,7 @@ from smelt.pipeline.plan.task_checks import (
 from smelt.pipeline.plan.untrained_checks import config_file, resolve_labels
 from smelt.pipeline.recipe.validation_errors import dotted_path
 from smelt.runtimes.onnx_import.trial_run import record_verified_graphs
+from smelt.stage import Context
 
 if TYPE_CHECKING:
     from smelt.pipeline.execute.display import Display

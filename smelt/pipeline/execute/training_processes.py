@@ -31,7 +31,6 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, RunError, SmeltError
 from smelt.core.files import json_hash, read_json_object, write_json
 from smelt.core.messages import Message
-from smelt.core.stage import Context
 from smelt.core.store import Store
 from smelt.core.system import child_environment, python_command
 from smelt.core.workspaces import temporary_workspace
@@ -45,6 +44,7 @@ from smelt.pipeline.execute.training_worker import (
     RESULT_FILE,
     UNEXPECTED,
 )
+from smelt.stage import Context
 from smelt.training.processes import (
     external_processes,
     external_rank,

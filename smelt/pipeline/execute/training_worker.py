@@ -24,11 +24,11 @@ from smelt.core.errors import DEFAULT_CODE, InputError, SmeltError
 from smelt.core.files import read_json_object, write_json
 from smelt.core.messages import messages_to_json
 from smelt.core.remote_store import open_remote_store
-from smelt.core.stage import Context
 from smelt.core.stage_cache import StageCache, commit_cached_files, find_cached_files
 from smelt.core.store import StepCheckpoints, Store
 from smelt.core.termination import TERMINATED_EXIT_CODE, TerminatedError, sigterm_as_error
 from smelt.pipeline.execute.display import explain_step_error
+from smelt.stage import Context
 
 if TYPE_CHECKING:
     from smelt.pipeline.execute.step_runner import StepRunner

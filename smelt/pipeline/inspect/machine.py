@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import Artifact, Format
-from smelt.core.stage import Settings, Stage
 from smelt.core.system import child_environment, install_command, package_problem, python_command
 from smelt.runtimes.ort_tensorrt_provider import missing_requirement
+from smelt.stage import Settings, Stage
 
 _BUILDER_TIMEOUT_SECONDS = 60
 _CUDA_DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.artifact import StepRecord
 from smelt.core.errors import combined_error
 from smelt.core.messages import Message, error_message, warning
-from smelt.core.stage import Settings
 from smelt.data.splits import Split
 from smelt.models.model_size import (
     FLOAT_BYTES,
@@ -34,6 +33,7 @@ from smelt.pipeline.inspect.model_folder import read_config
 from smelt.pipeline.plan.untrained_checks import config_file, read_untrained_config
 from smelt.pipeline.recipe.model_and_data import UntrainedModel
 from smelt.pipeline.recipe.stages import MODEL_STEP
+from smelt.stage import Settings
 from smelt.training.processes import (
     LaunchSettings,
     external_machines,

@@ -18,14 +18,6 @@ from smelt.core.messages import Message, info
 from smelt.pipeline.inspect.model_folder import read_config
 from smelt.pipeline.inspect.model_info import QuantizedModelInfo, inspect_quantization, is_onnx
 from smelt.pipeline.plan.check_context import Check, CheckContext
-from smelt.pipeline.plan.gates import (
-    check_baseline,
-    check_latency_steps,
-    choose_judging_split,
-    plan_gates,
-    select_steps,
-)
-from smelt.pipeline.plan.metric_checks import check_metrics, custom_metric_notes
 from smelt.pipeline.plan.model_checks import (
     check_model_configs,
     check_prompts,
@@ -43,13 +35,20 @@ from smelt.pipeline.plan.onnx_models import (
 from smelt.pipeline.plan.plan import Plan, PlanStep
 from smelt.pipeline.plan.quantized_steps import quantization_lost_warnings
 from smelt.pipeline.plan.run_checks import (
+    check_baseline,
     check_device,
     check_folds,
+    check_latency_steps,
     check_launch,
+    check_metrics,
     check_stage_data,
     check_stage_metrics,
     check_trackers,
+    choose_judging_split,
+    custom_metric_notes,
+    plan_gates,
     read_data,
+    select_steps,
 )
 from smelt.pipeline.plan.step_checks import read_steps, set_engine_lengths
 from smelt.pipeline.plan.step_draft import idle_autotune_warnings

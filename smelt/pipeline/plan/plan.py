@@ -17,7 +17,6 @@ from smelt.core.artifact import Format
 from smelt.core.errors import InputError, MissingDependencyError, combined_error
 from smelt.core.files import path_exists, resolve_path
 from smelt.core.messages import Message, error_message
-from smelt.core.stage import Need, Settings, Stage, absolute_path
 from smelt.data.labels import ProblemType, require_all_or_none
 from smelt.data.split_division import divide_split, limit_split
 from smelt.data.splits import Split
@@ -30,6 +29,7 @@ from smelt.pipeline.recipe.model_and_data import UntrainedModel
 from smelt.pipeline.recipe.recipe import JudgedOn, ParsedRecipe
 from smelt.pipeline.recipe.stages import MODEL_STEP
 from smelt.pipeline.recipe.yaml_file import dump_yaml
+from smelt.stage import Need, Settings, Stage, absolute_path
 from smelt.tasks.read_split import UNLABELED, is_plain_text, read_split, read_unlabeled
 
 

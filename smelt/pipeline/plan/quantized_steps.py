@@ -8,13 +8,13 @@ from typing import Any
 
 from smelt.compress.model_input import AFTER_QUANTIZE, TRAINING_BEFORE_QUANTIZE
 from smelt.core.messages import Message, error_message, warning
-from smelt.core.stage import QuantizedInput
 from smelt.models.quantization_config import parse_quantization_config
 from smelt.pipeline.inspect.model_info import QuantizedModelInfo
 from smelt.pipeline.plan.plan import PlanStep
 from smelt.pipeline.plan.step_draft import RUNTIME_NAMES
 from smelt.pipeline.recipe.stages import MODEL_STEP
 from smelt.quantization.schemes.registry import SCHEMES
+from smelt.stage import QuantizedInput
 
 
 def prequantized_errors(

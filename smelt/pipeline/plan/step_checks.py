@@ -15,7 +15,6 @@ from smelt.core.artifact import Format
 from smelt.core.errors import did_you_mean
 from smelt.core.files import path_exists, resolve_path
 from smelt.core.messages import Message, error_message
-from smelt.core.stage import Settings
 from smelt.data.labels import has_classifier
 from smelt.data.tasks import tasks_with
 from smelt.evaluate.metrics.registry import AGREEMENT_METRIC, METRICS_BY_TASK
@@ -35,6 +34,7 @@ from smelt.pipeline.plan.warnings import poor_order_warnings
 from smelt.pipeline.recipe import stages
 from smelt.pipeline.recipe.stages import MODEL_STEP, StageEntry
 from smelt.pipeline.recipe.validation_errors import Finding, validate_settings
+from smelt.stage import Settings
 
 StepCheck = Callable[[CheckContext, StepDraft], Iterator[Finding]]
 

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 from smelt.core.artifact import Format
 from smelt.core.messages import Message, error_message, warning
-from smelt.core.stage import Need, Settings, Stage
 from smelt.pipeline.plan.plan import PlanStep
 from smelt.pipeline.recipe.stages import MODEL_STEP, StageEntry
 from smelt.pipeline.recipe.validation_errors import Finding
@@ -29,6 +28,7 @@ from smelt.quantization.schemes.registry import (
     unsupported_reason,
     unsupported_scheme_options,
 )
+from smelt.stage import Need, Settings, Stage
 
 # A step: its name, its stage and its settings.
 StepSpec = tuple[str, type[Stage[Any]], Settings]

@@ -12,7 +12,6 @@ from pydantic import Field, model_validator
 
 from smelt.core.errors import InputError, SettingError, did_you_mean
 from smelt.core.messages import Message, error_message, with_count
-from smelt.core.stage import Settings
 from smelt.data.labels import (
     REGRESSION,
     SINGLE_LABEL,
@@ -36,6 +35,7 @@ from smelt.evaluate.metrics.registry import (
     is_custom_metric,
 )
 from smelt.models.text_rules import Pooling
+from smelt.stage import Settings
 from smelt.tasks.read_split import UNLABELED
 
 # name of a file, a folder or a hub repository

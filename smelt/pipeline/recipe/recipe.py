@@ -11,7 +11,6 @@ from typing import Any, Literal, get_args
 from pydantic import ConfigDict, Field, field_validator
 
 from smelt.core.errors import InputError, SettingError, did_you_mean
-from smelt.core.stage import Settings
 from smelt.data.splits import Windows
 from smelt.data.tasks import ALL_TASKS, Task, TaskTraits, task_names, task_traits, tasks_with
 from smelt.evaluate.latency import LatencySettings
@@ -42,6 +41,7 @@ from smelt.pipeline.recipe.validation_errors import (
 )
 from smelt.pipeline.recipe.yaml_file import KeyPath, YamlDocument
 from smelt.runtimes.device import select_gpu
+from smelt.stage import Settings
 from smelt.training.processes import LaunchSettings
 
 # Gates on latency: by wall-clock time, by CPU time.

@@ -13,9 +13,9 @@ from importlib import import_module
 from typing import Any
 
 from smelt.core.errors import InputError, did_you_mean
-from smelt.core.stage import Stage
 from smelt.pipeline.recipe.validation_errors import RecipeErrors, other_name_hint, value_text
 from smelt.pipeline.recipe.yaml_file import KeyPath, YamlDocument, parse_yaml
+from smelt.stage import Stage
 
 STAGE_CLASSES: dict[str, str] = {
     "finetune": "smelt.compress.finetune:Finetune",

@@ -27,7 +27,6 @@ from pydantic import Field
 from smelt.core.errors import InputError, combined_error, did_you_mean
 from smelt.core.files import json_hash, write_atomically
 from smelt.core.messages import Message, error_message, with_count
-from smelt.core.stage import Settings
 from smelt.evaluate.custom_metric import copy_custom_metrics
 from smelt.evaluate.metrics.registry import (
     METRICS,
@@ -49,6 +48,7 @@ from smelt.pipeline.recipe.stages import MODEL_STEP, apply_overrides, read_stage
 from smelt.pipeline.recipe.validation_errors import RecipeErrors, dotted_path, validate_settings, value_text
 from smelt.pipeline.recipe.yaml_file import KeyPath, YamlDocument, dump_yaml, read_yaml
 from smelt.pipeline.search.parameters import SEARCH_KEY, Parameter, order_parameters, stage_parameters
+from smelt.stage import Settings
 
 COSTS = ("latency", "size", "memory")
 """Objectives other than metrics: time of a call as a share of the baseline's, bytes, peak bytes."""

@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 
 from smelt.core.errors import InputError
 from smelt.core.system import IsolatedProcessError, ProcessLimits, run_isolated
+from smelt.generation.backend import Feeds
 from smelt.models.text_rules import SentenceRules
-from smelt.runtimes.backend import Feeds
 from smelt.runtimes.graph_walk import is_external, iter_model_tensors, opset_versions
 from smelt.runtimes.onnx_import.convert_optimum import (
     DECODER_WITH_PAST_GRAPH,
@@ -50,7 +50,7 @@ from smelt.runtimes.onnx_import.convert_optimum import (
 )
 from smelt.runtimes.onnx_import.graph_files import BITS_BY_TYPE, ExternalLocation, resolve_external_data
 from smelt.runtimes.onnx_import.trial_run import trial_limits
-from smelt.runtimes.runner import EMBEDDING_OUTPUT
+from smelt.runtimes.runners import EMBEDDING_OUTPUT
 
 GRAPH_FILE = f"{MODEL_GRAPH}.onnx"
 _BLOCK = 1 << 20

@@ -343,7 +343,7 @@ def _expanded_node_count(nodes: Sequence[Any], functions: Mapping[tuple[str, str
     """Return the number of nodes after a runtime has inlined all functions."""
     sizes: dict[tuple[str, str], int] = {}
 
-    def of(inside: Sequence[Any]) -> int | None:
+    def expanded_count(inside: Sequence[Any]) -> int | None:
         """Return the number of these nodes; None where that of one of their functions is not known yet."""
         keys = [(normalized_domain(node.domain), node.op_type) for node in all_nodes(inside)]
         if any(key in functions and key not in sizes for key in keys):
@@ -352,10 +352,12 @@ def _expanded_node_count(nodes: Sequence[Any], functions: Mapping[tuple[str, str
 
     pending = list(functions)
     while pending:  # none is recursive, so each round determines one
-        new_sizes = {key: size for key in pending if (size := of(functions[key].node)) is not None}
+        new_sizes = {
+            key: size for key in pending if (size := expanded_count(functions[key].node)) is not None
+        }
         sizes |= new_sizes
         pending = [key for key in pending if key not in new_sizes]
-    return of(nodes) or 0
+    return expanded_count(nodes) or 0
 
 
 def infinite_loop_problems(model: Any) -> Iterator[Message]:

@@ -11,7 +11,7 @@ import torch
 from smelt.compress.distill import logit_cache
 from smelt.compress.distill import logit_cache as cached_teacher
 from smelt.compress.distill.logit_cache import teacher_inputs_fingerprint
-from smelt.compress.distill.objective import distill_objective, make_cached_teacher
+from smelt.compress.distill.objective import DistillObjective, make_cached_teacher
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
 from smelt.core.errors import RunError
@@ -71,7 +71,7 @@ def test_full_cache_loss_and_gradients_equal_live_teacher(tmp_path, task):
             slopes, values = [], []
             for cached in (answers, None):
                 student.zero_grad()
-                loss = total_loss(distill_objective(teacher, settings, cached_teacher=cached)(student, batch))
+                loss = total_loss(DistillObjective(teacher, settings, cached_teacher=cached)(student, batch))
                 loss.backward()
                 values.append(loss.item())
                 slopes.append(

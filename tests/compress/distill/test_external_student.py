@@ -11,8 +11,8 @@ from smelt.compress.distill.stage import Distill
 from smelt.compress.shortlist import ShortlistSettings, ShortlistStage
 from smelt.core.errors import InputError
 from smelt.data.splits import Columns
-from smelt.generation.config import SHORTLIST_FILE as SHORTLIST
 from smelt.models.checkpoint import load_model
+from smelt.models.text_rules import SHORTLIST_FILE as SHORTLIST
 from smelt.pipeline.plan.load_plan import load_plan
 from smelt.tasks.read_split import read_split
 from tests.support import harness

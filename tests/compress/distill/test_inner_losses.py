@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from smelt.compress.distill.inner_losses import relation_loss
-from smelt.compress.distill.objective import distill_objective, make_inner_losses
+from smelt.compress.distill.objective import DistillObjective, make_inner_losses
 from smelt.compress.distill.settings import DistillSettings
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import load_model
@@ -39,7 +39,7 @@ def settings(losses, **more):
 def terms(student, teacher, chosen, rows):
     inner = make_inner_losses(student, teacher, chosen, seed=3)
     with torch.no_grad(), inner.capture():
-        loss_terms = distill_objective(teacher, chosen, inner)(student, collate(rows, student.config))
+        loss_terms = DistillObjective(teacher, chosen, inner)(student, collate(rows, student.config))
     return {name: float(term.value) for name, term in loss_terms.items()}, inner
 
 
@@ -109,7 +109,7 @@ def test_image_losses_compare_all_patches(kind, tmp_path):
     size = student.config.image_size
     batch = {"pixel_values": torch.randn(3, 3, size, size), "labels": torch.tensor([0, 1, 0])}
     with torch.no_grad(), inner.capture():
-        loss_terms = distill_objective(teacher, chosen, inner)(student, batch)
+        loss_terms = DistillObjective(teacher, chosen, inner)(student, batch)
     with torch.no_grad():
         outputs = [m.vit(batch["pixel_values"], output_hidden_states=True) for m in (student, teacher)]
     student_states, teacher_states = (
@@ -205,7 +205,7 @@ def test_gradient_accumulation_equals_one_large_batch(tmp_path, kind):
         inner = make_inner_losses(model, teacher, chosen, 0)
         ctx = harness.make_context(tmp_path / f"{size}" / "out")
         run_training(
-            model, rows, None, objective=distill_objective(teacher, chosen, inner), settings=chosen, ctx=ctx,
+            model, rows, None, objective=DistillObjective(teacher, chosen, inner), settings=chosen, ctx=ctx,
             extension=TrainingExtension(modules=inner.modules, training_context=inner.capture),
         )  # fmt: skip
         flat_gradients.append(torch.cat([gradients[name].flatten() for name in sorted(gradients)]).double())
@@ -256,7 +256,7 @@ def test_layerdrop_is_disabled_while_capturing():
     rows = [EncodedSample([2, 5, 6, 7, 3], None, [4, 8, 9, 3])] * 3
     batch = collate(rows, student.config)
     student.train()
-    objective = distill_objective(teacher, settings(ALL), inner)
+    objective = DistillObjective(teacher, settings(ALL), inner)
     for _ in range(8):
         with inner.capture():
             loss_terms = objective(student, batch)

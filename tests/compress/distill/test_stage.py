@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 from transformers import BertConfig, BertForSequenceClassification
 
-from smelt.compress.distill.objective import distill_objective
+from smelt.compress.distill.objective import DistillObjective
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
 from smelt.core.artifact import Artifact, Manifest
@@ -81,7 +81,7 @@ def test_objective_equals_formula(tmp_path):
         kl = F.kl_div((zs / 3).log_softmax(-1), (zt / 3).softmax(-1), reduction="batchmean")
         expected = 0.8 * 9 * kl + 0.3 * F.cross_entropy(zs, batch()["labels"])
     torch.testing.assert_close(
-        total_loss(distill_objective(teacher, settings)(student, batch())), expected, rtol=1e-5, atol=1e-6
+        total_loss(DistillObjective(teacher, settings)(student, batch())), expected, rtol=1e-5, atol=1e-6
     )
 
 
@@ -109,7 +109,7 @@ def test_thinner_student_approaches_teacher(tmp_path):
 
     def distance(model):
         with torch.no_grad():
-            return float(total_loss(distill_objective(teacher, settings)(model, batch())))
+            return float(total_loss(DistillObjective(teacher, settings)(model, batch())))
 
     assert distance(student) < 0.2 * distance(untrained)
 

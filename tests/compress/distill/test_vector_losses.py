@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from smelt.compress.distill.objective import distill_objective, pairwise_similarity_loss, vector_distance_loss
+from smelt.compress.distill.objective import DistillObjective, pairwise_similarity_loss, vector_distance_loss
 from smelt.compress.distill.settings import DistillSettings
 from smelt.models.checkpoint import load_model
 from smelt.training.extension import total_loss
@@ -30,7 +30,7 @@ def test_embedding_losses_are_weighted_with_defaults(explicit, tmp_path):
         "labels": torch.tensor([[1.0], [0.0], [2.0]]),
     }
     with torch.no_grad():
-        loss = total_loss(distill_objective(teacher, DistillSettings(losses=explicit))(student, batch))
+        loss = total_loss(DistillObjective(teacher, DistillSettings(losses=explicit))(student, batch))
         student_vectors, teacher_vectors = (m(ids).sentence_embedding for m in (student, teacher))
     weights = {"sentence_embedding": 1.0, "pairwise_similarity": 1.0, "cosent": 0.0} | explicit
     expected = (

@@ -24,7 +24,8 @@ from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.core.messages import message_codes
 from smelt.models.checkpoint import copy_tokenizer, load_model
 from smelt.models.edits import read_edits
-from smelt.quantization.layers import LowRankCorrectedLinear, QuantizedMatrix
+from smelt.models.layers import LowRankCorrectedLinear
+from smelt.quantization.layers import QuantizedMatrix
 from smelt.quantization.schemes.registry import default_options, find_scheme
 from tests.support import harness, usability_checks
 from tests.support.expected_errors import raises_setting_codes

@@ -11,7 +11,7 @@ from smelt.calibration.sequential import ModelPart
 from smelt.compress.quantize import mixed_precision
 from smelt.compress.quantize.awq import AwqRunner
 from smelt.compress.quantize.mixed_precision import measure_matrix_sensitivities, weight_matrices
-from smelt.compress.quantize.plan_layers import plan_layers, quantize_layers
+from smelt.compress.quantize.plan_layers import plan_layers, quantize_layers, round_to_nearest
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.core.errors import InputError
@@ -296,6 +296,6 @@ def test_measuring_sensitivity_restores_modules_under_all_names(tmp_path):
     rows = CalibrationSamples(
         "made", [{"input_ids": torch.arange(9)[None], "attention_mask": torch.ones(1, 9).long()}], 1, 9
     )
-    measure_matrix_sensitivities(model, units, rows, settings, lambda layer: None, ctx)
+    measure_matrix_sensitivities(model, units, rows, settings, round_to_nearest, ctx)
     assert dict(model.named_modules(remove_duplicate=False)) == before
     assert all(unit.sensitivities[2] > unit.sensitivities[4] > 0 for unit in units)

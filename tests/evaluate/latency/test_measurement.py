@@ -12,7 +12,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from smelt.core.artifact import Manifest, write_manifest
 from smelt.core.errors import InputError
 from smelt.core.store import Store
-from smelt.evaluate.latency import LatencySettings, measure_latency, measurement
+from smelt.evaluate.latency import LatencySettings, TimingJob, measure_latency, measurement
 from smelt.evaluate.latency import measurement as worker_process
 from smelt.evaluate.report.schema import LatencyReport
 from tests.support.expected_errors import raises_code
@@ -66,9 +66,7 @@ def test_measurement_continues_after_broken_artifact(
     result = measure_latency(
         artifacts,
         "model",
-        TEXTS,
-        settings,
-        "text-classification",
+        TimingJob(TEXTS, "text-classification", settings),
         progress=lambda d, t, note="": progress_calls.append((d, t)),
     )
     assert set(result.rows) == {"model", "same"}
@@ -97,9 +95,9 @@ def test_measurement_continues_after_broken_artifact(
 
 def test_missing_texts_and_unknown_baseline_are_rejected(tmp_path: Path) -> None:
     with raises_code("empty-data", InputError):
-        measure_latency({"a": tmp_path}, "a", [], LatencySettings(), "translation")
+        measure_latency({"a": tmp_path}, "a", TimingJob([], "translation", LatencySettings()))
     with raises_code("unknown-step", InputError) as excinfo:
-        measure_latency({"a": tmp_path}, "b", ["x"], LatencySettings(), "translation")
+        measure_latency({"a": tmp_path}, "b", TimingJob(["x"], "translation", LatencySettings()))
     assert all(value in str(excinfo.value) for value in ("'b'", " a."))
 
 
@@ -109,11 +107,13 @@ def fake(monkeypatch):
 
 
 SETTINGS = LatencySettings(batch_sizes=(1,), rounds=4)
+NO_COUNTS: dict[int, int] = {}
 
 
-def _measure(*names, **kept):
+def _measure(*names, settings=SETTINGS, counts=NO_COUNTS, **options):
     folders = {name: Path("/nowhere") / name for name in names}
-    return measure_latency(folders, "base", TEXTS, kept.pop("settings", SETTINGS), "translation", **kept)
+    job = TimingJob(TEXTS, "translation", settings, text_counts=counts)
+    return measure_latency(folders, "base", job, **options)
 
 
 def test_double_speed_is_reported_on_idle_machine(fake):
@@ -266,7 +266,7 @@ def test_language_models_generate_exact_number_of_tokens(fake, monkeypatch):
     fake.ask = ask
     settings = LatencySettings(batch_sizes=(1,), rounds=3, prompt_tokens=5, new_tokens=9)
     folders = {"base": Path("/nowhere/base")}
-    (row,) = measure_latency(folders, "base", TEXTS, settings, "language-modeling").rows["base"]
+    (row,) = measure_latency(folders, "base", TimingJob(TEXTS, "language-modeling", settings)).rows["base"]
     assert (requests["cut"]["prompt_tokens"], requests["cut"]["new_tokens"]) == (5, 9)
     assert (requests["prepare"]["generation"]["min_new_tokens"], row["unit"]) == (7, "tokens/s")
     assert requests["prepare"]["generation"]["max_new_tokens"] == 7

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from smelt.evaluate.latency.worker import TimedRunner
-from smelt.runtimes.backend import Batch
+from smelt.generation.backend import Batch
 
 pytestmark = pytest.mark.quick
 

@@ -4,7 +4,7 @@ import pytest
 
 from smelt.core.errors import InputError
 from smelt.evaluate.latency.settings import prompt_texts, truncate_prompts
-from smelt.runtimes.runner import TextTools
+from smelt.generation.runner import TextTools
 from tests.support.expected_errors import raises_code
 from tests.support.models import causal
 

@@ -6,13 +6,13 @@ import torch
 import transformers
 
 from smelt.core.errors import InputError
-from smelt.core.stage import no_progress
 from smelt.data.splits import Example, Split
 from smelt.evaluate.quality import score_choices
 from smelt.evaluate.significance import compare_steps
 from smelt.models.checkpoint import load_tokenizer
 from smelt.pipeline.execute import scoring
 from smelt.runtimes.registry import open_runner
+from smelt.stage import no_progress
 from tests.support.expected_errors import raises_code
 from tests.support.models import causal, tiny
 

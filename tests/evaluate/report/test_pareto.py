@@ -1,7 +1,7 @@
 import pytest
 
-from smelt.evaluate.report.pareto import front_axes, pareto_front
 from smelt.evaluate.report.schema import is_step_at_chance
+from smelt.evaluate.report.verdict import front_axes, pareto_front
 
 pytestmark = pytest.mark.quick
 

@@ -6,10 +6,9 @@ import pytest
 
 from smelt.core.messages import message_codes
 from smelt.evaluate.report.markdown import render_markdown
-from smelt.evaluate.report.pareto import pareto_front
 from smelt.evaluate.report.render import render_html, render_table
 from smelt.evaluate.report.schema import validate_report
-from smelt.evaluate.report.verdict import decide, shortlisted, trial_text
+from smelt.evaluate.report.verdict import decide, pareto_front, shortlisted, trial_text
 from tests.support.standins.sample_report import (
     make_latency,
     make_scores,

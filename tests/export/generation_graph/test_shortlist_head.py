@@ -15,6 +15,7 @@ from smelt.export.generation_graph.graph_builder import GraphBuilder, GraphLevel
 from smelt.export.generation_graph.step_model import ShortlistHead
 from smelt.export.onnx_stage import Onnx
 from smelt.export.settings import OnnxSettings
+from smelt.generation.backend import Batch
 from smelt.generation.config import (
     GenerationSettings,
     make_shortlist,
@@ -23,7 +24,6 @@ from smelt.generation.config import (
     write_shortlist,
 )
 from smelt.generation.search import generate_in_graph, generate_resolved
-from smelt.runtimes.backend import Batch
 from smelt.runtimes.onnx_backend import session_options
 from smelt.runtimes.registry import open_folder
 from tests.support.expected_errors import raises_code

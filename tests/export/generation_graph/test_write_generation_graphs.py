@@ -9,9 +9,9 @@ import pytest
 
 from smelt.core.errors import ParityError
 from smelt.export.generation_graph.write import _equally_likely, verify_generation_graphs
+from smelt.generation.backend import Batch
 from smelt.generation.config import GenerationSettings, resolve_generation
 from smelt.generation.search import generate_resolved
-from smelt.runtimes.backend import Batch
 from tests.support.expected_errors import raises_code
 
 PAD, EOS, START, VOCABULARY = 0, 1, 3, 8

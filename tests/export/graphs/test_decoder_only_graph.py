@@ -17,10 +17,10 @@ from smelt.export.convert_to_half import convert_to_half
 from smelt.export.graphs.decoder_only import unfused_heads_warning
 from smelt.export.onnx_stage import Onnx
 from smelt.export.settings import OnnxSettings
+from smelt.generation.backend import Batch
 from smelt.generation.config import GenerationSettings
 from smelt.generation.runners import token_nll
 from smelt.generation.search import generate
-from smelt.runtimes.backend import Batch
 from smelt.runtimes.registry import open_folder, open_runner
 from smelt.tasks.read_split import read_split
 from tests.support import harness

@@ -12,7 +12,6 @@ from smelt.core.artifact import Artifact, Manifest
 from smelt.core.errors import InputError, MissingDependencyError, RunError
 from smelt.core.files import sha256_of
 from smelt.core.messages import Message, message_codes, warning
-from smelt.core.stage import Context
 from smelt.data.splits import Example, Split
 from smelt.export.settings import TensorrtSettings
 from smelt.export.tensorrt import stage as module
@@ -20,6 +19,7 @@ from smelt.export.tensorrt.build_engine import BuildOptions, ProfileShapes, Size
 from smelt.export.tensorrt.stage import TensorrtStage, profile_ranges
 from smelt.runtimes import tensorrt_engine
 from smelt.runtimes.tensorrt_engine import EngineSidecar, graph_hash, read_sidecar
+from smelt.stage import Context
 from tests.support import harness
 from tests.support.expected_errors import raises_code, raises_setting_codes
 

@@ -72,7 +72,7 @@ WORDS = [
 @pytest.mark.parametrize(("name", "word"), WORDS)
 def test_config_keys_set_number_of_heads_in_all_attentions(name, word):
     """A model that is made of a config with half of it has products of half of it, in every attention."""
-    more = {"gemma": {"num_key_value_heads": 2}, "qwen2": {"head_dim": 16}}  # what can be halved, and is said
+    more = {"gemma": {"num_key_value_heads": 2}}  # what can be halved
     model, family = family_models.load(name, **more.get(name, {})), FAMILIES[name]
     attentions = model_attentions(model)
     options = {getattr(parts, word) for parts in attentions}
@@ -80,7 +80,10 @@ def test_config_keys_set_number_of_heads_in_all_attentions(name, word):
         assert word != "heads_key"
         return
     config = model.config.to_dict()
-    values = {setting: (config.get(setting) or 16) // 2 for setting in options}
+    for parts in attentions:  # where a config leaves the width to the other sizes, it is set
+        if parts.head_dim_key and config.get(parts.head_dim_key) is None:
+            config[parts.head_dim_key] = heads(model, parts)[2]
+    values = {setting: config[setting] // 2 for setting in options}
     with torch.device("meta"):
         less = type(model)(type(model.config).from_dict(config | values))
     replace_conv1d(less)

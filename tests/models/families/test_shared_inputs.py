@@ -8,10 +8,6 @@ import torch
 from smelt.models.families.registry import blocks_of, shared_inputs
 from tests.support.models import family_models
 
-# where the last product of an attention or a feed-forward part is fed by a product alone; all attentions are
-GATED = {"llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "modernbert"}
-RELU = {"t5", "m2m_100", "opt"}  # the tiny T5 has ReLU, as v1.0 has
-
 
 @pytest.mark.parametrize("family", family_models.NAMES)
 def test_every_linear_layer_has_one_input(family):
@@ -21,8 +17,10 @@ def test_every_linear_layer_has_one_input(family):
     assert readers == Counter({name: 1 for part in parts for name in part.linear_layers})
     produced = {name for feed in shared_inputs(model) if feed.producer for name in feed.consumers}
     outs = {a.out for block in blocks_of(model) for a in block.attentions}
-    downs = {block.feed_forward.down for block in blocks_of(model)}
-    assert produced == outs | (downs if family in GATED | RELU else set())
+    feeds = [block.feed_forward for block in blocks_of(model)]
+    config = model.config.to_dict()
+    scalable = {feed.down for feed in feeds if feed.gate or config[feed.activation_key] == "relu"}
+    assert produced == outs | scalable
 
 
 @pytest.mark.parametrize("family", family_models.NAMES)

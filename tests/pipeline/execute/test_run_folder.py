@@ -10,13 +10,13 @@ import pytest
 from smelt.cli.store import find_unused, remove_unused
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
-from smelt.core.stage import no_progress
 from smelt.core.store import Store
 from smelt.data.splits import Example, Split
 from smelt.evaluate.report.render import render_html
 from smelt.evaluate.report.schema import validate_report
 from smelt.pipeline.execute.run_folder import RunFolder, default_store, open_store, require_run_folder
 from smelt.pipeline.plan.load_plan import load_plan
+from smelt.stage import no_progress
 from tests.support import harness
 from tests.support.expected_errors import command_error, raises_code
 from tests.support.models import tiny

@@ -10,7 +10,7 @@ import pytest
 from smelt.core.messages import message_codes
 from smelt.data.tasks import task_traits
 from smelt.pipeline.plan.check_context import CheckContext
-from smelt.pipeline.plan.gates import choose_judging_split
+from smelt.pipeline.plan.run_checks import choose_judging_split
 from tests.support.expected_errors import message_locations
 from tests.support.standins.stage_stand_ins import STAGE_TREE, plan_errors, plan_stages
 

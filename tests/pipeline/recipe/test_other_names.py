@@ -2,10 +2,10 @@
 
 import pytest
 
-from smelt.core.stage import Settings
 from smelt.pipeline.recipe.stages import load_stage
 from smelt.pipeline.recipe.validation_errors import RecipeErrors, validate_settings
 from smelt.pipeline.recipe.yaml_file import parse_yaml
+from smelt.stage import Settings
 from tests.support.expected_errors import raises_code
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from smelt.core.artifact import Format
 from smelt.core.errors import InputError
-from smelt.core.stage import Need, Settings, Stage
 from smelt.data.tasks import Task
 from smelt.pipeline.recipe.stages import STAGE_CLASSES, all_stages, load_stage
+from smelt.stage import Need, Settings, Stage
 from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick

@@ -64,7 +64,7 @@ FAST = {
     ("m2m_100", "chain-listed"), ("t5-plain", "chain-static"), ("gemma", "chain-smooth"),
     ("gpt2", "chain-qlora"), ("electra", "chain-narrow"), ("qwen2", "bits"),
     ("roberta", "chain-deep"), ("pegasus", "chain-words"), ("llama", "chain-awq"),
-    ("albert", "chain"), ("t5", "chain-parts"), ("resnet", "chain-convolutions"),
+    ("albert", "chain"), ("starcoder2", "chain"), ("t5", "chain-parts"), ("resnet", "chain-convolutions"),
 }  # fmt: skip
 
 

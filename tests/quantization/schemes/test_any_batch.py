@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from smelt.generation.backend import Batch
 from smelt.generation.config import GenerationSettings
 from smelt.generation.search import generate
-from smelt.runtimes.backend import Batch
 from smelt.runtimes.registry import open_folder, open_runner
 from tests.support.graphs import graph_exports
 from tests.support.models import tiny

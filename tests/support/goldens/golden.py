@@ -110,9 +110,9 @@ def _random_bits(count: int, seed: int) -> Any:
 
 def _run_stage(word: str, settings: Any, source: Path, task: str, teacher: Any, out: Path) -> Path:
     """Run a stage as the pipeline does; return its folder."""
-    from smelt.core.stage import Context
     from smelt.data.splits import Columns, Split
     from smelt.pipeline.recipe.stages import load_stage
+    from smelt.stage import Context
     from smelt.tasks.read_split import read_split
 
     out.mkdir()

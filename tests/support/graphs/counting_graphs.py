@@ -11,7 +11,7 @@ import numpy as np
 from onnx import TensorProto, helper, save
 
 from smelt.core.errors import InputError
-from smelt.runtimes.backend import Batch
+from smelt.generation.backend import Batch
 from tests.support.expected_errors import raises_code
 
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from smelt.core.stage import Context
 from smelt.data.splits import Example, Split
+from smelt.models.families.registry import FAMILIES as REGISTERED
+from smelt.stage import Context
 from tests.support import harness
 from tests.support.models import causal, classifiers, embedders, every_family, images, seq2seq, tiny
 from tests.support.shared_folders import make_once
@@ -24,6 +25,16 @@ ROWS = tuple(Example(s, label=0, references=(s,)) for s in tiny.SENTENCES)
 ONE_LAYER_PER_STACK: dict[str, Any] = dict.fromkeys(every_family.ENCODER_DECODER_LAYERS, 1)
 """One layer a stack, where no test takes one of two away; a second would only be traced once more."""
 ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1}
+_TWO_LAYERS = ("albert", "modernbert", "opt")
+"""Families whose layers differ, or are one block that is called for each."""
+
+
+def _exported_family(name: str, tiny_family: every_family.TinyFamily) -> tuple[Callable[[Path], Path], str]:
+    """Return the maker of a family's tiny model, and its task."""
+    layers = {} if name in _TWO_LAYERS else dict.fromkeys(tiny_family.layers, 1)
+    return partial(every_family.write_model, family=name, **layers), REGISTERED[name].tasks[0]
+
+
 FAMILIES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "marian": (tiny.write_marian, "translation"),
     "t5": (seq2seq.write_t5, "summarization"),
@@ -36,15 +47,8 @@ FAMILIES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "llama": (partial(causal.write_model, family="llama", **ONE_LAYER), "language-modeling"),
     "embedder": (embedders.write_embedder, embedders.TASK),
     "mbart": (partial(seq2seq.write_bart, kind="mbart", **ONE_LAYER_PER_STACK), "translation"),
-    **{f: (partial(every_family.write_model, family=f, **layers), t) for f, t, layers in (
-        ("m2m_100", "translation", ONE_LAYER_PER_STACK), ("pegasus", "summarization", ONE_LAYER_PER_STACK),
-        ("mpnet", "text-classification", ONE_LAYER), ("modernbert", "text-classification", {}),
-        ("electra", "text-classification", ONE_LAYER), ("xlm-roberta", "text-classification", ONE_LAYER),
-        ("albert", "text-classification", {}),
-        ("mistral", "language-modeling", ONE_LAYER), ("gemma", "language-modeling", ONE_LAYER),
-        ("qwen3", "language-modeling", ONE_LAYER), ("phi3", "language-modeling", ONE_LAYER),
-        ("opt", "language-modeling", {}),
-    )},
+    **{name: _exported_family(name, tiny_family) for name, tiny_family in every_family.MODELS.items()
+       if tiny_family.config},
     **{f: (partial(images.write_model, family=f), images.TASK) for f in images.CONFIGS},
     **{
         f"embedder-{f}": (partial(embedders.write_embedder, family=f), embedders.TASK)

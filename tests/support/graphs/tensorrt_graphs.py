@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from smelt.models.families.registry import FAMILIES as REGISTERED
 from tests.support.graphs import graph_exports
 from tests.support.graphs.graph_exports import ROWS, make_context
 
@@ -20,15 +21,9 @@ __all__ = [
 ]
 
 GRAPH_COUNTS = {
-    "marian": 2, "t5": 2, "roberta": 1, "embedder": 1, "gpt2": 1, "llama": 1,
-    "bart": 2, "bert": 1, "distilbert": 1, "qwen2": 1,
-    "mbart": 2, "m2m_100": 2, "pegasus": 2, "mpnet": 1, "modernbert": 1, "electra": 1,
-    "albert": 1, "xlm-roberta": 1,
-    "mistral": 1, "qwen3": 1, "gemma": 1, "phi3": 1, "opt": 1,
-    "vit": 1, "resnet": 1,
-    "embedder-distilbert": 1, "embedder-roberta": 1, "embedder-mpnet": 1, "embedder-modernbert": 1,
-    "embedder-electra": 1, "embedder-albert": 1, "embedder-xlm-roberta": 1,
-}  # fmt: skip
+    name: 2 if name in REGISTERED and REGISTERED[name].architecture == "seq2seq" else 1
+    for name in graph_exports.FAMILIES
+}
 """Families, and how many graphs each leaves as."""
 COMMON_FAMILIES = ("marian", "t5", "roberta", "embedder", "gpt2", "llama")
 """Those that are taken without SMELT_MATRIX=all: one of each kind, and two where what is fed differs."""

@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from smelt.core.stage import Context
 from smelt.data.splits import Columns
 from smelt.data.tasks import Task
 from smelt.models.families.registry import FAMILIES
+from smelt.stage import Context
 from smelt.tasks.read_split import read_split
 from tests.support import harness
 from tests.support.models import causal, classifiers, images, seq2seq, tiny
@@ -68,6 +68,10 @@ OPT_CONFIG = {
     "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 64, "dropout": 0.0,
 }  # fmt: skip
+STARCODER2_CONFIG = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "sliding_window": 6,
+}  # fmt: skip
 MODELS: dict[str, TinyFamily] = {
     "marian": TinyFamily(ENCODER_DECODER_LAYERS, tiny.write_marian),
     "t5": TinyFamily(("num_layers", "num_decoder_layers"), partial(seq2seq.write_t5, gated=True)),
@@ -100,6 +104,7 @@ MODELS: dict[str, TinyFamily] = {
     "phi3": TinyFamily(
         STACK, config=GATED_CONFIG | {"sliding_window": None, "original_max_position_embeddings": 64}
     ),
+    "starcoder2": TinyFamily(STACK, config=STARCODER2_CONFIG),
     "vit": TinyFamily(STACK, images.write_model),
     "resnet": TinyFamily((), partial(images.write_model, family="resnet")),
 }

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from smelt.generation.backend import Batch
 from smelt.generation.search import generate_resolved
-from smelt.runtimes.backend import Batch
 
 VOCABULARY, PAD, EOS = 24, 0, 1
 _SHARED = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "eos_token_id": EOS}

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from zlib import crc32
 
 from smelt.compress.quantize.settings import QuantizeSettings
-from smelt.core.stage import QuantizedInput, Settings
 from smelt.pipeline.recipe.stages import load_stage
 from smelt.quantization.scheme import Scheme
 from smelt.quantization.schemes.registry import SCHEMES
+from smelt.stage import QuantizedInput, Settings
 from tests.support.pairs.paired_techniques import MODELS, TECHNIQUES, Technique, TinyModel
 
 PairCase = tuple[str, str, str]

@@ -79,10 +79,10 @@ def count_model(folder: Path) -> ModelCounts:
     from smelt.models.checkpoint import load_model
     from smelt.models.edits import is_masked
     from smelt.models.families.registry import blocks_of, family_of
-    from smelt.models.layers import LowRankLinear, ScaledLinear, component_layers
+    from smelt.models.layers import LowRankCorrectedLinear, LowRankLinear, ScaledLinear, component_layers
     from smelt.models.model_size import count_parameters
     from smelt.models.weight_files import weight_files_size
-    from smelt.quantization.layers import LowRankCorrectedLinear, SplitLinear, is_quantized
+    from smelt.quantization.layers import SplitLinear, is_quantized
 
     model, _ = load_model(folder)
     config, blocks = model.config, blocks_of(model)

@@ -2,9 +2,8 @@
 
 from html.parser import HTMLParser
 
-from smelt.evaluate.report.pareto import pareto_front
 from smelt.evaluate.report.schema import validate_report
-from smelt.evaluate.report.verdict import decide
+from smelt.evaluate.report.verdict import decide, pareto_front
 
 # name, stage, parent, format, target, BLEU, p50 ms at batch 1, MB, million parameters
 STEPS = [

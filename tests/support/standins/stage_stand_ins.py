@@ -16,11 +16,11 @@ from safetensors.numpy import save_file
 
 from smelt.core.errors import InputError
 from smelt.core.messages import Message
-from smelt.core.stage import Settings, Stage, StepName
 from smelt.pipeline.inspect import machine
 from smelt.pipeline.plan.load_plan import load_plan
 from smelt.pipeline.plan.plan import Plan
 from smelt.pipeline.recipe import stages as stage_table
+from smelt.stage import Settings, Stage, StepName
 from tests.support.models import tiny
 
 TASKS = frozenset({"translation", "text-classification"})

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from smelt.generation import runner as runner_module
 from smelt.generation.config import GenerationSettings
+from smelt.generation.runner import TextTools
 from smelt.models.text_rules import NO_LIMIT
-from smelt.runtimes import runner as runner_module
-from smelt.runtimes.runner import TextTools
 
 pytestmark = pytest.mark.quick
 

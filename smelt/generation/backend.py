@@ -1,7 +1,7 @@
 """The interface of every runtime: batches of tokens in, graphs called by name, caches from call to call.
 
 A backend handles files, memory, threads and devices; the runners (`smelt/generation/`,
-`smelt/runtimes/runner.py`) prepare the inputs. Graphs, inputs and outputs have Optimum's names. A graph
+`smelt/runtimes/runners.py`) prepare the inputs. Graphs, inputs and outputs have Optimum's names. A graph
 passes its output `present.*` to its next call, which takes it as `past_key_values.*`.
 
 Shapes: B = batch, L = tokens of the longest row, R = rows, S = input tokens of one call, P = tokens of

@@ -203,7 +203,7 @@ def _quantization_lines(onnx_model: OnnxModel, task: Task, calibrated: bool) -> 
         details.get(name, {}) for name in ("operators", "weighted_operators", "inner_weighted_operators")
     )
     if details.get("codes"):
-        yield "  # no quantization: it is quantized already"
+        yield "  # no quantization: its weights have 8 bits or fewer"
         return
     convolutions = sum(weighted.get(name, 0) for name in _CONVOLUTION_OPERATORS)
     # int8-dynamic also quantizes the bodies of If, Loop and Scan

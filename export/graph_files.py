@@ -82,6 +82,11 @@ def read_graph(path: Path, values: bool = True) -> Any:
         ) from error
 
 
+def graph_bytes(path: Path) -> int:
+    """Return the bytes of the graph `path` and of its external data file."""
+    return sum(file.stat().st_size for file in (path, external_data_path(path)) if file.is_file())
+
+
 def inline_weight_bytes(model: Any) -> int:
     """Return the bytes of the inline weights of an onnx.ModelProto."""
     return sum(len(tensor.raw_data) for tensor in model.graph.initializer)

@@ -308,6 +308,7 @@ class Stage(ABC, Generic[SettingsT]):
         needs: data and hardware that it always needs.
         may_need: data that it needs with some settings (`needs_with`).
         needs_float: whether it needs float weights, which a quantized model lacks.
+        needs_float32: whether it needs weights of more than 16 bits.
         changes_quantized_weights: whether it changes the weights of a quantized model, without training.
         prunes_units: whether it removes single heads or neurons.
         trains_weights: whether it can train a model with random weights.
@@ -325,6 +326,7 @@ class Stage(ABC, Generic[SettingsT]):
     needs: ClassVar[frozenset[Need]] = frozenset()
     may_need: ClassVar[frozenset[Need]] = frozenset()
     needs_float: ClassVar[bool] = False
+    needs_float32: ClassVar[bool] = False
     changes_quantized_weights: ClassVar[bool] = False
     prunes_units: ClassVar[bool] = False
     trains_weights: ClassVar[bool] = False

@@ -5,6 +5,8 @@
   default value of an input.
 - Weights of inner graphs (If, Loop, Scan) are moved to the outermost graph, where quantizers find them.
 - Value names are unique. Two branches of an If may use the same name; here they do not.
+- A model of float16, bfloat16 or float64 weights computes in float32; its inputs and outputs keep their
+  types. Float32 has every value of float16 and bfloat16.
 
 `rename_reserved` renames values and nodes whose names ONNX Runtime's quantizers could create themselves. For
 a value `x` they create `x_scale`, `x_quantized`, `x_DequantizeLinear` and so on. They do not check whether
@@ -20,9 +22,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from smelt.core.artifact import Artifact
 from smelt.export.graph_files import read_graph
-from smelt.runtimes.graph_walk import all_nodes, subgraphs
+from smelt.runtimes.graph_walk import all_nodes, iter_graphs, iter_model_tensors, subgraphs
+from smelt.runtimes.onnx_import.graph_files import NON_FLOAT32_DTYPES, dominant_float_type
 from smelt.stage import Context
 
 _LISTED = 4  # since this IR version an initializer need not be an input
@@ -39,6 +44,8 @@ def normalize_graph(path: Path) -> Any:
         for body in subgraphs(node):
             _rename_shadowing(body, {}, used_names)
             _hoist_matrices(body, graph)
+    if dominant_float_type(model) in NON_FLOAT32_DTYPES:
+        _convert_to_float32(model)
     return model
 
 
@@ -49,7 +56,8 @@ def is_normalized(model: Any) -> bool:
         tensor.name for tensor in graph.initializer if len(tensor.dims) >= _MATRIX
     }
     inner = any(subgraphs(node) for node in graph.node)
-    return not (model.functions or listed_initializers or inner or model.ir_version < _LISTED)
+    narrow = dominant_float_type(model) in NON_FLOAT32_DTYPES
+    return not (model.functions or listed_initializers or inner or narrow or model.ir_version < _LISTED)
 
 
 def iter_model_nodes(model: Any) -> Iterator[Any]:
@@ -83,6 +91,55 @@ def remove_weight_inputs(model: Any) -> None:
     for value in [value for value in graph.input if value.name in weights]:
         graph.input.remove(value)
     model.ir_version = max(_LISTED, model.ir_version)
+
+
+# float16, float64 and bfloat16 in onnx.TensorProto, and the attributes of nodes that hold such a number
+_OTHER_FLOATS = (10, 11, 16)
+_DTYPE_ATTRIBUTES = ("to", "dtype", "output_datatype", "stash_type")
+
+
+def _convert_to_float32(model: Any) -> None:
+    """Convert all weights and values of other floating-point types to float32, but not inputs and outputs."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    graph = model.graph
+    dtypes = {value.name: value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)}
+    dtypes = {name: dtype for name, dtype in dtypes.items() if dtype in _OTHER_FLOATS}
+    for tensor in iter_model_tensors(model):
+        if tensor.data_type in _OTHER_FLOATS:
+            values = numpy_helper.to_array(tensor).astype(np.float32)
+            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+    for node in all_nodes(graph.node):
+        for attribute in node.attribute:
+            if attribute.name in _DTYPE_ATTRIBUTES and attribute.i in _OTHER_FLOATS:
+                attribute.i = TensorProto.FLOAT
+    values = [value for g in iter_graphs(graph) for value in (*g.input, *g.output, *g.value_info)]
+    for value in values:
+        _set_float32(value.type)
+    taken = _value_names(graph)
+    converted = {name: _unused_name(name, taken) for name in dtypes}
+    ends = [(value, value.name) for value in (*graph.input, *graph.output)]
+    _rename_values(graph, converted)
+    for value, name in ends:
+        value.name = name
+        value.type.tensor_type.elem_type = dtypes.get(name, value.type.tensor_type.elem_type)
+    inputs = {value.name for value in graph.input}
+    for name, dtype in dtypes.items():
+        if name in inputs:
+            graph.node.insert(0, helper.make_node("Cast", [name], [converted[name]], to=TensorProto.FLOAT))
+        else:
+            graph.node.append(helper.make_node("Cast", [converted[name]], [name], to=dtype))
+
+
+def _set_float32(kind: Any) -> None:
+    """Replace other floating-point types in an onnx.TypeProto, also inside a sequence or an optional."""
+    value_field = kind.WhichOneof("value")
+    if value_field in ("tensor_type", "sparse_tensor_type"):
+        tensor_type = getattr(kind, value_field)
+        if tensor_type.elem_type in _OTHER_FLOATS:
+            tensor_type.elem_type = 1
+    elif value_field in ("sequence_type", "optional_type"):
+        _set_float32(getattr(kind, value_field).elem_type)
 
 
 def _defined_names(graph: Any) -> set[str]:

@@ -114,12 +114,11 @@ class _ActivationReader:
     ) -> None:
         from onnxruntime.quantization import CalibrationMethod, create_calibrator
 
-        from smelt.export.graph_files import MAX_INLINE_BYTES, external_data_path
+        from smelt.export.graph_files import MAX_INLINE_BYTES, graph_bytes
 
-        size = sum(file.stat().st_size for file in (path, external_data_path(path)) if file.is_file())
         calibrator = create_calibrator(
             path, list(operators), str(folder / "augmented.onnx"), CalibrationMethod.Percentile,
-            use_external_data_format=size > MAX_INLINE_BYTES,
+            use_external_data_format=graph_bytes(path) > MAX_INLINE_BYTES,
         )  # fmt: skip
         self.names = sorted(set(calibrator.tensors_to_calibrate) - set(but))
         self._session = calibrator.infer_session
@@ -284,9 +283,9 @@ def run_ort_quantizer(
     from onnxruntime.quantization import QuantType, quantize_dynamic
     from onnxruntime.quantization.quant_utils import load_model_with_shape_infer, update_opset_version
 
-    from smelt.export.graph_files import MAX_INLINE_BYTES, external_data_path
+    from smelt.export.graph_files import MAX_INLINE_BYTES, graph_bytes
 
-    size = sum(file.stat().st_size for file in (source, external_data_path(source)) if file.is_file())
+    size = graph_bytes(source)
     model = update_opset_version(load_model_with_shape_infer(source), QuantType.QInt8)
     value_kinds = _value_types(model.graph)
     float_nodes = float_only_nodes(model, value_kinds, settings.quantized_op_types)
@@ -317,13 +316,9 @@ def run_ort_quantizer(
     for body in bodies:
         unquantizable = unquantizable_nodes(body, value_kinds, settings.quantized_op_types)
         unquantizable |= _vector_products(body, vectors, settings)
-        # the quantizer does not find weights of an LSTM in an outer graph
-        unquantizable |= {
-            node_index: "inside If, Loop or Scan"
-            for node_index, node in enumerate(body.node)
-            if node.op_type == "LSTM"
-        }
         names += _name_float_nodes(body, unquantizable, ctx)
+        if "LSTM" in settings.quantized_op_types:
+            _quantize_inner_lstms(model, body, names)
     quantize_dynamic(
         model if float_nodes or bodies else source, target, op_types_to_quantize=settings.quantized_op_types,
         per_channel=settings.per_channel,
@@ -333,6 +328,52 @@ def run_ort_quantizer(
         use_external_data_format=size > MAX_INLINE_BYTES,
         extra_options={"DefaultTensorType": 1, "EnableSubgraph": bool(bodies)},
     )  # fmt: skip
+
+
+_SIGNED_BITS = 63  # the largest value of 7 bits: without VNNI, sums of two products of 8 bits overflow
+
+
+def _quantize_inner_lstms(model: Any, body: Any, exclude: Collection[str]) -> None:
+    """Replace each LSTM of an inner graph by DynamicQuantizeLSTM, with one scale per row of its matrices.
+
+    ONNX Runtime's quantizer finds the weights of an LSTM only in the LSTM's own graph.
+    """
+    from onnx import TensorProto, helper
+
+    weights = {t.name: t for t in model.graph.initializer if t.data_type == TensorProto.FLOAT}
+    for node in body.node:
+        batch_first = any(attribute.name == "layout" and attribute.i for attribute in node.attribute)
+        if node.op_type != "LSTM" or node.domain or node.name in exclude or batch_first:
+            continue
+        if any(name not in weights or len(weights[name].dims) != 3 for name in node.input[1:3]):
+            continue
+        (values, *values_ends), (recurrent, *recurrent_ends) = (
+            _quantize_lstm_weight(model.graph, weights[name]) for name in node.input[1:3]
+        )
+        others = [*node.input[3:], *[""] * (8 - len(node.input))]
+        node.input[:] = [node.input[0], values, recurrent, *others, *values_ends, *recurrent_ends]
+        node.op_type, node.domain = "DynamicQuantizeLSTM", "com.microsoft"
+        attributes = [attribute for attribute in node.attribute if attribute.name != "layout"]
+        del node.attribute[:]
+        node.attribute.extend(attributes)
+        if all(opset.domain != node.domain for opset in model.opset_import):
+            model.opset_import.append(helper.make_opsetid(node.domain, 1))
+
+
+def _quantize_lstm_weight(graph: Any, weight: Any) -> tuple[str, str, str]:
+    """Add int8 [D, I, 4H], scales and zero points [D, 4H] of an LSTM's weight [D, 4H, I]; return names."""
+    from onnx import numpy_helper
+
+    values = numpy_helper.to_array(weight)
+    names = (f"{weight.name}.int8", f"{weight.name}.int8.scale", f"{weight.name}.int8.zero")
+    if any(tensor.name == names[0] for tensor in graph.initializer):
+        return names
+    largest = np.abs(values).max(axis=2, initial=0)
+    scale = np.where(largest > 0, largest, 1) / np.float32(_SIGNED_BITS)
+    q_weight = np.rint(values / scale[..., None]).astype(np.int8).transpose(0, 2, 1)
+    tensors = (np.ascontiguousarray(q_weight), scale.astype(np.float32), np.zeros(scale.shape, np.int8))
+    graph.initializer.extend(numpy_helper.from_array(v, n) for v, n in zip(tensors, names, strict=True))
+    return names
 
 
 def _vector_products(graph: Any, vectors: Collection[str], settings: QuantizeOnnxSettings) -> dict[int, str]:
@@ -372,16 +413,18 @@ def _warn_about_subgraphs(
 ) -> None:
     """Warn about weights of inner graphs, which static quantization leaves in float."""
     sizes = {tensor.name: 4 * math.prod(tensor.dims) for tensor in graph.initializer}
-    nodes = (node for body in bodies for node in body.node if node.op_type in settings.quantized_op_types)
+    nodes = [node for body in bodies for node in body.node if node.op_type in (*WEIGHTED_OPS, "GRU", "RNN")]
     float_weights = {name for node in nodes for name in node.input if name in sizes}
     if float_weights:
-        total = sum(sizes[name] for name in float_weights) / 1e6
+        dynamic = {
+            name for node in nodes if node.op_type in _DYNAMIC_OPS for name in node.input
+        } & float_weights
+        count, total = len(float_weights), sum(sizes[name] for name in float_weights) / 1e6
+        advice = f" scheme: {DEFAULT_SCHEME} quantizes {len(dynamic):,} of them." if dynamic else ""
         ctx.warn(
             "weights-kept-float",
-            f"{len(float_weights):,} weight{'s remain' if len(float_weights) > 1 else ' remains'} "
-            f"float ({total:.2g} MB): they"
-            " are used inside If, Loop or Scan, where activations cannot be calibrated. Use scheme:"
-            f" {DEFAULT_SCHEME} to quantize them.",
+            f"{count:,} weight{'s remain' if count > 1 else ' remains'} float ({total:.2g} MB): they"
+            f" are used inside If, Loop or Scan, where activations cannot be calibrated.{advice}",
         )
 
 

@@ -5,8 +5,8 @@ The quantizers' graphs are corrected in node order, domains and scales of stacke
 
 from __future__ import annotations
 
+import hashlib
 import logging
-import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -38,6 +38,7 @@ from smelt.export.onnx_models.prepare_for_quantizer import PER_CHANNEL_OPSET, pr
 from smelt.models.step_size import SizeInputs, StepSize, one_shot_size
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME, STATIC_SCHEME
 from smelt.runtimes.graph_walk import all_nodes, node_inputs, subgraphs
+from smelt.runtimes.onnx_import.validate_graph import float_matrices_message
 from smelt.stage import Context, Need, Settings, Stage
 
 
@@ -130,12 +131,9 @@ _QUANTIZED_OPS = frozenset(
         *("DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "QAttention", "QEmbedLayerNormalization"),
     }
 )
+_MIN_REPEATED = 0.05  # fraction of the bytes of all weights, above which equal ones are stored once
+_SLACK_BYTES = 100_000  # for the nodes that int8 adds to a small graph
 _MAX_COMPARED = 64  # samples on which the quantized graph is compared with the float one
-# Bytes of a float by its number in onnx.TensorProto: float, float16, double, bfloat16.
-_BYTES_BY_TYPE = {1: 4, 10: 2, 11: 8, 16: 2}
-_MIN_FLOAT_SHARE = 0.01  # fraction of the bytes of all weights, below which a float matrix is not reported
-_MAX_NAMED = 3
-
 
 # Of a quantized weight: one, and its share of scales.
 _QUANTIZED_BYTES = 1.05
@@ -161,7 +159,7 @@ class QuantizeOnnx(Stage[QuantizeOnnxSettings]):
     source: ClassVar[str] = (
         "onnxruntime.quantization, https://onnxruntime.ai/docs/performance/model-optimizations"
     )
-    version: ClassVar[int] = 7
+    version: ClassVar[int] = 8
     imported_only: ClassVar[bool] = True
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[Settings]] = QuantizeOnnxSettings
@@ -204,7 +202,7 @@ class QuantizeOnnx(Stage[QuantizeOnnxSettings]):
         products = {*WEIGHTED_OPS, *settings.op_types}
         if not any(node.op_type in products for model in original_models for node in iter_model_nodes(model)):
             copy_graphs(src, ctx)  # decision trees, linear classifiers
-            _report(original_models, settings, ctx)
+            _report(src, paths, settings, ctx)
             return
         # samples of arrays have one shape, so several per call would only need more memory
         single_sample = settings.uses_calibration and task_traits(src.manifest.task).modality == "arrays"
@@ -218,7 +216,7 @@ class QuantizeOnnx(Stage[QuantizeOnnxSettings]):
             _write_quantized(path, settings, graph_feeds, ctx)
             require_runnable(ctx.out / path.name, graph_feeds)
             _compare_graphs(comparison, ctx.out / path.name, path, graph_feeds, ctx)
-        _report([read_graph(ctx.out / path.name, values=False) for path in paths], settings, ctx)
+        _report(src, paths, settings, ctx)
         comparison.record(ctx)
         if is_real:
             self._require_accuracy(comparison, paths, feeds, settings, ctx)
@@ -311,7 +309,12 @@ def _write_quantized(path: Path, settings: QuantizeOnnxSettings, feeds: list[Any
     Raises:
         RunError: the quantizer fails.
     """
-    from smelt.export.graph_files import write_graph
+    from smelt.export.graph_files import (
+        external_data_path,
+        inline_weight_bytes,
+        share_weights,
+        write_graph,
+    )
     from smelt.runtimes.onnx_backend import silence_onnxruntime
 
     with TemporaryDirectory(dir=ctx.out.parent, prefix=".quantize-") as folder:
@@ -346,7 +349,28 @@ def _write_quantized(path: Path, settings: QuantizeOnnxSettings, feeds: list[Any
             ) from error
         finally:
             logging.disable(disabled)
-        write_graph(restore_passthrough_outputs(model, passed), ctx.out / path.name)
+        model = restore_passthrough_outputs(model, passed)
+        shared = _repeated_bytes(model) > _MIN_REPEATED * inline_weight_bytes(model)
+        write_graph(model, ctx.out / path.name)
+        if shared:
+            share_weights([ctx.out / path.name], external_data_path(Path(path.name)).name)
+
+
+def _repeated_bytes(model: Any) -> int:
+    """Return the bytes of the weights that are equal to another one.
+
+    Nodes that share a weight get a copy each (`prepare_for_quantizer`). The copies remain tensors of their
+    own, stored once in the data file: without VNNI, ONNX Runtime 1.31 cannot open a graph in which two nodes
+    read one int8 weight (avx2_weight_s8_to_u8.cc creates a tensor of the same name for each).
+    """
+    seen: set[bytes] = set()
+    repeated = 0
+    for tensor in model.graph.initializer:
+        content = tensor.raw_data
+        key = hashlib.sha256(content).digest()
+        repeated += len(content) if key in seen else 0
+        seen.add(key)
+    return repeated
 
 
 def _per_tensor_settings(opset: int, settings: QuantizeOnnxSettings, ctx: Context) -> QuantizeOnnxSettings:
@@ -375,66 +399,41 @@ def _require_quantizable(paths: list[Path], settings: QuantizeOnnxSettings) -> N
             )
 
 
-def _report(models: list[Any], settings: QuantizeOnnxSettings, ctx: Context) -> None:
-    """Record what was quantized; warn if nothing was, with the possible reason."""
-    operators = Counter(node.op_type for model in models for node in iter_model_nodes(model))
-    ctx.details.update(nodes=operators.total(), operators=dict(operators.most_common()))
-    if _QUANTIZED_OPS & set(operators):
-        float_message = None if settings.uses_calibration else float_matrices_message(models)
-        if float_message is not None:
-            ctx.warn(
-                "matrices-kept-float",
-                f"{float_message}. ONNX Runtime does not quantize their operators, or weights inside "
-                "If, Loop and"
-                " Scan.",
-            )
-        return
-    advice = (
-        f"Set scheme: {STATIC_SCHEME}, which quantizes Conv."
-        if "Conv" in operators and not settings.uses_calibration
-        else "Remove this step."
-    )
-    ctx.warn(
-        "nothing-quantized",
-        f"Nothing was quantized: {settings.scheme} does not support the operators of this graph"
-        f" ({', '.join(list(operators)[:6])}), or none has constant weights as its second input. {advice}",
-    )
+def _report(src: Artifact, paths: list[Path], settings: QuantizeOnnxSettings, ctx: Context) -> None:
+    """Record what was quantized; warn if nothing was, with the possible reason, or if the files grew.
 
-
-def float_matrices_message(models: Sequence[Any]) -> str | None:
-    """Return the end of a warning about float matrices, the largest first; None if there are none.
-
-    Args:
-        models: onnx.ModelProto, with or without the values of their weights.
+    Where nothing was quantized, the graphs of `src` remain as they are.
     """
-    from smelt.runtimes.graph_walk import iter_model_tensors
-    from smelt.runtimes.onnx_import.validate_graph import node_label
+    from smelt.export.graph_files import graph_bytes, read_graph
 
-    readers: dict[str, str] = {}
-    sizes: dict[str, int] = {}
-    total = 0
-    for model in models:
-        for node in all_nodes(model.graph.node):
-            for name in node.input:
-                readers.setdefault(name, node_label(node))
-        for tensor in iter_model_tensors(model):
-            size = math.prod(tensor.dims) * _BYTES_BY_TYPE.get(tensor.data_type, 1)
-            total += size
-            if tensor.data_type in _BYTES_BY_TYPE and sum(length > 1 for length in tensor.dims) > 1:
-                sizes[tensor.name] = sizes.get(tensor.name, 0) + size
-    large = {
-        name: size for name, size in sizes.items() if size >= _MIN_FLOAT_SHARE * total and name in readers
-    }
-    if not large:
-        return None
-    worst = sorted(large, key=lambda name: -large[name])
-    matrix_texts = ", ".join(
-        f"'{name[:80]}' of {readers[name]} ({_megabytes(large[name])})" for name in worst[:_MAX_NAMED]
-    )
-    more_text = f" and {len(worst) - _MAX_NAMED:,} more" if len(worst) > _MAX_NAMED else ""
-    count_text = "1 matrix is" if len(large) == 1 else f"{len(large):,} matrices are"
-    return f"{count_text} still float, {_megabytes(sum(large.values()))}: {matrix_texts}{more_text}"
-
-
-def _megabytes(size_bytes: int) -> str:
-    return f"{size_bytes / 1e6:.3g} MB"
+    models = [read_graph(ctx.out / path.name, values=False) for path in paths]
+    operators = Counter(node.op_type for model in models for node in iter_model_nodes(model))
+    if not _QUANTIZED_OPS & set(operators):
+        copy_graphs(src, ctx)
+        models = [read_graph(path, values=False) for path in paths]
+        operators = Counter(node.op_type for model in models for node in iter_model_nodes(model))
+        outside = {node.op_type for model in models for node in model.graph.node}
+        advice = (
+            f"Set scheme: {STATIC_SCHEME}, which quantizes Conv."
+            if "Conv" in outside and not settings.uses_calibration
+            else "Remove this step."
+        )
+        ctx.warn(
+            "nothing-quantized",
+            f"Nothing was quantized: {settings.scheme} does not support the operators of this graph"
+            f" ({', '.join(list(operators)[:6])}), or none has constant weights. {advice}",
+        )
+    elif not settings.uses_calibration and (float_message := float_matrices_message(models)) is not None:
+        ctx.warn(
+            "matrices-kept-float",
+            f"{float_message}. ONNX Runtime does not quantize their operators, or convolutions inside If,"
+            " Loop and Scan.",
+        )
+    ctx.details.update(nodes=operators.total(), operators=dict(operators.most_common()))
+    before, after = (sum(graph_bytes(folder / path.name) for path in paths) for folder in (src.path, ctx.out))
+    if after > before + _SLACK_BYTES:
+        ctx.warn(
+            "larger-file",
+            f"The quantized file is larger than the float one ({before:,} to {after:,} bytes): a"
+            " weight that several nodes read in different forms is stored for each. Remove this step.",
+        )

@@ -71,9 +71,10 @@ class Fp16(Stage[Fp16Settings]):
     accepts: ClassVar[frozenset[Format]] = frozenset({"onnx"})
     produces: ClassVar[Format] = "onnx"
     source: ClassVar[str] = "operators kept in float32: onnxruntime.transformers.float16"
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
     imported_only: ClassVar[bool] = True
     needs_float: ClassVar[bool] = True
+    needs_float32: ClassVar[bool] = True
     settings_type: ClassVar[type[Settings]] = Fp16Settings
     tasks: ClassVar[frozenset[Task]] = frozenset(ALL_TASKS)
 
@@ -428,7 +429,7 @@ def _annotate_output_shapes(model: Any) -> None:
 
 def _rejection(path: Path, candidate: Path, samples: SampleFeeds) -> Message | None:
     """Return the reason why the simplified graph is rejected, or None."""
-    from smelt.export.graph_files import external_data_path
+    from smelt.export.graph_files import graph_bytes
     from smelt.export.onnx_models.graph_samples import (
         batch_size_of,
         max_output_difference,
@@ -437,13 +438,9 @@ def _rejection(path: Path, candidate: Path, samples: SampleFeeds) -> Message | N
     )
     from smelt.runtimes.onnx_import.signature import read_batch_axes
 
-    def size(path: Path) -> int:
-        return sum(file.stat().st_size for file in (path, external_data_path(path)) if file.is_file())
-
-    if size(candidate) > 1.05 * size(path) + _SLACK_BYTES:
-        return warning(
-            "larger-graph", f"onnxsim made the graph larger ({size(path):,} to {size(candidate):,} bytes)"
-        )
+    before, after = graph_bytes(path), graph_bytes(candidate)
+    if after > 1.05 * before + _SLACK_BYTES:
+        return warning("larger-graph", f"onnxsim made the graph larger ({before:,} to {after:,} bytes)")
     feeds, ctx = samples.for_graph(path.stem), samples.ctx
     try:
         require_runnable(candidate, feeds)

@@ -17,7 +17,6 @@ from smelt.models.text_rules import MODULES_FILE
 from smelt.pipeline.inspect.data_files import DataInfo, inspect_data
 from smelt.pipeline.inspect.model_folder import read_config
 from smelt.pipeline.inspect.model_info import (
-    NON_FLOAT32_DTYPES,
     OnnxModel,
     find_graph,
     find_tokenizer_folder,
@@ -199,18 +198,18 @@ def _quantization_lines(onnx_model: OnnxModel, task: Task, calibrated: bool) -> 
     Only int8-static quantizes convolutions. For transformers it loses more quality than int8-dynamic (MiniLM
     0.89 points of Spearman instead of 0.16: docs/measurements/int8-static.md).
     """
-    operators, inner_operators = (
-        onnx_model.details.get("operators", {}),
-        onnx_model.details.get("inner_operators", {}),
+    details = onnx_model.details
+    operators, weighted, inner_weighted = (
+        details.get(name, {}) for name in ("operators", "weighted_operators", "inner_weighted_operators")
     )
-    if onnx_model.details.get("codes") or onnx_model.details.get("floats") in NON_FLOAT32_DTYPES:
-        yield "  # no quantization: its weights are not float32"
+    if details.get("codes"):
+        yield "  # no quantization: its weights have 8 bits or fewer"
         return
-    convolutions = sum(operators.get(name, 0) for name in _CONVOLUTION_OPERATORS)
+    convolutions = sum(weighted.get(name, 0) for name in _CONVOLUTION_OPERATORS)
     # int8-dynamic also quantizes the bodies of If, Loop and Scan
-    products = sum(operators.get(name, 0) + inner_operators.get(name, 0) for name in _MATRIX_OPERATORS)
+    products = sum(weighted.get(name, 0) + inner_weighted.get(name, 0) for name in _MATRIX_OPERATORS)
     if not convolutions and not products:
-        yield "  # no quantization: none of its operators is supported by int8 schemes"
+        yield "  # no quantization: no operator with constant weights that int8 schemes support"
         return
     attends = operators.get("Softmax", 0) > 1 or any(name in operators for name in _ATTENTION_OPERATORS)
     static = convolutions and not (attends and products) and task_traits(task).modality == "arrays"

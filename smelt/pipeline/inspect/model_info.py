@@ -292,11 +292,6 @@ def _weight_count_and_dtype(folder: Path, coded: QuantizedModelInfo | None) -> t
 
 
 ONNX_SUFFIX = ".onnx"
-NON_FLOAT32_DTYPES = (
-    "float16",
-    "bfloat16",
-    "float64",
-)  # weights that the quantizers, which need float32, do not support
 _ONNX_FOLDER = "onnx"  # folder of the graphs in transformers.js and newer exports
 _GENERATION_GRAPHS = (ENCODER_GRAPH, FIRST_DECODER_GRAPH, DECODER_WITH_PAST_GRAPH, MERGED_DECODER_GRAPH)
 

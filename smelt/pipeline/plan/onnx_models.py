@@ -20,7 +20,6 @@ from smelt.models.families.registry import FAMILIES, FAMILIES_BY_TASK
 from smelt.models.text_rules import MODULES_FILE, POOLINGS
 from smelt.pipeline.inspect.model_folder import check_tokenizer_files, read_config, unknown_family_message
 from smelt.pipeline.inspect.model_info import (
-    NON_FLOAT32_DTYPES,
     OnnxModel,
     find_generation_graphs,
     find_graph,
@@ -208,20 +207,21 @@ def _with_batch_axes(context: CheckContext, model: OnnxModel) -> Findings[OnnxMo
 
 
 def check_float_weights(context: CheckContext) -> Iterator[Finding]:
-    """Check that no step needs float32 weights if the graph has quantized or float16 ones."""
+    """Check that no step needs float weights if the graph has quantized ones, or wider ones than it has."""
     model = context.onnx_model
     details = model.details if model is not None else {}
     num_quantized, float_dtype = details.get("codes"), details.get("floats")
     if num_quantized:
         weights = f"{num_quantized:,} weight{'s' * (num_quantized > 1)} of 8 bits or fewer"
-        problem = f"this file is already quantized ({weights}). Start from the float32 file"
-    elif float_dtype in NON_FLOAT32_DTYPES:
-        problem = f"the weights of this file are {float_dtype}. Start from a float32 file"
+        left = details.get("float_matrices")
+        problem = f"this file is already quantized ({weights}{f'; {left}' if left else ''})."
+    elif float_dtype in ("float16", "bfloat16"):
+        problem = f"the weights of this file are {float_dtype} already."
     else:
         return
     for step in context.steps:
-        if step.stage_class.needs_float:
-            text = f"{problem}, or remove this step; the other stages accept the file as it is."
+        if step.stage_class.needs_float if num_quantized else step.stage_class.needs_float32:
+            text = f"{problem} Remove this step, or start from the float32 file."
             yield context.setting_path(step.name), error_message("already-narrow", text)
 
 

@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 
 from smelt.core.messages import Message, error_message
 from smelt.runtimes.graph_walk import (
+    all_nodes,
     external_data_fields,
     is_external,
+    iter_initializers,
     iter_model_tensors,
 )
 from smelt.runtimes.onnx_import.signature import GraphSignature, TensorSpec
@@ -192,17 +194,27 @@ def _format_dims(dims: list[int]) -> str:
 
 
 def count_quantized_tensors(model: Any) -> int:
-    """Return the number of 8-bit or 4-bit tensors that operators of a quantized model read."""
-    kinds = {2, 3, 21, 22, 25, 26}  # uint8, int8, uint4, int4, uint2, int2
-    names = {t.name for t in model.graph.initializer if t.data_type in kinds and math.prod(t.dims) > 1}
-    quantized = (
-        node for node in model.graph.node if any(op_word in node.op_type for op_word in _QUANTIZED_OP_WORDS)
-    )
+    """Return the number of tensors of 8 bits or fewer that operators of a quantized model read."""
+    # uint8, int8, the float8 types, uint4, int4, float4, uint2, int2
+    dtypes = {2, 3, 17, 18, 19, 20, 21, 22, 23, 25, 26}
+    nodes = list(all_nodes([*model.graph.node, *(node for f in model.functions for node in f.node)]))
+    tensors = {tensor.name: tensor for tensor in iter_initializers(model.graph) if tensor.data_type in dtypes}
+    for node in nodes:
+        if node.op_type == "Constant" and node.attribute and node.attribute[0].t.data_type in dtypes:
+            tensors[node.output[0]] = node.attribute[0].t
+    names = {name for name, tensor in tensors.items() if math.prod(tensor.dims) > 1}
+    quantized = (node for node in nodes if any(part in node.op_type.lower() for part in _QUANTIZED_OP_WORDS))
     return len({name for node in quantized for name in node.input if name in names})
 
 
-# DequantizeLinear, QLinearConv, MatMulInteger, MatMulNBits, QAttention and the like
-_QUANTIZED_OP_WORDS = ("Quant", "QLinear", "Integer", "NBits", "QAttention", "QGemm", "QEmbed")
+# DequantizeLinear, QLinearConv, MatMulInteger, MatMulNBits, MatMulBnb4, QAttention and the like
+_QUANTIZED_OP_WORDS = (
+    *("quant", "qlinear", "integer", "nbits", "bnb4"),
+    *("qattention", "qgemm", "qembed", "qmoe"),
+)
+
+
+NON_FLOAT32_DTYPES = ("float16", "bfloat16", "float64")
 
 
 def dominant_float_type(model: Any) -> str | None:

@@ -16,7 +16,15 @@ from typing import Any, NamedTuple
 
 from smelt.core.messages import Message, error_message, messages_to_json
 from smelt.core.system import IsolatedProcessError, ProcessLimits, available_bytes, run_isolated
-from smelt.runtimes.graph_walk import all_nodes, node_inputs, normalized_domain, opset_versions, subgraphs
+from smelt.runtimes.graph_walk import (
+    all_nodes,
+    iter_initializers,
+    iter_model_tensors,
+    node_inputs,
+    normalized_domain,
+    opset_versions,
+    subgraphs,
+)
 from smelt.runtimes.onnx_import.graph_files import GraphFileError
 from smelt.runtimes.onnx_import.signature import GraphSignature
 
@@ -220,7 +228,7 @@ def _code_and_advice(message: str, float_type: str | None) -> tuple[str, str]:
 
 
 def _external_file_names(model: Any) -> list[str]:
-    from smelt.runtimes.graph_walk import external_data_fields, is_external, iter_model_tensors
+    from smelt.runtimes.graph_walk import external_data_fields, is_external
 
     return sorted(
         {
@@ -241,7 +249,14 @@ def _model_details(model: Any) -> dict[str, Any]:
 
     top_nodes = [*model.graph.node, *(node for function in model.functions for node in function.node)]
     operators = Counter(node.op_type for node in top_nodes)
-    inner = Counter(node.op_type for node in all_nodes(top_nodes)) - operators  # in If, Loop and Scan
+    constants = {tensor.name for tensor in iter_initializers(model.graph)}
+    constants |= {node.output[0] for node in all_nodes(top_nodes) if node.op_type == "Constant"}
+    inner_nodes = [node for outer in top_nodes for body in subgraphs(outer) for node in body.node]
+    inner_nodes = list(all_nodes(inner_nodes))  # of If, Loop and Scan
+    weighted, inner_weighted = (
+        Counter(node.op_type for node in nodes if constants & set(node.input))
+        for nodes in (top_nodes, inner_nodes)
+    )
     producer = f"{model.producer_name} {model.producer_version}".strip()
     return {
         "opset": opset_versions(model).get(""),
@@ -249,12 +264,57 @@ def _model_details(model: Any) -> dict[str, Any]:
         "parameters": count_graph_parameters(model),
         "producer": producer[:80],
         "operators": dict(operators.most_common()),
-        "inner_operators": dict(inner.most_common()),
+        "inner_operators": dict(Counter(node.op_type for node in inner_nodes).most_common()),
+        "weighted_operators": dict(weighted),
+        "inner_weighted_operators": dict(inner_weighted),
         "random": list(random_nodes(model)),
         "class_outputs": class_outputs(model),
         "codes": count_quantized_tensors(model),
+        "float_matrices": float_matrices_message([model]),
         "floats": dominant_float_type(model),
     }
+
+
+# Bytes of a float by its number in onnx.TensorProto: float, float16, double, bfloat16.
+_BYTES_BY_TYPE = {1: 4, 10: 2, 11: 8, 16: 2}
+_MIN_FLOAT_SHARE = 0.01  # fraction of the bytes of all weights, below which a float matrix is not reported
+_MAX_NAMED = 3
+
+
+def float_matrices_message(models: Sequence[Any]) -> str | None:
+    """Return the end of a warning about float matrices, the largest first; None if there are none.
+
+    Args:
+        models: onnx.ModelProto, with or without the values of their weights.
+    """
+    readers: dict[str, str] = {}
+    sizes: dict[str, int] = {}
+    total = 0
+    for model in models:
+        for node in all_nodes(model.graph.node):
+            for name in node.input:
+                readers.setdefault(name, node_label(node))
+        for tensor in iter_model_tensors(model):
+            size = math.prod(tensor.dims) * _BYTES_BY_TYPE.get(tensor.data_type, 1)
+            total += size
+            if tensor.data_type in _BYTES_BY_TYPE and sum(length > 1 for length in tensor.dims) > 1:
+                sizes[tensor.name] = sizes.get(tensor.name, 0) + size
+    large = {
+        name: size for name, size in sizes.items() if size >= _MIN_FLOAT_SHARE * total and name in readers
+    }
+    if not large:
+        return None
+    worst = sorted(large, key=lambda name: -large[name])
+    listed = ", ".join(
+        f"'{name[:80]}' of {readers[name]} ({_megabytes(large[name])})" for name in worst[:_MAX_NAMED]
+    )
+    more = f" and {len(worst) - _MAX_NAMED:,} more" if len(worst) > _MAX_NAMED else ""
+    what = "1 matrix is" if len(large) == 1 else f"{len(large):,} matrices are"
+    return f"{what} still float, {_megabytes(sum(large.values()))}: {listed}{more}"
+
+
+def _megabytes(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:.3g} MB"
 
 
 def is_out_of_memory(message: str) -> bool:

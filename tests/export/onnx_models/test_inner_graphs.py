@@ -10,6 +10,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+from smelt.core.messages import message_codes
 from smelt.data.npz_arrays import SampleArrays
 from smelt.data.splits import split_from_arrays
 from smelt.export.onnx_models import stages
@@ -329,7 +330,7 @@ def test_duplicate_or_missing_node_names_around_branch_are_supported(
     assert ctx.details["parity"]["relative"] < allowed
 
 
-def test_lstm_in_branch_is_kept_float(tmp_path: Path) -> None:
+def test_lstms_that_share_weights_across_branches_are_quantized(tmp_path: Path) -> None:
     branch_bodies = [
         body(
             [NODE("LSTM", ["steps", "v", "u"], [f"all{name}"], f"lstm{name}", hidden_size=4)],
@@ -347,6 +348,62 @@ def test_lstm_in_branch_is_kept_float(tmp_path: Path) -> None:
     weights = [tensor("v", 1, 16, 8), tensor("u", 1, 16, 4), tensor("w", 4, 4), constant("axis", [0])]
     weights += [constant("yes", True), constant("shape", [-1, 4])]
     ctx = run(*STAGES["int8-dynamic"][:2], graphs.make_model(nodes, *ends(4), weights), tmp_path)
-    operators = [node.op_type for node in all_nodes(onnx.load(tmp_path / "out/model.onnx").graph.node)]
-    assert ("LSTM" in operators, "MatMulInteger" in operators) == (True, True)
+    quantized = onnx.load(tmp_path / "out/model.onnx")
+    operators = [node.op_type for node in all_nodes(quantized.graph.node)]
+    assert (operators.count("DynamicQuantizeLSTM"), operators.count("MatMulInteger")) == (2, 1)
+    assert {t.data_type for t in quantized.graph.initializer if len(t.dims) == 3} == {TensorProto.INT8}
     assert 0 < ctx.details["parity"]["error"] < 0.1
+
+
+def recurrent_choice(operator: str = "LSTM", gates: int = 4) -> Any:
+    """A choice between recurrent layers of two sizes of weights, as in Silero's voice activity detector."""
+    bodies = []
+    for letter, scale in (("a", 0.2), ("b", 0.4)):
+        nodes = [
+            NODE("Unsqueeze", ["x", "first"], [f"u{letter}"]),
+            NODE(operator, [f"u{letter}", f"W{letter}", f"R{letter}"], ["", f"h{letter}"], hidden_size=6),
+            NODE("Squeeze", [f"h{letter}", "first"], [f"y{letter}"]),
+        ]
+        weights = [
+            tensor(f"{name}{letter}", 1, gates * 6, size, scale=scale) for name, size in (("W", 8), ("R", 6))
+        ]
+        bodies.append(body(nodes, (), [unshaped(f"y{letter}")], weights))
+    nodes = [
+        NODE("ReduceSum", ["x"], ["s"], "sum", keepdims=0),
+        NODE("Greater", ["s", "zero"], ["c"], "greater"),
+        NODE("If", ["c"], ["y"], "if", then_branch=bodies[0], else_branch=bodies[1]),
+    ]
+    constants = [constant("zero", np.float32(0)), constant("first", np.array([0]))]
+    return graphs.make_model(nodes, *ends(6), constants)
+
+
+def test_lstm_of_subgraph_is_quantized_by_row(tmp_path: Path) -> None:
+    ctx = run(*STAGES["int8-dynamic"][:2], recurrent_choice(), tmp_path)
+    assert ctx.warnings == []
+    quantized = onnx.load(tmp_path / "out/model.onnx")
+    onnx.checker.check_model(quantized)
+    layers = [node for node in all_nodes(quantized.graph.node) if node.op_type == "DynamicQuantizeLSTM"]
+    assert len(layers) == 2
+    tensors = {t.name: numpy_helper.to_array(t) for t in quantized.graph.initializer}
+    for layer in layers:
+        for weight, scale, zero_point in ((1, 8, 9), (2, 10, 11)):
+            values = tensors[layer.input[weight]].astype(np.float32) * tensors[layer.input[scale]][:, None]
+            expected = numpy_helper.to_array(tensor_of_layer(layer.input[weight].split(".")[0]))
+            assert np.abs(values.transpose(0, 2, 1) - expected).max() <= tensors[layer.input[scale]].max() / 2
+            assert not tensors[layer.input[zero_point]].any()
+    assert not {"Wa", "Ra", "Wb", "Rb"} & set(tensors)
+    for x in (rows(5), -np.abs(rows(5)), np.abs(rows(5))):
+        expected, actual = (outputs(tmp_path / side / "model.onnx", x)[0] for side in ("src", "out"))
+        assert 0 < np.abs(actual - expected).max() < 0.05
+
+
+def tensor_of_layer(name: str) -> Any:
+    return tensor(name, 1, 24, 8 if name[0] == "W" else 6, scale=0.2 if name[1] == "a" else 0.4)
+
+
+@pytest.mark.parametrize("scheme", ["int8-dynamic", "int8-static"])
+def test_graph_without_quantizable_operators_is_unchanged(tmp_path: Path, scheme: str) -> None:
+    ctx = run(*STAGES[scheme][:2], recurrent_choice("GRU", 3), tmp_path)
+    assert "nothing-quantized" in message_codes(ctx.warnings)
+    source, result = ((tmp_path / side / "model.onnx").read_bytes() for side in ("src", "out"))
+    assert source == result

@@ -217,3 +217,99 @@ def test_grouped_conv_transpose_with_bias_has_one_weight_scale(
     assert ctx.details["parity"]["error"] < 0.05
     scales = {t.name: t for t in onnx.load(tmp_path / "out/model.onnx").graph.initializer}["w_scale"]
     assert np.prod(scales.dims) == (1 if group > 1 and bias else 6 // group)
+
+
+def unrolled_model(steps: int = 6, width: int = 64) -> Any:
+    """A recurrent layer, unrolled: one weight and one bias of several Gemm nodes."""
+    rng = np.random.default_rng(3)
+    weights = [
+        numpy_helper.from_array((rng.normal(size=size) * 0.1).astype(np.float32), name)
+        for name, size in (("w", (width, width)), ("b", (width,)), ("w0", (width, 8)))
+    ]
+    nodes = [helper.make_node("Gemm", ["x", "w0"], ["t0"], "first", transB=1)]
+    for step in range(steps):
+        gemm = helper.make_node("Gemm", [f"t{step}", "w", "b"], [f"g{step}"], f"gemm{step}", transB=1)
+        nodes += [gemm, helper.make_node("Tanh", [f"g{step}"], [f"t{step + 1}"], f"tanh{step}")]
+    nodes.append(helper.make_node("Identity", [f"t{steps}"], ["y"], "last"))
+    ends = [graphs.value_info("x", ["N", 8])], [graphs.value_info("y", ["N", width])]
+    return graphs.make_model(nodes, *ends, weights)
+
+
+@pytest.mark.parametrize("scheme", ["int8-dynamic", "int8-static"])
+def test_weight_of_several_nodes_is_stored_once(tmp_path: Path, scheme: str) -> None:
+    ctx = run(tmp_path, unrolled_model(), scheme=scheme)
+    bare = onnx.load(tmp_path / "out/model.onnx", load_external_data=False)
+    copies = [
+        {field.key: field.value for field in tensor.external_data}
+        for tensor in bare.graph.initializer
+        if sorted(tensor.dims) == [64, 64]
+    ]
+    assert len(copies) == 6
+    assert {(fields["location"], fields["offset"]) for fields in copies} == {
+        ("model.onnx_data", copies[0]["offset"])
+    }
+    weights = 64 * 64 + 64 * 8  # bytes of int8
+    assert (tmp_path / "out/model.onnx_data").stat().st_size < 1.3 * weights + 4096
+    assert "larger-file" not in message_codes(ctx.warnings)
+    x = graphs.make_split(seed=9).arrays.values["x"]
+    actual, expected = (
+        graphs.run_directly(tmp_path / side / "model.onnx", {"x": x})["y"] for side in ("out", "src")
+    )
+    assert 0 < np.abs(actual - expected).mean() / expected.std() < 0.05
+
+
+def test_file_that_grows_is_reported(tmp_path: Path) -> None:
+    """The float matrix remains for the Add beside its int8 copy."""
+    weight = numpy_helper.from_array(np.random.default_rng(0).normal(size=(512, 512)).astype(np.float32), "w")
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"], "product"),
+        helper.make_node("Add", ["h", "row"], ["y"], "sum"),
+        helper.make_node("Gather", ["w", "zero"], ["row"], "lookup"),
+    ]
+    nodes = [nodes[0], nodes[2], nodes[1]]
+    ends = [graphs.value_info("x", ["N", 512])], [graphs.value_info("y", ["N", 512])]
+    zero = numpy_helper.from_array(np.array(0), "zero")
+    source = graphs.make_artifact(tmp_path / "src", graphs.make_model(nodes, *ends, [weight, zero]))
+    x = np.random.default_rng(1).normal(size=(8, 512)).astype(np.float32)
+    data = {"calibration": split_from_arrays("rows.npz", SampleArrays({"x": x}, 8))}
+    ctx = harness.run_stage(
+        QuantizeOnnx(), QuantizeOnnxSettings(op_types=["MatMul"]), source, tmp_path / "out", data=data
+    )
+    assert "larger-file" in message_codes(ctx.warnings)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+@pytest.mark.parametrize("scheme", ["int8-dynamic", "int8-static"])
+def test_float16_and_float64_weights_are_quantized_from_float32(
+    tmp_path: Path, scheme: str, dtype: Any
+) -> None:
+    model = graphs.two_layer_classifier(width=64)
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    for tensor in model.graph.initializer:
+        values = numpy_helper.to_array(tensor).astype(np.float16)  # equal in all types
+        tensor.CopyFrom(numpy_helper.from_array(values.astype(np.float32), tensor.name))
+    run(tmp_path / "wide", model, scheme=scheme)
+    for tensor in model.graph.initializer:
+        tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(dtype), tensor.name))
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.elem_type = kind
+    run(tmp_path, model, scheme=scheme)
+    converted, wide = (onnx.load(folder / "out/model.onnx") for folder in (tmp_path, tmp_path / "wide"))
+    ends = [v.type.tensor_type.elem_type for v in (*converted.graph.input, *converted.graph.output)]
+    assert set(ends) == {kind}
+    codes, expected = (
+        {
+            t.name: numpy_helper.to_array(t)
+            for t in m.graph.initializer
+            if t.data_type == 3 and len(t.dims) == 2
+        }
+        for m in (converted, wide)
+    )
+    assert len(codes) == 2
+    for name, values in expected.items():
+        np.testing.assert_array_equal(codes[name], values)
+    x = graphs.make_split(seed=9).arrays.values["x"].astype(dtype)
+    outputs = graphs.run_directly(tmp_path / "out/model.onnx", {"x": x})["logits"]
+    reference = graphs.run_directly(tmp_path / "wide/out/model.onnx", {"x": x.astype(np.float32)})["logits"]
+    assert outputs.dtype == dtype
+    assert np.abs(outputs - reference).max() < 0.02 * reference.std()

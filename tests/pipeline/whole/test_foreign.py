@@ -3,10 +3,11 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 
 import smelt
 from smelt import InputError
@@ -153,34 +154,37 @@ def test_graph_exceeding_memory_at_run_leaves_no_artifact(here: Path) -> None:
     assert not list((here / "runs/.store/artifacts").glob("*"))
 
 
-@pytest.mark.parametrize("kind", ["codes", "float16"])
-def test_quantized_or_fp16_file_is_recognized_by_plan_and_init(here: Path, kind: str) -> None:
-    harness.smelt("run", recipe(here, "[{quantize: {}}]" if kind == "codes" else "[{fp16: {}}]"), code=0)
-    artifact = next((here / "runs/r/artifacts").glob("quantize*" if kind == "codes" else "fp16*"))
-    (here / "m.onnx").write_bytes((artifact / "model.onnx").read_bytes())
-    for stages in ("[{quantize: {}}]", "[simplify, {fp16: {}}]"):
+@pytest.mark.parametrize(
+    ("stage", "refused"),
+    [
+        ("quantize: {}", ["quantize: {}", "fp16: {}"]),
+        ("quantize: {scheme: int8-static}", ["quantize: {}", "fp16: {}"]),  # DequantizeLinear of constants
+        ("fp16: {}", ["fp16: {}"]),
+    ],
+)
+def test_quantized_or_fp16_file_is_recognized_by_plan_and_init(
+    here: Path, stage: str, refused: list[str]
+) -> None:
+    harness.smelt("run", recipe(here, f"[{{{stage}, name: made}}]"), code=0)
+    (here / "m.onnx").write_bytes((here / "runs/r/artifacts/made/model.onnx").read_bytes())
+    for stages in refused:
         with raises_code("already-narrow", InputError):
-            smelt.run(recipe(here, stages))
+            load_plan(recipe(here, f"[simplify, {{{stages}}}]"))
     harness.smelt("plan", recipe(here, "[simplify]"), code=0)
     harness.smelt("init", "m.onnx", "--data", "test.npz", "--data", "calibration.npz", code=0)
-    assert "quantize" not in (here / "m.yaml").read_text().split("stages:")[1].split("score:")[0].replace(
-        "nothing to quantize", ""
-    )
+    assert ("quantize-onnx" in (here / "m.yaml").read_text()) == (len(refused) == 1)
     harness.smelt("plan", here / "m.yaml", code=0)
 
 
-def test_float64_file_is_scored_and_not_quantized(here: Path) -> None:
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+def test_float16_or_float64_file_is_quantized(here: Path, dtype: Any) -> None:
     model = graphs.two_layer_classifier()
     for tensor in model.graph.initializer:
-        tensor.CopyFrom(
-            numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float64), tensor.name)
-        )
+        tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(dtype), tensor.name))
     for value in (*model.graph.input, *model.graph.output):
-        value.type.tensor_type.elem_type = TensorProto.DOUBLE
+        value.type.tensor_type.elem_type = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     graphs.save_model(model, here / "m.onnx")
-    with raises_code("already-narrow", InputError):
-        smelt.run(recipe(here, "[{quantize: {}}]"))
-    harness.smelt("run", recipe(here, "[simplify]"), code=0)
+    harness.smelt("run", recipe(here, "[simplify, {quantize: {}}]"), code=0)
 
 
 def test_plan_warns_about_random_nodes(here: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -34,8 +35,11 @@ def test_valid_file_reports_inputs_outputs_and_type(tmp_path: Path) -> None:
         "producer": "",
         "operators": {"MatMul": 2, "Add": 2, "Relu": 1, "Identity": 1},
         "inner_operators": {},
+        "weighted_operators": {"MatMul": 2, "Add": 2},
+        "inner_weighted_operators": {},
         "random": [],
         "codes": 0,
+        "float_matrices": ANY,
         "floats": "float32",
         "class_outputs": {"logits": -1},
     }

@@ -113,9 +113,8 @@ def _convert_to_float32(model: Any) -> None:
         for attribute in node.attribute:
             if attribute.name in _DTYPE_ATTRIBUTES and attribute.i in _OTHER_FLOATS:
                 attribute.i = TensorProto.FLOAT
-    values = [value for g in iter_graphs(graph) for value in (*g.input, *g.output, *g.value_info)]
-    for value in values:
-        _set_float32(value.type)
+    for inner in iter_graphs(graph):
+        _set_float32((*inner.input, *inner.output, *inner.value_info))
     taken = _value_names(graph)
     converted = {name: _unused_name(name, taken) for name in dtypes}
     ends = [(value, value.name) for value in (*graph.input, *graph.output)]
@@ -131,15 +130,18 @@ def _convert_to_float32(model: Any) -> None:
             graph.node.append(helper.make_node("Cast", [converted[name]], [name], to=dtype))
 
 
-def _set_float32(kind: Any) -> None:
-    """Replace other floating-point types in an onnx.TypeProto, also inside a sequence or an optional."""
-    value_field = kind.WhichOneof("value")
-    if value_field in ("tensor_type", "sparse_tensor_type"):
-        tensor_type = getattr(kind, value_field)
-        if tensor_type.elem_type in _OTHER_FLOATS:
-            tensor_type.elem_type = 1
-    elif value_field in ("sequence_type", "optional_type"):
-        _set_float32(getattr(kind, value_field).elem_type)
+def _set_float32(values: Iterable[Any]) -> None:
+    """Replace other floating-point types of onnx.ValueInfoProto, also inside sequences and optionals."""
+    pending = [value.type for value in values]
+    while pending:
+        kind = pending.pop()
+        field = kind.WhichOneof("value")
+        if field in ("sequence_type", "optional_type"):
+            pending.append(getattr(kind, field).elem_type)
+        elif field in ("tensor_type", "sparse_tensor_type"):
+            tensor_type = getattr(kind, field)
+            if tensor_type.elem_type in _OTHER_FLOATS:
+                tensor_type.elem_type = 1
 
 
 def _defined_names(graph: Any) -> set[str]:

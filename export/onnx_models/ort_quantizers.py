@@ -371,6 +371,7 @@ def _quantize_lstm_weight(graph: Any, weight: Any) -> tuple[str, str, str]:
     largest = np.abs(values).max(axis=2, initial=0)
     scale = np.where(largest > 0, largest, 1) / np.float32(_SIGNED_BITS)
     q_weight = np.rint(values / scale[..., None]).astype(np.int8).transpose(0, 2, 1)
+    tensors: tuple[NDArray[Any], ...]
     tensors = (np.ascontiguousarray(q_weight), scale.astype(np.float32), np.zeros(scale.shape, np.int8))
     graph.initializer.extend(numpy_helper.from_array(v, n) for v, n in zip(tensors, names, strict=True))
     return names

@@ -313,7 +313,7 @@ class Simplify(Stage[SimplifySettings]):
     accepts: ClassVar[frozenset[Format]] = frozenset({"onnx"})
     produces: ClassVar[Format] = "onnx"
     source: ClassVar[str] = "github.com/daquexian/onnx-simplifier"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     imported_only: ClassVar[bool] = True
     settings_type: ClassVar[type[Settings]] = SimplifySettings
     tasks: ClassVar[frozenset[Task]] = frozenset(ALL_TASKS)
@@ -355,9 +355,9 @@ class SampleFeeds:
         self.src, self.ctx = src, ctx
         self._rows: dict[str, Any] = {}
 
-    def for_graph(self, name: str) -> list[Any]:
-        """Return inputs of calls of the graph `name`, in batches of two sizes."""
-        from smelt.export.onnx_models.graph_samples import collect_samples, resized_batch
+    def for_graph(self, path: Path) -> list[Any]:
+        """Return inputs of calls of the graph `path`, in batches of two sizes if it runs with both."""
+        from smelt.export.onnx_models.graph_samples import collect_samples, resized_batch, run_onnx_graph
 
         if not self._rows:
             self._rows, is_real = collect_samples(self.src, self.ctx, _COMPARED_SAMPLES)
@@ -367,7 +367,13 @@ class SampleFeeds:
                     "The simplified graph was compared on random inputs, because the recipe has only test"
                     " data. Add data: {calibration: FILE}.",
                 )
-        return [*self._rows[name], *resized_batch(self.src, self._rows[name][0])]
+        rows = self._rows[path.stem]
+        resized = list(resized_batch(self.src, rows[0]))
+        try:
+            run_onnx_graph(path, resized, self.ctx.threads)
+        except RunError:  # a state of batch size 1
+            return rows
+        return [*rows, *resized]
 
 
 def _simplify_isolated(path: Path, candidate: Path, settings: SimplifySettings) -> Message | None:
@@ -441,7 +447,7 @@ def _rejection(path: Path, candidate: Path, samples: SampleFeeds) -> Message | N
     before, after = graph_bytes(path), graph_bytes(candidate)
     if after > 1.05 * before + _SLACK_BYTES:
         return warning("larger-graph", f"onnxsim made the graph larger ({before:,} to {after:,} bytes)")
-    feeds, ctx = samples.for_graph(path.stem), samples.ctx
+    feeds, ctx = samples.for_graph(path), samples.ctx
     try:
         require_runnable(candidate, feeds)
         simplified_outputs, original_outputs = (

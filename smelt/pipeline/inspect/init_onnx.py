@@ -25,9 +25,11 @@ from smelt.pipeline.inspect.model_info import (
 )
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME, STATIC_SCHEME
 from smelt.runtimes.onnx_import.signature import GraphSignature
+from smelt.runtimes.onnx_import.trial_run import runs_in_batches
 from smelt.tasks.registry import all_specs
 
 ROWS_SUFFIX = ".jsonl"
+_BATCH_SIZES = (1, 8)  # of the latency, where the graph's is free
 _WIDTH = 78
 # quantized only by int8-static; by int8-dynamic, some by both; operators that only transformers have
 _CONVOLUTION_OPERATORS = ("Conv", "ConvTranspose")
@@ -75,9 +77,13 @@ def onnx_recipe_text(
     splits = dict(data_info.splits) if data_info else {}
     axes: SampleAxes = {}
     unbatched_outputs: list[str] = []
-    if data_info and task_traits(inferred_task).modality == "arrays":
-        axes, unbatched_outputs = infer_batch_axes(onnx_model, splits.get("test") or splits["train"])
+    only_single = False
+    samples_file = splits.get("test") or splits.get("train")
+    if samples_file and task_traits(inferred_task).modality == "arrays":
+        axes, unbatched_outputs = infer_batch_axes(onnx_model, samples_file)
     onnx_model = replace(onnx_model, signature=onnx_model.signature.with_batch_axes(axes))
+    if samples_file and task_traits(inferred_task).modality == "arrays":
+        only_single = _takes_only_single_samples(onnx_model, samples_file)
     lines = [
         *_header_comments(onnx_model, path, data_info),
         f"model: {_relative_path(file, base)}",
@@ -95,7 +101,7 @@ def onnx_recipe_text(
     calibrated = data_info is None or bool({"calibration", "validation", "train"} & set(splits))
     stages = list(_quantization_lines(onnx_model, inferred_task, calibrated))
     lines += ["stages:", "  - simplify: {}    # used only if the outputs are the same", *stages]
-    lines += _score_lines(onnx_model.signature, inferred_task, unbatched_outputs)
+    lines += _score_lines(onnx_model.signature, inferred_task, unbatched_outputs, only_single)
     if task_traits(inferred_task).modality == "arrays":
         quantized = any("name: int8" in line for line in stages)
         lines += [
@@ -220,10 +226,27 @@ def _quantization_lines(onnx_model: OnnxModel, task: Task, calibrated: bool) -> 
     yield "    name: int8"
 
 
-def _score_lines(signature: GraphSignature, task: Task, without: Sequence[str]) -> Iterator[str]:
+def _takes_only_single_samples(onnx_model: OnnxModel, file: Path) -> bool:
+    """Return whether the graph runs on one sample and not on several, as with a state of batch size 1."""
+    signature = onnx_model.signature
+    if signature.fixed_batch_size is not None:
+        return False
+    runs = (runs_in_batches(onnx_model.file, signature, file, size) for size in (_BATCH_SIZES[-1], 1))
+    return not next(runs) and next(runs)
+
+
+def _score_lines(
+    signature: GraphSignature, task: Task, without: Sequence[str], only_single: bool
+) -> Iterator[str]:
     yield "score:"
-    sizes = "[1, 8]" if signature.fixed_batch_size is None else f"[{signature.fixed_batch_size}]"
-    yield f"  latency: {{batch_sizes: {sizes}}}"
+    sizes: Sequence[int] = (
+        _BATCH_SIZES if signature.fixed_batch_size is None else [signature.fixed_batch_size]
+    )
+    yield f"  latency: {{batch_sizes: {[1] if only_single else list(sizes)}}}"
+    if only_single:
+        yield f"  # batch size 1: the graph failed on {_BATCH_SIZES[-1]} samples in one call"
+        yield "  batch_size: 1"
+        return
     # an output with a fixed first axis, in a graph with dynamic batch size, has no batch axis
     unbatched_outputs = [
         value

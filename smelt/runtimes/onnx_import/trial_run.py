@@ -157,6 +157,23 @@ def detect_output_axes(
     return axes_by_output
 
 
+def runs_in_batches(graph: Path, signature: GraphSignature, file: Path, size: int) -> bool:
+    """Return whether a graph runs on the first `size` samples of `file` in one call.
+
+    Args:
+        graph: its file.
+        signature: its inputs and outputs, with their batch axes.
+        file: samples; the last one is repeated if there are fewer.
+        size: batch size.
+    """
+    try:
+        arrays = read_npz(file, axes=signature.input_batch_axes)
+        trial_run(graph, signature.make_feeds(arrays.padded_to(size), 0, size), graph.name)
+    except (InputError, ValueError):
+        return False
+    return True
+
+
 def run_in_two_orders(arguments: Sequence[str]) -> dict[str, list[int] | None] | None:
     """Run a graph on samples in two orders; see `detect_output_axes`.
 

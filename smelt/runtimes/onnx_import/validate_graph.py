@@ -459,7 +459,7 @@ def structure_problems(model: Any) -> Iterator[Message]:
 
 def node_label(node: Any) -> str:
     """Return the name of a node in messages."""
-    return f"{node.op_type} '{(node.name or next(iter(node.output), '?'))[:80]}'"
+    return f"{node.op_type} '{(node.name or next(filter(None, node.output), '?'))[:80]}'"
 
 
 def _producers(nodes: Sequence[Any]) -> dict[str, int]:

@@ -203,3 +203,22 @@ def test_single_file_is_split_into_calibration_and_test(here: Path) -> None:
     arrays = [split.arrays.values["x"] for split in splits.values() if split.arrays is not None]
     together = np.concatenate(arrays)
     np.testing.assert_array_equal(np.sort(together, 0), np.sort(np.load("test.npz")["x"], 0))
+
+
+def test_init_writes_batch_size_one_for_state_of_one_sample(here: Path) -> None:
+    graphs.save_model(graphs.gru_model(["N", "T", 4], [1, 1, 8], [1, 1, 8]), here / "m.onnx")
+    random = np.random.default_rng(0)
+    for name in ("test", "calibration"):
+        x = random.normal(size=(24, 6, 4)).astype(np.float32)
+        np.savez(here / f"{name}.npz", x=x, state=np.zeros((1, 1, 8), np.float32))
+    harness.smelt("init", "m.onnx", "--data", "test.npz", "--data", "calibration.npz", code=0)
+    text = (here / "m.yaml").read_text()
+    assert "  latency: {batch_sizes: [1]}\n" in text
+    assert "\n  batch_size: 1\n" in text
+    harness.smelt("run", here / "m.yaml", "--set", "score.latency=false", code=0)
+    (simplified,) = [
+        step
+        for step in json.loads((here / "runs/m/report.json").read_text())["steps"]
+        if step["name"] == "simplify"
+    ]
+    assert simplified["warnings"] == []

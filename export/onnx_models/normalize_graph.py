@@ -17,14 +17,16 @@ with inner graphs each node needs a unique name.
 
 from __future__ import annotations
 
+import fnmatch
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from smelt.core.artifact import Artifact
+from smelt.core.errors import InputError, did_you_mean
 from smelt.export.graph_files import read_graph
 from smelt.runtimes.graph_walk import all_nodes, iter_graphs, iter_model_tensors, subgraphs
 from smelt.runtimes.onnx_import.graph_files import NON_FLOAT32_DTYPES, dominant_float_type
@@ -65,6 +67,24 @@ def iter_model_nodes(model: Any) -> Iterator[Any]:
     yield from all_nodes(model.graph.node)
     for function in model.functions:
         yield from all_nodes(function.node)
+
+
+def match_nodes(patterns: Iterable[str], names: Collection[str], setting: str) -> list[str]:
+    """Return the node names that are in `patterns`, or match one of them (`/encoder/*`).
+
+    Raises:
+        InputError: a pattern matches no name (`unknown-node`).
+    """
+    matches: dict[str, None] = {}
+    for pattern in patterns:
+        found_names = [name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)]
+        if not found_names:
+            raise InputError(
+                f"{setting}: the graph has no node '{pattern[:80]}'.{did_you_mean(pattern, names)}",
+                code="unknown-node",
+            )
+        matches |= dict.fromkeys(found_names)
+    return list(matches)
 
 
 def inline_functions(path: Path) -> Any:

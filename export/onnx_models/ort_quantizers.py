@@ -220,7 +220,7 @@ class QuantizeOnnxSettings(Settings):
         default=(),
         description="operators to quantize; default by scheme",
     )
-    exclude: tuple[str, ...] = Field(default=(), description="names of nodes kept in float32")
+    exclude: tuple[str, ...] = Field(default=(), description="nodes kept in float32: names or patterns")
     max_difference: float | None = Field(
         default=None,
         gt=0,

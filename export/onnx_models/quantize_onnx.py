@@ -16,13 +16,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from smelt.core.artifact import Artifact, Format
-from smelt.core.errors import InputError, RunError
+from smelt.core.errors import RunError
 from smelt.data.npz_arrays import SampleAxes
 from smelt.data.tasks import ALL_TASKS, Task, task_traits
 from smelt.export.onnx_models.normalize_graph import (
     copy_graphs,
     copy_model_files,
     iter_model_nodes,
+    match_nodes,
     ordered_graphs,
     rename_reserved,
     restore_names,
@@ -49,6 +50,8 @@ def finalize_quantized(quantized: Path, source: Path) -> Any:
     - They drop the domain of nodes that contain graphs (com.microsoft.BeamSearch).
     - A stack of matrices has one scale per column of all its matrices; MatMulInteger requires zero points and
       scales of the shape of the stack, with one row.
+    - Of int8 weights and zero points each node reads its own: without VNNI, ONNX Runtime 1.31 cannot open a
+      graph in which two nodes read one (avx2_weight_s8_to_u8.cc creates a tensor of the same name for each).
 
     Args:
         quantized: the output of a quantizer.
@@ -67,6 +70,7 @@ def finalize_quantized(quantized: Path, source: Path) -> Any:
             node.domain = domains.get(node.output[0], node.domain)
     _sort_topologically(model.graph)
     _broadcast_scales(model.graph)
+    _separate_readers(model.graph)
     return model
 
 
@@ -118,6 +122,28 @@ def _broadcast_scales(graph: Any) -> None:
                 _broadcast_tensor(tensor, shape)
 
 
+def _separate_readers(graph: Any) -> None:
+    """Give each node that reads an int8 tensor a copy of its own, except for the first."""
+    from onnx import TensorProto
+
+    tensors = {tensor.name: tensor for tensor in graph.initializer if tensor.data_type == TensorProto.INT8}
+    used_names = {name for node in all_nodes(graph.node) for name in (*node.input, *node.output)}
+    num_readers = Counter[str]()
+    for node in all_nodes(graph.node):
+        for index, name in enumerate(node.input):
+            if name not in tensors:
+                continue
+            num_readers[name] += 1
+            if num_readers[name] > 1:
+                copy = graph.initializer.add()
+                copy.CopyFrom(tensors[name])
+                copy.name = f"{name}.{num_readers[name]}"
+                while copy.name in used_names:
+                    copy.name += "_"
+                used_names.add(copy.name)
+                node.input[index] = copy.name
+
+
 def _broadcast_tensor(tensor: Any, shape: Sequence[int]) -> None:
     from onnx import numpy_helper
 
@@ -149,7 +175,7 @@ class QuantizeOnnx(Stage[QuantizeOnnxSettings]):
 
         - quantize-onnx: {scheme: int8-dynamic}
         - quantize-onnx: {scheme: int8-static, calibration_method: entropy}
-        - quantize-onnx: {scheme: int8-static, exclude: [/head/MatMul]}
+        - quantize-onnx: {scheme: int8-static, exclude: [/head/MatMul, /pooler/*]}
     """
 
     name: ClassVar[str] = "quantize-onnx"
@@ -197,7 +223,7 @@ class QuantizeOnnx(Stage[QuantizeOnnxSettings]):
         require_imported(src, self.name)
         copy_model_files(src, ctx)
         paths = ordered_graphs(src)
-        _require_quantizable(paths, settings)
+        settings = _expand_exclude(paths, settings)
         original_models = [read_graph(path, values=False) for path in paths]
         products = {*WEIGHTED_OPS, *settings.op_types}
         if not any(node.op_type in products for model in original_models for node in iter_model_nodes(model)):
@@ -359,9 +385,8 @@ def _write_quantized(path: Path, settings: QuantizeOnnxSettings, feeds: list[Any
 def _repeated_bytes(model: Any) -> int:
     """Return the bytes of the weights that are equal to another one.
 
-    Nodes that share a weight get a copy each (`prepare_for_quantizer`). The copies remain tensors of their
-    own, stored once in the data file: without VNNI, ONNX Runtime 1.31 cannot open a graph in which two nodes
-    read one int8 weight (avx2_weight_s8_to_u8.cc creates a tensor of the same name for each).
+    Nodes that share a weight have a copy each (`prepare_for_quantizer`, `finalize_quantized`), which the
+    data file stores once.
     """
     seen: set[bytes] = set()
     repeated = 0
@@ -385,18 +410,15 @@ def _per_tensor_settings(opset: int, settings: QuantizeOnnxSettings, ctx: Contex
     return settings.model_copy(update={"per_channel": False})
 
 
-def _require_quantizable(paths: list[Path], settings: QuantizeOnnxSettings) -> None:
-    from smelt.core.errors import did_you_mean
+def _expand_exclude(paths: list[Path], settings: QuantizeOnnxSettings) -> QuantizeOnnxSettings:
+    """Return `settings` with the names of the nodes that the patterns of `exclude` match."""
     from smelt.export.graph_files import read_graph
 
-    graphs = [read_graph(path, values=False) for path in paths] if settings.exclude else []
-    names = [node.name for graph in graphs for node in iter_model_nodes(graph)]
-    for name in settings.exclude:
-        if name not in names:
-            raise InputError(
-                f"exclude: the graph has no node '{name[:80]}'.{did_you_mean(name, names)}",
-                code="unknown-node",
-            )
+    if not settings.exclude:
+        return settings
+    graphs = [read_graph(path, values=False) for path in paths]
+    names = [node.name for graph in graphs for node in iter_model_nodes(graph) if node.name]
+    return settings.model_copy(update={"exclude": tuple(match_nodes(settings.exclude, names, "exclude"))})
 
 
 def _report(src: Artifact, paths: list[Path], settings: QuantizeOnnxSettings, ctx: Context) -> None:
@@ -434,6 +456,6 @@ def _report(src: Artifact, paths: list[Path], settings: QuantizeOnnxSettings, ct
     if after > before + _SLACK_BYTES:
         ctx.warn(
             "larger-file",
-            f"The quantized file is larger than the float one ({before:,} to {after:,} bytes): a"
-            " weight that several nodes read in different forms is stored for each. Remove this step.",
+            f"The quantized file is larger than the float one ({before:,} to {after:,} bytes):"
+            " its weights are few beside the nodes that int8 adds. Remove this step.",
         )

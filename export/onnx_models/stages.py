@@ -19,7 +19,12 @@ from smelt.core.errors import ParityError, RunError
 from smelt.core.messages import Message, messages_to_json, warning
 from smelt.core.system import IsolatedProcessError, ProcessLimits, available_bytes, run_isolated
 from smelt.data.tasks import ALL_TASKS, Task
-from smelt.export.onnx_models.normalize_graph import copy_graphs, copy_model_files, ordered_graphs
+from smelt.export.onnx_models.normalize_graph import (
+    copy_graphs,
+    copy_model_files,
+    match_nodes,
+    ordered_graphs,
+)
 from smelt.models.step_size import SizeInputs, StepSize, one_shot_size
 from smelt.stage import Context, Settings, Stage
 
@@ -47,7 +52,9 @@ _FP32_OPS = (
 class Fp16Settings(Settings):
     """Settings of `fp16`."""
 
-    keep_fp32: tuple[str, ...] = Field(default=(), description="operators kept in float32")
+    keep_fp32: tuple[str, ...] = Field(
+        default=(), description="operators kept in float32, or nodes: names or patterns"
+    )
     calibration_samples: int = Field(
         default=16, ge=1, le=10_000, description="samples to measure value ranges on"
     )
@@ -64,7 +71,7 @@ class Fp16(Stage[Fp16Settings]):
     large, but not faster.
 
         - fp16: {}
-        - fp16: {keep_fp32: [Softmax, LayerNormalization]}
+        - fp16: {keep_fp32: [Softmax, /head/MatMul, /pooler/*]}
     """
 
     name: ClassVar[str] = "fp16"
@@ -89,6 +96,7 @@ class Fp16(Stage[Fp16Settings]):
         """Write the float16 graph into `ctx.out`.
 
         Raises:
+            InputError: `keep_fp32` matches no node.
             ParityError: an output is not finite where it was.
             RunError: ONNX Runtime cannot run the new graph.
         """
@@ -117,10 +125,11 @@ class Fp16(Stage[Fp16Settings]):
                 "Value ranges were measured on random inputs, because the recipe has only test data. Add"
                 " data: {calibration: FILE}.",
             )
+        kept_names = _expand_kept(models.values(), settings.keep_fp32)
         num_float32, half_outputs, float_outputs, inputs = 0, [], [], []
         for path, model in models.items():
             constants_to_initializers(model)
-            float_nodes = float32_nodes(model, settings.keep_fp32)
+            float_nodes = float32_nodes(model, kept_names)
             large = nodes_outside_fp16(model) | _overflowing_nodes(model, path.name, feeds[path.stem], ctx)
             ends = {value.name for value in (*model.graph.input, *model.graph.output)}
             convert_to_half(model, path.name, "fp16", float_nodes | large, ends)
@@ -134,7 +143,7 @@ class Fp16(Stage[Fp16Settings]):
             where = _first_non_finite_node([ctx.out / path.name for path in models], feeds, ctx.threads)
             raise ParityError(
                 "fp16: an output is no longer finite, or its shape has changed"
-                f"{f'; the first node with such a value is {where}' if where else ''}. Add the operators that"
+                f"{f'; the first node with such a value is {where}' if where else ''}. Add the nodes that"
                 " compute it to keep_fp32, or remove this step.",
                 code="non-finite-outputs",
             )
@@ -156,7 +165,7 @@ class Fp16(Stage[Fp16Settings]):
                     "outputs-changed",
                     f"Output '{name}' differs from the float32 graph by {difference}. float16 loses "
                     "precision below"
-                    " 6e-5: add the operators that compute such values to keep_fp32.",
+                    " 6e-5: add the nodes that compute such values to keep_fp32.",
                 )
         count = sum(len(model.graph.node) for model in models.values())
         ctx.details.update(dtype="fp16", kept_float32=num_float32, nodes=count)
@@ -210,7 +219,7 @@ def float32_nodes(model: Any, keep: Collection[str] = ()) -> set[str]:
 
     Args:
         model: as `normalize_graph` returns it.
-        keep: additional operators that remain float32.
+        keep: operators, and names of nodes, that remain float32 in addition.
     """
     from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST
 
@@ -220,9 +229,28 @@ def float32_nodes(model: Any, keep: Collection[str] = ()) -> set[str]:
     always, opsets = {*DEFAULT_OP_BLOCK_LIST, *_FP32_OPS, *keep}, opset_versions(model)
     nodes = list(all_nodes(model.graph.node))
     node_keys = {
-        node_key(node) for node in nodes if node.op_type in always or node_types(node, opsets) is None
+        node_key(node)
+        for node in nodes
+        if always & {node.op_type, node.name} or node_types(node, opsets) is None
     }
     return node_keys | _crashing_transposes(nodes)
+
+
+def _expand_kept(models: Iterable[Any], keep: Collection[str]) -> list[str]:
+    """Return the operators in `keep`, and the names of the nodes that its patterns match.
+
+    Raises:
+        InputError: one is neither an operator nor matches a node (`unknown-node`).
+    """
+    from onnx import defs
+
+    from smelt.runtimes.graph_walk import all_nodes
+
+    nodes = [node for model in models for node in all_nodes(model.graph.node)]
+    operators = {schema.name for schema in defs.get_all_schemas()} | {node.op_type for node in nodes}
+    names = [node.name for node in nodes if node.name]
+    patterns = [pattern for pattern in keep if pattern not in operators]
+    return [*(set(keep) & operators), *match_nodes(patterns, names, "keep_fp32")]
 
 
 def _crashing_transposes(nodes: list[Any]) -> set[str]:

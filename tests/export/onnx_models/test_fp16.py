@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from smelt.core.errors import ParityError
+from smelt.core.errors import InputError, ParityError
 from smelt.core.messages import message_codes
 from smelt.data.npz_arrays import SampleArrays
 from smelt.data.splits import split_from_arrays
@@ -63,10 +63,19 @@ def test_overflowing_nodes_are_kept_float32(tmp_path: Path) -> None:
     assert types(tmp_path)["b2"] == TensorProto.FLOAT16
 
 
-def test_operators_in_keep_fp32_are_kept_float32(tmp_path: Path) -> None:
-    run(tmp_path, graphs.two_layer_classifier(), keep_fp32=["MatMul"])
-    assert types(tmp_path)["w1"] == TensorProto.FLOAT
-    assert types(tmp_path)["b1"] == TensorProto.FLOAT16
+@pytest.mark.parametrize(
+    ("keep", "floats"), [("MatMul", {"w1", "w2"}), ("first", {"w1"}), ("secon?", {"w2"})]
+)
+def test_operators_and_nodes_in_keep_fp32_are_kept_float32(
+    tmp_path: Path, keep: str, floats: set[str]
+) -> None:
+    run(tmp_path, graphs.two_layer_classifier(), keep_fp32=[keep])
+    assert {name for name, dtype in types(tmp_path).items() if dtype == TensorProto.FLOAT} == floats
+
+
+def test_keep_fp32_without_matching_node_is_rejected(tmp_path: Path) -> None:
+    with raises_code("unknown-node", InputError):
+        run(tmp_path, graphs.two_layer_classifier(), keep_fp32=["MatMul", "thrid"])
 
 
 def test_changed_integer_outputs_are_reported(tmp_path: Path) -> None:

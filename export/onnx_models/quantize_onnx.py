@@ -38,7 +38,7 @@ from smelt.export.onnx_models.output_comparison import (
 from smelt.export.onnx_models.prepare_for_quantizer import PER_CHANNEL_OPSET, prepare_for_quantizer
 from smelt.models.step_size import SizeInputs, StepSize, one_shot_size
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME, STATIC_SCHEME
-from smelt.runtimes.graph_walk import all_nodes, node_inputs, subgraphs
+from smelt.runtimes.graph_walk import all_nodes, node_inputs, separate_int8_readers, subgraphs
 from smelt.runtimes.onnx_import.validate_graph import float_matrices_message
 from smelt.stage import Context, Need, Settings, Stage
 
@@ -50,8 +50,7 @@ def finalize_quantized(quantized: Path, source: Path) -> Any:
     - They drop the domain of nodes that contain graphs (com.microsoft.BeamSearch).
     - A stack of matrices has one scale per column of all its matrices; MatMulInteger requires zero points and
       scales of the shape of the stack, with one row.
-    - Of int8 weights and zero points each node reads its own: without VNNI, ONNX Runtime 1.31 cannot open a
-      graph in which two nodes read one (avx2_weight_s8_to_u8.cc creates a tensor of the same name for each).
+    - Of int8 weights and zero points each node reads its own (`separate_int8_readers`).
 
     Args:
         quantized: the output of a quantizer.
@@ -70,7 +69,7 @@ def finalize_quantized(quantized: Path, source: Path) -> Any:
             node.domain = domains.get(node.output[0], node.domain)
     _sort_topologically(model.graph)
     _broadcast_scales(model.graph)
-    _separate_readers(model.graph)
+    separate_int8_readers(model.graph)
     return model
 
 
@@ -120,28 +119,6 @@ def _broadcast_scales(graph: Any) -> None:
         for tensor in (zero, scale):
             if tensor is not None and list(tensor.dims) == [shape[-1]]:
                 _broadcast_tensor(tensor, shape)
-
-
-def _separate_readers(graph: Any) -> None:
-    """Give each node that reads an int8 tensor a copy of its own, except for the first."""
-    from onnx import TensorProto
-
-    tensors = {tensor.name: tensor for tensor in graph.initializer if tensor.data_type == TensorProto.INT8}
-    used_names = {name for node in all_nodes(graph.node) for name in (*node.input, *node.output)}
-    num_readers = Counter[str]()
-    for node in all_nodes(graph.node):
-        for index, name in enumerate(node.input):
-            if name not in tensors:
-                continue
-            num_readers[name] += 1
-            if num_readers[name] > 1:
-                copy = graph.initializer.add()
-                copy.CopyFrom(tensors[name])
-                copy.name = f"{name}.{num_readers[name]}"
-                while copy.name in used_names:
-                    copy.name += "_"
-                used_names.add(copy.name)
-                node.input[index] = copy.name
 
 
 def _broadcast_tensor(tensor: Any, shape: Sequence[int]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _EXTERNAL_DATA_KEYS = ("location", "offset", "length")
+_INT8 = 3  # of onnx.TensorProto
 
 
 def subgraphs(node: Any) -> list[Any]:
@@ -43,6 +44,30 @@ def iter_initializers(graph: Any) -> Iterator[Any]:
     """Yield the initializers of a graph and of the graphs in its nodes."""
     for subgraph in iter_graphs(graph):
         yield from subgraph.initializer
+
+
+def separate_int8_readers(graph: Any) -> int:
+    """Give each node but the first that reads an int8 initializer a copy of its own; return their number.
+
+    Without VNNI, ONNX Runtime 1.31 cannot open a graph in which two nodes read one int8 weight, or zero
+    point: avx2_weight_s8_to_u8.cc creates a tensor of the same name for each.
+    """
+    tensors = {tensor.name: tensor for tensor in graph.initializer if tensor.data_type == _INT8}
+    used_names = {name for node in all_nodes(graph.node) for name in (*node.input, *node.output)}
+    readers, copies = set[str](), 0
+    for node in all_nodes(graph.node):
+        for index, name in enumerate(node.input):
+            if name in tensors and name in readers:
+                copies += 1
+                copy = graph.initializer.add()
+                copy.CopyFrom(tensors[name])
+                copy.name = f"{name}.{copies}"
+                while copy.name in used_names:
+                    copy.name += "_"
+                used_names.add(copy.name)
+                node.input[index] = copy.name
+            readers.add(name)
+    return copies
 
 
 def node_inputs(node: Any) -> set[str]:

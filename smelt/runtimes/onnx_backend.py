@@ -46,6 +46,7 @@ from smelt.generation.backend import (
 )
 from smelt.generation.runners import NUM_LOGITS_INPUT
 from smelt.runtimes.device import NO_ORT_CUDA, onnx_device
+from smelt.runtimes.graph_walk import separate_int8_readers
 
 REEXPORT_HINT = "Run the onnx stage again to export it."
 # By default ONNX Runtime turns a blocked DequantizeLinear before a MatMul into a MatMulNBits at accuracy
@@ -86,9 +87,7 @@ def open_onnx_session(
     if device == "cuda":
         providers.insert(0, cuda_provider_config(tf32))
     try:
-        session = onnxruntime.InferenceSession(
-            str(path), options, providers=providers, disabled_optimizers=["SkipLayerNormFusion"]
-        )
+        session = _open_session(path, options, providers)
     except Exception as error:  # its error classes share no base but Exception
         raise InputError(
             f"{path}: ONNX Runtime cannot load this graph: {error} {REEXPORT_HINT}", code="unopened-graph"
@@ -98,6 +97,21 @@ def open_onnx_session(
     ):  # it warns, and continues without the provider
         raise MissingDependencyError(f"{path}: {NO_ORT_CUDA}", code="no-cuda-provider")
     return session
+
+
+def _open_session(path: Path, options: Any, providers: list[Any]) -> Any:
+    more = {"providers": providers, "disabled_optimizers": ["SkipLayerNormFusion"]}
+    try:
+        return onnxruntime.InferenceSession(str(path), options, **more)
+    except Exception:
+        if not lacks_vnni(CPU_INFO):
+            raise
+        import onnx
+
+        model = onnx.load(path)
+        if not separate_int8_readers(model.graph):
+            raise
+        return onnxruntime.InferenceSession(model.SerializeToString(), options, **more)
 
 
 @contextlib.contextmanager
@@ -119,11 +133,14 @@ def session_options(threads: int | None = None, optimized: bool = True) -> Any:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     if threads is not None:
         options.intra_op_num_threads = threads
-    if lacks_vnni(Path("/proc/cpuinfo")):
+    if lacks_vnni(CPU_INFO):
         # there int8 products may overflow 16 bits; this requests exact ones. With VNNI they are exact
         # anyway and this mode is slower: 21 ms instead of 10 for an int8 encoder of 288 rows
         options.add_session_config_entry("session.x64quantprecision", "1")
     return options
+
+
+CPU_INFO = Path("/proc/cpuinfo")
 
 
 def lacks_vnni(cpuinfo: Path) -> bool:

@@ -1,6 +1,9 @@
+import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 
-from smelt.runtimes.onnx_backend import lacks_vnni
+from smelt.runtimes.onnx_backend import lacks_vnni, open_onnx_session
 
 
 @pytest.mark.parametrize(
@@ -16,3 +19,33 @@ def test_exact_int8_kernels_are_requested_only_without_vnni(tmp_path, flags, lac
     (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags\t: {flags}\n")
     assert lacks_vnni(tmp_path / "cpuinfo") is lacking
     assert lacks_vnni(tmp_path / "absent") is False
+
+
+def test_int8_weight_of_two_layers_opens_on_every_processor(tmp_path):
+    """Without VNNI, ONNX Runtime 1.31 itself cannot open such a graph with exact products."""
+    random = np.random.default_rng(0)
+    weight = random.integers(-128, 128, (16, 16)).astype(np.int8)
+    nodes = []
+    for layer in ("a", "b"):
+        inputs, codes, scale, zero = (f"{name}_{layer}" for name in ("x", "codes", "scale", "zero"))
+        nodes += [
+            helper.make_node("DynamicQuantizeLinear", [inputs], [codes, scale, zero]),
+            helper.make_node("MatMulInteger", [codes, "w", zero], [f"sums_{layer}"]),
+            helper.make_node("Cast", [f"sums_{layer}"], [f"floats_{layer}"], to=TensorProto.FLOAT),
+            helper.make_node("Mul", [scale, "w_scale"], [f"scales_{layer}"]),
+            helper.make_node("Mul", [f"floats_{layer}", f"scales_{layer}"], [f"y_{layer}"]),
+        ]
+    ends = [
+        [helper.make_tensor_value_info(f"{name}_{layer}", TensorProto.FLOAT, ["N", 16]) for layer in "ab"]
+        for name in ("x", "y")
+    ]
+    constants = [numpy_helper.from_array(weight, "w"), numpy_helper.from_array(np.float32(0.5), "w_scale")]
+    graph = helper.make_graph(nodes, "shared", *ends, constants)
+    opsets = [helper.make_opsetid("", 17)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), tmp_path / "m.onnx")
+    x = random.integers(0, 256, (4, 16)).astype(np.float32)
+    x[0, :2] = 0, 255  # the scale is 1
+    outputs = open_onnx_session(tmp_path / "m.onnx", threads=1).run(None, {"x_a": x, "x_b": x})
+    expected = x.astype(np.int32) @ weight.astype(np.int32) * np.float32(0.5)
+    for output in outputs:
+        np.testing.assert_array_equal(output, expected)

@@ -101,17 +101,8 @@ def _schemes(row):
     return [scheme for scheme in schemes if scheme is not None]
 
 
-def _has_shared_int8_matrices(family, row):
-    """Whether two int8 linear layers of the graph share a matrix."""
-    stacks = FAMILIES[ALL_MODELS[family].kind].stacks({})
-    shared = row == "chain-shared" or any(stack.repeats_block for stack in stacks)
-    return shared and bool({"int8-static", "int8-dynamic"} & set(_schemes(row)))
-
-
 @pytest.mark.parametrize(("family", "row"), CELLS)
 def test_family_passes_techniques_and_graph_equals_parent(family, row, tmp_path):
-    if HAS_NO_VNNI and _has_shared_int8_matrices(family, row):
-        pytest.skip("without VNNI ONNX Runtime opens no graph in which two int8 products share a matrix")
     exported = not any(unsupported_reason(SCHEMES[scheme], "ort-cpu") for scheme in _schemes(row))
     _check(family, row, "ort-cpu" if exported else None, tmp_path)
 

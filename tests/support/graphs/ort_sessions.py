@@ -14,8 +14,7 @@ HAS_NO_VNNI = lacks_vnni(Path("/proc/cpuinfo"))
 # docs/reference/stages/quantize.md#int8-dynamic says what that means for a user
 needs_vnni = pytest.mark.skipif(
     HAS_NO_VNNI,
-    reason="without VNNI ONNX Runtime 1.31 and OpenVINO 2026 add pairs of int8 products in 16 bits, and ONNX"
-    " Runtime's exact mode opens no graph in which two products share a matrix",
+    reason="without VNNI ONNX Runtime 1.31 and OpenVINO 2026 add pairs of int8 products in 16 bits",
 )
 
 

@@ -50,24 +50,51 @@ def separate_int8_readers(graph: Any) -> int:
     """Give each node but the first that reads an int8 initializer a copy of its own; return their number.
 
     Without VNNI, ONNX Runtime 1.31 cannot open a graph in which two nodes read one int8 weight, or zero
-    point: avx2_weight_s8_to_u8.cc creates a tensor of the same name for each.
+    point: avx2_weight_s8_to_u8.cc creates a tensor of the same name for each. It copies a DequantizeLinear
+    with several readers itself, so that is copied too.
     """
-    tensors = {tensor.name: tensor for tensor in graph.initializer if tensor.data_type == _INT8}
     used_names = {name for node in all_nodes(graph.node) for name in (*node.input, *node.output)}
-    readers, copies = set[str](), 0
+    copies = 0
+    for scope in iter_graphs(graph):
+        tensors = {tensor.name: tensor for tensor in scope.initializer if tensor.data_type == _INT8}
+        _separate_dequantizing_nodes(scope, tensors, used_names)
+        readers = set[str]()
+        for node in all_nodes(scope.node):
+            for index, name in enumerate(node.input):
+                if name in tensors and name in readers:
+                    copies += 1
+                    copy = scope.initializer.add()
+                    copy.CopyFrom(tensors[name])
+                    copy.name = node.input[index] = _unused_name(name, used_names)
+                readers.add(name)
+    return copies
+
+
+def _separate_dequantizing_nodes(graph: Any, tensors: Mapping[str, Any], used_names: set[str]) -> None:
+    """Give each node but the first that reads a dequantized initializer a DequantizeLinear of its own."""
+    makers = {n.output[0]: n for n in graph.node if n.op_type == "DequantizeLinear" and n.input[0] in tensors}
+    copies: list[Any] = []
+    readers = set[str]()
     for node in all_nodes(graph.node):
         for index, name in enumerate(node.input):
-            if name in tensors and name in readers:
-                copies += 1
-                copy = graph.initializer.add()
-                copy.CopyFrom(tensors[name])
-                copy.name = f"{name}.{copies}"
-                while copy.name in used_names:
-                    copy.name += "_"
-                used_names.add(copy.name)
-                node.input[index] = copy.name
+            if name in makers and name in readers:
+                copy = type(node)()
+                copy.CopyFrom(makers[name])
+                copy.name = copy.output[0] = node.input[index] = _unused_name(name, used_names)
+                copies.append(copy)
             readers.add(name)
-    return copies
+    nodes = [*copies, *graph.node]  # they read initializers alone
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _unused_name(name: str, used_names: set[str]) -> str:
+    """Return a name that no value has, and add it to `used_names`."""
+    number = 2
+    while f"{name}.{number}" in used_names:
+        number += 1
+    used_names.add(f"{name}.{number}")
+    return f"{name}.{number}"
 
 
 def node_inputs(node: Any) -> set[str]:

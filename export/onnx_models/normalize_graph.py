@@ -40,14 +40,15 @@ def normalize_graph(path: Path) -> Any:
     """Return the graph in `path` as an onnx.ModelProto with its weights, normalized for the stages."""
     model = inline_functions(path)
     remove_weight_inputs(model)
+    dtype = dominant_float_type(model)
+    if dtype in NON_FLOAT32_DTYPES:  # before weights are moved, of which only float32 are
+        _convert_to_float32(model, (*_HALF_FLOATS, _FLOAT64) if dtype == "float64" else _HALF_FLOATS)
     graph = model.graph
     used_names = _defined_names(graph)
     for node in graph.node:
         for body in subgraphs(node):
             _rename_shadowing(body, {}, used_names)
             _hoist_matrices(body, graph)
-    if dominant_float_type(model) in NON_FLOAT32_DTYPES:
-        _convert_to_float32(model)
     return model
 
 
@@ -77,7 +78,10 @@ def match_nodes(patterns: Iterable[str], names: Collection[str], setting: str) -
     """
     matches: dict[str, None] = {}
     for pattern in patterns:
-        found_names = [name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)]
+        escaped = pattern.replace("[", "[[]")  # brackets are part of names
+        found_names = (
+            [pattern] if pattern in names else [name for name in names if fnmatch.fnmatchcase(name, escaped)]
+        )
         if not found_names:
             raise InputError(
                 f"{setting}: the graph has no node '{pattern[:80]}'.{did_you_mean(pattern, names)}",
@@ -113,45 +117,57 @@ def remove_weight_inputs(model: Any) -> None:
     model.ir_version = max(_LISTED, model.ir_version)
 
 
-# float16, float64 and bfloat16 in onnx.TensorProto, and the attributes of nodes that hold such a number
-_OTHER_FLOATS = (10, 11, 16)
-_DTYPE_ATTRIBUTES = ("to", "dtype", "output_datatype", "stash_type")
+# float16, bfloat16 and float64 in onnx.TensorProto, and the attributes of nodes that hold such a number
+_HALF_FLOATS, _FLOAT64 = (10, 16), 11
+_DTYPE_ATTRIBUTES = ("to", "dtype", "output_datatype", "output_dtype", "stash_type")
 
 
-def _convert_to_float32(model: Any) -> None:
-    """Convert all weights and values of other floating-point types to float32, but not inputs and outputs."""
-    from onnx import TensorProto, helper, numpy_helper
+def _convert_to_float32(model: Any, dtypes: Collection[int]) -> None:
+    """Convert the weights and values of the types `dtypes` to float32, but not inputs and outputs."""
+    from onnx import TensorProto, helper
 
     graph = model.graph
-    dtypes = {value.name: value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)}
-    dtypes = {name: dtype for name, dtype in dtypes.items() if dtype in _OTHER_FLOATS}
+    inputs = {value.name for value in graph.input}
+    dtype_by_end = {value.name: value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)}
+    dtype_by_end = {name: dtype for name, dtype in dtype_by_end.items() if dtype in dtypes}
     for tensor in iter_model_tensors(model):
-        if tensor.data_type in _OTHER_FLOATS:
-            values = numpy_helper.to_array(tensor).astype(np.float32)
-            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+        if tensor.data_type in dtypes and tensor.name not in inputs:
+            _narrow_tensor(tensor)
     for node in all_nodes(graph.node):
         for attribute in node.attribute:
-            if attribute.name in _DTYPE_ATTRIBUTES and attribute.i in _OTHER_FLOATS:
+            if attribute.name in _DTYPE_ATTRIBUTES and attribute.i in dtypes:
                 attribute.i = TensorProto.FLOAT
     for inner in iter_graphs(graph):
-        _set_float32((*inner.input, *inner.output, *inner.value_info))
-    taken = _value_names(graph)
-    converted = {name: _unused_name(name, taken) for name in dtypes}
-    ends = [(value, value.name) for value in (*graph.input, *graph.output)]
+        _set_float32((*inner.input, *inner.output, *inner.value_info), dtypes)
+    used_names = _value_names(graph)
+    converted = {name: _unused_name(name, used_names) for name in dtype_by_end}
+    defaults = [tensor for tensor in graph.initializer if tensor.name in inputs]
+    ends = [(end, end.name) for end in (*graph.input, *graph.output, *defaults)]
     _rename_values(graph, converted)
-    for value, name in ends:
-        value.name = name
-        value.type.tensor_type.elem_type = dtypes.get(name, value.type.tensor_type.elem_type)
-    inputs = {value.name for value in graph.input}
-    for name, dtype in dtypes.items():
+    for end, name in ends:
+        end.name = name
+    for value in (*graph.input, *graph.output):
+        value.type.tensor_type.elem_type = dtype_by_end.get(value.name, value.type.tensor_type.elem_type)
+    for name, dtype in dtype_by_end.items():
         if name in inputs:
             graph.node.insert(0, helper.make_node("Cast", [name], [converted[name]], to=TensorProto.FLOAT))
         else:
             graph.node.append(helper.make_node("Cast", [converted[name]], [name], to=dtype))
 
 
-def _set_float32(values: Iterable[Any]) -> None:
-    """Replace other floating-point types of onnx.ValueInfoProto, also inside sequences and optionals."""
+def _narrow_tensor(tensor: Any) -> None:
+    """Convert a tensor to float32; what is beyond its range becomes its largest or smallest number."""
+    from onnx import numpy_helper
+
+    values, limits = numpy_helper.to_array(tensor).astype(np.float64), np.finfo(np.float32)
+    finite = np.where(np.isfinite(values), np.clip(values, limits.min, limits.max), values)
+    tiny = (finite != 0) & (np.abs(finite) < limits.tiny)
+    narrow = np.where(tiny, np.sign(finite) * limits.tiny, finite).astype(np.float32)
+    tensor.CopyFrom(numpy_helper.from_array(narrow, tensor.name))
+
+
+def _set_float32(values: Iterable[Any], dtypes: Collection[int]) -> None:
+    """Replace the types `dtypes` of onnx.ValueInfoProto, also inside sequences and optionals."""
     pending = [value.type for value in values]
     while pending:
         kind = pending.pop()
@@ -160,7 +176,7 @@ def _set_float32(values: Iterable[Any]) -> None:
             pending.append(getattr(kind, field).elem_type)
         elif field in ("tensor_type", "sparse_tensor_type"):
             tensor_type = getattr(kind, field)
-            if tensor_type.elem_type in _OTHER_FLOATS:
+            if tensor_type.elem_type in dtypes:
                 tensor_type.elem_type = 1
 
 

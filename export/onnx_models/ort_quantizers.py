@@ -32,7 +32,7 @@ from smelt.export.onnx_models.prepare_for_quantizer import (
     unquantizable_nodes,
 )
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME, GRAPH_SCHEMES, STATIC_SCHEME, find_scheme
-from smelt.runtimes.graph_walk import iter_graphs, iter_initializers
+from smelt.runtimes.graph_walk import all_nodes, iter_graphs, iter_initializers
 from smelt.stage import Context, Settings
 
 CalibrationMethodName = Literal["minmax", "entropy", "percentile"]
@@ -313,12 +313,15 @@ def run_ort_quantizer(
     vectors = {tensor.name for tensor in iter_initializers(model.graph) if len(tensor.dims) == 1}
     float_nodes |= _vector_products(model.graph, vectors, settings)
     names = [*settings.exclude, *_name_float_nodes(model.graph, float_nodes, ctx)]
+    empty = {tensor.name for tensor in model.graph.initializer if 0 in tensor.dims}
+    lstm_weights: dict[str, tuple[str, str, str]] = {}
     for body in bodies:
         unquantizable = unquantizable_nodes(body, value_kinds, settings.quantized_op_types)
+        unquantizable |= {i: "an empty weight" for i, node in enumerate(body.node) if empty & {*node.input}}
         unquantizable |= _vector_products(body, vectors, settings)
         names += _name_float_nodes(body, unquantizable, ctx)
         if "LSTM" in settings.quantized_op_types:
-            _quantize_inner_lstms(model, body, names)
+            _quantize_inner_lstms(model, body, names, lstm_weights)
     quantize_dynamic(
         model if float_nodes or bodies else source, target, op_types_to_quantize=settings.quantized_op_types,
         per_channel=settings.per_channel,
@@ -333,10 +336,13 @@ def run_ort_quantizer(
 _SIGNED_BITS = 63  # the largest value of 7 bits: without VNNI, sums of two products of 8 bits overflow
 
 
-def _quantize_inner_lstms(model: Any, body: Any, exclude: Collection[str]) -> None:
+def _quantize_inner_lstms(
+    model: Any, body: Any, exclude: Collection[str], quantized: dict[str, tuple[str, str, str]]
+) -> None:
     """Replace each LSTM of an inner graph by DynamicQuantizeLSTM, with one scale per row of its matrices.
 
-    ONNX Runtime's quantizer finds the weights of an LSTM only in the LSTM's own graph.
+    ONNX Runtime's quantizer finds the weights of an LSTM only in the LSTM's own graph. `quantized`: the names
+    of the new tensors by weight, to which this adds.
     """
     from onnx import TensorProto, helper
 
@@ -347,9 +353,10 @@ def _quantize_inner_lstms(model: Any, body: Any, exclude: Collection[str]) -> No
             continue
         if any(name not in weights or len(weights[name].dims) != 3 for name in node.input[1:3]):
             continue
-        (values, *values_ends), (recurrent, *recurrent_ends) = (
-            _quantize_lstm_weight(model.graph, weights[name]) for name in node.input[1:3]
-        )
+        for name in node.input[1:3]:
+            if name not in quantized:
+                quantized[name] = _quantize_lstm_weight(model.graph, weights[name])
+        (values, *values_ends), (recurrent, *recurrent_ends) = (quantized[name] for name in node.input[1:3])
         others = [*node.input[3:], *[""] * (8 - len(node.input))]
         node.input[:] = [node.input[0], values, recurrent, *others, *values_ends, *recurrent_ends]
         node.op_type, node.domain = "DynamicQuantizeLSTM", "com.microsoft"
@@ -365,9 +372,12 @@ def _quantize_lstm_weight(graph: Any, weight: Any) -> tuple[str, str, str]:
     from onnx import numpy_helper
 
     values = numpy_helper.to_array(weight)
-    names = (f"{weight.name}.int8", f"{weight.name}.int8.scale", f"{weight.name}.int8.zero")
-    if any(tensor.name == names[0] for tensor in graph.initializer):
-        return names
+    used_names = {name for node in all_nodes(graph.node) for name in (*node.input, *node.output)}
+    used_names |= {value.name for value in (*graph.input, *graph.initializer)}
+    prefix = f"{weight.name}.int8"
+    while any(name.startswith(prefix) for name in used_names):
+        prefix += "_"
+    names = (prefix, f"{prefix}.scale", f"{prefix}.zero")
     largest = np.abs(values).max(axis=2, initial=0)
     scale = np.where(largest > 0, largest, 1) / np.float32(_SIGNED_BITS)
     q_weight = np.rint(values / scale[..., None]).astype(np.int8).transpose(0, 2, 1)

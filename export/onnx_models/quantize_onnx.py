@@ -22,6 +22,7 @@ from smelt.data.tasks import ALL_TASKS, Task, task_traits
 from smelt.export.onnx_models.normalize_graph import (
     copy_graphs,
     copy_model_files,
+    inline_functions,
     iter_model_nodes,
     match_nodes,
     ordered_graphs,
@@ -365,10 +366,14 @@ def _repeated_bytes(model: Any) -> int:
     Nodes that share a weight have a copy each (`prepare_for_quantizer`, `finalize_quantized`), which the
     data file stores once.
     """
+    from smelt.export.graph_files import MIN_EXTERNAL_BYTES
+
     seen: set[bytes] = set()
     repeated = 0
     for tensor in model.graph.initializer:
         content = tensor.raw_data
+        if len(content) < MIN_EXTERNAL_BYTES:  # remains in the graph
+            continue
         key = hashlib.sha256(content).digest()
         repeated += len(content) if key in seen else 0
         seen.add(key)
@@ -394,6 +399,10 @@ def _expand_exclude(paths: list[Path], settings: QuantizeOnnxSettings) -> Quanti
     if not settings.exclude:
         return settings
     graphs = [read_graph(path, values=False) for path in paths]
+    graphs = [
+        inline_functions(path) if graph.functions else graph
+        for path, graph in zip(paths, graphs, strict=True)
+    ]
     names = [node.name for graph in graphs for node in iter_model_nodes(graph) if node.name]
     return settings.model_copy(update={"exclude": tuple(match_nodes(settings.exclude, names, "exclude"))})
 
@@ -403,11 +412,13 @@ def _report(src: Artifact, paths: list[Path], settings: QuantizeOnnxSettings, ct
 
     Where nothing was quantized, the graphs of `src` remain as they are.
     """
-    from smelt.export.graph_files import graph_bytes, read_graph
+    from smelt.export.graph_files import external_data_path, graph_bytes, read_graph
 
     models = [read_graph(ctx.out / path.name, values=False) for path in paths]
     operators = Counter(node.op_type for model in models for node in iter_model_nodes(model))
     if not _QUANTIZED_OPS & set(operators):
+        for path in paths:
+            external_data_path(ctx.out / path.name).unlink(missing_ok=True)
         copy_graphs(src, ctx)
         models = [read_graph(path, values=False) for path in paths]
         operators = Counter(node.op_type for model in models for node in iter_model_nodes(model))

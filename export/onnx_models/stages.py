@@ -53,7 +53,7 @@ class Fp16Settings(Settings):
     """Settings of `fp16`."""
 
     keep_fp32: tuple[str, ...] = Field(
-        default=(), description="operators kept in float32, or nodes: names or patterns"
+        default=(), description="operators, or names or patterns of nodes, kept in float32"
     )
     calibration_samples: int = Field(
         default=16, ge=1, le=10_000, description="samples to measure value ranges on"

@@ -374,7 +374,7 @@ def plan(
     as_json: bool,
     **places: Any,
 ) -> None:
-    """Check RECIPE and show its plan with predicted costs, without running it.
+    """Check RECIPE and show its plan with costs, without running it.
 
     Memory and disk of each step are shown, and the time if an earlier run on this machine measured one.
 

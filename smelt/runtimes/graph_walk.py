@@ -54,6 +54,7 @@ def separate_int8_readers(graph: Any) -> int:
     with several readers itself, so that is copied too.
     """
     used_names = {name for node in all_nodes(graph.node) for name in (*node.input, *node.output)}
+    used_names |= {v.name for scope in iter_graphs(graph) for v in (*scope.input, *scope.initializer)}
     copies = 0
     for scope in iter_graphs(graph):
         tensors = {tensor.name: tensor for tensor in scope.initializer if tensor.data_type == _INT8}
@@ -73,7 +74,7 @@ def separate_int8_readers(graph: Any) -> int:
 def _separate_dequantizing_nodes(graph: Any, tensors: Mapping[str, Any], used_names: set[str]) -> None:
     """Give each node but the first that reads a dequantized initializer a DequantizeLinear of its own."""
     makers = {n.output[0]: n for n in graph.node if n.op_type == "DequantizeLinear" and n.input[0] in tensors}
-    copies: list[Any] = []
+    copies: dict[str, list[Any]] = {name: [] for name in makers}
     readers = set[str]()
     for node in all_nodes(graph.node):
         for index, name in enumerate(node.input):
@@ -81,9 +82,9 @@ def _separate_dequantizing_nodes(graph: Any, tensors: Mapping[str, Any], used_na
                 copy = type(node)()
                 copy.CopyFrom(makers[name])
                 copy.name = copy.output[0] = node.input[index] = _unused_name(name, used_names)
-                copies.append(copy)
+                copies[name].append(copy)
             readers.add(name)
-    nodes = [*copies, *graph.node]  # they read initializers alone
+    nodes = [each for node in graph.node for each in (node, *copies.get(next(iter(node.output), ""), ()))]
     del graph.node[:]
     graph.node.extend(nodes)
 

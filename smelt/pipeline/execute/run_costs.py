@@ -161,7 +161,9 @@ def cost_lines(costs: PlanCosts) -> list[str]:
     for step in costs.steps:
         seconds = "" if step.name == MODEL_STEP else _time(step.seconds)
         rows.append((step.name, seconds, _size(step.memory_bytes), _size(step.disk_bytes), _note(step)))
-    rows.append(("total", _time(costs.seconds), _size(costs.memory_bytes), _size(costs.disk_bytes), ""))
+    rows.append(
+        ("total without scores", _time(costs.seconds), _size(costs.memory_bytes), _size(costs.disk_bytes), "")
+    )
     rows.append(
         ("this machine, free", "", _size(costs.limits.free_bytes), _size(costs.limits.disk_bytes), "")
     )

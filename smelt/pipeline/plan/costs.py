@@ -222,26 +222,23 @@ def _processes_of(plan: Plan, step: PlanStep) -> tuple[int, int]:
     return (count, external_machines()) if divided else (1, 1)
 
 
+# settings whose values, and settings whose presence, decide how the time of a step grows with its work
+_COMPARED_VALUES = ("method", "target", "scheme", "importance", "dtype")
+_COMPARED_FLAGS = (
+    *("lora", "qat", "sparsify", "learned_masks", "sequence_level", "max_steps", "max_tokens_per_batch"),
+    *("mixed_precision", "low_rank_correction", "autotune", "gradient_checkpointing"),
+)
+
+
 def step_kind(plan: Plan, step: PlanStep) -> str:
     """Return what measurements of steps are compared by.
 
-    That is the stage, its method, target or techniques, and the processes with their strategy.
+    That is the stage, the settings that decide how its time grows, and the processes with their strategy.
     """
     settings: Any = step.settings
-    terms = [step.stage, *(str(getattr(settings, n)) for n in ("method", "target") if hasattr(settings, n))]
-    terms += [
-        n
-        for n in (
-            "lora",
-            "qat",
-            "sparsify",
-            "learned_masks",
-            "sequence_level",
-            "max_steps",
-            "max_tokens_per_batch",
-        )
-        if getattr(settings, n, None)
-    ]
+    values = (getattr(settings, name, None) for name in _COMPARED_VALUES)
+    terms = [step.stage, *(str(value) for value in values if value is not None)]
+    terms += [name for name in _COMPARED_FLAGS if getattr(settings, name, None)]
     processes, machines = _processes_of(plan, step)
     if processes > 1:
         terms.append(f"{processes} processes on {machines}, {plan.recipe.launch.description}")
@@ -370,7 +367,7 @@ def check_costs(
             if minimum > capacity and not step.optional:
                 alternatives = fitting_settings(plan, step, estimates, capacity) if kind == "memory" else {}
                 text = (
-                    f"'{step.name}' needs at least {format_bytes(minimum)} of {kind}, for its weights alone,"
+                    f"'{step.name}' needs at least {format_bytes(minimum)} of {kind}, without activations,"
                     f" and this machine has {format_bytes(capacity)}. {_advice(alternatives)}"
                 )
                 messages.append(error_message("needs-more-memory", text, **location))

@@ -250,7 +250,11 @@ def _model_details(model: Any) -> dict[str, Any]:
     top_nodes = [*model.graph.node, *(node for function in model.functions for node in function.node)]
     operators = Counter(node.op_type for node in top_nodes)
     constants = {tensor.name for tensor in iter_initializers(model.graph)}
+    constants |= {name for function in model.functions for name in function.input}  # may be weights
     constants |= {node.output[0] for node in all_nodes(top_nodes) if node.op_type == "Constant"}
+    for node in top_nodes:  # in the order of their computation: a simplifier folds what they compute
+        if node.input and constants.issuperset(node.input):
+            constants |= set(node.output)
     inner_nodes = [node for outer in top_nodes for body in subgraphs(outer) for node in body.node]
     inner_nodes = list(all_nodes(inner_nodes))  # of If, Loop and Scan
     weighted, inner_weighted = (
@@ -277,6 +281,7 @@ def _model_details(model: Any) -> dict[str, Any]:
 
 # Bytes of a float by its number in onnx.TensorProto: float, float16, double, bfloat16.
 _BYTES_BY_TYPE = {1: 4, 10: 2, 11: 8, 16: 2}
+_RECURRENT_OPS = ("LSTM", "GRU", "RNN", "DynamicQuantizeLSTM")  # their inputs 1 and 2 are weights
 _MIN_FLOAT_SHARE = 0.01  # fraction of the bytes of all weights, below which a float matrix is not reported
 _MAX_NAMED = 3
 
@@ -291,14 +296,17 @@ def float_matrices_message(models: Sequence[Any]) -> str | None:
     sizes: dict[str, int] = {}
     total = 0
     for model in models:
+        tensors = [(tensor.name, tensor) for tensor in iter_initializers(model.graph)]
         for node in all_nodes(model.graph.node):
-            for name in node.input:
+            tensors += [(node.output[0], a.t) for a in node.attribute if node.op_type == "Constant"]
+            # biases and scales of recurrent layers are matrices too
+            for name in node.input[:3] if node.op_type in _RECURRENT_OPS else node.input:
                 readers.setdefault(name, node_label(node))
-        for tensor in iter_model_tensors(model):
+        for name, tensor in tensors:
             size = math.prod(tensor.dims) * _BYTES_BY_TYPE.get(tensor.data_type, 1)
             total += size
             if tensor.data_type in _BYTES_BY_TYPE and sum(length > 1 for length in tensor.dims) > 1:
-                sizes[tensor.name] = sizes.get(tensor.name, 0) + size
+                sizes[name] = sizes.get(name, 0) + size
     large = {
         name: size for name, size in sizes.items() if size >= _MIN_FLOAT_SHARE * total and name in readers
     }

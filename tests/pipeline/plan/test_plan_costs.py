@@ -202,8 +202,16 @@ def test_records_predict_only_same_launch(home):
         for launch in launches
     ]
     assert len({kind["finetune"] for kind in kinds}) == len(launches)
-    assert kinds[0]["finetune"] == "finetune max_steps"
-    assert {kind["prune"] for kind in kinds} == {"prune"}  # in one process
+    assert {kind["prune"] for kind in kinds} == {"prune taylor keep"}  # in one process
+
+
+@pytest.mark.parametrize(
+    "override", ["quantize.scheme=int4", "prune.importance=magnitude", "finetune.gradient_checkpointing=true"]
+)
+def test_records_predict_only_same_scheme_importance_and_checkpointing(home, override):
+    (_, plain), (_, changed) = _plan(home), _plan(home, override)
+    different = {name for name in plain if plain[name].kind != changed[name].kind}
+    assert different == {override.partition(".")[0]}
 
 
 def test_plan_command_prints_table_and_json(home, monkeypatch, tmp_path):

@@ -52,7 +52,7 @@ def test_step_records_its_cost(home):
     manifest = read_artifact(home / "runs" / "r" / "artifacts" / "prune").manifest
     record = manifest.record
     assert record is not None
-    assert (record.kind, record.threads, record.seconds) == ("prune", 1, manifest.seconds)
+    assert (record.kind, record.threads, record.seconds) == ("prune magnitude keep", 1, manifest.seconds)
     assert record.memory_bytes is None or record.memory_bytes > 10**8
     store = home / "runs" / ".store"
     assert step_records(store, 1) == [record]

@@ -175,7 +175,7 @@ def main(
     as_json: bool,
 ) -> None:
     """Compare the report's latency of ARTIFACT with a stopwatch."""
-    from smelt.api.evaluate import STANDARD_TEXTS, read_texts
+    from smelt.api.timing import STANDARD_TEXTS, read_texts
     from smelt.core.artifact import read_artifact
     from smelt.evaluate.latency import LatencySettings
 

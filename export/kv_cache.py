@@ -475,7 +475,7 @@ def _cache_scales(path: Path, source: Path, ctx: Context) -> dict[str, Float32Ar
     from smelt.core.files import read_json_object
     from smelt.models.checkpoint import load_tokenizer
     from smelt.models.text_rules import max_input_length
-    from smelt.runtimes.onnx_backend import open_onnx_session
+    from smelt.runtimes.onnx_session import open_onnx_session
 
     split, tokenizer = cache_calibration_split(ctx.data), load_tokenizer(source)
     limit = max_input_length(tokenizer, read_json_object(source / "config.json"))

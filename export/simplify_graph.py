@@ -340,7 +340,7 @@ def _max_difference(first: Path, second: Path, tokens: NDArray[np.int64] | None)
         example_feeds,
         without_padding,
     )
-    from smelt.runtimes.onnx_backend import open_onnx_session
+    from smelt.runtimes.onnx_session import open_onnx_session
 
     def outputs(path: Path) -> Iterator[tuple[str, NDArray[Any], dict[str, Any]]]:
         session = open_onnx_session(path, threads=1)

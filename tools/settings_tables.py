@@ -26,7 +26,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, create_model
 
-from smelt.cli.main import Setting, settings_of
+from smelt.cli.stage_help import Setting, settings_of
 from smelt.compress.sparsify.methods.registry import GRADUAL_METHODS, SPARSITY_METHODS
 from smelt.data.tasks import tasks_with
 from smelt.evaluate.latency import LatencySettings

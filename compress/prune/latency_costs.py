@@ -111,7 +111,7 @@ def _best_time(call: Callable[[], Any]) -> float:
 def _onnx_call(part: TimedPart, int8: bool, threads: int) -> Callable[[], Any]:
     import onnxruntime
 
-    from smelt.runtimes.onnx_backend import session_options
+    from smelt.runtimes.onnx_session import session_options
 
     graph = _OnnxPart(part, int8)
     session = onnxruntime.InferenceSession(

@@ -195,7 +195,7 @@ def iter_graph_outputs(path: Path, feeds: list[Feeds], threads: int | None) -> I
     Raises:
         RunError: ONNX Runtime cannot open or run it.
     """
-    from smelt.runtimes.onnx_backend import open_onnx_session
+    from smelt.runtimes.onnx_session import open_onnx_session
 
     try:
         session = open_onnx_session(path, threads or 1)

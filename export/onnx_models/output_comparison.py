@@ -380,7 +380,7 @@ def subprocess_main(arguments: Sequence[str]) -> dict[str, str]:
 
     arguments: the graph's file, that of the samples, the names of its inputs and the axes of all, as JSON.
     """
-    from smelt.runtimes.onnx_backend import open_onnx_session
+    from smelt.runtimes.onnx_session import open_onnx_session
 
     feeds, axes = read_feeds(*arguments[1:3]), json.loads(arguments[3])
     count = next(v.shape[axes[n]] for n, v in feeds.items() if v.ndim and axes[n] is not None)

@@ -319,7 +319,7 @@ def _write_quantized(path: Path, settings: QuantizeOnnxSettings, feeds: list[Any
         share_weights,
         write_graph,
     )
-    from smelt.runtimes.onnx_backend import silence_onnxruntime
+    from smelt.runtimes.onnx_session import silence_onnxruntime
 
     with TemporaryDirectory(dir=ctx.out.parent, prefix=".quantize-") as folder:
         quantized, ready_in, named_in = (

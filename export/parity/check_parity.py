@@ -43,7 +43,7 @@ from smelt.export.parity.references import (
 from smelt.quantization.layers import QuantizedLinear
 from smelt.quantization.scheme import GRAPH_TARGETS
 from smelt.runtimes.device import cuda_device_count
-from smelt.runtimes.onnx_backend import open_onnx_session
+from smelt.runtimes.onnx_session import open_onnx_session
 
 
 class LayerLocation(NamedTuple):

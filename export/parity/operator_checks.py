@@ -87,7 +87,7 @@ def check_operators(graph: str, model: Any, module: nn.Module, path: Path, threa
     Raises:
         ParityError: an operator's output differs from its layer's, or it has no layer.
     """
-    from smelt.runtimes.onnx_backend import open_onnx_session
+    from smelt.runtimes.onnx_session import open_onnx_session
 
     quantized_nodes = [_match_layer(graph, model, module, node) for node in _quantized_nodes(model)]
     if not quantized_nodes:
@@ -404,7 +404,7 @@ def open_with_outputs(
     """
     from onnx import ValueInfoProto
 
-    from smelt.runtimes.onnx_backend import open_onnx_session
+    from smelt.runtimes.onnx_session import open_onnx_session
 
     graph = model.graph
     existing_names = {"", *(value.name for value in (*graph.input, *graph.output, *graph.initializer))}
@@ -428,7 +428,7 @@ def run_graph_calls(
         name: of the graph.
         reference: the batch, and the input tokens of a decoder.
     """
-    from smelt.runtimes.onnx_backend import open_onnx_session
+    from smelt.runtimes.onnx_session import open_onnx_session
 
     batch = reference.batch
     if isinstance(batch, ImageBatch):

@@ -148,8 +148,8 @@ def bench(
     """Measure the latency of ARTIFACTS and compare each with the first."""
     import json
 
-    from smelt.api.evaluate import time_artifacts as measure
-    from smelt.api.evaluate import timing_table
+    from smelt.api.timing import time_artifacts as measure
+    from smelt.api.timing import timing_table
     from smelt.pipeline.execute.display import Display
 
     settings = {

@@ -8,16 +8,12 @@ GroupQueryAttention on the CPU does not where a cache's input and its output are
 it writes the new positions, and reads as many as the attention mask has. So caches can grow in place. The
 graph file is the same, and so are the results, bit for bit.
 
-A graph is opened with the options that are fast and exact on this processor (`open_onnx_session`).
-
 Shapes: R = rows, S = input tokens of one call, P = tokens of previous calls, H = heads of a cache, C = buffer
 positions, d = width of a head, V = vocabulary.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,8 +27,7 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from smelt.core.errors import InputError, MissingDependencyError, RunError
-from smelt.core.process_group import is_distributed
+from smelt.core.errors import InputError, RunError
 from smelt.generation.backend import (
     PAST_PREFIX,
     PRESENT_PREFIX,
@@ -45,116 +40,8 @@ from smelt.generation.backend import (
     past_input_name,
 )
 from smelt.generation.runners import NUM_LOGITS_INPUT
-from smelt.runtimes.device import NO_ORT_CUDA, onnx_device
-from smelt.runtimes.graph_walk import separate_int8_readers
-
-REEXPORT_HINT = "Run the onnx stage again to export it."
-# By default ONNX Runtime turns a blocked DequantizeLinear before a MatMul into a MatMulNBits at accuracy
-# level 4: it would round activations that the graph does not round.
-FLOAT_ACTIVATIONS_OPTION = ("session.qdq_matmulnbits_accuracy_level", "0")
-
-
-def cuda_provider_config(tf32: bool = False) -> tuple[str, dict[str, str]]:
-    """Return ONNX Runtime's CUDA provider with its options.
-
-    By default it multiplies float32 in TF32 on Ampere and newer, with 10 bits of fraction instead of 23
-    (https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html#use_tf32), a larger error
-    than the tolerance between a graph and its model.
-    """
-    # of several processes each has a GPU of its own
-    device_options = {"device_id": os.environ.get("LOCAL_RANK", "0")} if is_distributed() else {}
-    return "CUDAExecutionProvider", {"use_tf32": str(int(tf32)), **device_options}
-
-
-def open_onnx_session(
-    path: Path,
-    threads: int | None = None,
-    device: str = "cpu",
-    optimized: bool = True,
-    tf32: bool = False,
-) -> Any:
-    """Open the graph `path`; `optimized=False` computes node by node, without constant folding.
-
-    tf32: let matrix multiplications in float32 use TF32, on CUDA.
-
-    Raises:
-        InputError: ONNX Runtime cannot read the file or does not support one of its operators.
-    """
-    options = session_options(threads, optimized)
-    # The fused node is slower than Add and LayerNormalization: measured on an int8 encoder of 4 layers,
-    # 160 rows of 256: 4.7 ms with it, 2.8 ms without; on single rows there is no difference.
-    providers: list[Any] = ["CPUExecutionProvider"]
-    if device == "cuda":
-        providers.insert(0, cuda_provider_config(tf32))
-    try:
-        session = _open_session(path, options, providers)
-    except Exception as error:  # its error classes share no base but Exception
-        raise InputError(
-            f"{path}: ONNX Runtime cannot load this graph: {error} {REEXPORT_HINT}", code="unopened-graph"
-        ) from error
-    if (
-        device == "cuda" and "CUDAExecutionProvider" not in session.get_providers()
-    ):  # it warns, and continues without the provider
-        raise MissingDependencyError(f"{path}: {NO_ORT_CUDA}", code="no-cuda-provider")
-    return session
-
-
-def _open_session(path: Path, options: Any, providers: list[Any]) -> Any:
-    more = {"providers": providers, "disabled_optimizers": ["SkipLayerNormFusion"]}
-    try:
-        return onnxruntime.InferenceSession(str(path), options, **more)
-    except Exception:
-        if not lacks_vnni(CPU_INFO):
-            raise
-        import onnx
-
-        model = onnx.load(path)
-        if not separate_int8_readers(model.graph):
-            raise
-        return onnxruntime.InferenceSession(model.SerializeToString(), options, **more)
-
-
-@contextlib.contextmanager
-def silence_onnxruntime() -> Iterator[None]:
-    """Suppress warnings of sessions that libraries open; they concern the graphs of these libraries."""
-    onnxruntime.set_default_logger_severity(3)
-    try:
-        yield
-    finally:
-        onnxruntime.set_default_logger_severity(2)  # its default; the previous value cannot be read
-
-
-def session_options(threads: int | None = None, optimized: bool = True) -> Any:
-    """Return ONNX Runtime's options that make int8 matrix multiplications exact on this processor."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # errors raise an exception with the same text
-    options.add_session_config_entry(*FLOAT_ACTIVATIONS_OPTION)
-    if not optimized:
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    if threads is not None:
-        options.intra_op_num_threads = threads
-    if lacks_vnni(CPU_INFO):
-        # there int8 products may overflow 16 bits; this requests exact ones. With VNNI they are exact
-        # anyway and this mode is slower: 21 ms instead of 10 for an int8 encoder of 288 rows
-        options.add_session_config_entry("session.x64quantprecision", "1")
-    return options
-
-
-CPU_INFO = Path("/proc/cpuinfo")
-
-
-def lacks_vnni(cpuinfo: Path) -> bool:
-    """Return whether this is an x86 processor known to lack instructions that sum int8 products in 32 bits.
-
-    Args:
-        cpuinfo: the file in which Linux lists the processor's features; unknown on other systems.
-    """
-    try:
-        cpu_flags = set(cpuinfo.read_text(encoding="utf-8", errors="replace").split())
-    except OSError:
-        return False
-    return "avx2" in cpu_flags and not cpu_flags & {"avx512_vnni", "avx_vnni", "amx_int8"}
-
+from smelt.runtimes.device import onnx_device
+from smelt.runtimes.onnx_session import REEXPORT_HINT, open_onnx_session
 
 # A full buffer is copied into one that is longer by this share: one copy for many steps, and little of
 # it is empty

@@ -36,13 +36,9 @@ from smelt.core.errors import InputError, MissingDependencyError, RunError
 from smelt.core.files import json_hash, load_json, write_atomically
 from smelt.generation.backend import Feeds, GraphInterface, Logits, ModelGraphs, NoGenerationGraphs, Tokens
 from smelt.runtimes.device import list_cuda_gpus
-from smelt.runtimes.onnx_backend import (
-    FLOAT_ACTIVATIONS_OPTION,
-    REEXPORT_HINT,
-    OnnxBackend,
-    cuda_provider_config,
-)
+from smelt.runtimes.onnx_backend import OnnxBackend
 from smelt.runtimes.onnx_backend import OnnxDecodeState as HeldPart
+from smelt.runtimes.onnx_session import FLOAT_ACTIVATIONS_OPTION, REEXPORT_HINT, cuda_provider_config
 from smelt.runtimes.ort_tensorrt_provider import (
     PROVIDER,
     find_tensorrt_libraries,

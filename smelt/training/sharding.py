@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
@@ -137,16 +138,16 @@ class ModelWeights:
         """Make the module an ordinary one again, with whole weights, in each process."""
 
 
-class DividedWeights(ModelWeights):
+class DividedWeights(ModelWeights, ABC):
     """Weights that are replaced by whole ones between passes."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self._states = [_ModuleState(submodule) for submodule in module.modules()]
 
+    @abstractmethod
     def gather(self, tensor: Tensor) -> Tensor:
         """Return a whole tensor on the CPU, which shares no memory with `tensor`."""
-        raise NotImplementedError
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from smelt.api.evaluate import open_artifacts, read_texts, timing_table
+from smelt.api.timing import open_artifacts, read_texts, timing_table
 from smelt.core.errors import InputError
 from smelt.core.files import sha256_of, write_hashed_json
 from smelt.pipeline.execute import display

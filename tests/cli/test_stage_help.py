@@ -6,7 +6,7 @@ import pytest
 from pydantic import Field
 from ruamel.yaml import YAML
 
-from smelt.cli.main import _settings_lines, describe_stage
+from smelt.cli.stage_help import _settings_lines, describe_stage
 from smelt.core.errors import InputError
 from smelt.pipeline.recipe.stages import STAGE_CLASSES, load_stage
 from smelt.quantization.schemes.registry import SCHEMES, bits_per_weight, default_options, supported_targets

@@ -5,8 +5,8 @@ import shlex
 
 import pytest
 
-from smelt.api.evaluate import read_texts
 from smelt.api.predict import read_examples
+from smelt.api.timing import read_texts
 from smelt.core.errors import InputError
 from smelt.data.column_hints import column_options, columns_hint
 from smelt.data.splits import Columns

@@ -13,7 +13,7 @@ from smelt.export.graphs.export_graph import export_graph
 from smelt.export.parity.references import dequantize_graph
 from smelt.export.simplify_graph import expand_placeholders
 from smelt.quantization.schemes.registry import default_options, find_scheme
-from smelt.runtimes.onnx_backend import open_onnx_session
+from smelt.runtimes.onnx_session import open_onnx_session
 from tests.support import schemes
 
 

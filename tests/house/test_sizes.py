@@ -1,4 +1,4 @@
-"""Functions and signatures are short, and no closure hides the algorithm of the function around it."""
+"""Files, functions and signatures are short, and no closure hides the algorithm of the function around it."""
 
 import ast
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(
     path for folder in ("smelt", "compress", "export", "evaluate") for path in (ROOT / folder).rglob("*.py")
 )
+MAX_LINES = 600  # of a file
 MAX_STATEMENTS, MAX_PARAMETERS, MAX_CLOSURE_STATEMENTS = 80, 10, 15
 # Names that say neither what a function returns nor what it does.
 VAGUE_NAMES = {"at", "coder_of", "decide", "fit", "of"}
@@ -71,6 +72,11 @@ def opaque_closures(tree: ast.AST) -> list[str]:
 @pytest.fixture(scope="module")
 def trees() -> dict[Path, ast.AST]:
     return {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
+
+
+def test_files_have_few_lines() -> None:
+    num_lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
+    assert {str(path.relative_to(ROOT)): n for path, n in num_lines.items() if n > MAX_LINES} == {}
 
 
 def test_functions_have_few_statements_and_parameters(trees: dict[Path, ast.AST]) -> None:

@@ -137,7 +137,7 @@ def test_tied_embedding_has_one_scale_and_an_exact_dequantized_copy(scheme):
 def run(model, ids):
     import onnxruntime
 
-    from smelt.runtimes.onnx_backend import session_options
+    from smelt.runtimes.onnx_session import session_options
 
     session_arguments = model.SerializeToString(), session_options()
     session = onnxruntime.InferenceSession(*session_arguments, providers=["CPUExecutionProvider"])

@@ -201,7 +201,7 @@ def test_graph_equals_torch_and_its_dequantized_copy_the_dequantized_weights(sch
 def run(model, ids):
     import onnxruntime
 
-    from smelt.runtimes.onnx_backend import session_options
+    from smelt.runtimes.onnx_session import session_options
 
     session = onnxruntime.InferenceSession(
         model.SerializeToString(), session_options(), providers=["CPUExecutionProvider"]

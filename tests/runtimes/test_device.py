@@ -12,7 +12,7 @@ from smelt.generation.backend import Batch
 from smelt.pipeline.inspect import machine
 from smelt.runtimes import device as places
 from smelt.runtimes.device import onnx_device, torch_device
-from smelt.runtimes.onnx_backend import open_onnx_session
+from smelt.runtimes.onnx_session import open_onnx_session
 from smelt.runtimes.registry import open_runner
 from tests.support import harness
 from tests.support.expected_errors import raises_code

@@ -3,7 +3,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from smelt.runtimes.onnx_backend import lacks_vnni, open_onnx_session
+from smelt.runtimes.onnx_session import lacks_vnni, open_onnx_session
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def matmul_nbits(layer: QuantizedLinear, x: torch.Tensor, bits: int = 4) -> NDAr
     """Return what ONNX Runtime's MatMulNBits computes for the very tensors of the layer."""
     import onnxruntime
 
-    from smelt.runtimes.onnx_backend import session_options
+    from smelt.runtimes.onnx_session import session_options
 
     constants = {"b": layer.matrix.codes.numpy(), "s": layer.matrix.scales.float().numpy()}
     names = ["x", "b", "s", "", "", "bias" if layer.bias is not None else ""]
@@ -170,7 +170,7 @@ def run_onnx_runtime(
     """Return what ONNX Runtime computes for each of `layers`; the graph that it runs goes to `optimized`."""
     import onnxruntime
 
-    from smelt.runtimes.onnx_backend import session_options
+    from smelt.runtimes.onnx_session import session_options
 
     options = session_options()
     if optimized:

@@ -391,7 +391,7 @@ def _empty_caches(
 
 
 def _open(path: Path | None) -> Any:
-    from smelt.runtimes.onnx_backend import open_onnx_session
+    from smelt.runtimes.onnx_session import open_onnx_session
 
     assert path is not None
     return open_onnx_session(path, threads=1)

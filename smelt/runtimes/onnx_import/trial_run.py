@@ -102,7 +102,7 @@ def subprocess_main(arguments: Sequence[str]) -> str | None:
 
     arguments: its file, that of the samples, and the names of the inputs in their order, as JSON.
     """
-    from smelt.runtimes.onnx_backend import open_onnx_session
+    from smelt.runtimes.onnx_session import open_onnx_session
 
     path = Path(arguments[0])
     try:
@@ -180,7 +180,7 @@ def run_in_two_orders(arguments: Sequence[str]) -> dict[str, list[int] | None] |
     arguments: its file, that of the samples, the names of the inputs, and the number of samples with their
     axes.
     """
-    from smelt.runtimes.onnx_backend import open_onnx_session
+    from smelt.runtimes.onnx_session import open_onnx_session
 
     feeds, (size, axes) = read_feeds(*arguments[1:3]), json.loads(arguments[3])
     random = np.random.default_rng(0)
@@ -303,8 +303,8 @@ def open_and_run(arguments: Sequence[str]) -> None:
 
 
 def _run_on_zeros(path: Path) -> None:
-    from smelt.runtimes.onnx_backend import open_onnx_session
     from smelt.runtimes.onnx_import.validate_graph import is_out_of_memory
+    from smelt.runtimes.onnx_session import open_onnx_session
 
     try:
         session = open_onnx_session(path, threads=1)

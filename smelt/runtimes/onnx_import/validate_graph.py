@@ -196,7 +196,7 @@ def _known_operators() -> set[tuple[str, str]]:
 def _session_problems(path: Path, float_type: str | None) -> list[Message]:
     """Return why a session, opened as by the runner, fails. float_type: the type of most weights."""
     from smelt.core.errors import SmeltError
-    from smelt.runtimes.onnx_backend import open_onnx_session
+    from smelt.runtimes.onnx_session import open_onnx_session
 
     try:
         open_onnx_session(path, threads=1)

@@ -24,7 +24,7 @@ from smelt.generation.config import (
     write_shortlist,
 )
 from smelt.generation.search import generate_in_graph, generate_resolved
-from smelt.runtimes.onnx_backend import session_options
+from smelt.runtimes.onnx_session import session_options
 from smelt.runtimes.registry import open_folder
 from tests.support.expected_errors import raises_code
 from tests.support.graphs.ort_sessions import HAS_NO_VNNI

@@ -16,7 +16,7 @@ from smelt.export.onnx_models.prepare_for_quantizer import (
     unfused_activations,
 )
 from smelt.export.onnx_models.quantize_onnx import QuantizeOnnx
-from smelt.runtimes.onnx_backend import open_onnx_session
+from smelt.runtimes.onnx_session import open_onnx_session
 from tests.support import harness
 from tests.support.graphs import imported_graphs as graphs
 from tests.support.pairs.matrix import matrix_cells

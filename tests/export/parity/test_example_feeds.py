@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from smelt.export.parity.parity_samples import EXAMPLE_LENGTHS, example_feeds
-from smelt.runtimes.onnx_backend import open_onnx_session
+from smelt.runtimes.onnx_session import open_onnx_session
 from tests.support.graphs import graph_exports
 
 TOKENS = np.array([7, 8, 9, 11, 13])

@@ -104,7 +104,7 @@ def products(scheme: str) -> tuple[np.ndarray, np.ndarray]:
     from smelt.export.graphs.attention import GraphSpec
     from smelt.export.graphs.export_graph import export_graph
     from smelt.export.simplify_graph import expand_placeholders
-    from smelt.runtimes.onnx_backend import session_options
+    from smelt.runtimes.onnx_session import session_options
 
     torch.manual_seed(1)
     module = nn.Sequential(schemes.with_activation_range(nn.Linear(256, 96), scheme))

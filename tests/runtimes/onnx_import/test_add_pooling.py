@@ -8,8 +8,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.models.text_rules import SentenceRules
-from smelt.runtimes.onnx_backend import open_onnx_session
 from smelt.runtimes.onnx_import.import_graph import add_pooling
+from smelt.runtimes.onnx_session import open_onnx_session
 from tests.support.graphs import imported_graphs as graphs
 
 IDS = np.array([[3, 4, 5], [1, 2, 0]])

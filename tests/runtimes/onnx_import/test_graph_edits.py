@@ -37,7 +37,7 @@ def choosing() -> Any:
 
 @pytest.mark.parametrize(("flag", "expected"), [(True, [7.0, 10.0]), (False, [1.5, 0.75])])
 def test_extracted_graph_computes_the_branch(flag: bool, expected: list[float], tmp_path: Path) -> None:
-    from smelt.runtimes.onnx_backend import open_onnx_session
+    from smelt.runtimes.onnx_session import open_onnx_session
 
     full_model = choosing()
     branch = resolve_if_branch(full_model.graph, "flag", flag)

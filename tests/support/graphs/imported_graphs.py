@@ -86,7 +86,7 @@ def gru_rows(path: Path, count: int = 40, seed: int = 1) -> dict[str, Any]:
 
 def run_directly(path: Path, feeds: Any) -> dict[str, Any]:
     """Return what ONNX Runtime gives for all rows in one call."""
-    from smelt.runtimes.onnx_backend import open_onnx_session
+    from smelt.runtimes.onnx_session import open_onnx_session
 
     session = open_onnx_session(path, 1)
     return dict(zip([o.name for o in session.get_outputs()], session.run(None, dict(feeds)), strict=True))
@@ -201,6 +201,6 @@ def make_split(count: int = 24, seed: int = 2) -> Any:
 
 def class_logits(path: Path, data: Any) -> Any:
     """Return what a graph gives for the rows of a split, float32 [n, 4], where int8 products are exact."""
-    from smelt.runtimes.onnx_backend import open_onnx_session
+    from smelt.runtimes.onnx_session import open_onnx_session
 
     return open_onnx_session(path, 1).run(None, dict(data.arrays.values))[0]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from onnx import helper
 
-from smelt.runtimes.onnx_backend import lacks_vnni, session_options
+from smelt.runtimes.onnx_session import lacks_vnni, session_options
 
 HAS_NO_VNNI = lacks_vnni(Path("/proc/cpuinfo"))
 # docs/reference/stages/quantize.md#int8-dynamic says what that means for a user

@@ -1,0 +1,327 @@
+"""Compare the latency of artifacts on the same texts (`smelt bench`)."""
+
+from __future__ import annotations
+
+import contextlib
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from smelt.api.array_models import read_array_rows
+from smelt.core.artifact import Artifact, read_artifact
+from smelt.core.errors import InputError, did_you_mean
+from smelt.core.messages import messages_to_json
+from smelt.data.column_hints import column_options
+from smelt.data.tasks import task_traits
+from smelt.runtimes.onnx_import.trial_run import require_safe_artifact
+from smelt.stage import Progress, no_progress
+from smelt.tasks.registry import task_spec
+
+if TYPE_CHECKING:
+    from smelt.evaluate.latency import LatencySettings
+
+
+_WIDTH = 80
+DISTURBED_MARK = "?"  # after a speed-up whose measurement was disturbed
+# Headings of the parts of a call; "to first" and "each more" are tokens.
+_PART_HEADINGS = {
+    "tokenizing_ms": "tokenizing",
+    "encoding_ms": "encoding",
+    "time_to_first_token_ms": "to first",
+    "time_per_output_token_ms": "each more",
+    "detokenizing_ms": "to text",
+    "model_ms": "model",
+    "rest_ms": "labels",
+}
+# Default texts: sentences of 3 to 43 words. They are English; a tokenizer for another language splits them
+# into more tokens, so measurements on the user's own data are more meaningful.
+STANDARD_TEXTS = (
+    "It is late.",
+    "Where is the station?",
+    "She reads a book every evening.",
+    "A man is riding a bicycle along the river.",
+    "Two children in red coats are building a snowman in the park.",
+    "The shop on the corner opens at nine in the morning and closes at six.",
+    "I was told that the train to the airport leaves from the other side of the platform today.",
+    "Although the film was far too long, the actors played so well that nobody wanted to leave early.",
+    "After three days of heavy rain the old bridge was closed, and everybody had to take the road through"
+    " the hills.",
+    "Most of the people who came to the meeting had read the report, but only a few of them agreed with what"
+    " it said about the schools.",
+    "The museum, which was built more than a hundred years ago by a merchant who loved paintings, shows works"
+    " of young artists from all over the country in the summer months.",
+    "When the wind turned in the night, the fishermen pulled their boats up the beach, tied them to the posts"
+    " behind the harbor wall, and waited in the small café until the first light let them see how high"
+    " the waves had become.",
+)
+
+
+def time_artifacts(
+    folders: Sequence[Path],
+    data: Path | None = None,
+    column: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    generation: Mapping[str, Any] | None = None,
+    device: str = "auto",
+    progress: Progress = no_progress,
+    trust_engine: bool = False,
+) -> dict[str, Any]:
+    """Measure the latency of the artifacts in `folders` on the same texts, compared with the first.
+
+    Args:
+        folders: artifacts of one task.
+        data: a table, or a file with one text per line (.txt); None: `STANDARD_TEXTS`.
+        column: name of the column with the texts, if not that of a recipe.
+        settings: settings of `smelt.evaluate.latency.LatencySettings`.
+        generation: settings of `smelt.generation.config.GenerationSettings`.
+        device: auto, cpu or cuda.
+        progress: called after every round.
+        trust_engine: as in `smelt.load`.
+
+    Returns:
+        The output of `smelt bench --json`: baseline, texts, environment and, by artifact, its folder, size
+        and latency (as `latency` in report.json) or error.
+
+    Raises:
+        InputError: a folder is not an artifact, artifacts of different tasks, no texts, unknown settings.
+    """
+    from smelt.api.load import parse_generation
+    from smelt.evaluate.environment import describe_environment
+    from smelt.evaluate.latency import LatencySettings, TimingJob, measure_latency
+    from smelt.pipeline.inspect.machine import artifact_device
+
+    artifacts = open_artifacts(folders)
+    for artifact in artifacts.values():
+        require_safe_artifact(artifact, trust_engine)
+    task: Any = next(iter(artifacts.values())).manifest.task
+    devices = {name: artifact_device(artifact, device) for name, artifact in artifacts.items()}
+    latency_settings = LatencySettings(**(settings or {}))
+    baseline = next(iter(artifacts))
+    with _timing_texts(data, task, column, artifacts[baseline], latency_settings) as (texts, arrays):
+        result = measure_latency(
+            {name: artifact.path for name, artifact in artifacts.items()},
+            baseline,
+            TimingJob(
+                texts,
+                task,
+                latency_settings,
+                parse_generation(dict(generation or {})),
+                device=device,
+                arrays=arrays,
+            ),
+            progress=progress,
+        )
+    errors = {name: messages_to_json([message])[0] for name, message in result.errors.items()}
+    return {
+        "baseline": baseline,
+        "task": task,
+        "texts": {"from": str(data) if data else "standard", "n": len(texts)},
+        "settings": latency_settings.model_dump(mode="json"),
+        "environment": describe_environment(),
+        "artifacts": {
+            name: {
+                "folder": str(artifact.path),
+                "key": artifact.key,
+                "format": artifact.format,
+                "target": artifact.manifest.details.get("target"),
+                "runner": result.runners.get(name),
+                "device": devices[name],
+                "size_bytes": artifact.size_bytes,
+                "peak_memory_bytes": result.peak_memory_bytes.get(name),
+                "error": errors.get(name),
+                "latency": result.rows.get(name, []),
+            }
+            for name, artifact in artifacts.items()
+        },
+    }
+
+
+@contextlib.contextmanager
+def _timing_texts(
+    data: Path | None, task: str, column: str | None, artifact: Artifact, settings: LatencySettings
+) -> Iterator[tuple[list[str], Path | None]]:
+    """Yield the texts to measure; for arrays, the samples' indices and a file with the arrays."""
+    if task_traits(task).modality == "image":
+        from smelt.api.predict import read_examples
+
+        if data is None:
+            raise InputError(
+                "--data is missing. Set it to a folder of images with one subfolder per class, or to a"
+                " table of image files.",
+                code="missing-data",
+            )
+        yield [e.text for e in read_examples(data, task, () if column is None else (column,))], None
+        return
+    if task_traits(task).modality != "arrays":
+        yield list(STANDARD_TEXTS) if data is None else read_texts(data, task, column), None
+        return
+    from smelt.pipeline.execute.latency_scores import timing_samples
+
+    with timing_samples(read_array_rows(data, artifact), settings) as (split, path):
+        yield [example.text for example in split.examples], path
+
+
+def read_texts(path: Path, task: str, column: str | None = None) -> list[str]:
+    """Return the texts of a file: its lines (.txt), or one column of a table.
+
+    Raises:
+        InputError: the file cannot be read, has no such column, or contains no text.
+    """
+    from smelt.data.csv_rows import read_file_rows
+    from smelt.data.json_rows import data_suffix, read_text_file
+    from smelt.data.splits import Columns
+    from smelt.pipeline.inspect.data_files import guess_column
+    from smelt.tasks.text_generation import parse_prompt
+
+    if not path.is_file():
+        code, problem = (
+            ("not-a-file", "a folder, not a file") if path.is_dir() else ("missing-file", "no such file")
+        )
+        raise InputError(f"{path}: {problem} (--data).", code=code, file=str(path))
+    if data_suffix(path) == ".txt":
+        texts = [line for line in read_text_file(path).splitlines() if line.strip()]
+    else:
+        role = "source" if task_traits(task).architecture == "encoder-decoder" else "text"
+        texts = []
+        for location, row in read_file_rows(path):
+            if task_traits(task).samples == "prompts" and column is None:
+                with column_options("prompt", is_name_only=True):
+                    texts.append(parse_prompt(row, location, Columns()).text)
+                continue
+            name = column or guess_column(row, role) or getattr(Columns(), role)
+            if not isinstance(row.get(name), str):
+                hint = did_you_mean(name, map(str, row))
+                raise InputError(
+                    f"{location}: no column '{name}' with text. Columns: {', '.join(map(str, row))}.{hint}"
+                    " Set the right one with --column.",
+                    code="missing-column",
+                ).with_location(location)
+            texts.append(str(row[name]))
+    if not texts:
+        raise InputError(f"{path}: the file contains no texts.", code="empty-data", file=str(path))
+    return texts
+
+
+def timing_table(result: Mapping[str, Any]) -> str:
+    """Return the latency table as text of at most 80 columns, with a block per batch size."""
+    artifacts = result["artifacts"]
+    unit = next((row["unit"] for a in artifacts.values() for row in a["latency"]), "texts/s")
+    name_width = min(25, max(len("artifact"), *map(len, artifacts)))
+    lines = [
+        f"{'artifact':{name_width}} {'batch':>5} {'p50 ms':>8} {'p90 ms':>8} {unit:>11} {'speed-up':>18}"
+    ]
+    lines.append("─" * len(lines[0]))
+    sizes = result["settings"]["batch_sizes"]
+    for index, size in enumerate(sizes):
+        lines += [""] if index else []
+        for name, artifact in artifacts.items():
+            row = next((row for row in artifact["latency"] if row["batch_size"] == size), None)
+            lines.append(
+                _table_line(
+                    _truncate(name, name_width).ljust(name_width), size, row, name == result["baseline"]
+                )
+            )
+    lines += _parts_table(artifacts, sizes[0], name_width, result["task"])
+    counts = sorted({row["threads"] for a in artifacts.values() for row in a["latency"]})
+    threads = " and ".join(map(str, counts)) or "no"
+    devices_text = ", ".join(sorted({a["device"] for a in artifacts.values()}))
+    texts, cpu = result["texts"], result["environment"]["cpu"]
+    num_texts = max((row["texts"] for a in artifacts.values() for row in a["latency"]), default=texts["n"])
+    count = f"{num_texts:,} of {texts['n']:,}" if num_texts < texts["n"] else f"{texts['n']:,}"
+    spec = task_spec(result["task"])
+    notes = [
+        f"Measured from {spec.call}, in rounds that alternate with '{result['baseline']}'. Speed-up is"
+        f" compared with '{result['baseline']}' [95 % interval]. {count} {spec.sample_noun}"
+        f" ({texts['from']}), {threads} thread{'s' * (counts != [1])}, {devices_text}, {cpu}."
+    ]
+    notes += [f"{name}: {a['error']['message']}" for name, a in artifacts.items() if a["error"]]
+    unstable_rows: dict[str, list[str]] = {}
+    for name, a in artifacts.items():
+        for row in a["latency"]:
+            if not row["stable"]:
+                unstable_rows.setdefault(row["reason"], []).append(f"{name}, batch {row['batch_size']}")
+    if unstable_rows:
+        advice = f"{DISTURBED_MARK} Measurement disturbed; measure again when the machine is idle. "
+        notes.append(
+            advice
+            + "; ".join(f"{'; '.join(labels)}: {reason}" for reason, labels in unstable_rows.items())
+            + "."
+        )
+    return "\n".join(
+        [*lines, "", *(wrapped_line for note in notes for wrapped_line in textwrap.wrap(note, _WIDTH))]
+    )
+
+
+def _table_line(name: str, size: int, row: Mapping[str, Any] | None, baseline: bool) -> str:
+    if row is None:
+        return f"{name} {size:>5} {'–':>8} {'–':>8} {'–':>11} {'–':>18}"
+    ratio = "–"
+    if row["speedup"] is not None:
+        low, high = row["speedup_ci95"]
+        mark = "" if row["stable"] else DISTURBED_MARK
+        ratio = (
+            "1"
+            if baseline
+            else f"{_number_text(row['speedup'])}{mark} [{_number_text(low)}, {_number_text(high)}]"
+        )
+    return (
+        f"{name} {size:>5} {_number_text(row['p50_ms']):>8} {_number_text(row['p90_ms']):>8}"
+        f" {_number_text(row['throughput']):>11} {ratio:>18}"
+    )
+
+
+def _parts_table(artifacts: Mapping[str, Any], size: int, room: int, task: str) -> list[str]:
+    """Return the table of the parts of the median call at batch `size`; empty if no runner reports them."""
+    latency_rows = {
+        name: row for name, a in artifacts.items() for row in a["latency"] if row["batch_size"] == size
+    }
+    parts_by_name = {name: row["parts"] for name, row in latency_rows.items() if row["parts"]}
+    if not parts_by_name:
+        return []
+    columns = [key for key in next(iter(parts_by_name.values())) if key in _PART_HEADINGS]
+    heads = _PART_HEADINGS | {"tokenizing_ms": task_spec(task).preprocessing}
+    lines = ["", f"{f'ms, batch {size}':{room}}" + "".join(f"{heads[key]:>11}" for key in columns)]
+    for name, parts_ms in parts_by_name.items():
+        cells = ("–" if parts_ms[key] is None else _number_text(parts_ms[key]) for key in columns)
+        lines.append(_truncate(name, room).ljust(room) + "".join(f"{cell:>11}" for cell in cells))
+    return lines
+
+
+def _number_text(value: float) -> str:
+    """Return `value` with three significant digits."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _truncate(text: str, room: int) -> str:
+    return text if len(text) <= room else text[: room - 1] + "…"
+
+
+def open_artifacts(folders: Sequence[Path]) -> dict[str, Artifact]:
+    """Return the artifacts by short name: the folder's name, with the run's name if not unique.
+
+    Raises:
+        InputError: a folder is not an artifact, one is listed twice, or they are of different tasks.
+    """
+    paths = [Path(folder).expanduser() for folder in folders]
+    if not paths:
+        raise InputError("bench: no artifact given. Pass at least one folder.", code="missing-setting")
+    for name in (lambda p: p.name, lambda p: f"{p.absolute().parent.parent.name}/{p.name}", str):
+        names = [name(path) for path in paths]
+        if len(set(names)) == len(names):
+            break
+    else:
+        raise InputError(
+            f"bench: an artifact is listed twice: {', '.join(names)}. Remove one.", code="duplicate-artifact"
+        )
+    artifacts_by_name = {name: read_artifact(path) for name, path in zip(names, paths, strict=True)}
+    for artifact in artifacts_by_name.values():
+        artifact.verify()
+    tasks = {name: artifact.manifest.task for name, artifact in artifacts_by_name.items()}
+    if len(set(tasks.values())) > 1:
+        task_list = ", ".join(f"{name} is for {task}" for name, task in tasks.items())
+        raise InputError(
+            f"bench: the artifacts are for different tasks: {task_list}. Pass artifacts of one task.",
+            code="different-tasks",
+        )
+    return artifacts_by_name

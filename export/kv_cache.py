@@ -38,7 +38,7 @@ from smelt.export.parity.operator_checks import TensorsByName, open_with_outputs
 from smelt.export.parity.references import TorchReference, check_output, logits_for
 from smelt.export.settings import unsupported_head_dim, unsupported_model, unsupported_task
 from smelt.generation.backend import PAST_PREFIX, PRESENT_PREFIX, Tokens, past_input_name
-from smelt.generation.runners import NUM_LOGITS_INPUT
+from smelt.generation.generating_runners import NUM_LOGITS_INPUT
 from smelt.stage import Context
 
 AnyArray = NDArray[Any]

@@ -415,7 +415,7 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
     from smelt.export.kv_cache import export_int8_cache, require_int8_caches
     from smelt.export.parity.check_parity import ExportedModel, check_exported_graphs
     from smelt.export.parity.references import run_reference
-    from smelt.generation.runners import is_causal
+    from smelt.generation.generating_runners import is_causal
     from smelt.models.text_rules import MODULES_FILE
 
     model = parent.backend.model

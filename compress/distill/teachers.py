@@ -472,7 +472,7 @@ def check_outputs(model: Any, teacher: Any, settings: DistillSettings, several: 
     Raises:
         InputError: vocabulary, labels or kind of model differ.
     """
-    from smelt.generation.runners import is_causal
+    from smelt.generation.generating_runners import is_causal
     from smelt.models.families.registry import family_of
     from smelt.models.text_rules import is_sentence_model
 

@@ -40,7 +40,7 @@ from smelt.export.graphs.attention import (
     split_heads,
 )
 from smelt.export.settings import supports_gqa
-from smelt.generation.runners import NUM_LOGITS_INPUT
+from smelt.generation.generating_runners import NUM_LOGITS_INPUT
 from smelt.quantization import emit
 
 

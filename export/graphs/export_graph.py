@@ -53,7 +53,7 @@ from smelt.export.graphs.attention import (
 )
 from smelt.export.graphs.decoder_only import decoder_only_graph
 from smelt.export.graphs.single_trace import single_trace, skip_unused_metadata
-from smelt.generation.runners import NUM_LOGITS_INPUT, is_causal
+from smelt.generation.generating_runners import NUM_LOGITS_INPUT, is_causal
 from smelt.models.edits import fold_batch_norms
 from smelt.models.families.registry import FAMILIES_BY_TASK, family_of
 from smelt.models.sentence_model import encoder_result
@@ -63,7 +63,7 @@ from smelt.quantization import emit
 from smelt.quantization.layers import QuantizedEmbedding, QuantizedLinear, is_quantized
 from smelt.runtimes.graph_walk import node_inputs
 from smelt.runtimes.images import PIXEL_VALUES
-from smelt.runtimes.runners import EMBEDDING_OUTPUT
+from smelt.runtimes.single_call_runners import EMBEDDING_OUTPUT
 
 _SIGNATURES: dict[Any, Any] = {}
 

@@ -20,9 +20,9 @@ from smelt.core.errors import InputError, RunError
 from smelt.data.npz_arrays import NO_SAMPLE_AXES, SampleAxes
 from smelt.data.tasks import task_traits
 from smelt.generation.backend import PAST_PREFIX, PRESENT_PREFIX, Batch, past_input_name
-from smelt.generation.runners import DECODER_GRAPH, ENCODER_GRAPH, position_ids
+from smelt.generation.generating_runners import DECODER_GRAPH, ENCODER_GRAPH, position_ids
 from smelt.runtimes.onnx_import.signature import TensorSpec, read_batch_axes, read_signature
-from smelt.runtimes.runners import MODEL_GRAPH, GraphRunner
+from smelt.runtimes.single_call_runners import MODEL_GRAPH, GraphRunner
 from smelt.stage import Context
 
 Feeds = dict[str, NDArray[Any]]
@@ -132,7 +132,7 @@ def _text_samples(
     runner: Any, ctx: Context, count: int, batch_size: int
 ) -> tuple[dict[str, list[Feeds]], bool]:
     from smelt.data.splits import input_texts
-    from smelt.generation.runners import is_causal
+    from smelt.generation.generating_runners import is_causal
     from smelt.models.tokenizer import encode_texts
     from smelt.runtimes.predict_texts import pad_batch
 

@@ -21,7 +21,7 @@ from typing import Any
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object, write_json
 from smelt.export.package.package_format import PackageOrigin
-from smelt.generation.runners import is_causal
+from smelt.generation.generating_runners import is_causal
 from smelt.models.families.registry import find_family
 from smelt.models.prompt_template import CHAT, PROMPT_FIELD
 from smelt.models.text_rules import NO_LIMIT, max_input_length, read_prompt_template, read_text_rules

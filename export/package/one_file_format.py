@@ -218,7 +218,7 @@ def _write_text_graph(
     import onnx
 
     from smelt.export.package.text_graph import open_extensions_session, require_equal_tokens, text_graph
-    from smelt.generation.runners import is_causal
+    from smelt.generation.generating_runners import is_causal
     from smelt.models.text_rules import max_input_length
     from smelt.models.tokenizer import open_tokenizer
 
@@ -243,8 +243,8 @@ def make_text_plan(source: Path, decoding: GenerationConfig | None, vocabulary: 
     from smelt.export.package.text_graph import TextPlan
     from smelt.export.package.text_nodes import RowLayout, special_tokens_around, token_texts, tokenizer_nodes
     from smelt.generation.config import MAX_NEW_TOKENS
+    from smelt.generation.generating_runners import is_causal
     from smelt.generation.prompt_batches import padding_token
-    from smelt.generation.runners import is_causal
     from smelt.models.text_rules import max_input_length
     from smelt.models.tokenizer import open_tokenizer, read_tokenizer_info
 

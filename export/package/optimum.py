@@ -42,7 +42,7 @@ from smelt.export.package.hub_files import (
 )
 from smelt.export.package.package_format import TEXT_GRAPHS, PackageOrigin, SupportedArtifacts, UsageNotes
 from smelt.generation.backend import past_input_name
-from smelt.generation.runners import is_causal
+from smelt.generation.generating_runners import is_causal
 from smelt.models.text_rules import SENTENCE_FILES
 from smelt.models.text_rules import SHORTLIST_FILE as SHORTLIST
 from smelt.runtimes.onnx_import.convert_optimum import (
@@ -61,7 +61,7 @@ from smelt.runtimes.onnx_import.convert_optimum import (
     used_tensors,
     with_name,
 )
-from smelt.runtimes.runners import EMBEDDING_OUTPUT
+from smelt.runtimes.single_call_runners import EMBEDDING_OUTPUT
 
 _REQUIRES = "pip install 'optimum-onnx[onnxruntime]==0.1.0'"
 _CLASSES = {

@@ -293,8 +293,8 @@ def text_model_settings(
     """Return settings.json of the Python model: tokenization, and inputs and outputs of the graph."""
     from smelt.export.package.text_nodes import special_tokens_around
     from smelt.generation.config import MAX_NEW_TOKENS
+    from smelt.generation.generating_runners import is_causal
     from smelt.generation.prompt_batches import padding_token
-    from smelt.generation.runners import is_causal
     from smelt.models.text_rules import max_input_length
     from smelt.models.tokenizer import open_tokenizer, read_tokenizer_info
 

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from smelt.core.errors import ParityError
 from smelt.export.graph_files import link_external_data, write_graph
 from smelt.export.parity.references import TorchReference
-from smelt.generation.runners import position_ids
+from smelt.generation.generating_runners import position_ids
 from smelt.quantization.layers import QuantizedEmbedding, QuantizedLinear
 from smelt.quantization.placeholders import QuantizedGraph
 from smelt.quantization.schemes.registry import owner_of_operator

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from smelt.data.splits import Split, input_texts
 from smelt.data.tasks import Task, task_traits
 from smelt.generation.backend import Batch
-from smelt.generation.runners import is_causal
+from smelt.generation.generating_runners import is_causal
 from smelt.models.checkpoint import load_tokenizer
 from smelt.models.text_rules import max_input_length
 from smelt.models.tokenizer import EncodedTexts, encode_texts

@@ -40,7 +40,7 @@ from smelt.export.graphs.attention import attention_modules, split_heads
 from smelt.export.parity.parity_samples import PARITY_STEPS
 from smelt.export.value_types import values_of_type
 from smelt.generation.backend import Batch, Tokens
-from smelt.generation.runners import is_causal, position_ids
+from smelt.generation.generating_runners import is_causal, position_ids
 from smelt.models.sentence_model import encoder_result
 from smelt.models.text_rules import MODULES_FILE
 from smelt.models.tokenizer import uses_token_types
@@ -49,7 +49,7 @@ from smelt.quantization.placeholders import QuantizedGraph
 from smelt.quantization.schemes.registry import SCHEMES, replace_with_float_nodes
 from smelt.runtimes.images import ImageBatch
 from smelt.runtimes.openvino_backend import ACTIVATION_BLOCKS
-from smelt.runtimes.runners import EMBEDDING_OUTPUT
+from smelt.runtimes.single_call_runners import EMBEDDING_OUTPUT
 
 FloatArray = NDArray[np.floating[Any]]
 

@@ -30,7 +30,7 @@ from smelt.tasks.read_split import read_split
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from smelt.runtimes.runners import GraphRunner
+    from smelt.runtimes.single_call_runners import GraphRunner
 
 
 def reads_arrays(folder: Path) -> bool:
@@ -83,7 +83,7 @@ def run_in_batches(runner: GraphRunner, arrays: SampleArrays, batch_size: int) -
         RunError: the graph fails, output sizes differ between batches, or an output of a batch of several
             samples has no batch axis (`unclear-rows`).
     """
-    from smelt.runtimes.runners import output_batch_axis, run_batches
+    from smelt.runtimes.single_call_runners import output_batch_axis, run_batches
 
     batches = list(run_batches(runner, arrays, batch_size))
     if len(batches) == 1:
@@ -154,7 +154,7 @@ def _open_graph(
     """Yield a runner of the artifact in `folder`, and the samples in `data`."""
     from smelt.runtimes.onnx_import.trial_run import require_safe_artifact
     from smelt.runtimes.registry import open_runner
-    from smelt.runtimes.runners import GraphRunner
+    from smelt.runtimes.single_call_runners import GraphRunner
 
     artifact = read_artifact(folder)
     artifact.verify()
@@ -209,7 +209,7 @@ def prediction_lines(
     Raises:
         InputError: `folder` is not an artifact, or the samples do not fit it.
     """
-    from smelt.runtimes.runners import outputs_by_sample
+    from smelt.runtimes.single_call_runners import outputs_by_sample
 
     with _open_graph(folder, None if texts else data, threads, device) as (runner, samples):
         predictions = outputs_by_sample(runner, samples, batch_size)

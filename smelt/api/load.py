@@ -19,7 +19,7 @@ from smelt.core.messages import find_lone_surrogate
 from smelt.data.splits import Example
 from smelt.data.tasks import task_traits
 from smelt.models.families.registry import find_family
-from smelt.runtimes.runners import ClassPrediction, predictions_from_logits
+from smelt.runtimes.single_call_runners import ClassPrediction, predictions_from_logits
 from smelt.tasks.registry import task_spec
 
 if TYPE_CHECKING:
@@ -396,7 +396,7 @@ class Model:
             RunError: the graph failed.
         """
         from smelt.api.array_models import as_arrays, run_in_batches
-        from smelt.runtimes.runners import GraphRunner
+        from smelt.runtimes.single_call_runners import GraphRunner
 
         with self._calls:
             self._require_method("run")

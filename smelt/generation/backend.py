@@ -1,8 +1,8 @@
 """The interface of every runtime: batches of tokens in, graphs called by name, caches from call to call.
 
-A backend handles files, memory, threads and devices; the runners (`smelt/generation/`,
-`smelt/runtimes/runners.py`) prepare the inputs. Graphs, inputs and outputs have Optimum's names. A graph
-passes its output `present.*` to its next call, which takes it as `past_key_values.*`.
+A backend handles files, memory, threads and devices; the runners (`generating_runners.py`,
+`smelt/runtimes/single_call_runners.py`) prepare the inputs. Graphs, inputs and outputs have Optimum's names.
+A graph passes its output `present.*` to its next call, which takes it as `past_key_values.*`.
 
 Shapes: B = batch, L = tokens of the longest row, R = rows, S = input tokens of one call, P = tokens of
 previous calls, V = vocabulary.

@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 
 from smelt.generation.backend import BEAM_SEARCH_GRAPH, GREEDY_GRAPH, Batch, Logits, Tokens
 from smelt.generation.config import GenerationConfig, GenerationSettings, resolve_generation
+from smelt.generation.generating_runners import prefill
 from smelt.generation.logits_processors import BoolArray, LogitsProcessors, filter_logits, sample_tokens
 from smelt.generation.runner import Runner
-from smelt.generation.runners import prefill
 
 _EXCLUDED_SCORE = np.float32(-1e9)
 _GROUP = 64

@@ -29,7 +29,7 @@ from smelt.data.images import IMAGE_FORMATS, check_image, read_image_bytes, upri
 from smelt.data.splits import Split
 from smelt.generation.backend import GraphInterface, Logits, ModelGraphs, check_finite_outputs
 from smelt.generation.runner import Runner
-from smelt.runtimes.runners import MODEL_GRAPH
+from smelt.runtimes.single_call_runners import MODEL_GRAPH
 from smelt.stage import Progress, no_progress
 
 if TYPE_CHECKING:

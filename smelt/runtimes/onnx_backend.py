@@ -39,7 +39,7 @@ from smelt.generation.backend import (
     gather_rows,
     past_input_name,
 )
-from smelt.generation.runners import NUM_LOGITS_INPUT
+from smelt.generation.generating_runners import NUM_LOGITS_INPUT
 from smelt.runtimes.device import onnx_device
 from smelt.runtimes.onnx_session import REEXPORT_HINT, open_onnx_session
 

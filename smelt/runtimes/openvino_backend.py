@@ -36,7 +36,7 @@ from smelt.generation.backend import (
     gather_rows,
     past_input_name,
 )
-from smelt.generation.runners import NUM_LOGITS_INPUT
+from smelt.generation.generating_runners import NUM_LOGITS_INPUT
 
 OPENVINO_INSTALL = "pip install 'openvino>=2026'"
 _MISSING = (

@@ -13,6 +13,7 @@ from smelt.core.process_group import gather_parts, merge_shares, own_batches, pr
 from smelt.data.splits import Example
 from smelt.generation.backend import Batch, check_finite_outputs
 from smelt.generation.config import GenerationConfig, GenerationSettings
+from smelt.generation.generating_runners import is_causal
 from smelt.generation.prompt_batches import (
     OnTruncate,
     batch_prompts,
@@ -21,7 +22,6 @@ from smelt.generation.prompt_batches import (
     truncated_prompts,
 )
 from smelt.generation.runner import Runner, TextTools
-from smelt.generation.runners import is_causal
 from smelt.generation.search import generate_n_best
 from smelt.models.families.registry import reads_images
 from smelt.models.tokenizer import (

@@ -15,8 +15,8 @@ from smelt.core.artifact import Artifact, Format, default_threads
 from smelt.core.errors import InputError
 from smelt.data.labels import has_classifier
 from smelt.generation.backend import BackendFactory
+from smelt.generation.generating_runners import DecoderOnlyRunner, EncoderDecoderRunner, is_causal
 from smelt.generation.runner import Runner, read_model_files
-from smelt.generation.runners import DecoderOnlyRunner, EncoderDecoderRunner, is_causal
 from smelt.generation.search import generate_in_graph, generate_resolved
 from smelt.models.families.registry import reads_images
 from smelt.models.text_rules import MODULES_FILE
@@ -24,7 +24,7 @@ from smelt.runtimes.device import DeviceType, onnx_device, torch_device
 from smelt.runtimes.images import ImageClassifierRunner
 from smelt.runtimes.onnx_import.signature import SIGNATURE_FILE as SIGNATURE
 from smelt.runtimes.ort_tensorrt_provider import provider_device
-from smelt.runtimes.runners import ClassifierRunner, EmbedderRunner, GraphRunner
+from smelt.runtimes.single_call_runners import ClassifierRunner, EmbedderRunner, GraphRunner
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from smelt.generation.backend import (
     Tokens,
     past_input_name,
 )
-from smelt.generation.runners import NUM_LOGITS_INPUT
+from smelt.generation.generating_runners import NUM_LOGITS_INPUT
 from smelt.runtimes.device import TorchThreads
 from smelt.runtimes.onnx_import.signature import read_batch_axes
 from smelt.runtimes.tensorrt_engine import (

@@ -12,7 +12,7 @@ from smelt.tasks.spec import TaskSpec
 if TYPE_CHECKING:
     from smelt.generation.config import GenerationSettings
     from smelt.generation.prompt_batches import OnTruncate
-    from smelt.runtimes.runners import ClassPrediction
+    from smelt.runtimes.single_call_runners import ClassPrediction
 
 
 class Classification(TaskSpec):
@@ -30,7 +30,7 @@ class Classification(TaskSpec):
     ) -> Sequence[Any]:
         """Return the prediction for each example, as `TaskSpec.run`."""
         from smelt.runtimes.predict_texts import class_logits
-        from smelt.runtimes.runners import predictions_from_logits
+        from smelt.runtimes.single_call_runners import predictions_from_logits
 
         logits = class_logits(runner, examples, batch_size, on_truncate=on_truncate)
         return predictions_from_logits(logits, runner.config)

@@ -32,7 +32,7 @@ from smelt.evaluate.metrics.metric import LabelSetSamples
 from smelt.evaluate.metrics.registry import METRICS_BY_PROBLEM, find_metric, metrics_of
 from smelt.evaluate.quality import score_choices, score_labels, score_responses, score_windows
 from smelt.evaluate.significance import compare_steps, wilson_interval
-from smelt.runtimes.runners import predictions_from_logits
+from smelt.runtimes.single_call_runners import predictions_from_logits
 from tests.support.expected_errors import raises_code
 from tests.support.expected_intervals import student_interval
 

@@ -19,7 +19,7 @@ from smelt.export.onnx_stage import Onnx
 from smelt.export.settings import OnnxSettings
 from smelt.generation.backend import Batch
 from smelt.generation.config import GenerationSettings, resolve_generation
-from smelt.generation.runners import token_nll
+from smelt.generation.generating_runners import token_nll
 from smelt.generation.search import generate, generate_in_graph, generate_resolved
 from smelt.runtimes.registry import open_folder
 from smelt.tasks.read_split import read_split

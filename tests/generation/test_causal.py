@@ -17,8 +17,8 @@ from smelt.data.splits import Columns, Windows
 from smelt.generation import runners as code
 from smelt.generation.backend import Batch
 from smelt.generation.config import GenerationSettings
+from smelt.generation.generating_runners import is_causal, nll_from_logits, position_ids, token_nll
 from smelt.generation.prompt_batches import pad_left
-from smelt.generation.runners import is_causal, nll_from_logits, position_ids, token_nll
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.tokenizer import encode_prompts
 from smelt.pipeline.execute.scoring import Scorer

@@ -8,8 +8,8 @@ import pytest
 from smelt.core.errors import InputError, RunError
 from smelt.generation.backend import Batch
 from smelt.generation.config import GenerationConfig
+from smelt.generation.generating_runners import DecoderOnlyRunner, prefill
 from smelt.generation.runner import ModelFiles
-from smelt.generation.runners import DecoderOnlyRunner, prefill
 from smelt.generation.search import generate_resolved
 from tests.support.expected_errors import raises_code
 

@@ -8,8 +8,8 @@ import pytest
 from smelt.core.errors import InputError
 from smelt.generation.backend import Batch
 from smelt.generation.config import make_shortlist, write_shortlist
+from smelt.generation.generating_runners import EncoderDecoderRunner
 from smelt.generation.runner import ModelFiles
-from smelt.generation.runners import EncoderDecoderRunner
 from smelt.generation.search import generate_resolved
 from tests.support.expected_errors import raises_code
 

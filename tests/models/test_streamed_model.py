@@ -19,7 +19,7 @@ from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
 from smelt.core import system
 from smelt.core.errors import RunError
-from smelt.generation.runners import token_nll
+from smelt.generation.generating_runners import token_nll
 from smelt.models import streamed_model, weight_files
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.edits import read_edits

@@ -7,7 +7,7 @@ import torch
 
 from smelt.core.errors import InputError
 from smelt.data.splits import Columns, Split, Windows
-from smelt.generation.runners import window_nll
+from smelt.generation.generating_runners import window_nll
 from smelt.models.checkpoint import load_tokenizer
 from smelt.models.text_rules import cut_windows, join_texts, window_length
 from smelt.runtimes.registry import open_folder

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from smelt.runtimes.runners import predictions_from_logits
+from smelt.runtimes.single_call_runners import predictions_from_logits
 
 pytestmark = pytest.mark.quick
 

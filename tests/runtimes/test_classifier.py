@@ -9,7 +9,7 @@ from smelt.core.errors import InputError
 from smelt.generation.backend import Batch
 from smelt.generation.runner import ModelFiles
 from smelt.generation.search import generate_resolved
-from smelt.runtimes.runners import ClassifierRunner
+from smelt.runtimes.single_call_runners import ClassifierRunner
 from tests.support.expected_errors import raises_code
 
 IDS, MASK = np.array([[7, 8, 9], [3, 4, 0]]), np.array([[1, 1, 1], [1, 1, 0]])

@@ -5,7 +5,7 @@ import numpy as np
 from smelt.core.errors import InputError
 from smelt.generation.backend import Batch
 from smelt.runtimes.registry import open_folder, runner_class_for
-from smelt.runtimes.runners import ClassifierRunner, EmbedderRunner
+from smelt.runtimes.single_call_runners import ClassifierRunner, EmbedderRunner
 from tests.support.expected_errors import raises_code
 from tests.support.models import embedders
 

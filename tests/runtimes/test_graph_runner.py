@@ -9,7 +9,7 @@ import pytest
 from smelt.core.errors import RunError
 from smelt.data.npz_arrays import read_npz
 from smelt.runtimes.registry import open_runner
-from smelt.runtimes.runners import GraphRunner, outputs_by_sample
+from smelt.runtimes.single_call_runners import GraphRunner, outputs_by_sample
 from tests.support.graphs import imported_graphs as graphs
 
 NAMED = (["batch", "time", 4], ["layers", "batch", 8], ["layers", "batch", 8])

@@ -3,9 +3,9 @@
 import pytest
 
 from smelt.core.errors import InputError
-from smelt.generation.runners import DecoderOnlyRunner, EncoderDecoderRunner
+from smelt.generation.generating_runners import DecoderOnlyRunner, EncoderDecoderRunner
 from smelt.runtimes.registry import open_folder, open_runner, runner_class_for
-from smelt.runtimes.runners import ClassifierRunner
+from smelt.runtimes.single_call_runners import ClassifierRunner
 from smelt.runtimes.torch_backend import TorchBackend
 from tests.support.expected_errors import raises_code
 from tests.support.models import tiny

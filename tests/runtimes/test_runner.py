@@ -6,13 +6,13 @@ import pytest
 
 from smelt.evaluate.latency.worker import TimedRunner
 from smelt.generation.config import GenerationSettings
+from smelt.generation.generating_runners import DecoderOnlyRunner
 from smelt.generation.runner import read_model_files
-from smelt.generation.runners import DecoderOnlyRunner
 from smelt.generation.search import generate_resolved
 from smelt.models.text_rules import position_limit
 from smelt.runtimes.predict_texts import generate_texts
 from smelt.runtimes.registry import open_runner
-from smelt.runtimes.runners import ClassifierRunner
+from smelt.runtimes.single_call_runners import ClassifierRunner
 from tests.support.models import tiny
 
 

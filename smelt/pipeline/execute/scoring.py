@@ -275,7 +275,7 @@ class Scorer:
 
     def _score_windows(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
         from smelt.evaluate.quality import score_windows
-        from smelt.generation.runners import window_nll
+        from smelt.generation.generating_runners import window_nll
         from smelt.models.checkpoint import load_tokenizer
         from smelt.models.text_rules import cut_windows, join_texts, max_input_length
 
@@ -371,7 +371,7 @@ class Scorer:
 
     def _score_arrays(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
         from smelt.evaluate.tensor_quality import low_agreement_reason, require_finite_outputs, score_outputs
-        from smelt.runtimes.runners import outputs_by_sample
+        from smelt.runtimes.single_call_runners import outputs_by_sample
 
         assert split.arrays is not None
         assert self.reference is not None  # a run scores the original first, `smelt eval` requires it
@@ -400,7 +400,7 @@ class Scorer:
     def _reference_outputs(self, reference: Artifact, split: Split, progress: Progress) -> Any:
         """Return the outputs of the reference graph on `split`."""
         from smelt.runtimes.registry import open_runner
-        from smelt.runtimes.runners import GraphRunner, outputs_by_sample
+        from smelt.runtimes.single_call_runners import GraphRunner, outputs_by_sample
 
         assert split.arrays is not None
         with open_runner(reference, self.threads, self.device) as runner:
@@ -442,8 +442,8 @@ def _response_scores(
 ) -> dict[str, MetricScore]:
     """Return the scores of the first reference of each example, given its prompt."""
     from smelt.evaluate.quality import score_responses
+    from smelt.generation.generating_runners import last_tokens_nll
     from smelt.generation.prompt_batches import encode_responses, fit_response
-    from smelt.generation.runners import last_tokens_nll
 
     tools = runner.text
     pairs = [(example.text, example.references[0]) for example in split.examples]
@@ -462,8 +462,8 @@ def _choice_scores(
 ) -> dict[str, MetricScore]:
     """Return the scores of the choices of each example, by their likelihood after the prompt."""
     from smelt.evaluate.quality import score_choices
+    from smelt.generation.generating_runners import last_tokens_nll
     from smelt.generation.prompt_batches import encode_responses, fit_response
-    from smelt.generation.runners import last_tokens_nll
 
     tools = runner.text
     pairs = [(example.text, choice) for example in split.examples for choice in example.choices]

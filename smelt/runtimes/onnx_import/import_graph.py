@@ -50,7 +50,7 @@ from smelt.runtimes.onnx_import.convert_optimum import (
 )
 from smelt.runtimes.onnx_import.graph_files import BITS_BY_TYPE, ExternalLocation, resolve_external_data
 from smelt.runtimes.onnx_import.trial_run import trial_limits
-from smelt.runtimes.runners import EMBEDDING_OUTPUT
+from smelt.runtimes.single_call_runners import EMBEDDING_OUTPUT
 
 GRAPH_FILE = f"{MODEL_GRAPH}.onnx"
 _BLOCK = 1 << 20

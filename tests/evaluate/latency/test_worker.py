@@ -93,7 +93,7 @@ def test_output_tokens_are_counted_from_generated_sequences(tmp_path):
 
 
 def test_classifier_timing_includes_labels_and_pairs(tmp_path, monkeypatch):
-    import smelt.runtimes.runners as labels
+    import smelt.runtimes.single_call_runners as labels
 
     folder = _artifact(tmp_path, "text-classification")
     worker = _load(folder, "text-classification")

@@ -19,7 +19,7 @@ from smelt.export.onnx_stage import Onnx
 from smelt.export.settings import OnnxSettings
 from smelt.generation.backend import Batch
 from smelt.generation.config import GenerationSettings
-from smelt.generation.runners import token_nll
+from smelt.generation.generating_runners import token_nll
 from smelt.generation.search import generate
 from smelt.runtimes.registry import open_folder, open_runner
 from smelt.tasks.read_split import read_split

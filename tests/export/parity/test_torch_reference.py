@@ -6,7 +6,7 @@ import torch
 
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.export.parity.references import TorchReference, round_weights_, run_exact, run_reference
-from smelt.generation.runners import position_ids
+from smelt.generation.generating_runners import position_ids
 from smelt.models.checkpoint import load_model
 from smelt.quantization.layers import QuantizedLinear
 from smelt.runtimes.registry import open_runner

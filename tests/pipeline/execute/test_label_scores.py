@@ -9,7 +9,7 @@ from smelt.data.splits import Example, Split
 from smelt.evaluate.label_quality import score_classifier
 from smelt.runtimes.predict_texts import class_logits
 from smelt.runtimes.registry import open_runner
-from smelt.runtimes.runners import predictions_from_logits
+from smelt.runtimes.single_call_runners import predictions_from_logits
 from smelt.tasks.classification import prediction_text
 from tests.support.expected_errors import raises_code
 from tests.support.models import classifiers, tiny

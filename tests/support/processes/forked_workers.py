@@ -30,7 +30,7 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 _WORKER_IMPORTS = [
-    *("smelt.runtimes.runners", "smelt.runtimes.predict_texts", "smelt.runtimes.registry"),
+    *("smelt.runtimes.single_call_runners", "smelt.runtimes.predict_texts", "smelt.runtimes.registry"),
     *("smelt.runtimes.torch_backend", "smelt.runtimes.onnx_backend"),
     *("smelt.evaluate.latency.worker", "transformers.modeling_utils", "transformers.tokenization_utils_base"),
 ]

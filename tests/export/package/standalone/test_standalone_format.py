@@ -22,7 +22,7 @@ from smelt.export.package.package_format import PackageOrigin
 from smelt.export.package.standalone.classes import predict_class, prediction_line
 from smelt.export.package.standalone_format import StandaloneFormat
 from smelt.export.package.write_package import write_package
-from smelt.runtimes.runners import ClassPrediction
+from smelt.runtimes.single_call_runners import ClassPrediction
 from smelt.tasks.classification import prediction_text
 from tests.support import harness
 from tests.support.expected_errors import raises_code

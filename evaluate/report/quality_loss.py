@@ -113,11 +113,21 @@ def is_uncertain(scored: Scored, metric: str) -> bool:
     Of 30 translations, 7.5 BLEU may be chance.
     """
     score, difference = scored.quality[metric], scored.against_baseline[metric]
-    sign = 1 if score.higher_is_better else -1
-    ends = [sign * end for end in difference.ci95 or (-math.inf, math.inf)]
-    drop_in_doubt = -min(ends) > _MAX_UNCERTAIN_DROP * abs(score.value - difference.difference)
+    largest_drop = -min(_interval(scored, metric))
+    drop_in_doubt = largest_drop > _MAX_UNCERTAIN_DROP * abs(score.value - difference.difference)
     # an interval below zero that is yet not significant is unreliable
-    return score.n < _MIN_EXAMPLES or drop_in_doubt or max(ends) < 0
+    return score.n < _MIN_EXAMPLES or drop_in_doubt or shows_loss(scored, metric)
+
+
+def shows_loss(scored: Scored, metric: str) -> bool:
+    """Return whether the whole interval of the difference is a loss, significant or not."""
+    return max(_interval(scored, metric)) < 0
+
+
+def _interval(scored: Scored, metric: str) -> list[float]:
+    """Return the ends of the difference's interval, losses below 0."""
+    sign = 1 if scored.quality[metric].higher_is_better else -1
+    return [sign * end for end in scored.against_baseline[metric].ci95 or (-math.inf, math.inf)]
 
 
 def change_text(difference: ScoreDifference, metric: str) -> str:

@@ -26,6 +26,7 @@ from smelt.evaluate.report.quality_loss import (
     quality_warnings,
     refused_losses,
     samples_text,
+    shows_loss,
     signed_difference,
     signed_value,
 )
@@ -355,8 +356,10 @@ def _reason_text(step: StepReport, metrics: Sequence[str]) -> str:
     if is_worse(step, metrics[0]):
         return f"that loses at most {NEGLIGIBLE_POINTS:g} point"
     if is_uncertain(step, metrics[0]):
-        samples = samples_text(step, metrics[0])
-        return f"for which {samples} neither show nor exclude a loss of {view.metric_label(metrics[0])}"
+        samples, label = samples_text(step, metrics[0]), view.metric_label(metrics[0])
+        if shows_loss(step, metrics[0]):
+            return f"for which {samples} show a loss of {label} that the test does not confirm"
+        return f"for which {samples} neither show nor exclude a loss of {label}"
     tested = [name for name in metrics if name in step.against_baseline and is_decidable(step, name)]
     *names, last = [view.metric_label(name) for name in tested]
     return f"without a significant loss of {' or '.join([', '.join(names), last] if names else [last])}"

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from smelt.core.errors import RunError
 from smelt.core.store import Store
 from smelt.data.splits import Columns, Windows
-from smelt.generation import runners as code
+from smelt.generation import generating_runners
 from smelt.generation.backend import Batch
 from smelt.generation.config import GenerationSettings
 from smelt.generation.generating_runners import is_causal, nll_from_logits, position_ids, token_nll
@@ -91,7 +91,8 @@ def test_losses_equal_transformers_with_chunked_logits(runner, other, monkeypatc
     expected = torch.from_numpy(_logits(other, IDS)[:, :-1]).log_softmax(-1)
     expected = -expected.gather(2, torch.from_numpy(IDS[:, 1:, None]))[..., 0].numpy()
     np.testing.assert_allclose(token_nll(runner, IDS), expected, rtol=1e-4)
-    monkeypatch.setattr(code, "_LOGITS_BYTES", 4 * runner.config["vocab_size"] * 3)  # 3 tokens at once
+    three_tokens = 3 * 4 * runner.config["vocab_size"]  # bytes
+    monkeypatch.setattr(generating_runners, "_LOGITS_BYTES", three_tokens)
     np.testing.assert_allclose(token_nll(runner, IDS), expected, rtol=1e-4)
 
 

@@ -7,7 +7,8 @@ The function has the signature
 The three lists have an entry per example. Where a model writes texts, a prediction is a text, and an entry of
 `references` the list of the example's references. Of a classifier both are the name of a class, with several
 labels the list of their names, of a regression a number. A source is the input text; of a pair the list of
-both texts; of an image its name.
+both texts; of an image its name. Of a third-party graph all three are dictionaries of numpy arrays, without
+the axis of the samples: its outputs, those of the original graph, and all arrays of the data file.
 
 A list of values, one for each example, is averaged, and gets an interval and paired tests. A single number is
 a value of the whole set, without interval; its differences have a p-value of 1.
@@ -221,6 +222,7 @@ def score_custom_metric(
     sources: Sequence[Any],
     places: Sequence[str],
     greater_is_better: bool = True,
+    examples: str | None = None,
 ) -> MetricScore:
     """Score outputs by a user's custom metric.
 
@@ -231,6 +233,7 @@ def score_custom_metric(
         sources: n inputs.
         places: n file names with the line of the example, for messages.
         greater_is_better: its direction.
+        examples: a hash of the examples; default: of the references.
 
     Raises:
         InputError: `metric-failed`: the function raises an error, with the first example that it raises one
@@ -266,7 +269,7 @@ def score_custom_metric(
     statistics = Statistics(
         metric=metric.name,
         signature=f"function:{metric.name}|source:{metric.source_hash[:12]}|{kind}",
-        examples=json_hash(list(references)),
+        examples=json_hash(list(references)) if examples is None else examples,
         rows=[[value] for value in values],  # a number of the whole set is one observation
     )
     score = metric_score(statistics)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.errors import RunError
-from smelt.evaluate.metrics.metric import ComparedArrays, Outputs
+from smelt.evaluate.metrics.metric import ComparedArrays, MetricSettingValues, Outputs
 from smelt.evaluate.metrics.registry import AGREEMENT_METRIC, metrics_of
 from smelt.evaluate.quality import MetricScore, check_inputs, score_metrics
 
@@ -26,14 +26,11 @@ def score_outputs(
     key: str,
     rows: str,
     class_axes: Mapping[str, int],
+    inputs: Sequence[Outputs] = (),
+    settings: MetricSettingValues | None = None,
 ) -> dict[str, MetricScore]:
     """Compare the outputs of n samples with those of a reference.
 
-    agreement: mean cosine, times 100; for an output of one number 1 minus the difference as a share of the
-    larger one, for one integer whether it is equal. top1: the share of samples, percent, in which every
-    largest score of a class has the position that it has in the reference, and every integer, boolean and
-    text is equal; left out if there are no such outputs. relative_error: mean of the largest difference of a
-    value, in percent of the reference's largest.
     An output that is not finite where the reference is, or has another shape, has no agreement.
 
     Args:
@@ -44,12 +41,15 @@ def score_outputs(
         rows: a hash of the samples' values.
         class_axes: the axis of the classes, from the last one, by output that has scores of classes
             (`smelt.runtimes.onnx_import.class_outputs`).
+        inputs: by sample, the arrays of the data by name; for metrics that read some.
+        settings: by metric.
 
     Raises:
         InputError: an unknown metric, or no samples.
     """
     check_inputs(metrics, metrics_of(ComparedArrays), len(got), len(expected))
-    return score_metrics(metrics, ComparedArrays(rows, got, expected, class_axes, key))
+    samples = ComparedArrays(rows, got, expected, class_axes, key, inputs)
+    return score_metrics(metrics, samples, settings=settings)
 
 
 def require_finite_outputs(

@@ -8,11 +8,13 @@ Of a graph's outputs, for each sample the output with the largest difference cou
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
+from smelt.core.errors import InputError
 from smelt.data.labels import MULTI_LABEL, SINGLE_LABEL
 from smelt.evaluate.metrics.metric import (
     BOOTSTRAP_SIGNATURE,
@@ -24,8 +26,11 @@ from smelt.evaluate.metrics.metric import (
     ExampleRows,
     Metric,
     Outputs,
+    OutputShapes,
     Rows,
+    require_graph_outputs,
 )
+from smelt.stage import Settings
 from smelt.tasks.sentence_similarity import paired_cosines
 
 Similarities = tuple[list[float], str, str | None]
@@ -76,6 +81,25 @@ def _of_outputs(samples: ComparedOutputs) -> Similarities:
     return values, f"mean sentence chrF|{scorer.get_signature()}|x100", "chrF"
 
 
+ClassAxis = Annotated[int, Field(le=-1)]
+
+
+class Top1Settings(Settings):
+    """Settings of `top1`."""
+
+    axes: dict[str, ClassAxis] | None = Field(
+        default=None,
+        description="axis of the classes by output, from the last (-1); default: found in the graph",
+    )
+    tie: float = Field(
+        default=1e-3,
+        ge=0,
+        lt=1,
+        description="scores this close, as a share of the largest magnitude, are equal; 0.001: float16's"
+        " precision",
+    )
+
+
 class Top1(Metric[ComparedArrays]):
     """Rows, K = 2: 1 where the choices of a sample are the same, then 1."""
 
@@ -83,14 +107,29 @@ class Top1(Metric[ComparedArrays]):
 
     def example_rows(self, samples: ComparedArrays, settings: Mapping[str, Any]) -> ExampleRows | None:
         """Return whether the choices of each sample are equal; None if no output has choices."""
-        first = samples.expected[0]
-        axes = {name: axis for name, axis in samples.class_axes.items() if name in first}
+        options, first = Top1Settings.model_validate(settings), samples.expected[0]
+        class_axes = samples.class_axes if options.axes is None else options.axes
+        axes = {name: axis for name, axis in class_axes.items() if name in first}
         if not axes and all(value.dtype.kind == "f" for value in first.values()):
             return None
         pairs = zip(samples.outputs, samples.expected, strict=True)
-        rows: Rows = [[int(_is_top1_equal(*pair, axes)), 1] for pair in pairs]
-        definition = f"argmax of {axes}|reference:{samples.key[:12]}|ci:wilson"
+        rows: Rows = [[int(_is_top1_equal(*pair, axes, options.tie)), 1] for pair in pairs]
+        definition = f"argmax of {axes}|tie:{options.tie:g}|reference:{samples.key[:12]}|ci:wilson"
         return ExampleRows(rows, f"outputs:{','.join(first)}|{definition}")
+
+    def check_graph(self, settings: Mapping[str, Any], outputs: OutputShapes) -> None:
+        """Check that the outputs with classes have these axes."""
+        axes = settings.get("axes") or {}
+        require_graph_outputs(self.name, "axes", axes, outputs)
+        for name, axis in axes.items():
+            shape = outputs[name]
+            if shape is not None and len(shape) <= -axis:  # the first one is the samples'
+                raise InputError(
+                    f"{self.name}: the output '{name}' has {len(shape)} axes, the first of which is that of"
+                    f" the samples; axis {axis} is not among the others.",
+                    code="wrong-axis",
+                    setting="axes",
+                )
 
 
 class RelativeError(Metric[ComparedArrays]):
@@ -148,21 +187,26 @@ def _array_relative_error(got: NDArray[Any], expected: NDArray[Any]) -> float:
     return off / largest if largest > 0 else float(off > 0)
 
 
-def _is_top1_equal(got: Outputs, expected: Outputs, axes: Mapping[str, int]) -> bool:
+def _is_top1_equal(got: Outputs, expected: Outputs, axes: Mapping[str, int], tie: float) -> bool:
     """Return whether each output with scores of classes has the reference's argmax; others are equal."""
     return all(
-        _has_same_argmax(got[name], other, axes[name]) if name in axes else _is_equal(got[name], other)
+        _has_same_argmax(got[name], other, axes[name], tie) if name in axes else _is_equal(got[name], other)
         for name, other in expected.items()
         if name in axes or other.dtype.kind != "f"
     )
 
 
-def _has_same_argmax(got: NDArray[Any], expected: NDArray[Any], axis: int) -> bool:
+def _has_same_argmax(got: NDArray[Any], expected: NDArray[Any], axis: int, tie: float) -> bool:
+    """Return whether the class of the largest score has the reference's largest, up to a tie, everywhere."""
     if got.dtype.kind != "f" or not _is_comparable(got, expected):
         return False
     if expected.ndim < -axis:
         return True  # a single number has no argmax
-    return bool(np.array_equal(got.argmax(axis), expected.argmax(axis)))
+    classes, reference = got.argmax(axis, keepdims=True), expected.astype(np.float64)
+    magnitude = np.abs(reference).max(axis, keepdims=True, where=np.isfinite(reference), initial=0)
+    chosen = np.take_along_axis(reference, classes, axis)
+    is_largest = chosen >= reference.max(axis, keepdims=True) - tie * magnitude
+    return bool((is_largest | (classes == expected.argmax(axis, keepdims=True))).all())
 
 
 def _is_comparable(got: NDArray[Any], expected: NDArray[Any]) -> bool:
@@ -204,10 +248,11 @@ TOP1 = Top1(
     name="top1",
     title="Top-1 agreement",
     unit="%",
-    description="samples whose largest scores of classes have the original graph's positions, and whose"
-    " integers, booleans and texts are equal",
+    description="samples whose largest scores of classes have the original graph's positions (near ties"
+    " are equal), and whose integers, booleans and texts are equal",
     tasks=("custom",),
     kind="proportion",
+    settings=Top1Settings,
     compares_with_baseline=True,
 )
 RELATIVE_ERROR = RelativeError(

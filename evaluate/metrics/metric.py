@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from smelt.core.errors import InputError, did_you_mean
 from smelt.data.splits import Split
 from smelt.stage import Settings
 
@@ -29,6 +30,8 @@ BOOTSTRAP_SIGNATURE = f"ci:t, bootstrap|bs:{RESAMPLES}|seed:{BOOTSTRAP_SEED}"
 Array = NDArray[np.float64]
 Rows = list[list[int | float]]
 Outputs = Mapping[str, NDArray[Any]]
+OutputShapes = Mapping[str, tuple[int | str | None, ...] | None]
+"""The shapes of a graph's outputs, by name; None where the number of axes is not known."""
 MetricKind = Literal["proportion", "mean", "sum", "corpus"]
 MetricSettingValues = Mapping[str, Mapping[str, Any]]
 """The settings of metrics that a recipe gives, by metric."""
@@ -140,13 +143,15 @@ class ComparedVectors(Samples):
 class ComparedArrays(Samples):
     """For each of n samples the outputs of a graph, and of the graph `key`, by name.
 
-    class_axes: the axis of the classes, from the last one, by output with scores of classes.
+    class_axes: the axis of the classes, from the last one, by output with scores of classes. inputs: by
+    sample the arrays of the data that are read, by name.
     """
 
     outputs: Sequence[Outputs]
     expected: Sequence[Outputs]
     class_axes: Mapping[str, int]
     key: str
+    inputs: Sequence[Outputs] = ()
 
 
 @dataclass(frozen=True)
@@ -266,6 +271,17 @@ class Metric(Generic[SamplesT]):
             MissingDependencyError: a package or its data are missing.
         """
 
+    def check_graph(self, settings: Mapping[str, Any], outputs: OutputShapes) -> None:
+        """Check that the settings match the outputs of a third-party graph.
+
+        Raises:
+            InputError: an output is missing, or has no such axis.
+        """
+
+    def data_arrays(self, settings: Mapping[str, Any]) -> frozenset[str]:
+        """Return the arrays of the data that the metric reads, besides the graph's inputs."""
+        return frozenset()
+
     def describe(
         self, settings: Mapping[str, Any], references: Sequence[str] | None, language: str | None
     ) -> str:
@@ -291,6 +307,22 @@ class TextMetric(Metric[TextSamples]):
     def chance_level(self, rows: Rows) -> float | None:
         """Return the value of empty texts."""
         return 0.0
+
+
+def require_graph_outputs(metric: str, setting: str, names: Iterable[str], outputs: OutputShapes) -> None:
+    """Require that a graph has the outputs `names` of a metric's setting.
+
+    Raises:
+        InputError: `unknown-output`.
+    """
+    for name in names:
+        if name not in outputs:
+            raise InputError(
+                f"{metric}: '{name[:80]}' is no output of the graph; outputs: {', '.join(outputs)}."
+                f"{did_you_mean(name, outputs)}",
+                code="unknown-output",
+                setting=setting,
+            )
 
 
 def most_frequent_gold(rows: Rows, width: int) -> Rows:

@@ -12,6 +12,7 @@ from pydantic import Field
 from smelt.data.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL, ProblemType
 from smelt.data.tasks import ALL_TASKS, task_traits, tasks_with
 from smelt.evaluate.metrics.agreement import AGREEMENT, RELATIVE_ERROR, TOP1
+from smelt.evaluate.metrics.allclose import ALLCLOSE
 from smelt.evaluate.metrics.answers import EXACT_MATCH, TOKEN_F1
 from smelt.evaluate.metrics.bertscore import BERTSCORE
 from smelt.evaluate.metrics.bleu import BLEU
@@ -19,6 +20,7 @@ from smelt.evaluate.metrics.choices import ACC, ACC_NORM
 from smelt.evaluate.metrics.chrf import CHRF
 from smelt.evaluate.metrics.classes import ACCURACY, F1_OF_CLASSES, MATTHEWS, PRECISION, RECALL
 from smelt.evaluate.metrics.cross_entropy import CROSS_ENTROPY
+from smelt.evaluate.metrics.detection import DETECTION_AP
 from smelt.evaluate.metrics.label_sets import (
     F1_MACRO,
     F1_MICRO,
@@ -68,6 +70,8 @@ _ALL_METRICS: tuple[Metric[Any], ...] = (
     AGREEMENT,
     TOP1,
     RELATIVE_ERROR,
+    ALLCLOSE,
+    DETECTION_AP,
     PERPLEXITY,
     ACC,
     ACC_NORM,
@@ -144,8 +148,8 @@ def is_custom_metric(name: str) -> bool:
 
 
 def takes_custom_metrics(task: str) -> bool:
-    """Return whether custom metrics can be scored in `task`: outputs are texts, classes or numbers."""
-    return task_traits(task).output == "text" or task_traits(task).output == "labels"
+    """Return whether custom metrics can be scored in `task`: outputs are texts, numbers, arrays."""
+    return task_traits(task).output in ("text", "labels", "arrays")
 
 
 def metric_settings_type(name: str) -> type[Settings]:

@@ -80,6 +80,10 @@ class SampleArrays:
         contents = (b"".join(value[index].tobytes() for value in parts) for index in range(self.num_samples))
         return tuple(hashlib.sha256(row).hexdigest() for row in contents)
 
+    def sample(self, index: int) -> dict[str, NDArray[Any]]:
+        """Return the arrays of one sample, without the sample axis."""
+        return {name: v if self.is_shared(name) else v[index] for name, v in self.values.items()}
+
     def padded_to(self, size: int) -> SampleArrays:
         """Return at least `size` samples: the last one is repeated."""
         num_missing = size - self.num_samples

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from smelt.core.errors import InputError, RunError
-from smelt.evaluate.metrics.metric import ComparedArrays
-from smelt.evaluate.metrics.registry import metrics_of
+from smelt.evaluate.metrics.agreement import TOP1
 from smelt.evaluate.tensor_quality import low_agreement_reason, require_finite_outputs, score_outputs
 from tests.support.expected_errors import raises_code
 
@@ -16,7 +15,7 @@ def scores(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[
     """Score outputs whose axis 0 are rows."""
     sample_rows = [[{k: v[i] for k, v in side.items()} for i in range(2)] for side in (got, expected)]
     output_scores = score_outputs(
-        metrics_of(ComparedArrays), *sample_rows, key="0" * 64, rows="r", class_axes={"a": -1}
+        ["agreement", "top1", "relative_error"], *sample_rows, key="0" * 64, rows="r", class_axes={"a": -1}
     )
     return {name: score.value for name, score in output_scores.items()}
 
@@ -116,6 +115,7 @@ def test_new_nan_outputs_are_not_scored():
 def test_top1_uses_class_axis_of_each_output() -> None:
     """The argmax along the width of a heat map is no decision; a segmentation chooses along its channels."""
     expected = {"map": np.zeros((2, 3, 4, 4)), "y": np.array([[3.0, 4.0], [1.0, 0.0]])}
+    expected["map"][:, 0] = 0.25
     expected["map"][0, 1, 2, 3] = expected["map"][1, 0, 0, 0] = 1
     actual = {"map": expected["map"].copy(), "y": expected["y"]}
     actual["map"][0, 1, 2, 0] = 1.5  # another column, and the same channel; a new one in the other sample
@@ -129,3 +129,30 @@ def test_top1_uses_class_axis_of_each_output() -> None:
         return None if score is None else score.value
 
     assert (top1(y=-1), top1(map=-3), top1()) == (100, 0, None)
+
+
+@pytest.mark.parametrize(("second_score", "expected"), [(9.991, 100), (9.98, 0), (-10.0, 0)])
+def test_near_tie_is_no_changed_decision(second_score: float, expected: float) -> None:
+    """A difference below float16's precision, 0.001 of the largest magnitude."""
+    original, swapped = np.array([10.0, second_score]), np.array([1.0, 2.0])
+    score = score_outputs(["top1"], [{"y": swapped}], [{"y": original}], "0" * 64, "r", {"y": -1})
+    assert score["top1"].value == expected
+    strict = score_outputs(
+        ["top1"], [{"y": swapped}], [{"y": original}], "0" * 64, "r", {"y": -1}, settings={"top1": {"tie": 0}}
+    )
+    assert strict["top1"].value == 0
+
+
+def test_top1_uses_class_axis_of_user() -> None:
+    original, changed = {"a": np.eye(3), "b": np.eye(3)}, {"a": np.eye(3)[::-1], "b": np.eye(3)}
+    settings = {"top1": {"axes": {"b": -2}}}
+    score = score_outputs(["top1"], [changed], [original], "0" * 64, "r", {"a": -1}, settings=settings)
+    assert score["top1"].value == 100
+
+
+def test_class_axis_that_output_lacks_is_refused() -> None:
+    TOP1.check_graph({"axes": {"a": -1}}, {"a": ("batch", 5), "b": None})
+    with raises_code("wrong-axis", InputError):
+        TOP1.check_graph({"axes": {"a": -2}}, {"a": ("batch", 5), "b": None})
+    with raises_code("unknown-output", InputError):
+        TOP1.check_graph({"axes": {"c": -1}}, {"a": ("batch", 5), "b": None})

@@ -234,7 +234,12 @@ class Scorer:
         return value
 
     def _own_scores(
-        self, predictions: Sequence[Any], references: Sequence[Any], sources: Sequence[Any], split: Split
+        self,
+        predictions: Sequence[Any],
+        references: Sequence[Any],
+        sources: Sequence[Any],
+        split: Split,
+        examples: str | None = None,
     ) -> dict[str, MetricScore]:
         """Return the scores by the user's custom metrics (see `smelt.evaluate.custom_metric`)."""
         from smelt.evaluate.custom_metric import load_custom_metric, score_custom_metric
@@ -250,6 +255,7 @@ class Scorer:
                 sources,
                 locations,
                 not is_lower_better(name, self.metric_settings),
+                examples,
             )
             for name in self.metrics
             if is_custom_metric(name)
@@ -381,18 +387,23 @@ class Scorer:
             self.reference_cache[key] = outputs
         elif key not in self.reference_cache:
             self.reference_cache[key] = self._reference_outputs(self.reference, split, progress)
-        require_finite_outputs(outputs, self.reference_cache[key], split.arrays.per_sample)
+        expected = self.reference_cache[key]
+        require_finite_outputs(outputs, expected, split.arrays.per_sample)
+        sources = [split.arrays.sample(index) for index in range(split.arrays.num_samples)]
         scores = score_outputs(
-            self.metrics,
+            [name for name in self.metrics if not is_custom_metric(name)],
             outputs,
-            self.reference_cache[key],
+            expected,
             self.reference.key,
             split.fingerprint,
             _class_axes(self.reference),
+            sources,
+            self.metric_settings,
         )
-        reason = low_agreement_reason(outputs, self.reference_cache[key], split.arrays.per_sample)
+        scores |= self._own_scores(outputs, expected, sources, split, split.fingerprint)
+        reason = low_agreement_reason(outputs, expected, split.arrays.per_sample)
         return {
-            **_split_scores(scores),
+            **_split_scores({name: scores[name] for name in self.metrics if name in scores}),
             "predictions": [],
             "warnings": [warning("non-finite-outputs", reason)] if reason else [],
         }

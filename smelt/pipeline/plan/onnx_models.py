@@ -5,6 +5,7 @@ A graph is opened in a separate process with limits of memory and time (`smelt.r
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,13 @@ from smelt.core.files import resolve_path
 from smelt.core.messages import Message, error_message, warning
 from smelt.data.labels import has_classifier
 from smelt.data.tasks import Task, task_names, task_traits, tasks_with
-from smelt.evaluate.metrics.registry import AGREEMENT_METRIC, DEFAULT_METRICS, TOP1_METRIC
+from smelt.evaluate.metrics.registry import (
+    AGREEMENT_METRIC,
+    DEFAULT_METRICS,
+    TOP1_METRIC,
+    find_metric,
+    is_custom_metric,
+)
 from smelt.models.families.registry import FAMILIES, FAMILIES_BY_TASK
 from smelt.models.text_rules import MODULES_FILE, POOLINGS
 from smelt.pipeline.inspect.model_folder import check_tokenizer_files, read_config, unknown_family_message
@@ -38,6 +45,7 @@ if TYPE_CHECKING:
     from smelt.runtimes.onnx_import.signature import GraphSignature
 
 
+_SCORED_SPLITS = ("test", "validation")
 GENERATIVE_TASKS = tasks_with(generates=True)
 ARRAYS_TASK = task_names(modality="arrays")
 
@@ -149,7 +157,9 @@ def read_onnx_model(context: CheckContext) -> Iterator[Finding]:
     context.onnx_model, context.model_folder = model, model.tokenizer_folder
     if recipe.traits.modality == "arrays":
         yield from _set_batch_size(context, model)
-        data = recipe.data.model_copy(update={"axes": model.signature.input_batch_axes})
+        axes = model.signature.input_batch_axes
+        axes |= {name: recipe.data.axes.get(name, 0) for name in _metric_arrays(context) if name not in axes}
+        data = recipe.data.model_copy(update={"axes": axes})
         metrics = yield from _output_metrics(recipe, model)
         score = context.recipe.score.model_copy(update={"quality": metrics})
         context.recipe = context.recipe.model_copy(update={"data": data, "score": score})
@@ -192,7 +202,8 @@ def _with_batch_axes(context: CheckContext, model: OnnxModel) -> Findings[OnnxMo
     """Return the model with its batch axes; None if they are wrong or ambiguous."""
     if context.is_invalid("data.axes"):
         return None
-    recipe_axes = context.recipe.data.axes
+    metric_arrays = _metric_arrays(context)
+    recipe_axes = {name: axis for name, axis in context.recipe.data.axes.items() if name not in metric_arrays}
     invalid_axes = list(model.signature.invalid_axes(recipe_axes))
     for problem in invalid_axes:
         yield ("data", "axes"), error_message("wrong-axis", problem)
@@ -240,12 +251,40 @@ def _set_batch_size(context: CheckContext, model: OnnxModel) -> Iterator[Finding
     context.recipe = recipe.model_copy(update={"score": score})
 
 
+def _metric_arrays(context: CheckContext) -> frozenset[str]:
+    """Return the arrays of the scored samples that metrics read: a user's function may read any."""
+    from smelt.data.npz_arrays import read_npz_headers
+
+    recipe, settings = context.recipe, context.recipe.metric_settings
+    names: set[str] = set()
+    for metric in () if context.is_invalid("score.quality") else recipe.score.quality:
+        names |= find_metric(metric).data_arrays(settings.get(metric, {}))
+        for split in _SCORED_SPLITS if is_custom_metric(metric) else ():
+            if origin := recipe.data.split_files().get(split):
+                with contextlib.suppress(
+                    InputError, OSError, RuntimeError, ValueError
+                ):  # told by _check_arrays
+                    names |= {*read_npz_headers(resolve_path(recipe.base, origin), split)}
+    return frozenset(names)
+
+
 def _output_metrics(recipe: ParsedRecipe, model: OnnxModel) -> Findings[tuple[str, ...]]:
     """Return the metrics of a graph's outputs.
 
     `top1` is the first one of a graph of class scores alone, and none of a graph without any.
     """
     metrics = recipe.score.quality
+    outputs = {value.name: value.shape for value in model.signature.outputs}
+    for index, metric in enumerate(metrics):
+        settings = recipe.metric_settings.get(metric, {})
+        try:
+            find_metric(metric).check_graph(settings, outputs)
+        except InputError as error:
+            setting = () if error.setting is None else (metric, error.setting)
+            yield ("score", "quality", index, *setting), error_message(error.code, str(error))
+        else:
+            if metric == TOP1_METRIC and settings.get("axes"):
+                return metrics
     classes = model.details.get("class_outputs") or {}
     floats = {value.name for value in model.signature.outputs if value.dtype.startswith("float")}
     default = metrics == DEFAULT_METRICS[recipe.task]
@@ -300,10 +339,15 @@ def _check_arrays(context: CheckContext, model: OnnxModel) -> Iterator[Finding]:
             path = resolve_path(recipe.base, origin)
             shapes = read_npz_headers(path, name)
             problems = [f"{origin}: {problem}" for problem in model.signature.shape_problems(shapes)]
+            metric_arrays = _metric_arrays(context) if name in _SCORED_SPLITS else frozenset()
+            missing = metric_arrays - {*shapes}
+            problems += [f"{origin}: no array '{key}', which a metric reads." for key in sorted(missing)]
             if not problems:
-                axes = model.signature.input_batch_axes
-                input_shapes = {key: shape for key, shape in shapes.items() if key in axes}
-                count_array_samples(input_shapes, path, axes, by_name=model.signature.shared_batch_inputs)
+                axes = {
+                    key: data.axes.get(key, 0) for key in metric_arrays
+                } | model.signature.input_batch_axes
+                read_shapes = {key: shape for key, shape in shapes.items() if key in axes}
+                count_array_samples(read_shapes, path, axes, by_name=model.signature.shared_batch_inputs)
         except InputError as error:
             yield from error_findings(("data", name), error)
             continue
@@ -314,7 +358,7 @@ def _check_arrays(context: CheckContext, model: OnnxModel) -> Iterator[Finding]:
             yield ("data", name), error_message("does-not-fit-graph", problem)
         if problems:
             context.invalid_paths.add(f"data.{name}")  # its samples cannot be checked further
-        unknown_arrays = model.signature.unknown_inputs(list(shapes))
+        unknown_arrays = model.signature.unknown_inputs([key for key in shapes if key not in metric_arrays])
         if unknown_arrays:
             text = (
                 f"{origin}: arrays that are not inputs of the graph are ignored: {', '.join(unknown_arrays)}."

@@ -99,7 +99,8 @@ def _class_axis(
         return -1 if last.output[1:2] == [name] else None
     if _OTHER_NAMES.search(name) or (rank is not None and rank < 2):
         return None
-    linear = last.op_type in _MATRIX_OPS and last.input[1] in constants and not reshaped
+    is_vector = rank in (None, 2)  # of a sample; a sequence of vectors may be anything
+    linear = is_vector and last.op_type in _MATRIX_OPS and last.input[1] in constants and not reshaped
     pooled = rank == 2 and last.op_type in (*_MATRIX_OPS, "Conv") and len(chain) > 1
     has_class_name = rank in (2, 3) and _CLASS_NAMES.fullmatch(name)
     return -1 if linear or pooled or has_class_name else None

@@ -1,5 +1,6 @@
 """Which metrics a third-party graph is scored by."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from onnx import helper, numpy_helper
 
 from smelt import InputError
 from smelt.pipeline.plan.load_plan import load_plan
+from tests.support import harness
 from tests.support.expected_errors import raises_code
 from tests.support.graphs import imported_graphs as graphs
 
@@ -63,3 +65,61 @@ def test_listed_metrics_keep_their_order(tmp_path: Path) -> None:
 def test_top1_of_heat_map_is_rejected(tmp_path: Path, more: str) -> None:
     with raises_code("does-not-fit-model", InputError):
         load_plan(write_recipe(tmp_path, ["map"], more))
+
+
+@pytest.fixture
+def classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe of a classifier, whose samples have gold labels `label`, and a module of metrics."""
+    monkeypatch.chdir(tmp_path)
+    graphs.save_model(graphs.two_layer_classifier(), tmp_path / "m.onnx")
+    graphs.write_rows(tmp_path / "test.npz", label=np.arange(40) % 4)
+    (tmp_path / "own.py").write_text(
+        "def accuracy(predictions, references, sources):\n"
+        "    assert {*sources[0]} == {'x', 'label'} and {*references[0]} == {'logits'}\n"
+        "    return [p['logits'].argmax() == s['label'] for p, s in zip(predictions, sources)]\n"
+    )
+    return tmp_path / "r.yaml"
+
+
+def test_function_of_user_reads_outputs_and_labels_of_data(classifier: Path) -> None:
+    quality = ", quality: [own:accuracy, {allclose: {rtol: 0}}, {top1: {axes: {logits: -1}}}]"
+    classifier.write_text(RECIPE.replace("latency: false", f"latency: false{quality}"))
+    plan = load_plan(classifier)
+    assert "unread-arrays" not in {message.code for message in plan.warnings}
+    assert plan.recipe.data.axes == {"x": 0, "label": 0}
+    harness.smelt("run", classifier, code=0)
+    [step] = json.loads(Path("runs/r/report.json").read_text())["steps"]
+    with np.load("test.npz") as arrays:
+        logits = graphs.run_directly(Path("m.onnx"), {"x": arrays["x"]})["logits"]
+        accuracy = (logits.argmax(1) == arrays["label"]).mean()
+    values = {name: score["value"] for name, score in step["quality"].items()}
+    assert values == pytest.approx({"own:accuracy": accuracy, "allclose": 100, "top1": 100})
+
+
+@pytest.mark.parametrize(
+    ("metric", "code"),
+    [
+        ("{top1: {axes: {logit: -1}}}", "unknown-output"),
+        ("{top1: {axes: {logits: -2}}}", "wrong-axis"),
+        ("{allclose: {outputs: {y: {rtol: 0.1}}}}", "unknown-output"),
+        ("{detection_ap: {boxes: logits, scores: score}}", "unknown-output"),
+        ("{detection_ap: {boxes: logits, scores: logits, true_boxes: gold}}", "does-not-fit-graph"),
+    ],
+)
+def test_setting_of_metric_that_graph_or_data_lack_is_refused(
+    classifier: Path, metric: str, code: str
+) -> None:
+    classifier.write_text(RECIPE.replace("latency: false", f"latency: false, quality: [{metric}]"))
+    with raises_code(code, InputError):
+        load_plan(classifier)
+
+
+def test_axis_of_array_for_function_of_user(classifier: Path) -> None:
+    with np.load("test.npz") as arrays:
+        np.savez("test.npz", x=arrays["x"], label=np.arange(4)[None])
+    text = RECIPE.replace("latency: false", "latency: false, quality: ['own:accuracy']")
+    classifier.write_text(text)
+    with raises_code("unequal-rows", InputError):
+        load_plan(classifier)
+    classifier.write_text(text.replace("test.npz}", "test.npz, axes: {label: null}}"))
+    assert load_plan(classifier).recipe.data.axes == {"x": 0, "label": None}

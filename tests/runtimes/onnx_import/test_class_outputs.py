@@ -32,7 +32,7 @@ CASES: dict[str, tuple[list[Any], str, str, int | None]] = {
     "bias of a node": ([LINEAR, N("Identity", ["b"], ["c"]), N("Add", ["h", "c"], ["y"])], "y", "vector", -1),
     "Gemm": ([N("Gemm", ["x", "w", "b"], ["y"])], "y", "vector", -1),
     "Gemm of one output": ([N("Gemm", ["x", "w", "b"], ["y"])], "y", "number", None),
-    "linear layer of tokens": ([LINEAR, N("Add", ["h", "b"], ["y"])], "y", "tokens", -1),
+    "linear layer of tokens": ([LINEAR, N("Add", ["h", "b"], ["y"])], "y", "tokens", None),
     "Softmax": ([LINEAR, N("Softmax", ["h"], ["y"])], "y", "vector", -1),
     "LogSoftmax, then other type": (
         [LINEAR, N("LogSoftmax", ["h"], ["p"]), N("Cast", ["p"], ["y"], to=1)],

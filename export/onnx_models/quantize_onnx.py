@@ -40,7 +40,7 @@ from smelt.export.onnx_models.prepare_for_quantizer import PER_CHANNEL_OPSET, pr
 from smelt.models.step_size import SizeInputs, StepSize, one_shot_size
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME, STATIC_SCHEME
 from smelt.runtimes.graph_walk import all_nodes, node_inputs, separate_int8_readers, subgraphs
-from smelt.runtimes.onnx_import.validate_graph import float_matrices_message
+from smelt.runtimes.onnx_import.float_matrices import float_matrices_message
 from smelt.stage import Context, Need, Settings, Stage
 
 

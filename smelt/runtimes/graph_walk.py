@@ -175,3 +175,8 @@ def _attribute_tensors(attributes: Any, waiting: list[Any]) -> Iterator[Any]:
         if attribute.HasField("g"):
             waiting.append(attribute.g)
         waiting.extend(attribute.graphs)
+
+
+def node_label(node: Any) -> str:
+    """Return the name of a node in messages."""
+    return f"{node.op_type} '{(node.name or next(filter(None, node.output), '?'))[:80]}'"

@@ -17,6 +17,7 @@ from smelt.core.files import MANIFEST, json_hash, read_json_object, sha256_of, w
 from smelt.core.hub import hub_cache_only, hub_unreachable_reason
 from smelt.core.messages import Message, warning
 from smelt.data.labels import SINGLE_LABEL, class_names, has_classifier
+from smelt.data.npz_arrays import ArrayHeader, dtype_name
 from smelt.data.splits import Split
 from smelt.data.tasks import task_traits
 from smelt.models.text_rules import TextRules
@@ -92,6 +93,8 @@ def import_onnx_model(
     axes = {value.name: value.axis for value in (*model.signature.inputs, *model.signature.outputs)}
     if task_traits(step_runner.task).modality == "arrays":
         key_fields["axes"] = axes
+    if model.shapes:
+        key_fields["shapes"] = model.shapes
     if task_setup is not None:
         labels = task_setup.labels and task_setup.labels[0]
         key_fields |= {
@@ -126,18 +129,54 @@ def import_onnx_model(
 def _import_graph(model: OnnxModel, split: Split, out: Path) -> list[Message]:
     """Copy the graph into `out` and run it on the first samples; return warnings about its outputs."""
     from smelt.export.onnx_models.output_comparison import batch_dependence_warnings
-    from smelt.runtimes.onnx_import.import_graph import import_graph
+    from smelt.runtimes.onnx_import.graph_interface import write_adapted
+    from smelt.runtimes.onnx_import.import_graph import GRAPH_FILE, import_graph
     from smelt.runtimes.onnx_import.signature import write_signature
     from smelt.runtimes.onnx_import.trial_run import trial_run
 
-    graph = import_graph(model.file, out, outside=bool(model.weight_files))
+    if model.shapes or model.details.get("zipmaps"):
+        graph = write_adapted(model.file, out / GRAPH_FILE, model.shapes)
+    else:
+        graph = import_graph(model.file, out, outside=bool(model.weight_files))
     size = model.signature.fixed_batch_size or 1
     if split.arrays is None:
-        trial_run(graph, _ones_inputs(model.signature, size), str(model.file))
+        feeds = _ones_inputs(model.signature, size)
+    else:
+        write_signature(out, model.signature)
+        feeds = model.signature.make_feeds(split.arrays.padded_to(size), 0, size)
+    trial_run(graph, feeds, str(model.file))
+    if model.shapes:
+        _check_shapes(model, graph, split)
+    if split.arrays is None:
         return []
-    write_signature(out, model.signature)
-    trial_run(graph, model.signature.make_feeds(split.arrays.padded_to(size), 0, size), str(model.file))
     return batch_dependence_warnings(graph, model.signature, split.arrays, model.details)
+
+
+def _check_shapes(model: OnnxModel, graph: Path, split: Split) -> None:
+    """Require that new shapes do not change what the graph computes, if the original takes the samples.
+
+    Raises:
+        InputError: `wrong-shape`.
+    """
+    import onnx
+
+    from smelt.runtimes.onnx_import.graph_files import graph_signature
+    from smelt.runtimes.onnx_import.graph_interface import check_new_shapes
+
+    signature = graph_signature(onnx.load(str(model.file), load_external_data=False))
+    axes = {value.name: value.axis for value in (*model.signature.inputs, *model.signature.outputs)}
+    original = signature.with_batch_axes(axes)
+    size = original.fixed_batch_size or 1
+    if size != (model.signature.fixed_batch_size or size):
+        return  # no call has the shapes of both
+    if split.arrays is None:
+        feeds = _ones_inputs(original, size)
+    else:
+        feeds = original.make_feeds(split.arrays.padded_to(size), 0, size)
+        headers = {n: ArrayHeader(dtype_name(v.dtype), v.shape) for n, v in feeds.items()}
+        if list(original.shape_problems(headers)):
+            return
+    check_new_shapes(model.file, graph, model.signature, feeds)
 
 
 def _import_generation_graphs(model: OnnxModel, out: Path) -> None:

@@ -24,6 +24,7 @@ from smelt.pipeline.inspect.model_info import (
     inspect_graph,
 )
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME, STATIC_SCHEME
+from smelt.runtimes.onnx_import.graph_interface import graph_of_arrays
 from smelt.runtimes.onnx_import.signature import GraphSignature
 from smelt.runtimes.onnx_import.trial_run import runs_in_batches
 from smelt.tasks.registry import all_specs
@@ -80,10 +81,13 @@ def onnx_recipe_text(
     only_single = False
     samples_file = splits.get("test") or splits.get("train")
     if samples_file and task_traits(inferred_task).modality == "arrays":
-        axes, unbatched_outputs = infer_batch_axes(onnx_model, samples_file)
+        with graph_of_arrays(file, onnx_model.details.get("zipmaps", {})) as trial_file:
+            trial_model = replace(onnx_model, file=trial_file)
+            axes, unbatched_outputs = infer_batch_axes(trial_model, samples_file)
+            batched_signature = onnx_model.signature.with_batch_axes(axes)
+            trial_model = replace(trial_model, signature=batched_signature)
+            only_single = _takes_only_single_samples(trial_model, samples_file)
     onnx_model = replace(onnx_model, signature=onnx_model.signature.with_batch_axes(axes))
-    if samples_file and task_traits(inferred_task).modality == "arrays":
-        only_single = _takes_only_single_samples(onnx_model, samples_file)
     lines = [
         *_header_comments(onnx_model, path, data_info),
         f"model: {_relative_path(file, base)}",

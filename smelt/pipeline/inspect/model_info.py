@@ -58,6 +58,7 @@ from smelt.runtimes.onnx_import.trial_run import detect_output_axes
 from smelt.tasks.registry import task_spec
 
 if TYPE_CHECKING:
+    from smelt.runtimes.onnx_import.graph_interface import InputShapes
     from smelt.runtimes.onnx_import.validate_graph import GraphValidation
 
 
@@ -303,7 +304,8 @@ class OnnxModel:
     file: the graph; of several the last one, which outputs logits. weight_files: names of external data
     files.
     tokenizer_folder: folder with config.json and the tokenizer; None for the task `custom`. details: opset,
-    nodes, parameters, producer. graphs: graphs of a generative model by name, without `.onnx`.
+    nodes, parameters, producer. graphs: graphs of a generative model by name, without `.onnx`. shapes: new
+    ones of inputs.
     """
 
     file: Path
@@ -312,6 +314,7 @@ class OnnxModel:
     tokenizer_folder: Path | None = None
     details: dict[str, Any] = field(default_factory=dict)
     graphs: dict[str, Path] = field(default_factory=dict)
+    shapes: InputShapes = field(default_factory=dict)
 
 
 def is_onnx(model: object, base: Path) -> bool:
@@ -385,11 +388,11 @@ def find_generation_graphs(path: Path) -> dict[str, Path]:
     return {name: graphs[name] for name in required[1]}
 
 
-def inspect_graph(path: Path) -> GraphValidation:
-    """Validate the graph in the file `path` in a separate process."""
+def inspect_graph(path: Path, shapes: InputShapes | None = None) -> GraphValidation:
+    """Validate the graph in the file `path` in a separate process; shapes: of inputs that get another one."""
     from smelt.runtimes.onnx_import.validate_graph import validate_graph
 
-    return validate_graph(path)
+    return validate_graph(path, shapes)
 
 
 def find_tokenizer_folder(graph: Path, tokenizer: Path | None) -> Path | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.errors import InputError
 from smelt.core.files import resolve_path
-from smelt.core.messages import Message, error_message, warning
+from smelt.core.messages import Message, error_message, info, warning
 from smelt.data.labels import has_classifier
 from smelt.data.tasks import Task, task_names, task_traits, tasks_with
 from smelt.evaluate.metrics.registry import (
@@ -133,6 +133,7 @@ def _read_tokenizer_folder(
 
 
 _MAX_NAMED_NODES = 3  # nodes in a warning
+_MAX_NAMED_CLASSES = 10
 _TEXT_KEYS = ("prefix", "source_language", "target_language")
 
 
@@ -149,6 +150,9 @@ def read_onnx_model(context: CheckContext) -> Iterator[Finding]:
         return
     path = resolve_path(recipe.base, str(recipe.model))
     if recipe.traits.generates and not context.is_invalid("task"):
+        if recipe.shapes and not context.is_invalid("shapes"):
+            text = "only for models of a single graph. Remove it."
+            yield ("shapes",), error_message("does-not-fit-task", text)
         model = yield from _read_generation_graphs(recipe, path)
     else:
         model = yield from _read_single_graph(context, path)
@@ -173,12 +177,29 @@ def _read_single_graph(context: CheckContext, path: Path) -> Findings[OnnxModel 
     except InputError as error:
         yield from error_findings(("model",), error)
         return None
-    graph_info = inspect_graph(file)
+    graph_info = inspect_graph(file, {} if context.is_invalid("shapes") else recipe.shapes)
     for problem in graph_info.problems:
-        yield ("model",), error_message("unsupported-graph", f"{file}: {problem}.")
+        if problem.code in ("unknown-input", "wrong-shape"):
+            yield ("shapes",), error_message(problem.code, f"{file}: {problem}.")
+        else:
+            yield ("model",), error_message("unsupported-graph", f"{file}: {problem}.")
     if graph_info.signature is None or context.is_invalid("task"):
         return None
-    model = OnnxModel(file, graph_info.signature, graph_info.files, details=dict(graph_info.details or {}))
+    model = OnnxModel(
+        file,
+        graph_info.signature,
+        graph_info.files,
+        details=dict(graph_info.details or {}),
+        shapes=recipe.shapes,
+    )
+    for output, classes in model.details.get("zipmaps", {}).items():
+        names = [str(label) for label in classes[:_MAX_NAMED_CLASSES]]
+        others = ", ..." * (len(classes) > _MAX_NAMED_CLASSES)
+        text = (
+            f"the output '{output}' of {file.name} is a dictionary for each sample (ZipMap), replaced by"
+            f" its values, [samples, {len(classes)}], in the order {', '.join(names)}{others}."
+        )
+        yield (), info("zipmap-replaced", text)
     if random := model.details.get("random"):
         others = f" and {len(random) - _MAX_NAMED_NODES} more" if len(random) > _MAX_NAMED_NODES else ""
         text = (
@@ -315,6 +336,8 @@ def _onnx_only_keys(context: CheckContext) -> Iterator[Finding]:
     if recipe.data.axes and not context.is_invalid("data.axes"):
         text = f"only for ONNX models with task: {ARRAYS_TASK}. Remove it."
         yield ("data", "axes"), error_message("needs-onnx-model", text)
+    if recipe.shapes and not context.is_invalid("shapes"):
+        yield ("shapes",), error_message("needs-onnx-model", "only for .onnx models. Remove it.")
 
 
 def _check_arrays(context: CheckContext, model: OnnxModel) -> Iterator[Finding]:

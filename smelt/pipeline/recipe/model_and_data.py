@@ -40,6 +40,7 @@ from smelt.tasks.read_split import UNLABELED
 
 # name of a file, a folder or a hub repository
 NonEmptyText = Annotated[str, Field(min_length=1)]
+AxisSize = Annotated[int, Field(ge=1, strict=True)] | NonEmptyText
 
 
 class NewTokenizer(Settings):

@@ -29,7 +29,7 @@ from smelt.evaluate.metrics.registry import (
 )
 from smelt.generation.config import GenerationSettings
 from smelt.pipeline.recipe.launch_file import resolve_launch
-from smelt.pipeline.recipe.model_and_data import DataSettings, EmbeddingSettings, UntrainedModel
+from smelt.pipeline.recipe.model_and_data import AxisSize, DataSettings, EmbeddingSettings, UntrainedModel
 from smelt.pipeline.recipe.stages import StageEntry, apply_overrides, load_stage, read_stages, step_names
 from smelt.pipeline.recipe.validation_errors import (
     RecipeErrors,
@@ -166,6 +166,10 @@ class RecipeKeys(Settings):
     task: Task = Field(description="task of the model")
     tokenizer: str | None = Field(
         default=None, description="for an .onnx file: folder with config.json and tokenizer"
+    )
+    shapes: dict[str, tuple[AxisSize, ...]] = Field(
+        default_factory=dict,
+        description="for an .onnx file: new shapes of inputs, sizes or names of free axes",
     )
     data: DataSettings = Field(description="data of each split")
     embedding: EmbeddingSettings = Field(

@@ -211,10 +211,11 @@ def _permuted_axes(first: NDArray[Any], second: NDArray[Any], size: int) -> list
     candidate_axes = [axis for axis, length in enumerate(first.shape) if length == size]
     if not candidate_axes:
         return None
-    return [axis for axis in candidate_axes if _is_close(np.roll(first, 1, axis), second)]
+    return [axis for axis in candidate_axes if is_close(np.roll(first, 1, axis), second)]
 
 
-def _is_close(first: NDArray[Any], second: NDArray[Any]) -> bool:
+def is_close(first: NDArray[Any], second: NDArray[Any]) -> bool:
+    """Return whether outputs are equal, floats up to a thousandth of the value and of the largest one."""
     if first.shape != second.shape or first.dtype.kind != "f":
         return np.array_equal(first, second)
     a, b = first.astype(np.float64), second.astype(np.float64)

@@ -8,11 +8,12 @@ which may fold constants without limit.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from smelt.core.messages import Message, error_message, messages_to_json
 from smelt.core.system import IsolatedProcessError, ProcessLimits, available_bytes, run_isolated
@@ -21,12 +22,17 @@ from smelt.runtimes.graph_walk import (
     iter_initializers,
     iter_model_tensors,
     node_inputs,
+    node_label,
     normalized_domain,
     opset_versions,
     subgraphs,
 )
+from smelt.runtimes.onnx_import.float_matrices import float_matrices_message
 from smelt.runtimes.onnx_import.graph_files import GraphFileError
 from smelt.runtimes.onnx_import.signature import GraphSignature
+
+if TYPE_CHECKING:
+    from smelt.runtimes.onnx_import.graph_interface import InputShapes
 
 # The imports alone, with room for a small graph; a hostile file gets no more.
 _BASE_BYTES = 1_200_000_000
@@ -53,10 +59,13 @@ class GraphValidation(NamedTuple):
     details: dict[str, Any] | None = None
 
 
-def validate_graph(path: Path) -> GraphValidation:
-    """Return the validation of the ONNX file `path`, opened once in a separate process."""
+def validate_graph(path: Path, shapes: InputShapes | None = None) -> GraphValidation:
+    """Return the validation of the ONNX file `path`, opened once in a separate process.
+
+    shapes: of inputs that get another one.
+    """
     try:
-        reply = run_isolated(__name__, [str(path)], validation_limits(path))
+        reply = run_isolated(__name__, [str(path), json.dumps(shapes or {})], validation_limits(path))
     except OSError as error:
         return GraphValidation((error_message("unreadable-file", f"cannot be read: {error.strerror}"),))
     except IsolatedProcessError as error:
@@ -88,10 +97,13 @@ def _may_hold_weights(file: Path, graph: Path) -> bool:
 
 
 def subprocess_main(arguments: Sequence[str]) -> dict[str, Any]:
-    """Validate the file of `arguments` in this process."""
-    path = Path(arguments[0])
+    """Validate a file in this process. arguments: its path, and new shapes of inputs as JSON."""
+    from smelt.runtimes.onnx_import.graph_interface import replace_zipmaps, set_input_shapes
+
+    path, shapes = Path(arguments[0]), json.loads(arguments[1])
     try:
         model = _parse(path)
+        zipmaps = replace_zipmaps(model)
     except GraphFileError as error:
         return {"problems": messages_to_json([error_message(error.code, str(error))])}
     except OSError as error:
@@ -109,11 +121,16 @@ def subprocess_main(arguments: Sequence[str]) -> dict[str, Any]:
         return {"problems": messages_to_json([*problems[:_MAX_PROBLEMS], *unlisted_messages])}
     from smelt.runtimes.onnx_import.graph_files import graph_signature
 
+    try:
+        if shapes:
+            set_input_shapes(model, shapes)
+    except GraphFileError as error:
+        return {"problems": messages_to_json([error_message(error.code, str(error))])}
     return {
         "problems": [],
         "signature": graph_signature(model).model_dump(mode="json"),
         "files": _external_file_names(model),
-        "details": _model_details(model),
+        "details": _model_details(model) | ({"zipmaps": zipmaps} if zipmaps else {}),
     }
 
 
@@ -279,52 +296,6 @@ def _model_details(model: Any) -> dict[str, Any]:
     }
 
 
-# Bytes of a float by its number in onnx.TensorProto: float, float16, double, bfloat16.
-_BYTES_BY_TYPE = {1: 4, 10: 2, 11: 8, 16: 2}
-_RECURRENT_OPS = ("LSTM", "GRU", "RNN", "DynamicQuantizeLSTM")  # their inputs 1 and 2 are weights
-_MIN_FLOAT_SHARE = 0.01  # fraction of the bytes of all weights, below which a float matrix is not reported
-_MAX_NAMED = 3
-
-
-def float_matrices_message(models: Sequence[Any]) -> str | None:
-    """Return the end of a warning about float matrices, the largest first; None if there are none.
-
-    Args:
-        models: onnx.ModelProto, with or without the values of their weights.
-    """
-    readers: dict[str, str] = {}
-    sizes: dict[str, int] = {}
-    total = 0
-    for model in models:
-        tensors = [(tensor.name, tensor) for tensor in iter_initializers(model.graph)]
-        for node in all_nodes(model.graph.node):
-            tensors += [(node.output[0], a.t) for a in node.attribute if node.op_type == "Constant"]
-            # biases and scales of recurrent layers are matrices too
-            for name in node.input[:3] if node.op_type in _RECURRENT_OPS else node.input:
-                readers.setdefault(name, node_label(node))
-        for name, tensor in tensors:
-            size = math.prod(tensor.dims) * _BYTES_BY_TYPE.get(tensor.data_type, 1)
-            total += size
-            if tensor.data_type in _BYTES_BY_TYPE and sum(length > 1 for length in tensor.dims) > 1:
-                sizes[name] = sizes.get(name, 0) + size
-    large = {
-        name: size for name, size in sizes.items() if size >= _MIN_FLOAT_SHARE * total and name in readers
-    }
-    if not large:
-        return None
-    worst = sorted(large, key=lambda name: -large[name])
-    listed = ", ".join(
-        f"'{name[:80]}' of {readers[name]} ({_megabytes(large[name])})" for name in worst[:_MAX_NAMED]
-    )
-    more = f" and {len(worst) - _MAX_NAMED:,} more" if len(worst) > _MAX_NAMED else ""
-    what = "1 matrix is" if len(large) == 1 else f"{len(large):,} matrices are"
-    return f"{what} still float, {_megabytes(sum(large.values()))}: {listed}{more}"
-
-
-def _megabytes(size_bytes: int) -> str:
-    return f"{size_bytes / 1e6:.3g} MB"
-
-
 def is_out_of_memory(message: str) -> bool:
     """Return whether ONNX Runtime's message means that an allocation failed."""
     return any(phrase in message for phrase in ("bad allocation", "std::bad_alloc", "Failed to allocate"))
@@ -463,11 +434,6 @@ def structure_problems(model: Any) -> Iterator[Message]:
         inner = frozenset(known_values)
         for node in graph.node:
             pending += [(subgraph, inner, depth + 1) for subgraph in subgraphs(node)]
-
-
-def node_label(node: Any) -> str:
-    """Return the name of a node in messages."""
-    return f"{node.op_type} '{(node.name or next(filter(None, node.output), '?'))[:80]}'"
 
 
 def _producers(nodes: Sequence[Any]) -> dict[str, int]:

@@ -3,7 +3,7 @@
 import numpy as np
 from onnx import TensorProto, numpy_helper
 
-from smelt.runtimes.onnx_import.validate_graph import float_matrices_message
+from smelt.runtimes.onnx_import.float_matrices import float_matrices_message
 from tests.support.graphs import imported_graphs as graphs
 
 

@@ -181,7 +181,7 @@ def _first_non_finite_node(
     from smelt.export.onnx_models.graph_samples import cast_feeds
     from smelt.export.parity.operator_checks import open_with_outputs
     from smelt.export.value_types import values_of_type
-    from smelt.runtimes.onnx_import.validate_graph import node_label
+    from smelt.runtimes.graph_walk import node_label
 
     for path in paths:
         model = read_graph(path)

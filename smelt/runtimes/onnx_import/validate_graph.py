@@ -65,7 +65,8 @@ def validate_graph(path: Path, shapes: InputShapes | None = None) -> GraphValida
     shapes: of inputs that get another one.
     """
     try:
-        reply = run_isolated(__name__, [str(path), json.dumps(shapes or {})], validation_limits(path))
+        arguments = [str(path), *([json.dumps(shapes)] if shapes else [])]
+        reply = run_isolated(__name__, arguments, validation_limits(path))
     except OSError as error:
         return GraphValidation((error_message("unreadable-file", f"cannot be read: {error.strerror}"),))
     except IsolatedProcessError as error:
@@ -97,10 +98,10 @@ def _may_hold_weights(file: Path, graph: Path) -> bool:
 
 
 def subprocess_main(arguments: Sequence[str]) -> dict[str, Any]:
-    """Validate a file in this process. arguments: its path, and new shapes of inputs as JSON."""
+    """Validate a file in this process. arguments: its path, and new shapes of inputs, if any, as JSON."""
     from smelt.runtimes.onnx_import.graph_interface import replace_zipmaps, set_input_shapes
 
-    path, shapes = Path(arguments[0]), json.loads(arguments[1])
+    path, shapes = Path(arguments[0]), [json.loads(text) for text in arguments[1:]]
     try:
         model = _parse(path)
         zipmaps = replace_zipmaps(model)
@@ -122,8 +123,8 @@ def subprocess_main(arguments: Sequence[str]) -> dict[str, Any]:
     from smelt.runtimes.onnx_import.graph_files import graph_signature
 
     try:
-        if shapes:
-            set_input_shapes(model, shapes)
+        for new_shapes in shapes:
+            set_input_shapes(model, new_shapes)
     except GraphFileError as error:
         return {"problems": messages_to_json([error_message(error.code, str(error))])}
     return {

@@ -53,19 +53,19 @@ def score_outputs(
 
 
 def require_finite_outputs(
-    got: Sequence[Outputs], expected: Sequence[Outputs], arrays: Mapping[str, NDArray[Any]]
+    got: Sequence[Outputs], expected: Sequence[Outputs], inputs: Sequence[Outputs]
 ) -> None:
     """Require finite outputs where those of the reference are finite, on samples that are finite themselves.
 
     Args:
         got: by sample, the outputs by name.
         expected: likewise, of the reference.
-        arrays: the inputs, by name; axis 0 is the sample.
+        inputs: by sample, its own arrays by name.
 
     Raises:
         RunError: `non-finite-outputs`.
     """
-    non_finite_rows = set().union(*_non_finite_rows(arrays).values())
+    non_finite_rows = set().union(*_non_finite_rows(inputs).values())
     wrong = [
         row_index
         for row_index, (outputs, reference) in enumerate(zip(got, expected, strict=True))
@@ -87,25 +87,25 @@ def _has_new_nan(got: NDArray[Any], expected: NDArray[Any]) -> bool:
     return bool((np.isnan(got) & ~np.isnan(expected.astype(np.float64))).any())
 
 
-def _non_finite_rows(arrays: Mapping[str, NDArray[Any]]) -> dict[str, list[int]]:
+def _non_finite_rows(inputs: Sequence[Outputs]) -> dict[str, list[int]]:
     """Return the samples of each array that contain non-finite values, for arrays that have some."""
-    float_arrays = {name: array for name, array in arrays.items() if array.ndim and array.dtype.kind == "f"}
-    rows_by_name = {
-        n: [row_index for row_index in range(len(array)) if not np.isfinite(array[row_index]).all()]
-        for n, array in float_arrays.items()
-    }
-    return {name: rows for name, rows in rows_by_name.items() if rows}
+    rows_by_name: dict[str, list[int]] = {}
+    for index, arrays in enumerate(inputs):
+        for name, array in arrays.items():
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                rows_by_name.setdefault(name, []).append(index)
+    return rows_by_name
 
 
 def low_agreement_reason(
-    got: Sequence[Outputs], expected: Sequence[Outputs], arrays: Mapping[str, NDArray[Any]]
+    got: Sequence[Outputs], expected: Sequence[Outputs], inputs: Sequence[Outputs]
 ) -> str | None:
     """Return the samples without agreement because only one side is finite, as text; None if there are none.
 
     Args:
         got: by sample, the outputs by name.
         expected: likewise, of the reference.
-        arrays: the inputs, by name; axis 0 is the sample.
+        inputs: by sample, its own arrays by name.
     """
     off = [
         row_index
@@ -116,7 +116,7 @@ def low_agreement_reason(
         return None
     rows_by_name = {
         name: [row_index for row_index in rows if row_index in off]
-        for name, rows in _non_finite_rows(arrays).items()
+        for name, rows in _non_finite_rows(inputs).items()
     }
     non_finite = {name: rows for name, rows in rows_by_name.items() if rows}
     location_text = ", ".join(f"{name}[{_rows_text(rows)}]" for name, rows in non_finite.items())

@@ -91,11 +91,11 @@ class TimingWorker:
         runner = open_runner(artifact, request["threads"], request.get("device", "auto"))
         self._timed_runner, self._task = TimedRunner(runner), request["task"]
         if task_traits(self._task).modality == "arrays":
-            from smelt.data.npz_arrays import read_npz
+            from smelt.data.npz_arrays import read_samples
 
             # stored with the batch axis first; an array that is the same in every call has none
             axes = {name: axis and 0 for name, axis in self._timed_runner.signature.input_batch_axes.items()}
-            self._arrays = read_npz(Path(request["arrays"]), axes=axes)
+            self._arrays = read_samples(Path(request["arrays"]), axes=axes)
         return {"runner": f"{runner.name} {runner.version}", "device": runner.device}
 
     def _truncate_prompts(self, request: dict[str, Any]) -> WorkerAnswer:

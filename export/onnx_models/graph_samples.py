@@ -99,6 +99,7 @@ def _array_samples(
         return [{v.name: _random_input(v, size, random) for v in signature.inputs}], False
     if signature.fixed_batch_size is not None:
         arrays = arrays.padded_to(size)
+    size = arrays.max_batch_size or size
     last = (
         min(arrays.num_samples, count)
         if signature.fixed_batch_size is None

@@ -342,6 +342,7 @@ def batch_dependence_warnings(
         signature.fixed_batch_size is not None
         or details.get("random")
         or rounds_by_call
+        or samples.max_batch_size == 1
         or samples.num_samples < 2
     ):
         return []

@@ -436,10 +436,11 @@ def imported_ranges(
                     " samples to take their sizes from. Add data: {calibration: FILE.npz}.",
                     code="no-calibration-data",
                 )
-            # there the axis of the samples is the first
-            array_axis = axis if value.axis is None or axis > value.axis else axis + 1
-            size = int(arrays.values[value.name].shape[array_axis])
-            sizes[f"{value.name}.{axis}"] = SizeRange(size, size, size)
+            # a sample has no batch axis
+            sample_axis = axis if value.axis is None or axis < value.axis else axis - 1
+            samples = [arrays.sample(index)[value.name] for index in range(arrays.num_samples)]
+            lengths = sorted(int(sample.shape[sample_axis]) for sample in samples)
+            sizes[f"{value.name}.{axis}"] = SizeRange(lengths[0], lengths[len(lengths) // 2], lengths[-1])
     profiles: list[DimensionRanges] = []
     for part in settings.each_profile():
         batch = SizeRange(1, part.opt_batch_size, part.max_batch_size)

@@ -1,4 +1,4 @@
-"""Run artifacts of the task `custom` on samples of an `.npz` file; outputs are arrays."""
+"""Run artifacts of the task `custom` on samples of `.npz` files; outputs are arrays."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.artifact import Artifact, read_artifact
 from smelt.core.errors import InputError, RunError, combined_error
 from smelt.core.messages import error_message
+from smelt.core.workspaces import workspace
 from smelt.data.npz_arrays import (
     NPZ_SUFFIX,
     ArrayHeader,
+    CallArrays,
     SampleArrays,
+    are_calls,
+    call_arrays,
+    call_files,
     count_array_samples,
     dtype_name,
     read_npz_headers,
@@ -39,7 +44,7 @@ def reads_arrays(folder: Path) -> bool:
 
 
 def read_array_rows(path: Path | None, artifact: Artifact) -> Split:
-    """Return the samples in the `.npz` file `path` for `artifact`.
+    """Return the samples in `path`, an `.npz` file or a folder of them, for `artifact`.
 
     Raises:
         InputError: `path` is None, or the file does not contain the graph's inputs.
@@ -52,11 +57,17 @@ def read_array_rows(path: Path | None, artifact: Artifact) -> Split:
             f" numpy.savez(FILE, {names}).",
             code="missing-data",
         )
-    shapes, axes = read_npz_headers(path), signature.input_batch_axes
-    require_matching_shapes(signature, shapes, str(path))
-    count_array_samples({name: shapes[name] for name in axes}, path, axes, of_artifact=True)
+    axes = signature.input_batch_axes
+    if path.is_dir():
+        axes = signature.without_batch_axes.input_batch_axes
+    has_calls = are_calls(path, axes)
+    for file in call_files(path) if has_calls else [path]:
+        shapes = read_npz_headers(file)
+        require_matching_shapes(signature, shapes, str(file))
+    if not has_calls:
+        count_array_samples({name: shapes[name] for name in axes}, path, axes, of_artifact=True)
     (task,) = tasks_with(modality="arrays")
-    return read_split(str(path), task, _Columns(), Path.cwd(), axes=signature.input_batch_axes)
+    return read_split(str(path), task, _Columns(), Path.cwd(), axes=axes)
 
 
 def require_matching_shapes(
@@ -133,6 +144,9 @@ def as_arrays(samples: Any, signature: GraphSignature) -> SampleArrays:
         raise InputError(f"an input cannot be converted to an array: {error}", code="wrong-type") from error
     shapes = {name: ArrayHeader(dtype_name(value.dtype), value.shape) for name, value in values.items()}
     axes = signature.input_batch_axes
+    if all(axis is None for axis in axes.values()):
+        require_matching_shapes(signature, shapes, "arrays")
+        return call_arrays([{name: value for name, value in values.items() if name in axes}], ["arrays"])
     if not any(value.ndim and value.size for value in values.values()):
         sizes = sorted(len(value) for value in values.values() if value.ndim)
         raise InputError(
@@ -169,14 +183,17 @@ def _open_graph(
 def predict_to_file(
     folder: Path, data: Path, out: Path, threads: int | None, device: str, batch_size: int
 ) -> int:
-    """Write the graph's outputs for all samples of `data` to the `.npz` file `out`; return their number.
+    """Write the graph's outputs for all samples of `data` to `out`; return their number.
+
+    `out` is an `.npz` file; where `data` is a folder with a file for each sample, a new folder of such files.
 
     Raises:
         InputError: `folder` is not an artifact, the samples do not fit it, or `out` is not `.npz` or exists.
     """
-    if out.suffix != NPZ_SUFFIX:
+    if (out.suffix != NPZ_SUFFIX) != data.is_dir():
+        kind = "a folder, as --data is" if data.is_dir() else f"a file name that ends with {NPZ_SUFFIX}"
         raise InputError(
-            f"--out {out}: expected a file name that ends with {NPZ_SUFFIX}, because the outputs are arrays.",
+            f"--out {out}: expected {kind}, because the outputs are arrays.",
             code="wrong-format",
         )
     if out.exists():
@@ -188,9 +205,22 @@ def predict_to_file(
             f"--out {out}: the folder {out.parent} does not exist. Create it.", code="missing-folder"
         )
     with _open_graph(folder, data, threads, device) as (runner, samples):
-        outputs = run_in_batches(runner, samples, batch_size)
-    write_npz(out, outputs)
+        if data.is_dir():
+            _write_calls(runner, samples, out)
+        else:
+            write_npz(out, run_in_batches(runner, samples, batch_size))
     return samples.num_samples
+
+
+def _write_calls(runner: GraphRunner, samples: SampleArrays, out: Path) -> None:
+    """Write the outputs of each sample to a file of its name in the new folder `out`."""
+    from smelt.runtimes.single_call_runners import run_batches
+
+    assert isinstance(samples, CallArrays)
+    with workspace(out.absolute().parent) as unfinished:
+        for name, (_, outputs) in zip(samples.names, run_batches(runner, samples, 1), strict=True):
+            write_npz(unfinished / f"{name}{NPZ_SUFFIX}", outputs)
+        unfinished.rename(out)
 
 
 def prediction_lines(

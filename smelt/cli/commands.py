@@ -409,7 +409,7 @@ class _PredictCommand(click.Command):
 @click.option(
     "--data",
     type=click.Path(path_type=Path),
-    help="Input file: a table, one text per line (.txt), or arrays (.npz).",
+    help="Input file: a table, one text per line (.txt), or arrays (.npz, or a folder with one per sample).",
 )
 @click.option(
     "--column",
@@ -422,7 +422,7 @@ class _PredictCommand(click.Command):
     "--out",
     metavar="FILE.npz",
     type=click.Path(path_type=Path),
-    help="Task custom: write the outputs to this file instead of printing them.",
+    help="Task custom: write the outputs to this file, or folder if --data is one, instead of printing.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON per sample.")
 @click.option("--batch-size", default=32, show_default=True, type=click.IntRange(1, 4096))

@@ -1,6 +1,7 @@
 """Read samples that are arrays: an `.npz` file with an array for each input of a graph.
 
 In the file the samples are on axis 0 of each array, or on the one that `axes` names; here always on axis 0.
+In a folder of `.npz` files each file is a sample: the inputs of a whole call, whose shapes may differ.
 
 Nothing is unpickled, and the memory that a file needs is computed from its headers before it is read.
 """
@@ -11,7 +12,7 @@ import hashlib
 import io
 import math
 import zipfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -59,9 +60,9 @@ class SampleArrays:
         return name in self.shared or self.values[name].ndim == 0
 
     @property
-    def per_sample(self) -> dict[str, NDArray[Any]]:
-        """The arrays with samples on axis 0."""
-        return {name: value for name, value in self.values.items() if not self.is_shared(name)}
+    def max_batch_size(self) -> int | None:
+        """The largest number of samples in a call; None if there is no limit."""
+        return None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -76,7 +77,7 @@ class SampleArrays:
     @property
     def sample_hashes(self) -> tuple[str, ...]:
         """SHA-256 of the content of each sample."""
-        parts = [value for _, value in sorted(self.per_sample.items())]
+        parts = [value for name, value in sorted(self.values.items()) if not self.is_shared(name)]
         contents = (b"".join(value[index].tobytes() for value in parts) for index in range(self.num_samples))
         return tuple(hashlib.sha256(row).hexdigest() for row in contents)
 
@@ -99,6 +100,102 @@ class SampleArrays:
         return SampleArrays(values, len(places), self.shared)
 
 
+@dataclass(frozen=True)
+class CallArrays(SampleArrays):
+    """Samples that are the inputs of a whole call, by name; their shapes may differ.
+
+    names: of the samples' files, without suffix.
+    """
+
+    calls: tuple[Mapping[str, NDArray[Any]], ...] = field(default=(), repr=False)
+    names: tuple[str, ...] = ()
+
+    @property
+    def max_batch_size(self) -> int:
+        """One: samples of different shapes cannot share a call."""
+        return 1
+
+    def is_shared(self, name: str) -> bool:
+        """Return False: every sample has its own arrays."""
+        return False
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over names, types, shapes and values."""
+        return json_hash(["calls", *(_content_hash(call) for call in self.calls)])
+
+    @property
+    def sample_hashes(self) -> tuple[str, ...]:
+        """SHA-256 of the content of each sample."""
+        return tuple(_content_hash(call) for call in self.calls)
+
+    def sample(self, index: int) -> dict[str, NDArray[Any]]:
+        """Return the arrays of one sample."""
+        return dict(self.calls[index])
+
+    def padded_to(self, size: int) -> CallArrays:
+        """Return the samples: each is a call of its own."""
+        return self
+
+    def select(self, places: Sequence[int]) -> CallArrays:
+        """Return the samples at `places`."""
+        names = [self.names[place] for place in places]
+        return call_arrays([self.calls[place] for place in places], names)
+
+
+def call_arrays(calls: Sequence[Mapping[str, NDArray[Any]]], names: Sequence[str]) -> CallArrays:
+    """Return samples that are whole calls."""
+    return CallArrays({}, len(calls), calls=tuple(calls), names=tuple(names))
+
+
+def _content_hash(arrays: Mapping[str, NDArray[Any]]) -> str:
+    return json_hash(
+        [
+            [name, str(value.dtype), list(value.shape), hashlib.sha256(value.tobytes()).hexdigest()]
+            for name, value in sorted(arrays.items())
+        ]
+    )
+
+
+def are_calls(path: Path, axes: SampleAxes = NO_SAMPLE_AXES) -> bool:
+    """Return whether samples in `path` are whole calls: those in a folder, or all of a graph without axes."""
+    return path.is_dir() or (bool(axes) and all(axis is None for axis in axes.values()))
+
+
+def call_files(path: Path, name: str = "test") -> list[Path]:
+    """Return the `.npz` files of samples that are whole calls, by name; `path` is a folder, or one of them.
+
+    Raises:
+        InputError: a folder without such files.
+    """
+    if not path.is_dir():
+        return [path]
+    files = sorted(path.glob(f"*{NPZ_SUFFIX}"))
+    if not files:
+        raise InputError(
+            f"{path}: no {NPZ_SUFFIX} file in this folder (data for '{name}'), of which each is a sample.",
+            code="empty-data",
+            file=str(path),
+        )
+    return files
+
+
+def read_samples(path: Path, name: str = "test", axes: SampleAxes = NO_SAMPLE_AXES) -> SampleArrays:
+    """Return the samples in the `.npz` file `path`, or in a folder of such files; arguments as `read_npz`.
+
+    Raises:
+        InputError: see `read_npz` and `call_files`.
+    """
+    if not are_calls(path, axes):
+        return read_npz(path, name, axes)
+    files = call_files(path, name)
+    shapes = [read_npz_headers(file, name) for file in files]
+    selected = [{key: shape for key, shape in s.items() if not axes or key in axes} for s in shapes]
+    _require_memory(path, [shape for part in selected for shape in part.values()])
+    calls = [_read_values(file, list(part)) for file, part in zip(files, selected, strict=True)]
+    return call_arrays(calls, [file.stem for file in files])
+
+
 def read_npz(path: Path, name: str = "test", axes: SampleAxes = NO_SAMPLE_AXES) -> SampleArrays:
     """Return the arrays of the `.npz` file `path`; `name` is the split, for messages.
 
@@ -108,13 +205,16 @@ def read_npz(path: Path, name: str = "test", axes: SampleAxes = NO_SAMPLE_AXES) 
         InputError: no such file, not a valid `.npz`, not enough memory, Python objects, or
             arrays with different numbers of samples.
     """
-    import numpy as np
-
-    from smelt.core.system import available_bytes
-
     shapes = {key: shape for key, shape in read_npz_headers(path, name).items() if not axes or key in axes}
     num_samples = count_array_samples(shapes, path, axes)
-    needed, free = sum(s.item_bytes * math.prod(s.shape) for s in shapes.values()), available_bytes()
+    _require_memory(path, shapes.values())
+    return samples_first(_read_values(path, list(shapes)), num_samples, axes)
+
+
+def _require_memory(path: Path, shapes: Iterable[ArrayHeader]) -> None:
+    from smelt.core.system import available_bytes
+
+    needed, free = sum(s.item_bytes * math.prod(s.shape) for s in shapes), available_bytes()
     if needed > free:
         raise InputError(
             f"{path}: the arrays need {needed / 1e9:.1f} GB of memory, but only {free / 1e9:.1f} GB"
@@ -122,17 +222,34 @@ def read_npz(path: Path, name: str = "test", axes: SampleAxes = NO_SAMPLE_AXES) 
             code="out-of-memory",
             file=str(path),
         )
+
+
+def _read_values(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+    import numpy as np
+
     values: dict[str, NDArray[Any]] = {}
     try:
         with zipfile.ZipFile(path) as file:  # numpy.load would confuse `x` and `x.npy` if both exist
-            for key in shapes:
+            for key in names:
                 with file.open(key + _NPY_SUFFIX) as stream:
                     values[key] = np.lib.format.read_array(stream, allow_pickle=False)
     except Exception as error:  # errors of numpy and of compression have no other common base
         raise InputError(
             f"{path}: cannot be read: {error}. {_WRITE_HINT}", code="damaged-file", file=str(path)
         ) from error
-    return samples_first(values, num_samples, axes)
+    return values
+
+
+def write_samples(path: Path, arrays: SampleArrays) -> Path:
+    """Write samples for `read_samples`: as the file `path`, or as a folder of that name without suffix."""
+    if not isinstance(arrays, CallArrays):
+        write_npz(path, arrays.values)
+        return path
+    folder = path.with_suffix("")
+    folder.mkdir()
+    for index, call in enumerate(arrays.calls):
+        write_npz(folder / f"{index:08}{NPZ_SUFFIX}", call)
+    return folder
 
 
 def write_npz(path: Path, values: Mapping[str, NDArray[Any]]) -> None:

@@ -145,7 +145,7 @@ def run_batches(
     A graph with a fixed batch size gets as many samples as it takes, by repeating the last one.
     """
     fixed = runner.signature.fixed_batch_size
-    size = fixed or batch_size
+    size = arrays.max_batch_size or fixed or batch_size
     for begin in range(0, arrays.num_samples, size):
         end = min(begin + size, arrays.num_samples)
         if fixed and end - begin < fixed:

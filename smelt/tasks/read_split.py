@@ -17,7 +17,7 @@ from smelt.data.csv_rows import RowIterator, read_file_rows, read_hub_rows
 from smelt.data.examples import MissingColumnError, missing_columns_error
 from smelt.data.images import read_image_rows
 from smelt.data.json_rows import data_suffix, read_text_file
-from smelt.data.npz_arrays import NO_SAMPLE_AXES, SampleAxes, read_npz
+from smelt.data.npz_arrays import NO_SAMPLE_AXES, SampleAxes, read_samples
 from smelt.data.splits import Columns, Example, Split, Windows, split_from_arrays
 from smelt.data.tasks import Task, task_traits, tasks_with
 from smelt.tasks.registry import task_spec
@@ -44,7 +44,7 @@ def read_split(
     """
     path = resolve_path(base, origin)
     if task_traits(task).modality == "arrays":
-        return split_from_arrays(origin, read_npz(path, name, axes))
+        return split_from_arrays(origin, read_samples(path, name, axes))
     if task_traits(task).modality == "image":
         return _read_image_split(path, origin, task_spec(task), columns, name, targets_optional)
     if path.is_file():

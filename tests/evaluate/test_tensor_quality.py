@@ -84,7 +84,7 @@ def test_unknown_metrics_and_missing_samples_are_rejected() -> None:
 def test_one_sided_non_finite_samples_are_reported_with_inputs() -> None:
     expected = [{"a": np.array([1.0, 2.0])} for _ in range(4)]
     actual = [{"a": np.array([np.nan if row_index in (1, 3) else 1.0, 2.0])} for row_index in range(4)]
-    inputs = {"x": np.array([[0.0], [np.inf], [np.nan], [0.0]]), "scale": np.array(np.nan)}
+    inputs = [{"x": np.array([value])} for value in (0.0, np.inf, np.nan, 0.0)]
     reason = low_agreement_reason(actual, expected, inputs)
     assert re.findall(r"[\d\[\], ]*\d\]?", reason)[:3] == [" 2", " 4", " [1, 3]"]
     assert "x[1]" in reason
@@ -93,12 +93,12 @@ def test_one_sided_non_finite_samples_are_reported_with_inputs() -> None:
 
 def test_only_first_non_finite_samples_are_listed() -> None:
     nan_outputs, finite_outputs = [{"a": np.array([np.nan])}] * 9, [{"a": np.array([1.0])}] * 9
-    assert "[0, 1, 2, 3, 4 and 4 more]" in str(low_agreement_reason(nan_outputs, finite_outputs, {}))
+    assert "[0, 1, 2, 3, 4 and 4 more]" in str(low_agreement_reason(nan_outputs, finite_outputs, []))
 
 
 def test_new_nan_outputs_are_not_scored():
     """Of fed rows that are numbers; infinities, which masks leave, are values like others."""
-    inputs = {"x": np.array([[0.0], [np.nan], [0.0], [0.0]])}
+    inputs = [{"x": np.array([value])} for value in (0.0, np.nan, 0.0, 0.0)]
     valid_outputs = [{"a": np.array([1.0, np.nan, -np.inf])}] * 4
     excused_outputs = [*valid_outputs[:1], {"a": np.array([np.nan, np.nan, 0.0])}, *valid_outputs[2:]]
     require_finite_outputs(valid_outputs, valid_outputs, inputs)

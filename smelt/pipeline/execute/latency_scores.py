@@ -145,19 +145,17 @@ class LatencyScores:
 def timing_samples(split: Split, settings: LatencySettings) -> Iterator[tuple[Split, Path | None]]:
     """Yield the samples to measure and, for arrays, a file with them for the measuring processes.
 
-    Arrays are limited to the number of samples in use: they all have one shape, so none is longer.
+    Arrays are limited to the number of samples in use: mostly they all have one shape, so none is longer.
     """
     if split.arrays is None:
         yield split, None
         return
-    from smelt.data.npz_arrays import write_npz
+    from smelt.data.npz_arrays import write_samples
 
     samples = split.take(max(settings.texts, *settings.batch_sizes))
     assert samples.arrays is not None
     with temporary_workspace() as folder:
-        path = folder / "rows.npz"
-        write_npz(path, samples.arrays.values)
-        yield samples, path
+        yield samples, write_samples(folder / "rows.npz", samples.arrays)
 
 
 def _score_entry(artifact: Artifact, result: LatencyResults, name: str) -> dict[str, Any]:

@@ -388,8 +388,10 @@ class Scorer:
         elif key not in self.reference_cache:
             self.reference_cache[key] = self._reference_outputs(self.reference, split, progress)
         expected = self.reference_cache[key]
-        require_finite_outputs(outputs, expected, split.arrays.per_sample)
         sources = [split.arrays.sample(index) for index in range(split.arrays.num_samples)]
+        is_shared = split.arrays.is_shared
+        own = [{name: v for name, v in source.items() if not is_shared(name)} for source in sources]
+        require_finite_outputs(outputs, expected, own)
         scores = score_outputs(
             [name for name in self.metrics if not is_custom_metric(name)],
             outputs,
@@ -401,7 +403,7 @@ class Scorer:
             self.metric_settings,
         )
         scores |= self._own_scores(outputs, expected, sources, split, split.fingerprint)
-        reason = low_agreement_reason(outputs, expected, split.arrays.per_sample)
+        reason = low_agreement_reason(outputs, expected, own)
         return {
             **_split_scores({name: scores[name] for name in self.metrics if name in scores}),
             "predictions": [],

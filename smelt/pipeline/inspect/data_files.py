@@ -105,6 +105,8 @@ def _data_files(paths: Sequence[Path], task: Task) -> tuple[list[Path], set[Path
     for path in paths:
         if task_traits(task).modality == "image" and path.is_dir():
             files += _image_splits_in_folder(path, task)
+        elif path.is_dir() and task_traits(task).modality == "arrays" and (folders := _call_folders(path)):
+            files += folders
         elif path.is_dir():
             folder_files = _files_in_folder(path, task)
             files += folder_files
@@ -150,7 +152,8 @@ def _assign_splits(files: Sequence[Path], split_folders: Set[Path], task: Task) 
 
 
 def _require_arrays(files: Sequence[Path]) -> None:
-    invalid_path = next((path for path in files if data_suffix(path) != ARCHIVE_SUFFIX), None)
+    archives = (path for path in files if not path.is_dir())
+    invalid_path = next((path for path in archives if data_suffix(path) != ARCHIVE_SUFFIX), None)
     if invalid_path is not None:
         raise InputError(
             f"--data {invalid_path}: expected an {ARCHIVE_SUFFIX} file with the graph's inputs. Write it with"
@@ -187,6 +190,16 @@ def _files_in_folder(folder: Path, task: Task) -> list[Path]:
             file=str(folder),
         )
     return split_files or data
+
+
+def _call_folders(folder: Path) -> list[Path]:
+    """Return the folders in which each `.npz` file is a sample: those named after splits, or the folder."""
+    splits = [path for path in sorted(folder.iterdir()) if path.is_dir() and _split_in_name(path.name)]
+    arrays = {path: [*path.glob(f"*{ARCHIVE_SUFFIX}")] for path in (folder, *splits)}
+    if any(len(arrays[path]) > 1 for path in splits):
+        return [path for path in splits if arrays[path]]
+    is_one_split = len(arrays[folder]) > 1 and not any(_split_in_name(p.name) for p in arrays[folder])
+    return [folder] if is_one_split else []
 
 
 def _image_splits_in_folder(folder: Path, task: Task) -> list[Path]:
@@ -243,7 +256,8 @@ def _split_of_path(path: Path, task: Task | None = None) -> str | None:
             else ()
         ),
     )
-    if not is_data_file and not (task in tasks_with(modality="image") and path.is_dir()):
+    folder_tasks = (*tasks_with(modality="image"), *tasks_with(modality="arrays"))
+    if not is_data_file and not (task in folder_tasks and path.is_dir()):
         return None
     return _split_in_name(path.name)
 

@@ -80,14 +80,17 @@ def onnx_recipe_text(
     unbatched_outputs: list[str] = []
     only_single = False
     samples_file = splits.get("test") or splits.get("train")
-    if samples_file and task_traits(inferred_task).modality == "arrays":
+    if samples_file and task_traits(inferred_task).modality == "arrays" and not samples_file.is_dir():
         with graph_of_arrays(file, onnx_model.details.get("zipmaps", {})) as trial_file:
             trial_model = replace(onnx_model, file=trial_file)
             axes, unbatched_outputs = infer_batch_axes(trial_model, samples_file)
             batched_signature = onnx_model.signature.with_batch_axes(axes)
             trial_model = replace(trial_model, signature=batched_signature)
             only_single = _takes_only_single_samples(trial_model, samples_file)
-    onnx_model = replace(onnx_model, signature=onnx_model.signature.with_batch_axes(axes))
+    has_calls = samples_file is not None and samples_file.is_dir()
+    signature = onnx_model.signature
+    signature = signature.without_batch_axes if has_calls else signature.with_batch_axes(axes)
+    onnx_model = replace(onnx_model, signature=signature)
     lines = [
         *_header_comments(onnx_model, path, data_info),
         f"model: {_relative_path(file, base)}",
@@ -105,7 +108,13 @@ def onnx_recipe_text(
     calibrated = data_info is None or bool({"calibration", "validation", "train"} & set(splits))
     stages = list(_quantization_lines(onnx_model, inferred_task, calibrated))
     lines += ["stages:", "  - simplify: {}    # used only if the outputs are the same", *stages]
-    lines += _score_lines(onnx_model.signature, inferred_task, unbatched_outputs, only_single)
+    if has_calls:
+        lines += [
+            "score:    # each file is a sample; they are run one by one",
+            "  latency: {batch_sizes: [1]}",
+        ]
+    else:
+        lines += _score_lines(onnx_model.signature, inferred_task, unbatched_outputs, only_single)
     if task_traits(inferred_task).modality == "arrays":
         quantized = any("name: int8" in line for line in stages)
         lines += [

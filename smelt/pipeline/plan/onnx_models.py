@@ -134,6 +134,7 @@ def _read_tokenizer_folder(
 
 _MAX_NAMED_NODES = 3  # nodes in a warning
 _MAX_NAMED_CLASSES = 10
+_MAX_PROBLEMS = 8  # of the samples of a split
 _TEXT_KEYS = ("prefix", "source_language", "target_language")
 
 
@@ -162,7 +163,9 @@ def read_onnx_model(context: CheckContext) -> Iterator[Finding]:
     if recipe.traits.modality == "arrays":
         yield from _set_batch_size(context, model)
         axes = model.signature.input_batch_axes
-        axes |= {name: recipe.data.axes.get(name, 0) for name in _metric_arrays(context) if name not in axes}
+        default = None if _has_calls(context) else 0
+        more = {n: recipe.data.axes.get(n, default) for n in _metric_arrays(context) if n not in axes}
+        axes |= more
         data = recipe.data.model_copy(update={"axes": axes})
         metrics = yield from _output_metrics(recipe, model)
         score = context.recipe.score.model_copy(update={"quality": metrics})
@@ -223,6 +226,11 @@ def _with_batch_axes(context: CheckContext, model: OnnxModel) -> Findings[OnnxMo
     """Return the model with its batch axes; None if they are wrong or ambiguous."""
     if context.is_invalid("data.axes"):
         return None
+    if _has_calls(context):
+        if context.recipe.data.axes:
+            text = "not used where each file of a folder is a sample. Remove it."
+            yield ("data", "axes"), error_message("settings-conflict", text)
+        return replace(model, signature=model.signature.without_batch_axes)
     metric_arrays = _metric_arrays(context)
     recipe_axes = {name: axis for name, axis in context.recipe.data.axes.items() if name not in metric_arrays}
     invalid_axes = list(model.signature.invalid_axes(recipe_axes))
@@ -258,9 +266,12 @@ def check_float_weights(context: CheckContext) -> Iterator[Finding]:
 
 
 def _set_batch_size(context: CheckContext, model: OnnxModel) -> Iterator[Finding]:
-    """Set the graph's fixed batch size for latency, if the recipe sets none."""
+    """Set the graph's fixed batch size for latency, if the recipe sets none; 1 for samples of whole calls."""
     recipe, size = context.recipe, model.signature.fixed_batch_size
     latency = recipe.score.latency
+    if _has_calls(context):
+        yield from _set_single_calls(context)
+        return
     if size is None or not latency:
         return
     if "batch_sizes" in latency.model_fields_set and latency.batch_sizes != (size,):
@@ -272,9 +283,28 @@ def _set_batch_size(context: CheckContext, model: OnnxModel) -> Iterator[Finding
     context.recipe = recipe.model_copy(update={"score": score})
 
 
+def _has_calls(context: CheckContext) -> bool:
+    """Return whether samples are folders of `.npz` files, each the inputs of a whole call."""
+    recipe = context.recipe
+    return any(resolve_path(recipe.base, origin).is_dir() for origin in recipe.data.split_files().values())
+
+
+def _set_single_calls(context: CheckContext) -> Iterator[Finding]:
+    """Set batch sizes of 1, for samples that are whole calls."""
+    score, latency = context.recipe.score, context.recipe.score.latency
+    text = "samples of a folder are run one by one. Set 1, or remove it."
+    if "batch_size" in score.model_fields_set and score.batch_size != 1:
+        yield ("score", "batch_size"), error_message("fixed-batch-size", text)
+    if latency and "batch_sizes" in latency.model_fields_set and latency.batch_sizes != (1,):
+        yield ("score", "latency", "batch_sizes"), error_message("fixed-batch-size", text)
+    changes = {"latency": latency.model_copy(update={"batch_sizes": (1,)})} if latency else {}
+    score = score.model_copy(update={"batch_size": 1, **changes})
+    context.recipe = context.recipe.model_copy(update={"score": score})
+
+
 def _metric_arrays(context: CheckContext) -> frozenset[str]:
     """Return the arrays of the scored samples that metrics read: a user's function may read any."""
-    from smelt.data.npz_arrays import read_npz_headers
+    from smelt.data.npz_arrays import call_files, read_npz_headers
 
     recipe, settings = context.recipe, context.recipe.metric_settings
     names: set[str] = set()
@@ -285,7 +315,8 @@ def _metric_arrays(context: CheckContext) -> frozenset[str]:
                 with contextlib.suppress(
                     InputError, OSError, RuntimeError, ValueError
                 ):  # told by _check_arrays
-                    names |= {*read_npz_headers(resolve_path(recipe.base, origin), split)}
+                    [first, *_] = call_files(resolve_path(recipe.base, origin), split)
+                    names |= {*read_npz_headers(first, split)}
     return frozenset(names)
 
 
@@ -342,8 +373,6 @@ def _onnx_only_keys(context: CheckContext) -> Iterator[Finding]:
 
 def _check_arrays(context: CheckContext, model: OnnxModel) -> Iterator[Finding]:
     """Check the arrays of every split against the graph's inputs, by their headers."""
-    from smelt.data.npz_arrays import count_array_samples, read_npz_headers
-
     recipe, data = context.recipe, context.recipe.data
     if recipe.tokenizer is not None:
         text = f"not used for task: {ARRAYS_TASK}. Remove it."
@@ -358,35 +387,55 @@ def _check_arrays(context: CheckContext, model: OnnxModel) -> Iterator[Finding]:
     for name, origin in data.split_files().items():
         if context.is_invalid(f"data.{name}"):
             continue
+        metric_arrays = _metric_arrays(context) if name in _SCORED_SPLITS else frozenset()
         try:
-            path = resolve_path(recipe.base, origin)
-            shapes = read_npz_headers(path, name)
-            problems = [f"{origin}: {problem}" for problem in model.signature.shape_problems(shapes)]
-            metric_arrays = _metric_arrays(context) if name in _SCORED_SPLITS else frozenset()
-            missing = metric_arrays - {*shapes}
-            problems += [f"{origin}: no array '{key}', which a metric reads." for key in sorted(missing)]
-            if not problems:
-                axes = {
-                    key: data.axes.get(key, 0) for key in metric_arrays
-                } | model.signature.input_batch_axes
-                read_shapes = {key: shape for key, shape in shapes.items() if key in axes}
-                count_array_samples(read_shapes, path, axes, by_name=model.signature.shared_batch_inputs)
+            names, problems = _read_headers(context, model, name, metric_arrays)
         except InputError as error:
             yield from error_findings(("data", name), error)
             continue
         except (OSError, RuntimeError, ValueError) as error:
             yield ("data", name), error_message("unreadable-file", str(error))
             continue
-        for problem in problems:
+        for problem in problems[:_MAX_PROBLEMS]:
             yield ("data", name), error_message("does-not-fit-graph", problem)
         if problems:
             context.invalid_paths.add(f"data.{name}")  # its samples cannot be checked further
-        unknown_arrays = model.signature.unknown_inputs([key for key in shapes if key not in metric_arrays])
+        unknown_arrays = model.signature.unknown_inputs([key for key in names if key not in metric_arrays])
         if unknown_arrays:
             text = (
                 f"{origin}: arrays that are not inputs of the graph are ignored: {', '.join(unknown_arrays)}."
             )
             yield (), warning("unread-arrays", text)
+
+
+def _read_headers(
+    context: CheckContext, model: OnnxModel, split: str, metric_arrays: frozenset[str]
+) -> tuple[list[str], list[str]]:
+    """Return the names of the arrays of a split, and why they do not match the graph and the metrics.
+
+    Raises:
+        InputError: a file cannot be read, or its arrays have different numbers of samples.
+    """
+    from smelt.data.npz_arrays import are_calls, call_files, count_array_samples, read_npz_headers
+
+    data, signature = context.recipe.data, model.signature
+    origin = data.split_files()[split]
+    path = resolve_path(context.recipe.base, origin)
+    has_calls = are_calls(path, signature.input_batch_axes)
+    names: dict[str, None] = {}
+    problems: list[str] = []
+    for file in call_files(path, split) if has_calls else [path]:
+        shapes = read_npz_headers(file, split)
+        names |= dict.fromkeys(shapes)
+        label = origin if file == path else f"{origin}/{file.name}"
+        problems += [f"{label}: {problem}" for problem in signature.shape_problems(shapes)]
+        missing = sorted(metric_arrays - {*shapes})
+        problems += [f"{label}: no array '{key}', which a metric reads." for key in missing]
+        if not problems and not has_calls:
+            axes = {key: data.axes.get(key, 0) for key in metric_arrays} | signature.input_batch_axes
+            read_shapes = {key: shape for key, shape in shapes.items() if key in axes}
+            count_array_samples(read_shapes, path, axes, by_name=signature.shared_batch_inputs)
+    return [*names], problems
 
 
 def _check_texts(recipe: ParsedRecipe, model: OnnxModel) -> Findings[Path | None]:

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import load_json, write_json
-from smelt.data.npz_arrays import ArrayHeader, SampleArrays, SampleAxes
+from smelt.data.npz_arrays import ArrayHeader, CallArrays, SampleArrays, SampleAxes
 
 _BATCH = re.compile(r"\w*batch\w*", re.IGNORECASE)  # no `batch*heads`, which is a product
 
@@ -225,6 +225,11 @@ class GraphSignature(BaseModel):
         return min(sizes) if sizes else None
 
     @property
+    def without_batch_axes(self) -> GraphSignature:
+        """The signature for samples that are the inputs of a whole call each."""
+        return self.with_batch_axes(dict.fromkeys((v.name for v in (*self.inputs, *self.outputs)), None))
+
+    @property
     def input_batch_axes(self) -> dict[str, int | None]:
         """Return the sample axis of each input."""
         return {value.name: value.axis for value in self.inputs}
@@ -282,10 +287,12 @@ class GraphSignature(BaseModel):
         """Return the graph's inputs for the samples from `begin` to before `end`, in its own types."""
         feeds = {}
         for value in self.inputs:
-            full_array = arrays.values[value.name]
-            selected = full_array
-            if not arrays.is_shared(value.name):
-                selected = np.moveaxis(full_array[begin:end], 0, value.axis or 0)
+            if isinstance(arrays, CallArrays):  # `end` is the next one
+                selected = arrays.calls[begin][value.name]
+            elif arrays.is_shared(value.name):
+                selected = arrays.values[value.name]
+            else:
+                selected = np.moveaxis(arrays.values[value.name][begin:end], 0, value.axis or 0)
             kind = object if value.dtype == "str" else np.dtype(value.dtype)
             feeds[value.name] = np.ascontiguousarray(selected.astype(kind, copy=False)).reshape(
                 selected.shape

@@ -139,8 +139,8 @@ class CallArrays(SampleArrays):
 
     def select(self, places: Sequence[int]) -> CallArrays:
         """Return the samples at `places`."""
-        names = [self.names[place] for place in places]
-        return call_arrays([self.calls[place] for place in places], names)
+        names = [self.names[index] for index in places]
+        return call_arrays([self.calls[index] for index in places], names)
 
 
 def call_arrays(calls: Sequence[Mapping[str, NDArray[Any]]], names: Sequence[str]) -> CallArrays:

@@ -390,8 +390,8 @@ class Scorer:
         expected = self.reference_cache[key]
         sources = [split.arrays.sample(index) for index in range(split.arrays.num_samples)]
         is_shared = split.arrays.is_shared
-        own = [{name: v for name, v in source.items() if not is_shared(name)} for source in sources]
-        require_finite_outputs(outputs, expected, own)
+        sample_inputs = [{name: v for name, v in source.items() if not is_shared(name)} for source in sources]
+        require_finite_outputs(outputs, expected, sample_inputs)
         scores = score_outputs(
             [name for name in self.metrics if not is_custom_metric(name)],
             outputs,
@@ -403,7 +403,7 @@ class Scorer:
             self.metric_settings,
         )
         scores |= self._own_scores(outputs, expected, sources, split, split.fingerprint)
-        reason = low_agreement_reason(outputs, expected, own)
+        reason = low_agreement_reason(outputs, expected, sample_inputs)
         return {
             **_split_scores({name: scores[name] for name in self.metrics if name in scores}),
             "predictions": [],

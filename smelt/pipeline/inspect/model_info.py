@@ -451,9 +451,19 @@ def _candidate_axes(
     """Return the possible batch axes of each input, most likely first."""
     axes = signature.input_batch_axes
     counts = [d[axis] for name, d in sizes.items() if (axis := axes[name]) is not None and axis < len(d)]
-    # the most frequent length of the default axes
+    # a length that differs from the graph's is the number of samples, of a batch size that was fixed
+    other_lengths = [
+        length
+        for value in signature.inputs
+        for length, size in zip(sizes.get(value.name, ()), value.shape or (), strict=False)
+        if isinstance(size, int) and length != size
+    ]
+    common = set.intersection(*map(set, sizes.values())) if sizes else set()
+    # else the most frequent length of the default axes
     num_rows = max(
-        counts, key=lambda c: (counts.count(c), sum(c in d for d in sizes.values()), c > 1), default=0
+        common or counts,
+        key=lambda c: (other_lengths.count(c), counts.count(c), sum(c in d for d in sizes.values()), c > 1),
+        default=0,
     )
     names = {value.name: _batch_name(value) for value in signature.inputs}
     candidates: dict[str, list[int | None]] = {}
@@ -483,9 +493,7 @@ def _is_ambiguous(signature: GraphSignature, inputs: BatchAxes) -> bool:
     """Return whether dimension names do not determine the batch axis of some output."""
     batched_signature = signature.with_batch_axes(inputs)
     batch_names = {_batch_name(value) for value in batched_signature.inputs} - {None}
-    return any(
-        _batch_name(value) not in batch_names for value in batched_signature.outputs if value.shape != ()
-    )
+    return any(_batch_name(value) not in batch_names for value in batched_signature.outputs)
 
 
 def _try_axes(

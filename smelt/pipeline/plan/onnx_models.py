@@ -398,6 +398,9 @@ def _check_arrays(context: CheckContext, model: OnnxModel) -> Iterator[Finding]:
             continue
         for problem in problems[:_MAX_PROBLEMS]:
             yield ("data", name), error_message("does-not-fit-graph", problem)
+        if len(problems) > _MAX_PROBLEMS:
+            text = f"{origin}: {len(problems) - _MAX_PROBLEMS:,} more arrays that do not match."
+            yield ("data", name), error_message("does-not-fit-graph", text)
         if problems:
             context.invalid_paths.add(f"data.{name}")  # its samples cannot be checked further
         unknown_arrays = model.signature.unknown_inputs([key for key in names if key not in metric_arrays])

@@ -23,6 +23,7 @@ from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import load_json, write_json
 from smelt.data.npz_arrays import ArrayHeader, CallArrays, SampleArrays, SampleAxes
 
+_MAX_NAMED = 4  # inputs in a message
 _BATCH = re.compile(r"\w*batch\w*", re.IGNORECASE)  # no `batch*heads`, which is a product
 
 
@@ -104,14 +105,23 @@ def batch_axis_problems(
     ambiguous += [v for v in inputs if v not in ambiguous and _may_be_other_axis(v, inputs, axes, sizes)]
     unspecified = [value for value in ambiguous if value.name not in user_axes]
     if unspecified:
-        dims = "; ".join(value.describe() for value in inputs)
-        names = ", ".join(f"'{value.name}'" for value in unspecified)
-        axes_text = ", ".join(f"{value.name}: {_likely_axis(value, inputs, sizes)}" for value in unspecified)
+        dims = _first_items([value.describe() for value in inputs], "; ")
+        names = _first_items([f"'{value.name}'" for value in unspecified])
+        axes_text = _first_items(
+            [f"{value.name}: {_likely_axis(value, inputs, sizes)}" for value in unspecified], more=", ..."
+        )
         example = f"data: {{axes: {{{axes_text}}}}}"
         yield (
             f"the first axes of the inputs disagree ({dims}), so it is not clear which axis of {names} holds"
             f" the samples. Set it, for example {example}; null for an array that is the same in every call."
         )
+
+
+def _first_items(items: Sequence[str], separator: str = ", ", more: str | None = None) -> str:
+    """Return the first items; more: instead of the number of the others."""
+    others = len(items) - _MAX_NAMED
+    rest = "" if others <= 0 else f" and {others} more" if more is None else more
+    return separator.join(items[:_MAX_NAMED]) + rest
 
 
 def _batch_dimension_names(
@@ -256,10 +266,13 @@ class GraphSignature(BaseModel):
     def invalid_axes(self, user_axes: SampleAxes) -> Iterator[str]:
         """Yield what is wrong with axes given by a user."""
         values = {value.name: value for value in (*self.outputs, *self.inputs)}
+        declared_scalars = {value.name for value in self.outputs if value.shape == ()}
         for name, axis in user_axes.items():
             if name not in values:
                 inputs = ", ".join(values)
                 yield f"'{name[:80]}' is no input of the graph; inputs: {inputs}.{did_you_mean(name, values)}"
+            elif name in declared_scalars:  # some exporters declare no axes where there are some
+                continue
             elif axis is not None and (shape := values[name].shape) is not None and len(shape) <= axis:
                 most = f"its axes are 0 to {len(shape) - 1}" if shape else "it has no axes"
                 yield f"'{name}' is {values[name].describe()}: {most}; axis {axis} does not exist."

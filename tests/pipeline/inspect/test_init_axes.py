@@ -82,3 +82,30 @@ def test_dynamic_batch_output_without_batch_axis_is_named(tmp_path: Path) -> Non
     model.graph.output.append(graphs.value_info("mean", [None, 4]))
     x = np.random.default_rng(0).normal(size=(9, 8)).astype(np.float32)
     assert found(tmp_path, model, x=x) == ({}, ["mean"])
+
+
+def test_axis_of_other_length_than_fixed_size_holds_samples(tmp_path: Path) -> None:
+    """[1, 16] and 18 states [2, 1, n]: 2 is the most frequent first length, but 6 samples are given."""
+    states = {f"state{n}": [2, 1, 8 + n] for n in range(18)}
+    nodes = [helper.make_node("Relu", [name], [f"new_{name}"]) for name in ["x", *states]]
+    shapes = {"x": [1, 16], **states}
+    inputs = [graphs.value_info(name, shape) for name, shape in shapes.items()]
+    outputs = [graphs.value_info(f"new_{name}", shape) for name, shape in shapes.items()]
+    samples = {
+        name: np.ones([6 if size == 1 else size for size in shape], np.float32)
+        for name, shape in shapes.items()
+    }
+    axes, without = found(tmp_path, graphs.make_model(nodes, inputs, outputs), **samples)
+    assert axes == dict.fromkeys(states, 1)
+    assert without == []
+
+
+def test_output_declared_without_axes_has_axis_found_by_call(tmp_path: Path) -> None:
+    nodes = [helper.make_node("ReduceSum", ["x"], ["y"], keepdims=0, axes=[1])]
+    model = graphs.make_model(
+        nodes, [graphs.value_info("x", ["N", 4])], [graphs.value_info("y", [])], opset=11
+    )
+    axes, without = found(tmp_path, model, x=np.ones((5, 4), np.float32))
+    assert (axes, without) == ({"y": 0}, [])
+    signature = GraphSignature.model_validate(subprocess_main([str(tmp_path / "m.onnx")])["signature"])
+    assert list(signature.invalid_axes(axes)) == []

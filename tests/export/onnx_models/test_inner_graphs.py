@@ -15,7 +15,8 @@ from smelt.data.npz_arrays import SampleArrays
 from smelt.data.splits import split_from_arrays
 from smelt.export.onnx_models import stages
 from smelt.export.onnx_models.normalize_graph import normalize_graph
-from smelt.export.onnx_models.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
+from smelt.export.onnx_models.quantize_onnx import QuantizeOnnx
+from smelt.export.onnx_models.settings import QuantizeOnnxSettings
 from smelt.export.onnx_models.stages import Fp16, Fp16Settings, Simplify, SimplifySettings
 from smelt.runtimes.graph_walk import all_nodes
 from tests.support import harness

@@ -190,7 +190,8 @@ def _run_stage(
 
 
 def _stage_and_settings(name: str) -> tuple[Any, Any]:
-    from smelt.export.onnx_models.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
+    from smelt.export.onnx_models.quantize_onnx import QuantizeOnnx
+    from smelt.export.onnx_models.settings import QuantizeOnnxSettings
     from smelt.export.onnx_models.stages import Fp16, Fp16Settings, Simplify, SimplifySettings
 
     if name == "simplify":

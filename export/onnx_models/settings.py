@@ -46,7 +46,7 @@ class QuantizeOnnxSettings(Settings):
     scheme: OnnxScheme = Field(
         default=DEFAULT_SCHEME,
         description="int8-dynamic: activation ranges at run time; int8-static: calibrated (needed for"
-        " convolutions); int8-weight-only, int4: float activations",
+        " convolutions); int8-weight-only, int4: weights only",
     )
     calibration_method: Literal["minmax", "entropy", "percentile"] = Field(
         default="minmax",

@@ -145,7 +145,7 @@ def _run_requests_inline() -> None:
         main = getattr(importlib.import_module(module), function or "subprocess_main")
         return json.loads(json.dumps(main(list(arguments))))
 
-    for name in ("smelt.export.onnx_models.stages", "smelt.runtimes.onnx_import.trial_run"):
+    for name in ("smelt.export.onnx_models.simplify", "smelt.runtimes.onnx_import.trial_run"):
         importlib.import_module(name).run_isolated = run_here  # type: ignore[attr-defined]
 
 
@@ -190,9 +190,10 @@ def _run_stage(
 
 
 def _stage_and_settings(name: str) -> tuple[Any, Any]:
+    from smelt.export.onnx_models.fp16 import Fp16, Fp16Settings
     from smelt.export.onnx_models.quantize_onnx import QuantizeOnnx
     from smelt.export.onnx_models.settings import QuantizeOnnxSettings
-    from smelt.export.onnx_models.stages import Fp16, Fp16Settings, Simplify, SimplifySettings
+    from smelt.export.onnx_models.simplify import Simplify, SimplifySettings
 
     if name == "simplify":
         return Simplify(), SimplifySettings()

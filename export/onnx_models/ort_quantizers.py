@@ -29,7 +29,7 @@ from smelt.export.onnx_models.prepare_for_quantizer import (
     unfused_activations,
     unquantizable_nodes,
 )
-from smelt.export.onnx_models.settings import DYNAMIC_OPS, WEIGHTED_OPS, QuantizeOnnxSettings
+from smelt.export.onnx_models.settings import DYNAMIC_OPS, INT8_WEIGHTS, WEIGHTED_OPS, QuantizeOnnxSettings
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME
 from smelt.runtimes.graph_walk import all_nodes, iter_graphs, iter_initializers
 from smelt.stage import Context
@@ -344,18 +344,19 @@ def _warn_about_subgraphs(
 ) -> None:
     """Warn about weights of inner graphs, which static quantization leaves in float."""
     sizes = {tensor.name: 4 * math.prod(tensor.dims) for tensor in graph.initializer}
-    nodes = [node for body in bodies for node in body.node if node.op_type in (*WEIGHTED_OPS, "GRU", "RNN")]
+    nodes = [node for body in bodies for node in body.node if node.op_type in WEIGHTED_OPS]
     float_weights = {name for node in nodes for name in node.input if name in sizes}
     if float_weights:
         dynamic = {
             name for node in nodes if node.op_type in DYNAMIC_OPS for name in node.input
         } & float_weights
         count, total = len(float_weights), sum(sizes[name] for name in float_weights) / 1e6
-        advice = f" scheme: {DEFAULT_SCHEME} quantizes {len(dynamic):,} of them." if dynamic else ""
+        advice = f" scheme: {DEFAULT_SCHEME} quantizes {len(dynamic):,} of them;" if dynamic else ""
         ctx.warn(
             "weights-kept-float",
             f"{count:,} weight{'s remain' if count > 1 else ' remains'} float ({total:.2g} MB): they"
-            f" are used inside If, Loop or Scan, where activations cannot be calibrated.{advice}",
+            f" are used inside If, Loop or Scan, where activations cannot be calibrated.{advice}"
+            f" scheme: {INT8_WEIGHTS} stores their weights in int8.",
         )
 
 

@@ -26,7 +26,13 @@ from smelt.export.onnx_models.output_comparison import (
     require_close,
 )
 from smelt.export.onnx_models.sensitive_nodes import nodes_to_exclude
-from smelt.export.onnx_models.settings import AUTO, WEIGHTED_OPS, QuantizeOnnxSettings
+from smelt.export.onnx_models.settings import (
+    AUTO,
+    INT8_WEIGHTS,
+    WEIGHT_ONLY_OPS,
+    WEIGHTED_OPS,
+    QuantizeOnnxSettings,
+)
 from smelt.models.step_size import SizeInputs, StepSize, one_shot_size
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME, STATIC_SCHEME
 from smelt.runtimes.onnx_import.float_matrices import float_matrices_message
@@ -213,22 +219,27 @@ def _report(src: Artifact, paths: list[Path], settings: QuantizeOnnxSettings, ct
         models = [read_graph(path, values=False) for path in paths]
         operators = Counter(node.op_type for model in models for node in iter_model_nodes(model))
         outside = {node.op_type for model in models for node in model.graph.node}
-        advice = (
-            f"Set scheme: {STATIC_SCHEME}, which quantizes Conv."
-            if "Conv" in outside and not settings.uses_calibration
-            else "Remove this step."
-        )
+        alternatives = {
+            f"scheme: {STATIC_SCHEME}, which quantizes Conv": "Conv" in outside
+            and not settings.uses_calibration,
+            f"scheme: {INT8_WEIGHTS}, for a smaller file": not settings.is_weight_only
+            and not {*WEIGHT_ONLY_OPS}.isdisjoint(operators),
+        }
+        useful = [text for text, applies in alternatives.items() if applies]
+        advice = f"Set {' or '.join(useful)}." if useful else "Remove this step."
         ctx.warn(
             "nothing-quantized",
             f"Nothing was quantized: {settings.scheme} does not support the operators of this graph"
             f" ({', '.join(list(operators)[:6])}), or none has constant weights. {advice}",
         )
     elif not settings.uses_calibration and (float_message := float_matrices_message(models)) is not None:
-        ctx.warn(
-            "matrices-kept-float",
-            f"{float_message}. ONNX Runtime does not quantize their operators, or convolutions inside If,"
-            " Loop and Scan.",
+        reason = (
+            f"{settings.scheme} does not quantize their operators."
+            if settings.is_weight_only
+            else "ONNX Runtime has no int8 operators for them, or for convolutions inside If, Loop and Scan."
+            f" scheme: {INT8_WEIGHTS} stores the weights of {', '.join(WEIGHT_ONLY_OPS)} in int8."
         )
+        ctx.warn("matrices-kept-float", f"{float_message}. {reason}")
     ctx.details.update(nodes=operators.total(), operators=dict(operators.most_common()))
     before, after = (sum(graph_bytes(folder / path.name) for path in paths) for folder in (src.path, ctx.out))
     if after > before + _SLACK_BYTES:

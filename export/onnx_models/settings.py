@@ -35,9 +35,10 @@ DYNAMIC_OPS = ("MatMul", "Gemm", "Attention", "LSTM", "EmbedLayerNormalization",
 # (docs/measurements/own-onnx.md).
 _STATIC_OPS = ("Conv", "MatMul", "Gemm", "Relu", "Clip")
 _NBITS_OPS = ("MatMul", "Gemm")
-_WEIGHT_ONLY_OPS = (*_NBITS_OPS, "Conv", "ConvTranspose")
+RECURRENT_OPS = ("LSTM", "GRU", "RNN")
+WEIGHT_ONLY_OPS = (*_NBITS_OPS, "Conv", "ConvTranspose", *RECURRENT_OPS)
 # A graph without any of these has nothing to quantize.
-WEIGHTED_OPS = (*DYNAMIC_OPS, "Conv", "ConvTranspose")
+WEIGHTED_OPS = (*DYNAMIC_OPS, "Conv", "ConvTranspose", "GRU", "RNN")
 
 
 class QuantizeOnnxSettings(Settings):
@@ -204,7 +205,7 @@ class QuantizeOnnxSettings(Settings):
 
     @property
     def _weight_only_ops(self) -> tuple[str, ...]:
-        return _NBITS_OPS if self.uses_nbits or self.scheme == INT4_WEIGHTS else _WEIGHT_ONLY_OPS
+        return _NBITS_OPS if self.uses_nbits or self.scheme == INT4_WEIGHTS else WEIGHT_ONLY_OPS
 
     @property
     def quantized_op_types(self) -> list[str]:

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from smelt.export.onnx_models.normalize_graph import make_node_names_unique, unused_name, value_names
 from smelt.export.onnx_models.ort_quantizers import name_float_nodes
 from smelt.export.onnx_models.prepare_for_quantizer import unquantizable_nodes
-from smelt.export.onnx_models.settings import QuantizeOnnxSettings
+from smelt.export.onnx_models.settings import RECURRENT_OPS, QuantizeOnnxSettings
 from smelt.runtimes.graph_walk import all_nodes, iter_graphs
 from smelt.stage import Context
 
@@ -43,7 +43,7 @@ _FLOAT_BYTES = 4
 class _Weight:
     """A constant matrix of a node. index: of the input. channels: its axis of outputs.
 
-    inputs: its axis of inputs, None for a convolution.
+    inputs: its axis of inputs, None where it has no blocks.
     """
 
     node: Any
@@ -75,16 +75,16 @@ def quantize_weights(source: Path, target: Path, settings: QuantizeOnnxSettings,
     for graph in iter_graphs(model.graph):
         kinds = {name: tensor.data_type for name, tensor in tensors.items()}
         reasons = unquantizable_nodes(graph, kinds, settings.quantized_op_types)
-        candidates = dict(_constant_weights(graph, tensors, settings))
+        candidates = list(_constant_weights(graph, tensors, settings))
         reasons |= {
             index: reason
-            for index, weight in candidates.items()
+            for index, weight in candidates
             if (reason := _obstacle(weight, tensors[weight.name], settings)) is not None
         }
         name_float_nodes(graph, reasons, ctx)
         weights += [
             weight
-            for index, weight in candidates.items()
+            for index, weight in candidates
             if index not in reasons and weight.node.name not in settings.exclude
         ]
     weights = [weight for weight in weights if _is_smaller(weight, tensors[weight.name], settings)]
@@ -104,20 +104,24 @@ def _constant_weights(
     for node_index, node in enumerate(graph.node):
         if node.op_type not in settings.quantized_op_types or node.domain:
             continue
-        for input_index in (1, 0) if node.op_type == "MatMul" and not settings.uses_nbits else (1,):
+        both = node.op_type == "MatMul" and not settings.uses_nbits
+        for input_index in (1, 0) if both else (1, 2) if node.op_type in RECURRENT_OPS else (1,):
             tensor = tensors.get(node.input[input_index])
             if tensor is None or tensor.data_type != TensorProto.FLOAT or len(tensor.dims) < 2:
                 continue
             if settings.uses_nbits and math.prod(tensor.dims[:-2]) != 1:
                 continue
             yield node_index, _Weight(node, input_index, *_weight_axes(node, input_index, len(tensor.dims)))
-            break
+            if both:
+                break
 
 
 def _weight_axes(node: Any, input_index: int, rank: int) -> tuple[int, int | None]:
-    """Return the axes of outputs and of inputs; the latter is None for a convolution."""
+    """Return the axes of outputs and of inputs; the latter is None for a convolution, which has no blocks."""
     if node.op_type in ("Conv", "ConvTranspose"):
         return int(node.op_type == "ConvTranspose"), None
+    if node.op_type in RECURRENT_OPS:  # [directions, gates * H, inputs]
+        return 1, None
     transposed = any(attribute.name == "transB" and attribute.i for attribute in node.attribute)
     rows_are_outputs = transposed if node.op_type == "Gemm" else input_index == 0
     return (rank - 2, rank - 1) if rows_are_outputs else (rank - 1, rank - 2)

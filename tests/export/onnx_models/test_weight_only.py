@@ -254,3 +254,45 @@ def test_nodes_in_bodies_and_excluded_nodes(tmp_path: Path) -> None:
 def test_ineffective_settings_are_rejected(settings: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         QuantizeOnnxSettings(**settings)
+
+
+@pytest.mark.parametrize("kind", ["Conv", "GRU"])
+def test_convolutions_and_gru_in_bodies_are_stored_in_int8(tmp_path: Path, kind: str) -> None:
+    """ONNX Runtime has no int8 operator for them there: int8-dynamic names the scheme that stores them."""
+    random = np.random.default_rng(4)
+    shapes = {"Conv": [(16, 8, 3)], "GRU": [(1, 96, WIDTH), (1, 96, 32)]}[kind]
+    tensors = [
+        numpy_helper.from_array(random.normal(0, 0.1, shape).astype(np.float32), f"w{index}")
+        for index, shape in enumerate(shapes)
+    ]
+    names = ["signal", *(tensor.name for tensor in tensors)]
+    options = {"hidden_size": 32} if kind == "GRU" else {"pads": [1, 1]}
+    outputs = ["", "last"] if kind == "GRU" else ["last"]
+    branches = {
+        f"{branch}_branch": helper.make_graph(
+            [
+                helper.make_node(kind, names, [f"{branch}{o}" if o else "" for o in outputs], **options),
+                helper.make_node("Tanh", [f"{branch}last"], [f"{branch}_out"]),
+            ],
+            branch, [], [helper.make_tensor_value_info(f"{branch}_out", onnx.TensorProto.FLOAT, None)],
+        )
+        for branch in ("then", "else")
+    }  # fmt: skip
+    nodes = [
+        helper.make_node("ReduceSum", ["signal"], ["sum"], "sum", keepdims=0),
+        helper.make_node("Greater", ["sum", "zero"], ["c"], "greater"),
+        helper.make_node("If", ["c"], ["y"], "if", **branches),
+    ]
+    zero = numpy_helper.from_array(np.float32(0), "zero")
+    y = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)
+    graph = graphs.make_model(nodes, [graphs.value_info("signal", ["N", 8, WIDTH])], [y], [*tensors, zero])
+    ctx = quantize(tmp_path / "dynamic", model=graph)
+    assert message_codes(ctx.warnings) == ["nothing-quantized"]
+    assert "int8-weight-only" in ctx.warnings[0].message
+    quantize(tmp_path / "weights", model=graph, scheme="int8-weight-only")
+    floats = {t.name for t in onnx.load(tmp_path / "weights/out/model.onnx").graph.initializer}
+    assert floats.isdisjoint({tensor.name for tensor in tensors})
+    signal = {"signal": split().arrays.values["signal"]}
+    paths = [tmp_path / "weights" / side / "model.onnx" for side in ("out", "src")]
+    actual, expected = (graphs.run_directly(path, signal)["y"] for path in paths)
+    assert 0 < np.abs(actual - expected).max() < 0.02

@@ -47,8 +47,7 @@ _QUANTIZED_OPS = frozenset(
 )
 _SLACK_BYTES = 100_000  # for the nodes that int8 adds to a small graph
 
-# Of a quantized weight: one, and its share of scales.
-_QUANTIZED_BYTES = 1.05
+_SCALE_BYTES, _SCALE_SHARE = 4, 0.05  # of a block; bytes per weight where an output has one scale
 
 
 class QuantizeOnnx(Stage[QuantizeOnnxSettings]):
@@ -87,7 +86,9 @@ class QuantizeOnnx(Stage[QuantizeOnnxSettings]):
     @classmethod
     def estimate_size(cls, settings: QuantizeOnnxSettings, inputs: SizeInputs) -> StepSize:
         """Return the estimated sizes of the step."""
-        result = inputs.source.stored_as(_QUANTIZED_BYTES, _QUANTIZED_BYTES)
+        scales = _SCALE_BYTES / settings.block_size if settings.block_size else _SCALE_SHARE
+        size = settings.bits / 8 + scales
+        result = inputs.source.stored_as(size, size)
         return one_shot_size(inputs, result=result, more_bytes=inputs.source.stored_bytes)
 
     def __call__(self, src: Artifact, settings: QuantizeOnnxSettings, ctx: Context) -> None:

@@ -107,8 +107,8 @@ class QuantizeOnnxSettings(Settings):
 
     @field_validator("exclude", mode="before")
     @classmethod
-    def _one_word(cls, value: Any) -> Any:
-        return [value] if value == AUTO else value
+    def _as_tuple(cls, value: Any) -> Any:
+        return (value,) if value == AUTO else tuple(value) if isinstance(value, list) else value
 
     @model_validator(mode="after")
     def _check_combination(self) -> Self:

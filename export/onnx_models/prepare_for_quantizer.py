@@ -24,7 +24,14 @@ from numpy.typing import NDArray
 
 from smelt.core.errors import InputError
 from smelt.export.onnx_models.settings import PER_CHANNEL_OPSET
-from smelt.runtimes.graph_walk import all_nodes, node_inputs, normalized_domain, opset_versions, subgraphs
+from smelt.runtimes.graph_walk import (
+    all_nodes,
+    node_inputs,
+    node_label,
+    normalized_domain,
+    opset_versions,
+    subgraphs,
+)
 
 # Inputs of a node that the quantizer changes: matrices (transposed), and biases with a scale of their own.
 _MODIFIED_INPUTS = {"Gemm": (1, 2), "Conv": (2,), "ConvTranspose": (2,), "LSTM": (1, 2)}
@@ -221,8 +228,6 @@ def _convert_opset(model: Any, opset: int, is_set: bool) -> Any:
 
 def _unconvertible_node(model: Any, reason: str) -> str:
     """Return the node whose operator the converter's error names, and the end of that error."""
-    from smelt.runtimes.onnx_import.validate_graph import node_label
-
     words = {word for part in re.findall(r"\w+", reason) for word in (part, *part.split("_"))}
     nodes = list(all_nodes(model.graph.node))
     operators = {node.op_type for node in nodes}

@@ -228,10 +228,10 @@ def _convert_opset(model: Any, opset: int, is_set: bool) -> Any:
 
 def _unconvertible_node(model: Any, reason: str) -> str:
     """Return the node whose operator the converter's error names, and the end of that error."""
-    words = {word for part in re.findall(r"\w+", reason) for word in (part, *part.split("_"))}
+    tokens = {token for part in re.findall(r"\w+", reason) for token in (part, *part.split("_"))}
     nodes = list(all_nodes(model.graph.node))
     operators = {node.op_type for node in nodes}
-    named = operators & words or {name for name in operators if name.lower() in words}
+    named = operators & tokens or {name for name in operators if name.lower() in tokens}
     text = " ".join(reason.rsplit("failed:", maxsplit=1)[-1].split())[:200].rstrip(".")
     node = next((node for node in nodes if node.op_type in named), None)
     return text if node is None else f"node {node_label(node)}: {text}"

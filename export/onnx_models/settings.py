@@ -9,10 +9,16 @@ from pydantic import Field, field_validator, model_validator
 
 from smelt.core.errors import SettingError
 from smelt.quantization.groupwise import GROUP_SIZE
-from smelt.quantization.schemes.registry import DEFAULT_SCHEME, GRAPH_SCHEMES, STATIC_SCHEME, find_scheme
+from smelt.quantization.schemes.registry import (
+    DEFAULT_SCHEME,
+    GRAPH_SCHEMES,
+    SCHEMES_BY_BITS,
+    STATIC_SCHEME,
+    find_scheme,
+)
 from smelt.stage import Settings
 
-INT8_WEIGHTS, INT4_WEIGHTS = "int8-weight-only", "int4"
+INT8_WEIGHTS, INT4_WEIGHTS = "int8-weight-only", SCHEMES_BY_BITS[4].name
 WEIGHT_ONLY_SCHEMES = (INT8_WEIGHTS, INT4_WEIGHTS)
 AUTO = "auto"
 # Since this opset QuantizeLinear and DequantizeLinear have an axis, and so scales per output.
@@ -47,7 +53,7 @@ class QuantizeOnnxSettings(Settings):
     scheme: OnnxScheme = Field(
         default=DEFAULT_SCHEME,
         description="int8-dynamic: activation ranges at run time; int8-static: calibrated (needed for"
-        " convolutions); int8-weight-only, int4: weights only",
+        f" convolutions); {INT8_WEIGHTS}, {INT4_WEIGHTS}: weights only",
     )
     calibration_method: Literal["minmax", "entropy", "percentile"] = Field(
         default="minmax",

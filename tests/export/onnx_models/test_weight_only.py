@@ -125,7 +125,7 @@ def test_dequantized_weights_equal_numpy(
     assert readers.keys() <= {node.name for node in graph.node}
 
 
-def test_int8_scales_equal_those_of_static_quantizer(tmp_path: Path) -> None:
+def test_int8_scales_equal_static_quantizer(tmp_path: Path) -> None:
     quantize(tmp_path / "weights", scheme="int8-weight-only")
     quantize(tmp_path / "static", scheme="int8-static", max_difference=1.0)
     ours, theirs = (read(tmp_path / side)[1] for side in ("weights", "static"))
@@ -136,7 +136,7 @@ def test_int8_scales_equal_those_of_static_quantizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_int4_operators_equal_those_of_onnxruntimes_quantizer(tmp_path: Path, symmetric: bool) -> None:
+def test_int4_operators_equal_onnxruntimes_quantizer(tmp_path: Path, symmetric: bool) -> None:
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
     quantize(tmp_path, scheme="int4", group_size=32, symmetric=symmetric, max_difference=1.0)

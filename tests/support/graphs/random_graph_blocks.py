@@ -329,7 +329,7 @@ def _mask(w: GraphWriter, steps: int) -> str:
         for graph_input in w.inputs
         if graph_input.values == "mask" and graph_input.dtype == dtype
     ]
-    mask_options = {} if dtype == "float32" else {"most": 2}
+    mask_options = {} if dtype == "float32" else {"max_value": 2}
     mask = masks[0] if masks else w.input(dtype, (steps,), "mask", values="mask", **mask_options)
     mask = w.axes("Unsqueeze", w.axes("Unsqueeze", mask, [1], 13), [2], 13)
     if dtype != "float32":

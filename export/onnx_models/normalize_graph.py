@@ -139,8 +139,8 @@ def _convert_to_float32(model: Any, dtypes: Collection[int]) -> None:
                 attribute.i = TensorProto.FLOAT
     for inner in iter_graphs(graph):
         _set_float32((*inner.input, *inner.output, *inner.value_info), dtypes)
-    used_names = _value_names(graph)
-    converted = {name: _unused_name(name, used_names) for name in dtype_by_end}
+    used_names = value_names(graph)
+    converted = {name: unused_name(name, used_names) for name in dtype_by_end}
     defaults = [tensor for tensor in graph.initializer if tensor.name in inputs]
     ends = [(end, end.name) for end in (*graph.input, *graph.output, *defaults)]
     _rename_values(graph, converted)
@@ -244,7 +244,7 @@ def rename_reserved(path: Path, folder: Path, keep: Iterable[str] = ()) -> tuple
     from smelt.export.graph_files import write_graph
 
     structure = read_graph(path, values=False).graph
-    values, nodes = _value_names(structure), _node_names(structure)
+    values, nodes = value_names(structure), _node_names(structure)
     used_names = values | nodes
     clashing = sorted(
         {prefix for name in used_names for prefix in _conflicting_prefixes(name) if prefix in values}
@@ -256,12 +256,12 @@ def rename_reserved(path: Path, folder: Path, keep: Iterable[str] = ()) -> tuple
     nested = any(subgraphs(node) for node in structure.node)
     if not clashing and not nodes_too and not nested:
         return path, {}
-    new = {name: _unused_name(name, used_names) for name in clashing}
+    new = {name: unused_name(name, used_names) for name in clashing}
     model = read_graph(path)
     _rename_values(model.graph, new)
-    _rename_nodes(model.graph, {name: _unused_name(name, used_names) for name in nodes_too})
+    _rename_nodes(model.graph, {name: unused_name(name, used_names) for name in nodes_too})
     if nested:
-        _make_node_names_unique(model.graph, {*keep}, used_names)
+        make_node_names_unique(model.graph, {*keep}, used_names)
     write_graph(model, folder / path.name)
     return folder / path.name, {replacement: original for original, replacement in new.items()}
 
@@ -278,7 +278,7 @@ def _conflicting_prefixes(name: str) -> list[str]:
     return [name[:position] for position in underscores if position and not name[position + 1 :].isdigit()]
 
 
-def _unused_name(name: str, taken: set[str]) -> str:
+def unused_name(name: str, taken: set[str]) -> str:
     """Return an unused name that is not a prefix of another one, and add it to `taken`."""
     suffix = 0
     while any(other.startswith(f"{name}.{suffix}") for other in taken):
@@ -287,13 +287,14 @@ def _unused_name(name: str, taken: set[str]) -> str:
     return f"{name}.{suffix}"
 
 
-def _value_names(graph: Any) -> set[str]:
+def value_names(graph: Any) -> set[str]:
+    """Return the names of all values of a graph and of its inner graphs."""
     names = {value.name for value in (*graph.input, *graph.initializer)}
     names |= {sparse.values.name for sparse in graph.sparse_initializer}
     for node in graph.node:
         names.update(name for name in node.output if name)
         for subgraph in subgraphs(node):
-            names |= _value_names(subgraph)
+            names |= value_names(subgraph)
     return names
 
 
@@ -320,9 +321,9 @@ def _rename_nodes(graph: Any, names: Mapping[str, str]) -> None:
             _rename_nodes(subgraph, names)
 
 
-def _make_node_names_unique(graph: Any, keep: set[str], taken: set[str]) -> None:
+def make_node_names_unique(graph: Any, keep: set[str], taken: set[str]) -> None:
     """Give unused names to nodes without a name, and to all but the first node with the same name."""
-    used_names, begin = set(keep), _unused_name("node", taken)
+    used_names, begin = set(keep), unused_name("node", taken)
     for node_index, node in enumerate(all_nodes(graph.node)):
         if node.name not in keep:
             if not node.name or node.name in used_names:

@@ -1,4 +1,4 @@
-"""Run ONNX Runtime's quantizers with calibrated ranges and float nodes; the settings of `quantize-onnx`.
+"""Run ONNX Runtime's int8 quantizers with calibrated ranges and float nodes.
 
 The range of each activation is calibrated on samples, as onnxruntime.quantization computes it. onnxruntime
 keeps every activation of every sample until the last one, and requires all samples to have one shape. Here
@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
 
-from smelt.core.errors import SettingError
 from smelt.export.onnx_models.graph_samples import Feeds
 from smelt.export.onnx_models.prepare_for_quantizer import (
     float_only_nodes,
@@ -31,9 +29,10 @@ from smelt.export.onnx_models.prepare_for_quantizer import (
     unfused_activations,
     unquantizable_nodes,
 )
-from smelt.quantization.schemes.registry import DEFAULT_SCHEME, GRAPH_SCHEMES, STATIC_SCHEME, find_scheme
+from smelt.export.onnx_models.settings import DYNAMIC_OPS, INT8_WEIGHTS, WEIGHTED_OPS, QuantizeOnnxSettings
+from smelt.quantization.schemes.registry import DEFAULT_SCHEME
 from smelt.runtimes.graph_walk import all_nodes, iter_graphs, iter_initializers
-from smelt.stage import Context, Settings
+from smelt.stage import Context
 
 CalibrationMethodName = Literal["minmax", "entropy", "percentile"]
 # onnxruntime's own defaults (quantization/calibrate.py, create_calibrator).
@@ -178,89 +177,6 @@ def _histograms(
     return histograms
 
 
-if TYPE_CHECKING:
-    GraphScheme = str
-else:
-    GraphScheme = Literal[GRAPH_SCHEMES]
-
-# Conv would become ConvInteger, which uses one thread and does not support int8 weights on the CPU.
-_DYNAMIC_OPS = ("MatMul", "Gemm", "Attention", "LSTM", "EmbedLayerNormalization", "Gather")
-# ReLU and Clip are fused into a convolution, which is faster and rounds once less. Others lose more than they
-# gain: Add and Softmax raise the error of MiniLM from 0.17 to 0.6 of its standard deviation
-# (docs/measurements/own-onnx.md).
-_STATIC_OPS = ("Conv", "MatMul", "Gemm", "Relu", "Clip")
-# A graph without any of these has nothing to quantize.
-WEIGHTED_OPS = (*_DYNAMIC_OPS, "Conv", "ConvTranspose")
-
-
-class QuantizeOnnxSettings(Settings):
-    """Settings of `quantize-onnx`."""
-
-    scheme: GraphScheme = Field(
-        default=DEFAULT_SCHEME,
-        description="int8-dynamic: activation ranges at run time; int8-static: calibrated (needed for"
-        " convolutions)",
-    )
-    calibration_method: Literal["minmax", "entropy", "percentile"] = Field(
-        default="minmax",
-        description=f"{STATIC_SCHEME}: calibration of activation ranges",
-    )
-    calibration_samples: int = Field(
-        default=128,
-        ge=1,
-        le=100_000,
-        description=f"{STATIC_SCHEME}: from calibration, else validation, train",
-    )
-    per_channel: bool = Field(default=True, description="one weight scale per output channel")
-    target: Literal["ort-cpu", "tensorrt"] = Field(
-        default="ort-cpu",
-        description=f"{STATIC_SCHEME}: ort-cpu: uint8 activations; tensorrt: symmetric int8",
-    )
-    op_types: tuple[str, ...] = Field(
-        default=(),
-        description="operators to quantize; default by scheme",
-    )
-    exclude: tuple[str, ...] = Field(default=(), description="nodes kept in float32: names or patterns")
-    max_difference: float | None = Field(
-        default=None,
-        gt=0,
-        description="largest root mean square error of an output, in its standard deviations; default by"
-        " scheme",
-    )
-
-    @model_validator(mode="after")
-    def _check_combination(self) -> Self:
-        if not self.uses_calibration and self.calibration_method != "minmax":
-            raise SettingError(
-                f"calibration_method is for {STATIC_SCHEME}; {self.scheme} computes activation ranges at run"
-                " time. Remove calibration_method",
-                code="settings-conflict",
-            )
-        if self.target in find_scheme(self.scheme).unsupported_targets:
-            raise SettingError(
-                f"TensorRT does not support dynamic quantization. Set scheme: {STATIC_SCHEME}",
-                code="unsupported-target",
-            )
-        return self
-
-    @property
-    def uses_calibration(self) -> bool:
-        """Whether activation ranges come from calibration samples."""
-        return find_scheme(self.scheme).requires_calibration
-
-    @property
-    def quantized_op_types(self) -> list[str]:
-        """The operators to quantize."""
-        return list(self.op_types or (_STATIC_OPS if self.uses_calibration else _DYNAMIC_OPS))
-
-    @property
-    def difference_limit(self) -> float:
-        """The largest difference from the float graph, in standard deviations of an output."""
-        return (
-            find_scheme(self.scheme).max_graph_error if self.max_difference is None else self.max_difference
-        )
-
-
 # Their outputs are rounded once less than those of a convolution: int8 consumers round their own inputs, and
 # all others (sums, norms, activations) compute in float anyway. MiniLM: less error and not slower.
 _FLOAT_OUTPUT_OPS = ("MatMul", "Gemm")
@@ -269,7 +185,11 @@ _MATRIX = 2  # dimensions
 
 
 def run_ort_quantizer(
-    source: Path, target: Path, settings: QuantizeOnnxSettings, feeds: list[Any], ctx: Context
+    source: Path,
+    target: Path,
+    settings: QuantizeOnnxSettings,
+    calibrate: Callable[[Any], ActivationCalibration],
+    ctx: Context,
 ) -> None:
     """Write the quantized graph of `source` as `target`.
 
@@ -277,7 +197,7 @@ def run_ort_quantizer(
         source: a graph as `prepare_for_quantizer` returns it.
         target: in a folder for temporary files.
         settings: of the stage.
-        feeds: calibration samples, call by call.
+        calibrate: returns the activation ranges of the graph, an onnx.ModelProto.
         ctx: gets a warning of the nodes that remain float.
     """
     from onnxruntime.quantization import QuantType, quantize_dynamic
@@ -292,7 +212,7 @@ def run_ort_quantizer(
     bodies = list(iter_graphs(model.graph))[1:]
     if settings.uses_calibration:
         float_nodes = unfused_activations(model.graph, settings.quantized_op_types) | float_nodes
-        calibration = _calibrate(source, model, value_kinds, settings, feeds, target.parent)
+        calibration = calibrate(model)
         for node_index, node in enumerate(model.graph.node):
             if node.op_type in settings.quantized_op_types and calibration.huge & {*node.input, *node.output}:
                 float_nodes.setdefault(node_index, "unbounded values on the calibration samples")
@@ -305,21 +225,21 @@ def run_ort_quantizer(
                 " per channel, because ONNX Runtime does not support per-channel scales for batched"
                 " matrices, constant first operands and grouped ConvTranspose with a bias.",
             )
-        names = [*settings.exclude, *_name_float_nodes(model.graph, float_nodes, ctx)]
-        quantizer = _qdq_quantizer(model, calibration.ranges, names, settings)
+        names = [*settings.exclude, *name_float_nodes(model.graph, float_nodes, ctx)]
+        quantizer = _static_quantizer(model, calibration.ranges, names, settings)
         quantizer.quantize_model()
         quantizer.model.save_model_to_file(target, size > MAX_INLINE_BYTES)
         return
     vectors = {tensor.name for tensor in iter_initializers(model.graph) if len(tensor.dims) == 1}
     float_nodes |= _vector_products(model.graph, vectors, settings)
-    names = [*settings.exclude, *_name_float_nodes(model.graph, float_nodes, ctx)]
+    names = [*settings.exclude, *name_float_nodes(model.graph, float_nodes, ctx)]
     empty = {tensor.name for tensor in model.graph.initializer if 0 in tensor.dims}
     lstm_weights: dict[str, tuple[str, str, str]] = {}
     for body in bodies:
         unquantizable = unquantizable_nodes(body, value_kinds, settings.quantized_op_types)
         unquantizable |= {i: "an empty weight" for i, node in enumerate(body.node) if empty & {*node.input}}
         unquantizable |= _vector_products(body, vectors, settings)
-        names += _name_float_nodes(body, unquantizable, ctx)
+        names += name_float_nodes(body, unquantizable, ctx)
         if "LSTM" in settings.quantized_op_types:
             _quantize_inner_lstms(model, body, names, lstm_weights)
     quantize_dynamic(
@@ -405,13 +325,13 @@ def _value_types(graph: Any) -> dict[str, int]:
     return value_kinds | {tensor.name: tensor.data_type for tensor in graph.initializer}
 
 
-def _calibrate(
-    source: Path, model: Any, kinds: Mapping[str, int], settings: QuantizeOnnxSettings, feeds: list[Any],
-    folder: Path,
-) -> ActivationCalibration:  # fmt: skip
+def calibrate_graph(
+    source: Path, model: Any, settings: QuantizeOnnxSettings, feeds: list[Any], folder: Path
+) -> ActivationCalibration:
+    """Return the ranges of the activations of the graph `source`, which was read as `model`, on `feeds`."""
     from onnx import TensorProto
 
-    non_float = {name for name, kind in kinds.items() if kind != TensorProto.FLOAT}
+    non_float = {name for name, kind in _value_types(model.graph).items() if kind != TensorProto.FLOAT}
     with TemporaryDirectory(dir=folder) as temporary:
         but = masked_values(model.graph) | non_float
         return calibrate_activations(
@@ -424,18 +344,19 @@ def _warn_about_subgraphs(
 ) -> None:
     """Warn about weights of inner graphs, which static quantization leaves in float."""
     sizes = {tensor.name: 4 * math.prod(tensor.dims) for tensor in graph.initializer}
-    nodes = [node for body in bodies for node in body.node if node.op_type in (*WEIGHTED_OPS, "GRU", "RNN")]
+    nodes = [node for body in bodies for node in body.node if node.op_type in WEIGHTED_OPS]
     float_weights = {name for node in nodes for name in node.input if name in sizes}
     if float_weights:
         dynamic = {
-            name for node in nodes if node.op_type in _DYNAMIC_OPS for name in node.input
+            name for node in nodes if node.op_type in DYNAMIC_OPS for name in node.input
         } & float_weights
         count, total = len(float_weights), sum(sizes[name] for name in float_weights) / 1e6
-        advice = f" scheme: {DEFAULT_SCHEME} quantizes {len(dynamic):,} of them." if dynamic else ""
+        advice = f" scheme: {DEFAULT_SCHEME} quantizes {len(dynamic):,} of them;" if dynamic else ""
         ctx.warn(
             "weights-kept-float",
             f"{count:,} weight{'s remain' if count > 1 else ' remains'} float ({total:.2g} MB): they"
-            f" are used inside If, Loop or Scan, where activations cannot be calibrated.{advice}",
+            f" are used inside If, Loop or Scan, where activations cannot be calibrated.{advice}"
+            f" scheme: {INT8_WEIGHTS} stores their weights in int8.",
         )
 
 
@@ -463,7 +384,7 @@ def _per_tensor_overrides(model: Any, settings: QuantizeOnnxSettings) -> dict[st
     return {name: [{"quant_type": QuantType.QInt8}] for name in sorted(names)}
 
 
-def _name_float_nodes(graph: Any, reasons: Mapping[int, str], ctx: Context) -> list[str]:
+def name_float_nodes(graph: Any, reasons: Mapping[int, str], ctx: Context) -> list[str]:
     """Return the names of the nodes at the indices `reasons`, giving them unique names; warn about them."""
     if not reasons:
         return []
@@ -489,19 +410,25 @@ def _name_float_nodes(graph: Any, reasons: Mapping[int, str], ctx: Context) -> l
     return node_names
 
 
-def _qdq_quantizer(model: Any, ranges: Any, exclude: list[str], settings: QuantizeOnnxSettings) -> Any:
-    """Return onnxruntime's QDQQuantizer, which `quantize_static` runs after its own calibration."""
-    from onnxruntime.quantization import QDQQuantizer, QuantType
+def _static_quantizer(model: Any, ranges: Any, exclude: list[str], settings: QuantizeOnnxSettings) -> Any:
+    """Return onnxruntime's quantizer, which `quantize_static` runs after its own calibration."""
+    from onnxruntime.quantization import QDQQuantizer, QuantizationMode, QuantType
+    from onnxruntime.quantization.onnx_quantizer import ONNXQuantizer
 
     symmetric = settings.target == "tensorrt"
-    return QDQQuantizer(
-        model, settings.per_channel, False, QuantType.QInt8,
-        QuantType.QInt8 if symmetric else QuantType.QUInt8,
-        ranges, [], exclude, settings.quantized_op_types,
-        {
-            "ActivationSymmetric": symmetric, "WeightSymmetric": True, "DefaultTensorType": 1,
-            "TensorQuantOverrides": _per_tensor_overrides(model, settings),
-            "OpTypesToExcludeOutputQuantization": list(_FLOAT_OUTPUT_OPS),
-            "QuantizeBias": not symmetric,  # TensorRT does not support int32 biases
-        },
-    )  # fmt: skip
+    types = QuantType.QInt8, QuantType.QInt8 if symmetric else QuantType.QUInt8
+    operators = settings.quantized_op_types
+    options = {
+        "ActivationSymmetric": symmetric, "WeightSymmetric": True, "DefaultTensorType": 1,
+        "QuantizeBias": not symmetric,  # TensorRT does not support int32 biases
+    }  # fmt: skip
+    if settings.uses_qoperators:
+        mode = QuantizationMode.QLinearOps
+        return ONNXQuantizer(
+            model, settings.per_channel, False, mode, True, *types, ranges, [], exclude, operators, options
+        )
+    options |= {
+        "TensorQuantOverrides": _per_tensor_overrides(model, settings),
+        "OpTypesToExcludeOutputQuantization": list(_FLOAT_OUTPUT_OPS),
+    }
+    return QDQQuantizer(model, settings.per_channel, False, *types, ranges, [], exclude, operators, options)

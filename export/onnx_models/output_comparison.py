@@ -30,6 +30,7 @@ from smelt.runtimes.onnx_import.signature import GraphSignature
 from smelt.runtimes.onnx_import.trial_run import read_feeds, trial_limits, write_feeds
 from smelt.stage import Context
 
+_MAX_COMPARED = 64  # samples on which the quantized graph is compared with the float one
 _LARGE_DIFFERENCE = 0.5  # fraction of the limit above which an error is reported as a warning
 _Z_95 = 1.96  # standard errors
 _MIN_KAPPA = 0.25  # share of the way from chance to full agreement
@@ -171,6 +172,11 @@ class OutputComparison:
                     f" {output.chosen:,} samples",
                 )
 
+    @property
+    def worst_error(self) -> float:
+        """The largest root mean square difference of an output, in its standard deviations."""
+        return max((output.relative_rmse for output in self.outputs.values()), default=0.0)
+
     def record(self, ctx: Context) -> None:
         """Write the worst of all outputs into the details, and warn if it is large."""
         from smelt.export.onnx_models.graph_samples import record_difference
@@ -179,8 +185,42 @@ class OutputComparison:
         top1 = [
             output.top1_agreement for output in self.outputs.values() if output.top1_agreement is not None
         ]
-        error = max((output.relative_rmse for output in self.outputs.values()), default=0.0)
-        ctx.details["parity"] |= {"error": error, "top1": min(top1, default=None)}
+        ctx.details["parity"] |= {"error": self.worst_error, "top1": min(top1, default=None)}
+
+
+def compare_graphs(
+    comparison: OutputComparison, new: Path, old: Path, feeds: list[Any], threads: int | None
+) -> None:
+    """Run both graphs on up to `_MAX_COMPARED` samples, spread over `feeds`."""
+    from smelt.export.onnx_models.graph_samples import iter_graph_outputs
+
+    samples = _select_samples(feeds, comparison.axes)
+    pairs = zip(
+        iter_graph_outputs(new, samples, threads),
+        iter_graph_outputs(old, samples, threads),
+        strict=True,
+    )
+    for inputs, (quantized_outputs, float_outputs) in zip(samples, pairs, strict=True):
+        comparison.add(inputs, quantized_outputs, float_outputs)
+
+
+def measure_noise(noise: OutputComparison, path: Path, feeds: list[Any], threads: int | None) -> None:
+    """Run the float graph twice on the samples of `compare_graphs`; outputs that are random differ."""
+    from smelt.export.onnx_models.graph_samples import iter_graph_outputs
+
+    samples = _select_samples(feeds, noise.axes)
+    repeated_outputs = iter_graph_outputs(
+        path, [repeated for inputs in samples for repeated in (inputs, inputs)], threads
+    )
+    for inputs in samples:
+        noise.add(inputs, next(repeated_outputs), next(repeated_outputs))
+
+
+def _select_samples(feeds: list[Any], axes: SampleAxes) -> list[Any]:
+    from smelt.export.onnx_models.graph_samples import batch_size_of
+
+    calls = max(1, _MAX_COMPARED // batch_size_of(feeds[0], axes))
+    return feeds[:: max(1, -(-len(feeds) // calls))]
 
 
 def require_close(

@@ -13,6 +13,7 @@ the rows for outputs.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -21,16 +22,35 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from smelt.runtimes.graph_walk import all_nodes, node_inputs, normalized_domain, opset_versions, subgraphs
+from smelt.core.errors import InputError
+from smelt.export.onnx_models.settings import PER_CHANNEL_OPSET
+from smelt.runtimes.graph_walk import (
+    all_nodes,
+    node_inputs,
+    node_label,
+    normalized_domain,
+    opset_versions,
+    subgraphs,
+)
 
-# Since this opset QuantizeLinear and DequantizeLinear have an axis, and so scales per output.
-PER_CHANNEL_OPSET = 13
 # Inputs of a node that the quantizer changes: matrices (transposed), and biases with a scale of their own.
 _MODIFIED_INPUTS = {"Gemm": (1, 2), "Conv": (2,), "ConvTranspose": (2,), "LSTM": (1, 2)}
 
 
-def prepare_for_quantizer(path: Path, folder: Path) -> tuple[Path, int]:
+def prepare_for_quantizer(
+    path: Path, folder: Path, min_opset: int = PER_CHANNEL_OPSET, opset: int | None = None
+) -> tuple[Path, int]:
     """Return the graph in `path`, or a copy in `folder` that ONNX Runtime quantizes correctly, and its opset.
+
+    Args:
+        path: an ONNX file.
+        folder: an empty one for the copy.
+        min_opset: the opset that the quantized operators need.
+        opset: of the result; None: the graph's, or `min_opset` if that is larger.
+
+    Raises:
+        InputError: onnx cannot convert the graph to an opset that was set or is needed
+            (`opset-not-convertible`).
 
     - The quantizers do not treat Constant nodes as weights, as paddle2onnx writes them; they become
       initializers.
@@ -64,7 +84,8 @@ def prepare_for_quantizer(path: Path, folder: Path) -> tuple[Path, int]:
         not wrong
         and not _has_custom_operators(structure)
         and is_normalized(structure)
-        and _onnx_opset(structure) >= PER_CHANNEL_OPSET
+        and _onnx_opset(structure) >= min_opset
+        and opset in (None, _onnx_opset(structure))
     ):
         return path, _onnx_opset(structure)
     model = normalize_graph(path)
@@ -74,7 +95,7 @@ def prepare_for_quantizer(path: Path, folder: Path) -> tuple[Path, int]:
     _duplicate_shared(model.graph)
     fold_gemm_factors(model.graph)
     expand_gemm_biases(model.graph)
-    model = _convert_opset(model)
+    model = _convert_opset(model, opset or max(min_opset, _onnx_opset(model)), opset is not None)
     _annotate_types(model)
     write_graph(model, folder / path.name)
     return folder / path.name, _onnx_opset(model)
@@ -177,18 +198,43 @@ def _duplicate_shared(graph: Any) -> None:
         graph.initializer.remove(tensor)
 
 
-def _convert_opset(model: Any) -> Any:
-    """Return the model in opset 13 if it is older and onnx can convert it, else unchanged."""
-    from onnx import checker, version_converter
+def _convert_opset(model: Any, opset: int, is_set: bool) -> Any:
+    """Return the model in another opset; unchanged if onnx cannot convert it and only scales need it.
 
-    if _onnx_opset(model) >= PER_CHANNEL_OPSET:
+    Raises:
+        InputError: the opset was set, or 4-bit weights or blocks need it.
+    """
+    from onnx import checker, helper, version_converter
+
+    before = _onnx_opset(model)
+    if before == opset:
         return model
     try:
-        converted = version_converter.convert_version(model, PER_CHANNEL_OPSET)
+        converted = version_converter.convert_version(model, opset)
         checker.check_model(converted)
-    except Exception:  # the converter does not support an operator, or it is not a standard one
-        return model
+    except Exception as error:  # the converter does not support an operator, or it is not a standard one
+        if not is_set and opset == PER_CHANNEL_OPSET:
+            return model
+        advice = "Remove opset, or set another one." if is_set else "Remove quant_format and group_size."
+        raise InputError(
+            f"onnx cannot convert the graph from opset {before} to {opset}:"
+            f" {_unconvertible_node(model, str(error))}. {advice}",
+            code="opset-not-convertible",
+            setting="opset" if is_set else None,
+        ) from error
+    converted.ir_version = max(model.ir_version, helper.find_min_ir_version_for(converted.opset_import, True))
     return converted
+
+
+def _unconvertible_node(model: Any, reason: str) -> str:
+    """Return the node whose operator the converter's error names, and the end of that error."""
+    tokens = {token for part in re.findall(r"\w+", reason) for token in (part, *part.split("_"))}
+    nodes = list(all_nodes(model.graph.node))
+    operators = {node.op_type for node in nodes}
+    named = operators & tokens or {name for name in operators if name.lower() in tokens}
+    text = " ".join(reason.rsplit("failed:", maxsplit=1)[-1].split())[:200].rstrip(".")
+    node = next((node for node in nodes if node.op_type in named), None)
+    return text if node is None else f"node {node_label(node)}: {text}"
 
 
 # A constant below this is the fill value of a mask: BERT's is -10000, others' -65504, -1e9 and -3.4e38.

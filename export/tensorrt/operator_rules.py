@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 from smelt.export.tensorrt import value_rules
 from smelt.export.tensorrt import value_rules as type_rules
 from smelt.export.tensorrt.value_rules import (
+    TENSORRT_REEXPORT_HINT,
     CheckedGraph,
     ProblemSeverity,
     RuleFinding,
@@ -44,6 +45,8 @@ UNSUPPORTED_OPS = frozenset({
     "TfIdfVectorizer", "Unique",
 })  # fmt: skip
 _MAX_TOP_K = 3840
+_CLASSICAL_DOMAIN = "ai.onnx.ml"
+_CLASSICAL_HINT = "Run this graph with ONNX Runtime."
 _RESIZE_MODES = frozenset(
     {"half_pixel", "pytorch_half_pixel", "tf_half_pixel_for_nn", "asymmetric", "align_corners"}
 )
@@ -94,7 +97,9 @@ def foreign_operators(graph: CheckedGraph) -> Iterator[RuleFinding]:
         kind = "a custom operator"
         if node.domain in ONNX_DOMAINS:
             kind = (
-                "an operator of ONNX for classical models" if node.domain.endswith(".ml") else "experimental"
+                "an operator of ONNX for classical models"
+                if node.domain == _CLASSICAL_DOMAIN
+                else "experimental"
             )
         elif node.domain == "com.microsoft":
             kind = "an operator of another runtime"
@@ -407,9 +412,16 @@ OUTCOMES: dict[str, RuleOutcome] = {rule.name: rule.outcome for rule in RULES}
 
 
 def run_rules(graph: CheckedGraph) -> Iterator[TensorrtProblem]:
-    """Yield the findings of all rules in a graph, in the order of the table."""
+    """Yield the findings of all rules in a graph, in the order of the table.
+
+    smelt's exporter makes no graphs of classical models, so no hint on these names it.
+    """
+    is_classical = any(node.domain == _CLASSICAL_DOMAIN for node in graph.nodes)
     for rule in RULES:
         for finding in rule.check(graph):
+            hint = finding.hint
+            if is_classical and TENSORRT_REEXPORT_HINT in hint:
+                hint = hint.replace(TENSORRT_REEXPORT_HINT, "").strip() or _CLASSICAL_HINT
             yield TensorrtProblem(
-                rule.severity, finding.reason, finding.location, finding.hint, rule.name, graph.path.name
+                rule.severity, finding.reason, finding.location, hint, rule.name, graph.path.name
             )

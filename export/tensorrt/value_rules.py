@@ -123,6 +123,15 @@ class CheckedGraph:
         return non_finite
 
     @cached_property
+    def readers(self) -> dict[str, list[Any]]:
+        """The nodes that read each value."""
+        readers: dict[str, list[Any]] = {}
+        for node in self.nodes:
+            for name in node.input:
+                readers.setdefault(name, []).append(node)
+        return readers
+
+    @cached_property
     def quantized_values(self) -> frozenset[str]:
         """Names of quantized values and their zero points."""
         pairs = self.nodes_of_type("QuantizeLinear", "DequantizeLinear")
@@ -247,9 +256,9 @@ def non_finite_values(graph: CheckedGraph) -> Iterator[RuleFinding]:
 
 
 def mask_constants(graph: CheckedGraph) -> Iterator[RuleFinding]:
-    """Find constants of 0 and -inf, which may be intended masks."""
+    """Find constants of 0 and -inf, which may be intended masks, unless they are only compared."""
     for name, kind, values in graph.non_finite_constants:
-        if _is_mask(values):
+        if _is_mask(values) and not _is_only_compared(name, graph):
             yield RuleFinding(
                 f"the constant '{name}' ({kind})",
                 "it is a mask with -inf; a fully masked row gives NaN.",
@@ -261,6 +270,35 @@ def _is_mask(values: Any) -> bool:
     import numpy as np
 
     return bool(np.isin(values, (0.0, -np.inf)).all())
+
+
+# they select one of the values that they compare, so that -inf excludes a value and is no operand of a sum
+_SELECTING_OPS = frozenset({
+    "ArgMax", "ArgMin", "Clip", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "MaxPool", "Min",
+    "ReduceMax", "ReduceMin", "TopK",
+})  # fmt: skip
+_MOVING_OPS = frozenset({
+    "Cast", "Concat", "Constant", "Expand", "Flatten", "Gather", "Identity", "Reshape", "ScatterElements",
+    "ScatterND", "Slice", "Squeeze", "Transpose", "Unsqueeze", "Where",
+})  # fmt: skip
+
+
+def _is_only_compared(name: str, graph: CheckedGraph) -> bool:
+    """Return whether a constant reaches only operators that select the largest or smallest value."""
+    outputs = {value.name for value in graph.model.graph.output}
+    pending, seen = [name], set[str]()
+    while pending:
+        value = pending.pop()
+        readers = graph.readers.get(value, [])
+        if value in outputs or not readers:  # read outside of its graph
+            return False
+        seen.add(value)
+        for node in readers:
+            if normalized_domain(node.domain) or node.op_type not in _SELECTING_OPS | _MOVING_OPS:
+                return False
+            if node.op_type in _MOVING_OPS:
+                pending += [output for output in node.output if output not in seen]
+    return True
 
 
 def overflowing_casts(graph: CheckedGraph) -> Iterator[RuleFinding]:

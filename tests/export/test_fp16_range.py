@@ -10,7 +10,7 @@ from onnx.reference import ReferenceEvaluator
 
 from smelt.export.convert_to_half import convert_to_half
 from smelt.export.fp16_range import nodes_outside_fp16
-from smelt.export.onnx_models.stages import float32_nodes
+from smelt.export.onnx_models.fp16 import float32_nodes
 from tests.support.graphs import imported_graphs as graphs
 
 pytestmark = pytest.mark.quick

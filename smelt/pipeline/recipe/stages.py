@@ -29,9 +29,9 @@ STAGE_CLASSES: dict[str, str] = {
     "shortlist": "smelt.compress.shortlist:ShortlistStage",
     "quantize": "smelt.compress.quantize.stage:Quantize",
     "onnx": "smelt.export.onnx_stage:Onnx",
-    "simplify": "smelt.export.onnx_models.stages:Simplify",
+    "simplify": "smelt.export.onnx_models.simplify:Simplify",
     "quantize-onnx": "smelt.export.onnx_models.quantize_onnx:QuantizeOnnx",
-    "fp16": "smelt.export.onnx_models.stages:Fp16",
+    "fp16": "smelt.export.onnx_models.fp16:Fp16",
     "tensorrt": "smelt.export.tensorrt.stage:TensorrtStage",
 }
 # Stages that have another class in recipes that start from an ONNX file.

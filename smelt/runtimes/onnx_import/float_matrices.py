@@ -10,7 +10,11 @@ from smelt.runtimes.graph_walk import all_nodes, iter_initializers, node_label
 
 # Bytes of a float by its number in onnx.TensorProto: float, float16, double, bfloat16.
 _BYTES_BY_TYPE = {1: 4, 10: 2, 11: 8, 16: 2}
-_RECURRENT_OPS = ("LSTM", "GRU", "RNN", "DynamicQuantizeLSTM")  # their inputs 1 and 2 are weights
+# The first inputs of these operators, up to the last weight; biases and scales after them are matrices too.
+_NUM_WEIGHTED = {
+    **dict.fromkeys(("LSTM", "GRU", "RNN", "DynamicQuantizeLSTM"), 3),
+    **dict.fromkeys(("MatMulNBits", "DequantizeLinear", "QuantizeLinear"), 1),
+}
 _MIN_FLOAT_SHARE = 0.01  # fraction of the bytes of all weights, below which a float matrix is not reported
 _MAX_NAMED = 3
 
@@ -28,8 +32,7 @@ def float_matrices_message(models: Sequence[Any]) -> str | None:
         tensors = [(tensor.name, tensor) for tensor in iter_initializers(model.graph)]
         for node in all_nodes(model.graph.node):
             tensors += [(node.output[0], a.t) for a in node.attribute if node.op_type == "Constant"]
-            # biases and scales of recurrent layers are matrices too
-            for name in node.input[:3] if node.op_type in _RECURRENT_OPS else node.input:
+            for name in node.input[: _NUM_WEIGHTED.get(node.op_type)]:
                 readers.setdefault(name, node_label(node))
         for name, tensor in tensors:
             size = math.prod(tensor.dims) * _BYTES_BY_TYPE.get(tensor.data_type, 1)

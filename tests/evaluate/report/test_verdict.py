@@ -330,6 +330,7 @@ def _without_times(*steps, task="translation"):
         ([("better", 9, 39.2, 1.0, 0.01), ("bad", 2, 31.3, -7.0, 0.002)], "better"),
         ([("noise", 2, 38.4, -1e-8, 0.001)], "noise"),  # the order of additions
         ([("larger", 11, 38.2, 0.0, 1.0)], None),
+        ([("a thousandth smaller", 9.99, 38.2, 0.0, 1.0)], None),
     ],
 )
 def test_smallest_step_is_recommended_without_times(steps, expected):

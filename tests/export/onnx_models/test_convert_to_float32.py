@@ -11,7 +11,8 @@ from onnx.reference import ReferenceEvaluator
 
 from smelt.core.messages import message_codes
 from smelt.export.onnx_models.normalize_graph import match_nodes, normalize_graph
-from smelt.export.onnx_models.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
+from smelt.export.onnx_models.quantize_onnx import QuantizeOnnx
+from smelt.export.onnx_models.settings import QuantizeOnnxSettings
 from smelt.runtimes.graph_walk import all_nodes
 from tests.support import harness
 from tests.support.graphs import imported_graphs as graphs

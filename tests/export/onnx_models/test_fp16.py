@@ -16,8 +16,8 @@ from smelt.data.npz_arrays import SampleArrays
 from smelt.data.splits import split_from_arrays
 from smelt.export import fp16_range, graph_files
 from smelt.export.convert_to_half import convert_to_half
+from smelt.export.onnx_models.fp16 import Fp16, Fp16Settings, float32_nodes
 from smelt.export.onnx_models.prepare_for_quantizer import constants_to_initializers
-from smelt.export.onnx_models.stages import Fp16, Fp16Settings, float32_nodes
 from tests.support import harness
 from tests.support.expected_errors import raises_code
 from tests.support.graphs import imported_graphs as graphs

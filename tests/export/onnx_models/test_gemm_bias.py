@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from onnx import helper, numpy_helper
 
-from smelt.export.onnx_models.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
+from smelt.export.onnx_models.quantize_onnx import QuantizeOnnx
+from smelt.export.onnx_models.settings import QuantizeOnnxSettings
 from tests.support import harness
 from tests.support.graphs import imported_graphs as graphs
 

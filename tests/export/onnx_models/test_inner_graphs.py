@@ -13,10 +13,12 @@ from onnx.reference import ReferenceEvaluator
 from smelt.core.messages import message_codes
 from smelt.data.npz_arrays import SampleArrays
 from smelt.data.splits import split_from_arrays
-from smelt.export.onnx_models import stages
+from smelt.export.onnx_models import simplify
+from smelt.export.onnx_models.fp16 import Fp16, Fp16Settings
 from smelt.export.onnx_models.normalize_graph import normalize_graph
-from smelt.export.onnx_models.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
-from smelt.export.onnx_models.stages import Fp16, Fp16Settings, Simplify, SimplifySettings
+from smelt.export.onnx_models.quantize_onnx import QuantizeOnnx
+from smelt.export.onnx_models.settings import QuantizeOnnxSettings
+from smelt.export.onnx_models.simplify import Simplify, SimplifySettings
 from smelt.runtimes.graph_walk import all_nodes
 from tests.support import harness
 from tests.support.graphs import imported_graphs as graphs
@@ -253,9 +255,9 @@ def test_loop_with_zero_iterations_returns_its_inputs(tmp_path: Path) -> None:
 
 def test_functions_are_inlined_before_simplifying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        stages,
+        simplify,
         "run_isolated",
-        lambda module, arguments, limits: stages.subprocess_main(arguments),
+        lambda module, arguments, limits: simplify.subprocess_main(arguments),
     )
     ctx = run(Simplify(), SimplifySettings(), functions(), tmp_path)
     simplified = onnx.load(tmp_path / "out/model.onnx")

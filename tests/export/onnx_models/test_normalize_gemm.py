@@ -8,7 +8,8 @@ import pytest
 from onnx import helper, numpy_helper
 
 from smelt.export.onnx_models.prepare_for_quantizer import fold_gemm_factors
-from smelt.export.onnx_models.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
+from smelt.export.onnx_models.quantize_onnx import QuantizeOnnx
+from smelt.export.onnx_models.settings import QuantizeOnnxSettings
 from smelt.runtimes.onnx_session import open_onnx_session
 from tests.support import harness
 from tests.support.graphs import imported_graphs as graphs

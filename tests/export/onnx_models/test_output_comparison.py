@@ -12,7 +12,8 @@ from smelt.core.errors import ParityError
 from smelt.core.messages import message_codes
 from smelt.export.onnx_models import quantize_onnx
 from smelt.export.onnx_models.output_comparison import OutputComparison
-from smelt.export.onnx_models.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
+from smelt.export.onnx_models.quantize_onnx import QuantizeOnnx
+from smelt.export.onnx_models.settings import QuantizeOnnxSettings
 from smelt.quantization.schemes.registry import GRAPH_SCHEMES, find_scheme
 from tests.support import harness
 from tests.support.graphs import imported_graphs as graphs

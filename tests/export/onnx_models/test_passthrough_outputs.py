@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from smelt.export.onnx_models.output_comparison import remove_passthrough_outputs
-from smelt.export.onnx_models.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
+from smelt.export.onnx_models.quantize_onnx import QuantizeOnnx
+from smelt.export.onnx_models.settings import QuantizeOnnxSettings
 from tests.support import harness
 from tests.support.graphs import imported_graphs as graphs
 

@@ -12,7 +12,8 @@ from smelt.core.errors import RunError
 from smelt.data.npz_arrays import SampleArrays
 from smelt.data.splits import split_from_arrays
 from smelt.export.onnx_models.prepare_for_quantizer import prepare_for_quantizer
-from smelt.export.onnx_models.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
+from smelt.export.onnx_models.quantize_onnx import QuantizeOnnx
+from smelt.export.onnx_models.settings import QuantizeOnnxSettings
 from smelt.runtimes.onnx_session import open_onnx_session
 from tests.support import harness
 from tests.support.graphs import imported_graphs as graphs

@@ -16,7 +16,8 @@ from smelt.core.messages import message_codes
 from smelt.data.npz_arrays import SampleArrays
 from smelt.data.splits import split_from_arrays
 from smelt.export.onnx_models import quantize_onnx
-from smelt.export.onnx_models.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
+from smelt.export.onnx_models.quantize_onnx import QuantizeOnnx
+from smelt.export.onnx_models.settings import QuantizeOnnxSettings
 from tests.support import harness
 from tests.support.expected_errors import raises_code
 from tests.support.graphs import imported_graphs as graphs
@@ -103,7 +104,6 @@ def test_conv_requires_static_quantization(tmp_path: Path) -> None:
     [
         {"calibration_method": "entropy"},
         {"target": "tensorrt"},
-        {"scheme": "int4"},
         {"calibration_samples": 0},
     ],
 )

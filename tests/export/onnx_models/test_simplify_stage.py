@@ -1,6 +1,7 @@
 """A simplified graph is kept where it computes the same, in a process that may fail."""
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,10 @@ import pytest
 from onnx import helper, numpy_helper
 
 from smelt.core.errors import InputError
-from smelt.core.messages import message_codes, warning
+from smelt.core.messages import Message, message_codes, warning
 from smelt.core.system import IsolatedProcessError
-from smelt.export.onnx_models import stages
-from smelt.export.onnx_models.stages import Simplify, SimplifySettings
+from smelt.export.onnx_models import simplify
+from smelt.export.onnx_models.simplify import Simplify, SimplifySettings
 from tests.support import harness
 from tests.support.expected_errors import raises_code
 from tests.support.graphs import imported_graphs as graphs
@@ -26,9 +27,9 @@ def nodes_of(path: Path) -> list[str]:
 def asked_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simplify in this process; test_isolated_process.py tests the limits of a new one."""
     monkeypatch.setattr(
-        stages,
+        simplify,
         "run_isolated",
-        lambda module, arguments, limits: stages.subprocess_main(arguments),
+        lambda module, arguments, limits: simplify.subprocess_main(arguments),
     )
 
 
@@ -79,12 +80,41 @@ def test_simplified_graph_with_different_outputs_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, simplifier: Any, code: str
 ) -> None:
     monkeypatch.setattr("smelt.export.simplify_graph.run_onnxsim", simplifier)
+    monkeypatch.setattr("onnxslim.slim", lambda model: simplifier_of_model(model, simplifier))
     source = graphs.make_artifact(tmp_path / "src", graphs.two_layer_classifier())
     data = {"calibration": graphs.make_split()}
     ctx = harness.run_stage(Simplify(), SimplifySettings(), source, tmp_path / "out", data=data)
     assert (tmp_path / "out/model.onnx").read_bytes() == (tmp_path / "src/model.onnx").read_bytes()
-    assert message_codes(ctx.warnings) == [code]
+    assert message_codes(ctx.warnings) == [code, code.replace("onnxsim", "onnxslim")]
     assert "parity" not in ctx.details  # the graph that was thrown away had it
+
+
+def simplifier_of_model(model: Any, simplifier: Any) -> Any:
+    """Return what the second tool gives where it has the same fault."""
+    with TemporaryDirectory() as folder:
+        result = simplifier(graphs.save_model(model, Path(folder, "model.onnx")), Path(folder))
+    if isinstance(result, Message):
+        raise ValueError("why")
+    return result
+
+
+@pytest.mark.usefixtures("asked_here")
+@pytest.mark.parametrize("installed", [True, False])
+def test_onnxslim_is_used_where_onnxsim_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    monkeypatch.setattr("smelt.export.simplify_graph.run_onnxsim", broken)
+    if not installed:
+        monkeypatch.setattr(simplify, "find_spec", lambda name: None)
+    source = graphs.make_artifact(tmp_path / "src", graphs.two_layer_classifier())
+    split = graphs.make_split()
+    data = {"calibration": split}
+    ctx = harness.run_stage(Simplify(), SimplifySettings(), source, tmp_path / "out", data=data)
+    assert ("Identity" in nodes_of(tmp_path / "out")) is not installed
+    assert message_codes(ctx.warnings) == ([] if installed else ["outputs-changed"])
+    assert ctx.details.get("simplified_by") == ("onnxslim" if installed else None)
+    outputs = [graphs.class_logits(tmp_path / side / "model.onnx", split) for side in ("out", "src")]
+    np.testing.assert_allclose(*outputs, rtol=1e-5, atol=1e-5)
 
 
 def test_killed_simplifier_process_leaves_graph_unchanged(
@@ -96,11 +126,11 @@ def test_killed_simplifier_process_leaves_graph_unchanged(
         limits.append(limit)
         raise IsolatedProcessError("it took more than 7 s of processor time", "time-limit")
 
-    monkeypatch.setattr(stages, "run_isolated", stopped)
+    monkeypatch.setattr(simplify, "run_isolated", stopped)
     source = graphs.make_artifact(tmp_path / "src", graphs.two_layer_classifier())
     settings = SimplifySettings(seconds=7, memory_gb=2)
     ctx = harness.run_stage(Simplify(), settings, source, tmp_path / "out")
-    assert limits == [(2_000_000_000, 7)]
+    assert limits == [(2_000_000_000, 7)] * 2  # of onnxsim and of onnxslim
     assert "time-limit" in message_codes(ctx.warnings)
     assert nodes_of(tmp_path / "out") == nodes_of(tmp_path / "src")
 
@@ -134,6 +164,7 @@ def test_rounding_of_large_softmax_is_no_difference(
         return model
 
     monkeypatch.setattr("smelt.export.simplify_graph.run_onnxsim", changed)
+    monkeypatch.setattr(simplify, "find_spec", lambda name: None)
     source = graphs.make_artifact(tmp_path / "src", model)
     data = {"calibration": graphs.make_split()}
     ctx = harness.run_stage(Simplify(), SimplifySettings(), source, tmp_path / "out", data=data)
@@ -142,7 +173,7 @@ def test_rounding_of_large_softmax_is_no_difference(
 
 
 @pytest.mark.usefixtures("asked_here")
-def test_missing_shapes_are_inferred_or_requested(tmp_path: Path) -> None:
+def test_missing_shapes_are_inferred_or_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = graphs.two_layer_classifier()
     model.graph.output[0].type.tensor_type.ClearField("shape")
     source = graphs.make_artifact(tmp_path / "src", model)
@@ -153,4 +184,7 @@ def test_missing_shapes_are_inferred_or_requested(tmp_path: Path) -> None:
     model.graph.input[0].type.tensor_type.ClearField("shape")
     source_copy = graphs.make_artifact(tmp_path / "other", model)
     ctx = harness.run_stage(Simplify(), SimplifySettings(), source_copy, tmp_path / "out2", data=data)
+    assert ctx.details["simplified_by"] == "onnxslim"  # which needs no number of dimensions
+    monkeypatch.setattr(simplify, "find_spec", lambda name: None)
+    ctx = harness.run_stage(Simplify(), SimplifySettings(), source_copy, tmp_path / "out3", data=data)
     assert message_codes(ctx.warnings) == ["missing-shape"]

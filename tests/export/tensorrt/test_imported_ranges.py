@@ -9,8 +9,10 @@ from smelt.core.errors import InputError, RunError
 from smelt.core.messages import message_codes
 from smelt.data.npz_arrays import SampleArrays
 from smelt.data.splits import split_from_arrays
-from smelt.export.onnx_models.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
-from smelt.export.onnx_models.stages import Fp16, Fp16Settings, Simplify, SimplifySettings
+from smelt.export.onnx_models.fp16 import Fp16, Fp16Settings
+from smelt.export.onnx_models.quantize_onnx import QuantizeOnnx
+from smelt.export.onnx_models.settings import QuantizeOnnxSettings
+from smelt.export.onnx_models.simplify import Simplify, SimplifySettings
 from smelt.export.settings import TensorrtSettings
 from smelt.export.tensorrt.build_engine import SizeRange
 from smelt.export.tensorrt.preflight import check_profile

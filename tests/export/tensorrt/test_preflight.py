@@ -71,6 +71,37 @@ def test_mask_with_minus_infinity_is_only_a_warning(tmp_path: Path) -> None:
     assert "'mask'" in warnings[0].location
 
 
+@pytest.mark.parametrize(("last", "is_mask"), [("ArgMax", False), ("TopK", False), ("Softmax", True)])
+def test_minus_infinity_before_selection_is_no_mask(tmp_path: Path, last: str, is_mask: bool) -> None:
+    nodes = [
+        helper.make_node("Less", ["x", "zero"], ["negative"]),
+        helper.make_node("Where", ["negative", "minus_infinity", "x"], ["allowed"]),
+        helper.make_node("Reshape", ["allowed", "rows"], ["flat"]),
+        helper.make_node(
+            last,
+            ["flat", "k"] if last == "TopK" else ["flat"],
+            ["values", "y"] if last == "TopK" else ["y"],
+        ),
+    ]
+    weights = {"zero": np.float32(0), "minus_infinity": np.float32(-np.inf), "rows": np.array([-1, 4])}
+    errors, warnings = check(graph(nodes, weights | {"k": np.array([2])}), tmp_path)
+    assert errors == []
+    assert [problem.rule for problem in warnings] == (["mask"] if is_mask else [])
+
+
+def test_classical_model_gets_no_advice_about_exporter(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Scaler", ["x"], ["scaled"], domain="ai.onnx.ml", offset=[0.0], scale=[1.0]),
+        helper.make_node("QuantizeLinear", ["scaled", "s", "z"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"]),
+    ]
+    weights = {"s": np.float32(0.1), "z": np.uint8(3)}
+    errors, _ = check(graph(nodes, weights, domain="ai.onnx.ml"), tmp_path)
+    assert {"foreign-operator", "zero-point"} <= {problem.rule for problem in errors}
+    assert not any("target: tensorrt" in problem.text for problem in errors)
+    assert all(problem.hint for problem in errors)
+
+
 def test_missing_external_weights_and_damaged_files_are_named(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     onnx.save(

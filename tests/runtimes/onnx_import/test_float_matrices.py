@@ -23,3 +23,18 @@ def test_quantized_weights_vectors_and_unused_tensors_are_not_counted() -> None:
     assert float_matrices_message([model]) is None
     model.graph.initializer.add(name="lonely", data_type=TensorProto.FLOAT, dims=[100, 100])
     assert float_matrices_message([model]) is None
+
+
+def test_scales_of_blocks_are_not_counted() -> None:
+    model = graphs.two_layer_classifier()
+    for tensor in list(model.graph.initializer):
+        if len(tensor.dims) > 1:
+            codes = np.zeros(tuple(tensor.dims), np.int8)
+            model.graph.initializer.append(numpy_helper.from_array(codes, f"{tensor.name}.codes"))
+            model.graph.node.add(
+                op_type="DequantizeLinear",
+                input=[f"{tensor.name}.codes", tensor.name],
+                output=["d" + tensor.name],
+            )
+    del model.graph.node[:6]
+    assert float_matrices_message([model]) is None

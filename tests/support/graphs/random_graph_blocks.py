@@ -80,6 +80,21 @@ def dense(w: GraphWriter, value: str, shape: Shape) -> tuple[str, Shape]:
     return product, (*shape[:-1], width)
 
 
+def quantized(w: GraphWriter, value: str, shape: Shape) -> tuple[str, Shape]:
+    """A product of QuantizeLinear and DequantizeLinear pairs, one scale per output at times."""
+    if w.opset < 10:
+        return dense(w, value, shape)
+    width = w.one_of(_WIDTHS)
+    grid = [w.constant(np.float32(0.05), "scale"), w.constant(np.uint8(128), "zero")]
+    value = w.node("DequantizeLinear", [w.node("QuantizeLinear", [value, *grid]), *grid])
+    codes = w.constant(w.random.integers(-127, 128, (shape[-1], width)).astype(np.int8), "codes")
+    count = (width,) if w.opset >= 13 and w.chance() else ()
+    scales = w.constant(np.full(count, 0.01, np.float32), "scale")
+    zeros = w.constant(np.zeros(count, np.int8), "zero")
+    weight = w.node("DequantizeLinear", [codes, scales, zeros], **({"axis": 1} if count else {}))
+    return w.node("MatMul", [value, weight]), (*shape[:-1], width)
+
+
 def gemm(w: GraphWriter, value: str, shape: Shape) -> tuple[str, Shape]:
     value, shape = flat(w, value, shape)
     width, attributes = w.one_of(_WIDTHS), {}
@@ -314,7 +329,7 @@ def _mask(w: GraphWriter, steps: int) -> str:
         for graph_input in w.inputs
         if graph_input.values == "mask" and graph_input.dtype == dtype
     ]
-    mask_options = {} if dtype == "float32" else {"most": 2}
+    mask_options = {} if dtype == "float32" else {"max_value": 2}
     mask = masks[0] if masks else w.input(dtype, (steps,), "mask", values="mask", **mask_options)
     mask = w.axes("Unsqueeze", w.axes("Unsqueeze", mask, [1], 13), [2], 13)
     if dtype != "float32":
@@ -444,10 +459,17 @@ def _sequence(w: GraphWriter) -> tuple[str, Shape]:
     return w.node("Gather", [w.matrix(10, shape[1], fan_in=1), ids], axis=0), shape
 
 
-_INPUT_WRITERS = {"mlp": _row, "cnn": _image, "attention": _sequence, "recurrent": _sequence, "control": _row}
+_INPUT_WRITERS = {
+    "mlp": _row,
+    "cnn": _image,
+    "attention": _sequence,
+    "recurrent": _sequence,
+    "control": _row,
+    "quantized": _row,
+}
 _FIRST_BLOCKS: dict[str, list[Block]] = {
     "cnn": [conv, skip], "attention": [attention], "recurrent": [recurrent],
-    "control": [branches, loop, scan],
+    "control": [branches, loop, scan], "quantized": [quantized],
 }  # fmt: skip
 _BLOCKS_BY_RANK: dict[int, list[Block]] = {
     1: [dense, gemm, activation, norm, residual, function, parts, nothing, branches, loop],

@@ -5,7 +5,7 @@
 
 A graph is a few blocks (random_graph_blocks.py) between its inputs and its outputs. What varies in all of
 them: the opset (9 to 23), the IR version, where constants lie, names, the size of the batch, the values of
-the inputs, and weights: some are shared, zero, tiny, large, or have one large column.
+the inputs, and weights: some are float16, shared, zero, tiny, large, or have one large column.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 Shape = tuple[int, ...]
 Draw = Callable[[Any], Any]
-KINDS = ("mlp", "cnn", "attention", "recurrent", "control")
+KINDS = ("mlp", "cnn", "attention", "recurrent", "control", "quantized")
 _OPSETS = (9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23)
 _ODD_NAMES = (
     "0",
@@ -235,7 +235,21 @@ def random_graphs(draw: Draw, kinds: Sequence[str] = KINDS) -> RandomGraph:
     kind = w.one_of(list(kinds))
     w.blocks.append(kind)
     outputs = random_graph_blocks.write_blocks(w, kind)
-    return RandomGraph(_model(w, outputs), tuple(w.inputs), _BATCH_SIZES[batch], tuple(w.blocks))
+    model = _model(w, outputs)
+    if kind != "quantized" and w.chance(6):
+        w.blocks.append("half")
+        model = _in_half(model)
+    return RandomGraph(model, tuple(w.inputs), _BATCH_SIZES[batch], tuple(w.blocks))
+
+
+def _in_half(model: Any) -> Any:
+    """Return the model with float16 weights and float32 ends, as ONNX Runtime's tool writes it."""
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+
+    try:
+        return convert_float_to_float16(model, keep_io_types=True, disable_shape_infer=True)
+    except Exception:  # it does not know all operators
+        return model
 
 
 def _model(w: GraphWriter, ends: list[tuple[str, int, Sequence[Any] | None]]) -> Any:

@@ -36,7 +36,7 @@ _WORKER_IMPORTS = [
 ]
 _ISOLATED_IMPORTS = [
     *("smelt.runtimes.onnx_import.validate_graph", "smelt.runtimes.onnx_import.trial_run"),
-    *("smelt.export.onnx_models.output_comparison", "smelt.export.onnx_models.stages"),
+    *("smelt.export.onnx_models.output_comparison", "smelt.export.onnx_models.simplify"),
     *("onnx", "onnx.shape_inference", "onnxruntime"),
 ]
 _NOT_FORKED = (

@@ -1,9 +1,10 @@
 """Drawn graphs through the stages for ONNX: `python staged_graphs.py DRAWS HOME [SEED]` prints what is wrong.
 
-Each graph that onnx and ONNX Runtime take by itself goes through `simplify`, `quantize-onnx` in four ways
-and `fp16`. A stage may refuse it with an error that has a code. What it writes must be a valid file that runs
-with one thread and with two, and gives what the graph gave, or a warning. A draw has a process of its own,
-with limits: what a native library does there ends that draw alone.
+Each graph that onnx and ONNX Runtime take by itself goes through `simplify`, `quantize-onnx` in seven ways
+and `fp16`; a graph that is quantized already must be recognized, and goes through `simplify`. A stage may
+refuse it with an error that has a code. What it writes must be a valid file that runs with one thread and
+with two, and gives what the graph gave, or a warning. A draw has a process of its own, with limits: what a
+native library does there ends that draw alone.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ TOLERANCES = {
     "minmax": 0.4,
     "entropy": 0.4,
     "percentile": 0.4,
+    "qoperator": 0.4,
+    "int8-weight-only": 0.4,
+    "int4": 0.4,
 }
 STAGES = tuple(TOLERANCES)
 
@@ -64,8 +68,13 @@ def find_faults(
     A stage that crashes once more with its native parts in processes of their own, as a user has them, is
     wrong; else those are part of the process that is watched here, which takes a tenth of the time.
     """
+    from smelt.runtimes.onnx_import.graph_files import count_quantized_tensors
+
     outcomes, remaining = [], list(stages)
     problems: list[str] = []
+    if any(node.op_type == "DequantizeLinear" for node in graph.model.graph.node):
+        remaining = [stage for stage in stages if stage == "simplify"]  # a plan refuses the others
+        problems += [] if count_quantized_tensors(graph.model) else ["the plan: not seen as quantized"]
     while remaining:
         lines, signaled = _run_forked(
             lambda tell, some=remaining: _run_stages(graph, folder, some, True, tell), folder
@@ -145,7 +154,7 @@ def _run_requests_inline() -> None:
         main = getattr(importlib.import_module(module), function or "subprocess_main")
         return json.loads(json.dumps(main(list(arguments))))
 
-    for name in ("smelt.export.onnx_models.stages", "smelt.runtimes.onnx_import.trial_run"):
+    for name in ("smelt.export.onnx_models.simplify", "smelt.runtimes.onnx_import.trial_run"):
         importlib.import_module(name).run_isolated = run_here  # type: ignore[attr-defined]
 
 
@@ -190,8 +199,10 @@ def _run_stage(
 
 
 def _stage_and_settings(name: str) -> tuple[Any, Any]:
-    from smelt.export.onnx_models.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
-    from smelt.export.onnx_models.stages import Fp16, Fp16Settings, Simplify, SimplifySettings
+    from smelt.export.onnx_models.fp16 import Fp16, Fp16Settings
+    from smelt.export.onnx_models.quantize_onnx import QuantizeOnnx
+    from smelt.export.onnx_models.settings import WEIGHT_ONLY_SCHEMES, QuantizeOnnxSettings
+    from smelt.export.onnx_models.simplify import Simplify, SimplifySettings
 
     if name == "simplify":
         return Simplify(), SimplifySettings()
@@ -199,6 +210,10 @@ def _stage_and_settings(name: str) -> tuple[Any, Any]:
         return Fp16(), Fp16Settings()
     if name == "dynamic":
         return QuantizeOnnx(), QuantizeOnnxSettings(scheme="int8-dynamic")
+    if name == "qoperator":
+        return QuantizeOnnx(), QuantizeOnnxSettings(scheme="int8-static", quant_format="qoperator")
+    if name in WEIGHT_ONLY_SCHEMES:
+        return QuantizeOnnx(), QuantizeOnnxSettings(scheme=name)
     return QuantizeOnnx(), QuantizeOnnxSettings(scheme="int8-static", calibration_method=name)  # type: ignore[arg-type]
 
 

@@ -11,7 +11,7 @@ from smelt.data.splits import Columns
 from smelt.pipeline.recipe.stages import load_stage
 from smelt.tasks.read_split import read_split
 from tests.support import harness
-from tests.support.models import causal, seq2seq, tiny
+from tests.support.models import causal, tiny
 from tests.support.standins.pretend_gpu import pretend_gpu
 
 _ = transformers.Trainer  # likewise
@@ -30,13 +30,10 @@ CASES = {
         {"finetune": TRAINING | {"learned_masks": {"keep_ratio": 0.5, "targets": ["heads", "ffn", "width"]}}},
     ),
     "gradual": ("llama", {"finetune": TRAINING | {"sparsify": {"sparsity": 0.5}}}),
-    "qat": ("marian", {"quantize": {"scheme": "int8-static"}, "finetune": TRAINING}),
     "lsq": ("llama", {"quantize": {"scheme": "int4"}, "finetune": TRAINING | {"qat": {"scales": "lsq"}}}),
     "gptq": ("llama", {"quantize": {"scheme": "int4", "method": "gptq"}}),
     "awq": ("llama", {"quantize": {"scheme": "int4", "method": "awq"}}),
     "units": ("marian", {"prune": UNITS | {"importance": "taylor"}}),
-    "units with biases": ("t5", {"prune": UNITS | {"importance": "fisher"}}),
-    "units of codes": ("llama", {"quantize": {"scheme": "int4"}, "prune": UNITS}),
     "width": ("marian", {"prune": {"targets": ["width"], "keep_ratio": 0.5, "importance": "taylor"}}),
     "svd": ("llama", {"factorize": {"keep_ratio": 0.7, "optimize_for": "size"}}),
     "sparsegpt": ("llama", {"sparsify": {"sparsity": 0.5, "method": "sparsegpt"}}),
@@ -50,7 +47,6 @@ def sources(tmp_path_factory):
     pairs, lines = tiny.write_pairs(folder / "pairs.jsonl", rows=16), causal.write_lines(folder / "lines.txt")
     return {
         "marian": (tiny.write_marian(folder / "marian"), pairs, "translation"),
-        "t5": (seq2seq.write_t5(folder / "t5"), pairs, "translation"),
         "llama": (causal.write_model(folder / "llama", "llama"), lines, "language-modeling"),
     }
 

@@ -187,19 +187,14 @@ def test_shared_layer_with_one_excluded_name_is_not_quantized(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "scheme", "simplify"),
-    [
-        ("bert", None, True),
-        pytest.param("t5", "int8-dynamic", True, marks=needs_vnni),
-        ("marian", "int4", False),
-    ],
+    ("family", "scheme"), [("bert", None), pytest.param("t5", "int8-dynamic", marks=needs_vnni)]
 )
-def test_graphs_store_shared_matrices_once(family, scheme, simplify, tmp_path):
+def test_graphs_store_shared_matrices_once(family, scheme, tmp_path):
     source = share_weights(family, tmp_path / "shared")
     if scheme:
         settings = QuantizeSettings(scheme=scheme)
         source = every_family.run_stage(Quantize(), settings, source, family, tmp_path / "codes").out
-    ctx = every_family.run_stage(Onnx(), OnnxSettings(simplify=simplify), source, family, tmp_path / "graphs")
+    ctx = every_family.run_stage(Onnx(), OnnxSettings(), source, family, tmp_path / "graphs")
     assert set(ctx.details["parity"]) == set(ctx.details["graphs"])  # a graph that disagrees raises
     for path in ctx.out.glob("*.onnx"):
         matrix_counts = Counter(

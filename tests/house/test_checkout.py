@@ -31,16 +31,6 @@ def test_editable_install_is_imported(above: Path) -> None:
     assert (done.returncode, done.stdout[:5]) == (0, "smelt"), done.stderr
 
 
-def test_later_package_on_path_is_imported(above: Path, tmp_path: Path) -> None:
-    """As a wheel in site-packages does; here without those, so that the editable install is none."""
-    core = tmp_path / "site" / "smelt" / "core"
-    core.mkdir(parents=True)
-    (core / "__init__.py").touch()
-    (core.parent / "__init__.py").write_text("def run(): ...\n")
-    done = python(above, "-S", "-c", SAID, PYTHONPATH=str(tmp_path / "site"))
-    assert done.stdout.split() == [str(core.parent / "__init__.py"), str(core / "__init__.py")], done.stderr
-
-
 @pytest.mark.parametrize("code", ["import smelt", "from smelt import run", "import smelt.core"])
 def test_import_without_install_explains_error(above: Path, code: str) -> None:
     done = python(above, "-S", "-c", code)

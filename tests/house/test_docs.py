@@ -125,10 +125,6 @@ RECIPES = [(page, number) for page in PAGES for number in range(len(recipes(page
 PAGES_WITH_COMMANDS = [page for page in PAGES if smelt_arguments(page.read_text(encoding="utf-8"))]
 
 
-def test_readme_has_commands() -> None:
-    assert ROOT / "README.md" in PAGES_WITH_COMMANDS
-
-
 @pytest.mark.parametrize("page", PAGES_WITH_COMMANDS, ids=name_of)
 def test_smelt_commands_exist(page: Path) -> None:
     for arguments in smelt_arguments(page.read_text(encoding="utf-8")):
@@ -136,10 +132,6 @@ def test_smelt_commands_exist(page: Path) -> None:
             check_command(arguments)
         except click.UsageError as error:
             pytest.fail(f"smelt {shlex.join(arguments)}: {error.format_message()}")
-
-
-def test_readme_has_recipe_for_each_task() -> None:
-    assert len(recipes(ROOT / "README.md")) == 2
 
 
 @pytest.mark.parametrize(("page", "number"), RECIPES, ids=[f"{name_of(p)}-{n}" for p, n in RECIPES])
@@ -244,8 +236,3 @@ def all_settings(base: type[Settings]) -> Iterator[type[Settings]]:
     for model in base.__subclasses__():
         yield model
         yield from all_settings(model)
-
-
-@pytest.mark.parametrize("name", settings_tables.TABLES)
-def test_every_setting_has_a_description(name: str) -> None:
-    assert [path for path, setting, _ in settings_tables.rows(name) if not setting.description] == []

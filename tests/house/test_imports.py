@@ -86,43 +86,6 @@ def test_cli_help_does_not_import_pydantic() -> None:
     assert python(code) is False
 
 
-def repeated_imports(source: str) -> list[str]:
-    """Names that a function or `if TYPE_CHECKING` imports although the module has imported them already."""
-    tree = ast.parse(source)
-    first_lines: dict[tuple[str | None, str, str | None], int] = {}
-    repeated = []
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-    for node in sorted(nodes, key=lambda node: node not in tree.body):
-        for alias in node.names:
-            key = (getattr(node, "module", None), alias.name, alias.asname)
-            if key in first_lines:
-                repeated.append(f"{node.lineno}: {alias.name}, imported in line {first_lines[key]}")
-            elif node in tree.body:
-                first_lines[key] = node.lineno
-    return repeated
-
-
-def test_functions_do_not_repeat_module_imports() -> None:
-    lines_by_module = {
-        name: repeated_imports(path.read_text(encoding="utf-8")) for name, path in modules().items()
-    }
-    assert {name: lines for name, lines in lines_by_module.items() if lines} == {}
-    body = "import a\nfrom b import c\nif a:\n    from b import c, d\ndef f():\n    import a, e\n"
-    assert [line.split(",")[0] for line in repeated_imports(body)] == ["4: c", "6: a"]
-
-
-def run_smelt(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "smelt", *arguments]
-    return subprocess.run(command, cwd=Path.home(), check=False, capture_output=True, text=True, timeout=60)
-
-
-def test_help_lists_commands() -> None:
-    done = run_smelt("--help")
-    assert done.returncode == 0, done.stderr
-    for command in ("init", "run", "plan", "stages", "eval", "predict", "bench", "report", "store", "doctor"):
-        assert f"\n  {command} " in done.stdout, done.stdout
-
-
 MEASURING = (
     "factorize.svd", "prune.importances.scores", "prune.width", "drop_layers.select_layers",
     "drop_layers.drop_parts", "quantize.ranges",

@@ -15,10 +15,6 @@ SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.yaml"))
 
 
-def test_quickstart_ships() -> None:
-    assert "quickstart" in [path.stem for path in SHIPPED]
-
-
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_recipe_is_found_by_name_and_planned(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from smelt.pipeline.plan.load_plan import load_plan
@@ -55,11 +51,3 @@ def test_benchmark_recipe_is_valid(path: Path) -> None:
         text = dump_yaml(value)
     recipe = parse_recipe(text, path)
     assert set(recipe.score.quality) <= set(METRICS_BY_TASK[recipe.task])
-
-
-def test_quickstart_shows_every_kind_of_stage() -> None:
-    from tests.support.parsed_recipes import parse_recipe
-
-    path = ROOT / "configs" / "quickstart.yaml"
-    stage_names = {stage_entry.stage for stage_entry in parse_recipe(path.read_text(), path).stages}
-    assert stage_names >= {"prune", "factorize", "distill", "quantize", "onnx", "tensorrt"}

@@ -1,5 +1,6 @@
 """Several processes compute the training of one."""
 
+import functools
 import json
 
 import pytest
@@ -27,10 +28,21 @@ def trained(tmp_path_factory):
     return folder, work
 
 
+@pytest.fixture(scope="module")
+def train_alone(trained, tmp_path_factory):
+    """Return what one process trains of a case, once."""
+
+    @functools.cache
+    def train(name):
+        return parallel_training.train(trained[0], tmp_path_factory.mktemp("alone"), name)
+
+    return train
+
+
 @pytest.mark.parametrize("name", [*CASES, *(f"{name}/fsdp" for name in DIVIDED), "finetune/fsdp/resumed"])
-def test_two_processes_compute_losses_of_one(trained, tmp_path, name):
-    folder, work = trained
-    alone = parallel_training.train(folder, tmp_path, name.partition("/")[0]).details
+def test_two_processes_compute_losses_of_one(trained, train_alone, name):
+    _, work = trained
+    alone = train_alone(name.partition("/")[0]).details
     together = json.loads(parallel_training.details_file(work, name).read_text())
     single, double = alone["training"], together["training"]
     assert double["curve"]["step"] == single["curve"]["step"] == list(range(1, SHORT["max_steps"] + 1))
@@ -45,10 +57,10 @@ def test_two_processes_compute_losses_of_one(trained, tmp_path, name):
     assert alone.keys() == together.keys()
 
 
-def test_fsdp_checkpoint_resumes_in_one_process(trained, tmp_path):
+def test_fsdp_checkpoint_resumes_in_one_process(trained, train_alone, tmp_path):
     folder, work = trained
     lines = []
-    alone = parallel_training.train(folder, tmp_path / "alone", "finetune").details["training"]
+    alone = train_alone("finetune").details["training"]
     unfinished = work / "stopped-fsdp"
     ctx = parallel_training.train(folder, tmp_path, "finetune", unfinished=unfinished, log=lines.append)
     assert ["3" in line for line in lines if "resuming" in line] == [True]

@@ -9,8 +9,6 @@ from smelt.models.families.registry import blocks_of, model_attentions
 from tests.support.models import every_family
 from tests.support.models.every_family import DISTINCT_FAMILIES
 
-SCORED = [name for name in DISTINCT_FAMILIES if name != "mpnet"]  # which makes them inside of its forward
-
 
 def batch(model):
     """Two texts, of which one is padded, and what comes out."""
@@ -55,35 +53,6 @@ def test_captured_hidden_states_equal_transformers(family):
             torch.testing.assert_close(states[stack, number], state)
     assert captured.states == {}
     assert hooks(model) == before
-
-
-@pytest.mark.parametrize("family", SCORED)
-def test_softmax_of_captured_scores_equals_transformers_attentions(family):
-    model, _ = load_model(every_family.model_with_layers(family, 2))
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        out = model(**batch(model), output_attentions=True, use_cache=False)
-    captured, request = CapturedTensors(), everything(model)
-    with torch.no_grad(), capture_tensors(model, CaptureRequest(scores=request.scores), captured):
-        rerun = model(**batch(model), use_cache=False)
-        scores = {position: list(layer_outputs) for position, layer_outputs in captured.scores.items()}
-    torch.testing.assert_close(rerun.logits, out.logits, rtol=1e-4, atol=1e-5)
-    assert model.config._attn_implementation == "eager"
-    assert not [m for m in model.modules() if "_smelt_reads" in vars(m)]
-    attention_mask = batch(model)["attention_mask"].bool()
-    for stack, layer_outputs in outputs_by_stack(model, out, "attentions").items():
-        for number, weights in enumerate(layer_outputs, 1):
-            layer_scores = scores[stack, number][0]
-            weighed = layer_scores.scores.masked_fill(~layer_scores.visible, -1e9).softmax(-1)
-            rows = torch.ones_like(weights[:, 0, :, 0]).bool() if "decoder" in stack else attention_mask
-            for row, is_token in enumerate(rows):
-                torch.testing.assert_close(
-                    weighed[row, :, is_token], weights[row, :, is_token], rtol=1e-4, atol=1e-5
-                )
-    if model.config.is_encoder_decoder:
-        crossed = scores["decoder_layers", 2][1]
-        weighed = crossed.scores.masked_fill(~crossed.visible, -1e9).softmax(-1)
-        torch.testing.assert_close(weighed, out.cross_attentions[1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", DISTINCT_FAMILIES)

@@ -8,10 +8,7 @@ from smelt.compress.distill import stage
 from smelt.compress.distill.settings import DistillSettings, SequenceSettings
 from smelt.compress.distill.stage import Distill, closest_by_bleu, count_targets, generate_targets
 from smelt.core.errors import InputError
-from smelt.generation.config import GenerationSettings
 from smelt.pipeline.plan.load_plan import load_plan
-from smelt.runtimes.predict_texts import generate_candidates
-from smelt.runtimes.registry import open_runner
 from tests.support import harness
 from tests.support.expected_errors import raises_code, raises_setting_codes
 from tests.support.models import tiny
@@ -38,16 +35,6 @@ def transformers_texts(folder, texts, **how):
             ids = model.generate(**words(text, return_tensors="pt"), max_new_tokens=6, **how)
         outputs.append(words.batch_decode(ids, skip_special_tokens=True))
     return outputs
-
-
-def test_candidates_equal_transformers_beam_search(teacher):
-    texts = tiny.SENTENCES[:4]
-    with open_runner(teacher, 1, "cpu") as runner:
-        candidate_lists = generate_candidates(
-            runner, texts, GenerationSettings(num_beams=4, max_new_tokens=6), 3, batch_size=4
-        )
-    assert candidate_lists == transformers_texts(teacher.path, texts, num_beams=4, num_return_sequences=3)
-    assert any(len(set(candidates)) > 1 for candidates in candidate_lists)
 
 
 def test_targets_are_best_beams_of_teacher(tmp_path, teacher, rows):
@@ -145,7 +132,7 @@ def test_sequence_level_is_rejected_for_classification():
 
 
 def test_onnx_teacher_can_generate_targets(tmp_path, monkeypatch):
-    tiny.write_marian(tmp_path / "model")
+    tiny.write_marian(tmp_path / "model", encoder_layers=1, decoder_layers=1)
     tiny.write_pairs(tmp_path / "rows.jsonl")
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(

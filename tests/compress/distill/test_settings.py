@@ -1,13 +1,9 @@
 """What `distill` leaves to the task: temperature, and how much labels count."""
 
-import json
-
 import pytest
 
 from smelt.compress.distill.settings import DistillSettings
-from smelt.compress.distill.stage import Distill
 from smelt.pipeline.plan.load_plan import load_plan
-from tests.support import harness
 from tests.support.models import tiny
 
 
@@ -66,20 +62,3 @@ def test_plan_stores_task_defaults(tmp_path):
     settings = load_plan(tmp_path / "r.yaml").step("distill").settings.model_dump(mode="json")
     losses = {name: weight for name, weight in settings["losses"].items() if weight is not None}
     assert (settings["temperature"], losses) == (1.0, {"logits": 1.0, "labels": 0.0})
-
-
-def test_stage_run_alone_uses_task_defaults(tmp_path):
-    rows = tiny.read_pairs(tmp_path)
-    source, losses = tiny.write_marian(tmp_path / "model"), []
-    short = {"max_steps": 3, "batch_size": 4, "precision": "fp32", "num_evals": 0, "learning_rate": 1e-3}
-    for name, more in (
-        ("left", {}),
-        ("said", {"losses": {"logits": 1.0, "labels": 0}, "temperature": 1.0}),
-        ("other", {"losses": {"logits": 1.0, "labels": 0.5}, "temperature": 2.0}),
-    ):
-        ctx = harness.run_stage(
-            Distill(), DistillSettings(**short, student={"decoder_layers": 1}, **more), source,
-            tmp_path / name, data=rows,
-        )  # fmt: skip
-        losses.append(json.dumps(ctx.details["training"]["train_loss"]))
-    assert losses[0] == losses[1] != losses[2]

@@ -4,12 +4,11 @@ import pytest
 import torch
 
 from smelt.calibration.sequential import PrefixCachedModel
-from smelt.compress.drop_layers.select_layers import ablation_losses, without_layers
+from smelt.compress.drop_layers.select_layers import without_layers
 from smelt.compress.drop_layers.settings import DropLayersSettings
 from smelt.compress.drop_layers.stage import DropLayers
 from smelt.models.checkpoint import load_model
 from smelt.models.families.registry import family_of
-from tests.support import harness
 from tests.support.models import every_family
 
 
@@ -57,19 +56,3 @@ def test_removed_layer_is_not_executed(family, is_computed):
             with without_layers(model, stacks, {(stacks[-1].name, 1)}, plain):
                 model(input_ids=ids, decoder_input_ids=ids)
     assert len(calls) == (3 if is_computed else 1)  # once, since nobody knew
-
-
-def test_other_removed_layers_can_change_between_evaluations(tmp_path):
-    model, _ = load_model(every_family.model_with_layers("llama", 3))
-    stacks, ids = family_of(model).stacks(model.config.to_dict()), torch.arange(5, 17).reshape(2, 6)
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids + 1}
-    first, last = ("layers", 0), ("layers", 2)
-
-    def gone_now(removed):
-        return without_layers(model, stacks, removed)
-
-    with ablation_losses(model, [batch], gone_now, harness.make_context(tmp_path / "out"), 2) as loss:
-        resumed_losses = [loss(frozenset([last]), last), loss(frozenset([first, last]), last)]
-        full_losses = [loss(frozenset([last])), loss(frozenset([first, last]))]
-    assert resumed_losses == full_losses
-    assert full_losses[0] != full_losses[1]

@@ -128,8 +128,8 @@ def test_convolution_ranks_follow_settings(settings):
     assert len(convolution_ranks(nn.Conv2d(3, 24, 7), FactorizeSettings(method="tucker", **settings))) == 1
 
 
-@pytest.mark.parametrize("method", ["tucker", "cp"])
-def test_factorized_convolutions_can_be_saved_trained_and_exported(method, source, tmp_path):
+def test_factorized_convolutions_can_be_saved_trained_and_exported(source, tmp_path):
+    method = "tucker"
     rows = images.read_rows(images.write_rows(tmp_path / "rows.jsonl"))
     settings = FactorizeSettings(method=method, keep_ratio=0.5)
     first = harness.run_stage(Factorize(), settings, source, tmp_path / "1", images.TASK, rows)

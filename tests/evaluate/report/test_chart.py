@@ -59,26 +59,6 @@ def test_chart_contains_steps_with_intervals(report):
     assert [name for name, point in points.items() if not point.competes] == ["quantize"]
 
 
-@pytest.mark.parametrize("size", [WIDE, NARROW])
-def test_chart_shows_titled_steps_with_speed_on_x_axis(report, size):
-    root, texts = drawn(report, size)
-    points = scatter_chart(validate_report(report)).points
-    assert [title.text for title in root.iter("title")] == [point.title for point in points]
-    marker_positions = [[float(m.get(axis)) for axis in "xy"] for m in root.iter("use")]
-    markers = {point.title: position for point, position in zip(points, marker_places(root), strict=True)}
-    assert len(marker_positions) >= len(points)
-    by_speed = sorted(points, key=lambda point: point.x)
-    assert [markers[p.title][0] for p in by_speed] == sorted(position[0] for position in markers.values())
-    by_score = sorted(points, key=lambda point: -point.y)
-    assert [markers[p.title][1] for p in by_score] == sorted(position[1] for position in markers.values())
-    for x, y in markers.values():
-        assert size.left < x < size.width - size.right
-        assert size.top < y < size.height - size.bottom
-    assert {point.name for point in points} <= texts.keys()
-    assert [point.name for point in points if texts[point.name][3]] == ["quantize"]
-    assert "log scale" in " ".join(texts)
-
-
 def marker_places(root):
     """Return (x, y) of the markers that have a title."""
     for group in root.iter("g"):
@@ -118,42 +98,6 @@ def test_chart_of_a_single_step_without_spread(report, size):
     assert HtmlOutline(render_html(report)).open == []
 
 
-def test_chart_labels_do_not_cover_each_other(report):
-    _, texts = drawn(report)
-    boxes = []
-    for point in scatter_chart(validate_report(report)).points:
-        x, y, anchor, _ = texts[point.name]
-        length = len(point.name) * 6
-        left_edge = {"start": x, "end": x - length, "middle": x - length / 2}[anchor]
-        boxes.append((left_edge, y - 10, left_edge + length, y))
-    for i, a in enumerate(boxes):
-        for b in boxes[:i]:
-            assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
-
-
-def test_figures_on_a_page_have_unique_ids_and_page_colors(report):
-    page = render_html(report)
-    ids = re.findall(r' id="([^"]+)"', page)
-    assert len(ids) == len(set(ids))
-    pictures = re.findall(r'<svg class="(wide|narrow|panels|stack)"(.*?</svg>)', page, re.DOTALL)
-    assert [name for name, _ in pictures] == ["wide", "narrow", "panels", "stack"]
-    for name, picture in pictures:
-        used_colors = set(re.findall(r"var\(--(\w+)\)", picture))
-        chart_colors = {"accent", "torch", "onnx"} if name in ("wide", "narrow") else {"good", "bad"}
-        assert {"card", "ink", "soft", "line"} | chart_colors <= used_colors <= PALETTES["light"].keys()
-        assert not re.search(r"#[0-9a-f]{6}|<style", picture)
-
-
-def test_names_are_escaped_in_charts(report):
-    name = "$\\frac{$ <b>&\x1b[2J"
-    report["steps"][0]["name"] = report["baseline"] = name
-    report["steps"][1]["parent"] = report["steps"][2]["parent"] = name
-    root, texts = drawn(report)
-    assert "$\\frac{$ <b>&\\x1b[2J" in texts
-    assert any(title.text.startswith("$\\frac{$ <b>&\\x1b[2J: ") for title in root.iter("title"))
-    assert chart_file(scatter_chart(validate_report(report)), PALETTES["light"], "png")
-
-
 def test_chart_files_have_both_themes_and_are_deterministic(report):
     files = chart_files(validate_report(report))
     assert files.keys() == set(CHART_FILES)
@@ -170,15 +114,6 @@ def test_chart_files_have_both_themes_and_are_deterministic(report):
             ]
             assert ({"baseline", "Pareto front"} if "report" in name else {"distill"}) <= set(texts)
             assert background in files[name].decode()
-
-
-def test_chart_without_speedup_shows_quality_and_size_only(report):
-    for step in report["steps"]:
-        step["latency"] = []
-    report["pareto_front"] = []
-    assert {re.split("[-.]", name)[0] for name in chart_files(validate_report(report))} == {"waterfall"}
-    report["steps"] = report["steps"][:1]
-    assert chart_files(validate_report(report)) == {}
 
 
 @pytest.mark.parametrize(("backend", "is_kept"), [("no-such-backend", False), ("pdf", True)])

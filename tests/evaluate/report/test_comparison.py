@@ -12,7 +12,6 @@ from smelt.core.errors import InputError
 from smelt.evaluate.quality import score_texts
 from smelt.evaluate.report.comparison import (
     compare_runs,
-    comparison_chart,
     comparison_html,
     comparison_markdown,
     comparison_plot,
@@ -221,30 +220,6 @@ def test_renderings_contain_numbers_and_escape_names(tmp_path):
     assert all(value in rendering for rendering in (page, text, table))
     assert "<script>" not in page + table
     assert max(map(len, text.splitlines()[: len(comparison["steps"])])) <= 80
-
-
-def test_chart_has_color_per_run_and_line_per_step(runs):
-    old, new, names = runs
-    comparison = compare_runs(read_runs([old, new]))
-    chart = comparison_chart(comparison)
-    assert [(name, color) for name, _, color in chart.legend] == [("old", "run0"), ("new", "run1")]
-    line_points = [chart.points[run_index] for run_index in chart.paths[1]]
-    step_entries = entry(comparison, names[1])
-    assert [(p.color, p.x, p.y, [p.y_low, p.y_high]) for p in line_points] == [
-        (
-            f"run{run_index}",
-            row["latency_ms"],
-            row["quality"]["bleu"]["value"],
-            row["quality"]["bleu"]["ci95"],
-        )
-        for run_index, row in enumerate(step_entries)
-    ]
-    assert [point.name for point in line_points] == ["", names[1]]  # written once
-    assert chart.quantity.endswith("batch 1")
-    for step in comparison["steps"]:
-        for run in filter(None, step["runs"]):
-            run["latency_ms"] = None
-    assert comparison_chart(comparison).points[2].x == step_entries[0]["size_bytes"] / 1e6
 
 
 @pytest.mark.parametrize(("name", "code"), [("c.svg", None), ("c.pdf", "wrong-suffix")])

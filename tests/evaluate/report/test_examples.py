@@ -1,7 +1,6 @@
 """The examples that changed most: which they are, what is marked in them, and how pages show them."""
 
 import base64
-import copy
 import hashlib
 import re
 
@@ -12,12 +11,10 @@ from sklearn.metrics import confusion_matrix
 
 from smelt.data.splits import Example, Split
 from smelt.evaluate.quality import score_labels, score_texts
-from smelt.evaluate.report import examples
 from smelt.evaluate.report.examples import MAX_CHARACTERS, compare_examples, mark_differences
 from smelt.evaluate.report.markdown import render_markdown
 from smelt.evaluate.report.render import render_html, render_table
-from smelt.evaluate.report.schema import validate_report
-from tests.support.standins.sample_report import HtmlOutline, ten_step_report, with_verdict
+from tests.support.standins.sample_report import HtmlOutline, ten_step_report
 
 pytestmark = pytest.mark.quick
 
@@ -224,49 +221,8 @@ def test_page_escapes_example_texts():
     assert "same %" not in render_table(report, width=60)
 
 
-def test_examples_of_recommended_step_are_shown_first():
-    report = report_with([changed(7, "a", "b", "c")])
-    shipped = report | {"verdict": with_verdict(report)["verdict"] | {"step": "onnx-int8"}}
-    for shown_report, name in ((report, "control"), (shipped, "onnx-int8")):
-        assert examples.step_shown_first(validate_report(shown_report)).name == name
-    assert '<details class="examples" open>\n<summary>control ' in render_html(report)
-
-
 def test_page_without_examples_has_no_script():
     report = ten_step_report()
     assert "<script" not in render_html(report)
     assert "script-src" not in render_html(report)
     assert "## Examples" not in render_markdown(report)
-
-
-def test_confusions_are_shown_with_change_from_baseline():
-    report = report_with([], confusion={"labels": ["愉快", "<i>"], "counts": [[30, 2], [5, 3]]})
-    report["recipe"]["task"] = "text-classification"
-    report["steps"][0]["confusion"] = {"labels": ["愉快", "<i>"], "counts": [[31, 1], [5, 3]]}
-    full_page = render_html(report)
-    page = " ".join(" ".join(HtmlOutline(full_page).texts).split())
-    assert "愉快 30 −1 2 +1 <i> 5 3" in page
-    assert "<script" not in full_page  # no example changed: nothing to search
-    assert "example-search" not in full_page
-    assert "&lt;i&gt; → 愉快 5" in render_markdown(report)
-    confusions = examples.largest_confusions(validate_report(report).steps[1], 3)
-    assert confusions == [("<i>", "愉快", 5), ("愉快", "<i>", 2)]
-
-
-@pytest.mark.parametrize("letters", ["abcdefgh ", "的一是不了人我在有他"])
-def test_page_with_many_long_examples_is_below_one_megabyte(letters):
-    rng = np.random.default_rng(0)
-
-    def text():
-        return "".join(rng.choice(list(letters), size=MAX_CHARACTERS))
-
-    cards = [
-        changed(row_index, text(), text(), text()) | {"references": [text()]} for row_index in range(1, 11)
-    ]
-    report = report_with(cards[:5], cards[5:])
-    for row_index in range(2):
-        step = copy.deepcopy(report["steps"][7])
-        report["steps"].append(step | {"name": f"more-{row_index}"})
-    for step in report["steps"]:
-        step["examples"] = report["steps"][1]["examples"]
-    assert len(render_html(report).encode()) < 1_000_000

@@ -1,6 +1,5 @@
 """The report's schema and its three drawings, on a sample with branches, a skipped step and a failed one."""
 
-import copy
 import re
 
 import pytest
@@ -87,42 +86,6 @@ def test_unscored_engine_shows_reason_in_every_rendering(unscored):
     flat = " ".join(rendering.split())
     assert "gate not judged at 'engine': BLEU max_drop 1.00 " in flat
     assert f"'engine' is not scored: {reason}" in flat
-
-
-def test_terminal_shows_shared_unscored_reason_once(unscored):
-    other = copy.deepcopy(unscored["steps"][8]) | {"name": "second", "gates": []}
-    unscored["steps"].append(other)
-    flat = " ".join(render_table(unscored).split())
-    assert f"'engine', 'second' are not scored: {other['reason']}" in flat
-    assert flat.count(f"not scored: {other['reason']}") == 1
-    other["reason"] = "a reason of its own"
-    flat = " ".join(render_table(unscored).split())
-    assert "'engine' is not scored: " in flat
-    assert "'second' is not scored: a reason of its own" in flat
-
-
-def test_terminal_shows_time_columns_only_if_measured(report):
-    assert "p50 ms  speed-up" in render_table(report)
-    assert "diff and speed-up " in render_table(report)
-    for step in report["steps"]:
-        step["latency"] = []
-    rendering = render_table(report)
-    head = next(line for line in rendering.splitlines() if line.startswith("step"))
-    assert head.split() == ["step", "BLEU", "diff", "MB"]
-    assert "\ndiff " in rendering
-    assert "speed-up" not in rendering
-    markdown, page = render_markdown(report), " ".join(HtmlOutline(render_html(report)).texts)
-    assert "ifferences" in markdown
-    assert "ifferences" in page
-    assert not any(
-        hidden_text in page + markdown for hidden_text in ("speed-up", "Times are", "quality and speed.")
-    )
-
-
-def test_rendering_does_not_modify_report(report):
-    original = copy.deepcopy(report)
-    render_html(report), render_markdown(report), render_table(report)
-    assert report == original
 
 
 def test_disturbed_times_are_marked_in_every_rendering(report):

@@ -1,12 +1,8 @@
 """Changes of quality, latency and size with each stage."""
 
-import re
-import xml.etree.ElementTree as ET
-
 import pytest
 
-from smelt.evaluate.report.chart import WATERFALL_NARROW, WATERFALL_WIDE, find_waterfall, waterfall_figure
-from smelt.evaluate.report.drawing import page_svg
+from smelt.evaluate.report.chart import find_waterfall
 from smelt.evaluate.report.markdown import render_markdown
 from smelt.evaluate.report.render import render_html
 from smelt.evaluate.report.schema import validate_report
@@ -104,29 +100,6 @@ def test_chain_ends_at_recommended_step_or_is_longest(report, verdict, last):
 def test_single_step_has_no_waterfall(report):
     report |= {"steps": report["steps"][:1], "pareto_front": [], "verdict": None}
     assert _waterfall(report) is None
-
-
-@pytest.mark.parametrize("layout", [WATERFALL_WIDE, WATERFALL_NARROW])
-def test_figure_places_every_step_and_change(report, layout):
-    waterfall = _waterfall(report)
-    figure = waterfall_figure(waterfall, layout)
-    root = ET.fromstring(page_svg(figure))
-    text_positions = {}
-    for text in root.iter("text"):
-        x, y = (float(v) for v in re.findall(r"-?[\d.]+", text.get("transform"))[-2:])
-        text_positions.setdefault(text.text, []).append((x, y))
-        length = 6 * len(text.text)
-        anchor = re.search(r"text-anchor: (\w+)", text.get("style"))
-        left_edge = x - {"start": 0, "middle": length / 2, "end": length}[anchor[1] if anchor else "start"]
-        assert 0 <= left_edge <= layout.width - length
-        assert 0 <= y <= figure.height
-    for name in CHAIN:
-        assert len(text_positions[name]) == (3 if layout.stacked else 1)
-    heights = [text_positions[name][0][1] for name in CHAIN]
-    assert heights == sorted(heights)
-    for row in waterfall.rows:
-        assert all(change is None or change.text in text_positions for change in row.changes)
-    assert len(root.findall(".//title")) == 0
 
 
 def test_markdown_and_html_contain_changes_table(report):

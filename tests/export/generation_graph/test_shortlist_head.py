@@ -38,10 +38,17 @@ WISHES = (
     {"num_beams": 2, "no_repeat_ngram_size": 2}, {"forced_bos_token_id": FORCED},
     {"num_beams": 2, "forced_bos_token_id": FORCED, "min_new_tokens": 3},
 )  # fmt: skip
-# a family of each kind of attention, and one of each way to make logits: Gemm, codes by columns and by groups
-CELLS = [("t5", None), ("mbart", None), ("marian", "int8-dynamic"), ("bart", "binary"), ("marian", "int4")]
+# relative positions, and each way to make logits: Gemm, codes by columns and by groups
+CELLS = [("t5", None), ("marian", "int8-dynamic"), ("bart", "binary"), ("marian", "int4")]
 if matrix.is_full_matrix():
-    CELLS += [("marian", None), ("bart", None), ("pegasus", None), ("m2m_100", None), ("t5", "int8-static")]
+    CELLS += [
+        ("mbart", None),
+        ("marian", None),
+        ("bart", None),
+        ("pegasus", None),
+        ("m2m_100", None),
+        ("t5", "int8-static"),
+    ]
 
 
 def listed(family, folder):

@@ -124,7 +124,7 @@ def test_int8_graphs_equal_torch_after_pruning(name, tmp_path):
     assert ctx.details["parity"]["decoder_with_past_model"]["mean"] < 0.05
 
 
-@pytest.mark.parametrize("name", ["t5", "bart"])
+@pytest.mark.parametrize("name", ["t5", "bart"] if matrix.is_full_matrix() else ["t5"])
 def test_fp16_standard_operators_pass_parity(name, tmp_path):
     folder = make(name, tmp_path / "model")
     ctx = run(Onnx(), folder, OnnxSettings(target="tensorrt", dtype="fp16"), tmp_path / "onnx")

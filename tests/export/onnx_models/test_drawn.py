@@ -13,7 +13,7 @@ from smelt.export.onnx_models.quantize_onnx import QuantizeOnnx
 from tests.support.graphs import random_graphs
 from tests.support.processes import staged_graphs
 
-DRAWS = int(os.environ.get("SMELT_GRAPH_DRAWS", "4"))
+DRAWS = int(os.environ.get("SMELT_GRAPH_DRAWS", "2"))
 
 
 @pytest.mark.slow

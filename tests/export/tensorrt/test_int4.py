@@ -26,9 +26,9 @@ from tests.support.processes import tensorrt_rig
 
 WIDE = 1024
 
-# a classifier, a decoder alone with its cache, a translator
+# a classifier, a decoder alone with its cache, a translator with both kinds of caches
 FAMILIES = ["bert", "llama", "marian"]
-CASES = matrix.matrix_cells(FAMILIES, ("fp16", "fp32"))
+CASES = matrix.matrix_cells(FAMILIES, ("fp16", "fp32")) if matrix.is_full_matrix() else [("marian", "fp16")]
 if matrix.is_full_matrix():
     CODED = [
         family for family in tensorrt_graphs.GRAPH_COUNTS if family != "resnet"

@@ -19,11 +19,11 @@ from tests.support.processes import tensorrt_rig
 WIDE = 1024
 
 
-# an encoder that classifies, an encoder with a decoder and its cache, a decoder alone; else all
+# a decoder alone; else all
 CODED = [
     family for family in tensorrt_graphs.GRAPH_COUNTS if family != "resnet"
 ]  # which has no products to code
-FAMILIES = CODED if matrix.is_full_matrix() else ["bert", "llama"]
+FAMILIES = CODED if matrix.is_full_matrix() else ["llama"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -134,8 +134,10 @@ def nodes(tmp_path_factory):
         cluster_nodes = Nodes(Cluster(), tmp_path_factory.mktemp("nodes"))
         try:
             # the head, where the driver runs, notices a dead node within seconds
-            soon = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000}
-            cluster_nodes.add(num_cpus=0, _system_config=soon | {"health_check_failure_threshold": 3})
+            config = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000}
+            # idle workers, of which every node would start some, take seconds of its processor each
+            config |= {"health_check_failure_threshold": 3, "enable_worker_prestart": False}
+            cluster_nodes.add(num_cpus=0, include_dashboard=False, _system_config=config)
             for _ in range(2):
                 cluster_nodes.add(num_cpus=1)
             cluster_nodes.address = f"ray://{cluster_nodes.cluster.address}"
@@ -271,8 +273,7 @@ data: {train: train.jsonl, validation: validation.jsonl, test: test.jsonl}
 stages:
   - finetune: {max_steps: 40, batch_size: 4, num_evals: 1, dropout: 0.0, precision: fp32,
                checkpoint_interval_minutes: 0}
-score: {quality: [chrf, agreement], generation: {max_new_tokens: 6}, batch_size: 2, latency: false,
-        sqnr_samples: 0}
+score: {quality: [chrf], generation: {max_new_tokens: 6}, latency: false, sqnr_samples: 0}
 """
 
 
@@ -287,11 +288,11 @@ def rank_process(nodes, number):
 
 
 def test_two_process_training_resumes_on_another_node(home, nodes, tmp_path):
-    """One task reserves the CPUs of both. The losses and the scores are those of one process."""
+    """One task reserves the CPUs of both. The losses are those of one process."""
     (home / "divided.yaml").write_text(DIVIDED)
     recipe, store = "divided.yaml", tmp_path / "store"
     single_report = run(home, tmp_path / "alone", tmp_path / "alone-store", recipe=recipe)
-    options = ("--executor", nodes.address, "--num-processes", "2", "--set", "launch.scoring=true")
+    options = ("--executor", nodes.address, "--num-processes", "2")
     nodes.add(num_cpus=2)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(run, home, tmp_path / "two", store, *options, recipe=recipe)
@@ -315,9 +316,6 @@ def test_two_process_training_resumes_on_another_node(home, nodes, tmp_path):
     )
     log = (tmp_path / "two" / "log.txt").read_text()
     assert ("learning rate" in log, "resuming from step" in log) == (True, True)
-    assert [step["quality"] for step in report["steps"]] == [
-        step["quality"] for step in single_report["steps"]
-    ]
 
 
 def test_more_processes_than_a_node_fits_are_rejected(home, nodes, tmp_path):

@@ -127,23 +127,10 @@ def test_torchrun_processes_serve_stages_of_rank_zero(home, alone):
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     out = home / "runs" / "external"
-    command = [
-        sys.executable,
-        "-m",
-        "smelt",
-        "run",
-        home / "recipe.yaml",
-        "--out",
-        out,
-        "--store",
-        home / "external",
-    ]
-    shared = {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
-    }
+    more = ["--out", out, "--store", home / "external", "--set", "launch.scoring=true"]
+    command = [sys.executable, "-m", "smelt", "run", home / "recipe.yaml", *more]
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     running = [
         subprocess.Popen(command, text=True,
                          env=os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank},

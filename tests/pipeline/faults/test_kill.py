@@ -71,7 +71,7 @@ def _require_no_half_artifact(folder):
         read_artifact(artifact).verify()
 
 
-KILLS = (30, 8) if matrix.is_full_matrix() else (4, 2)
+KILLS = (30, 8) if matrix.is_full_matrix() else (4, 1)
 
 
 @pytest.fixture(scope="module")

@@ -119,7 +119,7 @@ def test_unbounded_metric_requires_max_drop(tmp_path):
 @pytest.fixture(scope="module")
 def shrunk(tmp_path_factory):
     out = tmp_path_factory.mktemp("shrink") / "out"
-    arguments = [QUICKSTART / "model", "--data", QUICKSTART / "data", "--budget", "4s", "--out", out]
+    arguments = [QUICKSTART / "model", "--data", QUICKSTART / "data", "--budget", "2s", "--out", out]
     with pytest.MonkeyPatch.context() as patch:
         # half of the time, and tested elsewhere
         patch.setattr("smelt.pipeline.search.shrink._LATENCY", False)
@@ -144,7 +144,7 @@ def test_winner_has_recipe_report_and_artifact(shrunk):
 
 def test_same_arguments_resume_search(shrunk):
     out, arguments, _ = shrunk
-    options = ShrinkOptions(("1.1x smaller",), minutes=4 / 60, out=out)
+    options = ShrinkOptions(("1.1x smaller",), minutes=2 / 60, out=out)
     job = _Shrink(str(arguments[0]), [arguments[2]], options)
     assert job.written_recipe() == out / RECIPE_FILE
     search = Search(read_space(str(out / RECIPE_FILE)), SearchOptions(out=out))

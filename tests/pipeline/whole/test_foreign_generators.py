@@ -56,10 +56,10 @@ def generated(folder: Path | str) -> list[str]:
         return list(model.generate(list(TEXTS), max_new_tokens=6))
 
 
-@pytest.mark.parametrize(("kind", "task"), [("translator", "translation"), ("gpt2", "language-modeling")])
 def test_imported_generator_equals_artifact_and_is_compressed(
-    kind: str, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    kind, task = "translator", "translation"
     monkeypatch.chdir(tmp_path)
     recipe = write(tmp_path, kind, task, "[simplify, quantize, {fp16: {}, from: simplify}]")
     harness.smelt("run", recipe, code=0)
@@ -69,8 +69,7 @@ def test_imported_generator_equals_artifact_and_is_compressed(
     graphs = [onnx.load(path) for path in (tmp_path / "runs/r/artifacts/model").glob("*.onnx")]
     weights = sum(np.prod(t.dims) for g in graphs for t in g.graph.initializer if t.data_type == 1)
     assert weights <= steps["model"]["parameters"] < 1.05 * weights
-    metric = "perplexity" if task == "language-modeling" else "chrf"
-    assert all(metric in step["quality"] for step in steps.values())
+    assert all("chrf" in step["quality"] for step in steps.values())
     assert steps["quantize"]["size_bytes"] < 0.6 * steps["simplify"]["size_bytes"]
     expected = generated(exported_artifacts.exported_artifact(kind))
     assert generated("runs/r/artifacts/model") == generated("runs/r/artifacts/simplify") == expected

@@ -65,17 +65,14 @@ def test_vision_transformer_is_pruned_quantized_and_exported(tmp_path):
     harness.smelt("package", folder, "--out", tmp_path / "package", code=0)
 
 
-@pytest.mark.parametrize("target", ["ort-cpu", "tensorrt"])  # openvino: test_matrix.py
-def test_resnet_is_trained_and_exported(target, tmp_path):
-    dtype = ", dtype: fp16" if target == "tensorrt" else ""
-    path = recipe(tmp_path, [f"finetune: {{{TRAIN}}}", f"onnx: {{target: {target}{dtype}}}"], "resnet")
+def test_resnet_is_trained_and_exported(tmp_path):  # ort-cpu and openvino: test_matrix.py
+    path = recipe(tmp_path, [f"finetune: {{{TRAIN}}}", "onnx: {target: tensorrt, dtype: fp16}"], "resnet")
     onnx = finished(path)["onnx"]
     # batch norms are part of the convolutions before them
     assert "BatchNormalization" not in onnx["details"]["graphs"]["model"]["operators"]
     assert onnx["details"]["graphs"]["model"]["operators"]["Conv"] == 6
-    if target == "tensorrt":
-        checked = harness.smelt("tensorrt-check", "--json", tmp_path / "run" / onnx["artifact"]).output
-        assert [graph["problems"] for graph in json.loads(checked)] == [[]]
+    checked = harness.smelt("tensorrt-check", "--json", tmp_path / "run" / onnx["artifact"]).output
+    assert [graph["problems"] for graph in json.loads(checked)] == [[]]
 
 
 def test_untrained_image_model_learns_and_records_image_size(tmp_path, monkeypatch):

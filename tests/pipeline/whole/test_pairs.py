@@ -1,4 +1,4 @@
-"""Two techniques one behind the other: each stage on each family, each technique once first and once second.
+"""Two techniques one behind the other: each stage on each kind of family, each technique first and second.
 
 The plan accepts a pair, or refuses it with a reason. An accepted pair runs as in a run, and both techniques
 keep what they promise (tests/support/pairs/technique_checks.py). `make matrix` runs all pairs, and graphs of

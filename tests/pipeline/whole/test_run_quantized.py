@@ -57,39 +57,3 @@ def test_training_after_quantize_starts_from_master_weights(tmp_path):
     assert result.exit_code == 1
     assert MASTER_WEIGHTS_FILE in result.output
     assert "--rebuild distill" in result.output
-
-
-PRUNED = """
-model: m
-task: translation
-data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl}
-stages:
-  - quantize: {scheme: int4, group_size: 32}
-  - prune: {targets: [heads, ffn], keep_ratio: 0.5, calibration_samples: 8}
-  - distill: {max_steps: 2, batch_size: 4, num_evals: 1, learning_rate: 1.0e-2}
-  - onnx: {target: ort-cpu}
-score: {quality: [bleu], generation: {max_new_tokens: 4}, latency: false}
-"""
-
-
-def test_quantized_model_is_pruned_trained_and_exported(tmp_path):
-    tiny.write_marian(tmp_path / "m")
-    tiny.write_pairs(tmp_path / "data.jsonl", 8)
-    (tmp_path / "recipe.yaml").write_text(PRUNED)
-    result = harness.smelt("run", tmp_path / "recipe.yaml", "--out", tmp_path / "run")
-    assert result.exit_code == 0, result.output
-    steps = {
-        step["name"]: step for step in json.loads((tmp_path / "run" / "report.json").read_text())["steps"]
-    }
-    details = {
-        name: json.loads((tmp_path / "run" / "artifacts" / name / "manifest.json").read_text())["details"]
-        for name in ("quantize", "prune", "distill", "onnx")
-    }
-    assert steps["prune"]["size_bytes"] < steps["quantize"]["size_bytes"]
-    assert steps["distill"]["size_bytes"] == steps["prune"]["size_bytes"]
-    assert (
-        0.5 < details["prune"]["codes_kept"] < 1
-    )  # rows that are left keep theirs, what reads them is refitted
-    # the training goes on from the float weights that were quantized, cut as the codes were
-    assert details["distill"]["latent_weights"] == "kept"
-    assert details["onnx"]["parity"].keys() == details["onnx"]["graphs"].keys()

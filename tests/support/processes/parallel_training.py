@@ -49,11 +49,8 @@ ZEROS = {"sparsify": {"method": "magnitude", "sparsity": 0.5, "start": 0.0, "end
 # name: stage, settings, source
 CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "finetune": (Finetune, {"gradient_accumulation_steps": 2, "ema_decay": 0.9}, "model"),
-    "single samples": (Finetune, {"batch_size": 1}, "model"),
     "by tokens": (Finetune, {"max_tokens_per_batch": 24, "gradient_checkpointing": True}, "model"),
     "selected": (Finetune, {"metric_for_best_model": "chrf"}, "model"),
-    "lora": (Finetune, {"lora": {"rank": 2}}, "model"),
-    "qat": (Finetune, {}, "quantized"),
     "masks": (Finetune, MASKS, "model"),
     "distill": (Distill, STUDENT, "model"),
     "cached": (Distill, CACHED, "model"),
@@ -62,7 +59,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
 SELECTED = {"metric_for_best_model": "chrf"}
 # with weights that are whole between updates, scores of a technique, integers, frozen zeros, twice divided
 DIVIDED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    **{name: CASES[name] for name in ("finetune", "distill", "lora", "qat")},
+    "finetune": CASES["finetune"],
+    "qat": (Finetune, {}, "quantized"),
     "gradual zeros": (Finetune, ZEROS | SELECTED, "model"),
     "scores": (Finetune, {"sparsify": {"method": "soft-movement", "start": 0.0, "end": 0.5}}, "model"),
     "qlora": (Finetune, {"lora": {"rank": 2}} | SELECTED, "kmeans"),

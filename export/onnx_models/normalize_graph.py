@@ -28,6 +28,7 @@ import numpy as np
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, did_you_mean
 from smelt.export.graph_files import read_graph
+from smelt.export.onnx_models.fold_moved_weights import fold_moved_weights
 from smelt.runtimes.graph_walk import all_nodes, iter_graphs, iter_model_tensors, subgraphs
 from smelt.runtimes.onnx_import.graph_files import NON_FLOAT32_DTYPES, dominant_float_type
 from smelt.stage import Context
@@ -48,6 +49,9 @@ def normalize_graph(path: Path) -> Any:
     for node in graph.node:
         for body in subgraphs(node):
             _rename_shadowing(body, {}, used_names)
+    fold_moved_weights(model)
+    for node in graph.node:
+        for body in subgraphs(node):
             _hoist_matrices(body, graph)
     return model
 

@@ -35,7 +35,7 @@ def nodes_to_exclude(
     Raises:
         RunError: ONNX Runtime cannot run the quantized graph.
     """
-    from smelt.export.onnx_models.graph_samples import require_runnable
+    from smelt.export.onnx_models.graph_samples import batch_size_of, require_runnable
 
     settings = quantizer.settings
     named = tuple(name for name in settings.exclude if name != AUTO)
@@ -63,7 +63,8 @@ def nodes_to_exclude(
     if different <= random:
         return named
     nodes, fused = quantizer.quantizable_nodes(), quantizer.fused_nodes()
-    few = feeds[: settings.sensitivity_samples]
+    batch_size = batch_size_of(feeds[0], axes)
+    few = feeds[: max(1, settings.sensitivity_samples // batch_size)]
     sensitivities = {}
     for count, name in enumerate(nodes, start=1):
         others = [*(node for node in nodes if node != name), *fused]
@@ -72,7 +73,7 @@ def nodes_to_exclude(
         ctx.progress(count, len(nodes), "sensitivity of each node")
     ranked = sorted(nodes, key=lambda name: -sensitivities[name])[: settings.max_excluded]
     excluded = ranked[: _fewest(ranked, lambda exclude: exceeding(compare(exclude, feeds)) <= random)]
-    _record(excluded, {name: sensitivities[name] for name in ranked}, len(few), quantizer, ctx)
+    _record(excluded, {name: sensitivities[name] for name in ranked}, len(few) * batch_size, quantizer, ctx)
     return *named, *excluded
 
 

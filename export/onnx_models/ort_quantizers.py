@@ -418,7 +418,7 @@ def _static_quantizer(model: Any, ranges: Any, exclude: list[str], settings: Qua
     symmetric = settings.target == "tensorrt"
     types = QuantType.QInt8, QuantType.QInt8 if symmetric else QuantType.QUInt8
     operators = settings.quantized_op_types
-    options = {
+    options: dict[str, Any] = {
         "ActivationSymmetric": symmetric, "WeightSymmetric": True, "DefaultTensorType": 1,
         "QuantizeBias": not symmetric,  # TensorRT does not support int32 biases
     }  # fmt: skip

@@ -172,11 +172,6 @@ class OutputComparison:
                     f" {output.chosen:,} samples",
                 )
 
-    @property
-    def worst_error(self) -> float:
-        """The largest root mean square difference of an output, in its standard deviations."""
-        return max((output.relative_rmse for output in self.outputs.values()), default=0.0)
-
     def record(self, ctx: Context) -> None:
         """Write the worst of all outputs into the details, and warn if it is large."""
         from smelt.export.onnx_models.graph_samples import record_difference
@@ -185,7 +180,8 @@ class OutputComparison:
         top1 = [
             output.top1_agreement for output in self.outputs.values() if output.top1_agreement is not None
         ]
-        ctx.details["parity"] |= {"error": self.worst_error, "top1": min(top1, default=None)}
+        error = max((output.relative_rmse for output in self.outputs.values()), default=0.0)
+        ctx.details["parity"] |= {"error": error, "top1": min(top1, default=None)}
 
 
 def compare_graphs(

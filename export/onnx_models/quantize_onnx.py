@@ -51,7 +51,7 @@ _SCALE_BYTES, _SCALE_SHARE = 4, 0.05  # of a block; bytes per weight where an ou
 
 
 class QuantizeOnnx(Stage[QuantizeOnnxSettings]):
-    """Quantize a third-party ONNX model to int8.
+    """Quantize a third-party ONNX model to int8, or only its weights to int8 or 4 bits.
 
     ONNX Runtime's quantizers, with the settings below. In a recipe that starts
     from an ONNX model, `quantize` means this stage too. The quantized graph is
@@ -61,6 +61,7 @@ class QuantizeOnnx(Stage[QuantizeOnnxSettings]):
         - quantize-onnx: {scheme: int8-dynamic}
         - quantize-onnx: {scheme: int8-static, calibration_method: entropy}
         - quantize-onnx: {scheme: int8-static, exclude: [/head/MatMul, /pooler/*]}
+        - quantize-onnx: {scheme: int8-weight-only, exclude: auto, max_difference: 0.1}
     """
 
     name: ClassVar[str] = "quantize-onnx"

@@ -6,7 +6,7 @@ of a layer. As few nodes are excluded as the limit of the difference needs.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +14,7 @@ from typing import Any
 
 from smelt.data.npz_arrays import SampleAxes
 from smelt.export.onnx_models.graph_quantizer import GraphQuantizer
-from smelt.export.onnx_models.output_comparison import OutputComparison, compare_graphs
+from smelt.export.onnx_models.output_comparison import OutputComparison, compare_graphs, measure_noise
 from smelt.export.onnx_models.settings import AUTO
 from smelt.stage import Context
 
@@ -35,7 +35,7 @@ def nodes_to_exclude(
     Raises:
         RunError: ONNX Runtime cannot run the quantized graph.
     """
-    from smelt.export.onnx_models.graph_samples import require_runnable
+    from smelt.export.onnx_models.graph_samples import batch_size_of, require_runnable
 
     settings = quantizer.settings
     named = tuple(name for name in settings.exclude if name != AUTO)
@@ -51,26 +51,33 @@ def nodes_to_exclude(
             compare_graphs(comparison, trial, quantizer.path, samples, ctx.threads)
         return comparison
 
-    def is_close(exclude: Collection[str]) -> bool:
+    def exceeding(comparison: OutputComparison) -> set[str]:
         judge_classes = settings.max_difference is None
-        return not any(compare(exclude, feeds).exceeding(settings.difference_limit, judge_classes))
+        return {name for name, _ in comparison.exceeding(settings.difference_limit, judge_classes)}
 
-    if is_close(()):
+    different = exceeding(compare((), feeds))
+    noise = OutputComparison(axes)
+    if different:
+        measure_noise(noise, quantizer.path, feeds, ctx.threads)
+    random = exceeding(noise)  # of the float graph in each call
+    if different <= random:
         return named
     nodes, fused = quantizer.quantizable_nodes(), quantizer.fused_nodes()
-    few = feeds[: settings.sensitivity_samples]
+    batch_size = batch_size_of(feeds[0], axes)
+    few = feeds[: max(1, settings.sensitivity_samples // batch_size)]
     sensitivities = {}
     for count, name in enumerate(nodes, start=1):
         others = [*(node for node in nodes if node != name), *fused]
-        sensitivities[name] = compare(others, few).worst_error
+        outputs = compare(others, few).outputs
+        sensitivities[name] = max(outputs[key].relative_rmse for key in outputs.keys() - random)
         ctx.progress(count, len(nodes), "sensitivity of each node")
     ranked = sorted(nodes, key=lambda name: -sensitivities[name])[: settings.max_excluded]
-    excluded = ranked[: _fewest(ranked, is_close)]
-    _record(excluded, {name: sensitivities[name] for name in ranked}, len(few), quantizer, ctx)
+    excluded = ranked[: _fewest(ranked, lambda exclude: exceeding(compare(exclude, feeds)) <= random)]
+    _record(excluded, {name: sensitivities[name] for name in ranked}, len(few) * batch_size, quantizer, ctx)
     return *named, *excluded
 
 
-def _fewest(ranked: list[str], is_close: Any) -> int:
+def _fewest(ranked: list[str], is_close: Callable[[list[str]], bool]) -> int:
     """Return how many of `ranked` must be excluded, the first ones first; all if that is too few."""
     low, high = 1, len(ranked)
     while low < high:

@@ -154,7 +154,7 @@ def _is_smaller(weight: _Weight, tensor: Any, settings: QuantizeOnnxSettings) ->
         scales = count // inputs * -(-inputs // size)
         padded = scales * size if settings.uses_nbits else count
     quantized = padded * settings.bits / 8 + scales * (_FLOAT_BYTES + 1) + _NODE_BYTES
-    return quantized < _FLOAT_BYTES * count
+    return bool(quantized < _FLOAT_BYTES * count)
 
 
 def quantize_symmetric(
@@ -217,7 +217,7 @@ def _dequantize_weights(graph: Any, weights: list[_Weight], settings: QuantizeOn
             graph.initializer.extend(
                 numpy_helper.from_array(part, name) for part, name in zip(parts, names[:3], strict=True)
             )
-            options = {} if axis is None else {"axis": axis}
+            options: dict[str, Any] = {} if axis is None else {"axis": axis}
             options |= {"block_size": size} if is_blocked else {}
             nodes.append(helper.make_node("DequantizeLinear", names[:3], names[3:], names[3], **options))
             outputs[key] = names[3]

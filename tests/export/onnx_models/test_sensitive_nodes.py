@@ -41,8 +41,8 @@ def model() -> Any:
     return graphs.make_model(nodes, *ends, tensors)
 
 
-def run(folder: Path, **settings: Any) -> Any:
-    source = graphs.make_artifact(folder / "src", model())
+def run(folder: Path, graph: Any = None, **settings: Any) -> Any:
+    source = graphs.make_artifact(folder / "src", graph or model())
     rows = np.random.default_rng(1).normal(size=(24, WIDTH)).astype(np.float32)
     data = {"calibration": split_from_arrays("rows.npz", SampleArrays({"x": rows}, 24))}
     return harness.run_stage(
@@ -70,6 +70,16 @@ def test_worst_node_is_excluded_until_difference_is_small(tmp_path: Path, scheme
     assert len(sensitivities) == LAYERS
     assert max(sensitivities, key=sensitivities.__getitem__) == f"layer{WORST}"
     assert "nodes-excluded" in message_codes(ctx.warnings)
+
+
+def test_random_output_is_not_judged(tmp_path: Path) -> None:
+    """It differs between two calls of the float graph, so no excluded node makes it equal."""
+    graph = model()
+    graph.graph.node.append(helper.make_node("RandomNormalLike", ["x"], ["noise"], "noise"))
+    graph.graph.output.append(graphs.value_info("noise", ["N", WIDTH]))
+    ctx = run(tmp_path, graph, max_difference=0.1, exclude="auto", sensitivity_samples=4)
+    assert ctx.details["excluded"] == [f"layer{WORST}"]
+    assert "random-outputs" in message_codes(ctx.warnings)
 
 
 def test_sensitivity_equals_error_of_node_quantized_alone(tmp_path: Path) -> None:

@@ -199,6 +199,7 @@ def _run_stage(
 
 
 def _stage_and_settings(name: str) -> tuple[Any, Any]:
+    from smelt.export.onnx_models import weight_only
     from smelt.export.onnx_models.fp16 import Fp16, Fp16Settings
     from smelt.export.onnx_models.quantize_onnx import QuantizeOnnx
     from smelt.export.onnx_models.settings import WEIGHT_ONLY_SCHEMES, QuantizeOnnxSettings
@@ -213,6 +214,7 @@ def _stage_and_settings(name: str) -> tuple[Any, Any]:
     if name == "qoperator":
         return QuantizeOnnx(), QuantizeOnnxSettings(scheme="int8-static", quant_format="qoperator")
     if name in WEIGHT_ONLY_SCHEMES:
+        weight_only._NODE_BYTES = -(10**6)  # so that the small matrices of drawn graphs are quantized too
         return QuantizeOnnx(), QuantizeOnnxSettings(scheme=name)
     return QuantizeOnnx(), QuantizeOnnxSettings(scheme="int8-static", calibration_method=name)  # type: ignore[arg-type]
 

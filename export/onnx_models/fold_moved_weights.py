@@ -32,7 +32,7 @@ def fold_moved_weights(model: Any) -> None:
             _fold_body(body, constants, model, stored)
     if stored:
         unused = before - _read_names(graph)
-        for owner in (graph, *_inner_graphs(graph)):
+        for owner in (*reversed(_inner_graphs(graph)), graph):  # extending copies nodes with their graphs
             tensors = [tensor for tensor in owner.initializer if tensor.name not in unused]
             nodes = [n for n in owner.node if n.op_type != "Constant" or not unused.issuperset(n.output)]
             del owner.initializer[:], owner.node[:]

@@ -13,10 +13,11 @@ from smelt.evaluate.report.view import (
     is_significant,
     number_text,
     p_value_text,
+    signed_text,
     significant_digits,
     tree_rows,
 )
-from tests.support.standins.sample_report import ten_step_report
+from tests.support.standins.sample_report import HtmlOutline, ten_step_report
 
 pytestmark = pytest.mark.quick
 
@@ -95,3 +96,18 @@ def test_score_without_interval_has_no_brackets(report):
 def test_significant_digits(value, text):
     assert significant_digits(value) == text
     assert number_text(float(value), 0) == f"{value:,.0f}"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "–"), (0.0, "0.00"), (-0.001, "0.00"), (-1.5, "−1.50"), (1.5, "+1.50"), (1234.5, "+1,234.50")],
+)
+def test_signed_numbers(value, text):
+    assert signed_text(value) == text
+
+
+def test_tiny_p_values_are_not_shown_as_zero(report):
+    report["steps"][6]["against_parent"]["bleu"]["p_value"] = 1e-7
+    text = " ".join(HtmlOutline(render_html(report)).texts)
+    assert "p < 0.001" in text
+    assert "p = 0.000" not in text

@@ -166,16 +166,13 @@ def test_long_texts_are_truncated_around_first_difference():
     assert max(len(cut_example["output"]), len(cut_example["baseline_output"])) <= MAX_CHARACTERS + 1
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "lost", "new"),
-    [
-        ("The cat sat.", "The dog sat.", ["cat"], ["dog"]),
-        ("a b c d", "a x y d", ["b c"], ["x y"]),  # the space between two changes belongs to them
-        ("猫坐在垫子上", "猫坐在椅子上", ["垫"], ["椅"]),
-        ("लड़का तेज़ दौड़ा", "लड़का धीरे दौड़ा", ["तेज़"], ["धीरे"]),
-        ("", "new text", [], ["new text"]),
-    ],
-)
+@pytest.mark.parametrize(("one", "other", "lost", "new"), [
+    ("The cat sat.", "The dog sat.", ["cat"], ["dog"]),
+    # the space between two changes belongs to them
+    ("a b c d", "a x y d", ["b c"], ["x y"]),
+    ("猫坐在垫子上", "猫坐在椅子上", ["垫"], ["椅"]), ("लड़का तेज़ दौड़ा", "लड़का धीरे दौड़ा", ["तेज़"], ["धीरे"]),
+    ("", "new text", [], ["new text"]),
+])  # fmt: skip
 def test_differing_words_are_marked(one, other, lost, new):
     pair = mark_differences(one, other)
     assert ["".join(text for _, text in side) for side in pair] == [one, other]

@@ -30,16 +30,10 @@ from tests.support.search_recipes import QUICKSTART
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("text", "kind", "value"),
-    [
-        ("2x faster", "speedup", 2),
-        ("1.5 x  faster", "speedup", 1.5),
-        ("4× smaller", "ratio", 4),
-        ("at most 20 MB", "bytes", 20e6),
-        ("under 1.5GB", "bytes", 1.5e9),
-    ],
-)
+@pytest.mark.parametrize(("text", "kind", "value"), [
+    ("2x faster", "speedup", 2), ("1.5 x  faster", "speedup", 1.5), ("4× smaller", "ratio", 4),
+    ("at most 20 MB", "bytes", 20e6), ("under 1.5GB", "bytes", 1.5e9),
+])  # fmt: skip
 def test_target_is_parsed(text, kind, value):
     target = parse_target(text)
     assert (target.kind, target.value) == (kind, value)
@@ -62,15 +56,12 @@ def names(stages):
     return [next(iter(stage)) for stage in stages]
 
 
-@pytest.mark.parametrize(
-    ("family", "task", "expected"),
-    [
-        ("marian", "translation", ["prune", "distill", "quantize", "onnx"]),
-        ("bert", "text-classification", ["prune", "distill", "quantize", "onnx"]),
-        ("llama", "language-modeling", ["prune", "distill", "quantize", "onnx"]),
-        ("resnet", "image-classification", ["factorize", "distill", "onnx"]),
-    ],
-)
+@pytest.mark.parametrize(("family", "task", "expected"), [
+    ("marian", "translation", ["prune", "distill", "quantize", "onnx"]),
+    ("bert", "text-classification", ["prune", "distill", "quantize", "onnx"]),
+    ("llama", "language-modeling", ["prune", "distill", "quantize", "onnx"]),
+    ("resnet", "image-classification", ["factorize", "distill", "onnx"]),
+])  # fmt: skip
 def test_space_depends_on_task_samples_and_time(tmp_path, family, task, expected):
     make_model(tmp_path / "m", family)
     info = inspect_model(str(tmp_path / "m"), task)

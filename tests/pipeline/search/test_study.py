@@ -378,14 +378,11 @@ def report_of(rows, drop, size=10.0, spread=0.5):
     return {"status": "passed", "steps": [step]}
 
 
-@pytest.mark.parametrize(
-    ("drop", "status", "scored"),
-    [
-        (5.0, "stopped", [None, 39]),  # clear on the first part
-        (1.3, "infeasible", [None, 39, 156, 625]),  # only the value is beyond the limit, not the interval
-        (0.2, "feasible", [None, 39, 156, 625]),
-    ],
-)
+@pytest.mark.parametrize(("drop", "status", "scored"), [
+    (5.0, "stopped", [None, 39]),  # clear on the first part
+    (1.3, "infeasible", [None, 39, 156, 625]),  # only the value is beyond the limit, not the interval
+    (0.2, "feasible", [None, 39, 156, 625]),
+])  # fmt: skip
 def test_quality_is_scored_on_growing_samples(space, tmp_path, monkeypatch, drop, status, scored):
     monkeypatch.undo()
     limits = []
@@ -403,13 +400,10 @@ def test_quality_is_scored_on_growing_samples(space, tmp_path, monkeypatch, drop
     assert job.finished_trials()[0].result.status == status
 
 
-@pytest.mark.parametrize(
-    ("gates", "status"),
-    [
-        ([], "failed"),  # what is constrained was not measured
-        ([{"metric": "speedup", "value": 1.5}], "feasible"),  # by the clock, which was disturbed, it is not
-    ],
-)
+@pytest.mark.parametrize(("gates", "status"), [
+    ([], "failed"),  # what is constrained was not measured
+    ([{"metric": "speedup", "value": 1.5}], "feasible"),  # by the clock, which was disturbed, it is not
+])  # fmt: skip
 def test_unmeasured_or_disturbed_constraints_are_not_satisfied(tmp_path, monkeypatch, gates, status):
     monkeypatch.undo()
     text = small().replace("[latency, size]\n  maximize: quality", "latency")

@@ -50,23 +50,19 @@ ZEROS = {"sparsify": {"method": "magnitude", "sparsity": 0.5, "start": 0.0, "end
 CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "finetune": (Finetune, {"gradient_accumulation_steps": 2, "ema_decay": 0.9}, "model"),
     "by tokens": (Finetune, {"max_tokens_per_batch": 24, "gradient_checkpointing": True}, "model"),
-    "selected": (Finetune, {"metric_for_best_model": "chrf"}, "model"),
-    "masks": (Finetune, MASKS, "model"),
-    "distill": (Distill, STUDENT, "model"),
-    "cached": (Distill, CACHED, "model"),
+    "selected": (Finetune, {"metric_for_best_model": "chrf"}, "model"), "masks": (Finetune, MASKS, "model"),
+    "distill": (Distill, STUDENT, "model"), "cached": (Distill, CACHED, "model"),
     "teacher texts": (Distill, TEACHER_TEXTS, "model"),
-}
+}  # fmt: skip
 SELECTED = {"metric_for_best_model": "chrf"}
 # with weights that are whole between updates, scores of a technique, integers, frozen zeros, twice divided
 DIVIDED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "finetune": CASES["finetune"],
-    "qat": (Finetune, {}, "quantized"),
+    "finetune": CASES["finetune"], "qat": (Finetune, {}, "quantized"),
     "gradual zeros": (Finetune, ZEROS | SELECTED, "model"),
     "scores": (Finetune, {"sparsify": {"method": "soft-movement", "start": 0.0, "end": 0.5}}, "model"),
-    "qlora": (Finetune, {"lora": {"rank": 2}} | SELECTED, "kmeans"),
-    "sparse": (Finetune, {}, "sparse"),
+    "qlora": (Finetune, {"lora": {"rank": 2}} | SELECTED, "kmeans"), "sparse": (Finetune, {}, "sparse"),
     "phases": (Distill, PHASES, "model"),
-}
+}  # fmt: skip
 
 
 def score(artifact: Any, *_: Any) -> dict[str, float]:

@@ -78,7 +78,7 @@ torch.set_num_threads(2)
 tiny = torch.from_numpy(numpy.full(1 << 20, 2.0**-130, numpy.float32))  # no product of torch yet
 def count():
     return int((tiny * 1.0).view(torch.int32).count_nonzero())
-assert int(tiny.view(torch.int32).count_nonzero()) == 1 << 20
+assert tiny.numpy().all()
 with denormals_as_zero():
     print(count())
 """

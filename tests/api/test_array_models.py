@@ -13,16 +13,11 @@ from tests.support.expected_errors import raises_code
 from tests.support.graphs import imported_graphs as graphs
 
 
-@pytest.mark.parametrize(
-    ("inputs", "code"),
-    [
-        ({"x": np.ones((0, 8), np.float32)}, "unequal-rows"),
-        ({"x": [[1.0, 2.0], [3.0]]}, "wrong-type"),
-        ({"x": np.float32(1)}, "unequal-rows"),
-        ({}, "unequal-rows"),
-        ({"x": np.array([None])}, "does-not-fit-graph"),
-    ],
-)
+@pytest.mark.parametrize(("inputs", "code"), [
+    ({"x": np.ones((0, 8), np.float32)}, "unequal-rows"), ({"x": [[1.0, 2.0], [3.0]]}, "wrong-type"),
+    ({"x": np.float32(1)}, "unequal-rows"), ({}, "unequal-rows"),
+    ({"x": np.array([None])}, "does-not-fit-graph"),
+])  # fmt: skip
 def test_invalid_arrays_are_rejected(tmp_path: Path, inputs: dict[str, Any], code: str) -> None:
     graphs.make_artifact(tmp_path / "a", graphs.two_layer_classifier())
     with smelt.load(str(tmp_path / "a")) as model, raises_code(code, InputError) as excinfo:

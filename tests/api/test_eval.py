@@ -85,16 +85,12 @@ def test_predict_samples_reproducibly_with_seed(home):
     assert _said("predict", artifact, *tiny.SENTENCES, *options, "--seed", 2) != first
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["--temperature", "0.5"], ("--temperature", "--sample")),
-        (["--top-k", "3"], ("--top-k", "--sample")),
-        (["--sample", "--num-beams", "2"], ("error[settings-conflict]: ", "do_sample", "num_beams: 1")),
-        (["--num-beams", "0"], ("--num-beams", "0 ", "1<=x<=64")),
-        (["--sample", "--top-p", "0"], ("--top-p", "0.0 ", "0<x<=1")),
-    ],
-)
+@pytest.mark.parametrize(("words", "named"), [
+    (["--temperature", "0.5"], ("--temperature", "--sample")), (["--top-k", "3"], ("--top-k", "--sample")),
+    (["--sample", "--num-beams", "2"], ("error[settings-conflict]: ", "do_sample", "num_beams: 1")),
+    (["--num-beams", "0"], ("--num-beams", "0 ", "1<=x<=64")),
+    (["--sample", "--top-p", "0"], ("--top-p", "0.0 ", "0<x<=1")),
+])  # fmt: skip
 def test_ineffective_search_options_are_rejected_with_exit_code_2(home, words, named):
     output = _said("predict", home / "run" / "artifacts" / "model", "a man", *words, code=2)
     text = " ".join(output.split()).rpartition("Error: ")[2]

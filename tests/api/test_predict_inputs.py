@@ -39,18 +39,11 @@ def test_lines_of_plain_text_are_texts(tmp_path):
     assert all(value in str(excinfo.value) for value in ("--column x", "t.txt"))
 
 
-@pytest.mark.parametrize(
-    ("task", "columns", "expected"),
-    [
-        (TRANSLATOR, (), "s"),
-        (TRANSLATOR, ("text",), "t"),
-        (TRANSLATOR, ("source=text",), "t"),
-        (TRANSLATOR, ("a=b",), "c"),  # a name with a sign of its own
-        ("language-modeling", (), "t"),
-        (CLASSIFIER, (), "t"),
-        (CLASSIFIER, ("text=source",), "s"),
-    ],
-)
+@pytest.mark.parametrize(("task", "columns", "expected"), [
+    (TRANSLATOR, (), "s"), (TRANSLATOR, ("text",), "t"), (TRANSLATOR, ("source=text",), "t"),
+    (TRANSLATOR, ("a=b",), "c"),  # a name with a sign of its own
+    ("language-modeling", (), "t"), (CLASSIFIER, (), "t"), (CLASSIFIER, ("text=source",), "s"),
+])  # fmt: skip
 def test_column_is_default_of_task_or_named(tmp_path, task, columns, expected):
     path = rows(tmp_path / "d.jsonl", {"source": "s", "text": "t", "a=b": "c"})
     assert read_examples(path, task, columns) == [Example(expected)]
@@ -76,18 +69,15 @@ def test_csv_and_parquet_are_read(tmp_path):
     assert read_examples(tmp_path / "d.parquet", TRANSLATOR, ()) == [Example("x")]
 
 
-@pytest.mark.parametrize(
-    ("value", "task", "columns", "code", "named"),
-    [
-        ({"src": "a"}, TRANSLATOR, (), "missing-column", ("'source'", ": src.")),
-        ({"text": "a"}, CLASSIFIER, ("txt",), "missing-column", ("'text'?",)),
-        ({"text": 3}, CLASSIFIER, (), "wrong-column-type", ("'text'", "3")),
-        ({"text": "a", "text_b": 3}, CLASSIFIER, (), "wrong-column-type", ("'text_b'", "3")),
-        ({"text": "\ud800"}, CLASSIFIER, (), "lone-surrogate", ("'text'",)),
-        ({"text": "a"}, CLASSIFIER, ("text_pair=b",), "missing-column", ("'b'",)),
-        ({"source": "a"}, TRANSLATOR, ("text_pair=b",), "does-not-fit-task", ("text_pair=b",)),
-    ],
-)
+@pytest.mark.parametrize(("value", "task", "columns", "code", "named"), [
+    ({"src": "a"}, TRANSLATOR, (), "missing-column", ("'source'", ": src.")),
+    ({"text": "a"}, CLASSIFIER, ("txt",), "missing-column", ("'text'?",)),
+    ({"text": 3}, CLASSIFIER, (), "wrong-column-type", ("'text'", "3")),
+    ({"text": "a", "text_b": 3}, CLASSIFIER, (), "wrong-column-type", ("'text_b'", "3")),
+    ({"text": "\ud800"}, CLASSIFIER, (), "lone-surrogate", ("'text'",)),
+    ({"text": "a"}, CLASSIFIER, ("text_pair=b",), "missing-column", ("'b'",)),
+    ({"source": "a"}, TRANSLATOR, ("text_pair=b",), "does-not-fit-task", ("text_pair=b",)),
+])  # fmt: skip
 def test_unreadable_rows_are_reported(tmp_path, value, task, columns, code, named):
     path = rows(tmp_path / "d.jsonl", value)
     with raises_code(code, InputError) as excinfo:
@@ -114,14 +104,12 @@ def test_file_without_rows_is_rejected(tmp_path, name, text):
 
 
 LINES = {
-    "a\nb": ["a", "b"],
-    "a\n\n": ["a", ""],  # an answer for each line, also for an empty one at the end
-    "\n": [""],
-    "a\r\nb\rc\n": ["a", "b", "c"],
-    "a\u2028b\x0cc\x85d\n": ["a\u2028b\x0cc\x85d"],  # ends of lines to str.splitlines alone
-    "\ufeffa\n\ufeffb\n": ["a", "\ufeffb"],
-    "": [],
-}
+    "a\nb": ["a", "b"], "a\n\n": ["a", ""],  # an answer for each line, also for an empty one at the end
+    "\n": [""], "a\r\nb\rc\n": ["a", "b", "c"],
+    # ends of lines to str.splitlines alone
+    "a\u2028b\x0cc\x85d\n": ["a\u2028b\x0cc\x85d"],
+    "\ufeffa\n\ufeffb\n": ["a", "\ufeffb"], "": [],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("text", LINES)

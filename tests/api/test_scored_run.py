@@ -36,15 +36,12 @@ def test_artifact_has_generation_settings_of_its_run(artifact, tmp_path):
     assert scored_generation(artifact, read_artifact(artifact)) == {}
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"num_beams": None, "max_new_tokens": None, "do_sample": False}, BEAMS),
-        ({"max_new_tokens": 9}, BEAMS | {"max_new_tokens": 9}),
-        ({"num_beams": 1}, {"num_beams": 1, "max_new_tokens": 4}),
-        ({"do_sample": True, "seed": 0}, {"do_sample": True, "seed": 0, "max_new_tokens": 4}),
-    ],
-)
+@pytest.mark.parametrize(("options", "expected"), [
+    ({"num_beams": None, "max_new_tokens": None, "do_sample": False}, BEAMS),
+    ({"max_new_tokens": 9}, BEAMS | {"max_new_tokens": 9}),
+    ({"num_beams": 1}, {"num_beams": 1, "max_new_tokens": 4}),
+    ({"do_sample": True, "seed": 0}, {"do_sample": True, "seed": 0, "max_new_tokens": 4}),
+])  # fmt: skip
 def test_search_options_replace_settings_of_run(options, expected):
     assert generation_with(BEAMS, options) == expected
 

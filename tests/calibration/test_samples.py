@@ -14,18 +14,11 @@ def rows_of(*sizes):
     return CalibrationSamples("made", batches, sum(sizes), 4 * sum(sizes))
 
 
-@pytest.mark.parametrize(
-    ("sizes", "wanted", "numbers"),
-    [
-        ((3, 1, 4), 3, [0, 3, 4]),  # the first of each batch
-        ((3, 1, 4), 2, [0, 4]),
-        ((3, 1, 4), 5, [0, 2, 3, 5, 7]),
-        ((8,), 3, [0, 1, 2]),
-        ((8,), 8, list(range(8))),
-        ((8,), 64, list(range(8))),
-        ((3, 1, 4), 64, list(range(8))),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "wanted", "numbers"), [
+    ((3, 1, 4), 3, [0, 3, 4]),  # the first of each batch
+    ((3, 1, 4), 2, [0, 4]), ((3, 1, 4), 5, [0, 2, 3, 5, 7]), ((8,), 3, [0, 1, 2]), ((8,), 8, list(range(8))),
+    ((8,), 64, list(range(8))), ((3, 1, 4), 64, list(range(8))),
+])  # fmt: skip
 def test_requested_number_of_samples_is_returned(sizes, wanted, numbers):
     subset = rows_of(*sizes).subset(wanted)
     assert len(subset.batches) == subset.num_samples == min(wanted, sum(sizes))

@@ -26,17 +26,12 @@ def rows():
     return CalibrationSamples("made", batches, 5, 39)
 
 
-@pytest.mark.parametrize(
-    ("fed", "expected"),
-    [
-        ([(64, 64), (900, 256)], ""),
-        ([(0, 64)], ""),  # told as a layer that no row reaches
-        ([(5, 64), (900, 256)], ""),  # one vector of each text
-        ([(63, 64)], "63 64"),
-        ([(255, 256), (20, 64), (63, 64)], "20 64"),
-        ([(5, 1024), (255, 256)], "900 1,024"),
-    ],
-)
+@pytest.mark.parametrize(("fed", "expected"), [
+    ([(64, 64), (900, 256)], ""), ([(0, 64)], ""),  # told as a layer that no row reaches
+    ([(5, 64), (900, 256)], ""),  # one vector of each text
+    ([(63, 64)], "63 64"), ([(255, 256), (20, 64), (63, 64)], "20 64"),
+    ([(5, 1024), (255, 256)], "900 1,024"),
+])  # fmt: skip
 def test_warns_of_layers_with_fewer_tokens_than_inputs(fed, expected):
     text = few_tokens_text(fed, CalibrationSamples("rows.jsonl", [], 5, 900))
     assert bool(text) == bool(expected)

@@ -145,16 +145,13 @@ def test_stages_lists_all_and_explains_one():
     assert max(map(len, stage_list.splitlines())) <= 80
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "named"),
-    [
-        (["stages", "prun"], "unknown-stage", "'prune'?"),
-        (["run", "quickstrat"], "unknown-recipe", "quickstrat"),
-        (["predict", "nowhere", "x"], "missing-folder", "nowhere"),
-        (["report", "nowhere"], "missing-file", "nowhere"),
-        (["eval", "nowhere", "--data", "x"], "missing-folder", "nowhere"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "code", "named"), [
+    (["stages", "prun"], "unknown-stage", "'prune'?"),
+    (["run", "quickstrat"], "unknown-recipe", "quickstrat"),
+    (["predict", "nowhere", "x"], "missing-folder", "nowhere"),
+    (["report", "nowhere"], "missing-file", "nowhere"),
+    (["eval", "nowhere", "--data", "x"], "missing-folder", "nowhere"),
+])  # fmt: skip
 def test_invalid_arguments_are_explained_with_exit_code_2(arguments, code, named):
     error = command_error(harness.smelt(*arguments, code=2))
     assert error.code == code
@@ -165,14 +162,11 @@ def test_mistyped_command_suggests_nearest():
     assert "'run'?" in harness.smelt("rnu", code=2).output
 
 
-@pytest.mark.parametrize(
-    ("words", "new", "known"),
-    [
-        (("run", "r.yaml", "--fresh"), "--rebuild", True),
-        (("package", "a", "--for", "optimum"), "--format", True),
-        (("run", "r.yaml", "--for", "optimum"), "--format", False),
-    ],
-)
+@pytest.mark.parametrize(("words", "new", "known"), [
+    (("run", "r.yaml", "--fresh"), "--rebuild", True),
+    (("package", "a", "--for", "optimum"), "--format", True),
+    (("run", "r.yaml", "--for", "optimum"), "--format", False),
+])  # fmt: skip
 def test_former_option_name_suggests_current_name(words, new, known):
     assert (f"'{new}'" in harness.smelt(*words, code=2).output) == known
 
@@ -217,18 +211,11 @@ def test_help_describes_every_command_within_80_columns():
     assert all(line.endswith(".") and not line.endswith("...") and len(line) <= 80 for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "named"),
-    [
-        (KeyError("weights"), "unforeseen", "KeyError"),
-        (
-            PermissionError(13, "Permission denied", "a.jsonl"),
-            "permission-denied",
-            "a.jsonl: Permission denied.",
-        ),
-        (RuntimeError("CPUAllocator: can't allocate memory"), "out-of-memory", "CPUAllocator"),
-    ],
-)
+@pytest.mark.parametrize(("error", "code", "named"), [
+    (KeyError("weights"), "unforeseen", "KeyError"),
+    (PermissionError(13, "Permission denied", "a.jsonl"), "permission-denied", "a.jsonl: Permission denied."),
+    (RuntimeError("CPUAllocator: can't allocate memory"), "out-of-memory", "CPUAllocator"),
+])  # fmt: skip
 def test_commands_show_no_traceback(classifier, tmp_path, monkeypatch, error, code, named):
     def fail(*_, **__):
         raise error

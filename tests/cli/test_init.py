@@ -82,17 +82,14 @@ def test_init_names_recipe_after_step_of_artifact(tmp_path, models, monkeypatch)
     assert "\nmodel: artifacts/small\n" in (tmp_path / "small.yaml").read_text()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "named"),
-    [
-        (["nowhere/m"], "missing-folder", "nowhere"),
-        (["{bert}", "--task", "translation"], "unsupported-task", "text-classification"),
-        (["{bert}", "--task", "translate"], "unknown-task", "'translation'?"),
-        (["{bert}", "--data", "nowhere"], "missing-file", "nowhere"),
-        (["{bert}", "--data", "{bert}"], "missing-data", ""),
-        (["{mbart}", "--task", "language-modeling"], "unsupported-task", "translation or summarization"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "code", "named"), [
+    (["nowhere/m"], "missing-folder", "nowhere"),
+    (["{bert}", "--task", "translation"], "unsupported-task", "text-classification"),
+    (["{bert}", "--task", "translate"], "unknown-task", "'translation'?"),
+    (["{bert}", "--data", "nowhere"], "missing-file", "nowhere"),
+    (["{bert}", "--data", "{bert}"], "missing-data", ""),
+    (["{mbart}", "--task", "language-modeling"], "unsupported-task", "translation or summarization"),
+])  # fmt: skip
 def test_invalid_init_arguments_are_explained(tmp_path, models, monkeypatch, arguments, code, named):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nowhere").mkdir() if arguments == ["nowhere/m"] else None

@@ -117,15 +117,10 @@ def test_closed_stream_number_is_not_reused(redirection, tmp_path):
     assert int(path.read_text()) > 2
 
 
-@pytest.mark.parametrize(
-    ("encoding", "expected"),
-    [
-        ("utf-8", "37 ± 1 × 2 – 中"),
-        ("latin-1", "37 ± 1 × 2 - \\u4e2d"),
-        ("cp1252", "37 ± 1 × 2 – \\u4e2d"),
-        ("ascii", "37 +- 1 x 2 - \\u4e2d"),
-    ],
-)
+@pytest.mark.parametrize(("encoding", "expected"), [
+    ("utf-8", "37 ± 1 × 2 – 中"), ("latin-1", "37 ± 1 × 2 - \\u4e2d"), ("cp1252", "37 ± 1 × 2 – \\u4e2d"),
+    ("ascii", "37 +- 1 x 2 - \\u4e2d"),
+])  # fmt: skip
 def test_unencodable_characters_have_ascii_forms(encoding, expected, replace_streams):
     output = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     replace_streams(output, io.TextIOWrapper(io.BytesIO(), encoding=encoding))

@@ -62,16 +62,12 @@ def test_truncated_texts_warn_on_standard_error(artifact):
     assert len(result.stdout.splitlines()) == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (("a man", "--data", "x.csv"), ("texts", "--data")),
-        (("a man", "--column", "text"), ("--column", "--data")),
-        (("--data", "nowhere.csv"), ("error[missing-file]: ", "nowhere.csv")),
-        (("a man", "--seed", "1"), ("--seed", "--sample")),
-        (("a man", "--batch-size", "0"), ("--batch-size",)),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "named"), [
+    (("a man", "--data", "x.csv"), ("texts", "--data")),
+    (("a man", "--column", "text"), ("--column", "--data")),
+    (("--data", "nowhere.csv"), ("error[missing-file]: ", "nowhere.csv")),
+    (("a man", "--seed", "1"), ("--seed", "--sample")), (("a man", "--batch-size", "0"), ("--batch-size",)),
+])  # fmt: skip
 def test_conflicting_arguments_are_rejected_with_exit_code_2(artifact, arguments, named):
     output = _predict(artifact, *arguments, code=2).stderr.rpartition("Error: ")[2]
     assert [value for value in named if value not in output] == []
@@ -100,13 +96,10 @@ def test_terminal_input_shows_hint(terminal, capsys):
     assert ("Ctrl-D" in captured.err, captured.out) == (terminal, "")
 
 
-@pytest.mark.parametrize(
-    ("errors", "named"),
-    [
-        ("strict", ()),  # of most locales
-        ("surrogateescape", ("line 2: ", "'M\\udce4rz'")),
-    ],
-)
+@pytest.mark.parametrize(("errors", "named"), [
+    ("strict", ()),  # of most locales
+    ("surrogateescape", ("line 2: ", "'M\\udce4rz'")),
+])  # fmt: skip
 def test_input_in_other_encoding_is_rejected(artifact, monkeypatch, capsys, errors, named):
     stream = io.TextIOWrapper(io.BytesIO(b"a man\nM\xe4rz\n"), encoding="utf-8", errors=errors)
     monkeypatch.setattr(sys, "stdin", stream)

@@ -147,14 +147,9 @@ def test_list_of_mappings_shows_fields_of_item() -> None:
     assert "\n      sentence_embedding: number (default none) " in inside
 
 
-@pytest.mark.parametrize(
-    ("stage", "words"),
-    [
-        ("trim-vocabulary", "default 1"),
-        ("sparsify", "default 0.5 without pattern"),
-        ("factorize", "default 0.95 if no other size is set"),
-        ("drop-layers", "default 0.5"),
-    ],
-)
+@pytest.mark.parametrize(("stage", "words"), [
+    ("trim-vocabulary", "default 1"), ("sparsify", "default 0.5 without pattern"),
+    ("factorize", "default 0.95 if no other size is set"), ("drop-layers", "default 0.5"),
+])  # fmt: skip
 def test_default_for_several_unset_settings_is_explained(stage: str, words: str) -> None:
     assert words in " ".join(describe_stage(stage).split())

@@ -14,14 +14,10 @@ from smelt.data.splits import Example, Split
 @pytest.mark.parametrize(
     ("task", "code"), [("sentence-similarity", "missing-scores"), ("text-classification", "missing-labels")]
 )
-@pytest.mark.parametrize(
-    ("stage", "settings"),
-    [
-        (DropLayers, DropLayersSettings()),
-        (Prune, PruneSettings(keep_ratio=0.5)),
-        (Factorize, FactorizeSettings(keep_ratio=0.5, method="fwsvd")),
-    ],
-)
+@pytest.mark.parametrize(("stage", "settings"), [
+    (DropLayers, DropLayersSettings()), (Prune, PruneSettings(keep_ratio=0.5)),
+    (Factorize, FactorizeSettings(keep_ratio=0.5, method="fwsvd")),
+])  # fmt: skip
 def test_loss_based_importances_reject_unlabeled_samples(stage, settings, task, code):
     split = Split("rows.jsonl", (Example("a"), Example("b")))
     [error] = stage.check_rows(settings, task, {"train": split})

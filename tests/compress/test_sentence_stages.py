@@ -106,17 +106,13 @@ def test_missing_scores_are_rejected_if_loss_needs_them(stage, settings, setting
     assert caught.value.setting == setting
 
 
-@pytest.mark.parametrize(
-    ("losses", "task", "expected"),
-    [
-        ({"logits": 1.0}, embedders.TASK, [("losses.logits", "unknown-loss")]),
-        ({"pairwise_similarity": 1.0}, "translation", [("losses.pairwise_similarity", "unknown-loss")]),
-        ({"sentence_embedding": 0, "pairwise_similarity": 0}, embedders.TASK, [("losses", "no-loss")]),
-        ({"cosent": 1.0}, embedders.TASK, [("losses.cosent", "missing-scores")]),
-        ({}, embedders.TASK, []),
-        ({"labels": 1.0}, "translation", []),
-    ],
-)
+@pytest.mark.parametrize(("losses", "task", "expected"), [
+    ({"logits": 1.0}, embedders.TASK, [("losses.logits", "unknown-loss")]),
+    ({"pairwise_similarity": 1.0}, "translation", [("losses.pairwise_similarity", "unknown-loss")]),
+    ({"sentence_embedding": 0, "pairwise_similarity": 0}, embedders.TASK, [("losses", "no-loss")]),
+    ({"cosent": 1.0}, embedders.TASK, [("losses.cosent", "missing-scores")]), ({}, embedders.TASK, []),
+    ({"labels": 1.0}, "translation", []),
+])  # fmt: skip
 def test_losses_are_checked_against_task_and_samples(losses, task, expected):
     from smelt.data.splits import Example
 

@@ -36,30 +36,13 @@ def written_artifact(tmp_path):
         return store.commit(out, manifest)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model.variant.safetensors",
-        "deep/model.safetensors",
-        "model.safetensors.index.json",
-        "structure.json",
-        "generation_config.json",
-        "added_tokens.json",
-        "chat_template.jinja",
-        "additional_chat_templates/tool.jinja",
-        "spiece.model",
-        "merges.txt",
-        "encoder_model.onnx",
-        "model.onnx.data",
-        "decoder_model.onnx_data",
-        "model.plan",
-        "deep/manifest.json",
-        "pytorch_model.bin",
-        "notes",
-        "readme.json",
-        "deep/__init__.py",
-    ],
-)
+@pytest.mark.parametrize("name", [
+    "model.variant.safetensors", "deep/model.safetensors", "model.safetensors.index.json", "structure.json",
+    "generation_config.json", "added_tokens.json", "chat_template.jinja",
+    "additional_chat_templates/tool.jinja", "spiece.model", "merges.txt", "encoder_model.onnx",
+    "model.onnx.data", "decoder_model.onnx_data", "model.plan", "deep/manifest.json", "pytorch_model.bin",
+    "notes", "readme.json", "deep/__init__.py",
+])  # fmt: skip
 def test_file_missing_in_manifest_is_rejected(written_artifact, name):
     path = written_artifact.path / name
     path.parent.mkdir(exist_ok=True)
@@ -73,23 +56,11 @@ def test_file_missing_in_manifest_is_rejected(written_artifact, name):
     assert read_artifact(written_artifact.path) == written_artifact
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        ".DS_Store",
-        "._model.safetensors",
-        "deep/.nfs000000000012",
-        ".git/config.json",
-        ".cache/huggingface/download/model.safetensors.metadata",
-        "Thumbs.db",
-        "deep/desktop.ini",
-        "README.md",
-        "model-card.md",
-        "LICENSE",
-        "License.txt",
-        "deep/NOTICE",
-    ],
-)
+@pytest.mark.parametrize("name", [
+    ".DS_Store", "._model.safetensors", "deep/.nfs000000000012", ".git/config.json",
+    ".cache/huggingface/download/model.safetensors.metadata", "Thumbs.db", "deep/desktop.ini", "README.md",
+    "model-card.md", "LICENSE", "License.txt", "deep/NOTICE",
+])  # fmt: skip
 def test_files_of_systems_and_readers_are_ignored(written_artifact, name):
     path = written_artifact.path / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -139,22 +110,11 @@ def test_model_folder_suggests_init(tmp_path):
     assert f"smelt init {tmp_path}" in str(excinfo.value)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(
-            "numpy.py",
-            "inside/json.PY",
-            "site.pth",
-            "libcuda.so.1",
-            "weights.pt",
-            "pytorch_model.bin",
-            "x.whl",
-        ),
-        *("requirements.txt", "Dockerfile", "run", "a.py ", "a.json:b.py", "a.json.", "x\n.json"),
-        *("CON.json", "aux.onnx", "\u202eexe.json", "a\x85.json", ".git/config.json", "-rf.json"),
-    ],
-)
+@pytest.mark.parametrize("name", [
+    *("numpy.py", "inside/json.PY", "site.pth", "libcuda.so.1", "weights.pt", "pytorch_model.bin", "x.whl"),
+    *("requirements.txt", "Dockerfile", "run", "a.py ", "a.json:b.py", "a.json.", "x\n.json"),
+    *("CON.json", "aux.onnx", "\u202eexe.json", "a\x85.json", ".git/config.json", "-rf.json"),
+])  # fmt: skip
 def test_listed_file_of_unknown_kind_is_rejected(written_artifact, name):
     path = written_artifact.path / name
     path.parent.mkdir(exist_ok=True)

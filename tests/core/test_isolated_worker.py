@@ -46,15 +46,10 @@ def test_worker_answers_requests_in_one_process(worker: IsolatedWorker) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limits")
-@pytest.mark.parametrize(
-    ("request_", "code"),
-    [
-        ("crash", "process-crashed"),
-        ("memory", "memory-limit"),
-        ("time", "time-limit"),
-        ("error", "process-failed"),
-    ],
-)
+@pytest.mark.parametrize(("request_", "code"), [
+    ("crash", "process-crashed"), ("memory", "memory-limit"), ("time", "time-limit"),
+    ("error", "process-failed"),
+])  # fmt: skip
 def test_failed_request_has_code_and_next_request_works(
     worker: IsolatedWorker, request_: str, code: str
 ) -> None:

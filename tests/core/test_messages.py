@@ -8,14 +8,10 @@ from smelt.core.errors import combined_error
 from smelt.core.messages import Message, error_message
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("too few.", "r.yaml:3: too few."),
-        ("r.yaml:3: too few.", "r.yaml:3: too few."),
-        ("r.yaml:30: too few.", "r.yaml:3: r.yaml:30: too few."),
-    ],
-)
+@pytest.mark.parametrize(("text", "shown"), [
+    ("too few.", "r.yaml:3: too few."), ("r.yaml:3: too few.", "r.yaml:3: too few."),
+    ("r.yaml:30: too few.", "r.yaml:3: r.yaml:30: too few."),
+])  # fmt: skip
 def test_message_location_is_shown_once(text: str, shown: str) -> None:
     assert str(Message("few", text, file="r.yaml", line=3)) == shown
 

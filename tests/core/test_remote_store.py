@@ -194,23 +194,16 @@ def _lose_connection(*_):
     raise OSError("connection lost")
 
 
-@pytest.mark.parametrize(
-    ("url", "code"),
-    [
-        ("s4://bucket/prefix", "unknown-protocol"),
-        ("http://127.0.0.1:9/store", "store-unreachable"),
-        ("file:///proc/store", "missing-bucket"),
-        ("simplecache::file:///store", "invalid-store-url"),
-        ("zip://a.zip::file:///store", "invalid-store-url"),
-        ("s3:/bucket/prefix", "invalid-store-url"),
-        ("file://", "invalid-store-url"),  # fsspec: the working folder
-        ("file:///", "invalid-store-url"),
-        ("file://bucket/prefix", "invalid-store-url"),  # fsspec: below the working folder
-        ("memory://", "invalid-store-url"),
-        ("s3://", "invalid-store-url"),
-        ("s3:///prefix", "invalid-store-url"),
-    ],
-)
+@pytest.mark.parametrize(("url", "code"), [
+    ("s4://bucket/prefix", "unknown-protocol"), ("http://127.0.0.1:9/store", "store-unreachable"),
+    ("file:///proc/store", "missing-bucket"), ("simplecache::file:///store", "invalid-store-url"),
+    ("zip://a.zip::file:///store", "invalid-store-url"), ("s3:/bucket/prefix", "invalid-store-url"),
+    ("file://", "invalid-store-url"),  # fsspec: the working folder
+    ("file:///", "invalid-store-url"),
+    # fsspec: below the working folder
+    ("file://bucket/prefix", "invalid-store-url"),
+    ("memory://", "invalid-store-url"), ("s3://", "invalid-store-url"), ("s3:///prefix", "invalid-store-url"),
+])  # fmt: skip
 def test_unusable_store_url_is_rejected_before_run(url, code):
     with raises_code(code, InputError):
         open_remote_store(url)

@@ -19,26 +19,16 @@ def _file(folder, text, name="a.csv"):
     return path
 
 
-@pytest.mark.parametrize(
-    ("text", "delimiter"),
-    [
-        ("text,label\na; b; c,1\n", ","),
-        ("text;label\nHello, world;1\n", ";"),
-        ("text\tlabel\na, b; c\t1\n", "\t"),
-        ('"text; raw",label\na,1\n', ","),
-        ("text; raw,label\na;b,1\n", ","),
-        ('text;label;weight\n"a;b";1;0,5\n', ";"),
-        ("a,b;c;d\n1;2;3\n", ";"),
-        ("id,text;label\n1,x;2\n", ","),  # nothing tells: the comma
-        ("id,text;raw;x\n1,a\n2,b;c\n", ","),
-        ("text;n,m;label\n" + ("a," + "x" * 3000 + ";1;2\n") * 100, ";"),
-        ("text\na; b\n", ","),
-        ("", ","),
-        ("text;label\n" + "x, y;1\n" * 20_000, ";"),
-        ('text;label\n"' + "a\n" * 40_000 + '";1\n', ";"),
-        ("\ufefftext;label\na;1\n", ";"),
-    ],
-)
+@pytest.mark.parametrize(("text", "delimiter"), [
+    ("text,label\na; b; c,1\n", ","), ("text;label\nHello, world;1\n", ";"),
+    ("text\tlabel\na, b; c\t1\n", "\t"), ('"text; raw",label\na,1\n', ","), ("text; raw,label\na;b,1\n", ","),
+    ('text;label;weight\n"a;b";1;0,5\n', ";"), ("a,b;c;d\n1;2;3\n", ";"),
+    # nothing tells: the comma
+    ("id,text;label\n1,x;2\n", ","),
+    ("id,text;raw;x\n1,a\n2,b;c\n", ","), ("text;n,m;label\n" + ("a," + "x" * 3000 + ";1;2\n") * 100, ";"),
+    ("text\na; b\n", ","), ("", ","), ("text;label\n" + "x, y;1\n" * 20_000, ";"),
+    ('text;label\n"' + "a\n" * 40_000 + '";1\n', ";"), ("\ufefftext;label\na;1\n", ";"),
+])  # fmt: skip
 def test_delimiter_is_detected_from_header(tmp_path, text, delimiter):
     assert detect_delimiter(_file(tmp_path, text)) == delimiter
     assert detect_delimiter(_file(tmp_path, text, "a.csv.gz")) == delimiter

@@ -113,15 +113,11 @@ def test_common_column_name_is_suggested(tmp_path):
     assert len(split) == 1
 
 
-@pytest.mark.parametrize(
-    ("change", "code", "name"),
-    [
-        ({"label": np.zeros(2, np.uint8)}, "inconsistent-arrays", "label"),
-        ({"offsets": np.array([0, 5, 3])}, "wrong-offsets", ""),
-        ({"jpeg": None}, "missing-array", "'jpeg'"),
-        ({"label": np.array([None, "x"])}, "damaged-file", ""),
-    ],
-)
+@pytest.mark.parametrize(("change", "code", "name"), [
+    ({"label": np.zeros(2, np.uint8)}, "inconsistent-arrays", "label"),
+    ({"offsets": np.array([0, 5, 3])}, "wrong-offsets", ""), ({"jpeg": None}, "missing-array", "'jpeg'"),
+    ({"label": np.array([None, "x"])}, "damaged-file", ""),
+])  # fmt: skip
 def test_invalid_archive_is_rejected(change, code, name, tmp_path):
     values = {"jpeg": np.zeros(9, np.uint8), "offsets": np.array([0, 4, 9]), "label": np.zeros(2, np.uint8)}
     if "label" in change and len(change["label"]) == 2 and change["label"].dtype != object:

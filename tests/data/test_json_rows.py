@@ -23,19 +23,12 @@ def _file(folder, text, name="a.json"):
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
-@pytest.mark.parametrize(
-    "text",
-    [
-        json.dumps(ROWS),
-        json.dumps(ROWS, indent=2),
-        json.dumps(ROWS, ensure_ascii=False),
-        "\ufeff \n" + json.dumps(ROWS),
-        json.dumps({"data": ROWS}),
-        json.dumps({"version": "1", "n": 2, "empty": [], "names": ["a"], "data": ROWS}, indent=1),
-        "\n".join(map(json.dumps, ROWS)) + "\n",
-        "".join(json.dumps(row, indent=3) for row in ROWS),
-    ],
-)
+@pytest.mark.parametrize("text", [
+    json.dumps(ROWS), json.dumps(ROWS, indent=2), json.dumps(ROWS, ensure_ascii=False),
+    "\ufeff \n" + json.dumps(ROWS), json.dumps({"data": ROWS}),
+    json.dumps({"version": "1", "n": 2, "empty": [], "names": ["a"], "data": ROWS}, indent=1),
+    "\n".join(map(json.dumps, ROWS)) + "\n", "".join(json.dumps(row, indent=3) for row in ROWS),
+])  # fmt: skip
 def test_rows_are_read_from_every_json_layout(tmp_path, name, text):
     assert [row for _, row in read_json_rows(_file(tmp_path, text, name))] == ROWS
 
@@ -110,16 +103,12 @@ def test_large_file_is_read_with_bounded_memory(tmp_path):
     assert peak < 2_000_000
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("a.jsonl", '{"text": "short"}\n{"text": "LONG"}\n'),
-        ("a.json", '[{"text": "short"},\n{"text": "LONG"}]'),
-        ("a.json", '{"text": "short"}\n{"text": "LONG"}'),
-        ("a.csv", 'text\n"short\nLONG\n'),  # longer than a field in a line, as of an unclosed quote
-        ("a.tsv", "text\tlabel\nLONG\n"),
-    ],
-)
+@pytest.mark.parametrize(("name", "text"), [
+    ("a.jsonl", '{"text": "short"}\n{"text": "LONG"}\n'),
+    ("a.json", '[{"text": "short"},\n{"text": "LONG"}]'), ("a.json", '{"text": "short"}\n{"text": "LONG"}'),
+    ("a.csv", 'text\n"short\nLONG\n'),  # longer than a field in a line, as of an unclosed quote
+    ("a.tsv", "text\tlabel\nLONG\n"),
+])  # fmt: skip
 def test_too_long_line_is_rejected_with_bounded_memory(tmp_path, monkeypatch, name, text):
     """A packed line of some megabytes may exceed the memory."""
     monkeypatch.setattr("smelt.data.json_rows.MAX_LINE_CHARACTERS", 1000)

@@ -46,24 +46,16 @@ def test_invalid_labels_are_counted_and_nearest_name_is_suggested():
     assert all(fragment in str(raised.value) for fragment in fragments)
 
 
-@pytest.mark.parametrize(
-    ("label", "problem", "code", "shown"),
-    [
-        (2, SINGLE_LABEL, "unknown-label", " 2 "),
-        (-1, SINGLE_LABEL, "unknown-label", " -1 "),
-        (0.5, SINGLE_LABEL, "unknown-label", " 0.5 "),
-        ("", SINGLE_LABEL, "empty-label", "row 1:"),
-        (" ", REGRESSION, "empty-label", ""),
-        (None, SINGLE_LABEL, "unknown-label", " None "),
-        ("²", SINGLE_LABEL, "unknown-label", "'²'"),
-        (("bad", "good"), SINGLE_LABEL, "several-labels", "['bad', 'good']"),
-        (("bad", "god"), MULTI_LABEL, "unknown-label", "'god'"),
-        (None, MULTI_LABEL, "unknown-label", " None "),
-        ("good", REGRESSION, "non-finite-label", "'good'"),
-        ("nan", REGRESSION, "non-finite-label", "'nan'"),
-        (("1",), REGRESSION, "non-finite-label", "['1']"),
-    ],
-)
+@pytest.mark.parametrize(("label", "problem", "code", "shown"), [
+    (2, SINGLE_LABEL, "unknown-label", " 2 "), (-1, SINGLE_LABEL, "unknown-label", " -1 "),
+    (0.5, SINGLE_LABEL, "unknown-label", " 0.5 "), ("", SINGLE_LABEL, "empty-label", "row 1:"),
+    (" ", REGRESSION, "empty-label", ""), (None, SINGLE_LABEL, "unknown-label", " None "),
+    ("²", SINGLE_LABEL, "unknown-label", "'²'"),
+    (("bad", "good"), SINGLE_LABEL, "several-labels", "['bad', 'good']"),
+    (("bad", "god"), MULTI_LABEL, "unknown-label", "'god'"), (None, MULTI_LABEL, "unknown-label", " None "),
+    ("good", REGRESSION, "non-finite-label", "'good'"), ("nan", REGRESSION, "non-finite-label", "'nan'"),
+    (("1",), REGRESSION, "non-finite-label", "['1']"),
+])  # fmt: skip
 def test_labels_that_do_not_match_problem_are_named(label, problem, code, shown):
     with raises_code(code, InputError) as excinfo:
         check_labels(rows(label), ["bad", "good"], problem)
@@ -77,20 +69,10 @@ def test_names_in_data_without_id2label_are_explained():
 
 
 @pytest.mark.parametrize("label", [1, 1.0, "1", "1.0", " 1", "+1"])
-@pytest.mark.parametrize(
-    ("names", "class_index"),
-    [
-        (["1", "2", "3"], 0),
-        (["3", "2", "1"], 2),
-        (["0", "1"], 1),
-        (["-1", "0", "1"], 2),
-        (["other", "1"], 1),
-        (["1.0", "2.0"], 0),
-        (["bad", "good"], 1),
-        (["LABEL_0", "LABEL_1"], 1),
-        (["1 star", "2 stars"], 1),
-    ],
-)
+@pytest.mark.parametrize(("names", "class_index"), [
+    (["1", "2", "3"], 0), (["3", "2", "1"], 2), (["0", "1"], 1), (["-1", "0", "1"], 2), (["other", "1"], 1),
+    (["1.0", "2.0"], 0), (["bad", "good"], 1), (["LABEL_0", "LABEL_1"], 1), (["1 star", "2 stars"], 1),
+])  # fmt: skip
 def test_numeric_label_is_equal_in_any_notation(label, names, class_index):
     assert class_targets(rows(label), names) == [class_index]
     assert multi_label_targets(rows((label,) if not isinstance(label, float) else (int(label),)), names) == [

@@ -30,46 +30,31 @@ def test_class_names_are_in_output_order():
     assert class_names({}) == ["LABEL_0", "LABEL_1"]
 
 
-@pytest.mark.parametrize(
-    ("config", "labels", "expected"),
-    [
-        (TWO, [0, "good"], SINGLE_LABEL),
-        (TWO, ["bad", "bad|good"], MULTI_LABEL),
-        (TWO, [("bad",), ()], MULTI_LABEL),
-        ({"id2label": {"0": "a|b", "1": "c"}}, ["a|b", "c"], SINGLE_LABEL),
-        ({"id2label": {"0": "LABEL_0"}}, ["1", "2"], REGRESSION),
-        ({**TWO, "problem_type": MULTI_LABEL}, ["bad"], MULTI_LABEL),
-        ({**TWO, "problem_type": SINGLE_LABEL}, [("bad",)], SINGLE_LABEL),
-        (TWO, [0.5], SINGLE_LABEL),  # two outputs cannot be one number; the label is refused when it is read
-        (None, [0.5, 2], REGRESSION),
-        (None, ["3.2", "5"], REGRESSION),
-        (None, ["3", "5"], SINGLE_LABEL),
-        (None, ["1.0", "0.0", ""], SINGLE_LABEL),
-        (None, [1.0, 0.0], SINGLE_LABEL),
-        (None, [1.0, 0.5], REGRESSION),
-        (None, ["0.5", ""], REGRESSION),
-        (None, [3, 5], SINGLE_LABEL),
-        (None, ["3.2", "good"], SINGLE_LABEL),
-        (None, [("a",), ("b", "c")], MULTI_LABEL),
-        (None, ["a|b", "c"], MULTI_LABEL),
-        (None, [], SINGLE_LABEL),
-    ],
-)
+@pytest.mark.parametrize(("config", "labels", "expected"), [
+    (TWO, [0, "good"], SINGLE_LABEL), (TWO, ["bad", "bad|good"], MULTI_LABEL),
+    (TWO, [("bad",), ()], MULTI_LABEL), ({"id2label": {"0": "a|b", "1": "c"}}, ["a|b", "c"], SINGLE_LABEL),
+    ({"id2label": {"0": "LABEL_0"}}, ["1", "2"], REGRESSION),
+    ({**TWO, "problem_type": MULTI_LABEL}, ["bad"], MULTI_LABEL),
+    ({**TWO, "problem_type": SINGLE_LABEL}, [("bad",)], SINGLE_LABEL),
+    # two outputs cannot be one number; the label is refused when it is read
+    (TWO, [0.5], SINGLE_LABEL),
+    (None, [0.5, 2], REGRESSION), (None, ["3.2", "5"], REGRESSION), (None, ["3", "5"], SINGLE_LABEL),
+    (None, ["1.0", "0.0", ""], SINGLE_LABEL), (None, [1.0, 0.0], SINGLE_LABEL),
+    (None, [1.0, 0.5], REGRESSION), (None, ["0.5", ""], REGRESSION), (None, [3, 5], SINGLE_LABEL),
+    (None, ["3.2", "good"], SINGLE_LABEL), (None, [("a",), ("b", "c")], MULTI_LABEL),
+    (None, ["a|b", "c"], MULTI_LABEL), (None, [], SINGLE_LABEL),
+])  # fmt: skip
 def test_problem_type_is_inferred_from_config_then_labels(config, labels, expected):
     assert infer_problem_type(config, labels) == expected
 
 
-@pytest.mark.parametrize(
-    ("config", "code"),
-    [
-        ({"problem_type": "regresion"}, "unknown-problem-type"),
-        ({**TWO, "problem_type": REGRESSION}, "too-many-outputs"),
-        ({"id2label": {"0": "a", "2": "b"}}, "wrong-label-names"),
-        ({"id2label": {"a": 0, "b": 1}}, "wrong-label-names"),
-        ({"id2label": ["a", "b"]}, "wrong-label-names"),
-        ({"id2label": {"0": "a"}, "problem_type": SINGLE_LABEL}, "too-few-outputs"),
-    ],
-)
+@pytest.mark.parametrize(("config", "code"), [
+    ({"problem_type": "regresion"}, "unknown-problem-type"),
+    ({**TWO, "problem_type": REGRESSION}, "too-many-outputs"),
+    ({"id2label": {"0": "a", "2": "b"}}, "wrong-label-names"),
+    ({"id2label": {"a": 0, "b": 1}}, "wrong-label-names"), ({"id2label": ["a", "b"]}, "wrong-label-names"),
+    ({"id2label": {"0": "a"}, "problem_type": SINGLE_LABEL}, "too-few-outputs"),
+])  # fmt: skip
 def test_contradictory_config_is_rejected(config, code):
     with raises_code(code, InputError):
         problem_type(config)

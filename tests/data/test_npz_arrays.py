@@ -37,15 +37,11 @@ def test_equal_arrays_have_equal_fingerprints_in_any_file(tmp_path: Path) -> Non
     assert read_npz(write(tmp_path / "c.npz", x=np.ones((2, 3)))).fingerprint != first.fingerprint
 
 
-@pytest.mark.parametrize(
-    ("values", "code", "names"),
-    [
-        ({"x": np.ones((3, 2)), "y": np.ones(4)}, "unequal-rows", "x y"),
-        ({"x": np.ones((0, 2))}, "empty-data", ""),
-        ({"x": np.array([{}, {}], dtype=object)}, "pickled-objects", "'x'"),
-        ({}, "missing-array", ""),
-    ],
-)
+@pytest.mark.parametrize(("values", "code", "names"), [
+    ({"x": np.ones((3, 2)), "y": np.ones(4)}, "unequal-rows", "x y"),
+    ({"x": np.ones((0, 2))}, "empty-data", ""),
+    ({"x": np.array([{}, {}], dtype=object)}, "pickled-objects", "'x'"), ({}, "missing-array", ""),
+])  # fmt: skip
 def test_files_without_rows_are_rejected(
     tmp_path: Path, values: dict[str, Any], code: str, names: str
 ) -> None:
@@ -89,16 +85,13 @@ def header(text: str, length: int | None = None) -> bytes:
 WHOLE = header("{'descr': '<f4', 'fortran_order': False, 'shape': (1, 2)}\n") + bytes(8)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        header("(" * 5000 + "\n"),  # tokenize.TokenError
-        header("-" * 5000 + "1\n"),  # RecursionError
-        header("{'descr': '<f4', 'fortran_order': False, 'shape': (True, 8)}\n") + bytes(32),  # TypeError
-        header("{'descr': '<f4', 'fortran_order': False, 'shape': (-5, 8)}\n") + bytes(160),
-        b"\x93NUMPY\x09\x00aaaa",
-    ],
-)
+@pytest.mark.parametrize("content", [
+    header("(" * 5000 + "\n"),  # tokenize.TokenError
+    header("-" * 5000 + "1\n"),  # RecursionError
+    header("{'descr': '<f4', 'fortran_order': False, 'shape': (True, 8)}\n") + bytes(32),  # TypeError
+    header("{'descr': '<f4', 'fortran_order': False, 'shape': (-5, 8)}\n") + bytes(160),
+    b"\x93NUMPY\x09\x00aaaa",
+])  # fmt: skip
 def test_invalid_npy_header_is_damaged_file(tmp_path: Path, content: bytes) -> None:
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as file:
         file.writestr("x.npy", content)

@@ -62,33 +62,25 @@ def test_messages_in_csv_may_be_json(tmp_path):
     assert (example.text, example.references) == ("u", ("a",))
 
 
-@pytest.mark.parametrize(
-    ("row", "code"),
-    [
-        ({"text": "t"}, "missing-column"),
-        ({"prompt": "p"}, "missing-column"),
-        ({"instruction": "p"}, "missing-column"),
-        ({"prompt": " ", "response": "r"}, "empty-text"),
-        ({"prompt": "p", "response": " "}, "empty-text"),
-        ({"prompt": "p", "responses": []}, "empty-text"),
-        ({"prompt": "p", "responses": ["r", ""]}, "empty-text"),
-        ({"prompt": "p", "responses": "r"}, "wrong-column-type"),
-        ({"prompt": 1, "response": "r"}, "wrong-column-type"),
-        ({"prompt": "p\ud800", "response": "r"}, "lone-surrogate"),
-        ({"instruction": "", "output": "r"}, "empty-text"),
-        ({"messages": "hello"}, "wrong-column-type"),
-        ({"messages": []}, "wrong-column-type"),
-        ({"messages": [{"role": "user"}, ASSISTANT]}, "wrong-column-type"),
-        ({"messages": [USER]}, "no-assistant-turn"),
-        ({"messages": [ASSISTANT]}, "no-assistant-turn"),
-        ({"messages": [USER, ASSISTANT, USER]}, "no-assistant-turn"),
-        ({"messages": [USER, ASSISTANT, ASSISTANT]}, "no-assistant-turn"),
-        ({"messages": [{**USER, "role": "human"}, ASSISTANT]}, "unknown-role"),
-        ({"messages": [{**USER, "content": " "}, ASSISTANT]}, "empty-text"),
-        ({"messages": [USER, {**ASSISTANT, "content": "\n"}]}, "empty-text"),
-        ({"messages": [USER, {**ASSISTANT, "content": "\udc00"}]}, "lone-surrogate"),
-    ],
-)
+@pytest.mark.parametrize(("row", "code"), [
+    ({"text": "t"}, "missing-column"), ({"prompt": "p"}, "missing-column"),
+    ({"instruction": "p"}, "missing-column"), ({"prompt": " ", "response": "r"}, "empty-text"),
+    ({"prompt": "p", "response": " "}, "empty-text"), ({"prompt": "p", "responses": []}, "empty-text"),
+    ({"prompt": "p", "responses": ["r", ""]}, "empty-text"),
+    ({"prompt": "p", "responses": "r"}, "wrong-column-type"),
+    ({"prompt": 1, "response": "r"}, "wrong-column-type"),
+    ({"prompt": "p\ud800", "response": "r"}, "lone-surrogate"),
+    ({"instruction": "", "output": "r"}, "empty-text"), ({"messages": "hello"}, "wrong-column-type"),
+    ({"messages": []}, "wrong-column-type"),
+    ({"messages": [{"role": "user"}, ASSISTANT]}, "wrong-column-type"),
+    ({"messages": [USER]}, "no-assistant-turn"), ({"messages": [ASSISTANT]}, "no-assistant-turn"),
+    ({"messages": [USER, ASSISTANT, USER]}, "no-assistant-turn"),
+    ({"messages": [USER, ASSISTANT, ASSISTANT]}, "no-assistant-turn"),
+    ({"messages": [{**USER, "role": "human"}, ASSISTANT]}, "unknown-role"),
+    ({"messages": [{**USER, "content": " "}, ASSISTANT]}, "empty-text"),
+    ({"messages": [USER, {**ASSISTANT, "content": "\n"}]}, "empty-text"),
+    ({"messages": [USER, {**ASSISTANT, "content": "\udc00"}]}, "lone-surrogate"),
+])  # fmt: skip
 def test_invalid_rows_are_rejected_with_line(tmp_path, row, code):
     with raises_code(code, InputError) as excinfo:
         _read(tmp_path, {"prompt": "p", "response": "r"}, row)
@@ -99,18 +91,10 @@ def test_prompt_does_not_require_response():
     assert parse_prompt({"prompt": "p"}, "f:1", Columns()).text == "p"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "plain",
-        "[1, 2]",
-        "[]",
-        '[{"role": "user"}]',
-        '[{"role": "user", "content": 1}]',
-        "[",
-        '{"role": "user"}',
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "plain", "[1, 2]", "[]", '[{"role": "user"}]', '[{"role": "user", "content": 1}]', "[",
+    '{"role": "user"}',
+])  # fmt: skip
 def test_other_json_is_plain_text(text):
     assert parse_conversation(text) is None
     assert prompt_messages(text) == [{"role": "user", "content": text}]
@@ -152,20 +136,16 @@ def test_correct_choice_is_reference(tmp_path):
     assert other.choices == ()
 
 
-@pytest.mark.parametrize(
-    ("row", "code"),
-    [
-        ({"choices": [" a", " b"], "answer": 2}, "no-right-choice"),
-        ({"choices": [" a", " b"], "answer": "c"}, "no-right-choice"),
-        ({"choices": [" a", " b"], "answer": True}, "no-right-choice"),
-        ({"choices": [" a"], "answer": 0}, "too-few-choices"),
-        ({"choices": [" a", " "], "answer": 0}, "empty-text"),
-        ({"choices": [" a", " a"], "answer": 0}, "duplicate-choice"),
-        ({"choices": "a, b", "answer": 0}, "wrong-column-type"),
-        ({"choices": ["a", "b"]}, "missing-column"),
-        ({"response": "r"}, "partly-missing-column"),
-    ],
-)
+@pytest.mark.parametrize(("row", "code"), [
+    ({"choices": [" a", " b"], "answer": 2}, "no-right-choice"),
+    ({"choices": [" a", " b"], "answer": "c"}, "no-right-choice"),
+    ({"choices": [" a", " b"], "answer": True}, "no-right-choice"),
+    ({"choices": [" a"], "answer": 0}, "too-few-choices"),
+    ({"choices": [" a", " "], "answer": 0}, "empty-text"),
+    ({"choices": [" a", " a"], "answer": 0}, "duplicate-choice"),
+    ({"choices": "a, b", "answer": 0}, "wrong-column-type"), ({"choices": ["a", "b"]}, "missing-column"),
+    ({"response": "r"}, "partly-missing-column"),
+])  # fmt: skip
 def test_invalid_choice_is_reported_with_line(tmp_path, row, code):
     with raises_code(code, InputError) as excinfo:
         _read(tmp_path, CHOICES | {"answer": 0}, {"prompt": "p"} | row)

@@ -103,19 +103,12 @@ def test_corpus_value_has_no_interval_and_is_never_significant(folder):
     assert (comparison["difference"], comparison["p_value"], comparison["ci95"]) == (1, 1, None)
 
 
-@pytest.mark.parametrize(
-    ("function", "code", "named"),
-    [
-        ("fails", "metric-failed", "t:2"),
-        ("fails_together", "metric-failed", "ZeroDivisionError"),
-        ("nan", "metric-not-finite", "t:2"),
-        ("huge_integer", "metric-not-finite", "t:1"),
-        ("large", "metric-too-large", "1e+308"),
-        ("exits", "metric-failed", "SystemExit"),
-        ("short", "wrong-metric-result", "2 examples"),
-        ("text", "wrong-metric-result", "'high'"),
-    ],
-)
+@pytest.mark.parametrize(("function", "code", "named"), [
+    ("fails", "metric-failed", "t:2"), ("fails_together", "metric-failed", "ZeroDivisionError"),
+    ("nan", "metric-not-finite", "t:2"), ("huge_integer", "metric-not-finite", "t:1"),
+    ("large", "metric-too-large", "1e+308"), ("exits", "metric-failed", "SystemExit"),
+    ("short", "wrong-metric-result", "2 examples"), ("text", "wrong-metric-result", "'high'"),
+])  # fmt: skip
 def test_invalid_result_error_names_example(folder, function, code, named):
     predictions = ["a", ""] if function == "fails" else SAMPLES[0]
     with raises_code(code, InputError) as excinfo:
@@ -123,16 +116,11 @@ def test_invalid_result_error_names_example(folder, function, code, named):
     assert named in str(excinfo.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "code"),
-    [
-        ("own_missing:f", "metric-not-importable"),
-        ("own_broken:f", "metric-not-importable"),
-        ("own_exits:f", "metric-not-importable"),
-        ("own_scores:length", "no-such-function"),
-        ("own_scores:number", "no-such-function"),
-    ],
-)
+@pytest.mark.parametrize(("name", "code"), [
+    ("own_missing:f", "metric-not-importable"), ("own_broken:f", "metric-not-importable"),
+    ("own_exits:f", "metric-not-importable"), ("own_scores:length", "no-such-function"),
+    ("own_scores:number", "no-such-function"),
+])  # fmt: skip
 def test_unimportable_metric_is_rejected(folder, name, code):
     with raises_code(code, InputError):
         load_custom_metric(name, folder)
@@ -147,15 +135,12 @@ def test_module_with_the_same_name_in_another_folder_is_imported(tmp_path):
         assert metric.function([], [], []) == value
 
 
-@pytest.mark.parametrize(
-    ("module", "metric", "helper"),
-    [
-        ("own_a", "from own_a_helper import V", "own_a_helper"),
-        ("own_b.scores", "from own_b.helpers import V", "own_b.helpers"),  # without __init__.py
-        ("own_c.scores", "from .helpers import V", "own_c.helpers"),
-        ("own_d.scores", "import own_d.helpers as h; V = h.V", "own_d.helpers"),
-    ],
-)
+@pytest.mark.parametrize(("module", "metric", "helper"), [
+    ("own_a", "from own_a_helper import V", "own_a_helper"),
+    ("own_b.scores", "from own_b.helpers import V", "own_b.helpers"),  # without __init__.py
+    ("own_c.scores", "from .helpers import V", "own_c.helpers"),
+    ("own_d.scores", "import own_d.helpers as h; V = h.V", "own_d.helpers"),
+])  # fmt: skip
 def test_custom_metric_imports_current_modules_of_its_own_folder(tmp_path, module, metric, helper):
     """Else the score of another recipe, or of the functions before an edit, would be reported."""
     loaded_metrics = []

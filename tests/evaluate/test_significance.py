@@ -29,23 +29,9 @@ from tests.support.expected_errors import raises_code
 from tests.support.expected_intervals import student_interval as expected_interval
 
 WORDS = [
-    "a",
-    "man",
-    "and",
-    "the",
-    "dog",
-    "run",
-    "over",
-    "green",
-    "grass",
-    "near",
-    "white",
-    "fence",
-    "by",
-    "river",
-    "with",
-    "hat",
-]
+    "a", "man", "and", "the", "dog", "run", "over", "green", "grass", "near", "white", "fence", "by", "river",
+    "with", "hat",
+]  # fmt: skip
 rng = np.random.default_rng(3)
 REFERENCES = [" ".join(rng.choice(WORDS, size=rng.integers(5, 12))) for _ in range(80)]
 

@@ -57,16 +57,10 @@ def run(model, x):
 
 
 # 96: three groups of 32, whose zero points do not fill their bytes; 100: a group that is filled up
-@pytest.mark.parametrize(
-    ("scheme", "symmetric", "inputs"),
-    [
-        ("int4", True, 64),
-        ("int4", False, 96),
-        ("int4", False, 100),
-        ("int8-groupwise", True, 100),
-        ("int8-groupwise", False, 96),
-    ],
-)
+@pytest.mark.parametrize(("scheme", "symmetric", "inputs"), [
+    ("int4", True, 64), ("int4", False, 96), ("int4", False, 100), ("int8-groupwise", True, 100),
+    ("int8-groupwise", False, 96),
+])  # fmt: skip
 def test_graph_multiplies_by_dequantized_weights(scheme, symmetric, inputs):
     torch.manual_seed(0)
     layer = coded(inputs, 5, scheme, symmetric=symmetric)

@@ -23,14 +23,10 @@ from tests.support.models import causal, every_family, tiny
 DYNAMIC, BLOCKS = "DynamicQuantizeMatMul", "MatMulNBits"
 
 
-@pytest.mark.parametrize(
-    ("us", "taken"),
-    [
-        ({DYNAMIC: 10.0, BLOCKS: 12.0}, DYNAMIC),
-        ({DYNAMIC: 10.0, BLOCKS: 9.6}, DYNAMIC),  # within the margin
-        ({DYNAMIC: 10.0, BLOCKS: 9.4}, BLOCKS),
-    ],
-)
+@pytest.mark.parametrize(("us", "taken"), [
+    ({DYNAMIC: 10.0, BLOCKS: 12.0}, DYNAMIC), ({DYNAMIC: 10.0, BLOCKS: 9.6}, DYNAMIC),  # within the margin
+    ({DYNAMIC: 10.0, BLOCKS: 9.4}, BLOCKS),
+])  # fmt: skip
 def test_variant_is_chosen_only_if_clearly_faster(us, taken):
     assert fastest_variant(us) == taken
 
@@ -163,17 +159,10 @@ def test_autotune_requires_onnx_runtime_on_cpu():
 
 NBITS = {bits: f"MatMulNBits, {bits} bits" for bits in (2, 4, 8)}
 FORMS = {
-    ("int8-groupwise", 4): (8,),
-    ("int4", 4): (4, 8),
-    ("int3", 4): (4, 8),
-    ("int2", 4): (2, 4, 8),
-    ("ternary", 4): (2, 4, 8),
-    ("binary", 4): (2, 4, 8),
-    ("int4", 0): (4,),
-    ("int2", 0): (4,),
-    ("ternary", 0): (4,),
-    ("binary", 0): (4,),
-}
+    ("int8-groupwise", 4): (8,), ("int4", 4): (4, 8), ("int3", 4): (4, 8), ("int2", 4): (2, 4, 8),
+    ("ternary", 4): (2, 4, 8), ("binary", 4): (2, 4, 8), ("int4", 0): (4,), ("int2", 0): (4,),
+    ("ternary", 0): (4,), ("binary", 0): (4,),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("scheme", "level"), FORMS)

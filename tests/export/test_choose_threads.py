@@ -6,16 +6,10 @@ from tests.support.graphs import graph_exports
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("times", "count"),
-    [
-        ({1: 10.0}, 1),
-        ({1: 10.0, 2: 24.0}, 1),
-        ({1: 10.0, 2: 9.6}, 1),  # within the margin: the fewest
-        ({1: 10.0, 2: 9.0, 3: 8.8, 4: 12.0}, 2),
-        ({1: 10.0, 2: 6.0, 3: 4.0}, 3),
-    ],
-)
+@pytest.mark.parametrize(("times", "count"), [
+    ({1: 10.0}, 1), ({1: 10.0, 2: 24.0}, 1), ({1: 10.0, 2: 9.6}, 1),  # within the margin: the fewest
+    ({1: 10.0, 2: 9.0, 3: 8.8, 4: 12.0}, 2), ({1: 10.0, 2: 6.0, 3: 4.0}, 3),
+])  # fmt: skip
 def test_fewest_equally_fast_threads_are_chosen(times, count):
     fewest, reported = fewest_threads(times)
     assert fewest == count

@@ -50,17 +50,10 @@ def test_equal_matrices_are_merged_with_equal_outputs(tmp_path):
     np.testing.assert_array_equal(run(model, tmp_path / "after.onnx"), original_outputs)
 
 
-@pytest.mark.parametrize(
-    "second",
-    [
-        changed((0, 0)),
-        changed((10, 10)),  # beyond what is compared first
-        changed((19, 19)),
-        lambda first: first.reshape(10, 40),
-        lambda first: first.view(np.int32),
-    ],
-    ids=["first", "middle", "last", "shape", "type"],
-)
+@pytest.mark.parametrize("second", [
+    changed((0, 0)), changed((10, 10)),  # beyond what is compared first
+    changed((19, 19)), lambda first: first.reshape(10, 40), lambda first: first.view(np.int32),
+], ids=["first", "middle", "last", "shape", "type"])  # fmt: skip
 def test_different_matrices_are_kept(second):
     model = graph(second)
     assert deduplicate_matrices(model) == 0

@@ -162,18 +162,14 @@ def test_other_nodes_become_float16(nodes: list[Any]) -> None:
     assert nodes_outside_fp16(make_model(nodes)) == set()
 
 
-@pytest.mark.parametrize(
-    ("node", "float32"),
-    [
-        (N("Clip", ["x"], ["y"], min=1e-9), True),
-        (N("Clip", ["x"], ["y"], min=0.0, max=float(np.finfo(np.float32).max)), False),
-        (N("LeakyRelu", ["x"], ["y"], alpha=1e-6), True),
-        (N("LeakyRelu", ["x"], ["y"], alpha=0.01), False),
-        (N("InstanceNormalization", ["x", "one", "one"], ["y"], epsilon=1e-12), True),
-        (N("InstanceNormalization", ["x", "one", "one"], ["y"], epsilon=1e-5), False),
-        (N("LayerNormalization", ["x", "w"], ["y"], epsilon=1e-12), False),
-    ],
-)
+@pytest.mark.parametrize(("node", "float32"), [
+    (N("Clip", ["x"], ["y"], min=1e-9), True),
+    (N("Clip", ["x"], ["y"], min=0.0, max=float(np.finfo(np.float32).max)), False),
+    (N("LeakyRelu", ["x"], ["y"], alpha=1e-6), True), (N("LeakyRelu", ["x"], ["y"], alpha=0.01), False),
+    (N("InstanceNormalization", ["x", "one", "one"], ["y"], epsilon=1e-12), True),
+    (N("InstanceNormalization", ["x", "one", "one"], ["y"], epsilon=1e-5), False),
+    (N("LayerNormalization", ["x", "w"], ["y"], epsilon=1e-12), False),
+])  # fmt: skip
 def test_attributes_without_a_float16_value(node: Any, float32: bool) -> None:
     """LayerNormalization computes in float32 by definition (stash_type)."""
     opset = 6 if node.op_type == "Clip" else 17

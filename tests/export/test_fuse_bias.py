@@ -42,22 +42,15 @@ FFN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("nodes", "outputs", "left"),
-    [
-        (FFN, ("y",), {"Reshape": 2, "Gemm": 2, "Relu": 1, "Add": 1}),
-        # what lies between is asked for itself: it gets its dimension back
-        (FFN, ("y", "j"), {"Reshape": 3, "Gemm": 2, "Relu": 1, "Add": 1}),
-        # two products of the same rows flatten them once
-        (
-            [*FFN[:2], ("MatMul", ["x", "W"], ["m"]), ("Add", ["m", "b"], ["n"]), ("Add", ["i", "n"], ["y"])],
-            ("y",),
-            {"Reshape": 3, "Gemm": 2, "Add": 1},
-        ),
-        (FFN[:2], ("i",), {"Reshape": 2, "Gemm": 1}),
-    ],
-    ids=["ffn", "asked", "twice", "output"],
-)
+@pytest.mark.parametrize(("nodes", "outputs", "left"), [
+    (FFN, ("y",), {"Reshape": 2, "Gemm": 2, "Relu": 1, "Add": 1}),
+    # what lies between is asked for itself: it gets its dimension back
+    (FFN, ("y", "j"), {"Reshape": 3, "Gemm": 2, "Relu": 1, "Add": 1}),
+    # two products of the same rows flatten them once
+    ([*FFN[:2], ("MatMul", ["x", "W"], ["m"]), ("Add", ["m", "b"], ["n"]), ("Add", ["i", "n"], ["y"])],
+     ("y",), {"Reshape": 3, "Gemm": 2, "Add": 1}),
+    (FFN[:2], ("i",), {"Reshape": 2, "Gemm": 1}),
+], ids=["ffn", "asked", "twice", "output"])  # fmt: skip
 def test_matmul_with_bias_becomes_gemm_with_equal_outputs(nodes, outputs, left):
     model = graph(nodes, outputs=outputs)
     outputs_before = run_model(model, (3, 1, 4))

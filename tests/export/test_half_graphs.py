@@ -28,11 +28,9 @@ PLANTED = {
     "llama": ("model.layers.0.mlp.down_proj", "model", 2e4),
 }
 LAYERS = {
-    "t5": {"num_layers": 1, "num_decoder_layers": 1},
-    "marian": graph_exports.ONE_LAYER_PER_STACK,
-    "bert": graph_exports.ONE_LAYER,
-    "llama": {},
-}
+    "t5": {"num_layers": 1, "num_decoder_layers": 1}, "marian": graph_exports.ONE_LAYER_PER_STACK,
+    "bert": graph_exports.ONE_LAYER, "llama": {},
+}  # fmt: skip
 
 
 def plant(family, folder):

@@ -36,17 +36,14 @@ def test_supported_head_sizes_equal_operator_limits(width, rotary, fits):
     ]
 
 
-@pytest.mark.parametrize(
-    ("config", "fits"),
-    [
-        ({"model_type": "llama", "head_dim": 24, "hidden_size": 64, "num_attention_heads": 4}, False),
-        ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}, True),
-        ({"model_type": "llama", "hidden_size": 96, "num_attention_heads": 4, "head_dim": None}, False),
-        ({"model_type": "gpt2", "n_embd": 36, "n_head": 3}, True),  # which the stage looks at
-        ({"model_type": "bert", "hidden_size": 36, "num_attention_heads": 3}, True),  # its task is refused
-        ({"model_type": "unheard of"}, True),
-    ],
-)
+@pytest.mark.parametrize(("config", "fits"), [
+    ({"model_type": "llama", "head_dim": 24, "hidden_size": 64, "num_attention_heads": 4}, False),
+    ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}, True),
+    ({"model_type": "llama", "hidden_size": 96, "num_attention_heads": 4, "head_dim": None}, False),
+    ({"model_type": "gpt2", "n_embd": 36, "n_head": 3}, True),  # which the stage looks at
+    ({"model_type": "bert", "hidden_size": 36, "num_attention_heads": 3}, True),  # its task is refused
+    ({"model_type": "unheard of"}, True),
+])  # fmt: skip
 def test_head_size_is_read_from_config(config, fits):
     assert (unsupported_model(config) is None) == fits
 

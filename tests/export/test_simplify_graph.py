@@ -24,11 +24,8 @@ def code_of(message: Message | None) -> str | None:
 
 
 GRAPHS = [
-    ("marian", "encoder_model"),
-    ("marian", "decoder_with_past_model"),
-    ("bert", "model"),
-    ("gpt2", "model"),
-]
+    ("marian", "encoder_model"), ("marian", "decoder_with_past_model"), ("bert", "model"), ("gpt2", "model"),
+]  # fmt: skip
 
 
 def graph_of(family, name, folder, scheme="fp32"):
@@ -119,17 +116,11 @@ def whole(model):
                 attribute.i = 0
 
 
-@pytest.mark.parametrize(
-    ("scheme", "error"),
-    [
-        ("static", coarser),
-        ("groupwise", whole),
-        ("groupwise", mutations.ALL["drop_padding_mask"]),
-        ("groupwise", mutations.ALL["drop_layer"]),
-        ("groupwise", mutations.ALL["take_another_layers_scales"]),
-        ("static", mutations.ALL["mask_of_ones"]),
-    ],
-)
+@pytest.mark.parametrize(("scheme", "error"), [
+    ("static", coarser), ("groupwise", whole), ("groupwise", mutations.ALL["drop_padding_mask"]),
+    ("groupwise", mutations.ALL["drop_layer"]), ("groupwise", mutations.ALL["take_another_layers_scales"]),
+    ("static", mutations.ALL["mask_of_ones"]),
+])  # fmt: skip
 def test_different_quantized_candidate_is_rejected(scheme, error, tmp_path, monkeypatch):
     path = graph_of("bert", "model", tmp_path, scheme)
     file_bytes = path.read_bytes()

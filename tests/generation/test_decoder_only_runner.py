@@ -105,17 +105,10 @@ def test_one_token_prompt_has_no_prefill():
 
 
 @pytest.mark.parametrize("gives_all", [False, True])
-@pytest.mark.parametrize(
-    ("at_once", "last", "wanted"),
-    [
-        (None, 0, [(11, 11)]),
-        (None, 3, [(11, 3)]),
-        (4, 0, [(4, 4), (4, 4), (3, 3)]),
-        (4, 2, [(4, 0), (4, 0), (3, 2)]),
-        (4, 5, [(4, 0), (4, 2), (3, 3)]),
-        (4, 3, [(4, 0), (4, 0), (3, 3)]),
-    ],
-)
+@pytest.mark.parametrize(("at_once", "last", "wanted"), [
+    (None, 0, [(11, 11)]), (None, 3, [(11, 3)]), (4, 0, [(4, 4), (4, 4), (3, 3)]),
+    (4, 2, [(4, 0), (4, 0), (3, 2)]), (4, 5, [(4, 0), (4, 2), (3, 3)]), (4, 3, [(4, 0), (4, 0), (3, 3)]),
+])  # fmt: skip
 def test_long_text_is_processed_in_chunks(at_once, last, wanted, gives_all):
     model = runner(at_once=at_once, gives_all=gives_all)
     ids = np.arange(1, 12)[None]

@@ -20,17 +20,10 @@ def runner(model_config=None, **config):
 
 
 BART = {
-    "num_beams": 4,
-    "do_sample": True,
-    "length_penalty": 2.0,
-    "early_stopping": True,
-    "no_repeat_ngram_size": 3,
-    "max_length": 142,
-    "min_length": 56,
-    "forced_bos_token_id": 0,
-    "forced_eos_token_id": 2,
-    "temperature": 0.5,
-}
+    "num_beams": 4, "do_sample": True, "length_penalty": 2.0, "early_stopping": True,
+    "no_repeat_ngram_size": 3, "max_length": 142, "min_length": 56, "forced_bos_token_id": 0,
+    "forced_eos_token_id": 2, "temperature": 0.5,
+}  # fmt: skip
 
 
 def test_unset_settings_come_from_the_model_except_the_search():
@@ -70,18 +63,13 @@ def test_missing_generation_config_falls_back_to_the_model_config():
     )
 
 
-@pytest.mark.parametrize(
-    ("model_config", "config", "prompt", "expected"),
-    [
-        ({}, {}, 1, 129),
-        ({"max_length": 50}, {}, 1, 50),
-        ({"max_length": 50, "max_new_tokens": 60}, {}, 4, 64),
-        ({"max_length": 50}, {}, 60, 188),  # a prompt that is longer already: the default
-        ({}, {"max_position_embeddings": 64}, 1, 65),  # 64 tokens are fed, the last new one is not
-        ({}, {"model_type": "gpt2", "n_positions": 64}, 60, 65),
-        ({}, {"model_type": "gpt2", "n_positions": 64}, 64, 65),
-    ],
-)
+@pytest.mark.parametrize(("model_config", "config", "prompt", "expected"), [
+    ({}, {}, 1, 129), ({"max_length": 50}, {}, 1, 50), ({"max_length": 50, "max_new_tokens": 60}, {}, 4, 64),
+    ({"max_length": 50}, {}, 60, 188),  # a prompt that is longer already: the default
+    ({}, {"max_position_embeddings": 64}, 1, 65),  # 64 tokens are fed, the last new one is not
+    ({}, {"model_type": "gpt2", "n_positions": 64}, 60, 65),
+    ({}, {"model_type": "gpt2", "n_positions": 64}, 64, 65),
+])  # fmt: skip
 def test_maximum_text_length(model_config, config, prompt, expected):
     assert (
         resolve_generation(GenerationSettings(), runner(model_config, **config)).max_total_length(prompt)
@@ -104,43 +92,27 @@ def test_begin_and_end_tokens():
         resolve_generation(GenerationSettings(), runner(decoder_start_token_id=None))
 
 
-@pytest.mark.parametrize(
-    ("model_config", "wishes", "code", "values"),
-    [
-        ({"encoder_no_repeat_ngram_size": 3}, {}, UNSUPPORTED, ("encoder_no_repeat_ngram_size", " 3", " 0.")),
-        ({"sequence_bias": [[[1], 2.0]]}, {}, UNSUPPORTED, ("sequence_bias", "null")),
-        ({"typical_p": 0.5}, {"do_sample": True}, UNSUPPORTED, ("typical_p", "0.5", "1.0")),
-        (
-            {"length_penalty": "long"},
-            {"num_beams": 2},
-            "wrong-value",
-            ("m/generation_config.json", "length_penalty", "'long'"),
-        ),
-        ({"bad_words_ids": [[25]]}, {}, "token-outside-vocabulary", ("bad_words_ids", " 25", " 19.")),
-        ({}, {"forced_bos_token_id": 20}, "token-outside-vocabulary", ("forced_bos_token_id", " 20")),
-    ],
-)
+@pytest.mark.parametrize(("model_config", "wishes", "code", "values"), [
+    ({"encoder_no_repeat_ngram_size": 3}, {}, UNSUPPORTED, ("encoder_no_repeat_ngram_size", " 3", " 0.")),
+    ({"sequence_bias": [[[1], 2.0]]}, {}, UNSUPPORTED, ("sequence_bias", "null")),
+    ({"typical_p": 0.5}, {"do_sample": True}, UNSUPPORTED, ("typical_p", "0.5", "1.0")),
+    ({"length_penalty": "long"}, {"num_beams": 2}, "wrong-value",
+     ("m/generation_config.json", "length_penalty", "'long'")),
+    ({"bad_words_ids": [[25]]}, {}, "token-outside-vocabulary", ("bad_words_ids", " 25", " 19.")),
+    ({}, {"forced_bos_token_id": 20}, "token-outside-vocabulary", ("forced_bos_token_id", " 20")),
+])  # fmt: skip
 def test_unsupported_setting_is_reported(model_config, wishes, code, values):
     with raises_code(code, InputError) as caught:
         resolve_generation(GenerationSettings(**wishes), runner(model_config))
     assert all(value in str(caught.value) for value in values)
 
 
-@pytest.mark.parametrize(
-    ("model_config", "wishes"),
-    [
-        ({"num_beam_groups": 2, "diversity_penalty": 0.5}, {"num_beams": 4}),
-        ({"diversity_penalty": 0.5}, {}),
-        ({"force_words_ids": [[5]]}, {"num_beams": 2}),
-        ({"constraints": [1]}, {}),
-        ({"penalty_alpha": 0.6}, {}),
-        ({"dola_layers": "high"}, {}),
-        ({"max_time": 2.0}, {}),
-        ({"min_p": 0.1}, {"do_sample": True}),
-        ({"guidance_scale": 1.5}, {}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("model_config", "wishes"), [
+    ({"num_beam_groups": 2, "diversity_penalty": 0.5}, {"num_beams": 4}), ({"diversity_penalty": 0.5}, {}),
+    ({"force_words_ids": [[5]]}, {"num_beams": 2}), ({"constraints": [1]}, {}), ({"penalty_alpha": 0.6}, {}),
+    ({"dola_layers": "high"}, {}), ({"max_time": 2.0}, {}), ({"min_p": 0.1}, {"do_sample": True}),
+    ({"guidance_scale": 1.5}, {}),
+], ids=str)  # fmt: skip
 def test_setting_that_changes_outputs_is_refused(model_config, wishes):
     with raises_code(UNSUPPORTED, InputError):
         resolve_generation(GenerationSettings(**wishes), runner(model_config))
@@ -167,42 +139,28 @@ def test_sampling_settings_do_not_affect_other_searches():
     )
 
 
-@pytest.mark.parametrize(
-    ("model_config", "wishes", "expected"),
-    [
-        ({}, {}, "gen:greedy|max_new_tokens:128"),
-        ({"max_length": 64}, {}, "gen:greedy|max_length:64"),
-        (
-            {"length_penalty": 0.6, "bad_words_ids": [[3]], "forced_eos_token_id": 1},
-            {"num_beams": 4, "max_new_tokens": 32},
-            "gen:beam 4|length_penalty:0.6|early_stopping:false|max_new_tokens:32|bad_words:1|forced_eos:[1]",
-        ),
-        (
-            {"top_k": 0, "min_length": 5, "repetition_penalty": 1.1},
-            {"do_sample": True, "seed": 2},
-            "gen:sample seed 2|temperature:1|top_k:0|top_p:1|max_new_tokens:128|min_length:5"
-            "|repetition_penalty:1.1",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("model_config", "wishes", "expected"), [
+    ({}, {}, "gen:greedy|max_new_tokens:128"), ({"max_length": 64}, {}, "gen:greedy|max_length:64"),
+    ({"length_penalty": 0.6, "bad_words_ids": [[3]], "forced_eos_token_id": 1},
+     {"num_beams": 4, "max_new_tokens": 32},
+     "gen:beam 4|length_penalty:0.6|early_stopping:false|max_new_tokens:32|bad_words:1|forced_eos:[1]"),
+    ({"top_k": 0, "min_length": 5, "repetition_penalty": 1.1}, {"do_sample": True, "seed": 2},
+     "gen:sample seed 2|temperature:1|top_k:0|top_p:1|max_new_tokens:128|min_length:5"
+     "|repetition_penalty:1.1"),
+])  # fmt: skip
 def test_signature_contains_the_effective_settings(model_config, wishes, expected):
     assert resolve_generation(GenerationSettings(**wishes), runner(model_config)).describe() == expected
 
 
-@pytest.mark.parametrize(
-    ("settings", "new", "stops"),
-    [
-        ({"max_new_tokens": 3, "eos": [2]}, [5, 6, 7], True),
-        ({"max_new_tokens": 3, "eos": [2]}, [5, 6, 2], False),
-        ({"max_new_tokens": 3, "eos": [2]}, [5, 2], False),
-        ({"max_length": 4, "eos": [2]}, [5, 6, 7], True),
-        ({"max_length": 5, "eos": [2]}, [5, 6, 7], False),
-        ({"max_new_tokens": 9, "positions": 3, "eos": [2]}, [5, 6, 7], True),
-        # the end was forced upon a text that had not come to one
-        ({"max_new_tokens": 3, "eos": [2], "forced_eos_token_id": [2]}, [5, 6, 2], True),
-        ({"max_new_tokens": 3, "eos": [2], "forced_eos_token_id": [2]}, [5, 2], False),
-    ],
-)
+@pytest.mark.parametrize(("settings", "new", "stops"), [
+    ({"max_new_tokens": 3, "eos": [2]}, [5, 6, 7], True),
+    ({"max_new_tokens": 3, "eos": [2]}, [5, 6, 2], False), ({"max_new_tokens": 3, "eos": [2]}, [5, 2], False),
+    ({"max_length": 4, "eos": [2]}, [5, 6, 7], True), ({"max_length": 5, "eos": [2]}, [5, 6, 7], False),
+    ({"max_new_tokens": 9, "positions": 3, "eos": [2]}, [5, 6, 7], True),
+    # the end was forced upon a text that had not come to one
+    ({"max_new_tokens": 3, "eos": [2], "forced_eos_token_id": [2]}, [5, 6, 2], True),
+    ({"max_new_tokens": 3, "eos": [2], "forced_eos_token_id": [2]}, [5, 2], False),
+])  # fmt: skip
 def test_truncated_output_is_distinguished_from_an_ended_one(settings, new, stops):
     assert GenerationConfig(start=1, **settings).hit_length_limit(new) is stops
 

@@ -21,16 +21,10 @@ def theirs_of(runner, batch, **wishes):
 
 
 @pytest.mark.parametrize("kind", generation_models.CAUSAL)
-@pytest.mark.parametrize(
-    "wishes",
-    [
-        {},
-        {"no_repeat_ngram_size": 2},
-        {"repetition_penalty": 1.5, "min_new_tokens": 3},
-        {"bad_words_ids": [[4], [9, 9], [11, 5]], "forced_eos_token_id": 1},
-    ],
-    ids=["plain", "ngrams", "repetition", "words"],
-)
+@pytest.mark.parametrize("wishes", [
+    {}, {"no_repeat_ngram_size": 2}, {"repetition_penalty": 1.5, "min_new_tokens": 3},
+    {"bad_words_ids": [[4], [9, 9], [11, 5]], "forced_eos_token_id": 1},
+], ids=["plain", "ngrams", "repetition", "words"])  # fmt: skip
 def test_greedy_decoder_only_output_equals_generate(kind, wishes):
     runner = generation_models.CausalRunner(generation_models.make_model(kind))
     for batch_size in (1, 4):
@@ -107,15 +101,10 @@ ENDS = (4, 1, 9, 2, 2, 6, 9, 3)
 SCRIPTS = [[10 + i, *([5] * (end - 2)), 1] if end > 1 else [1] for i, end in enumerate(ENDS)]
 
 
-@pytest.mark.parametrize(
-    ("wishes", "fed"),
-    [
-        # a quarter of eight has ended after two steps, when three of them have; then of five one, and so on
-        ({}, [8, 8, 5, 4, 3, 3, 2, 2, 2]),
-        ({"do_sample": True, "top_k": 1}, [8] * 9),
-    ],
-    ids=["greedy", "sampling"],
-)
+@pytest.mark.parametrize(("wishes", "fed"), [
+    # a quarter of eight has ended after two steps, when three of them have; then of five one, and so on
+    ({}, [8, 8, 5, 4, 3, 3, 2, 2, 2]), ({"do_sample": True, "top_k": 1}, [8] * 9),
+], ids=["greedy", "sampling"])  # fmt: skip
 def test_ended_rows_leave_the_batch_and_are_kept_in_the_result(wishes, fed):
     runner = Scripted(SCRIPTS)
     batch = generation_models.random_batch(len(ENDS), seed=1)

@@ -107,14 +107,10 @@ def test_beam_and_greedy_search_have_separate_graphs():
     assert [graph for graph, _ in runner.asked] == ["generate", "generate_beams"]
 
 
-@pytest.mark.parametrize(
-    ("graphs", "promised", "more"),
-    [
-        (("generate",), True, {"num_beams": 2}),
-        (("generate",), True, {"do_sample": True}),
-        (("generate",), False, {}),
-    ],
-)
+@pytest.mark.parametrize(("graphs", "promised", "more"), [
+    (("generate",), True, {"num_beams": 2}), (("generate",), True, {"do_sample": True}),
+    (("generate",), False, {}),
+])  # fmt: skip
 def test_python_loop_is_used_for_settings_unsupported_by_graphs(monkeypatch, graphs, promised, more):
     monkeypatch.setattr(search, "generate_resolved", lambda *args: ("python", args[-1]))
     runner = Noting(graphs, promised)

@@ -17,10 +17,8 @@ RULES = [
     ({"no_repeat_ngram_size": 1}, [reference.NoRepeatNGramLogitsProcessor(1)]),
     ({"no_repeat_ngram_size": 2}, [reference.NoRepeatNGramLogitsProcessor(2)]),
     ({"no_repeat_ngram_size": 3}, [reference.NoRepeatNGramLogitsProcessor(3)]),
-    (
-        {"bad_words_ids": [[1], [2], [3, 4], [0, 1, 2], [4, 4]]},
-        [reference.NoBadWordsLogitsProcessor([[1], [2], [3, 4], [0, 1, 2], [4, 4]], EOS)],
-    ),
+    ({"bad_words_ids": [[1], [2], [3, 4], [0, 1, 2], [4, 4]]},
+     [reference.NoBadWordsLogitsProcessor([[1], [2], [3, 4], [0, 1, 2], [4, 4]], EOS)]),
     ({"min_length": 7}, [reference.MinLengthLogitsProcessor(7, EOS)]),
     ({"min_new_tokens": 4}, [reference.MinNewTokensLengthLogitsProcessor(3, 4, EOS)]),
     ({"forced_bos_token_id": 4}, [reference.ForcedBOSTokenLogitsProcessor(4)]),
@@ -28,16 +26,10 @@ RULES = [
     ({"remove_invalid_values": True}, [reference.InfNanRemoveLogitsProcessor()]),
     ({"suppress_tokens": [2, 3]}, [reference.SuppressTokensLogitsProcessor([2, 3])]),
     ({"begin_suppress_tokens": [0, 4]}, [reference.SuppressTokensAtBeginLogitsProcessor([0, 4], 3)]),
-    (
-        {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "suppress_tokens": [1], "min_new_tokens": 5},
-        [
-            reference.RepetitionPenaltyLogitsProcessor(1.4),
-            reference.NoRepeatNGramLogitsProcessor(2),
-            reference.MinNewTokensLengthLogitsProcessor(3, 5, EOS),
-            reference.SuppressTokensLogitsProcessor([1]),
-        ],
-    ),
-]
+    ({"repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "suppress_tokens": [1], "min_new_tokens": 5},
+     [reference.RepetitionPenaltyLogitsProcessor(1.4), reference.NoRepeatNGramLogitsProcessor(2),
+     reference.MinNewTokensLengthLogitsProcessor(3, 5, EOS), reference.SuppressTokensLogitsProcessor([1])]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("wishes", "processors"), RULES, ids=[", ".join(w) for w, _ in RULES])

@@ -77,20 +77,18 @@ def test_batches_contain_all_positions_once_longest_first(words):
     assert padding_token(words) == words.eos_token_id
 
 
-@pytest.mark.parametrize(
-    ("length", "settings", "limit", "expected"),
-    [
-        (50, {"max_new_tokens": 4}, 64, 50),
-        (61, {"max_new_tokens": 4}, 64, 61),  # the last new token is never fed
-        (62, {"max_new_tokens": 4}, 64, 61),
-        (20, {}, 64, 20),  # 128 new ones have no room anyway: what is left of 64 is enough
-        (60, {}, 64, 32),
-        (60, {"max_length": 64}, 64, 60),
-        (60, {"max_length": 50}, 64, 32),  # longer than that already, so the default is asked for
-        (5, {"max_new_tokens": 900}, 1, 1),
-        (500, {"max_new_tokens": 10}, 10**9, 500),
-    ],
-)
+@pytest.mark.parametrize(("length", "settings", "limit", "expected"), [
+    (50, {"max_new_tokens": 4}, 64, 50),
+    # the last new token is never fed
+    (61, {"max_new_tokens": 4}, 64, 61),
+    (62, {"max_new_tokens": 4}, 64, 61),
+    # 128 new ones have no room anyway: what is left of 64 is enough
+    (20, {}, 64, 20),
+    (60, {}, 64, 32), (60, {"max_length": 64}, 64, 60),
+    # longer than that already, so the default is asked for
+    (60, {"max_length": 50}, 64, 32),
+    (5, {"max_new_tokens": 900}, 1, 1), (500, {"max_new_tokens": 10}, 10**9, 500),
+])  # fmt: skip
 def test_prompt_is_truncated_only_if_new_tokens_need_the_space(length, settings, limit, expected):
     assert max_prompt_length(length, GenerationConfig(**settings), limit) == expected
 
@@ -194,16 +192,10 @@ def test_continuation_is_decoded_alone_if_the_prompt_would_change():
     assert decode_continuation(Joining(), [1], [2]) == "two"
 
 
-@pytest.mark.parametrize(
-    ("wishes", "config"),
-    [
-        ({"max_new_tokens": 50}, {}),
-        ({"max_new_tokens": 50, "num_beams": 3}, {}),
-        ({}, {"max_length": 40}),
-        ({}, {"min_length": 30, "max_length": 60}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("wishes", "config"), [
+    ({"max_new_tokens": 50}, {}), ({"max_new_tokens": 50, "num_beams": 3}, {}), ({}, {"max_length": 40}),
+    ({}, {"min_length": 30, "max_length": 60}),
+], ids=str)  # fmt: skip
 def test_prompt_has_the_same_continuation_alone_and_with_longer_ones(folder, tmp_path, wishes, config):
     """64 positions: batched with a prompt of 32 tokens, one of 10 may still have 50 new ones, as alone."""
     texts = [_prompt(folder, tokens)[0] for tokens in (32, 10, 24)]

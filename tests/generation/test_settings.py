@@ -8,16 +8,13 @@ from tests.support.expected_errors import raises_setting_codes
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize(
-    ("wishes", "code", "name"),
-    [
-        ({"num_beams": 2, "do_sample": True}, "settings-conflict", "do_sample"),
-        ({"length_penalty": 1.0}, "unused-setting", "length_penalty"),
-        ({"early_stopping": "never"}, "unused-setting", "early_stopping"),
-        ({"top_p": 0.9}, "unused-setting", "top_p"),
-        ({"min_length": 2, "min_new_tokens": 2}, "settings-conflict", "min_length"),
-    ],
-)
+@pytest.mark.parametrize(("wishes", "code", "name"), [
+    ({"num_beams": 2, "do_sample": True}, "settings-conflict", "do_sample"),
+    ({"length_penalty": 1.0}, "unused-setting", "length_penalty"),
+    ({"early_stopping": "never"}, "unused-setting", "early_stopping"),
+    ({"top_p": 0.9}, "unused-setting", "top_p"),
+    ({"min_length": 2, "min_new_tokens": 2}, "settings-conflict", "min_length"),
+])  # fmt: skip
 def test_contradicting_settings_are_refused(wishes, code, name):
     with raises_setting_codes(code) as caught:
         GenerationSettings(**wishes)

@@ -48,21 +48,15 @@ def test_stage_output_equals_golden_values_of_version(name):
 
 # Let this processor compute as an older one does, which adds in another order.
 OLD_PROCESSOR = {
-    "ATEN_CPU_CAPABILITY": "default",
-    "MKL_CBWR": "COMPATIBLE",
-    "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+    "ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
     "ONEDNN_MAX_CPU_ISA": "SSE41",
-}
-SEARCHES = [  # quick cases that choose among candidates by what a model computes
-    "depth marian, by the loss",
-    "depth bert, of parts",
-    "quantize gpt2, int8-static of the worst float",
-    "quantize gpt2, int3 by awq",
-    "quantize gpt2, int4 by hqq",
-    "quantize bert, gptq",
-    "quantize gpt2, mixed precision",
-    "quantize bert, int4 and pairs",
-]
+}  # fmt: skip
+SEARCHES = [
+    # quick cases that choose among candidates by what a model computes
+    "depth marian, by the loss", "depth bert, of parts", "quantize gpt2, int8-static of the worst float",
+    "quantize gpt2, int3 by awq", "quantize gpt2, int4 by hqq", "quantize bert, gptq",
+    "quantize gpt2, mixed precision", "quantize bert, int4 and pairs",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -12,39 +12,24 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parents[2]
 # Each of these imports only those before it. `stage` is the file smelt/stage.py.
 BASE_ORDER = (
-    "core",
-    "data",
-    "stage",
-    "quantization",
-    "models",
-    "generation",
-    "runtimes",
-    "tasks",
-    "calibration",
+    "core", "data", "stage", "quantization", "models", "generation", "runtimes", "tasks", "calibration",
     "training",
-)
+)  # fmt: skip
 BASE = set(BASE_ORDER)
 USERS = {"compress", "export", "evaluate"}
 MAY_IMPORT = {
     **{name: set(BASE_ORDER[: place + 1]) for place, name in enumerate(BASE_ORDER)},
-    **{name: BASE | {name} for name in USERS},
-    "configs": {"configs"},
-    "pipeline": BASE | USERS | {"configs", "pipeline"},
-    "api": BASE | USERS | {"configs", "pipeline", "api"},
+    **{name: BASE | {name} for name in USERS}, "configs": {"configs"},
+    "pipeline": BASE | USERS | {"configs", "pipeline"}, "api": BASE | USERS | {"configs", "pipeline", "api"},
     "cli": BASE | USERS | {"configs", "pipeline", "api", "cli", "smelt"},
     "smelt": BASE | USERS | {"configs", "pipeline", "api", "cli", "smelt"},  # __init__.py and __main__.py
-}
+}  # fmt: skip
 MAPPED = ("compress", "export", "evaluate", "configs")
 SOURCES = sorted(path for folder in ("smelt", *MAPPED) for path in (ROOT / folder).rglob("*.py"))
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 FORBIDDEN_CALLS = {
-    "torch.load",
-    "yaml.load",
-    "yaml.unsafe_load",
-    "os.system",
-    "eval",
-    "exec",
-}
+    "torch.load", "yaml.load", "yaml.unsafe_load", "os.system", "eval", "exec",
+}  # fmt: skip
 CHILD_PROCESS = ROOT / "smelt" / "core" / "system.py"
 FORBIDDEN_KEYWORDS = {"trust_remote_code", "shell", "allow_pickle"}
 
@@ -162,15 +147,8 @@ def test_python_children_use_safe_path(trees: dict[Path, ast.AST]) -> None:
     assert unsafe_children(ROOT / "a.py", ast.parse("import sys\nrun([sys.executable, '-c', code])"))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "torch.load(path)",
-        "yaml.load(text)",
-        "run(command, shell=True)",
-        "f(trust_remote_code=True)",
-        "eval(x)",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "torch.load(path)", "yaml.load(text)", "run(command, shell=True)", "f(trust_remote_code=True)", "eval(x)",
+])  # fmt: skip
 def test_forbidden_call_is_detected(text: str) -> None:
     assert len(list(bad_calls(ast.parse(text)))) == 1

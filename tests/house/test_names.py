@@ -23,21 +23,13 @@ SOURCES = ("smelt", "compress", "export", "evaluate", "tests", "tools", "benchma
 
 # what a function must not call its locals and parameters, with the advised names
 BANNED_LOCALS = {
-    "found": "what it holds: matches, layers, scores",
-    "at": "index, position",
-    "place": "path, location, setting",
-    "kept": "kept_heads, num_kept, is_kept",
-    "whole": "full_model, full_output",
-    "word": "token, name, text",
-    "own": "what it belongs to: step_texts, model_config",
-    "given": "inputs, options, paths",
-    "made": "outputs, artifact",
-    "told": "warnings, messages",
-    "gone": "removed",
-    "bad": "invalid_paths",
-    "doubts": "warnings",
-    "fit": "find_grid, dtypes",
-}
+    "found": "what it holds: matches, layers, scores", "at": "index, position",
+    "place": "path, location, setting", "kept": "kept_heads, num_kept, is_kept",
+    "whole": "full_model, full_output", "word": "token, name, text",
+    "own": "what it belongs to: step_texts, model_config", "given": "inputs, options, paths",
+    "made": "outputs, artifact", "told": "warnings, messages", "gone": "removed", "bad": "invalid_paths",
+    "doubts": "warnings", "fit": "find_grid, dtypes",
+}  # fmt: skip
 # what no test name contains, with the advised words: a name is condition and result
 BANNED_IN_TEST_NAMES = {
     **dict.fromkeys(("say", "says", "said", "tell", "tells", "told"), "reports, warns, contains"),
@@ -51,52 +43,17 @@ BANNED_IN_TEST_NAMES = {
     **dict.fromkeys(("made", "whole", "twin", "astray"), "outputs, full, reference, diverged"),
 }
 BRITISH = (
-    *(
-        "behaviour",
-        "colour",
-        "favour",
-        "flavour",
-        "harbour",
-        "honour",
-        "humour",
-        "labour",
-        "neighbour",
-        "rumour",
-    ),
+    *("behaviour", "colour", "favour", "flavour", "harbour", "honour", "humour", "labour", "neighbour",
+        "rumour"),
     *("artefact", "centre", "defence", "fibre", "grey", "isation", "judgement", "learnt", "licence", "litre"),
     *("misspelt", "offence", "theatre", "whilst"),
     *(f"{stem}l{end}" for stem in ("label", "level", "model", "signal", "travel") for end in ("ed", "ing")),
-    *(
-        f"{stem}s{end}"
-        for end in ("e", "ing")
-        for stem in (
-            *(
-                "analy",
-                "binari",
-                "capitali",
-                "categori",
-                "emphasi",
-                "finali",
-                "generali",
-                "initiali",
-                "lineari",
-            ),
-            *(
-                "locali",
-                "materiali",
-                "maximi",
-                "memori",
-                "minimi",
-                "normali",
-                "optimi",
-                "organi",
-                "paralleli",
-            ),
-            *("penali", "prioriti", "quanti", "randomi", "recogni", "regulari", "seriali", "speciali"),
-            *("standardi", "summari", "synchroni", "tokeni", "utili", "vectori", "visuali"),
-        )
-    ),
-)
+    *(f"{stem}s{end}" for end in ("e", "ing") for stem in (*("analy", "binari", "capitali", "categori",
+        "emphasi", "finali", "generali", "initiali", "lineari"), *("locali", "materiali", "maximi", "memori",
+        "minimi", "normali", "optimi", "organi", "paralleli"), *("penali", "prioriti", "quanti", "randomi",
+        "recogni", "regulari", "seriali", "speciali"), *("standardi", "summari", "synchroni", "tokeni",
+        "utili", "vectori", "visuali"))),
+)  # fmt: skip
 
 
 @cache

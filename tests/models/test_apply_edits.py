@@ -85,19 +85,14 @@ def test_excessive_convolution_ranks_are_rejected():
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-@pytest.mark.parametrize(
-    "edit",
-    [
-        {"op": "conv", "module": "c", "in_channels": 10**12, "out_channels": 8},
-        {"op": "conv", "module": "c", "in_channels": 4, "out_channels": 0},
-        {"op": "batch_norm", "module": "deep.b", "num_features": 10**12},
-        {"op": "batch_norm", "module": "c", "num_features": 4},
-        {"op": "fold", "module": "a", "norm": "deep.b"},
-        {"op": "fold", "module": "c", "norm": "c"},
-        {"op": "round", "module": "c", "signed": True},
-        {"op": "unsigned", "module": "c"},
-    ],
-)
+@pytest.mark.parametrize("edit", [
+    {"op": "conv", "module": "c", "in_channels": 10**12, "out_channels": 8},
+    {"op": "conv", "module": "c", "in_channels": 4, "out_channels": 0},
+    {"op": "batch_norm", "module": "deep.b", "num_features": 10**12},
+    {"op": "batch_norm", "module": "c", "num_features": 4}, {"op": "fold", "module": "a", "norm": "deep.b"},
+    {"op": "fold", "module": "c", "norm": "c"}, {"op": "round", "module": "c", "signed": True},
+    {"op": "unsigned", "module": "c"},
+])  # fmt: skip
 def test_invalid_convolution_and_norm_edits_are_rejected(edit):
     with raises_code("does-not-fit-model", InputError):
         apply_edits(_model(), [edit])
@@ -112,18 +107,12 @@ def test_convolution_and_norm_edits_change_channels():
     assert model.deep.b.running_var.shape == model.deep.b.weight.shape == (5,)
 
 
-@pytest.mark.parametrize(
-    ("edit", "code", "named"),
-    [
-        ({"op": "low_rnak", "module": "x"}, "unknown-edit", "'low_rank'"),
-        ({"op": "low_rank", "module": "model.nothing", "rank": 2}, "does-not-fit-model", "model.nothing"),
-        (
-            {"op": "set", "module": "model.encoder", "attribute": "forward", "value": 3},
-            "does-not-fit-model",
-            "'forward'",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("edit", "code", "named"), [
+    ({"op": "low_rnak", "module": "x"}, "unknown-edit", "'low_rank'"),
+    ({"op": "low_rank", "module": "model.nothing", "rank": 2}, "does-not-fit-model", "model.nothing"),
+    ({"op": "set", "module": "model.encoder", "attribute": "forward", "value": 3}, "does-not-fit-model",
+     "'forward'"),
+])  # fmt: skip
 def test_unfitting_edits_are_explained(tmp_path, edit, code, named):
     model, _ = load_model(tiny.write_marian(tmp_path / "m"))
     with raises_code(code, InputError) as caught:

@@ -14,20 +14,16 @@ from tests.support.expected_errors import raises_code
 
 TURN = [{"role": "user", "content": "a"}]
 ERRORS = {
-    "division": "{{ 1 // 0 }}",
-    "missing key": "{{ {}['a'].b }}",
+    "division": "{{ 1 // 0 }}", "missing key": "{{ {}['a'].b }}",
     "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "nested parentheses": "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
     "nested blocks": "{% if 1 %}" * 300 + "{% endif %}" * 300,
-    "assertion": "{{ caller() }}{% call(x) messages() %}{% endcall %}",
-    "long integer": "{{ 10 ** 9999 }}",
-    "key error of a format": "{{ '{a}'.format() }}",
-    "index error of a format": "{{ '{}{}'.format(1) }}",
-    "range": "{% for i in range(10 ** 9) %}{% endfor %}",
-    "raised": "{{ raise_exception('no') }}",
+    "assertion": "{{ caller() }}{% call(x) messages() %}{% endcall %}", "long integer": "{{ 10 ** 9999 }}",
+    "key error of a format": "{{ '{a}'.format() }}", "index error of a format": "{{ '{}{}'.format(1) }}",
+    "range": "{% for i in range(10 ** 9) %}{% endfor %}", "raised": "{{ raise_exception('no') }}",
     "not a string": "{{ messages[0].content.encode('utf-16').decode('ascii') }}",
     "own option": "{{ tojson }}{{ {1: 2, 'a': 3} | tojson(sort_keys=true) }}",
-}
+}  # fmt: skip
 LIMITED = {
     "power": "{{ messages[0].content | length + 9 ** (9 ** 8) }}",
     "power of constants, when compiled": "{{ 9 ** (9 ** 8) }}",

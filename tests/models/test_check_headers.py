@@ -66,39 +66,23 @@ def test_auto_round_checkpoints_are_accepted(form):
 
 SHAPE = "shape-mismatch"
 REFUSED = {
-    "other groups": (
-        QuantizationConfig("gptq", 16, 1),
-        {},
-        SHAPE,
-        ("qzeros'", "int32 [2, 12]", " 16, ", "int32 [4, 12]"),
-    ),
+    "other groups": (QuantizationConfig("gptq", 16, 1), {}, SHAPE,
+        ("qzeros'", "int32 [2, 12]", " 16, ", "int32 [4, 12]")),
     "whole rows": (QuantizationConfig("gptq", None, 1), {}, SHAPE, ("int32 [1, 12]",)),
-    "eight bits": (
-        GPTQ,
-        {"qweight": [16, 96], "qzeros": [2, 24]},
-        SHAPE,
-        ("qzeros'", "int32 [2, 24]", "[4, 12]"),
-    ),
+    "eight bits": (GPTQ, {"qweight": [16, 96], "qzeros": [2, 24]}, SHAPE,
+        ("qzeros'", "int32 [2, 24]", "[4, 12]")),
     "fewer codes": (GPTQ, {"qweight": [6, 96]}, SHAPE, ("g_idx'", "int32 [64]", " 48 ", "int32 [48]")),
     "scales": (GPTQ, {"scales": [2, 48]}, SHAPE, ("scales'", "float16 [2, 48]", "[2, 96]")),
     "no zeros": (GPTQ, {"qzeros": None}, "missing-tensor", ("'a.qzeros'",)),
     "no scales": (GPTQ, {"scales": None}, "missing-tensor", ("'a.scales'",)),
-    "no order": (
-        QuantizationConfig("gptq", 32, 1, act_order=True),
-        {"g_idx": None},
-        "missing-tensor",
-        ("'a.g_idx'",),
-    ),
+    "no order": (QuantizationConfig("gptq", 32, 1, act_order=True), {"g_idx": None}, "missing-tensor",
+        ("'a.g_idx'",)),
     "no codes": (GPTQ, {"qweight": None}, "not-quantized", ("gptq",)),
     "no matrix": (GPTQ, {"qweight": [768]}, SHAPE, ("qweight'", "int32 [768]")),
     "another layout": (GPTQ, SHAPES["awq"], SHAPE, (" 512 ", " 12 ", "int32 [16, 1]")),
-    "no size of ours": (
-        QuantizationConfig("gptq", 40, 1),
-        {},
-        "unsupported-group-size",
-        (" 40 ", "16, 32, 64, 128"),
-    ),
-}
+    "no size of ours": (QuantizationConfig("gptq", 40, 1), {}, "unsupported-group-size",
+        (" 40 ", "16, 32, 64, 128")),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)

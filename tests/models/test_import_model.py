@@ -98,10 +98,8 @@ def test_shards_are_imported_with_index(tmp_path, out):
 
 HEADS = {
     # as bert-base-uncased, roberta-base and distilbert-base-uncased are stored
-    "bert": BertForPreTraining,
-    "roberta": AutoModelForMaskedLM,
-    "distilbert": AutoModelForMaskedLM,
-}
+    "bert": BertForPreTraining, "roberta": AutoModelForMaskedLM, "distilbert": AutoModelForMaskedLM,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -161,23 +159,12 @@ def test_wrong_shape_in_bare_encoder_is_rejected(tmp_path, out):
     assert all(part in str(caught.value) for part in parts)
 
 
-@pytest.mark.parametrize(
-    ("change", "code", "named"),
-    [
-        (
-            {"my_position_adapter.weight": torch.ones(2)},
-            "unknown-tensor",
-            "my_position_adapter.weight",
-        ),
-        ({"encoder.layers.1.fc1.weight": None}, "missing-tensor", "model.encoder.layers.1.fc1.weight"),
-        (
-            {"encoder.layers.1.fc1.weight": torch.ones(3, 3)},
-            "shape-mismatch",
-            "fc1.weight' is [3, 3]",
-        ),
-        ({"encoder.version": torch.ones(1)}, None, ""),
-    ],
-)
+@pytest.mark.parametrize(("change", "code", "named"), [
+    ({"my_position_adapter.weight": torch.ones(2)}, "unknown-tensor", "my_position_adapter.weight"),
+    ({"encoder.layers.1.fc1.weight": None}, "missing-tensor", "model.encoder.layers.1.fc1.weight"),
+    ({"encoder.layers.1.fc1.weight": torch.ones(3, 3)}, "shape-mismatch", "fc1.weight' is [3, 3]"),
+    ({"encoder.version": torch.ones(1)}, None, ""),
+])  # fmt: skip
 def test_bare_seq2seq_model_is_checked_for_tensors(tmp_path, out, change, code, named):
     folder = seq2seq.write_bart(tmp_path / "m")
     BartModel.from_pretrained(folder).save_pretrained(folder)

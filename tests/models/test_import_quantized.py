@@ -131,13 +131,10 @@ REFUSED = {
     "missing": (("qzeros", lambda t: None), "missing-tensor", "'model.layers.0.mlp.gate_proj.qzeros'"),
     "three bits": (("qweight", lambda t: t[:6]), "shape-mismatch", "gate_proj.qweight' is int32 [6, 96]"),
     "infinite": (("scales", lambda t: t * np.float16(np.inf)), "inexact-scales", "gate_proj.scales'"),
-    "finer scales": (
-        ("scales", lambda t: t.astype(np.float32) + 1e-6),
-        "inexact-scales",
-        "gate_proj.scales'",
-    ),
+    "finer scales": (("scales", lambda t: t.astype(np.float32) + 1e-6), "inexact-scales",
+        "gate_proj.scales'"),
     "sixteen": (("qzeros", lambda t: t * 0 - 1), "zero-point-out-of-range", "gate_proj.qzeros'"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -17,18 +17,14 @@ from tests.support.models import seq2seq, tiny
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize(
-    ("config", "table", "limit"),
-    [
-        ({"model_type": "marian", "max_position_embeddings": 512}, 512, 512),
-        ({"model_type": "gpt2", "n_positions": 64}, 64, 64),
-        ({"model_type": "roberta", "max_position_embeddings": 514, "pad_token_id": 1}, 514, 512),
-        ({"model_type": "opt", "max_position_embeddings": 64, "pad_token_id": 1}, 64, 64),  # two rows more
-        ({"model_type": "t5", "n_positions": 512}, None, None),
-        ({"model_type": "marian"}, None, None),
-        ({"model_type": "marian", "max_position_embeddings": "many"}, None, None),
-    ],
-)
+@pytest.mark.parametrize(("config", "table", "limit"), [
+    ({"model_type": "marian", "max_position_embeddings": 512}, 512, 512),
+    ({"model_type": "gpt2", "n_positions": 64}, 64, 64),
+    ({"model_type": "roberta", "max_position_embeddings": 514, "pad_token_id": 1}, 514, 512),
+    ({"model_type": "opt", "max_position_embeddings": 64, "pad_token_id": 1}, 64, 64),  # two rows more
+    ({"model_type": "t5", "n_positions": 512}, None, None), ({"model_type": "marian"}, None, None),
+    ({"model_type": "marian", "max_position_embeddings": "many"}, None, None),
+])  # fmt: skip
 def test_limit_is_size_of_position_table(config, table, limit):
     assert (position_table_size(config), position_limit(config)) == (table, limit)
 

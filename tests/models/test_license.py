@@ -5,24 +5,16 @@ import pytest
 from smelt.models.import_model import read_license
 
 
-@pytest.mark.parametrize(
-    ("card", "expected"),
-    [
-        ("---\nlanguage: en\nlicense: apache-2.0\n---\n# Model\n", "apache-2.0 (its model card)"),
-        ("---\r\nlicense: mit\r\n---\r\n", "mit (its model card)"),
-        ("---\nlicense:\n- mit\n- cc-by-4.0\n---\n", "mit, cc-by-4.0 (its model card)"),
-        (
-            "---\nlicense: other\nlicense_name: llama3\nlicense_link: LICENSE\n---\n",
-            "other, llama3, LICENSE (its model card)",
-        ),
-        ("# Model\nlicense: mit\n", None),
-        ("---\nlanguage: en\n---\nlicense: mit\n", None),
-        ("---\n- a list\n---\n", None),
-        ("---\n: : [broken\n---\n", None),
-        ('---\nlicense: "a\\x1b[2Jb"\n---\n', "a [2Jb (its model card)"),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("card", "expected"), [
+    ("---\nlanguage: en\nlicense: apache-2.0\n---\n# Model\n", "apache-2.0 (its model card)"),
+    ("---\r\nlicense: mit\r\n---\r\n", "mit (its model card)"),
+    ("---\nlicense:\n- mit\n- cc-by-4.0\n---\n", "mit, cc-by-4.0 (its model card)"),
+    ("---\nlicense: other\nlicense_name: llama3\nlicense_link: LICENSE\n---\n",
+     "other, llama3, LICENSE (its model card)"),
+    ("# Model\nlicense: mit\n", None), ("---\nlanguage: en\n---\nlicense: mit\n", None),
+    ("---\n- a list\n---\n", None), ("---\n: : [broken\n---\n", None),
+    ('---\nlicense: "a\\x1b[2Jb"\n---\n', "a [2Jb (its model card)"), ("", None),
+])  # fmt: skip
 def test_license_is_read_from_model_card(card, expected, tmp_path):
     (tmp_path / "README.md").write_text(card, newline="")
     assert read_license(tmp_path) == expected

@@ -30,20 +30,12 @@ def ours(folder, theirs):
     return MarianTokenizer(folder, read_tokenizer_facts(theirs))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "a man in a red hat",
-        ">>deu<< a man",
-        ">>xyz<< a man",  # a language that the vocabulary does not have
-        f"a {SMILE} man",  # a word of the vocabulary that is no piece of the source's model
-        f"a {FROWN} man",  # neither
-        "a </s> man <unk><pad>",
-        "</s>>>deu<< a",
-        "",
-        " ",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "a man in a red hat", ">>deu<< a man", ">>xyz<< a man",  # a language that the vocabulary does not have
+    f"a {SMILE} man",  # a word of the vocabulary that is no piece of the source's model
+    f"a {FROWN} man",  # neither
+    "a </s> man <unk><pad>", "</s>>>deu<< a", "", " ",
+])  # fmt: skip
 def test_ids_equal_transformers(ours, theirs, text):
     assert ours.encode_batch([text], 64).ids == [theirs(text)["input_ids"]]
 

@@ -18,11 +18,9 @@ from tests.support.expected_errors import raises_code
 from tests.support.models import causal, chat_templates, tiny
 
 TALK = [
-    {"role": "system", "content": "Be <brief> & kind."},
-    {"role": "user", "content": " Wer bist du? \n"},
-    {"role": "assistant", "content": "Niemand's fool."},
-    {"role": "user", "content": "ä\n\nb"},
-]
+    {"role": "system", "content": "Be <brief> & kind."}, {"role": "user", "content": " Wer bist du? \n"},
+    {"role": "assistant", "content": "Niemand's fool."}, {"role": "user", "content": "ä\n\nb"},
+]  # fmt: skip
 ANSWER = {"role": "assistant", "content": "Yes!"}
 
 
@@ -96,18 +94,15 @@ def test_braces_in_texts_are_not_substituted():
     assert PromptTemplate("Q: {prompt}\nA:").render("{x} {prompt}") == "Q: {x} {prompt}\nA:"
 
 
-@pytest.mark.parametrize(
-    ("template", "chat", "prompt", "code"),
-    [
-        ("{prompt}", "", json.dumps(TALK), "needs-chat-template"),
-        ("chat", chat_templates.LLAMA2, json.dumps([TALK[1], TALK[3]]), "chat-template-failed"),
-        ("chat", "{% for %}", "text", "chat-template-failed"),
-        ("chat", "{{ messages[0].role.upper.missing() }}", "text", "chat-template-failed"),
-        ("chat", "{{ ''.__class__.__mro__ }}", "text", "chat-template-failed"),
-        ("chat", chat_templates.CHATML, json.dumps(TALK[:3]), "no-user-turn"),
-        ("chat", chat_templates.CHATML, json.dumps([{"role": "tool", "content": "x"}]), "unknown-role"),
-    ],
-)
+@pytest.mark.parametrize(("template", "chat", "prompt", "code"), [
+    ("{prompt}", "", json.dumps(TALK), "needs-chat-template"),
+    ("chat", chat_templates.LLAMA2, json.dumps([TALK[1], TALK[3]]), "chat-template-failed"),
+    ("chat", "{% for %}", "text", "chat-template-failed"),
+    ("chat", "{{ messages[0].role.upper.missing() }}", "text", "chat-template-failed"),
+    ("chat", "{{ ''.__class__.__mro__ }}", "text", "chat-template-failed"),
+    ("chat", chat_templates.CHATML, json.dumps(TALK[:3]), "no-user-turn"),
+    ("chat", chat_templates.CHATML, json.dumps([{"role": "tool", "content": "x"}]), "unknown-role"),
+])  # fmt: skip
 def test_invalid_prompts_are_rejected(template, chat, prompt, code):
     with raises_code(code, InputError):
         PromptTemplate(template, chat).render(prompt)

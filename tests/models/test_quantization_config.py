@@ -36,38 +36,23 @@ def test_supported_layouts_are_parsed():
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "setting", "values"),
-    [
-        (
-            {"quant_method": "bitsandbytes", "load_in_4bit": True},
-            "unsupported-method",
-            "quant_method",
-            ('"bitsandbytes"', "gptq, awq", "auto-round"),
-        ),
-        ({"load_in_4bit": True}, "unsupported-method", "quant_method", ("null",)),
-        (GPTQ | {"bits": 3}, "unsupported-bits", "bits", ("gptq", " 3 ", " 4.")),
-        (GPTQ | {"bits": 8}, "unsupported-bits", "bits", ("gptq", " 8 ")),
-        (GPTQ | {"checkpoint_format": "marlin"}, "unsupported-packing", "checkpoint_format", ("'marlin'",)),
-        (GPTQ | {"is_marlin_format": True}, "unsupported-packing", "checkpoint_format", ("'marlin'",)),
-        (GPTQ | {"pack_dtype": "int8"}, "unsupported-packing", "pack_dtype", ("'int8'", "int32")),
-        (GPTQ | {"group_size": "all"}, "wrong-value", "group_size", ('"all"',)),
-        (AUTO_ROUND | {"bits": 2}, "unsupported-bits", "bits", ("gptq", " 2 ")),
-        (
-            AUTO_ROUND | {"packing_format": "auto_round:auto_awq"},
-            "unsupported-packing",
-            "packing_format",
-            ("'auto_round:auto_awq'", "auto_round:auto_gptq"),
-        ),
-        (
-            {k: v for k, v in AWQ.items() if k != "version"} | {"format": "gemv"},
-            "unsupported-packing",
-            "format",
-            ("'gemv'",),
-        ),
-        (AWQ | {"version": "gemv"}, "unsupported-packing", "version", ("'gemv'", "gemm")),
-    ],
-)
+@pytest.mark.parametrize(("options", "code", "setting", "values"), [
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "unsupported-method", "quant_method",
+     ('"bitsandbytes"', "gptq, awq", "auto-round")),
+    ({"load_in_4bit": True}, "unsupported-method", "quant_method", ("null",)),
+    (GPTQ | {"bits": 3}, "unsupported-bits", "bits", ("gptq", " 3 ", " 4.")),
+    (GPTQ | {"bits": 8}, "unsupported-bits", "bits", ("gptq", " 8 ")),
+    (GPTQ | {"checkpoint_format": "marlin"}, "unsupported-packing", "checkpoint_format", ("'marlin'",)),
+    (GPTQ | {"is_marlin_format": True}, "unsupported-packing", "checkpoint_format", ("'marlin'",)),
+    (GPTQ | {"pack_dtype": "int8"}, "unsupported-packing", "pack_dtype", ("'int8'", "int32")),
+    (GPTQ | {"group_size": "all"}, "wrong-value", "group_size", ('"all"',)),
+    (AUTO_ROUND | {"bits": 2}, "unsupported-bits", "bits", ("gptq", " 2 ")),
+    (AUTO_ROUND | {"packing_format": "auto_round:auto_awq"}, "unsupported-packing", "packing_format",
+     ("'auto_round:auto_awq'", "auto_round:auto_gptq")),
+    ({k: v for k, v in AWQ.items() if k != "version"} | {"format": "gemv"}, "unsupported-packing", "format",
+     ("'gemv'",)),
+    (AWQ | {"version": "gemv"}, "unsupported-packing", "version", ("'gemv'", "gemm")),
+])  # fmt: skip
 def test_unsupported_layouts_are_rejected_by_name(options, code, setting, values):
     with raises_code(code, InputError) as caught:
         of(**options)
@@ -145,31 +130,19 @@ def test_float_or_uniform_layer_overrides_are_accepted(options):
 MIXED = "mixed-quantization"
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "setting", "values"),
-    [
-        ({"extra_config": {"lm_head": {"bits": 8}}}, MIXED, "extra_config", ("'lm_head'", "bits 8", " 4;")),
-        (
-            {"extra_config": {"a": {"group_size": 128}}},
-            MIXED,
-            "extra_config",
-            ("'a'", "group_size 128", " 32;"),
-        ),
-        ({"extra_config": {"a": {"data_type": "mx_fp"}}}, TYPE, "data_type", ("extra_config: 'a':",)),
-        ({"extra_config": {"a": {"act_bits": 8}}}, ACTIVATIONS, "act_bits", ("extra_config: 'a':",)),
-        (
-            {"dynamic": {"up": {"adapter": {"name": "lora"}}}},
-            "unsupported-adapter",
-            "adapter",
-            ("dynamic: 'up':",),
-        ),
-        ({"dynamic": {"up": {"activation": "w4afp8"}}}, ACTIVATIONS, "activation", ("dynamic: 'up':",)),
-        ({"dynamic": {"+:.*down.*": {"bits": 8}}}, MIXED, "dynamic", ("'+:.*down.*'", "bits 8")),
-        ({"dynamic": {".*down.*": {"group_size": -1}}}, MIXED, "dynamic", ("group_size -1",)),
-        ({"dynamic": ["a"]}, "wrong-value", "dynamic", ("['a']",)),
-        ({"extra_config": {"a": 8}}, "wrong-value", "extra_config", ("{'a': 8}",)),
-    ],
-)
+@pytest.mark.parametrize(("options", "code", "setting", "values"), [
+    ({"extra_config": {"lm_head": {"bits": 8}}}, MIXED, "extra_config", ("'lm_head'", "bits 8", " 4;")),
+    ({"extra_config": {"a": {"group_size": 128}}}, MIXED, "extra_config", ("'a'", "group_size 128", " 32;")),
+    ({"extra_config": {"a": {"data_type": "mx_fp"}}}, TYPE, "data_type", ("extra_config: 'a':",)),
+    ({"extra_config": {"a": {"act_bits": 8}}}, ACTIVATIONS, "act_bits", ("extra_config: 'a':",)),
+    ({"dynamic": {"up": {"adapter": {"name": "lora"}}}}, "unsupported-adapter", "adapter",
+     ("dynamic: 'up':",)),
+    ({"dynamic": {"up": {"activation": "w4afp8"}}}, ACTIVATIONS, "activation", ("dynamic: 'up':",)),
+    ({"dynamic": {"+:.*down.*": {"bits": 8}}}, MIXED, "dynamic", ("'+:.*down.*'", "bits 8")),
+    ({"dynamic": {".*down.*": {"group_size": -1}}}, MIXED, "dynamic", ("group_size -1",)),
+    ({"dynamic": ["a"]}, "wrong-value", "dynamic", ("['a']",)),
+    ({"extra_config": {"a": 8}}, "wrong-value", "extra_config", ("{'a': 8}",)),
+])  # fmt: skip
 @pytest.mark.parametrize("base", [AUTO_ROUND, AWQ | {"group_size": 32}], ids=["auto-round", "awq"])
 def test_mixed_layer_overrides_are_rejected(base, options, code, setting, values):
     with raises_code(code, InputError) as caught:

@@ -17,14 +17,10 @@ from tests.support.expected_errors import raises_code
 from tests.support.models import classifiers
 
 PATTERNS = {
-    "bert": processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", 0), ("[SEP]", 1)],
-    ),
-    "roberta": processors.RobertaProcessing(("[SEP]", 1), ("[CLS]", 0)),
-    "none": None,
-}
+    "bert": processors.TemplateProcessing(single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 0), ("[SEP]", 1)]),
+    "roberta": processors.RobertaProcessing(("[SEP]", 1), ("[CLS]", 0)), "none": None,
+}  # fmt: skip
 
 
 def words(processor):

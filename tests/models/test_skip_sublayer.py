@@ -132,17 +132,14 @@ def test_repeated_block_loses_part_at_both_positions(tmp_path):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("edit", "code", "cause"),
-    [
-        ({"module": "model.layers.0", "part": 2}, "does-not-fit-model", ValueError),
-        ({"module": "model.layers.0", "part": True}, "does-not-fit-model", ValueError),
-        ({"module": "model.layers.1", "part": 0}, "does-not-fit-model", ValueError),
-        ({"module": "model.layers.3", "part": 0}, "does-not-fit-model", LookupError),
-        ({"module": "model", "part": 0}, "does-not-fit-model", LookupError),
-        ({"module": "model.layers.2", "part": 0}, "last-layer", type(None)),
-    ],
-)
+@pytest.mark.parametrize(("edit", "code", "cause"), [
+    ({"module": "model.layers.0", "part": 2}, "does-not-fit-model", ValueError),
+    ({"module": "model.layers.0", "part": True}, "does-not-fit-model", ValueError),
+    ({"module": "model.layers.1", "part": 0}, "does-not-fit-model", ValueError),
+    ({"module": "model.layers.3", "part": 0}, "does-not-fit-model", LookupError),
+    ({"module": "model", "part": 0}, "does-not-fit-model", LookupError),
+    ({"module": "model.layers.2", "part": 0}, "last-layer", type(None)),
+])  # fmt: skip
 def test_invalid_skip_edits_are_rejected(edit, code, cause):
     model, _ = load_model(every_family.model_with_layers("llama", 3))
     apply_edits(model, [{"op": "skip", "module": f"model.layers.{index}", "part": 0} for index in (0, 1)])

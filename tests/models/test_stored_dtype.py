@@ -16,13 +16,11 @@ from tests.support.models import causal, seq2seq, tiny
 from tests.support.pairs import matrix
 
 MADE = {
-    "marian": tiny.write_marian,
-    "bert": tiny.write_bert,
-    "t5": seq2seq.write_t5,
+    "marian": tiny.write_marian, "bert": tiny.write_bert, "t5": seq2seq.write_t5,
     "mbart": lambda folder: seq2seq.write_bart(folder, kind="mbart"),
     "gpt2": lambda folder: causal.write_model(folder, "gpt2"),
     "llama": lambda folder: causal.write_model(folder, "llama"),
-}
+}  # fmt: skip
 HALVES = [torch.float16, torch.bfloat16]
 
 

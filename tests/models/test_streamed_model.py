@@ -106,31 +106,19 @@ def test_freed_memory_is_returned_to_system():
     assert len(pieces) == 2000
 
 
-@pytest.mark.parametrize(
-    ("stage", "settings"),
-    [
-        (Sparsify(), SparsifySettings(method="wanda")),
-        (Factorize(), FactorizeSettings(method="svd", energy=0.7, optimize_for="size", dtype="fp32")),
-        (
-            Factorize(),
-            FactorizeSettings(method="asvd", keep_ratio=0.5, optimize_for="size", calibration_samples=6),
-        ),
-        (Prune(), PruneSettings(importance="magnitude")),
-        (DropLayers(), DropLayersSettings(keep_ratio=0.67, importance="block-influence", dtype="fp32")),
-        (
-            DropLayers(),
-            DropLayersSettings(targets=["attention", "ffn"], layers=4, importance="block-influence"),
-        ),
-        (Quantize(), QuantizeSettings(scheme="int2", group_size=32, method="hqq", embedding_scheme="int4")),
-        (Quantize(), QuantizeSettings(scheme="int8-dynamic", exclude=["*.down_proj"], output_layer=False)),
-        (
-            Quantize(),
-            QuantizeSettings(
-                scheme="pow2", group_size=16, embeddings=False, method="gptq", calibration_samples=6
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("stage", "settings"), [
+    (Sparsify(), SparsifySettings(method="wanda")),
+    (Factorize(), FactorizeSettings(method="svd", energy=0.7, optimize_for="size", dtype="fp32")),
+    (Factorize(),
+     FactorizeSettings(method="asvd", keep_ratio=0.5, optimize_for="size", calibration_samples=6)),
+    (Prune(), PruneSettings(importance="magnitude")),
+    (DropLayers(), DropLayersSettings(keep_ratio=0.67, importance="block-influence", dtype="fp32")),
+    (DropLayers(), DropLayersSettings(targets=["attention", "ffn"], layers=4, importance="block-influence")),
+    (Quantize(), QuantizeSettings(scheme="int2", group_size=32, method="hqq", embedding_scheme="int4")),
+    (Quantize(), QuantizeSettings(scheme="int8-dynamic", exclude=["*.down_proj"], output_layer=False)),
+    (Quantize(),
+     QuantizeSettings(scheme="pow2", group_size=16, embeddings=False, method="gptq", calibration_samples=6)),
+])  # fmt: skip
 def test_stage_output_equals_in_memory_model(stage, settings, llama, tmp_path, monkeypatch):
     stage = (stage, settings, llama, "llama")
     in_memory = every_family.run_stage(*stage, tmp_path / "whole")
@@ -147,14 +135,11 @@ def test_stage_output_equals_in_memory_model(stage, settings, llama, tmp_path, m
     assert all(torch.equal(expected[name], stored[name]) for name in expected)
 
 
-@pytest.mark.parametrize(
-    ("family", "stage", "settings"),
-    [
-        ("t5", Prune(), PruneSettings(importance="magnitude")),
-        ("gemma", Prune(), PruneSettings(importance="magnitude")),
-        ("t5", DropLayers(), DropLayersSettings(keep_ratio=0.5, importance="last")),
-    ],
-)
+@pytest.mark.parametrize(("family", "stage", "settings"), [
+    ("t5", Prune(), PruneSettings(importance="magnitude")),
+    ("gemma", Prune(), PruneSettings(importance="magnitude")),
+    ("t5", DropLayers(), DropLayersSettings(keep_ratio=0.5, importance="last")),
+])  # fmt: skip
 def test_tied_embeddings_and_shared_biases_equal_in_memory_model(
     family, stage, settings, tmp_path, monkeypatch
 ):

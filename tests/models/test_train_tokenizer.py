@@ -45,14 +45,10 @@ def test_trained_tokenizer_loads_in_transformers_and_round_trips(tmp_path, famil
 AROUND = {
     "bert": ("[CLS] a [SEP]", "[CLS] a [SEP] b [SEP]"),
     "distilbert": ("[CLS] a [SEP]", "[CLS] a [SEP] b [SEP]"),
-    "roberta": ("<s> a </s>", "<s> a </s> </s> b </s>"),
-    "bart": ("<s> a </s>", "<s> a </s> </s> b </s>"),
-    "t5": ("a </s>", "a </s> b </s>"),
-    "gpt2": ("a", "a b"),
-    "opt": ("</s> a", "</s> a </s> b"),
-    "qwen2": ("a", "a b"),
-    "llama": ("<s> a", "<s> a b"),
-}
+    "roberta": ("<s> a </s>", "<s> a </s> </s> b </s>"), "bart": ("<s> a </s>", "<s> a </s> </s> b </s>"),
+    "t5": ("a </s>", "a </s> b </s>"), "gpt2": ("a", "a b"), "opt": ("</s> a", "</s> a </s> b"),
+    "qwen2": ("a", "a b"), "llama": ("<s> a", "<s> a b"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", AROUND)

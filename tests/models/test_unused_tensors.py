@@ -15,39 +15,31 @@ from tests.support.pairs import matrix
 
 FAMILIES = ["marian", "t5", "bart", "mbart", "bert", "distilbert", "roberta", "gpt2", "llama", "qwen2", "opt"]
 NOBODYS = [
-    "my_position_adapter.weight",
-    "bert.embeddings.position_ids.adapter",
-    "encoder.position_ids_table.weight",
-    "model.encoder.relative_positions.weight",
-    "transformer.h.0.attn.c_attn.bias2",
-]
+    "my_position_adapter.weight", "bert.embeddings.position_ids.adapter", "encoder.position_ids_table.weight",
+    "model.encoder.relative_positions.weight", "transformer.h.0.attn.c_attn.bias2",
+]  # fmt: skip
 # Family, tensor, and where it was seen.
 SEEN = [
     # bert-base-uncased and all that was trained from it before transformers 4.31
     # (huggingface/transformers issue 25330)
-    ("bert", "bert.embeddings.position_ids"),
-    ("distilbert", "distilbert.embeddings.position_ids"),
+    ("bert", "bert.embeddings.position_ids"), ("distilbert", "distilbert.embeddings.position_ids"),
     ("roberta", "roberta.embeddings.position_ids"),
     # cardiffnlp/twitter-roberta-base-sentiment-latest (cardiffnlp/tweeteval issue 21)
-    ("roberta", "roberta.pooler.dense.weight"),
-    ("roberta", "roberta.pooler.dense.bias"),
+    ("roberta", "roberta.pooler.dense.weight"), ("roberta", "roberta.pooler.dense.bias"),
     # gpt2, whose file has no "transformer." before its names (huggingface/transformers pull request 24113)
     ("gpt2", "h.1.attn.bias"),
     # checkpoints of GPT2LMHeadModel from transformers 2.9.1 on (huggingface/transformers issue 24581)
-    ("gpt2", "transformer.h.0.attn.bias"),
-    ("gpt2", "transformer.h.0.attn.masked_bias"),
+    ("gpt2", "transformer.h.0.attn.bias"), ("gpt2", "transformer.h.0.attn.masked_bias"),
     # 01-ai/Yi (unslothai/unsloth issue 270), jzhang38/TinyLlama (its issue 127)
     ("llama", "model.layers.1.self_attn.rotary_emb.inv_freq"),
     ("qwen2", "model.layers.0.self_attn.rotary_emb.inv_freq"),
     # t5-small, allenai/unifiedqa-t5-large, castorini/monot5-3b (huggingface/transformers issue 8933)
     ("t5", "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"),
     # facebook/bart-large (huggingface/transformers issue 6652)
-    ("bart", "encoder.version"),
-    ("bart", "model.decoder.version"),
-    ("mbart", "model.encoder.version"),
+    ("bart", "encoder.version"), ("bart", "model.decoder.version"), ("mbart", "model.encoder.version"),
     # OPTPreTrainedModel of transformers 4.19 to 4.31 (_keys_to_ignore_on_load_unexpected)
     ("opt", "model.decoder.version"),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -142,19 +142,14 @@ def test_shard_without_indexed_tensor_is_rejected(folder):
     assert all(part in str(caught.value) for part in (f"'{lost}'", "model.safetensors.index.json"))
 
 
-@pytest.mark.parametrize(
-    ("content", "code"),
-    [
-        ("[]", "damaged-file"),
-        ("{", "damaged-file"),
-        ('{"weight_map": {}}', "empty-index"),
-        ('{"weight_map": {"w": "../model.safetensors"}}', "path-outside-folder"),
-        ('{"weight_map": {"w": "a/model.safetensors"}}', "path-outside-folder"),
-        ('{"weight_map": {"w": "a\\\\model.safetensors"}}', "path-outside-folder"),
-        ('{"weight_map": {"w": ".."}}', "path-outside-folder"),
-        ('{"weight_map": {"w": ""}}', "path-outside-folder"),
-    ],
-)
+@pytest.mark.parametrize(("content", "code"), [
+    ("[]", "damaged-file"), ("{", "damaged-file"), ('{"weight_map": {}}', "empty-index"),
+    ('{"weight_map": {"w": "../model.safetensors"}}', "path-outside-folder"),
+    ('{"weight_map": {"w": "a/model.safetensors"}}', "path-outside-folder"),
+    ('{"weight_map": {"w": "a\\\\model.safetensors"}}', "path-outside-folder"),
+    ('{"weight_map": {"w": ".."}}', "path-outside-folder"),
+    ('{"weight_map": {"w": ""}}', "path-outside-folder"),
+])  # fmt: skip
 def test_invalid_index_is_rejected(folder, content, code):
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(content)
@@ -173,33 +168,20 @@ def test_folder_without_weights_is_rejected_with_candidates(tmp_path):
     assert "model.fp16.safetensors" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"\x10",
-        struct.pack("<Q", 2**63) + b"{}",
-        struct.pack("<Q", 4) + b"[1]]",
-        struct.pack("<Q", 2) + b"[]",
-    ],
-)
+@pytest.mark.parametrize("content", [
+    b"", b"\x10", struct.pack("<Q", 2**63) + b"{}", struct.pack("<Q", 4) + b"[1]]",
+    struct.pack("<Q", 2) + b"[]",
+])  # fmt: skip
 def test_damaged_header_is_rejected(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
     with raises_code("damaged-weights", InputError):
         read_header(tmp_path / "model.safetensors")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"num_hidden_layers": 10_000_000},
-        {"hidden_size": 2**40},
-        {"vocab_size": 10**12},
-        {"intermediate_size": 10**10},
-        {"depths": [1, 10_000_000]},
-        {"hidden_sizes": [8, 2**40]},
-    ],
-)
+@pytest.mark.parametrize("change", [
+    {"num_hidden_layers": 10_000_000}, {"hidden_size": 2**40}, {"vocab_size": 10**12},
+    {"intermediate_size": 10**10}, {"depths": [1, 10_000_000]}, {"hidden_sizes": [8, 2**40]},
+])  # fmt: skip
 def test_config_larger_than_stored_tensors_is_rejected_before_loading(folder, change):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))

@@ -33,14 +33,9 @@ def test_edit_creates_the_adapter_and_a_second_edit_changes_its_rank(layer):
     assert model["a"].adapter.rank == 5
 
 
-@pytest.mark.parametrize(
-    ("module", "rank", "cause"),
-    [
-        ("a", 0, ValueError),
-        ("a", 25, ValueError),
-        ("b", 3, TypeError),
-    ],
-)
+@pytest.mark.parametrize(("module", "rank", "cause"), [
+    ("a", 0, ValueError), ("a", 25, ValueError), ("b", 3, TypeError),
+])  # fmt: skip
 def test_invalid_edit_is_refused(layer, module, rank, cause):
     model = nn.ModuleDict({"a": layer.coded, "b": nn.Linear(4, 4)})
     with raises_code("does-not-fit-model", InputError) as caught:

@@ -19,12 +19,10 @@ pytestmark = pytest.mark.quick
 
 CODES = torch.Generator().manual_seed(0)
 CASES = {
-    "both signs": torch.linspace(-3.7, 2.2, 97),
-    "positive only": torch.linspace(0.5, 9.0, 33),
-    "negative only": torch.linspace(-4.0, -0.25, 41),
-    "zeros": torch.zeros(5),
+    "both signs": torch.linspace(-3.7, 2.2, 97), "positive only": torch.linspace(0.5, 9.0, 33),
+    "negative only": torch.linspace(-4.0, -0.25, 41), "zeros": torch.zeros(5),
     "halves round to even": torch.arange(0, 256, dtype=torch.float32) / 2,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("x", CASES.values(), ids=CASES.keys())

@@ -73,18 +73,12 @@ def test_older_config_files_are_accepted(tmp_path):
     assert (processor.edge, processor.shape) == (256, (224, 224))
 
 
-@pytest.mark.parametrize(
-    ("change", "code"),
-    [
-        ({"image_processor_type": "CLIPImageProcessor"}, UNSUPPORTED),
-        ({"size": {"longest_edge": 3}}, "wrong-value"),
-        ({"size": {"height": 0, "width": 4}}, "wrong-value"),
-        ({"image_std": [0, 1, 1]}, "wrong-value"),
-        ({"resample": "cubic"}, "wrong-value"),
-        ({"rescale_factor": -1}, "wrong-value"),
-        ({"do_pad": True}, UNSUPPORTED),
-    ],
-)
+@pytest.mark.parametrize(("change", "code"), [
+    ({"image_processor_type": "CLIPImageProcessor"}, UNSUPPORTED),
+    ({"size": {"longest_edge": 3}}, "wrong-value"), ({"size": {"height": 0, "width": 4}}, "wrong-value"),
+    ({"image_std": [0, 1, 1]}, "wrong-value"), ({"resample": "cubic"}, "wrong-value"),
+    ({"rescale_factor": -1}, "wrong-value"), ({"do_pad": True}, UNSUPPORTED),
+])  # fmt: skip
 def test_unsupported_options_are_refused_by_name(change, code, tmp_path):
     (tmp_path / PROCESSOR_FILE).write_text(json.dumps(default_processor_config(16) | change))
     with raises_code(code, InputError) as caught:

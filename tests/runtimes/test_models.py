@@ -16,14 +16,11 @@ from tests.support.expected_errors import raises_code
 from tests.support.models import images
 
 OLDER = {
-    r"^vit\.layers\.": "vit.encoder.layer.",
-    r"attention\.q_proj": "attention.attention.query",
-    r"attention\.k_proj": "attention.attention.key",
-    r"attention\.v_proj": "attention.attention.value",
-    r"attention\.o_proj": "attention.output.dense",
-    r"mlp\.fc1": "intermediate.dense",
+    r"^vit\.layers\.": "vit.encoder.layer.", r"attention\.q_proj": "attention.attention.query",
+    r"attention\.k_proj": "attention.attention.key", r"attention\.v_proj": "attention.attention.value",
+    r"attention\.o_proj": "attention.output.dense", r"mlp\.fc1": "intermediate.dense",
     r"mlp\.fc2": "output.dense",
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -6,15 +6,10 @@ from onnx import TensorProto, helper, numpy_helper
 from smelt.runtimes.onnx_session import lacks_vnni, open_onnx_session
 
 
-@pytest.mark.parametrize(
-    ("flags", "lacking"),
-    [
-        ("fpu sse4_2 avx2", True),
-        ("avx2 avx512f avx512_vnni", False),
-        ("avx2 avx_vnni", False),
-        ("asimd", False),
-    ],
-)
+@pytest.mark.parametrize(("flags", "lacking"), [
+    ("fpu sse4_2 avx2", True), ("avx2 avx512f avx512_vnni", False), ("avx2 avx_vnni", False),
+    ("asimd", False),
+])  # fmt: skip
 def test_exact_int8_kernels_are_requested_only_without_vnni(tmp_path, flags, lacking):
     (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags\t: {flags}\n")
     assert lacks_vnni(tmp_path / "cpuinfo") is lacking

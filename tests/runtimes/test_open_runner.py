@@ -11,18 +11,14 @@ from tests.support.expected_errors import raises_code
 from tests.support.models import tiny
 
 
-@pytest.mark.parametrize(
-    ("kind", "architecture", "more", "expected"),
-    [
-        ("llama", "LlamaForCausalLM", {}, DecoderOnlyRunner),
-        ("gpt2", "GPT2LMHeadModel", {}, DecoderOnlyRunner),
-        ("llama", "LlamaForSequenceClassification", {}, ClassifierRunner),
-        ("marian", "MarianMTModel", {"is_encoder_decoder": True}, EncoderDecoderRunner),
-        ("t5", "T5ForConditionalGeneration", {"is_encoder_decoder": True}, EncoderDecoderRunner),
-        ("bart", "BartForSequenceClassification", {"is_encoder_decoder": True}, ClassifierRunner),
-        ("bert", "BertForSequenceClassification", {}, ClassifierRunner),
-    ],
-)
+@pytest.mark.parametrize(("kind", "architecture", "more", "expected"), [
+    ("llama", "LlamaForCausalLM", {}, DecoderOnlyRunner), ("gpt2", "GPT2LMHeadModel", {}, DecoderOnlyRunner),
+    ("llama", "LlamaForSequenceClassification", {}, ClassifierRunner),
+    ("marian", "MarianMTModel", {"is_encoder_decoder": True}, EncoderDecoderRunner),
+    ("t5", "T5ForConditionalGeneration", {"is_encoder_decoder": True}, EncoderDecoderRunner),
+    ("bart", "BartForSequenceClassification", {"is_encoder_decoder": True}, ClassifierRunner),
+    ("bert", "BertForSequenceClassification", {}, ClassifierRunner),
+])  # fmt: skip
 def test_config_determines_the_runner(kind, architecture, more, expected):
     assert runner_class_for({"model_type": kind, "architectures": [architecture], **more}) is expected
 

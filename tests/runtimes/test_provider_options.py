@@ -36,20 +36,13 @@ def test_shapes_are_formatted_as_in_the_onnx_runtime_documentation() -> None:
     assert parse_shapes(text) == SHAPES
 
 
-@pytest.mark.parametrize(
-    ("change", "code", "named"),
-    [
-        ({"schema_version": 9}, "wrong-version", ""),
-        ({"provider": "Nv"}, "wrong-provider", "Nv"),
-        ({"graphs": [1]}, "damaged-file", ""),
-        (
-            {"graphs": {"model": {"sha256": "", "options": {"trt_profile_max_shapes": "x:1xa"}}}},
-            "damaged-file",
-            "",
-        ),
-        ({"graphs": {"model": {}}}, "damaged-file", "'sha256'"),
-    ],
-)
+@pytest.mark.parametrize(("change", "code", "named"), [
+    ({"schema_version": 9}, "wrong-version", ""), ({"provider": "Nv"}, "wrong-provider", "Nv"),
+    ({"graphs": [1]}, "damaged-file", ""),
+    ({"graphs": {"model": {"sha256": "", "options": {"trt_profile_max_shapes": "x:1xa"}}}}, "damaged-file",
+     ""),
+    ({"graphs": {"model": {}}}, "damaged-file", "'sha256'"),
+])  # fmt: skip
 def test_damaged_file_is_reported(tmp_path: Path, change: dict[str, Any], code: str, named: str) -> None:
     write_provider_options(tmp_path, {"model": TOLD})
     content = json.loads((tmp_path / PROVIDER_OPTIONS_FILE).read_text()) | change

@@ -102,16 +102,13 @@ def test_maximum_length_reads_the_profile_and_fixed_sizes(trt, tmp_path):
     assert (engine.max_dimension("x", 0), engine.max_dimension("x", 1)) == (8, 4)
 
 
-@pytest.mark.parametrize(
-    ("method", "answer", "code", "values"),
-    [
-        ("infer_shapes", ["x"], "unknown-output-shape", (" x.",)),
-        ("infer_shapes", RuntimeError("a shape tensor"), "shape-inference-failed", ("a shape tensor",)),
-        ("get_tensor_shape", (-1, 3), "data-dependent-shape", ("(-1, 3)", "'y'")),
-        ("set_tensor_address", False, "unbound-tensor", ("'x'",)),
-        ("execute_async_v3", False, "engine-failed", ("Cuda failure: an illegal",)),
-    ],
-)
+@pytest.mark.parametrize(("method", "answer", "code", "values"), [
+    ("infer_shapes", ["x"], "unknown-output-shape", (" x.",)),
+    ("infer_shapes", RuntimeError("a shape tensor"), "shape-inference-failed", ("a shape tensor",)),
+    ("get_tensor_shape", (-1, 3), "data-dependent-shape", ("(-1, 3)", "'y'")),
+    ("set_tensor_address", False, "unbound-tensor", ("'x'",)),
+    ("execute_async_v3", False, "engine-failed", ("Cuda failure: an illegal",)),
+])  # fmt: skip
 def test_each_failing_call_raises_run_error_with_its_reason(trt, tmp_path, method, answer, code, values):
     engine = TensorrtEngine(trt, graph(tmp_path), stream())
     trt.answers[method] = answer
@@ -147,13 +144,10 @@ def test_unreadable_plan_is_reported_with_reason_and_remedy(trt, tmp_path):
     assert "Serialization" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("method", "answer", "code"),
-    [
-        ("create_execution_context", None, "no-execution-context"),
-        ("set_optimization_profile_async", False, "unusable-profile"),
-    ],
-)
+@pytest.mark.parametrize(("method", "answer", "code"), [
+    ("create_execution_context", None, "no-execution-context"),
+    ("set_optimization_profile_async", False, "unusable-profile"),
+])  # fmt: skip
 def test_failed_context_creation_is_explained(trt, tmp_path, method, answer, code):
     trt.answers[method] = answer
     with raises_code(code, RunError):

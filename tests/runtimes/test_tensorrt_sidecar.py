@@ -67,18 +67,15 @@ def test_incompatible_engine_reports_its_build_environment_and_a_remedy(tmp_path
     assert all(value in str(caught.value) for value in values)
 
 
-@pytest.mark.parametrize(
-    ("built", "here"),
-    [
-        ({"version_compatible": True}, {"version": "11.5.0"}),
-        ({}, {"version": "11.4.0.200"}),  # builds of one version
-        ({"hardware_compatibility": "ampere+"}, {"gpu": H200}),
-        ({"hardware_compatibility": "ampere+", "gpu": H200}, {"gpu": A40}),
-        ({}, {"gpu": A40}),
-        ({"gpu": None}, {"gpu": T4}),  # built ahead of time
-        ({}, {"gpu": None}),
-    ],
-)
+@pytest.mark.parametrize(("built", "here"), [
+    ({"version_compatible": True}, {"version": "11.5.0"}),
+    # builds of one version
+    ({}, {"version": "11.4.0.200"}),
+    ({"hardware_compatibility": "ampere+"}, {"gpu": H200}),
+    ({"hardware_compatibility": "ampere+", "gpu": H200}, {"gpu": A40}), ({}, {"gpu": A40}),
+    ({"gpu": None}, {"gpu": T4}),  # built ahead of time
+    ({}, {"gpu": None}),
+])  # fmt: skip
 def test_compatible_engine_passes(tmp_path, built, here):
     check(engine(tmp_path, **built), **here)
 
@@ -92,16 +89,10 @@ def test_graph_other_than_that_of_the_engine_is_refused(tmp_path):
     assert all(part in str(caught.value) for part in ("model.onnx", "model.plan"))
 
 
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        ("{", "damaged-file"),
-        ("[]", "damaged-file"),
-        ('{"schema_version": 1}', "damaged-file"),
-        ('{"schema_version": 2}', "wrong-version"),
-        ("{}", "damaged-file"),
-    ],
-)
+@pytest.mark.parametrize(("text", "code"), [
+    ("{", "damaged-file"), ("[]", "damaged-file"), ('{"schema_version": 1}', "damaged-file"),
+    ('{"schema_version": 2}', "wrong-version"), ("{}", "damaged-file"),
+])  # fmt: skip
 def test_damaged_sidecar_is_named(tmp_path, text, code):
     plan = engine(tmp_path)
     sidecar_path(plan).write_text(text)

@@ -54,6 +54,8 @@ SLOWEST_FILES = (
     "api/test_loaded_model.py",
     "export/test_openvino_target.py",
     "pipeline/faults/test_safe_path.py",
+    "pipeline/search/test_shrink.py",
+    "house/test_same_bytes.py",
     "export/test_half_graphs.py",
     "export/tensorrt/test_families.py",
     "pipeline/whole/test_run_tensorrt.py",

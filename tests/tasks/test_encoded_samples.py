@@ -119,17 +119,12 @@ def mbart25(folder):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("make", "before", "behind"),
-    [
-        (tiny.write_marian, [], ["</s>"]),
-        (seq2seq.write_t5, [], ["</s>"]),
-        (seq2seq.write_bart, ["<s>"], ["</s>"]),
-        (lambda folder: seq2seq.write_bart(folder, kind="mbart"), ["de_DE"], ["</s>"]),
-        (mbart25, [], ["</s>", "de_DE"]),
-    ],
-    ids=["marian", "t5", "bart", "mbart-50", "mbart"],
-)
+@pytest.mark.parametrize(("make", "before", "behind"), [
+    (tiny.write_marian, [], ["</s>"]), (seq2seq.write_t5, [], ["</s>"]),
+    (seq2seq.write_bart, ["<s>"], ["</s>"]),
+    (lambda folder: seq2seq.write_bart(folder, kind="mbart"), ["de_DE"], ["</s>"]),
+    (mbart25, [], ["</s>", "de_DE"]),
+], ids=["marian", "t5", "bart", "mbart-50", "mbart"])  # fmt: skip
 def test_truncated_target_keeps_special_tokens(tmp_path, make, before, behind):
     tokenizer = AutoTokenizer.from_pretrained(make(tmp_path / "model"))
     texts = ["das alte haus steht am fluss " * 4, "ein lied"]

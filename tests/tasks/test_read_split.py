@@ -107,33 +107,17 @@ def test_invalid_label_is_rejected(tmp_path, label):
     assert all(part in str(excinfo.value) for part in ("a.jsonl:1:", "'label'"))
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "code", "line", "values"),
-    [
-        (
-            "a.jsonl",
-            '{"source": "a", "target": "b"}\n{"source": ',
-            "invalid-json",
-            2,
-            (" 12.",),
-        ),
-        ("a.jsonl", "[1, 2]", "not-an-object", 1, ()),
-        ("a.jsonl", "\n\n", "empty-data", None, ()),
-        ("a.csv", "source,target\n", "empty-data", None, ()),
-        ("a.csv", "source,target\na\n", "csv-field-count", 2, ()),
-        (
-            "a.jsonl",
-            '{"sorce": "a", "target": "b"}',
-            "missing-column",
-            1,
-            ("'source'", "sorce, target", "'sorce'"),
-        ),
-        ("a.jsonl", '{"source": 3, "target": "b"}', "wrong-column-type", 1, ("'source'", "3")),
-        ("a.jsonl", '{"source": "a", "targets": "b"}', "wrong-column-type", 1, ("'targets'",)),
-        ("a.xlsx", "x", "unknown-file-type", None, ("'.xlsx'",)),
-        ("a.parquet", "x", "damaged-file", None, ()),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "code", "line", "values"), [
+    ("a.jsonl", '{"source": "a", "target": "b"}\n{"source": ', "invalid-json", 2, (" 12.",)),
+    ("a.jsonl", "[1, 2]", "not-an-object", 1, ()), ("a.jsonl", "\n\n", "empty-data", None, ()),
+    ("a.csv", "source,target\n", "empty-data", None, ()),
+    ("a.csv", "source,target\na\n", "csv-field-count", 2, ()),
+    ("a.jsonl", '{"sorce": "a", "target": "b"}', "missing-column", 1,
+     ("'source'", "sorce, target", "'sorce'")),
+    ("a.jsonl", '{"source": 3, "target": "b"}', "wrong-column-type", 1, ("'source'", "3")),
+    ("a.jsonl", '{"source": "a", "targets": "b"}', "wrong-column-type", 1, ("'targets'",)),
+    ("a.xlsx", "x", "unknown-file-type", None, ("'.xlsx'",)), ("a.parquet", "x", "damaged-file", None, ()),
+])  # fmt: skip
 def test_errors_have_file_and_line(tmp_path, name, text, code, line, values):
     path = _write(tmp_path / name, text)
     with raises_code(code, InputError) as excinfo:
@@ -268,15 +252,10 @@ def test_duplicate_columns_are_rejected(tmp_path, name):
         list(read_file_rows(path))
 
 
-@pytest.mark.parametrize(
-    ("task", "row"),
-    [
-        ("translation", {"source": " ", "target": "x"}),
-        ("summarization", {"source": "", "target": "x"}),
-        ("text-classification", {"text": "\t", "label": 1}),
-        ("sentence-similarity", {"text": ""}),
-    ],
-)
+@pytest.mark.parametrize(("task", "row"), [
+    ("translation", {"source": " ", "target": "x"}), ("summarization", {"source": "", "target": "x"}),
+    ("text-classification", {"text": "\t", "label": 1}), ("sentence-similarity", {"text": ""}),
+])  # fmt: skip
 def test_empty_text_is_rejected(tmp_path, task, row):
     path = _write(tmp_path / "a.jsonl", json.dumps(row))
     with raises_code("empty-text", InputError):

@@ -120,15 +120,11 @@ def test_turns_rendered_differently_later_become_separate_samples(tokenizer):
     assert [row.num_last_targets == sum(row.is_target) for row in rows] == [True, True]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "response", "limit", "expected"),
-    [
-        (3, 2, 4, (3, 2)),  # the last token is never an input
-        (6, 2, 5, (4, 2)),
-        (6, 6, 7, (3, 5)),  # the prompt keeps half
-        (2, 9, 5, (2, 4)),
-    ],
-)
+@pytest.mark.parametrize(("prompt", "response", "limit", "expected"), [
+    (3, 2, 4, (3, 2)),  # the last token is never an input
+    (6, 2, 5, (4, 2)), (6, 6, 7, (3, 5)),  # the prompt keeps half
+    (2, 9, 5, (2, 4)),
+])  # fmt: skip
 def test_long_samples_are_truncated_at_start_of_prompt(prompt, response, limit, expected):
     ids = [*range(100, 100 + prompt), *range(200, 200 + response)]
     sample = EncodedResponse(ids, [False] * prompt + [True] * response)

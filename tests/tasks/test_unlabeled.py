@@ -47,18 +47,15 @@ def test_empty_file_and_task_without_labels_are_rejected(tmp_path):
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 
 
-@pytest.mark.parametrize(
-    ("task", "without", "target"),
-    [
-        ("translation", {"source": "a"}, {"target": "b"}),
-        ("summarization", {"source": "a", "target": ""}, {"targets": ["b", "c"]}),
-        ("text-classification", {"text": "a"}, {"label": "b"}),
-        ("text-generation", {"prompt": "a"}, {"response": "b"}),
-        ("text-generation", {"instruction": "a", "input": "x", "output": None}, {"output": "b"}),
-        ("text-generation", {"messages": [USER]}, {"messages": [USER, ASSISTANT]}),
-        ("text-generation", {"messages": json.dumps([USER])}, {"messages": json.dumps([USER, ASSISTANT])}),
-    ],
-)
+@pytest.mark.parametrize(("task", "without", "target"), [
+    ("translation", {"source": "a"}, {"target": "b"}),
+    ("summarization", {"source": "a", "target": ""}, {"targets": ["b", "c"]}),
+    ("text-classification", {"text": "a"}, {"label": "b"}),
+    ("text-generation", {"prompt": "a"}, {"response": "b"}),
+    ("text-generation", {"instruction": "a", "input": "x", "output": None}, {"output": "b"}),
+    ("text-generation", {"messages": [USER]}, {"messages": [USER, ASSISTANT]}),
+    ("text-generation", {"messages": json.dumps([USER])}, {"messages": json.dumps([USER, ASSISTANT])}),
+])  # fmt: skip
 def test_targets_are_optional_only_if_not_scored(tmp_path, task, without, target):
     (tmp_path / "x.jsonl").write_text(f"{json.dumps(without)}\n{json.dumps(without | target)}\n")
     columns = Columns(target="target", label="label")  # a train split may have them

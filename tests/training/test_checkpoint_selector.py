@@ -229,17 +229,11 @@ def test_resumed_training_logs_previous_curve_again(model):
     ]
 
 
-@pytest.mark.parametrize(
-    ("chain", "random"),
-    [
-        ([{"new_head": True}], True),
-        ([{"untrained": True}], True),
-        ([{"new_head": True}, {}], True),
-        ([{"new_head": True}, {"training": {}}], False),
-        ([{"untrained": True}, {"training": {}}, {}], False),
-        ([{}], False),
-    ],
-)
+@pytest.mark.parametrize(("chain", "random"), [
+    ([{"new_head": True}], True), ([{"untrained": True}], True), ([{"new_head": True}, {}], True),
+    ([{"new_head": True}, {"training": {}}], False), ([{"untrained": True}, {"training": {}}, {}], False),
+    ([{}], False),
+])  # fmt: skip
 def test_weights_are_random_until_trained(tmp_path, chain, random):
     folder, artifacts = tiny.write_bert(tmp_path / "m"), []
     for number, details in enumerate(chain, start=1):

@@ -17,13 +17,9 @@ from tests.support.models import tiny
 
 ROWS = [EncodedSample([2, 5, 7, 3], None, 1), EncodedSample([2, 6, 8, 3], None, 0)]
 PLAIN = {
-    "batch_size": 2,
-    "precision": "fp32",
-    "max_steps": 3,
-    "warmup": 0,
-    "lr_schedule": "constant",
+    "batch_size": 2, "precision": "fp32", "max_steps": 3, "warmup": 0, "lr_schedule": "constant",
     "num_evals": 0,
-}
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -21,31 +21,24 @@ def rows(tmp_path):
     return tiny.read_pairs(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("config", "what", "rate"),
-    [
-        # as published, of models as wide as those that were published
-        ({"model_type": "bert", "hidden_size": 768}, "weights", 5e-5),  # Devlin et al. 2019, A.3
-        ({"model_type": "roberta", "hidden_size": 768}, "weights", 2e-5),  # Liu et al. 2019
-        ({"model_type": "bart", "d_model": 1024}, "weights", 3e-5),  # fairseq, examples/bart
-        ({"model_type": "t5", "d_model": 768}, "weights", 3e-4),  # transformers' page of T5
-        ({"model_type": "llama", "hidden_size": 4096}, "weights", 2e-5),  # Touvron et al. 2023
-        (
-            {"model_type": "llama", "hidden_size": 4096},
-            "adapters",
-            2e-4,
-        ),  # QLoRA of 7B
-        # half as wide, twice as fast; not without end
-        ({"model_type": "bert", "hidden_size": 384}, "weights", 1e-4),
-        ({"model_type": "llama", "hidden_size": 8192}, "weights", 1e-5),
-        ({"model_type": "t5", "d_model": 64}, "weights", 1e-3),
-        ({"model_type": "t5", "d_model": 512}, "adapters", 4.5e-4),  # not slower than all weights
-        ({"model_type": "marian", "d_model": 256}, "few bits", 4e-4),
-        ({"model_type": "marian", "d_model": 256}, "fewer layers", 4e-4),
-        ({"model_type": "resnet", "hidden_sizes": [8, 16]}, "weights", 5e-4),
-        ({"model_type": "unheard-of", "hidden_size": 8}, "weights", 5e-5),
-    ],
-)
+@pytest.mark.parametrize(("config", "what", "rate"), [
+    # as published, of models as wide as those that were published
+    ({"model_type": "bert", "hidden_size": 768}, "weights", 5e-5),  # Devlin et al. 2019, A.3
+    ({"model_type": "roberta", "hidden_size": 768}, "weights", 2e-5),  # Liu et al. 2019
+    ({"model_type": "bart", "d_model": 1024}, "weights", 3e-5),  # fairseq, examples/bart
+    ({"model_type": "t5", "d_model": 768}, "weights", 3e-4),  # transformers' page of T5
+    ({"model_type": "llama", "hidden_size": 4096}, "weights", 2e-5),  # Touvron et al. 2023
+    ({"model_type": "llama", "hidden_size": 4096}, "adapters", 2e-4),  # QLoRA of 7B
+    # half as wide, twice as fast; not without end
+    ({"model_type": "bert", "hidden_size": 384}, "weights", 1e-4),
+    ({"model_type": "llama", "hidden_size": 8192}, "weights", 1e-5),
+    ({"model_type": "t5", "d_model": 64}, "weights", 1e-3),
+    ({"model_type": "t5", "d_model": 512}, "adapters", 4.5e-4),  # not slower than all weights
+    ({"model_type": "marian", "d_model": 256}, "few bits", 4e-4),
+    ({"model_type": "marian", "d_model": 256}, "fewer layers", 4e-4),
+    ({"model_type": "resnet", "hidden_sizes": [8, 16]}, "weights", 5e-4),
+    ({"model_type": "unheard-of", "hidden_size": 8}, "weights", 5e-5),
+])  # fmt: skip
 def test_default_rate_depends_on_family_width_and_trained_part(config, what, rate):
     assert default_learning_rate(config, what) == pytest.approx(rate)
 

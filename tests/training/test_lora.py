@@ -129,13 +129,10 @@ def test_checkpoint_is_scored_as_stored(tmp_path, rows):
     assert ctx.details["training"]["kept_step"] == 2
 
 
-@pytest.mark.parametrize(
-    ("stage", "settings"),
-    [
-        (ShareWeights(), ShareWeightsSettings(targets=["ffn"])),
-        (Factorize(), FactorizeSettings(method="svd", optimize_for="size", rank=6)),
-    ],
-)
+@pytest.mark.parametrize(("stage", "settings"), [
+    (ShareWeights(), ShareWeightsSettings(targets=["ffn"])),
+    (Factorize(), FactorizeSettings(method="svd", optimize_for="size", rank=6)),
+])  # fmt: skip
 def test_sharing_and_low_rank_structure_is_kept(tmp_path, rows, stage, settings):
     before = harness.run_stage(
         stage, settings, tiny.write_marian(tmp_path / "model"), tmp_path / "a", data=rows

@@ -23,13 +23,10 @@ from tests.support.models import causal, classifiers, seq2seq, tiny
 
 PLAIN = {"precision": "fp32", "dropout": 0.0, "num_evals": 0, "lr_schedule": "constant", "warmup": 0}
 MADE = {
-    "marian": tiny.write_marian,
-    "t5": seq2seq.write_t5,
-    "distilbert": classifiers.distilbert,
-    "roberta": classifiers.roberta,
-    "gpt2": lambda folder: causal.write_model(folder, "gpt2"),
+    "marian": tiny.write_marian, "t5": seq2seq.write_t5, "distilbert": classifiers.distilbert,
+    "roberta": classifiers.roberta, "gpt2": lambda folder: causal.write_model(folder, "gpt2"),
     "llama": lambda folder: causal.write_model(folder, "llama"),
-}
+}  # fmt: skip
 
 
 def context(folder, **more):
@@ -182,14 +179,10 @@ def steps(monkeypatch):
     return updates
 
 
-@pytest.mark.parametrize(
-    ("schedule", "after", "warmup"),
-    [
-        ("linear", lambda done: 1 - done, 4),
-        ("cosine", lambda done: 0.5 * (1 + math.cos(math.pi * done)), 0.4),
-        ("constant", lambda done: 1.0, 4),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "after", "warmup"), [
+    ("linear", lambda done: 1 - done, 4), ("cosine", lambda done: 0.5 * (1 + math.cos(math.pi * done)), 0.4),
+    ("constant", lambda done: 1.0, 4),
+])  # fmt: skip
 def test_learning_rate_follows_warmup_and_schedule(tmp_path, steps, schedule, after, warmup):
     model = model_for("classes", tmp_path / "model")
     settings = {"max_steps": 10, "lr_schedule": schedule, "warmup": warmup, "learning_rate": 0.002}

@@ -23,16 +23,9 @@ from tests.support.processes.fork_server import shared_server
 
 STEPS = 8
 SHORT = {
-    "max_steps": STEPS,
-    "batch_size": 3,
-    "gradient_accumulation_steps": 2,
-    "learning_rate": 3e-3,
-    "precision": "fp32",
-    "dropout": 0.2,
-    "num_evals": 4,
-    "warmup": 2,
-    "checkpoint_interval_minutes": 0,
-}
+    "max_steps": STEPS, "batch_size": 3, "gradient_accumulation_steps": 2, "learning_rate": 3e-3,
+    "precision": "fp32", "dropout": 0.2, "num_evals": 4, "warmup": 2, "checkpoint_interval_minutes": 0,
+}  # fmt: skip
 
 
 class KilledError(BaseException):

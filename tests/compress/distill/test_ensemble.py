@@ -86,14 +86,11 @@ def joined_of(models, student):
         module.Ensemble = before
 
 
-@pytest.mark.parametrize(
-    ("labels", "kind", "code", "named"),
-    [
-        (["a", "b", "c"], MULTI_LABEL, "labels-mismatch", "'d'"),
-        (["a", "b", "c", "d", "e"], MULTI_LABEL, "untaught-labels", "'e'"),
-        (["a", "b", "c", "d"], SINGLE_LABEL, "single-label-student", '["a", "d"]'),
-    ],
-)
+@pytest.mark.parametrize(("labels", "kind", "code", "named"), [
+    (["a", "b", "c"], MULTI_LABEL, "labels-mismatch", "'d'"),
+    (["a", "b", "c", "d", "e"], MULTI_LABEL, "untaught-labels", "'e'"),
+    (["a", "b", "c", "d"], SINGLE_LABEL, "single-label-student", '["a", "d"]'),
+])  # fmt: skip
 def test_student_with_incompatible_labels_is_rejected(labels, kind, code, named):
     teachers = [Says(["a", "b"], [0.0, 0.0]), Says(["c", "d"], [0.0, 0.0])]
     with raises_code(code, InputError) as caught:
@@ -153,18 +150,11 @@ def test_two_translation_teachers_are_both_used(tmp_path):
     assert losses["two"] > 0.1
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "named"),
-    [
-        (
-            {"teacher": ["model", "model"], "losses": {"hidden_states": 1}},
-            "several-teachers",
-            "hidden_states",
-        ),
-        ({"teacher": ["model", "model"], "sequence_level": {}}, "missing-setting", "generator"),
-        ({"teacher": []}, "missing-setting", "teacher"),
-    ],
-)
+@pytest.mark.parametrize(("options", "code", "named"), [
+    ({"teacher": ["model", "model"], "losses": {"hidden_states": 1}}, "several-teachers", "hidden_states"),
+    ({"teacher": ["model", "model"], "sequence_level": {}}, "missing-setting", "generator"),
+    ({"teacher": []}, "missing-setting", "teacher"),
+])  # fmt: skip
 def test_unsupported_settings_with_several_teachers_are_rejected(options, code, named):
     with raises_setting_codes(code) as caught:
         DistillSettings.model_validate(options)

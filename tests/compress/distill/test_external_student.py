@@ -84,14 +84,10 @@ def test_student_with_different_tokenizer_is_rejected(tmp_path, rows):
     assert str(student) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("config", "code"),
-    [
-        ({"model_type": "nothing"}, "unsupported-family"),
-        ({"model_type": "marian"}, "different-kind"),
-        ({"model_type": "bert", "vocab_size": 99}, "vocabulary-mismatch"),
-    ],
-)
+@pytest.mark.parametrize(("config", "code"), [
+    ({"model_type": "nothing"}, "unsupported-family"), ({"model_type": "marian"}, "different-kind"),
+    ({"model_type": "bert", "vocab_size": 99}, "vocabulary-mismatch"),
+])  # fmt: skip
 def test_invalid_student_config_is_rejected_before_loading(tmp_path, config, code):
     (tmp_path / "config.json").write_text(json.dumps(config))
     settings = DistillSettings.model_validate({"student": str(tmp_path)})

@@ -143,13 +143,10 @@ def test_identical_student_has_zero_loss_in_every_family(family):
     assert set(other) == set(names if FAMILIES[family].architecture == "seq2seq" else kinds)
 
 
-@pytest.mark.parametrize(
-    ("losses", "student", "code", "numbers"),
-    [
-        ({"attention": 1}, {"num_attention_heads": 2}, "heads-mismatch", ("2", "4")),
-        ({"cosine": 1}, {"hidden_size": 16}, "width-mismatch", ("32", "16")),
-    ],
-)
+@pytest.mark.parametrize(("losses", "student", "code", "numbers"), [
+    ({"attention": 1}, {"num_attention_heads": 2}, "heads-mismatch", ("2", "4")),
+    ({"cosine": 1}, {"hidden_size": 16}, "width-mismatch", ("32", "16")),
+])  # fmt: skip
 def test_incompatible_heads_or_widths_are_rejected(tmp_path, losses, student, code, numbers):
     teacher, other = bert(tmp_path / "t", 0), bert(tmp_path / "s", 0, **student)
     with raises_code(code, InputError) as caught:

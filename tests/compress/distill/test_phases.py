@@ -89,25 +89,13 @@ def test_phase_inherits_unset_settings_from_stage():
         DistillSettings.model_validate({"phases": [{"losses": {"logits": 0}}]})
 
 
-@pytest.mark.parametrize(
-    ("options", "setting", "code", "value"),
-    [
-        ({"losses": {"hidden_states": 1}, "layer_map": {4: 1}}, "layer_map", "unknown-layer", "4"),
-        (
-            {"losses": {"hidden_states": 1}, "student": {"layers": 1}, "layer_map": {2: 1}},
-            "layer_map",
-            "unknown-layer",
-            "2",
-        ),
-        ({"losses": {"reverse_kl": 1}}, "losses.reverse_kl", "problem-type-mismatch", ""),
-        (
-            {"phases": [{"losses": {"reverse_kl": 1}}]},
-            "phases.0.losses.reverse_kl",
-            "problem-type-mismatch",
-            "",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "setting", "code", "value"), [
+    ({"losses": {"hidden_states": 1}, "layer_map": {4: 1}}, "layer_map", "unknown-layer", "4"),
+    ({"losses": {"hidden_states": 1}, "student": {"layers": 1}, "layer_map": {2: 1}}, "layer_map",
+     "unknown-layer", "2"),
+    ({"losses": {"reverse_kl": 1}}, "losses.reverse_kl", "problem-type-mismatch", ""),
+    ({"phases": [{"losses": {"reverse_kl": 1}}]}, "phases.0.losses.reverse_kl", "problem-type-mismatch", ""),
+])  # fmt: skip
 def test_phase_losses_unsupported_by_student_are_rejected_in_plan(options, setting, code, value):
     config = {"model_type": "bert", "num_hidden_layers": 3, "problem_type": "regression"}
     (error,), _ = Distill.check_model(DistillSettings.model_validate(options), config)

@@ -111,14 +111,10 @@ def test_second_run_reuses_generated_targets(tmp_path, monkeypatch):
     harness.smelt("store", "check", "--store", tmp_path / "store", code=0)
 
 
-@pytest.mark.parametrize(
-    ("options", "code"),
-    [
-        ({"num_beams": 3, "best_of": 4}, "too-few-beams"),
-        ({"num_beams": 1, "length_penalty": 1.0}, "unused-setting"),
-        ({"original_ratio": 1}, "less_than"),
-    ],
-)
+@pytest.mark.parametrize(("options", "code"), [
+    ({"num_beams": 3, "best_of": 4}, "too-few-beams"),
+    ({"num_beams": 1, "length_penalty": 1.0}, "unused-setting"), ({"original_ratio": 1}, "less_than"),
+])  # fmt: skip
 def test_invalid_sequence_settings_are_rejected(options, code):
     with raises_setting_codes(code):
         SequenceSettings.model_validate(options)

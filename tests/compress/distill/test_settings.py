@@ -7,32 +7,21 @@ from smelt.pipeline.plan.load_plan import load_plan
 from tests.support.models import tiny
 
 
-@pytest.mark.parametrize(
-    ("task", "options", "temperature", "logits", "labels"),
-    [
-        ("translation", {}, 1.0, 1.0, 0.0),
-        ("summarization", {}, 1.0, 1.0, 0.0),
-        ("language-modeling", {}, 1.0, 1.0, 0.0),
-        ("text-classification", {}, 1.0, 1.0, 0.5),
-        ("image-classification", {}, 1.0, 1.0, 0.5),
-        ("sentence-similarity", {}, 1.0, 1.0, None),
-        # what is said stays
-        ("translation", {"temperature": 3.0, "losses": {"labels": 0.25}}, 3.0, 1.0, 0.25),
-        ("text-classification", {"temperature": 1.0, "losses": {"labels": 0}}, 1.0, 1.0, 0.0),
-        # without the teacher something has to count; rows without labels have none
-        ("translation", {"losses": {"logits": 0}}, 1.0, 0.0, 1.0),
-        ("translation", {"losses": {"logits": 0, "hidden_states": 1}}, 1.0, 0.0, 1.0),
-        ("text-classification", {"train_on": "unlabeled"}, 1.0, 1.0, 0.0),
-        (
-            "text-classification",
-            {"train_on": "unlabeled", "losses": {"logits": 0}},
-            1.0,
-            0.0,
-            0.5,
-        ),  # and is refused
-        ("text-classification", {"train_on": "both"}, 1.0, 1.0, 0.0),
-    ],
-)
+@pytest.mark.parametrize(("task", "options", "temperature", "logits", "labels"), [
+    ("translation", {}, 1.0, 1.0, 0.0), ("summarization", {}, 1.0, 1.0, 0.0),
+    ("language-modeling", {}, 1.0, 1.0, 0.0), ("text-classification", {}, 1.0, 1.0, 0.5),
+    ("image-classification", {}, 1.0, 1.0, 0.5), ("sentence-similarity", {}, 1.0, 1.0, None),
+    # what is said stays
+    ("translation", {"temperature": 3.0, "losses": {"labels": 0.25}}, 3.0, 1.0, 0.25),
+    ("text-classification", {"temperature": 1.0, "losses": {"labels": 0}}, 1.0, 1.0, 0.0),
+    # without the teacher something has to count; rows without labels have none
+    ("translation", {"losses": {"logits": 0}}, 1.0, 0.0, 1.0),
+    ("translation", {"losses": {"logits": 0, "hidden_states": 1}}, 1.0, 0.0, 1.0),
+    ("text-classification", {"train_on": "unlabeled"}, 1.0, 1.0, 0.0),
+    # and is refused
+    ("text-classification", {"train_on": "unlabeled", "losses": {"logits": 0}}, 1.0, 0.0, 0.5),
+    ("text-classification", {"train_on": "both"}, 1.0, 1.0, 0.0),
+])  # fmt: skip
 def test_default_losses_and_temperature_depend_on_task(task, options, temperature, logits, labels):
     resolved = DistillSettings.model_validate(options).resolve_for_task(task)
     assert (resolved.temperature, resolved.losses.logits, resolved.losses.labels) == (

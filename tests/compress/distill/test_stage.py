@@ -114,16 +114,12 @@ def test_thinner_student_approaches_teacher(tmp_path):
     assert distance(student) < 0.2 * distance(untrained)
 
 
-@pytest.mark.parametrize(
-    ("losses", "setting", "dropout"),
-    [
-        ({"logits": 1.0, "labels": 0.0}, None, 0.0),
-        ({"logits": 0.0, "reverse_kl": 1.0, "labels": 0.0}, None, 0.0),
-        ({"logits": 1.0, "labels": 0.0}, 0.1, 0.1),
-        ({"logits": 1.0, "labels": 0.5}, None, None),
-        ({"logits": 1.0, "labels": 0.0, "hidden_states": 1.0}, None, None),
-    ],
-)
+@pytest.mark.parametrize(("losses", "setting", "dropout"), [
+    ({"logits": 1.0, "labels": 0.0}, None, 0.0),
+    ({"logits": 0.0, "reverse_kl": 1.0, "labels": 0.0}, None, 0.0),
+    ({"logits": 1.0, "labels": 0.0}, 0.1, 0.1), ({"logits": 1.0, "labels": 0.5}, None, None),
+    ({"logits": 1.0, "labels": 0.0, "hidden_states": 1.0}, None, None),
+])  # fmt: skip
 def test_logits_only_distillation_disables_dropout(tmp_path, losses, setting, dropout):
     """A model that is taught by itself has nothing to learn, and learns noise where there is dropout."""
     source = classifier(tmp_path / "model")
@@ -188,14 +184,10 @@ def test_teacher_with_different_labels_is_rejected(tmp_path):
         Distill()(source, DistillSettings(), ctx)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "code"),
-    [
-        ({"losses": {"logits": 0, "labels": 0}}, "no-loss"),
-        ({"student": {"layers": 0}}, "nothing-kept"),
-        ({"student": {"layers": []}}, "nothing-kept"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "code"), [
+    ({"losses": {"logits": 0, "labels": 0}}, "no-loss"), ({"student": {"layers": 0}}, "nothing-kept"),
+    ({"student": {"layers": []}}, "nothing-kept"),
+])  # fmt: skip
 def test_invalid_distill_settings_are_rejected(wrong, code):
     with raises_setting_codes(code):
         DistillSettings.model_validate(wrong)

@@ -11,13 +11,8 @@ from tests.support.models import embedders, tiny
 TEXTS = Split("texts", tuple(Example(text) for text in tiny.SENTENCES * 4))
 LABELED = Split("labeled", tuple(Example(text[::-1], label=i % 2) for i, text in enumerate(tiny.SENTENCES)))
 SHORT = {
-    "batch_size": 5,
-    "learning_rate": 1e-2,
-    "precision": "fp32",
-    "dropout": 0.0,
-    "num_evals": 1,
-    "epochs": 8,
-}
+    "batch_size": 5, "learning_rate": 1e-2, "precision": "fp32", "dropout": 0.0, "num_evals": 1, "epochs": 8,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -55,28 +50,14 @@ def test_embedder_trains_on_single_texts_and_pairs(tmp_path):
     assert ctx.details["cache_logits"]["rows_of_teacher"] == 2 * len(pairs) + len(TEXTS)
 
 
-@pytest.mark.parametrize(
-    ("options", "task", "setting", "code", "value"),
-    [
-        ({"losses": {"labels": 0.5}}, "text-classification", "losses.labels", "missing-labels", "0.5"),
-        (
-            {"losses": {"logits": 0}},
-            "text-classification",
-            "losses.labels",
-            "missing-labels",
-            "{logits: 1.0}",
-        ),
-        ({"losses": {"cosent": 1}}, "sentence-similarity", "losses.cosent", "missing-scores", "1"),
-        (
-            {"phases": [{"losses": {"logits": 1}}, {"losses": {"labels": 1}}]},
-            "text-classification",
-            "phases.1.losses.labels",
-            "missing-labels",
-            "1",
-        ),
-        ({"losses": {"labels": 0}}, "translation", "train_on", "does-not-fit-task", "translation"),
-    ],
-)
+@pytest.mark.parametrize(("options", "task", "setting", "code", "value"), [
+    ({"losses": {"labels": 0.5}}, "text-classification", "losses.labels", "missing-labels", "0.5"),
+    ({"losses": {"logits": 0}}, "text-classification", "losses.labels", "missing-labels", "{logits: 1.0}"),
+    ({"losses": {"cosent": 1}}, "sentence-similarity", "losses.cosent", "missing-scores", "1"),
+    ({"phases": [{"losses": {"logits": 1}}, {"losses": {"labels": 1}}]}, "text-classification",
+     "phases.1.losses.labels", "missing-labels", "1"),
+    ({"losses": {"labels": 0}}, "translation", "train_on", "does-not-fit-task", "translation"),
+])  # fmt: skip
 def test_loss_needing_labels_is_rejected_before_training(options, task, setting, code, value):
     settings = DistillSettings.model_validate({"train_on": "both"} | options)
     errors = {error.setting: error for error in Distill.check_rows(settings, task, {"unlabeled": TEXTS})}

@@ -11,15 +11,10 @@ from smelt.training.losses import cosent_loss
 from tests.support.models import embedders
 
 
-@pytest.mark.parametrize(
-    "explicit",
-    [
-        {},
-        {"sentence_embedding": 0},
-        {"pairwise_similarity": 0.25, "cosent": 2.0},
-        {"sentence_embedding": 0, "pairwise_similarity": 0, "cosent": 1},
-    ],
-)
+@pytest.mark.parametrize("explicit", [
+    {}, {"sentence_embedding": 0}, {"pairwise_similarity": 0.25, "cosent": 2.0},
+    {"sentence_embedding": 0, "pairwise_similarity": 0, "cosent": 1},
+])  # fmt: skip
 def test_embedding_losses_are_weighted_with_defaults(explicit, tmp_path):
     teacher, _ = load_model(embedders.write_embedder(tmp_path / "teacher"))
     student, _ = load_model(embedders.write_embedder(tmp_path / "student", seed=1))

@@ -13,15 +13,12 @@ T5 = {"model_type": "t5", "num_layers": 4}
 MODERN = {"model_type": "modernbert", "num_hidden_layers": 4}
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected_layers"),
-    [
-        ({}, {"encoder_layers": 3, "decoder_layers": 2}),  # half, and a half of three counts up
-        ({"keep_ratio": 0.1}, {"encoder_layers": 1, "decoder_layers": 1}),
-        ({"decoder_layers": 1}, {"encoder_layers": 6, "decoder_layers": 1}),
-        ({"keep_ratio": 0.5, "decoder_layers": [0, 2]}, {"encoder_layers": 3, "decoder_layers": [0, 2]}),
-    ],
-)
+@pytest.mark.parametrize(("settings", "expected_layers"), [
+    ({}, {"encoder_layers": 3, "decoder_layers": 2}),  # half, and a half of three counts up
+    ({"keep_ratio": 0.1}, {"encoder_layers": 1, "decoder_layers": 1}),
+    ({"decoder_layers": 1}, {"encoder_layers": 6, "decoder_layers": 1}),
+    ({"keep_ratio": 0.5, "decoder_layers": [0, 2]}, {"encoder_layers": 3, "decoder_layers": [0, 2]}),
+])  # fmt: skip
 def test_unnamed_stack_keeps_ratio_or_all_layers(settings, expected_layers):
     assert (
         kept_layers(DropLayersSettings(**settings), {"encoder_layers": 6, "decoder_layers": 3})
@@ -37,34 +34,25 @@ def test_resulting_config_has_remaining_layer_counts():
     assert after == {**T5, "num_decoder_layers": 1, "num_layers": 4}
 
 
-@pytest.mark.parametrize(
-    ("settings", "config", "setting", "code"),
-    [
-        ({"layers": 13}, BERT, "layers", "more-than-model-has"),
-        ({"layers": [0, 12]}, BERT, "layers", "wrong-layer-numbers"),
-        ({"layers": [3, 1]}, BERT, "layers", "wrong-layer-numbers"),
-        ({"decoder_layers": 1}, BERT, "decoder_layers", "unknown-stack"),
-        ({"layers": [1, 2]}, MODERN, "layers", "first-layer-required"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "config", "setting", "code"), [
+    ({"layers": 13}, BERT, "layers", "more-than-model-has"),
+    ({"layers": [0, 12]}, BERT, "layers", "wrong-layer-numbers"),
+    ({"layers": [3, 1]}, BERT, "layers", "wrong-layer-numbers"),
+    ({"decoder_layers": 1}, BERT, "decoder_layers", "unknown-stack"),
+    ({"layers": [1, 2]}, MODERN, "layers", "first-layer-required"),
+])  # fmt: skip
 def test_unknown_layers_are_rejected(settings, config, setting, code):
     (error,) = check_layer_counts(DropLayersSettings(**settings), config)[0]
     assert (error.setting, error.code) == (setting, code)
 
 
-@pytest.mark.parametrize(
-    ("settings", "setting", "code"),
-    [
-        ({"targets": ["ffn"], "decoder_layers": 4}, "decoder_layers", "more-than-model-has"),
-        (
-            {"targets": ["attention", "cross-attention", "ffn"], "decoder_layers": 10},
-            "decoder_layers",
-            "more-than-model-has",
-        ),
-        ({"targets": ["attention", "ffn"], "encoder_layers": 1}, "encoder_layers", "too-few-kept"),
-        ({"targets": ["cross-attention"], "encoder_layers": 2}, "encoder_layers", "unknown-part"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "setting", "code"), [
+    ({"targets": ["ffn"], "decoder_layers": 4}, "decoder_layers", "more-than-model-has"),
+    ({"targets": ["attention", "cross-attention", "ffn"], "decoder_layers": 10}, "decoder_layers",
+     "more-than-model-has"),
+    ({"targets": ["attention", "ffn"], "encoder_layers": 1}, "encoder_layers", "too-few-kept"),
+    ({"targets": ["cross-attention"], "encoder_layers": 2}, "encoder_layers", "unknown-part"),
+])  # fmt: skip
 def test_unknown_parts_are_rejected(settings, setting, code):
     (error,) = check_layer_counts(DropLayersSettings(**settings), MARIAN)[0]
     assert (error.setting, error.code) == (setting, code)

@@ -97,45 +97,31 @@ def test_t5_position_bias_moves_to_first_remaining_attention(tmp_path):
 MARIAN = {"model_type": "marian", "encoder_layers": 6, "decoder_layers": 3}
 
 
-@pytest.mark.parametrize(
-    ("settings", "config", "setting", "code"),
-    [
-        (
-            {"targets": ["cross-attention"]},
-            {"model_type": "llama", "num_hidden_layers": 3},
-            "targets",
-            "unknown-part",
-        ),
-        ({"targets": ["ffn"], "layers": 2}, MARIAN, "layers", "unknown-stack"),
-        ({"targets": ["ffn"], "decoder_layers": [0, 3]}, MARIAN, "decoder_layers", "wrong-layer-numbers"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "config", "setting", "code"), [
+    ({"targets": ["cross-attention"]}, {"model_type": "llama", "num_hidden_layers": 3}, "targets",
+     "unknown-part"),
+    ({"targets": ["ffn"], "layers": 2}, MARIAN, "layers", "unknown-stack"),
+    ({"targets": ["ffn"], "decoder_layers": [0, 3]}, MARIAN, "decoder_layers", "wrong-layer-numbers"),
+])  # fmt: skip
 def test_unknown_part_targets_are_rejected(settings, config, setting, code):
     [error], after = check_layer_counts(DropLayersSettings(**settings), config)
     assert (error.setting, error.code) == (setting, code)
     assert after == config
 
 
-@pytest.mark.parametrize(
-    ("settings", "code"),
-    [
-        ({"targets": ["ffn", "layers"]}, "settings-conflict"),
-        ({"targets": ["ffn"], "importance": "uniform"}, "wrong-importance"),
-        ({"targets": []}, "too_short"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "code"), [
+    ({"targets": ["ffn", "layers"]}, "settings-conflict"),
+    ({"targets": ["ffn"], "importance": "uniform"}, "wrong-importance"), ({"targets": []}, "too_short"),
+])  # fmt: skip
 def test_invalid_part_settings_are_rejected(settings, code):
     with raises_setting_codes(code):
         DropLayersSettings(**settings)
 
 
-@pytest.mark.parametrize(
-    ("settings", "code"),
-    [
-        ({"targets": ["attention", "ffn"], "layers": 1}, "too-few-kept"),
-        ({"targets": ["attention"], "layers": 4}, "more-than-model-has"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "code"), [
+    ({"targets": ["attention", "ffn"], "layers": 1}, "too-few-kept"),
+    ({"targets": ["attention"], "layers": 4}, "more-than-model-has"),
+])  # fmt: skip
 def test_invalid_part_counts_are_rejected(settings, code, tmp_path):
     with raises_code(code, InputError) as caught:
         run(settings, tmp_path / "out")

@@ -220,14 +220,11 @@ def test_factorized_embedding_is_skipped_with_warning(tmp_path):
     assert "bert.embeddings.word_embeddings" in warning.message
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"targets": "embeddings", "method": "svd", "optimize_for": "size"}, "method and optimize_for"),
-        ({"targets": "embeddings", "parameter_budget": 0.5}, "parameter_budget"),
-        ({"frequency_weighted": False}, "frequency_weighted"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "named"), [
+    ({"targets": "embeddings", "method": "svd", "optimize_for": "size"}, "method and optimize_for"),
+    ({"targets": "embeddings", "parameter_budget": 0.5}, "parameter_budget"),
+    ({"frequency_weighted": False}, "frequency_weighted"),
+])  # fmt: skip
 def test_unused_embedding_settings_are_rejected(settings, named):
     with raises_setting_codes("unused-setting") as caught:
         FactorizeSettings.model_validate(settings)

@@ -75,22 +75,16 @@ def test_budget_unreachable_with_heads_alone_is_rejected(tmp_path):
     assert caught.value.setting == "budget.parameters"
 
 
-@pytest.mark.parametrize(
-    ("settings", "code", "named"),
-    [
-        ({"budget": {}}, "missing-setting", "parameters, flops, latency"),
-        ({"budget": {"parameters": 0.5, "latency": 0.5}}, "settings-conflict", "parameters and latency"),
-        ({"budget": {"parameters": 1.0}}, "less_than", "1"),
-        ({"budget": {"parameters": 0.5, "sequence_length": 9}}, "unused-setting", "sequence_length"),
-        ({"budget": {"flops": 0.5, "measure_on": "torch"}}, "unused-setting", "measure_on"),
-        (
-            {"budget": {"parameters": 0.5}, "keep_ratio": 0.5, "scope": "global"},
-            "settings-conflict",
-            "keep_ratio and scope",
-        ),
-        ({"budget": {"parameters": 0.5}, "importance": "magnitude"}, "wrong-importance", "importance"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "code", "named"), [
+    ({"budget": {}}, "missing-setting", "parameters, flops, latency"),
+    ({"budget": {"parameters": 0.5, "latency": 0.5}}, "settings-conflict", "parameters and latency"),
+    ({"budget": {"parameters": 1.0}}, "less_than", "1"),
+    ({"budget": {"parameters": 0.5, "sequence_length": 9}}, "unused-setting", "sequence_length"),
+    ({"budget": {"flops": 0.5, "measure_on": "torch"}}, "unused-setting", "measure_on"),
+    ({"budget": {"parameters": 0.5}, "keep_ratio": 0.5, "scope": "global"}, "settings-conflict",
+     "keep_ratio and scope"),
+    ({"budget": {"parameters": 0.5}, "importance": "magnitude"}, "wrong-importance", "importance"),
+])  # fmt: skip
 def test_invalid_budget_settings_are_rejected(settings, code, named):
     with raises_setting_codes(code) as caught:
         PruneSettings.model_validate(settings)

@@ -153,16 +153,10 @@ def test_factorized_convolutions_lose_channels(basic, tmp_path):
     assert torch.allclose(module(x)[..., 1:-1, 1:-1], plain[..., 1:-1, 1:-1], atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"importance": "activation"},
-        {"targets": ["channels", "ffn"]},
-        {"budget": {"parameters": 0.5}},
-        {"reconstruct": True},
-        {"keep_ratio": {"ffn": 0.5}},
-    ],
-)
+@pytest.mark.parametrize("wrong", [
+    {"importance": "activation"}, {"targets": ["channels", "ffn"]}, {"budget": {"parameters": 0.5}},
+    {"reconstruct": True}, {"keep_ratio": {"ffn": 0.5}},
+])  # fmt: skip
 def test_unsupported_channel_settings_are_rejected(wrong):
     with pytest.raises(ValidationError):
         PruneSettings.model_validate({"targets": ["channels"]} | wrong)

@@ -73,16 +73,13 @@ def test_keep_ratio_below_minimum_warns(tmp_path):
     assert ctx.details["width_after"] == 8
 
 
-@pytest.mark.parametrize(
-    ("settings", "code", "named"),
-    [
-        ({"targets": ["width", "ffn"]}, "settings-conflict", "width"),
-        ({"targets": ["width"], "budget": {"parameters": 0.5}}, "unused-setting", "budget"),
-        ({"targets": ["width"], "scope": "global"}, "unused-setting", "scope: global"),
-        ({"targets": ["width"], "keep_ratio": {"ffn": 0.5}}, "settings-conflict", "keep_ratio"),
-        ({"targets": ["ffn"], "importance": "activation"}, "wrong-importance", "importance: activation"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "code", "named"), [
+    ({"targets": ["width", "ffn"]}, "settings-conflict", "width"),
+    ({"targets": ["width"], "budget": {"parameters": 0.5}}, "unused-setting", "budget"),
+    ({"targets": ["width"], "scope": "global"}, "unused-setting", "scope: global"),
+    ({"targets": ["width"], "keep_ratio": {"ffn": 0.5}}, "settings-conflict", "keep_ratio"),
+    ({"targets": ["ffn"], "importance": "activation"}, "wrong-importance", "importance: activation"),
+])  # fmt: skip
 def test_invalid_width_settings_are_rejected(settings, code, named):
     with raises_setting_codes(code) as caught:
         PruneSettings.model_validate(settings)

@@ -9,11 +9,9 @@ from smelt.compress.quantize.plan_layers import round_to_nearest
 from smelt.quantization.schemes.registry import default_options, find_scheme
 
 SCHEMES = {
-    "int4": {"group_size": 16},
-    "int8-groupwise": {"group_size": 32, "symmetric": False},
-    "int8-dynamic": {},
+    "int4": {"group_size": 16}, "int8-groupwise": {"group_size": 32, "symmetric": False}, "int8-dynamic": {},
     "bnb-nf4": {},
-}
+}  # fmt: skip
 
 
 def drawn(inputs=40, tokens=200, outputs=(6, 5)):

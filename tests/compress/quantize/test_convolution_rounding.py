@@ -204,17 +204,13 @@ def test_factorized_convolutions_are_quantized_except_cp(method, floats, basic, 
     ]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "setting"),
-    [
-        ({"scheme": "int8-dynamic"}, "scheme"),
-        ({"scheme": "int4"}, "scheme"),
-        ({"mixed_precision": {"target_bits": 5}}, "mixed_precision"),
-        ({"scheme": "int8-static", "method": "gptq"}, "method"),
-        ({"scheme": "int8-static", "smoothquant_alpha": 0.5}, "smoothquant_alpha"),
-        ({"scheme": "int8-static", "low_rank_correction": {"rank": 4}}, "low_rank_correction"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "setting"), [
+    ({"scheme": "int8-dynamic"}, "scheme"), ({"scheme": "int4"}, "scheme"),
+    ({"mixed_precision": {"target_bits": 5}}, "mixed_precision"),
+    ({"scheme": "int8-static", "method": "gptq"}, "method"),
+    ({"scheme": "int8-static", "smoothquant_alpha": 0.5}, "smoothquant_alpha"),
+    ({"scheme": "int8-static", "low_rank_correction": {"rank": 4}}, "low_rank_correction"),
+])  # fmt: skip
 def test_plan_rejects_linear_only_settings_for_convolutions(wrong, setting):
     [error], _ = Quantize.check_model(QuantizeSettings.model_validate(wrong), {"model_type": "resnet"})
     code = "unsupported-scheme" if setting == "scheme" else "does-not-fit-model"

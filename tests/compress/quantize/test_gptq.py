@@ -13,15 +13,10 @@ from smelt.compress.quantize.plan_layers import PlannedLayer, round_to_nearest, 
 from smelt.quantization.schemes.registry import default_options, find_scheme
 
 SCHEMES = {
-    "int4": {"group_size": 16},
-    "int3": {"group_size": 16},
-    "int2": {"group_size": 32, "symmetric": False},
-    "ternary": {"group_size": 32},
-    "int8-groupwise": {"group_size": 32, "symmetric": False},
-    "int8-dynamic": {},
-    "binary": {"group_size": 32},
-    "bnb-nf4": {},
-}
+    "int4": {"group_size": 16}, "int3": {"group_size": 16}, "int2": {"group_size": 32, "symmetric": False},
+    "ternary": {"group_size": 32}, "int8-groupwise": {"group_size": 32, "symmetric": False},
+    "int8-dynamic": {}, "binary": {"group_size": 32}, "bnb-nf4": {},
+}  # fmt: skip
 
 
 def drawn(inputs=40, tokens=200, outputs=6):

@@ -37,16 +37,10 @@ def put_to_sleep(part):
     part.forward = lambda x: x.new_zeros(*x.shape[:-1], part.dense.out_features)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"scheme": "int8-static", "sensitivity_samples": 0},
-        {"scheme": "int4", "method": "gptq"},
-        {"scheme": "int4", "method": "awq"},
-        {"scheme": "int4", "method": "awq-gptq"},
-    ],
-    ids=["static", "gptq", "awq", "awq-gptq"],
-)
+@pytest.mark.parametrize("settings", [
+    {"scheme": "int8-static", "sensitivity_samples": 0}, {"scheme": "int4", "method": "gptq"},
+    {"scheme": "int4", "method": "awq"}, {"scheme": "int4", "method": "awq-gptq"},
+], ids=["static", "gptq", "awq", "awq-gptq"])  # fmt: skip
 def test_uncalibrated_layers_are_warned_once(settings, tmp_path):
     calibration, ctx = decided(tmp_path, put_to_sleep, **settings)
     (warning,) = [message for message in ctx.warnings if message.code == "uncalibrated-layers"]
@@ -75,16 +69,11 @@ def test_correction_of_uncalibrated_layer_minimizes_weight_error(method, error, 
         assert weight not in calibration.corrections
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"scheme": "int8-static"},
-        {"scheme": "int4", "method": "gptq"},
-        {"scheme": "int4", "low_rank_correction": LowRankCorrection(rank=2, objective="inputs")},
-        {"scheme": "int4", "low_rank_correction": LowRankCorrection(rank=2, objective="outputs")},
-    ],
-    ids=["static", "gptq", "inputs", "outputs"],
-)
+@pytest.mark.parametrize("settings", [
+    {"scheme": "int8-static"}, {"scheme": "int4", "method": "gptq"},
+    {"scheme": "int4", "low_rank_correction": LowRankCorrection(rank=2, objective="inputs")},
+    {"scheme": "int4", "low_rank_correction": LowRankCorrection(rank=2, objective="outputs")},
+], ids=["static", "gptq", "inputs", "outputs"])  # fmt: skip
 def test_non_finite_activations_are_rejected_with_layer_name(settings, tmp_path):
     def astray(part):
         part.dense.register_forward_hook(lambda module, x, out: out * torch.inf)

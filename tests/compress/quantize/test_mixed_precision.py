@@ -25,11 +25,9 @@ from tests.support.expected_errors import raises_code, raises_setting_codes
 from tests.support.models import every_family, tiny
 
 FEW = {
-    "exclude": ["*.layer.1.*", "*.attention.*", "*.pooler.*"],
-    "group_size": 32,
-    "calibration_samples": 4,
+    "exclude": ["*.layer.1.*", "*.attention.*", "*.pooler.*"], "group_size": 32, "calibration_samples": 4,
     "sensitivity_samples": 2,
-}
+}  # fmt: skip
 
 
 def run(out, **settings):
@@ -235,38 +233,26 @@ def test_budget_below_cost_of_padded_groups_is_rejected(tmp_path):
     assert caught.value.setting == "mixed_precision.target_bits"
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "named"),
-    [
-        ({"mixed_precision": {}}, "settings-conflict", "target_bits"),
-        ({"mixed_precision": {"target_bits": 4, "max_drop": 1}}, "settings-conflict", "max_drop"),
-        ({"mixed_precision": {"target_bits": 1.5}}, "budget-out-of-range", "8.25"),
-        ({"mixed_precision": {"target_bits": 9}}, "budget-out-of-range", "8.25"),
-        ({"mixed_precision": {"target_bits": 0}}, "greater_than", "0"),
-        ({"mixed_precision": {"target_bits": 4, "bit_widths": [4]}}, "too_short", "2"),
-        ({"mixed_precision": {"target_bits": 4, "bit_widths": [4, 4]}}, "duplicate-value", "bit_widths"),
-        ({"mixed_precision": {"target_bits": 4, "bit_widths": [4, 5]}}, "literal_error", "8"),
-        ({"mixed_precision": {"target_bits": 4, "metric": "bleu"}}, "unused-setting", "metric"),
-        ({"mixed_precision": {"target_bits": 4}, "scheme": "int4"}, "settings-conflict", "scheme"),
-        (
-            {"mixed_precision": {"target_bits": 4}, "embedding_scheme": "int4"},
-            "settings-conflict",
-            "embedding_scheme",
-        ),
-        (
-            {"mixed_precision": {"target_bits": 4}, "smoothquant_alpha": 0.5},
-            "settings-conflict",
-            "smoothquant_alpha",
-        ),
-        ({"mixed_precision": {"target_bits": 4}, "exclude": "auto"}, "settings-conflict", "exclude: auto"),
-        (
-            {"mixed_precision": {"target_bits": 4}, "sensitivity_samples": 0},
-            "too-few-rows",
-            "sensitivity_samples",
-        ),
-        ({"mixed_precision": {"target_bits": 4}, "group_size": 16}, "wrong-value", "16"),
-    ],
-)
+@pytest.mark.parametrize(("options", "code", "named"), [
+    ({"mixed_precision": {}}, "settings-conflict", "target_bits"),
+    ({"mixed_precision": {"target_bits": 4, "max_drop": 1}}, "settings-conflict", "max_drop"),
+    ({"mixed_precision": {"target_bits": 1.5}}, "budget-out-of-range", "8.25"),
+    ({"mixed_precision": {"target_bits": 9}}, "budget-out-of-range", "8.25"),
+    ({"mixed_precision": {"target_bits": 0}}, "greater_than", "0"),
+    ({"mixed_precision": {"target_bits": 4, "bit_widths": [4]}}, "too_short", "2"),
+    ({"mixed_precision": {"target_bits": 4, "bit_widths": [4, 4]}}, "duplicate-value", "bit_widths"),
+    ({"mixed_precision": {"target_bits": 4, "bit_widths": [4, 5]}}, "literal_error", "8"),
+    ({"mixed_precision": {"target_bits": 4, "metric": "bleu"}}, "unused-setting", "metric"),
+    ({"mixed_precision": {"target_bits": 4}, "scheme": "int4"}, "settings-conflict", "scheme"),
+    ({"mixed_precision": {"target_bits": 4}, "embedding_scheme": "int4"}, "settings-conflict",
+     "embedding_scheme"),
+    ({"mixed_precision": {"target_bits": 4}, "smoothquant_alpha": 0.5}, "settings-conflict",
+     "smoothquant_alpha"),
+    ({"mixed_precision": {"target_bits": 4}, "exclude": "auto"}, "settings-conflict", "exclude: auto"),
+    ({"mixed_precision": {"target_bits": 4}, "sensitivity_samples": 0}, "too-few-rows",
+     "sensitivity_samples"),
+    ({"mixed_precision": {"target_bits": 4}, "group_size": 16}, "wrong-value", "16"),
+])  # fmt: skip
 def test_invalid_mixed_precision_settings_are_rejected(options, code, named):
     with raises_setting_codes(code) as caught:
         QuantizeSettings(**options)

@@ -30,21 +30,17 @@ CODES = {
     "int8-groupwise": {"scheme": "int8-groupwise", "symmetric": False, **GROUPED},
     "int4": {"scheme": "int4", **GROUPED},
     "int4, zero points": {"scheme": "int4", "symmetric": False, **GROUPED},
-    "int3": {"scheme": "int3", **GROUPED},
-    "int2": {"scheme": "int2", **GROUPED},
-    "kmeans4": {"scheme": "kmeans4", "group_size": 128},
-    "pow2": {"scheme": "pow2", **GROUPED},
-    "mxfp4": {"scheme": "mxfp4"},
-    "ternary": {"scheme": "ternary", **GROUPED},
+    "int3": {"scheme": "int3", **GROUPED}, "int2": {"scheme": "int2", **GROUPED},
+    "kmeans4": {"scheme": "kmeans4", "group_size": 128}, "pow2": {"scheme": "pow2", **GROUPED},
+    "mxfp4": {"scheme": "mxfp4"}, "ternary": {"scheme": "ternary", **GROUPED},
     "ternary rows": {"scheme": "ternary", "granularity": "channel", **GROUPED},
-    "binary": {"scheme": "binary", **GROUPED},
-    "bnb-nf4": {"scheme": "bnb-nf4"},
+    "binary": {"scheme": "binary", **GROUPED}, "bnb-nf4": {"scheme": "bnb-nf4"},
     "bnb-int8": {"scheme": "bnb-int8"},
     "gptq": {"scheme": "int4", "method": "gptq", "calibration_samples": 4, **GROUPED},
     "awq": {"scheme": "int4", "method": "awq", "calibration_samples": 4, **GROUPED},
     "hqq": {"scheme": "int4", "method": "hqq", **GROUPED},
     "pair": {"scheme": "int4", "low_rank_correction": {"rank": 2}, **GROUPED},
-}
+}  # fmt: skip
 UP = "bert.encoder.layer.{}.intermediate.dense"
 DOWN = "bert.encoder.layer.{}.output.dense"
 

@@ -39,23 +39,14 @@ def large(monkeypatch):
 
 
 # head and embedding are two matrices, or one; an encoder is read before the decoder
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [
-        ("llama", GPTQ),
-        ("qwen2", RTN),
-        ("gemma", RTN),
-        ("t5", RTN),
-        ("bart", GPTQ),
-        ("llama", AWQ),
-        ("opt", AWQ | {"output_layer": False}),  # inputs without a producer get factors
-        ("llama", GPTQ | {"method": "awq-gptq"}),  # the blocks are read twice
-        ("opt", GPTQ | {"method": "awq-gptq", "output_layer": False}),
-        ("llama", SMOOTH | {"scheme": "int8-dynamic"}),
-        ("gemma", SMOOTH | {"scheme": "int8-static", "calibration_method": "percentile"}),  # a tied head
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("family", "settings"), [
+    ("llama", GPTQ), ("qwen2", RTN), ("gemma", RTN), ("t5", RTN), ("bart", GPTQ), ("llama", AWQ),
+    ("opt", AWQ | {"output_layer": False}),  # inputs without a producer get factors
+    ("llama", GPTQ | {"method": "awq-gptq"}),  # the blocks are read twice
+    ("opt", GPTQ | {"method": "awq-gptq", "output_layer": False}),
+    ("llama", SMOOTH | {"scheme": "int8-dynamic"}),
+    ("gemma", SMOOTH | {"scheme": "int8-static", "calibration_method": "percentile"}),  # a tied head
+], ids=str)  # fmt: skip
 def test_sequential_quantization_equals_in_memory_quantization(family, settings, tmp_path, monkeypatch):
     in_memory = quantize(family, tmp_path / "whole", **settings)
     monkeypatch.setattr(weight_files, "LARGE_BYTES", 0)
@@ -108,18 +99,15 @@ def test_at_most_one_block_is_in_memory(method, times, tmp_path, large, monkeypa
     assert len(set(tables)) == 1  # the embedding; not the output layer from the first time
 
 
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [
-        ("t5", AWQ),  # the encoder's last norm takes scales of layers in all blocks of the decoder
-        ("llama", {"scheme": "int8-static"}),
-        ("llama", {"scheme": "int8-dynamic", "exclude": ["auto"]}),
-        ("llama", {"scheme": "int4", "group_size": 16, "low_rank_correction": {"rank": 2}}),
-        ("llama", {"mixed_precision": {"target_bits": 4.5}}),
-        ("bert", GPTQ),  # its pooler is behind the blocks, and no output layer
-        ("gpt2", {"scheme": "int4", "group_size": 16}),  # its layers lie turned around in the file
-    ],
-)
+@pytest.mark.parametrize(("family", "settings"), [
+    ("t5", AWQ),  # the encoder's last norm takes scales of layers in all blocks of the decoder
+    ("llama", {"scheme": "int8-static"}), ("llama", {"scheme": "int8-dynamic", "exclude": ["auto"]}),
+    ("llama", {"scheme": "int4", "group_size": 16, "low_rank_correction": {"rank": 2}}),
+    ("llama", {"mixed_precision": {"target_bits": 4.5}}),
+    # its pooler is behind the blocks, and no output layer
+    ("bert", GPTQ),
+    ("gpt2", {"scheme": "int4", "group_size": 16}),  # its layers lie turned around in the file
+])  # fmt: skip
 def test_methods_comparing_layers_load_full_model(family, settings, tmp_path, large, monkeypatch):
     source = every_family.model_with_layers(family, 2)
     opened = []

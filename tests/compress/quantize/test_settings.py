@@ -9,89 +9,46 @@ from tests.support.expected_errors import raises_setting_codes
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize(
-    ("options", "table"),
-    [
-        ({}, "int8-dynamic"),
-        ({"scheme": "int4"}, "int4"),
-        ({"scheme": "binary"}, "int8-dynamic"),
-        ({"scheme": "binary", "embedding_scheme": "int4"}, "int4"),
-        ({"scheme": "int4", "embedding_scheme": "int8-dynamic"}, "int8-dynamic"),
-    ],
-)
+@pytest.mark.parametrize(("options", "table"), [
+    ({}, "int8-dynamic"), ({"scheme": "int4"}, "int4"), ({"scheme": "binary"}, "int8-dynamic"),
+    ({"scheme": "binary", "embedding_scheme": "int4"}, "int4"),
+    ({"scheme": "int4", "embedding_scheme": "int8-dynamic"}, "int8-dynamic"),
+])  # fmt: skip
 def test_embedding_scheme_is_explicit_or_derived(options, table):
     settings = QuantizeSettings(**options)
     assert settings.resolved_embedding_scheme == table
     assert settings.used_schemes() == tuple(dict.fromkeys((settings.scheme, table)))
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "named"),
-    [
-        ({"group_size": 64}, "unused-setting", "group_size"),
-        (
-            {"granularity": "group"},
-            "wrong-value",
-            "channel, tensor",
-        ),
-        (
-            {"scheme": "ternary", "granularity": "tensor"},
-            "wrong-value",
-            "group, channel",
-        ),
-        (
-            {"scheme": "int2", "symmetric": "positive", "embedding_scheme": "int3"},
-            "wrong-value",
-            "int2",
-        ),
-        (
-            {"mixed_precision": {"target_bits": 3.5}, "symmetric": "positive"},
-            "wrong-value",
-            "2-bit",
-        ),
-        ({"scheme": "int4", "granularity": "tensor"}, "unused-setting", "granularity"),
-        ({"scheme": "binary", "symmetric": False}, "unused-setting", "symmetric"),
-        (
-            {"scheme": "binary", "group_size": 16},
-            "wrong-value",
-            "32, 64 or 128",
-        ),
-        (
-            {"scheme": "binary", "embedding_scheme": "binary"},
-            "literal_error",
-            "int8-dynamic",
-        ),
-        ({"scheme": "kmeans4", "clip": "mse"}, "settings-conflict", "clip: mse"),
-        (
-            {"scheme": "int4", "embedding_scheme": "kmeans4", "clip": "percentile"},
-            "settings-conflict",
-            "clip: percentile",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "code", "named"), [
+    ({"group_size": 64}, "unused-setting", "group_size"),
+    ({"granularity": "group"}, "wrong-value", "channel, tensor"),
+    ({"scheme": "ternary", "granularity": "tensor"}, "wrong-value", "group, channel"),
+    ({"scheme": "int2", "symmetric": "positive", "embedding_scheme": "int3"}, "wrong-value", "int2"),
+    ({"mixed_precision": {"target_bits": 3.5}, "symmetric": "positive"}, "wrong-value", "2-bit"),
+    ({"scheme": "int4", "granularity": "tensor"}, "unused-setting", "granularity"),
+    ({"scheme": "binary", "symmetric": False}, "unused-setting", "symmetric"),
+    ({"scheme": "binary", "group_size": 16}, "wrong-value", "32, 64 or 128"),
+    ({"scheme": "binary", "embedding_scheme": "binary"}, "literal_error", "int8-dynamic"),
+    ({"scheme": "kmeans4", "clip": "mse"}, "settings-conflict", "clip: mse"),
+    ({"scheme": "int4", "embedding_scheme": "kmeans4", "clip": "percentile"}, "settings-conflict",
+     "clip: percentile"),
+])  # fmt: skip
 def test_options_unsupported_by_scheme_are_rejected(options, code, named):
     with raises_setting_codes(code) as caught:
         QuantizeSettings(**options)
     assert named in caught.value.errors()[0]["msg"]
 
 
-@pytest.mark.parametrize(
-    ("options", "taken"),
-    [
-        ({}, {"int8-dynamic": "channel"}),
-        ({"granularity": "tensor"}, {"int8-dynamic": "tensor"}),
-        ({"scheme": "int8-static", "granularity": "tensor"}, {"int8-static": "tensor"}),
-        ({"scheme": "binary", "granularity": "tensor"}, {"int8-dynamic": "tensor"}),
-        (
-            {"scheme": "ternary", "granularity": "channel", "embedding_scheme": "int8-dynamic"},
-            {"ternary": "channel", "int8-dynamic": "channel"},
-        ),
-        (
-            {"scheme": "ternary", "embedding_scheme": "int8-dynamic"},
-            {"ternary": "group", "int8-dynamic": "channel"},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "taken"), [
+    ({}, {"int8-dynamic": "channel"}), ({"granularity": "tensor"}, {"int8-dynamic": "tensor"}),
+    ({"scheme": "int8-static", "granularity": "tensor"}, {"int8-static": "tensor"}),
+    ({"scheme": "binary", "granularity": "tensor"}, {"int8-dynamic": "tensor"}),
+    ({"scheme": "ternary", "granularity": "channel", "embedding_scheme": "int8-dynamic"},
+     {"ternary": "channel", "int8-dynamic": "channel"}),
+    ({"scheme": "ternary", "embedding_scheme": "int8-dynamic"},
+     {"ternary": "group", "int8-dynamic": "channel"}),
+])  # fmt: skip
 def test_granularity_applies_to_schemes_that_support_it(options, taken):
     settings = QuantizeSettings(**options)
     assert {name: settings.scheme_options(name)["granularity"] for name in taken} == taken
@@ -123,55 +80,25 @@ def test_reported_settings_are_valid_for_all_scheme_pairs():
             ]
 
 
-@pytest.mark.parametrize(
-    ("options", "meant", "idle"),
-    [
-        (
-            {"scheme": "int8-dynamic"},
-            {"granularity": "channel", "embedding_scheme": "int8-dynamic"},
-            {
-                "group_size",
-                "symmetric",
-                "accuracy_level",
-                "calibration_method",
-                "calibration_percentile",
-                "calibration_samples",
-                "sensitivity_samples",
-                "smoothquant_alpha",
-                "max_excluded",
-            },
-        ),
-        (
-            {"scheme": "int8-static"},
-            {"calibration_percentile": 99.99, "calibration_samples": 128},
-            {"group_size"},
-        ),
-        (
-            {"scheme": "int8-static", "calibration_method": "mse"},
-            {"calibration_method": "mse"},
-            {"calibration_percentile"},
-        ),
-        (
-            {"scheme": "int4", "clip": "percentile"},
-            {"calibration_percentile": 99.99},
-            {"calibration_method", "calibration_samples", "granularity"},
-        ),
-        ({"scheme": "int2"}, {"group_size": 64, "embedding_scheme": "int4"}, {"calibration_samples"}),
-        (
-            {"scheme": "int2", "embeddings": False, "output_layer": False},
-            {"output_layer": False},
-            {"embedding_scheme"},
-        ),
-        (
-            {"mixed_precision": {"target_bits": 4.5}},
-            {"group_size": 64, "calibration_samples": 128},
-            {"scheme", "embedding_scheme", "calibration_method"},
-        ),
-        ({"scheme": "binary"}, {"embedding_scheme": "int8-dynamic", "granularity": "channel"}, {"symmetric"}),
-        ({"scheme": "int4", "embedding_scheme": "int8-dynamic"}, {"granularity": "channel"}, set()),
-        ({"scheme": "int8-dynamic", "embedding_scheme": "ternary"}, {"group_size": 64}, {"granularity"}),
-    ],
-)
+@pytest.mark.parametrize(("options", "meant", "idle"), [
+    ({"scheme": "int8-dynamic"}, {"granularity": "channel", "embedding_scheme": "int8-dynamic"},
+     {"group_size", "symmetric", "accuracy_level", "calibration_method", "calibration_percentile",
+     "calibration_samples", "sensitivity_samples", "smoothquant_alpha", "max_excluded"}),
+    ({"scheme": "int8-static"}, {"calibration_percentile": 99.99, "calibration_samples": 128},
+     {"group_size"}),
+    ({"scheme": "int8-static", "calibration_method": "mse"}, {"calibration_method": "mse"},
+     {"calibration_percentile"}),
+    ({"scheme": "int4", "clip": "percentile"}, {"calibration_percentile": 99.99},
+     {"calibration_method", "calibration_samples", "granularity"}),
+    ({"scheme": "int2"}, {"group_size": 64, "embedding_scheme": "int4"}, {"calibration_samples"}),
+    ({"scheme": "int2", "embeddings": False, "output_layer": False}, {"output_layer": False},
+     {"embedding_scheme"}),
+    ({"mixed_precision": {"target_bits": 4.5}}, {"group_size": 64, "calibration_samples": 128},
+     {"scheme", "embedding_scheme", "calibration_method"}),
+    ({"scheme": "binary"}, {"embedding_scheme": "int8-dynamic", "granularity": "channel"}, {"symmetric"}),
+    ({"scheme": "int4", "embedding_scheme": "int8-dynamic"}, {"granularity": "channel"}, set()),
+    ({"scheme": "int8-dynamic", "embedding_scheme": "ternary"}, {"group_size": 64}, {"granularity"}),
+])  # fmt: skip
 def test_report_contains_used_settings_only(options, meant, idle):
     settings = QuantizeSettings(**options)
     reported = settings.to_report()

@@ -216,24 +216,14 @@ def test_model_without_known_norms_warns(tmp_path):
     assert message_codes(ctx.warnings) == ["nothing-smoothed"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "code", "named"),
-    [
-        (STATIC | {"smoothquant_alpha": 1.1}, "less_than_equal", "1"),
-        (STATIC | {"smoothquant_alpha": -0.1}, "greater_than_equal", "0"),
-        (STATIC | {"smoothquant_alpha": True}, "float_type", ""),
-        (
-            {"scheme": "int4", "smoothquant_alpha": 0.5},
-            "unused-setting",
-            "int8-dynamic, int8-static",
-        ),
-        (
-            {"scheme": "int4", "embedding_scheme": "int8-static", "smoothquant_alpha": 0.5},
-            "unused-setting",
-            "int4",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("settings", "code", "named"), [
+    (STATIC | {"smoothquant_alpha": 1.1}, "less_than_equal", "1"),
+    (STATIC | {"smoothquant_alpha": -0.1}, "greater_than_equal", "0"),
+    (STATIC | {"smoothquant_alpha": True}, "float_type", ""),
+    ({"scheme": "int4", "smoothquant_alpha": 0.5}, "unused-setting", "int8-dynamic, int8-static"),
+    ({"scheme": "int4", "embedding_scheme": "int8-static", "smoothquant_alpha": 0.5}, "unused-setting",
+     "int4"),
+])  # fmt: skip
 def test_invalid_smoothquant_settings_are_rejected(settings, code, named):
     with raises_setting_codes(code) as caught:
         QuantizeSettings(**settings)

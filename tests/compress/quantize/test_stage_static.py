@@ -87,17 +87,11 @@ def test_exclude_auto_works_with_other_schemes(marian, tmp_path):
     assert ctx.warnings == []
 
 
-@pytest.mark.parametrize(
-    ("budget", "stay"),
-    [
-        ({}, ["a"]),  # a tenth of four layers, at least one
-        ({"layers": 0}, []),
-        ({"layers": 2}, ["a", "b"]),
-        ({"sensitivity": 0.5}, ["a"]),
-        ({"sensitivity": 0.2}, ["a", "b"]),
-        ({"sensitivity": 0.2, "layers": 1}, ["a"]),
-    ],
-)
+@pytest.mark.parametrize(("budget", "stay"), [
+    ({}, ["a"]),  # a tenth of four layers, at least one
+    ({"layers": 0}, []), ({"layers": 2}, ["a", "b"]), ({"sensitivity": 0.5}, ["a"]),
+    ({"sensitivity": 0.2}, ["a", "b"]), ({"sensitivity": 0.2, "layers": 1}, ["a"]),
+])  # fmt: skip
 def test_max_excluded_limits_layers_and_sensitivity(budget, stay):
     damage = {"a": 6.0, "b": 3.0, "c": 0.9, "d": 0.1}
     assert select_sensitive(damage, MaxExcluded(**budget)) == stay
@@ -121,20 +115,14 @@ def test_required_splits_depend_on_settings():
     assert Quantize.needs_with(QuantizeSettings(), []) == frozenset()
 
 
-@pytest.mark.parametrize(
-    ("settings", "code", "named"),
-    [
-        ({"calibration_method": "mse"}, "unused-setting", "calibration_method"),
-        ({"calibration_samples": 3}, "unused-setting", "calibration_samples"),
-        (
-            {"scheme": "int8-static", "calibration_method": "mse", "calibration_percentile": 99.0},
-            "unused-setting",
-            "calibration_percentile",
-        ),
-        ({"scheme": "int8-static", "max_excluded": {"layers": 1}}, "unused-setting", "max_excluded"),
-        ({"exclude": "auto", "sensitivity_samples": 0}, "too-few-rows", "sensitivity_samples"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "code", "named"), [
+    ({"calibration_method": "mse"}, "unused-setting", "calibration_method"),
+    ({"calibration_samples": 3}, "unused-setting", "calibration_samples"),
+    ({"scheme": "int8-static", "calibration_method": "mse", "calibration_percentile": 99.0},
+     "unused-setting", "calibration_percentile"),
+    ({"scheme": "int8-static", "max_excluded": {"layers": 1}}, "unused-setting", "max_excluded"),
+    ({"exclude": "auto", "sensitivity_samples": 0}, "too-few-rows", "sensitivity_samples"),
+])  # fmt: skip
 def test_unused_static_settings_are_rejected(settings, code, named):
     with raises_setting_codes(code) as caught:
         QuantizeSettings(**settings)

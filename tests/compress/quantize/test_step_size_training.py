@@ -32,12 +32,10 @@ TRAIN = {"max_steps": 4, "learning_rate": 2e-3, "batch_size": 4, "precision": "f
 ROWS = Split("x", tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SENTENCES)))
 STATIC = {"scheme": "int8-static", "calibration_samples": 4, "sensitivity_samples": 0}
 CELLS = [
-    ("bert", STATIC),
-    ("marian", {"scheme": "int8-dynamic"}),
-    ("gpt2", {"scheme": "int4", "symmetric": False}),
-    ("modernbert", {"scheme": "int2", "group_size": 32}),
+    ("bert", STATIC), ("marian", {"scheme": "int8-dynamic"}),
+    ("gpt2", {"scheme": "int4", "symmetric": False}), ("modernbert", {"scheme": "int2", "group_size": 32}),
     ("gpt2", {"scheme": "ternary", "granularity": "channel"}),
-]
+]  # fmt: skip
 
 
 def coded(out, family="bert", **settings):

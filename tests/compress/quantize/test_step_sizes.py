@@ -12,13 +12,10 @@ pytestmark = pytest.mark.quick
 
 # scheme -> (options, Q_N, Q_P); inputs of a row that share a step: 32, or all of them
 ENDS = {
-    "int8-dynamic": ({}, 127, 127),
-    "int8-groupwise": ({"group_size": 32}, 128, 127),
-    "int4": ({"group_size": 32}, 8, 7),
-    "int3": ({"group_size": 32}, 4, 3),
-    "int2": ({"group_size": 32}, 2, 1),
-    "ternary": ({"group_size": 32}, 1, 1),
-}
+    "int8-dynamic": ({}, 127, 127), "int8-groupwise": ({"group_size": 32}, 128, 127),
+    "int4": ({"group_size": 32}, 8, 7), "int3": ({"group_size": 32}, 4, 3),
+    "int2": ({"group_size": 32}, 2, 1), "ternary": ({"group_size": 32}, 1, 1),
+}  # fmt: skip
 
 
 def lsq(v, s, low, high, upstream):

@@ -215,18 +215,15 @@ def test_gradual_sparsity_after_quantize_is_rejected(rows, tmp_path):
     assert "LowRankCorrectedLinear" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "code", "named"),
-    [
-        ({"sparsify": {"start": 0.5, "end": 0.4}}, "end-before-start", "start"),
-        ({"sparsify": {"sparsity": 0.5, "pattern": "2:4"}}, "settings-conflict", "pattern"),
-        ({"sparsify": {"method": "soft-movement", "sparsity": 0.5}}, "unused-setting", "sparsity"),
-        ({"sparsify": {"threshold": 0.5}}, "unused-setting", "threshold"),
-        ({"sparsify": {"threshold": 0.5, "penalty": 1.0}}, "unused-setting", "penalty has"),
-        ({"sparsify": {"pattern": "4:2"}}, "wrong-pattern", "4:2"),
-        ({"sparsify": {}, "lora": {}}, "settings-conflict", "lora, sparsify and learned_masks"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "code", "named"), [
+    ({"sparsify": {"start": 0.5, "end": 0.4}}, "end-before-start", "start"),
+    ({"sparsify": {"sparsity": 0.5, "pattern": "2:4"}}, "settings-conflict", "pattern"),
+    ({"sparsify": {"method": "soft-movement", "sparsity": 0.5}}, "unused-setting", "sparsity"),
+    ({"sparsify": {"threshold": 0.5}}, "unused-setting", "threshold"),
+    ({"sparsify": {"threshold": 0.5, "penalty": 1.0}}, "unused-setting", "penalty has"),
+    ({"sparsify": {"pattern": "4:2"}}, "wrong-pattern", "4:2"),
+    ({"sparsify": {}, "lora": {}}, "settings-conflict", "lora, sparsify and learned_masks"),
+])  # fmt: skip
 def test_conflicting_gradual_settings_are_rejected(wrong, code, named):
     with raises_setting_codes(code) as caught:
         FinetuneSettings(**wrong)

@@ -33,15 +33,10 @@ def test_output_has_tolerance_of_its_own() -> None:
     assert (score(samples, rtol=1e-3), score(samples, rtol=1e-3, outputs={"a": {"atol": 2}})) == (0, 100)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"n": np.array(4)},
-        {"a": np.array([1.0])},
-        {"a": np.array([1.0, np.nan])},
-        {"a": np.array([1.0, -np.inf])},
-    ],
-)
+@pytest.mark.parametrize("change", [
+    {"n": np.array(4)}, {"a": np.array([1.0])}, {"a": np.array([1.0, np.nan])},
+    {"a": np.array([1.0, -np.inf])},
+])  # fmt: skip
 def test_other_integers_shapes_and_infinite_values_are_not_close(change: dict[str, np.ndarray]) -> None:
     assert score([EXPECTED | change, EXPECTED], rtol=1e-2) == 50
 

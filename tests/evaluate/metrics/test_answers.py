@@ -23,14 +23,8 @@ from tests.support.expected_errors import raises_code
 pytestmark = pytest.mark.quick
 RESPONSE_METRICS = ["response_perplexity"]
 PREDICTIONS = [
-    "The cat sat.",
-    "An  apple, a day",
-    "no idea",
-    "",
-    "Der Hund läuft",
-    "same same other",
-    "a the",
-]
+    "The cat sat.", "An  apple, a day", "no idea", "", "Der Hund läuft", "same same other", "a the",
+]  # fmt: skip
 REFERENCES = [
     ["cat sat"], ["apple day", "apple"], ["some idea", "I have no clue"], ["nothing"],
     ["Hund läuft schnell"], ["same other other"], ["the"],

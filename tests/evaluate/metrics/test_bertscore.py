@@ -8,24 +8,9 @@ from smelt.evaluate.quality import score_texts
 from tests.support.expected_errors import raises_code
 
 TOKENS = [
-    "[PAD]",
-    "[UNK]",
-    "[CLS]",
-    "[SEP]",
-    "[MASK]",
-    "the",
-    "cat",
-    "sat",
-    "on",
-    "a",
-    "mat",
-    "dog",
-    "ran",
-    "home",
-    ".",
-    ",",
-    "##s",
-]
+    "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "a", "mat", "dog", "ran", "home",
+    ".", ",", "##s",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

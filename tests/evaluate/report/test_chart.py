@@ -135,3 +135,13 @@ def test_figures_are_rendered_with_any_mplbackend(backend, is_kept):
     assert done.returncode == 0, done.stderr
     is_drawn, variable, used_backend = done.stdout.split()
     assert (is_drawn, variable, used_backend == backend) == ("True", backend, is_kept)
+
+
+def test_names_are_escaped_in_charts(report):
+    name = "$\\frac{$ <b>&\x1b[2J"
+    report["steps"][0]["name"] = report["baseline"] = name
+    report["steps"][1]["parent"] = report["steps"][2]["parent"] = name
+    root, texts = drawn(report)
+    assert "$\\frac{$ <b>&\\x1b[2J" in texts
+    assert any(title.text.startswith("$\\frac{$ <b>&\\x1b[2J: ") for title in root.iter("title"))
+    assert chart_file(scatter_chart(validate_report(report)), PALETTES["light"], "png")

@@ -128,19 +128,15 @@ def other_batches(step):
         row.update(batch_size=row["batch_size"] * 8, p50_ms=row["p50_ms"] * 6)
 
 
-@pytest.mark.parametrize(
-    ("rule", "change", "reason"),
-    [
-        ("bleu drops 1", skip, "no-step"),
-        ("size rises 5%", skip, "no-step"),
-        ("bleu drops 1", lambda step: step.update(quality={}), "not-measured"),
-        ("latency rises 900%", other_batches, "other-batch-size"),
-        ("speedup drops 90%", other_batches, "other-batch-size"),
-        ("latency rises 10%", lambda step: mark_disturbed(step["latency"][0]), "disturbed-times"),
-        ("latency rises 10%", lambda step: step["latency"][0].update(threads=2), "other-threads"),
-        ("latency rises 10%", lambda step: step.update(latency=[]), "not-measured"),
-    ],
-)
+@pytest.mark.parametrize(("rule", "change", "reason"), [
+    ("bleu drops 1", skip, "no-step"), ("size rises 5%", skip, "no-step"),
+    ("bleu drops 1", lambda step: step.update(quality={}), "not-measured"),
+    ("latency rises 900%", other_batches, "other-batch-size"),
+    ("speedup drops 90%", other_batches, "other-batch-size"),
+    ("latency rises 10%", lambda step: mark_disturbed(step["latency"][0]), "disturbed-times"),
+    ("latency rises 10%", lambda step: step["latency"][0].update(threads=2), "other-threads"),
+    ("latency rises 10%", lambda step: step.update(latency=[]), "not-measured"),
+])  # fmt: skip
 def test_fail_if_reports_unchecked_steps_as_not_judged(runs, rule, change, reason):
     old, new, names = runs
     for name in names:
@@ -171,16 +167,10 @@ def test_times_of_different_machines_are_compared_by_speedup_only(runs):
     assert check_rules(comparison, [f"speedup drops 10% at {names[1]}"]) == []
 
 
-@pytest.mark.parametrize(
-    ("rule", "code"),
-    [
-        ("bleu falls 1", "wrong-rule"),
-        ("bleuu drops 1", "wrong-rule"),
-        ("bleu drops", "wrong-rule"),
-        ("bleu drops 1 at nowhere", "nothing-to-compare"),
-        ("accuracy drops 1", "nothing-to-compare"),
-    ],
-)
+@pytest.mark.parametrize(("rule", "code"), [
+    ("bleu falls 1", "wrong-rule"), ("bleuu drops 1", "wrong-rule"), ("bleu drops", "wrong-rule"),
+    ("bleu drops 1 at nowhere", "nothing-to-compare"), ("accuracy drops 1", "nothing-to-compare"),
+])  # fmt: skip
 def test_invalid_rule_is_rejected(runs, rule, code):
     with raises_code(code, InputError):
         check_rules(compare_runs(read_runs(runs[:2])), [rule])

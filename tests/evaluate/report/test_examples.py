@@ -11,10 +11,12 @@ from sklearn.metrics import confusion_matrix
 
 from smelt.data.splits import Example, Split
 from smelt.evaluate.quality import score_labels, score_texts
+from smelt.evaluate.report import examples
 from smelt.evaluate.report.examples import MAX_CHARACTERS, compare_examples, mark_differences
 from smelt.evaluate.report.markdown import render_markdown
 from smelt.evaluate.report.render import render_html, render_table
-from tests.support.standins.sample_report import HtmlOutline, ten_step_report
+from smelt.evaluate.report.schema import validate_report
+from tests.support.standins.sample_report import HtmlOutline, ten_step_report, with_verdict
 
 pytestmark = pytest.mark.quick
 
@@ -164,16 +166,13 @@ def test_long_texts_are_truncated_around_first_difference():
     assert max(len(cut_example["output"]), len(cut_example["baseline_output"])) <= MAX_CHARACTERS + 1
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "lost", "new"),
-    [
-        ("The cat sat.", "The dog sat.", ["cat"], ["dog"]),
-        ("a b c d", "a x y d", ["b c"], ["x y"]),  # the space between two changes belongs to them
-        ("猫坐在垫子上", "猫坐在椅子上", ["垫"], ["椅"]),
-        ("लड़का तेज़ दौड़ा", "लड़का धीरे दौड़ा", ["तेज़"], ["धीरे"]),
-        ("", "new text", [], ["new text"]),
-    ],
-)
+@pytest.mark.parametrize(("one", "other", "lost", "new"), [
+    ("The cat sat.", "The dog sat.", ["cat"], ["dog"]),
+    # the space between two changes belongs to them
+    ("a b c d", "a x y d", ["b c"], ["x y"]),
+    ("猫坐在垫子上", "猫坐在椅子上", ["垫"], ["椅"]), ("लड़का तेज़ दौड़ा", "लड़का धीरे दौड़ा", ["तेज़"], ["धीरे"]),
+    ("", "new text", [], ["new text"]),
+])  # fmt: skip
 def test_differing_words_are_marked(one, other, lost, new):
     pair = mark_differences(one, other)
     assert ["".join(text for _, text in side) for side in pair] == [one, other]
@@ -226,3 +225,25 @@ def test_page_without_examples_has_no_script():
     assert "<script" not in render_html(report)
     assert "script-src" not in render_html(report)
     assert "## Examples" not in render_markdown(report)
+
+
+def test_confusions_are_shown_with_change_from_baseline():
+    report = report_with([], confusion={"labels": ["愉快", "<i>"], "counts": [[30, 2], [5, 3]]})
+    report["recipe"]["task"] = "text-classification"
+    report["steps"][0]["confusion"] = {"labels": ["愉快", "<i>"], "counts": [[31, 1], [5, 3]]}
+    full_page = render_html(report)
+    page = " ".join(" ".join(HtmlOutline(full_page).texts).split())
+    assert "愉快 30 −1 2 +1 <i> 5 3" in page
+    assert "<script" not in full_page  # no example changed: nothing to search
+    assert "example-search" not in full_page
+    assert "&lt;i&gt; → 愉快 5" in render_markdown(report)
+    confusions = examples.largest_confusions(validate_report(report).steps[1], 3)
+    assert confusions == [("<i>", "愉快", 5), ("愉快", "<i>", 2)]
+
+
+def test_examples_of_recommended_step_are_shown_first():
+    report = report_with([changed(7, "a", "b", "c")])
+    shipped = report | {"verdict": with_verdict(report)["verdict"] | {"step": "onnx-int8"}}
+    for shown_report, name in ((report, "control"), (shipped, "onnx-int8")):
+        assert examples.step_shown_first(validate_report(shown_report)).name == name
+    assert '<details class="examples" open>\n<summary>control ' in render_html(report)

@@ -48,3 +48,19 @@ def test_html_marks_only_significant_differences(report):
     assert re.search(r'class="bad"[^>]*>−0\.91<abbr', text)  # prune, p = 0.002
     report["steps"][3]["against_baseline"]["bleu"]["p_value"] = 0.5
     assert re.search(r'class="even"[^>]*>−0\.91</span>', render_html(report))
+
+
+def test_html_table_shows_bits_per_weight_of_quantized_steps(report):
+    assert "per weight" not in render_html(report)
+    report["steps"][5]["details"] = {"bits_per_weight": 4.503}
+    text = render_html(report)
+    assert "Bits<br>per weight</th>" in text
+    cells = re.findall(r'data-label="bits per weight">([^<]*)</td>', text)
+    assert cells == ["–"] * 5 + ["4.503"] * 2 + ["–"]  # codes stay codes in the graph
+    # a row that was not measured spans the columns that are always there, and fills those that may be hidden
+    [head] = re.findall(r"<thead>.*?</thead>", text, re.DOTALL)[:1]
+    hidden = re.findall(r'class="(minor[^"]*)"', head)
+    assert len(hidden) == 2
+    for row in re.findall(r'<tr class="out">.*?</tr>', text, re.DOTALL):
+        assert 'colspan="7"' in row  # two of the metric, two of each batch size, the size
+        assert re.findall(r'class="(minor[^"]*) empty"', row) == hidden

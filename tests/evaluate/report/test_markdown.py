@@ -54,3 +54,24 @@ def test_markdown_names_timing_parts_by_task(report):
             row["parts"] = {"tokenizing_ms": 0.2, "model_ms": 3.0, "rest_ms": 0.1}
     assert "| model ms | labels ms |" in render_markdown(report)
     assert HtmlOutline(render_html(report)).open == []
+
+
+def test_markdown_table_shows_bits_per_weight_of_quantized_steps(report):
+    def column():
+        block = next(b for b in render_markdown(report).split("\n\n") if b.startswith("|"))
+        table_rows = [cells_of(line) for line in block.splitlines()]
+        return table_rows[0][-1], [row[-1] for row in table_rows[2:]]
+
+    assert column()[0] == "M parameters"
+    report["steps"][4]["details"] = {"bits_per_weight": 4.503}
+    quantized_steps = {report["steps"][4]["name"]}  # and what goes on from it
+    for step in report["steps"]:
+        quantized_steps |= {step["name"]} if step["parent"] in quantized_steps else set()
+    head, cells = column()
+    assert (head, cells.count("4.503"), cells.count("–")) == (
+        "bits per weight",
+        len(quantized_steps),
+        10 - len(quantized_steps),
+    )
+    assert 1 < len(quantized_steps) < 10
+    assert "<dt>bits_per_weight</dt><dd>4.503</dd>" in render_html(report)

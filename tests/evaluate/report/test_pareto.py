@@ -80,18 +80,14 @@ def scored(value, chance, ci95=None, better=True):
     return {"quality": {"m": {"value": value, "ci95": ci95, "chance": chance, "higher_is_better": better}}}
 
 
-@pytest.mark.parametrize(
-    ("step", "is_at_chance"),
-    [
-        (scored(52.67, 50.3, [47.0, 58.2]), True),  # a random classifier of two classes
-        (scored(69.3, 50.3, [63.9, 74.3]), False),
-        (scored(0.0, 0.0, [0.0, 0.0]), True),
-        (scored(3.0, 0.0), False),
-        (scored(320.0, 300.0, [310.0, 330.0], better=False), True),  # a uniform language model has 300
-        (scored(80.0, 300.0, [75.0, 86.0], better=False), False),
-        (scored(1.0, None), False),
-        ({"quality": {}}, False),
-    ],
-)
+@pytest.mark.parametrize(("step", "is_at_chance"), [
+    (scored(52.67, 50.3, [47.0, 58.2]), True),  # a random classifier of two classes
+    (scored(69.3, 50.3, [63.9, 74.3]), False), (scored(0.0, 0.0, [0.0, 0.0]), True),
+    (scored(3.0, 0.0), False),
+    # a uniform language model has 300
+    (scored(320.0, 300.0, [310.0, 330.0], better=False), True),
+    (scored(80.0, 300.0, [75.0, 86.0], better=False), False), (scored(1.0, None), False),
+    ({"quality": {}}, False),
+])  # fmt: skip
 def test_steps_at_chance_are_excluded_from_front(step, is_at_chance):
     assert is_step_at_chance(step) is is_at_chance

@@ -1,5 +1,6 @@
 """The report's schema and its three drawings, on a sample with branches, a skipped step and a failed one."""
 
+import copy
 import re
 
 import pytest
@@ -101,3 +102,15 @@ def test_disturbed_times_are_marked_in_every_rendering(report):
     assert re.search(r"[ \n]\? ", rendering.split("5.94×?")[1])  # explained below the table
     (point,) = (p for p in scatter_chart(validate_report(report)).points if p.name.startswith("onnx-int8"))
     assert (point.name, point.competes) == ("onnx-int8 ?", False)
+
+
+def test_terminal_shows_shared_unscored_reason_once(unscored):
+    other = copy.deepcopy(unscored["steps"][8]) | {"name": "second", "gates": []}
+    unscored["steps"].append(other)
+    flat = " ".join(render_table(unscored).split())
+    assert f"'engine', 'second' are not scored: {other['reason']}" in flat
+    assert flat.count(f"not scored: {other['reason']}") == 1
+    other["reason"] = "a reason of its own"
+    flat = " ".join(render_table(unscored).split())
+    assert "'engine' is not scored: " in flat
+    assert "'second' is not scored: a reason of its own" in flat

@@ -45,34 +45,23 @@ def test_schema_round_trips_sample_report(report):
     assert json.loads(json.dumps(dumped)) == json.loads(json.dumps(report))
 
 
-@pytest.mark.parametrize(
-    ("change", "code", "setting", "read"),
-    [
-        (lambda r: r.update(schema=1), "literal-error", "schema", "1"),
-        (lambda r: r.update(status="fine"), "literal-error", "status", "'fine'"),
-        (lambda r: r["steps"][1].update(color="red"), "extra-forbidden", "steps.1.color", "'red'"),
-        (lambda r: r["steps"][1].update(name="model"), "duplicate-step", None, "'model'"),
-        (lambda r: r["steps"][1].update(parent="engine"), "unknown-parent", None, "'engine'"),
-        (lambda r: r.update(pareto_front=["nobody"]), "unknown-step", None, "'nobody'"),
-        (lambda r: r.update(baseline="nobody"), "unknown-step", None, "'nobody'"),
-        (lambda r: r["steps"][8].update(reason=None), "missing-reason", "steps.8", "'reason'"),
-        (lambda r: r["steps"][9].update(error=None), "missing-error", "steps.9", "'error'"),
-        (lambda r: r["steps"][9].update(error="broke"), "dataclass-type", "steps.9.error", "'broke'"),
-        (
-            lambda r: r["steps"][0]["quality"]["bleu"].update(ci95=[3, 1]),
-            "wrong-interval",
-            "steps.0.quality.bleu",
-            "3.0",
-        ),
-        (
-            lambda r: r["steps"][0]["quality"]["bleu"].update(value=float("nan")),
-            "finite-number",
-            "steps.0.quality.bleu.value",
-            "nan",
-        ),
-        (lambda r: r["steps"][0]["latency"][0].pop("p50_ms"), "missing", "steps.0.latency.0.p50_ms", ""),
-    ],
-)
+@pytest.mark.parametrize(("change", "code", "setting", "read"), [
+    (lambda r: r.update(schema=1), "literal-error", "schema", "1"),
+    (lambda r: r.update(status="fine"), "literal-error", "status", "'fine'"),
+    (lambda r: r["steps"][1].update(color="red"), "extra-forbidden", "steps.1.color", "'red'"),
+    (lambda r: r["steps"][1].update(name="model"), "duplicate-step", None, "'model'"),
+    (lambda r: r["steps"][1].update(parent="engine"), "unknown-parent", None, "'engine'"),
+    (lambda r: r.update(pareto_front=["nobody"]), "unknown-step", None, "'nobody'"),
+    (lambda r: r.update(baseline="nobody"), "unknown-step", None, "'nobody'"),
+    (lambda r: r["steps"][8].update(reason=None), "missing-reason", "steps.8", "'reason'"),
+    (lambda r: r["steps"][9].update(error=None), "missing-error", "steps.9", "'error'"),
+    (lambda r: r["steps"][9].update(error="broke"), "dataclass-type", "steps.9.error", "'broke'"),
+    (lambda r: r["steps"][0]["quality"]["bleu"].update(ci95=[3, 1]), "wrong-interval",
+     "steps.0.quality.bleu", "3.0"),
+    (lambda r: r["steps"][0]["quality"]["bleu"].update(value=float("nan")), "finite-number",
+     "steps.0.quality.bleu.value", "nan"),
+    (lambda r: r["steps"][0]["latency"][0].pop("p50_ms"), "missing", "steps.0.latency.0.p50_ms", ""),
+])  # fmt: skip
 def test_schema_reports_every_error(report, change, code, setting, read):
     change(report)
     with raises_code("invalid-report", InputError) as excinfo:

@@ -83,3 +83,27 @@ def test_first_warnings_are_shown_and_remaining_steps_are_listed(report):
     assert "odd" not in text
     report["steps"][3]["warnings"] = []
     assert "more warning" not in render_table(report)
+
+
+def test_truncated_text_warnings_are_listed_last(report):
+    for step in report["steps"]:
+        step["warnings"] = []
+    report["steps"][1]["warnings"] = [
+        make_message("finetune: 1,204 texts", "truncated-texts"),
+        make_message("1 of 9 texts", "truncated-texts"),
+    ]
+    report["steps"][2]["warnings"] = [
+        make_message("quantize: 1 text of 8", "truncated-texts"),
+        make_message("the pairs take what their codes save"),
+        make_message("5 of 9 outputs (55.6 %) did not end", "outputs-not-ended"),
+        make_message("exclude: no layer is named *.nosuch.*"),
+    ]
+    first, second = (report["steps"][i]["name"] for i in (1, 2))
+    text = " ".join(render_table(report).split())
+    positions = [
+        text.index(warning_text) for warning_text in ("the pairs take", "5 of 9 outputs", "exclude: no layer")
+    ]
+    assert positions == sorted(positions)
+    assert f"the report has 3 more warnings, about '{first}', '{second}'" in text
+    markdown = render_markdown(report)
+    assert markdown.index("exclude: no layer") < markdown.index("1 text of 8")

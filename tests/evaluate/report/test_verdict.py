@@ -495,3 +495,23 @@ def test_limited_run_is_reported_as_trial(report, limit, rows, count):
     report["recipe"].update(limit=limit, rows=rows)
     trial = trial_text(validate_report(report))
     assert re.findall(r"\d+", trial or "") == ([] if count is None else [str(count)])
+
+
+def test_trial_note_and_missing_step_reason_are_in_every_rendering(report):
+    report["recipe"].update(limit=64, rows={"train": 64, "test": 48})
+    for step in report["steps"][1:8]:
+        step["gates"] = [gate("bleu", passed=False)]
+    verdict = _decide(report)
+    assert verdict.reason == "gates-failed"
+    trial = trial_text(validate_report(report))
+    assert all(text in page for text in (verdict.text, trial) for page in _renderings(report))
+
+
+def test_shared_disturbance_reasons_are_reported_once(report):
+    for step in (report["steps"][4], report["steps"][6]):
+        mark_disturbed(step["latency"][0])
+        step["latency"][0]["rounds"] = []
+    report["steps"][6]["latency"][0].update(cause="disagree", reason="the rounds disagree")
+    warning_text = str(_decide(report).warnings[-1])
+    assert f"{report['steps'][4]['name']}, onnx-int8" in warning_text
+    assert warning_text.count("other work") == warning_text.count("the rounds disagree") == 1

@@ -13,10 +13,11 @@ from smelt.evaluate.report.view import (
     is_significant,
     number_text,
     p_value_text,
+    signed_text,
     significant_digits,
     tree_rows,
 )
-from tests.support.standins.sample_report import ten_step_report
+from tests.support.standins.sample_report import HtmlOutline, ten_step_report
 
 pytestmark = pytest.mark.quick
 
@@ -53,18 +54,15 @@ def test_significant_p_value_is_not_rounded_to_insignificant(value, text):
     assert p_value_text(value) == text
 
 
-@pytest.mark.parametrize(
-    ("difference", "ends", "p_value", "text", "brackets"),
-    [
-        (-0.0034, (-0.0061, -0.0012), 0.01, "−0.003", "[−0.006, −0.001]"),
-        (-0.0014, (-0.0023, -0.0003), 0.0496, "−0.0014", "[−0.0023, −0.0003]"),
-        (-0.0034, (-0.0061, 0.0012), 0.3, "0.00", "[−0.01, 0.00]"),
-        (-1.25, (-2.0, -0.3), 0.01, "−1.25", "[−2.00, −0.30]"),
-        (-1.25, (-2.5, 0.0), 0.01, "−1.25", "[−2.50, 0.00]"),  # a zero that is one
-        (1e-9, (1e-10, 1e-8), 0.01, "0.00", "[0.00, 0.00]"),  # the last digit of a float
-        (-1.25, None, 0.2, "−1.25", ""),
-    ],
-)
+@pytest.mark.parametrize(("difference", "ends", "p_value", "text", "brackets"), [
+    (-0.0034, (-0.0061, -0.0012), 0.01, "−0.003", "[−0.006, −0.001]"),
+    (-0.0014, (-0.0023, -0.0003), 0.0496, "−0.0014", "[−0.0023, −0.0003]"),
+    (-0.0034, (-0.0061, 0.0012), 0.3, "0.00", "[−0.01, 0.00]"),
+    (-1.25, (-2.0, -0.3), 0.01, "−1.25", "[−2.00, −0.30]"),
+    (-1.25, (-2.5, 0.0), 0.01, "−1.25", "[−2.50, 0.00]"),  # a zero that is one
+    (1e-9, (1e-10, 1e-8), 0.01, "0.00", "[0.00, 0.00]"),  # the last digit of a float
+    (-1.25, None, 0.2, "−1.25", ""),
+])  # fmt: skip
 def test_significant_difference_is_not_shown_as_zero(difference, ends, p_value, text, brackets):
     score_difference = ScoreDifference(difference=difference, ci95=ends, p_value=p_value)
     assert difference_text(score_difference, "bleu") == text
@@ -95,3 +93,18 @@ def test_score_without_interval_has_no_brackets(report):
 def test_significant_digits(value, text):
     assert significant_digits(value) == text
     assert number_text(float(value), 0) == f"{value:,.0f}"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "–"), (0.0, "0.00"), (-0.001, "0.00"), (-1.5, "−1.50"), (1.5, "+1.50"), (1234.5, "+1,234.50")],
+)
+def test_signed_numbers(value, text):
+    assert signed_text(value) == text
+
+
+def test_tiny_p_values_are_not_shown_as_zero(report):
+    report["steps"][6]["against_parent"]["bleu"]["p_value"] = 1e-7
+    text = " ".join(HtmlOutline(render_html(report)).texts)
+    assert "p < 0.001" in text
+    assert "p = 0.000" not in text

@@ -84,14 +84,10 @@ def test_cpu_time_replaces_disturbed_wall_time_if_all_steps_have_it(report):
     assert not any("?" in change.text for change in changes)
 
 
-@pytest.mark.parametrize(
-    ("verdict", "last"),
-    [
-        ({"closest": "onnx-fp32", "step": None}, "onnx-fp32"),
-        ({"step": "control"}, "control"),
-        (None, "onnx-int8"),
-    ],
-)
+@pytest.mark.parametrize(("verdict", "last"), [
+    ({"closest": "onnx-fp32", "step": None}, "onnx-fp32"), ({"step": "control"}, "control"),
+    (None, "onnx-int8"),
+])  # fmt: skip
 def test_chain_ends_at_recommended_step_or_is_longest(report, verdict, last):
     report["verdict"] = verdict and report["verdict"] | verdict
     assert _waterfall(report).rows[-1].step.name == last

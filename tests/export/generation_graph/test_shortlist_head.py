@@ -184,16 +184,10 @@ SCALES, BIAS = (DRAW.uniform(0.5, 1, V).astype(np.float32) for _ in range(2))
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(
-    ("form", "scales"),
-    [
-        *(
-            (form, SCALES)
-            for form in ("Gemm", "Gemm by columns", "MatMul", "DynamicQuantizeMatMul", "Integer")
-        ),
-        *((form, SCALES[0]) for form in ("DynamicQuantizeMatMul", "Integer")),  # one for the whole matrix
-    ],
-)
+@pytest.mark.parametrize(("form", "scales"), [
+    *((form, SCALES) for form in ("Gemm", "Gemm by columns", "MatMul", "DynamicQuantizeMatMul", "Integer")),
+    *((form, SCALES[0]) for form in ("DynamicQuantizeMatMul", "Integer")),  # one for the whole matrix
+])  # fmt: skip
 def test_shortlist_logits_equal_full_logits(form, scales, bias):
     if HAS_NO_VNNI and form in ("DynamicQuantizeMatMul", "Integer"):
         pytest.skip("without VNNI ONNX Runtime's products with gathered codes are not exact")

@@ -312,14 +312,11 @@ def test_external_weights_above_file_limit_are_loaded(
     assert ctx.details["parity"]["relative"] < 0.01
 
 
-@pytest.mark.parametrize(
-    "node",
-    [
-        NODE("Gemm", ["x", "w", ""], ["y"], "product"),
-        NODE("Gemm", ["x", "w", ""], ["y"], "product", transB=1, alpha=0.5),
-        NODE("MatMul", ["x", "w"], ["y"], "product"),
-    ],
-)
+@pytest.mark.parametrize("node", [
+    NODE("Gemm", ["x", "w", ""], ["y"], "product"),
+    NODE("Gemm", ["x", "w", ""], ["y"], "product", transB=1, alpha=0.5),
+    NODE("MatMul", ["x", "w"], ["y"], "product"),
+])  # fmt: skip
 def test_nodes_without_an_optional_input_are_measured(tmp_path: Path, node: Any) -> None:
     weight = numpy_helper.from_array(np.eye(8, dtype=np.float32), "w")
     signature = [graphs.value_info("x", ["N", 8])], [graphs.value_info("y", ["N", 8])]

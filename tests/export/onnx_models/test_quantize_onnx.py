@@ -35,15 +35,11 @@ def operators(folder: Path) -> list[str]:
     return [node.op_type for node in onnx.load(folder / "out/model.onnx").graph.node]
 
 
-@pytest.mark.parametrize(
-    ("settings", "operator"),
-    [
-        ({"scheme": "int8-dynamic"}, "MatMulInteger"),
-        ({"scheme": "int8-static"}, "QuantizeLinear"),
-        ({"scheme": "int8-static", "calibration_method": "entropy"}, "QuantizeLinear"),
-        ({"scheme": "int8-static", "calibration_method": "percentile"}, "QuantizeLinear"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "operator"), [
+    ({"scheme": "int8-dynamic"}, "MatMulInteger"), ({"scheme": "int8-static"}, "QuantizeLinear"),
+    ({"scheme": "int8-static", "calibration_method": "entropy"}, "QuantizeLinear"),
+    ({"scheme": "int8-static", "calibration_method": "percentile"}, "QuantizeLinear"),
+])  # fmt: skip
 def test_quantized_graph_is_close_to_float_graph(
     tmp_path: Path, settings: dict[str, Any], operator: str
 ) -> None:
@@ -99,14 +95,9 @@ def test_conv_requires_static_quantization(tmp_path: Path) -> None:
     assert "int8-static" in ctx.warnings[0].message
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"calibration_method": "entropy"},
-        {"target": "tensorrt"},
-        {"calibration_samples": 0},
-    ],
-)
+@pytest.mark.parametrize("settings", [
+    {"calibration_method": "entropy"}, {"target": "tensorrt"}, {"calibration_samples": 0},
+])  # fmt: skip
 def test_ineffective_settings_are_rejected(settings: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         QuantizeOnnxSettings(**settings)

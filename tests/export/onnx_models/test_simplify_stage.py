@@ -67,14 +67,10 @@ def with_its_batch(source: Path, folder: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize(
-    ("simplifier", "code"),
-    [
-        (broken, "outputs-changed"),
-        (with_its_batch, "graph-failed"),
-        (lambda *_: warning("onnxsim-failed", "why"), "onnxsim-failed"),
-    ],
-)
+@pytest.mark.parametrize(("simplifier", "code"), [
+    (broken, "outputs-changed"), (with_its_batch, "graph-failed"),
+    (lambda *_: warning("onnxsim-failed", "why"), "onnxsim-failed"),
+])  # fmt: skip
 @pytest.mark.usefixtures("asked_here")
 def test_simplified_graph_with_different_outputs_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, simplifier: Any, code: str

@@ -85,14 +85,11 @@ def dequantized_by_numpy(weight: NDArray[Any], bits: int, axis: int, block_size:
     return np.moveaxis(result, 0, axis)
 
 
-@pytest.mark.parametrize(
-    ("settings", "bits", "block_size", "quantized"),
-    [
-        ({"scheme": "int8-weight-only"}, 8, 0, {"product", "rows", "filters", "first"}),
-        ({"scheme": "int8-weight-only", "group_size": 32}, 8, 32, {"product", "rows", "filters", "first"}),
-        ({"scheme": "int4", "quant_format": "qdq", "group_size": 32}, 4, 32, {"product", "rows", "first"}),
-    ],
-)
+@pytest.mark.parametrize(("settings", "bits", "block_size", "quantized"), [
+    ({"scheme": "int8-weight-only"}, 8, 0, {"product", "rows", "filters", "first"}),
+    ({"scheme": "int8-weight-only", "group_size": 32}, 8, 32, {"product", "rows", "filters", "first"}),
+    ({"scheme": "int4", "quant_format": "qdq", "group_size": 32}, 4, 32, {"product", "rows", "first"}),
+])  # fmt: skip
 def test_dequantized_weights_equal_numpy(
     tmp_path: Path, settings: dict[str, Any], bits: int, block_size: int, quantized: set[str]
 ) -> None:
@@ -155,15 +152,11 @@ def test_int4_operators_equal_onnxruntimes_quantizer(tmp_path: Path, symmetric: 
     assert operators.count("MatMulNBits") == 2
 
 
-@pytest.mark.parametrize(
-    ("settings", "share"),
-    [
-        ({"scheme": "int8-weight-only"}, 0.36),
-        ({"scheme": "int4"}, 0.32),
-        ({"scheme": "int4", "quant_format": "qdq"}, 0.32),
-        ({"scheme": "int8-weight-only", "quant_format": "qoperator"}, 0.42),
-    ],
-)
+@pytest.mark.parametrize(("settings", "share"), [
+    ({"scheme": "int8-weight-only"}, 0.36), ({"scheme": "int4"}, 0.32),
+    ({"scheme": "int4", "quant_format": "qdq"}, 0.32),
+    ({"scheme": "int8-weight-only", "quant_format": "qoperator"}, 0.42),
+])  # fmt: skip
 def test_files_are_smaller_and_run_in_two_batch_sizes(
     tmp_path: Path, settings: dict[str, Any], share: float
 ) -> None:
@@ -237,20 +230,13 @@ def test_nodes_in_bodies_and_excluded_nodes(tmp_path: Path) -> None:
         assert then_node.input[1] not in floats
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"group_size": 32},
-        {"scheme": "int8-static", "symmetric": False},
-        {"scheme": "int8-weight-only", "accuracy_level": 0},
-        {"scheme": "int4", "per_channel": False},
-        {"scheme": "int4", "target": "tensorrt", "symmetric": False},
-        {"scheme": "int4", "quant_format": "qdq", "opset": 17},
-        {"scheme": "int4", "op_types": ["Conv"]},
-        {"scheme": "int8-dynamic", "quant_format": "qdq"},
-        {"max_excluded": 2},
-    ],
-)
+@pytest.mark.parametrize("settings", [
+    {"group_size": 32}, {"scheme": "int8-static", "symmetric": False},
+    {"scheme": "int8-weight-only", "accuracy_level": 0}, {"scheme": "int4", "per_channel": False},
+    {"scheme": "int4", "target": "tensorrt", "symmetric": False},
+    {"scheme": "int4", "quant_format": "qdq", "opset": 17}, {"scheme": "int4", "op_types": ["Conv"]},
+    {"scheme": "int8-dynamic", "quant_format": "qdq"}, {"max_excluded": 2},
+])  # fmt: skip
 def test_ineffective_settings_are_rejected(settings: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         QuantizeOnnxSettings(**settings)

@@ -78,15 +78,10 @@ def test_existing_parent_folder_is_kept_on_error(tmp_path):
     assert list((tmp_path / "x").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("content", "code"),
-    [
-        ("file", "folder-not-empty"),
-        ("folder", "folder-not-empty"),
-        ("link", "not-a-folder"),
-        ("file in its place", "not-a-folder"),
-    ],
-)
+@pytest.mark.parametrize(("content", "code"), [
+    ("file", "folder-not-empty"), ("folder", "folder-not-empty"), ("link", "not-a-folder"),
+    ("file in its place", "not-a-folder"),
+])  # fmt: skip
 def test_existing_destination_is_not_modified(content, code, tmp_path):
     out = tmp_path / "p"
     if content == "file in its place":

@@ -50,21 +50,13 @@ def test_supported_artifact_is_accepted(make):
     assert unsupported_format(Made(), make("b", target="tensorrt", task="x", family="y")) is None
 
 
-@pytest.mark.parametrize(
-    ("takes", "options", "code", "of_export", "is_one_of"),
-    [
-        ({}, {"model_format": "torch"}, "unsupported-format", True, ("torch", "onnx")),
-        ({"targets": frozenset({"b", "a"})}, {}, "unsupported-target", True, ("ort-cpu", "a and b")),
-        ({"tasks": frozenset({"x"})}, {}, "unsupported-task", False, ("translation", "x")),
-        (
-            {"families": frozenset({"t5", "bart", "gpt2"})},
-            {},
-            "unsupported-family",
-            False,
-            ("marian", "bart, gpt2 and t5"),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("takes", "options", "code", "of_export", "is_one_of"), [
+    ({}, {"model_format": "torch"}, "unsupported-format", True, ("torch", "onnx")),
+    ({"targets": frozenset({"b", "a"})}, {}, "unsupported-target", True, ("ort-cpu", "a and b")),
+    ({"tasks": frozenset({"x"})}, {}, "unsupported-task", False, ("translation", "x")),
+    ({"families": frozenset({"t5", "bart", "gpt2"})}, {}, "unsupported-family", False,
+     ("marian", "bart, gpt2 and t5")),
+])  # fmt: skip
 def test_unsupported_artifact_reports_reason(takes, options, code, of_export, is_one_of, make):
     unsupported = unsupported_format(Made(**takes), make("a", **options))
     assert (unsupported.code, unsupported.needs_export) == (code, of_export)

@@ -103,15 +103,11 @@ def test_readme_command_runs():
     assert done.stdout.startswith("tensor([[[")
 
 
-@pytest.mark.parametrize(
-    ("edits", "values"),
-    [
-        ([{"op": "quantize"}] * 3, ["3", "quantize"]),
-        ([{"op": "low_rank"}, {"op": "linear"}], ["1", "factorize", "1"]),
-        ([{"op": "share"}], ["1", "share", "standalone"]),
-        ([{"op": "new"}], ["'new'", "1"]),
-    ],
-)
+@pytest.mark.parametrize(("edits", "values"), [
+    ([{"op": "quantize"}] * 3, ["3", "quantize"]),
+    ([{"op": "low_rank"}, {"op": "linear"}], ["1", "factorize", "1"]),
+    ([{"op": "share"}], ["1", "share", "standalone"]), ([{"op": "new"}], ["'new'", "1"]),
+])  # fmt: skip
 def test_unrepresentable_structure_is_rejected_with_stage_name(edits, values, tmp_path):
     manifest = read_artifact(exported_artifacts.exported_artifact("classifier", "model")).manifest
     (tmp_path / "structure.json").write_text(json.dumps({"edits": edits}))

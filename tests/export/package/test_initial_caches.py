@@ -83,14 +83,10 @@ def test_caches_not_matching_config_are_rejected(form, kind, layers, tmp_path):
     assert f"{config[layers]} of {config[layers] + 1} " in str(excinfo.value)
 
 
-@pytest.mark.parametrize(
-    ("form", "tool"),
-    [
-        (OptimumFormat(), "Optimum"),
-        (TransformersJsFormat(), "transformers.js"),
-        (GenaiFormat(), "onnxruntime-genai"),
-    ],
-)
+@pytest.mark.parametrize(("form", "tool"), [
+    (OptimumFormat(), "Optimum"), (TransformersJsFormat(), "transformers.js"),
+    (GenaiFormat(), "onnxruntime-genai"),
+])  # fmt: skip
 def test_int8_caches_are_rejected_for_float_cache_tools(form, tool):
     form.check(read_artifact(exported_artifacts.exported_artifact("writer")))
     with raises_code("unsupported-kv-cache", InputError) as excinfo:

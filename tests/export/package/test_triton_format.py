@@ -42,17 +42,12 @@ def lines(responses: list[Any]) -> list[Any]:
     return [row for array in arrays for row in array]
 
 
-@pytest.mark.parametrize(
-    ("kind", "texts", "generation"),
-    [
-        ("translator", tiny.SENTENCES, {"max_new_tokens": 7}),
-        ("translator", tiny.SENTENCES, {"max_new_tokens": 7, "num_beams": 3}),
-        ("t5", tiny.SENTENCES, {"max_new_tokens": 7}),
-        ("gpt2", PROMPTS, {"max_new_tokens": 6}),
-        ("writer", PROMPTS, {"max_new_tokens": 6}),
-        ("int8-caches", PROMPTS, {"max_new_tokens": 6}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "texts", "generation"), [
+    ("translator", tiny.SENTENCES, {"max_new_tokens": 7}),
+    ("translator", tiny.SENTENCES, {"max_new_tokens": 7, "num_beams": 3}),
+    ("t5", tiny.SENTENCES, {"max_new_tokens": 7}), ("gpt2", PROMPTS, {"max_new_tokens": 6}),
+    ("writer", PROMPTS, {"max_new_tokens": 6}), ("int8-caches", PROMPTS, {"max_new_tokens": 6}),
+])  # fmt: skip
 def test_texts_equal_smelt_and_requests_share_one_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, texts: list[str], generation: dict[str, int]
 ) -> None:

@@ -68,14 +68,11 @@ def one_scale_one_percent_larger(model, nodes, tensors):
     tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
 
 
-@pytest.mark.parametrize(
-    ("spoil", "codes", "output"),
-    [
-        (keys_scaled_as_values, {"cache-mismatch"}, ""),
-        (scales_of_another_layer, {"cache-mismatch"}, "present.0.value"),
-        (one_scale_one_percent_larger, {"rounding-mismatch", "cache-mismatch", "attention-mismatch"}, ""),
-    ],
-)
+@pytest.mark.parametrize(("spoil", "codes", "output"), [
+    (keys_scaled_as_values, {"cache-mismatch"}, ""),
+    (scales_of_another_layer, {"cache-mismatch"}, "present.0.value"),
+    (one_scale_one_percent_larger, {"rounding-mismatch", "cache-mismatch", "attention-mismatch"}, ""),
+])  # fmt: skip
 def test_wrong_scales_are_detected(spoil, codes, output, asked):
     with pytest.raises(ParityError, check=lambda error: error.code in codes) as excinfo:
         asked(spoil)

@@ -68,17 +68,12 @@ def test_profile_from_text_windows_passes_preflight(tmp_path):
     assert profile_ranges(folder, stage_settings, ctx)[0][0]["past"].max == 23
 
 
-@pytest.mark.parametrize(
-    ("task", "generation_config", "longest"),
-    [
-        ("translation", {}, 128),
-        ("translation", {"max_length": 512}, 511),  # the start token counts
-        ("translation", {"max_length": 512, "max_new_tokens": 20}, 20),
-        ("language-modeling", {"max_length": 50}, 128),  # of a prompt of 50 tokens or more
-        ("language-modeling", {"max_length": 512}, 511),
-        ("language-modeling", {"max_new_tokens": 20}, 20),
-    ],
-)
+@pytest.mark.parametrize(("task", "generation_config", "longest"), [
+    ("translation", {}, 128), ("translation", {"max_length": 512}, 511),  # the start token counts
+    ("translation", {"max_length": 512, "max_new_tokens": 20}, 20),
+    ("language-modeling", {"max_length": 50}, 128),  # of a prompt of 50 tokens or more
+    ("language-modeling", {"max_length": 512}, 511), ("language-modeling", {"max_new_tokens": 20}, 20),
+])  # fmt: skip
 def test_max_output_tokens_come_from_generation_config(tmp_path, task, generation_config, longest):
     (tmp_path / "config.json").write_text('{"max_length": 7}')
     (tmp_path / "generation_config.json").write_text(json.dumps(generation_config))

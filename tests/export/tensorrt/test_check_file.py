@@ -35,17 +35,12 @@ def constant_of_a_file() -> Any:
     return graphs.make_model(nodes, [graphs.value_info("x", ["N", 8])], [graphs.value_info("y", ["N", 8])])
 
 
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (lambda: graphs.model_with_tensor([1 << 16, 1 << 16], bytes(32)), " 32 bytes"),
-        (lambda: graphs.model_with_tensor([1 << 40, 1 << 30], b"1234"), "1.18e+21"),
-        (lambda: graphs.model_with_external_data("gone.bin"), "gone.bin"),
-        (constant_of_a_file, "../weights.bin"),
-        (reads_nothing, "'nowhere'"),
-        (graphs.cyclic_model, "Add 'one' -> Relu 'two'"),
-    ],
-)
+@pytest.mark.parametrize(("make", "expected"), [
+    (lambda: graphs.model_with_tensor([1 << 16, 1 << 16], bytes(32)), " 32 bytes"),
+    (lambda: graphs.model_with_tensor([1 << 40, 1 << 30], b"1234"), "1.18e+21"),
+    (lambda: graphs.model_with_external_data("gone.bin"), "gone.bin"), (constant_of_a_file, "../weights.bin"),
+    (reads_nothing, "'nowhere'"), (graphs.cyclic_model, "Add 'one' -> Relu 'two'"),
+])  # fmt: skip
 def test_damaged_file_reports_only_structural_problems(tmp_path: Path, make: Any, expected: str) -> None:
     (tmp_path / "weights.bin").write_bytes(bytes(32))
     ((rule, text),) = found(graphs.save_model(make(), tmp_path / "inside" / "m.onnx"))

@@ -55,16 +55,11 @@ def configured(progress_calls: list[Any], **change: Any) -> Config:
     return config
 
 
-@pytest.mark.parametrize(
-    ("change", "flags"),
-    [
-        ({}, {"TF32"}),
-        ({"tf32": False}, set()),
-        ({"version_compatible": True}, {"TF32", "VERSION_COMPATIBLE"}),
-        ({"weights": "refittable"}, {"TF32", "REFIT"}),
-        ({"weights": "stripped"}, {"TF32", "STRIP_PLAN", "REFIT_IDENTICAL"}),
-    ],
-)
+@pytest.mark.parametrize(("change", "flags"), [
+    ({}, {"TF32"}), ({"tf32": False}, set()), ({"version_compatible": True}, {"TF32", "VERSION_COMPATIBLE"}),
+    ({"weights": "refittable"}, {"TF32", "REFIT"}),
+    ({"weights": "stripped"}, {"TF32", "STRIP_PLAN", "REFIT_IDENTICAL"}),
+])  # fmt: skip
 def test_builder_flags_follow_settings(change: dict[str, Any], flags: set[str]) -> None:
     assert configured([], **change).flags == flags
 

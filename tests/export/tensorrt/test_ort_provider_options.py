@@ -123,15 +123,12 @@ def test_sizes_beyond_position_limit_are_rejected(tmp_path: Path) -> None:
     assert set(message_codes(excinfo.value.messages)) == {"tensorrt-profile-too-long"}
 
 
-@pytest.mark.parametrize(
-    ("settings", "code"),
-    [
-        ({"target": "ort-cuda", "engine": {}}, "unused-setting"),
-        ({"target": "ort-tensorrt", "engine": {"opt_batch_size": 9}}, "opt-above-max"),
-        ({"target": "ort-tensorrt", "threads": 2}, "unused-setting"),
-        ({"target": "ort-tensorrt", "autotune": True}, "unused-setting"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "code"), [
+    ({"target": "ort-cuda", "engine": {}}, "unused-setting"),
+    ({"target": "ort-tensorrt", "engine": {"opt_batch_size": 9}}, "opt-above-max"),
+    ({"target": "ort-tensorrt", "threads": 2}, "unused-setting"),
+    ({"target": "ort-tensorrt", "autotune": True}, "unused-setting"),
+])  # fmt: skip
 def test_incompatible_settings_are_rejected(settings: dict[str, object], code: str) -> None:
     with raises_setting_codes(code):
         OnnxSettings.model_validate(settings)

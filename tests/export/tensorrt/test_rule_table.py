@@ -266,23 +266,18 @@ SILENT = {"a size from the data": ("size-from-data", ("(NonZero)",),
           "a graph without outputs": ("no-output", (), NOTHING, {})}  # fmt: skip
 FINE = {
     "floats": graph(node("MatMul", "x w"), {"w": W}),
-    "float16": graph(node("MatMul", "x w"), {"w": W.astype(np.float16)}, HALF),
-    "int8 pairs": pair(),
-    "int8 weights": graph(
-        [node("DequantizeLinear", "c s", "w", axis=1), node("MatMul", "x w")],
-        {"c": np.ones((4, 4), np.int8), "s": np.ones(4, np.float32)},
-    ),
+    "float16": graph(node("MatMul", "x w"), {"w": W.astype(np.float16)}, HALF), "int8 pairs": pair(),
+    "int8 weights": graph([node("DequantizeLinear", "c s", "w", axis=1), node("MatMul", "x w")],
+        {"c": np.ones((4, 4), np.int8), "s": np.ones(4, np.float32)}),
     "4 bits in blocks of 64": four_bits((128, 4), (2, 4)),
     "4 bits in blocks of 128 in float16": four_bits((128, 4), (1, 4), floats=np.float16),
-    "a table of 4 bits": graph(
-        [node("DequantizeLinear", "c s", "t", axis=1, block_size=64), node("Gather", "t x")],
-        {"c": nibbles((4, 128)), "s": np.ones((4, 2), np.float32)},
-        inputs=[value("x", INT64, ["batch"])],
-    ),
+    "a table of 4 bits": graph([node("DequantizeLinear", "c s", "t", axis=1, block_size=64), node("Gather",
+        "t x")], {"c": nibbles((4, 128)), "s": np.ones((4, 2), np.float32)},
+        inputs=[value("x", INT64, ["batch"])]),
     "a power of an integer": graph(node("Pow", "x k"), {"k": np.int64(2)}),
     "int64 arithmetic": graph(node("Div", "x x"), kind=INT64),
     "uint8 at the door": graph(node("Cast", "x", to=FLOAT), inputs=[value("x", TensorProto.UINT8)]),
-}
+}  # fmt: skip
 _PARTS = {
     **{name: (model, shapes) for name, (_, _, model, shapes) in CASES.items()},
     **{name: (model, sizes(model)) for name, model in FINE.items()},

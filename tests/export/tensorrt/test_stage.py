@@ -281,18 +281,13 @@ def test_missing_data_is_rejected_unless_lengths_are_set(source: Path, out: Path
     assert profile_ranges(source, settings, context(out, []))[0][0]["input"] == SizeRange(1, 4, 12)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "code"),
-    [
-        ({"optimization_level": 6}, "less_than_equal"),
-        ({"fp16": True}, "extra_forbidden"),
-        ({"hardware_compatibility": "turing"}, "literal_error"),
-        ({"lengths": {"opt": 9, "max": 8}}, "opt-above-max"),
-        ({"opt_batch_size": 9}, "opt-above-max"),
-        ({"max_batch_size": 16, "profiles": [{"max_batch_size": 2, "opt_batch_size": 4}]}, "opt-above-max"),
-        ({"profiles": [{"lengths": {"opt": 2, "max": 3}, "length_percentile": 60}]}, "settings-conflict"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "code"), [
+    ({"optimization_level": 6}, "less_than_equal"), ({"fp16": True}, "extra_forbidden"),
+    ({"hardware_compatibility": "turing"}, "literal_error"),
+    ({"lengths": {"opt": 9, "max": 8}}, "opt-above-max"), ({"opt_batch_size": 9}, "opt-above-max"),
+    ({"max_batch_size": 16, "profiles": [{"max_batch_size": 2, "opt_batch_size": 4}]}, "opt-above-max"),
+    ({"profiles": [{"lengths": {"opt": 2, "max": 3}, "length_percentile": 60}]}, "settings-conflict"),
+])  # fmt: skip
 def test_settings_unsupported_by_tensorrt_11_are_rejected(wrong: dict[str, Any], code: str) -> None:
     with raises_setting_codes(code):
         TensorrtSettings.model_validate(wrong)

@@ -118,14 +118,10 @@ def test_config_of_each_tiny_model_is_supported(loaded):
 FACTORS = [1.0] * 8
 REFUSED = {
     "part of a head, as transformers 4 says it": ("phi3", {"partial_rotary_factor": 0.5}),
-    "part of a head, as transformers 5 says it": (
-        "phi3",
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-    ),
-    "factors by length": (
-        "phi3",
-        {"rope_scaling": {"type": "longrope", "short_factor": FACTORS, "long_factor": FACTORS}},
-    ),
+    "part of a head, as transformers 5 says it": ("phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+    "factors by length": ("phi3",
+        {"rope_scaling": {"type": "longrope", "short_factor": FACTORS, "long_factor": FACTORS}}),
     "words of another width": ("opt", {"hidden_size": 1024, "word_embed_proj_dim": 512}),
     "several groups of blocks": ("albert", {"num_hidden_groups": 2}),
     "several blocks in a group": ("albert", {"inner_group_num": 2}),
@@ -133,11 +129,9 @@ REFUSED = {
     "norms without weights": ("opt", {"layer_norm_elementwise_affine": False}),
     "what comes after": ("gemma", {"use_bidirectional_attention": True}),
     "scaled positions": ("modernbert", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
-    "scaled positions by kind": (
-        "modernbert",
-        {"rope_parameters": {"full_attention": {"rope_type": "longrope", "rope_theta": 1e4}}},
-    ),
-}
+    "scaled positions by kind": ("modernbert",
+        {"rope_parameters": {"full_attention": {"rope_type": "longrope", "rope_theta": 1e4}}}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -77,18 +77,12 @@ def _closed_stream():
     return stream
 
 
-@pytest.mark.parametrize(
-    "make_stream",
-    [
-        lambda: None,  # sys.stderr of a process that was started without one
-        _closed_stream,
-        pytest.param(
-            lambda: os.fdopen(os.open("/dev/full", os.O_WRONLY), "w"),
-            marks=pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has /dev/full"),
-        ),
-    ],
-    ids=["none", "closed", "full"],
-)
+@pytest.mark.parametrize("make_stream", [
+    lambda: None,  # sys.stderr of a process that was started without one
+    _closed_stream,
+    pytest.param(lambda: os.fdopen(os.open("/dev/full", os.O_WRONLY), "w"),
+        marks=pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has /dev/full")),
+], ids=["none", "closed", "full"])  # fmt: skip
 def test_unprintable_lines_are_logged(make_stream, monkeypatch, tmp_path):
     monkeypatch.setattr(module, "_PLAIN_LINE_SECONDS", 0.0)
     stream = make_stream()
@@ -143,15 +137,9 @@ def test_terminal_progress_bar_uses_one_line_and_is_erased(progress):
     assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")  # the cursor is visible again
 
 
-@pytest.mark.parametrize(
-    ("stream", "variables"),
-    [
-        (io.StringIO, {"FORCE_COLOR": "1"}),
-        (Terminal, {"CI": "true"}),
-        (Terminal, {"TERM": "dumb"}),
-    ],
-    ids=["pipe", "CI", "dumb terminal"],
-)
+@pytest.mark.parametrize(("stream", "variables"), [
+    (io.StringIO, {"FORCE_COLOR": "1"}), (Terminal, {"CI": "true"}), (Terminal, {"TERM": "dumb"}),
+], ids=["pipe", "CI", "dumb terminal"])  # fmt: skip
 def test_progress_without_terminal_is_plain_lines(progress, monkeypatch, stream, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

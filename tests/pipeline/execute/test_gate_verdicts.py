@@ -231,15 +231,11 @@ def test_n_is_sufficient_if_limit_is_outside_interval(lower_is_better):
         assert (examples_needed(gate(limit=1.0), step_report, NONE) is None) == enough
 
 
-@pytest.mark.parametrize(
-    ("kind", "limit", "ends", "passed", "undecided"),
-    [
-        ("max_drop", 1.0, (-3.0, 1.0), True, True),  # a drop of 1.0, known to be 3.0 at most
-        ("max_drop", 3.5, (-3.0, 1.0), True, False),
-        ("max_drop", 0.5, (-3.0, 1.0), False, False),
-        ("max_drop", 1.0, None, True, False),
-    ],
-)
+@pytest.mark.parametrize(("kind", "limit", "ends", "passed", "undecided"), [
+    ("max_drop", 1.0, (-3.0, 1.0), True, True),  # a drop of 1.0, known to be 3.0 at most
+    ("max_drop", 3.5, (-3.0, 1.0), True, False), ("max_drop", 0.5, (-3.0, 1.0), False, False),
+    ("max_drop", 1.0, None, True, False),
+])  # fmt: skip
 def test_drop_interval_crossing_limit_is_undecided(kind, limit, ends, passed, undecided):
     step_report = step()
     step_report["against_baseline"]["accuracy"] = {"difference": -1.0, "ci95": ends, "p_value": 0.3}

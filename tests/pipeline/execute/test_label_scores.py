@@ -57,14 +57,10 @@ def test_regression_output_is_number(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("problem", "metric", "gold"),
-    [
-        (SINGLE_LABEL, "accuracy", lambda p: p),
-        (MULTI_LABEL, "subset_accuracy", tuple),
-        (REGRESSION, "pearson", lambda p: p),
-    ],
-)
+@pytest.mark.parametrize(("problem", "metric", "gold"), [
+    (SINGLE_LABEL, "accuracy", lambda p: p), (MULTI_LABEL, "subset_accuracy", tuple),
+    (REGRESSION, "pearson", lambda p: p),
+])  # fmt: skip
 def test_predictions_scored_against_themselves_give_100(tmp_path, problem, metric, gold):
     config, logits, _ = outputs(tmp_path, problem)
     empty = {SINGLE_LABEL: 0, MULTI_LABEL: (), REGRESSION: 0.0}[problem]

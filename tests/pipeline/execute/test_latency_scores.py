@@ -125,15 +125,11 @@ def test_speed_gate_is_not_judged_on_disturbed_latency(home, monkeypatch):
     assert (steps["one"]["gates"][0]["passed"], result.exit_code) == (True, 0)
 
 
-@pytest.mark.parametrize(
-    ("steps", "gates", "timed"),
-    [
-        ("deployable", "", {"model", "one", "two"}),  # codes in torch are there to be exported
-        ("all", "", {"model", "one", "two", "coded"}),
-        ("two", "", {"model", "two"}),  # the baseline always
-        ("[two]", "gates={cpu_speedup: {min: 0.1, at: coded}}", {"model", "two", "coded"}),
-    ],
-)
+@pytest.mark.parametrize(("steps", "gates", "timed"), [
+    ("deployable", "", {"model", "one", "two"}),  # codes in torch are there to be exported
+    ("all", "", {"model", "one", "two", "coded"}), ("two", "", {"model", "two"}),  # the baseline always
+    ("[two]", "gates={cpu_speedup: {min: 0.1, at: coded}}", {"model", "two", "coded"}),
+])  # fmt: skip
 def test_deployable_steps_are_timed_by_default(home, monkeypatch, steps, gates, timed):
     fake_workers.install(monkeypatch)
     recipe = home / "recipe.yaml"

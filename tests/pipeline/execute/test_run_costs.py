@@ -59,14 +59,9 @@ def test_step_records_its_cost(home):
     assert step_records(store, 2) == []
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ((), {"model", "prune"}),
-        (("prune.keep_ratio=0.75",), {"model"}),
-        (("seed=1",), set()),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "expected"), [
+    ((), {"model", "prune"}), (("prune.keep_ratio=0.75",), {"model"}), (("seed=1",), set()),
+])  # fmt: skip
 def test_stored_steps_exclude_overridden_steps(home, overrides, expected):
     plan = load_plan(home / "recipe.yaml", overrides)
     stored = stored_steps(plan, plan.splits, Store(home / "runs" / ".store"))

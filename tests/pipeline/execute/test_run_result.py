@@ -29,16 +29,12 @@ def test_summary_shows_predict_and_package_commands(report, tmp_path, monkeypatc
         assert summary_lines(Result(report | {"verdict": verdict}, result.folder))[-1].startswith("Report: ")
 
 
-@pytest.mark.parametrize(
-    ("task", "tried", "shipped"),
-    [
-        # third-party graphs that generate have no graph with the loop
-        ("translation", '"TEXT"', "smelt package {} --format optimum"),
-        ("text-classification", '"TEXT"', "smelt package {}"),
-        ("image-classification", "IMAGE.png", "smelt package {}"),
-        ("custom", "--data FILE.npz", "cp -rL {} NEW"),
-    ],
-)
+@pytest.mark.parametrize(("task", "tried", "shipped"), [
+    # third-party graphs that generate have no graph with the loop
+    ("translation", '"TEXT"', "smelt package {} --format optimum"),
+    ("text-classification", '"TEXT"', "smelt package {}"),
+    ("image-classification", "IMAGE.png", "smelt package {}"), ("custom", "--data FILE.npz", "cp -rL {} NEW"),
+])  # fmt: skip
 def test_summary_commands_match_task(report, tmp_path, task, tried, shipped):
     for step in report["steps"]:
         step["details"] = {"foreign": True}

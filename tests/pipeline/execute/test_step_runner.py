@@ -56,17 +56,11 @@ def test_step_key_is_equal_for_equal_work():
     assert key(shop(data={"train": ROWS, "test": Split("made", ROWS.examples[:1])})) == key()  # never seen
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        lambda: key(shop(seed=1)),
-        lambda: key(shop(data={"train": Split("made", ROWS.examples[:1])})),
-        lambda: key(shop(versions={"torch": "2.14"})),
-        lambda: key(step_draft=step(learning_rate=0.5)),
-        lambda: key(step_draft=step(Onnx)),
-        lambda: key(ancestors=parent("another")),
-    ],
-)
+@pytest.mark.parametrize("other", [
+    lambda: key(shop(seed=1)), lambda: key(shop(data={"train": Split("made", ROWS.examples[:1])})),
+    lambda: key(shop(versions={"torch": "2.14"})), lambda: key(step_draft=step(learning_rate=0.5)),
+    lambda: key(step_draft=step(Onnx)), lambda: key(ancestors=parent("another")),
+])  # fmt: skip
 def test_step_key_differs_for_different_work(other):
     assert other() != key()
 
@@ -146,15 +140,10 @@ def test_training_device_is_requested_one_if_available(wanted, lacks, expected_d
     assert training_device(wanted) == expected_device
 
 
-@pytest.mark.parametrize(
-    ("settings", "measures"),
-    [
-        ({}, False),
-        ({"threads": 2}, False),
-        ({"threads": "autotune"}, True),
-        ({"autotune": {"batch_size": 8}}, True),
-    ],
-)
+@pytest.mark.parametrize(("settings", "measures"), [
+    ({}, False), ({"threads": 2}, False), ({"threads": "autotune"}, True),
+    ({"autotune": {"batch_size": 8}}, True),
+])  # fmt: skip
 def test_step_measured_on_machine_has_machine_key(settings, measures):
     step = SimpleNamespace(needs=frozenset(), settings=OnnxSettings(**settings))
     machine_key = StepRunner._machine_key(SimpleNamespace(device="cpu"), step)

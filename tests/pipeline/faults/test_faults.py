@@ -152,13 +152,10 @@ def test_torch_allocation_failure_is_reported_as_out_of_memory(tmp_path):
     assert str(2**55) in str(explained)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.EDQUOT, "in words of another language"),
-        RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
-    ],
-)
+@pytest.mark.parametrize("error", [
+    OSError(errno.EDQUOT, "in words of another language"),
+    RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
+])  # fmt: skip
 def test_disk_full_error_names_step_file_and_bytes(home, tmp_path, monkeypatch, error):
     monkeypatch.setattr(Finetune, "__call__", _breaking(error))
     assert _run(home, tmp_path).exit_code == 1

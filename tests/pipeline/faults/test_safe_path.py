@@ -13,16 +13,8 @@ from tests.support.graphs.standalone_packages import standalone_package
 from tests.support.models import tiny
 
 NAMES = (
-    "smelt",
-    "json",
-    "torch",
-    "numpy",
-    "onnxruntime",
-    "pickle",
-    "transformers",
-    "tensorrt",
-    "sitecustomize",
-)
+    "smelt", "json", "torch", "numpy", "onnxruntime", "pickle", "transformers", "tensorrt", "sitecustomize",
+)  # fmt: skip
 PLANTED = """import pathlib
 with pathlib.Path({marks!r}).open("a") as stream:
     stream.write(__name__ + " ")
@@ -38,20 +30,13 @@ WARNINGS = ("UserWarning", "FutureWarning", "DeprecationWarning", "TracerWarning
 ARRAYS = "model: g.onnx\ntask: custom\ndata: {test: rows.npz}\nstages: [quantize-onnx: {}]\n"
 ONNX = "run/artifacts/onnx"
 COMMANDS = [
-    ["stages", "prune"],
-    ["doctor"],
-    ["init", "g.onnx", "--out", "made.yaml"],
-    ["plan", "graph.yaml"],
-    ["tensorrt-check", "g.onnx"],
-    ["run", "recipe.yaml", "--out", "run", "--quiet"],
-    ["report", "run"],
-    ["predict", ONNX, "dogs"],
-    ["eval", ONNX, "--data", "data.jsonl"],
+    ["stages", "prune"], ["doctor"], ["init", "g.onnx", "--out", "made.yaml"], ["plan", "graph.yaml"],
+    ["tensorrt-check", "g.onnx"], ["run", "recipe.yaml", "--out", "run", "--quiet"], ["report", "run"],
+    ["predict", ONNX, "dogs"], ["eval", ONNX, "--data", "data.jsonl"],
     ["bench", ONNX, "--rounds", "3", "--texts", "2", "--batch-size", "1"],
-    ["package", ONNX, "--out", "shipped"],
-    ["store", "list", "--store", "."],
+    ["package", ONNX, "--out", "shipped"], ["store", "list", "--store", "."],
     ["store", "check", "--store", "."],
-]
+]  # fmt: skip
 # as the console script `smelt` begins: its own folder is first on sys.path
 DRIVE = """
 import json, sys

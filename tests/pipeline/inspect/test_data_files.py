@@ -102,14 +102,11 @@ def test_init_recipe_plans_for_every_family_and_data_layout(tmp_path, models, mo
 
 
 LABELS = [
-    (lambda index: index % 2, {}, "accuracy"),
-    (lambda index: float(index % 2), {}, "accuracy"),
-    (lambda index: f"class {index % 3}", None, "accuracy"),
-    (lambda index: index % 3 + 1, None, "accuracy"),
-    (lambda index: index / 7, None, "pearson"),
-    (lambda index: "a|b" if index % 2 else "b", None, "f1_micro"),
+    (lambda index: index % 2, {}, "accuracy"), (lambda index: float(index % 2), {}, "accuracy"),
+    (lambda index: f"class {index % 3}", None, "accuracy"), (lambda index: index % 3 + 1, None, "accuracy"),
+    (lambda index: index / 7, None, "pearson"), (lambda index: "a|b" if index % 2 else "b", None, "f1_micro"),
     (lambda index: index / 7, {"problem_type": "regression", "id2label": {0: "amount"}}, "pearson"),
-]
+]  # fmt: skip
 
 
 # a label has a type in one of the two and is text in the other; otherwise files are compressed or divided

@@ -45,15 +45,10 @@ def arrays(rows: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("rows", [2, 7])
 @pytest.mark.parametrize("order", [("x", "state"), ("state", "x")], ids="-".join)
-@pytest.mark.parametrize(
-    "shapes",
-    [
-        ([3, 5, 8], [2, 3, 8], [2, 3, 8]),
-        ([None, None, 8], [2, None, 8], [2, None, 8]),
-        ([None, None, None], [None, None, None], [None, None, None]),
-    ],
-    ids=["batches of 3", "open", "nameless"],
-)
+@pytest.mark.parametrize("shapes", [
+    ([3, 5, 8], [2, 3, 8], [2, 3, 8]), ([None, None, 8], [2, None, 8], [2, None, 8]),
+    ([None, None, None], [None, None, None], [None, None, None]),
+], ids=["batches of 3", "open", "nameless"])  # fmt: skip
 def test_state_batch_axis_is_inferred_by_running_graph(
     tmp_path: Path, shapes: tuple[list[Any], ...], order: tuple[str, str], rows: int
 ) -> None:

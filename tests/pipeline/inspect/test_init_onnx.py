@@ -49,15 +49,10 @@ def scheme(recipe: Any) -> str | None:
     return schemes[0] if schemes else None
 
 
-@pytest.mark.parametrize(
-    ("operators", "expected"),
-    [
-        (("Conv", "Relu", "MatMul"), "int8-static"),
-        (("MatMul", "Relu"), "int8-dynamic"),
-        (("Conv", "MatMul", "Softmax", "MatMul", "Softmax"), "int8-dynamic"),
-        (("Relu",), None),
-    ],
-)
+@pytest.mark.parametrize(("operators", "expected"), [
+    (("Conv", "Relu", "MatMul"), "int8-static"), (("MatMul", "Relu"), "int8-dynamic"),
+    (("Conv", "MatMul", "Softmax", "MatMul", "Softmax"), "int8-dynamic"), (("Relu",), None),
+])  # fmt: skip
 def test_scheme_matches_operators_of_graph(
     operators: tuple[str, ...], expected: str | None, tmp_path: Path
 ) -> None:

@@ -80,14 +80,10 @@ def test_init_recipe_plans_on_every_machine(tmp_path, models, monkeypatch, machi
     assert ("tensorrt" in [step.stage for step in plan.steps]) == machine.gpu
 
 
-@pytest.mark.parametrize(
-    ("family", "task", "calibrated"),
-    [
-        ("bert", "text-classification", "int8-static"),
-        ("marian", "translation", "int4"),
-        ("llama", "language-modeling", "int4"),
-    ],
-)
+@pytest.mark.parametrize(("family", "task", "calibrated"), [
+    ("bert", "text-classification", "int8-static"), ("marian", "translation", "int4"),
+    ("llama", "language-modeling", "int4"),
+])  # fmt: skip
 @pytest.mark.parametrize("with_calibration", [False, True])
 def test_model_without_training_samples_is_only_quantized(
     tmp_path, models, family, task, calibrated, with_calibration
@@ -195,16 +191,13 @@ def test_pruned_classifier_is_distilled_with_enough_samples(tmp_path, models):
     assert rows(6_200).step("small").stage == "prune"
 
 
-@pytest.mark.parametrize(
-    ("row", "task"),
-    [
-        ({"text": "a", "label": 1}, "text-classification"),
-        ({"sentence": "a", "label": "good"}, "text-classification"),
-        ({"text": "a", "text_b": "b", "label": "contradiction"}, "text-classification"),
-        ({"text": "a", "text_b": "b", "label": 0.5}, "sentence-similarity"),
-        ({"text": "a"}, "sentence-similarity"),
-    ],
-)
+@pytest.mark.parametrize(("row", "task"), [
+    ({"text": "a", "label": 1}, "text-classification"),
+    ({"sentence": "a", "label": "good"}, "text-classification"),
+    ({"text": "a", "text_b": "b", "label": "contradiction"}, "text-classification"),
+    ({"text": "a", "text_b": "b", "label": 0.5}, "sentence-similarity"),
+    ({"text": "a"}, "sentence-similarity"),
+])  # fmt: skip
 def test_labeled_texts_make_any_encoder_a_classifier(tmp_path, models, row, task):
     data = tmp_path / "train.jsonl"
     rows = [row | {"text" if "text" in row else "sentence": f"text {i}"} for i in range(40)]

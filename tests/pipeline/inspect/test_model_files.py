@@ -62,19 +62,13 @@ def _words(count, added=()):
     return {"model": {"type": "BPE", "vocab": vocabulary}, "added_tokens": [{"id": i} for i in added]}
 
 
-@pytest.mark.parametrize(
-    ("tokenizer", "code", "named"),
-    [
-        (_unigram(10), None, ()),
-        (_unigram(11), "tokenizer-mismatch", ("up to 10,", "10 rows")),
-        (_words(10), None, ()),
-        (_words(10, added=(3, 9)), None, ()),
-        (_words(10, added=(10,)), "tokenizer-mismatch", ("up to 10,", "10 rows")),
-        ({"model": {"vocab": {"a": "b"}}}, "damaged-tokenizer", ()),
-        ({"model": None}, None, ()),
-        ([], "damaged-tokenizer", ("tokenizer.json",)),
-    ],
-)
+@pytest.mark.parametrize(("tokenizer", "code", "named"), [
+    (_unigram(10), None, ()), (_unigram(11), "tokenizer-mismatch", ("up to 10,", "10 rows")),
+    (_words(10), None, ()), (_words(10, added=(3, 9)), None, ()),
+    (_words(10, added=(10,)), "tokenizer-mismatch", ("up to 10,", "10 rows")),
+    ({"model": {"vocab": {"a": "b"}}}, "damaged-tokenizer", ()), ({"model": None}, None, ()),
+    ([], "damaged-tokenizer", ("tokenizer.json",)),
+])  # fmt: skip
 def test_highest_token_id_must_have_embedding_row(tmp_path, tokenizer, code, named):
     config = _model(tmp_path)
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))

@@ -219,16 +219,11 @@ def test_fetch_model_downloads_only_safe_files(bert: Path, monkeypatch: pytest.M
     assert all(value in str(excinfo.value) for value in ("a/gone", "offline"))
 
 
-@pytest.mark.parametrize(
-    ("kind", "files", "expected"),
-    [
-        ("distilbert", ["vocab.txt"], []),
-        ("distilbert", [], ["tokenizer.json or vocab.txt"]),
-        ("roberta", ["tokenizer.json"], []),
-        ("roberta", ["vocab.json", "merges.txt"], []),
-        ("roberta", ["vocab.json"], ["tokenizer.json or vocab.json and merges.txt"]),
-    ],
-)
+@pytest.mark.parametrize(("kind", "files", "expected"), [
+    ("distilbert", ["vocab.txt"], []), ("distilbert", [], ["tokenizer.json or vocab.txt"]),
+    ("roberta", ["tokenizer.json"], []), ("roberta", ["vocab.json", "merges.txt"], []),
+    ("roberta", ["vocab.json"], ["tokenizer.json or vocab.json and merges.txt"]),
+])  # fmt: skip
 def test_classifier_families_require_their_tokenizer_files(
     bert: Path, kind: str, files: list[str], expected: list[str]
 ) -> None:

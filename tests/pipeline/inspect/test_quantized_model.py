@@ -51,18 +51,13 @@ def test_schemes_are_ordered_by_number_of_matrices(folder):
     assert inspect_quantization(folder / "broken", config) is None
 
 
-@pytest.mark.parametrize(
-    ("stage", "code", "named"),
-    [
-        ("factorize: {}", "already-quantized", ("int3 and int4",)),
-        ("onnx: {target: openvino}", "unsupported-scheme", ("int3 weights (MatMulNBits)", "(int3 and int4)")),
-        ("finetune: {qat: {weight_splitting: true}}", "unsupported-scheme", ("int3",)),
-        ("finetune: {qat: {scales: lsq}}", None, ()),
-        ("prune: {}", None, ()),
-        ("sparsify: {}", None, ()),
-        ("onnx: {autotune: true}", None, ()),
-    ],
-)
+@pytest.mark.parametrize(("stage", "code", "named"), [
+    ("factorize: {}", "already-quantized", ("int3 and int4",)),
+    ("onnx: {target: openvino}", "unsupported-scheme", ("int3 weights (MatMulNBits)", "(int3 and int4)")),
+    ("finetune: {qat: {weight_splitting: true}}", "unsupported-scheme", ("int3",)),
+    ("finetune: {qat: {scales: lsq}}", None, ()), ("prune: {}", None, ()), ("sparsify: {}", None, ()),
+    ("onnx: {autotune: true}", None, ()),
+])  # fmt: skip
 def test_quantized_artifact_is_planned_by_its_schemes(stage, code, named, folder):
     (folder / "r.yaml").write_text(RECIPE.replace("STAGE", stage))
     if code is None:

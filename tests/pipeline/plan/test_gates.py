@@ -95,18 +95,13 @@ def test_timed_step_names_must_exist(folder: Path) -> None:
     assert "'prune'?" in error.message
 
 
-@pytest.mark.parametrize(
-    ("rows", "branches", "chosen", "same", "expected"),
-    [
-        (100, 2, None, False, "validation"),
-        (99, 2, None, False, "test"),  # too few to choose by
-        (None, 2, None, False, "validation"),  # a file that was not read is large
-        (100, 1, None, False, "test"),  # nothing competes
-        (100, 2, None, True, "test"),  # the same file
-        (100, 2, "test", False, "test"),
-        (5, 1, "validation", False, "validation"),
-    ],
-)
+@pytest.mark.parametrize(("rows", "branches", "chosen", "same", "expected"), [
+    (100, 2, None, False, "validation"), (99, 2, None, False, "test"),  # too few to choose by
+    (None, 2, None, False, "validation"),  # a file that was not read is large
+    (100, 1, None, False, "test"),  # nothing competes
+    (100, 2, None, True, "test"),  # the same file
+    (100, 2, "test", False, "test"), (5, 1, "validation", False, "validation"),
+])  # fmt: skip
 def test_branches_are_compared_on_validation_split(rows, branches, chosen, same, expected) -> None:
     files = {"validation": "v.jsonl", "test": "v.jsonl" if same else "t.jsonl"}
     data = SimpleNamespace(split_files=lambda: files, split_sources=lambda: files)

@@ -46,50 +46,32 @@ def test_splits_of_one_file_are_planned(folder: Path) -> None:
     assert large.read_data()["train"].fingerprint == plan.splits["train"].fingerprint
 
 
-@pytest.mark.parametrize(
-    ("data", "code", "setting"),
-    [
-        ("{train: train.jsonl}", "missing-setting", "data.test"),
-        ("{split: {test: 0.1}}", "missing-data", "data.split"),
-        ("{train: train.jsonl, split: {validation: 0.1}}", "missing-setting", "data.test"),
-        (
-            "{train: train.jsonl, test: test.jsonl, split: {test: 0.1}}",
-            "settings-conflict",
-            "data.split.test",
-        ),
-        ("{train: train.jsonl, split: {test: 1}}", "wrong-value", "data.split.test"),
-        ("{train: train.jsonl, split: {test: 0.5, validation: 0.5}}", "shares-too-large", "data.split"),
-        (
-            "{train: train.jsonl, split: {calibration: 0.5, test: 0.1}}",
-            "unknown-setting",
-            "data.split.calibration",
-        ),
-        ("{train: few.jsonl, split: {test: 0.1}}", "too-few-texts", "data.train"),
-    ],
-)
+@pytest.mark.parametrize(("data", "code", "setting"), [
+    ("{train: train.jsonl}", "missing-setting", "data.test"),
+    ("{split: {test: 0.1}}", "missing-data", "data.split"),
+    ("{train: train.jsonl, split: {validation: 0.1}}", "missing-setting", "data.test"),
+    ("{train: train.jsonl, test: test.jsonl, split: {test: 0.1}}", "settings-conflict", "data.split.test"),
+    ("{train: train.jsonl, split: {test: 1}}", "wrong-value", "data.split.test"),
+    ("{train: train.jsonl, split: {test: 0.5, validation: 0.5}}", "shares-too-large", "data.split"),
+    ("{train: train.jsonl, split: {calibration: 0.5, test: 0.1}}", "unknown-setting",
+     "data.split.calibration"),
+    ("{train: few.jsonl, split: {test: 0.1}}", "too-few-texts", "data.train"),
+])  # fmt: skip
 def test_impossible_splits_are_rejected(folder: Path, data: str, code: str, setting: str) -> None:
     (folder / "few.jsonl").write_text('{"source": "a", "target": "b"}\n' * 9)
     errors = plan_errors(folder, "[]", head=f"model: model\ntask: translation\ndata: {data}\n")
     assert message_locations(errors) == [(code, setting, 3)]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "code", "named"),
-    [
-        ("model", None, "not-a-file", "'test'"),
-        ("tset.jsonl", None, "missing-file", "'test.jsonl'?"),
-        ("empty.jsonl", b"", "empty-data", "empty.jsonl"),
-        # a time of 0: the id of a test must be the same in every process
-        ("broken.jsonl.gz", gzip.compress(b"x" * 99, mtime=0)[:-12], "unreadable-file", "broken.jsonl.gz"),
-        (
-            "garbage.jsonl.gz",
-            b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x00garbage",
-            "unreadable-file",
-            "garbage.jsonl.gz",
-        ),
-        ("odd.xyz", b"a", "unknown-file-type", "'.xyz'"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "code", "named"), [
+    ("model", None, "not-a-file", "'test'"), ("tset.jsonl", None, "missing-file", "'test.jsonl'?"),
+    ("empty.jsonl", b"", "empty-data", "empty.jsonl"),
+    # a time of 0: the id of a test must be the same in every process
+    ("broken.jsonl.gz", gzip.compress(b"x" * 99, mtime=0)[:-12], "unreadable-file", "broken.jsonl.gz"),
+    ("garbage.jsonl.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x00garbage", "unreadable-file",
+     "garbage.jsonl.gz"),
+    ("odd.xyz", b"a", "unknown-file-type", "'.xyz'"),
+])  # fmt: skip
 def test_invalid_data_files_are_rejected(
     folder: Path, name: str, content: bytes | None, code: str, named: str
 ) -> None:

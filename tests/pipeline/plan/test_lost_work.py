@@ -33,56 +33,36 @@ LEARNED_PARTS = ("finetune", {"learned_masks": {"targets": [], "parts": ["attent
 GPTQ = ("quantize", {"scheme": "int4", "method": "gptq"})
 
 
-@pytest.mark.parametrize(
-    ("steps", "code", "maker"),
-    [
-        ((PATTERN, "prune"), "pattern-lost", "sparsify-0"),
-        ((PATTERN, "finetune", "prune"), "pattern-lost", "sparsify-0"),
-        (("finetune", "drop-layers"), "training-lost", "finetune-0"),
-        (("distill", "prune", "drop-layers"), "training-lost", "distill-0"),
-        (("finetune", "distill", "drop-layers"), "training-lost", "distill-1"),
-        (("shortlist", "trim-vocabulary"), "shortlist-lost", "shortlist-0"),
-        (("prune", UNEVEN, "finetune", "share-weights"), "widths-lost", "prune-1"),
-        ((MASKS, "share-weights"), "widths-lost", "finetune-0"),
-        ((PATTERN, MASKS), "pattern-lost", "sparsify-0"),
-        ((PATTERN, NARROWER), "pattern-lost", "sparsify-0"),
-        (("sparsify", DIVIDED), "zeros-lost", "sparsify-0"),
-        ((MOVED, DIVIDED), "zeros-lost", "finetune-0"),
-        ((PARTS, "prune", "drop-layers"), "parts-lost", "drop-layers-0"),
-        ((LEARNED_PARTS, "drop-layers", "finetune"), "parts-lost", "finetune-0"),
-        ((PARTS, ("distill", {"student": {"layers": 1}})), "parts-lost", "drop-layers-0"),
-        ((GPTQ, "distill"), "codes-lost", "quantize-0"),
-    ],
-)
+@pytest.mark.parametrize(("steps", "code", "maker"), [
+    ((PATTERN, "prune"), "pattern-lost", "sparsify-0"),
+    ((PATTERN, "finetune", "prune"), "pattern-lost", "sparsify-0"),
+    (("finetune", "drop-layers"), "training-lost", "finetune-0"),
+    (("distill", "prune", "drop-layers"), "training-lost", "distill-0"),
+    (("finetune", "distill", "drop-layers"), "training-lost", "distill-1"),
+    (("shortlist", "trim-vocabulary"), "shortlist-lost", "shortlist-0"),
+    (("prune", UNEVEN, "finetune", "share-weights"), "widths-lost", "prune-1"),
+    ((MASKS, "share-weights"), "widths-lost", "finetune-0"), ((PATTERN, MASKS), "pattern-lost", "sparsify-0"),
+    ((PATTERN, NARROWER), "pattern-lost", "sparsify-0"), (("sparsify", DIVIDED), "zeros-lost", "sparsify-0"),
+    ((MOVED, DIVIDED), "zeros-lost", "finetune-0"),
+    ((PARTS, "prune", "drop-layers"), "parts-lost", "drop-layers-0"),
+    ((LEARNED_PARTS, "drop-layers", "finetune"), "parts-lost", "finetune-0"),
+    ((PARTS, ("distill", {"student": {"layers": 1}})), "parts-lost", "drop-layers-0"),
+    ((GPTQ, "distill"), "codes-lost", "quantize-0"),
+])  # fmt: skip
 def test_lost_work_is_reported_once(steps, code, maker):
     ((lost_code, text),) = lost_results_of(*steps)
     assert lost_code == code
     assert f"'{maker}'" in text
 
 
-@pytest.mark.parametrize(
-    "steps",
-    [
-        (("sparsify", {"sparsity": 0.5}), "prune"),
-        ("drop-layers", PARTS, "distill"),
-        ("sparsify", "share-weights"),
-        (DIVIDED, "sparsify"),
-        ("sparsify", DIVIDED, "sparsify"),
-        (PARTS, PARTS),
-        ("prune", PATTERN),
-        (PATTERN, "prune", PATTERN),
-        ("finetune", "drop-layers", "finetune"),
-        ("finetune", "drop-layers", "prune", "distill"),
-        ("drop-layers", "finetune"),
-        ("trim-vocabulary", "shortlist"),
-        ("shortlist", "trim-vocabulary", "shortlist"),
-        ("share-weights", UNEVEN),
-        ("prune", "share-weights"),
-        (NARROWER, "share-weights"),
-        (MASKS, PATTERN),
-        ("quantize", "finetune"),
-        (GPTQ, ("finetune", {"lora": {}})),
-    ],
-)
+@pytest.mark.parametrize("steps", [
+    (("sparsify", {"sparsity": 0.5}), "prune"), ("drop-layers", PARTS, "distill"),
+    ("sparsify", "share-weights"), (DIVIDED, "sparsify"), ("sparsify", DIVIDED, "sparsify"), (PARTS, PARTS),
+    ("prune", PATTERN), (PATTERN, "prune", PATTERN), ("finetune", "drop-layers", "finetune"),
+    ("finetune", "drop-layers", "prune", "distill"), ("drop-layers", "finetune"),
+    ("trim-vocabulary", "shortlist"), ("shortlist", "trim-vocabulary", "shortlist"),
+    ("share-weights", UNEVEN), ("prune", "share-weights"), (NARROWER, "share-weights"), (MASKS, PATTERN),
+    ("quantize", "finetune"), (GPTQ, ("finetune", {"lora": {}})),
+])  # fmt: skip
 def test_work_not_lost_or_redone_is_not_reported(steps):
     assert lost_results_of(*steps) == []

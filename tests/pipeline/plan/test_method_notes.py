@@ -10,17 +10,12 @@ from tests.support.standins.stage_stand_ins import plan_stages
 pytest_plugins = ["tests.support.standins.stage_stand_ins"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "noted"),
-    [
-        ("scheme: int2, method: hqq", True),
-        ("scheme: int3, method: hqq, embedding_scheme: int2", True),
-        ("scheme: int3, method: hqq, embedding_scheme: int2, embeddings: false, output_layer: false", False),
-        ("scheme: int3, method: hqq", False),
-        ("scheme: int2, method: rtn", False),
-        ("mixed_precision: {target_bits: 6.5}, method: hqq", False),
-    ],
-)
+@pytest.mark.parametrize(("settings", "noted"), [
+    ("scheme: int2, method: hqq", True), ("scheme: int3, method: hqq, embedding_scheme: int2", True),
+    ("scheme: int3, method: hqq, embedding_scheme: int2, embeddings: false, output_layer: false", False),
+    ("scheme: int3, method: hqq", False), ("scheme: int2, method: rtn", False),
+    ("mixed_precision: {target_bits: 6.5}, method: hqq", False),
+])  # fmt: skip
 def test_hqq_at_two_bits_is_noted(translator: Path, settings: str, noted: bool) -> None:
     notes = plan_stages(translator, f"[quantize: {{{settings}}}]").notes
     assert ("hqq-two-bits" in message_codes(notes)) == noted

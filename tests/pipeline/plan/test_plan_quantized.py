@@ -29,137 +29,68 @@ def advice(loaded_plan: Plan) -> list[Message]:
     return [warning for warning in loaded_plan.warnings if warning.step is not None]
 
 
-@pytest.mark.parametrize(
-    ("stages", "location", "named"),
-    [
-        (
-            "[quantize: {scheme: int4}, onnx: {target: tensorrt}]",
-            ("unsupported-options", "stages[1].onnx.target"),
-            ("`symmetric: positive` and `accuracy_level: 0`", "'quantize'", "`from: model`"),
-        ),
-        (
-            "[quantize: {scheme: int4, group_size: 32, symmetric: false}, onnx: {target: tensorrt}]",
-            ("unsupported-options", "stages[1].onnx.target"),
-            ("`group_size: 64 or 128` and `symmetric: positive` and `accuracy_level: 0`", "`from: model`"),
-        ),
-        (
-            "[quantize: {scheme: int4, symmetric: positive, accuracy_level: 0},"
-            " onnx: {target: tensorrt, dtype: bf16}]",
-            ("low-precision-scales", "stages[1].onnx.dtype"),
-            ("'quantize'", "dtype: fp32 or fp16."),
-        ),
-        (
-            "[quantize: {scheme: int4, symmetric: positive, accuracy_level: 0, embedding_scheme:"
-            " int8-static},"
-            " onnx: {target: tensorrt, dtype: fp16}]",
-            ("low-precision-scales", "stages[1].onnx.dtype"),
-            ("'quantize'", "dtype: fp32."),
-        ),
-        (
-            "[quantize: {scheme: int4, symmetric: positive, accuracy_level: 0},"
-            " onnx: {target: ort-tensorrt}]",
-            ("unsupported-scheme", "stages[1].onnx.target"),
-            ("int4", "`from: model`", "target: ort-cpu or tensorrt or openvino, ", "with int8-static."),
-        ),
-        (
-            "[quantize: {scheme: int2}, onnx: {target: tensorrt}]",
-            ("unsupported-scheme", "stages[1].onnx.target"),
-            ("int2", "'quantize'", "`from: model`", "target: ort-cpu, ", "with int8-static or int4."),
-        ),
-        (
-            "[quantize: {scheme: binary}, distill: {}, onnx: {target: ort-cuda}]",
-            ("unsupported-scheme", "stages[2].onnx.target"),
-            ("binary", "int8", "'quantize'", "`from: model`", "target: ort-cpu."),
-        ),
-        (
-            "[quantize: {scheme: int8-static}, onnx: {target: ort-cuda}]",
-            ("unsupported-scheme", "stages[1].onnx.target"),
-            ("static int8", "`from: model`", "target: ort-cpu or tensorrt or openvino"),
-        ),
-        (
-            "[quantize: {scheme: bnb-nf4}, onnx: {target: openvino}]",
-            ("unsupported-scheme", "stages[1].onnx.target"),
-            ("bnb-nf4", "target: ort-cpu, ", "with int8-static or int8-groupwise or int4."),
-        ),
-        (
-            "[quantize: {mixed_precision: {target_bits: 4.5}}, onnx: {target: openvino}]",
-            ("unsupported-scheme", "stages[1].onnx.target"),
-            (
-                "int2",
-                "int3",
-                "target: ort-cpu, ",
-                "'quantize' `mixed_precision: {bit_widths: [4, 8]}`, ",
-                "with int8-static or int8-groupwise or int4 in place of mixed_precision.",
-            ),
-        ),
-        (
-            "[quantize: {mixed_precision: {target_bits: 3}}, onnx: {target: openvino}]",
-            ("unsupported-scheme", "stages[1].onnx.target"),
-            ("`mixed_precision: {bit_widths: [4, 8]}`", "between 4.25 and 8.25, "),
-        ),
-        (
-            "[quantize: {mixed_precision: {target_bits: 4.5}}, onnx: {target: tensorrt}]",
-            ("unsupported-scheme", "stages[1].onnx.target"),
-            ("target: ort-cpu, or quantize with int8-static or int4 in place of mixed_precision.",),
-        ),
-        (
-            "[shortlist: {}, quantize: {scheme: bnb-nf4}, onnx: {}]",
-            ("unsupported-scheme", "stages[2].onnx"),
-            ("bnb-nf4", "'quantize' `embedding_scheme: int8-dynamic`", "`generation_graph: false`"),
-        ),
-        (
-            "[quantize: {}, share-weights: {}]",
-            ("already-quantized", "stages[1].share-weights"),
-            ("'quantize'", "int8-dynamic", "`from: model`"),
-        ),
-        (
-            "[share-weights: {low_rank_delta: {rank: 4}}, finetune: {}, prune: {}]",
-            ("impossible-order", "stages[2].prune"),
-            ("'share-weights'", "`from: model`"),
-        ),
-        (
-            "[share-weights: {low_rank_delta: {rank: 4}}, finetune: {learned_masks: {keep_ratio: 0.5}}]",
-            ("impossible-order", "stages[1].finetune"),
-            ("'share-weights'",),
-        ),
-        (
-            "[quantize: {scheme: binary, symmetric: false}]",
-            ("unused-setting", "stages[0].quantize"),
-            ("symmetric", "binary"),
-        ),
-        (
-            "[quantize: {granularity: group}]",
-            ("wrong-value", "stages[0].quantize"),
-            ("group", "int8-dynamic", "channel, tensor"),
-        ),
-        (
-            "[quantize: {group_size: 64}]",
-            ("unused-setting", "stages[0].quantize"),
-            ("group_size", "int8-dynamic"),
-        ),
-        (
-            "[quantize: {scheme: binary, group_size: 16}]",
-            ("wrong-value", "stages[0].quantize"),
-            ("32, 64 or 128",),
-        ),
-        (
-            "[quantize: {mixed_precision: {target_bits: 1.5}}]",
-            ("budget-out-of-range", "stages[0].quantize"),
-            ("2.25", "8.25"),
-        ),
-        (
-            "[quantize: {mixed_precision: {target_bits: 4}}, factorize: {}]",
-            ("already-quantized", "stages[1].factorize"),
-            ("'quantize'", "int2 and int3 and int4 and int8-groupwise"),
-        ),
-        (
-            "[quantize: {mixed_precision: {max_drop: 0.5}}]",
-            ("missing-data", "stages[0].quantize"),
-            ("validation",),
-        ),
-        ("[quantize: {scheme: itn4}]", ("wrong-value", "stages[0].quantize.scheme"), ("'int4'?",)),
-    ],
-)
+@pytest.mark.parametrize(("stages", "location", "named"), [
+    ("[quantize: {scheme: int4}, onnx: {target: tensorrt}]",
+     ("unsupported-options", "stages[1].onnx.target"),
+     ("`symmetric: positive` and `accuracy_level: 0`", "'quantize'", "`from: model`")),
+    ("[quantize: {scheme: int4, group_size: 32, symmetric: false}, onnx: {target: tensorrt}]",
+     ("unsupported-options", "stages[1].onnx.target"),
+     ("`group_size: 64 or 128` and `symmetric: positive` and `accuracy_level: 0`", "`from: model`")),
+    ("[quantize: {scheme: int4, symmetric: positive, accuracy_level: 0},"
+     " onnx: {target: tensorrt, dtype: bf16}]", ("low-precision-scales", "stages[1].onnx.dtype"),
+     ("'quantize'", "dtype: fp32 or fp16.")),
+    ("[quantize: {scheme: int4, symmetric: positive, accuracy_level: 0, embedding_scheme:" " int8-static},"
+     " onnx: {target: tensorrt, dtype: fp16}]", ("low-precision-scales", "stages[1].onnx.dtype"),
+     ("'quantize'", "dtype: fp32.")),
+    ("[quantize: {scheme: int4, symmetric: positive, accuracy_level: 0}," " onnx: {target: ort-tensorrt}]",
+     ("unsupported-scheme", "stages[1].onnx.target"),
+     ("int4", "`from: model`", "target: ort-cpu or tensorrt or openvino, ", "with int8-static.")),
+    ("[quantize: {scheme: int2}, onnx: {target: tensorrt}]", ("unsupported-scheme", "stages[1].onnx.target"),
+     ("int2", "'quantize'", "`from: model`", "target: ort-cpu, ", "with int8-static or int4.")),
+    ("[quantize: {scheme: binary}, distill: {}, onnx: {target: ort-cuda}]",
+     ("unsupported-scheme", "stages[2].onnx.target"),
+     ("binary", "int8", "'quantize'", "`from: model`", "target: ort-cpu.")),
+    ("[quantize: {scheme: int8-static}, onnx: {target: ort-cuda}]",
+     ("unsupported-scheme", "stages[1].onnx.target"),
+     ("static int8", "`from: model`", "target: ort-cpu or tensorrt or openvino")),
+    ("[quantize: {scheme: bnb-nf4}, onnx: {target: openvino}]",
+     ("unsupported-scheme", "stages[1].onnx.target"),
+     ("bnb-nf4", "target: ort-cpu, ", "with int8-static or int8-groupwise or int4.")),
+    ("[quantize: {mixed_precision: {target_bits: 4.5}}, onnx: {target: openvino}]",
+     ("unsupported-scheme", "stages[1].onnx.target"), ("int2", "int3", "target: ort-cpu, ",
+     "'quantize' `mixed_precision: {bit_widths: [4, 8]}`, ",
+     "with int8-static or int8-groupwise or int4 in place of mixed_precision.")),
+    ("[quantize: {mixed_precision: {target_bits: 3}}, onnx: {target: openvino}]",
+     ("unsupported-scheme", "stages[1].onnx.target"),
+     ("`mixed_precision: {bit_widths: [4, 8]}`", "between 4.25 and 8.25, ")),
+    ("[quantize: {mixed_precision: {target_bits: 4.5}}, onnx: {target: tensorrt}]",
+     ("unsupported-scheme", "stages[1].onnx.target"),
+     ("target: ort-cpu, or quantize with int8-static or int4 in place of mixed_precision.",)),
+    ("[shortlist: {}, quantize: {scheme: bnb-nf4}, onnx: {}]", ("unsupported-scheme", "stages[2].onnx"),
+     ("bnb-nf4", "'quantize' `embedding_scheme: int8-dynamic`", "`generation_graph: false`")),
+    ("[quantize: {}, share-weights: {}]", ("already-quantized", "stages[1].share-weights"),
+     ("'quantize'", "int8-dynamic", "`from: model`")),
+    ("[share-weights: {low_rank_delta: {rank: 4}}, finetune: {}, prune: {}]",
+     ("impossible-order", "stages[2].prune"), ("'share-weights'", "`from: model`")),
+    ("[share-weights: {low_rank_delta: {rank: 4}}, finetune: {learned_masks: {keep_ratio: 0.5}}]",
+     ("impossible-order", "stages[1].finetune"), ("'share-weights'",)),
+    ("[quantize: {scheme: binary, symmetric: false}]", ("unused-setting", "stages[0].quantize"),
+     ("symmetric", "binary")),
+    ("[quantize: {granularity: group}]", ("wrong-value", "stages[0].quantize"),
+     ("group", "int8-dynamic", "channel, tensor")),
+    ("[quantize: {group_size: 64}]", ("unused-setting", "stages[0].quantize"),
+     ("group_size", "int8-dynamic")),
+    ("[quantize: {scheme: binary, group_size: 16}]", ("wrong-value", "stages[0].quantize"),
+     ("32, 64 or 128",)),
+    ("[quantize: {mixed_precision: {target_bits: 1.5}}]", ("budget-out-of-range", "stages[0].quantize"),
+     ("2.25", "8.25")),
+    ("[quantize: {mixed_precision: {target_bits: 4}}, factorize: {}]",
+     ("already-quantized", "stages[1].factorize"),
+     ("'quantize'", "int2 and int3 and int4 and int8-groupwise")),
+    ("[quantize: {mixed_precision: {max_drop: 0.5}}]", ("missing-data", "stages[0].quantize"),
+     ("validation",)),
+    ("[quantize: {scheme: itn4}]", ("wrong-value", "stages[0].quantize.scheme"), ("'int4'?",)),
+])  # fmt: skip
 def test_impossible_quantized_plans_are_rejected(translator, stages, location, named):
     with raises_code(location[0], InputError) as excinfo:
         plan(translator, stages)
@@ -204,15 +135,10 @@ def test_step_requiring_calibration_data_is_rejected_without_it(translator):
     assert "data: {calibration: FILE}" in str(excinfo.value)
 
 
-@pytest.mark.parametrize(
-    ("codes", "graph"),
-    [
-        ("scheme: bnb-nf4, embedding_scheme: int8-dynamic", ""),
-        ("scheme: bnb-nf4, output_layer: false", ""),
-        ("scheme: bnb-nf4", "generation_graph: false"),
-        ("scheme: int4", ""),
-    ],
-)
+@pytest.mark.parametrize(("codes", "graph"), [
+    ("scheme: bnb-nf4, embedding_scheme: int8-dynamic", ""), ("scheme: bnb-nf4, output_layer: false", ""),
+    ("scheme: bnb-nf4", "generation_graph: false"), ("scheme: int4", ""),
+])  # fmt: skip
 def test_shortlist_works_with_row_gatherable_schemes(translator: Path, codes: str, graph: str) -> None:
     plan(translator, f"[shortlist: {{}}, quantize: {{{codes}}}, onnx: {{{graph}}}]")
 
@@ -221,14 +147,11 @@ def test_adapters_may_follow_quantize(translator: Path) -> None:
     plan(translator, "[quantize: {scheme: bnb-nf4}, finetune: {lora: {rank: 4}}, onnx: {}]")
 
 
-@pytest.mark.parametrize(
-    ("stages", "package", "release"),
-    [
-        ("[quantize: {scheme: bnb-nf4}]", "bitsandbytes", "0.48"),
-        ("[quantize: {embedding_scheme: bnb-int8}]", "bitsandbytes", "0.48"),
-        ("[finetune: {lora: {rank: 4}}]", "peft", "0.18"),
-    ],
-)
+@pytest.mark.parametrize(("stages", "package", "release"), [
+    ("[quantize: {scheme: bnb-nf4}]", "bitsandbytes", "0.48"),
+    ("[quantize: {embedding_scheme: bnb-int8}]", "bitsandbytes", "0.48"),
+    ("[finetune: {lora: {rank: 4}}]", "peft", "0.18"),
+])  # fmt: skip
 def test_outdated_package_is_reported_by_step_that_needs_it(
     translator: Path, monkeypatch: pytest.MonkeyPatch, stages: str, package: str, release: str
 ) -> None:
@@ -255,14 +178,11 @@ def scored_by(translator: Path, metric: str, score: str) -> Plan:
     return load_plan(path)
 
 
-@pytest.mark.parametrize(
-    ("metric", "score", "named"),
-    [
-        ("chrf", "score: {quality: [bleu]}\n", ("'chrf'", "only bleu.")),
-        ("blue", "", ("'blue'", "only bleu, chrf, ", "'bleu'?")),
-        ("agreement", "score: {quality: [bleu, agreement]}\n", ("'agreement'", "only bleu.")),
-    ],
-)
+@pytest.mark.parametrize(("metric", "score", "named"), [
+    ("chrf", "score: {quality: [bleu]}\n", ("'chrf'", "only bleu.")),
+    ("blue", "", ("'blue'", "only bleu, chrf, ", "'bleu'?")),
+    ("agreement", "score: {quality: [bleu, agreement]}\n", ("'agreement'", "only bleu.")),
+])  # fmt: skip
 def test_metric_not_scored_by_recipe_is_rejected(
     translator: Path, metric: str, score: str, named: tuple[str, ...]
 ) -> None:
@@ -291,40 +211,27 @@ def test_suggested_bit_widths_are_accepted_for_target(translator: Path) -> None:
     ).steps
 
 
-@pytest.mark.parametrize(
-    ("stages", "chain"),
-    [
-        (
-            "quantize: {}, finetune: {learned_masks: {keep_ratio: 0.5}}",
-            "- finetune: {learned_masks: {keep_ratio: 0.5}}",
-        ),
-        ("quantize: {}, distill: {sparsify: {}}", "- distill: {sparsify: {sparsity: 0.5}}"),
-        ("quantize: {scheme: binary}, sparsify: {}", "- quantize: {scheme: int8-dynamic}"),
-        ("quantize: {scheme: kmeans4}, drop-layers: {}, sparsify: {}", "- quantize: {scheme: int8-dynamic}"),
-        ("quantize: {low_rank_correction: {rank: 4}}, sparsify: {}", "- finetune: {}"),
-        ("quantize: {scheme: ternary}, distill: {qat: {weight_splitting: true}}, prune: {}", "- prune: {}"),
-        (
-            "quantize: {scheme: ternary}, distill: {qat: {weight_splitting: true}}, sparsify: {}",
-            "- sparsify: {}",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("stages", "chain"), [
+    ("quantize: {}, finetune: {learned_masks: {keep_ratio: 0.5}}",
+     "- finetune: {learned_masks: {keep_ratio: 0.5}}"),
+    ("quantize: {}, distill: {sparsify: {}}", "- distill: {sparsify: {sparsity: 0.5}}"),
+    ("quantize: {scheme: binary}, sparsify: {}", "- quantize: {scheme: int8-dynamic}"),
+    ("quantize: {scheme: kmeans4}, drop-layers: {}, sparsify: {}", "- quantize: {scheme: int8-dynamic}"),
+    ("quantize: {low_rank_correction: {rank: 4}}, sparsify: {}", "- finetune: {}"),
+    ("quantize: {scheme: ternary}, distill: {qat: {weight_splitting: true}}, prune: {}", "- prune: {}"),
+    ("quantize: {scheme: ternary}, distill: {qat: {weight_splitting: true}}, sparsify: {}", "- sparsify: {}"),
+])  # fmt: skip
 def test_stage_unsupported_after_quantize_is_rejected_with_valid_order(translator, stages, chain):
     with raises_code("behind-quantize", InputError) as excinfo:  # as the stage refuses it at work
         plan(translator, f"[{stages}]")
     assert f"`{chain}`" in str(excinfo.value)
 
 
-@pytest.mark.parametrize(
-    ("scheme", "later"),
-    [
-        *matrix_cells(
-            ["int8-dynamic", "binary", "ternary", "kmeans4", "int4", "bnb-nf4"],
-            ["prune: {targets: [heads, ffn]}", "prune: {targets: [width]}"],
-        ),
-        *((scheme, "sparsify: {}") for scheme in ("int8-dynamic", "int4", "ternary", "bnb-nf4")),
-    ],
-)
+@pytest.mark.parametrize(("scheme", "later"), [
+    *matrix_cells(["int8-dynamic", "binary", "ternary", "kmeans4", "int4", "bnb-nf4"],
+        ["prune: {targets: [heads, ffn]}", "prune: {targets: [width]}"]),
+    *((scheme, "sparsify: {}") for scheme in ("int8-dynamic", "int4", "ternary", "bnb-nf4")),
+])  # fmt: skip
 def test_units_and_weights_can_be_removed_after_quantize(translator, scheme, later):
     assert plan(
         translator, f"[quantize: {{scheme: {scheme}}}, {later}, onnx: {{generation_graph: false}}]"

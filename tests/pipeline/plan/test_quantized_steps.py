@@ -116,14 +116,10 @@ def test_only_ternary_layers_are_split_and_only_once(folder):
     harness.smelt("plan", recipe(folder, ternary, "finetune: {}", split, model="float"), code=0)
 
 
-@pytest.mark.parametrize(
-    ("more", "code"),
-    [
-        ("granularity: channel", "row-scales-not-splittable"),
-        ("low_rank_correction: {rank: 2}", "low-rank-not-splittable"),
-        ("low_rank_correction: {rank: 0}", None),
-    ],
-)
+@pytest.mark.parametrize(("more", "code"), [
+    ("granularity: channel", "row-scales-not-splittable"),
+    ("low_rank_correction: {rank: 2}", "low-rank-not-splittable"), ("low_rank_correction: {rank: 0}", None),
+])  # fmt: skip
 def test_unsplittable_ternary_layers_are_rejected_by_plan(folder, more, code):
     ternary, split = f"quantize: {{scheme: ternary, {more}}}", "finetune: {qat: {weight_splitting: true}}"
     if code is None:
@@ -209,18 +205,11 @@ def test_autotune_without_quantized_layers_warns(folder):
     assert autotune_warnings(folder, "onnx: {}") == []
 
 
-@pytest.mark.parametrize(
-    ("scheme", "chooses"),
-    [
-        ("{scheme: int8-dynamic}", True),
-        ("{scheme: int4}", True),
-        ("{scheme: int4, accuracy_level: 0}", False),
-        ("{scheme: int8-groupwise}", False),
-        ("{scheme: pow2}", False),
-        ("{scheme: pow2, embedding_scheme: int4}", True),
-        ("{mixed_precision: {target_bits: 4.5}}", True),
-    ],
-)
+@pytest.mark.parametrize(("scheme", "chooses"), [
+    ("{scheme: int8-dynamic}", True), ("{scheme: int4}", True), ("{scheme: int4, accuracy_level: 0}", False),
+    ("{scheme: int8-groupwise}", False), ("{scheme: pow2}", False),
+    ("{scheme: pow2, embedding_scheme: int4}", True), ("{mixed_precision: {target_bits: 4.5}}", True),
+])  # fmt: skip
 def test_autotune_of_single_operator_scheme_warns(folder, scheme, chooses):
     warnings = autotune_warnings(folder, f"quantize: {scheme}", "finetune: {}", TUNED)
     assert message_codes(warnings) == ([] if chooses else ["nothing-to-tune"])

@@ -40,97 +40,41 @@ def test_invalid_setting_causes_no_further_errors(folder: Path) -> None:
     assert len(plan_errors(folder, "[prune]", head=head)) == 2  # no word of missing training data, or columns
 
 
-@pytest.mark.parametrize(
-    ("stages", "location", "named"),
-    [
-        (
-            "[{onnx: {}, name: onnx-int8}, distill]",
-            ("wrong-model-format", "stages[1].distill", 4),
-            ("'onnx-int8'", "of: model."),
-        ),
-        ("[tensorrt]", ("wrong-model-format", "stages[0].tensorrt", 4), ("'model'", "it: onnx.")),
-        (
-            "[prune, quantize, factorize]",
-            ("already-quantized", "stages[2].factorize", 4),
-            ("'quantize'", "int8-dynamic", "`from: prune`"),
-        ),
-        (
-            "[quantize, quantize]",
-            ("already-quantized", "stages[1].quantize", 4),
-            ("'quantize'", "int8-dynamic", "`from: model`"),
-        ),
-        (
-            "[quantize, {onnx: {target: tensorrt}}]",
-            ("unsupported-scheme", "stages[1].onnx.target", 4),
-            ("'quantize'", "`from: model`", "target: ort-cpu, ", "int8-static or int4."),
-        ),
-        (
-            "[onnx, tensorrt]",
-            ("wrong-target", "stages[1].tensorrt", 4),
-            ("'onnx'", "ort-cpu", "`- onnx: {target: tensorrt}`"),
-        ),
-        (
-            "[prune, {onnx: {}, from: prnue}]",
-            ("unknown-step", "stages[1].from", 4),
-            ("'prnue'", ": model, prune.", "'prune'?"),
-        ),
-        (
-            "[{prune: {}, from: late}, {prune: {}, name: late}]",
-            ("later-step", "stages[0].from", 4),
-            ("'late'", ": model."),
-        ),
-        (
-            "\n  - {prune: {}, name: a}\n  - {prune: {}, name: a}",
-            ("duplicate-step", "stages[1].name", 6),
-            ("'a'", "line 5."),
-        ),
-        (
-            "[prune]\nbaseline: prnue",
-            ("unknown-step", "baseline", 5),
-            ("'prnue'", ": model, prune.", "'prune'?"),
-        ),
-        (
-            "[prune]\ngates: {bleu: {min: 1, at: prnue}}",
-            ("unknown-step", "gates.bleu.at", 5),
-            ("'prnue'", ": model, prune.", "'prune'?"),
-        ),
-        (
-            "[{prune: {keep_ratio: half}}]",
-            ("wrong-value", "stages[0].prune.keep_ratio", 4),
-            ("0 and 1", "'half'"),
-        ),
-        (
-            "[{prune: {}, name: first}, {distill: {teacher: frist}}]",
-            ("unknown-step", "stages[1].distill.teacher", 4),
-            ("'frist'", ": model, first.", "'first'?"),
-        ),
-        (
-            "[{distill: {teacher: late}}, {prune: {}, name: late}]",
-            ("later-step", "stages[0].distill.teacher", 4),
-            ("'late'", ": model."),
-        ),
-        (
-            "[onnx, {distill: {teacher: onnx}, from: model}]",
-            ("wrong-model-format", "stages[1].distill.teacher", 4),
-            ("'onnx'", ": model."),
-        ),
-        (
-            "[{prune: {keep_ratio: 1.5}}]",
-            ("wrong-value", "stages[0].prune.keep_ratio", 4),
-            ("0 and 1", "1.5"),
-        ),
-        (
-            "[{prune: {kep_ratio: 1}}]",
-            ("unknown-setting", "stages[0].prune.kep_ratio", 4),
-            (": keep_ratio, student.", "'keep_ratio'?"),
-        ),
-        (
-            "[{onnx: {target: tensort}}]",
-            ("wrong-value", "stages[0].onnx.target", 4),
-            ("'ort-cpu', 'tensorrt', 'openvino'", "'tensort'", "'tensorrt'?"),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("stages", "location", "named"), [
+    ("[{onnx: {}, name: onnx-int8}, distill]", ("wrong-model-format", "stages[1].distill", 4),
+     ("'onnx-int8'", "of: model.")),
+    ("[tensorrt]", ("wrong-model-format", "stages[0].tensorrt", 4), ("'model'", "it: onnx.")),
+    ("[prune, quantize, factorize]", ("already-quantized", "stages[2].factorize", 4),
+     ("'quantize'", "int8-dynamic", "`from: prune`")),
+    ("[quantize, quantize]", ("already-quantized", "stages[1].quantize", 4),
+     ("'quantize'", "int8-dynamic", "`from: model`")),
+    ("[quantize, {onnx: {target: tensorrt}}]", ("unsupported-scheme", "stages[1].onnx.target", 4),
+     ("'quantize'", "`from: model`", "target: ort-cpu, ", "int8-static or int4.")),
+    ("[onnx, tensorrt]", ("wrong-target", "stages[1].tensorrt", 4),
+     ("'onnx'", "ort-cpu", "`- onnx: {target: tensorrt}`")),
+    ("[prune, {onnx: {}, from: prnue}]", ("unknown-step", "stages[1].from", 4),
+     ("'prnue'", ": model, prune.", "'prune'?")),
+    ("[{prune: {}, from: late}, {prune: {}, name: late}]", ("later-step", "stages[0].from", 4),
+     ("'late'", ": model.")),
+    ("\n  - {prune: {}, name: a}\n  - {prune: {}, name: a}", ("duplicate-step", "stages[1].name", 6),
+     ("'a'", "line 5.")),
+    ("[prune]\nbaseline: prnue", ("unknown-step", "baseline", 5), ("'prnue'", ": model, prune.", "'prune'?")),
+    ("[prune]\ngates: {bleu: {min: 1, at: prnue}}", ("unknown-step", "gates.bleu.at", 5),
+     ("'prnue'", ": model, prune.", "'prune'?")),
+    ("[{prune: {keep_ratio: half}}]", ("wrong-value", "stages[0].prune.keep_ratio", 4),
+     ("0 and 1", "'half'")),
+    ("[{prune: {}, name: first}, {distill: {teacher: frist}}]",
+     ("unknown-step", "stages[1].distill.teacher", 4), ("'frist'", ": model, first.", "'first'?")),
+    ("[{distill: {teacher: late}}, {prune: {}, name: late}]", ("later-step", "stages[0].distill.teacher", 4),
+     ("'late'", ": model.")),
+    ("[onnx, {distill: {teacher: onnx}, from: model}]",
+     ("wrong-model-format", "stages[1].distill.teacher", 4), ("'onnx'", ": model.")),
+    ("[{prune: {keep_ratio: 1.5}}]", ("wrong-value", "stages[0].prune.keep_ratio", 4), ("0 and 1", "1.5")),
+    ("[{prune: {kep_ratio: 1}}]", ("unknown-setting", "stages[0].prune.kep_ratio", 4),
+     (": keep_ratio, student.", "'keep_ratio'?")),
+    ("[{onnx: {target: tensort}}]", ("wrong-value", "stages[0].onnx.target", 4),
+     ("'ort-cpu', 'tensorrt', 'openvino'", "'tensort'", "'tensorrt'?")),
+])  # fmt: skip
 def test_one_mistake_gives_one_message(
     folder: Path, stages: str, location: tuple[str, str, int], named: tuple[str, ...]
 ) -> None:

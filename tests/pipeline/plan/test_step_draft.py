@@ -14,38 +14,24 @@ pytest_plugins = ["tests.support.standins.stage_stand_ins"]
 
 # settings that are wrong each; code and place of the one error; what is named in it
 WRONG = [
-    (
-        "{mixed_precision: {target_bits: 3.5, bit_widths: [4, 8]}}",
-        ("budget-out-of-range", "stages[0].quantize", 4),
-        "3.5",
-    ),
-    (
-        "{mixed_precision: {bit_widths: [4]}}",
-        ("wrong-value", "stages[0].quantize.mixed_precision.bit_widths", 4),
-        "at least 2",
-    ),
+    ("{mixed_precision: {target_bits: 3.5, bit_widths: [4, 8]}}",
+     ("budget-out-of-range", "stages[0].quantize", 4), "3.5"),
+    ("{mixed_precision: {bit_widths: [4]}}",
+     ("wrong-value", "stages[0].quantize.mixed_precision.bit_widths", 4), "at least 2"),
     ("{mixed_precision: 3}", ("wrong-value", "stages[0].quantize.mixed_precision", 4), "target_bits"),
     ("{scheme: int4, granularity: tensor}", ("unused-setting", "stages[0].quantize", 4), "granularity"),
     ("{scheme: itn4}", ("wrong-value", "stages[0].quantize.scheme", 4), "'int4'?"),
     ("{schem: int4}", ("unknown-setting", "stages[0].quantize.schem", 4), "'scheme'?"),
-    (
-        "{scheme: int4, embedding_scheme: itn4}",
-        ("wrong-value", "stages[0].quantize.embedding_scheme", 4),
-        "'int4'?",
-    ),
+    ("{scheme: int4, embedding_scheme: itn4}", ("wrong-value", "stages[0].quantize.embedding_scheme", 4),
+     "'int4'?"),
     ("3", ("wrong-value", "stages[0].quantize", 4), "3"),
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "later",
-    [
-        "onnx: {target: openvino}",
-        "onnx: {target: tensorrt, dtype: fp16}",
-        "finetune: {qat: {scales: lsq}}",
-        "finetune: {qat: {weight_splitting: true}}",
-    ],
-)
+@pytest.mark.parametrize("later", [
+    "onnx: {target: openvino}", "onnx: {target: tensorrt, dtype: fp16}", "finetune: {qat: {scales: lsq}}",
+    "finetune: {qat: {weight_splitting: true}}",
+])  # fmt: skip
 @pytest.mark.parametrize(("settings", "location", "named"), WRONG)
 def test_invalid_quantize_setting_gives_one_error(
     translator: Path, settings: str, location: tuple[str, str, int], named: str, later: str

@@ -31,18 +31,13 @@ def test_unsupported_embedding_scheme_suggests_changing_only_it(translator: Path
     )  # unused
 
 
-@pytest.mark.parametrize(
-    ("codes", "way"),
-    [
-        ("scheme: int3", "with int8-static or int8-groupwise or int4."),
-        ("scheme: binary", "with int8-static or int8-groupwise or int4."),
-        ("scheme: int3, embedding_scheme: int4", "with int8-static or int8-groupwise or int4."),
-        (
-            "scheme: int3, embedding_scheme: int8-dynamic",
-            "with int8-static or int8-groupwise or int4, without `embedding_scheme`.",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("codes", "way"), [
+    ("scheme: int3", "with int8-static or int8-groupwise or int4."),
+    ("scheme: binary", "with int8-static or int8-groupwise or int4."),
+    ("scheme: int3, embedding_scheme: int4", "with int8-static or int8-groupwise or int4."),
+    ("scheme: int3, embedding_scheme: int8-dynamic",
+     "with int8-static or int8-groupwise or int4, without `embedding_scheme`."),
+])  # fmt: skip
 def test_unsupported_layer_scheme_suggests_changing_it(translator: Path, codes: str, way: str) -> None:
     [error] = plan_errors(translator, f"[quantize: {{{codes}}}, onnx: {{target: openvino}}]")
     assert message_locations([error]) == [("unsupported-scheme", "stages[1].onnx.target", 4)]

@@ -163,20 +163,15 @@ def test_labels_differing_in_case_or_blanks_are_counted():
     ]
 
 
-@pytest.mark.parametrize(
-    ("model_config", "more", "named"),
-    [
-        ({"num_beams": 4}, "", "4 beams"),
-        ({"num_beams": 4}, "score: {generation: {max_new_tokens: 9}}", "4 beams"),
-        ({"num_beams": 4}, "score: {generation: {num_beams: 4}}", None),
-        ({"num_beams": 4}, "score: {generation: {num_beams: 1}}", None),
-        ({"num_beams": 4}, "score: {generation: {do_sample: true}}", None),
-        ({"num_beams": 1}, "", None),
-        ({"do_sample": True}, "", "sampling"),
-        ({"do_sample": True}, "score: {generation: {do_sample: false}}", None),
-        ({}, "", None),
-    ],
-)
+@pytest.mark.parametrize(("model_config", "more", "named"), [
+    ({"num_beams": 4}, "", "4 beams"),
+    ({"num_beams": 4}, "score: {generation: {max_new_tokens: 9}}", "4 beams"),
+    ({"num_beams": 4}, "score: {generation: {num_beams: 4}}", None),
+    ({"num_beams": 4}, "score: {generation: {num_beams: 1}}", None),
+    ({"num_beams": 4}, "score: {generation: {do_sample: true}}", None), ({"num_beams": 1}, "", None),
+    ({"do_sample": True}, "", "sampling"),
+    ({"do_sample": True}, "score: {generation: {do_sample: false}}", None), ({}, "", None),
+])  # fmt: skip
 def test_unused_generation_config_of_model_warns(tmp_path, model_config, more, named):
     (tmp_path / "config.json").write_text(json.dumps({"num_beams": 9}))
     (tmp_path / "generation_config.json").write_text(json.dumps(model_config))

@@ -14,21 +14,12 @@ from tests.support.expected_errors import raises_code, raises_setting_codes
 
 # As in the guides of transformers, without optimizer, scheduler and the numbers that Trainer fills in.
 DEEPSPEED = {
-    "fp16": {"enabled": "auto", "loss_scale": 0},
-    "bf16": {"enabled": "auto"},
-    "zero_optimization": {
-        "stage": 3,
-        "offload_optimizer": {"device": "cpu", "pin_memory": True},
-        "offload_param": {"device": "none"},
-        "overlap_comm": True,
-        "sub_group_size": 1e9,
-        "reduce_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-    },
-    "gradient_accumulation_steps": "auto",
-    "train_batch_size": "auto",
-    "steps_per_print": 2000,
-}
+    "fp16": {"enabled": "auto", "loss_scale": 0}, "bf16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "none"}, "overlap_comm": True, "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"},
+    "gradient_accumulation_steps": "auto", "train_batch_size": "auto", "steps_per_print": 2000,
+}  # fmt: skip
 
 
 def write_accelerate(path, kind, **more):
@@ -126,15 +117,10 @@ def test_stage_settings_in_accelerate_file_are_rejected(read, kind, more):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "line",
-    [
-        "blub: 3",
-        "fsdp_config: {fsdp_activation_checkpointing: true}",
-        "dynamo_config: {dynamo_backend: INDUCTOR}",
-        "num_machines: 2",
-    ],
-)
+@pytest.mark.parametrize("line", [
+    "blub: 3", "fsdp_config: {fsdp_activation_checkpointing: true}",
+    "dynamo_config: {dynamo_backend: INDUCTOR}", "num_machines: 2",
+])  # fmt: skip
 def test_unused_settings_in_accelerate_file_are_rejected(line, tmp_path):
     path, launch = tmp_path / "launch.yaml", LaunchSettings(config_file="launch.yaml")
     path.write_text("distributed_type: FSDP\nnum_processes: 2\nnum_machines: '1'\n")

@@ -9,17 +9,11 @@ from smelt.stage import Settings
 from tests.support.expected_errors import raises_code
 
 
-@pytest.mark.parametrize(
-    ("stage", "former_name", "here"),
-    [
-        ("finetune", "lr", "learning_rate"),
-        ("finetune", "num_train_epochs", "epochs"),
-        ("finetune", "lr_scheduler_type", "lr_schedule"),
-        ("prune", "ratio", "keep_ratio"),
-        ("sparsify", "amount", "sparsity"),
-        ("distill", "alpha", "losses"),
-    ],
-)
+@pytest.mark.parametrize(("stage", "former_name", "here"), [
+    ("finetune", "lr", "learning_rate"), ("finetune", "num_train_epochs", "epochs"),
+    ("finetune", "lr_scheduler_type", "lr_schedule"), ("prune", "ratio", "keep_ratio"),
+    ("sparsify", "amount", "sparsity"), ("distill", "alpha", "losses"),
+])  # fmt: skip
 def test_setting_names_of_other_tools_suggest_own_names(stage: str, former_name: str, here: str) -> None:
     kind: type[Settings] = load_stage(stage).settings_type
     assert here in kind.model_fields

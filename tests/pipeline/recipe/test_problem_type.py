@@ -13,17 +13,12 @@ def split(*labels, origin="a.csv"):
     return Split(origin, tuple(Example(f"text {i}", label=x, line=i + 2) for i, x in enumerate(labels)))
 
 
-@pytest.mark.parametrize(
-    ("problem", "train", "test", "strange"),
-    [
-        (SINGLE_LABEL, (0, 1, 0), ("positive", "negative"), ["positive", "negative"]),
-        (SINGLE_LABEL, ("0", "1"), (0, 1.0), []),
-        (SINGLE_LABEL, ("a", "b"), ("a", "B"), ["B"]),
-        (MULTI_LABEL, (("a", "b"), ()), (("a", "c"), ("c",)), ["c"]),
-        (MULTI_LABEL, ("a|b", "b"), ("b|a", ""), []),
-        (REGRESSION, (0.5, 1.5), (99.0,), []),
-    ],
-)
+@pytest.mark.parametrize(("problem", "train", "test", "strange"), [
+    (SINGLE_LABEL, (0, 1, 0), ("positive", "negative"), ["positive", "negative"]),
+    (SINGLE_LABEL, ("0", "1"), (0, 1.0), []), (SINGLE_LABEL, ("a", "b"), ("a", "B"), ["B"]),
+    (MULTI_LABEL, (("a", "b"), ()), (("a", "c"), ("c",)), ["c"]),
+    (MULTI_LABEL, ("a|b", "b"), ("b|a", ""), []), (REGRESSION, (0.5, 1.5), (99.0,), []),
+])  # fmt: skip
 def test_labels_missing_in_train_are_named(problem, train, test, strange):
     data = {"train": split(*train), "test": split(*test), "validation": split(*train)}
     errors = label_errors(NEW, data, problem)

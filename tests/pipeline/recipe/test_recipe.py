@@ -162,70 +162,33 @@ threads: 0
         assert f"'{nearest}'?" in message.message
 
 
-@pytest.mark.parametrize(
-    ("line", "code", "setting", "named"),
-    [
-        ("seed: 1.5", "wrong-value", "seed", ("0 and 4294967295", "1.5")),
-        ("truncation: 1", "wrong-value", "truncation", ("1",)),
-        ("baseline: [model]", "wrong-value", "baseline", ('["model"]',)),
-        ("score: 3", "wrong-value", "score", ("quality, generation, latency, batch_size", "3")),
-        ("score: {quality: bleu}", "wrong-value", "score.quality", ("'bleu'",)),
-        ("score: {quality: [bleu, bleu]}", "duplicate-metric", "score.quality[1]", ("'bleu'",)),
-        (
-            "score: {generation: {num_beams: 0}}",
-            "wrong-value",
-            "score.generation.num_beams",
-            ("1 and 64", "0"),
-        ),
-        (
-            "score: {generation: {num_beams: 4, early_stopping: nevr}}",
-            "wrong-value",
-            "score.generation.early_stopping",
-            ("'nevr'", "'never'?"),
-        ),
-        (
-            "score: {generation: {temperature: 0.7}}",
-            "unused-setting",
-            "score.generation",
-            ("temperature", "do_sample: true"),
-        ),
-        (
-            "score: {latency: {batch_sizes: [0]}}",
-            "wrong-value",
-            "score.latency.batch_sizes",
-            ("1 to 4096", "[0]"),
-        ),
-        ("score: {batch_size: '8'}", "wrong-value", "score.batch_size", ("1 and 4096", "'8'")),
-        ("gates: {bleu: {max_drop: -1}}", "wrong-value", "gates.bleu.max_drop", ("-1",)),
-        ("gates: {bleu: {max: 3}}", "does-not-fit-metric", "gates.bleu.max", ("max_drop or min",)),
-        (
-            "gates: {bleu: {max_drop: 1, confidence: 95}}",
-            "wrong-value",
-            "gates.bleu.confidence",
-            ("0.5 and 0.999", "95"),
-        ),
-        (
-            "gates: {size_bytes: {max: 9, confidence: 0.9}}",
-            "does-not-fit-metric",
-            "gates.size_bytes.confidence",
-            (),
-        ),
-        ("gates: {bleu: {}}", "missing-setting", "gates.bleu", ("max_drop or min",)),
-        (
-            "gates: {blue: {min: 3}}",
-            "unknown-metric",
-            "gates.blue",
-            ("'blue'", "bleu, chrf, rouge1, rouge2, rougeL, speedup, cpu_speedup, size_bytes", "'bleu'?"),
-        ),
-        (
-            "score: {quality: [comet]}",
-            "unknown-metric",
-            "score.quality[0]",
-            ("'comet'", "pickle", "bertscore"),
-        ),
-        ("seed: 1\nseed: 2", "duplicate-key", "seed", ("line 11",)),
-    ],
-)
+@pytest.mark.parametrize(("line", "code", "setting", "named"), [
+    ("seed: 1.5", "wrong-value", "seed", ("0 and 4294967295", "1.5")),
+    ("truncation: 1", "wrong-value", "truncation", ("1",)),
+    ("baseline: [model]", "wrong-value", "baseline", ('["model"]',)),
+    ("score: 3", "wrong-value", "score", ("quality, generation, latency, batch_size", "3")),
+    ("score: {quality: bleu}", "wrong-value", "score.quality", ("'bleu'",)),
+    ("score: {quality: [bleu, bleu]}", "duplicate-metric", "score.quality[1]", ("'bleu'",)),
+    ("score: {generation: {num_beams: 0}}", "wrong-value", "score.generation.num_beams", ("1 and 64", "0")),
+    ("score: {generation: {num_beams: 4, early_stopping: nevr}}", "wrong-value",
+     "score.generation.early_stopping", ("'nevr'", "'never'?")),
+    ("score: {generation: {temperature: 0.7}}", "unused-setting", "score.generation",
+     ("temperature", "do_sample: true")),
+    ("score: {latency: {batch_sizes: [0]}}", "wrong-value", "score.latency.batch_sizes",
+     ("1 to 4096", "[0]")),
+    ("score: {batch_size: '8'}", "wrong-value", "score.batch_size", ("1 and 4096", "'8'")),
+    ("gates: {bleu: {max_drop: -1}}", "wrong-value", "gates.bleu.max_drop", ("-1",)),
+    ("gates: {bleu: {max: 3}}", "does-not-fit-metric", "gates.bleu.max", ("max_drop or min",)),
+    ("gates: {bleu: {max_drop: 1, confidence: 95}}", "wrong-value", "gates.bleu.confidence",
+     ("0.5 and 0.999", "95")),
+    ("gates: {size_bytes: {max: 9, confidence: 0.9}}", "does-not-fit-metric", "gates.size_bytes.confidence",
+     ()),
+    ("gates: {bleu: {}}", "missing-setting", "gates.bleu", ("max_drop or min",)),
+    ("gates: {blue: {min: 3}}", "unknown-metric", "gates.blue",
+     ("'blue'", "bleu, chrf, rouge1, rouge2, rougeL, speedup, cpu_speedup, size_bytes", "'bleu'?")),
+    ("score: {quality: [comet]}", "unknown-metric", "score.quality[0]", ("'comet'", "pickle", "bertscore")),
+    ("seed: 1\nseed: 2", "duplicate-key", "seed", ("line 11",)),
+])  # fmt: skip
 def test_invalid_values_are_explained(line: str, code: str, setting: str, named: tuple[str, ...]) -> None:
     number = 11 + line.count("\n")
     [error] = errors(GOOD + line)
@@ -243,20 +206,16 @@ def test_gates_require_measured_metrics() -> None:
     assert "bleu, speedup, cpu_speedup, size_bytes" in messages[1].message
 
 
-@pytest.mark.parametrize(
-    ("stage", "code", "setting", "read"),
-    [
-        ("{}", "wrong-value", "stages[0]", "{}"),
-        ("3", "wrong-value", "stages[0]", "3"),
-        ("{prune: {}, onnx: {}}", "several-stages", "stages[0]", "2: prune, onnx"),
-        ("{prune: {}, keep_ratio: 0.5}", "unknown-setting", "stages[0].keep_ratio", "prune"),
-        ("{prune: 0.5}", "wrong-value", "stages[0].prune", "0.5"),
-        ("{prune: {}, from: 3}", "wrong-value", "stages[0].from", "3"),
-        ("{prune: {}, optional: 'yes'}", "wrong-value", "stages[0].optional", "'yes'"),
-        ("{prune: {}, name: a/b}", "wrong-value", "stages[0].name", "'a/b'"),
-        ("{prune: {}, name: model}", "reserved-name", "stages[0].name", "'model'"),
-    ],
-)
+@pytest.mark.parametrize(("stage", "code", "setting", "read"), [
+    ("{}", "wrong-value", "stages[0]", "{}"), ("3", "wrong-value", "stages[0]", "3"),
+    ("{prune: {}, onnx: {}}", "several-stages", "stages[0]", "2: prune, onnx"),
+    ("{prune: {}, keep_ratio: 0.5}", "unknown-setting", "stages[0].keep_ratio", "prune"),
+    ("{prune: 0.5}", "wrong-value", "stages[0].prune", "0.5"),
+    ("{prune: {}, from: 3}", "wrong-value", "stages[0].from", "3"),
+    ("{prune: {}, optional: 'yes'}", "wrong-value", "stages[0].optional", "'yes'"),
+    ("{prune: {}, name: a/b}", "wrong-value", "stages[0].name", "'a/b'"),
+    ("{prune: {}, name: model}", "reserved-name", "stages[0].name", "'model'"),
+])  # fmt: skip
 def test_invalid_stages_are_explained(stage: str, code: str, setting: str, read: str) -> None:
     text = f"model: m\ntask: translation\ndata: {{test: t}}\nstages:\n  - {stage}\n"
     [error] = errors(text)
@@ -310,18 +269,13 @@ def test_set_disables_and_enables_latency() -> None:
     assert latency.rounds == 7
 
 
-@pytest.mark.parametrize(
-    ("override", "code", "setting"),
-    [
-        ("seed", "invalid-override", "--set seed"),
-        ("smal.keep_ratio=1", "unknown-setting", "--set smal.keep_ratio=1"),
-        ("small=1", "missing-setting", "--set small=1"),
-        ("seed=x", "wrong-value", "seed"),
-        ("seed=[", "invalid-yaml", "--set seed=["),
-        ("seed=.inf", "not-finite", "--set seed=.inf"),
-        ("small.optional=3", "wrong-value", "stages[0].optional"),
-    ],
-)
+@pytest.mark.parametrize(("override", "code", "setting"), [
+    ("seed", "invalid-override", "--set seed"),
+    ("smal.keep_ratio=1", "unknown-setting", "--set smal.keep_ratio=1"),
+    ("small=1", "missing-setting", "--set small=1"), ("seed=x", "wrong-value", "seed"),
+    ("seed=[", "invalid-yaml", "--set seed=["), ("seed=.inf", "not-finite", "--set seed=.inf"),
+    ("small.optional=3", "wrong-value", "stages[0].optional"),
+])  # fmt: skip
 def test_invalid_overrides_are_explained(override: str, code: str, setting: str) -> None:
     [error] = errors(GOOD, override)
     assert message_locations([error]) == [(code, setting, None)]
@@ -367,11 +321,9 @@ def test_folder_is_rejected_as_recipe_and_init_is_suggested_for_model(tmp_path: 
 
 _BESIDE = "stages prune onnx name from optional batch_sizes beams bleu speedup keep"
 _KEYS = {
-    **RecipeKeys.model_fields,
-    **ScoreSettings.model_fields,
-    **DataSettings.model_fields,
+    **RecipeKeys.model_fields, **ScoreSettings.model_fields, **DataSettings.model_fields,
     **GateSettings.model_fields,
-}
+}  # fmt: skip
 _WORDS = st.sampled_from([*_KEYS, *_BESIDE.split(" ")])
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | _WORDS | st.text(max_size=5),

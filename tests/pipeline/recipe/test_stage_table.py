@@ -38,31 +38,20 @@ def test_every_table_entry_is_valid_stage(stage_name: str) -> None:
 
 
 REPORTED_SETTINGS = [
-    *((stage_name, {}) for stage_name in STAGE_CLASSES),
-    ("prune", {"targets": ["width"]}),
-    ("prune", {"targets": ["channels"]}),
-    ("prune", {"targets": ["channels"], "reconstruct": False}),
-    ("prune", {"budget": {"flops": 0.5}}),
-    ("prune", {"keep_ratio": {"heads": 0.5, "ffn": 0.5}}),
-    ("factorize", {"targets": "embeddings", "rank": 8}),
-    ("factorize", {"method": "tucker", "rank": "vbmf"}),
-    ("factorize", {"parameter_budget": 0.5}),
-    ("sparsify", {"pattern": "2:4"}),
+    *((stage_name, {}) for stage_name in STAGE_CLASSES), ("prune", {"targets": ["width"]}),
+    ("prune", {"targets": ["channels"]}), ("prune", {"targets": ["channels"], "reconstruct": False}),
+    ("prune", {"budget": {"flops": 0.5}}), ("prune", {"keep_ratio": {"heads": 0.5, "ffn": 0.5}}),
+    ("factorize", {"targets": "embeddings", "rank": 8}), ("factorize", {"method": "tucker", "rank": "vbmf"}),
+    ("factorize", {"parameter_budget": 0.5}), ("sparsify", {"pattern": "2:4"}),
     ("quantize", {"mixed_precision": {"target_bits": 4.5}, "method": "gptq"}),
     ("quantize", {"scheme": "int4", "low_rank_correction": {"objective": "outputs"}}),
-    ("finetune", {"qat": {}}),
-    ("finetune", {"qat": {"scales": "lsq"}}),
-    ("finetune", {"sparsify": {}}),
-    ("finetune", {"sparsify": {"method": "soft-movement"}}),
-    ("finetune", {"sparsify": {"pattern": "2:4"}}),
-    ("finetune", {"learned_masks": {}}),
-    ("finetune", {"lora": {}}),
-    ("distill", {"qat": {}}),
-    ("distill", {"sequence_level": {}}),
-    ("distill", {"student": {"layers": 2}}),
+    ("finetune", {"qat": {}}), ("finetune", {"qat": {"scales": "lsq"}}), ("finetune", {"sparsify": {}}),
+    ("finetune", {"sparsify": {"method": "soft-movement"}}), ("finetune", {"sparsify": {"pattern": "2:4"}}),
+    ("finetune", {"learned_masks": {}}), ("finetune", {"lora": {}}), ("distill", {"qat": {}}),
+    ("distill", {"sequence_level": {}}), ("distill", {"student": {"layers": 2}}),
     ("distill", {"student": {"model": "small"}}),
     ("distill", {"phases": [{"losses": {"hidden_states": 1.0}}, {"losses": {"logits": 1.0}}]}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("stage_name", "options"), REPORTED_SETTINGS, ids=str)

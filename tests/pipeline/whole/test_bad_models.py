@@ -128,19 +128,13 @@ def test_wrong_tensor_shape_is_reported_before_any_stage(home):
 LANGUAGE = "model: l\ntask: language-modeling\ndata: {train: t.txt, test: t.txt}\nscore: {latency: false}\n"
 
 
-@pytest.mark.parametrize(
-    ("folder", "recipe", "name"),
-    [
-        ("l", LANGUAGE + "stages: [{prune: {keep_ratio: 0.5}}]\n", "model.layers.1.mlp.up_proj.weight"),
-        ("l", LANGUAGE + "stages: [{quantize: {scheme: int4}}]\n", "model.layers.1.mlp.up_proj.weight"),
-        ("m", RECIPE, "bert.encoder.layer.1.intermediate.dense.weight"),
-        (
-            "t",
-            TRANSLATION_RECIPE.replace("prune: {keep_ratio: 0.5}", "quantize: {}"),
-            "model.decoder.layers.0.fc1.weight",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("folder", "recipe", "name"), [
+    ("l", LANGUAGE + "stages: [{prune: {keep_ratio: 0.5}}]\n", "model.layers.1.mlp.up_proj.weight"),
+    ("l", LANGUAGE + "stages: [{quantize: {scheme: int4}}]\n", "model.layers.1.mlp.up_proj.weight"),
+    ("m", RECIPE, "bert.encoder.layer.1.intermediate.dense.weight"),
+    ("t", TRANSLATION_RECIPE.replace("prune: {keep_ratio: 0.5}", "quantize: {}"),
+     "model.decoder.layers.0.fc1.weight"),
+])  # fmt: skip
 def test_non_finite_weights_are_reported_in_user_folder(home, folder, recipe, name):
     from safetensors.torch import load_file, save_file
 
@@ -156,14 +150,11 @@ def test_non_finite_weights_are_reported_in_user_folder(home, folder, recipe, na
     assert not (home / "r" / "report.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("setting", "tensor", "new_head"),
-    [
-        ("teacher: {model: other}", "bert.encoder.layer.1.intermediate.dense.weight", False),
-        ("teacher: [{model: m}, {model: other}]", "classifier.weight", False),
-        ("student: other", "bert.encoder.layer.1.intermediate.dense.weight", True),
-    ],
-)
+@pytest.mark.parametrize(("setting", "tensor", "new_head"), [
+    ("teacher: {model: other}", "bert.encoder.layer.1.intermediate.dense.weight", False),
+    ("teacher: [{model: m}, {model: other}]", "classifier.weight", False),
+    ("student: other", "bert.encoder.layer.1.intermediate.dense.weight", True),
+])  # fmt: skip
 def test_non_finite_teacher_or_student_is_reported_before_any_step(home, setting, tensor, new_head):
     from safetensors.torch import load_file, save_file
 

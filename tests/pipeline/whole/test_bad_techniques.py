@@ -16,21 +16,15 @@ pytest_plugins = ["tests.support.standins.invalid_recipes"]
 
 # by the name of a step: the stage, the code of its error, and what is named in it
 AT_WORK = {
-    "heads": (
-        "prune: {budget: {parameters: 0.001}, calibration_samples: 4}",
-        "budget-too-small",
-        ("0.001", "0."),
-    ),
-    "ranks": (
-        "factorize: {parameter_budget: 0.00001, optimize_for: size, calibration_samples: 4}",
-        "budget-too-small",
-        ("rank 1", "0."),
-    ),
+    "heads": ("prune: {budget: {parameters: 0.001}, calibration_samples: 4}", "budget-too-small",
+        ("0.001", "0.")),
+    "ranks": ("factorize: {parameter_budget: 0.00001, optimize_for: size, calibration_samples: 4}",
+        "budget-too-small", ("rank 1", "0.")),
     "words": ("trim-vocabulary: {size: 1}", "size-too-small", ("size 1 ",)),
     "layers": ("factorize: {include: ['*.nowhere']}", "no-layer-selected", ("*.nowhere",)),
     "codes": ("quantize: {exclude: ['*']}", "no-layer-selected", ("['*']",)),
     "teacher": ("distill: {teacher: {model: other}, max_steps: 1}", "tokenizer-mismatch", ()),
-}
+}  # fmt: skip
 
 
 def test_runtime_errors_fail_only_their_step(home):
@@ -56,13 +50,10 @@ def test_runtime_errors_fail_only_their_step(home):
     assert content["drop-layers"]["status"] == "done"
 
 
-@pytest.mark.parametrize(
-    ("stage", "package", "there"),
-    [
-        ("finetune: {lora: {rank: 2}}", "peft", "0.17.9"),
-        ("quantize: {scheme: bnb-nf4}", "bitsandbytes", "0.41.0"),
-    ],
-)
+@pytest.mark.parametrize(("stage", "package", "there"), [
+    ("finetune: {lora: {rank: 2}}", "peft", "0.17.9"),
+    ("quantize: {scheme: bnb-nf4}", "bitsandbytes", "0.41.0"),
+])  # fmt: skip
 def test_outdated_package_is_reported_before_run(home, monkeypatch, stage, package, there):
     original_version = system.version
     monkeypatch.setattr(system, "version", lambda name: there if name == package else original_version(name))

@@ -238,57 +238,23 @@ def test_new_classifier_requires_two_labels(tmp_path):
     assert command_error(harness.smelt("plan", folder / "recipe.yaml", code=2)).code == "one-label"
 
 
-@pytest.mark.parametrize(
-    ("labels", "config", "score", "code", "setting", "named"),
-    [
-        (
-            ['"calm"', '"agry"', '"x"'],
-            {},
-            "",
-            "unknown-label",
-            "data.test",
-            ("data.jsonl:2: ", "'agry'", "calm, angry, glad", "'angry'?", "line 3."),
-        ),
-        (['["calm"]', '["glad", "sad"]'], {}, "", "unknown-label", "data.test", ("data.jsonl:2: ", "'sad'")),
-        (["0", "3"], {}, "", "unknown-label", "data.test", ("data.jsonl:2: ", " 3 ")),
-        (["0.5"], {}, "", "unknown-label", "data.test", ("data.jsonl:1: ", "0.5")),
-        (
-            ['["calm"]'],
-            {"problem_type": SINGLE_LABEL},
-            "",
-            "several-labels",
-            "data.test",
-            ("data.jsonl:1: ", "['calm']"),
-        ),
-        (
-            ['"good"'],
-            {"id2label": {i: f"LABEL_{i}" for i in range(3)}},
-            "",
-            "unknown-label",
-            "data.test",
-            ("id2label",),
-        ),
-        (
-            ["0", "1"],
-            {},
-            "quality: [f1_micro]",
-            "does-not-fit-labels",
-            "score.quality[0]",
-            ("'f1_micro'", "multi_label_classification", "single_label_classification", ": accuracy, f1, "),
-        ),
-        (
-            ["0", "1"],
-            {},
-            "quality: [{f1: {label: gld}}]",
-            "unknown-label",
-            "score.quality[0]",
-            ("'gld'", "glad"),
-        ),
-        (['["calm"]'], {}, "quality: [accuracy]", "does-not-fit-labels", "score.quality[0]", ("'accuracy'",)),
-        (["0", "1"], {}, "gate: mse", "does-not-fit-labels", "gates.mse", ("'mse'", "regression")),
-        (["0"], {"problem_type": "regression"}, "", "too-many-outputs", "model", ("regression", "3 ")),
-    ],
-)
+@pytest.mark.parametrize(("labels", "config", "score", "code", "setting", "named"), [
+    (['"calm"', '"agry"', '"x"'], {}, "", "unknown-label", "data.test",
+     ("data.jsonl:2: ", "'agry'", "calm, angry, glad", "'angry'?", "line 3.")),
+    (['["calm"]', '["glad", "sad"]'], {}, "", "unknown-label", "data.test", ("data.jsonl:2: ", "'sad'")),
+    (["0", "3"], {}, "", "unknown-label", "data.test", ("data.jsonl:2: ", " 3 ")),
+    (["0.5"], {}, "", "unknown-label", "data.test", ("data.jsonl:1: ", "0.5")),
+    (['["calm"]'], {"problem_type": SINGLE_LABEL}, "", "several-labels", "data.test",
+     ("data.jsonl:1: ", "['calm']")),
+    (['"good"'], {"id2label": {i: f"LABEL_{i}" for i in range(3)}}, "", "unknown-label", "data.test",
+     ("id2label",)),
+    (["0", "1"], {}, "quality: [f1_micro]", "does-not-fit-labels", "score.quality[0]",
+     ("'f1_micro'", "multi_label_classification", "single_label_classification", ": accuracy, f1, ")),
+    (["0", "1"], {}, "quality: [{f1: {label: gld}}]", "unknown-label", "score.quality[0]", ("'gld'", "glad")),
+    (['["calm"]'], {}, "quality: [accuracy]", "does-not-fit-labels", "score.quality[0]", ("'accuracy'",)),
+    (["0", "1"], {}, "gate: mse", "does-not-fit-labels", "gates.mse", ("'mse'", "regression")),
+    (["0"], {"problem_type": "regression"}, "", "too-many-outputs", "model", ("regression", "3 ")),
+])  # fmt: skip
 def test_labels_and_metrics_that_do_not_match_are_rejected_by_plan(
     tmp_path, labels, config, score, code, setting, named
 ):

@@ -117,13 +117,9 @@ def test_differences_are_paired_over_samples_of_all_folds():
     assert "step" not in summarize_folds([*folds, {"base": folds[0]["base"]}], "base")
 
 
-@pytest.mark.parametrize(
-    ("changes", "code"),
-    [
-        ({TRAINING: "", "baseline: tuned": ""}, "nothing-trains"),
-        ({"folds: 3": "folds: 1"}, "wrong-value"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "code"), [
+    ({TRAINING: "", "baseline: tuned": ""}, "nothing-trains"), ({"folds: 3": "folds: 1"}, "wrong-value"),
+])  # fmt: skip
 def test_folds_without_training_are_rejected(home, changes, code):
     text = RECIPE
     for old, new in changes.items():

@@ -109,16 +109,13 @@ def test_init_recipe_can_be_planned(here: Path) -> None:
     assert "m.yaml" in str(harness.smelt("init", "m.onnx", code=2).error)
 
 
-@pytest.mark.parametrize(
-    ("changes", "code", "setting", "named"),
-    [
-        ({"stages: []": "stages: [prune: {keep_ratio: 0.5}]"}, "wrong-model-format", "stages[0].prune", ()),
-        ({"task: custom": "task: custom\ntokenizer: there"}, "does-not-fit-task", "tokenizer", ("custom",)),
-        ({"test: test.npz": "test: m.onnx"}, "wrong-format", "data.test", (".npz",)),
-        ({"test: test.npz": "test: test.npz, columns: {text: x}"}, "does-not-fit-task", "data.columns", ()),
-        ({"model: m.onnx": "model: n.onnx"}, "missing-file", "model", ("n.onnx", "'m.onnx'?")),
-    ],
-)
+@pytest.mark.parametrize(("changes", "code", "setting", "named"), [
+    ({"stages: []": "stages: [prune: {keep_ratio: 0.5}]"}, "wrong-model-format", "stages[0].prune", ()),
+    ({"task: custom": "task: custom\ntokenizer: there"}, "does-not-fit-task", "tokenizer", ("custom",)),
+    ({"test: test.npz": "test: m.onnx"}, "wrong-format", "data.test", (".npz",)),
+    ({"test: test.npz": "test: test.npz, columns: {text: x}"}, "does-not-fit-task", "data.columns", ()),
+    ({"model: m.onnx": "model: n.onnx"}, "missing-file", "model", ("n.onnx", "'m.onnx'?")),
+])  # fmt: skip
 def test_recipe_errors_have_lines(
     here: Path, changes: dict[str, str], code: str, setting: str, named: tuple[str, ...]
 ) -> None:
@@ -154,14 +151,11 @@ def test_graph_exceeding_memory_at_run_leaves_no_artifact(here: Path) -> None:
     assert not list((here / "runs/.store/artifacts").glob("*"))
 
 
-@pytest.mark.parametrize(
-    ("stage", "refused"),
-    [
-        ("quantize: {}", ["quantize: {}", "fp16: {}"]),
-        ("quantize: {scheme: int8-static}", ["quantize: {}", "fp16: {}"]),  # DequantizeLinear of constants
-        ("fp16: {}", ["fp16: {}"]),
-    ],
-)
+@pytest.mark.parametrize(("stage", "refused"), [
+    ("quantize: {}", ["quantize: {}", "fp16: {}"]),
+    ("quantize: {scheme: int8-static}", ["quantize: {}", "fp16: {}"]),  # DequantizeLinear of constants
+    ("fp16: {}", ["fp16: {}"]),
+])  # fmt: skip
 def test_quantized_or_fp16_file_is_recognized_by_plan_and_init(
     here: Path, stage: str, refused: list[str]
 ) -> None:

@@ -127,15 +127,12 @@ score: {latency: false}
 """
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "code"),
-    [
-        ("latency: false", "latency: false, batch_size: 8", "fixed-batch-size"),
-        ("latency: false", "latency: {batch_sizes: [1, 8]}", "fixed-batch-size"),
-        ("data/calibration}", "data/calibration, axes: {nodes: 0}}", "settings-conflict"),
-        ("data/calibration}", "empty}", "empty-data"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "code"), [
+    ("latency: false", "latency: false, batch_size: 8", "fixed-batch-size"),
+    ("latency: false", "latency: {batch_sizes: [1, 8]}", "fixed-batch-size"),
+    ("data/calibration}", "data/calibration, axes: {nodes: 0}}", "settings-conflict"),
+    ("data/calibration}", "empty}", "empty-data"),
+])  # fmt: skip
 def test_settings_that_need_batches_are_refused(calls: Any, old: str, new: str, code: str) -> None:
     Path("empty").mkdir()
     Path("r.yaml").write_text(RECIPE.replace(old, new))

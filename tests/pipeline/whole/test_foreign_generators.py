@@ -79,22 +79,15 @@ def test_imported_generator_equals_artifact_and_is_compressed(
     assert error.code == "missing-graph"
 
 
-@pytest.mark.parametrize(
-    ("remove", "task", "code", "named"),
-    [
-        (
-            ("decoder_with_past_model.onnx", "decoder_model_merged.onnx"),
-            "translation",
-            "incomplete-generator",
-            "decoder_with_past_model",
-        ),
-        (("encoder_model.onnx",), "translation", "incomplete-generator", ""),
-        (("config.json",), "translation", "missing-config", ""),
-        (("vocab.json",), "translation", "missing-tokenizer", "vocab.json"),
-        ((), "language-modeling", "unsupported-task", "marian"),
-        ((), "text-classification", "generator-graphs", ""),
-    ],
-)
+@pytest.mark.parametrize(("remove", "task", "code", "named"), [
+    (("decoder_with_past_model.onnx", "decoder_model_merged.onnx"), "translation", "incomplete-generator",
+     "decoder_with_past_model"),
+    (("encoder_model.onnx",), "translation", "incomplete-generator", ""),
+    (("config.json",), "translation", "missing-config", ""),
+    (("vocab.json",), "translation", "missing-tokenizer", "vocab.json"),
+    ((), "language-modeling", "unsupported-task", "marian"),
+    ((), "text-classification", "generator-graphs", ""),
+])  # fmt: skip
 def test_missing_generator_files_are_rejected_by_plan(
     remove: tuple[str, ...], task: str, code: str, named: str, tmp_path: Path
 ) -> None:

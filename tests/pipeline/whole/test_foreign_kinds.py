@@ -25,7 +25,7 @@ SCHEMES = {
 
 
 @pytest.mark.parametrize("kind", foreign_kinds.KINDS)
-def test_graph_goes_from_init_to_predictions(
+def test_init_recipe_of_graph_runs_and_gives_predictions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

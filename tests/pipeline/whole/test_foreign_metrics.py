@@ -41,14 +41,10 @@ def write_recipe(folder: Path, outputs: list[str], more: str = "") -> Path:
     return folder / "r.yaml"
 
 
-@pytest.mark.parametrize(
-    ("outputs", "metrics"),
-    [
-        (["y"], ("top1", "agreement", "relative_error")),
-        (["map"], ("agreement", "relative_error")),
-        (["map", "y"], ("agreement", "top1", "relative_error")),
-    ],
-)
+@pytest.mark.parametrize(("outputs", "metrics"), [
+    (["y"], ("top1", "agreement", "relative_error")), (["map"], ("agreement", "relative_error")),
+    (["map", "y"], ("agreement", "top1", "relative_error")),
+])  # fmt: skip
 def test_top1_is_scored_only_for_graphs_with_class_outputs(
     tmp_path: Path, outputs: list[str], metrics: tuple[str, ...]
 ) -> None:
@@ -96,16 +92,12 @@ def test_function_of_user_reads_outputs_and_labels_of_data(classifier: Path) -> 
     assert values == pytest.approx({"own:accuracy": accuracy, "allclose": 100, "top1": 100})
 
 
-@pytest.mark.parametrize(
-    ("metric", "code"),
-    [
-        ("{top1: {axes: {logit: -1}}}", "unknown-output"),
-        ("{top1: {axes: {logits: -2}}}", "wrong-axis"),
-        ("{allclose: {outputs: {y: {rtol: 0.1}}}}", "unknown-output"),
-        ("{detection_ap: {boxes: logits, scores: score}}", "unknown-output"),
-        ("{detection_ap: {boxes: logits, scores: logits, true_boxes: gold}}", "does-not-fit-graph"),
-    ],
-)
+@pytest.mark.parametrize(("metric", "code"), [
+    ("{top1: {axes: {logit: -1}}}", "unknown-output"), ("{top1: {axes: {logits: -2}}}", "wrong-axis"),
+    ("{allclose: {outputs: {y: {rtol: 0.1}}}}", "unknown-output"),
+    ("{detection_ap: {boxes: logits, scores: score}}", "unknown-output"),
+    ("{detection_ap: {boxes: logits, scores: logits, true_boxes: gold}}", "does-not-fit-graph"),
+])  # fmt: skip
 def test_setting_of_metric_that_graph_or_data_lack_is_refused(
     classifier: Path, metric: str, code: str
 ) -> None:

@@ -154,16 +154,13 @@ def test_eval_window_options_change_windows(home, report):
     assert all(value in str(command_error(result)) for value in ("--stride 5", "4 tokens"))
 
 
-@pytest.mark.parametrize(
-    ("change", "code", "setting", "named"),
-    [
-        ({"windows": "length: 100"}, "window-too-long", "data.windows.length", ("100", "64")),
-        ({"windows": "length: 8, stride: 9"}, "settings-conflict", "data.windows", ("9", "8")),
-        ({"task": "translation"}, "unsupported-task", "model", ("gpt2", "language-modeling")),
-        ({"limit": "min: 3"}, "does-not-fit-metric", "gates.perplexity.min", ("max_drop or max",)),
-        ({"metric": "bleu"}, "does-not-fit-task", "score.quality[0]", ("'bleu'",)),
-    ],
-)
+@pytest.mark.parametrize(("change", "code", "setting", "named"), [
+    ({"windows": "length: 100"}, "window-too-long", "data.windows.length", ("100", "64")),
+    ({"windows": "length: 8, stride: 9"}, "settings-conflict", "data.windows", ("9", "8")),
+    ({"task": "translation"}, "unsupported-task", "model", ("gpt2", "language-modeling")),
+    ({"limit": "min: 3"}, "does-not-fit-metric", "gates.perplexity.min", ("max_drop or max",)),
+    ({"metric": "bleu"}, "does-not-fit-task", "score.quality[0]", ("'bleu'",)),
+])  # fmt: skip
 def test_recipe_not_matching_task_is_rejected(home, change, code, setting, named):
     text = RECIPE.replace("length: 32, stride: 16", change.get("windows", "length: 32"))
     text = text.replace("language-modeling", change.get("task", "language-modeling"))

@@ -40,10 +40,8 @@ CHAINS = {
     "chain-shared": ("share", "finetune", "prune", "int8-dynamic"),
     "chain-static": ("prune", "int8-plain", "finetune"),
     "chain-smooth": ("factorize", "int8-static", "finetune"),
-    "chain-listed": ("shortlist", "prune", "finetune", "int4"),
-    "chain-inside": ("prune", "lora", "student"),
-    "chain-binary": ("prune", "binary", "finetune"),
-    "chain-deep": ("depth", "prune", "finetune", "int4"),
+    "chain-listed": ("shortlist", "prune", "finetune", "int4"), "chain-inside": ("prune", "lora", "student"),
+    "chain-binary": ("prune", "binary", "finetune"), "chain-deep": ("depth", "prune", "finetune", "int4"),
     "chain-parts": ("depth-parts", "prune", "finetune", "int4"),
     "chain-narrow": ("width", "prune", "finetune", "int4"),
     "chain-channels": ("channels", "finetune", "channels"),
@@ -51,10 +49,9 @@ CHAINS = {
     "chain-words": ("vocabulary", "student", "int8-dynamic"),
     "chain-sparse": ("sparsify", "prune", "finetune", "int8-dynamic"),
     "chain-learned": ("masks", "movement", "prune", "int8-dynamic"),
-    "chain-awq": ("factorize", "awq", "lora"),
-    "chain-divided": ("share-difference", "finetune", "low-rank"),
+    "chain-awq": ("factorize", "awq", "lora"), "chain-divided": ("share-difference", "finetune", "low-rank"),
     "chain-qlora": ("bnb-nf4", "lora"),
-}
+}  # fmt: skip
 ROWS = {name: with_prerequisite(name) for name in TECHNIQUES} | CHAINS
 # each way of writing graphs with the chains that change them; the other families and chains with
 # SMELT_MATRIX=all; each technique on each family, without graphs, is in test_pairs.py

@@ -74,14 +74,11 @@ def test_student_of_other_family_is_rejected_once(tmp_path):
     assert [message.line for message in error.messages] == [4]
 
 
-@pytest.mark.parametrize(
-    ("setting", "code", "field"),
-    [
-        ("teacher: {model: ''}", "empty-text", "teacher.model"),
-        ("student: {model: ''}", "empty-text", "student.model"),
-        ("teacher: {folder: other}", "missing-setting", "teacher.model"),
-    ],
-)
+@pytest.mark.parametrize(("setting", "code", "field"), [
+    ("teacher: {model: ''}", "empty-text", "teacher.model"),
+    ("student: {model: ''}", "empty-text", "student.model"),
+    ("teacher: {folder: other}", "missing-setting", "teacher.model"),
+])  # fmt: skip
 def test_unknown_name_is_not_a_folder(setting, code, field, tmp_path):
     error = command_error(harness.smelt("plan", home(tmp_path, "translation", setting), code=2))
     assert (code, f"stages[0].distill.{field}") in [
@@ -146,19 +143,16 @@ def test_mismatched_weights_are_reported_under_given_name(who, tmp_path):
 LONG = "x" * 300
 
 
-@pytest.mark.parametrize(
-    ("setting", "code", "field"),
-    [
-        ("teacher: {model: ~no-such-user/x}", "missing-file", "teacher.model"),
-        (f"teacher: {{model: {LONG}}}", "missing-file", "teacher.model"),
-        (f"student: {{model: {LONG}}}", "missing-file", "student.model"),
-        (f"student: {{config: {LONG}}}", "missing-file", "student.config"),
-        (f"teacher: {LONG}", "unknown-step", "teacher"),
-        ("teacher: [model, ~no-such-user]", "unknown-step", "teacher[1]"),
-        ("teacher: [model, {model: nowhere}]", "missing-file", "teacher[1].model"),
-        ("teacher: ''", "unknown-step", "teacher"),
-    ],
-)
+@pytest.mark.parametrize(("setting", "code", "field"), [
+    ("teacher: {model: ~no-such-user/x}", "missing-file", "teacher.model"),
+    (f"teacher: {{model: {LONG}}}", "missing-file", "teacher.model"),
+    (f"student: {{model: {LONG}}}", "missing-file", "student.model"),
+    (f"student: {{config: {LONG}}}", "missing-file", "student.config"),
+    (f"teacher: {LONG}", "unknown-step", "teacher"),
+    ("teacher: [model, ~no-such-user]", "unknown-step", "teacher[1]"),
+    ("teacher: [model, {model: nowhere}]", "missing-file", "teacher[1].model"),
+    ("teacher: ''", "unknown-step", "teacher"),
+])  # fmt: skip
 def test_invalid_folder_names_are_reported_with_setting(setting, code, field, tmp_path):
     error = command_error(harness.smelt("plan", home(tmp_path, "translation", setting), code=2))
     assert message_locations(error.messages) == [(code, f"stages[0].distill.{field}", 4)]

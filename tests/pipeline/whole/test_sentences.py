@@ -219,61 +219,24 @@ def test_init_recipe_runs(tmp_path):
     assert done.exit_code == 0, done.output
 
 
-@pytest.mark.parametrize(
-    ("change", "code", "setting", "named"),
-    [
-        (
-            {"recipe": SHORT + "embedding: {pooling: middle}\n"},
-            "wrong-value",
-            "embedding.pooling",
-            ("'middle'",),
-        ),
-        (
-            {
-                "recipe": SHORT.replace("sentence-similarity", "text-classification")
-                + "embedding: {pooling: cls}\n"
-            },
-            "does-not-fit-task",
-            "embedding",
-            ("text-classification",),
-        ),
-        (
-            {
-                "recipe": SHORT.replace("latency: false", "latency: false, quality: [spearman]"),
-                "scores": False,
-            },
-            "missing-scores",
-            "score.quality[0]",
-            ("'spearman'", "'label'", "agreement"),
-        ),
-        (
-            {"recipe": SHORT + "gates: {pearson: {min: 50}}\n", "scores": False},
-            "missing-scores",
-            "gates.pearson",
-            ("'pearson'",),
-        ),
-        ({"recipe": CHAIN, "scores": False}, "missing-scores", "stages[2].finetune", ("data.jsonl",)),
-        ({"recipe": CHAIN, "scores": False}, "missing-scores", "stages[1].prune.importance", ("data.jsonl",)),
-        (
-            {"recipe": CHAIN.replace("max_steps: 2,", "max_steps: 2, losses: {logits: 1.0},", 1)},
-            "unknown-loss",
-            "stages[0].distill.losses.logits",
-            ("cosent", "hidden_states", "pairwise_similarity", "sentence_embedding"),
-        ),
-        (
-            {"recipe": CHAIN.replace("metric_for_best_model: spearman", "metric_for_best_model: agreement")},
-            "metric-not-scored",
-            "stages[2].finetune.metric_for_best_model",
-            ("'agreement'",),
-        ),
-        (
-            {"recipe": SHORT.replace("jsonl}", "jsonl, prefix: 'q: ', source_language: de}")},
-            "does-not-fit-task",
-            "data",
-            ("source_language",),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("change", "code", "setting", "named"), [
+    ({"recipe": SHORT + "embedding: {pooling: middle}\n"}, "wrong-value", "embedding.pooling", ("'middle'",)),
+    ({"recipe": SHORT.replace("sentence-similarity", "text-classification") + "embedding: {pooling: cls}\n"},
+     "does-not-fit-task", "embedding", ("text-classification",)),
+    ({"recipe": SHORT.replace("latency: false", "latency: false, quality: [spearman]"), "scores": False},
+     "missing-scores", "score.quality[0]", ("'spearman'", "'label'", "agreement")),
+    ({"recipe": SHORT + "gates: {pearson: {min: 50}}\n", "scores": False}, "missing-scores", "gates.pearson",
+     ("'pearson'",)),
+    ({"recipe": CHAIN, "scores": False}, "missing-scores", "stages[2].finetune", ("data.jsonl",)),
+    ({"recipe": CHAIN, "scores": False}, "missing-scores", "stages[1].prune.importance", ("data.jsonl",)),
+    ({"recipe": CHAIN.replace("max_steps: 2,", "max_steps: 2, losses: {logits: 1.0},", 1)}, "unknown-loss",
+     "stages[0].distill.losses.logits",
+     ("cosent", "hidden_states", "pairwise_similarity", "sentence_embedding")),
+    ({"recipe": CHAIN.replace("metric_for_best_model: spearman", "metric_for_best_model: agreement")},
+     "metric-not-scored", "stages[2].finetune.metric_for_best_model", ("'agreement'",)),
+    ({"recipe": SHORT.replace("jsonl}", "jsonl, prefix: 'q: ', source_language: de}")}, "does-not-fit-task",
+     "data", ("source_language",)),
+])  # fmt: skip
 def test_errors_are_reported_by_plan(change, code, setting, named, tmp_path):
     folder = home(tmp_path, **change)
     error = command_error(harness.smelt("plan", folder / "recipe.yaml", code=2))

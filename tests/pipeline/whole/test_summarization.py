@@ -50,7 +50,7 @@ def test_every_step_is_scored_by_rouge(home):
     assert steps[-1]["runner"] == "onnxruntime"
     assert steps[-1]["gates"][0]["passed"] is True
     sizes = [s["parameters"] for s in steps]
-    assert sizes[0] == sizes[1] > sizes[2] > sizes[3] > sizes[4]
+    assert sizes[0] > sizes[1] > sizes[2]
     # of the last torch step: with so few weights a graph's nodes weigh the most
     assert steps[-2]["size_bytes"] < steps[0]["size_bytes"]
     assert steps[0]["details"]["prefix"] == seq2seq.PREFIX
@@ -117,10 +117,10 @@ def test_texts_without_summaries_are_scored_by_agreement(home):
     artifacts = home / "run" / "artifacts"
     printed = [
         harness.smelt("predict", artifacts / name, *tiny.SENTENCES, "--max-new-tokens", 6).output.splitlines()
-        for name in ("factorize", "model")
+        for name in ("prune", "model")
     ]
     result = harness.smelt(
-        *("eval", artifacts / "factorize", "--data", home / "unlabeled.jsonl", "--metric", "agreement"),
+        *("eval", artifacts / "prune", "--data", home / "unlabeled.jsonl", "--metric", "agreement"),
         *("--baseline", artifacts / "model", "--column", "source=dialogue", "--max-new-tokens", 6, "--json"),
     )
     assert result.exit_code == 0, result.output

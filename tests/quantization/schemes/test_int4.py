@@ -70,16 +70,13 @@ def test_graph_stores_three_bits_per_weight():
     )  # scales and tables of spreading among it
 
 
-@pytest.mark.parametrize(
-    ("scheme", "weights", "scale", "codes"),
-    [
-        # the largest magnitude, -4, becomes the lowest code; what would be one more than the highest is cut
-        ("int2", [-4.0, 1.2, 0.0, 4.0, -1.1], 2.0, [0, 3, 2, 3, 1]),
-        ("int3", [-4.0, 3.6, 0.0, 1.4, -2.6], 1.0, [0, 7, 4, 5, 1]),
-        ("int4", [-4.0, 3.7, 0.0, 0.26], 0.5, [0, 15, 8, 9]),
-        ("int8-groupwise", [-4.0, 3.99, 0.0, 0.25], 1 / 32, [0, 255, 128, 136]),
-    ],
-)
+@pytest.mark.parametrize(("scheme", "weights", "scale", "codes"), [
+    # the largest magnitude, -4, becomes the lowest code; what would be one more than the highest is cut
+    ("int2", [-4.0, 1.2, 0.0, 4.0, -1.1], 2.0, [0, 3, 2, 3, 1]),
+    ("int3", [-4.0, 3.6, 0.0, 1.4, -2.6], 1.0, [0, 7, 4, 5, 1]),
+    ("int4", [-4.0, 3.7, 0.0, 0.26], 0.5, [0, 15, 8, 9]),
+    ("int8-groupwise", [-4.0, 3.99, 0.0, 0.25], 1 / 32, [0, 255, 128, 136]),
+])  # fmt: skip
 def test_symmetric_weights_equal_manual_values(scheme, weights, scale, codes):
     row = torch.tensor([weights + (32 - len(weights)) * [0.0]])
     quantized, scales, zeros = decide(scheme, row, 32, symmetric=True)
@@ -87,15 +84,12 @@ def test_symmetric_weights_equal_manual_values(scheme, weights, scale, codes):
     assert quantized[0, 0, : len(codes)].tolist() == codes
 
 
-@pytest.mark.parametrize(
-    ("scheme", "weights", "rest", "scale", "zero", "codes"),
-    [
-        ("int2", [-1.0, 2.0, 0.4, 0.6], 0.0, 1.0, 1, [0, 3, 1, 2]),
-        ("int3", [-1.0, 2.5, 0.4, 0.8], 0.0, 0.5, 2, [0, 7, 3, 4]),
-        ("int4", [1.0, 3.0], 2.0, 0.2, 0, [5, 15, 10]),  # a range begins at 0, which must be exact
-        ("int8-groupwise", [-1.0, 1.5], 0.0, 2.5 / 255, 102, [0, 255, 102]),
-    ],
-)
+@pytest.mark.parametrize(("scheme", "weights", "rest", "scale", "zero", "codes"), [
+    ("int2", [-1.0, 2.0, 0.4, 0.6], 0.0, 1.0, 1, [0, 3, 1, 2]),
+    ("int3", [-1.0, 2.5, 0.4, 0.8], 0.0, 0.5, 2, [0, 7, 3, 4]),
+    ("int4", [1.0, 3.0], 2.0, 0.2, 0, [5, 15, 10]),  # a range begins at 0, which must be exact
+    ("int8-groupwise", [-1.0, 1.5], 0.0, 2.5 / 255, 102, [0, 255, 102]),
+])  # fmt: skip
 def test_asymmetric_weights_equal_manual_values(scheme, weights, rest, scale, zero, codes):
     quantized, scales, zeros = decide(
         scheme, torch.tensor([weights + (32 - len(weights)) * [rest]]), 32, symmetric=False

@@ -41,25 +41,17 @@ def test_schemes_sharing_an_option_agree_on_its_default_and_description():
         assert all(option.allows(option.default) for _, option in group)
 
 
-@pytest.mark.parametrize(
-    ("scheme", "change", "code", "values"),
-    [
-        ("int4", {"group_size": 48}, "wrong-value", ("48", "16, 32, 64, 128")),
-        ("binary", {"group_size": 16}, "wrong-value", ("16", "32, 64, 128")),
-        ("int4", {"group_size": True}, "wrong-value", ("True",)),
-        ("int4", {"symmetric": 1}, "wrong-value", ("1", "true, false, positive")),
-        ("int4", {"accuracy_level": 2}, "wrong-value", ("2", "0", "4")),
-        (
-            "int4",
-            {"bits": 3},
-            OPTIONS,
-            ("int4", "group_size, symmetric, accuracy_level"),
-        ),
-        ("int8-dynamic", {"group_size": 64}, OPTIONS, ("granularity",)),
-        ("int8-dynamic", {"granularity": "group"}, "wrong-value", ("'group'", "channel, tensor")),
-        ("bnb-int8", {"granularity": "tensor"}, OPTIONS, ("bnb-int8",)),
-    ],
-)
+@pytest.mark.parametrize(("scheme", "change", "code", "values"), [
+    ("int4", {"group_size": 48}, "wrong-value", ("48", "16, 32, 64, 128")),
+    ("binary", {"group_size": 16}, "wrong-value", ("16", "32, 64, 128")),
+    ("int4", {"group_size": True}, "wrong-value", ("True",)),
+    ("int4", {"symmetric": 1}, "wrong-value", ("1", "true, false, positive")),
+    ("int4", {"accuracy_level": 2}, "wrong-value", ("2", "0", "4")),
+    ("int4", {"bits": 3}, OPTIONS, ("int4", "group_size, symmetric, accuracy_level")),
+    ("int8-dynamic", {"group_size": 64}, OPTIONS, ("granularity",)),
+    ("int8-dynamic", {"granularity": "group"}, "wrong-value", ("'group'", "channel, tensor")),
+    ("bnb-int8", {"granularity": "tensor"}, OPTIONS, ("bnb-int8",)),
+])  # fmt: skip
 def test_inapplicable_options_are_refused(scheme, change, code, values):
     with raises_code(code, InputError) as caught:
         validate_scheme_options(find_scheme(scheme), default_options(find_scheme(scheme)) | change)
@@ -73,30 +65,23 @@ def test_missing_option_is_refused():
     assert all(part in str(caught.value) for part in ("int4", "{'group_size': 64}"))
 
 
-@pytest.mark.parametrize(
-    ("scheme", "options", "bits"),
-    [
-        ("int8-dynamic", {}, 8 + 32 / 1024),
-        ("int8-static", {}, 8 + 32 / 1024),
-        ("int8-dynamic", {"granularity": "tensor"}, 8 + 32 / 1024),  # stored for each row all the same
-        ("int4", {"group_size": 64, "symmetric": True}, 4.25),
-        ("int4", {"group_size": 32, "symmetric": False}, 4 + 16 / 32 + 4 / 32),
-        ("int8-groupwise", {"group_size": 128, "symmetric": True}, 8 + 16 / 128),
-        ("int8-groupwise", {"group_size": 32, "symmetric": False}, 8 + 16 / 32 + 8 / 32),
-        ("int3", {"group_size": 64, "symmetric": True}, 3.25),
-        ("int3", {"group_size": 128, "symmetric": False}, 3 + 16 / 128 + 4 / 128),
-        ("int2", {"group_size": 64, "symmetric": True}, 2.25),
-        ("int2", {"group_size": 32, "symmetric": False}, 2 + 16 / 32 + 2 / 32),
-        ("ternary", {"group_size": 64, "granularity": "group"}, 8 * 13 / 64 + 16 / 64),
-        ("ternary", {"group_size": 64, "granularity": "channel"}, 8 * 205 / 1024 + 16 / 1024),
-        ("binary", {"group_size": 64}, 1.25),
-        ("kmeans4", {"group_size": 256}, 4 + (16 * 8 + 16) / 256),
-        ("pow2", {"group_size": 64}, 4.25),
-        ("mxfp4", {"group_size": 32}, 4.25),
-        ("bnb-nf4", {}, 4 + 32 / 64),
-        ("bnb-int8", {}, 8 + 32 / 1024),
-    ],
-)
+@pytest.mark.parametrize(("scheme", "options", "bits"), [
+    ("int8-dynamic", {}, 8 + 32 / 1024), ("int8-static", {}, 8 + 32 / 1024),
+    ("int8-dynamic", {"granularity": "tensor"}, 8 + 32 / 1024),  # stored for each row all the same
+    ("int4", {"group_size": 64, "symmetric": True}, 4.25),
+    ("int4", {"group_size": 32, "symmetric": False}, 4 + 16 / 32 + 4 / 32),
+    ("int8-groupwise", {"group_size": 128, "symmetric": True}, 8 + 16 / 128),
+    ("int8-groupwise", {"group_size": 32, "symmetric": False}, 8 + 16 / 32 + 8 / 32),
+    ("int3", {"group_size": 64, "symmetric": True}, 3.25),
+    ("int3", {"group_size": 128, "symmetric": False}, 3 + 16 / 128 + 4 / 128),
+    ("int2", {"group_size": 64, "symmetric": True}, 2.25),
+    ("int2", {"group_size": 32, "symmetric": False}, 2 + 16 / 32 + 2 / 32),
+    ("ternary", {"group_size": 64, "granularity": "group"}, 8 * 13 / 64 + 16 / 64),
+    ("ternary", {"group_size": 64, "granularity": "channel"}, 8 * 205 / 1024 + 16 / 1024),
+    ("binary", {"group_size": 64}, 1.25), ("kmeans4", {"group_size": 256}, 4 + (16 * 8 + 16) / 256),
+    ("pow2", {"group_size": 64}, 4.25), ("mxfp4", {"group_size": 32}, 4.25), ("bnb-nf4", {}, 4 + 32 / 64),
+    ("bnb-int8", {}, 8 + 32 / 1024),
+])  # fmt: skip
 def test_bits_per_weight_include_scales_and_zero_points(scheme, options, bits):
     assert bits_per_weight(find_scheme(scheme), options, 1024) == bits
 

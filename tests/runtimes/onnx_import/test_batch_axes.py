@@ -49,15 +49,12 @@ def test_batch_is_the_axis_of_that_name(inputs: Any, outputs: Any, expected: Any
     assert list(resolved.ambiguous_axes({})) == []
 
 
-@pytest.mark.parametrize(
-    ("inputs", "expected", "user_axes"),
-    [
-        ({"x": (None, None, 4), "state": (2, None, 8)}, "{state: 1}", {"state": 1}),
-        ({"x": (4, 16), "state": (2, 4, 16)}, "{x: 0, state: 1}", {"x": 0, "state": 1}),
-        ({"ids": ("batch", "seq"), "places": ("seq",)}, "{places: null}", {"places": None}),
-        ({"x": ("T", "B", 8), "state": ("L", "B", 16)}, "{x: 1, state: 1}", {"x": 1, "state": 1}),
-    ],
-)
+@pytest.mark.parametrize(("inputs", "expected", "user_axes"), [
+    ({"x": (None, None, 4), "state": (2, None, 8)}, "{state: 1}", {"state": 1}),
+    ({"x": (4, 16), "state": (2, 4, 16)}, "{x: 0, state: 1}", {"x": 0, "state": 1}),
+    ({"ids": ("batch", "seq"), "places": ("seq",)}, "{places: null}", {"places": None}),
+    ({"x": ("T", "B", 8), "state": ("L", "B", 16)}, "{x: 1, state: 1}", {"x": 1, "state": 1}),
+])  # fmt: skip
 def test_conflicting_first_axes_require_a_setting(inputs: Any, expected: str, user_axes: Any) -> None:
     resolved = signature(inputs).with_batch_axes({})
     problems = list(resolved.ambiguous_axes({}))

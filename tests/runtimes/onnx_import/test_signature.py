@@ -21,22 +21,15 @@ MADE = GraphSignature(
 )
 
 
-@pytest.mark.parametrize(
-    ("shapes", "expected"),
-    [
-        ({"x": ArrayHeader("float64", (5, 3)), "scale": ArrayHeader("float64", ())}, None),
-        ({"x": ArrayHeader("int64", (5, 3)), "scale": ArrayHeader("float32", ())}, "array.astype('float32')"),
-        (
-            {"x": ArrayHeader("float32", (5, 4)), "scale": ArrayHeader("float32", ())},
-            "the graph takes x float32 [N, 3].",
-        ),
-        (
-            {"x": ArrayHeader("float32", (5,)), "scale": ArrayHeader("float32", ())},
-            "the graph takes x float32 [N, 3].",
-        ),
-        ({"x": ArrayHeader("float32", (5, 3)), "scael": ArrayHeader("float32", ())}, "Did you mean 'scael'?"),
-    ],
-)
+@pytest.mark.parametrize(("shapes", "expected"), [
+    ({"x": ArrayHeader("float64", (5, 3)), "scale": ArrayHeader("float64", ())}, None),
+    ({"x": ArrayHeader("int64", (5, 3)), "scale": ArrayHeader("float32", ())}, "array.astype('float32')"),
+    ({"x": ArrayHeader("float32", (5, 4)), "scale": ArrayHeader("float32", ())},
+     "the graph takes x float32 [N, 3]."),
+    ({"x": ArrayHeader("float32", (5,)), "scale": ArrayHeader("float32", ())},
+     "the graph takes x float32 [N, 3]."),
+    ({"x": ArrayHeader("float32", (5, 3)), "scael": ArrayHeader("float32", ())}, "Did you mean 'scael'?"),
+])  # fmt: skip
 def test_mismatches_are_reported(shapes: dict[str, ArrayHeader], expected: str | None) -> None:
     problems = list(MADE.shape_problems(shapes))
     assert (problems == []) if expected is None else (len(problems) == 1 and expected in problems[0])

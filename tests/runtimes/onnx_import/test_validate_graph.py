@@ -59,34 +59,25 @@ def test_truncated_file_is_refused(tmp_path: Path, share: float) -> None:
     assert f"({int(share * len(model_bytes)):,} bytes)" in messages["damaged-file"]
 
 
-@pytest.mark.parametrize(
-    ("content", "code"),
-    [
-        (b"", "empty-file"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "git-lfs-pointer"),
-        (b"\x89PNG\r\n\x1a\n" + bytes(200), "damaged-file"),
-        (b"\x08\x09", "no-graph"),
-    ],
-)
+@pytest.mark.parametrize(("content", "code"), [
+    (b"", "empty-file"), (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "git-lfs-pointer"),
+    (b"\x89PNG\r\n\x1a\n" + bytes(200), "damaged-file"), (b"\x08\x09", "no-graph"),
+])  # fmt: skip
 def test_invalid_model_is_reported(tmp_path: Path, content: bytes, code: str) -> None:
     (tmp_path / "m.onnx").write_bytes(content)
     assert list(problems(tmp_path / "m.onnx")) == [code]
 
 
-@pytest.mark.parametrize(
-    ("location", "code", "shown"),
-    [
-        ("weights.bin", "external-data-missing", "weights.bin"),
-        ("../weights.bin", "external-data-outside-folder", "'../weights.bin'"),
-        ("/etc/hostname", "external-data-outside-folder", "'/etc/hostname'"),
-        ("C:\\weights.bin", "external-data-outside-folder", r"'C:\\weights.bin'"),
-        ("a\0b", "external-data-outside-folder", r"'a\x00b'"),
-        ("", "external-data-outside-folder", "''"),
-        (".", "external-data-outside-folder", "'.'"),
-        ("link.bin", "external-data-link-outside-folder", "link.bin"),
-        ("folder", "external-data-not-a-file", " folder"),
-    ],
-)
+@pytest.mark.parametrize(("location", "code", "shown"), [
+    ("weights.bin", "external-data-missing", "weights.bin"),
+    ("../weights.bin", "external-data-outside-folder", "'../weights.bin'"),
+    ("/etc/hostname", "external-data-outside-folder", "'/etc/hostname'"),
+    ("C:\\weights.bin", "external-data-outside-folder", r"'C:\\weights.bin'"),
+    ("a\0b", "external-data-outside-folder", r"'a\x00b'"), ("", "external-data-outside-folder", "''"),
+    (".", "external-data-outside-folder", "'.'"),
+    ("link.bin", "external-data-link-outside-folder", "link.bin"),
+    ("folder", "external-data-not-a-file", " folder"),
+])  # fmt: skip
 def test_weights_outside_of_the_folder_are_never_read(
     tmp_path: Path, location: str, code: str, shown: str
 ) -> None:
@@ -111,15 +102,12 @@ def test_links_of_a_cache_to_the_folder_of_the_graph_are_followed(tmp_path: Path
     assert problems(names / "m.onnx") == {}
 
 
-@pytest.mark.parametrize(
-    ("location", "code", "values"),
-    [
-        ({"offset": "8"}, "external-data-truncated", ["weights.bin", "32 bytes", "40"]),
-        ({"offset": "-8"}, "external-data-not-a-number", ["offset", "weights.bin", "'-8'"]),
-        ({"length": "9" * 30}, "external-data-not-a-number", ["length", "weights.bin", f"'{'9' * 30}'"]),
-        ({"length": "64"}, "external-data-wrong-length", ["32 bytes", "64", "weights.bin"]),
-    ],
-)
+@pytest.mark.parametrize(("location", "code", "values"), [
+    ({"offset": "8"}, "external-data-truncated", ["weights.bin", "32 bytes", "40"]),
+    ({"offset": "-8"}, "external-data-not-a-number", ["offset", "weights.bin", "'-8'"]),
+    ({"length": "9" * 30}, "external-data-not-a-number", ["length", "weights.bin", f"'{'9' * 30}'"]),
+    ({"length": "64"}, "external-data-wrong-length", ["32 bytes", "64", "weights.bin"]),
+])  # fmt: skip
 def test_missing_range_of_a_file_is_reported(
     tmp_path: Path, location: dict[str, str], code: str, values: list[str]
 ) -> None:
@@ -236,14 +224,11 @@ def looping(trips: int | None, stops: bool = False) -> Any:
     return graphs.make_model([loop], [graphs.value_info("x", row)], [graphs.value_info("y", row)], constants)
 
 
-@pytest.mark.parametrize(
-    ("make", "code", "values"),
-    [
-        (lambda: calling(30), "too-many-nodes", ["5.37e+08", "1,000,000"]),
-        (lambda: looping(10**18), "too-many-trips", ["Loop 'long'", "1e+18"]),
-        (lambda: looping(None), "unlimited-trips", ["Loop 'long'"]),
-    ],
-)
+@pytest.mark.parametrize(("make", "code", "values"), [
+    (lambda: calling(30), "too-many-nodes", ["5.37e+08", "1,000,000"]),
+    (lambda: looping(10**18), "too-many-trips", ["Loop 'long'", "1e+18"]),
+    (lambda: looping(None), "unlimited-trips", ["Loop 'long'"]),
+])  # fmt: skip
 def test_endless_loop_is_reported_before_opening(
     tmp_path: Path, make: Callable[[], Any], code: str, values: list[str]
 ) -> None:
@@ -310,40 +295,24 @@ def a_sequence() -> Any:
     return model
 
 
-@pytest.mark.parametrize(
-    ("make", "code", "values"),
-    [
-        (graphs.cyclic_model, "cycle", ["Add 'one' -> Relu 'two' -> Neg 'three' -> Add 'one'"]),
-        (lambda: graphs.one_node_model(opset=99), "unsupported-opset", ["99"]),
-        (lambda: graphs.one_node_model("Magic", "com.evil"), "custom-operator", ["com.evil.Magic"]),
-        (lambda: graphs.one_node_model("Rleu"), "unknown-operator", ["Rleu"]),
-        (
-            lambda: graphs.model_with_tensor([1 << 40, 1 << 30], b"1234"),
-            "tensor-too-large",
-            ["[1099511627776, 1073741824]", "1.18e+21"],
-        ),
-        (
-            lambda: graphs.model_with_tensor([1 << 16, 1 << 16], bytes(32)),
-            "wrong-tensor-size",
-            ["[65536, 65536]", "32 bytes"],
-        ),
-        (lambda: graphs.model_with_tensor([-1, 8], bytes(32)), "negative-size", ["[-1, 8]"]),
-        (lambda: nested(20), "subgraphs-too-deep", ["16"]),
-        (recursive, "recursive-functions", [": F"]),
-        (reads_nothing, "undefined-input", ["'nowhere'"]),
-        (gives_twice, "duplicate-value", ["'h1'"]),
-        (no_output, "undefined-output", ["'other'"]),
-        (a_sequence, "not-a-tensor", ["options={'zipmap': False}"]),
-        (
-            lambda: graphs.one_node_model("Magic", "ai.onnx.ml"),
-            "missing-operator",
-            ["ai.onnx.ml.Magic", "ai.onnx.ml,"],
-        ),
-        (one_name_twice, "duplicate-node-name", ["node.ClearField('name')"]),
-        (in_bfloat16, "unsupported-weight-type", ["bfloat16", "float32"]),
-        (without_inputs, "no-inputs", []),
-    ],
-)
+@pytest.mark.parametrize(("make", "code", "values"), [
+    (graphs.cyclic_model, "cycle", ["Add 'one' -> Relu 'two' -> Neg 'three' -> Add 'one'"]),
+    (lambda: graphs.one_node_model(opset=99), "unsupported-opset", ["99"]),
+    (lambda: graphs.one_node_model("Magic", "com.evil"), "custom-operator", ["com.evil.Magic"]),
+    (lambda: graphs.one_node_model("Rleu"), "unknown-operator", ["Rleu"]),
+    (lambda: graphs.model_with_tensor([1 << 40, 1 << 30], b"1234"), "tensor-too-large",
+     ["[1099511627776, 1073741824]", "1.18e+21"]),
+    (lambda: graphs.model_with_tensor([1 << 16, 1 << 16], bytes(32)), "wrong-tensor-size",
+     ["[65536, 65536]", "32 bytes"]),
+    (lambda: graphs.model_with_tensor([-1, 8], bytes(32)), "negative-size", ["[-1, 8]"]),
+    (lambda: nested(20), "subgraphs-too-deep", ["16"]), (recursive, "recursive-functions", [": F"]),
+    (reads_nothing, "undefined-input", ["'nowhere'"]), (gives_twice, "duplicate-value", ["'h1'"]),
+    (no_output, "undefined-output", ["'other'"]), (a_sequence, "not-a-tensor", ["options={'zipmap': False}"]),
+    (lambda: graphs.one_node_model("Magic", "ai.onnx.ml"), "missing-operator",
+     ["ai.onnx.ml.Magic", "ai.onnx.ml,"]),
+    (one_name_twice, "duplicate-node-name", ["node.ClearField('name')"]),
+    (in_bfloat16, "unsupported-weight-type", ["bfloat16", "float32"]), (without_inputs, "no-inputs", []),
+])  # fmt: skip
 def test_unrunnable_graph_is_reported_with_the_node(
     tmp_path: Path, make: Callable[[], Any], code: str, values: list[str]
 ) -> None:

@@ -24,14 +24,12 @@ MAKERS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "bert": (tiny.write_bert, "text-classification"),
     "short bert": (lambda folder: tiny.write_bert(folder, num_hidden_layers=1), "text-classification"),
     "gpt2": (lambda folder: causal.write_model(folder, "gpt2", n_embd=64), "language-modeling"),
-    "short gpt2": (
-        lambda folder: causal.write_model(folder, "gpt2", n_embd=64, n_layer=1),
-        "language-modeling",
-    ),
+    "short gpt2": (lambda folder: causal.write_model(folder, "gpt2", n_embd=64, n_layer=1),
+        "language-modeling"),
     "qwen2": (lambda folder: causal.write_model(folder, "qwen2"), "language-modeling"),
     "short qwen2": (partial(causal.write_model, family="qwen2", num_hidden_layers=1), "language-modeling"),
     "resnet": (lambda folder: images.write_model(folder, "resnet"), images.TASK),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,12 +64,8 @@ SEARCH_TOLERANCE = 0.1
 HALF_OF_UNITS: dict[str, Any] = {"targets": ["heads", "ffn"], "keep_ratio": 0.5}
 LOGITS_AND_LABELS: dict[str, Any] = {"losses": {"logits": 1.0, "labels": 0.5}, "temperature": 2.0}
 INTERMEDIATE_LOSSES: dict[str, Any] = {
-    "hidden_states": 1,
-    "input_embeddings": 1,
-    "attention": 1,
-    "cosine": 1,
-    "self_attention_relations": 1,
-}
+    "hidden_states": 1, "input_embeddings": 1, "attention": 1, "cosine": 1, "self_attention_relations": 1,
+}  # fmt: skip
 INT4: dict[str, Any] = {"scheme": "int4", "group_size": 16, "symmetric": False}
 STATIC: dict[str, Any] = {"scheme": "int8-static", "calibration_method": "mse", "sensitivity_samples": 2}
 GROUPWISE: dict[str, Any] = {"scheme": "int8-groupwise", "group_size": 32}

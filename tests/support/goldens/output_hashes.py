@@ -17,21 +17,14 @@ from tests.support.models import tiny
 
 # A case of each stage, a quick one.
 CASES_OF_STAGES = {
-    "finetune": "finetune bert",
-    "distill": "distill bert, half of its layers",
-    "trim-vocabulary": "vocabulary marian",
-    "drop-layers": "depth marian, by the loss",
-    "prune": "prune bert, within a budget",
-    "sparsify": "sparsify bert",
-    "factorize": "factorize bert, plain, by energy",
-    "share-weights": "share bert",
-    "shortlist": "shortlist marian",
-    "quantize": "quantize gpt2, mixed precision",
-    "onnx": "onnx bert, int8 of one scale",
-    "simplify": "simplify graph",
-    "quantize-onnx": "quantize-onnx graph, static",
-    "fp16": "fp16 graph",
-}
+    "finetune": "finetune bert", "distill": "distill bert, half of its layers",
+    "trim-vocabulary": "vocabulary marian", "drop-layers": "depth marian, by the loss",
+    "prune": "prune bert, within a budget", "sparsify": "sparsify bert",
+    "factorize": "factorize bert, plain, by energy", "share-weights": "share bert",
+    "shortlist": "shortlist marian", "quantize": "quantize gpt2, mixed precision",
+    "onnx": "onnx bert, int8 of one scale", "simplify": "simplify graph",
+    "quantize-onnx": "quantize-onnx graph, static", "fp16": "fp16 graph",
+}  # fmt: skip
 # Each kind of trained tokenizer; words of equal frequency, and pieces inside of words, are in tiny.SENTENCES.
 TOKENIZERS = ("wordpiece of bert", "bpe of gpt2", "unigram of marian")
 

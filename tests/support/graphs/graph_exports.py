@@ -56,16 +56,13 @@ FAMILIES: dict[str, tuple[Callable[[Path], Path], str]] = {
     },
 }  # fmt: skip
 SCHEMES: dict[str, dict[str, Any] | None] = {
-    "fp32": None,
-    "int8": {},
-    "static": {"scheme": "int8-static"},
+    "fp32": None, "int8": {}, "static": {"scheme": "int8-static"},
     "groupwise": {"scheme": "int8-groupwise", "group_size": 32},
     "int4": {"scheme": "int4", "group_size": 16, "symmetric": False},
     # as TensorRT takes it
     "signed": {"scheme": "int4", "group_size": 64, "symmetric": "positive", "accuracy_level": 0},
-    "binary": {"scheme": "binary", "group_size": 32},
-    "nf4": {"scheme": "bnb-nf4"},
-}
+    "binary": {"scheme": "binary", "group_size": 32}, "nf4": {"scheme": "bnb-nf4"},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -460,13 +460,9 @@ def _sequence(w: GraphWriter) -> tuple[str, Shape]:
 
 
 _INPUT_WRITERS = {
-    "mlp": _row,
-    "cnn": _image,
-    "attention": _sequence,
-    "recurrent": _sequence,
-    "control": _row,
+    "mlp": _row, "cnn": _image, "attention": _sequence, "recurrent": _sequence, "control": _row,
     "quantized": _row,
-}
+}  # fmt: skip
 _FIRST_BLOCKS: dict[str, list[Block]] = {
     "cnn": [conv, skip], "attention": [attention], "recurrent": [recurrent],
     "control": [branches, loop, scan], "quantized": [quantized],

@@ -24,42 +24,20 @@ Draw = Callable[[Any], Any]
 KINDS = ("mlp", "cnn", "attention", "recurrent", "control", "quantized")
 _OPSETS = (9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23)
 _ODD_NAMES = (
-    "0",
-    "file",
-    "self",
-    "arr_0",
-    "a b",
-    "a/b",
-    "a:0",
-    "é",
-    "数",
-    "%1",
-    "<a>",
-    "a,b",
-    'a"b',
-    "..",
-    "A" * 130,
-)
+    "0", "file", "self", "arr_0", "a b", "a/b", "a:0", "é", "数", "%1", "<a>", "a,b", 'a"b', "..", "A" * 130,
+)  # fmt: skip
 # what ONNX Runtime's quantizers and smelt put behind a name
 _NAME_ENDINGS = (
     *("_scale", "_quantized", "_zero_point", "_QuantizeLinear", "_DequantizeLinear", "_fp16", ".own0"),
-    *(
-        "_QuantizeLinear_Output",
-        "_DequantizeLinear_Output",
-        "_quantized_scale",
-        "_output_quantized",
-        "_quant",
-    ),
-)
+    *("_QuantizeLinear_Output", "_DequantizeLinear_Output", "_quantized_scale", "_output_quantized",
+        "_quant"),
+)  # fmt: skip
 _WEIGHT_STYLES = ("normal",) * 6 + ("zero", "tiny", "large", "outlier")
 _INPUT_STYLES = ("normal",) * 4 + ("positive", "large", "tiny", "constant")
 _BATCH_SIZES = {"N": None, None: None, 1: 1, 2: 2}
 _ONNX_TYPES = {
-    "float32": TensorProto.FLOAT,
-    "int64": TensorProto.INT64,
-    "int32": TensorProto.INT32,
-    "bool": 9,
-}
+    "float32": TensorProto.FLOAT, "int64": TensorProto.INT64, "int32": TensorProto.INT32, "bool": 9,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,8 @@ from tests.support.models import tiny
 from tests.support.shared_folders import make_once
 
 TEXTS: list[str] = [
-    *tiny.SENTENCES,
-    "",
-    "a  man?! \u00e4\u4f60 <s> </s>",
-    " ".join(tiny.SENTENCES * 3),
-    "dogs",
-    "dogs",
-]
+    *tiny.SENTENCES, "", "a  man?! \u00e4\u4f60 <s> </s>", " ".join(tiny.SENTENCES * 3), "dogs", "dogs",
+]  # fmt: skip
 GENERATION_SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"max_new_tokens": 9},
     "rules": {"max_new_tokens": 9, "min_new_tokens": 3, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2},

@@ -11,14 +11,9 @@ from tests.support.graphs import graph_exports
 from tests.support.graphs.graph_exports import ROWS, make_context
 
 __all__ = [
-    "COMMON_FAMILIES",
-    "GRAPH_COUNTS",
-    "ROWS",
-    "copy_graphs",
-    "exported_folder",
-    "graphs_with_shapes",
+    "COMMON_FAMILIES", "GRAPH_COUNTS", "ROWS", "copy_graphs", "exported_folder", "graphs_with_shapes",
     "make_context",
-]
+]  # fmt: skip
 
 GRAPH_COUNTS = {
     name: 2 if name in REGISTERED and REGISTERED[name].architecture == "seq2seq" else 1

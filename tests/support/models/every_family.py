@@ -78,16 +78,13 @@ MODELS: dict[str, TinyFamily] = {
     "bart": TinyFamily(ENCODER_DECODER_LAYERS, seq2seq.write_bart, like="marian"),
     "mbart": TinyFamily(ENCODER_DECODER_LAYERS, partial(seq2seq.write_bart, kind="mbart"), like="m2m_100"),
     "pegasus": TinyFamily(ENCODER_DECODER_LAYERS, config=TRANSLATOR_CONFIG, like="m2m_100"),
-    "m2m_100": TinyFamily(
-        ENCODER_DECODER_LAYERS,
-        config=TRANSLATOR_CONFIG | {"pad_token_id": 1, "eos_token_id": 2, "bos_token_id": 0},
-    ),
+    "m2m_100": TinyFamily(ENCODER_DECODER_LAYERS,
+        config=TRANSLATOR_CONFIG | {"pad_token_id": 1, "eos_token_id": 2, "bos_token_id": 0}),
     "bert": TinyFamily(STACK, tiny.write_bert),
     "distilbert": TinyFamily(("n_layers",), classifiers.distilbert, like="bert"),
     "roberta": TinyFamily(STACK, classifiers.roberta, like="bert"),
-    "modernbert": TinyFamily(
-        STACK, config=ENCODER_CONFIG | {"global_attn_every_n_layers": 2, "local_attention": 6}
-    ),
+    "modernbert": TinyFamily(STACK,
+        config=ENCODER_CONFIG | {"global_attn_every_n_layers": 2, "local_attention": 6}),
     "mpnet": TinyFamily(STACK, config=ENCODER_CONFIG | {"relative_attention_num_buckets": 32}),
     "xlm-roberta": TinyFamily(STACK, config=ENCODER_CONFIG | {"type_vocab_size": 1}, like="bert"),
     "albert": TinyFamily(STACK, config=ENCODER_CONFIG | {"embedding_size": 16}),
@@ -98,16 +95,13 @@ MODELS: dict[str, TinyFamily] = {
     "qwen2": TinyFamily(STACK, partial(causal.write_model, family="qwen2"), like="qwen3"),
     "qwen3": TinyFamily(STACK, config=GATED_CONFIG),
     "mistral": TinyFamily(STACK, config=GATED_CONFIG | {"sliding_window": 6}, like="qwen3"),
-    "gemma": TinyFamily(
-        STACK, config=GATED_CONFIG | {"num_key_value_heads": 1, "hidden_act": "gelu_pytorch_tanh"}
-    ),
-    "phi3": TinyFamily(
-        STACK, config=GATED_CONFIG | {"sliding_window": None, "original_max_position_embeddings": 64}
-    ),
-    "starcoder2": TinyFamily(STACK, config=STARCODER2_CONFIG),
-    "vit": TinyFamily(STACK, images.write_model),
+    "gemma": TinyFamily(STACK,
+        config=GATED_CONFIG | {"num_key_value_heads": 1, "hidden_act": "gelu_pytorch_tanh"}),
+    "phi3": TinyFamily(STACK,
+        config=GATED_CONFIG | {"sliding_window": None, "original_max_position_embeddings": 64}),
+    "starcoder2": TinyFamily(STACK, config=STARCODER2_CONFIG), "vit": TinyFamily(STACK, images.write_model),
     "resnet": TinyFamily((), partial(images.write_model, family="resnet")),
-}
+}  # fmt: skip
 """The tiny model of each family: whoever tests every family takes it from here."""
 CONFIGS = {name: model.config for name, model in MODELS.items() if model.config}
 DISTINCT_FAMILIES = [name for name in TEXT_FAMILIES if is_full_matrix() or not MODELS[name].like]

@@ -15,27 +15,14 @@ from smelt.generation.search import generate_resolved
 VOCABULARY, PAD, EOS = 24, 0, 1
 _SHARED = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "eos_token_id": EOS}
 _SEQ2SEQ = {
-    "d_model": 16,
-    "encoder_layers": 1,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-    "max_position_embeddings": 64,
-    "bos_token_id": 2,
-    "decoder_start_token_id": 3,
-    "forced_eos_token_id": None,
-}
+    "d_model": 16, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_position_embeddings": 64,
+    "bos_token_id": 2, "decoder_start_token_id": 3, "forced_eos_token_id": None,
+}  # fmt: skip
 _CAUSAL = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 2,
-}
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 2,
+}  # fmt: skip
 
 
 def _model_classes() -> dict[str, tuple[Any, Any]]:
@@ -62,9 +49,7 @@ SEQ2SEQ, CAUSAL = ("marian", "bart", "t5"), ("gpt2", "opt", "llama", "qwen2", "m
 
 # What the recipe asks for, and what the model's generation config has in addition.
 GREEDY_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({}, {}),
-    ({"max_new_tokens": 1}, {}),
-    ({"min_new_tokens": 4}, {"eos_token_id": [1, 5, 9, 11]}),
+    ({}, {}), ({"max_new_tokens": 1}, {}), ({"min_new_tokens": 4}, {"eos_token_id": [1, 5, 9, 11]}),
     ({"no_repeat_ngram_size": 2, "bad_words_ids": [[7], [3, 4], [1]]}, {}),
     ({"no_repeat_ngram_size": 1, "bad_words_ids": [[7], [12]]}, {"eos_token_id": [1, 5]}),
     ({"repetition_penalty": 1.8}, {}),
@@ -72,10 +57,9 @@ GREEDY_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"forced_bos_token_id": 6, "begin_suppress_tokens": [7, 8, 9, 10]}, {}),
     ({}, {"forced_eos_token_id": [9, 5], "eos_token_id": [1, 5, 9]}),
     ({"suppress_tokens": [4, 12, 13]}, {"remove_invalid_values": True}),
-]
+]  # fmt: skip
 BEAM_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"num_beams": 2}, {}),
-    ({"num_beams": 4, "max_new_tokens": 1}, {}),
+    ({"num_beams": 2}, {}), ({"num_beams": 4, "max_new_tokens": 1}, {}),
     ({"num_beams": 3, "length_penalty": 2.0, "early_stopping": True}, {"eos_token_id": [1, 5, 9, 11]}),
     ({"num_beams": 5, "length_penalty": -1.0, "early_stopping": False}, {"eos_token_id": [1, 5, 9]}),
     ({"num_beams": 4, "length_penalty": 0.5, "early_stopping": "never"}, {"eos_token_id": [1, 7, 8, 10]}),
@@ -87,15 +71,11 @@ BEAM_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"num_beams": 4, "forced_bos_token_id": 6, "begin_suppress_tokens": [7, 8, 9, 10]}, {}),
     ({"num_beams": 3, "suppress_tokens": [4, 12, 13]}, {"remove_invalid_values": True}),
     # what a longer text may still be worth decides here, and how many candidates are kept for many ends
-    (
-        {"num_beams": 2, "length_penalty": 2.0, "early_stopping": "never"},
-        {"eos_token_id": [6, 8, 15, 20, 21, 22]},
-    ),
-    (
-        {"num_beams": 2, "length_penalty": 5.0, "early_stopping": "never", "max_new_tokens": 25},
-        {"eos_token_id": [5, 14, 15, 21]},
-    ),
-]
+    ({"num_beams": 2, "length_penalty": 2.0, "early_stopping": "never"},
+     {"eos_token_id": [6, 8, 15, 20, 21, 22]}),
+    ({"num_beams": 2, "length_penalty": 5.0, "early_stopping": "never", "max_new_tokens": 25},
+     {"eos_token_id": [5, 14, 15, 21]}),
+]  # fmt: skip
 
 
 def random_settings(draw: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -10,17 +10,10 @@ from typing import Any
 from tests.support.shared_folders import written_once
 
 SENTENCES = [
-    "a man in a red hat walks",
-    "two dogs run on the grass",
-    "the cat sleeps in the sun",
-    "she sings a song",
-    "ein mann mit rotem hut geht",
-    "zwei hunde laufen auf dem gras",
-    "die katze liegt in der sonne",
-    "sie singt ein lied",
-    "the old house stands near the river",
-    "das alte haus steht am fluss",
-]
+    "a man in a red hat walks", "two dogs run on the grass", "the cat sleeps in the sun", "she sings a song",
+    "ein mann mit rotem hut geht", "zwei hunde laufen auf dem gras", "die katze liegt in der sonne",
+    "sie singt ein lied", "the old house stands near the river", "das alte haus steht am fluss",
+]  # fmt: skip
 
 
 @written_once

@@ -16,16 +16,13 @@ CONFIGS = {
     "bart": ("summarization", SEQ2SEQ | {"max_position_embeddings": 40}, "bpe"),
     "t5": ("translation", {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}, "unigram"),
     "bert": ("text-classification", ENCODER, "wordpiece"),
-    "distilbert": (
-        "text-classification",
-        {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32},
-        "wordpiece",
-    ),
+    "distilbert": ("text-classification", {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32},
+        "wordpiece"),
     "roberta": ("text-classification", ENCODER, "bpe"),
     "gpt2": ("language-modeling", {"n_embd": 16, "n_layer": 1, "n_head": 2}, "bpe"),
     "llama": ("language-modeling", ENCODER | {"num_key_value_heads": 1}, "bpe"),
     "qwen2": ("language-modeling", ENCODER | {"num_key_value_heads": 1}, "bpe"),
-}
+}  # fmt: skip
 SIZES = {"bpe": 300, "unigram": 60, "wordpiece": 100}
 
 

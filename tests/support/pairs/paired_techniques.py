@@ -48,13 +48,11 @@ LANGUAGES = {
     "m2m_100": {"source_language": "eng_Latn", "target_language": "deu_Latn"},
 }
 DATA: dict[str, Callable[[Path], Any]] = {
-    "translation": tiny.write_pairs,
-    "summarization": tiny.write_pairs,
-    "text-classification": tiny.write_labeled,
-    images.TASK: images.write_rows,
+    "translation": tiny.write_pairs, "summarization": tiny.write_pairs,
+    "text-classification": tiny.write_labeled, images.TASK: images.write_rows,
     "language-modeling": lambda path: causal.write_lines(path, 1),
     "sentence-similarity": embedders.write_rows,
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -98,101 +96,57 @@ INTERMEDIATE_LOSSES = {"hidden_states": 1, "input_embeddings": 1, "self_attentio
 TECHNIQUES: dict[str, Technique] = {
     "finetune": Technique("finetune", TRAINING_SETTINGS),
     "lora": Technique("finetune", {"lora": {"rank": 2}, **TRAINING_SETTINGS}),
-    "masks": Technique(
-        "finetune",
-        {"learned_masks": {"learning_rate": 5, "warmup": 0.5, "multiple_of": 4}, **TRAINING_SETTINGS},
-        True,
-    ),
-    "masks-parts": Technique(
-        "finetune",
-        {
-            "learned_masks": {
-                "parts": ["attention", "ffn"],
-                "learning_rate": 5,
-                "warmup": 0.5,
-                "multiple_of": 4,
-            },
-            **TRAINING_SETTINGS,
-        },
-        True,
-    ),
-    "masks-width": Technique(
-        "finetune",
-        {
-            "learned_masks": {"targets": ["heads", "width"], "learning_rate": 5, "warmup": 0.5},
-            **TRAINING_SETTINGS,
-        },
-        True,
-    ),
+    "masks": Technique("finetune",
+        {"learned_masks": {"learning_rate": 5, "warmup": 0.5, "multiple_of": 4}, **TRAINING_SETTINGS}, True),
+    "masks-parts": Technique("finetune", {"learned_masks": {"parts": ["attention", "ffn"],
+        "learning_rate": 5, "warmup": 0.5, "multiple_of": 4}, **TRAINING_SETTINGS}, True),
+    "masks-width": Technique("finetune", {"learned_masks": {"targets": ["heads", "width"],
+        "learning_rate": 5, "warmup": 0.5}, **TRAINING_SETTINGS}, True),
     "lsq": Technique("finetune", {"qat": {"scales": "lsq"}, **TRAINING_SETTINGS}, applied_after="int4"),
-    "split": Technique(
-        "finetune", {"qat": {"weight_splitting": True}, **TRAINING_SETTINGS}, applied_after="ternary"
-    ),
+    "split": Technique("finetune", {"qat": {"weight_splitting": True}, **TRAINING_SETTINGS},
+        applied_after="ternary"),
     "movement": Technique("finetune", {"sparsify": {"start": 0, "end": 1}, **TRAINING_SETTINGS}),
     "distill": Technique("distill", TRAINING_SETTINGS),
-    "student": Technique(
-        "distill", {"student": {"layers": 1}, "losses": INTERMEDIATE_LOSSES, **TRAINING_SETTINGS}, True
-    ),
-    "vocabulary": Technique(
-        "trim-vocabulary", {"coverage": 0.5, "multiple_of": 1}, True, usable_on=("qwen2", 1)
-    ),
+    "student": Technique("distill",
+        {"student": {"layers": 1}, "losses": INTERMEDIATE_LOSSES, **TRAINING_SETTINGS}, True),
+    "vocabulary": Technique("trim-vocabulary", {"coverage": 0.5, "multiple_of": 1}, True,
+        usable_on=("qwen2", 1)),
     "depth": Technique("drop-layers", {"keep_ratio": 0.5, **FEW_SAMPLES}, True, usable_on=("t5", 2)),
-    "prune": Technique(
-        "prune", {"targets": ["heads", "ffn"], "keep_ratio": 0.5, **FEW_SAMPLES}, True, usable_on=("bert", 1)
-    ),
-    "prune-budget": Technique(
-        "prune", {"budget": {"parameters": 0.9}, "importance": "fisher", **FEW_SAMPLES}, True
-    ),
+    "prune": Technique("prune", {"targets": ["heads", "ffn"], "keep_ratio": 0.5, **FEW_SAMPLES}, True,
+        usable_on=("bert", 1)),
+    "prune-budget": Technique("prune",
+        {"budget": {"parameters": 0.9}, "importance": "fisher", **FEW_SAMPLES}, True),
     # of both kinds of two layers no layer may be whole, which a student of one layer needs
-    "depth-parts": Technique(
-        "drop-layers", {"targets": ["attention"], **FEW_SAMPLES}, True, usable_on=("marian", 2)
-    ),
-    "width": Technique(
-        "prune", {"targets": ["width"], "keep_ratio": 0.5, **FEW_SAMPLES}, True, usable_on=("pegasus", 1)
-    ),
-    "channels": Technique(
-        "prune", {"targets": ["channels"], "keep_ratio": 0.5, "multiple_of": 4, **FEW_SAMPLES}, True
-    ),
-    "sparsify": Technique(
-        "sparsify", {"method": "sparsegpt", "pattern": "2:4", **FEW_SAMPLES}, usable_on=("qwen3", 1)
-    ),
-    "factorize": Technique(
-        "factorize", {"rank": 12, "optimize_for": "size", **FEW_SAMPLES}, True, usable_on=("gpt2", 1)
-    ),
-    "factorize-embeddings": Technique(
-        "factorize", {"targets": "embeddings", "rank": 12}, True, usable_on=("marian", 1)
-    ),
+    "depth-parts": Technique("drop-layers", {"targets": ["attention"], **FEW_SAMPLES}, True,
+        usable_on=("marian", 2)),
+    "width": Technique("prune", {"targets": ["width"], "keep_ratio": 0.5, **FEW_SAMPLES}, True,
+        usable_on=("pegasus", 1)),
+    "channels": Technique("prune",
+        {"targets": ["channels"], "keep_ratio": 0.5, "multiple_of": 4, **FEW_SAMPLES}, True),
+    "sparsify": Technique("sparsify", {"method": "sparsegpt", "pattern": "2:4", **FEW_SAMPLES},
+        usable_on=("qwen3", 1)),
+    "factorize": Technique("factorize", {"rank": 12, "optimize_for": "size", **FEW_SAMPLES}, True,
+        usable_on=("gpt2", 1)),
+    "factorize-embeddings": Technique("factorize", {"targets": "embeddings", "rank": 12}, True,
+        usable_on=("marian", 1)),
     "tucker": Technique("factorize", {"method": "tucker", "keep_ratio": 0.5}, True),
     "share": Technique("share-weights", {}, True, usable_on=("mistral", 2)),
-    "share-difference": Technique(
-        "share-weights", {"low_rank_delta": {"rank": 2}}, True, usable_on=("gemma", 2)
-    ),
-    "shortlist": Technique(
-        "shortlist", {"candidates_per_token": 3, "frequent_tokens": 6}, usable_on=("t5", 1)
-    ),
+    "share-difference": Technique("share-weights", {"low_rank_delta": {"rank": 2}}, True,
+        usable_on=("gemma", 2)),
+    "shortlist": Technique("shortlist", {"candidates_per_token": 3, "frequent_tokens": 6},
+        usable_on=("t5", 1)),
     "int8-static": Technique("quantize", {"smoothquant_alpha": 0.5, **small_settings("int8-static")}, True),
     "int8-plain": Technique("quantize", small_settings("int8-static"), True),
-    "gptq": Technique(
-        "quantize", {"scheme": "int4", "group_size": 32, "method": "gptq", **FEW_SAMPLES}, True
-    ),
-    "awq": Technique(
-        "quantize", {"scheme": "int4", "group_size": 32, "method": "awq", "clip": "awq", **FEW_SAMPLES}, True
-    ),
+    "gptq": Technique("quantize", {"scheme": "int4", "group_size": 32, "method": "gptq", **FEW_SAMPLES},
+        True),
+    "awq": Technique("quantize",
+        {"scheme": "int4", "group_size": 32, "method": "awq", "clip": "awq", **FEW_SAMPLES}, True),
     "hqq": Technique("quantize", {"scheme": "int4", "group_size": 32, "method": "hqq"}, True),
-    "bits": Technique(
-        "quantize",
-        {
-            "mixed_precision": {"target_bits": 8.5, "bit_widths": [4, 8]},
-            "group_size": 16,
-            "sensitivity_samples": 1,
-            **FEW_SAMPLES,
-        },
-        True,
-    ),
-    "low-rank": Technique(
-        "quantize", {"scheme": "int4", "group_size": 32, "low_rank_correction": {"rank": 2}}, True
-    ),
-}
+    "bits": Technique("quantize", {"mixed_precision": {"target_bits": 8.5, "bit_widths": [4, 8]},
+        "group_size": 16, "sensitivity_samples": 1, **FEW_SAMPLES}, True),
+    "low-rank": Technique("quantize",
+        {"scheme": "int4", "group_size": 32, "low_rank_correction": {"rank": 2}}, True),
+}  # fmt: skip
 TECHNIQUES |= {
     name: Technique("quantize", small_settings(name), True) for name in SCHEMES if name not in TECHNIQUES
 }

@@ -24,18 +24,13 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 _RUN_IMPORTS = [
-    *(
-        "accelerate",
-        "sklearn.metrics",
-        "transformers.trainer",
-        "smelt.pipeline.execute.run",
-        "smelt.pipeline.plan.load_plan",
-    ),
+    *("accelerate", "sklearn.metrics", "transformers.trainer", "smelt.pipeline.execute.run",
+        "smelt.pipeline.plan.load_plan"),
     *("smelt.compress.finetune", "smelt.compress.distill.stage", "smelt.compress.factorize.stage"),
     *("smelt.compress.prune.stage", "smelt.compress.prune.importances.taylor", "smelt.training.trainer"),
     *("smelt.compress.quantize.plan_layers", "smelt.evaluate.environment", "smelt.evaluate.quality"),
     *("smelt.runtimes.predict_texts", "smelt.quantization.layers", "smelt.runtimes.torch_backend"),
-]
+]  # fmt: skip
 
 
 class ForkServer:

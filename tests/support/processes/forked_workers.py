@@ -40,11 +40,9 @@ _ISOLATED_IMPORTS = [
     *("onnx", "onnx.shape_inference", "onnxruntime"),
 ]
 _NOT_FORKED = (
-    "tests/core/test_isolated_process.py",
-    "tests/runtimes/onnx_import/",
-    "tests/pipeline/faults/",
+    "tests/core/test_isolated_process.py", "tests/runtimes/onnx_import/", "tests/pipeline/faults/",
     "tests/export/tensorrt/test_check_file.py",
-)
+)  # fmt: skip
 """Tests of the limits that an isolated process has, and of its own beginning."""
 _MAX_MESSAGE_BYTES = 1 << 20
 

@@ -30,20 +30,9 @@ ODD_VALUES: list[Any] = [
     *(2**31, -(2**63), 10_000_000, 0.5, "(?<=a+)b", "\\p{", "true", "1"),
 ]
 ODD_BYTES = [
-    b"",
-    b"\0",
-    b"\xff\xfe",
-    b'"',
-    b"{",
-    b"}",
-    b"[" * 2000,
-    b"\n",
-    b"\t",
-    b",",
-    b"1e999",
-    b"\xed\xa0\x80",
+    b"", b"\0", b"\xff\xfe", b'"', b"{", b"}", b"[" * 2000, b"\n", b"\t", b",", b"1e999", b"\xed\xa0\x80",
     b"\r",
-]
+]  # fmt: skip
 
 
 OUTCOMES = Counter[int]()  # how many commands ended with which exit code
@@ -63,30 +52,21 @@ class FuzzKind:
 
 KINDS = {
     "recipes": FuzzKind(("recipe.yaml",), (("plan", "recipe.yaml"),)),
-    "configs": FuzzKind(
-        ("m/config.json", "m/generation_config.json"),
-        (("plan", "recipe.yaml"), ("init", "m", "--data", "data.jsonl")),
-    ),
-    "tokenizers": FuzzKind(
-        ("a/tokenizer.json", "a/tokenizer_config.json", "a/vocab.txt", "a/tokenizing.json"),
-        (("predict", "a", "a man rides"), ("package", "a", "--out", "p")),
-    ),
-    "manifests": FuzzKind(
-        ("a/manifest.json",), (("predict", "a", "a man rides"), ("package", "a", "--out", "p"))
-    ),
-    "reports": FuzzKind(
-        ("run/report.json",), (("report", "run"), ("package", "run/artifacts/onnx", "--out", "p"))
-    ),
-    "rows": FuzzKind(
-        ("data.jsonl", "data.csv", "data.tsv"),
-        tuple(("eval", "a", "--data", f"data.{end}") for end in ("jsonl", "csv", "tsv")),
-    ),
+    "configs": FuzzKind(("m/config.json", "m/generation_config.json"),
+        (("plan", "recipe.yaml"), ("init", "m", "--data", "data.jsonl"))),
+    "tokenizers": FuzzKind(("a/tokenizer.json", "a/tokenizer_config.json", "a/vocab.txt",
+        "a/tokenizing.json"), (("predict", "a", "a man rides"), ("package", "a", "--out", "p"))),
+    "manifests": FuzzKind(("a/manifest.json",),
+        (("predict", "a", "a man rides"), ("package", "a", "--out", "p"))),
+    "reports": FuzzKind(("run/report.json",),
+        (("report", "run"), ("package", "run/artifacts/onnx", "--out", "p"))),
+    "rows": FuzzKind(("data.jsonl", "data.csv", "data.tsv"),
+        tuple(("eval", "a", "--data", f"data.{end}") for end in ("jsonl", "csv", "tsv"))),
     "onnx": FuzzKind(("a/model.onnx",), (("predict", "a", "a man rides"),)),
     "foreign": FuzzKind(("g.onnx",), (("init", "g.onnx"),)),
-    "images": FuzzKind(
-        ("images-images/0.png", "v/preprocessor_config.json"), (("eval", "v", "--data", "images.jsonl"),)
-    ),
-}
+    "images": FuzzKind(("images-images/0.png", "v/preprocessor_config.json"),
+        (("eval", "v", "--data", "images.jsonl"),)),
+}  # fmt: skip
 
 
 def fuzz(kind: str, draws: int, home: Path, first: int = 0) -> Iterator[str]:

@@ -23,7 +23,6 @@ from smelt.compress.distill.stage import Distill
 from smelt.compress.finetune import Finetune
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
-from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
 from smelt.core.process_group import process_rank
 from smelt.core.stage_cache import StageCache
 from smelt.core.store import Store
@@ -39,7 +38,6 @@ DEVICE = "cpu" if torch.cuda.is_available() else "auto"
 SHORT = {"max_steps": 4, "batch_size": 5, "precision": "fp32", "dropout": 0.0, "num_evals": 2,
          "learning_rate": 1e-3}  # fmt: skip
 STUDENT = {"student": {"decoder_layers": 1}, "losses": {"logits": 1.0, "labels": 0.5, "hidden_states": 1.0}}
-CACHED = {"student": {"decoder_layers": 1}, "losses": {"logits": 1.0}, "cache_logits": {"top_k": 4}}
 TEACHER_TEXTS = {"losses": {"labels": 1.0}, "sequence_level": {"num_beams": 2, "max_new_tokens": 6}}
 PHASES = {"phases": [{"losses": {"hidden_states": 1.0}}, {"losses": {"logits": 1.0}}]} | {
     "student": {"decoder_layers": 1}
@@ -53,18 +51,15 @@ CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "selected": (Finetune, {"metric_for_best_model": "chrf"}, "model"),
     "masks": (Finetune, MASKS, "model"),
     "distill": (Distill, STUDENT, "model"),
-    "cached": (Distill, CACHED, "model"),
     "teacher texts": (Distill, TEACHER_TEXTS, "model"),
 }
 SELECTED = {"metric_for_best_model": "chrf"}
-# with weights that are whole between updates, scores of a technique, integers, frozen zeros, twice divided
+# with weights that are whole between updates, scores of a technique, integers, twice divided
 DIVIDED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "finetune": CASES["finetune"],
-    "qat": (Finetune, {}, "quantized"),
     "gradual zeros": (Finetune, ZEROS | SELECTED, "model"),
     "scores": (Finetune, {"sparsify": {"method": "soft-movement", "start": 0.0, "end": 0.5}}, "model"),
     "qlora": (Finetune, {"lora": {"rank": 2}} | SELECTED, "kmeans"),
-    "sparse": (Finetune, {}, "sparse"),
     "phases": (Distill, PHASES, "model"),
 }
 
@@ -135,13 +130,9 @@ def write_models(folder: Path) -> None:
     """Write the model and the quantized one that the cases train."""
     tiny.write_marian(folder / "model")
     rows = tiny.read_pairs(folder)
-    for name, stage, settings in (
-        ("quantized", Quantize(), QuantizeSettings(scheme="int4", group_size=16)),
-        ("kmeans", Quantize(), QuantizeSettings(scheme="kmeans4")),  # no activations are rounded
-        ("sparse", Sparsify(), SparsifySettings(method="magnitude", sparsity=0.5)),
-    ):
-        splits = {"calibration": rows}
-        harness.run_stage(stage, settings, folder / "model", folder / name, data=splits)
+    settings = QuantizeSettings(scheme="kmeans4")  # no activations are rounded
+    splits = {"calibration": rows}
+    harness.run_stage(Quantize(), settings, folder / "model", folder / "kmeans", data=splits)
 
 
 def run_processes(folder: Path, work: Path, *names: str, count: int = 2) -> None:

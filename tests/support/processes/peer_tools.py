@@ -27,13 +27,9 @@ import pytest
 from filelock import FileLock
 
 OPTIMUM_PACKAGES = (
-    "optimum-onnx==0.1.0",
-    "optimum==2.1.0",
-    "transformers==4.57.6",
-    "tokenizers==0.22.2",
-    "huggingface_hub==0.36.2",
-    *("requests", "urllib3", "idna", "charset-normalizer", "certifi"),
-)
+    "optimum-onnx==0.1.0", "optimum==2.1.0", "transformers==4.57.6", "tokenizers==0.22.2",
+    "huggingface_hub==0.36.2", *("requests", "urllib3", "idna", "charset-normalizer", "certifi"),
+)  # fmt: skip
 GENAI_PACKAGES = ("onnxruntime-genai==0.18.0",)
 # as it is: its wheel would be compiled; it asks for a newer torch, and what is used of it needs none
 GPTQMODEL_PACKAGE = "gptqmodel==7.7.0"

@@ -17,13 +17,10 @@ from typing import Any
 import numpy as np
 
 _TYPES = {
-    "tensor(float)": ("FLOAT", np.float32),
-    "tensor(float16)": ("HALF", np.float16),
-    "tensor(int64)": ("INT64", np.int64),
-    "tensor(int32)": ("INT32", np.int32),
-    "tensor(bool)": ("BOOL", np.bool_),
-    "tensor(double)": ("DOUBLE", np.float64),
-}
+    "tensor(float)": ("FLOAT", np.float32), "tensor(float16)": ("HALF", np.float16),
+    "tensor(int64)": ("INT64", np.int64), "tensor(int32)": ("INT32", np.int32),
+    "tensor(bool)": ("BOOL", np.bool_), "tensor(double)": ("DOUBLE", np.float64),
+}  # fmt: skip
 STREAM = 4711
 
 

@@ -13,9 +13,7 @@ pytestmark = pytest.mark.quick
 
 VOCABULARY = 11
 CASES = {
-    "plain": {"max_new_tokens": 5},
-    "no limit": {},
-    "max_length": {"max_length": 9},
+    "plain": {"max_new_tokens": 5}, "no limit": {}, "max_length": {"max_length": 9},
     "positions": {"max_new_tokens": 50, "positions": 8},
     "bad words, of which one ends a text": {"max_new_tokens": 3, "bad_words_ids": [[4], [2]]},
     "min_length": {"max_new_tokens": 6, "min_length": 5},
@@ -27,20 +25,12 @@ CASES = {
     "one token, first and last": {"max_new_tokens": 1, "forced_bos_token_id": 7, "forced_eos_token_id": [2]},
     "texts": {"max_new_tokens": 4, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
     "beams": {"max_new_tokens": 4, "num_beams": 3, "length_penalty": 0.6, "early_stopping": True},
-    "beams, never": {
-        "max_new_tokens": 4,
-        "num_beams": 3,
-        "early_stopping": "never",
-        "renormalize_logits": True,
-    },
-    "beams, several forced": {
-        "max_new_tokens": 3,
-        "num_beams": 3,
-        "forced_eos_token_id": [6, 2],
-        "renormalize_logits": True,
-    },
+    "beams, never": {"max_new_tokens": 4, "num_beams": 3, "early_stopping": "never",
+        "renormalize_logits": True},
+    "beams, several forced": {"max_new_tokens": 3, "num_beams": 3, "forced_eos_token_id": [6, 2],
+        "renormalize_logits": True},
     "no end": {"max_new_tokens": 3, "eos": [], "min_length": 5},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("prompt", [1, 4, 20])

@@ -33,13 +33,10 @@ from tests.support.pairs import matrix
 
 FORBIDDEN = ("torch", "transformers", "smelt", "onnx", "safetensors", "huggingface_hub", "pydantic")
 CLASSES = {
-    "translation": "Translator",
-    "summarization": "Translator",
-    "language-modeling": "Writer",
-    "text-classification": "Classifier",
-    "sentence-similarity": "Embedder",
+    "translation": "Translator", "summarization": "Translator", "language-modeling": "Writer",
+    "text-classification": "Classifier", "sentence-similarity": "Embedder",
     "image-classification": "ImageClassifier",
-}
+}  # fmt: skip
 LESS = ["--max-new-tokens", 4]
 GENERATING = ("translator", "t5", "writer", "int8-caches", "gpt2")
 
@@ -200,15 +197,11 @@ def test_embeddings_equal_smelt(request):
     assert model([]).shape == (0, expected.shape[1])
 
 
-@pytest.mark.parametrize(
-    ("problem", "logits", "expected"),
-    [
-        ("multi_label_classification", [2.0, -1.0, 0.5], ("a", "c")),
-        ("multi_label_classification", [-2.0, -1.0, -0.5], ()),
-        ("single_label_classification", [2.0, -1.0, 2.5], "c"),
-        ("regression", [2.25, 0, 0], 2.25),
-    ],
-)
+@pytest.mark.parametrize(("problem", "logits", "expected"), [
+    ("multi_label_classification", [2.0, -1.0, 0.5], ("a", "c")),
+    ("multi_label_classification", [-2.0, -1.0, -0.5], ()),
+    ("single_label_classification", [2.0, -1.0, 2.5], "c"), ("regression", [2.25, 0, 0], 2.25),
+])  # fmt: skip
 def test_predict_class_supports_every_problem_type(problem, logits, expected):
     label, probabilities = predict_class(np.array(logits, dtype=np.float32), ["a", "b", "c"], problem)
     assert label == expected
@@ -273,13 +266,10 @@ def test_dashed_texts_need_separator_and_unknown_options_are_rejected():
     )
 
 
-@pytest.mark.parametrize(
-    ("words", "lines", "expected"),
-    [
-        ((), b"two dogs\r\na \xff man\n", r"'a \udcff man'"),
-        ((b"two dogs", b"a \xff man"), None, r"'a \udcff man'"),
-    ],
-)
+@pytest.mark.parametrize(("words", "lines", "expected"), [
+    ((), b"two dogs\r\na \xff man\n", r"'a \udcff man'"),
+    ((b"two dogs", b"a \xff man"), None, r"'a \udcff man'"),
+])  # fmt: skip
 def test_invalid_utf_8_is_reported_without_traceback(words, lines, expected):
     output_lines, errors = command(standalone_package("translator"), *words, lines=lines, code=2)
     last = errors.splitlines()[-1]

@@ -156,13 +156,13 @@ class TruncationCounter:
 class ActiveCalls:
     """Counts active calls of all threads. A context manager around each call.
 
-    closed: message for calls after `close`. most: maximum number of concurrent calls, others wait; None: no
-    limit.
+    name: of the model, for the error of calls after `close`. most: maximum number of concurrent calls; others
+    wait. None: no limit.
     """
 
-    def __init__(self, closed: str, most: int | None = None) -> None:
+    def __init__(self, name: str, most: int | None = None) -> None:
         self.lock = threading.Condition()
-        self._message, self._max_calls = closed, most
+        self._name, self._max_calls = name, most
         self._closed = False
         self._active = 0
 
@@ -172,7 +172,8 @@ class ActiveCalls:
                 lambda: self._closed or self._max_calls is None or self._active < self._max_calls
             )
             if self._closed:
-                raise InputError(self._message, code="model-closed")
+                text = f"{self._name}: this model is closed. Open it again with smelt.load."
+                raise InputError(text, code="model-closed")
             self._active += 1
 
     def __exit__(
@@ -248,8 +249,7 @@ class Model:
             self._runner.close()
             raise
         runtime = find_runtime(self.artifact.format, self.artifact.manifest.details.get("target"))
-        closed = f"{self._folder}: this model is closed. Open it again with smelt.load."
-        self._calls = ActiveCalls(closed, runtime.max_concurrent_calls)
+        self._calls = ActiveCalls(str(self._folder), runtime.max_concurrent_calls)
         self._truncated = 0
 
     @property

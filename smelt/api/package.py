@@ -81,7 +81,7 @@ def package_origin(artifact: Artifact, run: Path | None, step: str) -> PackageOr
 
 def _gate_warnings(report: ReportData, step: str) -> Iterator[Message]:
     """Yield warnings for gates that failed, are undecided or were never judged, and for few samples."""
-    from smelt.evaluate.report.verdict import trial_text
+    from smelt.evaluate.report.verdict import limited_run_text
     from smelt.evaluate.report.view import gate_text, gate_value_text, gate_verdict
 
     if report.verdict is None or report.verdict.reason == "not-finished":
@@ -102,7 +102,7 @@ def _gate_warnings(report: ReportData, step: str) -> Iterator[Message]:
         if gate.passed is False:
             text = f"The gate {gate_text(gate)} failed on test: {gate_value_text(gate)}."
             yield warning("gate-not-kept-on-test", text)
-    if trial := trial_text(report):
+    if trial := limited_run_text(report):
         yield warning("scored-on-few-rows", trial)
 
 

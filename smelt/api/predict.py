@@ -17,7 +17,7 @@ from typing import Any
 from smelt.api.load import TruncationCounter, parse_generation
 from smelt.api.scored_run import generation_with, scored_generation
 from smelt.core.artifact import read_artifact
-from smelt.core.errors import InputError, TruncationWarning, did_you_mean
+from smelt.core.errors import InputError, did_you_mean, truncation_text
 from smelt.core.messages import Message, find_lone_surrogate, warning
 from smelt.data.column_hints import column_options
 from smelt.data.csv_rows import read_file_rows
@@ -120,7 +120,7 @@ class Predictor:
     def warnings(self) -> list[Message]:
         """Warnings about truncated texts, and about an artifact that ran on another device than requested."""
         truncations = self._cuts
-        text = str(TruncationWarning(truncations.count, self._seen, truncations.limit))
+        text = truncation_text(truncations.count, self._seen, truncations.limit)
         messages = [warning("truncated-texts", text)] if truncations.count else []
         if self._device == "cuda" and artifact_device(self._artifact, self._device) == "cpu":
             target = self._artifact.manifest.details.get("target") or self._artifact.format

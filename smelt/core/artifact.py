@@ -287,7 +287,9 @@ def read_manifest(path: Path, hint: str | None = None) -> Manifest:
     try:
         verified_content(content)
     except ValueError as error:
-        raise InputError(f"{file}: {error}. {hint or _repair_hint(path)}", code="changed-manifest") from error
+        raise InputError(
+            f"{file}: the manifest is damaged: {error}. {hint or _repair_hint(path)}", code="changed-manifest"
+        ) from error
     return manifest
 
 

@@ -437,7 +437,7 @@ class RoundingCheck:
             trained += float((trained_value - before.double()).square().sum())
         return math.sqrt(rounded / trained) if trained else 0.0
 
-    def warning(self, share: float) -> str | None:
+    def lost_share_text(self, share: float) -> str | None:
         """Return a warning if much of the training is lost by rounding, else None."""
         if share <= MAX_LOST_SHARE:
             return None

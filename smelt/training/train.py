@@ -175,7 +175,7 @@ def _warn_of_rounding(rounding: RoundingCheck, ctx: Context) -> None:
         return
     lost_share = rounding.lost_share()
     ctx.details["training"]["rounding"] = round(lost_share, 5)
-    if text := rounding.warning(lost_share):
+    if text := rounding.lost_share_text(lost_share):
         ctx.warn("lost-in-rounding", text)
 
 

@@ -338,7 +338,9 @@ def plan_costs(plan: Plan, out: Path | None = None, store: StorePlace | None = N
     estimates = estimate_steps(plan, data, step_records(root, plan.recipe.threads))
     limits = machine_limits(root)
     if text := moved_run_text(folder, root):
-        failures.append(warning("moved-run", text))
+        failures.append(
+            warning("moved-run", f"Steps of the earlier run in this folder are not reused: {text}")
+        )
     messages = (*check_costs(plan, estimates, limits, stored), *failures)
     steps = tuple(_predict(estimate, stored) for estimate in estimates.values())
     return PlanCosts(steps, limits, messages, tuple(unread_splits))

@@ -108,7 +108,11 @@ def subprocess_main(arguments: Sequence[str]) -> dict[str, Any]:
     except GraphFileError as error:
         return {"problems": messages_to_json([error_message(error.code, str(error))])}
     except OSError as error:
-        return {"problems": messages_to_json([error_message("unreadable-file", str(error))])}
+        return {
+            "problems": messages_to_json(
+                [error_message("unreadable-file", f"its file cannot be read: {error}")]
+            )
+        }
     problems = list(dict.fromkeys(_static_problems(model, path))) or list(_unbounded_problems(model))
     if not problems:
         from smelt.runtimes.onnx_import.graph_files import dominant_float_type

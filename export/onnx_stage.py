@@ -22,7 +22,7 @@ from smelt.data.splits import Split
 from smelt.data.tasks import Task, task_traits
 from smelt.export.settings import OnnxSettings, ProviderSettings, unsupported_model, unsupported_task
 from smelt.models.families.registry import QUANTIZED_CONVOLUTIONS_KEY
-from smelt.models.step_size import SizeInputs, StepSize, certain_bytes
+from smelt.models.model_size import SizeInputs, StepSize, certain_bytes
 from smelt.quantization.scheme import CONV_UNSUPPORTED_TARGETS
 from smelt.runtimes.images import ImageBatch
 from smelt.stage import Context, Need, Settings, Stage

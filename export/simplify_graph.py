@@ -45,7 +45,7 @@ from smelt.quantization.emit import (
     LOAD_TIME_DOMAIN,
     SIGNED_BLOCK_OPS,
 )
-from smelt.quantization.placeholders import Expansion, QuantizedGraph
+from smelt.quantization.scheme import Expansion, QuantizedGraph
 from smelt.quantization.schemes.registry import placeholder_expansions, replace_with_float_nodes
 from smelt.runtimes.openvino_backend import ACTIVATION_BLOCKS
 

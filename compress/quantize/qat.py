@@ -339,7 +339,7 @@ def find_master_weights(
             weight = (
                 stored[name]
                 if stored is not None
-                else _initial_weight(cast(nn.Module, float_model), model, name)
+                else _initial_weight(cast("nn.Module", float_model), model, name)
             )
             by_matrix[id(module.matrix)] = weight.detach().float()
     return by_matrix
@@ -414,8 +414,8 @@ def _initial_weight(floats: nn.Module, model: nn.Module, name: str) -> Tensor:
     corrected = model.get_submodule(owner) if attribute == "coded" else None
     if isinstance(corrected, LowRankCorrectedLinear):
         pair = corrected.adapter
-        return cast(Tensor, floats.get_submodule(owner).weight) - pair.up.weight @ pair.down.weight
-    return cast(Tensor, floats.get_submodule(name).weight)
+        return cast("Tensor", floats.get_submodule(owner).weight) - pair.up.weight @ pair.down.weight
+    return cast("Tensor", floats.get_submodule(name).weight)
 
 
 def save_trained(

@@ -127,7 +127,7 @@ def transformers_js_dtype(graphs: Any) -> str:
     """Return the dtype of the weights of onnx.ModelProtos in terms of transformers.js: one of `_SUFFIX`."""
     from onnx import helper
 
-    from smelt.quantization.placeholders import QuantizedGraph
+    from smelt.quantization.scheme import QuantizedGraph
     from smelt.quantization.schemes.registry import owner_of_operator
 
     dtypes = set()

@@ -33,7 +33,7 @@ from smelt.export.graph_files import link_external_data, write_graph
 from smelt.export.parity.references import TorchReference
 from smelt.generation.generating_runners import position_ids
 from smelt.quantization.layers import QuantizedEmbedding, QuantizedLinear
-from smelt.quantization.placeholders import QuantizedGraph
+from smelt.quantization.scheme import QuantizedGraph
 from smelt.quantization.schemes.registry import owner_of_operator
 from smelt.runtimes.images import PIXEL_VALUES, ImageBatch
 

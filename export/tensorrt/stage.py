@@ -35,7 +35,7 @@ from smelt.export.tensorrt.build_engine import (
     timing_cache_path,
 )
 from smelt.export.tensorrt.preflight import TensorrtProblem, check_profile, load_graph, preflight
-from smelt.models.step_size import SizeInputs, StepSize, one_shot_size
+from smelt.models.model_size import SizeInputs, StepSize, one_shot_size
 from smelt.runtimes.tensorrt_engine import (
     EngineSidecar,
     current_gpu,

@@ -19,11 +19,10 @@ from smelt.api.scored_run import generation_with, scored_generation
 from smelt.core.artifact import read_artifact
 from smelt.core.errors import InputError, did_you_mean, truncation_text
 from smelt.core.messages import Message, find_lone_surrogate, warning
-from smelt.data.column_hints import column_options
 from smelt.data.csv_rows import read_file_rows
 from smelt.data.images import check_image, read_image_rows
 from smelt.data.json_rows import data_suffix, read_text_file
-from smelt.data.splits import Columns, Example
+from smelt.data.splits import Columns, Example, column_options
 from smelt.data.tasks import task_traits
 from smelt.pipeline.inspect.machine import artifact_device
 from smelt.runtimes.onnx_import.trial_run import require_safe_artifact

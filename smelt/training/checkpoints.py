@@ -47,7 +47,7 @@ from smelt.core.files import (
 from smelt.core.messages import Message, messages_to_json
 from smelt.core.process_group import from_first, process_count, process_rank, wait_for_all
 from smelt.core.store import CHECKPOINT_FILE
-from smelt.core.termination import TerminatedError, is_termination_requested, termination_deferred
+from smelt.core.system import TerminatedError, is_termination_requested, termination_deferred
 from smelt.data.splits import Split
 from smelt.models.checkpoint import save_model
 from smelt.models.edits import Edit

@@ -142,7 +142,7 @@ class _Task:
             scorer = replace(scorer, reference=artifact)
         elif reference is not None:
             scorer = replace(scorer, reference=require_artifact(self.store, reference))
-        launch = cast(TrainingLaunch, self.job.step_runner.launch)
+        launch = cast("TrainingLaunch", self.job.step_runner.launch)
         with self.store.lock(f"{artifact.key}-score", self._report_wait):
             return launch.score(scorer, artifact, self.data, split, limit, self.display)
 

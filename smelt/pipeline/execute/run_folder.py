@@ -42,7 +42,7 @@ from smelt.core.locks import file_lock, heartbeat, is_active
 from smelt.core.messages import escape_controls
 from smelt.core.remote_store import RemoteStore, is_store_url, open_remote_store
 from smelt.core.store import Store
-from smelt.core.termination import interrupted_exit_code
+from smelt.core.system import interrupted_exit_code
 from smelt.core.workspaces import OWNER_SUFFIX
 from smelt.evaluate.custom_metric import copy_custom_metrics
 from smelt.evaluate.report.chart import CHART_FILES, chart_files

@@ -26,7 +26,7 @@ from smelt.core.messages import messages_to_json
 from smelt.core.remote_store import open_remote_store
 from smelt.core.stage_cache import StageCache, commit_cached_files, find_cached_files
 from smelt.core.store import StepCheckpoints, Store
-from smelt.core.termination import TERMINATED_EXIT_CODE, TerminatedError, sigterm_as_error
+from smelt.core.system import TERMINATED_EXIT_CODE, TerminatedError, sigterm_as_error
 from smelt.pipeline.execute.display import explain_step_error
 from smelt.stage import Context
 
@@ -135,7 +135,7 @@ def _run_job(job: Mapping[str, Any], space: Path, rank: int) -> dict[str, Any]:
         split = limit_split(data[job["split"]], job["score_limit"])
         replace(scorer, reference=reference).score(_artifact(job["artifact"]), split, events.progress)
         return {}
-    runner = recipe_step_runner(plan.recipe, store, data, scorer, cast(Any, events))
+    runner = recipe_step_runner(plan.recipe, store, data, scorer, cast("Any", events))
     ctx = _train_step(runner, plan, job, events, space)
     return {"details": ctx.details, "warnings": messages_to_json(ctx.warnings)}
 

@@ -22,12 +22,15 @@ from smelt.core.messages import Message, error_message, info, warning
 from smelt.data.splits import Split
 from smelt.models.model_size import (
     FLOAT_BYTES,
+    INTERPRETER_BYTES,
     ModelSize,
+    SizeInputs,
+    StepSize,
+    one_shot_size,
     read_model_size,
     size_from_config,
     sum_of_weights,
 )
-from smelt.models.step_size import INTERPRETER_BYTES, SizeInputs, StepSize, one_shot_size
 from smelt.pipeline.inspect.machine import training_device
 from smelt.pipeline.inspect.model_folder import read_config
 from smelt.pipeline.plan.untrained_checks import config_file, read_untrained_config

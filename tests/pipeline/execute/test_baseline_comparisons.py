@@ -8,7 +8,7 @@ import json
 import pytest
 
 from smelt.core.messages import message_codes
-from smelt.models.step_size import INTERPRETER_BYTES
+from smelt.models.model_size import INTERPRETER_BYTES
 from smelt.pipeline.execute.run_costs import cost_lines, plan_costs, step_records
 from smelt.pipeline.plan.costs import COMPARISONS, MachineLimits, check_costs, estimate_steps
 from smelt.pipeline.plan.load_plan import load_plan

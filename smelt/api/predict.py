@@ -207,7 +207,9 @@ def read_examples(path: Path, task: str, columns: Sequence[str]) -> list[Example
         return _require_rows(examples, path)
     text, pair = _column_names(columns, task)
     # a column for pairs is required only if it was named
-    required_columns = {text: "text"} | ({pair: "text_pair"} if pair and _has_column_names(columns) else {})
+    required_columns = {text: "text"} | (
+        {pair: "text_pair"} if pair and any(item.startswith("text_pair=") for item in columns) else {}
+    )
     examples = []
     for location, row in read_file_rows(path):
         if missing := [name for name in required_columns if name not in row]:
@@ -249,10 +251,6 @@ def _require_rows(examples: list[Example], path: Path) -> list[Example]:
     if not examples:
         raise InputError(f"{path}: the file contains no samples.", code="empty-data", file=str(path))
     return examples
-
-
-def _has_column_names(columns: Sequence[str]) -> bool:
-    return any(item.startswith("text_pair=") for item in columns)
 
 
 def _column_names(columns: Sequence[str], task: str) -> tuple[str, str | None]:

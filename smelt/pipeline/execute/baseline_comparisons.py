@@ -18,7 +18,7 @@ from smelt.core.files import json_hash, read_hashed_json
 from smelt.core.messages import Message, warning
 from smelt.core.store import Store
 from smelt.core.system import package_versions, peak_memory_bytes, reset_peak_memory
-from smelt.data.splits import Split
+from smelt.data.splits import Split, spread_indices
 from smelt.evaluate.environment import default_threads, machine_id
 from smelt.models.families.family import STACK_NAMES
 from smelt.pipeline.inspect.machine import artifact_device
@@ -201,7 +201,6 @@ class TokenComparisons:
         self, artifacts: Mapping[str, Artifact], baseline: str, missing: Sequence[str]
     ) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the name and the result of each step of `missing`."""
-        from smelt.data.splits import spread_indices
         from smelt.evaluate.token_divergence import TokenComparison
 
         if not missing:

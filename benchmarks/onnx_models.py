@@ -435,8 +435,8 @@ def _run_models(paths: dict[str, Path], calls: Sequence[Rows], ends: dict[str, s
 def _agreement_text(got: list[Any], wanted: list[Any], source: Path) -> str:
     import onnx
 
-    from smelt.evaluate.quality import score_outputs
-    from smelt.runtimes.onnx_import.signature import class_outputs
+    from smelt.evaluate.tensor_quality import score_outputs
+    from smelt.runtimes.onnx_import.class_outputs import class_outputs
 
     class_axes = class_outputs(onnx.load(source, load_external_data=False))
 

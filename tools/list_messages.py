@@ -128,7 +128,8 @@ def _project() -> _Definitions:
     """Return the definitions of all modules; of functions those whose name is unique."""
     modules = [_Texts.of_file(path) for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     counts = Counter(name for module in modules for name in module.defined.functions)
-    functions, fields = defaultdict(list), defaultdict(list)
+    functions: dict[str, list[_Value]] = defaultdict(list)
+    fields: dict[str, list[_Value]] = defaultdict(list)
     for module in modules:
         for name, values in module.defined.functions.items():
             if counts[name] == 1 or name in OVERRIDDEN:

@@ -158,11 +158,11 @@ class _QatModule(nn.Module, Generic[_Layer]):
     these.
     """
 
-    weight: nn.Parameter
+    weight: Tensor
 
     def _attach(self, home: _Layer, weight: nn.Parameter) -> None:
         self.weight = weight
-        self._home = [home]  # in a list, so that it is not registered as a submodule
+        self._home: list[_Layer] = [home]  # in a list, so that it is not registered as a submodule
         self._steps: list[StepSizes] = []
         self.untrained, self.as_came = True, False
 

@@ -24,8 +24,7 @@ from smelt.core.messages import Message, error_message
 from smelt.data.splits import Split, missing_labels_errors
 from smelt.data.tasks import Task, task_names, task_traits
 from smelt.models.families.registry import find_family, no_blocks_reason
-from smelt.models.model_size import ModelSize
-from smelt.models.step_size import SizeInputs, StepSize
+from smelt.models.model_size import ModelSize, SizeInputs, StepSize
 from smelt.stage import Context, Need, Stage
 from smelt.training.settings import TrainingSettings, lighter_trainings, needed_by_training, training_size
 from smelt.training.train import train

@@ -11,7 +11,7 @@ from smelt.compress.model_input import load_float_model
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message, warning, with_article
-from smelt.models.families.registry import FAMILIES, family_of, no_blocks_reason
+from smelt.models.families.registry import FAMILIES, blocks_of, family_of, no_blocks_reason
 from smelt.stage import Context, Settings, Stage, StoredDtype
 
 if TYPE_CHECKING:
@@ -172,8 +172,6 @@ def share_layers(
     Raises:
         InputError: an unsupported family, or none of the stacks that the settings name.
     """
-    from smelt.models.families.registry import blocks_of
-
     if family_of(model) is None:
         raise InputError(
             f"share-weights: {with_article(model.config.model_type)} model is not supported."

@@ -26,6 +26,13 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import with_article, with_count
 from smelt.data.tasks import Task, tasks_with
+from smelt.generation.config import (
+    GenerationSettings,
+    make_shortlist,
+    resolve_generation,
+    vocabulary_sizes,
+    write_shortlist,
+)
 from smelt.stage import Context, Need, Progress, Settings, Stage, no_progress
 
 if TYPE_CHECKING:
@@ -192,7 +199,6 @@ class ShortlistStage(Stage[ShortlistSettings]):
 
     def __call__(self, src: Artifact, settings: ShortlistSettings, ctx: Context) -> None:
         """Learn a shortlist for the model of `src` and write both into `ctx.out`."""
-        from smelt.generation.config import write_shortlist
         from smelt.models.checkpoint import load_model, load_tokenizer, save_model
 
         model, edits = load_model(src.path)
@@ -252,8 +258,6 @@ def learn_shortlist(
         settings: of the stage.
         progress: called with the progress of training.
     """
-    from smelt.generation.config import make_shortlist, vocabulary_sizes
-
     sources, targets = vocabulary_sizes(config)
     counts = np.bincount(np.concatenate([target for _, target in pairs]), minlength=targets)
     frequent = np.argsort(-counts, kind="stable")[: settings.frequent_tokens]
@@ -280,7 +284,6 @@ def shortlist_coverage(
     reference tokens on the list. words: mean number of allowed tokens per sample.
     """
     from smelt.generation.backend import Batch
-    from smelt.generation.config import vocabulary_sizes
 
     _, targets = vocabulary_sizes(config)
     hits = num_tokens = num_covered = num_allowed = 0
@@ -303,7 +306,6 @@ def shortlist_coverage(
 
 
 def _shortlist_sizes(shortlist: Shortlist, config: dict[str, Any]) -> dict[str, Any]:
-    from smelt.generation.config import vocabulary_sizes
 
     size = shortlist.table.nbytes + shortlist.always.nbytes
     return {
@@ -341,7 +343,6 @@ def _encode_pairs(config: Any, tokenizer: Any, ctx: Context, split: str, most: i
 
 def _required_tokens(src: Artifact, tokenizer: Any) -> IntArray:
     """Return the end-of-text, forced beginning and unknown tokens."""
-    from smelt.generation.config import GenerationSettings, resolve_generation
     from smelt.generation.runner import read_model_files
 
     files: Any = read_model_files(src.path)

@@ -25,7 +25,7 @@ from smelt.export.convert_to_half import convert_to_half
 from smelt.export.fp16_range import FP16_MAX, nodes_outside_fp16
 from smelt.export.graph_files import read_graph, write_graph
 from smelt.export.parity.operator_checks import open_with_outputs, run_graph_calls
-from smelt.export.parity.references import TorchReference
+from smelt.export.parity.references import TorchReference, run_as_deployed
 from smelt.export.value_types import is_control_flow, node_key, values_of_type
 from smelt.generation.backend import Batch
 from smelt.runtimes.graph_walk import iter_graphs, normalized_domain, opset_versions, subgraphs
@@ -349,7 +349,6 @@ def overflow_samples(parent: Any, folder: Path, ctx: Context) -> list[TorchRefer
         ctx: with the data; gets a warning if there are none.
     """
     from smelt.export.parity.parity_samples import parity_samples
-    from smelt.export.parity.references import run_as_deployed
 
     batch, is_real = parity_samples(parent, folder, ctx.data, ctx.task, OVERFLOW_ROWS, OVERFLOW_LENGTH)
     if not is_real:

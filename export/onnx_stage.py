@@ -20,10 +20,20 @@ from smelt.core.messages import Message, error_message
 from smelt.core.system import require_memory
 from smelt.data.splits import Split
 from smelt.data.tasks import Task, task_traits
+from smelt.export.graph_files import read_graph, set_input_defaults, write_graph
 from smelt.export.settings import OnnxSettings, ProviderSettings, unsupported_model, unsupported_task
 from smelt.models.families.registry import QUANTIZED_CONVOLUTIONS_KEY
-from smelt.models.step_size import SizeInputs, StepSize, certain_bytes
+from smelt.models.model_size import SizeInputs, StepSize, certain_bytes
 from smelt.quantization.scheme import CONV_UNSUPPORTED_TARGETS
+from smelt.quantization.schemes.registry import (
+    SCHEMES,
+    SCHEMES_BY_BITS,
+    schemes_for_target,
+    supported_dtypes,
+    supported_targets,
+    unsupported_reason,
+    unsupported_scheme_options,
+)
 from smelt.runtimes.images import ImageBatch
 from smelt.stage import Context, Need, Settings, Stage
 
@@ -80,7 +90,6 @@ def tolerance_kind(model: Any, settings: OnnxSettings) -> str:
     """
     from smelt.export.parity.references import INT8_CONVOLUTIONS
     from smelt.quantization.layers import QuantizedConv2d, QuantizedLinear, layer_scheme
-    from smelt.quantization.schemes.registry import SCHEMES
 
     used_schemes = {layer_scheme(m) for m in model.modules()}
     schemes = [s for name, s in SCHEMES.items() if name in used_schemes]
@@ -102,7 +111,6 @@ def _require_scheme_options(model: Any, target: str) -> None:
         InputError: it does not.
     """
     from smelt.quantization.layers import is_quantized
-    from smelt.quantization.schemes.registry import unsupported_scheme_options
 
     for matrix in (module.matrix for module in model.modules() if is_quantized(module)):
         if required_options := unsupported_scheme_options(matrix.scheme, matrix.options, target):
@@ -122,8 +130,6 @@ def _require_precision(schemes: list[Scheme], settings: OnnxSettings) -> None:
     Raises:
         InputError: the precision does not.
     """
-    from smelt.quantization.schemes.registry import supported_dtypes
-
     graph_dtype, allowed_dtypes = file_dtype(settings), supported_dtypes(schemes, settings.target)
     if graph_dtype not in allowed_dtypes:
         raise InputError(
@@ -165,7 +171,6 @@ def required_opset(settings: OnnxSettings, model: Any) -> int:
     Conv, Sin and Cos support bfloat16 from opset 22 on (https://onnx.ai/onnx/operators/onnx__Conv.html).
     """
     from smelt.quantization.layers import layer_scheme
-    from smelt.quantization.schemes.registry import SCHEMES
 
     used_schemes = {layer_scheme(module) for module in model.modules()}
     names = [name for name in SCHEMES if name in used_schemes]
@@ -186,13 +191,6 @@ def _require_target(schemes: list[Scheme], target: str) -> None:
     Raises:
         InputError: it cannot.
     """
-    from smelt.quantization.schemes.registry import (
-        SCHEMES_BY_BITS,
-        schemes_for_target,
-        supported_targets,
-        unsupported_reason,
-    )
-
     refused = {
         scheme.name: reason
         for scheme in schemes
@@ -252,7 +250,6 @@ def _write_graph(
         ctx: its `out` is the folder of the graph.
         homes: filled with the modules of each graph's nodes if the files will have another precision.
     """
-    from smelt.export.graph_files import set_input_defaults, write_graph
     from smelt.export.graphs.export_graph import export_graph, fuse_biases_in_file
     from smelt.export.simplify_graph import expand_placeholders_in_file, simplify_file
 
@@ -299,8 +296,6 @@ def check_onnx_file(path: Path) -> dict[str, Any]:
         RunError: it is not valid.
     """
     import onnx
-
-    from smelt.export.graph_files import read_graph
 
     try:
         onnx.checker.check_model(str(path), full_check=True)

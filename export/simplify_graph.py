@@ -37,15 +37,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from smelt.core.errors import InputError
+from smelt.core.errors import InputError, RunError
 from smelt.core.messages import Message, warning
+from smelt.export.graph_files import (
+    external_data_path,
+    has_external_data,
+    inline_weight_bytes,
+    link_external_data,
+    read_graph,
+    write_graph,
+)
 from smelt.quantization.emit import (
     BLOCKWISE_OP,
     DEQUANTIZE_OPS,
     LOAD_TIME_DOMAIN,
     SIGNED_BLOCK_OPS,
 )
-from smelt.quantization.placeholders import Expansion, QuantizedGraph
+from smelt.quantization.scheme import Expansion, QuantizedGraph
 from smelt.quantization.schemes.registry import placeholder_expansions, replace_with_float_nodes
 from smelt.runtimes.openvino_backend import ACTIVATION_BLOCKS
 
@@ -151,8 +159,6 @@ def simplify_file(path: Path, tokens: NDArray[np.int64] | None) -> Message | Non
     Returns:
         None if it was simplified, else a warning with the reason why the graph was not changed.
     """
-    from smelt.export.graph_files import external_data_path
-
     with TemporaryDirectory(dir=path.parent, prefix=".simplify-") as folder:
         candidate = Path(folder, path.name)
         failed = _write_simplified(path, candidate)
@@ -180,8 +186,6 @@ def _write_simplified(path: Path, candidate: Path) -> Message | None:
 
     No graph stays in memory: the next one is read with its weights.
     """
-    from smelt.export.graph_files import write_graph
-
     simplified = _run_on_structure(path, candidate.parent)
     if isinstance(simplified, Message):
         return simplified
@@ -191,7 +195,6 @@ def _write_simplified(path: Path, candidate: Path) -> Message | None:
 
 
 def _file_size(path: Path) -> int:
-    from smelt.export.graph_files import external_data_path
 
     return sum(file.stat().st_size for file in (path, external_data_path(path)) if file.is_file())
 
@@ -205,13 +208,6 @@ def _run_on_structure(path: Path, folder: Path) -> Any:
     from onnx import helper
     from onnx.external_data_helper import ExternalDataInfo, uses_external_data
     from onnx.external_data_helper import load_external_data_for_tensor as load_values
-
-    from smelt.export.graph_files import (
-        has_external_data,
-        inline_weight_bytes,
-        link_external_data,
-        read_graph,
-    )
 
     model = read_graph(path, values=False)
     if not has_external_data(model) and inline_weight_bytes(model) < _WHOLE_GRAPH_BYTES:
@@ -258,9 +254,7 @@ def run_onnxsim(path: Path, folder: Path) -> Any:
     """Return the graph in `path` after onnxsim, with its weights, or a warning if onnxsim failed."""
     import onnxsim
 
-    from smelt.core.errors import RunError
     from smelt.core.system import available_bytes
-    from smelt.export.graph_files import has_external_data, read_graph
 
     structure = read_graph(path, values=False)
     if not (is_external := has_external_data(structure)):
@@ -311,8 +305,6 @@ def _float_difference(first: Path, second: Path, tokens: NDArray[np.int64] | Non
 def _rounding_signature(path: Path) -> list[tuple[str, ...]]:
     """Return how a graph quantizes activations: operator attributes and constants of QuantizeLinear."""
     from onnx import numpy_helper
-
-    from smelt.export.graph_files import read_graph
 
     graph = read_graph(path, values=False).graph
     view = QuantizedGraph(graph)
@@ -372,8 +364,6 @@ def _relative_difference(a: NDArray[Any], b: NDArray[Any]) -> float:
 
 def expand_placeholders_in_file(path: Path) -> None:
     """Replace the placeholders of the graph in `path`, in place; external weights are not moved."""
-    from smelt.export.graph_files import read_graph, write_graph
-
     model = read_graph(path, values=False)
     if expand_placeholders(model):
         write_graph(model, path)

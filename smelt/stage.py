@@ -426,9 +426,9 @@ class Stage(ABC, Generic[SettingsT]):
 
     @classmethod
     def estimate_size(cls, settings: SettingsT, inputs: Any) -> Any:
-        """Return the sizes of a step, a `smelt.models.step_size.StepSize`; None: those of the model.
+        """Return the sizes of a step, a `smelt.models.model_size.StepSize`; None: those of the model.
 
-        Called for every step with its `smelt.models.step_size.SizeInputs`.
+        Called for every step with its `smelt.models.model_size.SizeInputs`.
         """
         return None
 

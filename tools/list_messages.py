@@ -31,7 +31,15 @@ MAKERS = {
     "error_message": ("error", 0, 1),
     "info": ("info", 0, 1),
 }
-MAX_DEPTH = 4  # of variables and functions that contain a text
+MAX_DEPTH = 8  # of variables and functions that contain a text
+PASSING_FUNCTIONS = (
+    "str",
+    "list",
+    "tuple",
+    "sorted",
+    "fromkeys",
+)  # their result has the texts of their argument
+OVERRIDDEN = ("poor_order", "unsupported_config")  # functions of several stages or families
 COLLECTORS = ("add", "say")  # of `smelt.pipeline.recipe.validation_errors.RecipeErrors`
 
 
@@ -46,7 +54,7 @@ class ListedMessage(NamedTuple):
 
 def messages_in(path: Path) -> Iterator[ListedMessage]:
     """Yield the warnings and errors in a file, each with every text that it may have."""
-    texts = _Texts(path)
+    texts = _Texts.of_file(path)
     for node in _nodes(path):
         if not isinstance(node, ast.Call):
             continue
@@ -98,58 +106,82 @@ def _code(node: ast.expr | None) -> str | None:
 
 
 class _Definitions(NamedTuple):
-    """What the names of a module stand for: constants, and what each function returns or yields."""
+    """What names stand for, each expression with the texts of its module."""
 
-    constants: dict[str, ast.expr]
-    functions: dict[str, list[ast.expr]]
+    constants: dict[str, _Value]
+    functions: dict[str, list[_Value]]
+    """What each function returns or yields."""
+    fields: dict[str, list[_Value]]
+    """What each keyword argument is given."""
 
 
-@cache
-def _definitions(path: Path) -> _Definitions:
-    constants = {
-        node.targets[0].id: node.value
-        for node in ast.iter_child_nodes(_nodes(path)[0])
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-    }
-    functions: dict[str, list[ast.expr]] = defaultdict(list)
-    for function in _nodes(path):
-        if isinstance(function, ast.FunctionDef):
-            for node in ast.walk(function):
-                if isinstance(node, ast.Return | ast.Yield) and node.value is not None:
-                    functions[function.name].append(node.value)
-    return _Definitions(constants, functions)
+class _Value(NamedTuple):
+    module: _Texts
+    node: ast.expr
+
+    def texts(self, depth: int) -> list[str]:
+        return self.module.of(self.node, depth)
 
 
 @cache
 def _project() -> _Definitions:
-    """Return the definitions of all modules; of functions those whose name is the only one."""
-    modules = [_definitions(path) for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-    counts = Counter(name for module in modules for name in module.functions)
-    return _Definitions(
-        {name: value for module in modules for name, value in module.constants.items()},
-        {
-            name: values
-            for module in modules
-            for name, values in module.functions.items()
-            if counts[name] == 1
-        },
-    )
+    """Return the definitions of all modules; of functions those whose name is unique."""
+    modules = [_Texts.of_file(path) for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    counts = Counter(name for module in modules for name in module.defined.functions)
+    functions: dict[str, list[_Value]] = defaultdict(list)
+    fields: dict[str, list[_Value]] = defaultdict(list)
+    for module in modules:
+        for name, values in module.defined.functions.items():
+            if counts[name] == 1 or name in OVERRIDDEN:
+                functions[name] += values
+        for name, values in module.defined.fields.items():
+            fields[name] += values
+    constants = {name: value for module in modules for name, value in module.defined.constants.items()}
+    return _Definitions(constants, functions, fields)
 
 
 class _Texts:
     """The texts of expressions in a file, with `{}` for values; a name has the last text assigned to it."""
 
     def __init__(self, path: Path) -> None:
-        self._module = _definitions(path)
+        self.defined = _Definitions({}, defaultdict(list), defaultdict(list))
         self._functions = [node.lineno for node in _nodes(path) if isinstance(node, ast.FunctionDef)]
         self._assigned: dict[str, list[tuple[int, ast.expr]]] = defaultdict(list)
-        for node in _nodes(path):
+        self._added: dict[str, list[tuple[int, ast.expr]]] = defaultdict(list)
+        for node in ast.iter_child_nodes(_nodes(path)[0]):
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                self._assigned[node.targets[0].id].append((node.lineno, node.value))
-            elif isinstance(node, ast.NamedExpr):
-                self._assigned[node.target.id].append((node.lineno - 1, node.value))
-            elif isinstance(node, ast.For | ast.comprehension) and isinstance(node.target, ast.Name):
-                self._assigned[node.target.id].append((node.target.lineno - 2, node.iter))
+                self.defined.constants[node.targets[0].id] = _Value(self, node.value)
+        for node in _nodes(path):
+            self._record(node)
+
+    @staticmethod
+    @cache
+    def of_file(path: Path) -> _Texts:
+        return _Texts(path)
+
+    def _record(self, node: ast.AST) -> None:
+        """Record what a statement or expression binds."""
+        match node:
+            case ast.FunctionDef(name):
+                self.defined.functions[name] += [
+                    _Value(self, each.value)
+                    for each in ast.walk(node)
+                    if isinstance(each, ast.Return | ast.Yield | ast.YieldFrom) and each.value is not None
+                ]
+            case ast.keyword(str(name), value):
+                self.defined.fields[name].append(_Value(self, value))
+            case ast.Assign([ast.Name(name), *_], value):
+                self._assigned[name].append((node.lineno, value))
+            case ast.NamedExpr(ast.Name(name), value):
+                self._assigned[name].append((node.lineno - 1, value))
+            case ast.For(target, value) | ast.comprehension(target, value):
+                for part in ast.walk(target):
+                    if isinstance(part, ast.Name):
+                        self._assigned[part.id].append((part.lineno - 2, value))
+            case ast.AugAssign(ast.Name(name), ast.Add(), value):
+                self._added[name].append((node.lineno, value))
+            case ast.Call(ast.Attribute(ast.Name(name), "append"), [value]):
+                self._added[name].append((node.lineno, value))
 
     def of(self, node: ast.expr, depth: int = 0) -> list[str]:
         """Return the texts that an expression may have."""
@@ -157,40 +189,52 @@ class _Texts:
             case ast.Constant(str(value)) if value:
                 return [value]
             case ast.JoinedStr(values):
-                return _joined([self.of(value, depth) for value in values])
+                return _joined([self.of(value, depth + 1) for value in values])
             case ast.BinOp(left, ast.Add(), right):
                 return _joined([self.of(left, depth), self.of(right, depth)])
             case ast.FormattedValue(value):
                 return self.of(value, depth)
-        return self._all(self._sources_of(node), depth)
+        if depth > MAX_DEPTH:
+            return ["{}"]
+        texts = [text for value in self._sources_of(node, depth) for text in value.texts(depth + 1)]
+        return list(dict.fromkeys(filter(_has_words, texts))) or ["{}"]
 
-    def _sources_of(self, node: ast.expr) -> list[ast.expr]:
+    def _sources_of(self, node: ast.expr, depth: int) -> list[_Value]:
         """Return the expressions that an expression may have the value of."""
         match node:
-            case ast.IfExp():
-                return [node.body, node.orelse]
+            case ast.IfExp(body=first, orelse=second):
+                nodes = [first, second]
+            case ast.BoolOp(values=nodes) if depth == 0:
+                pass
+            case ast.List(nodes):
+                pass
+            case ast.ListComp(element) | ast.GeneratorExp(element) | ast.DictComp(value=element):
+                nodes = [element]
+            case ast.Call(func, [value, *_]) if _name(func) in PASSING_FUNCTIONS:
+                nodes = [value]
+            case ast.Call(ast.Attribute(value, "items")):
+                nodes = [value]
             case ast.Name():
                 return self._values_of(node)
-            case ast.Call():
-                name = _name(node.func)
-                return self._module.functions.get(name) or _project().functions.get(name, [])
-        return []
+            case ast.Call(func):
+                name = _name(func)
+                return self.defined.functions.get(name) or _project().functions.get(name, [])
+            case ast.Attribute(attr=name) if depth == 0:
+                return _project().fields.get(name, [])
+            case _:
+                return []
+        return [_Value(self, each) for each in nodes]
 
-    def _values_of(self, name: ast.Name) -> list[ast.expr]:
-        """Return what was last assigned to a name, or the constant of this name."""
+    def _values_of(self, name: ast.Name) -> list[_Value]:
+        """Return what was last assigned and added to a name, or the constant of this name."""
         start = max((line for line in self._functions if line < name.lineno), default=0)
         before = [entry for entry in self._assigned[name.id] if start < entry[0] < name.lineno]
         if before:
-            return [max(before, key=lambda entry: entry[0])[1]]
-        value = self._module.constants.get(name.id) or _project().constants.get(name.id)
+            assigned = max(before, key=lambda entry: entry[0])
+            added = [entry for entry in self._added[name.id] if assigned[0] <= entry[0] < name.lineno]
+            return [_Value(self, node) for _, node in (assigned, *added)]
+        value = self.defined.constants.get(name.id) or _project().constants.get(name.id)
         return [] if value is None else [value]
-
-    def _all(self, nodes: list[ast.expr], depth: int) -> list[str]:
-        """Return the texts of several expressions that have words; `{}` if none has."""
-        if depth > MAX_DEPTH:
-            return ["{}"]
-        texts = [text for node in nodes for text in self.of(node, depth + 1) if _has_words(text)]
-        return list(dict.fromkeys(texts)) or ["{}"]
 
 
 def _joined(parts: list[list[str]]) -> list[str]:

@@ -179,17 +179,15 @@ class StackPairs:
 
 def stack_pairs(student: Any, teacher: Any, layer_map: LayerMap) -> list[StackPairs]:
     """Return which states of the two models are compared, stack by stack."""
-    counts: list[dict[str, int]] = [_block_counts(model) for model in (student, teacher)]
+    counts: list[dict[str, int]] = [
+        {b.stack.name: len(b.stack.modules(model)) for b in blocks_of(model)} for model in (student, teacher)
+    ]
     stacks = {block.stack.name: block.stack for block in blocks_of(student)}
     pairs = []
     for name, stack in stacks.items():
         states = resolve_layer_map(stack_map(layer_map, name), counts[0][name], counts[1][name])
         pairs.append(StackPairs(stack, states, "labels" if stack.causal else "inputs"))
     return pairs
-
-
-def _block_counts(model: Any) -> dict[str, int]:
-    return {b.stack.name: len(b.stack.modules(model)) for b in blocks_of(model)}
 
 
 class InnerLosses:

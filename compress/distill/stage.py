@@ -41,7 +41,7 @@ from smelt.data.bleu_tokenizer import bleu_tokenizer
 from smelt.data.labels import MULTI_LABEL, REGRESSION, problem_type
 from smelt.data.splits import Example, Label, Split
 from smelt.data.tasks import Task, task_traits
-from smelt.models.step_size import SizeInputs, StepSize
+from smelt.models.model_size import SizeInputs, StepSize
 from smelt.models.text_rules import read_text_rules
 from smelt.stage import Context, Need, Stage
 from smelt.tasks.read_split import UNLABELED, UNLABELED_TASKS

@@ -28,6 +28,8 @@ from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import json_hash, sha256_of
 from smelt.core.messages import with_article
 from smelt.data.labels import MULTI_LABEL, REGRESSION, ProblemType
+from smelt.models.checkpoint import load_model, load_tokenizer
+from smelt.models.text_rules import is_sentence_model, read_sentence_rules
 from smelt.stage import Context
 from smelt.tasks.samples import model_problem_type
 
@@ -234,7 +236,10 @@ def map_teacher_tokens(
     Raises:
         InputError: the student has tokens that the teacher lacks.
     """
-    student_size, teacher_size = (_vocabulary_size(model.config) for model in (student, teacher))
+    student_size, teacher_size = (
+        int(getattr(model.config, "decoder_vocab_size", None) or model.config.vocab_size)
+        for model in (student, teacher)
+    )
     token_map = map_to_teacher_tokens(student_folder, teacher_folder, student_size, teacher_size)
     if token_map is not None:
         _select_tokens(teacher, token_map)
@@ -293,8 +298,6 @@ def _require_padding(teacher: Path, student: Path, teacher_rows: int, student_ro
     Raises:
         InputError: `vocabulary-mismatch`.
     """
-    from smelt.models.checkpoint import load_tokenizer
-
     student_ids, teacher_ids = (load_tokenizer(folder).get_vocab() for folder in (student, teacher))
     max_id = max(*student_ids.values(), *teacher_ids.values())
     if student_ids != teacher_ids or max_id >= min(teacher_rows, student_rows):
@@ -308,10 +311,6 @@ def _require_padding(teacher: Path, student: Path, teacher_rows: int, student_ro
             code="vocabulary-mismatch",
             setting="teacher",
         )
-
-
-def _vocabulary_size(config: Any) -> int:
-    return int(getattr(config, "decoder_vocab_size", None) or config.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -350,7 +349,6 @@ def load_teachers(settings: DistillSettings, src: Artifact, workspace: Path, ctx
 
 
 def _teacher_of_step(name: str, ctx: Context) -> Teacher:
-    from smelt.models.checkpoint import load_model
 
     artifact = ctx.ancestors.get(name)
     if artifact is None:
@@ -382,9 +380,7 @@ def _teacher_of_step(name: str, ctx: Context) -> Teacher:
 
 
 def _teacher_of_folder(settings: TeacherSettings, src: Artifact, space: Path, ctx: Context) -> Teacher:
-    from smelt.models.checkpoint import load_model
     from smelt.models.import_model import import_model
-    from smelt.models.text_rules import read_sentence_rules
     from smelt.models.weight_files import source_files
 
     folder = Path(settings.model)
@@ -474,7 +470,6 @@ def check_outputs(model: Any, teacher: Any, settings: DistillSettings, several: 
     """
     from smelt.generation.generating_runners import is_causal
     from smelt.models.families.registry import family_of
-    from smelt.models.text_rules import is_sentence_model
 
     student_config, teacher_config = model.config, teacher.config
     kinds = [family.input_kind if (family := family_of(network)) else "texts" for network in (model, teacher)]

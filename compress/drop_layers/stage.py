@@ -21,7 +21,7 @@ from smelt.data.splits import Split, missing_labels_errors
 from smelt.data.tasks import Task
 from smelt.models.families.family import STACK_NAMES
 from smelt.models.families.registry import FAMILIES, family_of
-from smelt.models.step_size import SizeInputs, StepSize, one_shot_size
+from smelt.models.model_size import SizeInputs, StepSize, count_parameters, one_shot_size
 from smelt.stage import Context, Need, Stage
 
 if TYPE_CHECKING:
@@ -124,7 +124,6 @@ class DropLayers(Stage[DropLayersSettings]):
         """Select the layers of `src` to remove, remove them, and write the model to `ctx.out`."""
         from smelt.compress.drop_layers.layer_selection import keep_layers
         from smelt.models.checkpoint import load_model, save_model
-        from smelt.models.model_size import count_parameters
         from smelt.runtimes.device import torch_threads
 
         with torch_threads(ctx.threads):

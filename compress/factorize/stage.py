@@ -13,7 +13,7 @@ from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message, with_article
 from smelt.data.splits import Split, missing_labels_errors
 from smelt.data.tasks import Task
-from smelt.models.step_size import SizeInputs, StepSize, one_shot_size
+from smelt.models.model_size import SizeInputs, StepSize, one_shot_size
 from smelt.stage import Context, Need, Stage
 
 if TYPE_CHECKING:

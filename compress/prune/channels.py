@@ -20,7 +20,7 @@ from smelt.compress.prune.units import ChannelGroup, allocate_globally, find_con
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
-from smelt.models.checkpoint import count_stored_parameters
+from smelt.models.checkpoint import count_stored_parameters, save_model
 from smelt.models.edits import Edit, replace_layer
 from smelt.models.families.registry import family_of
 from smelt.models.layers import conv_end_names, resize_conv
@@ -35,8 +35,6 @@ def prune_channels(src: Artifact, settings: PruneSettings, ctx: Context) -> None
     Raises:
         InputError: the model has no such channels, or calibration samples are missing.
     """
-    from smelt.models.checkpoint import save_model
-
     model, edits = load_float_model(src, "prune")
     for error in check_units(settings.targets, model.config.to_dict()):
         raise InputError(f"prune: {error.message}", code=error.code, setting=error.setting)

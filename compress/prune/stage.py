@@ -20,8 +20,7 @@ from smelt.core.artifact import Artifact
 from smelt.core.messages import Message, error_message
 from smelt.data.splits import Split, missing_labels_errors
 from smelt.data.tasks import Task, task_traits
-from smelt.models.model_size import FLOAT_BYTES
-from smelt.models.step_size import SizeInputs, StepSize, one_shot_size
+from smelt.models.model_size import FLOAT_BYTES, SizeInputs, StepSize, one_shot_size
 from smelt.quantization.schemes.registry import STATIC_SCHEME
 from smelt.stage import Context, Need, QuantizedInput, Stage
 

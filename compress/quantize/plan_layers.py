@@ -21,9 +21,16 @@ from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
 from smelt.data.labels import HEAD_SUFFIXES
+from smelt.models.edits import module_names, replace_layer
 from smelt.models.empty_model import quantized_bytes
 from smelt.models.families.registry import family_of, token_lookup_modules
-from smelt.models.layers import LowRankCorrectedLinear, with_low_rank_correction
+from smelt.models.layers import (
+    LowRankConv,
+    LowRankCorrectedLinear,
+    LowRankEmbedding,
+    LowRankLinear,
+    with_low_rank_correction,
+)
 from smelt.quantization.groupwise import split_into_groups
 from smelt.quantization.layers import (
     QuantizedConv2d,
@@ -71,8 +78,6 @@ class PlannedLayer:
 
 def plan_layers(model: Any, settings: QuantizeSettings) -> list[PlannedLayer]:
     """Return the layers of `model` to quantize by `settings`, in the model's order."""
-    from smelt.models.edits import module_names
-
     head = output_layer(model)
     embedding_weights = {id(m.weight) for m in token_embeddings(model)}
     separate = set(cp_convolutions(model))
@@ -109,8 +114,6 @@ def cp_convolutions(model: Any) -> list[Any]:
     Their channels have very different ranges, and one scale for all loses the small ones: the int8 error was
     a third of the outputs' standard deviation, against a twentieth for unfactorized convolutions.
     """
-    from smelt.models.layers import LowRankConv
-
     conv_steps = [list(m.steps) for m in model.modules() if isinstance(m, LowRankConv)]
     return [
         step
@@ -147,8 +150,6 @@ def quantize_layers(
     Raises:
         InputError: a layer's weights are not finite, or its range is missing.
     """
-    from smelt.models.edits import replace_layer
-
     # by the weight's identity: the first module quantized from it
     quantized: dict[int, tuple[str, Any]] = {}
     edits: list[dict[str, Any]] = []
@@ -219,8 +220,6 @@ def quantize_planned(
 
 def output_layer(model: Any) -> Any:
     """Return the layer that computes the logits: the vocabulary projection, or a classifier's last layer."""
-    from smelt.models.layers import LowRankLinear
-
     head = model.get_output_embeddings()
     if isinstance(head, LowRankLinear) and any(head.up.weight is m.weight for m in token_embeddings(model)):
         head = head.up  # the part that is tied to the embedding
@@ -232,8 +231,6 @@ def output_layer(model: Any) -> Any:
 
 def token_embeddings(model: Any) -> list[Any]:
     """Return the token embeddings (not of positions or token types)."""
-    from smelt.models.layers import LowRankEmbedding
-
     if is_convolutional(model):
         return []
     tables = [m.table if isinstance(m, LowRankEmbedding) else m for m in token_lookup_modules(model)]

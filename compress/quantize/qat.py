@@ -27,7 +27,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -148,19 +148,21 @@ def _mismatch_warning(
     return None
 
 
-class QatLinear(nn.Linear):
-    """A Linear with float master weights that computes like the quantized layer made from them.
+_Layer = TypeVar("_Layer", QuantizedLinear, QuantizedConv2d, QuantizedEmbedding)
+
+
+class _QatModule(nn.Module, Generic[_Layer]):
+    """A quantized layer with float master weights.
 
     untrained: no update was kept, so the quantized weights are those of `quantized`. as_came: compute with
     these.
     """
 
-    def __init__(self, home: QuantizedLinear, weight: nn.Parameter) -> None:
-        super().__init__(home.in_features, home.out_features, home.bias is not None, device="meta")
+    weight: Tensor
+
+    def _attach(self, home: _Layer, weight: nn.Parameter) -> None:
         self.weight = weight
-        if home.bias is not None:
-            self.bias = nn.Parameter(home.bias.detach().clone())
-        self._home = [home]  # in a list, so that it is not registered as a submodule
+        self._home: list[_Layer] = [home]  # in a list, so that it is not registered as a submodule
         self._steps: list[StepSizes] = []
         self.untrained, self.as_came = True, False
 
@@ -174,9 +176,23 @@ class QatLinear(nn.Linear):
         self._steps[:] = [steps]
 
     @property
-    def quantized(self) -> QuantizedLinear:
-        """The quantized layer, which is restored after training."""
-        return _on_device_of(self.weight, self._home[0])
+    def quantized(self) -> _Layer:
+        """The quantized layer, which is restored after training.
+
+        It is not a submodule, so `model.to` does not move it.
+        """
+        home = self._home[0]
+        return home if home.matrix.codes.device == self.weight.device else home.to(self.weight.device)
+
+
+class QatLinear(_QatModule[QuantizedLinear], nn.Linear):
+    """A Linear with float master weights that computes like the quantized layer made from them."""
+
+    def __init__(self, home: QuantizedLinear, weight: nn.Parameter) -> None:
+        super().__init__(home.in_features, home.out_features, home.bias is not None, device="meta")
+        if home.bias is not None:
+            self.bias = nn.Parameter(home.bias.detach().clone())
+        self._attach(home, weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., K] to [..., N]."""
@@ -193,7 +209,7 @@ class QatLinear(nn.Linear):
         return F.linear(x, fake_quantize(self.weight, self.quantized.matrix), self.bias)
 
 
-class QatConv2d(nn.Module):
+class QatConv2d(_QatModule[QuantizedConv2d]):
     """A Conv2d with a float master kernel that computes like the quantized convolution made from it.
 
     Inputs are rounded with the calibrated range, also if scales are learned.
@@ -201,25 +217,8 @@ class QatConv2d(nn.Module):
 
     def __init__(self, home: QuantizedConv2d, weight: nn.Parameter) -> None:
         super().__init__()
-        self.weight = weight
+        self._attach(home, weight)
         self.bias = None if home.bias is None else nn.Parameter(home.bias.detach().clone())
-        self._home = [home]
-        self._steps: list[StepSizes] = []
-        self.untrained, self.as_came = True, False
-
-    @property
-    def step_sizes(self) -> StepSizes | None:
-        """The learned scales, None without."""
-        return self._steps[0] if self._steps else None
-
-    def learn_step_sizes(self, steps: StepSizes) -> None:
-        """Compute with `step_sizes` from now on."""
-        self._steps[:] = [steps]
-
-    @property
-    def quantized(self) -> QuantizedConv2d:
-        """The quantized layer, which is restored after training."""
-        return _on_device_of(self.weight, self._home[0])
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, S, h, w] to [B, T, h', w']."""
@@ -235,29 +234,12 @@ class QatConv2d(nn.Module):
         return layer.convolve(x, weight, self.bias)
 
 
-class QatEmbedding(nn.Embedding):
+class QatEmbedding(_QatModule[QuantizedEmbedding], nn.Embedding):
     """An Embedding with float master weights that computes like the quantized embedding made from them."""
 
     def __init__(self, home: QuantizedEmbedding, weight: nn.Parameter) -> None:
         super().__init__(home.num_embeddings, home.embedding_dim, home.padding_idx, device="meta")
-        self.weight = weight
-        self._home = [home]
-        self._steps: list[StepSizes] = []
-        self.untrained, self.as_came = True, False
-
-    @property
-    def step_sizes(self) -> StepSizes | None:
-        """The learned scales, None without."""
-        return self._steps[0] if self._steps else None
-
-    def learn_step_sizes(self, steps: StepSizes) -> None:
-        """Compute with `step_sizes` from now on."""
-        self._steps[:] = [steps]
-
-    @property
-    def quantized(self) -> QuantizedEmbedding:
-        """The quantized embedding, which is restored after training."""
-        return _on_device_of(self.weight, self._home[0])
+        self._attach(home, weight)
 
     def forward(self, input: Tensor) -> Tensor:
         """Map int64 [...] to [..., D]; if rows are independent, quantize only those that are looked up."""
@@ -271,14 +253,6 @@ class QatEmbedding(nn.Embedding):
         rows = F.embedding(ids, self.weight, self.padding_idx)
         embedded = fake_quantize(rows, matrix) if steps is None else steps.fake_quantize(rows, ids)
         return embedded.reshape(*input.shape, self.embedding_dim)
-
-
-_Layer = TypeVar("_Layer", QuantizedLinear, QuantizedConv2d, QuantizedEmbedding)
-
-
-def _on_device_of(weight: Tensor, home: _Layer) -> _Layer:
-    """Return `home` on the device of `weight`: it is not a submodule, so `model.to` does not move it."""
-    return home if home.matrix.codes.device == weight.device else home.to(weight.device)
 
 
 QatLayer: TypeAlias = QatLinear | QatConv2d | QatEmbedding
@@ -339,7 +313,7 @@ def find_master_weights(
             weight = (
                 stored[name]
                 if stored is not None
-                else _initial_weight(cast(nn.Module, float_model), model, name)
+                else _initial_weight(cast("nn.Module", float_model), model, name)
             )
             by_matrix[id(module.matrix)] = weight.detach().float()
     return by_matrix
@@ -414,8 +388,8 @@ def _initial_weight(floats: nn.Module, model: nn.Module, name: str) -> Tensor:
     corrected = model.get_submodule(owner) if attribute == "coded" else None
     if isinstance(corrected, LowRankCorrectedLinear):
         pair = corrected.adapter
-        return cast(Tensor, floats.get_submodule(owner).weight) - pair.up.weight @ pair.down.weight
-    return cast(Tensor, floats.get_submodule(name).weight)
+        return cast("Tensor", floats.get_submodule(owner).weight) - pair.up.weight @ pair.down.weight
+    return cast("Tensor", floats.get_submodule(name).weight)
 
 
 def save_trained(

@@ -87,7 +87,7 @@ class Histogram:
         self.method, self.extremes, self._bins = method, extremes, bins
         largest = extremes.largest
         lowest = {"entropy": -largest, "percentile": extremes.least}.get(method, np.float32(0))
-        self._range = cast(Any, (lowest, largest))  # float32, so that the edges are too
+        self._range = cast("Any", (lowest, largest))  # float32, so that the edges are too
         self.counts: BinCounts = np.zeros(bins, dtype=np.int64)
         self.edges: FloatArray = np.histogram(np.zeros(0, np.float32), bins, range=self._range)[1]
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Collection, Iterator, Mapping
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from smelt.compress.quantize.settings import AUTO, QuantizeSettings, two_bit_warnings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message, warning
 from smelt.models.families.registry import QUANTIZED_CONVOLUTIONS_KEY, no_blocks_reason
-from smelt.models.model_size import ModelSize
-from smelt.models.step_size import SizeInputs, StepSize, is_streamed, one_shot_size
+from smelt.models.model_size import ModelSize, SizeInputs, StepSize, is_streamed, one_shot_size
 from smelt.quantization.scheme import OptionValue, Scheme
 from smelt.quantization.schemes.registry import (
     SCHEMES,
@@ -23,10 +22,6 @@ from smelt.quantization.schemes.registry import (
     supported_targets,
 )
 from smelt.stage import Context, Need, Settings, Stage
-
-if TYPE_CHECKING:
-    pass
-
 
 _MAX_LISTED = 3  # layers that a warning lists
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -13,9 +13,6 @@ from smelt.compress.sparsify.methods.registry import GRADUAL_METHODS
 from smelt.compress.sparsify.pattern import parse_pattern
 from smelt.core.errors import SettingError
 from smelt.stage import Settings
-
-if TYPE_CHECKING:
-    pass
 
 
 class GradualSparsitySettings(Settings):

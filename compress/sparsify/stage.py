@@ -14,7 +14,7 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message
 from smelt.models.families.registry import FAMILIES, find_family, no_blocks_reason
-from smelt.models.step_size import SizeInputs, StepSize, one_shot_size
+from smelt.models.model_size import SizeInputs, StepSize, one_shot_size
 from smelt.stage import Context, Need, QuantizedInput, Settings, Stage, StoredDtype
 
 if TYPE_CHECKING:

@@ -35,6 +35,7 @@ from smelt.data.splits import Example
 from smelt.data.tasks import task_traits
 from smelt.evaluate.latency.summary import load_between, read_counters
 from smelt.generation.backend import Batch, Logits, Tokens
+from smelt.generation.config import GenerationSettings, resolve_generation
 from smelt.runtimes.images import ImageBatch
 from smelt.tasks.registry import task_spec
 
@@ -112,8 +113,6 @@ class TimingWorker:
 
         call_ms is the median call; whole is whether the pass was completed.
         """
-        from smelt.generation.config import GenerationSettings
-
         assert self._timed_runner is not None
         self._generation = GenerationSettings.model_validate(request["generation"])
         self._groups = batch_by_length(request["texts"], request["pairs"], request["batch_size"])
@@ -160,8 +159,6 @@ class TimingWorker:
 
     def _output_token_count(self, texts: int) -> int:
         """Return the number of output tokens of the last batch, which its texts do not contain."""
-        from smelt.generation.config import resolve_generation
-
         assert self._generation is not None
         if not task_traits(self._task).generates:
             return 0

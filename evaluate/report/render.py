@@ -21,7 +21,7 @@ from smelt.evaluate.report.schema import (
     StepReport,
     validate_report,
 )
-from smelt.evaluate.report.verdict import trial_text, verdict_lines
+from smelt.evaluate.report.verdict import limited_run_text, verdict_lines
 
 _BADGES = {
     "passed": "good",
@@ -60,7 +60,7 @@ def render_html(report: Mapping[str, Any], with_charts: bool = True) -> str:
         sensitivity=sensitivity,
         loss_drawings=_loss_drawings(losses) if losses and with_charts else [],
         colors=css_colors,
-        trial=trial_text(checked),
+        trial=limited_run_text(checked),
         rows=view.tree_rows(checked),
         metrics=view.metric_names(checked),
         sizes=view.batch_sizes(checked),

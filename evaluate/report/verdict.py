@@ -401,7 +401,7 @@ def _disturbed_text(steps: Sequence[tuple[StepReport, LatencyReport]]) -> str:
     )
 
 
-def trial_text(report: ReportData) -> str | None:
+def limited_run_text(report: ReportData) -> str | None:
     """Return that a run used only some of the samples; None where its limit excludes none."""
     limit, rows = report.recipe.get("limit"), report.recipe.get("rows")
     if not isinstance(limit, int):
@@ -415,7 +415,7 @@ def trial_text(report: ReportData) -> str | None:
 def verdict_lines(report: ReportData) -> list[str]:
     """Return the verdict as sentences, for a terminal and for Markdown: trial, verdict and its cautions."""
     verdict = report.verdict
-    lines = [trial_text(report), *((verdict.text, *map(str, verdict.warnings)) if verdict else ())]
+    lines = [limited_run_text(report), *((verdict.text, *map(str, verdict.warnings)) if verdict else ())]
     return [line for line in lines if line]
 
 

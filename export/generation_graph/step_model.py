@@ -427,7 +427,11 @@ class DecoderOnlyModel:
             builder.op("Add", last, builder.const(1)),
         ]
         logits = builder.op("Squeeze", value_names["logits"], builder.const([1]))
-        return StepOutputs(logits, [value_names[_present(name)] for name in self._past], next_state)
+        return StepOutputs(
+            logits,
+            [value_names[f"present.{name.removeprefix('past_key_values.')}"] for name in self._past],
+            next_state,
+        )
 
 
 def _share_attention_keys(
@@ -485,7 +489,3 @@ def _empty_cache(root: GraphBuilder, batch: str, info: Any) -> LoopCarried:
 
 def _past(name: str) -> str:
     return f"past_key_values.{name.removeprefix('present.')}"
-
-
-def _present(name: str) -> str:
-    return f"present.{name.removeprefix('past_key_values.')}"

@@ -39,7 +39,7 @@ from smelt.core.errors import InputError, RunError
 from smelt.core.messages import with_article
 from smelt.core.system import gc_paused
 from smelt.data.labels import HEAD_SUFFIXES
-from smelt.export.graph_files import deduplicate_matrices
+from smelt.export.graph_files import deduplicate_matrices, read_graph, write_graph
 from smelt.export.graphs.attention import (
     AttentionModule,
     AttentionScope,
@@ -464,8 +464,6 @@ _ELEMENTWISE = frozenset({"Relu", "Gelu", "Tanh", "Sigmoid"})
 
 def fuse_biases_in_file(path: Path) -> None:
     """Apply `fuse_biases` to the graph in `path`; external weights are not moved."""
-    from smelt.export.graph_files import read_graph, write_graph
-
     model = read_graph(path, values=False)
     if fuse_biases(model):
         write_graph(model, path)

@@ -18,7 +18,7 @@ from smelt.export.onnx_models.normalize_graph import (
     match_nodes,
     ordered_graphs,
 )
-from smelt.models.step_size import SizeInputs, StepSize, one_shot_size
+from smelt.models.model_size import SizeInputs, StepSize, one_shot_size
 from smelt.stage import Context, Settings, Stage
 
 _MAX_NAMED_NODES = 3

@@ -19,8 +19,9 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, RunError
 from smelt.data.npz_arrays import NO_SAMPLE_AXES, SampleAxes
 from smelt.data.tasks import task_traits
+from smelt.export.graph_files import read_graph
 from smelt.generation.backend import PAST_PREFIX, PRESENT_PREFIX, Batch, past_input_name
-from smelt.generation.generating_runners import DECODER_GRAPH, ENCODER_GRAPH, position_ids
+from smelt.generation.generating_runners import DECODER_GRAPH, ENCODER_GRAPH, is_causal, position_ids
 from smelt.runtimes.onnx_import.signature import TensorSpec, read_batch_axes, read_signature
 from smelt.runtimes.single_call_runners import MODEL_GRAPH, GraphRunner
 from smelt.stage import Context
@@ -133,7 +134,6 @@ def _text_samples(
     runner: Any, ctx: Context, count: int, batch_size: int
 ) -> tuple[dict[str, list[Feeds]], bool]:
     from smelt.data.splits import input_texts
-    from smelt.generation.generating_runners import is_causal
     from smelt.models.tokenizer import encode_texts
     from smelt.runtimes.predict_texts import pad_batch
 
@@ -219,7 +219,6 @@ def require_runnable(path: Path, feeds: list[Feeds]) -> None:
     """
     from onnx import TensorProto
 
-    from smelt.export.graph_files import read_graph
     from smelt.runtimes.onnx_import.trial_run import trial_run
 
     graph = read_graph(path, values=False).graph
@@ -362,8 +361,6 @@ def _decoder_feeds(runner: Any, batch: Batch) -> Iterator[Feeds]:
 
 def _empty_caches(path: Path, rows: int, present: set[str]) -> Feeds:
     """Return empty caches [R, H, 0, d] for the inputs of the graph in `path` that are not `present`."""
-    from smelt.export.graph_files import read_graph
-
     caches = {}
     for value in read_graph(path, values=False).graph.input:
         if value.name.startswith(PAST_PREFIX) and value.name not in present:

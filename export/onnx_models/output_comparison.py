@@ -25,7 +25,13 @@ from smelt.core.messages import Message, warning
 from smelt.core.system import IsolatedProcessError, run_isolated
 from smelt.core.workspaces import temporary_workspace
 from smelt.data.npz_arrays import NO_SAMPLE_AXES, SampleArrays, SampleAxes
-from smelt.export.onnx_models.graph_samples import Feeds
+from smelt.export.onnx_models.graph_samples import (
+    Feeds,
+    batch_size_of,
+    count_changed,
+    max_output_difference,
+    record_difference,
+)
 from smelt.runtimes.onnx_import.signature import GraphSignature
 from smelt.runtimes.onnx_import.trial_run import read_feeds, trial_limits, write_feeds
 from smelt.stage import Context
@@ -147,8 +153,6 @@ class OutputComparison:
 
     def add(self, feeds: Feeds, got: Feeds, wanted: Feeds) -> None:
         """Add the outputs of one call."""
-        from smelt.export.onnx_models.graph_samples import batch_size_of, count_changed, max_output_difference
-
         self.rows += batch_size_of(feeds, self.axes)
         got, wanted = _without_padding(feeds, got, wanted)
         self._largest = max(self._largest, max_output_difference([got], [wanted], exact=False))
@@ -174,8 +178,6 @@ class OutputComparison:
 
     def record(self, ctx: Context) -> None:
         """Write the worst of all outputs into the details, and warn if it is large."""
-        from smelt.export.onnx_models.graph_samples import record_difference
-
         record_difference(ctx, self.rows, self._largest, self._changed / (self._whole or 1))
         top1 = [
             output.top1_agreement for output in self.outputs.values() if output.top1_agreement is not None

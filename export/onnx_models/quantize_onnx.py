@@ -33,7 +33,7 @@ from smelt.export.onnx_models.settings import (
     WEIGHTED_OPS,
     QuantizeOnnxSettings,
 )
-from smelt.models.step_size import SizeInputs, StepSize, one_shot_size
+from smelt.models.model_size import SizeInputs, StepSize, one_shot_size
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME, STATIC_SCHEME
 from smelt.runtimes.onnx_import.float_matrices import float_matrices_message
 from smelt.stage import Context, Need, Settings, Stage

@@ -20,6 +20,7 @@ from typing import Any
 
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object, write_json
+from smelt.export.graph_files import read_graph
 from smelt.export.package.package_format import PackageOrigin
 from smelt.generation.generating_runners import is_causal
 from smelt.models.families.registry import find_family
@@ -187,7 +188,9 @@ def accept_any_empty_cache(model: Any, config: Mapping[str, Any]) -> int:
     unusual_caches = [
         v
         for v in model.graph.input
-        if not done and _is_self_attention_cache(v.name) and _cache_shape(v) != cache_dims
+        if not done
+        and (v.name.startswith("past_key_values.") and ".encoder." not in v.name)
+        and _cache_shape(v) != cache_dims
     ]
     nodes: list[Any] = []
     for value in unusual_caches:
@@ -206,11 +209,6 @@ def accept_any_empty_cache(model: Any, config: Mapping[str, Any]) -> int:
         if value.name.startswith("past_key_values.") and _cache_shape(value) != cache_dims:
             _make_dynamic(value)
     return len(unusual_caches)
-
-
-def _is_self_attention_cache(name: str) -> bool:
-    """Return whether it is a self-attention cache; a cross-attention cache is not read while it is empty."""
-    return name.startswith("past_key_values.") and ".encoder." not in name
 
 
 def _reshape_nodes(model: Any, value: Any) -> list[Any]:
@@ -253,8 +251,6 @@ def require_cache_per_layer(source: Path, graph: str, tool: str) -> None:
     Raises:
         InputError: attention blocks were removed (`drop-layers`), and their caches with them.
     """
-    from smelt.export.graph_files import read_graph
-
     config = read_json_object(source / "config.json")
     family = find_family(config)
     counts = [s.num_layers(config) for s in family.stacks(config) if s.causal] if family else []
@@ -281,7 +277,6 @@ def require_float_caches(source: Path, graph: str, tool: str) -> None:
     Raises:
         InputError: they are int8.
     """
-    from smelt.export.graph_files import read_graph
     from smelt.export.kv_cache import has_int8_caches
 
     path = source / f"{graph}.onnx"

@@ -15,14 +15,22 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object
-from smelt.data.labels import SINGLE_LABEL, problem_type
+from smelt.data.labels import SINGLE_LABEL, class_names, problem_type
 from smelt.data.tasks import task_traits
 from smelt.export.graph_files import read_graph
 from smelt.export.package.package_format import TEXT_GRAPHS, PackageOrigin, SupportedArtifacts, UsageNotes
+from smelt.export.package.text_graph import (
+    TextPlan,
+    open_extensions_session,
+    require_equal_tokens,
+    text_graph,
+)
 from smelt.generation.backend import BEAM_SEARCH_GRAPH, GREEDY_GRAPH
-from smelt.generation.config import GenerationConfig, resolve_generation
+from smelt.generation.config import MAX_NEW_TOKENS, GenerationConfig, GenerationSettings, resolve_generation
+from smelt.generation.generating_runners import is_causal
 from smelt.generation.runner import read_model_files
 from smelt.generation.search import generation_feeds, graph_supports
+from smelt.models.text_rules import max_input_length
 from smelt.runtimes.graph_walk import iter_initializers
 
 if TYPE_CHECKING:
@@ -217,9 +225,6 @@ def _write_text_graph(
     """
     import onnx
 
-    from smelt.export.package.text_graph import open_extensions_session, require_equal_tokens, text_graph
-    from smelt.generation.generating_runners import is_causal
-    from smelt.models.text_rules import max_input_length
     from smelt.models.tokenizer import open_tokenizer
 
     config, tokenizer = read_json_object(source / "config.json"), open_tokenizer(source)
@@ -239,13 +244,8 @@ def make_text_plan(source: Path, decoding: GenerationConfig | None, vocabulary: 
     Raises:
         InputError: no operator tokenizes texts as its tokenizer does, or renders its prompt template.
     """
-    from smelt.data.labels import class_names
-    from smelt.export.package.text_graph import TextPlan
     from smelt.export.package.text_nodes import RowLayout, special_tokens_around, token_texts, tokenizer_nodes
-    from smelt.generation.config import MAX_NEW_TOKENS
-    from smelt.generation.generating_runners import is_causal
     from smelt.generation.prompt_batches import padding_token
-    from smelt.models.text_rules import max_input_length
     from smelt.models.tokenizer import open_tokenizer, read_tokenizer_info
 
     config, details, tokenizer = (
@@ -291,8 +291,6 @@ def generation_config_of(folder: Path, generation: Mapping[str, Any]) -> Generat
     Raises:
         InputError: a generation graph does not support it.
     """
-    from smelt.generation.config import GenerationSettings
-
     model: Any = read_model_files(folder)
     decoding = resolve_generation(GenerationSettings(**generation), model)
     if not graph_supports(decoding):

@@ -33,11 +33,15 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import RunError
 from smelt.core.files import read_json_object
 from smelt.data.tasks import task_traits
+from smelt.export.graph_files import external_data_names, external_data_path, read_graph, share_weights
 from smelt.export.package.hub_files import (
+    accept_any_empty_cache,
     copy_tokenizer_files,
     extra_requirements,
     generate_arguments,
     preprocessing_notes,
+    require_cache_per_layer,
+    require_float_caches,
     with_prefix,
 )
 from smelt.export.package.package_format import TEXT_GRAPHS, PackageOrigin, SupportedArtifacts, UsageNotes
@@ -86,8 +90,6 @@ class OptimumFormat:
         Raises:
             InputError: it would create other caches than the graph accepts.
         """
-        from smelt.export.package.hub_files import require_cache_per_layer, require_float_caches
-
         graph = DECODER_WITH_PAST_GRAPH if exported_model_kind(artifact) == "seq2seq" else MODEL_GRAPH
         require_float_caches(artifact.path, graph, "Optimum")
         require_cache_per_layer(artifact.path, graph, "Optimum")
@@ -137,9 +139,6 @@ def _write_encoder_decoder(source: Path, folder: Path) -> None:
     """
     import onnx
 
-    from smelt.export.graph_files import external_data_path, read_graph, share_weights
-    from smelt.export.package.hub_files import accept_any_empty_cache
-
     graphs = [
         read_graph(source / f"{name}.onnx", values=False) for name in (ENCODER_GRAPH, DECODER_WITH_PAST_GRAPH)
     ]
@@ -162,9 +161,6 @@ def _write_encoder_decoder(source: Path, folder: Path) -> None:
 def _write_model(source: Path, folder: Path, kind: str) -> None:
     """Write the only graph of every other model."""
     import onnx
-
-    from smelt.export.graph_files import external_data_names, read_graph
-    from smelt.export.package.hub_files import accept_any_empty_cache
 
     path = folder / f"{MODEL_GRAPH}.onnx"
     model = read_graph(source / path.name, values=False)
@@ -361,7 +357,11 @@ def _merged_decoder(decoder: Any, cross: CrossAttentionNodes, states: Any) -> An
 
 def _step_nodes(graph: Any) -> list[Any]:
     """Return copies of the decoder's nodes that read the keys and values of the same graph."""
-    renamed = {i.name: _present(i.name) for i in graph.input if _is_cache(i.name, "encoder")}
+    renamed = {
+        i.name: f"present.{i.name.removeprefix('past_key_values.')}"
+        for i in graph.input
+        if _is_cache(i.name, "encoder")
+    }
     nodes = rename_values(graph.node, lambda name: renamed.get(name, name), "")
     _add_token_axis(nodes, graph)
     return nodes
@@ -423,10 +423,6 @@ def _sort_caches(values: Iterable[Any]) -> list[Any]:
 
 def _is_cache(name: str, kind: str) -> bool:
     return name.startswith("past_key_values.") and f".{kind}." in name
-
-
-def _present(name: str) -> str:
-    return f"present.{name.removeprefix('past_key_values.')}"
 
 
 def name_batch(graph: Any) -> None:

@@ -353,7 +353,7 @@ def detokenize(b: GraphBuilder, tokens: str, surfaces: TokenTexts, eos: list[int
     """Return string [B]: the text of each row of int64 [B, T] up to its end token."""
     import onnx
 
-    table, values = b.new_name("surfaces"), cast(Any, surfaces.table)  # onnx type stubs allow only numbers
+    table, values = b.new_name("surfaces"), cast("Any", surfaces.table)  # onnx type stubs allow only numbers
     tensor = onnx.helper.make_tensor(table, onnx.TensorProto.STRING, [len(values)], values)
     b.initializers.append(tensor)
     ends = b.op("Equal", b.op("Unsqueeze", tokens, b.const([2])), b.const(eos or [-1]))

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object, write_json
+from smelt.export.graph_files import external_data_path, read_graph, write_graph
 from smelt.export.package.hub_files import (
     BERT_TOKENIZER_CLASS,
     FAST_TOKENIZER_CLASS,
@@ -30,9 +31,16 @@ from smelt.export.package.hub_files import (
     TOKENIZER_JSON_FILE,
     copy_tokenizer_files,
     preprocessing_notes,
+    require_cache_per_layer,
+    require_float_caches,
     with_prefix,
 )
-from smelt.export.package.optimum import exported_model_kind
+from smelt.export.package.optimum import (
+    add_hidden_states_output,
+    exported_model_kind,
+    name_batch,
+    optimum_graphs,
+)
 from smelt.export.package.package_format import TEXT_GRAPHS, PackageOrigin, SupportedArtifacts, UsageNotes
 from smelt.models.text_rules import NO_LIMIT
 from smelt.models.text_rules import SHORTLIST_FILE as SHORTLIST
@@ -81,8 +89,6 @@ class TransformersJsFormat:
         Raises:
             InputError: the tokenizer needs Python, or transformers.js would create other caches.
         """
-        from smelt.export.package.hub_files import require_cache_per_layer, require_float_caches
-
         graph = DECODER_WITH_PAST_GRAPH if exported_model_kind(artifact) == "seq2seq" else MODEL_GRAPH
         require_float_caches(artifact.path, graph, "transformers.js")
         require_cache_per_layer(artifact.path, graph, "transformers.js")
@@ -127,7 +133,7 @@ def transformers_js_dtype(graphs: Any) -> str:
     """Return the dtype of the weights of onnx.ModelProtos in terms of transformers.js: one of `_SUFFIX`."""
     from onnx import helper
 
-    from smelt.quantization.placeholders import QuantizedGraph
+    from smelt.quantization.scheme import QuantizedGraph
     from smelt.quantization.schemes.registry import owner_of_operator
 
     dtypes = set()
@@ -146,9 +152,6 @@ def transformers_js_dtype(graphs: Any) -> str:
 
 def _named_graphs(source: Path, kind: str) -> dict[str, Any]:
     """Return the graphs by their names, with their weights."""
-    from smelt.export.graph_files import read_graph
-    from smelt.export.package.optimum import add_hidden_states_output, name_batch, optimum_graphs
-
     if kind == "seq2seq":
         encoder, decoder = (
             read_graph(source / f"{name}.onnx") for name in (ENCODER_GRAPH, DECODER_WITH_PAST_GRAPH)
@@ -165,8 +168,6 @@ def _named_graphs(source: Path, kind: str) -> dict[str, Any]:
 def _write_graphs(graphs: dict[str, Any], folder: Path, suffix: str) -> bool:
     """Write each graph as one file; return whether one needed external weights."""
     import onnx
-
-    from smelt.export.graph_files import external_data_path, write_graph
 
     folder.mkdir()
     paths = [folder / f"{name}{suffix}.onnx" for name in graphs]

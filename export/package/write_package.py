@@ -70,7 +70,7 @@ def make_readme(
         _steps(origin),
         _scores(origin),
     ]
-    parts += [_sizes(artifact, folder), _usage_section(usage), _notes(usage)]
+    parts += [_sizes(artifact, folder), _usage_section(usage), "\n".join(f"- {note}" for note in usage.notes)]
     license = escape_markdown(origin.license or "not stated")
     parts += [
         f"## License\n\nLicense of the model that this was made from: {license}.",
@@ -160,10 +160,6 @@ def _usage_section(how: UsageNotes) -> str:
     parts = ["## How to use it", f"In this folder:\n\n```bash\n{how.install}\n{how.run}\n```"]
     parts += [f"```{language}\n{code.strip()}\n```" for language, code in how.examples]
     return "\n\n".join(parts)
-
-
-def _notes(how: UsageNotes) -> str:
-    return "\n".join(f"- {note}" for note in how.notes)
 
 
 FILE_MODE, FOLDER_MODE = 0o644, 0o755

@@ -30,10 +30,10 @@ from torch.nn import functional as F
 
 from smelt.core.errors import ParityError
 from smelt.export.graph_files import link_external_data, write_graph
-from smelt.export.parity.references import TorchReference
+from smelt.export.parity.references import TorchReference, widen_to_float32
 from smelt.generation.generating_runners import position_ids
 from smelt.quantization.layers import QuantizedEmbedding, QuantizedLinear
-from smelt.quantization.placeholders import QuantizedGraph
+from smelt.quantization.scheme import QuantizedGraph
 from smelt.quantization.schemes.registry import owner_of_operator
 from smelt.runtimes.images import PIXEL_VALUES, ImageBatch
 
@@ -316,8 +316,6 @@ def _widen(alone: Any, folder: Path) -> None:
     """Make operators of a half-precision file compute in float32, with the same constants."""
     from onnx import TensorProto
     from onnx.external_data_helper import load_external_data_for_tensor
-
-    from smelt.export.parity.references import widen_to_float32
 
     for tensor in alone.graph.initializer:
         half = tensor.data_type in (TensorProto.FLOAT16, TensorProto.BFLOAT16)

@@ -19,9 +19,10 @@ from smelt.data.splits import Split, input_texts
 from smelt.data.tasks import Task, task_traits
 from smelt.generation.backend import Batch
 from smelt.generation.generating_runners import is_causal
+from smelt.generation.prompt_batches import pad_left, padding_token
 from smelt.models.checkpoint import load_tokenizer
-from smelt.models.text_rules import max_input_length
-from smelt.models.tokenizer import EncodedTexts, encode_texts
+from smelt.models.text_rules import join_texts, max_input_length
+from smelt.models.tokenizer import EncodedTexts, encode_prompts, encode_texts
 from smelt.runtimes.images import ImageBatch, split_images, stack_image_inputs
 from smelt.runtimes.predict_texts import pad_batch
 
@@ -184,9 +185,6 @@ def causal_batch(
 
     The last one is the longest and has no padding. Arguments are those of `parity_batch`.
     """
-    from smelt.generation.prompt_batches import pad_left, padding_token
-    from smelt.models.text_rules import join_texts
-
     max_tokens = max(2, min(length, limit - PARITY_STEPS))
     split = _select_split(data)
     ids: list[int] = []
@@ -209,9 +207,6 @@ def _prompt_batch(split: Split, tokenizer: Any, limit: int, rows: int, length: i
 
     Prompts of similar length are truncated to different ones, so that all rows but the last are padded.
     """
-    from smelt.generation.prompt_batches import pad_left, padding_token
-    from smelt.models.tokenizer import encode_prompts
-
     max_tokens = max(2, min(length, limit - PARITY_STEPS))
     prompts = encode_prompts([e.text for e in split.examples[:_MAX_CANDIDATES]], tokenizer, max_tokens)
     selected = _select_rows(EncodedTexts(prompts, None, 0), rows).ids

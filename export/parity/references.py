@@ -45,7 +45,7 @@ from smelt.models.sentence_model import encoder_result
 from smelt.models.text_rules import MODULES_FILE
 from smelt.models.tokenizer import uses_token_types
 from smelt.quantization.layers import QuantizedActivation, QuantizedConv2d, QuantizedLinear
-from smelt.quantization.placeholders import QuantizedGraph
+from smelt.quantization.scheme import QuantizedGraph
 from smelt.quantization.schemes.registry import SCHEMES, replace_with_float_nodes
 from smelt.runtimes.images import ImageBatch
 from smelt.runtimes.openvino_backend import ACTIVATION_BLOCKS

@@ -229,7 +229,7 @@ def explain_warning(line: str) -> Message:
     """Return the explanation of a builder warning, or the line itself if none is known."""
     meaning = next((meaning for part, meaning in _WARNINGS if part in line), None)
     if meaning is None:
-        return warning("tensorrt-warning", line)
+        return warning("tensorrt-warning", f"TensorRT warned: {line}")
     return warning(meaning.code, f"{meaning.text}{_quote('builder', line)}")
 
 

@@ -24,14 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from smelt.core.errors import InputError, RunError
+from smelt.core.errors import InputError, RunError, SmeltError
 from smelt.core.messages import Message
 from smelt.core.system import IsolatedProcessError, child_environment, python_command, run_isolated
-from smelt.export.tensorrt.build_engine import DIMENSION_NAMES, ProfileShapes
-from smelt.export.tensorrt.operator_rules import run_rules
+from smelt.export.tensorrt.build_engine import DIMENSION_NAMES, ProfileShapes, make_builder, parse_onnx
+from smelt.export.tensorrt.operator_rules import OUTCOMES, run_rules
 from smelt.export.tensorrt.value_rules import TensorrtProblem, missing_external_data, read_checked_graph
-from smelt.runtimes.onnx_import.graph_files import UNNAMED_DIMENSIONS
-from smelt.runtimes.onnx_import.validate_graph import validation_limits
+from smelt.runtimes.onnx_import.graph_files import UNNAMED_DIMENSIONS, tensor_problems
+from smelt.runtimes.onnx_import.validate_graph import structure_problems, validation_limits
 
 __all__ = ["TensorrtProblem", "check_profile", "load_graph", "preflight"]
 
@@ -168,9 +168,6 @@ def subprocess_main(arguments: Sequence[str]) -> list[TensorrtProblem]:
 
 def _structural_problems(model: Any, path: Path) -> Iterator[Message]:
     """Yield the tensors that are not stored as the file declares, and broken connections."""
-    from smelt.runtimes.onnx_import.graph_files import tensor_problems
-    from smelt.runtimes.onnx_import.validate_graph import structure_problems
-
     yield from tensor_problems(model, path)
     yield from structure_problems(model)
 
@@ -221,8 +218,6 @@ def run_parser(path: Path) -> ParserResult:
 
 def _parse_here(path: Path) -> ParserResult:
     """Parse `path` in this process."""
-    from smelt.core.errors import SmeltError
-    from smelt.export.tensorrt.build_engine import make_builder, parse_onnx
     from smelt.runtimes.tensorrt_engine import import_tensorrt, make_logger
 
     try:
@@ -298,7 +293,6 @@ def describe_checks(checks: list[GraphCheck]) -> str:
 
 
 def _problem_lines(checked: GraphCheck) -> Iterator[str]:
-    from smelt.export.tensorrt.operator_rules import OUTCOMES
 
     locations_by_problem: dict[tuple[str, str, str], list[str]] = {}
     for problem in checked.problems:
@@ -331,8 +325,6 @@ def _verdict_lines(verdict: ParserResult) -> Iterator[str]:
 
 def checks_as_json(checks: list[GraphCheck]) -> list[dict[str, Any]]:
     """Return the checks as JSON values: file, verdict and problems of each graph."""
-    from smelt.export.tensorrt.operator_rules import OUTCOMES
-
     return [
         {
             "file": str(c.path),

@@ -35,7 +35,8 @@ from smelt.export.tensorrt.build_engine import (
     timing_cache_path,
 )
 from smelt.export.tensorrt.preflight import TensorrtProblem, check_profile, load_graph, preflight
-from smelt.models.step_size import SizeInputs, StepSize, one_shot_size
+from smelt.models.model_size import SizeInputs, StepSize, one_shot_size
+from smelt.models.text_rules import max_input_length, position_limit, window_length
 from smelt.runtimes.tensorrt_engine import (
     EngineSidecar,
     current_gpu,
@@ -247,8 +248,6 @@ def profile_ranges(
         InputError: there are no data to compute lengths from and no lengths are set, or no profile covers all
             others.
     """
-    from smelt.models.text_rules import position_limit
-
     config = load_json(folder / "config.json")
     limit = position_limit(config)
     parts = settings.each_profile()
@@ -373,7 +372,6 @@ def _max_prompt_length(folder: Path, config: dict[str, Any], settings: TensorrtS
     if settings.lengths is not None:
         return settings.lengths.max
     from smelt.models.checkpoint import load_tokenizer
-    from smelt.models.text_rules import max_input_length, window_length
 
     if ctx.traits.samples == "prompts":
         examples = _sample_examples(ctx)

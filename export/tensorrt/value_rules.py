@@ -145,7 +145,14 @@ def read_checked_graph(model: Any, path: Path) -> CheckedGraph:
         RunError: the types of its values cannot be inferred.
     """
     nodes = list(iter_nodes(model.graph))
-    return CheckedGraph(model, path, nodes, _constants(model, nodes), _types(model), _producers(nodes))
+    return CheckedGraph(
+        model,
+        path,
+        nodes,
+        _constants(model, nodes),
+        _types(model),
+        {name: node for node in nodes for name in node.output if name},
+    )
 
 
 def iter_nodes(graph: Any) -> Iterator[Any]:
@@ -195,10 +202,6 @@ def _constants(model: Any, nodes: Iterable[Any]) -> dict[str, Any]:
         if node.op_type == "Constant":
             constants.update((node.output[0], entry.t) for entry in node.attribute if entry.name == "value")
     return constants
-
-
-def _producers(nodes: Iterable[Any]) -> dict[str, Any]:
-    return {name: node for node in nodes for name in node.output if name}
 
 
 def _types(model: Any) -> dict[str, int]:

@@ -30,6 +30,7 @@ from smelt.data.splits import Columns as _Columns
 from smelt.data.splits import Split
 from smelt.data.tasks import task_traits, tasks_with
 from smelt.runtimes.onnx_import.signature import GraphSignature, read_signature
+from smelt.runtimes.single_call_runners import GraphRunner, output_batch_axis, outputs_by_sample, run_batches
 from smelt.tasks.read_split import read_split
 
 if TYPE_CHECKING:
@@ -94,8 +95,6 @@ def run_in_batches(runner: GraphRunner, arrays: SampleArrays, batch_size: int) -
         RunError: the graph fails, output sizes differ between batches, or an output of a batch of several
             samples has no batch axis (`unclear-rows`).
     """
-    from smelt.runtimes.single_call_runners import output_batch_axis, run_batches
-
     batches = list(run_batches(runner, arrays, batch_size))
     if len(batches) == 1:
         return batches[0][1]
@@ -168,7 +167,6 @@ def _open_graph(
     """Yield a runner of the artifact in `folder`, and the samples in `data`."""
     from smelt.runtimes.onnx_import.trial_run import require_safe_artifact
     from smelt.runtimes.registry import open_runner
-    from smelt.runtimes.single_call_runners import GraphRunner
 
     artifact = read_artifact(folder)
     artifact.verify()
@@ -239,8 +237,6 @@ def prediction_lines(
     Raises:
         InputError: `folder` is not an artifact, or the samples do not fit it.
     """
-    from smelt.runtimes.single_call_runners import outputs_by_sample
-
     with _open_graph(folder, None if texts else data, threads, device) as (runner, samples):
         predictions = outputs_by_sample(runner, samples, batch_size)
     for row_number, outputs in enumerate(predictions, start=1):

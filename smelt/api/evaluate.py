@@ -13,10 +13,9 @@ from smelt.api.scored_run import generation_with, scored_generation
 from smelt.core.artifact import Artifact, read_artifact
 from smelt.core.errors import InputError, combined_error, did_you_mean
 from smelt.core.store import Store
-from smelt.data.column_hints import column_options
 from smelt.data.labels import problem_type
 from smelt.data.split_division import limit_split
-from smelt.data.splits import Split
+from smelt.data.splits import Split, column_options
 from smelt.data.tasks import task_traits
 from smelt.evaluate.metrics.registry import (
     AGREEMENT_METRIC,

@@ -14,12 +14,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from smelt.core.artifact import read_artifact
-from smelt.core.errors import InputError, SettingError, TruncationWarning, rust_panics_as_errors
+from smelt.core.errors import InputError, SettingError, TruncationWarning, did_you_mean, rust_panics_as_errors
 from smelt.core.messages import find_lone_surrogate
 from smelt.data.splits import Example
 from smelt.data.tasks import task_traits
 from smelt.models.families.registry import find_family
-from smelt.runtimes.single_call_runners import ClassPrediction, predictions_from_logits
+from smelt.runtimes.predict_texts import class_logits, embed_texts
+from smelt.runtimes.single_call_runners import ClassPrediction, GraphRunner, predictions_from_logits
 from smelt.tasks.registry import task_spec
 
 if TYPE_CHECKING:
@@ -156,13 +157,13 @@ class TruncationCounter:
 class ActiveCalls:
     """Counts active calls of all threads. A context manager around each call.
 
-    closed: message for calls after `close`. most: maximum number of concurrent calls, others wait; None: no
-    limit.
+    name: of the model, for the error of calls after `close`. most: maximum number of concurrent calls; others
+    wait. None: no limit.
     """
 
-    def __init__(self, closed: str, most: int | None = None) -> None:
+    def __init__(self, name: str, most: int | None = None) -> None:
         self.lock = threading.Condition()
-        self._message, self._max_calls = closed, most
+        self._name, self._max_calls = name, most
         self._closed = False
         self._active = 0
 
@@ -172,7 +173,8 @@ class ActiveCalls:
                 lambda: self._closed or self._max_calls is None or self._active < self._max_calls
             )
             if self._closed:
-                raise InputError(self._message, code="model-closed")
+                text = f"{self._name}: this model is closed. Open it again with smelt.load."
+                raise InputError(text, code="model-closed")
             self._active += 1
 
     def __exit__(
@@ -248,8 +250,7 @@ class Model:
             self._runner.close()
             raise
         runtime = find_runtime(self.artifact.format, self.artifact.manifest.details.get("target"))
-        closed = f"{self._folder}: this model is closed. Open it again with smelt.load."
-        self._calls = ActiveCalls(closed, runtime.max_concurrent_calls)
+        self._calls = ActiveCalls(str(self._folder), runtime.max_concurrent_calls)
         self._truncated = 0
 
     @property
@@ -325,8 +326,6 @@ class Model:
         Raises:
             InputError: the model is not a text classifier or is closed, or an input is not a text or pair.
         """
-        from smelt.runtimes.predict_texts import class_logits
-
         with self._calls:
             self._require_method("predict")
             inputs = [_example(text) for text in as_texts_or_pairs(texts)]
@@ -371,8 +370,6 @@ class Model:
         """
         import numpy as np
 
-        from smelt.runtimes.predict_texts import embed_texts
-
         with self._calls:
             self._require_method("embed")
             inputs = as_texts(texts)
@@ -396,7 +393,6 @@ class Model:
             RunError: the graph failed.
         """
         from smelt.api.array_models import as_arrays, run_in_batches
-        from smelt.runtimes.single_call_runners import GraphRunner
 
         with self._calls:
             self._require_method("run")
@@ -456,7 +452,6 @@ def parse_generation(values: Mapping[str, Any]) -> Any:
     """
     from pydantic import ValidationError
 
-    from smelt.core.errors import did_you_mean
     from smelt.generation.config import GenerationSettings
 
     try:

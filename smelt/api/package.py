@@ -23,15 +23,14 @@ from smelt.export.package.genai import GenaiFormat
 from smelt.export.package.huggingface import HuggingFaceFormat
 from smelt.export.package.one_file_format import OneFileFormat
 from smelt.export.package.optimum import OptimumFormat
-from smelt.export.package.package_format import PackageFormat
+from smelt.export.package.package_format import OriginScore, OriginStep, PackageFormat, PackageOrigin
 from smelt.export.package.standalone_format import StandaloneFormat
 from smelt.export.package.transformers_js import TransformersJsFormat
 from smelt.export.package.triton_format import TritonFormat
 from smelt.runtimes.onnx_import.trial_run import require_safe_artifact
 
 if TYPE_CHECKING:
-    from smelt.evaluate.report.schema import Quality, ReportData, ScoresOnTest
-    from smelt.evaluate.report.schema import StepReport as ReportStep
+    from smelt.evaluate.report.schema import Quality, ReportData
     from smelt.export.package.package_format import OriginScore, OriginStep, PackageOrigin
     from smelt.export.package.write_package import WrittenPackage
 
@@ -54,7 +53,6 @@ def package_origin(artifact: Artifact, run: Path | None, step: str) -> PackageOr
     """Return the origin of `artifact`, which is the step `step` of the run in the folder `run`."""
     from smelt.evaluate.report.schema import validate_report
     from smelt.evaluate.report.view import model_name
-    from smelt.export.package.package_format import PackageOrigin
 
     if run is None:
         return PackageOrigin(license=_license(artifact.manifest.details))
@@ -81,7 +79,7 @@ def package_origin(artifact: Artifact, run: Path | None, step: str) -> PackageOr
 
 def _gate_warnings(report: ReportData, step: str) -> Iterator[Message]:
     """Yield warnings for gates that failed, are undecided or were never judged, and for few samples."""
-    from smelt.evaluate.report.verdict import trial_text
+    from smelt.evaluate.report.verdict import limited_run_text
     from smelt.evaluate.report.view import gate_text, gate_value_text, gate_verdict
 
     if report.verdict is None or report.verdict.reason == "not-finished":
@@ -102,7 +100,7 @@ def _gate_warnings(report: ReportData, step: str) -> Iterator[Message]:
         if gate.passed is False:
             text = f"The gate {gate_text(gate)} failed on test: {gate_value_text(gate)}."
             yield warning("gate-not-kept-on-test", text)
-    if trial := trial_text(report):
+    if trial := limited_run_text(report):
         yield warning("scored-on-few-rows", trial)
 
 
@@ -113,8 +111,6 @@ def _license(details: Mapping[str, Any]) -> str | None:
 
 def _package_steps(report: ReportData, step: str) -> list[OriginStep]:
     """Return the steps from the model to `step`, with their settings in the recipe."""
-    from smelt.export.package.package_format import OriginStep
-
     steps_by_name = {report_step.name: report_step for report_step in report.steps}
     origin_steps: list[OriginStep] = []
     step_name: str | None = step
@@ -141,14 +137,17 @@ def _recipe_settings(report: ReportData, step: str) -> Mapping[str, Any]:
 
 def _package_scores(report: ReportData, step: str) -> list[OriginScore]:
     from smelt.evaluate.report.view import metric_digits, metric_label
-    from smelt.export.package.package_format import OriginScore
 
     report_step = next(report_step for report_step in report.steps if report_step.name == step)
     scores = (report_step.test or report_step).quality
     base = (
         {}
         if report.baseline_step is None or report.baseline == step
-        else _baseline_scores(report.baseline_step, report_step).quality
+        else (
+            report.baseline_step.test
+            if report_step.test is not None and report.baseline_step.test is not None
+            else report.baseline_step
+        ).quality
     )
 
     def text(metric: str, quality: Quality) -> str:
@@ -168,11 +167,6 @@ def _package_scores(report: ReportData, step: str) -> list[OriginScore]:
         )
         for metric, report_step in scores.items()
     ]
-
-
-def _baseline_scores(base: ReportStep, scored_step: ReportStep) -> ReportStep | ScoresOnTest:
-    """Return the baseline's scores on the same split as those of `scored_step`."""
-    return base.test if scored_step.test is not None and base.test is not None else base
 
 
 def _scored_data(report: ReportData, split: str) -> str | None:

@@ -17,13 +17,12 @@ from typing import Any
 from smelt.api.load import TruncationCounter, parse_generation
 from smelt.api.scored_run import generation_with, scored_generation
 from smelt.core.artifact import read_artifact
-from smelt.core.errors import InputError, TruncationWarning, did_you_mean
+from smelt.core.errors import InputError, did_you_mean, truncation_text
 from smelt.core.messages import Message, find_lone_surrogate, warning
-from smelt.data.column_hints import column_options
 from smelt.data.csv_rows import read_file_rows
 from smelt.data.images import check_image, read_image_rows
 from smelt.data.json_rows import data_suffix, read_text_file
-from smelt.data.splits import Columns, Example
+from smelt.data.splits import Columns, Example, column_options
 from smelt.data.tasks import task_traits
 from smelt.pipeline.inspect.machine import artifact_device
 from smelt.runtimes.onnx_import.trial_run import require_safe_artifact
@@ -120,7 +119,7 @@ class Predictor:
     def warnings(self) -> list[Message]:
         """Warnings about truncated texts, and about an artifact that ran on another device than requested."""
         truncations = self._cuts
-        text = str(TruncationWarning(truncations.count, self._seen, truncations.limit))
+        text = truncation_text(truncations.count, self._seen, truncations.limit)
         messages = [warning("truncated-texts", text)] if truncations.count else []
         if self._device == "cuda" and artifact_device(self._artifact, self._device) == "cpu":
             target = self._artifact.manifest.details.get("target") or self._artifact.format
@@ -208,7 +207,9 @@ def read_examples(path: Path, task: str, columns: Sequence[str]) -> list[Example
         return _require_rows(examples, path)
     text, pair = _column_names(columns, task)
     # a column for pairs is required only if it was named
-    required_columns = {text: "text"} | ({pair: "text_pair"} if pair and _has_column_names(columns) else {})
+    required_columns = {text: "text"} | (
+        {pair: "text_pair"} if pair and any(item.startswith("text_pair=") for item in columns) else {}
+    )
     examples = []
     for location, row in read_file_rows(path):
         if missing := [name for name in required_columns if name not in row]:
@@ -250,10 +251,6 @@ def _require_rows(examples: list[Example], path: Path) -> list[Example]:
     if not examples:
         raise InputError(f"{path}: the file contains no samples.", code="empty-data", file=str(path))
     return examples
-
-
-def _has_column_names(columns: Sequence[str]) -> bool:
-    return any(item.startswith("text_pair=") for item in columns)
 
 
 def _column_names(columns: Sequence[str], task: str) -> tuple[str, str | None]:

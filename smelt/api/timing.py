@@ -12,7 +12,7 @@ from smelt.api.array_models import read_array_rows
 from smelt.core.artifact import Artifact, read_artifact
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.messages import messages_to_json
-from smelt.data.column_hints import column_options
+from smelt.data.splits import Columns, column_options
 from smelt.data.tasks import task_traits
 from smelt.runtimes.onnx_import.trial_run import require_safe_artifact
 from smelt.stage import Progress, no_progress
@@ -170,7 +170,6 @@ def read_texts(path: Path, task: str, column: str | None = None) -> list[str]:
     """
     from smelt.data.csv_rows import read_file_rows
     from smelt.data.json_rows import data_suffix, read_text_file
-    from smelt.data.splits import Columns
     from smelt.pipeline.inspect.data_files import guess_column
     from smelt.tasks.text_generation import parse_prompt
 

@@ -176,7 +176,7 @@ class SequentialRunner:
         last = max(
             index
             for index, m in enumerate(stack_modules)
-            if index == block.index or _contains_any(m, observed)
+            if index == block.index or (not observed.isdisjoint(m.modules()))
         )
         batch: TensorBatch = {}
         with input_hooks(self.model, layers, see, batch), torch.inference_mode():
@@ -287,10 +287,6 @@ class _StopForward(Exception):  # noqa: N818 - no error: it ends a forward pass 
     def __init__(self, states: Tensor, result: BlockOutput) -> None:
         super().__init__()
         self.states, self.result = states, result
-
-
-def _contains_any(module: nn.Module, wanted: set[nn.Module]) -> bool:
-    return not wanted.isdisjoint(module.modules())
 
 
 def forward_restorer(module: Any) -> Callable[[], None]:

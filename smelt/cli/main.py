@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -32,23 +32,20 @@ from smelt.core.errors import InputError, did_you_mean
 from smelt.core.system import SAFE_PATH_VARIABLE
 from smelt.data.bleu_tokenizer import BLEU_TOKENIZERS
 
-if TYPE_CHECKING:
-    pass
-
 
 class _CommandGroup(click.Group):
     """A command group that prints errors as messages and suggests names for unknown commands and options."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; print errors as messages, without a traceback, and set the exit code."""
-        from smelt.core.termination import sigterm_as_error
+        from smelt.core.system import sigterm_as_error
 
         with sigterm_as_error():
             return self._invoke(ctx)
 
     def _invoke(self, ctx: click.Context) -> Any:
         from smelt.core.errors import DEFAULT_CODE, SmeltError, rust_panics_as_errors
-        from smelt.core.termination import interrupted_exit_code
+        from smelt.core.system import interrupted_exit_code
 
         try:
             with rust_panics_as_errors():

@@ -25,7 +25,11 @@ def list_stages() -> str:
     for name, stage in all_stages().items():
         formats = f"{'/'.join(sorted(stage.accepts))} -> {stage.produces}"
         prefix = f"{name:16} {formats:17} "
-        lines += textwrap.wrap(prefix + _summary_line(stage), _WIDTH, subsequent_indent=" " * len(prefix))
+        lines += textwrap.wrap(
+            prefix + (inspect.cleandoc(stage.__doc__ or "").splitlines() or [""])[0].rstrip("."),
+            _WIDTH,
+            subsequent_indent=" " * len(prefix),
+        )
     return "\n".join([*lines, "", "smelt stages NAME describes a stage and its settings."])
 
 
@@ -149,7 +153,3 @@ def _type_text(annotation: Any) -> str:
         return " | ".join(sorted(kinds, key="mapping".__eq__))
     scalar_names = {str: "string", bool: "boolean", float: "number", int: "integer"}
     return scalar_names.get(annotation, getattr(annotation, "__name__", str(annotation)))
-
-
-def _summary_line(stage: Any) -> str:
-    return (inspect.cleandoc(stage.__doc__ or "").splitlines() or [""])[0].rstrip(".")

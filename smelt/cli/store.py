@@ -111,7 +111,7 @@ def find_unused(root: Path) -> UnusedFiles:
     kept_files = tuple(
         cached_file
         for cached_file in list_cached_files(root)
-        if not _has_live_sources(cached_file, used_keys)
+        if not (cached_file.note is not None and used_keys.issuperset(cached_file.note.artifacts))
     )
     size = sum(entry.size_bytes for entry in artifacts) + sum(
         cached_file.size_bytes for cached_file in kept_files
@@ -282,11 +282,6 @@ def _runs_by_artifact(runs: list[StoreRun]) -> dict[str, list[str]]:
         for step, key in run.steps.items():
             users.setdefault(key, []).append(f"{run.folder.name}/{step}")
     return users
-
-
-def _has_live_sources(cached: CachedFiles, used_keys: set[str]) -> bool:
-    """Return whether all artifacts that cached files were computed from are used; False if damaged."""
-    return cached.note is not None and used_keys.issuperset(cached.note.artifacts)
 
 
 def _is_orphan(path: Path, used_keys: set[str]) -> bool:

@@ -63,7 +63,7 @@ class StepRecord(BaseModel):
 
     kind: the stage, and its method or target. machine, threads: where it ran. memory_bytes: the peak of the
     process; None: not measured. estimated_memory_bytes: of weights, gradients and optimizer states, without
-    the interpreter. work: what the time is proportional to (`smelt.models.step_size.StepSize`).
+    the interpreter. work: what the time is proportional to (`smelt.models.model_size.StepSize`).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -287,7 +287,9 @@ def read_manifest(path: Path, hint: str | None = None) -> Manifest:
     try:
         verified_content(content)
     except ValueError as error:
-        raise InputError(f"{file}: {error}. {hint or _repair_hint(path)}", code="changed-manifest") from error
+        raise InputError(
+            f"{file}: the manifest is damaged: {error}. {hint or _repair_hint(path)}", code="changed-manifest"
+        ) from error
     return manifest
 
 

@@ -163,11 +163,16 @@ class TruncationWarning(UserWarning):
 
     def __init__(self, count: int, total: int, limit: int) -> None:
         self.count, self.limit = count, limit
-        texts_phrase = f"{total} text{'s' if total > 1 else ''} {'was' if count == 1 else 'were'}"
-        super().__init__(
-            f"{count} of {texts_phrase} longer than the model's limit ({limit} tokens) and truncated."
-            " Shorten or split long texts."
-        )
+        super().__init__(truncation_text(count, total, limit))
+
+
+def truncation_text(count: int, total: int, limit: int) -> str:
+    """Return the warning that `count` of `total` texts were truncated to `limit` tokens."""
+    texts_phrase = f"{total} text{'s' if total > 1 else ''} {'was' if count == 1 else 'were'}"
+    return (
+        f"{count} of {texts_phrase} longer than the model's limit ({limit} tokens) and truncated."
+        " Shorten or split long texts."
+    )
 
 
 class PlanWarning(UserWarning):

@@ -343,7 +343,7 @@ def _require_plain_url(url: str) -> None:
 
 
 def _invalid_url(url: str, text: str) -> InputError:
-    return InputError(f"{hide_password(url)}: {text}.", code="invalid-store-url")
+    return InputError(f"{hide_password(url)}: no URL of a store: {text}.", code="invalid-store-url")
 
 
 def _access_error(url: str, error: BaseException) -> InputError:

@@ -231,7 +231,10 @@ def _read_json_lines(path: Path) -> RowIterator:
                 row = json.loads(line, object_pairs_hook=reject_duplicate_keys)
             except DuplicateKeyError as error:
                 raise InputError(
-                    f"{path}:{number}: {error}", code="duplicate-column", file=str(path), line=number
+                    f"{path}:{number}: this row has the key {error} twice. Rename or remove one of the two.",
+                    code="duplicate-column",
+                    file=str(path),
+                    line=number,
                 ) from error
             except (ValueError, RecursionError) as error:
                 # a line that does not start like a JSON value is of another format

@@ -11,9 +11,8 @@ from typing import Any
 
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.messages import find_lone_surrogate
-from smelt.data.column_hints import columns_hint
 from smelt.data.images import check_image
-from smelt.data.splits import Columns, Example, Label
+from smelt.data.splits import Columns, Example, Label, columns_hint
 
 
 class MissingColumnError(InputError):

@@ -147,9 +147,7 @@ def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(keys_to_values) < len(pairs):
         names = [name for name, _ in pairs]
         duplicate = next(name for name in names if names.count(name) > 1)
-        raise DuplicateKeyError(
-            f"this row has the key '{duplicate[:80]}' twice. Rename or remove one of the two."
-        )
+        raise DuplicateKeyError(f"'{duplicate[:80]}'")
     return keys_to_values
 
 
@@ -245,9 +243,10 @@ class _JsonScanner:
                     continue
                 raise self._syntax_error(error.msg, error.pos) from error
             except DuplicateKeyError as error:
-                raise InputError(f"{self.location}: {error}", code="duplicate-column").with_location(
-                    self.location
-                ) from error
+                raise InputError(
+                    f"{self.location}: this row has the key {error} twice. Rename or remove one of the two.",
+                    code="duplicate-column",
+                ).with_location(self.location) from error
             except ValueError as error:  # an integer with thousands of digits
                 raise InputError(
                     f"{self.location}: invalid JSON: {error}.", code="invalid-json"

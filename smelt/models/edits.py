@@ -48,6 +48,7 @@ from smelt.models.families.registry import family_of
 from smelt.models.hidden_width import prune_hidden_width
 from smelt.models.layers import (
     LowRankConv,
+    LowRankCorrectedLinear,
     LowRankEmbedding,
     LowRankLinear,
     ScaledLinear,
@@ -57,7 +58,15 @@ from smelt.models.layers import (
     resize_conv,
     skip_sublayer,
 )
-from smelt.quantization.layers import make_split_linear
+from smelt.quantization.layers import (
+    QuantizedActivation,
+    QuantizedConv2d,
+    QuantizedLinear,
+    copy_embed_scale,
+    empty_quantized,
+    is_embedding_table,
+    make_split_linear,
+)
 
 Edit: TypeAlias = dict[str, Any]
 STRUCTURE_FILE = "structure.json"
@@ -178,8 +187,6 @@ def tie_linear(model: Any, name: str, table: str) -> Edit:
         TypeError: they are not a Linear and an Embedding.
         ValueError: their matrices have other shapes.
     """
-    from smelt.quantization.layers import is_embedding_table
-
     linear, embedding = model.get_submodule(name), model.get_submodule(table)
     if not isinstance(linear, nn.Linear) or not is_embedding_table(embedding):
         raise TypeError("they are not a Linear and an Embedding")
@@ -341,7 +348,6 @@ def _fold(model: nn.Module, edit: Edit) -> None:
 
 
 def _round(model: nn.Module, edit: Edit) -> None:
-    from smelt.quantization.layers import QuantizedActivation
 
     if not isinstance(edit["signed"], bool):
         raise TypeError(f"signed {edit['signed']!r}")
@@ -351,7 +357,6 @@ def _round(model: nn.Module, edit: Edit) -> None:
 
 
 def _unsigned(model: nn.Module, edit: Edit) -> None:
-    from smelt.quantization.layers import QuantizedConv2d
 
     layer = model.get_submodule(edit["module"])
     if not isinstance(layer, QuantizedConv2d):
@@ -367,7 +372,6 @@ def _checked_width(asked: object, present: int) -> int:
 
 
 def _low_rank_table(model: nn.Module, edit: Edit) -> None:
-    from smelt.quantization.layers import copy_embed_scale, is_embedding_table
 
     old = model.get_submodule(edit["module"])
     if not is_embedding_table(old):
@@ -384,15 +388,12 @@ def _tie(model: nn.Module, edit: Edit) -> None:
 
 
 def _quantize(model: nn.Module, edit: Edit) -> None:
-    from smelt.quantization.layers import empty_quantized
 
     new = empty_quantized(model.get_submodule(edit["module"]), edit["scheme"], quantize_edit_options(edit))
     replace_module(model, edit["module"], new)
 
 
 def _adapter(model: nn.Module, edit: Edit) -> None:
-    from smelt.models.layers import LowRankCorrectedLinear
-    from smelt.quantization.layers import QuantizedLinear
 
     old = model.get_submodule(edit["module"])
     quantized = old.coded if isinstance(old, LowRankCorrectedLinear) else old
@@ -432,7 +433,6 @@ def _own_bias(model: nn.Module, edit: Edit) -> None:
 
 
 def _mask(model: nn.Module, edit: Edit) -> None:
-    from smelt.quantization.layers import QuantizedLinear
 
     module = model.get_submodule(edit["module"])
     if not isinstance(module, nn.Linear | QuantizedLinear):

@@ -136,7 +136,9 @@ def _skip_weight_init() -> Iterator[None]:
         {name: guarded_functions[name] for name in torch_functions.keys() & guarded_functions}
     )
     # some models compute tables there: Marian's of positions takes 0.6 s for 512 positions of 512 values
-    model_class.initialize_weights = lambda model: _has_weights(model) and initialize(model)
+    model_class.initialize_weights = lambda model: (
+        any(not weight.is_meta for weight in model.parameters()) and initialize(model)
+    )
     try:
         yield
     finally:  # the original ones, not the replaced ones: another thread may be in here too
@@ -151,10 +153,6 @@ def _skip_weight_init() -> Iterator[None]:
 def _initialization_of_models() -> tuple[Any, Any]:
     """Return transformers' class of all models, and its method that initializes their weights."""
     return transformers.PreTrainedModel, transformers.PreTrainedModel.initialize_weights
-
-
-def _has_weights(model: Any) -> bool:
-    return any(not weight.is_meta for weight in model.parameters())
 
 
 def _unless_meta(draw: Any) -> Any:

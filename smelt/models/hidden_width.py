@@ -26,6 +26,7 @@ from smelt.models.families.registry import (
     family_of,
     hidden_norm_names,
     is_token_embedding,
+    model_attentions,
     output_modules,
 )
 from smelt.models.layers import LowRankConv, LowRankEmbedding, LowRankLinear
@@ -246,7 +247,6 @@ def write_width_to_config(
     has_head_axis = any(axis.stream == "head" for axis in hidden_axes(model))
     if not is_config_enough or has_head_axis or any(scale(config) != scale(after) for scale in scales):
         return [*before, edit]
-    from smelt.models.families.registry import model_attentions
 
     for attention in model_attentions(model):
         width = int(getattr(model.get_submodule(attention.name), attention.head_dim_attribute))

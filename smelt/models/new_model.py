@@ -129,7 +129,7 @@ def config_for_tokenizer(
         settings["decoder_vocab_size"] = settings["vocab_size"]
     for role in ("pad", "eos", "bos"):
         token = getattr(tokenizer, f"{role}_token_id", None)
-        if token is None and _requires_token(role, task):
+        if token is None and (role == "pad" or (role == "eos" and task_traits(task).generates)):
             raise InputError(
                 f"model.tokenizer: the tokenizer has no {role} token, which {with_article(kind)} model"
                 f" for {task} needs. Add one: tokenizer.{role}_token = ...;"
@@ -144,11 +144,6 @@ def config_for_tokenizer(
         if family.forces_eos:
             settings["forced_eos_token_id"] = settings["eos_token_id"]
     return settings
-
-
-def _requires_token(role: str, task: Task) -> bool:
-    """Return whether a model for `task` needs the token: generated text has to end."""
-    return role == "pad" or (role == "eos" and task_traits(task).generates)
 
 
 TokenizerKind = Literal["bpe", "unigram", "wordpiece"]

@@ -104,7 +104,7 @@ def pool_hidden_states(hidden: Tensor, mask: Tensor, rules: SentenceRules) -> Te
 def encoder_result(output: Any) -> Tensor:
     """Return the output of a transformers encoder: a classifier's logits, or the vectors of texts."""
     result: Any = output.sentence_embedding if isinstance(output, SentenceOutput) else output.logits
-    return cast(Tensor, result)
+    return cast("Tensor", result)
 
 
 def as_bare_encoder(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -72,7 +72,7 @@ def select_gpu(device: str) -> Device:
                 )
             gpu_id = gpu_ids[int(number)]
         os.environ |= {"CUDA_VISIBLE_DEVICES": gpu_id, _SELECTED_GPU: device}
-    return cast(Device, kind)
+    return cast("Device", kind)
 
 
 def torch_device(requested: str) -> DeviceType:

@@ -178,7 +178,9 @@ class OnnxBackend:
             _require_graph_file(folder, graph)
         # tried once the step graphs are open, determined from the file only
         self.prefers_stepwise = (
-            bool(self.generation_graphs) and self._may_append and _has_fused_attention(folder, graphs.main)
+            bool(self.generation_graphs)
+            and self._may_append
+            and (b"GroupQueryAttention" in _require_graph_file(folder, graphs.main).read_bytes())
         )
         if not self.generation_graphs:  # else they are opened at the first single step
             self._open_step_graphs()
@@ -476,11 +478,6 @@ class OnnxBackend:
     def close(self) -> None:
         """Free the sessions and their threads."""
         self._sessions = None
-
-
-def _has_fused_attention(folder: Path, graph: GraphInterface) -> bool:
-    """Return whether a graph with external weights has fused attention over caches."""
-    return b"GroupQueryAttention" in _require_graph_file(folder, graph).read_bytes()
 
 
 def _require_graph_file(folder: Path, graph: GraphInterface) -> Path:

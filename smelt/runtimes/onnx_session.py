@@ -121,3 +121,8 @@ def lacks_vnni(cpuinfo: Path) -> bool:
     except OSError:
         return False
     return "avx2" in cpu_flags and not cpu_flags & {"avx512_vnni", "avx_vnni", "amx_int8"}
+
+
+def is_out_of_memory(message: str) -> bool:
+    """Return whether ONNX Runtime's message means that an allocation failed."""
+    return any(phrase in message for phrase in ("bad allocation", "std::bad_alloc", "Failed to allocate"))

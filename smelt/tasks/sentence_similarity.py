@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.errors import InputError
-from smelt.data.column_hints import columns_hint
 from smelt.data.examples import missing_column, nonempty_text, parse_pair
 from smelt.data.labels import parse_score, require_all_or_none
-from smelt.data.splits import Columns, Example, Split
+from smelt.data.splits import Columns, Example, Split, columns_hint
 from smelt.tasks.spec import PackageClass, TaskSpec, token_counts
 
 if TYPE_CHECKING:

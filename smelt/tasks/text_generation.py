@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from smelt.data.column_hints import columns_hint
 from smelt.data.examples import (
     COLUMN_ALIASES,
     MissingColumnError,
@@ -27,7 +26,7 @@ from smelt.data.prompt_rows import (
     right_choice,
     row_layout,
 )
-from smelt.data.splits import Columns, Example, Split
+from smelt.data.splits import Columns, Example, Split, columns_hint
 from smelt.tasks.spec import PackageClass, TaskSpec
 
 if TYPE_CHECKING:

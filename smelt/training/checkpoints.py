@@ -47,7 +47,7 @@ from smelt.core.files import (
 from smelt.core.messages import Message, messages_to_json
 from smelt.core.process_group import from_first, process_count, process_rank, wait_for_all
 from smelt.core.store import CHECKPOINT_FILE
-from smelt.core.termination import TerminatedError, is_termination_requested, termination_deferred
+from smelt.core.system import TerminatedError, is_termination_requested, termination_deferred
 from smelt.data.splits import Split
 from smelt.models.checkpoint import save_model
 from smelt.models.edits import Edit
@@ -437,7 +437,7 @@ class RoundingCheck:
             trained += float((trained_value - before.double()).square().sum())
         return math.sqrt(rounded / trained) if trained else 0.0
 
-    def warning(self, share: float) -> str | None:
+    def lost_share_text(self, share: float) -> str | None:
         """Return a warning if much of the training is lost by rounding, else None."""
         if share <= MAX_LOST_SHARE:
             return None

@@ -20,8 +20,7 @@ from smelt.core.errors import SettingError
 from smelt.core.files import read_json_object
 from smelt.core.messages import Message, error_message
 from smelt.models.families.registry import find_family
-from smelt.models.model_size import FLOAT_BYTES, ModelSize
-from smelt.models.step_size import INTERPRETER_BYTES, SizeInputs, StepSize
+from smelt.models.model_size import FLOAT_BYTES, INTERPRETER_BYTES, ModelSize, SizeInputs, StepSize
 from smelt.stage import Context, Need, Settings, StoredDtype
 
 LOSS_METRIC = "loss"  # the default of `metric_for_best_model`

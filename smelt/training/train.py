@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
-from smelt.data.splits import Split, missing_labels_errors
+from smelt.data.splits import Split, missing_labels_errors, spread_indices
 from smelt.stage import Context
 from smelt.training.settings import LOSS_METRIC, TrainingSettings
 
@@ -62,7 +62,6 @@ def train(
             lacks.
         RunError: the loss became infinite or NaN.
     """
-    from smelt.data.splits import spread_indices
     from smelt.tasks.encode_split import encode_split
     from smelt.tasks.samples import load_processor, pack_samples
     from smelt.training.checkpoints import CheckpointScorer, RoundingCheck
@@ -175,7 +174,7 @@ def _warn_of_rounding(rounding: RoundingCheck, ctx: Context) -> None:
         return
     lost_share = rounding.lost_share()
     ctx.details["training"]["rounding"] = round(lost_share, 5)
-    if text := rounding.warning(lost_share):
+    if text := rounding.lost_share_text(lost_share):
         ctx.warn("lost-in-rounding", text)
 
 

@@ -44,7 +44,7 @@ from smelt.training.extension import (
 )
 from smelt.training.processes import LaunchSettings, strategy_conflicts
 from smelt.training.settings import TrainingSettings, with_learning_rate
-from smelt.training.sharding import FsdpWeights, ModelWeights, fsdp_config
+from smelt.training.sharding import FsdpWeights, ModelWeights, ZeroWeights, fsdp_config, zero_config
 from smelt.training.training_state import (
     autocast,
     freed_memory_retained,
@@ -53,7 +53,6 @@ from smelt.training.training_state import (
     require_training_memory,
     training_state,
 )
-from smelt.training.zero import ZeroWeights, zero_config
 
 _LR_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
 

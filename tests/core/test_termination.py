@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from smelt.core import termination
-from smelt.core.termination import TerminatedError, sigterm_as_error, termination_deferred
+from smelt.core import system
+from smelt.core.system import TerminatedError, sigterm_as_error, termination_deferred
 
 pytestmark = [pytest.mark.quick, pytest.mark.skipif(os.name == "nt", reason="signals as POSIX has them")]
 
@@ -19,13 +19,13 @@ def _terminate():
 
 def test_sigterm_raises_at_once_and_is_ignored_during_exit():
     with sigterm_as_error():
-        assert termination.interrupted_exit_code() == 130
+        assert system.interrupted_exit_code() == 130
         with pytest.raises(TerminatedError):
             _terminate()
         _terminate()
-        assert termination.interrupted_exit_code() == 143
+        assert system.interrupted_exit_code() == 143
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert termination.interrupted_exit_code() == 130
+    assert system.interrupted_exit_code() == 130
 
 
 def test_deferred_sigterm_raises_after_context_and_second_one_at_once():
@@ -48,7 +48,7 @@ def test_deferred_sigterm_raises_after_context_and_second_one_at_once():
 def test_sigterm_ends_forked_child_without_handler():
     code = (
         "import os, signal\n"
-        "from smelt.core.termination import sigterm_as_error\n"
+        "from smelt.core.system import sigterm_as_error\n"
         "with sigterm_as_error():\n"
         "    child = os.fork()\n"
         "    if not child: os.kill(os.getpid(), signal.SIGTERM)\n"

@@ -8,8 +8,7 @@ import pytest
 from smelt.api.predict import read_examples
 from smelt.api.timing import read_texts
 from smelt.core.errors import InputError
-from smelt.data.column_hints import column_options, columns_hint
-from smelt.data.splits import Columns
+from smelt.data.splits import Columns, column_options, columns_hint
 from smelt.pipeline.inspect.data_files import inspect_data, parse_columns
 from smelt.tasks.read_split import read_split
 from tests.support.expected_errors import raises_code

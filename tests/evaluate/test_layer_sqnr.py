@@ -17,12 +17,12 @@ from smelt.core.artifact import Artifact
 from smelt.data.splits import Example, Split
 from smelt.evaluate.layer_sqnr import (
     LOWEST_DB,
+    BlockwiseModel,
     LayerComparison,
     NotComparableError,
     SampleSource,
     compare_layers,
 )
-from smelt.models.blockwise_model import BlockwiseModel
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.families.registry import blocks_of
 from smelt.pipeline.execute.baseline_comparisons import kept_blocks

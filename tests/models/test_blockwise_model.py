@@ -12,7 +12,7 @@ from smelt.compress.quantize.stage import Quantize
 from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.core import system
 from smelt.core.errors import RunError
-from smelt.models.blockwise_model import BlockwiseModel
+from smelt.evaluate.layer_sqnr import BlockwiseModel
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.families.registry import blocks_of
 from tests.support import harness

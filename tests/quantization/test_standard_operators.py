@@ -12,7 +12,7 @@ from smelt.export.graphs.attention import GraphSpec
 from smelt.export.graphs.export_graph import export_graph
 from smelt.export.parity.references import dequantize_graph
 from smelt.export.simplify_graph import expand_placeholders
-from smelt.quantization.placeholders import QuantizedGraph
+from smelt.quantization.scheme import QuantizedGraph
 from smelt.quantization.schemes.int8 import Int8PerChannel
 from smelt.quantization.schemes.registry import SCHEMES, owner_of_operator
 

@@ -6,6 +6,7 @@ Loaded by `-p tests.support.pytest_smelt` in pyproject.toml; a conftest.py would
 
 from __future__ import annotations
 
+import atexit
 import gc
 import itertools
 import logging
@@ -39,6 +40,7 @@ MAX_FAILURE_LINES = 80
 """A failure of more lines is told again: the project's own lines alone, and of messages both ends."""
 EDGE_LINES, MAX_LINE_WIDTH = 7, 240
 MAX_OUTPUT_LINES = 20
+STDERR = 2  # its file descriptor
 CPU_TIME_PROPERTY = "processor_s"
 CAPTURE_MODULE = LogCaptureHandler.__module__
 SLOWEST_FILES = (
@@ -107,10 +109,16 @@ def pytest_configure(config: Any) -> None:
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # xdist would begin with the files that hold most tests
         config.option.maxworkerrestart = "0"  # xdist waits forever for a late replacement
+    atexit.register(silence_native_code)
     trace = logging.getLogger("torch.__trace")
     add = trace.addHandler
     # all of pytest's, the one that writes to os.devnull too: for any handler torch writes each step down
     trace.addHandler = lambda handler: None if type(handler).__module__ == CAPTURE_MODULE else add(handler)  # type: ignore[method-assign]
+
+
+def silence_native_code() -> None:
+    """Discard what libraries write while Python frees its objects; onnxsim lists those that it leaves."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), STDERR)
 
 
 def remove_shared_folder() -> None:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers.optimization import Adafactor
 
-from smelt.models.model_size import size_from_config, sum_of_weights
-from smelt.models.step_size import SizeInputs
+from smelt.models.model_size import SizeInputs, size_from_config, sum_of_weights
 from smelt.training.settings import (
     TrainingSettings,
     lighter_trainings,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from smelt.training.processes import LaunchSettings
-from smelt.training.zero import zero_config
+from smelt.training.sharding import zero_config
 from tests.support.expected_errors import raises_setting_codes
 from tests.support.processes import parallel_training
 

@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from smelt.core.artifact import Artifact, StepRecord
 from smelt.core.errors import SmeltError, rust_panics_as_errors
 from smelt.core.files import json_hash, read_hashed_json
-from smelt.core.messages import Message, info, warning
+from smelt.core.messages import Message, warning
 from smelt.core.store import Store
 from smelt.core.system import package_versions, peak_memory_bytes, reset_peak_memory
-from smelt.data.splits import Split
+from smelt.data.splits import Split, spread_indices
 from smelt.evaluate.environment import default_threads, machine_id
 from smelt.models.families.family import STACK_NAMES
 from smelt.pipeline.inspect.machine import artifact_device
-from smelt.pipeline.plan.costs import compared_steps
-from smelt.pipeline.recipe.recipe import DEFAULT_COMPARED_SAMPLES, MAX_COMPARED_PARAMETERS
+from smelt.pipeline.plan.costs import compared_steps, skipped_comparisons_message
 from smelt.runtimes.registry import find_runtime, open_runner
 from smelt.stage import Progress
 
@@ -202,7 +201,6 @@ class TokenComparisons:
         self, artifacts: Mapping[str, Artifact], baseline: str, missing: Sequence[str]
     ) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the name and the result of each step of `missing`."""
-        from smelt.data.splits import spread_indices
         from smelt.evaluate.token_divergence import TokenComparison
 
         if not missing:
@@ -339,7 +337,7 @@ class RunComparisons:
             elif score.kl_samples is None:
                 skipped.append("kl_samples")
         if skipped and parameters is not None:
-            messages.append(_skipped_message(baseline, parameters, skipped))
+            messages.append(skipped_comparisons_message(baseline, parameters, skipped))
         if is_measured and self.estimate is not None:
             peak = peak_memory_bytes() if is_reset else None
             _store_record(self.store, self.estimate, self.plan.recipe.threads, start_time, peak)
@@ -366,16 +364,6 @@ class RunComparisons:
             text = f"{work.title()} were not compared with the baseline's (score: {setting}): {failure}"
             messages.append(warning("comparison-failed", text))
             return False
-
-
-def _skipped_message(baseline: str, parameters: int, settings: Sequence[str]) -> Message:
-    what = " and ".join({"sqnr_samples": "layers", "kl_samples": "next tokens"}[name] for name in settings)
-    requested = ", ".join(f"{name}: {DEFAULT_COMPARED_SAMPLES}" for name in settings)
-    return info(
-        "comparisons-skipped",
-        f"The {what} of the steps were not compared with the baseline's: '{baseline}' has {parameters:,}"
-        f" parameters, more than {MAX_COMPARED_PARAMETERS:,}. To compare them, set score: {{{requested}}}.",
-    )
 
 
 _MAX_RECORDS = 20  # the newest that are kept

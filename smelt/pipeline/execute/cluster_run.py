@@ -21,7 +21,7 @@ from smelt.core.files import json_hash, resolve_path
 from smelt.core.messages import Message, info
 from smelt.data.splits import Split
 from smelt.evaluate.metrics.registry import is_custom_metric
-from smelt.models.step_size import INTERPRETER_BYTES
+from smelt.models.model_size import INTERPRETER_BYTES
 from smelt.pipeline.execute.cluster_tasks import (
     ClusterJob,
     TaskOutcome,
@@ -83,13 +83,13 @@ class ClusterRun:
             cluster.task_needs(recipe.resources, recipe.threads, recipe.device, count)
             for count in (1, self._count)
         )
-        self._launch = cast(TrainingLaunch, step_runner.launch or TrainingLaunch(plan))
+        self._launch = cast("TrainingLaunch", step_runner.launch or TrainingLaunch(plan))
         launch = replace(
             self._launch,
             plan=replace(plan, splits={}),
             threads=recipe.threads or max(1, int(self._launch_needs.cpus) // self._count),
         )
-        nothing = cast(Any, None)
+        nothing = cast("Any", None)
         scorer = replace(scorer, store=nothing, reference=None, reference_cache={})
         job = ClusterJob(
             replace(plan, splits={}),
@@ -186,10 +186,10 @@ class ClusterRun:
         ):
             result = self._get_value(self._scores[name])
             if result is not None:
-                return cast(dict[str, Any], result)
+                return cast("dict[str, Any]", result)
         needs = self._launch_needs if self._launch.scores else self._needs
         task = self._submit(score_task, f"{name} scores", name, artifact.key, split, limit, key, needs=needs)
-        return cast(dict[str, Any], self._get(task).result)
+        return cast("dict[str, Any]", self._get(task).result)
 
     def measure_latency(
         self,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from smelt.core.artifact import Artifact
-from smelt.core.errors import RunError, SmeltError
+from smelt.core.errors import RunError, SmeltError, rust_panics_as_errors
 from smelt.core.locks import MachineTurns
 from smelt.core.messages import Message
 from smelt.core.store import Store
@@ -142,7 +142,7 @@ class _Task:
             scorer = replace(scorer, reference=artifact)
         elif reference is not None:
             scorer = replace(scorer, reference=require_artifact(self.store, reference))
-        launch = cast(TrainingLaunch, self.job.step_runner.launch)
+        launch = cast("TrainingLaunch", self.job.step_runner.launch)
         with self.store.lock(f"{artifact.key}-score", self._report_wait):
             return launch.score(scorer, artifact, self.data, split, limit, self.display)
 
@@ -166,7 +166,6 @@ def _run_task(
         work: gets the task and the outcome to complete.
         measures: whether the work measures latency, so that other tasks of this machine must wait.
     """
-    from smelt.core.errors import rust_panics_as_errors
     from smelt.training.training_state import denormals_as_zero
 
     outcome = TaskOutcome(node=f"{_node_name()} ({cpu_model()})")

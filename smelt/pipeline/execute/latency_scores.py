@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import combined_error
-from smelt.core.files import json_hash
+from smelt.core.files import json_hash, read_json_object
 from smelt.core.messages import error_message, messages_to_json, with_count
 from smelt.core.store import Store
 from smelt.core.system import package_versions
@@ -199,7 +199,6 @@ def require_texts_fit(folder: Path, task: Task, splits: Mapping[str, Split]) -> 
     Raises:
         InputError: some texts are too long; the message lists each split with line or row numbers (from 1).
     """
-    from smelt.core.files import read_json_object
     from smelt.models.checkpoint import load_tokenizer
     from smelt.models.text_rules import max_input_length
 

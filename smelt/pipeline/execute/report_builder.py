@@ -15,7 +15,19 @@ from smelt.core.errors import SmeltError
 from smelt.core.files import load_json
 from smelt.core.messages import Message, messages_to_json, warning, with_count
 from smelt.data.splits import Split
+from smelt.evaluate.environment import describe_environment, float_dtype
 from smelt.evaluate.metrics.registry import WINDOW_METRICS
+from smelt.evaluate.report.schema import validate_report
+from smelt.evaluate.report.verdict import UNFINISHED, decide, pareto_front, shortlisted
+from smelt.evaluate.significance import (
+    Statistics,
+    changed_examples,
+    compare_steps,
+    difference_interval,
+    holm,
+    metric_interval,
+    min_examples,
+)
 from smelt.pipeline.recipe.recipe import SPEED_METRICS
 
 if TYPE_CHECKING:
@@ -118,8 +130,6 @@ def examples_needed(gate: PlannedGate, step: StepRecord, statistics: GateStatist
     the limit. The width decreases with the square root of n, or with n if very few examples differ. A limit
     of 0 cannot be detected with any n and returns None.
     """
-    from smelt.evaluate.significance import Statistics, changed_examples, min_examples
-
     difference = step["against_baseline"].get(gate.metric)
     if gate.kind != "max_drop" or difference is None or gate.limit <= 0:
         return None
@@ -142,8 +152,6 @@ def _missing_interval_reason(
     gate: PlannedGate, step: StepRecord, statistics: GateStatistics, confidence: float
 ) -> tuple[str, str] | None:
     """Return the code and text of why there is no interval for `gate`; None if there is one."""
-    from smelt.evaluate.significance import Statistics, difference_interval, metric_interval, min_examples
-
     if gate.metric not in statistics.own:
         return None
     sides = (statistics.own, statistics.baseline) if gate.kind == "max_drop" else (statistics.own,)
@@ -193,8 +201,6 @@ def _gated_bound(
     gate: PlannedGate, step: StepRecord, statistics: GateStatistics, confidence: float
 ) -> float | None:
     """Return the worse end of the gate's interval; None if there is no interval."""
-    from smelt.evaluate.significance import Statistics, difference_interval, metric_interval
-
     if gate.metric in SPEED_METRICS:
         return _speedup_lower_bound(gate.metric, step, confidence)
     step_values = Statistics.model_validate(statistics.own[gate.metric])
@@ -249,7 +255,6 @@ class ReportBuilder:
     def __init__(
         self, plan: Plan, data: Mapping[str, Split], limit: int | None, compare_outputs: CompareOutputs
     ) -> None:
-        from smelt.evaluate.environment import describe_environment
 
         self.plan, self._split, self._compare = plan, data[plan.judged_on], compare_outputs
         self._scores: dict[str, Mapping[str, Any]] = {}
@@ -431,8 +436,6 @@ class ReportBuilder:
 
     def judge_gates(self) -> None:
         """Evaluate the gates and compute the Pareto front."""
-        from smelt.evaluate.report.verdict import pareto_front
-
         for step in self.data["steps"]:
             gates = self.plan.gates_of(step["name"])
             step["gates"] = [
@@ -484,9 +487,6 @@ class ReportBuilder:
 
         So the report of a killed run has the right status.
         """
-        from smelt.evaluate.report.schema import validate_report
-        from smelt.evaluate.report.verdict import UNFINISHED, decide
-
         _correct_p_values(step["against_baseline"] for step in self.data["steps"])
         _correct_p_values(step["test"]["against_baseline"] for step in self.data["steps"] if step.get("test"))
         verdict = decide(validate_report({**self.data, "verdict": None})) if self.finished else UNFINISHED
@@ -496,9 +496,6 @@ class ReportBuilder:
 
     def shortlisted_steps(self) -> list[str]:
         """Return the steps to score on test after they were chosen on validation; the baseline is first."""
-        from smelt.evaluate.report.schema import validate_report
-        from smelt.evaluate.report.verdict import shortlisted
-
         return shortlisted(validate_report(self.data))
 
     def _set_status(self, status: str) -> None:
@@ -507,8 +504,6 @@ class ReportBuilder:
 
 def _paired_differences(statistics: Mapping[str, Any], name: str, other: str | None) -> dict[str, Any]:
     """Return the paired differences between the steps `name` and `other` by metric; empty without `other`."""
-    from smelt.evaluate.significance import Statistics, compare_steps
-
     if other is None or other == name or other not in statistics:
         return {}
     step_statistics, other_statistics = statistics[name], statistics[other]
@@ -526,8 +521,6 @@ def _paired_differences(statistics: Mapping[str, Any], name: str, other: str | N
 
 def _correct_p_values(comparisons: Iterable[dict[str, Any] | None]) -> None:
     """Set `p_value_holm` of all paired differences, one family: every step that was scored, every metric."""
-    from smelt.evaluate.significance import holm
-
     differences = [difference for by_metric in comparisons for difference in (by_metric or {}).values()]
     for difference, corrected in zip(
         differences, holm([entry["p_value"] for entry in differences]), strict=True
@@ -564,8 +557,6 @@ def _empty_step(name: str, stage: str, parent: str | None, settings: dict[str, A
 
 def _artifact_fields(name: str, artifact: Artifact, cached: bool) -> dict[str, Any]:
     """Return the report's fields of an artifact that do not depend on scores."""
-    from smelt.evaluate.environment import float_dtype
-
     manifest = artifact.manifest
     return {
         "status": "cached" if cached else "done",

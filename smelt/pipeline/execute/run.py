@@ -15,7 +15,7 @@ from smelt.core.errors import DEFAULT_CODE, InputError, RunError, SmeltError, ru
 from smelt.core.locks import MachineTurns
 from smelt.core.messages import Message, warning
 from smelt.core.store import Store
-from smelt.data.split_division import checked_limit, limit_split
+from smelt.data.split_division import checked_limit, divide_folds, limit_split
 from smelt.data.splits import Split
 from smelt.evaluate.step_agreement import cached_agreement
 from smelt.pipeline.execute.baseline_comparisons import RunComparisons
@@ -424,7 +424,6 @@ class _PlanRunner:
 
     def _cross_validate(self, count: int) -> None:
         """Run the recipe once for each fold of the training samples, scored on what the fold leaves out."""
-        from smelt.data.split_division import divide_folds
         from smelt.evaluate.significance import summarize_folds
 
         recipe = self.plan.recipe.model_copy(update={"trackers": ()})

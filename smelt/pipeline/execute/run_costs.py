@@ -39,6 +39,7 @@ from smelt.pipeline.plan.costs import (
     estimate_steps,
     format_bytes,
     require_fitting,
+    skipped_comparisons,
 )
 from smelt.pipeline.plan.plan import Plan
 from smelt.pipeline.recipe.stages import MODEL_STEP
@@ -170,7 +171,7 @@ def cost_lines(costs: PlanCosts) -> list[str]:
     lines = [_COLUMNS.format(*row).rstrip() for row in rows]
     for message in costs.messages:
         if message.severity != "error":
-            lines += textwrap.wrap(f"warning     {message}", 80, subsequent_indent=" " * 12)
+            lines += textwrap.wrap(f"{message.severity:11} {message}", 80, subsequent_indent=" " * 12)
     device = max((step.device_bytes for step in costs.steps), default=0)
     if device:
         lines.append(f"GPU memory: {_size(device)} of {_size(costs.limits.device_bytes)}")
@@ -338,8 +339,11 @@ def plan_costs(plan: Plan, out: Path | None = None, store: StorePlace | None = N
     estimates = estimate_steps(plan, data, step_records(root, plan.recipe.threads))
     limits = machine_limits(root)
     if text := moved_run_text(folder, root):
-        failures.append(warning("moved-run", text))
-    messages = (*check_costs(plan, estimates, limits, stored), *failures)
+        failures.append(
+            warning("moved-run", f"Steps of the earlier run in this folder are not reused: {text}")
+        )
+    costs = check_costs(plan, estimates, limits, stored)
+    messages = (*costs, *skipped_comparisons(plan, estimates), *failures)
     steps = tuple(_predict(estimate, stored) for estimate in estimates.values())
     return PlanCosts(steps, limits, messages, tuple(unread_splits))
 

@@ -42,11 +42,12 @@ from smelt.core.locks import file_lock, heartbeat, is_active
 from smelt.core.messages import escape_controls
 from smelt.core.remote_store import RemoteStore, is_store_url, open_remote_store
 from smelt.core.store import Store
-from smelt.core.termination import interrupted_exit_code
+from smelt.core.system import interrupted_exit_code
 from smelt.core.workspaces import OWNER_SUFFIX
 from smelt.evaluate.custom_metric import copy_custom_metrics
 from smelt.evaluate.report.chart import CHART_FILES, chart_files
-from smelt.evaluate.report.schema import SCORES_FOLDER
+from smelt.evaluate.report.render import render_html, render_table
+from smelt.evaluate.report.schema import SCORES_FOLDER, read_report, validate_report
 from smelt.evaluate.report.view import find_task
 
 if TYPE_CHECKING:
@@ -65,7 +66,6 @@ class Report(Mapping[str, Any]):
     """
 
     def __init__(self, data: Mapping[str, Any]) -> None:
-        from smelt.evaluate.report.schema import validate_report
 
         validate_report(data)
         self.data = dict(data)
@@ -77,8 +77,6 @@ class Report(Mapping[str, Any]):
         Raises:
             InputError: there is no report, or this version of smelt cannot read it.
         """
-        from smelt.evaluate.report.schema import read_report
-
         return cls(read_report(Path(run).expanduser()))
 
     def to_frame(self) -> Any:
@@ -102,7 +100,6 @@ class Report(Mapping[str, Any]):
         return pandas.DataFrame([step_row(step) for step in self.data["steps"]]).set_index("step")
 
     def _repr_html_(self) -> str:
-        from smelt.evaluate.report.render import render_html
 
         page = escape(render_html(self.data), quote=True)
         return (
@@ -113,7 +110,6 @@ class Report(Mapping[str, Any]):
         return f"Report({self.data['recipe'].get('name', 'run')!r}, {self.data['status']!r})"
 
     def __str__(self) -> str:
-        from smelt.evaluate.report.render import render_table
 
         return render_table(self.data)
 
@@ -228,8 +224,6 @@ def write_report(
     with_charts: with charts, also as files.
     """
     from smelt.evaluate.report.markdown import render_markdown
-    from smelt.evaluate.report.render import render_html
-    from smelt.evaluate.report.schema import validate_report
 
     write_atomically(folder / "report.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     if not with_pages:
@@ -250,8 +244,6 @@ def summary_lines(result: Result) -> Sequence[str]:
 
     Without the commands where the verdict recommends no step.
     """
-    from smelt.evaluate.report.render import render_table
-    from smelt.evaluate.report.schema import validate_report
     from smelt.evaluate.report.verdict import ship_command
 
     lines = [render_table(result.report), "", f"Report: {_short_path(result.folder / 'report.html')}"]
@@ -400,7 +392,7 @@ def register_run(store: Path, folder: Path) -> Iterator[None]:
     if not os.access(store / "tmp", os.W_OK):
         yield
         return
-    record_path = _run_record(store, folder)
+    record_path = store / "runs" / f"{json_hash(str(folder))[:32]}.json"
     record_path.parent.mkdir(exist_ok=True)
     with ExitStack() as stack:
         with cleaning_lock(store):  # waits until a running `smelt store clean` has finished
@@ -442,10 +434,6 @@ def list_runs(store: Path) -> list[StoreRun]:
             active_folders.add(folder)
     runs = [StoreRun(folder, linked_keys(store, folder), folder in active_folders) for folder in folders]
     return sorted((run for run in runs if run.steps or run.busy), key=lambda run: str(run.folder))
-
-
-def _run_record(store: Path, folder: Path) -> Path:
-    return store / "runs" / f"{json_hash(str(folder))[:32]}.json"
 
 
 def damaged_run_records(store: Path) -> list[Path]:

@@ -377,7 +377,7 @@ def _settings_key(step: PlanStep) -> dict[str, Any]:
     """Return a step's settings for its key; files and folders enter by the hash of their content."""
     values: dict[str, Any] = step.settings.model_dump(mode="json")
     for (*parents, last), name in step.settings.paths().items():
-        path, mapping = Path(name), cast(Any, values)
+        path, mapping = Path(name), cast("Any", values)
         for key in parents:
             mapping = mapping[key]
         files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())

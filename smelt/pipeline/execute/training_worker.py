@@ -23,10 +23,11 @@ from smelt.core.artifact import Artifact, read_manifest
 from smelt.core.errors import DEFAULT_CODE, InputError, SmeltError
 from smelt.core.files import read_json_object, write_json
 from smelt.core.messages import messages_to_json
+from smelt.core.process_group import from_first, gather_parts, process_rank, wait_for_all
 from smelt.core.remote_store import open_remote_store
 from smelt.core.stage_cache import StageCache, commit_cached_files, find_cached_files
 from smelt.core.store import StepCheckpoints, Store
-from smelt.core.termination import TERMINATED_EXIT_CODE, TerminatedError, sigterm_as_error
+from smelt.core.system import TERMINATED_EXIT_CODE, TerminatedError, sigterm_as_error
 from smelt.pipeline.execute.display import explain_step_error
 from smelt.stage import Context
 
@@ -73,7 +74,6 @@ class _Events:
 
 def _train(space: Path) -> None:
     """Run one process of the job in `space`."""
-    from smelt.core.process_group import process_rank
     from smelt.training.processes import join_processes, leave_processes
 
     job = read_json_object(space / JOB_FILE)
@@ -135,7 +135,7 @@ def _run_job(job: Mapping[str, Any], space: Path, rank: int) -> dict[str, Any]:
         split = limit_split(data[job["split"]], job["score_limit"])
         replace(scorer, reference=reference).score(_artifact(job["artifact"]), split, events.progress)
         return {}
-    runner = recipe_step_runner(plan.recipe, store, data, scorer, cast(Any, events))
+    runner = recipe_step_runner(plan.recipe, store, data, scorer, cast("Any", events))
     ctx = _train_step(runner, plan, job, events, space)
     return {"details": ctx.details, "warnings": messages_to_json(ctx.warnings)}
 
@@ -148,7 +148,6 @@ def _train_step(
     runner: StepRunner, plan: Plan, job: Mapping[str, Any], events: _Events, space: Path
 ) -> Context:
     """Run the stage of `job`; return its context with details and warnings."""
-    from smelt.core.process_group import gather_parts, process_rank
     from smelt.training.training_state import denormals_as_zero
 
     ancestors = {name: _artifact(folder) for name, folder in job["ancestors"].items()}
@@ -185,8 +184,6 @@ class SharedStageCache:
 
     def cached_value(self, what: Mapping[str, Any], make: Callable[[], Any]) -> Any:
         """Return the result of `make`, which all processes compute, from the store if it is cached."""
-        from smelt.core.process_group import from_first, process_rank
-
         store, key = self.cache.store, self.cache.value_key(what)
         entry = from_first(lambda: store.read_score(key))
         if entry is None:
@@ -200,8 +197,6 @@ class SharedStageCache:
         self, what: Mapping[str, Any], make: Callable[[Path], None]
     ) -> Iterator[tuple[Path, bool]]:
         """Yield the folder with the files of `make`, into which every process writes its part."""
-        from smelt.core.process_group import from_first, process_rank, wait_for_all
-
         store, key = self.cache.store, self.cache.files_key(what)
         description, artifacts = str(what["what"]), list(what["artifacts"])
         intact = from_first(lambda: self.cache.find_intact(key, description) is not None)
@@ -219,7 +214,6 @@ class SharedStageCache:
 
 
 def _after_first(next_folder: Callable[[], Path | None]) -> Path | None:
-    from smelt.core.process_group import wait_for_all
 
     folder = next_folder()
     wait_for_all()

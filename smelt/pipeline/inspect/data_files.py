@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.errors import InputError, did_you_mean
-from smelt.data.column_hints import column_options, columns_hint
 from smelt.data.csv_rows import read_file_rows
 from smelt.data.images import ARCHIVE_SUFFIX
 from smelt.data.json_rows import data_suffix
 from smelt.data.prompt_rows import row_layout
-from smelt.data.splits import Columns
+from smelt.data.splits import Columns, column_options, columns_hint
 from smelt.data.tasks import Task, task_traits, tasks_with
 from smelt.tasks.read_split import is_plain_text
 from smelt.tasks.registry import task_spec

@@ -63,9 +63,8 @@ def onnx_recipe_text(
     file = find_graph(Path(model).expanduser())
     graph_info = inspect_graph(file)
     if graph_info.signature is None:
-        raise InputError(
-            "\n".join(f"{file}: {problem}." for problem in graph_info.problems), code="unsupported-graph"
-        )
+        problems = "\n  ".join(f"{problem}." for problem in graph_info.problems)
+        raise InputError(f"{file}: this graph cannot be used:\n  {problems}", code="unsupported-graph")
     onnx_model = OnnxModel(
         file,
         graph_info.signature,

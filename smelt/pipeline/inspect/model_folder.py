@@ -118,7 +118,7 @@ def _broken_json(folder: Path) -> list[Message]:
             try:
                 _read_json(folder / name)
             except (OSError, ValueError, RecursionError) as error:
-                text = f"{folder / name}: {str(error).removeprefix(f'{name}: ')}"
+                text = f"{folder / name}: cannot be read: {str(error).removeprefix(f'{name}: ')}"
                 errors.append(error_message("invalid-json", text))
     return errors
 

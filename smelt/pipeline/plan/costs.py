@@ -18,20 +18,24 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import StepRecord
 from smelt.core.errors import combined_error
-from smelt.core.messages import Message, error_message, warning
+from smelt.core.messages import Message, error_message, info, warning
 from smelt.data.splits import Split
 from smelt.models.model_size import (
     FLOAT_BYTES,
+    INTERPRETER_BYTES,
     ModelSize,
+    SizeInputs,
+    StepSize,
+    one_shot_size,
     read_model_size,
     size_from_config,
     sum_of_weights,
 )
-from smelt.models.step_size import INTERPRETER_BYTES, SizeInputs, StepSize, one_shot_size
 from smelt.pipeline.inspect.machine import training_device
 from smelt.pipeline.inspect.model_folder import read_config
 from smelt.pipeline.plan.untrained_checks import config_file, read_untrained_config
 from smelt.pipeline.recipe.model_and_data import UntrainedModel
+from smelt.pipeline.recipe.recipe import DEFAULT_COMPARED_SAMPLES, MAX_COMPARED_PARAMETERS
 from smelt.pipeline.recipe.stages import MODEL_STEP
 from smelt.stage import Settings
 from smelt.training.processes import (
@@ -151,6 +155,36 @@ def compared_steps(plan: Plan) -> tuple[list[str], list[str]]:
     is_torch = formats.get(baseline) == "torch"
     layers = [name for name in others if is_torch and formats[name] == "torch"]
     return layers, others if plan.recipe.traits.output == "text" and baseline in formats else []
+
+
+def skipped_comparisons(plan: Plan, estimates: Mapping[str, StepEstimate]) -> list[Message]:
+    """Return that comparisons are not made by default, because the baseline has too many parameters."""
+    baseline, score = estimates.get(plan.recipe.baseline), plan.recipe.score
+    if baseline is None or baseline.size is None:
+        return []
+    parameters = baseline.size.result.parameters
+    settings = [
+        name
+        for name, steps, count in zip(
+            ("sqnr_samples", "kl_samples"),
+            compared_steps(plan),
+            score.compared_samples(parameters),
+            strict=True,
+        )
+        if steps and not count and getattr(score, name) is None
+    ]
+    return [skipped_comparisons_message(plan.recipe.baseline, parameters, settings)] if settings else []
+
+
+def skipped_comparisons_message(baseline: str, parameters: int, settings: Sequence[str]) -> Message:
+    """Return that the comparisons with these settings of `score` are not made by default."""
+    what = " and ".join({"sqnr_samples": "layers", "kl_samples": "next tokens"}[name] for name in settings)
+    requested = ", ".join(f"{name}: {DEFAULT_COMPARED_SAMPLES}" for name in settings)
+    return info(
+        "comparisons-skipped",
+        f"The {what} of the steps are not compared with the baseline's: '{baseline}' has {parameters:,}"
+        f" parameters, more than {MAX_COMPARED_PARAMETERS:,}. To compare them, set score: {{{requested}}}.",
+    )
 
 
 def _estimate_comparisons(

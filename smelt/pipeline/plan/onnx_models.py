@@ -185,7 +185,10 @@ def _read_single_graph(context: CheckContext, path: Path) -> Findings[OnnxModel 
         if problem.code in ("unknown-input", "wrong-shape"):
             yield ("shapes",), error_message(problem.code, f"{file}: {problem}.")
         else:
-            yield ("model",), error_message("unsupported-graph", f"{file}: {problem}.")
+            yield (
+                ("model",),
+                error_message("unsupported-graph", f"{file}: this graph cannot be used: {problem}."),
+            )
     if graph_info.signature is None or context.is_invalid("task"):
         return None
     model = OnnxModel(
@@ -394,7 +397,7 @@ def _check_arrays(context: CheckContext, model: OnnxModel) -> Iterator[Finding]:
             yield from error_findings(("data", name), error)
             continue
         except (OSError, RuntimeError, ValueError) as error:
-            yield ("data", name), error_message("unreadable-file", str(error))
+            yield ("data", name), error_message("unreadable-file", f"the file cannot be read: {error}")
             continue
         for problem in problems[:_MAX_PROBLEMS]:
             yield ("data", name), error_message("does-not-fit-graph", problem)

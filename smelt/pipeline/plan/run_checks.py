@@ -11,6 +11,7 @@ from smelt.core.messages import Message, error_message, info, warning
 from smelt.core.system import install_command, package_problem
 from smelt.data.splits import Split
 from smelt.data.tasks import tasks_with
+from smelt.evaluate.custom_metric import load_custom_metric
 from smelt.evaluate.metrics.registry import AGREEMENT_METRIC, find_metric, is_custom_metric
 from smelt.pipeline.inspect.machine import cuda_missing_reason, training_device
 from smelt.pipeline.plan.check_context import CheckContext, skip_if_invalid
@@ -251,8 +252,6 @@ def choose_judging_split(context: CheckContext) -> JudgedOn:
 @skip_if_invalid("score.quality", "task")
 def check_metrics(context: CheckContext) -> Iterator[Finding]:
     """Check what the recipe's metrics need: a tokenizer that fits, choices, data, a model, a function."""
-    from smelt.evaluate.custom_metric import load_custom_metric
-
     recipe = context.recipe
     scored = {name: context.splits[name] for name in ("test", "validation") if name in context.splits}
     for index, metric in enumerate(recipe.score.quality):
@@ -269,8 +268,6 @@ def check_metrics(context: CheckContext) -> Iterator[Finding]:
 
 def custom_metric_notes(recipe: ParsedRecipe) -> Iterator[Message]:
     """Yield that a plan has imported a user's custom metrics, which runs their code, and from where."""
-    from smelt.evaluate.custom_metric import load_custom_metric
-
     for metric in filter(is_custom_metric, recipe.score.quality):
         source = load_custom_metric(metric, recipe.base).file
         yield info(

@@ -115,8 +115,8 @@ def scheme_text(draft: StepDraft) -> str:
     if not _are_settings_valid(draft, {"scheme", "mixed_precision"}):
         return "quantized"
     if getattr(draft.settings, "mixed_precision", None) is not None:
-        return " and ".join(cast(Any, draft.settings).used_schemes())
-    return str(cast(Any, draft.settings).scheme)
+        return " and ".join(cast("Any", draft.settings).used_schemes())
+    return str(cast("Any", draft.settings).scheme)
 
 
 def _are_settings_valid(quantized: StepDraft, names: set[str]) -> bool:
@@ -137,7 +137,7 @@ def quantization_schemes(quantized: StepDraft) -> tuple[Scheme, ...] | None:
     """
     if not _are_settings_valid(quantized, {"scheme", "embedding_scheme", "mixed_precision"}):
         return None
-    return tuple(SCHEMES[name] for name in cast(Any, quantized.settings).used_schemes())
+    return tuple(SCHEMES[name] for name in cast("Any", quantized.settings).used_schemes())
 
 
 def unsupported_layers(quantized: StepDraft, target: str) -> str | None:
@@ -273,7 +273,7 @@ def _supported_width_settings(quantized: StepDraft, target: str) -> list[str]:
     runs = supported_bit_widths(quantized, target)
     if len(runs) < 2:
         return []
-    budget = cast(Any, quantized.settings).mixed_precision.target_bits
+    budget = cast("Any", quantized.settings).mixed_precision.target_bits
     min_bits, max_bits = min(runs.values()), max(runs.values())
     budget_text = (
         ""

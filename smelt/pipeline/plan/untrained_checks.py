@@ -146,7 +146,7 @@ def _tokenizer_errors(context: CheckContext, model: UntrainedModel, kind: str) -
         from smelt.models.new_model import unsupported_tokenizer
 
         if reason := unsupported_tokenizer(kind, tokenizer.train, tokenizer.vocab_size):
-            yield path, error_message("wrong-value", reason)
+            yield path, error_message("wrong-value", f"This tokenizer cannot be trained: {reason}")
         if recipe.data.train is None and not context.is_invalid("data.train"):
             text = "no training samples to train the tokenizer on. Set data: {train: FILE}."
             yield (*path, "train"), error_message("missing-data", text)

@@ -222,5 +222,8 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 def _refused(path: Path, problems: list[str]) -> InputError:
     return InputError(
-        f"{path}: {'. '.join(problems)}.", code="launch-config", file=str(path), setting="launch.config_file"
+        f"{path}: this launch configuration cannot be used: {'. '.join(problems)}.",
+        code="launch-config",
+        file=str(path),
+        setting="launch.config_file",
     )

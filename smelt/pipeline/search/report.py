@@ -22,7 +22,7 @@ from smelt.core.errors import RunError, SmeltError
 from smelt.core.files import write_atomically
 from smelt.core.locks import file_lock
 from smelt.core.messages import escape_controls, messages_to_json
-from smelt.core.termination import interrupted_exit_code
+from smelt.core.system import interrupted_exit_code
 from smelt.evaluate.report import view
 from smelt.evaluate.report.drawing import PageFigure, css_colors, page_svg
 from smelt.evaluate.report.markdown import Markdown, markdown_table

@@ -24,7 +24,7 @@ from smelt.core.files import json_hash
 from smelt.core.locks import LockOwner, current_owner, file_lock
 from smelt.core.messages import Message, hide_password, warning
 from smelt.pipeline.search.parameters import Parameter
-from smelt.pipeline.search.sampling import grid_points
+from smelt.pipeline.search.space import grid_points
 
 if TYPE_CHECKING:
     import optuna

@@ -33,8 +33,7 @@ from smelt.pipeline.execute.ray_cluster import RayCluster, open_cluster
 from smelt.pipeline.execute.run import RunOptions, run_plan
 from smelt.pipeline.execute.run_folder import StorePlace, check_store, default_store
 from smelt.pipeline.recipe.recipe import SPEED_METRICS
-from smelt.pipeline.search.sampling import grid_points
-from smelt.pipeline.search.space import COSTS, Sampler, SearchSpace
+from smelt.pipeline.search.space import COSTS, Sampler, SearchSpace, grid_points
 from smelt.pipeline.search.storage import GRACE_S, StudyStorage, lost_trials
 from smelt.pipeline.search.trials import (
     Trial,

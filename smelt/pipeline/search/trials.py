@@ -18,8 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from smelt.core.errors import RunError
 from smelt.core.files import json_hash
 from smelt.pipeline.search.parameters import Parameter
-from smelt.pipeline.search.sampling import distribution_of, grid_points, make_sampler, number_of_points
-from smelt.pipeline.search.space import SearchSpace
+from smelt.pipeline.search.space import (
+    SearchSpace,
+    distribution_of,
+    grid_points,
+    make_sampler,
+    number_of_points,
+)
 from smelt.pipeline.search.storage import StudyStorage, lost_trials, point_of, trial_owner
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from smelt.core.errors import InputError
+from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.system import require_package
 from smelt.quantization import groupwise as parts
 from smelt.quantization.scheme import (
@@ -48,8 +48,6 @@ def import_bitsandbytes() -> Any:
     Raises:
         MissingDependencyError: it is not installed, too old, or does not load.
     """
-    from smelt.core.errors import MissingDependencyError
-
     for package, min_version in BITSANDBYTES_PACKAGES.items():
         require_package(package, min_version, "matrix multiplications of bitsandbytes schemes")
     try:

@@ -25,7 +25,7 @@ from smelt.quantization.schemes.kmeans4 import Kmeans4
 from smelt.quantization.schemes.ternary import Binary, Ternary
 
 if TYPE_CHECKING:
-    from smelt.quantization.placeholders import Expansion, QuantizedGraph
+    from smelt.quantization.scheme import Expansion, QuantizedGraph
 
 _ALL_SCHEMES: tuple[Scheme, ...] = (
     Int8Dynamic(),

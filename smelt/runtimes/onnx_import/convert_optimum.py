@@ -379,7 +379,11 @@ def _build_decoder(later: Any) -> Any:
     from onnx import TensorProto, helper
 
     graph = later.graph
-    outputs = [copy_message(o) for o in graph.output if o.name == "logits" or _is_self_cache(o.name)]
+    outputs = [
+        copy_message(o)
+        for o in graph.output
+        if o.name == "logits" or (o.name.startswith(PRESENT_PREFIX) and ".encoder." not in o.name)
+    ]
     nodes = [copy_message(node) for node in nodes_for_outputs(graph.node, [o.name for o in outputs])]
     if any(ENCODER_HIDDEN_STATES in node_inputs(node) for node in nodes):
         raise InputError(
@@ -456,7 +460,3 @@ def _make_model(
 
 def _is_cross_cache(name: str, prefix: str) -> bool:
     return name.startswith(prefix) and ".encoder." in name
-
-
-def _is_self_cache(name: str) -> bool:
-    return name.startswith(PRESENT_PREFIX) and ".encoder." not in name

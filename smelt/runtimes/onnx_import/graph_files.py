@@ -171,7 +171,7 @@ def _external_problem(tensor: Any, path: Path, expected: int) -> Message | None:
     except GraphFileError as error:
         return error_message(error.code, str(error))
     except OSError as error:
-        return error_message("unreadable-file", str(error))
+        return error_message("unreadable-file", f"its file cannot be read: {error}")
     return None
 
 

@@ -304,8 +304,7 @@ def open_and_run(arguments: Sequence[str]) -> None:
 
 
 def _run_on_zeros(path: Path) -> None:
-    from smelt.runtimes.onnx_import.validate_graph import is_out_of_memory
-    from smelt.runtimes.onnx_session import open_onnx_session
+    from smelt.runtimes.onnx_session import is_out_of_memory, open_onnx_session
 
     try:
         session = open_onnx_session(path, threads=1)

@@ -108,7 +108,11 @@ def subprocess_main(arguments: Sequence[str]) -> dict[str, Any]:
     except GraphFileError as error:
         return {"problems": messages_to_json([error_message(error.code, str(error))])}
     except OSError as error:
-        return {"problems": messages_to_json([error_message("unreadable-file", str(error))])}
+        return {
+            "problems": messages_to_json(
+                [error_message("unreadable-file", f"its file cannot be read: {error}")]
+            )
+        }
     problems = list(dict.fromkeys(_static_problems(model, path))) or list(_unbounded_problems(model))
     if not problems:
         from smelt.runtimes.onnx_import.graph_files import dominant_float_type
@@ -214,7 +218,7 @@ def _known_operators() -> set[tuple[str, str]]:
 def _session_problems(path: Path, float_type: str | None) -> list[Message]:
     """Return why a session, opened as by the runner, fails. float_type: the type of most weights."""
     from smelt.core.errors import SmeltError
-    from smelt.runtimes.onnx_session import open_onnx_session
+    from smelt.runtimes.onnx_session import is_out_of_memory, open_onnx_session
 
     try:
         open_onnx_session(path, threads=1)
@@ -295,11 +299,6 @@ def _model_details(model: Any) -> dict[str, Any]:
         "float_matrices": float_matrices_message([model]),
         "floats": dominant_float_type(model),
     }
-
-
-def is_out_of_memory(message: str) -> bool:
-    """Return whether ONNX Runtime's message means that an allocation failed."""
-    return any(phrase in message for phrase in ("bad allocation", "std::bad_alloc", "Failed to allocate"))
 
 
 _MAX_NODES = 1_000_000  # after inlining of functions; a large language model has 10,000

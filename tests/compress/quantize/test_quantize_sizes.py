@@ -9,8 +9,7 @@ import pytest
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize, quantize_size
 from smelt.export.onnx_stage import OnnxSettings, export_size
-from smelt.models.model_size import read_model_size, size_from_config
-from smelt.models.step_size import SizeInputs
+from smelt.models.model_size import SizeInputs, read_model_size, size_from_config
 from smelt.models.weight_files import LARGE_BYTES, weight_files_size
 from tests.support.models import every_family
 

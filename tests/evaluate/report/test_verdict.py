@@ -8,7 +8,7 @@ from smelt.core.messages import message_codes
 from smelt.evaluate.report.markdown import render_markdown
 from smelt.evaluate.report.render import render_html, render_table
 from smelt.evaluate.report.schema import validate_report
-from smelt.evaluate.report.verdict import decide, pareto_front, shortlisted, trial_text
+from smelt.evaluate.report.verdict import decide, limited_run_text, pareto_front, shortlisted
 from tests.support.standins.sample_report import (
     make_latency,
     make_scores,
@@ -493,7 +493,7 @@ def test_recommended_step_is_scored_on_test_without_times(report):
 )
 def test_limited_run_is_reported_as_trial(report, limit, rows, count):
     report["recipe"].update(limit=limit, rows=rows)
-    trial = trial_text(validate_report(report))
+    trial = limited_run_text(validate_report(report))
     assert re.findall(r"\d+", trial or "") == ([] if count is None else [str(count)])
 
 

@@ -10,7 +10,7 @@ from smelt.core.errors import ParityError
 from smelt.export.graph_files import read_graph
 from smelt.export.parity import operator_checks
 from smelt.export.parity.operator_checks import check_operators
-from smelt.quantization.placeholders import QuantizedGraph
+from smelt.quantization.scheme import QuantizedGraph
 from smelt.quantization.schemes.registry import default_options, find_scheme, owner_of_operator
 from tests.support.expected_errors import raises_code
 from tests.support.graphs import graph_exports

@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from smelt.models.step_size import INTERPRETER_BYTES
+from smelt.core.messages import message_codes
+from smelt.models.model_size import INTERPRETER_BYTES
 from smelt.pipeline.execute.run_costs import cost_lines, plan_costs, step_records
 from smelt.pipeline.plan.costs import COMPARISONS, MachineLimits, check_costs, estimate_steps
 from smelt.pipeline.plan.load_plan import load_plan
@@ -46,8 +47,12 @@ def run(home, *overrides):
     return codes, step["layer_sqnr"] is not None, "kl_divergence" in step["agreement"]
 
 
+def planned_costs(home, *overrides):
+    return plan_costs(load_plan(home / "recipe.yaml", overrides), home / "runs" / "r")
+
+
 def comparisons_row(home, *overrides):
-    costs = plan_costs(load_plan(home / "recipe.yaml", overrides), home / "runs" / "r")
+    costs = planned_costs(home, *overrides)
     assert max(map(len, cost_lines(costs))) <= 80
     return next((step for step in costs.steps if step.name == COMPARISONS), None)
 
@@ -63,6 +68,14 @@ def test_large_baselines_are_compared_only_on_request(home, monkeypatch):
     assert (codes.count("comparisons-skipped"), compared) == (0, [True, True])
     codes, *compared = run(home, "score.sqnr_samples=0", "score.kl_samples=0")
     assert (codes.count("comparisons-skipped"), compared) == (0, [False, False])
+
+
+def test_plan_reports_that_large_baselines_are_not_compared(home, monkeypatch):
+    assert "comparisons-skipped" not in message_codes(planned_costs(home).messages)
+    monkeypatch.setattr(recipe, "MAX_COMPARED_PARAMETERS", 1000)
+    assert "comparisons-skipped" in message_codes(planned_costs(home).messages)
+    requested = ("score.sqnr_samples=2", "score.kl_samples=0")
+    assert "comparisons-skipped" not in message_codes(planned_costs(home, *requested).messages)
 
 
 def test_plan_predicts_comparisons_by_their_record(home):

@@ -10,8 +10,7 @@ import pytest
 
 from smelt.core.artifact import StepRecord
 from smelt.core.errors import InputError
-from smelt.models.model_size import count_parameters, size_from_config
-from smelt.models.step_size import SizeInputs, one_shot_size
+from smelt.models.model_size import SizeInputs, count_parameters, one_shot_size, size_from_config
 from smelt.pipeline.plan.costs import (
     COMPARISONS,
     MachineLimits,

@@ -160,7 +160,7 @@ def test_finetuned_encoder_is_accepted_as_teacher(bare):
 
 def test_downloaded_encoder_without_head_is_rejected_at_stage_start(bare, monkeypatch):
     """Nothing is known of a hub's model when the recipe is planned."""
-    monkeypatch.setattr("smelt.pipeline.plan.model_checks.local_model_folder", lambda model, base: None)
+    monkeypatch.setattr("smelt.pipeline.plan.load_plan.local_model_folder", lambda model, base: None)
     monkeypatch.setattr("smelt.pipeline.plan.plan.fetch_model", lambda model, base, task: bare / "m")
     (bare / "recipe.yaml").write_text(BARE)
     result = smelt.run(bare / "recipe.yaml", out=bare / "run")

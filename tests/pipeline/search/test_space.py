@@ -8,8 +8,7 @@ from ruamel.yaml import YAML
 
 from smelt.core.errors import InputError
 from smelt.pipeline.plan.load_plan import load_plan
-from smelt.pipeline.search.sampling import grid_points
-from smelt.pipeline.search.space import read_space
+from smelt.pipeline.search.space import grid_points, read_space
 from tests.support.expected_errors import error_codes
 from tests.support.search_recipes import QUICKSTART, RECIPE, small, write
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from onnx import numpy_helper
 
-from smelt.quantization.placeholders import QuantizedGraph
+from smelt.quantization.scheme import QuantizedGraph
 from smelt.quantization.schemes.registry import owner_of_operator
 from tests.support.graphs.graph_edits import (
     NotApplicable,

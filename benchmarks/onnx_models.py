@@ -485,6 +485,7 @@ def main(wheels: Path, peers: Path, names: list[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "--by-hand":
         sys.path.insert(0, sys.argv[6])
-        run_reference_tool(sys.argv[2], *map(Path, sys.argv[3:6]), FILES[sys.argv[7]])
+        source, target, calibration = map(Path, sys.argv[3:6])
+        run_reference_tool(sys.argv[2], source, target, calibration, FILES[sys.argv[7]])
     else:
         main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

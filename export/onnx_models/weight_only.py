@@ -190,8 +190,7 @@ def quantize_symmetric(
 
 def _dequantize_weights(graph: Any, weights: list[_Weight], settings: QuantizeOnnxSettings) -> None:
     """Replace the weights by integers with DequantizeLinear; equal weights are stored once."""
-    import ml_dtypes
-    from onnx import helper, numpy_helper
+    from onnx import TensorProto, helper, numpy_helper
 
     from smelt.export.simplify_graph import drop_unused_constants
 
@@ -212,7 +211,8 @@ def _dequantize_weights(graph: Any, weights: list[_Weight], settings: QuantizeOn
                 unused_name(f"{weight.name}.{kind}", used_names)
                 for kind in (f"int{settings.bits}", "scale", "zero_point", "dequantized")
             ]
-            dtype = np.int8 if settings.bits == 8 else ml_dtypes.int4
+            tensor_type = TensorProto.INT8 if settings.bits == 8 else TensorProto.INT4
+            dtype = helper.tensor_dtype_to_np_dtype(tensor_type)
             parts = (codes.astype(dtype), scales, np.zeros(scales.shape, dtype))
             graph.initializer.extend(
                 numpy_helper.from_array(part, name) for part, name in zip(parts, names[:3], strict=True)

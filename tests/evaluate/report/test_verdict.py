@@ -503,7 +503,7 @@ def test_trial_note_and_missing_step_reason_are_in_every_rendering(report):
         step["gates"] = [gate("bleu", passed=False)]
     verdict = _decide(report)
     assert verdict.reason == "gates-failed"
-    trial = trial_text(validate_report(report))
+    trial = limited_run_text(validate_report(report))
     assert all(text in page for text in (verdict.text, trial) for page in _renderings(report))
 
 

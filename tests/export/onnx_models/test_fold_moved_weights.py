@@ -102,9 +102,9 @@ def test_value_of_other_graph_with_same_name_is_not_folded() -> None:
     nodes = [_N("Add", ["x", "h"], ["start"]), _N("Loop", ["trips", "", "start"], ["y"], body=body)]
     weights = [weight, _tensor("trips", np.array(2))]
     shape = [2, 2]
-    whole = graphs.make_model(
+    loop_model = graphs.make_model(
         nodes, [graphs.value_info("x", shape)], [graphs.value_info("y", shape)], weights
     )
-    before = whole.SerializeToString()
-    fold_moved_weights(whole)
-    assert whole.SerializeToString() == before
+    before = loop_model.SerializeToString()
+    fold_moved_weights(loop_model)
+    assert loop_model.SerializeToString() == before

@@ -61,7 +61,7 @@ class QuantizeOnnx(Stage[QuantizeOnnxSettings]):
         - quantize-onnx: {scheme: int8-dynamic}
         - quantize-onnx: {scheme: int8-static, calibration_method: entropy}
         - quantize-onnx: {scheme: int8-static, exclude: [/head/MatMul, /pooler/*]}
-        - quantize-onnx: {scheme: int8-weight-only, exclude: auto, max_difference: 0.1}
+        - quantize-onnx: {scheme: int8-weight-only, exclude: auto}
     """
 
     name: ClassVar[str] = "quantize-onnx"

@@ -165,6 +165,10 @@ class QuantizeOnnxSettings(Settings):
             "sensitivity_samples": AUTO in self.exclude,
         }
 
+    def to_report(self) -> dict[str, Any]:
+        """Return the settings that have an effect, as JSON values."""
+        return {name: value for name, value in super().to_report().items() if self._effects.get(name, True)}
+
     @property
     def _description(self) -> str:
         return f"scheme: {self.scheme}{f', quant_format: {self.quant_format}' * bool(self.quant_format)}"

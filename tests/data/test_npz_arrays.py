@@ -152,7 +152,7 @@ def test_sample_axis_is_moved_to_front(tmp_path: Path) -> None:
     some = arrays.select([2])
     np.testing.assert_array_equal(some.values["state"], [[2, 5]])
     assert some.values["same"].shape == (5,)
-    assert set(some.per_sample) == {"x", "state"}
+    assert {name for name in some.values if not some.is_shared(name)} == {"x", "state"}
     assert arrays.padded_to(5).values["state"][3:].tolist() == [[2, 5], [2, 5]]
 
 

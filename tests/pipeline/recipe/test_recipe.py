@@ -147,7 +147,7 @@ threads: 0
     assert {message.file for message in messages} == {"recipe.yaml"}
     # what is known there, and the nearest of it
     keys = (
-        "model, task, tokenizer, data, embedding, score, baseline, gates, seed, truncation, threads, device,"
+        "model, task, tokenizer, shapes, data, embedding, score, baseline, gates, seed, truncation, threads,"
     )
     splits = "train, unlabeled, validation, calibration, test, split, columns, windows, prefix,"
     stages = "finetune, distill, trim-vocabulary, drop-layers, prune, sparsify, factorize, share-weights,"

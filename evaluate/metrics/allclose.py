@@ -30,8 +30,8 @@ class Tolerance(Settings):
 class AllcloseSettings(Tolerance):
     """Settings of `allclose`."""
 
-    outputs: dict[str, Tolerance] = Field(
-        default_factory=dict, description="tolerances of single outputs, by name"
+    outputs: dict[str, Tolerance | None] = Field(
+        default_factory=dict, description="tolerances of single outputs, by name; null: not compared"
     )
 
 
@@ -46,9 +46,11 @@ class Allclose(Metric[ComparedArrays]):
         As numpy.allclose with `equal_nan`; integers, booleans and texts must be equal.
         """
         tolerances = AllcloseSettings.model_validate(settings)
+        limits = {name: _limits(tolerances, name) for name in samples.expected[0]}
+        compared = {name: limit for name, limit in limits.items() if limit is not None}
         pairs = zip(samples.outputs, samples.expected, strict=True)
         rows: Rows = [
-            [int(all(_is_close(got[name], other, tolerances, name) for name, other in expected.items())), 1]
+            [int(all(_is_close(got[name], expected[name], limit) for name, limit in compared.items())), 1]
             for got, expected in pairs
         ]
         definition = f"{tolerances.model_dump_json()}|reference:{samples.key[:12]}|ci:wilson"
@@ -59,12 +61,22 @@ class Allclose(Metric[ComparedArrays]):
         require_graph_outputs(self.name, "outputs", settings.get("outputs", {}), outputs)
 
 
-def _is_close(got: NDArray[Any], expected: NDArray[Any], tolerances: AllcloseSettings, output: str) -> bool:
+def _limits(tolerances: AllcloseSettings, output: str) -> Tolerance | None:
+    """Return the tolerance of an output, with the common values where it has none; None: not compared."""
+    if output not in tolerances.outputs:
+        return tolerances
+    own_limits = tolerances.outputs[output]
+    if own_limits is None:
+        return None
+    common = {"rtol": tolerances.rtol, "atol": tolerances.atol}
+    return Tolerance(**common | own_limits.model_dump(exclude_unset=True))
+
+
+def _is_close(got: NDArray[Any], expected: NDArray[Any], limits: Tolerance) -> bool:
     if got.shape != expected.shape:
         return False
     if expected.dtype.kind != "f" or got.dtype.kind != "f":
         return bool(np.array_equal(got, expected))
-    limits = tolerances.outputs.get(output, tolerances)
     a, b = got.astype(np.float64), expected.astype(np.float64)
     return bool(np.allclose(a, b, rtol=limits.rtol, atol=limits.atol, equal_nan=True))
 

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from smelt.core.errors import MissingDependencyError
+from smelt.core.errors import InputError, MissingDependencyError, SettingError
 from smelt.data.splits import Split
 from smelt.evaluate.metrics.metric import (
     BOOTSTRAP_SIGNATURE,
@@ -47,7 +47,15 @@ class DetectionSettings(Settings):
     true_boxes: str | None = Field(
         default=None, description="array of the data with the true boxes instead; rows of -1 are none"
     )
-    true_classes: str | None = Field(default=None, description="array of the data with their classes")
+    true_classes: str | None = Field(
+        default=None, description="array of the data with their classes; default: boxes of any class match"
+    )
+
+    @model_validator(mode="after")
+    def _check_labels(self) -> Self:
+        if self.true_classes is not None and self.true_boxes is None:
+            raise SettingError("true_classes needs true_boxes", code="missing-setting")
+        return self
 
 
 class Objects(NamedTuple):
@@ -79,6 +87,9 @@ class DetectionPrecision(Metric[ComparedArrays]):
             true = [objects.where(objects.scores >= options.min_score) for objects in true]
         else:
             true = [_labeled_objects(arrays, options) for arrays in samples.inputs]
+        if options.true_boxes is not None and options.true_classes is None:
+            detected = [objects._replace(classes=np.zeros_like(objects.classes)) for objects in detected]
+        true = _without_empty_boxes(true, options)
         pairs = zip(detected, true, strict=True)
         rows: Rows = [[_average_precision(*pair, options.min_score)] for pair in pairs]
         definition = f"AP@[.5:.95] of each sample|mean|x100|{options.model_dump_json(exclude_defaults=True)}"
@@ -108,14 +119,53 @@ class DetectionPrecision(Metric[ComparedArrays]):
 
 
 def _detected_objects(outputs: Outputs, options: DetectionSettings) -> Objects:
+    """Return the objects of a sample.
+
+    Raises:
+        InputError: `does-not-fit-graph`: the outputs have different numbers of objects.
+    """
     boxes = outputs[options.boxes].reshape(-1, 4).astype(np.float64)
-    scores = outputs[options.scores].astype(np.float64).reshape(len(boxes), -1)
+    scores = _by_object(outputs, options.scores, len(boxes)).astype(np.float64)
+    scores = scores.reshape(len(boxes), scores.size // max(1, len(boxes)) or 1)
     if options.classes is not None:
-        classes, scores = outputs[options.classes].astype(np.int64).ravel(), scores[:, :1]
+        classes, scores = (
+            _by_object(outputs, options.classes, len(boxes)).astype(np.int64).ravel(),
+            scores[:, :1],
+        )
     else:
         classes = scores.argmax(1)
     objects = Objects(_as_corner_and_size(boxes, options.box_format), scores.max(1, initial=-np.inf), classes)
     return objects if options.background is None else objects.where(classes != options.background)
+
+
+def _by_object(outputs: Outputs, name: str, count: int) -> NDArray[Any]:
+    """Return an output whose first axis is that of the objects, after a batch axis of one sample."""
+    value = outputs[name]
+    values = value[0] if value.ndim > 1 and value.shape[0] == 1 != count else value
+    if len(values) != count:
+        raise InputError(
+            f"detection_ap: the output '{name}' is {list(value.shape)} for {count} boxes of a sample; the"
+            " first axis must be that of the objects. Score the graph with a function of your own.",
+            code="does-not-fit-graph",
+        )
+    return values
+
+
+def _without_empty_boxes(samples: list[Objects], options: DetectionSettings) -> list[Objects]:
+    """Return the true objects with an area.
+
+    Raises:
+        InputError: `wrong-value`: most have a negative width or height.
+    """
+    sizes = np.concatenate([objects.boxes[:, 2:] for objects in samples] or [np.zeros((0, 2))])
+    if (sizes < 0).any(1).sum() > len(sizes) / 2:
+        raise InputError(
+            f"detection_ap: most boxes have a negative width or height as {options.box_format}. Set"
+            " box_format to xyxy, xywh or cxcywh.",
+            code="wrong-value",
+            setting="box_format",
+        )
+    return [objects.where(np.all(objects.boxes[:, 2:] > 0, axis=1)) for objects in samples]
 
 
 def _labeled_objects(arrays: Outputs, options: DetectionSettings) -> Objects:
@@ -145,7 +195,8 @@ def _average_precision(detected: Objects, true: Objects, min_score: float) -> fl
     with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
         evaluation = COCOeval(_coco_dataset(true), _coco_dataset(detected), "bbox")
         evaluation.params.imgIds, evaluation.params.catIds = [1], sorted({*true.classes.tolist()})
-        evaluation.params.maxDets, evaluation.params.areaRng = [100], [[0, float("inf")]]
+        evaluation.params.areaRng = [[0, float("inf")]]
+        evaluation.params.maxDets = [max(100, len(true.boxes))]
         evaluation.evaluate()
         evaluation.accumulate()
     return float(evaluation.eval["precision"].mean())

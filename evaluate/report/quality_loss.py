@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 
 from smelt.core.messages import Message, warning
+from smelt.evaluate.metrics.allclose import ALLCLOSE
+from smelt.evaluate.metrics.detection import DETECTION_AP
 from smelt.evaluate.metrics.registry import METRICS, TOP1_METRIC, WINDOW_METRICS
 from smelt.evaluate.report import view
 from smelt.evaluate.report.schema import ReportData, ScoreDifference, ScoresOnTest, StepReport
@@ -30,11 +32,20 @@ Scored = StepReport | ScoresOnTest
 def judged_metrics(report: ReportData) -> list[str]:
     """Return the metrics whose losses count; the main one is first."""
     names = view.metric_names(report)
-    return [name for name in names if name == names[0] or not _compares_with_baseline(name)]
+    return [
+        name
+        for name in names
+        if name == names[0] or _is_chosen_limit(name) or not _compares_with_baseline(name)
+    ]
 
 
 def _compares_with_baseline(metric: str) -> bool:
     return metric in METRICS and METRICS[metric].compares_with_baseline
+
+
+def _is_chosen_limit(metric: str) -> bool:
+    """Return whether a recipe that lists the metric says which change of outputs matters."""
+    return metric in (ALLCLOSE.name, DETECTION_AP.name)
 
 
 def signed_value(scored: Scored, metric: str) -> float:

@@ -229,12 +229,20 @@ def _report(src: Artifact, paths: list[Path], settings: QuantizeOnnxSettings, ct
         }
         useful = [text for text, applies in alternatives.items() if applies]
         advice = f"Set {' or '.join(useful)}." if useful else "Remove this step."
-        ctx.warn(
-            "nothing-quantized",
-            f"Nothing was quantized: {settings.scheme} does not support the operators of this graph"
-            f" ({', '.join(list(operators)[:6])}), or none has constant weights. {advice}",
-        )
-    elif not settings.uses_calibration and (float_message := float_matrices_message(models)) is not None:
+        if settings.exclude:
+            reason = "`exclude` keeps all of its nodes float"
+        elif {*settings.quantized_op_types} & {*operators}:
+            reason = "no matrix would become smaller, or none is constant"
+        else:
+            weighted = ", ".join(name for name in WEIGHT_ONLY_OPS if name in operators) or "other operators"
+            kinds = ", ".join(settings.quantized_op_types)
+            reason = f"{settings.scheme} is for {kinds}; this graph's weights are in {weighted}"
+        ctx.warn("nothing-quantized", f"Nothing was quantized: {reason}. {advice}")
+    elif (
+        not settings.uses_calibration
+        and AUTO not in settings.exclude  # which has a warning of its own
+        and (float_message := float_matrices_message(models)) is not None
+    ):
         reason = (
             f"{settings.scheme} does not quantize their operators."
             if settings.is_weight_only

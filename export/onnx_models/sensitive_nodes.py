@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from smelt.core.messages import with_count
 from smelt.data.npz_arrays import SampleAxes
 from smelt.export.onnx_models.graph_quantizer import GraphQuantizer
 from smelt.export.onnx_models.output_comparison import OutputComparison, compare_graphs, measure_noise
@@ -105,7 +106,7 @@ def _record(
     more = f" and {len(excluded) - _MAX_NAMED:,} more" if len(excluded) > _MAX_NAMED else ""
     ctx.warn(
         "nodes-excluded",
-        f"{quantizer.path.name}: exclude: auto keeps {len(excluded):,} nodes float, the most"
-        f" sensitive ones: {texts}{more}.",
+        f"{quantizer.path.name}: exclude: auto keeps {with_count(len(excluded), 'node')} float, the most"
+        f" sensitive first: {texts}{more}.",
         setting="exclude",
     )

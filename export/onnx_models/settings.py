@@ -95,8 +95,8 @@ class QuantizeOnnxSettings(Settings):
     )
     exclude: tuple[str, ...] = Field(
         default=(),
-        description="nodes kept in float32: names or patterns; auto: the most sensitive ones, until the"
-        " difference is below max_difference",
+        description="nodes kept in float32: names, or patterns such as '*stft*'; auto: the most sensitive"
+        " ones, until the difference is below max_difference",
     )
     max_excluded: int | None = Field(
         default=None, ge=1, description="exclude: auto: largest number of nodes; default: all"

@@ -87,12 +87,41 @@ def quantize_weights(source: Path, target: Path, settings: QuantizeOnnxSettings,
             for index, weight in candidates
             if index not in reasons and weight.node.name not in settings.exclude
         ]
-    weights = [weight for weight in weights if _is_smaller(weight, tensors[weight.name], settings)]
+    read_elsewhere = _values_read_elsewhere(model.graph, weights, tensors)
+    weights = [
+        weight
+        for weight in weights
+        if _content_key(tensors[weight.name]) not in read_elsewhere
+        and _is_smaller(weight, tensors[weight.name], settings)
+    ]
     if settings.uses_nbits:
         model = _to_nbits(model, {weight.node.name for weight in weights}, settings)
     else:
         _dequantize_weights(model.graph, weights, settings)
     write_graph(model, target)
+
+
+def _values_read_elsewhere(graph: Any, weights: list[_Weight], tensors: dict[str, Any]) -> set[bytes]:
+    """Return the content of weights that other nodes read as floats: a second form would add to the file."""
+    quantized = {(weight.node.output[0], weight.index) for weight in weights}
+    contents = {weight.name: _content_key(tensors[weight.name]) for weight in weights}
+    shapes = {tuple(tensors[name].dims) for name in contents}
+    others: set[bytes] = set()
+    for node in all_nodes(graph.node):
+        for index, name in enumerate(node.input):
+            tensor = tensors.get(name)
+            if tensor is None or (node.output[0], index) in quantized:
+                continue
+            if tuple(tensor.dims) in shapes:
+                others.add(contents.get(name) or _content_key(tensor))
+    return others
+
+
+def _content_key(tensor: Any) -> bytes:
+    from onnx import numpy_helper
+
+    values = numpy_helper.to_array(tensor)
+    return hashlib.sha256(f"{values.dtype} {values.shape}".encode() + values.tobytes()).digest()
 
 
 def _constant_weights(
@@ -147,6 +176,8 @@ def _obstacle(weight: _Weight, tensor: Any, settings: QuantizeOnnxSettings) -> s
 def _is_smaller(weight: _Weight, tensor: Any, settings: QuantizeOnnxSettings) -> bool:
     """Return whether the quantized weight takes fewer bytes than the float one."""
     count, size = math.prod(tensor.dims), settings.block_size
+    if not count:
+        return False
     if weight.inputs is None or not size:
         scales, padded = tensor.dims[weight.channels], count
     else:

@@ -12,8 +12,10 @@ from smelt.api.array_models import read_array_rows
 from smelt.core.artifact import Artifact, read_artifact
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.messages import messages_to_json
+from smelt.data.npz_arrays import are_calls
 from smelt.data.splits import Columns, column_options
 from smelt.data.tasks import task_traits
+from smelt.runtimes.onnx_import.signature import read_signature
 from smelt.runtimes.onnx_import.trial_run import require_safe_artifact
 from smelt.stage import Progress, no_progress
 from smelt.tasks.registry import task_spec
@@ -97,6 +99,8 @@ def time_artifacts(
     task: Any = next(iter(artifacts.values())).manifest.task
     devices = {name: artifact_device(artifact, device) for name, artifact in artifacts.items()}
     latency_settings = LatencySettings(**(settings or {}))
+    if data is not None and _takes_whole_calls(next(iter(artifacts.values())), data):
+        latency_settings = latency_settings.model_copy(update={"batch_sizes": (1,)})
     baseline = next(iter(artifacts))
     with _timing_texts(data, task, column, artifacts[baseline], latency_settings) as (texts, arrays):
         result = measure_latency(
@@ -135,6 +139,13 @@ def time_artifacts(
             for name, artifact in artifacts.items()
         },
     }
+
+
+def _takes_whole_calls(artifact: Artifact, data: Path) -> bool:
+    """Return whether samples are the inputs of a whole call, which have no other batch size than 1."""
+    if task_traits(artifact.manifest.task).modality != "arrays":
+        return False
+    return are_calls(data, read_signature(artifact.path).input_batch_axes)
 
 
 @contextlib.contextmanager

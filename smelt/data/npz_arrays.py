@@ -67,12 +67,8 @@ class SampleArrays:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 over names, types, shapes and values."""
-        return json_hash(
-            [
-                [name, str(v.dtype), list(v.shape), hashlib.sha256(v.tobytes()).hexdigest()]
-                for name, v in sorted(self.values.items())
-            ]
-        )
+        content = _content_hash(self.values)
+        return json_hash([content, *sorted(self.shared)]) if self.shared else content
 
     @property
     def sample_hashes(self) -> tuple[str, ...]:

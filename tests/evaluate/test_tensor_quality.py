@@ -150,6 +150,11 @@ def test_top1_uses_class_axis_of_user() -> None:
     assert score["top1"].value == 100
 
 
+def test_empty_class_axis_has_no_decision() -> None:
+    empty = [{"y": np.zeros((3, 0))}]
+    assert score_outputs(["top1"], empty, empty, "0" * 64, "r", {"y": -1})["top1"].value == 100
+
+
 def test_class_axis_that_output_lacks_is_refused() -> None:
     TOP1.check_graph({"axes": {"a": -1}}, {"a": ("batch", 5), "b": None})
     with raises_code("wrong-axis", InputError):

@@ -389,8 +389,8 @@ class Scorer:
             self.reference_cache[key] = self._reference_outputs(self.reference, split, progress)
         expected = self.reference_cache[key]
         sources = [split.arrays.sample(index) for index in range(split.arrays.num_samples)]
-        is_shared = split.arrays.is_shared
-        sample_inputs = [{name: v for name, v in source.items() if not is_shared(name)} for source in sources]
+        names = {n for n in runner.signature.input_batch_axes if not split.arrays.is_shared(n)}
+        sample_inputs = [{name: source[name] for name in names} for source in sources]
         require_finite_outputs(outputs, expected, sample_inputs)
         scores = score_outputs(
             [name for name in self.metrics if not is_custom_metric(name)],

@@ -161,7 +161,7 @@ def _check_shapes(model: OnnxModel, graph: Path, split: Split) -> None:
     import onnx
 
     from smelt.runtimes.onnx_import.graph_files import graph_signature
-    from smelt.runtimes.onnx_import.graph_interface import check_new_shapes
+    from smelt.runtimes.onnx_import.graph_interface import check_new_shapes, graph_of_arrays
 
     signature = graph_signature(onnx.load(str(model.file), load_external_data=False))
     axes = {value.name: value.axis for value in (*model.signature.inputs, *model.signature.outputs)}
@@ -170,13 +170,16 @@ def _check_shapes(model: OnnxModel, graph: Path, split: Split) -> None:
     if size != (model.signature.fixed_batch_size or size):
         return  # no call has the shapes of both
     if split.arrays is None:
-        feeds = _ones_inputs(original, size)
+        calls = [_ones_inputs(original, size)] * 2
     else:
-        feeds = original.make_feeds(split.arrays.padded_to(size), 0, size)
-        headers = {n: ArrayHeader(dtype_name(v.dtype), v.shape) for n, v in feeds.items()}
-        if list(original.shape_problems(headers)):
+        arrays = split.arrays.padded_to(2 * size)
+        last = 1 if split.arrays.max_batch_size == 1 and split.arrays.num_samples == 1 else 2
+        calls = [original.make_feeds(arrays, index * size, (index + 1) * size) for index in range(last)]
+        headers = [{n: ArrayHeader(dtype_name(v.dtype), v.shape) for n, v in call.items()} for call in calls]
+        if any(list(original.shape_problems(part)) for part in headers):
             return
-    check_new_shapes(model.file, graph, model.signature, feeds)
+    with graph_of_arrays(model.file, model.details.get("zipmaps", {})) as original_file:
+        check_new_shapes(original_file, graph, model.signature, calls)
 
 
 def _import_generation_graphs(model: OnnxModel, out: Path) -> None:

@@ -42,10 +42,9 @@ from smelt.tasks.registry import all_specs, task_spec
 from smelt.tasks.sentence_similarity import HIDDEN_STATES_OUTPUT
 
 if TYPE_CHECKING:
-    from smelt.runtimes.onnx_import.signature import GraphSignature
+    from smelt.runtimes.onnx_import.signature import GraphSignature, TensorSpec
 
 
-_SCORED_SPLITS = ("test", "validation")
 GENERATIVE_TASKS = tasks_with(generates=True)
 ARRAYS_TASK = task_names(modality="arrays")
 
@@ -214,6 +213,7 @@ def _read_single_graph(context: CheckContext, path: Path) -> Findings[OnnxModel 
         )
         yield (), warning("random-outputs", text)
     if recipe.traits.modality == "arrays":
+        yield from _check_mixed_samples(context)
         batched_model = yield from _with_batch_axes(context, model)
         if batched_model is not None:
             yield from _check_arrays(context, batched_model)
@@ -234,7 +234,8 @@ def _with_batch_axes(context: CheckContext, model: OnnxModel) -> Findings[OnnxMo
             text = "not used where each file of a folder is a sample. Remove it."
             yield ("data", "axes"), error_message("settings-conflict", text)
         return replace(model, signature=model.signature.without_batch_axes)
-    metric_arrays = _metric_arrays(context)
+    graph_names = {value.name for value in (*model.signature.inputs, *model.signature.outputs)}
+    metric_arrays = _metric_arrays(context) - graph_names
     recipe_axes = {name: axis for name, axis in context.recipe.data.axes.items() if name not in metric_arrays}
     invalid_axes = list(model.signature.invalid_axes(recipe_axes))
     for problem in invalid_axes:
@@ -272,7 +273,7 @@ def _set_batch_size(context: CheckContext, model: OnnxModel) -> Iterator[Finding
     """Set the graph's fixed batch size for latency, if the recipe sets none; 1 for samples of whole calls."""
     recipe, size = context.recipe, model.signature.fixed_batch_size
     latency = recipe.score.latency
-    if _has_calls(context):
+    if all(axis is None for axis in model.signature.input_batch_axes.values()):
         yield from _set_single_calls(context)
         return
     if size is None or not latency:
@@ -292,10 +293,23 @@ def _has_calls(context: CheckContext) -> bool:
     return any(resolve_path(recipe.base, origin).is_dir() for origin in recipe.data.split_files().values())
 
 
+def _check_mixed_samples(context: CheckContext) -> Iterator[Finding]:
+    """Yield the splits that are a file where others are folders, whose files are single samples."""
+    recipe = context.recipe
+    for name, origin in recipe.data.split_files().items() if _has_calls(context) else ():
+        path = resolve_path(recipe.base, origin)
+        if path.is_file() and not context.is_invalid(f"data.{name}"):
+            text = (
+                f"{origin} is a file, but other splits are folders in which each file is a sample. Write its"
+                " samples as files of a folder."
+            )
+            yield ("data", name), error_message("mixed-samples", text)
+
+
 def _set_single_calls(context: CheckContext) -> Iterator[Finding]:
     """Set batch sizes of 1, for samples that are whole calls."""
     score, latency = context.recipe.score, context.recipe.score.latency
-    text = "samples of a folder are run one by one. Set 1, or remove it."
+    text = "each sample is the input of a whole call. Set 1, or remove it."
     if "batch_size" in score.model_fields_set and score.batch_size != 1:
         yield ("score", "batch_size"), error_message("fixed-batch-size", text)
     if latency and "batch_sizes" in latency.model_fields_set and latency.batch_sizes != (1,):
@@ -310,17 +324,25 @@ def _metric_arrays(context: CheckContext) -> frozenset[str]:
     from smelt.data.npz_arrays import call_files, read_npz_headers
 
     recipe, settings = context.recipe, context.recipe.metric_settings
-    names: set[str] = set()
-    for metric in () if context.is_invalid("score.quality") else recipe.score.quality:
-        names |= find_metric(metric).data_arrays(settings.get(metric, {}))
-        for split in _SCORED_SPLITS if is_custom_metric(metric) else ():
-            if origin := recipe.data.split_files().get(split):
-                with contextlib.suppress(
-                    InputError, OSError, RuntimeError, ValueError
-                ):  # told by _check_arrays
-                    [first, *_] = call_files(resolve_path(recipe.base, origin), split)
-                    names |= {*read_npz_headers(first, split)}
+    if context.is_invalid("score.quality"):
+        return frozenset()
+    metrics = recipe.score.quality
+    names = {name for m in metrics for name in find_metric(m).data_arrays(settings.get(m, {}))}
+    if any(map(is_custom_metric, metrics)):
+        in_all_files: set[str] | None = None
+        with contextlib.suppress(InputError, OSError, RuntimeError, ValueError):  # told by _check_arrays
+            for origin in _scored_sources(context):
+                for file in call_files(resolve_path(recipe.base, origin)):
+                    headers = {*read_npz_headers(file)}
+                    in_all_files = headers if in_all_files is None else in_all_files & headers
+        names |= in_all_files or set()
     return frozenset(names)
+
+
+def _scored_sources(context: CheckContext) -> set[str]:
+    """Return the files and folders of samples that are scored, also those taken from `train`."""
+    sources = context.recipe.data.split_sources()
+    return {sources[name] for name in ("test", "validation") if name in sources}
 
 
 def _output_metrics(recipe: ParsedRecipe, model: OnnxModel) -> Findings[tuple[str, ...]]:
@@ -329,7 +351,7 @@ def _output_metrics(recipe: ParsedRecipe, model: OnnxModel) -> Findings[tuple[st
     `top1` is the first one of a graph of class scores alone, and none of a graph without any.
     """
     metrics = recipe.score.quality
-    outputs = {value.name: value.shape for value in model.signature.outputs}
+    outputs = {value.name: _shape_with_batch_axis(value) for value in model.signature.outputs}
     for index, metric in enumerate(metrics):
         settings = recipe.metric_settings.get(metric, {})
         try:
@@ -356,6 +378,11 @@ def _output_metrics(recipe: ParsedRecipe, model: OnnxModel) -> Findings[tuple[st
     if default and classes and floats <= {*classes}:
         return (TOP1_METRIC, *(metric for metric in metrics if metric != TOP1_METRIC))
     return metrics
+
+
+def _shape_with_batch_axis(value: TensorSpec) -> tuple[int | str | None, ...] | None:
+    """Return the shape of an output; one without batch axis gets one, as metrics count axes from the last."""
+    return value.shape if value.axis is not None or value.shape is None else (None, *value.shape)
 
 
 def _onnx_only_keys(context: CheckContext) -> Iterator[Finding]:
@@ -390,7 +417,7 @@ def _check_arrays(context: CheckContext, model: OnnxModel) -> Iterator[Finding]:
     for name, origin in data.split_files().items():
         if context.is_invalid(f"data.{name}"):
             continue
-        metric_arrays = _metric_arrays(context) if name in _SCORED_SPLITS else frozenset()
+        metric_arrays = _metric_arrays(context) if origin in _scored_sources(context) else frozenset()
         try:
             names, problems = _read_headers(context, model, name, metric_arrays)
         except InputError as error:
@@ -434,7 +461,8 @@ def _read_headers(
         shapes = read_npz_headers(file, split)
         names |= dict.fromkeys(shapes)
         label = origin if file == path else f"{origin}/{file.name}"
-        problems += [f"{label}: {problem}" for problem in signature.shape_problems(shapes)]
+        hint = " `shapes` sets this: resize the samples, or remove it." if context.recipe.shapes else ""
+        problems += [f"{label}: {problem}{hint}" for problem in signature.shape_problems(shapes)]
         missing = sorted(metric_arrays - {*shapes})
         problems += [f"{label}: no array '{key}', which a metric reads." for key in missing]
         if not problems and not has_calls:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from smelt.core.errors import InputError
 from smelt.core.system import IsolatedProcessError, run_isolated
 from smelt.core.workspaces import temporary_workspace
+from smelt.runtimes.graph_walk import opset_versions
 from smelt.runtimes.onnx_import.graph_files import GraphFileError
 from smelt.runtimes.onnx_import.import_graph import GRAPH_FILE, write_with_external_data
 from smelt.runtimes.onnx_import.signature import GraphSignature
@@ -28,6 +29,7 @@ InputShapes = Mapping[str, Sequence[int | str]]
 """New shapes of inputs: sizes, and names of free axes."""
 ZipMaps = dict[str, list[str | int]]
 _ML_DOMAIN = "ai.onnx.ml"
+_IDENTITY_OPSET = 13
 
 
 def replace_zipmaps(model: Any) -> ZipMaps:
@@ -49,6 +51,8 @@ def replace_zipmaps(model: Any) -> ZipMaps:
         node.op_type, node.domain = "Identity", ""
         shape = [None, len(labels) or None]
         output.CopyFrom(helper.make_tensor_value_info(output.name, TensorProto.FLOAT, shape))
+    if classes and "" not in opset_versions(model):
+        model.opset_import.append(helper.make_opsetid("", _IDENTITY_OPSET))
     return classes
 
 
@@ -141,15 +145,15 @@ def graph_of_arrays(file: Path, zipmaps: ZipMaps) -> Iterator[Path]:
 
 
 def check_new_shapes(
-    original: Path, adapted: Path, signature: GraphSignature, feeds: dict[str, NDArray[Any]]
+    original: Path, adapted: Path, signature: GraphSignature, calls: Sequence[dict[str, NDArray[Any]]]
 ) -> None:
-    """Require that a graph with new shapes computes what the original computes, also for twice the samples.
+    """Require that a graph with new shapes computes what the original computes, also for two calls in one.
 
     Args:
-        original: the graph before, which takes `feeds`.
+        original: the graph before, which takes `calls`.
         adapted: the graph with new shapes.
         signature: of the adapted graph, with batch axes.
-        feeds: inputs of the original.
+        calls: inputs of two calls of the original.
 
     Raises:
         InputError: `wrong-shape`: it fails, crashes, or its outputs differ.
@@ -157,10 +161,15 @@ def check_new_shapes(
     axes = {value.name: value.axis for value in (*signature.outputs, *signature.inputs)}
     is_free = signature.fixed_batch_size is None
     with temporary_workspace() as folder:
-        arguments = [str(original), str(adapted), *write_feeds(Path(folder), feeds)]
-        arguments.append(json.dumps([is_free, axes]))
+        arguments = [str(original), str(adapted), json.dumps([is_free, axes])]
+        for index, feeds in enumerate(calls):
+            (Path(folder) / str(index)).mkdir()
+            arguments += write_feeds(Path(folder) / str(index), feeds)
         try:
-            problem = run_isolated(f"{__name__}:compare_graphs", arguments, trial_limits(adapted, feeds))
+            limits = trial_limits(
+                adapted, {f"{n} {i}": v for i, call in enumerate(calls) for n, v in call.items()}
+            )
+            problem = run_isolated(f"{__name__}:compare_graphs", arguments, limits)
         except IsolatedProcessError as error:
             problem = str(error)
     if problem is not None:
@@ -174,27 +183,35 @@ def check_new_shapes(
 def compare_graphs(arguments: Sequence[str]) -> str | None:
     """Return how a graph with new shapes differs from the original; see `check_new_shapes`.
 
-    arguments: both files, that of the samples, the names of the inputs, whether the batch size is free, and
-    the batch axes by name.
+    arguments: both files, whether the batch size is free with the batch axes by name, and for each call the
+    file of its samples and the names of the inputs.
     """
     from smelt.runtimes.onnx_session import open_onnx_session
 
-    feeds, (is_free, axes) = read_feeds(*arguments[2:4]), json.loads(arguments[4])
+    is_free, axes = json.loads(arguments[2])
+    calls = [read_feeds(*arguments[begin : begin + 2]) for begin in range(3, len(arguments), 2)]
     original, adapted = (open_onnx_session(Path(file), threads=1) for file in arguments[:2])
-    names = [output.name for output in adapted.get_outputs() if output.type.startswith("tensor")]
-    expected = original.run(names, feeds)
-    try:
-        outputs = [adapted.run(names, feeds)]
-        if is_free:
-            twice = {n: v if axes[n] is None else np.concatenate([v, v], axes[n]) for n, v in feeds.items()}
-            outputs.append(adapted.run(names, twice))
-    except MemoryError:
-        raise
-    except Exception as error:  # ONNX Runtime's exceptions have no other common base
-        return " ".join(str(error).split())[:400]
-    for name, value, *results in zip(names, expected, *outputs, strict=True):
-        copies = [value] if axes[name] is None else [value, np.concatenate([value, value], axes[name])]
-        for result, copy in zip(results, copies, strict=False):
-            if not is_close(result, copy):
-                return f"the output '{name}' differs{' for twice as many samples' * (copy is not value)}"
+    names = [output.name for output in adapted.get_outputs()]
+    expected = [dict(zip(names, original.run(names, call), strict=True)) for call in calls]
+    if is_free:
+        calls.append(
+            {n: v if axes[n] is None else _concatenate(calls, n, axes[n]) for n, v in calls[0].items()}
+        )
+        expected.append({n: _concatenate(expected, n, axes[n]) for n in names if axes[n] is not None})
+    for call, outputs in zip(calls, expected, strict=True):
+        try:
+            results = dict(zip(names, adapted.run(names, call), strict=True))
+        except MemoryError:
+            raise
+        except Exception as error:  # ONNX Runtime's exceptions have no other common base
+            return " ".join(str(error).split())[:400]
+        for name, output in outputs.items():
+            if not is_close(results[name], output):
+                return (
+                    f"the output '{name}' differs{' for two calls in one' * (call is calls[-1] and is_free)}"
+                )
     return None
+
+
+def _concatenate(parts: Sequence[Mapping[str, NDArray[Any]]], name: str, axis: int) -> NDArray[Any]:
+    return np.concatenate([part[name] for part in parts], axis)

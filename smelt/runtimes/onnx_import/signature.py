@@ -300,7 +300,8 @@ class GraphSignature(BaseModel):
         """Return the graph's inputs for the samples from `begin` to before `end`, in its own types."""
         feeds = {}
         for value in self.inputs:
-            if isinstance(arrays, CallArrays):  # `end` is the next one
+            if isinstance(arrays, CallArrays):
+                assert end == begin + 1, "samples of different shapes share no call"
                 selected = arrays.calls[begin][value.name]
             elif arrays.is_shared(value.name):
                 selected = arrays.values[value.name]

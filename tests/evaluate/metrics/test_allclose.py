@@ -41,6 +41,13 @@ def test_other_integers_shapes_and_infinite_values_are_not_close(change: dict[st
     assert score([EXPECTED | change, EXPECTED], rtol=1e-2) == 50
 
 
+def test_output_without_tolerance_is_not_compared_and_others_have_common_one() -> None:
+    samples = [{"a": np.array([1.0, -99.0]), "n": np.array(4)}]
+    assert score(samples, rtol=0.02, outputs={"n": None}) == 100
+    assert score(samples, rtol=0.02, outputs={"n": None, "a": {"atol": 0.1}}) == 100  # rtol is the common one
+    assert score(samples, rtol=0.001, outputs={"n": None, "a": {"atol": 0.1}}) == 0
+
+
 def test_tolerance_of_unknown_output_is_refused() -> None:
     settings = {"outputs": {"b": {"rtol": 0.1}}}
     ALLCLOSE.check_graph({"outputs": {"a": {}}}, {"a": (1,)})

@@ -95,6 +95,41 @@ def test_class_is_that_of_largest_score_without_background() -> None:
     assert precision(detected, detected) == pytest.approx(100)
 
 
+def test_sample_without_detections_has_no_precision() -> None:
+    nothing = objects(np.zeros((0, 4)), [], [])
+    assert (precision(nothing), precision(nothing, nothing)) == (0, 100)
+    class_scores = {"b": np.zeros((0, 4), np.float32), "s": np.zeros((0, 3), np.float32)}
+    options = {"detection_ap": {"boxes": "b", "scores": "s"}}
+    scores = score_outputs(["detection_ap"], [class_scores], [class_scores], "0" * 64, "r", {}, (), options)
+    assert scores["detection_ap"].value == 100
+
+
+def test_scores_by_class_first_are_refused() -> None:
+    outputs = {"b": SQUARES, "s": np.zeros((3, 2), np.float32)}
+    options = {"detection_ap": {"boxes": "b", "scores": "s"}}
+    with raises_code("does-not-fit-graph", InputError):
+        score_outputs(["detection_ap"], [outputs], [outputs], "0" * 64, "r", {}, (), options)
+
+
+def test_wrong_box_format_is_refused_and_empty_boxes_are_no_objects() -> None:
+    centers = objects([[50, 50, 10, 10], [80, 80, 10, 10]], [0.9, 0.8], [1, 1])
+    with raises_code("wrong-value", InputError):
+        precision(centers, centers)
+    flat = objects([*SQUARES, [5, 5, 5, 9]], [0.9, 0.8, 0.7], [1, 1, 1])
+    assert precision(flat, flat) == pytest.approx(100)
+
+
+def test_labels_without_classes_match_objects_of_any_class() -> None:
+    detected = objects(SQUARES, [0.9, 0.8], [3, 5])
+    assert precision(detected, inputs=[{"gold": SQUARES}], true_boxes="gold") == pytest.approx(100)
+
+
+def test_more_than_hundred_objects_are_scored() -> None:
+    corners = np.array([[20 * i, 0, 20 * i + 9, 9] for i in range(150)])
+    many = objects(corners, np.linspace(0.9, 0.6, 150), np.ones(150))
+    assert precision(many, many) == pytest.approx(100)
+
+
 def test_unknown_output_is_refused() -> None:
     with raises_code("unknown-output", InputError):
         DETECTION_AP.check_graph({"boxes": "b", "scores": "x"}, {"b": (1, 4), "s": (1,)})

@@ -87,6 +87,12 @@ def test_loss_in_secondary_metric_excludes_step():
     assert message_codes(_decide(report).warnings) == ["accepted-loss"]
 
 
+def test_listed_tolerance_is_judged_after_agreement():
+    differences = {"agreement": SAME, "allclose": (-40.0, [-50.0, -30.0], 1e-9)}
+    report = _branches(("int8", 3.0, [2.9, 3.1], 25, differences), metrics=("agreement", "allclose"))
+    assert _decide(report).step != "int8"
+
+
 def test_baseline_agreement_is_ignored_if_references_exist():
     differences = {"spearman": SAME, "agreement": (-1.5, [-1.6, -1.4], 1e-9)}
     report = _branches(("int8", 3.0, [2.9, 3.1], 25, differences), metrics=("spearman", "agreement"))

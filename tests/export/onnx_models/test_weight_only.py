@@ -230,6 +230,29 @@ def test_nodes_in_bodies_and_excluded_nodes(tmp_path: Path) -> None:
         assert then_node.input[1] not in floats
 
 
+def test_matrix_that_is_also_an_embedding_stays_float(tmp_path: Path) -> None:
+    """Its float values remain in the file, so integers would be added to it."""
+    table = numpy_helper.from_array(
+        np.random.default_rng(0).normal(size=(256, 64)).astype(np.float32), "table"
+    )
+    nodes = [
+        helper.make_node("Gather", ["table", "ids"], ["rows"], "lookup"),
+        helper.make_node("MatMul", ["x", "w"], ["h"], "inner"),
+        helper.make_node("Add", ["rows", "h"], ["sum"], "add"),
+        helper.make_node("Gemm", ["sum", "table"], ["y"], "head", transB=1),
+    ]
+    weight = numpy_helper.from_array(np.random.default_rng(1).normal(size=(64, 64)).astype(np.float32), "w")
+    inputs = [graphs.value_info("ids", ["N"], onnx.TensorProto.INT64), graphs.value_info("x", ["N", 64])]
+    tied = graphs.make_model(nodes, inputs, [graphs.value_info("y", ["N", 256])], [table, weight])
+    source = graphs.make_artifact(tmp_path / "src", tied)
+    values = {"ids": np.arange(8), "x": np.ones((8, 64), np.float32)}
+    data = {"calibration": split_from_arrays("rows.npz", SampleArrays(values, 8))}
+    settings = QuantizeOnnxSettings(scheme="int8-weight-only")
+    harness.run_stage(QuantizeOnnx(), settings, source, tmp_path / "out", data=data)
+    before, after = ((tmp_path / part / "model.onnx").stat().st_size for part in ("src", "out"))
+    assert after < before - 64 * 64 * 2  # the other matrix is smaller
+
+
 @pytest.mark.parametrize("settings", [
     {"group_size": 32}, {"scheme": "int8-static", "symmetric": False},
     {"scheme": "int8-weight-only", "accuracy_level": 0}, {"scheme": "int4", "per_channel": False},

@@ -105,6 +105,9 @@ def test_samples_of_different_shapes_go_from_init_to_predictions(
     np.testing.assert_allclose(json.loads(one)["scores"], expected[3], rtol=1e-5)
     model = smelt.load(artifact)
     np.testing.assert_allclose(model.run(calls[5])["scores"], expected[5], rtol=1e-5)
+    bench = ("--data", "data/test", "--rounds", "3", "--texts", "2", "--json")
+    timed = json.loads(harness.smelt("bench", artifact, *bench, code=0).stdout)
+    assert timed["settings"]["batch_sizes"] == [1]
     scores = harness.smelt(
         "eval", artifact, "--data", "data/test", "--baseline", "runs/m/artifacts/int8", code=0
     )
@@ -132,6 +135,7 @@ score: {latency: false}
     ("latency: false", "latency: {batch_sizes: [1, 8]}", "fixed-batch-size"),
     ("data/calibration}", "data/calibration, axes: {nodes: 0}}", "settings-conflict"),
     ("data/calibration}", "empty}", "empty-data"),
+    ("data/calibration}", "data/calibration/graph000.npz}", "mixed-samples"),
 ])  # fmt: skip
 def test_settings_that_need_batches_are_refused(calls: Any, old: str, new: str, code: str) -> None:
     Path("empty").mkdir()

@@ -106,6 +106,25 @@ def test_setting_of_metric_that_graph_or_data_lack_is_refused(
         load_plan(classifier)
 
 
+def test_labels_of_divided_file_reach_function_of_user(classifier: Path) -> None:
+    text = RECIPE.replace("{test: test.npz}", "{train: test.npz, split: {test: 0.8}}")
+    classifier.write_text(text.replace("latency: false", "latency: false, quality: [own:accuracy]"))
+    assert load_plan(classifier).recipe.data.axes == {"x": 0, "label": 0}
+    harness.smelt("run", classifier, code=0)
+    [step] = json.loads(Path("runs/r/report.json").read_text())["steps"]
+    assert step["quality"]["own:accuracy"]["n"] == 32
+
+
+def test_function_of_user_leaves_axes_of_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    graphs.save_model(graphs.gru_model([None, None, 4], [1, None, 8], [1, None, 8]), tmp_path / "m.onnx")
+    graphs.gru_rows(tmp_path / "test.npz", count=8)
+    Path("own.py").write_text("def zero(predictions, references, sources):\n    return 0.0\n")
+    text = RECIPE.replace("test.npz}", "test.npz, axes: {state: 1, new_state: 1}}")
+    Path("r.yaml").write_text(text.replace("latency: false", "latency: false, quality: ['own:zero']"))
+    assert load_plan(tmp_path / "r.yaml").recipe.data.axes == {"x": 0, "state": 1}
+
+
 def test_axis_of_array_for_function_of_user(classifier: Path) -> None:
     with np.load("test.npz") as arrays:
         np.savez("test.npz", x=arrays["x"], label=np.arange(4)[None])

@@ -98,6 +98,30 @@ def test_sequence_of_other_operator_is_still_refused(folder: Path) -> None:
         load_plan(folder / "m.yaml")
 
 
+def test_zipmap_and_shapes_together(folder: Path) -> None:
+    model = zipmap_model()
+    model.graph.input[0].CopyFrom(graphs.value_info("x", [1, 2]))
+    del model.opset_import[0]  # ai.onnx.ml alone
+    onnx.save(model, "m.onnx")
+    Path("r.yaml").write_text(RECIPE + "shapes: {x: [batch, 2]}\n")
+    harness.smelt("run", "r.yaml", code=0)
+    written = onnx.load("runs/r/artifacts/model/model.onnx")
+    assert {opset.domain for opset in written.opset_import} == {"", "ai.onnx.ml"}
+    assert graph_signature(written).inputs[0].shape == ("batch", 2)
+
+
+def test_graph_that_mixes_samples_of_freed_batch_is_refused(folder: Path) -> None:
+    """The maximum over a batch of 1 is the sample's; over two different samples it is neither's."""
+    nodes = [
+        helper.make_node("ReduceMax", ["x"], ["most"], axes=[0], keepdims=1),
+        helper.make_node("Sub", ["x", "most"], ["y"]),
+    ]
+    ends = [graphs.value_info("x", [1, 2])], [graphs.value_info("y", [1, 2])]
+    onnx.save(graphs.make_model(nodes, *ends), "m.onnx")
+    Path("r.yaml").write_text(RECIPE + "shapes: {x: [batch, 2]}\n")
+    assert "error[wrong-shape]" in harness.smelt("run", "r.yaml", code=2).output
+
+
 def fixed_model(reshape_to: list[int] | None = None, batch: int = 1) -> Any:
     """Return x float32 [batch, 2] -> y, of fixed batch size; reshaped to a constant shape if one is given."""
     weights = [numpy_helper.from_array(np.array([[1, 2, 3], [4, 5, 6]], np.float32), "w")]

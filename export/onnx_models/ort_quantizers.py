@@ -31,7 +31,7 @@ from smelt.export.onnx_models.prepare_for_quantizer import (
 )
 from smelt.export.onnx_models.settings import DYNAMIC_OPS, INT8_WEIGHTS, WEIGHTED_OPS, QuantizeOnnxSettings
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME
-from smelt.runtimes.graph_walk import all_nodes, iter_graphs, iter_initializers
+from smelt.runtimes.graph_walk import all_nodes, iter_graphs, iter_initializers, node_inputs, subgraphs
 from smelt.stage import Context
 
 CalibrationMethodName = Literal["minmax", "entropy", "percentile"]
@@ -216,8 +216,11 @@ def run_ort_quantizer(
         for node_index, node in enumerate(model.graph.node):
             if node.op_type in settings.quantized_op_types and calibration.huge & {*node.input, *node.output}:
                 float_nodes.setdefault(node_index, "unbounded values on the calibration samples")
+        if settings.uses_qoperators:
+            float_nodes = _without_qoperator(model.graph, settings) | float_nodes
         _warn_about_subgraphs(model.graph, bodies, settings, ctx)
-        single = _per_tensor_overrides(model, settings) if settings.per_channel else {}
+        overrides = settings.per_channel and not settings.uses_qoperators  # which have no overrides
+        single = _per_tensor_overrides(model, settings) if overrides else {}
         if single:
             ctx.warn(
                 "per-tensor-weights",
@@ -253,6 +256,7 @@ def run_ort_quantizer(
     )  # fmt: skip
 
 
+_MATRIX_DIMS = 2
 _SIGNED_BITS = 63  # the largest value of 7 bits: without VNNI, sums of two products of 8 bits overflow
 
 
@@ -305,6 +309,23 @@ def _quantize_lstm_weight(graph: Any, weight: Any) -> tuple[str, str, str]:
     tensors = (np.ascontiguousarray(q_weight), scale.astype(np.float32), np.zeros(scale.shape, np.int8))
     graph.initializer.extend(numpy_helper.from_array(v, n) for v, n in zip(tensors, names, strict=True))
     return names
+
+
+def _without_qoperator(graph: Any, settings: QuantizeOnnxSettings) -> dict[int, str]:
+    """Return the indices of nodes for which ONNX Runtime 1.31 has no QLinear operator, with the reason."""
+    stacked = {tensor.name for tensor in graph.initializer if len(tensor.dims) != _MATRIX_DIMS}
+    read_inside = {name for node in graph.node if subgraphs(node) for name in node_inputs(node)}
+    reasons: dict[int, str] = {}
+    for index, node in enumerate(graph.node):
+        if node.op_type not in settings.quantized_op_types:
+            continue
+        if node.op_type == "ConvTranspose":
+            reasons[index] = "no QLinear operator"
+        elif node.op_type == "MatMul" and stacked & {*node.input}:
+            reasons[index] = "QLinearMatMul has no scales of a stack of matrices or of a vector"
+        elif read_inside & {*node.output}:
+            reasons[index] = "read inside If, Loop or Scan"
+    return reasons
 
 
 def _vector_products(graph: Any, vectors: Collection[str], settings: QuantizeOnnxSettings) -> dict[int, str]:

@@ -305,3 +305,43 @@ def test_convolutions_and_gru_in_bodies_are_stored_in_int8(tmp_path: Path, kind:
     paths = [tmp_path / "weights" / side / "model.onnx" for side in ("out", "src")]
     actual, expected = (graphs.run_directly(path, signal)["y"] for path in paths)
     assert 0 < np.abs(actual - expected).max() < 0.02
+
+
+def _qoperator_model(kind: str) -> Any:
+    """Return x [N, 64] -> y with a product that QLinear operators do not have, and one that they have."""
+    product = helper.make_node("MatMul", ["x", "w"], ["h"], "plain")
+    weights = [numpy_helper.from_array(np.ones((64, 64), np.float32), "w")]
+    shape: list[Any] = ["N", 64]
+    if kind == "stack":
+        weights.append(numpy_helper.from_array(np.full((3, 64, 64), 0.1, np.float32), "stack"))
+        nodes, shape = [product, helper.make_node("MatMul", ["h", "stack"], ["y"], "batched")], [3, "N", 64]
+    elif kind == "vector":
+        weights.append(numpy_helper.from_array(np.full(64, 0.1, np.float32), "vector"))
+        nodes, shape = [product, helper.make_node("MatMul", ["h", "vector"], ["y"], "dot")], ["N"]
+    else:
+        bodies = {
+            f"{name}_branch": helper.make_graph(
+                [helper.make_node("Relu", ["h"], [f"{name}_y"])], name, [],
+                [graphs.value_info(f"{name}_y", ["N", 64])],
+            )
+            for name in ("then", "else")
+        }  # fmt: skip
+        weights.append(numpy_helper.from_array(np.array(True), "always"))
+        second = helper.make_node("MatMul", ["x", "w"], ["z"], "other")
+        nodes = [product, second, helper.make_node("If", ["always"], ["inner"], "if", **bodies)]
+        nodes.append(helper.make_node("Add", ["inner", "z"], ["y"], "add"))
+    return graphs.make_model(
+        nodes, [graphs.value_info("x", ["N", 64])], [graphs.value_info("y", shape)], weights
+    )
+
+
+@pytest.mark.parametrize("kind", ["stack", "vector", "read inside If"])
+def test_products_without_qlinear_operator_stay_float(tmp_path: Path, kind: str) -> None:
+    source = graphs.make_artifact(tmp_path / "src", _qoperator_model(kind))
+    x = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
+    data = {"calibration": split_from_arrays("rows.npz", SampleArrays({"x": x}, 8))}
+    settings = QuantizeOnnxSettings(scheme="int8-static", quant_format="qoperator", max_difference=1.0)
+    harness.run_stage(QuantizeOnnx(), settings, source, tmp_path / "out", data=data)
+    operators = [node.op_type for node in onnx.load(tmp_path / "out/model.onnx").graph.node]
+    assert operators.count("QLinearMatMul") == 1
+    assert operators.count("MatMul") == 1

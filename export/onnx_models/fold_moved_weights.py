@@ -1,7 +1,7 @@
-"""Fold operators that only move or cut weights in inner graphs (If, Loop, Scan), where simplifiers do not.
+"""Fold operators that move or cut weights of recurrent layers in inner graphs (If, Loop, Scan).
 
 torch's exporters write the weights of an LSTM as Unsqueeze(Concat(Slice(W), ...)), which reorders its gates;
-a quantizer finds constant matrices only. In the outermost graph onnxsim folds them.
+a quantizer finds constant matrices only. Simplifiers fold them in the outermost graph only.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from smelt.export.onnx_models.settings import RECURRENT_OPS
 from smelt.runtimes.graph_walk import all_nodes, subgraphs
 
 _MOVING_OPS = ("Concat", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
@@ -19,7 +20,7 @@ Constants = Mapping[str, NDArray[Any]]
 
 
 def fold_moved_weights(model: Any) -> None:
-    """Replace such operators in the inner graphs of an onnx.ModelProto by initializers, in place.
+    """Replace such operators before recurrent layers of inner graphs by initializers, in place.
 
     Equal results are stored once, in the outermost graph; weights that nothing reads any more are removed.
     """
@@ -55,17 +56,20 @@ def _fold_body(body: Any, outer: Constants, model: Any, stored: dict[bytes, str]
         if all(name in constants for name in node.input if name):
             value = _evaluate(node, constants, model)
             constants[node.output[0]] = moved[node.output[0]] = value
-    remaining = [node for node in body.node if not {*node.output} & {*moved}]
-    needed = {name for node in all_nodes(remaining) for name in node.input} & {*moved}
+    readers = [node for node in all_nodes(body.node) if node.op_type in RECURRENT_OPS]
     names = {}
-    for name in sorted(needed):
+    for name in sorted({name for node in readers for name in node.input[1:]} & {*moved}):
         key = _content(moved[name])
         if key not in stored:
             stored[key] = name
             model.graph.initializer.append(numpy_helper.from_array(moved[name], name))
         names[name] = stored[key]
-    del body.node[:]
-    body.node.extend(remaining)
+    unread = {*names}  # values that nothing needs to compute any more
+    for node in reversed(list(body.node)):
+        if names and {*node.output} <= unread:
+            body.node.remove(node)
+            read_names = outputs | {name for other in all_nodes(body.node) for name in other.input}
+            unread |= {*moved} - read_names
     for node in all_nodes(body.node):
         node.input[:] = [names.get(name, name) for name in node.input]
     for node in body.node:

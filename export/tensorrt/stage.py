@@ -436,7 +436,8 @@ def imported_ranges(
                 )
             # a sample has no batch axis
             sample_axis = axis if value.axis is None or axis < value.axis else axis - 1
-            samples = [arrays.sample(index)[value.name] for index in range(arrays.num_samples)]
+            num_shapes = arrays.num_samples if arrays.max_batch_size == 1 else 1  # others have one shape
+            samples = [arrays.sample(index)[value.name] for index in range(num_shapes)]
             lengths = sorted(int(sample.shape[sample_axis]) for sample in samples)
             sizes[f"{value.name}.{axis}"] = SizeRange(lengths[0], lengths[len(lengths) // 2], lengths[-1])
     profiles: list[DimensionRanges] = []

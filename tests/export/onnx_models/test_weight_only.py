@@ -230,7 +230,7 @@ def test_nodes_in_bodies_and_excluded_nodes(tmp_path: Path) -> None:
         assert then_node.input[1] not in floats
 
 
-def test_matrix_that_is_also_an_embedding_stays_float(tmp_path: Path) -> None:
+def test_matrix_that_is_also_an_embedding_remains_float(tmp_path: Path) -> None:
     """Its float values remain in the file, so integers would be added to it."""
     table = numpy_helper.from_array(
         np.random.default_rng(0).normal(size=(256, 64)).astype(np.float32), "table"
@@ -336,7 +336,7 @@ def _qoperator_model(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["stack", "vector", "read inside If"])
-def test_products_without_qlinear_operator_stay_float(tmp_path: Path, kind: str) -> None:
+def test_products_without_qlinear_operator_remain_float(tmp_path: Path, kind: str) -> None:
     source = graphs.make_artifact(tmp_path / "src", _qoperator_model(kind))
     x = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
     data = {"calibration": split_from_arrays("rows.npz", SampleArrays({"x": x}, 8))}

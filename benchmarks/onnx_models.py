@@ -262,7 +262,9 @@ FILES = {
     "PP-OCRv4 recognition": BenchmarkModel(f"{_OCR}/ch_PP-OCRv4_rec_infer.onnx", lines(320), 40),
     "PP-OCR orientation": BenchmarkModel(f"{_OCR}/ch_ppocr_mobile_v2.0_cls_infer.onnx", lines(192), 100),
     "PP-OCRv4 detection": BenchmarkModel(f"{_OCR}/ch_PP-OCRv4_det_infer.onnx", pages, 16),
-    "silero_vad": BenchmarkModel(f"{_VAD}/silero_vad.onnx", sounds(rate=True), 100, {"state": 1}),
+    "silero_vad, 8 and 16 kHz": BenchmarkModel(
+        f"{_VAD}/silero_vad.onnx", sounds(rate=True), 100, {"state": 1, "stateN": 1}
+    ),
     "silero_vad, opset 15": BenchmarkModel(
         f"{_VAD}/silero_vad_16k_op15.onnx", sounds(rate=True), 100, {"state": 1}
     ),

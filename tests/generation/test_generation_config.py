@@ -66,7 +66,7 @@ def test_missing_generation_config_falls_back_to_the_model_config():
 @pytest.mark.parametrize(("model_config", "config", "prompt", "expected"), [
     ({}, {}, 1, 129), ({"max_length": 50}, {}, 1, 50), ({"max_length": 50, "max_new_tokens": 60}, {}, 4, 64),
     ({"max_length": 50}, {}, 60, 188),  # a prompt that is longer already: the default
-    ({}, {"max_position_embeddings": 64}, 1, 65),  # 64 tokens are fed, the last new one is not
+    ({}, {"max_position_embeddings": 64}, 1, 65),  # 64 inputs: the last new token is no input
     ({}, {"model_type": "gpt2", "n_positions": 64}, 60, 65),
     ({}, {"model_type": "gpt2", "n_positions": 64}, 64, 65),
 ])  # fmt: skip

@@ -57,7 +57,7 @@ def replace_zipmaps(model: Any) -> ZipMaps:
 
 
 def set_input_shapes(model: Any, shapes: InputShapes) -> None:
-    """Give inputs of an onnx.ModelProto other shapes, in place; those of all other values are inferred anew.
+    """Give inputs of an onnx.ModelProto other shapes, in place; the shapes of outputs are inferred again.
 
     Raises:
         GraphFileError: `unknown-input`, or `wrong-shape`: an input has another number of axes, or the shapes

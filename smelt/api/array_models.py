@@ -212,8 +212,6 @@ def predict_to_file(
 
 def _write_calls(runner: GraphRunner, samples: SampleArrays, out: Path) -> None:
     """Write the outputs of each sample to a file of its name in the new folder `out`."""
-    from smelt.runtimes.single_call_runners import run_batches
-
     assert isinstance(samples, CallArrays)
     with workspace(out.absolute().parent) as unfinished:
         for name, (_, outputs) in zip(samples.names, run_batches(runner, samples, 1), strict=True):

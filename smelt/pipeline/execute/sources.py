@@ -94,7 +94,8 @@ def import_onnx_model(
     if task_traits(step_runner.task).modality == "arrays":
         key_fields["axes"] = axes
     if model.shapes:
-        key_fields["shapes"] = model.shapes
+        is_compared = bool(_calls_of_both_shapes(model, data["test"]))
+        key_fields["shapes"] = [model.shapes, is_compared]  # else samples that allow it would not be used
     if task_setup is not None:
         labels = task_setup.labels and task_setup.labels[0]
         key_fields |= {
@@ -129,7 +130,7 @@ def import_onnx_model(
 def _import_graph(model: OnnxModel, split: Split, out: Path) -> list[Message]:
     """Copy the graph into `out` and run it on the first samples; return warnings about its outputs."""
     from smelt.export.onnx_models.output_comparison import batch_dependence_warnings
-    from smelt.runtimes.onnx_import.graph_interface import write_adapted
+    from smelt.runtimes.onnx_import.graph_interface import check_new_shapes, graph_of_arrays, write_adapted
     from smelt.runtimes.onnx_import.import_graph import GRAPH_FILE, import_graph
     from smelt.runtimes.onnx_import.signature import write_signature
     from smelt.runtimes.onnx_import.trial_run import trial_run
@@ -145,41 +146,33 @@ def _import_graph(model: OnnxModel, split: Split, out: Path) -> list[Message]:
         write_signature(out, model.signature)
         feeds = model.signature.make_feeds(split.arrays.padded_to(size), 0, size)
     trial_run(graph, feeds, str(model.file))
-    if model.shapes:
-        _check_shapes(model, graph, split)
+    if model.shapes and (calls := _calls_of_both_shapes(model, split)):
+        with graph_of_arrays(model.file, model.details.get("zipmaps", {})) as original_file:
+            check_new_shapes(original_file, graph, model.signature, calls)
     if split.arrays is None:
         return []
     return batch_dependence_warnings(graph, model.signature, split.arrays, model.details)
 
 
-def _check_shapes(model: OnnxModel, graph: Path, split: Split) -> None:
-    """Require that new shapes do not change what the graph computes, if the original takes the samples.
-
-    Raises:
-        InputError: `wrong-shape`.
-    """
+def _calls_of_both_shapes(model: OnnxModel, split: Split) -> list[dict[str, Any]]:
+    """Return inputs that the graph takes both with its own and with the recipe's shapes; empty: none are."""
     import onnx
 
     from smelt.runtimes.onnx_import.graph_files import graph_signature
-    from smelt.runtimes.onnx_import.graph_interface import check_new_shapes, graph_of_arrays
 
     signature = graph_signature(onnx.load(str(model.file), load_external_data=False))
     axes = {value.name: value.axis for value in (*model.signature.inputs, *model.signature.outputs)}
     original = signature.with_batch_axes(axes)
     size = original.fixed_batch_size or 1
     if size != (model.signature.fixed_batch_size or size):
-        return  # no call has the shapes of both
+        return []
     if split.arrays is None:
-        calls = [_ones_inputs(original, size)] * 2
-    else:
-        arrays = split.arrays.padded_to(2 * size)
-        last = 1 if split.arrays.max_batch_size == 1 and split.arrays.num_samples == 1 else 2
-        calls = [original.make_feeds(arrays, index * size, (index + 1) * size) for index in range(last)]
-        headers = [{n: ArrayHeader(dtype_name(v.dtype), v.shape) for n, v in call.items()} for call in calls]
-        if any(list(original.shape_problems(part)) for part in headers):
-            return
-    with graph_of_arrays(model.file, model.details.get("zipmaps", {})) as original_file:
-        check_new_shapes(original_file, graph, model.signature, calls)
+        return [_ones_inputs(original, size)] * 2
+    arrays = split.arrays.padded_to(2 * size)
+    last = 1 if split.arrays.max_batch_size == 1 and split.arrays.num_samples == 1 else 2
+    calls = [original.make_feeds(arrays, index * size, (index + 1) * size) for index in range(last)]
+    headers = [{n: ArrayHeader(dtype_name(v.dtype), v.shape) for n, v in call.items()} for call in calls]
+    return [] if any(list(original.shape_problems(part)) for part in headers) else calls
 
 
 def _import_generation_graphs(model: OnnxModel, out: Path) -> None:

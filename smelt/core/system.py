@@ -400,6 +400,17 @@ def termination_deferred() -> Iterator[None]:
             raise TerminatedError  # also instead of an error, after which a run would go on
 
 
+@contextlib.contextmanager
+def sigterm_handler_kept() -> Iterator[None]:
+    """Undo what a library's call inside the context makes of the handler of SIGTERM, as Ray's `init` does."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+
+
 def is_termination_requested() -> bool:
     """Return whether this process has received SIGTERM."""
     return _state.requested

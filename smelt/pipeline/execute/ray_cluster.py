@@ -25,7 +25,7 @@ from smelt.core.files import json_hash, sha256_of
 from smelt.core.messages import Message, error_message, with_count
 from smelt.core.remote_store import open_remote_store
 from smelt.core.store import Store
-from smelt.core.system import install_command, package_problem, package_versions
+from smelt.core.system import install_command, package_problem, package_versions, sigterm_handler_kept
 from smelt.pipeline.execute.step_runner import KEY_LIBRARIES
 from smelt.pipeline.recipe.recipe import ResourceSettings
 
@@ -97,7 +97,7 @@ class RayCluster:
 
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # Ray puts the current folder on the import path of its processes (see `smelt.core.system`)
-        with contextlib.chdir(sysconfig.get_paths()["purelib"]):
+        with sigterm_handler_kept(), contextlib.chdir(sysconfig.get_paths()["purelib"]):
             try:
                 ray.init(
                     address=self.address,

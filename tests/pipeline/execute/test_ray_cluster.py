@@ -26,6 +26,7 @@ from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.messages import message_codes
 from smelt.core.remote_store import open_remote_store
 from smelt.core.store import Store
+from smelt.core.system import TerminatedError, sigterm_as_error, sigterm_handler_kept
 from smelt.evaluate.report.schema import validate_report
 from smelt.pipeline.execute import cluster_run, ray_cluster, training_worker
 from smelt.pipeline.execute.cluster_run import ClusterRun
@@ -104,7 +105,8 @@ class Nodes:
         """Add a node with a store of its own."""
         self.count += 1
         store = {ray_cluster.STORE_VARIABLE: str(self.folder / f"node{self.count}")}
-        return self.cluster.add_node(object_store_memory=80_000_000, env_vars=store, **options)
+        with sigterm_handler_kept():
+            return self.cluster.add_node(object_store_memory=80_000_000, env_vars=store, **options)
 
     def nodes_of(self, process):
         """Return the node that runs a process, in a list; an empty one for another process."""
@@ -316,6 +318,14 @@ def test_two_process_training_resumes_on_another_node(home, nodes, tmp_path):
     )
     log = (tmp_path / "two" / "log.txt").read_text()
     assert ("learning rate" in log, "resuming from step" in log) == (True, True)
+
+
+def test_connection_keeps_handler_of_sigterm(nodes):
+    with sigterm_as_error():
+        open_cluster.cache_clear()
+        open_cluster(nodes.address)
+        with pytest.raises(TerminatedError):
+            signal.raise_signal(signal.SIGTERM)
 
 
 def test_more_processes_than_a_node_fits_are_rejected(home, nodes, tmp_path):

@@ -22,7 +22,7 @@ from smelt.core.files import load_json, path_exists, resolve_path
 from smelt.core.hub import hub_cache_only, hub_unreachable_reason
 from smelt.core.messages import Message, error_message, warning, with_article
 from smelt.data.labels import CLASSIFIER_SUFFIXES, has_classifier
-from smelt.data.tasks import Task, tasks_with
+from smelt.data.tasks import Task, task_traits, tasks_with
 from smelt.models.families.registry import (
     FAMILIES,
     FAMILIES_BY_TASK,
@@ -330,7 +330,7 @@ def check_model_folder(
         problems += (
             _check_language_model(config, folder) if task in tasks_with(architecture="decoder") else []
         )
-        problems += _check_bare_encoder(config, folder) if task in tasks_with(output="embedding") else []
+        problems += _check_head(config, folder, task) if task in tasks_with(architecture="encoder") else []
         problems += [
             problem.with_prefix(f"{folder / 'config.json'}: ")
             for problem in unsupported_config_errors(config)
@@ -383,19 +383,23 @@ def _check_language_model(config: dict[str, Any], folder: Path) -> list[Message]
     ]
 
 
-def _check_bare_encoder(config: dict[str, Any], folder: Path) -> list[Message]:
-    """Return an error if the config is of a classifier, which is not a sentence embedder."""
-    classes: list[str] = config.get("architectures") or []
-    if not any(name.endswith("Classification") for name in classes):
+def _check_head(config: dict[str, Any], folder: Path, task: Task) -> list[Message]:
+    """Return an error if the config is not of the encoders of `task`; only classifiers get a new head."""
+    traits, classes = task_traits(task), config.get("architectures") or []
+    if traits.output == "labels":
         return []
-    return [
-        error_message(
-            "unsupported-architecture",
-            f"{folder / 'config.json'}: 'architectures' is {classes}, a classifier, not a sentence embedder."
-            " Save only"
-            " its encoder, AutoModel.from_pretrained(FOLDER).save_pretrained(NEW), and copy the tokenizer.",
+    head = str(traits.auto_class).removeprefix("AutoModel")
+    if head and not any(name.endswith(head) for name in classes):
+        problem = f"not ...{head}. Start from a model that is trained for {task}."
+    elif not head and any(name.endswith("Classification") for name in classes):
+        problem = (
+            "a classifier, not a sentence embedder. Save only its encoder,"
+            " AutoModel.from_pretrained(FOLDER).save_pretrained(NEW), and copy the tokenizer."
         )
-    ]
+    else:
+        return []
+    text = f"{folder / 'config.json'}: 'architectures' is {classes}, {problem}"
+    return [error_message("unsupported-architecture", text)]
 
 
 def unsupported_config_errors(config: dict[str, Any]) -> list[Message]:

@@ -6,6 +6,7 @@ import json
 import pickle
 import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.numpy import save_file
 
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
+from smelt.data.tasks import TASK_TRAITS
 from smelt.models.families.registry import FAMILIES
 from smelt.pipeline.inspect.model_folder import check_model_folder, fetch_model, local_model_folder
 from tests.support.expected_errors import raises_code
@@ -53,6 +55,16 @@ def problem(folder: Path, task: str = "translation") -> tuple[str, str]:
 def test_complete_model_folders_are_accepted(marian: Path, bert: Path) -> None:
     assert check_model_folder(marian, "translation") == ([], [])
     assert check_model_folder(bert, "text-classification") == ([], [])
+
+
+def test_encoder_without_head_of_task_is_rejected(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task whose models are neither classifiers of a sample nor bare encoders."""
+    traits = replace(TASK_TRAITS["sentence-similarity"], auto_class="AutoModelForTokenClassification")
+    monkeypatch.setitem(TASK_TRAITS, "sentence-similarity", traits)
+    assert problem(bert, "sentence-similarity")[0] == "unsupported-architecture"
+    config = {"model_type": "bert", "architectures": ["BertForTokenClassification"]}
+    (bert / "config.json").write_text(json.dumps(config))
+    assert check_model_folder(bert, "sentence-similarity") == ([], [])
 
 
 def test_missing_folder_suggests_nearest_name(marian: Path) -> None:

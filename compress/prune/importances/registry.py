@@ -80,6 +80,14 @@ IMPORTANCES: Mapping[str, Importance] = {
             "samples",
             compares_kinds=False,
         ),
+        Importance(
+            "obs",
+            "loss after a refit of the other units",
+            "ZipLM, Kurtic et al. 2023, arXiv:2302.04089; The LLM Surgeon, van der Ouderaa et al. 2024,"
+            " arXiv:2312.17244",
+            ("heads", "ffn"),
+            "labels",
+        ),
         Importance("random", "the baseline", "", _ALL_TARGETS, "weights", is_per_cost=True),
         Importance(
             "activation",

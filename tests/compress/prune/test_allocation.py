@@ -49,7 +49,7 @@ def test_budget_is_met_and_reported(family, measure, monkeypatch, tmp_path):
         assert details["reached"] == count_stored_parameters(model) == ctx.details["parameters_after"]
 
 
-@pytest.mark.parametrize("importance", ["magnitude", "taylor"])
+@pytest.mark.parametrize("importance", ["magnitude", "taylor", "obs"])
 def test_budget_works_with_any_importance(importance, tmp_path):
     targets = ["ffn"] if importance == "magnitude" else ["heads", "ffn"]
     settings = PruneSettings(

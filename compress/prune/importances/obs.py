@@ -1,0 +1,144 @@
+"""Optimal brain surgeon: the loss of removing a unit when the others make up for it.
+
+For the layer y = W x that reads the units, H is the mean of x x^T on calibration samples, and G the sum of
+g g^T for the gradients g of the total loss by y at each token. Removing the columns S of a unit and changing
+the others so that the loss is least in the second order costs
+
+    1/2 trace(G W_S ((H^-1)_SS)^-1 W_S^T),   W <- W - W_S ((H^-1)_SS)^-1 (H^-1)_S,:
+
+(Hassibi & Stork 1992, Second order derivatives for network pruning; for structures ZipLM, Kurtic et al. 2023,
+arXiv:2302.04089, equations 2 and 3, there with G = I; with H and G as the factors of the Fisher information:
+van der Ouderaa et al. 2024, The LLM Surgeon, arXiv:2312.17244). The cheapest unit is removed, W and H^-1 are
+updated, and so on: of two units that compute the same, the first is cheap and then the second is not. H is
+damped and, where the layer has a bias, taken around the means, as in `reconstruct`, which fits the weights.
+
+Shapes: N = outputs, K = inputs, U = units left, w = columns of a unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smelt.calibration.samples import load_calibration_samples
+from smelt.calibration.statistics import collect_statistics
+from smelt.compress.prune.importances.scores import Groups, ScoredModel, UnitScores, score_on_labeled_samples
+from smelt.compress.prune.reconstruct import RECONSTRUCTION_DAMPING, bias_owner
+from smelt.compress.prune.units import linear_with_inputs, whole_weight
+from smelt.training.losses import label_objective
+
+MAX_ROUNDS = 512
+"""Updates for a layer; where it has more units, several are removed in each."""
+
+
+def score_units(scored: ScoredModel, groups: Groups) -> UnitScores:
+    """Return the scores of heads and neurons."""
+    model, ctx = scored.model, scored.ctx
+    attentions, blocks = groups
+    readers = {g.name: g.structure.out for g in attentions} | {b.name: b.structure.down for b in blocks}
+    curvatures = score_on_labeled_samples(scored, lambda batches: output_curvatures(model, readers, batches))
+    samples = load_calibration_samples(
+        model, scored.src, scored.settings.calibration_samples, ctx, "prune", padded=True
+    )
+    layers = {name: [linear_with_inputs(model, reader)] for name, reader in readers.items()}
+    scores: dict[str, Tensor] = {}
+    with collect_statistics(model, samples, layers, ctx) as statistics:
+        for group in (*attentions, *blocks):
+            reader, inputs = readers[group.name], statistics.pop(group.name)
+            has_bias = bias_owner(model.get_submodule(reader)).bias is not None
+            moment = inputs.centered_second_moment() if has_bias else inputs.second_moment
+            assert moment is not None
+            weight = _square_root(curvatures[group.name]) @ whole_weight(model, reader).double()
+            scores[group.name] = removal_losses(weight, moment / max(1, inputs.tokens), group.count(model))
+            ctx.progress(len(scores), len(readers), "importance")
+    heads = {group.name: scores[group.name] for group in attentions}
+    neurons = {block.name: scores[block.name] for block in blocks}
+    return UnitScores(heads, neurons, comparable_across_layers=True)
+
+
+def output_curvatures(
+    model: nn.Module, readers: Mapping[str, str], batches: Iterable[Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Return G, float64 [N, N] on the CPU, by the key of each layer.
+
+    Args:
+        model: in eval mode, on the device of `batches`.
+        readers: names of layers, linear or factorized, by any key.
+        batches: labeled samples; the loss of a batch counts as often as it has labels.
+    """
+    loss_of = label_objective()
+    sums: dict[str, Tensor] = {}
+    outputs: list[tuple[str, Tensor]] = []
+
+    def add_zeros(key: str) -> Any:
+        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            zeros = torch.zeros_like(output, requires_grad=True)
+            outputs.append((key, zeros))
+            return output + zeros
+
+        return hook
+
+    hooks = [model.get_submodule(name).register_forward_hook(add_zeros(key)) for key, name in readers.items()]
+    try:
+        for batch in batches:
+            outputs.clear()
+            loss = loss_of(model, batch) * int((batch["labels"] != -100).sum())
+            gradients = torch.autograd.grad(loss, [zeros for _, zeros in outputs])
+            for (key, _), gradient in zip(outputs, gradients, strict=True):
+                g = gradient.flatten(0, -2).double()
+                sums[key] = sums.get(key, 0) + (g.t() @ g).cpu()
+    finally:
+        for handle in hooks:
+            handle.remove()
+    return sums
+
+
+def _square_root(curvature: Tensor) -> Tensor:
+    """Return R with R^T R = G, float64 [N, N]."""
+    values, vectors = torch.linalg.eigh(curvature)
+    return (vectors * values.clamp(min=0).sqrt()).t()
+
+
+@torch.no_grad()
+def removal_losses(weight: Tensor, moment: Tensor, units: int, max_rounds: int = MAX_ROUNDS) -> Tensor:
+    """Return the cost of each unit's removal after those of the cheaper ones, float64 [units].
+
+    A unit that is removed later never costs less.
+
+    Args:
+        weight: R W with R^T R = G, float [N, K].
+        moment: H, float64 [K, K].
+        units: each owns the same number of successive columns.
+        max_rounds: the largest number of updates.
+    """
+    weight, width = weight.double().clone(), weight.shape[1] // units
+    if not float(moment.diagonal().max()) > 0:  # no sample reached it
+        return torch.zeros(units, dtype=torch.float64)
+    damped = moment.clone()
+    damped.diagonal().add_(RECONSTRUCTION_DAMPING * float(moment.diagonal().mean()))
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    left, offsets = torch.arange(units), torch.arange(width)
+    removed_units: list[Tensor] = []
+    costs: list[Tensor] = []
+    while len(left):
+        columns = left.unsqueeze(1) * width + offsets
+        blocks = inverse[columns.unsqueeze(2), columns.unsqueeze(1)]  # [U, w, w]
+        owned = weight[:, columns].permute(1, 2, 0)  # [U, w, N]
+        losses = (owned * torch.linalg.solve(blocks, owned)).sum(dim=(1, 2)) / 2
+        cheapest = losses.argsort(stable=True)[: -(-units // max_rounds)]
+        removed = columns[cheapest].flatten()
+        update = torch.linalg.solve(inverse[removed][:, removed], inverse[removed])
+        weight.addmm_(weight[:, removed], update, alpha=-1)
+        inverse.addmm_(inverse[:, removed], update, alpha=-1)
+        removed_units.append(left[cheapest])
+        costs.append(losses[cheapest])
+        left = left[torch.isin(left, left[cheapest], invert=True)]
+    ascending = torch.cat(costs).clamp(min=0).cummax(dim=0).values
+    # of equal costs the later removal is ranked higher
+    ascending += torch.arange(units) * 1e-12 * ascending[-1]
+    scores = torch.empty(units, dtype=torch.float64)
+    scores[torch.cat(removed_units)] = ascending
+    return scores

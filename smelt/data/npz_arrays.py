@@ -358,6 +358,20 @@ def count_array_samples(
     return num_samples
 
 
+def arrays_of_equal_length(shapes: Mapping[str, ArrayHeader], axes: SampleAxes) -> set[str]:
+    """Return the arrays that have as many samples on axis 0 as those in `axes`, and those in `axes`."""
+    counts = {
+        shapes[name].shape[axis]
+        for name, axis in axes.items()
+        if axis is not None and name in shapes and axis < len(shapes[name].shape)
+    }
+    return {
+        name
+        for name, header in shapes.items()
+        if name in axes or not counts or not header.shape or header.shape[0] in counts
+    }
+
+
 def _sample_axis_hint(
     shapes: Mapping[str, ArrayHeader], counts: Mapping[str, int], by_name: Collection[str], of_artifact: bool
 ) -> str:

@@ -301,7 +301,7 @@ def check_recipe(
                 f"unknown key. Known keys: {', '.join(_RECIPE_KEYS)}.{hint}",
                 code="unknown-setting",
             )
-    metric_settings = _extract_metric_settings(recipe_keys, errors)
+    metric_settings = extract_metric_settings(recipe_keys, errors)
     judged_on = _extract_judged_on(recipe_keys, errors)
     invalid_task = _check_task(recipe_keys, errors)
     keys, error_paths = validate_settings(RecipeKeys, recipe_keys | invalid_task, (), errors, _PLACEHOLDERS)
@@ -343,7 +343,7 @@ def check_recipe(
     return recipe, errors, invalid_paths
 
 
-def _extract_metric_settings(values: dict[str, Any], errors: RecipeErrors) -> dict[str, dict[str, Any]]:
+def extract_metric_settings(values: dict[str, Any], errors: RecipeErrors) -> dict[str, dict[str, Any]]:
     """Replace each metric with settings by its name; return the settings by metric, without defaults.
 
     A metric of one class that is listed several times is named with its class, `f1(positive)`.

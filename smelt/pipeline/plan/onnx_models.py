@@ -169,7 +169,9 @@ def read_onnx_model(context: CheckContext) -> Iterator[Finding]:
         data = recipe.data.model_copy(update={"axes": axes})
         metrics = yield from _output_metrics(recipe, model)
         score = context.recipe.score.model_copy(update={"quality": metrics})
-        context.recipe = context.recipe.model_copy(update={"data": data, "score": score})
+        context.recipe = context.recipe.model_copy(
+            update={"data": data, "score": score, "label_arrays": frozenset(more)}
+        )
 
 
 def _read_single_graph(context: CheckContext, path: Path) -> Findings[OnnxModel | None]:

@@ -215,14 +215,16 @@ class ParsedRecipe(RecipeKeys):
     """A parsed recipe.
 
     stages: the steps as written. path: the file. metric_settings: the settings of metrics in score.quality,
-    by metric. judged_on: the split for gates and the recommendation, as set by `gates.on`; None to let the
-    plan choose. document: the file's content as plain values with `--set` applied, as in report.json.
+    by metric. label_arrays: arrays of the data that only metrics read, which the plan sets. judged_on: the
+    split for gates and the recommendation, as set by `gates.on`; None to let the plan choose. document: the
+    file's content as plain values with `--set` applied, as in report.json.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     stages: tuple[StageEntry, ...] = ()
     path: Path
     metric_settings: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    label_arrays: frozenset[str] = frozenset()
     judged_on: JudgedOn | None = None
     document: dict[str, Any] = Field(default_factory=dict)
 

@@ -9,7 +9,9 @@ import pytest
 from onnx import helper, numpy_helper
 
 from smelt import InputError
+from smelt.core.messages import message_codes
 from smelt.pipeline.plan.load_plan import load_plan
+from smelt.pipeline.plan.warnings import data_warnings
 from tests.support import harness
 from tests.support.expected_errors import command_error, raises_code
 from tests.support.graphs import imported_graphs as graphs
@@ -120,6 +122,33 @@ def test_labels_of_divided_file_reach_function_of_user(classifier: Path) -> None
     harness.smelt("run", classifier, code=0)
     [step] = json.loads(Path("runs/r/report.json").read_text())["steps"]
     assert step["quality"]["own:accuracy"]["n"] == 32
+
+
+@pytest.mark.parametrize("as_calls", [False, True])
+def test_duplicates_between_splits_are_seen_whatever_their_labels(classifier: Path, as_calls: bool) -> None:
+    with np.load("test.npz") as arrays:
+        x, label = arrays["x"], arrays["label"]
+    splits = {
+        "test": {"x": x, "label": label},
+        "calibration": {"x": x[:5]},
+        "validation": {"x": x, "label": -label},
+    }
+    suffix = "" if as_calls else ".npz"
+    for name, split in splits.items():
+        np.savez(f"{name}.npz", **split)
+        Path(name).mkdir()
+        for index in range(5):
+            call = {key: value[index : index + 1] for key, value in split.items()}
+            np.savez(f"{name}/{index}.npz", **call)
+    for name in ("calibration", "validation"):
+        data = f"{{test: test{suffix}, {name}: {name}{suffix}}}"
+        text = RECIPE.replace("{test: test.npz}", data).replace(
+            "[]", "[quantize-onnx: {scheme: int8-static}]"
+        )
+        classifier.write_text(text.replace("latency: false", "latency: false, quality: ['own:accuracy']"))
+        plan = load_plan(classifier)
+        warnings = data_warnings(plan.recipe, False, plan.read_data())
+        assert "test-rows-in-other-split" in message_codes(warnings)
 
 
 def test_function_of_user_leaves_axes_of_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 from smelt.core.artifact import Artifact, Format
+from smelt.core.errors import InputError
+from smelt.core.messages import Message
 from smelt.data.tasks import ALL_TASKS, Task, task_traits
 from smelt.export.onnx_models.graph_quantizer import GraphQuantizer
 from smelt.export.onnx_models.normalize_graph import (
@@ -83,6 +85,15 @@ class QuantizeOnnx(Stage[QuantizeOnnxSettings]):
         if not settings.uses_calibration or set(available) & {"validation", "train"}:
             return frozenset()
         return frozenset({"calibration"})
+
+    @classmethod
+    def check_graph(cls, settings: QuantizeOnnxSettings, graph: Path) -> list[Message]:
+        """Return an error if `exclude` names a node that the graph does not have."""
+        try:
+            _expand_exclude([graph], settings)
+        except InputError as error:
+            return [error.as_message()]
+        return []
 
     @classmethod
     def estimate_size(cls, settings: QuantizeOnnxSettings, inputs: SizeInputs) -> StepSize:
@@ -191,7 +202,7 @@ def _expand_exclude(paths: list[Path], settings: QuantizeOnnxSettings) -> Quanti
     """Return `settings` with the names of the nodes that the patterns of `exclude` match."""
     from smelt.export.graph_files import read_graph
 
-    if not settings.exclude:
+    if {*settings.exclude} <= {AUTO}:
         return settings
     graphs = [read_graph(path, values=False) for path in paths]
     graphs = [

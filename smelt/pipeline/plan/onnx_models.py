@@ -36,6 +36,7 @@ from smelt.pipeline.inspect.model_info import (
 )
 from smelt.pipeline.plan.check_context import CheckContext, Findings, skip_if_invalid
 from smelt.pipeline.recipe.recipe import ParsedRecipe
+from smelt.pipeline.recipe.stages import MODEL_STEP
 from smelt.pipeline.recipe.validation_errors import Finding, error_findings
 from smelt.runtimes.onnx_import.convert_optimum import MODEL_GRAPH, layout_problems
 from smelt.tasks.registry import all_specs, task_spec
@@ -270,6 +271,18 @@ def check_float_weights(context: CheckContext) -> Iterator[Finding]:
         if step.stage_class.needs_float if num_quantized else step.stage_class.needs_float32:
             text = f"{problem} Remove this step, or start from the float32 file."
             yield context.setting_path(step.name), error_message("already-narrow", text)
+
+
+def check_graph_settings(context: CheckContext) -> Iterator[Finding]:
+    """Check that settings of the steps after the original model fit its graph, such as names of nodes."""
+    model = context.onnx_model
+    # pooling is added to the graphs of embedders, and generation graphs are converted
+    if model is None or model.graphs or context.recipe.traits.output == "embedding":
+        return
+    for step in context.steps:
+        if step.parent == MODEL_STEP:
+            errors = step.stage_class.check_graph(step.settings, model.file)
+            yield from context.setting_findings(step, errors)
 
 
 def _set_batch_size(context: CheckContext, model: OnnxModel) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ from smelt.api.scored_run import generation_with, scored_generation
 from smelt.core.artifact import Artifact, read_artifact
 from smelt.core.errors import InputError, combined_error, did_you_mean
 from smelt.core.store import Store
-from smelt.data.labels import class_names, problem_type
+from smelt.data.labels import problem_type
 from smelt.data.split_division import limit_split
 from smelt.data.splits import Split, column_options
 from smelt.data.tasks import task_traits
@@ -34,7 +34,7 @@ from smelt.evaluate.metrics.registry import (
 )
 from smelt.pipeline.execute.scoring import Scorer
 from smelt.pipeline.inspect.data_files import parse_columns
-from smelt.pipeline.recipe.model_and_data import metric_class_errors, metric_errors
+from smelt.pipeline.recipe.model_and_data import metric_errors
 from smelt.pipeline.recipe.recipe import extract_metric_settings
 from smelt.pipeline.recipe.validation_errors import RecipeErrors
 from smelt.pipeline.recipe.yaml_file import YamlDocument, parse_yaml
@@ -110,7 +110,7 @@ def evaluate_artifact(
     listed_metrics, settings = _read_metrics(options.metrics)
     _check_metric_names(listed_metrics, task)
     is_classifier, is_embedder = (task_traits(task).output == output for output in ("labels", "embedding"))
-    metrics = _classifier_metrics(artifact, listed_metrics, settings) if is_classifier else listed_metrics
+    metrics = _classifier_metrics(artifact, listed_metrics) if is_classifier else listed_metrics
     scored = metrics or DEFAULT_METRICS[task]
     tokenized = [name for name in scored if "tokenize" in metric_settings_type(name).model_fields]
     if options.tokenize is not None and not tokenized:
@@ -276,19 +276,16 @@ def _with_windows(
     return replace(split, windows=split.windows.model_copy(update=windows))
 
 
-def _classifier_metrics(
-    artifact: Artifact, metrics: Sequence[str], settings: MetricSettingValues
-) -> tuple[str, ...]:
+def _classifier_metrics(artifact: Artifact, metrics: Sequence[str]) -> tuple[str, ...]:
     """Return `metrics`, or the default metrics of the classifier's problem type.
 
     Raises:
-        InputError: a metric does not fit the problem type, or is of an unknown class.
+        InputError: a metric does not fit the problem type.
     """
     from smelt.pipeline.inspect.model_folder import read_config
 
-    config, _ = read_config(artifact.path)
-    problem = problem_type(config)
-    errors = metric_errors(metrics, problem) or metric_class_errors(metrics, settings, class_names(config))
+    problem = problem_type(read_config(artifact.path)[0])
+    errors = metric_errors(metrics, problem)
     if errors:
         raise combined_error(error.with_prefix(f"--metric {metrics[index]}: ") for index, error in errors)
     return tuple(metrics) or DEFAULTS_BY_PROBLEM[problem]

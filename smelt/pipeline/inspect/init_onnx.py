@@ -38,8 +38,9 @@ _WIDTH = 78
 # Scan, and those whose weights int8-weight-only stores, also there; operators that only transformers have
 _STATIC_OPERATORS = ("Conv", "MatMul", "Gemm")
 _DYNAMIC_OPERATORS = ("MatMul", "Gemm", "Attention", "LSTM", "EmbedLayerNormalization")
-# Fraction of the weights that int8-static keeps float in any graph, above which it is not proposed: for Silero
-# VAD, with 43 %, agreement is 69 and 79 %, with int8-dynamic 97 and 99 % (docs/measurements/own-onnx.md).
+# Fraction of the weights that int8-static keeps float in any graph, above which it is not proposed: for
+# Silero VAD, with 43 %, agreement is 69 and 79 %, with int8-dynamic 97 and 99 %
+# (docs/measurements/own-onnx.md).
 _MAX_FLOAT_SHARE = 1 / 3
 _ATTENTION_OPERATORS = ("Attention", "MultiHeadAttention", "GroupQueryAttention", "EmbedLayerNormalization")
 

@@ -5,15 +5,17 @@ Shapes: n = samples.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.errors import RunError
+from smelt.data.npz_arrays import SampleAxes, arrays_of_equal_length, read_npz_headers
 from smelt.evaluate.metrics.metric import ComparedArrays, MetricSettingValues, Outputs
-from smelt.evaluate.metrics.registry import AGREEMENT_METRIC, metrics_of
+from smelt.evaluate.metrics.registry import AGREEMENT_METRIC, find_metric, is_custom_metric, metrics_of
 from smelt.evaluate.quality import MetricScore, check_inputs, score_metrics
 
 _MAX_NAMED_ROWS = 5  # samples named in a warning
@@ -50,6 +52,29 @@ def score_outputs(
     check_inputs(metrics, metrics_of(ComparedArrays), len(got), len(expected))
     samples = ComparedArrays(rows, got, expected, class_axes, key, inputs)
     return score_metrics(metrics, samples, settings=settings)
+
+
+def metric_arrays(
+    metrics: Sequence[str], settings: MetricSettingValues, files: Iterable[Path], axes: SampleAxes
+) -> frozenset[str]:
+    """Return the arrays of `.npz` files that metrics read.
+
+    A user's function may read all that every file has, with as many samples as the arrays in `axes`.
+
+    Args:
+        metrics: names of metrics, or of a user's functions.
+        settings: by metric.
+        files: with the scored samples.
+        axes: of the graph's inputs, and of other arrays where they are known.
+
+    Raises:
+        InputError: a file cannot be read; only where there is a user's function.
+    """
+    names = {name for m in metrics for name in find_metric(m).data_arrays(settings.get(m, {}))}
+    if any(map(is_custom_metric, metrics)):
+        arrays_by_file = [arrays_of_equal_length(read_npz_headers(file), axes) for file in files]
+        names |= set.intersection(*arrays_by_file) if arrays_by_file else set()
+    return frozenset(names)
 
 
 def require_finite_outputs(

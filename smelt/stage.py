@@ -380,6 +380,14 @@ class Stage(ABC, Generic[SettingsT]):
         return []
 
     @classmethod
+    def check_graph(cls, settings: SettingsT, graph: Path) -> list[Message]:
+        """Return the errors regarding the third-party graph in the ONNX file `graph`.
+
+        Called for every step that gets the original model, if that is one graph, which was validated.
+        """
+        return []
+
+    @classmethod
     def required_metrics(cls, settings: SettingsT) -> list[tuple[str, str]]:
         """Return (setting, metric) for each metric that settings name; the recipe must score them.
 

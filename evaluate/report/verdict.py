@@ -57,9 +57,14 @@ class _Pick:
     doubt: str | None = None
 
     @property
+    def is_disturbed(self) -> bool:
+        """Whether the wall-clock times of this step were disturbed."""
+        return self.times is not None and self.times.stable is False
+
+    @property
     def speedup(self) -> float | None:
         """The speed-up that is claimed."""
-        if self.times is None or (self.doubt and not self.by_cpu_time):
+        if self.times is None or (self.is_disturbed and not self.by_cpu_time):
             return None
         return self.times.cpu_speedup if self.by_cpu_time else self.times.speedup
 
@@ -73,12 +78,18 @@ class _Pick:
     @property
     def is_faster(self) -> bool:
         """Whether the step is faster than the baseline, beyond the interval and by `_MIN_GAIN`."""
-        return self.speedup is not None and _is_gain(self.speedup, self.speedup_ci95)
+        if self.speedup is None or (self.doubt and not self.by_cpu_time):
+            return False
+        return _is_gain(self.speedup, self.speedup_ci95)
 
     @property
     def is_slower(self) -> bool:
-        """Whether the step is slower than the baseline, beyond the interval."""
-        return self.speedup is not None and max(self.speedup, *(self.speedup_ci95 or ())) < 1
+        """Whether the step is slower than the baseline, by processor time where its times were disturbed."""
+        speedup, ends, limit = self.speedup, self.speedup_ci95, 1.0
+        if self.times and self.is_disturbed:
+            speedup, ends = self.times.cpu_speedup, self.times.cpu_speedup_ci95
+            limit -= _MIN_CPU_DIFFERENCE
+        return speedup is not None and max(ends or (speedup,)) < limit
 
 
 def decide(report: ReportData) -> Verdict:
@@ -125,7 +136,10 @@ def decide(report: ReportData) -> Verdict:
         if not remaining:
             return _closest(reason, candidates, metrics, report)
         candidates = remaining
-    return _recommend(_choose(candidates, metric, report), metrics, report, num_worse)
+    pick = _choose(candidates, metric, report)
+    if pick is None:
+        return _nothing_gained([step for step in useful if step not in candidates], metrics, report)
+    return _recommend(pick, metrics, report, num_worse)
 
 
 def shortlisted(report: ReportData) -> list[str]:
@@ -148,11 +162,41 @@ def _none(reason: Any, text: str) -> Verdict:
     return Verdict(reason=reason, text=f"No step is recommended: {text}")
 
 
+def _nothing_gained(excluded: Sequence[StepReport], metrics: Sequence[str], report: ReportData) -> Verdict:
+    """Return that no candidate is faster or smaller; names the step of `excluded` that is, if any."""
+    metric = metrics[0]
+    pick = _choose(excluded, metric, report)
+    if pick is None:
+        return _none("nothing-gained", f"none is faster or smaller than {report.baseline}.")
+    step = pick.step
+    gain, failed = "faster" if pick.is_faster else "smaller", _failed_gates_text(step)
+    losses = " and ".join(view.metric_label(name) for name in refused_losses(step, metrics))
+    reason = (
+        f"fails {failed}"
+        if failed
+        else f"is significantly worse by {losses}"
+        if losses
+        else f"was compared on too few examples ({samples_text(step, metric)})"
+    )
+    return Verdict(
+        reason="nothing-gained",
+        text=f"No step is recommended: {step.name} is {gain} than {report.baseline}, but {reason}; of the"
+        f" other steps none is faster or smaller. {step.name}: {_score_text(step, step, metric, report)}.",
+        closest=step.name,
+        **_loss_fields(step, metric),
+    )
+
+
+def _failed_gates_text(step: StepReport) -> str:
+    return " and ".join(
+        f"{view.metric_label(gate.metric)} {gate.kind}" for gate in step.gates if gate.passed is False
+    )
+
+
 def _closest(reason: Any, steps: Sequence[StepReport], metrics: Sequence[str], report: ReportData) -> Verdict:
     """Return that no step is recommended and why, with the step of the best score."""
     metric = metrics[0]
     best = max(steps, key=lambda step: signed_value(step, metric))
-    failed = [f"{view.metric_label(gate.metric)} {gate.kind}" for gate in best.gates if gate.passed is False]
     losses = refused_losses(best, metrics)
     text = {
         "gates-failed": "none passes all its gates.",
@@ -165,7 +209,7 @@ def _closest(reason: Any, steps: Sequence[StepReport], metrics: Sequence[str], r
     ]
     gates = ", ".join(f"{name}: {{max_drop: NUMBER}}" for name in losses or [metric])
     hint = {
-        "gates-failed": f"; it fails {' and '.join(failed)}.",
+        "gates-failed": f"; it fails {_failed_gates_text(best)}.",
         "significantly-worse": f". To accept such a loss, set a gate: gates: {{{gates}}}.",
         "too-few-examples": f". Score more samples, or set a gate: gates: {{{gates}}}.",
     }[reason]
@@ -203,8 +247,11 @@ def _choose(steps: Sequence[StepReport], metric: str, report: ReportData) -> _Pi
         return None
     graphs = [step for step in smaller if _is_cpu_graph(step)] or smaller
     smallest = min(graphs, key=lambda step: step.size_bytes or 0)
-    times = next((row for step, row in timed if step is smallest), None)
-    return _Pick(smallest, times, doubt=fastest.doubt if fastest else None)
+    times = smallest.latency_at(sizes[0]) if sizes else None
+    doubt = fastest.doubt if fastest else None
+    if times and times.stable is False:
+        doubt = doubt or _disturbed_text([(smallest, times)])
+    return _Pick(smallest, times, doubt=doubt)
 
 
 def _fastest(timed: Sequence[tuple[StepReport, LatencyReport]], metric: str) -> _Pick | None:
@@ -288,11 +335,9 @@ def ship_command(report: ReportData, step: StepReport, folder: str) -> str:
     )
 
 
-def _recommend(pick: _Pick | None, metrics: Sequence[str], report: ReportData, num_worse: int) -> Verdict:
+def _recommend(pick: _Pick, metrics: Sequence[str], report: ReportData, num_worse: int) -> Verdict:
     """Return the verdict for the chosen step. num_worse: how many others are significantly worse."""
     metric = metrics[0]
-    if pick is None:
-        return _none("nothing-gained", f"none is faster or smaller than {report.baseline}.")
     step = pick.step
     fastest = pick.is_faster
     kind = "fastest" if fastest else "smallest"
@@ -305,6 +350,8 @@ def _recommend(pick: _Pick | None, metrics: Sequence[str], report: ReportData, n
         )
         ratio = f"{'about ' * pick.by_cpu_time}{fast}× {view.interval_text(pick.speedup_ci95)}".rstrip()
         parts.append(f"{ratio} as fast{by_cpu} at batch {pick.times.batch_size}")
+    elif pick.is_disturbed:
+        parts.append("speed unknown, because its times were disturbed")
     share = view.size_ratio(step, report.baseline_step)
     of_base = f" ({100 * share:.0f} %)" if share is not None else ""
     parts.append(f"{view.megabytes(step.size_bytes)} MB{of_base}")
@@ -338,7 +385,8 @@ def _step_warnings(pick: _Pick, report: ReportData) -> list[Message]:
         if gate.passed is False
     ]
     if pick.is_slower:
-        text = f"{step.name} is slower than {report.baseline}; it is recommended for its size alone."
+        by_cpu = " by CPU time" * (pick.by_cpu_time or pick.is_disturbed)
+        text = f"{step.name} is slower than {report.baseline}{by_cpu}; it is recommended for its size alone."
         warnings.append(warning("slower", text))
     if step.outputs and step.outputs.is_degenerate:
         base = report.baseline_step

@@ -11,7 +11,8 @@ import numpy as np
 from pydantic import Field
 
 from smelt.core.artifact import Artifact, Format
-from smelt.core.errors import ParityError
+from smelt.core.errors import InputError, ParityError
+from smelt.core.messages import Message
 from smelt.data.tasks import ALL_TASKS, Task
 from smelt.export.onnx_models.normalize_graph import (
     copy_model_files,
@@ -77,6 +78,18 @@ class Fp16(Stage[Fp16Settings]):
     needs_float32: ClassVar[bool] = True
     settings_type: ClassVar[type[Settings]] = Fp16Settings
     tasks: ClassVar[frozenset[Task]] = frozenset(ALL_TASKS)
+
+    @classmethod
+    def check_graph(cls, settings: Fp16Settings, graph: Path) -> list[Message]:
+        """Return an error if `keep_fp32` names a node that the graph does not have."""
+        from smelt.export.onnx_models.normalize_graph import normalize_graph
+
+        try:
+            if settings.keep_fp32:
+                _expand_kept([normalize_graph(graph)], settings.keep_fp32)
+        except InputError as error:
+            return [error.as_message()]
+        return []
 
     @classmethod
     def estimate_size(cls, settings: Fp16Settings, inputs: SizeInputs) -> StepSize:

@@ -88,8 +88,10 @@ def match_nodes(patterns: Iterable[str], names: Collection[str], setting: str) -
         )
         if not found_names:
             raise InputError(
-                f"{setting}: the graph has no node '{pattern[:80]}'.{did_you_mean(pattern, names)}",
+                f"the graph has no node '{pattern[:80]}', which `{setting}` names."
+                f"{did_you_mean(pattern, names)}",
                 code="unknown-node",
+                setting=setting,
             )
         matches |= dict.fromkeys(found_names)
     return list(matches)

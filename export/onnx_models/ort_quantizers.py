@@ -31,7 +31,14 @@ from smelt.export.onnx_models.prepare_for_quantizer import (
 )
 from smelt.export.onnx_models.settings import DYNAMIC_OPS, INT8_WEIGHTS, WEIGHTED_OPS, QuantizeOnnxSettings
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME
-from smelt.runtimes.graph_walk import all_nodes, iter_graphs, iter_initializers, node_inputs, subgraphs
+from smelt.runtimes.graph_walk import (
+    all_nodes,
+    content_key,
+    iter_graphs,
+    iter_initializers,
+    node_inputs,
+    subgraphs,
+)
 from smelt.stage import Context
 
 CalibrationMethodName = Literal["minmax", "entropy", "percentile"]
@@ -364,14 +371,13 @@ def _warn_about_subgraphs(
     graph: Any, bodies: list[Any], settings: QuantizeOnnxSettings, ctx: Context
 ) -> None:
     """Warn about weights of inner graphs, which static quantization leaves in float."""
-    sizes = {tensor.name: 4 * math.prod(tensor.dims) for tensor in graph.initializer}
+    tensors = {tensor.name: tensor for tensor in graph.initializer}
     nodes = [node for body in bodies for node in body.node if node.op_type in WEIGHTED_OPS]
-    float_weights = {name for node in nodes for name in node.input if name in sizes}
-    if float_weights:
-        dynamic = {
-            name for node in nodes if node.op_type in DYNAMIC_OPS for name in node.input
-        } & float_weights
-        count, total = len(float_weights), sum(sizes[name] for name in float_weights) / 1e6
+    readers = [(node, tensors[name]) for node in nodes for name in node.input if name in tensors]
+    weights = {content_key(tensor): 4 * math.prod(tensor.dims) for _, tensor in readers}  # shared ones once
+    if weights:
+        dynamic = {content_key(tensor) for node, tensor in readers if node.op_type in DYNAMIC_OPS}
+        count, total = len(weights), sum(weights.values()) / 1e6
         advice = f" scheme: {DEFAULT_SCHEME} quantizes {len(dynamic):,} of them;" if dynamic else ""
         ctx.warn(
             "weights-kept-float",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 from smelt.core.artifact import Artifact, Format
+from smelt.core.errors import InputError
+from smelt.core.messages import Message
 from smelt.data.tasks import ALL_TASKS, Task, task_traits
 from smelt.export.onnx_models.graph_quantizer import GraphQuantizer
 from smelt.export.onnx_models.normalize_graph import (
@@ -35,7 +37,9 @@ from smelt.export.onnx_models.settings import (
 )
 from smelt.models.model_size import SizeInputs, StepSize, one_shot_size
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME, STATIC_SCHEME
+from smelt.runtimes.graph_walk import content_key, external_data_fields, is_external, iter_model_tensors
 from smelt.runtimes.onnx_import.float_matrices import float_matrices_message
+from smelt.runtimes.onnx_import.graph_files import QUANTIZED_DTYPES
 from smelt.stage import Context, Need, Settings, Stage
 
 _QUANTIZED_OPS = frozenset(
@@ -45,6 +49,7 @@ _QUANTIZED_OPS = frozenset(
         "MatMulNBits",
     }
 )
+_MATRIX_AXES = 2
 _SLACK_BYTES = 100_000  # for the nodes that int8 adds to a small graph
 
 _SCALE_BYTES, _SCALE_SHARE = 4, 0.05  # of a block; bytes per weight where an output has one scale
@@ -83,6 +88,15 @@ class QuantizeOnnx(Stage[QuantizeOnnxSettings]):
         if not settings.uses_calibration or set(available) & {"validation", "train"}:
             return frozenset()
         return frozenset({"calibration"})
+
+    @classmethod
+    def check_graph(cls, settings: QuantizeOnnxSettings, graph: Path) -> list[Message]:
+        """Return an error if `exclude` names a node that the graph does not have."""
+        try:
+            _expand_exclude([graph], settings)
+        except InputError as error:
+            return [error.as_message()]
+        return []
 
     @classmethod
     def estimate_size(cls, settings: QuantizeOnnxSettings, inputs: SizeInputs) -> StepSize:
@@ -191,7 +205,7 @@ def _expand_exclude(paths: list[Path], settings: QuantizeOnnxSettings) -> Quanti
     """Return `settings` with the names of the nodes that the patterns of `exclude` match."""
     from smelt.export.graph_files import read_graph
 
-    if not settings.exclude:
+    if {*settings.exclude} <= {AUTO}:
         return settings
     graphs = [read_graph(path, values=False) for path in paths]
     graphs = [
@@ -253,8 +267,33 @@ def _report(src: Artifact, paths: list[Path], settings: QuantizeOnnxSettings, ct
     ctx.details.update(nodes=operators.total(), operators=dict(operators.most_common()))
     before, after = (sum(graph_bytes(folder / path.name) for path in paths) for folder in (src.path, ctx.out))
     if after > before + _SLACK_BYTES:
+        float_models = [read_graph(path, values=False) for path in paths]
+        changes = stored_bytes(models, after)
+        changes.subtract(stored_bytes(float_models, before))
+        causes = ", ".join(f"{part} {change:+,}" for part, change in changes.most_common() if change)
         ctx.warn(
             "larger-file",
-            f"The quantized file is larger than the float one ({before:,} to {after:,} bytes):"
-            " its weights are few beside the nodes that int8 adds. Remove this step.",
+            f"The quantized file is larger than the float one ({before:,} to {after:,} bytes; change by part:"
+            f" {causes}). Remove this step.",
         )
+
+
+def stored_bytes(models: Iterable[Any], total: int) -> Counter[str]:
+    """Return the bytes of graph files by what they hold.
+
+    Args:
+        models: onnx.ModelProto, as read with or without external weights.
+        total: bytes of the files.
+    """
+    sizes: Counter[str] = Counter()
+    keys: set[bytes] = set()
+    for tensor in (tensor for model in models for tensor in iter_model_tensors(model)):
+        external, key = is_external(tensor), content_key(tensor)
+        if sum(length > 1 for length in tensor.dims) < _MATRIX_AXES or (external and key in keys):
+            continue  # small, or the same bytes of the data file
+        part = "integer weights" if tensor.data_type in QUANTIZED_DTYPES else "float weights"
+        size = int(external_data_fields(tensor)["length"]) if external else tensor.ByteSize()
+        sizes["copies of equal weights" if key in keys else part] += size
+        keys.add(key)
+    sizes["nodes, scales and other small values"] = total - sizes.total()
+    return sizes

@@ -32,7 +32,7 @@ from smelt.export.onnx_models.normalize_graph import make_node_names_unique, unu
 from smelt.export.onnx_models.ort_quantizers import name_float_nodes
 from smelt.export.onnx_models.prepare_for_quantizer import unquantizable_nodes
 from smelt.export.onnx_models.settings import RECURRENT_OPS, QuantizeOnnxSettings
-from smelt.runtimes.graph_walk import all_nodes, iter_graphs
+from smelt.runtimes.graph_walk import all_nodes, content_key, iter_graphs
 from smelt.stage import Context
 
 _NODE_BYTES = 300  # of a DequantizeLinear or MatMulNBits with its tensors, without their values
@@ -91,7 +91,7 @@ def quantize_weights(source: Path, target: Path, settings: QuantizeOnnxSettings,
     weights = [
         weight
         for weight in weights
-        if _content_key(tensors[weight.name]) not in read_elsewhere
+        if content_key(tensors[weight.name]) not in read_elsewhere
         and _is_smaller(weight, tensors[weight.name], settings)
     ]
     if settings.uses_nbits:
@@ -104,7 +104,7 @@ def quantize_weights(source: Path, target: Path, settings: QuantizeOnnxSettings,
 def _values_read_elsewhere(graph: Any, weights: list[_Weight], tensors: dict[str, Any]) -> set[bytes]:
     """Return the content of weights that other nodes read as floats: a second form would add to the file."""
     quantized = {(weight.node.output[0], weight.index) for weight in weights}
-    contents = {weight.name: _content_key(tensors[weight.name]) for weight in weights}
+    contents = {weight.name: content_key(tensors[weight.name]) for weight in weights}
     shapes = {tuple(tensors[name].dims) for name in contents}
     others: set[bytes] = set()
     for node in all_nodes(graph.node):
@@ -113,15 +113,8 @@ def _values_read_elsewhere(graph: Any, weights: list[_Weight], tensors: dict[str
             if tensor is None or (node.output[0], index) in quantized:
                 continue
             if tuple(tensor.dims) in shapes:
-                others.add(contents.get(name) or _content_key(tensor))
+                others.add(contents.get(name) or content_key(tensor))
     return others
-
-
-def _content_key(tensor: Any) -> bytes:
-    from onnx import numpy_helper
-
-    values = numpy_helper.to_array(tensor)
-    return hashlib.sha256(f"{values.dtype} {values.shape}".encode() + values.tobytes()).digest()
 
 
 def _constant_weights(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact, read_artifact
@@ -29,6 +30,8 @@ from smelt.data.npz_arrays import (
 from smelt.data.splits import Columns as _Columns
 from smelt.data.splits import Split
 from smelt.data.tasks import task_traits, tasks_with
+from smelt.evaluate.metrics.metric import MetricSettingValues
+from smelt.evaluate.tensor_quality import metric_arrays
 from smelt.runtimes.onnx_import.signature import GraphSignature, read_signature
 from smelt.runtimes.single_call_runners import GraphRunner, output_batch_axis, outputs_by_sample, run_batches
 from smelt.tasks.read_split import read_split
@@ -44,11 +47,22 @@ def reads_arrays(folder: Path) -> bool:
     return task_traits(read_artifact(folder).manifest.task).modality == "arrays"
 
 
-def read_array_rows(path: Path | None, artifact: Artifact) -> Split:
+def read_array_rows(
+    path: Path | None,
+    artifact: Artifact,
+    metrics: Sequence[str] = (),
+    metric_settings: MetricSettingValues = MappingProxyType({}),
+) -> Split:
     """Return the samples in `path`, an `.npz` file or a folder of them, for `artifact`.
 
+    Args:
+        path: of the samples.
+        artifact: whose inputs are read.
+        metrics: whose arrays are read, too.
+        metric_settings: by metric.
+
     Raises:
-        InputError: `path` is None, or the file does not contain the graph's inputs.
+        InputError: `path` is None, or the file does not contain the graph's inputs or a metric's arrays.
     """
     signature = read_signature(artifact.path)
     if path is None:
@@ -62,9 +76,12 @@ def read_array_rows(path: Path | None, artifact: Artifact) -> Split:
     if path.is_dir():
         axes = signature.without_batch_axes.input_batch_axes
     has_calls = are_calls(path, axes)
-    for file in call_files(path) if has_calls else [path]:
+    files = call_files(path) if has_calls else [path]
+    more = metric_arrays(metrics, metric_settings, files, axes)
+    for file in files:
         shapes = read_npz_headers(file)
-        require_matching_shapes(signature, shapes, str(file))
+        require_matching_shapes(signature, shapes, str(file), more)
+    axes = {**dict.fromkeys(more, None if has_calls else 0), **axes}
     if not has_calls:
         count_array_samples({name: shapes[name] for name in axes}, path, axes, of_artifact=True)
     (task,) = tasks_with(modality="arrays")
@@ -72,16 +89,21 @@ def read_array_rows(path: Path | None, artifact: Artifact) -> Split:
 
 
 def require_matching_shapes(
-    signature: GraphSignature, shapes: Mapping[str, ArrayHeader], origin: str
+    signature: GraphSignature,
+    shapes: Mapping[str, ArrayHeader],
+    origin: str,
+    metric_arrays: Collection[str] = (),
 ) -> None:
-    """Require that arrays of these shapes fit the graph's inputs.
+    """Require that arrays of these shapes fit the graph's inputs, and that there are those of metrics.
 
     Raises:
         InputError: they do not; the message lists every mismatch.
     """
-    problems = [
-        error_message("does-not-fit-graph", f"{origin}: {text}") for text in signature.shape_problems(shapes)
+    texts = [
+        *signature.shape_problems(shapes),
+        *(f"no array '{name}', which a metric reads." for name in sorted({*metric_arrays} - {*shapes})),
     ]
+    problems = [error_message("does-not-fit-graph", f"{origin}: {text}") for text in texts]
     if problems:
         raise combined_error(problems)
 

@@ -17,14 +17,16 @@ from smelt.data.labels import problem_type
 from smelt.data.split_division import limit_split
 from smelt.data.splits import Split, column_options
 from smelt.data.tasks import task_traits
+from smelt.evaluate.metrics.metric import MetricSettingValues
 from smelt.evaluate.metrics.registry import (
     AGREEMENT_METRIC,
     CORRELATION_METRICS,
     DEFAULT_METRICS,
     DEFAULTS_BY_PROBLEM,
-    METRICS,
     METRICS_BY_TASK,
     absent_metric_hint,
+    base_metric,
+    find_metric,
     is_custom_metric,
     metric_settings_type,
     scores_agreement_alone,
@@ -33,6 +35,10 @@ from smelt.evaluate.metrics.registry import (
 from smelt.pipeline.execute.scoring import Scorer
 from smelt.pipeline.inspect.data_files import parse_columns
 from smelt.pipeline.recipe.model_and_data import metric_errors
+from smelt.pipeline.recipe.recipe import extract_metric_settings
+from smelt.pipeline.recipe.validation_errors import RecipeErrors
+from smelt.pipeline.recipe.yaml_file import YamlDocument, parse_yaml
+from smelt.runtimes.onnx_import.signature import read_signature
 from smelt.runtimes.onnx_import.trial_run import require_safe_artifact
 from smelt.tasks.read_split import read_split
 
@@ -45,7 +51,9 @@ class EvaluationOptions:
     """What `evaluate_artifact` scores and how: the options of `smelt eval`.
 
     Attributes:
-        metrics: metrics; default those of the task.
+        metrics: metrics as in `score.quality`, with settings as YAML: "allclose: {atol: 0.01}"; default those
+            of the task. A function `module:function` is imported from the current folder, or an installed
+            package.
         columns: ROLE=NAME for columns with other names.
         batch_size: samples per batch.
         num_beams: number of beams; default as in the run that made the artifact, else 1.
@@ -90,8 +98,8 @@ def evaluate_artifact(
         report: called with notes and warnings.
 
     Raises:
-        InputError: the folder is not an artifact, unknown metrics or columns, unreadable data, or window
-            settings that do not fit the task or each other.
+        InputError: the folder is not an artifact, unknown metrics or columns, wrong settings of metrics,
+            unreadable data, or window settings that do not fit the task or each other.
     """
     import tempfile
 
@@ -99,24 +107,30 @@ def evaluate_artifact(
     artifact = _open_artifact(folder)
     require_safe_artifact(artifact, options.trust_engine)
     task: Any = artifact.manifest.task
-    _check_metric_names(options.metrics, task)
+    listed_metrics, settings = _read_metrics(options.metrics)
+    _check_metric_names(listed_metrics, task)
     is_classifier, is_embedder = (task_traits(task).output == output for output in ("labels", "embedding"))
-    metrics = _classifier_metrics(artifact, options.metrics) if is_classifier else options.metrics
+    metrics = _classifier_metrics(artifact, listed_metrics) if is_classifier else listed_metrics
     scored = metrics or DEFAULT_METRICS[task]
     tokenized = [name for name in scored if "tokenize" in metric_settings_type(name).model_fields]
     if options.tokenize is not None and not tokenized:
         raise InputError(
             "--tokenize is only for BLEU, which is not scored. Add --metric bleu.", code="settings-conflict"
         )
+    if options.tokenize is not None:
+        settings |= {name: settings.get(name, {}) | {"tokenize": options.tokenize} for name in tokenized}
     _check_baseline(metrics, task, options.baseline)
     if task_traits(task).modality == "arrays":
-        full_split = read_array_rows(Path(data), artifact)
+        _check_graph(artifact, scored, settings)
+        full_split = read_array_rows(Path(data), artifact, scored, settings)
     else:
         unlabeled = scores_agreement_alone(metrics)
         with column_options():
             full_split = read_split(
                 data, task, parse_columns(options.columns), Path.cwd(), targets_optional=unlabeled
             )
+    for name in listed_metrics:
+        find_metric(name).check(settings.get(name, {}), Path.cwd(), {"test": full_split})
     split = _with_windows(
         limit_split(full_split, options.limit), artifact, options.window, options.stride, report
     )
@@ -129,9 +143,8 @@ def evaluate_artifact(
             options.batch_size,
             options.threads,
             device=options.device,
-            metric_settings={name: {"tokenize": options.tokenize} for name in tokenized}
-            if options.tokenize is not None
-            else {},
+            metric_settings=settings,
+            base=Path.cwd(),
             reference=None if options.baseline is None else _open_artifact(options.baseline),
         )
         score = scorer.score(artifact, split)
@@ -141,31 +154,51 @@ def evaluate_artifact(
     return quality
 
 
-def _check_metric_names(metrics: Sequence[str], task: Any) -> None:
-    """Check that the command line can name each of `metrics` for `task`.
+def _read_metrics(entries: Sequence[str]) -> tuple[tuple[str, ...], dict[str, dict[str, Any]]]:
+    """Return the metrics of `--metric`, whose values are entries of `score.quality`, and their settings.
 
     Raises:
-        InputError: one is not a metric of the task, or needs a setting that only a recipe has.
+        InputError: an entry is not YAML, or a setting is wrong.
+    """
+    documents = [parse_yaml(entry, f"--metric {entry}") for entry in entries]
+    names = [
+        document.value if isinstance(document.value, dict) else entry
+        for entry, document in zip(entries, documents, strict=True)
+    ]
+    yaml_errors = [error for document in documents for error in document.errors]
+    document = YamlDocument("--metric", {"score": {"quality": names}}, errors=yaml_errors)
+    errors = RecipeErrors(document)
+    settings = extract_metric_settings(document.value, errors)
+    errors.raise_if_any()
+    return tuple(str(name) for name in document.value["score"]["quality"]), settings
+
+
+def _check_metric_names(metrics: Sequence[str], task: Any) -> None:
+    """Check that `metrics` are for `task`; a user's functions are for tasks that take any.
+
+    Raises:
+        InputError: one is not a metric of the task.
     """
     for metric in metrics:
-        if metric not in METRICS_BY_TASK[task]:
+        is_own = is_custom_metric(metric) and takes_custom_metrics(task)
+        if base_metric(metric) not in METRICS_BY_TASK[task] and not is_own:
             supported_metrics = ", ".join(METRICS_BY_TASK[task])
             hint = absent_metric_hint(metric) or did_you_mean(metric, METRICS_BY_TASK[task])
-            if is_custom_metric(metric) and takes_custom_metrics(task):
-                hint = f" Your custom metric is scored by a recipe: score: {{quality: ['{metric}']}}."
             raise InputError(
                 f"--metric {metric}: not a metric for {task}. Available metrics: {supported_metrics}.{hint}",
                 code="unknown-metric",
             )
+
+
+def _check_graph(artifact: Artifact, metrics: Sequence[str], settings: MetricSettingValues) -> None:
+    """Check that the settings of metrics match the outputs of a third-party graph.
+
+    Raises:
+        InputError: an output is missing, or has no such axis.
+    """
+    shapes = read_signature(artifact.path).output_shapes
     for metric in metrics:
-        settings_class = METRICS[metric].settings
-        if settings_class and any(setting.is_required() for setting in settings_class.model_fields.values()):
-            names = ", ".join(name for name, s in settings_class.model_fields.items() if s.is_required())
-            raise InputError(
-                f"--metric {metric}: needs the setting {names}, which only a recipe can give. Score it with"
-                f" score: {{quality: [{{{metric}: {{{names}: ...}}}}]}}.",
-                code="missing-setting",
-            )
+        find_metric(metric).check_graph(settings.get(metric, {}), shapes)
 
 
 def _check_baseline(metrics: Sequence[str], task: Any, baseline: Path | None) -> None:

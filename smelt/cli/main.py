@@ -306,7 +306,11 @@ def stages(name: str | None) -> None:
 @click.argument("artifact", type=FOLDER_TYPE)
 @click.option("--data", required=True, help="Samples to score: a file or a hub id.")
 @click.option(
-    "--metric", "metrics", multiple=True, help="A metric; may be repeated (default: those of the task)."
+    "--metric",
+    "metrics",
+    multiple=True,
+    help="A metric as in score.quality, such as 'allclose: {atol: 0.01}'; may be repeated (default: those of"
+    " the task).",
 )
 @click.option(
     "--column",

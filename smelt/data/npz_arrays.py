@@ -13,7 +13,7 @@ import io
 import math
 import zipfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -48,12 +48,14 @@ class ArrayHeader(NamedTuple):
 class SampleArrays:
     """Arrays by name. Those of rank 0 and `shared` belong to all samples; others have samples on axis 0.
 
-    values: inputs of the graph, with the sample axis moved to the front.
+    values: inputs of the graph, and arrays that only metrics read (`labels`), with the sample axis moved to
+        the front.
     """
 
     values: Mapping[str, NDArray[Any]] = field(repr=False)
     num_samples: int
     shared: frozenset[str] = frozenset()
+    labels: frozenset[str] = frozenset()
 
     def is_shared(self, name: str) -> bool:
         """Return whether an array belongs to all samples."""
@@ -72,8 +74,9 @@ class SampleArrays:
 
     @property
     def sample_hashes(self) -> tuple[str, ...]:
-        """SHA-256 of the content of each sample."""
-        parts = [value for name, value in sorted(self.values.items()) if not self.is_shared(name)]
+        """SHA-256 of the inputs of each sample."""
+        names = [name for name in sorted(self.values) if not self.is_shared(name) and name not in self.labels]
+        parts = [self.values[name] for name in names]
         contents = (b"".join(value[index].tobytes() for value in parts) for index in range(self.num_samples))
         return tuple(hashlib.sha256(row).hexdigest() for row in contents)
 
@@ -93,7 +96,7 @@ class SampleArrays:
     def select(self, places: Sequence[int]) -> SampleArrays:
         """Return the samples at `places`."""
         values = {n: v if self.is_shared(n) else v[list(places)] for n, v in self.values.items()}
-        return SampleArrays(values, len(places), self.shared)
+        return replace(self, values=values, num_samples=len(places))
 
 
 @dataclass(frozen=True)
@@ -122,8 +125,11 @@ class CallArrays(SampleArrays):
 
     @property
     def sample_hashes(self) -> tuple[str, ...]:
-        """SHA-256 of the content of each sample."""
-        return tuple(_content_hash(call) for call in self.calls)
+        """SHA-256 of the inputs of each sample."""
+        return tuple(
+            _content_hash({name: value for name, value in call.items() if name not in self.labels})
+            for call in self.calls
+        )
 
     def sample(self, index: int) -> dict[str, NDArray[Any]]:
         """Return the arrays of one sample."""
@@ -136,12 +142,14 @@ class CallArrays(SampleArrays):
     def select(self, places: Sequence[int]) -> CallArrays:
         """Return the samples at `places`."""
         names = [self.names[index] for index in places]
-        return call_arrays([self.calls[index] for index in places], names)
+        return call_arrays([self.calls[index] for index in places], names, self.labels)
 
 
-def call_arrays(calls: Sequence[Mapping[str, NDArray[Any]]], names: Sequence[str]) -> CallArrays:
+def call_arrays(
+    calls: Sequence[Mapping[str, NDArray[Any]]], names: Sequence[str], labels: Collection[str] = ()
+) -> CallArrays:
     """Return samples that are whole calls."""
-    return CallArrays({}, len(calls), calls=tuple(calls), names=tuple(names))
+    return CallArrays({}, len(calls), labels=frozenset(labels), calls=tuple(calls), names=tuple(names))
 
 
 def _content_hash(arrays: Mapping[str, NDArray[Any]]) -> str:
@@ -176,26 +184,30 @@ def call_files(path: Path, name: str = "test") -> list[Path]:
     return files
 
 
-def read_samples(path: Path, name: str = "test", axes: SampleAxes = NO_SAMPLE_AXES) -> SampleArrays:
+def read_samples(
+    path: Path, name: str = "test", axes: SampleAxes = NO_SAMPLE_AXES, labels: Collection[str] = ()
+) -> SampleArrays:
     """Return the samples in the `.npz` file `path`, or in a folder of such files; arguments as `read_npz`.
 
     Raises:
         InputError: see `read_npz` and `call_files`.
     """
     if not are_calls(path, axes):
-        return read_npz(path, name, axes)
+        return read_npz(path, name, axes, labels)
     files = call_files(path, name)
     shapes = [read_npz_headers(file, name) for file in files]
     selected = [{key: shape for key, shape in s.items() if not axes or key in axes} for s in shapes]
     _require_memory(path, [shape for part in selected for shape in part.values()])
     calls = [_read_values(file, list(part)) for file, part in zip(files, selected, strict=True)]
-    return call_arrays(calls, [file.stem for file in files])
+    return call_arrays(calls, [file.stem for file in files], labels)
 
 
-def read_npz(path: Path, name: str = "test", axes: SampleAxes = NO_SAMPLE_AXES) -> SampleArrays:
+def read_npz(
+    path: Path, name: str = "test", axes: SampleAxes = NO_SAMPLE_AXES, labels: Collection[str] = ()
+) -> SampleArrays:
     """Return the arrays of the `.npz` file `path`; `name` is the split, for messages.
 
-    axes: if it names any, other arrays are not read.
+    axes: if it names any, other arrays are not read. labels: arrays in `axes` that are no inputs.
 
     Raises:
         InputError: no such file, not a valid `.npz`, not enough memory, Python objects, or
@@ -204,7 +216,7 @@ def read_npz(path: Path, name: str = "test", axes: SampleAxes = NO_SAMPLE_AXES) 
     shapes = {key: shape for key, shape in read_npz_headers(path, name).items() if not axes or key in axes}
     num_samples = count_array_samples(shapes, path, axes)
     _require_memory(path, shapes.values())
-    return samples_first(_read_values(path, list(shapes)), num_samples, axes)
+    return samples_first(_read_values(path, list(shapes)), num_samples, axes, labels)
 
 
 def _require_memory(path: Path, shapes: Iterable[ArrayHeader]) -> None:
@@ -259,7 +271,9 @@ def write_npz(path: Path, values: Mapping[str, NDArray[Any]]) -> None:
                 np.lib.format.write_array(stream, np.asanyarray(texts), allow_pickle=False)
 
 
-def samples_first(values: Mapping[str, NDArray[Any]], rows: int, axes: SampleAxes) -> SampleArrays:
+def samples_first(
+    values: Mapping[str, NDArray[Any]], rows: int, axes: SampleAxes, labels: Collection[str] = ()
+) -> SampleArrays:
     """Return arrays with the sample axis moved to the front."""
     import numpy as np
 
@@ -268,7 +282,7 @@ def samples_first(values: Mapping[str, NDArray[Any]], rows: int, axes: SampleAxe
         name: np.moveaxis(value, axis, 0) if (axis := axes.get(name, 0)) and value.ndim > axis else value
         for name, value in values.items()
     }
-    return SampleArrays(moved_arrays, rows, shared)
+    return SampleArrays(moved_arrays, rows, shared, frozenset(labels))
 
 
 def read_npz_headers(path: Path, name: str = "test") -> dict[str, ArrayHeader]:
@@ -356,6 +370,20 @@ def count_array_samples(
             file=str(path),
         )
     return num_samples
+
+
+def arrays_of_equal_length(shapes: Mapping[str, ArrayHeader], axes: SampleAxes) -> set[str]:
+    """Return the arrays that have as many samples on axis 0 as those in `axes`, and those in `axes`."""
+    counts = {
+        shapes[name].shape[axis]
+        for name, axis in axes.items()
+        if axis is not None and name in shapes and axis < len(shapes[name].shape)
+    }
+    return {
+        name
+        for name, header in shapes.items()
+        if name in axes or not counts or not header.shape or header.shape[0] in counts
+    }
 
 
 def _sample_axis_hint(

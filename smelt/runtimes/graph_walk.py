@@ -6,6 +6,7 @@ Loop and Scan) and those of several.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -135,6 +136,16 @@ def external_locations(model: Any) -> set[str]:
     """Return the names of the external data files of an onnx.ModelProto, as it was read."""
     external = (tensor for tensor in iter_model_tensors(model) if is_external(tensor))
     return {external_data_fields(tensor).get("location", "") for tensor in external}
+
+
+def content_key(tensor: Any) -> bytes:
+    """Return a hash of the type, shape and values of an onnx.TensorProto, or of where its values are."""
+    from onnx import numpy_helper
+
+    kind = f"{tensor.data_type} {list(tensor.dims)} "
+    if is_external(tensor):
+        return f"{kind}{sorted(external_data_fields(tensor).items())}".encode()
+    return hashlib.sha256(kind.encode() + numpy_helper.to_array(tensor).tobytes()).digest()
 
 
 def iter_graph_tensors(graph: Any) -> Iterator[Any]:

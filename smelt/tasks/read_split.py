@@ -6,7 +6,7 @@ sample per line. Unlabeled samples are those on which a student learns its teach
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,12 @@ def read_split(
     name: str = "test",
     axes: SampleAxes = NO_SAMPLE_AXES,
     targets_optional: bool = False,
+    label_arrays: Collection[str] = (),
 ) -> Split:
     """Return the samples of `origin`: a path (relative to `base`) or a hub id.
 
     axes: the sample axes of arrays. targets_optional: whether samples may lack references or a label, for
-    scores that use neither.
+    scores that use neither. label_arrays: arrays in `axes` that only metrics read.
 
     Raises:
         InputError: no such file, no samples, invalid lines (the first ones are named), a missing column (with
@@ -44,7 +45,7 @@ def read_split(
     """
     path = resolve_path(base, origin)
     if task_traits(task).modality == "arrays":
-        return split_from_arrays(origin, read_samples(path, name, axes))
+        return split_from_arrays(origin, read_samples(path, name, axes, label_arrays))
     if task_traits(task).modality == "image":
         return _read_image_split(path, origin, task_spec(task), columns, name, targets_optional)
     if path.is_file():

@@ -186,7 +186,7 @@ def test_confusion_matrix_counts_predictions_by_label():
 
 
 def test_report_contains_scores_of_most_frequent_classes(monkeypatch):
-    gold, predicted = (rng.integers(0, 5, 90).tolist() for _ in range(2))
+    gold, predicted = np.random.default_rng(0).integers(0, 5, (2, 90)).tolist()
     names = list("abcdef")
     counts = confusion_matrix(predicted, gold, 6)
     class_totals = counts.diagonal(), counts.sum(axis=0), counts.sum(axis=1)

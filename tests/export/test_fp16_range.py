@@ -120,7 +120,7 @@ def make_model(nodes: list[Any], opset: int = 17) -> Any:
 
 
 def samples() -> Any:
-    x = RANDOM.normal(size=(6, 8))
+    x = np.random.default_rng(1).normal(size=(6, 8))
     x[0], x[1], x[2], x[3] = 0, x[1] * 1e-4, 3.3, x[3] * 1e-2
     return x.astype(np.float16).astype(np.float32)
 
@@ -178,7 +178,11 @@ def test_attributes_without_a_float16_value(node: Any, float32: bool) -> None:
 
 def test_small_elements_of_weights_and_biases_become_float16() -> None:
     """Next to the others they are negligible; nearly every matrix has some."""
-    arrays = {"w": RANDOM.normal(size=(8, 8)), "b": np.full(8, 1e-7), "c": np.linspace(1e-7, 1e-6, 8)}
+    arrays = {
+        "w": np.random.default_rng(0).normal(size=(8, 8)),
+        "b": np.full(8, 1e-7),
+        "c": np.linspace(1e-7, 1e-6, 8),
+    }
     arrays["w"][0] = 1e-9
     weights = [numpy_helper.from_array(value.astype(np.float32), name) for name, value in arrays.items()]
     nodes = [N("Gemm", ["x", "w", "b"], ["h"]), N("Add", ["h", "c"], ["y"])]

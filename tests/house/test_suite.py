@@ -1,5 +1,7 @@
 """The tests' own machinery: order, the quick part, short failures, the harness, matrices, shared folders."""
 
+import ast
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,3 +33,25 @@ def test_files_outside_quick_part_are_not_collected() -> None:
     assert Path(__file__) not in ignored
     full_config = SimpleNamespace(getoption=lambda name: "", rootpath=ROOT)
     assert not any(pytest_smelt.pytest_ignore_collect(path, full_config) for path in FILES)
+
+
+def test_no_function_draws_from_a_generator_of_its_module() -> None:
+    """What a test draws would depend on the tests before it."""
+    assert [f"{path.relative_to(TESTS)}: {name}" for path in FILES for name in _shared_generators(path)] == []
+
+
+def _shared_generators(path: Path) -> set[str]:
+    """Return the random generators that a module creates and a function of it reads."""
+    module = ast.parse(path.read_text())
+    generators = {
+        ast.unparse(statement.targets[0])
+        for statement in module.body
+        if isinstance(statement, ast.Assign)
+        and re.fullmatch(
+            r"np\.random\.default_rng\(\d*\)|torch\.Generator\(.*\)", ast.unparse(statement.value)
+        )
+    }
+    functions = [node for node in module.body if isinstance(node, ast.FunctionDef)] if generators else []
+    names = [[node for node in ast.walk(f) if isinstance(node, ast.Name)] for f in functions]
+    read = [{n.id for n in nodes} - {n.id for n in nodes if isinstance(n.ctx, ast.Store)} for nodes in names]
+    return generators & set().union(*read)

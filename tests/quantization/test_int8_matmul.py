@@ -17,7 +17,6 @@ from tests.support.graphs.ort_sessions import ort_session
 
 pytestmark = pytest.mark.quick
 
-CODES = torch.Generator().manual_seed(0)
 CASES = {
     "both signs": torch.linspace(-3.7, 2.2, 97), "positive only": torch.linspace(0.5, 9.0, 33),
     "negative only": torch.linspace(-4.0, -0.25, 41), "zeros": torch.zeros(5),
@@ -45,8 +44,9 @@ def test_values_and_parameters_equal_the_onnx_operator(x):
 def test_sums_are_exact_for_any_quantized_weights(rows, inputs, exactly, monkeypatch):
     if not exactly or not is_int8_matmul_exact():
         monkeypatch.setattr(int8, "is_int8_matmul_exact", lambda: False)
-    x = torch.randint(-128, 128, (rows, inputs), dtype=torch.int8, generator=CODES)
-    codes = torch.randint(-127, 128, (40, inputs), dtype=torch.int8, generator=CODES)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-128, 128, (rows, inputs), dtype=torch.int8, generator=generator)
+    codes = torch.randint(-127, 128, (40, inputs), dtype=torch.int8, generator=generator)
     x[0], codes[0] = -128, -127  # the largest sum there can be
     sums = int8.int8_matmul(x, codes)
     assert sums.dtype == torch.int32

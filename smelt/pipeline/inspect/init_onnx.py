@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from smelt.core.errors import InputError
 from smelt.core.messages import escape_controls
 from smelt.data.npz_arrays import NPZ_SUFFIX, SampleAxes
 from smelt.data.tasks import Task, task_traits, tasks_with
+from smelt.export.onnx_models.settings import INT8_WEIGHTS, RECURRENT_OPS, WEIGHT_ONLY_OPS
 from smelt.models.text_rules import MODULES_FILE
 from smelt.pipeline.inspect.data_files import DataInfo, inspect_data
 from smelt.pipeline.inspect.model_folder import read_config
@@ -32,9 +34,14 @@ from smelt.tasks.registry import all_specs
 ROWS_SUFFIX = ".jsonl"
 _BATCH_SIZES = (1, 8)  # of the latency, where the graph's is free
 _WIDTH = 78
-# quantized only by int8-static; by int8-dynamic, some by both; operators that only transformers have
-_CONVOLUTION_OPERATORS = ("Conv", "ConvTranspose")
-_MATRIX_OPERATORS = ("MatMul", "Gemm", "Attention", "LSTM", "EmbedLayerNormalization", "FusedMatMul")
+# Operators with weights that int8-static quantizes, those of int8-dynamic, also in the bodies of If, Loop and
+# Scan, and those whose weights int8-weight-only stores, also there; operators that only transformers have
+_STATIC_OPERATORS = ("Conv", "MatMul", "Gemm")
+_DYNAMIC_OPERATORS = ("MatMul", "Gemm", "Attention", "LSTM", "EmbedLayerNormalization")
+# Fraction of the weights that int8-static keeps float in any graph, above which it is not proposed: for
+# Silero VAD, with 43 %, agreement is 69 and 79 %, with int8-dynamic 97 and 99 %
+# (docs/measurements/own-onnx.md).
+_MAX_FLOAT_SHARE = 1 / 3
 _ATTENTION_OPERATORS = ("Attention", "MultiHeadAttention", "GroupQueryAttention", "EmbedLayerNormalization")
 
 
@@ -211,31 +218,40 @@ def _yaml_quoted(name: str) -> str:
 
 
 def _quantization_lines(onnx_model: OnnxModel, task: Task, calibrated: bool) -> Iterator[str]:
-    """Yield the quantization step, or a comment why there is none.
+    """Yield the quantization steps, or a comment why there is none.
 
     Only int8-static quantizes convolutions. For transformers it loses more quality than int8-dynamic (MiniLM
-    0.89 points of Spearman instead of 0.16: docs/measurements/int8-static.md).
+    0.89 points of Spearman instead of 0.16: docs/measurements/int8-static.md), and it keeps recurrent layers
+    and the bodies of If, Loop and Scan float (`_MAX_FLOAT_SHARE`). Where the proposed scheme quantizes less
+    than half of the weights, int8-weight-only is proposed too, which also stores convolutions in bodies, GRU
+    and RNN in int8.
     """
     details = onnx_model.details
-    operators, weighted, inner_weighted = (
-        details.get(name, {}) for name in ("operators", "weighted_operators", "inner_weighted_operators")
-    )
     if details.get("codes"):
         yield "  # no quantization: its weights have 8 bits or fewer"
         return
-    convolutions = sum(weighted.get(name, 0) for name in _CONVOLUTION_OPERATORS)
-    # int8-dynamic also quantizes the bodies of If, Loop and Scan
-    products = sum(weighted.get(name, 0) + inner_weighted.get(name, 0) for name in _MATRIX_OPERATORS)
-    if not convolutions and not products:
+    outer, inner = (Counter(details.get(name, {})) for name in ("weights", "inner_weights"))
+    total = sum((outer + inner)[name] for name in {*WEIGHT_ONLY_OPS, *_DYNAMIC_OPERATORS})
+    if not total:
         yield "  # no quantization: no operator with constant weights that int8 schemes support"
         return
+    products = sum((outer + inner)[name] for name in _DYNAMIC_OPERATORS)
+    always_float = sum(outer[name] for name in RECURRENT_OPS) + sum(inner[name] for name in WEIGHT_ONLY_OPS)
+    operators = details.get("operators", {})
     attends = operators.get("Softmax", 0) > 1 or any(name in operators for name in _ATTENTION_OPERATORS)
-    static = convolutions and not (attends and products) and task_traits(task).modality == "arrays"
+    static = outer["Conv"] and not (attends and products) and task_traits(task).modality == "arrays"
+    static = static and always_float <= _MAX_FLOAT_SHARE * total
     if static and not calibrated and not products:
         yield f"  # - quantize-onnx: {{scheme: {STATIC_SCHEME}}}    # with data: {{calibration: FILE}}"
         return
-    yield f"  - quantize-onnx: {{scheme: {STATIC_SCHEME if static and calibrated else DEFAULT_SCHEME}}}"
-    yield "    name: int8"
+    is_static = static and calibrated
+    covered = sum(outer[name] for name in _STATIC_OPERATORS) if is_static else products
+    if covered:
+        yield f"  - quantize-onnx: {{scheme: {STATIC_SCHEME if is_static else DEFAULT_SCHEME}}}"
+        yield "    name: int8"
+    if 2 * covered < total:
+        yield f"  - quantize-onnx: {{scheme: {INT8_WEIGHTS}}}    # for its size, not its speed"
+        yield from ["    name: int8-weights", "    from: simplify"] if covered else ["    name: int8"]
 
 
 def _takes_only_single_samples(onnx_model: OnnxModel, file: Path) -> bool:

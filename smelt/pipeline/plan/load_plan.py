@@ -30,6 +30,7 @@ from smelt.pipeline.plan.check_context import Check, CheckContext, skip_if_inval
 from smelt.pipeline.plan.onnx_models import (
     check_float_weights,
     check_generation_engines,
+    check_graph_settings,
     read_onnx_model,
 )
 from smelt.pipeline.plan.plan import Plan, PlanStep
@@ -246,6 +247,7 @@ CHECKS: tuple[Check, ...] = (
     check_model_configs,
     check_generation_engines,
     check_float_weights,
+    check_graph_settings,
     check_window_length,
     check_metrics,
     check_prompts,

@@ -5,7 +5,6 @@ A graph is opened in a separate process with limits of memory and time (`smelt.r
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from smelt.core.errors import InputError
 from smelt.core.files import resolve_path
 from smelt.core.messages import Message, error_message, info, warning
 from smelt.data.labels import has_classifier
+from smelt.data.npz_arrays import NO_SAMPLE_AXES, SampleAxes
 from smelt.data.tasks import Task, task_names, task_traits, tasks_with
 from smelt.evaluate.metrics.registry import (
     AGREEMENT_METRIC,
@@ -36,13 +36,14 @@ from smelt.pipeline.inspect.model_info import (
 )
 from smelt.pipeline.plan.check_context import CheckContext, Findings, skip_if_invalid
 from smelt.pipeline.recipe.recipe import ParsedRecipe
+from smelt.pipeline.recipe.stages import MODEL_STEP
 from smelt.pipeline.recipe.validation_errors import Finding, error_findings
 from smelt.runtimes.onnx_import.convert_optimum import MODEL_GRAPH, layout_problems
 from smelt.tasks.registry import all_specs, task_spec
 from smelt.tasks.sentence_similarity import HIDDEN_STATES_OUTPUT
 
 if TYPE_CHECKING:
-    from smelt.runtimes.onnx_import.signature import GraphSignature, TensorSpec
+    from smelt.runtimes.onnx_import.signature import GraphSignature
 
 
 GENERATIVE_TASKS = tasks_with(generates=True)
@@ -163,12 +164,15 @@ def read_onnx_model(context: CheckContext) -> Iterator[Finding]:
         yield from _set_batch_size(context, model)
         axes = model.signature.input_batch_axes
         default = None if _has_calls(context) else 0
-        more = {n: recipe.data.axes.get(n, default) for n in _metric_arrays(context) if n not in axes}
+        arrays = _metric_arrays(context, axes)
+        more = {name: recipe.data.axes.get(name, default) for name in arrays if name not in axes}
         axes |= more
         data = recipe.data.model_copy(update={"axes": axes})
         metrics = yield from _output_metrics(recipe, model)
         score = context.recipe.score.model_copy(update={"quality": metrics})
-        context.recipe = context.recipe.model_copy(update={"data": data, "score": score})
+        context.recipe = context.recipe.model_copy(
+            update={"data": data, "score": score, "label_arrays": frozenset(more)}
+        )
 
 
 def _read_single_graph(context: CheckContext, path: Path) -> Findings[OnnxModel | None]:
@@ -269,6 +273,18 @@ def check_float_weights(context: CheckContext) -> Iterator[Finding]:
             yield context.setting_path(step.name), error_message("already-narrow", text)
 
 
+def check_graph_settings(context: CheckContext) -> Iterator[Finding]:
+    """Check that settings of the steps after the original model fit its graph, such as names of nodes."""
+    model = context.onnx_model
+    # pooling is added to the graphs of embedders, and generation graphs are converted
+    if model is None or model.graphs or context.recipe.traits.output == "embedding":
+        return
+    for step in context.steps:
+        if step.parent == MODEL_STEP:
+            errors = step.stage_class.check_graph(step.settings, model.file)
+            yield from context.setting_findings(step, errors)
+
+
 def _set_batch_size(context: CheckContext, model: OnnxModel) -> Iterator[Finding]:
     """Set the graph's fixed batch size for latency, if the recipe sets none; 1 for samples of whole calls."""
     recipe, size = context.recipe, model.signature.fixed_batch_size
@@ -319,24 +335,28 @@ def _set_single_calls(context: CheckContext) -> Iterator[Finding]:
     context.recipe = context.recipe.model_copy(update={"score": score})
 
 
-def _metric_arrays(context: CheckContext) -> frozenset[str]:
-    """Return the arrays of the scored samples that metrics read: a user's function may read any."""
-    from smelt.data.npz_arrays import call_files, read_npz_headers
+def _metric_arrays(context: CheckContext, axes: SampleAxes = NO_SAMPLE_AXES) -> frozenset[str]:
+    """Return the arrays of the scored samples that metrics read.
 
-    recipe, settings = context.recipe, context.recipe.metric_settings
+    A user's function may read any that have as many samples as the graph's inputs, or an axis in the recipe.
+
+    Args:
+        context: of the plan.
+        axes: of the graph's inputs; if there are none, lengths are not compared.
+    """
+    from smelt.data.npz_arrays import call_files
+    from smelt.evaluate.tensor_quality import metric_arrays
+
+    recipe = context.recipe
     if context.is_invalid("score.quality"):
         return frozenset()
-    metrics = recipe.score.quality
-    names = {name for m in metrics for name in find_metric(m).data_arrays(settings.get(m, {}))}
-    if any(map(is_custom_metric, metrics)):
-        in_all_files: set[str] | None = None
-        with contextlib.suppress(InputError, OSError, RuntimeError, ValueError):  # told by _check_arrays
-            for origin in _scored_sources(context):
-                for file in call_files(resolve_path(recipe.base, origin)):
-                    headers = {*read_npz_headers(file)}
-                    in_all_files = headers if in_all_files is None else in_all_files & headers
-        names |= in_all_files or set()
-    return frozenset(names)
+    metrics, settings = recipe.score.quality, recipe.metric_settings
+    paths = [resolve_path(recipe.base, origin) for origin in _scored_sources(context)]
+    try:
+        files = [file for path in paths for file in call_files(path)]
+        return metric_arrays(metrics, settings, files, {**recipe.data.axes, **axes})
+    except (InputError, OSError, RuntimeError, ValueError):  # reported by _check_arrays
+        return metric_arrays(metrics, settings, (), {})
 
 
 def _scored_sources(context: CheckContext) -> set[str]:
@@ -351,7 +371,7 @@ def _output_metrics(recipe: ParsedRecipe, model: OnnxModel) -> Findings[tuple[st
     `top1` is the first one of a graph of class scores alone, and none of a graph without any.
     """
     metrics = recipe.score.quality
-    outputs = {value.name: _shape_with_batch_axis(value) for value in model.signature.outputs}
+    outputs = model.signature.output_shapes
     for index, metric in enumerate(metrics):
         settings = recipe.metric_settings.get(metric, {})
         try:
@@ -378,11 +398,6 @@ def _output_metrics(recipe: ParsedRecipe, model: OnnxModel) -> Findings[tuple[st
     if default and classes and floats <= {*classes}:
         return (TOP1_METRIC, *(metric for metric in metrics if metric != TOP1_METRIC))
     return metrics
-
-
-def _shape_with_batch_axis(value: TensorSpec) -> tuple[int | str | None, ...] | None:
-    """Return the shape of an output; one without batch axis gets one, as metrics count axes from the last."""
-    return value.shape if value.axis is not None or value.shape is None else (None, *value.shape)
 
 
 def _onnx_only_keys(context: CheckContext) -> Iterator[Finding]:
@@ -417,7 +432,10 @@ def _check_arrays(context: CheckContext, model: OnnxModel) -> Iterator[Finding]:
     for name, origin in data.split_files().items():
         if context.is_invalid(f"data.{name}"):
             continue
-        metric_arrays = _metric_arrays(context) if origin in _scored_sources(context) else frozenset()
+        is_scored = origin in _scored_sources(context)
+        metric_arrays = (
+            _metric_arrays(context, model.signature.input_batch_axes) if is_scored else frozenset()
+        )
         try:
             names, problems = _read_headers(context, model, name, metric_arrays)
         except InputError as error:
@@ -435,10 +453,15 @@ def _check_arrays(context: CheckContext, model: OnnxModel) -> Iterator[Finding]:
             context.invalid_paths.add(f"data.{name}")  # its samples cannot be checked further
         unknown_arrays = model.signature.unknown_inputs([key for key in names if key not in metric_arrays])
         if unknown_arrays:
+            hint = (
+                " Your function reads arrays with as many samples as the inputs, and those in data.axes."
+                if is_scored and any(map(is_custom_metric, recipe.score.quality))
+                else ""
+            )
             text = (
                 f"{origin}: arrays that are not inputs of the graph are ignored: {', '.join(unknown_arrays)}."
             )
-            yield (), warning("unread-arrays", text)
+            yield (), warning("unread-arrays", text + hint)
 
 
 def _read_headers(

@@ -52,6 +52,7 @@ def read_split_source(recipe: ParsedRecipe, name: str) -> dict[str, Split]:
         name,
         data.axes,
         targets_optional=unlabeled or (name == "test" and scores_agreement_alone(recipe.score.quality)),
+        label_arrays=recipe.label_arrays,
     )
     if unlabeled:  # most stages calibrate without labels
         row_numbers = [example.line or example.row or 0 for example in split.examples]

@@ -215,14 +215,16 @@ class ParsedRecipe(RecipeKeys):
     """A parsed recipe.
 
     stages: the steps as written. path: the file. metric_settings: the settings of metrics in score.quality,
-    by metric. judged_on: the split for gates and the recommendation, as set by `gates.on`; None to let the
-    plan choose. document: the file's content as plain values with `--set` applied, as in report.json.
+    by metric. label_arrays: arrays of the data that only metrics read, which the plan sets. judged_on: the
+    split for gates and the recommendation, as set by `gates.on`; None to let the plan choose. document: the
+    file's content as plain values with `--set` applied, as in report.json.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     stages: tuple[StageEntry, ...] = ()
     path: Path
     metric_settings: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    label_arrays: frozenset[str] = frozenset()
     judged_on: JudgedOn | None = None
     document: dict[str, Any] = Field(default_factory=dict)
 
@@ -301,7 +303,7 @@ def check_recipe(
                 f"unknown key. Known keys: {', '.join(_RECIPE_KEYS)}.{hint}",
                 code="unknown-setting",
             )
-    metric_settings = _extract_metric_settings(recipe_keys, errors)
+    metric_settings = extract_metric_settings(recipe_keys, errors)
     judged_on = _extract_judged_on(recipe_keys, errors)
     invalid_task = _check_task(recipe_keys, errors)
     keys, error_paths = validate_settings(RecipeKeys, recipe_keys | invalid_task, (), errors, _PLACEHOLDERS)
@@ -343,7 +345,7 @@ def check_recipe(
     return recipe, errors, invalid_paths
 
 
-def _extract_metric_settings(values: dict[str, Any], errors: RecipeErrors) -> dict[str, dict[str, Any]]:
+def extract_metric_settings(values: dict[str, Any], errors: RecipeErrors) -> dict[str, dict[str, Any]]:
     """Replace each metric with settings by its name; return the settings by metric, without defaults.
 
     A metric of one class that is listed several times is named with its class, `f1(positive)`.

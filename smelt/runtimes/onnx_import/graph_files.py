@@ -193,10 +193,13 @@ def _format_dims(dims: list[int]) -> str:
     return str(dims[:8])[:-1] + (", ...]" if len(dims) > 8 else "]")
 
 
+# uint8, int8, the float8 types, uint4, int4, float4, uint2, int2, as numbers in onnx.TensorProto
+QUANTIZED_DTYPES = frozenset({2, 3, 17, 18, 19, 20, 21, 22, 23, 25, 26})
+
+
 def count_quantized_tensors(model: Any) -> int:
     """Return the number of tensors of 8 bits or fewer that operators of a quantized model read."""
-    # uint8, int8, the float8 types, uint4, int4, float4, uint2, int2
-    dtypes = {2, 3, 17, 18, 19, 20, 21, 22, 23, 25, 26}
+    dtypes = QUANTIZED_DTYPES
     nodes = list(all_nodes([*model.graph.node, *(node for f in model.functions for node in f.node)]))
     tensors = {tensor.name: tensor for tensor in iter_initializers(model.graph) if tensor.data_type in dtypes}
     for node in nodes:

@@ -245,6 +245,14 @@ class GraphSignature(BaseModel):
         return {value.name: value.axis for value in self.inputs}
 
     @property
+    def output_shapes(self) -> dict[str, tuple[int | str | None, ...] | None]:
+        """The shapes of the outputs, with a batch axis: metrics count axes from the last one."""
+        return {
+            v.name: v.shape if v.axis is not None or v.shape is None else (None, *v.shape)
+            for v in self.outputs
+        }
+
+    @property
     def shared_batch_inputs(self) -> frozenset[str]:
         """Return the inputs whose sample dimension has the same name as that of another one."""
         names = {v.name: v.shape[v.axis] for v in self.inputs if v.shape and v.axis is not None}

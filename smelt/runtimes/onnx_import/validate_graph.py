@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -271,18 +271,13 @@ def _model_details(model: Any) -> dict[str, Any]:
 
     top_nodes = [*model.graph.node, *(node for function in model.functions for node in function.node)]
     operators = Counter(node.op_type for node in top_nodes)
-    constants = {tensor.name for tensor in iter_initializers(model.graph)}
-    constants |= {name for function in model.functions for name in function.input}  # may be weights
-    constants |= {node.output[0] for node in all_nodes(top_nodes) if node.op_type == "Constant"}
-    for node in top_nodes:  # in the order of their computation: a simplifier folds what they compute
-        if node.input and constants.issuperset(node.input):
-            constants |= set(node.output)
+    sizes = {name: 1 for function in model.functions for name in function.input}  # may be weights
+    sizes |= {n.output[0]: _constant_size(n) for n in all_nodes(top_nodes) if n.op_type == "Constant"}
+    sizes |= {tensor.name: math.prod(tensor.dims) for tensor in iter_initializers(model.graph)}
+    sources = {name: frozenset([name]) for name in sizes}
+    _trace_constants(top_nodes, sources)
     inner_nodes = [node for outer in top_nodes for body in subgraphs(outer) for node in body.node]
     inner_nodes = list(all_nodes(inner_nodes))  # of If, Loop and Scan
-    weighted, inner_weighted = (
-        Counter(node.op_type for node in nodes if constants & set(node.input))
-        for nodes in (top_nodes, inner_nodes)
-    )
     producer = f"{model.producer_name} {model.producer_version}".strip()
     return {
         "opset": opset_versions(model).get(""),
@@ -291,14 +286,38 @@ def _model_details(model: Any) -> dict[str, Any]:
         "producer": producer[:80],
         "operators": dict(operators.most_common()),
         "inner_operators": dict(Counter(node.op_type for node in inner_nodes).most_common()),
-        "weighted_operators": dict(weighted),
-        "inner_weighted_operators": dict(inner_weighted),
+        "weights": _weights_by_operator(top_nodes, sources, sizes),
+        "inner_weights": _weights_by_operator(inner_nodes, sources, sizes),
         "random": list(random_nodes(model)),
         "class_outputs": class_outputs(model),
         "codes": count_quantized_tensors(model),
         "float_matrices": float_matrices_message([model]),
         "floats": dominant_float_type(model),
     }
+
+
+def _constant_size(node: Any) -> int:
+    return max((math.prod(attribute.t.dims) for attribute in node.attribute), default=1)
+
+
+def _trace_constants(nodes: Iterable[Any], sources: dict[str, frozenset[str]]) -> None:
+    """Add to `sources` the values computed from constants alone, with these: a simplifier folds them."""
+    for node in nodes:  # in the order of their computation
+        bodies, inputs = subgraphs(node), [name for name in node.input if name]
+        if inputs and not bodies and sources.keys() >= {*inputs}:
+            sources |= dict.fromkeys(node.output, frozenset().union(*(sources[name] for name in inputs)))
+        for body in bodies:
+            _trace_constants(body.node, sources)
+
+
+def _weights_by_operator(
+    nodes: Iterable[Any], sources: Mapping[str, frozenset[str]], sizes: Mapping[str, int]
+) -> dict[str, int]:
+    """Return the number of constant values that nodes read, by operator; shared ones count once."""
+    names: dict[str, set[str]] = {}
+    for node in nodes:
+        names.setdefault(node.op_type, set()).update(*(sources.get(name, ()) for name in node.input))
+    return {name: sum(sizes[value] for value in values) for name, values in names.items() if values}
 
 
 _MAX_NODES = 1_000_000  # after inlining of functions; a large language model has 10,000

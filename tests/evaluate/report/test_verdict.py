@@ -174,6 +174,27 @@ def test_speedup_below_two_percent_is_no_gain_and_slower_step_is_reported(speedu
     assert (verdict.reason, message_codes(verdict.warnings)) == (reason, codes)
 
 
+@pytest.mark.parametrize(
+    ("cpu_speedup", "codes"),
+    [(0.5, ["slower", "unreliable-speed"]), (0.97, ["unreliable-speed"]), (None, ["unreliable-speed"])],
+)
+@pytest.mark.parametrize("has_calm_step", [True, False])
+def test_disturbed_speed_of_the_smallest_step_is_unknown_and_cpu_time_shows_a_slower_one(
+    has_calm_step, cpu_speedup, codes
+):
+    calm_step = ("fp32", 0.99, [0.98, 1.0], 100, {"bleu": SAME})
+    small_step = ("int8", 0.79, [0.78, 0.81], 40, {"bleu": SAME})
+    report = _branches(small_step, *[calm_step] * has_calm_step, metrics=("bleu",))
+    row = report["steps"][1]["latency"][0]
+    mark_disturbed(row)
+    ends = cpu_speedup and [cpu_speedup, cpu_speedup]
+    row.update(cpu_speedup=cpu_speedup, cpu_speedup_ci95=ends, rounds=_rounds(0.78, 0.81))
+    verdict = _decide(report)
+    assert (verdict.step, verdict.reason, verdict.speedup) == ("int8", "smallest", None)
+    assert message_codes(verdict.warnings) == codes
+    assert row["reason"] in str(verdict.warnings[-1])
+
+
 @pytest.mark.parametrize(("repetitive", "codes"), [(40, ["degenerate-outputs"]), (9, [])])
 def test_verdict_warns_of_degenerate_outputs_even_if_baseline_has_them(repetitive, codes):
     """An untrained chat model answers "to the the the" to all, and exports without any loss."""
@@ -349,6 +370,22 @@ def test_smallest_step_is_recommended_without_times(steps, expected):
     assert _decide(report).step == (expected or "torch")
 
 
+@pytest.mark.parametrize(
+    ("size", "p_value", "gates", "closest"),
+    [
+        (5, 0.6, [gate("bleu", passed=False)], "int8"),
+        (5, 0.002, [], "int8"),
+        (11, 0.6, [gate("bleu", passed=False)], None),
+    ],
+)
+def test_smaller_step_that_is_excluded_is_named_if_no_other_is_smaller(size, p_value, gates, closest):
+    report = _without_times(("larger", 11, 38.2, 0.0, 1.0), ("int8", size, 36.0, -2.4, p_value))
+    report["steps"][2]["gates"] = gates
+    verdict = _decide(report)
+    assert (verdict.step, verdict.reason, verdict.closest) == (None, "nothing-gained", closest)
+    assert closest is None or (closest in verdict.text and verdict.difference.difference == -2.4)
+
+
 def test_verdict_supports_lower_is_better_metrics(report):
     for step in report["steps"][1:]:
         for score in step["quality"].values():
@@ -400,7 +437,8 @@ def test_disturbed_step_blocks_speed_claim_only_if_it_may_be_fastest(report, spe
     row["rounds"] = _rounds(*speedups)
     verdict = _decide(report)
     assert (verdict.step, verdict.reason) == ("onnx-int8", "fastest" if named else "smallest")
-    assert (verdict.speedup is not None, row["reason"] not in str(verdict.warnings)) == (named, named)
+    assert verdict.speedup == pytest.approx(5.94, abs=0.01)  # its own times were not disturbed
+    assert (row["reason"] not in str(verdict.warnings)) == named
 
 
 def test_disturbed_ineligible_step_does_not_block_speed_claim(report):

@@ -228,10 +228,11 @@ def test_shortlist_logits_equal_full_logits(form, scales, bias):
 @pytest.mark.parametrize("size", [16, 32])
 def test_grouped_weights_and_rounded_activations_match_operator(size, level, zeros):
     groups = -(-K // size)
+    random = np.random.default_rng(3)
     tensors = {
-        "w": DRAW.integers(0, 256, (V, groups, size // 2)).astype(np.uint8),
-        "s": DRAW.uniform(0.5, 1, (V, groups)).astype(np.float32),
-        "z": DRAW.integers(0, 256, (V, -(-groups // 2))).astype(np.uint8),
+        "w": random.integers(0, 256, (V, groups, size // 2)).astype(np.uint8),
+        "s": random.uniform(0.5, 1, (V, groups)).astype(np.float32),
+        "z": random.integers(0, 256, (V, -(-groups // 2))).astype(np.uint8),
         "bias": BIAS,
     }
     node = helper.make_node(

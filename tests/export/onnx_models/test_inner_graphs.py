@@ -52,7 +52,7 @@ def ends(width: int) -> tuple[Any, Any]:
     return [graphs.value_info("x", ["N", 8])], [graphs.value_info("y", ["N", width])]
 
 
-def branches(name: str = "if") -> Any:
+def branches(name: str = "if", scales: tuple[float, float] = (0.2, 0.5)) -> Any:
     """A choice by the data whose branches use the same names, each for its own values."""
     branch_bodies = [
         body(
@@ -61,17 +61,17 @@ def branches(name: str = "if") -> Any:
             [unshaped("z")],
             [tensor("w", 8, 4, scale=scale)],
         )
-        for activation, scale in (("Tanh", 0.2), ("Relu", 0.5))
+        for activation, scale in zip(("Tanh", "Relu"), scales, strict=True)
     ]
     return NODE("If", ["c"], ["y"], name, then_branch=branch_bodies[0], else_branch=branch_bodies[1])
 
 
-def choice() -> Any:
+def choice(scales: tuple[float, float] = (0.2, 0.5)) -> Any:
     nodes = [
         NODE("MatMul", ["x", "w0"], ["h"], "before"),
         NODE("ReduceSum", ["x"], ["s"], "sum", keepdims=0),
         NODE("Greater", ["s", "zero"], ["c"], "greater"),
-        branches(),
+        branches(scales=scales),
     ]
     return graphs.make_model(nodes, *ends(4), [tensor("w0", 8, 8), constant("zero", np.float32(0))])
 
@@ -237,6 +237,12 @@ def test_static_quantization_reports_float_weights_of_subgraphs(tmp_path: Path) 
         TensorProto.INT8,
         *[TensorProto.FLOAT] * 2,
     )
+
+
+def test_float_weight_of_two_branches_is_counted_once(tmp_path: Path) -> None:
+    ctx = run(*STAGES["int8-static"][:2], choice(scales=(0.2, 0.2)), tmp_path)
+    (warning,) = [candidate for candidate in ctx.warnings if candidate.code == "weights-kept-float"]
+    assert {"1", "(0.00013"} <= {*warning.message.split()}  # 8 times 4 floats
 
 
 @pytest.mark.parametrize(("scale", "num_float32"), [(0.3, 0), (1e3, 2)])

@@ -18,8 +18,6 @@ from smelt.quantization.schemes.registry import GRAPH_SCHEMES, find_scheme
 from tests.support import harness
 from tests.support.graphs import imported_graphs as graphs
 
-RANDOM = np.random.default_rng(0)
-
 
 def compared(
     got: NDArray[Any], wanted: NDArray[Any], name: str = "y", mask: Any = None, calls: int = 4
@@ -36,8 +34,9 @@ def compared(
 
 
 def test_error_equals_numpy_over_all_calls() -> None:
-    expected = RANDOM.normal(3, 2, size=(40, 5)).astype(np.float32)
-    actual = expected + RANDOM.normal(0, 0.3, size=expected.shape).astype(np.float32)
+    random = np.random.default_rng(0)
+    expected = random.normal(3, 2, size=(40, 5)).astype(np.float32)
+    actual = expected + random.normal(0, 0.3, size=expected.shape).astype(np.float32)
     error = compared(actual, expected).outputs["y"].relative_rmse
     assert error == pytest.approx(np.sqrt(((actual - expected) ** 2).mean()) / expected.std(), rel=1e-4)
     mean = np.full_like(expected, expected.mean())
@@ -45,7 +44,7 @@ def test_error_equals_numpy_over_all_calls() -> None:
 
 
 def test_non_finite_values_count_as_one_standard_deviation() -> None:
-    expected = RANDOM.normal(size=(40, 5)).astype(np.float32)
+    expected = np.random.default_rng(0).normal(size=(40, 5)).astype(np.float32)
     actual = expected.copy()
     actual[:10] = np.nan
     assert compared(actual, expected).outputs["y"].relative_rmse == pytest.approx(0.5)
@@ -54,7 +53,7 @@ def test_non_finite_values_count_as_one_standard_deviation() -> None:
 
 
 def test_padding_is_not_compared() -> None:
-    expected = RANDOM.normal(size=(8, 6, 5)).astype(np.float32)
+    expected = np.random.default_rng(0).normal(size=(8, 6, 5)).astype(np.float32)
     mask = (np.arange(6) < np.arange(1, 9)[:, None] % 6 + 1).astype(np.int64)
     actual = np.where(mask[..., None] == 1, expected, 100)
     assert compared(actual, expected, mask=mask).outputs["y"].relative_rmse == 0
@@ -63,8 +62,9 @@ def test_padding_is_not_compared() -> None:
 @pytest.mark.parametrize(("share", "exceeds"), [(1.0, False), (0.6, False), (0.3, False), (0.0, True)])
 def test_chance_level_class_agreement_is_rejected(share: float, exceeds: bool) -> None:
     """Four classes; each graph adds the same large number to one column, so that the error is small."""
-    classes = RANDOM.integers(0, 4, size=400)
-    predicted_classes = np.where(np.arange(400) < share * 400, classes, RANDOM.permutation(classes))
+    random = np.random.default_rng(0)
+    classes = random.integers(0, 4, size=400)
+    predicted_classes = np.where(np.arange(400) < share * 400, classes, random.permutation(classes))
     base = np.tile(np.float32([0, 100, 200, 300]), (400, 1))
     expected, actual = (
         np.concatenate([np.eye(4, dtype=np.float32)[c] * 301, base], 1) for c in (classes, predicted_classes)
@@ -82,11 +82,12 @@ def test_few_samples_or_one_class_are_not_judged() -> None:
 
 
 def test_integers_with_many_values_are_not_classes() -> None:
+    random = np.random.default_rng(0)
     expected = np.arange(100)
     comparison = compared(expected + 1, expected)
     assert comparison.outputs["y"].top1_agreement is None
-    labels = RANDOM.integers(0, 3, size=300)
-    assert list(compared(RANDOM.permutation(labels), labels).exceeding(9.0, judge_classes=True))
+    labels = random.integers(0, 3, size=300)
+    assert list(compared(random.permutation(labels), labels).exceeding(9.0, judge_classes=True))
 
 
 def outliers() -> Any:
@@ -157,10 +158,11 @@ def test_outputs_are_not_judged_without_data(tmp_path: Path, monkeypatch: pytest
 
 def test_nearly_equal_maxima_count_as_agreement() -> None:
     """A sigmoid gives 1 at many places, a wave has many peaks: which of them is largest says nothing."""
-    ones = (RANDOM.random((64, 100)) > 0.5).astype(np.float32)
-    lower = ones * (1 - 1e-6 * RANDOM.random(ones.shape).astype(np.float32))
-    waves = np.sin(np.arange(4000) / 5).astype(np.float32) + RANDOM.normal(0, 0.05, (64, 4000))
-    for actual, expected in ((lower, ones), (waves + RANDOM.normal(0, 0.05, waves.shape), waves)):
+    random = np.random.default_rng(0)
+    ones = (random.random((64, 100)) > 0.5).astype(np.float32)
+    lower = ones * (1 - 1e-6 * random.random(ones.shape).astype(np.float32))
+    waves = np.sin(np.arange(4000) / 5).astype(np.float32) + random.normal(0, 0.05, (64, 4000))
+    for actual, expected in ((lower, ones), (waves + random.normal(0, 0.05, waves.shape), waves)):
         comparison = compared(actual, expected)
         assert comparison.outputs["y"].top1_agreement < 0.25
         assert not list(comparison.exceeding(0.3, judge_classes=True))

@@ -15,6 +15,7 @@ from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.data.npz_arrays import SampleArrays
 from smelt.data.splits import split_from_arrays
+from smelt.export.graph_files import share_weights
 from smelt.export.onnx_models import quantize_onnx
 from smelt.export.onnx_models.quantize_onnx import QuantizeOnnx
 from smelt.export.onnx_models.settings import QuantizeOnnxSettings
@@ -276,8 +277,38 @@ def test_file_that_grows_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyP
     codes = message_codes(run(tmp_path / "slack", graphs.two_layer_classifier()).warnings)
     assert "larger-file" not in codes
     monkeypatch.setattr(quantize_onnx, "_SLACK_BYTES", 0)
-    codes = message_codes(run(tmp_path, graphs.two_layer_classifier()).warnings)
-    assert "larger-file" in codes
+    warnings = run(tmp_path, graphs.two_layer_classifier()).warnings
+    [larger] = [warning for warning in warnings if warning.code == "larger-file"]
+    model = onnx.load(tmp_path / "out/model.onnx")
+    weights = [
+        t for t in model.graph.initializer if len(t.dims) == 2 and t.data_type == onnx.TensorProto.INT8
+    ]
+    assert f" +{sum(tensor.ByteSize() for tensor in weights):,}" in larger.message
+
+
+def test_stored_bytes_count_integers_floats_and_copies(tmp_path: Path) -> None:
+    """A file grows by copies of a weight, by floats next to the integers, or by nodes with their scales."""
+    random = np.random.default_rng(0)
+    matrix, codes = random.normal(size=(64, 32)).astype(np.float32), np.eye(64, 32, dtype=np.int8)
+    tensors = {"w": matrix, "same": matrix, "other": -matrix, "codes": codes, "scale": matrix[:1]}
+    weights = [numpy_helper.from_array(values, name) for name, values in tensors.items()]
+    ends = [graphs.value_info("x", ["N", 64])], [graphs.value_info("y", ["N", 32])]
+    model = graphs.make_model([helper.make_node("MatMul", ["x", "w"], ["y"])], *ends, weights)
+    graphs.save_model(model, tmp_path / "model.onnx")
+    total = (tmp_path / "model.onnx").stat().st_size
+    sizes = quantize_onnx.stored_bytes([onnx.load(tmp_path / "model.onnx")], total)
+    weight_bytes = np.array([codes.nbytes, 2 * matrix.nbytes, matrix.nbytes])
+    parts = np.array(
+        [sizes[name] for name in ("integer weights", "float weights", "copies of equal weights")]
+    )
+    assert (np.abs(parts - weight_bytes) < 100).all()  # names and shapes
+    assert sizes.total() == total
+    # copies in one data file are stored once
+    share_weights([tmp_path / "model.onnx"])
+    external = onnx.load(tmp_path / "model.onnx", load_external_data=False)
+    sizes = quantize_onnx.stored_bytes([external], total)
+    assert sizes["copies of equal weights"] == 0
+    assert sizes["float weights"] == 2 * matrix.nbytes
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])

@@ -13,8 +13,6 @@ from smelt.export.parity.references import TorchReference
 from smelt.generation.prompt_batches import pad_left
 from tests.support.graphs import exported_artifacts
 
-RNG = np.random.default_rng(0)
-
 
 @pytest.fixture
 def asked(tmp_path):
@@ -26,9 +24,10 @@ def asked(tmp_path):
     for node, *outputs in nodes:
         for index, output in zip((12, 13), outputs, strict=True):
             scales[output] = numpy_helper.to_array(tensors[node.input[index]]).copy()
-    batch = pad_left([RNG.integers(1, 290, n) for n in (1, 4, 9)], 0)
+    random = np.random.default_rng(0)
+    batch = pad_left([random.integers(1, 290, n) for n in (1, 4, 9)], 0)
     reference = TorchReference(
-        batch, np.zeros(0), np.concatenate([batch.input_ids[:, -1:].T, RNG.integers(1, 290, (3, 3))])
+        batch, np.zeros(0), np.concatenate([batch.input_ids[:, -1:].T, random.integers(1, 290, (3, 3))])
     )
 
     def ask(spoil=None):

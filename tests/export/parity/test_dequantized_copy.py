@@ -10,8 +10,6 @@ from smelt.export.parity.references import dequantize_graph, make_dequantized_co
 from smelt.runtimes.registry import open_folder
 from tests.support.graphs import graph_exports
 
-NUMBERS = np.random.default_rng(0)
-
 
 def run(model, **feeds):
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
@@ -21,10 +19,11 @@ def run(model, **feeds):
 @pytest.mark.parametrize("zero", [None, 3])
 @pytest.mark.parametrize("bias", [False, True])
 def test_quantized_matmul_becomes_float_matmul(zero, bias):
-    codes = NUMBERS.integers(-127, 128, (6, 4)).astype(np.int8)
-    scales = NUMBERS.random(4).astype(np.float32)
+    random = np.random.default_rng(0)
+    codes = random.integers(-127, 128, (6, 4)).astype(np.int8)
+    scales = random.random(4).astype(np.float32)
     constants = {"codes": codes, "scales": scales, "zero": np.array(zero or 0, np.int8)}
-    constants["bias"] = NUMBERS.random(4).astype(np.float32)
+    constants["bias"] = random.random(4).astype(np.float32)
     inputs = ["x", "codes", "scales", "" if zero is None else "zero", *(["bias"] if bias else [])]
     node = helper.make_node("DynamicQuantizeMatMul", inputs, ["y"], "product", domain="com.microsoft")
     graph = helper.make_graph(
@@ -36,7 +35,7 @@ def test_quantized_matmul_becomes_float_matmul(zero, bias):
     model = helper.make_model(graph, opset_imports=domains, ir_version=10)
     assert dequantize_graph(model) == 1
     assert model.graph.node[-1].name == "product"
-    x = NUMBERS.random((2, 6)).astype(np.float32)
+    x = random.random((2, 6)).astype(np.float32)
     expected = x @ ((codes.astype(np.float32) - (zero or 0)) * scales) + (constants["bias"] if bias else 0)
     np.testing.assert_allclose(run(model, x=x), expected, rtol=1e-5)
 
@@ -51,7 +50,8 @@ def test_low_bit_matmul_uses_float_activations():
 
 
 def test_half_tensors_are_widened_with_rounded_values():
-    weight = NUMBERS.normal(size=(3, 4)).astype(np.float32)
+    random = np.random.default_rng(0)
+    weight = random.normal(size=(3, 4)).astype(np.float32)
     nodes = [
         helper.make_node("Cast", ["ids"], ["f"], to=TensorProto.FLOAT),
         helper.make_node("MatMul", ["f", "w"], ["logits"]),
@@ -66,7 +66,7 @@ def test_half_tensors_are_widened_with_rounded_values():
     assert model.graph.initializer[0].data_type == TensorProto.FLOAT16
     widen_to_float32(model)
     assert {t.data_type for t in model.graph.initializer} == {TensorProto.FLOAT}
-    ids = NUMBERS.integers(-5, 5, (2, 3))
+    ids = random.integers(-5, 5, (2, 3))
     expected = ids.astype(np.float32) @ weight.astype(np.float16).astype(np.float32)
     np.testing.assert_allclose(run(model, ids=ids), expected, rtol=1e-6)
 

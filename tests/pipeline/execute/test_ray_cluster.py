@@ -43,6 +43,7 @@ from smelt.pipeline.search.study import Search, SearchOptions
 from tests.support import harness
 from tests.support.expected_errors import raises_code
 from tests.support.models import tiny
+from tests.support.pairs.matrix import is_full_matrix
 
 # `hold.py` blocks the first call that scores so many texts as the file `hold` says, and writes its process
 HOLD = """
@@ -289,6 +290,7 @@ def rank_process(nodes, number):
     return None
 
 
+@pytest.mark.skipif(not is_full_matrix(), reason="two minutes: with SMELT_MATRIX=all")
 def test_two_process_training_resumes_on_another_node(home, nodes, tmp_path):
     """One task reserves the CPUs of both. The losses are those of one process."""
     (home / "divided.yaml").write_text(DIVIDED)

@@ -59,25 +59,47 @@ def test_scheme_matches_operators_of_graph(
     assert scheme(written(layers(*operators), tmp_path)) == expected
 
 
-def test_matmul_in_subgraph_is_quantized_and_conv_is_not(tmp_path: Path) -> None:
-    for operator, expected in (("MatMul", "int8-dynamic"), ("Conv", None)):
-        branch = helper.make_graph(
-            [helper.make_node(operator, ["x", "w"], ["y"], "inside")],
-            "branch",
-            [],
-            [graphs.value_info("y", ["N", 3, 4, 4])],
-        )
-        shape = (3, 3, 1, 1) if operator == "Conv" else (4, 4)
-        weights = [
-            numpy_helper.from_array(np.ones(shape, np.float32), "w"),
-            numpy_helper.from_array(np.bool_(True), "yes"),
-        ]
-        node = helper.make_node("If", ["yes"], ["out"], "if", then_branch=branch, else_branch=branch)
-        sizes = ["N", 3, 4, 4]
-        model = graphs.make_model(
-            [node], [graphs.value_info("x", sizes)], [graphs.value_info("out", sizes)], weights
-        )
-        assert scheme(written(model, tmp_path)) == expected
+def choice(inside: list[Any], weights: dict[str, Any]) -> Any:
+    """Return a graph of a convolution with the output `h`, and an If with the nodes `inside`."""
+    outer = helper.make_node("Conv", ["x", "conv"], ["h"], "outer", pads=[1, 1, 1, 1])
+    branch = helper.make_graph(
+        inside, "branch", [], [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)]
+    )
+    node = helper.make_node("If", ["yes"], ["out"], "if", then_branch=branch, else_branch=branch)
+    values = {"yes": np.bool_(True), "conv": np.ones((3, 3, 3, 3)), **weights}
+    tensors = [
+        numpy_helper.from_array(v.astype(np.float32) if v.dtype == np.float64 else v, name)
+        for name, v in values.items()
+    ]
+    ends = (
+        [graphs.value_info("x", ["N", 3, 4, 4])],
+        [helper.make_tensor_value_info("out", TensorProto.FLOAT, None)],
+    )
+    return graphs.make_model([outer, node], *ends, tensors)
+
+
+@pytest.mark.parametrize(("matrix_width", "gru_width", "expected"), [
+    (2, 0, {"int8": "int8-static"}),
+    (200, 0, {"int8": "int8-dynamic"}),  # most weights are in the body, where int8-static has none
+    (0, 16, {"int8": "int8-weight-only"}),  # neither int8 scheme quantizes a GRU
+    (2, 16, {"int8": "int8-dynamic", "int8-weights": "int8-weight-only"}),
+])  # fmt: skip
+def test_scheme_follows_the_larger_part_of_the_weights(
+    matrix_width: int, gru_width: int, expected: dict[str, str], tmp_path: Path
+) -> None:
+    weights = {"shape": np.array([4, -1, 12]), "matrix": np.ones((12, matrix_width or 1))}
+    weights |= {"w": np.ones((1, 3 * gru_width, 12)), "r": np.ones((1, 3 * gru_width, gru_width))}
+    inside = [helper.make_node("Reshape", ["h", "shape"], ["rows"], "rows")]
+    if matrix_width:
+        inside.append(helper.make_node("MatMul", ["rows", "matrix"], ["m"], "product"))
+    if gru_width:
+        inside.append(helper.make_node("GRU", ["rows", "w", "r"], ["", "g"], "gru", hidden_size=gru_width))
+    outputs = [name for name, width in (("m", matrix_width), ("g", gru_width)) if width]
+    inside += [helper.make_node("ReduceMean", [name], [f"{name}.mean"], keepdims=0) for name in outputs]
+    inside.append(helper.make_node("Sum", [f"{name}.mean" for name in outputs], ["y"], "sum"))
+    stages = written(choice(inside, weights), tmp_path)["stages"]
+    schemes = {s["name"]: s["quantize-onnx"]["scheme"] for s in stages if "quantize-onnx" in s}
+    assert schemes == expected
 
 
 def test_hidden_states_with_pooling_config_are_embedder(tmp_path: Path) -> None:

@@ -296,6 +296,9 @@ def test_eval_rejects_mismatched_metric_and_labels(chain, tmp_path):
     assert result.exit_code == 2
     assert command_error(result).code == "does-not-fit-labels"
     assert f"'{wrong_metric}'" in str(command_error(result))
+    if problem == SINGLE_LABEL:
+        arguments = ("eval", artifact, "--data", folder / "data.jsonl", "--metric", "f1: {label: nobody}")
+        assert command_error(harness.smelt(*arguments, code=2)).code == "unknown-label"
     (tmp_path / "x.jsonl").write_text(json.dumps({"text": tiny.SENTENCES[0], "label": "nobody"}))
     result = harness.smelt("eval", artifact, "--data", tmp_path / "x.jsonl")
     assert result.exit_code == 2

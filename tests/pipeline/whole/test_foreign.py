@@ -151,6 +151,19 @@ def test_graph_exceeding_memory_at_run_leaves_no_artifact(here: Path) -> None:
     assert not list((here / "runs/.store/artifacts").glob("*"))
 
 
+@pytest.mark.parametrize(("stage", "setting"), [
+    ("quantize: {exclude: [first, thrid]}", "quantize.exclude"),
+    ("quantize-onnx: {scheme: int8-static, exclude: [thrid, auto]}", "quantize-onnx.exclude"),
+    ("fp16: {keep_fp32: [MatMul, thrid]}", "fp16.keep_fp32"),
+])  # fmt: skip
+def test_name_that_no_node_has_is_refused_by_plan(here: Path, stage: str, setting: str) -> None:
+    with raises_code("unknown-node", InputError) as refused:
+        load_plan(recipe(here, f"[{{{stage}}}]"))
+    assert refused.value.setting == f"stages[0].{setting}"
+    load_plan(recipe(here, f"[{{{stage.replace('thrid', 'sec*')}}}]"))
+    load_plan(recipe(here, f"[simplify, {{{stage}}}]"))  # simplified graphs have other nodes
+
+
 @pytest.mark.parametrize(("stage", "refused"), [
     ("quantize: {}", ["quantize: {}", "fp16: {}"]),
     ("quantize: {scheme: int8-static}", ["quantize: {}", "fp16: {}"]),  # DequantizeLinear of constants

@@ -9,9 +9,11 @@ import pytest
 from onnx import helper, numpy_helper
 
 from smelt import InputError
+from smelt.core.messages import message_codes
 from smelt.pipeline.plan.load_plan import load_plan
+from smelt.pipeline.plan.warnings import data_warnings
 from tests.support import harness
-from tests.support.expected_errors import raises_code
+from tests.support.expected_errors import command_error, raises_code
 from tests.support.graphs import imported_graphs as graphs
 
 RECIPE = """
@@ -92,6 +94,13 @@ def test_function_of_user_reads_outputs_and_labels_of_data(classifier: Path) -> 
     assert values == pytest.approx({"own:accuracy": accuracy, "allclose": 100, "top1": 100})
 
 
+def test_array_of_another_length_is_ignored(classifier: Path) -> None:
+    with np.load("test.npz") as arrays:
+        np.savez("test.npz", **arrays, anchors=np.zeros((3, 4)))
+    classifier.write_text(RECIPE.replace("latency: false", "latency: false, quality: ['own:accuracy']"))
+    harness.smelt("run", classifier, code=0)  # the function requires exactly `x` and `label`
+
+
 @pytest.mark.parametrize(("metric", "code"), [
     ("{top1: {axes: {logit: -1}}}", "unknown-output"), ("{top1: {axes: {logits: -2}}}", "wrong-axis"),
     ("{allclose: {outputs: {y: {rtol: 0.1}}}}", "unknown-output"),
@@ -115,6 +124,33 @@ def test_labels_of_divided_file_reach_function_of_user(classifier: Path) -> None
     assert step["quality"]["own:accuracy"]["n"] == 32
 
 
+@pytest.mark.parametrize("as_calls", [False, True])
+def test_duplicates_between_splits_are_seen_whatever_their_labels(classifier: Path, as_calls: bool) -> None:
+    with np.load("test.npz") as arrays:
+        x, label = arrays["x"], arrays["label"]
+    splits = {
+        "test": {"x": x, "label": label},
+        "calibration": {"x": x[:5]},
+        "validation": {"x": x, "label": -label},
+    }
+    suffix = "" if as_calls else ".npz"
+    for name, split in splits.items():
+        np.savez(f"{name}.npz", **split)
+        Path(name).mkdir()
+        for index in range(5):
+            call = {key: value[index : index + 1] for key, value in split.items()}
+            np.savez(f"{name}/{index}.npz", **call)
+    for name in ("calibration", "validation"):
+        data = f"{{test: test{suffix}, {name}: {name}{suffix}}}"
+        text = RECIPE.replace("{test: test.npz}", data).replace(
+            "[]", "[quantize-onnx: {scheme: int8-static}]"
+        )
+        classifier.write_text(text.replace("latency: false", "latency: false, quality: ['own:accuracy']"))
+        plan = load_plan(classifier)
+        warnings = data_warnings(plan.recipe, False, plan.read_data())
+        assert "test-rows-in-other-split" in message_codes(warnings)
+
+
 def test_function_of_user_leaves_axes_of_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     graphs.save_model(graphs.gru_model([None, None, 4], [1, None, 8], [1, None, 8]), tmp_path / "m.onnx")
@@ -130,7 +166,41 @@ def test_axis_of_array_for_function_of_user(classifier: Path) -> None:
         np.savez("test.npz", x=arrays["x"], label=np.arange(4)[None])
     text = RECIPE.replace("latency: false", "latency: false, quality: ['own:accuracy']")
     classifier.write_text(text)
-    with raises_code("unequal-rows", InputError):
-        load_plan(classifier)
+    plan = load_plan(classifier)
+    assert plan.recipe.data.axes == {"x": 0}  # no array of another length is read unless the recipe lists it
+    assert "unread-arrays" in {message.code for message in plan.warnings}
     classifier.write_text(text.replace("test.npz}", "test.npz, axes: {label: null}}"))
     assert load_plan(classifier).recipe.data.axes == {"x": 0, "label": None}
+
+
+def test_eval_scores_as_the_recipe_with_tolerances_and_function_of_user(classifier: Path) -> None:
+    entries = ["own:accuracy", "allclose: {rtol: 0, outputs: {logits: {atol: 0.5}}}"]
+    quality = ", ".join(f"{{{entry}}}" if ": " in entry else f"'{entry}'" for entry in entries)
+    text = RECIPE.replace("latency: false", f"latency: false, quality: [{quality}]")
+    stages = "stages: [{quantize-onnx: {scheme: int8-weight-only, max_difference: 1}}]"
+    classifier.write_text(text.replace("stages: []", stages))
+    harness.smelt("run", classifier, code=0)
+    artifacts = Path("runs/r/artifacts")
+    metrics = [option for entry in entries for option in ("--metric", entry)]
+    result = harness.smelt(
+        *("eval", artifacts / "quantize-onnx", "--data", "test.npz", "--baseline", artifacts / "model"),
+        *(*metrics, "--json"),
+        code=0,
+    )
+    step = json.loads(Path("runs/r/report.json").read_text())["steps"][-1]
+    assert json.loads(result.stdout) == step["quality"]
+
+
+@pytest.mark.parametrize(("metric", "code"), [
+    ("allclose: {rtool: 0}", "unknown-setting"), ("allclose: {rtol: x}", "wrong-value"),
+    ("allclose: {outputs: {y: {rtol: 0.1}}}", "unknown-output"), ("allclose: {", "invalid-yaml"),
+    ("allclose: {atol: 1, atol: 2}", "duplicate-key"),
+    ("detection_ap", "missing-setting"), ("own:absent", "no-such-function"), ("[1]", "unknown-metric"),
+    ("detection_ap: {boxes: logits, scores: logits, true_boxes: gold}", "does-not-fit-graph"),
+])  # fmt: skip
+def test_eval_refuses_metric_that_a_recipe_refuses(classifier: Path, metric: str, code: str) -> None:
+    classifier.write_text(RECIPE)
+    harness.smelt("run", classifier, code=0)
+    model = Path("runs/r/artifacts/model")
+    arguments = ("eval", model, "--data", "test.npz", "--baseline", model, "--metric", metric)
+    assert command_error(harness.smelt(*arguments, code=2)).code == code

@@ -15,6 +15,18 @@ def test_float_matrices_are_counted_and_largest_is_named() -> None:
     assert message.index("'w1' of MatMul 'first' (0.00819 MB)") < message.index("'w2' of MatMul 'second'")
 
 
+def test_matrix_that_is_stored_several_times_is_counted_once() -> None:
+    model = graphs.two_layer_classifier(width=256)
+    copy = model.graph.initializer.add()
+    copy.CopyFrom(next(tensor for tensor in model.graph.initializer if tensor.name == "w1"))
+    copy.name = "w1.copy"
+    model.graph.node.add(op_type="MatMul", input=["x", "w1.copy"], output=["again"])
+    message = float_matrices_message([model])
+    assert message is not None
+    assert message.startswith("2 ")
+    assert message == float_matrices_message([model, model])
+
+
 def test_quantized_weights_vectors_and_unused_tensors_are_not_counted() -> None:
     model = graphs.two_layer_classifier()
     for tensor in model.graph.initializer:

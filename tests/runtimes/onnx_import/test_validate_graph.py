@@ -35,14 +35,42 @@ def test_valid_file_reports_inputs_outputs_and_type(tmp_path: Path) -> None:
         "producer": "",
         "operators": {"MatMul": 2, "Add": 2, "Relu": 1, "Identity": 1},
         "inner_operators": {},
-        "weighted_operators": {"MatMul": 2, "Add": 2},
-        "inner_weighted_operators": {},
+        "weights": {"MatMul": 8 * 16 + 16 * 4, "Add": 16 + 4},
+        "inner_weights": {},
         "random": [],
         "codes": 0,
         "float_matrices": ANY,
         "floats": "float32",
         "class_outputs": {"logits": -1},
     }
+
+
+def test_weights_computed_from_constants_in_a_body_are_counted_once(tmp_path: Path) -> None:
+    """Exporters write the gates of an LSTM as slices of one weight in another order."""
+    values = {"w": np.ones((8, 6), np.float32), "0": np.array([0]), "4": np.array([4]), "8": np.array([8])}
+    inside = [
+        helper.make_node("Constant", [], [name], value=numpy_helper.from_array(value))
+        for name, value in values.items()
+    ]
+    inside += [
+        helper.make_node("Slice", ["w", "4", "8", "0"], ["second"]),
+        helper.make_node("Slice", ["w", "0", "4", "0", ""], ["first"]),
+        helper.make_node("Concat", ["second", "first"], ["both"], axis=0),
+        helper.make_node("MatMul", ["x", "both"], ["product"]),
+        helper.make_node("Add", ["product", "product"], ["y"]),
+    ]
+    branch = helper.make_graph(inside, "branch", [], [graphs.value_info("y", None)])
+    choice = helper.make_node("If", ["yes"], ["out"], "if", then_branch=branch, else_branch=branch)
+    last = helper.make_node("MatMul", ["out", "out"], ["z"])  # depends on `x`, though `yes` is constant
+    ends = [graphs.value_info("x", ["N", 8])], [graphs.value_info("z", None)]
+    yes = numpy_helper.from_array(np.bool_(True), "yes")
+    details = validate_graph(
+        graphs.save_model(graphs.make_model([choice, last], *ends, [yes]), tmp_path / "m.onnx")
+    ).details
+    assert details is not None
+    assert details["weights"] == {"If": 1}
+    assert details["inner_weights"]["MatMul"] == 8 * 6 + 3
+    assert "Add" not in details["inner_weights"]
 
 
 def test_external_weights_are_listed(tmp_path: Path) -> None:

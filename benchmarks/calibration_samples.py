@@ -22,6 +22,7 @@ import torch
 
 import smelt
 from smelt.data.splits import Example, Split
+from smelt.data.tasks import Task
 from smelt.models.checkpoint import load_model, load_tokenizer
 from smelt.stage import Context
 from smelt.tasks.encode_split import encode_split
@@ -41,11 +42,11 @@ ARMS: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @torch.inference_mode()
-def sentence_losses(folder: Path, split: Split) -> torch.Tensor:
-    """Return the summed cross-entropy of each target and its tokens, float64 [sentences, 2]."""
+def sentence_losses(folder: Path, split: Split, task: Task = "translation") -> torch.Tensor:
+    """Return the summed cross-entropy of each target or window and its tokens, float64 [sentences, 2]."""
     model = load_model(folder)[0].eval()
-    ctx = Context(out=folder, task="translation", data={}, seed=0, ancestors={}, score=lambda *_: {})
-    samples = encode_split(split, model.config, load_tokenizer(MODEL), ctx)
+    ctx = Context(out=folder, task=task, data={}, seed=0, ancestors={}, score=lambda *_: {})
+    samples = encode_split(split, model.config, load_tokenizer(folder), ctx)
     losses = []
     for start in range(0, len(samples), 32):
         batch = collate(samples[start : start + 32], model.config)

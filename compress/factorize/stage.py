@@ -62,7 +62,7 @@ class Factorize(Stage[FactorizeSettings]):
         " 2015, arXiv:1412.6553; vbmf: Nakajima et al. 2013, JMLR 14; embeddings: ALBERT, Lan et al. 2020,"
         " arXiv:1909.11942"
     )
-    version: ClassVar[int] = 9
+    version: ClassVar[int] = 10
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[FactorizeSettings]] = FactorizeSettings
 
@@ -277,9 +277,8 @@ def _replace_layers(
     errors: dict[str, float] = {}
     for index, (name, rank) in enumerate(ranks.items(), start=1):
         layer = layers[name]
-        pair, error = low_rank_layer(
-            layer, rank, metrics.metric_of(name, layer), metrics.decompose(name, layer)
-        )
+        metric, judged = metrics.metric_of(name, layer), metrics.judged_metric_of(name, layer)
+        pair, error = low_rank_layer(layer, rank, metric, metrics.decompose(name, layer), judged)
         replace_layer(model, edits, name, pair, {"op": "low_rank", "module": name, "rank": rank})
         errors[name] = round(error, 4)
         ctx.progress(index, len(ranks), name)

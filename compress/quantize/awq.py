@@ -45,10 +45,7 @@ from torch.nn import functional as F
 
 from smelt.calibration.samples import CalibrationSamples
 from smelt.calibration.sequential import ModelPart
-from smelt.calibration.statistics import (
-    InputStatistics,
-    few_tokens_text,
-)
+from smelt.calibration.statistics import InputStatistics, warn_of_few_tokens
 from smelt.compress.quantize.hqq import pool_errors, select_per_group
 from smelt.compress.quantize.plan_layers import PlannedLayer, output_layer, round_to_nearest
 from smelt.compress.quantize.smoothquant import DtypeOf, NormGroup, divide_norm, norm_group
@@ -425,8 +422,13 @@ class AwqRunner:
             if name not in self._found
             for layer in target.layers
         ]
-        token_counts = [self._token_counts[name] for name in names]
-        _warn_of_few_tokens(token_counts, unreached, self._samples, self._ctx)
+        if unreached:
+            self._ctx.warn(
+                "uncalibrated-layers",
+                f"No calibration sample reaches {', '.join(unreached)}; the weights of these layers are"
+                " rounded to nearest. Add calibration samples that use them.",
+            )
+        warn_of_few_tokens((self._token_counts[name] for name in names), self._samples, self._ctx)
 
 
 def _require_finite(
@@ -444,9 +446,16 @@ def _require_finite(
 
 def _search_target(target: ScaleTarget, statistics: InputStatistics) -> ScaleSearchResult:
     magnitudes = target.pool((statistics.magnitudes / statistics.tokens).float())
-    return search_scales(
-        [_layer_to_scale(layer) for layer in target.layers], magnitudes, _second_moment(statistics)
+    layers = [_layer_to_scale(layer) for layer in target.layers]
+    result = search_scales(layers, magnitudes, _second_moment(statistics))
+    if statistics.judged is statistics:
+        return result
+    moment = _second_moment(statistics.judged)
+    error, plain_error = (
+        sum(_output_error(layer, scales, moment) for layer in layers)
+        for scales in (result.scales, torch.ones_like(result.scales))
     )
+    return result._replace(error_ratio=error / plain_error if plain_error > 0 else 1.0)
 
 
 def _layer_to_scale(layer: PlannedLayer) -> LayerToScale:
@@ -484,22 +493,6 @@ def _report_scales(
         if name in searches and searches[name].alpha > 0:
             counts[target.kind] += 1
     ctx.details["awq_scales_in"] = counts
-
-
-def _warn_of_few_tokens(
-    token_counts: list[tuple[int, int]], unreached: list[str], samples: CalibrationSamples, ctx: Context
-) -> None:
-    if unreached:
-        ctx.warn(
-            "uncalibrated-layers",
-            f"No calibration sample reaches {', '.join(unreached)}; the weights of these layers are"
-            " rounded to nearest. Add calibration samples that use them.",
-        )
-    if text := few_tokens_text(token_counts, samples):
-        ctx.warn(
-            "few-calibration-tokens",
-            f"{text}; results may overfit. Increase calibration_samples, or add data: {{calibration: FILE}}.",
-        )
 
 
 _SHRINK_STEPS, _SHRINK_PARTS, _ERROR_POWER = 80, 100, 2.4

@@ -278,10 +278,11 @@ class QuantizeSettings(SchemeSettings):
         strict=True,
         description=f"{_SMOOTHQUANT_SCHEMES}: SmoothQuant's strength; 0.5 is usual",
     )
-    calibration_samples: int = Field(
-        default=128,
+    calibration_samples: int | None = Field(
+        default=None,
         ge=1,
-        description="calibration samples, from calibration data, else train",
+        description="samples from calibration data, else train; default: ten tokens per input of the"
+        " widest layer",
     )
     sensitivity_samples: int = Field(
         default=8,
@@ -460,6 +461,11 @@ class QuantizeSettings(SchemeSettings):
             or self._may_measure_sensitivity
             or self.calibrates_correction
         )
+
+    @property
+    def reports_output_errors(self) -> bool:
+        """Whether output errors of layers are reported, which need samples held back from calibration."""
+        return self.method in _CALIBRATED_METHODS or self.calibrates_correction
 
     @property
     def correction(self) -> LowRankCorrection | None:

@@ -107,11 +107,20 @@ STATES_MEMORY_BYTES = 2**30
 class SequentialRunner:
     """A model that is run block by block.
 
-    states: by batch, output of the last position that has run. encoded: by batch, output of the encoder.
+    batches: the last `num_held_back` are observed only on request. states: by batch, output of the last
+    position that has run. encoded: by batch, output of the encoder.
     """
 
-    def __init__(self, model: Any, batches: Sequence[TensorBatch], folder: Path, limit_bytes: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        batches: Sequence[TensorBatch],
+        folder: Path,
+        limit_bytes: int,
+        num_held_back: int = 0,
+    ) -> None:
         self.model, self.batches = model, batches
+        self._num_calibration = len(batches) - num_held_back
         self.states = BlockStateCache(folder / "states", limit_bytes)
         self.encoded: BlockStateCache | None = None
         self._encoded = BlockStateCache(folder / "encoded", limit_bytes)
@@ -169,7 +178,7 @@ class SequentialRunner:
         """Continue after `position` of the current stack, which `run_batch` ran for all batches."""
         self._done = position + 1
 
-    def observe(self, block: Block, layers: LayersByKey, see: InputCallback) -> None:
+    def observe(self, block: Block, layers: LayersByKey, see: InputCallback, held_back: bool = False) -> None:
         """Run `block` and later blocks that use some of `layers`; call `see` with the inputs of these."""
         observed = {module for layer_modules in layers.values() for module in layer_modules}
         stack_modules = self._stack_modules(block.stack)
@@ -180,12 +189,18 @@ class SequentialRunner:
         )
         batch: TensorBatch = {}
         with input_hooks(self.model, layers, see, batch), torch.inference_mode():
-            for number, inputs in enumerate(self.batches):
+            for number in self._batch_numbers(held_back):
                 batch.clear()
-                batch.update(inputs)
+                batch.update(self.batches[number])
                 self._run(number, last)
 
-    def observe_after_blocks(self, layers: LayersByKey, see: InputCallback) -> None:
+    def _batch_numbers(self, held_back: bool) -> range:
+        """Return the numbers of the batches for calibration, or of those that are held back."""
+        if held_back:
+            return range(self._num_calibration, len(self.batches))
+        return range(self._num_calibration)
+
+    def observe_after_blocks(self, layers: LayersByKey, see: InputCallback, held_back: bool = False) -> None:
         """Run the model after its blocks on their outputs; call `see` with the inputs of `layers` there.
 
         It is stopped when all of them were called: the output layer itself need not run, nor be loaded.
@@ -202,9 +217,9 @@ class SequentialRunner:
                 raise _StopForward(x, x)
 
         with input_hooks(self.model, layers, see_all, batch), torch.inference_mode():
-            for number, inputs in enumerate(self.batches):
+            for number in self._batch_numbers(held_back):
                 batch.clear()
-                batch.update(inputs)
+                batch.update(self.batches[number])
                 left = sum(map(len, layers.values()))
                 with self._replay_states(number, None), suppress(_StopForward):
                     self.model(**self._inputs(number))
@@ -308,13 +323,20 @@ class ModelPart:
     def __init__(self, model: Any, samples: CalibrationSamples, ctx: Context) -> None:
         self.model, self.samples, self.ctx = model, samples, ctx
 
-    def observe(self, layers: LayersByKey, see: InputCallback) -> None:
-        """Run the part on all samples, on the CPU, and call `see(key, x)` with the inputs of `layers`."""
-        observe_inputs(self.model, self.samples, layers, see, self.ctx)
+    def observe(self, layers: LayersByKey, see: InputCallback, *, held_back: bool = False) -> None:
+        """Run the part on the CPU and call `see(key, x)` with the inputs of `layers`.
 
-    def collect(self, layers: LayersByKey) -> AbstractContextManager[dict[str, InputStatistics]]:
+        On the calibration samples, or those that are held back.
+        """
+        samples = self.samples.held_back if held_back else self.samples
+        if samples is not None:
+            observe_inputs(self.model, samples, layers, see, self.ctx)
+
+    def collect(
+        self, layers: LayersByKey, second: bool = True
+    ) -> AbstractContextManager[dict[str, InputStatistics]]:
         """Return a context with the statistics of the inputs of `layers` (see `collect_statistics`)."""
-        return collect_statistics(self.model, self.samples, layers, self.ctx)
+        return collect_statistics(self.model, self.samples, layers, self.ctx, second=second)
 
     def run(self) -> None:
         """Run the part as it is now, for the inputs of the next one; later changes do not affect these."""
@@ -329,14 +351,22 @@ class PartAfterBlocks(ModelPart):
         super().__init__(model, samples, ctx)
         self._runner = runner
 
-    def observe(self, layers: LayersByKey, see: InputCallback) -> None:
+    def observe(self, layers: LayersByKey, see: InputCallback, *, held_back: bool = False) -> None:
         """Call `see(key, x)` with the inputs of `layers`, which need not be loaded."""
-        self._runner.observe_after_blocks(layers, see)
+        self._runner.observe_after_blocks(layers, see, held_back)
 
-    def collect(self, layers: LayersByKey) -> AbstractContextManager[dict[str, InputStatistics]]:
+    def collect(
+        self, layers: LayersByKey, second: bool = True
+    ) -> AbstractContextManager[dict[str, InputStatistics]]:
         """Return a context with the statistics of the inputs of `layers`, in memory."""
         return collect_statistics(
-            self.model, self.samples, layers, self.ctx, limit_bytes=sys.maxsize, observe=self.observe
+            self.model,
+            self.samples,
+            layers,
+            self.ctx,
+            second=second,
+            limit_bytes=sys.maxsize,
+            observe=self.observe,
         )
 
 
@@ -353,13 +383,13 @@ class RunningBlock(PartAfterBlocks):
         module: nn.Module = self.block.module
         return module
 
-    def observe(self, layers: LayersByKey, see: InputCallback) -> None:
-        """Run the unchanged block on all samples and call `see(key, x)` with the inputs of `layers`.
+    def observe(self, layers: LayersByKey, see: InputCallback, *, held_back: bool = False) -> None:
+        """Run the unchanged block and call `see(key, x)` with the inputs of `layers`.
 
-        If later blocks also use one of `layers`, all blocks up to the last of them run, unchanged, and all
-        uses are observed (see `observe_inputs`).
+        On the calibration samples, or those that are held back. If later blocks also use one of `layers`, all
+        blocks up to the last of them run, unchanged, and all uses are observed (see `observe_inputs`).
         """
-        self._runner.observe(self.block, layers, see)
+        self._runner.observe(self.block, layers, see, held_back)
 
     def run(self, see: StatesCallback | None = None) -> None:
         """Run the block as it is now and store its outputs, once; call `see` with its inputs and outputs."""
@@ -389,7 +419,9 @@ def run_parts(
         if device != "cpu":
             stack.callback(model.to, "cpu")
             model.to(device)
-        runner = SequentialRunner(model, batches_on_device(samples, device), folder, limit_bytes)
+        batches = batches_on_device(samples, device)
+        held_back = [] if samples.held_back is None else batches_on_device(samples.held_back, device)
+        runner = SequentialRunner(model, [*batches, *held_back], folder, limit_bytes, len(held_back))
         for block in visit_blocks(model, ctx, offloaded, save):
             runner.run_before(block)
             step = RunningBlock(block, model, samples, ctx, runner)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -119,7 +120,10 @@ class Factorize(Stage[FactorizeSettings]):
         streamed = streamed and settings.method in ("svd", "whitened-svd", "asvd")
         ratio = settings.keep_ratio or settings.parameter_budget or _USUAL_RATIO
         result = inputs.result if settings.targets == "embeddings" else inputs.result.scaled_blocks(ratio)
-        return one_shot_size(inputs, result=result, streamed=streamed)
+        size = one_shot_size(inputs, result=result, streamed=streamed)
+        by_tokens = settings.calibration_samples is None and settings.needs_calibration
+        by_tokens = by_tokens and settings.targets == "layers" and settings.method != "fwsvd"
+        return replace(size, calibration_tokens=inputs.source.calibration_tokens) if by_tokens else size
 
     def __call__(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:
         """Factorize the layers of `src` that gain from it and write the model to `ctx.out`."""

@@ -133,7 +133,8 @@ class Prune(Stage[PruneSettings]):
         method = IMPORTANCES[settings.importance]
         scores_all = settings.scope == "global" or settings.budget is not None
         streamed = method.is_local and not scores_all and not inputs.is_gpu
-        samples = settings.calibration_samples if method.needs != "weights" or settings.reconstruct else 1
+        uses_samples = method.needs != "weights" or settings.reconstruct
+        samples = settings.calibration_samples if uses_samples else 1
         keep_ratios = {target: settings.keep_ratio_of(target) for target in settings.targets}
         result = inputs.result.with_units(keep_ratios.get("heads", 1.0), keep_ratios.get("ffn", 1.0))
         if settings.budget is not None and settings.budget.measure == "parameters":

@@ -199,13 +199,14 @@ class SequentialQuantizer:
 
     def _calibrate_on_samples(self) -> None:
         settings, ctx = self._settings, self._ctx
+        reports_errors = settings.compensates_rounding or settings.scales_inputs
         samples = load_calibration_samples(
             self._model,
             self._src,
             settings.calibration_samples,
             ctx,
             "quantize",
-            held_back=settings.reports_output_errors,
+            held_back=reports_errors or settings.calibrates_correction,
         )
         ctx.details["calibration"] = samples.details
         context = samples, self._src, settings, ctx

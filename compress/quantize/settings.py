@@ -281,8 +281,7 @@ class QuantizeSettings(SchemeSettings):
     calibration_samples: int | None = Field(
         default=None,
         ge=1,
-        description="samples from calibration data, else train; default: ten tokens per input of the"
-        " widest layer",
+        description="calibration samples; default: ten tokens for each input of the widest layer",
     )
     sensitivity_samples: int = Field(
         default=8,
@@ -461,11 +460,6 @@ class QuantizeSettings(SchemeSettings):
             or self._may_measure_sensitivity
             or self.calibrates_correction
         )
-
-    @property
-    def reports_output_errors(self) -> bool:
-        """Whether output errors of layers are reported, which need samples held back from calibration."""
-        return self.method in _CALIBRATED_METHODS or self.calibrates_correction
 
     @property
     def correction(self) -> LowRankCorrection | None:

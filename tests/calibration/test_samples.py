@@ -48,7 +48,7 @@ def marian():
 
 def translations(number):
     """Pairs with different sources."""
-    words = sorted({word for sentence in tiny.SENTENCES for word in sentence.split()})
+    words = sorted(set(" ".join(tiny.SENTENCES).split()))
     size = len(words)
     pairs = [(f"{words[i % size]} {words[i // size]} {words[0]}", words[i % 7]) for i in range(number)]
     return Split("pairs.jsonl", tuple(Example(source, (target,)) for source, target in pairs))

@@ -277,6 +277,8 @@ def load_reconstruction_samples(
             " Add data: {calibration: FILE} or data: {train: FILE}, or set reconstruct: false.",
         )
         return None
-    return load_calibration_samples(
+    samples = load_calibration_samples(
         model, src, settings.calibration_samples, ctx, "prune", padded=True, held_back=True
     )
+    ctx.details["calibration"] = samples.details
+    return samples

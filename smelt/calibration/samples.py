@@ -223,7 +223,8 @@ def default_sample_count(model: Any, samples: Sequence[EncodedSample]) -> int:
     """
     single = [sample.token_counts for sample in split_pairs(samples)]
     sides = [tokens for side in zip(*single, strict=True) if (tokens := sum(side))] or [1]
-    widest = max((m.in_features for m in model.modules() if isinstance(m, nn.Linear)), default=0)
+    linear_layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    widest = max((layer.in_features for layer in linear_layers), default=0)
     needed = math.ceil(TOKENS_PER_INPUT * widest * len(samples) / min(sides))
     return max(MIN_CALIBRATION_SAMPLES, min(needed, MAX_CALIBRATION_TOKENS * len(samples) // sum(sides)))
 

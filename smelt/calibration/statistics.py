@@ -114,12 +114,12 @@ class InputStatistics:
         """Return the statistics on `device`."""
         return InputStatistics(
             self.tokens,
-            *(t if t is None else t.to(device) for t in self._tensors()),  # type: ignore[arg-type]
-            held_back=None if self.held_back is None else self.held_back.to(device),
+            self.sums.to(device),
+            self.squares.to(device),
+            self.magnitudes.to(device),
+            None if self.second_moment is None else self.second_moment.to(device),
+            None if self.held_back is None else self.held_back.to(device),
         )
-
-    def _tensors(self) -> tuple[Tensor | None, ...]:
-        return (self.sums, self.squares, self.magnitudes, self.second_moment)
 
 
 # Second moments of fewer tokens for each input are reported; stages calibrate on twice as many by default.

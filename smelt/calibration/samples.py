@@ -224,7 +224,7 @@ def default_sample_count(model: Any, samples: Sequence[EncodedSample]) -> int:
     single = [sample.token_counts for sample in split_pairs(samples)]
     sides = [tokens for side in zip(*single, strict=True) if (tokens := sum(side))] or [1]
     linear_layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    widest = max((layer.in_features for layer in linear_layers), default=0)
+    widest = max((int(layer.in_features) for layer in linear_layers), default=0)
     needed = math.ceil(TOKENS_PER_INPUT * widest * len(samples) / min(sides))
     return max(MIN_CALIBRATION_SAMPLES, min(needed, MAX_CALIBRATION_TOKENS * len(samples) // sum(sides)))
 

@@ -166,8 +166,10 @@ class _WidthRefit:
         for name in output_modules(model)[:1]:
             reader = RefitLayers((name,))
             if not has_norm_at(model, name) and self._can_be_fitted(name):
-                targets = (self._observe(0, [reader], None, held_back) for held_back in (False, True))
-                self.refit_layers(reader, self._inputs_of_both(reader, *targets, None, None))
+                targets = self._observe(0, [reader], None)
+                judged_targets = self._observe(0, [reader], None, held_back=True)
+                pair = self._inputs_of_both(reader, targets, judged_targets, None, None)
+                self.refit_layers(reader, pair)
 
     def refit_norm(self, point: RefitNorm, wanted: Tensor, run: RunningBlock | None) -> Tensor | None:
         """Fit a norm; return its new output, None if nothing was observed."""

@@ -146,11 +146,11 @@ class PruneSettings(Settings):
             value = value | {"targets": ["heads", "ffn"]}
         if "importance" in value:
             return value
-        if value.get("budget") is not None:
-            return value | {"importance": "fisher"}
         targets = value.get("targets")
         narrows = isinstance(targets, list | tuple | set) and set(map(str, targets)) == {"width"}
-        return value | {"importance": "activation"} if narrows else value
+        if narrows:
+            return value | {"importance": "activation"}
+        return value | {"importance": "obs"} if value.get("budget") is not None else value
 
     @model_validator(mode="after")
     def _ratio_of_each(self) -> Self:

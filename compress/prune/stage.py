@@ -61,7 +61,7 @@ class Prune(Stage[PruneSettings]):
         + "; scope global: Molchanov et al. 2017, arXiv:1611.06440; budgets of latency: HALP, Shen et al."
         " 2021, arXiv:2110.10811, ZipLM, Kurtic et al. 2023, arXiv:2302.04089"
     )
-    version: ClassVar[int] = 7
+    version: ClassVar[int] = 8
     prunes_units: ClassVar[bool] = True
     changes_quantized_weights: ClassVar[bool] = True
     settings_type: ClassVar[type[PruneSettings]] = PruneSettings

@@ -165,80 +165,6 @@ def draw_samples(
 
     Samples of classification without a label get one of the model's, which is not used.
     """
-<<<<<<< HEAD
-    return _draw(split, model, tokenizer, wanted, ctx, stage, held_back=False)[0]
-
-
-def _draw(
-    split: Split,
-    model: Any,
-    tokenizer: Any,
-    wanted: int | None,
-    ctx: Context,
-    stage: str,
-    held_back: bool,
-) -> tuple[list[EncodedSample], list[EncodedSample]]:
-    """Return the samples for calibration, and those that are held back from it."""
-    name = f"{stage}: calibration"
-    windows: list[EncodedSample] | None = None
-    if ctx.traits.samples == "running-text":  # windows are cut from one text before any are selected
-        windows = encode_split(split, model.config, tokenizer, ctx, split_name=name)
-
-    def encode(indices: list[int], ctx: Context) -> list[EncodedSample]:
-        if windows is not None:
-            return [windows[i] for i in indices]
-        selected = split.select(indices)
-        if ctx.traits.output == "labels":
-            config = model.config.to_dict()
-            label = 0.0 if problem_type(config) == REGRESSION else class_names(config)[0]
-            labeled = (e if e.label is not None else replace(e, label=label) for e in selected.examples)
-            selected = replace(selected, examples=tuple(labeled))
-        return encode_split(selected, model.config, tokenizer, ctx, split_name=name)
-
-    total = len(split) if windows is None else len(windows)
-    if wanted is None:
-        probe = encode(spread_indices(total, MIN_CALIBRATION_SAMPLES, ctx.seed), replace(ctx, warnings=[]))
-        wanted = default_sample_count(model, probe)
-    chosen, others = _choose_indices(total, wanted, held_back, ctx.seed)
-    encoded = encode([*chosen, *others], ctx)
-    return encoded[: len(chosen)], encoded[len(chosen) :]
-
-
-def _choose_indices(total: int, wanted: int, held_back: bool, seed: int) -> tuple[list[int], list[int]]:
-    """Return the indices of the samples for calibration, and of those that are held back."""
-    count = 0
-    if held_back:
-        most = max(_MIN_HELD_BACK, wanted // 10)
-        count = max(min(most, total - wanted), min(most, total // 10))
-    chosen = spread_indices(total, min(wanted, total - count), seed)
-    others = sorted({*range(total)}.difference(chosen))
-    return chosen, [others[i] for i in spread_indices(len(others), count, seed)]
-
-
-def default_sample_count(model: Any, samples: Sequence[EncodedSample]) -> int:
-    """Return how many samples like `samples` a model is calibrated on by default.
-
-    They have ten tokens for each input of the widest linear layer, in the encoder and in the decoder, but no
-    more than `MAX_CALIBRATION_TOKENS` in all. There are at least `MIN_CALIBRATION_SAMPLES`. An image counts
-    as its patches of 16 x 16 pixels.
-    """
-    single = [sample.token_counts for sample in split_pairs(samples)]
-    sides = [tokens for side in zip(*single, strict=True) if (tokens := sum(side))] or [1]
-    widest = max((m.in_features for m in model.modules() if isinstance(m, nn.Linear)), default=0)
-    needed = math.ceil(TOKENS_PER_INPUT * widest * len(samples) / min(sides))
-    return max(MIN_CALIBRATION_SAMPLES, min(needed, MAX_CALIBRATION_TOKENS * len(samples) // sum(sides)))
-||||||| debc9999
-    windows = ctx.traits.samples == "running-text"  # cut from one text before any are selected
-    if not windows:
-        split = split.select(spread_indices(len(split), wanted, ctx.seed))
-    if ctx.traits.output == "labels":
-        config = model.config.to_dict()
-        label = 0.0 if problem_type(config) == REGRESSION else class_names(config)[0]
-        labeled = (e if e.label is not None else replace(e, label=label) for e in split.examples)
-        split = replace(split, examples=tuple(labeled))
-    encoded = encode_split(split, model.config, tokenizer, ctx, split_name=f"{stage}: calibration")
-    return [encoded[i] for i in spread_indices(len(encoded), wanted, ctx.seed)] if windows else encoded
-=======
     return _draw(split, model, tokenizer, wanted, ctx, stage, held_back=False)[0]
 
 
@@ -301,7 +227,6 @@ def default_sample_count(model: Any, samples: Sequence[EncodedSample]) -> int:
     widest = max((int(layer.in_features) for layer in linear_layers), default=0)
     needed = math.ceil(TOKENS_PER_INPUT * widest * len(samples) / min(sides))
     return max(MIN_CALIBRATION_SAMPLES, min(needed, MAX_CALIBRATION_TOKENS * len(samples) // sum(sides)))
->>>>>>> main
 
 
 def split_pairs(samples: Sequence[EncodedSample]) -> list[EncodedSample]:

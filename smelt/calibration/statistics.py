@@ -114,18 +114,11 @@ class InputStatistics:
         """Return the statistics on `device`."""
         return InputStatistics(
             self.tokens,
-<<<<<<< HEAD
-            *(t if t is None else t.to(device) for t in self._tensors()),  # type: ignore[arg-type]
-            held_back=None if self.held_back is None else self.held_back.to(device),
-||||||| debc9999
-            *(t if t is None else t.to(device) for t in self._tensors()),  # type: ignore[arg-type]
-=======
             self.sums.to(device),
             self.squares.to(device),
             self.magnitudes.to(device),
             None if self.second_moment is None else self.second_moment.to(device),
             None if self.held_back is None else self.held_back.to(device),
->>>>>>> main
         )
 
 
@@ -133,24 +126,10 @@ class InputStatistics:
 MIN_TOKENS_PER_INPUT = TOKENS_PER_INPUT / 2
 
 
-<<<<<<< HEAD
-# Second moments of fewer tokens for each input are reported; stages calibrate on twice as many by default.
-MIN_TOKENS_PER_INPUT = TOKENS_PER_INPUT / 2
-
-
 def warn_of_few_tokens(
     token_counts: Iterable[tuple[int, int]], samples: CalibrationSamples, ctx: Context
 ) -> None:
     """Warn if layers have few calibration tokens for each of their inputs, with the numbers of the worst one.
-||||||| debc9999
-def few_tokens_text(token_counts: Iterable[tuple[int, int]], samples: CalibrationSamples) -> str:
-    """Return the warning text if layers get fewer tokens than they have inputs (the worst layer), else "".
-=======
-def warn_of_few_tokens(
-    token_counts: Iterable[tuple[int, int]], samples: CalibrationSamples, ctx: Context
-) -> None:
-    """Warn if layers have few calibration tokens for each of their inputs, with the numbers of the worst one.
->>>>>>> main
 
     In an encoder-decoder no layer gets the tokens of both sides. A layer with one vector per sample (a
     classifier) is counted as if it got all tokens; otherwise any usual number of samples would be too few.

@@ -58,7 +58,7 @@ IMPORTANCES: Mapping[str, Importance] = {
         ),
         Importance(
             "fisher",
-            "squared gradient (default with a budget)",
+            "squared gradient",
             "Kwon et al. 2022, arXiv:2204.09656",
             _ALL_TARGETS,
             "labels",
@@ -82,7 +82,7 @@ IMPORTANCES: Mapping[str, Importance] = {
         ),
         Importance(
             "obs",
-            "loss after a refit of the other units",
+            "loss after a refit of the other units (default with a budget)",
             "ZipLM, Kurtic et al. 2023, arXiv:2302.04089; The LLM Surgeon, van der Ouderaa et al. 2024,"
             " arXiv:2312.17244",
             ("heads", "ffn"),

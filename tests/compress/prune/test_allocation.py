@@ -92,7 +92,7 @@ def test_invalid_budget_settings_are_rejected(settings, code, named):
 
 
 def test_budget_defaults_to_fisher_importance():
-    assert PruneSettings.model_validate({"budget": {"parameters": 0.5}}).importance == "fisher"
+    assert PruneSettings.model_validate({"budget": {"parameters": 0.5}}).importance == "obs"
     options = {"budget": {"parameters": 0.5}, "importance": "taylor"}
     assert PruneSettings.model_validate(options).importance == "taylor"
     assert PruneSettings.model_validate({}).importance == "taylor"

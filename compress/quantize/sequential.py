@@ -314,8 +314,9 @@ class SequentialQuantizer:
 
         The compensation between columns does not apply to embedding lookups.
         """
-        gptq = GptqRunner(samples, grid_finder(self._settings), self._ctx)
-        if (correction := self._settings.correction) is not None:
+        settings = self._settings
+        gptq = GptqRunner(samples, grid_finder(settings), settings.act_order, self._ctx)
+        if (correction := settings.correction) is not None:
             corrected = layers_to_correct(self._model, self.layers)
             gptq.corrections = {layer.weight_id: correction for layer in corrected}
         self.codes, self.corrections = gptq.codes, gptq.pairs

@@ -13,7 +13,7 @@ from smelt.calibration.samples import load_calibration_samples
 from smelt.calibration.statistics import collect_statistics
 from smelt.compress.quantize import gptq as module
 from smelt.compress.quantize import plan_layers
-from smelt.compress.quantize.gptq import gptq_quantize
+from smelt.compress.quantize.gptq import column_updates, gptq_quantize
 from smelt.compress.quantize.plan_layers import round_to_nearest, scheme_grid
 from smelt.compress.quantize.settings import LowRankCorrection, QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
@@ -59,7 +59,8 @@ def test_each_block_is_calibrated_on_quantized_previous_blocks(family, tmp_path)
     with collect_statistics(plain, rows, {last: [plain.get_submodule(last)]}, ctx) as statistics:
         scheme, matrix = find_scheme("int4"), model.get_submodule(last).matrix
         weight = plain.get_submodule(last).weight.detach()
-        codes = gptq_quantize(weight, statistics[last], scheme, matrix.options, scheme_grid)
+        updates = column_updates(statistics[last], "static")
+        codes = gptq_quantize(weight, updates, scheme, matrix.options, scheme_grid)
     values = of(codes, scheme, matrix.options, weight.shape[1])
     assert np.isclose(values, matrix.dequantized().double().numpy(), atol=1e-5).mean() > 0.99
     nearest = of(round_to_nearest(weight, scheme, matrix.options), scheme, matrix.options, weight.shape[1])
@@ -107,9 +108,9 @@ def test_row_chunks_give_same_quantized_weights(tmp_path, monkeypatch):
         sizes.append(len(rows))
         return real(rows, *more)
 
-    def once(matrix):
-        inverted.append(matrix)
-        return invert(matrix)
+    def once(*args):
+        inverted.append(args)
+        return invert(*args)
 
     full_ctx = run("whole")
     monkeypatch.setattr(plan_layers, "MAX_WEIGHTS_AT_ONCE", 7 * 64)  # seven rows of 64 inputs
@@ -139,10 +140,10 @@ def test_per_tensor_scale_disables_row_chunks(tmp_path, monkeypatch):
 def test_calibration_moments_are_freed_after_each_layer(tmp_path, monkeypatch):
     moments, alive, real = [], [], module.inverse_cholesky
 
-    def counting(statistics):
+    def counting(statistics, *args):
         moments.append(weakref.ref(statistics.second_moment))
         alive.append(sum(moment() is not None for moment in moments))
-        return real(statistics)
+        return real(statistics, *args)
 
     monkeypatch.setattr(module, "inverse_cholesky", counting)
     stage("llama", tmp_path / "out")
@@ -217,6 +218,11 @@ def test_gptq_needs_calibration_data_and_rejects_unused_settings():
     with raises_setting_codes("unused-setting") as caught:
         QuantizeSettings(scheme="int4", method="gptq", sensitivity_samples=4)
     assert caught.value.errors()[0]["msg"].startswith("Value error, sensitivity_samples")
+    for method in ("rtn", "awq"):
+        with raises_setting_codes("unused-setting"):
+            QuantizeSettings(scheme="int4", method=method, act_order="none")
+    assert "act_order" not in QuantizeSettings(scheme="int4", method="awq").to_report()
+    assert QuantizeSettings(scheme="int4", method="awq-gptq").to_report()["act_order"] == "static"
     with raises_setting_codes("unused-setting") as caught:
         QuantizeSettings(scheme="int4", calibration_samples=4)
     assert caught.value.errors()[0]["msg"].startswith("Value error, calibration_samples")

@@ -233,7 +233,8 @@ class SequentialQuantizer:
             scalers.append(SmoothQuantRunner(self._model, self.layers, samples, alpha, dtype_of, self._ctx))
         if settings.scales_inputs:
             clip = settings.clip == "awq"
-            scalers.append(AwqRunner(self._model, self.layers, samples, clip, dtype_of, self._ctx))
+            context = self._model, self.layers, samples, clip, settings.duo_scaling, dtype_of, self._ctx
+            scalers.append(AwqRunner(*context))
         return scalers
 
     def _parts(

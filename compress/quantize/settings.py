@@ -249,6 +249,10 @@ class QuantizeSettings(SchemeSettings):
         description="gptq, awq-gptq: order of the columns: static: by decreasing mean squared input; none:"
         " from left to right",
     )
+    duo_scaling: bool = Field(
+        default=True,
+        description="awq, awq-gptq: scale channels by their weights, too",
+    )
     clip: Literal["none", "mse", "percentile", "awq"] = Field(
         default="none",
         description="range of weights: mse: least squared error; percentile: calibration_percentile; awq:"
@@ -369,12 +373,13 @@ class QuantizeSettings(SchemeSettings):
         set_fields = self.model_fields_set
         effects = {
             "act_order": self.compensates_rounding,
+            "duo_scaling": self.scales_inputs,
             "calibration_method": self.needs_activation_ranges,
             "calibration_percentile": self.needs_activation_ranges or self.clip == "percentile",
         }
         for name, means in effects.items():
             if name in set_fields and not means:
-                method = f"method: {self.method} with " if name == "act_order" else ""
+                method = f"method: {self.method} with " if name in ("act_order", "duo_scaling") else ""
                 raise SettingError(
                     f"{name} has no effect on {method}{self._scheme_description}; remove it",
                     code="unused-setting",
@@ -548,6 +553,7 @@ class QuantizeSettings(SchemeSettings):
             "scheme": uniform,
             "embedding_scheme": uniform and (self.embeddings or self.output_layer),
             "act_order": self.compensates_rounding,
+            "duo_scaling": self.scales_inputs,
             "calibration_method": self.needs_activation_ranges,
             "calibration_percentile": uses_percentile,
             "calibration_samples": self.needs_calibration,

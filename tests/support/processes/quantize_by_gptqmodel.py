@@ -1,8 +1,8 @@
 """Quantizes one linear layer by GPTQModel; reads a request as JSON, prints how many cases are done.
 
 A request: {"folder", "cases": [{"bits", "group", "symmetric", "act_order"}, ...]}. The folder holds
-weight.npy, float32 [N, K], and fed.npy, float32 [tokens, K]; of each case it gets N.npz with codes, scales and
-zeros.
+weight.npy, float32 [N, K], and fed.npy, float32 [tokens, K]; of each case it gets N.npz with codes, scales
+and zeros.
 """
 
 import json

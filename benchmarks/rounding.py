@@ -52,11 +52,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "awq": AWQ,
     "gptq, in order": GPTQ | {"act_order": "none"},
     "gptq": GPTQ,
+    "gptaq": GPTQ | {"gptaq_alpha": 0.25},
     "gptq, clip mse": GPTQ | {"clip": "mse"},
 }
 # the first is compared with the second
 PAIRS = (
-    ("gptq", "gptq, in order"), ("awq", "awq, one-sided"), ("gptq, clip mse", "gptq"),
+    ("gptq", "gptq, in order"), ("awq", "awq, one-sided"), ("gptaq", "gptq"), ("gptq, clip mse", "gptq"),
     ("rtn, clip mse", "rtn"), ("hqq", "rtn"), ("rtn, clip mse", "hqq"),
 )  # fmt: skip
 

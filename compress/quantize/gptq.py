@@ -11,6 +11,16 @@ still compensate their errors (`desc_act` of the published code, `actorder: stat
 grid of each group is that of the original weights in their own layout (`static_groups`), so the result has
 the same form as without: a group is a run of neighboring columns, and needs no index in the exported graph.
 
+With `gptaq_alpha` the target of a layer is its output in the float model: Li et al. 2025, GPTAQ: Efficient
+Finetuning-Free Quantization for Asymmetric Calibration, arXiv:2504.02692, and its published code. With R the
+layer's inputs in the float model, D = 2 (R - X) X^T, and column j before rounding, w_j, what w_j lacks on
+R - X is added to the columns after it:
+
+    P = alpha triu(D U^T, 1) U          w_k += w_j P_jk for k > j
+
+The published code uses the rounded w_j for columns beyond the block of 128, so that its result depends on the
+size of the block; here it is the w_j of the paper's equation throughout.
+
 Shapes: N = outputs, K = inputs, G = groups, g = inputs of a group.
 """
 
@@ -60,17 +70,26 @@ class ColumnUpdates(NamedTuple):
     """How the error of each column is compensated in later ones: the same for all rows of a layer.
 
     order: of the columns, int64 [K]. factor: U of H in this order, float32 [K, K] (see `inverse_cholesky`).
-    damping: that of H. dead: inputs that are always 0, bool [K].
+    damping: that of H. dead: inputs that are always 0, bool [K]. shift: P, float32 [K, K]
+    (None without GPTAQ).
     """
 
     order: Tensor
     factor: Tensor
     damping: float
     dead: Tensor
+    shift: Tensor | None = None
 
 
-def column_updates(statistics: InputStatistics, act_order: ActOrder) -> ColumnUpdates:
-    """Return the column updates for a layer with these input statistics, which have second moments.
+def column_updates(
+    statistics: InputStatistics, act_order: ActOrder, gptaq_alpha: float | None = None
+) -> ColumnUpdates:
+    """Return the column updates for a layer with these input statistics.
+
+    Args:
+        statistics: with second moments; GPTAQ needs cross moments, too, and is not used without.
+        act_order: order of the columns.
+        gptaq_alpha: strength of GPTAQ; None: without.
 
     Raises:
         NotInvertibleError: the second moment cannot be inverted.
@@ -81,7 +100,11 @@ def column_updates(statistics: InputStatistics, act_order: ActOrder) -> ColumnUp
     if act_order == "static":
         order = diagonal.argsort(descending=True, stable=True)
     factor, damping = inverse_cholesky(statistics, order)
-    return ColumnUpdates(order, factor.float(), damping, diagonal == 0)
+    shift = None
+    if gptaq_alpha is not None and statistics.cross_moment is not None:
+        cross = statistics.cross_moment[order[:, None], order] * (2 / max(1, statistics.tokens))
+        shift = (gptaq_alpha * (cross @ factor.T).triu_(1) @ factor).float()
+    return ColumnUpdates(order, factor.float(), damping, diagonal == 0, shift)
 
 
 def gptq_quantize(
@@ -114,18 +137,25 @@ def gptq_quantize(
     updated = updated[:, order]  # from here on in the order of rounding
     for start in range(0, updated.shape[1], _BLOCK_COLUMNS):
         end = min(start + _BLOCK_COLUMNS, updated.shape[1])
-        errors = torch.empty_like(updated[:, start:end])
+        errors, columns = torch.empty_like(updated[:, start:end]), torch.empty_like(updated[:, start:end])
         for j in range(start, end):
             input_index = int(order[j])
             group, position = divmod(input_index, size)
             group_grid = {name: _group_slice(tensor, group) for name, tensor in grid.items()}
-            column = updated[:, j] if zeros is None else updated[:, j].masked_fill(zeros[:, input_index], 0.0)
-            column_codes = scheme.quantize(column.contiguous()[:, None, None], group_grid, options)
+            column = updated[:, j].clone()
+            if zeros is not None:
+                column[zeros[:, input_index]] = 0.0
+            column_codes = scheme.quantize(column[:, None, None], group_grid, options)
             codes[:, group, position] = column_codes[:, 0, 0]
             value = scheme.dequantize(column_codes, group_grid, options)[:, 0, 0]
             errors[:, j - start] = (updated[:, j] - value) / factor[j, j]
             updated[:, j:end] -= torch.outer(errors[:, j - start], factor[j, j:end])
+            if updates.shift is not None:
+                columns[:, j - start] = column
+                updated[:, j:end] += torch.outer(column, updates.shift[j, j:end])
         updated[:, end:] -= errors @ factor[start:end, end:]
+        if updates.shift is not None:
+            updated[:, end:] += columns @ updates.shift[start:end, end:]
     return UnpackedWeights(codes, grid)
 
 
@@ -141,6 +171,7 @@ class GptqRunner:
         samples: calibration samples.
         find_grid: finds grids.
         act_order: order of the columns.
+        gptaq_alpha: strength of GPTAQ where cross moments are collected; None: without.
         ctx: gets the details of each layer and warnings.
 
     Attributes:
@@ -150,9 +181,15 @@ class GptqRunner:
     """
 
     def __init__(
-        self, samples: CalibrationSamples, find_grid: GridFinder, act_order: ActOrder, ctx: Context
+        self,
+        samples: CalibrationSamples,
+        find_grid: GridFinder,
+        act_order: ActOrder,
+        gptaq_alpha: float | None,
+        ctx: Context,
     ) -> None:
-        self.samples, self.find_grid, self.act_order, self.ctx = samples, find_grid, act_order, ctx
+        self.samples, self.find_grid, self.ctx = samples, find_grid, ctx
+        self.act_order, self.gptaq_alpha = act_order, gptaq_alpha
         self.codes: dict[int, UnpackedWeights] = {}
         self.corrections: dict[int, LowRankCorrection] = {}
         self.pairs: dict[int, CorrectedWeight] = {}
@@ -214,7 +251,7 @@ class GptqRunner:
 
     def _column_updates(self, layer: PlannedLayer, seen: InputStatistics) -> ColumnUpdates:
         try:
-            updates = column_updates(seen, self.act_order)
+            updates = column_updates(seen, self.act_order, self.gptaq_alpha)
         except NotInvertibleError as error:
             raise InputError(
                 f"quantize: {layer.name}: {error}. Use method: rtn, or other calibration samples.",

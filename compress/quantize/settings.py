@@ -207,6 +207,7 @@ _RANGE_SCHEMES = ", ".join(name for name, scheme in SCHEMES.items() if scheme.re
 _SMOOTHQUANT_SCHEMES = ", ".join(name for name, scheme in SCHEMES.items() if scheme.per_tensor_activations)
 CalibrationMethod = Literal["minmax", "percentile", "entropy", "mse"]
 ActOrder = Literal["static", "none"]
+_METHOD_SETTINGS = ("act_order", "gptaq_alpha", "duo_scaling")  # they have an effect with some methods
 # methods that rescale channels of the float model before they quantize it
 AWQ_METHODS = ("awq", "awq-gptq")
 _CALIBRATED_METHODS = ("gptq", *AWQ_METHODS)  # methods that use calibration samples
@@ -248,6 +249,14 @@ class QuantizeSettings(SchemeSettings):
         default="static",
         description="gptq, awq-gptq: order of the columns: static: by decreasing mean squared input; none:"
         " from left to right",
+    )
+    gptaq_alpha: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        strict=True,
+        description="gptq, awq-gptq: strength of GPTAQ, which targets the outputs of the float model; 0.25 is"
+        " usual",
     )
     duo_scaling: bool = Field(
         default=True,
@@ -373,13 +382,14 @@ class QuantizeSettings(SchemeSettings):
         set_fields = self.model_fields_set
         effects = {
             "act_order": self.compensates_rounding,
+            "gptaq_alpha": self.compensates_rounding,
             "duo_scaling": self.scales_inputs,
             "calibration_method": self.needs_activation_ranges,
             "calibration_percentile": self.needs_activation_ranges or self.clip == "percentile",
         }
         for name, means in effects.items():
             if name in set_fields and not means:
-                method = f"method: {self.method} with " if name in ("act_order", "duo_scaling") else ""
+                method = f"method: {self.method} with " if name in _METHOD_SETTINGS else ""
                 raise SettingError(
                     f"{name} has no effect on {method}{self._scheme_description}; remove it",
                     code="unused-setting",
@@ -413,6 +423,11 @@ class QuantizeSettings(SchemeSettings):
             raise SettingError(
                 "low_rank_correction requires a single scheme and method rtn, gptq or hqq; remove"
                 f" {conflict} or low_rank_correction",
+                code="settings-conflict",
+            )
+        if self.correction is not None and self.gptaq_alpha is not None:
+            raise SettingError(
+                "gptaq_alpha does not apply to weights with low_rank_correction; remove one of them",
                 code="settings-conflict",
             )
         if "max_excluded" in set_fields and AUTO not in self.exclude:
@@ -553,6 +568,7 @@ class QuantizeSettings(SchemeSettings):
             "scheme": uniform,
             "embedding_scheme": uniform and (self.embeddings or self.output_layer),
             "act_order": self.compensates_rounding,
+            "gptaq_alpha": self.gptaq_alpha is not None,
             "duo_scaling": self.scales_inputs,
             "calibration_method": self.needs_activation_ranges,
             "calibration_percentile": uses_percentile,

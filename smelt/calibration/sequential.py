@@ -20,7 +20,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from itertools import cycle
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -38,7 +38,13 @@ from smelt.calibration.samples import (
     model_outputs,
     observe_inputs,
 )
-from smelt.calibration.statistics import InputStatistics, batches_on_device, collect_statistics
+from smelt.calibration.statistics import (
+    InputStatistics,
+    batches_on_device,
+    collect_statistics,
+    empty_statistics,
+    input_width,
+)
 from smelt.core.errors import InputError
 from smelt.models.families.family import Stack
 from smelt.models.families.registry import FAMILIES, Block, blocks_of, family_of
@@ -171,19 +177,33 @@ class SequentialRunner:
 
     def observe(self, block: Block, layers: LayersByKey, see: InputCallback) -> None:
         """Run `block` and later blocks that use some of `layers`; call `see` with the inputs of these."""
-        observed = {module for layer_modules in layers.values() for module in layer_modules}
-        stack_modules = self._stack_modules(block.stack)
-        last = max(
-            index
-            for index, m in enumerate(stack_modules)
-            if index == block.index or (not observed.isdisjoint(m.modules()))
-        )
+        last = self._last_use(block, layers)
         batch: TensorBatch = {}
         with input_hooks(self.model, layers, see, batch), torch.inference_mode():
             for number, inputs in enumerate(self.batches):
                 batch.clear()
                 batch.update(inputs)
                 self._run(number, last)
+
+    def layer_inputs(self, number: int, block: Block, layers: LayersByKey) -> list[tuple[str, Tensor]]:
+        """Return what `observe` would call back with for batch `number`."""
+        inputs: list[tuple[str, Tensor]] = []
+
+        def see(key: str, x: Tensor) -> None:
+            inputs.append((key, x.clone()))
+
+        with input_hooks(self.model, layers, see, self.batches[number]), torch.inference_mode():
+            self._run(number, self._last_use(block, layers))
+        return inputs
+
+    def _last_use(self, block: Block, layers: LayersByKey) -> int:
+        """Return the last position that uses some of `layers`, or that of `block`."""
+        observed = {module for layer_modules in layers.values() for module in layer_modules}
+        return max(
+            index
+            for index, module in enumerate(self._stack_modules(block.stack))
+            if index == block.index or not observed.isdisjoint(module.modules())
+        )
 
     def observe_after_blocks(self, layers: LayersByKey, see: InputCallback) -> None:
         """Run the model after its blocks on their outputs; call `see` with the inputs of `layers` there.
@@ -341,11 +361,14 @@ class PartAfterBlocks(ModelPart):
 
 
 class RunningBlock(PartAfterBlocks):
-    """One block of a model in process, with its inputs."""
+    """One block of a model in process, with its inputs.
 
-    def __init__(self, block: Block, *context: Any) -> None:
+    reference: runs the unchanged model next to it, if cross moments are collected.
+    """
+
+    def __init__(self, block: Block, reference: SequentialRunner | None, *context: Any) -> None:
         super().__init__(*context)
-        self.block = block
+        self.block, self._reference = block, reference
 
     @property
     def module(self) -> nn.Module:
@@ -361,6 +384,32 @@ class RunningBlock(PartAfterBlocks):
         """
         self._runner.observe(self.block, layers, see)
 
+    def collect(self, layers: LayersByKey) -> AbstractContextManager[dict[str, InputStatistics]]:
+        """Return a context with the statistics of the inputs of `layers`, in memory.
+
+        With a reference they include cross moments. It runs the unchanged block then, so this must be called
+        once, before the block is changed. Layers that an earlier block has, too, are already changed in the
+        reference.
+        """
+        if self._reference is None:
+            return super().collect(layers)
+        self._reference.run_before(self.block)
+        device = str(self.model.device)
+        statistics = {
+            key: empty_statistics(input_width(modules[0]), second=True, cross=True, device=device)
+            for key, modules in layers.items()
+        }
+        for number in range(len(self._runner.batches)):
+            pairs = zip(
+                self._runner.layer_inputs(number, self.block, layers),
+                self._reference.layer_inputs(number, self.block, layers),
+                strict=True,
+            )
+            for (key, x), (_, reference) in pairs:
+                statistics[key].update(x, reference)
+        self._reference.run_block(self.block)
+        return nullcontext({key: statistics.pop(key).to("cpu") for key in list(statistics)})
+
     def run(self, see: StatesCallback | None = None) -> None:
         """Run the block as it is now and store its outputs, once; call `see` with its inputs and outputs."""
         self._runner.run_block(self.block, see)
@@ -374,9 +423,13 @@ def run_parts(
     stage: str = "calibration",
     offloaded: StreamedModel | None = None,
     save: bool = True,
+    with_reference: bool = False,
     limit_bytes: int = STATES_MEMORY_BYTES,
 ) -> Iterator[PartAfterBlocks]:
-    """Yield each block of `model` as in `run_blocks`, and the layers after the blocks at the end."""
+    """Yield each block of `model` as in `run_blocks`, and the layers after the blocks at the end.
+
+    with_reference: whether blocks collect cross moments with the unchanged model.
+    """
     if family_of(model) is None:
         raise InputError(
             f"{stage}: {model.config.model_type} models are not supported. Supported: {', '.join(FAMILIES)}.",
@@ -389,10 +442,14 @@ def run_parts(
         if device != "cpu":
             stack.callback(model.to, "cpu")
             model.to(device)
-        runner = SequentialRunner(model, batches_on_device(samples, device), folder, limit_bytes)
+        batches = batches_on_device(samples, device)
+        runner = SequentialRunner(model, batches, folder, limit_bytes)
+        reference = None
+        if with_reference:
+            reference = SequentialRunner(model, batches, folder / "reference", limit_bytes)
         for block in visit_blocks(model, ctx, offloaded, save):
             runner.run_before(block)
-            step = RunningBlock(block, model, samples, ctx, runner)
+            step = RunningBlock(block, reference, model, samples, ctx, runner)
             yield step
             step.run()
         yield PartAfterBlocks(model, samples, ctx, runner)

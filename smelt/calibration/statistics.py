@@ -54,7 +54,9 @@ class InputStatistics:
     """Statistics of the inputs of one layer.
 
     tokens: number of tokens. second_moment: X X^T, float64 [K, K], symmetric; None if not collected. sums: of
-    x; squares: of x^2; magnitudes: of |x|, each float64 [K]. Padding is in none of them.
+    x; squares: of x^2; magnitudes: of |x|, each float64 [K]. Padding is in none of them. cross_moment: of the
+    inputs X and those of a reference model, R, on the same tokens: (R - X) X^T, float64 [K, K]; None if not
+    collected.
     """
 
     tokens: int
@@ -62,6 +64,7 @@ class InputStatistics:
     squares: Tensor
     magnitudes: Tensor
     second_moment: Tensor | None = None
+    cross_moment: Tensor | None = None
 
     @property
     def width(self) -> int:
@@ -83,8 +86,8 @@ class InputStatistics:
             raise ValueError("no second moment was collected")
         return self.second_moment - torch.outer(self.sums, self.sums) / max(1, self.tokens)
 
-    def update(self, x: Tensor) -> None:
-        """Add inputs, float [tokens, K]."""
+    def update(self, x: Tensor, reference: Tensor | None = None) -> None:
+        """Add inputs, float [tokens, K]; a cross moment needs those of the reference, too."""
         if not len(x):
             return
         x = x.float()
@@ -94,6 +97,9 @@ class InputStatistics:
         self.magnitudes += x.abs().sum(dim=0, dtype=torch.float64)
         if self.second_moment is not None:
             self.second_moment += x.t() @ x
+        if self.cross_moment is not None:
+            assert reference is not None
+            self.cross_moment += (reference.float() - x).t() @ x
 
     def to(self, device: str) -> InputStatistics:
         """Return the statistics on `device`."""
@@ -103,7 +109,7 @@ class InputStatistics:
         )
 
     def _tensors(self) -> tuple[Tensor | None, ...]:
-        return (self.sums, self.squares, self.magnitudes, self.second_moment)
+        return (self.sums, self.squares, self.magnitudes, self.second_moment, self.cross_moment)
 
 
 def few_tokens_text(token_counts: Iterable[tuple[int, int]], samples: CalibrationSamples) -> str:
@@ -129,19 +135,21 @@ def few_tokens_text(token_counts: Iterable[tuple[int, int]], samples: Calibratio
 
 
 def empty_statistics(
-    width: int, *, second: bool, device: str = "cpu", file: Path | None = None
+    width: int, *, second: bool, cross: bool = False, device: str = "cpu", file: Path | None = None
 ) -> InputStatistics:
     """Return the statistics of no token.
 
     Args:
         width: inputs of the layer.
         second: whether to collect the second moment.
+        cross: whether to collect the cross moment.
         device: where to sum.
         file: where to store the second moment, instead of memory; only on the CPU.
     """
     sums, squares, magnitudes = (torch.zeros(width, dtype=torch.float64, device=device) for _ in range(3))
     moment = _empty_second_moment(width, device, file) if second else None
-    return InputStatistics(0, sums, squares, magnitudes, moment)
+    cross_moment = torch.zeros(width, width, dtype=torch.float64, device=device) if cross else None
+    return InputStatistics(0, sums, squares, magnitudes, moment, cross_moment)
 
 
 def _empty_second_moment(width: int, device: str, file: Path | None) -> Tensor:

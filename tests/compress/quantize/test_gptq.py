@@ -27,8 +27,12 @@ def drawn(inputs=40, tokens=200, outputs=6):
     return torch.randn(outputs, inputs, generator=draw), x, statistics
 
 
-def by_the_equations(weight, x, scheme, options, act_order="none", zeros=None):
-    """Column by column, with the inverse of what is left of H each time (equations 2 and 3 of the paper)."""
+def by_the_equations(weight, x, scheme, options, act_order="none", zeros=None, gptaq=None):
+    """Column by column, with the inverse of what is left of H each time (equations 2 and 3 of the paper).
+
+    gptaq: alpha, and the inputs in the float model; what a column lacks on the difference is made up for by
+    later ones, with the inverse of their own part of H (GPTAQ's paper, section 4).
+    """
     k = weight.shape[1]
     size = scheme.group_size(k, options)
     h = 2 * x.double().numpy().T @ x.double().numpy() / len(x)
@@ -51,6 +55,11 @@ def by_the_equations(weight, x, scheme, options, act_order="none", zeros=None):
         values[:, j] = scheme.dequantize(rounded, group, options)[:, 0, 0].double().numpy()
         new[:, left] -= np.outer((new[:, j] - values[:, j]) / inverse[0, 0], inverse[0])
         left.pop(0)
+        if gptaq is not None and left:
+            alpha, reference = gptaq
+            lacking = 2 / len(x) * (reference - x).double().numpy()[:, j] @ x.double().numpy()[:, left]
+            shift = alpha * lacking @ np.linalg.inv(h[np.ix_(left, left)])
+            new[:, left] += np.outer(column.double().numpy(), shift)
     return values
 
 
@@ -94,6 +103,28 @@ def test_zeros_are_kept_and_compensated_in_either_order(act_order):
     assert not values[zeros.numpy()].any()
     expected = by_the_equations(weight, x, scheme, options, act_order, zeros)
     assert np.isclose(values, expected, rtol=1e-5, atol=1e-6).mean() > 0.99
+
+
+@pytest.mark.parametrize("act_order", ["none", "static"])
+@pytest.mark.parametrize(("name", "alpha"), [("int4", 0.25), ("int2", 0.25), ("int3", 0.5)])
+def test_gptaq_equals_equations_of_paper(name, alpha, act_order, monkeypatch):
+    monkeypatch.setattr(module, "_BLOCK_COLUMNS", 24)
+    weight, x, _ = drawn(tokens=400)
+    draw = torch.Generator().manual_seed(1)
+    reference = x @ (torch.eye(40) + 0.15 * torch.randn(40, 40, generator=draw))
+    statistics = empty_statistics(40, second=True, cross=True)
+    for start in range(0, 400, 100):
+        statistics.update(x[start : start + 100], reference[start : start + 100])
+    scheme = find_scheme(name)
+    options = default_options(scheme) | SCHEMES[name]
+    updates = column_updates(statistics, act_order, alpha)
+    values = of(gptq_quantize(weight, updates, scheme, options, scheme_grid), scheme, options, 40)
+    expected = by_the_equations(weight, x, scheme, options, act_order, gptaq=(alpha, reference))
+    assert np.isclose(values, expected, rtol=1e-5, atol=1e-6).mean() > 0.99
+    target = (reference @ weight.T).double().numpy()
+    plain = of(gptq(weight, statistics, scheme, options, act_order), scheme, options, 40)
+    errors = [((x.double().numpy() @ v.T - target) ** 2).sum() for v in (values, plain)]
+    assert errors[0] < 0.97 * errors[1]  # nearer to the outputs of the float model
 
 
 def test_static_act_order_rounds_unequal_inputs_with_less_error():
@@ -149,7 +180,7 @@ def test_reported_gptq_error_is_relative_to_rtn():
     scheme, options = find_scheme("int4"), default_options(find_scheme("int4")) | {"group_size": 16}
     layer = torch.nn.Linear(40, len(weight), bias=False)
     layer.weight.data = weight.clone()
-    work = module.GptqRunner(None, scheme_grid, "static", None)
+    work = module.GptqRunner(None, scheme_grid, "static", None, None)
     work.quantize([PlannedLayer(layer, "layer", "int4", options, True)], {"layer": statistics})
     moment = (x.double().T @ x.double()).numpy()
 

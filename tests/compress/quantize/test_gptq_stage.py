@@ -72,6 +72,46 @@ def test_each_block_is_calibrated_on_quantized_previous_blocks(family, tmp_path)
     assert set(names) == {n for n in linears if not (tied and plain.get_submodule(n) is head)}
 
 
+@pytest.mark.parametrize("family", ["bart", "llama"])
+def test_gptaq_gets_inputs_of_float_and_quantized_model(family, tmp_path, monkeypatch):
+    """The cross moments that are used are those of two models, each run as it is, on the same samples."""
+    used, real = [], module.column_updates
+
+    def recorded(statistics, *args):
+        used.append((statistics.cross_moment, statistics.second_moment))
+        return real(statistics, *args)
+
+    monkeypatch.setattr(module, "column_updates", recorded)
+    source, ctx = stage(family, tmp_path / "out", gptaq_alpha=0.25)
+    names = list(ctx.details["gptq_error"])
+    plain, quantized = load_model(source)[0], harness.load_output_model(ctx)
+    mixed = load_model(source)[0]  # quantized up to the block of the compared layer
+    last = [n for n in names if ".1." in n][-1]
+    prefix = last[: last.index(".1.") + 3]
+    with torch.no_grad():
+        for name in (n for n in names if not n.startswith(prefix)):
+            if mixed.get_submodule(name) is not mixed.get_output_embeddings():
+                mixed.get_submodule(name).weight.copy_(quantized.get_submodule(name).matrix.dequantized())
+    rows = load_calibration_samples(plain, tiny.as_artifact(source, ctx.task), 8, ctx, "quantize")
+    inputs = []
+    for model in (plain, mixed):
+        batches = []
+        hook = model.get_submodule(last).register_forward_pre_hook(
+            lambda _, args, batches=batches: batches.append(args[0].flatten(0, -2).double())
+        )
+        with torch.no_grad():
+            for batch in rows.batches:
+                model(**batch)
+        hook.remove()
+        inputs.append(torch.cat(batches))
+    reference, x = inputs
+    cross_moment, second_moment = used[names.index(last)]
+    torch.testing.assert_close(second_moment, x.T @ x, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(cross_moment, (reference - x).T @ x, rtol=1e-2, atol=1e-3)
+    assert float(cross_moment.abs().max()) > 0.1
+    assert not bool(used[0][0].any())  # nothing is quantized before the first block
+
+
 def test_gptq_keeps_sparsity_and_compensates_in_other_weights(tmp_path):
     """SparseGPT's published code, with quantization: masked weights are 0, and their error is passed on."""
     pattern = SparsifySettings(method="magnitude", pattern="2:4")
@@ -218,6 +258,10 @@ def test_gptq_needs_calibration_data_and_rejects_unused_settings():
     with raises_setting_codes("unused-setting") as caught:
         QuantizeSettings(scheme="int4", method="gptq", sensitivity_samples=4)
     assert caught.value.errors()[0]["msg"].startswith("Value error, sensitivity_samples")
+    with raises_setting_codes("settings-conflict"):
+        QuantizeSettings(scheme="int4", method="gptq", gptaq_alpha=0.25, low_rank_correction={"rank": 2})
+    with raises_setting_codes("unused-setting"):
+        QuantizeSettings(scheme="int4", method="awq", gptaq_alpha=0.25)
     for method in ("rtn", "awq"):
         with raises_setting_codes("unused-setting"):
             QuantizeSettings(scheme="int4", method=method, act_order="none")

@@ -1,13 +1,14 @@
-"""Ways to choose quantized weights, compared on held-out samples: nats per token, in pairs.
+"""Ways to choose quantized weights, compared on held-out samples: loss and divergence, in pairs.
 
     python benchmarks/rounding.py --model ../shared/models/marian-small-en-de \
         --data ../shared/data/multi30k_en_de/{}.jsonl.gz --out runs/rounding/marian
     python benchmarks/rounding.py --model runs/llama/artifacts/trained --task language-modeling \
         --data ../shared/data/wikitext2/{}.txt.gz --window 128 --out runs/rounding/llama
 
-Every arm quantizes the same model on the same calibration samples, drawn from `train`. The loss is that of
-the torch artifact on `test`. Brackets are 95 % intervals of the mean difference, by a bootstrap over samples.
-Results are stored in OUT/losses.json; arms that are there are not run again.
+Every arm quantizes the same model on the same calibration samples, drawn from `train`. The torch artifact is
+compared with the float model on `test`, in nats per token: by its loss, and by the Kullback-Leibler
+divergence of its predictions from the float model's. Brackets are 95 % intervals of the mean difference, by a
+bootstrap over samples. Results are stored in OUT/losses.json; arms that are there are not run again.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ PAIRS = (
 
 
 @torch.inference_mode()
-def losses(folder: Path, options: argparse.Namespace) -> list[tuple[float, int]]:
-    """Return the summed loss in nats, and the number of predicted tokens, of each batch of `test`."""
-    model, _ = load_model(folder)
+def measure(folder: Path, options: argparse.Namespace) -> list[tuple[float, float, int]]:
+    """Return the summed loss and divergence in nats, and the number of predicted tokens, of each sample."""
+    (model, _), (float_model, _) = load_model(folder), load_model(options.model)
     split = read_split(str(options.data).format("test"), options.task, Columns(), Path())
     if options.window:
         split = replace(split, windows=Windows(length=options.window))
@@ -78,25 +79,28 @@ def losses(folder: Path, options: argparse.Namespace) -> list[tuple[float, int]]
     for sample in samples:
         (batch,) = make_batches([sample], model.config)
         labels = batch.pop("labels")
-        logits = model(**batch, use_cache=False).logits
+        logits, float_logits = (m(**batch, use_cache=False).logits for m in (model, float_model))
         if "decoder_input_ids" not in batch:
-            logits, labels = logits[:, :-1], labels[:, 1:]
-        loss = F.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+            logits, float_logits, labels = logits[:, :-1], float_logits[:, :-1], labels[:, 1:]
+        log_probabilities, float_log_probabilities = (
+            values.log_softmax(-1)[labels != IGNORE_INDEX] for values in (logits, float_logits)
         )
-        rows.append((float(loss), int((labels != IGNORE_INDEX).sum())))
+        loss = F.nll_loss(log_probabilities, labels[labels != IGNORE_INDEX], reduction="sum")
+        divergence = F.kl_div(log_probabilities, float_log_probabilities, reduction="sum", log_target=True)
+        rows.append((float(loss), float(divergence), len(log_probabilities)))
     return rows
 
 
-def difference(rows: list[tuple[float, int]], base: list[tuple[float, int]]) -> str:
-    """Return the mean difference in nats per token, with its interval."""
-    values, tokens = np.array(rows)[:, 0] - np.array(base)[:, 0], np.array(rows)[:, 1]
+def differences(rows: list[list[float]], base: list[list[float]]) -> str:
+    """Return table cells: the mean differences of loss and divergence, with their intervals."""
+    values, tokens = np.array(rows)[:, :2] - np.array(base)[:, :2], np.array(rows)[:, 2]
     counts = np.random.default_rng(0).multinomial(len(values), np.full(len(values), 1 / len(values)), 2000)
-    low, high = np.percentile((counts @ values) / (counts @ tokens), (2.5, 97.5))
-    return f"{values.sum() / tokens.sum():+.4f} [{low:+.4f}, {high:+.4f}]"
+    limits = np.percentile((counts @ values) / (counts @ tokens)[:, None], (2.5, 97.5), axis=0)
+    means = values.sum(axis=0) / tokens.sum()
+    return " | ".join(f"{m:+.4f} [{a:+.4f}, {b:+.4f}]" for m, a, b in zip(means, *limits, strict=True))
 
 
-def quantized_losses(settings: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+def quantize_and_measure(settings: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """Quantize the model, and return the losses, the bits per weight and the seconds that it took."""
     folder, start = options.out / "quantized", time.perf_counter()
     shutil.rmtree(folder, ignore_errors=True)
@@ -110,7 +114,11 @@ def quantized_losses(settings: dict[str, Any], options: argparse.Namespace) -> d
         **settings, **calibrated,
     )  # fmt: skip
     seconds, details = time.perf_counter() - start, artifact.manifest.details
-    return {"rows": losses(folder, options), "bits": details["bits_per_weight"], "seconds": round(seconds, 1)}
+    return {
+        "rows": measure(folder, options),
+        "bits": details["bits_per_weight"],
+        "seconds": round(seconds, 1),
+    }
 
 
 def main(arguments: list[str]) -> int:
@@ -131,25 +139,25 @@ def main(arguments: list[str]) -> int:
     file = options.out / "losses.json"
     results = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if "float" not in results:
-        results["float"] = {"rows": losses(options.model, options), "bits": 32, "seconds": 0}
+        results["float"] = {"rows": measure(options.model, options), "bits": 32, "seconds": 0}
     for form, codes in FORMS.items():
         for method, settings in METHODS.items():
             arm = f"{form}, {method}"
             if arm in results or not any(fnmatch.fnmatch(arm, p) for p in options.only or ["*"]):
                 continue
-            results[arm] = quantized_losses(codes | settings, options)
+            results[arm] = quantize_and_measure(codes | settings, options)
             file.write_text(json.dumps(results), encoding="utf-8")
-            print(arm, difference(results[arm]["rows"], results["float"]["rows"]), flush=True)
-    print("\n| arm | bits | seconds | against float |\n|:--|--:|--:|--:|")
+            print(arm, differences(results[arm]["rows"], results["float"]["rows"]), flush=True)
+    print("\n| arm | bits | seconds | loss | divergence |\n|:--|--:|--:|--:|--:|")
     for arm, result in results.items():
-        loss = difference(result["rows"], results["float"]["rows"])
-        print(f"| {arm} | {result['bits']:.2f} | {result['seconds']} | {loss} |")
-    print("\n| form | methods | difference |\n|:--|:--|--:|")
+        cells = differences(result["rows"], results["float"]["rows"])
+        print(f"| {arm} | {result['bits']:.2f} | {result['seconds']} | {cells} |")
+    print("\n| form | methods | loss | divergence |\n|:--|:--|--:|--:|")
     for form in FORMS:
         for new, old in PAIRS:
-            arms = [results.get(f"{form}, {method}") for method in (new, old)]
-            if all(arms):
-                print(f"| {form} | {new} − {old} | {difference(*(arm['rows'] for arm in arms))} |")
+            arms = f"{form}, {new}", f"{form}, {old}"
+            if all(arm in results for arm in arms):
+                print(f"| {form} | {new} − {old} | {differences(*(results[arm]['rows'] for arm in arms))} |")
     return 0
 
 

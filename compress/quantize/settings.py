@@ -264,8 +264,8 @@ class QuantizeSettings(SchemeSettings):
     )
     clip: Literal["none", "mse", "percentile", "awq"] = Field(
         default="none",
-        description="range of weights: mse: least squared error; percentile: calibration_percentile; awq:"
-        " least output error",
+        description="range of weights: mse: least squared error, the choice for 4 bits without data;"
+        " percentile: calibration_percentile; awq: least output error",
     )
     mixed_precision: MixedPrecision | None = Field(
         default=None,

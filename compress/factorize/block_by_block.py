@@ -15,15 +15,14 @@ from torch import nn
 
 from smelt.calibration.samples import load_calibration_samples
 from smelt.calibration.sequential import RunningBlock, run_blocks, visit_blocks
-from smelt.calibration.statistics import InputStatistics, StatisticsCollector, input_width
+from smelt.calibration.statistics import InputStatistics, warn_of_few_tokens
 from smelt.compress.factorize.ranks import choose_layer_rank
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.svd import (
     LayerMetrics,
-    layers_with_few_tokens,
     low_rank_layer,
     require_finite_inputs,
-    warn_of_few_tokens,
+    token_counts,
 )
 from smelt.core.artifact import Artifact
 from smelt.models.edits import replace_layer
@@ -70,19 +69,21 @@ def factorize_blocks(
     state = _BlockwiseState(streamed, frozenset(names), limits, settings)
     if settings.needs_calibration:
         samples = load_calibration_samples(
-            streamed.model, src, settings.calibration_samples, ctx, "factorize", padded=True
+            streamed.model,
+            src,
+            settings.calibration_samples,
+            ctx,
+            "factorize",
+            padded=True,
+            held_back=settings.method == "whitened-svd",
         )
-        ctx.details["calibration"] = {
-            "origin": samples.origin,
-            "rows": samples.num_samples,
-            "tokens": samples.tokens,
-        }
+        ctx.details["calibration"] = samples.details
         for step in run_blocks(streamed.model, samples, ctx, stage="factorize", offloaded=streamed):
             state.collect_statistics(step)
             require_finite_inputs(state.inputs, samples)
             step.run()
             state.factorize_block(step.block)
-        warn_of_few_tokens(state.few_tokens, samples, ctx)
+        warn_of_few_tokens(state.token_counts, samples, ctx)
     else:
         for block in visit_blocks(streamed.model, ctx, streamed):
             state.factorize_block(block)
@@ -113,7 +114,7 @@ class _BlockwiseState:
     """Results so far.
 
     inputs: input statistics of the layers of the current block. ranks: of all layers. pairs: of factorized
-    layers. errors: their relative errors. few_tokens: see `layers_with_few_tokens`.
+    layers. errors: their relative errors. token_counts: see `svd.token_counts`.
     """
 
     streamed: StreamedModel
@@ -125,7 +126,7 @@ class _BlockwiseState:
     factorized: dict[str, int] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
     uncalibrated: list[str] = field(default_factory=list)
-    few_tokens: dict[str, tuple[int, int]] = field(default_factory=dict)
+    token_counts: list[tuple[int, int]] = field(default_factory=list)
 
     def _layers(self, block: Block) -> dict[str, nn.Linear]:
         modules = {f"{block.module_path}.{name}": module for name, module in block.module.named_modules()}
@@ -136,13 +137,10 @@ class _BlockwiseState:
         first_layers, layers = _first_layer_by_input(step.block), self._layers(step.block)
         keys = {name: first_layers.get(name, name) for name in layers}
         observed = {key: self.streamed.model.get_submodule(key) for key in dict.fromkeys(keys.values())}
-        second_moments = self.settings.method != "asvd"
-        collector = StatisticsCollector(
-            {key: input_width(module) for key, module in observed.items()}, second=second_moments
-        )
-        step.observe({key: [module] for key, module in observed.items()}, collector.update)
-        self.inputs = {name: collector.statistics[key] for name, key in keys.items()}
-        self.few_tokens |= layers_with_few_tokens(self.inputs)
+        modules = {key: [module] for key, module in observed.items()}
+        with step.collect(modules, second=self.settings.method != "asvd") as statistics:
+            self.inputs = {name: statistics[key] for name, key in keys.items()}
+        self.token_counts += token_counts(self.inputs)
 
     def factorize_block(self, block: Block) -> None:
         """Factorize the layers of `block`, which is not run any more."""
@@ -158,7 +156,8 @@ class _BlockwiseState:
 
     def _factorize_layer(self, name: str, layer: nn.Linear, rank: int, metrics: LayerMetrics) -> None:
         decomposition = metrics.decompose(name, layer)
-        pair, error = low_rank_layer(layer, rank, metrics.metric_of(name, layer), decomposition)
+        metric, judged = metrics.metric_of(name, layer), metrics.judged_metric_of(name, layer)
+        pair, error = low_rank_layer(layer, rank, metric, decomposition, judged)
         edit = {"op": "low_rank", "module": name, "rank": rank}
         replace_layer(self.streamed.model, self.streamed.edits, name, pair, edit)
         self.factorized[name], self.errors[name] = rank, round(error, 4)

@@ -170,10 +170,7 @@ def _replace_embeddings(
 
 def _count_tokens(model: Any, src: Artifact, settings: FactorizeSettings, ctx: Context) -> Tensor:
     """Return one plus the occurrences of each token in inputs and targets of samples, float64 [V]."""
-    # counting needs no pass of the model, so all samples are counted unless calibration_samples is set
-    max_samples = (
-        settings.calibration_samples if "calibration_samples" in settings.model_fields_set else sys.maxsize
-    )
+    max_samples = settings.calibration_samples or sys.maxsize  # counting needs no pass of the model
     samples = load_calibration_samples(model, src, max_samples, ctx, "factorize", padded=True)
     counts = torch.ones(model.get_input_embeddings().num_embeddings, dtype=torch.float64)
     for batch in samples.batches:
@@ -182,9 +179,5 @@ def _count_tokens(model: Any, src: Artifact, settings: FactorizeSettings, ctx: C
             id_tensors.append(batch["labels"][batch["labels"] != IGNORE_INDEX])
         ids = torch.cat([tensor.flatten() for tensor in id_tensors])
         counts += torch.bincount(ids, minlength=len(counts))
-    ctx.details["calibration"] = {
-        "origin": samples.origin,
-        "rows": samples.num_samples,
-        "tokens": samples.tokens,
-    }
+    ctx.details["calibration"] = samples.details
     return counts

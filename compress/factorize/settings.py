@@ -64,10 +64,11 @@ class FactorizeSettings(Settings):
         " their effect on the outputs",
     )
     alpha: float = Field(default=0.5, gt=0, le=1, description="asvd: exponent of the inputs' mean magnitude")
-    calibration_samples: int = Field(
-        default=256,
+    calibration_samples: int | None = Field(
+        default=None,
         ge=1,
-        description="samples from calibration data, else train; embeddings: default: all",
+        description="samples from calibration data, else train; default: ten tokens per input of the"
+        " widest layer; embeddings: all; fwsvd: 256",
     )
     include: list[str] = Field(
         default=["*"], min_length=1, description="patterns of layer names, as in a shell"
@@ -130,13 +131,10 @@ class FactorizeSettings(Settings):
         return self
 
     def to_report(self) -> dict[str, Any]:
-        """Return the settings for a report, without those that targets, or no parameter_budget, make unused.
-
-        calibration_samples of embeddings are reported only if they are set, because the default is all.
-        """
+        """Return the settings for a report, without unused ones."""
         unused: set[str] = set()
         if self.targets == "embeddings":
-            unused.update(_LAYER_SETTINGS, {"calibration_samples"} - self.model_fields_set)
+            unused.update(_LAYER_SETTINGS)
         elif self.parameter_budget is None:
             unused.add("objective")
         return {name: value for name, value in super().to_report().items() if name not in unused}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -62,7 +63,7 @@ class Factorize(Stage[FactorizeSettings]):
         " 2015, arXiv:1412.6553; vbmf: Nakajima et al. 2013, JMLR 14; embeddings: ALBERT, Lan et al. 2020,"
         " arXiv:1909.11942"
     )
-    version: ClassVar[int] = 9
+    version: ClassVar[int] = 10
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[FactorizeSettings]] = FactorizeSettings
 
@@ -119,7 +120,10 @@ class Factorize(Stage[FactorizeSettings]):
         streamed = streamed and settings.method in ("svd", "whitened-svd", "asvd")
         ratio = settings.keep_ratio or settings.parameter_budget or _USUAL_RATIO
         result = inputs.result if settings.targets == "embeddings" else inputs.result.scaled_blocks(ratio)
-        return one_shot_size(inputs, result=result, streamed=streamed)
+        size = one_shot_size(inputs, result=result, streamed=streamed)
+        by_tokens = settings.calibration_samples is None and settings.needs_calibration
+        by_tokens = by_tokens and settings.targets == "layers" and settings.method != "fwsvd"
+        return replace(size, calibration_tokens=inputs.source.calibration_tokens) if by_tokens else size
 
     def __call__(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:
         """Factorize the layers of `src` that gain from it and write the model to `ctx.out`."""
@@ -277,9 +281,8 @@ def _replace_layers(
     errors: dict[str, float] = {}
     for index, (name, rank) in enumerate(ranks.items(), start=1):
         layer = layers[name]
-        pair, error = low_rank_layer(
-            layer, rank, metrics.metric_of(name, layer), metrics.decompose(name, layer)
-        )
+        metric, judged = metrics.metric_of(name, layer), metrics.judged_metric_of(name, layer)
+        pair, error = low_rank_layer(layer, rank, metric, metrics.decompose(name, layer), judged)
         replace_layer(model, edits, name, pair, {"op": "low_rank", "module": name, "rank": rank})
         errors[name] = round(error, 4)
         ctx.progress(index, len(ranks), name)

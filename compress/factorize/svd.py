@@ -26,6 +26,7 @@ Shapes: M (N where matrices are shared) = outputs, K = inputs of a layer, r = ra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,7 +36,12 @@ import torch
 from torch import Tensor, nn
 
 from smelt.calibration.samples import CalibrationSamples, load_calibration_samples
-from smelt.calibration.statistics import InputStatistics, cached_statistics, squared_gradients
+from smelt.calibration.statistics import (
+    InputStatistics,
+    cached_statistics,
+    squared_gradients,
+    warn_of_few_tokens,
+)
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
@@ -142,12 +148,16 @@ def low_rank_factors(
 
 @torch.no_grad()
 def low_rank_layer(
-    layer: nn.Linear, rank: int, metric: ErrorMetric, decomposition: Decomposition | None = None
+    layer: nn.Linear,
+    rank: int,
+    metric: ErrorMetric,
+    decomposition: Decomposition | None = None,
+    judged: ErrorMetric | None = None,
 ) -> tuple[LowRankLinear, float]:
     """Return the best factors of `layer` with `rank` in `metric`, in eval mode, and their relative error.
 
     The bias is kept in `up`. If the metric has the mean of the inputs, (W - up down) mean is added to it.
-    The error is |(W - up down) L|_F / |W L|_F.
+    The error is |(W - up down) L|_F / |W L|_F, with L of the metric `judged` if it is given.
     """
     weight = layer.weight.detach().double()
     up, down, sigma = low_rank_factors(weight, rank, metric, decomposition)
@@ -161,8 +171,10 @@ def low_rank_layer(
             bias = bias + (weight - up @ down) @ metric.input_mean
         pair.up.bias.copy_(bias)
     squares = sigma.square()
-    error = float((squares[rank:].sum() / squares.sum().clamp(min=1e-300)).sqrt())
-    return pair.eval(), error
+    error, total = float(squares[rank:].sum()), float(squares.sum())
+    if judged is not None:
+        error, total = judged.squared_error(weight - up @ down), judged.squared_error(weight)
+    return pair.eval(), math.sqrt(error / max(total, 1e-300))
 
 
 # Lower bound, relative to the mean: without it, tiny inputs and inputs without a gradient have no weight.
@@ -255,7 +267,16 @@ class LayerMetrics:
             return fwsvd_metric(self.information[name].double())
         if name not in self.inputs:
             return ErrorMetric()
-        statistics = self.inputs[name]
+        return self._metric_on(self.inputs[name], layer)
+
+    def judged_metric_of(self, name: str, layer: nn.Linear) -> ErrorMetric | None:
+        """Return the metric by the samples held back from calibration; None if there are none."""
+        statistics = self.inputs.get(name)
+        if statistics is None or statistics.judged is statistics:
+            return None
+        return self._metric_on(statistics.judged, layer)
+
+    def _metric_on(self, statistics: InputStatistics, layer: nn.Linear) -> ErrorMetric:
         if self.settings.method == "asvd":
             return asvd_metric(statistics.magnitudes / statistics.tokens, self.settings.alpha)
         assert statistics.second_moment is not None
@@ -292,13 +313,16 @@ def collect_metrics(
     fisher = settings.method == "fwsvd"
     # gradients need single samples; elsewhere padding is ignored
     samples = load_calibration_samples(
-        model, src, settings.calibration_samples, ctx, "factorize", labels=fisher, padded=not fisher
+        model,
+        src,
+        settings.calibration_samples,
+        ctx,
+        "factorize",
+        labels=fisher,
+        padded=not fisher,
+        held_back=settings.method == "whitened-svd",
     )
-    ctx.details["calibration"] = {
-        "origin": samples.origin,
-        "rows": samples.num_samples,
-        "tokens": samples.tokens,
-    }
+    ctx.details["calibration"] = samples.details
     if fisher:
         weights = {name: layer.weight for name, layer in layers.items()}
         information = squared_gradients(model, samples, weights, label_objective(), ctx)
@@ -312,7 +336,7 @@ def collect_metrics(
             model, samples, modules, ctx, artifact_key=src.key, second=second_moments
         ) as inputs:
             require_finite_inputs(inputs, samples)
-            warn_of_few_tokens(layers_with_few_tokens(inputs), samples, ctx)
+            warn_of_few_tokens(token_counts(inputs), samples, ctx)
             yield LayerMetrics(settings, samples, inputs=inputs)
 
 
@@ -331,26 +355,9 @@ def require_finite_inputs(inputs: Mapping[str, InputStatistics], samples: Calibr
             )
 
 
-def layers_with_few_tokens(inputs: Mapping[str, InputStatistics]) -> dict[str, tuple[int, int]]:
-    """Return the layers with more inputs than calibration tokens: by name (tokens, inputs)."""
-    return {
-        name: (statistics.tokens, statistics.width)
-        for name, statistics in inputs.items()
-        if statistics.second_moment is not None and 0 < statistics.tokens < statistics.width
-    }
-
-
-def warn_of_few_tokens(few: Mapping[str, tuple[int, int]], samples: CalibrationSamples, ctx: Context) -> None:
-    """Warn if layers have more inputs than calibration tokens."""
-    if few:
-        layer, (tokens, width) = next(iter(few.items()))
-        ctx.warn(
-            "few-calibration-tokens",
-            f"{samples.origin}: the {samples.num_samples} calibration samples have fewer tokens than"
-            f" {len(few)} layers have inputs ({layer}: {tokens} tokens, {width} inputs); the error"
-            " on other texts may be larger. Increase calibration_samples, or add data:"
-            f" {{calibration: FILE}}.",
-        )
+def token_counts(inputs: Mapping[str, InputStatistics]) -> list[tuple[int, int]]:
+    """Return the tokens and inputs of each layer whose second moment is used."""
+    return [(each.tokens, each.width) for each in inputs.values() if each.second_moment is not None]
 
 
 LowRankPair = tuple[Tensor, Tensor]

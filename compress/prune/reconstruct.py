@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from smelt.calibration.samples import CalibrationSamples, load_calibration_samples
 from smelt.calibration.sequential import RunningBlock, run_blocks, visit_blocks
-from smelt.calibration.statistics import InputStatistics, empty_statistics, few_tokens_text
+from smelt.calibration.statistics import InputStatistics, warn_of_few_tokens
 from smelt.compress.prune.settings import PruneSettings
 from smelt.compress.prune.units import (
     AttentionGroup,
@@ -105,12 +105,7 @@ def cut_units(
             )
             token_counts.append((statistics.tokens, len(kept_inputs)))
             del statistics, old_weight  # before the next ones are made
-    if text := few_tokens_text(token_counts, samples):
-        ctx.warn(
-            "few-calibration-tokens",
-            f"{text}; the weights of these layers are refitted and may overfit. Increase"
-            f" calibration_samples, or add data: {{calibration: FILE}}.",
-        )
+    warn_of_few_tokens(token_counts, samples, ctx)
     return error_ratios
 
 
@@ -130,10 +125,8 @@ def _cut_group(
 
 def layer_input_statistics(step: RunningBlock, model: nn.Module, name: str) -> InputStatistics:
     """Return the input statistics of the linear layer `name` in the block's present state."""
-    layer = linear_with_inputs(model, name)
-    statistics = empty_statistics(layer.in_features, second=True, device=layer.weight.device.type)
-    step.observe({name: [layer]}, lambda _, x: statistics.update(x))
-    return statistics.to("cpu")
+    with step.collect({name: [linear_with_inputs(model, name)]}) as statistics:
+        return statistics[name]
 
 
 @torch.no_grad()
@@ -157,11 +150,12 @@ def refit_layer(
             than the refit gains; then the weights of the plain cut are used and only the bias is fitted.
 
     Returns:
-        The squared output error relative to that of the plain cut, 0 to 1; 1 for a layer without inputs.
+        The squared output error relative to that of the plain cut, on the samples held back from calibration
+        if there are any; 1 for a layer without inputs.
     """
     layer, owner = linear_with_inputs(model, name), bias_owner(model.get_submodule(name))
-    moment = statistics.second_moment if owner.bias is None else statistics.centered_second_moment()
-    assert moment is not None
+    mean = None if owner.bias is None else statistics.mean
+    moment, judged_moment = (_moment_around(each, mean) for each in (statistics, statistics.judged))
     removed = torch.ones(statistics.width, dtype=torch.bool)
     removed[kept_indices] = False
     old = old_weight.detach().double().cpu()
@@ -169,9 +163,8 @@ def refit_layer(
         fitted = solve_least_squares_with_zeros(old, moment, kept_indices, removed)
     else:
         fitted = solve_least_squares(old, moment, kept_indices, removed)
-    removed_error = _squared_error(old[:, removed], moment[removed][:, removed])
 
-    def error_of(weight: Tensor) -> float:
+    def error_of(weight: Tensor, moment: Tensor = moment) -> float:
         difference = old.clone()
         difference[:, kept_indices] -= weight
         return _squared_error(difference, moment)
@@ -182,15 +175,20 @@ def refit_layer(
             round_weights(weight, kept_statistics).double() for weight in (old[:, kept_indices], fitted)
         ]
         fitted = rounded[first_within_tolerance([error_of(weight) for weight in rounded])]
-    error = error_of(fitted)
     layer.weight.copy_(fitted)
-    if owner.bias is not None:
-        mean = statistics.sums / max(1, statistics.tokens)
+    if mean is not None:
         shift = old @ mean - fitted @ mean[kept_indices]
         if owner is not layer:
             shift = owner.weight.double().cpu() @ shift
         owner.bias.add_(shift.to(owner.bias))
-    return min(1.0, error / removed_error) if removed_error > 0 else 1.0
+    cut_error = error_of(old[:, kept_indices], judged_moment)
+    return error_of(fitted, judged_moment) / cut_error if cut_error > 0 else 1.0
+
+
+def _moment_around(statistics: InputStatistics, mean: Tensor | None) -> Tensor:
+    """Return the second moment around `mean`, or around 0."""
+    assert statistics.second_moment is not None
+    return statistics.second_moment if mean is None else statistics.centered_second_moment(mean)
 
 
 def _select_inputs(statistics: InputStatistics, places: Tensor) -> InputStatistics:
@@ -279,4 +277,8 @@ def load_reconstruction_samples(
             " Add data: {calibration: FILE} or data: {train: FILE}, or set reconstruct: false.",
         )
         return None
-    return load_calibration_samples(model, src, settings.calibration_samples, ctx, "prune", padded=True)
+    samples = load_calibration_samples(
+        model, src, settings.calibration_samples, ctx, "prune", padded=True, held_back=True
+    )
+    ctx.details["calibration"] = samples.details
+    return samples

@@ -104,11 +104,11 @@ class PruneSettings(Settings):
         default="taylor",
         description="; ".join(f"{name}: {known.description}" for name, known in IMPORTANCES.items()),
     )
-    calibration_samples: int = Field(
-        default=256,
+    calibration_samples: int | None = Field(
+        default=None,
         ge=1,
         description=f"for {', '.join(n for n, known in IMPORTANCES.items() if known.needs != 'weights')} and"
-        " reconstruct",
+        " reconstruct; default: ten tokens per input of the widest layer; importances with labels: 256",
     )
     batch_size: int = Field(
         default=16,

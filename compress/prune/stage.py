@@ -61,7 +61,7 @@ class Prune(Stage[PruneSettings]):
         + "; scope global: Molchanov et al. 2017, arXiv:1611.06440; budgets of latency: HALP, Shen et al."
         " 2021, arXiv:2110.10811, ZipLM, Kurtic et al. 2023, arXiv:2302.04089"
     )
-    version: ClassVar[int] = 6
+    version: ClassVar[int] = 7
     prunes_units: ClassVar[bool] = True
     changes_quantized_weights: ClassVar[bool] = True
     settings_type: ClassVar[type[PruneSettings]] = PruneSettings
@@ -133,7 +133,8 @@ class Prune(Stage[PruneSettings]):
         method = IMPORTANCES[settings.importance]
         scores_all = settings.scope == "global" or settings.budget is not None
         streamed = method.is_local and not scores_all and not inputs.is_gpu
-        samples = settings.calibration_samples if method.needs != "weights" or settings.reconstruct else 1
+        uses_samples = method.needs != "weights" or settings.reconstruct
+        samples = settings.calibration_samples if uses_samples else 1
         keep_ratios = {target: settings.keep_ratio_of(target) for target in settings.targets}
         result = inputs.result.with_units(keep_ratios.get("heads", 1.0), keep_ratios.get("ffn", 1.0))
         if settings.budget is not None and settings.budget.measure == "parameters":

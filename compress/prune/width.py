@@ -61,6 +61,20 @@ class RefitLayers:
 
 
 RefitPoint: TypeAlias = RefitNorm | RefitLayers
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """Inputs of a layer of the original model and of the narrow one for the same tokens.
+
+    old: float32 [T, D]. new: float32 [T, k]. judged: both, of the samples held back from calibration.
+    """
+
+    old: Tensor
+    new: Tensor
+    judged: tuple[Tensor, Tensor] | None = None
+
+
 # Maximum number of tokens whose states are stored for a fit.
 MAX_REFIT_TOKENS = 32768
 
@@ -78,7 +92,7 @@ def refit_width(
         ctx: device, threads, progress.
 
     Returns:
-        By layer, the squared output error relative to that of the plain cut.
+        By layer, the squared output error relative to that of the plain cut, as in `refit_narrow_layer`.
     """
     refit = _WidthRefit(model, narrow_model, keep, samples, ctx)
     blocks = zip(
@@ -103,29 +117,43 @@ class _WidthRefit:
         self.left: dict[str, float] = {}
         self.done: set[nn.Module] = set()
         self.tables = {id(p) for m in cut.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-        self.encoded: tuple[Tensor, Tensor] | None = None  # encoder outputs, read by cross-attention
+        self.encoded: LayerInputs | None = None  # encoder outputs, read by cross-attention
 
     def refit_block(self, before: RunningBlock, after: RunningBlock) -> None:
         """Fit one block, part by part; the original block runs once."""
         points = _refit_points(after.block)
-        targets = self._observe(0, points, before)
+        targets, judged_targets = (self._observe(0, points, before, held_back) for held_back in (False, True))
         norm_output: Tensor | None = None  # output of the last norm, the input of the next part
         for point in points:
             if isinstance(point, RefitNorm):
                 normalized = self.refit_norm(point, targets[point], after)
                 norm_output = None if after.block.stack.stream.pre_norm else normalized
-            elif point.reads_encoder:
-                if self.encoded is None:
-                    self.encoded = targets[point], self._observe(1, [point], after)[point]
-                self.refit_layers(point, *self.encoded)
+            elif point.reads_encoder and self.encoded is not None:
+                self.refit_layers(point, self.encoded)
             else:
-                target = targets[point]
                 # layers that later blocks share are fitted on all uses
-                if norm_output is not None and len(norm_output) == len(target):
-                    inputs = norm_output
-                else:
-                    inputs = self._observe(1, [point], after)[point]
-                self.refit_layers(point, target, inputs)
+                has_norm = norm_output is not None and len(norm_output) == len(targets[point])
+                inputs = norm_output if has_norm else None
+                pair = self._inputs_of_both(point, targets, judged_targets, inputs, after)
+                if point.reads_encoder:
+                    self.encoded = pair
+                self.refit_layers(point, pair)
+
+    def _inputs_of_both(
+        self,
+        point: RefitLayers,
+        targets: dict[RefitPoint, Tensor],
+        judged_targets: dict[RefitPoint, Tensor],
+        inputs: Tensor | None,
+        run: RunningBlock | None,
+    ) -> LayerInputs:
+        """Return the inputs of both models at `point`; of the narrow one on calibration samples, if known."""
+        if inputs is None:
+            inputs = self._observe(1, [point], run)[point]
+        judged = None
+        if self.rows.held_back is not None:
+            judged = judged_targets[point], self._observe(1, [point], run, held_back=True)[point]
+        return LayerInputs(targets[point], inputs, judged)
 
     def refit_outputs(self) -> None:
         """Fit the final norm and the head after the last block."""
@@ -138,7 +166,10 @@ class _WidthRefit:
         for name in output_modules(model)[:1]:
             reader = RefitLayers((name,))
             if not has_norm_at(model, name) and self._can_be_fitted(name):
-                self.refit_layers(reader, *(self._observe(index, [reader], None)[reader] for index in (0, 1)))
+                targets = self._observe(0, [reader], None)
+                judged_targets = self._observe(0, [reader], None, held_back=True)
+                pair = self._inputs_of_both(reader, targets, judged_targets, None, None)
+                self.refit_layers(reader, pair)
 
     def refit_norm(self, point: RefitNorm, wanted: Tensor, run: RunningBlock | None) -> Tensor | None:
         """Fit a norm; return its new output, None if nothing was observed."""
@@ -150,12 +181,12 @@ class _WidthRefit:
         inputs = self._observe(1, [point], run)[point]
         return fit_norm(module, wanted[:, self.keep], inputs, family.rms_norm.adds_one_to_weight)
 
-    def refit_layers(self, point: RefitLayers, wanted: Tensor, narrow_inputs: Tensor) -> None:
-        """Fit linear layers that read `narrow_inputs` where those of the original model read `wanted`."""
+    def refit_layers(self, point: RefitLayers, inputs: LayerInputs) -> None:
+        """Fit linear layers that read `inputs`."""
         for name in point.names:
             if self._can_be_fitted(name):
                 old_weight = linear_with_inputs(self.models[0], name).weight.detach()
-                self.left[name] = refit_narrow_layer(self.models[1], name, old_weight, wanted, narrow_inputs)
+                self.left[name] = refit_narrow_layer(self.models[1], name, old_weight, inputs)
                 self.done.add(self.models[1].get_submodule(name))
 
     def _can_be_fitted(self, name: str) -> bool:
@@ -164,9 +195,15 @@ class _WidthRefit:
         return not (met or is_masked(layer) or id(layer.weight) in self.tables)
 
     def _observe(
-        self, number: int, points: Sequence[RefitPoint], run: RunningBlock | None
+        self, number: int, points: Sequence[RefitPoint], run: RunningBlock | None, held_back: bool = False
     ) -> dict[RefitPoint, Tensor]:
-        """Return the layer inputs and norm outputs of one model at `points`, float32 [T, width]."""
+        """Return the layer inputs and norm outputs of one model at `points`, float32 [T, width].
+
+        On the calibration samples, or those that are held back; empty if there are none.
+        """
+        samples = self.rows.held_back if held_back else self.rows
+        if samples is None:
+            return {}
         model, inputs = self.models[number], {str(index): list[Tensor]() for index in range(len(points))}
         modules = [_find_module(model, point) for point in points]
 
@@ -175,9 +212,9 @@ class _WidthRefit:
 
         layers = {str(index): [module] for index, module in enumerate(modules)}
         if run is not None:
-            run.observe(layers, see)
+            run.observe(layers, see, held_back=held_back)
         else:
-            observe_inputs(model, self.rows, layers, see, self.ctx)
+            observe_inputs(model, samples, layers, see, self.ctx)
         observed: dict[RefitPoint, Tensor] = {}
         for index, point in enumerate(points):
             x = torch.cat(inputs[str(index)])
@@ -249,29 +286,31 @@ def fit_norm(module: Any, target: Tensor, actual: Tensor, adds_one_to_weight: bo
 
 
 @torch.no_grad()
-def refit_narrow_layer(
-    model: Any, name: str, old_weight: Tensor, old_inputs: Tensor, new_inputs: Tensor
-) -> float:
+def refit_narrow_layer(model: Any, name: str, old_weight: Tensor, inputs: LayerInputs) -> float:
     """Refit the weights of the layer `name` to its narrower inputs.
 
     Args:
         model: the narrow model; changed in place.
         name: a linear or factorized layer.
         old_weight: the weight before the cut, float [N, D]; of a factorized layer that of `down`.
-        old_inputs: the original inputs, float32 [T, D].
-        new_inputs: the new inputs of the same tokens, float32 [T, k].
+        inputs: of the original layer, and the new ones.
 
     Returns:
-        The squared output error relative to that of the plain cut, 0 to 1; 1 if that was 0.
+        The squared output error relative to that of the plain cut, on the samples held back from calibration
+        if there are any; 1 if that of the cut was 0.
     """
     layer, owner = linear_with_inputs(model, name), bias_owner(model.get_submodule(name))
     cut_weight, old_weight = layer.weight.detach().double().cpu(), old_weight.double().cpu()
-    x = new_inputs.double()
-    residual = (old_inputs.double() @ old_weight.t()).sub_(x @ cut_weight.t())  # the error of the plain cut
-    error_before = float(residual.square().sum())
+
+    def error_of_cut(old_inputs: Tensor, new_inputs: Tensor) -> tuple[Tensor, Tensor]:
+        x = new_inputs.double()
+        return x, (old_inputs.double() @ old_weight.t()).sub_(x @ cut_weight.t())
+
+    x, residual = error_of_cut(inputs.old, inputs.new)
     mean_x, mean_residual = x.mean(dim=0), residual.mean(dim=0)
-    if owner.bias is not None:
-        x, residual = x.sub_(mean_x), residual.sub_(mean_residual)
+    if owner.bias is None:
+        mean_x, mean_residual = torch.zeros_like(mean_x), torch.zeros_like(mean_residual)
+    x, residual = x.sub_(mean_x), residual.sub_(mean_residual)
     matrix = x.t() @ x
     matrix.diagonal().add_(RECONSTRUCTION_DAMPING * float(matrix.diagonal().mean()))
     if not float(matrix.diagonal().max()) > 0:
@@ -283,8 +322,10 @@ def refit_narrow_layer(
         if owner is not layer:
             shift = owner.weight.double().cpu() @ shift
         owner.bias.add_(shift.to(owner.bias))
-    error_after = float(residual.sub_(x @ change.t()).square().sum())
-    return min(1.0, error_after / error_before) if error_before > 0 else 1.0
+    x, residual = error_of_cut(*(inputs.judged or (inputs.old, inputs.new)))
+    error_before = float(residual.square().sum())
+    error_after = float(residual.sub_(mean_residual).sub_((x - mean_x) @ change.t()).square().sum())
+    return error_after / error_before if error_before > 0 else 1.0
 
 
 def prune_width(src: Artifact, settings: PruneSettings, ctx: Context) -> None:

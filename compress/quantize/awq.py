@@ -51,10 +51,7 @@ from torch.nn import functional as F
 
 from smelt.calibration.samples import CalibrationSamples
 from smelt.calibration.sequential import ModelPart
-from smelt.calibration.statistics import (
-    InputStatistics,
-    few_tokens_text,
-)
+from smelt.calibration.statistics import InputStatistics, warn_of_few_tokens
 from smelt.compress.quantize.hqq import pool_errors, select_per_group
 from smelt.compress.quantize.plan_layers import PlannedLayer, output_layer, round_to_nearest
 from smelt.compress.quantize.smoothquant import DtypeOf, NormGroup, divide_norm, norm_group
@@ -460,8 +457,13 @@ class AwqRunner:
             if name not in self._found
             for layer in target.layers
         ]
-        token_counts = [self._token_counts[name] for name in names]
-        _warn_of_few_tokens(token_counts, unreached, self._samples, self._ctx)
+        if unreached:
+            self._ctx.warn(
+                "uncalibrated-layers",
+                f"No calibration sample reaches {', '.join(unreached)}; the weights of these layers are"
+                " rounded to nearest. Add calibration samples that use them.",
+            )
+        warn_of_few_tokens((self._token_counts[name] for name in names), self._samples, self._ctx)
 
 
 def _require_finite(
@@ -481,7 +483,15 @@ def _search_target(target: ScaleTarget, statistics: InputStatistics, duo_scaling
     products = [_layer_to_scale(layer) for layer in target.layers]
     magnitudes = target.pool((statistics.magnitudes / statistics.tokens).float())
     weight_magnitudes = target.pool(relative_weight_magnitudes(products)) if duo_scaling else None
-    return search_scales(products, magnitudes, _second_moment(statistics), weight_magnitudes)
+    result = search_scales(products, magnitudes, _second_moment(statistics), weight_magnitudes)
+    if statistics.judged is statistics:
+        return result
+    moment = _second_moment(statistics.judged)
+    error, plain_error = (
+        sum(_output_error(product, scales, moment) for product in products)
+        for scales in (result.scales, torch.ones_like(result.scales))
+    )
+    return result._replace(error_ratio=error / plain_error if plain_error > 0 else 1.0)
 
 
 def _layer_to_scale(layer: PlannedLayer) -> LayerToScale:
@@ -520,22 +530,6 @@ def _report_scales(
         if name in alphas:
             counts[target.kind] += 1
     ctx.details["awq_scales_in"] = counts
-
-
-def _warn_of_few_tokens(
-    token_counts: list[tuple[int, int]], unreached: list[str], samples: CalibrationSamples, ctx: Context
-) -> None:
-    if unreached:
-        ctx.warn(
-            "uncalibrated-layers",
-            f"No calibration sample reaches {', '.join(unreached)}; the weights of these layers are"
-            " rounded to nearest. Add calibration samples that use them.",
-        )
-    if text := few_tokens_text(token_counts, samples):
-        ctx.warn(
-            "few-calibration-tokens",
-            f"{text}; results may overfit. Increase calibration_samples, or add data: {{calibration: FILE}}.",
-        )
 
 
 _SHRINK_STEPS, _SHRINK_PARTS, _ERROR_POWER = 80, 100, 2.4

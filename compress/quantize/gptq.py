@@ -39,8 +39,8 @@ from smelt.calibration.statistics import (
     HESSIAN_DAMPING,
     InputStatistics,
     NotInvertibleError,
-    few_tokens_text,
     inverse_cholesky,
+    warn_of_few_tokens,
 )
 from smelt.compress.quantize import plan_layers
 from smelt.compress.quantize.low_rank_correction import (
@@ -278,11 +278,11 @@ class GptqRunner:
             grid = self.find_grid(groups, weight.shape[1], scheme, layer.options)
         nearest = scheme.quantize(groups, grid, layer.options)
         nearest_values = dequantize_codes(UnpackedWeights(nearest, grid), scheme, layer.options, weight)
-        nearest_error = _output_error(nearest_values.sub_(weight), seen)
+        nearest_error = _output_error(nearest_values.sub_(weight), seen.judged)
         values = dequantize_codes(codes, scheme, layer.options, weight)
         if pair is not None:
             values, self.pairs[layer.weight_id] = values + pair.correction, pair
-        error = _output_error(values - weight, seen)
+        error = _output_error(values - weight, seen.judged)
         rows.copy_(values)
         return codes, error, nearest_error
 
@@ -304,9 +304,9 @@ class GptqRunner:
         if layer.weight_id not in self.corrections:
             return quantize(weight), None
         low_rank = self.corrections[layer.weight_id]
-        metric = correction_metric(low_rank, seen)
+        metric, judged = correction_metric(low_rank, seen), correction_metric(low_rank, seen.judged)
         values = partial(dequantize_codes, scheme=scheme, options=layer.options, weight=weight)
-        pair = quantize_with_correction(weight, quantize, values, low_rank, metric)
+        pair = quantize_with_correction(weight, quantize, values, low_rank, metric, judged)
         return pair.codes, pair
 
     def report(self) -> None:
@@ -328,12 +328,7 @@ class GptqRunner:
                 f"No calibration sample reaches {', '.join(self.unreached)}; the weights of these"
                 " layers are rounded to nearest. Add calibration samples that use them.",
             )
-        if text := few_tokens_text(self.token_counts, self.samples):
-            self.ctx.warn(
-                "few-calibration-tokens",
-                f"{text}; results may overfit. Increase calibration_samples, or add data:"
-                " {calibration: FILE}.",
-            )
+        warn_of_few_tokens(self.token_counts, self.samples, self.ctx)
 
 
 def _output_error(off: Tensor, statistics: InputStatistics) -> float:

@@ -49,7 +49,8 @@ class CorrectedWeight:
     """Quantized weights and their low-rank correction.
 
     up: float32 [N, r]; down: float32 [r, K]. error_ratios: by iteration, the squared error in the chosen
-    metric relative to that of the quantized weights alone; this correction has the smallest.
+    metric relative to that of the quantized weights alone, on the samples held back from calibration if there
+    are any. This correction has the smallest error on the calibration samples.
     """
 
     codes: UnpackedWeights
@@ -70,6 +71,7 @@ def quantize_with_correction(
     dequantize: Callable[[UnpackedWeights], Tensor],
     settings: LowRankCorrection,
     metric: ErrorMetric,
+    judged: ErrorMetric | None = None,
 ) -> CorrectedWeight:
     """Return the quantized weights and the low-rank correction for `weight`, float32 [N, K].
 
@@ -79,10 +81,12 @@ def quantize_with_correction(
         dequantize: returns the dequantized weights, float32 [N, K].
         settings: rank (limited to the smaller side), iterations and initialization.
         metric: the error metric.
+        judged: the metric of the reported errors, if it is another one.
     """
+    judged = judged or metric
     rank = min(settings.rank, *weight.shape)
     uncorrected = quantize(weight)
-    base_error = metric.squared_error(weight - dequantize(uncorrected))
+    base_error = judged.squared_error(weight - dequantize(uncorrected))
     codes, error_ratios = uncorrected, []
     best: tuple[float, UnpackedWeights, Tensor, Tensor] | None = None
     if settings.init == "svd":
@@ -94,7 +98,7 @@ def quantize_with_correction(
         residual = weight - dequantize(codes)
         up, down = _svd_pair(residual, rank, metric)
         error = metric.squared_error(residual - up @ down)
-        error_ratios.append(error / base_error if base_error else 0.0)
+        error_ratios.append(judged.squared_error(residual - up @ down) / base_error if base_error else 0.0)
         if best is None or is_better(error, best[0]):
             best = error, codes, up, down
     assert best is not None
@@ -198,6 +202,7 @@ def _correct_layer(
     scheme, weight = find_scheme(layer.scheme), layer.module.weight.detach().float().cpu()
     try:
         metric = correction_metric(low_rank, statistics)
+        judged = correction_metric(low_rank, statistics and statistics.judged)
     except InputError as error:
         raise InputError(f"quantize: {layer.name}: {error}", code=error.code) from error
     return quantize_with_correction(
@@ -206,6 +211,7 @@ def _correct_layer(
         lambda codes: dequantize_codes(codes, scheme, layer.options, weight),
         low_rank,
         metric,
+        judged,
     )
 
 

@@ -199,12 +199,16 @@ class SequentialQuantizer:
 
     def _calibrate_on_samples(self) -> None:
         settings, ctx = self._settings, self._ctx
+        reports_errors = settings.compensates_rounding or settings.scales_inputs
         samples = load_calibration_samples(
-            self._model, self._src, settings.calibration_samples, ctx, "quantize"
+            self._model,
+            self._src,
+            settings.calibration_samples,
+            ctx,
+            "quantize",
+            held_back=reports_errors or settings.calibrates_correction,
         )
-        ctx.details["calibration"] = {
-            "origin": samples.origin, "rows": samples.num_samples, "tokens": samples.tokens
-        }  # fmt: skip
+        ctx.details["calibration"] = samples.details
         context = samples, self._src, settings, ctx
         if settings.mixed_precision is not None:  # first: scales and clipping depend on the widths
             self.layers = _choose_layer_widths(self._model, self.layers, *context)

@@ -297,10 +297,10 @@ class QuantizeSettings(SchemeSettings):
         strict=True,
         description=f"{_SMOOTHQUANT_SCHEMES}: SmoothQuant's strength; 0.5 is usual",
     )
-    calibration_samples: int = Field(
-        default=128,
+    calibration_samples: int | None = Field(
+        default=None,
         ge=1,
-        description="calibration samples, from calibration data, else train",
+        description="calibration samples; default: ten tokens for each input of the widest layer",
     )
     sensitivity_samples: int = Field(
         default=8,

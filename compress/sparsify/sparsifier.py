@@ -14,8 +14,8 @@ from smelt.calibration.samples import CalibrationSamples, ObserveInputs
 from smelt.calibration.statistics import (
     InputStatistics,
     StatisticsCollector,
-    few_tokens_text,
     input_width,
+    warn_of_few_tokens,
 )
 from smelt.compress.sparsify.methods.registry import SparsityMethod
 from smelt.compress.sparsify.pattern import SparsityInput, SparsityPattern
@@ -143,13 +143,5 @@ class Sparsifier:
                 f"No calibration sample reaches {', '.join(self._unreached)}; these layers are"
                 " unchanged. Add calibration samples that use them.",
             )
-        if (
-            samples is not None
-            and self._method.needs == "moments"
-            and (text := few_tokens_text(self._fed, samples))
-        ):
-            ctx.warn(
-                "few-calibration-tokens",
-                f"{text}; results may overfit. Increase calibration_samples, or add data:"
-                f" {{calibration: FILE}}.",
-            )
+        if samples is not None and self._method.needs == "moments":
+            warn_of_few_tokens(self._fed, samples, ctx)

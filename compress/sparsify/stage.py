@@ -46,10 +46,11 @@ class SparsifySettings(Settings):
         min_length=1,
         description="linear layers of attention, of the feed-forward part",
     )
-    calibration_samples: int = Field(
-        default=128,
+    calibration_samples: int | None = Field(
+        default=None,
         ge=1,
-        description=f"for {', '.join(_CALIBRATED)}; from calibration data, else train",
+        description=f"for {', '.join(_CALIBRATED)}; from calibration data, else train; default:"
+        " ten tokens per input of the widest layer",
     )
     dtype: StoredDtype = "keep"
 
@@ -100,7 +101,7 @@ class Sparsify(Stage[SparsifySettings]):
     source: ClassVar[str] = "; ".join(
         f"{method.name}: {method.source}" for method in SPARSITY_METHODS.values() if method.source
     )
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     changes_quantized_weights: ClassVar[bool] = True
     settings_type: ClassVar[type[SparsifySettings]] = SparsifySettings
 
@@ -169,11 +170,7 @@ class Sparsify(Stage[SparsifySettings]):
                 samples = load_calibration_samples(
                     model, src, settings.calibration_samples, ctx, self.name, padded=True
                 )
-                ctx.details["calibration"] = {
-                    "origin": samples.origin,
-                    "rows": samples.num_samples,
-                    "tokens": samples.tokens,
-                }
+                ctx.details["calibration"] = samples.details
             _sparsify_blocks(model, samples, settings, ctx, streamed)
         if codes is not None:
             edits = codes.requantize(model, edits, ctx)

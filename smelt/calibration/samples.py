@@ -2,17 +2,19 @@
 
 By default samples of equal lengths share a batch, so that there is no padding to ignore; the tokens of a
 batch are limited. A translation model gets its targets as decoder inputs (teacher forcing), a language model
-windows of running text.
+windows of running text. Where a stage reports errors, further samples are held back from calibration, and
+errors are measured on them.
 
 Shapes: B = batch, L = source length, T = target length, K = inputs of a layer.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,11 @@ from smelt.data.labels import REGRESSION, class_names, problem_type
 from smelt.data.splits import Split, spread_indices
 from smelt.models.edits import module_names
 from smelt.models.families.registry import blocks_of, family_of
+from smelt.models.model_size import (
+    MAX_CALIBRATION_TOKENS,
+    MIN_CALIBRATION_SAMPLES,
+    TOKENS_PER_INPUT,
+)
 from smelt.models.sentence_model import encoder_result
 from smelt.stage import Context
 from smelt.tasks.encode_split import encode_split
@@ -37,6 +44,10 @@ from smelt.tasks.samples import (
 
 # Tokens of a batch, unless one sample is longer: inputs of a layer of width 4096 take 16 MB then.
 _MAX_BATCH_TOKENS = 1024
+# Samples for a loss or its gradients without `calibration_samples`.
+LOSS_SAMPLES = 256
+# Samples that are held back, if there are enough; else a tenth of all.
+_MIN_HELD_BACK = 16
 # Pairs per batch for a loss on their scores.
 _PAIRS_PER_BATCH = 16
 
@@ -46,13 +57,20 @@ class CalibrationSamples:
     """Inputs of a model, in batches.
 
     origin: of the split, for messages. num_samples: number of texts (or pairs), or windows. tokens: of all,
-    without padding.
+    without padding. held_back: samples of the same split on which errors are measured; None: the same ones.
     """
 
     origin: str
     batches: list[TensorBatch]
     num_samples: int
     tokens: int
+    held_back: CalibrationSamples | None = None
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """The origin and the numbers of samples and tokens, for the report."""
+        held_back = {} if self.held_back is None else {"held_back": self.held_back.num_samples}
+        return {"origin": self.origin, "rows": self.num_samples, "tokens": self.tokens} | held_back
 
     def subset(self, rows: int) -> CalibrationSamples:
         """Return `rows` samples, spread over the batches: the first of each, or more if these are too few."""
@@ -74,19 +92,21 @@ class CalibrationSamples:
 def load_calibration_samples(
     model: Any,
     src: Artifact,
-    count: int,
+    count: int | None,
     ctx: Context,
     stage: str,
     *,
     labels: bool = False,
     padded: bool = False,
+    held_back: bool = False,
 ) -> CalibrationSamples:
     """Return `count` samples of the split `calibration`, else of `train`; all if there are fewer.
 
     Args:
         model: its config defines the inputs.
         src: the artifact with the tokenizer.
-        count: number of samples; of running text, windows.
+        count: number of samples; of running text, windows. None: see `default_sample_count`; with `labels`
+            `LOSS_SAMPLES`.
         ctx: data, task, seed; receives a warning about truncated texts.
         stage: the name of the stage, for messages.
         labels: whether batches also have `labels` (see `collate`), for a loss. Pairs of texts that are
@@ -95,6 +115,8 @@ def load_calibration_samples(
         padded: whether samples of similar lengths share a batch, if the caller ignores padding (as
             `observe_inputs` does); short texts then need far fewer batches. Batches also have `labels`,
             which mark the padding of a target.
+        held_back: whether further samples are held back: a tenth as many, at least 16. If there are no
+            others, a tenth of all samples is held back; none of fewer than ten.
 
     Raises:
         InputError: there are no samples.
@@ -107,20 +129,33 @@ def load_calibration_samples(
             code="no-calibration-data",
             setting="data.calibration",
         )
-    encoded = draw_samples(split, model, load_processor(src.path), count, ctx, stage)
+    wanted = LOSS_SAMPLES if count is None and labels else count
+    drawn = _draw(split, model, load_processor(src.path), wanted, ctx, stage, held_back)
+    samples, others = (
+        CalibrationSamples(split.origin, batches, len(encoded), sum(map(_count_tokens, batches)))
+        for encoded in drawn
+        for batches in [_collate_batches(encoded, model.config, labels, padded)]
+    )
+    return replace(samples, held_back=others) if others.num_samples else samples
+
+
+def _collate_batches(
+    encoded: Sequence[EncodedSample], config: Any, labels: bool, padded: bool
+) -> list[TensorBatch]:
+    """Return batches as `load_calibration_samples` describes them."""
     if labels and any(row.second_ids is not None for row in encoded):
         groups = group_by_length(encoded, _PAIRS_PER_BATCH, None, None)
-        batches = [collate([encoded[i] for i in group], model.config) for group in groups]
+        batches = [collate([encoded[i] for i in group], config) for group in groups]
     elif padded:
         single = split_pairs(encoded)
         groups = group_by_length(single, len(single), 2 * _MAX_BATCH_TOKENS, None)
-        batches = [collate([single[i] for i in group], model.config) for group in groups]
+        batches = [collate([single[i] for i in group], config) for group in groups]
     else:
-        batches = list(make_batches(split_pairs(encoded), model.config))
+        batches = list(make_batches(split_pairs(encoded), config))
     if not labels and not padded:
         for batch in batches:
             del batch["labels"]
-    return CalibrationSamples(split.origin, batches, len(encoded), sum(map(_count_tokens, batches)))
+    return batches
 
 
 def draw_samples(
@@ -130,16 +165,68 @@ def draw_samples(
 
     Samples of classification without a label get one of the model's, which is not used.
     """
-    windows = ctx.traits.samples == "running-text"  # cut from one text before any are selected
-    if not windows:
-        split = split.select(spread_indices(len(split), wanted, ctx.seed))
-    if ctx.traits.output == "labels":
-        config = model.config.to_dict()
-        label = 0.0 if problem_type(config) == REGRESSION else class_names(config)[0]
-        labeled = (e if e.label is not None else replace(e, label=label) for e in split.examples)
-        split = replace(split, examples=tuple(labeled))
-    encoded = encode_split(split, model.config, tokenizer, ctx, split_name=f"{stage}: calibration")
-    return [encoded[i] for i in spread_indices(len(encoded), wanted, ctx.seed)] if windows else encoded
+    return _draw(split, model, tokenizer, wanted, ctx, stage, held_back=False)[0]
+
+
+def _draw(
+    split: Split,
+    model: Any,
+    tokenizer: Any,
+    wanted: int | None,
+    ctx: Context,
+    stage: str,
+    held_back: bool,
+) -> tuple[list[EncodedSample], list[EncodedSample]]:
+    """Return the samples for calibration, and those that are held back from it."""
+    name = f"{stage}: calibration"
+    windows: list[EncodedSample] | None = None
+    if ctx.traits.samples == "running-text":  # windows are cut from one text before any are selected
+        windows = encode_split(split, model.config, tokenizer, ctx, split_name=name)
+
+    def encode(indices: list[int], ctx: Context) -> list[EncodedSample]:
+        if windows is not None:
+            return [windows[i] for i in indices]
+        selected = split.select(indices)
+        if ctx.traits.output == "labels":
+            config = model.config.to_dict()
+            label = 0.0 if problem_type(config) == REGRESSION else class_names(config)[0]
+            labeled = (e if e.label is not None else replace(e, label=label) for e in selected.examples)
+            selected = replace(selected, examples=tuple(labeled))
+        return encode_split(selected, model.config, tokenizer, ctx, split_name=name)
+
+    total = len(split) if windows is None else len(windows)
+    if wanted is None:
+        probe = encode(spread_indices(total, MIN_CALIBRATION_SAMPLES, ctx.seed), replace(ctx, warnings=[]))
+        wanted = default_sample_count(model, probe)
+    chosen, others = _choose_indices(total, wanted, held_back, ctx.seed)
+    encoded = encode([*chosen, *others], ctx)
+    return encoded[: len(chosen)], encoded[len(chosen) :]
+
+
+def _choose_indices(total: int, wanted: int, held_back: bool, seed: int) -> tuple[list[int], list[int]]:
+    """Return the indices of the samples for calibration, and of those that are held back."""
+    count = 0
+    if held_back:
+        most = max(_MIN_HELD_BACK, wanted // 10)
+        count = max(min(most, total - wanted), min(most, total // 10))
+    chosen = spread_indices(total, min(wanted, total - count), seed)
+    others = sorted({*range(total)}.difference(chosen))
+    return chosen, [others[i] for i in spread_indices(len(others), count, seed)]
+
+
+def default_sample_count(model: Any, samples: Sequence[EncodedSample]) -> int:
+    """Return how many samples like `samples` a model is calibrated on by default.
+
+    They have ten tokens for each input of the widest linear layer, in the encoder and in the decoder, but no
+    more than `MAX_CALIBRATION_TOKENS` in all. There are at least `MIN_CALIBRATION_SAMPLES`. An image counts
+    as its patches of 16 x 16 pixels.
+    """
+    single = [sample.token_counts for sample in split_pairs(samples)]
+    sides = [tokens for side in zip(*single, strict=True) if (tokens := sum(side))] or [1]
+    linear_layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    widest = max((int(layer.in_features) for layer in linear_layers), default=0)
+    needed = math.ceil(TOKENS_PER_INPUT * widest * len(samples) / min(sides))
+    return max(MIN_CALIBRATION_SAMPLES, min(needed, MAX_CALIBRATION_TOKENS * len(samples) // sum(sides)))
 
 
 def split_pairs(samples: Sequence[EncodedSample]) -> list[EncodedSample]:
@@ -187,8 +274,13 @@ def model_outputs(model: Any, batches: Iterable[Mapping[str, Any]]) -> Iterator[
 
 LayersByKey = Mapping[str, Sequence[nn.Module]]
 InputCallback = Callable[[str, Tensor], None]
-# Calls back with the inputs of layers on all samples (see `observe_inputs`).
-ObserveInputs = Callable[[LayersByKey, InputCallback], None]
+
+
+class ObserveInputs(Protocol):
+    """Calls back with the inputs of layers on all samples (see `observe_inputs`)."""
+
+    def __call__(self, layers: LayersByKey, see: InputCallback, *, held_back: bool = False) -> None:
+        """Call `see` with the inputs on the calibration samples, or on those that are held back."""
 
 
 def observe_inputs(

@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from itertools import cycle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -35,15 +34,12 @@ from smelt.calibration.samples import (
     InputCallback,
     LayersByKey,
     input_hooks,
-    model_outputs,
     observe_inputs,
 )
 from smelt.calibration.statistics import (
     InputStatistics,
     batches_on_device,
     collect_statistics,
-    empty_statistics,
-    input_width,
 )
 from smelt.core.errors import InputError
 from smelt.models.families.family import Stack
@@ -113,11 +109,20 @@ STATES_MEMORY_BYTES = 2**30
 class SequentialRunner:
     """A model that is run block by block.
 
-    states: by batch, output of the last position that has run. encoded: by batch, output of the encoder.
+    batches: the last `num_held_back` are observed only on request. states: by batch, output of the last
+    position that has run. encoded: by batch, output of the encoder.
     """
 
-    def __init__(self, model: Any, batches: Sequence[TensorBatch], folder: Path, limit_bytes: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        batches: Sequence[TensorBatch],
+        folder: Path,
+        limit_bytes: int,
+        num_held_back: int = 0,
+    ) -> None:
         self.model, self.batches = model, batches
+        self._num_calibration = len(batches) - num_held_back
         self.states = BlockStateCache(folder / "states", limit_bytes)
         self.encoded: BlockStateCache | None = None
         self._encoded = BlockStateCache(folder / "encoded", limit_bytes)
@@ -175,14 +180,14 @@ class SequentialRunner:
         """Continue after `position` of the current stack, which `run_batch` ran for all batches."""
         self._done = position + 1
 
-    def observe(self, block: Block, layers: LayersByKey, see: InputCallback) -> None:
+    def observe(self, block: Block, layers: LayersByKey, see: InputCallback, held_back: bool = False) -> None:
         """Run `block` and later blocks that use some of `layers`; call `see` with the inputs of these."""
         last = self._last_use(block, layers)
         batch: TensorBatch = {}
         with input_hooks(self.model, layers, see, batch), torch.inference_mode():
-            for number, inputs in enumerate(self.batches):
+            for number in self._batch_numbers(held_back):
                 batch.clear()
-                batch.update(inputs)
+                batch.update(self.batches[number])
                 self._run(number, last)
 
     def layer_inputs(self, number: int, block: Block, layers: LayersByKey) -> list[tuple[str, Tensor]]:
@@ -205,7 +210,13 @@ class SequentialRunner:
             if index == block.index or not observed.isdisjoint(module.modules())
         )
 
-    def observe_after_blocks(self, layers: LayersByKey, see: InputCallback) -> None:
+    def _batch_numbers(self, held_back: bool) -> range:
+        """Return the numbers of the batches for calibration, or of those that are held back."""
+        if held_back:
+            return range(self._num_calibration, len(self.batches))
+        return range(self._num_calibration)
+
+    def observe_after_blocks(self, layers: LayersByKey, see: InputCallback, held_back: bool = False) -> None:
         """Run the model after its blocks on their outputs; call `see` with the inputs of `layers` there.
 
         It is stopped when all of them were called: the output layer itself need not run, nor be loaded.
@@ -222,9 +233,9 @@ class SequentialRunner:
                 raise _StopForward(x, x)
 
         with input_hooks(self.model, layers, see_all, batch), torch.inference_mode():
-            for number, inputs in enumerate(self.batches):
+            for number in self._batch_numbers(held_back):
                 batch.clear()
-                batch.update(inputs)
+                batch.update(self.batches[number])
                 left = sum(map(len, layers.values()))
                 with self._replay_states(number, None), suppress(_StopForward):
                     self.model(**self._inputs(number))
@@ -328,13 +339,20 @@ class ModelPart:
     def __init__(self, model: Any, samples: CalibrationSamples, ctx: Context) -> None:
         self.model, self.samples, self.ctx = model, samples, ctx
 
-    def observe(self, layers: LayersByKey, see: InputCallback) -> None:
-        """Run the part on all samples, on the CPU, and call `see(key, x)` with the inputs of `layers`."""
-        observe_inputs(self.model, self.samples, layers, see, self.ctx)
+    def observe(self, layers: LayersByKey, see: InputCallback, *, held_back: bool = False) -> None:
+        """Run the part on the CPU and call `see(key, x)` with the inputs of `layers`.
 
-    def collect(self, layers: LayersByKey) -> AbstractContextManager[dict[str, InputStatistics]]:
+        On the calibration samples, or those that are held back.
+        """
+        samples = self.samples.held_back if held_back else self.samples
+        if samples is not None:
+            observe_inputs(self.model, samples, layers, see, self.ctx)
+
+    def collect(
+        self, layers: LayersByKey, second: bool = True
+    ) -> AbstractContextManager[dict[str, InputStatistics]]:
         """Return a context with the statistics of the inputs of `layers` (see `collect_statistics`)."""
-        return collect_statistics(self.model, self.samples, layers, self.ctx)
+        return collect_statistics(self.model, self.samples, layers, self.ctx, second=second)
 
     def run(self) -> None:
         """Run the part as it is now, for the inputs of the next one; later changes do not affect these."""
@@ -349,14 +367,22 @@ class PartAfterBlocks(ModelPart):
         super().__init__(model, samples, ctx)
         self._runner = runner
 
-    def observe(self, layers: LayersByKey, see: InputCallback) -> None:
+    def observe(self, layers: LayersByKey, see: InputCallback, *, held_back: bool = False) -> None:
         """Call `see(key, x)` with the inputs of `layers`, which need not be loaded."""
-        self._runner.observe_after_blocks(layers, see)
+        self._runner.observe_after_blocks(layers, see, held_back)
 
-    def collect(self, layers: LayersByKey) -> AbstractContextManager[dict[str, InputStatistics]]:
+    def collect(
+        self, layers: LayersByKey, second: bool = True
+    ) -> AbstractContextManager[dict[str, InputStatistics]]:
         """Return a context with the statistics of the inputs of `layers`, in memory."""
         return collect_statistics(
-            self.model, self.samples, layers, self.ctx, limit_bytes=sys.maxsize, observe=self.observe
+            self.model,
+            self.samples,
+            layers,
+            self.ctx,
+            second=second,
+            limit_bytes=sys.maxsize,
+            observe=self.observe,
         )
 
 
@@ -376,39 +402,43 @@ class RunningBlock(PartAfterBlocks):
         module: nn.Module = self.block.module
         return module
 
-    def observe(self, layers: LayersByKey, see: InputCallback) -> None:
-        """Run the unchanged block on all samples and call `see(key, x)` with the inputs of `layers`.
+    def observe(self, layers: LayersByKey, see: InputCallback, *, held_back: bool = False) -> None:
+        """Run the unchanged block and call `see(key, x)` with the inputs of `layers`.
 
-        If later blocks also use one of `layers`, all blocks up to the last of them run, unchanged, and all
-        uses are observed (see `observe_inputs`).
+        On the calibration samples, or those that are held back. If later blocks also use one of `layers`, all
+        blocks up to the last of them run, unchanged, and all uses are observed (see `observe_inputs`).
         """
-        self._runner.observe(self.block, layers, see)
+        self._runner.observe(self.block, layers, see, held_back)
 
-    def collect(self, layers: LayersByKey) -> AbstractContextManager[dict[str, InputStatistics]]:
-        """Return a context with the statistics of the inputs of `layers`, in memory.
+    @contextmanager
+    def collect(self, layers: LayersByKey, *, second: bool = True) -> Iterator[dict[str, InputStatistics]]:
+        """Yield the statistics of the inputs of `layers`, in memory; with a reference also cross moments.
 
-        With a reference they include cross moments. It runs the unchanged block then, so this must be called
-        once, before the block is changed. Layers that an earlier block has, too, are already changed in the
-        reference.
+        The reference runs the unchanged block then, so this must be called once, before the block is changed.
+        Layers that an earlier block has, too, are already changed in the reference.
         """
-        if self._reference is None:
-            return super().collect(layers)
-        self._reference.run_before(self.block)
-        device = str(self.model.device)
-        statistics = {
-            key: empty_statistics(input_width(modules[0]), second=True, cross=True, device=device)
-            for key, modules in layers.items()
-        }
-        for number in range(len(self._runner.batches)):
+        with super().collect(layers, second=second) as statistics:
+            if self._reference is not None:
+                self._add_cross_moments(statistics, layers, self._reference)
+            yield statistics
+
+    def _add_cross_moments(
+        self, statistics: dict[str, InputStatistics], layers: LayersByKey, reference: SequentialRunner
+    ) -> None:
+        reference.run_before(self.block)
+        for entry in statistics.values():
+            entry.cross_moment = torch.zeros(entry.width, entry.width, dtype=torch.float64)
+        for number in range(len(reference.batches)):
             pairs = zip(
                 self._runner.layer_inputs(number, self.block, layers),
-                self._reference.layer_inputs(number, self.block, layers),
+                reference.layer_inputs(number, self.block, layers),
                 strict=True,
             )
-            for (key, x), (_, reference) in pairs:
-                statistics[key].update(x, reference)
-        self._reference.run_block(self.block)
-        return nullcontext({key: statistics.pop(key).to("cpu") for key in list(statistics)})
+            for (key, x), (_, reference_x) in pairs:
+                entry = statistics[key]
+                assert entry.cross_moment is not None
+                entry.cross_moment += ((reference_x - x).float().t() @ x.float()).cpu()
+        reference.run_block(self.block)
 
     def run(self, see: StatesCallback | None = None) -> None:
         """Run the block as it is now and store its outputs, once; call `see` with its inputs and outputs."""
@@ -443,7 +473,8 @@ def run_parts(
             stack.callback(model.to, "cpu")
             model.to(device)
         batches = batches_on_device(samples, device)
-        runner = SequentialRunner(model, batches, folder, limit_bytes)
+        held_back = [] if samples.held_back is None else batches_on_device(samples.held_back, device)
+        runner = SequentialRunner(model, [*batches, *held_back], folder, limit_bytes, len(held_back))
         reference = None
         if with_reference:
             reference = SequentialRunner(model, batches, folder / "reference", limit_bytes)
@@ -506,76 +537,3 @@ def visit_blocks(
         if offloaded is not None:
             (offloaded.save_block if save else offloaded.free_block)(block)
         ctx.progress(done, len(blocks), block.module_path)
-
-
-# Computes a result from a model and a batch, such as a loss.
-BatchFunction = Callable[[Any, Mapping[str, Tensor]], Any]
-
-
-class PrefixCachedModel:
-    """Runs a model on the same batches again and again, each time with another change in it.
-
-    The blocks before the change give the same states each time: they run once, and the model resumes from
-    their cached states, with identical results.
-
-        cached = PrefixCachedModel(model, batches, folder)
-        for ...:
-            cached.start_at(stack, number)  # the unchanged model
-            ...  # change something at this position of the stack, or after it
-            cached.outputs()
-
-    Args:
-        model: in eval mode, on the device of `batches`.
-        batches: inputs of the model.
-        folder: for states beyond `limit_bytes`.
-        limit_bytes: memory for the states between two blocks.
-    """
-
-    def __init__(
-        self, model: Any, batches: Sequence[TensorBatch], folder: Path, limit_bytes: int = STATES_MEMORY_BYTES
-    ) -> None:
-        self.model, self.batches = model, batches
-        self._folder, self._limit = folder, limit_bytes
-        self._walk: SequentialRunner | None = None
-        family = family_of(model)
-        self._stacks = () if family is None else family.stacks(model.config.to_dict())
-
-    def start_at(self, stack: str, number: int) -> None:
-        """Run the blocks before position `number` of a stack, so that the model resumes from there.
-
-        If the model has no such stack, or repeats blocks, it starts from the beginning.
-        """
-        stack_info = next((candidate for candidate in self._stacks if candidate.name == stack), None)
-        if stack_info is None or self._shares_blocks:
-            return self.reset()
-        if self._walk is None or self._walk.is_past(stack_info, number):
-            self._walk = SequentialRunner(self.model, self.batches, self._folder, self._limit)
-            self._walk.run_before_index(self._stacks[0], 0)
-        self._walk.run_before_index(stack_info, number)
-
-    def reset(self) -> None:
-        """Clear the cached states: call it when the model changes before the cached position."""
-        self._walk = None
-
-    @property
-    def _shares_blocks(self) -> bool:
-        modules_by_stack = [stack.modules(self.model) for stack in self._stacks]
-        return any(len(set(modules)) < len(modules) for modules in modules_by_stack)
-
-    def outputs(self) -> Iterator[Tensor]:
-        """Yield the model's outputs for each batch: logits or embeddings, float [B, V] or [B, S, V]."""
-        call = self.resume_each(lambda model, batch: next(model_outputs(model, [batch])))
-        return (call(self.model, batch) for batch in self.batches)
-
-    def resume_each(self, called: BatchFunction) -> BatchFunction:
-        """Return `called` resuming from the cached states; call it on the batches in their order."""
-        numbers, runner = cycle(range(len(self.batches))), self._walk
-
-        @torch.inference_mode()
-        def resumed(model: Any, batch: Mapping[str, Tensor]) -> Any:
-            if runner is None:
-                return called(model, batch)
-            with runner.resume_batch(next(numbers)):
-                return called(model, batch)
-
-        return resumed

@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from smelt.calibration.samples import CalibrationSamples, LayersByKey, ObserveInputs, observe_inputs
 from smelt.core.errors import RunError
 from smelt.core.files import json_hash
+from smelt.models.model_size import TOKENS_PER_INPUT
 from smelt.runtimes.device import torch_device, torch_threads
 from smelt.stage import Context
 from smelt.tasks.samples import TensorBatch
@@ -54,9 +55,9 @@ class InputStatistics:
     """Statistics of the inputs of one layer.
 
     tokens: number of tokens. second_moment: X X^T, float64 [K, K], symmetric; None if not collected. sums: of
-    x; squares: of x^2; magnitudes: of |x|, each float64 [K]. Padding is in none of them. cross_moment: of the
-    inputs X and those of a reference model, R, on the same tokens: (R - X) X^T, float64 [K, K]; None if not
-    collected.
+    x; squares: of x^2; magnitudes: of |x|, each float64 [K]. Padding is in none of them. held_back: those of
+    the samples that are held back from calibration. cross_moment: of the inputs X and those of a reference
+    model, R, on the same tokens: (R - X) X^T, float64 [K, K]; None if not collected.
     """
 
     tokens: int
@@ -64,7 +65,13 @@ class InputStatistics:
     squares: Tensor
     magnitudes: Tensor
     second_moment: Tensor | None = None
+    held_back: InputStatistics | None = None
     cross_moment: Tensor | None = None
+
+    @property
+    def judged(self) -> InputStatistics:
+        """The statistics that errors are measured by: of the samples held back, if they reach the layer."""
+        return self.held_back if self.held_back is not None and self.held_back.tokens else self
 
     @property
     def width(self) -> int:
@@ -76,18 +83,25 @@ class InputStatistics:
         """|X_j|, the L2 norm of each input over all tokens, float64 [K]."""
         return self.squares.sqrt()
 
-    def centered_second_moment(self) -> Tensor:
-        """Return the second moment around the means, X X^T - n m m^T, float64 [K, K].
+    @property
+    def mean(self) -> Tensor:
+        """The mean of each input, float64 [K]."""
+        return self.sums / max(1, self.tokens)
+
+    def centered_second_moment(self, mean: Tensor | None = None) -> Tensor:
+        """Return the second moment around `mean`, by default that of the inputs, float64 [K, K].
 
         Raises:
             ValueError: no second moment was collected.
         """
         if self.second_moment is None:
             raise ValueError("no second moment was collected")
-        return self.second_moment - torch.outer(self.sums, self.sums) / max(1, self.tokens)
+        center = self.mean if mean is None else mean
+        cross = torch.outer(self.sums, center)
+        return self.second_moment - cross - cross.T + self.tokens * torch.outer(center, center)
 
-    def update(self, x: Tensor, reference: Tensor | None = None) -> None:
-        """Add inputs, float [tokens, K]; a cross moment needs those of the reference, too."""
+    def update(self, x: Tensor) -> None:
+        """Add inputs, float [tokens, K]."""
         if not len(x):
             return
         x = x.float()
@@ -97,59 +111,67 @@ class InputStatistics:
         self.magnitudes += x.abs().sum(dim=0, dtype=torch.float64)
         if self.second_moment is not None:
             self.second_moment += x.t() @ x
-        if self.cross_moment is not None:
-            assert reference is not None
-            self.cross_moment += (reference.float() - x).t() @ x
 
     def to(self, device: str) -> InputStatistics:
         """Return the statistics on `device`."""
         return InputStatistics(
             self.tokens,
-            *(t if t is None else t.to(device) for t in self._tensors()),  # type: ignore[arg-type]
+            self.sums.to(device),
+            self.squares.to(device),
+            self.magnitudes.to(device),
+            None if self.second_moment is None else self.second_moment.to(device),
+            None if self.held_back is None else self.held_back.to(device),
+            None if self.cross_moment is None else self.cross_moment.to(device),
         )
 
-    def _tensors(self) -> tuple[Tensor | None, ...]:
-        return (self.sums, self.squares, self.magnitudes, self.second_moment, self.cross_moment)
+
+# Second moments of fewer tokens for each input are reported; stages calibrate on twice as many by default.
+MIN_TOKENS_PER_INPUT = TOKENS_PER_INPUT / 2
 
 
-def few_tokens_text(token_counts: Iterable[tuple[int, int]], samples: CalibrationSamples) -> str:
-    """Return the warning text if layers get fewer tokens than they have inputs (the worst layer), else "".
+def warn_of_few_tokens(
+    token_counts: Iterable[tuple[int, int]], samples: CalibrationSamples, ctx: Context
+) -> None:
+    """Warn if layers have few calibration tokens for each of their inputs, with the numbers of the worst one.
 
     In an encoder-decoder no layer gets the tokens of both sides. A layer with one vector per sample (a
     classifier) is counted as if it got all tokens; otherwise any usual number of samples would be too few.
 
     Args:
-        token_counts: tokens and inputs of each layer.
+        token_counts: tokens and inputs of each layer whose second moment is used.
         samples: the calibration samples.
+        ctx: receives the warning.
     """
     tokens_and_inputs = [
         (samples.tokens if tokens <= samples.num_samples else tokens, inputs)
         for tokens, inputs in token_counts
         if tokens
     ]
-    undersampled = [(tokens, inputs) for tokens, inputs in tokens_and_inputs if tokens < inputs]
-    if not undersampled:
-        return ""
-    tokens, inputs = min(undersampled, key=lambda counts: counts[0] / counts[1])
-    return f"Only {tokens:,} calibration tokens of {samples.origin} for layers with {inputs:,} inputs"
+    tokens, inputs = min(tokens_and_inputs, key=lambda counts: counts[0] / counts[1], default=(1, 0))
+    if tokens < MIN_TOKENS_PER_INPUT * inputs:
+        ctx.warn(
+            "few-calibration-tokens",
+            f"Only {tokens:,} calibration tokens of {samples.origin} for layers with {inputs:,} inputs,"
+            f" {tokens / inputs:.1f} for each input; results may overfit. Use about {TOKENS_PER_INPUT} for"
+            f" each input: increase calibration_samples (now {samples.num_samples:,}), or add data:"
+            " {calibration: FILE}.",
+        )
 
 
 def empty_statistics(
-    width: int, *, second: bool, cross: bool = False, device: str = "cpu", file: Path | None = None
+    width: int, *, second: bool, device: str = "cpu", file: Path | None = None
 ) -> InputStatistics:
     """Return the statistics of no token.
 
     Args:
         width: inputs of the layer.
         second: whether to collect the second moment.
-        cross: whether to collect the cross moment.
         device: where to sum.
         file: where to store the second moment, instead of memory; only on the CPU.
     """
     sums, squares, magnitudes = (torch.zeros(width, dtype=torch.float64, device=device) for _ in range(3))
     moment = _empty_second_moment(width, device, file) if second else None
-    cross_moment = torch.zeros(width, width, dtype=torch.float64, device=device) if cross else None
-    return InputStatistics(0, sums, squares, magnitudes, moment, cross_moment)
+    return InputStatistics(0, sums, squares, magnitudes, moment)
 
 
 def _empty_second_moment(width: int, device: str, file: Path | None) -> Tensor:
@@ -223,19 +245,26 @@ def collect_statistics(
     device = torch_device(ctx.device)
     widths = {key: input_width(modules[0]) for key, modules in layers.items()}
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="moments-", dir=ctx.out.parent))
         stack.enter_context(torch_threads(ctx.threads))
-        collector = StatisticsCollector(widths, second, device, Path(folder), limit_bytes)
-        if layers and observe is not None:
-            observe(layers, collector.update)
-        elif layers:
-            try:
-                device_samples = replace(samples, batches=batches_on_device(samples, device))
-                observe_inputs(model.to(device), device_samples, layers, collector.update, ctx)
-            finally:
-                model.to("cpu")
-        statistics = collector.statistics  # the caller may pop what it no longer needs
-        yield {key: statistics.pop(key).to("cpu") for key in list(statistics)}
+
+        def collect(part: CalibrationSamples) -> dict[str, InputStatistics]:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="moments-", dir=ctx.out.parent))
+            collector = StatisticsCollector(widths, second, device, Path(folder), limit_bytes)
+            if layers and observe is not None:
+                observe(layers, collector.update, held_back=part is not samples)
+            elif layers:
+                try:
+                    device_samples = replace(part, batches=batches_on_device(part, device))
+                    observe_inputs(model.to(device), device_samples, layers, collector.update, ctx)
+                finally:
+                    model.to("cpu")
+            return collector.statistics
+
+        statistics = collect(samples)
+        held_back = {} if samples.held_back is None else collect(samples.held_back)
+        for key, entry in statistics.items():
+            entry.held_back = held_back.pop(key, None)
+        yield {key: statistics.pop(key).to("cpu") for key in list(statistics)}  # the caller may pop them
 
 
 def batches_on_device(samples: CalibrationSamples, device: str) -> list[dict[str, Tensor]]:
@@ -276,11 +305,13 @@ def cached_statistics(
     """
     widths = {key: input_width(collected[0]) for key, collected in layers.items()}
     needed_bytes = sum(8 * (width**2 if second else 0) + 24 * width for width in widths.values())
+    needed_bytes *= 1 if samples.held_back is None else 2
     description = {
         "what": f"statistics of {len(layers)} layers on {samples.num_samples:,} samples",
         "version": STATISTICS_VERSION,
         "artifacts": [artifact_key],
         "rows": batches_fingerprint(samples),
+        "held_back": None if samples.held_back is None else batches_fingerprint(samples.held_back),
         "layers": json_hash(widths),
         "second": second,
         "device": torch_device(ctx.device),
@@ -320,22 +351,28 @@ def batches_fingerprint(samples: CalibrationSamples) -> str:
 def _write_statistics(statistics: dict[str, InputStatistics], path: Path) -> None:
     tensors: dict[str, Tensor] = {}
     for key, layer_statistics in statistics.items():
-        parts = {name: getattr(layer_statistics, name) for name in _STORED_SUMS}
-        parts["tokens"] = torch.tensor(layer_statistics.tokens)
-        if layer_statistics.second_moment is not None:
-            parts["second"] = layer_statistics.second_moment
-        tensors |= {f"{key}|{name}": tensor.contiguous() for name, tensor in parts.items()}
+        for prefix, entry in ((key, layer_statistics), (f"{key}|held_back", layer_statistics.held_back)):
+            if entry is None:
+                continue
+            parts = {name: getattr(entry, name) for name in _STORED_SUMS}
+            parts["tokens"] = torch.tensor(entry.tokens)
+            if entry.second_moment is not None:
+                parts["second"] = entry.second_moment
+            tensors |= {f"{prefix}|{name}": tensor.contiguous() for name, tensor in parts.items()}
     save_file(tensors, path)
 
 
 def _read_statistics(path: Path, widths: dict[str, int]) -> dict[str, InputStatistics]:
     tensors = load_file(path)
-    statistics = {}
-    for key in widths:
-        sums, squares, magnitudes = (tensors[f"{key}|{name}"] for name in _STORED_SUMS)
-        tokens, second = int(tensors[f"{key}|tokens"]), tensors.get(f"{key}|second")
-        statistics[key] = InputStatistics(tokens, sums, squares, magnitudes, second)
-    return statistics
+
+    def read(prefix: str) -> InputStatistics | None:
+        if f"{prefix}|tokens" not in tensors:
+            return None
+        sums, squares, magnitudes = (tensors[f"{prefix}|{name}"] for name in _STORED_SUMS)
+        tokens, second = int(tensors[f"{prefix}|tokens"]), tensors.get(f"{prefix}|second")
+        return InputStatistics(tokens, sums, squares, magnitudes, second, read(f"{prefix}|held_back"))
+
+    return {key: entry for key in widths if (entry := read(key)) is not None}
 
 
 HESSIAN_DAMPING = 0.01  # relative to the mean of the diagonal

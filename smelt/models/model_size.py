@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 
 FLOAT_BYTES = 4  # of a weight in memory, whatever its file holds
+# Calibration without `calibration_samples`: tokens for each input of the widest linear layer; at most (as
+# many as GPTQ, AWQ and SparseGPT use: 128 windows of 2,048); samples at least.
+TOKENS_PER_INPUT, MAX_CALIBRATION_TOKENS, MIN_CALIBRATION_SAMPLES = 10, 262_144, 128
 _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
@@ -113,6 +116,12 @@ class ModelSize:
     def held_bytes(self) -> int:
         """Bytes that a loaded model certainly holds: float32 weights, or quantized ones as they are."""
         return self.float_bytes if self.bytes_per_weight > 1.5 else self.stored_bytes
+
+    @property
+    def calibration_tokens(self) -> int:
+        """The tokens that stages calibrate on by default."""
+        inputs = (columns for stack in self.stacks for _, columns in stack.matrices)
+        return min(MAX_CALIBRATION_TOKENS, TOKENS_PER_INPUT * max(inputs, default=0))
 
     @property
     def layers(self) -> int:
@@ -328,7 +337,8 @@ class StepSize:
     interpreter and its libraries. least_bytes: the part of it that no setting of the machine avoids. result:
     the size of the output. disk_bytes: of the artifact. temporary_bytes: of files that exist only while the
     step runs. device_bytes, least_device_bytes: memory of a GPU. work: weights times the samples that pass
-    through them, to which the time of steps of one kind is proportional; None: unknown.
+    through them, to which the time of steps of one kind is proportional; None: unknown. calibration_tokens:
+    the default number of tokens for calibration, if the step uses it.
     """
 
     memory_bytes: int
@@ -339,6 +349,7 @@ class StepSize:
     device_bytes: int = 0
     least_device_bytes: int = 0
     work: float | None = None
+    calibration_tokens: int | None = None
 
 
 def is_streamed(size: ModelSize) -> bool:
@@ -357,7 +368,7 @@ def one_shot_size(
     result: ModelSize | None = None,
     more_bytes: int = 0,
     streamed: bool = False,
-    samples: int = 1,
+    samples: int | None = 1,
 ) -> StepSize:
     """Return the sizes of a step that loads a model, changes it and writes it.
 
@@ -366,16 +377,18 @@ def one_shot_size(
         result: the size of the output; None: `inputs.result`.
         more_bytes: memory in addition to the weights.
         streamed: whether the model is processed block by block, if it is large.
-        samples: on which it calibrates.
+        samples: on which it calibrates; None: by the default number of tokens.
     """
     size, result = inputs.source, result or inputs.result
     held = size.float_bytes
     if streamed and is_streamed(size):  # a block and its changed copy; all else is mapped from the file
         held = size.outside_bytes + 2 * FLOAT_BYTES * size.largest_block
+    tokens = size.calibration_tokens if samples is None else None
     return StepSize(
         memory_bytes=held + more_bytes,
         least_bytes=min(certain_bytes(size), held),
         result=result,
         disk_bytes=result.stored_bytes,
-        work=float(size.parameters * samples),
+        work=float(size.parameters * (samples or tokens or 1)),
+        calibration_tokens=tokens,
     )

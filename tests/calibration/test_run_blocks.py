@@ -1,5 +1,7 @@
 """Going block by block: what each block is fed is, to the bit, what it is fed in the whole model."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -65,6 +67,29 @@ def seen(model, rows, tmp_path, change=lambda step: None, inputs=None, **setting
         step.observe(layers, lambda name, x: inputs.setdefault(name, []).append(x.clone()))
         change(step)
     return inputs
+
+
+def test_block_inputs_of_held_back_samples_are_observed_separately(tmp_path):
+    model, _ = load_model(every_family.model_with_layers("bart", 2))
+    samples, held_back = rows_for(model), rows_for(model, ((2, 5), (1, 8), (4, 6)))
+    both = replace(samples, held_back=held_back)
+    expected = [fed(model, part, outs_of(model)) for part in (samples, held_back)]
+    actual = [{}, {}]
+    for step in run_blocks(model, both, harness.make_context(tmp_path / "out")):
+        parts = (*step.block.attentions, step.block.feed_forward)
+        layers = {part.linear_layers[-1]: [model.get_submodule(part.linear_layers[-1])] for part in parts}
+        for inputs, is_held_back in zip(actual, (False, True), strict=True):
+            step.observe(layers, lambda n, x, i=inputs: i.setdefault(n, []).append(x), held_back=is_held_back)
+        with step.collect(layers) as statistics:
+            assert all(
+                (each.tokens, each.judged.tokens) == tuple(sum(map(len, i[name])) for i in actual)
+                for name, each in statistics.items()
+            )
+    for expected_inputs, inputs in zip(expected, actual, strict=True):
+        assert inputs.keys() == expected_inputs.keys()
+        for name, values in inputs.items():
+            for reference, value in zip(expected_inputs[name], values, strict=True):
+                torch.testing.assert_close(reference.flatten(0, -2), value)
 
 
 @pytest.mark.parametrize("family", DISTINCT_FAMILIES)

@@ -1,9 +1,22 @@
-"""Rows that are looked at: as many as are asked for, from all batches."""
+"""Calibration samples: as many as requested; by default as many as the model's widest layer needs."""
+
+import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from smelt.calibration.samples import CalibrationSamples
+from smelt.calibration.samples import (
+    CalibrationSamples,
+    default_sample_count,
+    load_calibration_samples,
+)
+from smelt.data.splits import Example, Split, spread_indices
+from smelt.models.checkpoint import load_model, load_tokenizer
+from smelt.runtimes.images import ImageInput
+from smelt.tasks.samples import EncodedSample
+from tests.support import harness
+from tests.support.models import every_family, tiny
 
 
 def rows_of(*sizes):
@@ -25,3 +38,72 @@ def test_requested_number_of_samples_is_returned(sizes, wanted, numbers):
     assert all(len(batch["input_ids"]) == 1 for batch in subset.batches)
     assert subset.tokens == 4 * subset.num_samples
     assert [int(batch["input_ids"][0, 0]) for batch in subset.batches] == numbers
+
+
+@pytest.fixture(scope="module")
+def marian():
+    folder = every_family.model_with_layers("marian", 1)
+    return folder, load_model(folder)[0]
+
+
+def translations(number):
+    """Pairs with different sources."""
+    words = sorted(set(" ".join(tiny.SENTENCES).split()))
+    size = len(words)
+    pairs = [(f"{words[i % size]} {words[i // size]} {words[0]}", words[i % 7]) for i in range(number)]
+    return Split("pairs.jsonl", tuple(Example(source, (target,)) for source, target in pairs))
+
+
+@pytest.mark.parametrize(("widest", "lengths", "expected"), [
+    (1024, [(10, 8)] * 128, 1280),  # 10,240 tokens of the target, which is shorter
+    (1024, [(8, 10), (16, 10)] * 64, 1024),  # a mean of 10 tokens a side
+    (1024, [(1024, 0)] * 128, 128),  # 10 windows have enough tokens
+    (65536, [(1024, 0)] * 128, 256),  # no more than 262,144 tokens
+    (1024, [(40, 0), (60, 0)] * 4, 205),  # 10,240 / 50
+    (64, [(10, 8)] * 128, 128),
+])  # fmt: skip
+def test_default_samples_have_ten_tokens_per_input_of_widest_layer(widest, lengths, expected):
+    model = torch.nn.Sequential(torch.nn.Linear(16, widest, bias=False, device="meta"))
+    model.append(torch.nn.Linear(widest, 8, device="meta"))
+    samples = [EncodedSample([5] * source, None, [5] * target or None) for source, target in lengths]
+    assert default_sample_count(model, samples) == expected
+
+
+def test_default_counts_both_texts_of_pair_and_patches_of_image():
+    model = torch.nn.Linear(1024, 8)
+    pairs = [EncodedSample([5] * 12, None, (0.5,), second_ids=[5] * 8)] * 128
+    assert default_sample_count(model, pairs) == 10 * 1024 // 20
+    image = ImageInput("unread.png", "row 1", SimpleNamespace(shape=(64, 96)))  # 4 x 6 patches
+    images = [EncodedSample([], None, 0, image=image)] * 128
+    assert default_sample_count(model, images) == math.ceil(10 * 1024 / 24)
+
+
+@pytest.mark.parametrize(("rows", "wanted", "held_back", "numbers"), [
+    (400, 8, False, (8, 0)), (400, 8, True, (8, 16)), (400, 300, True, (300, 30)),
+    (400, 390, True, (361, 39)), (400, 500, True, (360, 40)), (100, None, True, (90, 10)),
+    (8, None, True, (8, 0)), (8, 6, True, (6, 2)),
+])  # fmt: skip
+def test_samples_are_held_back_from_calibration(rows, wanted, held_back, numbers, marian, tmp_path):
+    folder, model = marian
+    ctx = harness.make_context(tmp_path / "out", data={"train": translations(rows)})
+    artifact = tiny.as_artifact(folder)
+    samples = load_calibration_samples(model, artifact, wanted, ctx, "test", held_back=held_back)
+    parts = [samples, *([samples.held_back] if samples.held_back else [])]
+    sources = [{tuple(ids) for b in part.batches for ids in b["input_ids"].tolist()} for part in parts]
+    assert [*map(len, sources), 0][:2] == list(numbers)
+    assert set.intersection(*sources) == set() or len(sources) == 1
+    assert samples.details == {
+        "origin": "pairs.jsonl", "rows": numbers[0], "tokens": samples.tokens,
+    } | ({"held_back": numbers[1]} if numbers[1] else {})  # fmt: skip
+
+
+def test_default_number_follows_from_token_lengths(marian, tmp_path):
+    folder, model = marian  # its widest layer has 64 inputs
+    split = translations(400)
+    ctx = harness.make_context(tmp_path / "out", data={"train": split})
+    samples = load_calibration_samples(model, tiny.as_artifact(folder), None, ctx, "test")
+    tokenizer = load_tokenizer(folder)
+    examples = [split.examples[i] for i in spread_indices(400, 128, 0)]
+    target_tokens = sum(len(tokenizer(text_target=e.references[0]).input_ids) for e in examples)
+    assert target_tokens < sum(len(tokenizer(e.text).input_ids) for e in examples)
+    assert samples.num_samples == math.ceil(640 * 128 / target_tokens) > 128

@@ -6,7 +6,8 @@ import torch
 
 from smelt.calibration import statistics
 from smelt.calibration.samples import CalibrationSamples, observe_inputs
-from smelt.calibration.statistics import collect_statistics, empty_statistics, few_tokens_text
+from smelt.calibration.statistics import collect_statistics, empty_statistics, warn_of_few_tokens
+from smelt.core.messages import message_codes
 from smelt.models.checkpoint import load_model
 from tests.support import harness
 from tests.support.models import every_family
@@ -27,15 +28,16 @@ def rows():
 
 
 @pytest.mark.parametrize(("fed", "expected"), [
-    ([(64, 64), (900, 256)], ""), ([(0, 64)], ""),  # told as a layer that no row reaches
-    ([(5, 64), (900, 256)], ""),  # one vector of each text
-    ([(63, 64)], "63 64"), ([(255, 256), (20, 64), (63, 64)], "20 64"),
-    ([(5, 1024), (255, 256)], "900 1,024"),
+    ([(320, 64), (1280, 256)], ""), ([(0, 64)], ""),  # reported as a layer that no sample reaches
+    ([(5, 64), (1280, 256)], ""),  # one vector of each text
+    ([(319, 64)], "319 64 5.0"), ([(1279, 256), (20, 64), (319, 64)], "20 64 0.3"),
+    ([(5, 1024), (1279, 256)], "900 1,024 0.9"),
 ])  # fmt: skip
-def test_warns_of_layers_with_fewer_tokens_than_inputs(fed, expected):
-    text = few_tokens_text(fed, CalibrationSamples("rows.jsonl", [], 5, 900))
-    assert bool(text) == bool(expected)
-    assert {*expected.split()} <= {*text.split()}
+def test_layer_with_few_tokens_per_input_is_reported(fed, expected, tmp_path):
+    ctx = harness.make_context(tmp_path / "out")
+    warn_of_few_tokens(fed, CalibrationSamples("rows.jsonl", [], 5, 900), ctx)
+    assert message_codes(ctx.warnings) == ["few-calibration-tokens"] * bool(expected)
+    assert {*expected.split()} <= {*" ".join(w.message for w in ctx.warnings).split()}
 
 
 def layers_of(model):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from smelt.calibration.samples import LOSS_SAMPLES
 from smelt.compress.prune.units import AttentionGroup, FeedForwardGroup
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
@@ -150,15 +151,15 @@ def _labeled_samples(model: Any, src: Artifact, settings: Any, ctx: Context) -> 
             code=errors[0].code,
             setting="importance",
         )
-    rng = random.Random(ctx.seed)
+    rng, count = random.Random(ctx.seed), settings.calibration_samples or LOSS_SAMPLES
     if ctx.traits.samples != "running-text":  # language modeling samples are windows of one text
-        indices = sorted(rng.sample(range(len(split)), min(settings.calibration_samples, len(split))))
+        indices = sorted(rng.sample(range(len(split)), min(count, len(split))))
         split = split.select(indices)
     samples = encode_split(
         split, model.config, load_processor(src.path), ctx, split_name="prune: calibration"
     )
-    if len(samples) > settings.calibration_samples and ctx.traits.samples == "running-text":
-        samples = [samples[i] for i in sorted(rng.sample(range(len(samples)), settings.calibration_samples))]
+    if len(samples) > count and ctx.traits.samples == "running-text":
+        samples = [samples[i] for i in sorted(rng.sample(range(len(samples)), count))]
     return samples
 
 

@@ -25,6 +25,7 @@ from smelt.core.store import Store
 from smelt.core.system import available_bytes, memory_limit_bytes
 from smelt.data.splits import Split
 from smelt.evaluate.environment import default_threads, machine_id
+from smelt.models.model_size import MIN_CALIBRATION_SAMPLES
 from smelt.pipeline.execute.baseline_comparisons import are_comparisons_stored, comparison_records
 from smelt.pipeline.execute.display import Display
 from smelt.pipeline.execute.run_folder import StorePlace, default_store, moved_run_text
@@ -65,6 +66,7 @@ class StepPrediction:
     disk_bytes: int | None = None
     temporary_bytes: int = 0
     device_bytes: int = 0
+    calibration_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ def _predict(estimate: StepEstimate, stored: Collection[str]) -> StepPrediction:
         0 if estimate.name == COMPARISONS else size.disk_bytes + _SMALL_FILES_BYTES,
         size.temporary_bytes,
         size.device_bytes,
+        size.calibration_tokens,
     )
 
 
@@ -175,6 +178,15 @@ def cost_lines(costs: PlanCosts) -> list[str]:
     device = max((step.device_bytes for step in costs.steps), default=0)
     if device:
         lines.append(f"GPU memory: {_size(device)} of {_size(costs.limits.device_bytes)}")
+    by_tokens: dict[int, list[str]] = {}
+    for step in costs.steps:
+        if step.calibration_tokens:
+            by_tokens.setdefault(step.calibration_tokens, []).append(step.name)
+    for tokens, names in by_tokens.items():
+        text = (
+            f"calibration {tokens:,} tokens, at least {MIN_CALIBRATION_SAMPLES} samples: {', '.join(names)}"
+        )
+        lines += textwrap.wrap(text, 80, subsequent_indent=" " * 12)
     if costs.unread:
         lines.append(f"times that depend on {', '.join(costs.unread)} are unknown: not read for a plan")
     return lines

@@ -260,7 +260,7 @@ def _processes_of(plan: Plan, step: PlanStep) -> tuple[int, int]:
 _COMPARED_VALUES = ("method", "target", "scheme", "importance", "dtype")
 _COMPARED_FLAGS = (
     *("lora", "qat", "sparsify", "learned_masks", "sequence_level", "max_steps", "max_tokens_per_batch"),
-    *("mixed_precision", "low_rank_correction", "autotune", "gradient_checkpointing"),
+    *("mixed_precision", "low_rank_correction", "autotune", "gradient_checkpointing", "calibration_samples"),
 )
 
 

@@ -190,10 +190,11 @@ def test_data_aware_methods_change_logits_less_than_svd(marian, rows, tmp_path):
 
 
 def test_whitened_svd_error_equals_layer_output_error(marian, rows, tmp_path):
-    ctx = run(marian, rows, tmp_path, keep_ratio=0.5)
+    ctx = run(marian, rows, tmp_path, keep_ratio=0.5, calibration_samples=6)
     name = "model.encoder.layers.0.fc1"
     original = load_model(marian)[0]
-    batches = load_calibration_samples(original, tiny.as_artifact(marian), 256, ctx, "test")
+    artifact = tiny.as_artifact(marian)
+    batches = load_calibration_samples(original, artifact, 6, ctx, "test", held_back=True).held_back
     pair, layer = harness.load_output_model(ctx).get_submodule(name), original.get_submodule(name)
     lost, all_of_it, inputs = 0.0, 0.0, []
     observe_inputs(original, batches, {name: [layer]}, lambda _, x: inputs.append(x), ctx)

@@ -63,6 +63,30 @@ def test_refit_equals_least_squares(kind, monkeypatch):
     assert (error**2).sum() < 0.7 * (cut**2).sum()
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_reported_error_is_that_on_samples_held_back(bias, monkeypatch):
+    monkeypatch.setattr(reconstruct, "RECONSTRUCTION_DAMPING", 0.0)
+    torch.manual_seed(0)
+    x, held_back = inputs().split([40, 10])
+    layer = nn.Linear(6, 4, bias=bias)
+    statistics, statistics.held_back = (empty_statistics(6, second=True) for _ in range(2))
+    statistics.update(x)
+    statistics.held_back.update(held_back)
+    full_weight = layer.weight.detach().clone()
+    with torch.no_grad():
+        y, y_held_back = (layer(part).double().numpy() for part in (x, held_back))
+    layer.weight = nn.Parameter(full_weight[:, KEPT].clone())  # as cut
+    layer.in_features = 3
+    error_ratio = refit_layer(nn.ModuleDict({"layer": layer}), "layer", full_weight, KEPT, statistics)
+    weight, fitted_bias = fitted(x.double().numpy(), y, bias)
+    kept_inputs = held_back[:, KEPT].double().numpy()
+    error = y_held_back - kept_inputs @ weight.T - (fitted_bias if bias else 0)
+    cut = y_held_back - kept_inputs @ full_weight[:, KEPT].double().numpy().T
+    if bias:  # the cut, too, keeps the mean output on the calibration samples
+        cut -= (y - x[:, KEPT].double().numpy() @ full_weight[:, KEPT].double().numpy().T).mean(axis=0)
+    assert error_ratio == pytest.approx((error**2).sum() / (cut**2).sum(), rel=1e-3)
+
+
 def test_refit_of_sparse_rows_equals_least_squares_of_nonzero_weights(monkeypatch):
     monkeypatch.setattr(reconstruct, "RECONSTRUCTION_DAMPING", 0.0)
     torch.manual_seed(0)

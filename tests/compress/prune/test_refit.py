@@ -9,7 +9,7 @@ from torch import nn
 
 from smelt.calibration.samples import load_calibration_samples
 from smelt.compress.prune.reconstruct import RECONSTRUCTION_DAMPING
-from smelt.compress.prune.width import fit_norm, refit_narrow_layer, refit_width
+from smelt.compress.prune.width import LayerInputs, fit_norm, refit_narrow_layer, refit_width
 from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model
@@ -27,7 +27,8 @@ class _One(nn.Module):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_refit_layer_equals_ridge_regression(bias):
+@pytest.mark.parametrize("num_held_back", [0, 50])
+def test_refit_layer_equals_ridge_regression(bias, num_held_back):
     """By numpy on rows that stand for the ridge: sqrt(e) (W' - W_k) = 0."""
     draw = torch.Generator().manual_seed(0)
     full_inputs, narrow_inputs = (
@@ -38,8 +39,12 @@ def test_refit_layer_equals_ridge_regression(bias):
     old, model = torch.randn(3, 8, generator=draw), _One(bias)
     cut, shift = model.reader.weight.detach().clone().double(), model.reader.bias
     before = None if shift is None else shift.detach().clone().double()
-    error_ratio = refit_narrow_layer(model, "reader", old, full_inputs, narrow_inputs)
-    x, y = narrow_inputs.double().numpy(), (full_inputs.double() @ old.double().t()).numpy()
+    count = 200 - num_held_back
+    judged = (full_inputs[count:], narrow_inputs[count:]) if num_held_back else None
+    layer_inputs = LayerInputs(full_inputs[:count], narrow_inputs[:count], judged)
+    error_ratio = refit_narrow_layer(model, "reader", old, layer_inputs)
+    all_x, all_y = narrow_inputs.double().numpy(), (full_inputs.double() @ old.double().t()).numpy()
+    x, y = all_x[:count], all_y[:count]
     centered = (x - x.mean(0), y - y.mean(0)) if bias else (x, y)
     e = RECONSTRUCTION_DAMPING * np.trace(centered[0].T @ centered[0]) / 5
     rows = np.concatenate([centered[0], np.sqrt(e) * np.eye(5)])
@@ -50,9 +55,10 @@ def test_refit_layer_equals_ridge_regression(bias):
     if before is not None:
         moved = model.reader.bias.detach().double() - before
         np.testing.assert_allclose(moved.numpy(), residual.mean(0), atol=1e-5)
-        residual = residual - residual.mean(0)
+    judged_x, judged_y = (values[count:] if num_held_back else values for values in (all_x, all_y))
+    error = judged_y - judged_x @ expected.T - (residual.mean(0) if bias else 0)
     assert error_ratio == pytest.approx(
-        np.square(residual).sum() / np.square(y - x @ cut.numpy().T).sum(), abs=1e-6
+        np.square(error).sum() / np.square(judged_y - judged_x @ cut.numpy().T).sum(), abs=1e-6
     )
 
 

@@ -24,7 +24,7 @@ from tests.support.expected_errors import raises_code, raises_setting_codes
 from tests.support.models import every_family, family_models, tiny
 
 DENSE = "bert.encoder.layer.0.intermediate.dense"
-AWQ = {"scheme": "int4", "method": "awq", "group_size": 16, "calibration_samples": 8}
+AWQ = {"scheme": "int4", "method": "awq", "group_size": 16, "calibration_samples": 6}
 
 
 def scaled(model, tmp_path, kind=torch.float32, **settings):
@@ -96,12 +96,14 @@ def made(family, out, **settings):
 
 
 @torch.no_grad()
-def errors_of(source, codes, ctx):
-    """The squared error of each product's outputs, on the rows of the stage, by the product's name."""
+def errors_of(source, codes, ctx, held_back=False):
+    """The squared error of each product's outputs, by its name, on rows of the stage, or those held back."""
     plain, _ = load_model(source)
     names = [n for n, m in plain.named_modules() if isinstance(m, torch.nn.Linear)]
     names = [n for n in names if plain.get_submodule(n) is not plain.get_output_embeddings()]
-    rows = load_calibration_samples(plain, tiny.as_artifact(source, ctx.task), 8, ctx, "quantize")
+    artifact = tiny.as_artifact(source, ctx.task)
+    rows = load_calibration_samples(plain, artifact, 6, ctx, "quantize", held_back=True)
+    rows = rows.held_back if held_back else rows
     outputs = {}
     with collect_statistics(plain, rows, {n: [plain.get_submodule(n)] for n in names}, ctx) as statistics:
         for name in names:
@@ -133,6 +135,21 @@ def test_input_scaled_layers_have_lower_error_than_rtn(clip, tmp_path):
         for name in downs:
             error_ratio = ctx.details["awq_error"][name]
             assert awq_errors[name] == pytest.approx(error_ratio * rtn_errors[name], rel=0.02)
+
+
+def test_reported_awq_error_is_that_on_samples_held_back(tmp_path):
+    source, ctx = made("bert", tmp_path / "awq")
+    settings = QuantizeSettings(scheme="int4", group_size=16)
+    nearest = every_family.run_stage(Quantize(), settings, source, "bert", tmp_path / "nearest")
+    name = "bert.encoder.layer.0.output.dense"
+    ratios = []
+    for held_back in (True, False):
+        errors = [
+            errors_of(source, harness.load_output_model(c), ctx, held_back)[name] for c in (ctx, nearest)
+        ]
+        ratios.append(errors[0] / errors[1])
+    assert ctx.details["awq_error"][name] == pytest.approx(ratios[0], rel=0.02)
+    assert ratios[1] < 0.95 * ratios[0]  # on the samples that chose the scales the error looks smaller
 
 
 def test_awq_gptq_uses_awq_scales_and_lowers_error(tmp_path):

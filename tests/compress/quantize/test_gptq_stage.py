@@ -34,7 +34,7 @@ def of(codes, scheme, options, width):
 def stage(family, out, **settings):
     source = every_family.model_with_layers(family, 2)
     quantize_settings = QuantizeSettings(
-        scheme="int4", method="gptq", group_size=16, calibration_samples=8, **settings
+        scheme="int4", method="gptq", group_size=16, calibration_samples=6, **settings
     )
     return source, every_family.run_stage(Quantize(), quantize_settings, source, family, out)
 
@@ -55,16 +55,22 @@ def test_each_block_is_calibrated_on_quantized_previous_blocks(family, tmp_path)
                 and model.get_submodule(name) is not model.get_output_embeddings()
             ):
                 plain.get_submodule(name).weight.copy_(model.get_submodule(name).matrix.dequantized())
-    rows = load_calibration_samples(plain, tiny.as_artifact(source, ctx.task), 8, ctx, "quantize")
+    artifact = tiny.as_artifact(source, ctx.task)
+    rows = load_calibration_samples(plain, artifact, 6, ctx, "quantize", held_back=True)
     with collect_statistics(plain, rows, {last: [plain.get_submodule(last)]}, ctx) as statistics:
         scheme, matrix = find_scheme("int4"), model.get_submodule(last).matrix
         weight = plain.get_submodule(last).weight.detach()
-        updates = column_updates(statistics[last], "static")
+        statistics_of_last = statistics[last]
+        updates = column_updates(statistics_of_last, "static")
         codes = gptq_quantize(weight, updates, scheme, matrix.options, scheme_grid)
     values = of(codes, scheme, matrix.options, weight.shape[1])
     assert np.isclose(values, matrix.dequantized().double().numpy(), atol=1e-5).mean() > 0.99
     nearest = of(round_to_nearest(weight, scheme, matrix.options), scheme, matrix.options, weight.shape[1])
     assert not np.isclose(values, nearest, atol=1e-5).all()
+    assert (statistics_of_last.held_back is None) == (family == "gpt2")  # which has two windows only
+    moment = statistics_of_last.judged.second_moment.numpy()
+    errors = [((w - weight.numpy()) @ moment * (w - weight.numpy())).sum() for w in (values, nearest)]
+    assert ctx.details["gptq_error"][last] == pytest.approx(errors[0] / errors[1], rel=0.05)
     assert sum(ctx.details["gptq_error"].values()) / len(names) < 0.9
     linears = [n for n, m in plain.named_modules() if isinstance(m, torch.nn.Linear)]
     head = plain.get_output_embeddings()
@@ -226,7 +232,7 @@ def test_few_tokens_are_counted_per_side_of_encoder_decoder(method, tmp_path):
     )  # fmt: skip
     tokens = ctx.details["calibration"]["tokens"]
     (message,) = [warning.message for warning in ctx.warnings if warning.code == "few-calibration-tokens"]
-    few, inputs = (int(number) for number in message.replace(",", "").split() if number.isdigit())
+    few, inputs, *_ = (int(number) for number in message.replace(",", "").split() if number.isdigit())
     assert few < inputs <= tokens
 
 

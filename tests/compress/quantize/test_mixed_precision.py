@@ -141,9 +141,8 @@ def test_awq_searches_scales_for_chosen_bit_widths(tmp_path, clip):
     layers = {n: m for n, m in harness.load_output_model(ctx).named_modules() if is_quantized(m)}
     assert {n.removesuffix(".linear"): m.matrix.scheme.bits for n, m in layers.items()} == details
     model, _ = load_model(source)
-    rows = load_calibration_samples(
-        model, tiny.as_artifact(source, ctx.task), FEW["calibration_samples"], ctx, "quantize"
-    )
+    artifact, count = tiny.as_artifact(source, ctx.task), FEW["calibration_samples"]
+    rows = load_calibration_samples(model, artifact, count, ctx, "quantize", held_back=True)
     units = weight_matrices(plan_layers(model, quantize_settings), quantize_settings, ())
     chosen_layers = [
         layer for unit in units for layer in unit.layers_with_bits(details[unit.name], quantize_settings)

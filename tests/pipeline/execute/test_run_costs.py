@@ -83,6 +83,20 @@ def test_stored_steps_cost_nothing_and_other_times_are_measured_or_unknown(home)
     assert steps["prune"].seconds == pytest.approx(record.seconds)
 
 
+def test_plan_shows_default_calibration_tokens(home):
+    tokens = []
+    for samples in ("null", "4"):
+        changes = ("prune.keep_ratio=0.75", f"prune.calibration_samples={samples}")
+        costs = plan_costs(load_plan(home / "recipe.yaml", changes), home / "runs" / "other")
+        assert max(map(len, lines := cost_lines(costs))) <= 80
+        tokens.append({step.name: step.calibration_tokens for step in costs.steps})
+        assert any(line.startswith("calibration ") and "factorize" in line for line in lines)
+    config = json.loads((home / "m" / "config.json").read_text())
+    expected = 10 * config["intermediate_size"]
+    assert tokens[0] == {"model": None, "prune": expected, "factorize": 3 * expected // 4}
+    assert tokens[1] == tokens[0] | {"prune": None}
+
+
 def test_plan_reads_remote_store_without_copying(home, tmp_path):
     url = f"file://{home / 'bucket'}"
     filled = Store(home / "runs" / ".store", open_remote_store(url))

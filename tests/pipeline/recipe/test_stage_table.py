@@ -66,7 +66,7 @@ def test_reported_settings_round_trip(stage_name: str, options: dict[str, Any]) 
 def test_embedding_report_does_not_limit_calibration_samples() -> None:
     settings = load_stage("factorize").settings_type
     values = {"targets": "embeddings", "rank": 8}
-    assert "calibration_samples" not in settings.model_validate(values).to_report()
+    assert settings.model_validate(values).to_report()["calibration_samples"] is None
     assert (
         settings.model_validate(values | {"calibration_samples": 9}).to_report()["calibration_samples"] == 9
     )

@@ -98,7 +98,8 @@ def test_gptaq_gets_inputs_of_float_and_quantized_model(family, tmp_path, monkey
         for name in (n for n in names if not n.startswith(prefix)):
             if mixed.get_submodule(name) is not mixed.get_output_embeddings():
                 mixed.get_submodule(name).weight.copy_(quantized.get_submodule(name).matrix.dequantized())
-    rows = load_calibration_samples(plain, tiny.as_artifact(source, ctx.task), 8, ctx, "quantize")
+    artifact = tiny.as_artifact(source, ctx.task)
+    rows = load_calibration_samples(plain, artifact, 6, ctx, "quantize", held_back=True)
     inputs = []
     for model in (plain, mixed):
         batches = []

@@ -222,7 +222,7 @@ def default_sample_count(model: Any, samples: Sequence[EncodedSample]) -> int:
     as its patches of 16 x 16 pixels.
     """
     single = [sample.token_counts for sample in split_pairs(samples)]
-    sides = [tokens for side in zip(*single, strict=True) if (tokens := sum(side))] or [1]
+    sides: list[int] = [tokens for side in zip(*single, strict=True) if (tokens := sum(side))] or [1]
     linear_layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     widest = max((int(layer.in_features) for layer in linear_layers), default=0)
     needed = math.ceil(TOKENS_PER_INPUT * widest * len(samples) / min(sides))

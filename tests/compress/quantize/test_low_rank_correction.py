@@ -41,7 +41,7 @@ def drawn(outputs=24, inputs=64):
     return torch.randn(outputs, inputs, generator=draw)
 
 
-def made(weight, metric=None, scheme="int4", **settings):
+def made(weight, metric=None, scheme="int4", judged=None, **settings):
     kind = find_scheme(scheme)
     options = default_options(kind)
     return quantize_with_correction(
@@ -50,6 +50,7 @@ def made(weight, metric=None, scheme="int4", **settings):
         lambda codes: dequantize_codes(codes, kind, options, weight),
         LowRankCorrection(**settings),
         metric or ErrorMetric(),
+        judged,
     )
 
 
@@ -96,6 +97,17 @@ def test_best_iteration_is_returned():
         min(corrected.error_ratios), rel=1e-4
     )
     assert min(corrected.error_ratios) < corrected.error_ratios[-1]
+
+
+def test_reported_errors_are_those_in_metric_of_samples_held_back():
+    weight, scale = drawn(), torch.linspace(0.5, 1.5, 64, dtype=torch.float64)
+    judged = ErrorMetric(transform=scale, inverse=1 / scale)
+    pair = made(weight, rank=6, judged=judged)
+    quantized, scales = rounded(weight), scale.numpy()
+    off = weight.double().numpy() - quantized
+    expected = np.square((off - truncated(off, 6)) * scales).sum() / np.square(off * scales).sum()
+    assert pair.error_ratios == pytest.approx([expected], rel=1e-4)
+    assert pair.error_ratios != pytest.approx(made(weight, rank=6).error_ratios, rel=1e-4)
 
 
 def test_rank_zero_is_plain_quantization_and_full_rank_is_exact():

@@ -411,7 +411,7 @@ class RunningBlock(PartAfterBlocks):
         self._runner.observe(self.block, layers, see, held_back)
 
     @contextmanager
-    def collect(self, layers: LayersByKey, *, second: bool = True) -> Iterator[dict[str, InputStatistics]]:
+    def collect(self, layers: LayersByKey, second: bool = True) -> Iterator[dict[str, InputStatistics]]:
         """Yield the statistics of the inputs of `layers`, in memory; with a reference also cross moments.
 
         The reference runs the unchanged block then, so this must be called once, before the block is changed.

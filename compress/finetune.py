@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from smelt.compress.drop_layers.settings import check_part_kinds
 from smelt.compress.prune.settings import EMBEDDER_WIDTH_ERROR, LearnedMasksSettings
-from smelt.compress.quantize.settings import QatSettings
+from smelt.compress.quantize.qat_settings import QatSettings
 from smelt.compress.sparsify.settings import GradualSparsitySettings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, SettingError

@@ -16,9 +16,15 @@ input X, with m_j the mean of |X_j| and alpha from 0 to 0.95 in steps of 0.05:
     s = max(m ^ alpha, 1e-4)        s = s / sqrt(max s * min s)
     error = |(Q(W s) / s - W) X|^2, summed over the layers
 
-The alpha with the least error is used; alpha 0 is rounding to nearest. For several layers, the published code
-compares the output of the module around them instead (an attention, a gated feed-forward part); for one layer
-the errors are the same. Everything is computed from second moments over all tokens.
+With duo scaling, as in AutoAWQ and llm-compressor, weights count too: with w_j the mean over the rows of
+|W_j| relative to the largest weight with the same scale,
+
+    s = max(m ^ alpha / (w ^ (1 - alpha) + 1e-4), 1e-4)
+
+The alpha with the least error is used, or no scales if none has less error than rounding W to nearest. For
+several layers, the published code compares the output of the module around them instead (an attention, a
+gated feed-forward part); for one layer the errors are the same. Everything is computed from second moments
+over all tokens.
 
 The target of the scales is the producer of the layers' input, or a factor before them:
 
@@ -60,7 +66,8 @@ from smelt.quantization.schemes.registry import find_scheme
 from smelt.stage import Context
 
 ALPHA_STEPS = 20
-_MIN_SCALE = 1e-4
+_MIN_SCALE = _WEIGHT_OFFSET = 1e-4
+_GROUP_OFFSET = 1e-6
 _MIN_SHRINK = 0.5  # ranges are clipped to this fraction at most
 
 
@@ -73,36 +80,61 @@ class LayerToScale(NamedTuple):
 
 
 class ScaleSearchResult(NamedTuple):
-    """The scales of an input, float32 [K], their alpha, and the error relative to unscaled rounding."""
+    """The scales of an input, float32 [K], their alpha, and the error relative to unscaled rounding.
+
+    alpha is None if all scales are 1.
+    """
 
     scales: Tensor
-    alpha: float
+    alpha: float | None
     error_ratio: float
 
 
-def scales_from_magnitudes(magnitudes: Tensor, alpha: float) -> Tensor:
-    """Return s, float32 [K], from the mean magnitudes of the channels."""
-    scales = magnitudes.pow(alpha).clamp(min=_MIN_SCALE)
+def scales_from_magnitudes(
+    magnitudes: Tensor, alpha: float, weight_magnitudes: Tensor | None = None
+) -> Tensor:
+    """Return s, float32 [K], from m and, for duo scaling, w; both float32 [K]."""
+    scales = magnitudes.pow(alpha)
+    if weight_magnitudes is not None:
+        scales = scales / (weight_magnitudes.pow(1 - alpha) + _WEIGHT_OFFSET)
+    scales = scales.clamp(min=_MIN_SCALE)
     return scales / (scales.max() * scales.min()).sqrt()
 
 
-def search_scales(products: Sequence[LayerToScale], magnitudes: Tensor, moment: Tensor) -> ScaleSearchResult:
+def relative_weight_magnitudes(products: Sequence[LayerToScale]) -> Tensor:
+    """Return w, float32 [K]: the mean over all rows of |W_j| relative to the largest weight of its scale."""
+    sums = torch.zeros(products[0].weight.shape[1])
+    for weight, scheme, options in products:
+        groups = split_into_groups(weight.abs(), scheme.group_size(len(sums), options))
+        shared = (0, 1, 2) if scheme.is_per_tensor(options) else -1
+        groups = groups / (groups.amax(dim=shared, keepdim=True) + _GROUP_OFFSET)
+        sums += groups.flatten(1)[:, : len(sums)].sum(dim=0)
+    return sums / sum(len(product.weight) for product in products)
+
+
+def search_scales(
+    products: Sequence[LayerToScale],
+    magnitudes: Tensor,
+    moment: Tensor,
+    weight_magnitudes: Tensor | None = None,
+) -> ScaleSearchResult:
     """Return the scales with the least output error of the linear layers with one input.
 
     Args:
         products: the layers that read it.
         magnitudes: m, float32 [K]; equal in channels that have to share a scale.
         moment: X X^T, float32 [K, K].
+        weight_magnitudes: w, float32 [K], for duo scaling; equal in the same channels.
     """
-    alphas, scales, errors = [], [], []
-    for step in range(ALPHA_STEPS):
-        candidate = scales_from_magnitudes(magnitudes, step / ALPHA_STEPS)
-        if bool(candidate.isfinite().all()):
-            alphas.append(step / ALPHA_STEPS)
-            scales.append(candidate)
-            errors.append(sum(_output_error(product, candidate, moment) for product in products))
-    best, plain = first_within_tolerance(errors), errors[0]  # with alpha 0 all scales are 1
-    return ScaleSearchResult(scales[best], alphas[best], errors[best] / plain if plain > 0 else 1.0)
+    candidates: list[tuple[Tensor, float | None]] = [(torch.ones_like(magnitudes), None)]
+    for step in range(weight_magnitudes is None, ALPHA_STEPS):  # m ^ 0 is 1
+        alpha = step / ALPHA_STEPS
+        scales = scales_from_magnitudes(magnitudes, alpha, weight_magnitudes)
+        if bool(scales.isfinite().all()):
+            candidates.append((scales, alpha))
+    errors = [sum(_output_error(product, scales, moment) for product in products) for scales, _ in candidates]
+    best, plain = first_within_tolerance(errors), errors[0]
+    return ScaleSearchResult(*candidates[best], errors[best] / plain if plain > 0 else 1.0)
 
 
 def _output_error(product: LayerToScale, scales: Tensor, moment: Tensor) -> float:
@@ -328,6 +360,7 @@ class AwqRunner:
         layers: its planned layers.
         samples: calibration samples.
         clip: whether to clip ranges too; else no weights are quantized.
+        duo_scaling: whether scales depend on weights, too.
         dtype_of: returns the stored dtype of a tensor from its names.
         ctx: gets the details and warnings.
 
@@ -343,6 +376,7 @@ class AwqRunner:
         layers: Sequence[PlannedLayer],
         samples: CalibrationSamples,
         clip: bool,
+        duo_scaling: bool,
         dtype_of: DtypeOf,
         ctx: Context,
     ) -> None:
@@ -350,6 +384,7 @@ class AwqRunner:
         self.edits: list[Edit] = []
         self.codes: dict[int, UnpackedWeights] = {}
         self.model, self._samples, self._dtype_of, self._ctx = model, samples, dtype_of, ctx
+        self._duo_scaling = duo_scaling
         self._clip, self._unclipped = clip, _attention_score_layers(model) if clip else set()
         self._order = [layer.name for layer in layers]
         self._names = {id(target): target.layers[0].name for target in self.targets}
@@ -387,7 +422,7 @@ class AwqRunner:
         for target in targets:
             name = self._names[id(target)]
             if seen[name].tokens:
-                self._found[name] = _search_target(target, seen[name])
+                self._found[name] = _search_target(target, seen[name], self._duo_scaling)
             width = int(target.layers[0].module.in_features)
             self._token_counts[name] = (seen[name].tokens, width)
 
@@ -397,7 +432,7 @@ class AwqRunner:
         return {
             name: target.apply(self.model, self._found[name].scales, self._dtype_of, self.edits)
             for name, target in by_name.items()
-            if name in self._found and self._found[name].alpha > 0
+            if name in self._found and self._found[name].alpha is not None
         }
 
     def renamed(self, layers: Sequence[PlannedLayer]) -> list[PlannedLayer]:
@@ -444,15 +479,16 @@ def _require_finite(
             )
 
 
-def _search_target(target: ScaleTarget, statistics: InputStatistics) -> ScaleSearchResult:
+def _search_target(target: ScaleTarget, statistics: InputStatistics, duo_scaling: bool) -> ScaleSearchResult:
+    products = [_layer_to_scale(layer) for layer in target.layers]
     magnitudes = target.pool((statistics.magnitudes / statistics.tokens).float())
-    layers = [_layer_to_scale(layer) for layer in target.layers]
-    result = search_scales(layers, magnitudes, _second_moment(statistics))
+    weight_magnitudes = target.pool(relative_weight_magnitudes(products)) if duo_scaling else None
+    result = search_scales(products, magnitudes, _second_moment(statistics), weight_magnitudes)
     if statistics.judged is statistics:
         return result
     moment = _second_moment(statistics.judged)
     error, plain_error = (
-        sum(_output_error(layer, scales, moment) for layer in layers)
+        sum(_output_error(product, scales, moment) for product in products)
         for scales in (result.scales, torch.ones_like(result.scales))
     )
     return result._replace(error_ratio=error / plain_error if plain_error > 0 else 1.0)
@@ -487,10 +523,11 @@ def _report_scales(
 ) -> None:
     """Write alpha, relative error and scale target of each input to the details of `ctx`."""
     ctx.details["awq_error"] = {name: float(f"{search.error_ratio:.3g}") for name, search in searches.items()}
-    ctx.details["awq_alpha"] = {name: search.alpha for name, search in searches.items()}
+    alphas = {name: search.alpha for name, search in searches.items() if search.alpha is not None}
+    ctx.details["awq_alpha"] = alphas
     counts: dict[str, int] = {"norm": 0, "product": 0, "factor": 0}
     for name, target in zip(names, places, strict=True):
-        if name in searches and searches[name].alpha > 0:
+        if name in alphas:
             counts[target.kind] += 1
     ctx.details["awq_scales_in"] = counts
 

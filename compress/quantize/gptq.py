@@ -2,11 +2,24 @@
 
 Frantar et al. 2023, GPTQ, arXiv:2210.17323, and its published code (gptq.py, fasterquant): with H = 2 X X^T
 of the layer's inputs X and U the upper Cholesky factor of the inverse of the damped H, the columns are
-rounded from left to right; the error of column j, divided by U_jj, is subtracted from the columns to its
-right along U's row, at once inside a block of 128, and afterwards from the rest. The grid of each group is
-that of the original weights (`static_groups`), in their own order (no act-order, which would add a group
-index to the exported graph). The blocks of a model are processed one by one, each on the outputs of the
-quantized ones before it.
+rounded one by one; the error of column j, divided by U_jj, is subtracted from the columns after it along U's
+row, at once inside a block of 128, and afterwards from the rest. The blocks of a model are processed one by
+one, each on the outputs of the quantized ones before it.
+
+With `act_order: static` the columns with the largest diagonal of H are rounded first, while many columns can
+still compensate their errors (`desc_act` of the published code, `actorder: static` of llm-compressor). The
+grid of each group is that of the original weights in their own layout (`static_groups`), so the result has
+the same form as without: a group is a run of neighboring columns, and needs no index in the exported graph.
+
+With `gptaq_alpha` the target of a layer is its output in the float model: Li et al. 2025, GPTAQ: Efficient
+Finetuning-Free Quantization for Asymmetric Calibration, arXiv:2504.02692, and its published code. With R the
+layer's inputs in the float model, D = 2 (R - X) X^T, and column j before rounding, w_j, what w_j lacks on
+R - X is added to the columns after it:
+
+    P = alpha triu(D U^T, 1) U          w_k += w_j P_jk for k > j
+
+The published code uses the rounded w_j for columns beyond the block of 128, so that its result depends on the
+size of the block; here it is the w_j of the paper's equation throughout.
 
 Shapes: N = outputs, K = inputs, G = groups, g = inputs of a group.
 """
@@ -15,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,7 +55,7 @@ from smelt.compress.quantize.plan_layers import (
     dequantize_codes,
     rows_at_once,
 )
-from smelt.compress.quantize.settings import LowRankCorrection
+from smelt.compress.quantize.settings import ActOrder, LowRankCorrection
 from smelt.core.errors import InputError
 from smelt.models.edits import is_masked
 from smelt.quantization.groupwise import split_into_groups
@@ -52,53 +66,96 @@ from smelt.stage import Context
 _BLOCK_COLUMNS = 128  # columns per block of lazy updates
 
 
+class ColumnUpdates(NamedTuple):
+    """How the error of each column is compensated in later ones: the same for all rows of a layer.
+
+    order: of the columns, int64 [K]. factor: U of H in this order, float32 [K, K] (see `inverse_cholesky`).
+    damping: that of H. dead: inputs that are always 0, bool [K]. shift: P, float32 [K, K]
+    (None without GPTAQ).
+    """
+
+    order: Tensor
+    factor: Tensor
+    damping: float
+    dead: Tensor
+    shift: Tensor | None = None
+
+
+def column_updates(
+    statistics: InputStatistics, act_order: ActOrder, gptaq_alpha: float | None = None
+) -> ColumnUpdates:
+    """Return the column updates for a layer with these input statistics.
+
+    Args:
+        statistics: with second moments; GPTAQ needs cross moments, too, and is not used without.
+        act_order: order of the columns.
+        gptaq_alpha: strength of GPTAQ; None: without.
+
+    Raises:
+        NotInvertibleError: the second moment cannot be inverted.
+    """
+    assert statistics.second_moment is not None
+    diagonal = statistics.second_moment.diagonal()
+    order = torch.arange(len(diagonal))
+    if act_order == "static":
+        order = diagonal.argsort(descending=True, stable=True)
+    factor, damping = inverse_cholesky(statistics, order)
+    shift = None
+    if gptaq_alpha is not None and statistics.cross_moment is not None:
+        cross = statistics.cross_moment[order[:, None], order] * (2 / max(1, statistics.tokens))
+        shift = (gptaq_alpha * (cross @ factor.T).triu_(1) @ factor).float()
+    return ColumnUpdates(order, factor.float(), damping, diagonal == 0, shift)
+
+
 def gptq_quantize(
     weight: Tensor,
-    statistics: InputStatistics,
+    updates: ColumnUpdates,
     scheme: Scheme,
     options: SchemeOptions,
     find_grid: GridFinder,
     zeros: Tensor | None = None,
-    inverse: Tensor | None = None,
 ) -> UnpackedWeights:
     """Return the quantized weights for `weight`, float32 [N, K].
 
     Args:
         weight: not changed.
-        statistics: input statistics of the layer, with second moments.
+        updates: those of the layer's inputs.
         scheme: the scheme with the grid and the rounding of columns.
         options: options of the scheme.
         find_grid: finds the grid of groups.
         zeros: bool [N, K], weights that are kept at zero; the compensation that they would get is passed to
             later columns, as in SparseGPT's joint quantization (arXiv:2301.00774, section 3.3).
-        inverse: U of `statistics` (see `inverse_cholesky`), float [K, K], if already computed.
-
-    Raises:
-        ValueError: the second moment cannot be inverted.
     """
-    size = scheme.group_size(weight.shape[1], options)
-    assert statistics.second_moment is not None
-    factor = (inverse_cholesky(statistics)[0] if inverse is None else inverse).to(weight)
-    updated = weight.clone()
-    updated[:, statistics.second_moment.diagonal() == 0] = 0.0  # dead inputs
+    size, order, factor = scheme.group_size(weight.shape[1], options), updates.order, updates.factor
+    updated = weight.masked_fill(updates.dead, 0.0)
     # Grids are found after zeroing, as in the published code; except mean magnitudes (binary, ternary), which
     # zeros would make too small, and grids fitted to all weights (kmeans4), which only gain if at least a
     # fifth of the inputs is dead.
     ranged = scheme.supports_clipping and not scheme.requires_training
     grid = find_grid(split_into_groups(updated if ranged else weight, size), weight.shape[1], scheme, options)
     codes = scheme.quantize(split_into_groups(updated, size), grid, options)
+    updated = updated[:, order]  # from here on in the order of rounding
     for start in range(0, updated.shape[1], _BLOCK_COLUMNS):
         end = min(start + _BLOCK_COLUMNS, updated.shape[1])
-        errors = torch.empty_like(updated[:, start:end])
+        errors, columns = torch.empty_like(updated[:, start:end]), torch.empty_like(updated[:, start:end])
         for j in range(start, end):
-            group_grid = {name: _group_slice(tensor, j // size) for name, tensor in grid.items()}
-            column = updated[:, j] if zeros is None else updated[:, j].masked_fill(zeros[:, j], 0.0)
-            column_codes = scheme.quantize(column.contiguous()[:, None, None], group_grid, options)
-            codes[:, j // size, j % size] = column_codes[:, 0, 0]
+            input_index = int(order[j])
+            group, position = divmod(input_index, size)
+            group_grid = {name: _group_slice(tensor, group) for name, tensor in grid.items()}
+            column = updated[:, j].clone()
+            if zeros is not None:
+                column[zeros[:, input_index]] = 0.0
+            column_codes = scheme.quantize(column[:, None, None], group_grid, options)
+            codes[:, group, position] = column_codes[:, 0, 0]
             value = scheme.dequantize(column_codes, group_grid, options)[:, 0, 0]
             errors[:, j - start] = (updated[:, j] - value) / factor[j, j]
             updated[:, j:end] -= torch.outer(errors[:, j - start], factor[j, j:end])
+            if updates.shift is not None:
+                columns[:, j - start] = column
+                updated[:, j:end] += torch.outer(column, updates.shift[j, j:end])
         updated[:, end:] -= errors @ factor[start:end, end:]
+        if updates.shift is not None:
+            updated[:, end:] += columns @ updates.shift[start:end, end:]
     return UnpackedWeights(codes, grid)
 
 
@@ -113,6 +170,8 @@ class GptqRunner:
     Args:
         samples: calibration samples.
         find_grid: finds grids.
+        act_order: order of the columns.
+        gptaq_alpha: strength of GPTAQ where cross moments are collected; None: without.
         ctx: gets the details of each layer and warnings.
 
     Attributes:
@@ -121,8 +180,16 @@ class GptqRunner:
         pairs: the corrections with their quantized weights.
     """
 
-    def __init__(self, samples: CalibrationSamples, find_grid: GridFinder, ctx: Context) -> None:
+    def __init__(
+        self,
+        samples: CalibrationSamples,
+        find_grid: GridFinder,
+        act_order: ActOrder,
+        gptaq_alpha: float | None,
+        ctx: Context,
+    ) -> None:
         self.samples, self.find_grid, self.ctx = samples, find_grid, ctx
+        self.act_order, self.gptaq_alpha = act_order, gptaq_alpha
         self.codes: dict[int, UnpackedWeights] = {}
         self.corrections: dict[int, LowRankCorrection] = {}
         self.pairs: dict[int, CorrectedWeight] = {}
@@ -162,9 +229,9 @@ class GptqRunner:
 
     def _quantize_layer(self, layer: PlannedLayer, seen: InputStatistics) -> None:
         """Quantize one layer; all of its rows share the inverse Hessian."""
-        weight, inverse = layer.module.weight, self._inverse_cholesky(layer, seen)
+        weight, updates = layer.module.weight, self._column_updates(layer, seen)
         parts = [
-            self._quantize_rows(layer, chunk, seen, inverse)
+            self._quantize_rows(layer, chunk, seen, updates)
             for chunk in weight.split(self._rows_at_once(layer))
         ]
         error, nearest_error = sum(result[1] for result in parts), sum(result[2] for result in parts)
@@ -182,22 +249,21 @@ class GptqRunner:
         limit = plan_layers.MAX_WEIGHTS_AT_ONCE
         return rows_at_once(count, width, limit, find_scheme(layer.scheme), layer.options)
 
-    def _inverse_cholesky(self, layer: PlannedLayer, seen: InputStatistics) -> Tensor:
-        """Return U of a layer's inputs, float32 [K, K]."""
+    def _column_updates(self, layer: PlannedLayer, seen: InputStatistics) -> ColumnUpdates:
         try:
-            factor, damp = inverse_cholesky(seen)
+            updates = column_updates(seen, self.act_order, self.gptaq_alpha)
         except NotInvertibleError as error:
             raise InputError(
                 f"quantize: {layer.name}: {error}. Use method: rtn, or other calibration samples.",
                 code="not-invertible",
                 setting="method",
             ) from error
-        if damp > HESSIAN_DAMPING:
-            self.damped[layer.name] = damp
-        return factor.float()
+        if updates.damping > HESSIAN_DAMPING:
+            self.damped[layer.name] = updates.damping
+        return updates
 
     def _quantize_rows(
-        self, layer: PlannedLayer, rows: Tensor, seen: InputStatistics, inverse: Tensor
+        self, layer: PlannedLayer, rows: Tensor, seen: InputStatistics, updates: ColumnUpdates
     ) -> tuple[UnpackedWeights, float, float]:
         """Quantize some rows of a layer, and set them to the results.
 
@@ -206,7 +272,7 @@ class GptqRunner:
         """
         scheme, weight = find_scheme(layer.scheme), rows.detach().float().cpu()
         zeros = weight == 0 if is_masked(layer.module) else None
-        codes, pair = self._quantize_weight(layer, weight, seen, zeros, inverse)
+        codes, pair = self._quantize_weight(layer, weight, seen, zeros, updates)
         groups, grid = split_into_groups(weight, codes.q_weight.shape[2]), codes.qparams
         if bool((seen.squares == 0).any()):  # dead inputs count in the grid of rounding to nearest
             grid = self.find_grid(groups, weight.shape[1], scheme, layer.options)
@@ -226,14 +292,14 @@ class GptqRunner:
         weight: Tensor,
         seen: InputStatistics,
         zeros: Tensor | None,
-        inverse: Tensor,
+        updates: ColumnUpdates,
     ) -> tuple[UnpackedWeights, CorrectedWeight | None]:
         """Return the quantized weights for `weight`, and the low-rank correction if the layer gets one."""
         scheme = find_scheme(layer.scheme)
 
         def quantize(remainder: Tensor) -> UnpackedWeights:
             kept_zeros = zeros if remainder is weight else None  # weights minus a correction have no zeros
-            return gptq_quantize(remainder, seen, scheme, layer.options, self.find_grid, kept_zeros, inverse)
+            return gptq_quantize(remainder, updates, scheme, layer.options, self.find_grid, kept_zeros)
 
         if layer.weight_id not in self.corrections:
             return quantize(weight), None

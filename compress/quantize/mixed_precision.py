@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from smelt.calibration.prefix_cache import PrefixCachedModel
 from smelt.calibration.samples import CalibrationSamples, model_outputs
-from smelt.calibration.sequential import PrefixCachedModel
 from smelt.compress.quantize.plan_layers import (
     PlannedLayer,
     WeightQuantizer,

@@ -43,7 +43,8 @@ from smelt.compress.quantize.plan_layers import (
     round_to_nearest,
     straight_through,
 )
-from smelt.compress.quantize.settings import AWQ_METHODS, QatSettings
+from smelt.compress.quantize.qat_settings import QatSettings
+from smelt.compress.quantize.settings import AWQ_METHODS
 from smelt.compress.quantize.smoothquant import smooth_like
 from smelt.compress.quantize.step_sizes import StepSizes
 from smelt.core.artifact import MASTER_WEIGHTS_FILE, Artifact

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from smelt.compress.quantize.qat import QatEmbedding, QatLinear, qat_layers
-from smelt.compress.quantize.settings import QatSettings
+from smelt.compress.quantize.qat_settings import QatSettings
 from smelt.compress.quantize.step_sizes import ActivationStepSize, StepSizes
 from smelt.core.errors import InputError
 from smelt.models.edits import Edit, replace_module

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from smelt.calibration.statistics import InputStatistics, NotInvertibleError
 from smelt.compress.model_input import AFTER_QUANTIZE, split_pruning_error
-from smelt.compress.quantize.gptq import gptq_quantize
+from smelt.compress.quantize.gptq import column_updates, gptq_quantize
 from smelt.compress.quantize.plan_layers import GridFinder, round_on_grid, scheme_grid
 from smelt.compress.quantize.qat import find_master_weights, write_master_weights
 from smelt.compress.quantize.sequential import grid_finder
@@ -112,7 +112,7 @@ class Requantizer:
     def __init__(self, settings: QuantizeSettings | None, grids_stay: bool, stage: str) -> None:
         self._stage = stage
         self._find_grid: GridFinder = scheme_grid if settings is None else grid_finder(settings)
-        self._by_gptq = settings is not None and settings.compensates_rounding
+        self._gptq_order = settings.act_order if settings and settings.compensates_rounding else None
         self._grids_stay = grids_stay
         self._layers: list[_DequantizedLayer] = []
         self._others: dict[int, Tensor] | None = None
@@ -357,9 +357,11 @@ class Requantizer:
     ) -> UnpackedWeights:
         """Return the quantized weights on a grid that is fitted to `floats`."""
         scheme, options = layer.matrix.scheme, layer.matrix.options
-        if self._by_gptq and seen is not None and seen.tokens and layer.factors is None and not layer.pair:
+        order = self._gptq_order
+        if order and seen is not None and seen.tokens and layer.factors is None and not layer.pair:
             try:
-                return gptq_quantize(floats, seen, scheme, options, self._find_grid, held)
+                updates = column_updates(seen, order)
+                return gptq_quantize(floats, updates, scheme, options, self._find_grid, held)
             except NotInvertibleError:  # keep the rounding to nearest
                 pass
         return round_on_grid(self._find_grid, floats, scheme, options)

@@ -237,15 +237,16 @@ class SequentialQuantizer:
             scalers.append(SmoothQuantRunner(self._model, self.layers, samples, alpha, dtype_of, self._ctx))
         if settings.scales_inputs:
             clip = settings.clip == "awq"
-            scalers.append(AwqRunner(self._model, self.layers, samples, clip, dtype_of, self._ctx))
+            context = self._model, self.layers, samples, clip, settings.duo_scaling, dtype_of, self._ctx
+            scalers.append(AwqRunner(*context))
         return scalers
 
     def _parts(
-        self, samples: CalibrationSamples, by_block: bool = False
+        self, samples: CalibrationSamples, by_block: bool = False, with_reference: bool = False
     ) -> Iterator[tuple[ModelPart, list[PlannedLayer]]]:
         """Yield the parts of the model with their layers, for one pass.
 
-        by_block: whether a model in memory is divided, too.
+        by_block: whether a model in memory is divided, too. with_reference: see `run_parts`.
         """
         model, ctx = self._model, self._ctx
         self._pass += 1
@@ -253,8 +254,9 @@ class SequentialQuantizer:
             yield ModelPart(model, samples, ctx), self._renamed(self.layers)
             return
         for part in run_parts(
-            model, samples, ctx, stage="quantize", offloaded=self._offloaded, save=self._is_last_pass
-        ):
+            model, samples, ctx, stage="quantize", offloaded=self._offloaded, save=self._is_last_pass,
+            with_reference=with_reference,
+        ):  # fmt: skip
             block = part.block if isinstance(part, RunningBlock) else None
             self._load(block)
             # layers outside of blocks may also be before them; in an offloaded model they are not
@@ -318,12 +320,14 @@ class SequentialQuantizer:
 
         The compensation between columns does not apply to embedding lookups.
         """
-        gptq = GptqRunner(samples, grid_finder(self._settings), self._ctx)
-        if (correction := self._settings.correction) is not None:
+        settings = self._settings
+        gptq = GptqRunner(samples, grid_finder(settings), settings.act_order, settings.gptaq_alpha, self._ctx)
+        if (correction := settings.correction) is not None:
             corrected = layers_to_correct(self._model, self.layers)
             gptq.corrections = {layer.weight_id: correction for layer in corrected}
         self.codes, self.corrections = gptq.codes, gptq.pairs
-        for part, layers in self._parts(samples, by_block=True):
+        is_asymmetric = settings.gptaq_alpha is not None
+        for part, layers in self._parts(samples, by_block=True, with_reference=is_asymmetric):
             tables = {layer.weight_id for layer in self.layers if not layer.multiplies}
             linear = [layer for layer in layers if layer.multiplies and layer.weight_id not in tables]
             gptq.calibrate(linear, part)

@@ -1,4 +1,4 @@
-"""Settings of `quantize`, with the options of all schemes, and of the training of quantized weights."""
+"""Settings of `quantize`, with the options of all schemes."""
 
 from __future__ import annotations
 
@@ -206,6 +206,8 @@ AUTO = "auto"
 _RANGE_SCHEMES = ", ".join(name for name, scheme in SCHEMES.items() if scheme.requires_calibration)
 _SMOOTHQUANT_SCHEMES = ", ".join(name for name, scheme in SCHEMES.items() if scheme.per_tensor_activations)
 CalibrationMethod = Literal["minmax", "percentile", "entropy", "mse"]
+ActOrder = Literal["static", "none"]
+_METHOD_SETTINGS = ("act_order", "gptaq_alpha", "duo_scaling")  # they have an effect with some methods
 # methods that rescale channels of the float model before they quantize it
 AWQ_METHODS = ("awq", "awq-gptq")
 _CALIBRATED_METHODS = ("gptq", *AWQ_METHODS)  # methods that use calibration samples
@@ -243,10 +245,27 @@ class QuantizeSettings(SchemeSettings):
         description="rtn: round to nearest; gptq: column by column with compensation; awq: scale channels"
         " with large activations first; awq-gptq: both; hqq: optimize the grid without data",
     )
+    act_order: ActOrder = Field(
+        default="static",
+        description="gptq, awq-gptq: order of the columns: static: by decreasing mean squared input; none:"
+        " from left to right",
+    )
+    gptaq_alpha: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        strict=True,
+        description="gptq, awq-gptq: strength of GPTAQ, which targets the outputs of the float model; 0.25 is"
+        " usual",
+    )
+    duo_scaling: bool = Field(
+        default=True,
+        description="awq, awq-gptq: scale channels by their weights, too",
+    )
     clip: Literal["none", "mse", "percentile", "awq"] = Field(
         default="none",
-        description="range of weights: mse: least squared error; percentile: calibration_percentile; awq:"
-        " least output error",
+        description="range of weights: mse: least squared error, the choice for 4 bits without data;"
+        " percentile: calibration_percentile; awq: least output error",
     )
     mixed_precision: MixedPrecision | None = Field(
         default=None,
@@ -362,13 +381,18 @@ class QuantizeSettings(SchemeSettings):
         """
         set_fields = self.model_fields_set
         effects = {
+            "act_order": self.compensates_rounding,
+            "gptaq_alpha": self.compensates_rounding,
+            "duo_scaling": self.scales_inputs,
             "calibration_method": self.needs_activation_ranges,
             "calibration_percentile": self.needs_activation_ranges or self.clip == "percentile",
         }
         for name, means in effects.items():
             if name in set_fields and not means:
+                method = f"method: {self.method} with " if name in _METHOD_SETTINGS else ""
                 raise SettingError(
-                    f"{name} has no effect on {self._scheme_description}; remove it", code="unused-setting"
+                    f"{name} has no effect on {method}{self._scheme_description}; remove it",
+                    code="unused-setting",
                 )
         if self.smoothquant_alpha is not None and not SCHEMES[self.scheme].per_tensor_activations:
             raise SettingError(
@@ -399,6 +423,11 @@ class QuantizeSettings(SchemeSettings):
             raise SettingError(
                 "low_rank_correction requires a single scheme and method rtn, gptq or hqq; remove"
                 f" {conflict} or low_rank_correction",
+                code="settings-conflict",
+            )
+        if self.correction is not None and self.gptaq_alpha is not None:
+            raise SettingError(
+                "gptaq_alpha does not apply to weights with low_rank_correction; remove one of them",
                 code="settings-conflict",
             )
         if "max_excluded" in set_fields and AUTO not in self.exclude:
@@ -538,6 +567,9 @@ class QuantizeSettings(SchemeSettings):
         return {
             "scheme": uniform,
             "embedding_scheme": uniform and (self.embeddings or self.output_layer),
+            "act_order": self.compensates_rounding,
+            "gptaq_alpha": self.gptaq_alpha is not None,
+            "duo_scaling": self.scales_inputs,
             "calibration_method": self.needs_activation_ranges,
             "calibration_percentile": uses_percentile,
             "calibration_samples": self.needs_calibration,
@@ -556,41 +588,3 @@ class QuantizeSettings(SchemeSettings):
     def scheme_options(self, scheme: str) -> dict[str, OptionValue]:
         """Return the options of `scheme`, as a quantized layer takes them."""
         return resolve_options(scheme, self)
-
-
-class QatSettings(Settings):
-    """Quantization-aware training of a quantized model."""
-
-    scales: Literal["dynamic", "lsq"] = Field(
-        default="dynamic",
-        description="dynamic: computed from the weights at each update; lsq: learned",
-    )
-    learning_rate: float = Field(
-        default=1e-2,
-        gt=0,
-        description="peak learning rate of learned scales",
-    )
-    weight_splitting: bool = Field(
-        default=False,
-        description="first split each ternary layer into two binary layers (BinaryBERT)",
-    )
-    save_master_weights: bool = Field(
-        default=True,
-        description="store float weights too, for further training",
-    )
-
-    def to_report(self) -> dict[str, Any]:
-        """Return what a report shows: learning_rate only for learned scales."""
-        report = super().to_report()
-        if self.scales != "lsq":
-            del report["learning_rate"]
-        return report
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if "learning_rate" in self.model_fields_set and self.scales != "lsq":
-            raise SettingError(
-                "learning_rate has no effect without scales: lsq; set it, or remove learning_rate",
-                code="unused-setting",
-            )
-        return self

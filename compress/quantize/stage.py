@@ -57,6 +57,7 @@ class Quantize(Stage[QuantizeSettings]):
             *dict.fromkeys(scheme.source for scheme in SCHEMES.values()),
             "smoothquant_alpha: Xiao et al. 2023, arXiv:2211.10438",
             "gptq: Frantar et al. 2023, arXiv:2210.17323",
+            "gptaq_alpha: Li et al. 2025, arXiv:2504.02692",
             "awq: Lin et al. 2023, arXiv:2306.00978",
             "hqq: Badri & Shaji 2023, https://mobiusml.github.io/hqq_blog/",
             "low_rank_correction: LoftQ, Li et al. 2023, arXiv:2310.08659; LQER, Zhang et al. 2024,"
@@ -64,7 +65,7 @@ class Quantize(Stage[QuantizeSettings]):
             " QERA, Zhang et al. 2024, arXiv:2410.06040; SVDQuant, Li et al. 2024, arXiv:2411.05007",
         ]
     )
-    version: ClassVar[int] = 7
+    version: ClassVar[int] = 8
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[Settings]] = QuantizeSettings
 

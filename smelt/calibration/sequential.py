@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from itertools import cycle
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -35,10 +34,13 @@ from smelt.calibration.samples import (
     InputCallback,
     LayersByKey,
     input_hooks,
-    model_outputs,
     observe_inputs,
 )
-from smelt.calibration.statistics import InputStatistics, batches_on_device, collect_statistics
+from smelt.calibration.statistics import (
+    InputStatistics,
+    batches_on_device,
+    collect_statistics,
+)
 from smelt.core.errors import InputError
 from smelt.models.families.family import Stack
 from smelt.models.families.registry import FAMILIES, Block, blocks_of, family_of
@@ -180,19 +182,33 @@ class SequentialRunner:
 
     def observe(self, block: Block, layers: LayersByKey, see: InputCallback, held_back: bool = False) -> None:
         """Run `block` and later blocks that use some of `layers`; call `see` with the inputs of these."""
-        observed = {module for layer_modules in layers.values() for module in layer_modules}
-        stack_modules = self._stack_modules(block.stack)
-        last = max(
-            index
-            for index, m in enumerate(stack_modules)
-            if index == block.index or (not observed.isdisjoint(m.modules()))
-        )
+        last = self._last_use(block, layers)
         batch: TensorBatch = {}
         with input_hooks(self.model, layers, see, batch), torch.inference_mode():
             for number in self._batch_numbers(held_back):
                 batch.clear()
                 batch.update(self.batches[number])
                 self._run(number, last)
+
+    def layer_inputs(self, number: int, block: Block, layers: LayersByKey) -> list[tuple[str, Tensor]]:
+        """Return what `observe` would call back with for batch `number`."""
+        inputs: list[tuple[str, Tensor]] = []
+
+        def see(key: str, x: Tensor) -> None:
+            inputs.append((key, x.clone()))
+
+        with input_hooks(self.model, layers, see, self.batches[number]), torch.inference_mode():
+            self._run(number, self._last_use(block, layers))
+        return inputs
+
+    def _last_use(self, block: Block, layers: LayersByKey) -> int:
+        """Return the last position that uses some of `layers`, or that of `block`."""
+        observed = {module for layer_modules in layers.values() for module in layer_modules}
+        return max(
+            index
+            for index, module in enumerate(self._stack_modules(block.stack))
+            if index == block.index or not observed.isdisjoint(module.modules())
+        )
 
     def _batch_numbers(self, held_back: bool) -> range:
         """Return the numbers of the batches for calibration, or of those that are held back."""
@@ -371,11 +387,14 @@ class PartAfterBlocks(ModelPart):
 
 
 class RunningBlock(PartAfterBlocks):
-    """One block of a model in process, with its inputs."""
+    """One block of a model in process, with its inputs.
 
-    def __init__(self, block: Block, *context: Any) -> None:
+    reference: runs the unchanged model next to it, if cross moments are collected.
+    """
+
+    def __init__(self, block: Block, reference: SequentialRunner | None, *context: Any) -> None:
         super().__init__(*context)
-        self.block = block
+        self.block, self._reference = block, reference
 
     @property
     def module(self) -> nn.Module:
@@ -391,6 +410,36 @@ class RunningBlock(PartAfterBlocks):
         """
         self._runner.observe(self.block, layers, see, held_back)
 
+    @contextmanager
+    def collect(self, layers: LayersByKey, second: bool = True) -> Iterator[dict[str, InputStatistics]]:
+        """Yield the statistics of the inputs of `layers`, in memory; with a reference also cross moments.
+
+        The reference runs the unchanged block then, so this must be called once, before the block is changed.
+        Layers that an earlier block has, too, are already changed in the reference.
+        """
+        with super().collect(layers, second=second) as statistics:
+            if self._reference is not None:
+                self._add_cross_moments(statistics, layers, self._reference)
+            yield statistics
+
+    def _add_cross_moments(
+        self, statistics: dict[str, InputStatistics], layers: LayersByKey, reference: SequentialRunner
+    ) -> None:
+        reference.run_before(self.block)
+        for entry in statistics.values():
+            entry.cross_moment = torch.zeros(entry.width, entry.width, dtype=torch.float64)
+        for number in range(len(reference.batches)):
+            pairs = zip(
+                self._runner.layer_inputs(number, self.block, layers),
+                reference.layer_inputs(number, self.block, layers),
+                strict=True,
+            )
+            for (key, x), (_, reference_x) in pairs:
+                entry = statistics[key]
+                assert entry.cross_moment is not None
+                entry.cross_moment += ((reference_x - x).float().t() @ x.float()).cpu()
+        reference.run_block(self.block)
+
     def run(self, see: StatesCallback | None = None) -> None:
         """Run the block as it is now and store its outputs, once; call `see` with its inputs and outputs."""
         self._runner.run_block(self.block, see)
@@ -404,9 +453,13 @@ def run_parts(
     stage: str = "calibration",
     offloaded: StreamedModel | None = None,
     save: bool = True,
+    with_reference: bool = False,
     limit_bytes: int = STATES_MEMORY_BYTES,
 ) -> Iterator[PartAfterBlocks]:
-    """Yield each block of `model` as in `run_blocks`, and the layers after the blocks at the end."""
+    """Yield each block of `model` as in `run_blocks`, and the layers after the blocks at the end.
+
+    with_reference: whether blocks collect cross moments with the unchanged model.
+    """
     if family_of(model) is None:
         raise InputError(
             f"{stage}: {model.config.model_type} models are not supported. Supported: {', '.join(FAMILIES)}.",
@@ -422,9 +475,12 @@ def run_parts(
         batches = batches_on_device(samples, device)
         held_back = [] if samples.held_back is None else batches_on_device(samples.held_back, device)
         runner = SequentialRunner(model, [*batches, *held_back], folder, limit_bytes, len(held_back))
+        reference = None
+        if with_reference:
+            reference = SequentialRunner(model, batches, folder / "reference", limit_bytes)
         for block in visit_blocks(model, ctx, offloaded, save):
             runner.run_before(block)
-            step = RunningBlock(block, model, samples, ctx, runner)
+            step = RunningBlock(block, reference, model, samples, ctx, runner)
             yield step
             step.run()
         yield PartAfterBlocks(model, samples, ctx, runner)
@@ -481,76 +537,3 @@ def visit_blocks(
         if offloaded is not None:
             (offloaded.save_block if save else offloaded.free_block)(block)
         ctx.progress(done, len(blocks), block.module_path)
-
-
-# Computes a result from a model and a batch, such as a loss.
-BatchFunction = Callable[[Any, Mapping[str, Tensor]], Any]
-
-
-class PrefixCachedModel:
-    """Runs a model on the same batches again and again, each time with another change in it.
-
-    The blocks before the change give the same states each time: they run once, and the model resumes from
-    their cached states, with identical results.
-
-        cached = PrefixCachedModel(model, batches, folder)
-        for ...:
-            cached.start_at(stack, number)  # the unchanged model
-            ...  # change something at this position of the stack, or after it
-            cached.outputs()
-
-    Args:
-        model: in eval mode, on the device of `batches`.
-        batches: inputs of the model.
-        folder: for states beyond `limit_bytes`.
-        limit_bytes: memory for the states between two blocks.
-    """
-
-    def __init__(
-        self, model: Any, batches: Sequence[TensorBatch], folder: Path, limit_bytes: int = STATES_MEMORY_BYTES
-    ) -> None:
-        self.model, self.batches = model, batches
-        self._folder, self._limit = folder, limit_bytes
-        self._walk: SequentialRunner | None = None
-        family = family_of(model)
-        self._stacks = () if family is None else family.stacks(model.config.to_dict())
-
-    def start_at(self, stack: str, number: int) -> None:
-        """Run the blocks before position `number` of a stack, so that the model resumes from there.
-
-        If the model has no such stack, or repeats blocks, it starts from the beginning.
-        """
-        stack_info = next((candidate for candidate in self._stacks if candidate.name == stack), None)
-        if stack_info is None or self._shares_blocks:
-            return self.reset()
-        if self._walk is None or self._walk.is_past(stack_info, number):
-            self._walk = SequentialRunner(self.model, self.batches, self._folder, self._limit)
-            self._walk.run_before_index(self._stacks[0], 0)
-        self._walk.run_before_index(stack_info, number)
-
-    def reset(self) -> None:
-        """Clear the cached states: call it when the model changes before the cached position."""
-        self._walk = None
-
-    @property
-    def _shares_blocks(self) -> bool:
-        modules_by_stack = [stack.modules(self.model) for stack in self._stacks]
-        return any(len(set(modules)) < len(modules) for modules in modules_by_stack)
-
-    def outputs(self) -> Iterator[Tensor]:
-        """Yield the model's outputs for each batch: logits or embeddings, float [B, V] or [B, S, V]."""
-        call = self.resume_each(lambda model, batch: next(model_outputs(model, [batch])))
-        return (call(self.model, batch) for batch in self.batches)
-
-    def resume_each(self, called: BatchFunction) -> BatchFunction:
-        """Return `called` resuming from the cached states; call it on the batches in their order."""
-        numbers, runner = cycle(range(len(self.batches))), self._walk
-
-        @torch.inference_mode()
-        def resumed(model: Any, batch: Mapping[str, Tensor]) -> Any:
-            if runner is None:
-                return called(model, batch)
-            with runner.resume_batch(next(numbers)):
-                return called(model, batch)
-
-        return resumed

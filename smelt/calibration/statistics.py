@@ -56,7 +56,8 @@ class InputStatistics:
 
     tokens: number of tokens. second_moment: X X^T, float64 [K, K], symmetric; None if not collected. sums: of
     x; squares: of x^2; magnitudes: of |x|, each float64 [K]. Padding is in none of them. held_back: those of
-    the samples that are held back from calibration.
+    the samples that are held back from calibration. cross_moment: of the inputs X and those of a reference
+    model, R, on the same tokens: (R - X) X^T, float64 [K, K]; None if not collected.
     """
 
     tokens: int
@@ -65,6 +66,7 @@ class InputStatistics:
     magnitudes: Tensor
     second_moment: Tensor | None = None
     held_back: InputStatistics | None = None
+    cross_moment: Tensor | None = None
 
     @property
     def judged(self) -> InputStatistics:
@@ -119,6 +121,7 @@ class InputStatistics:
             self.magnitudes.to(device),
             None if self.second_moment is None else self.second_moment.to(device),
             None if self.held_back is None else self.held_back.to(device),
+            None if self.cross_moment is None else self.cross_moment.to(device),
         )
 
 
@@ -380,7 +383,7 @@ class NotInvertibleError(ValueError):
     """The second moment of a layer's inputs has no inverse."""
 
 
-def inverse_cholesky(statistics: InputStatistics) -> tuple[Tensor, float]:
+def inverse_cholesky(statistics: InputStatistics, order: Tensor | None = None) -> tuple[Tensor, float]:
     """Return U, upper triangular float64 [K, K], with U^T U the inverse of the damped H [K, K].
 
     The damping is 1 % of the mean diagonal, or the smallest power of ten times that which makes H invertible;
@@ -388,23 +391,26 @@ def inverse_cholesky(statistics: InputStatistics) -> tuple[Tensor, float]:
 
     Args:
         statistics: of the layer's inputs, with the second moment.
+        order: of the inputs in H, int64 [K]; None: their own.
 
     Raises:
         NotInvertibleError: H is not invertible with any damping (it is not finite, or not semidefinite).
     """
     damping = HESSIAN_DAMPING
     while damping <= _MAX_DAMPING:
-        factor = _inverse_cholesky(statistics, damping)
+        factor = _inverse_cholesky(statistics, damping, order)
         if factor is not None:
             return factor, damping
         damping *= 10
     raise NotInvertibleError("the second moment of its inputs cannot be inverted")
 
 
-def _inverse_cholesky(statistics: InputStatistics, damp: float) -> Tensor | None:
+def _inverse_cholesky(statistics: InputStatistics, damp: float, order: Tensor | None) -> Tensor | None:
     """Return U for one damping, None if H is not invertible with it; frees memory as early as possible."""
     assert statistics.second_moment is not None
-    matrix = statistics.second_moment * (2 / max(1, statistics.tokens))
+    moment = statistics.second_moment
+    matrix = moment.clone() if order is None else moment[order[:, None], order]
+    matrix *= 2 / max(1, statistics.tokens)
     diagonal = matrix.diagonal()
     diagonal[diagonal == 0] = 1.0
     diagonal.add_(damp * float(diagonal.mean()))

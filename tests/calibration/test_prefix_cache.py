@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from smelt.calibration.prefix_cache import PrefixCachedModel
 from smelt.calibration.samples import CalibrationSamples, model_outputs
-from smelt.calibration.sequential import PrefixCachedModel
 from smelt.models.checkpoint import load_model
 from smelt.models.families.registry import blocks_of
 from tests.support.models import every_family

@@ -213,8 +213,8 @@ def _training_free_steps(
     yield from _export_steps(machine, convolutional, MODEL_STEP)
     four_bits = SCHEMES_BY_BITS[4].name
     if not calibration:
-        settings, name = f"{{scheme: {four_bits}}}", four_bits
-        comment = "4-bit weights; a calibration file improves them"
+        settings, name = f"{{scheme: {four_bits}, clip: mse}}", four_bits
+        comment = "4-bit weights in clipped ranges; a calibration file improves them"
     elif task_traits(task).generates:
         settings, name = f"{{scheme: {four_bits}, method: gptq}}", four_bits
         comment = "4-bit weights, rounded on calibration samples"

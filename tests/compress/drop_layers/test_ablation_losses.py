@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from smelt.calibration.sequential import PrefixCachedModel
+from smelt.calibration.prefix_cache import PrefixCachedModel
 from smelt.compress.drop_layers.select_layers import without_layers
 from smelt.compress.drop_layers.settings import DropLayersSettings
 from smelt.compress.drop_layers.stage import DropLayers

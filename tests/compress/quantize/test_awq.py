@@ -38,7 +38,7 @@ def scaled(model, tmp_path, kind=torch.float32, **settings):
 
 def apply_awq(model, layers, rows, ctx, *, clip=False, kind=torch.float32):
     """Scale a model in memory; return the runner, and the layers with their new names."""
-    runner = AwqRunner(model, layers, rows, clip, lambda names: kind, ctx)
+    runner = AwqRunner(model, layers, rows, clip, True, lambda names: kind, ctx)
     runner.calibrate(runner.targets, ModelPart(model, rows, ctx))
     runner.report()
     return SimpleNamespace(layers=runner.renamed(layers), edits=runner.edits, codes=runner.codes)
@@ -55,7 +55,7 @@ def test_awq_scaling_preserves_float_outputs(family, tmp_path):
     errors = ctx.details["awq_error"].values()
     assert max(errors) <= 1
     assert min(errors) < 0.95
-    assert sum(ctx.details["awq_scales_in"].values()) == sum(a > 0 for a in ctx.details["awq_alpha"].values())
+    assert sum(ctx.details["awq_scales_in"].values()) == len(ctx.details["awq_alpha"])
     for layer in scaled_layers.layers:
         assert model.get_submodule(layer.name) is layer.module
     wrapped = {name for name, m in model.named_modules() if isinstance(m, ScaledLinear)}
@@ -200,6 +200,7 @@ def test_invalid_awq_settings_are_rejected():
     assert Quantize.needs_with(settings, {"train"}) == {"train"}
     for code, names, options in (
         ("settings-conflict", ("clip: awq", "method: awq"), {"clip": "awq"}),
+        ("unused-setting", ("duo_scaling", "method: gptq"), {"method": "gptq", "duo_scaling": True}),
         ("settings-conflict", ("clip: awq", "awq-gptq"), {"method": "awq-gptq", "clip": "awq"}),
         (
             "settings-conflict",

@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from smelt.compress.quantize.awq import LayerToScale, clip_and_quantize, scales_from_magnitudes, search_scales
+from smelt.compress.quantize.awq import (
+    LayerToScale,
+    clip_and_quantize,
+    relative_weight_magnitudes,
+    scales_from_magnitudes,
+    search_scales,
+)
 from smelt.compress.quantize.plan_layers import round_to_nearest
 from smelt.quantization.schemes.registry import default_options, find_scheme
 
@@ -37,28 +43,48 @@ def values(weight, scheme, options):
     return scheme.dequantize(codes.q_weight, codes.qparams, options).flatten(1)[:, : weight.shape[1]]
 
 
+def duo_weight_means(weights, size):
+    """w_mean of AutoAWQ's quantizer.py: the mean over rows of weights that are relative to their group."""
+    means = []
+    for w in weights:
+        rows = w.double().numpy()
+        relative = np.zeros_like(rows)
+        for start in range(0, rows.shape[1], size):
+            part = np.abs(rows[:, start : start + size])
+            relative[:, start : start + size] = part / (part.max(axis=1, keepdims=True) + 1e-6)
+        means.append(relative)
+    return np.concatenate(means).mean(axis=0)
+
+
+@pytest.mark.parametrize("duo", [False, True])
 @pytest.mark.parametrize("name", SCHEMES)
-def test_scale_search_equals_awq_auto_scale(name):
+def test_scale_search_equals_awq_auto_scale(name, duo):
     """_search_module_scale: twenty ratios, the mean squared error of the outputs, the first of the least."""
     x, weights = drawn()
     scheme = find_scheme(name)
     options = default_options(scheme) | SCHEMES[name]
     best = (np.inf, 0.0, None)
+    products = [LayerToScale(w, scheme, options) for w in weights]
+    weight_means = duo_weight_means(weights, scheme.group_size(40, options)) if duo else None
     errors = []
-    for ratio in range(20):
-        scales = x.abs().mean(0).numpy() ** (ratio / 20)
+    for ratio in range(-1, 20):  # the first: no scales
+        scales = x.abs().double().mean(0).numpy() ** (max(0, ratio) / 20)
+        if duo and ratio >= 0:
+            scales = scales / (weight_means ** (1 - ratio / 20) + 1e-4)
         scales = np.clip(scales, 1e-4, None)
         scales = scales / np.sqrt(scales.max() * scales.min())
         error = 0.0
         for w in weights:
-            rounded = values(w * torch.tensor(scales), scheme, options).numpy() / scales
+            rounded = values(w * torch.tensor(scales).float(), scheme, options).numpy() / scales
             error += float(((x.numpy() @ (rounded - w.numpy()).T) ** 2).sum())
         errors.append(error)
         if error < best[0]:
             best = (error, ratio / 20, scales)
-    products = [LayerToScale(w, scheme, options) for w in weights]
-    search = search_scales(products, x.abs().mean(0), x.T @ x)
-    assert search.alpha == best[1] > 0
+    weight_magnitudes = relative_weight_magnitudes(products) if duo else None
+    if duo:
+        np.testing.assert_allclose(weight_magnitudes.numpy(), weight_means, rtol=1e-5)
+    search = search_scales(products, x.abs().mean(0), x.T @ x, weight_magnitudes)
+    assert search.alpha == best[1] >= 0
     np.testing.assert_allclose(search.scales.numpy(), best[2], rtol=1e-5)
     assert search.error_ratio == pytest.approx(best[0] / errors[0], rel=1e-3)
     assert search.error_ratio < 0.9
@@ -77,6 +103,20 @@ def test_channels_without_activations_get_minimum_scale():
     expected = torch.tensor([2.0, 1.0, 1e-4]) / (2.0 * 1e-4) ** 0.5
     torch.testing.assert_close(scales, expected)
     assert scales_from_magnitudes(torch.tensor([4.0, 0.0]), 0.0).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("duo", [False, True])
+def test_scales_that_gain_nothing_are_not_used(duo):
+    """Weights on the grid are rounded without error: any scale would only add some."""
+    x, _ = drawn()
+    weight = torch.randint(-7, 8, (6, 40), generator=torch.Generator().manual_seed(0)).float()
+    weight[:, ::16] = -8.0  # each group has the range of int4 with a scale of 1
+    scheme = find_scheme("int4")
+    products = [LayerToScale(weight, scheme, default_options(scheme) | SCHEMES["int4"])]
+    means = relative_weight_magnitudes(products) if duo else None
+    search = search_scales(products, x.abs().mean(0), x.T @ x, means)
+    assert search.alpha is None
+    assert bool((search.scales == 1).all())
 
 
 @pytest.mark.parametrize("name", ["int4", "int8-dynamic"])

@@ -7,17 +7,18 @@ import pytest
 import torch
 
 from smelt.calibration.statistics import empty_statistics
-from smelt.compress.quantize.gptq import gptq_quantize
+from smelt.compress.quantize.gptq import column_updates, gptq_quantize
 from smelt.compress.quantize.plan_layers import scheme_grid
 from smelt.quantization.schemes.registry import SCHEMES_BY_BITS, default_options
 from tests.support.processes import peer_tools
 
 pytestmark = pytest.mark.peers
 CASES = [
-    {"bits": bits, "group": group, "symmetric": symmetric}
+    {"bits": bits, "group": group, "symmetric": symmetric, "act_order": act_order}
     for bits in sorted(SCHEMES_BY_BITS)
     for group in (32, 64)
     for symmetric in (False, True)
+    for act_order in ("none", "static")
 ]
 
 
@@ -47,10 +48,12 @@ def test_gptq_weights_equal_gptqmodel_on_its_grids(decided, case_index):
     if case["symmetric"]:
         assert bool((zeros == middle).all())
     grid = {"scales": scales} | ({} if case["symmetric"] else {"zeros": zeros})
-    codes = gptq_quantize(weight, statistics, scheme, options, lambda *_: grid).q_weight
+    updates = column_updates(statistics, case["act_order"])
+    codes = gptq_quantize(weight, updates, scheme, options, lambda *_: grid).q_weight
     expected = torch.from_numpy(reference["codes"])
-    # a weight between two codes may become either, and what it leaves moves others a little
-    assert float((codes == expected).float().mean()) > 0.999
+    # a weight between two codes may become either, which moves later ones of its row
+    differing_rows = (codes != expected).flatten(1).float().mean(dim=1) > 0.001
+    assert int(differing_rows.sum()) <= 1
     rounded = scheme.quantize(weight.view(16, -1, case["group"]), grid, options)
     assert float((rounded == expected).float().mean()) < 0.9  # it is not the nearest that agrees
 

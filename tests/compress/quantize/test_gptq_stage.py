@@ -13,7 +13,7 @@ from smelt.calibration.samples import load_calibration_samples
 from smelt.calibration.statistics import collect_statistics
 from smelt.compress.quantize import gptq as module
 from smelt.compress.quantize import plan_layers
-from smelt.compress.quantize.gptq import gptq_quantize
+from smelt.compress.quantize.gptq import column_updates, gptq_quantize
 from smelt.compress.quantize.plan_layers import round_to_nearest, scheme_grid
 from smelt.compress.quantize.settings import LowRankCorrection, QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
@@ -61,7 +61,8 @@ def test_each_block_is_calibrated_on_quantized_previous_blocks(family, tmp_path)
         scheme, matrix = find_scheme("int4"), model.get_submodule(last).matrix
         weight = plain.get_submodule(last).weight.detach()
         statistics_of_last = statistics[last]
-        codes = gptq_quantize(weight, statistics_of_last, scheme, matrix.options, scheme_grid)
+        updates = column_updates(statistics_of_last, "static")
+        codes = gptq_quantize(weight, updates, scheme, matrix.options, scheme_grid)
     values = of(codes, scheme, matrix.options, weight.shape[1])
     assert np.isclose(values, matrix.dequantized().double().numpy(), atol=1e-5).mean() > 0.99
     nearest = of(round_to_nearest(weight, scheme, matrix.options), scheme, matrix.options, weight.shape[1])
@@ -75,6 +76,47 @@ def test_each_block_is_calibrated_on_quantized_previous_blocks(family, tmp_path)
     head = plain.get_output_embeddings()
     tied = head is not None and head.weight is plain.get_input_embeddings().weight
     assert set(names) == {n for n in linears if not (tied and plain.get_submodule(n) is head)}
+
+
+@pytest.mark.parametrize("family", ["bart", "llama"])
+def test_gptaq_gets_inputs_of_float_and_quantized_model(family, tmp_path, monkeypatch):
+    """The cross moments that are used are those of two models, each run as it is, on the same samples."""
+    used, real = [], module.column_updates
+
+    def recorded(statistics, *args):
+        used.append((statistics.cross_moment, statistics.second_moment))
+        return real(statistics, *args)
+
+    monkeypatch.setattr(module, "column_updates", recorded)
+    source, ctx = stage(family, tmp_path / "out", gptaq_alpha=0.25)
+    names = list(ctx.details["gptq_error"])
+    plain, quantized = load_model(source)[0], harness.load_output_model(ctx)
+    mixed = load_model(source)[0]  # quantized up to the block of the compared layer
+    last = [n for n in names if ".1." in n][-1]
+    prefix = last[: last.index(".1.") + 3]
+    with torch.no_grad():
+        for name in (n for n in names if not n.startswith(prefix)):
+            if mixed.get_submodule(name) is not mixed.get_output_embeddings():
+                mixed.get_submodule(name).weight.copy_(quantized.get_submodule(name).matrix.dequantized())
+    artifact = tiny.as_artifact(source, ctx.task)
+    rows = load_calibration_samples(plain, artifact, 6, ctx, "quantize", held_back=True)
+    inputs = []
+    for model in (plain, mixed):
+        batches = []
+        hook = model.get_submodule(last).register_forward_pre_hook(
+            lambda _, args, batches=batches: batches.append(args[0].flatten(0, -2).double())
+        )
+        with torch.no_grad():
+            for batch in rows.batches:
+                model(**batch)
+        hook.remove()
+        inputs.append(torch.cat(batches))
+    reference, x = inputs
+    cross_moment, second_moment = used[names.index(last)]
+    torch.testing.assert_close(second_moment, x.T @ x, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(cross_moment, (reference - x).T @ x, rtol=1e-2, atol=1e-3)
+    assert float(cross_moment.abs().max()) > 0.1
+    assert not bool(used[0][0].any())  # nothing is quantized before the first block
 
 
 def test_gptq_keeps_sparsity_and_compensates_in_other_weights(tmp_path):
@@ -113,9 +155,9 @@ def test_row_chunks_give_same_quantized_weights(tmp_path, monkeypatch):
         sizes.append(len(rows))
         return real(rows, *more)
 
-    def once(matrix):
-        inverted.append(matrix)
-        return invert(matrix)
+    def once(*args):
+        inverted.append(args)
+        return invert(*args)
 
     full_ctx = run("whole")
     monkeypatch.setattr(plan_layers, "MAX_WEIGHTS_AT_ONCE", 7 * 64)  # seven rows of 64 inputs
@@ -145,10 +187,10 @@ def test_per_tensor_scale_disables_row_chunks(tmp_path, monkeypatch):
 def test_calibration_moments_are_freed_after_each_layer(tmp_path, monkeypatch):
     moments, alive, real = [], [], module.inverse_cholesky
 
-    def counting(statistics):
+    def counting(statistics, *args):
         moments.append(weakref.ref(statistics.second_moment))
         alive.append(sum(moment() is not None for moment in moments))
-        return real(statistics)
+        return real(statistics, *args)
 
     monkeypatch.setattr(module, "inverse_cholesky", counting)
     stage("llama", tmp_path / "out")
@@ -223,6 +265,15 @@ def test_gptq_needs_calibration_data_and_rejects_unused_settings():
     with raises_setting_codes("unused-setting") as caught:
         QuantizeSettings(scheme="int4", method="gptq", sensitivity_samples=4)
     assert caught.value.errors()[0]["msg"].startswith("Value error, sensitivity_samples")
+    with raises_setting_codes("settings-conflict"):
+        QuantizeSettings(scheme="int4", method="gptq", gptaq_alpha=0.25, low_rank_correction={"rank": 2})
+    with raises_setting_codes("unused-setting"):
+        QuantizeSettings(scheme="int4", method="awq", gptaq_alpha=0.25)
+    for method in ("rtn", "awq"):
+        with raises_setting_codes("unused-setting"):
+            QuantizeSettings(scheme="int4", method=method, act_order="none")
+    assert "act_order" not in QuantizeSettings(scheme="int4", method="awq").to_report()
+    assert QuantizeSettings(scheme="int4", method="awq-gptq").to_report()["act_order"] == "static"
     with raises_setting_codes("unused-setting") as caught:
         QuantizeSettings(scheme="int4", calibration_samples=4)
     assert caught.value.errors()[0]["msg"].startswith("Value error, calibration_samples")

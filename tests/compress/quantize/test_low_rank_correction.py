@@ -99,7 +99,7 @@ def test_best_iteration_is_returned():
     assert min(corrected.error_ratios) < corrected.error_ratios[-1]
 
 
-def test_reported_errors_are_those_in_metric_of_samples_held_back():
+def test_correction_errors_are_measured_on_samples_held_back():
     weight, scale = drawn(), torch.linspace(0.5, 1.5, 64, dtype=torch.float64)
     judged = ErrorMetric(transform=scale, inverse=1 / scale)
     pair = made(weight, rank=6, judged=judged)

@@ -148,7 +148,7 @@ def test_awq_searches_scales_for_chosen_bit_widths(tmp_path, clip):
         layer for unit in units for layer in unit.layers_with_bits(details[unit.name], quantize_settings)
     ]
     alone = harness.make_context(tmp_path / "alone")
-    runner = AwqRunner(model, chosen_layers, rows, False, lambda names: torch.float32, alone)
+    runner = AwqRunner(model, chosen_layers, rows, False, True, lambda names: torch.float32, alone)
     runner.calibrate(runner.targets, ModelPart(model, rows, alone))
     runner.report()
     assert ctx.details["awq_alpha"] == alone.details["awq_alpha"]

@@ -43,7 +43,8 @@ def large(monkeypatch):
     ("llama", GPTQ), ("qwen2", RTN), ("gemma", RTN), ("t5", RTN), ("bart", GPTQ), ("llama", AWQ),
     ("opt", AWQ | {"output_layer": False}),  # inputs without a producer get factors
     ("llama", GPTQ | {"method": "awq-gptq"}),  # the blocks are read twice
-    ("opt", GPTQ | {"method": "awq-gptq", "output_layer": False}),
+    ("opt", GPTQ | {"method": "awq-gptq", "output_layer": False, "gptaq_alpha": 0.25}),
+    ("bart", GPTQ | {"gptaq_alpha": 0.25}),
     ("llama", SMOOTH | {"scheme": "int8-dynamic"}),
     ("gemma", SMOOTH | {"scheme": "int8-static", "calibration_method": "percentile"}),  # a tied head
 ], ids=str)  # fmt: skip

@@ -11,7 +11,7 @@ from smelt.compress.finetune import Finetune, FinetuneSettings, train_with_techn
 from smelt.compress.quantize.plan_layers import quantize_into, quantize_module
 from smelt.compress.quantize.qat import QatLinear, as_converted, load_trainable, qat_layers
 from smelt.compress.quantize.qat_extensions import StepSizeTraining
-from smelt.compress.quantize.settings import QatSettings
+from smelt.compress.quantize.qat_settings import QatSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.quantize.step_sizes import StepSizes
 from smelt.core.errors import InputError

@@ -1,7 +1,8 @@
 """Quantizes one linear layer by GPTQModel; reads a request as JSON, prints how many cases are done.
 
-A request: {"folder", "cases": [{"bits", "group", "symmetric"}, ...]}. The folder holds weight.npy, float32
-[N, K], and fed.npy, float32 [tokens, K]; of each case it gets N.npz with codes, scales and zeros.
+A request: {"folder", "cases": [{"bits", "group", "symmetric", "act_order"}, ...]}. The folder holds
+weight.npy, float32 [N, K], and fed.npy, float32 [tokens, K]; of each case it gets N.npz with codes, scales
+and zeros.
 """
 
 import json
@@ -31,9 +32,9 @@ for at, case in enumerate(asked["cases"]):
         group_size=case["group"],
         sym=case["symmetric"],
         damp_percent=0.01,
-        # the grids of the whole weights, columns in their own order, ends not cut off: as smelt has it
+        # the grids of the whole weights, ends not cut off: as smelt has it
         static_groups=True,
-        desc_act=False,
+        desc_act=case["act_order"] == "static",
         act_group_aware=False,
         mse=0.0,
     )

@@ -27,7 +27,7 @@ from smelt.calibration.samples import load_calibration_samples
 from smelt.calibration.statistics import collect_statistics
 from smelt.compress.prune.importances.scores import Groups, ScoredModel, UnitScores, score_on_labeled_samples
 from smelt.compress.prune.reconstruct import RECONSTRUCTION_DAMPING, bias_owner
-from smelt.compress.prune.units import linear_with_inputs, whole_weight
+from smelt.compress.prune.units import AttentionGroup, FeedForwardGroup, linear_with_inputs, whole_weight
 from smelt.training.losses import label_objective
 
 MAX_ROUNDS = 512
@@ -38,6 +38,7 @@ def score_units(scored: ScoredModel, groups: Groups) -> UnitScores:
     """Return the scores of heads and neurons."""
     model, ctx = scored.model, scored.ctx
     attentions, blocks = groups
+    both: list[AttentionGroup | FeedForwardGroup] = [*attentions, *blocks]
     readers = {g.name: g.structure.out for g in attentions} | {b.name: b.structure.down for b in blocks}
     curvatures = score_on_labeled_samples(scored, lambda batches: output_curvatures(model, readers, batches))
     samples = load_calibration_samples(
@@ -46,7 +47,7 @@ def score_units(scored: ScoredModel, groups: Groups) -> UnitScores:
     layers = {name: [linear_with_inputs(model, reader)] for name, reader in readers.items()}
     scores: dict[str, Tensor] = {}
     with collect_statistics(model, samples, layers, ctx) as statistics:
-        for group in (*attentions, *blocks):
+        for group in both:
             reader, inputs = readers[group.name], statistics.pop(group.name)
             has_bias = bias_owner(model.get_submodule(reader)).bias is not None
             moment = inputs.centered_second_moment() if has_bias else inputs.second_moment
@@ -99,7 +100,8 @@ def output_curvatures(
 def _square_root(curvature: Tensor) -> Tensor:
     """Return R with R^T R = G, float64 [N, N]."""
     values, vectors = torch.linalg.eigh(curvature)
-    return (vectors * values.clamp(min=0).sqrt()).t()
+    root: Tensor = (vectors * values.clamp(min=0).sqrt()).t()
+    return root
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ STEPS = {
     "int8-dynamic": "quantize-onnx: {scheme: int8-dynamic}",
     "int8-static": "quantize-onnx: {scheme: int8-static}",
     "simplify, int8-static": "simplify: {}\n  - quantize-onnx: {scheme: int8-static}",
+    "int8-weight-only": "quantize-onnx: {scheme: int8-weight-only}",
     "fp16": "fp16: {}",
 }
 REFERENCE_TOOLS = {
@@ -34,6 +35,7 @@ REFERENCE_TOOLS = {
     "int8-dynamic": ("quantize_dynamic",),
     "int8-static": ("quantize_static",),
     "simplify, int8-static": (),
+    "int8-weight-only": (),
     "fp16": ("convert_float_to_float16",),
 }
 Rows = dict[str, Any]
@@ -63,7 +65,7 @@ def sentences(count: int, seed: int, wheels: Path) -> Rows:
     """Return sentences of this project's pages as tokens, padded to 48."""
     from tokenizers import Tokenizer
 
-    pages = sorted(Path(__file__).parents[1].glob("docs/*.md"))
+    pages = sorted(Path(__file__).parents[1].glob("docs/**/*.md"))
     texts = [
         t for p in pages for t in p.read_text("utf-8").replace("\n", " ").split(". ") if 20 < len(t) < 200
     ]

@@ -267,22 +267,28 @@ class LayerMetrics:
             return fwsvd_metric(self.information[name].double())
         if name not in self.inputs:
             return ErrorMetric()
-        return self._metric_on(self.inputs[name], layer)
-
-    def judged_metric_of(self, name: str, layer: nn.Linear) -> ErrorMetric | None:
-        """Return the metric by the samples held back from calibration; None if there are none."""
-        statistics = self.inputs.get(name)
-        if statistics is None or statistics.judged is statistics:
-            return None
-        return self._metric_on(statistics.judged, layer)
-
-    def _metric_on(self, statistics: InputStatistics, layer: nn.Linear) -> ErrorMetric:
+        statistics = self.inputs[name]
         if self.settings.method == "asvd":
             return asvd_metric(statistics.magnitudes / statistics.tokens, self.settings.alpha)
         assert statistics.second_moment is not None
         return whitened_svd_metric(
             statistics.second_moment, statistics.sums, statistics.tokens, bias=layer.bias is not None
         )
+
+    def judged_metric_of(self, name: str, layer: nn.Linear) -> ErrorMetric | None:
+        """Return the metric by the samples held back from calibration; None if there are none.
+
+        The bias of the layer compensates the mean of the calibration samples, not theirs.
+        """
+        statistics = self.inputs.get(name)
+        if statistics is None or statistics.judged is statistics:
+            return None
+        judged = statistics.judged
+        moment = judged.second_moment
+        if layer.bias is not None:
+            moment = judged.centered_second_moment(statistics.mean)
+        assert moment is not None
+        return whitened_svd_metric(moment, judged.sums, judged.tokens, bias=False)
 
     def decompose(self, name: str, layer: nn.Linear) -> Decomposition:
         """Return the singular values and vectors of the layer `name`, whose weights must not change.

@@ -200,6 +200,7 @@ def _select_inputs(statistics: InputStatistics, places: Tensor) -> InputStatisti
         squares=statistics.squares[places],
         magnitudes=statistics.magnitudes[places],
         second_moment=statistics.second_moment[places][:, places],
+        held_back=None,
     )
 
 

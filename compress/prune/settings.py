@@ -108,7 +108,8 @@ class PruneSettings(Settings):
         default=None,
         ge=1,
         description=f"for {', '.join(n for n, known in IMPORTANCES.items() if known.needs != 'weights')} and"
-        " reconstruct; default: ten tokens per input of the widest layer; importances with labels: 256",
+        " reconstruct; default: 256 for gradients (taylor, fisher, obs), else ten tokens per input of the"
+        " widest layer",
     )
     batch_size: int = Field(
         default=16,
@@ -150,7 +151,10 @@ class PruneSettings(Settings):
         narrows = isinstance(targets, list | tuple | set) and set(map(str, targets)) == {"width"}
         if narrows:
             return value | {"importance": "activation"}
-        return value | {"importance": "obs"} if value.get("budget") is not None else value
+        if value.get("budget") is None:
+            return value
+        has_units = isinstance(targets, list | tuple | set) and set(map(str, targets)) <= {"heads", "ffn"}
+        return value | {"importance": "obs" if has_units else "fisher"}
 
     @model_validator(mode="after")
     def _ratio_of_each(self) -> Self:

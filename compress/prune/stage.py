@@ -40,9 +40,10 @@ class Prune(Stage[PruneSettings]):
     They are removed physically, with all coupled weights: rows of query, key and value and columns
     of the output projection; rows of the first feed-forward layer (and the gate) and columns of the
     second. T5's position bias is one table for all layers; after pruning each layer has its own.
-    Importance is the first-order change of the loss on calibration samples. Quality drops at once;
-    follow with distill (or finetune) to recover it. Removing neurons usually costs less quality than
-    removing heads. With a budget (parameters, flops, measured latency), heads and neurons of all
+    `importance` chooses how units are scored: by default gradient times value (taylor), with a budget
+    by optimal brain surgeon (obs), for width by activations. Quality drops at once; follow with distill
+    (or finetune) to recover it. Removing neurons usually costs less quality than removing heads. With a
+    budget (parameters, flops, measured latency), heads and neurons of all
     layers compete by importance per cost. `targets: [width]` prunes channels of the hidden states,
     `targets: [channels]` those between the convolutions of a ResNet's blocks, with their batch norms.
     After `quantize`, the remaining quantized weights and scales are kept.

@@ -264,8 +264,8 @@ class QuantizeSettings(SchemeSettings):
     )
     clip: Literal["none", "mse", "percentile", "awq"] = Field(
         default="none",
-        description="range of weights: mse: least squared error, the choice for 4 bits without data;"
-        " percentile: calibration_percentile; awq: least output error",
+        description="range of weights: mse: least sum of |error|^2.4, for 4 bits in groups of 32 without"
+        " data; percentile: calibration_percentile; awq: least output error",
     )
     mixed_precision: MixedPrecision | None = Field(
         default=None,

@@ -35,7 +35,8 @@ class Quantize(Stage[QuantizeSettings]):
         - quantize: {scheme: int8-dynamic, exclude: ["*.lm_head"]}
         - quantize: {scheme: int8-dynamic, granularity: tensor}
         - quantize: {scheme: int4, group_size: 32, symmetric: false}
-        - quantize: {scheme: int4, method: gptq, clip: mse}
+        - quantize: {scheme: int4, method: gptq}
+        - quantize: {scheme: int4, group_size: 32, clip: mse}
         - quantize: {scheme: int4, method: awq, clip: awq}
         - quantize: {scheme: int2, method: awq-gptq}
         - quantize: {scheme: int4, method: hqq}

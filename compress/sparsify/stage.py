@@ -88,8 +88,9 @@ class Sparsify(Stage[SparsifySettings]):
     like other weights; only a compressed file becomes smaller. It is meant for hardware and kernels
     that skip zeros (2:4), and for comparison. Embeddings, norms, biases and output layers are
     unchanged. Blocks are processed one by one, each calibrated on the outputs of the sparse blocks
-    before it. finetune and distill keep the zeros, prune removes units around them; factorize and
-    quantize make new matrices without them. After `quantize`, weights become the quantized zero.
+    before it. finetune and distill keep the zeros, prune removes units around them; factorize
+    loses them; quantize keeps them with a symmetric scheme other than binary. After `quantize`, weights
+    become the quantized zero.
 
         - sparsify: {method: sparsegpt, sparsity: 0.5}
         - sparsify: {method: wanda, pattern: "2:4"}

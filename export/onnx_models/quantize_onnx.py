@@ -270,7 +270,7 @@ def _report(src: Artifact, paths: list[Path], settings: QuantizeOnnxSettings, ct
         float_models = [read_graph(path, values=False) for path in paths]
         changes = stored_bytes(models, after)
         changes.subtract(stored_bytes(float_models, before))
-        causes = ", ".join(f"{part} {change:+,}" for part, change in changes.most_common() if change)
+        causes = "; ".join(f"{part} {change:+,}" for part, change in changes.most_common() if change)
         ctx.warn(
             "larger-file",
             f"The quantized file is larger than the float one ({before:,} to {after:,} bytes; change by part:"
@@ -295,5 +295,5 @@ def stored_bytes(models: Iterable[Any], total: int) -> Counter[str]:
         size = int(external_data_fields(tensor)["length"]) if external else tensor.ByteSize()
         sizes["copies of equal weights" if key in keys else part] += size
         keys.add(key)
-    sizes["nodes, scales and other small values"] = total - sizes.total()
+    sizes["nodes and small tensors"] = total - sizes.total()
     return sizes

@@ -99,9 +99,13 @@ def require_matching_shapes(
     Raises:
         InputError: they do not; the message lists every mismatch.
     """
+    missing = sorted({*metric_arrays} - {*shapes})
     texts = [
         *signature.shape_problems(shapes),
-        *(f"no array '{name}', which a metric reads." for name in sorted({*metric_arrays} - {*shapes})),
+        *(
+            f"no array '{name}', which a metric reads. Add it, or correct its name in the metric."
+            for name in missing
+        ),
     ]
     problems = [error_message("does-not-fit-graph", f"{origin}: {text}") for text in texts]
     if problems:

@@ -70,7 +70,7 @@ class CalibrationSamples:
     def details(self) -> dict[str, Any]:
         """The origin and the numbers of samples and tokens, for the report."""
         held_back = {} if self.held_back is None else {"held_back": self.held_back.num_samples}
-        return {"origin": self.origin, "rows": self.num_samples, "tokens": self.tokens} | held_back
+        return {"origin": self.origin, "samples": self.num_samples, "tokens": self.tokens} | held_back
 
     def subset(self, rows: int) -> CalibrationSamples:
         """Return `rows` samples, spread over the batches: the first of each, or more if these are too few."""
@@ -196,11 +196,11 @@ def _draw(
 
     total = len(split) if windows is None else len(windows)
     if wanted is None:
-        probe = encode(spread_indices(total, MIN_CALIBRATION_SAMPLES, ctx.seed), replace(ctx, warnings=[]))
-        wanted = default_sample_count(model, probe)
+        probed = spread_indices(total, MIN_CALIBRATION_SAMPLES, ctx.seed)
+        wanted = default_sample_count(model, encode(probed, replace(ctx, warnings=[])), len(probed))
     chosen, others = _choose_indices(total, wanted, held_back, ctx.seed)
-    encoded = encode([*chosen, *others], ctx)
-    return encoded[: len(chosen)], encoded[len(chosen) :]
+    samples = encode(chosen, ctx)  # an example with several targets is several samples
+    return samples, encode(others, replace(ctx, warnings=[])) if others else []
 
 
 def _choose_indices(total: int, wanted: int, held_back: bool, seed: int) -> tuple[list[int], list[int]]:
@@ -214,8 +214,8 @@ def _choose_indices(total: int, wanted: int, held_back: bool, seed: int) -> tupl
     return chosen, [others[i] for i in spread_indices(len(others), count, seed)]
 
 
-def default_sample_count(model: Any, samples: Sequence[EncodedSample]) -> int:
-    """Return how many samples like `samples` a model is calibrated on by default.
+def default_sample_count(model: Any, samples: Sequence[EncodedSample], examples: int) -> int:
+    """Return how many examples, like the `examples` of `samples`, a model is calibrated on by default.
 
     They have ten tokens for each input of the widest linear layer, in the encoder and in the decoder, but no
     more than `MAX_CALIBRATION_TOKENS` in all. There are at least `MIN_CALIBRATION_SAMPLES`. An image counts
@@ -225,8 +225,8 @@ def default_sample_count(model: Any, samples: Sequence[EncodedSample]) -> int:
     sides: list[int] = [tokens for side in zip(*single, strict=True) if (tokens := sum(side))] or [1]
     linear_layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     widest = max((int(layer.in_features) for layer in linear_layers), default=0)
-    needed = math.ceil(TOKENS_PER_INPUT * widest * len(samples) / min(sides))
-    return max(MIN_CALIBRATION_SAMPLES, min(needed, MAX_CALIBRATION_TOKENS * len(samples) // sum(sides)))
+    needed = math.ceil(TOKENS_PER_INPUT * widest * examples / min(sides))
+    return max(MIN_CALIBRATION_SAMPLES, min(needed, MAX_CALIBRATION_TOKENS * examples // sum(sides)))
 
 
 def split_pairs(samples: Sequence[EncodedSample]) -> list[EncodedSample]:

@@ -26,6 +26,7 @@ Shapes: K = inputs of a layer.
 from __future__ import annotations
 
 import hashlib
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -149,12 +150,13 @@ def warn_of_few_tokens(
     ]
     tokens, inputs = min(tokens_and_inputs, key=lambda counts: counts[0] / counts[1], default=(1, 0))
     if tokens < MIN_TOKENS_PER_INPUT * inputs:
+        needed = math.ceil(samples.num_samples * TOKENS_PER_INPUT * inputs / tokens)
         ctx.warn(
             "few-calibration-tokens",
             f"Only {tokens:,} calibration tokens of {samples.origin} for layers with {inputs:,} inputs,"
-            f" {tokens / inputs:.1f} for each input; results may overfit. Use about {TOKENS_PER_INPUT} for"
-            f" each input: increase calibration_samples (now {samples.num_samples:,}), or add data:"
-            " {calibration: FILE}.",
+            f" {tokens / inputs:.1f} for each input; results may overfit. About {needed:,} samples are"
+            f" needed, {samples.num_samples:,} are used: increase calibration_samples, or add samples to the"
+            " calibration data (data.calibration, else data.train).",
         )
 
 
@@ -258,13 +260,14 @@ def collect_statistics(
                     observe_inputs(model.to(device), device_samples, layers, collector.update, ctx)
                 finally:
                     model.to("cpu")
-            return collector.statistics
+            collected = collector.statistics
+            return {key: collected.pop(key).to("cpu") for key in list(collected)}
 
         statistics = collect(samples)
         held_back = {} if samples.held_back is None else collect(samples.held_back)
         for key, entry in statistics.items():
             entry.held_back = held_back.pop(key, None)
-        yield {key: statistics.pop(key).to("cpu") for key in list(statistics)}  # the caller may pop them
+        yield statistics  # the caller may pop them
 
 
 def batches_on_device(samples: CalibrationSamples, device: str) -> list[dict[str, Tensor]]:

@@ -309,8 +309,8 @@ def stages(name: str | None) -> None:
     "--metric",
     "metrics",
     multiple=True,
-    help="A metric as in score.quality, such as 'allclose: {atol: 0.01}'; may be repeated (default: those of"
-    " the task).",
+    help="A metric as in score.quality, such as 'allclose: {atol: 0.01}' or my_metrics:accuracy; may be"
+    " repeated (default: those of the task).",
 )
 @click.option(
     "--column",
@@ -332,7 +332,7 @@ def stages(name: str | None) -> None:
 @click.option(
     "--baseline",
     type=FOLDER_TYPE,
-    help="Artifact to compare with (agreement, custom).",
+    help="Original model to compare with: for agreement; required for ONNX graphs of arrays.",
 )
 @click.option(
     "--tokenize",

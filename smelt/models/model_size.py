@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 FLOAT_BYTES = 4  # of a weight in memory, whatever its file holds
 # Calibration without `calibration_samples`: tokens for each input of the widest linear layer; at most (as
-# many as GPTQ, AWQ and SparseGPT use: 128 windows of 2,048); samples at least.
+# many as GPTQ and SparseGPT use: 128 windows of 2,048); samples at least.
 TOKENS_PER_INPUT, MAX_CALIBRATION_TOKENS, MIN_CALIBRATION_SAMPLES = 10, 262_144, 128
 _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 

@@ -1,6 +1,7 @@
 """Calibration samples: as many as requested; by default as many as the model's widest layer needs."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -66,16 +67,17 @@ def test_default_samples_have_ten_tokens_per_input_of_widest_layer(widest, lengt
     model = torch.nn.Sequential(torch.nn.Linear(16, widest, bias=False, device="meta"))
     model.append(torch.nn.Linear(widest, 8, device="meta"))
     samples = [EncodedSample([5] * source, None, [5] * target or None) for source, target in lengths]
-    assert default_sample_count(model, samples) == expected
+    assert default_sample_count(model, samples, len(samples)) == expected
+    assert default_sample_count(model, samples * 2, len(samples)) == max(128, math.ceil(expected / 2))
 
 
 def test_default_counts_both_texts_of_pair_and_patches_of_image():
     model = torch.nn.Linear(1024, 8)
     pairs = [EncodedSample([5] * 12, None, (0.5,), second_ids=[5] * 8)] * 128
-    assert default_sample_count(model, pairs) == 10 * 1024 // 20
+    assert default_sample_count(model, pairs, 128) == 10 * 1024 // 20
     image = ImageInput("unread.png", "row 1", SimpleNamespace(shape=(64, 96)))  # 4 x 6 patches
     images = [EncodedSample([], None, 0, image=image)] * 128
-    assert default_sample_count(model, images) == math.ceil(10 * 1024 / 24)
+    assert default_sample_count(model, images, 128) == math.ceil(10 * 1024 / 24)
 
 
 @pytest.mark.parametrize(("rows", "wanted", "held_back", "numbers"), [
@@ -93,8 +95,26 @@ def test_samples_are_held_back_from_calibration(rows, wanted, held_back, numbers
     assert [*map(len, sources), 0][:2] == list(numbers)
     assert set.intersection(*sources) == set() or len(sources) == 1
     assert samples.details == {
-        "origin": "pairs.jsonl", "rows": numbers[0], "tokens": samples.tokens,
+        "origin": "pairs.jsonl", "samples": numbers[0], "tokens": samples.tokens,
     } | ({"held_back": numbers[1]} if numbers[1] else {})  # fmt: skip
+
+
+def test_examples_with_two_references_are_held_back_whole(marian, tmp_path):
+    folder, model = marian
+    examples = tuple(
+        replace(example, references=(example.references[0], example.references[0] + " too"))
+        for example in translations(60).examples
+    )
+    ctx = harness.make_context(tmp_path / "out", data={"train": Split("pairs.jsonl", examples)})
+    samples = load_calibration_samples(model, tiny.as_artifact(folder), 20, ctx, "test", held_back=True)
+    sources = [
+        {tuple(ids) for b in part.batches for ids in b["input_ids"].tolist()}
+        for part in (samples, samples.held_back)
+    ]
+    assert [*map(len, sources)] == [20, 16]
+    assert not set.intersection(*sources)
+    alone = load_calibration_samples(model, tiny.as_artifact(folder), 20, ctx, "test")
+    assert (alone.num_samples, alone.held_back) == (40, None)
 
 
 def test_default_number_follows_from_token_lengths(marian, tmp_path):

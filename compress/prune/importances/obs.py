@@ -11,8 +11,13 @@ arXiv:2302.04089, equations 2 and 3, there with G = I; with H and G as the facto
 van der Ouderaa et al. 2024, The LLM Surgeon, arXiv:2312.17244). The cheapest unit is removed, W and H^-1 are
 updated, and so on: of two units that compute the same, the first is cheap and then the second is not. H is
 damped and, where the layer has a bias, taken around the means, as in `reconstruct`, which fits the weights.
+Units without input cost nothing.
 
-Shapes: N = outputs, K = inputs, U = units left, w = columns of a unit.
+The large matrices are updated for several units at once: the candidates of a round, the cheapest ones, are
+removed one by one from their own part of W and H^-1, as long as they remain cheaper than all other units
+were before.
+
+Shapes: N = outputs, K = inputs, U = units left, w = columns of a unit, c = candidates.
 """
 
 from __future__ import annotations
@@ -28,19 +33,27 @@ from smelt.calibration.statistics import collect_statistics
 from smelt.compress.prune.importances.scores import Groups, ScoredModel, UnitScores, score_on_labeled_samples
 from smelt.compress.prune.reconstruct import RECONSTRUCTION_DAMPING, bias_owner
 from smelt.compress.prune.units import AttentionGroup, FeedForwardGroup, linear_with_inputs, whole_weight
+from smelt.core.errors import InputError
 from smelt.training.losses import label_objective
 
 MAX_ROUNDS = 512
-"""Updates for a layer; where it has more units, several are removed in each."""
+"""Updates of a layer's matrices, about; where it has more units, several are removed in each."""
+_DEAD = 1e-12  # variance of an input without values, relative to the largest
 
 
 def score_units(scored: ScoredModel, groups: Groups) -> UnitScores:
-    """Return the scores of heads and neurons."""
+    """Return the scores of heads and neurons.
+
+    Raises:
+        InputError: there are no labeled samples, or inputs of a layer are not finite.
+    """
     model, ctx = scored.model, scored.ctx
     attentions, blocks = groups
     both: list[AttentionGroup | FeedForwardGroup] = [*attentions, *blocks]
     readers = {g.name: g.structure.out for g in attentions} | {b.name: b.structure.down for b in blocks}
-    curvatures = score_on_labeled_samples(scored, lambda batches: output_curvatures(model, readers, batches))
+    curvatures = score_on_labeled_samples(
+        scored, lambda batches: output_curvatures(model, readers, batches), single=True
+    )
     samples = load_calibration_samples(
         model, scored.src, scored.settings.calibration_samples, ctx, "prune", padded=True
     )
@@ -52,6 +65,12 @@ def score_units(scored: ScoredModel, groups: Groups) -> UnitScores:
             has_bias = bias_owner(model.get_submodule(reader)).bias is not None
             moment = inputs.centered_second_moment() if has_bias else inputs.second_moment
             assert moment is not None
+            if not bool(moment.diagonal().isfinite().all()):
+                raise InputError(
+                    f"prune: {reader}: the layer's inputs on samples of {samples.origin} are not finite. The"
+                    " training before this step has probably diverged; lower its learning_rate.",
+                    code="non-finite-activations",
+                )
             weight = _square_root(curvatures[group.name]) @ whole_weight(model, reader).double()
             scores[group.name] = removal_losses(weight, moment / max(1, inputs.tokens), group.count(model))
             ctx.progress(len(scores), len(readers), "importance")
@@ -83,7 +102,10 @@ def output_curvatures(
         return hook
 
     hooks = [model.get_submodule(name).register_forward_hook(add_zeros(key)) for key, name in readers.items()]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
+        for parameter in trained:  # whose gradients, and the inputs for them, are not needed
+            parameter.requires_grad_(False)
         for batch in batches:
             outputs.clear()
             loss = loss_of(model, batch) * int((batch["labels"] != -100).sum())
@@ -92,6 +114,8 @@ def output_curvatures(
                 g = gradient.flatten(0, -2).double()
                 sums[key] = sums.get(key, 0) + (g.t() @ g).cpu()
     finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
         for handle in hooks:
             handle.remove()
     return sums
@@ -117,30 +141,72 @@ def removal_losses(weight: Tensor, moment: Tensor, units: int, max_rounds: int =
         max_rounds: the largest number of updates.
     """
     weight, width = weight.double().clone(), weight.shape[1] // units
-    if not float(moment.diagonal().max()) > 0:  # no sample reached it
+    variances = moment.diagonal()
+    weight[:, variances <= _DEAD * float(variances.max())] = 0
+    if not float(variances.max()) > 0:  # no sample reached it
         return torch.zeros(units, dtype=torch.float64)
     damped = moment.clone()
-    damped.diagonal().add_(RECONSTRUCTION_DAMPING * float(moment.diagonal().mean()))
+    damped.diagonal().add_(RECONSTRUCTION_DAMPING * float(variances.mean()))
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
     left, offsets = torch.arange(units), torch.arange(width)
     removed_units: list[Tensor] = []
-    costs: list[Tensor] = []
+    costs: list[float] = []
     while len(left):
         columns = left.unsqueeze(1) * width + offsets
-        blocks = inverse[columns.unsqueeze(2), columns.unsqueeze(1)]  # [U, w, w]
-        owned = weight[:, columns].permute(1, 2, 0)  # [U, w, N]
-        losses = (owned * torch.linalg.solve(blocks, owned)).sum(dim=(1, 2)) / 2
+        losses = _unit_losses(weight, inverse, columns)
         cheapest = losses.argsort(stable=True)[: -(-units // max_rounds)]
-        removed = columns[cheapest].flatten()
+        own = columns[cheapest].flatten()
+        order, round_costs = _remove_one_by_one(
+            weight[:, own], inverse[own][:, own], width, float(losses[cheapest[-1]])
+        )
+        chosen = cheapest[order]
+        removed = columns[chosen].flatten()
         update = torch.linalg.solve(inverse[removed][:, removed], inverse[removed])
         weight.addmm_(weight[:, removed], update, alpha=-1)
         inverse.addmm_(inverse[:, removed], update, alpha=-1)
-        removed_units.append(left[cheapest])
-        costs.append(losses[cheapest])
-        left = left[torch.isin(left, left[cheapest], invert=True)]
-    ascending = torch.cat(costs).clamp(min=0).cummax(dim=0).values
+        removed_units.append(left[chosen])
+        costs += round_costs
+        left = left[torch.isin(left, left[chosen], invert=True)]
+    ascending = torch.tensor(costs, dtype=torch.float64).clamp(min=0).cummax(dim=0).values
     # of equal costs the later removal is ranked higher
     ascending += torch.arange(units) * 1e-12 * ascending[-1]
     scores = torch.empty(units, dtype=torch.float64)
     scores[torch.cat(removed_units)] = ascending
     return scores
+
+
+def _unit_losses(weight: Tensor, inverse: Tensor, columns: Tensor) -> Tensor:
+    """Return the loss of removing each unit, float64 [U]. columns: of each unit, int64 [U, w]."""
+    blocks = inverse[columns.unsqueeze(2), columns.unsqueeze(1)]  # [U, w, w]
+    owned = weight[:, columns].permute(1, 2, 0)  # [U, w, N]
+    return (owned * torch.linalg.solve(blocks, owned)).sum(dim=(1, 2)) / 2
+
+
+def _remove_one_by_one(
+    weight: Tensor, inverse: Tensor, width: int, limit: float
+) -> tuple[list[int], list[float]]:
+    """Return the candidates to remove, in this order, at least one, and what each costs then.
+
+    Args:
+        weight: their columns of W, float64 [N, c * w]; changed in place.
+        inverse: their part of H^-1, float64 [c * w, c * w]; changed in place.
+        width: columns of a unit.
+        limit: candidates that cost more are left.
+    """
+    order: list[int] = []
+    costs: list[float] = []
+    left = torch.arange(weight.shape[1] // width)
+    while len(left):
+        columns = left.unsqueeze(1) * width + torch.arange(width)
+        losses = _unit_losses(weight, inverse, columns)
+        cheapest = int(losses.argmin())
+        if order and float(losses[cheapest]) > limit:
+            break
+        order.append(int(left[cheapest]))
+        costs.append(float(losses[cheapest]))
+        removed = columns[cheapest]
+        update = torch.linalg.solve(inverse[removed][:, removed], inverse[removed])
+        weight.addmm_(weight[:, removed].clone(), update, alpha=-1)
+        inverse.addmm_(inverse[:, removed].clone(), update, alpha=-1)
+        left = left[left != left[cheapest]]
+    return order, costs

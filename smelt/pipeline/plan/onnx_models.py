@@ -487,7 +487,10 @@ def _read_headers(
         hint = " `shapes` sets this: resize the samples, or remove it." if context.recipe.shapes else ""
         problems += [f"{label}: {problem}{hint}" for problem in signature.shape_problems(shapes)]
         missing = sorted(metric_arrays - {*shapes})
-        problems += [f"{label}: no array '{key}', which a metric reads." for key in missing]
+        problems += [
+            f"{label}: no array '{key}', which a metric reads. Add it, or correct its name in the metric."
+            for key in missing
+        ]
         if not problems and not has_calls:
             axes = {key: data.axes.get(key, 0) for key in metric_arrays} | signature.input_batch_axes
             read_shapes = {key: shape for key, shape in shapes.items() if key in axes}

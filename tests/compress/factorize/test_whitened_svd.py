@@ -1,11 +1,21 @@
 """Whitened SVD: the error that it names is that of the layer's outputs, and no pair has less."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
+from smelt.calibration.statistics import InputStatistics
 from smelt.compress.factorize import svd as module
-from smelt.compress.factorize.svd import ErrorMetric, decompose, low_rank_layer, whitened_svd_metric
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.svd import (
+    ErrorMetric,
+    LayerMetrics,
+    decompose,
+    low_rank_layer,
+    whitened_svd_metric,
+)
 
 
 @pytest.fixture
@@ -62,3 +72,23 @@ def test_zero_inputs_give_plain_svd():
     pair, _ = low_rank_layer(layer, 4, metric_of(zeros, bias=False))
     plain, _ = low_rank_layer(layer, 4, ErrorMetric())
     torch.testing.assert_close(pair.up.weight @ pair.down.weight, plain.up.weight @ plain.down.weight)
+
+
+def test_judged_error_has_bias_of_calibration_samples(inputs, monkeypatch):
+    """The error on held-back samples with another mean is that of the factorized layer on them."""
+    monkeypatch.setattr(module, "_RIDGE_RATIO", 1e-9)
+    layer, others = nn.Linear(32, 24), inputs[:100] + 1
+    calibrated, judged = (
+        InputStatistics(len(x), x.sum(0), x.square().sum(0), x.abs().sum(0), x.T @ x)
+        for x in (inputs, others)
+    )
+    metrics = LayerMetrics(
+        FactorizeSettings(method="whitened-svd"), None, inputs={"a": replace(calibrated, held_back=judged)}
+    )
+    pair, error = low_rank_layer(
+        layer, 5, metrics.metric_of("a", layer), judged=metrics.judged_metric_of("a", layer)
+    )
+    with torch.no_grad():
+        off = (layer.double()(others) - pair.double()(others)).square().sum()
+        full = ((others - inputs.mean(0)) @ layer.weight.double().T).square().sum()
+    assert error == pytest.approx(float((off / full).sqrt()), rel=1e-2)

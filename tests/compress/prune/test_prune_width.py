@@ -76,6 +76,7 @@ def test_keep_ratio_below_minimum_warns(tmp_path):
 @pytest.mark.parametrize(("settings", "code", "named"), [
     ({"targets": ["width", "ffn"]}, "settings-conflict", "width"),
     ({"targets": ["width"], "budget": {"parameters": 0.5}}, "unused-setting", "budget"),
+    ({"targets": ["channels"], "budget": {"parameters": 0.5}}, "unused-setting", "budget"),
     ({"targets": ["width"], "scope": "global"}, "unused-setting", "scope: global"),
     ({"targets": ["width"], "keep_ratio": {"ffn": 0.5}}, "settings-conflict", "keep_ratio"),
     ({"targets": ["ffn"], "importance": "activation"}, "wrong-importance", "importance: activation"),

@@ -86,7 +86,7 @@ def test_report_lists_smoothed_norms_and_outliers(planted, data, tmp_path):
         assert details["outliers_before"] > 20
         assert details["outliers_after"] < 0.3 * details["outliers_before"]
     assert ctx.warnings == []
-    assert ctx.details["calibration"]["rows"] > 0
+    assert ctx.details["calibration"]["samples"] > 0
 
 
 @pytest.mark.parametrize("dtype", ["keep", "fp16"])

@@ -179,7 +179,8 @@ def _unit_losses(weight: Tensor, inverse: Tensor, columns: Tensor) -> Tensor:
     """Return the loss of removing each unit, float64 [U]. columns: of each unit, int64 [U, w]."""
     blocks = inverse[columns.unsqueeze(2), columns.unsqueeze(1)]  # [U, w, w]
     owned = weight[:, columns].permute(1, 2, 0)  # [U, w, N]
-    return (owned * torch.linalg.solve(blocks, owned)).sum(dim=(1, 2)) / 2
+    losses: Tensor = (owned * torch.linalg.solve(blocks, owned)).sum(dim=(1, 2)) / 2
+    return losses
 
 
 def _remove_one_by_one(

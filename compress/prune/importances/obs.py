@@ -34,10 +34,10 @@ from smelt.compress.prune.importances.scores import Groups, ScoredModel, UnitSco
 from smelt.compress.prune.reconstruct import RECONSTRUCTION_DAMPING, bias_owner
 from smelt.compress.prune.units import AttentionGroup, FeedForwardGroup, linear_with_inputs, whole_weight
 from smelt.core.errors import InputError
+from smelt.core.near_ties import is_better
 from smelt.training.losses import label_objective
 
-MAX_ROUNDS = 512
-"""Updates of a layer's matrices, about; where it has more units, several are removed in each."""
+_MIN_CANDIDATES, _MAX_ROUNDS = 8, 512
 _DEAD = 1e-12  # variance of an input without values, relative to the largest
 
 
@@ -129,7 +129,7 @@ def _square_root(curvature: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def removal_losses(weight: Tensor, moment: Tensor, units: int, max_rounds: int = MAX_ROUNDS) -> Tensor:
+def removal_losses(weight: Tensor, moment: Tensor, units: int, candidates: int | None = None) -> Tensor:
     """Return the cost of each unit's removal after those of the cheaper ones, float64 [units].
 
     A unit that is removed later never costs less.
@@ -138,9 +138,10 @@ def removal_losses(weight: Tensor, moment: Tensor, units: int, max_rounds: int =
         weight: R W with R^T R = G, float [N, K].
         moment: H, float64 [K, K].
         units: each owns the same number of successive columns.
-        max_rounds: the largest number of updates.
+        candidates: of a round; default: a 512th of the units, at least 8.
     """
     weight, width = weight.double().clone(), weight.shape[1] // units
+    candidates = candidates or max(_MIN_CANDIDATES, -(-units // _MAX_ROUNDS))
     variances = moment.diagonal()
     weight[:, variances <= _DEAD * float(variances.max())] = 0
     if not float(variances.max()) > 0:  # no sample reached it
@@ -154,10 +155,10 @@ def removal_losses(weight: Tensor, moment: Tensor, units: int, max_rounds: int =
     while len(left):
         columns = left.unsqueeze(1) * width + offsets
         losses = _unit_losses(weight, inverse, columns)
-        cheapest = losses.argsort(stable=True)[: -(-units // max_rounds)]
+        cheapest = losses.argsort()[:candidates].sort().values
         own = columns[cheapest].flatten()
         order, round_costs = _remove_one_by_one(
-            weight[:, own], inverse[own][:, own], width, float(losses[cheapest[-1]])
+            weight[:, own], inverse[own][:, own], width, float(losses[cheapest].max())
         )
         chosen = cheapest[order]
         removed = columns[chosen].flatten()
@@ -200,7 +201,7 @@ def _remove_one_by_one(
     while len(left):
         columns = left.unsqueeze(1) * width + torch.arange(width)
         losses = _unit_losses(weight, inverse, columns)
-        cheapest = int(losses.argmin())
+        cheapest = int((~is_better(losses.min(), losses)).int().argmax())  # the first of nearly equal ones
         if order and float(losses[cheapest]) > limit:
             break
         order.append(int(left[cheapest]))

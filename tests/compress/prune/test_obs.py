@@ -55,8 +55,9 @@ def test_losses_and_order_equal_greedy_least_squares(width):
     without_update = [_least_loss(weight, damped, unit_columns) for unit_columns in columns]
     both = {0, units - 1}  # cheap alone, not together
     assert both <= set(torch.tensor(without_update).argsort()[:3].tolist())
-    in_two_rounds = removal_losses(weight, moment, units, max_rounds=2)
-    torch.testing.assert_close(in_two_rounds, scores, rtol=1e-6, atol=0)
+    for candidates in (1, 3):
+        in_rounds = removal_losses(weight, moment, units, candidates)
+        torch.testing.assert_close(in_rounds, scores, rtol=1e-6, atol=0)
 
 
 @pytest.mark.quick
@@ -109,3 +110,11 @@ def test_curvature_is_sum_of_outer_products_of_token_gradients(build):
         expected = sum(torch.outer(g, g) for g in gradient.flatten(0, -2))
         torch.testing.assert_close(found[key], expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.quick
+def test_units_of_nearly_equal_losses_are_removed_in_their_order():
+    weight = torch.ones(1, 4, dtype=torch.float64)
+    weight[0, 0] += 1e-7
+    scores = removal_losses(weight, torch.eye(4, dtype=torch.float64), 4)
+    assert scores.argsort().tolist() == [0, 1, 2, 3]

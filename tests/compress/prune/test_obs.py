@@ -98,7 +98,7 @@ def test_curvature_is_sum_of_outer_products_of_token_gradients(build):
         labels[0, 0] = -100
     attentions, blocks = find_groups(model)
     readers = {attentions[0].name: attentions[0].structure.out, blocks[-1].name: blocks[-1].structure.down}
-    found = output_curvatures(model, readers, [{**batch, "labels": labels}])
+    curvatures = output_curvatures(model, readers, [{**batch, "labels": labels}])
     for key, name in readers.items():
         outputs = []
         collect = outputs.append
@@ -108,7 +108,9 @@ def test_curvature_is_sum_of_outer_products_of_token_gradients(build):
         losses = cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
         (gradient,) = torch.autograd.grad(losses, outputs)
         expected = sum(torch.outer(g, g) for g in gradient.flatten(0, -2))
-        torch.testing.assert_close(found[key], expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+        torch.testing.assert_close(
+            curvatures[key], expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())
+        )
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

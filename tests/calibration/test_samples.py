@@ -99,7 +99,7 @@ def test_samples_are_held_back_from_calibration(rows, wanted, held_back, numbers
     } | ({"held_back": numbers[1]} if numbers[1] else {})  # fmt: skip
 
 
-def test_examples_with_two_references_are_held_back_whole(marian, tmp_path):
+def test_example_with_two_references_is_held_back_with_both(marian, tmp_path):
     folder, model = marian
     examples = tuple(
         replace(example, references=(example.references[0], example.references[0] + " too"))

@@ -14,7 +14,7 @@ damped and, where the layer has a bias, taken around the means, as in `reconstru
 Units without input cost nothing.
 
 The large matrices are updated for several units at once: the candidates of a round, the cheapest ones, are
-removed one by one from their own part of W and H^-1, as long as they remain cheaper than all other units
+removed one by one from their part of W and H^-1, as long as they remain cheaper than all other units
 were before.
 
 Shapes: N = outputs, K = inputs, U = units left, w = columns of a unit, c = candidates.
@@ -156,9 +156,12 @@ def removal_losses(weight: Tensor, moment: Tensor, units: int, candidates: int |
         columns = left.unsqueeze(1) * width + offsets
         losses = _unit_losses(weight, inverse, columns)
         cheapest = losses.argsort()[:candidates].sort().values
-        own = columns[cheapest].flatten()
+        candidate_columns = columns[cheapest].flatten()
         order, round_costs = _remove_one_by_one(
-            weight[:, own], inverse[own][:, own], width, float(losses[cheapest].max())
+            weight[:, candidate_columns],
+            inverse[candidate_columns][:, candidate_columns],
+            width,
+            float(losses[cheapest].max()),
         )
         chosen = cheapest[order]
         removed = columns[chosen].flatten()

@@ -78,7 +78,7 @@ def test_frequency_weighting_lowers_error_of_frequent_tokens(tmp_path):
             lost[weighted] = (table_of(thin_model)(torch.arange(len(rows))) - rows).square().sum(dim=1)
     model, _ = load_model(every_family.model_with_layers("marian", 3))
     counts = _counted_by_hand(model, tmp_path)
-    assert ctx.details["calibration"]["rows"] > 0
+    assert ctx.details["calibration"]["samples"] > 0
     dropped = torch.linalg.svdvals((counts + 1).sqrt().unsqueeze(1) * rows)[9:].square().sum()
     assert float((counts + 1) @ lost[True]) == pytest.approx(float(dropped), rel=1e-4)
     assert float((counts + 1) @ lost[False]) > 1.03 * float(dropped)
@@ -94,7 +94,7 @@ def test_all_samples_are_counted_unless_calibration_samples_is_set(tmp_path):
         ctx = harness.run_stage(
             Factorize(), settings, tiny.write_marian(tmp_path / f"m{counted}"), out, data=data
         )
-        assert ctx.details["calibration"]["rows"] == counted
+        assert ctx.details["calibration"]["samples"] == counted
 
 
 def test_missing_samples_disable_frequency_weighting_with_warning(tmp_path):

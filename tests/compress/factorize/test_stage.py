@@ -212,7 +212,7 @@ def test_fwsvd_weights_inputs_by_loss_gradients(marian, rows, tmp_path):
     assert not torch.allclose(
         pair.up.weight @ pair.down.weight, plain_pair.up.weight @ plain_pair.down.weight
     )
-    assert ctx.details["calibration"]["rows"] == len(rows)
+    assert ctx.details["calibration"]["samples"] == len(rows)
 
 
 @pytest.mark.parametrize("objective", ["error", "sensitivity"])

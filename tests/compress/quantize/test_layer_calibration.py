@@ -85,7 +85,7 @@ def test_non_finite_activations_are_rejected_with_layer_name(settings, tmp_path)
 
 def test_sensitivity_reports_number_of_samples_used(tmp_path):
     _, ctx = decided(tmp_path, lambda part: None, scheme="int8-static", sensitivity_samples=64)
-    assert 0 < ctx.details["sensitivity_samples"] <= ctx.details["calibration"]["rows"] < 64
+    assert 0 < ctx.details["sensitivity_samples"] <= ctx.details["calibration"]["samples"] < 64
 
 
 @pytest.mark.parametrize(

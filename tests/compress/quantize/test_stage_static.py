@@ -50,7 +50,7 @@ def test_input_range_ignores_padding(marian, tmp_path):
         with torch.no_grad():
             model(input_ids=ids, labels=labels)
     assert float(linears(ctx)[name].matrix.input_scale) * 127 == pytest.approx(largest, rel=1e-4)
-    assert ctx.details["calibration"]["rows"] == len(tiny.SENTENCES)
+    assert ctx.details["calibration"]["samples"] == len(tiny.SENTENCES)
     assert "sensitivity" not in ctx.details
 
 

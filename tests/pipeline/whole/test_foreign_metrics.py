@@ -125,7 +125,7 @@ def test_labels_of_divided_file_reach_function_of_user(classifier: Path) -> None
 
 
 @pytest.mark.parametrize("as_calls", [False, True])
-def test_duplicates_between_splits_are_seen_whatever_their_labels(classifier: Path, as_calls: bool) -> None:
+def test_duplicates_between_splits_with_other_labels_warn(classifier: Path, as_calls: bool) -> None:
     with np.load("test.npz") as arrays:
         x, label = arrays["x"], arrays["label"]
     splits = {

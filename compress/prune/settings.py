@@ -154,7 +154,18 @@ class PruneSettings(Settings):
         if value.get("budget") is None:
             return value
         has_units = isinstance(targets, list | tuple | set) and set(map(str, targets)) <= {"heads", "ffn"}
-        return value | {"importance": "obs" if has_units else "fisher"}
+        refits = has_units and value.get("reconstruct") is not False
+        return value | {"importance": "obs" if refits else "fisher"}
+
+    @model_validator(mode="after")
+    def _refit_of_scores(self) -> Self:
+        if self.importance == "obs" and not self.reconstruct:
+            raise SettingError(
+                "importance: obs scores a removal by the loss after a refit; remove reconstruct: false, or"
+                " use importance: fisher",
+                code="settings-conflict",
+            )
+        return self
 
     @model_validator(mode="after")
     def _ratio_of_each(self) -> Self:

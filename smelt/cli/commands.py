@@ -392,13 +392,6 @@ class _PredictCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            from smelt.pipeline.recipe.validation_errors import other_name_hint
-
-            hint = other_name_hint(
-                error.option_name, [option for param in self.params for option in param.opts]
-            )
-            if hint:
-                raise click.UsageError(f"{error.message}{hint}", ctx) from error
             message = f"{error.format_message()} Put texts that begin with a dash after --:"
             raise click.UsageError(f"{message} smelt predict ARTIFACT -- TEXT", ctx) from error
 

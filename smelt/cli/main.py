@@ -53,13 +53,6 @@ class _CommandGroup(click.Group):
         except SmeltError as error:
             print_untrusted(f"error[{error.code or DEFAULT_CODE}]: {error}", err=True)
             ctx.exit(error.exit_code)
-        except click.NoSuchOption as error:
-            from smelt.pipeline.recipe.validation_errors import other_name_hint
-
-            option_names = [] if error.ctx is None else [o for p in error.ctx.command.params for o in p.opts]
-            if hint := other_name_hint(error.option_name, option_names):
-                raise click.UsageError(f"{error.message}{hint}", error.ctx) from error
-            raise
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise  # handled by click
         except KeyboardInterrupt:

@@ -40,13 +40,11 @@ def describe_stage(name: str) -> str:
         InputError: there is no such stage.
     """
     from smelt.pipeline.recipe.stages import all_stages
-    from smelt.pipeline.recipe.validation_errors import other_name_hint
 
     table = all_stages()
     if name not in table:
         raise InputError(
-            f"unknown stage '{name}'. Known stages:"
-            f" {', '.join(table)}.{other_name_hint(name, table) or did_you_mean(name, table)}",
+            f"unknown stage '{name}'. Known stages: {', '.join(table)}.{did_you_mean(name, table)}",
             code="unknown-stage",
         )
     stage = table[name]
@@ -82,6 +80,8 @@ def _settings_lines(model: type[BaseModel], indent: str) -> list[str]:
     lines = []
     for setting in settings_of(model):
         default = "required" if setting.required else f"default {setting.default or 'none'}"
+        if default == "default none" and "default" in setting.description:
+            default = "optional"
         kind = "" if setting.kind == "mapping" else f"{setting.kind} ({default}) "
         text = f"{setting.name}: {kind}{setting.description}".rstrip()
         lines += textwrap.wrap(

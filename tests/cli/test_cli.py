@@ -162,15 +162,6 @@ def test_mistyped_command_suggests_nearest():
     assert "'run'?" in harness.smelt("rnu", code=2).output
 
 
-@pytest.mark.parametrize(("words", "new", "known"), [
-    (("run", "r.yaml", "--fresh"), "--rebuild", True),
-    (("package", "a", "--for", "optimum"), "--format", True),
-    (("run", "r.yaml", "--for", "optimum"), "--format", False),
-])  # fmt: skip
-def test_former_option_name_suggests_current_name(words, new, known):
-    assert (f"'{new}'" in harness.smelt(*words, code=2).output) == known
-
-
 def test_changed_artifact_is_rejected(classifier, tmp_path):
     import shutil
 

@@ -35,7 +35,6 @@ from smelt.pipeline.recipe.validation_errors import (
     RecipeErrors,
     dotted_path,
     has_error,
-    other_name_hint,
     validate_settings,
     value_text,
 )
@@ -297,7 +296,7 @@ def check_recipe(
     recipe_keys = {key: key_value for key, key_value in value.items() if key in RecipeKeys.model_fields}
     for key in value:
         if key not in _RECIPE_KEYS:
-            hint = other_name_hint(key, _RECIPE_KEYS) or did_you_mean(key, _RECIPE_KEYS)
+            hint = did_you_mean(key, _RECIPE_KEYS)
             errors.add(
                 (key,),
                 f"unknown key. Known keys: {', '.join(_RECIPE_KEYS)}.{hint}",
@@ -402,7 +401,7 @@ def _check_task(values: dict[str, Any], errors: RecipeErrors) -> dict[str, Any]:
     if not isinstance(task, str) or task in ALL_TASKS:
         return {}
     task_names = ", ".join(ALL_TASKS)
-    hint = other_name_hint(task, ALL_TASKS) or did_you_mean(task, ALL_TASKS)
+    hint = did_you_mean(task, ALL_TASKS)
     errors.add(
         ("task",),
         f"unknown task {value_text(task)}. Supported tasks: {task_names}.{hint}",

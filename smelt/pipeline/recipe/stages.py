@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from smelt.core.errors import InputError, did_you_mean
-from smelt.pipeline.recipe.validation_errors import RecipeErrors, other_name_hint, value_text
+from smelt.pipeline.recipe.validation_errors import RecipeErrors, value_text
 from smelt.pipeline.recipe.yaml_file import KeyPath, YamlDocument, parse_yaml
 from smelt.stage import Stage
 
@@ -63,7 +63,7 @@ def training_stages() -> list[str]:
 
 def unknown_stage_text(name: str) -> str:
     """Return the message that `name` is not a stage."""
-    hint = other_name_hint(name, STAGE_CLASSES) or did_you_mean(name, STAGE_CLASSES)
+    hint = did_you_mean(name, STAGE_CLASSES)
     return f"unknown stage '{name[:60]}'. Known stages: {', '.join(STAGE_CLASSES)}.{hint}"
 
 

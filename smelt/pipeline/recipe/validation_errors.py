@@ -20,131 +20,46 @@ from smelt.core.errors import SettingError, SmeltError, combined_error, did_you_
 from smelt.core.messages import Message
 from smelt.pipeline.recipe.yaml_file import KeyPath, YamlDocument
 
-# A name may map to several; the first one that is valid at the place is suggested.
+# Names of settings in other tools. The first one that the stage has is suggested.
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
-    # stages and tasks
-    "depth": ("drop-layers",),
-    "vocabulary": ("trim-vocabulary", "embedding_scheme"),
-    "share": ("share-weights",),
-    "quantize-graph": ("quantize-onnx",),
-    "tensors": ("custom",),
-    # settings
-    "accumulate": ("gradient_accumulation_steps",),
-    "aim": ("optimize_for",),
-    "beams": ("num_beams",),
-    "begin": ("init",),
-    "bits": ("mixed_precision", "bit_widths", "target_bits"),
-    "budget": ("parameter_budget", "max_excluded", "target_bits"),
-    "by": ("objective",),
-    "by_frequency": ("frequency_weighted",),
-    "checkpoint_minutes": ("checkpoint_interval_minutes",),
-    "choose": ("layer_selection",),
-    "codebook_inputs": ("group_size",),
-    "codes": ("qat", "quantize"),
-    "compensate": ("reconstruct",),
-    "damage": ("sensitivity",),
-    "damage_rows": ("sensitivity_samples",),
-    "decoded_by": ("generator",),
-    "difference": ("low_rank_delta",),
-    "ema": ("ema_decay",),
-    "embedding": ("sentence_embedding",),
-    "embeddings": ("input_embeddings",),
-    "error": ("objective",),
-    "evals": ("num_evals",),
-    "every": ("group_size",),
-    "frequent": ("frequent_tokens",),
-    "head": ("output_layer",),
-    "hidden": ("hidden_states",),
-    "keep": ("keep_ratio", "keep_fp32"),
-    "keep_ends": ("exclude_first_and_last",),
-    "keep_ffn": ("keep_ratio",),
-    "keep_heads": ("keep_ratio",),
-    "keep_logits": ("cache_logits",),
-    "keep_weights": ("save_master_weights",),
-    "leave": ("exclude",),
-    "length": ("sequence_length",),
-    "loop": ("generation_graph",),
-    "low_rank": ("low_rank_correction",),
-    "masks": ("learned_masks",),
-    "method": ("calibration_method",),
-    "mix": ("original_ratio",),
-    "on": ("measure_on",),
-    "operations": ("flops",),
-    "operators": ("op_types",),
-    "per_token": ("candidates_per_token",),
-    "percentile": ("calibration_percentile",),
-    "range": ("calibration_method",),
-    "ratio": ("keep_ratio", "sparsity", "energy"),
-    "relations": ("self_attention_relations",),
-    "reverse_logits": ("reverse_kl",),
-    "round_to": ("multiple_of",),
-    "rows": ("calibration_samples", "train_on", "max_train_samples"),
-    "schedule": ("lr_schedule",),
-    "scores": ("cosent",),
-    "select": ("metric_for_best_model",),
-    "sequences": ("sequence_level",),
-    "similarity": ("pairwise_similarity",),
-    "skip": ("exclude",),
-    "smooth": ("smoothquant_alpha",),
-    "split": ("weight_splitting",),
-    "strict": ("truncation",),
-    "take": ("init_from",),
-    "tokens_per_batch": ("max_tokens_per_batch",),
-    "top": ("top_k",),
-    "tune": ("autotune",),
-    "validation_rows": ("max_validation_samples",),
-    "what": ("targets",),
-    "widths": ("bit_widths",),
-    # values
-    "alternate": ("uniform",),
-    "follow": ("dynamic",),
-    "inside": ("embedded",),
-    "nearest": ("rtn",),
-    "outside": ("stripped",),
-    "own": ("dedicated",),
-    "pair": ("svd",),
-    "row": ("channel",),
-    "spread": ("uniform",),
-    "train": ("labeled",),
-    # options
-    "--beams": ("--num-beams",),
-    "--for": ("--format",),
-    "--fresh": ("--rebuild",),
-    # other tools
+    "actorder": ("act_order",),
     "alpha": ("losses", "smoothquant_alpha"),
     "amount": ("keep_ratio", "sparsity"),
+    "beams": ("num_beams",),
+    "bits": ("mixed_precision", "bit_widths", "target_bits"),
+    "desc_act": ("act_order",),
     "dtype": ("precision", "scheme"),
+    "ema": ("ema_decay",),
+    "ignore": ("exclude",),
+    "length": ("sequence_length",),
     "lr": ("learning_rate",),
     "lr_scheduler_type": ("lr_schedule",),
+    "masks": ("learned_masks",),
+    "method": ("calibration_method",),
+    "nsamples": ("calibration_samples",),
+    "num_calibration_samples": ("calibration_samples",),
     "num_train_epochs": ("epochs",),
+    "observer": ("clip", "calibration_method"),
     "per_device_train_batch_size": ("batch_size",),
+    "percentile": ("calibration_percentile",),
     "pruning_ratio": ("keep_ratio", "sparsity"),
     "rank": ("keep_ratio", "energy"),
+    "ratio": ("keep_ratio", "sparsity", "energy"),
+    "schedule": ("lr_schedule",),
+    "skip": ("exclude",),
     "sparsity": ("keep_ratio",),
+    "sym": ("symmetric",),
+    "tokens_per_batch": ("max_tokens_per_batch",),
     "warmup_ratio": ("warmup",),
     "warmup_steps": ("warmup",),
 }
 
 
-def own_name(former_name: str, known: Collection[str]) -> str | None:
-    """Return the name in `known` for `former_name` of another tool or version; None without one."""
-    return next((name for name in OTHER_NAMES.get(former_name, ()) if name in known), None)
-
-
-# A rename that also has another form.
-_FORMS = {
-    "keep_ffn": "keep_ratio: {ffn: ...}",
-    "keep_heads": "keep_ratio: {heads: ...}",
-    "strict": "truncation: error",
-}
-
-
 def other_name_hint(name: str, known: Collection[str]) -> str:
-    """Return a hint such as " 'depth' is called 'drop-layers'.", or an empty string."""
-    smelt_name = own_name(name, known)
+    """Return a hint such as " 'lr' is called 'learning_rate'.", or an empty string."""
+    smelt_name = next((smelt_name for smelt_name in OTHER_NAMES.get(name, ()) if smelt_name in known), None)
     note = " (the fraction to keep, not to remove)" if smelt_name == "keep_ratio" else ""
-    note = "" if name in _FORMS else note
-    return f" '{name}' is called '{_FORMS.get(name, smelt_name)}'{note}." if smelt_name else ""
+    return f" '{name}' is called '{smelt_name}'{note}." if smelt_name else ""
 
 
 _LAST_LINE = 2**31  # sorts after all lines
@@ -375,11 +290,7 @@ def _error_messages(
             expected = _expected_text(subschema, schema) if subschema else ""
             expected = expected or detail["msg"].removeprefix("Input should be ")
             string_values = [w for w in _allowed_values(subschema, schema) if isinstance(w, str)]
-            hint = (
-                (other_name_hint(found_value, string_values) or did_you_mean(found_value, string_values))
-                if isinstance(found_value, str)
-                else ""
-            )
+            hint = did_you_mean(found_value, string_values) if isinstance(found_value, str) else ""
             code = "wrong-value"
             message = f"expected {expected}, got {value_text(found_value)}.{hint}"
         if (error_path, message) not in reported:

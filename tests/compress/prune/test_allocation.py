@@ -57,7 +57,7 @@ def test_budget_works_with_any_importance(importance, tmp_path):
         importance=importance,
         targets=targets,
         calibration_samples=4,
-        reconstruct=False,
+        reconstruct=importance == "obs",
     )
     ctx = every_family.run_stage(
         Prune(), settings, every_family.model_with_layers("bert", 3), "bert", tmp_path / "out"
@@ -84,6 +84,7 @@ def test_budget_unreachable_with_heads_alone_is_rejected(tmp_path):
     ({"budget": {"parameters": 0.5}, "keep_ratio": 0.5, "scope": "global"}, "settings-conflict",
      "keep_ratio and scope"),
     ({"budget": {"parameters": 0.5}, "importance": "magnitude"}, "wrong-importance", "importance"),
+    ({"importance": "obs", "reconstruct": False}, "settings-conflict", "reconstruct"),
 ])  # fmt: skip
 def test_invalid_budget_settings_are_rejected(settings, code, named):
     with raises_setting_codes(code) as caught:
@@ -91,8 +92,10 @@ def test_invalid_budget_settings_are_rejected(settings, code, named):
     assert named in caught.value.errors()[0]["msg"]
 
 
-def test_budget_defaults_to_fisher_importance():
+def test_budget_defaults_to_obs_or_without_refit_to_fisher():
     assert PruneSettings.model_validate({"budget": {"parameters": 0.5}}).importance == "obs"
+    without_refit = {"budget": {"parameters": 0.5}, "reconstruct": False}
+    assert PruneSettings.model_validate(without_refit).importance == "fisher"
     options = {"budget": {"parameters": 0.5}, "importance": "taylor"}
     assert PruneSettings.model_validate(options).importance == "taylor"
     assert PruneSettings.model_validate({}).importance == "taylor"

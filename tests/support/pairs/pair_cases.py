@@ -5,6 +5,7 @@ What is left out here is what the plan refuses: `run_all_pairs.py` asks it of al
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
 from zlib import crc32
 
@@ -100,10 +101,16 @@ def covering_pairs() -> list[PairCase]:
             1 << bit_positions.setdefault(requirement, len(bit_positions)) for requirement in met
         )
     missing, pairs = (1 << len(bit_positions)) - 1, []
+    # A count only falls: one that is still right when it is the largest of the heap is the largest.
+    heap = [(-bits[cell].bit_count(), index) for index, cell in enumerate(cells)]
+    heapq.heapify(heap)
     while missing:
-        best = max(cells, key=lambda cell: (missing & bits[cell]).bit_count())
-        pairs.append(best)
-        missing &= ~bits[best]
+        count, index = heap[0]
+        added = bits[cells[index]] & missing
+        if -count == added.bit_count():
+            pairs.append(cells[index])
+            missing &= ~added
+        heapq.heapreplace(heap, (-(bits[cells[index]] & missing).bit_count(), index))
     return sorted(pairs)
 
 

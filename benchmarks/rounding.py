@@ -55,11 +55,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "gptq": GPTQ,
     "gptaq": GPTQ | {"gptaq_alpha": 0.25},
     "gptq, clip mse": GPTQ | {"clip": "mse"},
+    "autoround": {"method": "autoround"},
 }
 # the first is compared with the second
 PAIRS = (
     ("gptq", "gptq, in order"), ("awq", "awq, one-sided"), ("gptaq", "gptq"), ("gptq, clip mse", "gptq"),
     ("rtn, clip mse", "rtn"), ("hqq", "rtn"), ("rtn, clip mse", "hqq"),
+    ("autoround", "rtn"), ("autoround", "gptq"), ("autoround", "awq"), ("autoround", "rtn, clip mse"),
 )  # fmt: skip
 
 
@@ -107,7 +109,7 @@ def quantize_and_measure(settings: dict[str, Any], options: argparse.Namespace) 
     data: dict[str, Any] = {"train": str(options.data).format("train")}
     if options.window:
         data["windows"] = {"length": options.window}
-    is_calibrated = settings.get("method") in ("gptq", "awq")
+    is_calibrated = settings.get("method") in ("gptq", "awq", "autoround")
     calibrated = {"calibration_samples": options.calibration_samples} if is_calibrated else {}
     artifact = smelt.apply(
         "quantize", options.model, out=folder, data=data, task=options.task, threads=1, device="cpu",

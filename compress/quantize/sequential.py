@@ -1,11 +1,11 @@
 """Calibrate and quantize the layers of a model in memory, or of an offloaded one block by block.
 
-Each method passes over the samples once, in this order: SmoothQuant, AWQ, activation ranges, GPTQ. GPTQ goes
-block by block; for the other methods a model in memory is one part. The blocks of an offloaded model are read
-in each pass. SmoothQuant and AWQ calibrate the float model, so each block is run with its original weights,
-and scaled when it is not run any more, or loaded again. It is quantized and written in the last pass: the
-result equals that of the model in memory. Memory holds one block, its inputs, the embedding, and at the end
-the output layer.
+Each method passes over the samples once, in this order: SmoothQuant, AWQ, activation ranges, GPTQ or
+AutoRound. The last two go block by block; for the other methods a model in memory is one part. The blocks of
+an offloaded model are read in each pass. SmoothQuant and AWQ calibrate the float model, so each block is run
+with its original weights, and scaled when it is not run any more, or loaded again. It is quantized and
+written in the last pass: the result equals that of the model in memory. Memory holds one block, its inputs,
+the embedding, and at the end the output layer.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from smelt.calibration.samples import CalibrationSamples, load_calibration_samples
 from smelt.calibration.sequential import ModelPart, RunningBlock, run_parts, visit_blocks
+from smelt.compress.quantize.autoround import AutoRoundRunner
 from smelt.compress.quantize.awq import AwqRunner, ScaleTarget, find_scale_targets, mse_grid, percentile_grid
 from smelt.compress.quantize.gptq import GptqRunner
 from smelt.compress.quantize.hqq import hqq_grid
@@ -199,13 +200,14 @@ class SequentialQuantizer:
 
     def _calibrate_on_samples(self) -> None:
         settings, ctx = self._settings, self._ctx
-        reports_errors = settings.compensates_rounding or settings.scales_inputs
+        reports_errors = settings.rounds_in_blocks or settings.scales_inputs
         samples = load_calibration_samples(
             self._model,
             self._src,
             settings.calibration_samples,
             ctx,
             "quantize",
+            padded=settings.learns_rounding,
             held_back=reports_errors or settings.calibrates_correction,
         )
         ctx.details["calibration"] = samples.details
@@ -215,16 +217,16 @@ class SequentialQuantizer:
         _warn_of_few_samples(samples, settings, ctx)
         self._scalers = self._make_scalers(samples)
         self._num_passes = len(self._scalers)
-        self._num_passes += settings.needs_activation_ranges + settings.compensates_rounding
+        self._num_passes += settings.needs_activation_ranges + settings.rounds_in_blocks
         for scaler in self._scalers:
             self._move_scales(scaler, samples)
         if settings.needs_activation_ranges:
             self._calibrate_ranges(samples)
         self.layers = _exclude_sensitive(self._model, self.layers, self.ranges, samples, settings, ctx)
-        gptq = self._run_gptq(samples) if settings.compensates_rounding else None
-        if gptq is None and settings.correction is not None:
+        rounder = self._round_in_blocks(samples) if settings.rounds_in_blocks else None
+        if rounder is None and settings.correction is not None:
             self.corrections = _correct_layers(self._model, self.layers, *context)
-        for runner in (*self._scalers, gptq):
+        for runner in (*self._scalers, rounder):
             if runner is not None:
                 runner.report()
         ctx.warnings[:] = dict.fromkeys(ctx.warnings)  # several methods warn about too few samples
@@ -315,22 +317,29 @@ class SequentialQuantizer:
             self.layers = [new for layer in self.layers if (new := changed.get(layer.module, layer))]
         _warn_of_missing_ranges(missing, self._ctx)
 
-    def _run_gptq(self, samples: CalibrationSamples) -> GptqRunner:
-        """Quantize the linear layers with GPTQ, except matrices that are also embeddings.
+    def _round_in_blocks(self, samples: CalibrationSamples) -> GptqRunner | AutoRoundRunner:
+        """Quantize the linear layers with GPTQ or AutoRound, except matrices that are also embeddings.
 
-        The compensation between columns does not apply to embedding lookups.
+        Both minimize the error of products, which does not apply to embedding lookups.
         """
+        settings = self._settings
+        rounder = self._make_gptq(samples) if settings.compensates_rounding else None
+        runner = rounder or AutoRoundRunner(samples, settings.iterations, self._ctx)
+        self.codes = runner.codes
+        with_reference = settings.learns_rounding or settings.gptaq_alpha is not None
+        for part, layers in self._parts(samples, by_block=True, with_reference=with_reference):
+            tables = {layer.weight_id for layer in self.layers if not layer.multiplies}
+            linear = [layer for layer in layers if layer.multiplies and layer.weight_id not in tables]
+            runner.calibrate(linear, part)
+        return runner
+
+    def _make_gptq(self, samples: CalibrationSamples) -> GptqRunner:
         settings = self._settings
         gptq = GptqRunner(samples, grid_finder(settings), settings.act_order, settings.gptaq_alpha, self._ctx)
         if (correction := settings.correction) is not None:
             corrected = layers_to_correct(self._model, self.layers)
             gptq.corrections = {layer.weight_id: correction for layer in corrected}
-        self.codes, self.corrections = gptq.codes, gptq.pairs
-        is_asymmetric = settings.gptaq_alpha is not None
-        for part, layers in self._parts(samples, by_block=True, with_reference=is_asymmetric):
-            tables = {layer.weight_id for layer in self.layers if not layer.multiplies}
-            linear = [layer for layer in layers if layer.multiplies and layer.weight_id not in tables]
-            gptq.calibrate(linear, part)
+        self.corrections = gptq.pairs
         return gptq
 
     def _quantize(self, layers: Sequence[PlannedLayer]) -> None:

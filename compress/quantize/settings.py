@@ -1,144 +1,31 @@
-"""Settings of `quantize`, with the options of all schemes."""
+"""Settings of `quantize`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self
+from collections.abc import Iterable
+from typing import Any, Literal, Self
 
-from pydantic import Field, create_model, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from smelt.compress.quantize.scheme_settings import (
+    EMBEDDING_SCHEME,
+    EmbeddingScheme,
+    SchemeSettings,
+    check_scheme_options,
+    resolve_options,
+    shared_options,
+    unused_options,
+)
 from smelt.core.errors import SettingError
 from smelt.core.messages import Message, warning
-from smelt.quantization.scheme import OptionValue, Scheme, SchemeOption
+from smelt.quantization.scheme import OptionValue
 from smelt.quantization.schemes.registry import (
-    DEFAULT_SCHEME,
     SCHEMES,
     SCHEMES_BY_BITS,
     bits_per_weight,
-    format_option_value,
-    schemes_by_option,
+    can_learn_ranges,
 )
 from smelt.stage import Settings
-
-
-def check_scheme_options(names: Sequence[str], settings: Settings, scheme_names: str, mixed: bool) -> None:
-    """Raise an error for options that none of these schemes has, and for values that they do not allow.
-
-    Args:
-        names: names of the schemes in use.
-        settings: settings with every option of every scheme.
-        scheme_names: a description of the schemes for messages.
-        mixed: whether the schemes are the bit widths of mixed precision.
-
-    Raises:
-        SettingError: an option or value does not fit.
-    """
-    schemes = [SCHEMES[name] for name in names]
-    used = {option.name for scheme in schemes for option in scheme.option_specs}
-    for name in schemes_by_option():
-        if name in settings.model_fields_set and name not in used:
-            raise SettingError(f"{name} has no effect on {scheme_names}; remove it", code="unused-setting")
-    main = {option.name: option for option in schemes[0].option_specs}
-    for scheme in schemes:
-        for option in scheme.option_specs:
-            value = getattr(settings, option.name)
-            if value is None or option.allows(value):
-                continue
-            if not mixed and scheme is not schemes[0] and option.name in main:
-                continue  # the value is for the linear layers; embeddings keep their scheme's default
-            shown, *allowed = map(format_option_value, (value, *option.allowed))
-            scope = f"{scheme.bits}-bit weights" if mixed else f"scheme {scheme.name}"
-            expected = f"expected one of {', '.join(allowed)}"
-            raise SettingError(
-                option.rejection or f"{option.name} {shown} is not for {scope}; {expected}",
-                code="wrong-value",
-            )
-
-
-def resolve_options(scheme: str, settings: Settings) -> dict[str, OptionValue]:
-    """Return the options of `scheme` from `settings`, with defaults where a value is for another scheme."""
-    return {
-        option.name: _resolve_option(option, getattr(settings, option.name))
-        for option in SCHEMES[scheme].option_specs
-    }
-
-
-def shared_options(schemes: Iterable[str], settings: Settings) -> dict[str, OptionValue]:
-    """Return the options that have the same value in all of `schemes` that have them."""
-    values = _option_values(schemes, settings)
-    return {
-        name: option_values[0]
-        for name, option_values in values.items()
-        if option_values and option_values.count(option_values[0]) == len(option_values)
-    }
-
-
-def unused_options(schemes: Iterable[str], settings: Settings) -> set[str]:
-    """Return options that no scheme has, and unset ones whose defaults differ between schemes."""
-    shared = shared_options(schemes, settings)
-    return {
-        name
-        for name, option_values in _option_values(schemes, settings).items()
-        if not option_values or (name not in shared and name not in settings.model_fields_set)
-    }
-
-
-def _option_values(schemes: Iterable[str], settings: Settings) -> dict[str, list[OptionValue]]:
-    resolved = [resolve_options(scheme, settings) for scheme in schemes]
-    return {name: [options[name] for options in resolved if name in options] for name in schemes_by_option()}
-
-
-def _resolve_option(option: SchemeOption, value: OptionValue | None) -> OptionValue:
-    return value if value is not None and option.allows(value) else option.default
-
-
-_EMBEDDING_SCHEMES = tuple(name for name, scheme in SCHEMES.items() if scheme.supports_embeddings)
-
-
-def _default_tables() -> str:
-    """Return the default embedding schemes, each with the linear layer schemes that use it."""
-    by_table: dict[str, list[str]] = {}
-    for name, scheme in SCHEMES.items():
-        if scheme.embedding_scheme:
-            by_table.setdefault(scheme.embedding_scheme, []).append(name)
-    return ", ".join(f"{table} with {', '.join(names)}" for table, names in by_table.items())
-
-
-EMBEDDING_SCHEME = f"scheme of embeddings and output layer; default {_default_tables()}, else the scheme"
-
-
-def _option_field(options: list[tuple[Scheme, SchemeOption]]) -> tuple[Any, Any]:
-    """Return type and field of an option of these schemes; None is each scheme's default."""
-    option = options[0][1]
-    values = {value: None for _, spec in options for value in spec.allowed}
-    kind: Any = bool if all(isinstance(value, bool) for value in values) else Literal[tuple(values)]
-    takes: dict[str, list[str]] = {}
-    for scheme, spec in options:
-        allowed = (
-            ""
-            if set(spec.allowed) == set(values)
-            else f"{', '.join(map(format_option_value, spec.allowed))}; "
-        )
-        takes.setdefault(f"{allowed}default {format_option_value(spec.default)}", []).append(scheme.name)
-    notes = ". ".join(f"{', '.join(names)}: {text}" for text, names in takes.items())
-    return kind | None, Field(default=None, description=f"{option.description}. {notes}")
-
-
-if TYPE_CHECKING:
-    EmbeddingScheme = str
-
-    class SchemeSettings(Settings):
-        """The scheme, and the options of all of them."""
-
-        scheme: str
-else:
-    EmbeddingScheme = Literal[_EMBEDDING_SCHEMES]
-    SchemeSettings = create_model(
-        "FromSchemes",
-        __base__=Settings,
-        scheme=(Literal[tuple(SCHEMES)], Field(default=DEFAULT_SCHEME, description="format of the weights")),
-        **{name: _option_field(found) for name, found in schemes_by_option().items()},
-    )
 
 
 def two_bit_warnings(schemes: Iterable[str]) -> list[Message]:
@@ -204,13 +91,15 @@ class MixedPrecision(Settings):
 # special pattern of `exclude`: the most sensitive layers
 AUTO = "auto"
 _RANGE_SCHEMES = ", ".join(name for name, scheme in SCHEMES.items() if scheme.requires_calibration)
+_LEARNED_SCHEMES = [name for name, scheme in SCHEMES.items() if can_learn_ranges(scheme)]
 _SMOOTHQUANT_SCHEMES = ", ".join(name for name, scheme in SCHEMES.items() if scheme.per_tensor_activations)
 CalibrationMethod = Literal["minmax", "percentile", "entropy", "mse"]
 ActOrder = Literal["static", "none"]
-_METHOD_SETTINGS = ("act_order", "gptaq_alpha", "duo_scaling")  # they have an effect with some methods
+# they have an effect with some methods
+_METHOD_SETTINGS = ("act_order", "gptaq_alpha", "duo_scaling", "iterations")
 # methods that rescale channels of the float model before they quantize it
 AWQ_METHODS = ("awq", "awq-gptq")
-_CALIBRATED_METHODS = ("gptq", *AWQ_METHODS)  # methods that use calibration samples
+_CALIBRATED_METHODS = ("gptq", "autoround", *AWQ_METHODS)  # methods that use calibration samples
 
 
 class LowRankCorrection(Settings):
@@ -240,11 +129,13 @@ class QuantizeSettings(SchemeSettings):
     The output layer is the projection to the vocabulary, or a classifier's last layer.
     """
 
-    method: Literal["rtn", "gptq", "awq", "awq-gptq", "hqq"] = Field(
+    method: Literal["rtn", "gptq", "awq", "awq-gptq", "autoround", "hqq"] = Field(
         default="rtn",
         description="rtn: round to nearest; gptq: column by column with compensation; awq: scale channels"
-        " with large activations first; awq-gptq: both; hqq: optimize the grid without data",
+        " with large activations first; awq-gptq: both; autoround: learn the rounding and the ranges, for"
+        f" {', '.join(_LEARNED_SCHEMES)}; hqq: optimize the grid without data",
     )
+    iterations: int = Field(default=200, ge=1, description="autoround: updates of each block")
     act_order: ActOrder = Field(
         default="static",
         description="gptq, awq-gptq: order of the columns: static: by decreasing mean squared input; none:"
@@ -325,6 +216,7 @@ class QuantizeSettings(SchemeSettings):
         self._check_bits()
         self._check_rows()
         self._check_clip()
+        self._check_learned_rounding()
         check_scheme_options(
             self.used_schemes(), self, self._scheme_description, mixed=self.mixed_precision is not None
         )
@@ -384,6 +276,7 @@ class QuantizeSettings(SchemeSettings):
             "act_order": self.compensates_rounding,
             "gptaq_alpha": self.compensates_rounding,
             "duo_scaling": self.scales_inputs,
+            "iterations": self.learns_rounding,
             "calibration_method": self.needs_activation_ranges,
             "calibration_percentile": self.needs_activation_ranges or self.clip == "percentile",
         }
@@ -418,7 +311,8 @@ class QuantizeSettings(SchemeSettings):
                 " remove it",
                 code="unused-setting",
             )
-        if self.correction is not None and (self.scales_inputs or self.mixed_precision is not None):
+        is_refused = self.scales_inputs or self.learns_rounding or self.mixed_precision is not None
+        if self.correction is not None and is_refused:
             conflict = "mixed_precision" if self.mixed_precision is not None else f"method: {self.method}"
             raise SettingError(
                 "low_rank_correction requires a single scheme and method rtn, gptq or hqq; remove"
@@ -460,9 +354,28 @@ class QuantizeSettings(SchemeSettings):
                 " weights of a group; remove clip",
                 code="settings-conflict",
             )
-        if self.clip != "none" and self.method == "hqq":
+        if self.clip != "none" and self.method in ("hqq", "autoround"):
             raise SettingError(
-                f"method: hqq optimizes the ranges itself; remove clip: {self.clip}", code="settings-conflict"
+                f"method: {self.method} optimizes the ranges itself; remove clip: {self.clip}",
+                code="settings-conflict",
+            )
+
+    def _check_learned_rounding(self) -> None:
+        """Refuse learned rounding of a scheme without learned ranges, and with mixed precision.
+
+        Raises:
+            ValueError: it is one.
+        """
+        if self.learns_rounding and self.mixed_precision is not None:
+            raise SettingError(
+                "mixed_precision does not support method: autoround; use method: rtn or gptq, or set scheme",
+                code="settings-conflict",
+            )
+        if self.learns_rounding and self.scheme not in _LEARNED_SCHEMES:
+            raise SettingError(
+                f"method: autoround learns the ranges of groups of weights, and scheme is {self.scheme}; use"
+                f" scheme {' or '.join(_LEARNED_SCHEMES)}, or another method",
+                code="settings-conflict",
             )
 
     @property
@@ -479,6 +392,16 @@ class QuantizeSettings(SchemeSettings):
     def compensates_rounding(self) -> bool:
         """Whether remaining columns compensate the rounding error."""
         return self.method in ("gptq", "awq-gptq")
+
+    @property
+    def learns_rounding(self) -> bool:
+        """Whether the rounding of each weight is learned."""
+        return self.method == "autoround"
+
+    @property
+    def rounds_in_blocks(self) -> bool:
+        """Whether weights are rounded on the inputs of each block."""
+        return self.compensates_rounding or self.learns_rounding
 
     @property
     def needs_calibration(self) -> bool:
@@ -570,6 +493,7 @@ class QuantizeSettings(SchemeSettings):
             "act_order": self.compensates_rounding,
             "gptaq_alpha": self.gptaq_alpha is not None,
             "duo_scaling": self.scales_inputs,
+            "iterations": self.learns_rounding,
             "calibration_method": self.needs_activation_ranges,
             "calibration_percentile": uses_percentile,
             "calibration_samples": self.needs_calibration,

@@ -326,7 +326,7 @@ def input_hooks(
     source = _source_modules(model)
 
     def hook(key: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        return lambda module, inputs: callback(key, _token_rows(inputs[0].detach(), batch, module in source))
+        return lambda module, inputs: callback(key, token_rows(inputs[0].detach(), batch, module in source))
 
     handles = [m.register_forward_pre_hook(hook(key)) for key, modules in layers.items() for m in modules]
     try:
@@ -349,7 +349,7 @@ def _source_modules(model: Any) -> Collection[nn.Module]:
     return {m for m, names in module_names(model).items() if any(f"{n}.".startswith(prefixes) for n in names)}
 
 
-def _token_rows(x: Tensor, batch: TensorBatch, source: bool) -> Tensor:
+def token_rows(x: Tensor, batch: TensorBatch, source: bool) -> Tensor:
     """Return the rows of `x`, float [..., K], that belong to tokens: [tokens, K].
 
     `x` may be [B, L, K], [B, L, ..., K], or [B L, K] (OPT flattens its states before the feed-forward part).

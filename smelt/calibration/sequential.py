@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -27,6 +27,7 @@ from typing import Any, TypeAlias
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers.modeling_outputs import BaseModelOutput
 
 from smelt.calibration.samples import (
@@ -35,6 +36,7 @@ from smelt.calibration.samples import (
     LayersByKey,
     input_hooks,
     observe_inputs,
+    token_rows,
 )
 from smelt.calibration.statistics import (
     InputStatistics,
@@ -137,7 +139,7 @@ class SequentialRunner:
         """Run the blocks before position `number` of `stack` that have not run yet."""
         if self._stack is not None and self._stack.name != stack.name:
             self._run_to(len(self._stack_modules(self._stack)))
-            with torch.inference_mode():
+            with torch.no_grad():
                 for batch in range(len(self.batches)):
                     self._encoded.put(batch, self._encoder_states(batch))
             self.encoded, self._stack = self._encoded, None
@@ -173,7 +175,7 @@ class SequentialRunner:
 
         The blocks before it must have run. Once it has run for all batches, call `finish_position`.
         """
-        with torch.inference_mode():
+        with torch.no_grad():  # no inference mode: gradients may start from these states
             self.states.put(number, self._run(number, position, see))
 
     def finish_position(self, position: int) -> None:
@@ -185,7 +187,7 @@ class SequentialRunner:
         last = self._last_use(block, layers)
         batch: TensorBatch = {}
         with input_hooks(self.model, layers, see, batch), torch.inference_mode():
-            for number in self._batch_numbers(held_back):
+            for number in self.batch_numbers(held_back):
                 batch.clear()
                 batch.update(self.batches[number])
                 self._run(number, last)
@@ -210,7 +212,22 @@ class SequentialRunner:
             if index == block.index or not observed.isdisjoint(module.modules())
         )
 
-    def _batch_numbers(self, held_back: bool) -> range:
+    def tokens_after(self, number: int, block: Block, weights: Mapping[str, Tensor]) -> Tensor:
+        """Return the outputs of `block` for the tokens of batch `number`, float [tokens, D].
+
+        weights: by name, in place of the model's; gradients are passed to them.
+        """
+        return self._tokens(number, self._run(number, block.index, weights=weights))
+
+    def stored_tokens(self, number: int) -> Tensor:
+        """Return the output of the last block that has run, for the tokens of batch `number`."""
+        return self._tokens(number, self.states.get(number, str(self.model.device)))
+
+    def _tokens(self, number: int, output: BlockOutput) -> Tensor:
+        states = output if isinstance(output, Tensor) else output[0]
+        return token_rows(states, self.batches[number], source=self.encoded is None)
+
+    def batch_numbers(self, held_back: bool) -> range:
         """Return the numbers of the batches for calibration, or of those that are held back."""
         if held_back:
             return range(self._num_calibration, len(self.batches))
@@ -233,7 +250,7 @@ class SequentialRunner:
                 raise _StopForward(x, x)
 
         with input_hooks(self.model, layers, see_all, batch), torch.inference_mode():
-            for number in self._batch_numbers(held_back):
+            for number in self.batch_numbers(held_back):
                 batch.clear()
                 batch.update(self.batches[number])
                 left = sum(map(len, layers.values()))
@@ -250,11 +267,20 @@ class SequentialRunner:
     def _stack_modules(self, stack: Stack) -> list[nn.Module]:
         return stack.modules(self.model)
 
-    def _run(self, number: int, last: int, see: StatesCallback | None = None) -> BlockOutput:
+    def _run(
+        self,
+        number: int,
+        last: int,
+        see: StatesCallback | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> BlockOutput:
         """Return the output of position `last` for a batch, from the stored states."""
         try:
             with self._replay_states(number, last):
-                self.model(**self._inputs(number))
+                if weights is None:
+                    self.model(**self._inputs(number))
+                else:
+                    functional_call(self.model, dict(weights), (), self._inputs(number))
         except _StopForward as stopped:
             if see is not None:
                 see(stopped.states, stopped.result)
@@ -389,7 +415,7 @@ class PartAfterBlocks(ModelPart):
 class RunningBlock(PartAfterBlocks):
     """One block of a model in process, with its inputs.
 
-    reference: runs the unchanged model next to it, if cross moments are collected.
+    reference: runs the unchanged model next to it, for cross moments and target outputs.
     """
 
     def __init__(self, block: Block, reference: SequentialRunner | None, *context: Any) -> None:
@@ -428,7 +454,7 @@ class RunningBlock(PartAfterBlocks):
         reference.run_before(self.block)
         for entry in statistics.values():
             entry.cross_moment = torch.zeros(entry.width, entry.width, dtype=torch.float64)
-        for number in range(len(reference.batches)):
+        for number in reference.batch_numbers(held_back=False):
             pairs = zip(
                 self._runner.layer_inputs(number, self.block, layers),
                 reference.layer_inputs(number, self.block, layers),
@@ -439,6 +465,26 @@ class RunningBlock(PartAfterBlocks):
                 assert entry.cross_moment is not None
                 entry.cross_moment += ((reference_x - x).float().t() @ x.float()).cpu()
         reference.run_block(self.block)
+
+    def run_reference(self) -> None:
+        """Run the unchanged block on its inputs in the unchanged model; call it before the block changes."""
+        assert self._reference is not None
+        self._reference.run_before(self.block)
+        self._reference.run_block(self.block)
+
+    def batch_sizes(self, *, held_back: bool) -> dict[int, int]:
+        """Return the numbers of samples of the batches, by the number of the batch."""
+        batches = self._runner.batches
+        return {n: len(next(iter(batches[n].values()))) for n in self._runner.batch_numbers(held_back)}
+
+    def output_error(self, number: int, weights: Mapping[str, Tensor]) -> Tensor:
+        """Return the squared error of the outputs for batch `number` against those of `run_reference`.
+
+        weights: by name, in place of the model's; gradients are passed to them.
+        """
+        assert self._reference is not None
+        difference = self._runner.tokens_after(number, self.block, weights)
+        return (difference.float() - self._reference.stored_tokens(number).float()).square().sum()
 
     def run(self, see: StatesCallback | None = None) -> None:
         """Run the block as it is now and store its outputs, once; call `see` with its inputs and outputs."""
@@ -458,7 +504,7 @@ def run_parts(
 ) -> Iterator[PartAfterBlocks]:
     """Yield each block of `model` as in `run_blocks`, and the layers after the blocks at the end.
 
-    with_reference: whether blocks collect cross moments with the unchanged model.
+    with_reference: whether the unchanged model runs next to it, for cross moments and target outputs.
     """
     if family_of(model) is None:
         raise InputError(
@@ -477,7 +523,9 @@ def run_parts(
         runner = SequentialRunner(model, [*batches, *held_back], folder, limit_bytes, len(held_back))
         reference = None
         if with_reference:
-            reference = SequentialRunner(model, batches, folder / "reference", limit_bytes)
+            reference = SequentialRunner(
+                model, runner.batches, folder / "reference", limit_bytes, len(held_back)
+            )
         for block in visit_blocks(model, ctx, offloaded, save):
             runner.run_before(block)
             step = RunningBlock(block, reference, model, samples, ctx, runner)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.errors import InputError, did_you_mean
+from smelt.quantization.groupwise import GROUP_SIZE
 from smelt.quantization.scheme import (
     EXPORT_TARGETS,
     OptionValue,
@@ -101,6 +102,13 @@ def is_row_independent(scheme: Scheme, width: int, options: SchemeOptions) -> bo
     """Return whether the weights and scales of a row of K = `width` inputs depend on that row only."""
     specs = scheme.stored_tensors(1, width, options).values()
     return not scheme.is_per_tensor(options) and all(tensor.per_row or tensor.calibrated for tensor in specs)
+
+
+def can_learn_ranges(scheme: Scheme) -> bool:
+    """Return whether weights in groups are integer steps of a scale that the range of a group defines."""
+    has_groups = any(option.name == GROUP_SIZE.name for option in scheme.option_specs)
+    has_ranges = scheme.supports_clipping and not scheme.requires_training
+    return has_groups and has_ranges and scheme.learnable_scales
 
 
 def schemes_by_option() -> dict[str, list[tuple[Scheme, SchemeOption]]]:

@@ -1,0 +1,335 @@
+"""AutoRound: learn the rounding of each weight and the range of each group by signed gradients.
+
+Cheng et al. 2023, Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs,
+arXiv:2309.05516, and its published code (intel/auto-round at b9f3d00: sign_round/quantizer.py, sign_sgd.py,
+data_type/int.py, wrapper.py). The values of a group of weights W with the smallest value l and the largest
+one h (0 included) are
+
+    s, z = scheme(a l, b h)                       the scale, rounded as it is stored, and the zero point
+    Q = s clip(round(W / s + V), low, high)       low and high: the codes' limits minus the zero point
+
+V starts at 0, a and b at 1, where Q is W rounded to nearest. The blocks are tuned one by one: for inputs from
+the quantized blocks before it, the squared error of the output against the output of the float model (on its
+own inputs, `enable_quanted_input`) is minimized. Rounding passes gradients unchanged; every update moves each
+parameter by the learning rate against the sign of its gradient (no momentum), and a and b stay in [0, 1]. The
+learning rate falls linearly from 1 / iterations to 0, so that V stays within half a step. An update uses at
+least eight samples, drawn without replacement until all were used; the iteration with the least loss counts.
+
+Differences from the published code: short samples share a batch, so an update has more than eight of them;
+its windows have 2,048 tokens. The code compares the losses of iterations on different samples; here each loss
+is relative to that of rounding to nearest on the same samples. A block that is not better than that on
+samples held back is rounded to nearest. Scales are float16, as stored; the code's `scale_dtype` may be
+bfloat16. The code rounds linear layers outside of blocks to nearest unless it is given their inputs; here
+their output error for W is minimized, 2 (Q - W) X X^T being its gradient.
+
+Shapes: N = outputs, K = inputs, G = groups, g = inputs of a group, D = width of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from smelt.calibration.samples import CalibrationSamples
+from smelt.calibration.sequential import ModelPart, RunningBlock
+from smelt.calibration.statistics import InputStatistics, warn_of_few_tokens
+from smelt.compress.quantize.plan_layers import PlannedLayer, dequantize_codes, straight_through
+from smelt.core.errors import InputError
+from smelt.models.edits import is_masked
+from smelt.quantization.groupwise import split_into_groups
+from smelt.quantization.scheme import QuantParams, Scheme, SchemeOptions, UnpackedWeights
+from smelt.quantization.schemes.registry import can_learn_ranges, find_scheme
+from smelt.stage import Context
+
+MIN_SAMPLES = 8  # of an update
+
+# Returns the relative loss of dequantized weights, each float32 [N, K], and its gradients.
+LossWithGradients: TypeAlias = Callable[[list[Tensor]], tuple[float, Sequence[Tensor | None]]]
+
+
+class LearnedRounding:
+    """The learned rounding of one matrix.
+
+    Args:
+        weight: float [N, K], not changed.
+        scheme: one whose ranges can be learned.
+        options: options of the scheme.
+        keep_zeros: whether weights of zero are kept at zero.
+
+    Attributes:
+        parameters: V, float32 [N, G, g]; a and b, float32 [N, G].
+    """
+
+    def __init__(self, weight: Tensor, scheme: Scheme, options: SchemeOptions, keep_zeros: bool) -> None:
+        self.weight, self._scheme, self._options = weight.detach(), scheme, options
+        self._groups = split_into_groups(weight.detach().float(), scheme.group_size(weight.shape[1], options))
+        self._movable = self._groups != 0 if keep_zeros else None
+        self._low = self._groups.amin(dim=-1).clamp(max=0)
+        self._high = self._groups.amax(dim=-1).clamp(min=0)
+        ones = torch.ones_like(self._low)
+        values = (torch.zeros_like(self._groups), ones, ones.clone())
+        self.parameters: tuple[Tensor, ...] = tuple(value.requires_grad_() for value in values)
+
+    def values(self) -> Tensor:
+        """Return the dequantized weights, float32 [N, K], with gradients for the parameters."""
+        grid = self._grid()
+        scales, offset = grid["scales"][..., None], self.parameters[0]
+        if self._movable is not None:
+            offset = offset * self._movable
+        steps = self._groups * _reciprocal(scales) + offset
+        limits = self._scheme.code_range(grid, self._options)
+        assert limits is not None
+        low, high = (torch.as_tensor(limit, device=steps.device).to(steps) for limit in limits)
+        codes = straight_through(steps, steps.detach().round()).clamp(low, high)
+        return (codes * scales).flatten(1)[:, : self.weight.shape[1]]
+
+    @torch.no_grad()
+    def codes(self) -> UnpackedWeights:
+        """Return the quantized weights."""
+        grid, size = self._qparams(*self._ends()), self._groups.shape[2]
+        codes = self._scheme.quantize(split_into_groups(self.values(), size), grid, self._options)
+        return UnpackedWeights(codes, grid)
+
+    @torch.no_grad()
+    def update(self, gradients: Sequence[Tensor | None], learning_rate: float) -> None:
+        """Move each parameter by `learning_rate` against the sign of its gradient."""
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            if gradient is not None:
+                parameter.sub_(learning_rate * gradient.sign())
+        for shrink in self.parameters[1:]:
+            shrink.clamp_(0, 1)
+
+    def _ends(self) -> tuple[Tensor, Tensor]:
+        return self._low * self.parameters[1], self._high * self.parameters[2]
+
+    def _qparams(self, low: Tensor, high: Tensor) -> QuantParams:
+        ends = torch.stack([low, high], dim=-1).detach()
+        return self._scheme.compute_qparams(ends, ends.shape[1] * ends.shape[2], self._options)
+
+    def _grid(self) -> dict[str, Tensor]:
+        """Return scales and zero points, with gradients for a and b that pass through their rounding.
+
+        A scale is proportional to the range, or without zero points to the end that is farther from zero.
+        """
+        low, high = self._ends()
+        grid = self._qparams(low, high)
+        span = high - low if "zeros" in grid else torch.where(high > -low, high, low)
+        slope = grid["scales"] * _reciprocal(span.detach())
+        result = {"scales": straight_through(span * slope, grid["scales"])}
+        if "zeros" in grid:
+            zeros = -low * _reciprocal(result["scales"])
+            result["zeros"] = straight_through(zeros, grid["zeros"].float())
+        return result
+
+
+def _reciprocal(x: Tensor) -> Tensor:
+    """Return 1 / x, and 0 for 0, both with finite gradients."""
+    is_zero = x == 0
+    return (1 / x.masked_fill(is_zero, 1.0)).masked_fill(is_zero, 0.0)
+
+
+def sign_descent(
+    roundings: Sequence[LearnedRounding], loss_of: LossWithGradients, iterations: int
+) -> list[float]:
+    """Tune `roundings`, leave them at the iteration with the least loss, and return the losses of all."""
+    parameters = [parameter for rounding in roundings for parameter in rounding.parameters]
+    best, losses = [parameter.detach().clone() for parameter in parameters], list[float]()
+    for iteration in range(iterations):
+        values = [rounding.values() for rounding in roundings]
+        loss, gradients = loss_of([value.detach() for value in values])
+        if not losses or loss < min(losses):
+            best = [parameter.detach().clone() for parameter in parameters]
+        losses.append(loss)
+        moved = [
+            (value, gradient)
+            for value, gradient in zip(values, gradients, strict=True)
+            if gradient is not None
+        ]
+        of_parameters = torch.autograd.grad(
+            [value for value, _ in moved], parameters, [gradient for _, gradient in moved], allow_unused=True
+        )
+        for index, rounding in enumerate(roundings):
+            rounding.update(
+                of_parameters[3 * index : 3 * index + 3], (1 - iteration / iterations) / iterations
+            )
+    with torch.no_grad():
+        for parameter, value in zip(parameters, best, strict=True):
+            parameter.copy_(value)
+    return losses
+
+
+class _BlockLoss:
+    """The squared error of a block's outputs on a few batches, relative to rounding to nearest.
+
+    names: of the weights, in the order of the values. generator: of the order of the batches.
+    """
+
+    def __init__(
+        self, part: RunningBlock, names: Sequence[str], nearest: Sequence[Tensor], generator: torch.Generator
+    ) -> None:
+        self._part, self._names, self._generator = part, names, generator
+        self._nearest, self._nearest_errors = dict(zip(names, nearest, strict=True)), dict[int, float]()
+        self._sizes, self._order = part.batch_sizes(held_back=False), list[int]()
+
+    def __call__(self, values: list[Tensor]) -> tuple[float, list[Tensor | None]]:
+        """Return the loss for the next batches, and its gradients."""
+        weights = {n: value.requires_grad_() for n, value in zip(self._names, values, strict=True)}
+        numbers = self._draw()
+        error, sums = 0.0, [torch.zeros_like(value) for value in values]
+        for number in numbers:
+            batch_error = self._part.output_error(number, weights)
+            error += float(batch_error)
+            gradients = torch.autograd.grad(batch_error, values, allow_unused=True)
+            for total, gradient in zip(sums, gradients, strict=True):
+                if gradient is not None:
+                    total.add_(gradient)
+        return error / max(sum(map(self._nearest_error, numbers)), _TINY), list(sums)
+
+    @torch.no_grad()
+    def on_other_samples(self, values: Sequence[Tensor]) -> float:
+        """Return the loss on all samples held back from calibration; without any, on those of calibration."""
+        numbers = self._part.batch_sizes(held_back=True) or self._sizes
+        weights = dict(zip(self._names, values, strict=True))
+        error = sum(float(self._part.output_error(number, weights)) for number in numbers)
+        return error / max(sum(map(self._nearest_error, numbers)), _TINY)
+
+    @torch.no_grad()
+    def _nearest_error(self, number: int) -> float:
+        if number not in self._nearest_errors:
+            self._nearest_errors[number] = float(self._part.output_error(number, self._nearest))
+        return self._nearest_errors[number]
+
+    def _draw(self) -> list[int]:
+        """Return the next batches; all are drawn before any is drawn again."""
+        numbers, missing = list[int](), min(MIN_SAMPLES, sum(self._sizes.values()))
+        while missing > 0:
+            if not self._order:
+                self._order = torch.randperm(len(self._sizes), generator=self._generator).tolist()
+            numbers.append(self._order.pop())
+            missing -= self._sizes[numbers[-1]]
+        return numbers
+
+
+_TINY = torch.finfo(torch.float32).tiny
+
+
+class AutoRoundRunner:
+    """State of an AutoRound run.
+
+    Args:
+        samples: calibration samples.
+        iterations: updates of each block.
+        ctx: seed; gets the details of each block and warnings.
+
+    Attributes:
+        codes: quantized weights by `PlannedLayer.weight_id`.
+    """
+
+    def __init__(self, samples: CalibrationSamples, iterations: int, ctx: Context) -> None:
+        self.codes: dict[int, UnpackedWeights] = {}
+        self._samples, self._iterations, self._ctx = samples, iterations, ctx
+        self._generator = torch.Generator().manual_seed(ctx.seed)
+        self._errors: dict[str, float] = {}
+        self._not_better: list[str] = []
+        self._token_counts: list[tuple[int, int]] = []
+
+    def calibrate(self, layers: Sequence[PlannedLayer], part: ModelPart) -> None:
+        """Quantize `layers` in `part`, each weight once; set their weights to the results.
+
+        Raises:
+            InputError: outputs or inputs are not finite.
+        """
+        first = {layer.weight_id: layer for layer in reversed(layers) if layer.weight_id not in self.codes}
+        learned = [layer for layer in first.values() if can_learn_ranges(find_scheme(layer.scheme))]
+        if not learned:
+            return
+        if isinstance(part, RunningBlock):
+            part.run_reference()
+            self._tune_block(learned, part)
+            return
+        with part.collect({layer.name: [layer.module] for layer in learned}) as statistics:
+            for layer in learned:
+                if statistics[layer.name].tokens:
+                    self._tune_layer(layer, statistics[layer.name])
+
+    def _tune_block(self, layers: Sequence[PlannedLayer], part: RunningBlock) -> None:
+        roundings, names = (
+            [_rounding(layer) for layer in layers],
+            [f"{layer.name}.weight" for layer in layers],
+        )
+        nearest = [rounding.values().detach() for rounding in roundings]
+        loss = _BlockLoss(part, names, nearest, self._generator)
+        self._tune(part.block.module_path, roundings, loss, loss.on_other_samples, layers)
+
+    def _tune_layer(self, layer: PlannedLayer, statistics: InputStatistics) -> None:
+        """Tune a layer outside of blocks on the second moments of its inputs."""
+        rounding = _rounding(layer)
+        nearest = rounding.values().detach()
+
+        def error_of(values: Tensor, seen: InputStatistics) -> tuple[Tensor, float]:
+            assert seen.second_moment is not None
+            off = values - rounding.weight.float()
+            of_inputs = off @ seen.second_moment.to(off)
+            return 2 * of_inputs, float((of_inputs * off).sum())
+
+        def loss_of(values: Sequence[Tensor]) -> tuple[float, list[Tensor | None]]:
+            gradient, error = error_of(values[0], statistics)
+            return error / max(error_of(nearest, statistics)[1], _TINY), [gradient]
+
+        def on_other_samples(values: Sequence[Tensor]) -> float:
+            errors = [error_of(each, statistics.judged)[1] for each in (values[0], nearest)]
+            return errors[0] / max(errors[1], _TINY)
+
+        self._tune(layer.name, [rounding], loss_of, on_other_samples, [layer])
+        self._token_counts.append((statistics.tokens, int(rounding.weight.shape[1])))
+
+    def _tune(
+        self,
+        name: str,
+        roundings: Sequence[LearnedRounding],
+        loss_of: LossWithGradients,
+        judge: Callable[[Sequence[Tensor]], float],
+        layers: Sequence[PlannedLayer],
+    ) -> None:
+        """Tune `roundings` of `layers` together, or round to nearest where that is not worse."""
+        nearest = [rounding.codes() for rounding in roundings]
+        losses = sign_descent(roundings, loss_of, self._iterations)
+        codes = [rounding.codes() for rounding in roundings]
+        values = [_dequantize(*pair) for pair in zip(codes, layers, strict=True)]
+        error = judge(values)
+        if not torch.tensor([*losses, error]).isfinite().all():
+            raise InputError(
+                f"quantize: {name}: outputs are not finite. The training before this step has probably"
+                " diverged; lower its learning_rate.",
+                code="non-finite-activations",
+            )
+        if error >= 1:
+            error, codes, values = (
+                1.0,
+                nearest,
+                [_dequantize(*pair) for pair in zip(nearest, layers, strict=True)],
+            )
+            self._not_better.append(name)
+        self._errors[name] = error
+        for layer, chosen, value in zip(layers, codes, values, strict=True):
+            with torch.no_grad():
+                layer.module.weight.copy_(value)
+            grid = {key: tensor.cpu() for key, tensor in chosen.qparams.items()}
+            self.codes[layer.weight_id] = UnpackedWeights(chosen.q_weight.cpu(), grid)
+
+    def report(self) -> None:
+        """Write the results to the details and warnings of the context."""
+        self._ctx.details["autoround_error"] = {n: float(f"{e:.3g}") for n, e in self._errors.items()}
+        warn_of_few_tokens(self._token_counts, self._samples, self._ctx)
+
+
+def _rounding(layer: PlannedLayer) -> LearnedRounding:
+    keep_zeros = is_masked(layer.module)
+    return LearnedRounding(layer.module.weight, find_scheme(layer.scheme), layer.options, keep_zeros)
+
+
+def _dequantize(codes: UnpackedWeights, layer: PlannedLayer) -> Tensor:
+    return dequantize_codes(codes, find_scheme(layer.scheme), layer.options, layer.module.weight)

@@ -27,7 +27,8 @@ Shapes: N = outputs, K = inputs, G = groups, g = inputs of a group, D = width of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -45,9 +46,10 @@ from smelt.quantization.schemes.registry import can_learn_ranges, find_scheme
 from smelt.stage import Context
 
 MIN_SAMPLES = 8  # of an update
+_TINY = torch.finfo(torch.float32).tiny
 
 # Returns the relative loss of dequantized weights, each float32 [N, K], and its gradients.
-LossWithGradients: TypeAlias = Callable[[list[Tensor]], tuple[float, Sequence[Tensor | None]]]
+LossWithGradients: TypeAlias = Callable[[list[Tensor]], tuple[float, list[Tensor]]]
 
 
 class LearnedRounding:
@@ -94,11 +96,10 @@ class LearnedRounding:
         return UnpackedWeights(codes, grid)
 
     @torch.no_grad()
-    def update(self, gradients: Sequence[Tensor | None], learning_rate: float) -> None:
+    def update(self, gradients: Sequence[Tensor], learning_rate: float) -> None:
         """Move each parameter by `learning_rate` against the sign of its gradient."""
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            if gradient is not None:
-                parameter.sub_(learning_rate * gradient.sign())
+            parameter.sub_(learning_rate * gradient.sign())
         for shrink in self.parameters[1:]:
             shrink.clamp_(0, 1)
 
@@ -143,18 +144,9 @@ def sign_descent(
         if not losses or loss < min(losses):
             best = [parameter.detach().clone() for parameter in parameters]
         losses.append(loss)
-        moved = [
-            (value, gradient)
-            for value, gradient in zip(values, gradients, strict=True)
-            if gradient is not None
-        ]
-        of_parameters = torch.autograd.grad(
-            [value for value, _ in moved], parameters, [gradient for _, gradient in moved], allow_unused=True
-        )
-        for index, rounding in enumerate(roundings):
-            rounding.update(
-                of_parameters[3 * index : 3 * index + 3], (1 - iteration / iterations) / iterations
-            )
+        learning_rate = (1 - iteration / iterations) / iterations
+        for rounding, value, gradient in zip(roundings, values, gradients, strict=True):
+            rounding.update(torch.autograd.grad(value, rounding.parameters, gradient), learning_rate)
     with torch.no_grad():
         for parameter, value in zip(parameters, best, strict=True):
             parameter.copy_(value)
@@ -164,35 +156,33 @@ def sign_descent(
 class _BlockLoss:
     """The squared error of a block's outputs on a few batches, relative to rounding to nearest.
 
-    names: of the weights, in the order of the values. generator: of the order of the batches.
+    nearest: weights rounded to nearest, by name. generator: of the order of the batches.
     """
 
-    def __init__(
-        self, part: RunningBlock, names: Sequence[str], nearest: Sequence[Tensor], generator: torch.Generator
-    ) -> None:
-        self._part, self._names, self._generator = part, names, generator
-        self._nearest, self._nearest_errors = dict(zip(names, nearest, strict=True)), dict[int, float]()
+    def __init__(self, part: RunningBlock, nearest: Mapping[str, Tensor], generator: torch.Generator) -> None:
+        self._part, self._nearest, self._generator = part, nearest, generator
+        self._nearest_errors: dict[int, float] = {}
         self._sizes, self._order = part.batch_sizes(held_back=False), list[int]()
 
-    def __call__(self, values: list[Tensor]) -> tuple[float, list[Tensor | None]]:
+    def __call__(self, values: list[Tensor]) -> tuple[float, list[Tensor]]:
         """Return the loss for the next batches, and its gradients."""
-        weights = {n: value.requires_grad_() for n, value in zip(self._names, values, strict=True)}
+        weights = {n: value.requires_grad_() for n, value in zip(self._nearest, values, strict=True)}
         numbers = self._draw()
         error, sums = 0.0, [torch.zeros_like(value) for value in values]
         for number in numbers:
             batch_error = self._part.output_error(number, weights)
-            error += float(batch_error)
+            error += float(batch_error.detach())
             gradients = torch.autograd.grad(batch_error, values, allow_unused=True)
             for total, gradient in zip(sums, gradients, strict=True):
                 if gradient is not None:
                     total.add_(gradient)
-        return error / max(sum(map(self._nearest_error, numbers)), _TINY), list(sums)
+        return error / max(sum(map(self._nearest_error, numbers)), _TINY), sums
 
     @torch.no_grad()
     def on_other_samples(self, values: Sequence[Tensor]) -> float:
         """Return the loss on all samples held back from calibration; without any, on those of calibration."""
         numbers = self._part.batch_sizes(held_back=True) or self._sizes
-        weights = dict(zip(self._names, values, strict=True))
+        weights = dict(zip(self._nearest, values, strict=True))
         error = sum(float(self._part.output_error(number, weights)) for number in numbers)
         return error / max(sum(map(self._nearest_error, numbers)), _TINY)
 
@@ -213,7 +203,36 @@ class _BlockLoss:
         return numbers
 
 
-_TINY = torch.finfo(torch.float32).tiny
+class _LayerLoss:
+    """The squared output error of a layer outside of blocks, relative to rounding to nearest.
+
+    nearest: weights rounded to nearest, float32 [N, K]. statistics: of its inputs, with second moments.
+    """
+
+    def __init__(self, weight: Tensor, nearest: Tensor, statistics: InputStatistics) -> None:
+        self._weight, self._nearest, self._statistics = weight, nearest, statistics
+
+    def __call__(self, values: list[Tensor]) -> tuple[float, list[Tensor]]:
+        """Return the loss on the calibration samples, and its gradient."""
+        moment = _second_moment(self._statistics, self._weight)
+        gradient = 2 * (values[0] - self._weight) @ moment
+        return self._relative_error(values[0], moment), [gradient]
+
+    def on_other_samples(self, values: Sequence[Tensor]) -> float:
+        """Return the loss on samples held back from calibration; without any, on those of calibration."""
+        return self._relative_error(values[0], _second_moment(self._statistics.judged, self._weight))
+
+    def _relative_error(self, values: Tensor, moment: Tensor) -> float:
+        learned, nearest = (
+            float((difference @ moment * difference).sum())
+            for difference in (values - self._weight, self._nearest - self._weight)
+        )
+        return learned / max(nearest, _TINY)
+
+
+def _second_moment(statistics: InputStatistics, like: Tensor) -> Tensor:
+    assert statistics.second_moment is not None
+    return statistics.second_moment.to(like)
 
 
 class AutoRoundRunner:
@@ -233,14 +252,16 @@ class AutoRoundRunner:
         self._samples, self._iterations, self._ctx = samples, iterations, ctx
         self._generator = torch.Generator().manual_seed(ctx.seed)
         self._errors: dict[str, float] = {}
-        self._not_better: list[str] = []
+        self._unreached: list[str] = []
         self._token_counts: list[tuple[int, int]] = []
 
     def calibrate(self, layers: Sequence[PlannedLayer], part: ModelPart) -> None:
         """Quantize `layers` in `part`, each weight once; set their weights to the results.
 
+        Layers of a block are tuned together, layers outside of blocks one by one.
+
         Raises:
-            InputError: outputs or inputs are not finite.
+            InputError: outputs are not finite.
         """
         first = {layer.weight_id: layer for layer in reversed(layers) if layer.weight_id not in self.codes}
         learned = [layer for layer in first.values() if can_learn_ranges(find_scheme(layer.scheme))]
@@ -248,88 +269,68 @@ class AutoRoundRunner:
             return
         if isinstance(part, RunningBlock):
             part.run_reference()
-            self._tune_block(learned, part)
+            roundings, nearest = _start(learned)
+            names = [f"{layer.name}.weight" for layer in learned]
+            loss = _BlockLoss(part, dict(zip(names, nearest, strict=True)), self._generator)
+            self._tune(part.block.module_path, learned, roundings, loss)
             return
         with part.collect({layer.name: [layer.module] for layer in learned}) as statistics:
             for layer in learned:
-                if statistics[layer.name].tokens:
-                    self._tune_layer(layer, statistics[layer.name])
-
-    def _tune_block(self, layers: Sequence[PlannedLayer], part: RunningBlock) -> None:
-        roundings, names = (
-            [_rounding(layer) for layer in layers],
-            [f"{layer.name}.weight" for layer in layers],
-        )
-        nearest = [rounding.values().detach() for rounding in roundings]
-        loss = _BlockLoss(part, names, nearest, self._generator)
-        self._tune(part.block.module_path, roundings, loss, loss.on_other_samples, layers)
+                self._tune_layer(layer, statistics[layer.name])
 
     def _tune_layer(self, layer: PlannedLayer, statistics: InputStatistics) -> None:
-        """Tune a layer outside of blocks on the second moments of its inputs."""
-        rounding = _rounding(layer)
-        nearest = rounding.values().detach()
-
-        def error_of(values: Tensor, seen: InputStatistics) -> tuple[Tensor, float]:
-            assert seen.second_moment is not None
-            off = values - rounding.weight.float()
-            of_inputs = off @ seen.second_moment.to(off)
-            return 2 * of_inputs, float((of_inputs * off).sum())
-
-        def loss_of(values: Sequence[Tensor]) -> tuple[float, list[Tensor | None]]:
-            gradient, error = error_of(values[0], statistics)
-            return error / max(error_of(nearest, statistics)[1], _TINY), [gradient]
-
-        def on_other_samples(values: Sequence[Tensor]) -> float:
-            errors = [error_of(each, statistics.judged)[1] for each in (values[0], nearest)]
-            return errors[0] / max(errors[1], _TINY)
-
-        self._tune(layer.name, [rounding], loss_of, on_other_samples, [layer])
-        self._token_counts.append((statistics.tokens, int(rounding.weight.shape[1])))
+        if not statistics.tokens:
+            self._unreached.append(layer.name)
+            return
+        roundings, nearest = _start([layer])
+        weight = layer.module.weight.detach().float()
+        self._tune(layer.name, [layer], roundings, _LayerLoss(weight, nearest[0], statistics))
+        self._token_counts.append((statistics.tokens, int(weight.shape[1])))
 
     def _tune(
         self,
         name: str,
-        roundings: Sequence[LearnedRounding],
-        loss_of: LossWithGradients,
-        judge: Callable[[Sequence[Tensor]], float],
         layers: Sequence[PlannedLayer],
+        roundings: Sequence[LearnedRounding],
+        loss: _BlockLoss | _LayerLoss,
     ) -> None:
-        """Tune `roundings` of `layers` together, or round to nearest where that is not worse."""
+        """Tune `roundings` of `layers` together; round to nearest where that is not worse."""
         nearest = [rounding.codes() for rounding in roundings]
-        losses = sign_descent(roundings, loss_of, self._iterations)
-        codes = [rounding.codes() for rounding in roundings]
-        values = [_dequantize(*pair) for pair in zip(codes, layers, strict=True)]
-        error = judge(values)
-        if not torch.tensor([*losses, error]).isfinite().all():
+        losses = sign_descent(roundings, loss, self._iterations)
+        error = loss.on_other_samples([rounding.values().detach() for rounding in roundings])
+        if not math.isfinite(sum(losses) + error):
             raise InputError(
                 f"quantize: {name}: outputs are not finite. The training before this step has probably"
                 " diverged; lower its learning_rate.",
                 code="non-finite-activations",
             )
-        if error >= 1:
-            error, codes, values = (
-                1.0,
-                nearest,
-                [_dequantize(*pair) for pair in zip(nearest, layers, strict=True)],
-            )
-            self._not_better.append(name)
-        self._errors[name] = error
-        for layer, chosen, value in zip(layers, codes, values, strict=True):
+        self._errors[name] = min(error, 1.0)
+        codes = [rounding.codes() for rounding in roundings] if error < 1 else nearest
+        for layer, chosen in zip(layers, codes, strict=True):
+            weight = layer.module.weight
             with torch.no_grad():
-                layer.module.weight.copy_(value)
+                weight.copy_(dequantize_codes(chosen, find_scheme(layer.scheme), layer.options, weight))
             grid = {key: tensor.cpu() for key, tensor in chosen.qparams.items()}
             self.codes[layer.weight_id] = UnpackedWeights(chosen.q_weight.cpu(), grid)
 
     def report(self) -> None:
         """Write the results to the details and warnings of the context."""
         self._ctx.details["autoround_error"] = {n: float(f"{e:.3g}") for n, e in self._errors.items()}
+        if self._unreached:
+            self._ctx.warn(
+                "uncalibrated-layers",
+                f"No calibration sample reaches {', '.join(self._unreached)}; the weights of these"
+                " layers are rounded to nearest. Add calibration samples that use them.",
+            )
         warn_of_few_tokens(self._token_counts, self._samples, self._ctx)
 
 
-def _rounding(layer: PlannedLayer) -> LearnedRounding:
-    keep_zeros = is_masked(layer.module)
-    return LearnedRounding(layer.module.weight, find_scheme(layer.scheme), layer.options, keep_zeros)
-
-
-def _dequantize(codes: UnpackedWeights, layer: PlannedLayer) -> Tensor:
-    return dequantize_codes(codes, find_scheme(layer.scheme), layer.options, layer.module.weight)
+def _start(layers: Sequence[PlannedLayer]) -> tuple[list[LearnedRounding], list[Tensor]]:
+    """Return the learned roundings of `layers`, and the weights rounded to nearest."""
+    roundings = [
+        LearnedRounding(
+            layer.module.weight, find_scheme(layer.scheme), layer.options, is_masked(layer.module)
+        )
+        for layer in layers
+    ]
+    return roundings, [rounding.values().detach() for rounding in roundings]

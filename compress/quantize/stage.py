@@ -39,6 +39,7 @@ class Quantize(Stage[QuantizeSettings]):
         - quantize: {scheme: int4, group_size: 32, clip: mse}
         - quantize: {scheme: int4, method: awq, clip: awq}
         - quantize: {scheme: int2, method: awq-gptq}
+        - quantize: {scheme: int2, method: autoround}
         - quantize: {scheme: int4, method: hqq}
         - quantize: {scheme: int2, method: gptq, group_size: 32, symmetric: false}
         - quantize: {scheme: ternary, granularity: channel}
@@ -60,6 +61,7 @@ class Quantize(Stage[QuantizeSettings]):
             "gptq: Frantar et al. 2023, arXiv:2210.17323",
             "gptaq_alpha: Li et al. 2025, arXiv:2504.02692",
             "awq: Lin et al. 2023, arXiv:2306.00978",
+            "autoround: Cheng et al. 2023, arXiv:2309.05516",
             "hqq: Badri & Shaji 2023, https://mobiusml.github.io/hqq_blog/",
             "low_rank_correction: LoftQ, Li et al. 2023, arXiv:2310.08659; LQER, Zhang et al. 2024,"
             " arXiv:2402.02446;"

@@ -22,6 +22,7 @@ from tests.support.expected_errors import raises_code
 from tests.support.models import every_family
 
 GPTQ = {"scheme": "int4", "group_size": 16, "method": "gptq", "calibration_samples": 6}
+AUTOROUND = GPTQ | {"method": "autoround", "iterations": 3}
 RTN = {"scheme": "int4", "group_size": 16}
 SMOOTH = {"smoothquant_alpha": 0.5, "sensitivity_samples": 0, "calibration_samples": 6}
 AWQ = RTN | {"method": "awq", "clip": "awq", "calibration_samples": 6}
@@ -44,7 +45,7 @@ def large(monkeypatch):
     ("opt", AWQ | {"output_layer": False}),  # inputs without a producer get factors
     ("llama", GPTQ | {"method": "awq-gptq"}),  # the blocks are read twice
     ("opt", GPTQ | {"method": "awq-gptq", "output_layer": False, "gptaq_alpha": 0.25}),
-    ("bart", GPTQ | {"gptaq_alpha": 0.25}),
+    ("bart", GPTQ | {"gptaq_alpha": 0.25}), ("bart", AUTOROUND), ("llama", AUTOROUND),
     ("llama", SMOOTH | {"scheme": "int8-dynamic"}),
     ("gemma", SMOOTH | {"scheme": "int8-static", "calibration_method": "percentile"}),  # a tied head
 ], ids=str)  # fmt: skip

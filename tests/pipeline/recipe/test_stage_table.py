@@ -44,6 +44,7 @@ REPORTED_SETTINGS = [
     ("factorize", {"targets": "embeddings", "rank": 8}), ("factorize", {"method": "tucker", "rank": "vbmf"}),
     ("factorize", {"parameter_budget": 0.5}), ("sparsify", {"pattern": "2:4"}),
     ("quantize", {"mixed_precision": {"target_bits": 4.5}, "method": "gptq"}),
+    ("quantize", {"scheme": "int4", "method": "autoround"}),
     ("quantize", {"scheme": "int4", "low_rank_correction": {"objective": "outputs"}}),
     ("finetune", {"qat": {}}), ("finetune", {"qat": {"scales": "lsq"}}), ("finetune", {"sparsify": {}}),
     ("finetune", {"sparsify": {"method": "soft-movement"}}), ("finetune", {"sparsify": {"pattern": "2:4"}}),

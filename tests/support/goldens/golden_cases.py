@@ -196,6 +196,9 @@ CASES: dict[str, Case] = {
     "quantize gpt2, pow2": Case("quantize", "gpt2", POW2),
     "quantize marian, ternary": Case("quantize", "marian", TERNARY),
     "quantize bert, gptq": Case("quantize", "bert", INT4 | {"method": "gptq"}),
+    "quantize bert, int2 by autoround": Case(
+        "quantize", "bert", INT2 | {"method": "autoround", "iterations": 3}, outputs_only=True
+    ),
     "quantize gpt2, mixed precision": Case(
         "quantize", "gpt2", {"mixed_precision": {"target_bits": 4.5}, "sensitivity_samples": 2}
     ),

@@ -141,6 +141,8 @@ TECHNIQUES: dict[str, Technique] = {
         True),
     "awq": Technique("quantize",
         {"scheme": "int4", "group_size": 32, "method": "awq", "clip": "awq", **FEW_SAMPLES}, True),
+    "autoround": Technique("quantize", {"scheme": "int4", "group_size": 32, "method": "autoround",
+        "iterations": 2, **FEW_SAMPLES}, True),
     "hqq": Technique("quantize", {"scheme": "int4", "group_size": 32, "method": "hqq"}, True),
     "bits": Technique("quantize", {"mixed_precision": {"target_bits": 8.5, "bit_widths": [4, 8]},
         "group_size": 16, "sensitivity_samples": 1, **FEW_SAMPLES}, True),

@@ -55,7 +55,7 @@ SEARCHES = [
     # quick cases that choose among candidates by what a model computes
     "depth marian, by the loss", "depth bert, of parts", "quantize gpt2, int8-static of the worst float",
     "quantize gpt2, int3 by awq", "quantize gpt2, int4 by hqq", "quantize bert, gptq",
-    "quantize gpt2, mixed precision", "quantize bert, int4 and pairs",
+    "quantize gpt2, mixed precision", "quantize bert, int4 and pairs", "quantize bert, int2 by autoround",
 ]  # fmt: skip
 
 

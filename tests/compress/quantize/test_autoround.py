@@ -135,7 +135,7 @@ def test_descent_keeps_iteration_with_least_loss():
     assert all(float(shrink.detach().max()) <= 1 for shrink in rounding.parameters[1:])
 
 
-def test_zeros_stay_zeros_where_they_are_kept():
+def test_zeros_are_unchanged_only_with_keep_zeros():
     torch.manual_seed(0)
     weight = torch.randn(4, 32) * (torch.rand(4, 32) < 0.5)
     options = {"group_size": SIZE, "symmetric": False, "accuracy_level": 0}
@@ -249,7 +249,7 @@ def test_same_seed_gives_same_weights(tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_zeros_of_sparse_model_stay(tmp_path):
+def test_zeros_of_sparse_model_are_unchanged(tmp_path):
     pattern = SparsifySettings(method="magnitude", pattern="2:4")
     sparse = every_family.run_stage(
         Sparsify(), pattern, every_family.model_with_layers("bert", 1), "bert", tmp_path / "s"

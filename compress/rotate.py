@@ -420,9 +420,7 @@ def _principal_axes(
     from smelt.calibration.samples import load_calibration_samples
     from smelt.calibration.statistics import collect_statistics, warn_of_few_tokens
 
-    samples = load_calibration_samples(
-        model, src, settings.calibration_samples, ctx, "rotate", padded=True
-    )
+    samples = load_calibration_samples(model, src, settings.calibration_samples, ctx, "rotate", padded=True)
     readers: dict[str, list[nn.Module]] = {
         group.norm: group.consumers[:1] for group in groups if group.consumers
     }

@@ -213,8 +213,9 @@ def _fixed_basis_reason(config: Mapping[str, Any]) -> str | None:
 def _unties(config: Mapping[str, Any]) -> bool:
     """Return whether a tied output layer gets a matrix of its own: it takes the weight of the final norm."""
     family = find_family(config)
-    is_generating = family is not None and family.architecture != "encoder"
-    return is_generating and bool(family.stacks(config)[-1].stream.final_norm)
+    if family is None or family.architecture == "encoder":
+        return False
+    return bool(family.stacks(config)[-1].stream.final_norm)
 
 
 def _norm_groups(model: Any) -> list[NormGroup]:
@@ -428,5 +429,5 @@ def _principal_axes(
         moments = [s.second_moment / s.tokens for s in statistics.values() if s.second_moment is not None]
         counts = [(s.tokens, s.width) for s in statistics.values()]
     warn_of_few_tokens(counts, samples, ctx)
-    _, axes = torch.linalg.eigh(torch.stack(moments).sum(dim=0).cpu())
+    axes: Tensor = torch.linalg.eigh(torch.stack(moments).sum(dim=0)).eigenvectors
     return axes.flip(-1)

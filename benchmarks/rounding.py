@@ -40,6 +40,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "int4 g32": {"scheme": "int4", "group_size": 32},
     "int3 g64": {"scheme": "int3", "group_size": 64},
     "int2 g64": {"scheme": "int2", "group_size": 64},
+    "int8-dynamic": {"scheme": "int8-dynamic"},
+    "int8-static": {"scheme": "int8-static"},
     "int4 g32, zero points": {"scheme": "int4", "group_size": 32, "symmetric": False},
     "int3 g64, zero points": {"scheme": "int3", "group_size": 64, "symmetric": False},
     "int2 g64, zero points": {"scheme": "int2", "group_size": 64, "symmetric": False},
@@ -56,12 +58,18 @@ METHODS: dict[str, dict[str, Any]] = {
     "gptaq": GPTQ | {"gptaq_alpha": 0.25},
     "gptq, clip mse": GPTQ | {"clip": "mse"},
     "autoround": {"method": "autoround"},
+    "rotated, rtn": {"rotate": {}},
+    "rotated, gptq": GPTQ | {"rotate": {}},
+    "values rotated, rtn": {"rotate": {"targets": ["heads"]}},
+    "values rotated, gptq": GPTQ | {"rotate": {"targets": ["heads"]}},
 }
 # the first is compared with the second
 PAIRS = (
     ("gptq", "gptq, in order"), ("awq", "awq, one-sided"), ("gptaq", "gptq"), ("gptq, clip mse", "gptq"),
     ("rtn, clip mse", "rtn"), ("hqq", "rtn"), ("rtn, clip mse", "hqq"),
     ("autoround", "rtn"), ("autoround", "gptq"), ("autoround", "awq"), ("autoround", "rtn, clip mse"),
+    ("rotated, rtn", "rtn"), ("rotated, gptq", "gptq"),
+    ("values rotated, rtn", "rtn"), ("values rotated, gptq", "gptq"),
 )  # fmt: skip
 
 
@@ -110,11 +118,15 @@ def quantize_and_measure(settings: dict[str, Any], options: argparse.Namespace) 
     if options.window:
         data["windows"] = {"length": options.window}
     is_calibrated = settings.get("method") in ("gptq", "awq", "autoround")
+    is_calibrated |= settings["scheme"] == "int8-static"
     calibrated = {"calibration_samples": options.calibration_samples} if is_calibrated else {}
-    artifact = smelt.apply(
-        "quantize", options.model, out=folder, data=data, task=options.task, threads=1, device="cpu",
-        **settings, **calibrated,
-    )  # fmt: skip
+    common = {"data": data, "task": options.task, "threads": 1, "device": "cpu"}
+    quantize_settings, source = settings | calibrated, options.model
+    if (rotation := quantize_settings.pop("rotate", None)) is not None:
+        source = options.out / "rotated"
+        shutil.rmtree(source, ignore_errors=True)
+        smelt.apply("rotate", options.model, out=source, **common, **rotation)
+    artifact = smelt.apply("quantize", source, out=folder, **common, **quantize_settings)
     seconds, details = time.perf_counter() - start, artifact.manifest.details
     return {
         "rows": measure(folder, options),

@@ -164,6 +164,9 @@ CASES: dict[str, Case] = {
     "factorize resnet, cp by energy": Case(
         "factorize", "resnet", {"method": "cp", "energy": 0.8}, allowed_error=ROTATION_TOLERANCE
     ),
+    "rotate gpt2": Case("rotate", "gpt2"),
+    "rotate qwen2, then int4": Case("quantize", "qwen2", INT4, (("rotate", {}),)),
+    "rotate bert, values": Case("rotate", "bert", {"targets": ["heads"]}),
     "share bert": Case("share-weights", "bert"),
     "share marian, mean": Case("share-weights", "marian", {"init_from": "mean", "targets": ["ffn"]}),
     "share marian, with differences": Case(

@@ -21,7 +21,7 @@ CASES_OF_STAGES = {
     "trim-vocabulary": "vocabulary marian", "drop-layers": "depth marian, by the loss",
     "prune": "prune bert, within a budget", "sparsify": "sparsify bert",
     "factorize": "factorize bert, plain, by energy", "share-weights": "share bert",
-    "shortlist": "shortlist marian", "quantize": "quantize gpt2, mixed precision",
+    "rotate": "rotate gpt2", "shortlist": "shortlist marian", "quantize": "quantize gpt2, mixed precision",
     "onnx": "onnx bert, int8 of one scale", "simplify": "simplify graph",
     "quantize-onnx": "quantize-onnx graph, static", "fp16": "fp16 graph",
 }  # fmt: skip

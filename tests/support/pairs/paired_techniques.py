@@ -135,6 +135,8 @@ TECHNIQUES: dict[str, Technique] = {
         usable_on=("gemma", 2)),
     "shortlist": Technique("shortlist", {"candidates_per_token": 3, "frequent_tokens": 6},
         usable_on=("t5", 1)),
+    "rotate": Technique("rotate", usable_on=("opt", 1)),
+    "rotate-heads": Technique("rotate", {"targets": ["heads"]}, usable_on=("marian", 1)),
     "int8-static": Technique("quantize", {"smoothquant_alpha": 0.5, **small_settings("int8-static")}, True),
     "int8-plain": Technique("quantize", small_settings("int8-static"), True),
     "gptq": Technique("quantize", {"scheme": "int4", "group_size": 32, "method": "gptq", **FEW_SAMPLES},

@@ -227,8 +227,9 @@ def check_preserved(stage: str, before: ModelCounts, after: ModelCounts, lost: C
         assert after.low_rank_fraction >= before.low_rank_fraction or stage == "share-weights"
 
 
-PARAMETER_ADDING_STAGES = {"quantize", "finetune", "distill", "prune"}
-"""Stages behind which there may be more numbers: scales, adapters, and of T5 a bias by distance a layer."""
+PARAMETER_ADDING_STAGES = {"quantize", "finetune", "distill", "prune", "rotate"}
+"""Stages behind which there may be more numbers: scales, adapters, of T5 a bias by distance a layer, and an
+output layer that was tied."""
 
 
 def check_result(

@@ -117,11 +117,7 @@ def predict(model: Any, batch: dict[str, Tensor]) -> Tensor:
     """Return the log-probabilities of tokens [B, S, V], or of the classes of texts [B, 1, V]."""
     inputs = {name: value for name, value in batch.items() if name not in ("labels", "float")}
     logits: Tensor = model(**inputs, **({"use_cache": False} if model.can_generate() else {})).logits
-    if logits.dim() == 2:
-        logits = logits[:, None]
-    elif "decoder_input_ids" not in batch:
-        logits = logits[:, :-1]
-    return logits.log_softmax(-1)
+    return (logits[:, None] if logits.dim() == 2 else logits).log_softmax(-1)
 
 
 def measure(model: Any, batches: Batches) -> list[Row]:
@@ -129,7 +125,7 @@ def measure(model: Any, batches: Batches) -> list[Row]:
     rows: list[Row] = []
     for batch in batches:
         values, float_values = predict(model, batch), batch["float"]
-        labels = batch["labels"].reshape(len(values), -1)[:, -values.shape[1] :]
+        labels = batch["labels"].reshape(len(values), -1)  # of running text: the next tokens
         is_scored = labels != IGNORE_INDEX
         losses = F.nll_loss(values.mT, labels, reduction="none", ignore_index=IGNORE_INDEX)
         divergences = F.kl_div(values, float_values, reduction="none", log_target=True).sum(-1) * is_scored

@@ -156,7 +156,8 @@ def with_float_activations(model: Any) -> Any:
     for name, module in list(model.named_modules()):
         if isinstance(module, QuantizedLinear):
             linear = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
-            linear.weight.data, linear.bias = module.matrix.dequantize(), module.bias
+            linear.weight.data = module.matrix.dequantize()
+            linear.register_parameter("bias", module.bias)
             replace_module(model, name, linear)
     return model
 

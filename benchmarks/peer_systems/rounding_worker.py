@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -55,7 +55,7 @@ def quantize_with_llm_compressor(job: dict[str, Any], batches: list[Batch]) -> d
             recipe = [GPTQModifier(config_groups=groups)]
         model = getattr(transformers, job["architecture"]).from_pretrained(job["model"]).eval()
         names = list(model.state_dict())
-        data = torch.utils.data.DataLoader(batches, batch_size=None)
+        data: Any = torch.utils.data.DataLoader(cast("Any", batches), batch_size=None)
         try:
             oneshot(
                 model=model, dataset=data, recipe=recipe, pipeline=pipeline, sequential_targets=job["blocks"]
@@ -88,7 +88,7 @@ def quantize_with_gptqmodel(job: dict[str, Any], batches: list[Batch]) -> dict[s
     ]
     wrapper.quantize(samples, batch_size=8)
     model = getattr(transformers, job["architecture"]).from_pretrained(job["model"])
-    state = model.state_dict()
+    state: dict[str, torch.Tensor] = model.state_dict()
     for name, module in wrapper.model.named_modules():
         if name in job["layers"]:
             state[f"{name}.weight"] = module.dequantize_weight().T

@@ -4,7 +4,8 @@ Frantar et al. 2023, GPTQ, arXiv:2210.17323, and its published code (gptq.py, fa
 of the layer's inputs X and U the upper Cholesky factor of the inverse of the damped H, the columns are
 rounded one by one; the error of column j, divided by U_jj, is subtracted from the columns after it along U's
 row, at once inside a block of 128, and afterwards from the rest. The blocks of a model are processed one by
-one, each on the outputs of the quantized ones before it.
+one, each on the outputs of the quantized ones before it; and so are the layers of a block, those with the
+same input together (`true-sequential` of the published code, the default of GPTQModel).
 
 With `act_order: static` the columns with the largest diagonal of H are rounded first, while many columns can
 still compensate their errors (`desc_act` of the published code, `actorder: static` of llm-compressor). The
@@ -19,7 +20,8 @@ R - X is added to the columns after it:
     P = alpha triu(D U^T, 1) U          w_k += w_j P_jk for k > j
 
 The published code uses the rounded w_j for columns beyond the block of 128, so that its result depends on the
-size of the block; here it is the w_j of the paper's equation throughout.
+size of the block; here it is the w_j of the paper's equation throughout. All layers of a block then see the
+inputs of the unquantized block, which the float model next to it needs.
 
 Shapes: N = outputs, K = inputs, G = groups, g = inputs of a group.
 """
@@ -34,7 +36,7 @@ import torch
 from torch import Tensor
 
 from smelt.calibration.samples import CalibrationSamples
-from smelt.calibration.sequential import ModelPart
+from smelt.calibration.sequential import ModelPart, RunningBlock
 from smelt.calibration.statistics import (
     HESSIAN_DAMPING,
     InputStatistics,
@@ -202,12 +204,20 @@ class GptqRunner:
     def calibrate(self, layers: Sequence[PlannedLayer], part: ModelPart) -> None:
         """Quantize `layers` in `part` on their inputs, each weight once; set their weights to the results.
 
+        Layers with the same input are quantized together, in the order in which they are called.
+
         Raises:
             InputError: inputs of a layer are not finite, or its Hessian cannot be inverted with any damping.
         """
         first = {layer.weight_id: layer for layer in reversed(layers) if layer.weight_id not in self.codes}
-        with part.collect({layer.name: [layer.module] for layer in first.values()}) as statistics:
-            self.quantize(list(first.values()), statistics)
+        layers_by_name = {layer.name: layer for layer in first.values()}
+        modules = {name: [layer.module] for name, layer in layers_by_name.items()}
+        groups = [list(modules)]
+        if isinstance(part, RunningBlock) and self.gptaq_alpha is None:
+            groups = part.group_by_input(modules)
+        for names in groups:
+            with part.collect({name: modules[name] for name in names}) as statistics:
+                self.quantize([layers_by_name[name] for name in names], statistics)
 
     @torch.no_grad()
     def quantize(

@@ -436,6 +436,24 @@ class RunningBlock(PartAfterBlocks):
         """
         self._runner.observe(self.block, layers, see, held_back)
 
+    def group_by_input(self, layers: LayersByKey) -> list[list[str]]:
+        """Return the keys of `layers` by their input on the first batch, in the order of their first calls.
+
+        Layers that it does not reach are in the last group.
+        """
+        first_inputs: dict[str, Tensor] = {}
+        groups: list[list[str]] = []
+        for key, x in self._runner.layer_inputs(0, self.block, layers):
+            if key in first_inputs:
+                continue
+            group = next((group for group in groups if torch.equal(first_inputs[group[0]], x)), None)
+            if group is None:
+                groups.append(group := [])
+            group.append(key)
+            first_inputs[key] = x
+        unreached = [key for key in layers if key not in first_inputs]
+        return [*groups[:-1], [*groups[-1], *unreached]] if groups else [unreached]
+
     @contextmanager
     def collect(self, layers: LayersByKey, second: bool = True) -> Iterator[dict[str, InputStatistics]]:
         """Yield the statistics of the inputs of `layers`, in memory; with a reference also cross moments.

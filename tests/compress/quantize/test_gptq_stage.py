@@ -40,21 +40,15 @@ def stage(family, out, **settings):
 
 
 @pytest.mark.parametrize("family", ["bert", "bart", "gpt2"])
-def test_each_block_is_calibrated_on_quantized_previous_blocks(family, tmp_path):
+def test_each_layer_is_calibrated_on_quantized_previous_layers(family, tmp_path):
     source, ctx = stage(family, tmp_path / "out")
     model = harness.load_output_model(ctx)
     plain, _ = load_model(source)
     names = list(ctx.details["gptq_error"])
-    last = [n for n in names if ".1." in n][-1]  # the last product of the last block
-    # the model as it was when the block was reached: all blocks before it quantized
-    block_prefix = last[: last.index(".1.") + 3]
+    last = [n for n in names if ".1." in n][-1]  # the last layer of the last block, in the order of calls
     with torch.no_grad():
-        for name in names:
-            if (
-                not name.startswith(block_prefix)
-                and model.get_submodule(name) is not model.get_output_embeddings()
-            ):
-                plain.get_submodule(name).weight.copy_(model.get_submodule(name).matrix.dequantized())
+        for name in names[: names.index(last)]:
+            plain.get_submodule(name).weight.copy_(model.get_submodule(name).matrix.dequantized())
     artifact = tiny.as_artifact(source, ctx.task)
     rows = load_calibration_samples(plain, artifact, 6, ctx, "quantize", held_back=True)
     with collect_statistics(plain, rows, {last: [plain.get_submodule(last)]}, ctx) as statistics:

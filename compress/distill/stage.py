@@ -175,7 +175,10 @@ class Distill(Stage[DistillSettings]):
                 error_message(error.code, error.message, setting=f"phases.{index}.{error.setting}")
                 for error in phase.losses.check_task(task)
             ]
-        if settings.cache_logits is not None and not any(
+        if settings.cache_logits is not None and task_traits(task).output == "masked-tokens":
+            text = "each pass masks other tokens, so no output of the teacher is used twice; remove cache_logits."
+            errors.append(error_message("does-not-fit-task", text, setting="cache_logits"))
+        elif settings.cache_logits is not None and not any(
             t.needs_only_outputs(task) for t in settings.phase_settings()
         ):
             inner = ", ".join(INNER_LOSSES)

@@ -35,10 +35,12 @@ def write_masked_model(model: Path, out: Path) -> Path:
 
 
 def write_rows(source: Path, out: Path) -> dict[str, str]:
-    """Write the training rows, and those of test and validation together."""
-    texts = {name: gzip.open(source / f"{name}.jsonl.gz", "rt").read() for name in ("train", "validation", "test")}
-    (out / "train.jsonl").write_text(texts["train"])
-    (out / "test.jsonl").write_text(texts["test"] + texts["validation"])
+    """Write the training rows, and as test those of test and validation together, and return their paths."""
+    for name, parts in {"train": ("train",), "test": ("test", "validation")}.items():
+        with (out / f"{name}.jsonl").open("w", encoding="utf-8") as file:
+            for part in parts:
+                with gzip.open(source / f"{part}.jsonl.gz", "rt", encoding="utf-8") as rows:
+                    file.write(rows.read())
     return {name: str(out / f"{name}.jsonl") for name in ("train", "test")}
 
 
@@ -59,12 +61,18 @@ def run(out: Path, name: str, recipe: dict[str, Any]) -> Path:
 @click.option("--general-steps", default=300, show_default=True)
 @click.option("--task-steps", default=300, show_default=True)
 def main(
-    model: Path, text: Path, task_data: Path, out: Path, teacher_steps: int, general_steps: int, task_steps: int
+    model: Path,
+    text: Path,
+    task_data: Path,
+    out: Path,
+    teacher_steps: int,
+    general_steps: int,
+    task_steps: int,
 ) -> None:
     """Print the accuracy of each arm."""
     out.mkdir(parents=True, exist_ok=True)
     rows = write_rows(task_data, out)
-    training = {"batch_size": 32, "learning_rate": 1e-4, "num_evals": 0}
+    training = {"batch_size": 16, "learning_rate": 1e-4, "num_evals": 0}
     tuned = run(out, "teacher", {
         "model": str(model), "task": TASK, "data": rows, "threads": 1,
         "stages": [{"finetune": training | {"max_steps": teacher_steps, "learning_rate": 5e-5}, "name": "tuned"}],
@@ -73,7 +81,7 @@ def main(
     texts = {name: str(text / f"{name}.txt.gz") for name in ("train", "test")}
     general = run(out, "general", {
         "model": str(write_masked_model(model, out / "masked")), "task": "masked-language-modeling",
-        "data": texts | {"windows": {"length": 64}}, "threads": 1,
+        "data": texts | {"windows": {"length": 32}}, "threads": 1,
         "stages": [
             {"drop-layers": {"layers": 3}, "name": "cut"},
             {"distill": training | student | {"losses": GENERAL_LOSSES, "batch_size": 8,

@@ -179,7 +179,11 @@ def _piece_marker(piece: str) -> str:
 
 
 def replace_words(
-    text: str, candidates: Mapping[WordSpan, Sequence[str]], copies: int, probability: float, rng: random.Random
+    text: str,
+    candidates: Mapping[WordSpan, Sequence[str]],
+    copies: int,
+    probability: float,
+    rng: random.Random,
 ) -> list[str]:
     """Return at most `copies` different texts, in each of which words are replaced with `probability`.
 
@@ -237,7 +241,7 @@ def _make_copies(
     """Return for each sample its copies; of a pair, one text at a time is changed."""
     finder, copies = CandidateFinder(settings), []
     for index, example in enumerate(split.examples):
-        rng = random.Random(f"{ctx.seed}/{index}")  # noqa: S311 -- not for secrets
+        rng = random.Random(f"{ctx.seed}/{index}")
         copies.append(_example_copies(example, settings, finder.candidates, rng))
         ctx.progress(index + 1, len(split), "augmentation")
     return copies

@@ -174,7 +174,10 @@ class Distill(Stage[DistillSettings]):
             text = f"a teacher generates no targets for {task}; remove sequence_level."
             errors.append(error_message("does-not-fit-task", text, setting="sequence_level"))
         traits = task_traits(task)
-        if settings.augmentation is not None and (traits.samples, traits.architecture) != ("texts", "encoder"):
+        if settings.augmentation is not None and (traits.samples, traits.architecture) != (
+            "texts",
+            "encoder",
+        ):
             text = f"words are replaced only in texts of encoders, not for {task}; remove augmentation."
             errors.append(error_message("does-not-fit-task", text, setting="augmentation"))
         for index, phase in enumerate(settings.phases or ()):

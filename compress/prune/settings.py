@@ -262,7 +262,6 @@ def fixed_width_errors(task: Task, targets: Collection[str], setting: str) -> li
     return [error_message("fixed-width", f"{reason}. Set targets: [heads, ffn].", setting=setting)]
 
 
-
 def check_units(targets: Sequence[str], config: Mapping[str, Any]) -> list[Message]:
     """Return errors about targets that cannot be removed from a model of this config.
 

@@ -17,9 +17,9 @@ from smelt.compress.prune.settings import (
     narrowed_config,
 )
 from smelt.core.artifact import Artifact
-from smelt.core.messages import Message, error_message
+from smelt.core.messages import Message
 from smelt.data.splits import Split, missing_labels_errors
-from smelt.data.tasks import Task, task_traits
+from smelt.data.tasks import Task
 from smelt.models.model_size import FLOAT_BYTES, SizeInputs, StepSize, one_shot_size
 from smelt.quantization.schemes.registry import STATIC_SCHEME
 from smelt.stage import Context, Need, QuantizedInput, Stage

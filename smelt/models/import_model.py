@@ -424,7 +424,9 @@ def _edits_without_head(src: Path) -> list[Edit]:
     """Return the edits of the model in `src` but those of its head."""
     family = str(load_config(src).model_type)
     return [
-        edit for edit in read_edits(src) if not is_unused_tensor(family, f"{edit['module']}.weight", new_head=True)
+        edit
+        for edit in read_edits(src)
+        if not is_unused_tensor(family, f"{edit['module']}.weight", new_head=True)
     ]
 
 

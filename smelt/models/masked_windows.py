@@ -115,7 +115,4 @@ def cut_bidirectional_windows(
 
 def fixed_masks(windows: Sequence[WindowTokens], masker: TokenMasker) -> list[MaskedWindow]:
     """Return the windows with the masks on which all steps of a run are compared."""
-    return [
-        masker.mask(window.ids, window.is_special, (0, index))
-        for index, window in enumerate(windows)
-    ]
+    return [masker.mask(window.ids, window.is_special, (0, index)) for index, window in enumerate(windows)]

@@ -28,7 +28,7 @@ class MaskedLanguageModeling(LanguageModeling):
     suggested_metrics = ("perplexity", "masked_accuracy")
     hub_tag = "fill-mask"
     graph_output = "logits"
-    package: PackageClass | None = None
+    package = PackageClass("fill_mask", "MaskFiller", 'print(MaskFiller()(["TEXT WITH A MASK TOKEN"]))')
 
     def recognizes_model(self, config: Mapping[str, Any], is_embedder: bool) -> bool:
         """Return whether the checkpoint has the head of a masked language model."""

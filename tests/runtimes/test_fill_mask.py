@@ -14,7 +14,7 @@ from tests.support.models import masked
 from tests.support.models.tiny import SENTENCES
 
 FIRST = SENTENCES[0].split()
-ONE_MASK, TWO_MASKS = "{} {{0}} {}".format(FIRST[0], FIRST[1]), f"{{0}} {FIRST[0]} {{0}}"
+ONE_MASK, TWO_MASKS = f"{FIRST[0]} {{0}} {FIRST[1]}", f"{{0}} {FIRST[0]} {{0}}"
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "albert"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ def write_model(folder: Path, family: str = "bert", **config: Any) -> Path:
 
 
 def write_lines(path: Path, repeats: int = 4) -> Path:
-    """Write plain text, a sentence per line."""
-    path.write_text("".join(f"{sentence}\n" for sentence in SENTENCES * repeats))
+    """Write a sentence per line: plain text, or JSON lines in a file of this name."""
+    lines = [json.dumps({"text": s}) if path.suffix == ".jsonl" else s for s in SENTENCES * repeats]
+    path.write_text("".join(f"{line}\n" for line in lines))
     return path

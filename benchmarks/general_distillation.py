@@ -73,19 +73,21 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     rows = write_rows(task_data, out)
     training = {"batch_size": 16, "learning_rate": 1e-4, "num_evals": 0}
+    finetune = training | {"max_steps": teacher_steps, "learning_rate": 5e-5}
     tuned = run(out, "teacher", {
         "model": str(model), "task": TASK, "data": rows, "threads": 1,
-        "stages": [{"finetune": training | {"max_steps": teacher_steps, "learning_rate": 5e-5}, "name": "tuned"}],
+        "stages": [{"finetune": finetune, "name": "tuned"}],
     }) / "tuned"  # fmt: skip
-    student = {"student": {"layers": 3}}
+    distill = training | {
+        "student": {"layers": 3}, "losses": GENERAL_LOSSES, "batch_size": 8, "max_steps": general_steps
+    }  # fmt: skip
     texts = {name: str(text / f"{name}.txt.gz") for name in ("train", "test")}
     general = run(out, "general", {
         "model": str(write_masked_model(model, out / "masked")), "task": "masked-language-modeling",
         "data": texts | {"windows": {"length": 32}}, "threads": 1,
         "stages": [
             {"drop-layers": {"layers": 3}, "name": "cut"},
-            {"distill": training | student | {"losses": GENERAL_LOSSES, "batch_size": 8,
-                                              "max_steps": general_steps}, "from": "model", "name": "general"},
+            {"distill": distill, "from": "model", "name": "general"},
         ],
     })  # fmt: skip
     arms = {

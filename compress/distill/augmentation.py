@@ -1,10 +1,10 @@
 """More training texts for a student: words are replaced by others that a masked language model finds likely.
 
-Jiao et al. 2020, TinyBERT, arXiv:1909.10351, algorithm 1. Each word that is one token is masked in turn; the
-model reads the masked text and, as a second text, the original one. The likeliest tokens are the candidates. A
-word of several tokens gets its nearest neighbors by word vectors, or is kept without these. Each copy of a text
-replaces every word with a probability by one of its candidates, drawn uniformly. English stop words (those of
-scikit-learn) are never replaced.
+Jiao et al. 2020, TinyBERT, arXiv:1909.10351, algorithm 1. Each word that is one token is masked in turn;
+the model reads the masked text and, as a second text, the original one. The likeliest tokens are the
+candidates. A word of several tokens gets its nearest neighbors by word vectors, or is kept without these.
+Each copy of a text replaces every word with a probability by one of its candidates, drawn uniformly. English
+stop words (those of scikit-learn) are never replaced.
 
 Source: github.com/huawei-noah/Pretrained-Language-Model, TinyBERT/data_augmentation.py. Unlike there, only
 the replaced words change: spaces, case and punctuation around them are kept.
@@ -73,8 +73,8 @@ class WordVectors:
             self._directions = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
         except (OSError, ValueError) as error:
             raise InputError(
-                f"distill: augmentation.vectors: {path}: expected a word and its numbers in each line, equally"
-                f" many: {error}",
+                f"distill: augmentation.vectors: {path}: expected a word and equally many numbers in each line:"
+                f" {error}",
                 code="damaged-file",
                 setting="augmentation.vectors",
             ) from error

@@ -41,7 +41,7 @@ from smelt.core.messages import Message, error_message
 from smelt.data.bleu_tokenizer import bleu_tokenizer
 from smelt.data.labels import MULTI_LABEL, REGRESSION, problem_type
 from smelt.data.splits import Example, Label, Split
-from smelt.data.tasks import Task, task_traits
+from smelt.data.tasks import Task, task_traits, tasks_with
 from smelt.models.model_size import SizeInputs, StepSize
 from smelt.models.text_rules import read_text_rules
 from smelt.stage import Context, Need, Stage
@@ -173,11 +173,8 @@ class Distill(Stage[DistillSettings]):
         if settings.sequence_level is not None and task_traits(task).output != "text":
             text = f"a teacher generates no targets for {task}; remove sequence_level."
             errors.append(error_message("does-not-fit-task", text, setting="sequence_level"))
-        traits = task_traits(task)
-        if settings.augmentation is not None and (traits.samples, traits.architecture) != (
-            "texts",
-            "encoder",
-        ):
+        is_text_encoder = task in tasks_with(samples="texts", architecture="encoder")
+        if settings.augmentation is not None and not is_text_encoder:
             text = f"words are replaced only in texts of encoders, not for {task}; remove augmentation."
             errors.append(error_message("does-not-fit-task", text, setting="augmentation"))
         for index, phase in enumerate(settings.phases or ()):
@@ -186,7 +183,7 @@ class Distill(Stage[DistillSettings]):
                 for error in phase.losses.check_task(task)
             ]
         if settings.cache_logits is not None and task_traits(task).output == "masked-tokens":
-            text = "each pass masks other tokens, so no output of the teacher is used twice; remove cache_logits."
+            text = "each pass masks other tokens, so no output of the teacher is used twice; remove it."
             errors.append(error_message("does-not-fit-task", text, setting="cache_logits"))
         elif settings.cache_logits is not None and not any(
             t.needs_only_outputs(task) for t in settings.phase_settings()

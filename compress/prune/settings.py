@@ -249,8 +249,8 @@ class PruneSettings(Settings):
 _FIXED_WIDTH_REASONS = {
     "embedding": "the embeddings of a sentence embedder are its hidden states, and narrower embeddings cannot"
     " be compared with stored ones",
-    "masked-tokens": "the layers between the hidden states and the tokens of a masked language model cannot be"
-    " narrowed",
+    "masked-tokens": "the layers between the hidden states and the output of a masked language model cannot"
+    " be narrowed",
 }
 
 

@@ -61,9 +61,7 @@ def keep_vocabulary_rows(model: Any, kept_ids: list[int]) -> None:
     for module in dict.fromkeys(modules.values()):
         bias = getattr(module, "bias", None)
         _cut_rows(module, matrices[id(module.weight)], indices)
-        for owner in (
-            model.modules() if bias is not None else ()
-        ):  # BERT's is also one of the module around it
+        for owner in model.modules() if bias is not None else ():  # BERT's belongs to two modules
             if getattr(owner, "bias", None) is bias:
                 owner.bias = module.bias
     if family.logits_bias is not None and hasattr(model, family.logits_bias):

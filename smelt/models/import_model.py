@@ -423,11 +423,11 @@ def _with_new_head(
 def _edits_without_head(src: Path) -> list[Edit]:
     """Return the edits of the model in `src` but those of its head."""
     family = str(load_config(src).model_type)
-    return [
-        edit
-        for edit in read_edits(src)
-        if not is_unused_tensor(family, f"{edit['module']}.weight", new_head=True)
-    ]
+
+    def is_head(name: str) -> bool:
+        return is_unused_tensor(family, f"{name}.weight", new_head=True)
+
+    return [edit for edit in read_edits(src) if not is_head(edit["module"])]
 
 
 def _edited_model_with_new_head(

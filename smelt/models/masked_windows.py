@@ -1,13 +1,13 @@
 """Running text for masked language models: windows whose tokens are masked as in BERT's pretraining.
 
-The text is joined, tokenized once and cut, as for language models (`smelt/models/text_rules.py`); each window
-gets the special tokens that the tokenizer adds around a text. 15 % of the other tokens are predicted: of these
-80 % are replaced by the mask token, 10 % by a random one, and 10 % stay (Devlin et al. 2019,
+The text is joined, tokenized once and cut, as for language models (`smelt/models/text_rules.py`); each
+window gets the special tokens that the tokenizer adds around a text. 15 % of the other tokens are predicted:
+of these 80 % are replaced by the mask token, 10 % by a random one, and 10 % stay (Devlin et al. 2019,
 arXiv:1810.04805), as transformers' DataCollatorForLanguageModeling does it.
 
-The masks of a window depend only on a key, not on other windows of its batch. So all steps of a run are scored
-on the same masked positions, and a training that was interrupted, or is divided among processes, masks as one
-that was not.
+The masks of a window depend only on a key, not on other windows of its batch. So all steps of a run are
+scored on the same masked positions, and a training that was interrupted, or is divided among processes,
+masks as one that was not.
 
 Shapes: L = tokens of a window.
 """
@@ -47,8 +47,8 @@ class TokenMasker:
 
         if tokenizer.mask_token is None:
             raise InputError(
-                "the tokenizer has no mask token, which masked language modeling needs. Use the tokenizer of a"
-                " masked language model.",
+                "the tokenizer has no mask token, which masked language modeling needs. Use the tokenizer of"
+                " a masked language model.",
                 code="missing-special-token",
             )
         self._collator = DataCollatorForLanguageModeling(

@@ -131,7 +131,7 @@ def score_masked_tokens(
     batch_size: int = 32,
     progress: Progress = no_progress,
 ) -> MaskedTokenScores:
-    """Return the losses of the masked tokens of `windows`, and how often the likeliest token is the right one.
+    """Return the losses of the masked tokens of `windows`, and how often the likeliest token is right.
 
     Raises:
         RunError: `non-finite-outputs`.

@@ -1,4 +1,4 @@
-"""Likely tokens for masks with onnxruntime, numpy and tokenizers: python infer.py "TEXT", or lines on stdin."""
+"""Tokens for masks with onnxruntime, numpy and tokenizers: python infer.py "TEXT", or lines on stdin."""
 
 from __future__ import annotations
 

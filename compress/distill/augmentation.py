@@ -73,8 +73,8 @@ class WordVectors:
             self._directions = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
         except (OSError, ValueError) as error:
             raise InputError(
-                f"distill: augmentation.vectors: {path}: expected a word and equally many numbers in each line:"
-                f" {error}",
+                f"distill: augmentation.vectors: {path}: expected a word and equally many numbers in each"
+                f" line: {error}",
                 code="damaged-file",
                 setting="augmentation.vectors",
             ) from error

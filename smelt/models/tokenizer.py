@@ -83,9 +83,9 @@ class TokenizerInfo(BaseModel):
     """reader: the library. reason: why transformers is needed.
 
     longest: maximum number of tokens of a row. pad, bos, eos, mask: ids. types: whether rows have token
-    types. clean_up: whether spaces before punctuation are removed. For sentencepiece only: added: tokens that are
-    never split into pieces, with their ids; special: ids that are not shown; unknown: the id of unknown
-    tokens.
+    types. clean_up: whether spaces before punctuation are removed. For sentencepiece only: added: tokens
+    that are never split into pieces, with their ids; special: ids that are not shown; unknown: the id of
+    unknown tokens.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

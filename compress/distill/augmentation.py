@@ -62,12 +62,12 @@ class WordVectors:
     """
 
     def __init__(self, path: Path) -> None:
-        words, rows = [], []
+        tokens, rows = [], []
         try:
             with path.open(encoding="utf-8") as lines:
                 for _, line in zip(range(MAX_VECTORS), lines, strict=False):
-                    word, *values = line.split()
-                    words.append(word)
+                    token, *values = line.split()
+                    tokens.append(token)
                     rows.append([float(value) for value in values])
             vectors = np.asarray(rows, dtype=np.float32)
             self._directions = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
@@ -78,16 +78,16 @@ class WordVectors:
                 code="damaged-file",
                 setting="augmentation.vectors",
             ) from error
-        self._words, self._indices = words, {word: index for index, word in enumerate(words)}
+        self._tokens, self._indices = tokens, {token: index for index, token in enumerate(tokens)}
 
-    def neighbors(self, word: str, count: int) -> list[str]:
-        """Return the `count` nearest words; none for an unknown word."""
-        index = self._indices.get(word, self._indices.get(word.lower()))
+    def neighbors(self, text: str, count: int) -> list[str]:
+        """Return the `count` words that are nearest to the word `text`; none for an unknown one."""
+        index = self._indices.get(text, self._indices.get(text.lower()))
         if index is None:
             return []
         cosines = self._directions @ self._directions[index]
         cosines[index] = -np.inf
-        return [self._words[i] for i in np.argsort(-cosines, kind="stable")[:count]]
+        return [self._tokens[i] for i in np.argsort(-cosines, kind="stable")[:count]]
 
 
 class CandidateFinder:
@@ -140,14 +140,14 @@ class CandidateFinder:
             if owner == 0
         }
         single = [span for span in spans if span in positions]
-        found = dict(zip(single, self._predict(encoding, [positions[s] for s in single]), strict=True))
+        candidates = dict(zip(single, self._predict(encoding, [positions[s] for s in single]), strict=True))
         for span in spans:
-            word = text[slice(*span)]
-            words = found.get(span)
-            if words is None and self._vectors is not None:
-                words = self._vectors.neighbors(word, self._top_k)
-            found[span] = [w.title() if word.istitle() else w for w in words or ()]
-        return {span: words for span, words in found.items() if words}
+            original = text[slice(*span)]
+            replacements = candidates.get(span)
+            if replacements is None and self._vectors is not None:
+                replacements = self._vectors.neighbors(original, self._top_k)
+            candidates[span] = [r.title() if original.istitle() else r for r in replacements or ()]
+        return {span: replacements for span, replacements in candidates.items() if replacements}
 
     def _predict(self, encoding: Any, positions: Sequence[int]) -> list[list[str]]:
         """Return the likeliest words at each of the `positions`, masked one at a time."""

@@ -84,8 +84,7 @@ class TokenizerInfo(BaseModel):
 
     longest: maximum number of tokens of a row. pad, bos, eos, mask: ids. types: whether rows have token
     types. clean_up: whether spaces before punctuation are removed. For sentencepiece only: added: tokens
-    that are never split into pieces, with their ids; special: ids that are not shown; unknown: the id of
-    unknown tokens.
+    that are never split, with their ids; special: ids that are not shown; unknown: id of unknown tokens.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -307,9 +306,8 @@ class HubTokenizer:
         if not token_ids:
             return []
         with self._lock:
-            texts: list[str] = self.inner.batch_decode(
-                [list(row) for row in token_ids], skip_special_tokens=not keep_special
-            )
+            rows = [list(row) for row in token_ids]
+            texts: list[str] = self.inner.batch_decode(rows, skip_special_tokens=not keep_special)
         return texts
 
 
@@ -546,8 +544,7 @@ class MarianTokenizer:
         return start + [self._ids[piece_id] for piece_id in piece_ids]
 
     def _decode(self, row: Sequence[int], keep_special: bool) -> str:
-        shown = [token_id for token_id in row if keep_special or token_id not in self._hidden]
-        pieces = [self._token_text(token_id) for token_id in shown]
+        pieces = [self._token_text(i) for i in row if keep_special or i not in self._hidden]
         text: str = self._pieces.decode_pieces(pieces)
         return text.replace(_SPACE, " ").strip()
 

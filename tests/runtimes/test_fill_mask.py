@@ -44,7 +44,7 @@ def test_text_without_mask_token_is_refused(tmp_path):
         require_mask_tokens(runner, [SENTENCES[0]])
 
 
-def test_losses_equal_those_of_transformers(tmp_path):
+def test_losses_equal_transformers(tmp_path):
     folder = masked.write_model(tmp_path / "m")
     model = transformers.AutoModelForMaskedLM.from_pretrained(folder).eval()
     rng = np.random.default_rng(0)

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 import transformers
+from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 
 from smelt.compress.distill.augmentation import (
     AugmentationSettings,
@@ -43,15 +44,23 @@ def test_candidates_are_likeliest_tokens_with_the_original_as_second_text(folder
         logits = model(ids, token_type_ids=torch.tensor([types])).logits[0, 1 + second]
     expected = tokenizer.convert_ids_to_tokens(logits.argsort(descending=True)[:4].tolist())
     expected = [t for t in expected if not t.startswith("##") and t not in tokenizer.all_special_tokens]
-    found = CandidateFinder(AugmentationSettings(model=str(folder), top_k=4)).candidates(TEXT)
-    assert found.get(WordSpan(2, 5), []) == expected
+    candidates = CandidateFinder(AugmentationSettings(model=str(folder), top_k=4)).candidates(TEXT)
+    assert candidates.get(WordSpan(2, 5), []) == expected
 
 
-def test_stop_words_and_words_of_several_tokens_are_kept(folder):
-    text = "with the manwalks dog"
-    finder = CandidateFinder(AugmentationSettings(model=str(folder), top_k=40))
-    assert len(finder._tokenizer.tokenize("manwalks")) > 1 or "[UNK]" in finder._tokenizer.tokenize("manwalks")
-    assert {text[slice(*span)] for span in finder.candidates(text)} <= {"manwalks", "dog"}
+def test_stop_words_and_words_of_several_tokens_are_kept(tmp_path):
+    folder = masked.write_model(tmp_path / "m", "electra")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    texts = [*tiny.SENTENCES, "the zebrawalks"]
+    words = {word for text in texts for word in text.split()} - ENGLISH_STOP_WORDS
+    single = {word for word in words if len(tokenizer.tokenize(word)) == 1}
+    assert single != words
+    (tmp_path / "vectors.txt").write_text("zebrawalks 1 0\nstrolls 0.9 0.1\n")
+    for vectors, others in ((None, set()), (str(tmp_path / "vectors.txt"), {"zebrawalks"})):
+        settings = AugmentationSettings(model=str(folder), top_k=100, vectors=vectors)
+        finder = CandidateFinder(settings)
+        replaced = {text[slice(*span)] for text in texts for span in finder.candidates(text)}
+        assert replaced == single | others
 
 
 def test_word_of_several_tokens_gets_nearest_vectors(folder, tmp_path):

@@ -1,6 +1,5 @@
 """Samples of masked language modeling: windows, whose masks each pass over the data draws again."""
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -9,7 +8,7 @@ from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model, load_tokenizer
 from smelt.tasks.masked_language_modeling import TASK
 from smelt.tasks.read_split import read_split
-from smelt.tasks.samples import collate, plan_batches
+from smelt.tasks.samples import collate
 from smelt.training.losses import label_objective
 from smelt.training.trainer import _SamplesOrNone
 from tests.support.models import masked
@@ -47,14 +46,6 @@ def test_each_pass_masks_other_tokens_and_repeats_for_equal_seed(samples):
     assert second != [other[count + i][0].target for i in range(count)]
     assert dataset[-1 - (count + 2)] == (dataset[count + 2][0], False)
     assert [sample.target for sample in samples] not in (first, second)
-
-
-def test_index_of_batches_has_number_of_pass(samples):
-    batches = plan_batches(samples, 4, None, epochs=2, steps=None, seed=0)
-    numbers = np.array([index for batch in batches for index in batch])
-    assert sorted(numbers) == list(range(2 * len(samples)))
-    passes = numbers // len(samples)
-    assert (np.diff(passes) >= 0).all()
 
 
 def test_targets_are_no_further_tokens_of_a_sample(samples):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from smelt.compress.drop_layers.settings import check_part_kinds
-from smelt.compress.prune.settings import EMBEDDER_WIDTH_ERROR, LearnedMasksSettings
+from smelt.compress.prune.settings import LearnedMasksSettings, fixed_width_errors
 from smelt.compress.quantize.qat_settings import QatSettings
 from smelt.compress.sparsify.settings import GradualSparsitySettings
 from smelt.core.artifact import Artifact
@@ -155,10 +155,8 @@ def training_task_errors(settings: TechniqueTrainingSettings, task: Task) -> lis
     if settings.packing and task_traits(task).samples != "prompts":
         text = f"only samples of {task_names(samples='prompts')} are packed, not of {task}; remove packing."
         errors.append(error_message("does-not-fit-task", text, setting="packing"))
-    narrows = settings.learned_masks is not None and "width" in settings.learned_masks.targets
-    if narrows and task_traits(task).output == "embedding":
-        errors.append(error_message("fixed-width", EMBEDDER_WIDTH_ERROR, setting="learned_masks.targets"))
-    return errors
+    masks = settings.learned_masks
+    return errors + fixed_width_errors(task, masks.targets if masks else (), "learned_masks.targets")
 
 
 def train_with_techniques(

@@ -16,6 +16,7 @@ from smelt.evaluate.metrics.metric import (
     ChoiceSamples,
     ClassSamples,
     ComparedOutputs,
+    MaskedSamples,
     MetricSettingValues,
     ResponseSamples,
     Samples,
@@ -275,6 +276,40 @@ def score_windows(
     check_inputs(metrics, WINDOW_METRICS, len(losses), len(tokens))
     check_finite_outputs(np.asarray(losses, dtype=np.float64))
     samples = WindowSamples(json_hash(examples), losses, tokens, sizes, windows, vocabulary)
+    return score_metrics(metrics, samples)
+
+
+def score_masked_windows(
+    metrics: Sequence[str],
+    losses: Sequence[float],
+    tokens: Sequence[int],
+    correct: Sequence[int],
+    windows: str,
+    examples: object,
+    vocabulary: int | None = None,
+) -> dict[str, MetricScore]:
+    """Score the masked tokens of windows of text; `score_windows` has the arguments with the same names.
+
+    Args:
+        metrics: names of metrics of masked tokens; the result has their order.
+        losses: the sum of the negative log-likelihoods of each window's masked tokens, nats.
+        tokens: how many masked tokens each window has.
+        correct: how many of them the model finds most likely.
+        windows: how the text was cut and masked, for the signature.
+        examples: the text (JSON-able).
+        vocabulary: number of tokens.
+
+    Raises:
+        InputError: an unknown metric, no windows, no masked token, or lengths that differ.
+        RunError: `non-finite-outputs`.
+    """
+    known = (*WINDOW_METRICS, *metrics_of(MaskedSamples))
+    check_inputs(metrics, known, len(losses), len(tokens))
+    if not sum(tokens):
+        raise InputError("No token was masked; the text needs more tokens.", code="too-few-tokens")
+    check_finite_outputs(np.asarray(losses, dtype=np.float64))
+    sizes = [0] * len(losses)
+    samples = MaskedSamples(json_hash(examples), losses, tokens, sizes, windows, vocabulary, correct)
     return score_metrics(metrics, samples)
 
 

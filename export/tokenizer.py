@@ -77,6 +77,7 @@ def read_tokenizer_facts(hub: Any) -> TokenizerInfo:
         "pad": hub.pad_token_id,
         "bos": hub.bos_token_id,
         "eos": hub.eos_token_id,
+        "mask": hub.mask_token_id,
         "truncation_side": hub.truncation_side,
         "clean_up": bool(hub.clean_up_tokenization_spaces),
     }

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
+from smelt.compress.distill.augmentation import AugmentationSettings
 from smelt.compress.finetune import TechniqueTrainingSettings
 from smelt.core.errors import SettingError
 from smelt.core.messages import Message, error_message
@@ -357,6 +358,9 @@ class DistillSettings(TechniqueTrainingSettings):
     train_on: Literal["labeled", "unlabeled", "both"] = Field(
         default="labeled",
         description="samples of data.train, of data.unlabeled, or both",
+    )
+    augmentation: AugmentationSettings | None = Field(
+        default=None, description="add copies of the training texts with replaced words, as TinyBERT"
     )
     temperature: float = Field(default=1.0, gt=0, description="softmax temperature of both models")
     losses: LossWeights = Field(

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from smelt.compress.distill.augmentation import augment_training_samples
 from smelt.compress.distill.check_config import (
     check_losses,
     check_student,
@@ -40,7 +41,7 @@ from smelt.core.messages import Message, error_message
 from smelt.data.bleu_tokenizer import bleu_tokenizer
 from smelt.data.labels import MULTI_LABEL, REGRESSION, problem_type
 from smelt.data.splits import Example, Label, Split
-from smelt.data.tasks import Task, task_traits
+from smelt.data.tasks import Task, task_traits, tasks_with
 from smelt.models.model_size import SizeInputs, StepSize
 from smelt.models.text_rules import read_text_rules
 from smelt.stage import Context, Need, Stage
@@ -74,6 +75,8 @@ class Distill(Stage[DistillSettings]):
         # inner losses first, as TinyBERT
         - distill:
             phases: [{losses: {hidden_states: 1}}, {losses: {logits: 1}}]
+        # on more texts, as TinyBERT
+        - distill: {student: {layers: 3}, augmentation: {model: bert-base-uncased}}
         # several teachers
         - distill: {teacher: [large, {model: other}], student: {layers: 3}}
         # sentence-similarity
@@ -170,12 +173,19 @@ class Distill(Stage[DistillSettings]):
         if settings.sequence_level is not None and task_traits(task).output != "text":
             text = f"a teacher generates no targets for {task}; remove sequence_level."
             errors.append(error_message("does-not-fit-task", text, setting="sequence_level"))
+        is_text_encoder = task in tasks_with(samples="texts", architecture="encoder")
+        if settings.augmentation is not None and not is_text_encoder:
+            text = f"words are replaced only in texts of encoders, not for {task}; remove augmentation."
+            errors.append(error_message("does-not-fit-task", text, setting="augmentation"))
         for index, phase in enumerate(settings.phases or ()):
             errors += [
                 error_message(error.code, error.message, setting=f"phases.{index}.{error.setting}")
                 for error in phase.losses.check_task(task)
             ]
-        if settings.cache_logits is not None and not any(
+        if settings.cache_logits is not None and task_traits(task).output == "masked-tokens":
+            text = "each pass masks other tokens, so no output of the teacher is used twice; remove it."
+            errors.append(error_message("does-not-fit-task", text, setting="cache_logits"))
+        elif settings.cache_logits is not None and not any(
             t.needs_only_outputs(task) for t in settings.phase_settings()
         ):
             inner = ", ".join(INNER_LOSSES)
@@ -211,7 +221,7 @@ class Distill(Stage[DistillSettings]):
         teachers = [size for setting, size in inputs.named.items() if setting.startswith("teacher")]
         teachers = teachers or [inputs.source]
         counts = [count for name in _split_names(settings) if (count := inputs.samples.get(name))]
-        samples = counts[0] if len(counts) == 1 else None
+        samples = counts[0] if len(counts) == 1 and settings.augmentation is None else None
         sizes = []
         for training in settings.phase_settings():
             cached = settings.cache_logits is not None and training.needs_only_outputs(inputs.task)
@@ -219,7 +229,8 @@ class Distill(Stage[DistillSettings]):
             sizes.append(estimate_training(training, inputs, teachers=present, samples=samples))
         works = [size.work for size in sizes if size.work is not None]
         largest = max(sizes, key=lambda size: size.memory_bytes)
-        return replace(largest, work=sum(works) if len(works) == len(sizes) else None)
+        is_known = len(works) == len(sizes) and settings.augmentation is None  # how many copies differ?
+        return replace(largest, work=sum(works) if is_known else None)
 
     @classmethod
     def lighter_settings(cls, settings: DistillSettings) -> Iterator[tuple[str, TrainingSettings]]:
@@ -258,6 +269,8 @@ class Distill(Stage[DistillSettings]):
                 train_split = generate_targets(ctx.ancestors[generator], settings.sequence_level, ctx)
                 ctx = replace(ctx, data={**ctx.data, "train": train_split})
             ctx = with_training_samples(settings, model.config, ctx)
+            if settings.augmentation is not None:
+                ctx = augment_training_samples(settings.augmentation, ctx)
             cached_teacher = None
             if settings.cache_logits is not None:
                 identity = teacher_identity(teachers, token_maps, model, settings, ctx)

@@ -29,6 +29,7 @@ from smelt.core.files import json_hash, sha256_of
 from smelt.core.messages import with_article
 from smelt.data.labels import MULTI_LABEL, REGRESSION, ProblemType
 from smelt.models.checkpoint import load_model, load_tokenizer
+from smelt.models.families.registry import predicts_tokens
 from smelt.models.text_rules import is_sentence_model, read_sentence_rules
 from smelt.stage import Context
 from smelt.tasks.samples import model_problem_type
@@ -53,6 +54,10 @@ class Ensemble(nn.Module):
         """Return whether the models generate text."""
         generates: bool = self.models[0].can_generate()
         return generates
+
+    def get_output_embeddings(self) -> Any:
+        """Return the output layer of the first model; None for one without tokens as outputs."""
+        return self.models[0].get_output_embeddings()
 
 
 def average_logits(logits: Sequence[Tensor], temperature: float) -> Tensor:
@@ -121,7 +126,7 @@ def make_ensemble(models: Sequence[Any], names: Sequence[str], student: Any, tem
         InputError: their tasks differ, or their labels do not match each other or the student's.
     """
     config = models[0].config
-    if any(model.can_generate() for model in models):
+    if any(map(predicts_tokens, models)):
         return Ensemble(models, lambda logits: average_logits(logits, temperature), config)
     labels = [_label_names(model.config) for model in models]
     kinds = [model_problem_type(model.config) for model in models]
@@ -267,7 +272,7 @@ def _select_tokens(teacher: Any, places: Sequence[int]) -> None:
         return result
 
     teacher.register_forward_pre_hook(read, with_kwargs=True)
-    if teacher.can_generate():
+    if predicts_tokens(teacher):
         teacher.register_forward_hook(map_outputs)
 
 
@@ -288,7 +293,7 @@ def _resize_logits(teacher: Any, words: int) -> None:
         result.logits = logits
         return result
 
-    if teacher.can_generate():
+    if predicts_tokens(teacher):
         teacher.register_forward_hook(resize)
 
 
@@ -468,7 +473,6 @@ def check_outputs(model: Any, teacher: Any, settings: DistillSettings, several: 
     Raises:
         InputError: vocabulary, labels or kind of model differ.
     """
-    from smelt.generation.generating_runners import is_causal
     from smelt.models.families.registry import family_of
 
     student_config, teacher_config = model.config, teacher.config
@@ -506,8 +510,7 @@ def check_outputs(model: Any, teacher: Any, settings: DistillSettings, several: 
         getattr(c, "decoder_vocab_size", None) or getattr(c, "vocab_size", None)
         for c in (student_config, teacher_config)
     )
-    generates = student_config.is_encoder_decoder or is_causal(student_config.to_dict())
-    if generates and vocab != teacher_vocab:
+    if predicts_tokens(model) and vocab != teacher_vocab:
         raise InputError(
             f"distill: the teacher's vocabulary has {teacher_vocab} tokens, but the student's has {vocab}."
             " Logits can be compared only over the same vocabulary; use a teacher with the same"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -246,10 +246,20 @@ class PruneSettings(Settings):
 
 
 # Why a sentence embedder keeps its width.
-EMBEDDER_WIDTH_ERROR = (
-    "the embeddings of a sentence embedder are its hidden states, and narrower embeddings cannot be compared"
-    " with stored ones. Set targets: [heads, ffn]."
-)
+_FIXED_WIDTH_REASONS = {
+    "embedding": "the embeddings of a sentence embedder are its hidden states, and narrower embeddings cannot"
+    " be compared with stored ones",
+    "masked-tokens": "the layers between the hidden states and the output of a masked language model cannot"
+    " be narrowed",
+}
+
+
+def fixed_width_errors(task: Task, targets: Collection[str], setting: str) -> list[Message]:
+    """Return the error if `targets`, the value of `setting`, has a width that models of `task` must keep."""
+    reason = _FIXED_WIDTH_REASONS.get(task_traits(task).output)
+    if reason is None or "width" not in targets:
+        return []
+    return [error_message("fixed-width", f"{reason}. Set targets: [heads, ffn].", setting=setting)]
 
 
 def check_units(targets: Sequence[str], config: Mapping[str, Any]) -> list[Message]:
@@ -330,11 +340,7 @@ def fixed_width_error(config: Mapping[str, Any], task: Task) -> Message | None:
             "unsupported-family",
             f"{with_article(kind)} model is not supported. Supported: {', '.join(FAMILIES)}.",
         )
-    return (
-        error_message("fixed-width", EMBEDDER_WIDTH_ERROR, setting="targets")
-        if task_traits(task).output == "embedding"
-        else None
-    )
+    return next(iter(fixed_width_errors(task, ("width",), "targets")), None)
 
 
 def fixed_heads_warnings(targets: Sequence[str], config: Mapping[str, Any]) -> list[Message]:

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from smelt.compress.model_input import split_pruning_error
 from smelt.compress.prune.importances.registry import IMPORTANCES
 from smelt.compress.prune.settings import (
-    EMBEDDER_WIDTH_ERROR,
     PruneSettings,
     check_length,
     check_units,
     fixed_heads_warnings,
+    fixed_width_errors,
     narrowed_config,
 )
 from smelt.core.artifact import Artifact
-from smelt.core.messages import Message, error_message
+from smelt.core.messages import Message
 from smelt.data.splits import Split, missing_labels_errors
-from smelt.data.tasks import Task, task_traits
+from smelt.data.tasks import Task
 from smelt.models.model_size import FLOAT_BYTES, SizeInputs, StepSize, one_shot_size
 from smelt.quantization.schemes.registry import STATIC_SCHEME
 from smelt.stage import Context, Need, QuantizedInput, Stage
@@ -112,8 +112,8 @@ class Prune(Stage[PruneSettings]):
     @classmethod
     def check_rows(cls, settings: PruneSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
         """Return errors about the data: the loss of a sentence embedder needs similarity scores."""
-        if "width" in settings.targets and task_traits(task).output == "embedding":
-            return [error_message("fixed-width", EMBEDDER_WIDTH_ERROR, setting="targets")]
+        if errors := fixed_width_errors(task, settings.targets, "targets"):
+            return errors
         if IMPORTANCES[settings.importance].needs != "labels":
             return []
         names = ("calibration",) if "calibration" in data else ("train",)

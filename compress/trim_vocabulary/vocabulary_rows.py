@@ -20,7 +20,7 @@ from smelt.data.splits import Split, input_texts
 from smelt.data.tasks import Task, task_traits
 from smelt.generation.prompt_batches import encode_responses
 from smelt.models.families.family import Family
-from smelt.models.families.registry import FAMILIES, family_of, is_token_embedding, output_modules
+from smelt.models.families.registry import FAMILIES, family_of, is_token_embedding, predicts_tokens
 from smelt.models.layers import LowRankEmbedding, LowRankLinear
 from smelt.models.tokenizer import encode_texts
 from smelt.tasks.samples import encode_targets
@@ -59,7 +59,11 @@ def keep_vocabulary_rows(model: Any, kept_ids: list[int]) -> None:
                 matrix.detach().index_select(0, indices), requires_grad=matrix.requires_grad
             )
     for module in dict.fromkeys(modules.values()):
+        bias = getattr(module, "bias", None)
         _cut_rows(module, matrices[id(module.weight)], indices)
+        for owner in model.modules() if bias is not None else ():  # BERT's belongs to two modules
+            if getattr(owner, "bias", None) is bias:
+                owner.bias = module.bias
     if family.logits_bias is not None and hasattr(model, family.logits_bias):
         matrix = getattr(model, family.logits_bias)
         setattr(model, family.logits_bias, matrix.index_select(1, indices))  # [1, V]
@@ -77,9 +81,10 @@ def _vocabulary_modules(model: Any, family: Family) -> dict[str, Any]:
         for name in (f"{n}.weight" for n, _ in model.named_modules(remove_duplicate=False))
         if name in tables or is_token_embedding(family, config, name)
     }
-    if model.can_generate():
-        name = output_modules(model)[-1]
-        modules[name] = model.get_submodule(name)
+    if predicts_tokens(model):
+        output = model.get_output_embeddings()
+        name = next(name for name, module in model.named_modules() if module is output)
+        modules[name] = output
     return dict(_row_module(name, module) for name, module in modules.items())
 
 

@@ -211,6 +211,9 @@ class TimingJob:
         """Cut the prompts for all workers with the token counts of the first model that can be loaded."""
         tokens = self.settings.prompt_tokens
         texts = prompt_texts(self.texts, tokens)
+        if not task_traits(self.task).generates:
+            self.texts, self.pairs, self._prompts_cut = texts, None, True
+            return
         sampled_texts = texts[:: max(1, len(texts) // 1000)]  # more than are timed
         answer = worker.ask(
             op="cut", texts=sampled_texts, prompt_tokens=tokens, new_tokens=self.settings.new_tokens

@@ -107,6 +107,13 @@ class WindowSamples(LossSamples):
     """Windows of running text, whose tokens depend on each other: they are resampled as a whole."""
 
 
+@dataclass(frozen=True)
+class MaskedSamples(WindowSamples):
+    """Windows of running text of which the masked tokens are predicted; correct: how many were right."""
+
+    correct: Sequence[int] = ()
+
+
 class ResponseSamples(LossSamples):
     """Reference responses, given their prompts."""
 

@@ -1,4 +1,4 @@
-"""Perplexity and bits per byte, from losses of windows of running text, or of responses.
+"""Perplexity, bits per byte and accuracy of masked tokens, of windows of running text or of responses.
 
 Bits per byte does not depend on the tokenizer, so it compares models of different vocabularies. Intervals and
 tests resample whole windows, because the tokens of one window depend on each other.
@@ -20,13 +20,21 @@ from smelt.evaluate.metrics.metric import (
     Array,
     ExampleRows,
     LossSamples,
+    MaskedSamples,
     Metric,
     ResponseSamples,
     Rows,
     WindowSamples,
+    safe_ratio,
 )
 
 _PERPLEXITY_LIMITS = (1.0, math.inf)
+_WINDOW_BOOTSTRAP = f"ci:t, bootstrap over windows|bs:{RESAMPLES}|seed:{BOOTSTRAP_SEED}"
+
+
+def effective_windows(tokens: Array) -> float:
+    """Return how many windows of one length are as good as those with these numbers of tokens."""
+    return max(2.0, float(tokens.sum() ** 2 / np.square(tokens).sum()))
 
 
 class LossMetric(Metric[LossSamples]):
@@ -49,8 +57,7 @@ class LossMetric(Metric[LossSamples]):
 
     def effective_examples(self, rows: Array) -> float:
         """Return Kish's effective sample size (1965): an example weighs as many as it has tokens."""
-        tokens = rows[:, 1]
-        return max(2.0, float(tokens.sum() ** 2 / np.square(tokens).sum()))
+        return effective_windows(rows[:, 1])
 
 
 class ResponsePerplexity(LossMetric):
@@ -71,9 +78,30 @@ class Perplexity(LossMetric):
             [float(loss), int(tokens), int(size)]
             for loss, tokens, size in zip(samples.losses, samples.tokens, samples.sizes, strict=True)
         ]
-        signature = f"{samples.settings}|ci:t, bootstrap over windows|bs:{RESAMPLES}|seed:{BOOTSTRAP_SEED}"
+        signature = f"{samples.settings}|{_WINDOW_BOOTSTRAP}"
         uniform_value = self._uniform_value(samples, samples.vocabulary) if samples.vocabulary else None
         return ExampleRows(rows, signature, chance=uniform_value, count=sum(samples.tokens))
+
+
+class MaskedAccuracy(Metric[MaskedSamples]):
+    """Rows, K = 2: masked tokens that were predicted, masked tokens."""
+
+    samples = (MaskedSamples,)
+    n_unit = "token"
+
+    def example_rows(self, samples: MaskedSamples, settings: Mapping[str, Any]) -> ExampleRows:
+        """Return the counts of each window; n counts tokens."""
+        rows: Rows = [list(row) for row in zip(samples.correct, samples.tokens, strict=True)]
+        return ExampleRows(rows, f"{samples.settings}|{_WINDOW_BOOTSTRAP}", count=sum(samples.tokens))
+
+    def value(self, rows: Array, weights: Array) -> Array:
+        """Return the percentage of masked tokens that were predicted: [R]."""
+        sums = weights @ rows
+        return safe_ratio(sums[:, 0], sums[:, 1])
+
+    def effective_examples(self, rows: Array) -> float:
+        """Return Kish's effective sample size, as for perplexity."""
+        return effective_windows(rows[:, 1])
 
 
 class BitsPerByte(Perplexity):
@@ -92,8 +120,8 @@ PERPLEXITY = Perplexity(
     name="perplexity",
     title="Perplexity",
     unit="perplexity",
-    description="exp of the mean loss per token",
-    tasks=("language-modeling",),
+    description="exp of the mean loss per token; of a masked language model, per masked token",
+    tasks=("language-modeling", "masked-language-modeling"),
     limits=_PERPLEXITY_LIMITS,
     higher_is_better=False,
 )
@@ -115,4 +143,11 @@ RESPONSE_PERPLEXITY = ResponsePerplexity(
     tasks=("text-generation",),
     limits=_PERPLEXITY_LIMITS,
     higher_is_better=False,
+)
+MASKED_ACCURACY = MaskedAccuracy(
+    name="masked_accuracy",
+    title="Masked-token accuracy",
+    unit="%",
+    description="percentage of the masked tokens that the model finds most likely",
+    tasks=("masked-language-modeling",),
 )

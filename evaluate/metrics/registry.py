@@ -37,7 +37,7 @@ from smelt.evaluate.metrics.metric import (
     TextSamples,
     WindowSamples,
 )
-from smelt.evaluate.metrics.perplexity import BITS_PER_BYTE, PERPLEXITY, RESPONSE_PERPLEXITY
+from smelt.evaluate.metrics.perplexity import BITS_PER_BYTE, MASKED_ACCURACY, PERPLEXITY, RESPONSE_PERPLEXITY
 from smelt.evaluate.metrics.regression import MSE, PEARSON, SPEARMAN
 from smelt.evaluate.metrics.rouge import ROUGE
 from smelt.evaluate.metrics.ter import TER
@@ -73,6 +73,7 @@ _ALL_METRICS: tuple[Metric[Any], ...] = (
     ALLCLOSE,
     DETECTION_AP,
     PERPLEXITY,
+    MASKED_ACCURACY,
     ACC,
     ACC_NORM,
     RESPONSE_PERPLEXITY,

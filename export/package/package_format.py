@@ -36,7 +36,7 @@ class SupportedArtifacts:
 TEXT_GRAPHS = SupportedArtifacts(
     formats=frozenset({"onnx"}),
     targets=frozenset({"ort-cpu"}),
-    tasks=frozenset(tasks_with(modality="text")),
+    tasks=frozenset(set(tasks_with(modality="text")).difference(tasks_with(output="masked-tokens"))),
     hint="Add the step `- onnx: {target: ort-cpu}` to the recipe.",
 )
 

@@ -307,7 +307,7 @@ def infer_settings(artifact: Artifact, generation: Mapping[str, Any]) -> tuple[d
 
         family = find_family(config)
         settings["width"] = (family.hidden_size(config) or 0) if family else 0
-    else:
+    elif task_traits(task).generates:
         settings["generation"], notes = _generation_settings(artifact, config, generation)
         if not config.get("is_encoder_decoder"):  # the requested number of new tokens limits a prompt
             settings["generation"]["limit"], tokenizer["limit"] = limit, None

@@ -16,8 +16,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object, write_json
-from smelt.data.tasks import task_traits, tasks_with
-from smelt.export.package.package_format import PackageOrigin, SupportedArtifacts, UsageNotes
+from smelt.data.tasks import task_traits
+from smelt.export.package.package_format import (
+    TEXT_GRAPHS,
+    PackageOrigin,
+    SupportedArtifacts,
+    UsageNotes,
+)
 
 if TYPE_CHECKING:
     from smelt.generation.config import GenerationConfig
@@ -136,7 +141,7 @@ class TritonFormat:
     supported: ClassVar[SupportedArtifacts] = SupportedArtifacts(
         formats=frozenset({"onnx", "tensorrt"}),
         targets=frozenset({"ort-cpu", "tensorrt"}),
-        tasks=frozenset(tasks_with(modality="text")),
+        tasks=TEXT_GRAPHS.tasks,
         hint="Add the step `- onnx: {target: ort-cpu}` to the recipe.",
     )
     is_artifact: ClassVar[bool] = False

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL.Image import Image
 
+    from smelt.runtimes.fill_mask import MaskPredictions
+
 
 _MAX_SHOWN = 60
 
@@ -335,6 +337,35 @@ class Model:
             logits = class_logits(self._runner, inputs, size, on_truncate=truncations)
             self._warn_truncated(truncations, len(inputs))
         return predictions_from_logits(logits, self._runner.config)
+
+    def fill_mask(self, texts: Iterable[str], batch_size: int = 32, top_k: int = 5) -> list[MaskPredictions]:
+        """Return the likeliest tokens for each mask token of each text, as transformers' fill-mask pipeline.
+
+        Warns with `TruncationWarning` if texts were truncated to the model's limit.
+
+        Args:
+            texts: texts with the model's mask token, such as [MASK].
+            batch_size: texts per batch.
+            top_k: tokens per mask.
+
+        Returns:
+            For each text a list with an item per mask: its `top_k` predictions (score, token, token_str,
+            sequence), the likeliest first.
+
+        Raises:
+            InputError: the model is not a masked language model or is closed, or an input is not a string or
+                has no mask token.
+        """
+        from smelt.runtimes.fill_mask import fill_masks, require_mask_tokens
+
+        with self._calls:
+            self._require_method("fill_mask")
+            inputs = as_texts(texts)
+            size, truncations = as_count(batch_size, "batch_size"), TruncationCounter()
+            require_mask_tokens(self._runner, inputs)
+            predictions = fill_masks(self._runner, inputs, size, as_count(top_k, "top_k"), truncations)
+            self._warn_truncated(truncations, len(inputs))
+        return predictions
 
     def classify(
         self, images: Iterable[str | PathLike[str] | Image], batch_size: int = 32

@@ -28,10 +28,12 @@ from smelt.data.json_rows import (
     reject_duplicate_keys,
     require_object,
 )
+from smelt.data.tasks import task_names
 
 # The longest field. Python's own limit, 131,072, is less than some documents; without a limit, an unclosed
 # quote would make the rest of the file one field.
 MAX_FIELD_CHARACTERS = 16 * 2**20
+_PLAIN_TEXT_HINT = f" Plain text (.txt) is for {task_names(samples='running-text')}."
 _SAMPLE_CHARACTERS = 65_536
 _SAMPLE_RECORDS = 50
 _DELIMITER_NAMES = {",": "commas", ";": "semicolons", "\t": "tabs"}
@@ -206,7 +208,7 @@ def read_file_rows(path: Path) -> RowIterator:
         return _flatten_translation(_read_json_lines(path))
     if kind == ".json":
         return _flatten_translation(read_json_rows(path))
-    text_hint = " Plain text (.txt) is for language-modeling." if kind == ".txt" else ""
+    text_hint = _PLAIN_TEXT_HINT if kind == ".txt" else ""
     raise InputError(
         f"{path}: unknown file format '{kind}'. Supported: .jsonl, .json, .csv, .tsv (each also .gz),"
         f" .parquet.{text_hint}",
@@ -238,9 +240,7 @@ def _read_json_lines(path: Path) -> RowIterator:
                 ) from error
             except (ValueError, RecursionError) as error:
                 # a line that does not start like a JSON value is of another format
-                text_hint = (
-                    "" if line.lstrip()[0] in '{["' else " Plain text (.txt) is for language-modeling."
-                )
+                text_hint = "" if line.lstrip()[0] in '{["' else _PLAIN_TEXT_HINT
                 problem = str(error)
                 if isinstance(error, json.JSONDecodeError):  # its own text counts lines within this line
                     problem = f"{error.msg} at character {error.pos + 1}"

@@ -18,6 +18,7 @@ Task = Literal[
     "language-modeling",
     "text-generation",
     "sentence-similarity",
+    "masked-language-modeling",
     "image-classification",
     "custom",
 ]
@@ -32,9 +33,9 @@ class TaskTraits:
     """What is read: separate texts; one text, cut into windows; prompts with responses; files of images
     (smelt.data.images); arrays of any meaning."""
     architecture: Literal["encoder", "encoder-decoder", "decoder", "any"]
-    output: Literal["text", "next-token", "labels", "embedding", "arrays"]
-    """What is scored: generated text, the probability of each next token, labels of a sample, its embedding,
-    or arrays."""
+    output: Literal["text", "next-token", "masked-tokens", "labels", "embedding", "arrays"]
+    """What is scored: generated text, the probability of each next token or of masked tokens, labels of a
+    sample, its embedding, or arrays."""
     auto_class: str | None
     """The class of transformers that makes a model of a config; None for third-party graphs."""
     text_pair: Literal["joined", "separate"] | None = None
@@ -73,6 +74,9 @@ TASK_TRAITS: dict[Task, TaskTraits] = {
         "separate",
         optional_labels=True,
         has_target_text=True,
+    ),
+    "masked-language-modeling": TaskTraits(
+        "running-text", "encoder", "masked-tokens", "AutoModelForMaskedLM"
     ),
     "image-classification": TaskTraits("images", "encoder", "labels", "AutoModelForImageClassification"),
     # Arrays in, arrays out, of any meaning: for third-party ONNX graphs.

@@ -42,12 +42,14 @@ from smelt.core.files import read_json_object, write_json
 from smelt.core.messages import Message, warning, with_article
 from smelt.data.labels import CLASSIFIER_SUFFIXES, SINGLE_LABEL, ProblemType
 from smelt.models.checkpoint import (
+    add_model_prefix,
     load_model,
+    read_tensors,
     rename_tensor,
     require_base_weights,
     save_model,
 )
-from smelt.models.edits import Edit, write_edits
+from smelt.models.edits import Edit, apply_edits, read_edits, write_edits
 from smelt.models.empty_model import empty_model, load_config, silence_transformers
 from smelt.models.families.registry import FAMILIES, lacks_head
 from smelt.models.quantization_config import (
@@ -71,6 +73,7 @@ from smelt.models.text_rules import (
 from smelt.models.weight_files import (
     WEIGHTS_CONFIG_KEY,
     WEIGHTS_FILE,
+    is_unused_tensor,
     source_files,
     weight_tensors,
 )
@@ -379,23 +382,30 @@ def _with_new_head(
     src: Path, out: Path, labels: list[str], auto_class: str, seed: int, problem: ProblemType | None
 ) -> list[Message]:
     names = dict(enumerate(labels))
+    head_config = {
+        "num_labels": len(labels),
+        "id2label": names,
+        "label2id": {v: k for k, v in names.items()},
+        "problem_type": problem,
+    }
     torch.manual_seed(seed)
-    with silence_transformers():
-        model, info = getattr(transformers, auto_class).from_pretrained(
-            src,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            dtype=torch.float32,
-            num_labels=len(labels),
-            id2label=names,
-            label2id={v: k for k, v in names.items()},
-            problem_type=problem,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # of its previous head; others raise an error below
-        )
-    require_base_weights(model.config.model_type, info, src, new_head=True)
-    notes = save_model(model, [], out, src)
+    edits = _edits_without_head(src)
+    if edits:
+        model = _edited_model_with_new_head(src, auto_class, head_config, edits)
+    else:
+        with silence_transformers():
+            model, info = getattr(transformers, auto_class).from_pretrained(
+                src,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                dtype=torch.float32,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # of its previous head; others raise an error below
+                **head_config,
+            )
+        require_base_weights(model.config.model_type, info, src, new_head=True)
+    notes = save_model(model, edits, out, src)
     for name in (*SENTENCE_FILES, PROMPTS_FILE):  # it is no longer a sentence embedder
         (out / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # missing, or not empty
@@ -408,6 +418,35 @@ def _with_new_head(
             f" label{'s' * (len(labels) != 1)} was added; train it before you use the scores.",
         ),
     ]
+
+
+def _edits_without_head(src: Path) -> list[Edit]:
+    """Return the edits of the model in `src` but those of its head."""
+    family = str(load_config(src).model_type)
+
+    def is_head(name: str) -> bool:
+        return is_unused_tensor(family, f"{name}.weight", new_head=True)
+
+    return [edit for edit in read_edits(src) if not is_head(edit["module"])]
+
+
+def _edited_model_with_new_head(
+    src: Path, auto_class: str, head_config: Mapping[str, Any], edits: list[Edit]
+) -> Any:
+    """Return the model of `src` with its `edits` and a random head, whose config has `head_config`."""
+    config = load_config(src)
+    config.update(head_config)
+    model = getattr(transformers, auto_class).from_config(
+        config, dtype=torch.float32, trust_remote_code=False
+    )
+    apply_edits(model, edits)
+    family, tensors = config.model_type, add_model_prefix(model, read_tensors(src))
+    unexpected = model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
+    loaded = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in tensors}
+    missing = [name for name, p in model.named_parameters() if id(p) not in loaded]
+    info = {"unexpected_keys": unexpected, "missing_keys": missing, "mismatched_keys": ()}
+    require_base_weights(family, info, src, new_head=True)
+    return model.eval()
 
 
 _CARD = "README.md"

@@ -61,6 +61,7 @@ class TextTokenizer(Protocol):
     pad_token_id: int | None
     bos_token_id: int | None
     eos_token_id: int | None
+    mask_token_id: int | None
 
     def encode_batch(
         self, texts: Sequence[str], max_length: int, pairs: Sequence[str] | None = None
@@ -70,8 +71,8 @@ class TextTokenizer(Protocol):
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenize `texts` without adding special tokens; those that are in a text are single tokens."""
 
-    def decode_batch(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
-        """Return the text of each row of ids, without its special tokens."""
+    def decode_batch(self, token_ids: Sequence[Sequence[int]], keep_special: bool = False) -> list[str]:
+        """Return the text of each row of ids; with its special tokens only if `keep_special`."""
 
 
 TOKENIZER_INFO_FILE = "tokenizing.json"
@@ -81,10 +82,9 @@ TokenizerReader = Literal["tokenizers", "sentencepiece", "transformers"]
 class TokenizerInfo(BaseModel):
     """reader: the library. reason: why transformers is needed.
 
-    longest: maximum number of tokens of a row. pad, bos, eos: ids. types: whether rows have token types.
-    clean_up: whether spaces before punctuation are removed. For sentencepiece only: added: tokens that are
-    never split into pieces, with their ids; special: ids that are not shown; unknown: the id of unknown
-    tokens.
+    longest: maximum number of tokens of a row. pad, bos, eos, mask: ids. types: whether rows have token
+    types. clean_up: whether spaces before punctuation are removed. For sentencepiece only: added: tokens
+    that are never split, with their ids; special: ids that are not shown; unknown: id of unknown tokens.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -94,6 +94,7 @@ class TokenizerInfo(BaseModel):
     pad: int | None = None
     bos: int | None = None
     eos: int | None = None
+    mask: int | None = None
     types: bool = False
     truncation_side: Literal["left", "right"] = "right"
     clean_up: bool = False
@@ -156,6 +157,7 @@ class RustTokenizer:
         self.pad_token_id: int | None = details.pad
         self.bos_token_id: int | None = details.bos
         self.eos_token_id: int | None = details.eos
+        self.mask_token_id: int | None = details.mask
         self._facts = details
         self._path = folder / TOKENIZER_FILE
         self._inner = _open(self._path)
@@ -194,9 +196,9 @@ class RustTokenizer:
                 code="tokenizer-failed",
             ) from error
 
-    def decode_batch(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
-        """Return the text of each row of ids, without its special tokens."""
-        texts = [self._inner.decode(row, skip_special_tokens=True) for row in token_ids]
+    def decode_batch(self, token_ids: Sequence[Sequence[int]], keep_special: bool = False) -> list[str]:
+        """Return the text of each row of ids; with its special tokens only if `keep_special`."""
+        texts = [self._inner.decode(row, skip_special_tokens=not keep_special) for row in token_ids]
         return [clean_up_tokenization(text) for text in texts] if self._facts.clean_up else texts
 
 
@@ -272,6 +274,7 @@ class HubTokenizer:
         self.pad_token_id: int | None = inner.pad_token_id
         self.bos_token_id: int | None = inner.bos_token_id
         self.eos_token_id: int | None = inner.eos_token_id
+        self.mask_token_id: int | None = inner.mask_token_id
         self._lock = threading.Lock()
 
     def encode_batch(
@@ -298,14 +301,13 @@ class HubTokenizer:
             )["input_ids"]
         return token_ids
 
-    def decode_batch(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
-        """Return the text of each row of ids, without its special tokens."""
+    def decode_batch(self, token_ids: Sequence[Sequence[int]], keep_special: bool = False) -> list[str]:
+        """Return the text of each row of ids; with its special tokens only if `keep_special`."""
         if not token_ids:
             return []
         with self._lock:
-            texts: list[str] = self.inner.batch_decode(
-                [list(row) for row in token_ids], skip_special_tokens=True
-            )
+            rows = [list(row) for row in token_ids]
+            texts: list[str] = self.inner.batch_decode(rows, skip_special_tokens=not keep_special)
         return texts
 
 
@@ -471,6 +473,7 @@ class MarianTokenizer:
         self.pad_token_id: int | None = details.pad
         self.bos_token_id: int | None = details.bos
         self.eos_token_id: int | None = details.eos
+        self.mask_token_id: int | None = details.mask
         self._eos, self._unknown, self._facts = details.eos, details.unknown, details
         self._pieces = _open_sentencepiece(folder / SENTENCEPIECE_FILE)
         ids_by_token = read_json_object(folder / MARIAN_VOCAB_FILE) | details.added
@@ -509,9 +512,9 @@ class MarianTokenizer:
         """Tokenize `texts` without adding the final token."""
         return [self._encode(text) for text in texts]
 
-    def decode_batch(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
-        """Return the text of each row of ids, without its special tokens."""
-        texts = [self._decode(row) for row in token_ids]
+    def decode_batch(self, token_ids: Sequence[Sequence[int]], keep_special: bool = False) -> list[str]:
+        """Return the text of each row of ids; with its special tokens only if `keep_special`."""
+        texts = [self._decode(row, keep_special) for row in token_ids]
         return [clean_up_tokenization(text) for text in texts] if self._facts.clean_up else texts
 
     def _encode(self, text: str) -> list[int]:
@@ -540,8 +543,8 @@ class MarianTokenizer:
             return start + [self._words.get(piece, self._unknown) for piece in text_pieces]
         return start + [self._ids[piece_id] for piece_id in piece_ids]
 
-    def _decode(self, row: Sequence[int]) -> str:
-        pieces = [self._token_text(token_id) for token_id in row if token_id not in self._hidden]
+    def _decode(self, row: Sequence[int], keep_special: bool) -> str:
+        pieces = [self._token_text(i) for i in row if keep_special or i not in self._hidden]
         text: str = self._pieces.decode_pieces(pieces)
         return text.replace(_SPACE, " ").strip()
 

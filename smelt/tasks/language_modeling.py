@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.data.examples import text_of_column
 from smelt.data.splits import Columns, Example, Split
+from smelt.data.tasks import Task
 from smelt.tasks.spec import PackageClass, TaskSpec
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 class LanguageModeling(TaskSpec):
     """Language modeling."""
 
-    name = "language-modeling"
+    name: ClassVar[Task] = "language-modeling"
     row_example = '{"text": "..."}, or a .txt file'
     suggested_metrics = ("perplexity", "bits_per_byte")
     main_metric = "perplexity"

@@ -7,9 +7,10 @@ similarity) give 2 B texts in a batch of B.
 from __future__ import annotations
 
 import bisect
+import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -31,6 +32,7 @@ from smelt.data.splits import Example, Split, input_texts
 from smelt.data.tasks import Task
 from smelt.models.checkpoint import load_tokenizer
 from smelt.models.families.registry import reads_images
+from smelt.models.masked_windows import TokenMasker, WindowTokens, fixed_masks
 from smelt.models.tokenizer import EncodedTexts, encode_texts, uses_token_types
 from smelt.runtimes.images import ImageInput, read_processor, stack_image_inputs
 
@@ -82,6 +84,10 @@ class EncodedSample:
         """The number of inputs of a window, whose last token is only a target."""
         return len(self.input_ids) - 1
 
+    def draw(self, key: Sequence[int]) -> EncodedSample:
+        """Return the sample with its random parts drawn by `key`; most samples have none."""
+        return self
+
     @staticmethod
     def collate(samples: Sequence[EncodedSample], config: Any) -> TensorBatch:
         """Return the batch of samples of this class, as `collate`; a task's own class has its own."""
@@ -90,6 +96,46 @@ class EncodedSample:
         if samples[0].packed is not None:
             return _collate_packed([sample.packed or () for sample in samples])
         return _collate_windows(samples) if samples[0].target is None else _collate_texts(samples, config)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedSample(EncodedSample):
+    """A window of running text with masked tokens; `target` is the token at each of them, -100 elsewhere.
+
+    window: the tokens without masks. masker: draws the masks.
+    """
+
+    window: WindowTokens | None = None
+    masker: TokenMasker | None = None
+
+    @property
+    def token_counts(self) -> tuple[int, int]:
+        """The length in tokens; a target is no token of its own."""
+        return len(self.input_ids), 0
+
+    def draw(self, key: Sequence[int]) -> MaskedSample:
+        """Return the window with other masks."""
+        assert self.window is not None
+        assert self.masker is not None
+        masked = self.masker.mask(self.window.ids, self.window.is_special, key)
+        return replace(self, input_ids=masked.input_ids, target=masked.labels)
+
+    @staticmethod
+    def collate(samples: Sequence[EncodedSample], config: Any) -> TensorBatch:
+        """Return input_ids, attention_mask and labels, int64 [B, L], padded on the right."""
+        return {
+            "input_ids": pad_lists([r.input_ids for r in samples], int(config.pad_token_id or 0)),
+            "attention_mask": pad_lists([[1] * len(r.input_ids) for r in samples], 0),
+            "labels": pad_lists([r.target for r in samples if isinstance(r.target, list)], IGNORE_INDEX),
+        }
+
+
+def masked_samples(windows: Sequence[WindowTokens], masker: TokenMasker) -> list[EncodedSample]:
+    """Return the samples of `windows`, with the masks on which all steps of a run are compared."""
+    return [
+        MaskedSample(masked.input_ids, None, masked.labels, window=window, masker=masker)
+        for window, masked in zip(windows, fixed_masks(windows, masker), strict=True)
+    ]
 
 
 def encode_inputs(
@@ -318,10 +364,17 @@ def plan_batches(
     steps: int | None,
     seed: int,
 ) -> list[list[int]]:
-    """Return all batches of a training in order: `steps` of them, or `epochs` passes over `samples`."""
+    """Return all batches of a training in order: `steps` of them, or `epochs` passes over `samples`.
+
+    The index of a sample is its number plus that of the pass times the number of samples, so that each pass
+    can draw a sample's random parts again.
+    """
     shuffle = random.Random(seed)
     batches = group_by_length(samples, batch_size, tokens, shuffle)
     num_batches = steps if steps is not None else max(1, round(epochs * len(batches)))
-    while len(batches) < num_batches:
-        batches += group_by_length(samples, batch_size, tokens, shuffle)
+    for number in itertools.count(1):
+        if len(batches) >= num_batches:
+            break
+        again = group_by_length(samples, batch_size, tokens, shuffle)
+        batches += [[number * len(samples) + index for index in batch] for batch in again]
     return batches[:num_batches]

@@ -112,7 +112,7 @@ class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
         super().__init__(
             model=self.measured,
             args=args,
-            train_dataset=_SamplesOrNone(samples),
+            train_dataset=_SamplesOrNone(samples, args.seed),
             callbacks=[keeper],
             data_collator=pack,
         )
@@ -179,16 +179,17 @@ _NO_SAMPLES = "no_samples"  # a key of batches that only fill the place of a mis
 
 
 class _SamplesOrNone:
-    """Samples by index; a negative index -1 - i is sample i as the content of an empty part."""
+    """Samples by index (see `plan_batches`); -1 - i is sample i as the content of an empty part."""
 
-    def __init__(self, samples: Sequence[EncodedSample]) -> None:
-        self.samples = samples
+    def __init__(self, samples: Sequence[EncodedSample], seed: int) -> None:
+        self.samples, self.seed = samples, seed
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[EncodedSample, bool]:
-        return (self.samples[index], True) if index >= 0 else (self.samples[-1 - index], False)
+        number, sample_index = divmod(index if index >= 0 else -1 - index, len(self.samples))
+        return self.samples[sample_index].draw((1 + self.seed, number, sample_index)), index >= 0
 
 
 def divide_batch(batch: Sequence[int], processes: int) -> list[list[int]]:

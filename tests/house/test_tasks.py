@@ -22,7 +22,6 @@ EXCEPTIONS = {
     "evaluate/metrics/": "each metric lists the tasks that it scores",
     "export/package/standalone/packaged_model.py": "is copied into packages, where smelt is not installed",
     "smelt/data/csv_rows.py": "a column of data sets on the Hub",
-    "smelt/pipeline/recipe/validation_errors.py": "another word for a task, suggested for it",
 }
 
 

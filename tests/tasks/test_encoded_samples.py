@@ -72,8 +72,9 @@ def test_batch_plan_has_requested_length_and_shuffles_each_epoch():
     assert len(plan_batches(rows, 8, None, epochs=0.5, steps=None, seed=1)) == 4
     assert len(plan_batches(rows, 8, None, epochs=9.0, steps=3, seed=1)) == 3
     plan = plan_batches(rows, 8, None, epochs=2.0, steps=None, seed=1)
-    assert sorted(i for b in plan[:8] for i in b) == sorted(i for b in plan[8:] for i in b) == list(range(64))
-    assert plan[:8] != plan[8:]
+    first, second = ([i for batch in batches for i in batch] for batches in (plan[:8], plan[8:]))
+    assert (sorted(first), sorted(second)) == (list(range(64)), list(range(64, 128)))
+    assert first != [i - 64 for i in second]
     assert plan == plan_batches(rows, 8, None, epochs=2.0, steps=None, seed=1)
 
 

@@ -29,6 +29,7 @@ TASK_CLASSES = {
     "text-generation": "Answerer",
     "text-classification": "Classifier",
     "sentence-similarity": "Embedder",
+    "masked-language-modeling": "MaskFiller",
     "image-classification": "ImageClassifier",
 }
 IMAGES, PAIRS, VECTORS = "image-classification", "text-classification", "sentence-similarity"

@@ -186,6 +186,12 @@ def token_lookup_modules(model: Any) -> list[Any]:
     return modules
 
 
+def predicts_tokens(model: Any) -> bool:
+    """Return whether the logits of a transformers model are those of tokens of its vocabulary."""
+    output_embeddings = getattr(model, "get_output_embeddings", None)
+    return output_embeddings is not None and output_embeddings() is not None
+
+
 def output_modules(model: Any) -> tuple[str, ...]:
     """Return the modules between the last hidden states and the outputs of `model`; none without a head.
 

@@ -301,6 +301,28 @@ class Scorer:
         )
         return _split_scores(scores)
 
+    def _score_masked_tokens(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
+        from smelt.evaluate.quality import score_masked_windows
+        from smelt.models.checkpoint import load_tokenizer
+        from smelt.models.masked_windows import (
+            MASKED_FRACTION,
+            TokenMasker,
+            cut_bidirectional_windows,
+            fixed_masks,
+        )
+        from smelt.models.text_rules import join_texts, window_length
+        from smelt.runtimes.fill_mask import score_masked_tokens
+
+        tokenizer, limit = load_tokenizer(runner.folder), runner.text.max_input_length
+        windows = cut_bidirectional_windows(split, tokenizer, limit)
+        masked = fixed_masks(windows, TokenMasker(tokenizer))
+        results = score_masked_tokens(runner, masked, self.batch_size, progress)
+        signature = f"window:{window_length(split.windows, limit)}|masked:{MASKED_FRACTION}|seed:0"
+        vocab_size = runner.config.get("vocab_size")
+        return _split_scores(
+            score_masked_windows(self.metrics, *results, signature, join_texts(split), vocab_size)
+        )
+
     def _score_labels(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
         from smelt.evaluate.step_agreement import pack_logits
         from smelt.runtimes.predict_texts import class_logits
@@ -445,6 +467,7 @@ _SCORE_METHODS: dict[str, Callable[[Scorer, Any, Split, Progress], dict[str, Any
     "text": Scorer._score_generated,
     "labels": Scorer._score_labels,
     "next-token": Scorer._score_windows,
+    "masked-tokens": Scorer._score_masked_tokens,
     "embedding": Scorer._score_vectors,
     "arrays": Scorer._score_arrays,
 }

@@ -130,9 +130,9 @@ def _task_of_data(data: Sequence[Path], model_info: ModelInfo, columns: Mapping[
     for spec in (task_spec(task) for task in model_info.tasks if task != model_info.task):
         try:
             data_info = inspect_data(data, spec.name, columns)
+            row = next((row for _, row in read_file_rows(next(iter(data_info.splits.values())))), {})
         except InputError:
             continue  # data of another task; errors are reported for the chosen one
-        row = next((row for _, row in read_file_rows(next(iter(data_info.splits.values())))), {})
         if spec.recognizes_row(row, Columns(**data_info.columns), Columns(**columns)):
             return spec.name
     return model_info.task

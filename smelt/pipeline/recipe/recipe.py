@@ -438,7 +438,13 @@ def _check_data(keys: RecipeKeys, invalid_paths: set[str], errors: RecipeErrors)
     if has_windows and not has_error(invalid_paths, "task", "data.windows"):
         errors.add(
             ("data", "windows"),
-            f"only for language-modeling; the task is {keys.task}. Remove it.",
+            f"only for {task_names(samples='running-text')}; the task is {keys.task}. Remove it.",
+            code="does-not-fit-task",
+        )
+    if data.windows.stride is not None and task_traits(keys.task).architecture == "encoder":
+        errors.add(
+            ("data", "windows", "stride"),
+            f"windows of {keys.task} do not overlap. Remove it.",
             code="does-not-fit-task",
         )
     if (

@@ -16,7 +16,7 @@ from typing import Any
 from smelt.data.tasks import Task
 from smelt.models.families.registry import FAMILIES
 from smelt.quantization.schemes.registry import SCHEMES
-from tests.support.models import causal, embedders, every_family, images, tiny
+from tests.support.models import causal, embedders, every_family, images, masked, tiny
 from tests.support.schemes import small_settings
 
 
@@ -42,7 +42,8 @@ MODELS: dict[str, TinyModel] = {
     for name in every_family.MODELS
 }
 MODELS["embedder"] = TinyModel("bert", "sentence-similarity", embedders.write_embedder)
-"""Each family, and an embedder, which is trained otherwise."""
+MODELS["masked"] = TinyModel("bert", masked.TASK, masked.write_model)
+"""Each family, and an embedder and a masked language model, which are trained otherwise."""
 LANGUAGES = {
     "mbart": {"source_language": "en_XX", "target_language": "de_DE"},
     "m2m_100": {"source_language": "eng_Latn", "target_language": "deu_Latn"},
@@ -51,7 +52,7 @@ DATA: dict[str, Callable[[Path], Any]] = {
     "translation": tiny.write_pairs, "summarization": tiny.write_pairs,
     "text-classification": tiny.write_labeled, images.TASK: images.write_rows,
     "language-modeling": lambda path: causal.write_lines(path, 1),
-    "sentence-similarity": embedders.write_rows,
+    "sentence-similarity": embedders.write_rows, masked.TASK: masked.write_lines,
 }  # fmt: skip
 
 

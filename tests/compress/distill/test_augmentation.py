@@ -53,7 +53,7 @@ def test_stop_words_and_words_of_several_tokens_are_kept(tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     texts = sorted({*" ".join(tiny.SENTENCES).split(), "zebrawalks"})
     words = set(texts) - ENGLISH_STOP_WORDS
-    single = {word for word in words if len(tokenizer.tokenize(word)) == 1}
+    single = {text for text in words if len(tokenizer.tokenize(text)) == 1}
     assert single != words
     (tmp_path / "vectors.txt").write_text("zebrawalks 1 0\nstrolls 0.9 0.1\n")
     for vectors, others in ((None, set()), (str(tmp_path / "vectors.txt"), {"zebrawalks"})):

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor, nn
 
-    from smelt.compress.quantize.smoothquant import NormGroup
+    from smelt.compress.quantize.scale_targets import NormGroup
     from smelt.models.model_size import SizeInputs, StepSize
 
 
@@ -220,7 +220,7 @@ def _unties(config: Mapping[str, Any]) -> bool:
 
 def _norm_groups(model: Any) -> list[NormGroup]:
     """Return the norms of the hidden states with the layers that read them."""
-    from smelt.compress.quantize.smoothquant import norm_group
+    from smelt.compress.quantize.scale_targets import norm_group
 
     hidden_norms = set(hidden_norm_names(model))
     return [norm_group(model, norm) for norm in norm_consumers(model) if norm.norm in hidden_norms]
@@ -251,7 +251,7 @@ def fold_norms(model: Any, groups: list[NormGroup]) -> None:
     import torch
 
     from smelt.compress.prune.reconstruct import bias_owner
-    from smelt.compress.quantize.smoothquant import norm_weight_offset
+    from smelt.compress.quantize.scale_targets import norm_weight_offset
 
     offset = norm_weight_offset(model)
     _untie_readers(model, groups)

@@ -26,40 +26,34 @@ several layers, the published code compares the output of the module around them
 gated feed-forward part); for one layer the errors are the same. Everything is computed from second moments
 over all tokens.
 
-The target of the scales is the producer of the layers' input, or a factor before them:
-
-    a norm that only these layers read                   its weight and bias are divided
-    a linear layer that only they read directly          its rows and bias are divided
-    anything else                                        the input is multiplied (`ScaledLinear`)
-
-In all three cases the columns of the layers are multiplied, so the float model computes the same. The columns
-of a matrix that is also an embedding, or belongs to other layers, are not changed. The output layer, the
-largest linear layer, gets no factor of its own.
+Where the scales go is in `scale_targets.py`.
 
 Shapes: N = outputs, K = inputs of a linear layer, G = groups, g = inputs of a group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from smelt.calibration.samples import CalibrationSamples
 from smelt.calibration.sequential import ModelPart
 from smelt.calibration.statistics import InputStatistics, warn_of_few_tokens
 from smelt.compress.quantize.hqq import pool_errors, select_per_group
-from smelt.compress.quantize.plan_layers import PlannedLayer, output_layer, round_to_nearest
-from smelt.compress.quantize.smoothquant import DtypeOf, NormGroup, divide_norm, norm_group
-from smelt.core.errors import InputError
+from smelt.compress.quantize.plan_layers import PlannedLayer, round_to_nearest
+from smelt.compress.quantize.scale_targets import (
+    DtypeOf,
+    ScaleKind,
+    ScaleRunner,
+    ScaleTarget,
+    find_scale_targets,
+)
 from smelt.core.near_ties import first_within_tolerance, is_better
-from smelt.models.edits import Edit, module_names, replace_layer
-from smelt.models.families.registry import SharedInput, model_attentions, norm_consumers, shared_inputs
-from smelt.models.layers import LowRankLinear, ScaledLinear
+from smelt.models.families.registry import model_attentions
 from smelt.quantization.groupwise import split_into_groups
 from smelt.quantization.scheme import QuantParams, Scheme, SchemeOptions, UnpackedWeights
 from smelt.quantization.schemes.registry import find_scheme
@@ -185,175 +179,8 @@ def _group_errors(
     return pool_errors((torch.einsum("ngi,gij->ngj", off, group_moments) * off).sum(dim=-1), scheme, options)
 
 
-@dataclass
-class ScaleTarget:
-    """Linear layers with one input that will be quantized, and the target of their scales.
-
-    layers: these layers. norm: the norm with all of its readers, if it takes the scales. producer: the linear
-    layer that takes them, with the rows that `shared_input` defines. Without either, the input is multiplied.
-    """
-
-    layers: list[PlannedLayer]
-    norm: NormGroup | None = None
-    producer: nn.Linear | None = None
-    shared_input: SharedInput = field(default_factory=lambda: SharedInput(()))
-
-    @property
-    def kind(self) -> str:
-        """The kind of target: norm, product or factor."""
-        return "norm" if self.norm else "product" if self.producer else "factor"
-
-    def modules(self, model: Any) -> list[nn.Module]:
-        """Return the modules of `model` whose weights `apply` changes."""
-        norm = [] if self.norm is None else [model.get_submodule(self.norm.norm), *self.norm.linear_layers]
-        producer = [] if self.producer is None else [self.producer]
-        return [*norm, *producer, *(layer.module for layer in self.layers)]
-
-    def pool(self, magnitudes: Tensor) -> Tensor:
-        """Return `magnitudes`, float [K], averaged over channels that have to share a scale."""
-        if self.shared_input.repeats == 1:
-            return magnitudes
-        heads = magnitudes.reshape(-1, self.shared_input.repeats, self.shared_input.head_dim)
-        return heads.mean(dim=1, keepdim=True).expand_as(heads).flatten()
-
-    def apply(self, model: Any, scales: Tensor, kind: DtypeOf, edits: list[Edit]) -> Tensor:
-        """Divide the input by `scales`, float32 [K], and multiply the columns; return the applied scales.
-
-        Args:
-            model: changed in place; `layers` too, if names change.
-            scales: the wanted scales; columns include the rounding of norms and factors by their dtype.
-            kind: returns the stored dtype of a tensor from its names.
-            edits: edits of the model; a factor appends its own.
-        """
-        if self.norm is not None:
-            names = module_names(model)[model.get_submodule(self.norm.norm)]
-            return divide_norm(model, self.norm, scales, kind([f"{name}.weight" for name in names]))
-        if self.producer is not None:
-            self._divide_rows(self.producer, scales)
-        else:
-            scales = self._insert_factor(model, scales, kind, edits)
-        with torch.no_grad():
-            for layer in self.layers:
-                layer.module.weight.mul_(scales)
-        return scales
-
-    @torch.no_grad()
-    def _divide_rows(self, maker: nn.Linear, scales: Tensor) -> None:
-        heads = (
-            scales.reshape(-1, self.shared_input.repeats, self.shared_input.head_dim)
-            if self.shared_input.repeats > 1
-            else None
-        )
-        by_row = scales if heads is None else heads[:, 0].flatten()
-        rows = slice(self.shared_input.start, self.shared_input.stop)
-        maker.weight[rows].div_(by_row[:, None])
-        if maker.bias is not None:
-            maker.bias[rows].div_(by_row)
-
-    def _insert_factor(self, model: Any, scales: Tensor, kind: DtypeOf, edits: list[Edit]) -> Tensor:
-        dtype = kind([f"{layer.name}.factors" for layer in self.layers])
-        factors = (1 / scales).to(dtype).float()
-        factors = factors.where(factors.isfinite() & (factors > 0), torch.ones(()))
-        for index, layer in enumerate(self.layers):
-            scaled = ScaledLinear(layer.module).train(layer.module.training)
-            scaled.factors = nn.Parameter(factors.clone(), requires_grad=layer.module.weight.requires_grad)
-            replace_layer(model, edits, layer.name, scaled, {"op": "scale", "module": layer.name})
-            self.layers[index] = replace(layer, name=f"{layer.name}.linear")
-        return 1 / factors
-
-
-def find_scale_targets(model: Any, layers: Sequence[PlannedLayer]) -> tuple[list[ScaleTarget], list[str]]:
-    """Return the scale targets of the linear layers among `layers`, and the names of layers without one."""
-    finder = _TargetFinder(model, layers)
-    targets = [*finder.norm_targets(), *finder.layer_targets()]
-    return targets, [layer.name for layer in layers if layer.multiplies and layer.module not in finder.placed]
-
-
-class _TargetFinder:
-    """The linear layers to be quantized, and those that already have a target."""
-
-    def __init__(self, model: Any, layers: Sequence[PlannedLayer]) -> None:
-        self.model, self.names, self.head = model, module_names(model), output_layer(model)
-        self.owners: dict[int, set[nn.Module]] = {}
-        for module in model.modules():
-            for parameter in module.parameters(recurse=False):
-                self.owners.setdefault(id(parameter), set()).add(module)
-        self.coded = {
-            layer.module: layer for layer in layers if layer.multiplies and self._owns_weight(layer.module)
-        }
-        self.placed: set[nn.Module] = set()
-
-    def norm_targets(self) -> Iterator[ScaleTarget]:
-        """Yield a target for each norm that only linear layers read."""
-        for consumer in norm_consumers(self.model):
-            group = norm_group(self.model, consumer) if consumer.is_foldable else None
-            layers = self._claim_layers(group.linear_layers) if group else []
-            if layers:
-                yield ScaleTarget(layers, norm=group)
-
-    def layer_targets(self) -> Iterator[ScaleTarget]:
-        """Yield a target for each other input of layers that will be quantized."""
-        inputs = [*shared_inputs(self.model), *self._pairs()]
-        inputs += [SharedInput((layer.name,)) for layer in self.coded.values()]
-        for shared_input in inputs:
-            readers = [_input_layer(self.model.get_submodule(name)) for name in shared_input.consumers]
-            producer = self._find_producer(shared_input, readers)
-            layers = self._claim_layers([m for m in readers if producer is not None or m is not self.head])
-            if layers:
-                yield ScaleTarget(
-                    layers,
-                    producer=producer,
-                    shared_input=shared_input
-                    if producer is not None
-                    else SharedInput(shared_input.consumers),
-                )
-
-    def _pairs(self) -> Iterator[SharedInput]:
-        for module, names in self.names.items():
-            if isinstance(module, LowRankLinear):
-                yield SharedInput((f"{names[0]}.up",), f"{names[0]}.down")
-
-    def _claim_layers(self, modules: Collection[nn.Module]) -> list[PlannedLayer]:
-        layers = [self.coded[m] for m in modules if m in self.coded and m not in self.placed]
-        self.placed |= {layer.module for layer in layers}
-        return layers
-
-    def _owns_weight(self, module: nn.Module) -> bool:
-        """Return whether no other module shares the weight of `module`."""
-        return all(self.owners[id(p)] == {module} for p in module.parameters(recurse=False))
-
-    def _find_producer(self, feed: SharedInput, readers: Sequence[nn.Module]) -> nn.Linear | None:
-        """Return the linear layer that always produces the input of `readers`, if it owns its weight."""
-        producer = None if feed.producer is None else _output_layer(self.model.get_submodule(feed.producer))
-        if not isinstance(producer, nn.Linear):
-            return None
-        all_of_them = (producer, *readers)
-        if not all(type(m) is nn.Linear and self._owns_weight(m) for m in all_of_them):
-            return None
-        blocks = {tuple(sorted(_block_paths(self.names[m]))) for m in all_of_them}
-        return producer if len(blocks) == 1 else None
-
-
-def _block_paths(names: Sequence[str]) -> Iterator[str]:
-    """Yield the block path of each name: the part up to its last number."""
-    for name in names:
-        parts = name.split(".")
-        last_index = max((index for index, part in enumerate(parts) if part.isdigit()), default=-1)
-        yield ".".join(parts[: last_index + 1])
-
-
-def _input_layer(module: nn.Module) -> nn.Module:
-    """Return the module that reads the input of a layer."""
-    return module.down if isinstance(module, LowRankLinear) else module
-
-
-def _output_layer(module: nn.Module) -> nn.Module:
-    """Return the module that computes the output of a layer."""
-    return module.up if isinstance(module, LowRankLinear) else module
-
-
-class AwqRunner:
-    """State of an AWQ run, of all scale targets at once or of one block after another.
+class AwqRunner(ScaleRunner):
+    """AWQ of all scale targets at once or of one block after another.
 
     Args:
         model: float32, in eval mode, on the CPU; changed in place with the same outputs.
@@ -365,8 +192,6 @@ class AwqRunner:
         ctx: gets the details and warnings.
 
     Attributes:
-        targets: all scale targets.
-        edits: edits of the model.
         codes: quantized weights by `PlannedLayer.weight_id`.
     """
 
@@ -380,36 +205,23 @@ class AwqRunner:
         dtype_of: DtypeOf,
         ctx: Context,
     ) -> None:
-        self.targets, self._unscaled = find_scale_targets(model, layers)
-        self.edits: list[Edit] = []
+        targets, self._unscaled = find_scale_targets(model, layers)
+        super().__init__(model, targets, layers, samples, dtype_of, ctx)
         self.codes: dict[int, UnpackedWeights] = {}
-        self.model, self._samples, self._dtype_of, self._ctx = model, samples, dtype_of, ctx
         self._duo_scaling = duo_scaling
         self._clip, self._unclipped = clip, _attention_score_layers(model) if clip else set()
-        self._order = [layer.name for layer in layers]
-        self._names = {id(target): target.layers[0].name for target in self.targets}
-        self._found: dict[str, ScaleSearchResult] = {}
+        self._searches: dict[str, ScaleSearchResult] = {}
         self._token_counts: dict[str, tuple[int, int]] = {}
 
     def calibrate(self, targets: Sequence[ScaleTarget], part: ModelPart, *, apply: bool = True) -> None:
-        """Find the scales of `targets`, and run `part` before any is applied.
-
-        Args:
-            targets: the targets in `part`, which no other target's scales change.
-            part: the part of the model to run.
-            apply: whether to apply the scales, and to clip ranges; otherwise the caller applies them later.
-
-        Raises:
-            InputError: inputs of a linear layer are not finite.
-        """
-        layers = {self._names[id(target)]: [target.layers[0].module] for target in targets}
-        with part.collect(layers) as seen:
+        """Find the scales of `targets`, and clip ranges if they are applied (see `ScaleRunner`)."""
+        with part.collect(self._layers_to_observe(targets)) as seen:
             part.run()
             self._search(targets, seen)  # all of them first: scales change the rows of producers
             scales = self.apply(targets) if apply else {}
             for target in targets if apply and self._clip else ():
                 name = self._names[id(target)]
-                if name in self._found:
+                if name in self._searches:
                     clipped = [
                         layer
                         for layer in target.layers
@@ -418,43 +230,26 @@ class AwqRunner:
                     self.codes |= _clip_layers(clipped, _second_moment(seen[name]), scales.get(name))
 
     def _search(self, targets: Sequence[ScaleTarget], seen: Mapping[str, InputStatistics]) -> None:
-        _require_finite(self._order, seen, self._samples)
+        self._require_finite({name: statistics.squares for name, statistics in seen.items()})
         for target in targets:
             name = self._names[id(target)]
             if seen[name].tokens:
-                self._found[name] = _search_target(target, seen[name], self._duo_scaling)
+                self._searches[name] = search = _search_target(target, seen[name], self._duo_scaling)
+                if search.alpha is not None:
+                    self.scales[name] = search.scales
             width = int(target.layers[0].module.in_features)
             self._token_counts[name] = (seen[name].tokens, width)
-
-    def apply(self, targets: Sequence[ScaleTarget]) -> dict[str, Tensor]:
-        """Apply the found scales to `targets`; return those of the changed ones by name, float32 [K]."""
-        by_name = {self._names[id(target)]: target for target in targets}
-        return {
-            name: target.apply(self.model, self._found[name].scales, self._dtype_of, self.edits)
-            for name, target in by_name.items()
-            if name in self._found and self._found[name].alpha is not None
-        }
-
-    def renamed(self, layers: Sequence[PlannedLayer]) -> list[PlannedLayer]:
-        """Return `layers` with the names that they have after `scale`."""
-        current = {layer.module: layer for target in self.targets for layer in target.layers}
-        return [current.get(layer.module, layer) for layer in layers]
-
-    def ordered_edits(self) -> list[Edit]:
-        """Return the edits of layers that got a factor, in the order of the targets."""
-        names = [layer.name.removesuffix(".linear") for t in self.targets for layer in t.layers]
-        order = {name: index for index, name in enumerate(names)}
-        return sorted(self.edits, key=lambda edit: order[str(edit["module"])])
 
     def report(self) -> None:
         """Write the results to the details and warnings of the context, in the order of the targets."""
         names = [self._names[id(target)] for target in self.targets]
-        _report_scales(self.targets, names, {n: self._found[n] for n in names if n in self._found}, self._ctx)
+        searches = {name: self._searches[name] for name in names if name in self._searches}
+        _report_scales(self.targets, names, searches, self._ctx)
         self._ctx.details["awq_without_scales"] = self._unscaled  # output layers and shared matrices
         unreached = [
             layer.name
             for target, name in zip(self.targets, names, strict=True)
-            if name not in self._found
+            if name not in searches
             for layer in target.layers
         ]
         if unreached:
@@ -464,19 +259,6 @@ class AwqRunner:
                 " rounded to nearest. Add calibration samples that use them.",
             )
         warn_of_few_tokens((self._token_counts[name] for name in names), self._samples, self._ctx)
-
-
-def _require_finite(
-    order: list[str], statistics: Mapping[str, InputStatistics], samples: CalibrationSamples
-) -> None:
-    """Raise an error for inputs that are not finite; it names the first such layer in the model's order."""
-    for name in sorted(statistics, key=order.index):
-        if not bool(statistics[name].squares.isfinite().all()):
-            raise InputError(
-                f"quantize: {name}: the layer's inputs on samples of {samples.origin} are not finite."
-                " The training before this step has probably diverged; lower its learning_rate.",
-                code="non-finite-activations",
-            )
 
 
 def _search_target(target: ScaleTarget, statistics: InputStatistics, duo_scaling: bool) -> ScaleSearchResult:
@@ -525,7 +307,7 @@ def _report_scales(
     ctx.details["awq_error"] = {name: float(f"{search.error_ratio:.3g}") for name, search in searches.items()}
     alphas = {name: search.alpha for name, search in searches.items() if search.alpha is not None}
     ctx.details["awq_alpha"] = alphas
-    counts: dict[str, int] = {"norm": 0, "product": 0, "factor": 0}
+    counts: dict[str, int] = dict.fromkeys(get_args(ScaleKind), 0)
     for name, target in zip(names, places, strict=True):
         if name in alphas:
             counts[target.kind] += 1

@@ -45,7 +45,6 @@ from smelt.compress.quantize.plan_layers import (
 )
 from smelt.compress.quantize.qat_settings import QatSettings
 from smelt.compress.quantize.settings import AWQ_METHODS
-from smelt.compress.quantize.smoothquant import smooth_like
 from smelt.compress.quantize.step_sizes import StepSizes
 from smelt.core.artifact import MASTER_WEIGHTS_FILE, Artifact
 from smelt.core.errors import InputError
@@ -277,10 +276,8 @@ def load_trainable(src: Artifact, ctx: Context, adapters: bool = False) -> tuple
         parent = _float_parent(src, ctx.ancestors)
         ctx.details["latent_weights"] = parent[0] if parent else "codes"
         float_model = load_model(parent[1].path)[0] if parent else None
-        if float_model is not None:
-            if any(edit.get("op") == "fold" for edit in edits):
-                fold_batch_norms(float_model)
-            smooth_like(float_model, model)
+        if float_model is not None and any(edit.get("op") == "fold" for edit in edits):
+            fold_batch_norms(float_model)
         prepare_qat(model, float_model)
     return model, edits
 
@@ -306,8 +303,6 @@ def find_master_weights(
     float_model = load_model(parent[1].path)[0] if parent else None
     if stored is None and float_model is None:
         return None
-    if float_model is not None:
-        smooth_like(float_model, model)
     by_matrix: dict[int, Tensor] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if is_quantized(module) and id(module.matrix) not in by_matrix:
@@ -322,8 +317,10 @@ def find_master_weights(
 
 def _float_parent(src: Artifact, ancestors: Mapping[str, Artifact]) -> tuple[str, Artifact] | None:
     """Return name and artifact of the float model that `src` was quantized from, None if there is none."""
-    if src.manifest.stage != "quantize" or src.manifest.settings.get("method") in AWQ_METHODS:
-        return None  # AWQ scales of columns and rows are not stored
+    settings = src.manifest.settings
+    moves_scales = settings.get("method") in AWQ_METHODS or settings.get("smoothquant_alpha") is not None
+    if src.manifest.stage != "quantize" or moves_scales:
+        return None  # scales of columns and rows are not stored
     return next(((n, a) for n, a in ancestors.items() if a.key == src.manifest.parent), None)
 
 

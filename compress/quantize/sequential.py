@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from smelt.calibration.samples import CalibrationSamples, load_calibration_samples
 from smelt.calibration.sequential import ModelPart, RunningBlock, run_parts, visit_blocks
 from smelt.compress.quantize.autoround import AutoRoundRunner
-from smelt.compress.quantize.awq import AwqRunner, ScaleTarget, find_scale_targets, mse_grid, percentile_grid
+from smelt.compress.quantize.awq import AwqRunner, mse_grid, percentile_grid
 from smelt.compress.quantize.gptq import GptqRunner
 from smelt.compress.quantize.hqq import hqq_grid
 from smelt.compress.quantize.low_rank_correction import (
@@ -54,8 +54,9 @@ from smelt.compress.quantize.ranges import (
     calibrate_ranges,
     insert_rounding,
 )
+from smelt.compress.quantize.scale_targets import ScaleRunner, ScaleTarget, find_scale_targets
 from smelt.compress.quantize.settings import AUTO, MaxExcluded, QuantizeSettings
-from smelt.compress.quantize.smoothquant import NormGroup, SmoothQuantRunner, smoothing_targets
+from smelt.compress.quantize.smoothquant import SmoothQuantRunner, smoothing_targets
 from smelt.core.artifact import Artifact
 from smelt.core.messages import with_count
 from smelt.models.edits import Edit
@@ -93,11 +94,11 @@ def open_large_model(src: Artifact, settings: QuantizeSettings, ctx: Context) ->
     outside = [layer for layer in layers if layer.multiplies and layer.module not in inside]
     if any(layer.module is not head for layer in outside):
         return None
-    targets: Sequence[ScaleTarget | NormGroup] = []
+    targets: Sequence[ScaleTarget] = []
     if settings.scales_inputs:
         targets = find_scale_targets(model, layers)[0]
     elif settings.smoothquant_alpha is not None:
-        targets = smoothing_targets(model, layers)[1]
+        targets = smoothing_targets(model, layers, settings.smoothquant_targets)
     paths = ({inside.get(module) for module in target.modules(model)} for target in targets)
     return None if any(len(blocks) > 1 for blocks in paths) else offloaded
 
@@ -156,7 +157,7 @@ class SequentialQuantizer:
         self._model, self._src, self._settings, self._ctx = model, src, settings, ctx
         self._offloaded, self._block_of = offloaded, _block_by_module(model)
         self._num_passes, self._pass = 0, -1
-        self._scalers: list[AwqRunner | SmoothQuantRunner] = []
+        self._scalers: list[ScaleRunner] = []
         self._small_weights: dict[str, Tensor] = {}
         self._rounding_ranges: dict[str, ObservedRange] = {}
         self._edits: list[Edit] = []
@@ -175,7 +176,7 @@ class SequentialQuantizer:
             _report_corrections(self.layers, self.corrections, self._src, self._settings, self._ctx)
         order = {layer.name: number for number, layer in enumerate(self._renamed(self.layers))}
         edits = sorted(self._edits, key=lambda edit: order[_planned_name(edit, order)])
-        scales = [e for s in self._scalers if isinstance(s, AwqRunner) for e in s.ordered_edits()]
+        scales = [edit for scaler in self._scalers for edit in scaler.ordered_edits()]
         return [*scales, *edits, *insert_rounding(self._model, self._rounding_ranges)]
 
     def calibrate(self) -> None:
@@ -231,12 +232,13 @@ class SequentialQuantizer:
                 runner.report()
         ctx.warnings[:] = dict.fromkeys(ctx.warnings)  # several methods warn about too few samples
 
-    def _make_scalers(self, samples: CalibrationSamples) -> list[AwqRunner | SmoothQuantRunner]:
+    def _make_scalers(self, samples: CalibrationSamples) -> list[ScaleRunner]:
         """Return the methods that move scales between channels."""
         settings, dtype_of = self._settings, stored_dtypes(self._src.path).dtype_for
-        scalers: list[AwqRunner | SmoothQuantRunner] = []
+        scalers: list[ScaleRunner] = []
         if (alpha := settings.smoothquant_alpha) is not None:
-            scalers.append(SmoothQuantRunner(self._model, self.layers, samples, alpha, dtype_of, self._ctx))
+            smoothing = alpha, settings.smoothquant_targets, dtype_of, self._ctx
+            scalers.append(SmoothQuantRunner(self._model, self.layers, samples, *smoothing))
         if settings.scales_inputs:
             clip = settings.clip == "awq"
             context = self._model, self.layers, samples, clip, settings.duo_scaling, dtype_of, self._ctx
@@ -292,7 +294,7 @@ class SequentialQuantizer:
             if not self._is_last_pass:
                 self._offloaded.free_head()
 
-    def _move_scales(self, scaler: AwqRunner | SmoothQuantRunner, samples: CalibrationSamples) -> None:
+    def _move_scales(self, scaler: ScaleRunner, samples: CalibrationSamples) -> None:
         """Move channel scales between the producers of the layers' inputs and their columns."""
         if isinstance(scaler, AwqRunner):
             self.codes = scaler.codes
@@ -371,7 +373,7 @@ class SequentialQuantizer:
     def _renamed(self, layers: Sequence[PlannedLayer]) -> list[PlannedLayer]:
         """Return `layers` with their names after scaling."""
         for scaler in self._scalers:
-            layers = scaler.renamed(layers) if isinstance(scaler, AwqRunner) else layers
+            layers = scaler.renamed(layers)
         return list(layers)
 
     @property
@@ -385,7 +387,7 @@ def _planned_name(edit: Edit, names: Collection[str]) -> str:
     return name if name in names else str(edit["with"])
 
 
-def _targets_of(scaler: AwqRunner | SmoothQuantRunner, layers: Sequence[PlannedLayer]) -> list[Any]:
+def _targets_of(scaler: ScaleRunner, layers: Sequence[PlannedLayer]) -> list[ScaleTarget]:
     """Return the scaler's targets with some of `layers`."""
     modules = {layer.module for layer in layers}
     return [t for t in scaler.targets if not modules.isdisjoint(t.modules(scaler.model))]

@@ -188,6 +188,12 @@ class QuantizeSettings(SchemeSettings):
         strict=True,
         description=f"{_SMOOTHQUANT_SCHEMES}: SmoothQuant's strength; 0.5 is usual",
     )
+    smoothquant_targets: list[Literal["norms", "layers", "factors"]] = Field(
+        default=["norms", "layers"],
+        min_length=1,
+        description="what divides the inputs: norms; layers: those that compute values, or the ungated half"
+        " of a feed-forward part; factors: for all other inputs, a multiplication in the graph",
+    )
     calibration_samples: int | None = Field(
         default=None,
         ge=1,
@@ -214,6 +220,7 @@ class QuantizeSettings(SchemeSettings):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         self._check_bits()
+        self._check_smoothquant()
         self._check_rows()
         self._check_clip()
         self._check_learned_rounding()
@@ -265,6 +272,30 @@ class QuantizeSettings(SchemeSettings):
                 code="budget-out-of-range",
             )
 
+    def _check_smoothquant(self) -> None:
+        """Reject settings of SmoothQuant that have no effect, or conflict with others.
+
+        Raises:
+            SettingError: there is one.
+        """
+        if self.smoothquant_alpha is None:
+            if "smoothquant_targets" in self.model_fields_set:
+                raise SettingError(
+                    "smoothquant_targets requires smoothquant_alpha; set it (0.5 is usual)",
+                    code="unused-setting",
+                )
+        elif not SCHEMES[self.scheme].per_tensor_activations:
+            raise SettingError(
+                f"smoothquant_alpha applies only to {_SMOOTHQUANT_SCHEMES}, which have one scale for"
+                f" all activations of a layer, and scheme is {self.scheme}; remove it",
+                code="unused-setting",
+            )
+        elif "factors" in self.smoothquant_targets and self.scales_inputs:
+            raise SettingError(
+                f"smoothquant_targets: factors and method: {self.method} both insert factors; remove one",
+                code="settings-conflict",
+            )
+
     def _check_rows(self) -> None:
         """Refuse settings that need another one, or samples that nothing uses.
 
@@ -287,12 +318,6 @@ class QuantizeSettings(SchemeSettings):
                     f"{name} has no effect on {method}{self._scheme_description}; remove it",
                     code="unused-setting",
                 )
-        if self.smoothquant_alpha is not None and not SCHEMES[self.scheme].per_tensor_activations:
-            raise SettingError(
-                f"smoothquant_alpha applies only to {_SMOOTHQUANT_SCHEMES}, which have one scale for"
-                f" all activations of a layer, and scheme is {self.scheme}; remove it",
-                code="unused-setting",
-            )
         for name, reads in (
             ("calibration_samples", self.needs_calibration),
             ("sensitivity_samples", self._may_measure_sensitivity),
@@ -500,6 +525,7 @@ class QuantizeSettings(SchemeSettings):
             "sensitivity_samples": self._may_measure_sensitivity,
             "max_excluded": AUTO in self.exclude,
             "smoothquant_alpha": self.smoothquant_alpha is not None,
+            "smoothquant_targets": self.smoothquant_alpha is not None,
         }
 
     def required_packages(self) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 from smelt.calibration.samples import CalibrationSamples
 from smelt.calibration.sequential import ModelPart
@@ -31,16 +30,16 @@ def rows_of(*batches):
     )
 
 
-def smoothed(model, tmp_path, alpha=0.5, kind=torch.float32, **settings):
-    """Smooth `model` by its own batch; return what the stage would tell."""
+def smoothed(model, tmp_path, alpha=0.5, kind=torch.float32, targets=("norms",), **settings):
+    """Smooth `model` on its own batch; return the context of the stage."""
     ctx = context(tmp_path)
     layers = plan_layers(model, QuantizeSettings(**(STATIC | {"smoothquant_alpha": alpha} | settings)))
-    smooth(model, layers, rows_of(family_models.example_batch(model)), ctx, alpha, kind)
+    smooth(model, layers, rows_of(family_models.example_batch(model)), ctx, alpha, kind, targets)
     return ctx
 
 
-def smooth(model, layers, rows, ctx, alpha=0.5, kind=torch.float32):
-    runner = SmoothQuantRunner(model, layers, rows, alpha, lambda names: kind, ctx)
+def smooth(model, layers, rows, ctx, alpha=0.5, kind=torch.float32, targets=("norms",)):
+    runner = SmoothQuantRunner(model, layers, rows, alpha, targets, lambda names: kind, ctx)
     runner.calibrate(runner.targets, ModelPart(model, rows, ctx))
     runner.report()
 
@@ -106,6 +105,59 @@ def test_smoothing_preserves_float_outputs(family, tmp_path):
     unchanged = [feed.norm for feed in norm_consumers(model) if feed.consumers and feed.norm not in changed]
     assert set(message_codes(ctx.warnings)) <= {"norms-not-smoothed"}
     assert sum(int(message.message.split()[1]) for message in ctx.warnings) == len(unchanged)
+
+
+@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
+def test_targets_beyond_norms_preserve_float_outputs(family, tmp_path):
+    model = family_models.load(family)
+    batch = family_models.example_batch(model)
+    with torch.no_grad():
+        before = family_models.run_model(model, batch).logits
+        ctx = smoothed(model, tmp_path, targets=("norms", "layers", "factors"))
+        torch.testing.assert_close(family_models.run_model(model, batch).logits, before, rtol=1e-4, atol=1e-4)
+    assert ctx.details["smoothed"].keys() - {feed.norm for feed in norm_consumers(model)}
+
+
+def test_post_norm_inputs_are_divided_by_factors(tmp_path):
+    """The inputs of queries, keys and values are divided once, by the maxima of all three matrices."""
+    model = family_models.load("bert")
+    attention = model.bert.encoder.layer[1].attention.self
+    x = given(model, "bert.encoder.layer.0.output.LayerNorm").abs().amax(0)
+    layers = [attention.query, attention.key, attention.value]
+    s = (x / torch.cat([layer.weight.detach() for layer in layers]).abs().amax(0)) ** 0.5
+    before = [layer.weight.detach().clone() for layer in layers]
+    smoothed(model, tmp_path, targets=("norms", "layers", "factors"))
+    for name, layer, weight in zip(("query", "key", "value"), layers, before, strict=True):
+        torch.testing.assert_close(getattr(attention, name).factors, 1 / s)
+        if name != "value":  # whose rows are divided for the output layer
+            torch.testing.assert_close(layer.weight, weight * s)
+
+
+@pytest.mark.parametrize(("producer", "reader"), [("self_attn.v_proj", "self_attn.o_proj"),
+                                                  ("mlp.up_proj", "mlp.down_proj")])  # fmt: skip
+def test_rows_of_producers_are_divided_by_formula(producer, reader, tmp_path):
+    """The 2 value heads of this model are read by 4 query heads: each pair shares its maxima."""
+    model = family_models.load("llama")
+    block = model.model.layers[0]
+    inputs, layer = [], block.get_submodule(reader)
+    hook = layer.register_forward_pre_hook(lambda m, i: inputs.append(i[0].flatten(0, -2)))
+    with torch.no_grad():
+        family_models.run_model(model, family_models.example_batch(model))
+    hook.remove()
+    maxima, weight = torch.cat(inputs).abs().amax(0), layer.weight.detach().clone()
+    weight_maxima, rows = weight.abs().amax(0), block.get_submodule(producer).weight.detach().clone()
+    repeats = len(maxima) // len(rows)
+    if repeats > 1:
+        width = len(rows) // model.config.num_key_value_heads
+        maxima, weight_maxima = (
+            v.view(-1, repeats, width).amax(1).repeat_interleave(repeats, 0).view(-1, width).flatten()
+            for v in (maxima, weight_maxima)
+        )
+    s = (maxima / weight_maxima) ** 0.5
+    smoothed(model, tmp_path, targets=("layers",))
+    torch.testing.assert_close(layer.weight, weight * s)
+    of_rows = s.view(-1, repeats, width)[:, 0].flatten() if repeats > 1 else s
+    torch.testing.assert_close(block.get_submodule(producer).weight, rows / of_rows[:, None])
 
 
 def test_post_norm_blocks_are_not_smoothed_with_warning(tmp_path):
@@ -207,12 +259,12 @@ def test_non_finite_activations_are_rejected(tmp_path):
         model.model.embed_tokens.weight.fill_(float("inf"))
     with raises_code("non-finite-activations", InputError) as caught:
         smoothed(model, tmp_path)
-    assert "model.layers.0.input_layernorm" in str(caught.value)
+    assert "model.layers.0.self_attn.q_proj" in str(caught.value)
 
 
-def test_model_without_known_norms_warns(tmp_path):
+def test_model_without_quantized_layers_warns(tmp_path):
     ctx = context(tmp_path)
-    smooth(nn.LayerNorm(3), [], rows_of(), ctx)
+    smooth(family_models.load("llama"), [], rows_of(), ctx)
     assert message_codes(ctx.warnings) == ["nothing-smoothed"]
 
 
@@ -220,6 +272,9 @@ def test_model_without_known_norms_warns(tmp_path):
     (STATIC | {"smoothquant_alpha": 1.1}, "less_than_equal", "1"),
     (STATIC | {"smoothquant_alpha": -0.1}, "greater_than_equal", "0"),
     (STATIC | {"smoothquant_alpha": True}, "float_type", ""),
+    ({"scheme": "int8-static", "smoothquant_targets": ["norms"]}, "unused-setting", "smoothquant_alpha"),
+    (STATIC | {"smoothquant_targets": ["factors"], "method": "awq"}, "settings-conflict", "factors"),
+    (STATIC | {"smoothquant_targets": []}, "too_short", ""),
     ({"scheme": "int4", "smoothquant_alpha": 0.5}, "unused-setting", "int8-dynamic, int8-static"),
     ({"scheme": "int4", "embedding_scheme": "int8-static", "smoothquant_alpha": 0.5}, "unused-setting",
      "int4"),

@@ -36,12 +36,14 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import smelt
 from smelt.calibration.samples import draw_samples, load_calibration_samples, make_batches
+from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.artifact import Artifact
 from smelt.data.splits import Columns, Split, Windows
 from smelt.models.checkpoint import load_model
@@ -53,18 +55,17 @@ from smelt.tasks.read_split import read_split
 from smelt.tasks.samples import IGNORE_INDEX, load_processor
 
 FORMS: dict[str, dict[str, Any]] = {
-    "int8": {"scheme": "int8-dynamic"},
     "int4 g128": {"scheme": "int4", "group_size": 128},
     "int4 g32": {"scheme": "int4", "group_size": 32},
     "int3 g64": {"scheme": "int3", "group_size": 64},
     "int2 g64": {"scheme": "int2", "group_size": 64},
     "int8-dynamic": {"scheme": "int8-dynamic"},
-    "int8-static": {"scheme": "int8-static"},
+    "int8-static": {"scheme": "int8-static", "sensitivity_samples": 0},
     "int4 g32, zero points": {"scheme": "int4", "group_size": 32, "symmetric": False},
     "int3 g64, zero points": {"scheme": "int3", "group_size": 64, "symmetric": False},
     "int2 g64, zero points": {"scheme": "int2", "group_size": 64, "symmetric": False},
 }
-GPTQ, AWQ = {"method": "gptq"}, {"method": "awq"}
+GPTQ, AWQ, SMOOTH = {"method": "gptq"}, {"method": "awq"}, {"smoothquant_alpha": 0.5}
 METHODS: dict[str, dict[str, Any]] = {
     "rtn": {},
     "rtn, clip mse": {"clip": "mse"},
@@ -76,6 +77,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "gptaq": GPTQ | {"gptaq_alpha": 0.25},
     "gptq, clip mse": GPTQ | {"clip": "mse"},
     "autoround": {"method": "autoround"},
+    "smoothquant, norms": SMOOTH | {"smoothquant_targets": ["norms"]},
+    "smoothquant": SMOOTH,
+    "smoothquant, factors": SMOOTH | {"smoothquant_targets": ["norms", "layers", "factors"]},
     "rotated, rtn": {"rotate": {}},
     "rotated, gptq": GPTQ | {"rotate": {}},
     "values rotated, rtn": {"rotate": {"targets": ["heads"]}},
@@ -84,7 +88,8 @@ METHODS: dict[str, dict[str, Any]] = {
 # Methods of rounding_worker.py.
 PEERS = ("llm-compressor gptq", "llm-compressor awq", "gptqmodel gptq")
 PEER_FORMS = {
-    "int8": (8, -1), "int4 g128": (4, 128), "int4 g32": (4, 32), "int3 g64": (3, 64), "int2 g64": (2, 64),
+    "int8-dynamic": (8, -1), "int4 g128": (4, 128), "int4 g32": (4, 32), "int3 g64": (3, 64),
+    "int2 g64": (2, 64),
 }  # fmt: skip
 # the first is compared with the second
 PAIRS = (
@@ -92,7 +97,8 @@ PAIRS = (
     ("rtn, clip mse", "rtn"), ("hqq", "rtn"), ("rtn, clip mse", "hqq"),
     ("autoround", "rtn"), ("autoround", "gptq"), ("autoround", "awq"), ("autoround", "rtn, clip mse"),
     ("rotated, rtn", "rtn"), ("rotated, gptq", "gptq"),
-    ("values rotated, rtn", "rtn"), ("values rotated, gptq", "gptq"),
+    ("smoothquant, norms", "rtn"), ("smoothquant", "smoothquant, norms"),
+    ("smoothquant, factors", "smoothquant"), ("values rotated, rtn", "rtn"), ("values rotated, gptq", "gptq"),
 )  # fmt: skip
 
 
@@ -172,6 +178,14 @@ def with_float_activations(model: Any) -> Any:
     return model
 
 
+def quantize_settings(settings: dict[str, Any]) -> QuantizeSettings | None:
+    """Return the settings of `quantize`; None if it does not take them together."""
+    try:
+        return QuantizeSettings(**{name: value for name, value in settings.items() if name != "rotate"})
+    except ValidationError:
+        return None
+
+
 def quantize_and_measure(
     settings: dict[str, Any], options: argparse.Namespace, batches: Batches
 ) -> dict[str, Any]:
@@ -182,8 +196,8 @@ def quantize_and_measure(
     if options.window:
         data["windows"] = {"length": options.window}
     settings, source = dict(settings), options.model
-    is_calibrated = settings.get("method") in ("gptq", "awq", "autoround")
-    if options.calibration_samples and (is_calibrated or settings["scheme"] == "int8-static"):
+    checked = quantize_settings(settings)
+    if options.calibration_samples and checked and checked.needs_calibration:
         settings["calibration_samples"] = options.calibration_samples
     if options.peers:
         outside = outside_blocks(load_model(options.model)[0])
@@ -257,7 +271,8 @@ def main(arguments: list[str]) -> int:
     arms: dict[str, Callable[[], dict[str, Any]]] = {}
     for form, codes in FORMS.items():
         for method, settings in METHODS.items():
-            arms[f"{form}, {method}"] = partial(quantize_and_measure, codes | settings, options, batches)
+            if quantize_settings(codes | settings):
+                arms[f"{form}, {method}"] = partial(quantize_and_measure, codes | settings, options, batches)
         for peer in PEERS if options.peers and form in PEER_FORMS else ():
             arms[f"{form}, {peer}"] = partial(make_with_peer, form, peer, options, batches)
     for arm, make in arms.items():

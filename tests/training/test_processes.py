@@ -14,8 +14,13 @@ from smelt.training.processes import LaunchSettings
 from smelt.training.sharding import FsdpWeights, fsdp_config
 from smelt.training.trainer import divide_batch, require_trainable
 from tests.support.expected_errors import raises_code, raises_setting_codes
+from tests.support.pairs.matrix import is_full_matrix
 from tests.support.processes import parallel_training
 from tests.support.processes.parallel_training import CASES, DIVIDED, MASKS, SHORT
+
+# The others train in the same ways, and take a minute: with SMELT_MATRIX=all.
+_FEW = ("finetune", "masks", "teacher texts", "finetune/fsdp", "qlora/fsdp")
+NAMES = [name for name in (*CASES, *(f"{name}/fsdp" for name in DIVIDED)) if is_full_matrix() or name in _FEW]
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +28,8 @@ def trained(tmp_path_factory):
     """The folder with the models, and the one with what two processes trained."""
     folder, work = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("two")
     parallel_training.write_models(folder)
-    parallel_training.run_processes(folder, work, *CASES, *(f"{name}/fsdp" for name in DIVIDED),
-                                    "finetune/fsdp/stopped", "finetune/fsdp/resumed")  # fmt: skip
+    resumed = ("finetune/fsdp/stopped", "finetune/fsdp/resumed")
+    parallel_training.run_processes(folder, work, *NAMES, *resumed)
     return folder, work
 
 
@@ -39,7 +44,7 @@ def train_alone(trained, tmp_path_factory):
     return train
 
 
-@pytest.mark.parametrize("name", [*CASES, *(f"{name}/fsdp" for name in DIVIDED), "finetune/fsdp/resumed"])
+@pytest.mark.parametrize("name", [*NAMES, "finetune/fsdp/resumed"])
 def test_two_processes_compute_losses_of_one(trained, train_alone, name):
     _, work = trained
     alone = train_alone(name.partition("/")[0]).details

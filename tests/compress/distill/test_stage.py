@@ -1,5 +1,6 @@
 """Distillation of a tiny classifier: the objective, the student, the teachers that cannot teach."""
 
+import dataclasses
 import json
 
 import pytest
@@ -177,11 +178,22 @@ def test_onnx_teacher_is_rejected(tmp_path):
     assert "onnx" in str(caught.value)
 
 
-def test_teacher_with_different_labels_is_rejected(tmp_path):
+@pytest.mark.parametrize("names", [("a", "b", "c"), ("LABEL_0", "LABEL_1"), ("0", "1")])
+def test_teacher_with_different_labels_is_rejected(tmp_path, names):
     source = classifier(tmp_path / "model")
-    ctx = context(tmp_path, {"model": classifier(tmp_path / "other", names=("a", "b", "c"))})
+    ctx = context(tmp_path, {"model": classifier(tmp_path / "other", names=names)})
     with raises_code("labels-mismatch", InputError):
         Distill()(source, DistillSettings(), ctx)
+
+
+def test_teacher_without_label_names_teaches_student_of_numbers(tmp_path):
+    """A student whose labels are read from samples 0 and 1, a teacher as transformers saves it."""
+    source = classifier(tmp_path / "model", names=("0", "1"))
+    ctx = context(tmp_path, {"model": classifier(tmp_path / "other", names=("LABEL_0", "LABEL_1"))})
+    rows = Split("x", tuple(Example(f"{word} bad", label=i % 2) for i, word in enumerate(WORDS)))
+    ctx = dataclasses.replace(ctx, data={"train": rows})
+    Distill()(source, DistillSettings(max_steps=1), ctx)
+    assert ctx.details["training"]["steps"] == 1
 
 
 @pytest.mark.parametrize(("wrong", "code"), [

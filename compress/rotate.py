@@ -67,6 +67,10 @@ class RotateSettings(Settings):
 
     @model_validator(mode="after")
     def _principal_axes_of_states(self) -> Self:
+        if self.calibration_samples and self.method != "pca":
+            raise SettingError(
+                "calibration_samples has no effect without method: pca; remove it", code="unused-setting"
+            )
         if self.method == "pca" and "width" not in self.targets:
             raise SettingError(
                 "method: pca applies only to the hidden states; add width to targets", code="unused-setting"

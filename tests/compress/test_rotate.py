@@ -276,6 +276,12 @@ def test_principal_axes_of_heads_alone_are_refused():
         RotateSettings(method="pca", targets=["heads"])
 
 
+@pytest.mark.quick
+def test_calibration_samples_without_principal_axes_are_refused():
+    with raises_setting_codes("unused-setting"):
+        RotateSettings(calibration_samples=8)
+
+
 def test_quantized_model_is_refused(tmp_path):
     source = every_family.model_with_layers("llama", 2)
     coded = every_family.run_stage(

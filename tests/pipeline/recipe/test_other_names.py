@@ -13,7 +13,7 @@ from tests.support.expected_errors import raises_code
     ("finetune", "lr", "learning_rate"), ("finetune", "num_train_epochs", "epochs"),
     ("finetune", "lr_scheduler_type", "lr_schedule"), ("prune", "ratio", "keep_ratio"),
     ("sparsify", "amount", "sparsity"), ("distill", "alpha", "losses"), ("quantize", "desc_act", "act_order"),
-    ("quantize", "ignore", "exclude"),
+    ("quantize", "ignore", "exclude"), ("quantize", "iters", "iterations"), ("quantize", "bits", "scheme"),
 ])  # fmt: skip
 def test_setting_names_of_other_tools_suggest_own_names(stage: str, other_name: str, here: str) -> None:
     kind: type[Settings] = load_stage(stage).settings_type

@@ -94,7 +94,9 @@ class StandaloneFormat:
         (folder / REQUIREMENTS_FILE).write_text(requirements_file(reader, *extra_packages), encoding="utf-8")
         (folder / SERVE_REQUIREMENTS_FILE).write_text(serve_requirements_file(), encoding="utf-8")
         (folder / "Dockerfile").write_text(dockerfile(), encoding="utf-8")
-        example_argument = "photo.jpg" if task_traits(task).modality == "image" else '"TEXT"'
+        example_argument = (
+            "photo.jpg" if task_traits(task).modality == "image" else task_spec(task).command_input
+        )
         return UsageNotes(
             install=INSTALL_COMMAND,
             run=f"python {INFER_FILE} {example_argument}",
@@ -245,7 +247,7 @@ def curl_command(task: str) -> str:
     url = f"http://127.0.0.1:{PORT}/predict"
     if task_traits(task).modality == "image":
         return f"curl -H 'Content-Type: image/jpeg' --data-binary @photo.jpg {url}"
-    return f"""curl --json '{{"inputs": ["TEXT", "ANOTHER"]}}' {url}"""
+    return f"""curl --json '{{"inputs": [{task_spec(task).command_input}]}}' {url}"""
 
 
 def dockerfile() -> str:

@@ -55,9 +55,16 @@ class MaskFiller:
 
 
 def answer_lines(model: MaskFiller, texts: list[str]) -> list[str]:
-    """Return for each text its likeliest tokens, joined by |, a tab, and their probabilities."""
+    """Return for each text its likeliest tokens, joined by |, a tab, and their probabilities.
+
+    Raises:
+        ValueError: a text has no mask token.
+    """
     lines = []
-    for masks in model(texts):
+    for number, masks in enumerate(model(texts), 1):
+        if not masks:
+            mask = model.tokenizer.inner.id_to_token(model.mask)
+            raise ValueError(f"text {number}: no mask token; write {mask} in place of the token to predict")
         best = [tokens[0] for tokens in masks]
         words, scores = (token["token_str"] for token in best), (f"{token['score']:.3f}" for token in best)
         lines.append("|".join(words) + "\t" + "|".join(scores))

@@ -1,6 +1,8 @@
 """An encoder is distilled on raw text, exported, and then trained for a task."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -81,6 +83,16 @@ def test_exported_model_fills_masks(home):
     result = harness.smelt("predict", home / "general" / "artifacts" / "onnx", text, "--json")
     assert result.exit_code == 0, result.output
     assert [p["token_str"] for p in json.loads(result.output)["masks"][0]][:3] == outputs[0]
+
+
+def test_package_fills_masks_and_refuses_texts_without(home):
+    harness.smelt("package", home / "general" / "artifacts" / "onnx", "--out", home / "package")
+    command = [sys.executable, home / "package" / "infer.py"]
+    texts = ["a [MASK]", "[MASK] b [MASK]"]
+    answer = subprocess.run([*command, *texts], check=True, capture_output=True, text=True)
+    assert [len(line.split("\t")[0].split("|")) for line in answer.stdout.splitlines()] == [1, 2]
+    refused = subprocess.run([*command, "a [MASK]", "a"], check=False, capture_output=True, text=True)
+    assert (refused.returncode, refused.stdout) == (2, "")
 
 
 def test_pruned_encoder_gets_classifier_and_augmented_samples(home):

@@ -190,7 +190,7 @@ def test_teacher_without_label_names_teaches_student_of_numbers(tmp_path):
     """A student whose labels are read from samples 0 and 1, a teacher as transformers saves it."""
     source = classifier(tmp_path / "model", names=("0", "1"))
     ctx = context(tmp_path, {"model": classifier(tmp_path / "other", names=("LABEL_0", "LABEL_1"))})
-    rows = Split("x", tuple(Example(f"{word} bad", label=i % 2) for i, word in enumerate(WORDS)))
+    rows = Split("x", tuple(Example(f"{name} bad", label=i % 2) for i, name in enumerate(WORDS)))
     ctx = dataclasses.replace(ctx, data={"train": rows})
     Distill()(source, DistillSettings(max_steps=1), ctx)
     assert ctx.details["training"]["steps"] == 1

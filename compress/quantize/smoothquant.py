@@ -75,9 +75,9 @@ class SmoothQuantRunner(ScaleRunner):
         self._alpha, self._maxima = alpha, dict[str, Tensor]()
         rounded = {layer.module for layer in _rounded_layers(layers)}
         self._norm_layers = [
-            (consumer, layers)
+            (consumer, readers)
             for consumer in norm_consumers(model)
-            if (layers := rounded.intersection(norm_group(model, consumer).linear_layers))
+            if (readers := rounded.intersection(norm_group(model, consumer).linear_layers))
         ]
         self._details: dict[str, dict[str, float]] = {}
 

@@ -265,10 +265,11 @@ class AutoRoundRunner:
         """
         first = {layer.weight_id: layer for layer in reversed(layers) if layer.weight_id not in self.codes}
         learned = [layer for layer in first.values() if can_learn_ranges(find_scheme(layer.scheme))]
+        if isinstance(part, RunningBlock):
+            part.run_reference()  # also if nothing is tuned: the block may be released before the next one
         if not learned:
             return
         if isinstance(part, RunningBlock):
-            part.run_reference()
             roundings, nearest = _start(learned)
             names = [f"{layer.name}.weight" for layer in learned]
             loss = _BlockLoss(part, dict(zip(names, nearest, strict=True)), self._generator)

@@ -73,10 +73,13 @@ class CalibrationSamples:
         return {"origin": self.origin, "samples": self.num_samples, "tokens": self.tokens} | held_back
 
     def subset(self, rows: int) -> CalibrationSamples:
-        """Return `rows` samples, spread over the batches: the first of each, or more if these are too few."""
+        """Return `rows` samples, spread over the batches: the first of each, or more if these are too few.
+
+        Each is a batch of its own, without padding.
+        """
         most = 1 if len(self.batches) >= rows else rows
         single = [
-            {name: value[index : index + 1] for name, value in batch.items()}
+            _without_padding({name: value[index : index + 1] for name, value in batch.items()})
             for batch in self.batches
             for index in range(min(most, *map(len, batch.values())))
         ]
@@ -363,6 +366,23 @@ def token_rows(x: Tensor, batch: TensorBatch, source: bool) -> Tensor:
     if x.shape[: mask.dim()] == mask.shape:
         return x[mask.to(x.device)].flatten(0, -2)
     return x.flatten(0, -2)
+
+
+def _without_padding(sample: TensorBatch) -> TensorBatch:
+    """Return a batch of one sample without the padding at its end."""
+    lengths = {
+        source: int(mask.sum())
+        for source in (True, False)
+        if (mask := _token_mask(sample, source)) is not None
+    }
+
+    def length_of(name: str) -> int | None:
+        is_target = name.startswith("decoder_") or (name == "labels" and "decoder_input_ids" in sample)
+        return lengths.get(not is_target)
+
+    return {
+        name: value[:, : length_of(name)] if value.dim() == 2 else value for name, value in sample.items()
+    }
 
 
 def _token_mask(batch: TensorBatch, source: bool) -> Tensor | None:

@@ -28,6 +28,16 @@ def rows_of(*sizes):
     return CalibrationSamples("made", batches, sum(sizes), 4 * sum(sizes))
 
 
+def test_samples_of_subset_have_no_padding():
+    tokens = {"input_ids": [[5, 6, 0, 0]], "attention_mask": [[1, 1, 0, 0]]}
+    targets = {"decoder_input_ids": [[1, 7, 8]], "labels": [[7, 8, -100]]}
+    batch = {name: torch.tensor(values).repeat(2, 1) for name, values in (tokens | targets).items()}
+    samples = CalibrationSamples("made", [batch], 2, 8).subset(1)
+    assert {name: value.tolist() for name, value in samples.batches[0].items()} == {
+        "input_ids": [[5, 6]], "attention_mask": [[1, 1]], "decoder_input_ids": [[1, 7]], "labels": [[7, 8]],
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(("sizes", "wanted", "numbers"), [
     ((3, 1, 4), 3, [0, 3, 4]),  # the first of each batch
     ((3, 1, 4), 2, [0, 4]), ((3, 1, 4), 5, [0, 2, 3, 5, 7]), ((8,), 3, [0, 1, 2]), ((8,), 8, list(range(8))),

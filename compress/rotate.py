@@ -127,7 +127,8 @@ class Rotate(Stage[RotateSettings]):
         if "width" not in settings.targets:
             return [], config
         if (reason := _fixed_basis_reason(config)) is not None:
-            text = f"the hidden states cannot be rotated: {reason}. Set targets: [heads]."
+            more = " and remove method: pca" if settings.method == "pca" else ""
+            text = f"the hidden states cannot be rotated: {reason}. Set targets: [heads]{more}."
             return [error_message("fixed-basis", text, setting="targets")], config
         return [], {**config, "tie_word_embeddings": False} if _unties(config) else config
 

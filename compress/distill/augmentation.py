@@ -25,7 +25,8 @@ import numpy as np
 from pydantic import Field
 
 from smelt.core.errors import InputError
-from smelt.core.files import json_hash, sha256_of
+from smelt.core.files import json_hash, read_json_object, sha256_of
+from smelt.core.messages import Message, error_message
 from smelt.data.splits import Example, Split
 from smelt.stage import Context, RecipePath, Settings
 
@@ -47,6 +48,19 @@ class AugmentationSettings(Settings):
     top_k: int = Field(default=15, ge=1, le=1000, description="candidates of a word (K)")
 
 
+def check_augmentation(settings: AugmentationSettings) -> list[Message]:
+    """Return an error if the model, by its config, is no masked language model."""
+    try:
+        classes = read_json_object(Path(settings.model or "") / "config.json").get("architectures") or []
+    except InputError:
+        return []  # reported when the folder is checked, or opened
+    if any(str(name).endswith("ForMaskedLM") for name in classes):
+        return []
+    text = f"{settings.model}: {', '.join(map(str, classes)) or 'no class in config.json'}; expected a masked"
+    text += " language model (...ForMaskedLM)."
+    return [error_message("different-kind", text, setting="augmentation.model")]
+
+
 class WordSpan(NamedTuple):
     """Where a word begins and ends in its text."""
 
@@ -62,19 +76,21 @@ class WordVectors:
     """
 
     def __init__(self, path: Path) -> None:
-        tokens, rows = [], []
+        tokens, rows = list[str](), list[list[float]]()
         try:
             with path.open(encoding="utf-8") as lines:
                 for _, line in zip(range(MAX_VECTORS), lines, strict=False):
                     token, *values = line.split()
                     tokens.append(token)
+                    if rows and len(values) != len(rows[0]):
+                        raise ValueError(f"{len(values)} numbers, and {len(rows[0])} in the first line")
                     rows.append([float(value) for value in values])
             vectors = np.asarray(rows, dtype=np.float32)
             self._directions = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
         except (OSError, ValueError) as error:
             raise InputError(
-                f"distill: augmentation.vectors: {path}: expected a word and equally many numbers in each"
-                f" line: {error}",
+                f"distill: augmentation.vectors: {path}, line {len(rows) + 1}: expected a word and as"
+                f" many numbers as in the first line: {error}",
                 code="damaged-file",
                 setting="augmentation.vectors",
             ) from error

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from smelt.compress.distill.augmentation import augment_training_samples
+from smelt.compress.distill.augmentation import augment_training_samples, check_augmentation
 from smelt.compress.distill.check_config import (
     check_losses,
     check_student,
@@ -76,7 +76,7 @@ class Distill(Stage[DistillSettings]):
         - distill:
             phases: [{losses: {hidden_states: 1}}, {losses: {logits: 1}}]
         # on more texts, as TinyBERT
-        - distill: {student: {layers: 3}, augmentation: {model: bert-base-uncased}}
+        - distill: {student: {layers: 3}, augmentation: {model: models/bert-base-uncased}}
         # several teachers
         - distill: {teacher: [large, {model: other}], student: {layers: 3}}
         # sentence-similarity
@@ -177,6 +177,8 @@ class Distill(Stage[DistillSettings]):
         if settings.augmentation is not None and not is_text_encoder:
             text = f"words are replaced only in texts of encoders, not for {task}; remove augmentation."
             errors.append(error_message("does-not-fit-task", text, setting="augmentation"))
+        elif settings.augmentation is not None:
+            errors += check_augmentation(settings.augmentation)
         for index, phase in enumerate(settings.phases or ()):
             errors += [
                 error_message(error.code, error.message, setting=f"phases.{index}.{error.setting}")

@@ -133,7 +133,8 @@ class QuantizeSettings(SchemeSettings):
         default="rtn",
         description="rtn: round to nearest; gptq: column by column with compensation; awq: scale channels"
         " with large activations first; awq-gptq: both; autoround: learn the rounding and the ranges in"
-        f" minutes, ahead of gptq at 2 bits, for {', '.join(_LEARNED_SCHEMES)}; hqq: optimize the grid without data",
+        f" minutes, ahead of gptq at 2 bits: {', '.join(_LEARNED_SCHEMES)}; hqq: optimize the grid without"
+        " data",
     )
     iterations: int = Field(default=200, ge=1, description="autoround: updates of each block")
     act_order: ActOrder = Field(

@@ -26,6 +26,12 @@ class MaskFiller:
         self.tokenizer, self.mask = Tokenizer(Path(folder), config["tokenizer"]), config["tokenizer"]["mask"]
         self.graph = open_graph(Path(folder) / "model.onnx", threads or config["threads"])
         self.inputs = {value.name for value in self.graph.get_inputs()}
+        self.mask_token = self.tokenizer.inner.id_to_token(self.mask)
+
+    def require_mask(self, text: str) -> None:
+        """Raise ValueError for a text without a mask token within the model's limit."""
+        if self.mask not in self.tokenizer.encode(text):
+            raise ValueError(f"no mask token; write {self.mask_token} in place of the token to predict")
 
     def __call__(self, texts: Iterable[str], batch_size: int = 32, top_k: int = 5) -> list[Any]:
         """Return for each text, in their order, a list with the `top_k` tokens of each mask."""
@@ -61,10 +67,8 @@ def answer_lines(model: MaskFiller, texts: list[str]) -> list[str]:
         ValueError: a text has no mask token.
     """
     lines = []
-    for number, masks in enumerate(model(texts), 1):
-        if not masks:
-            mask = model.tokenizer.inner.id_to_token(model.mask)
-            raise ValueError(f"text {number}: no mask token; write {mask} in place of the token to predict")
+    for text, masks in zip(texts, model(texts), strict=True):
+        model.require_mask(text)
         best = [tokens[0] for tokens in masks]
         words, scores = (token["token_str"] for token in best), (f"{token['score']:.3f}" for token in best)
         lines.append("|".join(words) + "\t" + "|".join(scores))

@@ -33,6 +33,7 @@ TASK_CLASSES = {
     "image-classification": "ImageClassifier",
 }
 IMAGES, PAIRS, VECTORS = "image-classification", "text-classification", "sentence-similarity"
+MASKS = "masked-language-modeling"
 # a white image of one pixel, for the first call of an image model
 WHITE_PIXEL_PNG = (
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR42mP4DwABAQEAHLCMmQAAAABJRU5ErkJggg=="
@@ -54,7 +55,8 @@ class PackagedModel:
         sys.modules["infer"] = module
         spec.loader.exec_module(module)
         self.model = getattr(module, TASK_CLASSES.get(self.task, "Translator"))(folder, threads=threads)
-        self.answer([self.read(WHITE_PIXEL_PNG if self.task == IMAGES else "Warm up.")])
+        first_inputs = {IMAGES: WHITE_PIXEL_PNG, MASKS: getattr(self.model, "mask_token", "")}
+        self.answer([self.read(first_inputs.get(self.task, "Warm up."))])
 
     def read(self, value: Any) -> Any:
         """Return the model's input for one of the `inputs` of a request.
@@ -78,6 +80,8 @@ class PackagedModel:
             "".join(texts).encode()
         except UnicodeEncodeError:
             raise ValueError("a text contains a lone surrogate (\\ud800 to \\udfff). Remove it") from None
+        if self.task == MASKS:
+            self.model.require_mask(value)
         return tuple(texts) if pair else value
 
     def image(self, data: bytes) -> Any:

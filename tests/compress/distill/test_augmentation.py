@@ -17,6 +17,8 @@ from smelt.compress.distill.augmentation import (
     augment_training_samples,
     replace_words,
 )
+from smelt.compress.distill.settings import DistillSettings
+from smelt.compress.distill.stage import Distill
 from smelt.data.splits import Example, Split
 from smelt.stage import Context
 from tests.support.expected_errors import raises_code
@@ -111,5 +113,15 @@ def test_copies_are_different_and_follow_the_seed(folder, tmp_path):
 
 def test_classifier_is_no_source_of_words(tmp_path):
     classifier = tiny.write_bert(tmp_path / "m")
+    settings = AugmentationSettings(model=str(classifier))
     with raises_code("different-kind"):
-        CandidateFinder(AugmentationSettings(model=str(classifier)))
+        CandidateFinder(settings)
+    (error,) = Distill.check_rows(DistillSettings(augmentation=settings), "text-classification", {})
+    assert (error.code, error.setting) == ("different-kind", "augmentation.model")
+
+
+def test_vectors_of_different_lengths_name_the_line(tmp_path):
+    (tmp_path / "vectors.txt").write_text("man 1 0\nwoman 1 0\nboy 1\n")
+    with raises_code("damaged-file") as caught:
+        WordVectors(tmp_path / "vectors.txt")
+    assert "line 3" in str(caught.value)

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import smelt
+from smelt.export.package.standalone.packaged_model import PackagedModel
 from tests.support import harness
 from tests.support.models import masked, tiny
 from tests.support.models.tiny import SENTENCES
@@ -93,6 +94,11 @@ def test_package_fills_masks_and_refuses_texts_without(home):
     assert [len(line.split("\t")[0].split("|")) for line in answer.stdout.splitlines()] == [1, 2]
     refused = subprocess.run([*command, "a [MASK]", "a"], check=False, capture_output=True, text=True)
     assert (refused.returncode, refused.stdout) == (2, "")
+    served = PackagedModel(home / "package", "masked-language-modeling", threads=1)
+    [[tokens]] = served.answer([served.read("a [MASK]")])
+    assert tokens[0]["token_str"] == answer.stdout.split("\t")[0]
+    with pytest.raises(ValueError):  # noqa: PT011 - the service answers 422 to any
+        served.read("a")
 
 
 def test_pruned_encoder_gets_classifier_and_augmented_samples(home):

@@ -249,11 +249,12 @@ def recipe_text(
     )
     model_name = model if model_info.folder is None else path_text
     header = _header_comments(model, model_info, machine, path, comments, named_files=data is not None)
-    lines = [*header, f"model: {_yaml_scalar(model_name)}", f"task: {model_info.task}"]
+    lines = [*header, f"model: {_yaml_scalar(model_name)}"]
     if len(model_info.tasks) > 1:
         other_tasks = ", ".join(t for t in model_info.tasks if t != model_info.task)
-        lines[-1] += f"    # other tasks of this family: {other_tasks}"
+        lines.append(f"# Other tasks of this family: {other_tasks}")
     lines += [
+        f"task: {model_info.task}",
         f"# Sample format: {task_spec(model_info.task).row_example}",
         "data:    # test is only for scoring",
     ]

@@ -16,7 +16,7 @@ from smelt.pipeline.inspect.init_recipe import MachineInfo, _yaml_scalar, init_r
 from smelt.pipeline.inspect.model_info import inspect_model
 from smelt.pipeline.plan.load_plan import load_plan
 from smelt.pipeline.recipe.yaml_file import parse_yaml
-from tests.support.models import causal, embedders, init_models, tiny
+from tests.support.models import causal, embedders, init_models, masked, tiny
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ _GPU = MachineInfo(cores=4, gpu=True, tensorrt=True)
 def _data(folder, task):
     folder.mkdir(exist_ok=True)
     for split in ("train", "dev", "test"):
-        if task == "language-modeling":
+        if task in ("language-modeling", masked.TASK):
             (folder / f"{split}.txt").write_text("\n".join(tiny.SENTENCES * 3))
         else:
             others = {

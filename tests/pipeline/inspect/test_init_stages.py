@@ -20,7 +20,7 @@ from smelt.pipeline.inspect.init_stages import (
 from smelt.pipeline.inspect.model_info import inspect_model
 from smelt.pipeline.plan.load_plan import load_plan
 from smelt.pipeline.recipe.yaml_file import parse_yaml
-from tests.support.models import causal, embedders, images, init_models, tiny
+from tests.support.models import causal, embedders, images, init_models, masked, tiny
 
 # half of the layers, half of the neurons, one training
 NARROW = ["drop-layers", "prune", "distill", "onnx", "quantize", "onnx"]
@@ -34,7 +34,7 @@ def models():
 
 def rows(folder, task):
     folder.mkdir(exist_ok=True)
-    if task == "language-modeling":
+    if task in ("language-modeling", masked.TASK):
         (folder / "train.txt").write_text("\n".join(tiny.SENTENCES * 40))
     else:
         others = {
@@ -79,7 +79,8 @@ def test_fast_recipe_plans_for_every_family_and_task(tmp_path, models, monkeypat
     )  # 40 rows are too few for a list of words
     student = plan.step(shallow).settings.student
     assert (student.decoder_layers or student.layers) == max(1, round(list(counts.values())[-1] / 3))  # of 2
-    assert plan.step(shallow).settings.losses.labels in (0, None) or task == embedders.TASK
+    uses_labels = task in (embedders.TASK, masked.TASK)
+    assert plan.step(shallow).settings.losses.labels in (0, None) or uses_labels
     if task in tasks_with(output="text"):
         metric = "bleu" if task == "translation" else "rougeL"
         assert (

@@ -76,7 +76,7 @@ class Distill(Stage[DistillSettings]):
         - distill:
             phases: [{losses: {hidden_states: 1}}, {losses: {logits: 1}}]
         # on more texts, as TinyBERT
-        - distill: {student: {layers: 3}, augmentation: {model: models/bert-base-uncased}}
+        - distill: {student: {layers: 3}, augmentation: {model: models/bert}}
         # several teachers
         - distill: {teacher: [large, {model: other}], student: {layers: 3}}
         # sentence-similarity

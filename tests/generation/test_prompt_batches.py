@@ -183,7 +183,7 @@ def test_continuation_is_decoded_alone_if_the_prompt_would_change():
         """Reads "1" and "2" as "one" and "two", but both together as "twelve"."""
 
         smelt_prefix, model_max_length = "", 64
-        pad_token_id = bos_token_id = eos_token_id = None
+        pad_token_id = bos_token_id = eos_token_id = mask_token_id = None
         said: ClassVar = {(1,): "one", (2,): "two", (1, 2): "twelve"}
 
         def batch_decode(self, rows, skip_special_tokens):

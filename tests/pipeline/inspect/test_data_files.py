@@ -11,7 +11,7 @@ from smelt.pipeline.inspect.data_files import inspect_data
 from smelt.pipeline.inspect.init_recipe import init_recipe
 from smelt.pipeline.inspect.model_info import inspect_model
 from tests.support.expected_errors import raises_code
-from tests.support.models import embedders, init_models, tiny
+from tests.support.models import embedders, init_models, masked, tiny
 from tests.support.pairs import matrix
 
 
@@ -38,9 +38,9 @@ def _row(task, index, label):
         return {"sentence1": sentence, "sentence2": sentence[::-1], "score": index / 7}
     if task == "text-generation":
         return {"question": sentence, "answer": sentence[::-1]}
-    return (
-        {"text": sentence} if task == "language-modeling" else {"source": sentence, "target": sentence[::-1]}
-    )
+    if task in ("language-modeling", masked.TASK):
+        return {"text": sentence}
+    return {"source": sentence, "target": sentence[::-1]}
 
 
 def _write(path, kind, rows):

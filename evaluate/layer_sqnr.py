@@ -29,8 +29,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from smelt.calibration.block_states import BlockOutput
 from smelt.calibration.samples import draw_samples, make_batches, model_outputs, split_pairs
-from smelt.calibration.sequential import BlockOutput, SequentialRunner
+from smelt.calibration.sequential import SequentialRunner
 from smelt.core.artifact import Artifact
 from smelt.core.errors import RunError
 from smelt.core.system import require_memory

@@ -93,6 +93,8 @@ class WordVectors:
                 f" many numbers as in the first line: {error}",
                 code="damaged-file",
                 setting="augmentation.vectors",
+                file=str(path),
+                line=len(rows) + 1,
             ) from error
         self._tokens, self._indices = tokens, {token: index for index, token in enumerate(tokens)}
 

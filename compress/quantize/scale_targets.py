@@ -18,6 +18,7 @@ Shapes: K = inputs of a linear layer, N = its outputs.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -222,7 +223,7 @@ def _output_layer(module: nn.Module) -> nn.Module:
     return module.up if isinstance(module, LowRankLinear) else module
 
 
-class ScaleRunner:
+class ScaleRunner(ABC):
     """Finds the scales of inputs, and moves them; AWQ and SmoothQuant choose the scales.
 
     Args:
@@ -255,6 +256,7 @@ class ScaleRunner:
         self.scales: dict[str, Tensor] = {}
         self._names = {id(target): target.layers[0].name for target in self.targets}
 
+    @abstractmethod
     def calibrate(self, targets: Sequence[ScaleTarget], part: ModelPart, *, apply: bool = True) -> None:
         """Find the scales of `targets`, and run `part` before any is applied.
 
@@ -266,11 +268,10 @@ class ScaleRunner:
         Raises:
             InputError: inputs of a linear layer are not finite.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def report(self) -> None:
         """Write the results to the details and warnings of the context."""
-        raise NotImplementedError
 
     def apply(self, targets: Sequence[ScaleTarget]) -> dict[str, Tensor]:
         """Apply the scales of `targets`; return the applied ones by name, float32 [K]."""

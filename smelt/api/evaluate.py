@@ -107,7 +107,7 @@ def evaluate_artifact(
     artifact = _open_artifact(folder)
     require_safe_artifact(artifact, options.trust_engine)
     task: Any = artifact.manifest.task
-    listed_metrics, settings = _read_metrics(options.metrics)
+    listed_metrics, settings = read_metrics(options.metrics)
     _check_metric_names(listed_metrics, task)
     is_classifier, is_embedder = (task_traits(task).output == output for output in ("labels", "embedding"))
     metrics = _classifier_metrics(artifact, listed_metrics) if is_classifier else listed_metrics
@@ -154,7 +154,7 @@ def evaluate_artifact(
     return quality
 
 
-def _read_metrics(entries: Sequence[str]) -> tuple[tuple[str, ...], dict[str, dict[str, Any]]]:
+def read_metrics(entries: Sequence[str]) -> tuple[tuple[str, ...], dict[str, dict[str, Any]]]:
     """Return the metrics of `--metric`, whose values are entries of `score.quality`, and their settings.
 
     Raises:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from smelt.api.predict import ExampleOutput
 
 FOLDER_TYPE = click.Path(path_type=Path, file_okay=False)
+FILE_TYPE = click.Path(path_type=Path, dir_okay=False)
 
 
 class _StoreType(click.ParamType[Path | str]):

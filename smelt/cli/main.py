@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from smelt.cli.commands import (
+    FILE_TYPE,
     FOLDER_TYPE,
     bench,
     device_options,
@@ -351,6 +352,47 @@ def evaluate(artifact: Path, as_json: bool, **options: Any) -> None:
         print_json(json.dumps(scores, indent=1))
     else:
         print_untrusted("\n".join(quality_lines(scores)))
+
+
+@main.command(short_help="Score texts that another program wrote.")
+@click.option("--hypotheses", type=FILE_TYPE, required=True, help="Texts to score, one per line.")
+@click.option(
+    "--references",
+    type=FILE_TYPE,
+    multiple=True,
+    required=True,
+    help="Reference texts, one per line; may be repeated.",
+)
+@click.option("--baseline", type=FILE_TYPE, help="Texts of a baseline, to compare with in pairs.")
+@click.option(
+    "--metric",
+    "metrics",
+    multiple=True,
+    help="A metric of texts as in score.quality, such as rougeL or 'bleu: {tokenize: intl}'; may be repeated"
+    " (default: bleu, chrf).",
+)
+@click.option(
+    "--language",
+    metavar="CODE",
+    help="Language of the references, an ISO 639 code (default: by their script).",
+)
+@click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    help="Device of metrics with a model.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def score(as_json: bool, **options: Any) -> None:
+    """Score texts that another program wrote, in files with one text per line."""
+    from smelt.api.score_files import score_files, score_lines
+
+    scores = score_files(**options)
+    if as_json:
+        print_json(json.dumps(scores, indent=1))
+    else:
+        print_untrusted("\n".join(score_lines(scores)))
 
 
 @main.command(short_help="Show a run's table and write its report again.")

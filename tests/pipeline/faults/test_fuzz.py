@@ -7,7 +7,7 @@ import pytest
 from tests.support.processes import fuzz
 from tests.support.processes.fork_server import shared_server
 
-DRAWS = int(os.environ.get("SMELT_FUZZ_DRAWS", "4"))
+DRAWS = int(os.environ.get("SMELT_FUZZ_DRAWS", "2"))
 
 
 @pytest.mark.parametrize("kind", fuzz.KINDS)

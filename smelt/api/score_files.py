@@ -1,0 +1,138 @@
+"""Score files of texts that another program wrote (`smelt score`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from smelt.api.evaluate import quality_lines, read_metrics
+from smelt.core.errors import InputError, did_you_mean
+from smelt.data.json_rows import open_text, read_lines
+from smelt.evaluate.metrics.registry import (
+    TEXT_METRICS,
+    absent_metric_hint,
+    base_metric,
+    find_metric,
+)
+from smelt.evaluate.quality import MetricScore, score_texts
+from smelt.evaluate.significance import compare_steps, holm
+
+DEFAULT_METRICS = ("bleu", "chrf")
+
+
+def score_files(
+    hypotheses: Path,
+    references: Sequence[Path],
+    metrics: Sequence[str] = (),
+    *,
+    baseline: Path | None = None,
+    language: str | None = None,
+    device: str = "auto",
+) -> dict[str, dict[str, Any]]:
+    """Score a file of texts against files of references; compare it with the texts of a baseline in pairs.
+
+    All files are UTF-8 text, also as .gz, with a text per line; line ends are LF or CR LF.
+
+    Args:
+        hypotheses: the texts that are scored.
+        references: one or more files; each has a reference for each text.
+        metrics: metrics of texts as in `score.quality`, with settings as YAML; default: bleu and chrf.
+        baseline: other texts for the same references.
+        language: of the references, an ISO 639 code; default: by their script.
+        device: auto, cpu or cuda, for metrics with a model.
+
+    Returns:
+        By metric an entry as in `quality` of report.json; with a baseline also `baseline`, its value, and
+        `against_baseline`: the paired difference as in report.json.
+
+    Raises:
+        InputError: a file cannot be read, files have different numbers of lines, or unknown metrics.
+        MissingDependencyError: what a metric needs is not installed.
+    """
+    names, settings = read_metrics(metrics)
+    for name in names:
+        _require_text_metric(name)
+    names = names or DEFAULT_METRICS
+    for name in names:
+        find_metric(name).check(settings.get(name, {}), Path.cwd(), {})
+    texts = {path: _read_texts(path) for path in (hypotheses, *references, *([baseline] if baseline else []))}
+    _require_equal_counts(texts)
+    by_text = list(zip(*(texts[path] for path in references), strict=True))
+
+    def score(path: Path) -> dict[str, MetricScore]:
+        return score_texts(names, texts[path], by_text, settings, language, Path.cwd(), device)
+
+    scores = score(hypotheses)
+    entries = {name: score.to_report() for name, score in scores.items()}
+    if baseline is None:
+        return entries
+    baseline_scores = score(baseline)
+    differences = {
+        name: compare_steps(scores[name].statistics, baseline_scores[name].statistics) for name in scores
+    }
+    corrected = holm([difference["p_value"] for difference in differences.values()])
+    for (name, difference), p_value in zip(differences.items(), corrected, strict=True):
+        entries[name]["baseline"] = baseline_scores[name].value
+        entries[name]["against_baseline"] = {**difference, "p_value_holm": p_value}
+    return entries
+
+
+def score_lines(scores: dict[str, dict[str, Any]]) -> list[str]:
+    """Return a line per metric as `quality_lines`, each with one of its difference from the baseline."""
+    lines = quality_lines(scores)
+    if not any("baseline" in entry for entry in scores.values()):
+        return lines
+    return [text for pair in zip(lines, map(_difference_line, scores.items()), strict=True) for text in pair]
+
+
+def _difference_line(item: tuple[str, dict[str, Any]]) -> str:
+    name, entry = item
+    digits, compared = find_metric(name).digits, entry["against_baseline"]
+    interval = compared["ci95"]
+    ends = "" if interval is None else f" [{interval[0]:+.{digits}f}, {interval[1]:+.{digits}f}]"
+    return (
+        f"  baseline {entry['baseline']:.{digits}f}; difference {compared['difference']:+.{digits}f}{ends},"
+        f" p = {compared['p_value_holm']:.2g} (Holm)"
+    )
+
+
+def _require_text_metric(name: str) -> None:
+    """Require that a metric scores texts.
+
+    Raises:
+        InputError: `unknown-metric`.
+    """
+    if base_metric(name) not in TEXT_METRICS:
+        hint = absent_metric_hint(name) or did_you_mean(name, TEXT_METRICS)
+        raise InputError(
+            f"--metric {name}: not a metric of texts. Available metrics: {', '.join(TEXT_METRICS)}.{hint}",
+            code="unknown-metric",
+        )
+
+
+def _read_texts(path: Path) -> list[str]:
+    """Return the lines of a file, without their ends."""
+    with open_text(path, newline="\n") as stream:
+        return [line.removesuffix("\n").removesuffix("\r") for line in read_lines(path, stream)]
+
+
+def _require_equal_counts(texts: dict[Path, list[str]]) -> None:
+    """Require that all files have as many lines as the first one.
+
+    Raises:
+        InputError: `empty-data`, `count-mismatch`.
+    """
+    (first, expected), *others = ((path, len(lines)) for path, lines in texts.items())
+    if not expected:
+        raise InputError(
+            f"{first}: no text to score; expected one per line.", code="empty-data", file=str(first)
+        )
+    for path, count in others:
+        if count != expected:
+            raise InputError(
+                f"{path}: {count:,} lines, but {first} has {expected:,}. Line N of every file belongs to text"
+                " N; a text must not contain a line end.",
+                code="count-mismatch",
+                file=str(path),
+            )

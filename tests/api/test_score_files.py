@@ -24,7 +24,7 @@ REFERENCES = [" ".join(DRAW.choices(WORDS, k=DRAW.randint(8, 20))) for _ in rang
 def changed(share):
     """Return the references with about this share of their words replaced."""
     return [
-        " ".join(DRAW.choice(WORDS) if DRAW.random() < share else word for word in text.split())
+        " ".join(DRAW.choice(WORDS) if DRAW.random() < share else name for name in text.split())
         for text in REFERENCES
     ]
 

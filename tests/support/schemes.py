@@ -49,7 +49,7 @@ def with_activation_range(
 ) -> Any:
     """Return the quantized `module`; where its scheme wants a range of activations, that is `largest`."""
     layer = quantize_module(module, scheme, options)
-    layer.matrix.set_activation_range_(largest)
+    layer.matrix.set_activation_range_(-largest, largest)
     return layer
 
 

@@ -265,14 +265,15 @@ class QuantizedConv2d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map float32 [B, S, h, w] to float32 [B, T, h', w']."""
         matrix, target = self.matrix, emit.export_target()
-        scale, zero = matrix.tensor(INPUT_SCALE), input_zero_point(matrix)
+        scale = matrix.tensor(INPUT_SCALE)
         if target is not None:
             if target in CONV_UNSUPPORTED_TARGETS:
                 raise InputError(f"onnx: {CONV_UNSUPPORTED_TARGETS[target]}.", code="unsupported-target")
             kernel = emit.dequantize_rows(matrix.tensor("kernel"), matrix.tensor("scales"))
             activations = emit.ActivationGrid(scale, matrix.tensor("zero_point"))
             return F.conv2d(emit.quantize_dequantize(x, activations), kernel, self.bias, **self.how)
-        sums = self.convolve(quantize_activations(x, scale, zero), matrix.tensor("codes").float(), None)
+        q_input = quantize_activations(x, scale, input_zero_point(matrix))
+        sums = self.convolve(q_input, matrix.tensor("codes").float(), None)
         out = sums * (matrix.tensor("scales") * scale)[:, None, None]
         return out if self.bias is None else out + self.bias[:, None, None]
 

@@ -407,7 +407,7 @@ ACTIVATIONS_SYMMETRIC = SchemeOption(
     "activations_symmetric",
     False,
     (True, False),
-    "false: activations with zero points; true: without, for TensorRT",
+    "true: activations have no zero points, as TensorRT requires",
 )
 
 

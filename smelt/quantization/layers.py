@@ -272,8 +272,7 @@ class QuantizedConv2d(nn.Module):
             kernel = emit.dequantize_rows(matrix.tensor("kernel"), matrix.tensor("scales"))
             activations = emit.ActivationGrid(scale, matrix.tensor("zero_point"))
             return F.conv2d(emit.quantize_dequantize(x, activations), kernel, self.bias, **self.how)
-        q_input = quantize_activations(x, scale, input_zero_point(matrix))
-        sums = self.convolve(q_input, matrix.tensor("codes").float(), None)
+        sums = self.convolve(quantize_activations(matrix, x), matrix.tensor("codes").float(), None)
         out = sums * (matrix.tensor("scales") * scale)[:, None, None]
         return out if self.bias is None else out + self.bias[:, None, None]
 

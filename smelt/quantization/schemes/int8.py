@@ -425,9 +425,13 @@ def activation_qparams(low: float, high: float, symmetric: bool) -> tuple[float,
     return scale, 0 if symmetric else int(np.clip(np.rint(-128 - low / scale), -128, 127))
 
 
-def quantize_activations(x: Tensor, scale: Tensor, zero: int) -> Tensor:
-    """Return float `x` in steps of `scale` after int8 quantization: the codes minus the zero point."""
-    return x.div(scale).round_().clamp_(-128 - zero, 127 - zero)
+def quantize_activations(matrix: PackedMatrix, x: Tensor) -> Tensor:
+    """Return float `x` in steps of the scale after int8 quantization, on any device: codes - zero point."""
+    steps = x.div(matrix.tensor(INPUT_SCALE).to(x.device)).round_()
+    if not matrix.has(INPUT_ZERO_POINT):
+        return steps.clamp_(-128, 127)
+    zero = matrix.tensor(INPUT_ZERO_POINT).to(x.device, x.dtype)
+    return steps.clamp_(-128 - zero, 127 - zero)
 
 
 def unsigned_zero_point(zero: int) -> Tensor:
@@ -519,7 +523,7 @@ class Int8Static(Int8PerChannel):
     def fake_quantize_activations(self, matrix: PackedMatrix, x: Tensor) -> Tensor:
         """Return activations after quantizing and dequantizing; values outside of the range are clipped."""
         scale = matrix.tensor(INPUT_SCALE).to(x.device)
-        return (quantize_activations(x.float(), scale, input_zero_point(matrix)) * scale).to(x.dtype)
+        return (quantize_activations(matrix, x.float()) * scale).to(x.dtype)
 
     def static_activation_range(self, matrix: PackedMatrix) -> tuple[Tensor, float, float]:
         """Return the stored scale, and -128 and 127 minus the zero point."""

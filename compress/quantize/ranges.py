@@ -111,6 +111,8 @@ class Histogram:
             percentile: percentile of the values, for the method percentile.
         """
         extremes = self.extremes
+        low: Any
+        high: Any
         if self.method == "mse":
             low, high = mse_range(self.counts, self.edges, extremes, self.symmetric)
         elif self.method == "entropy":
@@ -128,7 +130,7 @@ class Histogram:
 def percentile_edge(counts: BinCounts, edges: FloatArray, fraction: float) -> Any:
     """Return the lower edge of the bin that contains the quantile `fraction`."""
     cumulative = np.cumsum(counts / counts.sum())
-    return edges.astype(np.float32)[min(np.searchsorted(cumulative, fraction), len(counts) - 1)]
+    return edges.astype(np.float32)[np.searchsorted(cumulative, fraction)]
 
 
 def mse_range(

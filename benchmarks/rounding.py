@@ -68,6 +68,7 @@ FORMS: dict[str, dict[str, Any]] = {
 GPTQ, AWQ, SMOOTH = {"method": "gptq"}, {"method": "awq"}, {"smoothquant_alpha": 0.5}
 METHODS: dict[str, dict[str, Any]] = {
     "rtn": {},
+    "rtn, symmetric activations": {"activations_symmetric": True},
     "rtn, clip mse": {"clip": "mse"},
     "hqq": {"method": "hqq"},
     "awq, one-sided": AWQ | {"duo_scaling": False},
@@ -94,7 +95,7 @@ PEER_FORMS = {
 # the first is compared with the second
 PAIRS = (
     ("gptq", "gptq, in order"), ("awq", "awq, one-sided"), ("gptaq", "gptq"), ("gptq, clip mse", "gptq"),
-    ("rtn, clip mse", "rtn"), ("hqq", "rtn"), ("rtn, clip mse", "hqq"),
+    ("rtn", "rtn, symmetric activations"), ("rtn, clip mse", "rtn"), ("hqq", "rtn"), ("rtn, clip mse", "hqq"),
     ("autoround", "rtn"), ("autoround", "gptq"), ("autoround", "awq"), ("autoround", "rtn, clip mse"),
     ("rotated, rtn", "rtn"), ("rotated, gptq", "gptq"),
     ("smoothquant, norms", "rtn"), ("smoothquant", "smoothquant, norms"),

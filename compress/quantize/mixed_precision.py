@@ -27,6 +27,7 @@ from torch import Tensor
 from smelt.calibration.prefix_cache import PrefixCachedModel
 from smelt.calibration.samples import CalibrationSamples, model_outputs
 from smelt.compress.quantize.plan_layers import (
+    ActivationRange,
     PlannedLayer,
     WeightQuantizer,
     plan_layers,
@@ -51,7 +52,7 @@ _DEFAULT_EXCLUDED_SHARE = 0.1
 def measure_layer_sensitivities(
     model: Any,
     layers: Sequence[PlannedLayer],
-    ranges: Mapping[int, float],
+    ranges: Mapping[int, ActivationRange],
     samples: CalibrationSamples,
     ctx: Context,
 ) -> dict[str, float]:

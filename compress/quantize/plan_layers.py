@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,6 @@ from smelt.models.layers import (
 )
 from smelt.quantization.groupwise import split_into_groups
 from smelt.quantization.layers import (
-    QuantizedConv2d,
     QuantizedEmbedding,
     QuantizedLayer,
     QuantizedMatrix,
@@ -50,12 +49,18 @@ _SMALL_MAGNITUDE = 1e-3
 _MAX_EXTRA_ERROR = 0.02
 
 
+class ActivationRange(NamedTuple):
+    """The activations that are not clipped."""
+
+    low: float
+    high: float
+
+
 @dataclass(frozen=True)
 class PlannedLayer:
     """A layer that will be quantized: the module, its first name, the scheme and its options.
 
-    multiplies: whether it multiplies (Linear, Conv2d) instead of looking up rows. signed: for a Conv2d,
-    whether its inputs may be negative, by the calibration samples.
+    multiplies: whether it multiplies (Linear, Conv2d) instead of looking up rows.
     """
 
     module: Any
@@ -63,7 +68,6 @@ class PlannedLayer:
     scheme: str
     options: Mapping[str, OptionValue]
     multiplies: bool
-    signed: bool = True
 
     @property
     def weight_id(self) -> int:
@@ -132,7 +136,7 @@ def is_convolutional(model: Any) -> bool:
 def quantize_layers(
     model: Any,
     layers: Collection[PlannedLayer],
-    ranges: Mapping[int, float],
+    ranges: Mapping[int, ActivationRange],
     quantizer: WeightQuantizer | None = None,
     codes: Mapping[int, UnpackedWeights] = MappingProxyType({}),
     corrections: Mapping[int, tuple[Tensor, Tensor]] = MappingProxyType({}),
@@ -142,7 +146,7 @@ def quantize_layers(
     Args:
         model: changed in place.
         layers: its planned layers.
-        ranges: the largest magnitude of the activations by `PlannedLayer.weight_id`, for layers that need it.
+        ranges: of the activations by `PlannedLayer.weight_id`, for layers that need them.
         quantizer: chooses the quantized weights; None: rounds to nearest.
         codes: quantized weights that are already chosen, by `PlannedLayer.weight_id`.
         corrections: low-rank corrections by `PlannedLayer.weight_id`: float32 [N, r] and [r, K].
@@ -161,11 +165,9 @@ def quantize_layers(
         options = dict(layer.options)
         edit = {"op": "quantize", "module": layer.name, "scheme": layer.scheme, **options}
         replace_layer(model, edits, layer.name, new_layer, edit)
-        if not layer.signed:
-            edits.append({"op": "unsigned", "module": layer.name})
         if first_layer is not new_layer:
             if layer.needs_range:  # the first one may be an embedding, which has no range
-                first_layer.matrix.set_activation_range_(ranges[weight])
+                first_layer.matrix.set_activation_range_(*ranges[weight])
             new_layer.matrix = first_layer.matrix
             edits.append({"op": "share", "module": f"{layer.name}.matrix", "with": f"{first_name}.matrix"})
         if layer.multiplies and weight in corrections:
@@ -190,7 +192,7 @@ def require_finite_layers(layers: Collection[PlannedLayer]) -> None:
 
 def quantize_planned(
     layer: PlannedLayer,
-    ranges: Mapping[int, float],
+    ranges: Mapping[int, ActivationRange],
     quantizer: WeightQuantizer | None = None,
     codes: UnpackedWeights | None = None,
     matrix: QuantizedMatrix | None = None,
@@ -211,10 +213,7 @@ def quantize_planned(
                 " was calibrated. Add calibration samples, or exclude the layer.",
                 code="missing-range",
             )
-        if isinstance(quantized, QuantizedConv2d):
-            quantized.signed = layer.signed
-        assert not isinstance(quantized, QuantizedEmbedding)
-        quantized.set_activation_range_(ranges[layer.weight_id])
+        quantized.matrix.set_activation_range_(*ranges[layer.weight_id])
     return quantized
 
 

@@ -59,7 +59,7 @@ class StepSizeTraining:
         self.settings = settings
         self.steps: dict[int, StepSizes] = {}
         self.left: dict[str, list[str]] = {}  # by scheme, the layers with computed scales
-        ranges: dict[tuple[str, float], ActivationStepSize] = {}
+        ranges: dict[tuple[str, float, float], ActivationStepSize] = {}
         for name, latent in qat_layers(model):
             matrix = latent.quantized.matrix
             if matrix.scheme.code_range(matrix.unpack().qparams, matrix.options) is None:
@@ -72,7 +72,7 @@ class StepSizeTraining:
             )
             if static_range is not None and steps.range is None:
                 # linear layers with the same inputs have the same range
-                range_key = name.rpartition(".")[0], float(static_range[0])
+                range_key = name.rpartition(".")[0], float(static_range[0]), static_range[1]
                 steps.range = ranges.setdefault(range_key, ActivationStepSize(*static_range))
         if not self.steps:
             raise InputError(

@@ -1,18 +1,19 @@
 """Calibration of activation ranges on samples.
 
-A calibration method returns the magnitude that maps to the largest quantized value:
+A calibration method returns the range of activations that are not clipped:
 
-- minmax: the largest observed value; no clipping.
-- percentile: the magnitude that this percentage of the values does not exceed.
+- minmax: the observed range.
+- percentile: symmetric: the magnitude that this percentage of the values does not exceed; else the range of
+  this percentage of the values, with equally many beyond each end.
 - entropy: the threshold whose coarse histogram is nearest to the fine one (Kullback-Leibler divergence;
   Migacz, 8-bit inference with TensorRT, GTC 2017).
-- mse: the threshold with the least squared error of rounding and clipping.
+- mse: the fraction of the observed range with the least squared error of rounding and clipping.
 
-The first three give the results of the calibrators of onnxruntime.quantization on the same values in one
-batch (`onnxruntime/python/tools/quantization/calibrate.py`: MinMaxCalibrater, HistogramCollector). Here
-values arrive in batches, in two passes: the first finds the extremes, the second fills histogram bins that
-therefore do not depend on the batches. Of thresholds that are equally good but for rounding, the smallest is
-chosen.
+The ends are in the observed range. The first three give the results of the calibrators of
+onnxruntime.quantization on the same values in one batch
+(`onnxruntime/python/tools/quantization/calibrate.py`: MinMaxCalibrater, HistogramCollector). Here values
+arrive in batches, in two passes: the first finds the extremes, the second fills histogram bins that therefore
+do not depend on the batches. Of thresholds that are equally good but for rounding, the smallest is chosen.
 
 A quantized convolution rounds its inputs. So that a runtime can pass integers from one to the next, residual
 sums and inputs of max pools are rounded too (`smelt/quantization/layers.py`). Batch norms are folded
@@ -22,7 +23,7 @@ before, because the folded kernels are quantized.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
 
@@ -31,7 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from smelt.calibration.samples import CalibrationSamples, ObserveInputs
-from smelt.compress.quantize.plan_layers import PlannedLayer
+from smelt.compress.quantize.plan_layers import ActivationRange, PlannedLayer
 from smelt.compress.quantize.settings import CalibrationMethod, QuantizeSettings
 from smelt.core.errors import InputError
 from smelt.core.near_ties import first_within_tolerance
@@ -39,11 +40,12 @@ from smelt.models.edits import Edit, replace_module
 from smelt.models.families.registry import family_of
 from smelt.models.layers import conv_end_names
 from smelt.quantization.layers import QuantizedActivation
+from smelt.quantization.schemes.int8 import activation_qparams
+from smelt.quantization.schemes.registry import SCHEMES
 
 BINS = 2048
 _NUM_LEVELS = 128  # quantized bins of a histogram of both signs
-_MAX_INT8 = 127
-_NUM_THRESHOLDS = 128  # candidates of mse, from an eighth of the largest magnitude upwards
+_NUM_FRACTIONS = 128  # candidates of mse, from an eighth of the observed range upwards
 _SMOOTHING = 1e-4
 
 _INFINITE = np.float32(np.inf)
@@ -80,56 +82,72 @@ class Extremes:
 class Histogram:
     """Histogram of `BINS` bins for a calibration method.
 
-    Signed values for entropy, else magnitudes: from the smallest observed one, for mse from 0.
+    Magnitudes for symmetric ranges, from the smallest observed one, for mse from 0; signed values for entropy
+    and other ranges.
     """
 
-    def __init__(self, method: CalibrationMethod, extremes: Extremes, bins: int = BINS) -> None:
-        self.method, self.extremes, self._bins = method, extremes, bins
+    def __init__(
+        self, method: CalibrationMethod, extremes: Extremes, symmetric: bool, bins: int = BINS
+    ) -> None:
+        self.method, self.extremes, self.symmetric, self._bins = method, extremes, symmetric, bins
+        self._signed = method == "entropy" or not symmetric
         largest = extremes.largest
-        lowest = {"entropy": -largest, "percentile": extremes.least}.get(method, np.float32(0))
+        lowest = extremes.least if method == "percentile" else np.float32(0)
+        lowest = -largest if self._signed else lowest
         self._range = cast("Any", (lowest, largest))  # float32, so that the edges are too
         self.counts: BinCounts = np.zeros(bins, dtype=np.int64)
         self.edges: FloatArray = np.histogram(np.zeros(0, np.float32), bins, range=self._range)[1]
 
     def update(self, x: Tensor) -> None:
         """Count inputs, float32 [rows, K]."""
-        values = (x if self.method == "entropy" else x.abs()).numpy().ravel()
+        values = (x if self._signed else x.abs()).numpy().ravel()
         counts, self.edges = np.histogram(values, self._bins, range=self._range)
         self.counts += counts
 
-    def range_end(self, percentile: float) -> float:
-        """Return the magnitude that maps to the largest quantized value.
+    def activation_range(self, percentile: float) -> ActivationRange:
+        """Return the range that is not clipped.
 
         Args:
-            percentile: percentile of the magnitudes, for the method percentile.
+            percentile: percentile of the values, for the method percentile.
         """
+        extremes = self.extremes
+        low: Any
+        high: Any
         if self.method == "mse":
-            return float(min(mse_range(self.counts, self.edges), self.extremes.largest))
-        if self.method == "entropy":
+            low, high = mse_range(self.counts, self.edges, extremes, self.symmetric)
+        elif self.method == "entropy":
             low, high = entropy_range(self.counts, self.edges)
-        else:
-            high = percentile_range(self.counts, self.edges, percentile)
+        elif self.symmetric:
+            high = percentile_edge(self.counts, self.edges, percentile / 100)
             low = -high
-        return float(max(abs(max(low, self.extremes.low)), abs(min(high, self.extremes.high))))
+        else:
+            outside = (100 - percentile) / 200
+            low = percentile_edge(self.counts, self.edges, outside)
+            high = percentile_edge(self.counts, self.edges, 1 - outside)
+        return ActivationRange(float(max(low, extremes.low)), float(min(high, extremes.high)))
 
 
-def percentile_range(counts: BinCounts, edges: FloatArray, percentile: float) -> Any:
-    """Return the lower edge of the bin that contains the percentile."""
+def percentile_edge(counts: BinCounts, edges: FloatArray, fraction: float) -> Any:
+    """Return the lower edge of the bin that contains the quantile `fraction`."""
     cumulative = np.cumsum(counts / counts.sum())
-    return edges.astype(np.float32)[np.searchsorted(cumulative, percentile / 100.0)]
+    return edges.astype(np.float32)[np.searchsorted(cumulative, fraction)]
 
 
-def mse_range(counts: BinCounts, edges: FloatArray) -> np.floating[Any]:
-    """Return the threshold with the least squared int8 quantization error of the bin centers."""
+def mse_range(
+    counts: BinCounts, edges: FloatArray, extremes: Extremes, symmetric: bool
+) -> tuple[float, float]:
+    """Return the fraction of the observed range with the least squared error of the bin centers."""
     centers = (edges[:-1] + edges[1:]).astype(np.float64) / 2
-    thresholds = edges[-1] * np.arange(_NUM_THRESHOLDS // 8, _NUM_THRESHOLDS + 1) / _NUM_THRESHOLDS
+    largest = float(extremes.largest)
+    low, high = (-largest, largest) if symmetric else (float(extremes.low), float(extremes.high))
+    fractions = np.arange(_NUM_FRACTIONS // 8, _NUM_FRACTIONS + 1) / _NUM_FRACTIONS
     errors = []
-    for threshold in thresholds:
-        step = threshold / _MAX_INT8 or 1.0
-        quantized = np.clip(np.rint(centers / step), -_MAX_INT8 - 1, _MAX_INT8) * step
+    for fraction in fractions:
+        scale, zero = activation_qparams(fraction * low, fraction * high, symmetric)
+        quantized = np.clip(np.rint(centers / scale), -128 - zero, 127 - zero) * scale
         errors.append(float((counts * (centers - quantized) ** 2).sum()))
-    best_threshold: np.floating[Any] = thresholds[first_within_tolerance(errors)]
-    return best_threshold
+    best_fraction = fractions[first_within_tolerance(errors)]
+    return best_fraction * low, best_fraction * high
 
 
 def entropy_range(counts: BinCounts, edges: FloatArray, codes: int = _NUM_LEVELS) -> tuple[Any, Any]:
@@ -192,8 +210,8 @@ def calibrate_ranges(
     samples: CalibrationSamples,
     settings: QuantizeSettings,
     observe: ObserveInputs,
-) -> dict[int, float]:
-    """Return the magnitude that maps to the largest quantized value, by `PlannedLayer.weight_id`.
+) -> dict[int, ActivationRange]:
+    """Return the ranges of activations by `PlannedLayer.weight_id`.
 
     Layers that share a weight share a range. Layers that no sample reaches are left out.
 
@@ -213,16 +231,15 @@ def calibrate_ranges(
         if layer.needs_range:
             modules.setdefault(str(layer.weight_id), []).append(layer.module)
             names.setdefault(str(layer.weight_id), layer.name)
-    ranges = observe_ranges(modules, names, samples, settings, observe) if modules else {}
-    return {int(key): observed.largest for key, observed in ranges.items()}
+    if not modules:
+        return {}
+    ranges = observe_ranges(modules, names, samples, settings, observe, has_symmetric_ranges(layers))
+    return {int(key): observed for key, observed in ranges.items()}
 
 
-@dataclass(frozen=True)
-class ObservedRange:
-    """Observed inputs: the magnitude that maps to the largest quantized value; whether any is negative."""
-
-    largest: float
-    signed: bool
+def has_symmetric_ranges(layers: Sequence[PlannedLayer]) -> bool:
+    """Return whether activations have no zero points."""
+    return all(SCHEMES[layer.scheme].has_symmetric_activations(layer.options) for layer in layers)
 
 
 def observe_ranges(
@@ -231,7 +248,8 @@ def observe_ranges(
     samples: CalibrationSamples,
     settings: QuantizeSettings,
     observe: ObserveInputs,
-) -> dict[str, ObservedRange]:
+    symmetric: bool,
+) -> dict[str, ActivationRange]:
     """Return the input ranges of `modules`, by the caller's keys, without those that no sample reaches.
 
     Args:
@@ -240,6 +258,7 @@ def observe_ranges(
         samples: calibration samples.
         settings: settings with `calibration_method` and `calibration_percentile`.
         observe: see `calibrate_ranges`.
+        symmetric: whether activations have no zero points.
 
     Raises:
         InputError: activations are not finite.
@@ -254,21 +273,20 @@ def observe_ranges(
                 code="non-finite-activations",
             )
     with_samples = {key: limits for key, limits in extremes.items() if limits.rows}
-    signed = {key: bool(limits.low < 0) for key, limits in with_samples.items()}
-    if settings.calibration_method == "minmax":
+    method = settings.calibration_method
+    if method == "minmax":
         return {
-            key: ObservedRange(float(limits.largest), signed[key]) for key, limits in with_samples.items()
+            key: ActivationRange(float(limits.low), float(limits.high))
+            for key, limits in with_samples.items()
         }
-    histograms = {key: Histogram(settings.calibration_method, limits) for key, limits in with_samples.items()}
+    histograms = {key: Histogram(method, limits, symmetric) for key, limits in with_samples.items()}
 
     def count(key: str, x: Tensor) -> None:
         histograms[key].update(x)
 
     observe({key: modules[key] for key in with_samples}, count)
-    return {
-        key: ObservedRange(histogram.range_end(settings.calibration_percentile), signed[key])
-        for key, histogram in histograms.items()
-    }
+    percentile = settings.calibration_percentile
+    return {key: histogram.activation_range(percentile) for key, histogram in histograms.items()}
 
 
 @dataclass(frozen=True)
@@ -325,34 +343,28 @@ def calibrate_convolutions(
     samples: CalibrationSamples,
     settings: QuantizeSettings,
     observe: ObserveInputs,
-) -> tuple[list[PlannedLayer], dict[int, float], dict[str, ObservedRange]]:
-    """Calibrate the input ranges of convolutions and rounding points.
-
-    Returns:
-        The layers, unsigned if no input is negative; the ranges of the convolutions; and the observed ranges
-        of the rounding points by name.
-    """
+) -> tuple[dict[int, ActivationRange], dict[str, ActivationRange]]:
+    """Return the input ranges of convolutions, and those of rounding points by name."""
     convolutions = {layer.name: layer for layer in layers if isinstance(layer.module, nn.Conv2d)}
     if not convolutions:
-        return list(layers), {}, {}
+        return {}, {}
     points = [point for point in rounding_points(model) if point.convolution in convolutions]
     modules = {name: [layer.module] for name, layer in convolutions.items()} | {
         p.name: [model.get_submodule(p.name)] for p in points if p.range_source not in convolutions
     }
-    observed = observe_ranges(modules, {name: name for name in modules}, samples, settings, observe)
-    signed = {name: observed_range.signed for name, observed_range in observed.items()}
-    updated = [replace(layer, signed=signed.get(layer.name, True)) for layer in layers]
-    ranges = {layer.weight_id: observed[n].largest for n, layer in convolutions.items() if n in observed}
+    names, symmetric = {name: name for name in modules}, has_symmetric_ranges(layers)
+    observed = observe_ranges(modules, names, samples, settings, observe, symmetric)
+    ranges = {layer.weight_id: observed[n] for n, layer in convolutions.items() if n in observed}
     sources = {p.name: p.range_source if p.range_source in convolutions else p.name for p in points}
-    return updated, ranges, {name: observed[source] for name, source in sources.items()}
+    return ranges, {name: observed[source] for name, source in sources.items()}
 
 
-def insert_rounding(model: Any, ranges: Mapping[str, ObservedRange]) -> list[Edit]:
+def insert_rounding(model: Any, ranges: Mapping[str, ActivationRange], symmetric: bool) -> list[Edit]:
     """Insert rounding before the modules in `ranges`; return the edits."""
     edits: list[Edit] = []
-    for name, observed in ranges.items():
-        rounding = QuantizedActivation(model.get_submodule(name), observed.signed)
-        rounding.set_activation_range_(observed.largest)
+    for name, activation_range in ranges.items():
+        rounding = QuantizedActivation(model.get_submodule(name))
+        rounding.set_activation_range_(*activation_range, symmetric)
         replace_module(model, name, rounding.eval())
-        edits.append({"op": "round", "module": name, "signed": observed.signed})
+        edits.append({"op": "round", "module": name})
     return edits

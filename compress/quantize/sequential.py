@@ -35,6 +35,7 @@ from smelt.compress.quantize.mixed_precision import (
     select_sensitive,
 )
 from smelt.compress.quantize.plan_layers import (
+    ActivationRange,
     GridFinder,
     PlannedLayer,
     WeightQuantizer,
@@ -49,9 +50,9 @@ from smelt.compress.quantize.plan_layers import (
 )
 from smelt.compress.quantize.ranges import (
     MIN_CALIBRATION_TOKENS,
-    ObservedRange,
     calibrate_convolutions,
     calibrate_ranges,
+    has_symmetric_ranges,
     insert_rounding,
 )
 from smelt.compress.quantize.scale_targets import ScaleRunner, ScaleTarget, find_scale_targets
@@ -151,7 +152,7 @@ class SequentialQuantizer:
         offloaded: StreamedModel | None = None,
     ) -> None:
         self.layers = list(layers)
-        self.ranges: dict[int, float] = {}
+        self.ranges: dict[int, ActivationRange] = {}
         self.codes: dict[int, UnpackedWeights] = {}
         self.corrections: dict[int, CorrectedWeight] = {}
         self._model, self._src, self._settings, self._ctx = model, src, settings, ctx
@@ -159,7 +160,7 @@ class SequentialQuantizer:
         self._num_passes, self._pass = 0, -1
         self._scalers: list[ScaleRunner] = []
         self._small_weights: dict[str, Tensor] = {}
-        self._rounding_ranges: dict[str, ObservedRange] = {}
+        self._rounding_ranges: dict[str, ActivationRange] = {}
         self._edits: list[Edit] = []
 
     def quantize(self) -> list[Edit]:
@@ -177,7 +178,8 @@ class SequentialQuantizer:
         order = {layer.name: number for number, layer in enumerate(self._renamed(self.layers))}
         edits = sorted(self._edits, key=lambda edit: order[_planned_name(edit, order)])
         scales = [edit for scaler in self._scalers for edit in scaler.ordered_edits()]
-        return [*scales, *edits, *insert_rounding(self._model, self._rounding_ranges)]
+        rounding = insert_rounding(self._model, self._rounding_ranges, has_symmetric_ranges(self.layers))
+        return [*scales, *edits, *rounding]
 
     def calibrate(self) -> None:
         """Calibrate the layers on samples as far as the settings need it; quantize an offloaded model.
@@ -305,18 +307,18 @@ class SequentialQuantizer:
 
     def _calibrate_ranges(self, samples: CalibrationSamples) -> None:
         """Calibrate activation ranges; layers that no sample reaches are kept in float."""
-        settings, missing = self._settings, []
+        settings = self._settings
+        missing: list[str] = []
         for part, layers in self._parts(samples):
             plain = [layer for layer in layers if not isinstance(layer.module, nn.Conv2d)]
             self.ranges |= calibrate_ranges(plain, samples, settings, part.observe)
-            calibrated, ranges, self._rounding_ranges = calibrate_convolutions(
+            ranges, self._rounding_ranges = calibrate_convolutions(
                 self._model, layers, samples, settings, part.observe
             )
             self.ranges |= ranges
-            unseen = [n.name for n in calibrated if n.needs_range and n.weight_id not in self.ranges]
-            missing += unseen
-            changed = {layer.module: None if layer.name in unseen else layer for layer in calibrated}
-            self.layers = [new for layer in self.layers if (new := changed.get(layer.module, layer))]
+            unseen = {n.module: n.name for n in layers if n.needs_range and n.weight_id not in self.ranges}
+            missing += unseen.values()
+            self.layers = [layer for layer in self.layers if layer.module not in unseen]
         _warn_of_missing_ranges(missing, self._ctx)
 
     def _round_in_blocks(self, samples: CalibrationSamples) -> GptqRunner | AutoRoundRunner:
@@ -409,7 +411,7 @@ def _choose_layer_widths(
 def _exclude_sensitive(
     model: Any,
     layers: Sequence[PlannedLayer],
-    ranges: Mapping[int, float],
+    ranges: Mapping[int, ActivationRange],
     samples: CalibrationSamples,
     settings: QuantizeSettings,
     ctx: Context,

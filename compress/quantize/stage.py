@@ -46,6 +46,7 @@ class Quantize(Stage[QuantizeSettings]):
         - quantize: {scheme: int4, low_rank_correction: {rank: 32, iterations: 5}}
         - quantize: {scheme: binary, group_size: 64}
         - quantize: {scheme: int8-static, exclude: auto}
+        - quantize: {scheme: int8-static, activations_symmetric: true}   # for TensorRT
         - quantize: {scheme: int8-static, smoothquant_alpha: 0.5}
         - quantize: {scheme: int8-static}   # convolutions of a ResNet, too
         - quantize: {scheme: bnb-nf4}
@@ -68,7 +69,7 @@ class Quantize(Stage[QuantizeSettings]):
             " QERA, Zhang et al. 2024, arXiv:2410.06040; SVDQuant, Li et al. 2024, arXiv:2411.05007",
         ]
     )
-    version: ClassVar[int] = 9
+    version: ClassVar[int] = 10
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[Settings]] = QuantizeSettings
 

@@ -70,7 +70,7 @@ class ActivationStepSize(nn.Module):
 
     Args:
         first: the stored scale, float32 scalar.
-        low, high: the smallest and the largest quantized value.
+        low, high: the smallest and the largest activation in steps.
     """
 
     first: Tensor
@@ -90,7 +90,7 @@ class ActivationStepSize(nn.Module):
         scale = self.scale()
         v = x.float().reshape(1, 1, -1)
         values = (v.detach() / scale.detach()).round_().clamp_(self.low, self.high) * scale.detach()
-        share = 1 / math.sqrt(x.shape[-1] * self.high)
+        share = 1 / math.sqrt(x.shape[-1] * max(self.high, -1 - self.low))
         s = scale.reshape(1, 1)
         out: Tensor = _LsqFunction.apply(v, s, None, values, self.low, self.high, share)  # type: ignore[no-untyped-call]
         return out.reshape(x.shape).to(x.dtype)
@@ -160,9 +160,9 @@ class StepSizes(nn.Module):
             return partial(_round_on_fixed_grid, _make_grid(*self._grid(None)))
 
     def store_range(self, matrix: QuantizedMatrix) -> None:
-        """Store the learned activation range in `matrix`, the one of these steps or a copy."""
+        """Store the learned activation scale in `matrix`, the one of these steps or a copy."""
         if self.range is not None:
-            matrix.set_activation_range_(float(self.range.scale().detach() * self.range.high))
+            matrix.set_activation_scale_(float(self.range.scale().detach()))
 
     def scale_changes(self) -> Tensor:
         """Return the ratio of each scale to its initial value, float32 [N, G], per tensor [1, G]."""

@@ -2,8 +2,8 @@
 
 An operator and its layer get identical inputs: rows of zeros and ones, each with its complement, and their
 negatives. int8 represents them exactly in every scheme, whether ranges are per tensor, row or block; if a
-layer has a calibrated range, its maximum replaces one. So the operator must return the product with the
-dequantized weights, up to the rounding of a sum. Every quantized weight takes part in half of the rows.
+layer has a calibrated range, its ends replace one and minus one. So the operator must return the product with
+the dequantized weights, up to the rounding of a sum. Every quantized weight takes part in half of the rows.
 
 An operator is a node that multiplies quantized weights, or a MatMul between explicit QuantizeLinear and
 DequantizeLinear; the nodes that quantize its activations belong to it.
@@ -63,10 +63,10 @@ class _QuantizedNode:
     inputs: int
 
     @property
-    def test_input(self) -> tuple[int, float]:
-        """The number of the node's inputs, and the value that represents one."""
+    def test_input(self) -> tuple[int, float, float]:
+        """The number of the node's inputs, and the values that represent minus one and one."""
         matrix = self.layer.matrix
-        return self.inputs, matrix.scheme.exact_activation(matrix)
+        return self.inputs, *matrix.scheme.exact_activations(matrix)
 
     @property
     def bias(self) -> Tensor | None:
@@ -98,8 +98,8 @@ def check_operators(graph: str, model: Any, module: nn.Module, path: Path, threa
             names = _test_inputs(part)
             _write_operator_graph(model, part, file)
             session: Any = open_onnx_session(file, threads)
-            for sign in (1, -1):
-                inputs = {test_input: sign * _binary_rows(*test_input) for test_input in names}
+            for end in (2, 1):
+                inputs = {test_input: _binary_rows(test_input[0], test_input[end]) for test_input in names}
                 results = session.run(None, {name: inputs[test_input] for test_input, name in names.items()})
                 for operator, actual in zip(part, results, strict=True):
                     _compare(graph, operator, inputs[operator.test_input], actual)
@@ -140,7 +140,7 @@ def _quantized_nodes(model: Any) -> Iterator[Any]:
             yield node
 
 
-def _test_inputs(operators: Iterable[_QuantizedNode]) -> dict[tuple[int, float], str]:
+def _test_inputs(operators: Iterable[_QuantizedNode]) -> dict[tuple[int, float, float], str]:
     """Return the inputs of the operators (`_QuantizedNode.test_input`) and their names."""
     return {
         test_input: f"x{input_index}"
@@ -296,7 +296,7 @@ def _write_operator_graph(model: Any, operators: list[_QuantizedNode], file: Pat
         )
         outputs.append(helper.make_tensor_value_info(f"y{operator_index}", TensorProto.FLOAT, None))
     inputs = [
-        helper.make_tensor_value_info(x, TensorProto.FLOAT, [_TEST_ROWS, n]) for (n, _), x in names.items()
+        helper.make_tensor_value_info(x, TensorProto.FLOAT, [_TEST_ROWS, n]) for (n, *_), x in names.items()
     ]
     used_names = {name for node in nodes for name in node.input}
     operator_model = type(model)()

@@ -14,8 +14,7 @@ again, in order. An edit is a dict with `op` and `module` (dotted name) and the 
     {"op": "conv", "module": m, "in_channels": s, "out_channels": t}     Conv2d -> one of these sizes
     {"op": "batch_norm", "module": m, "num_features": c}                 BatchNorm2d -> one of this size
     {"op": "fold", "module": m, "norm": n}                               Conv2d m gets a bias; no norm n
-    {"op": "round", "module": m, "signed": s}                            states are rounded before m
-    {"op": "unsigned", "module": m}                                      a quantized Conv2d reads nothing < 0
+    {"op": "round", "module": m}                                         states are rounded before m
     {"op": "adapter", "module": m, "rank": r}                            quantized Linear, low-rank addition
     {"op": "difference", "module": m, "rank": r}                         Linear -> SharedLinear
     {"op": "split", "module": m}                                         Linear -> the sum of two
@@ -60,7 +59,6 @@ from smelt.models.layers import (
 )
 from smelt.quantization.layers import (
     QuantizedActivation,
-    QuantizedConv2d,
     QuantizedLinear,
     copy_embed_scale,
     empty_quantized,
@@ -348,20 +346,9 @@ def _fold(model: nn.Module, edit: Edit) -> None:
 
 
 def _round(model: nn.Module, edit: Edit) -> None:
-
-    if not isinstance(edit["signed"], bool):
-        raise TypeError(f"signed {edit['signed']!r}")
     device = next((parameter.device for parameter in model.parameters()), None)
-    new = QuantizedActivation(model.get_submodule(edit["module"]), edit["signed"], device)
+    new = QuantizedActivation(model.get_submodule(edit["module"]), device)
     replace_module(model, edit["module"], new)
-
-
-def _unsigned(model: nn.Module, edit: Edit) -> None:
-
-    layer = model.get_submodule(edit["module"])
-    if not isinstance(layer, QuantizedConv2d):
-        raise TypeError("it is not a quantized Conv2d")
-    layer.signed = False
 
 
 def _checked_width(asked: object, present: int) -> int:
@@ -458,7 +445,6 @@ _OPS: dict[str, Callable[[nn.Module, Edit], None]] = {
     "batch_norm": _batch_norm,
     "fold": _fold,
     "round": _round,
-    "unsigned": _unsigned,
     "low_rank_table": _low_rank_table,
     "tie": _tie,
     "quantize": _quantize,

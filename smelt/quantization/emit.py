@@ -371,18 +371,25 @@ def _signed_placeholder(
 
 # Placeholders of constants, by the axis that the scales belong to.
 DEQUANTIZE_OPS = {"DequantizedRows": 0, "DequantizedColumns": 1}
-_ZERO_POINT = 128
 
 
-def integer_linear(x: Tensor, scale: Tensor, columns: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+class ActivationGrid(NamedTuple):
+    """Constants that quantize activations: scale, float32 scalar, and zero point, uint8 or int8 scalar."""
+
+    scale: Tensor
+    zero_point: Tensor
+
+
+def integer_linear(
+    x: Tensor, activations: ActivationGrid, columns: Tensor, scales: Tensor, bias: Tensor | None
+) -> Tensor:
     """Emit QuantizeLinear to uint8 and com.microsoft::MatMulIntegerToFloat.
 
-    Activations are int8 plus 128: ONNX Runtime multiplies uint8 by int8 fast, int8 by int8 ten times
-    slower.
+    ONNX Runtime multiplies uint8 by int8 fast, int8 by int8 ten times slower.
 
     Args:
         x: float32 [..., K].
-        scale: of its quantized values, float32 scalar, a constant.
+        activations: uint8.
         columns: int8 [K, N], a constant; its zero point is 0.
         scales: float32 [N], or [] for all: its kernels are faster then where rows are few.
         bias: float32 [N] or None.
@@ -390,9 +397,8 @@ def integer_linear(x: Tensor, scale: Tensor, columns: Tensor, scales: Tensor, bi
     Returns:
         float32 [..., N].
     """
-    zero = torch.full((), _ZERO_POINT, dtype=torch.uint8)
-    q_input = _quantize(x, scale, zero)
-    inputs = [q_input, columns, scale, scales, zero, None, bias]
+    scale, zero = activations
+    inputs = [_quantize(x, activations), columns, scale, scales, zero, None, bias]
     out: Tensor = torch.onnx.ops.symbolic(
         "com.microsoft::MatMulIntegerToFloat",
         inputs if bias is not None else inputs[:5],
@@ -403,30 +409,27 @@ def integer_linear(x: Tensor, scale: Tensor, columns: Tensor, scales: Tensor, bi
     return out
 
 
-def qdq_linear(x: Tensor, scale: Tensor, columns: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """Emit MatMul between QuantizeLinear and DequantizeLinear, all int8 with zero point 0.
+def qdq_linear(
+    x: Tensor, activations: ActivationGrid, columns: Tensor, scales: Tensor, bias: Tensor | None
+) -> Tensor:
+    """Emit MatMul between QuantizeLinear and DequantizeLinear, all int8; the weights' zero point is 0.
 
     A bias is added after it and stays float: TensorRT does not quantize it.
     """
-    zero = torch.full((), 0, dtype=torch.int8)
-    q_input = _quantize(x, scale, zero)
-    dequantized: Tensor = torch.onnx.ops.symbolic(
-        "DequantizeLinear", [q_input, scale, zero], dtype=torch.float32, shape=tuple(x.shape)
-    )
-    out = torch.matmul(dequantized, _dequantize_placeholder("DequantizedColumns", columns, scales))
+    weights = _dequantize_placeholder("DequantizedColumns", columns, scales)
+    out = torch.matmul(quantize_dequantize(x, activations), weights)
     return out if bias is None else out + bias
 
 
-def quantize_dequantize(x: Tensor, scale: Tensor, signed: bool) -> Tensor:
-    """Emit QuantizeLinear to uint8 and DequantizeLinear, of any shape; the zero point is 128 if signed.
+def quantize_dequantize(x: Tensor, activations: ActivationGrid) -> Tensor:
+    """Emit QuantizeLinear and DequantizeLinear, of any shape.
 
     ONNX Runtime turns a convolution between two such pairs into a QLinearConv, and removes a ReLU before a
-    quantization whose zero point is 0.
+    quantization whose zero point is the lowest code.
     """
-    zero = torch.full((), _ZERO_POINT if signed else 0, dtype=torch.uint8)
     out: Tensor = torch.onnx.ops.symbolic(
         "DequantizeLinear",
-        [_quantize(x, scale, zero), scale, zero],
+        [_quantize(x, activations), *activations],
         dtype=torch.float32,
         shape=tuple(x.shape),
     )
@@ -438,9 +441,9 @@ def dequantize_rows(codes: Tensor, scales: Tensor) -> Tensor:
     return _dequantize_placeholder("DequantizedRows", codes, scales)
 
 
-def _quantize(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+def _quantize(x: Tensor, activations: ActivationGrid) -> Tensor:
     out: Tensor = torch.onnx.ops.symbolic(
-        "QuantizeLinear", [x, scale, zero], dtype=zero.dtype, shape=tuple(x.shape)
+        "QuantizeLinear", [x, *activations], dtype=activations.zero_point.dtype, shape=tuple(x.shape)
     )
     return out
 

@@ -6,10 +6,10 @@ layer are computed in compress/quantize.
 
 A convolution quantizes its input to 8 bits, and multiplies it with its quantized kernel. The branches of a
 residual block are quantized before the sum, and the input of a max pool before the pool: so ONNX Runtime
-keeps int8 values from one convolution to the next.
+keeps 8-bit values from one convolution to the next. Scale and zero point are those of int8-static
+(`smelt/quantization/schemes/int8.py`); inputs that are never negative use all codes.
 
-    signed:    x_q = clamp(round(x / scale), -128, 127)    scale = range / 127
-    else:      x_q = clamp(round(x / scale), 0, 255)       scale = range / 255
+    x_q = clamp(round(x / scale) + zero point, -128, 127)
 
 Source: Jacob et al. 2018, arXiv:1712.05877; ONNX operators QuantizeLinear, DequantizeLinear, QLinearConv.
 
@@ -38,6 +38,13 @@ from smelt.quantization.scheme import (
     Scheme,
     SchemeOptions,
     UnpackedWeights,
+)
+from smelt.quantization.schemes.int8 import (
+    INPUT_SCALE,
+    activation_qparams,
+    input_zero_point,
+    quantize_activations,
+    unsigned_zero_point,
 )
 from smelt.quantization.schemes.registry import find_scheme, is_row_independent, validate_scheme_options
 
@@ -93,9 +100,15 @@ class QuantizedMatrix(nn.Module):
                 stored_tensors[name][begin : begin + step] = tensor
         self._assign_tensors(stored_tensors)
 
-    def set_activation_range_(self, largest: float) -> None:
-        """Set the activation range to `largest` on both sides, where the scheme needs it."""
-        self._assign_tensors(self.scheme.activation_tensors(largest))
+    def set_activation_range_(self, low: float, high: float) -> None:
+        """Set the activation range, where the scheme needs it."""
+        self._assign_tensors(self.scheme.activation_tensors(low, high, self.options))
+
+    def set_activation_scale_(self, scale: float) -> None:
+        """Set the scale of statically quantized activations; their zero point is kept."""
+        static_range = self.scheme.static_activation_range(self)
+        assert static_range is not None
+        static_range[0].data.fill_(scale)
 
     def _assign_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
@@ -219,15 +232,8 @@ def limit_weight_cache(model: nn.Module, limit_bytes: int) -> None:
         matrix.caches_values = needed_bytes <= limit_bytes
 
 
-_INPUT_RANGES = {True: (-128, 127), False: (0, 255)}
-_SCALE = "input_scale"
-
-
 class QuantizedConv2d(nn.Module):
-    """A quantized convolution: its kernel is a matrix [T, S * D * D] of a scheme.
-
-    signed: whether its input may be negative.
-    """
+    """A quantized convolution: its kernel is a matrix [T, S * D * D] of a scheme."""
 
     def __init__(self, like: nn.Conv2d, matrix: QuantizedMatrix) -> None:
         super().__init__()
@@ -244,22 +250,13 @@ class QuantizedConv2d(nn.Module):
             "dilation": like.dilation,
             "groups": like.groups,
         }
-        self.matrix, self.signed = matrix, True
+        self.matrix = matrix
         bias = torch.zeros(like.out_channels, device=matrix.codes.device)
         self.bias = nn.Parameter(bias) if like.bias is not None else None
 
-    def set_activation_range_(self, largest: float) -> None:
-        """Set the input range to `largest`, on both sides if signed."""
-        _, high = _INPUT_RANGES[self.signed]
-        self.matrix.set_activation_range_(largest * 127 / high)  # the scheme's scale is for codes to 127
-
-    def quantize_input(self, x: Tensor) -> Tensor:
-        """Return the quantized values of float32 [B, S, h, w], as float32."""
-        return x.div(self.matrix.tensor(_SCALE)).round_().clamp_(*_INPUT_RANGES[self.signed])
-
     def fake_quantize_input(self, x: Tensor) -> Tensor:
         """Return float [B, S, h, w] after quantizing and dequantizing."""
-        return (self.quantize_input(x.float()) * self.matrix.tensor(_SCALE)).to(x.dtype)
+        return self.matrix.scheme.fake_quantize_activations(self.matrix, x)
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the convolution of `x` with a kernel given as a matrix [T, S * D * D]."""
@@ -268,13 +265,14 @@ class QuantizedConv2d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map float32 [B, S, h, w] to float32 [B, T, h', w']."""
         matrix, target = self.matrix, emit.export_target()
-        scale = matrix.tensor(_SCALE)
+        scale = matrix.tensor(INPUT_SCALE)
         if target is not None:
             if target in CONV_UNSUPPORTED_TARGETS:
                 raise InputError(f"onnx: {CONV_UNSUPPORTED_TARGETS[target]}.", code="unsupported-target")
             kernel = emit.dequantize_rows(matrix.tensor("kernel"), matrix.tensor("scales"))
-            return F.conv2d(emit.quantize_dequantize(x, scale, self.signed), kernel, self.bias, **self.how)
-        sums = self.convolve(self.quantize_input(x), matrix.tensor("codes").float(), None)
+            activations = emit.ActivationGrid(scale, matrix.tensor("zero_point"))
+            return F.conv2d(emit.quantize_dequantize(x, activations), kernel, self.bias, **self.how)
+        sums = self.convolve(quantize_activations(matrix, x), matrix.tensor("codes").float(), None)
         out = sums * (matrix.tensor("scales") * scale)[:, None, None]
         return out if self.bias is None else out + self.bias[:, None, None]
 
@@ -287,41 +285,45 @@ class QuantizedConv2d(nn.Module):
         if not self.matrix.has("kernel"):
             kernel = self.matrix.tensor("codes").detach().view(self.shape)
             self.matrix.register_buffer("kernel", kernel, persistent=False)
+            zero = unsigned_zero_point(input_zero_point(self.matrix))
+            self.matrix.register_buffer("zero_point", zero, persistent=False)
 
     def extra_repr(self) -> str:
         """Return the sizes and the scheme, for printing."""
-        return f"{self.in_channels}, {self.out_channels}, signed={self.signed}, {self.matrix.describe()}"
+        return f"{self.in_channels}, {self.out_channels}, {self.matrix.describe()}"
 
 
 class QuantizedActivation(nn.Module):
     """Quantizes and dequantizes states before `inner` reads them.
 
-    inner: identity, or a max pool. scale: float32 scalar.
+    inner: identity, or a max pool. scale: float32 scalar. zero_point: uint8 scalar.
     """
 
     scale: Tensor
+    zero_point: Tensor
 
-    def __init__(self, inner: nn.Module, signed: bool, device: torch.device | None = None) -> None:
+    def __init__(self, inner: nn.Module, device: torch.device | None = None) -> None:
         super().__init__()
         if not isinstance(inner, nn.Identity | nn.MaxPool2d):
             raise TypeError("it is neither an identity nor a max pool")
-        self.inner, self.signed = inner, signed
+        self.inner = inner
         self.register_buffer("scale", torch.ones((), device=device))
+        self.register_buffer("zero_point", torch.zeros((), dtype=torch.uint8, device=device))
 
-    def set_activation_range_(self, largest: float) -> None:
-        """Set the range to `largest`, on both sides if signed."""
-        _, high = _INPUT_RANGES[self.signed]
+    def set_activation_range_(self, low: float, high: float, symmetric: bool) -> None:
+        """Set the range; symmetric: without a zero point."""
         # computed as a scheme does, so that layers which read the same states have the same scale
-        scale = torch.tensor(largest * 127 / high, dtype=torch.float32) / 127
-        self.scale = scale if scale > 0 else torch.ones(())
+        scale, zero = activation_qparams(low, high, symmetric)
+        self.scale, self.zero_point = torch.tensor(scale), unsigned_zero_point(zero)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map float32 [B, S, h, w] to `inner` of its quantized values; gradients are straight-through."""
         if emit.export_target() is not None:
-            seen = emit.quantize_dequantize(x, self.scale, self.signed)
+            seen = emit.quantize_dequantize(x, emit.ActivationGrid(self.scale, self.zero_point))
         else:
             with torch.no_grad():
-                seen = x.div(self.scale).round_().clamp_(*_INPUT_RANGES[self.signed]).mul_(self.scale)
+                zero = int(self.zero_point)
+                seen = x.div(self.scale).round_().clamp_(-zero, 255 - zero).mul_(self.scale)
             seen = x + (seen - x).detach() if torch.is_grad_enabled() and x.requires_grad else seen
         out: Tensor = self.inner(seen)
         return out
@@ -362,10 +364,6 @@ class QuantizedLinear(nn.Module):
             out: Tensor = _QuantizedMatMul.apply(x, self.bias, matrix)  # type: ignore[no-untyped-call]
             return out
         return matrix.scheme.linear(matrix, x, self.bias)
-
-    def set_activation_range_(self, largest: float) -> None:
-        """Set the activation range to `largest` on both sides, where the scheme needs it."""
-        self.matrix.set_activation_range_(largest)
 
     def prepare_export(self, target: str) -> None:
         """Convert weights and scales to the form of a graph for `target`."""

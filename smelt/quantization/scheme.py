@@ -35,7 +35,7 @@ MatrixUse: TypeAlias = Literal["product", "lookup"]
 EXPORT_TARGETS = ("ort-cpu", "ort-cuda", "tensorrt", "openvino", "ort-tensorrt")
 # Targets that cannot run quantized convolutions, and why.
 CONV_UNSUPPORTED_TARGETS = {
-    "tensorrt": "TensorRT supports zero points of 0 only, and the inputs of convolutions have others"
+    "tensorrt": "inputs of quantized convolutions are uint8, which TensorRT does not support"
 }
 # Targets that run the graphs of another one; its unsupported schemes are also theirs.
 GRAPH_TARGETS = {"ort-tensorrt": "tensorrt"}
@@ -245,8 +245,8 @@ class Scheme(Protocol):
     def unpack(self, matrix: PackedMatrix) -> UnpackedWeights:
         """Return the unpacked codes, and their quantization parameters."""
 
-    def activation_tensors(self, largest: float) -> dict[str, Tensor]:
-        """Return the calibrated tensors of `stored_tensors`, for activations from -`largest` to `largest`."""
+    def activation_tensors(self, low: float, high: float, options: SchemeOptions) -> dict[str, Tensor]:
+        """Return the calibrated tensors of `stored_tensors`, for activations from `low` to `high`."""
         return {}
 
     # Computation in torch, equal to the runtime's.
@@ -264,16 +264,20 @@ class Scheme(Protocol):
         """Return whether the runtime quantizes the activations of a layer."""
         return True
 
-    def exact_activation(self, matrix: PackedMatrix) -> float:
-        """Return an activation that is represented exactly, in addition to 0 and its negative."""
-        return 1.0
+    def has_symmetric_activations(self, options: SchemeOptions) -> bool:
+        """Return whether quantized activations have no zero points, where their ranges are calibrated."""
+        return True
+
+    def exact_activations(self, matrix: PackedMatrix) -> tuple[float, float]:
+        """Return two activations, at most 0 and at least 0, that are represented exactly, each next to 0."""
+        return -1.0, 1.0
 
     def fake_quantize_activations(self, matrix: PackedMatrix, x: Tensor) -> Tensor:
         """Return the activations for training, for float `x`; `x` itself where they are not quantized."""
         return x
 
     def static_activation_range(self, matrix: PackedMatrix) -> tuple[Tensor, float, float] | None:
-        """Return the scale of activations, their minimum and maximum code, where these are static."""
+        """Return the scale of activations, and their minimum and maximum in steps, where these are static."""
         return None
 
     # Export.

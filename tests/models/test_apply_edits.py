@@ -38,7 +38,6 @@ EDITS = st.fixed_dictionaries(
         "value": NUMBERS,
         "group": NUMBERS,
         "bits": NUMBERS,
-        "signed": NUMBERS,
         "norm": MODULES,
         "attribute": st.sampled_from(
             ["num_heads", "all_head_size", "__class__", "forward", "training", None, 3]
@@ -90,8 +89,7 @@ def test_excessive_convolution_ranks_are_rejected():
     {"op": "conv", "module": "c", "in_channels": 4, "out_channels": 0},
     {"op": "batch_norm", "module": "deep.b", "num_features": 10**12},
     {"op": "batch_norm", "module": "c", "num_features": 4}, {"op": "fold", "module": "a", "norm": "deep.b"},
-    {"op": "fold", "module": "c", "norm": "c"}, {"op": "round", "module": "c", "signed": True},
-    {"op": "unsigned", "module": "c"},
+    {"op": "fold", "module": "c", "norm": "c"}, {"op": "round", "module": "c"},
 ])  # fmt: skip
 def test_invalid_convolution_and_norm_edits_are_rejected(edit):
     with raises_code("does-not-fit-model", InputError):

@@ -14,7 +14,7 @@ from smelt.export.graphs.export_graph import export_graph
 from smelt.export.parity.references import dequantize_graph
 from smelt.export.simplify_graph import expand_placeholders
 from smelt.quantization.layers import concat_quantized
-from smelt.quantization.schemes.registry import find_scheme, is_row_independent
+from smelt.quantization.schemes.registry import default_options, find_scheme, is_row_independent
 from tests.support import schemes
 from tests.support.graphs.ort_sessions import needs_vnni
 
@@ -60,9 +60,10 @@ def test_weights_beyond_a_clipped_range_get_the_outermost_levels(scheme):
 @EACH
 def test_rows_are_dependent_if_all_share_one_scale(scheme):
     definition = find_scheme(scheme)
-    assert not definition.is_per_tensor({"granularity": "channel"})
-    assert is_row_independent(definition, 48, {"granularity": "channel"})
-    assert not is_row_independent(definition, 48, WHOLE)
+    options = default_options(definition)
+    assert not definition.is_per_tensor(options)
+    assert is_row_independent(definition, 48, options)
+    assert not is_row_independent(definition, 48, options | WHOLE)
     assert not schemes.rounded_matrix(scheme, torch.randn(3, 4), **WHOLE).is_row_independent()
 
 

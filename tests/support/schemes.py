@@ -45,11 +45,15 @@ def rounded_matrix(scheme: str, weight: torch.Tensor, **options: Any) -> Quantiz
 
 
 def with_activation_range(
-    module: nn.Module, scheme: str, options: dict[str, Any] | None = None, largest: float = 4.5
+    module: nn.Module,
+    scheme: str,
+    options: dict[str, Any] | None = None,
+    largest: float = 4.5,
+    lowest: float | None = None,
 ) -> Any:
-    """Return the quantized `module`; where its scheme wants a range of activations, that is `largest`."""
-    layer = quantize_module(module, scheme, options)
-    layer.matrix.set_activation_range_(largest)
+    """Return the quantized `module`; `largest`, `lowest`: the range of activations, if its scheme has one."""
+    layer = quantize_module(module, scheme, default_options(find_scheme(scheme)) | (options or {}))
+    layer.matrix.set_activation_range_(-largest if lowest is None else lowest, largest)
     return layer
 
 
@@ -149,7 +153,7 @@ class _ParallelLayers(nn.Module):
         return torch.cat([layer(x) for layer in self.layers], dim=-1)
 
 
-def export_layers(layers: list[QuantizedLinear], x: torch.Tensor) -> Any:
+def export_layers(layers: list[QuantizedLinear], x: torch.Tensor, target: Any = "ort-cpu") -> Any:
     """Return the onnx.ModelProto of layers that read `x` [B, S, K], as the stage `onnx` writes it."""
     from smelt.export.graphs.attention import GraphSpec
     from smelt.export.graphs.export_graph import export_graph
@@ -157,7 +161,7 @@ def export_layers(layers: list[QuantizedLinear], x: torch.Tensor) -> Any:
 
     exported = export_graph(
         GraphSpec("model", _ParallelLayers(layers).eval(), (x,), ["x"], ["y"], ({1: "length"},)),
-        "ort-cpu",
+        target,
         20,
     )
     expand_placeholders(exported)

@@ -72,9 +72,10 @@ def test_quantized_convolutions_are_close_and_a_quarter_of_the_size(source, tmp_
     assert ctx.details["bits_per_weight"] < 9
 
 
-def test_quantized_convolution_equals_formula(basic, tmp_path):
-    """By hand: codes of what comes in, products of codes, scales behind them; ReLU's outputs have no sign."""
-    ctx = run(basic, tmp_path / "out", calibration_method="minmax")
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_quantized_convolution_equals_formula(basic, tmp_path, symmetric):
+    """By hand: codes of what comes in, products of codes, scales behind them."""
+    ctx = run(basic, tmp_path / "out", calibration_method="minmax", activations_symmetric=symmetric)
     float_model, _ = load_model(basic)
     fold_batch_norms(float_model)
     model = harness.load_output_model(ctx)
@@ -87,10 +88,11 @@ def test_quantized_convolution_equals_formula(basic, tmp_path):
     for name, x in layer_inputs.items():
         layer, conv = model.get_submodule(name), float_model.get_submodule(name)
         assert isinstance(layer, QuantizedConv2d)
-        assert layer.signed == (name == "resnet.embedder.embedder.convolution")
-        top = 127 if layer.signed else 255
-        step = x.abs().max() / top
-        codes = (x / step).round().clamp(-128 if layer.signed else 0, top)
+        low, high = min(float(x.min()), 0.0), max(float(x.max()), 0.0)
+        assert (low < 0) == (name == "resnet.embedder.embedder.convolution")  # others are after a ReLU
+        step = max(-low, high) / 127 if symmetric else (high - low) / 255
+        zero = 0 if symmetric else round(-128 - low / step)
+        codes = ((x / step).round() + zero).clamp(-128, 127) - zero
         scales = conv.weight.abs().amax(dim=(1, 2, 3), keepdim=True) / 127
         kernel = (conv.weight / scales).round()
         expected = nn.functional.conv2d(codes, kernel, None, conv.stride, conv.padding)
@@ -106,10 +108,10 @@ def test_additions_and_pools_are_quantized_and_share_input_scale(source, tmp_pat
         for block in stage.layers:
             first = block.layer[0].convolution
             assert isinstance(block.layer[-1].normalization, QuantizedActivation)
-            assert block.layer[-1].normalization.signed
+            assert int(block.layer[-1].normalization.zero_point) > 0  # it may be negative
             if isinstance(block.shortcut, QuantizedActivation):
                 assert float(block.shortcut.scale) == float(first.matrix.tensor("input_scale"))
-                assert not block.shortcut.signed
+                assert int(block.shortcut.zero_point) == 0  # after a ReLU
             else:
                 assert isinstance(block.shortcut.normalization, QuantizedActivation)
     pool = model.resnet.embedder.pooler

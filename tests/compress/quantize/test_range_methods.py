@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import torch
 from onnxruntime.quantization.calibrate import HistogramCollector
+from onnxruntime.quantization.quant_utils import compute_scale_zp
 
 from smelt.compress.quantize.ranges import Extremes, Histogram
+from smelt.quantization.schemes.int8 import activation_qparams
 
 NUMBERS = np.random.default_rng(0)
 VALUES = {
@@ -19,70 +21,74 @@ VALUES = {
 EACH = pytest.mark.parametrize("name", VALUES)
 
 
-def found(values, method, percentile=99.9, bins=2048, parts=1):
+def smelts(values, method, percentile=99.9, bins=2048, parts=1, symmetric=False):
     pieces = torch.from_numpy(values.astype(np.float32)).chunk(parts)
     extremes = Extremes()
     for piece in pieces:
         extremes.update(piece)
-    if method == "minmax":
-        return float(extremes.largest)
-    histogram = Histogram(method, extremes, bins)
+    histogram = Histogram(method, extremes, symmetric, bins)
     for piece in pieces:
         histogram.update(piece)
-    return histogram.range_end(percentile)
+    return tuple(histogram.activation_range(percentile))
 
 
-def theirs(values, method, percentile=99.9, bins=2048):
-    collector = HistogramCollector(method, True, bins, 128, percentile, "same")
+def theirs(values, method, percentile=99.9, bins=2048, symmetric=False):
+    collector = HistogramCollector(method, symmetric, bins, 128, percentile, "same")
     collector.collect({"x": values.astype(np.float32)})
     low, high = collector.compute_collection_result()["x"][:2]
-    return float(max(abs(low), abs(high)))
+    return float(low), float(high)
 
 
 @EACH
+@pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("percentile", [99.999, 99.0])
-def test_percentile_range_equals_onnxruntime_calibrator(name, percentile):
-    range_end = found(VALUES[name], "percentile", percentile)
-    assert range_end == theirs(VALUES[name], "percentile", percentile)
+def test_percentile_range_equals_onnxruntime_calibrator(name, percentile, symmetric):
+    activation_range = smelts(VALUES[name], "percentile", percentile, symmetric=symmetric)
+    assert activation_range == theirs(VALUES[name], "percentile", percentile, symmetric=symmetric)
 
 
 @pytest.mark.parametrize("name", [name for name in VALUES if name != "positive"])
 def test_entropy_range_equals_onnxruntime_calibrator(name):
-    range_end = found(VALUES[name], "entropy", bins=512)
-    assert range_end == theirs(VALUES[name], "entropy", bins=512)
+    assert smelts(VALUES[name], "entropy", bins=512) == theirs(VALUES[name], "entropy", bins=512)
 
 
 def test_equal_divergences_choose_smallest_threshold():
     """The divergences of these two differ by a ten-millionth: rounding chooses in onnxruntime."""
-    range_end = found(VALUES["positive"], "entropy", bins=512)
-    reference = theirs(VALUES["positive"], "entropy", bins=512)
-    assert 0.98 * reference < range_end < reference
-
-
-@EACH
-def test_minmax_range_is_largest_magnitude(name):
-    assert found(VALUES[name], "minmax", parts=3) == float(np.abs(VALUES[name].astype(np.float32)).max())
+    _, high = smelts(VALUES["positive"], "entropy", bins=512)
+    _, reference = theirs(VALUES["positive"], "entropy", bins=512)
+    assert 0.98 * reference < high < reference
 
 
 @EACH
 @pytest.mark.parametrize("method", ["percentile", "entropy", "mse"])
 def test_range_does_not_depend_on_chunks(name, method):
-    assert found(VALUES[name], method, parts=7) == found(VALUES[name], method)
+    assert smelts(VALUES[name], method, parts=7) == smelts(VALUES[name], method)
 
 
 @EACH
-def test_mse_range_minimizes_error_of_values(name):
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_mse_range_minimizes_error_of_values(name, symmetric):
     values = VALUES[name].astype(np.float32).ravel()
-    cuts = np.abs(values).max() * np.arange(16, 129) / 128
+    low, high = (-np.abs(values).max(), np.abs(values).max()) if symmetric else (values.min(), values.max())
 
-    def error(cut):
-        step = cut / 127
-        return float(((np.clip(np.rint(values / step), -128, 127) * step - values) ** 2).mean())
+    def error(activation_range):
+        lowest, highest = min(activation_range[0], 0), max(activation_range[1], 0)
+        scale = max(-lowest, highest) / 127 if symmetric else (highest - lowest) / 255
+        zero = 0 if symmetric else np.rint(-128 - lowest / scale)
+        codes = np.clip(np.rint(values / scale) + zero, -128, 127)
+        return float((((codes - zero) * scale - values) ** 2).mean())
 
-    best = min(map(error, cuts))
-    assert error(found(VALUES[name], "mse")) <= best * 1.02
+    best = min(error((fraction * low, fraction * high)) for fraction in np.arange(16, 129) / 128)
+    assert error(smelts(values, "mse", symmetric=symmetric)) <= best * 1.02
+
+
+@EACH
+def test_scale_and_zero_point_equal_onnxruntime_quantizer(name):
+    low, high = np.float32(VALUES[name].min()), np.float32(VALUES[name].max())
+    zero_point, scale = compute_scale_zp(low, high, np.array(-128), np.array(127))
+    assert activation_qparams(float(low), float(high), symmetric=False) == (float(scale), int(zero_point))
 
 
 def test_all_zero_values_have_zero_range():
-    for method in ("minmax", "percentile", "entropy", "mse"):
-        assert found(np.zeros((4, 5)), method) == 0
+    for method in ("percentile", "entropy", "mse"):
+        assert smelts(np.zeros((4, 5)), method) == (0, 0)

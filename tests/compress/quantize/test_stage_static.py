@@ -36,11 +36,10 @@ def test_input_range_ignores_padding(marian, tmp_path):
 
     ctx = run(marian, tmp_path / "out", calibration_method="minmax", sensitivity_samples=0)
     model, tokenizer = load_model(marian)[0], load_tokenizer(marian)
-    largest = 0.0
+    extremes = [0.0]
 
     def look(module, inputs):
-        nonlocal largest
-        largest = max(largest, float(inputs[0].abs().max()))
+        extremes.extend([float(inputs[0].min()), float(inputs[0].max())])
 
     name = "model.decoder.layers.0.fc1"
     model.get_submodule(name).register_forward_pre_hook(look)
@@ -49,7 +48,9 @@ def test_input_range_ignores_padding(marian, tmp_path):
         labels = tokenizer(text_target=text, return_tensors="pt")["input_ids"]
         with torch.no_grad():
             model(input_ids=ids, labels=labels)
-    assert float(linears(ctx)[name].matrix.input_scale) * 127 == pytest.approx(largest, rel=1e-4)
+    matrix, scale = linears(ctx)[name].matrix, (max(extremes) - min(extremes)) / 255
+    assert float(matrix.input_scale) == pytest.approx(scale, rel=1e-4)
+    assert int(matrix.input_zero_point) == round(-128 - min(extremes) / scale)
     assert ctx.details["calibration"]["samples"] == len(tiny.SENTENCES)
     assert "sensitivity" not in ctx.details
 
@@ -130,11 +131,21 @@ def test_unused_static_settings_are_rejected(settings, code, named):
     assert named in words
 
 
+def test_tensorrt_export_of_zero_points_is_rejected(marian, tmp_path):
+    from smelt.export.onnx_stage import Onnx
+    from smelt.export.settings import OnnxSettings
+
+    quantized = run(marian, tmp_path / "codes", sensitivity_samples=0).out
+    with raises_code("unsupported-scheme-options", InputError) as caught:
+        harness.run_stage(Onnx(), OnnxSettings(target="tensorrt"), quantized, tmp_path / "graphs", data=ROWS)
+    assert caught.value.setting == "target"
+
+
 def test_fp16_export_of_int8_static_is_rejected(marian, tmp_path):
     from smelt.export.onnx_stage import Onnx
     from smelt.export.settings import OnnxSettings
 
-    quantized_ctx = run(marian, tmp_path / "codes", sensitivity_samples=0)
+    quantized_ctx = run(marian, tmp_path / "codes", sensitivity_samples=0, activations_symmetric=True)
     settings = OnnxSettings(target="tensorrt", dtype="fp16")
     with raises_code("unsupported-dtype", InputError) as caught:
         harness.run_stage(Onnx(), settings, quantized_ctx.out, tmp_path / "graphs", data=ROWS)

@@ -37,7 +37,7 @@ def test_operators_and_layers_agree_up_to_summation_rounding(scheme, monkeypatch
 
 
 def test_qdq_matmuls_are_checked_with_their_quantize_nodes():
-    exported = graph_exports.exported_graphs("marian", "static", "tensorrt")
+    exported = graph_exports.exported_graphs("marian", "symmetric static", "tensorrt")
     for graph in exported.subject.graphs:
         path = exported.folder / f"{graph.name}.onnx"
         model = read_graph(path)

@@ -29,7 +29,7 @@ FAMILIES = CODED if matrix.is_full_matrix() else ["llama"]
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_engines_build_with_int8_matmuls(family: str) -> None:
     tensorrt_rig.rig_environment()
-    folder = graph_exports.exported_graphs(family, "static", "tensorrt").folder
+    folder = graph_exports.exported_graphs(family, "symmetric static", "tensorrt").folder
     graphs = tensorrt_graphs.graphs_with_shapes(family, folder)
     assert len(graphs) == tensorrt_graphs.GRAPH_COUNTS[family]
     for path, answer in zip(graphs, tensorrt_rig.build_all(graphs), strict=True):
@@ -42,10 +42,12 @@ def test_family_engines_build_with_int8_matmuls(family: str) -> None:
 def test_engine_stores_weights_as_int8(tmp_path: Path) -> None:
     tensorrt_rig.rig_environment()
     linear_layers = [nn.Linear(WIDE, WIDE) for _ in range(3)]
+    symmetric = {"activations_symmetric": True}
     graphs = {write(tmp_path / "float.onnx", linear_layers): SHAPES}
     graphs[
         write(
-            tmp_path / "int8.onnx", [schemes.with_activation_range(m, "int8-static") for m in linear_layers]
+            tmp_path / "int8.onnx",
+            [schemes.with_activation_range(m, "int8-static", symmetric) for m in linear_layers],
         )
     ] = SHAPES
     float_engine, codes = tensorrt_rig.build_all(graphs)

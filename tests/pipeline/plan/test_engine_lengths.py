@@ -101,7 +101,7 @@ def test_schemes_unsupported_by_tensorrt_are_rejected_for_ort_tensorrt(home):
     with raises_code("unsupported-scheme", InputError) as excinfo:
         load_plan(home / "recipe.yaml")
     assert [message.setting for message in excinfo.value.messages] == ["stages[1].onnx.target"]
-    static = recipe.replace("SCHEME", "int8-static").replace(
+    static = recipe.replace("SCHEME", "int8-static, activations_symmetric: true").replace(
         "validation:", "calibration: data.jsonl, validation:"
     )
     (home / "recipe.yaml").write_text(static)

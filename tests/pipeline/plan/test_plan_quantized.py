@@ -39,9 +39,13 @@ def advice(loaded_plan: Plan) -> list[Message]:
     ("[quantize: {scheme: int4, symmetric: positive, accuracy_level: 0},"
      " onnx: {target: tensorrt, dtype: bf16}]", ("low-precision-scales", "stages[1].onnx.dtype"),
      ("'quantize'", "dtype: fp32 or fp16.")),
-    ("[quantize: {scheme: int4, symmetric: positive, accuracy_level: 0, embedding_scheme:" " int8-static},"
-     " onnx: {target: tensorrt, dtype: fp16}]", ("low-precision-scales", "stages[1].onnx.dtype"),
+    ("[quantize: {scheme: int4, symmetric: positive, accuracy_level: 0, embedding_scheme: int8-static,"
+     " activations_symmetric: true}, onnx: {target: tensorrt, dtype: fp16}]",
+     ("low-precision-scales", "stages[1].onnx.dtype"),
      ("'quantize'", "dtype: fp32.")),
+    ("[quantize: {scheme: int8-static}, onnx: {target: ort-tensorrt}]",
+     ("unsupported-options", "stages[1].onnx.target"),
+     ("int8-static with `activations_symmetric: true`", "'quantize'", "`from: model`")),
     ("[quantize: {scheme: int4, symmetric: positive, accuracy_level: 0}," " onnx: {target: ort-tensorrt}]",
      ("unsupported-scheme", "stages[1].onnx.target"),
      ("int4", "`from: model`", "target: ort-cpu or tensorrt or openvino, ", "with int8-static.")),

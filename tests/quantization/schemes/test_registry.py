@@ -66,7 +66,7 @@ def test_missing_option_is_refused():
 
 
 @pytest.mark.parametrize(("scheme", "options", "bits"), [
-    ("int8-dynamic", {}, 8 + 32 / 1024), ("int8-static", {}, 8 + 32 / 1024),
+    ("int8-dynamic", {}, 8 + 32 / 1024), ("int8-static", {"activations_symmetric": False}, 8 + 32 / 1024),
     ("int8-dynamic", {"granularity": "tensor"}, 8 + 32 / 1024),  # stored for each row all the same
     ("int4", {"group_size": 64, "symmetric": True}, 4.25),
     ("int4", {"group_size": 32, "symmetric": False}, 4 + 16 / 32 + 4 / 32),

@@ -195,7 +195,7 @@ def _dequantize_arrays(arrays: dict[str, Any], folder: Path) -> dict[str, Any]:
     values = dict(arrays)
     for name, matrix in load_model(folder)[0].named_modules():
         if isinstance(matrix, QuantizedMatrix):
-            of_activations = matrix.scheme.activation_tensors(1.0)
+            of_activations = matrix.scheme.activation_tensors(-1.0, 1.0, matrix.options)
             for tensor, _ in matrix.named_parameters():
                 if tensor not in of_activations:
                     values.pop(f"{name}.{tensor}", None)

@@ -223,7 +223,10 @@ CASES: dict[str, Case] = {
     ),
     "onnx bert, int8-static": Case("onnx", "short bert", {}, (("quantize", STATIC),)),
     "onnx bert, int8-static for TensorRT": Case(
-        "onnx", "short bert", {"target": "tensorrt"}, (("quantize", STATIC),)
+        "onnx",
+        "short bert",
+        {"target": "tensorrt"},
+        (("quantize", STATIC | {"activations_symmetric": True}),),
     ),
     "onnx bert, int8-groupwise": Case("onnx", "short bert", {}, (("quantize", GROUPWISE),)),
     "onnx bert, int4": Case("onnx", "short bert", {}, (("quantize", INT4),)),

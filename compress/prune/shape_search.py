@@ -5,8 +5,8 @@ neurons are then pruned to the budget (`heads_and_neurons`). So all candidates c
 compared by their loss on labeled samples that are used for nothing else. The search starts at heads and
 neurons alone. A step removes one more layer of a stack, the one with the smallest loss without it, or another
 eighth of the channels, the least important ones. Of all steps the one with the smallest loss is taken, until
-none reduces it. If heads and neurons alone cannot meet the budget, the search starts at the candidates of the
-fewest steps that can.
+none reduces it or all heads and neurons are within the budget. If heads and neurons alone cannot meet it, the
+search starts at the candidates of the fewest steps that can.
 
 Source: Minitron, Muralidharan et al. 2024, arXiv:2407.14679, section 2 (candidates of depth, width, heads and
 neurons with one number of parameters; importance of channels by activations, of layers by the loss without
@@ -71,13 +71,18 @@ class _Shape:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A model within the budget, its edits, and its loss; ctx: its warnings and details."""
+    """A model within the budget, its edits, and its loss.
+
+    ctx: its warnings and details. keeps_all: whether the budget leaves all of its heads and neurons, so that
+    a smaller shape gains nothing.
+    """
 
     shape: _Shape
     model: Any
     edits: list[Edit]
     ctx: Context
     loss: float
+    keeps_all: bool
 
 
 def prune_to_shape(src: Artifact, settings: PruneSettings, ctx: Context) -> None:
@@ -134,7 +139,7 @@ class _ShapeSearch:
                     nearest = candidate
             if nearest is not None and (best is None or nearest.loss < best.loss):
                 best = nearest
-                shapes = self._smaller_shapes([best.shape])
+                shapes = [] if best.keeps_all else self._smaller_shapes([best.shape])
             else:
                 shapes = [] if best is not None else self._smaller_shapes(shapes)
         if best is None:
@@ -212,7 +217,7 @@ class _ShapeSearch:
             loss = mean_loss(model, self._samples.batches, label_objective(), "fp32", device)
         self.results[-1]["loss"] = round(loss, 6)
         ctx.log(f"prune: candidate {self.results[-1]}")
-        return _Candidate(shape, model, edits, ctx, loss)
+        return _Candidate(shape, model, edits, ctx, loss, allocation.costs.total <= allocation.limit)
 
     def _kept_layers(self, shape: _Shape) -> dict[str, list[int]]:
         """Return the indices of the kept layers by stack."""

@@ -34,12 +34,14 @@ class Prune(Stage[PruneSettings]):
     by optimal brain surgeon (obs), for width by activations. Quality drops at once; follow with distill
     (or finetune) to recover it. Removing neurons usually costs less quality than removing heads. With a
     budget (parameters, flops, measured latency), heads and neurons of all
-    layers compete by importance per cost. `targets: [width]` prunes channels of the hidden states,
-    `targets: [channels]` those between the convolutions of a ResNet's blocks, with their batch norms.
+    layers compete by importance per cost; with `layers` and `width` among the targets, the loss of
+    candidates chooses how many layers and channels of the hidden states are removed too.
+    `targets: [width]` prunes these channels alone, `targets: [channels]` those between the convolutions of a ResNet's blocks, with their batch norms.
     After `quantize`, the remaining quantized weights and scales are kept.
 
         - prune: {targets: [ffn], keep_ratio: 0.5, importance: taylor}
         - prune: {budget: {latency: 0.6, sequence_length: 32}}
+        - prune: {targets: [layers, width, heads, ffn], budget: {parameters: 0.5}}
         - prune: {targets: [width], keep_ratio: 0.75}
         - prune: {targets: [channels], keep_ratio: 0.5}
         - distill: {epochs: 1}
@@ -50,9 +52,10 @@ class Prune(Stage[PruneSettings]):
     source: ClassVar[str] = (
         "; ".join(f"{i.name}: {i.source}" for i in IMPORTANCES.values() if i.source)
         + "; scope global: Molchanov et al. 2017, arXiv:1611.06440; budgets of latency: HALP, Shen et al."
-        " 2021, arXiv:2110.10811, ZipLM, Kurtic et al. 2023, arXiv:2302.04089"
+        " 2021, arXiv:2110.10811, ZipLM, Kurtic et al. 2023, arXiv:2302.04089; layers and width within a"
+        " budget: Minitron, Muralidharan et al. 2024, arXiv:2407.14679"
     )
-    version: ClassVar[int] = 8
+    version: ClassVar[int] = 9
     prunes_units: ClassVar[bool] = True
     changes_quantized_weights: ClassVar[bool] = True
     settings_type: ClassVar[type[PruneSettings]] = PruneSettings

@@ -36,7 +36,8 @@ class Prune(Stage[PruneSettings]):
     budget (parameters, flops, measured latency), heads and neurons of all
     layers compete by importance per cost; with `layers` and `width` among the targets, the loss of
     candidates chooses how many layers and channels of the hidden states are removed too.
-    `targets: [width]` prunes these channels alone, `targets: [channels]` those between the convolutions of a ResNet's blocks, with their batch norms.
+    `targets: [width]` prunes these channels alone, `targets: [channels]` those between the
+    convolutions of a ResNet's blocks, with their batch norms.
     After `quantize`, the remaining quantized weights and scales are kept.
 
         - prune: {targets: [ffn], keep_ratio: 0.5, importance: taylor}

@@ -20,6 +20,7 @@ from torch import Tensor
 from smelt.calibration.samples import load_calibration_samples
 from smelt.compress.prune.costs import (
     UnitCosts,
+    UnitGroup,
     count_multiplications,
     flop_costs,
     parameter_costs,
@@ -175,7 +176,7 @@ class BudgetAllocation:
         assert settings.budget is not None
         self._settings, self._budget, self._groups = settings, settings.budget, groups
         steps = {g.name: 1 for g in groups[0]} | {b.name: settings.multiple_of for b in groups[1]}
-        both = [*groups[0], *groups[1]]
+        both: list[UnitGroup] = [*groups[0], *groups[1]]
         self._steps = {g.name: min(steps[g.name], g.count(model)) for g in both}
         self.costs = _unit_costs(model, groups, src, self._budget, self._steps, ctx)
         self.cost_before = self.costs.total if cost_before is None else cost_before
@@ -219,15 +220,16 @@ def _unit_costs(
     steps: dict[str, int],
     ctx: Context,
 ) -> UnitCosts:
-    both = [*groups[0], *groups[1]]
+    both: list[UnitGroup] = [*groups[0], *groups[1]]
     if budget.measure == "parameters":
         return parameter_costs(model, both)
     length = budget.sequence_length or _mean_length(model, src, ctx)
     if budget.measure == "flops":
         return flop_costs(model, both, length)
     attentions, blocks = find_groups(model)
-    steps = {group.name: group.count(model) for group in [*attentions, *blocks]} | steps
-    costs = latency_costs(model, [*attentions, *blocks], length, budget.measure_on or "ort-cpu", steps, ctx)
+    all_groups: list[UnitGroup] = [*attentions, *blocks]
+    steps = {group.name: group.count(model) for group in all_groups} | steps
+    costs = latency_costs(model, all_groups, length, budget.measure_on or "ort-cpu", steps, ctx)
     by_group = {group.name: costs.by_group[group.name] for group in both}
     fixed = costs.total - sum(float(cost[-1]) for cost in by_group.values())
     return replace(costs, fixed=fixed, by_group=by_group)

@@ -192,16 +192,16 @@ def test_last_norm_is_fitted_to_logits_of_tied_output_layer(family, options, tmp
     ctx = harness.make_context(tmp_path / "out", task)
     rows = _rows(original, family, task, ctx, tmp_path)
     keep = torch.tensor([channel for channel in range(hidden_width(original)) if channel % 4 != 1])
-    models = []
-    for fits in (False, True):
+    models, ratios = [], []
+    for improves in (False, True):
         with pytest.MonkeyPatch.context() as patch:
-            if not fits:
-                patch.setattr(width._WidthRefit, "_refit_norm_to_logits", lambda *_: 1.0)
+            if not improves:  # then the norm is left as it is
+                patch.setattr(width, "_divergence", lambda *_: 1.0)
             model = copy.deepcopy(original)
             prune_hidden_width(model, keep.tolist())
-            ratio = refit_width(original, model, keep, rows, ctx)[head]
+            ratios.append(refit_width(original, model, keep, rows, ctx)[head])
             models.append(model)
     errors = [_error(original, model, rows) for model in models]
-    assert ratio < 1
-    assert errors[1] / errors[0] == pytest.approx(ratio, rel=0.15)  # batches differ in length
+    assert ratios[1] < ratios[0] == 1
+    assert errors[1] / errors[0] == pytest.approx(ratios[1], rel=0.15)  # batches differ in length
     assert models[1].get_submodule(head).weight is models[1].get_input_embeddings().weight

@@ -123,9 +123,11 @@ def test_samples_that_compare_candidates_are_in_no_calibration(name, task, held_
 def test_budget_below_heads_and_neurons_starts_at_fewest_steps_that_meet_it(family, targets, tmp_path):
     source = every_family.model_with_layers(family, 3)
     settings = PruneSettings.model_validate({"targets": targets, "budget": {"parameters": 0.5}})
-    whole, _ = load_model(source)
-    heads_and_neurons = BudgetAllocation(whole, target_groups(whole, settings), None, settings, None)
-    ratio = 0.95 * heads_and_neurons.least / count_stored_parameters(whole)
+    full_model, _ = load_model(source)
+    heads_and_neurons = BudgetAllocation(
+        full_model, target_groups(full_model, settings), None, settings, None
+    )
+    ratio = 0.95 * heads_and_neurons.least / count_stored_parameters(full_model)
     ctx = prune_shape(source, family, tmp_path / "out", ratio, targets=targets, importance="fisher")
     losses = [candidate["loss"] for candidate in ctx.details["candidates"]]
     assert losses[0] is None
@@ -146,7 +148,7 @@ def test_budget_below_smallest_shape_is_rejected(tmp_path):
 @pytest.mark.parametrize(
     "budget", [{"flops": 0.6, "sequence_length": 8}, {"latency": 0.6, "sequence_length": 8}]
 )
-def test_other_measures_compare_with_whole_model(budget, monkeypatch, tmp_path):
+def test_flops_and_latency_are_compared_with_original_model(budget, monkeypatch, tmp_path):
     """A second for each weight of the timed layers."""
 
     def seconds(parts, on, threads):

@@ -267,8 +267,9 @@ def _last_norm(model: Any) -> str | None:
 
 def _divergence(target: Tensor, logits: Tensor) -> float:
     """Return the sum over tokens of the Kullback-Leibler divergence from `target`, both logits [T, N]."""
-    log_probabilities = (values.log_softmax(dim=-1) for values in (logits, target))
-    return float(kl_div(*log_probabilities, reduction="sum", log_target=True))
+    return float(
+        kl_div(logits.log_softmax(dim=-1), target.log_softmax(dim=-1), reduction="sum", log_target=True)
+    )
 
 
 def _find_module(model: Any, point: RefitPoint) -> nn.Module:

@@ -351,8 +351,8 @@ def select_by_influence(
             influence = block_influence(model, stacks, batches)
     influence = {name: [round(value, 6) for value in values] for name, values in influence.items()}
     ctx.details["block_influence"] = influence
-    keeps_first = _keeps_first_layer(model)
-    is_last = _last_part_test(model, stacks)
+    keeps_first = keeps_first_layer(model)
+    is_last = last_part_test(model, stacks)
     kept_by_stack = {}
     for name, count in num_kept.items():
         order = sorted(
@@ -400,14 +400,14 @@ def select_by_loss(
     batches = load_calibration_samples(
         model, src, settings.calibration_samples, ctx, "drop-layers", labels=True, padded=True
     ).batches
-    is_last = _last_part_test(model, stacks, removed)
+    is_last = last_part_test(model, stacks, removed)
 
     def without_more(removed_units: Collection[UnitId]) -> AbstractContextManager[None]:
         return without_layers(model, stacks, {*removed_units, *removed}, plain_modules)
 
     with ablation_losses(model, batches, without_more, ctx, max_trials(num_kept, counts)) as loss_without:
         ctx.details["loss_before"] = round(loss_without(frozenset()), 6)
-        required = {(name, 0) for name in num_kept} if _keeps_first_layer(model) else set()
+        required = {(name, 0) for name in num_kept} if keeps_first_layer(model) else set()
         dropped, losses = drop_units_by_loss(
             num_kept, {n: counts[n] for n in num_kept}, required, loss_without, is_last
         )
@@ -420,7 +420,7 @@ def select_by_loss(
     }
 
 
-def _last_part_test(
+def last_part_test(
     model: Any, stacks: list[Stack], removed: Collection[UnitId] = ()
 ) -> Callable[[UnitId, Collection[UnitId]], bool]:
     """Return a function that tests whether a layer has the last part of some kind once others are removed.
@@ -447,7 +447,8 @@ def _last_part_test(
     return is_last
 
 
-def _keeps_first_layer(model: Any) -> bool:
+def keeps_first_layer(model: Any) -> bool:
+    """Return whether the first layer of each stack of `model` cannot be removed."""
     family = family_of(model)
     return family is not None and family.first_layer_reason is not None
 

@@ -10,8 +10,8 @@ cost.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,12 +25,11 @@ from smelt.compress.prune.costs import (
     flop_costs,
     parameter_costs,
 )
-from smelt.compress.prune.importances.magnitude import magnitude_scores
 from smelt.compress.prune.importances.registry import IMPORTANCES
-from smelt.compress.prune.importances.scores import UnitScores
+from smelt.compress.prune.importances.scores import Groups, UnitScores
 from smelt.compress.prune.latency_costs import latency_costs
 from smelt.compress.prune.settings import Budget, PruneSettings
-from smelt.compress.prune.units import AttentionGroup, FeedForwardGroup
+from smelt.compress.prune.units import find_groups
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import count_stored_parameters
@@ -151,40 +150,50 @@ _LENGTH_SAMPLES = 256
 class BudgetAllocation:
     """The number of units of each group that are kept within a budget.
 
-    kept: by group name.
+    costs: of units and of the rest. limit: the highest permitted cost. least: the cost with one multiple of
+    units in each group.
     """
 
     def __init__(
         self,
         model: Any,
-        groups: Sequence[UnitGroup],
-        scores: UnitScores | None,
+        groups: Groups,
         src: Artifact,
         settings: PruneSettings,
         ctx: Context,
+        cost_before: float | None = None,
     ) -> None:
-        """Determine the costs of units, and choose the kept ones.
+        """Determine the costs of units.
 
         Args:
-            model: float, on the CPU, before pruning.
+            model: float, on the CPU, before its units are pruned.
             groups: groups that may lose units.
-            scores: scores of all groups; None to use weight magnitudes.
             src: the artifact with the tokenizer.
             settings: settings with a budget.
             ctx: data, threads, progress.
-
-        Raises:
-            InputError: the minimum that is always kept exceeds the budget.
+            cost_before: the cost of which the budget is a fraction; None: that of `model`.
         """
         assert settings.budget is not None
-        self._budget: Budget = settings.budget
-        steps = {g.name: 1 if isinstance(g, AttentionGroup) else settings.multiple_of for g in groups}
-        steps = {g.name: min(steps[g.name], g.count(model)) for g in groups}
-        self.costs = _unit_costs(model, groups, src, self._budget, steps, ctx)
-        comparable = _comparable_scores(model, groups, scores, settings, self.costs)
-        self.kept = allocate_units(
-            comparable, self.costs, self._budget.keep_ratio, steps, self._budget.measure
-        )
+        self._settings, self._budget, self._groups = settings, settings.budget, groups
+        steps = {g.name: 1 for g in groups[0]} | {b.name: settings.multiple_of for b in groups[1]}
+        both: list[UnitGroup] = [*groups[0], *groups[1]]
+        self._steps = {g.name: min(steps[g.name], g.count(model)) for g in both}
+        self.costs = _unit_costs(model, groups, src, self._budget, self._steps, ctx)
+        self.cost_before = self.costs.total if cost_before is None else cost_before
+        self.limit = self._budget.keep_ratio * self.cost_before
+        self.least = self.costs.fixed + sum(float(self.costs.by_group[n][s]) for n, s in self._steps.items())
+        self._kept: dict[str, int] = {}
+
+    def allocate(self, scores: UnitScores) -> dict[str, int]:
+        """Return the number of kept units by group name.
+
+        Raises:
+            InputError: the least cost exceeds the budget.
+        """
+        comparable = _comparable_scores(self._groups, scores, self._settings, self.costs)
+        share = self.limit / self.costs.total
+        self._kept = allocate_units(comparable, self.costs, share, self._steps, self._budget.measure)
+        return self._kept
 
     def details(self, model: Any) -> dict[str, Any]:
         """Return the requested and reached values for the pruned `model`.
@@ -192,30 +201,38 @@ class BudgetAllocation:
         Parameters and multiplications are counted in the model; latency is the sum of the timings.
         """
         costs, measure = self.costs, self._budget.measure
-        reached = costs.fixed + sum(float(cost[self.kept[name]]) for name, cost in costs.by_group.items())
+        reached = costs.fixed + sum(float(cost[self._kept[name]]) for name, cost in costs.by_group.items())
         if measure == "parameters":
             reached = float(count_stored_parameters(model))
         elif measure == "flops":
             reached = float(count_multiplications(model, costs.details["sequence_length"]))
-        values = {"before": _round_value(costs.total), "reached": _round_value(reached), "unit": costs.unit}
-        ratios = {"asked": self._budget.keep_ratio, "left": round(reached / costs.total, 4)}
+        before = self.cost_before
+        values = {"before": _round_value(before), "reached": _round_value(reached), "unit": costs.unit}
+        ratios = {"asked": self._budget.keep_ratio, "left": round(reached / before, 4)}
         return {"measure": measure, **ratios, **values, **costs.details}
 
 
 def _unit_costs(
     model: Any,
-    groups: Sequence[UnitGroup],
+    groups: Groups,
     src: Artifact,
     budget: Budget,
     steps: dict[str, int],
     ctx: Context,
 ) -> UnitCosts:
+    both: list[UnitGroup] = [*groups[0], *groups[1]]
     if budget.measure == "parameters":
-        return parameter_costs(model, groups)
+        return parameter_costs(model, both)
     length = budget.sequence_length or _mean_length(model, src, ctx)
     if budget.measure == "flops":
-        return flop_costs(model, groups, length)
-    return latency_costs(model, groups, length, budget.measure_on or "ort-cpu", steps, ctx)
+        return flop_costs(model, both, length)
+    attentions, blocks = find_groups(model)
+    all_groups: list[UnitGroup] = [*attentions, *blocks]
+    steps = {group.name: group.count(model) for group in all_groups} | steps
+    costs = latency_costs(model, all_groups, length, budget.measure_on or "ort-cpu", steps, ctx)
+    by_group = {group.name: costs.by_group[group.name] for group in both}
+    fixed = costs.total - sum(float(cost[-1]) for cost in by_group.values())
+    return replace(costs, fixed=fixed, by_group=by_group)
 
 
 def _mean_length(model: Any, src: Artifact, ctx: Context) -> int | None:
@@ -232,22 +249,16 @@ def _mean_length(model: Any, src: Artifact, ctx: Context) -> int | None:
 
 
 def _comparable_scores(
-    model: Any,
-    groups: Sequence[UnitGroup],
-    scores: UnitScores | None,
-    settings: PruneSettings,
-    costs: UnitCosts,
+    groups: Groups, scores: UnitScores, settings: PruneSettings, costs: UnitCosts
 ) -> Mapping[str, Tensor]:
     """Return scores of heads and neurons on one scale: the change of the loss without the unit.
 
     Scores of importances that compare no kinds are only compared within one, as in `scope: global`.
     """
-    heads = [group for group in groups if isinstance(group, AttentionGroup)]
-    blocks = [group for group in groups if isinstance(group, FeedForwardGroup)]
-    if scores is None or not IMPORTANCES[settings.importance].compares_kinds:
-        normalized = (scores or magnitude_scores(model, heads, blocks)).normalized()
-        return normalized.heads | normalized.neurons
-    by_group = dict(scores.heads | scores.neurons)
+    if not IMPORTANCES[settings.importance].compares_kinds:
+        scores = scores.normalized()
+    by_group = {group.name: scores.heads[group.name] for group in groups[0]}
+    by_group |= {block.name: scores.neurons[block.name] for block in groups[1]}
     if not IMPORTANCES[settings.importance].is_per_cost:
         return by_group
     return {name: score * float(costs.by_group[name][-1]) / len(score) for name, score in by_group.items()}

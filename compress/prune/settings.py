@@ -82,11 +82,11 @@ class PruneSettings(Settings):
     The number of units kept is rounded to the nearest whole one; a half is rounded up.
     """
 
-    targets: list[Literal["heads", "ffn", "width", "channels"]] = Field(
+    targets: list[Literal["heads", "ffn", "width", "layers", "channels"]] = Field(
         default=["ffn"],
         min_length=1,
-        description="heads and ffn (default with a budget), or width (hidden states) or channels"
-        " (convolutions) alone; default: those of keep_ratio",
+        description="heads and ffn (default with a budget), with it also layers and width (hidden states);"
+        " or width or channels (convolutions) alone; default: those of keep_ratio",
     )
     keep_ratio: Ratio | dict[Literal["heads", "ffn"], Ratio] = Field(
         default=0.75,
@@ -127,6 +127,11 @@ class PruneSettings(Settings):
         """Return the fraction of the units of one kind that is kept."""
         return self.keep_ratio[target] if isinstance(self.keep_ratio, dict) else self.keep_ratio  # type: ignore[index]
 
+    @property
+    def searches_shape(self) -> bool:
+        """Whether layers or channels of the hidden states are removed within a budget."""
+        return self.budget is not None and not {"layers", "width"}.isdisjoint(self.targets)
+
     def to_report(self) -> dict[str, Any]:
         """Return what a report shows: no setting that a budget replaces, no `reconstruct` of channels."""
         unused: tuple[str, ...] = _REPLACED_BY_BUDGET if self.budget is not None else ()
@@ -153,7 +158,8 @@ class PruneSettings(Settings):
             return value | {"importance": "activation"}
         if value.get("budget") is None:
             return value
-        has_units = isinstance(targets, list | tuple | set) and set(map(str, targets)) <= {"heads", "ffn"}
+        units = {"heads", "ffn", "width", "layers"}
+        has_units = isinstance(targets, list | tuple | set) and set(map(str, targets)) <= units
         refits = has_units and value.get("reconstruct") is not False
         return value | {"importance": "obs" if refits else "fisher"}
 
@@ -178,28 +184,42 @@ class PruneSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def _width_alone(self) -> Self:
+    def _importance_of_targets(self) -> Self:
         supported = IMPORTANCES[self.importance].targets
-        if not set(self.targets) <= set(supported):
-            alternatives = [
-                n for n, importance in IMPORTANCES.items() if set(self.targets) <= set(importance.targets)
-            ]
+        scored = set(self.targets) - ({"layers", "width"} if self.searches_shape else {"layers"})
+        if not scored <= set(supported):
+            alternatives = [n for n, importance in IMPORTANCES.items() if scored <= set(importance.targets)]
             raise SettingError(
                 f"importance: {self.importance} applies only to targets: [{', '.join(supported)}]; use"
                 f" {' or '.join(alternatives)}",
                 code="wrong-importance",
             )
-        if "width" not in self.targets:
-            return self
-        if len(set(self.targets)) > 1:
+        return self
+
+    @model_validator(mode="after")
+    def _layers_and_width(self) -> Self:
+        if self.searches_shape and {"heads", "ffn"}.isdisjoint(self.targets):
             raise SettingError(
-                "width cannot be combined with other targets; prune it in a separate step",
+                "a budget is met by removing heads and neurons, in addition to layers and width; add heads or"
+                " ffn to targets, or set keep_ratio instead of budget",
+                code="unused-setting",
+            )
+        if self.searches_shape:
+            return self
+        if "layers" in self.targets:
+            raise SettingError(
+                "layers can be removed only within a budget; set budget, or use the stage drop-layers",
                 code="settings-conflict",
             )
-        if self.budget is not None or self.scope == "global":
-            conflict = "a budget" if self.budget is not None else "scope: global"
+        if "width" in self.targets and len(set(self.targets)) > 1:
             raise SettingError(
-                f"{conflict} applies only to heads and neurons; for width set keep_ratio",
+                "width can be combined with other targets only within a budget; set budget, or prune it in a"
+                " separate step",
+                code="settings-conflict",
+            )
+        if "width" in self.targets and self.scope == "global":
+            raise SettingError(
+                "scope: global applies only to heads and neurons; for width set keep_ratio",
                 code="unused-setting",
             )
         return self
@@ -235,7 +255,7 @@ class PruneSettings(Settings):
                 f"a budget decides how many units are kept; remove {' and '.join(both)}",
                 code="settings-conflict",
             )
-        if not IMPORTANCES[self.importance].compares_kinds and len(set(self.targets)) > 1:
+        if not IMPORTANCES[self.importance].compares_kinds and {"heads", "ffn"} <= set(self.targets):
             alternatives = [name for name, importance in IMPORTANCES.items() if importance.needs == "labels"]
             raise SettingError(
                 f"importance: {self.importance} cannot compare heads with neurons, which a budget requires;"
@@ -321,7 +341,8 @@ def count_kept_channels(count: int, settings: PruneSettings) -> int:
 def narrowed_config(settings: PruneSettings, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the config of the model after its hidden width is pruned, for the checks of later steps."""
     family = find_family(config)
-    width = family.hidden_size(config) if family is not None and "width" in settings.targets else None
+    narrows = "width" in settings.targets and settings.budget is None  # else it is not known before the run
+    width = family.hidden_size(config) if family is not None and narrows else None
     if family is None or width is None:
         return config
     return family.with_hidden_size(config, count_kept_channels(width, settings))

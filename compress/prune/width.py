@@ -11,7 +11,13 @@ M are second moments, around the means if there is a bias; k are the kept channe
 M_x'x''s diagonal. A norm whose output is the hidden states (post-norm, an opening or closing norm) gets the
 scale and shift per channel with the least error to the original norm's output. A matrix is only cut, not
 refitted, if it is also an embedding (a tied head), if its zeros have to be kept, or if blocks share it and it
-was fitted before.
+was fitted before. For a tied head E, cut from W, the last norm y gets the scale s with the least error of the
+logits instead:
+
+    minimize  sum |W x - E (s * y)|^2 + e |s - 1|^2
+    s = ((E^T E) * M_yy + e I)^-1 (diag(E^T W M_xy) + e)
+
+It is left where this does not bring the output probabilities nearer to the original's, on held-back samples.
 
 Shapes: T = tokens, D = channels before, k = after, N = outputs of a linear layer.
 """
@@ -25,6 +31,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import kl_div
 
 from smelt.calibration.samples import CalibrationSamples, observe_inputs
 from smelt.calibration.sequential import RunningBlock, run_blocks
@@ -32,7 +39,7 @@ from smelt.compress.prune.importances.registry import IMPORTANCES
 from smelt.compress.prune.importances.scores import ScoredModel
 from smelt.compress.prune.reconstruct import RECONSTRUCTION_DAMPING, bias_owner, load_reconstruction_samples
 from smelt.compress.prune.settings import PruneSettings, count_kept_channels, fixed_width_error
-from smelt.compress.prune.units import linear_with_inputs
+from smelt.compress.prune.units import linear_with_inputs, whole_weight
 from smelt.compress.quantize.requantize import dequantize_model
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
@@ -40,7 +47,7 @@ from smelt.core.files import read_json_object
 from smelt.models.checkpoint import count_stored_parameters, load_model, save_model
 from smelt.models.edits import is_masked
 from smelt.models.families.family import Attention, FeedForward
-from smelt.models.families.registry import Block, family_of, has_norm_at, output_modules
+from smelt.models.families.registry import Block, blocks_of, family_of, has_norm_at, output_modules
 from smelt.models.hidden_width import hidden_width, prune_hidden_width, write_width_to_config
 from smelt.stage import Context
 
@@ -75,8 +82,9 @@ class LayerInputs:
     judged: tuple[Tensor, Tensor] | None = None
 
 
-# Maximum number of tokens whose states are stored for a fit.
+# Maximum number of tokens whose states are stored for a fit, and whose output probabilities are compared.
 MAX_REFIT_TOKENS = 32768
+_MAX_JUDGED_TOKENS = 1024
 
 
 def refit_width(
@@ -164,12 +172,38 @@ class _WidthRefit:
             point = RefitNorm(closing)
             self.refit_norm(point, self._observe(0, [point], None)[point], None)
         for name in output_modules(model)[:1]:
+            if has_norm_at(model, name):
+                continue
+            is_tied = id(linear_with_inputs(model, name).weight) in self.tables
+            norm = closing or _last_norm(model)
+            if not (self._can_be_fitted(name) or (is_tied and norm)):
+                continue
             reader = RefitLayers((name,))
-            if not has_norm_at(model, name) and self._can_be_fitted(name):
-                targets = self._observe(0, [reader], None)
-                judged_targets = self._observe(0, [reader], None, held_back=True)
-                pair = self._inputs_of_both(reader, targets, judged_targets, None, None)
+            targets = self._observe(0, [reader], None)
+            judged_targets = self._observe(0, [reader], None, held_back=True)
+            pair = self._inputs_of_both(reader, targets, judged_targets, None, None)
+            if is_tied:
+                self.left[name] = self._refit_norm_to_logits(str(norm), name, pair)
+            else:
                 self.refit_layers(reader, pair)
+
+    def _refit_norm_to_logits(self, norm: str, head: str, inputs: LayerInputs) -> float:
+        """Fit the last norm to the logits of a tied head, if the output probabilities improve."""
+        family: Any = family_of(self.models[1])
+        old_weight, weight = (whole_weight(model, head) for model in self.models)
+        module: Any = self.models[1].get_submodule(norm)
+        has_bias = getattr(module, "bias", None) is not None
+        scale, shift, left = fit_logits(old_weight, weight, inputs, has_bias)
+        old, new = (x.double()[:_MAX_JUDGED_TOKENS] for x in inputs.judged or (inputs.old, inputs.new))
+        logits = old @ old_weight.double().cpu().t()
+        before, after = (
+            _divergence(logits, y @ weight.double().cpu().t()) for y in (new, new * scale + shift)
+        )
+        if not after < before:
+            return 1.0
+        shift /= family.output_scale(self.models[1].config.to_dict())
+        scale_norm(module, scale, shift, family.rms_norm.adds_one_to_weight)
+        return left
 
     def refit_norm(self, point: RefitNorm, wanted: Tensor, run: RunningBlock | None) -> Tensor | None:
         """Fit a norm; return its new output, None if nothing was observed."""
@@ -221,6 +255,21 @@ class _WidthRefit:
             # norms treat each token independently, so their outputs are computed after the run
             observed[point] = _apply_norm(modules[index], x) if isinstance(point, RefitNorm) else x
         return observed
+
+
+def _last_norm(model: Any) -> str | None:
+    """Return the norm of the last block whose outputs are the last hidden states, None if there is none."""
+    block = blocks_of(model)[-1]
+    stream = block.stack.stream
+    name = None if stream.pre_norm else f"{block.module_path}.{stream.part_norms[-1]}"
+    return name if name and has_norm_at(model, name) else None
+
+
+def _divergence(target: Tensor, logits: Tensor) -> float:
+    """Return the sum over tokens of the Kullback-Leibler divergence from `target`, both logits [T, N]."""
+    return float(
+        kl_div(logits.log_softmax(dim=-1), target.log_softmax(dim=-1), reduction="sum", log_target=True)
+    )
 
 
 def _find_module(model: Any, point: RefitPoint) -> nn.Module:
@@ -278,11 +327,57 @@ def fit_norm(module: Any, target: Tensor, actual: Tensor, adds_one_to_weight: bo
     spread = x.square().mean(dim=0)
     ridge = RECONSTRUCTION_DAMPING * spread.mean()
     scale = ((x * y).mean(dim=0) + ridge) / (spread + ridge) if float(ridge) > 0 else torch.ones_like(spread)
+    scale_norm(module, scale, mean_y - mean_x * scale, adds_one_to_weight)
+    return (x * scale + mean_y).float()
+
+
+@torch.no_grad()
+def scale_norm(module: Any, scale: Tensor, shift: Tensor, adds_one_to_weight: bool) -> None:
+    """Multiply the outputs of a norm by `scale`; if it has a bias, add `shift`. Both float64 [k]."""
     offset = 1.0 if adds_one_to_weight else 0.0
     module.weight.copy_((module.weight.double().cpu() + offset) * scale - offset)
-    if bias is not None:
-        module.bias.copy_(bias.double().cpu() * scale + mean_y - mean_x * scale)
-    return (x * scale + mean_y).float()
+    if getattr(module, "bias", None) is not None:
+        module.bias.copy_(module.bias.double().cpu() * scale + shift)
+
+
+@torch.no_grad()
+def fit_logits(
+    old_weight: Tensor, weight: Tensor, inputs: LayerInputs, has_bias: bool
+) -> tuple[Tensor, Tensor, float]:
+    """Return the scale and shift of the inputs of a narrow output layer with the least error of its logits.
+
+    Args:
+        old_weight: W, float [N, D].
+        weight: E, float [N, k], which does not change.
+        inputs: of the original output layer, and the narrow one's.
+        has_bias: whether the inputs can be shifted.
+
+    Returns:
+        The scale and the shift (zeros without a bias), float64 [k], and the squared error of the logits
+        relative to that before, on the samples held back from calibration if there are any.
+    """
+    old_weight, weight = old_weight.double().cpu(), weight.double().cpu()
+    gram, mixed = weight.t() @ weight, weight.t() @ old_weight
+    x, y = inputs.old.double(), inputs.new.double()
+    mean_x, mean_y = x.mean(dim=0) * has_bias, y.mean(dim=0) * has_bias
+    x, y = x.sub_(mean_x), y.sub_(mean_y)
+    matrix, target = gram * (y.t() @ y), (mixed * (y.t() @ x)).sum(dim=1)
+    ridge = RECONSTRUCTION_DAMPING * float(matrix.diagonal().mean())
+    if not ridge > 0:
+        return torch.ones_like(mean_y), torch.zeros_like(mean_y), 1.0
+    matrix.diagonal().add_(ridge)
+    scale = torch.linalg.solve(matrix, target + ridge)
+    damped = gram + RECONSTRUCTION_DAMPING * float(gram.diagonal().mean()) * torch.eye(len(gram))
+    shift = torch.linalg.solve(damped, mixed @ mean_x - gram @ (scale * mean_y)) * has_bias
+    old_gram = old_weight.t() @ old_weight
+
+    def error_of(old: Tensor, new: Tensor) -> float:
+        error = (old_gram * (old.t() @ old)).sum() - 2 * (mixed * (new.t() @ old)).sum()
+        return float(error + (gram * (new.t() @ new)).sum())
+
+    old, new = (each.double() for each in inputs.judged or (inputs.old, inputs.new))
+    error_before = error_of(old, new)
+    return scale, shift, error_of(old, new * scale + shift) / error_before if error_before > 0 else 1.0
 
 
 @torch.no_grad()

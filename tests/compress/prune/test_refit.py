@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 from smelt.calibration.samples import load_calibration_samples
+from smelt.compress.prune import width
 from smelt.compress.prune.reconstruct import RECONSTRUCTION_DAMPING
-from smelt.compress.prune.width import LayerInputs, fit_norm, refit_narrow_layer, refit_width
+from smelt.compress.prune.width import LayerInputs, fit_logits, fit_norm, refit_narrow_layer, refit_width
 from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model
-from smelt.models.families.registry import FAMILIES
+from smelt.models.families.registry import FAMILIES, output_modules
 from smelt.models.hidden_width import hidden_width, prune_hidden_width
 from smelt.tasks.read_split import read_split
 from tests.support import harness
@@ -144,3 +145,63 @@ def _error(original, model, rows):
     for a, b in zip(model_outputs(original, rows.batches), model_outputs(model, rows.batches), strict=True):
         total += float((a - b).square().mean())
     return total
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_logit_fit_equals_least_squares_with_fixed_output_layer(has_bias):
+    """By numpy on one row for each logit of each token, in the scales and, with a bias, the shifts."""
+    draw = np.random.default_rng(0)
+    old, new = draw.normal(size=(60, 6)) + 1, draw.normal(size=(60, 4)) - 1
+    old[:, :4] += 2 * new
+    old_weight, weight = draw.normal(size=(9, 6)), draw.normal(size=(9, 4))
+    held_back = (torch.tensor(old[40:]), torch.tensor(new[40:]))
+    inputs = LayerInputs(torch.tensor(old[:40]), torch.tensor(new[:40]), held_back)
+    scale, shift, error_ratio = fit_logits(torch.tensor(old_weight), torch.tensor(weight), inputs, has_bias)
+    y = new[:40] - new[:40].mean(0) * has_bias
+    x = old[:40] - old[:40].mean(0) * has_bias
+    rows = np.concatenate([weight * token for token in y])
+    e = RECONSTRUCTION_DAMPING * np.square(rows).sum() / 4
+    rows, values = (
+        np.concatenate([rows, np.sqrt(e) * np.eye(4)]),
+        np.concatenate([(x @ old_weight.T).flatten(), np.full(4, np.sqrt(e))]),
+    )
+    expected = np.linalg.lstsq(rows, values, rcond=None)[0]
+    np.testing.assert_allclose(scale, expected, atol=1e-9)
+    mean_error = old[:40].mean(0) @ old_weight.T - (expected * new[:40].mean(0)) @ weight.T
+    e = RECONSTRUCTION_DAMPING * np.square(weight).sum() / 4
+    rows, values = (np.concatenate(pair) for pair in (
+        (weight, np.sqrt(e) * np.eye(4)), (mean_error, np.zeros(4)),
+    ))  # fmt: skip
+    np.testing.assert_allclose(shift, np.linalg.lstsq(rows, values, rcond=None)[0] * has_bias, atol=1e-9)
+    logits = old[40:] @ old_weight.T
+    errors = [
+        np.square(logits - y @ weight.T).sum() for y in (new[40:] * scale.numpy() + shift.numpy(), new[40:])
+    ]
+    assert error_ratio == pytest.approx(errors[0] / errors[1])
+
+
+@pytest.mark.parametrize(("family", "options"), [
+    ("marian", {}), ("gemma", {"tie_word_embeddings": True}), ("t5", {"gated": False}),
+])  # fmt: skip
+def test_last_norm_is_fitted_to_logits_of_tied_output_layer(family, options, tmp_path):
+    source = every_family.make_model(tmp_path / "model", family, **options)
+    original, _ = load_model(source)
+    head = output_modules(original)[0]
+    assert original.get_submodule(head).weight is original.get_input_embeddings().weight
+    task = FAMILIES[family].tasks[0]
+    ctx = harness.make_context(tmp_path / "out", task)
+    rows = _rows(original, family, task, ctx, tmp_path)
+    keep = torch.tensor([channel for channel in range(hidden_width(original)) if channel % 4 != 1])
+    models, ratios = [], []
+    for improves in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if not improves:  # then the norm is left as it is
+                patch.setattr(width, "_divergence", lambda *_: 1.0)
+            model = copy.deepcopy(original)
+            prune_hidden_width(model, keep.tolist())
+            ratios.append(refit_width(original, model, keep, rows, ctx)[head])
+            models.append(model)
+    errors = [_error(original, model, rows) for model in models]
+    assert ratios[1] < ratios[0] == 1
+    assert errors[1] / errors[0] == pytest.approx(ratios[1], rel=0.15)  # batches differ in length
+    assert models[1].get_submodule(head).weight is models[1].get_input_embeddings().weight

@@ -1,0 +1,284 @@
+"""Search of a model's shape within one budget: layers, hidden width, heads and neurons.
+
+A candidate is the model without some layers and with a smaller hidden width (`width`), of which heads and
+neurons are then pruned to the budget (`heads_and_neurons`). So all candidates cost the same, and they are
+compared by their loss on labeled samples that are used for nothing else. The search starts at heads and
+neurons alone. A step removes one more layer of a stack, the one with the smallest loss without it, or another
+eighth of the channels, the least important ones. Of all steps the one with the smallest loss is taken, until
+none reduces it or all heads and neurons are within the budget. If heads and neurons alone cannot meet it, the
+search starts at the candidates of the fewest steps that can.
+
+Source: Minitron, Muralidharan et al. 2024, arXiv:2407.14679, section 2 (candidates of depth, width, heads and
+neurons with one number of parameters; importance of channels by activations, of layers by the loss without
+them) and Sreenivas et al. 2024, arXiv:2408.11796. There a lightweight training ranks the candidates, here the
+loss after the refits does.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smelt.calibration.samples import LOSS_SAMPLES, CalibrationSamples, load_calibration_samples
+from smelt.compress.drop_layers.layer_selection import keep_layers
+from smelt.compress.drop_layers.select_layers import (
+    UnitId,
+    ablation_losses,
+    drop_units_by_loss,
+    keeps_first_layer,
+    last_part_test,
+    model_on_device,
+    without_layers,
+)
+from smelt.compress.model_input import load_float_model
+from smelt.compress.prune.budget import BudgetAllocation
+from smelt.compress.prune.heads_and_neurons import cut_groups, target_groups
+from smelt.compress.prune.importances.registry import IMPORTANCES
+from smelt.compress.prune.importances.scores import ScoredModel
+from smelt.compress.prune.reconstruct import load_reconstruction_samples
+from smelt.compress.prune.settings import PruneSettings, fixed_heads_warnings, fixed_width_error
+from smelt.compress.prune.width import refit_width
+from smelt.core.artifact import Artifact
+from smelt.core.errors import InputError
+from smelt.data.splits import missing_labels_errors, spread_indices
+from smelt.models.checkpoint import count_stored_parameters, save_model
+from smelt.models.edits import Edit
+from smelt.models.families.registry import family_of
+from smelt.models.hidden_width import hidden_width, prune_hidden_width, write_width_to_config
+from smelt.stage import Context
+from smelt.training.extension import mean_loss
+from smelt.training.losses import label_objective
+
+# A step of the search removes this fraction of the channels of the hidden states.
+_WIDTH_STEPS = 8
+# Samples for the loss without a layer, as `drop-layers` has by default.
+_LAYER_SAMPLES = 128
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """The removed layers, and the channels of the hidden states that are kept."""
+
+    removed_layers: frozenset[UnitId]
+    width: int
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A model within the budget, its edits, and its loss.
+
+    ctx: its warnings and details. keeps_all: whether the budget leaves all of its heads and neurons, so that
+    a smaller shape gains nothing.
+    """
+
+    shape: _Shape
+    model: Any
+    edits: list[Edit]
+    ctx: Context
+    loss: float
+    keeps_all: bool
+
+
+def prune_to_shape(src: Artifact, settings: PruneSettings, ctx: Context) -> None:
+    """Search the shape of `src` within the budget, and write the model to `ctx.out`.
+
+    Raises:
+        InputError: the model is quantized, its width cannot be pruned, there are no labeled samples, or the
+            smallest shape exceeds the budget.
+    """
+    model, edits = load_float_model(src, "prune")
+    ctx.warnings.extend(fixed_heads_warnings(settings.targets, model.config.to_dict()))
+    if "width" in settings.targets and (reason := fixed_width_error(model.config.to_dict(), ctx.task)):
+        raise InputError(f"prune: {reason.message}", code=reason.code, setting=reason.setting)
+    search = _ShapeSearch(model, edits, src, settings, ctx)
+    best = search.run()
+    ctx.warnings.extend(best.ctx.warnings)
+    ctx.details["parameters_before"] = count_stored_parameters(model)
+    ctx.details.update(best.ctx.details)
+    ctx.details["parameters_after"] = count_stored_parameters(best.model)
+    ctx.details["candidates"] = search.results
+    ctx.warnings.extend(save_model(best.model, best.edits, ctx.out, src.path, settings.dtype))
+
+
+class _ShapeSearch:
+    """The search; results: the layers, width and loss of each candidate, for the report."""
+
+    def __init__(
+        self, model: Any, edits: list[Edit], src: Artifact, settings: PruneSettings, ctx: Context
+    ) -> None:
+        self._model, self._edits, self._src, self._settings = model, edits, src, settings
+        self._ctx, self._samples = _hold_back(model, src, ctx)
+        family: Any = family_of(model)
+        self._stacks = list(family.stacks(model.config.to_dict()))
+        groups = target_groups(model, settings)
+        self._cost_before = BudgetAllocation(model, groups, src, settings, self._fresh_ctx()).cost_before
+        self._least_cost = self._cost_before
+        self._width = hidden_width(model) if "width" in settings.targets else 0
+        self._channels: Tensor | None = None
+        self.results: list[dict[str, Any]] = []
+
+    def run(self) -> _Candidate:
+        """Return the best candidate.
+
+        Raises:
+            InputError: no candidate is within the budget.
+        """
+        best: _Candidate | None = None
+        shapes = [_Shape(frozenset(), self._width)]
+        while shapes:
+            nearest: _Candidate | None = None
+            for shape in shapes:
+                candidate = self._prune(shape)
+                if candidate is not None and (nearest is None or candidate.loss < nearest.loss):
+                    nearest = candidate
+            if nearest is not None and (best is None or nearest.loss < best.loss):
+                best = nearest
+                shapes = [] if best.keeps_all else self._smaller_shapes([best.shape])
+            else:
+                shapes = [] if best is not None else self._smaller_shapes(shapes)
+        if best is None:
+            raise self._too_small_error()
+        return best
+
+    def _smaller_shapes(self, shapes: Iterable[_Shape]) -> list[_Shape]:
+        """Return the shapes that are one step smaller than any of `shapes`, each once."""
+        smaller: dict[_Shape, None] = {}
+        for shape in shapes:
+            for stack in self._stacks if "layers" in self._settings.targets else []:
+                if (layer := self._next_layer(shape.removed_layers, stack.name)) is not None:
+                    smaller[replace(shape, removed_layers=shape.removed_layers | {layer})] = None
+            multiple = self._settings.multiple_of
+            step = max(1, round(self._width / _WIDTH_STEPS / multiple)) * multiple
+            if shape.width > step:
+                smaller[replace(shape, width=shape.width - step)] = None
+        return list(smaller)
+
+    def _next_layer(self, removed: frozenset[UnitId], stack_name: str) -> UnitId | None:
+        """Return the layer of a stack with the smallest loss without it and `removed`, if one can go."""
+        counts = {stack.name: len(stack.modules(self._model)) for stack in self._stacks}
+        count, num_removed = counts[stack_name], sum(name == stack_name for name, _ in removed)
+        if num_removed == count - 1:
+            return None
+        plain_modules: set[torch.nn.Module] = set()
+        required = {(stack_name, 0)} if keeps_first_layer(self._model) else set()
+        ctx = self._fresh_ctx()
+        batches = load_calibration_samples(
+            self._model, self._src, _LAYER_SAMPLES, ctx, "prune", labels=True, padded=True
+        ).batches
+
+        def without(units: Iterable[UnitId]) -> Any:
+            return without_layers(self._model, self._stacks, {*units, *removed}, plain_modules)
+
+        with ablation_losses(self._model, batches, without, ctx, count - num_removed) as loss_without:
+            dropped, _ = drop_units_by_loss(
+                {stack_name: count - 1},
+                {stack_name: count},
+                required | removed,
+                loss_without,
+                last_part_test(self._model, self._stacks, removed),
+            )
+        return dropped[0] if dropped else None
+
+    def _prune(self, shape: _Shape) -> _Candidate | None:
+        """Return the model of this shape within the budget; None if it cannot be reached."""
+        settings, ctx = self._settings, self._fresh_ctx()
+        layers, width = self._kept_layers(shape), {"width": shape.width} if self._width else {}
+        self.results.append({"kept_layers": layers, **width, "loss": None})
+        model, edits = copy.deepcopy(self._model), list(self._edits)
+        for stack in self._stacks:
+            if len(layers[stack.name]) < len(stack.modules(model)):
+                edits, _ = keep_layers(model, edits, stack.name, layers[stack.name], "first", stage="prune")
+        channels: Tensor | None = None
+        if shape.width < self._width:
+            original, channels = copy.deepcopy(model), self._kept_channels(shape.width)
+            width_edit = prune_hidden_width(model, channels.tolist())
+        groups = target_groups(model, settings)
+        allocation = BudgetAllocation(model, groups, self._src, settings, ctx, self._cost_before)
+        self._least_cost = min(self._least_cost, allocation.least)
+        if allocation.least > allocation.limit:
+            return None
+        errors: dict[str, float] = {}
+        if channels is not None:
+            samples = load_reconstruction_samples(model, self._src, settings, ctx)
+            if samples is not None:
+                errors = refit_width(original, model, channels, samples, ctx)
+            del original
+            edits = write_width_to_config(model, edits, width_edit)
+        edits = cut_groups(model, edits, groups, allocation, self._src, settings, ctx)
+        ctx.details["reconstruction_error"] = errors | ctx.details["reconstruction_error"]
+        ctx.details.update({"kept_layers": layers, **width})
+        with model_on_device(model, ctx) as device:
+            loss = mean_loss(model, self._samples.batches, label_objective(), "fp32", device)
+        self.results[-1]["loss"] = round(loss, 6)
+        ctx.log(f"prune: candidate {self.results[-1]}")
+        return _Candidate(shape, model, edits, ctx, loss, allocation.costs.total <= allocation.limit)
+
+    def _kept_layers(self, shape: _Shape) -> dict[str, list[int]]:
+        """Return the indices of the kept layers by stack."""
+        return {
+            stack.name: [
+                index
+                for index in range(len(stack.modules(self._model)))
+                if (stack.name, index) not in shape.removed_layers
+            ]
+            for stack in self._stacks
+        }
+
+    def _kept_channels(self, width: int) -> Tensor:
+        """Return the `width` channels of the hidden states with the largest activations, int64, ascending."""
+        if self._channels is None:
+            score = IMPORTANCES["activation"].scorer("width")
+            scored = ScoredModel(self._model, self._src, self._settings, self._fresh_ctx())
+            self._channels = score(scored, self._width).argsort(descending=True, stable=True)
+        return self._channels[:width].sort().values
+
+    def _fresh_ctx(self) -> Context:
+        """Return the context of one candidate, so that only the best one's warnings are reported."""
+        return replace(self._ctx, warnings=[], details={})
+
+    def _too_small_error(self) -> InputError:
+        assert self._settings.budget is not None
+        budget = self._settings.budget
+        minimum = math.ceil(1000 * self._least_cost / self._cost_before) / 1000
+        return InputError(
+            f"prune: budget: {budget.measure}: {budget.keep_ratio:g} of the model cannot be reached: the"
+            f" smallest of {len(self.results)} candidates of {', '.join(self._settings.targets)} costs"
+            f" {minimum:g}. Set at least {minimum:g}, or remove tokens (trim-vocabulary).",
+            code="budget-too-small",
+            setting=f"budget.{budget.measure}",
+        )
+
+
+def _hold_back(model: Any, src: Artifact, ctx: Context) -> tuple[Context, CalibrationSamples]:
+    """Return the context without the samples that compare the candidates, and these samples, with labels.
+
+    A tenth of the samples at most, and `LOSS_SAMPLES`; of running text its end. Of fewer than ten samples all
+    are used for both.
+
+    Raises:
+        InputError: there are no samples, or they have no labels.
+    """
+    name = "calibration" if ctx.data.get("calibration") else "train"
+    split = ctx.data.get(name)
+    count = 0 if split is None else len(split) // 10
+    if split is not None and (errors := missing_labels_errors(ctx.task, ctx.data, (name,))):
+        raise InputError(f"prune: {errors[0].message}", code=errors[0].code, setting=errors[0].setting)
+    if ctx.traits.samples == "running-text":  # windows of one text
+        held_back = list(range(len(split or ()) - count, len(split or ())))
+    else:
+        held_back = spread_indices(len(split or ()), min(count, LOSS_SAMPLES), ctx.seed)
+    judging_ctx = ctx
+    if split is not None and count:
+        judging_ctx = replace(ctx, data={**ctx.data, name: split.select(held_back)})
+        others = sorted({*range(len(split))}.difference(held_back))
+        ctx = replace(ctx, data={**ctx.data, name: split.select(others)})
+    samples = load_calibration_samples(
+        model, src, LOSS_SAMPLES, judging_ctx, "prune", labels=True, padded=True
+    )
+    return ctx, samples

@@ -1,0 +1,211 @@
+"""`prune` with layers and width within a budget: the path of the search, its loss, the model."""
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from smelt.compress.drop_layers.settings import DropLayersSettings
+from smelt.compress.drop_layers.stage import DropLayers
+from smelt.compress.prune import latency_costs, shape_search
+from smelt.compress.prune.budget import BudgetAllocation
+from smelt.compress.prune.costs import count_multiplications
+from smelt.compress.prune.heads_and_neurons import target_groups
+from smelt.compress.prune.settings import PruneSettings
+from smelt.compress.prune.stage import Prune
+from smelt.core.errors import InputError
+from smelt.data.splits import Columns, Example, Split, spread_indices
+from smelt.models.checkpoint import count_stored_parameters, load_model
+from smelt.models.hidden_width import hidden_width
+from smelt.stage import QuantizedInput
+from smelt.tasks.read_split import read_split
+from tests.support import harness
+from tests.support.expected_errors import raises_code, raises_setting_codes
+from tests.support.models import every_family, tiny
+from tests.support.usability_checks import check_save_and_load
+
+TASK = "text-classification"
+ALL_TARGETS = ["layers", "width", "heads", "ffn"]
+
+
+def prune_shape(source, family, out, ratio, **settings):
+    options = {"targets": ALL_TARGETS, "budget": {"parameters": ratio}, "calibration_samples": 4}
+    return every_family.run_stage(
+        Prune(), PruneSettings.model_validate(options | settings), source, family, out
+    )
+
+
+def test_search_takes_best_step_and_result_equals_separate_stages(tmp_path, monkeypatch):
+    """With a loss that prefers two of three layers and all but eight channels."""
+    family = "bert"
+    source = every_family.model_with_layers(family, 3)
+    before, _ = load_model(source)
+    width = hidden_width(before)
+
+    def loss(model, *_):
+        return abs(model.config.num_hidden_layers - 2) + abs(hidden_width(model) - width + 8) / 8
+
+    monkeypatch.setattr(shape_search, "mean_loss", loss)
+    weights_only = {"importance": "random", "reconstruct": False, "multiple_of": 8}
+    ctx = prune_shape(source, family, tmp_path / "out", 0.5, **weights_only)
+    visited = [(len(c["kept_layers"]["layers"]), c["width"], c["loss"]) for c in ctx.details["candidates"]]
+    assert visited == [
+        (3, width, 2), (2, width, 1), (3, width - 8, 1), (1, width, 2), (2, width - 8, 0),
+        (1, width - 8, 1), (2, width - 16, 1),
+    ]  # fmt: skip
+    layers, limit = ctx.details["kept_layers"]["layers"], 0.5 * count_stored_parameters(before)
+    narrow = {"targets": ["width"], "keep_ratio": (width - 8) / width, "calibration_samples": 4}
+    narrowed = every_family.run_stage(
+        Prune(),
+        PruneSettings.model_validate(narrow | {"reconstruct": False}),
+        source,
+        family,
+        tmp_path / "narrowed",
+    ).out
+    dropped = every_family.run_stage(
+        DropLayers(), DropLayersSettings(layers=layers), narrowed, family, tmp_path / "dropped"
+    ).out
+    ratio = limit / count_stored_parameters(load_model(dropped)[0])
+    units = {"budget": {"parameters": ratio}, **weights_only}
+    last = every_family.run_stage(
+        Prune(), PruneSettings.model_validate(units), dropped, family, tmp_path / "last"
+    )
+    assert last.details["kept_neurons"] == ctx.details["kept_neurons"]
+    assert hidden_width(load_model(ctx.out)[0]) == ctx.details["width"] == width - 8
+    torch.testing.assert_close(
+        harness.logits(load_model(ctx.out)[0]), harness.logits(load_model(last.out)[0])
+    )
+    assert limit * 0.9 < count_stored_parameters(load_model(ctx.out)[0]) <= limit
+
+
+def test_reported_loss_is_that_of_written_model_on_samples_held_back(tmp_path):
+    """Transformers' own loss on the samples that nothing was calibrated on."""
+    source = every_family.model_with_layers("bert", 2)
+    data = read_split(str(tiny.write_labeled(tmp_path / "rows.jsonl", 60)), TASK, Columns(), tmp_path)
+    settings = PruneSettings.model_validate(
+        {"targets": ALL_TARGETS, "budget": {"parameters": 0.7}, "calibration_samples": 8}
+    )
+    ctx = harness.run_stage(Prune(), settings, source, tmp_path / "out", TASK, data)
+    assert ctx.details["budget"]["left"] <= 0.7
+    assert ctx.details["parameters_after"] == count_stored_parameters(load_model(ctx.out)[0])
+    tokenizer, model = AutoTokenizer.from_pretrained(source), load_model(ctx.out)[0]
+    losses = []
+    for index in spread_indices(60, 6, seed=0):
+        example = data.examples[index]
+        labels = torch.tensor([int(example.label)])
+        with torch.no_grad():
+            losses.append(float(model(**tokenizer(example.text, return_tensors="pt"), labels=labels).loss))
+    by_candidate = [candidate["loss"] for candidate in ctx.details["candidates"]]
+    assert len(by_candidate) > 2
+    assert min(by_candidate) == pytest.approx(sum(losses) / 6, rel=1e-4)
+
+
+@pytest.mark.parametrize(("name", "task", "held_back"), [
+    ("texts", "text-classification", [1, 3, 5]), ("running text", "language-modeling", [27, 28, 29]),
+])  # fmt: skip
+def test_samples_that_compare_candidates_are_in_no_calibration(name, task, held_back, monkeypatch, tmp_path):
+    seen = {}
+    monkeypatch.setattr(
+        shape_search,
+        "load_calibration_samples",
+        lambda model, src, count, ctx, *_, **__: seen.update(ctx.data),
+    )
+    monkeypatch.setattr(shape_search, "spread_indices", lambda *_: [1, 3, 5])
+    split = Split(name, tuple(Example(str(number), label=number % 2) for number in range(30)))
+    ctx, _ = shape_search._hold_back(None, None, harness.make_context(tmp_path, task, {"train": split}))
+    assert [example.text for example in seen["train"].examples] == list(map(str, held_back))
+    others = [str(number) for number in range(30) if number not in held_back]
+    assert [example.text for example in ctx.data["train"].examples] == others
+
+
+@pytest.mark.parametrize(("family", "targets"), [
+    ("marian", ["layers", "heads", "ffn"]), ("qwen3", ALL_TARGETS), ("gpt2", ["width", "ffn"])
+])  # fmt: skip
+def test_budget_below_heads_and_neurons_starts_at_fewest_steps_that_meet_it(family, targets, tmp_path):
+    source = every_family.model_with_layers(family, 3)
+    settings = PruneSettings.model_validate({"targets": targets, "budget": {"parameters": 0.5}})
+    full_model, _ = load_model(source)
+    heads_and_neurons = BudgetAllocation(
+        full_model, target_groups(full_model, settings), None, settings, None
+    )
+    ratio = 0.95 * heads_and_neurons.least / count_stored_parameters(full_model)
+    ctx = prune_shape(source, family, tmp_path / "out", ratio, targets=targets, importance="fisher")
+    losses = [candidate["loss"] for candidate in ctx.details["candidates"]]
+    assert losses[0] is None
+    assert min(loss for loss in losses if loss is not None) < float("inf")
+    model, _ = load_model(ctx.out)
+    assert ctx.details["budget"]["reached"] == count_stored_parameters(model)
+    assert ctx.details["budget"]["left"] <= ratio
+    check_save_and_load(ctx.out, tmp_path / "saved")
+
+
+def test_budget_below_smallest_shape_is_rejected(tmp_path):
+    source = every_family.model_with_layers("bert", 2)
+    with raises_code("budget-too-small", InputError) as caught:
+        prune_shape(source, "bert", tmp_path / "out", 0.01, importance="fisher")
+    assert caught.value.setting == "budget.parameters"
+
+
+@pytest.mark.parametrize(
+    "budget", [{"flops": 0.6, "sequence_length": 8}, {"latency": 0.6, "sequence_length": 8}]
+)
+def test_flops_and_latency_are_compared_with_original_model(budget, monkeypatch, tmp_path):
+    """A second for each weight of the timed layers."""
+
+    def seconds(parts, on, threads):
+        layers = [[*part.input_layers, *([part.output_layer] if part.output_layer else [])] for part in parts]
+        return [float(sum(layer.num_weights for layer in timed)) for timed in layers]
+
+    monkeypatch.setattr(latency_costs, "time_parts", seconds)
+    source = every_family.model_with_layers("bert", 3)
+    ctx = prune_shape(source, "bert", tmp_path / "out", 0.5, budget=budget, importance="fisher")
+    details = ctx.details["budget"]
+    model, _ = load_model(source)
+    if "flops" in budget:
+        assert details["before"] == count_multiplications(model, 8)
+        assert details["reached"] == count_multiplications(load_model(ctx.out)[0], 8)
+    assert details["reached"] == pytest.approx(details["left"] * details["before"], rel=1e-3)
+    assert details["left"] <= 0.6
+
+
+def test_latency_budget_of_neurons_counts_attentions(monkeypatch, tmp_path):
+    monkeypatch.setattr(latency_costs, "time_parts", lambda parts, on, threads: [1.0] * len(parts))
+    source = every_family.model_with_layers("bert", 2)
+    settings = PruneSettings.model_validate(
+        {"targets": ["ffn"], "budget": {"latency": 0.99}, "importance": "random", "reconstruct": False}
+    )
+    with raises_code("budget-too-small", InputError):  # parts take as long in every size
+        every_family.run_stage(Prune(), settings, source, "bert", tmp_path / "out")
+
+
+@pytest.mark.parametrize(("settings", "code"), [
+    ({"targets": ["layers", "ffn"]}, "settings-conflict"),
+    ({"targets": ["layers", "width"], "budget": {"parameters": 0.5}}, "unused-setting"),
+    ({"targets": ["layers"], "budget": {"parameters": 0.5}}, "unused-setting"),
+    ({"targets": ["layers", "channels"], "budget": {"parameters": 0.5}}, "unused-setting"),
+    ({"targets": ["layers", "ffn", "channels"], "budget": {"parameters": 0.5}}, "settings-conflict"),
+    ({"targets": ALL_TARGETS, "budget": {"parameters": 0.5}, "importance": "wanda"}, "wrong-importance"),
+    ({"targets": ALL_TARGETS, "budget": {"parameters": 0.5}, "importance": "activation"}, "wrong-importance"),
+])  # fmt: skip
+def test_targets_that_do_not_combine_are_rejected(settings, code):
+    with raises_setting_codes(code):
+        PruneSettings.model_validate(settings)
+
+
+def test_default_importance_within_a_budget_is_obs():
+    settings = PruneSettings.model_validate({"targets": ALL_TARGETS, "budget": {"parameters": 0.5}})
+    assert settings.importance == "obs"
+    assert settings.searches_shape
+    assert not PruneSettings.model_validate({"budget": {"parameters": 0.5}}).searches_shape
+
+
+def test_quantized_models_and_samples_without_labels_are_rejected(tmp_path):
+    settings = PruneSettings.model_validate({"targets": ["layers", "ffn"], "budget": {"parameters": 0.5}})
+    assert Prune.quantized_input_error(settings, QuantizedInput(("int8-dynamic",)))
+    unlabeled = Split("rows.jsonl", (Example("a"), Example("b")))
+    [error] = Prune.check_rows(settings, TASK, {"train": unlabeled})
+    assert error.code == "missing-labels"
+    by_weights = settings.model_copy(update={"importance": "magnitude", "reconstruct": False})
+    assert Prune.needs_with(by_weights, ("train",)) == {"train"}
+    source = every_family.model_with_layers("bert", 2)
+    with raises_code("missing-labels", InputError):
+        harness.run_stage(Prune(), settings, source, tmp_path / "out", TASK, unlabeled)

@@ -234,7 +234,8 @@ def _minimize(
         schedule.step()
         if iteration % interval == 0 or iteration == settings.iterations:
             current = [matrix().detach() for matrix in matrices]
-            if not (value := _mean_loss(loss, batches, current)) >= least:
+            value = _mean_loss(loss, batches, current)
+            if not best or value < least:
                 least, best = value, current
         ctx.progress(iteration, settings.iterations, f"divergence {least:.3g}")
     return best

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from scipy.linalg import helmert
@@ -42,6 +42,7 @@ from smelt.compress.quantize.plan_layers import (
     round_to_nearest,
 )
 from smelt.compress.rotate.rotations import Rotation
+from smelt.compress.rotate.settings import LearnedRotations, RotateSettings
 from smelt.core.artifact import Artifact
 from smelt.core.near_ties import round_significant
 from smelt.models.sentence_model import encoder_result
@@ -51,9 +52,6 @@ from smelt.quantization.schemes.registry import find_scheme
 from smelt.runtimes.device import torch_device
 from smelt.stage import Context
 from smelt.training.losses import classification_loss, model_inputs
-
-if TYPE_CHECKING:
-    from smelt.compress.rotate.stage import LearnedRotations, RotateSettings
 
 # How often the matrices of updates are compared, and the best ones kept.
 _COMPARISONS = 10

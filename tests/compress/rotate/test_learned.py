@@ -7,7 +7,8 @@ import torch
 from smelt.compress.quantize.plan_layers import PlannedLayer
 from smelt.compress.rotate.learned import LearnedMatrix, RoundingNoise
 from smelt.compress.rotate.rotations import Rotation, random_hadamard, random_rotation_with_mean
-from smelt.compress.rotate.stage import LearnedRotations, Rotate, RotateSettings
+from smelt.compress.rotate.settings import LearnedRotations, RotateSettings
+from smelt.compress.rotate.stage import Rotate
 from smelt.core.messages import message_codes
 from smelt.models.checkpoint import load_model
 from smelt.quantization.schemes.registry import SCHEMES, can_learn_ranges
@@ -43,7 +44,7 @@ def test_gradient_step_equals_cayley_step_of_paper_in_float64():
 
 @pytest.mark.quick
 @pytest.mark.parametrize("keeps_mean", [False, True])
-def test_learned_matrix_stays_orthogonal(keeps_mean):
+def test_learned_matrix_is_orthogonal_after_updates(keeps_mean):
     rng = np.random.default_rng(0)
     start = random_rotation_with_mean(24, rng) if keeps_mean else random_hadamard(24, rng)
     learned, target = LearnedMatrix(Rotation(start, keeps_mean)), torch.from_numpy(rng.random((24, 24)))

@@ -83,8 +83,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "smoothquant, factors": SMOOTH | {"smoothquant_targets": ["norms", "layers", "factors"]},
     "rotated, rtn": {"rotate": {}},
     "rotated, gptq": GPTQ | {"rotate": {}},
+    "rotation learned, rtn": {"rotate": {"learned": {}}},
+    "rotation learned, gptq": GPTQ | {"rotate": {"learned": {}}},
     "values rotated, rtn": {"rotate": {"targets": ["heads"]}},
     "values rotated, gptq": GPTQ | {"rotate": {"targets": ["heads"]}},
+    "rotation of values learned, rtn": {"rotate": {"targets": ["heads"], "learned": {}}},
+    "rotation of values learned, gptq": GPTQ | {"rotate": {"targets": ["heads"], "learned": {}}},
 }
 # Methods of rounding_worker.py.
 PEERS = ("llm-compressor gptq", "llm-compressor awq", "gptqmodel gptq")
@@ -98,6 +102,9 @@ PAIRS = (
     ("rtn", "rtn, symmetric activations"), ("rtn, clip mse", "rtn"), ("hqq", "rtn"), ("rtn, clip mse", "hqq"),
     ("autoround", "rtn"), ("autoround", "gptq"), ("autoround", "awq"), ("autoround", "rtn, clip mse"),
     ("rotated, rtn", "rtn"), ("rotated, gptq", "gptq"),
+    ("rotation learned, rtn", "rotated, rtn"), ("rotation learned, gptq", "rotated, gptq"),
+    ("rotation learned, rtn", "rtn"), ("rotation learned, gptq", "gptq"),
+    ("rotation of values learned, rtn", "rtn"), ("rotation of values learned, gptq", "gptq"),
     ("smoothquant, norms", "rtn"), ("smoothquant", "smoothquant, norms"),
     ("smoothquant, factors", "smoothquant"), ("values rotated, rtn", "rtn"), ("values rotated, gptq", "gptq"),
 )  # fmt: skip
@@ -207,6 +214,10 @@ def quantize_and_measure(
     if (rotation := settings.pop("rotate", None)) is not None:
         source = options.out / "rotated"
         shutil.rmtree(source, ignore_errors=True)
+        if "learned" in rotation:
+            options_of_scheme = ("scheme", "group_size", "symmetric")
+            learned = {name: settings[name] for name in options_of_scheme if name in settings}
+            rotation = rotation | {"learned": learned}
         smelt.apply("rotate", options.model, out=source, **common, **rotation)
     artifact = smelt.apply("quantize", source, out=folder, **common, **settings)
     seconds, details = time.perf_counter() - start, artifact.manifest.details

@@ -27,7 +27,7 @@ STAGE_CLASSES: dict[str, str] = {
     "factorize": "smelt.compress.factorize.stage:Factorize",
     "share-weights": "smelt.compress.share_weights:ShareWeights",
     "shortlist": "smelt.compress.shortlist:ShortlistStage",
-    "rotate": "smelt.compress.rotate:Rotate",
+    "rotate": "smelt.compress.rotate.stage:Rotate",
     "quantize": "smelt.compress.quantize.stage:Quantize",
     "onnx": "smelt.export.onnx_stage:Onnx",
     "simplify": "smelt.export.onnx_models.simplify:Simplify",

@@ -12,7 +12,9 @@ from smelt.calibration.statistics import collect_statistics
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.compress.rotate import Rotate, RotateSettings, random_hadamard, random_rotation_with_mean
+from smelt.compress.rotate.rotations import random_hadamard, random_rotation_with_mean
+from smelt.compress.rotate.settings import RotateSettings
+from smelt.compress.rotate.stage import Rotate
 from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object

@@ -1,0 +1,1 @@
+"""Rotations of hidden states and of values, folded into the weights."""

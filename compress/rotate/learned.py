@@ -10,8 +10,8 @@ Differences from the code (measured in docs/measurements/rotations.md#learned-ro
 
 - In an update, weights get uniform noise of one step of their scale instead of rounding (Defossez et al.
   2021, arXiv:2104.09987), with gradients for the scale: a rotation that makes the largest weight of a group
-  smaller makes the noise smaller. The gradient of the code, straight through rounding, moves weights away
-  from their rounded values. From time to time the model is rounded; the best matrices so far are kept.
+  smaller makes the noise smaller. Gradients straight through rounding, as in the code, did not reduce the
+  loss. From time to time the model is rounded; the best matrices so far are kept.
 - A is a parameter, from 0 on, which Adam updates (torch's parametrization `orthogonal`); the code takes a
   step of SGD along a Cayley transform from each matrix to the next.
 - The loss is the divergence from the float model, which needs no labels.

@@ -23,7 +23,7 @@ from quantization import BATCHES, TASKS, data_of
 
 from smelt.pipeline.recipe.yaml_file import dump_yaml
 
-INT8: dict[str, Any] = {"scheme": "int8-static"}
+INT8: dict[str, Any] = {"scheme": "int8-static", "activations_symmetric": True}
 # what TensorRT takes of int4: docs/reference/stages/tensorrt.md
 INT4: dict[str, Any] = {
     "scheme": "int4", "method": "gptq", "group_size": 64, "symmetric": "positive", "accuracy_level": 0,

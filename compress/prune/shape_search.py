@@ -120,7 +120,10 @@ class _ShapeSearch:
         self._cost_before = BudgetAllocation(model, groups, src, settings, self._fresh_ctx()).cost_before
         self._least_cost = self._cost_before
         self._width = hidden_width(model) if "width" in settings.targets else 0
+        multiple = settings.multiple_of
+        self._width_step = max(1, round(self._width / _WIDTH_STEPS / multiple)) * multiple
         self._channels: Tensor | None = None
+        self._next_layers: dict[tuple[frozenset[UnitId], str], UnitId | None] = {}
         self.results: list[dict[str, Any]] = []
 
     def run(self) -> _Candidate:
@@ -129,6 +132,7 @@ class _ShapeSearch:
         Raises:
             InputError: no candidate is within the budget.
         """
+        self._require_reachable()
         best: _Candidate | None = None
         shapes = [_Shape(frozenset(), self._width)]
         while shapes:
@@ -143,7 +147,7 @@ class _ShapeSearch:
             else:
                 shapes = [] if best is not None else self._smaller_shapes(shapes)
         if best is None:
-            raise self._too_small_error()
+            raise self._too_small_error(self._least_cost)
         return best
 
     def _smaller_shapes(self, shapes: Iterable[_Shape]) -> list[_Shape]:
@@ -153,13 +157,44 @@ class _ShapeSearch:
             for stack in self._stacks if "layers" in self._settings.targets else []:
                 if (layer := self._next_layer(shape.removed_layers, stack.name)) is not None:
                     smaller[replace(shape, removed_layers=shape.removed_layers | {layer})] = None
-            multiple = self._settings.multiple_of
-            step = max(1, round(self._width / _WIDTH_STEPS / multiple)) * multiple
-            if shape.width > step:
-                smaller[replace(shape, width=shape.width - step)] = None
+            if shape.width > self._width_step:
+                smaller[replace(shape, width=shape.width - self._width_step)] = None
         return list(smaller)
 
+    def _require_reachable(self) -> None:
+        """Require that the smallest shape is within the budget, before many shapes are tried.
+
+        Raises:
+            InputError: it is not.
+        """
+        removed: set[UnitId] = set()
+        if "layers" in self._settings.targets:
+            counts = ((stack.name, len(stack.modules(self._model))) for stack in self._stacks)
+            removed = {(name, index) for name, count in counts for index in range(1, count)}
+        smallest = _Shape(frozenset(removed), (self._width - 1) % self._width_step + 1 if self._width else 0)
+        model, _ = self._without_layers(smallest)
+        if smallest.width < self._width:
+            prune_hidden_width(model, list(range(smallest.width)))
+        groups, ctx = target_groups(model, self._settings), self._fresh_ctx()
+        allocation = BudgetAllocation(model, groups, self._src, self._settings, ctx, self._cost_before)
+        if allocation.least > allocation.limit:
+            raise self._too_small_error(allocation.least)
+
+    def _without_layers(self, shape: _Shape) -> tuple[Any, list[Edit]]:
+        """Return a copy of the model without the removed layers of `shape`, and its edits."""
+        model, edits, kept = copy.deepcopy(self._model), list(self._edits), self._kept_layers(shape)
+        for stack in self._stacks:
+            if len(kept[stack.name]) < len(stack.modules(model)):
+                edits, _ = keep_layers(model, edits, stack.name, kept[stack.name], "first", stage="prune")
+        return model, edits
+
     def _next_layer(self, removed: frozenset[UnitId], stack_name: str) -> UnitId | None:
+        """Return `_find_next_layer`, which shapes with other widths share."""
+        if (removed, stack_name) not in self._next_layers:
+            self._next_layers[removed, stack_name] = self._find_next_layer(removed, stack_name)
+        return self._next_layers[removed, stack_name]
+
+    def _find_next_layer(self, removed: frozenset[UnitId], stack_name: str) -> UnitId | None:
         """Return the layer of a stack with the smallest loss without it and `removed`, if one can go."""
         counts = {stack.name: len(stack.modules(self._model)) for stack in self._stacks}
         count, num_removed = counts[stack_name], sum(name == stack_name for name, _ in removed)
@@ -190,10 +225,7 @@ class _ShapeSearch:
         settings, ctx = self._settings, self._fresh_ctx()
         layers, width = self._kept_layers(shape), {"width": shape.width} if self._width else {}
         self.results.append({"kept_layers": layers, **width, "loss": None})
-        model, edits = copy.deepcopy(self._model), list(self._edits)
-        for stack in self._stacks:
-            if len(layers[stack.name]) < len(stack.modules(model)):
-                edits, _ = keep_layers(model, edits, stack.name, layers[stack.name], "first", stage="prune")
+        model, edits = self._without_layers(shape)
         channels: Tensor | None = None
         if shape.width < self._width:
             original, channels = copy.deepcopy(model), self._kept_channels(shape.width)
@@ -216,7 +248,9 @@ class _ShapeSearch:
         with model_on_device(model, ctx) as device:
             loss = mean_loss(model, self._samples.batches, label_objective(), "fp32", device)
         self.results[-1]["loss"] = round(loss, 6)
-        ctx.log(f"prune: candidate {self.results[-1]}")
+        counts = ", ".join(f"{len(kept)} {name.replace('_', ' ')}" for name, kept in layers.items())
+        shape_text = f"{counts}, width {shape.width}" if self._width else counts
+        ctx.log(f"prune: candidate with {shape_text}: loss {loss:.4f}")
         return _Candidate(shape, model, edits, ctx, loss, allocation.costs.total <= allocation.limit)
 
     def _kept_layers(self, shape: _Shape) -> dict[str, list[int]]:
@@ -242,14 +276,14 @@ class _ShapeSearch:
         """Return the context of one candidate, so that only the best one's warnings are reported."""
         return replace(self._ctx, warnings=[], details={})
 
-    def _too_small_error(self) -> InputError:
+    def _too_small_error(self, least_cost: float) -> InputError:
         assert self._settings.budget is not None
         budget = self._settings.budget
-        minimum = math.ceil(1000 * self._least_cost / self._cost_before) / 1000
+        minimum = math.ceil(1000 * least_cost / self._cost_before) / 1000
         return InputError(
-            f"prune: budget: {budget.measure}: {budget.keep_ratio:g} of the model cannot be reached: the"
-            f" smallest of {len(self.results)} candidates of {', '.join(self._settings.targets)} costs"
-            f" {minimum:g}. Set at least {minimum:g}, or remove tokens (trim-vocabulary).",
+            f"prune: budget: {budget.measure}: {budget.keep_ratio:g} of the model cannot be reached: with the"
+            f" fewest {', '.join(self._settings.targets)} it costs {minimum:g}."
+            f" Set at least {minimum:g}, or remove tokens (trim-vocabulary).",
             code="budget-too-small",
             setting=f"budget.{budget.measure}",
         )

@@ -143,8 +143,9 @@ class Prune(Stage[PruneSettings]):
         result = inputs.result.with_units(keep_ratios.get("heads", 1.0), keep_ratios.get("ffn", 1.0))
         if settings.budget is not None and settings.budget.measure == "parameters":
             result = inputs.result.scaled_blocks(settings.budget.keep_ratio)
-        gradients = FLOAT_BYTES * inputs.source.parameters * (method.needs == "labels")
-        return one_shot_size(inputs, result=result, more_bytes=gradients, streamed=streamed, samples=samples)
+        more_copies = (method.needs == "labels") + 4 * settings.searches_shape  # gradients; candidates
+        more_bytes = FLOAT_BYTES * inputs.source.parameters * more_copies
+        return one_shot_size(inputs, result=result, more_bytes=more_bytes, streamed=streamed, samples=samples)
 
     @classmethod
     def lighter_settings(cls, settings: PruneSettings) -> Iterator[tuple[str, PruneSettings]]:

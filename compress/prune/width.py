@@ -85,6 +85,7 @@ class LayerInputs:
 # Maximum number of tokens whose states are stored for a fit, and whose output probabilities are compared.
 MAX_REFIT_TOKENS = 32768
 _MAX_JUDGED_TOKENS = 1024
+_JUDGED_AT_ONCE = 64  # tokens, because logits of large vocabularies need much memory
 
 
 def refit_width(
@@ -195,9 +196,9 @@ class _WidthRefit:
         has_bias = getattr(module, "bias", None) is not None
         scale, shift, left = fit_logits(old_weight, weight, inputs, has_bias)
         old, new = (x.double()[:_MAX_JUDGED_TOKENS] for x in inputs.judged or (inputs.old, inputs.new))
-        logits = old @ old_weight.double().cpu().t()
+        bias = _logits_bias(self.models[0], head)
         before, after = (
-            _divergence(logits, y @ weight.double().cpu().t()) for y in (new, new * scale + shift)
+            _divergence(old, old_weight, states, weight, bias) for states in (new, new * scale + shift)
         )
         if not after < before:
             return 1.0
@@ -265,11 +266,32 @@ def _last_norm(model: Any) -> str | None:
     return name if name and has_norm_at(model, name) else None
 
 
-def _divergence(target: Tensor, logits: Tensor) -> float:
-    """Return the sum over tokens of the Kullback-Leibler divergence from `target`, both logits [T, N]."""
-    return float(
-        kl_div(logits.log_softmax(dim=-1), target.log_softmax(dim=-1), reduction="sum", log_target=True)
-    )
+def _logits_bias(model: Any, head: str) -> Tensor:
+    """Return what a model adds to the products of its output layer `head`, float64 [1] or [N]."""
+    bias = torch.zeros(1, dtype=torch.float64)
+    for term in (getattr(model.get_submodule(head), "bias", None), getattr(model, "final_logits_bias", None)):
+        if term is not None:  # the latter is a buffer [1, N] of BART and Marian
+            bias = bias + term.detach().double().cpu().flatten()
+    return bias
+
+
+def _divergence(old: Tensor, old_weight: Tensor, new: Tensor, weight: Tensor, bias: Tensor) -> float:
+    """Return the sum over tokens of the Kullback-Leibler divergence of output probabilities.
+
+    Args:
+        old: inputs of the original output layer, float64 [T, D].
+        old_weight: its weight, [N, D].
+        new: inputs of the narrow output layer, float64 [T, k].
+        weight: its weight, [N, k].
+        bias: of the logits of both, float64 [1] or [N].
+    """
+    old_weight, weight = old_weight.double().cpu().t(), weight.double().cpu().t()
+    total = 0.0
+    for states, narrow_states in zip(old.split(_JUDGED_AT_ONCE), new.split(_JUDGED_AT_ONCE), strict=True):
+        target, logits = states @ old_weight + bias, narrow_states @ weight + bias
+        log_p, log_q = target.log_softmax(dim=-1), logits.log_softmax(dim=-1)
+        total += float(kl_div(log_q, log_p, reduction="sum", log_target=True))
+    return total
 
 
 def _find_module(model: Any, point: RefitPoint) -> nn.Module:

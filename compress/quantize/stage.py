@@ -46,7 +46,7 @@ class Quantize(Stage[QuantizeSettings]):
         - quantize: {scheme: int4, low_rank_correction: {rank: 32, iterations: 5}}
         - quantize: {scheme: binary, group_size: 64}
         - quantize: {scheme: int8-static, exclude: auto}
-        - quantize: {scheme: int8-static, activations_symmetric: true}   # for TensorRT
+        - quantize: {scheme: int8-static, activations_symmetric: true}   # TensorRT
         - quantize: {scheme: int8-static, smoothquant_alpha: 0.5}
         - quantize: {scheme: int8-static}   # convolutions of a ResNet, too
         - quantize: {scheme: bnb-nf4}

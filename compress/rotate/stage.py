@@ -88,11 +88,13 @@ class Rotate(Stage[RotateSettings]):
     @classmethod
     def estimate_size(cls, settings: RotateSettings, inputs: SizeInputs) -> StepSize:
         """Return the estimated sizes of the step."""
-        from smelt.models.model_size import one_shot_size
+        from smelt.models.model_size import FLOAT_BYTES, one_shot_size
 
-        return one_shot_size(
-            inputs, samples=settings.calibration_samples if settings.needs_calibration else 1
-        )
+        samples = settings.calibration_samples if settings.needs_calibration else 1
+        # learned: rotated and quantized weights, with what their gradients need
+        copies = 0 if settings.learned is None else 6
+        more_bytes = copies * FLOAT_BYTES * inputs.source.parameters
+        return one_shot_size(inputs, more_bytes=more_bytes, samples=samples)
 
     def __call__(self, src: Artifact, settings: RotateSettings, ctx: Context) -> None:
         """Rotate the model of `src` and write it to `ctx.out`."""

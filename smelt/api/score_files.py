@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,15 @@ def score_files(
         `against_baseline`: the paired difference as in report.json.
 
     Raises:
-        InputError: a file cannot be read, files have different numbers of lines, or unknown metrics.
+        InputError: a file cannot be read, files have different numbers of lines, a text without a reference,
+            or unknown metrics.
         MissingDependencyError: what a metric needs is not installed.
     """
+    if language is not None and not re.fullmatch(r"[A-Za-z]{2,3}([_-]\w+)*", language):
+        raise InputError(
+            f"--language {language}: not an ISO 639 code. Use a code such as de, ja or zh.",
+            code="wrong-value",
+        )
     names, settings = read_metrics(metrics)
     for name in names:
         _require_text_metric(name)
@@ -59,6 +66,7 @@ def score_files(
     texts = {path: _read_texts(path) for path in (hypotheses, *references, *([baseline] if baseline else []))}
     _require_equal_counts(texts)
     by_text = list(zip(*(texts[path] for path in references), strict=True))
+    _require_references(references[0], by_text)
 
     def score(path: Path) -> dict[str, MetricScore]:
         return score_texts(names, texts[path], by_text, settings, language, Path.cwd(), device)
@@ -79,15 +87,16 @@ def score_files(
 
 
 def score_lines(scores: dict[str, dict[str, Any]]) -> list[str]:
-    """Return a line per metric as `quality_lines`, each with one of its difference from the baseline."""
-    lines = quality_lines(scores)
-    if not any("baseline" in entry for entry in scores.values()):
-        return lines
-    return [text for pair in zip(lines, map(_difference_line, scores.items()), strict=True) for text in pair]
+    """Return the lines of each metric: score, difference from the baseline, signature."""
+    lines = []
+    for name, entry in scores.items():
+        lines += [line.rstrip() for line in quality_lines({name: entry | {"signature": ""}})]
+        lines += [_difference_line(name, entry)] if "baseline" in entry else []
+        lines.append(f"  {entry['signature']}")
+    return lines
 
 
-def _difference_line(item: tuple[str, dict[str, Any]]) -> str:
-    name, entry = item
+def _difference_line(name: str, entry: dict[str, Any]) -> str:
     digits, compared = find_metric(name).digits, entry["against_baseline"]
     interval = compared["ci95"]
     ends = "" if interval is None else f" [{interval[0]:+.{digits}f}, {interval[1]:+.{digits}f}]"
@@ -112,9 +121,32 @@ def _require_text_metric(name: str) -> None:
 
 
 def _read_texts(path: Path) -> list[str]:
-    """Return the lines of a file, without their ends."""
+    """Return the lines of a text file, without their ends."""
+    suffix = path.with_suffix("").suffix if path.suffix.lower() == ".gz" else path.suffix
+    if suffix.lower() in (".json", ".jsonl", ".csv", ".parquet"):
+        raise InputError(
+            f"{path}: not a text file. Expected one text per line; score data files with `smelt eval`.",
+            code="wrong-format",
+            file=str(path),
+        )
     with open_text(path, newline="\n") as stream:
         return [line.removesuffix("\n").removesuffix("\r") for line in read_lines(path, stream)]
+
+
+def _require_references(path: Path, references: Sequence[Sequence[str]]) -> None:
+    """Require that each text has a reference that is not blank.
+
+    Raises:
+        InputError: `missing-references`.
+    """
+    for number, texts in enumerate(references, start=1):
+        if not any(text.strip() for text in texts):
+            raise InputError(
+                f"{path}:{number}: the reference is empty. Remove this line from every file.",
+                code="missing-references",
+                file=str(path),
+                line=number,
+            )
 
 
 def _require_equal_counts(texts: dict[Path, list[str]]) -> None:

@@ -374,7 +374,8 @@ def evaluate(artifact: Path, as_json: bool, **options: Any) -> None:
 @click.option(
     "--language",
     metavar="CODE",
-    help="Language of the references, an ISO 639 code (default: by their script).",
+    help="Language of the references, such as ja, ko, th or zh, for BLEU's tokenizer (default: by their"
+    " script).",
 )
 @click.option(
     "--device",

@@ -109,6 +109,22 @@ def test_unreadable_texts_and_unknown_metrics_are_rejected(data, metric, code, t
         score_files(path, [write("references.txt", ["a"])], [metric])
 
 
+def test_text_without_reference_is_rejected_with_line(write):
+    texts, references = write("h.txt", ["a", "b"]), [write("r.txt", ["a", " "]), write("s.txt", ["", ""])]
+    with raises_code("missing-references", InputError) as caught:
+        score_files(texts, references)
+    assert (caught.value.file, caught.value.line) == (str(references[0]), 2)
+    assert score_files(texts, [references[0], write("t.txt", ["a", "b"])])
+
+
+def test_data_files_and_names_of_languages_are_rejected(write):
+    texts = write("h.txt", ["a"])
+    with raises_code("wrong-format", InputError):
+        score_files(write("h.jsonl.gz", ['{"target": "a"}']), [texts])
+    with raises_code("wrong-value", InputError):
+        score_files(texts, [texts], language="german")
+
+
 def test_command_prints_scores_and_differences(write):
     arguments = ["score", "--hypotheses", str(write("h.txt", HYPOTHESES)), "--metric", "chrf"]
     arguments += [

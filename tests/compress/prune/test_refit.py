@@ -205,3 +205,22 @@ def test_last_norm_is_fitted_to_logits_of_tied_output_layer(family, options, tmp
     assert ratios[1] < ratios[0] == 1
     assert errors[1] / errors[0] == pytest.approx(ratios[1], rel=0.15)  # batches differ in length
     assert models[1].get_submodule(head).weight is models[1].get_input_embeddings().weight
+
+
+def test_divergence_of_logits_includes_bias_of_model(tmp_path, monkeypatch):
+    original, _ = load_model(every_family.make_model(tmp_path / "model", "marian"))
+    original.final_logits_bias.normal_(generator=torch.Generator().manual_seed(0))
+    ctx = harness.make_context(tmp_path / "out", "translation")
+    rows = _rows(original, "marian", "translation", ctx, tmp_path)
+    results, divergence = [], width._divergence
+    monkeypatch.setattr(
+        width, "_divergence", lambda *a: results.append((a, divergence(*a))) or results[-1][1]
+    )
+    model, keep = copy.deepcopy(original), torch.arange(hidden_width(original) - 4)
+    prune_hidden_width(model, keep.tolist())
+    refit_width(original, model, keep, rows, ctx)
+    assert len(results) == 2
+    for (old, old_weight, new, weight, _), value in results:
+        bias = original.final_logits_bias.double()
+        p, q = ((x @ w.double().T + bias).softmax(-1) for x, w in ((old, old_weight), (new, weight)))
+        assert value == pytest.approx(float((p * (p.log() - q.log())).sum()))

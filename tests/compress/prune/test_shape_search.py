@@ -138,11 +138,27 @@ def test_budget_below_heads_and_neurons_starts_at_fewest_steps_that_meet_it(fami
     check_save_and_load(ctx.out, tmp_path / "saved")
 
 
-def test_budget_below_smallest_shape_is_rejected(tmp_path):
+def test_budget_below_smallest_shape_is_rejected_before_search(monkeypatch, tmp_path):
     source = every_family.model_with_layers("bert", 2)
+    monkeypatch.setattr(shape_search, "ablation_losses", None)
     with raises_code("budget-too-small", InputError) as caught:
         prune_shape(source, "bert", tmp_path / "out", 0.01, importance="fisher")
     assert caught.value.setting == "budget.parameters"
+
+
+def test_layers_are_chosen_once_for_all_widths(monkeypatch, tmp_path):
+    chosen, losses = [], shape_search.ablation_losses
+
+    def recorded(model, batches, without, ctx, num_trials):
+        chosen.append(num_trials)
+        return losses(model, batches, without, ctx, num_trials)
+
+    monkeypatch.setattr(shape_search, "ablation_losses", recorded)
+    source = every_family.model_with_layers("bert", 3)
+    with raises_code("budget-too-small", InputError):
+        monkeypatch.setattr(shape_search._ShapeSearch, "_require_reachable", lambda _: None)
+        prune_shape(source, "bert", tmp_path / "out", 0.01, importance="fisher")
+    assert chosen == [3, 2]
 
 
 @pytest.mark.parametrize(

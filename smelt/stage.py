@@ -425,10 +425,10 @@ class Stage(ABC, Generic[SettingsT]):
         return {}
 
     @classmethod
-    def poor_order(cls, settings: SettingsT, earlier: Collection[str]) -> str | None:
+    def poor_order(cls, settings: SettingsT, earlier: Mapping[str, Settings]) -> str | None:
         """Return why the step gives poor results after the stages `earlier`, and what to do; None if not.
 
-        Called for every step with the stages of its ancestors.
+        Called for every step with the stages of its ancestors, and the settings of the nearest of each.
         """
         return None
 

@@ -44,7 +44,7 @@ from smelt.data.splits import Example, Label, Split
 from smelt.data.tasks import Task, task_traits, tasks_with
 from smelt.models.model_size import SizeInputs, StepSize
 from smelt.models.text_rules import read_text_rules
-from smelt.stage import Context, Need, Stage
+from smelt.stage import Context, Need, Settings, Stage
 from smelt.tasks.read_split import UNLABELED, UNLABELED_TASKS
 from smelt.training.settings import TrainingSettings, lighter_trainings, needed_by_training
 
@@ -113,7 +113,7 @@ class Distill(Stage[DistillSettings]):
         }
 
     @classmethod
-    def poor_order(cls, settings: DistillSettings, earlier: Collection[str]) -> str | None:
+    def poor_order(cls, settings: DistillSettings, earlier: Mapping[str, Settings]) -> str | None:
         """Return that the work of earlier stages on the layers that the student lacks is lost."""
         stages = " and ".join(sorted({"prune", "factorize"} & set(earlier)))
         if not stages or settings.student is None or settings.replaces_model:

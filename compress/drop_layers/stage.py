@@ -22,7 +22,7 @@ from smelt.data.tasks import Task
 from smelt.models.families.family import STACK_NAMES
 from smelt.models.families.registry import FAMILIES, family_of
 from smelt.models.model_size import SizeInputs, StepSize, count_parameters, one_shot_size
-from smelt.stage import Context, Need, Stage
+from smelt.stage import Context, Need, Settings, Stage
 
 if TYPE_CHECKING:
     from smelt.models.families.family import Stack
@@ -74,7 +74,7 @@ class DropLayers(Stage[DropLayersSettings]):
         return invalidated if settings.parts else invalidated | {"parts": LAYERS_AFTER_PARTS_ERROR}
 
     @classmethod
-    def poor_order(cls, settings: DropLayersSettings, earlier: Collection[str]) -> str | None:
+    def poor_order(cls, settings: DropLayersSettings, earlier: Mapping[str, Settings]) -> str | None:
         """Return that the work of earlier stages on the removed layers is lost."""
         stages = " and ".join(sorted({"prune", "factorize"} & set(earlier)))
         return (

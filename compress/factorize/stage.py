@@ -15,7 +15,7 @@ from smelt.core.messages import Message, error_message, with_article
 from smelt.data.splits import Split, missing_labels_errors
 from smelt.data.tasks import Task
 from smelt.models.model_size import SizeInputs, StepSize, one_shot_size
-from smelt.stage import Context, Need, Stage
+from smelt.stage import Context, Need, Settings, Stage
 
 if TYPE_CHECKING:
     from torch import nn
@@ -68,7 +68,7 @@ class Factorize(Stage[FactorizeSettings]):
     settings_type: ClassVar[type[FactorizeSettings]] = FactorizeSettings
 
     @classmethod
-    def poor_order(cls, settings: FactorizeSettings, earlier: Collection[str]) -> str | None:
+    def poor_order(cls, settings: FactorizeSettings, earlier: Mapping[str, Settings]) -> str | None:
         """Return that factorized matrices have no zeros."""
         if "sparsify" not in earlier:
             return None

@@ -21,7 +21,7 @@ from smelt.data.splits import Split, missing_labels_errors
 from smelt.data.tasks import Task
 from smelt.models.model_size import FLOAT_BYTES, SizeInputs, StepSize, one_shot_size
 from smelt.quantization.schemes.registry import STATIC_SCHEME
-from smelt.stage import Context, Need, QuantizedInput, Stage
+from smelt.stage import Context, Need, QuantizedInput, Settings, Stage
 
 
 class Prune(Stage[PruneSettings]):
@@ -89,7 +89,7 @@ class Prune(Stage[PruneSettings]):
         return split_pruning_error(quantized, cls.name)
 
     @classmethod
-    def poor_order(cls, settings: PruneSettings, earlier: Collection[str]) -> str | None:
+    def poor_order(cls, settings: PruneSettings, earlier: Mapping[str, Settings]) -> str | None:
         """Return that units of factorized layers are not removed."""
         if "factorize" not in earlier:
             return None

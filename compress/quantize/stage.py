@@ -85,6 +85,23 @@ class Quantize(Stage[QuantizeSettings]):
         return frozenset() if is_plain_rtn else frozenset({"codes"})
 
     @classmethod
+    def poor_order(cls, settings: QuantizeSettings, earlier: Mapping[str, Settings]) -> str | None:
+        """Return that rotations were learned for another scheme or other options."""
+        # RotateSettings, which import these settings
+        rotation: Any = earlier.get("rotate")
+        learned = None if rotation is None else rotation.learned
+        if learned is None or settings.mixed_precision is not None:
+            return None
+        wanted, learned_for = (
+            {"scheme": s.scheme, **s.scheme_options(s.scheme)} for s in (settings, learned.quantization)
+        )
+        different = {name: value for name, value in wanted.items() if learned_for.get(name) != value}
+        if not different:
+            return None
+        text = ", ".join(f"{name}: {value}" for name, value in different.items())
+        return f"The rotations were learned for other weights. Set rotate: {{learned: {{{text}}}}}."
+
+    @classmethod
     def needs_with(cls, settings: QuantizeSettings, available: Collection[str] = ()) -> frozenset[Need]:
         """Return the data that the settings need: calibration data if available, else train."""
         if not settings.needs_calibration:

@@ -317,7 +317,8 @@ def poor_order_warnings(draft: StepDraft, above: Sequence[StepDraft]) -> Iterato
     """Yield warnings about a step after the steps `above`, nearest first."""
     location: Any = {"step": draft.name, "line": draft.entry.line}
     if draft.stage_class is not None and draft.settings is not None:
-        reason = draft.stage_class.poor_order(draft.settings, {d.entry.stage for d in above})
+        earlier = {d.entry.stage: d.settings for d in reversed(above) if d.settings is not None}
+        reason = draft.stage_class.poor_order(draft.settings, earlier)
         if reason is not None:
             yield warning("poor-order", reason, **location)
         if draft.settings.replaces_model:

@@ -240,3 +240,14 @@ def test_units_and_weights_can_be_removed_after_quantize(translator, scheme, lat
     assert plan(
         translator, f"[quantize: {{scheme: {scheme}}}, {later}, onnx: {{generation_graph: false}}]"
     ).steps
+
+
+@pytest.mark.parametrize(("quantize", "is_other"), [
+    ("{scheme: int4}", False), ("{scheme: int4, group_size: 64, method: gptq}", False),
+    ("{scheme: int3}", True), ("{scheme: int4, group_size: 32}", True),
+    ("{mixed_precision: {target_bits: 4}}", False),
+])  # fmt: skip
+def test_rotations_learned_for_other_weights_warn(translator: Path, quantize: str, is_other: bool) -> None:
+    rotate = "{rotate: {targets: [heads], learned: {scheme: int4}}}"
+    warnings = advice(plan(translator, f"[{rotate}, {{quantize: {quantize}}}]"))
+    assert [w.step for w in warnings if w.code == "poor-order"] == ["quantize"] * is_other

@@ -182,10 +182,10 @@ class _ShapeSearch:
 
     def _without_layers(self, shape: _Shape) -> tuple[Any, list[Edit]]:
         """Return a copy of the model without the removed layers of `shape`, and its edits."""
-        model, edits, kept = copy.deepcopy(self._model), list(self._edits), self._kept_layers(shape)
+        model, edits, layers = copy.deepcopy(self._model), list(self._edits), self._kept_layers(shape)
         for stack in self._stacks:
-            if len(kept[stack.name]) < len(stack.modules(model)):
-                edits, _ = keep_layers(model, edits, stack.name, kept[stack.name], "first", stage="prune")
+            if len(layers[stack.name]) < len(stack.modules(model)):
+                edits, _ = keep_layers(model, edits, stack.name, layers[stack.name], "first", stage="prune")
         return model, edits
 
     def _next_layer(self, removed: frozenset[UnitId], stack_name: str) -> UnitId | None:
@@ -248,7 +248,7 @@ class _ShapeSearch:
         with model_on_device(model, ctx) as device:
             loss = mean_loss(model, self._samples.batches, label_objective(), "fp32", device)
         self.results[-1]["loss"] = round(loss, 6)
-        counts = ", ".join(f"{len(kept)} {name.replace('_', ' ')}" for name, kept in layers.items())
+        counts = ", ".join(f"{len(indices)} {name.replace('_', ' ')}" for name, indices in layers.items())
         shape_text = f"{counts}, width {shape.width}" if self._width else counts
         ctx.log(f"prune: candidate with {shape_text}: loss {loss:.4f}")
         return _Candidate(shape, model, edits, ctx, loss, allocation.costs.total <= allocation.limit)

@@ -29,7 +29,7 @@ class UnicodeTokenizer:
         """Split `text` into words."""
         text = unicodedata.normalize("NFC", text).lower()
         text = _NO_LETTER.sub(lambda hit: hit[0] if _is_mark(hit[0]) else " ", text)
-        return UNSPACED_PATTERN.sub(r" \1 ", text).split()
+        return re.sub(UNSPACED_PATTERN, r" \g<0> ", text).split()
 
 
 def _is_mark(character: str) -> bool:

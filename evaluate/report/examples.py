@@ -235,8 +235,9 @@ def _count_predictions(score: Mapping[str, Any], labels: int) -> Any:
 
 
 _PUNCTUATION = re.escape("""!"#$%&()*+,./:;<=>?@[\\]^`{|}~…–—„“”«»‹›¡¿。、，！？；：（）「」『』【】،؛؟।""")
-_UNSPACED = UNSPACED_PATTERN.pattern.strip("()")
-_TOKEN = re.compile(rf"\s+|{_UNSPACED}|[{_PUNCTUATION}]|(?:(?!{_UNSPACED})[^\s{_PUNCTUATION}])+")
+_TOKEN = re.compile(
+    rf"\s+|{UNSPACED_PATTERN}|[{_PUNCTUATION}]|(?:(?!{UNSPACED_PATTERN})[^\s{_PUNCTUATION}])+"
+)
 Marked = Sequence[tuple[bool, str]]  # whether a part differs, and its text
 
 

@@ -32,7 +32,6 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -158,6 +157,8 @@ def gc_paused() -> Iterator[None]:
 
 def package_problem(package: str, oldest: str) -> str | None:
     """Return the problem if `package` is not installed at release `oldest` or later, else None."""
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         installed = version(package)
     except PackageNotFoundError:
@@ -174,6 +175,8 @@ def install_command(package: str, oldest: str) -> str:
 
 def package_versions(names: Sequence[str]) -> dict[str, str]:
     """Return the versions of those packages in `names` that are installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
     versions = {}
     for name in names:
         try:

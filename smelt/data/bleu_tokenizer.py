@@ -30,13 +30,12 @@ _SCRIPT_RANGES: tuple[tuple[str, str], ...] = (
     ("myanmar", "\u1000-\u109f\ua9e0-\ua9ff\uaa60-\uaa7f"),
     ("khmer", "\u1780-\u17ff\u19e0-\u19ff"),
 )
-_SCRIPT_PATTERNS = {name: re.compile(f"[{block}]") for name, block in _SCRIPT_RANGES}
+# Strings: `re` compiles and keeps them at their first use, not at each start of the command line.
+_SCRIPTS = {name: f"[{block}]" for name, block in _SCRIPT_RANGES}
 _SPACED_SCRIPTS = frozenset({"hangul"})
-_ANY_SCRIPT_PATTERN = re.compile("[" + "".join(block for _, block in _SCRIPT_RANGES) + "]")
-UNSPACED_PATTERN = re.compile(
-    "([" + "".join(block for name, block in _SCRIPT_RANGES if name not in _SPACED_SCRIPTS) + "])"
-)
-"""A letter of a script without spaces between words."""
+_ANY_SCRIPT_PATTERN = "[" + "".join(block for _, block in _SCRIPT_RANGES) + "]"
+UNSPACED_PATTERN = "[" + "".join(block for name, block in _SCRIPT_RANGES if name not in _SPACED_SCRIPTS) + "]"
+"""Regular expression of a letter of a script without spaces between words."""
 
 # Share of a script among the letters of a reference for the reference to count as that script (Chinese with
 # names in Latin letters is Chinese, an English text that quotes one Chinese word is English), and share of
@@ -97,9 +96,9 @@ def _detect_script(references: Iterable[str]) -> tuple[str | None, bool]:
     for text in references:
         letters = "".join(filter(str.isalpha, text))
         total += bool(letters)
-        if _ANY_SCRIPT_PATTERN.search(letters) is None:
+        if re.search(_ANY_SCRIPT_PATTERN, letters) is None:
             continue
-        script_counts = {name: len(pattern.findall(letters)) for name, pattern in _SCRIPT_PATTERNS.items()}
+        script_counts = {name: len(re.findall(pattern, letters)) for name, pattern in _SCRIPTS.items()}
         characters.update(script_counts)
         name = max(script_counts, key=lambda name: script_counts[name])
         if script_counts[name] >= _MIN_SCRIPT_SHARE * len(letters):

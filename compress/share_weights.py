@@ -63,7 +63,7 @@ class ShareWeightsSettings(Settings):
     dtype: StoredDtype = "keep"
 
     @model_validator(mode="after")
-    def _one(self) -> Self:
+    def _check_groups(self) -> Self:
         if self.groups is not None and self.group_size is not None:
             raise SettingError("set either groups or group_size, not both", code="settings-conflict")
         return self

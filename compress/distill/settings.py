@@ -111,7 +111,7 @@ class LossWeights(Settings):
         return errors
 
     @model_validator(mode="after")
-    def _something(self) -> LossWeights:
+    def _check_weights(self) -> LossWeights:
         if self.labels == 0 and not self.uses_teacher():
             raise SettingError("all loss weights are 0; at least one must be above 0", code="no-loss")
         return self
@@ -138,7 +138,7 @@ class PhaseWeights(LossWeights):
         return {name: getattr(self, name) or 0.0 for name in _VECTOR_LOSS_DEFAULTS}
 
     @model_validator(mode="after")
-    def _something(self) -> PhaseWeights:
+    def _check_weights(self) -> PhaseWeights:
         if not any(getattr(self, name) for name in type(self).model_fields):
             raise SettingError("all weights are 0; at least one must be above 0", code="no-loss")
         return self
@@ -260,7 +260,7 @@ class StudentSettings(Settings):
         return report
 
     @model_validator(mode="after")
-    def _of_one_kind(self) -> Self:
+    def _check_combination(self) -> Self:
         explicit = sorted(self.model_fields_set - {"layer_selection"})
         if self.is_external and len(explicit) > 1:
             raise SettingError(
@@ -271,7 +271,7 @@ class StudentSettings(Settings):
 
     @field_validator("encoder_layers", "decoder_layers", "layers")
     @classmethod
-    def _positive(cls, value: LayerChoice | None) -> LayerChoice | None:
+    def _check_layer_choice(cls, value: LayerChoice | None) -> LayerChoice | None:
         if (isinstance(value, int) and value < 1) or value == []:
             raise SettingError("the student keeps no layer; keep at least one", code="nothing-kept")
         return value
@@ -306,7 +306,7 @@ class SequenceSettings(Settings):
     batch_size: int = Field(default=32, ge=1, description="samples generated at once")
 
     @model_validator(mode="after")
-    def _among_beams(self) -> Self:
+    def _check_beams(self) -> Self:
         if self.best_of is not None and self.best_of > self.num_beams:
             raise SettingError(
                 f"best_of: {self.best_of} needs num_beams >= best_of; num_beams is {self.num_beams}",
@@ -418,11 +418,11 @@ class DistillSettings(TechniqueTrainingSettings):
 
     @field_validator("student", mode="before")
     @classmethod
-    def _folder(cls, value: Any) -> Any:
+    def _convert_student(cls, value: Any) -> Any:
         return {"model": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _one_way(self) -> Self:
+    def _check_phases(self) -> Self:
         if self.phases is not None and "losses" in self.model_fields_set:
             raise SettingError(
                 "with `phases` each phase has its own losses; remove `losses`",
@@ -431,7 +431,7 @@ class DistillSettings(TechniqueTrainingSettings):
         return self
 
     @model_validator(mode="after")
-    def _no_cache_of_packed_samples(self) -> Self:
+    def _check_cached_logits(self) -> Self:
         if self.packing and self.cache_logits is not None:
             raise SettingError(
                 "cache_logits stores the teacher's outputs of single samples; remove packing or cache_logits",
@@ -441,13 +441,13 @@ class DistillSettings(TechniqueTrainingSettings):
 
     @field_validator("teacher", mode="before")
     @classmethod
-    def _folder_of_teacher(cls, value: Any) -> Any:
+    def _convert_teacher(cls, value: Any) -> Any:
         if isinstance(value, dict):
             return (value,)
         return tuple(value) if isinstance(value, list) else value  # JSON has lists instead of tuples
 
     @model_validator(mode="after")
-    def _teachers_together(self) -> Self:
+    def _check_teachers(self) -> Self:
         teachers = self.all_teachers()
         if not teachers:
             raise SettingError("teacher: the list is empty. Add at least one teacher", code="missing-setting")
@@ -476,7 +476,7 @@ class DistillSettings(TechniqueTrainingSettings):
         return (self.teacher,) if isinstance(self.teacher, str) else self.teacher
 
     @model_validator(mode="after")
-    def _looks_where_it_says(self) -> Self:
+    def _check_inner_losses(self) -> Self:
         inner = {name for training in self.phase_settings() for name in training.losses.inner_weights()}
         if self.layer_map != "uniform" and not inner:
             raise SettingError(

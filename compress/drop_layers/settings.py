@@ -54,7 +54,7 @@ class DropLayersSettings(Settings):
 
     @field_validator("encoder_layers", "decoder_layers", "layers")
     @classmethod
-    def _positive(cls, value: LayerChoice | None) -> LayerChoice | None:
+    def _check_layer_choice(cls, value: LayerChoice | None) -> LayerChoice | None:
         if (isinstance(value, int) and value < 1) or value == []:
             raise SettingError("the number of layers to keep is 0; keep at least one", code="nothing-kept")
         return value
@@ -65,7 +65,7 @@ class DropLayersSettings(Settings):
         return () if self.targets == _WHOLE_LAYERS else tuple(dict.fromkeys(self.targets))
 
     @model_validator(mode="after")
-    def _parts_or_layers(self) -> Self:
+    def _check_targets(self) -> Self:
         if self.parts and "layers" in self.parts:
             raise SettingError(
                 "layers cannot be combined with other targets; use [layers] for whole layers, or only parts",

@@ -84,7 +84,7 @@ class FactorizeSettings(Settings):
     dtype: StoredDtype = "keep"
 
     @model_validator(mode="after")
-    def _one(self) -> FactorizeSettings:
+    def _check_rank(self) -> FactorizeSettings:
         set_fields = [
             n for n in ("energy", "rank", "keep_ratio", "parameter_budget") if getattr(self, n) is not None
         ]
@@ -111,7 +111,7 @@ class FactorizeSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def _of_targets(self) -> FactorizeSettings:
+    def _check_targets(self) -> FactorizeSettings:
         if self.targets == "layers" and self.frequency_weighted is not None:
             raise SettingError(
                 "frequency_weighted has no effect without targets: embeddings; remove it",

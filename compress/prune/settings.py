@@ -47,7 +47,7 @@ class Budget(Settings):
     )
 
     @model_validator(mode="after")
-    def _one(self) -> Self:
+    def _check_measure(self) -> Self:
         measures = [name for name in BUDGET_MEASURES if getattr(self, name) is not None]
         if len(measures) != 1:
             measures_text = " and ".join(measures) or "none"
@@ -141,7 +141,7 @@ class PruneSettings(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _by_targets(cls, value: Any) -> Any:
+    def _fill_defaults(cls, value: Any) -> Any:
         """Choose the targets that keep_ratio or a budget means, and the importance that they need."""
         if not isinstance(value, dict):
             return value
@@ -164,7 +164,7 @@ class PruneSettings(Settings):
         return value | {"importance": "obs" if refits else "fisher"}
 
     @model_validator(mode="after")
-    def _refit_of_scores(self) -> Self:
+    def _check_reconstruct(self) -> Self:
         if self.importance == "obs" and not self.reconstruct:
             raise SettingError(
                 "importance: obs scores a removal by the loss after a refit; remove reconstruct: false, or"
@@ -174,7 +174,7 @@ class PruneSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def _ratio_of_each(self) -> Self:
+    def _check_keep_ratio(self) -> Self:
         if isinstance(self.keep_ratio, dict) and set(self.keep_ratio) != set(self.targets):
             raise SettingError(
                 f"keep_ratio has values for {', '.join(self.keep_ratio) or 'nothing'}, but targets are"
@@ -184,7 +184,7 @@ class PruneSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def _importance_of_targets(self) -> Self:
+    def _check_importance(self) -> Self:
         supported = IMPORTANCES[self.importance].targets
         scored = set(self.targets) - ({"layers", "width"} if self.searches_shape else {"layers"})
         if not scored <= set(supported):
@@ -197,7 +197,7 @@ class PruneSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def _layers_and_width(self) -> Self:
+    def _check_layers_and_width(self) -> Self:
         if self.searches_shape and {"heads", "ffn"}.isdisjoint(self.targets):
             raise SettingError(
                 "a budget is met by removing heads and neurons, in addition to layers and width; add heads or"
@@ -225,7 +225,7 @@ class PruneSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def _channels_alone(self) -> Self:
+    def _check_channels(self) -> Self:
         if "channels" not in self.targets:
             return self
         if len(set(self.targets)) > 1:
@@ -246,7 +246,7 @@ class PruneSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def _one_size(self) -> Self:
+    def _check_budget(self) -> Self:
         if self.budget is None:
             return self
         both = sorted(self.model_fields_set.intersection(_REPLACED_BY_BUDGET))
@@ -410,7 +410,7 @@ class LearnedMasksSettings(Settings):
     multiple_of: int = Field(default=8, ge=1, description="kept neurons or channels are a multiple of this")
 
     @model_validator(mode="after")
-    def _something(self) -> Self:
+    def _check_targets(self) -> Self:
         if not (self.targets or self.parts):
             raise SettingError(
                 "targets and parts are both empty, so there is nothing to mask; set targets, such as"

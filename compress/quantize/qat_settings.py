@@ -39,7 +39,7 @@ class QatSettings(Settings):
         return report
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _check_learning_rate(self) -> Self:
         if "learning_rate" in self.model_fields_set and self.scales != "lsq":
             raise SettingError(
                 "learning_rate has no effect without scales: lsq; set it, or remove learning_rate",

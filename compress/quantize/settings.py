@@ -74,7 +74,7 @@ class MixedPrecision(Settings):
     )
 
     @model_validator(mode="after")
-    def _one(self) -> Self:
+    def _check_target(self) -> Self:
         if (self.target_bits is None) == (self.max_drop is None):
             raise SettingError("set either target_bits or max_drop", code="settings-conflict")
         if self.metric is not None and self.max_drop is None:
@@ -211,7 +211,7 @@ class QuantizeSettings(SchemeSettings):
 
     @field_validator("exclude", mode="before")
     @classmethod
-    def _one_word(cls, value: Any) -> Any:
+    def _convert_auto(cls, value: Any) -> Any:
         return [value] if value == AUTO else value
 
     @property
@@ -219,7 +219,7 @@ class QuantizeSettings(SchemeSettings):
         return f"scheme {self.scheme}" if self.mixed_precision is None else "the schemes of mixed_precision"
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _check_combination(self) -> Self:
         self._check_bits()
         self._check_smoothquant()
         self._check_rows()

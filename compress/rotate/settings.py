@@ -36,7 +36,7 @@ class LearnedRotations(SchemeSettings):
         return {name: value for name, value in report.items() if value is not None}
 
     @model_validator(mode="after")
-    def _options_of_scheme(self) -> Self:
+    def _check_options(self) -> Self:
         check_scheme_options([self.scheme], self, f"scheme {self.scheme}", mixed=False)
         return self
 
@@ -68,7 +68,7 @@ class RotateSettings(Settings):
         return self.method == "pca" or self.learned is not None
 
     @model_validator(mode="after")
-    def _principal_axes_of_states(self) -> Self:
+    def _check_combination(self) -> Self:
         if self.calibration_samples and not self.needs_calibration:
             raise SettingError(
                 "calibration_samples has no effect without method: pca or learned; remove it",

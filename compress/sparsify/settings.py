@@ -71,13 +71,13 @@ class GradualSparsitySettings(Settings):
 
     @field_validator("pattern")
     @classmethod
-    def _reads(cls, value: str | None) -> str | None:
+    def _check_pattern(cls, value: str | None) -> str | None:
         if value is not None:
             parse_pattern(value)
         return value
 
     @model_validator(mode="after")
-    def _fit(self) -> Self:
+    def _check_combination(self) -> Self:
         set_fields = self.model_fields_set
         if self.end <= self.start:
             raise SettingError(

@@ -56,13 +56,13 @@ class SparsifySettings(Settings):
 
     @field_validator("pattern")
     @classmethod
-    def _reads(cls, value: str | None) -> str | None:
+    def _check_pattern(cls, value: str | None) -> str | None:
         if value is not None:
             parse_pattern(value)
         return value
 
     @model_validator(mode="after")
-    def _one(self) -> SparsifySettings:
+    def _check_sparsity(self) -> SparsifySettings:
         if self.sparsity is not None and self.pattern is not None:
             raise SettingError("set either sparsity or pattern, not both", code="settings-conflict")
         return self

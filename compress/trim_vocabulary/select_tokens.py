@@ -297,7 +297,7 @@ class TrimVocabularySettings(Settings):
     dtype: StoredDtype = "keep"
 
     @model_validator(mode="after")
-    def _one(self) -> Self:
+    def _check_size(self) -> Self:
         if sum(value is not None for value in (self.min_count, self.coverage, self.size)) > 1:
             raise SettingError("set only one of min_count, coverage and size", code="settings-conflict")
         return self

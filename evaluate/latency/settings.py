@@ -63,7 +63,7 @@ class LatencySettings(Settings):
 
     @field_validator("batch_sizes")
     @classmethod
-    def _positive(cls, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    def _check_batch_sizes(cls, sizes: tuple[int, ...]) -> tuple[int, ...]:
         if not sizes or len(set(sizes)) != len(sizes) or any(not 1 <= s <= 4096 for s in sizes):
             raise SettingError(
                 f"expected distinct integers from 1 to 4096, got {list(sizes)}", code="wrong-value"

@@ -26,7 +26,7 @@ class BleuSettings(Settings):
 
     @field_validator("tokenize")
     @classmethod
-    def _is_known(cls, value: str | None) -> str | None:
+    def _check_tokenizer(cls, value: str | None) -> str | None:
         if value is not None and value not in BLEU_TOKENIZERS:
             hint = did_you_mean(value, BLEU_TOKENIZERS)
             raise SettingError(f"expected one of {', '.join(BLEU_TOKENIZERS)}.{hint}", code="wrong-value")

@@ -113,7 +113,7 @@ class QuantizeOnnxSettings(Settings):
 
     @field_validator("exclude", mode="before")
     @classmethod
-    def _as_tuple(cls, value: Any) -> Any:
+    def _convert_exclude(cls, value: Any) -> Any:
         return (value,) if value == AUTO else tuple(value) if isinstance(value, list) else value
 
     @model_validator(mode="after")

@@ -76,7 +76,7 @@ class Windows(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _fits(self) -> Windows:
+    def _check_stride(self) -> Windows:
         if self.length is not None and self.stride is not None and self.stride > self.length:
             raise SettingError(
                 f"stride {self.stride} is larger than length {self.length}, so text between two"

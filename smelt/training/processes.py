@@ -66,7 +66,7 @@ class LaunchSettings(Settings):
     )
 
     @model_validator(mode="after")
-    def _strategy_has_settings(self) -> Self:
+    def _check_strategy(self) -> Self:
         if self.config_file is not None and "strategy" not in self.model_fields_set:
             return self  # the file has it, and is checked
         if self.cpu_offload and self.strategy == "ddp":

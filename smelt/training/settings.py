@@ -165,7 +165,7 @@ class TrainingSettings(Settings):
 
     @field_validator("optimizer")
     @classmethod
-    def _known_optimizer(cls, name: str) -> str:
+    def _check_optimizer(cls, name: str) -> str:
         if name not in OPTIMIZERS:
             raise SettingError(
                 f"'{name}' is not supported; supported: {', '.join(sorted(OPTIMIZERS))}",
@@ -174,7 +174,7 @@ class TrainingSettings(Settings):
         return name
 
     @model_validator(mode="after")
-    def _selects(self) -> Self:
+    def _check_validations(self) -> Self:
         if self.metric_for_best_model != LOSS_METRIC and not self.num_evals:
             raise SettingError(
                 f"metric_for_best_model: {self.metric_for_best_model[:60]} requires validations during"

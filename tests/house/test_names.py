@@ -96,6 +96,16 @@ def test_functions_bind_no_banned_names() -> None:
     ] == []
 
 
+def test_validators_of_settings_say_what_they_do() -> None:
+    validator = re.compile(r"@(?:model|field)_validator\(.*\)\n(?:\s*@classmethod\n)?\s*def (\w+)")
+    assert [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path, text in texts_of(".py").items()
+        for name in validator.findall(text)
+        if not name.startswith(("_check_", "_convert_", "_fill_", "_mark_"))
+    ] == []
+
+
 def test_test_names_are_condition_and_result() -> None:
     assert [
         f"{path.relative_to(ROOT)}: {name}: {part} -> {BANNED_IN_TEST_NAMES[part]}"

@@ -111,7 +111,7 @@ class Tied(nn.Module):
         super().__init__()
         self.attentions = ()
         self.head = layer(scheme)
-        self.words = quantize_module(nn.Embedding(40, 48), scheme, WHOLE)
+        self.words = quantize_module(nn.Embedding(40, 48), scheme, self.head.matrix.options)
         self.words.matrix = self.head.matrix
 
     def forward(self, ids):

@@ -72,7 +72,7 @@ class SplitFractions(Settings):
     validation: float | None = Field(default=None, gt=0, lt=1, description="fraction of train")
 
     @model_validator(mode="after")
-    def _require_remainder(self) -> Self:
+    def _check_fractions(self) -> Self:
         if sum(self.named_fractions().values()) >= 1:
             raise SettingError(
                 "the fractions leave no training samples. Their sum must be less than 1",

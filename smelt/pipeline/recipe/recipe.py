@@ -121,7 +121,7 @@ class ScoreSettings(Settings):
 
     @field_validator("latency")
     @classmethod
-    def _false_is_none(cls, value: LatencySettings | bool | None) -> LatencySettings | None:
+    def _convert_false(cls, value: LatencySettings | bool | None) -> LatencySettings | None:
         return value if isinstance(value, LatencySettings) else None
 
 
@@ -200,7 +200,7 @@ class RecipeKeys(Settings):
 
     @field_validator("device")
     @classmethod
-    def _known_device(cls, name: str) -> str:
+    def _check_device(cls, name: str) -> str:
         if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", name):
             devices = ("auto", "cpu", "cuda", "cuda:1")
             raise SettingError(

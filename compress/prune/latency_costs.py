@@ -308,7 +308,7 @@ def latency_costs(
     Args:
         model: float, on the CPU.
         groups: the groups of its units.
-        sequence_length: tokens; None for 128, limited by the model's positions.
+        sequence_length: tokens; None: see `resolve_sequence_length`.
         runtime: runtime of the timings: ort-cpu, ort-cpu-int8, torch.
         multiples: by group, the kept units are a multiple of this.
         ctx: threads (default one) and progress.

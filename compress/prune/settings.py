@@ -12,7 +12,7 @@ from smelt.compress.prune.importances.registry import IMPORTANCES
 from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message, warning, with_article
 from smelt.data.tasks import Task, task_traits
-from smelt.models.families.registry import FAMILIES, find_family, no_blocks_reason
+from smelt.models.families.registry import FAMILIES, find_family, no_blocks_reason, reads_images
 from smelt.models.text_rules import position_limit
 from smelt.stage import Settings, StoredDtype
 
@@ -40,7 +40,7 @@ class Budget(Settings):
     sequence_length: int | None = Field(
         default=None,
         ge=1,
-        description="for flops and latency: tokens; default: the mean of the data",
+        description="for flops and latency: tokens; default: the mean of the data; not for images",
     )
     measure_on: Literal["ort-cpu", "ort-cpu-int8", "torch"] | None = Field(
         default=None, description="runtime of the timings; default: ort-cpu"
@@ -311,15 +311,18 @@ def check_units(targets: Sequence[str], config: Mapping[str, Any]) -> list[Messa
 
 
 def check_length(length: int | None, config: Mapping[str, Any]) -> list[Message]:
-    """Return an error if a budget's sequence length exceeds the model's position limit.
+    """Return an error if a budget's sequence length exceeds the model's position limit, or is of images.
 
     Args:
-        length: tokens; None to use the model's own limit.
+        length: tokens; None for the default.
         config: as in `check_units`.
 
     Returns:
         The error with its setting, or an empty list.
     """
+    if length is not None and reads_images(config):
+        text = "the size of the images decides the number of tokens. Remove sequence_length."
+        return [error_message("unused-setting", text, setting="budget.sequence_length")]
     max_positions = position_limit(config)
     if length is None or max_positions is None or length <= max_positions:
         return []

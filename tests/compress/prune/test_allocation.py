@@ -8,8 +8,9 @@ from smelt.compress.prune.costs import resolve_sequence_length
 from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import count_stored_parameters, load_model
+from tests.support import harness
 from tests.support.expected_errors import raises_code, raises_setting_codes
-from tests.support.models import every_family
+from tests.support.models import every_family, images
 from tests.support.pairs.matrix import matrix_cells
 
 MEASURES = {
@@ -116,3 +117,16 @@ def test_sequence_length_is_mean_length_of_data(family, tmp_path):
         expected = round(sum(len(tokenizer(text).input_ids) for text in texts) / len(texts))
         assert 3 < expected < 30
     assert ctx.details["budget"]["sequence_length"] == expected
+
+
+@pytest.mark.parametrize("measure", ["flops", "latency"])
+def test_budget_of_image_model_counts_its_patches(measure, monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        latency_costs, "time_parts", lambda parts, on, threads: [weights(part) for part in parts]
+    )
+    source = images.write_model(tmp_path / "model", num_hidden_layers=1)
+    data = images.read_rows(images.write_rows(tmp_path / "rows.jsonl"))
+    settings = PruneSettings(budget={measure: 0.7}, importance="random", reconstruct=False)
+    ctx = harness.run_stage(Prune(), settings, source, tmp_path / "out", images.TASK, data)
+    assert ctx.details["budget"]["sequence_length"] == 4 * 4 + 1
+    assert ctx.details["budget"]["left"] <= 0.7

@@ -13,10 +13,12 @@ from smelt.compress.prune.heads_and_neurons import target_groups
 from smelt.compress.prune.settings import PruneSettings
 from smelt.compress.prune.stage import Prune
 from smelt.core.errors import InputError
-from smelt.data.splits import Columns, Example, Split, spread_indices
+from smelt.core.messages import message_codes
+from smelt.data.splits import Columns, Example, Split, Windows, spread_indices
 from smelt.models.checkpoint import count_stored_parameters, load_model
 from smelt.models.hidden_width import hidden_width
 from smelt.stage import QuantizedInput
+from smelt.tasks.encode_split import encode_split
 from smelt.tasks.read_split import read_split
 from tests.support import harness
 from tests.support.expected_errors import raises_code, raises_setting_codes
@@ -99,10 +101,7 @@ def test_reported_loss_is_that_of_written_model_on_samples_held_back(tmp_path):
     assert min(by_candidate) == pytest.approx(sum(losses) / 6, rel=1e-4)
 
 
-@pytest.mark.parametrize(("name", "task", "held_back"), [
-    ("texts", "text-classification", [1, 3, 5]), ("running text", "language-modeling", [27, 28, 29]),
-])  # fmt: skip
-def test_samples_that_compare_candidates_are_in_no_calibration(name, task, held_back, monkeypatch, tmp_path):
+def test_samples_that_compare_candidates_are_in_no_calibration(monkeypatch, tmp_path):
     seen = {}
     monkeypatch.setattr(
         shape_search,
@@ -110,11 +109,33 @@ def test_samples_that_compare_candidates_are_in_no_calibration(name, task, held_
         lambda model, src, count, ctx, *_, **__: seen.update(ctx.data),
     )
     monkeypatch.setattr(shape_search, "spread_indices", lambda *_: [1, 3, 5])
-    split = Split(name, tuple(Example(str(number), label=number % 2) for number in range(30)))
-    ctx, _ = shape_search._hold_back(None, None, harness.make_context(tmp_path, task, {"train": split}))
-    assert [example.text for example in seen["train"].examples] == list(map(str, held_back))
-    others = [str(number) for number in range(30) if number not in held_back]
+    split = Split("texts", tuple(Example(str(number), label=number % 2) for number in range(30)))
+    ctx, _ = shape_search._hold_back(None, None, harness.make_context(tmp_path, TASK, {"train": split}))
+    assert [example.text for example in seen["train"].examples] == ["1", "3", "5"]
+    others = [str(number) for number in range(30) if number not in (1, 3, 5)]
     assert [example.text for example in ctx.data["train"].examples] == others
+    assert message_codes(ctx.warnings) == ["few-held-back-samples"]
+
+
+@pytest.mark.parametrize(("num_windows", "num_held_back", "codes"), [
+    (80, 8, []), (79, 7, ["few-held-back-samples"]), (9, 0, ["few-held-back-samples"]),
+])  # fmt: skip
+def test_last_windows_of_running_text_are_held_back(num_windows, num_held_back, codes, tmp_path):
+    """The text is one sample: what counts is how many windows it has."""
+    folder, windows = every_family.model_with_layers("gpt2", 1), Windows(length=8)
+    source, task = tiny.as_artifact(folder, "language-modeling"), "language-modeling"
+    model, tokenizer = load_model(folder)[0], AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("one two three " * 8 * num_windows).input_ids[: 8 * num_windows + 1]
+    split = Split("text", (Example(tokenizer.decode(ids)),), windows=windows)
+    encoded = encode_split(split, model.config, tokenizer, harness.make_context(tmp_path, task))
+    assert len(encoded) == num_windows
+    ctx, judging = shape_search._hold_back(
+        model, source, harness.make_context(tmp_path, task, {"train": split})
+    )
+    rest = encode_split(ctx.data["train"], model.config, tokenizer, ctx)
+    assert rest == encoded[: num_windows - num_held_back]
+    assert judging.num_samples == (num_held_back or num_windows)
+    assert message_codes(ctx.warnings) == codes
 
 
 @pytest.mark.parametrize(("family", "targets"), [

@@ -433,6 +433,15 @@ class Stage(ABC, Generic[SettingsT]):
         return None
 
     @classmethod
+    def check_size(cls, settings: SettingsT, size: Any) -> list[Message]:
+        """Return the errors for a model of this `smelt.models.model_size.ModelSize`.
+
+        Called for steps on the original model, if it has all weights of its config and no others: only then
+        is the size certain.
+        """
+        return []
+
+    @classmethod
     def estimate_size(cls, settings: SettingsT, inputs: Any) -> Any:
         """Return the sizes of a step, a `smelt.models.model_size.StepSize`; None: those of the model.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -13,6 +14,7 @@ from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message, warning, with_article
 from smelt.data.tasks import Task, task_traits
 from smelt.models.families.registry import FAMILIES, find_family, no_blocks_reason, reads_images
+from smelt.models.model_size import ModelSize, StackSize
 from smelt.models.text_rules import position_limit
 from smelt.stage import Settings, StoredDtype
 
@@ -339,6 +341,28 @@ def count_kept_channels(count: int, settings: PruneSettings) -> int:
     """Return how many of `count` channels are kept: the nearest multiple of `multiple_of`, at least one."""
     multiples = count * settings.keep_ratio_of("width") / settings.multiple_of
     return min(count, max(1, math.floor(multiples + 0.5)) * settings.multiple_of)
+
+
+def least_parameters(settings: PruneSettings, size: ModelSize) -> int:
+    """Return how many parameters a model of this size has at least after its targets are removed.
+
+    Biases, norms and positions are not counted, nor are the last heads.
+    """
+    heads = 0.0 if "heads" in settings.targets else 1.0
+    stacks = [
+        replace(
+            stack.with_units(heads, _least_neurons(stack, settings)),
+            layers=1 if "layers" in settings.targets else stack.layers,
+        )
+        for stack in size.stacks
+    ]
+    return replace(size, stacks=tuple(stacks), other_weights=0).parameters
+
+
+def _least_neurons(stack: StackSize, settings: PruneSettings) -> float:
+    """Return the part of a block's neurons that is always kept."""
+    neurons = stack.matrices[stack.feed_forward - 1][1]
+    return min(1.0, settings.multiple_of / neurons) if "ffn" in settings.targets else 1.0
 
 
 def narrowed_config(settings: PruneSettings, config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -13,13 +14,14 @@ from smelt.compress.prune.settings import (
     check_length,
     check_units,
     fixed_width_errors,
+    least_parameters,
     narrowed_config,
 )
 from smelt.core.artifact import Artifact
-from smelt.core.messages import Message
+from smelt.core.messages import Message, error_message
 from smelt.data.splits import Split, missing_labels_errors
 from smelt.data.tasks import Task
-from smelt.models.model_size import FLOAT_BYTES, SizeInputs, StepSize, one_shot_size
+from smelt.models.model_size import FLOAT_BYTES, ModelSize, SizeInputs, StepSize, one_shot_size
 from smelt.quantization.schemes.registry import STATIC_SCHEME
 from smelt.stage import Context, Need, QuantizedInput, Settings, Stage
 
@@ -132,6 +134,22 @@ class Prune(Stage[PruneSettings]):
         return errors, config if errors else narrowed_config(settings, config)
 
     @classmethod
+    def check_size(cls, settings: PruneSettings, size: ModelSize) -> list[Message]:
+        """Return the error if the smallest shape of a model of this size exceeds a budget of parameters."""
+        budget = settings.budget
+        if budget is None or budget.parameters is None or "width" in settings.targets:
+            return []
+        least = least_parameters(settings, size) / size.parameters
+        if least <= budget.parameters:
+            return []
+        text = (
+            f"{budget.parameters:g} of the model's parameters cannot be reached: with the fewest"
+            f" {', '.join(settings.targets)} at least {math.ceil(1000 * least) / 1000:g} of them remain. Set"
+            " more, or add targets, or remove tokens (trim-vocabulary)."
+        )
+        return [error_message("budget-too-small", text, setting="budget.parameters")]
+
+    @classmethod
     def estimate_size(cls, settings: PruneSettings, inputs: SizeInputs) -> StepSize:
         """Return the estimated sizes of the step: gradients of all weights, if the importance needs them."""
         method = IMPORTANCES[settings.importance]
@@ -142,7 +160,7 @@ class Prune(Stage[PruneSettings]):
         keep_ratios = {target: settings.keep_ratio_of(target) for target in settings.targets}
         result = inputs.result.with_units(keep_ratios.get("heads", 1.0), keep_ratios.get("ffn", 1.0))
         if settings.budget is not None and settings.budget.measure == "parameters":
-            result = inputs.result.scaled_blocks(settings.budget.keep_ratio)
+            result = inputs.source.scaled_to(settings.budget.keep_ratio)
         more_copies = (method.needs == "labels") + 4 * settings.searches_shape  # gradients; candidates
         more_bytes = FLOAT_BYTES * inputs.source.parameters * more_copies
         return one_shot_size(inputs, result=result, more_bytes=more_bytes, streamed=streamed, samples=samples)

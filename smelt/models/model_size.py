@@ -124,6 +124,11 @@ class ModelSize:
         return min(MAX_CALIBRATION_TOKENS, TOKENS_PER_INPUT * max(inputs, default=0))
 
     @property
+    def is_complete(self) -> bool:
+        """Whether the weights are floats, and all that the config shows."""
+        return bool(self.stacks) and self.kept_ratio == 1.0 and self.bytes_per_weight > 1.5
+
+    @property
     def layers(self) -> int:
         """Blocks of all stacks."""
         return sum(stack.layers for stack in self.stacks)
@@ -136,6 +141,18 @@ class ModelSize:
     def scaled_blocks(self, ratio: float) -> ModelSize:
         """Return the size with this part of the blocks' weights."""
         return replace(self, kept_ratio=self.kept_ratio * ratio)
+
+    def scaled_to(self, ratio: float) -> ModelSize:
+        """Return the size with this part of all weights, removed from the blocks where these have as many."""
+        removed = (1 - ratio) * self.parameters
+        if removed < self.block_weights:
+            return self.scaled_blocks(1 - removed / self.block_weights)
+        return replace(
+            self.scaled_blocks(ratio),
+            table_weights=round(ratio * self.table_weights),
+            head_weights=round(ratio * self.head_weights),
+            other_weights=round(ratio * self.other_weights),
+        )
 
     def with_units(self, heads: float, neurons: float) -> ModelSize:
         """Return the size with these parts of the heads and neurons of each block."""

@@ -33,6 +33,8 @@ def test_model_size_equals_transformers_model(family):
     assert size.stored_bytes == pytest.approx(4 * count_parameters(folder), rel=1e-6)
     halved = size_from_config(config).scaled_blocks(0.5)
     assert halved.block_weights == sum(linear) // 2
+    for ratio in (0.9, 0.05):
+        assert size.scaled_to(ratio).parameters == pytest.approx(ratio * size.parameters, abs=2)
 
 
 def test_model_without_blocks_has_size_of_files(tmp_path):

@@ -124,8 +124,8 @@ class _ShapeSearch:
         family: Any = family_of(model)
         self._stacks = list(family.stacks(model.config.to_dict()))
         groups = target_groups(model, settings)
-        self._cost_before = BudgetAllocation(model, groups, src, settings, self._fresh_ctx()).cost_before
-        self._least_cost = self._cost_before
+        self._original = BudgetAllocation(model, groups, src, settings, self._fresh_ctx())
+        self._least_cost = self._original.cost_before
         self._width = hidden_width(model) if "width" in settings.targets else 0
         multiple = settings.multiple_of
         self._width_step = max(1, round(self._width / _WIDTH_STEPS / multiple)) * multiple
@@ -183,7 +183,7 @@ class _ShapeSearch:
         if smallest.width < self._width:
             prune_hidden_width(model, list(range(smallest.width)))
         groups, ctx = target_groups(model, self._settings), self._fresh_ctx()
-        allocation = BudgetAllocation(model, groups, self._src, self._settings, ctx, self._cost_before)
+        allocation = BudgetAllocation(model, groups, self._src, self._settings, ctx, self._original)
         if allocation.least > allocation.limit:
             raise self._too_small_error(allocation.least)
 
@@ -238,7 +238,7 @@ class _ShapeSearch:
             original, channels = copy.deepcopy(model), self._kept_channels(shape.width)
             width_edit = prune_hidden_width(model, channels.tolist())
         groups = target_groups(model, settings)
-        allocation = BudgetAllocation(model, groups, self._src, settings, ctx, self._cost_before)
+        allocation = BudgetAllocation(model, groups, self._src, settings, ctx, self._original)
         self._least_cost = min(self._least_cost, allocation.least)
         if allocation.least > allocation.limit:
             return None
@@ -286,7 +286,7 @@ class _ShapeSearch:
     def _too_small_error(self, least_cost: float) -> InputError:
         assert self._settings.budget is not None
         budget = self._settings.budget
-        minimum = math.ceil(1000 * least_cost / self._cost_before) / 1000
+        minimum = math.ceil(1000 * least_cost / self._original.cost_before) / 1000
         return InputError(
             f"prune: budget: {budget.measure}: {budget.keep_ratio:g} of the model cannot be reached: with the"
             f" fewest {', '.join(self._settings.targets)} it costs {minimum:g}."

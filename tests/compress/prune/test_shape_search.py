@@ -17,6 +17,7 @@ from smelt.core.messages import message_codes
 from smelt.data.splits import Columns, Example, Split, Windows, spread_indices
 from smelt.models.checkpoint import count_stored_parameters, load_model
 from smelt.models.hidden_width import hidden_width
+from smelt.models.model_size import count_parameters
 from smelt.stage import QuantizedInput
 from smelt.tasks.encode_split import encode_split
 from smelt.tasks.read_split import read_split
@@ -154,8 +155,17 @@ def test_budget_below_heads_and_neurons_starts_at_fewest_steps_that_meet_it(fami
     assert losses[0] is None
     assert min(loss for loss in losses if loss is not None) < float("inf")
     model, _ = load_model(ctx.out)
-    assert ctx.details["budget"]["reached"] == count_stored_parameters(model)
-    assert ctx.details["budget"]["left"] <= ratio
+    budget = ctx.details["budget"]
+    assert budget["reached"] == ctx.details["parameters_after"] == count_parameters(ctx.out)
+    assert budget["before"] == ctx.details["parameters_before"] == count_parameters(source)
+    assert budget["left"] <= ratio
+    kept_layers = ctx.details["kept_layers"].values()
+    assert budget["units"]["layers"] == [3 * len(kept_layers), sum(map(len, kept_layers))]
+    tables = [each.get_input_embeddings().weight for each in (full_model, model)]
+    assert budget["units"]["width"] == [table.shape[1] for table in tables]
+    for target, units, details in (("heads", "heads", "kept_heads"), ("ffn", "neurons", "kept_neurons")):
+        before, after = budget["units"][units]
+        assert after == sum(ctx.details[details].values()) <= before or target not in targets
     check_save_and_load(ctx.out, tmp_path / "saved")
 
 

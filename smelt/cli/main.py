@@ -23,6 +23,7 @@ from smelt.cli.commands import (
     package,
     predict,
     shrink,
+    single_value,
     store,
     store_option,
     tensorrt_check,
@@ -355,7 +356,14 @@ def evaluate(artifact: Path, as_json: bool, **options: Any) -> None:
 
 
 @main.command(short_help="Score texts that another program wrote.")
-@click.option("--hypotheses", type=FILE_TYPE, required=True, help="Texts to score, one per line.")
+@click.option(
+    "--hypotheses",
+    type=FILE_TYPE,
+    multiple=True,
+    required=True,
+    callback=single_value,
+    help="Texts to score, one per line.",
+)
 @click.option(
     "--references",
     type=FILE_TYPE,
@@ -363,7 +371,13 @@ def evaluate(artifact: Path, as_json: bool, **options: Any) -> None:
     required=True,
     help="Reference texts, one per line; may be repeated.",
 )
-@click.option("--baseline", type=FILE_TYPE, help="Texts of a baseline, to compare with in pairs.")
+@click.option(
+    "--baseline",
+    type=FILE_TYPE,
+    multiple=True,
+    callback=single_value,
+    help="Texts of a baseline, to compare with in pairs.",
+)
 @click.option(
     "--metric",
     "metrics",

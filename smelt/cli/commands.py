@@ -40,22 +40,6 @@ class _StoreType(click.ParamType[Path | str]):
         return Path(FOLDER_TYPE.convert(value, param, ctx))
 
 
-def single_value(ctx: click.Context, param: click.Parameter, values: tuple[Any, ...]) -> Any:
-    """Return the value of an option declared `multiple` that may be set only once; None if it is not set.
-
-    Raises:
-        InputError: `repeated-option`.
-    """
-    if len(values) > 1:
-        option = param.opts[0]
-        raise InputError(
-            f"{option} is set {len(values)} times: {', '.join(map(str, values))}. Set it once.",
-            code="repeated-option",
-            setting=option,
-        )
-    return values[0] if values else None
-
-
 def store_option(command: Any) -> Any:
     """Add the option for the store of runs."""
     return click.option(

@@ -23,7 +23,6 @@ from smelt.cli.commands import (
     package,
     predict,
     shrink,
-    single_value,
     store,
     store_option,
     tensorrt_check,
@@ -33,6 +32,22 @@ from smelt.cli.stage_help import describe_stage, list_stages
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.system import SAFE_PATH_VARIABLE
 from smelt.data.bleu_tokenizer import BLEU_TOKENIZERS
+
+
+def _single_value(ctx: click.Context, param: click.Parameter, values: tuple[Any, ...]) -> Any:
+    """Return the value of an option declared `multiple` that may be set only once; None if it is not set.
+
+    Raises:
+        InputError: `repeated-option`.
+    """
+    if len(values) > 1:
+        option = param.opts[0]
+        raise InputError(
+            f"{option} is set {len(values)} times: {', '.join(map(str, values))}. Set it once.",
+            code="repeated-option",
+            setting=option,
+        )
+    return values[0] if values else None
 
 
 class _CommandGroup(click.Group):
@@ -361,7 +376,7 @@ def evaluate(artifact: Path, as_json: bool, **options: Any) -> None:
     type=FILE_TYPE,
     multiple=True,
     required=True,
-    callback=single_value,
+    callback=_single_value,
     help="Texts to score, one per line.",
 )
 @click.option(
@@ -375,7 +390,7 @@ def evaluate(artifact: Path, as_json: bool, **options: Any) -> None:
     "--baseline",
     type=FILE_TYPE,
     multiple=True,
-    callback=single_value,
+    callback=_single_value,
     help="Texts of a baseline, to compare with in pairs.",
 )
 @click.option(

@@ -27,7 +27,7 @@ from smelt.compress.prune.costs import (
 )
 from smelt.compress.prune.importances.registry import IMPORTANCES
 from smelt.compress.prune.importances.scores import Groups, UnitScores
-from smelt.compress.prune.latency_costs import latency_costs
+from smelt.compress.prune.latency_costs import TimedPart, latency_costs
 from smelt.compress.prune.settings import Budget, PruneSettings
 from smelt.compress.prune.units import count_units, find_groups
 from smelt.core.artifact import Artifact
@@ -178,7 +178,8 @@ class BudgetAllocation:
         steps = {g.name: 1 for g in groups[0]} | {b.name: settings.multiple_of for b in groups[1]}
         both: list[UnitGroup] = [*groups[0], *groups[1]]
         self._steps = {g.name: min(steps[g.name], g.count(model)) for g in both}
-        self.costs = _unit_costs(model, groups, src, self._budget, self._steps, ctx)
+        self._timings: dict[TimedPart, float] = {} if original is None else original._timings
+        self.costs = _unit_costs(model, groups, src, self._budget, self._steps, ctx, self._timings)
         self.cost_before = self.costs.total if original is None else original.cost_before
         self.units_before = count_units(model) if original is None else original.units_before
         self.limit = self._budget.keep_ratio * self.cost_before
@@ -221,6 +222,7 @@ def _unit_costs(
     budget: Budget,
     steps: dict[str, int],
     ctx: Context,
+    timings: dict[TimedPart, float],
 ) -> UnitCosts:
     both: list[UnitGroup] = [*groups[0], *groups[1]]
     if budget.measure == "parameters":
@@ -231,7 +233,7 @@ def _unit_costs(
     attentions, blocks = find_groups(model)
     all_groups: list[UnitGroup] = [*attentions, *blocks]
     steps = {group.name: group.count(model) for group in all_groups} | steps
-    costs = latency_costs(model, all_groups, length, budget.measure_on or "ort-cpu", steps, ctx)
+    costs = latency_costs(model, all_groups, length, budget.measure_on or "ort-cpu", steps, ctx, timings)
     by_group = {group.name: costs.by_group[group.name] for group in both}
     fixed = costs.total - sum(float(cost[-1]) for cost in by_group.values())
     return replace(costs, fixed=fixed, by_group=by_group)

@@ -15,6 +15,7 @@ from smelt.compress.prune.stage import Prune
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.data.splits import Columns, Example, Split, Windows, spread_indices
+from smelt.models import text_rules
 from smelt.models.checkpoint import count_stored_parameters, load_model
 from smelt.models.hidden_width import hidden_width
 from smelt.models.model_size import count_parameters
@@ -139,6 +140,20 @@ def test_last_windows_of_running_text_are_held_back(num_windows, num_held_back, 
     assert message_codes(ctx.warnings) == codes
 
 
+def test_search_tokenizes_running_text_once(monkeypatch, tmp_path):
+    texts, cut = [], text_rules.cut_windows
+
+    def recorded(split, *arguments, **options):
+        texts.append(split)
+        return cut(split, *arguments, **options)
+
+    monkeypatch.setattr(text_rules, "cut_windows", recorded)
+    source = every_family.model_with_layers("gpt2", 3)
+    ctx = prune_shape(source, "gpt2", tmp_path / "out", 0.9)
+    assert len(ctx.details["candidates"]) > 2
+    assert len(texts) == 1
+
+
 @pytest.mark.parametrize(("family", "targets"), [
     ("marian", ["layers", "heads", "ffn"]), ("qwen3", ALL_TARGETS), ("gpt2", ["width", "ffn"])
 ])  # fmt: skip
@@ -198,7 +213,10 @@ def test_layers_are_chosen_once_for_all_widths(monkeypatch, tmp_path):
 def test_flops_and_latency_are_compared_with_original_model(budget, monkeypatch, tmp_path):
     """A second for each weight of the timed layers."""
 
+    timed_parts = []
+
     def seconds(parts, on, threads):
+        timed_parts.extend(parts)
         layers = [[*part.input_layers, *([part.output_layer] if part.output_layer else [])] for part in parts]
         return [float(sum(layer.num_weights for layer in timed)) for timed in layers]
 
@@ -212,6 +230,8 @@ def test_flops_and_latency_are_compared_with_original_model(budget, monkeypatch,
         assert details["reached"] == count_multiplications(load_model(ctx.out)[0], 8)
     assert details["reached"] == pytest.approx(details["left"] * details["before"], rel=1e-3)
     assert details["left"] <= 0.6
+    assert len(timed_parts) == len(set(timed_parts))  # no part of another candidate is timed again
+    assert bool(timed_parts) == ("latency" in budget)
 
 
 def test_latency_budget_of_neurons_counts_attentions(monkeypatch, tmp_path):

@@ -64,6 +64,8 @@ from smelt.training.losses import label_objective
 
 # A step of the search removes this fraction of the channels of the hidden states.
 _WIDTH_STEPS = 8
+# A result that costs less than this part of the budget has a warning.
+_SPENT = 0.9
 # Samples for the loss without a layer, as `drop-layers` has by default.
 _LAYER_SAMPLES = 128
 
@@ -110,6 +112,16 @@ def prune_to_shape(src: Artifact, settings: PruneSettings, ctx: Context) -> None
     ctx.details.update(best.ctx.details)
     ctx.details["parameters_after"] = count_stored_parameters(best.model)
     ctx.details["candidates"] = search.results
+    budget = ctx.details["budget"]
+    if budget["left"] < _SPENT * budget["asked"]:  # a step went beyond it, and its loss is smaller
+        ctx.warn(
+            "budget-not-spent",
+            f"{100 * budget['left']:.1f} % of the {budget['unit']} are left, with a budget of"
+            f" {100 * budget['asked']:g} %: the best candidate keeps all of its heads and neurons, and larger"
+            " ones have a larger loss. To use the rest, set targets: [heads, ffn], or a larger budget for"
+            " more layers or channels.",
+            setting=f"budget.{budget['measure']}",
+        )
     ctx.warnings.extend(save_model(best.model, best.edits, ctx.out, src.path, settings.dtype))
 
 

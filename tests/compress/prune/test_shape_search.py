@@ -140,6 +140,20 @@ def test_last_windows_of_running_text_are_held_back(num_windows, num_held_back, 
     assert message_codes(ctx.warnings) == codes
 
 
+@pytest.mark.parametrize(("num_layers", "is_spent"), [(2, False), (3, True)])
+def test_unspent_budget_has_a_warning(num_layers, is_spent, monkeypatch, tmp_path):
+    """With a loss that prefers so many of three layers; two cost less than three quarters."""
+    monkeypatch.setattr(
+        shape_search, "mean_loss", lambda model, *_: abs(model.config.num_hidden_layers - num_layers)
+    )
+    source = every_family.model_with_layers("bert", 3)
+    options = {"targets": ["layers", "heads", "ffn"], "importance": "random", "reconstruct": False}
+    ctx = prune_shape(source, "bert", tmp_path / "out", 0.95, multiple_of=1, **options)
+    budget = ctx.details["budget"]
+    assert (budget["left"] > 0.9 * 0.95) == is_spent
+    assert ("budget-not-spent" in message_codes(ctx.warnings)) != is_spent
+
+
 def test_search_tokenizes_running_text_once(monkeypatch, tmp_path):
     texts, cut = [], text_rules.cut_windows
 

@@ -78,6 +78,10 @@ class Settings(BaseModel):
                 ]
         return report
 
+    def to_plan(self) -> dict[str, Any]:
+        """Return what a plan shows: as JSON, the settings that differ from the defaults."""
+        return self.model_dump(mode="json", exclude_defaults=True)
+
     def required_packages(self) -> dict[str, str]:
         """Return the optional packages that these settings need, with their oldest releases."""
         return {}

@@ -203,7 +203,7 @@ def learn_rotations(
     else:
         ctx.warn(
             "rotations-not-better",
-            f"The learned rotations are not used: their divergence on other samples is {after:.3g}, that of"
+            f"The learned rotations are not used: their divergence is {after:.3g}, that of"
             f" the initial ones {before:.3g}. Increase calibration_samples, or remove learned.",
             setting="learned",
         )

@@ -175,6 +175,27 @@ def test_learned_rotations_do_not_start_from_principal_axes():
 
 
 @pytest.mark.quick
+def test_settings_have_options_of_learned_schemes_alone():
+    """Others had no value that any of these schemes accepts."""
+    learned = [scheme for scheme in SCHEMES.values() if can_learn_ranges(scheme)]
+    options = {option.name for scheme in learned for option in scheme.option_specs}
+    fields = set(LearnedRotations.model_fields)
+    assert fields - {"scheme", "iterations", "learning_rate"} == options
+    with raises_setting_codes("extra_forbidden"):
+        RotateSettings(learned={"granularity": "channel"})
+
+
+@pytest.mark.quick
+def test_plan_shows_default_scheme_of_learned_rotations():
+    assert RotateSettings(learned={}).to_plan() == {"learned": {"scheme": "int4"}}
+    options = {"group_size": 32, "scheme": "int3"}
+    assert RotateSettings(learned=options, targets=["heads"]).to_plan() == {
+        "targets": ["heads"], "learned": options,
+    }  # fmt: skip
+    assert RotateSettings().to_plan() == {}
+
+
+@pytest.mark.quick
 def test_report_of_learned_rotations_shows_options_of_scheme():
     assert LearnedRotations(scheme="int3", group_size=32).to_report() == {
         "scheme": "int3", "group_size": 32, "symmetric": True, "accuracy_level": 4, "iterations": 100,

@@ -180,8 +180,8 @@ class BudgetAllocation:
         self._steps = {g.name: min(steps[g.name], g.count(model)) for g in both}
         self._timings: dict[TimedPart, float] = {} if original is None else original._timings
         self.costs = _unit_costs(model, groups, src, self._budget, self._steps, ctx, self._timings)
-        self.cost_before = self.costs.total if original is None else original.cost_before
-        self.units_before = count_units(model) if original is None else original.units_before
+        self.cost_before: float = self.costs.total if original is None else original.cost_before
+        self.units_before: dict[str, int] = count_units(model) if original is None else original.units_before
         self.limit = self._budget.keep_ratio * self.cost_before
         self.least = self.costs.fixed + sum(float(self.costs.by_group[n][s]) for n, s in self._steps.items())
         self._kept: dict[str, int] = {}

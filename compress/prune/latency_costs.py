@@ -302,7 +302,7 @@ def latency_costs(
     runtime: str,
     multiples: dict[str, int],
     ctx: Context,
-    timings: dict[TimedPart, float] | None = None,
+    known: dict[TimedPart, float] | None = None,
 ) -> UnitCosts:
     """Return costs in milliseconds per sample.
 
@@ -313,10 +313,10 @@ def latency_costs(
         runtime: runtime of the timings: ort-cpu, ort-cpu-int8, torch.
         multiples: by group, the kept units are a multiple of this.
         ctx: threads (default one) and progress.
-        timings: seconds of parts that were timed before with this runtime; those of others are added.
+        known: seconds of parts that were timed before with this runtime; those of others are added.
     """
     tokens, uses = resolve_sequence_length(model, sequence_length), blocks_using_groups(model, groups)
-    clock = _PartTimer(runtime, ctx.threads or 1, {} if timings is None else timings)
+    clock = _PartTimer(runtime, ctx.threads or 1, {} if known is None else known)
     by_group: dict[str, Tensor] = {}
     groups_by_curve: dict[tuple[tuple[int, float], ...], list[str]] = {}
     for index, group in enumerate(groups, start=1):

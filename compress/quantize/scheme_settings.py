@@ -127,11 +127,9 @@ def scheme_settings(schemes: Sequence[str], default: str) -> Any:
         name: [(scheme, option) for scheme, option in pairs if scheme.name in schemes]
         for name, pairs in schemes_by_option().items()
     }
-    fields: Any = {name: _option_field(pairs) for name, pairs in options.items() if pairs}
-    description = Field(default=default, description="format of the weights")
-    return create_model(
-        "FromSchemes", __base__=Settings, scheme=(Literal[tuple(schemes)], description), **fields
-    )
+    scheme = (Literal[tuple(schemes)], Field(default=default, description="format of the weights"))
+    fields: Any = {"scheme": scheme, **{n: _option_field(pairs) for n, pairs in options.items() if pairs}}
+    return create_model("FromSchemes", __base__=Settings, **fields)
 
 
 if TYPE_CHECKING:

@@ -365,6 +365,16 @@ def _least_neurons(stack: StackSize, settings: PruneSettings) -> float:
     return min(1.0, settings.multiple_of / neurons) if "ffn" in settings.targets else 1.0
 
 
+def obs_bytes(size: ModelSize) -> tuple[int, int]:
+    """Return the bytes of the matrices G of outputs and H of inputs that `obs` holds, float64.
+
+    Both are of all layers that read heads or neurons.
+    """
+    shapes = [(stack.layers, shape) for stack in size.stacks for shape in stack.output_matrices]
+    outputs, inputs = (sum(layers * shape[axis] ** 2 for layers, shape in shapes) for axis in (0, 1))
+    return 8 * outputs, 8 * inputs
+
+
 def narrowed_config(settings: PruneSettings, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the config of the model after its hidden width is pruned, for the checks of later steps."""
     family = find_family(config)

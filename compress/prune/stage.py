@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from smelt.compress.drop_layers.settings import LAYERS_AFTER_PARTS_ERROR
@@ -16,12 +17,20 @@ from smelt.compress.prune.settings import (
     fixed_width_errors,
     least_parameters,
     narrowed_config,
+    obs_bytes,
 )
 from smelt.core.artifact import Artifact
 from smelt.core.messages import Message, error_message
 from smelt.data.splits import Split, missing_labels_errors
 from smelt.data.tasks import Task
-from smelt.models.model_size import FLOAT_BYTES, ModelSize, SizeInputs, StepSize, one_shot_size
+from smelt.models.model_size import (
+    FLOAT_BYTES,
+    STATISTICS_MEMORY_BYTES,
+    ModelSize,
+    SizeInputs,
+    StepSize,
+    one_shot_size,
+)
 from smelt.quantization.schemes.registry import STATIC_SCHEME
 from smelt.stage import Context, Need, QuantizedInput, Settings, Stage
 
@@ -151,7 +160,10 @@ class Prune(Stage[PruneSettings]):
 
     @classmethod
     def estimate_size(cls, settings: PruneSettings, inputs: SizeInputs) -> StepSize:
-        """Return the estimated sizes of the step: gradients of all weights, if the importance needs them."""
+        """Return the estimated sizes of the step: also gradients of all weights, or the matrices of obs.
+
+        Candidates of a search are copies of the model.
+        """
         method = IMPORTANCES[settings.importance]
         scores_all = settings.scope == "global" or settings.budget is not None
         streamed = method.is_local and not scores_all and not inputs.is_gpu
@@ -161,9 +173,14 @@ class Prune(Stage[PruneSettings]):
         result = inputs.result.with_units(keep_ratios.get("heads", 1.0), keep_ratios.get("ffn", 1.0))
         if settings.budget is not None and settings.budget.measure == "parameters":
             result = inputs.source.scaled_to(settings.budget.keep_ratio)
-        more_copies = (method.needs == "labels") + 4 * settings.searches_shape  # gradients; candidates
-        more_bytes = FLOAT_BYTES * inputs.source.parameters * more_copies
-        return one_shot_size(inputs, result=result, more_bytes=more_bytes, streamed=streamed, samples=samples)
+        is_obs = settings.importance == "obs"
+        has_gradients = method.needs == "labels" and not is_obs
+        more_bytes = FLOAT_BYTES * inputs.source.parameters * (has_gradients + 4 * settings.searches_shape)
+        curvatures, moments = obs_bytes(inputs.source) if is_obs else (0, 0)
+        on_disk = moments if moments > STATISTICS_MEMORY_BYTES else 0
+        more_bytes += curvatures + moments - on_disk
+        size = one_shot_size(inputs, result=result, more_bytes=more_bytes, streamed=streamed, samples=samples)
+        return replace(size, temporary_bytes=on_disk)
 
     @classmethod
     def lighter_settings(cls, settings: PruneSettings) -> Iterator[tuple[str, PruneSettings]]:

@@ -27,6 +27,8 @@ FLOAT_BYTES = 4  # of a weight in memory, whatever its file holds
 # Calibration without `calibration_samples`: tokens for each input of the widest linear layer; at most (as
 # many as GPTQ and SparseGPT use: 128 windows of 2,048); samples at least.
 TOKENS_PER_INPUT, MAX_CALIBRATION_TOKENS, MIN_CALIBRATION_SAMPLES = 10, 262_144, 128
+# Beyond this second moments of layer inputs are stored on disk.
+STATISTICS_MEMORY_BYTES = 2 * 2**30
 _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
@@ -47,6 +49,11 @@ class StackSize:
     def block_weights(self) -> int:
         """The weights of one block's linear layers."""
         return sum(out_features * columns for out_features, columns in self.matrices)
+
+    @property
+    def output_matrices(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of the layers that read neurons and heads."""
+        return (self.matrices[self.feed_forward - 1], *self.matrices[self.feed_forward + 3 :: 4])
 
     def with_units(self, heads: float, neurons: float) -> StackSize:
         """Return the stack with these parts of its heads and neurons."""

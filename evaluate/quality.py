@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from smelt.core.errors import InputError, did_you_mean
+from smelt.core.errors import InputError
 from smelt.core.files import json_hash
 from smelt.evaluate.metrics.metric import (
     ChoiceSamples,
@@ -27,9 +27,9 @@ from smelt.evaluate.metrics.registry import (
     AGREEMENT_METRIC,
     TEXT_METRICS,
     WINDOW_METRICS,
-    base_metric,
     find_metric,
     metrics_of,
+    require_known_metrics,
 )
 from smelt.evaluate.significance import Statistics, metric_interval, metric_value
 from smelt.generation.backend import check_finite_outputs
@@ -117,13 +117,7 @@ def check_inputs(metrics: Sequence[str], known: Sequence[str], outputs: int, exp
     Raises:
         InputError: they are not.
     """
-    for metric in map(base_metric, metrics):
-        if metric not in known:
-            raise InputError(
-                f"Unknown metric '{metric}' for this task; known:"
-                f" {', '.join(known)}.{did_you_mean(metric, known)}",
-                code="unknown-metric",
-            )
+    require_known_metrics(metrics, known)
     if outputs != expected:
         raise InputError(
             f"{outputs} predictions for {expected} examples; one for each example is required.",

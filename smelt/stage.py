@@ -78,6 +78,10 @@ class Settings(BaseModel):
                 ]
         return report
 
+    def to_plan(self) -> dict[str, Any]:
+        """Return what a plan shows: as JSON, the settings that differ from the defaults."""
+        return self.model_dump(mode="json", exclude_defaults=True)
+
     def required_packages(self) -> dict[str, str]:
         """Return the optional packages that these settings need, with their oldest releases."""
         return {}
@@ -431,6 +435,15 @@ class Stage(ABC, Generic[SettingsT]):
         Called for every step with the stages of its ancestors, and the settings of the nearest of each.
         """
         return None
+
+    @classmethod
+    def check_size(cls, settings: SettingsT, size: Any) -> list[Message]:
+        """Return the errors for a model of this `smelt.models.model_size.ModelSize`.
+
+        Called for steps on the original model, if it has all weights of its config and no others: only then
+        is the size certain.
+        """
+        return []
 
     @classmethod
     def estimate_size(cls, settings: SettingsT, inputs: Any) -> Any:

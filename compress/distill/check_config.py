@@ -6,7 +6,7 @@ model. The checks import no torch; it is imported when a student is made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import DEFAULT_CODE, InputError, did_you_mean
 from smelt.core.files import path_exists, read_json_object
 from smelt.core.messages import Message, error_message, with_article
-from smelt.data.labels import REGRESSION
+from smelt.data.labels import REGRESSION, class_names, has_classifier, problem_type
 from smelt.models.families.family import STACK_NAMES, Family
 from smelt.models.families.registry import FAMILIES, find_family
 from smelt.models.text_rules import position_limit
@@ -262,6 +262,49 @@ def check_losses(settings: DistillSettings, config: Mapping[str, Any]) -> list[M
     return errors
 
 
+def label_errors(student: Mapping[str, Any], teacher: Mapping[str, Any]) -> list[Message]:
+    """Return the errors where a classifier's outputs cannot be compared with those of its only teacher.
+
+    Args:
+        student: its Hugging Face config, as a dict.
+        teacher: the teacher's.
+    """
+    labels, teacher_labels = class_names(student), class_names(teacher)
+    count = range(len(labels))
+    unnamed = [[f"LABEL_{i}" for i in count], [str(i) for i in count]]  # indices are no names
+    if labels != teacher_labels and not (labels in unnamed and teacher_labels in unnamed):
+        text = (
+            f"the teacher's labels are {first_labels(teacher_labels)}, but the student's are"
+            f" {first_labels(labels)}. Use a teacher with the same labels."
+        )
+        return [error_message("labels-mismatch", text, setting="teacher")]
+    problem, teacher_problem = problem_type(student), problem_type(teacher)
+    if problem != teacher_problem:
+        text = (
+            f"the teacher's problem type is {teacher_problem}, but the student's is {problem}. Use a teacher"
+            " with the same problem type."
+        )
+        return [error_message("problem-type-mismatch", text, setting="teacher")]
+    return []
+
+
+def first_labels(labels: Sequence[str]) -> str:
+    """Return the first labels as text, and the number of the others."""
+    return ", ".join(f"'{label}'" for label in labels[:6]) + (
+        f" and {len(labels) - 6} more" if len(labels) > 6 else ""
+    )
+
+
+def _planned_label_errors(
+    settings: DistillSettings, student: Mapping[str, Any], teacher: Mapping[str, Any]
+) -> list[Message]:
+    """Return `label_errors` if both models are trained classifiers; an external student has its teacher's."""
+    is_compared = len(settings.all_teachers()) == 1 and not settings.replaces_model
+    if not is_compared or not (has_classifier(student) and has_classifier(teacher)):
+        return []
+    return label_errors(student, teacher)
+
+
 def check_teacher_folders(settings: DistillSettings, config: Mapping[str, Any]) -> list[Message]:
     """Return the errors, each with its setting, of teacher folders that do not fit the model."""
     errors: list[Message] = []
@@ -272,6 +315,7 @@ def check_teacher_folders(settings: DistillSettings, config: Mapping[str, Any]) 
             continue  # the plan reports what is wrong with the folder
         if sizes := image_size_difference(teacher_config, config):
             errors.append(error_message("image-size-mismatch", sizes, setting="teacher"))
+        errors += _planned_label_errors(settings, config, teacher_config)
         limit, model_limit = position_limit(teacher_config), position_limit(config)
         max_tokens = (
             min(model_limit, settings.max_length or model_limit)
@@ -302,7 +346,7 @@ def _read_config(folder: Path) -> Mapping[str, Any]:
 def check_teacher(
     settings: DistillSettings, student: Mapping[str, Any], teacher: Mapping[str, Any]
 ) -> list[Message]:
-    """Return the errors, each with its setting, where the losses cannot compare student and teacher.
+    """Return the errors, each with its setting, where student and teacher cannot be compared.
 
     Args:
         settings: of the step.
@@ -310,9 +354,10 @@ def check_teacher(
         teacher: the teacher's Hugging Face config.
     """
     inner_losses = [training.losses.inner_weights() for training in settings.phase_settings()]
+    errors = _planned_label_errors(settings, student, teacher)
     if not any(inner_losses):
-        return []
-    errors = check_layer_map(settings.layer_map, student, teacher)
+        return errors
+    errors += check_layer_map(settings.layer_map, student, teacher)
     student_width, teacher_width = _hidden_size(student), _hidden_size(teacher)
     for index, inner in enumerate(inner_losses):
         if "cosine" in inner and student_width and teacher_width and student_width != teacher_width:

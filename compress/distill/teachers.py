@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smelt.compress.distill.check_config import require_same_tokens
+from smelt.compress.distill.check_config import first_labels, label_errors, require_same_tokens
 from smelt.compress.distill.settings import DistillSettings, TeacherSettings
 from smelt.compress.trim_vocabulary.select_tokens import map_to_teacher_tokens
 from smelt.core.artifact import Artifact
@@ -186,13 +186,13 @@ def _ordered_labels(
     without_teacher = [label for label in student_labels if label not in union]
     if missing or without_teacher:
         reason = (
-            f"the student lacks {_first_labels(missing)}"
+            f"the student lacks {first_labels(missing)}"
             if missing
-            else f"no teacher has {_first_labels(without_teacher)}"
+            else f"no teacher has {first_labels(without_teacher)}"
         )
         raise InputError(
-            f"distill: the teachers' labels are {_first_labels(union)}, but the student's are"
-            f" {_first_labels(student_labels)}: {reason}. With several teachers, the student must have all"
+            f"distill: the teachers' labels are {first_labels(union)}, but the student's are"
+            f" {first_labels(student_labels)}: {reason}. With several teachers, the student must have all"
             " their labels and no others. Start from an encoder without classifier and"
             f" samples with all labels, or set student: {{config: FILE}}.",
             code="labels-mismatch" if missing else "untaught-labels",
@@ -208,12 +208,6 @@ def _ordered_labels(
             setting="teacher",
         )
     return student_labels
-
-
-def _first_labels(labels: Sequence[str]) -> str:
-    return ", ".join(f"'{label}'" for label in labels[:6]) + (
-        f" and {len(labels) - 6} more" if len(labels) > 6 else ""
-    )
 
 
 _TOKEN_ID_INPUTS = ("input_ids", "decoder_input_ids")
@@ -519,23 +513,5 @@ def check_outputs(model: Any, teacher: Any, settings: DistillSettings, several: 
             setting="teacher",
         )
     if not student_config.is_encoder_decoder and not several:
-        _require_same_labels(student_config, teacher_config)
-
-
-def _require_same_labels(ours: Any, theirs: Any) -> None:
-    count = range(len(ours.id2label))
-    unnamed = [{i: f"LABEL_{i}" for i in count}, {i: str(i) for i in count}]  # indices are no names
-    if ours.id2label != theirs.id2label and not (ours.id2label in unnamed and theirs.id2label in unnamed):
-        raise InputError(
-            f"distill: the teacher's labels are {theirs.id2label}, but the student's are"
-            f" {ours.id2label}. Use a teacher with the same labels.",
-            code="labels-mismatch",
-            setting="teacher",
-        )
-    if model_problem_type(ours) != model_problem_type(theirs):
-        raise InputError(
-            f"distill: the teacher's problem type is {model_problem_type(theirs)}, but the student's"
-            f" is {model_problem_type(ours)}. Use a teacher with the same problem type.",
-            code="problem-type-mismatch",
-            setting="teacher",
-        )
+        for error in label_errors(student_config.to_dict(), teacher_config.to_dict()):
+            raise InputError(f"distill: {error.message}", code=error.code, setting=error.setting)

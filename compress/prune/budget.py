@@ -27,9 +27,9 @@ from smelt.compress.prune.costs import (
 )
 from smelt.compress.prune.importances.registry import IMPORTANCES
 from smelt.compress.prune.importances.scores import Groups, UnitScores
-from smelt.compress.prune.latency_costs import latency_costs
+from smelt.compress.prune.latency_costs import TimedPart, latency_costs
 from smelt.compress.prune.settings import Budget, PruneSettings
-from smelt.compress.prune.units import find_groups
+from smelt.compress.prune.units import count_units, find_groups
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import count_stored_parameters
@@ -161,7 +161,7 @@ class BudgetAllocation:
         src: Artifact,
         settings: PruneSettings,
         ctx: Context,
-        cost_before: float | None = None,
+        original: BudgetAllocation | None = None,
     ) -> None:
         """Determine the costs of units.
 
@@ -171,15 +171,17 @@ class BudgetAllocation:
             src: the artifact with the tokenizer.
             settings: settings with a budget.
             ctx: data, threads, progress.
-            cost_before: the cost of which the budget is a fraction; None: that of `model`.
+            original: that of the model of which the budget is a fraction; None: of `model`.
         """
         assert settings.budget is not None
         self._settings, self._budget, self._groups = settings, settings.budget, groups
         steps = {g.name: 1 for g in groups[0]} | {b.name: settings.multiple_of for b in groups[1]}
         both: list[UnitGroup] = [*groups[0], *groups[1]]
         self._steps = {g.name: min(steps[g.name], g.count(model)) for g in both}
-        self.costs = _unit_costs(model, groups, src, self._budget, self._steps, ctx)
-        self.cost_before = self.costs.total if cost_before is None else cost_before
+        self._timings: dict[TimedPart, float] = {} if original is None else original._timings
+        self.costs = _unit_costs(model, groups, src, self._budget, self._steps, ctx, self._timings)
+        self.cost_before: float = self.costs.total if original is None else original.cost_before
+        self.units_before: dict[str, int] = count_units(model) if original is None else original.units_before
         self.limit = self._budget.keep_ratio * self.cost_before
         self.least = self.costs.fixed + sum(float(self.costs.by_group[n][s]) for n, s in self._steps.items())
         self._kept: dict[str, int] = {}
@@ -196,7 +198,7 @@ class BudgetAllocation:
         return self._kept
 
     def details(self, model: Any) -> dict[str, Any]:
-        """Return the requested and reached values for the pruned `model`.
+        """Return the requested and reached values for the pruned `model`, and its units before and after.
 
         Parameters and multiplications are counted in the model; latency is the sum of the timings.
         """
@@ -209,7 +211,8 @@ class BudgetAllocation:
         before = self.cost_before
         values = {"before": _round_value(before), "reached": _round_value(reached), "unit": costs.unit}
         ratios = {"asked": self._budget.keep_ratio, "left": round(reached / before, 4)}
-        return {"measure": measure, **ratios, **values, **costs.details}
+        units = {name: [self.units_before[name], after] for name, after in count_units(model).items()}
+        return {"measure": measure, **ratios, **values, "units": units, **costs.details}
 
 
 def _unit_costs(
@@ -219,6 +222,7 @@ def _unit_costs(
     budget: Budget,
     steps: dict[str, int],
     ctx: Context,
+    timings: dict[TimedPart, float],
 ) -> UnitCosts:
     both: list[UnitGroup] = [*groups[0], *groups[1]]
     if budget.measure == "parameters":
@@ -229,7 +233,7 @@ def _unit_costs(
     attentions, blocks = find_groups(model)
     all_groups: list[UnitGroup] = [*attentions, *blocks]
     steps = {group.name: group.count(model) for group in all_groups} | steps
-    costs = latency_costs(model, all_groups, length, budget.measure_on or "ort-cpu", steps, ctx)
+    costs = latency_costs(model, all_groups, length, budget.measure_on or "ort-cpu", steps, ctx, timings)
     by_group = {group.name: costs.by_group[group.name] for group in both}
     fixed = costs.total - sum(float(cost[-1]) for cost in by_group.values())
     return replace(costs, fixed=fixed, by_group=by_group)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from smelt.compress.prune.settings import check_length
 from smelt.compress.prune.units import (
     AttentionGroup,
     FeedForwardGroup,
@@ -23,7 +24,7 @@ from smelt.compress.prune.units import (
 )
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import count_stored_parameters
-from smelt.models.families.registry import Block, blocks_of, family_of
+from smelt.models.families.registry import Block, blocks_of, family_of, reads_images
 from smelt.models.layers import LowRankLinear
 from smelt.models.text_rules import position_limit
 
@@ -150,7 +151,7 @@ def flop_costs(model: Any, groups: Sequence[UnitGroup], sequence_length: int | N
     Args:
         model: float, on the CPU.
         groups: the groups of its units.
-        sequence_length: tokens; None for 128, limited by the model's positions.
+        sequence_length: tokens; None: see `resolve_sequence_length`.
     """
     tokens = resolve_sequence_length(model, sequence_length)
     uses = blocks_using_groups(model, groups)
@@ -170,36 +171,45 @@ def flop_costs(model: Any, groups: Sequence[UnitGroup], sequence_length: int | N
 def count_multiplications(model: Any, tokens: int) -> int:
     """Return the matrix multiply-adds of one forward pass over `tokens` tokens, as torch counts them.
 
-    An encoder-decoder gets `tokens` source and `tokens` target tokens. `torch.utils.flop_counter` counts a
-    multiplication and an addition as two operations. Masked attention scores count like others.
+    An encoder-decoder gets `tokens` source and `tokens` target tokens, an image model one image.
+    `torch.utils.flop_counter` counts a multiplication and an addition as two operations. Masked attention
+    scores count like others.
     """
-    ids = torch.ones(1, tokens, dtype=torch.long)
-    options: dict[str, Any] = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    config, ids = model.config, torch.ones(1, tokens, dtype=torch.long)
+    inputs = _example_image(model) if reads_images(config.to_dict()) else ids
+    options: dict[str, Any] = {"decoder_input_ids": ids} if config.is_encoder_decoder else {}
     if model.can_generate():
         options["use_cache"] = False
     counter: Any = FlopCounterMode(display=False)
     with sdpa_kernel(SDPBackend.MATH), counter:  # torch does not count fused attention on a CPU
-        model(ids, **options)
+        model(inputs, **options)
     return int(counter.get_total_flops()) // 2
 
 
 def resolve_sequence_length(model: Any, sequence_length: int | None) -> int:
     """Return the sequence length for the costs, in tokens.
 
+    None for 128, limited by the model's positions; for the states of an image, if the model takes images.
+
     Raises:
-        InputError: it exceeds the model's positions.
+        InputError: it exceeds the model's positions, or the model takes images.
     """
-    max_positions = position_limit(model.config.to_dict())
-    if sequence_length is None:
-        return min(DEFAULT_SEQUENCE_LENGTH, max_positions or DEFAULT_SEQUENCE_LENGTH)
-    if max_positions is not None and sequence_length > max_positions:
-        raise InputError(
-            f"prune: budget: sequence_length: {sequence_length} tokens exceed the model's {max_positions}"
-            " positions. Lower sequence_length.",
-            code="longer-than-model",
-            setting="budget.sequence_length",
-        )
-    return sequence_length
+    config = model.config.to_dict()
+    for error in check_length(sequence_length, config):
+        raise InputError(f"prune: {error.message}", code=error.code, setting=error.setting)
+    if sequence_length is not None:
+        return sequence_length
+    if reads_images(config):
+        with torch.no_grad():
+            return int(model.base_model(_example_image(model)).last_hidden_state.shape[1])
+    return min(DEFAULT_SEQUENCE_LENGTH, position_limit(config) or DEFAULT_SEQUENCE_LENGTH)
+
+
+def _example_image(model: Any) -> Tensor:
+    """Return an image of the model's size, float32 [1, 3, h, w]."""
+    size = model.config.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    return torch.zeros(1, model.config.num_channels, height, width)
 
 
 def _units_total(model: Any, group: UnitGroup, attribute: str) -> int:

@@ -23,10 +23,10 @@ from smelt.compress.prune.units import (
     rounding_warnings,
     update_config,
 )
-from smelt.compress.quantize.requantize import Requantizer, dequantize_model
+from smelt.compress.quantize.requantize import Requantizer, dequantize_model, save_requantized
 from smelt.core.artifact import Artifact
 from smelt.core.files import read_json_object
-from smelt.models.checkpoint import count_stored_parameters, load_model, save_model
+from smelt.models.checkpoint import count_stored_parameters, load_model
 from smelt.models.edits import Edit
 from smelt.models.families.registry import find_family
 from smelt.models.streamed_model import StreamedModel, open_streamed
@@ -48,14 +48,7 @@ def prune_heads_and_neurons(src: Artifact, settings: PruneSettings, ctx: Context
         allocation = BudgetAllocation(model, groups, src, settings, ctx)
     edits = cut_groups(model, edits, groups, allocation, src, settings, ctx, streamed, codes)
     ctx.details["parameters_after"] = count_stored_parameters(model)
-    if codes is not None:
-        edits = codes.requantize(model, edits, ctx)
-    if streamed is None:
-        ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
-        if codes is not None:
-            codes.write_master_weights(model, ctx)
-    else:
-        ctx.warnings.extend(streamed.finish(edits))
+    save_requantized(model, edits, src, settings.dtype, ctx, codes, streamed)
 
 
 def target_groups(model: Any, settings: PruneSettings) -> Groups:

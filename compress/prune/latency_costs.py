@@ -302,19 +302,21 @@ def latency_costs(
     runtime: str,
     multiples: dict[str, int],
     ctx: Context,
+    known: dict[TimedPart, float] | None = None,
 ) -> UnitCosts:
     """Return costs in milliseconds per sample.
 
     Args:
         model: float, on the CPU.
         groups: the groups of its units.
-        sequence_length: tokens; None for 128, limited by the model's positions.
+        sequence_length: tokens; None: see `resolve_sequence_length`.
         runtime: runtime of the timings: ort-cpu, ort-cpu-int8, torch.
         multiples: by group, the kept units are a multiple of this.
         ctx: threads (default one) and progress.
+        known: seconds of parts that were timed before with this runtime; those of others are added.
     """
     tokens, uses = resolve_sequence_length(model, sequence_length), blocks_using_groups(model, groups)
-    clock = _PartTimer(runtime, ctx.threads or 1)
+    clock = _PartTimer(runtime, ctx.threads or 1, {} if known is None else known)
     by_group: dict[str, Tensor] = {}
     groups_by_curve: dict[tuple[tuple[int, float], ...], list[str]] = {}
     for index, group in enumerate(groups, start=1):
@@ -337,18 +339,17 @@ def latency_costs(
 
 
 class _PartTimer:
-    """Times parts, each once."""
+    """Times parts, each once. known: the seconds of those that were timed."""
 
-    def __init__(self, on: str, threads: int) -> None:
-        self.on, self.threads = on, threads
-        self._known: dict[TimedPart, float] = {}
+    def __init__(self, on: str, threads: int, known: dict[TimedPart, float]) -> None:
+        self.on, self.threads, self._known = on, threads, known
 
     def ms(self, sums: Sequence[TimedParts]) -> list[float]:
         """Return the total milliseconds of each of `sums`: its parts, each times its count."""
         untimed = [
             p for p in dict.fromkeys(part for parts in sums for part, _ in parts) if p not in self._known
         ]
-        self._known |= dict(zip(untimed, time_parts(untimed, self.on, self.threads), strict=True))
+        self._known.update(zip(untimed, time_parts(untimed, self.on, self.threads), strict=True))
         return [1000 * sum(self._known[part] * times for part, times in parts) for parts in sums]
 
 

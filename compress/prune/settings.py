@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -12,7 +13,8 @@ from smelt.compress.prune.importances.registry import IMPORTANCES
 from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message, warning, with_article
 from smelt.data.tasks import Task, task_traits
-from smelt.models.families.registry import FAMILIES, find_family, no_blocks_reason
+from smelt.models.families.registry import FAMILIES, find_family, no_blocks_reason, reads_images
+from smelt.models.model_size import ModelSize, StackSize
 from smelt.models.text_rules import position_limit
 from smelt.stage import Settings, StoredDtype
 
@@ -40,7 +42,7 @@ class Budget(Settings):
     sequence_length: int | None = Field(
         default=None,
         ge=1,
-        description="for flops and latency: tokens; default: the mean of the data",
+        description="for flops and latency: tokens; default: the mean of the data; not for images",
     )
     measure_on: Literal["ort-cpu", "ort-cpu-int8", "torch"] | None = Field(
         default=None, description="runtime of the timings; default: ort-cpu"
@@ -311,15 +313,18 @@ def check_units(targets: Sequence[str], config: Mapping[str, Any]) -> list[Messa
 
 
 def check_length(length: int | None, config: Mapping[str, Any]) -> list[Message]:
-    """Return an error if a budget's sequence length exceeds the model's position limit.
+    """Return an error if a budget's sequence length exceeds the model's position limit, or is of images.
 
     Args:
-        length: tokens; None to use the model's own limit.
+        length: tokens; None for the default.
         config: as in `check_units`.
 
     Returns:
         The error with its setting, or an empty list.
     """
+    if length is not None and reads_images(config):
+        text = "the size of the images decides the number of tokens. Remove sequence_length."
+        return [error_message("unused-setting", text, setting="budget.sequence_length")]
     max_positions = position_limit(config)
     if length is None or max_positions is None or length <= max_positions:
         return []
@@ -336,6 +341,38 @@ def count_kept_channels(count: int, settings: PruneSettings) -> int:
     """Return how many of `count` channels are kept: the nearest multiple of `multiple_of`, at least one."""
     multiples = count * settings.keep_ratio_of("width") / settings.multiple_of
     return min(count, max(1, math.floor(multiples + 0.5)) * settings.multiple_of)
+
+
+def least_parameters(settings: PruneSettings, size: ModelSize) -> int:
+    """Return how many parameters a model of this size has at least after its targets are removed.
+
+    Biases, norms and positions are not counted, nor are the last heads.
+    """
+    heads = 0.0 if "heads" in settings.targets else 1.0
+    stacks = [
+        replace(
+            stack.with_units(heads, _least_neurons(stack, settings)),
+            layers=1 if "layers" in settings.targets else stack.layers,
+        )
+        for stack in size.stacks
+    ]
+    return replace(size, stacks=tuple(stacks), other_weights=0).parameters
+
+
+def _least_neurons(stack: StackSize, settings: PruneSettings) -> float:
+    """Return the part of a block's neurons that is always kept."""
+    neurons = stack.matrices[stack.feed_forward - 1][1]
+    return min(1.0, settings.multiple_of / neurons) if "ffn" in settings.targets else 1.0
+
+
+def obs_bytes(size: ModelSize) -> tuple[int, int]:
+    """Return the bytes of the matrices G of outputs and H of inputs that `obs` holds, float64.
+
+    Both are of all layers that read heads or neurons.
+    """
+    shapes = [(stack.layers, shape) for stack in size.stacks for shape in stack.output_matrices]
+    outputs, inputs = (sum(layers * shape[axis] ** 2 for layers, shape in shapes) for axis in (0, 1))
+    return 8 * outputs, 8 * inputs
 
 
 def narrowed_config(settings: PruneSettings, config: Mapping[str, Any]) -> Mapping[str, Any]:

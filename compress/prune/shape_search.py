@@ -2,11 +2,11 @@
 
 A candidate is the model without some layers and with a smaller hidden width (`width`), of which heads and
 neurons are then pruned to the budget (`heads_and_neurons`). So all candidates cost the same, and they are
-compared by their loss on labeled samples that are used for nothing else. The search starts at heads and
-neurons alone. A step removes one more layer of a stack, the one with the smallest loss without it, or another
-eighth of the channels, the least important ones. Of all steps the one with the smallest loss is taken, until
-none reduces it or all heads and neurons are within the budget. If heads and neurons alone cannot meet it, the
-search starts at the candidates of the fewest steps that can.
+compared by their loss on samples (labeled, or windows of text) that are used for nothing else. The search
+starts at heads and neurons alone. A step removes one more layer of a stack, the one with the smallest loss
+without it, or another eighth of the channels, the least important ones. Of all steps the one with the
+smallest loss is taken, until none reduces it or all heads and neurons are within the budget. If heads and
+neurons alone cannot meet it, the search starts at the candidates of the fewest steps that can.
 
 Source: Minitron, Muralidharan et al. 2024, arXiv:2407.14679, section 2 (candidates of depth, width, heads and
 neurons with one number of parameters; importance of channels by activations, of layers by the loss without
@@ -25,7 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smelt.calibration.samples import LOSS_SAMPLES, CalibrationSamples, load_calibration_samples
+from smelt.calibration.samples import (
+    LOSS_SAMPLES,
+    CalibrationSamples,
+    load_calibration_samples,
+    warn_of_few_held_back,
+)
 from smelt.compress.drop_layers.layer_selection import keep_layers
 from smelt.compress.drop_layers.select_layers import (
     UnitId,
@@ -46,17 +51,21 @@ from smelt.compress.prune.settings import PruneSettings, fixed_heads_warnings, f
 from smelt.compress.prune.width import refit_width
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
-from smelt.data.splits import missing_labels_errors, spread_indices
+from smelt.data.splits import Example, missing_labels_errors, spread_indices
 from smelt.models.checkpoint import count_stored_parameters, save_model
 from smelt.models.edits import Edit
 from smelt.models.families.registry import family_of
 from smelt.models.hidden_width import hidden_width, prune_hidden_width, write_width_to_config
 from smelt.stage import Context
+from smelt.tasks.encode_split import EncodedSplit, encode_split
+from smelt.tasks.samples import load_processor
 from smelt.training.extension import mean_loss
 from smelt.training.losses import label_objective
 
 # A step of the search removes this fraction of the channels of the hidden states.
 _WIDTH_STEPS = 8
+# A result that costs less than this part of the budget has a warning.
+_SPENT = 0.9
 # Samples for the loss without a layer, as `drop-layers` has by default.
 _LAYER_SAMPLES = 128
 
@@ -103,6 +112,16 @@ def prune_to_shape(src: Artifact, settings: PruneSettings, ctx: Context) -> None
     ctx.details.update(best.ctx.details)
     ctx.details["parameters_after"] = count_stored_parameters(best.model)
     ctx.details["candidates"] = search.results
+    budget = ctx.details["budget"]
+    if budget["left"] < _SPENT * budget["asked"]:  # a step went beyond it, and its loss is smaller
+        ctx.warn(
+            "budget-not-spent",
+            f"{100 * budget['left']:.1f} % of the {budget['unit']} are left, with a budget of"
+            f" {100 * budget['asked']:g} %: the best candidate keeps all of its heads and neurons, and larger"
+            " ones have a larger loss. To use the rest, set targets: [heads, ffn], or a larger budget for"
+            " more layers or channels.",
+            setting=f"budget.{budget['measure']}",
+        )
     ctx.warnings.extend(save_model(best.model, best.edits, ctx.out, src.path, settings.dtype))
 
 
@@ -117,8 +136,8 @@ class _ShapeSearch:
         family: Any = family_of(model)
         self._stacks = list(family.stacks(model.config.to_dict()))
         groups = target_groups(model, settings)
-        self._cost_before = BudgetAllocation(model, groups, src, settings, self._fresh_ctx()).cost_before
-        self._least_cost = self._cost_before
+        self._original = BudgetAllocation(model, groups, src, settings, self._fresh_ctx())
+        self._least_cost = self._original.cost_before
         self._width = hidden_width(model) if "width" in settings.targets else 0
         multiple = settings.multiple_of
         self._width_step = max(1, round(self._width / _WIDTH_STEPS / multiple)) * multiple
@@ -176,7 +195,7 @@ class _ShapeSearch:
         if smallest.width < self._width:
             prune_hidden_width(model, list(range(smallest.width)))
         groups, ctx = target_groups(model, self._settings), self._fresh_ctx()
-        allocation = BudgetAllocation(model, groups, self._src, self._settings, ctx, self._cost_before)
+        allocation = BudgetAllocation(model, groups, self._src, self._settings, ctx, self._original)
         if allocation.least > allocation.limit:
             raise self._too_small_error(allocation.least)
 
@@ -231,7 +250,7 @@ class _ShapeSearch:
             original, channels = copy.deepcopy(model), self._kept_channels(shape.width)
             width_edit = prune_hidden_width(model, channels.tolist())
         groups = target_groups(model, settings)
-        allocation = BudgetAllocation(model, groups, self._src, settings, ctx, self._cost_before)
+        allocation = BudgetAllocation(model, groups, self._src, settings, ctx, self._original)
         self._least_cost = min(self._least_cost, allocation.least)
         if allocation.least > allocation.limit:
             return None
@@ -279,7 +298,7 @@ class _ShapeSearch:
     def _too_small_error(self, least_cost: float) -> InputError:
         assert self._settings.budget is not None
         budget = self._settings.budget
-        minimum = math.ceil(1000 * least_cost / self._cost_before) / 1000
+        minimum = math.ceil(1000 * least_cost / self._original.cost_before) / 1000
         return InputError(
             f"prune: budget: {budget.measure}: {budget.keep_ratio:g} of the model cannot be reached: with the"
             f" fewest {', '.join(self._settings.targets)} it costs {minimum:g}."
@@ -292,26 +311,27 @@ class _ShapeSearch:
 def _hold_back(model: Any, src: Artifact, ctx: Context) -> tuple[Context, CalibrationSamples]:
     """Return the context without the samples that compare the candidates, and these samples, with labels.
 
-    A tenth of the samples at most, and `LOSS_SAMPLES`; of running text its end. Of fewer than ten samples all
-    are used for both.
+    A tenth of the samples at most, and `LOSS_SAMPLES`; of running text the last windows. Of fewer than ten
+    samples all are used for both.
 
     Raises:
         InputError: there are no samples, or they have no labels.
     """
     name = "calibration" if ctx.data.get("calibration") else "train"
-    split = ctx.data.get(name)
-    count = 0 if split is None else len(split) // 10
+    split, judging_ctx = ctx.data.get(name), ctx
     if split is not None and (errors := missing_labels_errors(ctx.task, ctx.data, (name,))):
         raise InputError(f"prune: {errors[0].message}", code=errors[0].code, setting=errors[0].setting)
-    if ctx.traits.samples == "running-text":  # windows of one text
-        held_back = list(range(len(split or ()) - count, len(split or ())))
-    else:
-        held_back = spread_indices(len(split or ()), min(count, LOSS_SAMPLES), ctx.seed)
-    judging_ctx = ctx
-    if split is not None and count:
-        judging_ctx = replace(ctx, data={**ctx.data, name: split.select(held_back)})
-        others = sorted({*range(len(split))}.difference(held_back))
+    if split is not None:
+        is_text = ctx.traits.samples == "running-text"
+        if is_text:
+            windows = encode_split(split, model.config, load_processor(src.path), ctx)
+            split = EncodedSplit(split.origin, (Example(""),) * len(windows), encoded=tuple(windows))
+        total, count = len(split), min(len(split) // 10, LOSS_SAMPLES)
+        held_back = list(range(total - count, total)) if is_text else spread_indices(total, count, ctx.seed)
+        others = sorted({*range(total)}.difference(held_back))
         ctx = replace(ctx, data={**ctx.data, name: split.select(others)})
+        judging_ctx = replace(ctx, data={**ctx.data, name: split.select(held_back or others)})
+        warn_of_few_held_back(count, "The candidates are compared", ctx)
     samples = load_calibration_samples(
         model, src, LOSS_SAMPLES, judging_ctx, "prune", labels=True, padded=True
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from smelt.compress.drop_layers.settings import LAYERS_AFTER_PARTS_ERROR
@@ -13,13 +15,22 @@ from smelt.compress.prune.settings import (
     check_length,
     check_units,
     fixed_width_errors,
+    least_parameters,
     narrowed_config,
+    obs_bytes,
 )
 from smelt.core.artifact import Artifact
-from smelt.core.messages import Message
+from smelt.core.messages import Message, error_message
 from smelt.data.splits import Split, missing_labels_errors
 from smelt.data.tasks import Task
-from smelt.models.model_size import FLOAT_BYTES, SizeInputs, StepSize, one_shot_size
+from smelt.models.model_size import (
+    FLOAT_BYTES,
+    STATISTICS_MEMORY_BYTES,
+    ModelSize,
+    SizeInputs,
+    StepSize,
+    one_shot_size,
+)
 from smelt.quantization.schemes.registry import STATIC_SCHEME
 from smelt.stage import Context, Need, QuantizedInput, Settings, Stage
 
@@ -56,7 +67,7 @@ class Prune(Stage[PruneSettings]):
         " 2021, arXiv:2110.10811, ZipLM, Kurtic et al. 2023, arXiv:2302.04089; layers and width within a"
         " budget: Minitron, Muralidharan et al. 2024, arXiv:2407.14679"
     )
-    version: ClassVar[int] = 9
+    version: ClassVar[int] = 10
     prunes_units: ClassVar[bool] = True
     changes_quantized_weights: ClassVar[bool] = True
     settings_type: ClassVar[type[PruneSettings]] = PruneSettings
@@ -132,8 +143,27 @@ class Prune(Stage[PruneSettings]):
         return errors, config if errors else narrowed_config(settings, config)
 
     @classmethod
+    def check_size(cls, settings: PruneSettings, size: ModelSize) -> list[Message]:
+        """Return the error if the smallest shape of a model of this size exceeds a budget of parameters."""
+        budget = settings.budget
+        if budget is None or budget.parameters is None or "width" in settings.targets:
+            return []
+        least = least_parameters(settings, size) / size.parameters
+        if least <= budget.parameters:
+            return []
+        text = (
+            f"{budget.parameters:g} of the model's parameters cannot be reached: with the fewest"
+            f" {', '.join(settings.targets)} at least {math.ceil(1000 * least) / 1000:g} of them remain. Set"
+            " more, or add targets, or remove tokens (trim-vocabulary)."
+        )
+        return [error_message("budget-too-small", text, setting="budget.parameters")]
+
+    @classmethod
     def estimate_size(cls, settings: PruneSettings, inputs: SizeInputs) -> StepSize:
-        """Return the estimated sizes of the step: gradients of all weights, if the importance needs them."""
+        """Return the estimated sizes of the step: also gradients of all weights, or the matrices of obs.
+
+        Candidates of a search are copies of the model.
+        """
         method = IMPORTANCES[settings.importance]
         scores_all = settings.scope == "global" or settings.budget is not None
         streamed = method.is_local and not scores_all and not inputs.is_gpu
@@ -142,10 +172,15 @@ class Prune(Stage[PruneSettings]):
         keep_ratios = {target: settings.keep_ratio_of(target) for target in settings.targets}
         result = inputs.result.with_units(keep_ratios.get("heads", 1.0), keep_ratios.get("ffn", 1.0))
         if settings.budget is not None and settings.budget.measure == "parameters":
-            result = inputs.result.scaled_blocks(settings.budget.keep_ratio)
-        more_copies = (method.needs == "labels") + 4 * settings.searches_shape  # gradients; candidates
-        more_bytes = FLOAT_BYTES * inputs.source.parameters * more_copies
-        return one_shot_size(inputs, result=result, more_bytes=more_bytes, streamed=streamed, samples=samples)
+            result = inputs.source.scaled_to(settings.budget.keep_ratio)
+        is_obs = settings.importance == "obs"
+        has_gradients = method.needs == "labels" and not is_obs
+        more_bytes = FLOAT_BYTES * inputs.source.parameters * (has_gradients + 4 * settings.searches_shape)
+        curvatures, moments = obs_bytes(inputs.source) if is_obs else (0, 0)
+        on_disk = moments if moments > STATISTICS_MEMORY_BYTES else 0
+        more_bytes += curvatures + moments - on_disk
+        size = one_shot_size(inputs, result=result, more_bytes=more_bytes, streamed=streamed, samples=samples)
+        return replace(size, temporary_bytes=on_disk)
 
     @classmethod
     def lighter_settings(cls, settings: PruneSettings) -> Iterator[tuple[str, PruneSettings]]:

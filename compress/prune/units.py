@@ -22,6 +22,7 @@ from smelt.core.messages import Message, warning, with_article
 from smelt.models.edits import Edit, is_masked, mark_masked, record_kept_indices, replace_layer
 from smelt.models.families.family import Attention, FeedForward, RelativeBias
 from smelt.models.families.registry import FAMILIES, blocks_of, family_of
+from smelt.models.hidden_width import hidden_width
 from smelt.models.layers import LowRankLinear, SharedLinear, conv_end_names
 
 
@@ -155,6 +156,20 @@ def find_groups(
             feeds.setdefault(_modules(model, feed_forward.linear_layers), feed_forward)
     groups = [AttentionGroup(first, tuple(a.name for a in also)) for first, *also in attentions.values()]
     return groups, [FeedForwardGroup(parts) for parts in feeds.values()]
+
+
+def count_units(model: Any) -> dict[str, int]:
+    """Return the number of layers, the hidden width, and the numbers of heads and neurons of all layers.
+
+    Heads that cannot be removed are not counted, and shared ones once.
+    """
+    attentions, blocks = find_groups(model)
+    return {
+        "layers": sum(len(block.call_indices) for block in blocks_of(model)),
+        "width": hidden_width(model),
+        "heads": sum(group.count(model) for group in attentions),
+        "neurons": sum(block.count(model) for block in blocks),
+    }
 
 
 def _modules(model: nn.Module, names: tuple[str, ...]) -> tuple[nn.Module, ...]:

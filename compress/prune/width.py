@@ -40,11 +40,11 @@ from smelt.compress.prune.importances.scores import ScoredModel
 from smelt.compress.prune.reconstruct import RECONSTRUCTION_DAMPING, bias_owner, load_reconstruction_samples
 from smelt.compress.prune.settings import PruneSettings, count_kept_channels, fixed_width_error
 from smelt.compress.prune.units import linear_with_inputs, whole_weight
-from smelt.compress.quantize.requantize import dequantize_model
+from smelt.compress.quantize.requantize import dequantize_model, save_requantized
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object
-from smelt.models.checkpoint import count_stored_parameters, load_model, save_model
+from smelt.models.checkpoint import count_stored_parameters, load_model
 from smelt.models.edits import is_masked
 from smelt.models.families.family import Attention, FeedForward
 from smelt.models.families.registry import Block, blocks_of, family_of, has_norm_at, output_modules
@@ -485,8 +485,4 @@ def prune_width(src: Artifact, settings: PruneSettings, ctx: Context) -> None:
         )
     ctx.details["width_after"] = num_kept
     ctx.details["parameters_after"] = count_stored_parameters(model)
-    if codes is not None:
-        edits = codes.requantize(model, edits, ctx)
-    ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
-    if codes is not None:
-        codes.write_master_weights(model, ctx)
+    save_requantized(model, edits, src, settings.dtype, ctx, codes)

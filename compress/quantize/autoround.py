@@ -156,11 +156,13 @@ def sign_descent(
 class _BlockLoss:
     """The squared error of a block's outputs on a few batches, relative to rounding to nearest.
 
-    nearest: weights rounded to nearest, by name. generator: of the order of the batches.
+    nearest: weights rounded to nearest, by name. generator: of the order of the batches. reached: names of
+    the weights that the outputs depend on.
     """
 
     def __init__(self, part: RunningBlock, nearest: Mapping[str, Tensor], generator: torch.Generator) -> None:
         self._part, self._nearest, self._generator = part, nearest, generator
+        self.reached = set[str]()
         self._nearest_errors: dict[int, float] = {}
         self._sizes, self._order = part.batch_sizes(held_back=False), list[int]()
 
@@ -173,8 +175,9 @@ class _BlockLoss:
             batch_error = self._part.output_error(number, weights)
             error += float(batch_error.detach())
             gradients = torch.autograd.grad(batch_error, values, allow_unused=True)
-            for total, gradient in zip(sums, gradients, strict=True):
+            for name, total, gradient in zip(weights, sums, gradients, strict=True):
                 if gradient is not None:
+                    self.reached.add(name)
                     total.add_(gradient)
         return error / max(sum(map(self._nearest_error, numbers)), _TINY), sums
 
@@ -274,6 +277,8 @@ class AutoRoundRunner:
             names = [f"{layer.name}.weight" for layer in learned]
             loss = _BlockLoss(part, dict(zip(names, nearest, strict=True)), self._generator)
             self._tune(part.block.module_path, learned, roundings, loss)
+            pairs = zip(names, learned, strict=True)
+            self._unreached += [layer.name for name, layer in pairs if name not in loss.reached]
             return
         with part.collect({layer.name: [layer.module] for layer in learned}) as statistics:
             for layer in learned:

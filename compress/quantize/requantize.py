@@ -38,6 +38,7 @@ from smelt.compress.quantize.sequential import grid_finder
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
+from smelt.models.checkpoint import save_model
 from smelt.models.edits import (
     Edit,
     is_masked,
@@ -49,6 +50,7 @@ from smelt.models.edits import (
 )
 from smelt.models.families.registry import blocks_of
 from smelt.models.layers import LowRankCorrectedLinear, ScaledLinear, with_low_rank_correction
+from smelt.models.streamed_model import StreamedModel
 from smelt.quantization.groupwise import split_into_groups
 from smelt.quantization.layers import (
     QuantizedEmbedding,
@@ -60,7 +62,7 @@ from smelt.quantization.layers import (
     is_quantized,
 )
 from smelt.quantization.scheme import QuantParams, UnpackedWeights
-from smelt.stage import Context, QuantizedInput
+from smelt.stage import Context, QuantizedInput, StoredDtype
 
 # Rounds weights, float [N, k], of a layer with `InputStatistics`; returns the dequantized values.
 RoundWeights: TypeAlias = Callable[[Tensor, InputStatistics], Tensor]
@@ -497,3 +499,33 @@ def _find_quantize_settings(src: Artifact, ancestors: Collection[Artifact]) -> Q
     while current is not None and current.manifest.stage != "quantize":
         current = by_key.get(current.manifest.parent or "")
     return None if current is None else QuantizeSettings.model_construct(**dict(current.manifest.settings))
+
+
+def save_requantized(
+    model: Any,
+    edits: list[Edit],
+    src: Artifact,
+    dtype: StoredDtype,
+    ctx: Context,
+    codes: Requantizer | None,
+    streamed: StreamedModel | None = None,
+) -> None:
+    """Write a changed model to `ctx.out`; what `codes` dequantized is quantized again.
+
+    Args:
+        model: changed in place.
+        edits: of the model, without those of `codes`.
+        src: the artifact that the model was read from.
+        dtype: of float weights.
+        ctx: gets details and warnings.
+        codes: of `dequantize_model`; None for a float model.
+        streamed: the model, if its blocks were written one by one.
+    """
+    if codes is not None:
+        edits = codes.requantize(model, edits, ctx)
+    if streamed is not None:
+        ctx.warnings.extend(streamed.finish(edits))
+        return
+    ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, dtype))
+    if codes is not None:
+        codes.write_master_weights(model, ctx)

@@ -121,6 +121,17 @@ def _option_field(options: list[tuple[Scheme, SchemeOption]]) -> tuple[Any, Any]
     return kind | None, Field(default=None, description=f"{option.description}. {notes}")
 
 
+def scheme_settings(schemes: Sequence[str], default: str) -> Any:
+    """Return a class of settings with `scheme`, one of `schemes`, and the options that these have."""
+    options = {
+        name: [(scheme, option) for scheme, option in pairs if scheme.name in schemes]
+        for name, pairs in schemes_by_option().items()
+    }
+    scheme = (Literal[tuple(schemes)], Field(default=default, description="format of the weights"))
+    fields: Any = {"scheme": scheme, **{n: _option_field(pairs) for n, pairs in options.items() if pairs}}
+    return create_model("FromSchemes", __base__=Settings, **fields)
+
+
 if TYPE_CHECKING:
     EmbeddingScheme = str
 
@@ -130,9 +141,4 @@ if TYPE_CHECKING:
         scheme: str
 else:
     EmbeddingScheme = Literal[_EMBEDDING_SCHEMES]
-    SchemeSettings = create_model(
-        "FromSchemes",
-        __base__=Settings,
-        scheme=(Literal[tuple(SCHEMES)], Field(default=DEFAULT_SCHEME, description="format of the weights")),
-        **{name: _option_field(found) for name, found in schemes_by_option().items()},
-    )
+    SchemeSettings = scheme_settings(tuple(SCHEMES), DEFAULT_SCHEME)

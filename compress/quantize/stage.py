@@ -407,8 +407,10 @@ def _bytes(scheme: str, options: Mapping[str, OptionValue], columns: int) -> flo
 
 def works_by_block(settings: QuantizeSettings, inputs: SizeInputs) -> bool:
     """Return whether a large model is quantized block by block (see `open_large_model`)."""
-    moves_scales = settings.scales_inputs or settings.smoothquant_alpha is not None
-    needs_whole = settings.loads_whole_model or (moves_scales and inputs.source.is_encoder_decoder)
+    smooths_norms = settings.smoothquant_alpha is not None and "norms" in settings.smoothquant_targets
+    # the encoder's last norm has readers in every block of the decoder
+    scales_norms = settings.scales_inputs or smooths_norms
+    needs_whole = settings.loads_whole_model or (scales_norms and inputs.source.is_encoder_decoder)
     return not needs_whole and not (settings.needs_calibration and inputs.is_gpu)
 
 

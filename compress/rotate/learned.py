@@ -33,7 +33,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import orthogonal
 
-from smelt.calibration.samples import load_calibration_samples
+from smelt.calibration.samples import load_calibration_samples, warn_of_few_held_back
 from smelt.calibration.statistics import batches_on_device
 from smelt.compress.quantize.plan_layers import (
     PlannedLayer,
@@ -194,6 +194,8 @@ def learn_rotations(
     initial = [matrix().detach() for matrix in matrices]
     learned = _minimize(loss, matrices, batches_on_device(samples, device), settings.learned, ctx)
     judged = batches_on_device(samples.held_back or samples, device)
+    num_judged = samples.held_back.num_samples if samples.held_back else 0
+    warn_of_few_held_back(num_judged, "The learned rotations are compared with the initial ones", ctx)
     before, after = (_mean_loss(loss, judged, values) for values in (initial, learned))
     if after < before:
         for rotation, matrix in zip(rotations, learned, strict=True):
@@ -201,7 +203,7 @@ def learn_rotations(
     else:
         ctx.warn(
             "rotations-not-better",
-            f"The learned rotations are not used: their divergence on other samples is {after:.3g}, that of"
+            f"The learned rotations are not used: their divergence is {after:.3g}, that of"
             f" the initial ones {before:.3g}. Increase calibration_samples, or remove learned.",
             setting="learned",
         )

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from smelt.compress.quantize.scheme_settings import SchemeSettings, check_scheme_options, resolve_options
+from smelt.compress.quantize.scheme_settings import (
+    SchemeSettings,
+    check_scheme_options,
+    resolve_options,
+    scheme_settings,
+)
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.errors import SettingError
 from smelt.quantization.schemes.registry import SCHEMES, SCHEMES_BY_BITS, can_learn_ranges
 from smelt.stage import Settings, StoredDtype
 
-_LEARNED_SCHEMES = [name for name, scheme in SCHEMES.items() if can_learn_ranges(scheme)]
+if TYPE_CHECKING:
+    _LearnedScheme = SchemeSettings
+else:
+    _LearnedScheme = scheme_settings(
+        [name for name, scheme in SCHEMES.items() if can_learn_ranges(scheme)], SCHEMES_BY_BITS[4].name
+    )
 
 
-class LearnedRotations(SchemeSettings):
+class LearnedRotations(_LearnedScheme):
     """Rotations that are learned for the scheme of a later `quantize`, from the Hadamard matrices on."""
 
-    scheme: Literal[tuple(_LEARNED_SCHEMES)] = Field(  # type: ignore[valid-type]
-        default=SCHEMES_BY_BITS[4].name, description="format of the weights"
-    )
     iterations: int = Field(default=100, ge=1, description="updates")
     learning_rate: float = Field(default=1e-2, gt=0, description="initial learning rate of Adam")
 
@@ -66,6 +73,13 @@ class RotateSettings(Settings):
     def needs_calibration(self) -> bool:
         """Whether calibration samples are used."""
         return self.method == "pca" or self.learned is not None
+
+    def to_plan(self) -> dict[str, Any]:
+        """Return what a plan shows: also the scheme that rotations are learned for, if it is the default."""
+        shown = super().to_plan()
+        if self.learned is not None:
+            shown["learned"] = {"scheme": self.learned.scheme} | shown["learned"]
+        return shown
 
     @model_validator(mode="after")
     def _check_combination(self) -> Self:

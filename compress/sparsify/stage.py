@@ -149,8 +149,8 @@ class Sparsify(Stage[SparsifySettings]):
     def __call__(self, src: Artifact, settings: SparsifySettings, ctx: Context) -> None:
         """Make the model of `src` sparse and write it to `ctx.out`."""
         from smelt.calibration.samples import load_calibration_samples
-        from smelt.compress.quantize.requantize import dequantize_model
-        from smelt.models.checkpoint import load_model, save_model
+        from smelt.compress.quantize.requantize import dequantize_model, save_requantized
+        from smelt.models.checkpoint import load_model
         from smelt.models.streamed_model import open_streamed
         from smelt.runtimes.device import torch_threads
 
@@ -173,14 +173,7 @@ class Sparsify(Stage[SparsifySettings]):
                 )
                 ctx.details["calibration"] = samples.details
             _sparsify_blocks(model, samples, settings, ctx, streamed)
-        if codes is not None:
-            edits = codes.requantize(model, edits, ctx)
-        if streamed is None:
-            ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
-            if codes is not None:
-                codes.write_master_weights(model, ctx)
-        else:
-            ctx.warnings.extend(streamed.finish(edits))
+        save_requantized(model, edits, src, settings.dtype, ctx, codes, streamed)
 
 
 def _can_stream(ctx: Context) -> bool:

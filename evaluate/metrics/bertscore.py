@@ -23,6 +23,7 @@ from smelt.evaluate.metrics.metric import (
     TextMetric,
     TextSamples,
 )
+from smelt.models.families.registry import find_family
 from smelt.stage import Settings
 
 if TYPE_CHECKING:
@@ -83,7 +84,9 @@ def check_encoder(settings: Mapping[str, Any], base: Path) -> Path:
         )
     config = load_json(folder / "config.json")
     layers = config.get("num_hidden_layers") or config.get("n_layers") or 0
-    if config.get("is_encoder_decoder") or settings["layer"] > layers:
+    family = find_family(config)
+    is_encoder = not config.get("is_encoder_decoder") if family is None else family.architecture == "encoder"
+    if not is_encoder or config.get("is_decoder") or settings["layer"] > layers:
         raise InputError(
             f"{folder}: {config.get('model_type')} model with {layers} layers; BERTScore needs an encoder"
             f" with at least layer {settings['layer']}. Set another model, or a lower layer.",
@@ -125,12 +128,14 @@ def bertscore_rows(
     import torch
     from transformers import AutoModel, AutoTokenizer
 
+    from smelt.models.empty_model import silence_transformers
     from smelt.runtimes.device import torch_device
 
     folder = check_encoder(settings, base)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model = AutoModel.from_pretrained(folder, local_files_only=True, use_safetensors=True)
+        with silence_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            model = AutoModel.from_pretrained(folder, local_files_only=True, use_safetensors=True)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(
             f"{folder}: cannot be loaded as an encoder: {error}", code="damaged-file", file=str(folder)

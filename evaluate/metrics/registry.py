@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import Field
 
+from smelt.core.errors import InputError, did_you_mean
 from smelt.data.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL, ProblemType
 from smelt.data.tasks import ALL_TASKS, task_traits, tasks_with
 from smelt.evaluate.metrics.agreement import AGREEMENT, RELATIVE_ERROR, TOP1
@@ -141,6 +142,24 @@ def absent_metric_hint(name: str) -> str:
         " COMET is not offered: its checkpoints are pickles, which run code when they are opened, and smelt"
         " opens none. bertscore compares meanings, too."
     )
+
+
+def require_known_metrics(metrics: Sequence[str], known: Sequence[str], option: str = "") -> None:
+    """Require that all `metrics`, also names of `variant_name`, are among `known`.
+
+    option: the command's option with these names, for messages.
+
+    Raises:
+        InputError: `unknown-metric`.
+    """
+    for name in metrics:
+        if base_metric(name) not in known:
+            hint = absent_metric_hint(name) or did_you_mean(name, known)
+            raise InputError(
+                f"{option}{' ' * bool(option)}'{name}' is not a metric that can be scored here. Available"
+                f" metrics: {', '.join(known)}.{hint}",
+                code="unknown-metric",
+            )
 
 
 def is_custom_metric(name: str) -> bool:

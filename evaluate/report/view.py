@@ -449,10 +449,26 @@ def report_notes(report: ReportData) -> list[tuple[str, str, str]]:
             for gate in step.gates
             if gate.n_needed is not None
         ]
+        if text := budget_text(step.details.get("budget")):
+            entries.append((step.name, "info", text))
         entries += [(step.name, warning.severity, str(warning)) for warning in sort_warnings(step.warnings)]
         if step.from_previous_run:
             entries.append((step.name, "kept", "from an earlier run in this folder; not part of this run"))
     return entries
+
+
+def budget_text(budget: Any) -> str:
+    """Return what a budget of `prune` (its details) kept, as a sentence; empty where there was none."""
+    if not isinstance(budget, Mapping) or not isinstance(budget.get("units"), Mapping):
+        return ""
+    units = ", ".join(
+        f"{name} {before:,} -> {after:,}" if after != before else f"{name} {before:,}"
+        for name, (before, after) in budget["units"].items()
+    )
+    return (
+        f"{100 * budget['left']:.1f} % of the {budget['unit']} are left, with a budget of"
+        f" {100 * budget['asked']:g} %: {units}."
+    )
 
 
 def disturbed_texts(report: ReportData) -> list[str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from smelt.api.array_models import read_array_rows
 from smelt.api.scored_run import generation_with, scored_generation
 from smelt.core.artifact import Artifact, read_artifact
-from smelt.core.errors import InputError, combined_error, did_you_mean
+from smelt.core.errors import InputError, combined_error
 from smelt.core.store import Store
 from smelt.data.labels import problem_type
 from smelt.data.split_division import limit_split
@@ -24,11 +24,10 @@ from smelt.evaluate.metrics.registry import (
     DEFAULT_METRICS,
     DEFAULTS_BY_PROBLEM,
     METRICS_BY_TASK,
-    absent_metric_hint,
-    base_metric,
     find_metric,
     is_custom_metric,
     metric_settings_type,
+    require_known_metrics,
     scores_agreement_alone,
     takes_custom_metrics,
 )
@@ -108,7 +107,9 @@ def evaluate_artifact(
     require_safe_artifact(artifact, options.trust_engine)
     task: Any = artifact.manifest.task
     listed_metrics, settings = read_metrics(options.metrics)
-    _check_metric_names(listed_metrics, task)
+    may_be_custom = takes_custom_metrics(task)
+    named = [name for name in listed_metrics if not (may_be_custom and is_custom_metric(name))]
+    require_known_metrics(named, METRICS_BY_TASK[task], "--metric")
     is_classifier, is_embedder = (task_traits(task).output == output for output in ("labels", "embedding"))
     metrics = _classifier_metrics(artifact, listed_metrics) if is_classifier else listed_metrics
     scored = metrics or DEFAULT_METRICS[task]
@@ -171,23 +172,6 @@ def read_metrics(entries: Sequence[str]) -> tuple[tuple[str, ...], dict[str, dic
     settings = extract_metric_settings(document.value, errors)
     errors.raise_if_any()
     return tuple(str(name) for name in document.value["score"]["quality"]), settings
-
-
-def _check_metric_names(metrics: Sequence[str], task: Any) -> None:
-    """Check that `metrics` are for `task`; a user's functions are for tasks that take any.
-
-    Raises:
-        InputError: one is not a metric of the task.
-    """
-    for metric in metrics:
-        is_own = is_custom_metric(metric) and takes_custom_metrics(task)
-        if base_metric(metric) not in METRICS_BY_TASK[task] and not is_own:
-            supported_metrics = ", ".join(METRICS_BY_TASK[task])
-            hint = absent_metric_hint(metric) or did_you_mean(metric, METRICS_BY_TASK[task])
-            raise InputError(
-                f"--metric {metric}: not a metric for {task}. Available metrics: {supported_metrics}.{hint}",
-                code="unknown-metric",
-            )
 
 
 def _check_graph(artifact: Artifact, metrics: Sequence[str], settings: MetricSettingValues) -> None:

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from smelt.api.evaluate import quality_lines, read_metrics
-from smelt.core.errors import InputError, did_you_mean
+from smelt.core.errors import InputError
 from smelt.data.json_rows import open_text, read_lines
 from smelt.evaluate.metrics.registry import (
     TEXT_METRICS,
-    absent_metric_hint,
-    base_metric,
     find_metric,
+    require_known_metrics,
 )
 from smelt.evaluate.quality import MetricScore, score_texts
 from smelt.evaluate.significance import compare_steps, holm
@@ -58,8 +57,7 @@ def score_files(
             code="wrong-value",
         )
     names, settings = read_metrics(metrics)
-    for name in names:
-        _require_text_metric(name)
+    require_known_metrics(names, TEXT_METRICS, "--metric")
     names = names or DEFAULT_METRICS
     for name in names:
         find_metric(name).check(settings.get(name, {}), Path.cwd(), {})
@@ -104,20 +102,6 @@ def _difference_line(name: str, entry: dict[str, Any]) -> str:
         f"  baseline {entry['baseline']:.{digits}f}; difference {compared['difference']:+.{digits}f}{ends},"
         f" p = {compared['p_value_holm']:.2g} (Holm)"
     )
-
-
-def _require_text_metric(name: str) -> None:
-    """Require that a metric scores texts.
-
-    Raises:
-        InputError: `unknown-metric`.
-    """
-    if base_metric(name) not in TEXT_METRICS:
-        hint = absent_metric_hint(name) or did_you_mean(name, TEXT_METRICS)
-        raise InputError(
-            f"--metric {name}: not a metric of texts. Available metrics: {', '.join(TEXT_METRICS)}.{hint}",
-            code="unknown-metric",
-        )
 
 
 def _read_texts(path: Path) -> list[str]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
+from smelt.core.messages import with_count
 from smelt.data.labels import REGRESSION, class_names, problem_type
 from smelt.data.splits import Split, spread_indices
 from smelt.models.edits import module_names
@@ -48,6 +49,8 @@ _MAX_BATCH_TOKENS = 1024
 LOSS_SAMPLES = 256
 # Samples that are held back, if there are enough; else a tenth of all.
 _MIN_HELD_BACK = 16
+# A choice by fewer samples that are held back has a warning.
+_FEW_HELD_BACK = 8
 # Pairs per batch for a loss on their scores.
 _PAIRS_PER_BATCH = 16
 
@@ -140,6 +143,24 @@ def load_calibration_samples(
         for batches in [_collate_batches(encoded, model.config, labels, padded)]
     )
     return replace(samples, held_back=others) if others.num_samples else samples
+
+
+def warn_of_few_held_back(count: int, what: str, ctx: Context) -> None:
+    """Warn if `what` ("candidates are compared", say) is decided on few samples, or on none held back.
+
+    Args:
+        count: number of samples that are used for nothing else; 0: calibration samples decide.
+        what: for the message, with its verb.
+        ctx: receives the warning.
+    """
+    if count >= _FEW_HELD_BACK:
+        return
+    which = f"only {with_count(count, 'sample')}" if count else "the calibration samples, as there are so few"
+    ctx.warn(
+        "few-held-back-samples",
+        f"{what} on {which}; another choice may be better. Use at least {10 * _FEW_HELD_BACK} samples as"
+        " calibration data (data.calibration, else data.train), of which a tenth is held back.",
+    )
 
 
 def _collate_batches(

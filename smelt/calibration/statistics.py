@@ -42,13 +42,10 @@ from torch import Tensor, nn
 from smelt.calibration.samples import CalibrationSamples, LayersByKey, ObserveInputs, observe_inputs
 from smelt.core.errors import RunError
 from smelt.core.files import json_hash
-from smelt.models.model_size import TOKENS_PER_INPUT
+from smelt.models.model_size import STATISTICS_MEMORY_BYTES, TOKENS_PER_INPUT
 from smelt.runtimes.device import torch_device, torch_threads
 from smelt.stage import Context
 from smelt.tasks.samples import TensorBatch
-
-# Beyond this second moments are stored on disk.
-STATISTICS_MEMORY_BYTES = 2 * 2**30
 
 
 @dataclass

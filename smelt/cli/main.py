@@ -34,6 +34,22 @@ from smelt.core.system import SAFE_PATH_VARIABLE
 from smelt.data.bleu_tokenizer import BLEU_TOKENIZERS
 
 
+def _single_value(ctx: click.Context, param: click.Parameter, values: tuple[Any, ...]) -> Any:
+    """Return the value of an option declared `multiple` that may be set only once; None if it is not set.
+
+    Raises:
+        InputError: `repeated-option`.
+    """
+    if len(values) > 1:
+        option = param.opts[0]
+        raise InputError(
+            f"{option} is set {len(values)} times: {', '.join(map(str, values))}. Set it once.",
+            code="repeated-option",
+            setting=option,
+        )
+    return values[0] if values else None
+
+
 class _CommandGroup(click.Group):
     """A command group that prints errors as messages and suggests names for unknown commands and options."""
 
@@ -355,7 +371,14 @@ def evaluate(artifact: Path, as_json: bool, **options: Any) -> None:
 
 
 @main.command(short_help="Score texts that another program wrote.")
-@click.option("--hypotheses", type=FILE_TYPE, required=True, help="Texts to score, one per line.")
+@click.option(
+    "--hypotheses",
+    type=FILE_TYPE,
+    multiple=True,
+    required=True,
+    callback=_single_value,
+    help="Texts to score, one per line.",
+)
 @click.option(
     "--references",
     type=FILE_TYPE,
@@ -363,7 +386,13 @@ def evaluate(artifact: Path, as_json: bool, **options: Any) -> None:
     required=True,
     help="Reference texts, one per line; may be repeated.",
 )
-@click.option("--baseline", type=FILE_TYPE, help="Texts of a baseline, to compare with in pairs.")
+@click.option(
+    "--baseline",
+    type=FILE_TYPE,
+    multiple=True,
+    callback=_single_value,
+    help="Texts of a baseline, to compare with in pairs.",
+)
 @click.option(
     "--metric",
     "metrics",

@@ -313,9 +313,14 @@ def load_model(folder: Path, widen: bool = True) -> tuple[Any, list[Edit]]:
 
 
 def count_stored_parameters(model: Any) -> int:
-    """Return the number of stored parameters of `model`; fixed position tables are not stored."""
+    """Return the number of stored parameters of a float `model`, as `count_parameters` of its files.
+
+    Buffers count if they are stored (a bias of logits); fixed position tables are not.
+    """
     fixed = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    return sum(p.numel() for n, p in model.named_parameters() if n not in fixed)
+    kind, tensors = model.config.model_type, model.state_dict(keep_vars=True).items()
+    stored = {id(v): v.numel() for n, v in tensors if n not in fixed and not is_unused_tensor(kind, n)}
+    return sum(stored.values())
 
 
 def widened_bytes(folder: Path) -> int:

@@ -27,6 +27,8 @@ FLOAT_BYTES = 4  # of a weight in memory, whatever its file holds
 # Calibration without `calibration_samples`: tokens for each input of the widest linear layer; at most (as
 # many as GPTQ and SparseGPT use: 128 windows of 2,048); samples at least.
 TOKENS_PER_INPUT, MAX_CALIBRATION_TOKENS, MIN_CALIBRATION_SAMPLES = 10, 262_144, 128
+# Beyond this second moments of layer inputs are stored on disk.
+STATISTICS_MEMORY_BYTES = 2 * 2**30
 _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
@@ -47,6 +49,11 @@ class StackSize:
     def block_weights(self) -> int:
         """The weights of one block's linear layers."""
         return sum(out_features * columns for out_features, columns in self.matrices)
+
+    @property
+    def output_matrices(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of the layers that read neurons and heads."""
+        return (self.matrices[self.feed_forward - 1], *self.matrices[self.feed_forward + 3 :: 4])
 
     def with_units(self, heads: float, neurons: float) -> StackSize:
         """Return the stack with these parts of its heads and neurons."""
@@ -124,6 +131,11 @@ class ModelSize:
         return min(MAX_CALIBRATION_TOKENS, TOKENS_PER_INPUT * max(inputs, default=0))
 
     @property
+    def is_complete(self) -> bool:
+        """Whether the weights are floats, and all that the config shows."""
+        return bool(self.stacks) and self.kept_ratio == 1.0 and self.bytes_per_weight > 1.5
+
+    @property
     def layers(self) -> int:
         """Blocks of all stacks."""
         return sum(stack.layers for stack in self.stacks)
@@ -136,6 +148,18 @@ class ModelSize:
     def scaled_blocks(self, ratio: float) -> ModelSize:
         """Return the size with this part of the blocks' weights."""
         return replace(self, kept_ratio=self.kept_ratio * ratio)
+
+    def scaled_to(self, ratio: float) -> ModelSize:
+        """Return the size with this part of all weights, removed from the blocks where these have as many."""
+        removed = (1 - ratio) * self.parameters
+        if removed < self.block_weights:
+            return self.scaled_blocks(1 - removed / self.block_weights)
+        return replace(
+            self.scaled_blocks(ratio),
+            table_weights=round(ratio * self.table_weights),
+            head_weights=round(ratio * self.head_weights),
+            other_weights=round(ratio * self.other_weights),
+        )
 
     def with_units(self, heads: float, neurons: float) -> ModelSize:
         """Return the size with these parts of the heads and neurons of each block."""

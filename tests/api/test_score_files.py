@@ -14,6 +14,7 @@ from sacrebleu.significance import PairedTest
 from smelt.api.score_files import score_files
 from smelt.cli.main import main
 from smelt.core.errors import InputError
+from tests.support import harness
 from tests.support.expected_errors import raises_code
 
 WORDS = ["a", "man", "and", "dog", "run", "over", "green", "grass", "near", "fence", "river", "hat"]
@@ -123,6 +124,14 @@ def test_data_files_and_names_of_languages_are_rejected(write):
         score_files(write("h.jsonl.gz", ['{"target": "a"}']), [texts])
     with raises_code("wrong-value", InputError):
         score_files(texts, [texts], language="german")
+
+
+@pytest.mark.parametrize("option", ["--hypotheses", "--baseline"])
+def test_option_of_one_file_is_not_repeated(option, write):
+    texts = write("h.txt", ["a b"])
+    others = () if option == "--hypotheses" else ("--hypotheses", texts)
+    result = harness.smelt("score", "--references", texts, option, texts, option, texts, *others, code=2)
+    assert (result.error.code, result.error.setting) == ("repeated-option", option)
 
 
 def test_command_prints_scores_and_differences(write):

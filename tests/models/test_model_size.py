@@ -10,6 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from smelt.models.checkpoint import count_stored_parameters, load_model
 from smelt.models.empty_model import empty_model
 from smelt.models.families.registry import blocks_of
 from smelt.models.model_size import count_parameters, read_model_size, size_from_config
@@ -33,6 +34,15 @@ def test_model_size_equals_transformers_model(family):
     assert size.stored_bytes == pytest.approx(4 * count_parameters(folder), rel=1e-6)
     halved = size_from_config(config).scaled_blocks(0.5)
     assert halved.block_weights == sum(linear) // 2
+    for ratio in (0.9, 0.05):
+        assert size.scaled_to(ratio).parameters == pytest.approx(ratio * size.parameters, abs=2)
+
+
+@pytest.mark.parametrize("family", every_family.MODELS)
+def test_loaded_model_has_as_many_parameters_as_its_files(family):
+    """A step's details count the model, its row in the report the files."""
+    folder = every_family.model_with_layers(family, 2)
+    assert count_stored_parameters(load_model(folder)[0]) == count_parameters(folder)
 
 
 def test_model_without_blocks_has_size_of_files(tmp_path):

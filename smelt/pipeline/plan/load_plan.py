@@ -18,7 +18,9 @@ from smelt.core.errors import InputError
 from smelt.core.files import resolve_path
 from smelt.core.messages import Message, error_message, info
 from smelt.models.families.registry import FAMILIES_BY_TASK, QUANTIZED_CONVOLUTIONS_KEY, no_blocks_reason
+from smelt.models.model_size import read_model_size
 from smelt.models.text_rules import position_limit
+from smelt.models.weight_files import has_weights
 from smelt.pipeline.inspect.model_folder import (
     check_model_folder,
     local_model_folder,
@@ -216,6 +218,24 @@ def check_model_configs(context: CheckContext) -> Iterator[Finding]:
             configs[step.name] = step_config
 
 
+def check_sizes(context: CheckContext) -> Iterator[Finding]:
+    """Check the steps on the original model against its numbers of weights."""
+    config, folder = start_config(context), context.model_folder
+    if config is None or folder is None or context.start_format == "onnx":
+        return
+    if not has_weights(folder) or (folder / "structure.json").exists():
+        return
+    try:
+        size = read_model_size(folder, config)
+    except InputError:  # reported by the checks of the model's folder
+        return
+    if size is None or not size.is_complete:
+        return
+    for step in context.steps:
+        if step.parent == MODEL_STEP:
+            yield from context.setting_findings(step, step.stage_class.check_size(step.settings, size))
+
+
 def check_window_length(context: CheckContext) -> Iterator[Finding]:
     """Check that windows are not longer than the model's number of positions."""
     length = context.recipe.data.windows.length
@@ -245,6 +265,7 @@ CHECKS: tuple[Check, ...] = (
     check_untrained,
     check_new_classifier,
     check_model_configs,
+    check_sizes,
     check_generation_engines,
     check_float_weights,
     check_graph_settings,

@@ -329,8 +329,7 @@ def _tree_lines(plan: Plan, name: str, indent: str) -> Iterator[str]:
 
 
 def _step_lines(step: PlanStep, first: str, rest: str) -> Iterator[str]:
-    explicit_settings = step.settings.model_dump(mode="json", exclude_defaults=True)
-    settings = ", ".join(f"{name}: {_value_text(value)}" for name, value in explicit_settings.items())
+    settings = ", ".join(f"{name}: {_value_text(value)}" for name, value in step.settings.to_plan().items())
     read_splits = sorted(
         split_name
         for split_name in step.needs

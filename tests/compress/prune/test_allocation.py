@@ -1,15 +1,25 @@
 """`prune` with a budget: met, said, and refused where it leaves nothing."""
 
+import json
+
 import pytest
 from transformers import AutoTokenizer
 
+from smelt.compress.drop_layers.layer_selection import keep_layers
 from smelt.compress.prune import latency_costs
+from smelt.compress.prune.budget import BudgetAllocation
 from smelt.compress.prune.costs import resolve_sequence_length
-from smelt.compress.prune.stage import Prune, PruneSettings
+from smelt.compress.prune.heads_and_neurons import target_groups
+from smelt.compress.prune.settings import PruneSettings, least_parameters
+from smelt.compress.prune.stage import Prune
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import count_stored_parameters, load_model
-from tests.support.expected_errors import raises_code, raises_setting_codes
-from tests.support.models import every_family
+from smelt.models.families.registry import family_of
+from smelt.models.model_size import read_model_size
+from smelt.pipeline.plan.load_plan import load_plan
+from tests.support import harness
+from tests.support.expected_errors import message_locations, raises_code, raises_setting_codes
+from tests.support.models import every_family, images, tiny
 from tests.support.pairs.matrix import matrix_cells
 
 MEASURES = {
@@ -116,3 +126,56 @@ def test_sequence_length_is_mean_length_of_data(family, tmp_path):
         expected = round(sum(len(tokenizer(text).input_ids) for text in texts) / len(texts))
         assert 3 < expected < 30
     assert ctx.details["budget"]["sequence_length"] == expected
+
+
+@pytest.mark.parametrize("targets", [["heads"], ["ffn"], ["layers", "heads", "ffn"]])
+@pytest.mark.parametrize("family", every_family.DISTINCT_FAMILIES)
+def test_plan_refuses_no_budget_that_can_be_reached(family, targets):
+    """The plan counts no more than what the smallest shape has: not positions, norms and last heads."""
+    folder = every_family.model_with_layers(family, 2)
+    size = read_model_size(folder, json.loads((folder / "config.json").read_text()))
+    settings = PruneSettings(targets=targets, budget={"parameters": 0.5}, importance="fisher")
+    model, _ = load_model(folder)
+    for stack in family_of(model).stacks(model.config.to_dict()) if "layers" in targets else []:
+        keep_layers(model, [], stack.name, [0], "first", stage="prune")
+    allocation = BudgetAllocation(model, target_groups(model, settings), None, settings, None)
+    assert 0.2 * allocation.least < least_parameters(settings, size) <= allocation.least
+
+
+def test_plan_reports_budget_of_parameters_below_smallest_shape(tmp_path):
+    tiny.write_bert(tmp_path / "model")
+    tiny.write_labeled(tmp_path / "rows.jsonl")
+    data = "data: {train: rows.jsonl, test: rows.jsonl}"
+    head = f"model: {tmp_path / 'model'}\ntask: text-classification\n{data}"
+    recipe = tmp_path / "recipe.yaml"
+
+    def errors(*stages):
+        recipe.write_text("\n".join([head, "stages:", *(f"  - {stage}" for stage in stages)]) + "\n")
+        try:
+            load_plan(recipe)
+        except InputError as error:
+            return message_locations(error.messages)
+        return []
+
+    line = 5
+    prune = "prune: {targets: [layers, heads, ffn], budget: {parameters: RATIO}}"
+    assert errors(prune.replace("RATIO", "0.5")) == []
+    expected = [("budget-too-small", "stages[0].prune.budget.parameters", line)]
+    assert errors(prune.replace("RATIO", "0.01")) == expected
+    assert errors(prune.replace("RATIO", "0.01").replace("layers,", "layers, width,")) == []
+    assert errors("trim-vocabulary: {}", prune.replace("RATIO", "0.01")) == []  # what is left is not known
+    (tmp_path / "model" / "structure.json").write_text('{"schema": 1, "edits": []}')
+    assert errors(prune.replace("RATIO", "0.01")) == []
+
+
+@pytest.mark.parametrize("measure", ["flops", "latency"])
+def test_budget_of_image_model_counts_its_patches(measure, monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        latency_costs, "time_parts", lambda parts, on, threads: [weights(part) for part in parts]
+    )
+    source = images.write_model(tmp_path / "model", num_hidden_layers=1)
+    data = images.read_rows(images.write_rows(tmp_path / "rows.jsonl"))
+    settings = PruneSettings(budget={measure: 0.7}, importance="random", reconstruct=False)
+    ctx = harness.run_stage(Prune(), settings, source, tmp_path / "out", images.TASK, data)
+    assert ctx.details["budget"]["sequence_length"] == 4 * 4 + 1
+    assert ctx.details["budget"]["left"] <= 0.7

@@ -11,8 +11,9 @@ from smelt.compress.prune.units import AttentionGroup, cut_heads, cut_neurons, f
 from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import count_stored_parameters, load_model
+from smelt.models.model_size import count_macs
 from tests.support.expected_errors import raises_code
-from tests.support.models import every_family
+from tests.support.models import every_family, images
 from tests.support.pairs.matrix import matrix_cells
 
 FAMILIES = ("marian", "t5", "bert", "gpt2", "llama", "qwen3", "modernbert", "mpnet")
@@ -75,3 +76,20 @@ def test_default_sequence_length_is_limited_by_model_positions():
         resolve_sequence_length(bert, 9999)
     assert caught.value.setting == "budget.sequence_length"
     assert str(num_positions) in str(caught.value)
+
+
+def test_costs_of_image_model_are_those_of_one_image(tmp_path):
+    """16 patches and the class token; torch counts the pass over an image of the model's size."""
+    folder = images.write_model(tmp_path / "model", num_hidden_layers=1)
+    model, _ = load_model(folder)
+    groups = [group for kind in find_groups(model) for group in kind]
+    model.set_attn_implementation("eager")  # torch does not count fused attention on a CPU
+    costs = flop_costs(model, groups, None)
+    assert costs.details["sequence_length"] == 17
+    assert costs.total == count_macs(model, (16, 16))
+    kept_units = half_of(model)
+    reached = costs.fixed + sum(float(costs.by_group[name][count]) for name, count in kept_units.items())
+    assert reached == count_macs(model, (16, 16))
+    with raises_code("unused-setting", InputError) as caught:
+        resolve_sequence_length(model, 17)
+    assert caught.value.setting == "budget.sequence_length"

@@ -1,12 +1,21 @@
 """Scores of optimal brain surgeon against refits by least squares and gradients of single tokens."""
 
+import json
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from smelt.compress.prune import stage
 from smelt.compress.prune.importances.obs import output_curvatures, removal_losses
 from smelt.compress.prune.reconstruct import RECONSTRUCTION_DAMPING
-from smelt.compress.prune.units import find_groups
+from smelt.compress.prune.settings import PruneSettings, obs_bytes
+from smelt.compress.prune.stage import Prune
+from smelt.compress.prune.units import find_groups, whole_weight
+from smelt.models.checkpoint import load_model
+from smelt.models.families.registry import FAMILIES
+from smelt.models.model_size import SizeInputs, read_model_size
+from tests.support.models import every_family
 from tests.support.models.pruning_models import bert_model, example_batch, factorized_model, marian_model
 
 
@@ -120,3 +129,24 @@ def test_units_of_nearly_equal_losses_are_removed_in_their_order():
     weight[0, 0] += 1e-7
     scores = removal_losses(weight, torch.eye(4, dtype=torch.float64), 4)
     assert scores.argsort().tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("family", ["marian", "t5", "bert", "llama", "gpt2", "vit"])
+def test_estimated_memory_has_matrices_of_all_layers(family, monkeypatch):
+    """G of the outputs and H of the inputs, float64; H is on disk where there is too much of it."""
+    folder = every_family.model_with_layers(family, 2)
+    size = read_model_size(folder, json.loads((folder / "config.json").read_text()))
+    model, _ = load_model(folder)
+    attentions, blocks = find_groups(model)
+    readers = [g.structure.out for g in attentions] + [b.structure.down for b in blocks]
+    shapes = [whole_weight(model, name).shape for name in readers]
+    expected = tuple(8 * sum(shape[axis] ** 2 for shape in shapes) for axis in (0, 1))
+    assert obs_bytes(size) == expected
+    settings = PruneSettings(importance="obs", targets=["heads", "ffn"])
+    inputs = SizeInputs(size, size, FAMILIES[family].tasks[0], {})
+    in_memory = Prune.estimate_size(settings, inputs)
+    assert (in_memory.memory_bytes, in_memory.temporary_bytes) == (size.float_bytes + sum(expected), 0)
+    monkeypatch.setattr(stage, "STATISTICS_MEMORY_BYTES", expected[1] - 1)
+    on_disk = Prune.estimate_size(settings, inputs)
+    assert on_disk.memory_bytes == size.float_bytes + expected[0]
+    assert on_disk.temporary_bytes == expected[1]

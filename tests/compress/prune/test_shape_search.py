@@ -13,10 +13,14 @@ from smelt.compress.prune.heads_and_neurons import target_groups
 from smelt.compress.prune.settings import PruneSettings
 from smelt.compress.prune.stage import Prune
 from smelt.core.errors import InputError
-from smelt.data.splits import Columns, Example, Split, spread_indices
+from smelt.core.messages import message_codes
+from smelt.data.splits import Columns, Example, Split, Windows, spread_indices
+from smelt.models import text_rules
 from smelt.models.checkpoint import count_stored_parameters, load_model
 from smelt.models.hidden_width import hidden_width
+from smelt.models.model_size import count_parameters
 from smelt.stage import QuantizedInput
+from smelt.tasks.encode_split import encode_split
 from smelt.tasks.read_split import read_split
 from tests.support import harness
 from tests.support.expected_errors import raises_code, raises_setting_codes
@@ -99,10 +103,7 @@ def test_reported_loss_is_that_of_written_model_on_samples_held_back(tmp_path):
     assert min(by_candidate) == pytest.approx(sum(losses) / 6, rel=1e-4)
 
 
-@pytest.mark.parametrize(("name", "task", "held_back"), [
-    ("texts", "text-classification", [1, 3, 5]), ("running text", "language-modeling", [27, 28, 29]),
-])  # fmt: skip
-def test_samples_that_compare_candidates_are_in_no_calibration(name, task, held_back, monkeypatch, tmp_path):
+def test_samples_that_compare_candidates_are_in_no_calibration(monkeypatch, tmp_path):
     seen = {}
     monkeypatch.setattr(
         shape_search,
@@ -110,11 +111,61 @@ def test_samples_that_compare_candidates_are_in_no_calibration(name, task, held_
         lambda model, src, count, ctx, *_, **__: seen.update(ctx.data),
     )
     monkeypatch.setattr(shape_search, "spread_indices", lambda *_: [1, 3, 5])
-    split = Split(name, tuple(Example(str(number), label=number % 2) for number in range(30)))
-    ctx, _ = shape_search._hold_back(None, None, harness.make_context(tmp_path, task, {"train": split}))
-    assert [example.text for example in seen["train"].examples] == list(map(str, held_back))
-    others = [str(number) for number in range(30) if number not in held_back]
+    split = Split("texts", tuple(Example(str(number), label=number % 2) for number in range(30)))
+    ctx, _ = shape_search._hold_back(None, None, harness.make_context(tmp_path, TASK, {"train": split}))
+    assert [example.text for example in seen["train"].examples] == ["1", "3", "5"]
+    others = [str(number) for number in range(30) if number not in (1, 3, 5)]
     assert [example.text for example in ctx.data["train"].examples] == others
+    assert message_codes(ctx.warnings) == ["few-held-back-samples"]
+
+
+@pytest.mark.parametrize(("num_windows", "num_held_back", "codes"), [
+    (80, 8, []), (79, 7, ["few-held-back-samples"]), (9, 0, ["few-held-back-samples"]),
+])  # fmt: skip
+def test_last_windows_of_running_text_are_held_back(num_windows, num_held_back, codes, tmp_path):
+    """The text is one sample: what counts is how many windows it has."""
+    folder, windows = every_family.model_with_layers("gpt2", 1), Windows(length=8)
+    source, task = tiny.as_artifact(folder, "language-modeling"), "language-modeling"
+    model, tokenizer = load_model(folder)[0], AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("one two three " * 8 * num_windows).input_ids[: 8 * num_windows + 1]
+    split = Split("text", (Example(tokenizer.decode(ids)),), windows=windows)
+    encoded = encode_split(split, model.config, tokenizer, harness.make_context(tmp_path, task))
+    assert len(encoded) == num_windows
+    ctx, judging = shape_search._hold_back(
+        model, source, harness.make_context(tmp_path, task, {"train": split})
+    )
+    rest = encode_split(ctx.data["train"], model.config, tokenizer, ctx)
+    assert rest == encoded[: num_windows - num_held_back]
+    assert judging.num_samples == (num_held_back or num_windows)
+    assert message_codes(ctx.warnings) == codes
+
+
+@pytest.mark.parametrize(("num_layers", "is_spent"), [(2, False), (3, True)])
+def test_unspent_budget_has_a_warning(num_layers, is_spent, monkeypatch, tmp_path):
+    """With a loss that prefers so many of three layers; two cost less than three quarters."""
+    monkeypatch.setattr(
+        shape_search, "mean_loss", lambda model, *_: abs(model.config.num_hidden_layers - num_layers)
+    )
+    source = every_family.model_with_layers("bert", 3)
+    options = {"targets": ["layers", "heads", "ffn"], "importance": "random", "reconstruct": False}
+    ctx = prune_shape(source, "bert", tmp_path / "out", 0.95, multiple_of=1, **options)
+    budget = ctx.details["budget"]
+    assert (budget["left"] > 0.9 * 0.95) == is_spent
+    assert ("budget-not-spent" in message_codes(ctx.warnings)) != is_spent
+
+
+def test_search_tokenizes_running_text_once(monkeypatch, tmp_path):
+    texts, cut = [], text_rules.cut_windows
+
+    def recorded(split, *arguments, **options):
+        texts.append(split)
+        return cut(split, *arguments, **options)
+
+    monkeypatch.setattr(text_rules, "cut_windows", recorded)
+    source = every_family.model_with_layers("gpt2", 3)
+    ctx = prune_shape(source, "gpt2", tmp_path / "out", 0.9)
+    assert len(ctx.details["candidates"]) > 2
+    assert len(texts) == 1
 
 
 @pytest.mark.parametrize(("family", "targets"), [
@@ -133,8 +184,17 @@ def test_budget_below_heads_and_neurons_starts_at_fewest_steps_that_meet_it(fami
     assert losses[0] is None
     assert min(loss for loss in losses if loss is not None) < float("inf")
     model, _ = load_model(ctx.out)
-    assert ctx.details["budget"]["reached"] == count_stored_parameters(model)
-    assert ctx.details["budget"]["left"] <= ratio
+    budget = ctx.details["budget"]
+    assert budget["reached"] == ctx.details["parameters_after"] == count_parameters(ctx.out)
+    assert budget["before"] == ctx.details["parameters_before"] == count_parameters(source)
+    assert budget["left"] <= ratio
+    kept_layers = ctx.details["kept_layers"].values()
+    assert budget["units"]["layers"] == [3 * len(kept_layers), sum(map(len, kept_layers))]
+    tables = [each.get_input_embeddings().weight for each in (full_model, model)]
+    assert budget["units"]["width"] == [table.shape[1] for table in tables]
+    for target, units, details in (("heads", "heads", "kept_heads"), ("ffn", "neurons", "kept_neurons")):
+        before, after = budget["units"][units]
+        assert after == sum(ctx.details[details].values()) <= before or target not in targets
     check_save_and_load(ctx.out, tmp_path / "saved")
 
 
@@ -167,7 +227,10 @@ def test_layers_are_chosen_once_for_all_widths(monkeypatch, tmp_path):
 def test_flops_and_latency_are_compared_with_original_model(budget, monkeypatch, tmp_path):
     """A second for each weight of the timed layers."""
 
+    timed_parts = []
+
     def seconds(parts, on, threads):
+        timed_parts.extend(parts)
         layers = [[*part.input_layers, *([part.output_layer] if part.output_layer else [])] for part in parts]
         return [float(sum(layer.num_weights for layer in timed)) for timed in layers]
 
@@ -181,6 +244,8 @@ def test_flops_and_latency_are_compared_with_original_model(budget, monkeypatch,
         assert details["reached"] == count_multiplications(load_model(ctx.out)[0], 8)
     assert details["reached"] == pytest.approx(details["left"] * details["before"], rel=1e-3)
     assert details["left"] <= 0.6
+    assert len(timed_parts) == len(set(timed_parts))  # no part of another candidate is timed again
+    assert bool(timed_parts) == ("latency" in budget)
 
 
 def test_latency_budget_of_neurons_counts_attentions(monkeypatch, tmp_path):

@@ -40,7 +40,8 @@ def put_to_sleep(part):
 @pytest.mark.parametrize("settings", [
     {"scheme": "int8-static", "sensitivity_samples": 0}, {"scheme": "int4", "method": "gptq"},
     {"scheme": "int4", "method": "awq"}, {"scheme": "int4", "method": "awq-gptq"},
-], ids=["static", "gptq", "awq", "awq-gptq"])  # fmt: skip
+    {"scheme": "int4", "method": "autoround", "iterations": 2},
+], ids=["static", "gptq", "awq", "awq-gptq", "autoround"])  # fmt: skip
 def test_uncalibrated_layers_are_warned_once(settings, tmp_path):
     calibration, ctx = decided(tmp_path, put_to_sleep, **settings)
     (warning,) = [message for message in ctx.warnings if message.code == "uncalibrated-layers"]

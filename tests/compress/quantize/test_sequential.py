@@ -11,15 +11,18 @@ from safetensors.torch import load_file, save_file
 from smelt.compress.quantize import sequential
 from smelt.compress.quantize.sequential import open_large_model
 from smelt.compress.quantize.settings import QuantizeSettings
-from smelt.compress.quantize.stage import Quantize
+from smelt.compress.quantize.stage import Quantize, works_by_block
 from smelt.core.errors import InputError
 from smelt.core.messages import messages_to_json
 from smelt.models import streamed_model, weight_files
 from smelt.models.checkpoint import load_model
 from smelt.models.edits import read_edits
+from smelt.models.families.registry import FAMILIES
+from smelt.models.model_size import SizeInputs, read_model_size
 from smelt.quantization.layers import is_quantized
+from tests.support import harness
 from tests.support.expected_errors import raises_code
-from tests.support.models import every_family
+from tests.support.models import every_family, tiny
 
 GPTQ = {"scheme": "int4", "group_size": 16, "method": "gptq", "calibration_samples": 6}
 AUTOROUND = GPTQ | {"method": "autoround", "iterations": 3}
@@ -123,6 +126,22 @@ def test_methods_comparing_layers_load_full_model(family, settings, tmp_path, la
     with pytest.raises(InterruptedError):
         every_family.run_stage(Quantize(), QuantizeSettings(**settings), source, family, tmp_path / "out")
     assert opened == [None]
+
+
+@pytest.mark.parametrize("family", ["t5", "m2m_100", "llama"])
+@pytest.mark.parametrize("targets", ["norms", "layers", "factors"])
+def test_plan_estimates_smoothing_by_block_as_it_runs(family, targets, tmp_path, large):
+    """The encoder's last norm has readers in all blocks of the decoder; nothing else is shared by blocks."""
+    source = every_family.model_with_layers(family, 2)
+    settings = QuantizeSettings(
+        scheme="int8-static", smoothquant_alpha=0.5, smoothquant_targets=[targets], sensitivity_samples=0
+    )
+    size = read_model_size(source, json.loads((source / "config.json").read_text()))
+    task = FAMILIES[family].tasks[0]
+    by_block = works_by_block(settings, SizeInputs(size, size, task, {}))
+    ctx = harness.make_context(tmp_path / "out", task)
+    opened = open_large_model(tiny.as_artifact(source, task), settings, ctx)
+    assert (opened is not None) == by_block == (targets != "norms" or family == "llama")
 
 
 @pytest.mark.parametrize(("name", "settings"), [("model.layers.1.mlp.up_proj", GPTQ), ("lm_head", RTN)])

@@ -10,11 +10,13 @@ from smelt.compress.rotate.rotations import Rotation, random_hadamard, random_ro
 from smelt.compress.rotate.settings import LearnedRotations, RotateSettings
 from smelt.compress.rotate.stage import Rotate
 from smelt.core.messages import message_codes
+from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model
 from smelt.quantization.schemes.registry import SCHEMES, can_learn_ranges
+from smelt.tasks.read_split import read_split
 from tests.support import harness
 from tests.support.expected_errors import raises_setting_codes
-from tests.support.models import every_family
+from tests.support.models import every_family, tiny
 
 LEARNED = {"learned": {"scheme": "int4", "group_size": 16, "iterations": 20}}
 
@@ -106,7 +108,7 @@ def test_learned_rotations_keep_outputs_and_reduce_divergence(family, targets, t
     expected = harness.logits(load_model(source)[0])
     atol = 1e-5 * float(expected.abs().max())
     torch.testing.assert_close(harness.logits(models["learned"]), expected, rtol=0, atol=atol)
-    assert ctx.warnings == []
+    assert set(message_codes(ctx.warnings)) <= {"few-held-back-samples"}
     assert 0 < ctx.details["divergence_after"] < ctx.details["divergence_before"]
     weights, initial = (models[name].state_dict() for name in ("learned", "hadamard"))
     assert not all(torch.allclose(weights[name], initial[name], atol=1e-4) for name in weights)
@@ -130,9 +132,21 @@ def test_rotations_that_are_not_better_are_not_used(tmp_path):
             ("plain", {}), ("learned", {"learned": {"learning_rate": 100.0, "iterations": 1}}),
         )
     )  # fmt: skip
-    assert message_codes(learned.warnings) == ["rotations-not-better"]
+    assert "rotations-not-better" in message_codes(learned.warnings)
     weights, initial = (load_model(ctx.out)[0].state_dict() for ctx in (learned, plain))
     assert all(torch.equal(weights[name], initial[name]) for name in initial)
+
+
+@pytest.mark.parametrize(("count", "codes"), [
+    (9, ["few-held-back-samples"]), (10, ["few-held-back-samples"]), (80, []),
+])  # fmt: skip
+def test_rotations_judged_on_few_samples_have_a_warning(count, codes, tmp_path):
+    source, settings = every_family.model_with_layers("bert", 2), RotateSettings(targets=["heads"], **LEARNED)
+    file = tiny.write_labeled(tmp_path / "rows.jsonl", count)
+    data = read_split(str(file), "text-classification", Columns(), tmp_path)
+    ctx = harness.run_stage(Rotate(), settings, source, tmp_path / "out", "text-classification", data)
+    assert message_codes(ctx.warnings) == codes
+    assert ctx.details["calibration"].get("held_back", 0) == count // 10
 
 
 @pytest.mark.quick
@@ -158,6 +172,27 @@ def test_learned_rotations_refuse_other_schemes_and_options(learned, code):
 def test_learned_rotations_do_not_start_from_principal_axes():
     with raises_setting_codes("settings-conflict"):
         RotateSettings(method="pca", learned=LearnedRotations())
+
+
+@pytest.mark.quick
+def test_settings_have_options_of_learned_schemes_alone():
+    """Others had no value that any of these schemes accepts."""
+    learned = [scheme for scheme in SCHEMES.values() if can_learn_ranges(scheme)]
+    options = {option.name for scheme in learned for option in scheme.option_specs}
+    fields = set(LearnedRotations.model_fields)
+    assert fields - {"scheme", "iterations", "learning_rate"} == options
+    with raises_setting_codes("extra_forbidden"):
+        RotateSettings(learned={"granularity": "channel"})
+
+
+@pytest.mark.quick
+def test_plan_shows_default_scheme_of_learned_rotations():
+    assert RotateSettings(learned={}).to_plan() == {"learned": {"scheme": "int4"}}
+    options = {"group_size": 32, "scheme": "int3"}
+    assert RotateSettings(learned=options, targets=["heads"]).to_plan() == {
+        "targets": ["heads"], "learned": options,
+    }  # fmt: skip
+    assert RotateSettings().to_plan() == {}
 
 
 @pytest.mark.quick

@@ -1,5 +1,7 @@
 """BERTScore against the numbers of bert-score."""
 
+import json
+
 import pytest
 
 from smelt.core.errors import InputError
@@ -27,7 +29,7 @@ def encoder(tmp_path_factory):
     return folder
 
 
-def test_bertscore_equals_reference_package(encoder):
+def test_bertscore_equals_reference_package(encoder, capfd):
     """F1 by bert-score 0.3.13 with num_layers=2, and no idf weights, of the same model."""
     settings = {"bertscore": {"model": encoder.name, "layer": 2}}
     predictions = ["the cat sat.", "a dog ran", "", "the cat sat on a mat , the dogs ran home . " * 9]
@@ -41,6 +43,7 @@ def test_bertscore_equals_reference_package(encoder):
     assert 0 < f1_values[3] < 1
     [f1_of_equal] = bertscore.bertscore_rows(["a dog"], [["a dog"]], settings["bertscore"], encoder.parent)
     assert f1_of_equal == pytest.approx([1])
+    assert capfd.readouterr() == ("", "")  # no progress bar of transformers
 
 
 @pytest.mark.parametrize(
@@ -50,3 +53,17 @@ def test_bertscore_equals_reference_package(encoder):
 def test_unsupported_encoder_is_rejected(encoder, settings, code):
     with raises_code(code, InputError):
         bertscore.check_encoder(settings, encoder)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "llama", "num_hidden_layers": 3}, {"model_type": "t5", "num_hidden_layers": 3},
+        {"model_type": "bert", "num_hidden_layers": 3, "is_decoder": True},
+    ],
+)  # fmt: skip
+def test_decoder_is_no_encoder(config, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").touch()
+    with raises_code("wrong-value", InputError):
+        bertscore.check_encoder({"model": ".", "layer": 1}, tmp_path)

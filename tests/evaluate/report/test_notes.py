@@ -1,3 +1,5 @@
+import html
+
 import pytest
 
 from smelt.evaluate.report import view
@@ -32,6 +34,20 @@ def test_note_reports_required_sample_size_for_gate(report):
     assert warning in " ".join(render_table(report).split())
     assert warning in render_markdown(report).replace("\\", "")
     assert warning in render_html(report)
+
+
+def test_note_reports_what_a_budget_kept(report):
+    report["steps"][3]["details"]["budget"] = {
+        "measure": "parameters", "asked": 0.5, "left": 0.4973, "unit": "parameters",
+        "units": {"layers": [12, 8], "width": [512, 512], "heads": [144, 40], "neurons": [24576, 9000]},
+    }  # fmt: skip
+    name = report["steps"][3]["name"]
+    [text] = [text for step, kind, text in view.report_notes(validate_report(report)) if kind == "info"]
+    assert text in html.unescape(render_markdown(report))
+    assert text in html.unescape(render_html(report))
+    values = ("49.7 %", "50 %", "layers 12 -> 8", "width 512,", "heads 144 -> 40", "neurons 24,576 -> 9,000")
+    assert all(value in text for value in values)
+    assert (name, "info", text) in view.report_notes(validate_report(report))
 
 
 def test_gate_with_confidence_reports_judged_bound():

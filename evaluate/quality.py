@@ -335,8 +335,8 @@ def score_tags(
     for number, (tags, gold_tags) in enumerate(zip(predicted, gold, strict=True), 1):
         if len(tags) != len(gold_tags):
             raise InputError(
-                f"Sentence {number}: {len(tags)} predicted tags for {len(gold_tags)} words; one for each word is"
-                " required.",
+                f"Sentence {number}: {len(tags)} predicted tags for {len(gold_tags)} words; one for each word"
+                " is required.",
                 code="count-mismatch",
             )
     return score_metrics(

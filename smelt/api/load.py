@@ -374,18 +374,18 @@ class Model:
         Warns with `TruncationWarning` if texts were truncated to the model's limit.
 
         Args:
-            texts: texts, or lists of the words of a text. The words of a text are found as BERT does, at spaces
-                and punctuation.
+            texts: texts, or lists of the words of a text. A text is split as BERT does, at spaces and
+                punctuation.
             batch_size: texts per batch.
 
         Returns:
             For each text its entities in order: entity_group, score, word, start and end (characters, end
-            exclusive; of a list of words, in the words joined with spaces). Of a model that tags each word, as
-            for parts of speech, each word is one.
+            exclusive; of a list of words, in the words joined with spaces). Of a model that tags each word,
+            as for parts of speech, each word is one.
 
         Raises:
-            InputError: the model is not a token classifier or is closed, or an input is not a text or a list of
-                words.
+            InputError: the model is not a token classifier or is closed, or an input is not a text or a list
+                of words.
         """
         from smelt.runtimes.tag_words import find_entities
 

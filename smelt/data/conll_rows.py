@@ -2,7 +2,7 @@
 
 A line is a word and its values, separated by tabs, else by blanks; an empty line ends a sentence. The first
 column is the word, the last one the tag. Lines of `-DOCSTART-` are skipped, and comments: lines with `#` as
-their first character that have another number of columns, or `=`. In CoNLL-U the word is FORM and the tag UPOS.
+their first character that have another number of columns, or `=`. In CoNLL-U the word is FORM, the tag UPOS.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _CONLLU_COLUMNS = ("id", "form", "lemma", "upos", "xpos", "feats", "head", "depr
 def read_conll_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield each sentence as a row, with the position of its first word.
 
-    A row has the lists `tokens` and `tags`, and each column of the file: `column_1`, ..., in CoNLL-U the names
-    of its columns in lower case.
+    A row has the lists `tokens` and `tags`, and each column of the file: `column_1`, ..., in CoNLL-U the
+    names of its columns in lower case.
 
     Raises:
         InputError: the file cannot be read, or a line has another number of columns than the first one
@@ -47,8 +47,8 @@ def read_conll_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             if len(fields) != width:
                 location = f"{path}:{number}"
                 raise InputError(
-                    f"{location}: this line has {len(fields)} columns, but the others have {width}: a word and"
-                    f" its tag, separated by blanks or a tab. Got: {line.strip()[:80]!r}.",
+                    f"{location}: this line has {len(fields)} columns, but the others have {width}: a word"
+                    f" and its tag, separated by blanks or a tab. Got: {line.strip()[:80]!r}.",
                     code="conll-column-count",
                 ).with_location(location)
             first_line = first_line if words else number
@@ -92,7 +92,7 @@ def _count_columns(path: Path) -> int:
                     code="conll-column-count",
                 ).with_location(location)
             return len(fields)
-    return 2  # only comments: a file without samples
+    return 0  # only comments: a file without samples
 
 
 def _as_row(words: Sequence[Sequence[str]], names: Sequence[str], is_conllu: bool) -> dict[str, Any]:

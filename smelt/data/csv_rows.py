@@ -1,8 +1,8 @@
 """Read the rows of a file or of a hub data set, each with its position, independent of the task.
 
 Formats: JSON lines and JSON (also .gz), CSV and TSV (also .gz; commas, semicolons or tabs; fields of any
-length), sentences in columns (`smelt.data.conll_rows`), Parquet, and hub ids through `datasets`. Text files are read as a stream: one row at a time is in
-memory, not the file.
+length), sentences in columns (`smelt.data.conll_rows`), Parquet, and hub ids through `datasets`. Text files
+are read as a stream: one row at a time is in memory, not the file.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 A tag is `O` (no entity), a type with a prefix (`B-PER`), or a type alone. The prefixes are those of IOB1 and
 IOB2 (B, I), IOBES (also E, S) and BILOU (also L for E, U for S). A sequence is read leniently, as the script
-`conlleval` of CoNLL-2000 and seqeval's default mode do: a span also begins at an I-, where the tag before it is
-`O`, of another type, or ends a span. Types alone are read as I- if `O` is one of the model's tags; otherwise,
-as for parts of speech, each word is a span of its own.
+`conlleval` of CoNLL-2000 and seqeval's default mode do: a span also begins at an I-, where the tag before it
+is `O`, of another type, or ends a span. Types alone are read as I- if `O` is one of the model's tags;
+otherwise, as for parts of speech, each word is a span of its own.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def tags_of_entities(
             )
         if start < end_before:
             raise InputError(
-                f"{description} overlaps the entity before it, and a word has one tag. Remove one of the two.",
+                f"{description} overlaps the entity before it, and a word has one tag. Remove one of them.",
                 code="overlapping-entities",
             )
         cut_word = next((w for w in words if w.start < start < w.end or w.start < end < w.end), None)

@@ -78,7 +78,7 @@ class TextTokenizer(Protocol):
         """Tokenize `texts` without adding special tokens; those that are in a text are single tokens."""
 
     def encode_words(self, texts: Sequence[Sequence[str]], max_length: int) -> EncodedWords:
-        """Tokenize texts that are split into words, each word on its own, with special tokens around a text."""
+        """Tokenize texts split into words, each word on its own, with special tokens around a text."""
 
     def decode_batch(self, token_ids: Sequence[Sequence[int]], keep_special: bool = False) -> list[str]:
         """Return the text of each row of ids; with its special tokens only if `keep_special`."""
@@ -198,7 +198,7 @@ class RustTokenizer:
         return [list(self._encode(text, None, False).ids) for text in texts]
 
     def encode_words(self, texts: Sequence[Sequence[str]], max_length: int) -> EncodedWords:
-        """Tokenize texts that are split into words, each word on its own, with special tokens around a text."""
+        """Tokenize texts split into words, each word on its own, with special tokens around a text."""
         truncates_left = self._facts.truncation_side == "left"
         ids, owners, truncated = [], [], 0
         for words in texts:
@@ -297,7 +297,7 @@ class HubTokenizer:
         return token_ids
 
     def encode_words(self, texts: Sequence[Sequence[str]], max_length: int) -> EncodedWords:
-        """Tokenize texts that are split into words, each word on its own, with special tokens around a text.
+        """Tokenize texts split into words, each word on its own, with special tokens around a text.
 
         Raises:
             InputError: the tokenizer is written in Python, and does not return the words of its tokens.

@@ -90,8 +90,10 @@ def _word_tags(logits: NDArray[np.float32], first_tokens: Sequence[int | None], 
     """Return the tags of one text; logits: float32 [L, C]; first_tokens: of its words, [W]."""
     read_words = [index for index, position in enumerate(first_tokens) if position is not None]
     positions = [position for position in first_tokens if position is not None]
-    probabilities = softmax(check_finite_outputs(logits[positions]).astype(np.float64), axis=1)
     tags, scores = [OUTSIDE] * len(first_tokens), [0.0] * len(first_tokens)
+    if not positions:
+        return WordTags(tags, scores)
+    probabilities = softmax(check_finite_outputs(logits[positions]).astype(np.float64), axis=1)
     for index, row in zip(read_words, probabilities, strict=True):
         best = int(row.argmax())
         tags[index], scores[index] = names[best], float(row[best])

@@ -100,7 +100,7 @@ class EncodedSample:
 
 @dataclass(frozen=True, slots=True)
 class TokenLabelSample(EncodedSample):
-    """A sample with a label at some of its tokens; `target` is the label of each, -100 where there is none."""
+    """A sample with labels of tokens; `target` is the label of each, -100 where there is none."""
 
     @property
     def token_counts(self) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Token classification: a tag for each word of a text, such as named entities or parts of speech.
 
-The first token of each word is labeled, as in transformers' example run_ner; the others and special tokens have
-the label -100. Words beyond the model's limit get the tag `O`.
+The first token of each word is labeled, as in transformers' example run_ner; the others and special tokens
+have the label -100. Words beyond the model's limit get the tag `O`.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class TokenClassification(TaskSpec):
         """
         if names and all(label_as_int(name) is not None for name in names):
             raise InputError(
-                f"The tags are numbers ({', '.join(names[:5])}), and the model has no names for them. Write the"
-                " names into the data, such as B-PER, or add id2label to the config of the model.",
+                f"The tags are numbers ({', '.join(names[:5])}), and the model has no names for them. Write"
+                " names such as B-PER into the data, or start from a model with id2label in its config.",
                 code="unnamed-tags",
             )
         return [name for name in names if name == OUTSIDE] + [name for name in names if name != OUTSIDE]

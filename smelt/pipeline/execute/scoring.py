@@ -15,12 +15,7 @@ from smelt.core.messages import Message, messages_to_json, warning, with_count
 from smelt.core.process_group import from_first, process_rank
 from smelt.core.store import Store
 from smelt.core.system import package_versions
-from smelt.data.labels import (
-    REGRESSION,
-    check_labels,
-    class_names,
-    problem_type,
-)
+from smelt.data.labels import REGRESSION, check_labels, class_names, problem_type
 from smelt.data.splits import Split, input_texts
 from smelt.data.tags import has_spans
 from smelt.data.tasks import Task, task_traits
@@ -359,8 +354,8 @@ class Scorer:
         classes = tag_classes(split.examples, names, split.origin)  # check tags before running the model
         gold = [[names[index] for index in row] for row in classes]
         predicted = [tagged.tags for tagged in tag_words(runner, split.examples, self.batch_size, progress)]
-        metrics = [name for name in self.metrics if not is_custom_metric(name)]
-        scores = score_tags(metrics, predicted, gold, has_spans(names))
+        builtin_metrics = [name for name in self.metrics if not is_custom_metric(name)]
+        scores = score_tags(builtin_metrics, predicted, gold, has_spans(names))
         scores |= self._own_scores(predicted, gold, [e.text for e in split.examples], split)
         return {
             **_split_scores({name: scores[name] for name in self.metrics if name in scores}),

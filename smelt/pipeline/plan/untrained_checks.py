@@ -230,14 +230,24 @@ def resolve_classifier(context: CheckContext) -> Iterator[Finding]:
     for name, label_error in label_errors(config, splits, problem):
         yield ("data", name), label_error
     if are_all_read and not has_classifier(config):
-        try:
-            task_spec(recipe.task).head_names(new_class_names(splits, problem))
-        except InputError as error:
-            yield ("data",), error.as_message()
-    if context.is_invalid("score.quality") or not (are_all_read or config.get("problem_type")):
-        return
-    if not _has_problem_types(recipe):
-        return  # the metrics are those of the task
+        yield from _head_name_errors(recipe, new_class_names(splits, problem))
+    is_known = are_all_read or bool(config.get("problem_type"))
+    if _has_problem_types(recipe) and is_known and not context.is_invalid("score.quality"):
+        yield from _check_metrics(context, config, splits, problem)
+
+
+def _head_name_errors(recipe: ParsedRecipe, names: Sequence[str]) -> Iterator[Finding]:
+    try:
+        task_spec(recipe.task).head_names(names)
+    except InputError as error:
+        yield ("data",), error.as_message()
+
+
+def _check_metrics(
+    context: CheckContext, config: Mapping[str, Any], splits: Mapping[str, Split], problem: ProblemType
+) -> Iterator[Finding]:
+    """Check the metrics of a problem type, and set its default ones."""
+    recipe = context.recipe
     for index, label_error in metric_errors(recipe.score.quality, problem):
         yield ("score", "quality", index), label_error
     names = class_names(config) if has_classifier(config) else new_class_names(splits, problem)

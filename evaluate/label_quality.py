@@ -25,6 +25,7 @@ from smelt.data.labels import (
     regression_targets,
 )
 from smelt.data.splits import Example, Split
+from smelt.evaluate.metrics.entities import TagSamples, count_entities
 from smelt.evaluate.metrics.metric import (
     ComparedVectors,
     LabelSetSamples,
@@ -127,6 +128,14 @@ def class_scores(
         }
         for i in np.argsort(-present, kind="stable")[:MAX_CLASSES]
     ]
+
+
+def entity_scores(
+    predicted: Sequence[Sequence[str]], gold: Sequence[Sequence[str]], spans: bool
+) -> list[dict[str, Any]]:
+    """Return the scores by type of entity, as `class_scores`; arguments as of `score_tags`."""
+    counts = count_entities(TagSamples("", predicted, gold, spans))
+    return class_scores(counts.hits, counts.predicted, counts.present, counts.types)
 
 
 def _multi_hot(sets: Sequence[Sequence[int]], labels: int) -> np.ndarray:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from smelt.core.errors import InputError
 from smelt.core.files import json_hash
+from smelt.evaluate.metrics.entities import TagSamples
 from smelt.evaluate.metrics.metric import (
     ChoiceSamples,
     ClassSamples,
@@ -305,6 +306,36 @@ def score_masked_windows(
     sizes = [0] * len(losses)
     samples = MaskedSamples(json_hash(examples), losses, tokens, sizes, windows, vocabulary, correct)
     return score_metrics(metrics, samples)
+
+
+def score_tags(
+    metrics: Sequence[str],
+    predicted: Sequence[Sequence[str]],
+    gold: Sequence[Sequence[str]],
+    spans: bool = True,
+) -> dict[str, MetricScore]:
+    """Score the tags of words, and the entities that they mark. Intervals and tests resample sentences.
+
+    Args:
+        metrics: names of metrics of tags; the result has their order.
+        predicted: for each sentence the tag of each word.
+        gold: likewise.
+        spans: whether the tags mark spans of words (see `smelt.data.tags.has_spans`).
+
+    Raises:
+        InputError: an unknown metric, no sentences, or lengths that differ.
+    """
+    check_inputs(metrics, metrics_of(TagSamples), len(predicted), len(gold))
+    for number, (tags, gold_tags) in enumerate(zip(predicted, gold, strict=True), 1):
+        if len(tags) != len(gold_tags):
+            raise InputError(
+                f"Sentence {number}: {len(tags)} predicted tags for {len(gold_tags)} words; one for each word"
+                " is required.",
+                code="count-mismatch",
+            )
+    return score_metrics(
+        metrics, TagSamples(json_hash([list(tags) for tags in gold]), predicted, gold, spans)
+    )
 
 
 Output = str | Sequence[str]  # a generated text, a class name, or the names of a set of classes

@@ -82,7 +82,7 @@ def compare_outputs(score: Mapping[str, Any], baseline: Mapping[str, Any]) -> di
         return None
     equal = 100 * sum(a == b for a, b in zip(step_predictions, base, strict=True)) / len(step_predictions)
     agreement: dict[str, Any] = {"n": len(step_predictions), "equal": equal}
-    if "labels" not in score:
+    if isinstance(step_predictions[0], str) and "labels" not in score:
         return agreement | _text_agreement(step_predictions, base)
     if "logits" in score and "logits" in baseline and score["labels"] == baseline["labels"]:
         pair = [unpack_logits(side_score["logits"]) for side_score in (score, baseline)]

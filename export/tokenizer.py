@@ -20,15 +20,14 @@ from smelt.core.files import load_json
 from smelt.data.splits import Example, Split
 from smelt.models.checkpoint import load_tokenizer
 from smelt.models.text_rules import NO_LIMIT
+from smelt.models.tokenizer import TOKENIZER_FILE as JSON
 from smelt.models.tokenizer import (
-    EDGE_CASE_TEXTS,
     HubTokenizer,
     TextTokenizer,
     TokenizerInfo,
     open_light_tokenizer,
     write_tokenizer_info,
 )
-from smelt.models.tokenizer import TOKENIZER_FILE as JSON
 from smelt.stage import Context
 
 COMPARED_ROWS = 256  # compared samples of the data
@@ -148,7 +147,7 @@ def make_tokenizer_sample(hub: Any, data: Mapping[str, Split]) -> TokenizerSampl
 
 
 class TokenizerDifference(NamedTuple):
-    """A difference of two tokenizers. kind: ids, types, pairs or texts. text: the message."""
+    """A difference of two tokenizers. kind: ids, types, pairs, words or texts. text: the message."""
 
     kind: str
     text: str
@@ -191,6 +190,9 @@ def _first_difference(
                 first_texts, length, seconds
             ):
                 return TokenizerDifference("pairs", "pairs of texts")
+            words = [text.split() for text in texts]
+            if one.encode_words(words, length) != other.encode_words(words, length):
+                return TokenizerDifference("words", "texts that are split into words")
     for row, expected_text, actual_text in zip(
         token_rows, one.decode_batch(token_rows), other.decode_batch(token_rows), strict=True
     ):
@@ -208,3 +210,40 @@ def add_tokenizer(folder: Path, ctx: Context) -> None:
             "slow-tokenizer",
             f"Texts are tokenized by transformers, which takes seconds to import: {tokenizer_info.reason}",
         )
+
+
+# Texts on which two tokenizers are likely to differ.
+EDGE_CASE_TEXTS = [
+    "",
+    " ",
+    "   ",
+    "\t\n",
+    "\u00a0",  # no-break space
+    "\u200b\u2003\u3000",  # spaces of no width, of an em, of an ideograph
+    "\x00\x07\x1b[0m",  # controls
+    "\ufeffbyte order mark",
+    "\ufffd\ufdd0",  # the replacement character, and one that is none
+    "a\u0301e\u0308 \u00e1\u00eb \u1e9e\u0130\ufb01\u2460",  # marks alone and composed, compatibility forms
+    "\u4f60\u597d \u3053\u3093\u306b\u3061\u306f \uc548\ub155",
+    "\u0645\u0631\u062d\u0628\u0627 \u05e9\u05dc\u05d5\u05dd",
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea\u2764\ufe0f",  # emoji
+    "two  blanks   and\nlines\r\n and a tab\there ",
+    " leading",
+    "trailing ",
+    "UPPER lower MiXeD",
+    "don't , it 's , we 've ; isn't it ? yes ! ' quoted ' .",
+    "http://a.b/c?d=e&f#g 1,234.56 \u20ac%",
+    "_" * 40,
+    "<",
+    "</s",
+    "<</s>>",
+    "[CLS",
+    ">>deu<< text",
+    ">>",
+    ">>unfinished",
+    "\u2581meta \u2581",  # SentencePiece's own mark of a blank
+    "\u0120byte \u010a",  # byte-level BPE's
+    "word " * 200,
+    "x" * 400,
+    "\u00e9" * 150,
+]

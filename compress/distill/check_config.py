@@ -130,7 +130,7 @@ def make_external_student(
     from smelt.models.new_model import create_model
     from smelt.tasks.samples import model_problem_type
 
-    classifies = ctx.traits.output == "labels"
+    classifies = ctx.traits.classifies
     labels = list(teacher.config.id2label.values()) if classifies else []
     problem = model_problem_type(teacher.config) if classifies else None
     sentences = getattr(teacher, "sentence_rules", None)

@@ -397,7 +397,7 @@ def _teacher_of_folder(settings: TeacherSettings, src: Artifact, space: Path, ct
         model, _ = load_model(space)
     except InputError as error:  # report the folder that the settings name
         raise InputError(str(error).replace(str(space), str(folder)), code=error.code) from error
-    if ctx.traits.output == "labels" and not hasattr(model, "num_labels"):
+    if ctx.traits.classifies and not hasattr(model, "num_labels"):
         raise InputError(
             f"distill: the teacher {folder} is {with_article(type(model).__name__)}, not a classifier."
             " Use a classifier as teacher.",

@@ -22,6 +22,7 @@ from smelt.evaluate.metrics.chrf import CHRF
 from smelt.evaluate.metrics.classes import ACCURACY, F1_OF_CLASSES, MATTHEWS, PRECISION, RECALL
 from smelt.evaluate.metrics.cross_entropy import CROSS_ENTROPY
 from smelt.evaluate.metrics.detection import DETECTION_AP
+from smelt.evaluate.metrics.entities import ENTITY_F1, ENTITY_PRECISION, ENTITY_RECALL, TAG_ACCURACY
 from smelt.evaluate.metrics.label_sets import (
     F1_MACRO,
     F1_MICRO,
@@ -64,6 +65,10 @@ _ALL_METRICS: tuple[Metric[Any], ...] = (
     SUBSET_ACCURACY,
     *PRECISION_OF_LABELS,
     *RECALL_OF_LABELS,
+    ENTITY_F1,
+    ENTITY_PRECISION,
+    ENTITY_RECALL,
+    TAG_ACCURACY,
     CROSS_ENTROPY,
     PEARSON,
     SPEARMAN,
@@ -168,8 +173,8 @@ def is_custom_metric(name: str) -> bool:
 
 
 def takes_custom_metrics(task: str) -> bool:
-    """Return whether custom metrics can be scored in `task`: outputs are texts, numbers, arrays."""
-    return task_traits(task).output in ("text", "labels", "arrays")
+    """Return whether custom metrics can be scored in `task`: outputs are texts, numbers, tags, arrays."""
+    return task_traits(task).output in ("text", "labels", "tags", "arrays")
 
 
 def metric_settings_type(name: str) -> type[Settings]:

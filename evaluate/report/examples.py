@@ -16,7 +16,7 @@ from typing import Any
 
 from smelt.core.errors import InputError
 from smelt.data.bleu_tokenizer import UNSPACED_PATTERN
-from smelt.data.labels import multi_label_targets
+from smelt.data.labels import multi_label_targets, split_labels
 from smelt.data.prompt_rows import parse_conversation
 from smelt.data.splits import Example, Split
 from smelt.evaluate.metrics.classes import ClassMetric
@@ -141,7 +141,7 @@ def _label_text(example: Example, labels: Sequence[str]) -> str:
     try:
         [label_indices] = multi_label_targets([example], labels)
     except InputError:
-        return str(example.label)
+        return ", ".join(map(str, split_labels(example.label)))
     return ", ".join(labels[label_index] for label_index in label_indices)
 
 

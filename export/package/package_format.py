@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 from smelt.core.artifact import Artifact, Format
 from smelt.core.messages import Message
-from smelt.data.tasks import tasks_with
+from smelt.data.tasks import task_traits, tasks_with
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,11 @@ class SupportedArtifacts:
 TEXT_GRAPHS = SupportedArtifacts(
     formats=frozenset({"onnx"}),
     targets=frozenset({"ort-cpu"}),
-    tasks=frozenset(set(tasks_with(modality="text")).difference(tasks_with(output="masked-tokens"))),
+    tasks=frozenset(
+        task
+        for task in tasks_with(modality="text")
+        if task_traits(task).output not in ("masked-tokens", "tags")
+    ),
     hint="Add the step `- onnx: {target: ort-cpu}` to the recipe.",
 )
 

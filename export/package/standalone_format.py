@@ -304,6 +304,8 @@ def infer_settings(artifact: Artifact, generation: Mapping[str, Any]) -> tuple[d
     settings["tokenizer"] = tokenizer
     if task_traits(task).output == "labels":
         settings |= _class_settings(config)
+    elif task_traits(task).output == "tags":
+        settings["labels"] = class_names(config)
     elif task_traits(task).output == "embedding":
         from smelt.models.families.registry import find_family
 
@@ -336,8 +338,14 @@ def image_settings(artifact: Artifact) -> dict[str, Any]:
 def _tokenizer_settings(artifact: Artifact, config: dict[str, Any]) -> tuple[int | None, dict[str, Any]]:
     """Return the maximum number of tokens of a text, None for no limit, and the tokenizer settings."""
     from smelt.generation.prompt_batches import padding_token
+    from smelt.models.split_words import reads_spaces
     from smelt.models.text_rules import NO_LIMIT, max_input_length, read_text_rules
-    from smelt.models.tokenizer import CLEANUP_REPLACEMENTS, open_tokenizer, read_tokenizer_info
+    from smelt.models.tokenizer import (
+        CLEANUP_REPLACEMENTS,
+        TOKENIZER_FILE,
+        open_tokenizer,
+        read_tokenizer_info,
+    )
 
     info, rules = read_tokenizer_info(artifact.path), read_text_rules(artifact.path)
     tokenizer = open_tokenizer(artifact.path)
@@ -353,6 +361,11 @@ def _tokenizer_settings(artifact: Artifact, config: dict[str, Any]) -> tuple[int
         "prefix": rules.prefix,
         "lower": rules.lower,
     }
+    if task_traits(artifact.manifest.task).output == "tags":
+        from tokenizers import Tokenizer
+
+        backend = Tokenizer.from_file(str(artifact.path / TOKENIZER_FILE))
+        task_fields["spaces_words"] = reads_spaces(backend)
     return limit, {**tokenizer_fields, "pad": pad, "limit": limit, **task_fields}
 
 

@@ -26,11 +26,11 @@ from smelt.export.package.text_nodes import (
     pad_rows,
     string_constant,
 )
+from smelt.export.tokenizer import EDGE_CASE_TEXTS
 from smelt.generation.config import MAX_NEW_TOKENS, GenerationConfig
 from smelt.models.prompt_template import PROMPT_FIELD
 from smelt.models.text_rules import NO_LIMIT
 from smelt.models.tokenizer import (
-    EDGE_CASE_TEXTS,
     TextTokenizer,
     encode_prompts,
     encode_texts,

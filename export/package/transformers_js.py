@@ -42,10 +42,10 @@ from smelt.export.package.optimum import (
     optimum_graphs,
 )
 from smelt.export.package.package_format import TEXT_GRAPHS, PackageOrigin, SupportedArtifacts, UsageNotes
+from smelt.export.tokenizer import EDGE_CASE_TEXTS
 from smelt.models.text_rules import NO_LIMIT
 from smelt.models.text_rules import SHORTLIST_FILE as SHORTLIST
 from smelt.models.tokenizer import (
-    EDGE_CASE_TEXTS,
     MARIAN_VOCAB_FILE,
     SENTENCEPIECE_FILE,
     TOKENIZER_FILE,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from smelt.runtimes.fill_mask import MaskPredictions
+    from smelt.runtimes.tag_words import Entity
 
 
 _MAX_SHOWN = 60
@@ -367,6 +368,37 @@ class Model:
             self._warn_truncated(truncations, len(inputs))
         return predictions
 
+    def tag(self, texts: Iterable[str | Sequence[str]], batch_size: int = 32) -> list[list[Entity]]:
+        """Return the entities of each text, as transformers' pipeline with aggregation_strategy="first".
+
+        Warns with `TruncationWarning` if texts were truncated to the model's limit.
+
+        Args:
+            texts: texts, or lists of the words of a text. A text is split as BERT does, at spaces and
+                punctuation.
+            batch_size: texts per batch.
+
+        Returns:
+            For each text its entities in order: entity_group, score, word, start and end (characters, end
+            exclusive; of a list of words, in the words joined with spaces). Of a model that tags each word,
+            as for parts of speech, each word is one.
+
+        Raises:
+            InputError: the model is not a token classifier or is closed, or an input is not a text or a list
+                of words.
+        """
+        from smelt.runtimes.tag_words import find_entities
+
+        with self._calls:
+            self._require_method("tag")
+            inputs = [_word_example(item, index) for index, item in enumerate(_as_list(texts))]
+            size, truncations = as_count(batch_size, "batch_size"), TruncationCounter()
+            if not inputs:
+                return []
+            entities = find_entities(self._runner, inputs, size, truncations)
+            self._warn_truncated(truncations, len(inputs))
+        return entities
+
     def classify(
         self, images: Iterable[str | PathLike[str] | Image], batch_size: int = 32
     ) -> list[ClassPrediction]:
@@ -473,6 +505,18 @@ class Model:
 
 def _example(text: TextOrPair) -> Example:
     return Example(text) if isinstance(text, str) else Example(text[0], text_pair=text[1])
+
+
+def _word_example(item: Any, index: int) -> Example:
+    """Return the sample of a text, or of a list of its words."""
+    if not isinstance(item, list | tuple):
+        return Example(_as_text(item, f"texts[{index}]", " The words of a text are a list."))
+    words = tuple(_as_text(word, f"texts[{index}][{number}]") for number, word in enumerate(item))
+    if any(not word.strip() for word in words):
+        raise InputError(
+            f"texts[{index}]: a word is empty. Remove it.", code="empty-word", setting=f"texts[{index}]"
+        )
+    return Example(" ".join(words), words=words)
 
 
 def parse_generation(values: Mapping[str, Any]) -> Any:

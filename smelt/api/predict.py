@@ -24,6 +24,7 @@ from smelt.data.images import check_image, read_image_rows
 from smelt.data.json_rows import data_suffix, read_text_file
 from smelt.data.splits import Columns, Example, column_options
 from smelt.data.tasks import task_traits
+from smelt.pipeline.inspect.data_files import parse_columns
 from smelt.pipeline.inspect.machine import artifact_device
 from smelt.runtimes.onnx_import.trial_run import require_safe_artifact
 from smelt.tasks.registry import task_spec
@@ -176,8 +177,9 @@ def read_examples(path: Path, task: str, columns: Sequence[str]) -> list[Example
     Args:
         path: a file in any format for data, or .txt.
         task: the artifact's task.
-        columns: columns: NAME for the text, or ROLE=NAME with the role source, text, text_pair or prompt. For
-            text generation none are needed for a row with a prompt, an instruction or messages.
+        columns: columns: NAME for the text, or ROLE=NAME with the role source, text, text_pair, prompt or
+            tokens (a list of words). For text generation none are needed for a row with a prompt, an
+            instruction or messages.
 
     Raises:
         InputError: the file cannot be read, is empty, or lacks a column.
@@ -205,6 +207,8 @@ def read_examples(path: Path, task: str, columns: Sequence[str]) -> list[Example
                 for location, row in read_file_rows(path)
             ]
         return _require_rows(examples, path)
+    if task_traits(task).output == "tags":
+        return _require_rows(_read_words(path, task, columns), path)
     text, pair = _column_names(columns, task)
     # a column for pairs is required only if it was named
     required_columns = {text: "text"} | (
@@ -218,6 +222,16 @@ def read_examples(path: Path, task: str, columns: Sequence[str]) -> list[Example
         pair_text = _cell_text(pair_value, location, str(pair)) if pair_value else None
         examples.append(Example(_cell_text(row[text], location, text), text_pair=pair_text))
     return _require_rows(examples, path)
+
+
+def _read_words(path: Path, task: str, column_args: Sequence[str]) -> list[Example]:
+    """Read texts, or lists of their words; a name without a role is the column of the text."""
+    columns = parse_columns([item if "=" in item else f"text={item}" for item in column_args])
+    with column_options("text", "tokens"):
+        return [
+            replace(task_spec(task).parse_row(row, location, columns, lacks_target=True), line=None)
+            for location, row in read_file_rows(path)
+        ]
 
 
 def _read_images(path: Path, task: str, column_args: Sequence[str]) -> list[Example]:

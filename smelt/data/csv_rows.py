@@ -1,8 +1,8 @@
 """Read the rows of a file or of a hub data set, each with its position, independent of the task.
 
 Formats: JSON lines and JSON (also .gz), CSV and TSV (also .gz; commas, semicolons or tabs; fields of any
-length), Parquet, and hub ids through `datasets`. Text files are read as a stream: one row at a time is in
-memory, not the file.
+length), sentences in columns (`smelt.data.conll_rows`), Parquet, and hub ids through `datasets`. Text files
+are read as a stream: one row at a time is in memory, not the file.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 from smelt.core.errors import InputError
 from smelt.core.hub import hub_cache_only, hub_unreachable_reason
+from smelt.data.conll_rows import CONLL_SUFFIXES, read_conll_rows
 from smelt.data.json_rows import (
     DuplicateKeyError,
     data_suffix,
@@ -208,10 +209,12 @@ def read_file_rows(path: Path) -> RowIterator:
         return _flatten_translation(_read_json_lines(path))
     if kind == ".json":
         return _flatten_translation(read_json_rows(path))
+    if kind in CONLL_SUFFIXES:
+        return read_conll_rows(path)
     text_hint = _PLAIN_TEXT_HINT if kind == ".txt" else ""
     raise InputError(
-        f"{path}: unknown file format '{kind}'. Supported: .jsonl, .json, .csv, .tsv (each also .gz),"
-        f" .parquet.{text_hint}",
+        f"{path}: unknown file format '{kind}'. Supported: .jsonl, .json, .csv, .tsv, .conll, .conllu,"
+        f" .bio, .iob (each also .gz), .parquet.{text_hint}",
         code="unknown-file-type",
         file=str(path),
     )

@@ -28,7 +28,7 @@ MULTI_LABEL: ProblemType = "multi_label_classification"
 REGRESSION: ProblemType = "regression"
 # Suffixes of transformers' classifier classes.
 CLASSIFIER_SUFFIXES = tuple(
-    str(TASK_TRAITS[task].auto_class).removeprefix("AutoModel") for task in tasks_with(output="labels")
+    str(TASK_TRAITS[task].auto_class).removeprefix("AutoModel") for task in tasks_with(classifies=True)
 )
 # Those of encoders with any head of classes: for a sample, or for each of its tokens.
 HEAD_SUFFIXES = tuple(

@@ -115,6 +115,11 @@ class Columns(BaseModel):
     choices: str = Field(default="choices", description="list of texts of which one is the right response")
     answer: str = Field(default="answer", description="the right choice: its text, or its index from 0")
     messages: str = Field(default="messages", description="list of messages with role and content")
+    tokens: str = Field(default="tokens", description="list of words")
+    tags: str = Field(default="tags", description="list with the tag of each word")
+    entities: str = Field(
+        default="entities", description="list of entities of a text, with start, end (characters) and label"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +128,11 @@ class Example:
 
     Translation, summarization, text generation: `references`; classification: `label`, optionally
     `text_pair`; sentence similarity: optionally `text_pair`, and with it optionally the score as a float
-    `label`; image classification: `label`, and an image reference as the text.
+    `label`; image classification: `label`, and an image reference as the text; token classification: the tag
+    of each word as `label`.
+
+    words: of a sample that is split into words; its text is the words joined with spaces. Empty: the words of
+    the text are `smelt.data.tags.split_words`.
 
     choices: of a sample of text generation, texts of which `references[0]` is the right one; `answer`: its
     index. Empty for a sample without choices.
@@ -138,6 +147,7 @@ class Example:
     label: Label | None = None
     choices: tuple[str, ...] = ()
     answer: int | None = None
+    words: tuple[str, ...] = ()
     line: int | None = field(default=None, compare=False)
     row: int | None = field(default=None, compare=False)
     layout: PromptLayout | None = field(default=None, compare=False)
@@ -176,6 +186,7 @@ class Split:
             [
                 [text, list(e.references), e.text_pair, e.label]
                 + ([list(e.choices), e.answer] if e.choices else [])
+                + ([list(e.words)] if e.words else [])
                 for text, e in zip(self.row_contents, self.examples, strict=True)
             ]
         )

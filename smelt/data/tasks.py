@@ -19,6 +19,7 @@ Task = Literal[
     "text-generation",
     "sentence-similarity",
     "masked-language-modeling",
+    "token-classification",
     "image-classification",
     "custom",
 ]
@@ -33,9 +34,9 @@ class TaskTraits:
     """What is read: separate texts; one text, cut into windows; prompts with responses; files of images
     (smelt.data.images); arrays of any meaning."""
     architecture: Literal["encoder", "encoder-decoder", "decoder", "any"]
-    output: Literal["text", "next-token", "masked-tokens", "labels", "embedding", "arrays"]
+    output: Literal["text", "next-token", "masked-tokens", "labels", "tags", "embedding", "arrays"]
     """What is scored: generated text, the probability of each next token or of masked tokens, labels of a
-    sample, its embedding, or arrays."""
+    sample, a tag for each of its words, its embedding, or arrays."""
     auto_class: str | None
     """The class of transformers that makes a model of a config; None for third-party graphs."""
     text_pair: Literal["joined", "separate"] | None = None
@@ -50,6 +51,11 @@ class TaskTraits:
         """What the inputs of the model are made from."""
         others: dict[str, Modality] = {"images": "image", "arrays": "arrays"}
         return others.get(self.samples, "text")
+
+    @property
+    def classifies(self) -> bool:
+        """Whether the head has an output for each class of the data: of a sample, or of its words."""
+        return self.output in ("labels", "tags")
 
     @property
     def generates(self) -> bool:
@@ -78,6 +84,7 @@ TASK_TRAITS: dict[Task, TaskTraits] = {
     "masked-language-modeling": TaskTraits(
         "running-text", "encoder", "masked-tokens", "AutoModelForMaskedLM"
     ),
+    "token-classification": TaskTraits("texts", "encoder", "tags", "AutoModelForTokenClassification"),
     "image-classification": TaskTraits("images", "encoder", "labels", "AutoModelForImageClassification"),
     # Arrays in, arrays out, of any meaning: for third-party ONNX graphs.
     "custom": TaskTraits("arrays", "any", "arrays", None),

@@ -9,7 +9,6 @@ reader that is verified to be exact; an artifact without that file is read by tr
 libraries are imported when a reader is created; transformers' tokenizers import torch.
 
 `encode_texts` tokenizes texts as a model reads them: prefix, pairs, prompts in their template, truncation.
-`EDGE_CASE_TEXTS` are texts on which two tokenizers are likely to differ.
 """
 
 from __future__ import annotations
@@ -27,6 +26,13 @@ from smelt.core.errors import InputError
 from smelt.core.files import load_json, read_json_object, write_json
 from smelt.models.families.registry import find_family
 from smelt.models.prompt_template import PromptTemplate
+from smelt.models.split_words import (
+    EncodedWords,
+    first_word_tokens,
+    indices_after_truncation,
+    prepare_words,
+    reads_spaces,
+)
 from smelt.models.text_rules import (
     NO_LIMIT,
     read_prompt_template,
@@ -70,6 +76,9 @@ class TextTokenizer(Protocol):
 
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenize `texts` without adding special tokens; those that are in a text are single tokens."""
+
+    def encode_words(self, texts: Sequence[Sequence[str]], max_length: int) -> EncodedWords:
+        """Tokenize texts split into words, each word on its own, with special tokens around a text."""
 
     def decode_batch(self, token_ids: Sequence[Sequence[int]], keep_special: bool = False) -> list[str]:
         """Return the text of each row of ids; with its special tokens only if `keep_special`."""
@@ -161,6 +170,7 @@ class RustTokenizer:
         self._facts = details
         self._path = folder / TOKENIZER_FILE
         self._inner = _open(self._path)
+        self._spaces_words = reads_spaces(self._inner)
 
     def encode_batch(
         self, texts: Sequence[str], max_length: int, pairs: Sequence[str] | None = None
@@ -187,9 +197,27 @@ class RustTokenizer:
         """Tokenize `texts` without adding special tokens; those that are in a text are single tokens."""
         return [list(self._encode(text, None, False).ids) for text in texts]
 
-    def _encode(self, text: str, pair: str | None, special: bool) -> Any:
+    def encode_words(self, texts: Sequence[Sequence[str]], max_length: int) -> EncodedWords:
+        """Tokenize texts split into words, each word on its own, with special tokens around a text."""
+        truncates_left = self._facts.truncation_side == "left"
+        ids, owners, truncated = [], [], 0
+        for words in texts:
+            prepared = prepare_words(words, self.lower, self._spaces_words)
+            encoding = self._encode(prepared, None, True, is_pretokenized=True)
+            row, word_ids = encoding.ids, encoding.word_ids
+            if len(row) > max_length:
+                truncated += 1
+                kept = indices_after_truncation(encoding.sequence_ids, max_length, truncates_left)
+                row, word_ids = [row[index] for index in kept], [word_ids[index] for index in kept]
+            ids.append(row)
+            owners.append(word_ids)
+        return EncodedWords(ids, first_word_tokens(texts, owners), truncated)
+
+    def _encode(
+        self, text: str | list[str], pair: str | None, special: bool, is_pretokenized: bool = False
+    ) -> Any:
         try:
-            return self._inner.encode(text, pair, add_special_tokens=special)
+            return self._inner.encode(text, pair, is_pretokenized, add_special_tokens=special)
         except Exception as error:  # a bare one from Rust: the unknown token is not in the vocabulary
             raise InputError(
                 f"{self._path}: cannot tokenize {text[:60]!r}: {error}",
@@ -200,39 +228,6 @@ class RustTokenizer:
         """Return the text of each row of ids; with its special tokens only if `keep_special`."""
         texts = [self._inner.decode(row, skip_special_tokens=not keep_special) for row in token_ids]
         return [clean_up_tokenization(text) for text in texts] if self._facts.clean_up else texts
-
-
-def indices_after_truncation(owners: Sequence[int | None], max_length: int, left: bool) -> list[int]:
-    """Return which tokens of a row are kept: all special ones, and as many of the texts as fit.
-
-    The longer text of a pair is truncated first, as in the tokenizers library (utils/truncation.rs,
-    LongestFirst). The library itself would also keep all removed parts, in combinations for two long texts.
-
-    Args:
-        owners: for each token 0 or 1, the index of its text, or None for a special one.
-        max_length: number of tokens that may be kept.
-        left: whether texts are truncated at their beginning.
-    """
-    indices_by_text: list[list[int]] = [[], []]
-    special = 0
-    for index, sequence_id in enumerate(owners):
-        if sequence_id is None:
-            special += 1
-        else:
-            indices_by_text[sequence_id].append(index)
-    available = max(0, max_length - special)
-    shorter, longer = sorted(map(len, indices_by_text))
-    longer = max(shorter, available - shorter)
-    if shorter + longer > available:
-        shorter = available // 2
-        longer = shorter + available % 2
-    first, second = (
-        (longer, shorter) if len(indices_by_text[0]) > len(indices_by_text[1]) else (shorter, longer)
-    )
-    removed = set()
-    for text_indices, count in ((indices_by_text[0], first), (indices_by_text[1], second)):
-        removed.update(text_indices[: len(text_indices) - count] if left else text_indices[count:])
-    return [index for index in range(len(owners)) if index not in removed]
 
 
 def clean_up_tokenization(text: str) -> str:
@@ -300,6 +295,32 @@ class HubTokenizer:
                 list(texts), add_special_tokens=False, truncation=False, verbose=False
             )["input_ids"]
         return token_ids
+
+    def encode_words(self, texts: Sequence[Sequence[str]], max_length: int) -> EncodedWords:
+        """Tokenize texts split into words, each word on its own, with special tokens around a text.
+
+        Raises:
+            InputError: the tokenizer is written in Python, and does not return the words of its tokens.
+        """
+        if not self.inner.is_fast:
+            raise InputError(
+                f"{type(self.inner).__name__}: this tokenizer does not return the word of each token. Use a"
+                " model with a tokenizer.json (a fast tokenizer of transformers).",
+                code="slow-tokenizer",
+            )
+        if not texts:
+            return EncodedWords([], [], 0)
+        spaced = reads_spaces(self.inner.backend_tokenizer)
+        words = [prepare_words(words, self.lower, spaced) for words in texts]
+        with self._lock:
+            encoding = self.inner(words, is_split_into_words=True, truncation=False, verbose=False)
+            truncated = sum(len(ids) > max_length for ids in encoding["input_ids"])
+            if truncated:
+                encoding = self.inner(
+                    words, is_split_into_words=True, truncation=True, max_length=max_length, verbose=False
+                )
+            owners = [encoding.word_ids(index) for index in range(len(words))]
+        return EncodedWords(encoding["input_ids"], first_word_tokens(texts, owners), truncated)
 
     def decode_batch(self, token_ids: Sequence[Sequence[int]], keep_special: bool = False) -> list[str]:
         """Return the text of each row of ids; with its special tokens only if `keep_special`."""
@@ -512,6 +533,14 @@ class MarianTokenizer:
         """Tokenize `texts` without adding the final token."""
         return [self._encode(text) for text in texts]
 
+    def encode_words(self, texts: Sequence[Sequence[str]], max_length: int) -> EncodedWords:
+        """Raise an error: no model for tags of words has this tokenizer.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError("This tokenizer does not return the word of each token.", code="slow-tokenizer")
+
     def decode_batch(self, token_ids: Sequence[Sequence[int]], keep_special: bool = False) -> list[str]:
         """Return the text of each row of ids; with its special tokens only if `keep_special`."""
         texts = [self._decode(row, keep_special) for row in token_ids]
@@ -562,39 +591,3 @@ def _open_sentencepiece(path: Path) -> Any:
         raise InputError(
             f"{path}: the SentencePiece model cannot be read: {error}", code="damaged-tokenizer"
         ) from error
-
-
-EDGE_CASE_TEXTS = [
-    "",
-    " ",
-    "   ",
-    "\t\n",
-    "\u00a0",  # no-break space
-    "\u200b\u2003\u3000",  # spaces of no width, of an em, of an ideograph
-    "\x00\x07\x1b[0m",  # controls
-    "\ufeffbyte order mark",
-    "\ufffd\ufdd0",  # the replacement character, and one that is none
-    "a\u0301e\u0308 \u00e1\u00eb \u1e9e\u0130\ufb01\u2460",  # marks alone and composed, compatibility forms
-    "\u4f60\u597d \u3053\u3093\u306b\u3061\u306f \uc548\ub155",
-    "\u0645\u0631\u062d\u0628\u0627 \u05e9\u05dc\u05d5\u05dd",
-    "\U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea\u2764\ufe0f",  # emoji
-    "two  blanks   and\nlines\r\n and a tab\there ",
-    " leading",
-    "trailing ",
-    "UPPER lower MiXeD",
-    "don't , it 's , we 've ; isn't it ? yes ! ' quoted ' .",
-    "http://a.b/c?d=e&f#g 1,234.56 \u20ac%",
-    "_" * 40,
-    "<",
-    "</s",
-    "<</s>>",
-    "[CLS",
-    ">>deu<< text",
-    ">>",
-    ">>unfinished",
-    "\u2581meta \u2581",  # SentencePiece's own mark of a blank
-    "\u0120byte \u010a",  # byte-level BPE's
-    "word " * 200,
-    "x" * 400,
-    "\u00e9" * 150,
-]

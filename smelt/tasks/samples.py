@@ -99,26 +99,13 @@ class EncodedSample:
 
 
 @dataclass(frozen=True, slots=True)
-class MaskedSample(EncodedSample):
-    """A window of running text with masked tokens; `target` is the token at each of them, -100 elsewhere.
-
-    window: the tokens without masks. masker: draws the masks.
-    """
-
-    window: WindowTokens | None = None
-    masker: TokenMasker | None = None
+class TokenLabelSample(EncodedSample):
+    """A sample with labels of tokens; `target` is the label of each, -100 where there is none."""
 
     @property
     def token_counts(self) -> tuple[int, int]:
         """The length in tokens; a target is no token of its own."""
         return len(self.input_ids), 0
-
-    def draw(self, key: Sequence[int]) -> MaskedSample:
-        """Return the window with other masks."""
-        assert self.window is not None
-        assert self.masker is not None
-        masked = self.masker.mask(self.window.ids, self.window.is_special, key)
-        return replace(self, input_ids=masked.input_ids, target=masked.labels)
 
     @staticmethod
     def collate(samples: Sequence[EncodedSample], config: Any) -> TensorBatch:
@@ -128,6 +115,24 @@ class MaskedSample(EncodedSample):
             "attention_mask": pad_lists([[1] * len(r.input_ids) for r in samples], 0),
             "labels": pad_lists([r.target for r in samples if isinstance(r.target, list)], IGNORE_INDEX),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedSample(TokenLabelSample):
+    """A window of running text with masked tokens; `target` is the token at each of them, -100 elsewhere.
+
+    window: the tokens without masks. masker: draws the masks.
+    """
+
+    window: WindowTokens | None = None
+    masker: TokenMasker | None = None
+
+    def draw(self, key: Sequence[int]) -> MaskedSample:
+        """Return the window with other masks."""
+        assert self.window is not None
+        assert self.masker is not None
+        masked = self.masker.mask(self.window.ids, self.window.is_special, key)
+        return replace(self, input_ids=masked.input_ids, target=masked.labels)
 
 
 def masked_samples(windows: Sequence[WindowTokens], masker: TokenMasker) -> list[EncodedSample]:

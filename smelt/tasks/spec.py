@@ -108,6 +108,17 @@ class TaskSpec:
         """Return an example for each label: `examples`, unless a sample has several."""
         return examples
 
+    def head_names(self, names: Sequence[str]) -> list[str]:
+        """Return the names of a new head's outputs, in order.
+
+        Args:
+            names: the labels of the data, sorted.
+
+        Raises:
+            InputError: the labels cannot be names.
+        """
+        return list(names)
+
     def placeholder_row(self, text: str, config: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return a row of `text` with a target for the model of `config`; None if it cannot be text."""
         return {

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 from smelt.data.examples import nonempty_text, parse_labeled, parse_pair
-from smelt.data.labels import MULTI_LABEL, REGRESSION, has_classifier
+from smelt.data.labels import MULTI_LABEL, REGRESSION
 from smelt.data.splits import Columns, Example, Split
 from smelt.tasks.classification import Classification
 from smelt.tasks.spec import PackageClass
@@ -50,7 +50,8 @@ class TextClassification(Classification):
 
     def recognizes_graph(self, outputs: Set[str], config: Mapping[str, Any], is_embedder: bool) -> bool:
         """Return whether the graph returns logits of a classifier."""
-        return self.graph_output in outputs and has_classifier(config)
+        names = map(str, config.get("architectures") or ())
+        return self.graph_output in outputs and any(n.endswith("ForSequenceClassification") for n in names)
 
     def encode(
         self, split: Split, config: Any, tokenizer: Any, limit: int, length: int | None

@@ -92,9 +92,7 @@ def train(
         probe = CheckpointScorer(model, [] if edits is None else edits, src, split, settings, ctx)
         score = None if settings.metric_for_best_model == LOSS_METRIC else probe
         # a score needs generation for texts, one pass over the samples for classes
-        probe = (
-            probe if settings.metric_for_best_model == LOSS_METRIC and ctx.traits.output == "labels" else None
-        )
+        probe = probe if settings.metric_for_best_model == LOSS_METRIC and ctx.traits.classifies else None
     elif settings.metric_for_best_model != LOSS_METRIC:
         raise InputError(
             f"{stage}: metric_for_best_model: {settings.metric_for_best_model} requires validation"

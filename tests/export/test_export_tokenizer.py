@@ -11,6 +11,7 @@ import pytest
 from smelt.data.splits import Example, Split
 from smelt.export import tokenizer as code
 from smelt.export.tokenizer import (
+    EDGE_CASE_TEXTS,
     TokenizerSample,
     compare_tokenizers,
     export_tokenizer,
@@ -19,7 +20,7 @@ from smelt.export.tokenizer import (
 )
 from smelt.models.checkpoint import copy_tokenizer, load_tokenizer
 from smelt.models.text_rules import NO_LIMIT
-from smelt.models.tokenizer import EDGE_CASE_TEXTS, RustTokenizer, open_tokenizer, read_tokenizer_info
+from smelt.models.tokenizer import RustTokenizer, open_tokenizer, read_tokenizer_info
 from tests.support.models import causal, classifiers, published_tokenizers, seq2seq, tiny
 
 pytestmark = pytest.mark.quick

@@ -7,12 +7,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from smelt.core.errors import InputError
-from smelt.models.tokenizer import (
-    RustTokenizer,
-    TokenizerInfo,
-    clean_up_tokenization,
-    indices_after_truncation,
-)
+from smelt.models.split_words import indices_after_truncation
+from smelt.models.tokenizer import RustTokenizer, TokenizerInfo, clean_up_tokenization
 from tests.support.expected_errors import raises_code
 from tests.support.models import classifiers
 

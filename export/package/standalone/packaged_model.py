@@ -30,6 +30,7 @@ TASK_CLASSES = {
     "text-classification": "Classifier",
     "sentence-similarity": "Embedder",
     "masked-language-modeling": "MaskFiller",
+    "token-classification": "Tagger",
     "image-classification": "ImageClassifier",
 }
 IMAGES, PAIRS, VECTORS = "image-classification", "text-classification", "sentence-similarity"

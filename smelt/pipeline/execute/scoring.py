@@ -15,13 +15,9 @@ from smelt.core.messages import Message, messages_to_json, warning, with_count
 from smelt.core.process_group import from_first, process_rank
 from smelt.core.store import Store
 from smelt.core.system import package_versions
-from smelt.data.labels import (
-    REGRESSION,
-    check_labels,
-    class_names,
-    problem_type,
-)
+from smelt.data.labels import REGRESSION, check_labels, class_names, problem_type
 from smelt.data.splits import Split, input_texts
+from smelt.data.tags import has_spans
 from smelt.data.tasks import Task, task_traits
 from smelt.evaluate.label_quality import class_counts, gold_outputs, score_classifier
 from smelt.evaluate.metrics.metric import ChoiceSamples, MetricSettingValues, ResponseSamples
@@ -348,6 +344,25 @@ class Scorer:
         }
         return value if problem == REGRESSION else value | {"labels": names, "logits": pack_logits(logits)}
 
+    def _score_tags(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
+        from smelt.evaluate.label_quality import entity_scores
+        from smelt.evaluate.quality import score_tags
+        from smelt.runtimes.tag_words import tag_words
+        from smelt.tasks.token_classification import tag_classes
+
+        names = class_names(runner.config)
+        classes = tag_classes(split.examples, names, split.origin)  # check tags before running the model
+        gold = [[names[index] for index in row] for row in classes]
+        predicted = [tagged.tags for tagged in tag_words(runner, split.examples, self.batch_size, progress)]
+        builtin_metrics = [name for name in self.metrics if not is_custom_metric(name)]
+        scores = score_tags(builtin_metrics, predicted, gold, has_spans(names))
+        scores |= self._own_scores(predicted, gold, [e.text for e in split.examples], split)
+        return {
+            **_split_scores({name: scores[name] for name in self.metrics if name in scores}),
+            "predictions": predicted,
+            "classes": entity_scores(predicted, gold, has_spans(names)),
+        }
+
     def _score_agreement(
         self, runner: Any, outputs: list[Any], split: Split, progress: Progress
     ) -> dict[str, MetricScore]:
@@ -466,6 +481,7 @@ def _class_axes(reference: Artifact) -> dict[str, int]:
 _SCORE_METHODS: dict[str, Callable[[Scorer, Any, Split, Progress], dict[str, Any]]] = {
     "text": Scorer._score_generated,
     "labels": Scorer._score_labels,
+    "tags": Scorer._score_tags,
     "next-token": Scorer._score_windows,
     "masked-tokens": Scorer._score_masked_tokens,
     "embedding": Scorer._score_vectors,

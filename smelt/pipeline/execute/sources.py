@@ -333,7 +333,7 @@ def require_finite_models(plan: Plan) -> None:
         for folder in (Path(paths[setting]) for setting in step.settings.paths_to_models()):
             if not folder.is_dir():
                 continue
-            new_head = task_traits(task).output == "labels" and not has_classifier(read_config(folder)[0])
+            new_head = task_traits(task).classifies and not has_classifier(read_config(folder)[0])
             try:
                 require_finite_weights(folder, new_head, task_traits(task).output == "embedding")
             except InputError as error:

@@ -442,7 +442,7 @@ def resolve_task(plan: Plan, data: Mapping[str, Split], metrics: Sequence[str]) 
     folder = plan.model_folder if isinstance(model, str) else recipe.base / model.config
     file = folder / "config.json" if isinstance(model, str) else config_file(model, recipe.base)
     labels, sentences, warnings = None, None, list[Message]()
-    if recipe.traits.output == "labels":
+    if recipe.traits.classifies:
         labels, metrics = resolve_labels(recipe, file, data, plan.problem_type)
     elif recipe.traits.output == "embedding":
         metrics = embedder_metrics(recipe, data)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.errors import InputError, did_you_mean
+from smelt.data.conll_rows import CONLL_SUFFIXES
 from smelt.data.csv_rows import read_file_rows
 from smelt.data.images import ARCHIVE_SUFFIX
 from smelt.data.json_rows import data_suffix
@@ -22,7 +23,7 @@ from smelt.tasks.spec import TaskSpec
 
 # Fraction of a single file for each split that is taken from it.
 HELD_OUT_FRACTION = 0.1
-_DATA_SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".txt")
+_DATA_SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", *CONLL_SUFFIXES, ".parquet", ".txt")
 # Fraction of a single file of arrays for the test split; the rest is for calibration.
 ARRAY_TEST_FRACTION = 0.8
 # Usual names of splits; the first one in a file's name decides.
@@ -42,6 +43,9 @@ _COLUMN_NAMES = {
     "text_pair": ("text_b", "sentence2", "hypothesis", "answer"),
     "image": ("image", "file_name", "filename", "image_path", "path", "file", "img"),
     "label": ("label", "labels", "category", "class", "intent", "sentiment", "stars", "score", "similarity"),
+    "tokens": ("tokens", "words"),
+    "tags": ("tags", "ner_tags", "pos_tags", "labels", "label"),
+    "entities": ("entities", "spans"),
 }
 
 

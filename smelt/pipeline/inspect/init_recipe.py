@@ -221,7 +221,7 @@ def recipe_text(
     decides = (
         model_info.traits.architecture == "encoder-decoder"
         if fast
-        else model_info.traits.modality == "text" and model_info.traits.output == "labels"
+        else model_info.traits.modality == "text" and model_info.traits.classifies
     )
     num_rows = _count_training_rows(data) if data and train and decides else MIN_SHORTLIST_ROWS
     selection_metric = (

@@ -120,7 +120,7 @@ def _training_steps(model_info: ModelInfo, rows: int) -> Iterator[ProposedStep]:
         return
     # by magnitude, as the samples may have no scores to compute a loss from
     settings = ", importance: magnitude" if traits.output == "embedding" else ""
-    classifies = traits.output == "labels" and traits.modality == "text"
+    classifies = traits.classifies and traits.modality == "text"
     is_small = classifies and rows < _MIN_DISTILL_ROWS
     name = "small" if is_small else ""
     yield ProposedStep(
@@ -155,7 +155,7 @@ def _fast_steps(model_info: ModelInfo, rows: int, selection_metric: str) -> Iter
         if enough:
             yield ProposedStep("shortlist", "{}", "restrict the output tokens for each source", "small")
         return
-    if model_info.traits.output == "labels":
+    if model_info.traits.classifies:
         yield from _narrow_model_steps(teacher, select, *counts.items())
         return
     ((name, count), *_) = counts.items()

@@ -218,7 +218,7 @@ def quantization_problems(
             require_quantized_tensors(folder, quantization)
     except InputError as error:
         return [error.as_message()]
-    wants_head = lacks_head(config) or (task in tasks_with(output="labels") and not has_classifier(config))
+    wants_head = lacks_head(config) or (task in tasks_with(classifies=True) and not has_classifier(config))
     return (
         [error_message("head-on-quantized", f"{folder}: {new_head_message(quantization)}")]
         if wants_head
@@ -386,10 +386,15 @@ def _check_language_model(config: dict[str, Any], folder: Path) -> list[Message]
 def _check_head(config: dict[str, Any], folder: Path, task: Task) -> list[Message]:
     """Return an error if the config is not of the encoders of `task`; only classifiers get a new head."""
     traits, classes = task_traits(task), config.get("architectures") or []
-    if traits.output == "labels":
-        return []
     head = str(traits.auto_class).removeprefix("AutoModel")
-    if head and not any(name.endswith(head) for name in classes):
+    if traits.classifies:
+        if not has_classifier(config) or any(name.endswith(head) for name in classes):
+            return []
+        problem = (
+            "a classifier for another task. Save only its encoder,"
+            " AutoModel.from_pretrained(FOLDER).save_pretrained(NEW), and copy the tokenizer."
+        )
+    elif head and not any(name.endswith(head) for name in classes):
         problem = f"not ...{head}. Start from a model that is trained for {task}."
     elif not head and any(name.endswith("Classification") for name in classes):
         problem = (
@@ -552,7 +557,7 @@ def _check_image_processor(folder: Path) -> list[Message]:
 def _config_warnings(config: dict[str, Any], task: Task | None, is_baseline: bool) -> list[Message]:
     classes: list[str] = config.get("architectures") or []
     if (
-        task in tasks_with(output="labels")
+        task in tasks_with(classifies=True)
         and classes
         and not any(n.endswith(CLASSIFIER_SUFFIXES) for n in classes)
     ):

@@ -120,7 +120,7 @@ def _path_errors(context: CheckContext, path: Path, used_unchanged: bool | None)
     problems, _ = check_model_folder(
         path, task, is_baseline=False, needs_tokenizer=task not in tasks_with(modality="image")
     )
-    if not problems and used_unchanged and task in tasks_with(output="labels"):
+    if not problems and used_unchanged and task in tasks_with(classifies=True):
         if has_classifier(read_config(path)[0]):
             return []
         return [

@@ -14,7 +14,7 @@ from typing import Any
 from smelt.core.errors import InputError, combined_error
 from smelt.core.files import read_json_object, resolve_path
 from smelt.core.messages import Message, error_message
-from smelt.data.labels import ProblemType, class_names, has_classifier
+from smelt.data.labels import SINGLE_LABEL, ProblemType, class_names, has_classifier
 from smelt.data.splits import Split
 from smelt.data.tasks import task_names
 from smelt.evaluate.metrics.registry import DEFAULTS_BY_PROBLEM
@@ -176,7 +176,7 @@ def check_new_classifier(context: CheckContext) -> Iterator[Finding]:
     Of a model that is not downloaded or created yet, the stage checks it.
     """
     recipe, folder = context.recipe, context.model_folder
-    if recipe.traits.output != "labels" or folder is None:
+    if not recipe.traits.classifies or folder is None:
         return
     config, problems = read_config(folder)
     if not problems and not has_classifier(config):
@@ -208,7 +208,7 @@ def resolve_classifier(context: CheckContext) -> Iterator[Finding]:
     """
     recipe, folder = context.recipe, context.model_folder
     untrained = recipe.model if isinstance(recipe.model, UntrainedModel) else None
-    if recipe.traits.output != "labels" or (folder is None and untrained is None):
+    if not recipe.traits.classifies or (folder is None and untrained is None):
         return
     if untrained is not None:
         config, problems = read_untrained_config(config_file(untrained, recipe.base))
@@ -222,15 +222,32 @@ def resolve_classifier(context: CheckContext) -> Iterator[Finding]:
     if not are_all_read and not has_classifier(config):
         return  # the problem type of a new classifier depends on all labels
     try:
-        problem = resolve_problem_type(config, splits)
+        problem = _problem_type(recipe, config, splits)
     except InputError as error:
         yield ("model",), error_message(error.code, f"{folder or recipe.model}: {error}")
         return
     context.problem_type = problem if are_all_read else None
     for name, label_error in label_errors(config, splits, problem):
         yield ("data", name), label_error
-    if context.is_invalid("score.quality") or not (are_all_read or config.get("problem_type")):
-        return
+    if are_all_read and not has_classifier(config):
+        yield from _head_name_errors(recipe, new_class_names(splits, problem))
+    is_known = are_all_read or bool(config.get("problem_type"))
+    if _has_problem_types(recipe) and is_known and not context.is_invalid("score.quality"):
+        yield from _check_metrics(context, config, splits, problem)
+
+
+def _head_name_errors(recipe: ParsedRecipe, names: Sequence[str]) -> Iterator[Finding]:
+    try:
+        task_spec(recipe.task).head_names(names)
+    except InputError as error:
+        yield ("data",), error.as_message()
+
+
+def _check_metrics(
+    context: CheckContext, config: Mapping[str, Any], splits: Mapping[str, Split], problem: ProblemType
+) -> Iterator[Finding]:
+    """Check the metrics of a problem type, and set its default ones."""
+    recipe = context.recipe
     for index, label_error in metric_errors(recipe.score.quality, problem):
         yield ("score", "quality", index), label_error
     names = class_names(config) if has_classifier(config) else new_class_names(splits, problem)
@@ -242,6 +259,16 @@ def resolve_classifier(context: CheckContext) -> Iterator[Finding]:
             yield ("gates", gate), label_error
     score = recipe.score.model_copy(update={"quality": metrics})
     context.recipe = recipe.model_copy(update={"score": score})
+
+
+def _has_problem_types(recipe: ParsedRecipe) -> bool:
+    """Return whether the samples of the task may have a class, several classes or a number."""
+    return recipe.traits.output == "labels"
+
+
+def _problem_type(recipe: ParsedRecipe, config: Mapping[str, Any], data: Mapping[str, Split]) -> ProblemType:
+    """Return the problem type; a tag of a word is always one of several classes."""
+    return resolve_problem_type(config, data) if _has_problem_types(recipe) else SINGLE_LABEL
 
 
 def _label_splits(recipe: ParsedRecipe, splits: Mapping[str, Split]) -> dict[str, Split]:
@@ -272,14 +299,19 @@ def resolve_labels(
     """
     config, _ = (read_config_file if isinstance(recipe.model, str) else read_untrained_config)(file)
     data = _label_splits(recipe, data)
-    problem = problem or resolve_problem_type(config, data)
+    problem = problem or _problem_type(recipe, config, data)
     errors = [error for _, error in label_errors(config, data, problem)]
+    new_names = task_spec(recipe.task).head_names(new_class_names(data, problem))
+    if not _has_problem_types(recipe):
+        if errors:
+            raise combined_error(errors)
+        return (problem, new_names), recipe.score.quality
     quality = metric_errors(recipe.score.quality, problem)
-    names = class_names(config) if has_classifier(config) else new_class_names(data, problem)
+    names = class_names(config) if has_classifier(config) else new_names
     quality += metric_class_errors(recipe.score.quality, recipe.metric_settings, names)
     errors += [error.with_prefix("score.quality: ") for _, error in quality]
     metrics = recipe.score.quality or DEFAULTS_BY_PROBLEM[problem]
     errors += [error.with_prefix("gates: ") for _, error in gate_errors(recipe.gates, metrics, problem)]
     if errors:
         raise combined_error(errors)
-    return (problem, new_class_names(data, problem)), metrics
+    return (problem, new_names), metrics

@@ -59,7 +59,7 @@ def data_warnings(recipe: ParsedRecipe, trains: bool, splits: Mapping[str, Split
         calibrated = next((name for name in _calibration_splits(recipe.task) if name in splits), None)
         if calibrated is not None:
             messages += _calibration_overlap_warnings(test, splits[calibrated], calibrated, recipe.task)
-    if recipe.traits.output == "labels":
+    if recipe.traits.classifies:
         messages += _label_spelling_warnings(splits)
     for name, split in splits.items() if recipe.traits.samples in ("texts", "prompts") else ():
         messages += _unbalanced_quote_warnings(split, name)

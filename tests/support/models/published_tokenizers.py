@@ -119,6 +119,11 @@ def mbart50(folder: Path, texts: Texts, size: int) -> Path:
     return _write_config(folder, "mbart", "MBart50Tokenizer", src_lang="en_XX", tgt_lang="de_DE")
 
 
+def xlm_roberta(folder: Path, texts: Texts, size: int) -> Path:
+    _write_sentencepiece(folder / "sentencepiece.bpe.model", texts, size)
+    return _write_config(folder, "xlm-roberta", "XLMRobertaTokenizer")
+
+
 def llama(folder: Path, texts: Texts, size: int) -> Path:
     """Llama 2: SentencePiece BPE that falls back on bytes, a first token before each text."""
     _write_sentencepiece(folder / "tokenizer.model", texts, 259 + size, kind="bpe", byte_fallback=True)
@@ -164,5 +169,20 @@ def marian(folder: Path, texts: Texts, size: int) -> Path:
 
 MAKERS: dict[str, Callable[[Path, Texts, int], Path]] = {
     f.__name__: f
-    for f in (marian, t5, bart, mbart, mbart50, bert, distilbert, roberta, gpt2, opt, llama, llama3, qwen2)
+    for f in (
+        marian,
+        t5,
+        bart,
+        mbart,
+        mbart50,
+        bert,
+        distilbert,
+        roberta,
+        xlm_roberta,
+        gpt2,
+        opt,
+        llama,
+        llama3,
+        qwen2,
+    )
 }

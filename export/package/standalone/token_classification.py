@@ -1,0 +1,131 @@
+"""Entities of texts with onnxruntime, numpy and tokenizers: python infer.py "TEXT", or lines on stdin."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from smelt.export.package.standalone.batches import length_batches
+from smelt.export.package.standalone.classes import CONTROLS
+from smelt.export.package.standalone.finite_outputs import finite_outputs
+from smelt.export.package.standalone.session import open_graph, run_command_line
+
+OUTSIDE = "O"
+PREFIXED = re.compile(r"([BIESLU])-(.+)", re.DOTALL)  # B-PER: prefix and type
+# of scripts without spaces between words, each character is a word
+UNSPACED = r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Myanmar}\p{Khmer}]"
+
+
+def word_splitter() -> Any:
+    """Return the splitter of texts into words: at spaces, each punctuation mark a word."""
+    unspaced = tokenizers.pre_tokenizers.Split(tokenizers.Regex(UNSPACED), "isolated")
+    return tokenizers.pre_tokenizers.Sequence([tokenizers.pre_tokenizers.BertPreTokenizer(), unspaced])
+
+
+def tagged_spans(tags: list[str], spans: bool) -> list[tuple[int, int, str]]:
+    """Return the first word, the end and the type of each entity; spans: tags without prefix mark spans."""
+    found: list[tuple[int, int, str]] = []
+    ends_before, label_before = True, ""
+    for index, tag in enumerate(tags):
+        match = PREFIXED.fullmatch(tag)
+        prefix, label = (match[1], match[2]) if match else ("I" if spans else "S", tag)
+        if tag == OUTSIDE:
+            ends_before, label_before = True, ""
+            continue
+        if ends_before or prefix in "BSU" or label != label_before:
+            found.append((index, index + 1, label))
+        else:
+            found[-1] = (found[-1][0], index + 1, label)
+        ends_before, label_before = prefix in "ESLU", label
+    return found
+
+
+class Tagger:
+    """Tagger(folder)(texts) -> the entities of each text. Thread-safe; `threads` is per call.
+
+    An entity is a dict: `entity_group` (its type), `word` (its text), `start` and `end` (characters, end
+    exclusive), `score` (the mean probability of its words). `cut` counts truncated texts.
+    """
+
+    def __init__(self, folder: str | Path = Path(__file__).parent, threads: int | None = None) -> None:
+        config = json.loads((Path(folder) / "infer.json").read_text(encoding="utf-8"))
+        self.labels, self.settings, self.cut = config["labels"], config["tokenizer"], 0
+        self.spans = OUTSIDE in self.labels or any(PREFIXED.fullmatch(name) for name in self.labels)
+        self.tokenizer = tokenizers.Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+        if self.settings["limit"] is not None:
+            side = self.settings["truncation_side"]
+            self.tokenizer.enable_truncation(self.settings["limit"], direction=side)
+        self.splitter = word_splitter()
+        self.graph = open_graph(Path(folder) / "model.onnx", threads or config["threads"])
+        self.inputs = {value.name for value in self.graph.get_inputs()}
+
+    def __call__(self, texts: Iterable[str], batch_size: int = 32) -> list[list[dict[str, Any]]]:
+        """Return the entities of each text, in their order."""
+        texts = list(texts)
+        offsets = [[span for _, span in self.splitter.pre_tokenize_str(text)] for text in texts]
+        encoded = [self.encode(text, spans) for text, spans in zip(texts, offsets, strict=True)]
+        answers: list[list[dict[str, Any]]] = [[] for _ in texts]
+        rows = [list(encoding.ids) for encoding in encoded]
+        for indices, ids, mask in length_batches(rows, self.settings["pad"], batch_size):
+            feeds = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
+            feeds = {name: value for name, value in feeds.items() if name in self.inputs}
+            logits = self.graph.run(["logits"], feeds)[0]
+            for i, text_logits in zip(indices, logits, strict=True):
+                answers[i] = self.entities(texts[i], offsets[i], encoded[i].word_ids, text_logits)
+        return answers
+
+    def encode(self, text: str, offsets: list[tuple[int, int]]) -> Any:
+        """Return the tokens of the words of `text`."""
+        words = [
+            text[start:end].lower() if self.settings["lower"] else text[start:end] for start, end in offsets
+        ]
+        if self.settings["spaces_words"]:  # the space before a word belongs to its first token
+            words = [f" {word}" for word in words]
+        encoding = self.tokenizer.encode(words or [""], is_pretokenized=True)
+        self.cut += bool(encoding.overflowing)
+        return encoding
+
+    def entities(
+        self, text: str, offsets: list[tuple[int, int]], word_ids: list[int | None], logits: Any
+    ) -> list[dict[str, Any]]:
+        """Return the entities of one text; logits: float32 [L, C], word_ids: the word of each token."""
+        tags, scores = [OUTSIDE] * len(offsets), [0.0] * len(offsets)
+        read: set[int] = set()
+        for position, word in enumerate(word_ids):
+            if word is None or word in read or word >= len(offsets):
+                continue
+            read.add(word)
+            values = finite_outputs(logits[position]).astype(np.float64)
+            odds = np.exp(values - values.max())
+            tags[word], scores[word] = self.labels[int(odds.argmax())], float(odds.max() / odds.sum())
+        return [
+            {
+                "entity_group": label,
+                "score": float(np.mean(scores[first:end])),
+                "word": text[offsets[first][0] : offsets[end - 1][1]],
+                "start": offsets[first][0],
+                "end": offsets[end - 1][1],
+            }
+            for first, end, label in tagged_spans(tags, self.spans)
+        ]
+
+
+def answer_lines(model: Tagger, texts: list[str]) -> list[str]:
+    """Return for each text its entities, `word [type start:end score]`, separated by tabs."""
+    lines = []
+    for found in model(texts):
+        names = [(e["word"].translate(CONTROLS), e["entity_group"].translate(CONTROLS)) for e in found]
+        places = [f"{e['start']}:{e['end']} {e['score']:.3f}" for e in found]
+        parts = zip(names, places, strict=True)
+        lines.append("\t".join(f"{word} [{label} {place}]" for (word, label), place in parts))
+    return lines
+
+
+if __name__ == "__main__":
+    run_command_line(Tagger, answer_lines, __doc__)

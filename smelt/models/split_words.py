@@ -1,0 +1,85 @@
+"""Rows of tokens and the words that they belong to: texts that are split into words, and truncation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class EncodedWords:
+    """Token ids per text, the index of each word's first token in them, and the number of truncated texts.
+
+    The index is None for a word without tokens, because it was truncated or has only unknown controls.
+    """
+
+    ids: list[list[int]]
+    first_tokens: list[list[int | None]]
+    truncated: int
+
+
+def reads_spaces(tokenizer: Any) -> bool:
+    """Return whether the space before a word belongs to its first token, as in byte-level BPE (RoBERTa)."""
+    return "ByteLevel(" in repr(tokenizer.pre_tokenizer)
+
+
+def prepare_words(words: Sequence[str], lower: bool, spaced: bool) -> list[str]:
+    """Return words as they are tokenized, with a space before each if `spaced`; "" for a text without words.
+
+    The space has the effect of `add_prefix_space=True` in transformers.
+    """
+    prepared = [word.lower() if lower else word for word in words]
+    return [f" {word}" for word in prepared] if spaced else prepared or [""]
+
+
+def first_word_tokens(
+    texts: Sequence[Sequence[str]], owners: Sequence[Sequence[int | None]]
+) -> list[list[int | None]]:
+    """Return the index of the first token of each word; None for a word without tokens.
+
+    Args:
+        texts: the words of each text.
+        owners: for each token of a text the index of its word, None for a special token.
+    """
+    results: list[list[int | None]] = []
+    for words, word_ids in zip(texts, owners, strict=True):
+        first: list[int | None] = [None] * len(words)
+        for position, word in reversed(list(enumerate(word_ids))):
+            if word is not None and word < len(words):
+                first[word] = position
+        results.append(first)
+    return results
+
+
+def indices_after_truncation(owners: Sequence[int | None], max_length: int, left: bool) -> list[int]:
+    """Return which tokens of a row are kept: all special ones, and as many of the texts as fit.
+
+    The longer text of a pair is truncated first, as in the tokenizers library (utils/truncation.rs,
+    LongestFirst). The library itself would also keep all removed parts, in combinations for two long texts.
+
+    Args:
+        owners: for each token 0 or 1, the index of its text, or None for a special one.
+        max_length: number of tokens that may be kept.
+        left: whether texts are truncated at their beginning.
+    """
+    indices_by_text: list[list[int]] = [[], []]
+    special = 0
+    for index, sequence_id in enumerate(owners):
+        if sequence_id is None:
+            special += 1
+        else:
+            indices_by_text[sequence_id].append(index)
+    available = max(0, max_length - special)
+    shorter, longer = sorted(map(len, indices_by_text))
+    longer = max(shorter, available - shorter)
+    if shorter + longer > available:
+        shorter = available // 2
+        longer = shorter + available % 2
+    first, second = (
+        (longer, shorter) if len(indices_by_text[0]) > len(indices_by_text[1]) else (shorter, longer)
+    )
+    removed = set()
+    for text_indices, count in ((indices_by_text[0], first), (indices_by_text[1], second)):
+        removed.update(text_indices[: len(text_indices) - count] if left else text_indices[count:])
+    return [index for index in range(len(owners)) if index not in removed]

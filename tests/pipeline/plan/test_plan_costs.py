@@ -188,7 +188,7 @@ def test_predicted_memory_is_maximum_of_estimate_and_record(home, ratio, expecte
 
 
 @pytest.mark.parametrize("length", [16, 32])
-def test_work_on_running_text_follows_its_windows(tmp_path, length):
+def test_work_on_running_text_is_proportional_to_windows(tmp_path, length):
     """However the text is divided into lines; a training of so many updates has as much work."""
     masked.write_model(tmp_path / "m")
     text, works = "a man rides a horse over green grass " * 96, {}

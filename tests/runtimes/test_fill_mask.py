@@ -45,7 +45,7 @@ def test_text_without_mask_token_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta"])
-def test_text_whose_mask_is_truncated_is_refused(tmp_path, family):
+def test_text_with_truncated_mask_is_refused(tmp_path, family):
     """The limit is that of the tokens: the same mask near the beginning is kept."""
     folder = masked.write_model(tmp_path / "m", family)
     mask = load_tokenizer(folder).mask_token

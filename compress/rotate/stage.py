@@ -10,6 +10,7 @@ SliceGPT, Ashkboos et al. 2024, arXiv:2401.15024, section 3.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.compress.model_input import load_float_model
@@ -94,7 +95,11 @@ class Rotate(Stage[RotateSettings]):
         # learned: rotated and quantized weights, with what their gradients need
         copies = 0 if settings.learned is None else 6
         more_bytes = copies * FLOAT_BYTES * inputs.source.parameters
-        return one_shot_size(inputs, more_bytes=more_bytes, samples=samples)
+        result = inputs.result
+        unties = "width" in settings.targets and result.is_encoder_decoder and not result.head_weights
+        if unties:  # T5's config does not show it
+            result = replace(result, head_weights=result.table_weights)
+        return one_shot_size(inputs, result=result, more_bytes=more_bytes, samples=samples)
 
     def __call__(self, src: Artifact, settings: RotateSettings, ctx: Context) -> None:
         """Rotate the model of `src` and write it to `ctx.out`."""
@@ -184,11 +189,15 @@ def _fixed_basis_reason(config: Mapping[str, Any]) -> str | None:
 
 
 def _unties(config: Mapping[str, Any]) -> bool:
-    """Return whether a tied output layer gets a matrix of its own: it takes the weight of the final norm."""
+    """Return whether a tied output layer gets a matrix of its own, which the config of the result states.
+
+    It takes the weight of the final norm. T5's config keeps a factor of the output layer with the tie.
+    """
     family = find_family(config)
     if family is None or family.architecture == "encoder":
         return False
-    return bool(family.stacks(config)[-1].stream.final_norm)
+    has_final_norm = bool(family.stacks(config)[-1].stream.final_norm)
+    return has_final_norm and family.ties_output(config) and family.output_scale(config) == 1
 
 
 def _principal_axes(

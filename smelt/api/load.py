@@ -355,7 +355,7 @@ class Model:
 
         Raises:
             InputError: the model is not a masked language model or is closed, or an input is not a string or
-                has no mask token.
+                has no mask token within the model's limit.
         """
         from smelt.runtimes.fill_mask import fill_masks, require_mask_tokens
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from smelt.api.load import TruncationCounter, parse_generation
+from smelt.api.load import TruncationCounter, as_count, parse_generation
 from smelt.api.scored_run import generation_with, scored_generation
 from smelt.core.artifact import read_artifact
 from smelt.core.errors import InputError, did_you_mean, truncation_text
@@ -67,7 +67,8 @@ class Predictor:
     Args:
         folder: an artifact.
         generation: settings as in `score.generation` of a recipe; None values use those that the artifact
-            was scored with, else the default.
+            was scored with, else the default. Of a masked language model `top_k` is the number of tokens for
+            each mask.
         threads: CPU threads (default: the artifact's setting, else the runtime's default).
         device: auto, cpu or cuda.
         batch_size: texts per batch.
@@ -89,6 +90,10 @@ class Predictor:
         self._artifact = read_artifact(folder)
         self._artifact.verify()
         require_safe_artifact(self._artifact, trust_engine)
+        self._top_k = generation.get("top_k") if fills_masks(folder) else None
+        if self._top_k is not None:
+            as_count(self._top_k, "top_k")
+            generation = {**generation, "top_k": None}
         scored = scored_generation(folder, self._artifact)
         self._generation = parse_generation(generation_with(scored, generation))
         self._threads, self._device, self._batch_size = threads, device, batch_size
@@ -112,7 +117,8 @@ class Predictor:
             for start in range(0, len(examples), step):
                 chunk = examples[start : start + step]
                 self._seen += len(chunk)
-                outputs = spec.predict(runner, chunk, self._generation, self._batch_size, self._cuts)
+                settings = self._generation, self._batch_size, self._cuts, self._top_k
+                outputs = spec.predict(runner, chunk, *settings)
                 for example, output in zip(chunk, outputs, strict=True):
                     yield ExampleOutput(example, output, spec)
 
@@ -132,6 +138,11 @@ class Predictor:
                 )
             )
         return messages
+
+
+def fills_masks(folder: Path) -> bool:
+    """Return whether the artifact in `folder` is a masked language model."""
+    return task_traits(read_artifact(folder).manifest.task).output == "masked-tokens"
 
 
 def as_examples(texts: Sequence[str], task: str, name: str = "text") -> list[Example]:

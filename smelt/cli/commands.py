@@ -427,7 +427,11 @@ class _PredictCommand(click.Command):
     type=click.FloatRange(0, 100, min_open=True),
     help="Sampling temperature; higher is more varied.",
 )
-@click.option("--top-k", type=click.IntRange(min=0), help="Sample among the K most likely tokens; 0: all.")
+@click.option(
+    "--top-k",
+    type=click.IntRange(min=0),
+    help="Sample among the K most likely tokens; 0: all. With a mask token and --json: print K tokens.",
+)
 @click.option(
     "--top-p",
     type=click.FloatRange(0, 1, min_open=True),
@@ -457,9 +461,13 @@ def predict(
     Separate the two texts of a pair with a tab. A sentence embedder prints the vector of a text, or the
     cosine similarity of a pair.
     """
+    from smelt.api.predict import Predictor, as_examples, fills_masks, read_examples
+
     for name in ("temperature", "top_k", "top_p", "seed"):
         if generation[name] is not None and not generation["do_sample"]:
-            raise click.UsageError(f"--{name.replace('_', '-')} needs --sample.")
+            needed = "--json" if name == "top_k" and fills_masks(artifact) else "--sample"
+            if needed == "--sample" or not as_json:
+                raise click.UsageError(f"--{name.replace('_', '-')} needs {needed}.")
     if data is not None and text:
         raise click.UsageError("pass texts or --data, not both.")
     if columns and data is None:
@@ -471,8 +479,6 @@ def predict(
         return
     if out is not None:
         raise click.UsageError("--out is only for the task custom; other outputs are printed.")
-    from smelt.api.predict import Predictor, as_examples, read_examples
-
     predictor = Predictor(artifact, generation, threads, device, batch_size, trust_engine)
     if data is None:
         texts, name = (text, "text") if text else (_stdin_lines(sys.stdin), "standard input, line")

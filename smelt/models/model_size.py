@@ -190,14 +190,13 @@ def size_from_config(config: Mapping[str, Any]) -> ModelSize | None:
     vocabulary = 0 if family.input_kind == "images" else _number(config.get("vocab_size")) or 0
     table_width = family.embedding_size(config) or width
     generates = family.architecture != "encoder"
-    is_tied = bool(config.get("tie_word_embeddings", True))
     separate = config.get("share_encoder_decoder_embeddings") is False  # Marian's option
     repeated = any(stack.repeats_block for stack in family.stacks(config))
     return ModelSize(
         width=width,
         stacks=tuple(stacks),
         table_weights=vocabulary * table_width * (2 if separate else 1),
-        head_weights=0 if not generates or is_tied else vocabulary * table_width,
+        head_weights=0 if not generates or family.ties_output(config) else vocabulary * table_width,
         kept_ratio=1 / stacks[0].layers if repeated else 1.0,
     )
 

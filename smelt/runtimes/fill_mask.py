@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from scipy.special import log_softmax, softmax
 
 from smelt.core.errors import InputError
+from smelt.core.messages import with_count
 from smelt.core.process_group import merge_shares, own_batches, process_count
 from smelt.generation.backend import Batch, check_finite_outputs
 from smelt.generation.prompt_batches import OnTruncate
@@ -44,18 +45,27 @@ MaskPredictions: TypeAlias = list[list[MaskPrediction]]
 
 
 def require_mask_tokens(runner: Runner, texts: Sequence[str]) -> None:
-    """Require that each of `texts` has a mask token.
+    """Require that each of `texts` has a mask token, and all of its mask tokens within the model's limit.
 
     Raises:
-        InputError: `missing-mask-token`.
+        InputError: `missing-mask-token`, `truncated-mask-token`.
     """
-    tokenizer = runner.text.tokenizer
-    for number, ids in enumerate(tokenizer.encode_plain(texts), 1):
-        if tokenizer.mask_token_id not in ids:
-            mask = tokenizer.decode_batch([[tokenizer.mask_token_id or 0]], keep_special=True)[0]
+    tokenizer, limit = runner.text.tokenizer, runner.text.max_input_length
+    mask_id = tokenizer.mask_token_id
+    plain, truncated = tokenizer.encode_plain(texts), encode_texts(texts, tokenizer, limit).ids
+    for number, (ids, kept_ids) in enumerate(zip(plain, truncated, strict=True), 1):
+        count, num_kept = ids.count(mask_id or 0), kept_ids.count(mask_id or 0)
+        if mask_id is None or not count:
+            mask = tokenizer.decode_batch([[mask_id or 0]], keep_special=True)[0]
             raise InputError(
                 f"text {number}: no mask token; write {mask} in place of the token to predict.",
                 code="missing-mask-token",
+            )
+        if num_kept < count:
+            raise InputError(
+                f"text {number}: {count - num_kept} of {with_count(count, 'mask token')} would be truncated:"
+                f" the model's limit is {limit:,} tokens. Shorten the text.",
+                code="truncated-mask-token",
             )
 
 

@@ -64,16 +64,18 @@ class MaskedLanguageModeling(LanguageModeling):
         generation: GenerationSettings,
         batch_size: int,
         on_truncate: OnTruncate | None = None,
+        top_k: int | None = None,
     ) -> Sequence[MaskPredictions]:
         """Return the predictions for each example, as `TaskSpec.predict`.
 
         Raises:
-            InputError: `missing-mask-token`, an example has none.
+            InputError: `missing-mask-token`, `truncated-mask-token`: of an example.
         """
-        from smelt.runtimes.fill_mask import require_mask_tokens
+        from smelt.runtimes.fill_mask import TOP_K, fill_masks, require_mask_tokens
 
-        require_mask_tokens(runner, [example.text for example in examples])
-        return self.run(runner, examples, generation, batch_size, on_truncate)
+        texts = [example.text for example in examples]
+        require_mask_tokens(runner, texts)
+        return fill_masks(runner, texts, batch_size, top_k or TOP_K, on_truncate)
 
     def result_line(self, result: MaskPredictions) -> str:
         """Return the likeliest token of each mask, joined by `|`, a tab, and their probabilities."""

@@ -107,6 +107,7 @@ class SentenceSimilarity(TaskSpec):
         generation: GenerationSettings,
         batch_size: int,
         on_truncate: OnTruncate | None = None,
+        top_k: int | None = None,
     ) -> Sequence[Any]:
         """Return the cosine similarity of each pair, and the embedding of each single text."""
         paired = [i for i, e in enumerate(examples) if e.text_pair is not None]

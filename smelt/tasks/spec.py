@@ -201,8 +201,12 @@ class TaskSpec:
         generation: GenerationSettings,
         batch_size: int,
         on_truncate: OnTruncate | None = None,
+        top_k: int | None = None,
     ) -> Iterable[Any]:
-        """Return the result of `smelt predict` for each example; arguments as of `run`."""
+        """Return the result of `smelt predict` for each example; arguments as of `run`.
+
+        top_k: tokens for each mask; None for the default.
+        """
         return self.run(runner, examples, generation, batch_size, on_truncate)
 
     def result_line(self, result: Any) -> str:

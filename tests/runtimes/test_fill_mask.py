@@ -44,6 +44,19 @@ def test_text_without_mask_token_is_refused(tmp_path):
         require_mask_tokens(runner, [SENTENCES[0]])
 
 
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_text_with_truncated_mask_is_refused(tmp_path, family):
+    """The limit is that of the tokens: the same mask near the beginning is kept."""
+    folder = masked.write_model(tmp_path / "m", family)
+    mask = load_tokenizer(folder).mask_token
+    with open_folder(folder, "torch") as runner:
+        words = " ".join([FIRST[0]] * runner.text.max_input_length)
+        require_mask_tokens(runner, [f"{mask} {words}"])
+        for text in (f"{words} {mask}", f"{mask} {words} {mask}"):
+            with raises_code("truncated-mask-token"):
+                require_mask_tokens(runner, [text])
+
+
 def test_losses_equal_transformers(tmp_path):
     folder = masked.write_model(tmp_path / "m")
     model = transformers.AutoModelForMaskedLM.from_pretrained(folder).eval()

@@ -414,6 +414,8 @@ class Family:
     """From a config, the factor of the token embedding; it may depend on the width."""
     output_scale: Callable[[Config], float] = lambda config: 1.0
     """From a config, the factor of the hidden states before the output layer."""
+    ties_output: Callable[[Config], bool] = lambda config: bool(config.get("tie_word_embeddings", True))
+    """From a config, whether the token embedding is the output layer."""
     position_encoding: PositionEncoding = PositionEncoding()
     tokenizer_files: TokenizerFiles = TokenizerFiles()
     tokenizer_spec: TokenizerSpec | None = None

@@ -20,9 +20,14 @@ from smelt.models.families.family import (
 )
 
 
+def ties_output(config: Config) -> bool:
+    """Return whether the token embedding is the output layer; `tie_word_embeddings` may be true anyway."""
+    return bool(config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True)))
+
+
 def output_scale(config: Config) -> float:
     """Return the factor of the decoder's states if the token embedding is the output layer."""
-    return float(config["d_model"]) ** -0.5 if config.get("scale_decoder_outputs") else 1.0
+    return float(config.get("d_model", 512)) ** -0.5 if ties_output(config) else 1.0
 
 
 def relative_bias() -> RelativeBias:
@@ -46,6 +51,7 @@ FAMILY = Family(
     attention_fields={"relative_bias": "handed_on"},
     num_layers_fallback_key="num_layers",
     output_scale=output_scale,
+    ties_output=ties_output,
     position_encoding=PositionEncoding(max_positions_key=None),
     tokenizer_files=TokenizerFiles(("spiece.model",)),
     tokenizer_spec=TokenizerSpec(

@@ -31,6 +31,7 @@ from smelt.models.model_size import (
     size_from_config,
     sum_of_weights,
 )
+from smelt.models.text_rules import DEFAULT_WINDOW_LENGTH
 from smelt.pipeline.inspect.machine import training_device
 from smelt.pipeline.inspect.model_folder import read_config
 from smelt.pipeline.plan.untrained_checks import config_file, read_untrained_config
@@ -54,6 +55,9 @@ if TYPE_CHECKING:
 COMPARISONS = "baseline comparisons"
 # Of the estimated size of the artifacts, what is certainly needed: some layers may become smaller.
 _CERTAIN_DISK = 0.7
+
+
+_CHARACTERS_PER_TOKEN = 4  # of running text, about: times are in proportion to the windows of earlier runs
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,7 @@ def estimate_steps(
     """
     config = _start_config(plan)
     size = _start_size(plan, config)
-    samples = {name: len(split) for name, split in splits.items() if len(split)}
+    samples = _count_samples(splits)
     start = None if size is None else StepSize(size.stored_bytes, 0, size, size.stored_bytes)
     estimates = {MODEL_STEP: StepEstimate(MODEL_STEP, MODEL_STEP, start, _scoring_bytes(size))}
     configs, sizes = {MODEL_STEP: config}, {MODEL_STEP: size}
@@ -144,6 +148,19 @@ def estimate_steps(
         estimates[step.name] = StepEstimate(step.name, kind, estimate, scoring, is_gpu, record)
     comparisons = _estimate_comparisons(plan, estimates, samples, records)
     return estimates if comparisons is None else estimates | {COMPARISONS: comparisons}
+
+
+def _count_samples(splits: Mapping[str, Split]) -> dict[str, int]:
+    """Return the numbers of samples by split; of running text about its windows, which are not cut yet."""
+    counts = {}
+    for name, split in splits.items():
+        if split.windows is not None:
+            characters = sum(len(example.text) + 1 for example in split.examples)
+            length = split.windows.length or DEFAULT_WINDOW_LENGTH
+            counts[name] = math.ceil(characters / (_CHARACTERS_PER_TOKEN * length))
+        elif len(split):
+            counts[name] = len(split)
+    return counts
 
 
 def compared_steps(plan: Plan) -> tuple[list[str], list[str]]:
@@ -468,7 +485,7 @@ def fitting_settings(
 
     def needed(launch: LaunchSettings, settings: Settings) -> int:
         changed_plan = replace(plan, recipe=plan.recipe.model_copy(update={"launch": launch}))
-        samples = {name: len(split) for name, split in plan.splits.items()}
+        samples = _count_samples(plan.splits)
         inputs = _size_inputs(changed_plan, step, sizes, None, None, samples)
         assert inputs is not None
         size = _estimate(step, settings, replace(inputs, result=step_cost.result))

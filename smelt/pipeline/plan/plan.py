@@ -273,7 +273,7 @@ def _format_plan(plan: Plan) -> str:
     for entry in _graph_lines(plan.onnx_model) if plan.onnx_model else ():
         lines += _wrap_lines(entry, 12)
     for name, origin in recipe.data.split_sources().items():
-        count_text = f" ({_pluralize(len(plan.splits[name]), 'sample')})" if name in plan.splits else ""
+        count_text = f" ({_count_text(plan.splits[name])})" if name in plan.splits else ""
         share = recipe.data.split.named_fractions().get(name)
         entry = origin if share is None else f"{100 * share:.4g} % of train, seed {recipe.seed}"
         lines += _wrap_lines(f"{name:<12}{entry}{count_text}", 12)
@@ -398,6 +398,13 @@ def _model_text(model: str | UntrainedModel) -> str:
         else f"{tokenizer.train}, at most {tokenizer.vocab_size:,} tokens, from train"
     )
     return f"{model.config}, untrained; tokenizer: {tokenizer_text}"
+
+
+def _count_text(split: Split) -> str:
+    """Return the number of samples as text; of running text that of the texts that windows are cut from."""
+    if split.windows is None:
+        return _pluralize(len(split), "sample")
+    return f"{_pluralize(len(split), 'text')}, in windows"
 
 
 def _pluralize(number: int, noun: str) -> str:

@@ -169,7 +169,7 @@ def test_plan_reports_budget_of_parameters_below_smallest_shape(tmp_path):
 
 
 @pytest.mark.parametrize("measure", ["flops", "latency"])
-def test_budget_of_image_model_counts_its_patches(measure, monkeypatch, tmp_path):
+def test_budget_of_image_model_counts_patches(measure, monkeypatch, tmp_path):
     monkeypatch.setattr(
         latency_costs, "time_parts", lambda parts, on, threads: [weights(part) for part in parts]
     )

@@ -78,7 +78,7 @@ def test_default_sequence_length_is_limited_by_model_positions():
     assert str(num_positions) in str(caught.value)
 
 
-def test_costs_of_image_model_are_those_of_one_image(tmp_path):
+def test_costs_of_image_model_equal_pass_over_one_image(tmp_path):
     """16 patches and the class token; torch counts the pass over an image of the model's size."""
     folder = images.write_model(tmp_path / "model", num_hidden_layers=1)
     model, _ = load_model(folder)

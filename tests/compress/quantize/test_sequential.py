@@ -130,7 +130,7 @@ def test_methods_comparing_layers_load_full_model(family, settings, tmp_path, la
 
 @pytest.mark.parametrize("family", ["t5", "m2m_100", "llama"])
 @pytest.mark.parametrize("targets", ["norms", "layers", "factors"])
-def test_plan_estimates_smoothing_by_block_as_it_runs(family, targets, tmp_path, large):
+def test_planned_smoothing_by_block_equals_run(family, targets, tmp_path, large):
     """The encoder's last norm has readers in all blocks of the decoder; nothing else is shared by blocks."""
     source = every_family.model_with_layers(family, 2)
     settings = QuantizeSettings(

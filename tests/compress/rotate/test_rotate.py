@@ -1,5 +1,8 @@
 """Rotated models compute the same; their channels have no outliers, or are principal axes."""
 
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -23,9 +26,10 @@ from smelt.export.onnx_stage import Onnx
 from smelt.export.settings import OnnxSettings
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.families.registry import FAMILIES, hidden_norm_names, model_attentions, norm_consumers
+from smelt.models.model_size import SizeInputs, count_parameters, read_model_size, size_from_config
 from tests.support import harness
 from tests.support.expected_errors import raises_code, raises_setting_codes
-from tests.support.models import every_family, images, tiny
+from tests.support.models import every_family, images, seq2seq, tiny
 from tests.support.models.every_family import DISTINCT_FAMILIES
 
 ROTATABLE = {
@@ -113,6 +117,27 @@ def test_output_layer_with_norm_weight_is_untied(trained_norms, tmp_path):
     assert not rotated.config.tie_word_embeddings
     added = ctx.details["parameters_after"] - ctx.details["parameters_before"]
     assert added == original.lm_head.weight.numel()
+
+
+@pytest.mark.parametrize(("family", "config"), [
+    ("t5", {}), ("t5", {"gated": True}), ("qwen2", {"tie_word_embeddings": True}),
+    ("llama", {"tie_word_embeddings": False}), ("opt", {"_remove_final_layer_norm": True}),
+], ids=str)  # fmt: skip
+def test_plan_predicts_config_and_size_of_result(family, config, tmp_path):
+    """T5 has a factor of the output layer that belongs to a tie, and keeps both in its config."""
+    write = seq2seq.write_t5 if family == "t5" else partial(every_family.make_model, family=family)
+    source = write(tmp_path / "model", **config)
+    before = read_json_object(source / "config.json")
+    errors, planned = Rotate.check_model(RotateSettings(), before)
+    ctx = rotate(source, family, tmp_path / "out")
+    result = read_json_object(ctx.out / "config.json")
+    keys = ("tie_word_embeddings", "scale_decoder_outputs")
+    assert errors == []
+    assert [planned.get(key) for key in keys] == [result.get(key) for key in keys]
+    size = read_model_size(source, before)
+    planned_size = replace(size_from_config(planned), other_weights=size.other_weights)
+    inputs = SizeInputs(size, planned_size, FAMILIES[family].tasks[0], {})
+    assert Rotate.estimate_size(RotateSettings(), inputs).result.parameters == count_parameters(ctx.out)
 
 
 def test_output_layer_without_final_norm_is_still_tied(tmp_path):

@@ -36,7 +36,7 @@ def test_note_reports_required_sample_size_for_gate(report):
     assert warning in render_html(report)
 
 
-def test_note_reports_what_a_budget_kept(report):
+def test_note_reports_units_kept_by_budget(report):
     report["steps"][3]["details"]["budget"] = {
         "measure": "parameters", "asked": 0.5, "left": 0.4973, "unit": "parameters",
         "units": {"layers": [12, 8], "width": [512, 512], "heads": [144, 40], "neurons": [24576, 9000]},

@@ -24,7 +24,7 @@ from smelt.pipeline.plan.load_plan import load_plan
 from smelt.pipeline.recipe.stages import load_stage
 from tests.support import harness
 from tests.support.expected_errors import raises_code
-from tests.support.models import tiny
+from tests.support.models import masked, tiny
 from tests.support.pairs.paired_techniques import TECHNIQUES
 
 RECIPE = """
@@ -185,6 +185,30 @@ def test_predicted_memory_is_maximum_of_estimate_and_record(home, ratio, expecte
     fitting = fitting_settings(plan, plan.steps[0], estimates, round(expected * plain) - 1)
     lighter = fitting_settings(plan, plan.steps[0], costs, plain - 1)
     assert {change: pytest.approx(expected * count) for change, count in lighter.items()} == fitting
+
+
+@pytest.mark.parametrize("length", [16, 32])
+def test_work_on_running_text_is_proportional_to_windows(tmp_path, length):
+    """However the text is divided into lines; a training of so many updates has as much work."""
+    masked.write_model(tmp_path / "m")
+    text, works = "a man rides a horse over green grass " * 96, {}
+    settings = {"epochs": "epochs: 1", "steps": "max_steps: 4"}
+    for name, lines in (("one", [text]), ("many", text.split(" "))):
+        (tmp_path / "t.txt").write_text("\n".join(lines))
+        for kind, setting in settings.items():
+            (tmp_path / "recipe.yaml").write_text(
+                "model: m\ntask: masked-language-modeling\nscore: {latency: false}\n"
+                f"data: {{train: t.txt, test: t.txt, windows: {{length: {length}}}}}\n"
+                f"stages: [finetune: {{batch_size: 8, num_evals: 0, {setting}}}]\n"
+            )
+            plan, estimates = _plan(tmp_path)
+            works[name, kind] = estimates["finetune"].size.work
+    assert works["one", "epochs"] == pytest.approx(works["many", "epochs"], rel=0.1)
+    num_windows = len(text) / 4 / length
+    expected = works["one", "steps"] * num_windows / (4 * 8)
+    assert works["one", "epochs"] == pytest.approx(expected, rel=0.1)
+    count = len(plan.splits["train"])
+    assert f"({count:,} texts, in windows)" in str(plan)
 
 
 def test_records_predict_only_same_launch(home):

@@ -84,6 +84,11 @@ def test_exported_model_fills_masks(home):
     result = harness.smelt("predict", home / "general" / "artifacts" / "onnx", text, "--json")
     assert result.exit_code == 0, result.output
     assert [p["token_str"] for p in json.loads(result.output)["masks"][0]][:3] == outputs[0]
+    arguments = ["predict", home / "general" / "artifacts" / "onnx", text, "--top-k", 3]
+    masks = json.loads(harness.smelt(*arguments, "--json", code=0).output)["masks"]
+    assert [[p["token_str"] for p in predictions] for predictions in masks] == [outputs[0]]
+    harness.smelt(*arguments, code=2)  # a line has one token
+    assert harness.smelt(*arguments[:-1], 0, "--json", code=2).error.code == "wrong-value"
 
 
 def test_package_fills_masks_and_refuses_texts_without(home):

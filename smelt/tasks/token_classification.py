@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.errors import InputError
+from smelt.data.csv_rows import ClassIndices
 from smelt.data.examples import missing_column, nonempty_text, reject_surrogates
 from smelt.data.labels import class_names, class_targets, label_as_int
 from smelt.data.splits import Columns, Example, Split
@@ -215,7 +216,7 @@ def _parse_words(value: Any, location: str, column: str) -> tuple[str, ...]:
 
 
 def _parse_tags(value: Any, location: str, column: str) -> tuple[int | str, ...]:
-    """Return the tags of a sample, names or numbers.
+    """Return the tags of a sample: names, or numbers without names in the data.
 
     Raises:
         InputError: it is not a list of names or integers, or a name is empty.
@@ -236,6 +237,8 @@ def _parse_tags(value: Any, location: str, column: str) -> tuple[int | str, ...]
                     code="empty-label",
                 )
             reject_surrogates(item, location, column)
+    if isinstance(value, ClassIndices) and all(0 <= item < len(value.names) for item in value):
+        return tuple(value.names[item] for item in value)
     return tuple(items)
 
 

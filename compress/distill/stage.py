@@ -53,6 +53,13 @@ if TYPE_CHECKING:
     from smelt.models.edits import Edit
 
 
+# Why the outputs of a teacher are not cached, by the output of the task.
+_NOT_CACHED_REASONS = {
+    "masked-tokens": "each pass masks other tokens, so no output of the teacher is used twice",
+    "tags": "the outputs of a teacher for each word are not cached",
+}
+
+
 class Distill(Stage[DistillSettings]):
     """Train a student to predict what a teacher predicts.
 
@@ -174,8 +181,9 @@ class Distill(Stage[DistillSettings]):
             text = f"a teacher generates no targets for {task}; remove sequence_level."
             errors.append(error_message("does-not-fit-task", text, setting="sequence_level"))
         is_text_encoder = task in tasks_with(samples="texts", architecture="encoder")
-        if settings.augmentation is not None and not is_text_encoder:
-            text = f"words are replaced only in texts of encoders, not for {task}; remove augmentation."
+        has_tags = task_traits(task).output == "tags"  # of words that a copy of a text may lack
+        if settings.augmentation is not None and (has_tags or not is_text_encoder):
+            text = f"words are replaced only in texts without tags, not for {task}; remove augmentation."
             errors.append(error_message("does-not-fit-task", text, setting="augmentation"))
         elif settings.augmentation is not None:
             errors += check_augmentation(settings.augmentation)
@@ -184,8 +192,8 @@ class Distill(Stage[DistillSettings]):
                 error_message(error.code, error.message, setting=f"phases.{index}.{error.setting}")
                 for error in phase.losses.check_task(task)
             ]
-        if settings.cache_logits is not None and task_traits(task).output == "masked-tokens":
-            text = "each pass masks other tokens, so no output of the teacher is used twice; remove it."
+        if settings.cache_logits is not None and task_traits(task).output in _NOT_CACHED_REASONS:
+            text = f"{_NOT_CACHED_REASONS[task_traits(task).output]}; remove it."
             errors.append(error_message("does-not-fit-task", text, setting="cache_logits"))
         elif settings.cache_logits is not None and not any(
             t.needs_only_outputs(task) for t in settings.phase_settings()

@@ -17,12 +17,13 @@ from torch import nn
 from smelt.compress.trim_vocabulary.select_tokens import TokenCounts
 from smelt.core.errors import InputError
 from smelt.data.splits import Split, input_texts
+from smelt.data.tags import word_lists
 from smelt.data.tasks import Task, task_traits
 from smelt.generation.prompt_batches import encode_responses
 from smelt.models.families.family import Family
 from smelt.models.families.registry import FAMILIES, family_of, is_token_embedding, predicts_tokens
 from smelt.models.layers import LowRankEmbedding, LowRankLinear
-from smelt.models.tokenizer import encode_texts
+from smelt.models.tokenizer import as_text_tokenizer, encode_texts
 from smelt.tasks.samples import encode_targets
 
 
@@ -128,6 +129,8 @@ def tokenize_split(split: Split, tokenizer: Any, task: Task) -> list[list[int]]:
             (example.text, reference) for example in split.examples for reference in example.references
         ]
         return [turn.ids for turns in encode_responses(samples, tokenizer, every_turn=True) for turn in turns]
+    if task_traits(task).output == "tags":  # words are tokenized one by one
+        return as_text_tokenizer(tokenizer).encode_words(word_lists(split.examples), _NO_LIMIT).ids
     texts, pairs = input_texts(split.examples, task)
     token_ids = list(encode_texts(texts, tokenizer, _NO_LIMIT, pairs).ids)
     if task_traits(task).architecture == "encoder-decoder":

@@ -271,10 +271,12 @@ def without_padding(name: str, output: NDArray[Any], feeds: Feeds) -> NDArray[An
     """Return the part of an output that belongs to text.
 
     The outputs of a language model at padding are meaningless: all keys are masked there, so that only
-    rounding decides the attention.
+    rounding decides the attention; so are those of an encoder's tokens in a padded local window.
     """
     if "position_ids" not in feeds:
-        return output
+        mask = feeds.get("attention_mask")
+        has_tokens = name == "logits" and mask is not None and output.ndim == 3
+        return output[mask == 1] if has_tokens and output.shape[:2] == np.shape(mask) else output
     text = feeds["attention_mask"] == 1
     if name == "logits":
         real_values: NDArray[Any] = output[text[:, -output.shape[1] :]]

@@ -149,7 +149,8 @@ def check_output(
 class TorchReference:
     """The parent's outputs for a batch (a `Batch`, or an `ImageBatch`), as deployed.
 
-    logits: float32 [B, C] (for an embedder the vectors, [B, D]), or [STEPS, B, V] of greedy steps. tokens:
+    logits: float32 [B, C] (for an embedder the vectors, [B, D]; for a head of tokens [tokens, C], without
+    padding), or [STEPS, B, V] of greedy steps. tokens:
     int64 [STEPS, B], the decoder's input; None for an encoder. encoder_states: float32 [B, L, D], an
     encoder's states, else None. exact_states: as logits, with dequantized weights, before the model was
     prepared for the export.
@@ -202,7 +203,7 @@ def run_as_deployed(runner: Any, batch: Batch | ImageBatch) -> TorchReference:
     if isinstance(batch, ImageBatch) or not (
         is_causal(runner.config) or runner.config.get("is_encoder_decoder")
     ):
-        return TorchReference(batch, runner.forward(batch).copy())
+        return TorchReference(batch, without_padded_tokens(runner.forward(batch), batch).copy())
     if is_causal(runner.config):
         return _greedy_reference(runner, batch, batch.input_ids[:, -1], None)
     start = runner.backend.model.generation_config.decoder_start_token_id
@@ -222,10 +223,20 @@ def _greedy_reference(runner: Any, batch: Batch, start: Tokens, hidden: FloatArr
     return TorchReference(batch, np.stack(logits), np.stack(tokens[:-1]), hidden)
 
 
+def without_padded_tokens(result: FloatArray, batch: Batch | ImageBatch) -> FloatArray:
+    """Return the outputs of tokens, [B, L, C], without padding as [tokens, C]; others as they are.
+
+    Where all keys of a position are masked, as in a padded local window, only rounding decides its output.
+    """
+    if isinstance(batch, ImageBatch) or result.shape[:2] != batch.attention_mask.shape or result.ndim != 3:
+        return result
+    return np.asarray(result[batch.attention_mask == 1])
+
+
 def logits_for(runner: Any, reference: TorchReference) -> FloatArray:
     """Run `runner` on the reference's batch and tokens; shapes as in `TorchReference`."""
     if reference.tokens is None:
-        return np.asarray(runner.forward(reference.batch))
+        return without_padded_tokens(np.asarray(runner.forward(reference.batch)), reference.batch)
     state = runner.encode(reference.batch)
     return np.stack([runner.decode_step(state, tokens) for tokens in reference.tokens])
 
@@ -235,7 +246,8 @@ def run_exact(model: Any, reference: TorchReference) -> ExactReference:
     """Return the outputs of the dequantized `model` for the inputs of `reference`, without a cache."""
     with _torch_attention(model), _float_matmuls(model):
         if reference.tokens is None:
-            return ExactReference(_run_single_pass(model, reference.batch))
+            result = _run_single_pass(model, reference.batch)
+            return ExactReference(without_padded_tokens(result, reference.batch))
         if is_causal(model.config.to_dict()):
             return _run_decoder_only(model, reference.batch, reference.tokens)
         return _run_encoder_decoder(model, reference.batch, reference.tokens)

@@ -12,7 +12,7 @@ import io
 import itertools
 import json
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -256,6 +256,34 @@ def _read_json_lines(path: Path) -> RowIterator:
             yield f"{path}:{number}", require_object(row, f"{path}:{number}")
 
 
+class ClassIndices(list[int]):
+    """Indices of classes in a column of lists, with the names of the classes, as `datasets` stores them."""
+
+    def __init__(self, indices: Iterable[int], names: Sequence[str]) -> None:
+        super().__init__(indices)
+        self.names = names
+
+
+def _class_lists(features: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the names of the classes of each column with lists of them, from `Features.to_dict`."""
+    names_by_column = {}
+    for column, feature in features.items():
+        inner = feature[0] if isinstance(feature, list) and feature else None
+        inner = feature.get("feature") if isinstance(feature, Mapping) else inner
+        if isinstance(inner, Mapping) and inner.get("_type") == "ClassLabel":
+            names_by_column[column] = list(map(str, inner["names"]))
+    return names_by_column
+
+
+def _with_class_names(row: dict[str, Any], names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    named = {
+        column: ClassIndices(row[column], class_names)
+        for column, class_names in names.items()
+        if isinstance(row.get(column), list)
+    }
+    return row | named
+
+
 def _read_parquet(path: Path) -> RowIterator:
     import pyarrow.parquet
 
@@ -269,10 +297,12 @@ def _read_parquet(path: Path) -> RowIterator:
                     code="duplicate-column",
                     file=str(path),
                 )
+            stored = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))
+            class_names = _class_lists(stored.get("info", {}).get("features") or {})
             for batch in file.iter_batches():
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{path} row {number}", row
+                    yield f"{path} row {number}", _with_class_names(row, class_names)
     except InputError:
         raise
     except Exception as error:  # pyarrow raises many types of errors
@@ -296,7 +326,7 @@ def read_hub_rows(origin: str, name: str) -> RowIterator:
     hub_failure = hub_unreachable_reason()
     try:
         with hub_cache_only(hub_failure):
-            dataset: Iterable[Any] = datasets.load_dataset(repository, config or None, split=split or name)
+            dataset: Any = datasets.load_dataset(repository, config or None, split=split or name)
     except Exception as error:  # the hub client raises many types of errors
         reason = (
             f"nor cached on this machine; {hub_failure}."
@@ -304,6 +334,9 @@ def read_hub_rows(origin: str, name: str) -> RowIterator:
             else f"nor a usable data set of the hub: {error}"
         )
         raise InputError(f"{origin}: neither a local file, {reason}", code="missing-data") from error
+    features = getattr(dataset, "features", None)
+    class_names = _class_lists(features.to_dict()) if features is not None else {}
     yield from _flatten_translation(
-        (f"{origin} row {number}", row) for number, row in enumerate(dataset, start=1)
+        (f"{origin} row {number}", _with_class_names(row, class_names))
+        for number, row in enumerate(dataset, start=1)
     )

@@ -268,11 +268,11 @@ def missing_labels_errors(
         instead: a setting and its value that needs no labels.
     """
     unlabeled = [data[name] for name in names if name in data and not data[name].has_labels]
-    if task_traits(task).output not in ("labels", "embedding") or not unlabeled:
+    if not (task_traits(task).classifies or task_traits(task).output == "embedding") or not unlabeled:
         return []
     hint = f" Or set {instead[0]}: {instead[1]}." if instead else ""
     setting = instead[0] if instead else None
-    if task_traits(task).output == "labels":
+    if task_traits(task).classifies:
         text = f"the samples of {unlabeled[0].origin} have no labels, which the loss needs."
         return [error_message("missing-labels", f"{text} Use samples with labels.{hint}", setting=setting)]
     return [

@@ -66,6 +66,11 @@ def example_words(example: Example) -> list[Word]:
     return words
 
 
+def word_lists(examples: Sequence[Example]) -> list[list[str]]:
+    """Return the words of each sample."""
+    return [[word.text for word in example_words(example)] for example in examples]
+
+
 def has_spans(names: Collection[str]) -> bool:
     """Return whether the tags `names` mark spans of several words, not each word, as parts of speech do."""
     return OUTSIDE in names or any(_PREFIXED.fullmatch(name) for name in names)

@@ -16,7 +16,7 @@ from smelt.core.errors import InputError
 from smelt.core.process_group import merge_shares, own_batches, process_count
 from smelt.data.labels import class_names
 from smelt.data.splits import Example
-from smelt.data.tags import OUTSIDE, example_words, has_spans, read_spans
+from smelt.data.tags import OUTSIDE, example_words, has_spans, read_spans, word_lists
 from smelt.generation.backend import check_finite_outputs
 from smelt.generation.prompt_batches import OnTruncate
 from smelt.generation.runner import Runner
@@ -72,8 +72,7 @@ def tag_words(
     if not examples:
         raise InputError("No texts were given.", code="empty-data")
     tools, names = runner.text, class_names(runner.config)
-    words = [[word.text for word in example_words(example)] for example in examples]
-    encoded = tools.tokenizer.encode_words(words, tools.max_input_length)
+    encoded = tools.tokenizer.encode_words(word_lists(examples), tools.max_input_length)
     if encoded.truncated and on_truncate is not None:
         on_truncate(encoded.truncated, tools.max_input_length)
     results: dict[int, WordTags] = {}

@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.errors import InputError
+from smelt.data.csv_rows import ClassIndices
 from smelt.data.examples import missing_column, nonempty_text, reject_surrogates
 from smelt.data.labels import class_names, class_targets, label_as_int
 from smelt.data.splits import Columns, Example, Split
-from smelt.data.tags import OUTSIDE, example_words, tags_of_entities
+from smelt.data.tags import OUTSIDE, tags_of_entities, word_lists
 from smelt.tasks.spec import PackageClass, TaskSpec
 
 if TYPE_CHECKING:
@@ -126,15 +127,15 @@ class TokenClassification(TaskSpec):
         from smelt.models.tokenizer import as_text_tokenizer
         from smelt.tasks.samples import IGNORE_INDEX, TokenLabelSample
 
-        words = [[word.text for word in example_words(example)] for example in split.examples]
-        encoded = as_text_tokenizer(tokenizer).encode_words(words, limit)
+        encoded = as_text_tokenizer(tokenizer).encode_words(word_lists(split.examples), limit)
         classes = tag_classes(split.examples, class_names({"id2label": config.id2label}), split.origin)
         samples: list[EncodedSample] = []
         for ids, first_tokens, tags in zip(encoded.ids, encoded.first_tokens, classes, strict=True):
             labels = [IGNORE_INDEX] * len(ids)
-            for position, tag in zip(first_tokens, tags, strict=True):
-                if position is not None:
-                    labels[position] = tag
+            if tags:  # a sample for calibration may have none
+                for position, tag in zip(first_tokens, tags, strict=True):
+                    if position is not None:
+                        labels[position] = tag
             samples.append(TokenLabelSample(ids, None, labels))
         return samples, encoded.truncated
 
@@ -165,17 +166,15 @@ class TokenClassification(TaskSpec):
         self, runner: Any, examples: Sequence[Example], generation: GenerationSettings
     ) -> int:
         """Return the number of texts whose last words the runner does not read."""
-        words = [[word.text for word in example_words(example)] for example in examples]
-        truncated: int = runner.text.tokenizer.encode_words(words, runner.text.max_input_length).truncated
-        return truncated
+        encoded = runner.text.tokenizer.encode_words(word_lists(examples), runner.text.max_input_length)
+        return int(encoded.truncated)
 
     def too_long_samples(self, split: Split, tokenizer: Any, limit: int) -> set[int]:
         """Return the indices of samples with more than `limit` tokens."""
         from smelt.models.text_rules import NO_LIMIT
         from smelt.models.tokenizer import as_text_tokenizer
 
-        words = [[word.text for word in example_words(example)] for example in split.examples]
-        encoded = as_text_tokenizer(tokenizer).encode_words(words, NO_LIMIT)
+        encoded = as_text_tokenizer(tokenizer).encode_words(word_lists(split.examples), NO_LIMIT)
         return {index for index, ids in enumerate(encoded.ids) if len(ids) > limit}
 
 
@@ -217,7 +216,7 @@ def _parse_words(value: Any, location: str, column: str) -> tuple[str, ...]:
 
 
 def _parse_tags(value: Any, location: str, column: str) -> tuple[int | str, ...]:
-    """Return the tags of a sample, names or numbers.
+    """Return the tags of a sample: names, or numbers without names in the data.
 
     Raises:
         InputError: it is not a list of names or integers, or a name is empty.
@@ -238,6 +237,8 @@ def _parse_tags(value: Any, location: str, column: str) -> tuple[int | str, ...]
                     code="empty-label",
                 )
             reject_surrogates(item, location, column)
+    if isinstance(value, ClassIndices) and all(0 <= item < len(value.names) for item in value):
+        return tuple(value.names[item] for item in value)
     return tuple(items)
 
 

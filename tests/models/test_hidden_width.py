@@ -14,11 +14,11 @@ from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.edits import apply_edits
-from smelt.models.families.registry import FAMILIES
+from smelt.models.families.registry import FAMILIES, output_modules
 from smelt.models.hidden_width import hidden_width, prune_hidden_width, write_width_to_config
 from tests.support import harness
 from tests.support.expected_errors import raises_code
-from tests.support.models import every_family, images
+from tests.support.models import every_family, images, taggers
 from tests.support.models.every_family import DISTINCT_FAMILIES
 
 EXPRESSED_IN_CONFIG = {"t5", "llama", "mistral", "qwen2", "qwen3", "phi3"}
@@ -78,6 +78,21 @@ def test_pruned_width_equals_model_with_silenced_channels(family, tmp_path):
         config = json.loads((tmp_path / "config.json").read_text())
         plain = getattr(transformers, config["architectures"][0]).from_pretrained(tmp_path).eval()
         assert torch.equal(harness.logits(plain), pruned_logits)
+
+
+@pytest.mark.parametrize("family", taggers.FAMILIES)
+def test_pruned_width_of_token_classifier_equals_silenced_channels(family, tmp_path):
+    """Its head may be one layer that reads the hidden states, unlike that of a classifier of texts."""
+    source = taggers.write_model(tmp_path / "m", family)
+    model, _ = load_model(source)
+    keep = _kept(model)
+    prune_hidden_width(model, keep)
+    silenced_model, _ = load_model(source)
+    silenced(silenced_model, keep)
+    assert torch.allclose(harness.logits(model), harness.logits(silenced_model), atol=2e-5)
+    linear_layers = {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    heads = {n for n in linear_layers if not n.startswith(f"{model.base_model_prefix}.")}
+    assert heads == linear_layers.intersection(output_modules(model)) != set()
 
 
 def test_image_patches_are_narrowed(tmp_path):

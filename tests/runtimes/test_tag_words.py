@@ -2,16 +2,19 @@
 
 import numpy as np
 import pytest
+import torch
 import transformers
 
 from smelt.data.splits import Example
 from smelt.export.onnx_stage import Onnx
 from smelt.export.settings import OnnxSettings
+from smelt.generation.backend import Batch
 from smelt.runtimes.registry import open_folder
 from smelt.runtimes.tag_words import find_entities, tag_words
 from tests.support import harness
 from tests.support.expected_errors import raises_code
 from tests.support.models import taggers, tiny
+from tests.support.models.every_family import DISTINCT_FAMILIES
 
 TEXTS = [*tiny.SENTENCES, "the dogs, two cats; a man.", "sun river grass sun  river", "dogs"]
 
@@ -73,6 +76,24 @@ def test_onnx_entities_equal_those_of_torch(home):
     assert [[e._replace(score=pytest.approx(e.score, abs=1e-5)) for e in row] for row in expected] == found
 
 
+@pytest.mark.parametrize("family", [name for name in taggers.FAMILIES if name in DISTINCT_FAMILIES])
+def test_onnx_logits_equal_those_of_transformers(home, family):
+    folder = taggers.write_model(home / family, family)
+    out = home / f"{family}-onnx"
+    out.mkdir()
+    harness.run_stage(Onnx(), OnnxSettings(target="ort-cpu"), folder, out, taggers.TASK)
+    model = transformers.AutoModelForTokenClassification.from_pretrained(folder).eval()
+    ids = torch.randint(5, model.config.vocab_size, (3, 9), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(9) < torch.tensor([[9], [6], [2]])).long()
+    with torch.no_grad():
+        expected = model(input_ids=ids, attention_mask=mask).logits.numpy()
+    with open_folder(out, "onnx", "ort-cpu") as runner:
+        logits = runner.forward(Batch(ids.numpy(), mask.numpy()))
+    is_token = mask.numpy() == 1
+    assert logits.shape == expected.shape == (3, 9, len(taggers.TAGS))
+    assert np.allclose(logits[is_token], expected[is_token], atol=1e-4)
+
+
 def test_truncated_words_and_texts_without_words_have_no_entity(home):
     folder = taggers.write_model(home / "bert")
     cuts = []
@@ -94,8 +115,6 @@ def test_truncated_words_and_texts_without_words_have_no_entity(home):
 
 
 def test_non_finite_logits_are_refused(home):
-    import torch
-
     folder = taggers.write_model(home / "bert")
     with open_folder(folder, "torch") as runner:
         torch.nn.init.constant_(runner.backend.model.classifier.bias, float("nan"))

@@ -2,6 +2,7 @@
 
 import json
 
+import datasets
 import pytest
 import torch
 import transformers
@@ -134,6 +135,20 @@ def test_unknown_tag_is_named_by_line(tmp_path):
 def test_numbers_are_indices_of_the_tags_of_the_model(tmp_path):
     split = read(tmp_path, {"tokens": ["a", "b"], "tags": [0, 3]}, {"tokens": ["a"], "tags": ["B-PLACE"]})
     assert tag_classes(split.examples, TAGS, split.origin) == [[0, 3], [3]]
+
+
+def test_data_sets_name_their_numbers(tmp_path, monkeypatch):
+    names = ["O", "B-A"]
+    features = datasets.Features(
+        tokens=datasets.List(datasets.Value("string")),
+        ner_tags=datasets.List(datasets.ClassLabel(names=names)),
+    )
+    table = datasets.Dataset.from_dict({"tokens": [["a", "b"]], "ner_tags": [[1, 0]]}, features=features)
+    table.to_parquet(str(tmp_path / "a.parquet"))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *arguments, **options: table)
+    for origin in ("a.parquet", "owner/name"):
+        split = read_split(origin, TASK.name, Columns(tags="ner_tags"), tmp_path)
+        assert split.examples[0].label == ("B-A", "O")
 
 
 def test_tags_of_new_head_begin_with_outside():

@@ -31,6 +31,7 @@ from smelt.pipeline.recipe.stages import MODEL_STEP
 from smelt.pipeline.recipe.yaml_file import dump_yaml
 from smelt.stage import Need, Settings, Stage, absolute_path
 from smelt.tasks.read_split import UNLABELED, is_plain_text, read_split, read_unlabeled
+from smelt.tasks.registry import task_spec
 
 
 def read_split_source(recipe: ParsedRecipe, name: str) -> dict[str, Split]:
@@ -43,7 +44,7 @@ def read_split_source(recipe: ParsedRecipe, name: str) -> dict[str, Split]:
     origin, calibrates = data.split_files()[name], name == "calibration"
     if name == UNLABELED or (calibrates and is_plain_text(origin, recipe.task)):
         return {name: read_unlabeled(origin, recipe.task, data.columns, recipe.base)}
-    unlabeled = calibrates and recipe.traits.output == "labels"
+    unlabeled = calibrates and recipe.traits.classifies
     split = read_split(
         origin,
         recipe.task,
@@ -57,7 +58,8 @@ def read_split_source(recipe: ParsedRecipe, name: str) -> dict[str, Split]:
     if unlabeled:  # most stages calibrate without labels
         row_numbers = [example.line or example.row or 0 for example in split.examples]
         has_label = (example.label is not None for example in split.examples)
-        require_all_or_none(has_label, row_numbers, data.columns.label, "label")
+        column = getattr(data.columns, task_spec(recipe.task).target_roles[0])
+        require_all_or_none(has_label, row_numbers, column, "label")
     shares = data.split.named_fractions() if name == "train" else {}
     divided = divide_split(split, shares, recipe.seed) if shares else {name: split}
     window_settings = data.windows.model_dump(exclude_none=True)

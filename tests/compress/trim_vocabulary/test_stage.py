@@ -23,10 +23,11 @@ from smelt.data.splits import Columns
 from smelt.generation.config import read_shortlist
 from smelt.models.checkpoint import load_model, load_tokenizer
 from smelt.models.families.registry import FAMILIES
+from smelt.models.tokenizer import as_text_tokenizer
 from smelt.tasks.read_split import read_split
 from tests.support import harness
 from tests.support.expected_errors import raises_code
-from tests.support.models import causal, every_family, tiny
+from tests.support.models import causal, every_family, taggers, tiny
 from tests.support.models.every_family import DISTINCT_FAMILIES
 
 ROWS = {
@@ -308,3 +309,20 @@ def test_factorized_output_layer_keeps_rows_of_kept_tokens(tmp_path):
     old = [tuple(row) for row in full_head.up.weight.tolist()]
     row_indices = [old.index(tuple(row)) for row in trimmed_head.up.weight.tolist()]
     assert row_indices == sorted(set(row_indices))
+
+
+def test_tokens_of_words_are_kept(tmp_path):
+    """A word is tokenized with the space before it, also the first of a text."""
+    source = taggers.write_model(tmp_path / "m", "roberta")
+    rows = [{"tokens": [word], "tags": ["O"]} for word in ("dogs", "grass", "river", "sonne")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    split = read_split("rows.jsonl", taggers.TASK, Columns(), tmp_path)
+    ctx = harness.run_stage(
+        TrimVocabulary(), TrimVocabularySettings(), source, tmp_path / "out", taggers.TASK, split
+    )
+    assert ctx.details["vocabulary_after"] < ctx.details["vocabulary_before"]
+    words, lengths = [list(row["tokens"]) for row in rows], []
+    for folder in (source, ctx.out):
+        encoded = as_text_tokenizer(load_tokenizer(folder)).encode_words(words, 32)
+        lengths.append([len(ids) for ids in encoded.ids])
+    assert lengths[0] == lengths[1]

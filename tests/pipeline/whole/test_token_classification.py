@@ -191,6 +191,39 @@ def test_plan_refuses_tags_that_a_head_cannot_have(tmp_path, rows, code):
     assert code in error_codes(error)
 
 
+@pytest.mark.parametrize(("settings", "data"), [
+    ("augmentation: {model: m}", ""), ("cache_logits: {}", ""),
+    ("train_on: unlabeled", "unlabeled: r.jsonl, "),
+])  # fmt: skip
+def test_plan_refuses_distillation_that_needs_no_tags(tmp_path, settings, data):
+    masked.write_model(tmp_path / "m")
+    taggers.write_model(tmp_path / "tagger")
+    taggers.write_rows(tmp_path / "r.jsonl")
+    (tmp_path / "r.yaml").write_text(
+        f"model: tagger\ntask: token-classification\ndata: {{{data}train: r.jsonl, test: r.jsonl}}\n"
+        f"stages:\n  - distill: {{losses: {{logits: 1.0, labels: 0.0}}, {settings}}}\n"
+    )
+    error = command_error(harness.smelt("plan", tmp_path / "r.yaml"))
+    assert {"does-not-fit-task", "unsupported-task"} & {*error_codes(error)}
+
+
+def test_calibration_needs_no_tags(tmp_path):
+    taggers.write_model(tmp_path / "m")
+    taggers.write_rows(tmp_path / "r.jsonl")
+    (tmp_path / "c.jsonl").write_text(json.dumps({"tokens": ["two", "dogs"]}) + "\n")
+    recipe = (
+        "model: m\ntask: token-classification\ndata: {calibration: c.jsonl, test: r.jsonl}\n"
+        "score: {latency: false}\nstages:\n"
+    )
+    steps = "  - quantize: {scheme: int8-static, calibration_samples: 1}\n"
+    (tmp_path / "r.yaml").write_text(recipe + steps)
+    result = harness.smelt("run", tmp_path / "r.yaml", "--out", tmp_path / "run", "--quiet")
+    assert result.exit_code == 0, result.output
+    (tmp_path / "r.yaml").write_text(f"{recipe}  - prune: {{targets: [ffn], importance: taylor}}\n")
+    error = command_error(harness.smelt("plan", tmp_path / "r.yaml"))
+    assert "missing-labels" in error_codes(error)
+
+
 def test_classifier_of_texts_is_refused(tmp_path):
     taggers.every_family.make_model(tmp_path / "m", "bert")
     taggers.write_rows(tmp_path / "r.jsonl")

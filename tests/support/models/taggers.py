@@ -8,11 +8,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from smelt.models.families.registry import FAMILIES as REGISTERED
 from tests.support.models import every_family
 from tests.support.models.tiny import SENTENCES
 from tests.support.shared_folders import written_once
 
 TASK = "token-classification"
+FAMILIES = tuple(name for name, family in REGISTERED.items() if TASK in family.tasks)
 TAGS = ("O", "B-BEING", "I-BEING", "B-PLACE", "I-PLACE")
 TAG_OF_WORD = dict.fromkeys(("man", "dogs", "cat", "mann", "hunde", "katze"), "B-BEING") | dict.fromkeys(
     ("grass", "sun", "river", "gras", "sonne", "fluss"), "B-PLACE"

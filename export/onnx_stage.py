@@ -251,6 +251,7 @@ def _write_graph(
         homes: filled with the modules of each graph's nodes if the files will have another precision.
     """
     from smelt.export.graphs.export_graph import export_graph, fuse_biases_in_file
+    from smelt.export.graphs.remove_padding import remove_padding_in_file
     from smelt.export.simplify_graph import expand_placeholders_in_file, simplify_file
 
     start = time.perf_counter()
@@ -268,6 +269,7 @@ def _write_graph(
     expand_placeholders_in_file(path)
     if settings.target == "ort-cpu":
         fuse_biases_in_file(path)
+        remove_padding_in_file(path)
     if graph.input_defaults and settings.graph_target not in (
         "tensorrt",
         "openvino",
@@ -334,7 +336,7 @@ class Onnx(Stage[OnnxSettings]):
         "torch.onnx.export(dynamo=True); ONNX Runtime docs/ContribOperators.md;"
         " github.com/daquexian/onnx-simplifier"
     )
-    version: ClassVar[int] = 15
+    version: ClassVar[int] = 16
     settings_type: ClassVar[type[Settings]] = OnnxSettings
 
     @classmethod

@@ -12,6 +12,7 @@ import pytest
 
 from smelt.export.generation_graph.write import write_generation_graphs
 from smelt.export.graphs.export_graph import export_graph, model_graphs
+from smelt.export.graphs.remove_padding import remove_padding
 from smelt.export.simplify_graph import expand_placeholders
 from smelt.generation import search
 from smelt.models.checkpoint import load_model
@@ -43,6 +44,7 @@ def _runner(kind, home):
     for graph in model_graphs(load_model(folder)[0]):
         model = export_graph(graph, "ort-cpu", 20)
         expand_placeholders(model)
+        remove_padding(model)
         onnx.save(model, folder / f"{graph.name}.onnx")
     write_generation_graphs(
         folder,

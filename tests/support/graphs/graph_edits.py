@@ -107,7 +107,7 @@ def residual_additions(model: Any) -> Iterator[Any]:
 def head_width(model: Any, node: Any, heads: int) -> int:
     """Return d, from the product that follows the attention."""
     reader = next(n for n in model.graph.node if node.output[0] in n.input)
-    if reader.op_type in ("QuantizeLinear", "Reshape"):
+    if reader.op_type in ("QuantizeLinear", "Reshape", "GatherND"):
         reader = next(n for n in model.graph.node if reader.output[0] in n.input)
     sizes = {t.name: list(t.dims) for t in model.graph.initializer}
     if reader.op_type == "MatMulNBits":

@@ -4,9 +4,10 @@ A candidate is the model without some layers and with a smaller hidden width (`w
 neurons are then pruned to the budget (`heads_and_neurons`). So all candidates cost the same, and they are
 compared by their loss on samples (labeled, or windows of text) that are used for nothing else. The search
 starts at heads and neurons alone. A step removes one more layer of a stack, the one with the smallest loss
-without it, or another eighth of the channels, the least important ones. Of all steps the one with the
-smallest loss is taken, until none reduces it or all heads and neurons are within the budget. If heads and
-neurons alone cannot meet it, the search starts at the candidates of the fewest steps that can.
+without it, or another eighth of the channels, the least important ones. The step with the smallest loss is
+taken if it reduces the loss significantly (paired over the samples, 95 %), until none does or all heads and
+neurons are within the budget. If heads and neurons alone cannot meet it, the search starts at the candidates
+of the fewest steps that can.
 
 Source: Minitron, Muralidharan et al. 2024, arXiv:2407.14679, section 2 (candidates of depth, width, heads and
 neurons with one number of parameters; importance of channels by activations, of layers by the loss without
@@ -18,11 +19,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from smelt.calibration.samples import (
@@ -58,7 +61,7 @@ from smelt.models.families.registry import family_of
 from smelt.models.hidden_width import hidden_width, prune_hidden_width, write_width_to_config
 from smelt.stage import Context
 from smelt.tasks.encode_split import EncodedSplit, encode_split
-from smelt.tasks.samples import load_processor
+from smelt.tasks.samples import IGNORE_INDEX, TensorBatch, load_processor
 from smelt.training.extension import mean_loss
 from smelt.training.losses import label_objective
 
@@ -68,6 +71,7 @@ _WIDTH_STEPS = 8
 _SPENT = 0.9
 # Samples for the loss without a layer, as `drop-layers` has by default.
 _LAYER_SAMPLES = 128
+_Z = 1.96  # of a two-sided 95 % interval
 
 
 @dataclass(frozen=True)
@@ -82,8 +86,8 @@ class _Shape:
 class _Candidate:
     """A model within the budget, its edits, and its loss.
 
-    ctx: its warnings and details. keeps_all: whether the budget leaves all of its heads and neurons, so that
-    a smaller shape gains nothing.
+    ctx: its warnings and details. losses: of each sample, float64 [samples]. keeps_all: whether the budget
+    leaves all of its heads and neurons, so that a smaller shape gains nothing.
     """
 
     shape: _Shape
@@ -91,6 +95,7 @@ class _Candidate:
     edits: list[Edit]
     ctx: Context
     loss: float
+    losses: NDArray[np.float64]
     keeps_all: bool
 
 
@@ -132,7 +137,9 @@ class _ShapeSearch:
         self, model: Any, edits: list[Edit], src: Artifact, settings: PruneSettings, ctx: Context
     ) -> None:
         self._model, self._edits, self._src, self._settings = model, edits, src, settings
-        self._ctx, self._samples = _hold_back(model, src, ctx)
+        self._ctx, samples = _hold_back(model, src, ctx)
+        self._rows = _single_samples(samples.batches)
+        self._weights = np.array([int((row["labels"] != IGNORE_INDEX).sum()) for row in self._rows])
         family: Any = family_of(model)
         self._stacks = list(family.stacks(model.config.to_dict()))
         groups = target_groups(model, settings)
@@ -160,7 +167,7 @@ class _ShapeSearch:
                 candidate = self._prune(shape)
                 if candidate is not None and (nearest is None or candidate.loss < nearest.loss):
                     nearest = candidate
-            if nearest is not None and (best is None or nearest.loss < best.loss):
+            if nearest is not None and (best is None or self._is_better(nearest, best)):
                 best = nearest
                 shapes = [] if best.keeps_all else self._smaller_shapes([best.shape])
             else:
@@ -168,6 +175,13 @@ class _ShapeSearch:
         if best is None:
             raise self._too_small_error(self._least_cost)
         return best
+
+    def _is_better(self, candidate: _Candidate, best: _Candidate) -> bool:
+        """Return whether the loss of `candidate` is smaller for other samples, too (paired z-test)."""
+        differences = candidate.losses - best.losses
+        mean = np.average(differences, weights=self._weights)
+        error = np.linalg.norm(self._weights * (differences - mean)) / self._weights.sum()
+        return bool(mean < -_Z * error)
 
     def _smaller_shapes(self, shapes: Iterable[_Shape]) -> list[_Shape]:
         """Return the shapes that are one step smaller than any of `shapes`, each once."""
@@ -265,12 +279,15 @@ class _ShapeSearch:
         ctx.details["reconstruction_error"] = errors | ctx.details["reconstruction_error"]
         ctx.details.update({"kept_layers": layers, **width})
         with model_on_device(model, ctx) as device:
-            loss = mean_loss(model, self._samples.batches, label_objective(), "fp32", device)
+            losses = [mean_loss(model, [row], label_objective(), "fp32", device) for row in self._rows]
+        loss = float(np.average(losses, weights=self._weights))
         self.results[-1]["loss"] = round(loss, 6)
         counts = ", ".join(f"{len(indices)} {name.replace('_', ' ')}" for name, indices in layers.items())
         shape_text = f"{counts}, width {shape.width}" if self._width else counts
         ctx.log(f"prune: candidate with {shape_text}: loss {loss:.4f}")
-        return _Candidate(shape, model, edits, ctx, loss, allocation.costs.total <= allocation.limit)
+        return _Candidate(
+            shape, model, edits, ctx, loss, np.array(losses), allocation.costs.total <= allocation.limit
+        )
 
     def _kept_layers(self, shape: _Shape) -> dict[str, list[int]]:
         """Return the indices of the kept layers by stack."""
@@ -306,6 +323,16 @@ class _ShapeSearch:
             code="budget-too-small",
             setting=f"budget.{budget.measure}",
         )
+
+
+def _single_samples(batches: Sequence[TensorBatch]) -> list[TensorBatch]:
+    """Return batches of one sample; a batch of pairs, whose sides are rows of their own, stays whole."""
+    rows: list[TensorBatch] = []
+    for batch in batches:
+        counts = {len(value) for value in batch.values()}
+        size = counts.pop()
+        rows += [batch] if counts else [{k: v[i : i + 1] for k, v in batch.items()} for i in range(size)]
+    return rows
 
 
 def _hold_back(model: Any, src: Artifact, ctx: Context) -> tuple[Context, CalibrationSamples]:

@@ -1,5 +1,7 @@
 """`prune` with layers and width within a budget: the path of the search, its loss, the model."""
 
+import itertools
+
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -79,6 +81,26 @@ def test_search_takes_best_step_and_result_equals_separate_stages(tmp_path, monk
         harness.logits(load_model(ctx.out)[0]), harness.logits(load_model(last.out)[0])
     )
     assert limit * 0.9 < count_stored_parameters(load_model(ctx.out)[0]) <= limit
+
+
+@pytest.mark.parametrize(("spread", "layers"), [(0.0, 1), (1.0, 3)])
+def test_smaller_shape_is_taken_if_samples_agree_that_it_is_better(spread, layers, tmp_path, monkeypatch):
+    """Each removed layer reduces the mean loss by 0.01; that of a sample changes by `spread`."""
+    source, signs = every_family.model_with_layers("bert", 3), itertools.cycle((1, -1))
+
+    def loss(model, *_):
+        removed = 3 - model.config.num_hidden_layers
+        return 1 - removed * (0.01 + spread * next(signs))
+
+    monkeypatch.setattr(shape_search, "mean_loss", loss)
+    data = read_split(str(tiny.write_labeled(tmp_path / "rows.jsonl", 60)), TASK, Columns(), tmp_path)
+    settings = PruneSettings.model_validate(
+        {"targets": ["layers", "heads", "ffn"], "budget": {"parameters": 0.5}, "calibration_samples": 8}
+    )
+    ctx = harness.run_stage(Prune(), settings, source, tmp_path / "out", TASK, data)
+    losses = [candidate["loss"] for candidate in ctx.details["candidates"]]
+    assert losses == pytest.approx([1, 0.99, 0.98][: len(losses)])
+    assert len(ctx.details["kept_layers"]["layers"]) == layers
 
 
 def test_reported_loss_is_that_of_written_model_on_samples_held_back(tmp_path):

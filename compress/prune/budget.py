@@ -21,7 +21,6 @@ from smelt.calibration.samples import load_calibration_samples
 from smelt.compress.prune.costs import (
     UnitCosts,
     UnitGroup,
-    count_multiplications,
     flop_costs,
     parameter_costs,
 )
@@ -33,6 +32,7 @@ from smelt.compress.prune.units import find_groups
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import count_stored_parameters
+from smelt.models.operations import count_operations
 from smelt.stage import Context
 
 
@@ -205,7 +205,7 @@ class BudgetAllocation:
         if measure == "parameters":
             reached = float(count_stored_parameters(model))
         elif measure == "flops":
-            reached = float(count_multiplications(model, costs.details["sequence_length"]))
+            reached = float(count_operations(model, (costs.details["sequence_length"],) * 2))
         before = self.cost_before
         values = {"before": _round_value(before), "reached": _round_value(reached), "unit": costs.unit}
         ratios = {"asked": self._budget.keep_ratio, "left": round(reached / before, 4)}

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from smelt.compress.prune.units import (
     AttentionGroup,
@@ -25,6 +23,7 @@ from smelt.core.errors import InputError
 from smelt.models.checkpoint import count_stored_parameters
 from smelt.models.families.registry import Block, blocks_of, family_of
 from smelt.models.layers import LowRankLinear
+from smelt.models.operations import count_operations
 from smelt.models.text_rules import position_limit
 
 UnitGroup = AttentionGroup | FeedForwardGroup
@@ -161,26 +160,9 @@ def flop_costs(model: Any, groups: Sequence[UnitGroup], sequence_length: int | N
             group_macs += 2 * group_shapes(model, group, group.count(model)).inner_width * tokens
         times = sum(num_uses for _, num_uses in uses[group.name])
         by_group[group.name] = _linear_costs(group_macs * tokens * times, group.count(model))
-    total = float(count_multiplications(model, tokens))
+    total = float(count_operations(model, (tokens, tokens)))
     fixed = total - sum(float(cost[-1]) for cost in by_group.values())
     return UnitCosts("multiplications", total, fixed, by_group, {"sequence_length": tokens})
-
-
-@torch.no_grad()
-def count_multiplications(model: Any, tokens: int) -> int:
-    """Return the matrix multiply-adds of one forward pass over `tokens` tokens, as torch counts them.
-
-    An encoder-decoder gets `tokens` source and `tokens` target tokens. `torch.utils.flop_counter` counts a
-    multiplication and an addition as two operations. Masked attention scores count like others.
-    """
-    ids = torch.ones(1, tokens, dtype=torch.long)
-    options: dict[str, Any] = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
-    if model.can_generate():
-        options["use_cache"] = False
-    counter: Any = FlopCounterMode(display=False)
-    with sdpa_kernel(SDPBackend.MATH), counter:  # torch does not count fused attention on a CPU
-        model(ids, **options)
-    return int(counter.get_total_flops()) // 2
 
 
 def resolve_sequence_length(model: Any, sequence_length: int | None) -> int:

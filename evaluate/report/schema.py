@@ -389,6 +389,7 @@ class StepReport(_ReportModel):
     key: str | None = None
     settings: Annotated[dict[str, Any], BeforeValidator(_none_is_empty_dict)] = Field(default_factory=dict)
     parameters: int | None = Field(default=None, ge=0)
+    operations: int | None = Field(default=None, ge=0)
     size_bytes: int | None = Field(default=None, ge=0)
     float_dtype: str | None = None
     seconds: float | None = Field(default=None, ge=0)

@@ -89,6 +89,7 @@ class Quality(_WithInterval):
     n: int = Field(ge=1)
     signature: str
     chance: float | None = None
+    parts: dict[str, float] = Field(default_factory=dict)
 
     @property
     def at_chance(self) -> bool:

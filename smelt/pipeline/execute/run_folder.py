@@ -137,6 +137,7 @@ def step_row(step: Mapping[str, Any]) -> dict[str, Any]:
     row: dict[str, Any] = {"step": step["name"], **{name: step.get(name) for name in copied_keys}}
     for metric, score in (step["quality"] or {}).items():
         row[metric] = score["value"]
+        row |= {f"{metric}_{part}": value for part, value in (score.get("parts") or {}).items()}
         if test := (step["against_baseline"] or {}).get(metric):
             row |= {
                 f"{metric}_difference": test["difference"],

@@ -86,7 +86,7 @@ class ScoreSettings(Settings):
         default=None,
         ge=2,
         le=20,
-        description="classifiers and sentence embedders: k-fold cross-validation over train",
+        description="k-fold cross-validation over train; not of running text",
     )
     examples: int = Field(
         default=10,

@@ -75,6 +75,7 @@ def _float_layer(module: nn.Module) -> nn.Module | None:
     if isinstance(module, QuantizedLinear):
         return nn.Linear(module.in_features, module.out_features, has_bias, device="meta")
     if isinstance(module, QuantizedConv2d):
-        kernel, inputs = module.shape[2:], module.in_channels
-        return nn.Conv2d(inputs, module.out_channels, kernel, bias=has_bias, device="meta", **module.how)
+        _, _, height, width = module.shape
+        channels = module.in_channels, module.out_channels
+        return nn.Conv2d(*channels, (height, width), bias=has_bias, device="meta", **module.how)
     return None

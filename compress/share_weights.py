@@ -1,4 +1,4 @@
-"""The stage `share-weights` and its settings: neighboring layers share matrices, which are stored once."""
+"""The stage `share-weights` and its settings: layers share weights, which are stored once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from smelt.compress.model_input import load_float_model
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message, warning, with_article
-from smelt.models.families.registry import FAMILIES, blocks_of, family_of, no_blocks_reason
+from smelt.models.families.registry import (
+    FAMILIES,
+    blocks_of,
+    family_of,
+    no_blocks_reason,
+    norm_consumers,
+    predicts_tokens,
+    token_lookup_modules,
+)
 from smelt.stage import Context, Settings, Stage, StoredDtype
 
 if TYPE_CHECKING:
@@ -36,17 +44,23 @@ class LowRankDelta(Settings):
 class ShareWeightsSettings(Settings):
     """Settings of `share-weights`. Give at most one of groups and group_size; default group_size: 2."""
 
-    targets: list[Literal["attention", "ffn"]] = Field(
+    targets: list[Literal["attention", "ffn", "norms", "layers", "embeddings"]] = Field(
         default=["attention", "ffn"],
         min_length=1,
-        description="linear layers of attention, of the feed-forward part",
+        description="linear layers of attention, of the feed-forward part; norms; layers: these three;"
+        " embeddings: token embeddings and output layer",
     )
     groups: int | None = Field(
         default=None,
         ge=1,
-        description="groups of neighboring layers per stack",
+        description="groups of layers per stack",
     )
-    group_size: int | None = Field(default=None, ge=2, description="neighboring layers in a group")
+    group_size: int | None = Field(default=None, ge=2, description="layers in a group")
+    pattern: Literal["sequence", "cycle", "cycle-reversed"] = Field(
+        default="sequence",
+        description="which layers share: neighbors; every n-th of n groups; likewise, the last n in reversed"
+        " order",
+    )
     exclude_first_and_last: bool = Field(
         default=False, description="the first and last layer of each stack keep their weights"
     )
@@ -66,6 +80,13 @@ class ShareWeightsSettings(Settings):
     def _check_groups(self) -> Self:
         if self.groups is not None and self.group_size is not None:
             raise SettingError("set either groups or group_size, not both", code="settings-conflict")
+        without_delta = {"norms", "layers", "embeddings"} & {*self.targets}
+        if self.low_rank_delta is not None and without_delta:
+            raise SettingError(
+                f"low_rank_delta is for linear layers, not for {', '.join(sorted(without_delta))}. Remove"
+                " low_rank_delta, or these targets.",
+                code="settings-conflict",
+            )
         return self
 
 
@@ -73,25 +94,26 @@ _DEFAULT_GROUP_SIZE = 2
 
 
 class ShareWeights(Stage[ShareWeightsSettings]):
-    """Share the weights of linear layers between neighboring layers of a stack.
+    """Share weights between layers of a stack.
 
     Saves size, not time: as many layers are computed as before. Shared weights are stored once, in
-    files and in graphs, and are trained, pruned, factorized and quantized once. Norms are not shared.
+    files and in graphs, and are trained, pruned, factorized and quantized once.
     Layers of a trained model are not interchangeable, so quality falls a lot at once; add distill
     (or finetune). With low_rank_delta each layer adds a low-rank difference, found by singular value
     decomposition, and its own bias to the shared matrix; training then updates both.
 
         - share-weights: {targets: [ffn], exclude_first_and_last: true}
+        - share-weights: {targets: [layers, embeddings], groups: 3, pattern: cycle-reversed}
         - share-weights: {init_from: mean, low_rank_delta: {rank: 16}}
         - distill: {epochs: 1}
     """
 
     name: ClassVar[str] = "share-weights"
     source: ClassVar[str] = (
-        "neighboring layers: Takase & Kiyono 2021, arXiv:2104.06022 (SEQUENCE); exclude_first_and_last:"
-        " Subformer, Reid"
-        " et al. 2021, arXiv:2101.00234; attention or feed-forward: ALBERT, Lan et al. 2020,"
-        " arXiv:1909.11942; low_rank_delta: Relaxed Recursive Transformers, Bae et al. 2024, arXiv:2410.20672"
+        "patterns: Takase & Kiyono 2021, arXiv:2104.06022; exclude_first_and_last: Subformer, Reid et al."
+        " 2021, arXiv:2101.00234; attention, feed-forward or all: ALBERT, Lan et al. 2020, arXiv:1909.11942;"
+        " embeddings: Press & Wolf 2017, arXiv:1608.05859; low_rank_delta: Relaxed Recursive Transformers,"
+        " Bae et al. 2024, arXiv:2410.20672"
     )
     version: ClassVar[int] = 1
     needs_float: ClassVar[bool] = True
@@ -150,6 +172,9 @@ class ShareWeights(Stage[ShareWeightsSettings]):
             ctx.details["parameters_before"] = count_stored_parameters(model)
             residuals: dict[str, float] = {}
             shared, unshared = share_layers(model, edits, settings, residuals)
+            if "embeddings" in settings.targets:
+                ctx.details["embeddings"], not_tied = share_embeddings(model, edits, settings.init_from)
+                unshared += not_tied
             ctx.details["parameters_after"] = count_stored_parameters(model)
             if settings.low_rank_delta is not None:
                 ctx.details["lost"] = residuals
@@ -187,7 +212,7 @@ def share_layers(
             messages=errors,
         )
     stacks: dict[str, list[Block]] = {}
-    for block in blocks_of(model):
+    for block in blocks_of(model) if {*settings.targets} != {"embeddings"} else ():
         if settings.stacks is None or block.stack.name in settings.stacks:
             stacks.setdefault(block.stack.name, []).append(block)
     shared: dict[str, list[list[int]]] = {}
@@ -204,7 +229,7 @@ def share_layers(
                 )
             )
         for group in multi_groups:
-            parts_by_block = _shareable_parts([blocks[index] for index in group], settings)
+            parts_by_block = _shareable_parts(model, [blocks[index] for index in group], settings)
             if not parts_by_block:
                 indices = ", ".join(str(blocks[index].index) for index in group)
                 notes.append(
@@ -222,35 +247,50 @@ def share_layers(
 
 
 def group_layers(layers: int, settings: ShareWeightsSettings) -> list[list[int]]:
-    """Return the indices of `layers` layers in groups of neighbors; a single layer is a group."""
+    """Return the indices of `layers` layers in groups by the pattern; a single layer is a group."""
     group_size = settings.group_size or _DEFAULT_GROUP_SIZE
     start = 1 if settings.exclude_first_and_last else 0
     inner = range(start, layers - start)
+    count = len(inner)
+    num_groups = -(-count // group_size) if settings.groups is None else min(settings.groups, count)
     groups: dict[int, list[int]] = {}
     for position, layer_index in enumerate(inner):
-        index = (
-            position // group_size
-            if settings.groups is None
-            else position * min(settings.groups, len(inner)) // len(inner)
-        )
+        if settings.pattern == "sequence":
+            index = position // group_size if settings.groups is None else position * num_groups // count
+        else:
+            index = position % num_groups
+            is_reversed = settings.pattern == "cycle-reversed"
+            if is_reversed and position >= num_groups * max(1, -(-count // num_groups) - 1):
+                index = num_groups - 1 - index
         groups.setdefault(index, []).append(layer_index)
     single_groups = [[index] for index in sorted({0, layers - 1}) if index not in inner]
     return sorted([*groups.values(), *single_groups])
 
 
-def _shareable_parts(blocks: list[Block], settings: ShareWeightsSettings) -> list[list[tuple[str, ...]]]:
-    """Return, for each part of a block, the names of its linear layers in every block."""
+def _shareable_parts(
+    model: Any, blocks: list[Block], settings: ShareWeightsSettings
+) -> list[list[tuple[str, ...]]]:
+    """Return, for each part of a block, the names of its linear layers, or norm, in every block."""
     by_part: list[list[tuple[str, ...]]] = []
-    if "attention" in settings.targets:
+    targets = {*settings.targets} | ({"attention", "ffn", "norms"} if "layers" in settings.targets else set())
+    if "attention" in targets:
         for kind in blocks[0].stack.attentions:
             suffix = f".{kind.query}"
             linear_layers = [
                 [a.linear_layers for a in block.attentions if a.query.endswith(suffix)] for block in blocks
             ]
             by_part.append([layer_names for block_layers in linear_layers for layer_names in block_layers])
-    if "ffn" in settings.targets:
+    if "ffn" in targets:
         feeds = [block.feed_forward for block in blocks]
         by_part.append([feed_forward.linear_layers for feed_forward in feeds if feed_forward is not None])
+    if "norms" in targets:
+        norms = {model.get_submodule(consumers.norm) for consumers in norm_consumers(model)}
+        by_suffix: dict[str, list[tuple[str, ...]]] = {}
+        for block in blocks:
+            for suffix, module in block.module.named_modules(remove_duplicate=False):
+                if module in norms:
+                    by_suffix.setdefault(suffix, []).append((f"{block.module_path}.{suffix}",))
+        by_part += by_suffix.values()
     return [parts for parts in by_part if len(parts) > 1]  # a removed part shares nothing
 
 
@@ -323,9 +363,7 @@ def _unshareable_reason(
     model: Any, parts: list[tuple[str, ...]], settings: ShareWeightsSettings
 ) -> tuple[str, str] | tuple[None, None]:
     """Return the code and text of why these linear layers cannot be shared, or None twice."""
-    from torch import nn
-
-    from smelt.models.layers import SharedLinear
+    from smelt.models.layers import LowRankLinear, SharedLinear
 
     for names in zip(*parts, strict=True):
         modules = [model.get_submodule(name) for name in names]
@@ -333,7 +371,7 @@ def _unshareable_reason(
         mismatch = next((index for index, size in enumerate(sizes) if size != sizes[0]), None)
         if mismatch is not None:
             return "shape-mismatch", f"{names[0]} has {sizes[0]}, {names[mismatch]} has {sizes[mismatch]}"
-        if isinstance(modules[0], nn.Linear):
+        if not isinstance(modules[0], SharedLinear | LowRankLinear):
             continue
         if isinstance(modules[0], SharedLinear):
             if settings.init_from == "mean" or settings.low_rank_delta is not None:
@@ -350,6 +388,48 @@ def _unshareable_reason(
             text = f"{names[0]} is factorized, and factors cannot be averaged (set init_from: first)"
             return "already-factorized", text
     return None, None
+
+
+def share_embeddings(model: Any, edits: list[Edit], init_from: str) -> tuple[list[str], list[Message]]:
+    """Share one matrix between the token embeddings and the output layer of `model`, in place.
+
+    Args:
+        model: of a supported family.
+        edits: receives the edits.
+        init_from: whose values it gets: of the input's embedding, of the last user, or the mean.
+
+    Returns:
+        The names of the modules that share it, and a warning if there are none, or if their sizes differ.
+    """
+    import torch
+    from torch import nn
+
+    from smelt.models.edits import module_names, replace_layer, tie_linear
+    from smelt.quantization.layers import is_embedding_table
+
+    names = {module: all_names[0] for module, all_names in module_names(model).items()}
+    tables = list(dict.fromkeys(token_lookup_modules(model))) if predicts_tokens(model) else []
+    users = [*tables, *([model.get_output_embeddings()] if tables else [])]
+    user_names = [names[user] for user in users]
+    if not all(isinstance(user, nn.Linear) or is_embedding_table(user) for user in users):
+        return [], [warning("already-factorized", "Factorized embeddings are not shared.")]
+    if len({user.weight for user in users}) < 2:
+        text = "has no embeddings that do not share their matrix already; embeddings are unchanged."
+        return [], [warning("nothing-to-share", f"A {model.config.model_type} model {text}")]
+    shapes = [list(user.weight.shape) for user in users]
+    if any(shape != shapes[0] for shape in shapes):
+        sizes = ", ".join(f"{name} {shape}" for name, shape in zip(user_names, shapes, strict=True))
+        return [], [warning("shape-mismatch", f"embeddings are not shared: {sizes}.")]
+    weights = [user.weight.detach() for user in users]
+    start = {"first": weights[0], "last": weights[-1], "mean": torch.stack(weights).double().mean(dim=0)}
+    owner = user_names[0]
+    with torch.no_grad():
+        users[0].weight.copy_(start[init_from])
+    for name in user_names[1 : len(tables)]:
+        replace_layer(model, edits, name, users[0], {"op": "share", "module": name, "with": owner})
+    if users[-1].weight is not users[0].weight:
+        edits.append(tie_linear(model, user_names[-1], owner))
+    return user_names, []
 
 
 def _describe_shapes(module: nn.Module) -> str:

@@ -27,7 +27,6 @@ from smelt.evaluate.metrics.metric import (
 from smelt.evaluate.metrics.registry import (
     AGREEMENT_METRIC,
     TEXT_METRICS,
-    WINDOW_METRICS,
     find_metric,
     metrics_of,
     require_known_metrics,
@@ -41,8 +40,9 @@ class MetricScore(BaseModel):
 
     value: 0-100, in `unit`. ci95: lower and upper end of the 95 % interval, None where there are
     too few examples. signature: version and settings that the value depends on. chance: the value without a
-    model (see `Metric.chance_level`), None where there is no such value. statistics: per example, for
-    `significance.compare_steps`; not part of `model_dump`, store it with `score.statistics.dump()`.
+    model (see `Metric.chance_level`), None where there is no such value. parts: see `Metric.parts`.
+    statistics: per example, for `significance.compare_steps`; not part of `model_dump`, store it with
+    `score.statistics.dump()`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -54,6 +54,7 @@ class MetricScore(BaseModel):
     ci95: tuple[float, float] | None
     signature: str
     chance: float | None = None
+    parts: dict[str, float] = Field(default_factory=dict)
     statistics: Statistics = Field(exclude=True, repr=False)
 
     def to_report(self) -> dict[str, Any]:
@@ -108,6 +109,7 @@ def metric_score(statistics: Statistics, value: float | None = None) -> MetricSc
         ci95=metric_interval(statistics),
         signature=statistics.signature,
         chance=metric.chance_level(statistics.rows),
+        parts=metric.parts(statistics.rows),
         statistics=statistics,
     )
 
@@ -268,7 +270,7 @@ def score_windows(
         InputError: an unknown metric, no windows, or lengths that differ.
         RunError: `non-finite-outputs`.
     """
-    check_inputs(metrics, WINDOW_METRICS, len(losses), len(tokens))
+    check_inputs(metrics, metrics_of(WindowSamples), len(losses), len(tokens))
     check_finite_outputs(np.asarray(losses, dtype=np.float64))
     samples = WindowSamples(json_hash(examples), losses, tokens, sizes, windows, vocabulary)
     return score_metrics(metrics, samples)
@@ -298,7 +300,7 @@ def score_masked_windows(
         InputError: an unknown metric, no windows, no masked token, or lengths that differ.
         RunError: `non-finite-outputs`.
     """
-    known = (*WINDOW_METRICS, *metrics_of(MaskedSamples))
+    known = (*metrics_of(WindowSamples), *metrics_of(MaskedSamples))
     check_inputs(metrics, known, len(losses), len(tokens))
     if not sum(tokens):
         raise InputError("No token was masked; the text needs more tokens.", code="too-few-tokens")

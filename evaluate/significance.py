@@ -28,8 +28,8 @@ from pydantic import BaseModel, ConfigDict
 
 from smelt.core.errors import InputError
 from smelt.core.files import json_hash
-from smelt.evaluate.metrics.metric import BOOTSTRAP_SEED, RESAMPLES, Array, value_on_all
-from smelt.evaluate.metrics.registry import WINDOW_METRICS, find_metric
+from smelt.evaluate.metrics.metric import BOOTSTRAP_SEED, RESAMPLES, Array, WindowSamples, value_on_all
+from smelt.evaluate.metrics.registry import find_metric, metrics_of
 
 _MAX_CELLS = 4_000_000  # weights in memory at a time: 32 MB
 
@@ -193,7 +193,9 @@ def changed_examples(step: Statistics, other: Statistics) -> int:
 
 def _have_different_windows(step: Statistics, other: Statistics) -> bool:
     """Return whether a text was cut into other windows."""
-    return step.metric in WINDOW_METRICS and [r[1:] for r in step.rows] != [r[1:] for r in other.rows]
+    return step.metric in metrics_of(WindowSamples) and [r[1:] for r in step.rows] != [
+        r[1:] for r in other.rows
+    ]
 
 
 def _limits(statistics: Statistics) -> Interval:
@@ -403,7 +405,7 @@ def _check_pair(step: Statistics, other: Statistics) -> None:
                 " Score both steps on the same data with the same settings.",
                 code=f"other-{attribute}",
             )
-    if len(step.rows) != len(other.rows) and step.metric not in WINDOW_METRICS:
+    if len(step.rows) != len(other.rows) and step.metric not in metrics_of(WindowSamples):
         raise InputError(
             f"These scores cannot be compared in pairs: {len(step.rows)} and {len(other.rows)} examples."
             " Score both steps on the same data.",

@@ -149,14 +149,22 @@ def without_parts(model: Any, parts: Sequence[LayerPart], removed: Collection[La
 def _part_hooks(model: Any, parts: Sequence[LayerPart], callback: PartCallback) -> Iterator[None]:
     """Call `callback` for each part whenever it computes; a returned tensor replaces the part's output.
 
-    A linear layer may be shared by several blocks, but norms are not: so the part is identified by the norm,
-    which computes right before the linear layer (pre-norm) or right after it (post-norm).
+    Linear layers and norms may be shared by several blocks: so the part is identified by the block that
+    computes, and by the norm, which computes right before the linear layer (pre-norm) or right after it
+    (post-norm).
     """
     state: dict[str, Any] = {}
 
+    def enter(block: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            state["block"] = block
+
+        return hook
+
     def begin(part: LayerPart) -> Callable[..., None]:
         def hook(_: Any, inputs: tuple[Any, ...]) -> None:
-            state["part"], state["x"] = part, inputs[0]
+            if state["block"] == part.block.module_path:
+                state["part"], state["x"] = part, inputs[0]
 
         return hook
 
@@ -171,6 +179,8 @@ def _part_hooks(model: Any, parts: Sequence[LayerPart], callback: PartCallback) 
 
     def summed(part: LayerPart) -> Callable[..., Any]:
         def hook(_: Any, inputs: tuple[Any, ...]) -> Any:
+            if state["block"] != part.block.module_path:
+                return None
             added = state.pop("added")
             x = inputs[0] - added
             replacement = callback(part, x, added)
@@ -178,7 +188,7 @@ def _part_hooks(model: Any, parts: Sequence[LayerPart], callback: PartCallback) 
 
         return hook
 
-    handles = []
+    handles = [block.module.register_forward_pre_hook(enter(block.module_path)) for block in blocks_of(model)]
     output_layers = {
         model.get_submodule(part.output_layer): part.block.stack.stream.pre_norm for part in parts
     }

@@ -46,7 +46,7 @@ from smelt.core.errors import InputError
 from smelt.models.checkpoint import count_stored_parameters
 from smelt.models.edits import module_names, replace_layer
 from smelt.models.layers import LowRankConv, make_conv_steps
-from smelt.models.model_size import count_macs
+from smelt.models.operations import count_operations
 from smelt.runtimes.images import DEFAULT_IMAGE_SIZE, ImageProcessor
 from smelt.stage import Context
 
@@ -291,7 +291,7 @@ def factorize_convolutions(
             code="no-layer-selected",
         )
     size = processor.shape or (DEFAULT_IMAGE_SIZE, DEFAULT_IMAGE_SIZE)
-    ctx.details["flops_before"] = count_macs(model, size)
+    ctx.details["flops_before"] = count_operations(model, size)
     ctx.details["parameters_before"] = count_stored_parameters(model)
     ranks: dict[str, list[int]] = {}
     errors: dict[str, float] = {}
@@ -307,7 +307,7 @@ def factorize_convolutions(
         ranks[name], errors[name] = list(chosen_ranks), round(error, 4)
         ctx.progress(index, len(layers), name)
     ctx.details.update(ranks=ranks, relative_error=errors, left_alone=kept_reasons)
-    ctx.details["flops_after"] = count_macs(model, size)
+    ctx.details["flops_after"] = count_operations(model, size)
     ctx.details["parameters_after"] = count_stored_parameters(model)
     if not ranks:
         ctx.warn(

@@ -24,7 +24,7 @@ from smelt.models.checkpoint import count_stored_parameters, save_model
 from smelt.models.edits import Edit, replace_layer
 from smelt.models.families.registry import family_of
 from smelt.models.layers import conv_end_names, resize_conv
-from smelt.models.model_size import count_macs
+from smelt.models.operations import count_operations
 from smelt.runtimes.images import DEFAULT_IMAGE_SIZE, read_processor
 from smelt.stage import Context
 
@@ -40,7 +40,7 @@ def prune_channels(src: Artifact, settings: PruneSettings, ctx: Context) -> None
         raise InputError(f"prune: {error.message}", code=error.code, setting=error.setting)
     size = read_processor(src.path).shape or (DEFAULT_IMAGE_SIZE, DEFAULT_IMAGE_SIZE)
     ctx.details["parameters_before"] = count_stored_parameters(model)
-    ctx.details["flops_before"] = count_macs(model, size)
+    ctx.details["flops_before"] = count_operations(model, size)
     groups = find_channels(model)
     scored_model = ScoredModel(model, src, settings, ctx)
     scores: UnitScores = IMPORTANCES[settings.importance].scorer("channels")(scored_model, groups)
@@ -52,7 +52,7 @@ def prune_channels(src: Artifact, settings: PruneSettings, ctx: Context) -> None
             cut_channels(model, edits, group, kept_channels)
     ctx.details["kept_channels"] = kept_counts
     ctx.details["parameters_after"] = count_stored_parameters(model)
-    ctx.details["flops_after"] = count_macs(model, size)
+    ctx.details["flops_after"] = count_operations(model, size)
     ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
 
 

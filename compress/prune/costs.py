@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from smelt.compress.prune.settings import check_length
 from smelt.compress.prune.units import (
@@ -26,6 +24,7 @@ from smelt.core.errors import InputError
 from smelt.models.checkpoint import count_stored_parameters
 from smelt.models.families.registry import Block, blocks_of, family_of, reads_images
 from smelt.models.layers import LowRankLinear
+from smelt.models.operations import count_operations
 from smelt.models.text_rules import position_limit
 
 UnitGroup = AttentionGroup | FeedForwardGroup
@@ -167,23 +166,13 @@ def flop_costs(model: Any, groups: Sequence[UnitGroup], sequence_length: int | N
     return UnitCosts("multiplications", total, fixed, by_group, {"sequence_length": tokens})
 
 
-@torch.no_grad()
 def count_multiplications(model: Any, tokens: int) -> int:
-    """Return the matrix multiply-adds of one forward pass over `tokens` tokens, as torch counts them.
+    """Return the multiply-adds of `count_operations` for `tokens` tokens, or for one image.
 
-    An encoder-decoder gets `tokens` source and `tokens` target tokens, an image model one image.
-    `torch.utils.flop_counter` counts a multiplication and an addition as two operations. Masked attention
-    scores count like others.
+    An encoder-decoder gets `tokens` source and `tokens` target tokens.
     """
-    config, ids = model.config, torch.ones(1, tokens, dtype=torch.long)
-    inputs = _example_image(model) if reads_images(config.to_dict()) else ids
-    options: dict[str, Any] = {"decoder_input_ids": ids} if config.is_encoder_decoder else {}
-    if model.can_generate():
-        options["use_cache"] = False
-    counter: Any = FlopCounterMode(display=False)
-    with sdpa_kernel(SDPBackend.MATH), counter:  # torch does not count fused attention on a CPU
-        model(inputs, **options)
-    return int(counter.get_total_flops()) // 2
+    is_image_model = reads_images(model.config.to_dict())
+    return count_operations(model, _image_size(model) if is_image_model else (tokens, tokens))
 
 
 def resolve_sequence_length(model: Any, sequence_length: int | None) -> int:
@@ -200,16 +189,16 @@ def resolve_sequence_length(model: Any, sequence_length: int | None) -> int:
     if sequence_length is not None:
         return sequence_length
     if reads_images(config):
+        image = torch.zeros(1, model.config.num_channels, *_image_size(model))
         with torch.no_grad():
-            return int(model.base_model(_example_image(model)).last_hidden_state.shape[1])
+            return int(model.base_model(image).last_hidden_state.shape[1])
     return min(DEFAULT_SEQUENCE_LENGTH, position_limit(config) or DEFAULT_SEQUENCE_LENGTH)
 
 
-def _example_image(model: Any) -> Tensor:
-    """Return an image of the model's size, float32 [1, 3, h, w]."""
+def _image_size(model: Any) -> tuple[int, int]:
+    """Return the height and width of the model's images."""
     size = model.config.image_size
-    height, width = (size, size) if isinstance(size, int) else size
-    return torch.zeros(1, model.config.num_channels, height, width)
+    return (size, size) if isinstance(size, int) else tuple(size)
 
 
 def _units_total(model: Any, group: UnitGroup, attribute: str) -> int:

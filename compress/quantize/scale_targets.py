@@ -185,7 +185,7 @@ class _TargetFinder:
                 yield SharedInput((f"{names[0]}.up",), f"{names[0]}.down")
 
     def _claim_layers(self, modules: Collection[nn.Module]) -> list[PlannedLayer]:
-        layers = [self.coded[m] for m in modules if m in self.coded and m not in self.placed]
+        layers = [self.coded[m] for m in dict.fromkeys(modules) if m in self.coded and m not in self.placed]
         self.placed |= {layer.module for layer in layers}
         return layers
 
@@ -290,7 +290,8 @@ class ScaleRunner(ABC):
         """Return the edits of layers that got a factor, in the order of the targets."""
         names = [layer.name.removesuffix(".linear") for t in self.targets for layer in t.layers]
         order = {name: index for index, name in enumerate(names)}
-        return sorted(self.edits, key=lambda edit: order[str(edit["module"])])
+        # other names of a shared layer follow the layer
+        return sorted(self.edits, key=lambda edit: order[str(edit.get("with", edit["module"]))])
 
     def _layers_to_observe(self, targets: Sequence[ScaleTarget]) -> dict[str, list[nn.Module]]:
         """Return a layer with the input of each target, by the target's name."""

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 from smelt.core.errors import InputError, SettingError, did_you_mean
 from smelt.data.bleu_tokenizer import BLEU_TOKENIZERS, bleu_tokenizer
 from smelt.data.splits import Split
-from smelt.evaluate.metrics.metric import Array, TextSamples
+from smelt.evaluate.metrics.metric import Array, Rows, TextSamples
 from smelt.evaluate.metrics.sacrebleu_metric import SACREBLEU_LIBRARIES, SacrebleuMetric
 from smelt.stage import Settings
 
@@ -61,6 +61,16 @@ class Bleu(SacrebleuMetric):
         """Return sacrebleu's sentence BLEU, with effective order: orders that the prediction has."""
         return _combine(rows, effective_order=True)
 
+    def parts(self, rows: Rows) -> dict[str, float]:
+        """Return the smoothed precisions in percent, the brevity penalty, and the lengths in tokens."""
+        sums = np.asarray(rows, dtype=np.float64).sum(0, keepdims=True)
+        precisions = _precisions(sums)[0]
+        return {f"precision_{order}": float(p) for order, p in enumerate(precisions, start=1)} | {
+            "brevity_penalty": float(_brevity_penalty(sums)[0]),
+            "hypothesis_length": float(sums[0, 0]),
+            "reference_length": float(sums[0, 1]),
+        }
+
     def describe(
         self, settings: Mapping[str, Any], references: Sequence[str] | None, language: str | None
     ) -> str:
@@ -86,23 +96,29 @@ def _combine(sums: Array, effective_order: bool = False) -> Array:
 
     effective_order: whether orders without n-grams are left out of the mean; otherwise the score is then 0.
     """
-    length, reference = sums[:, 0], sums[:, 1]
     correct, total = sums[:, 2:6], sums[:, 6:10]
     orders = np.maximum(1, (total > 0).sum(1)) if effective_order else 4
+    precisions = _precisions(sums)
+    if effective_order:
+        precisions = np.where(total > 0, precisions, 1.0)
+    with np.errstate(divide="ignore", invalid="ignore"):  # no n-gram of an order: log 0, the score is 0
+        score = _brevity_penalty(sums) * np.exp(np.log(precisions).sum(1) / orders)
+    return np.where((correct.sum(1) == 0) | (sums[:, 0] == 0), 0.0, score)
+
+
+def _precisions(sums: Array) -> Array:
+    """Return the smoothed precision of each order in percent, [R, 10] -> [R, 4]; 0 without n-grams."""
+    correct, total = sums[:, 2:6], sums[:, 6:10]
+    none = (correct == 0) & (total > 0)
+    matches = np.where(none, 0.5 ** np.cumsum(none, axis=1), correct)
+    return np.where(total > 0, 100 * matches / np.maximum(1, total), 0.0)
+
+
+def _brevity_penalty(sums: Array) -> Array:
+    """Return the factor for predictions that are shorter than their references, [R, 10] -> [R]."""
+    length, reference = sums[:, 0], sums[:, 1]
     with np.errstate(divide="ignore", invalid="ignore"):
-        brevity = np.where(length < reference, np.exp(1 - reference / length), 1.0)
-        smooth = np.ones(len(sums))
-        logarithms = np.zeros(len(sums))
-        for order in range(4):
-            none = (correct[:, order] == 0) & (total[:, order] > 0)
-            smooth = np.where(none, 2 * smooth, smooth)
-            matches = np.where(none, 1 / smooth, correct[:, order])
-            # no n-gram of this order: log 0, the score is 0
-            absent = 1.0 if effective_order else 0.0
-            precision = np.where(total[:, order] > 0, 100 * matches / total[:, order], absent)
-            logarithms += np.log(precision)
-        score = brevity * np.exp(logarithms / orders)
-    return np.where((correct.sum(1) == 0) | (length == 0), 0.0, score)
+        return np.where(length < reference, np.exp(1 - reference / length), 1.0)
 
 
 BLEU = Bleu(

@@ -257,6 +257,10 @@ class Metric(Generic[SamplesT]):
         """Return the value without a model, on the same examples; None if there is no such value."""
         return None
 
+    def parts(self, rows: Rows) -> dict[str, float]:
+        """Return the numbers that the value is computed from, by name; empty for most metrics."""
+        return {}
+
     def value_limits(self, signature: str) -> tuple[float, float]:
         """Return the lowest and highest value of a score with this signature."""
         return self.limits

@@ -30,6 +30,7 @@ from smelt.evaluate.metrics.label_sets import (
     RECALL_OF_LABELS,
     SUBSET_ACCURACY,
 )
+from smelt.evaluate.metrics.loss import LOSS
 from smelt.evaluate.metrics.meteor import METEOR
 from smelt.evaluate.metrics.metric import (
     Metric,
@@ -84,6 +85,7 @@ _ALL_METRICS: tuple[Metric[Any], ...] = (
     ACC_NORM,
     RESPONSE_PERPLEXITY,
     BITS_PER_BYTE,
+    LOSS,
 )
 METRICS: dict[str, Metric[Any]] = {metric.name: metric for metric in _ALL_METRICS}
 
@@ -235,8 +237,8 @@ def metrics_of(samples: type[Samples]) -> tuple[str, ...]:
 
 
 TEXT_METRICS = metrics_of(TextSamples)
-# of running text, whose windows depend on the tokenizer
-WINDOW_METRICS = metrics_of(WindowSamples)
+# of running text, whose windows depend on the tokenizer; n counts tokens
+WINDOW_METRICS = tuple(name for name in metrics_of(WindowSamples) if METRICS[name].n_unit == "token")
 AGREEMENT_METRIC, TOP1_METRIC = AGREEMENT.name, TOP1.name
 EMBEDDING_METRICS = METRICS_BY_TASK["sentence-similarity"]
 # of embedders, which need scored pairs

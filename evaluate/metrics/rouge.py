@@ -8,12 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
+
 from smelt.data.bleu_tokenizer import UNSPACED_PATTERN
 from smelt.evaluate.metrics.metric import BOOTSTRAP_SIGNATURE, ExampleRows, Rows, TextMetric, TextSamples
 
 # A sentence ends at a line end, or after a full stop, question or exclamation mark.
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[\u3002\uff01\uff1f])\s*")
 _NO_LETTER = re.compile(r"[\W_]")
+_PARTS = ("precision", "recall")
 
 
 class UnicodeTokenizer:
@@ -37,10 +40,10 @@ def _is_mark(character: str) -> bool:
 
 
 class Rouge(TextMetric):
-    """Rows, K = 1: F1, 0..1."""
+    """Rows, K = 3: F1, precision, recall, 0..1."""
 
     def example_rows(self, samples: TextSamples, settings: Mapping[str, Any]) -> ExampleRows:
-        """Return F1 per example, the maximum over its references."""
+        """Return F1 per example, the best over its references, and that one's precision and recall."""
         from rouge_score.rouge_scorer import RougeScorer
 
         scorer = RougeScorer([self.name], tokenizer=UnicodeTokenizer())
@@ -48,8 +51,14 @@ class Rouge(TextMetric):
         rows: Rows = []
         for texts, prediction in zip(samples.references, samples.predictions, strict=True):
             rouge_scores = score([_sentence_lines(text) for text in texts], _sentence_lines(prediction))
-            rows.append([float(rouge_scores[self.name].fmeasure)])
+            score_of_best = rouge_scores[self.name]
+            rows.append([float(getattr(score_of_best, name)) for name in ("fmeasure", *_PARTS)])
         return ExampleRows(rows, self._signature(samples.references))
+
+    def parts(self, rows: Rows) -> dict[str, float]:
+        """Return the means of precision and recall, in percent."""
+        means = 100 * np.asarray(rows, dtype=np.float64).mean(0)
+        return dict(zip(_PARTS, map(float, means[1:]), strict=True))
 
     def _signature(self, references: Sequence[Sequence[str]]) -> str:
         counts = {len(texts) for texts in references}

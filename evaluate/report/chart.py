@@ -26,6 +26,7 @@ from smelt.evaluate.report.drawing import (
 )
 from smelt.evaluate.report.schema import LatencyReport, ReportData, StepReport
 
+_OPERATIONS_PANEL = 3  # of a waterfall
 _HEADROOM = 0.42  # of an axis, on the right of the values, for the labels of the changes
 
 
@@ -49,27 +50,30 @@ class WaterfallRow:
 
     changes: of quality in the metric's unit; of latency at the smallest batch size in percent of the
     baseline's, from the paired speed-up, or of CPU time where the clock was disturbed; of size in MB of 10^6
-    bytes.
+    bytes; of operations in million multiply-adds.
     """
 
     step: StepReport
-    changes: tuple[Change | None, Change | None, Change | None]
+    changes: tuple[Change | None, Change | None, Change | None, Change | None]
 
 
 @dataclass(frozen=True)
 class Waterfall:
-    """The rows of a chain, from the original model, and the titles of the three quantities."""
+    """The rows of a chain, from the original model, and the titles of the quantities."""
 
-    titles: tuple[str, str, str]
+    titles: tuple[str, str, str, str]
     rows: list[WaterfallRow]
 
     @property
     def panels(self) -> list[int]:
-        """The quantities that change anywhere in the chain."""
+        """The quantities that at least two steps have, operations only where they differ."""
+        columns = [[row.changes[index] for row in self.rows] for index in range(len(self.titles))]
+        values = [{change.after for change in column if change} for column in columns]
         return [
-            panel_index
-            for panel_index in range(3)
-            if sum(row.changes[panel_index] is not None for row in self.rows) > 1
+            index
+            for index, column in enumerate(columns)
+            if sum(change is not None for change in column) > 1
+            and (index != _OPERATIONS_PANEL or len(values[index]) > 1)
         ]
 
 
@@ -89,17 +93,23 @@ def find_waterfall(report: ReportData) -> Waterfall | None:
     measure = _latency_measure([row for step, row in paired if row and step.name != report.baseline])
     time_label = "CPU time" if measure == "cpu_speedup" else "Latency"
     latency = f"{time_label} at batch {sizes[0]}, % of {report.baseline}" if sizes else time_label
-    titles = (view.metric_label(metric) if metric else "Quality", latency, "Size, MB")
+    titles = (
+        view.metric_label(metric) if metric else "Quality",
+        latency,
+        "Size, MB",
+        "Multiply-adds, million",
+    )
     rows: list[WaterfallRow] = []
     for step, row in zip(chain, timed, strict=True):
         last = [
             next((c.after for done in reversed(rows) if (c := done.changes[panel_index]) is not None), None)
-            for panel_index in range(3)
+            for panel_index in range(len(titles))
         ]
         changes = (
             _quality_change(step, metric, last[0]) if metric else None,
             _latency_change(row, measure, last[1], step.name == report.baseline),
             _change(step.size_bytes and step.size_bytes / 1e6, last[2], view.significant_digits),
+            _change(step.operations and step.operations / 1e6, last[3], view.significant_digits),
         )
         rows.append(WaterfallRow(step, changes))
     waterfall = Waterfall(titles, rows)
@@ -207,7 +217,10 @@ def draw_waterfall(
         box = (panel_left / width, bottom / height, *size)
         axes = figure.add_axes(box, facecolor=colors["card"])
         _draw_panel(
-            axes, waterfall.titles[panel_index], [row.changes[panel_index] for row in waterfall.rows], colors
+            axes,
+            shorten(waterfall.titles[panel_index], int(panel_width / _CHAR_WIDTH)),
+            [row.changes[panel_index] for row in waterfall.rows],
+            colors,
         )
         shows_names = layout.stacked or position == 0
         names = [shorten(row.step.name, layout.name_letters) if shows_names else "" for row in waterfall.rows]
@@ -228,7 +241,7 @@ def _draw_panel(axes: Any, title: str, changes: Sequence[Change | None], colors:
     axes.set_ylim(len(changes) - 0.5, -0.5)
     axes.locator_params(axis="x", nbins=4)
     axes.ticklabel_format(axis="x", useOffset=False, scilimits=(-4, 7))
-    axes.set_title(shorten(title, 44), loc="left", fontsize=12, color=colors["soft"])
+    axes.set_title(title, loc="left", fontsize=12, color=colors["soft"])
     last: tuple[int, float] | None = None
     for row_index, change in enumerate(changes):
         if change is None:

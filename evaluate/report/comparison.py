@@ -105,8 +105,8 @@ def compare_runs(runs: Sequence[FinishedRun]) -> dict[str, Any]:
     `steps` has every step of any run, in the order of the first run that has it. Each has for every run None
     or an entry with `quality` (value, ci95; difference from the first run with ci95, p_value and
     p_value_holm, corrected for all differences of the comparison; or the `reason` code why there is no paired
-    test), `format`, `size_bytes`, `latency_ms`, `threads`, `speedup` (over its own run's baseline) and
-    `stable` at the smallest batch size.
+    test), `format`, `operations`, `size_bytes`, and `latency_ms`, `threads`, `speedup` (over its own run's
+    baseline) and `stable` at the smallest batch size.
 
     Raises:
         InputError: the stored scores of a run are damaged.
@@ -161,6 +161,7 @@ def _cost(step: StepReport, report: ReportData) -> dict[str, Any]:
     row = step.latency_at(sizes[0]) if sizes else None
     return {
         "format": step.format,
+        "operations": step.operations,
         "size_bytes": step.size_bytes,
         "batch_size": row.batch_size if row else None,
         "threads": row.threads if row else None,
@@ -179,7 +180,8 @@ def comparison_rows(comparison: Mapping[str, Any]) -> tuple[list[str], list[list
     )
     timed = any(run and run["latency_ms"] for step in comparison["steps"] for run in step["runs"])
     head = ["step", "run", *(text for m in metrics for text in (view.metric_label(m), "diff")), "MB"]
-    head += ["p50 ms", "speed-up"] if timed else []
+    counted = any(run and run["operations"] for step in comparison["steps"] for run in step["runs"])
+    head += [*(["M multiply-adds"] if counted else []), *(["p50 ms", "speed-up"] if timed else [])]
     rows = []
     for step in comparison["steps"]:
         for run, run_info in zip(step["runs"], comparison["runs"], strict=True):
@@ -190,6 +192,7 @@ def comparison_rows(comparison: Mapping[str, Any]) -> tuple[list[str], list[list
             for metric in metrics:
                 cells += _score_cells(run["quality"].get(metric), metric)
             cells.append(view.megabytes(run["size_bytes"]))
+            cells += [view.millions(run["operations"])] if counted else []
             if timed:
                 disturbed_mark = view.DISTURBED_MARK if run["stable"] is False else ""
                 cells.append(view.significant_digits(run["latency_ms"]) + disturbed_mark)

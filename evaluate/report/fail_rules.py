@@ -16,8 +16,8 @@ from smelt.evaluate.metrics.registry import METRICS
 from smelt.evaluate.report import view
 from smelt.evaluate.report.comparison import PAIR_REASONS
 
-_SIZE, _LATENCY, _SPEEDUP = "size", "latency", "speedup"
-_FIELDS = {_SIZE: "size_bytes", _LATENCY: "latency_ms", _SPEEDUP: "speedup"}
+_SIZE, _LATENCY, _SPEEDUP, _OPERATIONS = "size", "latency", "speedup", "operations"
+_FIELDS = {_SIZE: "size_bytes", _OPERATIONS: "operations", _LATENCY: "latency_ms", _SPEEDUP: "speedup"}
 _RULE = re.compile(
     r"(?P<what>[\w.:]+(?:\(.+?\))?) +(?P<change>drops|rises) +(?P<limit>\d+(?:\.\d+)?) *(?P<percent>%?)"
     r"(?: +at +(?P<step>\S+))?"
@@ -64,9 +64,9 @@ class NotJudged:
 def check_rules(comparison: Mapping[str, Any], rules: Sequence[str]) -> list[Regression | NotJudged]:
     """Return where a later run breaks a rule such as `bleu drops 0.5` or `size rises 5% at onnx-int8`.
 
-    A rule names a metric, `size`, `latency` (ms) or `speedup`; `drops` or `rises`; the largest change that is
-    accepted, in the quantity's unit or in percent of the first run; and optionally a step. Without a step it
-    is checked at every step of which the first run has the quantity.
+    A rule names a metric, `size` (MB), `operations` (multiply-adds), `latency` (ms) or `speedup`; `drops` or
+    `rises`; the largest change that is accepted, in the quantity's unit or in percent of the first run; and
+    optionally a step. Without a step it is checked at every step of which the first run has the quantity.
 
     Raises:
         InputError: a rule that cannot be read (`wrong-rule`), or that nothing of the runs can be checked by
@@ -146,7 +146,7 @@ def _unjudged_reason(
         return "no-step"
     if _quantity(entry, what) is None:
         return "not-measured"
-    if what == _SIZE:
+    if what in (_SIZE, _OPERATIONS):
         return None
     if what not in _FIELDS:
         reason: str | None = entry["quality"][what].get("reason")

@@ -122,8 +122,9 @@ def _steps_section(report: ReportData) -> Markdown:
     sizes = view.batch_sizes(report)
     timed = [cell for size in sizes for cell in (f"p50 ms, batch {size}", "speed-up")]
     quality = [f"{view.metric_label(metric)} (95 % interval)", "difference"] if metric else []
+    operations = ["M multiply-adds"] if view.has_operations(report) else []
     bits = ["bits per weight"] if view.has_quantized_weights(report) else []
-    head = ["step", "stage", "format", "status", *quality, *timed, "MB", "M parameters", *bits]
+    head = ["step", "stage", "format", "status", *quality, *timed, "MB", "M parameters", *operations, *bits]
     rows = [
         [
             _step_name_cell(row),
@@ -134,6 +135,7 @@ def _steps_section(report: ReportData) -> Markdown:
             *(cell for size in sizes for cell in _latency_cells(row.step, size)),
             _size_cell(row.step, report.baseline_step),
             view.millions(row.step.parameters),
+            *([view.millions(row.step.operations)] if operations else []),
             *([view.bits_per_weight_text(row.step, report)] if bits else []),
         ]
         for row in view.tree_rows(report)
@@ -150,6 +152,8 @@ def _steps_legend(report: ReportData, timed: bool) -> str:
     )
     if report.judged_on != "test":
         legend += f" Scores are of {report.judged_on} samples."
+    if view.has_operations(report):
+        legend += f" {view.OPERATIONS_LEGEND}"
     if any(entry.stable is False for step in report.steps for entry in step.latency):
         legend += f" {view.DISTURBED_MARK} after a speed-up: it is unreliable (see the notes)."
     return legend

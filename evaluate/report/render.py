@@ -149,6 +149,7 @@ def render_table(report: Mapping[str, Any], width: int = 80) -> str:
     longest = max([len("step"), *map(len, names)])
     optional = [
         ("same %", any(step.agreement for step in checked.steps), examples.same_outputs_text),
+        ("M multiply-adds", view.has_operations(checked), lambda step: view.millions(step.operations)),
         ("bits", view.has_quantized_weights(checked), lambda step: view.bits_per_weight_text(step, checked)),
     ]
     for name, has_values, cell_text in optional:

@@ -89,6 +89,7 @@ class Quality(_WithInterval):
     n: int = Field(ge=1)
     signature: str
     chance: float | None = None
+    parts: dict[str, float] = Field(default_factory=dict)
 
     @property
     def at_chance(self) -> bool:
@@ -327,15 +328,9 @@ class LayerSqnr(_ReportModel):
     reason: str | None = None
 
 
-def _none_is_empty_dict(value: Any) -> Any:
-    return {} if value is None else value
-
-
-def _none_is_empty_list(value: Any) -> Any:
-    return [] if value is None else value
-
-
-Differences = Annotated[dict[str, ScoreDifference], BeforeValidator(_none_is_empty_dict)]
+_EmptyDict = BeforeValidator(lambda value: {} if value is None else value)
+_EmptyList = BeforeValidator(lambda value: [] if value is None else value)
+Differences = Annotated[dict[str, ScoreDifference], _EmptyDict]
 
 
 def _message_as_json(error: Message | None) -> dict[str, Any] | None:
@@ -343,7 +338,7 @@ def _message_as_json(error: Message | None) -> dict[str, Any] | None:
 
 
 _Error = Annotated[Message | None, PlainSerializer(_message_as_json)]
-_Messages = Annotated[list[Message], BeforeValidator(_none_is_empty_list), PlainSerializer(messages_to_json)]
+_Messages = Annotated[list[Message], _EmptyList, PlainSerializer(messages_to_json)]
 
 
 class ClassReport(_ReportModel):
@@ -387,20 +382,19 @@ class StepReport(_ReportModel):
     artifact: str | None = None
     deployable: bool | None = None
     key: str | None = None
-    settings: Annotated[dict[str, Any], BeforeValidator(_none_is_empty_dict)] = Field(default_factory=dict)
+    settings: Annotated[dict[str, Any], _EmptyDict] = Field(default_factory=dict)
     parameters: int | None = Field(default=None, ge=0)
+    operations: int | None = Field(default=None, ge=0)
     size_bytes: int | None = Field(default=None, ge=0)
     float_dtype: str | None = None
     seconds: float | None = Field(default=None, ge=0)
     peak_memory_bytes: int | None = Field(default=None, ge=0)
     warnings: _Messages = Field(default_factory=list)
-    quality: Annotated[dict[str, Quality], BeforeValidator(_none_is_empty_dict)] = Field(default_factory=dict)
-    latency: Annotated[list[LatencyReport], BeforeValidator(_none_is_empty_list)] = Field(
-        default_factory=list
-    )
+    quality: Annotated[dict[str, Quality], _EmptyDict] = Field(default_factory=dict)
+    latency: Annotated[list[LatencyReport], _EmptyList] = Field(default_factory=list)
     against_baseline: Differences = Field(default_factory=dict)
     against_parent: Differences = Field(default_factory=dict)
-    gates: Annotated[list[GateReport], BeforeValidator(_none_is_empty_list)] = Field(default_factory=list)
+    gates: Annotated[list[GateReport], _EmptyList] = Field(default_factory=list)
     test: ScoresOnTest | None = None
     agreement: Agreement | None = None
     folds: dict[str, FoldScores] = Field(default_factory=dict)
@@ -409,7 +403,7 @@ class StepReport(_ReportModel):
     examples: Examples | None = None
     classes: list[ClassReport] | None = None
     outputs: OutputCounts | None = None
-    details: Annotated[dict[str, Any], BeforeValidator(_none_is_empty_dict)] = Field(default_factory=dict)
+    details: Annotated[dict[str, Any], _EmptyDict] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _check_words(self) -> Self:

@@ -33,7 +33,12 @@ DISTURBED_MARK = "?"  # after a speed-up whose times were disturbed
 SIGNIFICANCE_LEVEL = 0.05
 MAX_DIGITS = 6  # smaller differences are float noise
 _TITLES = {name: metric.title for name, metric in METRICS.items()}
-_TITLES |= {"size_bytes": "size", "speedup": "speed-up", "cpu_speedup": "speed-up by CPU time"}
+_TITLES |= {
+    "size_bytes": "size",
+    "operations": "multiply-adds",
+    "speedup": "speed-up",
+    "cpu_speedup": "speed-up by CPU time",
+}
 
 
 @dataclass(frozen=True)
@@ -336,6 +341,8 @@ def gate_quantity_text(metric: str, value: float | None) -> str:
     """Return the value or limit of a gate on `metric`."""
     if metric == "size_bytes" and value is not None:
         return f"{significant_digits(value / 1e6)} MB"
+    if metric == "operations" and value is not None:
+        return f"{significant_digits(value / 1e6)} M"
     return number_text(value, metric_digits(metric))
 
 
@@ -347,6 +354,17 @@ def millions(count: int | None) -> str:
 def has_quantized_weights(report: ReportData) -> bool:
     """Return whether any step has quantized weights."""
     return any("bits_per_weight" in step.details for step in report.steps)
+
+
+OPERATIONS_LEGEND = (
+    "Multiply-adds: of one forward pass for an input of the data's mean length (half of torch's flop count);"
+    " quantized layers count as the float layers."
+)
+
+
+def has_operations(report: ReportData) -> bool:
+    """Return whether the operations of any step are known."""
+    return any(step.operations for step in report.steps)
 
 
 def bits_per_weight_text(step: StepReport, report: ReportData) -> str:

@@ -506,8 +506,8 @@ def exportable_norms(model: nn.Module, kind: RmsNormForm) -> Iterator[None]:
     try:
         yield
     finally:
-        for module in changed_modules:
-            del module.forward
+        for module in changed_modules:  # a module with several names is traced as several, with one dict
+            vars(module).pop("forward", None)
 
 
 def rms_norm(module: Any, kind: RmsNormForm, x: Tensor) -> Tensor:

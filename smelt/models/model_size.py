@@ -306,24 +306,6 @@ def _quantized_matrices(folder: Path) -> dict[str, QuantizedMatrix]:
     return {name: module for name, module in modules if isinstance(module, QuantizedMatrix)}
 
 
-def count_macs(model: Any, size: tuple[int, int]) -> int:
-    """Return the multiply-accumulates of convolutions and linear layers for one image of `size` (h, w).
-
-    Half of what torch's FlopCounterMode counts; norms and activations are in neither.
-
-    Args:
-        model: in eval mode, on the CPU.
-        size: output size of its image processor.
-    """
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    counter: Any = FlopCounterMode(display=False)
-    with counter:
-        model(pixel_values=torch.zeros(1, 3, *size))
-    return int(counter.get_total_flops()) // 2
-
-
 # Memory of a process that has imported what a step imports.
 INTERPRETER_BYTES = 560_000_000
 

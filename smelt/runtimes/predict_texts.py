@@ -13,7 +13,7 @@ from smelt.core.process_group import gather_parts, merge_shares, own_batches, pr
 from smelt.data.splits import Example
 from smelt.generation.backend import Batch, check_finite_outputs
 from smelt.generation.config import GenerationConfig, GenerationSettings
-from smelt.generation.generating_runners import is_causal
+from smelt.generation.generating_runners import is_causal, nll_from_logits
 from smelt.generation.prompt_batches import (
     OnTruncate,
     batch_prompts,
@@ -22,7 +22,7 @@ from smelt.generation.prompt_batches import (
     truncated_prompts,
 )
 from smelt.generation.runner import Runner, TextTools
-from smelt.generation.search import generate_n_best
+from smelt.generation.search import forced_logits, generate_n_best
 from smelt.models.families.registry import reads_images
 from smelt.models.tokenizer import (
     EncodedTexts,
@@ -117,6 +117,32 @@ def generation_batches(
         return _batches(tools, texts, batch_size, None, None)
     prompts, _ = truncated_prompts(runner, texts, decoding)
     return batch_prompts(prompts, batch_size, padding_token(tools.tokenizer), decoding)
+
+
+def target_nll(
+    runner: Runner, texts: Sequence[str], targets: Sequence[Sequence[int]], batch_size: int = 32
+) -> list[float]:
+    """Return for each target the summed loss of its tokens after its source (teacher forcing), nats.
+
+    Args:
+        runner: of a model with an encoder and a decoder.
+        texts: the sources.
+        targets: token ids of each target, without the decoder's start token.
+        batch_size: sources per batch.
+    """
+    tools, sums = runner.text, dict[int, float]()
+    decoding = tools.resolved_generation(GenerationSettings(), runner)
+    for _, (indices, batch) in own_batches(_batches(tools, texts, batch_size, None, None)):
+        encoded = EncodedTexts([list(targets[i]) for i in indices], None, 0)
+        tokens = pad_batch(encoded, range(len(indices)), 0)
+        losses = np.zeros(tokens.input_ids.shape, dtype=np.float64)
+        for position, logits in enumerate(forced_logits(runner, batch, decoding, tokens.input_ids)):
+            next_tokens = tokens.input_ids[:, position, None]
+            losses[:, position] = nll_from_logits(logits[:, None], next_tokens)[:, 0]
+        sums.update(
+            zip(indices, np.where(tokens.attention_mask, losses, 0).sum(axis=1).tolist(), strict=True)
+        )
+    return merge_shares(sums)
 
 
 def generate_candidates(

@@ -86,7 +86,9 @@ def test_clean_removes_only_unused_artifacts_and_only_with_yes(home):
     done = harness.smelt("store", "clean", "--store", home / "runs", "--yes")
     assert "Removed 1 artifact" in done.output
     assert [e.stage for e in stored_artifacts(home / "runs" / ".store")] == ["model", "prune", "factorize"]
-    assert len(list((home / "runs" / ".store" / "scores").iterdir())) == scores - 3  # agreement, layers
+    assert (
+        len(list((home / "runs" / ".store" / "scores").iterdir())) == scores - 4
+    )  # quality, agreement, layers, operations
     assert not list((home / "runs" / ".store" / "tmp").iterdir())
     assert "Nothing to remove" in harness.smelt("store", "clean", "--store", home / "runs").output
 

@@ -7,7 +7,13 @@ from safetensors.torch import load_file
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings, group_layers, share_layers
+from smelt.compress.share_weights import (
+    ShareWeights,
+    ShareWeightsSettings,
+    group_layers,
+    share_embeddings,
+    share_layers,
+)
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.models.checkpoint import load_model
@@ -100,8 +106,19 @@ def test_only_selected_targets_and_stacks_are_shared():
     (2, {"exclude_first_and_last": True}, [[0], [1]]),
     (1, {"groups": 4}, [[0]]),
     (3, {"groups": 9}, [[0], [1], [2]]),
+    # Takase & Kiyono 2021, figure 1: M = 3 of N = 6
+    (6, {"groups": 3, "pattern": "sequence"}, [[0, 1], [2, 3], [4, 5]]),
+    (6, {"groups": 3, "pattern": "cycle"}, [[0, 3], [1, 4], [2, 5]]),
+    (6, {"groups": 3, "pattern": "cycle-reversed"}, [[0, 5], [1, 4], [2, 3]]),
+    # algorithm 1 for M = 3 of N = 8: 1 2 3 1 2 3, then 3 2; of N = 9: 1 2 3 1 2 3 3 2 1
+    (8, {"groups": 3, "pattern": "cycle-reversed"}, [[0, 3], [1, 4, 7], [2, 5, 6]]),
+    (9, {"groups": 3, "pattern": "cycle-reversed"}, [[0, 3, 8], [1, 4, 7], [2, 5, 6]]),
+    (7, {"group_size": 3, "pattern": "cycle"}, [[0, 3, 6], [1, 4], [2, 5]]),
+    (2, {"groups": 2, "pattern": "cycle-reversed"}, [[0], [1]]),
+    (6, {"groups": 1, "pattern": "cycle-reversed"}, [[0, 1, 2, 3, 4, 5]]),
+    (6, {"groups": 2, "pattern": "cycle", "exclude_first_and_last": True}, [[0], [1, 3], [2, 4], [5]]),
 ])  # fmt: skip
-def test_groups_contain_neighboring_layers(layers, settings, wanted):
+def test_groups_contain_layers_of_pattern(layers, settings, wanted):
     assert group_layers(layers, ShareWeightsSettings(**settings)) == wanted
 
 
@@ -145,6 +162,68 @@ def test_low_rank_layers_can_be_shared_but_not_averaged(tmp_path):
         reloaded.bert.encoder.layer[0].output.dense.up.weight,
         model.bert.encoder.layer[1].output.dense.up.weight,
     )
+
+
+@pytest.mark.parametrize("family", SEPARATE_BLOCKS)
+def test_one_group_of_layers_stores_one_set_of_parameters(family, tmp_path):
+    """ALBERT's sharing, norms too; what one block alone has (T5's position bias) is stored as well."""
+    source = three_layer_model(family)
+    plain, _ = load_model(source)
+    settings = ShareWeightsSettings(targets=["layers"], groups=1)
+    ctx = every_family.run_stage(ShareWeights(), settings, source, family, tmp_path / "out")
+    model, _ = load_model(ctx.out)
+    sets, saved = {}, 0
+    for block in blocks_of(plain):  # every block gets the tensors of the first of its stack that has them
+        tensors = sets.setdefault(block.stack.name, {})
+        state = block.module.state_dict()
+        saved += sum(tensor.numel() for name, tensor in state.items() if name in tensors)
+        tensors.update({name: tensor for name, tensor in state.items() if name not in tensors})
+        block.module.load_state_dict({name: tensors[name] for name in state})
+    assert sum(p.numel() for p in plain.parameters()) - sum(p.numel() for p in model.parameters()) == saved
+    assert torch.equal(harness.logits(model), harness.logits(plain))
+
+
+def test_norms_alone_are_shared():
+    model, edits = load_model(three_layer_model("bert"))
+    share_layers(model, edits, ShareWeightsSettings(targets=["norms"], groups=1))
+    blocks = model.bert.encoder.layer
+    assert len({block.output.LayerNorm for block in blocks}) == 1
+    assert len({block.attention.output.LayerNorm for block in blocks}) == 1
+    assert len({block.output.dense for block in blocks}) == 3
+
+
+@pytest.mark.parametrize(
+    ("init_from", "weights"), [("first", (1, 0)), ("last", (0, 1)), ("mean", (0.5, 0.5))]
+)
+def test_embeddings_share_one_matrix_with_output_layer(init_from, weights, tmp_path):
+    source = three_layer_model("llama")
+    plain, _ = load_model(source)
+    table, head = plain.get_input_embeddings().weight, plain.get_output_embeddings().weight
+    assert not torch.equal(table, head)
+    settings = ShareWeightsSettings(targets=["embeddings"], init_from=init_from)
+    ctx = every_family.run_stage(ShareWeights(), settings, source, "llama", tmp_path / "out")
+    model, _ = load_model(ctx.out)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    expected = weights[0] * table + weights[1] * head
+    torch.testing.assert_close(model.get_input_embeddings().weight, expected)
+    saved = sum(p.numel() for p in plain.parameters()) - sum(p.numel() for p in model.parameters())
+    assert saved == head.numel() == ctx.details["parameters_before"] - ctx.details["parameters_after"]
+    assert ctx.details["groups"] == {}
+    assert ctx.warnings == []
+
+
+def test_tied_embeddings_are_unchanged_with_warning():
+    model, edits = load_model(three_layer_model("gpt2"))
+    names, notes = share_embeddings(model, edits, "first")
+    assert (names, edits) == ([], [])
+    assert message_codes(notes) == ["nothing-to-share"]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("target", ["norms", "layers", "embeddings"])
+def test_low_rank_delta_of_other_targets_is_rejected(target):
+    with raises_setting_codes("settings-conflict"):
+        ShareWeightsSettings(targets=[target], low_rank_delta={"rank": 2})
 
 
 def test_single_layer_groups_warn():

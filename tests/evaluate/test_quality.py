@@ -233,7 +233,8 @@ def test_statistics_round_trip_json_and_are_not_in_report():
     score = score_texts(["bleu"], ["a b c d"], [["a b c d e"]])["bleu"]
     restored = Statistics.model_validate(json.loads(json.dumps(score.statistics.dump())))
     assert restored == score.statistics
-    assert set(score.to_report()) == {"value", "unit", "higher_is_better", "n", "ci95", "signature", "chance"}
+    named = {"value", "unit", "higher_is_better", "n", "ci95", "signature", "chance", "parts"}
+    assert set(score.to_report()) == named
     json.dumps(score.to_report())
 
 

@@ -28,7 +28,7 @@ from smelt.evaluate.significance import (
     metric_interval,
     min_examples,
 )
-from smelt.pipeline.recipe.recipe import SPEED_METRICS
+from smelt.pipeline.recipe.recipe import EXACT_QUANTITIES, SPEED_METRICS
 
 if TYPE_CHECKING:
     from smelt.pipeline.plan.plan import Plan, PlannedGate, PlanStep
@@ -100,7 +100,7 @@ def _explain_missing_value(gate: PlannedGate, step: StepRecord) -> tuple[bool | 
 
 def _is_interval_within_limit(gate: PlannedGate, step: StepRecord) -> bool:
     """Return whether the whole 95 % interval is within the limit; True without an interval."""
-    if gate.metric == "size_bytes":
+    if gate.metric in EXACT_QUANTITIES:
         return True
     if gate.metric in SPEED_METRICS:
         interval = (smallest_batch_row(step) or {}).get(f"{gate.metric}_ci95")
@@ -180,8 +180,8 @@ def _missing_interval_reason(
 
 
 def _gated_value(gate: PlannedGate, step: StepRecord, statistics: GateStatistics) -> float | None:
-    if gate.metric == "size_bytes":
-        return step["size_bytes"]  # type: ignore[no-any-return]
+    if gate.metric in EXACT_QUANTITIES:
+        return step[gate.metric]  # type: ignore[no-any-return]
     if gate.metric in SPEED_METRICS:
         latency_row = smallest_batch_row(step)
         return latency_row[gate.metric] if latency_row else None
@@ -238,6 +238,7 @@ _EMPTY_STEP_FIELDS: dict[str, Any] = {
     "deployable": None,
     "key": None,
     "parameters": None,
+    "operations": None,
     "size_bytes": None,
     "float_dtype": None,
     "seconds": None,
@@ -417,6 +418,14 @@ class ReportBuilder:
         """Add the scores of cross-validation, by step and metric."""
         for name, scores in fold_scores.items():
             self._steps[name]["folds"] = dict(scores)
+
+    def add_operations(self, counts: Mapping[str, int]) -> None:
+        """Add the operations of torch steps, by name; any other step has those of its parent."""
+        for step in self.data["steps"]:
+            if step["status"] in ("done", "cached"):
+                parent = self._steps.get(step["parent"])
+                inherited = parent["operations"] if parent and step["format"] != "torch" else None
+                step["operations"] = counts.get(step["name"], inherited)
 
     def add_layer_sqnr(self, name: str, layer_sqnr: Mapping[str, Any]) -> None:
         """Add the comparison of a step's layers with the baseline's."""

@@ -28,6 +28,7 @@ from smelt.pipeline.execute.display import (
     with_user_paths,
 )
 from smelt.pipeline.execute.latency_scores import LatencyScores
+from smelt.pipeline.execute.operation_counts import step_operations
 from smelt.pipeline.execute.ray_cluster import open_cluster
 from smelt.pipeline.execute.report_builder import CANNOT_RUN_HERE, ReportBuilder
 from smelt.pipeline.execute.run_costs import estimate_run
@@ -211,6 +212,8 @@ class _PlanRunner:
             for step in self.plan.steps:
                 self._run_step(step)
             self._report_previous_steps()
+            if self.options.fold is None:
+                self._count_operations()
             if self.options.scored:
                 if self.options.pages:
                     self._compare_with_baseline()
@@ -476,6 +479,20 @@ class _PlanRunner:
                 if score is not None:
                     self.run_folder.write_scores(step.name, score)
                 self.display.print_line(f"{step.name}: kept from an earlier run in this folder")
+
+    def _count_operations(self) -> None:
+        """Report the operations of each step; graphs have those of the torch model that they come from."""
+        split, counts = self.data[self.plan.judged_on], dict[str, int]()
+        for name, artifact in (self.artifacts | self.previous_artifacts).items():
+            if artifact.format != "torch":
+                continue
+            try:
+                counts[name] = step_operations(artifact, split, self.plan.recipe.task, self.store)
+            except Exception as error:  # of transformers' code for a model; all results are there already
+                failure = self._explain_error(error, name)
+                text = f"{name}: operations were not counted: {failure}"
+                self.add_warnings([warning("operations-not-counted", text)])
+        self.report.add_operations(counts)
 
     def _report_waiting(self, what: str) -> Callable[[str], None]:
         return lambda holder: self.display.print_line(

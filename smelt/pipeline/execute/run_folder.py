@@ -82,10 +82,10 @@ class Report(Mapping[str, Any]):
     def to_frame(self) -> Any:
         """Return a pandas DataFrame with one row per step.
 
-        Columns: step, stage, parent, status, format, target, parameters, size_bytes; for each metric its
-        value, `_difference` from the baseline, `_p_value` and `_p_value_holm`; `same_outputs` (percent),
-        `agreement_bleu`, `agreement_chrf`, `kl_divergence` with the baseline's outputs; for each measured
-        batch size `latency_ms_N` (p50, milliseconds) and `speedup_N`.
+        Columns: step, stage, parent, status, format, target, parameters, operations, size_bytes; for each
+        metric its value, `_difference` from the baseline, `_p_value` and `_p_value_holm`; `same_outputs`
+        (percent), `agreement_bleu`, `agreement_chrf`, `kl_divergence` with the baseline's outputs; for each
+        measured batch size `latency_ms_N` (p50, milliseconds) and `speedup_N`.
 
         Raises:
             MissingDependencyError: pandas is not installed.
@@ -133,10 +133,11 @@ _AGREEMENT_COLUMNS = {
 
 def step_row(step: Mapping[str, Any]) -> dict[str, Any]:
     """Return a step of a report as a flat row."""
-    copied_keys = ("stage", "parent", "status", "format", "target", "parameters", "size_bytes")
-    row: dict[str, Any] = {"step": step["name"], **{name: step[name] for name in copied_keys}}
+    copied_keys = ("stage", "parent", "status", "format", "target", "parameters", "operations", "size_bytes")
+    row: dict[str, Any] = {"step": step["name"], **{name: step.get(name) for name in copied_keys}}
     for metric, score in (step["quality"] or {}).items():
         row[metric] = score["value"]
+        row |= {f"{metric}_{part}": value for part, value in (score.get("parts") or {}).items()}
         if test := (step["against_baseline"] or {}).get(metric):
             row |= {
                 f"{metric}_difference": test["difference"],

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 # Increased whenever the same artifact and data would give another score or other statistics.
-SCORE_VERSION = 14
+SCORE_VERSION = 15
 # Fraction of truncated outputs from which a warning is added.
 TRUNCATED_OUTPUT_SHARE = 0.01
 
@@ -492,21 +492,37 @@ _SCORE_METHODS: dict[str, Callable[[Scorer, Any, Split, Progress], dict[str, Any
 def _response_scores(
     metrics: Sequence[str], runner: Any, split: Split, batch_size: int
 ) -> dict[str, MetricScore]:
-    """Return the scores of the first reference of each example, given its prompt."""
+    """Return the scores of the first reference of each example, given its prompt or source."""
     from smelt.evaluate.quality import score_responses
-    from smelt.generation.generating_runners import last_tokens_nll
+    from smelt.generation.generating_runners import is_causal, last_tokens_nll
     from smelt.generation.prompt_batches import encode_responses, fit_response
+    from smelt.runtimes.predict_texts import target_nll
 
     tools = runner.text
     pairs = [(example.text, example.references[0]) for example in split.examples]
+    sizes = [len(reference.encode()) for _, reference in pairs]
+    vocabulary = runner.config.get("vocab_size")
+    if not is_causal(runner.config):
+        targets = _target_ids(runner, [reference for _, reference in pairs])
+        losses = target_nll(runner, [text for text, _ in pairs], targets, batch_size)
+        return score_responses(metrics, losses, list(map(len, targets)), sizes, pairs, vocabulary)
     encoded = [response for (response,) in encode_responses(pairs, tools.tokenizer, every_turn=False)]
     fitted = [
         fit_response(response, tools.max_input_length, tools.tokenizer.bos_token_id) for response in encoded
     ]
     tokens = [response.num_last_targets for response in fitted]
     losses = last_tokens_nll(runner, [response.ids for response in fitted], tokens, batch_size)
-    sizes = [len(reference.encode()) for _, reference in pairs]
-    return score_responses(metrics, losses, tokens, sizes, pairs, runner.config.get("vocab_size"))
+    return score_responses(metrics, losses, tokens, sizes, pairs, vocabulary)
+
+
+def _target_ids(runner: Any, texts: list[str]) -> list[list[int]]:
+    """Return the ids of target texts, with the special tokens that the model is trained with."""
+    from smelt.models.checkpoint import load_tokenizer
+    from smelt.models.text_rules import max_input_length
+    from smelt.tasks.samples import encode_targets
+
+    tokenizer = load_tokenizer(runner.folder)
+    return encode_targets(texts, tokenizer, max_input_length(tokenizer, runner.config))[0]
 
 
 def _choice_scores(

@@ -110,8 +110,9 @@ def check_folds(context: CheckContext) -> Iterator[Finding]:
     if recipe.score.folds is None:
         return
     path: KeyPath = ("score", "folds")
-    if recipe.traits.output not in ("labels", "embedding"):
-        tasks = ", ".join([*tasks_with(output="labels"), *tasks_with(output="embedding")])
+    outputs = ("labels", "embedding", "text")
+    if recipe.traits.output not in outputs:
+        tasks = ", ".join(task for output in outputs for task in tasks_with(output=output))
         yield path, error_message("does-not-fit-task", f"cross-validation is for {tasks}. Remove folds.")
     elif not any(step.trains for step in context.steps):
         text = "no stage trains, so that all folds would be equal. Remove folds, or add a training stage."

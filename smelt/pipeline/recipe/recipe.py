@@ -45,6 +45,8 @@ from smelt.training.processes import LaunchSettings
 
 # Gates on latency: by wall-clock time, by CPU time.
 SPEED_METRICS = ("speedup", "cpu_speedup")
+EXACT_QUANTITIES = ("size_bytes", "operations")
+"""Fields of a step in a report that gates limit, without an interval."""
 
 # Splits that gates and the recommendation may be evaluated on.
 JudgedOn = Literal["validation", "test"]
@@ -84,7 +86,7 @@ class ScoreSettings(Settings):
         default=None,
         ge=2,
         le=20,
-        description="classifiers and sentence embedders: k-fold cross-validation over train",
+        description="k-fold cross-validation over train; not of running text",
     )
     examples: int = Field(
         default=10,
@@ -504,7 +506,9 @@ def _check_gates(
     limits: dict[str, tuple[str, ...]] = dict.fromkeys(measured_metrics, ("max_drop", "min"))
     # lower is better for these, so `max_drop` limits an increase
     limits |= {metric: ("max_drop", "max") for metric in limits if is_lower_better(metric, settings)}
-    limits |= {**dict.fromkeys(SPEED_METRICS, ("min",)), "size_bytes": ("max",)}
+    limits |= {**dict.fromkeys(SPEED_METRICS, ("min",)), **dict.fromkeys(EXACT_QUANTITIES, ("max",))}
+    if task_traits(keys.task).modality == "arrays":
+        limits.pop("operations")  # of third-party graphs they are not counted
     for metric, gate in keys.gates.items():
         path: KeyPath = ("gates", metric)
         if metric not in limits:
@@ -546,10 +550,10 @@ def _check_limits(
                 f"not available for '{metric}'. Use {' or '.join(fitting)}.",
                 code="does-not-fit-metric",
             )
-    if gate.confidence is not None and metric == "size_bytes":
+    if gate.confidence is not None and metric in EXACT_QUANTITIES:
         errors.add(
             (*path, "confidence"),
-            "size_bytes is exact and has no confidence interval. Remove confidence.",
+            f"{metric} is exact and has no confidence interval. Remove confidence.",
             code="does-not-fit-metric",
         )
     if not limit_names and not wrong:
@@ -564,7 +568,7 @@ def check_reachable(metric: str, gate: GateSettings, path: KeyPath, errors: Reci
     """Check that a value within the metric's range meets the limits, without which a search has no result."""
     metric_class = METRICS.get(base_metric(metric))
     low, high = metric_class.limits if metric_class else (-math.inf, math.inf)
-    low = 1 if metric == "size_bytes" else low
+    low = 1 if metric in EXACT_QUANTITIES else low
     for name, limit, unreachable in (
         ("min", gate.min, gate.min is not None and gate.min > high),
         ("max", gate.max, gate.max is not None and gate.max < low),

@@ -7,9 +7,10 @@ import torch
 
 from smelt.compress.drop_layers.settings import DropLayersSettings, check_layer_counts
 from smelt.compress.drop_layers.stage import DropLayers
+from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
-from smelt.models.checkpoint import load_model
+from smelt.models.checkpoint import load_model, save_model
 from tests.support import harness
 from tests.support.expected_errors import raises_code, raises_setting_codes
 from tests.support.models import every_family
@@ -140,3 +141,22 @@ def test_keep_ratio_that_removes_nothing_warns(tmp_path):
     ctx = run({"targets": ["ffn"], "keep_ratio": 0.9}, tmp_path / "out")
     assert message_codes(ctx.warnings) == ["nothing-to-remove"]
     assert ctx.details["dropped_parts"] == {"layers": []}
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])  # post-norm, pre-norm
+def test_parts_with_shared_norms_have_influence_of_copied_norms(family, tmp_path):
+    """A norm that several blocks call does not tell which part computes."""
+    source = every_family.model_with_layers(family, 3)
+    sharing = ShareWeightsSettings(targets=["norms"], groups=1)
+    shared = every_family.run_stage(ShareWeights(), sharing, source, family, tmp_path / "shared").out
+    (copied := tmp_path / "copied").mkdir()
+    model, _ = load_model(shared)
+    plain, edits = load_model(source)
+    plain.load_state_dict(model.state_dict())  # under all names
+    save_model(plain, edits, copied, source, "keep")
+    settings = {"targets": ["attention", "ffn"], "keep_ratio": 0.4, "importance": "block-influence"}
+    values = [
+        run(settings, tmp_path / path.name / "parts", family, path).details["part_influence"]
+        for path in (shared, copied)
+    ]
+    assert values[0] == values[1]

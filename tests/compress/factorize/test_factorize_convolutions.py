@@ -13,7 +13,7 @@ from smelt.core.errors import InputError
 from smelt.export.onnx_stage import Onnx
 from smelt.export.settings import OnnxSettings
 from smelt.models.checkpoint import load_model
-from smelt.models.model_size import count_macs
+from smelt.models.operations import count_operations
 from tests.support import harness
 from tests.support.expected_errors import raises_code, raises_setting_codes
 from tests.support.models import images
@@ -104,7 +104,7 @@ def test_counted_macs_equal_manual_count(tmp_path):
     folder = images.write_model(tmp_path / "m", "resnet", hidden_sizes=[8], depths=[1], embedding_size=8)
     model = harness.load_output_model(harness.make_context(folder))
     # 7 x 7 of stride 2 on 16 x 16, then a pool of stride 2: two layers of 3 x 3 on 4 x 4, and two labels
-    assert count_macs(model, (16, 16)) == 8 * 3 * 49 * 64 + 2 * (8 * 8 * 9 * 16) + 8 * 2
+    assert count_operations(model, (16, 16)) == 8 * 3 * 49 * 64 + 2 * (8 * 8 * 9 * 16) + 8 * 2
 
 
 @pytest.mark.parametrize("settings", [{"energy": 0.7}, {"rank": "vbmf"}, {"rank": 3}])

@@ -13,10 +13,12 @@ from smelt.compress.quantize.plan_layers import output_layer, plan_layers
 from smelt.compress.quantize.qat import convert_qat, load_trainable
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
+from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.models.checkpoint import load_model, save_model
+from smelt.models.edits import read_edits
 from smelt.models.families.registry import model_attentions
 from smelt.models.layers import LowRankLinear, ScaledLinear
 from tests.support import harness
@@ -304,3 +306,18 @@ def test_channels_with_unrepresentable_factors_are_not_scaled():
     assert applied[:3].tolist() == [1, 1, 2]
     assert model.get_submodule(DENSE).factors[:3].tolist() == [1, 1, 0.5]
     assert layer.module.weight[:, :3].equal(before[:, :3] * torch.tensor([1, 1, 2]))
+
+
+def test_layer_shared_by_blocks_gets_one_factor(tmp_path):
+    """Each block's cross-attention reads the encoder with the same keys."""
+    source = every_family.model_with_layers("marian", 2)
+    sharing = ShareWeightsSettings(targets=["layers"], groups=1)
+    shared = every_family.run_stage(ShareWeights(), sharing, source, "marian", tmp_path / "shared").out
+    settings = QuantizeSettings(scheme="int4", group_size=32, method="awq", calibration_samples=4)
+    out = every_family.run_stage(Quantize(), settings, shared, "marian", tmp_path / "out").out
+    names = [edit["module"] for edit in read_edits(out) if edit["op"] == "scale"]
+    assert names
+    assert len(names) == len({*names})
+    model, _ = load_model(out)
+    keys = [layer.encoder_attn.k_proj for layer in model.model.decoder.layers]
+    assert keys[0] is keys[1]

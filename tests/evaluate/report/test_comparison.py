@@ -119,6 +119,18 @@ def change_step(folder, name, change):
     (folder / "report.json").write_text(json.dumps(report))
 
 
+def test_operations_are_compared_and_limited(runs):
+    old, new, names = runs
+    change_step(old, names[1], lambda step: step.update(operations=3_000_000))
+    change_step(new, names[1], lambda step: step.update(operations=4_500_000))
+    comparison = compare_runs(read_runs([old, new]))
+    assert [run["operations"] for run in entry(comparison, names[1])] == [3_000_000, 4_500_000]
+    assert "4.50" in comparison_text(comparison)
+    [regression] = check_rules(comparison, ["operations rises 10%"])
+    assert (regression.step, regression.change) == (names[1], 50.0)
+    assert check_rules(comparison, ["operations rises 1500000"]) == []
+
+
 def skip(step):
     step.update(status="skipped", reason="no device", quality={}, latency=[], artifact=None, size_bytes=None)
 

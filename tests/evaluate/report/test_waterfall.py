@@ -56,6 +56,19 @@ def test_changes_of_chain_sum_to_last_step(report):
     assert [waterfall_rows[5].changes[2].text, waterfall_rows[5].changes[2].is_better] == ["+0.70", False]
 
 
+def test_operations_have_a_panel_only_where_they_change(report):
+    for step in report["steps"]:
+        step["operations"] = 2_000_000
+    assert _waterfall(report).panels == [0, 1, 2]
+    for step in report["steps"][4:]:
+        step["operations"] = 1_500_000
+    waterfall = _waterfall(report)
+    assert waterfall.panels == [0, 1, 2, 3]
+    change = waterfall.rows[CHAIN.index("small")].changes[3]
+    assert (change.before, change.after, change.is_better) == (2.0, 1.5, True)
+    assert "−0.50 |" in render_markdown(report)
+
+
 def test_star_marks_significant_change_from_previous_step(report):
     step = report["steps"][3]
     step["against_parent"]["bleu"] = {"difference": -0.45, "ci95": [-1.0, 0.1], "p_value": 0.06}

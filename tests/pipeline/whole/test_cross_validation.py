@@ -12,7 +12,7 @@ from smelt.data.split_division import divide_folds
 from smelt.data.splits import Example, Split
 from tests.support import harness
 from tests.support.expected_errors import command_error, raises_code
-from tests.support.models import classifiers
+from tests.support.models import classifiers, tiny
 
 TRAINING = """\
   - finetune: {max_steps: 2, batch_size: 4, num_evals: 0, learning_rate: 0.01}
@@ -115,6 +115,30 @@ def test_differences_are_paired_over_samples_of_all_folds():
         [100 * accuracy_score(a, b) for a, b in zip(gold, other, strict=True)]
     )
     assert "step" not in summarize_folds([*folds, {"base": folds[0]["base"]}], "base")
+
+
+TRANSLATION = f"""
+model: m
+task: translation
+data: {{train: data.jsonl, test: data.jsonl}}
+stages:
+{TRAINING}
+score: {{folds: 2, latency: false, quality: [bleu, rougeL, loss], generation: {{max_new_tokens: 3}}}}
+"""
+
+
+def test_folds_of_translation_score_each_text_once(tmp_path):
+    tiny.write_marian(tmp_path / "m")
+    tiny.write_pairs(tmp_path / "data.jsonl", 6)
+    (tmp_path / "recipe.yaml").write_text(TRANSLATION)
+    harness.smelt("run", tmp_path / "recipe.yaml", "--out", tmp_path / "run", "--quiet", code=0)
+    step = json.loads((tmp_path / "run" / "report.json").read_text())["steps"][1]
+    folds = [json.loads((tmp_path / "run/folds" / n / "report.json").read_text()) for n in ("1", "2")]
+    assert sum(fold["recipe"]["rows"]["test"] for fold in folds) == 6
+    for metric in ("bleu", "rougeL", "loss"):
+        values = [fold["steps"][1]["quality"][metric]["value"] for fold in folds]
+        assert step["folds"][metric]["values"] == pytest.approx(values)
+        assert step["folds"][metric]["against_baseline"]["n"] == 6
 
 
 @pytest.mark.parametrize(("changes", "code"), [

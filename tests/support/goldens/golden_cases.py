@@ -168,6 +168,10 @@ CASES: dict[str, Case] = {
     "rotate qwen2, then int4": Case("quantize", "qwen2", INT4, (("rotate", {}),)),
     "rotate bert, values": Case("rotate", "bert", {"targets": ["heads"]}),
     "share bert": Case("share-weights", "bert"),
+    "share gpt2, layers by cycles": Case(
+        "share-weights", "gpt2", {"targets": ["layers"], "groups": 1, "pattern": "cycle"}
+    ),
+    "share marian, embeddings": Case("share-weights", "marian", {"targets": ["layers", "embeddings"]}),
     "share marian, mean": Case("share-weights", "marian", {"init_from": "mean", "targets": ["ffn"]}),
     "share marian, with differences": Case(
         "share-weights",

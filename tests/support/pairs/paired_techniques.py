@@ -134,6 +134,8 @@ TECHNIQUES: dict[str, Technique] = {
         usable_on=("marian", 1)),
     "tucker": Technique("factorize", {"method": "tucker", "keep_ratio": 0.5}, True),
     "share": Technique("share-weights", {}, True, usable_on=("mistral", 2)),
+    "share-all": Technique("share-weights", {"targets": ["layers", "embeddings"], "groups": 1}, True,
+        usable_on=("llama", 2)),
     "share-difference": Technique("share-weights", {"low_rank_delta": {"rank": 2}}, True,
         usable_on=("gemma", 2)),
     "shortlist": Technique("shortlist", {"candidates_per_token": 3, "frequent_tokens": 6},

@@ -168,8 +168,8 @@ def check_technique(
     empty = fewer and len(after.units) == len(before.units)  # what went had no parts any more
     thin = "student" in settings and 1 in before.layers.values()  # as it is to be
     shared = (
-        stage_name == "drop-layers" and before.distinct_fraction < 1
-    )  # what goes may still be used elsewhere
+        stage_name == "drop-layers" or "student" in settings
+    ) and before.distinct_fraction < 1  # what goes may still be used elsewhere
     if technique.shrinks and NO_CHANGE_CODES.isdisjoint(warned):
         grown = size[0] > size[1] if thin or empty or shared else size[0] >= size[1]
         assert not grown, f"{size[1]:,} became {size[0]:,}"

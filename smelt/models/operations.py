@@ -1,0 +1,81 @@
+"""Operations of a model: multiply-adds of matrix multiplications and convolutions, by torch's counter.
+
+`torch.utils.flop_counter.FlopCounterMode` counts a multiplication and an addition as two operations; here a
+multiply-add is one. Norms, activations and lookups are in neither. Masked attention scores and weights that
+are zero count like others.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from smelt.models.edits import replace_module
+from smelt.models.empty_model import empty_model
+from smelt.models.families.registry import reads_images
+from smelt.quantization.layers import (
+    QuantizedActivation,
+    QuantizedConv2d,
+    QuantizedEmbedding,
+    QuantizedLinear,
+)
+
+
+@torch.no_grad()
+def count_operations(model: Any, size: tuple[int, int]) -> int:
+    """Return the multiply-adds of one forward pass for one input; nothing is computed.
+
+    Args:
+        model: float, in eval mode; it may be on the meta device.
+        size: lengths in tokens, of the input and of the decoder's input (unused without a decoder); of an
+            image height and width.
+    """
+    device = next(model.parameters()).device
+    counter: Any = FlopCounterMode(display=False)
+    # fused attention is not counted on a CPU; transformers' masks need no values of fake tensors
+    with FakeTensorMode(allow_non_fake_inputs=True), sdpa_kernel(SDPBackend.MATH), counter:
+        if reads_images(model.config.to_dict()):
+            model(pixel_values=torch.zeros(1, model.config.num_channels, *size, device=device))
+        else:
+            ids, decoder_ids = (torch.ones(1, n, dtype=torch.long, device=device) for n in size)
+            options: dict[str, Any] = {"decoder_input_ids": decoder_ids}
+            options = options if model.config.is_encoder_decoder else {}
+            model(ids, **options, **({"use_cache": False} if model.can_generate() else {}))
+    return int(counter.get_total_flops()) // 2
+
+
+def count_model_operations(folder: Path, size: tuple[int, int]) -> int:
+    """Return the operations of the model in `folder`, as `count_operations`, without reading its weights.
+
+    A quantized layer counts as the float layer that it stands for.
+
+    Raises:
+        InputError: config and edits do not define a model.
+    """
+    model = empty_model(folder)[0].eval().to("meta")
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if (layer := _float_layer(module)) is not None:
+            replace_module(model, name, layer)
+    return count_operations(model, size)
+
+
+def _float_layer(module: nn.Module) -> nn.Module | None:
+    """Return a float layer of the sizes of a quantized one, on the meta device; None for other modules."""
+    if isinstance(module, QuantizedActivation):
+        return module.inner
+    if isinstance(module, QuantizedEmbedding):
+        return nn.Embedding(module.num_embeddings, module.embedding_dim, device="meta")
+    has_bias = getattr(module, "bias", None) is not None
+    if isinstance(module, QuantizedLinear):
+        return nn.Linear(module.in_features, module.out_features, has_bias, device="meta")
+    if isinstance(module, QuantizedConv2d):
+        _, _, height, width = module.shape
+        channels = module.in_channels, module.out_channels
+        return nn.Conv2d(*channels, (height, width), bias=has_bias, device="meta", **module.how)
+    return None

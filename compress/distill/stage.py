@@ -183,7 +183,7 @@ class Distill(Stage[DistillSettings]):
         is_text_encoder = task in tasks_with(samples="texts", architecture="encoder")
         has_tags = task_traits(task).output == "tags"  # of words that a copy of a text may lack
         if settings.augmentation is not None and (has_tags or not is_text_encoder):
-            text = f"words are replaced only in texts without tags, not for {task}; remove augmentation."
+            text = f"words are replaced only in texts of encoders without tags, not for {task}; remove it."
             errors.append(error_message("does-not-fit-task", text, setting="augmentation"))
         elif settings.augmentation is not None:
             errors += check_augmentation(settings.augmentation)

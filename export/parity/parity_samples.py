@@ -275,8 +275,10 @@ def without_padding(name: str, output: NDArray[Any], feeds: Feeds) -> NDArray[An
     """
     if "position_ids" not in feeds:
         mask = feeds.get("attention_mask")
-        has_tokens = name == "logits" and mask is not None and output.ndim == 3
-        return output[mask == 1] if has_tokens and output.shape[:2] == np.shape(mask) else output
+        if name != "logits" or mask is None or output.ndim != 3 or output.shape[:2] != mask.shape:
+            return output
+        token_logits: NDArray[Any] = output[mask == 1]
+        return token_logits
     text = feeds["attention_mask"] == 1
     if name == "logits":
         real_values: NDArray[Any] = output[text[:, -output.shape[1] :]]

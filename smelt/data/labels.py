@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from smelt.core.errors import InputError, did_you_mean
 from smelt.data.splits import Example, Label
-from smelt.data.tasks import TASK_TRAITS, tasks_with
+from smelt.data.tasks import TASK_TRAITS, Task, tasks_with
 
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 SINGLE_LABEL: ProblemType = "single_label_classification"
@@ -399,6 +399,12 @@ def require_all_or_none(present: Iterable[bool], lines: Iterable[int], column: s
         )
 
 
-def has_classifier(config: Mapping[str, Any]) -> bool:
-    """Return whether a Hugging Face config has a classifier; an encoder without one gets a new one."""
-    return any(str(name).endswith(CLASSIFIER_SUFFIXES) for name in config.get("architectures") or [])
+def has_classifier(config: Mapping[str, Any], task: Task | None = None) -> bool:
+    """Return whether a Hugging Face config has a classifier; an encoder without one gets a new one.
+
+    task: only its kind of classifier counts, of samples or of words; None: any.
+    """
+    suffixes = (
+        CLASSIFIER_SUFFIXES if task is None else str(TASK_TRAITS[task].auto_class).removeprefix("AutoModel")
+    )
+    return any(str(name).endswith(suffixes) for name in config.get("architectures") or [])

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object, write_json
 from smelt.core.messages import Message, warning, with_article
-from smelt.data.labels import CLASSIFIER_SUFFIXES, SINGLE_LABEL, ProblemType
+from smelt.data.labels import SINGLE_LABEL, ProblemType
 from smelt.models.checkpoint import (
     add_model_prefix,
     load_model,
@@ -316,8 +316,8 @@ def import_model(
 ) -> list[Message]:
     """Copy the Hugging Face model folder `src` into `out`, as the first artifact of a run.
 
-    Where `labels` are given and the checkpoint is a bare encoder, it gets a new classification head, that of
-    transformers' `auto_class`, drawn with `seed`. The `problem` type of a classifier is written to its config
+    Where `labels` are given and the checkpoint has another head than transformers' `auto_class`, or none, it
+    gets a new one, drawn with `seed`. The `problem` type of a classifier is written to its config
     if missing, for all later steps. Quantized weights of a GPTQ or AWQ checkpoint become those of its layers.
     The `sentences` rules of a sentence embedder are stored for all later steps. Returns warnings.
 
@@ -329,9 +329,9 @@ def import_model(
     coding = parse_quantization_config(config.to_dict())
     names, is_encoder_decoder = config.architectures, config.is_encoder_decoder
     is_headless = lacks_head({"architectures": names, "is_encoder_decoder": is_encoder_decoder})
-    if coding is not None and (is_headless or _needs_new_head(labels, architecture)):
+    if coding is not None and (is_headless or _needs_new_head(labels, architecture, auto_class)):
         raise InputError(f"{src}: {new_head_message(coding)}", code="already-quantized")
-    if labels is not None and _needs_new_head(labels, architecture):
+    if labels is not None and _needs_new_head(labels, architecture, auto_class):
         return _with_new_head(src, out, labels, auto_class, seed, problem)
     if is_headless:
         return add_tied_head(src, out)
@@ -355,9 +355,9 @@ def import_model(
     return notes
 
 
-def _needs_new_head(labels: list[str] | None, architecture: str) -> bool:
+def _needs_new_head(labels: list[str] | None, architecture: str, auto_class: str) -> bool:
     """Return whether labels are given and the model has no head for them."""
-    return labels is not None and not architecture.endswith(CLASSIFIER_SUFFIXES)
+    return labels is not None and not architecture.endswith(auto_class.removeprefix("AutoModel"))
 
 
 def _has_older_names(src: Path, kind: str) -> bool:

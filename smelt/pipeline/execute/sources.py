@@ -286,7 +286,7 @@ def import_user_model(
             source, out, names, step_runner.seed, problem, task_setup.sentences,
             str(task_traits(step_runner.task).auto_class),
         )  # fmt: skip
-        new_head = bool(labels) and not has_classifier(config)
+        new_head = bool(labels) and not has_classifier(config, step_runner.task)
         require_finite_weights(source, new_head, bool(task_setup.sentences))
         write_text_rules(out, rules)
         details = {
@@ -333,7 +333,7 @@ def require_finite_models(plan: Plan) -> None:
         for folder in (Path(paths[setting]) for setting in step.settings.paths_to_models()):
             if not folder.is_dir():
                 continue
-            new_head = task_traits(task).classifies and not has_classifier(read_config(folder)[0])
+            new_head = task_traits(task).classifies and not has_classifier(read_config(folder)[0], task)
             try:
                 require_finite_weights(folder, new_head, task_traits(task).output == "embedding")
             except InputError as error:
@@ -425,7 +425,7 @@ def _write_model(
             max_length=position_limit(config),
         )
     problem, names = head.labels or (None, [])
-    if has_classifier(config):
+    if has_classifier(config, shop.task):
         names = class_names(config)
     return create_model(
         config,

@@ -21,7 +21,7 @@ from smelt.core.errors import InputError, combined_error, did_you_mean
 from smelt.core.files import load_json, path_exists, resolve_path
 from smelt.core.hub import hub_cache_only, hub_unreachable_reason
 from smelt.core.messages import Message, error_message, warning, with_article
-from smelt.data.labels import CLASSIFIER_SUFFIXES, has_classifier
+from smelt.data.labels import has_classifier
 from smelt.data.tasks import Task, task_traits, tasks_with
 from smelt.models.families.registry import (
     FAMILIES,
@@ -218,7 +218,9 @@ def quantization_problems(
             require_quantized_tensors(folder, quantization)
     except InputError as error:
         return [error.as_message()]
-    wants_head = lacks_head(config) or (task in tasks_with(classifies=True) and not has_classifier(config))
+    wants_head = lacks_head(config) or (
+        task in tasks_with(classifies=True) and not has_classifier(config, task)
+    )
     return (
         [error_message("head-on-quantized", f"{folder}: {new_head_message(quantization)}")]
         if wants_head
@@ -388,13 +390,8 @@ def _check_head(config: dict[str, Any], folder: Path, task: Task) -> list[Messag
     traits, classes = task_traits(task), config.get("architectures") or []
     head = str(traits.auto_class).removeprefix("AutoModel")
     if traits.classifies:
-        if not has_classifier(config) or any(name.endswith(head) for name in classes):
-            return []
-        problem = (
-            "a classifier for another task. Save only its encoder,"
-            " AutoModel.from_pretrained(FOLDER).save_pretrained(NEW), and copy the tokenizer."
-        )
-    elif head and not any(name.endswith(head) for name in classes):
+        return []
+    if head and not any(name.endswith(head) for name in classes):
         problem = f"not ...{head}. Start from a model that is trained for {task}."
     elif not head and any(name.endswith("Classification") for name in classes):
         problem = (
@@ -556,11 +553,7 @@ def _check_image_processor(folder: Path) -> list[Message]:
 
 def _config_warnings(config: dict[str, Any], task: Task | None, is_baseline: bool) -> list[Message]:
     classes: list[str] = config.get("architectures") or []
-    if (
-        task in tasks_with(classifies=True)
-        and classes
-        and not any(n.endswith(CLASSIFIER_SUFFIXES) for n in classes)
-    ):
+    if task in tasks_with(classifies=True) and classes and not has_classifier(config, task):
         advice = ". Start with a finetune step and set it as the baseline" if is_baseline else ""
         return [
             warning(

@@ -199,7 +199,7 @@ def inspect_model(model: str, task: Task | None = None, base: Path | None = None
         parameters=count,
         dtype=dtype,
         max_tokens=_max_tokens(folder, config, chosen_task),
-        needs_classifier=task_traits(chosen_task).classifies and not has_classifier(config),
+        needs_classifier=task_traits(chosen_task).classifies and not has_classifier(config, chosen_task),
         config=config,
         languages=_tokenizer_languages(folder) if folder is not None else (None, None),
         quantization=quantization,

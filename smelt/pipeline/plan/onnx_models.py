@@ -523,7 +523,7 @@ def _check_texts(recipe: ParsedRecipe, model: OnnxModel) -> Findings[Path | None
     config, problems = read_config(folder)
     kind = str(config.get("model_type", ""))
     problems += check_tokenizer_files(folder, kind) if kind in FAMILIES else _missing_tokenizer(folder)
-    if config and recipe.traits.output == "labels" and not has_classifier(config):
+    if config and recipe.traits.output == "labels" and not has_classifier(config, recipe.task):
         problems.append(
             error_message(
                 "unsupported-architecture",

@@ -121,7 +121,7 @@ def _path_errors(context: CheckContext, path: Path, used_unchanged: bool | None)
         path, task, is_baseline=False, needs_tokenizer=task not in tasks_with(modality="image")
     )
     if not problems and used_unchanged and task in tasks_with(classifies=True):
-        if has_classifier(read_config(path)[0]):
+        if has_classifier(read_config(path)[0], task):
             return []
         return [
             error_message(

@@ -179,7 +179,7 @@ def check_new_classifier(context: CheckContext) -> Iterator[Finding]:
     if not recipe.traits.classifies or folder is None:
         return
     config, problems = read_config(folder)
-    if not problems and not has_classifier(config):
+    if not problems and not has_classifier(config, recipe.task):
         architecture = str((config.get("architectures") or ["encoder"])[0])
         reason = f"is a {architecture}, whose new classifier has random weights"
         yield from _teacher_errors(context.steps, reason)
@@ -219,7 +219,7 @@ def resolve_classifier(context: CheckContext) -> Iterator[Finding]:
         return
     splits = _label_splits(recipe, context.splits)
     are_all_read = set(splits) == set(recipe.data.split_sources())
-    if not are_all_read and not has_classifier(config):
+    if not are_all_read and not has_classifier(config, recipe.task):
         return  # the problem type of a new classifier depends on all labels
     try:
         problem = _problem_type(recipe, config, splits)
@@ -227,9 +227,9 @@ def resolve_classifier(context: CheckContext) -> Iterator[Finding]:
         yield ("model",), error_message(error.code, f"{folder or recipe.model}: {error}")
         return
     context.problem_type = problem if are_all_read else None
-    for name, label_error in label_errors(config, splits, problem):
+    for name, label_error in label_errors(config, splits, problem, recipe.task):
         yield ("data", name), label_error
-    if are_all_read and not has_classifier(config):
+    if are_all_read and not has_classifier(config, recipe.task):
         yield from _head_name_errors(recipe, new_class_names(splits, problem))
     is_known = are_all_read or bool(config.get("problem_type"))
     if _has_problem_types(recipe) and is_known and not context.is_invalid("score.quality"):
@@ -250,7 +250,7 @@ def _check_metrics(
     recipe = context.recipe
     for index, label_error in metric_errors(recipe.score.quality, problem):
         yield ("score", "quality", index), label_error
-    names = class_names(config) if has_classifier(config) else new_class_names(splits, problem)
+    names = class_names(config) if has_classifier(config, recipe.task) else new_class_names(splits, problem)
     for index, label_error in metric_class_errors(recipe.score.quality, recipe.metric_settings, names):
         yield ("score", "quality", index), label_error
     metrics = recipe.score.quality or DEFAULTS_BY_PROBLEM[problem]
@@ -268,7 +268,7 @@ def _has_problem_types(recipe: ParsedRecipe) -> bool:
 
 def _problem_type(recipe: ParsedRecipe, config: Mapping[str, Any], data: Mapping[str, Split]) -> ProblemType:
     """Return the problem type; a tag of a word is always one of several classes."""
-    return resolve_problem_type(config, data) if _has_problem_types(recipe) else SINGLE_LABEL
+    return resolve_problem_type(config, data, recipe.task) if _has_problem_types(recipe) else SINGLE_LABEL
 
 
 def _label_splits(recipe: ParsedRecipe, splits: Mapping[str, Split]) -> dict[str, Split]:
@@ -300,14 +300,14 @@ def resolve_labels(
     config, _ = (read_config_file if isinstance(recipe.model, str) else read_untrained_config)(file)
     data = _label_splits(recipe, data)
     problem = problem or _problem_type(recipe, config, data)
-    errors = [error for _, error in label_errors(config, data, problem)]
+    errors = [error for _, error in label_errors(config, data, problem, recipe.task)]
     new_names = task_spec(recipe.task).head_names(new_class_names(data, problem))
     if not _has_problem_types(recipe):
         if errors:
             raise combined_error(errors)
         return (problem, new_names), recipe.score.quality
     quality = metric_errors(recipe.score.quality, problem)
-    names = class_names(config) if has_classifier(config) else new_names
+    names = class_names(config) if has_classifier(config, recipe.task) else new_names
     quality += metric_class_errors(recipe.score.quality, recipe.metric_settings, names)
     errors += [error.with_prefix("score.quality: ") for _, error in quality]
     metrics = recipe.score.quality or DEFAULTS_BY_PROBLEM[problem]

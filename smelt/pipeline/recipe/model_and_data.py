@@ -27,6 +27,7 @@ from smelt.data.labels import (
     split_labels,
 )
 from smelt.data.splits import Columns, Example, Split, Windows
+from smelt.data.tasks import Task
 from smelt.evaluate.metrics.metric import MetricSettingValues
 from smelt.evaluate.metrics.registry import (
     CLASSIFIER_METRICS,
@@ -165,14 +166,18 @@ def _labeled_splits(data: Mapping[str, Split]) -> dict[str, Split]:
     return {name: split for name, split in data.items() if name != UNLABELED}
 
 
-def resolve_problem_type(config: Mapping[str, Any], data: Mapping[str, Split]) -> ProblemType:
+def resolve_problem_type(
+    config: Mapping[str, Any], data: Mapping[str, Split], task: Task | None = None
+) -> ProblemType:
     """Return the problem type from the model's config, or inferred from the labels of the data.
+
+    task: whose classifier the config may have; None: any.
 
     Raises:
         InputError: the config's `problem_type` is not supported.
     """
     labels = (e.label for split in _labeled_splits(data).values() for e in split.examples)
-    return infer_problem_type(config if has_classifier(config) else None, labels)
+    return infer_problem_type(config if has_classifier(config, task) else None, labels)
 
 
 def new_class_names(data: Mapping[str, Split], problem: ProblemType) -> list[str]:
@@ -212,15 +217,15 @@ def _unseen_labels_text(split: Split, name: str, names: Sequence[str], problem: 
 
 
 def label_errors(
-    config: Mapping[str, Any], data: Mapping[str, Split], problem: ProblemType
+    config: Mapping[str, Any], data: Mapping[str, Split], problem: ProblemType, task: Task | None = None
 ) -> list[tuple[str, Message]]:
-    """Return (split, error) for labels that do not fit the model.
+    """Return (split, error) for labels that do not fit the model; task: as of `resolve_problem_type`.
 
     An encoder without a classifier gets one for the labels of the data, so only their type can be wrong.
     """
-    names = class_names(config) if has_classifier(config) else new_class_names(data, problem)
+    names = class_names(config) if has_classifier(config, task) else new_class_names(data, problem)
     errors = []
-    if not has_classifier(config) and "train" in data and problem != REGRESSION:
+    if not has_classifier(config, task) and "train" in data and problem != REGRESSION:
         splits = {name: split for name, split in _labeled_splits(data).items() if name != "train"}
         unseen_texts = {
             name: _unseen_labels_text(split, name, names, problem) for name, split in splits.items()

@@ -224,13 +224,18 @@ def test_calibration_needs_no_tags(tmp_path):
     assert "missing-labels" in error_codes(error)
 
 
-def test_classifier_of_texts_is_refused(tmp_path):
+def test_classifier_of_texts_gets_new_head(tmp_path):
     taggers.every_family.make_model(tmp_path / "m", "bert")
     taggers.write_rows(tmp_path / "r.jsonl")
-    recipe = "model: m\ntask: token-classification\ndata: {train: r.jsonl, test: r.jsonl}\nstages:\n"
-    (tmp_path / "r.yaml").write_text(f"{recipe}  - finetune: {{max_steps: 2}}\n")
-    error = command_error(harness.smelt("plan", tmp_path / "r.yaml"))
-    assert "unsupported-architecture" in error_codes(error)
+    (tmp_path / "r.yaml").write_text(
+        "model: m\ntask: token-classification\ndata: {train: r.jsonl, test: r.jsonl}\n"
+        "stages:\n  - finetune: {max_steps: 2, batch_size: 4}\nscore: {latency: false}\n"
+    )
+    result = harness.smelt("run", tmp_path / "r.yaml", "--out", tmp_path / "run", "--quiet")
+    assert result.exit_code == 0, result.output
+    config = json.loads((tmp_path / "run" / "artifacts" / "finetune" / "config.json").read_text())
+    assert config["architectures"] == ["BertForTokenClassification"]
+    assert list(config["id2label"].values()) == ["O", "B-BEING", "B-PLACE"]
 
 
 def test_init_recognizes_task_from_model_and_from_rows(tmp_path):

@@ -31,6 +31,7 @@ from smelt.evaluate.metrics.registry import (
 )
 from smelt.generation.config import GenerationSettings
 from smelt.models.text_rules import read_text_rules
+from smelt.pipeline.execute.likelihood_scores import score_given_choices, score_given_responses
 from smelt.pipeline.inspect.machine import artifact_device
 from smelt.runtimes.device import NO_PROVIDER, cuda_device_count
 from smelt.runtimes.registry import find_runtime
@@ -265,10 +266,16 @@ class Scorer:
         scores: dict[str, MetricScore] = {}
         of_responses = [name for name in self.metrics if name in metrics_of(ResponseSamples)]
         if of_responses:
-            scores |= _response_scores(of_responses, runner, split, self.batch_size)
+            scores |= (response_scores := score_given_responses(of_responses, runner, split, self.batch_size))
+            if not response_scores:
+                text = (
+                    f"{', '.join(of_responses)}: not scored, because the model excludes tokens of references,"
+                    " as a shortlist does: the loss is infinite."
+                )
+                value["warnings"] = [*value.get("warnings", ()), warning("infinite-loss", text)]
         of_choices = [name for name in self.metrics if name in metrics_of(ChoiceSamples)]
         if of_choices and split.has_choices:
-            scores |= _choice_scores(of_choices, runner, split, self.batch_size, progress)
+            scores |= score_given_choices(of_choices, runner, split, self.batch_size, progress)
         for section, added in _split_scores(scores).items():
             value[section] |= added
         for section in ("quality", "statistics"):  # in the recipe's order
@@ -487,73 +494,6 @@ _SCORE_METHODS: dict[str, Callable[[Scorer, Any, Split, Progress], dict[str, Any
     "embedding": Scorer._score_vectors,
     "arrays": Scorer._score_arrays,
 }
-
-
-def _response_scores(
-    metrics: Sequence[str], runner: Any, split: Split, batch_size: int
-) -> dict[str, MetricScore]:
-    """Return the scores of the first reference of each example, given its prompt or source."""
-    from smelt.evaluate.quality import score_responses
-    from smelt.generation.generating_runners import is_causal, last_tokens_nll
-    from smelt.generation.prompt_batches import encode_responses, fit_response
-    from smelt.runtimes.predict_texts import target_nll
-
-    tools = runner.text
-    pairs = [(example.text, example.references[0]) for example in split.examples]
-    sizes = [len(reference.encode()) for _, reference in pairs]
-    vocabulary = runner.config.get("vocab_size")
-    if not is_causal(runner.config):
-        targets = _target_ids(runner, [reference for _, reference in pairs])
-        losses = target_nll(runner, [text for text, _ in pairs], targets, batch_size)
-        return score_responses(metrics, losses, list(map(len, targets)), sizes, pairs, vocabulary)
-    encoded = [response for (response,) in encode_responses(pairs, tools.tokenizer, every_turn=False)]
-    fitted = [
-        fit_response(response, tools.max_input_length, tools.tokenizer.bos_token_id) for response in encoded
-    ]
-    tokens = [response.num_last_targets for response in fitted]
-    losses = last_tokens_nll(runner, [response.ids for response in fitted], tokens, batch_size)
-    return score_responses(metrics, losses, tokens, sizes, pairs, vocabulary)
-
-
-def _target_ids(runner: Any, texts: list[str]) -> list[list[int]]:
-    """Return the ids of target texts, with the special tokens that the model is trained with."""
-    from smelt.models.checkpoint import load_tokenizer
-    from smelt.models.text_rules import max_input_length
-    from smelt.tasks.samples import encode_targets
-
-    tokenizer = load_tokenizer(runner.folder)
-    return encode_targets(texts, tokenizer, max_input_length(tokenizer, runner.config))[0]
-
-
-def _choice_scores(
-    metrics: Sequence[str], runner: Any, split: Split, batch_size: int, progress: Progress
-) -> dict[str, MetricScore]:
-    """Return the scores of the choices of each example, by their likelihood after the prompt."""
-    from smelt.evaluate.quality import score_choices
-    from smelt.generation.generating_runners import last_tokens_nll
-    from smelt.generation.prompt_batches import encode_responses, fit_response
-
-    tools = runner.text
-    pairs = [(example.text, choice) for example in split.examples for choice in example.choices]
-    encoded = encode_responses(pairs, tools.tokenizer, every_turn=False, with_end=False)
-    fitted = [
-        fit_response(response, tools.max_input_length, tools.tokenizer.bos_token_id)
-        for (response,) in encoded
-    ]
-    choice_losses = iter(
-        last_tokens_nll(
-            runner,
-            [response.ids for response in fitted],
-            [response.num_last_targets for response in fitted],
-            batch_size,
-            progress,
-        )
-    )
-    choices = [example.choices for example in split.examples]
-    answers = [example.answer or 0 for example in split.examples]
-    losses = [[next(choice_losses) for _ in texts] for texts in choices]
-    examples = [[e.text, list(e.choices), e.answer] for e in split.examples]
-    return score_choices(metrics, losses, choices, answers, examples)
 
 
 def _split_scores(scores: Mapping[str, Any]) -> dict[str, Any]:

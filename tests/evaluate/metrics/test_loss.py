@@ -79,7 +79,19 @@ def test_loss_of_numbers_equals_torch():
     assert score.value == pytest.approx(float(F.mse_loss(torch.tensor(predicted), torch.tensor(gold))))
 
 
-def test_loss_of_excluded_token_is_an_error():
+def test_infinite_loss_of_translation_is_left_out_with_warning(monkeypatch, tmp_path):
+    """Of a shortlist, which excludes tokens; the other metrics are scored."""
+    monkeypatch.setattr("smelt.runtimes.predict_texts.target_nll", lambda *_: [1.0, math.inf, 2.0])
+    folder = every_family.model_with_layers("marian", 2)
+    examples = tuple(Example(source, references=(target,)) for source, target in PAIRS)
+    generation = GenerationSettings(max_new_tokens=2)
+    scorer = Scorer(Store(tmp_path), "translation", ["chrf", "loss"], generation, 2, 1)
+    score = scorer.score(tiny.as_artifact(folder, "translation"), Split("test", examples))
+    assert [*score["quality"]] == ["chrf"]
+    assert "infinite-loss" in [message["code"] for message in score["warnings"]]
+
+
+def test_loss_of_excluded_token_of_windows_is_an_error():
     with pytest.raises(RunError) as caught:
         score_windows(["loss"], [math.inf], [2], [5], "w", "text")
     assert caught.value.code == "non-finite-outputs"

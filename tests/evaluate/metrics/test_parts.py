@@ -35,7 +35,7 @@ def test_bleu_parts_equal_sacrebleu(name):
 
 
 @pytest.mark.parametrize("metric", ["rouge1", "rouge2", "rougeL"])
-def test_rouge_parts_are_those_of_best_reference(metric):
+def test_rouge_parts_equal_scores_of_best_reference(metric):
     predictions = PREDICTIONS["near"]
     references = [[text, f"{text} and more"] for text in REFERENCES]
     parts = score_texts([metric], predictions, references)[metric].parts

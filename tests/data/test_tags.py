@@ -36,6 +36,7 @@ def test_valid_bilou_tags_give_the_spans_of_seqeval():
 @pytest.mark.parametrize(("tags", "expected"), [
     ("I-A I-A O I-A", [(0, 2, "A"), (3, 4, "A")]),  # IOB1: the first begins without B-
     ("I-A B-A I-A", [(0, 1, "A"), (1, 3, "A")]), ("B-A I-B", [(0, 1, "A"), (1, 2, "B")]),
+    ("I-A U-A", [(0, 1, "A"), (1, 2, "A")]), ("B-A L-A I-A", [(0, 2, "A"), (2, 3, "A")]),  # BILOU
     ("B-A-1 I-A-1", [(0, 2, "A-1")]), ("O O", []), ("", []),
     ("EMAIL EMAIL O EMAIL NAME", [(0, 2, "EMAIL"), (3, 4, "EMAIL"), (4, 5, "NAME")]),
 ])  # fmt: skip

@@ -49,12 +49,11 @@ _LAST_AXIS = frozenset({"LayerNormalization", "SimplifiedLayerNormalization", "S
 _REDUCTIONS = frozenset({"ReduceMean", "ReduceSum"})
 # their ranges and scales are of the whole tensor
 _QUANTIZERS = frozenset({"DynamicQuantizeLinear", "QuantizeLinear"})
-_ELEMENTWISE = frozenset(
-    """
+_ELEMENTWISE_NAMES = """
     Abs Add Cast Clip DequantizeLinear Div Elu Erf Exp Gelu HardSigmoid HardSwish Identity LeakyRelu Max Min
     Mish Mul Neg Pow QuickGelu Reciprocal Relu Sigmoid Softplus Sqrt Sub Tanh
-    """.split()
-)
+"""
+_ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 # The first one of these reads gathered tokens. Before it are sums of embeddings: gathering their terms takes
 # longer than adding padding.
 _FIRST_OPS = _PRODUCTS | _QUANTIZERS | {"LayerNormalization", "SimplifiedLayerNormalization"}
@@ -74,7 +73,7 @@ def remove_padding_in_file(path: Path) -> int:
 
 
 def remove_padding(model: Any) -> int:
-    """Gather the real tokens of an encoder's graph, in place; return how many matrix multiplications read them.
+    """Gather the real tokens of an encoder's graph, in place; return how many products read them.
 
     Graphs without an `attention_mask` of the shape of `input_ids` are not changed, nor are operators
     for which the shapes in the file do not show that they compute each token by itself.
@@ -157,8 +156,8 @@ def _constant(node: Any) -> Any:
 def _unpadded_nodes(graph: Any, shapes: _Shapes) -> set[str]:
     """Return the outputs of the nodes that can run on the real tokens only.
 
-    A value computed with the mask is not one of them: after pooling has multiplied with the mask, padding is 0
-    and must be.
+    A value computed with the mask is not one of them: where pooling has multiplied with the mask, padding
+    is 0 and must remain 0.
     """
     unpadded, masked = set[str](), {_MASK}
     for node in graph.node:

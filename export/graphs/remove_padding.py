@@ -10,8 +10,8 @@ it, pooling weights it with 0. Results at real tokens do not change, except that
     Linear, Split in three -> attention          Linear -> Gather x 3 -> attention -> Gather -> Linear
     Linear, Split in n -> Reshape -> Transpose   Linear -> Gather x n
 
-The Gather also replaces the Split into equal parts, and the transpose that puts heads first, so a graph
-without padding is not slower (docs/measurements/loop.md#encoder-without-padding).
+The Gather also replaces the Split into equal parts, and the transpose that puts heads first, so that little
+time is lost without padding (docs/measurements/loop.md#encoder-without-padding).
 
 Source: Zeng et al. 2022, Boosting Distributed Training Performance of the Unpadded BERT Model,
 arXiv:2208.08124.
